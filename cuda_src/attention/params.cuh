@@ -1,0 +1,73 @@
+// What every dense attention kernel is told besides its array pointers: lengths, strides, the mask's window, the scale.
+//
+// Shapes: q (B, Sq, H, D), k (B, Sk, G, D), v (B, Sk, G, Dv), out (B, Sq, H, Dv), lse (B, H, Sq). The last axis of each
+// is contiguous, the others may have any stride (in items; negative and zero too). H is a multiple of G: query head h
+// reads key-value head h / (H / G).
+#pragma once
+
+#include "../common/mask.cuh"
+#include "../common/numeric.cuh"
+
+struct Strides {
+  int64 batch, seq, head;
+};
+
+// An optional (B,) array of integers, int32 or int64: NumPy makes the one or the other.
+struct BatchIntegers {
+  int64 stride;  // in items
+  int64 is_int64;
+};
+
+// Field for field the structured dtype ATTENTION_PARAMS of cupyattn/kernels/registry.py.
+struct AttentionParams {
+  Strides q, k, v, out, lse;
+  BatchIntegers q_offsets, seqused_k;
+  int64 q_offset;     // where q_offsets is null
+  int64 left, right;  // of the window; kUnbounded where it has no limit
+  int heads, group;   // H, and H / G
+  int sq, sk;
+  float scale_log2;  // softmax_scale * log2(e)
+};
+static_assert(sizeof(AttentionParams) == PARAMS_BYTES, "cupyattn/kernels/registry.py describes another struct");
+
+__device__ __forceinline__ int64 batch_integer(const void* items, BatchIntegers layout, int batch) {
+  return layout.is_int64 ? static_cast<const int64*>(items)[batch * layout.stride]
+                         : static_cast<const int*>(items)[batch * layout.stride];
+}
+
+// Where one CTA works: a run of query rows of one head of one sequence. The grid is flat, so that neither batch nor
+// head count meets the 65,535 of the grid's y and z; rows of one head are neighbours and share its keys in L2.
+struct Place {
+  int batch, head, kv_head, first_row;
+};
+
+__device__ __forceinline__ Place place_of_cta(const AttentionParams& params, int rows_per_cta) {
+  const int tiles = div_up(params.sq, rows_per_cta);
+  const int sequence = blockIdx.x / tiles;
+  Place place;
+  place.first_row = blockIdx.x % tiles * rows_per_cta;
+  place.head = sequence % params.heads;
+  place.batch = sequence / params.heads;
+  place.kv_head = place.head / params.group;
+  return place;
+}
+
+template <typename Scalar>
+__device__ __forceinline__ Scalar* head_rows(Scalar* array, const Strides& strides, int batch, int head, int row) {
+  return array + batch * strides.batch + head * strides.head + row * strides.seq;
+}
+
+// The mask of one sequence, and from it the keys that one of its rows sees.
+struct SequenceMask {
+  int64 q_offset, left, right;
+  int keys;
+
+  __device__ __forceinline__ SequenceMask(const AttentionParams& params, const void* q_offsets, const void* seqused_k,
+                                          int batch)
+      : q_offset(params.q_offset), left(params.left), right(params.right), keys(params.sk) {
+    if (q_offsets != nullptr) q_offset = batch_integer(q_offsets, params.q_offsets, batch);
+    if (seqused_k != nullptr) keys = static_cast<int>(clamp(batch_integer(seqused_k, params.seqused_k, batch), 0, keys));
+  }
+
+  __device__ __forceinline__ KeyRange of_row(int row) const { return visible_keys(row + q_offset, left, right, keys); }
+};

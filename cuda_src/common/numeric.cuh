@@ -1,0 +1,53 @@
+// The storage dtypes, their conversion to and from float32, and the float32 functions that kernels share.
+//
+// Every kernel computes in float32 and rounds once, at the store. Exponentials are base 2 (one instruction on every
+// NVIDIA GPU): a quantity in that base ends in _log2, and x_log2 = x * log2(e).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "config.cuh"
+
+// NumPy's names, so that a table can say -DDTYPE=float16.
+using float16 = __half;
+using bfloat16 = __nv_bfloat16;
+using float32 = float;
+
+constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000u);  // NVRTC has no INFINITY
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+__device__ __forceinline__ float to_float(float32 x) { return x; }
+__device__ __forceinline__ float to_float(float16 x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(bfloat16 x) { return __bfloat162float(x); }
+
+// Round to nearest even: the only rounding between a result and memory.
+template <typename Scalar>
+__device__ __forceinline__ Scalar from_float(float x);
+template <>
+__device__ __forceinline__ float32 from_float<float32>(float x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ float16 from_float<float16>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ __forceinline__ bfloat16 from_float<bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+// ex2.approx: at most 2 ulp (2^-22 relative), 0 for -inf; subnormal results are flushed.
+__device__ __forceinline__ float ex2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// lg2.approx: absolute error 2^-22 on (0.5, 2), relative 2^-22 elsewhere.
+__device__ __forceinline__ float lg2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}

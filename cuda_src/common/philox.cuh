@@ -1,0 +1,38 @@
+// Philox4x32-10: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+//
+// A counter-based generator: the random word of a score is a function of the seed and of the score's place (batch,
+// head, query, key) alone, so forward, backward, every tile shape and the NumPy reference draw the same dropout mask.
+#pragma once
+
+#include "config.cuh"
+
+struct Philox4 {
+  uint32 word[4];
+};
+
+__device__ __forceinline__ Philox4 philox4x32_10(Philox4 counter, uint32 key_lo, uint32 key_hi) {
+  constexpr uint32 kMultiplier0 = 0xD2511F53u, kMultiplier1 = 0xCD9E8D57u;
+  constexpr uint32 kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;
+#pragma unroll
+  for (int round = 0; round < 10; round++) {
+    const uint32 hi0 = __umulhi(kMultiplier0, counter.word[0]), lo0 = kMultiplier0 * counter.word[0];
+    const uint32 hi1 = __umulhi(kMultiplier1, counter.word[2]), lo1 = kMultiplier1 * counter.word[2];
+    counter = {{hi1 ^ counter.word[1] ^ key_lo, lo1, hi0 ^ counter.word[3] ^ key_hi, lo0}};
+    key_lo += kWeyl0;
+    key_hi += kWeyl1;
+  }
+  return counter;
+}
+
+// The eight 16-bit fields that serve the eight scores of one thread in 32 keys: key j of query i uses field
+// 2 * ((j % 32) / 8) + j % 2 of the call whose counter starts with 4 * (j / 32) + (j % 8) / 2.
+__device__ __forceinline__ Philox4 dropout_words(uint64 seed, int batch, int head, int query, int key) {
+  const Philox4 counter = {{static_cast<uint32>(4 * (key / 32) + key % 8 / 2), static_cast<uint32>(query),
+                            static_cast<uint32>(head), static_cast<uint32>(batch)}};
+  return philox4x32_10(counter, static_cast<uint32>(seed), static_cast<uint32>(seed >> 32));
+}
+
+__device__ __forceinline__ uint32 dropout_field(const Philox4& words, int key) {
+  const int field = 2 * (key % 32 / 8) + key % 2;
+  return words.word[field / 2] >> (16 * (field % 2)) & 0xffffu;
+}

@@ -1,0 +1,43 @@
+// Sums and maxima over a warp (by shuffles) and over a CTA (by shuffles, then one float per warp in shared memory).
+//
+// All threads of the warp or CTA take part and all receive the result. The order of the additions is fixed, so a
+// result is the same from run to run.
+#pragma once
+
+#include "numeric.cuh"
+
+struct Sum {
+  static constexpr float kIdentity = 0.f;
+  __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
+};
+
+struct Max {
+  static constexpr float kIdentity = -kInfinity;
+  __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+
+// A butterfly over kWidth neighbouring lanes, a power of two.
+template <typename Op, int kWidth = kWarpSize>
+__device__ __forceinline__ float warp_reduce(float x, Op op = Op()) {
+  static_assert(kWidth >= 1 && kWidth <= kWarpSize && (kWidth & (kWidth - 1)) == 0, "a power of two lanes");
+#pragma unroll
+  for (int distance = kWidth / 2; distance > 0; distance /= 2) {
+    x = op(x, __shfl_xor_sync(kFullWarp, x, distance));
+  }
+  return x;
+}
+
+// `partial_s` holds one float per warp and belongs to the reduction until every thread has returned from the next
+// barrier that the caller passes; two reductions in a row may share it, since each begins with a barrier.
+template <typename Op, int kThreads>
+__device__ __forceinline__ float cta_reduce(float x, float* partial_s, Op op = Op()) {
+  constexpr int kWarps = kThreads / kWarpSize;
+  static_assert(kThreads % kWarpSize == 0 && kWarps <= kWarpSize, "whole warps, at most 32 of them");
+  x = warp_reduce(x, op);
+  if (kWarps == 1) return x;
+
+  __syncthreads();  // partial_s: the previous reduction's readers are done
+  if (lane_index() == 0) partial_s[warp_index()] = x;
+  __syncthreads();  // partial_s: written by every warp
+  return warp_reduce(lane_index() < kWarps ? partial_s[lane_index()] : Op::kIdentity, op);
+}

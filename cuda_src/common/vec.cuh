@@ -1,0 +1,36 @@
+// Loads and stores of kItems neighbouring items by one thread in one instruction.
+//
+// A table row sets VEC to 16 bytes' worth of items where every row of the arrays is 16-byte aligned, and to 1 where it
+// is not; the code is the same.
+#pragma once
+
+#include "numeric.cuh"
+
+template <typename Scalar, int kItems>
+struct alignas(sizeof(Scalar) * kItems) Vec {
+  static_assert(sizeof(Scalar) * kItems <= kVectorBytes, "wider than one thread can load at once");
+  Scalar item[kItems];
+};
+
+// Read as float32. `source` must be aligned to kItems * sizeof(Scalar).
+template <int kItems, typename Scalar>
+__device__ __forceinline__ void load_vec(float (&values)[kItems], const Scalar* source) {
+  const Vec<Scalar, kItems> loaded = *reinterpret_cast<const Vec<Scalar, kItems>*>(source);
+#pragma unroll
+  for (int i = 0; i < kItems; i++) values[i] = to_float(loaded.item[i]);
+}
+
+// Round to Scalar and write, 16 bytes at a time at the most. `target` must be aligned to the smaller of 16 bytes and
+// kItems * sizeof(Scalar).
+template <int kItems, typename Scalar>
+__device__ __forceinline__ void store_vec(Scalar* target, const float (&values)[kItems]) {
+  constexpr int kPiece = kItems * sizeof(Scalar) <= kVectorBytes ? kItems : kVectorBytes / sizeof(Scalar);
+  static_assert(kItems % kPiece == 0, "whole pieces");
+#pragma unroll
+  for (int first = 0; first < kItems; first += kPiece) {
+    Vec<Scalar, kPiece> rounded;
+#pragma unroll
+    for (int i = 0; i < kPiece; i++) rounded.item[i] = from_float<Scalar>(values[first + i]);
+    *reinterpret_cast<Vec<Scalar, kPiece>*>(target + first) = rounded;
+  }
+}

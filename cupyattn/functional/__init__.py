@@ -1,0 +1,20 @@
+"""The public functions: documentation, defaults, and the choice of where a call runs.
+
+CuPy arrays go to `cupyattn.ops` and its kernels, NumPy arrays to `cupyattn.reference`; the checks
+of a call are the same for both.
+"""
+
+from cupyattn.functional.attention import attention
+from cupyattn.functional.attention_backward import attention_backward
+from cupyattn.functional.device_info import device_info
+from cupyattn.functional.softmax import softmax, softmax_backward
+from cupyattn.reference import AttentionGrads
+
+__all__ = [
+    "AttentionGrads",
+    "attention",
+    "attention_backward",
+    "device_info",
+    "softmax",
+    "softmax_backward",
+]

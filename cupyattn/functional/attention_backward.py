@@ -1,0 +1,167 @@
+"""Exact attention, backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupyattn import reference
+from cupyattn.arrays import Array
+from cupyattn.errors import error
+from cupyattn.functional.attention_call import AttentionCall, attention_call, reference_options
+from cupyattn.functional.rounding import round_into
+from cupyattn.ops.attention_problem import BACKWARD_RESULTS, AttentionOptions, backward_problem
+from cupyattn.ops.attention_values import check_values
+from cupyattn.ops.checks import require_disjoint
+from cupyattn.reference import AttentionGrads
+
+
+def attention_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    /,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    q_offset: int | Array | None = None,
+    seqused_k: Array | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi_slopes: Array | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    rotary: tuple[Array, Array] | None = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    dlse: Array | None = None,
+    deterministic: bool = False,
+    grads: AttentionGrads | None = None,
+    accumulate: bool = False,
+    workspace: Array | None = None,
+) -> AttentionGrads:
+    r"""Gradients of `attention` with respect to its arrays.
+
+    Parameters
+    ----------
+    dout : array (B, Sq, H, Dv), dtype of q
+        Gradient with respect to out.
+    q, k, v : array
+        As given to `attention`, with the same options.
+    out : array (B, Sq, H, Dv), dtype of q
+        The result of `attention`, or of a merge of it with other keys: given the merged out and
+        lse, the gradients are this call's share of the whole.
+    lse : array (B, H, Sq), float32
+        Its second result (``return_lse=True``).
+    causal, softmax_scale, window_size, q_offset, seqused_k, mask, bias, alibi_slopes, softcap, \
+sinks, dropout_p, seed, rotary, score_mod, mask_mod
+        As given to `attention`. Dropout draws the same mask again from the seed.
+    dlse : array (B, H, Sq), float32, optional
+        Gradient with respect to lse, where it was used.
+    deterministic : bool
+        Bitwise the same result from run to run. On NumPy arrays it always is.
+    grads : AttentionGrads, optional
+        Arrays to write the gradients into, each with the shape and dtype of what it belongs to;
+        None in a field makes a new one.
+    accumulate : bool
+        Add to the contents of grads instead of replacing them.
+    workspace : array, optional
+        Scratch memory for implementations that need it; those of today need none.
+
+    Returns
+    -------
+    AttentionGrads
+        ``(dq, dk, dv, dbias, dsinks)``, each like its array; dbias is summed over the axes that
+        bias broadcast along; dbias and dsinks are None without bias and sinks. Queries and keys
+        that see nothing get zeros.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `attention`; and for out, lse, dout or dlse whose shapes or dtypes disagree with q, k, v.
+    NotImplementedError
+        On a GPU: there is no kernel for it yet. NumPy arrays run.
+
+    Notes
+    -----
+    With P = exp(s - lse) and delta = rowsum(dout * out) - dlse: dv = P^T dout,
+    ds = P * (dout v^T - delta), dq = softmax_scale * ds k, dk = softmax_scale * ds^T q (Dao et al.,
+    arXiv:2205.14135, appendix B).
+
+    Examples
+    --------
+    >>> import numpy as np, cupyattn
+    >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 6, 2, 8), dtype=np.float32)
+    >>> out, lse = cupyattn.attention(q, k, v, causal=True, return_lse=True)
+    >>> grads = cupyattn.attention_backward(dout, q, k, v, out, lse, causal=True)
+    >>> grads.dq.shape, grads.dbias
+    ((1, 6, 2, 8), None)
+
+    Moving v along its gradient raises the sum of dout * out by the square of the gradient:
+
+    >>> step = 1e-2
+    >>> moved = cupyattn.attention(q, k, v + step * grads.dv, causal=True)
+    >>> np.allclose((dout * (moved - out)).sum() / step, (grads.dv**2).sum(), rtol=1e-3)
+    True
+    """
+    call = attention_call(
+        backward_problem,
+        {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse,
+         "seqused_k": seqused_k, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes,
+         "sinks": sinks, **_given_grads(grads, accumulate)},
+        AttentionOptions(causal, softmax_scale, window_size, softcap, dropout_p, seed, mask_mod),
+        q_offset, rotary, score_mod, workspace,
+    )  # fmt: skip
+    if call.operands.library == "cupy":
+        raise error(
+            NotImplementedError,
+            "attention_backward on a GPU",
+            "it has no kernel yet; the CPU path has every option",
+            "pass NumPy arrays, for example cupy.asnumpy(q)",
+        )
+    return _on_cpu(call, accumulate)
+
+
+def _given_grads(grads: Any, accumulate: bool) -> dict[str, Any]:
+    if grads is None:
+        if accumulate:
+            raise error(
+                ValueError,
+                "accumulate=True without grads",
+                "it adds to the arrays of grads",
+                "pass grads=AttentionGrads(dq, dk, dv, None, None)",
+            )
+        return {}
+    if not isinstance(grads, AttentionGrads):
+        raise error(
+            TypeError,
+            f"grads is a {type(grads).__name__}",
+            "it is an AttentionGrads of arrays or None",
+            "pass grads=AttentionGrads(dq, dk, dv, None, None)",
+        )
+    return grads._asdict()
+
+
+def _on_cpu(call: AttentionCall, accumulate: bool) -> AttentionGrads:
+    problem, arrays = call.problem, call.operands.arrays
+    require_disjoint(BACKWARD_RESULTS, arrays, problem.spans)
+    check_values(problem, arrays)
+    positional = (arrays[name] for name in ("dout", "q", "k", "v", "out", "lse"))
+    exact = reference.attention_backward(
+        *positional, dlse=arrays.get("dlse"), **reference_options(call)
+    )
+    rounded: dict[str, Any] = {}
+    for name, gradient in exact._asdict().items():
+        target = arrays.get(name)
+        if gradient is not None and accumulate and target is not None:
+            gradient = gradient + target.astype(np.float64)
+        of = problem.layouts.get(name[1:])
+        rounded[name] = None if of is None else round_into(target, gradient, of.dtype)
+    return AttentionGrads(**rounded)

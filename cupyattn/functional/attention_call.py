@@ -1,0 +1,87 @@
+"""What attention and its backward have in common: arrays taken, call checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from numbers import Integral
+from typing import Any, NamedTuple
+
+from cupyattn.arrays import LayoutKey, Operands, adopt
+from cupyattn.errors import error
+from cupyattn.ops.attention_problem import AttentionOptions, AttentionProblem
+
+
+class AttentionCall(NamedTuple):
+    """A checked call: its arrays, and what it asks for."""
+
+    operands: Operands
+    problem: AttentionProblem
+
+
+def attention_call(
+    check: Callable[[LayoutKey, AttentionOptions], AttentionProblem],
+    arrays: dict[str, Any],
+    options: AttentionOptions,
+    q_offset: Any,
+    rotary: Any,
+    score_mod: Any,
+    workspace: Any,
+) -> AttentionCall:
+    """Take the arrays (None for those not given) and `check` the call, forward or backward.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As the public functions document.
+    """
+    if score_mod is not None:
+        raise error(
+            NotImplementedError,
+            "score_mod was given",
+            "neither a kernel nor the CPU path has it yet",
+            "use bias=, softcap= or mask_mod= where they can say the same",
+        )
+    if q_offset is not None:
+        if isinstance(q_offset, Integral):
+            options = options._replace(q_offset=int(q_offset))
+        else:
+            arrays["q_offset"] = q_offset
+    if rotary is not None:
+        arrays["cos"], arrays["sin"] = _rotary_tables(rotary)
+    if workspace is not None:
+        adopt({"workspace": workspace})
+    operands = adopt(arrays)
+    return AttentionCall(operands, check(operands.layout_key(), options))
+
+
+def _rotary_tables(rotary: Any) -> tuple[Any, Any]:
+    if isinstance(rotary, tuple) and len(rotary) == 2 and not any(t is None for t in rotary):
+        return rotary
+    raise error(
+        TypeError,
+        f"rotary is a {type(rotary).__name__}",
+        "it is a tuple (cos, sin) of tables (positions, R/2)",
+        "pass rotary=(cos, sin)",
+    )
+
+
+def reference_options(call: AttentionCall) -> dict[str, Any]:
+    """Return the call's options in the words of `cupyattn.reference`."""
+    problem, arrays = call.problem, call.operands.arrays
+    options = problem.options
+    return {
+        "causal": options.causal,
+        "softmax_scale": problem.softmax_scale,
+        "window_size": options.window_size,
+        "q_offset": arrays.get("q_offset", problem.q_offset),
+        "seqused_k": arrays.get("seqused_k"),
+        "mask": arrays.get("mask"),
+        "bias": arrays.get("bias"),
+        "alibi_slopes": arrays.get("alibi_slopes"),
+        "softcap": options.softcap,
+        "sinks": arrays.get("sinks"),
+        "dropout_p": options.dropout_p,
+        "seed": options.seed,
+        "rotary": (arrays["cos"], arrays["sin"]) if "cos" in arrays else None,
+        "mask_mod": options.mask_mod,
+    }

@@ -1,0 +1,89 @@
+"""What the library finds to run on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from typing import Any
+
+import numpy as np
+
+from cupyattn.kernels.cache import cache_directory
+from cupyattn.kernels.compile import nvrtc_version
+from cupyattn.kernels.device import ARCH_VARIABLE, cuda_device
+from cupyattn.kernels.registry import KERNELS
+
+
+def device_info() -> dict[str, Any]:
+    """Describe the GPUs, the compiler and the cache of compiled kernels.
+
+    Returns
+    -------
+    dict
+        ``devices``: for each GPU its ``name``, ``compute_capability``, ``memory_bytes`` and the
+        ``arch`` that kernels are compiled for there; ``cuda_driver`` and ``cuda_runtime`` (as CUDA
+        numbers them, 12090 for 12.9), ``cupy``, ``nvrtc``, ``numpy`` and ``python`` versions, None
+        for what is not there; ``arch_override``: CUPYATTN_ARCH; ``kernels``: the entries of the
+        library; ``cache``: the folder, and how many ``files`` of how many ``bytes`` it holds.
+
+    Examples
+    --------
+    >>> import cupyattn
+    >>> "attention_tiled" in cupyattn.device_info()["kernels"]
+    True
+    """
+    info: dict[str, Any] = {
+        "devices": [],
+        "cuda_driver": None,
+        "cuda_runtime": None,
+        "cupy": None,
+        "nvrtc": None,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "arch_override": os.environ.get(ARCH_VARIABLE) or None,
+        "kernels": list(KERNELS),
+        "cache": _cache(),
+    }
+    with contextlib.suppress(RuntimeError):
+        info["nvrtc"] = ".".join(map(str, nvrtc_version()))
+    try:
+        import cupy
+    except ImportError:
+        return info
+    info["cupy"] = cupy.__version__
+    for ordinal in range(device_count()):
+        info["cuda_driver"] = cupy.cuda.runtime.driverGetVersion()
+        info["cuda_runtime"] = cupy.cuda.runtime.runtimeGetVersion()
+        device = cuda_device(ordinal)
+        info["devices"].append(
+            {
+                "name": device.name,
+                "compute_capability": f"{device.capability / 10:.1f}",
+                "memory_bytes": cupy.cuda.Device(ordinal).mem_info[1],
+                "arch": device.arch.number,
+            }
+        )
+    return info
+
+
+def device_count() -> int:
+    """Return how many CUDA devices there are: 0 without a driver."""
+    try:
+        import cupy
+
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except ImportError:
+        return 0
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return 0
+
+
+def _cache() -> dict[str, Any]:
+    folder = cache_directory()
+    files = [path for path in folder.iterdir() if path.suffix in (".cubin", ".ptx")]
+    return {
+        "folder": str(folder),
+        "files": len(files),
+        "bytes": sum(path.stat().st_size for path in files),
+    }

@@ -1,0 +1,185 @@
+"""CUDA source to machine code or PTX: the only caller of NVRTC, in front of a disk cache.
+
+CuPy's own compiler is passed by: it appends an ``-arch`` after the caller's (NVRTC obeys the last)
+and its cache misses changes in included files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import threading
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from cupyattn.kernels.arch import Arch
+from cupyattn.kernels.cache import cache_directory, write_atomically
+from cupyattn.kernels.source import source_digest, source_root
+from cupyattn.kernels.spec import Specialisation
+
+# -ftz: Turing's special-function unit flushes subnormals; doing so everywhere keeps it at one
+# instruction. -lineinfo: profilers and the sanitizer name lines of the .cu file.
+_OPTIONS = ("-std=c++17", "-ftz=true", "-lineinfo")
+
+_TOOLKIT_VARIABLES = ("CUDA_PATH", "CUDA_HOME")
+
+_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+_locks_guard = threading.Lock()
+
+
+class CompilationError(RuntimeError):
+    """NVRTC rejected a kernel: an error in this library, not in the caller's input."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas says a kernel takes: per thread, and static shared memory per CTA."""
+
+    registers: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    stack_bytes: int
+    static_shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A compiled kernel on disk. `resources` is None for PTX, which no ptxas has seen."""
+
+    path: Path
+    resources: Resources | None
+    was_cached: bool
+
+
+def compile_cubin(specialisation: Specialisation, arch: Arch) -> Artifact:
+    """Compile to machine code for `arch`, or find it in the cache."""
+    return _compile(specialisation, arch.real)
+
+
+def compile_ptx(specialisation: Specialisation, arch: Arch) -> Artifact:
+    """Compile to PTX for `arch`, or find it in the cache."""
+    return _compile(specialisation, arch.virtual)
+
+
+@lru_cache(maxsize=1)
+def nvrtc_version() -> tuple[int, int]:
+    """Return the version of NVRTC, as (major, minor)."""
+    major, minor = _nvrtc().getVersion()
+    return int(major), int(minor)
+
+
+def _compile(specialisation: Specialisation, target: str) -> Artifact:
+    source = source_root() / specialisation.spec.source
+    options = (
+        f"-arch={target}",
+        *_OPTIONS,
+        *(f"-D{name}={value}" for name, value in specialisation.macros),
+    )
+    key = _cache_key(source, options)
+    is_ptx = target.startswith("compute_")
+    path = cache_directory() / f"{specialisation.spec.entry}-{key}.{'ptx' if is_ptx else 'cubin'}"
+    with _locks_guard:
+        lock = _locks[key]
+    with lock:  # one compilation per key at a time; other keys go on beside it
+        was_cached = path.exists()
+        if not was_cached:
+            code, log = _run_nvrtc(source, options, is_ptx=is_ptx)
+            if not is_ptx:
+                figures = json.dumps(asdict(parse_ptxas_log(log)))
+                write_atomically(path.with_suffix(".json"), figures.encode())
+            write_atomically(path, code)
+    resources_path = path.with_suffix(".json")
+    resources = None if is_ptx else Resources(**json.loads(resources_path.read_text()))
+    return Artifact(path, resources, was_cached)
+
+
+def _cache_key(source: Path, options: tuple[str, ...]) -> str:
+    parts = (*options, f"nvrtc {nvrtc_version()}", source_digest(source))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _run_nvrtc(source: Path, options: tuple[str, ...], *, is_ptx: bool) -> tuple[bytes, str]:
+    nvrtc = _nvrtc()
+    paths = (f"-I{source.parent}", f"-I{source_root()}", f"-I{_toolkit_headers()}")
+    report = () if is_ptx else ("--ptxas-options=-v",)
+    program = nvrtc.createProgram(source.read_text(encoding="utf-8"), str(source), [], [])
+    try:
+        try:
+            nvrtc.compileProgram(program, [*options, *paths, *report])
+        except nvrtc.NVRTCError as error:
+            log = nvrtc.getProgramLog(program)
+            raise CompilationError(f"NVRTC rejected {source.name} {options}:\n{log}") from error
+        code = nvrtc.getPTX(program) if is_ptx else nvrtc.getCUBIN(program)
+        log = nvrtc.getProgramLog(program)
+    finally:
+        nvrtc.destroyProgram(program)
+    if is_ptx:  # text, which NVRTC ends as C does
+        code = (code.encode() if isinstance(code, str) else code).rstrip(b"\0")
+    return code, log
+
+
+def parse_ptxas_log(log: str) -> Resources:
+    """Read the figures that ``ptxas -v`` prints for a module of one entry.
+
+    Raises
+    ------
+    ValueError
+        If the log holds no figures, as when NVRTC changes its wording.
+    """
+    registers = re.search(r"Used (\d+) registers", log)
+    memory = re.search(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log
+    )
+    if registers is None or memory is None:
+        raise ValueError(f"no resource figures in the log of ptxas:\n{log}")
+    shared = re.search(r"(\d+) bytes smem", log)
+    stack, stores, loads = (int(number) for number in memory.groups())
+    return Resources(
+        registers=int(registers[1]),
+        spill_store_bytes=stores,
+        spill_load_bytes=loads,
+        stack_bytes=stack,
+        static_shared_bytes=int(shared[1]) if shared else 0,
+    )
+
+
+@lru_cache(maxsize=1)
+def _nvrtc() -> Any:
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+
+        nvrtc.getVersion()
+    except (ImportError, RuntimeError, OSError) as error:
+        raise RuntimeError(
+            "compiling a kernel needs CuPy and NVRTC, and one of them did not load "
+            f"({error}); install them with 'pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12' "
+            "(or cupy-cuda13x[ctk] for CUDA 13)"
+        ) from error
+    return nvrtc
+
+
+@lru_cache(maxsize=1)
+def _toolkit_headers() -> Path:
+    """Return the folder of cuda_fp16.h: from the runtime wheel, or an installed toolkit."""
+    try:
+        from cuda.pathfinder import find_nvidia_header_directory
+
+        found = find_nvidia_header_directory("cudart")
+    except ImportError:
+        found = None
+    folders = [
+        found,
+        *(os.path.join(os.environ.get(name, ""), "include") for name in _TOOLKIT_VARIABLES),
+    ]
+    for folder in folders:
+        if folder and (Path(folder) / "cuda_fp16.h").is_file():
+            return Path(folder)
+    raise RuntimeError(
+        "cuda_fp16.h was not found; install the CUDA headers with "
+        "'pip install nvidia-cuda-runtime-cu12', or point CUDA_PATH at a CUDA toolkit"
+    )

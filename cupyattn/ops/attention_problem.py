@@ -1,0 +1,409 @@
+"""What a call of attention asks for: shapes and options, checked once per description."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyattn.arrays import Layout, LayoutKey, Span, layouts_of, span
+from cupyattn.errors import error
+from cupyattn.kernels.configs.attention import MAX_HEAD_DIM
+from cupyattn.ops.checks import (
+    FLOATS,
+    INTEGERS,
+    require_contiguous_rows,
+    require_dtype,
+    require_output,
+    require_rank,
+    require_same_dtype,
+    require_shape,
+    require_whole_item_strides,
+)
+
+LSE_DTYPE = np.dtype(np.float32)
+IMPLEMENTATIONS = ("flash", "tiled", "naive")
+_CACHED_PROBLEMS = 4096
+_MAX_OFFSET = 2**60  # a position plus a window side stays within 64 bits
+
+
+class AttentionOptions(NamedTuple):
+    """The options of attention that are no arrays, as the caller gave them."""
+
+    causal: bool = False
+    softmax_scale: float | None = None
+    window_size: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    seed: int | None = None
+    mask_mod: Callable[..., Any] | None = None
+    implementation: str = "flash"
+    q_offset: int | None = None
+    """None too where q_offset is an array, which is among the layouts then."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionProblem:
+    """A valid call of attention; letters as in the public API.
+
+    Two calls of one description share one object, so it stands for the description in caches.
+    """
+
+    batch: int
+    sq: int
+    sk: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: np.dtype
+    layouts: dict[str, Layout]
+    softmax_scale: float
+    q_offset: int
+    """Where `layouts` has no q_offset array."""
+    window: tuple[int | None, int | None]
+    """Keys to the left and right that a query sees, causality included; None is unbounded."""
+    options: AttentionOptions
+    spans: dict[str, Span]
+    """The bytes that the items of each array lie in, from its first item."""
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """(B, Sq, H, Dv)."""
+        return (self.batch, self.sq, self.heads, self.head_dim_v)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """(B, H, Sq)."""
+        return (self.batch, self.heads, self.sq)
+
+    @property
+    def scores_shape(self) -> tuple[int, ...]:
+        """(B, H, Sq, Sk), to which mask and bias broadcast."""
+        return (self.batch, self.heads, self.sq, self.sk)
+
+
+FORWARD_RESULTS = ("out", "lse")
+BACKWARD_RESULTS = ("dq", "dk", "dv", "dbias", "dsinks")
+
+
+def forward_problem(key: LayoutKey, options: AttentionOptions) -> AttentionProblem:
+    """Check the description of a forward call, or find that it was checked before.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As the public functions document.
+    """
+    return _remembered(_cached_forward_problem, key, options)
+
+
+def backward_problem(key: LayoutKey, options: AttentionOptions) -> AttentionProblem:
+    """Check the description of a backward call, or find that it was checked before.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As the public functions document.
+    """
+    return _remembered(_cached_backward_problem, key, options)
+
+
+def _remembered(check: Any, key: LayoutKey, options: AttentionOptions) -> AttentionProblem:
+    try:
+        return check(key, options)
+    except TypeError as failure:
+        if "unhashable" not in str(failure):
+            raise
+    return check.__wrapped__(key, options)  # an option of a wrong type: its own check says so
+
+
+@lru_cache(maxsize=_CACHED_PROBLEMS)
+def _cached_forward_problem(key: LayoutKey, options: AttentionOptions) -> AttentionProblem:
+    problem = _problem(layouts_of(key), options)
+    results = {"out": (problem.out_shape, problem.dtype), "lse": (problem.lse_shape, LSE_DTYPE)}
+    for name in FORWARD_RESULTS:
+        if name in problem.layouts:
+            require_output(name, problem.layouts[name], *results[name])
+    return problem
+
+
+@lru_cache(maxsize=_CACHED_PROBLEMS)
+def _cached_backward_problem(key: LayoutKey, options: AttentionOptions) -> AttentionProblem:
+    problem = _problem(layouts_of(key), options)
+    layouts = problem.layouts
+    for name in ("dout", "out"):
+        require_dtype(name, layouts[name], (problem.dtype.name,))
+        require_shape(name, layouts[name], problem.out_shape, "(B, Sq, H, Dv)")
+        require_contiguous_rows(name, layouts[name])
+    for name in ("lse", "dlse"):
+        if name in layouts:
+            require_dtype(name, layouts[name], (LSE_DTYPE.name,))
+            require_shape(name, layouts[name], problem.lse_shape, "(B, H, Sq)")
+            require_contiguous_rows(name, layouts[name])
+    for name in BACKWARD_RESULTS:
+        if name in layouts:
+            of = layouts.get(name[1:])
+            if of is None:
+                raise error(
+                    ValueError,
+                    f"grads.{name} was given",
+                    f"this call has no {name[1:]}",
+                    "leave None there",
+                )
+            require_output(f"grads.{name}", layouts[name], of.shape, of.dtype)
+    return problem
+
+
+def _problem(layouts: dict[str, Layout], options: AttentionOptions) -> AttentionProblem:
+    q, k, v = layouts["q"], layouts["k"], layouts["v"]
+    for name, layout in (("q", q), ("k", k), ("v", v)):
+        require_dtype(name, layout, FLOATS)
+        require_rank(
+            name, layout, f"B {'Sq H' if name == 'q' else 'Sk G'} {'Dv' if name == 'v' else 'D'}"
+        )
+        require_contiguous_rows(name, layout)
+    require_same_dtype(layouts, ("q", "k", "v"))
+    batch, sq, heads, head_dim = q.shape
+    _, sk, kv_heads, head_dim_v = v.shape
+    _require_matching_heads(q, k, v)
+
+    problem = AttentionProblem(
+        batch=batch,
+        sq=sq,
+        sk=sk,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=q.dtype,
+        layouts=layouts,
+        softmax_scale=_softmax_scale(options.softmax_scale, head_dim),
+        q_offset=_q_offset(options.q_offset, sq, sk),
+        window=_window(options.window_size, options.causal),
+        options=options,
+        spans={name: span(layout) for name, layout in layouts.items()},
+    )
+    _require_valid_options(options)
+    _require_valid_option_arrays(problem)
+    return problem
+
+
+def _require_matching_heads(q: Layout, k: Layout, v: Layout) -> None:
+    batch, _, heads, head_dim = q.shape
+    _, sk, kv_heads, _ = k.shape
+    require_shape("k", k, (batch, sk, kv_heads, head_dim), "(B, Sk, G, D) with q's B and D")
+    require_shape("v", v, (batch, sk, kv_heads, v.shape[3]), "(B, Sk, G, Dv) with k's B, Sk and G")
+    if (kv_heads == 0 and heads) or (kv_heads and heads % kv_heads):
+        raise error(
+            ValueError,
+            f"q has H = {heads} heads, k and v have G = {kv_heads}",
+            "H is a multiple of G (grouped-query attention), or equal to it",
+            "check the head axis: arrays are (batch, length, heads, head dim)",
+        )
+    for letter, extent in (("D", head_dim), ("Dv", v.shape[3])):
+        if not 1 <= extent <= MAX_HEAD_DIM:
+            raise error(
+                ValueError,
+                f"{letter} = {extent}",
+                f"head dims are 1 to {MAX_HEAD_DIM}",
+                "split the head, or check that the last axis is the head dim",
+            )
+
+
+def _softmax_scale(given: Any, head_dim: int) -> float:
+    if given is None:
+        return float(head_dim**-0.5)
+    scale = _real("softmax_scale", given)
+    if not math.isfinite(scale):
+        raise error(
+            ValueError,
+            f"softmax_scale = {scale}",
+            "it is finite; the default is D ** -0.5",
+            "pass a finite number, or None",
+        )
+    return scale
+
+
+def _q_offset(given: Any, sq: int, sk: int) -> int:
+    if given is None:
+        return sk - sq
+    q_offset = _integer("q_offset", given)
+    if abs(q_offset) > _MAX_OFFSET:
+        raise error(
+            ValueError,
+            f"q_offset = {q_offset}",
+            f"it is between -{_MAX_OFFSET} and {_MAX_OFFSET}",
+            "pass the key position of query 0",
+        )
+    return q_offset
+
+
+def _window(window_size: Any, causal: Any) -> tuple[int | None, int | None]:
+    left: int | None = None
+    right: int | None = None
+    if window_size is not None:
+        if not isinstance(window_size, tuple) or len(window_size) != 2:
+            raise error(
+                TypeError,
+                f"window_size = {window_size!r}",
+                "it is a tuple (left, right) of integers or None",
+                "pass for example window_size=(1024, 0)",
+            )
+        left, right = (
+            None if side is None else _integer("each side of window_size", side)
+            for side in window_size
+        )
+        if (left is not None and left < 0) or (right is not None and right < 0):
+            raise error(
+                ValueError,
+                f"window_size = {window_size}",
+                "each side counts keys, 0 or more; None is unbounded",
+                "use None where -1 meant unbounded",
+            )
+    if causal:
+        right = 0  # 0 is the smallest right side, so causal and window together are just that
+    return left, right
+
+
+def _require_valid_options(options: AttentionOptions) -> None:
+    if not isinstance(options.causal, bool | np.bool_):
+        raise error(
+            TypeError,
+            f"causal = {options.causal!r}",
+            "it is True or False",
+            "pass causal=True for a decoder's mask",
+        )
+    if options.implementation not in IMPLEMENTATIONS:
+        raise error(
+            ValueError,
+            f"implementation = {options.implementation!r}",
+            f"allowed are {', '.join(map(repr, IMPLEMENTATIONS))}",
+            "leave it out for the fastest",
+        )
+    if options.softcap is not None:
+        softcap = _real("softcap", options.softcap)
+        if not (softcap > 0 and math.isfinite(softcap)):
+            raise error(
+                ValueError,
+                f"softcap = {softcap}",
+                "it is a finite number above 0: scores become softcap * tanh(s / softcap)",
+                "pass None for none",
+            )
+    _require_valid_dropout(options.dropout_p, options.seed)
+    if options.mask_mod is not None and not callable(options.mask_mod):
+        raise error(
+            TypeError,
+            f"mask_mod is a {type(options.mask_mod).__name__}",
+            "it is a function mask_mod(b, h, i, j) of index arrays that returns True to attend",
+            "pass a function, or an array as mask=",
+        )
+
+
+def _require_valid_dropout(dropout_p: Any, seed: Any) -> None:
+    probability = _real("dropout_p", dropout_p)
+    if not 0.0 <= probability < 1.0:
+        raise error(
+            ValueError,
+            f"dropout_p = {probability}",
+            "it is at least 0 and below 1",
+            "pass the share of probabilities to drop, 0.1 for a tenth",
+        )
+    if probability > 0.0 and seed is None:
+        raise error(
+            ValueError,
+            f"dropout_p = {probability} without a seed",
+            "dropout draws its mask from seed= alone, so that the backward can draw it again",
+            "pass an integer seed=, another one each training step",
+        )
+    if seed is not None and not 0 <= _integer("seed", seed) < 2**64:
+        raise error(
+            ValueError,
+            f"seed = {seed}",
+            "it is an integer from 0 to 2**64 - 1",
+            "reduce it modulo 2**64",
+        )
+
+
+def _require_valid_option_arrays(problem: AttentionProblem) -> None:
+    """Check the arrays among the options against the shapes of q, k and v."""
+    layouts = problem.layouts
+    batch, heads = problem.batch, problem.heads
+    for name in ("q_offset", "seqused_k"):
+        if name in layouts:
+            require_dtype(name, layouts[name], INTEGERS)
+            require_shape(name, layouts[name], (batch,), "(B,)")
+            require_whole_item_strides(name, layouts[name])
+    if "mask" in layouts:
+        require_dtype("mask", layouts["mask"], ("bool",))
+    if "bias" in layouts:
+        require_dtype("bias", layouts["bias"], FLOATS)
+    for name in ("mask", "bias"):
+        if name in layouts:
+            _require_broadcastable(name, layouts[name], problem.scores_shape)
+    if "alibi_slopes" in layouts:
+        require_dtype("alibi_slopes", layouts["alibi_slopes"], FLOATS)
+        if len(layouts["alibi_slopes"].shape) != 2:
+            require_shape("alibi_slopes", layouts["alibi_slopes"], (heads,), "(H,) or (B, H)")
+        else:
+            require_shape("alibi_slopes", layouts["alibi_slopes"], (batch, heads), "(H,) or (B, H)")
+    if "sinks" in layouts:
+        require_dtype("sinks", layouts["sinks"], FLOATS)
+        require_shape("sinks", layouts["sinks"], (heads,), "(H,)")
+    if "cos" in layouts:
+        _require_rotary_tables(layouts["cos"], layouts["sin"], problem.head_dim)
+
+
+def _require_broadcastable(name: str, layout: Layout, scores_shape: tuple[int, ...]) -> None:
+    try:
+        fits = np.broadcast_shapes(layout.shape, scores_shape) == scores_shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise error(
+            ValueError,
+            f"{name} has shape {layout.shape}",
+            f"it broadcasts to the scores, (B, H, Sq, Sk) = {scores_shape}",
+            "give it axes of 1 where it does not vary, for example mask[:, None, None, :] for keys",
+        )
+
+
+def _require_rotary_tables(cos: Layout, sin: Layout, head_dim: int) -> None:
+    for name, table in (("cos", cos), ("sin", sin)):
+        require_dtype(f"rotary's {name}", table, FLOATS)
+        require_rank(f"rotary's {name}", table, "positions R/2")
+    require_shape("rotary's sin", sin, cos.shape, "(positions, R/2) like cos")
+    if 2 * cos.shape[1] > head_dim:
+        raise error(
+            ValueError,
+            f"rotary tables of {cos.shape[1]} columns rotate {2 * cos.shape[1]} features",
+            f"at most D = {head_dim} features can be rotated",
+            "make tables of at most D / 2 columns",
+        )
+
+
+def _real(name: str, value: Any) -> float:
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return float(value)
+    raise error(
+        TypeError,
+        f"{name} is a {type(value).__name__}",
+        "it is a real number",
+        "convert it with float(...)",
+    )
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    raise error(
+        TypeError,
+        f"{name} is {value!r}, a {type(value).__name__}",
+        "it is an integer",
+        "convert it with int(...)",
+    )

@@ -1,0 +1,149 @@
+"""Checks that every operation makes of its arrays, with the errors they raise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from cupyattn.arrays import Array, Layout, Span, address, overlaps_itself, share_an_item
+from cupyattn.errors import error
+
+FLOATS = ("float16", "float32", "bfloat16")
+INTEGERS = ("int32", "int64")
+
+
+def require_dtype(name: str, layout: Layout, allowed: tuple[str, ...]) -> None:
+    """Raise TypeError unless the array has one of the dtypes, in native byte order."""
+    dtype = layout.dtype
+    if dtype.name not in allowed or not dtype.isnative:
+        order = "" if dtype.isnative else " in foreign byte order"
+        raise error(
+            TypeError,
+            f"{name} has dtype {dtype.name}{order}",
+            f"allowed are {', '.join(allowed)}",
+            f"convert it, for example {name}.astype({allowed[0]!r})",
+        )
+
+
+def require_same_dtype(layouts: dict[str, Layout], names: Iterable[str]) -> None:
+    """Raise TypeError unless all named arrays that are present have one dtype."""
+    present = {name: layouts[name].dtype for name in names if name in layouts}
+    if len(set(present.values())) > 1:
+        listed = ", ".join(f"{name} has {dtype.name}" for name, dtype in present.items())
+        raise error(
+            TypeError,
+            listed,
+            f"{', '.join(present)} share one dtype",
+            "convert them to one with .astype(...)",
+        )
+
+
+def require_rank(name: str, layout: Layout, axes: str) -> None:
+    """Raise ValueError unless the array has as many axes as `axes` names, as in "B S H D"."""
+    letters = axes.split()
+    if len(layout.shape) != len(letters):
+        raise error(
+            ValueError,
+            f"{name} has shape {layout.shape}",
+            f"{name} is ({', '.join(letters)}), {len(letters)} axes",
+            f"reshape it, for example {name}[None] where the batch axis is missing",
+        )
+
+
+def require_shape(name: str, layout: Layout, expected: tuple[int, ...], meaning: str) -> None:
+    """Raise ValueError unless the array has the shape that follows from the others."""
+    if layout.shape != expected:
+        raise error(
+            ValueError,
+            f"{name} has shape {layout.shape}",
+            f"{name} is {meaning}, here {expected}",
+            "pass an array of that shape",
+        )
+
+
+def require_contiguous_rows(name: str, layout: Layout) -> None:
+    """Raise ValueError unless the last axis is contiguous and the strides are whole items."""
+    itemsize = layout.dtype.itemsize
+    if 0 in layout.shape:
+        return
+    if layout.shape[-1] > 1 and layout.strides[-1] != itemsize:
+        raise error(
+            ValueError,
+            f"{name} has strides {layout.strides} for items of {itemsize} bytes",
+            "the last axis must be contiguous (other axes may have any stride)",
+            f"copy it with ascontiguousarray({name})",
+        )
+    require_whole_item_strides(name, layout)
+
+
+def require_whole_item_strides(name: str, layout: Layout) -> None:
+    """Raise ValueError unless every stride is a multiple of the item size."""
+    if any(stride % layout.dtype.itemsize for stride in layout.strides):
+        raise error(
+            ValueError,
+            f"{name} has strides {layout.strides} for items of {layout.dtype.itemsize} bytes",
+            "strides are whole numbers of items",
+            f"copy it with ascontiguousarray({name})",
+        )
+
+
+def require_output(name: str, layout: Layout, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    """Raise unless an array given to be written has the result's shape and dtype, and own items."""
+    if layout.shape != shape or layout.dtype != dtype:
+        raise error(
+            ValueError if layout.dtype == dtype else TypeError,
+            f"{name} is {layout}",
+            f"the result is {dtype.name} {shape}",
+            "pass an array of that shape and dtype, or none",
+        )
+    require_contiguous_rows(name, layout)
+    if overlaps_itself(layout):
+        raise error(
+            ValueError,
+            f"{name} has strides {layout.strides}: some of its items are one item in memory",
+            "a result needs an own place for every item",
+            "pass an array that is not a broadcast view",
+        )
+
+
+def require_disjoint(
+    results: Iterable[str], arrays: dict[str, Array], spans: dict[str, Span]
+) -> None:
+    """Raise ValueError if an array to be written is read-only or shares an item with another.
+
+    `spans` has where the items of each array lie, from its first item: with the addresses of today
+    that settles almost every pair.
+    """
+    for name in results:
+        result = arrays.get(name)
+        if result is None:
+            continue
+        _require_writable(name, result)
+        place = address(result)
+        start, end = spans[name]
+        start, end = place + start, place + end
+        for other_name, other in arrays.items():
+            if other is result and other_name == name:
+                continue
+            other_place = address(other)
+            other_start, other_end = spans[other_name]
+            if other_place + other_end <= start or end <= other_place + other_start:
+                continue
+            if share_an_item(result, other):
+                raise error(
+                    ValueError,
+                    f"{name} overlaps {other_name} in memory",
+                    "results are written while inputs are still read",
+                    f"give {name} memory of its own, or leave it out",
+                )
+
+
+def _require_writable(name: str, result: Array) -> None:
+    if isinstance(result, np.ndarray) and not result.flags.writeable:
+        raise error(
+            ValueError,
+            f"{name} is read-only",
+            "results are written into it",
+            f"pass a writable array, for example {name}.copy()",
+        )

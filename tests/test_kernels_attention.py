@@ -1,0 +1,181 @@
+"""The attention kernels against the float64 reference, within its derived bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from devices import GpuArrays
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+from strategies import AttentionProblem, attention_problems
+
+import cupyattn
+from cupyattn import reference
+from cupyattn.kernels.configs.attention import TILED_TILE_K
+
+pytestmark = pytest.mark.gpu
+
+OPTIONS = ("causal", "softmax_scale", "window_size", "q_offset", "seqused_k")
+DTYPES = ("float16", "bfloat16", "float32")
+# Exact tiles of the table, odd dims, D != Dv in both directions, the largest.
+HEAD_DIMS = ((1, 1), (7, 33), (40, 24), (64, 64), (80, 128), (128, 96), (256, 256))
+IMPLEMENTATIONS = ("naive", "tiled")
+
+
+def run(problem: AttentionProblem, implementation: str) -> tuple[np.ndarray, np.ndarray]:
+    """Run one problem on the device; returns out and lse as NumPy arrays."""
+    gpu = GpuArrays()
+    arrays = [gpu.put(array) for array in problem.arrays()]
+    options = {
+        name: gpu.put(value) if isinstance(value, np.ndarray) else value
+        for name, value in problem.options().items()
+    }
+    out, lse = cupyattn.attention(
+        *arrays, **options, return_lse=True, implementation=implementation
+    )
+    return gpu.get(out), gpu.get(lse)
+
+
+def error_ratios(problem: AttentionProblem, out: np.ndarray, lse: np.ndarray) -> dict[str, float]:
+    """Largest error over bound, of out and lse."""
+    arrays, options = problem.arrays(), problem.options()
+    exact_out, exact_lse = reference.attention(*arrays, **options)
+    out_bound, lse_bound = reference.attention_bound(
+        *arrays, dtype=problem.dtype, tile_k=TILED_TILE_K, **options
+    )
+    return {
+        "out": reference.error_ratio(out, exact_out, out_bound),
+        "lse": reference.error_ratio(lse, exact_lse, lse_bound),
+    }
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@given(problem=attention_problems(head_dims=HEAD_DIMS, dtypes=DTYPES, options=OPTIONS))
+def test_within_bounds_of_the_reference(implementation: str, problem: AttentionProblem):
+    ratios = error_ratios(problem, *run(problem, implementation))
+    assert max(ratios.values()) <= 1, ratios
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("head_dim", [1, 2, 3, 16, 31, 32, 63, 65, 100, 127, 129, 192, 255])
+def test_head_dims(implementation: str, head_dim: int):
+    problem = AttentionProblem(
+        B=1, Sq=33, Sk=41, H=2, G=1, D=head_dim, Dv=257 - head_dim, dtype="float16"
+    )
+    ratios = error_ratios(problem, *run(problem, implementation))
+    assert max(ratios.values()) <= 1, ratios
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_sequences(implementation: str, dtype: str):
+    """Thousands of keys: many tiles, sums of many terms."""
+    problem = AttentionProblem(
+        B=1, Sq=129, Sk=5000, H=2, G=1, D=64, Dv=64, dtype=dtype, drawn=(("causal", True),)
+    )
+    ratios = error_ratios(problem, *run(problem, implementation))
+    assert max(ratios.values()) <= 1, ratios
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_more_heads_than_the_grid_has_rows(implementation: str):
+    """B * H beyond 65,535, the limit of a grid's second axis."""
+    problem = AttentionProblem(B=2, Sq=2, Sk=3, H=40_000, G=40_000, D=2, Dv=2)
+    ratios = error_ratios(problem, *run(problem, implementation))
+    assert max(ratios.values()) <= 1, ratios
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@given(
+    problem=attention_problems(
+        head_dims=((64, 64),), dtypes=("float16",), options=("causal",), views=("contiguous",)
+    ),
+    integer_dtype=st.sampled_from((np.int32, np.int64)),
+    stride=st.sampled_from((1, 2, -1)),
+)
+def test_batch_integers_of_any_width_and_stride(
+    implementation: str, problem: AttentionProblem, integer_dtype: Any, stride: int
+):
+    """Both arrays of integers, as views: the same result as the same numbers one by one."""
+    gpu = GpuArrays()
+    rng = np.random.default_rng(problem.seed)
+    used = np.zeros(problem.B * abs(stride), integer_dtype)[::stride]
+    used[:] = rng.integers(0, problem.Sk + 1, problem.B)
+    offsets = np.zeros(problem.B * abs(stride), integer_dtype)[::stride]
+    offsets[:] = rng.integers(-3, problem.Sk + 3, problem.B)
+    q, k, v = (gpu.put(array) for array in problem.arrays())
+    options = {**problem.options(), "implementation": implementation}
+    together = cupyattn.attention(
+        q, k, v, q_offset=gpu.put(offsets), seqused_k=gpu.put(used), **options
+    )
+    for b in range(problem.B):
+        keys = slice(0, int(used[b]))
+        alone = cupyattn.attention(
+            q[b : b + 1],
+            k[b : b + 1, keys],
+            v[b : b + 1, keys],
+            q_offset=int(offsets[b]),
+            **options,
+        )
+        assert_array_equal(gpu.get(together[b : b + 1]), gpu.get(alone))
+
+
+@given(problem=attention_problems(head_dims=((64, 64),), dtypes=DTYPES, options=OPTIONS))
+def test_views_equal_copies_bit_for_bit(problem: AttentionProblem):
+    """Vector and scalar loads bring the same numbers."""
+    gpu = GpuArrays()
+    out, lse = run(problem, "tiled")
+    copies = [gpu.put(np.ascontiguousarray(array)) for array in problem.arrays()]
+    options = {
+        name: gpu.put(value) if isinstance(value, np.ndarray) else value
+        for name, value in problem.options().items()
+    }
+    copied_out, copied_lse = cupyattn.attention(
+        *copies, **options, return_lse=True, implementation="tiled"
+    )
+    assert_array_equal(out, gpu.get(copied_out))
+    assert_array_equal(lse, gpu.get(copied_lse))
+
+
+@given(problem=attention_problems(head_dims=((40, 24),), dtypes=("float16",), options=OPTIONS))
+def test_results_are_written_into_any_strides(problem: AttentionProblem):
+    """out= and lse as views: every item written, nothing beside them."""
+    gpu = GpuArrays()
+    arrays = [gpu.put(array) for array in problem.arrays()]
+    options = {
+        name: gpu.put(value) if isinstance(value, np.ndarray) else value
+        for name, value in problem.options().items()
+    }
+    options |= {"return_lse": True, "implementation": "tiled"}
+    expected_out, expected_lse = cupyattn.attention(*arrays, **options)
+
+    import cupy
+
+    sentinel = 77.0
+    memory = cupy.full((problem.B, problem.H, problem.Sq, problem.Dv + 5), sentinel, "float16")
+    out = memory.transpose(0, 2, 1, 3)[..., 2:-3]
+    lse_memory = cupy.full((problem.H, 2, problem.B, problem.Sq + 1), sentinel, "float32")
+    lse = lse_memory[:, 1, :, 1:].transpose(1, 0, 2)
+    returned = cupyattn.attention(*arrays, **options, out=(out, lse))
+
+    assert returned[0] is out
+    assert returned[1] is lse
+    assert_array_equal(gpu.get(out), gpu.get(expected_out))
+    assert_array_equal(gpu.get(lse), gpu.get(expected_lse))
+    out[...] = sentinel
+    lse[...] = sentinel
+    assert (memory == sentinel).all()
+    assert (lse_memory == sentinel).all()
+
+
+@given(problem=attention_problems(head_dims=((64, 64),), dtypes=("float32",), options=OPTIONS))
+def test_naive_and_tiled_agree(problem: AttentionProblem):
+    """Two kernels that share little but their primitives."""
+    (naive, _), (tiled, _) = run(problem, "naive"), run(problem, "tiled")
+    bound, _ = reference.attention_bound(
+        *problem.arrays(), dtype="float32", tile_k=TILED_TILE_K, **problem.options()
+    )
+    assert (np.abs(naive.astype(np.float64) - tiled) <= 2 * bound).all()

@@ -1,0 +1,294 @@
+"""The primitives of cuda_src/common, each tried by a small kernel of its own (tests/probes)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from devices import GpuArrays
+from numpy.testing import assert_allclose, assert_array_equal
+from strategies import dtype_of
+
+from cupyattn import reference
+from cupyattn.kernels.configs.dtypes import vector_items
+from cupyattn.kernels.launch import launch
+from cupyattn.kernels.registry import ATTENTION_PARAMS, UNBOUNDED, rows_params
+from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Scalar, Struct
+
+pytestmark = pytest.mark.gpu
+
+PROBES = Path(__file__).parent / "probes"
+INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
+
+
+class Probe:
+    """A probe kernel: `run` copies NumPy arguments to the device and those it writes back."""
+
+    def __init__(self, name: str, *parameters: Parameter, threads: int = 128, **macros: Any):
+        self.spec = KernelSpec(
+            entry=f"probe_{name}",
+            source=str(PROBES / f"{name}.cu"),
+            parameters=parameters,
+            macros=("THREADS", *macros),
+        )
+        self.specialisation = self.spec.specialise(
+            threads=threads, shared_bytes=0, THREADS=threads, **macros
+        )
+
+    def run(self, ctas: int, *arguments: Any) -> list[np.ndarray]:
+        gpu = GpuArrays()
+        pointers = [isinstance(parameter, Pointer) for parameter in self.spec.parameters]
+        passed = [
+            gpu.put(argument) if is_pointer else argument
+            for argument, is_pointer in zip(arguments, pointers, strict=True)
+        ]
+        launch(gpu.device, self.specialisation, ctas, passed)
+        return [
+            gpu.get(argument)
+            for argument, parameter in zip(passed, self.spec.parameters, strict=True)
+            if isinstance(parameter, Pointer) and not parameter.const
+        ]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("vector", [True, False])
+def test_conversions_and_base_2_functions(dtype, vector):
+    """Every 16-bit pattern, and as many of the 32-bit ones."""
+    if dtype == "float32":
+        bits = np.random.default_rng(0).integers(0, 2**32, 65_536, np.uint32)
+    else:
+        bits = np.arange(65_536, dtype=np.uint16)
+    x = bits.view(dtype_of(dtype))
+    wide = x.astype(np.float32)
+    wide[np.abs(wide) < 2.0**-126] = 0  # kernels flush float32 subnormals
+    vec = vector_items(dtype) if vector else 1
+    probe = Probe(
+        "numeric",
+        Pointer("x", const=True),
+        *(Pointer(name) for name in ("float", "rounded", "ex2", "lg2")),
+        Scalar("count", INT32),
+        DTYPE=dtype,
+        VEC=vec,
+    )
+    outputs = (np.zeros_like(wide), np.zeros_like(x), np.zeros_like(wide), np.zeros_like(wide))
+    as_float, rounded, ex2, lg2 = probe.run(x.size // 128 // vec, x, *outputs, x.size)
+
+    with np.errstate(all="ignore"):
+        as_float[np.abs(as_float) < 2.0**-126] = 0  # a copy need not be arithmetic
+        assert_array_equal(as_float, wide)
+        product = np.float32(1.0009765625) * wide
+        product[np.abs(product) < 2.0**-126] = 0
+        assert_array_equal(rounded.astype(np.float32), product.astype(x.dtype).astype(np.float32))
+        exact_ex2 = np.exp2(wide.astype(np.float64))
+        exact_ex2[exact_ex2 < 2.0**-126] = 0
+        exact_ex2[exact_ex2 > np.finfo(np.float32).max] = np.inf
+        # 2^-22 relative from the function, and the flush of results at the edge of subnormal.
+        assert_allclose(ex2, exact_ex2, rtol=2.0**-21, atol=2.0**-126)
+        exact_lg2 = np.log2(wide.astype(np.float64))
+        assert_allclose(lg2, exact_lg2, rtol=2.0**-21, atol=2.0**-21)
+
+
+@pytest.mark.parametrize("threads", [32, 128, 1024])
+def test_reductions(threads):
+    ctas = 3
+    x = np.random.default_rng(threads).standard_normal((ctas, threads)).astype(np.float32)
+    outputs = [np.zeros_like(x) for _ in range(4)]
+    probe = Probe(
+        "reduce",
+        Pointer("x", const=True),
+        *(Pointer(name) for name in ("warp_sum", "part_max", "cta_sum", "cta_max")),
+        threads=threads,
+    )
+    warp_sum, part_max, cta_sum, cta_max = probe.run(ctas, x, *outputs)
+
+    def over(parts: int, function: Any) -> np.ndarray:
+        grouped = x.astype(np.float64).reshape(ctas, -1, parts)
+        result = np.broadcast_to(function(grouped, axis=2, keepdims=True), grouped.shape)
+        return result.reshape(x.shape)
+
+    tolerance = threads * 2.0**-23
+    assert_allclose(warp_sum, over(32, np.sum), rtol=0, atol=tolerance)
+    assert_array_equal(part_max, over(8, np.max))
+    assert_allclose(cta_sum, over(threads, np.sum), rtol=0, atol=tolerance)
+    assert_array_equal(cta_max, over(threads, np.max))
+    assert len(np.unique(cta_sum)) == ctas, "every thread gets the same sum"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "cols", "padded", "vec"),
+    [
+        ("float32", 32, 64, 64, 4),
+        ("float32", 5, 7, 8, 1),
+        ("float16", 16, 40, 64, 8),
+        ("float16", 16, 40, 64, 1),
+        ("bfloat16", 3, 1, 4, 1),
+    ],
+)
+@pytest.mark.parametrize("valid", [0, 1, 2, 100])
+def test_tile_is_the_rows_that_exist_and_zeros(dtype, rows, cols, padded, vec, valid):
+    row_stride = cols + 24  # in items, a multiple of 16 bytes where it has to be
+    rng = np.random.default_rng(rows)
+    memory = rng.standard_normal((rows, row_stride)).astype(dtype_of(dtype))
+    memory[valid:] = np.nan
+    memory[:, cols:] = np.nan
+    words = padded // 4 | 1  # an odd number of 16-byte words: no bank conflicts
+    tile = np.zeros((rows, words * 4), np.float32)
+    probe = Probe(
+        "tile",
+        Pointer("rows", const=True),
+        Pointer("tile"),
+        Scalar("row_stride", INT64),
+        Scalar("valid_rows", INT32),
+        DTYPE=dtype,
+        ROWS=rows,
+        COLS=cols,
+        PADDED_COLS=padded,
+        VEC=vec,
+    )
+    (tile,) = probe.run(1, memory, tile, row_stride, valid)
+
+    expected = np.full_like(tile, -1)
+    expected[:, :padded] = 0
+    expected[:valid, :cols] = memory[:valid, :cols]
+    assert_array_equal(tile, expected)
+
+
+@pytest.mark.parametrize(("unit", "base"), [("Unit::kNatural", np.e), ("Unit::kLog2", 2.0)])
+def test_online_softmax(unit, base):
+    rng = np.random.default_rng(1)
+    rows, length = 200, 37
+    scores = (rng.standard_normal((rows, length)) * 8).astype(np.float32)
+    scores[rng.random(scores.shape) < 0.3] = -np.inf
+    scores[:10] = -np.inf
+    scores[10:20, :9] = -np.inf  # a first tile without keys
+    scores[20] = np.arange(length) * 10  # every tile raises the maximum
+    values = rng.standard_normal((rows, length)).astype(np.float32)
+    probe = Probe(
+        "online_softmax",
+        Pointer("scores", const=True),
+        Pointer("values", const=True),
+        Pointer("out"),
+        Pointer("lse"),
+        Scalar("rows", INT32),
+        Scalar("length", INT32),
+        UNIT=unit,
+        TILE=8,
+    )
+    empty = np.zeros(rows, np.float32)
+    out, lse = probe.run(2, scores, values, empty, empty.copy(), rows, length)
+
+    natural = scores.astype(np.float64) * np.log(base)
+    p = reference.softmax(natural)
+    assert_allclose(out, (p * values).sum(axis=1), rtol=1e-5, atol=1e-5)
+    assert not out[:10].any()
+    with np.errstate(divide="ignore"):
+        assert_allclose(lse, np.log(np.exp(natural).sum(axis=1)), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("left", [0, 3, 10**12, UNBOUNDED])
+@pytest.mark.parametrize("right", [0, 5, 10**12, UNBOUNDED])
+@pytest.mark.parametrize("keys", [0, 1, 20])
+def test_visible_keys(left, right, keys):
+    positions = np.array([-(10**12), -30, -6, -5, -1, 0, 1, 7, 19, 20, 23, 24, 10**12])
+    begin = np.full(positions.size, -7, np.int32)
+    probe = Probe(
+        "mask",
+        Pointer("positions", const=True),
+        Pointer("begin"),
+        Pointer("end"),
+        Scalar("count", INT32),
+        Scalar("left", INT64),
+        Scalar("right", INT64),
+        Scalar("keys", INT32),
+    )
+    begin, end = probe.run(1, positions, begin, begin.copy(), positions.size, left, right, keys)
+
+    for position, first, last in zip(positions, begin, end, strict=True):
+        seen = [j for j in range(keys) if position - left <= j <= position + right]
+        assert list(range(first, last)) == seen
+        assert 0 <= first <= keys
+        assert 0 <= last <= keys
+
+
+def test_philox_is_the_reference():
+    rng = np.random.default_rng(2)
+    count, seed = 1000, 0xDEADBEEF_12345678
+    counters = rng.integers(0, 2**32, (count, 4), np.uint32)
+    key = (0x01234567, 0xFEDCBA98)
+    probe = Probe(
+        "philox",
+        Pointer("counters", const=True),
+        Pointer("words"),
+        Pointer("fields"),
+        Scalar("count", INT32),
+        Scalar("key_lo", np.dtype(np.uint32)),
+        Scalar("key_hi", np.dtype(np.uint32)),
+        Scalar("seed", np.dtype(np.uint64)),
+    )
+    fields = np.zeros(count, np.uint32)
+    words, fields = probe.run(8, counters, np.zeros_like(counters), fields, count, *key, seed)
+
+    expected = reference.philox4x32_10(tuple(counters.T), key)
+    assert_array_equal(words.T, expected)
+    at = np.arange(count)
+    for p in (0.1, 0.5, 0.9):
+        keep = [
+            reference.attention_keep(seed, p, n % 3, n % 5, np.array([n // 97]), np.array([n % 97]))
+            for n in at.tolist()
+        ]
+        keep = np.ravel(keep)
+        assert_array_equal(fields >= round(65536 * p), keep)
+
+
+def test_attention_params_are_read_by_the_names_they_were_written_by():
+    params = np.zeros((), ATTENTION_PARAMS)
+    expected = []
+    for name in ("q", "k", "v", "out", "lse"):
+        params[name] = tuple(len(expected) + i + 1 for i in range(3))
+        expected += params[name].tolist()
+    for name in ("q_offsets", "seqused_k"):
+        params[name] = tuple(len(expected) + i + 1 for i in range(2))
+        expected += params[name].tolist()
+    for name in ("q_offset", "left", "right", "heads", "group", "sq", "sk"):
+        params[name] = len(expected) + 1
+        expected.append(len(expected) + 1)
+    params["scale_log2"] = 0.625
+    probe = Probe(
+        "params",
+        Pointer("fields"),
+        Pointer("scale_log2"),
+        Struct("params", ATTENTION_PARAMS),
+        threads=1,
+        PARAMS_BYTES=ATTENTION_PARAMS.itemsize,
+    )
+    fields = np.zeros(len(expected), np.int64)
+    fields, scale_log2 = probe.run(1, fields, np.zeros(1, np.float32), params)
+
+    assert fields.tolist() == expected
+    assert scale_log2 == 0.625
+
+
+def test_rows_params_give_each_row_its_offset():
+    arrays, shape = 2, (2, 3, 1, 4)
+    dtype = rows_params(arrays)
+    params = np.zeros((), dtype)
+    params["shape"] = shape
+    params["strides"] = [(1000, 100, 10, 1), (-7, 0, 5, 70)]
+    params["rows"], params["length"] = 24, 9
+    probe = Probe(
+        "rows_params",
+        Pointer("fields"),
+        Pointer("offsets"),
+        Struct("params", dtype),
+        threads=1,
+        ARRAYS=arrays,
+        PARAMS_BYTES=dtype.itemsize,
+    )
+    fields = np.zeros(4 + 4 * arrays + 2, np.int64)
+    fields, offsets = probe.run(1, fields, np.zeros((arrays, 24), np.int64), params)
+
+    assert fields.tolist() == [*shape, 1000, 100, 10, 1, -7, 0, 5, 70, 24, 9]
+    index = np.indices(shape).reshape(4, -1).T
+    assert_array_equal(offsets, (index @ params["strides"].T).T)
