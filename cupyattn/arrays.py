@@ -64,37 +64,38 @@ def adopt(candidates: dict[str, Any]) -> Operands:
     ValueError
         For arrays on different devices.
     """
-    arrays: dict[str, Array] = {}
-    libraries: set[Library] = set()
-    devices: set[int] = set()
-    for name, candidate in candidates.items():
-        if candidate is None:
-            continue
-        array, library = _adopt_one(name, candidate)
-        arrays[name] = array
-        libraries.add(library)
-        devices.add(array.data.device_id if library == "cupy" else -1)
-    if len(libraries) > 1:
+    arrays = {name: array for name, array in candidates.items() if array is not None}
+    kinds = set(map(type, arrays.values()))
+    if not kinds <= _own_kinds():
+        arrays = {name: _adopt_one(name, array) for name, array in arrays.items()}
+        kinds = {type(array) for array in arrays.values()}
+    if kinds == {np.ndarray}:
+        return Operands("numpy", -1, arrays)
+    if np.ndarray in kinds:
         raise _mixed_libraries(arrays)
+    devices = {array.data.device_id for array in arrays.values()}
     if len(devices) > 1:
         raise _mixed_devices(arrays)
-    return Operands(libraries.pop(), devices.pop(), arrays)
+    return Operands("cupy", devices.pop(), arrays)
 
 
-def _adopt_one(name: str, candidate: Any) -> tuple[Array, Library]:
-    if type(candidate) is np.ndarray:
-        return candidate, "numpy"
+def _own_kinds() -> set[type]:
+    """Return the array types that are taken as they are; CuPy's only once someone imported it."""
     cupy = sys.modules.get("cupy")
-    if cupy is not None and isinstance(candidate, cupy.ndarray):
-        return candidate, "cupy"
+    return {np.ndarray} if cupy is None else {np.ndarray, cupy.ndarray}
+
+
+def _adopt_one(name: str, candidate: Any) -> Array:
+    if type(candidate) in _own_kinds():
+        return candidate
     if isinstance(candidate, np.ndarray) and not isinstance(candidate, np.ma.MaskedArray):
-        return candidate, "numpy"
+        return candidate.view(np.ndarray)
     if hasattr(candidate, "__cuda_array_interface__"):
-        return _cupy().asarray(candidate), "cupy"
+        return _cupy().asarray(candidate)
     if hasattr(candidate, "__dlpack_device__"):
         device_type, _ = candidate.__dlpack_device__()
         if int(device_type) in _CUDA_DLPACK_DEVICES:
-            return _cupy().from_dlpack(candidate), "cupy"
+            return _cupy().from_dlpack(candidate)
     raise error(
         TypeError,
         f"{name} is a {type(candidate).__module__}.{type(candidate).__qualname__}",

@@ -1,0 +1,35 @@
+"""The whole library in NumPy float64, and bounds of how far a float32 kernel may be from it.
+
+It is the oracle of every kernel's tests, and what the public functions run on NumPy arrays. It
+imports NumPy alone. Arguments are taken as validated; results are float64, rounded by the caller if
+need be.
+"""
+
+from .attention import AttentionGrads, attention, attention_backward
+from .backward_bounds import attention_backward_bound
+from .bounds import (
+    attention_bound,
+    error_ratio,
+    softmax_backward_bound,
+    softmax_bound,
+)
+from .philox import attention_keep, philox4x32_10
+from .rope import rope, rope_backward
+from .softmax import softmax, softmax_backward
+
+__all__ = [
+    "AttentionGrads",
+    "attention",
+    "attention_backward",
+    "attention_backward_bound",
+    "attention_bound",
+    "attention_keep",
+    "error_ratio",
+    "philox4x32_10",
+    "rope",
+    "rope_backward",
+    "softmax",
+    "softmax_backward",
+    "softmax_backward_bound",
+    "softmax_bound",
+]
