@@ -106,7 +106,10 @@ def _cache_key(source: Path, options: tuple[str, ...]) -> str:
 def _run_nvrtc(source: Path, options: tuple[str, ...], *, is_ptx: bool) -> tuple[bytes, str]:
     nvrtc = _nvrtc()
     paths = (f"-I{source.parent}", f"-I{source_root()}", f"-I{_toolkit_headers()}")
-    report = () if is_ptx else ("--ptxas-options=-v",)
+    report = [] if is_ptx else ["--ptxas-options=-v"]
+    if report and nvrtc_version() >= (12, 9):
+        # From 12.9 on NVRTC has a cache of its own where there is a driver; a hit has no log.
+        report.append("--no-cache")
     program = nvrtc.createProgram(source.read_text(encoding="utf-8"), str(source), [], [])
     try:
         try:
@@ -118,9 +121,11 @@ def _run_nvrtc(source: Path, options: tuple[str, ...], *, is_ptx: bool) -> tuple
         log = nvrtc.getProgramLog(program)
     finally:
         nvrtc.destroyProgram(program)
-    if is_ptx:  # text, which NVRTC ends as C does
-        code = (code.encode() if isinstance(code, str) else code).rstrip(b"\0")
-    return code, log
+    if is_ptx:
+        return (code.encode() if isinstance(code, str) else code).rstrip(b"\0"), log
+    # CuPy takes the last byte for the end of a C string and drops it. It is the high byte of the
+    # last program header's alignment, hence 0; drivers load the file without it, nvdisasm does not.
+    return code + b"\0", log
 
 
 def parse_ptxas_log(log: str) -> Resources:
