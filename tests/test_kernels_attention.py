@@ -14,7 +14,7 @@ from strategies import AttentionProblem, attention_problems
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.kernels.configs.attention import TILED_TILE_K
+from cupyattn.kernels.configs.attention import FLASH, TILED_TILE_K, flash_config
 
 pytestmark = pytest.mark.gpu
 
@@ -22,7 +22,11 @@ OPTIONS = ("causal", "softmax_scale", "window_size", "q_offset", "seqused_k")
 DTYPES = ("float16", "bfloat16", "float32")
 # Exact tiles of the table, odd dims, D != Dv in both directions, the largest.
 HEAD_DIMS = ((1, 1), (7, 33), (40, 24), (64, 64), (80, 128), (128, 96), (256, 256))
-IMPLEMENTATIONS = ("naive", "tiled")
+TEACHING = ("naive", "tiled")
+IMPLEMENTATIONS = (*TEACHING, "flash")
+SCORE_OPTIONS = ("mask", "bias", "alibi_slopes", "softcap", "sinks", "dropout_p")
+# Steps of 8 columns with tails of 1, 2 and 3 chunks, odd dims, D != Dv, every row of the table.
+FLASH_HEAD_DIMS = ((5, 8), (24, 40), (64, 64), (88, 80), (128, 128), (192, 72), (256, 256))
 
 
 def run(problem: AttentionProblem, implementation: str) -> tuple[np.ndarray, np.ndarray]:
@@ -43,8 +47,9 @@ def error_ratios(problem: AttentionProblem, out: np.ndarray, lse: np.ndarray) ->
     """Largest error over bound, of out and lse."""
     arrays, options = problem.arrays(), problem.options()
     exact_out, exact_lse = reference.attention(*arrays, **options)
+    tile_k = min(TILED_TILE_K, flash_config(problem.D, problem.Dv).tile_k)
     out_bound, lse_bound = reference.attention_bound(
-        *arrays, dtype=problem.dtype, tile_k=TILED_TILE_K, **options
+        *arrays, dtype=problem.dtype, tile_k=tile_k, **options
     )
     return {
         "out": reference.error_ratio(out, exact_out, out_bound),
@@ -52,7 +57,34 @@ def error_ratios(problem: AttentionProblem, out: np.ndarray, lse: np.ndarray) ->
     }
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@given(problem=attention_problems(head_dims=FLASH_HEAD_DIMS, dtypes=("float16",), options=OPTIONS))
+def test_flash_within_bounds_of_the_reference(problem: AttentionProblem):
+    ratios = error_ratios(problem, *run(problem, "flash"))
+    assert max(ratios.values()) <= 1, ratios
+
+
+@given(
+    problem=attention_problems(
+        head_dims=((64, 64), (128, 96)), dtypes=("float16",), options=(*OPTIONS, *SCORE_OPTIONS)
+    )
+)
+def test_flash_options_within_bounds_of_the_reference(problem: AttentionProblem):
+    ratios = error_ratios(problem, *run(problem, "flash"))
+    assert max(ratios.values()) <= 1, ratios
+
+
+@pytest.mark.parametrize("head_dim", FLASH)
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_row_of_the_flash_table(head_dim: int, causal: bool):
+    problem = AttentionProblem(
+        B=1, Sq=500, Sk=700, H=2, G=1, D=head_dim, Dv=head_dim, dtype="float16",
+        drawn=(("causal", True),) if causal else (),
+    )  # fmt: skip
+    ratios = error_ratios(problem, *run(problem, "flash"))
+    assert max(ratios.values()) <= 1, ratios
+
+
+@pytest.mark.parametrize("implementation", TEACHING)
 @given(problem=attention_problems(head_dims=HEAD_DIMS, dtypes=DTYPES, options=OPTIONS))
 def test_within_bounds_of_the_reference(implementation: str, problem: AttentionProblem):
     ratios = error_ratios(problem, *run(problem, implementation))
@@ -69,8 +101,10 @@ def test_head_dims(implementation: str, head_dim: int):
     assert max(ratios.values()) <= 1, ratios
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [*((name, dtype) for name in TEACHING for dtype in DTYPES), ("flash", "float16")],
+)
 def test_long_sequences(implementation: str, dtype: str):
     """Thousands of keys: many tiles, sums of many terms."""
     problem = AttentionProblem(
@@ -83,7 +117,7 @@ def test_long_sequences(implementation: str, dtype: str):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_more_heads_than_the_grid_has_rows(implementation: str):
     """B * H beyond 65,535, the limit of a grid's second axis."""
-    problem = AttentionProblem(B=2, Sq=2, Sk=3, H=40_000, G=40_000, D=2, Dv=2)
+    problem = AttentionProblem(B=2, Sq=2, Sk=3, H=40_000, G=40_000, D=2, Dv=2, dtype="float16")
     ratios = error_ratios(problem, *run(problem, implementation))
     assert max(ratios.values()) <= 1, ratios
 
@@ -123,25 +157,27 @@ def test_batch_integers_of_any_width_and_stride(
         assert_array_equal(gpu.get(together[b : b + 1]), gpu.get(alone))
 
 
-@given(problem=attention_problems(head_dims=((64, 64),), dtypes=DTYPES, options=OPTIONS))
-def test_views_equal_copies_bit_for_bit(problem: AttentionProblem):
+@pytest.mark.parametrize("implementation", ["tiled", "flash"])
+@given(problem=attention_problems(head_dims=((64, 64),), dtypes=("float16",), options=OPTIONS))
+def test_views_equal_copies_bit_for_bit(implementation: str, problem: AttentionProblem):
     """Vector and scalar loads bring the same numbers."""
     gpu = GpuArrays()
-    out, lse = run(problem, "tiled")
+    out, lse = run(problem, implementation)
     copies = [gpu.put(np.ascontiguousarray(array)) for array in problem.arrays()]
     options = {
         name: gpu.put(value) if isinstance(value, np.ndarray) else value
         for name, value in problem.options().items()
     }
     copied_out, copied_lse = cupyattn.attention(
-        *copies, **options, return_lse=True, implementation="tiled"
+        *copies, **options, return_lse=True, implementation=implementation
     )
     assert_array_equal(out, gpu.get(copied_out))
     assert_array_equal(lse, gpu.get(copied_lse))
 
 
+@pytest.mark.parametrize("implementation", ["tiled", "flash"])
 @given(problem=attention_problems(head_dims=((40, 24),), dtypes=("float16",), options=OPTIONS))
-def test_results_are_written_into_any_strides(problem: AttentionProblem):
+def test_results_are_written_into_any_strides(implementation: str, problem: AttentionProblem):
     """out= and lse as views: every item written, nothing beside them."""
     gpu = GpuArrays()
     arrays = [gpu.put(array) for array in problem.arrays()]
@@ -149,7 +185,7 @@ def test_results_are_written_into_any_strides(problem: AttentionProblem):
         name: gpu.put(value) if isinstance(value, np.ndarray) else value
         for name, value in problem.options().items()
     }
-    options |= {"return_lse": True, "implementation": "tiled"}
+    options |= {"return_lse": True, "implementation": implementation}
     expected_out, expected_lse = cupyattn.attention(*arrays, **options)
 
     import cupy

@@ -190,22 +190,23 @@ def test_online_softmax(unit, base):
 @pytest.mark.parametrize("left", [0, 3, 10**12, UNBOUNDED])
 @pytest.mark.parametrize("right", [0, 5, 10**12, UNBOUNDED])
 @pytest.mark.parametrize("keys", [0, 1, 20])
-def test_visible_keys(left, right, keys):
-    positions = np.array([-(10**12), -30, -6, -5, -1, 0, 1, 7, 19, 20, 23, 24, 10**12])
-    begin = np.full(positions.size, -7, np.int32)
+@pytest.mark.parametrize("q_offset", [-(10**12), -25, 0, 3, 10**12])
+def test_key_window(left, right, keys, q_offset):
+    rows = np.array([0, 1, 5, 7, 19, 20, 23, 24, 2**30 - 1], np.int32)
+    begin = np.full(rows.size, -7, np.int32)
     probe = Probe(
         "mask",
-        Pointer("positions", const=True),
+        Pointer("rows", const=True),
         Pointer("begin"),
         Pointer("end"),
         Scalar("count", INT32),
-        Scalar("left", INT64),
-        Scalar("right", INT64),
+        *(Scalar(name, INT64) for name in ("q_offset", "left", "right")),
         Scalar("keys", INT32),
     )
-    begin, end = probe.run(1, positions, begin, begin.copy(), positions.size, left, right, keys)
+    begin, end = probe.run(1, rows, begin, begin.copy(), rows.size, q_offset, left, right, keys)
 
-    for position, first, last in zip(positions, begin, end, strict=True):
+    for row, first, last in zip(rows.tolist(), begin, end, strict=True):
+        position = row + q_offset
         seen = [j for j in range(keys) if position - left <= j <= position + right]
         assert list(range(first, last)) == seen
         assert 0 <= first <= keys

@@ -52,8 +52,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
   // Phase 1: the row, and the keys that it sees.
   const Place place = place_of_cta(params, 1);
-  const SequenceMask mask(params, q_offsets_g, seqused_k_g, place.batch);
-  const KeyRange visible = mask.of_row(place.first_row);
+  const KeyWindow window = sequence_window(params, q_offsets_g, seqused_k_g, place.batch);
+  const KeyRange visible = window.of_row(place.first_row);
   const Traits::Scalar* q_row_g = head_rows(q_g, params.q, place.batch, place.head, place.first_row);
   const Traits::Scalar* k_rows_g = head_rows(k_g, params.k, place.batch, place.kv_head, 0);
   const Traits::Scalar* v_rows_g = head_rows(v_g, params.v, place.batch, place.kv_head, 0);

@@ -18,6 +18,22 @@ struct BatchIntegers {
   int64 is_int64;
 };
 
+// An optional array that broadcasts to (B, H, Sq, Sk), in items; 0 along an axis that it does not have.
+struct ScoreStrides {
+  int64 batch, head, row, key;
+};
+
+// What the options of the tensor-core kernels need.
+struct ScoreParams {
+  ScoreStrides bias, mask;
+  int64 slopes_batch, slopes_head, sinks_stride;
+  uint64 seed;
+  uint32 keep_from;    // a probability is kept whose 16 random bits are at least this
+  float keep_scale;    // 1 / (1 - dropout_p)
+  float softcap_in;    // 2 * softmax_scale / softcap * log2(e)
+  float softcap_log2;  // softcap * log2(e)
+};
+
 // Field for field the structured dtype ATTENTION_PARAMS of cupyattn/kernels/registry.py.
 struct AttentionParams {
   Strides q, k, v, out, lse;
@@ -27,6 +43,7 @@ struct AttentionParams {
   int heads, group;   // H, and H / G
   int sq, sk;
   float scale_log2;  // softmax_scale * log2(e)
+  ScoreParams scores;
 };
 static_assert(sizeof(AttentionParams) == PARAMS_BYTES, "cupyattn/kernels/registry.py describes another struct");
 
@@ -41,11 +58,13 @@ struct Place {
   int batch, head, kv_head, first_row;
 };
 
-__device__ __forceinline__ Place place_of_cta(const AttentionParams& params, int rows_per_cta) {
+__device__ __forceinline__ Place place_of_cta(const AttentionParams& params, int rows_per_cta,
+                                              bool last_rows_first = false) {
   const int tiles = div_up(params.sq, rows_per_cta);
   const int sequence = blockIdx.x / tiles;
+  const int tile = blockIdx.x % tiles;
   Place place;
-  place.first_row = blockIdx.x % tiles * rows_per_cta;
+  place.first_row = (last_rows_first ? tiles - 1 - tile : tile) * rows_per_cta;
   place.head = sequence % params.heads;
   place.batch = sequence / params.heads;
   place.kv_head = place.head / params.group;
@@ -57,17 +76,16 @@ __device__ __forceinline__ Scalar* head_rows(Scalar* array, const Strides& strid
   return array + batch * strides.batch + head * strides.head + row * strides.seq;
 }
 
-// The mask of one sequence, and from it the keys that one of its rows sees.
-struct SequenceMask {
-  int64 q_offset, left, right;
-  int keys;
+__device__ __forceinline__ int64 query_offset(const AttentionParams& params, const void* q_offsets_g, int batch) {
+  return q_offsets_g == nullptr ? params.q_offset : batch_integer(q_offsets_g, params.q_offsets, batch);
+}
 
-  __device__ __forceinline__ SequenceMask(const AttentionParams& params, const void* q_offsets, const void* seqused_k,
-                                          int batch)
-      : q_offset(params.q_offset), left(params.left), right(params.right), keys(params.sk) {
-    if (q_offsets != nullptr) q_offset = batch_integer(q_offsets, params.q_offsets, batch);
-    if (seqused_k != nullptr) keys = static_cast<int>(clamp(batch_integer(seqused_k, params.seqused_k, batch), 0, keys));
+// Which keys each row of a sequence sees.
+__device__ __forceinline__ KeyWindow sequence_window(const AttentionParams& params, const void* q_offsets_g,
+                                                     const void* seqused_k_g, int batch) {
+  int keys = params.sk;
+  if (seqused_k_g != nullptr) {
+    keys = clamp(batch_integer(seqused_k_g, params.seqused_k, batch), 0, params.sk);
   }
-
-  __device__ __forceinline__ KeyRange of_row(int row) const { return visible_keys(row + q_offset, left, right, keys); }
-};
+  return KeyWindow(query_offset(params, q_offsets_g, batch), params.left, params.right, keys);
+}

@@ -149,14 +149,14 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   // Phase 1: place, the keys that each row sees, and the keys that any row of the CTA sees. Both ends of a row's
   // range grow with its index, so the CTA's first and last row span them all.
   const Place place = place_of_cta(params, Traits::kTileQ);
-  const SequenceMask mask(params, q_offsets_g, seqused_k_g, place.batch);
+  const KeyWindow window = sequence_window(params, q_offsets_g, seqused_k_g, place.batch);
   const int cta_rows = min(Traits::kTileQ, params.sq - place.first_row);
-  const int begin = mask.of_row(place.first_row).begin / Traits::kTileK * Traits::kTileK;
-  const int end = mask.of_row(place.first_row + cta_rows - 1).end;
+  const int begin = window.of_row(place.first_row).begin / Traits::kTileK * Traits::kTileK;
+  const int end = window.of_row(place.first_row + cta_rows - 1).end;
   Row rows[Traits::kRows];
 #pragma unroll
   for (int r = 0; r < Traits::kRows; r++) {
-    rows[r].visible = mask.of_row(place.first_row + warp_index() * Traits::kRows + r);
+    rows[r].visible = window.of_row(place.first_row + warp_index() * Traits::kRows + r);
   }
 
   // Phase 2: stage the query rows.
@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
 
   // Phase 3: walk the key tiles.
   for (int first = begin; first < end; first += Traits::kTileK) {
-    const int valid = mask.keys - first;
+    const int valid = window.keys - first;
     __syncthreads();  // key_value: the previous tile's V has been read
     load_tile<Traits::KTile, Traits::kThreads, Traits::kVec>(
         smem.key_value, head_rows(k_g, params.k, place.batch, place.kv_head, first), params.k.seq, valid);

@@ -7,19 +7,30 @@
 #include "config.cuh"
 
 constexpr int64 kUnbounded = 1LL << 62;  // a window side without a limit
+constexpr int kFar = 1 << 30;            // beyond every length: a row plus or minus it stays within 32 bits
+
+template <typename Integer>
+__device__ __forceinline__ int clamp(Integer x, int low, int high) {
+  return static_cast<int>(min(max(x, static_cast<Integer>(low)), static_cast<Integer>(high)));
+}
 
 struct KeyRange {
   int begin, end;
 
   __device__ __forceinline__ bool contains(int key) const { return begin <= key && key < end; }
-  __device__ __forceinline__ bool empty() const { return begin >= end; }
 };
 
-__device__ __forceinline__ int64 clamp(int64 x, int64 low, int64 high) { return min(max(x, low), high); }
+// Row i of a sequence sees the keys from i + begin_shift to i + end_shift, of `keys` in all.
+struct KeyWindow {
+  int begin_shift, end_shift, keys;
 
-// The keys that a query at `position` sees: left of it up to `left` keys, right of it up to `right`, of `keys` in all.
-__device__ __forceinline__ KeyRange visible_keys(int64 position, int64 left, int64 right, int keys) {
-  const int64 first = left == kUnbounded ? 0 : position - left;
-  const int64 last = right == kUnbounded ? keys : position + right;
-  return {static_cast<int>(clamp(first, 0, keys)), static_cast<int>(clamp(last + 1, 0, keys))};
-}
+  // Query i stands at i + q_offset and sees `left` keys before that position and `right` behind it.
+  __device__ __forceinline__ KeyWindow(int64 q_offset, int64 left, int64 right, int keys_)
+      : begin_shift(left == kUnbounded ? -kFar : clamp(q_offset - left, -kFar, kFar)),
+        end_shift(right == kUnbounded ? kFar : clamp(q_offset + right + 1, -kFar, kFar)),
+        keys(keys_) {}
+
+  __device__ __forceinline__ KeyRange of_row(int row) const {
+    return {clamp(row + begin_shift, 0, keys), clamp(row + end_shift, 0, keys)};
+  }
+};

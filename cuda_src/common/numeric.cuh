@@ -45,6 +45,13 @@ __device__ __forceinline__ float ex2_approx(float x) {
   return y;
 }
 
+// rcp.approx: at most 1 ulp.
+__device__ __forceinline__ float rcp_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // lg2.approx: absolute error 2^-22 on (0.5, 2), relative 2^-22 elsewhere.
 __device__ __forceinline__ float lg2_approx(float x) {
   float y;

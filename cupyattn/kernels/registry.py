@@ -19,6 +19,20 @@ UNBOUNDED = 1 << 62
 _STRIDES = np.dtype([("batch", np.int64), ("seq", np.int64), ("head", np.int64)], align=True)
 _BATCH_INTEGERS = np.dtype([("stride", np.int64), ("is_int64", np.int64)], align=True)
 
+_SCORE_STRIDES = np.dtype(
+    [(axis, np.int64) for axis in ("batch", "head", "row", "key")], align=True
+)
+_SCORE_PARAMS = np.dtype(
+    [
+        *((array, _SCORE_STRIDES) for array in ("bias", "mask")),
+        *((field, np.int64) for field in ("slopes_batch", "slopes_head", "sinks_stride")),
+        ("seed", np.uint64),
+        ("keep_from", np.uint32),
+        *((field, np.float32) for field in ("keep_scale", "softcap_in", "softcap_log2")),
+    ],
+    align=True,
+)
+
 # AttentionParams in cuda_src/attention/params.cuh
 ATTENTION_PARAMS = np.dtype(
     [
@@ -27,6 +41,7 @@ ATTENTION_PARAMS = np.dtype(
         *((field, np.int64) for field in ("q_offset", "left", "right")),
         *((field, np.int32) for field in ("heads", "group", "sq", "sk")),
         ("scale_log2", np.float32),
+        ("scores", _SCORE_PARAMS),
     ],
     align=True,
 )
@@ -80,6 +95,37 @@ ATTENTION_TILED = KernelSpec(
     ),
 )
 
+ATTENTION_FORWARD = KernelSpec(
+    entry="attention_forward",
+    source="attention/forward.cu",
+    parameters=(
+        *_ATTENTION_PARAMETERS[:-1],
+        *(
+            Pointer(name, const=True, optional=True)
+            for name in ("bias", "mask", "alibi_slopes", "sinks")
+        ),
+        _ATTENTION_PARAMETERS[-1],
+    ),
+    macros=(
+        "HEAD_DIM",
+        "HEAD_DIM_V",
+        "M_TILES",
+        "WARPS",
+        "TILE_K",
+        "VEC",
+        "MIN_CTAS",
+        "SHARED_BYTES",
+        "PARAMS_BYTES",
+        "BIAS",
+        "BIAS_VEC",
+        "MASK",
+        "SLOPES",
+        "SOFTCAP",
+        "SINKS",
+        "DROPOUT",
+    ),
+)
+
 _ROW_MACROS = ("DTYPE", "THREADS", "LANES", "STRIPS", "VEC", "RESIDENT", "PARAMS_BYTES")
 
 SOFTMAX_FORWARD = KernelSpec(
@@ -103,5 +149,11 @@ SOFTMAX_BACKWARD = KernelSpec(
 
 KERNELS = {
     spec.entry: spec
-    for spec in (ATTENTION_NAIVE, ATTENTION_TILED, SOFTMAX_FORWARD, SOFTMAX_BACKWARD)
+    for spec in (
+        ATTENTION_NAIVE,
+        ATTENTION_TILED,
+        ATTENTION_FORWARD,
+        SOFTMAX_FORWARD,
+        SOFTMAX_BACKWARD,
+    )
 }

@@ -11,6 +11,7 @@ import numpy as np
 from cupyattn.arrays import Array, Layout, address
 from cupyattn.errors import error
 from cupyattn.kernels import configs
+from cupyattn.kernels.configs.attention import FlashOptions
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.launch import launch
@@ -19,9 +20,10 @@ from cupyattn.kernels.spec import Specialisation
 from cupyattn.ops.attention_problem import FORWARD_RESULTS, LSE_DTYPE, AttentionProblem
 from cupyattn.ops.checks import require_disjoint
 
-# What the kernels of today read; a problem with more is the reference's.
-_KERNEL_ARRAYS = {"q", "k", "v", "q_offset", "seqused_k", *FORWARD_RESULTS}
-_MAX_LENGTH = 2**30  # a length plus a tile stays within 32 bits
+# What each kernel reads; a problem with more is the reference's.
+_EVERY_KERNEL = {"q", "k", "v", "q_offset", "seqused_k", *FORWARD_RESULTS}
+_FLASH_ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
+_MAX_LENGTH = 2**30 - 2**10  # a row of the last tile stays below kFar (mask.cuh)
 
 
 class _Plan(NamedTuple):
@@ -50,36 +52,45 @@ def attention_forward(
         lse = device.empty(problem.lse_shape, LSE_DTYPE)
 
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
-    misalignment = (address(q) | address(k) | address(v)) % VECTOR_BYTES
+    misalignment = (address(q) | address(k) | address(v) | address(out)) % VECTOR_BYTES
+    bias_misalignment = address(arrays["bias"]) % VECTOR_BYTES if "bias" in arrays else 0
     lse_strides = None if lse is None else lse.strides
-    plan = _plan(problem, out.strides, lse_strides, misalignment)
+    plan = _plan(problem, out.strides, lse_strides, misalignment, bias_misalignment)
 
-    integers = (arrays.get("q_offset"), arrays.get("seqused_k"))
-    launch(device, plan.specialisation, plan.ctas, (q, k, v, out, lse, *integers, plan.params))
+    optional = [arrays.get("q_offset"), arrays.get("seqused_k")]
+    if problem.options.implementation == "flash":
+        optional += [arrays.get(name) for name in _FLASH_ARRAYS]
+    launch(device, plan.specialisation, plan.ctas, (q, k, v, out, lse, *optional, plan.params))
     return out, lse
 
 
 @lru_cache(maxsize=4096)
 def _require_kernel(problem: AttentionProblem) -> None:
     options = problem.options
-    missing = [name for name in problem.layouts if name not in _KERNEL_ARRAYS]
-    missing += [name for name in ("softcap", "mask_mod") if getattr(options, name) is not None]
-    missing += ["dropout_p"] if options.dropout_p else []
+    flash = options.implementation == "flash"
+    arrays = {*_EVERY_KERNEL, *_FLASH_ARRAYS} if flash else _EVERY_KERNEL
+    missing = [
+        "rotary" if name == "cos" else name for name in problem.layouts if name not in arrays
+    ]
+    missing += ["mask_mod"] if options.mask_mod is not None else []
+    if not flash:
+        missing += ["softcap"] if options.softcap is not None else []
+        missing += ["dropout_p"] if options.dropout_p else []
     if missing:
-        names = ", ".join("rotary" if name in ("cos", "sin") else name for name in missing)
         raise error(
             NotImplementedError,
-            f"{names} on a GPU",
-            "the kernels have causal, window_size, q_offset and seqused_k so far; the CPU path has "
-            "every option",
-            "pass NumPy arrays, for example cupy.asnumpy(q)",
+            f"{', '.join(name for name in missing if name != 'sin')} on a GPU with "
+            f"implementation={options.implementation!r}",
+            "its kernel does not have that; the CPU path has every option",
+            "pass NumPy arrays, for example cupy.asnumpy(q)"
+            + ("" if flash else ", or leave implementation out"),
         )
-    if options.implementation == "flash":
+    if flash and problem.dtype != np.float16:
         raise error(
             NotImplementedError,
-            "implementation='flash' on a GPU",
-            "the tensor-core kernel is not there yet; 'tiled' and 'naive' are",
-            "pass implementation='tiled'",
+            f"implementation='flash' with {problem.dtype.name} on a GPU",
+            "the tensor-core kernel takes float16; 'tiled' and 'naive' take every dtype",
+            "pass implementation='tiled', or float16 arrays",
         )
     if max(problem.sq, problem.sk) > _MAX_LENGTH:
         raise error(
@@ -96,25 +107,60 @@ def _plan(
     out_strides: tuple[int, ...],
     lse_strides: tuple[int, ...] | None,
     misalignment: int,
+    bias_misalignment: int,
 ) -> _Plan:
     """Choose the specialisation and the grid, and fill in the kernel's parameters."""
     dtype, dims = problem.dtype.name, (problem.head_dim, problem.head_dim_v)
     if problem.options.implementation == "naive":
         specialisation, tile_q = configs.attention.naive(dtype, *dims), 1
-    else:
-        vec = _vector_items(problem, misalignment)
+    elif problem.options.implementation == "tiled":
+        vec = _vector_items(problem, out_strides, misalignment)
         specialisation = configs.attention.tiled(dtype, *dims, vec)
         tile_q = configs.attention.tiled_config(*dims).tile_q
+    else:
+        vec = _vector_items(problem, out_strides, misalignment)
+        options = _flash_options(problem, bias_misalignment)
+        specialisation = configs.attention.flash(*dims, vec, options)
+        tile_q = configs.attention.flash_config(*dims).tile_q
     ctas = problem.batch * problem.heads * -(-problem.sq // tile_q)
     return _Plan(specialisation, ctas, _params(problem, out_strides, lse_strides))
 
 
-def _vector_items(problem: AttentionProblem, misalignment: int) -> int:
-    """Return 16 bytes' worth of items if every row of q, k and v starts at a multiple, else 1."""
+def _flash_options(problem: AttentionProblem, bias_misalignment: int) -> FlashOptions:
+    layouts = problem.layouts
+
+    def dtype(name: str) -> str:
+        return layouts[name].dtype.name if name in layouts else "void"
+
+    return FlashOptions(
+        bias=dtype("bias"),
+        bias_vec=_bias_pairs(problem, bias_misalignment),
+        mask="mask" in layouts,
+        slopes=dtype("alibi_slopes"),
+        softcap=problem.options.softcap is not None,
+        sinks=dtype("sinks"),
+        dropout=problem.options.dropout_p > 0,
+    )
+
+
+def _bias_pairs(problem: AttentionProblem, misalignment: int) -> int:
+    """Return 2 if two neighbouring keys of the bias can be read at once, else 1."""
+    if "bias" not in problem.layouts:
+        return 1
+    strides = score_strides(problem.layouts["bias"], problem.scores_shape)
+    pair = 2 * problem.layouts["bias"].dtype.itemsize
+    even = strides[3] == 1 and all(stride % 2 == 0 for stride in strides[:3])
+    return 2 if even and misalignment % pair == 0 else 1
+
+
+def _vector_items(
+    problem: AttentionProblem, out_strides: tuple[int, ...], misalignment: int
+) -> int:
+    """Return 16 bytes' worth of items if every row of q, k, v and out starts at a multiple."""
     items = vector_items(problem.dtype.name)
-    rows = (problem.layouts[name] for name in ("q", "k", "v"))
+    strides = [problem.layouts[name].strides for name in ("q", "k", "v")]
     aligned = misalignment == 0 and all(
-        stride % VECTOR_BYTES == 0 for row in rows for stride in row.strides[:-1]
+        stride % VECTOR_BYTES == 0 for axes in (*strides, out_strides) for stride in axes[:-1]
     )
     whole = problem.head_dim % items == 0 and problem.head_dim_v % items == 0
     return items if aligned and whole else 1
@@ -144,7 +190,44 @@ def _params(
     for side, keys in zip(("left", "right"), problem.window, strict=True):
         params[side] = UNBOUNDED if keys is None else min(keys, UNBOUNDED)
     params["scale_log2"] = problem.softmax_scale * math.log2(math.e)
+    _fill_scores(params["scores"], problem)
     return params[()]
+
+
+def _fill_scores(scores: Any, problem: AttentionProblem) -> None:
+    """Fill the C struct ScoreParams."""
+    options, layouts = problem.options, problem.layouts
+    for name in ("bias", "mask"):
+        if name in layouts:
+            scores[name] = score_strides(layouts[name], problem.scores_shape)
+    if "alibi_slopes" in layouts:
+        slopes = layouts["alibi_slopes"]
+        *batch, head = (stride // slopes.dtype.itemsize for stride in slopes.strides)
+        scores["slopes_batch"], scores["slopes_head"] = (*batch, head) if batch else (0, head)
+    if "sinks" in layouts:
+        scores["sinks_stride"] = layouts["sinks"].strides[0] // layouts["sinks"].dtype.itemsize
+    if options.softcap is not None:
+        scores["softcap_in"] = 2 * math.log2(math.e) * problem.softmax_scale / options.softcap
+        scores["softcap_log2"] = options.softcap * math.log2(math.e)
+    scores["seed"] = options.seed or 0
+    scores["keep_from"] = round(65536 * options.dropout_p)
+    scores["keep_scale"] = 1 / (1 - options.dropout_p)
+
+
+def score_strides(layout: Layout, scores_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides, in items, of an array broadcast to (B, H, Sq, Sk).
+
+    Examples
+    --------
+    >>> score_strides(Layout((3, 1, 5), (20, 20, 4), np.dtype(np.float32)), (2, 3, 7, 5))
+    (0, 5, 0, 1)
+    """
+    missing = len(scores_shape) - len(layout.shape)
+    strides = [
+        0 if extent == 1 else stride // layout.dtype.itemsize
+        for extent, stride in zip(layout.shape, layout.strides, strict=True)
+    ]
+    return (0,) * missing + tuple(strides)
 
 
 def _strides(strides: tuple[int, ...], itemsize: int) -> tuple[int, int, int]:

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from cupyattn.kernels.arch import WARP_SIZE
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
-from cupyattn.kernels.registry import ATTENTION_NAIVE, ATTENTION_PARAMS, ATTENTION_TILED
+from cupyattn.kernels.registry import (
+    ATTENTION_FORWARD,
+    ATTENTION_NAIVE,
+    ATTENTION_PARAMS,
+    ATTENTION_TILED,
+)
 from cupyattn.kernels.spec import Specialisation
 
 MAX_HEAD_DIM = 256
@@ -102,6 +108,114 @@ def _tiled_shared_bytes(config: TiledConfig, head_dim: int, head_dim_v: int, vec
     return _FLOAT * (q_items + key_value_items + config.tile_q * TILED_TILE_K)
 
 
+@dataclass(frozen=True)
+class FlashConfig:
+    """One CTA per warps * m_tiles * 16 query rows; tile_k keys at a time."""
+
+    m_tiles: int
+    warps: int
+    tile_k: int
+    ctas_per_sm: int
+    reason: str
+
+    @property
+    def tile_q(self) -> int:
+        """Query rows per CTA."""
+        return self.warps * self.m_tiles * 16
+
+
+class FlashOptions(NamedTuple):
+    """Which options a call has; dtype names of arrays, "void" for those it has not."""
+
+    bias: str = "void"
+    bias_vec: int = 1
+    mask: bool = False
+    slopes: str = "void"
+    softcap: bool = False
+    sinks: str = "void"
+    dropout: bool = False
+
+
+PLAIN = FlashOptions()
+
+# The first row whose head dim is not below max(D, Dv). Two CTAs of 4 warps keep a Turing SM's
+# tensor cores busier than one of 8, whose warps go through their phases together; 32 rows a warp
+# halve the shared-memory traffic, which binds otherwise.
+FLASH = {
+    40: FlashConfig(2, 4, 48, 2, "as for 64, with registers to spare"),
+    64: FlashConfig(2, 4, 64, 2, "K and V twice fill half of the 64 KB"),
+    80: FlashConfig(2, 4, 48, 2, "64 keys would spill"),
+    96: FlashConfig(2, 4, 32, 2, "48 keys would spill"),
+    128: FlashConfig(2, 4, 16, 2, "192 registers are Q and the accumulator: 16 scores are left"),
+    160: FlashConfig(1, 12, 16, 1, "16 rows a warp from here on; 12 warps at 168 registers"),
+    192: FlashConfig(1, 8, 32, 1, "8 warps at 255 registers"),
+    256: FlashConfig(1, 8, 16, 1, "Q's tile fills the 64 KB before the walk"),
+}
+_SMEM_UNIT = 128  # bytes: alignment of each buffer in Smem
+
+
+def flash_config(head_dim: int, head_dim_v: int) -> FlashConfig:
+    """Return the table row for these head dims."""
+    largest = max(head_dim, head_dim_v)
+    return next(config for limit, config in FLASH.items() if largest <= limit)
+
+
+@cache
+def flash(
+    head_dim: int, head_dim_v: int, vec: int, options: FlashOptions = PLAIN
+) -> Specialisation:
+    """Specialise the tensor-core kernel; `vec` is 8 where rows are aligned to 16 bytes, else 1."""
+    config = flash_config(head_dim, head_dim_v)
+    shared_bytes = _flash_shared_bytes(config, head_dim, head_dim_v)
+    return ATTENTION_FORWARD.specialise(
+        threads=config.warps * WARP_SIZE,
+        shared_bytes=shared_bytes,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_V=head_dim_v,
+        M_TILES=config.m_tiles,
+        WARPS=config.warps,
+        TILE_K=config.tile_k,
+        VEC=vec,
+        MIN_CTAS=config.ctas_per_sm,
+        SHARED_BYTES=shared_bytes,
+        PARAMS_BYTES=ATTENTION_PARAMS.itemsize,
+        BIAS=options.bias,
+        BIAS_VEC=options.bias_vec,
+        MASK=_cpp_bool(options.mask),
+        SLOPES=options.slopes,
+        SOFTCAP=_cpp_bool(options.softcap),
+        SINKS=options.sinks,
+        DROPOUT=_cpp_bool(options.dropout),
+    )
+
+
+def _flash_shared_bytes(config: FlashConfig, head_dim: int, head_dim_v: int) -> int:
+    """K and V twice, or Q, or the output tile (Smem in forward.cu, which asserts it)."""
+    k_row, v_row = _round_up(head_dim, 8) * 2, _round_up(head_dim_v, 8) * 2  # bytes
+    tiles = (
+        _round_up(2 * config.tile_k * k_row, _SMEM_UNIT)
+        + _round_up(2 * config.tile_k * v_row, _SMEM_UNIT),
+        config.tile_q * k_row,
+        config.tile_q * v_row,
+    )
+    return _round_up(max(tiles), _SMEM_UNIT)
+
+
+_EACH_OPTION = (
+    FlashOptions(bias="float16", bias_vec=2),
+    FlashOptions(bias="float32"),
+    FlashOptions(mask=True),
+    FlashOptions(slopes="float32"),
+    FlashOptions(softcap=True),
+    FlashOptions(sinks="float32"),
+    FlashOptions(dropout=True),
+)
+
+
+def _cpp_bool(value: bool) -> str:
+    return "true" if value else "false"
+
+
 def _round_up(count: int, unit: int) -> int:
     return -(-count // unit) * unit
 
@@ -113,3 +227,8 @@ def catalogue() -> Iterator[Specialisation]:
         for head_dim in TILED:
             for vec in (vector_items(dtype), 1):
                 yield tiled(dtype, head_dim, head_dim, vec)
+    for head_dim in FLASH:
+        for vec in (vector_items("float16"), 1):
+            yield flash(head_dim, head_dim, vec)
+    for options in _EACH_OPTION:
+        yield flash(64, 64, vector_items("float16"), options)

@@ -1,0 +1,407 @@
+// Attention forward on tensor cores: float16 in and out, float32 accumulation; the last step of naive -> tiled ->
+// flash.
+//
+//   s_ij = softmax_scale * q_i . k_j (+ options),   lse_i = log sum_j exp(s_ij),   out_i = sum_j exp(s_ij - lse_i) v_j
+//
+// FlashAttention-2's loop (Dao, arXiv:2307.08691, algorithm 1), shaped for Turing, whose shared memory delivers half of
+// what its tensor cores could consume: a warp owns 32 query rows (two m16 tiles), so that each fragment of K and V
+// read from shared memory feeds two products; Q stays in registers; the softmax is lean (lean_softmax.cuh); tiles that
+// need a mask are walked first (key_walk.cuh).
+//
+// Shapes    AttentionParams (params.cuh); HEAD_DIM and HEAD_DIM_V from 1 to 256 in steps of 8 columns, zero-filled.
+// Tiles     kTileQ = WARPS * M_TILES * 16 query rows by TILE_K keys; a warp owns its rows alone.
+// Grid      B * H * ceil(Sq / kTileQ) CTAs of WARPS warps; under causal order the longest rows start first.
+// Budget    shared memory: K and V twice (one half computed, one half filled), or Q or the output tile, which are there
+//           before and after; registers: Q (M_TILES * D / 4), the accumulator (M_TILES * Dv / 2), the scores.
+// Barriers  one per key tile.
+// Edges     rows beyond Sq are zeros and not stored; keys beyond the sequence are zeros and masked; a row without keys
+//           gives out = 0 and lse = -inf, or its sink.
+#if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || !defined(TILE_K) || \
+    !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
+#error "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, VEC, MIN_CTAS and SHARED_BYTES come from a table"
+#endif
+#if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(SLOPES) || !defined(SOFTCAP) || \
+    !defined(SINKS) || !defined(DROPOUT)
+#error "BIAS, BIAS_VEC, MASK, SLOPES, SOFTCAP, SINKS and DROPOUT say which options the call has"
+#endif
+#include "../common/philox.cuh"
+#include "../common/reduce.cuh"
+#include "key_walk.cuh"
+#include "lean_softmax.cuh"
+#include "score_options.cuh"
+#include "stage.cuh"
+
+struct Traits {
+  static constexpr int kHeadDim = HEAD_DIM;
+  static constexpr int kHeadDimV = HEAD_DIM_V;
+  static constexpr int kVec = VEC;
+  static constexpr int kMTiles = M_TILES;
+  static constexpr int kTileK = TILE_K;
+  static constexpr int kThreads = WARPS * kWarpSize;
+  static constexpr int kWarpRows = kMTiles * 16;
+  static constexpr int kTileQ = WARPS * kWarpRows;
+  static constexpr int kSteps = div_up(kHeadDim, 8);      // k8 steps of Q K^T
+  static constexpr int kOutTiles = div_up(kHeadDimV, 8);  // n8 tiles of the output
+  static constexpr int kKeyTiles = kTileK / 8;            // n8 tiles of the scores, k8 steps of P V
+
+  using QTile = SwizzledTile<kTileQ, kSteps>;
+  using KTile = SwizzledTile<kTileK, kSteps>;
+  using VTile = SwizzledTile<kTileK, kOutTiles>;
+  using OutTile = SwizzledTile<kTileQ, kOutTiles>;
+  using KStage = TileStage<KTile, kHeadDim, kVec, kThreads>;
+  using VStage = TileStage<VTile, kHeadDimV, kVec, kThreads>;
+  using Scores = ScoreFragment<kMTiles, kKeyTiles>;
+  using Probabilities = PackedProbabilities<Scores>;
+  using Options = ScoreOptions<BIAS, BIAS_VEC, MASK, SLOPES, SOFTCAP>;
+
+  static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
+  static_assert(kTileK % 16 == 0, "dropout draws for 16 keys at a time");
+  static_assert(kThreads <= 1024, "a CTA has at most 1,024 threads");
+};
+
+union Smem {
+  struct {
+    alignas(128) unsigned char k[2][Traits::KTile::kBytes];
+    alignas(128) unsigned char v[2][Traits::VTile::kBytes];
+  } loop;
+  alignas(128) unsigned char q[Traits::QTile::kBytes];
+  alignas(128) unsigned char out[Traits::OutTile::kBytes];
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
+
+// What a warp keeps in registers through the walk.
+struct Warp {
+  uint32 q[Traits::kMTiles][Traits::kSteps][2];  // A fragments
+  LeanSoftmax<Traits::kMTiles, Traits::kOutTiles> softmax;
+  int first_row;  // of the sequence
+};
+
+// What every thread of the CTA knows of the walk.
+struct Cta {
+  uint32 k_s, v_s;  // shared addresses of the two K and the two V tiles
+  FragmentAddress<Traits::KTile> k_fragment;
+  FragmentAddress<Traits::VTile> v_fragment;
+  Traits::KStage k_stage;
+  Traits::VStage v_stage;
+  const AttentionParams& params;
+  const KeyWindow& window;
+  const Traits::Options& options;
+  Place place;
+};
+
+__device__ __forceinline__ void load_queries(uint32 q_s, const float16* q_g, int64 row_stride, int rows) {
+  constexpr int kChunks = Traits::QTile::kChunks;
+#pragma unroll 4
+  for (int at = threadIdx.x; at < Traits::kTileQ * kChunks; at += Traits::kThreads) {
+    const int row = at / kChunks, chunk = at % kChunks;
+    uint4 quad = make_uint4(0, 0, 0, 0);
+    if (row < rows) quad = load_chunk<Traits::kHeadDim, Traits::kVec>(q_g + row * row_stride, chunk);
+    st_shared_v4(q_s + Traits::QTile::offset(row, chunk), quad);
+  }
+}
+
+// The warp's rows of Q as A fragments: two 8x8 matrices (rows 0-7 and 8-15) for each k8 step.
+__device__ __forceinline__ void load_query_fragments(Warp& warp, uint32 q_s) {
+  const int lane_row = warp_index() * Traits::kWarpRows + lane_index() % 16;
+#pragma unroll
+  for (int i = 0; i < Traits::kMTiles; i++) {
+#pragma unroll
+    for (int step = 0; step < Traits::kSteps; step += 2) {
+      const bool pair = step + 1 < Traits::kSteps;
+      const uint32 address = q_s + Traits::QTile::offset(lane_row + i * 16, step + (pair ? lane_index() / 16 : 0));
+      if (pair) {
+        uint32 r[4];
+        ldmatrix<4>(r, address);
+        warp.q[i][step][0] = r[0];
+        warp.q[i][step][1] = r[1];
+        warp.q[i][step + 1][0] = r[2];
+        warp.q[i][step + 1][1] = r[3];
+      } else {
+        ldmatrix<2>(warp.q[i][step], address);
+      }
+    }
+  }
+}
+
+// Steps 4 group to 4 group + kSteps - 1 of S += Q K^T: one ldmatrix for each 8 keys. (x3 does not exist: x4 then reads
+// one matrix twice.)
+template <int kSteps>
+__device__ __forceinline__ void multiply_q_k_group(Traits::Scores& scores, const Warp& warp, uint32 k_s, int group) {
+  constexpr int kLoads = kSteps == 3 ? 4 : kSteps;
+#pragma unroll
+  for (int n = 0; n < Traits::kKeyTiles; n++) {
+    uint32 b[kLoads];
+    ldmatrix<kLoads>(b, k_s + n * 8 * Traits::KTile::kRowBytes);
+#pragma unroll
+    for (int step = 0; step < kSteps; step++) {
+#pragma unroll
+      for (int i = 0; i < Traits::kMTiles; i++) mma_m16n8k8(scores.s[i][n], warp.q[i][group * 4 + step], b[step]);
+    }
+  }
+}
+
+__device__ __forceinline__ void multiply_q_k(Traits::Scores& scores, const Warp& warp, const Cta& cta, uint32 k_s) {
+  constexpr int kTail = Traits::kSteps % 4;
+  scores.clear();
+#pragma unroll
+  for (int group = 0; group < Traits::kSteps / 4; group++) {
+    multiply_q_k_group<4>(scores, warp, k_s + cta.k_fragment.of_group(group), group);
+  }
+  if constexpr (kTail != 0) {
+    multiply_q_k_group<kTail>(scores, warp, k_s + cta.k_fragment.tail, Traits::kSteps / 4);
+  }
+}
+
+// Output columns 32 group to 32 group + 8 kTiles - 1 of O += P V, for 8 keys.
+template <int kTiles>
+__device__ __forceinline__ void multiply_p_v_group(Warp& warp, const Traits::Probabilities& packed, int n, uint32 v_s,
+                                                   int group) {
+  constexpr int kLoads = kTiles == 3 ? 4 : kTiles;
+  uint32 b[kLoads];
+  ldmatrix_trans<kLoads>(b, v_s);
+#pragma unroll
+  for (int tile = 0; tile < kTiles; tile++) {
+#pragma unroll
+    for (int i = 0; i < Traits::kMTiles; i++) {
+      mma_m16n8k8(warp.softmax.acc[i][group * 4 + tile], packed.p[i][n], b[tile]);
+    }
+  }
+}
+
+__device__ __forceinline__ void multiply_p_v(Warp& warp, const Traits::Probabilities& packed, const Cta& cta,
+                                             uint32 v_s) {
+  constexpr int kTail = Traits::kOutTiles % 4;
+#pragma unroll
+  for (int n = 0; n < Traits::kKeyTiles; n++) {
+    const uint32 keys_s = v_s + n * 8 * Traits::VTile::kRowBytes;
+#pragma unroll
+    for (int group = 0; group < Traits::kOutTiles / 4; group++) {
+      multiply_p_v_group<4>(warp, packed, n, keys_s + cta.v_fragment.of_group(group), group);
+    }
+    if constexpr (kTail != 0) {
+      multiply_p_v_group<kTail>(warp, packed, n, keys_s + cta.v_fragment.tail, Traits::kOutTiles / 4);
+    }
+  }
+}
+
+// Drop packed probabilities. The four words of one Philox call serve the eight scores that a thread holds of one row
+// in 32 keys: word n % 4 the pair of n8 tile n.
+__device__ __forceinline__ void drop(Traits::Probabilities& packed, const Warp& warp, const Cta& cta, int first_key) {
+  const ScoreParams& params = cta.params.scores;
+#pragma unroll
+  for (int i = 0; i < Traits::kMTiles; i++) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int row = warp.first_row + Traits::Scores::row_of(i, half);
+#pragma unroll
+      for (int n = 0; n < Traits::kKeyTiles; n += 2) {  // a tile may begin in the middle of 32 keys, not of 16
+        const int key = first_key + 8 * n;
+        const Philox4 words =
+            dropout_words(params.seed, cta.place.batch, cta.place.head, row, key + Traits::Scores::key_of(0));
+        const bool upper = key % 32 != 0;
+#pragma unroll
+        for (int next = 0; next < 2; next++) {
+          const uint32 word = upper ? words.word[2 + next] : words.word[next];
+          const uint32 keep_low = (word & 0xffffu) >= params.keep_from ? 0x0000ffffu : 0u;
+          const uint32 keep_high = (word >> 16) >= params.keep_from ? 0xffff0000u : 0u;
+          packed.p[i][n + next][half] &= keep_low | keep_high;
+        }
+      }
+    }
+  }
+}
+
+// Scores to packed probabilities; m and l are kept right.
+template <bool kMasked>
+__device__ __forceinline__ void softmax_tile(Traits::Probabilities& packed, Traits::Scores& scores, Warp& warp,
+                                             const Cta& cta, int first_key) {
+  constexpr bool kPass = kMasked || Traits::Options::kPass;
+  const float scale_log2 = cta.params.scale_log2;
+  float sum[Traits::kMTiles][2];
+  if (kPass) cta.options.template apply<kMasked>(scores, scale_log2, warp.first_row, first_key);
+  if (kMasked) scores.mask([&](int row) { return cta.window.of_row(warp.first_row + row); }, first_key);
+  if (kMasked) {
+    warp.softmax.raise(scores);
+    warp.softmax.exponentiate(packed, sum, scores, 1.f);
+  } else {
+    warp.softmax.exponentiate(packed, sum, scores, kPass ? 1.f : scale_log2);
+    if (warp.softmax.overflows(sum)) {  // rare: a score rose far above the stale maximum
+      if (!kPass) cta.options.template apply<false>(scores, scale_log2, warp.first_row, first_key);
+      warp.softmax.raise(scores);
+      warp.softmax.exponentiate(packed, sum, scores, 1.f);
+    }
+  }
+  warp.softmax.add(sum);
+}
+
+// One key tile: compute it from one half of the K and V buffers while the next one, at next_k_g and next_v_g, is
+// fetched to registers and from there to the other half.
+template <bool kMasked>
+__device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, int first_key, int parity, bool more,
+                                         const char* next_k_g, const char* next_v_g, int next_valid) {
+  const uint32 k_s = cta.k_s + parity * Traits::KTile::kBytes, v_s = cta.v_s + parity * Traits::VTile::kBytes;
+  const uint32 next_k_s = cta.k_s + (parity ^ 1) * Traits::KTile::kBytes;
+  const uint32 next_v_s = cta.v_s + (parity ^ 1) * Traits::VTile::kBytes;
+
+  // In a masked tile a warp may see nothing.
+  bool active = true;
+  if (kMasked) {
+    const KeyRange top = cta.window.of_row(warp.first_row);
+    const KeyRange bottom = cta.window.of_row(warp.first_row + Traits::kWarpRows - 1);
+    active = first_key < bottom.end && first_key + Traits::kTileK > top.begin;
+  }
+
+  uint4 k_quads[Traits::KStage::kQuads], v_quads[Traits::VStage::kQuads];
+  Traits::Scores scores;
+  if (more) cta.k_stage.template load<kMasked>(k_quads, next_k_g, cta.params.k.seq, next_valid);
+  if (active) multiply_q_k(scores, warp, cta, k_s);
+  if (more) {
+    cta.k_stage.store(next_k_s, k_quads);
+    cta.v_stage.template load<kMasked>(v_quads, next_v_g, cta.params.v.seq, next_valid);
+  }
+  if (active) {
+    Traits::Probabilities packed;
+    softmax_tile<kMasked>(packed, scores, warp, cta, first_key);
+    if (DROPOUT) drop(packed, warp, cta, first_key);
+    multiply_p_v(warp, packed, cta, v_s);
+  }
+  if (more) cta.v_stage.store(next_v_s, v_quads);
+  __syncthreads();  // K and V: this half has been read, the other one written
+}
+
+template <typename Sinks>
+__device__ __forceinline__ float sink_log2(const void* sinks_g, const AttentionParams& params, int head) {
+  return to_float(static_cast<const Sinks*>(sinks_g)[head * params.scores.sinks_stride]) * kLog2E;
+}
+template <>
+__device__ __forceinline__ float sink_log2<void>(const void*, const AttentionParams&, int) {
+  return -kInfinity;
+}
+
+// Normalise the warp's rows and write them to its part of the output tile; their lse to memory.
+__device__ __forceinline__ void finish_rows(const Warp& warp, const Cta& cta, uint32 out_s, float sink, float* lse_g) {
+#pragma unroll
+  for (int i = 0; i < Traits::kMTiles; i++) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int row = Traits::Scores::row_of(i, half);
+      const float l = warp_reduce<Sum, 4>(warp.softmax.l[i][half]) * kUnshift;  // times 2^kHeadroomLog2
+      const float m = warp.softmax.m[i][half] + kShiftLog2;
+      float total = l, scale = 1.f, top = m;
+      if (kGiven<SINKS>) {  // one more term of the denominator
+        top = fmaxf(m, sink);
+        scale = ex2_approx(m - top);
+        total = l * scale + ex2_approx(sink - top + kHeadroomLog2);
+      }
+      // No key: 0. A NaN in l stays one.
+      float normaliser = total == 0.f ? 0.f : scale / total;
+      if (DROPOUT) normaliser *= cta.params.scores.keep_scale;
+#pragma unroll
+      for (int n = 0; n < Traits::kOutTiles; n++) {
+        const uint32 low = __half_as_ushort(__float2half_rn(warp.softmax.acc[i][n][2 * half] * normaliser));
+        const uint32 high = __half_as_ushort(__float2half_rn(warp.softmax.acc[i][n][2 * half + 1] * normaliser));
+        const uint32 at = Traits::OutTile::offset(warp_index() * Traits::kWarpRows + row, n) + lane_index() % 4 * 4;
+        st_shared_u32(out_s + at, low | high << 16);
+      }
+      const int query = warp.first_row + row;
+      if (lse_g != nullptr && lane_index() % 4 == 0 && query < cta.params.sq) {
+        const float lse = total == 0.f ? -kInfinity : (top + lg2_approx(total) - kHeadroomLog2) * kLn2;
+        *head_rows(lse_g, cta.params.lse, cta.place.batch, cta.place.head, query) = lse;
+      }
+    }
+  }
+}
+
+// The warp's rows from shared memory to memory, in whole chunks where rows are aligned.
+__device__ __forceinline__ void store_rows(const Warp& warp, const Cta& cta, const Smem& smem, float16* out_g) {
+  constexpr int kChunks = Traits::OutTile::kChunks;
+  for (int at = lane_index(); at < Traits::kWarpRows * kChunks; at += kWarpSize) {
+    const int row = at / kChunks, chunk = at % kChunks;
+    if (warp.first_row + row >= cta.params.sq) break;
+    const auto* chunk_s = reinterpret_cast<const Vec<float16, kChunkItems>*>(
+        smem.out + Traits::OutTile::offset(warp_index() * Traits::kWarpRows + row, chunk));
+    float16* row_g = head_rows(out_g, cta.params.out, cta.place.batch, cta.place.head, warp.first_row + row);
+    if (Traits::kVec == kChunkItems) {
+      *reinterpret_cast<Vec<float16, kChunkItems>*>(row_g + chunk * kChunkItems) = *chunk_s;
+    } else {
+#pragma unroll
+      for (int e = 0; e < kChunkItems; e++) {
+        if (chunk * kChunkItems + e < Traits::kHeadDimV) row_g[chunk * kChunkItems + e] = chunk_s->item[e];
+      }
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
+    attention_forward(const float16* q_g, const float16* k_g, const float16* v_g, float16* out_g, float* lse_g,
+                      const void* q_offsets_g, const void* seqused_k_g, const void* bias_g, const void* mask_g,
+                      const void* slopes_g, const void* sinks_g, const AttentionParams params) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+
+  // Phase 1: place and mask. Under causal order later rows see more keys: they start first.
+  const Place place = place_of_cta(params, Traits::kTileQ, /*last_rows_first=*/true);
+  const KeyWindow window = sequence_window(params, q_offsets_g, seqused_k_g, place.batch);
+  const int rows = min(Traits::kTileQ, params.sq - place.first_row);
+  const KeyWalk<Traits::kTileK> walk(window, place.first_row, rows);
+  const Traits::Options options(params, bias_g, mask_g, slopes_g, place,
+                                query_offset(params, q_offsets_g, place.batch));
+
+  // Phase 2: Q, through shared memory into registers.
+  Warp warp;
+  warp.first_row = place.first_row + warp_index() * Traits::kWarpRows;
+  load_queries(shared_address(smem.q), head_rows(q_g, params.q, place.batch, place.head, place.first_row), params.q.seq,
+               rows);
+  __syncthreads();  // q: written
+  load_query_fragments(warp, shared_address(smem.q));
+  warp.softmax.clear();
+  __syncthreads();  // q: read; K and V take its place
+
+  // Phase 3: the walk over the keys, masked tiles first.
+  const Cta cta = {shared_address(smem.loop.k),
+                   shared_address(smem.loop.v),
+                   {},
+                   {},
+                   Traits::KStage(params.k.seq),
+                   Traits::VStage(params.v.seq),
+                   params,
+                   window,
+                   options,
+                   place};
+  const char* k_rows_g = Traits::KStage::lowest(head_rows(k_g, params.k, place.batch, place.kv_head, 0), params.k.seq);
+  const char* v_rows_g = Traits::VStage::lowest(head_rows(v_g, params.v, place.batch, place.kv_head, 0), params.v.seq);
+  const int64 k_tile_bytes = params.k.seq * Traits::kTileK * sizeof(float16);
+  const int64 v_tile_bytes = params.v.seq * Traits::kTileK * sizeof(float16);
+  int left = walk.tiles();
+  const int full = left - walk.masked;
+  int tile = walk.first;
+  const char *next_k_g = k_rows_g + tile * k_tile_bytes, *next_v_g = v_rows_g + tile * v_tile_bytes;
+  if (left > 0) {
+    uint4 k_quads[Traits::KStage::kQuads], v_quads[Traits::VStage::kQuads];
+    cta.k_stage.load<true>(k_quads, next_k_g, params.k.seq, window.keys - tile * Traits::kTileK);
+    cta.k_stage.store(cta.k_s + (left & 1) * Traits::KTile::kBytes, k_quads);
+    cta.v_stage.load<true>(v_quads, next_v_g, params.v.seq, window.keys - tile * Traits::kTileK);
+    cta.v_stage.store(cta.v_s + (left & 1) * Traits::VTile::kBytes, v_quads);
+  }
+  __syncthreads();  // K and V: the first tile has been written
+#pragma unroll 1
+  for (; left > full; left--) {
+    const int next = walk.after(tile);
+    next_k_g = k_rows_g + next * k_tile_bytes;
+    next_v_g = v_rows_g + next * v_tile_bytes;
+    key_tile<true>(warp, cta, tile * Traits::kTileK, left & 1, left > 1, next_k_g, next_v_g,
+                   window.keys - next * Traits::kTileK);
+    tile = next;
+  }
+#pragma unroll 1
+  for (; left > 0; left--, tile++) {
+    next_k_g += k_tile_bytes;
+    next_v_g += v_tile_bytes;
+    key_tile<false>(warp, cta, tile * Traits::kTileK, left & 1, left > 1, next_k_g, next_v_g, Traits::kTileK);
+  }
+
+  // Phase 4: normalise, and store through shared memory: fragments hold 4 bytes of a row each.
+  finish_rows(warp, cta, shared_address(smem.out), sink_log2<SINKS>(sinks_g, params, place.head), lse_g);
+  __syncwarp();  // out: each warp reads what it wrote itself
+  store_rows(warp, cta, smem, out_g);
+}

@@ -1,0 +1,33 @@
+// The order in which a CTA walks its key tiles: those that need a mask first.
+//
+// Causal order, a window and the end of the keys cut off the first and last tiles that a CTA sees; between them lie
+// tiles that every row sees in full. Walking cyclically from the first tile behind the full ones puts the masked tiles
+// first. They run the exact softmax and give every row its maximum, so that the loop over the full tiles needs no mask,
+// no maximum and no predicates.
+#pragma once
+
+#include "params.cuh"
+
+template <int kTileK>
+struct KeyWalk {
+  int begin, end;  // tiles with a key that some row of the CTA sees
+  int first;       // where the walk starts
+  int masked;      // how many tiles from there on need the mask (at least one, if there is any)
+
+  __device__ __forceinline__ KeyWalk(const KeyWindow& window, int first_row, int rows) {
+    const KeyRange top = window.of_row(first_row), bottom = window.of_row(first_row + rows - 1);
+    begin = top.begin / kTileK;
+    end = top.begin < bottom.end ? div_up(bottom.end, kTileK) : begin;
+    first = begin;
+    masked = end - begin;
+    // Seen in full: from where the last row's range begins to where the first row's ends.
+    const int full_begin = div_up(bottom.begin, kTileK), full_end = top.end / kTileK;
+    if (full_begin < full_end) {
+      masked = max(1, (end - full_end) + (full_begin - begin));
+      if (full_end < end) first = full_end;
+    }
+  }
+
+  __device__ __forceinline__ int tiles() const { return end - begin; }
+  __device__ __forceinline__ int after(int tile) const { return tile + 1 == end ? begin : tile + 1; }
+};

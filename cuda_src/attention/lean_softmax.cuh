@@ -1,0 +1,117 @@
+// The online softmax of a warp's rows on tensor-core fragments, in the lean form: no maximum, no shuffle and no
+// conversion in the common case.
+//
+// - Stale maximum. A row keeps the maximum of an earlier tile while nothing overflows: P carries 2^kHeadroomLog2 of
+// what
+//   float16 could hold, and a thread's sum of the tile's P tells whether any exceeds it. Only then (and in masked
+//   tiles) is the maximum raised, and what was accumulated rescaled.
+// - Exponent shift. P is kept times 2^-112 in float32, so that its float32 exponent field is that of the float16
+// number:
+//   packing is two shifts and a byte permute, where conversions would go to Turing's slowest pipe.
+// - Row sums stay per thread until the end.
+//
+// The arithmetic is that of Milakov and Gimelshein, arXiv:1805.02867; what a float16 P loses is in the bound
+// (cupyattn/reference/bounds.py: flush).
+#pragma once
+
+#include "../common/reduce.cuh"
+#include "score_fragment.cuh"
+
+constexpr float kHeadroomLog2 = 9.f;                 // P = 1 at the stale maximum is stored as 2^9
+constexpr float kShiftLog2 = kHeadroomLog2 - 112.f;  // and held in float32 as 2^(9 - 112)
+constexpr float kLargestPacked = 1.2616483e-29f;     // 65504 * 2^-112, rounded down
+constexpr float kUnshift = 5.192296858534828e33f;    // 2^112
+constexpr float kNoMaximum = -1e30f;                 // no key seen: finite, so that differences are never NaN
+
+// float16 of x * 2^112 and y * 2^112 for 0 <= x, y <= kLargestPacked: nearest, ties away. Below 2^-14 of the shifted
+// scale it flushes to zero.
+__device__ __forceinline__ uint32 pack_shifted(float x, float y) {
+  return prmt_high_halves(__float_as_uint(x) * 8u + 0x8000u, __float_as_uint(y) * 8u + 0x8000u);
+}
+
+template <typename Fragment>
+struct PackedProbabilities {
+  uint32 p[Fragment::kMTiles][Fragment::kNTiles][2];  // A fragments of the product with V
+};
+
+template <int kMTiles, int kOutTiles>
+struct LeanSoftmax {
+  float acc[kMTiles][kOutTiles][4];  // P V, times 2^kHeadroomLog2
+  float m[kMTiles][2];               // the stale maximum in log2, minus kShiftLog2
+  float l[kMTiles][2];               // this thread's part of the row's sum of P, shifted
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kMTiles; i++) {
+      m[i][0] = m[i][1] = kNoMaximum;
+      l[i][0] = l[i][1] = 0.f;
+#pragma unroll
+      for (int n = 0; n < kOutTiles; n++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) acc[i][n][e] = 0.f;
+      }
+    }
+  }
+
+  // P = 2^(scale * score - m), packed; `sum` is this thread's part of the tile's row sums.
+  template <typename Fragment>
+  __device__ __forceinline__ void exponentiate(PackedProbabilities<Fragment>& packed, float (&sum)[kMTiles][2],
+                                               const Fragment& fragment, float scale) const {
+#pragma unroll
+    for (int i = 0; i < kMTiles; i++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        sum[i][half] = 0.f;
+#pragma unroll
+        for (int n = 0; n < Fragment::kNTiles; n++) {
+          const float x = ex2_approx(__fmaf_rn(fragment.s[i][n][2 * half], scale, -m[i][half]));
+          const float y = ex2_approx(__fmaf_rn(fragment.s[i][n][2 * half + 1], scale, -m[i][half]));
+          sum[i][half] += x;
+          sum[i][half] += y;
+          packed.p[i][n][half] = pack_shifted(x, y);
+        }
+      }
+    }
+  }
+
+  // Raise each row's maximum to cover the tile, and rescale what was accumulated. Scores in log2.
+  template <typename Fragment>
+  __device__ __forceinline__ void raise(const Fragment& fragment) {
+#pragma unroll
+    for (int i = 0; i < kMTiles; i++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        float largest = -kInfinity;
+#pragma unroll
+        for (int n = 0; n < Fragment::kNTiles; n++) {
+          largest = fmaxf(largest, fmaxf(fragment.s[i][n][2 * half], fragment.s[i][n][2 * half + 1]));
+        }
+        const float old_m = m[i][half];
+        m[i][half] = fmaxf(old_m, warp_reduce<Max, 4>(largest) - kShiftLog2);
+        const float shrink = ex2_approx(old_m - m[i][half]);
+        l[i][half] *= shrink;
+#pragma unroll
+        for (int n = 0; n < kOutTiles; n++) {
+          acc[i][n][2 * half] *= shrink;
+          acc[i][n][2 * half + 1] *= shrink;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add(const float (&sum)[kMTiles][2]) {
+#pragma unroll
+    for (int i = 0; i < kMTiles; i++) {
+      l[i][0] += sum[i][0];
+      l[i][1] += sum[i][1];
+    }
+  }
+
+  // Any row of the warp whose P no longer fits, or is NaN.
+  __device__ __forceinline__ static bool overflows(const float (&sum)[kMTiles][2]) {
+    bool fits = true;
+#pragma unroll
+    for (int i = 0; i < kMTiles; i++) fits = fits && sum[i][0] <= kLargestPacked && sum[i][1] <= kLargestPacked;
+    return __any_sync(kFullWarp, !fits);
+  }
+};

@@ -1,0 +1,99 @@
+// Staging of one tile of K or V: global memory to registers, and later registers to shared memory, so that the latency
+// of the loads passes under the arithmetic in between.
+//
+// A thread owns one chunk (8 columns) of every kPassRows-th row. kPassRows is a multiple of what the swizzle needs to
+// be a constant flip from pass to pass. Columns from kCols on and rows from `valid_rows` on become zero and are not
+// read.
+#pragma once
+
+#include "../common/swizzle.cuh"
+
+// Eight neighbouring float16 items as one register quad. kVec is 8 for rows aligned to 16 bytes, else 1.
+template <int kCols, int kVec>
+__device__ __forceinline__ uint4 load_chunk(const float16* row_g, int chunk) {
+  if constexpr (kVec == kChunkItems) {
+    return ld_global_v4(row_g + chunk * kChunkItems);
+  } else {
+    const uint16* items_g = reinterpret_cast<const uint16*>(row_g);
+    uint32 item[kChunkItems];
+#pragma unroll
+    for (int i = 0; i < kChunkItems; i++) {
+      const int col = chunk * kChunkItems + i;
+      item[i] = col < kCols ? items_g[col] : 0;
+    }
+    return make_uint4(item[0] | item[1] << 16, item[2] | item[3] << 16, item[4] | item[5] << 16,
+                      item[6] | item[7] << 16);
+  }
+}
+
+template <typename Tile_, int kCols, int kVec, int kThreads>
+struct TileStage {
+  using Tile = Tile_;
+  static_assert(kVec == 1 || (kVec == kChunkItems && kCols % kChunkItems == 0), "single items or whole chunks");
+
+  // Neighbouring lanes take neighbouring chunks; where that left threads without a row, all chunks of a row.
+  static constexpr int kSwizzledLanes = Tile::kXorBits == 3 ? 8 : Tile::kXorBits == 2 ? 4 : Tile::kChunks;
+  static constexpr int kRowLanes = kThreads / kSwizzledLanes > Tile::kRows ? Tile::kChunks : kSwizzledLanes;
+  static constexpr int kColumnGroups = Tile::kChunks / kRowLanes;
+  static constexpr int kPassUnit = Tile::kXorBits > 0 ? 4 : kThreads / kRowLanes >= 8 ? 8 : 1;
+  static constexpr int kPassRows = kThreads / kRowLanes / kPassUnit * kPassUnit;
+  static constexpr int kPasses = div_up(Tile::kRows, kPassRows);
+  static constexpr int kQuads = kPasses * kColumnGroups;  // register quads per thread
+  static_assert(kPassRows > 0 && kRowLanes * kColumnGroups == Tile::kChunks, "every chunk has a thread");
+
+  int row, chunk;
+  uint32 shared_offset;
+  uint32 row_offset;  // bytes from the tile's lowest address to this thread's row
+
+  __device__ __forceinline__ explicit TileStage(int64 row_stride) {
+    row = threadIdx.x / kRowLanes;
+    chunk = threadIdx.x % kRowLanes;
+    shared_offset = Tile::offset(row, chunk);
+    const int from_lowest = row_stride < 0 ? row - (Tile::kRows - 1) : row;
+    // The compiler would rather compute this again before every load than spend a register on it.
+    row_offset = kept_in_register(from_lowest * static_cast<uint32>(row_stride * sizeof(float16)));
+  }
+
+  // The lowest address of the tile that begins at row_g: a uniform base plus an unsigned 32-bit offset is one
+  // addressing mode.
+  __device__ __forceinline__ static const char* lowest(const float16* row_g, int64 row_stride) {
+    return reinterpret_cast<const char*>(row_stride < 0 ? row_g + (Tile::kRows - 1) * row_stride : row_g);
+  }
+
+  __device__ __forceinline__ bool owns(int pass) const {
+    constexpr bool kAllThreads = kPassRows * kRowLanes == kThreads;
+    const bool loads = kAllThreads || row < kPassRows;
+    const bool whole_pass = (pass + 1) * kPassRows <= Tile::kRows;
+    return loads && (whole_pass || pass * kPassRows + row < Tile::kRows);
+  }
+
+  // kRagged: rows from valid_rows on do not exist.
+  template <bool kRagged>
+  __device__ __forceinline__ void load(uint4 (&quads)[kQuads], const char* lowest_g, int64 row_stride,
+                                       int valid_rows) const {
+#pragma unroll
+    for (int pass = 0; pass < kPasses; pass++) {
+#pragma unroll
+      for (int group = 0; group < kColumnGroups; group++) {
+        uint4& quad = quads[pass * kColumnGroups + group];
+        if (kRagged) quad = make_uint4(0, 0, 0, 0);
+        if (!owns(pass) || (kRagged && pass * kPassRows + row >= valid_rows)) continue;
+        const uint32 offset = row_offset + pass * kPassRows * static_cast<uint32>(row_stride * sizeof(float16));
+        quad = load_chunk<kCols, kVec>(reinterpret_cast<const float16*>(lowest_g + offset), chunk + group * kRowLanes);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(uint32 tile_s, const uint4 (&quads)[kQuads]) const {
+#pragma unroll
+    for (int pass = 0; pass < kPasses; pass++) {
+      const uint32 flip = Tile::flip(pass * kPassRows % 8) * kChunkBytes;
+#pragma unroll
+      for (int group = 0; group < kColumnGroups; group++) {
+        if (!owns(pass)) continue;
+        const uint32 at = ((tile_s + shared_offset) ^ flip) + pass * kPassRows * Tile::kRowBytes;
+        st_shared_v4(at + group * kRowLanes * kChunkBytes, quads[pass * kColumnGroups + group]);
+      }
+    }
+  }
+};

@@ -1,0 +1,87 @@
+// Tensor-core instructions of Turing and what feeds them, each wrapper named as its instruction.
+//
+// mma.m16n8k8 (PTX ISA, "Matrix fragments for mma.m16n8k8"): with g = lane / 4 and t = lane % 4,
+//   A (16 x 8, row):  a[0] = rows g,     columns 2t, 2t+1     a[1] = row g + 8, the same columns
+//   B (8 x 8, col):   b    = rows 2t, 2t+1, column g
+//   C, D (16 x 8):    c[0], c[1] = row g, columns 2t, 2t+1    c[2], c[3] = row g + 8, the same columns
+// So the C fragment of one product, packed to float16, is the A fragment of the next: P needs no shuffle.
+#pragma once
+
+#include "vec.cuh"
+
+__device__ __forceinline__ void mma_m16n8k8(float (&c)[4], const uint32 (&a)[2], uint32 b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
+// kCount 8x8 matrices of 16-bit items; lanes 8 i to 8 i + 7 hold the addresses of the rows of matrix i. Turing wants
+// the addresses of the other lanes valid and aligned too.
+template <int kCount>
+__device__ __forceinline__ void ldmatrix(uint32 (&r)[kCount], uint32 address) {
+  static_assert(kCount == 1 || kCount == 2 || kCount == 4, "x1, x2, x4");
+  if constexpr (kCount == 4) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+  } else if constexpr (kCount == 2) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1])
+                 : "r"(address)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(r[0]) : "r"(address) : "memory");
+  }
+}
+
+template <int kCount>
+__device__ __forceinline__ void ldmatrix_trans(uint32 (&r)[kCount], uint32 address) {
+  static_assert(kCount == 1 || kCount == 2 || kCount == 4, "x1, x2, x4");
+  if constexpr (kCount == 4) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+  } else if constexpr (kCount == 2) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1])
+                 : "r"(address)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];" : "=r"(r[0]) : "r"(address) : "memory");
+  }
+}
+
+// An address in the shared window, as ldmatrix and st.shared take it.
+__device__ __forceinline__ uint32 shared_address(const void* pointer) {
+  return static_cast<uint32>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void st_shared_v4(uint32 address, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+__device__ __forceinline__ void st_shared_u32(uint32 address, uint32 x) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
+// volatile: the compiler otherwise sinks a prefetch down to its use.
+__device__ __forceinline__ uint4 ld_global_v4(const void* source) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(source));
+  return v;
+}
+
+// The halves of the result are the high halves of x and y.
+__device__ __forceinline__ uint32 prmt_high_halves(uint32 x, uint32 y) {
+  uint32 packed;
+  asm("prmt.b32 %0, %1, %2, 0x7632;" : "=r"(packed) : "r"(x), "r"(y));
+  return packed;
+}
+
+// A value that the compiler cannot recompute from others, and so keeps in its register.
+__device__ __forceinline__ uint32 kept_in_register(uint32 x) { return __shfl_sync(kFullWarp, x, lane_index()); }
