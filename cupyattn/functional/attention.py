@@ -18,7 +18,7 @@ from cupyattn.ops.attention_problem import (
     forward_problem,
 )
 from cupyattn.ops.attention_values import check_values
-from cupyattn.ops.checks import require_disjoint
+from cupyattn.ops.checks import require_bool, require_disjoint
 
 
 def attention(
@@ -155,6 +155,7 @@ def attention(
     >>> cupyattn.attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]).shape
     (1, 5, 2, 8)
     """
+    require_bool("return_lse", return_lse)
     given_out, given_lse = _split_out(out, return_lse)
     call = attention_call(
         forward_problem,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array, Layout, address
+from cupyattn.arrays import Array, Layout, alignments
 from cupyattn.errors import error
 from cupyattn.kernels import configs
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
@@ -17,7 +17,7 @@ from cupyattn.kernels.launch import launch
 from cupyattn.kernels.registry import ATTENTION_PARAMS, UNBOUNDED
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.ops.attention_problem import FORWARD_RESULTS, LSE_DTYPE, AttentionProblem
-from cupyattn.ops.checks import require_disjoint
+from cupyattn.ops.checks import require_disjoint, require_item_alignment
 
 # What the kernels of today read; a problem with more is the reference's.
 _KERNEL_ARRAYS = {"q", "k", "v", "q_offset", "seqused_k", *FORWARD_RESULTS}
@@ -50,9 +50,9 @@ def attention_forward(
         lse = device.empty(problem.lse_shape, LSE_DTYPE)
 
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
-    misalignment = (address(q) | address(k) | address(v)) % VECTOR_BYTES
     lse_strides = None if lse is None else lse.strides
-    plan = _plan(problem, out.strides, lse_strides, misalignment)
+    starts = alignments(arrays.values(), VECTOR_BYTES)
+    plan = _plan(problem, out.strides, lse_strides, starts)
 
     integers = (arrays.get("q_offset"), arrays.get("seqused_k"))
     launch(device, plan.specialisation, plan.ctas, (q, k, v, out, lse, *integers, plan.params))
@@ -61,10 +61,9 @@ def attention_forward(
 
 @lru_cache(maxsize=4096)
 def _require_kernel(problem: AttentionProblem) -> None:
-    options = problem.options
     missing = [name for name in problem.layouts if name not in _KERNEL_ARRAYS]
-    missing += [name for name in ("softcap", "mask_mod") if getattr(options, name) is not None]
-    missing += ["dropout_p"] if options.dropout_p else []
+    missing += [name for name in ("softcap", "mask_mod") if getattr(problem, name) is not None]
+    missing += ["dropout_p"] if problem.dropout_p else []
     if missing:
         names = ", ".join("rotary" if name in ("cos", "sin") else name for name in missing)
         raise error(
@@ -74,7 +73,7 @@ def _require_kernel(problem: AttentionProblem) -> None:
             "every option",
             "pass NumPy arrays, for example cupy.asnumpy(q)",
         )
-    if options.implementation == "flash":
+    if problem.implementation == "flash":
         raise error(
             NotImplementedError,
             "implementation='flash' on a GPU",
@@ -95,26 +94,32 @@ def _plan(
     problem: AttentionProblem,
     out_strides: tuple[int, ...],
     lse_strides: tuple[int, ...] | None,
-    misalignment: int,
+    starts: tuple[int, ...],
 ) -> _Plan:
-    """Choose the specialisation and the grid, and fill in the kernel's parameters."""
+    """Choose the specialisation and the grid, and fill in the kernel's parameters.
+
+    `starts` says by how much each array of the problem misses a vector's alignment.
+    """
+    start_of = dict(zip(problem.layouts, starts, strict=True))
+    require_item_alignment(problem.layouts, start_of)
     dtype, dims = problem.dtype.name, (problem.head_dim, problem.head_dim_v)
-    if problem.options.implementation == "naive":
+    if problem.implementation == "naive":
         specialisation, tile_q = configs.attention.naive(dtype, *dims), 1
     else:
-        vec = _vector_items(problem, misalignment)
+        vec = _vector_items(problem, start_of)
         specialisation = configs.attention.tiled(dtype, *dims, vec)
         tile_q = configs.attention.tiled_config(*dims).tile_q
     ctas = problem.batch * problem.heads * -(-problem.sq // tile_q)
     return _Plan(specialisation, ctas, _params(problem, out_strides, lse_strides))
 
 
-def _vector_items(problem: AttentionProblem, misalignment: int) -> int:
+def _vector_items(problem: AttentionProblem, start_of: dict[str, int]) -> int:
     """Return 16 bytes' worth of items if every row of q, k and v starts at a multiple, else 1."""
     items = vector_items(problem.dtype.name)
-    rows = (problem.layouts[name] for name in ("q", "k", "v"))
-    aligned = misalignment == 0 and all(
-        stride % VECTOR_BYTES == 0 for row in rows for stride in row.strides[:-1]
+    aligned = all(
+        start_of[name] == 0
+        and all(stride % VECTOR_BYTES == 0 for stride in problem.layouts[name].strides[:-1])
+        for name in ("q", "k", "v")
     )
     whole = problem.head_dim % items == 0 and problem.head_dim_v % items == 0
     return items if aligned and whole else 1
