@@ -187,7 +187,11 @@ def share_an_item(a: Array, b: Array) -> bool:
 
 
 def overlaps_itself(layout: Layout) -> bool:
-    """Tell whether two indices of an array name one item, as in a broadcast view."""
+    """Tell whether two indices of an array may name one item, as in a broadcast view.
+
+    Exact for views made by slicing, transposing and broadcasting; some arrays from as_strided whose
+    axes interleave are taken for overlapping too.
+    """
     if 0 in layout.shape:
         return False
     reach = layout.dtype.itemsize

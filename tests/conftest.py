@@ -7,12 +7,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from devices import KERNELS
 from hypothesis import settings
 
 from cupyattn.functional.device_info import device_count
 from cupyattn.kernels.cache import cache_directory
 from cupyattn.kernels.compile import nvrtc_version
-from cupyattn.kernels.device import ARCH_VARIABLE, cuda_device
+from cupyattn.kernels.cuda_device import ARCH_VARIABLE, cuda_device
 
 # A first example compiles kernels, so no example has a deadline.
 settings.register_profile("default", deadline=None)
@@ -51,8 +52,8 @@ def pytest_report_header() -> list[str]:
     missing = _missing_compiler()
     compiler = "no NVRTC" if missing else f"NVRTC {'.'.join(map(str, nvrtc_version()))}"
     if not device_count():
-        what = "kernels are not compiled" if missing else "kernels are compiled, not run"
-        return [f"cupyattn: no GPU: NumPy reference; {what} ({compiler})"]
+        what = "are not compiled" if missing else "run on the emulator, with all checks"
+        return [f"cupyattn: no GPU: kernels {what} ({compiler})"]
     device = cuda_device(0)
     override = os.environ.get(ARCH_VARIABLE)
     forced = f" ({ARCH_VARIABLE}={override})" if override else ""
@@ -68,6 +69,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         ran = Counter(specialisation.spec.entry for specialisation in cuda_device(0).loaded)
         listed = ", ".join(f"{entry} ({count} specialisations)" for entry, count in ran.items())
         terminalreporter.write_line(f"cupyattn: kernels loaded on the GPU: {listed or 'none'}")
+
+
+@pytest.fixture(scope="module")
+def kernels_run():
+    """The public functions run the kernels: on the GPU, or else on the emulator."""
+    with KERNELS.running():
+        yield
 
 
 @pytest.fixture

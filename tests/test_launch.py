@@ -7,6 +7,7 @@ that records what it is told to start. Streams and graphs need a GPU.
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from cupyattn import attention, attention_backward, softmax, softmax_backward
-from cupyattn.kernels import device as device_module
+from cupyattn.kernels import cuda_device as device_module
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.launch import MAX_GRID_X, launch
 from cupyattn.kernels.registry import UNBOUNDED
@@ -93,8 +94,8 @@ device_array.next_address = 2**42
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """What the public functions take for the GPU."""
     recorder = Recorder()
-    for function in (attention, softmax):
-        monkeypatch.setitem(function.__globals__, "cuda_device", lambda ordinal: recorder)
+    backend_module = sys.modules["cupyattn.functional.backend"]  # the function has its name
+    monkeypatch.setattr(backend_module, "cuda_device", lambda ordinal: recorder)
     return recorder
 
 
@@ -397,6 +398,14 @@ def test_backward_has_no_kernel_and_says_so(recorder):
     lse = device_array((2, 4, 3), np.float32)
     with pytest.raises(NotImplementedError, match=r"attention_backward.*CPU path.*NumPy arrays"):
         attention_backward(q, q, k, k, q, lse, causal=True)
+    assert recorder.did_nothing
+
+
+@pytest.mark.parametrize("name", ["workspace", "mask", "q_offset", "seqused_k", "out"])
+def test_numpy_arrays_among_the_options_are_refused(recorder, name):
+    q, k = device_array((2, 3, 4, 8)), device_array((2, 5, 2, 8))
+    with pytest.raises(TypeError, match=rf"{name} is numpy.*all are CuPy"):
+        attention(q, k, k, **{name: np.zeros(2, np.int32)}, implementation="tiled")
     assert recorder.did_nothing
 
 

@@ -66,7 +66,8 @@ struct SequenceMask {
                                           int batch)
       : q_offset(params.q_offset), left(params.left), right(params.right), keys(params.sk) {
     if (q_offsets != nullptr) q_offset = batch_integer(q_offsets, params.q_offsets, batch);
-    if (seqused_k != nullptr) keys = static_cast<int>(clamp(batch_integer(seqused_k, params.seqused_k, batch), 0, keys));
+    if (seqused_k != nullptr)
+      keys = static_cast<int>(clamp(batch_integer(seqused_k, params.seqused_k, batch), 0, keys));
   }
 
   __device__ __forceinline__ KeyRange of_row(int row) const { return visible_keys(row + q_offset, left, right, keys); }

@@ -20,7 +20,7 @@ from cupyattn.cli.arguments import add_json_option, integer
 from cupyattn.cli.recorder import attention_launch
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.functional.device_info import device_count
-from cupyattn.kernels.device import CudaDevice, cuda_device
+from cupyattn.kernels.cuda_device import CudaDevice, cuda_device
 from cupyattn.kernels.launch import launch
 from cupyattn.ops.attention_problem import AttentionOptions
 

@@ -18,7 +18,7 @@ from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.functional.device_info import device_count
 from cupyattn.kernels.arch import TURING, Arch
 from cupyattn.kernels.configs.attention import MAX_HEAD_DIM
-from cupyattn.kernels.device import CudaDevice, cuda_device
+from cupyattn.kernels.cuda_device import CudaDevice, cuda_device
 from cupyattn.ops.attention_problem import AttentionOptions
 
 GPU_IMPLEMENTATIONS = ("tiled", "naive")

@@ -8,8 +8,8 @@ from cupyattn import reference
 from cupyattn.arrays import Array
 from cupyattn.errors import error
 from cupyattn.functional.attention_call import AttentionCall, attention_call, reference_options
+from cupyattn.functional.backend import device_of
 from cupyattn.functional.rounding import round_into
-from cupyattn.kernels.device import cuda_device
 from cupyattn.ops.attention import attention_forward
 from cupyattn.ops.attention_problem import (
     FORWARD_RESULTS,
@@ -165,10 +165,10 @@ def attention(
                          implementation),
         q_offset, rotary, score_mod, workspace,
     )  # fmt: skip
-    if call.operands.library == "numpy":
+    device = device_of(call.operands)
+    if device is None:
         results = _on_cpu(call)
     else:
-        device = cuda_device(call.operands.device_id)
         results = attention_forward(
             device, call.problem, call.operands.arrays, return_lse=return_lse
         )

@@ -10,6 +10,7 @@ from cupyattn import reference
 from cupyattn.arrays import Array
 from cupyattn.errors import error
 from cupyattn.functional.attention_call import AttentionCall, attention_call, reference_options
+from cupyattn.functional.backend import device_of
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.attention_problem import BACKWARD_RESULTS, AttentionOptions, backward_problem
 from cupyattn.ops.attention_values import check_values
@@ -124,12 +125,13 @@ def attention_backward(
         AttentionOptions(causal, softmax_scale, window_size, softcap, dropout_p, seed, mask_mod),
         q_offset, rotary, score_mod, workspace,
     )  # fmt: skip
-    if call.operands.library == "cupy":
+    device = device_of(call.operands)
+    if device is not None:
         raise error(
             NotImplementedError,
-            "attention_backward on a GPU",
+            f"attention_backward on {device.name}",
             "it has no kernel yet; the CPU path has every option",
-            "pass NumPy arrays, for example cupy.asnumpy(q)",
+            "pass NumPy arrays, for example cupy.asnumpy(q), outside of backend('emulator')",
         )
     return _on_cpu(call, accumulate)
 

@@ -48,9 +48,9 @@ def attention_call(
         options = options._replace(q_offset=q_offset)
     if rotary is not None:
         arrays["cos"], arrays["sin"] = _rotary_tables(rotary)
-    if workspace is not None:
-        adopt({"workspace": workspace})
     operands = adopt(arrays)
+    if workspace is not None:
+        adopt({**operands.arrays, "workspace": workspace})
     return AttentionCall(operands, check(operands.layout_key(), options))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from cupyattn.kernels.cache import cache_directory
 from cupyattn.kernels.compile import nvrtc_version
-from cupyattn.kernels.device import ARCH_VARIABLE, cuda_device
+from cupyattn.kernels.cuda_device import ARCH_VARIABLE, cuda_device
 from cupyattn.kernels.registry import KERNELS
 
 

@@ -68,7 +68,7 @@ def _require_kernel(problem: AttentionProblem) -> None:
         names = ", ".join("rotary" if name in ("cos", "sin") else name for name in missing)
         raise error(
             NotImplementedError,
-            f"{names} on a GPU",
+            f"{names} on a GPU or the emulator",
             "the kernels have causal, window_size, q_offset and seqused_k so far; the CPU path has "
             "every option",
             "pass NumPy arrays, for example cupy.asnumpy(q)",
@@ -76,7 +76,7 @@ def _require_kernel(problem: AttentionProblem) -> None:
     if problem.implementation == "flash":
         raise error(
             NotImplementedError,
-            "implementation='flash' on a GPU",
+            "implementation='flash' on a GPU or the emulator",
             "the tensor-core kernel is not there yet; 'tiled' and 'naive' are",
             "pass implementation='tiled'",
         )

@@ -31,6 +31,7 @@ from cupyattn.ops.checks import (
 LSE_DTYPE = np.dtype(np.float32)
 IMPLEMENTATIONS = ("flash", "tiled", "naive")
 _CACHED_PROBLEMS = 4096
+_NO_NUMBERS = (bool, np.timedelta64)  # integers to Python's and NumPy's classes, but not here
 _MAX_FACTOR = 1e38  # times log2(e) it is still a float32
 MAX_OFFSET = 2**60  # a position plus a window side stays within 64 bits
 
@@ -126,6 +127,8 @@ def _remembered(check: Any, key: LayoutKey, options: AttentionOptions) -> Attent
     # The options go one by one, because a typed cache tells True from 1 and 1 from 1.0.
     window = options.window_size
     sides = (*map(type, window),) if isinstance(window, tuple) else None
+    if options.mask_mod is not None:  # the cache would keep it, and the arrays that it closes over
+        return check.__wrapped__(key, sides, *options)
     try:
         return check(key, sides, *options)
     except (TypeError, ValueError) as failure:
@@ -412,7 +415,7 @@ def _require_rotary_tables(cos: Layout, sin: Layout, head_dim: int) -> None:
 
 
 def _real(name: str, value: Any) -> float:
-    if isinstance(value, Real) and not isinstance(value, bool):
+    if isinstance(value, Real) and not isinstance(value, _NO_NUMBERS):
         try:
             return float(value)
         except OverflowError:
@@ -426,7 +429,7 @@ def _real(name: str, value: Any) -> float:
 
 
 def _integer(name: str, value: Any) -> int:
-    if isinstance(value, Integral) and not isinstance(value, bool):
+    if isinstance(value, Integral) and not isinstance(value, _NO_NUMBERS):
         return int(value)
     raise error(
         TypeError,

@@ -41,7 +41,8 @@ def check_values(problem: AttentionProblem, arrays: dict[str, Array]) -> None:
 def _require_rotary_positions(problem: AttentionProblem, arrays: dict[str, Array]) -> None:
     positions = arrays["cos"].shape[0]
     offsets = np.asarray(arrays.get("q_offset", problem.q_offset))
-    occupied = {"keys": (0, problem.sk - 1)} if problem.sk else {}
+    keys = int(np.max(arrays.get("seqused_k", problem.sk)))
+    occupied = {"keys": (0, keys - 1)} if keys else {}
     if problem.sq:
         occupied["queries"] = (int(offsets.min()), int(offsets.max()) + problem.sq - 1)
     for name, (first, last) in occupied.items():
