@@ -5,7 +5,8 @@
 >>> cupyattn.attention(q, k, v, causal=True).shape
 (1, 5, 2, 8)
 
-CuPy arrays run on the GPU, NumPy arrays on the CPU through the float64 reference.
+CuPy arrays run on the GPU, NumPy arrays on the CPU: through the float64 reference, or the kernels
+themselves on an emulator (`backend`).
 """
 
 __version__ = "0.1.0"
@@ -14,6 +15,7 @@ from cupyattn.functional import (
     AttentionGrads,
     attention,
     attention_backward,
+    backend,
     device_info,
     softmax,
     softmax_backward,
@@ -24,6 +26,7 @@ __all__ = [
     "__version__",
     "attention",
     "attention_backward",
+    "backend",
     "device_info",
     "softmax",
     "softmax_backward",

@@ -7,6 +7,7 @@ NumPy users need not have it.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -20,6 +21,8 @@ Library = Literal["numpy", "cupy"]
 
 _CUDA_DLPACK_DEVICES = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
+_MOST_CANDIDATES: Any = 100_000  # Any: to the stubs of NumPy 2.4 max_work is 0 or -1
+
 
 class Layout(NamedTuple):
     """What is known of an array without its memory: hashable, a key for caches."""
@@ -28,8 +31,13 @@ class Layout(NamedTuple):
     strides: tuple[int, ...]
     dtype: np.dtype
 
+    @property
+    def dtype_text(self) -> str:
+        """The dtype's name, and its byte order where that is not the machine's."""
+        return self.dtype.name + ("" if self.dtype.isnative else " in foreign byte order")
+
     def __str__(self) -> str:
-        return f"{self.dtype.name} {self.shape}"
+        return f"{self.dtype_text} {self.shape}"
 
 
 LayoutKey = tuple[tuple[str, tuple[int, ...], tuple[int, ...], np.dtype], ...]
@@ -69,7 +77,7 @@ def adopt(candidates: dict[str, Any]) -> Operands:
     if not kinds <= _own_kinds():
         arrays = {name: _adopt_one(name, array) for name, array in arrays.items()}
         kinds = {type(array) for array in arrays.values()}
-    if kinds == {np.ndarray}:
+    if kinds <= {np.ndarray}:
         return Operands("numpy", -1, arrays)
     if np.ndarray in kinds:
         raise _mixed_libraries(arrays)
@@ -90,12 +98,12 @@ def _adopt_one(name: str, candidate: Any) -> Array:
         return candidate
     if isinstance(candidate, np.ndarray) and not isinstance(candidate, np.ma.MaskedArray):
         return candidate.view(np.ndarray)
-    if hasattr(candidate, "__cuda_array_interface__"):
-        return _cupy().asarray(candidate)
-    if hasattr(candidate, "__dlpack_device__"):
+    if hasattr(candidate, "__dlpack_device__"):  # first: it has a name for bfloat16
         device_type, _ = candidate.__dlpack_device__()
         if int(device_type) in _CUDA_DLPACK_DEVICES:
             return _cupy().from_dlpack(candidate)
+    if hasattr(candidate, "__cuda_array_interface__"):
+        return _cupy().asarray(candidate)
     raise error(
         TypeError,
         f"{name} is a {type(candidate).__module__}.{type(candidate).__qualname__}",
@@ -137,6 +145,11 @@ def address(array: Array) -> int:
     return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
 
+def alignments(arrays: Iterable[Array], width: int) -> tuple[int, ...]:
+    """Return by how many bytes each array starts beyond a multiple of `width`."""
+    return tuple([address(array) % width for array in arrays])
+
+
 class Span(NamedTuple):
     """The bytes that an array's items lie in, counted from its first item."""
 
@@ -168,13 +181,17 @@ def share_an_item(a: Array, b: Array) -> bool:
     ask where `span` says that two arrays meet, as two slices of one packed array do.
     """
     try:
-        return np.shares_memory(_stand_in(a), _stand_in(b), max_work=100_000)
+        return np.shares_memory(_stand_in(a), _stand_in(b), max_work=_MOST_CANDIDATES)
     except np.exceptions.TooHardError:
         return True
 
 
 def overlaps_itself(layout: Layout) -> bool:
-    """Tell whether two indices of an array name one item, as in a broadcast view."""
+    """Tell whether two indices of an array may name one item, as in a broadcast view.
+
+    Exact for views made by slicing, transposing and broadcasting; some arrays from as_strided whose
+    axes interleave are taken for overlapping too.
+    """
     if 0 in layout.shape:
         return False
     reach = layout.dtype.itemsize

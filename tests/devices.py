@@ -1,43 +1,111 @@
-"""Where the kernel tests run: arrays go to the device with their strides and come back as NumPy."""
+"""Where the kernel tests run: on the GPU if there is one, else on the emulator with all its checks.
+
+Arrays go there with their strides and come back as NumPy.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import numpy as np
+from hypothesis import settings
 from numpy.typing import NDArray
 
+import cupyattn
 from cupyattn.arrays import Layout, span
-from cupyattn.kernels.device import Device, cuda_device
+from cupyattn.emulator import Checks
+from cupyattn.functional.device_info import device_count
+from cupyattn.kernels.cuda_device import cuda_device
+from cupyattn.kernels.device import Device
+from cupyattn.kernels.emulated_device import EmulatedDevice
 
 _ALIGNMENT = 256
+
+
+def _extent(array: NDArray[Any]) -> tuple[int, int]:
+    """First address of the array's items, and the one behind the last."""
+    place = span(Layout(array.shape, array.strides, array.dtype))
+    return array.ctypes.data + place.start, array.ctypes.data + place.end
+
+
+def _memory(start: int, end: int) -> NDArray[np.uint8]:
+    if start == end:
+        return np.zeros(0, np.uint8)
+    return np.frombuffer((ctypes.c_uint8 * (end - start)).from_address(start), np.uint8)
 
 
 class GpuArrays:
     """The first CUDA device."""
 
     @property
+    def xp(self) -> Any:
+        """The array library."""
+        import cupy
+
+        return cupy
+
+    @property
     def device(self) -> Device:
         """As the operations see it."""
         return cuda_device(0)
 
+    def running(self) -> AbstractContextManager[None]:
+        """Inside, the public functions run the kernels on arrays from `put`."""
+        return nullcontext()
+
     def put(self, array: NDArray[Any]) -> Any:
         """Copy an array with the memory around its items: same strides, same alignment."""
-        import cupy
-
-        place = span(Layout(array.shape, array.strides, array.dtype))
-        start, end = array.ctypes.data + place.start, array.ctypes.data + place.end
+        start, end = _extent(array)
         margin = start % _ALIGNMENT
-        buffer = cupy.zeros(margin + end - start, np.uint8)
+        buffer = self.xp.zeros(margin + end - start, np.uint8)
         if end > start:
-            memory = (ctypes.c_uint8 * (end - start)).from_address(start)
-            buffer[margin:] = cupy.asarray(np.frombuffer(memory, np.uint8))
+            buffer[margin:] = self.xp.asarray(_memory(start, end))
         first = buffer.data + margin + (array.ctypes.data - start)
-        return cupy.ndarray(array.shape, array.dtype, first, array.strides)
+        return self.xp.ndarray(array.shape, array.dtype, first, array.strides)
 
     def get(self, array: Any) -> NDArray[Any]:
         """Copy back to NumPy."""
-        import cupy
+        return self.xp.asnumpy(array)
 
-        return cupy.asnumpy(array)
+
+class EmulatedArrays:
+    """The emulator, with every check on."""
+
+    xp = np
+    device: Device = EmulatedDevice(Checks.all())
+
+    def running(self) -> AbstractContextManager[None]:
+        """Inside, the public functions run the kernels on arrays from `put`."""
+        return cupyattn.backend("emulator")
+
+    def put(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Copy an array with the memory around its items: same strides, same alignment."""
+        start, end = _extent(array)
+        buffer = np.zeros(end - start + 2 * _ALIGNMENT, np.uint8)
+        margin = (start - buffer.ctypes.data) % _ALIGNMENT
+        buffer[margin : margin + end - start] = _memory(start, end)
+        first = margin + (array.ctypes.data - start)
+        return np.ndarray(array.shape, array.dtype, buffer, first, array.strides)
+
+    def get(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Copy."""
+        return array.copy()
+
+
+KERNELS: GpuArrays | EmulatedArrays = GpuArrays() if device_count() else EmulatedArrays()
+
+_Test = TypeVar("_Test", bound=Callable[..., Any])
+
+
+def examples(on_emulator: int) -> Callable[[_Test], _Test]:
+    """Limit hypothesis on the emulator, which takes milliseconds where a GPU takes microseconds.
+
+    CUPYATTN_EXAMPLES lifts the limit.
+    """
+    if isinstance(KERNELS, GpuArrays) or "CUPYATTN_EXAMPLES" in os.environ:
+        return lambda test: test
+    return settings(max_examples=on_emulator)

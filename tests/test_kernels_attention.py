@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from devices import GpuArrays
+from devices import KERNELS, GpuArrays, examples
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
@@ -16,7 +16,7 @@ import cupyattn
 from cupyattn import reference
 from cupyattn.kernels.configs.attention import FLASH, TILED_TILE_K, flash_config
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
 OPTIONS = ("causal", "softmax_scale", "window_size", "q_offset", "seqused_k")
 DTYPES = ("float16", "bfloat16", "float32")
@@ -31,16 +31,15 @@ FLASH_HEAD_DIMS = ((5, 8), (24, 40), (64, 64), (88, 80), (128, 128), (192, 72), 
 
 def run(problem: AttentionProblem, implementation: str) -> tuple[np.ndarray, np.ndarray]:
     """Run one problem on the device; returns out and lse as NumPy arrays."""
-    gpu = GpuArrays()
-    arrays = [gpu.put(array) for array in problem.arrays()]
+    arrays = [KERNELS.put(array) for array in problem.arrays()]
     options = {
-        name: gpu.put(value) if isinstance(value, np.ndarray) else value
+        name: KERNELS.put(value) if isinstance(value, np.ndarray) else value
         for name, value in problem.options().items()
     }
     out, lse = cupyattn.attention(
         *arrays, **options, return_lse=True, implementation=implementation
     )
-    return gpu.get(out), gpu.get(lse)
+    return KERNELS.get(out), KERNELS.get(lse)
 
 
 def error_ratios(problem: AttentionProblem, out: np.ndarray, lse: np.ndarray) -> dict[str, float]:
@@ -57,12 +56,14 @@ def error_ratios(problem: AttentionProblem, out: np.ndarray, lse: np.ndarray) ->
     }
 
 
+@examples(on_emulator=15)
 @given(problem=attention_problems(head_dims=FLASH_HEAD_DIMS, dtypes=("float16",), options=OPTIONS))
 def test_flash_within_bounds_of_the_reference(problem: AttentionProblem):
     ratios = error_ratios(problem, *run(problem, "flash"))
     assert max(ratios.values()) <= 1, ratios
 
 
+@examples(on_emulator=15)
 @given(
     problem=attention_problems(
         head_dims=((64, 64), (128, 96)), dtypes=("float16",), options=(*OPTIONS, *SCORE_OPTIONS)
@@ -85,6 +86,7 @@ def test_every_row_of_the_flash_table(head_dim: int, causal: bool):
 
 
 @pytest.mark.parametrize("implementation", TEACHING)
+@examples(on_emulator=15)
 @given(problem=attention_problems(head_dims=HEAD_DIMS, dtypes=DTYPES, options=OPTIONS))
 def test_within_bounds_of_the_reference(implementation: str, problem: AttentionProblem):
     ratios = error_ratios(problem, *run(problem, implementation))
@@ -106,14 +108,16 @@ def test_head_dims(implementation: str, head_dim: int):
     [*((name, dtype) for name in TEACHING for dtype in DTYPES), ("flash", "float16")],
 )
 def test_long_sequences(implementation: str, dtype: str):
-    """Thousands of keys: many tiles, sums of many terms."""
+    """Thousands of keys (hundreds on the emulator): many tiles, sums of many terms."""
+    sq, sk = (129, 5000) if isinstance(KERNELS, GpuArrays) else (9, 700)
     problem = AttentionProblem(
-        B=1, Sq=129, Sk=5000, H=2, G=1, D=64, Dv=64, dtype=dtype, drawn=(("causal", True),)
+        B=1, Sq=sq, Sk=sk, H=2, G=1, D=64, Dv=64, dtype=dtype, drawn=(("causal", True),)
     )
     ratios = error_ratios(problem, *run(problem, implementation))
     assert max(ratios.values()) <= 1, ratios
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_more_heads_than_the_grid_has_rows(implementation: str):
     """B * H beyond 65,535, the limit of a grid's second axis."""
@@ -123,6 +127,7 @@ def test_more_heads_than_the_grid_has_rows(implementation: str):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@examples(on_emulator=15)
 @given(
     problem=attention_problems(
         head_dims=((64, 64),), dtypes=("float16",), options=("causal",), views=("contiguous",)
@@ -134,16 +139,15 @@ def test_batch_integers_of_any_width_and_stride(
     implementation: str, problem: AttentionProblem, integer_dtype: Any, stride: int
 ):
     """Both arrays of integers, as views: the same result as the same numbers one by one."""
-    gpu = GpuArrays()
     rng = np.random.default_rng(problem.seed)
     used = np.zeros(problem.B * abs(stride), integer_dtype)[::stride]
     used[:] = rng.integers(0, problem.Sk + 1, problem.B)
     offsets = np.zeros(problem.B * abs(stride), integer_dtype)[::stride]
     offsets[:] = rng.integers(-3, problem.Sk + 3, problem.B)
-    q, k, v = (gpu.put(array) for array in problem.arrays())
+    q, k, v = (KERNELS.put(array) for array in problem.arrays())
     options = {**problem.options(), "implementation": implementation}
     together = cupyattn.attention(
-        q, k, v, q_offset=gpu.put(offsets), seqused_k=gpu.put(used), **options
+        q, k, v, q_offset=KERNELS.put(offsets), seqused_k=KERNELS.put(used), **options
     )
     for b in range(problem.B):
         keys = slice(0, int(used[b]))
@@ -154,59 +158,60 @@ def test_batch_integers_of_any_width_and_stride(
             q_offset=int(offsets[b]),
             **options,
         )
-        assert_array_equal(gpu.get(together[b : b + 1]), gpu.get(alone))
+        assert_array_equal(KERNELS.get(together[b : b + 1]), KERNELS.get(alone))
 
 
 @pytest.mark.parametrize("implementation", ["tiled", "flash"])
+@examples(on_emulator=15)
 @given(problem=attention_problems(head_dims=((64, 64),), dtypes=("float16",), options=OPTIONS))
 def test_views_equal_copies_bit_for_bit(implementation: str, problem: AttentionProblem):
     """Vector and scalar loads bring the same numbers."""
-    gpu = GpuArrays()
     out, lse = run(problem, implementation)
-    copies = [gpu.put(np.ascontiguousarray(array)) for array in problem.arrays()]
+    copies = [KERNELS.put(np.ascontiguousarray(array)) for array in problem.arrays()]
     options = {
-        name: gpu.put(value) if isinstance(value, np.ndarray) else value
+        name: KERNELS.put(value) if isinstance(value, np.ndarray) else value
         for name, value in problem.options().items()
     }
     copied_out, copied_lse = cupyattn.attention(
         *copies, **options, return_lse=True, implementation=implementation
     )
-    assert_array_equal(out, gpu.get(copied_out))
-    assert_array_equal(lse, gpu.get(copied_lse))
+    assert_array_equal(out, KERNELS.get(copied_out))
+    assert_array_equal(lse, KERNELS.get(copied_lse))
 
 
 @pytest.mark.parametrize("implementation", ["tiled", "flash"])
+@examples(on_emulator=15)
 @given(problem=attention_problems(head_dims=((40, 24),), dtypes=("float16",), options=OPTIONS))
 def test_results_are_written_into_any_strides(implementation: str, problem: AttentionProblem):
     """out= and lse as views: every item written, nothing beside them."""
-    gpu = GpuArrays()
-    arrays = [gpu.put(array) for array in problem.arrays()]
+    arrays = [KERNELS.put(array) for array in problem.arrays()]
     options = {
-        name: gpu.put(value) if isinstance(value, np.ndarray) else value
+        name: KERNELS.put(value) if isinstance(value, np.ndarray) else value
         for name, value in problem.options().items()
     }
     options |= {"return_lse": True, "implementation": implementation}
     expected_out, expected_lse = cupyattn.attention(*arrays, **options)
 
-    import cupy
-
     sentinel = 77.0
-    memory = cupy.full((problem.B, problem.H, problem.Sq, problem.Dv + 5), sentinel, "float16")
+    memory = KERNELS.xp.full(
+        (problem.B, problem.H, problem.Sq, problem.Dv + 5), sentinel, "float16"
+    )
     out = memory.transpose(0, 2, 1, 3)[..., 2:-3]
-    lse_memory = cupy.full((problem.H, 2, problem.B, problem.Sq + 1), sentinel, "float32")
+    lse_memory = KERNELS.xp.full((problem.H, 2, problem.B, problem.Sq + 1), sentinel, "float32")
     lse = lse_memory[:, 1, :, 1:].transpose(1, 0, 2)
     returned = cupyattn.attention(*arrays, **options, out=(out, lse))
 
     assert returned[0] is out
     assert returned[1] is lse
-    assert_array_equal(gpu.get(out), gpu.get(expected_out))
-    assert_array_equal(gpu.get(lse), gpu.get(expected_lse))
+    assert_array_equal(KERNELS.get(out), KERNELS.get(expected_out))
+    assert_array_equal(KERNELS.get(lse), KERNELS.get(expected_lse))
     out[...] = sentinel
     lse[...] = sentinel
     assert (memory == sentinel).all()
     assert (lse_memory == sentinel).all()
 
 
+@examples(on_emulator=15)
 @given(problem=attention_problems(head_dims=((64, 64),), dtypes=("float32",), options=OPTIONS))
 def test_naive_and_tiled_agree(problem: AttentionProblem):
     """Two kernels that share little but their primitives."""

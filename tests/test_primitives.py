@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from devices import GpuArrays
+from devices import KERNELS
 from numpy.testing import assert_allclose, assert_array_equal
 from strategies import dtype_of
 
@@ -17,7 +17,7 @@ from cupyattn.kernels.launch import launch
 from cupyattn.kernels.registry import ATTENTION_PARAMS, UNBOUNDED, rows_params
 from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Scalar, Struct
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
 PROBES = Path(__file__).parent / "probes"
 INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
@@ -38,15 +38,14 @@ class Probe:
         )
 
     def run(self, ctas: int, *arguments: Any) -> list[np.ndarray]:
-        gpu = GpuArrays()
         pointers = [isinstance(parameter, Pointer) for parameter in self.spec.parameters]
         passed = [
-            gpu.put(argument) if is_pointer else argument
+            KERNELS.put(argument) if is_pointer else argument
             for argument, is_pointer in zip(arguments, pointers, strict=True)
         ]
-        launch(gpu.device, self.specialisation, ctas, passed)
+        launch(KERNELS.device, self.specialisation, ctas, passed)
         return [
-            gpu.get(argument)
+            KERNELS.get(argument)
             for argument, parameter in zip(passed, self.spec.parameters, strict=True)
             if isinstance(parameter, Pointer) and not parameter.const
         ]

@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from strategies import AttentionProblem, attention_problems, dtype_of, softmax_problems
 from simulated_kernel import TILE, SimulatedKernel, precise_tanh
+from strategies import AttentionProblem, attention_problems, dtype_of, softmax_problems
 
 from cupyattn.reference import (
     attention,

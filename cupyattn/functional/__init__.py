@@ -1,11 +1,12 @@
 """The public functions: documentation, defaults, and the choice of where a call runs.
 
-CuPy arrays go to `cupyattn.ops` and its kernels, NumPy arrays to `cupyattn.reference`; the checks
-of a call are the same for both.
+CuPy arrays go to `cupyattn.ops` and its kernels, NumPy arrays to `cupyattn.reference` or, where
+`backend` says so, to the same kernels on the emulator; the checks of a call are the same for all.
 """
 
 from cupyattn.functional.attention import attention
 from cupyattn.functional.attention_backward import attention_backward
+from cupyattn.functional.backend import backend
 from cupyattn.functional.device_info import device_info
 from cupyattn.functional.softmax import softmax, softmax_backward
 from cupyattn.reference import AttentionGrads
@@ -14,6 +15,7 @@ __all__ = [
     "AttentionGrads",
     "attention",
     "attention_backward",
+    "backend",
     "device_info",
     "softmax",
     "softmax_backward",

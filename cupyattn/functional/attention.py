@@ -8,8 +8,8 @@ from cupyattn import reference
 from cupyattn.arrays import Array
 from cupyattn.errors import error
 from cupyattn.functional.attention_call import AttentionCall, attention_call, reference_options
+from cupyattn.functional.backend import device_of
 from cupyattn.functional.rounding import round_into
-from cupyattn.kernels.device import cuda_device
 from cupyattn.ops.attention import attention_forward
 from cupyattn.ops.attention_problem import (
     FORWARD_RESULTS,
@@ -18,7 +18,7 @@ from cupyattn.ops.attention_problem import (
     forward_problem,
 )
 from cupyattn.ops.attention_values import check_values
-from cupyattn.ops.checks import require_disjoint
+from cupyattn.ops.checks import require_bool, require_disjoint
 
 
 def attention(
@@ -155,6 +155,7 @@ def attention(
     >>> cupyattn.attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]).shape
     (1, 5, 2, 8)
     """
+    require_bool("return_lse", return_lse)
     given_out, given_lse = _split_out(out, return_lse)
     call = attention_call(
         forward_problem,
@@ -164,10 +165,10 @@ def attention(
                          implementation),
         q_offset, rotary, score_mod, workspace,
     )  # fmt: skip
-    if call.operands.library == "numpy":
+    device = device_of(call.operands)
+    if device is None:
         results = _on_cpu(call)
     else:
-        device = cuda_device(call.operands.device_id)
         results = attention_forward(
             device, call.problem, call.operands.arrays, return_lse=return_lse
         )

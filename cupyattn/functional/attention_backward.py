@@ -10,10 +10,11 @@ from cupyattn import reference
 from cupyattn.arrays import Array
 from cupyattn.errors import error
 from cupyattn.functional.attention_call import AttentionCall, attention_call, reference_options
+from cupyattn.functional.backend import device_of
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.attention_problem import BACKWARD_RESULTS, AttentionOptions, backward_problem
 from cupyattn.ops.attention_values import check_values
-from cupyattn.ops.checks import require_disjoint
+from cupyattn.ops.checks import require_bool, require_disjoint
 from cupyattn.reference import AttentionGrads
 
 
@@ -60,8 +61,11 @@ def attention_backward(
         lse, the gradients are this call's share of the whole.
     lse : array (B, H, Sq), float32
         Its second result (``return_lse=True``).
-    causal, softmax_scale, window_size, q_offset, seqused_k, mask, bias, alibi_slopes, softcap, \
-sinks, dropout_p, seed, rotary, score_mod, mask_mod
+    causal, softmax_scale, window_size, q_offset, seqused_k : optional
+        As given to `attention`.
+    mask, bias, alibi_slopes, softcap, sinks : optional
+        As given to `attention`.
+    dropout_p, seed, rotary, score_mod, mask_mod : optional
         As given to `attention`. Dropout draws the same mask again from the seed.
     dlse : array (B, H, Sq), float32, optional
         Gradient with respect to lse, where it was used.
@@ -111,6 +115,8 @@ sinks, dropout_p, seed, rotary, score_mod, mask_mod
     >>> np.allclose((dout * (moved - out)).sum() / step, (grads.dv**2).sum(), rtol=1e-3)
     True
     """
+    require_bool("deterministic", deterministic)
+    require_bool("accumulate", accumulate)
     call = attention_call(
         backward_problem,
         {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse,
@@ -119,12 +125,13 @@ sinks, dropout_p, seed, rotary, score_mod, mask_mod
         AttentionOptions(causal, softmax_scale, window_size, softcap, dropout_p, seed, mask_mod),
         q_offset, rotary, score_mod, workspace,
     )  # fmt: skip
-    if call.operands.library == "cupy":
+    device = device_of(call.operands)
+    if device is not None:
         raise error(
             NotImplementedError,
-            "attention_backward on a GPU",
+            f"attention_backward on {device.name}",
             "it has no kernel yet; the CPU path has every option",
-            "pass NumPy arrays, for example cupy.asnumpy(q)",
+            "pass NumPy arrays, for example cupy.asnumpy(q), outside of backend('emulator')",
         )
     return _on_cpu(call, accumulate)
 
@@ -161,7 +168,8 @@ def _on_cpu(call: AttentionCall, accumulate: bool) -> AttentionGrads:
     for name, gradient in exact._asdict().items():
         target = arrays.get(name)
         if gradient is not None and accumulate and target is not None:
-            gradient = gradient + target.astype(np.float64)
+            with np.errstate(invalid="ignore"):  # inf - inf is NaN, as on a GPU
+                gradient = gradient + target.astype(np.float64)
         of = problem.layouts.get(name[1:])
         rounded[name] = None if of is None else round_into(target, gradient, of.dtype)
     return AttentionGrads(**rounded)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from numbers import Integral
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from cupyattn.arrays import LayoutKey, Operands, adopt
 from cupyattn.errors import error
@@ -41,16 +42,15 @@ def attention_call(
             "neither a kernel nor the CPU path has it yet",
             "use bias=, softcap= or mask_mod= where they can say the same",
         )
-    if q_offset is not None:
-        if isinstance(q_offset, Integral):
-            options = options._replace(q_offset=int(q_offset))
-        else:
-            arrays["q_offset"] = q_offset
+    if hasattr(q_offset, "__dlpack__") or hasattr(q_offset, "__cuda_array_interface__"):
+        arrays["q_offset"] = q_offset
+    elif q_offset is not None:
+        options = options._replace(q_offset=q_offset)
     if rotary is not None:
         arrays["cos"], arrays["sin"] = _rotary_tables(rotary)
-    if workspace is not None:
-        adopt({"workspace": workspace})
     operands = adopt(arrays)
+    if workspace is not None:
+        adopt({**operands.arrays, "workspace": workspace})
     return AttentionCall(operands, check(operands.layout_key(), options))
 
 
@@ -68,20 +68,44 @@ def _rotary_tables(rotary: Any) -> tuple[Any, Any]:
 def reference_options(call: AttentionCall) -> dict[str, Any]:
     """Return the call's options in the words of `cupyattn.reference`."""
     problem, arrays = call.problem, call.operands.arrays
-    options = problem.options
     return {
-        "causal": options.causal,
         "softmax_scale": problem.softmax_scale,
-        "window_size": options.window_size,
+        "window_size": problem.window,
         "q_offset": arrays.get("q_offset", problem.q_offset),
         "seqused_k": arrays.get("seqused_k"),
         "mask": arrays.get("mask"),
         "bias": arrays.get("bias"),
         "alibi_slopes": arrays.get("alibi_slopes"),
-        "softcap": options.softcap,
+        "softcap": problem.softcap,
         "sinks": arrays.get("sinks"),
-        "dropout_p": options.dropout_p,
-        "seed": options.seed,
+        "dropout_p": problem.dropout_p,
+        "seed": problem.seed,
         "rotary": (arrays["cos"], arrays["sin"]) if "cos" in arrays else None,
-        "mask_mod": options.mask_mod,
+        "mask_mod": problem.mask_mod and _checked(problem.mask_mod),
     }
+
+
+def _checked(mask_mod: Callable[..., Any]) -> Callable[..., np.ndarray]:
+    """Wrap mask_mod so that what it returns is checked."""
+
+    def checked(b: np.ndarray, h: np.ndarray, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+        result = np.asarray(mask_mod(b, h, i, j))
+        if result.dtype != np.bool_:
+            raise error(
+                TypeError,
+                f"mask_mod returned {result.dtype.name}",
+                "it returns bool, True to attend",
+                "return a comparison, for example i >= j",
+            )
+        block = np.broadcast_shapes(i.shape, j.shape)
+        try:
+            return np.broadcast_to(result, block)
+        except ValueError:
+            raise error(
+                ValueError,
+                f"mask_mod returned shape {result.shape} for i {i.shape} and j {j.shape}",
+                f"what it returns broadcasts to {block}",
+                "compute it from i and j by elementwise operations",
+            ) from None
+
+    return checked

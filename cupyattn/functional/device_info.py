@@ -11,7 +11,7 @@ import numpy as np
 
 from cupyattn.kernels.cache import cache_directory
 from cupyattn.kernels.compile import nvrtc_version
-from cupyattn.kernels.device import ARCH_VARIABLE, cuda_device
+from cupyattn.kernels.cuda_device import ARCH_VARIABLE, cuda_device
 from cupyattn.kernels.registry import KERNELS
 
 
@@ -22,10 +22,11 @@ def device_info() -> dict[str, Any]:
     -------
     dict
         ``devices``: for each GPU its ``name``, ``compute_capability``, ``memory_bytes`` and the
-        ``arch`` that kernels are compiled for there; ``cuda_driver`` and ``cuda_runtime`` (as CUDA
-        numbers them, 12090 for 12.9), ``cupy``, ``nvrtc``, ``numpy`` and ``python`` versions, None
-        for what is not there; ``arch_override``: CUPYATTN_ARCH; ``kernels``: the entries of the
-        library; ``cache``: the folder, and how many ``files`` of how many ``bytes`` it holds.
+        ``arch`` that kernels are compiled for, or ``unusable_because``; ``cuda_driver`` and
+        ``cuda_runtime`` (as CUDA numbers them, 12090 for 12.9), ``cupy``, ``nvrtc``, ``numpy`` and
+        ``python`` versions, None for what is not there; ``arch_override``: CUPYATTN_ARCH;
+        ``kernels``: the entries of the library; ``cache``: the folder, and how many ``files`` of
+        how many ``bytes`` it holds.
 
     Examples
     --------
@@ -55,15 +56,25 @@ def device_info() -> dict[str, Any]:
     for ordinal in range(device_count()):
         info["cuda_driver"] = cupy.cuda.runtime.driverGetVersion()
         info["cuda_runtime"] = cupy.cuda.runtime.runtimeGetVersion()
-        device = cuda_device(ordinal)
-        info["devices"].append(
-            {
-                "name": device.name,
-                "compute_capability": f"{device.capability / 10:.1f}",
-                "memory_bytes": cupy.cuda.Device(ordinal).mem_info[1],
-                "arch": device.arch.number,
-            }
-        )
+        info["devices"].append(_device(ordinal))
+    return info
+
+
+def _device(ordinal: int) -> dict[str, Any]:
+    import cupy
+
+    device = cupy.cuda.Device(ordinal)
+    info = {
+        "name": cupy.cuda.runtime.getDeviceProperties(ordinal)["name"].decode(),
+        "compute_capability": f"{int(device.compute_capability) / 10:.1f}",
+        "memory_bytes": device.mem_info[1],
+        "arch": None,
+        "unusable_because": None,
+    }
+    try:
+        info["arch"] = cuda_device(ordinal).arch.number
+    except (RuntimeError, ValueError) as failure:  # too old, too new, or a wrong CUPYATTN_ARCH
+        info["unusable_because"] = str(failure)
     return info
 
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from cupyattn import reference
 from cupyattn.arrays import Array, Operands, adopt
+from cupyattn.functional.backend import device_of
 from cupyattn.functional.rounding import round_into
-from cupyattn.kernels.device import cuda_device
 from cupyattn.ops.checks import require_disjoint
 from cupyattn.ops.softmax import SoftmaxProblem, softmax_problem, softmax_rows
 
@@ -36,7 +36,8 @@ def softmax(x: Array, /, *, out: Array | None = None) -> Array:
         For something that is no array, NumPy and CuPy arrays mixed, or a dtype that is not allowed.
     ValueError
         For an array without axes, a last axis that is not contiguous, or an out that does not fit
-        or overlaps x.
+        or overlaps x; for kernels also if more than four axes before the last lie unevenly in
+        memory.
 
     Notes
     -----
@@ -91,8 +92,9 @@ def softmax_backward(dout: Array, out: Array, /, *, dx: Array | None = None) -> 
 
 def _run(operands: Operands, problem: SoftmaxProblem, exact: Callable[..., np.ndarray]) -> Array:
     arrays = operands.arrays
-    if operands.library == "cupy":
-        return softmax_rows(cuda_device(operands.device_id), problem, arrays)
+    device = device_of(operands)
+    if device is not None:
+        return softmax_rows(device, problem, arrays)
     require_disjoint((problem.result,), arrays, problem.spans)
     inputs = (arrays[name] for name in problem.inputs)
     return round_into(arrays.get(problem.result), exact(*inputs), problem.dtype)

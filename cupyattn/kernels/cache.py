@@ -20,12 +20,12 @@ def cache_directory() -> Path:
     next process compiles again.
     """
     named = os.environ.get("CUPYATTN_CACHE_DIR")
-    directory = Path(named).expanduser() if named else _platform_directory() / "cupyattn"
     try:
+        directory = Path(named).expanduser() if named else _platform_directory() / "cupyattn"
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             return directory
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: pathlib finds no home
         return Path(tempfile.mkdtemp(prefix="cupyattn-"))
 
 
@@ -38,11 +38,12 @@ def _platform_directory() -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write so that another process sees the whole file or none.
+    """Write so that another process sees the whole file or none; its folder is made if need be.
 
     On Windows a file that another process has open cannot be replaced; since a key names its
     content, the file that is there already will do.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:

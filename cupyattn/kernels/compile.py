@@ -86,7 +86,8 @@ def _compile(specialisation: Specialisation, target: str) -> Artifact:
     with _locks_guard:
         lock = _locks[key]
     with lock:  # one compilation per key at a time; other keys go on beside it
-        was_cached = path.exists()
+        figures_path = path.with_suffix(".json")
+        was_cached = path.exists() and (is_ptx or figures_path.exists())
         if not was_cached:
             code, log = _run_nvrtc(source, options, is_ptx=is_ptx)
             if not is_ptx:

@@ -1,26 +1,18 @@
 """A device: where arrays are allocated and kernels loaded and started.
 
-Operations above this package see the `Device` protocol alone, so that whatever executes kernels
-(a GPU through CuPy today) can stand behind it.
+Operations above this package see these protocols alone, so that whatever executes kernels can stand
+behind them: a GPU through CuPy (`cuda_device`), or the emulator (`emulated_device`).
 """
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
 
-from cupyattn.errors import error
-from cupyattn.kernels.arch import TURING, Arch, arch_of
-from cupyattn.kernels.compile import compile_cubin, compile_ptx
+from cupyattn.kernels.arch import Arch
 from cupyattn.kernels.spec import Specialisation
-
-ARCH_VARIABLE = "CUPYATTN_ARCH"
-_STATIC_LIMIT = 48 * 1024  # bytes of shared memory that a kernel may have without opting in
 
 
 class Kernel(Protocol):
@@ -47,120 +39,3 @@ class Device(Protocol):
 
     def load(self, specialisation: Specialisation) -> Kernel:
         """Return the kernel, compiled and loaded the first time it is asked for."""
-
-
-@cache
-def cuda_device(ordinal: int) -> CudaDevice:
-    """Return the CUDA device of this ordinal, the same object each time."""
-    return CudaDevice(ordinal)
-
-
-class CudaDevice:
-    """A GPU, through CuPy: kernels come as RawModules and start on the device's current stream."""
-
-    def __init__(self, ordinal: int) -> None:
-        import cupy
-
-        self._cupy = cupy
-        self.ordinal = ordinal
-        self.capability = int(cupy.cuda.Device(ordinal).compute_capability)
-        self.arch = _arch_for(self.capability)
-        self._kernels: dict[Specialisation, CudaKernel] = {}
-        self._loading = threading.Lock()
-
-    @property
-    def name(self) -> str:
-        """The product name, as the driver has it."""
-        properties = self._cupy.cuda.runtime.getDeviceProperties(self.ordinal)
-        return properties["name"].decode()
-
-    @property
-    def loaded(self) -> tuple[Specialisation, ...]:
-        """What this process has loaded here so far."""
-        return tuple(self._kernels)
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """Return an uninitialised array from CuPy's current memory pool."""
-        if self._cupy.cuda.runtime.getDevice() == self.ordinal:
-            return self._cupy.ndarray(shape, dtype)
-        with self._cupy.cuda.Device(self.ordinal):
-            return self._cupy.ndarray(shape, dtype)
-
-    def load(self, specialisation: Specialisation) -> CudaKernel:
-        """Return the kernel; the first time, compile it (or find it on disk) and load it.
-
-        Raises
-        ------
-        RuntimeError
-            If that first time falls into a CUDA graph capture, which loading would break.
-        """
-        kernel = self._kernels.get(specialisation)
-        return kernel if kernel is not None else self._load(specialisation)
-
-    def _load(self, specialisation: Specialisation) -> CudaKernel:
-        with self._cupy.cuda.Device(self.ordinal), self._loading:
-            if specialisation in self._kernels:
-                return self._kernels[specialisation]
-            if self._cupy.cuda.get_current_stream().is_capturing():
-                raise error(
-                    RuntimeError,
-                    f"the first call of {specialisation.spec.entry} with these options came "
-                    "inside a CUDA graph capture",
-                    "a capture can only hold kernels that are loaded already",
-                    "call once first, outside the capture",
-                )
-            kernel = CudaKernel(self, specialisation)
-            self._kernels[specialisation] = kernel
-            return kernel
-
-
-class CudaKernel:
-    """A kernel of a RawModule, loaded on one GPU."""
-
-    def __init__(self, device: CudaDevice, specialisation: Specialisation) -> None:
-        cupy = device._cupy
-        self.specialisation = specialisation
-        self._cupy = cupy
-        self._ordinal = device.ordinal
-        # Code for an older architecture goes to the driver as PTX, which it compiles for itself.
-        compiler = compile_cubin if device.arch.number == device.capability else compile_ptx
-        module = cupy.RawModule(path=str(compiler(specialisation, device.arch).path))
-        kernel = module.get_function(specialisation.spec.entry)
-        if specialisation.shared_bytes > _STATIC_LIMIT:
-            kernel.max_dynamic_shared_size_bytes = specialisation.shared_bytes
-        if specialisation.shared_bytes:
-            # Percent: without it the driver may leave Turing at 32 KB and one CTA an SM.
-            kernel.preferred_shared_memory_carveout = 100
-        self._function = kernel.kernel
-        self._block = (specialisation.threads, 1, 1)
-
-    def start(self, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
-        """Start it on the current stream of its device; nothing waits for it."""
-        shared_bytes = self.specialisation.shared_bytes
-        if self._cupy.cuda.runtime.getDevice() == self._ordinal:
-            self._function(grid, self._block, arguments, shared_bytes)
-            return
-        with self._cupy.cuda.Device(self._ordinal):
-            self._function(grid, self._block, arguments, shared_bytes)
-
-
-def _arch_for(capability: int) -> Arch:
-    """Return what to compile for: the device's own architecture, or the one CUPYATTN_ARCH names."""
-    if capability < TURING.number:
-        raise error(
-            RuntimeError,
-            f"this GPU has compute capability {capability / 10:.1f}",
-            "7.5 (Turing) is the oldest supported",
-            "use a newer GPU, or NumPy arrays, which run on the CPU",
-        )
-    text = os.environ.get(ARCH_VARIABLE, "").strip()
-    if not text:
-        return arch_of(capability)
-    if not text.isdigit() or int(text) > capability:
-        raise error(
-            ValueError,
-            f"{ARCH_VARIABLE}={text!r} on a device of compute capability {capability / 10:.1f}",
-            "it is a compute capability without its dot, such as 75, not above the device's own",
-            f"set {ARCH_VARIABLE}=75, or unset it",
-        )
-    return arch_of(int(text))

@@ -78,8 +78,8 @@ def _coercion(entry: str, parameter: Parameter) -> Callable[[Any], Any]:
         return parameter.dtype.type
 
     def struct(value: Any) -> Any:
-        if value.dtype != parameter.dtype:
-            raise TypeError(f"{parameter.name} of {entry} is another struct: {value.dtype}")
+        if getattr(value, "dtype", None) != parameter.dtype:
+            raise TypeError(f"{parameter.name} of {entry} is another struct: {value!r}")
         return value
 
     return struct

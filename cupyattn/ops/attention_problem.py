@@ -17,6 +17,8 @@ from cupyattn.kernels.configs.attention import MAX_HEAD_DIM
 from cupyattn.ops.checks import (
     FLOATS,
     INTEGERS,
+    require_arrays,
+    require_bool,
     require_contiguous_rows,
     require_dtype,
     require_output,
@@ -29,7 +31,9 @@ from cupyattn.ops.checks import (
 LSE_DTYPE = np.dtype(np.float32)
 IMPLEMENTATIONS = ("flash", "tiled", "naive")
 _CACHED_PROBLEMS = 4096
-_MAX_OFFSET = 2**60  # a position plus a window side stays within 64 bits
+_NO_NUMBERS = (bool, np.timedelta64)  # integers to Python's and NumPy's classes, but not here
+_MAX_FACTOR = 1e38  # times log2(e) it is still a float32
+MAX_OFFSET = 2**60  # a position plus a window side stays within 64 bits
 
 
 class AttentionOptions(NamedTuple):
@@ -68,7 +72,12 @@ class AttentionProblem:
     """Where `layouts` has no q_offset array."""
     window: tuple[int | None, int | None]
     """Keys to the left and right that a query sees, causality included; None is unbounded."""
-    options: AttentionOptions
+    softcap: float | None
+    dropout_p: float
+    seed: int
+    """0 where there is no dropout."""
+    mask_mod: Callable[..., Any] | None
+    implementation: str
     spans: dict[str, Span]
     """The bytes that the items of each array lie in, from its first item."""
 
@@ -115,17 +124,24 @@ def backward_problem(key: LayoutKey, options: AttentionOptions) -> AttentionProb
 
 
 def _remembered(check: Any, key: LayoutKey, options: AttentionOptions) -> AttentionProblem:
+    # The options go one by one, because a typed cache tells True from 1 and 1 from 1.0.
+    window = options.window_size
+    sides = (*map(type, window),) if isinstance(window, tuple) else None
+    if options.mask_mod is not None:  # the cache would keep it, and the arrays that it closes over
+        return check.__wrapped__(key, sides, *options)
     try:
-        return check(key, options)
-    except TypeError as failure:
-        if "unhashable" not in str(failure):
+        return check(key, sides, *options)
+    except (TypeError, ValueError) as failure:
+        if "hash" not in str(failure):
             raise
-    return check.__wrapped__(key, options)  # an option of a wrong type: its own check says so
+    return check.__wrapped__(key, sides, *options)  # an option of a wrong type: its check says so
 
 
-@lru_cache(maxsize=_CACHED_PROBLEMS)
-def _cached_forward_problem(key: LayoutKey, options: AttentionOptions) -> AttentionProblem:
-    problem = _problem(layouts_of(key), options)
+@lru_cache(maxsize=_CACHED_PROBLEMS, typed=True)
+def _cached_forward_problem(key: LayoutKey, _: Any, *options: Any) -> AttentionProblem:
+    layouts = layouts_of(key)
+    require_arrays(layouts, ("q", "k", "v"))
+    problem = _problem(layouts, AttentionOptions(*options))
     results = {"out": (problem.out_shape, problem.dtype), "lse": (problem.lse_shape, LSE_DTYPE)}
     for name in FORWARD_RESULTS:
         if name in problem.layouts:
@@ -133,10 +149,11 @@ def _cached_forward_problem(key: LayoutKey, options: AttentionOptions) -> Attent
     return problem
 
 
-@lru_cache(maxsize=_CACHED_PROBLEMS)
-def _cached_backward_problem(key: LayoutKey, options: AttentionOptions) -> AttentionProblem:
-    problem = _problem(layouts_of(key), options)
-    layouts = problem.layouts
+@lru_cache(maxsize=_CACHED_PROBLEMS, typed=True)
+def _cached_backward_problem(key: LayoutKey, _: Any, *options: Any) -> AttentionProblem:
+    layouts = layouts_of(key)
+    require_arrays(layouts, ("dout", "q", "k", "v", "out", "lse"))
+    problem = _problem(layouts, AttentionOptions(*options))
     for name in ("dout", "out"):
         require_dtype(name, layouts[name], (problem.dtype.name,))
         require_shape(name, layouts[name], problem.out_shape, "(B, Sq, H, Dv)")
@@ -172,6 +189,7 @@ def _problem(layouts: dict[str, Layout], options: AttentionOptions) -> Attention
     batch, sq, heads, head_dim = q.shape
     _, sk, kv_heads, head_dim_v = v.shape
     _require_matching_heads(q, k, v)
+    _require_valid_choices(options)
 
     problem = AttentionProblem(
         batch=batch,
@@ -186,10 +204,13 @@ def _problem(layouts: dict[str, Layout], options: AttentionOptions) -> Attention
         softmax_scale=_softmax_scale(options.softmax_scale, head_dim),
         q_offset=_q_offset(options.q_offset, sq, sk),
         window=_window(options.window_size, options.causal),
-        options=options,
+        softcap=_softcap(options.softcap),
+        dropout_p=_dropout_p(options.dropout_p, options.seed),
+        seed=_seed(options.seed),
+        mask_mod=options.mask_mod,
+        implementation=options.implementation,
         spans={name: span(layout) for name, layout in layouts.items()},
     )
-    _require_valid_options(options)
     _require_valid_option_arrays(problem)
     return problem
 
@@ -220,12 +241,12 @@ def _softmax_scale(given: Any, head_dim: int) -> float:
     if given is None:
         return float(head_dim**-0.5)
     scale = _real("softmax_scale", given)
-    if not math.isfinite(scale):
+    if not abs(scale) <= _MAX_FACTOR:
         raise error(
             ValueError,
             f"softmax_scale = {scale}",
-            "it is finite; the default is D ** -0.5",
-            "pass a finite number, or None",
+            f"it is a finite number up to {_MAX_FACTOR:g}; the default is D ** -0.5",
+            "pass a smaller number, or None",
         )
     return scale
 
@@ -234,11 +255,11 @@ def _q_offset(given: Any, sq: int, sk: int) -> int:
     if given is None:
         return sk - sq
     q_offset = _integer("q_offset", given)
-    if abs(q_offset) > _MAX_OFFSET:
+    if abs(q_offset) > MAX_OFFSET:
         raise error(
             ValueError,
             f"q_offset = {q_offset}",
-            f"it is between -{_MAX_OFFSET} and {_MAX_OFFSET}",
+            f"it is between -{MAX_OFFSET} and {MAX_OFFSET}",
             "pass the key position of query 0",
         )
     return q_offset
@@ -266,47 +287,29 @@ def _window(window_size: Any, causal: Any) -> tuple[int | None, int | None]:
                 "each side counts keys, 0 or more; None is unbounded",
                 "use None where -1 meant unbounded",
             )
+    require_bool("causal", causal)
     if causal:
         right = 0  # 0 is the smallest right side, so causal and window together are just that
     return left, right
 
 
-def _require_valid_options(options: AttentionOptions) -> None:
-    if not isinstance(options.causal, bool | np.bool_):
-        raise error(
-            TypeError,
-            f"causal = {options.causal!r}",
-            "it is True or False",
-            "pass causal=True for a decoder's mask",
-        )
-    if options.implementation not in IMPLEMENTATIONS:
+def _softcap(given: Any) -> float | None:
+    if given is None:
+        return None
+    softcap = _real("softcap", given)
+    if not 0 < softcap <= _MAX_FACTOR:
         raise error(
             ValueError,
-            f"implementation = {options.implementation!r}",
-            f"allowed are {', '.join(map(repr, IMPLEMENTATIONS))}",
-            "leave it out for the fastest",
+            f"softcap = {softcap}",
+            f"it is above 0 and finite, up to {_MAX_FACTOR:g}: scores become "
+            "softcap * tanh(s / softcap)",
+            "pass None for none",
         )
-    if options.softcap is not None:
-        softcap = _real("softcap", options.softcap)
-        if not (softcap > 0 and math.isfinite(softcap)):
-            raise error(
-                ValueError,
-                f"softcap = {softcap}",
-                "it is a finite number above 0: scores become softcap * tanh(s / softcap)",
-                "pass None for none",
-            )
-    _require_valid_dropout(options.dropout_p, options.seed)
-    if options.mask_mod is not None and not callable(options.mask_mod):
-        raise error(
-            TypeError,
-            f"mask_mod is a {type(options.mask_mod).__name__}",
-            "it is a function mask_mod(b, h, i, j) of index arrays that returns True to attend",
-            "pass a function, or an array as mask=",
-        )
+    return softcap
 
 
-def _require_valid_dropout(dropout_p: Any, seed: Any) -> None:
-    probability = _real("dropout_p", dropout_p)
+def _dropout_p(given: Any, seed: Any) -> float:
+    probability = _real("dropout_p", given)
     if not 0.0 <= probability < 1.0:
         raise error(
             ValueError,
@@ -321,12 +324,36 @@ def _require_valid_dropout(dropout_p: Any, seed: Any) -> None:
             "dropout draws its mask from seed= alone, so that the backward can draw it again",
             "pass an integer seed=, another one each training step",
         )
-    if seed is not None and not 0 <= _integer("seed", seed) < 2**64:
+    return probability
+
+
+def _seed(given: Any) -> int:
+    seed = 0 if given is None else _integer("seed", given)
+    if not 0 <= seed < 2**64:
         raise error(
             ValueError,
             f"seed = {seed}",
             "it is an integer from 0 to 2**64 - 1",
             "reduce it modulo 2**64",
+        )
+    return seed
+
+
+def _require_valid_choices(options: AttentionOptions) -> None:
+    chosen = options.implementation
+    if not isinstance(chosen, str) or chosen not in IMPLEMENTATIONS:
+        raise error(
+            ValueError,
+            f"implementation = {chosen!r}",
+            f"allowed are {', '.join(map(repr, IMPLEMENTATIONS))}",
+            "leave it out for the fastest",
+        )
+    if options.mask_mod is not None and not callable(options.mask_mod):
+        raise error(
+            TypeError,
+            f"mask_mod is a {type(options.mask_mod).__name__}",
+            "it is a function mask_mod(b, h, i, j) of index arrays that returns True to attend",
+            "pass a function, or an array as mask=",
         )
 
 
@@ -388,8 +415,11 @@ def _require_rotary_tables(cos: Layout, sin: Layout, head_dim: int) -> None:
 
 
 def _real(name: str, value: Any) -> float:
-    if isinstance(value, Real) and not isinstance(value, bool):
-        return float(value)
+    if isinstance(value, Real) and not isinstance(value, _NO_NUMBERS):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf  # of either sign: no option takes it
     raise error(
         TypeError,
         f"{name} is a {type(value).__name__}",
@@ -399,7 +429,7 @@ def _real(name: str, value: Any) -> float:
 
 
 def _integer(name: str, value: Any) -> int:
-    if isinstance(value, Integral) and not isinstance(value, bool):
+    if isinstance(value, Integral) and not isinstance(value, _NO_NUMBERS):
         return int(value)
     raise error(
         TypeError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -13,14 +14,36 @@ FLOATS = ("float16", "float32", "bfloat16")
 INTEGERS = ("int32", "int64")
 
 
+def require_arrays(layouts: dict[str, Layout], names: Iterable[str]) -> None:
+    """Raise TypeError unless all named arrays were given."""
+    for name in names:
+        if name not in layouts:
+            raise error(
+                TypeError,
+                f"{name} is None",
+                "it is not optional: a numpy.ndarray, cupy.ndarray or another library's CUDA array",
+                f"pass an array as {name}",
+            )
+
+
+def require_bool(name: str, value: Any) -> None:
+    """Raise TypeError unless an option is True or False."""
+    if not isinstance(value, bool | np.bool_):
+        raise error(
+            TypeError,
+            f"{name} = {value!r}",
+            "it is True or False",
+            f"convert it with bool({name})",
+        )
+
+
 def require_dtype(name: str, layout: Layout, allowed: tuple[str, ...]) -> None:
     """Raise TypeError unless the array has one of the dtypes, in native byte order."""
     dtype = layout.dtype
     if dtype.name not in allowed or not dtype.isnative:
-        order = "" if dtype.isnative else " in foreign byte order"
         raise error(
             TypeError,
-            f"{name} has dtype {dtype.name}{order}",
+            f"{name} has dtype {layout.dtype_text}",
             f"allowed are {', '.join(allowed)}",
             f"convert it, for example {name}.astype({allowed[0]!r})",
         )
@@ -86,6 +109,22 @@ def require_whole_item_strides(name: str, layout: Layout) -> None:
             "strides are whole numbers of items",
             f"copy it with ascontiguousarray({name})",
         )
+
+
+def require_item_alignment(layouts: dict[str, Layout], starts: dict[str, int]) -> None:
+    """Raise ValueError if an array starts within an item: a GPU faults when it reads that.
+
+    `starts` says by how many bytes each array starts beyond a multiple of 16.
+    """
+    for name, start in starts.items():
+        itemsize = layouts[name].dtype.itemsize
+        if start % itemsize:
+            raise error(
+                ValueError,
+                f"{name} starts {start % itemsize} bytes into an item of {itemsize}",
+                "arrays are aligned to their items",
+                f"copy it, for example {name}.copy()",
+            )
 
 
 def require_output(name: str, layout: Layout, shape: tuple[int, ...], dtype: np.dtype) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array, Layout, LayoutKey, Span, address, layouts_of, span
+from cupyattn.arrays import Array, Layout, LayoutKey, Span, alignments, layouts_of, span
 from cupyattn.errors import error
 from cupyattn.kernels import configs
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
@@ -19,9 +19,11 @@ from cupyattn.kernels.registry import OUTER_AXES, rows_params
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.ops.checks import (
     FLOATS,
+    require_arrays,
     require_contiguous_rows,
     require_disjoint,
     require_dtype,
+    require_item_alignment,
     require_output,
     require_same_dtype,
     require_shape,
@@ -55,7 +57,8 @@ class _Plan(NamedTuple):
 def softmax_problem(key: LayoutKey, result: str) -> SoftmaxProblem:
     """Check the arrays of a call that writes `result`, or find that they were checked before."""
     layouts = layouts_of(key)
-    inputs = tuple(name for name in layouts if name != result)
+    inputs = ("x",) if result == "out" else ("dout", "out")
+    require_arrays(layouts, inputs)
     first = layouts[inputs[0]]
     for name in inputs:
         layout = layouts[name]
@@ -86,22 +89,22 @@ def softmax_rows(device: Device, problem: SoftmaxProblem, arrays: dict[str, Arra
     if result.size == 0:
         return result
 
-    operands = [*(arrays[name] for name in problem.inputs), result]
-    misalignment = 0
-    for array in operands:
-        misalignment |= address(array)
-    plan = _plan(problem, result.strides, misalignment % VECTOR_BYTES)
+    operands = {name: arrays[name] for name in problem.inputs} | {problem.result: result}
+    starts = alignments(operands.values(), VECTOR_BYTES)
+    plan = _plan(problem, result.strides, starts)
 
-    launch(device, plan.specialisation, plan.ctas, (*operands, plan.params))
+    launch(device, plan.specialisation, plan.ctas, (*operands.values(), plan.params))
     return result
 
 
 @lru_cache(maxsize=4096)
-def _plan(problem: SoftmaxProblem, strides: tuple[int, ...], misalignment: int) -> _Plan:
-    result = Layout(problem.shape, strides, problem.dtype)
-    layouts = (*(problem.layouts[name] for name in problem.inputs), result)
+def _plan(problem: SoftmaxProblem, strides: tuple[int, ...], starts: tuple[int, ...]) -> _Plan:
+    named = {name: problem.layouts[name] for name in problem.inputs}
+    named[problem.result] = Layout(problem.shape, strides, problem.dtype)
+    require_item_alignment(named, dict(zip(named, starts, strict=True)))
+    layouts = tuple(named.values())
     items = vector_items(problem.dtype.name)
-    aligned = misalignment == 0 and all(
+    aligned = not any(starts) and all(
         stride % VECTOR_BYTES == 0 for layout in layouts for stride in layout.strides[:-1]
     )
     vec = items if aligned and problem.length % items == 0 else 1

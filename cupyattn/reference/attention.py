@@ -12,7 +12,21 @@ from .scores import Float64, ScoreBlock, ScoreBlocks, normalised, probabilities
 
 
 class AttentionGrads(NamedTuple):
-    """Gradients of attention's inputs, each of its input's shape; None where there was no input."""
+    """Gradients of attention's inputs, each of its input's shape; None where there was no input.
+
+    Attributes
+    ----------
+    dq : array (B, Sq, H, D)
+        Of the queries.
+    dk : array (B, Sk, G, D)
+        Of the keys, summed over the query heads of a group.
+    dv : array (B, Sk, G, Dv)
+        Of the values, likewise.
+    dbias : array of bias's shape, or None
+        Of the bias, summed over the axes that it broadcast along.
+    dsinks : array (H,), or None
+        Of the sinks.
+    """
 
     dq: Float64
     dk: Float64

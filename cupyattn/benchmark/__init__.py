@@ -1,0 +1,1 @@
+"""``python -m cupyattn.benchmark``: measured figures of the library, one module per row."""

@@ -1,0 +1,25 @@
+"""The benchmarks' command line: one command per module."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from cupyattn.benchmark import host
+from cupyattn.cli import dispatch
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a benchmark and return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m cupyattn.benchmark", description="Measure the library on this machine."
+    )
+    benchmarks = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    for benchmark in (host,):
+        benchmark.add_parser(benchmarks)
+    return dispatch(parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

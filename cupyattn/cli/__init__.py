@@ -1,0 +1,54 @@
+"""``python -m cupyattn``: one module per command, and `terminal`, which they print with.
+
+A command makes one dictionary, which ``--json`` prints as it is and `show` prints for people.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+import cupyattn
+from cupyattn.cli import compile, demo, info
+
+INTERRUPTED = 130  # what shells report for SIGINT
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command of the command line and return its exit code.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The arguments; by default those of the process.
+    """
+    return dispatch(_parser(), argv)
+
+
+def dispatch(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
+    """Parse the arguments and run the command that they name: its parser has it as ``run``."""
+    arguments = parser.parse_args(argv)
+    try:
+        code = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read the output (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m cupyattn",
+        description="Exact attention for array code: try it, look around, compile its kernels.",
+    )
+    parser.add_argument("--version", action="version", version=f"cupyattn {cupyattn.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (demo, info, compile):
+        command.add_parser(commands)
+    return parser

@@ -1,0 +1,35 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """Give a command its ``--json``."""
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object and nothing else on stdout"
+    )
+
+
+def integer(lowest: int, highest: int | None = None) -> Callable[[str], int]:
+    """Make a reader of integers from `lowest` to `highest`, for argparse's ``type=``.
+
+    Examples
+    --------
+    >>> integer(1, 256)("64")
+    64
+    """
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+        if number < lowest or (highest is not None and number > highest):
+            limits = f"{lowest} or more" if highest is None else f"{lowest} to {highest}"
+            raise argparse.ArgumentTypeError(f"{number} is not {limits}")
+        return number
+
+    return read

@@ -1,0 +1,84 @@
+"""``python -m cupyattn info``: devices, compiler, kernels, cache."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import cupyattn
+from cupyattn.cli.arguments import add_json_option
+from cupyattn.cli.terminal import Result, Terminal, emit, fail
+
+_ABSENT = "not found"
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "info",
+        help="what the library finds here: GPUs, CUDA, CuPy, NVRTC, compiled kernels",
+        description="Show the GPUs, the versions of CUDA, CuPy, NVRTC, NumPy and Python, the "
+        "library's kernels and how many specialisations of each the cache holds.",
+    )
+    add_json_option(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    try:
+        result = describe()
+    except (RuntimeError, ValueError) as failure:  # a GPU too old, a CUPYATTN_ARCH that is wrong
+        fail("info", failure, as_json=arguments.json)
+        return 1
+    emit(result, show, as_json=arguments.json)
+    return 0
+
+
+def describe() -> Result:
+    """Return `cupyattn.device_info` with the cached specialisations of each kernel counted."""
+    info = cupyattn.device_info()
+    folder = Path(info["cache"]["folder"])
+    cached = [path.name.rpartition("-")[0] for path in folder.iterdir() if path.suffix != ".json"]
+    info["kernels"] = {entry: cached.count(entry) for entry in info["kernels"]}
+    return {"command": "info", "version": cupyattn.__version__, **info}
+
+
+def show(result: Result, terminal: Terminal) -> None:
+    """Print it for people."""
+    terminal.title(f"cupyattn {result['version']}")
+    if result["devices"]:
+        terminal.table(
+            ("device", "compute capability", "memory", "kernels compiled for"),
+            [_device_row(device) for device in result["devices"]],
+        )
+    else:
+        terminal.text("  no GPU: NumPy arrays run on the CPU")
+    terminal.facts(
+        {
+            "CUDA driver": _cuda_version(result["cuda_driver"]),
+            "CUDA runtime": _cuda_version(result["cuda_runtime"]),
+            "CuPy": result["cupy"] or _ABSENT,
+            "NVRTC": result["nvrtc"] or _ABSENT,
+            "NumPy": result["numpy"],
+            "Python": result["python"],
+            "CUPYATTN_ARCH": result["arch_override"] or "not set",
+        }
+    )
+    cache = result["cache"]
+    terminal.title("Kernels")
+    terminal.table(("kernel", "in the cache"), list(result["kernels"].items()))
+    terminal.text(
+        f"  cache: {cache['folder']}, {cache['files']} files, {cache['bytes'] / 2**20:.1f} MiB"
+    )
+
+
+def _device_row(device: dict[str, Any]) -> tuple[str, ...]:
+    memory = f"{device['memory_bytes'] / 2**30:.1f} GiB"
+    return device["name"], device["compute_capability"], memory, f"sm_{device['arch']}"
+
+
+def _cuda_version(number: int | None) -> str:
+    """Write 12090 as 12.9."""
+    return _ABSENT if number is None else f"{number // 1000}.{number % 1000 // 10}"

@@ -1,0 +1,72 @@
+"""A device that records launches instead of starting them: what a call would run, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyattn.arrays import Array, adopt
+from cupyattn.kernels.arch import Arch
+from cupyattn.kernels.spec import Specialisation
+from cupyattn.ops.attention import attention_forward
+from cupyattn.ops.attention_problem import AttentionOptions, forward_problem
+
+
+class Launch(NamedTuple):
+    """One kernel launch: what, how many CTAs, with which arguments."""
+
+    specialisation: Specialisation
+    grid: tuple[int, int, int]
+    arguments: tuple[Any, ...]
+
+
+class LaunchRecorder:
+    """A `Device` whose kernels do nothing but note that they were started.
+
+    The operations above it do all that they do on a GPU (checks, choice of the configuration,
+    strides), so what is recorded is what would run. Nothing is compiled.
+    """
+
+    def __init__(self, arch: Arch) -> None:
+        self.arch = arch
+        self.launches: list[Launch] = []
+
+    @property
+    def name(self) -> str:
+        """What it is, for people."""
+        return f"launch recorder for {self.arch.real}"
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return an uninitialised NumPy array: no kernel will write it."""
+        return np.empty(shape, dtype)
+
+    def load(self, specialisation: Specialisation) -> RecordedKernel:
+        """Return a kernel that records its starts here."""
+        return RecordedKernel(self, specialisation)
+
+
+class RecordedKernel:
+    """A `Kernel` of a `LaunchRecorder`."""
+
+    def __init__(self, recorder: LaunchRecorder, specialisation: Specialisation) -> None:
+        self.specialisation = specialisation
+        self._recorder = recorder
+
+    def start(self, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
+        """Note the launch."""
+        self._recorder.launches.append(Launch(self.specialisation, grid, tuple(arguments)))
+
+
+def attention_launch(arch: Arch, q: Array, k: Array, v: Array, options: AttentionOptions) -> Launch:
+    """Return the launch that ``attention(q, k, v, return_lse=True)`` makes on a GPU of `arch`.
+
+    The arrays may be NumPy's: their memory is not read.
+    """
+    operands = adopt({"q": q, "k": k, "v": v})
+    problem = forward_problem(operands.layout_key(), options)
+    recorder = LaunchRecorder(arch)
+    attention_forward(recorder, problem, operands.arrays, return_lse=True)
+    (launch,) = recorder.launches
+    return launch

@@ -1,0 +1,64 @@
+"""Which faults a launch looks for."""
+
+from dataclasses import dataclass
+
+__all__ = ["Checks"]
+
+
+@dataclass(frozen=True)
+class Checks:
+    """Switches for the checks of one launch; all are on unless turned off.
+
+    Attributes
+    ----------
+    bounds : bool
+        Global, shared and local accesses stay inside their memory. Turned off, global accesses
+        still cannot leave the memory of the arguments: they fail, with less to say.
+    alignment : bool
+        Addresses are multiples of the access size; on sm_75 this includes the addresses of the
+        lanes that ``ldmatrix.x1`` and ``.x2`` do not use.
+    const_writes : bool
+        No store to an argument marked const.
+    uninitialized : bool
+        Shared memory is written before it is read.
+    races : bool
+        Shared-memory accesses of different threads are ordered by barriers if one is a write,
+        between warps and inside a warp. Costs 2 to 5 times the time of the launch.
+    barriers : bool
+        Every thread of a block reaches the same ``bar.sync``.
+    warp_sync : bool
+        Lanes named by the mask of a shuffle, vote, match or ``bar.warp.sync`` are there, and
+        shuffles read lanes that are there.
+    max_steps : int
+        Basic blocks executed per batch of thread blocks before the kernel counts as hung.
+
+    Examples
+    --------
+    >>> from cupyattn.emulator import Checks
+    >>> Checks.none().races, Checks.fast().bounds
+    (False, True)
+    """
+
+    bounds: bool = True
+    alignment: bool = True
+    const_writes: bool = True
+    uninitialized: bool = True
+    races: bool = True
+    barriers: bool = True
+    warp_sync: bool = True
+    max_steps: int = 10_000_000
+
+    @classmethod
+    def all(cls) -> "Checks":
+        """Return every check turned on."""
+        return cls()
+
+    @classmethod
+    def fast(cls) -> "Checks":
+        """Return the checks that cost little: all but races and uninitialised reads."""
+        return cls(uninitialized=False, races=False)
+
+    @classmethod
+    def none(cls) -> "Checks":
+        """Return every check turned off."""
+        return cls(False, False, False, False, False, False, False)

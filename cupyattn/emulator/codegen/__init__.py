@@ -1,0 +1,1 @@
+"""Functions -> Python source: control flow, and one lowering per family of instructions."""

@@ -1,0 +1,106 @@
+"""Branches, returns, barriers, and what does nothing on an emulator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cupyattn.emulator.ptx.model import Instruction
+
+if TYPE_CHECKING:
+    from cupyattn.emulator.codegen.generator import Generator, Lowering
+
+__all__ = ["LOWERINGS"]
+
+_STEP = "block, mask, merge = "
+
+
+def _predicate(gen: Generator, x: Instruction) -> str:
+    assert x.guard is not None
+    return f"{'~' if x.guard[1] else ''}{gen.value(x.guard[0], 'b1')}"
+
+
+def _branch(gen: Generator, x: Instruction) -> None:
+    target = gen.flow.target.get(x.operands[0])
+    if target is None:  # the label stands at the end of the kernel
+        _exit(gen, x)
+        return
+    if not x.guard:
+        gen.jump(target)
+        return
+    after = gen.flow.blocks[gen.block].next
+    otherwise = "EXITED" if after is None else str(after)
+    gen.line(f"{_STEP}schedule.branch({_predicate(gen, x)}, {target}, {otherwise}, mask, merge)")
+
+
+def _branch_table(gen: Generator, x: Instruction) -> None:
+    if x.guard:
+        raise gen.unsupported(x, "a guarded brx.idx")
+    targets = [gen.flow.target[label] for label in gen.function.branch_tables[x.operands[1]]]
+    index = gen.value(x.operands[0], "u4")
+    gen.line(f"{_STEP}schedule.branch_table({index}, np.array({targets}, i4), mask, merge)")
+
+
+def _exit(gen: Generator, x: Instruction) -> None:
+    if not x.guard:
+        gen.jump(None)
+        return
+    after = gen.flow.blocks[gen.block].next
+    if after is None:
+        gen.jump(None)
+        return
+    gen.line(f"{_STEP}schedule.branch({_predicate(gen, x)}, EXITED, {after}, mask, merge)")
+
+
+def _barrier(gen: Generator, x: Instruction) -> None:
+    if x.guard:
+        raise gen.unsupported(x, "a guarded barrier")
+    parts = [p for p in x.parts if p not in ("cta", "aligned")]
+    after = gen.flow.blocks[gen.block].next
+    target = "EXITED" if after is None else str(after)
+    end = f"{target}, mask, merge, {x.site})"
+    if parts[1] == "warp":
+        gen.line(f"{_STEP}barriers.sync_warp({gen.value(x.operands[0], 'u4')}, {end}")
+        return
+    if parts[1] == "cluster" or parts[1] not in ("sync", "arrive", "red"):
+        raise gen.unsupported(x)
+    operands = list(x.operands)
+    reduction = ""
+    if parts[1] == "red":
+        operands.pop(0)  # written by bar_result
+        predicate = gen.value(operands.pop(), "b1")
+        reduction = f", {parts[2]!r}, {predicate}"
+    identifier = gen.value(operands[0], "u4")
+    count = gen.value(operands[1], "u4") if len(operands) > 1 else "None"
+    method = "arrive" if parts[1] == "arrive" else "sync"
+    gen.line(f"{_STEP}barriers.{method}({identifier}, {count}, {end[:-1]}{reduction})")
+
+
+def _barrier_result(gen: Generator, x: Instruction) -> None:
+    if x.parts[-1] == "pred":
+        gen.assign(x.operands[0], "(barriers.result != 0)", "b1")
+    else:
+        gen.assign(x.operands[0], "barriers.result", "u4")
+
+
+def _trap(gen: Generator, x: Instruction) -> None:
+    gen.line(f"batch.trap({gen.mask}, {x.site})")
+
+
+def _nothing(gen: Generator, x: Instruction) -> None:
+    """Memory is coherent and in order here; caches and sleeping have no effect."""
+    gen.line("pass")
+
+
+LOWERINGS: dict[str, Lowering] = {
+    "bra": _branch,
+    "brx": _branch_table,
+    "ret": _exit,
+    "exit": _exit,
+    "bar": _barrier,
+    "barrier": _barrier,
+    "bar_result": _barrier_result,
+    "trap": _trap,
+    **dict.fromkeys(
+        ("membar", "fence", "nanosleep", "prefetch", "prefetchu", "discard", "pmevent"), _nothing
+    ),
+}

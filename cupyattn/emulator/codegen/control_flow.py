@@ -1,0 +1,273 @@
+"""Basic blocks, the order in which they run, and liveness.
+
+Order matters for divergence. Lanes that disagree run block by block, always the block with the
+lowest number (see `machine.scheduler`); numbering the blocks by a weak topological order makes
+that reconverge at the post-dominators, as hardware does: both sides of a branch come before their
+join, and every loop is contiguous, so that all lanes leave it before what follows runs.
+
+The weak topological order is that of F. Bourdoncle, "Efficient chaotic iteration strategies with
+widenings", 1993: strongly connected components in topological order, then each without its head.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+from cupyattn.emulator.errors import PTXSyntaxError
+from cupyattn.emulator.ptx.model import Function, Instruction
+
+__all__ = ["Block", "ControlFlow", "is_barrier", "registers_of"]
+
+_NO_RESULT = frozenset(
+    [
+        "st",
+        "red",
+        "bra",
+        "brx",
+        "bar",
+        "barrier",
+        "ret",
+        "exit",
+        "membar",
+        "fence",
+        "trap",
+        "brkpt",
+        "nanosleep",
+        "prefetch",
+        "prefetchu",
+        "discard",
+        "applypriority",
+        "pmevent",
+    ]
+)
+_NAME = re.compile(r"%?[\w$]+")
+
+
+def is_barrier(instruction: Instruction) -> bool:
+    """Tell whether threads may have to wait at `instruction`."""
+    return instruction.root in ("bar", "barrier")
+
+
+@dataclass
+class Block:
+    """Instructions `first` to `last` - 1, then the blocks that may follow.
+
+    `next` is the block that a fall-through enters (None at the end of the function).
+    """
+
+    first: int
+    last: int
+    successors: list[int] = field(default_factory=list)
+    next: int | None = None
+
+
+def registers_of(
+    instruction: Instruction, registers: dict[str, str]
+) -> tuple[list[str], list[str]]:
+    """Return the registers that `instruction` writes and those that it reads.
+
+    A guarded instruction also reads what it writes: the lanes switched off keep the old value.
+    """
+    found = [
+        [name for name in _NAME.findall(operand) if name in registers]
+        for operand in instruction.operands
+    ]
+    if instruction.root in _NO_RESULT or not found:
+        written: list[str] = []
+        read = [name for names in found for name in names]
+        if is_barrier(instruction) and ".red." in instruction.opcode:
+            read = [name for names in found[1:] for name in names]  # bar_result writes the first
+    else:
+        written = found[0]
+        read = [name for names in found[1:] for name in names]
+    if instruction.guard:
+        read = [*read, instruction.guard[0], *written]
+    return written, read
+
+
+def _ends_block(instruction: Instruction) -> bool:
+    return instruction.root in ("bra", "brx", "ret", "exit") or is_barrier(instruction)
+
+
+def _components(nodes: list[int], successors: dict[int, list[int]]) -> list[list[int]]:
+    """Return the strongly connected components in topological order (Tarjan, iterative).
+
+    Among components that the edges do not order, program order is kept.
+    """
+    inside = set(nodes)
+    index: dict[int, int] = {}
+    low: dict[int, int] = {}
+    on_stack: set[int] = set()
+    stack: list[int] = []
+    result: list[list[int]] = []
+    for root in sorted(nodes, reverse=True):
+        if root in index:
+            continue
+        work = [(root, iter(sorted(successors[root], reverse=True)))]
+        index[root] = low[root] = len(index)
+        stack.append(root)
+        on_stack.add(root)
+        while work:
+            node, rest = work[-1]
+            for following in rest:
+                if following not in inside:
+                    continue
+                if following not in index:
+                    index[following] = low[following] = len(index)
+                    stack.append(following)
+                    on_stack.add(following)
+                    work.append((following, iter(sorted(successors[following], reverse=True))))
+                    break
+                if following in on_stack:
+                    low[node] = min(low[node], index[following])
+            else:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+                if low[node] == index[node]:
+                    component = []
+                    while True:
+                        member = stack.pop()
+                        on_stack.discard(member)
+                        component.append(member)
+                        if member == node:
+                            break
+                    result.append(component)
+    return result[::-1]
+
+
+def _weak_topological_order(
+    nodes: list[int], successors: dict[int, list[int]], entered_from: dict[int, list[int]]
+) -> list[int]:
+    order: list[int] = []
+    for component in _components(nodes, successors):
+        if len(component) == 1:
+            order += component
+            continue
+        members = set(component)
+        heads = [n for n in component if any(p not in members for p in entered_from[n])]
+        head = min(heads or component)
+        rest = [n for n in component if n != head]
+        order += [head, *_weak_topological_order(rest, successors, entered_from)]
+    return order
+
+
+class ControlFlow:
+    """Control-flow graph of a function, its blocks numbered in the order in which they run.
+
+    Attributes
+    ----------
+    blocks : list of Block
+        Reachable blocks, in weak topological order.
+    target : dict
+        Number of the block that a label names.
+    use_count : Counter
+        How often each register is read, in the text of the whole function.
+    """
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+        starts = self._split()
+        reachable, successors = self._reachable(starts)
+        before: dict[int, list[int]] = {n: [] for n in reachable}
+        for node in reachable:
+            for following in successors[node]:
+                before[following].append(node)
+        before[0].append(-1)  # entered from outside
+        order = _weak_topological_order(reachable, successors, before)
+        number = {old: new for new, old in enumerate(order)}
+        self.blocks = []
+        for old in order:
+            block = starts[old]
+            block.successors = [number[s] for s in successors[old]]
+            block.next = number.get(block.next) if block.next is not None else None
+            self.blocks.append(block)
+        first = {block.first: i for i, block in enumerate(self.blocks)}
+        self.target = {
+            label: first[i] for label, i in function.labels.items() if first.get(i) is not None
+        }
+        self._liveness()
+
+    def _split(self) -> list[Block]:
+        """Cut the instruction list at labels and behind branches and barriers."""
+        instructions = self.function.instructions
+        leaders = {0, *self.function.labels.values()}
+        leaders.update(i + 1 for i, x in enumerate(instructions) if _ends_block(x))
+        starts = sorted(i for i in leaders if i < len(instructions))
+        ends = [*starts[1:], len(instructions)]
+        blocks = [Block(a, b) for a, b in zip(starts, ends, strict=True)]
+        for i, block in enumerate(blocks):
+            block.next = i + 1 if i + 1 < len(blocks) else None
+        return blocks
+
+    def _reachable(self, blocks: list[Block]) -> tuple[list[int], dict[int, list[int]]]:
+        at = {block.first: i for i, block in enumerate(blocks)}
+        labels = self.function.labels
+        successors: dict[int, list[int]] = {}
+        todo = [0]
+        while todo:
+            node = todo.pop()
+            if node in successors:
+                continue
+            last = self.function.instructions[blocks[node].last - 1]
+            following: list[int] = []
+            if last.root in ("bra", "brx"):
+                names = last.operands[:1]
+                if last.root == "brx":
+                    names = self.function.branch_tables[last.operands[1]]
+                for name in names:
+                    if name not in labels:
+                        raise PTXSyntaxError(f"branch to the unknown label {name}: {last}")
+                    if labels[name] < len(self.function.instructions):
+                        following.append(at[labels[name]])
+            falls_through = last.root not in ("bra", "brx", "ret", "exit") or last.guard
+            if falls_through and blocks[node].next is not None:
+                following.append(blocks[node].next or 0)
+            successors[node] = list(dict.fromkeys(following))
+            todo += successors[node]
+        return sorted(successors), successors
+
+    def _liveness(self) -> None:
+        """Backward data flow over bit sets: which registers a block's successors may read."""
+        registers = self.function.registers
+        self.bit = {name: 1 << i for i, name in enumerate(registers)}
+        self.use_count: Counter[str] = Counter()
+        self.written_in: dict[str, set[int]] = {}
+        used, defined = [], []
+        for number, block in enumerate(self.blocks):
+            block_used = block_defined = 0
+            for instruction in self.function.instructions[block.first : block.last]:
+                written, read = registers_of(instruction, registers)
+                for name in read:
+                    self.use_count[name] += 1
+                    if not block_defined & self.bit[name]:
+                        block_used |= self.bit[name]
+                for name in written:
+                    block_defined |= self.bit[name]
+                    self.written_in.setdefault(name, set()).add(number)
+            used.append(block_used)
+            defined.append(block_defined)
+        self.live_in = [0] * len(self.blocks)
+        self.live_out = [0] * len(self.blocks)
+        changed = True
+        while changed:
+            changed = False
+            for number in range(len(self.blocks) - 1, -1, -1):
+                out = 0
+                for following in self.blocks[number].successors:
+                    out |= self.live_in[following]
+                live = used[number] | (out & ~defined[number])
+                if live != self.live_in[number] or out != self.live_out[number]:
+                    self.live_in[number], self.live_out[number] = live, out
+                    changed = True
+
+    def is_local(self, register: str, number: int) -> bool:
+        """Tell whether `register` lives inside block `number` alone.
+
+        Diverged lanes may then write it without a mask: no other lane looks at it. A register
+        that other blocks write as well does not count, a lane waiting there may need its value;
+        nor does one that some path reads without having written it.
+        """
+        live = self.live_in[number] | self.live_out[number] | self.live_in[0]
+        crosses = live & self.bit[register]
+        return not crosses and len(self.written_in[register]) == 1

@@ -1,0 +1,166 @@
+"""Floating-point instructions of f32, f64, f16 and f16x2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cupyattn.emulator.ptx.model import Instruction
+
+if TYPE_CHECKING:
+    from cupyattn.emulator.codegen.generator import Generator, Lowering
+
+__all__ = ["FLOAT_TYPES", "LOWERINGS", "float_operand", "lower"]
+
+FLOAT_TYPES = ("f16", "f16x2", "bf16", "bf16x2", "f32", "f64")
+_DIRECTED = ("rz", "rm", "rp")
+_OPERATORS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
+_FUNCTIONS = {
+    "ex2": "np.exp2",
+    "lg2": "np.log2",
+    "rcp": "reciprocal",
+    "rsqrt": "reciprocal_sqrt",
+    "sqrt": "np.sqrt",
+    "sin": "np.sin",
+    "cos": "np.cos",
+    "tanh": "np.tanh",
+}
+
+
+def float_operand(gen: Generator, x: Instruction, operand: str, kind: str) -> str:
+    """Return an expression for an operand as NumPy floats, flushed if the instruction says so."""
+    if kind.startswith("bf16"):
+        raise gen.unsupported(x, "bfloat16 arithmetic needs sm_80; convert to f32")
+    if kind == "f16x2":
+        return f"unpack_halves({gen.value(operand, 'u4')})"
+    if kind == "f16":
+        return f"{gen.value(operand, 'u2')}.view(f2)"
+    value = gen.value(operand, "f4" if kind == "f32" else "f8")
+    if kind == "f32" and "ftz" in x.parts and _may_be_subnormal(gen, operand):
+        return gen.derived(operand, "flushed", f"flush({value})")
+    return value
+
+
+def _wide(gen: Generator, operand: str, value: str) -> str:
+    """Return an expression for a float32 operand (`value`, perhaps flushed) as float64."""
+    if gen.is_register(operand):
+        what = "flushed_wide" if value.startswith("flushed") else "wide"
+        return gen.derived(operand, what, f"{value}.astype(f8)")
+    return f"{value}.astype(f8)"
+
+
+def _may_be_subnormal(gen: Generator, operand: str) -> bool:
+    if operand in gen.function.registers:
+        return operand not in gen.clean
+    if operand[:2] in ("0f", "0F"):
+        return 0 < int(operand[2:], 16) & 0x7FFFFFFF < 0x00800000
+    return True
+
+
+def _directed(gen: Generator, x: Instruction, mode: str, operands: list[str]) -> str:
+    """Return an expression for a float32 result rounded towards zero, down or up."""
+    a = operands[0]
+    if x.root == "sub":
+        return f"add_directed({a}, -({operands[1]}), {mode!r})"
+    if x.root == "rcp":
+        return f"divide_directed({gen.constant(1.0, 'f4')}, {a}, {mode!r})"
+    name = {
+        "add": "add_directed",
+        "mul": "multiply_directed",
+        "div": "divide_directed",
+        "sqrt": "sqrt_directed",
+        "fma": "fma_directed",
+        "mad": "fma_directed",
+    }.get(x.root)
+    if name is None:
+        raise gen.unsupported(x)
+    return f"{name}({', '.join(operands)}, {mode!r})"
+
+
+def _float_expression(gen: Generator, x: Instruction, kind: str) -> tuple[str, bool]:
+    """Return the expression of the result, and whether it is flushed already."""
+    flushes = kind == "f32" and "ftz" in x.parts
+    root = x.root
+    operands = [float_operand(gen, x, o, kind) for o in x.operands[1:]]
+    mode = next((p for p in x.parts if p in _DIRECTED), "")
+    if mode and "approx" not in x.parts:
+        if kind != "f32":
+            raise gen.unsupported(x, f"rounding .{mode} of {kind}")
+        return _directed(gen, x, mode, operands), False
+    if root in ("fma", "mad") and kind == "f32":
+        # factors as float64, in which their product is exact; often they are used again
+        a, b = (_wide(gen, o, v) for o, v in zip(x.operands[1:3], operands[:2], strict=True))
+        name = "fma_single_ftz" if flushes else "fma_single"
+        return f"{name}({a}, {b}, {operands[2]})", flushes
+    if root in ("fma", "mad"):
+        name = "fma_double" if kind == "f64" else "fma_half"
+        return f"{name}({', '.join(operands)})", flushes
+    if root in _OPERATORS:
+        return f"{operands[0]} {_OPERATORS[root]} {operands[1]}", False
+    if root in ("min", "max"):
+        if "xorsign" in x.parts or len(operands) > 2:
+            raise gen.unsupported(x)
+        nan = ", True" if "NaN" in x.parts else ""
+        if not flushes:
+            return f"{root}imum({operands[0]}, {operands[1]}{nan})", False
+        # flushing is monotonic: the result instead of the operands, if at all
+        a, b = (gen.value(o, "f4") for o in x.operands[1:])
+        clean = not any(_may_be_subnormal(gen, o) for o in x.operands[1:])
+        return f"{root}imum({a}, {b}{nan})", clean
+    if root == "neg":
+        return f"np.negative({operands[0]})", flushes
+    if root == "abs":
+        return f"np.abs({operands[0]})", flushes
+    if root in _FUNCTIONS:
+        function = _FUNCTIONS[root]
+        if kind == "f32" and "approx" in x.parts and root != "sqrt":
+            return f"through_double({function}, {operands[0]})", False
+        if kind in ("f16", "f16x2"):
+            return f"{function}({operands[0]}.astype(f8)).astype(f2)", False
+        if root == "rcp":
+            return (
+                f"np.divide({gen.constant(1.0, 'f4' if kind == 'f32' else 'f8')}, {operands[0]})",
+                False,
+            )
+        return f"{function}({operands[0]})", False
+    raise gen.unsupported(x)
+
+
+def lower(gen: Generator, x: Instruction) -> None:
+    """Write a floating-point instruction."""
+    kind = x.parts[-1]
+    expression, flushed = _float_expression(gen, x, kind)
+    if "ftz" in x.parts and kind == "f32" and not flushed:
+        expression = f"flush({expression})"
+    elif "ftz" in x.parts and kind in ("f16", "f16x2") and x.root not in ("ex2",):
+        raise gen.unsupported(x, ".ftz of f16")
+    if "relu" in x.parts:
+        expression = f"maximum({expression}, {expression}.dtype.type(0))"
+    if "sat" in x.parts:
+        expression = f"saturate({expression})"
+    target = x.operands[0]
+    if kind == "f16x2":
+        gen.assign(target, f"pack_halves({expression})", "u4")
+    elif kind == "f16":
+        gen.assign(target, f"({expression}).astype(f2, copy=False).view(u2)", "u2")
+    else:
+        gen.assign(target, expression, "f4" if kind == "f32" else "f8")
+
+
+def _copy_sign(gen: Generator, x: Instruction) -> None:
+    """``copysign d, a, b``: the sign of a on the magnitude of b."""
+    dtype = "f4" if x.parts[-1] == "f32" else "f8"
+    sign, magnitude = (gen.value(o, dtype) for o in x.operands[1:3])
+    gen.assign(x.operands[0], f"np.copysign({magnitude}, {sign})", dtype)
+
+
+def _test_property(gen: Generator, x: Instruction) -> None:
+    dtype = "f4" if x.parts[-1] == "f32" else "f8"
+    value = gen.value(x.operands[1], dtype)
+    gen.assign(x.operands[0], f"testp({value}, {x.parts[1]!r})", "b1")
+
+
+LOWERINGS: dict[str, Lowering] = {
+    **dict.fromkeys(("fma", *_FUNCTIONS), lower),
+    "copysign": _copy_sign,
+    "testp": _test_property,
+}

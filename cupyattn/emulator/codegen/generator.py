@@ -1,0 +1,225 @@
+"""`Generator`: what the lowerings write Python statements with, one basic block at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+
+from cupyattn.emulator.codegen.clean import clean_registers
+from cupyattn.emulator.codegen.control_flow import ControlFlow
+from cupyattn.emulator.codegen.layout import MemoryLayout
+from cupyattn.emulator.codegen.names import RUNTIME_NAMES
+from cupyattn.emulator.errors import UnsupportedPTXError
+from cupyattn.emulator.ptx.data_types import register_dtype
+from cupyattn.emulator.ptx.model import Function, Instruction, Variable
+
+__all__ = ["Generator", "Lowering"]
+
+_INTEGER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?$")
+_HEX_FLOAT = re.compile(r"0([fFdD])([0-9a-fA-F]+)$")
+_SYMBOL = re.compile(r"([\w$%]+)\s*(?:\+\s*(-?\d+))?$")
+_ADDRESS = re.compile(r"\[\s*([^\s+\]]+)\s*(?:\+\s*(-?(?:0x)?[0-9a-fA-F]+))?\s*\]$")
+
+Lowering = Callable[["Generator", Instruction], None]
+
+
+class Generator:
+    """Writes the Python source of one kernel.
+
+    Attributes
+    ----------
+    guard : str
+        Name of the mask of a guarded instruction while it is lowered, "" without a guard.
+    mask : str
+        Name of the mask of the lanes that execute the current instruction.
+    """
+
+    def __init__(self, function: Function, module_variables: dict[str, Variable]) -> None:
+        self.function = function
+        self.flow = ControlFlow(function)
+        self.layout = MemoryLayout(function, module_variables)
+        self.constants: dict[tuple[str, str], tuple[str, np.ndarray]] = {}
+        self.prologue: dict[str, str] = {}
+        self.out: list[str] = []
+        self.names = self._register_names()
+        self.clean = clean_registers(function)
+        self.block = 0
+        self.guard = ""
+        self.mask = "mask"
+        self._derived: dict[str, dict[str, str]] = {}
+
+    def start_block(self, number: int) -> None:
+        """Begin to write basic block `number`."""
+        self.out = []
+        self.block = number
+        self.guard, self.mask = "", "mask"
+        self._derived = {}
+
+    def _register_names(self) -> dict[str, str]:
+        names: dict[str, str] = {}
+        taken: set[str] = set()
+        for register in self.function.registers:
+            name = base = "v_" + re.sub(r"\W", "_", register.lstrip("%"))
+            while name in taken:
+                name = f"{base}_{len(taken)}"
+            taken.add(name)
+            names[register] = name
+        return names
+
+    # ------------------------------------------------------------------ what lowerings use
+    def line(self, text: str) -> None:
+        """Write one statement."""
+        self.out.append(text)
+
+    def unsupported(self, instruction: Instruction, why: str = "") -> UnsupportedPTXError:
+        """Return the error for an instruction that the emulator does not run."""
+        file, number = instruction.location
+        return UnsupportedPTXError(
+            f"{self.function.name}: PTX instruction not supported{': ' + why if why else ''} "
+            f"[{instruction}] at {file or 'an unknown file'}:{number}"
+        )
+
+    def is_register(self, operand: str) -> bool:
+        """Tell whether `operand` names a register."""
+        return operand in self.function.registers
+
+    def constant(self, value: int | float | bytes, dtype: str) -> str:
+        """Return the name of a 0-d array that holds `value` (bytes: its bit pattern)."""
+        key = (repr(value), dtype)
+        if key not in self.constants:
+            kind = np.dtype(dtype)
+            if dtype == "b1":
+                array = np.asarray(bool(value))
+            elif isinstance(value, bytes):
+                array = np.frombuffer(value, dtype)[0]
+            elif kind.kind == "f":
+                array = np.asarray(value, kind)
+            else:
+                bits = int(value) & ((1 << 8 * kind.itemsize) - 1)
+                array = np.asarray(bits, f"u{kind.itemsize}").view(kind)
+            self.constants[key] = (f"C{len(self.constants)}", np.asarray(array))
+        return self.constants[key][0]
+
+    def value(self, operand: str, dtype: str) -> str:
+        """Return an expression for `operand`, seen as `dtype`."""
+        operand = operand.strip()
+        if operand in self.function.registers:
+            return self._register_value(operand, dtype)
+        if operand[0] == "!":
+            return f"~{self.value(operand[1:], 'b1')}"
+        if match := _HEX_FLOAT.match(operand):
+            size = 4 if match.group(1) in "fF" else 8
+            bits = int(match.group(2), 16).to_bytes(size, "little")
+            if dtype[0] == "f" and int(dtype[1]) != size:
+                return self.constant(float(np.frombuffer(bits, f"f{size}")[0]), dtype)
+            return self.constant(bits, dtype)
+        if _INTEGER.match(operand):
+            number = (
+                int(operand.rstrip("U"), 0) if "x" in operand.lower() else int(operand.rstrip("U"))
+            )
+            if dtype[0] == "f":
+                size = int(dtype[1])
+                return self.constant(
+                    (number & ((1 << 8 * size) - 1)).to_bytes(size, "little"), dtype
+                )
+            return self.constant(number, dtype)
+        if re.match(r"-?\d+\.\d*(?:[eE][+-]?\d+)?$", operand) and dtype[0] == "f":
+            return self.constant(float(operand), dtype)
+        if operand == "WARP_SZ":
+            return self.constant(32, dtype)
+        if operand[0] == "%" and operand in RUNTIME_NAMES.special_registers:
+            name = "s_" + operand[1:].replace(".", "_")
+            self.prologue[name] = f"batch.special[{operand!r}]"
+            return name if dtype == "u4" else f"{name}.astype({dtype})"
+        return self._symbol(operand, dtype)
+
+    def _register_value(self, register: str, dtype: str) -> str:
+        stored = register_dtype(self.function.registers[register])
+        name = self.names[register]
+        if stored == dtype or dtype == "b1":
+            return name
+        if stored[1] == dtype[1]:
+            return f"{name}.view({dtype})"
+        narrowed = f"{name}.astype({stored[0]}{dtype[1]})"
+        return narrowed if stored[0] == dtype[0] else f"{narrowed}.view({dtype})"
+
+    def _symbol(self, operand: str, dtype: str) -> str:
+        match = _SYMBOL.match(operand)
+        if match:
+            name, offset = match.group(1), int(match.group(2) or 0)
+            if name in self.layout.offsets:
+                return self.constant(self.layout.offsets[name] + offset, dtype)
+            if name in self.layout.module_symbols:
+                variable = "g_" + re.sub(r"\W", "_", name)
+                self.layout.used_symbols.add(name)
+                self.prologue[variable] = f"batch.launch.symbol_address({name!r})"
+                return f"({variable}+{self.constant(offset, 'u8')})" if offset else variable
+        raise UnsupportedPTXError(
+            f"{self.function.name}: the operand {operand!r} is no register, number, special "
+            f"register or variable that the emulator knows"
+        )
+
+    def derived(self, operand: str, what: str, expression: str) -> str:
+        """Return the name of a variable that holds `expression`, computed from `operand` alone.
+
+        Within a block it is computed once (per `what`) until the register is written again.
+        """
+        if not self.is_register(operand):
+            return expression
+        known = self._derived.setdefault(operand, {})
+        if what not in known:
+            known[what] = f"{what}_{self.names[operand]}"
+            self.line(f"{known[what]} = {expression}")
+        return known[what]
+
+    def address(self, operand: str) -> str:
+        """Return an expression for the address in ``[register+offset]``."""
+        match = _ADDRESS.match(operand)
+        if not match:
+            raise UnsupportedPTXError(f"{self.function.name}: cannot read the address {operand}")
+        base, offset = match.group(1), int(match.group(2) or "0", 0)
+        if self.is_register(base):
+            stored = register_dtype(self.function.registers[base])
+            name = self.names[base]
+            return f"({name}+{self.constant(offset, stored)})" if offset else name
+        if _INTEGER.match(base):
+            return self.constant(int(base, 0) + offset, "u8")
+        return self._symbol(f"{base}+{offset}", "u8")
+
+    def assign(self, register: str, expression: str, dtype: str) -> None:
+        """Write `expression`, of `dtype`, to a register; lanes that do not run keep its value."""
+        if register == "_":
+            return
+        if register not in self.function.registers:
+            raise UnsupportedPTXError(
+                f"{self.function.name}: the target {register!r} is no register"
+            )
+        self._derived.pop(register, None)
+        stored = register_dtype(self.function.registers[register])
+        name = self.names[register]
+        if stored != dtype and stored != "b1":
+            if stored[1] == dtype[1]:
+                expression = f"({expression}).view({stored})"
+            else:
+                wide = f"{dtype[0]}{stored[1]}"
+                expression = f"({expression}).astype({wide}).view({stored})"
+        if self.guard:
+            self.line(f"{name} = where({self.guard}, {expression}, {name})")
+        elif self.flow.is_local(register, self.block):
+            self.line(f"{name} = {expression}")
+        else:
+            self.line(
+                f"{name} = {expression} if merge is None else where(merge, {expression}, {name})"
+            )
+
+    def jump(self, target: int | None) -> None:
+        """Write the transition to block `target`, None for the end of the kernel."""
+        if target is None:
+            self.line("block, mask, merge = schedule.exit(mask, merge)")
+        else:
+            self.line(
+                f"block, mask, merge = ({target}, mask, None) if merge is None "
+                f"else schedule.goto({target}, mask, merge)"
+            )

@@ -1,0 +1,165 @@
+"""Loads, stores, atomics, address conversions, ``mov`` and ``ldmatrix``."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from cupyattn.emulator.machine.memory import LOCAL_WINDOW, SHARED_WINDOW, WINDOW_BYTES
+from cupyattn.emulator.ptx.data_types import SIZE, operand_dtype, unsigned
+from cupyattn.emulator.ptx.model import Instruction
+
+if TYPE_CHECKING:
+    from cupyattn.emulator.codegen.generator import Generator, Lowering
+
+__all__ = ["LOWERINGS"]
+
+_MEMORY = {
+    "global": "global_memory",
+    "const": "global_memory",
+    "shared": "shared_memory",
+    "shared::cta": "shared_memory",
+    "local": "local_memory",
+    "param": "parameters",
+}
+_ATOMIC_OPERATIONS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
+
+
+def _memory(gen: Generator, x: Instruction) -> str:
+    for part in x.parts:
+        if part in _MEMORY:
+            return _MEMORY[part]
+        if part == "shared::cluster":
+            raise gen.unsupported(x, "clusters")
+    return "generic_memory"
+
+
+def _elements(operand: str) -> list[str]:
+    return [name.strip() for name in operand.strip("{} ").split(",")]
+
+
+def _load(gen: Generator, x: Instruction) -> None:
+    kind = x.parts[-1]
+    size, dtype = SIZE[kind], operand_dtype(kind)
+    targets = _elements(x.operands[0])
+    memory = _memory(gen, x)
+    fixed = re.match(r"\[([\w$]+)(?:\+(\d+))?\]$", x.operands[1])
+    if memory == "parameters" and fixed and fixed.group(1) in gen.layout.offsets:
+        first = gen.layout.offsets[fixed.group(1)] + int(fixed.group(2) or 0)
+        for i, target in enumerate(targets):
+            name = f"p_{first + i * size}_{size}"
+            gen.prologue[name] = f"parameters.constant({first + i * size}, {size})"
+            gen.assign(target, name if dtype[0] == "u" else f"{name}.view({dtype})", dtype)
+        return
+    address = gen.address(x.operands[1])
+    gen.line(f"_v = {memory}.load({address}, {size}, {len(targets)}, {gen.mask}, {x.site})")
+    for i, target in enumerate(targets):
+        value = "_v" if len(targets) == 1 else f"_v[{i}]"
+        gen.assign(target, value if dtype[0] == "u" else f"{value}.view({dtype})", dtype)
+
+
+def _store(gen: Generator, x: Instruction) -> None:
+    size = SIZE[x.parts[-1]]
+    values = "".join(gen.value(v, unsigned(size)) + ", " for v in _elements(x.operands[1]))
+    address = gen.address(x.operands[0])
+    gen.line(f"{_memory(gen, x)}.store({address}, {size}, ({values}), {gen.mask}, {x.site})")
+
+
+def _atomic(gen: Generator, x: Instruction) -> None:
+    kind = x.parts[-1]
+    operation = next((p for p in x.parts[1:] if p in _ATOMIC_OPERATIONS), "")
+    if not operation or kind in ("bf16", "bf16x2") or any(p in ("v2", "v4") for p in x.parts):
+        raise gen.unsupported(x)
+    operands = list(x.operands)
+    target = operands.pop(0) if x.root == "atom" else "_"
+    wants_old = target != "_" and gen.flow.use_count[target] > 0
+    dtype = {"f16": "f2", "f16x2": "2f2"}.get(kind, operand_dtype(kind))
+    raw = unsigned(SIZE[kind])
+    values = "".join(gen.value(v, raw) + ", " for v in operands[1:])
+    common = (
+        f"{operation!r}, {dtype!r}, {gen.address(operands[0])}, ({values}), {gen.mask}, {x.site}"
+    )
+    memory = _memory(gen, x)
+    if memory == "generic_memory":
+        gen.line(f"_v = generic_memory.atomic({common}, {wants_old})")
+    else:
+        gen.line(f"_v = atomics.update({memory}, {common}, {wants_old})")
+    if wants_old:
+        gen.assign(target, "_v", raw)
+
+
+def _convert_address(gen: Generator, x: Instruction) -> None:
+    dtype = unsigned(SIZE[x.parts[-1]])
+    value = gen.value(x.operands[1], dtype)
+    window = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW}
+    space = x.parts[2] if x.parts[1] == "to" else x.parts[1]
+    if space in window and dtype == "u8":
+        sign = "-" if x.parts[1] == "to" else "+"
+        value = f"({value}{sign}{gen.constant(window[space], 'u8')})"
+    elif space not in ("global", "const", "shared", "local"):
+        raise gen.unsupported(x, f"addresses of .{space}")
+    gen.assign(x.operands[0], value, dtype)
+
+
+def _is_space(gen: Generator, x: Instruction) -> None:
+    value = gen.value(x.operands[1], "u8")
+    size = gen.constant(WINDOW_BYTES, "u8")
+    inside = {
+        name: f"(({value}-{gen.constant(start, 'u8')})<{size})"
+        for name, start in (("shared", SHARED_WINDOW), ("local", LOCAL_WINDOW))
+    }
+    inside["global"] = f"~({inside['shared']}|{inside['local']})"
+    if x.parts[1] not in inside:
+        raise gen.unsupported(x)
+    gen.assign(x.operands[0], inside[x.parts[1]], "b1")
+
+
+def _move(gen: Generator, x: Instruction) -> None:
+    kind = x.parts[-1]
+    target, source = x.operands
+    if kind == "pred":
+        gen.assign(target, gen.value(source, "b1"), "b1")
+        return
+    size = SIZE[kind]
+    whole = unsigned(size)
+    if target.startswith("{"):
+        targets = _elements(target)
+        part = unsigned(size // len(targets))
+        value = gen.value(source, whole)
+        for i, name in enumerate(targets):
+            shifted = value if i == 0 else f"({value}>>{gen.constant(8 * int(part[1]) * i, whole)})"
+            gen.assign(name, f"{shifted}.astype({part})", part)
+        return
+    if source.startswith("{"):
+        parts = _elements(source)
+        part = unsigned(size // len(parts))
+        values = ", ".join(gen.value(name, part) for name in parts)
+        gen.assign(target, f"pack(({values}), {whole}, {8 * int(part[1])})", whole)
+        return
+    dtype = {"f32": "f4", "f64": "f8"}.get(kind, whole)
+    gen.assign(target, gen.value(source, dtype), dtype)
+
+
+def _load_matrix(gen: Generator, x: Instruction) -> None:
+    if "m8n8" not in x.parts or x.parts[-1] != "b16":
+        raise gen.unsupported(x)
+    targets = _elements(x.operands[0])
+    gen.line(
+        f"_v = matrix.load({gen.address(x.operands[1])}, {len(targets)}, {'trans' in x.parts}, "
+        f"{gen.mask}, {x.site})"
+    )
+    for i, target in enumerate(targets):
+        gen.assign(target, f"_v[{i}]", "u4")
+
+
+LOWERINGS: dict[str, Lowering] = {
+    "ld": _load,
+    "ldu": _load,
+    "st": _store,
+    "atom": _atomic,
+    "red": _atomic,
+    "cvta": _convert_address,
+    "isspacep": _is_space,
+    "mov": _move,
+    "ldmatrix": _load_matrix,
+}

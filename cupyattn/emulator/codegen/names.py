@@ -1,0 +1,68 @@
+"""The names that generated code may use, and what they mean."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cupyattn.emulator.machine import convert, floating, integer
+from cupyattn.emulator.machine.positions import EXITED
+
+__all__ = ["RUNTIME_NAMES"]
+
+_AXES = "xyz"
+
+
+def _guarded(predicate: Any, mask: Any, shape: tuple[int, int]) -> Any:
+    """Return the mask of the lanes that run and whose predicate is true."""
+    if mask is None:
+        return np.broadcast_to(predicate, shape)
+    return mask & predicate
+
+
+def _pack(parts: tuple[Any, ...], dtype: Any, width: int) -> Any:
+    """Return the concatenation of `parts`, `width` bits each, the first one lowest."""
+    result = np.asarray(parts[0]).astype(dtype)
+    for i, part in enumerate(parts[1:], 1):
+        result = result | (np.asarray(part).astype(dtype) << dtype.type(width * i))
+    return result
+
+
+def _namespace() -> dict[str, Any]:
+    names: dict[str, Any] = {"np": np, "where": np.where, "guarded": _guarded, "pack": _pack}
+    for module in (convert, floating, integer):
+        names.update({name: getattr(module, name) for name in module.__all__})
+    for dtype in ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"):
+        names[dtype] = np.dtype(dtype)
+        names[f"ZERO_{dtype}"] = np.zeros((), dtype)
+    names["EXITED"] = EXITED
+    names["ZERO_b1"] = np.zeros((), bool)
+    return names
+
+
+@dataclass(frozen=True)
+class _RuntimeNames:
+    namespace: dict[str, Any] = field(default_factory=_namespace)
+    special_registers: frozenset[str] = frozenset(
+        [f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in _AXES]
+        + [f"%lanemask_{which}" for which in ("eq", "lt", "le", "gt", "ge")]
+        + ["%laneid", "%warpid", "%nwarpid", "%smid", "%nsmid", "%gridid"]
+        + ["%dynamic_smem_size", "%total_smem_size"]
+    )
+    prologue: tuple[str, ...] = (
+        "shape = batch.shape",
+        "report = batch.report",
+        "schedule = batch.scheduler",
+        "barriers = schedule.barriers",
+        "global_memory = batch.global_",
+        "shared_memory = batch.shared",
+        "local_memory = batch.local",
+        "parameters = batch.parameters",
+        "generic_memory = batch.generic",
+        "atomics = batch.atomics",
+        "warp = batch.warp",
+        "matrix = batch.matrix",
+    )
+
+
+RUNTIME_NAMES = _RuntimeNames()

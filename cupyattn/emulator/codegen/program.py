@@ -1,0 +1,178 @@
+"""One kernel -> the source of one Python function -> a `Program`.
+
+The function keeps every register in a local variable and runs basic blocks in a loop::
+
+    def kernel(batch):
+        block, mask, merge = schedule.start()
+        while block >= 0:
+            if block < 2:
+                if block < 1:            # block 0
+                    v_r1 = s_tid_x
+                    block, mask, merge = schedule.branch(v_p1, 2, 1, mask, merge)
+                ...
+
+Blocks are found through a binary tree of comparisons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cupyattn.emulator.codegen.control_flow import registers_of
+from cupyattn.emulator.codegen.generator import Generator
+from cupyattn.emulator.codegen.layout import MemoryLayout
+from cupyattn.emulator.codegen.lowering import CONTROL, lowering_of
+from cupyattn.emulator.codegen.matrix_fusion import MatrixFusion
+from cupyattn.emulator.codegen.multiply_add import MultiplyAddFusion
+from cupyattn.emulator.codegen.names import RUNTIME_NAMES
+from cupyattn.emulator.errors import UnsupportedPTXError
+from cupyattn.emulator.ptx.data_types import register_dtype
+from cupyattn.emulator.ptx.model import Function, Instruction, Variable
+
+__all__ = ["Program", "compile_kernel"]
+
+
+@dataclass
+class Program:
+    """A kernel ready to run.
+
+    Attributes
+    ----------
+    run : callable
+        Takes a `Batch` and runs all its blocks to the end.
+    source : str
+        The generated Python.
+    blocks : list of range
+        The instructions of each basic block.
+    shared_granule : int
+        Smallest access to shared memory in bytes, at most 8.
+    """
+
+    name: str
+    function: Function
+    instructions: list[Instruction]
+    run: Callable[[Any], None]
+    source: str
+    blocks: list[range]
+    layout: MemoryLayout
+    shared_granule: int
+
+    @property
+    def local_bytes(self) -> int:
+        """Local memory of a thread."""
+        return self.layout.local_bytes
+
+
+def _placed(gen: Generator, instruction: Instruction, text: str) -> UnsupportedPTXError:
+    """Return an error that says where the instruction stands, unless `text` does already."""
+    if str(instruction) in text:
+        return UnsupportedPTXError(text)
+    return gen.unsupported(instruction, text)
+
+
+def _write_block(gen: Generator, number: int) -> list[str]:
+    """Return the statements of basic block `number`."""
+    block = gen.flow.blocks[number]
+    gen.start_block(number)
+    fusions: list[MatrixFusion | MultiplyAddFusion] = [MatrixFusion(gen), MultiplyAddFusion(gen)]
+    gen.line(f"if report is not None: report.enter({number}, mask, batch)")
+    ended = False
+    for instruction in gen.function.instructions[block.first : block.last]:
+        lowering = lowering_of(gen, instruction)
+        gen.guard, gen.mask = "", "mask"
+        holder = next((f for f in fusions if f.accepts(instruction)), None)
+        written, read = registers_of(instruction, gen.function.registers)
+        for fusion in fusions:
+            if fusion is not holder:
+                fusion.before(written, read)
+        if holder is not None:
+            holder.take(instruction)
+            continue
+        if instruction.root in CONTROL:
+            for fusion in fusions:
+                fusion.flush()
+            ended = True
+        elif instruction.guard:
+            predicate, negated = instruction.guard
+            name = f"{'~' if negated else ''}{gen.names[predicate]}"
+            gen.line(f"guard = guarded({name}, mask, shape)")
+            gen.guard = gen.mask = "guard"
+        try:
+            lowering(gen, instruction)
+        except UnsupportedPTXError as error:
+            raise _placed(gen, instruction, str(error)) from None
+        except (IndexError, KeyError, ValueError) as error:
+            raise _placed(gen, instruction, f"cannot read it ({error})") from error
+    gen.guard, gen.mask = "", "mask"
+    if not ended:
+        for fusion in fusions:
+            fusion.flush()
+        gen.jump(block.next)
+    return gen.out
+
+
+def _assemble(gen: Generator, bodies: list[list[str]]) -> str:
+    out = ["def kernel(batch):"]
+    out += [f" {line}" for line in RUNTIME_NAMES.prologue]
+    out += [f" {name} = {text}" for name, text in gen.prologue.items()]
+    for register in dict.fromkeys([*gen.flow.written_in, *gen.flow.use_count]):
+        blocks = gen.flow.written_in.get(register, set())
+        if not blocks or not all(gen.flow.is_local(register, number) for number in blocks):
+            stored = register_dtype(gen.function.registers[register])
+            out.append(f" {gen.names[register]} = ZERO_{stored}")
+    out += [
+        " block, mask, merge = schedule.start()",
+        " steps = batch.checks.max_steps",
+        " while block >= 0:",
+        "  steps -= 1",
+        "  if steps < 0: raise batch.hang()",
+    ]
+
+    def tree(low: int, high: int, indent: int) -> None:
+        space = " " * indent
+        if high - low == 1:
+            out.extend(space + line for line in bodies[low])
+            return
+        middle = (low + high) // 2
+        out.append(f"{space}if block < {middle}:")
+        tree(low, middle, indent + 1)
+        out.append(f"{space}else:")
+        tree(middle, high, indent + 1)
+
+    tree(0, len(bodies), 2)
+    return "\n".join(out) + "\n"
+
+
+def compile_kernel(function: Function, variables: dict[str, Variable]) -> Program:
+    """Generate and compile the Python function of a kernel.
+
+    Parameters
+    ----------
+    function : Function
+        The entry, with its calls expanded.
+    variables : dict
+        The variables of its module.
+
+    Raises
+    ------
+    UnsupportedPTXError
+        The kernel has an instruction that the emulator does not run.
+    """
+    gen = Generator(function, variables)
+    bodies = [_write_block(gen, number) for number in range(len(gen.flow.blocks))]
+    source = _assemble(gen, bodies)
+    namespace = dict(RUNTIME_NAMES.namespace)
+    namespace.update(dict(gen.constants.values()))
+    exec(compile(source, f"<emulated {function.name}>", "exec"), namespace)
+    return Program(
+        function.name,
+        function,
+        function.instructions,
+        namespace["kernel"],
+        source,
+        [range(b.first, b.last) for b in gen.flow.blocks],
+        gen.layout,
+        gen.layout.shared_granule(),
+    )

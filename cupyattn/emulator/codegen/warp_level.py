@@ -1,0 +1,93 @@
+"""Shuffles, votes, matches and matrix products."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cupyattn.emulator.codegen.matrix_fusion import MMA_SHAPES
+from cupyattn.emulator.ptx.data_types import SIZE, unsigned
+from cupyattn.emulator.ptx.model import Instruction
+
+if TYPE_CHECKING:
+    from cupyattn.emulator.codegen.generator import Generator, Lowering
+
+__all__ = ["LOWERINGS"]
+
+
+def _shuffle(gen: Generator, x: Instruction) -> None:
+    if x.parts[1] != "sync":
+        raise gen.unsupported(x, "shfl without .sync")
+    targets = [name.strip() for name in x.operands[0].split("|")]
+    value, lane, clamp, named = (gen.value(o, "u4") for o in x.operands[1:5])
+    gen.line(
+        f"_v, _p = warp.shuffle({x.parts[2]!r}, {value}, {lane}, {clamp}, {named}, {gen.mask}, "
+        f"{x.site})"
+    )
+    gen.assign(targets[0], "_v", "u4")
+    if len(targets) > 1 and gen.flow.use_count[targets[1]]:
+        gen.assign(targets[1], "_p", "b1")
+
+
+def _vote(gen: Generator, x: Instruction) -> None:
+    if x.parts[1] != "sync":
+        raise gen.unsupported(x, "vote without .sync")
+    predicate, named = gen.value(x.operands[1], "b1"), gen.value(x.operands[2], "u4")
+    gen.line(f"_v = warp.vote({x.parts[2]!r}, {predicate}, {named}, {gen.mask}, {x.site})")
+    gen.assign(x.operands[0], "_v", "u4" if x.parts[-1] == "b32" else "b1")
+
+
+def _match(gen: Generator, x: Instruction) -> None:
+    targets = [name.strip() for name in x.operands[0].split("|")]
+    value = gen.value(x.operands[1], unsigned(SIZE[x.parts[-1]]))
+    named = gen.value(x.operands[2], "u4")
+    gen.line(f"_v, _p = warp.match({x.parts[1]!r}, {value}, {named}, {gen.mask}, {x.site})")
+    gen.assign(targets[0], "_v", "u4")
+    if len(targets) > 1:
+        gen.assign(targets[1], "_p", "b1")
+
+
+def _active_mask(gen: Generator, x: Instruction) -> None:
+    gen.assign(x.operands[0], f"warp.active_mask({gen.mask})", "u4")
+
+
+def _move_matrix(gen: Generator, x: Instruction) -> None:
+    value = gen.value(x.operands[1], "u4")
+    gen.assign(x.operands[0], f"matrix.transpose({value}, {gen.mask}, {x.site})", "u4")
+
+
+def _multiply(gen: Generator, x: Instruction) -> None:
+    """One product by itself; those with float32 accumulators are mostly fused (`MatrixFusion`)."""
+    types = x.parts[-4:]
+    accumulator = types[0]
+    if (
+        x.parts[3] not in MMA_SHAPES
+        or x.parts[-6:-4] != ("row", "col")
+        or types not in (("f16",) * 4, ("f32", "f16", "f16", "f32"))
+    ):
+        raise gen.unsupported(
+            x, "mma.m16n8k8 and m16n8k16 .row.col of f16 with f16 or f32 accumulators only"
+        )
+    d, a, b, c = ([n.strip() for n in o.strip("{} ").split(",")] for o in x.operands)
+    bits = [gen.value(name, "u4") for name in a]
+    left = ", ".join(f"({bits[i]}, {bits[i + 1]})" for i in range(0, len(bits), 2))
+    right = ", ".join(gen.value(name, "u4") for name in b)
+    dtype = "u4" if accumulator == "f16" else "f4"
+    start = ", ".join(gen.value(name, dtype) for name in c)
+    if accumulator == "f16":
+        gen.line(f"_v = matrix.multiply_half([{left}], [{right}], ({start}), {gen.mask}, {x.site})")
+    else:
+        gen.line(
+            f"_v = matrix.multiply([{left}], [[{right}]], [({start})], {gen.mask}, {x.site})[0]"
+        )
+    for i, name in enumerate(d):
+        gen.assign(name, f"_v[{i}]", dtype)
+
+
+LOWERINGS: dict[str, Lowering] = {
+    "shfl": _shuffle,
+    "vote": _vote,
+    "match": _match,
+    "activemask": _active_mask,
+    "movmatrix": _move_matrix,
+    "mma": _multiply,
+}

@@ -1,0 +1,264 @@
+"""Launching kernels: validation first, then batches of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from cupyattn.emulator.arguments import Argument, collect_arrays, pack_parameters
+from cupyattn.emulator.checks import Checks
+from cupyattn.emulator.codegen.program import Program
+from cupyattn.emulator.errors import LaunchError
+from cupyattn.emulator.machine.batch import Batch
+from cupyattn.emulator.machine.global_memory import DeviceMemory, Region
+from cupyattn.emulator.module import Module
+from cupyattn.emulator.ptx.model import Function
+from cupyattn.emulator.report import Report
+
+__all__ = ["LaunchState", "launch", "run"]
+
+# Shared memory that a block may opt in to, in bytes, by compute capability (CUDA C++ Programming
+# Guide, "Technical specifications per compute capability").
+_SHARED_LIMIT = {
+    70: 96, 72: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99,
+}  # fmt: skip
+_STATIC_SHARED_LIMIT = 48 * 1024
+
+# Lanes of a batch: enough to pay for NumPy's overhead, few enough for the caches.
+_BATCH_LANES = 8192
+# Bytes of race records per batch.
+_TRACKER_BYTES = 32 << 20
+
+
+@dataclass
+class LaunchState:
+    """What all batches of one launch share."""
+
+    program: Program
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    dynamic_shared_bytes: int
+    parameter_bytes: bytes
+    device_memory: DeviceMemory
+    symbols: dict[str, np.ndarray]
+    checks: Checks
+    report: Report | None
+    recent_region: list[Region | None]
+    sources: dict[str, str]
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.block[0] * self.block[1] * self.block[2]
+
+    @property
+    def shared_variables(self) -> list[tuple[str, int, int]]:
+        """(name, offset, size) of the shared variables."""
+        dynamic = self.program.layout.dynamic_shared_offset
+        return [
+            (name, start, size or self.shared_bytes - dynamic)
+            for name, start, size in self.program.layout.shared_variables
+        ]
+
+    def symbol_address(self, name: str) -> Any:
+        """Return the address of a module variable."""
+        return np.asarray(self.device_memory.address(self.symbols[name]), np.uint64)
+
+
+def _three(
+    value: int | Sequence[int], what: str, limits: tuple[int, int, int]
+) -> tuple[int, int, int]:
+    sizes = (value,) if isinstance(value, (int, np.integer)) else tuple(value)
+    if not 1 <= len(sizes) <= 3 or not all(isinstance(n, (int, np.integer)) for n in sizes):
+        raise LaunchError(f"{what} is {value!r}; allowed: 1 to 3 integers")
+    x, y, z = (int(n) for n in (*sizes, 1, 1)[:3])
+    if not all(1 <= n <= limit for n, limit in zip((x, y, z), limits, strict=True)):
+        raise LaunchError(f"{what} is {(x, y, z)}; each must be at least 1 and at most {limits}")
+    return x, y, z
+
+
+def _check_threads(function: Function, block: tuple[int, int, int]) -> int:
+    threads = block[0] * block[1] * block[2]
+    if threads > 1024:
+        raise LaunchError(f"a block of {block} has {threads} threads; at most 1024 are allowed")
+    required = function.required_threads
+    if required and required != block:
+        raise LaunchError(f"{function.name} requires blocks of {required} (.reqntid), got {block}")
+    most = function.max_threads
+    if most and threads > most[0] * most[1] * most[2]:
+        raise LaunchError(
+            f"{function.name} was compiled for blocks of at most {most[0] * most[1] * most[2]} "
+            f"threads (__launch_bounds__), got {threads}"
+        )
+    return threads
+
+
+def _shared_size(program: Program, target: int, dynamic: int) -> int:
+    layout = program.layout
+    if dynamic < 0:
+        raise LaunchError(f"shared_bytes is {dynamic}; it must not be negative")
+    limit = _SHARED_LIMIT.get(target, 48) * 1024
+    total = (layout.dynamic_shared_offset + dynamic) if dynamic else layout.static_shared_bytes
+    if layout.static_shared_bytes > _STATIC_SHARED_LIMIT:
+        raise LaunchError(
+            f"{program.name} has {layout.static_shared_bytes} bytes of static shared memory; at "
+            f"most {_STATIC_SHARED_LIMIT} are allowed (make it dynamic: extern __shared__)"
+        )
+    if total > limit:
+        raise LaunchError(
+            f"{program.name} needs {total} bytes of shared memory per block (static "
+            f"{layout.static_shared_bytes}, dynamic {dynamic}); sm_{target} has {limit}: use "
+            "smaller tiles"
+        )
+    return total
+
+
+def _blocks_per_batch(state: LaunchState) -> int:
+    padded = -(-state.threads // 32) * 32
+    blocks = max(1, _BATCH_LANES // padded)
+    if state.checks.races and state.shared_bytes:
+        per_block = state.shared_bytes // state.program.shared_granule * (padded // 32 + 3) * 4
+        blocks = min(blocks, max(1, _TRACKER_BYTES // per_block))
+    return blocks
+
+
+def launch(
+    module: Module,
+    entry: str,
+    grid: int | Sequence[int],
+    block: int | Sequence[int],
+    args: Sequence[Any],
+    *,
+    shared_bytes: int = 0,
+    checks: Checks | None = None,
+    report: Report | None = None,
+) -> None:
+    """Run a kernel to its end.
+
+    Parameters
+    ----------
+    module : Module
+        From `load`.
+    entry : str
+        Name of the kernel in the PTX (mangled, unless it is ``extern "C"``).
+    grid, block : int or sequence of up to 3 int
+        Number of blocks, and of threads in a block.
+    args : sequence
+        One value per kernel parameter. NumPy arrays (or `Argument`) are passed as pointers and
+        written in place, views included; arrays that overlap share their memory. NumPy scalars and
+        structured scalars are passed by value, structures that hold pointers as `Struct`, None as a
+        null pointer.
+    shared_bytes : int
+        Dynamic shared memory per block.
+    checks : Checks, optional
+        What to look for; everything by default.
+    report : Report, optional
+        Filled with what the kernel did.
+
+    Raises
+    ------
+    LaunchError
+        Something about the launch is wrong; nothing has run.
+    UnsupportedPTXError
+        The kernel uses PTX that the emulator does not run; nothing has run.
+    KernelFault
+        A check failed. What the kernel had written by then stays written.
+    """
+    program = module.program(entry)
+    checks = Checks() if checks is None else checks
+    sizes = _three(grid, "grid", (2**31 - 1, 65535, 65535))
+    block_sizes = _three(block, "block", (1024, 1024, 64))
+    _check_threads(program.function, block_sizes)
+    total_shared = _shared_size(program, module.target, int(shared_bytes))
+    values, arrays = collect_arrays(program.function, args)
+    symbols = {name: module.symbol(name) for name in program.layout.used_symbols}
+    arrays += [
+        Argument(memory, name, const=module.is_const(name)) for name, memory in symbols.items()
+    ]
+    memory = DeviceMemory(arrays)
+    state = LaunchState(
+        program,
+        sizes,
+        block_sizes,
+        total_shared,
+        int(shared_bytes),
+        pack_parameters(program.function, values, memory),
+        memory,
+        symbols,
+        checks,
+        report,
+        [None] * len(program.instructions),
+        module.sources,
+    )
+    if report is not None:
+        report.begin(program)
+    blocks = sizes[0] * sizes[1] * sizes[2]
+    step = _blocks_per_batch(state)
+    with np.errstate(all="ignore"):
+        for first in range(0, blocks, step):
+            batch = Batch(state, first, min(step, blocks - first))
+            program.run(batch)
+            if report is not None:
+                report.end_batch(batch)
+
+
+@lru_cache(maxsize=64)
+def _load_cached(ptx: str) -> Module:
+    return Module(ptx)
+
+
+def run(
+    ptx: str,
+    entry: str,
+    grid: int | Sequence[int],
+    block: int | Sequence[int],
+    args: Sequence[Any],
+    *,
+    shared_bytes: int = 0,
+    checks: Checks | None = None,
+    report: Report | None = None,
+) -> Report | None:
+    """Parse PTX (cached by its text) and run one of its kernels; see `launch`.
+
+    Returns
+    -------
+    Report or None
+        `report`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import emulator
+    >>> ptx = '''
+    ... .version 8.0
+    ... .target sm_75
+    ... .address_size 64
+    ... .visible .entry double_it(.param .u64 x)
+    ... {
+    ...   .reg .f32 %f<2>;
+    ...   .reg .b32 %r<2>;
+    ...   .reg .b64 %rd<4>;
+    ...   ld.param.u64 %rd1, [x];
+    ...   mov.u32 %r1, %tid.x;
+    ...   mul.wide.u32 %rd2, %r1, 4;
+    ...   add.s64 %rd3, %rd1, %rd2;
+    ...   ld.global.f32 %f1, [%rd3];
+    ...   add.f32 %f1, %f1, %f1;
+    ...   st.global.f32 [%rd3], %f1;
+    ...   ret;
+    ... }'''
+    >>> x = np.arange(4, dtype=np.float32)
+    >>> emulator.run(ptx, "double_it", 1, 4, [x])
+    >>> x
+    array([0., 2., 4., 6.], dtype=float32)
+    """
+    module = _load_cached(ptx)
+    launch(
+        module, entry, grid, block, args, shared_bytes=shared_bytes, checks=checks, report=report
+    )
+    return report

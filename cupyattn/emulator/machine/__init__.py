@@ -1,0 +1,1 @@
+"""What the generated code calls: arithmetic, memory, warp instructions, barriers, over lanes."""

@@ -1,0 +1,126 @@
+"""Atomic updates (``atom``, ``red``) of global and shared memory.
+
+Lanes update in order of block and thread, which hardware does not promise; a kernel whose result
+depends on the order is not deterministic on a GPU either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cupyattn.emulator.machine.memory import MemorySpace, Piece
+
+if TYPE_CHECKING:
+    from cupyattn.emulator.machine.batch import Batch
+
+__all__ = ["AtomicOperations"]
+
+Array = Any
+
+_UFUNCS: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+
+
+def _step(operation: str, old: Any, operands: tuple[Any, ...]) -> Any:
+    value = operands[0]
+    if operation == "exch":
+        return value
+    if operation == "cas":
+        return operands[1] if old == value else old
+    if operation == "inc":
+        return old.dtype.type(0) if old >= value else old + old.dtype.type(1)
+    if operation == "dec":
+        return value if old == 0 or old > value else old - old.dtype.type(1)
+    return _UFUNCS[operation](old, value)
+
+
+class AtomicOperations:
+    """Read-modify-write of a batch."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def update(
+        self,
+        space: MemorySpace,
+        operation: str,
+        kind: str,
+        address: Array,
+        operands: tuple[Array, ...],
+        mask: Array,
+        site: int,
+        wants_old: bool,
+    ) -> Array:
+        """Apply `operation` at every lane's address.
+
+        Parameters
+        ----------
+        kind : str
+            dtype that the memory is viewed as: ``"f4"``, ``"i4"``, ``"u8"``; ``"2f2"`` for a pair
+            of float16.
+        wants_old : bool
+            Whether the values from before are needed; without, most updates are vectorised.
+        """
+        pair = kind == "2f2"
+        dtype = np.dtype("f2" if pair else kind)
+        size = 4 if pair else dtype.itemsize
+        shape = self.batch.shape
+        mask = np.ones(shape, bool) if mask is None else np.broadcast_to(mask, shape)
+        pieces = space.locate(address, size, mask, site, True)
+        if space is self.batch.shared and self.batch.tracker is not None and pieces:
+            self.batch.tracker.atomic(pieces[0].index, size, mask, site)
+        if self.batch.report is not None:
+            self.batch.report.atomic_lanes(site, int(np.count_nonzero(mask)))
+        values = tuple(
+            np.ascontiguousarray(np.broadcast_to(v, shape)[mask]).reshape(-1, 1).view(dtype)
+            for v in operands
+        )
+        old = np.zeros(values[0].shape, dtype)
+        for piece in pieces:
+            self._apply(piece, operation, dtype, values, old, wants_old)
+        if not wants_old:
+            return None
+        result = np.zeros(shape, np.dtype(f"u{size}"))
+        result[mask] = old.view(f"u{size}")[:, 0]
+        return result
+
+    @staticmethod
+    def _apply(
+        piece: Piece,
+        operation: str,
+        dtype: np.dtype[Any],
+        values: tuple[np.ndarray, ...],
+        old: np.ndarray,
+        wants_old: bool,
+    ) -> None:
+        memory = piece.elements.view(dtype).reshape(piece.elements.size, -1)
+        lanes = np.arange(len(old)) if piece.lanes is None else np.flatnonzero(piece.lanes)
+        index = piece.index
+        if not wants_old and operation in _UFUNCS and memory.shape[1] == 1:
+            # NumPy is fast at this for one axis alone
+            flat = memory[:, 0]
+            _UFUNCS[operation].at(flat, index, values[0][lanes, 0])  # type: ignore[attr-defined]
+            return
+        if not wants_old and operation in _UFUNCS:
+            _UFUNCS[operation].at(memory, index, values[0][lanes])  # type: ignore[attr-defined]
+            return
+        distinct = len(np.unique(index)) == len(index)
+        if distinct and operation in (*_UFUNCS, "exch"):
+            before = memory[index]
+            old[lanes] = before
+            memory[index] = _step(operation, before, tuple(v[lanes] for v in values))
+            return
+        for lane, i in zip(lanes, index, strict=True):
+            for column in range(memory.shape[1]):
+                before = memory[i, column]
+                old[lane, column] = before
+                memory[i, column] = _step(operation, before, tuple(v[lane, column] for v in values))

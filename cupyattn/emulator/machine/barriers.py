@@ -1,0 +1,283 @@
+"""Barriers: ``bar.sync`` / ``bar.arrive`` / ``bar.red`` of a block and ``bar.warp.sync``.
+
+A barrier with a thread count, and a warp barrier, open as soon as the last lane arrives. A
+``bar.sync`` for the whole block opens when no lane can run on, since only then it is known that no
+other thread is still on its way; in straight-line code all lanes are there and it costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cupyattn.emulator.machine.positions import EXITED, WAITING
+from cupyattn.emulator.machine.warp import warp_bits
+
+if TYPE_CHECKING:
+    from cupyattn.emulator.machine.batch import Batch
+    from cupyattn.emulator.machine.scheduler import Scheduler, Step
+
+__all__ = ["Barriers"]
+
+Array = Any
+
+_IDS = 16  # hardware barriers of a block
+_WARP = 16  # in `Barriers.barrier`: waits at bar.warp.sync
+
+
+class Barriers:
+    """Who waits where. The arrays exist from the first time that a lane has to wait."""
+
+    def __init__(self, batch: Batch, scheduler: Scheduler) -> None:
+        self.batch = batch
+        self.scheduler = scheduler
+        self.allocated = False
+        self.result: Array = np.zeros((), np.uint32)
+
+    def _allocate(self) -> None:
+        if self.allocated:
+            return
+        shape, blocks = self.batch.shape, self.batch.blocks
+        self.allocated = True
+        self.resume = np.zeros(shape, np.int32)  # block to run behind the barrier
+        self.barrier = np.full(shape, -1, np.int8)  # barrier id, or _WARP
+        self.site = np.zeros(shape, np.int32)  # instruction at which the lane waits
+        self.named = np.zeros(shape, np.uint32)  # membermask of bar.warp.sync
+        self.vote = np.zeros(shape, bool)  # predicate of bar.red
+        self.reduction = ""
+        self.expected = np.zeros((blocks, _IDS), np.int64)  # thread count, 0: the whole block
+        self.arrived = np.zeros((blocks, _IDS), np.int64)  # lanes of bar.arrive
+
+    # ------------------------------------------------------------------ bar.sync and its kin
+    def sync(
+        self,
+        identifier: Array,
+        count: Array | None,
+        target: int,
+        mask: Array,
+        merge: Array,
+        site: int,
+        reduction: str = "",
+        predicate: Array | None = None,
+    ) -> Step:
+        """Wait at barrier `identifier` until all (or `count`) threads of the block are there."""
+        if merge is None and self._opens_at_once(identifier, count, mask, site):
+            if reduction:
+                here = np.ones(self.batch.shape, bool) if mask is None else mask
+                self._reduce(reduction, predicate, identifier, here)
+            return target, mask, None
+        self._allocate()
+        position = self.scheduler.position
+        if position is None:
+            position = self.scheduler.diverge(WAITING, mask)
+        here = np.ones(self.batch.shape, bool) if mask is None else mask
+        position[here] = WAITING
+        self.resume[here] = target
+        self.site[here] = site
+        ids = np.broadcast_to(np.asarray(identifier), self.batch.shape).astype(np.int64)
+        self.barrier[here] = ids[here]
+        if reduction:
+            self.reduction = reduction
+            self.vote[here] = np.broadcast_to(predicate, self.batch.shape)[here]
+        self._expect(ids, count, here)
+        if count is not None:
+            self._release_counted()
+        return self.scheduler.pick()
+
+    def arrive(
+        self, identifier: Array, count: Array, target: int, mask: Array, merge: Array, site: int
+    ) -> Step:
+        """Count the running lanes in at a barrier without waiting (``bar.arrive``)."""
+        self._allocate()
+        here = np.ones(self.batch.shape, bool) if mask is None else mask
+        ids = np.broadcast_to(np.asarray(identifier), self.batch.shape).astype(np.int64)
+        self._expect(ids, count, here)
+        blocks = np.nonzero(here)[0]
+        np.add.at(self.arrived, (blocks, ids[here]), 1)
+        if self.batch.tracker:
+            self.batch.tracker.arrive(here, ids)
+        if self.scheduler.position is not None:
+            self.scheduler.position[here] = target
+            self._release_counted()
+            return self.scheduler.pick()
+        return target, mask, merge
+
+    def _expect(self, ids: Array, count: Array | None, here: np.ndarray) -> None:
+        blocks = np.nonzero(here)[0]
+        counts = 0 if count is None else np.broadcast_to(np.asarray(count), here.shape)[here]
+        self.expected[blocks, ids[here]] = counts
+
+    def _opens_at_once(
+        self, identifier: Array, count: Array | None, mask: Array, site: int
+    ) -> bool:
+        """Tell whether the converged lanes complete the barrier by themselves."""
+        batch = self.batch
+        if count is None or (np.ndim(count) == 0 and int(count) == batch.real_threads):
+            if mask is not None and self.batch.checks.barriers:
+                exists = batch.exists if batch.exists is not None else True
+                gone = mask.any(1, keepdims=True) & exists & ~mask
+                if gone.any():
+                    raise self._exited(site, gone)
+            if count is None or (np.ndim(identifier) == 0 and mask is None):
+                if batch.tracker:
+                    batch.tracker.sync_blocks(None)
+                return True
+        if self.allocated and self.arrived.any():
+            return False
+        here = np.ones(batch.shape, bool) if mask is None else mask
+        key = np.broadcast_to(np.asarray(identifier), batch.shape).astype(np.int64)
+        key = key + _IDS * np.arange(batch.blocks)[:, None]
+        arrived = np.bincount(key[here], minlength=_IDS * batch.blocks)
+        wanted = np.broadcast_to(np.asarray(count), batch.shape)[here]
+        if (arrived[key[here]] != wanted).any():
+            return False
+        if batch.tracker:
+            batch.tracker.sync_groups(here, key % _IDS)
+        return True
+
+    def _reduce(
+        self, reduction: str, predicate: Array, identifier: Array, here: np.ndarray
+    ) -> None:
+        """Give the lanes of `here` the combined votes of all that share their barrier."""
+        result = np.zeros(self.batch.shape, np.uint32)
+        result[...] = self.result
+        votes = np.broadcast_to(predicate, self.batch.shape)
+        ids = np.broadcast_to(np.asarray(identifier), self.batch.shape)
+        for number in np.unique(ids[here]):
+            group = here & (ids == number)
+            np.copyto(result, _reduced(reduction, votes, group), where=group)
+        self.result = result
+
+    def _exited(self, site: int, gone: np.ndarray) -> Exception:
+        return self.scheduler.missed(
+            "a barrier that some threads of the block never reach: they had returned before",
+            site,
+            np.flatnonzero(gone),
+        )
+
+    # ------------------------------------------------------------------ bar.warp.sync
+    def sync_warp(self, named: Array, target: int, mask: Array, merge: Array, site: int) -> Step:
+        """Wait until the lanes of the warp that `named` lists are there."""
+        if merge is None:
+            if self.batch.tracker:
+                self.batch.tracker.sync_warps(mask)
+            return target, mask, None
+        self._allocate()
+        position = self.scheduler.position
+        assert position is not None
+        position[mask] = WAITING
+        self.resume[mask] = target
+        self.site[mask] = site
+        self.barrier[mask] = _WARP
+        self.named[mask] = np.broadcast_to(named, self.batch.shape)[mask]
+        self._release_warps()
+        return self.scheduler.pick()
+
+    # ------------------------------------------------------------------ opening
+    def _open(self, lanes: np.ndarray) -> None:
+        position = self.scheduler.position
+        assert position is not None
+        position[lanes] = self.resume[lanes]
+        self.barrier[lanes] = -1
+
+    def _release_warps(self) -> bool:
+        position = self.scheduler.position
+        shape = self.batch.shape
+        waiting = (position == WAITING) & (self.barrier == _WARP)
+        if not waiting.any():
+            return False
+        there = warp_bits(waiting, shape)
+        alive = warp_bits(position != EXITED, shape)
+        absent = (self.named.reshape(-1, 32) & alive[:, None] & ~there[:, None]) != 0
+        blocked = (absent & waiting.reshape(-1, 32)).any(1)
+        opened = waiting & ~np.repeat(blocked, 32).reshape(shape)
+        if not opened.any():
+            return False
+        if self.batch.tracker:
+            self.batch.tracker.sync_warps(opened)
+        self._open(opened)
+        return True
+
+    def _release_counted(self) -> bool:
+        position = self.scheduler.position
+        waiting = (position == WAITING) & (self.barrier >= 0) & (self.barrier < _IDS)
+        if not waiting.any():
+            return False
+        rows, columns = np.nonzero(waiting)
+        ids = self.barrier[rows, columns].astype(np.int64)
+        present = self.arrived.copy()
+        np.add.at(present, (rows, ids), 1)
+        full = (self.expected > 0) & (present == self.expected)
+        opened = np.zeros_like(waiting)
+        opened[rows, columns] = full[rows, ids]
+        if not opened.any():
+            return False
+        if self.batch.tracker:
+            self.batch.tracker.sync_groups(opened, self.barrier.astype(np.int64))
+        self._finish(opened)
+        self.arrived[full] = 0
+        return True
+
+    def _release_blocks(self) -> bool:
+        """Open the whole-block barriers at which every live thread of a block waits."""
+        position = self.scheduler.position
+        assert position is not None
+        waiting = (position == WAITING) & (self.barrier >= 0) & (self.barrier < _IDS)
+        ids = np.where(waiting, self.barrier, -1).max(1)
+        whole = np.take_along_axis(self.expected, np.maximum(ids, 0)[:, None].astype(int), 1) == 0
+        same = waiting & (self.barrier == ids[:, None]) & whole
+        alive = position != EXITED
+        ready = same.any(1) & (same | ~alive).all(1)
+        if not ready.any():
+            return False
+        opened = same & ready[:, None]
+        if self.batch.checks.barriers:
+            self._check_whole_blocks(opened, ready, alive)
+        if self.batch.tracker:
+            self.batch.tracker.sync_blocks(ready)
+        self._finish(opened)
+        return True
+
+    def _check_whole_blocks(self, opened: Array, ready: Array, alive: Array) -> None:
+        exists = True if self.batch.exists is None else self.batch.exists
+        gone = ready[:, None] & exists & ~alive
+        if gone.any():
+            raise self._exited(int(self.site[opened].flat[0]), gone)
+        first = np.where(opened, self.site, 1 << 30).min(1)
+        other = opened & (self.site != first[:, None])
+        if other.any():
+            lanes = np.flatnonzero(other)
+            block = int(lanes[0]) // self.batch.threads
+            raise self.scheduler.missed(
+                "divergent barrier: threads of one block wait at different bar.sync; the others "
+                f"wait at {self.batch.describe(int(first[block]))}",
+                int(self.site.flat[lanes[0]]),
+                lanes,
+            )
+
+    def _finish(self, opened: np.ndarray) -> None:
+        if self.reduction:
+            self._reduce(self.reduction, self.vote, self.barrier, opened)
+        self._open(opened)
+
+    def release_stalled(self) -> None:
+        """Open what can be opened now that no lane can run; a deadlock is an error."""
+        if self._release_warps() or self._release_counted() or self._release_blocks():
+            return
+        position = self.scheduler.position
+        lanes = np.flatnonzero(position == WAITING)
+        site = int(self.site.flat[lanes[0]])
+        elsewhere = sorted({int(s) for s in self.site.flat[lanes]} - {site})
+        others = "; others wait at " + self.batch.describe(elsewhere[0]) if elsewhere else ""
+        raise self.scheduler.missed(
+            f"deadlock: the threads that this barrier waits for never arrive{others}", site, lanes
+        )
+
+
+def _reduced(reduction: str, votes: np.ndarray, here: np.ndarray) -> np.ndarray:
+    if reduction == "popc":
+        return (votes & here).sum(1, keepdims=True).astype(np.uint32)
+    if reduction == "and":
+        return (votes | ~here).all(1, keepdims=True).astype(np.uint32)
+    return (votes & here).any(1, keepdims=True).astype(np.uint32)

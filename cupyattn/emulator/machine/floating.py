@@ -1,0 +1,293 @@
+"""Floating-point instructions over lanes: exact rounding, flush to zero, minimum and maximum.
+
+float32 results are computed in float64 where a single float32 operation would not do. Rounding
+twice can go wrong in two ways, and both are handled by rounding the float64 to odd first (S. Boldo,
+G. Melquiond, "Emulation of a FMA and correctly rounded sums", 2008): a tie that the first rounding
+made, and directed rounding of a sum that was inexact.
+
+A NaN result is NumPy's, its payload not PTX's canonical one.
+"""
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "add_directed",
+    "divide_directed",
+    "flush",
+    "fma_batch",
+    "fma_directed",
+    "fma_double",
+    "fma_half",
+    "fma_single",
+    "fma_single_ftz",
+    "maximum",
+    "minimum",
+    "multiply_directed",
+    "pack_halves",
+    "reciprocal",
+    "reciprocal_sqrt",
+    "round_directed",
+    "saturate",
+    "sqrt_directed",
+    "testp",
+    "through_double",
+    "unpack_halves",
+]
+
+Array = Any
+
+_F4, _F8, _F2 = np.dtype("f4"), np.dtype("f8"), np.dtype("f2")
+_MIN_NORMAL = np.asarray(np.float32(2.0**-126))
+_LOW_BITS = np.asarray(np.uint64((1 << 29) - 1))  # of float64, below the last bit of float32
+_HALFWAY = np.asarray(np.uint64(1 << 28))
+_BATCH_ELEMENTS = 1 << 14  # of a stacked operation: its arrays should stay in the cache
+_TINY = np.asarray(np.float64(2.0**-126))
+
+
+def flush(x: Array) -> Array:
+    """Replace subnormal float32 numbers by zeros of their sign (``.ftz``)."""
+    return x * (np.abs(x) >= _MIN_NORMAL)
+
+
+def saturate(x: Array) -> Array:
+    """Clamp to [0, 1]; NaN gives 0 (``.sat``)."""
+    one, zero = x.dtype.type(1), x.dtype.type(0)
+    return np.fmin(np.fmax(x, zero), one) + zero
+
+
+def _sum_error(a: Array, b: Array, total: Array) -> Array:
+    """Return a + b - total exactly (Knuth's TwoSum)."""
+    part = total - a
+    return (a - (total - part)) + (b - part)
+
+
+def _to_odd(value: Array, error: Array) -> Array:
+    """Round to odd: where `value` is inexact and even, move it one step towards the exact value."""
+    value = np.asarray(value)
+    bits = value.view(np.int64)
+    step = np.where((error > 0) == (value > 0), 1, -1)
+    adjust = (error != 0) & ((bits & 1) == 0) & np.isfinite(value)
+    moved = (bits + step).view(_F8)
+    moved = np.where(value == 0, np.copysign(5e-324, error), moved)
+    return np.where(adjust, moved, value)
+
+
+def round_directed(value: Array, mode: str) -> Array:
+    """Round float64, exact or rounded to odd, to float32 towards ``rz``, ``rm`` or ``rp``."""
+    value = np.asarray(value)
+    nearest = value.astype(_F4)
+    back = nearest.astype(_F8)
+    if mode == "rm":
+        wrong, towards = back > value, np.float32(-np.inf)
+    elif mode == "rp":
+        wrong, towards = back < value, np.float32(np.inf)
+    else:
+        wrong, towards = np.abs(back) > np.abs(value), np.float32(0)
+    return np.where(wrong, np.nextafter(nearest, towards), nearest)
+
+
+def fma_single(a: Array, b: Array, c: Array) -> Array:
+    """Return a * b + c in float32, rounded once to nearest even.
+
+    `a` and `b` are float32 numbers given as float64, which holds their product exactly.
+    """
+    product = a * b
+    total = product + c.astype(_F8)
+    suspect = (total.view(np.uint64) & _LOW_BITS) == _HALFWAY
+    suspect |= np.abs(total) < _TINY  # subnormal float32 has fewer bits: ties elsewhere
+    return _rounded(total, product, c, suspect)
+
+
+def fma_single_ftz(a: Array, b: Array, c: Array) -> Array:
+    """Return `fma_single` with subnormal results flushed."""
+    product = a * b
+    total = product + c.astype(_F8)
+    result = _rounded(total, product, c, (total.view(np.uint64) & _LOW_BITS) == _HALFWAY)
+    normal = np.abs(result) >= _MIN_NORMAL
+    return result if np.count_nonzero(normal) == normal.size else result * normal
+
+
+def fma_batch(
+    factors: tuple[Array, ...],
+    left: list[int],
+    right: list[int],
+    addends: Any,
+    shape: tuple[int, int],
+    ftz: bool,
+) -> np.ndarray:
+    """Return many `fma_single` (or `fma_single_ftz`) at once, stacked along the first axis.
+
+    Parameters
+    ----------
+    factors : tuple of float32 arrays
+        The factors that occur.
+    left, right : list of int
+        Which of them each product multiplies.
+    addends : tuple of float32 arrays, or one stacked array
+        What is added to each product.
+    shape : (int, int)
+        Shape of the lanes.
+    ftz : bool
+        Whether subnormal results are flushed.
+    """
+    single = fma_single_ftz if ftz else fma_single
+    result = np.empty((len(left), *shape), _F4)
+    chunk = max(1, _BATCH_ELEMENTS // (shape[0] * shape[1]))
+    if chunk < 4:
+        for i, (a, b) in enumerate(zip(left, right, strict=True)):
+            result[i] = single(factors[a].astype(_F8), factors[b].astype(_F8), addends[i])
+        return result
+    wide = np.empty((len(factors), *shape), _F8)
+    for i, factor in enumerate(factors):
+        wide[i] = factor
+    if isinstance(addends, tuple):
+        stacked = np.empty((len(left), *shape), _F4)
+        for i, addend in enumerate(addends):
+            stacked[i] = addend
+        addends = stacked
+    for i in range(0, len(left), chunk):
+        part = slice(i, i + chunk)
+        result[part] = single(wide[left[part]], wide[right[part]], addends[part])
+    return result
+
+
+def _rounded(total: Array, product: Array, c: Array, suspect: Array) -> Array:
+    """Round product + c, of which `total` is the float64 sum, to float32.
+
+    Rounding `total` does, except where it may stand on a tie that the exact sum does not.
+    """
+    result = total.astype(_F4)
+    if np.count_nonzero(suspect):
+        error = _sum_error(product, c.astype(_F8), total)
+        wrong = suspect & (error != 0)
+        if np.count_nonzero(wrong):
+            result = np.where(wrong, _to_odd(total, error).astype(_F4), result)
+    return result
+
+
+def add_directed(a: Array, b: Array, mode: str) -> Array:
+    """Return a + b in float32, rounded in a direction."""
+    a8, b8 = np.asarray(a).astype(_F8), np.asarray(b).astype(_F8)
+    total = a8 + b8
+    return round_directed(_to_odd(total, _sum_error(a8, b8, total)), mode)
+
+
+def multiply_directed(a: Array, b: Array, mode: str) -> Array:
+    """Return a * b in float32, rounded in a direction."""
+    return round_directed(np.multiply(a, b, dtype=_F8), mode)
+
+
+def fma_directed(a: Array, b: Array, c: Array, mode: str) -> Array:
+    """Return a * b + c in float32, rounded once in a direction."""
+    product = np.multiply(a, b, dtype=_F8)
+    c8 = np.asarray(c).astype(_F8)
+    total = product + c8
+    return round_directed(_to_odd(total, _sum_error(product, c8, total)), mode)
+
+
+def divide_directed(a: Array, b: Array, mode: str) -> Array:
+    """Return a / b in float32, rounded in a direction."""
+    a8, b8 = np.asarray(a).astype(_F8), np.asarray(b).astype(_F8)
+    quotient = a8 / b8
+    # only a quotient that float32 holds can hide a remainder, and then q * b is exact
+    rest = (a8 - quotient * b8) * np.sign(b8)
+    hidden = quotient.astype(_F4).astype(_F8) == quotient
+    return round_directed(_to_odd(quotient, np.where(hidden, rest, 0.0)), mode)
+
+
+def sqrt_directed(a: Array, mode: str) -> Array:
+    """Return the square root in float32, rounded in a direction."""
+    a8 = np.asarray(a).astype(_F8)
+    root = np.sqrt(a8)
+    hidden = root.astype(_F4).astype(_F8) == root
+    return round_directed(_to_odd(root, np.where(hidden, a8 - root * root, 0.0)), mode)
+
+
+def through_double(function: Any, *operands: Array) -> Array:
+    """Apply a NumPy function in float64 and round to float32: the ``.approx`` instructions."""
+    return function(*(np.asarray(x).astype(_F8) for x in operands)).astype(_F4)
+
+
+def reciprocal(x: Array) -> Array:
+    """Return 1 / x."""
+    return 1.0 / x
+
+
+def reciprocal_sqrt(x: Array) -> Array:
+    """Return 1 / sqrt(x)."""
+    return 1.0 / np.sqrt(x)
+
+
+def fma_double(a: Array, b: Array, c: Array) -> Array:
+    """Return a * b + c in float64, rounded once; lane by lane in exact arithmetic."""
+    a, b, c = np.broadcast_arrays(a, b, c)
+    result = a * b + c
+    exact = np.isfinite(a) & np.isfinite(b) & np.isfinite(c)
+    for i in np.ndindex(result.shape):
+        if exact[i]:
+            value = Fraction(float(a[i])) * Fraction(float(b[i])) + Fraction(float(c[i]))
+            if value:
+                try:
+                    result[i] = float(value)
+                except OverflowError:
+                    result[i] = np.inf if value > 0 else -np.inf
+    return result
+
+
+def fma_half(a: Array, b: Array, c: Array) -> Array:
+    """Return a * b + c in float16, rounded once (float64 holds enough bits for that)."""
+    return (np.multiply(a, b, dtype=_F8) + c).astype(_F2)
+
+
+def _extremum(a: Array, b: Array, smaller: bool, nan: bool) -> Array:
+    if nan:
+        result = np.minimum(a, b) if smaller else np.maximum(a, b)
+    else:
+        result = np.fmin(a, b) if smaller else np.fmax(a, b)
+    if not np.all(result):  # -0 is smaller than +0
+        zeros = (a == 0) & (b == 0)
+        unsigned = f"u{result.dtype.itemsize}"
+        x, y = np.asarray(a).view(unsigned), np.asarray(b).view(unsigned)
+        signed = ((x | y) if smaller else (x & y)).view(result.dtype)
+        result = np.where(zeros, signed, result)
+    return result
+
+
+def minimum(a: Array, b: Array, nan: bool = False) -> Array:
+    """Return the smaller number; NaN only if both are, or with `nan` if one is (``min``)."""
+    return _extremum(a, b, True, nan)
+
+
+def maximum(a: Array, b: Array, nan: bool = False) -> Array:
+    """Return the larger number; NaN only if both are, or with `nan` if one is (``max``)."""
+    return _extremum(a, b, False, nan)
+
+
+def unpack_halves(x: Array) -> Array:
+    """View packed pairs (u32) as float16, with a last axis of two."""
+    return np.ascontiguousarray(np.asarray(x)[..., None]).view(_F2)
+
+
+def pack_halves(x: Array) -> Array:
+    """Pack float16 with a last axis of two into u32."""
+    return np.ascontiguousarray(x.astype(_F2, copy=False)).view(np.uint32)[..., 0]
+
+
+def testp(x: Array, what: str) -> Array:
+    """Test a property of a number (``testp``)."""
+    normal = np.asarray(np.finfo(x.dtype).smallest_normal)
+    size = np.abs(x)
+    if what == "finite":
+        return np.isfinite(x)
+    if what == "infinite":
+        return np.isinf(x)
+    if what == "number":
+        return ~np.isnan(x)
+    if what == "notanumber":
+        return np.isnan(x)
+    if what == "normal":
+        return np.isfinite(x) & (size >= normal)
+    return (size < normal) & (size > 0)  # subnormal

@@ -1,0 +1,185 @@
+"""Tensor-core instructions: ``mma``, ``ldmatrix``, ``movmatrix``.
+
+Fragment layouts are those of the PTX ISA, "Matrix fragments for mma.m16n8k8": with g = lane // 4
+and t = lane % 4, an 8x8 matrix of 16-bit elements in one register holds row g, columns 2t and 2t +
+1. So the registers of a warp, in lane order, are the matrix in row-major order: an 8x8 view of the
+bytes. A (16x8) is two of them, rows 0-7 and 8-15; B (8x8) is one, transposed (row = column n).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cupyattn.emulator.errors import MisalignedAccessError, OutOfBoundsError
+from cupyattn.emulator.machine.convert import HALF_TO_FLOAT
+from cupyattn.emulator.machine.memory import SHARED_WINDOW, WINDOW_BYTES
+
+if TYPE_CHECKING:
+    from cupyattn.emulator.machine.batch import Batch
+
+__all__ = ["MatrixOperations"]
+
+Array = Any
+
+
+class MatrixOperations:
+    """Matrix instructions of a batch; they need whole warps."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.shape = batch.shape
+        self.warps = batch.blocks * batch.warps
+
+    def _fragments(self, registers: list[Array]) -> np.ndarray:
+        """Return float32 (len(registers), warps, 8, 8) from registers of packed float16 pairs."""
+        packed = np.empty((len(registers), *self.shape), np.uint32)
+        for i, register in enumerate(registers):
+            packed[i] = register
+        halves = HALF_TO_FLOAT.take(packed.view(np.uint16))
+        return halves.reshape(len(registers), self.warps, 8, 8)
+
+    def multiply(
+        self,
+        a: list[tuple[Array, Array]],
+        b: list[list[Array]],
+        c: list[tuple[Array, ...]],
+        mask: Array,
+        site: int,
+    ) -> np.ndarray:
+        """Multiply chains of ``mma.m16n8k8`` with float32 accumulators at once.
+
+        Parameters
+        ----------
+        a : list of (low rows, high rows)
+            The A fragments of K steps, common to all chains.
+        b : list of list
+            For each of J chains its K B fragments.
+        c : list of 4-tuples
+            For each chain the accumulators that it starts from.
+
+        Returns
+        -------
+        (J, 4, blocks, threads) float32 array
+            The accumulators. Sums are float32; hardware may round in another order.
+        """
+        self.batch.warp.converged(mask, site, "mma.sync.aligned")
+        steps, chains, warps = len(a), len(b), self.warps
+        left = self._fragments([register for pair in a for register in pair])
+        left = left.reshape(steps, 2, warps, 8, 8).transpose(2, 1, 3, 0, 4)
+        right = self._fragments([register for chain in b for register in chain])
+        right = right.reshape(chains, steps, warps, 8, 8).transpose(2, 1, 4, 0, 3)
+        product = left.reshape(warps, 16, 8 * steps) @ right.reshape(warps, 8 * steps, 8 * chains)
+        # (warp, half, g, chain, t, pair) -> (chain, half, pair, warp, g, t)
+        product = product.reshape(warps, 2, 8, chains, 4, 2).transpose(3, 1, 5, 0, 2, 4)
+        result = np.ascontiguousarray(product).reshape(chains, 4, *self.shape)
+        for chain, start in enumerate(c):
+            for element in range(4):
+                result[chain, element] += start[element]
+        return result
+
+    def multiply_half(
+        self,
+        a: list[tuple[Array, Array]],
+        b: list[Array],
+        c: tuple[Array, Array],
+        mask: Array,
+        site: int,
+    ) -> tuple[Array, Array]:
+        """Multiply one ``mma`` with float16 accumulators; the sum is rounded once, at the end."""
+        start = [half for register in c for half in self._halves(register)]
+        sums = self.multiply(a, [b], [tuple(start)], mask, site)[0]
+        low = self._pack(sums[0], sums[1])
+        high = self._pack(sums[2], sums[3])
+        return low, high
+
+    def _halves(self, register: Array) -> tuple[Array, Array]:
+        bits = np.ascontiguousarray(np.broadcast_to(register, self.shape))
+        pair = HALF_TO_FLOAT.take(bits.view(np.uint16).reshape(*self.shape, 2))
+        return pair[..., 0], pair[..., 1]
+
+    @staticmethod
+    def _pack(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        pair = np.stack([low, high], axis=-1).astype(np.float16)
+        return pair.view(np.uint32)[..., 0]
+
+    def transpose(self, register: Array, mask: Array, site: int) -> Array:
+        """Transpose an 8x8 matrix of 16-bit elements (``movmatrix.trans``)."""
+        self.batch.warp.converged(mask, site, "movmatrix.sync.aligned")
+        bits = np.ascontiguousarray(np.broadcast_to(register, self.shape))
+        matrix = bits.view(np.uint16).reshape(self.warps, 8, 8)
+        turned = np.ascontiguousarray(matrix.swapaxes(1, 2))
+        return turned.reshape(self.warps, -1).view(np.uint32).reshape(self.shape)
+
+    def load(self, address: Array, count: int, transposed: bool, mask: Array, site: int) -> Array:
+        """Load `count` 8x8 matrices of 16-bit elements (``ldmatrix``).
+
+        Lane 8 i + r gives the address of row r of matrix i. On sm_75 the addresses of the other
+        lanes must be aligned too.
+        """
+        batch = self.batch
+        batch.warp.converged(mask, site, "ldmatrix.sync.aligned")
+        uniform = np.ndim(address) < 2 or np.shape(address)[0] == 1
+        address = np.broadcast_to(address, self.shape)
+        if address.dtype.itemsize == 8:
+            generic = (address - np.uint64(SHARED_WINDOW)) < np.uint64(WINDOW_BYTES)
+            address = np.where(generic, address - np.uint64(SHARED_WINDOW), address)
+        rows = address.reshape(batch.blocks, batch.warps, 32).astype(np.int64)
+        active = None
+        if mask is not None:
+            active = mask.reshape(batch.blocks, batch.warps, 32)
+            rows = np.where(active, rows, 0)
+        self._check(rows, count, site)
+        rows = rows[:, :, : 8 * count]
+        shared = batch.shared
+        if batch.report is not None:
+            alike = active is None and uniform  # every block
+            batch.report.matrix_load(
+                site, rows[:1] if alike else rows, active, batch.blocks if alike else 1
+            )
+        index = (rows >> 4) + shared.base[16][:, :, None]
+        if batch.tracker is not None:
+            lanes = batch.tracker.lane.reshape(batch.blocks, batch.warps, 32)[:, :, : 8 * count]
+            if active is not None:
+                used = active[:, :, : 8 * count]
+                batch.tracker.read_rows(index[used], lanes[used], site)
+            else:
+                batch.tracker.read_rows(index.ravel(), lanes.ravel(), site)
+        matrices = shared.views[16].take(index).reshape(self.warps, count, 8, 1)
+        if transposed:
+            halves = matrices.view(np.uint16).swapaxes(2, 3)
+            matrices = np.ascontiguousarray(halves)
+        words = matrices.view(np.uint32).reshape(self.warps, count, 32)
+        return np.ascontiguousarray(words.swapaxes(0, 1)).reshape(count, *self.shape)
+
+    def _check(self, rows: np.ndarray, count: int, site: int) -> None:
+        batch = self.batch
+        bad = (rows & 15) != 0
+        if batch.checks.alignment and bad.any():
+            lanes = np.flatnonzero(bad)
+            unused = (
+                ""
+                if bad[:, :, : 8 * count].any()
+                else (f" (a lane that .x{count} does not use, but sm_75 wants all 32 aligned)")
+            )
+            raise batch.fault(
+                MisalignedAccessError,
+                f"misaligned ldmatrix row at shared offset {int(rows.flat[lanes[0]]):#x}, "
+                f"not a multiple of 16{unused}",
+                site,
+                lanes,
+            )
+        used = rows[:, :, : 8 * count]
+        size = batch.shared.size if batch.checks.bounds else batch.shared.stride
+        if used.max() > size - 16 or used.min() < 0:
+            bad = np.zeros(rows.shape, bool)
+            bad[:, :, : 8 * count] = (used > size - 16) | (used < 0)
+            offset = int(rows[bad][0])
+            raise batch.fault(
+                OutOfBoundsError,
+                f"out-of-bounds ldmatrix row at shared offset {offset} of {batch.shared.size} bytes"
+                f"{batch.shared.nearest(offset)}",
+                site,
+                np.flatnonzero(bad),
+            )

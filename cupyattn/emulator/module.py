@@ -1,0 +1,127 @@
+"""Loaded PTX: its kernels, and its global variables."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from cupyattn.emulator.codegen.program import Program, compile_kernel
+from cupyattn.emulator.errors import LaunchError, UnsupportedPTXError
+from cupyattn.emulator.ptx.calls import expand_calls
+from cupyattn.emulator.ptx.model import Parameter
+from cupyattn.emulator.ptx.parser import parse_module
+
+__all__ = ["Entry", "Module", "load"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a caller may know of a kernel: its name, parameters and thread limits."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    max_threads: tuple[int, ...] | None
+    required_threads: tuple[int, ...] | None
+
+
+class Module:
+    """Parsed PTX; kernels are compiled to Python when first launched. Safe to share by threads.
+
+    Attributes
+    ----------
+    target : int
+        Compute capability that the PTX was made for, 75 for ``sm_75``.
+    entries : dict of str to Entry
+        The kernels.
+    sources : dict
+        Source text by file name, for messages.
+    """
+
+    def __init__(self, ptx: str, sources: Mapping[str, str] | None = None) -> None:
+        self.sources = dict(sources or {})
+        self._module = parse_module(ptx)
+        self._programs: dict[str, Program] = {}
+        self._lock = threading.RLock()
+        self.target = self._module.target
+        self.entries = {
+            f.name: Entry(f.name, tuple(f.parameters), f.max_threads, f.required_threads)
+            for f in self._module.headers.values()
+            if f.is_entry
+        }
+        self._globals: dict[str, np.ndarray] = {}
+
+    def program(self, entry: str) -> Program:
+        """Return the compiled kernel `entry`.
+
+        Raises
+        ------
+        LaunchError
+            The module has no such kernel.
+        UnsupportedPTXError
+            The kernel needs something that the emulator does not have.
+        """
+        if entry not in self.entries:
+            raise LaunchError(f"no kernel {entry!r} in the module; it has {sorted(self.entries)}")
+        with self._lock:
+            if entry not in self._programs:
+                function = expand_calls(self._module, self._module.function(entry))
+                self._programs[entry] = compile_kernel(function, self._module.variables)
+            return self._programs[entry]
+
+    def symbol(self, name: str) -> np.ndarray:
+        """Return the memory of a ``__device__`` or ``__constant__`` variable as bytes.
+
+        It lives as long as the module; writes to it are seen by the next launch.
+        """
+        with self._lock:
+            if name not in self._globals:
+                self._globals[name] = self._make_symbol(name)
+            return self._globals[name]
+
+    def _make_symbol(self, name: str) -> np.ndarray:
+        variable = self._module.variables.get(name)
+        if variable is None:  # declared inside a function
+            for function in self._module.parsed.values():
+                variable = function.variables.get(name, variable)
+        if variable is None or variable.space not in ("global", "const"):
+            raise LaunchError(f"the module has no __device__ or __constant__ variable {name!r}")
+        if variable.fault:
+            raise UnsupportedPTXError(f"the initial value of {name}: {variable.fault}")
+        padded = np.zeros(variable.size + 256, np.uint8)
+        skip = -padded.ctypes.data % 256
+        memory = padded[skip : skip + variable.size]
+        if variable.initial:
+            memory[:] = np.frombuffer(variable.initial[: variable.size], np.uint8)
+        return memory
+
+    def is_const(self, name: str) -> bool:
+        """Tell whether a module variable is in constant memory."""
+        variable = self._module.variables.get(name)
+        return variable is not None and variable.space == "const"
+
+
+def load(ptx: str, sources: Mapping[str, str] | None = None) -> Module:
+    """Parse PTX.
+
+    Parameters
+    ----------
+    ptx : str
+        PTX for compute capability 7.5 (others work as far as they use the same instructions).
+    sources : mapping, optional
+        Text of the source files by the name that the PTX gives them (``.file``), so that messages
+        can quote the line. Files that lie on the disk under an absolute name are found without.
+
+    Returns
+    -------
+    Module
+        To be kept and launched many times.
+
+    Raises
+    ------
+    PTXSyntaxError
+        The text is no PTX.
+    """
+    return Module(ptx, sources)

@@ -1,0 +1,1 @@
+"""PTX text -> functions: lists of instructions with their registers, variables and labels."""

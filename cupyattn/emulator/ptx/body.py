@@ -1,0 +1,166 @@
+"""The body of a function: declarations, labels and instructions, with nested scopes resolved.
+
+Inline assembly opens scopes with their own registers (``{.reg .f16 low, high; ...}``); such names
+are made unique, so that behind this module every name means one thing per function.
+"""
+
+import re
+from collections.abc import Callable
+
+from cupyattn.emulator.errors import PTXSyntaxError
+from cupyattn.emulator.ptx.model import Function, Instruction, Location
+from cupyattn.emulator.ptx.variables import parse_variable
+
+__all__ = ["parse_body", "rename", "split_operands"]
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<loc>\.loc\b[^\n]*)|(?P<label>[\w$]+)\s*:(?!:)|(?P<open>\{)|(?P<close>\})"
+    r"|(?P<statement>[^;]*);|(?P<end>\Z))"
+)
+_LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+\d+(?:.*inlined_at\s+(\d+)\s+(\d+))?")
+_REGISTER = re.compile(r"(%?[\w$]+)(?:<(\d+)>)?$")
+_INSTRUCTION = re.compile(r"(?:@(!?)\s*(%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)$", re.S)
+_NAME = re.compile(r"[%\w$]+")
+_TOOLKIT_HEADER = re.compile(
+    r"(?:^|/)(?:cuda_|sm_|device_|vector_|math_)\w+\.(?:h|hpp)$|/crt/|/nv/"
+)
+
+
+def split_operands(text: str) -> list[str]:
+    """Split at the commas that are outside of brackets."""
+    if "{" not in text and "(" not in text and "[" not in text:
+        return [part.strip() for part in text.split(",")] if text else []
+    operands: list[str] = []
+    depth = start = 0
+    for i, char in enumerate(text):
+        if char in "{[(":
+            depth += 1
+        elif char in "}])":
+            depth -= 1
+        elif char == "," and depth == 0:
+            operands.append(text[start:i].strip())
+            start = i + 1
+    operands.append(text[start:].strip())
+    return operands
+
+
+def rename(text: str, mapping: Callable[[str], str]) -> str:
+    """Apply `mapping` to every name in an operand."""
+    return _NAME.sub(lambda m: mapping(m.group()), text)
+
+
+class _Scopes:
+    """Names declared in nested braces, each mapped to a name that is unique in the function."""
+
+    def __init__(self) -> None:
+        self.stack: list[dict[str, str]] = []
+        self.count = 0
+        self.visible: dict[str, str] = {}
+
+    def open(self) -> None:
+        self.count += 1
+        self.stack.append({})
+
+    def close(self) -> None:
+        self.stack.pop()
+        self.visible = {k: v for scope in self.stack for k, v in scope.items()}
+
+    def declare(self, name: str) -> str:
+        if not self.stack:
+            return name
+        unique = f"{name}$scope{self.count}"
+        self.stack[-1][name] = self.visible[name] = unique
+        return unique
+
+    def resolve(self, text: str) -> str:
+        if not self.visible:
+            return text
+        return rename(text, lambda name: self.visible.get(name, name))
+
+
+def _location(match: re.Match[str], files: dict[int, str]) -> Location:
+    """Return the innermost line that is not in a header of the CUDA toolkit."""
+    file, line, caller_file, caller_line = match.groups()
+    path = files.get(int(file), "")
+    if caller_file and _TOOLKIT_HEADER.search(path):
+        return files.get(int(caller_file), ""), int(caller_line)
+    return path, int(line)
+
+
+def _declare_registers(text: str, function: Function, scopes: _Scopes) -> None:
+    match = re.match(r"\.reg\s*(?:\.v\d\s*)?\.(\w+)\s+(.*)$", text, re.S)
+    if not match:
+        raise PTXSyntaxError(f"cannot read the declaration {text!r}")
+    for item in match.group(2).split(","):
+        found = _REGISTER.match(item.strip())
+        if not found:
+            raise PTXSyntaxError(f"cannot read the register {item!r} in {text!r}")
+        name, count = found.groups()
+        names = [name] if count is None else [f"{name}{i}" for i in range(int(count))]
+        for register in names:
+            function.registers[scopes.declare(register)] = match.group(1)
+
+
+def _parse_instruction(text: str, scopes: _Scopes, location: Location) -> Instruction:
+    match = _INSTRUCTION.match(text)
+    if not match:
+        raise PTXSyntaxError(f"{location[0]}:{location[1]}: cannot read {text!r}")
+    negated, predicate, opcode, rest = match.groups()
+    operands = split_operands(scopes.resolve(" ".join(rest.split())))
+    guard = (scopes.resolve(predicate), negated == "!") if predicate else None
+    return Instruction(opcode, operands, guard, location)
+
+
+def parse_body(header: Function, text: str, files: dict[int, str]) -> Function:
+    """Fill in the declarations and instructions of `header` from the text between its braces."""
+    function = header
+    scopes = _Scopes()
+    location: Location = (files.get(1, ""), 0)
+    position = 0
+    last_label = ""
+    while match := _TOKEN.match(text, position):
+        position = match.end()
+        kind = match.lastgroup
+        if kind == "end":
+            return function
+        if kind == "loc":
+            found = _LOC.match(match["loc"])
+            if found and found.group(2) != "0":
+                location = _location(found, files)
+        elif kind == "label":
+            last_label = match["label"]
+            function.labels[last_label] = len(function.instructions)
+        elif kind == "open":
+            scopes.open()
+        elif kind == "close":
+            scopes.close()
+        else:
+            statement = match["statement"].strip()
+            if statement.startswith(".reg"):
+                _declare_registers(statement, function, scopes)
+            elif statement.startswith(".branchtargets"):
+                targets = split_operands(statement[len(".branchtargets") :].strip())
+                function.branch_tables[last_label] = targets
+            elif not statement or statement.startswith(
+                (".pragma", ".callprototype", ".calltargets")
+            ):
+                continue
+            elif statement.startswith("."):
+                variable = parse_variable(statement)
+                if variable is None:
+                    raise PTXSyntaxError(f"{location[0]}:{location[1]}: cannot read {statement!r}")
+                if variable.space == "param":  # the argument area of a call
+                    variable.space = "local"
+                variable.name = scopes.declare(variable.name)
+                function.variables[variable.name] = variable
+            else:
+                instruction = _parse_instruction(statement, scopes, location)
+                function.instructions.append(instruction)
+                if ".red." in instruction.opcode and instruction.root in ("bar", "barrier"):
+                    # the result exists once the barrier has been passed: a step of its own
+                    result = Instruction(
+                        "bar_result." + instruction.parts[-1], [instruction.operands[0]]
+                    )
+                    result.location = location
+                    function.instructions.append(result)
+    raise PTXSyntaxError(f"{function.name}: cannot read {text[position : position + 80]!r}")

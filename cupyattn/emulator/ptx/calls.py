@@ -1,0 +1,139 @@
+"""Device function calls, expanded in place: an entry becomes one function without ``call``.
+
+A formal parameter becomes the caller's argument variable, which lives in local memory; ``ret``
+becomes a branch behind the call. Names of the callee are made unique per call site.
+"""
+
+from dataclasses import replace
+
+from cupyattn.emulator.errors import UnsupportedPTXError
+from cupyattn.emulator.ptx.body import rename, split_operands
+from cupyattn.emulator.ptx.model import Function, Instruction
+from cupyattn.emulator.ptx.parser import PTXModule
+
+__all__ = ["expand_calls"]
+
+_KNOWN_EXTERNAL = {
+    "vprintf": "printf: take it out of the kernel, or write to an array instead",
+    "__assertfail": "a device-side assert: compile with -DNDEBUG",
+    "malloc": "device-side malloc",
+    "free": "device-side free",
+}
+
+
+def _unsupported(instruction: Instruction, what: str) -> UnsupportedPTXError:
+    file, line = instruction.location
+    return UnsupportedPTXError(f"{file}:{line}: {what} is not supported [{instruction}]")
+
+
+def _names(operand: str) -> list[str]:
+    return [name for name in split_operands(operand.strip()[1:-1].strip()) if name]
+
+
+def _call_operands(call: Instruction) -> tuple[list[str], str, list[str]]:
+    operands = list(call.operands)
+    results = _names(operands.pop(0)) if operands[0].startswith("(") else []
+    name = operands.pop(0)
+    arguments = _names(operands[0]) if operands and operands[0].startswith("(") else []
+    return results, name, arguments
+
+
+def _to_local(instruction: Instruction) -> None:
+    instruction.opcode = instruction.opcode.replace(".param", ".local")
+    instruction.parts = tuple(instruction.opcode.split("."))
+
+
+class _Expansion:
+    def __init__(self, module: PTXModule, entry: Function) -> None:
+        self.module = module
+        self.result = replace(
+            entry,
+            registers=dict(entry.registers),
+            variables=dict(entry.variables),
+            instructions=[],
+            labels={},
+            branch_tables={},
+        )
+        self.calls = 0
+
+    def place(
+        self, function: Function, mapping: dict[str, str], end: str | None, stack: tuple[str, ...]
+    ) -> None:
+        """Append the instructions of `function`, its names translated by `mapping`."""
+
+        def new(name: str) -> str:
+            return mapping.get(name, name)
+
+        labels: dict[int, list[str]] = {}
+        for label, index in function.labels.items():
+            labels.setdefault(index, []).append(new(label))
+        self.result.branch_tables.update(
+            {new(k): [new(t) for t in targets] for k, targets in function.branch_tables.items()}
+        )
+        for index, original in enumerate(function.instructions):
+            for label in labels.get(index, ()):
+                self.result.labels[label] = len(self.result.instructions)
+            instruction = Instruction(
+                original.opcode,
+                [rename(o, new) for o in original.operands] if mapping else original.operands,
+                (new(original.guard[0]), original.guard[1]) if original.guard else None,
+                original.location,
+            )
+            if instruction.root == "call":
+                self.call(instruction, stack)
+                continue
+            if instruction.root == "ret" and end is not None:
+                instruction.opcode, instruction.parts = "bra", ("bra",)
+                instruction.operands = [end]
+            elif instruction.root in ("ld", "st") and "param" in instruction.parts:
+                address = instruction.operands[instruction.root == "ld"]
+                symbol = address.strip("[] ").split("+")[0].strip()
+                if end is not None or symbol in self.result.variables:
+                    _to_local(instruction)
+            self.result.instructions.append(instruction)
+        for label in labels.get(len(function.instructions), ()):
+            self.result.labels[label] = len(self.result.instructions)
+
+    def call(self, call: Instruction, stack: tuple[str, ...]) -> None:
+        results, name, arguments = _call_operands(call)
+        if name in _KNOWN_EXTERNAL and name not in self.module.bodies:
+            raise _unsupported(call, _KNOWN_EXTERNAL[name])
+        if name not in self.module.headers:
+            raise _unsupported(call, f"the indirect call through {name}")
+        if name in stack:
+            raise _unsupported(call, f"recursion ({name} calls itself)")
+        callee = self.module.function(name)
+        self.calls += 1
+        suffix = f"$call{self.calls}"
+        mapping = {n: n + suffix for n in (*callee.registers, *callee.labels, *callee.variables)}
+        mapping.update(zip((p.name for p in callee.parameters), arguments, strict=True))
+        mapping.update(zip((p.name for p in callee.results), results, strict=True))
+        self.result.registers.update({n + suffix: t for n, t in callee.registers.items()})
+        for variable in callee.variables.values():
+            if variable.space == "shared":  # one per block, however often the function is called
+                mapping[variable.name] = variable.name
+                self.result.variables[variable.name] = variable
+            else:
+                unique = variable.name + suffix
+                self.result.variables[unique] = replace(variable, name=unique)
+        end = f"$end{suffix}"
+        if call.guard:
+            guard = (call.guard[0], not call.guard[1])
+            self.result.instructions.append(Instruction("bra", [end], guard, call.location))
+        self.place(callee, mapping, end, (*stack, name))
+        self.result.labels[end] = len(self.result.instructions)
+
+
+def expand_calls(module: PTXModule, entry: Function) -> Function:
+    """Return `entry` with every call replaced by the body of its callee, and sites numbered.
+
+    Raises
+    ------
+    UnsupportedPTXError
+        Recursion, a call through a pointer, printf, assert, or malloc.
+    """
+    expansion = _Expansion(module, entry)
+    expansion.place(entry, {}, None, (entry.name,))
+    for site, instruction in enumerate(expansion.result.instructions):
+        instruction.site = site
+    return expansion.result

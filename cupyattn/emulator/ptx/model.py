@@ -1,0 +1,105 @@
+"""What the parser produces: modules, functions, variables and instructions."""
+
+from dataclasses import dataclass, field
+
+__all__ = ["Function", "Instruction", "Location", "Parameter", "Variable"]
+
+Location = tuple[str, int]  # (file, line)
+
+
+class Instruction:
+    """One PTX instruction.
+
+    Attributes
+    ----------
+    opcode : str
+        With all its modifiers, e.g. ``"ld.global.v4.u32"``.
+    parts : tuple of str
+        The opcode split at the dots.
+    operands : list of str
+        As written, destinations first; vectors and addresses keep their brackets.
+    guard : (str, bool) or None
+        Predicate register, and whether it is negated (``@!%p1``).
+    location : Location
+        Source file and line.
+    site : int
+        Index in the function's instruction list, -1 before it is placed.
+    """
+
+    __slots__ = ("guard", "location", "opcode", "operands", "parts", "site")
+
+    def __init__(
+        self,
+        opcode: str,
+        operands: list[str],
+        guard: tuple[str, bool] | None = None,
+        location: Location = ("", 0),
+    ) -> None:
+        self.opcode = opcode
+        self.parts = tuple(opcode.split("."))
+        self.operands = operands
+        self.guard = guard
+        self.location = location
+        self.site = -1
+
+    @property
+    def root(self) -> str:
+        """The first part of the opcode: ``"ld"`` of ``"ld.global.u32"``."""
+        return self.parts[0]
+
+    def __str__(self) -> str:
+        guard = f"@{'!' if self.guard[1] else ''}{self.guard[0]} " if self.guard else ""
+        return f"{guard}{self.opcode} {', '.join(self.operands)};"
+
+
+@dataclass
+class Variable:
+    """A named piece of memory in the shared, local, global or const state space.
+
+    `initial` holds the initial bytes, `size` is 0 for ``extern .shared x[]``, and `fault` says why
+    an initialiser could not be read (raised only if a kernel uses the variable).
+    """
+
+    name: str
+    space: str
+    alignment: int
+    size: int
+    initial: bytes | None = None
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of an entry; `offset` is its place in the parameter buffer, all in bytes."""
+
+    name: str
+    type: str
+    offset: int
+    size: int
+    alignment: int
+    is_array: bool
+
+
+@dataclass
+class Function:
+    """A ``.entry`` or ``.func``: declarations and the list of instructions.
+
+    `labels` maps a label to the index of the instruction it precedes.
+    """
+
+    name: str
+    is_entry: bool
+    parameters: list[Parameter]
+    results: list[Parameter] = field(default_factory=list)
+    registers: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, Variable] = field(default_factory=dict)
+    instructions: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+    branch_tables: dict[str, list[str]] = field(default_factory=dict)
+    max_threads: tuple[int, ...] | None = None
+    required_threads: tuple[int, ...] | None = None
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Size of the parameter buffer."""
+        return max((p.offset + p.size for p in self.parameters), default=0)

@@ -1,0 +1,335 @@
+"""What a launch did: bank conflicts, sectors, instruction mix, bytes, per source line."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cupyattn.emulator.machine.metrics import SECTOR_BYTES, bank_wavefronts, sector_counts
+from cupyattn.emulator.ptx.model import Instruction
+
+if TYPE_CHECKING:
+    from cupyattn.emulator.codegen.program import Program
+    from cupyattn.emulator.machine.batch import Batch
+
+__all__ = ["Access", "LineReport", "Report", "pipe"]
+
+Array = Any
+
+_XU = frozenset(
+    ["ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh", "popc", "brev", "bfind"]
+)
+_FMA = frozenset(["add", "sub", "mul", "fma", "mad", "div"])
+
+
+def pipe(instruction: Instruction) -> str:
+    """Return the hardware pipe that a PTX instruction keeps busy, as far as PTX can tell.
+
+    ``tensor`` (mma), ``fma`` (float32 arithmetic, integer multiplication), ``half``, ``double``,
+    ``alu`` (integer and logic), ``xu`` (special functions, conversions), ``lds`` (shared loads and
+    stores), ``ldsm`` (ldmatrix), ``ldg`` (global), ``local``, ``atomic``, ``shuffle``, ``control``,
+    and ``move``, most of which the assembler removes.
+    """
+    root, parts = instruction.root, instruction.parts
+    kind = parts[-1]
+    if root == "mma":
+        return "tensor"
+    if root in ("ldmatrix", "movmatrix"):
+        return "ldsm"
+    if root in ("ld", "st", "ldu"):
+        for space, name in (("shared", "lds"), ("local", "local"), ("param", "move")):
+            if space in parts:
+                return name
+        return "ldg"
+    if root in ("atom", "red"):
+        return "atomic"
+    if root in ("shfl", "vote", "match"):
+        return "shuffle"
+    if root in ("bra", "brx", "ret", "exit", "bar", "barrier", "membar", "fence", "trap"):
+        return "control"
+    if root in ("mov", "cvta", "bar_result", "activemask"):
+        return "move"
+    if kind == "f64":
+        return "double"
+    if root in _XU:
+        return "xu"
+    if root == "cvt":
+        return "xu" if {"f16", "f32", "bf16"} & set(parts[-2:]) else "alu"
+    if kind in ("f16", "f16x2"):
+        return "half"
+    if root in _FMA and (kind == "f32" or root in ("mul", "mad")):
+        return "fma"
+    return "alu"
+
+
+@dataclass
+class Access:
+    """Totals of one load, store or ldmatrix instruction.
+
+    Attributes
+    ----------
+    requests : int
+        Warps that executed it with at least one lane.
+    wavefronts, phases : int
+        Passes that shared memory needed, and the passes needed without bank conflicts.
+    sectors, ideal_sectors : int
+        32-byte sectors of global memory touched, and the fewest that could hold the data.
+    bytes : int
+        Bytes that the lanes asked for.
+    """
+
+    instruction: Instruction
+    space: str
+    write: bool
+    requests: int = 0
+    wavefronts: int = 0
+    phases: int = 0
+    worst: float = 0.0
+    sectors: int = 0
+    ideal_sectors: int = 0
+    bytes: int = 0
+
+    @property
+    def ways(self) -> float:
+        """Bank-conflict ways: 1 is conflict-free."""
+        return self.wavefronts / self.phases if self.phases else 1.0
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the touched sectors that was needed."""
+        return self.ideal_sectors / self.sectors if self.sectors else 1.0
+
+    @property
+    def sectors_per_request(self) -> float:
+        """Sectors that a warp touches on average."""
+        return self.sectors / self.requests if self.requests else 0.0
+
+
+@dataclass
+class LineReport:
+    """Everything that one source line did; ``instructions`` counts warps, by pipe."""
+
+    file: str
+    line: int
+    instructions: Counter[str]
+    accesses: list[Access]
+
+
+def _by_opcode(accesses: list[Access]) -> dict[str, Access]:
+    """Add up the accesses of the same instruction (an unrolled loop has many)."""
+    total: dict[str, Access] = {}
+    for a in accesses:
+        t = total.setdefault(a.instruction.opcode, Access(a.instruction, a.space, a.write))
+        t.requests += a.requests
+        t.wavefronts += a.wavefronts
+        t.phases += a.phases
+        t.sectors += a.sectors
+        t.ideal_sectors += a.ideal_sectors
+        t.bytes += a.bytes
+        t.worst = max(t.worst, a.worst)
+    return total
+
+
+class _KernelData:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.executions = np.zeros(len(program.blocks), np.int64)
+        self.accesses: dict[int, Access] = {}
+        self.diverged_steps = 0
+        self.atomic_updates = 0
+
+
+class Report:
+    """Collects what the launches that it is passed to did; totals over all of them.
+
+    Examples
+    --------
+    >>> from cupyattn import emulator
+    >>> report = emulator.Report()
+    >>> report.bank_conflict_ways, report.instruction_mix
+    (1.0, {})
+    """
+
+    def __init__(self) -> None:
+        self._kernels: dict[str, _KernelData] = {}
+        self._current: _KernelData | None = None
+
+    # ------------------------------------------------------------------ results
+    @property
+    def accesses(self) -> list[Access]:
+        """Every memory instruction that ran."""
+        return [
+            access for data in self._kernels.values() for _, access in sorted(data.accesses.items())
+        ]
+
+    @property
+    def bank_conflict_ways(self) -> float:
+        """Shared-memory passes per conflict-free pass, over all accesses; 1 is the best."""
+        shared = [a for a in self.accesses if a.space == "shared"]
+        phases = sum(a.phases for a in shared)
+        return sum(a.wavefronts for a in shared) / phases if phases else 1.0
+
+    @property
+    def sector_efficiency(self) -> float:
+        """Needed sectors per touched sector of global memory, over all accesses; 1 is the best."""
+        touched = sum(a.sectors for a in self.accesses)
+        return sum(a.ideal_sectors for a in self.accesses) / touched if touched else 1.0
+
+    @property
+    def instruction_mix(self) -> dict[str, int]:
+        """Executed warp instructions by pipe (see `pipe`)."""
+        return dict(sum((line.instructions for line in self.lines), Counter()))
+
+    @property
+    def bytes_moved(self) -> dict[str, int]:
+        """Bytes that lanes asked for, by kind (``"global load"``); broadcasts count per lane."""
+        total: Counter[str] = Counter()
+        for a in self.accesses:
+            total[f"{a.space} {'store' if a.write else 'load'}"] += a.bytes
+        return dict(total)
+
+    @property
+    def dram_sectors_bytes(self) -> int:
+        """Bytes of all touched global sectors, each access on its own (no cache)."""
+        return SECTOR_BYTES * sum(a.sectors for a in self.accesses)
+
+    @property
+    def diverged_steps(self) -> int:
+        """Basic blocks that ran with only some of the live lanes."""
+        return sum(data.diverged_steps for data in self._kernels.values())
+
+    @property
+    def atomic_updates(self) -> int:
+        """Lanes that did an atomic update."""
+        return sum(data.atomic_updates for data in self._kernels.values())
+
+    @property
+    def lines(self) -> list[LineReport]:
+        """The same per source line, in order of file and line."""
+        found: dict[tuple[str, int], LineReport] = {}
+        for data in self._kernels.values():
+            instructions = data.program.instructions
+            for block, count in zip(data.program.blocks, data.executions, strict=True):
+                if not count:
+                    continue
+                for site in block:
+                    x = instructions[site]
+                    line = found.setdefault(x.location, LineReport(*x.location, Counter(), []))
+                    line.instructions[pipe(x)] += int(count)
+            for _, access in sorted(data.accesses.items()):
+                found[access.instruction.location].accesses.append(access)
+        return [found[key] for key in sorted(found)]
+
+    def __str__(self) -> str:
+        mix = sorted(self.instruction_mix.items(), key=lambda item: -item[1])
+        text = [
+            "warp instructions: " + ", ".join(f"{name} {count}" for name, count in mix),
+            "bytes: " + ", ".join(f"{name} {n}" for name, n in self.bytes_moved.items()),
+            f"bank-conflict ways {self.bank_conflict_ways:.2f}, sector efficiency "
+            f"{self.sector_efficiency:.0%}, diverged steps {self.diverged_steps}, atomic updates "
+            f"{self.atomic_updates}",
+        ]
+        for line in self.lines:
+            where = f"{os.path.basename(line.file)}:{line.line}"
+            for opcode, a in _by_opcode(line.accesses).items():
+                cost = (
+                    f"{a.ways:5.2f} ways"
+                    if a.space == "shared"
+                    else f"{a.sectors_per_request:5.1f} sectors/request, {a.efficiency:.0%}"
+                )
+                text.append(f"{where:>24}  {opcode:<44} {a.requests:>7} x {cost}")
+        return "\n".join(text)
+
+    # ------------------------------------------------------------------ filled while running
+    def begin(self, program: Program) -> None:
+        """Start counting for `program`."""
+        data = self._kernels.get(program.name)
+        if data is None or data.program is not program:
+            data = self._kernels[program.name] = _KernelData(program)
+        self._current = data
+
+    def _data(self) -> _KernelData:
+        assert self._current is not None
+        return self._current
+
+    def enter(self, block: int, mask: Array, batch: Batch) -> None:
+        """Count a run of a basic block by every warp with a lane in `mask`."""
+        if mask is None:
+            warps = batch.blocks * batch.warps
+        else:
+            warps = int(np.count_nonzero(mask.reshape(-1, 32).any(1)))
+        data = self._data()
+        data.executions[block] += warps
+
+    def end_batch(self, batch: Batch) -> None:
+        """Take over the counters of a finished batch."""
+        data = self._data()
+        data.diverged_steps += batch.scheduler.diverged_steps
+
+    def _access(self, site: int, space: str) -> Access:
+        data = self._data()
+        if site not in data.accesses:
+            x = data.program.instructions[site]
+            data.accesses[site] = Access(x, space, x.root in ("st", "red", "atom"))
+        return data.accesses[site]
+
+    def shared_access(
+        self, site: int, address: Array, size: int, mask: Array, batch: Batch
+    ) -> None:
+        """Count a shared access of `size` bytes per lane."""
+        address = np.asarray(address)
+        if mask is None and (address.ndim < 2 or address.shape[0] == 1):  # every block alike
+            offsets = np.broadcast_to(address, (1, batch.threads)).reshape(-1, 32)
+            self._wavefronts(site, offsets, size, None, batch.blocks)
+            return
+        offsets = np.broadcast_to(address, batch.shape).reshape(-1, 32)
+        active = None if mask is None else np.broadcast_to(mask, batch.shape).reshape(-1, 32)
+        self._wavefronts(site, offsets, size, active, 1)
+
+    def matrix_load(
+        self, site: int, rows: np.ndarray, active: np.ndarray | None, times: int
+    ) -> None:
+        """Count an ldmatrix; `rows` holds the addresses of the lanes in use.
+
+        Each warp in `rows` stands for `times` warps.
+        """
+        count = rows.shape[-1]
+        used = None
+        if active is not None:
+            used = active[..., :count].reshape(-1, count)
+        self._wavefronts(site, rows.reshape(-1, count), 16, used, times)
+
+    def _wavefronts(self, site: int, offsets: Array, size: int, active: Array, times: int) -> None:
+        """Add what warps with these `offsets` cost, each standing for `times` warps."""
+        wavefronts, phases = bank_wavefronts(offsets, size, active)
+        access = self._access(site, "shared")
+        busy = phases > 0
+        if not busy.any():
+            return
+        access.requests += times * int(np.count_nonzero(busy))
+        access.wavefronts += times * int(wavefronts.sum())
+        access.phases += times * int(phases.sum())
+        access.worst = max(access.worst, float((wavefronts[busy] / phases[busy]).max()))
+        lanes = offsets.size if active is None else int(np.count_nonzero(active))
+        access.bytes += times * size * lanes
+
+    def global_access(
+        self, site: int, address: Array, size: int, mask: Array, batch: Batch
+    ) -> None:
+        """Count a global access of `size` bytes per lane."""
+        addresses = np.broadcast_to(address, batch.shape).reshape(-1, 32)
+        active = None if mask is None else np.broadcast_to(mask, batch.shape).reshape(-1, 32)
+        sectors, ideal = sector_counts(addresses, size, active)
+        access = self._access(site, "global")
+        access.requests += int(np.count_nonzero(sectors))
+        access.sectors += int(sectors.sum())
+        access.ideal_sectors += int(ideal.sum())
+        access.bytes += size * (addresses.size if active is None else int(np.count_nonzero(active)))
+
+    def atomic_lanes(self, site: int, count: int) -> None:
+        """Count the lanes of an atomic update."""
+        self._data().atomic_updates += count

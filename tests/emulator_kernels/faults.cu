@@ -1,0 +1,206 @@
+// Kernels with a planted bug each. `ok` takes the bug out, so that each check is seen to pass and to fail.
+#define KERNEL extern "C" __global__ void
+typedef unsigned int u32;
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+KERNEL load_shifted(const float* x, float* y, int shift) {
+  y[threadIdx.x] = x[(int)(blockIdx.x * blockDim.x + threadIdx.x) + shift];  // LOAD
+}
+KERNEL store_shifted(const float* x, float* y, int shift) {
+  float v = x[threadIdx.x];
+  y[(int)threadIdx.x + shift] = v;  // STORE
+}
+KERNEL load_vector(const float* x, float4* y, int shift) {
+  y[threadIdx.x] = *(const float4*)(x + 4 * threadIdx.x + shift);  // VECTOR
+}
+KERNEL shared_overrun(float* y, int shift) {
+  extern __shared__ float s[];
+  s[(int)threadIdx.x + shift] = 1.f;  // OVERRUN
+  __syncthreads();
+  y[threadIdx.x] = s[threadIdx.x];
+}
+KERNEL local_overrun(float* y, int n) {
+  float buffer[8];
+  for (int i = 0; i < 8; i++) buffer[i] = y[i];
+  y[threadIdx.x] = buffer[n + threadIdx.x];  // LOCAL
+}
+KERNEL unwritten(float* y, int count) {
+  __shared__ float s[64];
+  if ((int)threadIdx.x < count) s[threadIdx.x] = 1.f;
+  __syncthreads();
+  y[threadIdx.x] = s[threadIdx.x];  // UNWRITTEN
+}
+KERNEL race_between_warps(float* y, int ok) {
+  __shared__ float s[64];
+  s[threadIdx.x] = threadIdx.x;
+  if (ok) __syncthreads();
+  y[threadIdx.x] = s[threadIdx.x ^ 32];  // RAW
+}
+KERNEL race_in_warp(float* y, int ok) {
+  __shared__ float s[32];
+  s[threadIdx.x] = threadIdx.x;
+  if (ok) __syncwarp();
+  y[threadIdx.x] = s[threadIdx.x ^ 1];  // WARP_RAW
+}
+KERNEL race_after_read(float* y, int ok) {
+  __shared__ float s[64];
+  s[threadIdx.x] = threadIdx.x;
+  __syncthreads();
+  float v = s[threadIdx.x ^ 32];
+  if (ok) __syncthreads();
+  s[threadIdx.x] = v + 1.f;  // WAR
+  __syncthreads();
+  y[threadIdx.x] = s[threadIdx.x ^ 32];
+}
+KERNEL race_of_three_readers(float* y, int writer) {  // one word read by all warps, then written by one
+  __shared__ float s[1];
+  if (threadIdx.x == 0) s[0] = 1.f;
+  __syncthreads();
+  y[threadIdx.x] = s[0];
+  if ((int)threadIdx.x == writer) s[0] = 2.f;  // WAR_MANY
+}
+KERNEL own_data(float* y, int shift) {  // no barrier needed for what a thread wrote itself
+  __shared__ volatile float s[64];
+  s[threadIdx.x] = threadIdx.x;
+  s[threadIdx.x] = s[threadIdx.x] + 1.f;
+  y[threadIdx.x] = s[threadIdx.x ^ shift];  // OWN
+}
+KERNEL race_of_writes(float* y, int ok) {
+  __shared__ float s[1];
+  s[0] = ok ? 1.f : (float)threadIdx.x;  // WAW
+  __syncthreads();
+  y[threadIdx.x] = s[0];
+}
+KERNEL race_of_warp_writes(float* y, int ok) {
+  __shared__ float s[1];
+  if (threadIdx.x == 0) s[0] = 1.f;
+  if (threadIdx.x == 32) s[0] = ok ? 1.f : 2.f;  // WARP_WAW
+  __syncthreads();
+  y[threadIdx.x] = s[0];
+}
+KERNEL race_with_atomic(u32* y, int ok) {
+  __shared__ u32 s[1];
+  if (threadIdx.x == 0) s[0] = 0;
+  __syncthreads();
+  atomicAdd(s, 1u);
+  if (ok) __syncthreads();
+  y[threadIdx.x] = s[0];  // ATOMIC
+}
+KERNEL race_before_ldmatrix(u32* y, int ok) {
+  __shared__ __align__(16) u32 s[32];
+  s[threadIdx.x] = threadIdx.x;
+  if (ok) __syncwarp();
+  u32 r;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];"
+               : "=r"(r)
+               : "r"(shared_address(s) + (threadIdx.x & 7) * 16)
+               : "memory");  // LDMATRIX
+  y[threadIdx.x] = r;
+}
+// Pairs of warps hand data over through a named barrier of their own; the bug mixes the pairs up.
+KERNEL named_barriers(float* y, int ok) {
+  __shared__ float s[128];
+  u32 warp = threadIdx.x / 32, pair = ok ? warp / 2 : warp & 1;
+  s[threadIdx.x] = threadIdx.x;
+  asm volatile("bar.sync %0, 64;" ::"r"(1 + pair) : "memory");
+  y[threadIdx.x] = s[threadIdx.x ^ 32];  // NAMED
+}
+// Warp 0 fills a buffer and only announces it; warp 1 waits. Then the other way round.
+KERNEL producer_consumer(float* y, int rounds, int ok) {
+  __shared__ float s[32];
+  u32 lane = threadIdx.x & 31;
+  float sum = 0.f;
+  for (int i = 0; i < rounds; i++) {
+    if (threadIdx.x < 32) {
+      if (i > 0 && ok) asm volatile("bar.sync 2, 64;" ::: "memory");
+      s[lane] = i + lane;  // PRODUCE
+      asm volatile("bar.arrive 1, 64;" ::: "memory");
+    } else {
+      asm volatile("bar.sync 1, 64;" ::: "memory");
+      sum += s[lane ^ 1];
+      if (i + 1 < rounds && ok) asm volatile("bar.arrive 2, 64;" ::: "memory");
+    }
+  }
+  if (threadIdx.x >= 32) y[lane] = sum;
+}
+KERNEL divergent_barrier(float* y, int split) {
+  if ((int)threadIdx.x < split) {
+    y[threadIdx.x] = 1.f;
+    asm volatile("bar.sync 0;" ::: "memory");  // FIRST_BARRIER
+    y[threadIdx.x] += 2.f;
+  } else {
+    y[threadIdx.x] = 3.f;
+    asm volatile("bar.sync 0;" ::: "memory");  // SECOND_BARRIER
+    y[threadIdx.x] += 4.f;
+  }
+}
+KERNEL missed_barrier(float* y, int count) {
+  __shared__ float s[64];
+  if ((int)threadIdx.x >= count) return;
+  s[threadIdx.x] = 1.f;
+  __syncthreads();  // MISSED
+  y[threadIdx.x] = s[threadIdx.x ^ 1];
+}
+KERNEL barrier_in_branch(float* y, int count) {
+  __shared__ float s[64];
+  if ((int)threadIdx.x < count) {
+    s[threadIdx.x] = y[threadIdx.x];
+    asm volatile("bar.sync 0;" ::: "memory");  // BRANCH_BARRIER
+    y[threadIdx.x] = s[threadIdx.x];
+  }
+}
+KERNEL barrier_deadlock(float* y, int waiting) {
+  if ((int)threadIdx.x < waiting) asm volatile("bar.sync 1, 64;" ::: "memory");  // DEADLOCK
+  y[threadIdx.x] = 1.f;
+}
+KERNEL warp_barrier_absent(float* y, u32 mask) {
+  if (threadIdx.x < 16) {
+    y[threadIdx.x] = 1.f;
+    __syncwarp(mask);  // SYNCWARP
+    y[threadIdx.x ^ 1] += 2.f;
+  } else {
+    y[threadIdx.x] = 5.f;
+    __syncthreads();
+  }
+}
+KERNEL shuffle_absent(u32* y, u32 mask) {
+  if (threadIdx.x & 1) {
+    u32 v = __shfl_xor_sync(mask, threadIdx.x * 3, 2);  // SHUFFLE
+    y[threadIdx.x] = v;
+  }
+}
+KERNEL shuffle_returned(u32* y, int count) {
+  if ((int)threadIdx.x >= count) return;
+  y[threadIdx.x] = __shfl_xor_sync(~0u, threadIdx.x, 16);  // RETURNED
+}
+KERNEL vote_absent(u32* y, u32 mask) {
+  if (threadIdx.x < 8) {
+    u32 v = __ballot_sync(mask, threadIdx.x & 1);  // VOTE
+    y[threadIdx.x] = v;
+  }
+}
+KERNEL divergent_mma(float* y, int count) {
+  float c[4] = {0.f, 0.f, 0.f, 0.f};
+  if ((int)threadIdx.x < count) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%4}, {%4}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(threadIdx.x));  // MMA
+    y[threadIdx.x] = c[0] + c[1] + c[2] + c[3];
+  }
+}
+KERNEL ldmatrix_addresses(u32* y, int used, int unused) {
+  __shared__ __align__(16) u32 s[64];
+  s[threadIdx.x] = s[threadIdx.x + 32] = threadIdx.x;
+  __syncthreads();
+  u32 r, a = shared_address(s) + (threadIdx.x & 7) * 16 + (threadIdx.x < 8 ? used : unused);
+  asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(r) : "r"(a) : "memory");  // ADDRESSES
+  y[threadIdx.x] = r;
+}
+KERNEL fails(float* y, int trap) {
+  if (trap && threadIdx.x == 5) asm volatile("trap;");  // TRAP
+  y[threadIdx.x] = 1.f;
+}
+KERNEL endless(volatile float* y) {
+  while (y[0] == 0.f) y[1] = 1.f;
+}

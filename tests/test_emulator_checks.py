@@ -1,0 +1,302 @@
+"""Every check finds a planted bug, names its place, and lets the fixed kernel pass."""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from ptx import compile_module, kernel_text, line_of
+
+from cupyattn import emulator
+from cupyattn.emulator import (
+    Argument,
+    BarrierError,
+    Checks,
+    ConstWriteError,
+    KernelFault,
+    KernelTrap,
+    MisalignedAccessError,
+    OutOfBoundsError,
+    SharedMemoryRaceError,
+    UninitializedReadError,
+    WarpSyncError,
+)
+
+pytestmark = pytest.mark.nvrtc
+
+FILE = "faults.cu"
+
+
+def run(kernel: str, *args: Any, block: int = 64, grid: int = 1, **options: Any) -> None:
+    emulator.launch(compile_module(FILE), kernel, grid, block, args, **options)
+
+
+def fault(
+    kind: type[KernelFault], marker: str, kernel: str, *args: Any, **options: Any
+) -> KernelFault:
+    """Run a kernel that must fail with `kind` at the line with `marker`."""
+    with pytest.raises(kind) as caught:
+        run(kernel, *args, **options)
+    error = caught.value
+    assert type(error) is kind
+    assert error.line == line_of(FILE, f"// {marker}"), error
+    assert error.block is not None and error.thread is not None
+    assert f"{FILE}:{error.line}" in str(error)
+    return error
+
+
+def zeros(count: int = 64, dtype: str = "f4") -> np.ndarray:
+    return np.zeros(count, dtype)
+
+
+class TestBounds:
+    def test_load(self) -> None:
+        x, y = zeros(128), zeros()
+        run("load_shifted", x, y, np.int32(0), grid=2)
+        error = fault(OutOfBoundsError, "LOAD", "load_shifted", Argument(x, "x", const=True), y,
+                      np.int32(3), grid=2)  # fmt: skip
+        assert error.block == (1, 0, 0) and error.thread == (61, 0, 0)
+        assert "`x` (float32 (128,), 512 bytes)" in str(error)
+        assert "0 bytes past the end" in str(error) and "2 more threads" in str(error)
+        error = fault(OutOfBoundsError, "LOAD", "load_shifted", x, y, np.int32(-5))
+        assert "20 bytes before the start of `argument 0`" in str(error)
+
+    def test_far_overrun_does_not_land_in_another_argument(self) -> None:
+        pool = zeros(4096)
+        fault(
+            OutOfBoundsError, "STORE", "store_shifted", pool[:64], pool[1024:2048], np.int32(-1024)
+        )
+
+    def test_store_leaves_memory_alone(self) -> None:
+        y = zeros(80)
+        error = fault(OutOfBoundsError, "STORE", "store_shifted", zeros(), Argument(y[:64], "y"),
+                      np.int32(16))  # fmt: skip
+        assert "out-of-bounds 4-byte store" in str(error)
+        assert not y.any()
+
+    def test_null_pointer(self) -> None:
+        error = fault(OutOfBoundsError, "LOAD", "load_shifted", None, zeros(), np.int32(0))
+        assert "a null pointer" in str(error)
+
+    def test_between_the_elements_of_a_view(self) -> None:
+        pool = np.zeros((64, 2), "f4")
+        error = fault(OutOfBoundsError, "STORE", "store_shifted", zeros(),
+                      Argument(pool[:, 0], "y"), np.int32(0))  # fmt: skip
+        assert "between the elements of the strided view" in str(error)
+        run("store_shifted", zeros() + 1, Argument(pool[:, 0], "y", exact=False), np.int32(0))
+        assert pool.ravel()[:64].all() and not pool.ravel()[64:].any()
+
+    def test_shared(self) -> None:
+        run("shared_overrun", zeros(), np.int32(0), shared_bytes=256)
+        error = fault(OutOfBoundsError, "OVERRUN", "shared_overrun", zeros(), np.int32(2),
+                      shared_bytes=256)  # fmt: skip
+        assert error.thread == (62, 0, 0)
+        assert "shared memory (256 bytes) at offset 256: 0 bytes past its end" in str(error)
+        error = fault(OutOfBoundsError, "OVERRUN", "shared_overrun", zeros(), np.int32(-1),
+                      shared_bytes=256)  # fmt: skip
+        assert "4 bytes before its start" in str(error)
+
+    def test_local(self) -> None:
+        run("local_overrun", zeros(), np.int32(0), block=8)
+        fault(OutOfBoundsError, "LOCAL", "local_overrun", zeros(), np.int32(1), block=8)
+
+    def test_without_the_check_arguments_are_still_the_limit(self) -> None:
+        with pytest.raises(OutOfBoundsError):
+            run("store_shifted", zeros(), zeros(), np.int32(16), checks=Checks.none())
+
+
+def test_misaligned() -> None:
+    x, y = zeros(512), zeros(256)
+    run("load_vector", x, y, np.int32(4))
+    error = fault(MisalignedAccessError, "VECTOR", "load_vector", x, y, np.int32(1))
+    assert "misaligned 16-byte access to global memory" in str(error)
+    assert "4 bytes off" in str(error) or "bytes off a multiple of 16" in str(error)
+
+
+def test_const_write() -> None:
+    y = zeros()
+    error = fault(ConstWriteError, "STORE", "store_shifted", zeros(),
+                  Argument(y, "weights", const=True), np.int32(0))  # fmt: skip
+    assert "`weights`" in str(error) and not y.any()
+    y.setflags(write=False)
+    fault(ConstWriteError, "STORE", "store_shifted", zeros(), y, np.int32(0))
+    y.setflags(write=True)
+    run("store_shifted", zeros() + 1, Argument(y, const=True), np.int32(0), checks=Checks.none())
+    assert y.all()
+
+
+def test_unwritten_shared_memory() -> None:
+    run("unwritten", zeros(), np.int32(64))
+    error = fault(UninitializedReadError, "UNWRITTEN", "unwritten", zeros(), np.int32(60))
+    assert error.thread == (60, 0, 0) and "byte 240" in str(error)
+    run("unwritten", zeros(), np.int32(60), checks=Checks.fast())
+
+
+@pytest.mark.parametrize(
+    ("kernel", "marker", "block"),
+    [
+        ("race_between_warps", "RAW", 64),
+        ("race_in_warp", "WARP_RAW", 32),
+        ("race_after_read", "WAR", 64),
+        ("race_of_writes", "WAW", 64),
+        ("race_of_warp_writes", "WARP_WAW", 64),
+        ("race_before_ldmatrix", "LDMATRIX", 32),
+        ("race_with_atomic", "ATOMIC", 64),
+        ("named_barriers", "NAMED", 128),
+    ],
+)
+def test_races(kernel: str, marker: str, block: int) -> None:
+    dtype = "u4" if kernel in ("race_before_ldmatrix", "race_with_atomic") else "f4"
+    run(kernel, zeros(128, dtype), np.int32(1), block=block, grid=3)
+    error = fault(SharedMemoryRaceError, marker, kernel, zeros(128, dtype), np.int32(0),
+                  block=block, grid=3)  # fmt: skip
+    assert "race" in str(error)
+    run(kernel, zeros(128, dtype), np.int32(0), block=block, grid=3, checks=Checks.fast())
+
+
+def test_race_messages_name_the_other_side() -> None:
+    error = fault(SharedMemoryRaceError, "RAW", "race_between_warps", zeros(), np.int32(0))
+    assert re.search(r"reads byte 128 .*written by lane 0 of warp 1 .*no barrier", str(error))
+    error = fault(SharedMemoryRaceError, "WARP_RAW", "race_in_warp", zeros(), np.int32(0), block=32)
+    assert "no bar.warp.sync (__syncwarp) lies between" in str(error)
+
+
+def test_own_data_needs_no_barrier() -> None:
+    y = zeros()
+    run("own_data", y, np.int32(0))
+    np.testing.assert_array_equal(y, np.arange(64) + 1)
+    fault(SharedMemoryRaceError, "OWN", "own_data", y, np.int32(1))
+    fault(SharedMemoryRaceError, "OWN", "own_data", y, np.int32(32))
+
+
+@pytest.mark.parametrize("writer", [0, 7, 31])
+def test_race_with_many_readers_in_one_warp(writer: int) -> None:
+    fault(SharedMemoryRaceError, "WAR_MANY", "race_of_three_readers", zeros(32), np.int32(writer),
+          block=32)  # fmt: skip
+
+
+@pytest.mark.parametrize("writer", [0, 33, 95])
+def test_race_with_many_readers(writer: int) -> None:
+    fault(SharedMemoryRaceError, "WAR_MANY", "race_of_three_readers", zeros(96), np.int32(writer),
+          block=96)  # fmt: skip
+    run("race_of_three_readers", zeros(96), np.int32(-1), block=96)
+
+
+def test_producer_consumer() -> None:
+    y = zeros(32)
+    run("producer_consumer", y, np.int32(3), np.int32(1))
+    np.testing.assert_array_equal(y, 3 + 3 * (np.arange(32) ^ 1))
+    run("producer_consumer", y, np.int32(1), np.int32(0))  # one round needs no way back
+    fault(
+        SharedMemoryRaceError, "PRODUCE", "producer_consumer", zeros(32), np.int32(3), np.int32(0)
+    )
+
+
+class TestBarriers:
+    def test_divergent(self) -> None:
+        run("divergent_barrier", zeros(), np.int32(64))
+        run("divergent_barrier", zeros(), np.int32(0))
+        error = fault(BarrierError, "SECOND_BARRIER", "divergent_barrier", zeros(), np.int32(32))
+        assert f"faults.cu:{line_of(FILE, '// FIRST_BARRIER')}" in str(error)
+        y = zeros()
+        run("divergent_barrier", y, np.int32(32), checks=Checks.none())
+        np.testing.assert_array_equal(y, np.where(np.arange(64) < 32, 3, 7))
+
+    def test_missed(self) -> None:
+        run("missed_barrier", zeros(), np.int32(64))
+        error = fault(BarrierError, "MISSED", "missed_barrier", zeros(), np.int32(40))
+        assert error.thread == (40, 0, 0) and "returned before" in str(error)
+        y = zeros()
+        run("missed_barrier", y, np.int32(40), checks=Checks.none())
+        assert y[:40].all()
+
+    def test_in_branch(self) -> None:
+        run("barrier_in_branch", zeros(), np.int32(64))
+        run("barrier_in_branch", zeros(), np.int32(0))
+        fault(BarrierError, "BRANCH_BARRIER", "barrier_in_branch", zeros(), np.int32(32))
+
+    def test_deadlock_is_always_an_error(self) -> None:
+        run("barrier_deadlock", zeros(), np.int32(64))
+        for checks in (Checks(), Checks.none()):
+            error = fault(BarrierError, "DEADLOCK", "barrier_deadlock", zeros(), np.int32(32),
+                          checks=checks)  # fmt: skip
+            assert "deadlock" in str(error)
+
+    def test_warp_barrier(self) -> None:
+        y = zeros(16)
+        run("warp_barrier_absent", y, np.uint32(0xFFFF), block=16)
+        fault(
+            BarrierError,
+            "SYNCWARP",
+            "warp_barrier_absent",
+            zeros(32),
+            np.uint32(0xFFFFFFFF),
+            block=32,
+        )
+
+
+class TestWarpInstructions:
+    def test_shuffle(self) -> None:
+        y = zeros(32, "u4")
+        run("shuffle_absent", y, np.uint32(0xAAAAAAAA), block=32)
+        np.testing.assert_array_equal(y[1::2], 3 * (np.arange(1, 32, 2) ^ 2))
+        error = fault(
+            WarpSyncError, "SHUFFLE", "shuffle_absent", y, np.uint32(0xFFFFFFFF), block=32
+        )
+        assert "lanes [0, 2, 4" in str(error)
+        run("shuffle_absent", y, np.uint32(0xFFFFFFFF), block=32, checks=Checks.none())
+
+    def test_shuffle_with_threads_that_returned(self) -> None:
+        run("shuffle_returned", zeros(32, "u4"), np.int32(32), block=32)
+        fault(
+            WarpSyncError, "RETURNED", "shuffle_returned", zeros(32, "u4"), np.int32(16), block=32
+        )
+        fault(
+            WarpSyncError, "RETURNED", "shuffle_returned", zeros(48, "u4"), np.int32(48), block=40
+        )
+
+    def test_vote(self) -> None:
+        y = zeros(32, "u4")
+        run("vote_absent", y, np.uint32(0xFF), block=32)
+        assert (y[:8] == 0xAA).all()
+        fault(WarpSyncError, "VOTE", "vote_absent", y, np.uint32(0x1FF), block=32)
+
+    def test_mma(self) -> None:
+        run("divergent_mma", zeros(), np.int32(32))
+        error = fault(WarpSyncError, "MMA", "divergent_mma", zeros(), np.int32(48))
+        assert "all 32 lanes" in str(error)
+
+    def test_ldmatrix_addresses(self) -> None:
+        y = zeros(32, "u4")
+        run("ldmatrix_addresses", y, np.int32(0), np.int32(0), block=32)
+        np.testing.assert_array_equal(y, np.arange(32))
+        fault(MisalignedAccessError, "ADDRESSES", "ldmatrix_addresses", y, np.int32(4), np.int32(0),
+              block=32)  # fmt: skip
+        error = fault(MisalignedAccessError, "ADDRESSES", "ldmatrix_addresses", y, np.int32(0),
+                      np.int32(8), block=32)  # fmt: skip
+        assert "does not use" in str(error) and error.thread == (8, 0, 0)
+        fault(OutOfBoundsError, "ADDRESSES", "ldmatrix_addresses", y, np.int32(160), np.int32(0),
+              block=32)  # fmt: skip
+        run("ldmatrix_addresses", y, np.int32(0), np.int32(1 << 20), block=32)
+
+
+def test_trap() -> None:
+    run("fails", zeros(), np.int32(0))
+    error = fault(KernelTrap, "TRAP", "fails", zeros(), np.int32(1))
+    assert error.thread == (5, 0, 0)
+
+
+def test_endless_loop() -> None:
+    with pytest.raises(KernelFault, match="endless loop"):
+        run("endless", zeros(), checks=Checks(max_steps=1000))
+    run("endless", zeros() + 1)
+
+
+def test_messages_quote_the_source() -> None:
+    error = fault(OutOfBoundsError, "LOAD", "load_shifted", zeros(), zeros(), np.int32(3))
+    assert "(int)(blockIdx.x * blockDim.x + threadIdx.x) + shift]" in str(error)
+    assert "[ld.global" in str(error)
+    text = kernel_text(".loc 1 2 1\nld.global.u32 %r1, [%rd1];", "") + '.file 1 "a/b.cu"'
+    module = emulator.load(text, {"a/b.cu": "first\n  second line\n"})
+    with pytest.raises(OutOfBoundsError, match=r"b\.cu:2: second line \[ld\.global"):
+        emulator.launch(module, "k", 1, 1, [])

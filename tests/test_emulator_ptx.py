@@ -1,0 +1,146 @@
+"""The PTX parser and the control-flow graph."""
+
+import numpy as np
+import pytest
+from ptx import kernel_text
+
+from cupyattn import emulator
+from cupyattn.emulator.codegen.control_flow import ControlFlow
+from cupyattn.emulator.ptx.body import split_operands
+from cupyattn.emulator.ptx.calls import expand_calls
+from cupyattn.emulator.ptx.model import Function
+from cupyattn.emulator.ptx.parser import parse_module
+from cupyattn.emulator.ptx.variables import parse_variable
+
+
+def body(text: str) -> Function:
+    module = parse_module(kernel_text(text, ""))
+    return expand_calls(module, module.function("k"))
+
+
+def test_operands() -> None:
+    assert split_operands("%r1|%p2, {%f1, %f2}, [%rd1+-4], -1") == [
+        "%r1|%p2", "{%f1, %f2}", "[%rd1+-4]", "-1",
+    ]  # fmt: skip
+    assert split_operands("") == []
+
+
+def test_instructions_labels_and_guards() -> None:
+    function = body("LOOP: @!%p1 add.s32 %r1, %r2, -3; // comment; with a semicolon\n"
+                    "{ mov.b32 %r1, 5; } /* another\n one; */ bra.uni LOOP;")  # fmt: skip
+    first = function.instructions[0]
+    assert (first.opcode, first.guard, first.operands) == (
+        "add.s32", ("%p1", True), ["%r1", "%r2", "-3"],
+    )  # fmt: skip
+    assert str(first) == "@!%p1 add.s32 %r1, %r2, -3;"
+    assert function.labels["LOOP"] == 0 and len(function.instructions) == 4
+
+
+def test_scoped_registers_are_kept_apart() -> None:
+    function = body("{ .reg .b32 t; mov.u32 t, 1; } { .reg .b32 t; mov.u32 t, 2; mov.u32 %r1, t; }")
+    targets = [x.operands[0] for x in function.instructions[:2]]
+    assert targets[0] != targets[1]
+    assert function.instructions[2].operands[1] == targets[1]
+    assert all(name in function.registers for name in targets)
+
+
+def test_lines() -> None:
+    text = (
+        kernel_text(
+            """
+        .loc 1 10 3
+        mov.u32 %r1, 1;
+        .loc 2 700 5, function_name $L__info_string0, inlined_at 1 12 7
+        mov.u32 %r2, 1;
+        .loc 3 33 5, function_name $L__info_string1, inlined_at 1 13 7
+        mov.u32 %r3, 1;
+        .loc 1 0 3
+        mov.u32 %r4, 1;
+        """,
+            "",
+        )
+        + '.file 1 "/a/k.cu"\n.file 2 "/usr/include/cuda_fp16.hpp"\n.file 3 "/a//mma.cuh"\n'
+    )
+    function = parse_module(text).function("k")
+    assert [x.location for x in function.instructions[:4]] == [
+        ("/a/k.cu", 10),
+        ("/a/k.cu", 12),  # not the toolkit's header, but what called it
+        ("/a//mma.cuh", 33),
+        ("/a//mma.cuh", 33),  # line 0 says nothing
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "alignment", "initial"),
+    [
+        (".global .align 4 .f32 x = 0f3F800000", 4, 4, np.float32(1).tobytes()),
+        (".const .align 8 .b8 t[4] = {1, 2, 255}", 4, 8, bytes([1, 2, 255, 0])),
+        (".global .s16 y[2] = {-1, 0x10}", 4, 2, np.array([-1, 16], "i2").tobytes()),
+        (".global .f64 d = 0d3FF0000000000000", 8, 8, np.float64(1).tobytes()),
+        (".global .f32 d = 2.5", 4, 4, np.float32(2.5).tobytes()),
+        (".shared .align 16 .b8 s[]", 0, 16, None),
+        (".local .align 8 .b8 __local_depot0[40]", 40, 8, None),
+        (".global .v4 .u32 q", 16, 4, None),
+        (".shared .u32 m[3][5]", 60, 4, None),
+    ],
+)
+def test_variables(text: str, size: int, alignment: int, initial: bytes | None) -> None:
+    variable = parse_variable(text)
+    assert variable is not None
+    assert (variable.size, variable.alignment, variable.initial) == (size, alignment, initial)
+
+
+def test_unreadable_initial_values_matter_only_if_used() -> None:
+    declaration = ".global .u64 table[2] = {generic(other), 0};\n"
+    text = kernel_text("mov.u32 %r1, 1;", "")
+    used = kernel_text("mov.u64 %rd1, table; ld.global.u64 %rd2, [%rd1];", "")
+    emulator.run(text.replace(".visible", declaration + ".visible"), "k", 1, 1, [])
+    with pytest.raises(emulator.UnsupportedPTXError, match="only numbers are understood"):
+        emulator.run(used.replace(".visible", declaration + ".visible"), "k", 1, 1, [])
+
+
+def test_registers_that_are_never_written_are_zero() -> None:
+    out = np.ones(1, "u4")
+    emulator.run(
+        kernel_text("ld.param.u64 %rd1, [p0]; st.global.u32 [%rd1], %r9;"), "k", 1, 1, [out]
+    )
+    assert out[0] == 0
+
+
+def order(text: str) -> list[int]:
+    """Return the first instruction of every block, in the order in which blocks run."""
+    return [block.first for block in ControlFlow(body(text)).blocks]
+
+
+def test_both_sides_of_a_branch_come_before_their_join() -> None:
+    # the cold side stands behind the end, as compilers like to put it
+    text = """
+      setp.eq.u32 %p1, %r1, 0; @%p1 bra COLD;
+      mov.u32 %r2, 1;
+    JOIN:
+      mov.u32 %r3, 1; ret;
+    COLD:
+      mov.u32 %r2, 2; bra JOIN;
+    """
+    function = body(text)
+    flow = ControlFlow(function)
+    assert flow.target["COLD"] < flow.target["JOIN"]
+    assert [flow.blocks[flow.target[n]].first for n in ("JOIN", "COLD")] == [3, 5]
+
+
+def test_loops_are_contiguous() -> None:
+    # the exit of the loop stands in the middle of its text
+    text = """
+    LOOP:
+      setp.eq.u32 %p1, %r1, 0; @%p1 bra BODY;
+    OUT:
+      mov.u32 %r3, 1; ret;
+    BODY:
+      mov.u32 %r2, 2; bra LOOP;
+    """
+    flow = ControlFlow(body(text))
+    assert flow.target["LOOP"] < flow.target["BODY"] < flow.target["OUT"]
+
+
+def test_unreachable_code_is_dropped() -> None:
+    assert order("ret; mov.u32 %r1, 1; add.u32 %r1, %r1, 1;") == [0]
