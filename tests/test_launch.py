@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
+from strategies import dtype_of
 
 from cupyattn import attention, attention_backward, softmax, softmax_backward
 from cupyattn.kernels import cuda_device as device_module
@@ -368,9 +369,16 @@ ARRAY_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["flash", "tiled", "naive"])
+TEACHING = ("tiled", "naive")
+ONLY_FLASH = (*ARRAY_OPTIONS, "softcap", "dropout_p")
+
+
 @pytest.mark.parametrize(
-    "name", [*ARRAY_OPTIONS, "softcap", "dropout_p", "rotary", "mask_mod", "flash"]
+    ("implementation", "name"),
+    [
+        *((implementation, name) for implementation in TEACHING for name in ONLY_FLASH),
+        *((each, name) for each in (*TEACHING, "flash") for name in ("rotary", "mask_mod")),
+    ],
 )
 def test_what_has_no_kernel_says_so_and_does_nothing(recorder, implementation, name):
     q, k = device_array((2, 3, 4, 8)), device_array((2, 5, 2, 8))
@@ -381,16 +389,37 @@ def test_what_has_no_kernel_says_so_and_does_nothing(recorder, implementation, n
         options[name] = device_array((9, 4)), device_array((9, 4))
     elif name == "mask_mod":
         options[name] = lambda b, h, i, j: j <= i
-    elif name == "flash":
-        options["implementation"] = "flash"
     else:
         options |= {name: 0.5, "seed": 1}
     with pytest.raises(NotImplementedError) as failure:
         attention(q, k, k, **options)
     said, _, then = str(failure.value).partition("; ")
     assert name in said
-    assert "'tiled'" in then if name == "flash" else "CPU path has every option" in then
+    assert "CPU path has every option" in then
     assert recorder.did_nothing
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_flash_is_float16_and_says_so(recorder, dtype):
+    q = device_array((2, 3, 4, 8), dtype_of(dtype))
+    with pytest.raises(NotImplementedError, match="float16; 'tiled' and 'naive' take every"):
+        attention(q, q, q)
+    assert recorder.did_nothing
+
+
+def test_options_of_the_call_choose_the_flash_specialisation(recorder):
+    q = device_array((2, 32, 4, 64), np.float16)
+    macros, params, ctas = call(recorder, q, q, q, implementation="flash")
+    assert (macros["BIAS"], macros["MASK"], macros["DROPOUT"]) == ("void", "false", "false")
+    assert ctas == 2 * 4 * -(-32 // 128)
+    bias = device_array((4, 1, 32), np.float32)
+    macros, params, _ = call(
+        recorder, q, q, q, implementation="flash", bias=bias, softcap=5.0, dropout_p=0.25, seed=7
+    )
+    assert (macros["BIAS"], macros["BIAS_VEC"]) == ("float32", 2)
+    assert (macros["SOFTCAP"], macros["DROPOUT"], macros["SINKS"]) == ("true", "true", "void")
+    assert params["scores"]["bias"].tolist() == (0, 32, 0, 1)
+    assert (params["scores"]["seed"], params["scores"]["keep_from"]) == (7, 16384)
 
 
 def test_backward_has_no_kernel_and_says_so(recorder):
