@@ -116,7 +116,7 @@ def test_the_catalogue_has_every_row_in_every_dtype():
     assert max(labels.values()) == 1, labels.most_common(1)
     assert {specialisation.spec.entry for specialisation in catalogue} == set(KERNELS)
     for dtype in STORAGE:
-        of_dtype = [dict(s.macros) for s in catalogue if dict(s.macros)["DTYPE"] == dtype]
+        of_dtype = [dict(s.macros) for s in catalogue if dict(s.macros).get("DTYPE") == dtype]
         vectors = {1, vector_items(dtype)}
         tiled = {(m["HEAD_DIM"], m["ROWS"], m["VEC"]) for m in of_dtype if "ROWS" in m}
         assert tiled == {
@@ -132,6 +132,16 @@ def test_the_catalogue_has_every_row_in_every_dtype():
         }
 
 
+def test_the_catalogue_has_every_flash_row_and_option():
+    macros = [dict(s.macros) for s in configs.catalogue() if s.spec.entry == "attention_forward"]
+    rows = {(m["HEAD_DIM"], m["TILE_K"], m["VEC"]) for m in macros}
+    assert rows == {(d, row.tile_k, vec) for d, row in attention.FLASH.items() for vec in (8, 1)}
+    for name, absent in (("BIAS", "void"), ("SLOPES", "void"), ("SINKS", "void")):
+        assert {m[name] for m in macros} > {absent}
+    for name in ("MASK", "SOFTCAP", "DROPOUT"):
+        assert {m[name] for m in macros} == {"true", "false"}
+
+
 def test_specialisations_say_what_their_kernel_needs():
     for specialisation in configs.catalogue():
         spec = specialisation.spec
@@ -139,7 +149,7 @@ def test_specialisations_say_what_their_kernel_needs():
         assert tuple(name for name, _ in specialisation.macros) == spec.macros
         assert specialisation.threads % WARP_SIZE == 0
         assert specialisation.threads <= 1024
-        assert specialisation.label.startswith(f"{spec.entry}[DTYPE=")
+        assert specialisation.label.startswith(f"{spec.entry}[{spec.macros[0]}=")
         struct = spec.parameters[-1]
         assert isinstance(struct, Struct)
         assert dict(specialisation.macros)["PARAMS_BYTES"] == struct.dtype.itemsize

@@ -18,11 +18,12 @@
 //           gives out = 0 and lse = -inf, or its sink.
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || !defined(TILE_K) || \
     !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
-#error "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, VEC, MIN_CTAS and SHARED_BYTES come from a table"
+#error \
+    "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(SLOPES) || !defined(SOFTCAP) || \
     !defined(SINKS) || !defined(DROPOUT)
-#error "BIAS, BIAS_VEC, MASK, SLOPES, SOFTCAP, SINKS and DROPOUT say which options the call has"
+#error "BIAS, BIAS_VEC, MASK, SLOPES, SOFTCAP, SINKS and DROPOUT come from a launch-configuration table"
 #endif
 #include "../common/philox.cuh"
 #include "../common/reduce.cuh"

@@ -94,8 +94,8 @@ KERNEL race_before_ldmatrix(u32* y, int ok) {
   u32 r;
   asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];"
                : "=r"(r)
-               : "r"(shared_address(s) + (threadIdx.x & 7) * 16)
-               : "memory");  // LDMATRIX
+               : "r"(shared_address(s) + (threadIdx.x & 7) * 16)  // LDMATRIX
+               : "memory");
   y[threadIdx.x] = r;
 }
 // Pairs of warps hand data over through a named barrier of their own; the bug mixes the pairs up.
