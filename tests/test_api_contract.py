@@ -86,7 +86,15 @@ def options_of(side: Any, problem: AttentionProblem) -> dict[str, Any]:
 
 def round_to(exact: np.ndarray, dtype: Any) -> np.ndarray:
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        return exact.astype(dtype)
+        if np.dtype(dtype).name != "bfloat16":
+            return exact.astype(dtype)
+        # ml_dtypes rounds to float32 first. Of its result and both neighbours, the nearest.
+        result = exact.astype(dtype)
+        for direction in (-np.inf, np.inf):
+            neighbour = np.nextafter(result, np.array(direction, dtype))
+            nearer = np.abs(neighbour.astype(float) - exact) < np.abs(result.astype(float) - exact)
+            result = np.where(nearer, neighbour, result)
+        return result
 
 
 @contextmanager

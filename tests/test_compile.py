@@ -171,7 +171,12 @@ def test_the_second_time_it_is_found(empty_cache, compilations):
 def test_no_unfinished_file_stays(empty_cache):
     compile_cubin(SMALL, TURING)
     compile_ptx(SMALL, TURING)
-    assert sorted(path.suffix for path in empty_cache.iterdir()) == [".cubin", ".json", ".ptx"]
+    assert sorted(path.suffix for path in empty_cache.iterdir()) == [
+        ".cubin",
+        ".json",
+        ".json",
+        ".ptx",
+    ]
 
 
 @nvrtc
@@ -282,14 +287,28 @@ def test_threads_compile_one_key_once(empty_cache, compilations):
 
 
 @nvrtc
-@pytest.mark.parametrize("suffix", [".cubin", ".json"])
-def test_a_file_that_was_cleaned_away_is_made_anew(empty_cache, suffix):
-    """Cleaners of cache folders take what is old, a file at a time."""
-    first = compile_cubin(SMALL, TURING)
-    first.path.with_suffix(suffix).unlink()
-    again = compile_cubin(SMALL, TURING)
-    assert again.path.is_file()
+@pytest.mark.parametrize("compiler", [compile_cubin, compile_ptx])
+@pytest.mark.parametrize("suffix", ["", ".json"])
+@pytest.mark.parametrize("content", [None, b"", b"{}", b'{"code_bytes": 1, "resources": 2}'])
+def test_a_damaged_file_is_made_anew(empty_cache, compiler, suffix, content):
+    """Cleaners of cache folders take files one at a time, and a full disk cuts them short."""
+    first = compiler(SMALL, TURING)
+    code = first.path.read_bytes()
+    damaged = first.path.with_name(first.path.name + suffix)
+    damaged.unlink() if content is None else damaged.write_bytes(content)
+    again = compiler(SMALL, TURING)
+    assert not again.was_cached
+    assert again.path.read_bytes() == code
     assert again.resources == first.resources
+    assert compiler(SMALL, TURING).was_cached
+
+
+@nvrtc
+def test_subnormals_are_flushed(empty_cache):
+    """As the error bounds take it that they are."""
+    ptx = compile_ptx(SMALL, TURING).path.read_text()
+    assert "mul.ftz.f32" in ptx
+    assert "mul.f32" not in ptx
 
 
 @nvrtc

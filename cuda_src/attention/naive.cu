@@ -30,17 +30,17 @@ struct Traits {
 };
 
 struct Smem {
-  float q[Traits::kHeadDim];  // the query row, times softmax_scale * log2(e)
+  float q[Traits::kHeadDim];  // the query row
   float p[Traits::kStrip];    // the strip's probabilities, before normalisation
   float partial[Traits::kThreads / kWarpSize];
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
-__device__ __forceinline__ float score_log2(const float* q_s, const Traits::Scalar* k_row_g) {
+__device__ __forceinline__ float score_log2(const float* q_s, const Traits::Scalar* k_row_g, float scale_log2) {
   float s = 0.f;
 #pragma unroll 8
   for (int d = 0; d < Traits::kHeadDim; d++) s += q_s[d] * to_float(k_row_g[d]);
-  return s;
+  return s * scale_log2;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -58,14 +58,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const Traits::Scalar* k_rows_g = head_rows(k_g, params.k, place.batch, place.kv_head, 0);
   const Traits::Scalar* v_rows_g = head_rows(v_g, params.v, place.batch, place.kv_head, 0);
   for (int d = thread; d < Traits::kHeadDim; d += Traits::kThreads) {
-    smem.q[d] = to_float(q_row_g[d]) * params.scale_log2;
+    smem.q[d] = to_float(q_row_g[d]);
   }
   __syncthreads();  // q: written by all, read by all from here on
 
   // Phase 2: the row's maximum.
   float max_log2 = -kInfinity;
   for (int key = visible.begin + thread; key < visible.end; key += Traits::kStrip) {
-    max_log2 = fmaxf(max_log2, score_log2(smem.q, k_rows_g + key * params.k.seq));
+    max_log2 = fmaxf(max_log2, score_log2(smem.q, k_rows_g + key * params.k.seq, params.scale_log2));
   }
   OnlineSoftmax<Unit::kLog2> softmax;  // told the maximum at once, it never has to rescale
   softmax.raise(cta_reduce<Max, Traits::kThreads>(max_log2, smem.partial));
@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int first = visible.begin; first < visible.end; first += Traits::kStrip) {
     const int key = first + thread;
     const bool exists = key < visible.end;
-    const float p = exists ? softmax.weight(score_log2(smem.q, k_rows_g + key * params.k.seq)) : 0.f;
+    const float p = exists ? softmax.weight(score_log2(smem.q, k_rows_g + key * params.k.seq, params.scale_log2)) : 0.f;
     softmax.l += p;
     __syncthreads();  // p: the previous strip has been read
     smem.p[thread] = p;

@@ -77,7 +77,9 @@ __device__ __forceinline__ Scalar* head_rows(Scalar* array, const Strides& strid
 }
 
 __device__ __forceinline__ int64 query_offset(const AttentionParams& params, const void* q_offsets_g, int batch) {
-  return q_offsets_g == nullptr ? params.q_offset : batch_integer(q_offsets_g, params.q_offsets, batch);
+  if (q_offsets_g == nullptr) return params.q_offset;
+  constexpr int64 kFarthest = 1LL << 60;  // a sum with a side of the window stays within 64 bits
+  return min(max(batch_integer(q_offsets_g, params.q_offsets, batch), -kFarthest), kFarthest);
 }
 
 // Which keys each row of a sequence sees.

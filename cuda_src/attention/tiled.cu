@@ -50,7 +50,7 @@ struct Traits {
 };
 
 struct Smem {
-  alignas(16) float q[Traits::QTile::kItems];           // times softmax_scale * log2(e) when it is used
+  alignas(16) float q[Traits::QTile::kItems];
   alignas(16) float key_value[Traits::kKeyValueItems];  // K, then V, of the present key tile
   alignas(16) float p[Traits::kTileQ][Traits::kTileK];  // each warp writes and reads its own rows only
 };

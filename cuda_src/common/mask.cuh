@@ -25,6 +25,7 @@ struct KeyWindow {
   int begin_shift, end_shift, keys;
 
   // Query i stands at i + q_offset and sees `left` keys before that position and `right` behind it.
+  // All three are within 2^60, or kUnbounded.
   __device__ __forceinline__ KeyWindow(int64 q_offset, int64 left, int64 right, int keys_)
       : begin_shift(left == kUnbounded ? -kFar : clamp(q_offset - left, -kFar, kFar)),
         end_shift(right == kUnbounded ? kFar : clamp(q_offset + right + 1, -kFar, kFar)),

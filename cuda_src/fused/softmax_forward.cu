@@ -8,7 +8,8 @@
 // Shapes    x and y of any rank and any outer strides, last axis contiguous (RowsParams, rows.cuh).
 // Work      LANES threads own a row; THREADS / LANES rows a CTA; grid ceil(rows / rows per CTA).
 // Budget    registers: STRIPS * VEC floats of the row (VEC where it is not RESIDENT); shared memory: one float per
-// warp. Edges     a row whose every entry is -inf gives zeros (as an attention row without keys); NaN fills its row.
+//           warp.
+// Edges     a row whose every entry is -inf gives zeros (as an attention row without keys); NaN fills its row.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || !defined(RESIDENT)
 #error "DTYPE, THREADS, LANES, STRIPS, VEC and RESIDENT come from a launch-configuration table"
 #endif

@@ -11,5 +11,22 @@ def round_into(given: Array | None, exact: np.ndarray, dtype: np.dtype) -> np.nd
     """Round once, into the array given or a new one. Too large for the dtype becomes inf."""
     target = np.empty(exact.shape, dtype) if given is None else given
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        if dtype.name == "bfloat16":  # ml_dtypes goes through float32, which would round twice
+            exact = _float32_to_odd(exact)
         target[...] = exact.astype(dtype)
     return target
+
+
+def _float32_to_odd(exact: np.ndarray) -> np.ndarray:
+    """Round to float32 so that rounding on is as if from `exact`: to the odd neighbour if inexact.
+
+    Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using
+    rounding to odd" (IEEE Transactions on Computers, 2008).
+    """
+    nearest = exact.astype(np.float32)
+    bits = nearest.view(np.uint32)
+    wide = nearest.astype(np.float64)
+    inexact = (wide != exact) & ~np.isnan(exact)
+    bits -= inexact & (np.abs(wide) > np.abs(exact))  # towards zero
+    bits |= inexact
+    return nearest

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
 import tempfile
+import threading
 from functools import lru_cache
 from pathlib import Path
 
@@ -26,7 +29,9 @@ def cache_directory() -> Path:
         with tempfile.TemporaryFile(dir=directory):
             return directory
     except (OSError, RuntimeError):  # RuntimeError: pathlib finds no home
-        return Path(tempfile.mkdtemp(prefix="cupyattn-"))
+        directory = Path(tempfile.mkdtemp(prefix="cupyattn-"))
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
+        return directory
 
 
 def _platform_directory() -> Path:
@@ -44,15 +49,15 @@ def write_atomically(path: Path, content: bytes) -> None:
     content, the file that is there already will do.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
+    # Not mkstemp, whose files only their owner may read: a cache can belong to several users.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
+        temporary.write_bytes(content)
         os.replace(temporary, path)
     except PermissionError:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         if not path.exists():
             raise
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise

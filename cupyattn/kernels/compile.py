@@ -26,7 +26,7 @@ from cupyattn.kernels.spec import Specialisation
 # instruction. -lineinfo: profilers and the sanitizer name lines of the .cu file.
 _OPTIONS = ("-std=c++17", "-ftz=true", "-lineinfo")
 
-_TOOLKIT_VARIABLES = ("CUDA_PATH", "CUDA_HOME")
+_TOOLKITS = ("CUDA_PATH", "CUDA_HOME")
 
 _locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 _locks_guard = threading.Lock()
@@ -86,17 +86,38 @@ def _compile(specialisation: Specialisation, target: str) -> Artifact:
     with _locks_guard:
         lock = _locks[key]
     with lock:  # one compilation per key at a time; other keys go on beside it
-        figures_path = path.with_suffix(".json")
-        was_cached = path.exists() and (is_ptx or figures_path.exists())
-        if not was_cached:
+        record = _read_record(path)
+        was_cached = record is not None
+        if record is None:
             code, log = _run_nvrtc(source, options, is_ptx=is_ptx)
-            if not is_ptx:
-                figures = json.dumps(asdict(parse_ptxas_log(log)))
-                write_atomically(path.with_suffix(".json"), figures.encode())
+            record = Record(len(code), None if is_ptx else parse_ptxas_log(log))
             write_atomically(path, code)
-    resources_path = path.with_suffix(".json")
-    resources = None if is_ptx else Resources(**json.loads(resources_path.read_text()))
-    return Artifact(path, resources, was_cached)
+            write_atomically(_record_path(path), json.dumps(asdict(record)).encode())
+    return Artifact(path, record.resources, was_cached)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is kept beside the code, and written after it."""
+
+    code_bytes: int
+    resources: Resources | None
+
+
+def _record_path(path: Path) -> Path:
+    return path.with_name(path.name + ".json")
+
+
+def _read_record(path: Path) -> Record | None:
+    """Return the record of a cached file; None if there is none or either is damaged."""
+    try:
+        fields = json.loads(_record_path(path).read_text(encoding="utf-8"))
+        resources = fields["resources"]
+        record = Record(fields["code_bytes"], resources and Resources(**resources))
+        complete = path.stat().st_size == record.code_bytes
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return record if complete else None
 
 
 def _cache_key(source: Path, options: tuple[str, ...]) -> str:
@@ -180,7 +201,7 @@ def _toolkit_headers() -> Path:
         found = None
     folders = [
         found,
-        *(os.path.join(os.environ.get(name, ""), "include") for name in _TOOLKIT_VARIABLES),
+        *(Path(os.environ[name]) / "include" for name in _TOOLKITS if os.environ.get(name)),
     ]
     for folder in folders:
         if folder and (Path(folder) / "cuda_fp16.h").is_file():

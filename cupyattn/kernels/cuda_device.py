@@ -126,7 +126,7 @@ def _arch_for(capability: int) -> Arch:
     text = os.environ.get(ARCH_VARIABLE, "").strip()
     if not text:
         return arch_of(capability)
-    if not text.isdigit() or int(text) > capability:
+    if not (text.isascii() and text.isdigit()) or int(text) > capability:
         raise error(
             ValueError,
             f"{ARCH_VARIABLE}={text!r} on a device of compute capability {capability / 10:.1f}",

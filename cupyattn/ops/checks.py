@@ -45,8 +45,15 @@ def require_dtype(name: str, layout: Layout, allowed: tuple[str, ...]) -> None:
             TypeError,
             f"{name} has dtype {layout.dtype_text}",
             f"allowed are {', '.join(allowed)}",
-            f"convert it, for example {name}.astype({allowed[0]!r})",
+            f"convert it, for example {name}.astype({_nearest(dtype, allowed)!r})",
         )
+
+
+def _nearest(dtype: np.dtype, allowed: tuple[str, ...]) -> str:
+    """Return what loses least: the same in native order, float32, or the widest of the others."""
+    if dtype.name in allowed:
+        return dtype.name
+    return "float32" if "float32" in allowed else allowed[-1]
 
 
 def require_same_dtype(layouts: dict[str, Layout], names: Iterable[str]) -> None:

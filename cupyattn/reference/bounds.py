@@ -43,7 +43,7 @@ The backward is given out and lse, so that each P errs on its own: see `backward
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -92,15 +92,21 @@ _PRECISIONS = {
 }
 
 
-def precision_of(dtype: DTypeLike) -> Precision:
-    """Look up the precision of kernels for a dtype, given as NumPy's dtype or by name."""
+def precision_of(dtype: DTypeLike, *, float32_weights: bool = False) -> Precision:
+    """Look up the precision of kernels for a dtype, given as NumPy's dtype or by name.
+
+    float32_weights: of kernels that keep P in float32, whatever the dtype.
+    """
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     if name not in _PRECISIONS:
         raise ValueError(
             f"no error bounds for dtype {name!r}; there are some for {', '.join(_PRECISIONS)}: "
             "pass the dtype that the kernel under test was given"
         )
-    return _PRECISIONS[name]
+    precision = _PRECISIONS[name]
+    if float32_weights:
+        return replace(precision, u_in=U32, tiny_in=TINY32, exponent_shift=0.0, flush=TINY32)
+    return precision
 
 
 def error_ratio(actual: ArrayLike, reference: ArrayLike, bound: ArrayLike) -> float:
@@ -202,6 +208,7 @@ def attention_bound(
     *,
     dtype: DTypeLike,
     tile_k: int,
+    float32_weights: bool = False,
     **options: Any,
 ) -> tuple[Float64, Float64]:
     """Error bounds of attention's results; the module's docstring has the derivation.
@@ -228,7 +235,7 @@ def attention_bound(
     ValueError
         If there are no bounds for the dtype.
     """
-    precision = precision_of(dtype)
+    precision = precision_of(dtype, float32_weights=float32_weights)
     out, lse = attention(q, k, v, **options)
     blocks = ScoreBlocks(q, k, v, **options)
     tiles = -(-k.shape[1] // tile_k)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+_ITEMS_PER_BLOCK = 2**18  # float64 intermediates of 2 MiB
 
 
 def softmax(x: ArrayLike) -> NDArray[np.float64]:
@@ -25,6 +28,10 @@ def softmax(x: ArrayLike) -> NDArray[np.float64]:
     >>> softmax([0.0, float("-inf"), 0.0])
     array([0.5, 0. , 0.5])
     """
+    return _by_rows(_softmax, np.asarray(x))
+
+
+def _softmax(x: NDArray[Any]) -> NDArray[np.float64]:
     x = np.asarray(x, dtype=np.float64)
     with np.errstate(invalid="ignore", under="ignore", over="ignore"):
         m = np.max(x, axis=-1, keepdims=True, initial=-np.inf)
@@ -48,8 +55,27 @@ def softmax_backward(dout: ArrayLike, out: ArrayLike) -> NDArray[np.float64]:
     -------
     (..., N) float64
     """
+    return _by_rows(_softmax_backward, np.asarray(dout), np.asarray(out))
+
+
+def _softmax_backward(dout: NDArray[Any], out: NDArray[Any]) -> NDArray[np.float64]:
     dout, out = np.asarray(dout, dtype=np.float64), np.asarray(out, dtype=np.float64)
     with np.errstate(invalid="ignore", under="ignore", over="ignore"):
         product: NDArray[Any] = dout * out
         result: NDArray[np.float64] = product - out * product.sum(axis=-1, keepdims=True)
+    return result
+
+
+def _by_rows(
+    function: Callable[..., NDArray[np.float64]], *arrays: NDArray[Any]
+) -> NDArray[np.float64]:
+    """Apply a function of whole rows to blocks of the first axis, to keep intermediates small."""
+    shape = arrays[0].shape
+    if len(shape) < 2 or arrays[0].size <= _ITEMS_PER_BLOCK:
+        return function(*arrays)
+    result = np.empty(shape)
+    step = max(1, _ITEMS_PER_BLOCK * shape[0] // arrays[0].size)
+    for first in range(0, shape[0], step):
+        block = slice(first, first + step)
+        result[block] = function(*(array[block] for array in arrays))
     return result
