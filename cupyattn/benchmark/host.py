@@ -22,7 +22,7 @@ from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.functional.device_info import device_count
 from cupyattn.kernels.cuda_device import CudaDevice, cuda_device
 from cupyattn.kernels.launch import launch
-from cupyattn.ops.attention_problem import AttentionOptions
+from cupyattn.ops.attention_options import AttentionOptions
 
 GOAL_WITH_OUT_US = 15.0
 GOAL_US = 25.0

@@ -11,7 +11,8 @@ from cupyattn.arrays import Array, adopt
 from cupyattn.kernels.arch import Arch
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.ops.attention import attention_forward
-from cupyattn.ops.attention_problem import AttentionOptions, forward_problem
+from cupyattn.ops.attention_options import AttentionOptions
+from cupyattn.ops.attention_problem import forward_problem
 
 
 class Launch(NamedTuple):

@@ -11,12 +11,8 @@ from cupyattn.functional.attention_call import AttentionCall, attention_call, re
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.attention import attention_forward
-from cupyattn.ops.attention_problem import (
-    FORWARD_RESULTS,
-    LSE_DTYPE,
-    AttentionOptions,
-    forward_problem,
-)
+from cupyattn.ops.attention_options import AttentionOptions
+from cupyattn.ops.attention_problem import FORWARD_RESULTS, LSE_DTYPE, forward_problem
 from cupyattn.ops.attention_values import check_values
 from cupyattn.ops.checks import require_bool, require_disjoint
 

@@ -12,7 +12,8 @@ from cupyattn.errors import error
 from cupyattn.functional.attention_call import AttentionCall, attention_call, reference_options
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.rounding import round_into
-from cupyattn.ops.attention_problem import BACKWARD_RESULTS, AttentionOptions, backward_problem
+from cupyattn.ops.attention_options import AttentionOptions
+from cupyattn.ops.attention_problem import BACKWARD_RESULTS, backward_problem
 from cupyattn.ops.attention_values import check_values
 from cupyattn.ops.checks import require_bool, require_disjoint
 from cupyattn.reference import AttentionGrads

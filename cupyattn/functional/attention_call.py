@@ -9,7 +9,8 @@ import numpy as np
 
 from cupyattn.arrays import LayoutKey, Operands, adopt
 from cupyattn.errors import error
-from cupyattn.ops.attention_problem import AttentionOptions, AttentionProblem
+from cupyattn.ops.attention_options import AttentionOptions
+from cupyattn.ops.attention_problem import AttentionProblem
 
 
 class AttentionCall(NamedTuple):

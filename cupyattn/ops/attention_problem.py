@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from cupyattn.arrays import Layout, LayoutKey, Span, layouts_of, span
 from cupyattn.errors import error
 from cupyattn.kernels.configs.attention import MAX_HEAD_DIM
+from cupyattn.ops.attention_options import (
+    AttentionOptions,
+    checked_dropout_p,
+    checked_q_offset,
+    checked_seed,
+    checked_softcap,
+    checked_softmax_scale,
+    checked_window,
+    require_valid_choices,
+)
 from cupyattn.ops.checks import (
     FLOATS,
     INTEGERS,
     require_arrays,
-    require_bool,
     require_contiguous_rows,
     require_dtype,
     require_output,
@@ -29,26 +36,7 @@ from cupyattn.ops.checks import (
 )
 
 LSE_DTYPE = np.dtype(np.float32)
-IMPLEMENTATIONS = ("flash", "tiled", "naive")
 _CACHED_PROBLEMS = 4096
-_NO_NUMBERS = (bool, np.timedelta64)  # integers to Python's and NumPy's classes, but not here
-_MAX_FACTOR = 1e38  # times log2(e) it is still a float32
-MAX_OFFSET = 2**60  # a position plus a window side stays within 64 bits
-
-
-class AttentionOptions(NamedTuple):
-    """The options of attention that are no arrays, as the caller gave them."""
-
-    causal: bool = False
-    softmax_scale: float | None = None
-    window_size: tuple[int | None, int | None] | None = None
-    softcap: float | None = None
-    dropout_p: float = 0.0
-    seed: int | None = None
-    mask_mod: Callable[..., Any] | None = None
-    implementation: str = "flash"
-    q_offset: int | None = None
-    """None too where q_offset is an array, which is among the layouts then."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +177,7 @@ def _problem(layouts: dict[str, Layout], options: AttentionOptions) -> Attention
     batch, sq, heads, head_dim = q.shape
     _, sk, kv_heads, head_dim_v = v.shape
     _require_matching_heads(q, k, v)
-    _require_valid_choices(options)
+    require_valid_choices(options)
 
     problem = AttentionProblem(
         batch=batch,
@@ -201,12 +189,12 @@ def _problem(layouts: dict[str, Layout], options: AttentionOptions) -> Attention
         head_dim_v=head_dim_v,
         dtype=q.dtype,
         layouts=layouts,
-        softmax_scale=_softmax_scale(options.softmax_scale, head_dim),
-        q_offset=_q_offset(options.q_offset, sq, sk),
-        window=_window(options.window_size, options.causal),
-        softcap=_softcap(options.softcap),
-        dropout_p=_dropout_p(options.dropout_p, options.seed),
-        seed=_seed(options.seed),
+        softmax_scale=checked_softmax_scale(options.softmax_scale, head_dim),
+        q_offset=checked_q_offset(options.q_offset, sq, sk),
+        window=checked_window(options.window_size, options.causal),
+        softcap=checked_softcap(options.softcap),
+        dropout_p=checked_dropout_p(options.dropout_p, options.seed),
+        seed=checked_seed(options.seed),
         mask_mod=options.mask_mod,
         implementation=options.implementation,
         spans={name: span(layout) for name, layout in layouts.items()},
@@ -235,126 +223,6 @@ def _require_matching_heads(q: Layout, k: Layout, v: Layout) -> None:
                 f"head dims are 1 to {MAX_HEAD_DIM}",
                 "split the head, or check that the last axis is the head dim",
             )
-
-
-def _softmax_scale(given: Any, head_dim: int) -> float:
-    if given is None:
-        return float(head_dim**-0.5)
-    scale = _real("softmax_scale", given)
-    if not abs(scale) <= _MAX_FACTOR:
-        raise error(
-            ValueError,
-            f"softmax_scale = {scale}",
-            f"it is a finite number up to {_MAX_FACTOR:g}; the default is D ** -0.5",
-            "pass a smaller number, or None",
-        )
-    return scale
-
-
-def _q_offset(given: Any, sq: int, sk: int) -> int:
-    if given is None:
-        return sk - sq
-    q_offset = _integer("q_offset", given)
-    if abs(q_offset) > MAX_OFFSET:
-        raise error(
-            ValueError,
-            f"q_offset = {q_offset}",
-            f"it is between -{MAX_OFFSET} and {MAX_OFFSET}",
-            "pass the key position of query 0",
-        )
-    return q_offset
-
-
-def _window(window_size: Any, causal: Any) -> tuple[int | None, int | None]:
-    left: int | None = None
-    right: int | None = None
-    if window_size is not None:
-        if not isinstance(window_size, tuple) or len(window_size) != 2:
-            raise error(
-                TypeError,
-                f"window_size = {window_size!r}",
-                "it is a tuple (left, right) of integers or None",
-                "pass for example window_size=(1024, 0)",
-            )
-        left, right = (
-            None if side is None else _integer("each side of window_size", side)
-            for side in window_size
-        )
-        if (left is not None and left < 0) or (right is not None and right < 0):
-            raise error(
-                ValueError,
-                f"window_size = {window_size}",
-                "each side counts keys, 0 or more; None is unbounded",
-                "use None where -1 meant unbounded",
-            )
-    require_bool("causal", causal)
-    if causal:
-        right = 0  # 0 is the smallest right side, so causal and window together are just that
-    return left, right
-
-
-def _softcap(given: Any) -> float | None:
-    if given is None:
-        return None
-    softcap = _real("softcap", given)
-    if not 0 < softcap <= _MAX_FACTOR:
-        raise error(
-            ValueError,
-            f"softcap = {softcap}",
-            f"it is above 0 and finite, up to {_MAX_FACTOR:g}: scores become "
-            "softcap * tanh(s / softcap)",
-            "pass None for none",
-        )
-    return softcap
-
-
-def _dropout_p(given: Any, seed: Any) -> float:
-    probability = _real("dropout_p", given)
-    if not 0.0 <= probability < 1.0:
-        raise error(
-            ValueError,
-            f"dropout_p = {probability}",
-            "it is at least 0 and below 1",
-            "pass the share of probabilities to drop, 0.1 for a tenth",
-        )
-    if probability > 0.0 and seed is None:
-        raise error(
-            ValueError,
-            f"dropout_p = {probability} without a seed",
-            "dropout draws its mask from seed= alone, so that the backward can draw it again",
-            "pass an integer seed=, another one each training step",
-        )
-    return probability
-
-
-def _seed(given: Any) -> int:
-    seed = 0 if given is None else _integer("seed", given)
-    if not 0 <= seed < 2**64:
-        raise error(
-            ValueError,
-            f"seed = {seed}",
-            "it is an integer from 0 to 2**64 - 1",
-            "reduce it modulo 2**64",
-        )
-    return seed
-
-
-def _require_valid_choices(options: AttentionOptions) -> None:
-    chosen = options.implementation
-    if not isinstance(chosen, str) or chosen not in IMPLEMENTATIONS:
-        raise error(
-            ValueError,
-            f"implementation = {chosen!r}",
-            f"allowed are {', '.join(map(repr, IMPLEMENTATIONS))}",
-            "leave it out for the fastest",
-        )
-    if options.mask_mod is not None and not callable(options.mask_mod):
-        raise error(
-            TypeError,
-            f"mask_mod is a {type(options.mask_mod).__name__}",
-            "it is a function mask_mod(b, h, i, j) of index arrays that returns True to attend",
-            "pass a function, or an array as mask=",
-        )
 
 
 def _require_valid_option_arrays(problem: AttentionProblem) -> None:
@@ -412,28 +280,3 @@ def _require_rotary_tables(cos: Layout, sin: Layout, head_dim: int) -> None:
             f"at most D = {head_dim} features can be rotated",
             "make tables of at most D / 2 columns",
         )
-
-
-def _real(name: str, value: Any) -> float:
-    if isinstance(value, Real) and not isinstance(value, _NO_NUMBERS):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf  # of either sign: no option takes it
-    raise error(
-        TypeError,
-        f"{name} is a {type(value).__name__}",
-        "it is a real number",
-        "convert it with float(...)",
-    )
-
-
-def _integer(name: str, value: Any) -> int:
-    if isinstance(value, Integral) and not isinstance(value, _NO_NUMBERS):
-        return int(value)
-    raise error(
-        TypeError,
-        f"{name} is {value!r}, a {type(value).__name__}",
-        "it is an integer",
-        "convert it with int(...)",
-    )

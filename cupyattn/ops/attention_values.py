@@ -6,7 +6,8 @@ import numpy as np
 
 from cupyattn.arrays import Array
 from cupyattn.errors import error
-from cupyattn.ops.attention_problem import MAX_OFFSET, AttentionProblem
+from cupyattn.ops.attention_options import MAX_OFFSET
+from cupyattn.ops.attention_problem import AttentionProblem
 
 
 def check_values(problem: AttentionProblem, arrays: dict[str, Array]) -> None:
