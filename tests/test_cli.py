@@ -12,31 +12,45 @@ import pytest
 from processes import WITHOUT_RICH, environment, run, run_in_terminal
 
 import cupyattn
-from cupyattn.cli import INTERRUPTED, demo, main
+from cupyattn.cli import INTERRUPTED, attention_runs, demo, main
 from cupyattn.cli.compiled_kernel import compiled_kernel
 from cupyattn.cli.recorder import attention_launch
 from cupyattn.cli.terminal import Terminal
+from cupyattn.emulator import SharedMemoryRaceError
 from cupyattn.functional.device_info import device_count
 from cupyattn.kernels import configs
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.cache import cache_directory
-from cupyattn.ops.attention_problem import AttentionOptions
+from cupyattn.kernels.compile import CompilationError, nvrtc_version
+from cupyattn.ops.attention_options import AttentionOptions
 
-SMALL_DEMO = ("demo", "--seqlen", "100")
+
+def missing_compiler() -> bool:
+    try:
+        nvrtc_version()
+    except RuntimeError:
+        return True
+    return False
+
+
+NO_GPU = pytest.mark.skipif(device_count() > 0, reason="tells what happens without a GPU")
+SMALL_DEMO = ("demo", "--seqlen", "40")
 
 # --- demo
 
 
 def test_demo_says_what_ran_and_that_it_is_right():
     result = run(*SMALL_DEMO)
-    assert result.returncode == 0
+    assert result.returncode == 0, result.stderr
     assert "every element is within its bound" in result.stdout
     if device_count():
         assert "ran on" in result.stdout
         assert "attention_tiled" in result.stdout
         assert "attention_naive" in result.stdout
-    else:
-        assert "no GPU here: ran in NumPy" in result.stdout
+    elif not missing_compiler():
+        assert "no GPU here: EMULATED ON THE CPU, the kernels' PTX for sm_75" in result.stdout
+        assert "attention_tiled for sm_75" in result.stdout
+        assert "no check found a fault: bounds, alignment, const_writes" in result.stdout
 
 
 def test_demo_json(capsys):
@@ -44,8 +58,9 @@ def test_demo_json(capsys):
     result = json.loads(capsys.readouterr().out)
     assert result["command"] == "demo"
     assert result["version"] == cupyattn.__version__
-    assert result["ran_on"] == ("gpu" if device_count() else "cpu")
-    assert result["problem"]["seqlen"] == 100
+    without = "numpy" if missing_compiler() else "emulator"
+    assert result["ran_on"] == ("gpu" if device_count() else without)
+    assert result["problem"]["seqlen"] == 40
     assert result["problem"]["head_dim"] == 24
     for ran in result["runs"]:
         assert ran["seconds"] > 0
@@ -58,33 +73,77 @@ def test_demo_json(capsys):
 @pytest.mark.gpu
 def test_demo_on_a_gpu_reports_the_launches_that_ran(capsys):
     assert main([*SMALL_DEMO, "--json"]) == 0
-    runs = json.loads(capsys.readouterr().out)["runs"]
-    assert [ran["launch"]["kernel"] for ran in runs] == ["attention_tiled", "attention_naive"]
-    # 2 sequences of 8 heads: 100 rows in tiles of 32, or one at a time.
-    assert [ran["launch"]["grid"] for ran in runs] == [[2 * 8 * 4, 1, 1], [2 * 8 * 100, 1, 1]]
+    runs = {ran["implementation"]: ran for ran in json.loads(capsys.readouterr().out)["runs"]}
+    # 2 sequences of 8 heads: 40 rows in tiles of 32, or one at a time.
+    assert runs["tiled"]["launch"]["kernel"] == "attention_tiled"
+    assert runs["tiled"]["launch"]["grid"] == [2 * 8 * 2, 1, 1]
+    assert runs["naive"]["launch"]["kernel"] == "attention_naive"
+    assert runs["naive"]["launch"]["grid"] == [2 * 8 * 40, 1, 1]
 
 
 @pytest.mark.nvrtc
-@pytest.mark.skipif(device_count() > 0, reason="shown where there is no GPU")
-def test_demo_without_a_gpu_shows_what_turing_would_run(capsys):
+@NO_GPU
+def test_demo_without_a_gpu_runs_the_kernels_on_the_emulator(capsys):
     assert main([*SMALL_DEMO, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    tiled, naive = result["compiled_but_not_run"]
-    assert (tiled["kernel"], naive["kernel"]) == ("attention_tiled", "attention_naive")
-    assert tiled["arch"] == "sm_75"
-    assert tiled["grid"] == [2 * 8 * 4, 1, 1]
-    assert tiled["ctas_per_sm"] >= 1
-    assert result["runs"][0]["launch"] is None
+    assert result["ran_on"] == "emulator"
+    assert {"bounds", "races", "uninitialized"} <= set(result["checks"])
+    runs = {ran["implementation"]: ran for ran in result["runs"]}
+    tiled = runs["tiled"]
+    assert tiled["launch"]["kernel"] == "attention_tiled"
+    assert tiled["launch"]["arch"] == "sm_75"
+    assert tiled["launch"]["grid"] == [2 * 8 * 2, 1, 1]
+    assert tiled["launch"]["ctas_per_sm"] >= 1
+    assert tiled["warp_instructions"] > 10_000  # what the kernel executed, not the reference
 
 
-@pytest.mark.skipif(device_count() > 0, reason="a GPU cannot run without a compiler")
-def test_demo_without_a_compiler_says_so(monkeypatch, capsys):
+@pytest.mark.nvrtc
+@NO_GPU
+def test_demo_runs_every_kernel_that_there_is(capsys):
+    """The tensor-core kernel takes float16 alone: it is left out, not failed."""
+    for dtype, kernels in (
+        ("float16", ["attention_forward", "attention_tiled"]),
+        ("float32", ["attention_tiled"]),
+    ):
+        assert main([*SMALL_DEMO, "--dtype", dtype, "--json"]) == 0
+        runs = json.loads(capsys.readouterr().out)["runs"]
+        assert [ran["launch"]["kernel"] for ran in runs] == kernels
+
+
+@pytest.mark.nvrtc
+@NO_GPU
+def test_demo_fails_for_a_fault(monkeypatch, capsys):
+    def faulty(*_, **__):
+        raise SharedMemoryRaceError("planted", line=76)
+
+    monkeypatch.setattr(cupyattn, "attention", faulty)
+    assert main([*SMALL_DEMO, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["error"] == "planted"
+
+
+@NO_GPU
+def test_demo_without_a_compiler_runs_numpy_and_says_so(monkeypatch, capsys):
     def absent(*_):
         raise RuntimeError("NVRTC is not here")
 
-    monkeypatch.setattr(demo, "compiled_kernel", absent)
+    monkeypatch.setattr(attention_runs, "compiled_kernel", absent)
     assert main([*SMALL_DEMO]) == 0
-    assert "no kernel was compiled: NVRTC is not here" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "no GPU here: ran in NumPy" in printed
+    assert "No kernel was compiled, so none ran emulated: NVRTC is not here" in printed
+    assert main([*SMALL_DEMO, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ran_on"] == "numpy"
+
+
+@pytest.mark.nvrtc
+@NO_GPU
+def test_demo_does_not_hide_a_kernel_that_does_not_compile(monkeypatch, capsys):
+    def rejected(*_):
+        raise CompilationError("NVRTC rejected tiled.cu")
+
+    monkeypatch.setattr(attention_runs, "compiled_kernel", rejected)
+    assert main([*SMALL_DEMO]) == 1
+    assert "NVRTC rejected tiled.cu" in capsys.readouterr().err
 
 
 def off_by_one(attention, q, k, v, **options):

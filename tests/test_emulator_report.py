@@ -86,9 +86,29 @@ def test_instruction_mix_and_divergence() -> None:
     lines = {line.line: line for line in report.lines}
     assert lines[5].instructions == {"xu": 1}
     assert lines[4].instructions == {"fma": 4, "control": 2}
+    assert [lines[n].diverged_steps for n in (3, 4, 5, 6)] == [0, 1, 1, 0]  # warp 1 goes one way
     assert [a.space for a in lines[6].accesses] == ["global", "global"]
     text = str(report)
     assert "k.cu:6" in text and "sectors/request" in text and "xu 1" in text
+
+
+def test_warps_that_part_do_not_diverge() -> None:
+    body = """
+      .loc 1 3 0
+      setp.lt.u32 %p1, %r60, 32;
+      @%p1 bra L1;
+      .loc 1 4 0
+      add.f32 %f1, %f1, %f1;
+    L1:
+    """
+    report = report_of(body, np.zeros(1, "f4"), block=96, grid=5)
+    assert report.diverged_steps == 0
+    assert {line.line: line for line in report.lines}[4].instructions["fma"] == 2 * 5
+
+
+def test_the_last_warp_of_an_odd_block_does_not_diverge() -> None:
+    report = report_of("bra L1; L1: add.f32 %f1, %f1, %f1;", np.zeros(1, "f4"), block=40)
+    assert report.diverged_steps == 0
 
 
 def test_totals_over_launches() -> None:

@@ -12,6 +12,26 @@ struct alignas(sizeof(Scalar) * kItems) Vec {
   Scalar item[kItems];
 };
 
+// The built-in type of as many bytes.
+template <int kBytes>
+struct WordOf;
+template <>
+struct WordOf<2> {
+  using Type = uint16;
+};
+template <>
+struct WordOf<4> {
+  using Type = uint32;
+};
+template <>
+struct WordOf<8> {
+  using Type = uint2;
+};
+template <>
+struct WordOf<16> {
+  using Type = uint4;
+};
+
 // Read as float32. `source` must be aligned to kItems * sizeof(Scalar).
 template <int kItems, typename Scalar>
 __device__ __forceinline__ void load_vec(float (&values)[kItems], const Scalar* source) {
@@ -26,11 +46,13 @@ template <int kItems, typename Scalar>
 __device__ __forceinline__ void store_vec(Scalar* target, const float (&values)[kItems]) {
   constexpr int kPiece = kItems * sizeof(Scalar) <= kVectorBytes ? kItems : kVectorBytes / sizeof(Scalar);
   static_assert(kItems % kPiece == 0, "whole pieces");
+  // As one word: the compiler would split the store of a struct into its items.
+  using Word = typename WordOf<kPiece * sizeof(Scalar)>::Type;
 #pragma unroll
   for (int first = 0; first < kItems; first += kPiece) {
     Vec<Scalar, kPiece> rounded;
 #pragma unroll
     for (int i = 0; i < kPiece; i++) rounded.item[i] = from_float<Scalar>(values[first + i]);
-    *reinterpret_cast<Vec<Scalar, kPiece>*>(target + first) = rounded;
+    *reinterpret_cast<Word*>(target + first) = *reinterpret_cast<const Word*>(&rounded);
   }
 }

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn import reference
-from cupyattn.kernels.configs.attention import TILED_TILE_K
+from cupyattn.kernels.configs.attention import TILED_TILE_K, flash_config
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Expected:
     @classmethod
     def of(cls, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Expected:
         """Compute them for causal attention."""
-        bounds = reference.attention_bound(q, k, v, dtype=q.dtype, tile_k=TILED_TILE_K, causal=True)
+        tile_k = min(TILED_TILE_K, flash_config(q.shape[-1], v.shape[-1]).tile_k)
+        bounds = reference.attention_bound(q, k, v, dtype=q.dtype, tile_k=tile_k, causal=True)
         return cls(*reference.attention(q, k, v, causal=True), *bounds)
 
     def errors(self, out: np.ndarray, lse: np.ndarray) -> dict[str, Any]:

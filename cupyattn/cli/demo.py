@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
-import cupyattn
-from cupyattn.cli.accuracy import Expected, Problem
+from cupyattn.cli.accuracy import Problem
 from cupyattn.cli.arguments import add_json_option, integer
-from cupyattn.cli.compiled_kernel import compiled_kernel, macros_text, spill_bytes
-from cupyattn.cli.recorder import Launch, attention_launch
+from cupyattn.cli.attention_runs import TIMED_CALLS, on_gpu, without_gpu
+from cupyattn.cli.compiled_kernel import macros_text, spill_bytes
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.functional.device_info import device_count
-from cupyattn.kernels.arch import TURING, Arch
 from cupyattn.kernels.configs.attention import MAX_HEAD_DIM
-from cupyattn.kernels.cuda_device import CudaDevice, cuda_device
-from cupyattn.ops.attention_problem import AttentionOptions
 
-GPU_IMPLEMENTATIONS = ("tiled", "naive")
-_TIMED_CALLS = 20
+GPU_SEQLEN = 2048
+EMULATED_SEQLEN = 128  # about half a second for the tiled kernel
+
+_ERROR_COLUMNS = ("max_error", "bound", "max_ratio")
 
 
 def add_parser(commands: Any) -> None:
@@ -30,19 +24,20 @@ def add_parser(commands: Any) -> None:
     default = Problem()
     parser = commands.add_parser(
         "demo",
-        help="run attention on this machine's GPU, or its CPU, and check it against the reference",
-        description="Run causal attention on this machine: on a GPU by each kernel, on a machine "
-        "without one by NumPy. Show the kernel and its launch configuration, the time, and the "
-        "error against the float64 reference beside its bound.",
-        epilog="Exit code 1 if an error is outside its bound.",
+        help="run the attention kernels on this machine's GPU, or emulated on its CPU",
+        description="Run causal attention by the library's kernels: on the GPU, or on a machine "
+        "without one by the emulator, which executes the PTX for a Turing GPU on the CPU, under "
+        "checks; without a compiler, by NumPy. Show each kernel and its launch configuration, the "
+        "time, and the error against the float64 reference beside its bound.",
+        epilog="Exit code 1 if an error is outside its bound, or a check finds a fault.",
     )
     parser.add_argument(
         "--seqlen",
         type=integer(1),
-        default=default.seqlen,
         metavar="S",
-        help=f"queries and keys per sequence, of which there are {default.batch} "
-        "(default: %(default)s); the reference takes S * S time",
+        help=f"queries and keys per sequence, of which there are {default.batch} (default: "
+        f"{GPU_SEQLEN} on a GPU, {EMULATED_SEQLEN} without); reference and emulator take S * S "
+        "time",
     )
     parser.add_argument(
         "--head-dim",
@@ -70,119 +65,21 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
+    has_gpu = device_count() > 0
     problem = Problem(
-        seqlen=arguments.seqlen,
+        seqlen=arguments.seqlen or (GPU_SEQLEN if has_gpu else EMULATED_SEQLEN),
         head_dim=arguments.head_dim,
         dtype=arguments.dtype,
         seed=arguments.seed,
     )
     try:
-        result = on_gpu(problem) if device_count() else on_cpu(problem)
-    # No compiler, a GPU that is too old, a CUPYATTN_ARCH that is wrong.
+        result = on_gpu(problem) if has_gpu else without_gpu(problem)
+    # No compiler, a GPU that is too old, a CUPYATTN_ARCH that is wrong, a fault in a kernel.
     except (RuntimeError, ValueError) as failure:
         fail("demo", failure, as_json=arguments.json)
         return 1
     emit(result, show, as_json=arguments.json)
     return 0 if result["within_bound"] else 1
-
-
-def on_gpu(problem: Problem) -> Result:
-    """Run each kernel on the first GPU."""
-    import cupy
-
-    device = cuda_device(0)
-    host = problem.arrays()
-    expected = Expected.of(*host)
-    runs = []
-    with cupy.cuda.Device(device.ordinal):
-        q, k, v = map(cupy.asarray, host)
-        for implementation in GPU_IMPLEMENTATIONS:
-
-            def call(implementation: str = implementation) -> Any:
-                return cupyattn.attention(
-                    q, k, v, causal=True, implementation=implementation, return_lse=True
-                )
-
-            began = time.perf_counter()
-            results = [cupy.asnumpy(result) for result in call()]
-            first_call_s = time.perf_counter() - began
-            launch = attention_launch(device.arch, q, k, v, _options(implementation))
-            _require_loaded(device, launch)
-            runs.append(
-                {
-                    "implementation": implementation,
-                    "launch": _describe(launch, device.arch),
-                    "first_call_s": first_call_s,
-                    "seconds": _median_gpu_seconds(call),
-                    "errors": expected.errors(*results),
-                }
-            )
-    return _result(problem, "gpu", runs, device=device.name, capability=device.capability)
-
-
-def on_cpu(problem: Problem) -> Result:
-    """Run NumPy arrays, and show what a Turing GPU would run."""
-    q, k, v = problem.arrays()
-    began = time.perf_counter()
-    results = cupyattn.attention(q, k, v, causal=True, return_lse=True)
-    seconds = time.perf_counter() - began
-    run = {
-        "implementation": "NumPy reference",
-        "launch": None,
-        "first_call_s": seconds,
-        "seconds": seconds,
-        "errors": Expected.of(q, k, v).errors(*results),
-    }
-    not_run, why = [], None
-    try:
-        for implementation in GPU_IMPLEMENTATIONS:
-            launch = attention_launch(TURING, q, k, v, _options(implementation))
-            not_run.append(_describe(launch, TURING))
-    except RuntimeError as failure:
-        why = str(failure)
-    return _result(problem, "cpu", [run], compiled_but_not_run=not_run, not_compiled_because=why)
-
-
-def _options(implementation: str) -> AttentionOptions:
-    return AttentionOptions(causal=True, implementation=implementation)
-
-
-def _result(problem: Problem, place: str, runs: list[dict[str, Any]], **more: Any) -> Result:
-    within = all(error["within_bound"] for run in runs for error in run["errors"].values())
-    return {
-        "command": "demo",
-        "version": cupyattn.__version__,
-        "ran_on": place,
-        "problem": asdict(problem),
-        "runs": runs,
-        "within_bound": within,
-        **more,
-    }
-
-
-def _describe(launch: Launch, arch: Arch) -> dict[str, Any]:
-    return {"grid": list(launch.grid), **compiled_kernel(launch.specialisation, arch)}
-
-
-def _require_loaded(device: CudaDevice, launch: Launch) -> None:
-    """Make sure that what is reported is what ran."""
-    if launch.specialisation not in device.loaded:
-        raise AssertionError(f"{launch.specialisation.label} was recorded but did not run")
-
-
-def _median_gpu_seconds(call: Callable[[], Any]) -> float:
-    """Time calls by CUDA events on the current stream."""
-    import cupy
-
-    seconds = []
-    for _ in range(_TIMED_CALLS):
-        start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-        start.record()
-        call()
-        stop.record()
-        stop.synchronize()
-        seconds.append(cupy.cuda.get_elapsed_time(start, stop) / 1e3)
-    return statistics.median(seconds)
 
 
 def show(result: Result, terminal: Terminal) -> None:
@@ -192,10 +89,9 @@ def show(result: Result, terminal: Terminal) -> None:
         f"Causal attention of {p['batch']} x {p['seqlen']} tokens, {p['heads']} query heads on "
         f"{p['kv_heads']} key-value heads, head dim {p['head_dim']}, {p['dtype']}"
     )
-    if result["ran_on"] == "gpu":
-        _show_gpu(result, terminal)
-    else:
-        _show_cpu(result, terminal)
+    {"gpu": _show_gpu, "emulator": _show_emulator, "numpy": _show_numpy}[result["ran_on"]](
+        result, terminal
+    )
     rows = [
         (run["implementation"], name, *(_text(error[key]) for key in _ERROR_COLUMNS))
         for run in result["runs"]
@@ -209,9 +105,6 @@ def show(result: Result, terminal: Terminal) -> None:
         terminal.verdict(False, "  OUTSIDE THE BOUND: this result is wrong")
 
 
-_ERROR_COLUMNS = ("max_error", "bound", "max_ratio")
-
-
 def _show_gpu(result: Result, terminal: Terminal) -> None:
     runs = result["runs"]
     terminal.text(f"  ran on {result['device']}, compute capability {result['capability'] / 10}")
@@ -222,7 +115,7 @@ def _show_gpu(result: Result, terminal: Terminal) -> None:
     _show_launches([run["launch"] for run in runs], terminal)
     terminal.title("Time of a call")
     terminal.table(
-        ("ran", f"median of {_TIMED_CALLS}", "the first, which compiles or loads the kernel"),
+        ("ran", f"median of {TIMED_CALLS}", "the first, which compiles or loads the kernel"),
         [
             (
                 run["implementation"],
@@ -234,18 +127,44 @@ def _show_gpu(result: Result, terminal: Terminal) -> None:
     )
 
 
-def _show_cpu(result: Result, terminal: Terminal) -> None:
+def _show_emulator(result: Result, terminal: Terminal) -> None:
+    runs = result["runs"]
+    arch = runs[0]["launch"]["arch"]
+    terminal.text(
+        f"  no GPU here: EMULATED ON THE CPU, the kernels' PTX for {arch}, run by cupyattn.emulator"
+    )
+    terminal.text(f"  The resources below are those of machine code for {arch}, not run here.")
+    _show_launches([run["launch"] for run in runs], terminal)
+    terminal.title("On the emulator")
+    terminal.table(
+        ("ran", "time", "first call", "warp instructions", "bank conflicts", "sectors needed"),
+        [
+            (
+                run["implementation"],
+                f"{run['seconds'] * 1e3:.0f} ms",
+                f"{run['first_call_s'] * 1e3:.0f} ms",
+                run["warp_instructions"],
+                f"{run['bank_conflict_ways']:.2f} ways",
+                f"{run['sector_efficiency']:.0%}",
+            )
+            for run in runs
+        ],
+    )
+    terminal.text("  The time is the CPU's, with all checks: it says nothing about a GPU's.")
+    terminal.verdict(True, f"  no check found a fault: {', '.join(result['checks'])}")
+    terminal.text("  python -m cupyattn profile attention shows it per line of the source.")
+
+
+def _show_numpy(result: Result, terminal: Terminal) -> None:
     run = result["runs"][0]
     terminal.text(f"  no GPU here: ran in NumPy, {run['seconds'] * 1e3:.0f} ms")
     terminal.text(
         f"  That path is the float64 reference, rounded once to {result['problem']['dtype']}: its\n"
         "  error is that rounding alone, and the bound is the one that a kernel has to keep."
     )
-    if result["compiled_but_not_run"]:
-        terminal.text("  What follows is what a Turing GPU would run: compiled here, not run.")
-        _show_launches(result["compiled_but_not_run"], terminal)
-    else:
-        terminal.text(f"  no kernel was compiled: {result['not_compiled_because']}")
+    terminal.text(
+        f"  No kernel was compiled, so none ran emulated: {result['not_compiled_because']}"
+    )
 
 
 def _show_launches(launches: list[dict[str, Any]], terminal: Terminal) -> None:

@@ -203,8 +203,6 @@ def launch(
         for first in range(0, blocks, step):
             batch = Batch(state, first, min(step, blocks - first))
             program.run(batch)
-            if report is not None:
-                report.end_batch(batch)
 
 
 @lru_cache(maxsize=64)

@@ -111,12 +111,27 @@ class Access:
 
 @dataclass
 class LineReport:
-    """Everything that one source line did; ``instructions`` counts warps, by pipe."""
+    """Everything that one source line did.
+
+    Attributes
+    ----------
+    instructions : Counter
+        Executed warp instructions by pipe (see `pipe`).
+    accesses : list of Access
+        Its loads and stores.
+    diverged_steps : int
+        How often a warp came here with only some of its live lanes.
+    """
 
     file: str
     line: int
     instructions: Counter[str]
     accesses: list[Access]
+    diverged_steps: int = 0
+
+    def access_totals(self) -> list[Access]:
+        """Return one `Access` for each opcode: an unrolled loop has many of each."""
+        return list(_by_opcode(self.accesses).values())
 
 
 def _by_opcode(accesses: list[Access]) -> dict[str, Access]:
@@ -139,7 +154,7 @@ class _KernelData:
         self.program = program
         self.executions = np.zeros(len(program.blocks), np.int64)
         self.accesses: dict[int, Access] = {}
-        self.diverged_steps = 0
+        self.diverged = np.zeros(len(program.blocks), np.int64)
         self.atomic_updates = 0
 
 
@@ -199,8 +214,8 @@ class Report:
 
     @property
     def diverged_steps(self) -> int:
-        """Basic blocks that ran with only some of the live lanes."""
-        return sum(data.diverged_steps for data in self._kernels.values())
+        """Basic blocks that a warp ran with only some of its live lanes, over all warps."""
+        return sum(int(data.diverged.sum()) for data in self._kernels.values())
 
     @property
     def atomic_updates(self) -> int:
@@ -213,13 +228,16 @@ class Report:
         found: dict[tuple[str, int], LineReport] = {}
         for data in self._kernels.values():
             instructions = data.program.instructions
-            for block, count in zip(data.program.blocks, data.executions, strict=True):
+            counts = zip(data.program.blocks, data.executions, data.diverged, strict=True)
+            for block, count, diverged in counts:
                 if not count:
                     continue
                 for site in block:
                     x = instructions[site]
                     line = found.setdefault(x.location, LineReport(*x.location, Counter(), []))
                     line.instructions[pipe(x)] += int(count)
+                for location in {instructions[site].location for site in block}:
+                    found[location].diverged_steps += int(diverged)
             for _, access in sorted(data.accesses.items()):
                 found[access.instruction.location].accesses.append(access)
         return [found[key] for key in sorted(found)]
@@ -235,13 +253,13 @@ class Report:
         ]
         for line in self.lines:
             where = f"{os.path.basename(line.file)}:{line.line}"
-            for opcode, a in _by_opcode(line.accesses).items():
+            for a in line.access_totals():
                 cost = (
                     f"{a.ways:5.2f} ways"
                     if a.space == "shared"
                     else f"{a.sectors_per_request:5.1f} sectors/request, {a.efficiency:.0%}"
                 )
-                text.append(f"{where:>24}  {opcode:<44} {a.requests:>7} x {cost}")
+                text.append(f"{where:>24}  {a.instruction.opcode:<44} {a.requests:>7} x {cost}")
         return "\n".join(text)
 
     # ------------------------------------------------------------------ filled while running
@@ -258,17 +276,17 @@ class Report:
 
     def enter(self, block: int, mask: Array, batch: Batch) -> None:
         """Count a run of a basic block by every warp with a lane in `mask`."""
+        data = self._data()
         if mask is None:
-            warps = batch.blocks * batch.warps
-        else:
-            warps = int(np.count_nonzero(mask.reshape(-1, 32).any(1)))
-        data = self._data()
-        data.executions[block] += warps
-
-    def end_batch(self, batch: Batch) -> None:
-        """Take over the counters of a finished batch."""
-        data = self._data()
-        data.diverged_steps += batch.scheduler.diverged_steps
+            data.executions[block] += batch.blocks * batch.warps
+            return
+        running = mask.reshape(-1, 32)
+        busy = running.any(1)
+        data.executions[block] += int(np.count_nonzero(busy))
+        alive = batch.scheduler.alive_lanes()
+        if alive is not None:
+            partial = (running != alive.reshape(-1, 32)).any(1)
+            data.diverged[block] += int(np.count_nonzero(busy & partial))
 
     def _access(self, site: int, space: str) -> Access:
         data = self._data()

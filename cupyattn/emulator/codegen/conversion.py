@@ -57,9 +57,7 @@ def _float_to_float(gen: Generator, x: Instruction, to: str, of: str) -> None:
     if to == "f64":
         value = f"np.asarray({value}).astype(f8)"
     elif to == "f32" and of == "f64":
-        value = f"double_to_single({value}, {rounding!r})"
-        if "ftz" in x.parts:
-            value = f"flush({value})"
+        value = f"double_to_single({value}, {rounding!r}, {'ftz' in x.parts})"
     _write_float(gen, x, x.operands[0], value, to)
 
 
@@ -105,10 +103,9 @@ def _convert(gen: Generator, x: Instruction) -> None:
         if "sat" in x.parts:
             gen.assign(target, f"int_saturated({value}, {dtype!r})", dtype)
         else:
-            source = operand_dtype(of)
-            if source[1] != dtype[1]:
-                value = f"{value}.astype({source[0]}{dtype[1]})"
-            gen.assign(target, value, source[0] + dtype[1])
+            if operand_dtype(of) != dtype:  # a wider register extends by the sign of the target
+                value = f"{value}.astype({dtype})"
+            gen.assign(target, value, dtype)
 
 
 LOWERINGS: dict[str, Lowering] = {"cvt": _convert}

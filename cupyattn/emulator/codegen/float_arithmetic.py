@@ -57,12 +57,12 @@ def _may_be_subnormal(gen: Generator, operand: str) -> bool:
 
 
 def _directed(gen: Generator, x: Instruction, mode: str, operands: list[str]) -> str:
-    """Return an expression for a float32 result rounded towards zero, down or up."""
-    a = operands[0]
+    """Return an expression for a float32 result rounded towards zero, down or up, and flushed."""
+    a, how = operands[0], f"{mode!r}, {'ftz' in x.parts}"
     if x.root == "sub":
-        return f"add_directed({a}, -({operands[1]}), {mode!r})"
+        return f"add_directed({a}, -({operands[1]}), {how})"
     if x.root == "rcp":
-        return f"divide_directed({gen.constant(1.0, 'f4')}, {a}, {mode!r})"
+        return f"divide_directed({gen.constant(1.0, 'f4')}, {a}, {how})"
     name = {
         "add": "add_directed",
         "mul": "multiply_directed",
@@ -73,7 +73,7 @@ def _directed(gen: Generator, x: Instruction, mode: str, operands: list[str]) ->
     }.get(x.root)
     if name is None:
         raise gen.unsupported(x)
-    return f"{name}({', '.join(operands)}, {mode!r})"
+    return f"{name}({', '.join(operands)}, {how})"
 
 
 def _float_expression(gen: Generator, x: Instruction, kind: str) -> tuple[str, bool]:
@@ -85,7 +85,7 @@ def _float_expression(gen: Generator, x: Instruction, kind: str) -> tuple[str, b
     if mode and "approx" not in x.parts:
         if kind != "f32":
             raise gen.unsupported(x, f"rounding .{mode} of {kind}")
-        return _directed(gen, x, mode, operands), False
+        return _directed(gen, x, mode, operands), flushes
     if root in ("fma", "mad") and kind == "f32":
         # factors as float64, in which their product is exact; often they are used again
         a, b = (_wide(gen, o, v) for o, v in zip(x.operands[1:3], operands[:2], strict=True))
@@ -94,6 +94,11 @@ def _float_expression(gen: Generator, x: Instruction, kind: str) -> tuple[str, b
     if root in ("fma", "mad"):
         name = "fma_double" if kind == "f64" else "fma_half"
         return f"{name}({', '.join(operands)})", flushes
+    if root == "div" and "approx" in x.parts:
+        return f"divide_approximately({', '.join(operands)})", False
+    if flushes and root in ("mul", "div") and "full" not in x.parts:
+        name = "multiply_flushed" if root == "mul" else "divide_flushed"
+        return f"{name}({', '.join(operands)})", True
     if root in _OPERATORS:
         return f"{operands[0]} {_OPERATORS[root]} {operands[1]}", False
     if root in ("min", "max"):

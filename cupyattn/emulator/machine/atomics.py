@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cupyattn.emulator.machine.floating import flush
 from cupyattn.emulator.machine.memory import MemorySpace, Piece
 
 if TYPE_CHECKING:
@@ -30,17 +31,29 @@ _UFUNCS: dict[str, Callable[..., Any]] = {
 }
 
 
+# Sums of float32 numbers of this magnitude or more, and of zeros, are never subnormal.
+_NEVER_TINY = np.float32(2.0**-103)
+
+
 def _step(operation: str, old: Any, operands: tuple[Any, ...]) -> Any:
     value = operands[0]
     if operation == "exch":
         return value
     if operation == "cas":
         return operands[1] if old == value else old
+    if operation == "add_flushed":
+        return flush(flush(old) + flush(value))
     if operation == "inc":
         return old.dtype.type(0) if old >= value else old + old.dtype.type(1)
     if operation == "dec":
         return value if old == 0 or old > value else old - old.dtype.type(1)
     return _UFUNCS[operation](old, value)
+
+
+def _may_be_tiny(piece: Piece, values: np.ndarray) -> bool:
+    """Tell whether float32 sums may be subnormal: ``add.f32`` in global memory flushes those."""
+    numbers = (piece.elements.view(np.float32)[piece.index], values)
+    return any(bool(((x != 0) & (np.abs(x) < _NEVER_TINY)).any()) for x in numbers)
 
 
 class AtomicOperations:
@@ -85,8 +98,10 @@ class AtomicOperations:
             for v in operands
         )
         old = np.zeros(values[0].shape, dtype)
+        flushes = operation == "add" and kind == "f4" and space is self.batch.global_
         for piece in pieces:
-            self._apply(piece, operation, dtype, values, old, wants_old)
+            what = "add_flushed" if flushes and _may_be_tiny(piece, values[0]) else operation
+            self._apply(piece, what, dtype, values, old, wants_old)
         if not wants_old:
             return None
         result = np.zeros(shape, np.dtype(f"u{size}"))
@@ -114,7 +129,7 @@ class AtomicOperations:
             _UFUNCS[operation].at(memory, index, values[0][lanes])  # type: ignore[attr-defined]
             return
         distinct = len(np.unique(index)) == len(index)
-        if distinct and operation in (*_UFUNCS, "exch"):
+        if distinct and operation in (*_UFUNCS, "exch", "add_flushed"):
             before = memory[index]
             old[lanes] = before
             memory[index] = _step(operation, before, tuple(v[lanes] for v in values))

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.emulator.machine.floating import round_directed
+from cupyattn.emulator.machine.floating import round_directed, round_single
 
 __all__ = [
     "HALF_TO_FLOAT",
@@ -116,9 +116,9 @@ def int_to_float(x: Array, dtype: str, mode: str) -> Array:
     return round_directed(value, mode)
 
 
-def double_to_single(x: Array, mode: str) -> Array:
+def double_to_single(x: Array, mode: str, ftz: bool) -> Array:
     """Round float64 to float32."""
-    return np.asarray(x).astype(np.float32) if mode == "rn" else round_directed(x, mode)
+    return round_single(np.asarray(x), mode, ftz)
 
 
 def int_saturated(x: Array, dtype: str) -> Array:

@@ -5,6 +5,9 @@ twice can go wrong in two ways, and both are handled by rounding the float64 to 
 G. Melquiond, "Emulation of a FMA and correctly rounded sums", 2008): a tie that the first rounding
 made, and directed rounding of a sum that was inexact.
 
+``.ftz`` judges a result rounded to 24 bits as if exponents had no end: one that rounds up to the
+smallest normal number only on the coarse grid of the subnormal ones is flushed, as on an H200.
+
 A NaN result is NumPy's, its payload not PTX's canonical one.
 """
 
@@ -15,7 +18,9 @@ import numpy as np
 
 __all__ = [
     "add_directed",
+    "divide_approximately",
     "divide_directed",
+    "divide_flushed",
     "flush",
     "fma_batch",
     "fma_directed",
@@ -26,10 +31,12 @@ __all__ = [
     "maximum",
     "minimum",
     "multiply_directed",
+    "multiply_flushed",
     "pack_halves",
     "reciprocal",
     "reciprocal_sqrt",
     "round_directed",
+    "round_single",
     "saturate",
     "sqrt_directed",
     "testp",
@@ -45,6 +52,8 @@ _LOW_BITS = np.asarray(np.uint64((1 << 29) - 1))  # of float64, below the last b
 _HALFWAY = np.asarray(np.uint64(1 << 28))
 _BATCH_ELEMENTS = 1 << 14  # of a stacked operation: its arrays should stay in the cache
 _TINY = np.asarray(np.float64(2.0**-126))
+_EDGE = np.asarray(np.float64(2.0**-126 * (1 - 2.0**-25)))  # what 24 bits round up to normal
+_SCALE = np.asarray(np.float64(2.0**64))
 
 
 def flush(x: Array) -> Array:
@@ -89,6 +98,18 @@ def round_directed(value: Array, mode: str) -> Array:
     return np.where(wrong, np.nextafter(nearest, towards), nearest)
 
 
+def round_single(value: Array, mode: str, ftz: bool) -> Array:
+    """Round float64, exact or rounded to odd, to float32; with `ftz` flush subnormal results."""
+    nearest = mode == "rn"
+    result = value.astype(_F4) if nearest else round_directed(value, mode)
+    if ftz:
+        scaled = value * _SCALE  # out of reach of the subnormal numbers
+        kept = np.abs(scaled.astype(_F4) if nearest else round_directed(scaled, mode))
+        tiny = (np.abs(value) < _TINY) & (kept < _MIN_NORMAL * np.float32(_SCALE))
+        result = np.where(tiny, np.copysign(np.float32(0), result), result)
+    return result
+
+
 def fma_single(a: Array, b: Array, c: Array) -> Array:
     """Return a * b + c in float32, rounded once to nearest even.
 
@@ -98,15 +119,16 @@ def fma_single(a: Array, b: Array, c: Array) -> Array:
     total = product + c.astype(_F8)
     suspect = (total.view(np.uint64) & _LOW_BITS) == _HALFWAY
     suspect |= np.abs(total) < _TINY  # subnormal float32 has fewer bits: ties elsewhere
-    return _rounded(total, product, c, suspect)
+    return _settled(total, product, c, suspect).astype(_F4)
 
 
 def fma_single_ftz(a: Array, b: Array, c: Array) -> Array:
     """Return `fma_single` with subnormal results flushed."""
     product = a * b
     total = product + c.astype(_F8)
-    result = _rounded(total, product, c, (total.view(np.uint64) & _LOW_BITS) == _HALFWAY)
-    normal = np.abs(result) >= _MIN_NORMAL
+    total = _settled(total, product, c, (total.view(np.uint64) & _LOW_BITS) == _HALFWAY)
+    result = total.astype(_F4)
+    normal = np.abs(total) >= _EDGE
     return result if np.count_nonzero(normal) == normal.size else result * normal
 
 
@@ -154,56 +176,85 @@ def fma_batch(
     return result
 
 
-def _rounded(total: Array, product: Array, c: Array, suspect: Array) -> Array:
-    """Round product + c, of which `total` is the float64 sum, to float32.
+def _settled(total: Array, product: Array, c: Array, suspect: Array) -> Array:
+    """Return float64 that rounds to float32 as product + c does, of which `total` is the sum.
 
-    Rounding `total` does, except where it may stand on a tie that the exact sum does not.
+    That is `total`, except where it may stand on a tie that the exact sum does not.
     """
-    result = total.astype(_F4)
     if np.count_nonzero(suspect):
         error = _sum_error(product, c.astype(_F8), total)
         wrong = suspect & (error != 0)
         if np.count_nonzero(wrong):
-            result = np.where(wrong, _to_odd(total, error).astype(_F4), result)
-    return result
+            return np.where(wrong, _to_odd(total, error), total)
+    return total
 
 
-def add_directed(a: Array, b: Array, mode: str) -> Array:
+def _add_directed(a: Array, b: Array, mode: str, ftz: bool) -> Array:
+    """Return the sum of two float64 in float32, rounded in a direction."""
+    total = a + b
+    if mode == "rm":  # a sum that cancels is -0 (IEEE 754-2019, 6.3)
+        total = np.where((total == 0) & (np.signbit(a) | np.signbit(b)), -0.0, total)
+    return round_single(_to_odd(total, _sum_error(a, b, total)), mode, ftz)
+
+
+def add_directed(a: Array, b: Array, mode: str, ftz: bool) -> Array:
     """Return a + b in float32, rounded in a direction."""
-    a8, b8 = np.asarray(a).astype(_F8), np.asarray(b).astype(_F8)
-    total = a8 + b8
-    return round_directed(_to_odd(total, _sum_error(a8, b8, total)), mode)
+    return _add_directed(np.asarray(a).astype(_F8), np.asarray(b).astype(_F8), mode, ftz)
 
 
-def multiply_directed(a: Array, b: Array, mode: str) -> Array:
+def multiply_directed(a: Array, b: Array, mode: str, ftz: bool) -> Array:
     """Return a * b in float32, rounded in a direction."""
-    return round_directed(np.multiply(a, b, dtype=_F8), mode)
+    return round_single(np.multiply(a, b, dtype=_F8), mode, ftz)
 
 
-def fma_directed(a: Array, b: Array, c: Array, mode: str) -> Array:
+def fma_directed(a: Array, b: Array, c: Array, mode: str, ftz: bool) -> Array:
     """Return a * b + c in float32, rounded once in a direction."""
     product = np.multiply(a, b, dtype=_F8)
-    c8 = np.asarray(c).astype(_F8)
-    total = product + c8
-    return round_directed(_to_odd(total, _sum_error(product, c8, total)), mode)
+    return _add_directed(product, np.asarray(c).astype(_F8), mode, ftz)
 
 
-def divide_directed(a: Array, b: Array, mode: str) -> Array:
+def divide_directed(a: Array, b: Array, mode: str, ftz: bool) -> Array:
     """Return a / b in float32, rounded in a direction."""
     a8, b8 = np.asarray(a).astype(_F8), np.asarray(b).astype(_F8)
     quotient = a8 / b8
     # only a quotient that float32 holds can hide a remainder, and then q * b is exact
     rest = (a8 - quotient * b8) * np.sign(b8)
-    hidden = quotient.astype(_F4).astype(_F8) == quotient
-    return round_directed(_to_odd(quotient, np.where(hidden, rest, 0.0)), mode)
+    hidden = (quotient.astype(_F4).astype(_F8) == quotient) & np.isfinite(b8)
+    return round_single(_to_odd(quotient, np.where(hidden, rest, 0.0)), mode, ftz)
 
 
-def sqrt_directed(a: Array, mode: str) -> Array:
-    """Return the square root in float32, rounded in a direction."""
+def sqrt_directed(a: Array, mode: str, ftz: bool) -> Array:
+    """Return the square root in float32, rounded in a direction; it is never subnormal."""
     a8 = np.asarray(a).astype(_F8)
     root = np.sqrt(a8)
     hidden = root.astype(_F4).astype(_F8) == root
-    return round_directed(_to_odd(root, np.where(hidden, a8 - root * root, 0.0)), mode)
+    odd = _to_odd(root, np.where(hidden, a8 - root * root, 0.0))
+    return round_single(odd, mode, ftz)
+
+
+def _flush_inexact(result: Array, function: Any, a: Array, b: Array) -> Array:
+    """Flush float32 results; those that may have been rounded up to normal as 24 bits say."""
+    doubtful = np.abs(result) == _MIN_NORMAL
+    if np.count_nonzero(doubtful):
+        wide = function(a, b, dtype=_F8)  # close enough: no quotient is next to the edge
+        result = np.where(doubtful & (np.abs(wide) < _EDGE), result.dtype.type(0) * result, result)
+    return flush(result)
+
+
+def multiply_flushed(a: Array, b: Array) -> Array:
+    """Return a * b in float32, to nearest, with subnormal results flushed."""
+    return _flush_inexact(np.multiply(a, b), np.multiply, a, b)
+
+
+def divide_flushed(a: Array, b: Array) -> Array:
+    """Return a / b in float32, to nearest, with subnormal results flushed."""
+    return _flush_inexact(np.divide(a, b), np.divide, a, b)
+
+
+def divide_approximately(a: Array, b: Array) -> Array:
+    """Return a / b as ``div.approx``: a times the reciprocal of b, which is 0 beyond 2^126."""
+    large = (np.abs(b) > np.float32(2.0**126)) & np.isfinite(b)
+    return np.where(large, a * np.copysign(np.float32(0), b), np.divide(a, b))
 
 
 def through_double(function: Any, *operands: Array) -> Array:
@@ -224,8 +275,9 @@ def reciprocal_sqrt(x: Array) -> Array:
 def fma_double(a: Array, b: Array, c: Array) -> Array:
     """Return a * b + c in float64, rounded once; lane by lane in exact arithmetic."""
     a, b, c = np.broadcast_arrays(a, b, c)
-    result = a * b + c
-    exact = np.isfinite(a) & np.isfinite(b) & np.isfinite(c)
+    product_is_finite = np.isfinite(a) & np.isfinite(b)  # though float64 may not hold it
+    result = np.where(product_is_finite & np.isinf(c), c, a * b + c)
+    exact = product_is_finite & np.isfinite(c)
     for i in np.ndindex(result.shape):
         if exact[i]:
             value = Fraction(float(a[i])) * Fraction(float(b[i])) + Fraction(float(c[i]))
@@ -288,6 +340,6 @@ def testp(x: Array, what: str) -> Array:
         return ~np.isnan(x)
     if what == "notanumber":
         return np.isnan(x)
-    if what == "normal":
-        return np.isfinite(x) & (size >= normal)
+    if what == "normal":  # zeros count as normal
+        return np.isfinite(x) & ((size >= normal) | (size == 0))
     return (size < normal) & (size > 0)  # subnormal

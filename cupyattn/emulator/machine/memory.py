@@ -192,12 +192,13 @@ class _BlockMemory(MemorySpace):
         )
 
     def nearest(self, offset: int) -> str:
-        """Name the variable in front of `offset`, for messages."""
+        """Name the variable at `offset` or the last one before it, for messages."""
         found = [v for v in self.variables() if v[1] <= max(offset, 0)]
         if not found:
             return ""
         name, start, size = max(found, key=lambda v: v[1])
-        return f" (behind `{name}`, {size} bytes at {start})"
+        place = "in" if start <= offset < start + size else "behind"
+        return f" ({place} `{name}`, {size} bytes at {start})"
 
     def variables(self) -> list[tuple[str, int, int]]:
         """Return (name, offset, size) of what lies in this memory."""

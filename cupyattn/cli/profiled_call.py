@@ -1,0 +1,125 @@
+"""The calls that ``python -m cupyattn profile`` knows: their options, and their random arrays."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import cupyattn
+from cupyattn.cli.arguments import integer
+from cupyattn.kernels.configs.attention import MAX_HEAD_DIM
+from cupyattn.kernels.configs.dtypes import STORAGE
+
+
+class ProfiledCall(NamedTuple):
+    """A call of the library, ready to be made."""
+
+    description: str
+    run: Callable[[], Any]
+
+
+def add_attention_parser(kernels: Any) -> argparse.ArgumentParser:
+    """Add ``profile attention``."""
+    parser: argparse.ArgumentParser = kernels.add_parser(
+        "attention",
+        help="attention forward",
+        description="Profile self-attention of random q, k and v.",
+    )
+    _add_size(parser, "--batch", 1, "B", "sequences")
+    _add_size(parser, "--seqlen", 128, "S", "queries and keys per sequence")
+    _add_size(parser, "--heads", 2, "H", "query heads")
+    parser.add_argument(
+        "--kv-heads",
+        type=integer(1),
+        metavar="G",
+        help="key-value heads, a divisor of the query heads (default: as many)",
+    )
+    _add_size(parser, "--head-dim", 64, "D", "head dim of q, k and v", MAX_HEAD_DIM)
+    _add_dtype(parser)
+    parser.add_argument("--causal", action="store_true", help="hide later keys from a query")
+    parser.add_argument(
+        "--implementation",
+        choices=("flash", "tiled", "naive"),
+        help="which kernel (default: flash for float16, tiled otherwise)",
+    )
+    parser.set_defaults(call=_attention)
+    return parser
+
+
+def add_softmax_parser(kernels: Any) -> argparse.ArgumentParser:
+    """Add ``profile softmax``."""
+    parser: argparse.ArgumentParser = kernels.add_parser(
+        "softmax",
+        help="softmax over rows, forward or backward",
+        description="Profile the softmax of random rows.",
+    )
+    _add_size(parser, "--rows", 64, "R", "rows")
+    _add_size(parser, "--length", 1024, "N", "items of a row")
+    _add_dtype(parser)
+    parser.add_argument("--backward", action="store_true", help="its gradient instead")
+    parser.set_defaults(call=_softmax)
+    return parser
+
+
+def _add_size(
+    parser: argparse.ArgumentParser,
+    name: str,
+    default: int,
+    letter: str,
+    what: str,
+    highest: int | None = None,
+) -> None:
+    parser.add_argument(
+        name,
+        type=integer(1, highest),
+        default=default,
+        metavar=letter,
+        help=f"{what} (default: %(default)s)",
+    )
+
+
+def _add_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype", choices=tuple(STORAGE), default="float16", help="dtype (default: %(default)s)"
+    )
+
+
+def _normal(shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> np.ndarray:
+    import ml_dtypes  # noqa: F401 (gives NumPy the name bfloat16)
+
+    return rng.standard_normal(shape, dtype=np.float32).astype(dtype)
+
+
+def _attention(arguments: argparse.Namespace) -> ProfiledCall:
+    a = arguments
+    kv_heads = a.kv_heads or a.heads
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        _normal((a.batch, a.seqlen, heads, a.head_dim), a.dtype, rng)
+        for heads in (a.heads, kv_heads, kv_heads)
+    )
+
+    implementation = a.implementation or ("flash" if a.dtype == "float16" else "tiled")
+    return ProfiledCall(
+        f"{'Causal attention' if a.causal else 'Attention'} ({implementation}) of {a.batch} x "
+        f"{a.seqlen} tokens, {a.heads} query heads on {kv_heads} key-value heads, head dim "
+        f"{a.head_dim}, {a.dtype}",
+        lambda: cupyattn.attention(
+            q, k, v, causal=a.causal, implementation=implementation, return_lse=True
+        ),
+    )
+
+
+def _softmax(arguments: argparse.Namespace) -> ProfiledCall:
+    shape, dtype = (arguments.rows, arguments.length), arguments.dtype
+    rng = np.random.default_rng(0)
+    x = _normal(shape, dtype, rng)
+    what = f"of {shape[0]} rows of {shape[1]} {dtype} items"
+    if not arguments.backward:
+        return ProfiledCall(f"Softmax {what}", lambda: cupyattn.softmax(x))
+    with cupyattn.backend("reference"):
+        out = cupyattn.softmax(x)
+    return ProfiledCall(f"Softmax backward {what}", lambda: cupyattn.softmax_backward(x, out))

@@ -1,0 +1,155 @@
+"""What the library's own kernels do to memory, as the emulator counts it, and to arguments.
+
+The figures are those of today: one that changes is worth a look.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cupyattn
+from cupyattn.emulator import Report
+from cupyattn.emulator.report import Access
+from cupyattn.kernels.source import source_root
+
+pytestmark = pytest.mark.nvrtc
+
+
+def normal(*shape: int, dtype: str = "float16") -> np.ndarray:
+    rng = np.random.default_rng(0)
+    return rng.standard_normal(shape, dtype=np.float32).astype(dtype)
+
+
+def accesses_of(report: Report, file: str, text: str) -> list[Access]:
+    """The accesses of the one line of a source file that holds `text`."""
+    lines = (source_root() / file).read_text().splitlines()
+    (number,) = [number for number, line in enumerate(lines, 1) if text in line]
+    return [
+        access
+        for line in report.lines
+        if line.line == number and Path(line.file).name == Path(file).name
+        for access in line.access_totals()
+    ]
+
+
+STORE = "(target + first) ="
+SHARED_READS = ("const float4 k =", "const float4 q =", "const float4 p =", "v[i][c] = smem")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "staging_ways"),
+    [
+        # A thread stages 16 bytes of float16 as two float4 that lie side by side: eight lanes span
+        # 256 bytes, two passes.
+        ("float16", 64, 2.0),
+        ("float16", 128, 2.0),
+        ("float32", 64, 1.0),
+        ("float16", 33, 1.0),  # single items
+    ],
+)
+def test_tiled_attention_reads_shared_memory_without_conflicts(dtype, head_dim, staging_ways):
+    q, k, v = (normal(1, 40, 1, head_dim, dtype=dtype) for _ in range(3))
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.attention(q, k, v, implementation="tiled")
+    for text in SHARED_READS:
+        (access,) = accesses_of(report, "attention/tiled.cu", text)
+        assert (access.ways, access.worst) == (1.0, 1.0), text
+    (store,) = accesses_of(report, "attention/tiled.cu", "[lane_index()] = p;")
+    assert store.ways == 1.0
+    stores = accesses_of(report, "common/vec.cuh", STORE)
+    assert [access.ways for access in stores] == [staging_ways]
+
+
+@pytest.mark.parametrize("head_dim", [24, 64, 80, 128, 160, 256])
+def test_flash_attention_has_no_bank_conflicts_and_wastes_no_sectors(head_dim):
+    """Rows of 24 items straddle sectors: 48 bytes."""
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.attention(*(normal(1, 100, 1, head_dim) for _ in range(3)))
+    assert report.instruction_mix["tensor"] > 0
+    assert report.instruction_mix["ldsm"] > 0
+    shared = [access for access in report.accesses if access.space == "shared"]
+    assert {access.worst for access in shared} == {1.0}
+    if head_dim % 16 == 0:
+        assert report.sector_efficiency == 1.0
+    else:
+        assert report.sector_efficiency > 0.7
+
+
+def test_tiled_attention_wastes_no_global_sectors():
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.attention(*(normal(1, 64, 2, 64) for _ in range(3)), implementation="tiled")
+    assert report.sector_efficiency == 1.0
+    (load,) = accesses_of(report, "common/vec.cuh", "loaded = *reinterpret_cast")
+    assert load.sectors_per_request == 16  # 32 lanes of 16 bytes
+
+
+def test_naive_attention_reads_keys_across_rows():
+    """Its lanes own keys and walk the columns: each lane another sector, for 2 bytes of it."""
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.attention(*(normal(1, 32, 1, 64) for _ in range(3)), implementation="naive")
+    assert report.bank_conflict_ways == 1.0
+    keys = min((a for a in report.accesses if a.space == "global"), key=lambda a: a.efficiency)
+    assert keys.sectors_per_request == 32
+    assert keys.efficiency == 2 / 32
+
+
+def test_softmax_reads_with_vectors():
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.softmax(normal(8, 1024))
+    (load,) = accesses_of(report, "common/vec.cuh", "loaded = *reinterpret_cast")
+    assert (load.sectors_per_request, load.efficiency) == (16, 1.0)
+    assert report.bank_conflict_ways == 1.0
+
+
+def test_softmax_stores_whole_vectors():
+    """16 bytes a thread in one instruction, and every sector once."""
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.softmax(normal(8, 1024))
+    stores = accesses_of(report, "common/vec.cuh", STORE)
+    assert {access.instruction.opcode for access in stores} == {"st.global.v4.u32"}
+    assert report.sector_efficiency == 1.0
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize("implementation", ["tiled", "flash"])
+def test_results_are_written_through_views(implementation):
+    q, k, v = (normal(1, 20, 1, 16) for _ in range(3))
+    expected = cupyattn.attention(q, k, v, causal=True)
+    room = np.full((1, 20, 3, 40), 7, np.float16)
+    lse_room = np.full((1, 3, 30), 7, np.float32)
+    out, lse = room[:, ::-1, 1:2, 8:24], lse_room[:, 1:2, 5:25]
+    with cupyattn.backend("emulator"):
+        returned = cupyattn.attention(
+            q, k, v, causal=True, implementation=implementation, return_lse=True, out=(out, lse)
+        )
+    assert returned[0] is out
+    assert returned[1] is lse
+    np.testing.assert_allclose(out, expected, atol=4e-3)
+    out[...], lse[...] = 7, 7
+    assert (room == 7).all(), "written outside the view"
+    assert (lse_room == 7).all(), "written outside the view"
+
+
+def test_inputs_are_untouched():
+    packed = normal(2, 20, 3, 2, 16)
+    q, k, v = (packed[:, :, i] for i in range(3))
+    before = packed.copy()
+    for array in (q, k, v):
+        array.flags.writeable = False
+    with cupyattn.backend("emulator"):
+        cupyattn.attention(q, k, v)
+        cupyattn.attention(q, k, v, implementation="tiled")
+        cupyattn.softmax(q)
+        cupyattn.softmax_backward(q, k)
+    np.testing.assert_array_equal(packed, before)

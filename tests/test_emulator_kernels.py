@@ -1,0 +1,303 @@
+"""The library's own kernels on the emulator: bugs planted in them are found.
+
+A bug is a replaced line in a copy of the CUDA sources; the copy is compiled and launched as the
+library does it. Results of the clean kernels are tested in test_kernels_*.py.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+import cupyattn
+from cupyattn import reference
+from cupyattn.cli.recorder import Launch, LaunchRecorder, attention_launch
+from cupyattn.emulator import (
+    BarrierError,
+    Checks,
+    ConstWriteError,
+    KernelFault,
+    MisalignedAccessError,
+    OutOfBoundsError,
+    SharedMemoryRaceError,
+    UninitializedReadError,
+)
+from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.configs.attention import TILED_TILE_K
+from cupyattn.kernels.emulated_device import EmulatedDevice
+from cupyattn.kernels.launch import launch
+from cupyattn.kernels.source import source_root
+from cupyattn.ops.attention_options import AttentionOptions
+from cupyattn.ops.softmax import softmax_problem, softmax_rows
+
+pytestmark = pytest.mark.nvrtc
+
+
+ALL = Checks.all()
+
+
+class Bug(NamedTuple):
+    """Text of a file below cuda_src, which must be there once, and what takes its place."""
+
+    file: str
+    right: str
+    wrong: str
+
+
+def normal(*shape: int, dtype: str = "float16") -> np.ndarray:
+    rng = np.random.default_rng(0)
+    return rng.standard_normal(shape, dtype=np.float32).astype(dtype)
+
+
+@pytest.fixture
+def start_with(tmp_path: Path):
+    """Run a recorded launch on the emulator, all checks on, from sources with bugs in them."""
+
+    def start(recorded: Launch, *bugs: Bug, checks: Checks = ALL) -> None:
+        folder = tmp_path / "cuda_src"
+        shutil.copytree(source_root(), folder, dirs_exist_ok=True)
+        for bug in bugs:
+            text = (source_root() / bug.file).read_text()
+            assert text.count(bug.right) == 1, f"{bug.file} has changed: plant the bug anew"
+            (folder / bug.file).write_text(text.replace(bug.right, bug.wrong))
+        right = recorded.specialisation
+        spec = replace(right.spec, source=str(folder / right.spec.source))
+        device = EmulatedDevice(checks)
+        launch(device, replace(right, spec=spec), recorded.grid[0], recorded.arguments)
+
+    return start
+
+
+def attention_recorded(implementation: str) -> Launch:
+    """Causal, several key tiles with a ragged end, two query heads on one key-value head."""
+    q, k, v = normal(1, 100, 2, 24), normal(1, 100, 1, 24), normal(1, 100, 1, 24)
+    options = AttentionOptions(causal=True, implementation=implementation)
+    return attention_launch(TURING, q, k, v, options)
+
+
+def error_ratio(recorded: Launch) -> float:
+    """The largest error of what a launch has written, over its bound."""
+    q, k, v, out, lse = recorded.arguments[:5]
+    exact = reference.attention(q, k, v, causal=True)
+    bound = reference.attention_bound(q, k, v, dtype=q.dtype, tile_k=TILED_TILE_K, causal=True)
+    results = zip((out, lse), exact, bound, strict=True)
+    return max(reference.error_ratio(*each) for each in results)
+
+
+def softmax_launch(length: int) -> Launch:
+    recorder = LaunchRecorder(TURING)
+    x = normal(3, length)
+    operands = cupyattn.arrays.adopt({"x": x})
+    softmax_rows(recorder, softmax_problem(operands.layout_key(), "out"), operands.arrays)
+    (recorded,) = recorder.launches
+    return recorded
+
+
+# --- the harness itself: copies without a bug
+
+
+@pytest.mark.parametrize("implementation", ["tiled", "flash"])
+def test_a_clean_copy_of_the_attention_kernel_is_right(implementation, start_with):
+    recorded = attention_recorded(implementation)
+    inputs = [array.copy() for array in recorded.arguments[:3]]
+    start_with(recorded)
+    assert 0 < error_ratio(recorded) <= 1
+    for before, after in zip(inputs, recorded.arguments, strict=False):
+        np.testing.assert_array_equal(before, after)
+
+
+def test_a_clean_copy_of_the_softmax_kernel_is_right(start_with):
+    recorded = softmax_launch(2048)
+    start_with(recorded)
+    x, out = recorded.arguments[:2]
+    np.testing.assert_allclose(out, reference.softmax(x), rtol=2e-3, atol=1e-7)
+
+
+# --- planted bugs that a check finds
+
+TILED_CU, FORWARD_CU = "attention/tiled.cu", "attention/forward.cu"
+TILE_CUH, STAGE_CUH, REDUCE_CUH = "common/tile.cuh", "attention/stage.cuh", "common/reduce.cuh"
+
+
+def without_barrier(file: str, comment: str, barrier: str = "__syncthreads();") -> Bug:
+    return Bug(file, f"{barrier}  // {comment}", f"// {comment}")
+
+
+FAULTS = {
+    # tiled: no barrier ...
+    "tiled: before K": (without_barrier(TILED_CU, "key_value: the prev"), SharedMemoryRaceError),
+    "tiled: after K": (without_barrier(TILED_CU, "key_value: K (and"), SharedMemoryRaceError),
+    "tiled: before V": (without_barrier(TILED_CU, "key_value: K has"), SharedMemoryRaceError),
+    "tiled: after V": (without_barrier(TILED_CU, "key_value: V has"), SharedMemoryRaceError),
+    "tiled: all warps write P of the first": (
+        Bug(TILED_CU, "smem.p[warp_index() * Traits::kRows + r][lane", "smem.p[r][lane"),
+        SharedMemoryRaceError,
+    ),
+    "tiled: one row too many is loaded": (
+        Bug(TILE_CUH, "if (row < valid_rows &&", "if (row <= valid_rows &&"),
+        OutOfBoundsError,
+    ),
+    "tiled: one row too many is stored": (
+        Bug(TILED_CU, "if (i >= params.sq) return;", "if (i > params.sq) return;"),
+        OutOfBoundsError,
+    ),
+    "tiled: one row too few is staged": (
+        Bug(TILE_CUH, "at < TileShape::kRows * kColVecs", "at < (TileShape::kRows - 1) * kColVecs"),
+        UninitializedReadError,
+    ),
+    "tiled: the query head in place of the key-value head": (
+        Bug(
+            TILED_CU,
+            "head_rows(k_g, params.k, place.batch, place.kv_head,",
+            "head_rows(k_g, params.k, place.batch, place.head,",
+        ),
+        OutOfBoundsError,
+    ),
+    "tiled: vectors begin one item late": (
+        Bug(TILE_CUH, "rows_g + row * row_stride + col)", "rows_g + row * row_stride + col + 1)"),
+        MisalignedAccessError,
+    ),
+    "tiled: the result overwrites q": (
+        Bug(
+            TILED_CU,
+            "store_rows(rows, place, out_g,",
+            "store_rows(rows, place, const_cast<Traits::Scalar*>(q_g),",
+        ),
+        ConstWriteError,
+    ),
+    # flash: no barrier ...
+    "flash: after Q": (without_barrier(FORWARD_CU, "q: written"), SharedMemoryRaceError),
+    "flash: between Q and K": (without_barrier(FORWARD_CU, "q: read"), SharedMemoryRaceError),
+    "flash: after the first tile": (
+        without_barrier(FORWARD_CU, "K and V: the first"),
+        SharedMemoryRaceError,
+    ),
+    "flash: after each tile": (
+        without_barrier(FORWARD_CU, "K and V: this half"),
+        SharedMemoryRaceError,
+    ),
+    "flash: inside the warp, before the store": (
+        without_barrier(FORWARD_CU, "out: each warp", "__syncwarp();"),
+        SharedMemoryRaceError,
+    ),
+    "flash: one query too many is loaded": (
+        Bug(FORWARD_CU, "if (row < rows) quad", "if (row <= rows) quad"),
+        OutOfBoundsError,
+    ),
+    "flash: one key too many is loaded": (
+        Bug(STAGE_CUH, "kPassRows + row >= valid_rows", "kPassRows + row > valid_rows"),
+        OutOfBoundsError,
+    ),
+    "flash: one row too many is stored": (
+        Bug(FORWARD_CU, "+ row >= cta.params.sq) break;", "+ row > cta.params.sq) break;"),
+        OutOfBoundsError,
+    ),
+    "flash: one lse too many is stored": (
+        Bug(FORWARD_CU, "&& query < cta.params.sq)", "&& query <= cta.params.sq)"),
+        OutOfBoundsError,
+    ),
+    "flash: the query head in place of the key-value head": (
+        Bug(
+            FORWARD_CU,
+            "head_rows(v_g, params.v, place.batch, place.kv_head,",
+            "head_rows(v_g, params.v, place.batch, place.head,",
+        ),
+        OutOfBoundsError,
+    ),
+    "flash: the result overwrites q": (
+        Bug(
+            FORWARD_CU,
+            "store_rows(warp, cta, smem, out_g);",
+            "store_rows(warp, cta, smem, const_cast<float16*>(q_g));",
+        ),
+        ConstWriteError,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_bug_in_an_attention_kernel_is_found(name, start_with):
+    bug, fault = FAULTS[name]
+    with pytest.raises(KernelFault) as found:
+        start_with(attention_recorded(name.partition(":")[0]), bug)
+    assert type(found.value) is fault
+    assert found.value.line > 0
+    assert found.value.block is not None
+    assert found.value.thread is not None
+
+
+@pytest.mark.parametrize(
+    ("implementation", "file", "comment", "condition"),
+    [
+        ("tiled", TILED_CU, "key_value: K has", "warp_index() != 2"),
+        ("tiled", TILED_CU, "key_value: K has", "lane_index() < 16"),
+        ("flash", FORWARD_CU, "K and V: this half", "active"),  # warps that see no key pass by
+    ],
+)
+def test_a_barrier_passed_by_is_found_twice(implementation, file, comment, condition, start_with):
+    """As the race that it leads to, and with that check off as what it is."""
+    right = f"__syncthreads();  // {comment}"
+    bug = Bug(file, right, f"if ({condition}) {right}")
+    with pytest.raises(SharedMemoryRaceError):
+        start_with(attention_recorded(implementation), bug)
+    with pytest.raises(BarrierError):
+        start_with(attention_recorded(implementation), bug, checks=Checks(races=False))
+
+
+@pytest.mark.parametrize("comment", ["partial_s: the previous", "partial_s: written"])
+def test_a_barrier_dropped_in_the_softmax_kernel_is_found(comment, start_with):
+    with pytest.raises(SharedMemoryRaceError, match=r"\(in `.*partial_s`, 32 bytes at 0\)"):
+        start_with(softmax_launch(2048), without_barrier(REDUCE_CUH, comment))
+
+
+# --- planted bugs inside the arrays, which no check of memory can see: the bound finds them
+
+MISTAKES = {
+    "tiled: K of the neighbouring lane": Bug(
+        TILED_CU,
+        "smem.key_value + lane_index() * Traits::KTile",
+        "smem.key_value + (lane_index() ^ 1) * Traits::KTile",
+    ),
+    "tiled: V of the neighbouring key": Bug(
+        TILED_CU, "smem.key_value[(j + i) *", "smem.key_value[(j + (i ^ 1)) *"
+    ),
+    "tiled: P of the neighbouring row": Bug(
+        TILED_CU,
+        "&smem.p[warp_index() * Traits::kRows + r][j]",
+        "&smem.p[warp_index() * Traits::kRows + (r ^ 1)][j]",
+    ),
+    "tiled: a row sees one key too many": Bug(
+        "common/mask.cuh", "begin <= key && key < end", "begin <= key && key <= end"
+    ),
+    "flash: K of the neighbouring k8 step": Bug(
+        FORWARD_CU, "warp.q[i][group * 4 + step], b[step])", "warp.q[i][group * 4 + step], b[0])"
+    ),
+    "flash: V of the neighbouring columns": Bug(
+        FORWARD_CU, "packed.p[i][n], b[tile])", "packed.p[i][n], b[0])"
+    ),
+    "flash: the first tile in the wrong half": Bug(
+        FORWARD_CU,
+        "cta.k_stage.store(cta.k_s + (left & 1) *",
+        "cta.k_stage.store(cta.k_s + (left + 1 & 1) *",
+    ),
+    "flash: a row sees one key too many": Bug(
+        "attention/score_fragment.cuh", "8 * n + e >= end", "8 * n + e > end"
+    ),
+    "flash: a cut tile counts as full": Bug(
+        "attention/key_walk.cuh",
+        "full_end = top.end / kTileK;",
+        "full_end = div_up(top.end, kTileK);",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_an_attention_kernel_is_outside_its_bound(name, start_with):
+    recorded = attention_recorded(name.partition(":")[0])
+    start_with(recorded, MISTAKES[name])
+    assert not error_ratio(recorded) <= 10
