@@ -472,3 +472,14 @@ def test_headers_come_from_the_wheel_or_the_toolkit(tmp_path, monkeypatch):
     (include / "cuda_fp16.h").touch()
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert find() == include
+
+
+@nvrtc
+@pytest.mark.parametrize(
+    "header", sorted(path.name for path in (source.source_root() / "common").glob("*.cuh"))
+)
+def test_each_primitive_can_be_included_alone(header, tmp_path):
+    path = tmp_path / "alone.cu"
+    path.write_text(f'#include "common/{header}"\nextern "C" __global__ void alone() {{}}\n')
+    spec = KernelSpec(entry="alone", source=str(path), parameters=(), macros=())
+    compile_ptx(spec.specialise(threads=32, shared_bytes=0), TURING)

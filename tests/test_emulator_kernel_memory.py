@@ -35,7 +35,6 @@ def accesses_of(report: Report, file: str, text: str) -> list[Access]:
     ]
 
 
-STORE = "(target + first) ="
 SHARED_READS = ("const float4 k =", "const float4 q =", "const float4 p =", "v[i][c] = smem")
 
 
@@ -60,7 +59,7 @@ def test_tiled_attention_reads_shared_memory_without_conflicts(dtype, head_dim, 
         assert (access.ways, access.worst) == (1.0, 1.0), text
     (store,) = accesses_of(report, "attention/tiled.cu", "[lane_index()] = p;")
     assert store.ways == 1.0
-    stores = accesses_of(report, "common/vec.cuh", STORE)
+    stores = accesses_of(report, "common/tile.cuh", "= piece;")
     assert [access.ways for access in stores] == [staging_ways]
 
 
@@ -114,7 +113,7 @@ def test_softmax_stores_whole_vectors():
     report = Report()
     with cupyattn.backend("emulator", report=report):
         cupyattn.softmax(normal(8, 1024))
-    stores = accesses_of(report, "common/vec.cuh", STORE)
+    stores = accesses_of(report, "common/memory.cuh", "st.global.v4.u32")
     assert {access.instruction.opcode for access in stores} == {"st.global.v4.u32"}
     assert report.sector_efficiency == 1.0
 

@@ -6,6 +6,7 @@
 
 #include "../common/mask.cuh"
 #include "../common/mma.cuh"
+#include "../common/numeric.cuh"
 
 template <int kMTiles_, int kNTiles_>
 struct ScoreFragment {

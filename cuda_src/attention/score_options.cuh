@@ -2,6 +2,7 @@
 // then a mask of bools. Each option is a compile-time switch; an absent array's dtype is void.
 #pragma once
 
+#include "../common/vec.cuh"
 #include "params.cuh"
 #include "score_fragment.cuh"
 

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "../common/swizzle.cuh"
+#include "../common/vec.cuh"
 
 // Eight neighbouring float16 items as one register quad. kVec is 8 for rows aligned to 16 bytes, else 1.
 template <int kCols, int kVec>

@@ -7,7 +7,7 @@
 // So the C fragment of one product, packed to float16, is the A fragment of the next: P needs no shuffle.
 #pragma once
 
-#include "vec.cuh"
+#include "memory.cuh"
 
 __device__ __forceinline__ void mma_m16n8k8(float (&c)[4], const uint32 (&a)[2], uint32 b) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
@@ -51,29 +51,6 @@ __device__ __forceinline__ void ldmatrix_trans(uint32 (&r)[kCount], uint32 addre
   } else {
     asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];" : "=r"(r[0]) : "r"(address) : "memory");
   }
-}
-
-// An address in the shared window, as ldmatrix and st.shared take it.
-__device__ __forceinline__ uint32 shared_address(const void* pointer) {
-  return static_cast<uint32>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ __forceinline__ void st_shared_v4(uint32 address, uint4 v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
-}
-
-__device__ __forceinline__ void st_shared_u32(uint32 address, uint32 x) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
-}
-
-// volatile: the compiler otherwise sinks a prefetch down to its use.
-__device__ __forceinline__ uint4 ld_global_v4(const void* source) {
-  uint4 v;
-  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(source));
-  return v;
 }
 
 // The halves of the result are the high halves of x and y.

@@ -34,6 +34,13 @@ __device__ __forceinline__ void load_tile(float* tile_s, const Scalar* rows_g, i
     const int col = at % kColVecs * kVec;
     float values[kVec] = {};
     if (row < valid_rows && col < TileShape::kCols) load_vec(values, rows_g + row * row_stride + col);
-    store_vec(tile_s + row * TileShape::kRowStride + col, values);
+    constexpr int kPiece = kVec < 4 ? kVec : 4;  // floats of one store
+#pragma unroll
+    for (int i = 0; i < kVec; i += kPiece) {
+      Vec<float, kPiece> piece;
+#pragma unroll
+      for (int j = 0; j < kPiece; j++) piece.item[j] = values[i + j];
+      *reinterpret_cast<Vec<float, kPiece>*>(tile_s + row * TileShape::kRowStride + col + i) = piece;
+    }
   }
 }

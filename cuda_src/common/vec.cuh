@@ -4,32 +4,13 @@
 // is not; the code is the same.
 #pragma once
 
+#include "memory.cuh"
 #include "numeric.cuh"
 
 template <typename Scalar, int kItems>
 struct alignas(sizeof(Scalar) * kItems) Vec {
   static_assert(sizeof(Scalar) * kItems <= kVectorBytes, "wider than one thread can load at once");
   Scalar item[kItems];
-};
-
-// The built-in type of as many bytes.
-template <int kBytes>
-struct WordOf;
-template <>
-struct WordOf<2> {
-  using Type = uint16;
-};
-template <>
-struct WordOf<4> {
-  using Type = uint32;
-};
-template <>
-struct WordOf<8> {
-  using Type = uint2;
-};
-template <>
-struct WordOf<16> {
-  using Type = uint4;
 };
 
 // Read as float32. `source` must be aligned to kItems * sizeof(Scalar).
@@ -40,19 +21,21 @@ __device__ __forceinline__ void load_vec(float (&values)[kItems], const Scalar* 
   for (int i = 0; i < kItems; i++) values[i] = to_float(loaded.item[i]);
 }
 
-// Round to Scalar and write, 16 bytes at a time at the most. `target` must be aligned to the smaller of 16 bytes and
+// Round to Scalar and write to global memory, 16 bytes at a time at the most. `target` must be aligned to the smaller of 16 bytes and
 // kItems * sizeof(Scalar).
 template <int kItems, typename Scalar>
 __device__ __forceinline__ void store_vec(Scalar* target, const float (&values)[kItems]) {
   constexpr int kPiece = kItems * sizeof(Scalar) <= kVectorBytes ? kItems : kVectorBytes / sizeof(Scalar);
   static_assert(kItems % kPiece == 0, "whole pieces");
-  // As one word: the compiler would split the store of a struct into its items.
-  using Word = typename WordOf<kPiece * sizeof(Scalar)>::Type;
 #pragma unroll
   for (int first = 0; first < kItems; first += kPiece) {
     Vec<Scalar, kPiece> rounded;
 #pragma unroll
     for (int i = 0; i < kPiece; i++) rounded.item[i] = from_float<Scalar>(values[first + i]);
-    *reinterpret_cast<Word*>(target + first) = *reinterpret_cast<const Word*>(&rounded);
+    if constexpr (sizeof(rounded) == kVectorBytes) {
+      st_global_v4(target + first, *reinterpret_cast<const uint4*>(&rounded));
+    } else {
+      *reinterpret_cast<Vec<Scalar, kPiece>*>(target + first) = rounded;
+    }
   }
 }
