@@ -212,13 +212,21 @@ def test_info_text(capsys):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "launcher",
-    [("-m", "cupyattn", "info"), ("-m", "cupyattn", "demo"), ("-m", "cupyattn.benchmark", "host")],
+    [("-m", "cupyattn", "demo"), ("-m", "cupyattn.benchmark", "host")],
 )
 def test_an_architecture_that_the_device_cannot_run(launcher):
     result = run("--json", launcher=launcher, env={"CUPYATTN_ARCH": "999"})
     assert result.returncode == 1
     assert "CUPYATTN_ARCH" in json.loads(result.stdout)["error"]
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.gpu
+def test_info_says_why_a_device_cannot_be_used():
+    result = run("--json", launcher=("-m", "cupyattn", "info"), env={"CUPYATTN_ARCH": "999"})
+    (device, *_) = json.loads(result.stdout)["devices"]
+    assert "CUPYATTN_ARCH='999'" in device["unusable_because"]
+    assert device["arch"] is None
 
 
 # --- arguments, terminals
