@@ -40,9 +40,12 @@ def describe() -> Result:
     """Return `cupyattn.device_info` with the cached specialisations of each kernel counted."""
     info = cupyattn.device_info()
     folder = Path(info["cache"]["folder"])
-    cached = [path.name.rpartition("-")[0] for path in folder.iterdir() if path.suffix != ".json"]
+    cached = [path.name.rpartition("-")[0] for path in folder.iterdir() if path.suffix in CODE]
     info["kernels"] = {entry: cached.count(entry) for entry in info["kernels"]}
     return {"command": "info", "version": cupyattn.__version__, **info}
+
+
+CODE = (".cubin", ".ptx")
 
 
 def show(result: Result, terminal: Terminal) -> None:
@@ -76,7 +79,8 @@ def show(result: Result, terminal: Terminal) -> None:
 
 def _device_row(device: dict[str, Any]) -> tuple[str, ...]:
     memory = f"{device['memory_bytes'] / 2**30:.1f} GiB"
-    return device["name"], device["compute_capability"], memory, f"sm_{device['arch']}"
+    target = f"sm_{device['arch']}" if device["arch"] else f"none: {device['unusable_because']}"
+    return device["name"], device["compute_capability"], memory, target
 
 
 def _cuda_version(number: int | None) -> str:
