@@ -79,7 +79,7 @@ class Barriers:
         self.barrier[here] = ids[here]
         if reduction:
             self.reduction = reduction
-            self.vote[here] = np.broadcast_to(predicate, self.batch.shape)[here]
+            self.vote[here] = np.broadcast_to(np.asarray(predicate), self.batch.shape)[here]
         self._expect(ids, count, here)
         if count is not None:
             self._release_counted()

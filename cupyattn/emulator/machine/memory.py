@@ -129,7 +129,8 @@ class MemorySpace:
         elements[index] = values
 
     def _check_alignment(self, offset: Array, size: int, mask: Array, site: int) -> None:
-        every_bit: Any = np.bitwise_or.reduce(offset, axis=None)  # type: ignore[call-overload]
+        bitwise_or: Any = np.bitwise_or  # NumPy's stubs differ on axis=None from version to version
+        every_bit = bitwise_or.reduce(offset, axis=None)
         if int(every_bit) & (size - 1):
             offset = np.asarray(offset)
             bad = (offset & offset.dtype.type(size - 1)) != 0

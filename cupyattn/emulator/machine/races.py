@@ -191,7 +191,7 @@ class SharedMemoryTracker:
             if bad.any():
                 self._race(index, lanes, site, "writes", bad, writer_warp, writer, "written")
         readers = self.readers.take(index, axis=0)
-        unseen = (readers >> 6) > self.seen.reshape(-1, warps).take(warp, axis=0)
+        unseen: Any = (readers >> 6) > self.seen.reshape(-1, warps).take(warp, axis=0)
         if unseen.any():
             row = np.arange(index.size)
             mine = readers[row, own] & _WHO
@@ -285,7 +285,7 @@ class SharedMemoryTracker:
         if not self.races:
             return
         batch = self.batch
-        here = np.ones((batch.blocks, batch.warps), bool)
+        here: Any = np.ones((batch.blocks, batch.warps), bool)
         if mask is not None:
             here = mask.reshape(batch.blocks, batch.warps, 32).any(2)
         block, warp = np.nonzero(here)

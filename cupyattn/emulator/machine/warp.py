@@ -62,7 +62,7 @@ class WarpOperations:
         if mask is None:
             return
         active = self._per_warp(mask)
-        partial = active.any(1) & ~active.all(1)
+        partial: Any = active.any(1) & ~active.all(1)
         if partial.any():
             raise self.batch.fault(
                 WarpSyncError,
