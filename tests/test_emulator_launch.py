@@ -83,6 +83,16 @@ def test_launch_bounds() -> None:
         emulator.run(text, "k", 1, 32, arguments())
 
 
+@pytest.mark.parametrize("shared_bytes", range(18))
+def test_any_size_of_shared_memory(shared_bytes: int) -> None:
+    emulator.run(PTX, "k", 1, 1, arguments(), shared_bytes=shared_bytes)
+
+
+def test_ptx_is_text() -> None:
+    with pytest.raises(PTXSyntaxError, match=r"got a bytes; .*decode"):
+        emulator.load(PTX.encode())  # type: ignore[arg-type]
+
+
 def test_shared_memory_limits() -> None:
     emulator.run(PTX, "k", 1, 1, arguments(), shared_bytes=65536)
     with pytest.raises(LaunchError, match=r"needs 65540 bytes .* sm_75 has 65536"):

@@ -122,7 +122,7 @@ def _blocks_per_batch(state: LaunchState) -> int:
     padded = -(-state.threads // 32) * 32
     blocks = max(1, _BATCH_LANES // padded)
     if state.checks.races and state.shared_bytes:
-        per_block = state.shared_bytes // state.program.shared_granule * (padded // 32 + 3) * 4
+        per_block = -(-state.shared_bytes // state.program.shared_granule) * (padded // 32 + 3) * 4
         blocks = min(blocks, max(1, _TRACKER_BYTES // per_block))
     return blocks
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupyattn.emulator.codegen.program import Program, compile_kernel
-from cupyattn.emulator.errors import LaunchError, UnsupportedPTXError
+from cupyattn.emulator.errors import LaunchError, PTXSyntaxError, UnsupportedPTXError
 from cupyattn.emulator.ptx.calls import expand_calls
 from cupyattn.emulator.ptx.model import Parameter
 from cupyattn.emulator.ptx.parser import parse_module
@@ -41,6 +41,10 @@ class Module:
     """
 
     def __init__(self, ptx: str, sources: Mapping[str, str] | None = None) -> None:
+        if not isinstance(ptx, str):
+            raise PTXSyntaxError(
+                f"got a {type(ptx).__name__}; PTX is text (str); decode bytes with .decode()"
+            )
         self.sources = dict(sources or {})
         self._module = parse_module(ptx)
         self._programs: dict[str, Program] = {}
