@@ -56,9 +56,21 @@ _EDGE = np.asarray(np.float64(2.0**-126 * (1 - 2.0**-25)))  # what 24 bits round
 _SCALE = np.asarray(np.float64(2.0**64))
 
 
+def _only_zeros_besides(marked: Array, x: Array) -> bool:
+    """Tell whether all numbers but those marked, none of them zero, are zeros.
+
+    Then there is nothing to flush. To look costs half of a multiplication by booleans.
+    """
+    count = np.count_nonzero(marked)
+    return count == marked.size or count == np.count_nonzero(x)
+
+
 def flush(x: Array) -> Array:
     """Replace subnormal float32 numbers by zeros of their sign (``.ftz``)."""
-    return x * (np.abs(x) >= _MIN_NORMAL)
+    normal = np.abs(x) >= _MIN_NORMAL
+    if _only_zeros_besides(normal, x):
+        return x
+    return x * normal.astype(_F4)
 
 
 def saturate(x: Array) -> Array:
@@ -115,18 +127,18 @@ def fma_single(a: Array, b: Array, c: Array) -> Array:
 
     `a` and `b` are float32 numbers given as float64, which holds their product exactly.
     """
-    product = a * b
-    total = product + c.astype(_F8)
+    product, addend = a * b, c.astype(_F8)
+    total = product + addend
     suspect = (total.view(np.uint64) & _LOW_BITS) == _HALFWAY
     suspect |= np.abs(total) < _TINY  # subnormal float32 has fewer bits: ties elsewhere
-    return _settled(total, product, c, suspect).astype(_F4)
+    return _settled(total, product, addend, suspect).astype(_F4)
 
 
 def fma_single_ftz(a: Array, b: Array, c: Array) -> Array:
     """Return `fma_single` with subnormal results flushed."""
-    product = a * b
-    total = product + c.astype(_F8)
-    total = _settled(total, product, c, (total.view(np.uint64) & _LOW_BITS) == _HALFWAY)
+    product, addend = a * b, c.astype(_F8)
+    total = product + addend
+    total = _settled(total, product, addend, (total.view(np.uint64) & _LOW_BITS) == _HALFWAY)
     result = total.astype(_F4)
     normal = np.abs(total) >= _EDGE
     return result if np.count_nonzero(normal) == normal.size else result * normal
@@ -182,7 +194,7 @@ def _settled(total: Array, product: Array, c: Array, suspect: Array) -> Array:
     That is `total`, except where it may stand on a tie that the exact sum does not.
     """
     if np.count_nonzero(suspect):
-        error = _sum_error(product, c.astype(_F8), total)
+        error = _sum_error(product, c, total)
         wrong = suspect & (error != 0)
         if np.count_nonzero(wrong):
             return np.where(wrong, _to_odd(total, error), total)
@@ -234,11 +246,16 @@ def sqrt_directed(a: Array, mode: str, ftz: bool) -> Array:
 
 def _flush_inexact(result: Array, function: Any, a: Array, b: Array) -> Array:
     """Flush float32 results; those that may have been rounded up to normal as 24 bits say."""
-    doubtful = np.abs(result) == _MIN_NORMAL
+    size = np.abs(result)
+    safe = size > _MIN_NORMAL
+    if _only_zeros_besides(safe, result):
+        return result
+    doubtful = size == _MIN_NORMAL
     if np.count_nonzero(doubtful):
         wide = function(a, b, dtype=_F8)  # close enough: no quotient is next to the edge
         result = np.where(doubtful & (np.abs(wide) < _EDGE), result.dtype.type(0) * result, result)
-    return flush(result)
+        return flush(result)
+    return result * safe.astype(_F4)
 
 
 def multiply_flushed(a: Array, b: Array) -> Array:
@@ -299,12 +316,12 @@ def _extremum(a: Array, b: Array, smaller: bool, nan: bool) -> Array:
         result = np.minimum(a, b) if smaller else np.maximum(a, b)
     else:
         result = np.fmin(a, b) if smaller else np.fmax(a, b)
-    if not np.all(result):  # -0 is smaller than +0
-        zeros = (a == 0) & (b == 0)
+    if np.count_nonzero(result) != result.size:  # -0 is smaller than +0
         unsigned = f"u{result.dtype.itemsize}"
         x, y = np.asarray(a).view(unsigned), np.asarray(b).view(unsigned)
-        signed = ((x | y) if smaller else (x & y)).view(result.dtype)
-        result = np.where(zeros, signed, result)
+        mixed = (a == b) & (x != y)  # equal numbers of different bits: zeros of both signs
+        if np.count_nonzero(mixed):
+            result = np.where(mixed, result.dtype.type(-0.0 if smaller else 0.0), result)
     return result
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cupyattn.emulator.errors import ConstWriteError, OutOfBoundsError
+from cupyattn.emulator.machine.lanes import over_lanes
 from cupyattn.emulator.machine.memory import ELEMENT, MemorySpace, Piece, broadcast_active
 
 if TYPE_CHECKING:
@@ -225,10 +226,11 @@ class GlobalMemory(MemorySpace):
             return []
         if self.checks.alignment and size > 1:
             self._check_alignment(address, size, mask, site)
-        region = self.recent[site]
-        if region is not None:
+        recent = self.recent[site]
+        for region in self.device.regions if recent is None else (recent,):
             offset = address - region.start[size]
             if offset.max() <= region.limit[size]:  # addresses below the start wrap around
+                self.recent[site] = region
                 return [self._piece(region, offset, address, size, mask, site, write, None)]
         return self._locate_anywhere(address, size, mask, site, write)
 
@@ -290,7 +292,7 @@ class GlobalMemory(MemorySpace):
     ) -> list[Piece]:
         """Translate addresses that may lie in several regions, or in none."""
         if mask is None:
-            address = np.broadcast_to(address, self.shape)
+            address = over_lanes(address, self.shape)
             exists = self.batch.exists
         else:
             exists = None

@@ -14,6 +14,7 @@ import numpy as np
 
 from cupyattn.emulator.errors import MisalignedAccessError, OutOfBoundsError
 from cupyattn.emulator.machine.convert import HALF_TO_FLOAT
+from cupyattn.emulator.machine.lanes import over_lanes
 from cupyattn.emulator.machine.memory import SHARED_WINDOW, WINDOW_BYTES
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class MatrixOperations:
         batch = self.batch
         batch.warp.converged(mask, site, "ldmatrix.sync.aligned")
         uniform = np.ndim(address) < 2 or np.shape(address)[0] == 1
-        address = np.broadcast_to(address, self.shape)
+        address = over_lanes(address, self.shape)
         if address.dtype.itemsize == 8:
             generic = (address - np.uint64(SHARED_WINDOW)) < np.uint64(WINDOW_BYTES)
             address = np.where(generic, address - np.uint64(SHARED_WINDOW), address)
@@ -155,8 +156,10 @@ class MatrixOperations:
 
     def _check(self, rows: np.ndarray, count: int, site: int) -> None:
         batch = self.batch
-        bad = (rows & 15) != 0
-        if batch.checks.alignment and bad.any():
+        bitwise_or: Any = np.bitwise_or  # NumPy's stubs differ on axis=None from version to version
+        every_bit = bitwise_or.reduce(rows, axis=None)
+        if batch.checks.alignment and int(every_bit) & 15:
+            bad = (rows & 15) != 0
             lanes = np.flatnonzero(bad)
             unused = (
                 ""
@@ -172,7 +175,8 @@ class MatrixOperations:
             )
         used = rows[:, :, : 8 * count]
         size = batch.shared.size if batch.checks.bounds else batch.shared.stride
-        if used.max() > size - 16 or used.min() < 0:
+        unsigned: np.ndarray = used.view(np.uint64)  # negative offsets are large ones
+        if unsigned.max() > size - 16:
             bad = np.zeros(rows.shape, bool)
             bad[:, :, : 8 * count] = (used > size - 16) | (used < 0)
             offset = int(rows[bad][0])

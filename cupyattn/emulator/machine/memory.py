@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cupyattn.emulator.errors import MisalignedAccessError, OutOfBoundsError
+from cupyattn.emulator.machine.lanes import over_lanes
 
 if TYPE_CHECKING:
     from cupyattn.emulator.machine.batch import Batch
@@ -56,7 +57,7 @@ def broadcast_active(value: Array, mask: np.ndarray | None, shape: tuple[int, in
     """Return the values of the lanes in `mask` as a vector, or `value` as it is without a mask."""
     if mask is None:
         return value
-    return np.broadcast_to(value, shape)[mask]
+    return over_lanes(value, shape)[mask]
 
 
 class MemorySpace:
@@ -107,7 +108,7 @@ class MemorySpace:
         width = size * len(values)
         pieces = self.locate(address, width, mask, site, True)
         if len(values) == 1:
-            packed = np.broadcast_to(values[0], self.shape)
+            packed = over_lanes(values[0], self.shape)
         else:
             parts = np.empty((*self.shape, len(values)), ELEMENT[size])
             for i, value in enumerate(values):
@@ -117,7 +118,7 @@ class MemorySpace:
             packed = packed[mask]
         for elements, index, chosen in pieces:
             if chosen is None:
-                target = index if mask is not None else np.broadcast_to(index, self.shape)
+                target = index if mask is not None else over_lanes(index, self.shape)
                 self.write(elements, target, packed, mask, site)
             else:
                 self.write(elements, index, packed[chosen], mask, site)

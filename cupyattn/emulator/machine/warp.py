@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cupyattn.emulator.errors import WarpSyncError
+from cupyattn.emulator.machine.lanes import over_lanes
 
 if TYPE_CHECKING:
     from cupyattn.emulator.machine.batch import Batch
@@ -24,6 +26,35 @@ def warp_bits(mask: Array, shape: tuple[int, int]) -> np.ndarray:
     return np.packbits(lanes, axis=1, bitorder="little").view("<u4")[:, 0]
 
 
+def _sources(mode: str, lane: Array, clamp: Array) -> tuple[np.ndarray, np.ndarray]:
+    """Return from which lane every lane reads in a shuffle, and whether that was in range."""
+    limit, segment = clamp & 31, clamp >> 8 & 31
+    lane = lane & 31
+    highest = (_LANE & segment) | (limit & ~segment)
+    if mode == "bfly":
+        source = _LANE ^ lane
+        valid = source <= highest
+    elif mode == "down":
+        source = _LANE + lane
+        valid = source <= highest
+    elif mode == "up":
+        source = _LANE - lane
+        valid = source >= highest
+    else:
+        source = (_LANE & segment) | (lane & ~segment & 31)
+        valid = source <= highest
+    return np.where(valid, source, _LANE), valid
+
+
+@lru_cache(maxsize=256)
+def _same_sources(mode: str, lane: int, clamp: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return `_sources` of operands that all lanes share: constants as a rule."""
+    source, valid = _sources(mode, lane, clamp)
+    source.setflags(write=False)
+    valid.setflags(write=False)
+    return source, valid
+
+
 class WarpOperations:
     """Shuffles, votes and matches of a batch. `mask` is the lanes that run, None for all."""
 
@@ -33,7 +64,7 @@ class WarpOperations:
         self.check = batch.checks.warp_sync
 
     def _per_warp(self, value: Array) -> np.ndarray:
-        return np.broadcast_to(value, self.shape).reshape(-1, 32)
+        return over_lanes(value, self.shape).reshape(-1, 32)
 
     def _check_members(self, named: Array, mask: Array, site: int, what: str) -> None:
         """Refuse masks that list lanes which do not run now, unless they have exited."""
@@ -88,28 +119,14 @@ class WarpOperations:
         """
         self._check_members(named, mask, site, f"shfl.sync.{mode}")
         values = self._per_warp(value)
-        b = np.asarray(lane).astype(np.int64) & 31
-        c = np.asarray(clamp).astype(np.int64)
-        if b.ndim:
-            b = self._per_warp(b)
-        if c.ndim:
-            c = self._per_warp(c)
-        limit, segment = c & 31, c >> 8 & 31
-        highest = (_LANE & segment) | (limit & ~segment)
-        lowest = _LANE & segment
-        if mode == "bfly":
-            source = _LANE ^ b
-            valid = source <= highest
-        elif mode == "down":
-            source = _LANE + b
-            valid = source <= highest
-        elif mode == "up":
-            source = _LANE - b
-            valid = source >= highest
+        if np.ndim(lane) == np.ndim(clamp) == 0:
+            source, valid = _same_sources(mode, int(lane), int(clamp))
         else:
-            source = lowest | (b & ~segment & 31)
-            valid = source <= highest
-        source = np.where(valid, source, _LANE)
+            b = np.asarray(lane).astype(np.int64)
+            c = np.asarray(clamp).astype(np.int64)
+            source, valid = _sources(
+                mode, self._per_warp(b) if b.ndim else b, self._per_warp(c) if c.ndim else c
+            )
         if mask is not None and self.check:
             running = self._per_warp(mask)
             there = np.take_along_axis(running, np.broadcast_to(source, running.shape), 1)
@@ -123,7 +140,7 @@ class WarpOperations:
                     np.flatnonzero(bad),
                 )
         one = source.ndim == 1  # every warp alike
-        result = values[:, source] if one else np.take_along_axis(values, source, 1)
+        result = values.take(source, 1) if one else np.take_along_axis(values, source, 1)
         return result.reshape(self.shape), np.broadcast_to(valid, values.shape).reshape(self.shape)
 
     def vote(self, mode: str, predicate: Array, named: Array, mask: Array, site: int) -> Array:
