@@ -407,6 +407,20 @@ def test_flash_is_float16_and_says_so(recorder, dtype):
     assert recorder.did_nothing
 
 
+@pytest.mark.parametrize("crooked", [1, 2])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_flash_refuses_keys_that_lie_too_far_apart(recorder, crooked, sign):
+    """A tile's offsets have 32 bits; the tiled kernel's have 64."""
+    far = device_array((1, 2, 1, 64), np.float16, (2**40, sign * 2**26, 128, 2))
+    near = device_array((1, 2, 1, 64), np.float16, (2**40, sign * (2**26 - 16), 128, 2))
+    arrays = [near, near, near]
+    call(recorder, *arrays, implementation="flash")
+    arrays[crooked] = far
+    with pytest.raises(ValueError, match=r"bytes from one key to the next; .*'tiled'"):
+        attention(*arrays)
+    call(recorder, *arrays, implementation="tiled")
+
+
 def test_options_of_the_call_choose_the_flash_specialisation(recorder):
     q = device_array((2, 32, 4, 64), np.float16)
     macros, params, ctas = call(recorder, q, q, q, implementation="flash")

@@ -98,8 +98,9 @@ def attention(
     return_lse : bool
         Return the log-sum-exp of the scores too.
     implementation : {"flash", "tiled", "naive"}
-        Which kernel runs on a GPU. "naive" (the textbook) and "tiled" (shared-memory tiles with the
-        online softmax) are there to be read and compared. On NumPy arrays it makes no difference.
+        Which kernel runs on a GPU or the emulator. "flash" runs on tensor cores and takes float16.
+        "naive" (the textbook) and "tiled" (shared-memory tiles with the online softmax) are there
+        to be read and compared, and take every dtype. On the reference it makes no difference.
     out : array, or (out, lse) with return_lse, optional
         Where to write the result; must not overlap the inputs.
     workspace : array, optional
@@ -121,7 +122,8 @@ def attention(
         For shapes, strides or options that do not fit, dropout without a seed, arrays on different
         devices, or an out that overlaps an input. Nothing has been written then.
     NotImplementedError
-        On a GPU, for an option that has no kernel yet: NumPy arrays have them all.
+        On a GPU or the emulator, for an option or a dtype that the implementation's kernel does not
+        have: NumPy arrays on the reference have them all.
 
     Notes
     -----

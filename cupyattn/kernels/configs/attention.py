@@ -138,16 +138,22 @@ class FlashOptions(NamedTuple):
 
 PLAIN = FlashOptions()
 
-# The first row whose head dim is not below max(D, Dv). Two CTAs of 4 warps keep a Turing SM's
-# tensor cores busier than one of 8, whose warps go through their phases together; 32 rows a warp
-# halve the shared-memory traffic, which binds otherwise.
+# The first row whose head dim is not below max(D, Dv). "Models" is the tensor utilisation of the
+# main loop on a T4 by a static model of the machine code (NVRTC 12.9.86, 2026-11-20, +-0.05): no
+# Turing card has been measured. Two CTAs of 4 warps keep an SM's tensor cores busier than one of
+# 8, whose warps go through their phases together; 32 rows a warp halve the shared-memory traffic,
+# which binds otherwise.
 FLASH = {
     40: FlashConfig(2, 4, 48, 2, "as for 64, with registers to spare"),
-    64: FlashConfig(2, 4, 64, 2, "K and V twice fill half of the 64 KB"),
-    80: FlashConfig(2, 4, 48, 2, "64 keys would spill"),
-    96: FlashConfig(2, 4, 32, 2, "48 keys would spill"),
+    64: FlashConfig(
+        2, 4, 64, 2, "models 0.83, and 0.79 with 48 keys; K and V twice fill half of the 64 KB"
+    ),
+    80: FlashConfig(2, 4, 48, 2, "models 0.75, and 0.73 with 32 keys"),
+    96: FlashConfig(2, 4, 32, 2, "models 0.90, and 0.71 with 16 keys"),
     128: FlashConfig(2, 4, 16, 2, "192 registers are Q and the accumulator: 16 scores are left"),
-    160: FlashConfig(1, 12, 16, 1, "16 rows a warp from here on; 12 warps at 168 registers"),
+    160: FlashConfig(
+        1, 12, 16, 1, "16 rows a warp from here on; models 0.61, and 0.60 with 8 warps"
+    ),
     192: FlashConfig(1, 8, 32, 1, "8 warps at 255 registers"),
     256: FlashConfig(1, 8, 16, 1, "Q's tile fills the 64 KB before the walk"),
 }
