@@ -20,9 +20,7 @@ __device__ __forceinline__ void st_shared_u32(uint32 address, uint32 x) {
 // volatile: the compiler otherwise sinks a prefetch down to its use.
 __device__ __forceinline__ uint4 ld_global_v4(const void* source) {
   uint4 v;
-  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(source));
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(source));
   return v;
 }
 

@@ -144,17 +144,17 @@ PLAIN = FlashOptions()
 # 8, whose warps go through their phases together; 32 rows a warp halve the shared-memory traffic,
 # which binds otherwise.
 FLASH = {
-    40: FlashConfig(2, 4, 48, 2, "as for 64, with registers to spare"),
+    40: FlashConfig(2, 4, 48, 2, "models 0.76, and 0.68 with 64 keys"),
     64: FlashConfig(
-        2, 4, 64, 2, "models 0.83, and 0.79 with 48 keys; K and V twice fill half of the 64 KB"
+        2, 4, 64, 2, "models 0.86, and 0.76 with 48 keys; K and V twice fill half of the 64 KB"
     ),
-    80: FlashConfig(2, 4, 48, 2, "models 0.75, and 0.73 with 32 keys"),
-    96: FlashConfig(2, 4, 32, 2, "models 0.90, and 0.71 with 16 keys"),
-    128: FlashConfig(2, 4, 16, 2, "192 registers are Q and the accumulator: 16 scores are left"),
+    80: FlashConfig(2, 4, 48, 2, "models 0.86, as with 32 keys, which share less of a barrier"),
+    96: FlashConfig(2, 4, 32, 2, "models 0.84; 48 keys would spill"),
+    128: FlashConfig(2, 4, 16, 2, "models 0.89; Q and the accumulator take 192 registers"),
     160: FlashConfig(
-        1, 12, 16, 1, "16 rows a warp from here on; models 0.61, and 0.60 with 8 warps"
+        1, 12, 16, 1, "16 rows a warp from here on; models 0.65, and 0.64 with 8 warps"
     ),
-    192: FlashConfig(1, 8, 32, 1, "8 warps at 255 registers"),
+    192: FlashConfig(1, 8, 32, 1, "models 0.74, and 0.61 with 16 keys"),
     256: FlashConfig(1, 8, 16, 1, "Q's tile fills the 64 KB before the walk"),
 }
 _SMEM_UNIT = 128  # bytes: alignment of each buffer in Smem
