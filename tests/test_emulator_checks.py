@@ -25,6 +25,7 @@ from cupyattn.emulator import (
 pytestmark = pytest.mark.nvrtc
 
 FILE = "faults.cu"
+BITS = 0xFFFFFFFF
 
 
 def run(kernel: str, *args: Any, block: int = 64, grid: int = 1, **options: Any) -> None:
@@ -260,6 +261,36 @@ class TestWarpInstructions:
         run("vote_absent", y, np.uint32(0xFF), block=32)
         assert (y[:8] == 0xAA).all()
         fault(WarpSyncError, "VOTE", "vote_absent", y, np.uint32(0x1FF), block=32)
+
+    def test_mask_names_the_caller(self) -> None:
+        y = zeros(32, "u4")
+        run("mask_without_caller", y, np.uint32(0xFFFF), block=32)
+        error = fault(
+            WarpSyncError, "OWN_BIT", "mask_without_caller", y, np.uint32(0xFFDF), block=32
+        )
+        assert error.thread == (5, 0, 0) and "lane 5 with the mask 0x0000ffdf" in str(error)
+        run("barrier_without_caller", y, np.uint32(BITS), block=32)
+        error = fault(
+            WarpSyncError, "OWN_BARRIER_BIT", "barrier_without_caller", y, np.uint32(0xFFFFFFFE),
+            block=32,
+        )  # fmt: skip
+        assert error.thread == (0, 0, 0) and "does not name that lane itself" in str(error)
+
+    def test_shuffle_from_a_lane_that_the_mask_does_not_name(self) -> None:
+        y = zeros(64, "u4")
+        run("shuffle_outside_mask", y, np.int32(8))
+        np.testing.assert_array_equal(y, np.arange(64) ^ 8)
+        error = fault(WarpSyncError, "OUTSIDE_MASK", "shuffle_outside_mask", y, np.int32(16))
+        assert error.thread == (0, 0, 0)
+        assert "lane 0 reads the value of lane 16, which its mask 0x0000ffff" in str(error)
+
+    def test_masks_are_equal(self) -> None:
+        y = zeros(32, "u4")
+        run("unequal_masks", y, np.uint32(BITS), block=32)
+        assert (y == 0xAAAAAAAA).all()
+        error = fault(WarpSyncError, "UNEQUAL", "unequal_masks", y, np.uint32(0xFF), block=32)
+        assert error.thread == (0, 0, 0)
+        assert "lane 3 passes the mask 0x000000ff" in str(error)
 
     def test_mma(self) -> None:
         run("divergent_mma", zeros(), np.int32(32))

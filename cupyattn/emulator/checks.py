@@ -27,8 +27,9 @@ class Checks:
     barriers : bool
         Every thread of a block reaches the same ``bar.sync``.
     warp_sync : bool
-        Lanes named by the mask of a shuffle, vote, match or ``bar.warp.sync`` are there, and
-        shuffles read lanes that are there.
+        The mask of a shuffle, vote, match or ``bar.warp.sync`` names the lane that passes it;
+        shuffles read from lanes that are there and named; no lane that a shuffle, vote or match
+        waits for ends without coming.
     max_steps : int
         Basic blocks executed per batch of thread blocks before the kernel counts as hung.
 

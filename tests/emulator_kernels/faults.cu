@@ -180,6 +180,24 @@ KERNEL vote_absent(u32* y, u32 mask) {
     y[threadIdx.x] = v;
   }
 }
+KERNEL mask_without_caller(u32* y, u32 mask) {
+  if (threadIdx.x < 16) {
+    u32 v = __ballot_sync(mask, threadIdx.x & 1);  // OWN_BIT
+    y[threadIdx.x] = v;
+  }
+}
+KERNEL barrier_without_caller(u32* y, u32 mask) {
+  __syncwarp(mask);  // OWN_BARRIER_BIT
+  y[threadIdx.x] = 1;
+}
+KERNEL shuffle_outside_mask(u32* y, int distance) {
+  u32 half = threadIdx.x & 16 ? 0xFFFF0000u : 0xFFFFu;
+  y[threadIdx.x] = __shfl_xor_sync(half, threadIdx.x, distance);  // OUTSIDE_MASK
+}
+KERNEL unequal_masks(u32* y, u32 mask) {
+  u32 v = __ballot_sync(threadIdx.x == 3 ? mask : ~0u, threadIdx.x & 1);  // UNEQUAL
+  y[threadIdx.x] = v;
+}
 KERNEL divergent_mma(float* y, int count) {
   float c[4] = {0.f, 0.f, 0.f, 0.f};
   if ((int)threadIdx.x < count) {

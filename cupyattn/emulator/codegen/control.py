@@ -9,7 +9,7 @@ from cupyattn.emulator.ptx.model import Instruction
 if TYPE_CHECKING:
     from cupyattn.emulator.codegen.generator import Generator, Lowering
 
-__all__ = ["LOWERINGS"]
+__all__ = ["LOWERINGS", "meet"]
 
 _STEP = "block, mask, merge = "
 
@@ -27,9 +27,7 @@ def _branch(gen: Generator, x: Instruction) -> None:
     if not x.guard:
         gen.jump(target)
         return
-    after = gen.flow.blocks[gen.block].next
-    otherwise = "EXITED" if after is None else str(after)
-    gen.line(f"{_STEP}schedule.branch({_predicate(gen, x)}, {target}, {otherwise}, mask, merge)")
+    gen.line(f"{_STEP}schedule.branch({_predicate(gen, x)}, {target}, {_behind(gen)}, mask, merge)")
 
 
 def _branch_table(gen: Generator, x: Instruction) -> None:
@@ -51,16 +49,27 @@ def _exit(gen: Generator, x: Instruction) -> None:
     gen.line(f"{_STEP}schedule.branch({_predicate(gen, x)}, EXITED, {after}, mask, merge)")
 
 
-def _barrier(gen: Generator, x: Instruction) -> None:
-    if x.guard:
-        raise gen.unsupported(x, "a guarded barrier")
-    parts = [p for p in x.parts if p not in ("cta", "aligned")]
+def _behind(gen: Generator) -> str:
+    """Return the block behind the one that ends here."""
     after = gen.flow.blocks[gen.block].next
-    target = "EXITED" if after is None else str(after)
-    end = f"{target}, mask, merge, {x.site})"
+    return "EXITED" if after is None else str(after)
+
+
+def meet(gen: Generator, x: Instruction, operands: list[str], named: str) -> None:
+    """Write the meeting of the lanes that the operand `named` lists, who exchange `operands`."""
+    values = "".join(f"{operand}, " for operand in operands)
+    gen.line(
+        f"{_STEP}warp_sync.meet({x.opcode!r}, ({values}), {gen.value(named, 'u4')}, "
+        f"{_behind(gen)}, mask, merge, {x.site})"
+    )
+
+
+def _barrier(gen: Generator, x: Instruction) -> None:
+    parts = [p for p in x.parts if p not in ("cta", "aligned")]
     if parts[1] == "warp":
-        gen.line(f"{_STEP}barriers.sync_warp({gen.value(x.operands[0], 'u4')}, {end}")
+        meet(gen, x, [], x.operands[0])
         return
+    end = f"{_behind(gen)}, mask, merge, {x.site})"
     if parts[1] == "cluster" or parts[1] not in ("sync", "arrive", "red"):
         raise gen.unsupported(x)
     operands = list(x.operands)

@@ -11,7 +11,8 @@ The function keeps every register in a local variable and runs basic blocks in a
                     block, mask, merge = schedule.branch(v_p1, 2, 1, mask, merge)
                 ...
 
-Blocks are found through a binary tree of comparisons.
+Blocks are found through a binary tree of comparisons. Behind a block that ends where lanes may
+have to wait stands its continuation, so that nothing is looked up if they need not.
 """
 
 from __future__ import annotations
@@ -130,18 +131,29 @@ def _assemble(gen: Generator, bodies: list[list[str]]) -> str:
         "  if steps < 0: raise batch.hang()",
     ]
 
+    leaves: list[list[int]] = []
+    for number in range(len(bodies)):
+        if gen.flow.continues(number):
+            leaves[-1].append(number)
+        else:
+            leaves.append([number])
+
     def tree(low: int, high: int, indent: int) -> None:
         space = " " * indent
         if high - low == 1:
-            out.extend(space + line for line in bodies[low])
+            for number in leaves[low]:
+                if len(leaves[low]) > 1:
+                    out.append(f"{space}if block == {number}:")
+                inner = " " * (indent + (len(leaves[low]) > 1))
+                out.extend(inner + line for line in bodies[number])
             return
         middle = (low + high) // 2
-        out.append(f"{space}if block < {middle}:")
+        out.append(f"{space}if block < {leaves[middle][0]}:")
         tree(low, middle, indent + 1)
         out.append(f"{space}else:")
         tree(middle, high, indent + 1)
 
-    tree(0, len(bodies), 2)
+    tree(0, len(leaves), 2)
     return "\n".join(out) + "\n"
 
 

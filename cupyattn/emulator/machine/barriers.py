@@ -1,8 +1,9 @@
-"""Barriers: ``bar.sync`` / ``bar.arrive`` / ``bar.red`` of a block and ``bar.warp.sync``.
+"""Barriers of a block: ``bar.sync``, ``bar.arrive`` and ``bar.red``.
 
-A barrier with a thread count, and a warp barrier, open as soon as the last lane arrives. A
-``bar.sync`` for the whole block opens when no lane can run on, since only then it is known that no
-other thread is still on its way; in straight-line code all lanes are there and it costs nothing.
+A barrier with a thread count opens as soon as the last lane arrives. A ``bar.sync`` for the whole
+block opens when no lane can run on, since only then it is known that no other thread is still on
+its way; in straight-line code all lanes are there and it costs nothing. (``bar.warp.sync`` is in
+`machine.warp_sync`.)
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cupyattn.emulator.machine.positions import EXITED, WAITING
-from cupyattn.emulator.machine.warp import warp_bits
 
 if TYPE_CHECKING:
     from cupyattn.emulator.machine.batch import Batch
@@ -23,7 +23,6 @@ __all__ = ["Barriers"]
 Array = Any
 
 _IDS = 16  # hardware barriers of a block
-_WARP = 16  # in `Barriers.barrier`: waits at bar.warp.sync
 
 
 class Barriers:
@@ -41,9 +40,8 @@ class Barriers:
         shape, blocks = self.batch.shape, self.batch.blocks
         self.allocated = True
         self.resume = np.zeros(shape, np.int32)  # block to run behind the barrier
-        self.barrier = np.full(shape, -1, np.int8)  # barrier id, or _WARP
+        self.barrier = np.full(shape, -1, np.int8)  # barrier id, -1: not waiting at one
         self.site = np.zeros(shape, np.int32)  # instruction at which the lane waits
-        self.named = np.zeros(shape, np.uint32)  # membermask of bar.warp.sync
         self.vote = np.zeros(shape, bool)  # predicate of bar.red
         self.reduction = ""
         self.expected = np.zeros((blocks, _IDS), np.int64)  # thread count, 0: the whole block
@@ -156,24 +154,6 @@ class Barriers:
             np.flatnonzero(gone),
         )
 
-    # ------------------------------------------------------------------ bar.warp.sync
-    def sync_warp(self, named: Array, target: int, mask: Array, merge: Array, site: int) -> Step:
-        """Wait until the lanes of the warp that `named` lists are there."""
-        if merge is None:
-            if self.batch.tracker:
-                self.batch.tracker.sync_warps(mask)
-            return target, mask, None
-        self._allocate()
-        position = self.scheduler.position
-        assert position is not None
-        position[mask] = WAITING
-        self.resume[mask] = target
-        self.site[mask] = site
-        self.barrier[mask] = _WARP
-        self.named[mask] = np.broadcast_to(named, self.batch.shape)[mask]
-        self._release_warps()
-        return self.scheduler.pick()
-
     # ------------------------------------------------------------------ opening
     def _open(self, lanes: np.ndarray) -> None:
         position = self.scheduler.position
@@ -181,27 +161,8 @@ class Barriers:
         position[lanes] = self.resume[lanes]
         self.barrier[lanes] = -1
 
-    def _release_warps(self) -> bool:
-        position = self.scheduler.position
-        shape = self.batch.shape
-        waiting = (position == WAITING) & (self.barrier == _WARP)
-        if not waiting.any():
-            return False
-        there = warp_bits(waiting, shape)
-        alive = warp_bits(position != EXITED, shape)
-        absent = (self.named.reshape(-1, 32) & alive[:, None] & ~there[:, None]) != 0
-        blocked = (absent & waiting.reshape(-1, 32)).any(1)
-        opened = waiting & ~np.repeat(blocked, 32).reshape(shape)
-        if not opened.any():
-            return False
-        if self.batch.tracker:
-            self.batch.tracker.sync_warps(opened)
-        self._open(opened)
-        return True
-
     def _release_counted(self) -> bool:
-        position = self.scheduler.position
-        waiting = (position == WAITING) & (self.barrier >= 0) & (self.barrier < _IDS)
+        waiting = self.barrier >= 0
         if not waiting.any():
             return False
         rows, columns = np.nonzero(waiting)
@@ -223,7 +184,7 @@ class Barriers:
         """Open the whole-block barriers at which every live thread of a block waits."""
         position = self.scheduler.position
         assert position is not None
-        waiting = (position == WAITING) & (self.barrier >= 0) & (self.barrier < _IDS)
+        waiting = self.barrier >= 0
         ids = np.where(waiting, self.barrier, -1).max(1)
         whole = np.take_along_axis(self.expected, np.maximum(ids, 0)[:, None].astype(int), 1) == 0
         same = waiting & (self.barrier == ids[:, None]) & whole
@@ -261,16 +222,21 @@ class Barriers:
             self._reduce(self.reduction, self.vote, self.barrier, opened)
         self._open(opened)
 
-    def release_stalled(self) -> None:
-        """Open what can be opened now that no lane can run; a deadlock is an error."""
-        if self._release_warps() or self._release_counted() or self._release_blocks():
-            return
-        position = self.scheduler.position
-        lanes = np.flatnonzero(position == WAITING)
+    def release(self) -> bool:
+        """Open what can be opened now that no lane can run; tell whether there was anything."""
+        return self.allocated and (self._release_counted() or self._release_blocks())
+
+    def site_of(self, lane: int) -> int:
+        """Return the instruction at which a lane waits."""
+        return int(self.site.flat[lane])
+
+    def stuck(self) -> Exception:
+        """Return the error for lanes that wait for others which never come."""
+        lanes = np.flatnonzero(self.barrier >= 0)
         site = int(self.site.flat[lanes[0]])
         elsewhere = sorted({int(s) for s in self.site.flat[lanes]} - {site})
         others = "; others wait at " + self.batch.describe(elsewhere[0]) if elsewhere else ""
-        raise self.scheduler.missed(
+        return self.scheduler.missed(
             f"deadlock: the threads that this barrier waits for never arrive{others}", site, lanes
         )
 

@@ -26,7 +26,6 @@ from cupyattn.emulator.machine.memory import (
 )
 from cupyattn.emulator.machine.races import SharedMemoryTracker
 from cupyattn.emulator.machine.scheduler import Scheduler
-from cupyattn.emulator.machine.warp import WarpOperations
 
 if TYPE_CHECKING:
     from cupyattn.emulator.launch import LaunchState
@@ -66,7 +65,6 @@ class Batch:
         self.global_ = GlobalMemory(self, launch.device_memory)
         self.generic = GenericMemory(self)
         self.atomics = AtomicOperations(self)
-        self.warp = WarpOperations(self)
         self.matrix = MatrixOperations(self)
 
     def _special_registers(self) -> dict[str, Array]:

@@ -280,7 +280,7 @@ class SharedMemoryTracker:
             self.seen[block, warp, warp] = self.epoch[block, warp]
             self.epoch[block, warp] += 1
 
-    def sync_warps(self, mask: np.ndarray | None) -> None:
+    def sync_warps(self, mask: np.ndarray | None, named: Array) -> None:
         """Let the lanes of the same warp wait for each other (``bar.warp.sync``)."""
         if not self.races:
             return
