@@ -133,6 +133,7 @@ def test_unwritten_shared_memory() -> None:
     run("unwritten", zeros(), np.int32(60), checks=Checks.fast())
 
 
+@pytest.mark.parametrize("clocks", ["warps", "lanes"])
 @pytest.mark.parametrize(
     ("kernel", "marker", "block"),
     [
@@ -144,10 +145,19 @@ def test_unwritten_shared_memory() -> None:
         ("race_before_ldmatrix", "LDMATRIX", 32),
         ("race_with_atomic", "ATOMIC", 64),
         ("named_barriers", "NAMED", 128),
+        ("race_after_read_of_equal", "WAR_EQUAL", 64),
+        ("race_past_half_a_warp", "HALF_RAW", 64),
+        ("rows_of_half_warps", "HALF_LDMATRIX", 32),
     ],
 )
-def test_races(kernel: str, marker: str, block: int) -> None:
-    dtype = "u4" if kernel in ("race_before_ldmatrix", "race_with_atomic") else "f4"
+def test_races(
+    kernel: str, marker: str, block: int, clocks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = compile_module(FILE).program(kernel)
+    if clocks == "lanes":  # slower, and right for every kernel
+        monkeypatch.setattr(program, "partial_warp_barriers", True)
+    integers = ("race_before_ldmatrix", "race_with_atomic", "rows_of_half_warps")
+    dtype = "u4" if kernel in integers else "f4"
     run(kernel, zeros(128, dtype), np.int32(1), block=block, grid=3)
     error = fault(SharedMemoryRaceError, marker, kernel, zeros(128, dtype), np.int32(0),
                   block=block, grid=3)  # fmt: skip
@@ -181,6 +191,25 @@ def test_race_with_many_readers(writer: int) -> None:
     fault(SharedMemoryRaceError, "WAR_MANY", "race_of_three_readers", zeros(96), np.int32(writer),
           block=96)  # fmt: skip
     run("race_of_three_readers", zeros(96), np.int32(-1), block=96)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "marker", "right", "wrong"),
+    [
+        ("race_of_half_a_warp", "HALF_WAR", (0, 5, 15), (16, 31)),
+        ("chain_of_half_warps", "CHAIN", (0, 8, 23), (24,)),
+    ],
+)
+def test_a_warp_barrier_orders_the_lanes_that_it_names(
+    kernel: str, marker: str, right: tuple[int, ...], wrong: tuple[int, ...]
+) -> None:
+    for lane in right:
+        run(kernel, zeros(), np.int32(lane), block=32)
+    for lane in wrong:
+        error = fault(
+            SharedMemoryRaceError, marker, kernel, zeros(), np.int32(lane), block=32, grid=2
+        )
+        assert error.thread == (lane, 0, 0) and "(__syncwarp) of both lies between" in str(error)
 
 
 def test_producer_consumer() -> None:

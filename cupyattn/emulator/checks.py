@@ -23,7 +23,9 @@ class Checks:
         Shared memory is written before it is read.
     races : bool
         Shared-memory accesses of different threads are ordered by barriers if one is a write,
-        between warps and inside a warp. Costs 2 to 5 times the time of the launch.
+        between warps and inside a warp. Two writes of the same value are let pass; flags in memory
+        and votes order nothing. Costs 2 to 5 times the time of the launch, and more in kernels
+        with a ``__syncwarp`` of some lanes.
     barriers : bool
         Every thread of a block reaches the same ``bar.sync``.
     warp_sync : bool

@@ -15,6 +15,7 @@ from cupyattn.emulator.codegen.program import Program
 from cupyattn.emulator.errors import LaunchError
 from cupyattn.emulator.machine.batch import Batch
 from cupyattn.emulator.machine.global_memory import DeviceMemory, Region
+from cupyattn.emulator.machine.races import SharedMemoryTracker
 from cupyattn.emulator.module import Module
 from cupyattn.emulator.ptx.model import Function
 from cupyattn.emulator.report import Report
@@ -122,8 +123,8 @@ def _blocks_per_batch(state: LaunchState) -> int:
     padded = -(-state.threads // 32) * 32
     blocks = max(1, _BATCH_LANES // padded)
     if state.checks.races and state.shared_bytes:
-        per_block = -(-state.shared_bytes // state.program.shared_granule) * (padded // 32 + 3) * 4
-        blocks = min(blocks, max(1, _TRACKER_BYTES // per_block))
+        size = SharedMemoryTracker.bytes_per_block(state.program, state.shared_bytes, padded)
+        blocks = min(blocks, max(1, _TRACKER_BYTES // size))
     return blocks
 
 

@@ -34,6 +34,8 @@ from cupyattn.emulator.ptx.model import Function, Instruction, Variable
 
 __all__ = ["Program", "compile_kernel"]
 
+_ALL_LANES = ("-1", "0xffffffff", "4294967295")
+
 
 @dataclass
 class Program:
@@ -49,6 +51,8 @@ class Program:
         The instructions of each basic block.
     shared_granule : int
         Smallest access to shared memory in bytes, at most 8.
+    partial_warp_barriers : bool
+        Whether a ``bar.warp.sync`` may name only some lanes of a warp.
     """
 
     name: str
@@ -59,6 +63,7 @@ class Program:
     blocks: list[range]
     layout: MemoryLayout
     shared_granule: int
+    partial_warp_barriers: bool
 
     @property
     def local_bytes(self) -> int:
@@ -71,6 +76,11 @@ def _placed(gen: Generator, instruction: Instruction, text: str) -> UnsupportedP
     if str(instruction) in text:
         return UnsupportedPTXError(text)
     return gen.unsupported(instruction, text)
+
+
+def _may_be_partial(x: Instruction) -> bool:
+    """Tell whether `x` is a ``bar.warp.sync`` whose mask is not known to name all lanes."""
+    return x.opcode == "bar.warp.sync" and x.operands[0].lower() not in _ALL_LANES
 
 
 def _write_block(gen: Generator, number: int) -> list[str]:
@@ -187,4 +197,5 @@ def compile_kernel(function: Function, variables: dict[str, Variable]) -> Progra
         [range(b.first, b.last) for b in gen.flow.blocks],
         gen.layout,
         gen.layout.shared_granule(),
+        any(_may_be_partial(x) for x in function.instructions),
     )
