@@ -17,16 +17,12 @@ from cupyattn.emulator.machine.batch import Batch
 from cupyattn.emulator.machine.global_memory import DeviceMemory, Region
 from cupyattn.emulator.machine.races import SharedMemoryTracker
 from cupyattn.emulator.module import Module
+from cupyattn.emulator.ptx.architecture import SHARED_BYTES
 from cupyattn.emulator.ptx.model import Function
 from cupyattn.emulator.report import Report
 
 __all__ = ["LaunchState", "launch", "run"]
 
-# Shared memory that a block may opt in to, in bytes, by compute capability (CUDA C++ Programming
-# Guide, "Technical specifications per compute capability").
-_SHARED_LIMIT = {
-    70: 96, 72: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99,
-}  # fmt: skip
 _STATIC_SHARED_LIMIT = 48 * 1024
 
 # Lanes of a batch: enough to pay for NumPy's overhead, few enough for the caches.
@@ -103,7 +99,7 @@ def _shared_size(program: Program, target: int, dynamic: int) -> int:
     layout = program.layout
     if dynamic < 0:
         raise LaunchError(f"shared_bytes is {dynamic}; it must not be negative")
-    limit = _SHARED_LIMIT.get(target, 48) * 1024
+    limit = SHARED_BYTES[target]
     total = (layout.dynamic_shared_offset + dynamic) if dynamic else layout.static_shared_bytes
     if layout.static_shared_bytes > _STATIC_SHARED_LIMIT:
         raise LaunchError(

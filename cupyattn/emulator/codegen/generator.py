@@ -78,7 +78,7 @@ class Generator:
         file, number = instruction.location
         return UnsupportedPTXError(
             f"{self.function.name}: PTX instruction not supported{': ' + why if why else ''} "
-            f"[{instruction}] at {file or 'an unknown file'}:{number}"
+            f"[{instruction}]{f' at {file}:{number}' if number else ''}"
         )
 
     def is_register(self, operand: str) -> bool:

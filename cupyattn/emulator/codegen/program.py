@@ -29,6 +29,7 @@ from cupyattn.emulator.codegen.matrix_fusion import MatrixFusion
 from cupyattn.emulator.codegen.multiply_add import MultiplyAddFusion
 from cupyattn.emulator.codegen.names import RUNTIME_NAMES
 from cupyattn.emulator.errors import UnsupportedPTXError
+from cupyattn.emulator.ptx.architecture import needed_target
 from cupyattn.emulator.ptx.data_types import register_dtype
 from cupyattn.emulator.ptx.model import Function, Instruction, Variable
 
@@ -167,7 +168,7 @@ def _assemble(gen: Generator, bodies: list[list[str]]) -> str:
     return "\n".join(out) + "\n"
 
 
-def compile_kernel(function: Function, variables: dict[str, Variable]) -> Program:
+def compile_kernel(function: Function, variables: dict[str, Variable], target: int) -> Program:
     """Generate and compile the Python function of a kernel.
 
     Parameters
@@ -176,13 +177,23 @@ def compile_kernel(function: Function, variables: dict[str, Variable]) -> Progra
         The entry, with its calls expanded.
     variables : dict
         The variables of its module.
+    target : int
+        What the PTX says it is for, 75 for sm_75.
 
     Raises
     ------
     UnsupportedPTXError
-        The kernel has an instruction that the emulator does not run.
+        The kernel has an instruction that the emulator does not run, or that the target lacks.
     """
     gen = Generator(function, variables)
+    for instruction in function.instructions:
+        needed = needed_target(instruction)
+        if needed > target:
+            raise gen.unsupported(
+                instruction,
+                f"it needs sm_{needed}, and the PTX is for sm_{target} (.target): use what "
+                f"sm_{target} has, or compile with -arch=compute_{needed}",
+            )
     bodies = [_write_block(gen, number) for number in range(len(gen.flow.blocks))]
     source = _assemble(gen, bodies)
     namespace = dict(RUNTIME_NAMES.namespace)
