@@ -167,7 +167,8 @@ def test_races(
 
 def test_race_messages_name_the_other_side() -> None:
     error = fault(SharedMemoryRaceError, "RAW", "race_between_warps", zeros(), np.int32(0))
-    assert re.search(r"reads byte 128 .*written by lane 0 of warp 1 .*no barrier", str(error))
+    pattern = r"reads byte 128 \(in `s`, 256 bytes at 0\), written by lane 0 of warp 1 .*no barrier"
+    assert re.search(pattern, str(error))
     error = fault(SharedMemoryRaceError, "WARP_RAW", "race_in_warp", zeros(), np.int32(0), block=32)
     assert "no bar.warp.sync (__syncwarp) lies between" in str(error)
 
@@ -235,7 +236,7 @@ class TestBarriers:
     def test_missed(self) -> None:
         run("missed_barrier", zeros(), np.int32(64))
         error = fault(BarrierError, "MISSED", "missed_barrier", zeros(), np.int32(40))
-        assert error.thread == (40, 0, 0) and "returned before" in str(error)
+        assert error.thread == (40, 0, 0) and "ended (returned) without reaching it" in str(error)
         y = zeros()
         run("missed_barrier", y, np.int32(40), checks=Checks.none())
         assert y[:40].all()
@@ -251,6 +252,17 @@ class TestBarriers:
             error = fault(BarrierError, "DEADLOCK", "barrier_deadlock", zeros(), np.int32(32),
                           checks=checks)  # fmt: skip
             assert "deadlock" in str(error)
+
+    def test_operands(self) -> None:
+        run("barrier_operands", zeros(), np.int32(15), np.int32(64))
+        for operands, message in (
+            ((16, 64), "barrier 16; a block has the barriers 0 to 15"),
+            ((3, 48), "a barrier of 48 threads; allowed: a positive multiple of 32"),
+            ((3, 0), "a barrier of 0 threads"),
+        ):
+            error = fault(BarrierError, "OPERANDS", "barrier_operands", zeros(),
+                          *map(np.int32, operands), checks=Checks.none())  # fmt: skip
+            assert message in str(error)
 
     def test_warp_barrier(self) -> None:
         y = zeros(16)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from cupyattn.emulator.errors import LaunchError
+
 __all__ = ["Checks"]
 
 
@@ -51,6 +53,14 @@ class Checks:
     warp_sync: bool = True
     max_steps: int = 10_000_000
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name == "max_steps":
+                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                    raise LaunchError(f"max_steps is {value!r}; allowed: a positive int")
+            elif not isinstance(value, bool):
+                raise LaunchError(f"Checks.{name} is {value!r}; allowed: True or False")
+
     @classmethod
     def all(cls) -> "Checks":
         """Return every check turned on."""
@@ -63,5 +73,10 @@ class Checks:
 
     @classmethod
     def none(cls) -> "Checks":
-        """Return every check turned off."""
+        """Return every check turned off.
+
+        What has no meaning at all stays an error: an address outside of the arguments, lanes that
+        wait for others which never come, ``mma`` and ``ldmatrix`` in only a part of a warp (all of
+        it must execute them), and a kernel that runs too many steps.
+        """
         return cls(False, False, False, False, False, False, False)

@@ -44,7 +44,13 @@ class Module:
     def __init__(self, ptx: str, sources: Mapping[str, str] | None = None) -> None:
         if not isinstance(ptx, str):
             raise PTXSyntaxError(
-                f"got a {type(ptx).__name__}; PTX is text (str); decode bytes with .decode()"
+                f"ptx is a {type(ptx).__name__}; allowed: PTX as text (str); decode bytes with "
+                ".decode(), read a file with Path.read_text()"
+            )
+        if sources is not None and not isinstance(sources, Mapping):
+            raise LaunchError(
+                f"sources is a {type(sources).__name__}; allowed: a mapping of file names to their "
+                "text, or None"
             )
         self.sources = dict(sources or {})
         self._module = parse_module(ptx)

@@ -202,6 +202,10 @@ KERNEL barrier_deadlock(float* y, int waiting) {
   if ((int)threadIdx.x < waiting) asm volatile("bar.sync 1, 64;" ::: "memory");  // DEADLOCK
   y[threadIdx.x] = 1.f;
 }
+KERNEL barrier_operands(float* y, int id, int count) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(count) : "memory");  // OPERANDS
+  y[threadIdx.x] = 1.f;
+}
 KERNEL warp_barrier_absent(float* y, u32 mask) {
   if (threadIdx.x < 16) {
     y[threadIdx.x] = 1.f;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cupyattn.emulator.machine.barriers import barrier_fault
 from cupyattn.emulator.ptx.model import Instruction
 
 if TYPE_CHECKING:
@@ -80,6 +81,12 @@ def _barrier(gen: Generator, x: Instruction) -> None:
         reduction = f", {parts[2]!r}, {predicate}"
     identifier = gen.value(operands[0], "u4")
     count = gen.value(operands[1], "u4") if len(operands) > 1 else "None"
+    if parts[1] == "arrive" and count == "None":
+        raise gen.unsupported(x, "bar.arrive needs a number of threads")
+    if any(gen.is_register(operand) for operand in operands):
+        gen.line(f"barriers.check({identifier}, {count}, mask, {x.site})")
+    elif fault := barrier_fault(*(int(operand, 0) for operand in operands)):
+        raise gen.unsupported(x, fault)
     method = "arrive" if parts[1] == "arrive" else "sync"
     gen.line(f"{_STEP}barriers.{method}({identifier}, {count}, {end[:-1]}{reduction})")
 

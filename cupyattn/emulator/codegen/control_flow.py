@@ -77,7 +77,8 @@ def registers_of(
         written = found[0]
         read = [name for names in found[1:] for name in names]
     if instruction.guard:
-        read = [*read, instruction.guard[0], *written]
+        guard = [name for name in instruction.guard[:1] if name in registers]
+        read = [*read, *guard, *written]
     return written, read
 
 

@@ -108,6 +108,8 @@ def _write_block(gen: Generator, number: int) -> list[str]:
             ended = True
         elif instruction.guard:
             predicate, negated = instruction.guard
+            if predicate not in gen.names:
+                raise gen.unsupported(instruction, f"the guard {predicate!r} is no register")
             name = f"{'~' if negated else ''}{gen.names[predicate]}"
             gen.line(f"guard = guarded({name}, mask, shape)")
             gen.guard = gen.mask = "guard"

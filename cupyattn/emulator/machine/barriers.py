@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cupyattn.emulator.errors import BarrierError
 from cupyattn.emulator.machine.positions import EXITED, WAITING
 
 if TYPE_CHECKING:
     from cupyattn.emulator.machine.batch import Batch
     from cupyattn.emulator.machine.scheduler import Scheduler, Step
 
-__all__ = ["Barriers"]
+__all__ = ["Barriers", "barrier_fault"]
 
 Array = Any
 
@@ -48,6 +49,20 @@ class Barriers:
         self.arrived = np.zeros((blocks, _IDS), np.int64)  # lanes of bar.arrive
 
     # ------------------------------------------------------------------ bar.sync and its kin
+    def check(self, identifier: Array, count: Array | None, mask: Array, site: int) -> None:
+        """Refuse operands of a barrier that no hardware has."""
+        bad = np.asarray(identifier) >= _IDS
+        if count is not None:
+            bad = bad | (np.asarray(count) % 32 != 0) | (np.asarray(count) == 0)
+        if not bad.any():
+            return
+        bad = np.broadcast_to(bad, self.batch.shape)
+        lanes = np.flatnonzero(bad if mask is None else bad & mask)
+        if len(lanes):
+            operands = [identifier] if count is None else [identifier, count]
+            values = [np.broadcast_to(v, self.batch.shape).flat[lanes[0]] for v in operands]
+            raise self.batch.fault(BarrierError, barrier_fault(*map(int, values)), site, lanes)
+
     def sync(
         self,
         identifier: Array,
@@ -149,7 +164,8 @@ class Barriers:
 
     def _exited(self, site: int, gone: np.ndarray) -> Exception:
         return self.scheduler.missed(
-            "a barrier that some threads of the block never reach: they had returned before",
+            "a barrier that some threads of the block miss: they ended (returned) without reaching "
+            "it, while the others wait",
             site,
             np.flatnonzero(gone),
         )
@@ -239,6 +255,15 @@ class Barriers:
         return self.scheduler.missed(
             f"deadlock: the threads that this barrier waits for never arrive{others}", site, lanes
         )
+
+
+def barrier_fault(identifier: int, count: int = 32) -> str:
+    """Say what is wrong with the operands of a barrier, nothing if they are right."""
+    if not 0 <= identifier < _IDS:
+        return f"barrier {identifier}; a block has the barriers 0 to {_IDS - 1}"
+    if count <= 0 or count % 32:
+        return f"a barrier of {count} threads; allowed: a positive multiple of 32, whole warps"
+    return ""
 
 
 def _reduced(reduction: str, votes: np.ndarray, here: np.ndarray) -> np.ndarray:

@@ -62,6 +62,8 @@ class _Scopes:
         self.stack.append({})
 
     def close(self) -> None:
+        if not self.stack:
+            raise PTXSyntaxError("a '}' that closes nothing")
         self.stack.pop()
         self.visible = {k: v for scope in self.stack for k, v in scope.items()}
 
