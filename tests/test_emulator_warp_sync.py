@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -146,9 +147,8 @@ def run_group(lanes: dict[int, Lane], kind: str, span: int) -> dict[int, list[in
     return done
 
 
-@pytest.mark.parametrize("kind", EXCHANGES)
-@pytest.mark.parametrize("seed", range(15))
-def test_random_programs(kind: str, seed: int) -> None:
+def make_problem(kind: str, seed: int) -> tuple[str, np.ndarray, np.ndarray]:
+    """Return a kernel, its argument, and what the argument must be when it has run."""
     rng = random.Random(seed)
     program, group = make_program(rng), rng.choice([32, 32, 16, 4])
     count = THREADS * BLOCKS
@@ -163,8 +163,29 @@ def test_random_programs(kind: str, seed: int) -> None:
             results = run_group(lanes, kind, min(group, 16))
             for i in threads:
                 want[i] = results[(i - first) % 32]
-    emulator.run(to_ptx(program, kind, group), "k", BLOCKS, THREADS, [x])
+    return to_ptx(program, kind, group), x, want
+
+
+@pytest.mark.parametrize("kind", EXCHANGES)
+@pytest.mark.parametrize("seed", range(15))
+def test_random_programs(kind: str, seed: int) -> None:
+    text, x, want = make_problem(kind, seed)
+    emulator.run(text, "k", BLOCKS, THREADS, [x])
     np.testing.assert_array_equal(x, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", EXCHANGES)
+@pytest.mark.parametrize("seed", range(5))
+def test_random_programs_on_the_gpu(kind: str, seed: int, tmp_path: Path) -> None:
+    import cupy
+
+    text, x, want = make_problem(kind, seed)
+    (tmp_path / "k.ptx").write_text(text)
+    array = cupy.asarray(x)
+    module = cupy.RawModule(path=str(tmp_path / "k.ptx"))
+    module.get_function("k")((BLOCKS,), (THREADS,), (array,))
+    np.testing.assert_array_equal(cupy.asnumpy(array), want)
 
 
 START = """

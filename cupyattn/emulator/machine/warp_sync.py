@@ -166,9 +166,12 @@ class WarpSync:
         if not waiting.any():
             return False
         members, running = self.named.reshape(-1, 32), waiting.reshape(-1, 32)
-        group = self._groups(members, running, self.kind.reshape(-1, 32))
-        missing = members & ~group & self._living()[:, None]
-        opened = waiting & (missing == 0).reshape(self.shape)
+        warps = np.flatnonzero(running.any(1))
+        group = self._groups(members[warps], running[warps], self.kind.reshape(-1, 32)[warps])
+        missing = members[warps] & ~group & self._living()[warps, None]
+        complete = np.zeros(running.shape, bool)
+        complete[warps] = missing == 0
+        opened = waiting & complete.reshape(self.shape)
         if not opened.any():
             return False
         if self.check:
