@@ -13,14 +13,45 @@ __device__ __forceinline__ void st_shared_v4(uint32 address, uint4 v) {
                : "memory");
 }
 
+__device__ __forceinline__ void st_shared_v2(uint32 address, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
+
 __device__ __forceinline__ void st_shared_u32(uint32 address, uint32 x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
+__device__ __forceinline__ float4 ld_shared_v4(uint32 address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float2 ld_shared_v2(uint32 address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float ld_shared_f32(uint32 address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
 }
 
 // volatile: the compiler otherwise sinks a prefetch down to its use.
 __device__ __forceinline__ uint4 ld_global_v4(const void* source) {
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(source));
+  return v;
+}
+
+__device__ __forceinline__ uint2 ld_global_v2(const void* source) {
+  uint2 v;
+  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(source));
   return v;
 }
 

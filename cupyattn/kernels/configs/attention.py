@@ -11,6 +11,7 @@ from cupyattn.kernels.arch import WARP_SIZE
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
 from cupyattn.kernels.registry import (
     ATTENTION_FORWARD,
+    ATTENTION_FORWARD_F32,
     ATTENTION_NAIVE,
     ATTENTION_PARAMS,
     ATTENTION_TILED,
@@ -185,13 +186,7 @@ def flash(
         MIN_CTAS=config.ctas_per_sm,
         SHARED_BYTES=shared_bytes,
         PARAMS_BYTES=ATTENTION_PARAMS.itemsize,
-        BIAS=options.bias,
-        BIAS_VEC=options.bias_vec,
-        MASK=_cpp_bool(options.mask),
-        SLOPES=options.slopes,
-        SOFTCAP=_cpp_bool(options.softcap),
-        SINKS=options.sinks,
-        DROPOUT=_cpp_bool(options.dropout),
+        **_option_macros(options),
     )
 
 
@@ -207,6 +202,89 @@ def _flash_shared_bytes(config: FlashConfig, head_dim: int, head_dim_v: int) -> 
     return _round_up(max(tiles), _SMEM_UNIT)
 
 
+@dataclass(frozen=True)
+class FlashF32Config:
+    """A warp's lanes are 32 / column_lanes by column_lanes; each owns 8 rows and 2 * pairs keys."""
+
+    column_lanes: int
+    pairs: int
+    warps: int
+    ctas_per_sm: int
+    reason: str
+
+    @property
+    def tile_q(self) -> int:
+        """Query rows per CTA."""
+        return self.warps * self.warp_rows
+
+    @property
+    def warp_rows(self) -> int:
+        """Query rows per warp."""
+        return 8 * WARP_SIZE // self.column_lanes
+
+    @property
+    def tile_k(self) -> int:
+        """Keys per tile."""
+        return self.column_lanes * 2 * self.pairs
+
+
+# The first row whose head dim is not below max(D, Dv).
+FLASH_F32 = {
+    64: FlashF32Config(8, 4, 4, 2, "8 x 8 scores and 8 x 8 outputs a thread"),
+    96: FlashF32Config(8, 4, 4, 2, "12 columns a thread still fit beside 64 scores"),
+    128: FlashF32Config(16, 4, 4, 2, "16 lanes share a row: 8 columns a thread as for 64"),
+    192: FlashF32Config(16, 4, 8, 1, "12 columns a thread"),
+    256: FlashF32Config(16, 2, 8, 1, "16 columns a thread leave room for 32 scores"),
+}
+F32_DTYPES = ("float32", "bfloat16")
+"""What Turing's tensor cores do not take, and this kernel does."""
+F32_VECTOR_ITEMS = 4
+"""Items that the float32 kernel loads at once where rows are aligned to so many."""
+_PANEL_KEYS = 16  # of V at a time
+_SLICE_ROW = 16 * _FLOAT  # bytes of a row of a slice of Q or K
+
+
+def flash_f32_config(head_dim: int, head_dim_v: int) -> FlashF32Config:
+    """Return the table row for these head dims."""
+    largest = max(head_dim, head_dim_v)
+    return next(config for limit, config in FLASH_F32.items() if largest <= limit)
+
+
+@cache
+def flash_f32(
+    dtype: str, head_dim: int, head_dim_v: int, vec: int, options: FlashOptions = PLAIN
+) -> Specialisation:
+    """Specialise the float32 flash kernel; `vec` is 4 where rows are aligned to it, else 1."""
+    config = flash_f32_config(head_dim, head_dim_v)
+    shared_bytes = _flash_f32_shared_bytes(config, head_dim_v)
+    return ATTENTION_FORWARD_F32.specialise(
+        threads=config.warps * WARP_SIZE,
+        shared_bytes=shared_bytes,
+        DTYPE=dtype,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_V=head_dim_v,
+        WARPS=config.warps,
+        COLUMN_LANES=config.column_lanes,
+        PAIRS=config.pairs,
+        VEC=vec,
+        MIN_CTAS=config.ctas_per_sm,
+        SHARED_BYTES=shared_bytes,
+        PARAMS_BYTES=ATTENTION_PARAMS.itemsize,
+        **_option_macros(options),
+    )
+
+
+def _flash_f32_shared_bytes(config: FlashF32Config, head_dim_v: int) -> int:
+    """Two stages, each a slice of Q and K or a panel of V, and P (Smem in forward_f32.cu)."""
+    columns = -(-head_dim_v // config.column_lanes)
+    columns += columns % 4 == 3
+    stage = max(
+        (config.tile_q + config.tile_k) * _SLICE_ROW,
+        _PANEL_KEYS * config.column_lanes * columns * _FLOAT,
+    )
+    return 2 * stage + config.tile_q * 2 * config.column_lanes * _FLOAT
+
+
 _EACH_OPTION = (
     FlashOptions(bias="float16", bias_vec=2),
     FlashOptions(bias="float32"),
@@ -216,6 +294,18 @@ _EACH_OPTION = (
     FlashOptions(sinks="float32"),
     FlashOptions(dropout=True),
 )
+
+
+def _option_macros(options: FlashOptions) -> dict[str, int | str]:
+    return {
+        "BIAS": options.bias,
+        "BIAS_VEC": options.bias_vec,
+        "MASK": _cpp_bool(options.mask),
+        "SLOPES": options.slopes,
+        "SOFTCAP": _cpp_bool(options.softcap),
+        "SINKS": options.sinks,
+        "DROPOUT": _cpp_bool(options.dropout),
+    }
 
 
 def _cpp_bool(value: bool) -> str:
@@ -236,5 +326,10 @@ def catalogue() -> Iterator[Specialisation]:
     for head_dim in FLASH:
         for vec in (vector_items("float16"), 1):
             yield flash(head_dim, head_dim, vec)
+    for dtype in F32_DTYPES:
+        for head_dim in FLASH_F32:
+            for vec in (F32_VECTOR_ITEMS, 1):
+                yield flash_f32(dtype, head_dim, head_dim, vec)
     for options in _EACH_OPTION:
         yield flash(64, 64, vector_items("float16"), options)
+        yield flash_f32("float32", 64, 64, F32_VECTOR_ITEMS, options)
