@@ -26,28 +26,27 @@ struct RawQuad {
   }
 };
 
-// Items col to col + 3 of a row; those from kCols on are zeros and not read. kVec is 4 for rows that are aligned to four
-// items, else 1.
-template <int kCols, int kVec, typename Scalar>
-__device__ __forceinline__ RawQuad<Scalar> load_quad(const Scalar* row_g, int col) {
+// Four items from from_g on, of a row with `columns` items from there: what lies behind it is zeros and not read. kVec
+// is 4 for rows that are aligned to four items, else 1.
+template <int kVec, typename Scalar>
+__device__ __forceinline__ RawQuad<Scalar> load_quad(const Scalar* from_g, int columns) {
+  static_assert(kVec == 1 || kVec == kQuadItems, "single items or four");
   RawQuad<Scalar> quad = RawQuad<Scalar>::zero();
   if constexpr (kVec == kQuadItems) {
-    static_assert(kCols % kQuadItems == 0, "a row is a whole number of quads");
-    if (col >= kCols) return quad;
+    if (columns <= 0) return quad;
     if constexpr (sizeof(Scalar) == 4) {
-      quad = __builtin_bit_cast(RawQuad<Scalar>, ld_global_v4(row_g + col));
+      quad = __builtin_bit_cast(RawQuad<Scalar>, ld_global_v4(from_g));
     } else {
-      quad = __builtin_bit_cast(RawQuad<Scalar>, ld_global_v2(row_g + col));
+      quad = __builtin_bit_cast(RawQuad<Scalar>, ld_global_v2(from_g));
     }
   } else {
-    static_assert(kVec == 1, "single items or four");
 #pragma unroll
     for (int i = 0; i < kQuadItems; i++) {
-      if (col + i >= kCols) continue;
+      if (i >= columns) continue;
       if constexpr (sizeof(Scalar) == 4) {
-        quad.word[i] = reinterpret_cast<const uint32*>(row_g)[col + i];
+        quad.word[i] = reinterpret_cast<const uint32*>(from_g)[i];
       } else {
-        quad.word[i / 2] |= static_cast<uint32>(reinterpret_cast<const uint16*>(row_g)[col + i]) << (i % 2 * 16);
+        quad.word[i / 2] |= static_cast<uint32>(reinterpret_cast<const uint16*>(from_g)[i]) << (i % 2 * 16);
       }
     }
   }
@@ -98,9 +97,18 @@ struct FloatStaging {
   static_assert((kThreads & (kThreads - 1)) == 0, "the rows of a pass are a power of two: key orders permute bits");
 
   const AttentionParams& params;
-  const Scalar *q_rows_g, *k_rows_g, *v_rows_g;  // of the CTA's first query, and of key 0
-  int rows, keys;                                // that exist
-  RawQuad<Scalar> quads[kQuads];                 // on the way
+  const Scalar *q_g, *k_g, *v_g;  // where this thread begins in the CTA's first slice of Q, in K and in V
+  int rows, keys;                 // that exist
+  RawQuad<Scalar> quads[kQuads];  // on the way
+
+  __device__ __forceinline__ FloatStaging(const AttentionParams& all, const Scalar* q_rows_g, const Scalar* k_rows_g,
+                                          const Scalar* v_rows_g, int rows_, int keys_)
+      : params(all),
+        q_g(q_rows_g + slice_row() * all.q.seq + slice_col()),
+        k_g(k_rows_g + slice_key(slice_row()) * all.k.seq + slice_col()),
+        v_g(v_rows_g + panel_key(0, 0, panel_row()) * all.v.seq + panel_lane() * kQuadItems),
+        rows(rows_),
+        keys(keys_) {}
 
   // Which key of the tile stands in a row of a slice: a thread's keys are kColumnLanes rows apart.
   __device__ __forceinline__ static constexpr int slice_key(int row) {
@@ -135,7 +143,7 @@ struct FloatStaging {
     constexpr uint32 kPassBytes = kPassRows * Slice::kRowBytes;
     const uint32 q_s = stage_s + threadIdx.x * kQuadBytes;
     const uint32 k_s = stage_s + Slice::kKeysAt +
-                       Slice::KTile::offset(threadIdx.x / Slice::kChunks, threadIdx.x % Slice::kChunks);
+                       Slice::KTile::offset(slice_row(), threadIdx.x % Slice::kChunks);
 #pragma unroll
     for (int pass = 0; pass < kQPasses; pass++) store_quad(q_s + pass * kPassBytes, quads[pass]);
 #pragma unroll
@@ -143,44 +151,48 @@ struct FloatStaging {
   }
 
   __device__ __forceinline__ void store_panel(uint32 stage_s) const {
-    const int row = threadIdx.x / kPanelLanes, lane = threadIdx.x % kPanelLanes;
-    const uint32 v_s = stage_s + row * Panel::kRowBytes + lane * kQuadBytes;
+    const uint32 v_s = stage_s + panel_row() * Panel::kRowBytes + panel_lane() * kQuadBytes;
 #pragma unroll
     for (int pass = 0; pass < kVPasses; pass++) {
-      if (lane + pass * kPanelLanes >= Panel::kRowQuads) continue;
+      if ((pass + 1) * kPanelLanes > Panel::kRowQuads && pass * kPanelLanes + panel_lane() >= Panel::kRowQuads) continue;
       store_quad(v_s + pass * kPanelLanes * kQuadBytes, quads[pass]);
     }
   }
 
  private:
+  __device__ __forceinline__ static int slice_row() { return threadIdx.x / Slice::kChunks; }
+  __device__ __forceinline__ static int slice_col() { return threadIdx.x % Slice::kChunks * kQuadItems; }
+  __device__ __forceinline__ static int panel_row() { return threadIdx.x / kPanelLanes; }
+  __device__ __forceinline__ static int panel_lane() { return threadIdx.x % kPanelLanes; }
+
   template <bool kRagged>
   __device__ __forceinline__ void fetch_slice_rows(int slice, int first_key) {
-    const int row = threadIdx.x / Slice::kChunks;
-    const int col = slice * Slice::kCols + threadIdx.x % Slice::kChunks * kQuadItems;
+    const int columns = kHeadDim % Slice::kCols == 0 ? kQuadItems : kHeadDim - slice * Slice::kCols - slice_col();
 #pragma unroll
     for (int pass = 0; pass < kQPasses; pass++) {
-      const int query = row + pass * kPassRows;
-      quads[pass] = kRagged && query >= rows ? RawQuad<Scalar>::zero()
-                                             : load_quad<kHeadDim, kVec>(q_rows_g + query * params.q.seq, col);
+      const Scalar* from_g = q_g + pass * kPassRows * params.q.seq + slice * Slice::kCols;
+      const bool exists = !kRagged || slice_row() + pass * kPassRows < rows;
+      quads[pass] = exists ? load_quad<kVec>(from_g, columns) : RawQuad<Scalar>::zero();
     }
 #pragma unroll
     for (int pass = 0; pass < kKPasses; pass++) {
-      const int key = first_key + slice_key(row) + slice_key(pass * kPassRows);
-      quads[kQPasses + pass] = kRagged && key >= keys
-                                   ? RawQuad<Scalar>::zero()
-                                   : load_quad<kHeadDim, kVec>(k_rows_g + key * params.k.seq, col);
+      const int key = first_key + slice_key(pass * kPassRows);
+      const Scalar* from_g = k_g + key * params.k.seq + slice * Slice::kCols;
+      const bool exists = !kRagged || key + slice_key(slice_row()) < keys;
+      quads[kQPasses + pass] = exists ? load_quad<kVec>(from_g, columns) : RawQuad<Scalar>::zero();
     }
   }
 
   template <bool kRagged>
   __device__ __forceinline__ void fetch_panel_rows(int pair, int panel, int first_key) {
-    const int row = threadIdx.x / kPanelLanes, lane = threadIdx.x % kPanelLanes;
-    const int key = first_key + panel_key(0, 0, row) + panel_key(pair, panel, 0);
+    const int key = first_key + panel_key(pair, panel, 0);
+    const bool exists = !kRagged || key + panel_key(0, 0, panel_row()) < keys;
 #pragma unroll
     for (int pass = 0; pass < kVPasses; pass++) {
-      const int col = (lane + pass * kPanelLanes) * kQuadItems;
-      quads[pass] = kRagged && key >= keys ? RawQuad<Scalar>::zero()
-                                           : load_quad<kHeadDimV, kVec>(v_rows_g + key * params.v.seq, col);
+      const int col = pass * kPanelLanes * kQuadItems;
+      const bool whole = col + kPanelLanes * kQuadItems <= kHeadDimV;
+      const int columns = whole ? kQuadItems : kHeadDimV - col - panel_lane() * kQuadItems;
+      quads[pass] = exists ? load_quad<kVec>(v_g + key * params.v.seq + col, columns) : RawQuad<Scalar>::zero();
     }
   }
 };

@@ -109,9 +109,8 @@ struct Cta {
 // S += Q K^T over `chunks` chunks of four columns.
 __device__ __forceinline__ void multiply_q_k(Traits::Scores& scores, const Thread& thread, int chunks) {
   constexpr uint32 kRowBytes = Traits::Slice::kRowBytes;
-#pragma unroll
-  for (int chunk = 0; chunk < Traits::Slice::kChunks; chunk++) {
-    if (Traits::kChunks % Traits::Slice::kChunks != 0 && chunk >= chunks) break;
+#pragma unroll 1
+  for (int chunk = 0; chunk < min(chunks, Traits::Slice::kChunks); chunk++) {
     float4 k[Traits::kKeys];
     const uint32 k_s = (thread.stage_s + thread.k_at) ^ chunk * kQuadBytes;
 #pragma unroll
@@ -201,7 +200,8 @@ __device__ __forceinline__ void softmax_tile(Traits::Scores& scores, Thread& thr
   float scale_log2 = cta.params.scale_log2;
   if (masked) {
     cta.options.template apply<true>(scores, scale_log2, thread.first_row, first_key);
-    scores.mask([&](int row) { return cta.window.of_row(thread.first_row + row); }, first_key);
+    const int first_row = not_hoisted(thread.first_row);
+    scores.mask([&](int row) { return cta.window.of_row(first_row + row); }, first_key);
     scale_log2 = 1.f;
   } else if (Traits::Options::kPass || scale_log2 <= 0.f) {  // the largest score is that of the largest product
     cta.options.template apply<false>(scores, scale_log2, thread.first_row, first_key);
@@ -359,13 +359,9 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   const int row_lane = Traits::Grid::row_lane(), column_lane = Traits::Grid::column_lane();
   const int warp_row = warp_index() * Traits::kWarpRows;
   Thread thread = {{},
-                   {params,
-                    head_rows(q_g, params.q, place.batch, place.head, place.first_row),
+                   {params, head_rows(q_g, params.q, place.batch, place.head, place.first_row),
                     head_rows(k_g, params.k, place.batch, place.kv_head, 0),
-                    head_rows(v_g, params.v, place.batch, place.kv_head, 0),
-                    rows,
-                    window.keys,
-                    {}},
+                    head_rows(v_g, params.v, place.batch, place.kv_head, 0), rows, window.keys},
                    place.first_row + warp_row,
                    shared_address(&smem.stage[0]),
                    static_cast<uint32>((warp_row + row_lane) * Traits::Slice::kRowBytes),

@@ -60,3 +60,10 @@ __device__ __forceinline__ void st_global_v4(void* target, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
+
+// A value of which the compiler computes nothing ahead of the loop that it is used in: what rarely runs shall not
+// hold registers throughout.
+__device__ __forceinline__ int not_hoisted(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
