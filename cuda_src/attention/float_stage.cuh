@@ -165,20 +165,21 @@ struct FloatStaging {
   __device__ __forceinline__ static int panel_row() { return threadIdx.x / kPanelLanes; }
   __device__ __forceinline__ static int panel_lane() { return threadIdx.x % kPanelLanes; }
 
+  // Addresses go from row to row: as multiples of the strides each would cost several instructions.
   template <bool kRagged>
   __device__ __forceinline__ void fetch_slice_rows(int slice, int first_key) {
     const int columns = kHeadDim % Slice::kCols == 0 ? kQuadItems : kHeadDim - slice * Slice::kCols - slice_col();
+    const Scalar* from_g = q_g + slice * Slice::kCols;
 #pragma unroll
-    for (int pass = 0; pass < kQPasses; pass++) {
-      const Scalar* from_g = q_g + pass * kPassRows * params.q.seq + slice * Slice::kCols;
+    for (int pass = 0; pass < kQPasses; pass++, from_g += kPassRows * params.q.seq) {
       const bool exists = !kRagged || slice_row() + pass * kPassRows < rows;
       quads[pass] = exists ? load_quad<kVec>(from_g, columns) : RawQuad<Scalar>::zero();
     }
+    static_assert(slice_key((kKPasses - 1) * kPassRows) == (kKPasses - 1) * slice_key(kPassRows), "steps of one size");
+    from_g = k_g + first_key * params.k.seq + slice * Slice::kCols;
 #pragma unroll
-    for (int pass = 0; pass < kKPasses; pass++) {
-      const int key = first_key + slice_key(pass * kPassRows);
-      const Scalar* from_g = k_g + key * params.k.seq + slice * Slice::kCols;
-      const bool exists = !kRagged || key + slice_key(slice_row()) < keys;
+    for (int pass = 0; pass < kKPasses; pass++, from_g += slice_key(kPassRows) * params.k.seq) {
+      const bool exists = !kRagged || first_key + slice_key(pass * kPassRows) + slice_key(slice_row()) < keys;
       quads[kQPasses + pass] = exists ? load_quad<kVec>(from_g, columns) : RawQuad<Scalar>::zero();
     }
   }

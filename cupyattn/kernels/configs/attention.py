@@ -230,11 +230,10 @@ class FlashF32Config:
 
 # The first row whose head dim is not below max(D, Dv).
 FLASH_F32 = {
-    64: FlashF32Config(8, 4, 4, 2, "8 x 8 scores and 8 x 8 outputs a thread"),
-    96: FlashF32Config(8, 4, 4, 2, "12 columns a thread still fit beside 64 scores"),
-    128: FlashF32Config(16, 4, 4, 2, "16 lanes share a row: 8 columns a thread as for 64"),
-    192: FlashF32Config(16, 4, 8, 1, "12 columns a thread"),
-    256: FlashF32Config(16, 2, 8, 1, "16 columns a thread leave room for 32 scores"),
+    64: FlashF32Config(8, 4, 4, 2, "8 x 8 scores and up to 8 x 8 outputs a thread"),
+    128: FlashF32Config(16, 4, 4, 2, "16 lanes to a row: 8 x 8 outputs a thread again"),
+    160: FlashF32Config(16, 4, 8, 1, "8 warps have less on the way: room for 10 output columns"),
+    256: FlashF32Config(16, 2, 8, 1, "8 x 16 outputs a thread leave room for 8 x 4 scores"),
 }
 F32_DTYPES = ("float32", "bfloat16")
 """What Turing's tensor cores do not take, and this kernel does."""
