@@ -35,16 +35,17 @@ class Cost(NamedTuple):
     spill_bytes: int = 0
 
 
-# The tensor-core kernel fills the register file: some of its rows spill, most of it in the loop
-# over masked tiles. What they spill is pinned below and must not grow.
-MAY_SPILL = "attention_forward"
+# The flash kernels fill the register file: some rows of the tensor-core kernel spill, most of it in
+# the loop over masked tiles, and the float32 kernel spills around the options of the scores. What
+# they spill is pinned below and must not grow.
+MAY_SPILL = ("attention_forward", "attention_forward_f32")
 
 
 def cost(specialisation: Specialisation, arch: Arch) -> Cost:
     """Compile, and let nothing else pass that spills or uses the stack."""
     resources = compile_cubin(specialisation, arch).resources
     assert resources is not None
-    if specialisation.spec.entry != MAY_SPILL:
+    if specialisation.spec.entry not in MAY_SPILL:
         assert resources.spill_store_bytes == 0, specialisation.label
         assert resources.spill_load_bytes == 0, specialisation.label
         assert resources.stack_bytes == 0, specialisation.label
@@ -79,6 +80,7 @@ ROWS = rows()
 PROMISED_CTAS = {
     **{f"attention_tiled {dim}": row.ctas_per_sm for dim, row in attention.TILED.items()},
     **{f"attention_forward {dim}": row.ctas_per_sm for dim, row in attention.FLASH.items()},
+    **{f"attention_forward_f32 {dim}": row.ctas_per_sm for dim, row in attention.FLASH_F32.items()},
 }
 
 # On sm_75 with NVRTC 12.9: the most registers and shared bytes and the fewest CTAs per SM of any

@@ -142,8 +142,7 @@ struct FloatStaging {
   __device__ __forceinline__ void store_slice(uint32 stage_s) const {
     constexpr uint32 kPassBytes = kPassRows * Slice::kRowBytes;
     const uint32 q_s = stage_s + threadIdx.x * kQuadBytes;
-    const uint32 k_s = stage_s + Slice::kKeysAt +
-                       Slice::KTile::offset(slice_row(), threadIdx.x % Slice::kChunks);
+    const uint32 k_s = stage_s + Slice::kKeysAt + Slice::KTile::offset(slice_row(), threadIdx.x % Slice::kChunks);
 #pragma unroll
     for (int pass = 0; pass < kQPasses; pass++) store_quad(q_s + pass * kPassBytes, quads[pass]);
 #pragma unroll
@@ -154,7 +153,8 @@ struct FloatStaging {
     const uint32 v_s = stage_s + panel_row() * Panel::kRowBytes + panel_lane() * kQuadBytes;
 #pragma unroll
     for (int pass = 0; pass < kVPasses; pass++) {
-      if ((pass + 1) * kPanelLanes > Panel::kRowQuads && pass * kPanelLanes + panel_lane() >= Panel::kRowQuads) continue;
+      if ((pass + 1) * kPanelLanes > Panel::kRowQuads && pass * kPanelLanes + panel_lane() >= Panel::kRowQuads)
+        continue;
       store_quad(v_s + pass * kPanelLanes * kQuadBytes, quads[pass]);
     }
   }

@@ -88,10 +88,10 @@ constexpr uint32 kPPanelBytes = Traits::kWarpRows * kPRowBytes;
 struct Thread {
   Traits::Softmax softmax;
   Traits::Staging staging;
-  int first_row;        // of the warp, in the sequence
-  uint32 stage_s;       // the stage to compute
-  uint32 q_at, k_at;    // where in a slice this thread reads, with swizzle
-  uint32 p_s;           // its warp's P, from the thread's first row on
+  int first_row;      // of the warp, in the sequence
+  uint32 stage_s;     // the stage to compute
+  uint32 q_at, k_at;  // where in a slice this thread reads, with swizzle
+  uint32 p_s;         // its warp's P, from the thread's first row on
 
   __device__ __forceinline__ uint32 other_stage_s(const Smem& smem) const {
     return shared_address(&smem.stage[0]) + shared_address(&smem.stage[1]) - stage_s;
@@ -106,26 +106,25 @@ struct Cta {
   Place place;
 };
 
-// S += Q K^T over `chunks` chunks of four columns.
+// S += Q K^T over at most `chunks` chunks of four columns of a slice.
 __device__ __forceinline__ void multiply_q_k(Traits::Scores& scores, const Thread& thread, int chunks) {
   constexpr uint32 kRowBytes = Traits::Slice::kRowBytes;
-#pragma unroll 1
+#pragma unroll 1  // more loads ahead than one chunk's would cost spills
   for (int chunk = 0; chunk < min(chunks, Traits::Slice::kChunks); chunk++) {
-    float4 k[Traits::kKeys];
+    float k[Traits::kKeys][kQuadItems];
     const uint32 k_s = (thread.stage_s + thread.k_at) ^ chunk * kQuadBytes;
 #pragma unroll
-    for (int j = 0; j < Traits::kKeys; j++) k[j] = ld_shared_v4(k_s + j * COLUMN_LANES * kRowBytes);
+    for (int j = 0; j < Traits::kKeys; j++) ld_shared(k[j], k_s + j * COLUMN_LANES * kRowBytes);
 #pragma unroll
     for (int i = 0; i < Traits::kRows; i++) {
-      const uint32 q_s = thread.stage_s + thread.q_at + i * Traits::Grid::kRowLanes * kRowBytes;
-      const float4 q = ld_shared_v4(q_s + chunk * kQuadBytes);
+      float q[kQuadItems];
+      ld_shared(q, thread.stage_s + thread.q_at + i * Traits::Grid::kRowLanes * kRowBytes + chunk * kQuadBytes);
 #pragma unroll
       for (int j = 0; j < Traits::kKeys; j++) {
-        float& s = scores.s[i][j / 2][j % 2];
-        s = __fmaf_rn(q.x, k[j].x, s);
-        s = __fmaf_rn(q.y, k[j].y, s);
-        s = __fmaf_rn(q.z, k[j].z, s);
-        s = __fmaf_rn(q.w, k[j].w, s);
+#pragma unroll
+        for (int e = 0; e < kQuadItems; e++) {
+          scores.s[i][j / 2][j % 2] = __fmaf_rn(q[e], k[j][e], scores.s[i][j / 2][j % 2]);
+        }
       }
     }
   }
@@ -141,36 +140,42 @@ __device__ __forceinline__ void store_probabilities(const Traits::Scores& scores
   }
 }
 
+// The thread's columns of one key of V, from quad kQuad on.
+template <int kQuad = 0, int kTail = Traits::kTail>
+__device__ __forceinline__ void load_v(float (&v)[Traits::kColumns], uint32 v_s) {
+  const int lane = Traits::Grid::column_lane();
+  if constexpr (kQuad < Traits::kQuads) {
+    float quad[kQuadItems];
+    ld_shared(quad, v_s + (lane + kQuad * COLUMN_LANES) * kQuadBytes);
+#pragma unroll
+    for (int e = 0; e < kQuadItems; e++) v[kQuad * kQuadItems + e] = quad[e];
+    load_v<kQuad + 1>(v, v_s);
+  } else if constexpr (kTail > 0) {
+    float tail[kTail];
+    ld_shared(tail, v_s + (Traits::kTailAt + lane * kTail) * sizeof(float));
+#pragma unroll
+    for (int e = 0; e < kTail; e++) v[kQuad * kQuadItems + e] = tail[e];
+  }
+}
+
 // O += P V over one panel of 16 keys.
 __device__ __forceinline__ void multiply_p_v(Thread& thread, int panel) {
-  float(&acc)[Traits::kRows][Traits::kColumns] = thread.softmax.acc;
+  constexpr int kKeys = Traits::kColumns > 12 ? 2 : 4;  // at a time: what P's registers hold
+  float (&acc)[Traits::kRows][Traits::kColumns] = thread.softmax.acc;
 #pragma unroll 1
-  for (int group = 0; group < Traits::Panel::kKeys / 4; group++) {
-    float4 p[Traits::kRows];
-    const uint32 p_s = thread.p_s + panel * kPPanelBytes + group * kQuadBytes;
+  for (int first = 0; first < Traits::Panel::kKeys; first += kKeys) {
+    float p[Traits::kRows][kKeys];
+    const uint32 p_s = thread.p_s + panel * kPPanelBytes + first * sizeof(float);
 #pragma unroll
-    for (int i = 0; i < Traits::kRows; i++) p[i] = ld_shared_v4(p_s + i * Traits::Grid::kRowLanes * kPRowBytes);
+    for (int i = 0; i < Traits::kRows; i++) ld_shared(p[i], p_s + i * Traits::Grid::kRowLanes * kPRowBytes);
 #pragma unroll
-    for (int key = 0; key < 4; key++) {
-      const uint32 v_s = thread.stage_s + (group * 4 + key) * Traits::Panel::kRowBytes;
+    for (int key = 0; key < kKeys; key++) {
       float v[Traits::kColumns];
-#pragma unroll
-      for (int quad = 0; quad < Traits::kQuads; quad++) {
-        const float4 four = ld_shared_v4(v_s + (Traits::Grid::column_lane() + quad * COLUMN_LANES) * kQuadBytes);
-        v[4 * quad] = four.x, v[4 * quad + 1] = four.y, v[4 * quad + 2] = four.z, v[4 * quad + 3] = four.w;
-      }
-      const uint32 tail_s = v_s + (Traits::kTailAt + Traits::Grid::column_lane() * Traits::kTail) * sizeof(float);
-      if constexpr (Traits::kTail == 2) {
-        const float2 two = ld_shared_v2(tail_s);
-        v[4 * Traits::kQuads] = two.x, v[4 * Traits::kQuads + 1] = two.y;
-      } else if constexpr (Traits::kTail == 1) {
-        v[4 * Traits::kQuads] = ld_shared_f32(tail_s);
-      }
+      load_v(v, thread.stage_s + (first + key) * Traits::Panel::kRowBytes);
 #pragma unroll
       for (int i = 0; i < Traits::kRows; i++) {
-        const float weight = key == 0 ? p[i].x : key == 1 ? p[i].y : key == 2 ? p[i].z : p[i].w;
 #pragma unroll
-        for (int c = 0; c < Traits::kColumns; c++) acc[i][c] = __fmaf_rn(weight, v[c], acc[i][c]);
+        for (int c = 0; c < Traits::kColumns; c++) acc[i][c] = __fmaf_rn(p[i][key], v[c], acc[i][c]);
       }
     }
   }
@@ -331,7 +336,8 @@ __device__ __forceinline__ void store_rows(const Thread& thread, const Cta& cta,
 
     const int query = thread.first_row + Traits::Scores::row_of(i);
     if (query >= cta.params.sq) continue;
-    store_row(head_rows(out_g, cta.params.out, cta.place.batch, cta.place.head, query), thread.softmax.acc[i], normaliser);
+    store_row(head_rows(out_g, cta.params.out, cta.place.batch, cta.place.head, query), thread.softmax.acc[i],
+              normaliser);
     if (lse_g != nullptr && Traits::Grid::column_lane() == 0) {
       const float lse = total == 0.f ? -kInfinity : (top + lg2_approx(total)) * kLn2;
       *head_rows(lse_g, cta.params.lse, cta.place.batch, cta.place.head, query) = lse;

@@ -21,25 +21,20 @@ __device__ __forceinline__ void st_shared_u32(uint32 address, uint32 x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 
-__device__ __forceinline__ float4 ld_shared_v4(uint32 address) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-
-__device__ __forceinline__ float2 ld_shared_v2(uint32 address) {
-  float2 v;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ float ld_shared_f32(uint32 address) {
-  float x;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-  return x;
+// 1, 2 or 4 floats, aligned to as many.
+template <int kItems>
+__device__ __forceinline__ void ld_shared(float (&x)[kItems], uint32 address) {
+  static_assert(kItems == 1 || kItems == 2 || kItems == 4, "v1, v2, v4");
+  if constexpr (kItems == 4) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "r"(address)
+                 : "memory");
+  } else if constexpr (kItems == 2) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");
+  } else {
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x[0]) : "r"(address) : "memory");
+  }
 }
 
 // volatile: the compiler otherwise sinks a prefetch down to its use.
