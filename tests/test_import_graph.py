@@ -27,10 +27,11 @@ ROOMS = {
     "emulator": set(),
     "arrays": {"errors"},
     "kernels": {"arrays", "errors", "emulator"},
+    "turing": {"kernels", "errors"},
     "ops": {"kernels", "arrays", "errors"},
     "functional": {"ops", "kernels", "emulator", *BOTTOM},
     "": {"functional"},
-    "cli": {"", "functional", "ops", "kernels", "emulator", *BOTTOM},
+    "cli": {"", "functional", "ops", "turing", "kernels", "emulator", *BOTTOM},
     "benchmark": {"", "cli", "functional", "ops", "kernels", "emulator", *BOTTOM},
     "__main__": {"cli"},
 }
