@@ -37,7 +37,7 @@ ROOMS = {
 }
 CUPY = {"cupy", "cupy_backends", "cupyx"}
 MAY_IMPORT_CUPY = {"arrays", "kernels", "functional", "cli", "benchmark"}
-LAZY = {*CUPY, "cuda", "rich", "ml_dtypes"}
+LAZY = {*CUPY, "cuda", "rich", "ml_dtypes", "torch"}
 
 
 def name_of(path: Path) -> str:
