@@ -90,7 +90,7 @@ def test_all_loops(modelled, capsys):
 def test_text(modelled, capsys):
     printed = output(capsys, "--head-dim", "96")
     line = next(line for line in printed.splitlines() if line.startswith("  D 96  "))
-    cells = "D 96 255 32768 2 38 12 1.25 tensor 0.80 lsu 0.625 (0.50-0.75)"
+    cells = "D 96 255 32768 2 38 12 1.25 0.80 lsu 0.625 (0.50-0.75)"
     assert line.split() == cells.split()
     assert "NVRTC 12.9, nvdisasm 13.5.37" in printed
     assert "a model, +-0.05" in printed

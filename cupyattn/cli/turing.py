@@ -202,7 +202,7 @@ _COLUMNS = (
     "registers",
     "shared B",
     "CTAs/SM",
-    "instructions",
+    "length",
     "spills B",
     "LSU/work",
     "bound",
@@ -213,15 +213,15 @@ _COLUMNS = (
 def show(result: Result, terminal: Terminal) -> None:
     """Print it for people."""
     for kernel, rows in groupby(result["rows"], key=itemgetter("kernel")):
-        terminal.title(f"{kernel} on Turing ({result['arch']}), the loop that does the work")
+        terminal.title(f"{kernel} on Turing ({result['arch']}): the loop that does the work")
         terminal.table(_COLUMNS, [cells for row in rows for cells in _cells(row)])
     terminal.title(f"NVRTC {result['nvrtc']}, nvdisasm {result['nvdisasm']}")
     terminal.text(
-        "  Of one iteration: instructions of a warp; bytes that a thread loads from and stores to\n"
-        "  local memory; cycles of the load/store unit for each of the products', which are the\n"
-        "  tensor cores' or float32 (fma); the utilisation that no schedule exceeds, and what\n"
-        "  binds. The simulated one, with its range over CTAs' starts, at the rates of a T4,\n"
-        f"  is a model, +-{MARGIN}."
+        "  Of one iteration: instructions of a warp; bytes that a thread loads from and stores\n"
+        "  to local memory; cycles of the load/store unit for each of the work's, which is\n"
+        "  products on tensor cores, or in a kernel without them in float32; the utilisation of\n"
+        "  their pipe that no schedule exceeds, and what binds if it is another; the one simulated\n"
+        f"  at the rates of a T4, and its range over CTAs' starts: a model, +-{MARGIN}."
     )
 
 
@@ -234,12 +234,12 @@ def _cells(row: dict[str, Any]) -> list[tuple[str | int, ...]]:
 
 
 def _loop_cells(loop: dict[str, Any]) -> tuple[str | int, ...]:
-    played = loop["utilisation"]
+    played, binds = loop["utilisation"], loop["binding_pipe"]
     return (
         loop["instructions"],
         loop["spill_bytes"],
-        f"{loop['lsu_ratio']:.2f} {loop['work_pipe']}",
-        f"{loop['bound']:.2f} {loop['binding_pipe']}",
+        f"{loop['lsu_ratio']:.2f}",
+        f"{loop['bound']:.2f}" + ("" if binds == loop["work_pipe"] else f" {binds}"),
         ""
         if played is None
         else f"{played['mean']:.3f} ({played['low']:.2f}-{played['high']:.2f})",
