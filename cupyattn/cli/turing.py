@@ -220,7 +220,7 @@ def show(result: Result, terminal: Terminal) -> None:
         "  Of one iteration: instructions of a warp; bytes that a thread loads from and stores\n"
         "  to local memory; cycles of the load/store unit for each of the work's, which is\n"
         "  products on tensor cores, or in a kernel without them in float32; the utilisation of\n"
-        "  their pipe that no schedule exceeds, and what binds if it is another; the one simulated\n"
+        "  their pipe that no schedule exceeds, and what binds if it is another; one simulated\n"
         f"  at the rates of a T4, and its range over CTAs' starts: a model, +-{MARGIN}."
     )
 
