@@ -443,8 +443,8 @@ MISTAKES = {
         NAIVE_CU, "to_float(k_row_g[d])", "to_float(k_row_g[d ^ 1])"
     ),
     "naive: P of the first key for all": Bug(NAIVE_CU, "smem.p[j] *", "smem.p[0] *"),
-    "naive: the last key of a strip has no value": Bug(
-        NAIVE_CU, "j < strip; j++", "j < strip - 1; j++"
+    "naive: the later half of a strip has no values": Bug(
+        NAIVE_CU, "j < strip; j++", "j < strip / 2; j++"
     ),
     "naive: V of every strip from the first": Bug(
         NAIVE_CU, "(first + j) * params.v.seq", "j * params.v.seq"
@@ -483,8 +483,8 @@ MISTAKES = {
     ),
     "flash f32: P of the neighbouring row": Bug(
         F32_CU,
-        "p[i] = ld_shared_v4(p_s + i * Traits",
-        "p[i] = ld_shared_v4(p_s + (i ^ 1) * Traits",
+        "ld_shared(p[i], p_s + i * Traits",
+        "ld_shared(p[i], p_s + (i ^ 1) * Traits",
     ),
     "flash f32: V of the neighbouring keys": Bug(
         F32_STAGE_CUH,

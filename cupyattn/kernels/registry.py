@@ -97,10 +97,7 @@ ATTENTION_TILED = KernelSpec(
 
 _FLASH_PARAMETERS = (
     *_ATTENTION_PARAMETERS[:-1],
-    *(
-        Pointer(name, const=True, optional=True)
-        for name in ("bias", "mask", "alibi_slopes", "sinks")
-    ),
+    *(Pointer(name, const=True, optional=True) for name in ("bias", "mask", "alibi_slopes", "sinks")),
     _ATTENTION_PARAMETERS[-1],
 )
 _OPTION_MACROS = ("BIAS", "BIAS_VEC", "MASK", "SLOPES", "SOFTCAP", "SINKS", "DROPOUT")
