@@ -95,7 +95,7 @@ PINNED = {
     "attention_forward 80": Cost(255, 30_720, 2, 136),
     "attention_forward 96": Cost(255, 24_576, 2, 28),
     "attention_forward 128": Cost(255, 32_768, 2, 100),
-    "attention_forward 160": Cost(168, 61_440, 1, 40),
+    "attention_forward 160": Cost(226, 40_960, 1),
     "attention_forward 192": Cost(249, 49_152, 1),
     "attention_forward 256": Cost(255, 65_536, 1, 28),
     "attention_forward 64 BIAS": Cost(255, 32_768, 2, 320),

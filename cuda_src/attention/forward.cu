@@ -259,6 +259,8 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, int first_k
   uint4 quads[Traits::kQuads];
   Traits::Scores scores;
   if (more) cta.k_stage.template load<kMasked>(quads, next_k_g, cta.params.k.seq, next_valid);
+  // No buffer: ptxas would else sink K's loads. (With 32 rows a warp it does not, and this made it place V's worse.)
+  if (Traits::kMTiles == 1) __syncwarp();
   if (active) multiply_q_k(scores, warp, cta, k_s);
   if (more) {
     cta.k_stage.store(next_k_s, quads);
