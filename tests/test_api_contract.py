@@ -797,14 +797,6 @@ def test_options_without_a_kernel_say_so(name):
 
 
 @pytest.mark.gpu
-def test_flash_without_a_kernel_names_another():
-    arrays = [CUPY.put(array) for array in BASE.arrays()]
-    for options in ({}, {"implementation": "flash"}):
-        with pytest.raises(NotImplementedError, match=r"'flash'.*'tiled'"):
-            attention(*arrays, causal=True, **options)
-
-
-@pytest.mark.gpu
 def test_backward_without_a_kernel_says_so():
     arrays, (dout, _) = BASE.arrays(), BASE.gradients()
     results = attention(*arrays, return_lse=True)

@@ -43,7 +43,8 @@ def add_attention_parser(kernels: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--implementation",
         choices=("flash", "tiled", "naive"),
-        help="which kernel (default: flash for float16, tiled otherwise)",
+        default="flash",
+        help="which kernel (default: flash)",
     )
     parser.set_defaults(call=_attention)
     return parser
@@ -135,15 +136,14 @@ def _attention(arguments: argparse.Namespace) -> ProfiledCall:
         for heads in (a.heads, kv_heads, kv_heads)
     )
 
-    implementation = a.implementation or ("flash" if a.dtype == "float16" else "tiled")
     options = _attention_options(a, rng)
     extra = [name for name in options if name != "causal"]
     return ProfiledCall(
-        f"{'Causal attention' if a.causal else 'Attention'} ({implementation}) of {a.batch} x "
+        f"{'Causal attention' if a.causal else 'Attention'} ({a.implementation}) of {a.batch} x "
         f"{a.seqlen} tokens, {a.heads} query heads on {kv_heads} key-value heads, head dim "
         f"{a.head_dim}, {a.dtype}{', with ' if extra else ''}{', '.join(extra)}",
         lambda: cupyattn.attention(
-            q, k, v, implementation=implementation, return_lse=True, **options
+            q, k, v, implementation=a.implementation, return_lse=True, **options
         ),
     )
 
