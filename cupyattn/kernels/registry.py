@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cupyattn.kernels.spec import KernelSpec, Pointer, Struct
+from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Struct
 
 OUTER_AXES = 4
 """Axes before the last that a row-wise kernel can walk, after merging (kOuterAxes in rows.cuh)."""
@@ -95,9 +95,12 @@ ATTENTION_TILED = KernelSpec(
     ),
 )
 
-_FLASH_PARAMETERS = (
+_FLASH_PARAMETERS: tuple[Parameter, ...] = (
     *_ATTENTION_PARAMETERS[:-1],
-    *(Pointer(name, const=True, optional=True) for name in ("bias", "mask", "alibi_slopes", "sinks")),
+    *(
+        Pointer(name, const=True, optional=True)
+        for name in ("bias", "mask", "alibi_slopes", "sinks")
+    ),
     _ATTENTION_PARAMETERS[-1],
 )
 _OPTION_MACROS = ("BIAS", "BIAS_VEC", "MASK", "SLOPES", "SOFTCAP", "SINKS", "DROPOUT")
