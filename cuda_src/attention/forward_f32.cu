@@ -33,6 +33,7 @@
 #include "key_walk.cuh"
 #include "register_softmax.cuh"
 #include "score_options.cuh"
+#include "sinks.cuh"
 
 struct Traits {
   using Scalar = DTYPE;
@@ -276,15 +277,6 @@ __device__ __forceinline__ void key_tile(Thread& thread, const Cta& cta, int fir
       turn(thread, cta);  // p: read
     }
   }
-}
-
-template <typename Sinks>
-__device__ __forceinline__ float sink_log2(const void* sinks_g, const AttentionParams& params, int head) {
-  return to_float(static_cast<const Sinks*>(sinks_g)[head * params.scores.sinks_stride]) * kLog2E;
-}
-template <>
-__device__ __forceinline__ float sink_log2<void>(const void*, const AttentionParams&, int) {
-  return -kInfinity;
 }
 
 // Columns col to col + kItems - 1 of a row: acc[kFirst] and what follows.
