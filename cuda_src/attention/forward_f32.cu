@@ -167,7 +167,7 @@ __device__ __forceinline__ void load_v(float (&v)[Traits::kColumns], uint32 v_s)
 
 // O += P V over one panel of 16 keys.
 __device__ __forceinline__ void multiply_p_v(Thread& thread, int panel) {
-  constexpr int kKeys = Traits::kColumns > 12 ? 2 : 4;  // at a time: what P's registers hold
+  constexpr int kKeys = Traits::kColumns > 8 ? 2 : 4;  // at a time: what P's registers hold
   float (&acc)[Traits::kRows][Traits::kColumns] = thread.softmax.acc;
 #pragma unroll 1
   for (int first = 0; first < Traits::Panel::kKeys; first += kKeys) {
