@@ -122,9 +122,9 @@ __device__ __forceinline__ void multiply_q_k(Traits::Scores& scores, const Threa
       float q[kQuadItems];
       ld_shared(q, thread.stage_s + thread.q_at + i * Traits::Grid::kRowLanes * kRowBytes + chunk * kQuadBytes);
 #pragma unroll
-      for (int j = 0; j < Traits::kKeys; j++) {
+      for (int e = 0; e < kQuadItems; e++) {
 #pragma unroll
-        for (int e = 0; e < kQuadItems; e++) {
+        for (int j = 0; j < Traits::kKeys; j++) {
           scores.s[i][j / 2][j % 2] = __fmaf_rn(q[e], k[j][e], scores.s[i][j / 2][j % 2]);
         }
       }
