@@ -72,8 +72,7 @@ union Smem {
     alignas(128) unsigned char k[Traits::KTile::kBytes];
     alignas(128) unsigned char ds[Traits::DsTile::kBytes];
 #endif
-    alignas(128) unsigned char q[Traits::kBuffers][Traits::QTile::kBytes];
-    alignas(128) unsigned char dout[Traits::kBuffers][Traits::DoutTile::kBytes];
+    Traits::Feed::Tiles queries[Traits::kBuffers];
   } loop;
   alignas(128) unsigned char k[Traits::KTile::kBytes];  // K before the walk (with ONE_PASS it stays), dK after it
   alignas(128) unsigned char v[Traits::VTile::kBytes];  // V before the walk, dV after it
@@ -126,8 +125,8 @@ __device__ __forceinline__ void add_gradients(Warp& warp, const Cta& cta, const 
 __device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Traits::Feed& feed, int row,
                                            const float* statistics_g) {
   using T = Traits;
-  const uint32 q_rows_s = feed.q_s + row * T::QTile::kRowBytes;
-  const uint32 dout_rows_s = feed.dout_s + row * T::DoutTile::kRowBytes;
+  const uint32 q_rows_s = feed.q_s() + row * T::QTile::kRowBytes;
+  const uint32 dout_rows_s = feed.dout_s() + row * T::DoutTile::kRowBytes;
   const QueryStatistics<SUB_Q> statistics(statistics_g + row * 2);
 
   T::Grid::Fragment s, dp;
@@ -215,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
 #endif
   const int64 q_offset = query_offset(attention, q_offsets_g, place.batch);
   const Cta cta = {ds_s, {}, {}, params, window, arrays, q_offset, place.batch};
-  T::Feed feed(params, walk, place, q_g, dout_g, shared_address(smem.loop.q), shared_address(smem.loop.dout));
+  T::Feed feed(params, walk, place, q_g, dout_g, smem.loop.queries);
   feed.begin();
   __syncthreads();  // Q and dout: the first tile has been written
 #pragma unroll 1

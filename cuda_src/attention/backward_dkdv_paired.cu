@@ -41,7 +41,7 @@ struct Traits {
   static constexpr int kStepsV = div_up(kHeadDimV, 8);  // k8 steps of dP, n8 tiles of dV
   static constexpr int kSubTiles = 2;                   // n8 tiles of queries at a time
   static constexpr int kSubRows = kSubTiles * 8;
-  static constexpr int kBuffers = ONE_PASS ? 1 : 2;     // of Q and dout: the dQ product leaves time to refill one
+  static constexpr int kBuffers = ONE_PASS ? 1 : 2;  // of Q and dout: the dQ product leaves time to refill one
 
   using KTile = SwizzledTile<kKeys, kSteps>;
   using VTile = SwizzledTile<kKeys, kStepsV>;
@@ -73,8 +73,7 @@ union Smem {
 #endif
     alignas(128) unsigned char ds[Traits::DsTile::kBytes];
     alignas(128) PairScores scores[Traits::kPairs];
-    alignas(128) unsigned char q[Traits::kBuffers][Traits::QTile::kBytes];
-    alignas(128) unsigned char dout[Traits::kBuffers][Traits::DoutTile::kBytes];
+    Traits::Feed::Tiles queries[Traits::kBuffers];
   } loop;
   alignas(128) unsigned char k[Traits::KTile::kBytes];  // K before the walk (with ONE_PASS it stays), dK after it
   alignas(128) unsigned char v[Traits::VTile::kBytes];  // V before the walk, dV after it
@@ -149,11 +148,11 @@ struct KeyWarp {
 
   __device__ __forceinline__ void query_tile(const Cta& cta, Traits::Feed& feed) {
     PairScores& pair = cta.smem.loop.scores[pair_index()];
-    scores(pair, feed.q_s);
+    scores(pair, feed.q_s());
     scores_barrier();  // pair's S: written
 #pragma unroll
     for (int row = 0; row < Traits::kTileQ; row += Traits::kSubRows) {
-      const uint32 q_rows_s = feed.q_s + row * Traits::QTile::kRowBytes;
+      const uint32 q_rows_s = feed.q_s() + row * Traits::QTile::kRowBytes;
       gradients_barrier();  // pair's dS: written; S: read
       if (row + Traits::kSubRows < Traits::kTileQ) {
         scores(pair, q_rows_s + Traits::kSubRows * Traits::QTile::kRowBytes);
@@ -201,7 +200,7 @@ struct ValueWarp {
         cta.statistics_g + statistics_offset(cta.params, cta.place.batch, feed.head, feed.first_row());
 #pragma unroll
     for (int row = 0; row < T::kTileQ; row += T::kSubRows) {
-      const uint32 dout_rows_s = feed.dout_s + row * T::DoutTile::kRowBytes;
+      const uint32 dout_rows_s = feed.dout_s() + row * T::DoutTile::kRowBytes;
       const QueryStatistics<T::kSubTiles> statistics(rows_g + row * 2);
       T::Grid::Fragment s, dp;
       clear(dp);
@@ -261,7 +260,7 @@ __device__ __forceinline__ void run(const Cta& cta, const float16* q_g, const fl
   }
 
   // Phase 3: the walk over the query tiles.
-  T::Feed feed(params, walk, place, q_g, dout_g, shared_address(smem.loop.q), shared_address(smem.loop.dout));
+  T::Feed feed(params, walk, place, q_g, dout_g, smem.loop.queries);
   feed.begin();
   cta_barrier();  // Q and dout: the first tile has been written
 #pragma unroll 1

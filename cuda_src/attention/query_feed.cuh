@@ -8,10 +8,19 @@
 #include "query_walk.cuh"
 #include "stage.cuh"
 
+// One tile of queries in shared memory.
+template <typename QTile, typename DoutTile>
+struct QueryTiles {
+  alignas(128) unsigned char q[QTile::kBytes];
+  alignas(128) unsigned char dout[DoutTile::kBytes];
+};
+
 template <typename QStage, typename DoutStage, int kBuffers>
 struct QueryFeed {
   using QTile = typename QStage::Tile;
   using DoutTile = typename DoutStage::Tile;
+  using Tiles = QueryTiles<QTile, DoutTile>;
+  static constexpr uint32 kDoutOffset = round_up(QTile::kBytes, 128);
   static constexpr int kTileQ = QTile::kRows;
   static constexpr int64 kItem = sizeof(float16);
 
@@ -21,14 +30,12 @@ struct QueryFeed {
   DoutStage dout_stage;
   const char *next_q_g, *next_dout_g;
   int left, head, tile;  // tiles to go, and the present one
-  uint32 q_s, dout_s;    // of the present tile
-  uint32 q_sum, dout_sum;
+  uint32 tiles_s;        // the present one's place in shared memory
+  uint32 both_s;         // the sum of the two places
   uint4 q_quads[QStage::kQuads], dout_quads[DoutStage::kQuads];
 
-  // q_buffers_s and dout_buffers_s: kBuffers tiles each.
   __device__ __forceinline__ QueryFeed(const BackwardParams& all, const QueryWalk<kTileQ>& seen, const KeyPlace& place,
-                                       const float16* q_g, const float16* dout_g, uint32 q_buffers_s,
-                                       uint32 dout_buffers_s)
+                                       const float16* q_g, const float16* dout_g, const Tiles (&tiles)[kBuffers])
       : params(all),
         walk(seen),
         q_stage(all.attention.q.seq),
@@ -36,30 +43,29 @@ struct QueryFeed {
         left(seen.tiles() * all.attention.group),
         head(place.kv_head * all.attention.group),
         tile(seen.begin),
-        q_s(q_buffers_s),
-        dout_s(dout_buffers_s),
-        q_sum(2 * q_buffers_s + QTile::kBytes),
-        dout_sum(2 * dout_buffers_s + DoutTile::kBytes) {
+        tiles_s(shared_address(&tiles[0])),
+        both_s(tiles_s + shared_address(&tiles[kBuffers - 1])) {
     const Strides &q = all.attention.q, &dout = all.dout;
     next_q_g = QStage::lowest(head_rows(q_g, q, place.batch, head, 0), q.seq) + tile * (q.seq * kTileQ * kItem);
-    next_dout_g = DoutStage::lowest(head_rows(dout_g, dout, place.batch, head, 0), dout.seq) +
-                  tile * (dout.seq * kTileQ * kItem);
+    next_dout_g =
+        DoutStage::lowest(head_rows(dout_g, dout, place.batch, head, 0), dout.seq) + tile * (dout.seq * kTileQ * kItem);
   }
 
   __device__ __forceinline__ bool more() const { return left > 1; }
   __device__ __forceinline__ int first_row() const { return tile * kTileQ; }
   __device__ __forceinline__ bool masked() const { return walk.masked(tile); }
-  __device__ __forceinline__ uint32 next_q_s() const { return kBuffers == 1 ? q_s : q_sum - q_s; }
-  __device__ __forceinline__ uint32 next_dout_s() const { return kBuffers == 1 ? dout_s : dout_sum - dout_s; }
+  __device__ __forceinline__ uint32 q_s() const { return tiles_s; }
+  __device__ __forceinline__ uint32 dout_s() const { return tiles_s + kDoutOffset; }
+  __device__ __forceinline__ uint32 next_tiles_s() const { return kBuffers == 1 ? tiles_s : both_s - tiles_s; }
 
   // The first tile, all the way.
   __device__ __forceinline__ void begin() {
     if (left == 0) return;
     const int rows = params.attention.sq - first_row();
     q_stage.template load<true>(q_quads, next_q_g, params.attention.q.seq, rows);
-    q_stage.store(q_s, q_quads);
+    q_stage.store(q_s(), q_quads);
     dout_stage.template load<true>(dout_quads, next_dout_g, params.dout.seq, rows);
-    dout_stage.store(dout_s, dout_quads);
+    dout_stage.store(dout_s(), dout_quads);
   }
 
   // Behind the last tile of a head follows the first one of the next head.
@@ -80,16 +86,15 @@ struct QueryFeed {
     if (more()) dout_stage.template load<true>(dout_quads, next_dout_g, params.dout.seq, next_rows());
   }
   __device__ __forceinline__ void store_q() {
-    if (more()) q_stage.store(next_q_s(), q_quads);
+    if (more()) q_stage.store(next_tiles_s(), q_quads);
   }
   __device__ __forceinline__ void store_dout() {
-    if (more()) dout_stage.store(next_dout_s(), dout_quads);
+    if (more()) dout_stage.store(next_tiles_s() + kDoutOffset, dout_quads);
   }
 
   __device__ __forceinline__ void advance() {
     const int next = next_tile();
-    q_s = next_q_s();
-    dout_s = next_dout_s();
+    tiles_s = next_tiles_s();
     head += turns();
     tile = next;
     left--;
