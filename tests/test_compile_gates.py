@@ -56,15 +56,18 @@ def cost(specialisation: Specialisation, arch: Arch) -> Cost:
 def row_of(specialisation: Specialisation) -> str:
     """The kernel and its table row."""
     macros = dict(specialisation.macros)
-    size = f"{macros['HEAD_DIM']}" if "HEAD_DIM" in macros else f"{macros['LANES']} lanes"
+    size = [f"{macros['HEAD_DIM']}"] if "HEAD_DIM" in macros else []
+    size += [f"{macros['LANES']} lanes"] if "LANES" in macros else []
     options = [name for name, absent in NO_OPTIONS.items() if macros.get(name, absent) != absent]
-    return " ".join([specialisation.spec.entry, size, *options])
+    return " ".join([specialisation.spec.entry, *size, *options])
 
 
 NO_OPTIONS = {
     **dict.fromkeys(("BIAS", "SLOPES", "SINKS"), "void"),
     **dict.fromkeys(("MASK", "SOFTCAP", "DROPOUT"), "false"),
 }
+
+EVERY_OPTION = "BIAS SLOPES MASK SOFTCAP DROPOUT"
 
 
 def rows() -> dict[str, list[Specialisation]]:
@@ -102,6 +105,13 @@ PINNED = {
     "attention_forward 64 SOFTCAP": Cost(255, 32_768, 2, 324),
     "attention_forward 64 SINKS": Cost(255, 32_768, 2, 272),
     "attention_forward 64 DROPOUT": Cost(255, 32_768, 2, 244),
+    "attention_backward_naive_dq 256": Cost(64, 2_576, 8),
+    "attention_backward_naive_dkdv 256": Cost(64, 3_072, 8),
+    f"attention_backward_naive_dq 256 {EVERY_OPTION}": Cost(64, 2_576, 8),
+    f"attention_backward_naive_dkdv 256 {EVERY_OPTION}": Cost(96, 3_072, 5),
+    f"attention_backward_naive_dbias 256 1 lanes {EVERY_OPTION}": Cost(79, 0, 6),
+    f"attention_backward_naive_dbias 256 32 lanes {EVERY_OPTION}": Cost(79, 0, 6),
+    "attention_backward_naive_dsinks SINKS": Cost(38, 32, 4),
     "softmax_forward 8 lanes": Cost(72, 0, 7),
     "softmax_forward 32 lanes": Cost(72, 0, 7),
     "softmax_forward 256 lanes": Cost(71, 32, 3),

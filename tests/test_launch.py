@@ -436,11 +436,12 @@ def test_options_of_the_call_choose_the_flash_specialisation(recorder):
     assert (params["scores"]["seed"], params["scores"]["keep_from"]) == (7, 16384)
 
 
-def test_backward_has_no_kernel_and_says_so(recorder):
+@pytest.mark.parametrize("implementation", ["flash", "tiled"])
+def test_backward_without_a_kernel_names_another(recorder, implementation):
     q, k = device_array((2, 3, 4, 8)), device_array((2, 5, 2, 8))
     lse = device_array((2, 4, 3), np.float32)
-    with pytest.raises(NotImplementedError, match=r"attention_backward.*CPU path.*NumPy arrays"):
-        attention_backward(q, q, k, k, q, lse, causal=True)
+    with pytest.raises(NotImplementedError, match=r"attention_backward.*'naive'.*NumPy arrays"):
+        attention_backward(q, q, k, k, q, lse, implementation=implementation)
     assert recorder.did_nothing
 
 

@@ -46,6 +46,19 @@ ATTENTION_PARAMS = np.dtype(
     align=True,
 )
 
+# BackwardParams in cuda_src/attention/backward_params.cuh
+BACKWARD_PARAMS = np.dtype(
+    [
+        ("attention", ATTENTION_PARAMS),
+        *((array, _STRIDES) for array in ("dout", "dlse", "dq", "dk", "dv")),
+        ("dbias", _SCORE_STRIDES),
+        *((field, np.int64) for field in ("dsinks_stride", "zeroed")),
+        *((field, np.int32) for field in ("rows_padded", "batch", "kv_heads", "accumulate")),
+        ("scale", np.float32),
+    ],
+    align=True,
+)
+
 
 def rows_params(arrays: int) -> np.dtype:
     """RowsParams<arrays> in cuda_src/fused/rows.cuh."""
@@ -126,6 +139,65 @@ ATTENTION_FORWARD = KernelSpec(
     ),
 )
 
+
+def _constants(*names: str) -> tuple[Pointer, ...]:
+    return tuple(Pointer(name, const=True) for name in names)
+
+
+def _optional_constants(*names: str) -> tuple[Pointer, ...]:
+    return tuple(Pointer(name, const=True, optional=True) for name in names)
+
+
+_SCORE_ARRAYS = _optional_constants("q_offset", "seqused_k", "bias", "mask", "alibi_slopes")
+_SCORE_MACROS = ("BIAS", "MASK", "SLOPES", "SOFTCAP", "DROPOUT")
+_BACKWARD_STRUCT = Struct("params", BACKWARD_PARAMS)
+_BACKWARD_BYTES = ("PARAMS_BYTES", "BACKWARD_PARAMS_BYTES")
+_NAIVE_MACROS = ("DTYPE", "HEAD_DIM", "HEAD_DIM_V", "THREADS", *_SCORE_MACROS, *_BACKWARD_BYTES)
+
+ATTENTION_BACKWARD_NAIVE_DQ = KernelSpec(
+    entry="attention_backward_naive_dq",
+    source="attention/backward_naive_dq.cu",
+    parameters=(
+        *_constants("dout", "q", "k", "v", "out", "lse"),
+        *_optional_constants("dlse"),
+        *_SCORE_ARRAYS,
+        *(Pointer("delta"), Pointer("dq")),
+        _BACKWARD_STRUCT,
+    ),
+    macros=(*_NAIVE_MACROS, "SHARED_BYTES"),
+)
+
+ATTENTION_BACKWARD_NAIVE_DKDV = KernelSpec(
+    entry="attention_backward_naive_dkdv",
+    source="attention/backward_naive_dkdv.cu",
+    parameters=(
+        *_constants("dout", "q", "k", "v", "lse", "delta"),
+        *_SCORE_ARRAYS,
+        *(Pointer("dk"), Pointer("dv")),
+        _BACKWARD_STRUCT,
+    ),
+    macros=(*_NAIVE_MACROS, "SHARED_BYTES"),
+)
+
+ATTENTION_BACKWARD_NAIVE_DBIAS = KernelSpec(
+    entry="attention_backward_naive_dbias",
+    source="attention/backward_naive_dbias.cu",
+    parameters=(
+        *_constants("dout", "q", "k", "v", "lse", "delta"),
+        *_SCORE_ARRAYS,
+        Pointer("dbias"),
+        _BACKWARD_STRUCT,
+    ),
+    macros=(*_NAIVE_MACROS, "LANES"),
+)
+
+ATTENTION_BACKWARD_NAIVE_DSINKS = KernelSpec(
+    entry="attention_backward_naive_dsinks",
+    source="attention/backward_naive_dsinks.cu",
+    parameters=(*_constants("lse", "delta", "sinks"), Pointer("dsinks"), _BACKWARD_STRUCT),
+    macros=("SINKS", "THREADS", *_BACKWARD_BYTES),
+)
+
 _ROW_MACROS = ("DTYPE", "THREADS", "LANES", "STRIPS", "VEC", "RESIDENT", "PARAMS_BYTES")
 
 SOFTMAX_FORWARD = KernelSpec(
@@ -153,6 +225,10 @@ KERNELS = {
         ATTENTION_NAIVE,
         ATTENTION_TILED,
         ATTENTION_FORWARD,
+        ATTENTION_BACKWARD_NAIVE_DQ,
+        ATTENTION_BACKWARD_NAIVE_DKDV,
+        ATTENTION_BACKWARD_NAIVE_DBIAS,
+        ATTENTION_BACKWARD_NAIVE_DSINKS,
         SOFTMAX_FORWARD,
         SOFTMAX_BACKWARD,
     )

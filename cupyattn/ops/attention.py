@@ -94,6 +94,11 @@ def _require_kernel(problem: AttentionProblem) -> None:
         )
     if flash:
         _require_near_rows(problem)
+    require_lengths(problem)
+
+
+def require_lengths(problem: AttentionProblem) -> None:
+    """Raise ValueError for lengths that the kernels' positions do not reach."""
     if max(problem.sq, problem.sk) > _MAX_LENGTH:
         raise error(
             ValueError,
@@ -138,14 +143,15 @@ def _plan(
         tile_q = configs.attention.tiled_config(*dims).tile_q
     else:
         vec = _vector_items(problem, start_of, out_strides)
-        options = _flash_options(problem, start_of)
+        options = score_options(problem)._replace(bias_vec=_bias_items(problem, start_of))
         specialisation = configs.attention.flash(*dims, vec, options)
         tile_q = configs.attention.flash_config(*dims).tile_q
     ctas = problem.batch * problem.heads * -(-problem.sq // tile_q)
     return _Plan(specialisation, ctas, attention_params(problem, out_strides, lse_strides))
 
 
-def _flash_options(problem: AttentionProblem, start_of: dict[str, int]) -> FlashOptions:
+def score_options(problem: AttentionProblem) -> FlashOptions:
+    """Return which options of the scores a problem has; the bias is read item by item."""
     layouts = problem.layouts
 
     def dtype(name: str) -> str:
@@ -153,7 +159,6 @@ def _flash_options(problem: AttentionProblem, start_of: dict[str, int]) -> Flash
 
     return FlashOptions(
         bias=dtype("bias"),
-        bias_vec=_bias_items(problem, start_of),
         mask="mask" in layouts,
         slopes=dtype("alibi_slopes"),
         softcap=problem.softcap is not None,

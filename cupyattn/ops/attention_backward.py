@@ -1,0 +1,110 @@
+"""Attention's backward on a device: from a checked problem to launched kernels."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from cupyattn.arrays import Array, alignments
+from cupyattn.errors import error
+from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
+from cupyattn.kernels.device import Device
+from cupyattn.kernels.launch import launch
+from cupyattn.ops.attention import require_lengths
+from cupyattn.ops.attention_backward_plan import Plan, backward_plan
+from cupyattn.ops.attention_problem import BACKWARD_RESULTS, AttentionProblem
+from cupyattn.ops.checks import require_disjoint
+
+_BYTES = np.dtype(np.uint8)
+
+
+def attention_backward(
+    device: Device, problem: AttentionProblem, arrays: dict[str, Array], *, accumulate: bool
+) -> dict[str, Array]:
+    """Run the backward of dense attention, into the results and scratch among `arrays`.
+
+    Returns
+    -------
+    dict
+        The gradients by name; dbias and dsinks only where there are bias and sinks.
+    """
+    _require_kernel(problem)
+    require_disjoint((*BACKWARD_RESULTS, "workspace"), arrays, problem.spans)
+
+    results = _results(device, problem, arrays, accumulate)
+    if problem.batch * problem.heads == 0:
+        _fill_with_zeros(results, () if accumulate else tuple(results))
+        return results
+    strides = tuple([(name, result.strides) for name, result in results.items()])
+    starts = alignments(arrays.values(), VECTOR_BYTES)
+    plan = backward_plan(problem, strides, starts, accumulate)
+    _fill_with_zeros(results, plan.zeroed)
+
+    workspace = _workspace(device, plan, arrays.get("workspace"))
+    scratch = {piece.name: piece.within(workspace) for piece in plan.scratch}
+    named = {**arrays, **results, **scratch, **plan.structs}
+    for specialisation, ctas in plan.steps:
+        parameters = specialisation.spec.parameters
+        launch(device, specialisation, ctas, [named.get(p.name) for p in parameters])
+    return results
+
+
+@lru_cache(maxsize=4096)
+def _require_kernel(problem: AttentionProblem) -> None:
+    missing = ["rotary"] if "cos" in problem.layouts else []
+    missing += ["mask_mod"] if problem.mask_mod is not None else []
+    if missing:
+        raise error(
+            NotImplementedError,
+            f"{', '.join(missing)} in attention_backward on a GPU or the emulator",
+            "its kernels do not have it; the CPU path has every option",
+            "pass NumPy arrays, for example cupy.asnumpy(q)",
+        )
+    if problem.implementation != "naive":
+        raise error(
+            NotImplementedError,
+            f"attention_backward with implementation={problem.implementation!r} and "
+            f"{problem.dtype.name} on a GPU or the emulator",
+            "'naive' takes every dtype and option; the CPU path takes every implementation",
+            "pass implementation='naive', or NumPy arrays, for example cupy.asnumpy(q)",
+        )
+    require_lengths(problem)
+
+
+def _results(
+    device: Device, problem: AttentionProblem, arrays: dict[str, Array], accumulate: bool
+) -> dict[str, Array]:
+    """Take the gradients that were given, and allocate the others."""
+    results = {}
+    for name in BACKWARD_RESULTS:
+        of = problem.layouts.get(name[1:])
+        if of is None:
+            continue
+        result = arrays.get(name)
+        if result is None:
+            result = device.empty(of.shape, of.dtype)
+            if accumulate:
+                result.fill(0)
+        results[name] = result
+    return results
+
+
+def _fill_with_zeros(results: dict[str, Array], names: tuple[str, ...]) -> None:
+    for name in names:
+        results[name].fill(0)
+
+
+def _workspace(device: Device, plan: Plan, given: Array | None) -> Array:
+    """Return the scratch memory of a call as flat bytes: what was given, or new."""
+    if given is None:
+        return device.empty((plan.workspace_bytes,), _BYTES)
+    flat = given.flags.c_contiguous
+    if not flat or given.nbytes < plan.workspace_bytes or alignments([given], VECTOR_BYTES)[0]:
+        raise error(
+            ValueError,
+            f"workspace has {given.nbytes} bytes{'' if flat else ', not contiguous'}",
+            f"this call needs {plan.workspace_bytes}, contiguous and aligned to {VECTOR_BYTES}",
+            f"pass for example cupy.empty({plan.workspace_bytes}, 'uint8'), or none",
+        )
+    return given.reshape(-1).view(_BYTES)
