@@ -18,7 +18,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from strategies import dtype_of
 
-from cupyattn import attention, attention_backward, softmax, softmax_backward
+from cupyattn import AttentionGrads, attention, attention_backward, softmax, softmax_backward
 from cupyattn.kernels import cuda_device as device_module
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.launch import MAX_GRID_X, launch
@@ -434,6 +434,109 @@ def test_options_of_the_call_choose_the_flash_specialisation(recorder):
     assert (macros["SOFTCAP"], macros["DROPOUT"], macros["SINKS"]) == ("true", "true", "void")
     assert params["scores"]["bias"].tolist() == (0, 32, 0, 1)
     assert (params["scores"]["seed"], params["scores"]["keep_from"]) == (7, 16384)
+
+
+def backward_call(**options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arrays of a backward call by name, and its options: (B, Sq, Sk, H, G, D, Dv) as in BASE."""
+    f32 = np.float32
+    shapes = {"dout": (2, 3, 4, 6), "q": (2, 3, 4, 8), "k": (2, 5, 2, 8), "v": (2, 5, 2, 6)}
+    arrays = {name: device_array(shape, f32) for name, shape in shapes.items()}
+    arrays |= {"out": device_array((2, 3, 4, 6), f32), "lse": device_array((2, 4, 3), f32)}
+    return arrays, {"implementation": "naive", **options}
+
+
+def started_backward(recorder: Recorder) -> dict[str, tuple[dict[str, Any], Specialisation, int]]:
+    """By kernel: its arguments by name, its specialisation, its CTAs."""
+    found = {}
+    for specialisation, grid, arguments in recorder.started:
+        parameters = specialisation.spec.parameters
+        named = {p.name: a for p, a in zip(parameters, arguments, strict=True)}
+        kernel = specialisation.spec.entry.removeprefix("attention_backward_naive_")
+        found[kernel] = (named, specialisation, grid[0])
+    return found
+
+
+def test_what_the_backward_passes_to_its_kernels(recorder):
+    """In order, each with the call's arrays under the names of its parameters."""
+    bias, sinks = device_array((4, 1, 5), np.float32), device_array((8,), np.float16)[::2]
+    arrays, options = backward_call(bias=bias, sinks=sinks, softmax_scale=0.5, causal=True)
+    arrays["lse"] = device_array((4, 2, 3), np.float32).transpose(1, 0, 2)
+    dlse = device_array((2, 4, 6), np.float32)[..., :3]
+    grads = attention_backward(*arrays.values(), **options, dlse=dlse)
+    found = started_backward(recorder)
+    assert list(found) == ["dq", "dkdv", "dbias", "dsinks"]
+    assert [ctas for _, _, ctas in found.values()] == [2 * 4 * 3, 2 * 2 * 5, 1, 4]
+    call_arrays = {**arrays, "bias": bias, "sinks": sinks, "dlse": dlse, **grads._asdict()}
+    for arguments, _, _ in found.values():
+        params = arguments.pop("params")
+        delta = arguments.pop("delta")
+        assert (delta.dtype, delta.shape) == (np.float32, (2 * 4 * 3,))
+        assert delta.data.ptr == recorder.allocated[-1].data.ptr
+        for name, argument in arguments.items():
+            if name in call_arrays:
+                assert argument is call_arrays[name]
+            else:
+                assert int(argument) == 0, f"{name} was not given"
+    assert params["attention"]["lse"].tolist() == (3, 1, 6), "batch, query, head"
+    assert params["dlse"].tolist() == (24, 1, 6)
+    assert params["dout"].tolist() == (72, 24, 6)
+    assert params["dk"].tolist() == (80, 16, 8)
+    assert params["dbias"].tolist() == (0, 5, 0, 1)
+    assert (params["dsinks_stride"], params["attention"]["scores"]["sinks_stride"]) == (1, 2)
+    assert (params["batch"], params["kv_heads"], params["accumulate"]) == (2, 2, 0)
+    assert params["scale"] == 0.5
+    assert dict(found["dbias"][1].macros)["LANES"] == 1, "6 scores an item"
+
+
+def test_a_backward_with_grads_and_workspace_allocates_nothing(recorder):
+    arrays, options = backward_call()
+    targets = [device_array(arrays[name].shape, np.float32) for name in "qkv"]
+    workspace = device_array((2 * 4 * 3 + 1,), np.float32)
+    grads = attention_backward(
+        *arrays.values(),
+        **options,
+        grads=AttentionGrads(*targets, None, None),
+        workspace=workspace,
+        accumulate=True,
+    )
+    assert not recorder.allocated
+    assert all(given is target for given, target in zip(grads, targets, strict=False))
+    delta = started_backward(recorder)["dq"][0]["delta"]
+    assert (delta.data.ptr, delta.size) == (workspace.data.ptr, 2 * 4 * 3)
+    assert started_backward(recorder)["dq"][0]["params"]["accumulate"] == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: device_array((95,), np.uint8), r"95 bytes; .*needs 96.*empty\(96, 'uint8'\)"),
+        (lambda: device_array((48, 2), np.uint8)[:, :1], r"48 bytes, not contiguous; .*needs 96"),
+        (lambda: device_array((99,), np.uint8)[1:], r"98 bytes; .*aligned to 16"),
+    ],
+    ids=["small", "strided", "misaligned"],
+)
+def test_a_workspace_that_does_not_do_is_refused(recorder, make, message):
+    arrays, options = backward_call()
+    with pytest.raises(ValueError, match=rf"workspace has {message}"):
+        attention_backward(*arrays.values(), **options, workspace=make())
+    assert not recorder.started
+
+
+def test_a_workspace_may_not_overlap_an_array(recorder):
+    arrays, options = backward_call()
+    with pytest.raises(ValueError, match=r"workspace overlaps lse in memory"):
+        attention_backward(*arrays.values(), **options, workspace=arrays["lse"])
+    assert recorder.did_nothing
+
+
+def test_a_backward_plan_is_made_once(recorder):
+    """Arrays of one description share the kernels' struct; other options do not."""
+    for options in ({}, {}, {"causal": True}):
+        arrays, others = backward_call(**options)
+        attention_backward(*arrays.values(), **others)
+    first, again, causal = (started[2][-1] for started in recorder.started[::2])
+    assert first is again
+    assert first is not causal
 
 
 @pytest.mark.parametrize("implementation", ["flash", "tiled"])
