@@ -15,7 +15,7 @@ import pytest
 from cupyattn.kernels import configs
 from cupyattn.kernels.arch import Arch, arch_of
 from cupyattn.kernels.compile import compile_cubin, nvrtc_version
-from cupyattn.kernels.configs import attention
+from cupyattn.kernels.configs import attention, attention_backward
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
 from cupyattn.kernels.spec import Specialisation
 
@@ -35,16 +35,16 @@ class Cost(NamedTuple):
     spill_bytes: int = 0
 
 
-# The tensor-core kernel fills the register file: some of its rows spill, most of it in the loop
-# over masked tiles. What they spill is pinned below and must not grow.
-MAY_SPILL = "attention_forward"
+# The tensor-core kernels fill the register file: some of their rows spill, the forward's mostly in
+# the loop over masked tiles. What they spill is pinned below and must not grow.
+MAY_SPILL = ("attention_forward", "attention_backward_dkdv", "attention_backward_dq")
 
 
 def cost(specialisation: Specialisation, arch: Arch) -> Cost:
     """Compile, and let nothing else pass that spills or uses the stack."""
     resources = compile_cubin(specialisation, arch).resources
     assert resources is not None
-    if specialisation.spec.entry != MAY_SPILL:
+    if specialisation.spec.entry not in MAY_SPILL:
         assert resources.spill_store_bytes == 0, specialisation.label
         assert resources.spill_load_bytes == 0, specialisation.label
         assert resources.stack_bytes == 0, specialisation.label
@@ -56,15 +56,18 @@ def cost(specialisation: Specialisation, arch: Arch) -> Cost:
 def row_of(specialisation: Specialisation) -> str:
     """The kernel and its table row."""
     macros = dict(specialisation.macros)
-    size = [f"{macros['HEAD_DIM']}"] if "HEAD_DIM" in macros else []
-    size += [f"{macros['LANES']} lanes"] if "LANES" in macros else []
+    sizes = [str(macros[name]) for name in ("HEAD_DIM", "HEAD_DIM_V") if name in macros][:1]
+    if "LANES" in macros:
+        sizes.append(f"{macros['LANES']} lanes")
+    if "ONE_PASS" in macros:
+        sizes += ["one pass" if macros["ONE_PASS"] else "deterministic"]
     options = [name for name, absent in NO_OPTIONS.items() if macros.get(name, absent) != absent]
-    return " ".join([specialisation.spec.entry, *size, *options])
+    return " ".join([specialisation.spec.entry, *sizes, *options])
 
 
 NO_OPTIONS = {
     **dict.fromkeys(("BIAS", "SLOPES", "SINKS"), "void"),
-    **dict.fromkeys(("MASK", "SOFTCAP", "DROPOUT"), "false"),
+    **dict.fromkeys(("MASK", "SOFTCAP", "DROPOUT", "DBIAS_ADD"), "false"),
 }
 
 EVERY_OPTION = "BIAS SLOPES MASK SOFTCAP DROPOUT"
@@ -82,6 +85,14 @@ ROWS = rows()
 PROMISED_CTAS = {
     **{f"attention_tiled {dim}": row.ctas_per_sm for dim, row in attention.TILED.items()},
     **{f"attention_forward {dim}": row.ctas_per_sm for dim, row in attention.FLASH.items()},
+    **{
+        f"attention_backward_dkdv {dim} one pass": row.ctas_per_sm
+        for dim, row in attention_backward.ONE_PASS.items()
+    },
+    **{
+        f"attention_backward_dq {dim}": row.ctas_per_sm
+        for dim, row in attention_backward.DQ.items()
+    },
 }
 
 # On sm_75 with NVRTC 12.9: the most registers and shared bytes and the fewest CTAs per SM of any
@@ -112,6 +123,44 @@ PINNED = {
     f"attention_backward_naive_dbias 256 1 lanes {EVERY_OPTION}": Cost(79, 0, 6),
     f"attention_backward_naive_dbias 256 32 lanes {EVERY_OPTION}": Cost(79, 0, 6),
     "attention_backward_naive_dsinks SINKS": Cost(38, 32, 4),
+    "attention_backward_delta 40": Cost(31, 0, 4),
+    "attention_backward_convert 40": Cost(52, 0, 4),
+    "attention_backward_dkdv 40 one pass": Cost(223, 23_552, 2),
+    "attention_backward_dkdv 40 deterministic": Cost(236, 10_240, 2),
+    "attention_backward_delta 64": Cost(29, 0, 4),
+    "attention_backward_convert 64": Cost(50, 0, 4),
+    "attention_backward_dkdv 64 one pass": Cost(255, 32_768, 2, 36),
+    "attention_backward_dkdv 64 deterministic": Cost(255, 16_384, 2, 16),
+    "attention_backward_delta 80": Cost(31, 0, 4),
+    "attention_backward_convert 80": Cost(52, 0, 4),
+    "attention_backward_dkdv 80 one pass": Cost(246, 57_344, 1),
+    "attention_backward_dkdv 80 deterministic": Cost(254, 40_960, 1),
+    "attention_backward_delta 96": Cost(31, 0, 4),
+    "attention_backward_convert 96": Cost(52, 0, 4),
+    "attention_backward_dkdv 96 one pass": Cost(255, 65_536, 1, 60),
+    "attention_backward_dkdv 96 deterministic": Cost(255, 49_152, 1),
+    "attention_backward_delta 128": Cost(29, 0, 4),
+    "attention_backward_convert 128": Cost(50, 0, 4),
+    "attention_backward_dkdv 128 one pass": Cost(255, 57_344, 1, 20),
+    "attention_backward_dkdv 128 deterministic": Cost(255, 32_768, 1, 8),
+    "attention_backward_dq 40": Cost(250, 10_240, 2),
+    "attention_backward_dq 64": Cost(255, 16_384, 2, 72),
+    "attention_backward_dq 80": Cost(255, 20_480, 2, 240),
+    "attention_backward_dq 96": Cost(255, 24_576, 2, 88),
+    "attention_backward_dq 128": Cost(255, 32_768, 1, 32),
+    "attention_backward_dkdv 64 one pass BIAS": Cost(255, 32_768, 2, 184),
+    "attention_backward_dq 64 BIAS": Cost(255, 16_384, 2, 128),
+    "attention_backward_dkdv 64 one pass BIAS DBIAS_ADD": Cost(255, 32_768, 2, 224),
+    "attention_backward_dkdv 64 one pass MASK": Cost(255, 32_768, 2, 184),
+    "attention_backward_dq 64 MASK": Cost(255, 16_384, 2, 188),
+    "attention_backward_dkdv 64 one pass SLOPES": Cost(255, 32_768, 2, 92),
+    "attention_backward_dq 64 SLOPES": Cost(255, 16_384, 2, 64),
+    "attention_backward_dkdv 64 one pass SOFTCAP": Cost(255, 32_768, 2, 72),
+    "attention_backward_dq 64 SOFTCAP": Cost(255, 16_384, 2, 32),
+    "attention_backward_dkdv 64 one pass DROPOUT": Cost(255, 32_768, 2, 68),
+    "attention_backward_dq 64 DROPOUT": Cost(255, 16_384, 2, 64),
+    "attention_backward_dbias": Cost(38, 0, 4),
+    "attention_backward_dsinks": Cost(64, 32, 4),
     "softmax_forward 8 lanes": Cost(72, 0, 7),
     "softmax_forward 32 lanes": Cost(72, 0, 7),
     "softmax_forward 256 lanes": Cost(71, 32, 3),

@@ -1,25 +1,67 @@
-// What every attention backward kernel is told: the forward's AttentionParams, and the strides of the arrays that only
-// a backward has.
+// What the backward kernels are told besides their array pointers, and what they share through scratch memory.
 //
-// Shapes: dout (B, Sq, H, Dv), dlse (B, H, Sq), dq (B, Sq, H, D), dk (B, Sk, G, D), dv (B, Sk, G, Dv), dbias as bias,
-// dsinks (H,). The last axis of dout, dq, dk and dv is contiguous, the others may have any stride.
+// Shapes: as in params.cuh, and dout (B, Sq, H, Dv), dlse (B, H, Sq), dq, dk and dv like q, k and v. Scratch, float32:
+//   stats    (B, H, rows_padded / 2, {L, L', delta, delta'}): the statistics of two rows in 16 bytes
+//   dq_acc   (B, H, rows_padded / 16, D / 8, 4, 32): dq / softmax_scale as accumulator fragments of mma.m16n8k8, so that
+//            a warp's atomic additions cover whole 128-byte lines
 #pragma once
 
 #include "params.cuh"
 
 // Field for field the structured dtype BACKWARD_PARAMS of cupyattn/kernels/registry.py.
 struct BackwardParams {
-  AttentionParams attention;  // out and lse are inputs here
+  AttentionParams attention;  // of the forward; out and lse are inputs here
   Strides dout, dlse, dq, dk, dv;
-  ScoreStrides dbias;  // of what the kernels write; 0 along an axis that the bias broadcasts along
+  ScoreStrides dbias;  // of what the kernels write: dbias itself, or a float32 scratch
   int64 dsinks_stride;
-  int64 zeroed;  // floats that the first kernel sets to zero, for others to add to
-  int rows_padded;
-  int batch, kv_heads;
-  int accumulate;  // not 0: results are added to what is there
-  float scale;     // softmax_scale
+  int64 zeroed;  // floats of scratch that must be zero before the additions
+  int batch;
+  int rows_padded;  // Sq, rounded up to a multiple of kRowPad
+  int accumulate;   // gradients are added to what their arrays hold
+  float scale;      // softmax_scale
 };
 static_assert(sizeof(BackwardParams) == BACKWARD_PARAMS_BYTES, "cupyattn/kernels/registry.py describes another struct");
+
+constexpr int kRowPad = 64;  // a multiple of every tile of query rows
+
+// Row statistics. P is formed times 2^(kBoostLog2 - 112): 2^-112 gives its float32 exponent field the value that float16
+// has there, so that packing needs no conversion, and the boost uses float16's range (P is at most 1: the row's sum is
+// known, there is no stale maximum). L = lse * log2(e) - kShiftedLog2 and D = delta * kUnshifted make
+//   2^(s_log2 - L) = P * 2^kShiftedLog2   and   2^(s_log2 - L) * (dP * kUnshifted - D) = P * (dP - delta).
+// Rows without a key, and padding rows, have L = +inf and D = 0: P and dS are 0 without a branch.
+constexpr float kBoostLog2 = 14.f;
+constexpr float kUnboost = 1.f / 16384.f;  // 2^-kBoostLog2
+constexpr float kShiftedLog2 = kBoostLog2 - 112.f;
+constexpr float kShifted = 3.1554436208840472e-30f;    // 2^kShiftedLog2
+constexpr float kUnshifted = 3.1691265005705735e+29f;  // 2^-kShiftedLog2
+
+// The first of the two floats that row `row` of a head shares with its neighbour is its L; its delta lies two further.
+__device__ __forceinline__ int64 statistics_offset(const BackwardParams& params, int batch, int head, int row) {
+  const int64 flat = (static_cast<int64>(batch) * params.attention.heads + head) * params.rows_padded + row;
+  return flat / 2 * 4 + flat % 2;
+}
+
+// dq_acc's tile of 16 rows that begins at `row`.
+template <int kChunks>
+__device__ __forceinline__ int64 accumulator_offset(const BackwardParams& params, int batch, int head, int row) {
+  const int64 flat = (static_cast<int64>(batch) * params.attention.heads + head) * params.rows_padded + row;
+  return flat * (kChunks * 8);
+}
+
+// Where a CTA works that owns keys: a run of keys of one key-value head. The grid is flat, as for query rows. Under
+// causal order earlier keys are seen by more queries: they start first.
+struct KeyPlace {
+  int batch, kv_head, first_key;
+
+  __device__ __forceinline__ KeyPlace(const AttentionParams& params, int keys_per_cta) {
+    const int tiles = div_up(params.sk, keys_per_cta);
+    const int kv_heads = params.heads / params.group;
+    const int sequence = blockIdx.x / tiles;
+    first_key = blockIdx.x % tiles * keys_per_cta;
+    kv_head = sequence % kv_heads;
+    batch = sequence / kv_heads;
+  }
+};
 
 // Round once, after adding what is there.
 template <typename Scalar>

@@ -31,3 +31,16 @@ __device__ __forceinline__ void st_global_v4(void* target, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
+
+// Four floats that neighbouring lanes share: through L1.
+__device__ __forceinline__ float4 ld_global_v4(const float* source) {
+  float4 v;
+  asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(source));
+  return v;
+}
+
+__device__ __forceinline__ void red_global_add(float* target, float x) {
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(target), "f"(x) : "memory");
+}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cupyattn.kernels.spec import KernelSpec, Pointer, Struct
+from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Struct
 
 OUTER_AXES = 4
 """Axes before the last that a row-wise kernel can walk, after merging (kOuterAxes in rows.cuh)."""
@@ -53,8 +53,20 @@ BACKWARD_PARAMS = np.dtype(
         *((array, _STRIDES) for array in ("dout", "dlse", "dq", "dk", "dv")),
         ("dbias", _SCORE_STRIDES),
         *((field, np.int64) for field in ("dsinks_stride", "zeroed")),
-        *((field, np.int32) for field in ("rows_padded", "batch", "kv_heads", "accumulate")),
+        *((field, np.int32) for field in ("batch", "rows_padded", "accumulate")),
         ("scale", np.float32),
+    ],
+    align=True,
+)
+
+# DbiasParams in cuda_src/attention/backward_dbias.cu
+DBIAS_PARAMS = np.dtype(
+    [
+        ("shape", np.int64, (4,)),
+        ("repeats", np.int64, (4,)),
+        ("source", _SCORE_STRIDES),
+        ("target", _SCORE_STRIDES),
+        ("accumulate", np.int64),
     ],
     align=True,
 )
@@ -139,28 +151,113 @@ ATTENTION_FORWARD = KernelSpec(
     ),
 )
 
+_BACKWARD_STRUCTS = ("PARAMS_BYTES", "BACKWARD_PARAMS_BYTES")
+_GRADIENT_OPTIONS = ("BIAS", "MASK", "SLOPES", "SOFTCAP", "DROPOUT", "DBIAS", "DBIAS_ADD")
+_OPTIONAL_INPUTS = tuple(
+    Pointer(name, const=True, optional=True)
+    for name in ("q_offset", "seqused_k", "bias", "mask", "alibi_slopes")
+)
+_NAIVE_MACROS = (
+    *("DTYPE", "HEAD_DIM", "HEAD_DIM_V", "THREADS"),
+    *_GRADIENT_OPTIONS[:-2],
+    *_BACKWARD_STRUCTS,
+)
+_BACKWARD_STRUCT = Struct("params", BACKWARD_PARAMS)
+
 
 def _constants(*names: str) -> tuple[Pointer, ...]:
     return tuple(Pointer(name, const=True) for name in names)
 
 
-def _optional_constants(*names: str) -> tuple[Pointer, ...]:
-    return tuple(Pointer(name, const=True, optional=True) for name in names)
+_DKDV_PARAMETERS: tuple[Parameter, ...] = (
+    *(Pointer(name, const=True) for name in ("q", "k", "v", "dout", "stats")),
+    Pointer("dq_acc", optional=True),
+    Pointer("dk"),
+    Pointer("dv"),
+    Pointer("dbias", optional=True),
+    *_OPTIONAL_INPUTS,
+    _BACKWARD_STRUCT,
+)
 
+ATTENTION_BACKWARD_DELTA = KernelSpec(
+    entry="attention_backward_delta",
+    source="attention/backward_delta.cu",
+    parameters=(
+        *(Pointer(name, const=True) for name in ("out", "dout", "lse")),
+        Pointer("dlse", const=True, optional=True),
+        Pointer("stats"),
+        Pointer("zeroed", optional=True),
+        _BACKWARD_STRUCT,
+    ),
+    macros=("HEAD_DIM_V", "THREADS", "ROW_LANES", "VEC", *_BACKWARD_STRUCTS),
+)
 
-_SCORE_ARRAYS = _optional_constants("q_offset", "seqused_k", "bias", "mask", "alibi_slopes")
-_SCORE_MACROS = ("BIAS", "MASK", "SLOPES", "SOFTCAP", "DROPOUT")
-_BACKWARD_STRUCT = Struct("params", BACKWARD_PARAMS)
-_BACKWARD_BYTES = ("PARAMS_BYTES", "BACKWARD_PARAMS_BYTES")
-_NAIVE_MACROS = ("DTYPE", "HEAD_DIM", "HEAD_DIM_V", "THREADS", *_SCORE_MACROS, *_BACKWARD_BYTES)
+ATTENTION_BACKWARD_DKDV = KernelSpec(
+    entry="attention_backward_dkdv",
+    source="attention/backward_dkdv.cu",
+    parameters=_DKDV_PARAMETERS,
+    macros=(
+        *("HEAD_DIM", "HEAD_DIM_V", "M_TILES", "WARPS", "TILE_Q", "SUB_Q", "DQ_ROW_WARPS"),
+        *("ONE_PASS", "VEC", "MIN_CTAS", "SHARED_BYTES"),
+        *_BACKWARD_STRUCTS,
+        *_GRADIENT_OPTIONS,
+    ),
+)
+
+ATTENTION_BACKWARD_CONVERT = KernelSpec(
+    entry="attention_backward_convert",
+    source="attention/backward_convert.cu",
+    parameters=(Pointer("dq_acc", const=True), Pointer("dq"), _BACKWARD_STRUCT),
+    macros=("HEAD_DIM", "THREADS", "VEC", *_BACKWARD_STRUCTS),
+)
+
+ATTENTION_BACKWARD_DQ = KernelSpec(
+    entry="attention_backward_dq",
+    source="attention/backward_dq.cu",
+    parameters=(
+        *(Pointer(name, const=True) for name in ("q", "k", "v", "dout", "stats")),
+        Pointer("dq"),
+        *_OPTIONAL_INPUTS,
+        _BACKWARD_STRUCT,
+    ),
+    macros=(
+        *("HEAD_DIM", "HEAD_DIM_V", "M_TILES", "WARPS", "TILE_K", "VEC", "MIN_CTAS"),
+        "SHARED_BYTES",
+        *_BACKWARD_STRUCTS,
+        *_GRADIENT_OPTIONS[:-2],
+    ),
+)
+
+ATTENTION_BACKWARD_DBIAS = KernelSpec(
+    entry="attention_backward_dbias",
+    source="attention/backward_dbias.cu",
+    parameters=(
+        Pointer("scratch", const=True),
+        Pointer("dbias"),
+        Struct("params", DBIAS_PARAMS),
+    ),
+    macros=("DTYPE", "THREADS", "DBIAS_PARAMS_BYTES", "PARAMS_BYTES"),
+)
+
+ATTENTION_BACKWARD_DSINKS = KernelSpec(
+    entry="attention_backward_dsinks",
+    source="attention/backward_dsinks.cu",
+    parameters=(
+        Pointer("sinks", const=True),
+        Pointer("stats", const=True),
+        Pointer("dsinks"),
+        _BACKWARD_STRUCT,
+    ),
+    macros=("DTYPE", "THREADS", *_BACKWARD_STRUCTS),
+)
 
 ATTENTION_BACKWARD_NAIVE_DQ = KernelSpec(
     entry="attention_backward_naive_dq",
     source="attention/backward_naive_dq.cu",
     parameters=(
         *_constants("dout", "q", "k", "v", "out", "lse"),
-        *_optional_constants("dlse"),
-        *_SCORE_ARRAYS,
+        Pointer("dlse", const=True, optional=True),
+        *_OPTIONAL_INPUTS,
         *(Pointer("delta"), Pointer("dq")),
         _BACKWARD_STRUCT,
     ),
@@ -172,7 +269,7 @@ ATTENTION_BACKWARD_NAIVE_DKDV = KernelSpec(
     source="attention/backward_naive_dkdv.cu",
     parameters=(
         *_constants("dout", "q", "k", "v", "lse", "delta"),
-        *_SCORE_ARRAYS,
+        *_OPTIONAL_INPUTS,
         *(Pointer("dk"), Pointer("dv")),
         _BACKWARD_STRUCT,
     ),
@@ -184,7 +281,7 @@ ATTENTION_BACKWARD_NAIVE_DBIAS = KernelSpec(
     source="attention/backward_naive_dbias.cu",
     parameters=(
         *_constants("dout", "q", "k", "v", "lse", "delta"),
-        *_SCORE_ARRAYS,
+        *_OPTIONAL_INPUTS,
         Pointer("dbias"),
         _BACKWARD_STRUCT,
     ),
@@ -195,7 +292,7 @@ ATTENTION_BACKWARD_NAIVE_DSINKS = KernelSpec(
     entry="attention_backward_naive_dsinks",
     source="attention/backward_naive_dsinks.cu",
     parameters=(*_constants("lse", "delta", "sinks"), Pointer("dsinks"), _BACKWARD_STRUCT),
-    macros=("SINKS", "THREADS", *_BACKWARD_BYTES),
+    macros=("SINKS", "THREADS", *_BACKWARD_STRUCTS),
 )
 
 _ROW_MACROS = ("DTYPE", "THREADS", "LANES", "STRIPS", "VEC", "RESIDENT", "PARAMS_BYTES")
@@ -229,6 +326,12 @@ KERNELS = {
         ATTENTION_BACKWARD_NAIVE_DKDV,
         ATTENTION_BACKWARD_NAIVE_DBIAS,
         ATTENTION_BACKWARD_NAIVE_DSINKS,
+        ATTENTION_BACKWARD_DELTA,
+        ATTENTION_BACKWARD_DKDV,
+        ATTENTION_BACKWARD_DQ,
+        ATTENTION_BACKWARD_CONVERT,
+        ATTENTION_BACKWARD_DBIAS,
+        ATTENTION_BACKWARD_DSINKS,
         SOFTMAX_FORWARD,
         SOFTMAX_BACKWARD,
     )

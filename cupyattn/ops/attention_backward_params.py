@@ -51,7 +51,7 @@ def backward_params(
         dsinks = results["dsinks"]
         params["dsinks_stride"] = dsinks.strides[0] // dsinks.dtype.itemsize
     params["zeroed"], params["rows_padded"] = zeroed, rows_padded
-    params["batch"], params["kv_heads"] = problem.batch, problem.kv_heads
+    params["batch"] = problem.batch
     params["accumulate"] = accumulate
     params["scale"] = problem.softmax_scale
     return params[()]

@@ -16,9 +16,8 @@ extern "C" __global__ void probe_backward_params(long long* fields_g, float* sca
   *next++ = params.dbias.key;
   *next++ = params.dsinks_stride;
   *next++ = params.zeroed;
-  *next++ = params.rows_padded;
   *next++ = params.batch;
-  *next++ = params.kv_heads;
+  *next++ = params.rows_padded;
   *next++ = params.accumulate;
   *scale_g = params.scale;
 }

@@ -1,0 +1,309 @@
+// Attention backward on tensor cores, first of two kernels: dK and dV, and with ONE_PASS dQ as well.
+//
+//   P = exp(s - lse),  dS = P * (dout V^T - delta);  dV = P^T dout,  dK = softmax_scale * dS^T Q,  dQ = softmax_scale * dS K
+//
+// FlashAttention-2's backward (Dao, arXiv:2307.08691, algorithm 2) with keys along the m16 side: a warp keeps its keys
+// and values as A fragments in registers and forms S^T = K Q^T and dP^T = V dout^T, so that P^T and dS^T, packed, are
+// the A operands of dV += P^T dout and dK += dS^T Q. Only dS^T goes through shared memory, for dQ, which is the sum over
+// all CTAs of a head and is gathered by float32 atomics (ONE_PASS) or by attention_backward_dq (deterministic).
+//
+// Shapes    BackwardParams (backward_params.cuh); head dims in steps of 8 columns, zero-filled.
+// Tiles     kKeys = WARPS * M_TILES * 16 keys by TILE_Q queries, 8 * SUB_Q queries at a time; a warp owns its keys alone
+//           and shares out the dQ tile by columns (DQ_ROW_WARPS: by rows too).
+// Grid      B * G * ceil(Sk / kKeys) CTAs; each walks the query tiles of all query heads of its group, so that dK and dV
+//           are complete without a second pass.
+// Budget    registers: K and V (M_TILES * (D + Dv) / 4), dK and dV (M_TILES * (D + Dv) / 2). Shared memory: K, dS^T and
+//           one tile of Q and dout each; without ONE_PASS two tiles each, and no K and no dS^T.
+// Barriers  two per query tile, one without ONE_PASS.
+// Edges     queries beyond Sq have L = +inf, hence P = dS = 0; keys beyond the sequence are zeros and masked, and get
+//           zeros as gradients.
+#if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || !defined(TILE_Q) || \
+    !defined(SUB_Q) || !defined(DQ_ROW_WARPS) || !defined(ONE_PASS) || !defined(VEC) || !defined(MIN_CTAS) || \
+    !defined(SHARED_BYTES)
+#error "the shape macros of attention_backward_dkdv come from a launch-configuration table"
+#endif
+#if !defined(BIAS) || !defined(MASK) || !defined(SLOPES) || !defined(SOFTCAP) || !defined(DROPOUT) || \
+    !defined(DBIAS) || !defined(DBIAS_ADD)
+#error "BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, DBIAS and DBIAS_ADD come from a launch-configuration table"
+#endif
+#include "dq_product.cuh"
+#include "query_walk.cuh"
+#include "resident_rows.cuh"
+#include "score_gradient.cuh"
+
+struct Traits {
+  static constexpr int kHeadDim = HEAD_DIM;
+  static constexpr int kHeadDimV = HEAD_DIM_V;
+  static constexpr int kVec = VEC;
+  static constexpr int kMTiles = M_TILES;
+  static constexpr int kTileQ = TILE_Q;
+  static constexpr int kThreads = WARPS * kWarpSize;
+  static constexpr int kWarpKeys = kMTiles * 16;
+  static constexpr int kKeys = WARPS * kWarpKeys;
+  static constexpr int kSteps = div_up(kHeadDim, 8);    // k8 steps of S, n8 tiles of dK
+  static constexpr int kStepsV = div_up(kHeadDimV, 8);  // k8 steps of dP, n8 tiles of dV
+  static constexpr int kGroups = chunk_groups(kSteps > kStepsV ? kSteps : kStepsV);
+  static constexpr int kSubRows = SUB_Q * 8;
+  static constexpr int kBuffers = ONE_PASS ? 1 : 2;  // of Q and dout: the dQ product leaves time to refill one
+
+  using KTile = SwizzledTile<kKeys, kSteps>;
+  using VTile = SwizzledTile<kKeys, kStepsV>;
+  using QTile = SwizzledTile<kTileQ, kSteps>;
+  using DoutTile = SwizzledTile<kTileQ, kStepsV>;
+  using DsTile = SwizzledTile<kKeys, kTileQ / 8>;  // dS^T
+  using QStage = TileStage<QTile, kHeadDim, kVec, kThreads>;
+  using DoutStage = TileStage<DoutTile, kHeadDimV, kVec, kThreads>;
+  using Grid = ScoreGrid<kMTiles, SUB_Q, Along::kM16>;
+  using Options = GradientOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, DBIAS, DBIAS_ADD>;
+  using Walk = QueryWalk<kTileQ>;
+
+  static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
+  static_assert(kTileQ % kSubRows == 0 && kRowPad % kTileQ == 0, "whole tiles in the padded rows");
+  static_assert(kMTiles <= 2 && kTileQ / 8 <= 8 && (kTileQ / 8 & (kTileQ / 8 - 1)) == 0, "powers of two");
+};
+
+union Smem {
+  struct {
+#if ONE_PASS
+    alignas(128) unsigned char k[Traits::KTile::kBytes];
+    alignas(128) unsigned char ds[Traits::DsTile::kBytes];
+#endif
+    alignas(128) unsigned char q[Traits::kBuffers][Traits::QTile::kBytes];
+    alignas(128) unsigned char dout[Traits::kBuffers][Traits::DoutTile::kBytes];
+  } loop;
+  alignas(128) unsigned char k[Traits::KTile::kBytes];  // K or dK, before and after the walk; K stays for dQ
+  alignas(128) unsigned char v[Traits::VTile::kBytes];  // V or dV
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
+
+// What a warp keeps in registers through the walk.
+struct Warp {
+  uint32 k[Traits::kMTiles][Traits::kSteps][2], v[Traits::kMTiles][Traits::kStepsV][2];   // A fragments
+  float dk[Traits::kMTiles][Traits::kSteps][4], dv[Traits::kMTiles][Traits::kStepsV][4];  // dK / scale, dV boosted
+  int first_key;                                                                          // of the sequence
+};
+
+// What every thread of the CTA knows of the walk.
+struct Cta {
+  uint32 q_s, dout_s, ds_s;
+  FragmentAddress<Traits::QTile> q_fragment;
+  FragmentAddress<Traits::DoutTile> dout_fragment;
+  const BackwardParams& params;
+  const KeyWindow& window;
+  const OptionArrays& arrays;
+  int64 q_offset;
+  int batch;
+};
+
+// The statistics of the two queries that a thread holds in each n8 tile.
+struct Statistics {
+  float4 rows[SUB_Q];
+
+  __device__ __forceinline__ explicit Statistics(const float* rows_g) {
+#pragma unroll
+    for (int n = 0; n < SUB_Q; n++) rows[n] = ld_global_v4(rows_g + n * 16 + lane_index() % 4 * 4);
+  }
+  __device__ __forceinline__ float l(int n, int, int e) const { return e % 2 ? rows[n].y : rows[n].x; }
+  __device__ __forceinline__ float delta(int n, int, int e) const { return e % 2 ? rows[n].w : rows[n].z; }
+};
+
+// dS^T of the warp's keys, queries 8 chunk to 8 chunk + 7 of the tile.
+__device__ __forceinline__ void store_ds(uint32 ds_s, int chunk, const uint32 (&ds)[Traits::kMTiles][2]) {
+  const int row = warp_index() * Traits::kWarpKeys + lane_index() / 4;
+  const uint32 at = ds_s + Traits::DsTile::offset(row, chunk) + lane_index() % 4 * 4;
+#pragma unroll
+  for (int i = 0; i < Traits::kMTiles; i++) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      st_shared_u32(at + (16 * i + 8 * half) * Traits::DsTile::kRowBytes, ds[i][half]);
+    }
+  }
+}
+
+// S^T += K Q^T and dP^T += V dout^T over the columns of a group and those behind it, group by group.
+template <int kGroup = 0>
+__device__ __forceinline__ void add_scores(Traits::Grid::Fragment& s, Traits::Grid::Fragment& dp, const Warp& warp,
+                                           const Cta& cta, uint32 q_rows_s, uint32 dout_rows_s) {
+  using T = Traits;
+#pragma unroll
+  for (int n = 0; n < SUB_Q; n++) {
+    add_product_nt<kGroup>(s[n], warp.k, q_rows_s + n * 8 * T::QTile::kRowBytes, cta.q_fragment);
+    add_product_nt<kGroup>(dp[n], warp.v, dout_rows_s + n * 8 * T::DoutTile::kRowBytes, cta.dout_fragment);
+  }
+  if constexpr (kGroup + 1 < T::kGroups) add_scores<kGroup + 1>(s, dp, warp, cta, q_rows_s, dout_rows_s);
+}
+
+// dV += P^T dout and dK += dS^T Q for 8 queries, likewise.
+template <int kGroup = 0>
+__device__ __forceinline__ void add_gradients(Warp& warp, const Cta& cta, const uint32 (&p)[Traits::kMTiles][2],
+                                              const uint32 (&ds)[Traits::kMTiles][2], uint32 q_rows_s,
+                                              uint32 dout_rows_s) {
+  add_product_nn<kGroup>(warp.dv, p, dout_rows_s, cta.dout_fragment);
+  add_product_nn<kGroup>(warp.dk, ds, q_rows_s, cta.q_fragment);
+  if constexpr (kGroup + 1 < Traits::kGroups) add_gradients<kGroup + 1>(warp, cta, p, ds, q_rows_s, dout_rows_s);
+}
+
+// kSubRows queries of the tile, from its row `row` on, against the warp's keys.
+__device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, uint32 q_s, uint32 dout_s, int row,
+                                           const float* statistics_g, int head, int first_row, bool masked) {
+  using T = Traits;
+  const uint32 q_rows_s = q_s + row * T::QTile::kRowBytes, dout_rows_s = dout_s + row * T::DoutTile::kRowBytes;
+  const Statistics statistics(statistics_g + row * 2);
+
+  T::Grid::Fragment s, dp;
+  clear(s);
+  clear(dp);
+  add_scores(s, dp, warp, cta, q_rows_s, dout_rows_s);
+
+  T::Grid::Packed p, ds;
+  const ScorePlace place = {cta.batch, head, first_row + row, warp.first_key};
+  const ScoreTile<T::Options> tile(cta.params, cta.window, cta.arrays, place, cta.q_offset);
+  score_gradients<T::Grid>(p, ds, s, dp, statistics, tile, masked);
+
+#pragma unroll
+  for (int n = 0; n < SUB_Q; n++) {
+    if (ONE_PASS) store_ds(cta.ds_s, row / 8 + n, ds[n]);
+  }
+#pragma unroll
+  for (int n = 0; n < SUB_Q; n++) {
+    add_gradients(warp, cta, p[n], ds[n], q_rows_s + n * 8 * T::QTile::kRowBytes,
+                  dout_rows_s + n * 8 * T::DoutTile::kRowBytes);
+  }
+}
+
+// dV and dK, one after the other through shared memory: fragments hold 4 bytes of a row each.
+__device__ __forceinline__ void store_gradients(const Warp& warp, Smem& smem, const BackwardParams& params,
+                                                const KeyPlace& place, float16* dk_g, float16* dv_g) {
+  using T = Traits;
+  const int rows = params.attention.sk - place.first_key, warp_row = warp_index() * T::kWarpKeys;
+  const float keep_scale = DROPOUT ? params.attention.scores.keep_scale : 1.f;
+  round_to_tile<T::VTile>(shared_address(smem.v), warp_row, warp.dv, kUnboost * keep_scale);
+  __syncthreads();  // v: dV is complete
+  store_rows<T::VTile, T::kHeadDimV, T::kVec, T::kThreads>(
+      head_rows(dv_g, params.dv, place.batch, place.kv_head, place.first_key), params.dv.seq, smem.v, rows,
+      params.accumulate);
+  __syncthreads();  // v: read; dK takes its place
+  round_to_tile<T::KTile>(shared_address(smem.k), warp_row, warp.dk, params.scale);
+  __syncthreads();  // k: dK is complete
+  store_rows<T::KTile, T::kHeadDim, T::kVec, T::kThreads>(
+      head_rows(dk_g, params.dk, place.batch, place.kv_head, place.first_key), params.dk.seq, smem.k, rows,
+      params.accumulate);
+}
+
+extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
+    attention_backward_dkdv(const float16* q_g, const float16* k_g, const float16* v_g, const float16* dout_g,
+                            const float* statistics_g, float* dq_acc_g, float16* dk_g, float16* dv_g, void* dbias_g,
+                            const void* q_offsets_g, const void* seqused_k_g, const void* bias_g, const void* mask_g,
+                            const void* slopes_g, const BackwardParams params) {
+  using T = Traits;
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+  const AttentionParams& attention = params.attention;
+
+  // Phase 1: the keys, and the queries that see them.
+  const KeyPlace place(attention, T::kKeys);
+  const KeyWindow window = sequence_window(attention, q_offsets_g, seqused_k_g, place.batch);
+  const T::Walk walk(window, place.first_key, T::kKeys, attention.sq);
+  const OptionArrays arrays = {bias_g, mask_g, slopes_g, dbias_g};
+
+  // Phase 2: V and K, through shared memory into registers.
+  Warp warp;
+  warp.first_key = place.first_key + warp_index() * T::kWarpKeys;
+  clear(warp.dk);
+  clear(warp.dv);
+  if (walk.tiles() > 0) {
+    const int rows = window.keys - place.first_key, warp_row = warp_index() * T::kWarpKeys;
+    load_rows<T::VTile, T::kHeadDimV, T::kVec, T::kThreads>(
+        shared_address(smem.v), head_rows(v_g, attention.v, place.batch, place.kv_head, place.first_key),
+        attention.v.seq, rows);
+    __syncthreads();  // v: written
+    load_a_fragments<T::VTile>(warp.v, shared_address(smem.v), warp_row);
+    __syncthreads();  // v: read; K takes its place
+    load_rows<T::KTile, T::kHeadDim, T::kVec, T::kThreads>(
+        shared_address(smem.k), head_rows(k_g, attention.k, place.batch, place.kv_head, place.first_key),
+        attention.k.seq, rows);
+    __syncthreads();  // k: written
+    load_a_fragments<T::KTile>(warp.k, shared_address(smem.k), warp_row);
+    if (!ONE_PASS) __syncthreads();  // k: read; Q and dout take its place
+  }
+
+  // Phase 3: the walk over the query tiles, head after head of the group. The next tile is fetched to registers, and
+  // stored where the present one was (ONE_PASS) or in the other half of the buffers.
+  const int first_head = place.kv_head * attention.group;
+  const T::QStage q_stage(attention.q.seq);
+  const T::DoutStage dout_stage(params.dout.seq);
+  const int64 q_tile_bytes = attention.q.seq * T::kTileQ * sizeof(float16);
+  const int64 dout_tile_bytes = params.dout.seq * T::kTileQ * sizeof(float16);
+  const int64 q_turn_bytes = attention.q.head * sizeof(float16) - (walk.tiles() - 1) * q_tile_bytes;
+  const int64 dout_turn_bytes = params.dout.head * sizeof(float16) - (walk.tiles() - 1) * dout_tile_bytes;
+  const char* next_q_g = T::QStage::lowest(head_rows(q_g, attention.q, place.batch, first_head, 0), attention.q.seq) +
+                         walk.begin * q_tile_bytes;
+  const char* next_dout_g =
+      T::DoutStage::lowest(head_rows(dout_g, params.dout, place.batch, first_head, 0), params.dout.seq) +
+      walk.begin * dout_tile_bytes;
+  const Cta cta = {shared_address(smem.loop.q),
+                   shared_address(smem.loop.dout),
+#if ONE_PASS
+                   shared_address(smem.loop.ds),
+#else
+                   0,
+#endif
+                   {},
+                   {},
+                   params,
+                   window,
+                   arrays,
+                   query_offset(attention, q_offsets_g, place.batch),
+                   place.batch};
+  int left = walk.tiles() * attention.group, tile = walk.begin, head = first_head;
+  uint4 q_quads[T::QStage::kQuads], dout_quads[T::DoutStage::kQuads];
+  uint32 q_s = cta.q_s, dout_s = cta.dout_s;
+  if (left > 0) {
+    q_stage.load<true>(q_quads, next_q_g, attention.q.seq, attention.sq - tile * T::kTileQ);
+    q_stage.store(q_s, q_quads);
+    dout_stage.load<true>(dout_quads, next_dout_g, params.dout.seq, attention.sq - tile * T::kTileQ);
+    dout_stage.store(dout_s, dout_quads);
+  }
+  __syncthreads();  // Q and dout: the first tile has been written
+#pragma unroll 1
+  for (; left > 0; left--) {
+    const bool more = left > 1, turn = tile + 1 == walk.end;
+    const int next_tile = turn ? walk.begin : tile + 1;
+    const int next_rows = attention.sq - next_tile * T::kTileQ;
+    next_q_g += turn ? q_turn_bytes : q_tile_bytes;
+    next_dout_g += turn ? dout_turn_bytes : dout_tile_bytes;
+    const uint32 next_q_s = T::kBuffers == 1 ? q_s : 2 * cta.q_s + T::QTile::kBytes - q_s;
+    const uint32 next_dout_s = T::kBuffers == 1 ? dout_s : 2 * cta.dout_s + T::DoutTile::kBytes - dout_s;
+    const float* tile_statistics_g = statistics_g + statistics_offset(params, place.batch, head, tile * T::kTileQ);
+
+    if (more) q_stage.load<true>(q_quads, next_q_g, attention.q.seq, next_rows);
+#pragma unroll
+    for (int row = 0; row < T::kTileQ; row += T::kSubRows) {
+      query_rows(warp, cta, q_s, dout_s, row, tile_statistics_g, head, tile * T::kTileQ, walk.masked(tile));
+      const bool middle = row / T::kSubRows == (T::kTileQ / T::kSubRows - 1) / 2;
+      if (!ONE_PASS && middle && more) {
+        q_stage.store(next_q_s, q_quads);
+        dout_stage.load<true>(dout_quads, next_dout_g, params.dout.seq, next_rows);
+      }
+    }
+#if ONE_PASS
+    __syncthreads();  // Q, dout: read; ds: written
+    if (more) {
+      q_stage.store(next_q_s, q_quads);
+      dout_stage.load<true>(dout_quads, next_dout_g, params.dout.seq, next_rows);
+    }
+    float* tile_dq_g = dq_acc_g + accumulator_offset<T::kSteps>(params, place.batch, head, tile * T::kTileQ);
+    DqShare<T::DsTile, T::KTile, T::kTileQ, WARPS, DQ_ROW_WARPS>().add(tile_dq_g, cta.ds_s,
+                                                                       shared_address(smem.loop.k));
+#endif
+    if (more) dout_stage.store(next_dout_s, dout_quads);
+    __syncthreads();  // Q, dout: the next tile has been written; ds: read
+    tile = next_tile;
+    head += turn;
+    q_s = next_q_s;
+    dout_s = next_dout_s;
+  }
+
+  // Phase 4: the gradients.
+  store_gradients(warp, smem, params, place, dk_g, dv_g);
+}
