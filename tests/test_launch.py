@@ -506,6 +506,82 @@ def test_a_backward_with_grads_and_workspace_allocates_nothing(recorder):
     assert started_backward(recorder)["dq"][0]["params"]["accumulate"] == 1
 
 
+def half_backward_call(**options: Any) -> tuple[list[Any], dict[str, Any]]:
+    """A call that flash takes: (B, Sq, Sk, H, G, D, Dv) = (2, 70, 90, 4, 2, 8, 16)."""
+    shapes = (2, 70, 4, 16), (2, 70, 4, 8), (2, 90, 2, 8), (2, 90, 2, 16), (2, 70, 4, 16)
+    return [*map(device_array, shapes), device_array((2, 4, 70), np.float32)], options
+
+
+ROWS = 2 * 4 * 128  # 70 query rows are padded to 128
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    ("deterministic", "bias_shape", "kernels", "scratch"),
+    [
+        (False, None, ["delta", "dkdv", "convert"], [2 * ROWS, 8 * ROWS]),
+        (True, None, ["delta", "dkdv", "dq"], [2 * ROWS]),
+        (False, (4, 1, 90), ["delta", "dkdv", "convert", "dbias"], [2 * ROWS, 8 * ROWS, 360]),
+        (True, (4, 1, 90), ["delta", "dkdv", "dq", "dbias"], [2 * ROWS, 2 * 4 * 70 * 90]),
+        (False, (2, 4, 70, 90), ["delta", "dkdv", "convert"], [2 * ROWS, 8 * ROWS]),
+    ],
+    ids=str,
+)
+def test_what_the_flash_backward_launches(
+    recorder, monkeypatch, deterministic, bias_shape, kernels, scratch, accumulate
+):
+    """The kernels by the options, and the scratch that they share, as documented."""
+    filled: list[Any] = []
+    module = sys.modules["cupyattn.ops.attention_backward"]
+    monkeypatch.setattr(module, "_fill_with_zeros", lambda _, names: filled.extend(names))
+    bias = None if bias_shape is None else device_array(bias_shape)
+    arrays, options = half_backward_call(bias=bias, sinks=device_array((4,)), causal=True)
+    grads = AttentionGrads(*map(device_array, [a.shape for a in arrays[1:4]]), None, None)
+    names = {"dbias": bias, "dsinks": options["sinks"]}
+    targets = {n: None if a is None else device_array(a.shape) for n, a in names.items()}
+    grads = grads._replace(**targets)
+    attention_backward(
+        *arrays, **options, deterministic=deterministic, grads=grads, accumulate=accumulate
+    )
+    entries = [s.spec.entry.removeprefix("attention_backward_") for s, _, _ in recorder.started]
+    assert entries == [*kernels, "dsinks"]
+    (workspace,) = recorder.allocated
+    *others, last = scratch
+    assert workspace.nbytes == sum(-(-4 * n // 256) * 256 for n in others) + 4 * last
+
+    named = {}
+    for specialisation, _, arguments in recorder.started:
+        parameters = [parameter.name for parameter in specialisation.spec.parameters]
+        named[specialisation.spec.entry] = dict(zip(parameters, arguments, strict=True))
+    delta, dkdv = (named[f"attention_backward_{name}"] for name in ("delta", "dkdv"))
+    zeroed = sum(scratch[1:])
+    assert (0 if isinstance(delta["zeroed"], np.uintp) else delta["zeroed"].size) == zeroed
+    assert (dkdv["params"]["zeroed"], dkdv["params"]["accumulate"]) == (zeroed, accumulate)
+    assert dkdv["params"]["rows_padded"] == 128
+    broadcasts = bias_shape == (4, 1, 90)
+    if broadcasts:
+        summed = named["attention_backward_dbias"]
+        assert dkdv["dbias"] is summed["scratch"]
+        assert summed["dbias"] is grads.dbias
+        assert summed["params"]["repeats"].tolist() == ([2, 1, 70, 1] if deterministic else [1] * 4)
+    elif bias is not None:
+        assert dkdv["dbias"] is grads.dbias
+    assert filled == (["dbias"] if bias is not None and not broadcasts and not accumulate else [])
+
+
+@pytest.mark.parametrize("crooked", ["dout", "q", "k", "v"])
+def test_the_flash_backward_refuses_rows_that_lie_too_far_apart(recorder, crooked):
+    shape = (1, 2, 1, 8)
+    near = {name: device_array(shape) for name in ("dout", "q", "k", "v", "out")}
+    near["lse"] = device_array((1, 1, 2), np.float32)
+    near[crooked] = device_array(shape, np.float16, (2**40, 2**26, 128, 2))
+    with pytest.raises(ValueError, match=rf"{crooked} has .* one row to the next; .*'naive'"):
+        attention_backward(*near.values())
+    assert recorder.did_nothing
+    near[crooked] = device_array(shape, np.float16, (2**40, -(2**26) + 16, 128, 2))
+    attention_backward(*near.values())
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -541,7 +617,7 @@ def test_a_backward_plan_is_made_once(recorder):
 
 @pytest.mark.parametrize("implementation", ["flash", "tiled"])
 def test_backward_without_a_kernel_names_another(recorder, implementation):
-    q, k = device_array((2, 3, 4, 8)), device_array((2, 5, 2, 8))
+    q, k = device_array((2, 3, 4, 8), np.float32), device_array((2, 5, 2, 8), np.float32)
     lse = device_array((2, 4, 3), np.float32)
     with pytest.raises(NotImplementedError, match=r"attention_backward.*'naive'.*NumPy arrays"):
         attention_backward(q, q, k, k, q, lse, implementation=implementation)

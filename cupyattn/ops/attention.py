@@ -22,7 +22,7 @@ from cupyattn.ops.checks import require_disjoint, require_item_alignment
 # What each kernel reads; a problem with more is the reference's.
 _EVERY_KERNEL = {"q", "k", "v", "q_offset", "seqused_k", *FORWARD_RESULTS}
 _FLASH_ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
-_FLASH_TILE_BYTES = 2**32  # from one end of a tile of K or V to the other: 32-bit offsets
+FLASH_TILE_BYTES = 2**32  # from one end of a tile of K or V to the other: 32-bit offsets
 _MAX_LENGTH = 2**30 - 2**10  # a row of the last tile stays below kFar (mask.cuh)
 
 
@@ -112,11 +112,11 @@ def _require_near_rows(problem: AttentionProblem) -> None:
     tile_k = configs.attention.flash_config(problem.head_dim, problem.head_dim_v).tile_k
     for name in ("k", "v"):
         stride = problem.layouts[name].strides[1]
-        if problem.sk > 1 and abs(stride) * tile_k >= _FLASH_TILE_BYTES:
+        if problem.sk > 1 and abs(stride) * tile_k >= FLASH_TILE_BYTES:
             raise error(
                 ValueError,
                 f"{name} has {stride} bytes from one key to the next",
-                f"implementation='flash' takes less than {_FLASH_TILE_BYTES // tile_k} here",
+                f"implementation='flash' takes less than {FLASH_TILE_BYTES // tile_k} here",
                 f"copy it with ascontiguousarray({name}), or pass implementation='tiled'",
             )
 
