@@ -237,6 +237,7 @@ def test_limits_of_architectures(number):
         (128, 32, 65_537, 0),
         (128, 32, 21_760, 3),
         (128, 32, 21_761, 2),  # 3 times 22,016 are 66,048
+        (64, 200, 0, 4),  # a quarter of the registers is two warps' and a rest: not 10 but 8 warps
         (33, 168, 0, 6),  # 33 threads are two warps, of 5,376 registers each
     ],
 )

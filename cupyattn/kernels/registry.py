@@ -120,17 +120,20 @@ ATTENTION_TILED = KernelSpec(
     ),
 )
 
+_FLASH_PARAMETERS = (
+    *_ATTENTION_PARAMETERS[:-1],
+    *(
+        Pointer(name, const=True, optional=True)
+        for name in ("bias", "mask", "alibi_slopes", "sinks")
+    ),
+    _ATTENTION_PARAMETERS[-1],
+)
+_OPTION_MACROS = ("BIAS", "BIAS_VEC", "MASK", "SLOPES", "SOFTCAP", "SINKS", "DROPOUT")
+
 ATTENTION_FORWARD = KernelSpec(
     entry="attention_forward",
     source="attention/forward.cu",
-    parameters=(
-        *_ATTENTION_PARAMETERS[:-1],
-        *(
-            Pointer(name, const=True, optional=True)
-            for name in ("bias", "mask", "alibi_slopes", "sinks")
-        ),
-        _ATTENTION_PARAMETERS[-1],
-    ),
+    parameters=_FLASH_PARAMETERS,
     macros=(
         "HEAD_DIM",
         "HEAD_DIM_V",
@@ -141,13 +144,26 @@ ATTENTION_FORWARD = KernelSpec(
         "MIN_CTAS",
         "SHARED_BYTES",
         "PARAMS_BYTES",
-        "BIAS",
-        "BIAS_VEC",
-        "MASK",
-        "SLOPES",
-        "SOFTCAP",
-        "SINKS",
-        "DROPOUT",
+        *_OPTION_MACROS,
+    ),
+)
+
+ATTENTION_FORWARD_F32 = KernelSpec(
+    entry="attention_forward_f32",
+    source="attention/forward_f32.cu",
+    parameters=_FLASH_PARAMETERS,
+    macros=(
+        "DTYPE",
+        "HEAD_DIM",
+        "HEAD_DIM_V",
+        "WARPS",
+        "COLUMN_LANES",
+        "PAIRS",
+        "VEC",
+        "MIN_CTAS",
+        "SHARED_BYTES",
+        "PARAMS_BYTES",
+        *_OPTION_MACROS,
     ),
 )
 
@@ -322,6 +338,7 @@ KERNELS = {
         ATTENTION_NAIVE,
         ATTENTION_TILED,
         ATTENTION_FORWARD,
+        ATTENTION_FORWARD_F32,
         ATTENTION_BACKWARD_NAIVE_DQ,
         ATTENTION_BACKWARD_NAIVE_DKDV,
         ATTENTION_BACKWARD_NAIVE_DBIAS,
