@@ -12,7 +12,7 @@
 #error "HEAD_DIM_V, THREADS, ROW_LANES and VEC come from a launch-configuration table"
 #endif
 #include "../common/reduce.cuh"
-#include "backward_params.cuh"
+#include "row_statistics.cuh"
 #include "stage.cuh"
 
 struct Traits {

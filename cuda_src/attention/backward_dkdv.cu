@@ -27,8 +27,9 @@
 #error "BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, DBIAS and DBIAS_ADD come from a launch-configuration table"
 #endif
 #include "dq_product.cuh"
-#include "query_walk.cuh"
+#include "query_feed.cuh"
 #include "resident_rows.cuh"
+#include "row_statistics.cuh"
 #include "score_gradient.cuh"
 
 struct Traits {
@@ -45,6 +46,7 @@ struct Traits {
   static constexpr int kGroups = chunk_groups(kSteps > kStepsV ? kSteps : kStepsV);
   static constexpr int kSubRows = SUB_Q * 8;
   static constexpr int kBuffers = ONE_PASS ? 1 : 2;  // of Q and dout: the dQ product leaves time to refill one
+  static constexpr int kMiddleRow = (kTileQ / kSubRows - 1) / 2 * kSubRows;
 
   using KTile = SwizzledTile<kKeys, kSteps>;
   using VTile = SwizzledTile<kKeys, kStepsV>;
@@ -56,6 +58,8 @@ struct Traits {
   using Grid = ScoreGrid<kMTiles, SUB_Q, Along::kM16>;
   using Options = GradientOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, DBIAS, DBIAS_ADD>;
   using Walk = QueryWalk<kTileQ>;
+  using Feed = QueryFeed<QStage, DoutStage, kBuffers>;
+  using DqWarp = DqShare<DsTile, KTile, kTileQ, WARPS, DQ_ROW_WARPS>;
 
   static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
   static_assert(kTileQ % kSubRows == 0 && kRowPad % kTileQ == 0, "whole tiles in the padded rows");
@@ -71,8 +75,8 @@ union Smem {
     alignas(128) unsigned char q[Traits::kBuffers][Traits::QTile::kBytes];
     alignas(128) unsigned char dout[Traits::kBuffers][Traits::DoutTile::kBytes];
   } loop;
-  alignas(128) unsigned char k[Traits::KTile::kBytes];  // K or dK, before and after the walk; K stays for dQ
-  alignas(128) unsigned char v[Traits::VTile::kBytes];  // V or dV
+  alignas(128) unsigned char k[Traits::KTile::kBytes];  // K before the walk (with ONE_PASS it stays), dK after it
+  alignas(128) unsigned char v[Traits::VTile::kBytes];  // V before the walk, dV after it
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
@@ -85,7 +89,7 @@ struct Warp {
 
 // What every thread of the CTA knows of the walk.
 struct Cta {
-  uint32 q_s, dout_s, ds_s;
+  uint32 ds_s;
   FragmentAddress<Traits::QTile> q_fragment;
   FragmentAddress<Traits::DoutTile> dout_fragment;
   const BackwardParams& params;
@@ -94,31 +98,6 @@ struct Cta {
   int64 q_offset;
   int batch;
 };
-
-// The statistics of the two queries that a thread holds in each n8 tile.
-struct Statistics {
-  float4 rows[SUB_Q];
-
-  __device__ __forceinline__ explicit Statistics(const float* rows_g) {
-#pragma unroll
-    for (int n = 0; n < SUB_Q; n++) rows[n] = ld_global_v4(rows_g + n * 16 + lane_index() % 4 * 4);
-  }
-  __device__ __forceinline__ float l(int n, int, int e) const { return e % 2 ? rows[n].y : rows[n].x; }
-  __device__ __forceinline__ float delta(int n, int, int e) const { return e % 2 ? rows[n].w : rows[n].z; }
-};
-
-// dS^T of the warp's keys, queries 8 chunk to 8 chunk + 7 of the tile.
-__device__ __forceinline__ void store_ds(uint32 ds_s, int chunk, const uint32 (&ds)[Traits::kMTiles][2]) {
-  const int row = warp_index() * Traits::kWarpKeys + lane_index() / 4;
-  const uint32 at = ds_s + Traits::DsTile::offset(row, chunk) + lane_index() % 4 * 4;
-#pragma unroll
-  for (int i = 0; i < Traits::kMTiles; i++) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      st_shared_u32(at + (16 * i + 8 * half) * Traits::DsTile::kRowBytes, ds[i][half]);
-    }
-  }
-}
 
 // S^T += K Q^T and dP^T += V dout^T over the columns of a group and those behind it, group by group.
 template <int kGroup = 0>
@@ -144,11 +123,12 @@ __device__ __forceinline__ void add_gradients(Warp& warp, const Cta& cta, const 
 }
 
 // kSubRows queries of the tile, from its row `row` on, against the warp's keys.
-__device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, uint32 q_s, uint32 dout_s, int row,
-                                           const float* statistics_g, int head, int first_row, bool masked) {
+__device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Traits::Feed& feed, int row,
+                                           const float* statistics_g) {
   using T = Traits;
-  const uint32 q_rows_s = q_s + row * T::QTile::kRowBytes, dout_rows_s = dout_s + row * T::DoutTile::kRowBytes;
-  const Statistics statistics(statistics_g + row * 2);
+  const uint32 q_rows_s = feed.q_s + row * T::QTile::kRowBytes;
+  const uint32 dout_rows_s = feed.dout_s + row * T::DoutTile::kRowBytes;
+  const QueryStatistics<SUB_Q> statistics(statistics_g + row * 2);
 
   T::Grid::Fragment s, dp;
   clear(s);
@@ -156,13 +136,13 @@ __device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, uint32 q_
   add_scores(s, dp, warp, cta, q_rows_s, dout_rows_s);
 
   T::Grid::Packed p, ds;
-  const ScorePlace place = {cta.batch, head, first_row + row, warp.first_key};
+  const ScorePlace place = {cta.batch, feed.head, feed.first_row() + row, warp.first_key};
   const ScoreTile<T::Options> tile(cta.params, cta.window, cta.arrays, place, cta.q_offset);
-  score_gradients<T::Grid>(p, ds, s, dp, statistics, tile, masked);
+  score_gradients<T::Grid>(p, ds, s, dp, statistics, tile, feed.masked());
 
 #pragma unroll
   for (int n = 0; n < SUB_Q; n++) {
-    if (ONE_PASS) store_ds(cta.ds_s, row / 8 + n, ds[n]);
+    if (ONE_PASS) store_ds<T::DsTile>(cta.ds_s, warp_index() * T::kWarpKeys, row / 8 + n, ds[n]);
   }
 #pragma unroll
   for (int n = 0; n < SUB_Q; n++) {
@@ -227,81 +207,38 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
     if (!ONE_PASS) __syncthreads();  // k: read; Q and dout take its place
   }
 
-  // Phase 3: the walk over the query tiles, head after head of the group. The next tile is fetched to registers, and
-  // stored where the present one was (ONE_PASS) or in the other half of the buffers.
-  const int first_head = place.kv_head * attention.group;
-  const T::QStage q_stage(attention.q.seq);
-  const T::DoutStage dout_stage(params.dout.seq);
-  const int64 q_tile_bytes = attention.q.seq * T::kTileQ * sizeof(float16);
-  const int64 dout_tile_bytes = params.dout.seq * T::kTileQ * sizeof(float16);
-  const int64 q_turn_bytes = attention.q.head * sizeof(float16) - (walk.tiles() - 1) * q_tile_bytes;
-  const int64 dout_turn_bytes = params.dout.head * sizeof(float16) - (walk.tiles() - 1) * dout_tile_bytes;
-  const char* next_q_g = T::QStage::lowest(head_rows(q_g, attention.q, place.batch, first_head, 0), attention.q.seq) +
-                         walk.begin * q_tile_bytes;
-  const char* next_dout_g =
-      T::DoutStage::lowest(head_rows(dout_g, params.dout, place.batch, first_head, 0), params.dout.seq) +
-      walk.begin * dout_tile_bytes;
-  const Cta cta = {shared_address(smem.loop.q),
-                   shared_address(smem.loop.dout),
+  // Phase 3: the walk over the query tiles.
 #if ONE_PASS
-                   shared_address(smem.loop.ds),
+  const uint32 k_s = shared_address(smem.loop.k), ds_s = shared_address(smem.loop.ds);
 #else
-                   0,
+  const uint32 ds_s = 0;
 #endif
-                   {},
-                   {},
-                   params,
-                   window,
-                   arrays,
-                   query_offset(attention, q_offsets_g, place.batch),
-                   place.batch};
-  int left = walk.tiles() * attention.group, tile = walk.begin, head = first_head;
-  uint4 q_quads[T::QStage::kQuads], dout_quads[T::DoutStage::kQuads];
-  uint32 q_s = cta.q_s, dout_s = cta.dout_s;
-  if (left > 0) {
-    q_stage.load<true>(q_quads, next_q_g, attention.q.seq, attention.sq - tile * T::kTileQ);
-    q_stage.store(q_s, q_quads);
-    dout_stage.load<true>(dout_quads, next_dout_g, params.dout.seq, attention.sq - tile * T::kTileQ);
-    dout_stage.store(dout_s, dout_quads);
-  }
+  const int64 q_offset = query_offset(attention, q_offsets_g, place.batch);
+  const Cta cta = {ds_s, {}, {}, params, window, arrays, q_offset, place.batch};
+  T::Feed feed(params, walk, place, q_g, dout_g, shared_address(smem.loop.q), shared_address(smem.loop.dout));
+  feed.begin();
   __syncthreads();  // Q and dout: the first tile has been written
 #pragma unroll 1
-  for (; left > 0; left--) {
-    const bool more = left > 1, turn = tile + 1 == walk.end;
-    const int next_tile = turn ? walk.begin : tile + 1;
-    const int next_rows = attention.sq - next_tile * T::kTileQ;
-    next_q_g += turn ? q_turn_bytes : q_tile_bytes;
-    next_dout_g += turn ? dout_turn_bytes : dout_tile_bytes;
-    const uint32 next_q_s = T::kBuffers == 1 ? q_s : 2 * cta.q_s + T::QTile::kBytes - q_s;
-    const uint32 next_dout_s = T::kBuffers == 1 ? dout_s : 2 * cta.dout_s + T::DoutTile::kBytes - dout_s;
-    const float* tile_statistics_g = statistics_g + statistics_offset(params, place.batch, head, tile * T::kTileQ);
-
-    if (more) q_stage.load<true>(q_quads, next_q_g, attention.q.seq, next_rows);
+  for (; feed.left > 0; feed.advance()) {
+    const float* tile_statistics_g = statistics_g + statistics_offset(params, place.batch, feed.head, feed.first_row());
+    feed.fetch_q();
 #pragma unroll
     for (int row = 0; row < T::kTileQ; row += T::kSubRows) {
-      query_rows(warp, cta, q_s, dout_s, row, tile_statistics_g, head, tile * T::kTileQ, walk.masked(tile));
-      const bool middle = row / T::kSubRows == (T::kTileQ / T::kSubRows - 1) / 2;
-      if (!ONE_PASS && middle && more) {
-        q_stage.store(next_q_s, q_quads);
-        dout_stage.load<true>(dout_quads, next_dout_g, params.dout.seq, next_rows);
+      query_rows(warp, cta, feed, row, tile_statistics_g);
+      if (!ONE_PASS && row == T::kMiddleRow) {
+        feed.store_q();
+        feed.fetch_dout();
       }
     }
 #if ONE_PASS
     __syncthreads();  // Q, dout: read; ds: written
-    if (more) {
-      q_stage.store(next_q_s, q_quads);
-      dout_stage.load<true>(dout_quads, next_dout_g, params.dout.seq, next_rows);
-    }
-    float* tile_dq_g = dq_acc_g + accumulator_offset<T::kSteps>(params, place.batch, head, tile * T::kTileQ);
-    DqShare<T::DsTile, T::KTile, T::kTileQ, WARPS, DQ_ROW_WARPS>().add(tile_dq_g, cta.ds_s,
-                                                                       shared_address(smem.loop.k));
+    feed.store_q();
+    feed.fetch_dout();
+    float* tile_dq_g = dq_acc_g + accumulator_offset<T::kSteps>(params, place.batch, feed.head, feed.first_row());
+    T::DqWarp().add(tile_dq_g, ds_s, k_s);
 #endif
-    if (more) dout_stage.store(next_dout_s, dout_quads);
+    feed.store_dout();
     __syncthreads();  // Q, dout: the next tile has been written; ds: read
-    tile = next_tile;
-    head += turn;
-    q_s = next_q_s;
-    dout_s = next_dout_s;
   }
 
   // Phase 4: the gradients.

@@ -84,28 +84,6 @@ struct Cta {
   Place place;
 };
 
-// The statistics of the rows that a thread holds. Rows beyond the padding stand for rows without a key.
-struct Statistics {
-  float row_l[Traits::kMTiles][2], row_delta[Traits::kMTiles][2];
-
-  __device__ __forceinline__ Statistics(const float* statistics_g, const BackwardParams& params, const Place& place,
-                                        int first_row) {
-#pragma unroll
-    for (int i = 0; i < Traits::kMTiles; i++) {
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int row = first_row + Traits::Grid::along_m(i, 2 * half);
-        const float* row_g = statistics_g + statistics_offset(params, place.batch, place.head, row);
-        const bool exists = row < params.attention.sq;
-        row_l[i][half] = exists ? row_g[0] : kInfinity;
-        row_delta[i][half] = exists ? row_g[2] : 0.f;
-      }
-    }
-  }
-  __device__ __forceinline__ float l(int, int i, int e) const { return row_l[i][e / 2]; }
-  __device__ __forceinline__ float delta(int, int i, int e) const { return row_delta[i][e / 2]; }
-};
-
 // S += Q K^T and dP += dout V^T over the columns of a group and those behind it, group by group.
 template <int kGroup = 0>
 __device__ __forceinline__ void add_scores(Traits::Grid::Fragment& s, Traits::Grid::Fragment& dp, const Warp& warp,
@@ -128,7 +106,7 @@ __device__ __forceinline__ void add_dq(Warp& warp, const Cta& cta, const uint32 
 
 // One key tile: compute it from one half of the K and V buffers while the next one, at next_k_g and next_v_g, is
 // fetched to registers and from there to the other half.
-__device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Statistics& statistics, int first_key,
+__device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const RowStatistics<Traits::kMTiles>& statistics, int first_key,
                                          bool masked, int parity, bool more, const char* next_k_g, const char* next_v_g,
                                          int next_valid) {
   using T = Traits;
@@ -187,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
       params.dout.seq, rows);
   __syncthreads();  // dout: written
   load_a_fragments<T::DoutTile>(warp.dout, shared_address(smem.dout), warp_row);
-  const Statistics statistics(statistics_g, params, place, warp.first_row);
+  const RowStatistics<T::kMTiles> statistics(statistics_g, params, place.batch, place.head, warp.first_row);
   __syncthreads();  // dout: read; K and V take its place
 
   // Phase 3: the walk over the keys.

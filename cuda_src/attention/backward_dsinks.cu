@@ -11,7 +11,7 @@
 #error "DTYPE and THREADS come from a launch-configuration table"
 #endif
 #include "../common/reduce.cuh"
-#include "backward_params.cuh"
+#include "row_statistics.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_backward_dsinks(const DTYPE* sinks_g, const float* statistics_g, DTYPE* dsinks_g,

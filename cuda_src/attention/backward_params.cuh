@@ -24,23 +24,6 @@ static_assert(sizeof(BackwardParams) == BACKWARD_PARAMS_BYTES, "cupyattn/kernels
 
 constexpr int kRowPad = 64;  // a multiple of every tile of query rows
 
-// Row statistics. P is formed times 2^(kBoostLog2 - 112): 2^-112 gives its float32 exponent field the value that float16
-// has there, so that packing needs no conversion, and the boost uses float16's range (P is at most 1: the row's sum is
-// known, there is no stale maximum). L = lse * log2(e) - kShiftedLog2 and D = delta * kUnshifted make
-//   2^(s_log2 - L) = P * 2^kShiftedLog2   and   2^(s_log2 - L) * (dP * kUnshifted - D) = P * (dP - delta).
-// Rows without a key, and padding rows, have L = +inf and D = 0: P and dS are 0 without a branch.
-constexpr float kBoostLog2 = 14.f;
-constexpr float kUnboost = 1.f / 16384.f;  // 2^-kBoostLog2
-constexpr float kShiftedLog2 = kBoostLog2 - 112.f;
-constexpr float kShifted = 3.1554436208840472e-30f;    // 2^kShiftedLog2
-constexpr float kUnshifted = 3.1691265005705735e+29f;  // 2^-kShiftedLog2
-
-// The first of the two floats that row `row` of a head shares with its neighbour is its L; its delta lies two further.
-__device__ __forceinline__ int64 statistics_offset(const BackwardParams& params, int batch, int head, int row) {
-  const int64 flat = (static_cast<int64>(batch) * params.attention.heads + head) * params.rows_padded + row;
-  return flat / 2 * 4 + flat % 2;
-}
-
 // dq_acc's tile of 16 rows that begins at `row`.
 template <int kChunks>
 __device__ __forceinline__ int64 accumulator_offset(const BackwardParams& params, int batch, int head, int row) {

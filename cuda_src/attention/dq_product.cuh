@@ -7,6 +7,17 @@
 
 #include "tile_products.cuh"
 
+// A warp's dS^T of kMTiles * 16 keys, from row `first_row` of the tile on, and 8 queries.
+template <typename DsTile, int kMTiles>
+__device__ __forceinline__ void store_ds(uint32 ds_s, int first_row, int chunk, const uint32 (&ds)[kMTiles][2]) {
+  const uint32 at = ds_s + DsTile::offset(first_row + lane_index() / 4, chunk) + lane_index() % 4 * 4;
+#pragma unroll
+  for (int i = 0; i < kMTiles; i++) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) st_shared_u32(at + (16 * i + 8 * half) * DsTile::kRowBytes, ds[i][half]);
+  }
+}
+
 template <typename DsTile, typename KTile, int kTileQ, int kWarps, int kRowWarps>
 struct DqShare {
   static constexpr int kColumnWarps = kWarps / kRowWarps;

@@ -9,9 +9,9 @@
 #pragma once
 
 #include "../common/vec.cuh"
-#include "backward_params.cuh"
 #include "kept_scores.cuh"
 #include "resident_rows.cuh"
+#include "row_statistics.cuh"
 #include "score_options.cuh"
 
 template <typename Bias_, bool kMask_, typename Slopes_, bool kSoftcap_, bool kDropout_, typename Dbias_,

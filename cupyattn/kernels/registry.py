@@ -220,6 +220,18 @@ ATTENTION_BACKWARD_DKDV = KernelSpec(
     ),
 )
 
+ATTENTION_BACKWARD_DKDV_PAIRED = KernelSpec(
+    entry="attention_backward_dkdv_paired",
+    source="attention/backward_dkdv_paired.cu",
+    parameters=_DKDV_PARAMETERS,
+    macros=(
+        *("HEAD_DIM", "HEAD_DIM_V", "WARPS", "TILE_Q", "ONE_PASS", "VEC", "MIN_CTAS"),
+        "SHARED_BYTES",
+        *_BACKWARD_STRUCTS,
+        *_GRADIENT_OPTIONS,
+    ),
+)
+
 ATTENTION_BACKWARD_CONVERT = KernelSpec(
     entry="attention_backward_convert",
     source="attention/backward_convert.cu",
@@ -345,6 +357,7 @@ KERNELS = {
         ATTENTION_BACKWARD_NAIVE_DSINKS,
         ATTENTION_BACKWARD_DELTA,
         ATTENTION_BACKWARD_DKDV,
+        ATTENTION_BACKWARD_DKDV_PAIRED,
         ATTENTION_BACKWARD_DQ,
         ATTENTION_BACKWARD_CONVERT,
         ATTENTION_BACKWARD_DBIAS,

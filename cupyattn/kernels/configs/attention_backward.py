@@ -14,6 +14,7 @@ from cupyattn.kernels.registry import (
     ATTENTION_BACKWARD_DBIAS,
     ATTENTION_BACKWARD_DELTA,
     ATTENTION_BACKWARD_DKDV,
+    ATTENTION_BACKWARD_DKDV_PAIRED,
     ATTENTION_BACKWARD_DQ,
     ATTENTION_BACKWARD_DSINKS,
     ATTENTION_PARAMS,
@@ -30,6 +31,7 @@ _STRUCTS = {
     "BACKWARD_PARAMS_BYTES": BACKWARD_PARAMS.itemsize,
 }
 _SMEM_UNIT = 128  # bytes: alignment of each buffer in Smem
+_FLOAT = 4  # bytes
 _THREADS = 256  # of the kernels that stream through memory
 
 
@@ -70,20 +72,49 @@ class DkdvConfig:
         return self.warps * self.m_tiles * 16
 
 
+@dataclass(frozen=True)
+class PairedConfig:
+    """One CTA per warps / 2 * 16 keys, each 16 of them of two warps; tile_q queries a tile."""
+
+    warps: int
+    tile_q: int
+    ctas_per_sm: int
+    reason: str
+
+    @property
+    def tile_keys(self) -> int:
+        """Keys per CTA."""
+        return self.warps // 2 * 16
+
+
 # The first row whose head dim is not below max(D, Dv).
-ONE_PASS = {
+ONE_PASS: dict[int, DkdvConfig | PairedConfig] = {
     40: DkdvConfig(2, 4, 32, 2, 1, 2, ""),
     64: DkdvConfig(2, 4, 32, 1, 1, 2, ""),
     80: DkdvConfig(1, 8, 64, 2, 4, 1, ""),
     96: DkdvConfig(1, 8, 64, 1, 2, 1, ""),
     128: DkdvConfig(1, 8, 32, 1, 1, 1, ""),
+    160: PairedConfig(8, 32, 1, ""),
+    192: PairedConfig(8, 32, 1, ""),
+    256: PairedConfig(8, 16, 1, ""),
+}
+DETERMINISTIC: dict[int, DkdvConfig | PairedConfig] = {
+    40: DkdvConfig(2, 4, 32, 2, 1, 2, ""),
+    64: DkdvConfig(2, 4, 32, 1, 1, 2, ""),
+    80: DkdvConfig(1, 8, 64, 2, 4, 1, ""),
+    96: DkdvConfig(1, 8, 64, 1, 2, 1, ""),
+    128: DkdvConfig(1, 8, 32, 1, 1, 1, ""),
+    160: PairedConfig(8, 32, 1, ""),
+    192: PairedConfig(8, 16, 1, ""),
+    256: PairedConfig(8, 16, 1, ""),
 }
 
 
-def dkdv_config(head_dim: int, head_dim_v: int, one_pass: bool) -> DkdvConfig:
+def dkdv_config(head_dim: int, head_dim_v: int, one_pass: bool) -> DkdvConfig | PairedConfig:
     """Return the table row for these head dims."""
     largest = max(head_dim, head_dim_v)
-    return next(config for limit, config in ONE_PASS.items() if largest <= limit)
+    table = ONE_PASS if one_pass else DETERMINISTIC
+    return next(config for limit, config in table.items() if largest <= limit)
 
 
 def tile_keys(head_dim: int, head_dim_v: int, one_pass: bool) -> int:
@@ -102,22 +133,27 @@ def dkdv(
     """Specialise the dK/dV kernel, which gathers dQ as well with `one_pass`."""
     config = dkdv_config(head_dim, head_dim_v, one_pass)
     shared_bytes = _dkdv_shared_bytes(config, head_dim, head_dim_v, one_pass)
-    return ATTENTION_BACKWARD_DKDV.specialise(
-        threads=config.warps * WARP_SIZE,
-        shared_bytes=shared_bytes,
-        HEAD_DIM=head_dim,
-        HEAD_DIM_V=head_dim_v,
-        M_TILES=config.m_tiles,
-        WARPS=config.warps,
-        TILE_Q=config.tile_q,
-        SUB_Q=config.sub_q,
-        DQ_ROW_WARPS=config.dq_row_warps,
-        ONE_PASS=int(one_pass),
-        VEC=vec,
-        MIN_CTAS=config.ctas_per_sm,
-        SHARED_BYTES=shared_bytes,
+    common = {
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_V": head_dim_v,
+        "WARPS": config.warps,
+        "TILE_Q": config.tile_q,
+        "ONE_PASS": int(one_pass),
+        "VEC": vec,
+        "MIN_CTAS": config.ctas_per_sm,
+        "SHARED_BYTES": shared_bytes,
         **_STRUCTS,
         **_option_macros(options),
+    }
+    size = {"threads": config.warps * WARP_SIZE, "shared_bytes": shared_bytes}
+    if isinstance(config, PairedConfig):
+        return ATTENTION_BACKWARD_DKDV_PAIRED.specialise(**size, **common)
+    return ATTENTION_BACKWARD_DKDV.specialise(
+        **size,
+        **common,
+        M_TILES=config.m_tiles,
+        SUB_Q=config.sub_q,
+        DQ_ROW_WARPS=config.dq_row_warps,
     )
 
 
@@ -133,14 +169,20 @@ def _option_macros(options: BackwardOptions) -> dict[str, str]:
     }
 
 
-def _dkdv_shared_bytes(config: DkdvConfig, head_dim: int, head_dim_v: int, one_pass: bool) -> int:
-    """Sum the walk's buffers, or K, or V (Smem in backward_dkdv.cu, which asserts it)."""
+def _dkdv_shared_bytes(
+    config: DkdvConfig | PairedConfig, head_dim: int, head_dim_v: int, one_pass: bool
+) -> int:
+    """Sum the walk's buffers, or K, or V (Smem in both sources, which assert it)."""
     row, row_v = _round_up(head_dim, 8) * 2, _round_up(head_dim_v, 8) * 2  # bytes
     keys = config.tile_keys
     buffers = 1 if one_pass else 2
     parts = [buffers * config.tile_q * row, buffers * config.tile_q * row_v]
     if one_pass:
-        parts += [keys * row, keys * config.tile_q * 2]
+        parts += [keys * row]
+    if one_pass or isinstance(config, PairedConfig):
+        parts += [keys * config.tile_q * 2]  # dS
+    if isinstance(config, PairedConfig):
+        parts += [keys * 16 * _FLOAT]  # S, 16 queries of it
     walk = sum(_round_up(part, _SMEM_UNIT) for part in parts)
     return _round_up(max(walk, keys * row, keys * row_v), _SMEM_UNIT)
 
@@ -168,6 +210,9 @@ DQ = {
     80: DqConfig(2, 4, 32, 2, ""),
     96: DqConfig(2, 4, 16, 2, ""),
     128: DqConfig(1, 8, 32, 1, ""),
+    160: DqConfig(1, 8, 16, 1, ""),
+    192: DqConfig(1, 8, 16, 1, ""),
+    256: DqConfig(1, 8, 16, 1, ""),
 }
 
 
