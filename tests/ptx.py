@@ -38,11 +38,13 @@ def line_of(name: str, marker: str) -> int:
 _REGISTER = {1: "b16", 2: "b16", 4: "b32", 8: "b64"}
 
 
-def kernel_text(body: str, parameters: str = ".param .u64 p0", name: str = "k") -> str:
+def kernel_text(
+    body: str, parameters: str = ".param .u64 p0", name: str = "k", target: int = 75
+) -> str:
     """Return a module with one kernel that has plenty of registers declared."""
     return f"""
 .version 8.0
-.target sm_75
+.target sm_{target}
 .address_size 64
 .visible .entry {name}({parameters})
 {{
@@ -56,7 +58,7 @@ def kernel_text(body: str, parameters: str = ".param .u64 p0", name: str = "k") 
 
 @cache
 def _operation_module(
-    operation: str, result: str, kinds: tuple[str, ...], uniform: bool
+    operation: str, result: str, kinds: tuple[str, ...], uniform: bool, target: int
 ) -> emulator.Module:
     sizes = {"pred": 4, "16": 2, "32": 4, "64": 8}
 
@@ -86,32 +88,38 @@ def _operation_module(
             ]
         operands.append(register)
     size = size_of(result)
-    target = {"pred": "%p0", "f32": "%f0", "f64": "%fd0"}.get(
+    destination = {"pred": "%p0", "f32": "%f0", "f64": "%fd0"}.get(
         result, f"%{ {2: 'h', 4: 'r', 8: 'rd'}[size] }0"
     )
-    text = operation.replace("$d", target)
+    text = operation.replace("$d", destination)
     for i, register in enumerate(operands):
         text = text.replace(f"${i}", register)
     body.append(text + ";")
     if result == "pred":
         body.append("selp.u32 %r0, 1, 0, %p0;")
-        target = "%r0"
+        destination = "%r0"
     body += [
         f"ld.param.u64 %rd60, [p{len(kinds)}]; mul.wide.u32 %rd61, %r63, {size};",
-        f"add.s64 %rd62, %rd60, %rd61; st.global.b{8 * size} [%rd62], {target};",
+        f"add.s64 %rd62, %rd60, %rd61; st.global.b{8 * size} [%rd62], {destination};",
     ]
     parameters = ", ".join(f".param .u64 p{i}" for i in range(len(kinds) + 1))
-    return emulator.load(kernel_text("\n".join(body), parameters))
+    return emulator.load(kernel_text("\n".join(body), parameters, target=target))
 
 
 def apply(
-    operation: str, result: str, dtype: Any, *operands: tuple[str, Any], uniform: bool = False
+    operation: str,
+    result: str,
+    dtype: Any,
+    *operands: tuple[str, Any],
+    uniform: bool = False,
+    target: int = 75,
 ) -> np.ndarray:
     """Run one instruction on arrays, an element per thread.
 
     `operation` is PTX with ``$d`` for the target and ``$0``, ``$1``, ... for the operands;
     `operands` are (kind, values), kind a register type such as ``b32``, ``f32`` or ``pred``. With
-    `uniform` all threads work on the first values: registers are then scalars, not arrays.
+    `uniform` all threads work on the first values: registers are then scalars, not arrays. The PTX
+    is for sm_`target`.
     """
     arrays = [np.ascontiguousarray(values).ravel() for _, values in operands]
     count = max(a.size for a in arrays)
@@ -125,6 +133,6 @@ def apply(
     blocks = -(-count // threads)
     padded = [np.concatenate([a, np.zeros(blocks * threads - count, a.dtype)]) for a in arrays]
     out = np.zeros(blocks * threads, np.uint32 if result == "pred" else dtype)
-    module = _operation_module(operation, result, kinds, uniform)
+    module = _operation_module(operation, result, kinds, uniform, target)
     emulator.launch(module, "k", blocks, threads, [*padded, out], checks=emulator.Checks.fast())
     return out[:count]

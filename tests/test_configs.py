@@ -10,7 +10,7 @@ from strategies import dtype_of
 
 from cupyattn.kernels import configs
 from cupyattn.kernels.arch import ARCHS, TURING, WARP_SIZE, arch_of
-from cupyattn.kernels.configs import attention, softmax
+from cupyattn.kernels.configs import attention, attention_backward_naive, softmax
 from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES, vector_items
 from cupyattn.kernels.registry import (
     ATTENTION_PARAMS,
@@ -130,12 +130,33 @@ def test_the_catalogue_has_every_row_in_every_dtype():
             for limit, config in attention.TILED.items()
             for vec in vectors
         }
-        rows = Counter((m["THREADS"], m["LANES"], m["VEC"]) for m in of_dtype if "LANES" in m)
+        resident = [m for m in of_dtype if "RESIDENT" in m]
+        rows = Counter((m["THREADS"], m["LANES"], m["VEC"]) for m in resident)
         assert rows == {
             (config.threads, config.lanes, vec): 2  # forward and backward
             for config in softmax.ROWS.values()
             for vec in vectors
         }
+
+
+@pytest.mark.parametrize(
+    ("terms", "lanes"), [(0, 1), (1, 1), (16, 1), (17, WARP_SIZE), (2**40, WARP_SIZE)]
+)
+def test_rows_of_dbias_start_and_end_where_the_table_says(terms, lanes):
+    assert attention_backward_naive.dbias_config(terms).lanes == lanes
+
+
+def test_the_catalogue_has_every_naive_backward_kernel():
+    macros = [(s.spec.entry, dict(s.macros)) for s in configs.catalogue() if "_naive_d" in s.label]
+    for step in ("dq", "dkdv", "dbias"):
+        of_step = [m for entry, m in macros if entry == f"attention_backward_naive_{step}"]
+        assert {m["DTYPE"] for m in of_step} == set(STORAGE)
+        for name in ("MASK", "SOFTCAP", "DROPOUT"):
+            assert {m[name] for m in of_step} == (
+                {"true"} if step == "dbias" else {"true", "false"}
+            )
+    assert {m["SINKS"] for entry, m in macros if "SINKS" in m} == set(STORAGE)
+    assert {m["LANES"] for _, m in macros if "LANES" in m} == {1, WARP_SIZE}
 
 
 def test_the_catalogue_has_every_flash_row_and_option():
@@ -216,6 +237,7 @@ def test_limits_of_architectures(number):
         (128, 32, 65_537, 0),
         (128, 32, 21_760, 3),
         (128, 32, 21_761, 2),  # 3 times 22,016 are 66,048
+        (64, 200, 0, 4),  # a quarter of the registers is two warps' and a rest: not 10 but 8 warps
         (33, 168, 0, 6),  # 33 threads are two warps, of 5,376 registers each
     ],
 )

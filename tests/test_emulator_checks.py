@@ -25,6 +25,7 @@ from cupyattn.emulator import (
 pytestmark = pytest.mark.nvrtc
 
 FILE = "faults.cu"
+BITS = 0xFFFFFFFF
 
 
 def run(kernel: str, *args: Any, block: int = 64, grid: int = 1, **options: Any) -> None:
@@ -132,6 +133,7 @@ def test_unwritten_shared_memory() -> None:
     run("unwritten", zeros(), np.int32(60), checks=Checks.fast())
 
 
+@pytest.mark.parametrize("clocks", ["warps", "lanes"])
 @pytest.mark.parametrize(
     ("kernel", "marker", "block"),
     [
@@ -143,10 +145,19 @@ def test_unwritten_shared_memory() -> None:
         ("race_before_ldmatrix", "LDMATRIX", 32),
         ("race_with_atomic", "ATOMIC", 64),
         ("named_barriers", "NAMED", 128),
+        ("race_after_read_of_equal", "WAR_EQUAL", 64),
+        ("race_past_half_a_warp", "HALF_RAW", 64),
+        ("rows_of_half_warps", "HALF_LDMATRIX", 32),
     ],
 )
-def test_races(kernel: str, marker: str, block: int) -> None:
-    dtype = "u4" if kernel in ("race_before_ldmatrix", "race_with_atomic") else "f4"
+def test_races(
+    kernel: str, marker: str, block: int, clocks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = compile_module(FILE).program(kernel)
+    if clocks == "lanes":  # slower, and right for every kernel
+        monkeypatch.setattr(program, "partial_warp_barriers", True)
+    integers = ("race_before_ldmatrix", "race_with_atomic", "rows_of_half_warps")
+    dtype = "u4" if kernel in integers else "f4"
     run(kernel, zeros(128, dtype), np.int32(1), block=block, grid=3)
     error = fault(SharedMemoryRaceError, marker, kernel, zeros(128, dtype), np.int32(0),
                   block=block, grid=3)  # fmt: skip
@@ -156,7 +167,8 @@ def test_races(kernel: str, marker: str, block: int) -> None:
 
 def test_race_messages_name_the_other_side() -> None:
     error = fault(SharedMemoryRaceError, "RAW", "race_between_warps", zeros(), np.int32(0))
-    assert re.search(r"reads byte 128 .*written by lane 0 of warp 1 .*no barrier", str(error))
+    pattern = r"reads byte 128 \(in `s`, 256 bytes at 0\), written by lane 0 of warp 1 .*no barrier"
+    assert re.search(pattern, str(error))
     error = fault(SharedMemoryRaceError, "WARP_RAW", "race_in_warp", zeros(), np.int32(0), block=32)
     assert "no bar.warp.sync (__syncwarp) lies between" in str(error)
 
@@ -182,6 +194,25 @@ def test_race_with_many_readers(writer: int) -> None:
     run("race_of_three_readers", zeros(96), np.int32(-1), block=96)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "marker", "right", "wrong"),
+    [
+        ("race_of_half_a_warp", "HALF_WAR", (0, 5, 15), (16, 31)),
+        ("chain_of_half_warps", "CHAIN", (0, 8, 23), (24,)),
+    ],
+)
+def test_a_warp_barrier_orders_the_lanes_that_it_names(
+    kernel: str, marker: str, right: tuple[int, ...], wrong: tuple[int, ...]
+) -> None:
+    for lane in right:
+        run(kernel, zeros(), np.int32(lane), block=32)
+    for lane in wrong:
+        error = fault(
+            SharedMemoryRaceError, marker, kernel, zeros(), np.int32(lane), block=32, grid=2
+        )
+        assert error.thread == (lane, 0, 0) and "(__syncwarp) of both lies between" in str(error)
+
+
 def test_producer_consumer() -> None:
     y = zeros(32)
     run("producer_consumer", y, np.int32(3), np.int32(1))
@@ -205,7 +236,7 @@ class TestBarriers:
     def test_missed(self) -> None:
         run("missed_barrier", zeros(), np.int32(64))
         error = fault(BarrierError, "MISSED", "missed_barrier", zeros(), np.int32(40))
-        assert error.thread == (40, 0, 0) and "returned before" in str(error)
+        assert error.thread == (40, 0, 0) and "ended (returned) without reaching it" in str(error)
         y = zeros()
         run("missed_barrier", y, np.int32(40), checks=Checks.none())
         assert y[:40].all()
@@ -221,6 +252,17 @@ class TestBarriers:
             error = fault(BarrierError, "DEADLOCK", "barrier_deadlock", zeros(), np.int32(32),
                           checks=checks)  # fmt: skip
             assert "deadlock" in str(error)
+
+    def test_operands(self) -> None:
+        run("barrier_operands", zeros(), np.int32(15), np.int32(64))
+        for operands, message in (
+            ((16, 64), "barrier 16; a block has the barriers 0 to 15"),
+            ((3, 48), "a barrier of 48 threads; allowed: a positive multiple of 32"),
+            ((3, 0), "a barrier of 0 threads"),
+        ):
+            error = fault(BarrierError, "OPERANDS", "barrier_operands", zeros(),
+                          *map(np.int32, operands), checks=Checks.none())  # fmt: skip
+            assert message in str(error)
 
     def test_warp_barrier(self) -> None:
         y = zeros(16)
@@ -260,6 +302,36 @@ class TestWarpInstructions:
         run("vote_absent", y, np.uint32(0xFF), block=32)
         assert (y[:8] == 0xAA).all()
         fault(WarpSyncError, "VOTE", "vote_absent", y, np.uint32(0x1FF), block=32)
+
+    def test_mask_names_the_caller(self) -> None:
+        y = zeros(32, "u4")
+        run("mask_without_caller", y, np.uint32(0xFFFF), block=32)
+        error = fault(
+            WarpSyncError, "OWN_BIT", "mask_without_caller", y, np.uint32(0xFFDF), block=32
+        )
+        assert error.thread == (5, 0, 0) and "lane 5 with the mask 0x0000ffdf" in str(error)
+        run("barrier_without_caller", y, np.uint32(BITS), block=32)
+        error = fault(
+            WarpSyncError, "OWN_BARRIER_BIT", "barrier_without_caller", y, np.uint32(0xFFFFFFFE),
+            block=32,
+        )  # fmt: skip
+        assert error.thread == (0, 0, 0) and "does not name that lane itself" in str(error)
+
+    def test_shuffle_from_a_lane_that_the_mask_does_not_name(self) -> None:
+        y = zeros(64, "u4")
+        run("shuffle_outside_mask", y, np.int32(8))
+        np.testing.assert_array_equal(y, np.arange(64) ^ 8)
+        error = fault(WarpSyncError, "OUTSIDE_MASK", "shuffle_outside_mask", y, np.int32(16))
+        assert error.thread == (0, 0, 0)
+        assert "lane 0 reads the value of lane 16, which its mask 0x0000ffff" in str(error)
+
+    def test_masks_are_equal(self) -> None:
+        y = zeros(32, "u4")
+        run("unequal_masks", y, np.uint32(BITS), block=32)
+        assert (y == 0xAAAAAAAA).all()
+        error = fault(WarpSyncError, "UNEQUAL", "unequal_masks", y, np.uint32(0xFF), block=32)
+        assert error.thread == (0, 0, 0)
+        assert "lane 3 passes the mask 0x000000ff" in str(error)
 
     def test_mma(self) -> None:
         run("divergent_mma", zeros(), np.int32(32))

@@ -205,8 +205,9 @@ def test_min_max() -> None:
     assert np.signbit(got[1]) and np.signbit(got[2])
     h = np.array([1, 5, -3, 2], "f2"), np.array([2, 4, -2, 2], "f2")
     got = apply(
-        "max.f16x2 $d, $0, $1", "b32", "u4", ("b32", h[0].view("u4")), ("b32", h[1].view("u4"))
-    )
+        "max.f16x2 $d, $0, $1", "b32", "u4", ("b32", h[0].view("u4")), ("b32", h[1].view("u4")),
+        target=80,
+    )  # fmt: skip
     np.testing.assert_array_equal(got.view("f2"), np.array([2, 5, -2, 2], "f2"))
 
 
@@ -329,8 +330,8 @@ def test_float_to_half(mode: str) -> None:
 
 def test_bfloat() -> None:
     values = floats()
-    bits = apply("cvt.rn.bf16.f32 $d, $0", "b16", "u2", ("f32", values))
-    back = apply("cvt.f32.bf16 $d, $0", "f32", "f4", ("b16", bits))
+    bits = apply("cvt.rn.bf16.f32 $d, $0", "b16", "u2", ("f32", values), target=80)
+    back = apply("cvt.f32.bf16 $d, $0", "f32", "f4", ("b16", bits), target=80)
     keep = np.isfinite(values)
     want = [
         round_exact(Fraction(float(x)), "rn", 8, -133, float(2.0**128 * (1 - 2.0**-8)), np.float32)
@@ -425,7 +426,8 @@ def test_float_conversions() -> None:
     np.testing.assert_array_equal(
         got, np.where(np.isnan(a), 0, np.clip(np.where(np.abs(a) < TINY, 0, a), 0, 1))
     )
-    got = apply("cvt.rn.f16x2.f32 $d, $0, $1", "b32", "u4", ("f32", a), ("f32", a[::-1]))
+    pair = ("f32", a), ("f32", a[::-1])
+    got = apply("cvt.rn.f16x2.f32 $d, $0, $1", "b32", "u4", *pair, target=80)
     with np.errstate(over="ignore"):
         want = np.stack([a[::-1], a], 1).astype("f2")
     np.testing.assert_array_equal(got.view("f2").reshape(-1, 2), want)

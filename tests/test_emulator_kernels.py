@@ -73,9 +73,15 @@ def start_with(tmp_path: Path):
     return start
 
 
-def attention_recorded(implementation: str) -> Launch:
-    """Causal, several key tiles with a ragged end, two query heads on one key-value head."""
-    q, k, v = normal(1, 100, 2, 24), normal(1, 100, 1, 24), normal(1, 100, 1, 24)
+def attention_recorded(kernel: str) -> Launch:
+    """Causal, several key tiles with a ragged end, two query heads on one key-value head.
+
+    Scores rise from tile to tile, so that maxima do.
+    """
+    implementation, dtype = ("flash", "float32") if kernel == "flash f32" else (kernel, "float16")
+    shapes = (1, 100, 2, 24), (1, 100, 1, 24), (1, 100, 1, 24)
+    q, k, v = (normal(*shape, dtype=dtype) for shape in shapes)
+    k[:, 64:] *= 16
     options = AttentionOptions(causal=True, implementation=implementation)
     return attention_launch(TURING, q, k, v, options)
 
@@ -101,9 +107,9 @@ def softmax_launch(length: int) -> Launch:
 # --- the harness itself: copies without a bug
 
 
-@pytest.mark.parametrize("implementation", ["tiled", "flash"])
-def test_a_clean_copy_of_the_attention_kernel_is_right(implementation, start_with):
-    recorded = attention_recorded(implementation)
+@pytest.mark.parametrize("kernel", ["tiled", "flash", "flash f32"])
+def test_a_clean_copy_of_the_attention_kernel_is_right(kernel, start_with):
+    recorded = attention_recorded(kernel)
     inputs = [array.copy() for array in recorded.arguments[:3]]
     start_with(recorded)
     assert 0 < error_ratio(recorded) <= 1
@@ -121,6 +127,7 @@ def test_a_clean_copy_of_the_softmax_kernel_is_right(start_with):
 # --- planted bugs that a check finds
 
 TILED_CU, FORWARD_CU = "attention/tiled.cu", "attention/forward.cu"
+F32_CU, F32_STAGE_CUH = "attention/forward_f32.cu", "attention/float_stage.cuh"
 TILE_CUH, STAGE_CUH, REDUCE_CUH = "common/tile.cuh", "attention/stage.cuh", "common/reduce.cuh"
 
 
@@ -217,6 +224,79 @@ FAULTS = {
         ),
         ConstWriteError,
     ),
+    # flash in float32: no barrier ...
+    "flash f32: after the first slice": (
+        without_barrier(F32_CU, "stage: the first"),
+        SharedMemoryRaceError,
+    ),
+    "flash f32: after each stage": (
+        without_barrier(F32_CU, "stage: this one"),
+        SharedMemoryRaceError,
+    ),
+    "flash f32: inside the warp, before P V": (
+        without_barrier(F32_CU, "p: written", "__syncwarp();"),
+        SharedMemoryRaceError,
+    ),
+    "flash f32: the stage that is computed is filled": (
+        Bug(
+            F32_CU,
+            "      staging.store_slice(thread.other_stage_s(cta.smem));\n    }\n    turn",
+            "      staging.store_slice(thread.stage_s);\n    }\n    turn",
+        ),
+        SharedMemoryRaceError,
+    ),
+    "flash f32: all warps write P of the first": (
+        Bug(F32_CU, "smem.p[warp_index()][0]", "smem.p[0][0]"),
+        SharedMemoryRaceError,
+    ),
+    "flash f32: one query too many is loaded": (
+        Bug(F32_STAGE_CUH, "kPassRows < rows;", "kPassRows <= rows;"),
+        OutOfBoundsError,
+    ),
+    "flash f32: one key too many is loaded": (
+        Bug(F32_STAGE_CUH, "slice_key(slice_row()) < keys;", "slice_key(slice_row()) <= keys;"),
+        OutOfBoundsError,
+    ),
+    "flash f32: one value too many is loaded": (
+        Bug(F32_STAGE_CUH, "panel_row()) < keys;", "panel_row()) <= keys;"),
+        OutOfBoundsError,
+    ),
+    "flash f32: a column too many is loaded": (
+        Bug(F32_STAGE_CUH, "if (columns <= 0) return quad;", ""),
+        OutOfBoundsError,
+    ),
+    "flash f32: one row too many is stored": (
+        Bug(F32_CU, "if (query >= cta.params.sq) continue;", "if (query > cta.params.sq) continue;"),
+        OutOfBoundsError,
+    ),
+    "flash f32: the query head in place of the key-value head": (
+        Bug(
+            F32_CU,
+            "head_rows(v_g, params.v, place.batch, place.kv_head,",
+            "head_rows(v_g, params.v, place.batch, place.head,",
+        ),
+        OutOfBoundsError,
+    ),
+    "flash f32: vectors begin one item late": (
+        Bug(F32_STAGE_CUH, "+ slice_col()),\n        k_g", "+ slice_col() + 1),\n        k_g"),
+        MisalignedAccessError,
+    ),
+    "flash f32: the result overwrites q": (
+        Bug(
+            F32_CU,
+            "place.head), out_g, lse_g);",
+            "place.head), const_cast<Traits::Scalar*>(q_g), lse_g);",
+        ),
+        ConstWriteError,
+    ),
+    "flash f32: one row of K too few is staged": (
+        Bug(
+            F32_STAGE_CUH,
+            "for (int pass = 0; pass < kKPasses; pass++) store",
+            "for (int pass = 1; pass < kKPasses; pass++) store",
+        ),
+        UninitializedReadError,
+    ),
 }  # fmt: skip
 
 
@@ -237,6 +317,7 @@ def test_a_bug_in_an_attention_kernel_is_found(name, start_with):
         ("tiled", TILED_CU, "key_value: K has", "warp_index() != 2"),
         ("tiled", TILED_CU, "key_value: K has", "lane_index() < 16"),
         ("flash", FORWARD_CU, "K and V: this half", "active"),  # warps that see no key pass by
+        ("flash f32", F32_CU, "stage: this one", "warp_index() != 2"),
     ],
 )
 def test_a_barrier_passed_by_is_found_twice(implementation, file, comment, condition, start_with):
@@ -284,6 +365,35 @@ MISTAKES = {
         FORWARD_CU,
         "cta.k_stage.store(cta.k_s + (left & 1) *",
         "cta.k_stage.store(cta.k_s + (left + 1 & 1) *",
+    ),
+    "flash f32: K of the neighbouring columns": Bug(
+        F32_CU,
+        "(thread.stage_s + thread.k_at) ^ chunk",
+        "(thread.stage_s + thread.k_at) ^ (chunk ^ 1)",
+    ),
+    "flash f32: P of the neighbouring row": Bug(
+        F32_CU,
+        "p[i] = ld_shared_v4(p_s + i * Traits",
+        "p[i] = ld_shared_v4(p_s + (i ^ 1) * Traits",
+    ),
+    "flash f32: V of the neighbouring keys": Bug(
+        F32_STAGE_CUH,
+        "return Scores::key_at(8 * panel + row / 2, pair, row % 2);",
+        "return Scores::key_at(8 * panel + row / 2, pair, (row + 1) % 2);",
+    ),
+    "flash f32: K in another order than P": Bug(
+        F32_STAGE_CUH, "kColumnLanes, item / 2, item % 2);", "kColumnLanes, item % 4, item / 4);"
+    ),
+    "flash f32: what was accumulated keeps its scale": Bug(
+        "attention/register_softmax.cuh", "acc[i][c] *= shrink;", "acc[i][c] *= 1.f;"
+    ),
+    "flash f32: the maximum of half of the row's lanes": Bug(
+        "attention/register_tile.cuh",
+        "distance < 2 * kColumnLanes; distance",
+        "distance < kColumnLanes; distance",
+    ),
+    "flash f32: a row sees one key too many": Bug(
+        "attention/register_tile.cuh", "8 * n + e >= end", "8 * n + e > end"
     ),
     "flash: a row sees one key too many": Bug(
         "attention/score_fragment.cuh", "8 * n + e >= end", "8 * n + e > end"

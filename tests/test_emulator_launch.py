@@ -1,5 +1,8 @@
 """Bad input: the emulator refuses before anything has run, and says what is wrong."""
 
+import contextlib
+import random
+import re
 from typing import Any
 
 import numpy as np
@@ -55,6 +58,12 @@ def test_arguments(args: list[Any], message: str) -> None:
         (1, (1, 1, 65), "block is"),
         ((1, 1, 1, 1), 32, "1 to 3 integers"),
         ("x", 32, "1 to 3 integers"),
+        (None, 32, "grid is None; allowed: 1 to 3 integers"),
+        (1.0, 32, r"grid is 1\.0; allowed"),
+        (True, 32, "grid is True; allowed"),
+        (1, (32.0, 1), r"block is \(32\.0, 1\); allowed"),
+        (1, {32}, r"block is \{32\}; allowed"),
+        (1, (), "block is"),
     ],
 )
 def test_sizes(grid: Any, block: Any, message: str) -> None:
@@ -62,6 +71,58 @@ def test_sizes(grid: Any, block: Any, message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         emulator.run(PTX, "k", grid, block, args)
     assert not args[0].any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"entry": b"k"},
+            r"entry is b'k' \(bytes\); allowed: the name of a kernel as str.*\['k'\]",
+        ),
+        ({"entry": None}, "entry is None"),
+        ({"args": np.zeros(3)}, r"args is array.* \(ndarray\); allowed: a list or tuple"),
+        ({"args": None}, r"args is None \(NoneType\); allowed: a list or tuple"),
+        ({"args": {"x": 1}}, r"args is .*\(dict\)"),
+        ({"shared_bytes": 64.0}, r"shared_bytes is 64\.0 \(float\); allowed: a number of bytes"),
+        ({"shared_bytes": None}, "shared_bytes is None"),
+        ({"shared_bytes": True}, "shared_bytes is True"),
+        ({"checks": True}, r"checks is True \(bool\); allowed: Checks\(\)"),
+        ({"report": {}}, r"report is \{\} \(dict\); allowed: a Report\(\)"),
+        ({"module": PTX}, r"module is .* \(str\); allowed: what emulator.load"),
+    ],
+)
+def test_wrong_types(changes: dict[str, Any], message: str) -> None:
+    call = {"module": emulator.load(PTX), "entry": "k", "grid": 1, "block": 1, "args": arguments()}
+    call.update(changes)
+    with pytest.raises(LaunchError, match=message):
+        emulator.launch(**call)
+    if "args" not in changes:
+        assert not call["args"][0].any()
+
+
+@pytest.mark.parametrize("ptx", [PTX.encode(), bytearray(PTX.encode()), None, 7, ["a"]])
+def test_ptx_of_another_type(ptx: Any) -> None:
+    with pytest.raises(PTXSyntaxError, match=rf"ptx is a {type(ptx).__name__}; allowed: PTX as"):
+        emulator.run(ptx, "k", 1, 1, arguments())
+
+
+def test_wrong_types_of_what_is_passed_along() -> None:
+    with pytest.raises(LaunchError, match="sources is a list; allowed: a mapping"):
+        emulator.load(PTX, ["a.cu"])  # type: ignore[arg-type]
+    with pytest.raises(LaunchError, match=r"Argument.array is a list; allowed: a NumPy array"):
+        emulator.Argument([1.0])  # type: ignore[arg-type]
+    with pytest.raises(LaunchError, match=r"Checks.races is 'no'; allowed: True or False"):
+        emulator.Checks(races="no")  # type: ignore[arg-type]
+    with pytest.raises(LaunchError, match="max_steps is 0; allowed: a positive int"):
+        emulator.Checks(max_steps=0)
+    for dtype, values in (("u9", {}), ("u8", {}), ([("x", "u8")], [1])):
+        with pytest.raises(LaunchError, match="Struct"):
+            emulator.Struct(dtype, values)  # type: ignore[arg-type]
+    text = kernel_text("", ".param .align 8 .b8 s[8]")
+    for value in ("many", [1, 2], {}):
+        with pytest.raises(LaunchError, match="field 'n' of a Struct is int64, got"):
+            emulator.run(text, "k", 1, 1, [emulator.Struct([("n", "i8")], {"n": value})])
 
 
 def test_entries() -> None:
@@ -89,7 +150,7 @@ def test_any_size_of_shared_memory(shared_bytes: int) -> None:
 
 
 def test_ptx_is_text() -> None:
-    with pytest.raises(PTXSyntaxError, match=r"got a bytes; .*decode"):
+    with pytest.raises(PTXSyntaxError, match=r"ptx is a bytes; .*decode"):
         emulator.load(PTX.encode())  # type: ignore[arg-type]
 
 
@@ -110,8 +171,30 @@ def test_shared_memory_limits() -> None:
 def test_no_ptx() -> None:
     with pytest.raises(PTXSyntaxError, match="this is not PTX"):
         emulator.load("\x7fELF")
-    with pytest.raises(PTXSyntaxError, match="cut short"):
-        emulator.load(PTX.rstrip()[:-1])
+    for end in range(PTX.index(".visible") + 1, len(PTX.rstrip())):
+        with pytest.raises(PTXSyntaxError, match="cut short"):
+            emulator.load(PTX[:end])
+    assert emulator.load(PTX[: PTX.index(".visible")]).entries == {}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_damaged_ptx_is_refused_or_read(seed: int) -> None:
+    # nothing but the emulator's own errors, whatever token is lost, replaced or strange
+    rng = random.Random(seed)
+    shared = ".global .align 4 .b8 t[4] = {1, 0f3F800000, 2};\n.visible .entry k("
+    text = kernel_text(
+        ".shared .b32 s[4]; { .reg .f32 a; mov.f32 a, 0f3F800000; @!%p1 add.ftz.f32 %f1, a, %f2; }"
+        "vote.sync.ballot.b32 %r3, %p1, -1; LOOP: @%p2 bra LOOP; bar.sync 1, 64;" + BODY,
+        ".param .u64 x, .param .align 8 .b8 q[16]",
+    ).replace(".visible .entry k(", shared)
+    tokens = [m.span() for m in re.finditer(r"[\w.%$]+|\S", text)]
+    for _ in range(200):
+        (start, end), (a, b) = rng.sample(tokens, 2)
+        new = rng.choice(["", text[a:b], "foo9", "-1"])
+        with contextlib.suppress(emulator.EmulatorError):
+            module = emulator.load(text[:start] + new + text[end:])
+            for entry in module.entries:
+                module.program(entry)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +203,16 @@ def test_no_ptx() -> None:
         ("wmma.load.a.sync %r1;", r"not supported \[wmma.load.a.sync %r1;\]"),
         ("cp.async.ca.shared.global [%r1], [%rd1], 16;", "not supported"),
         ("mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {%f0}, {%r0}, {%r1}, {%f0};", "m16n8k8"),
+        ("mbarrier.init.shared.b64 [%r1], 32;", "not supported"),
+        ("redux.sync.add.s32 %r1, %r2, -1;", "not supported"),
+        ("elect.sync %r1|%p1, -1;", "not supported"),
+        ("wgmma.fence.sync.aligned;", "not supported"),
+        ("tcgen05.fence::before_thread_sync;", "not supported"),
+        ("tex.1d.v4.f32.s32 {%f0, %f1, %f2, %f3}, [t, {%r1}];", "not supported"),
+        ("vadd.s32.s32.s32 %r1, %r2, %r3;", "not supported"),
+        ("add.ftz.f16 %h1, %h2, %h3;", ".ftz of f16"),
+        ("add.rm.f64 %fd1, %fd2, %fd3;", "rounding .rm of f64"),
+        ("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%r1}, {%r2}, {%r3}, {%r1};", "m16n8k8"),
         ("add.cc.u32 %r1, %r2, %r3;", "carry flag"),
         ("fma.rn.bf16 %h1, %h2, %h3, %h4;", "needs sm_80"),
         ("mov.u32 %r1, %clock;", "'%clock' is no register"),
@@ -128,6 +221,13 @@ def test_no_ptx() -> None:
         ("shfl.idx.b32 %r1, %r2, 0, 31;", "without .sync"),
         ("lop3.b32 %r1, %r2;", "cannot read it"),
         ("bra nowhere;", "unknown label nowhere"),
+        ("bar.sync 16;", "barrier 16; a block has the barriers 0 to 15"),
+        ("barrier.cta.sync -1;", "barrier -1; a block has the barriers 0 to 15"),
+        ("bar.sync 1, 33;", "a barrier of 33 threads; allowed: a positive multiple of 32"),
+        ("bar.arrive 1, 0;", "a barrier of 0 threads"),
+        ("bar.arrive 1;", "bar.arrive needs a number of threads"),
+        ("@foo bra LOST; LOST: mov.u32 %r1, 1;", "'foo' is no register"),
+        ("@foo mov.u32 %r1, 1;", "'foo' is no register"),
     ],
 )
 def test_unsupported_instructions(body: str, message: str) -> None:
@@ -141,6 +241,7 @@ def test_unsupported_instructions(body: str, message: str) -> None:
     assert not args[0].any()
     if isinstance(caught.value, UnsupportedPTXError):
         assert "/src/some.cu:17" in str(caught.value)
+        assert str(caught.value).count("k: ") == 1  # the kernel is named once
 
 
 CALLS = """

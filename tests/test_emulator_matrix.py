@@ -62,7 +62,8 @@ def mma_kernel(k: int, accumulator: str, chain: int = 1) -> str:
         f"ld.param.u64 %rd1, [c]; mul.wide.u32 %rd2, %r60, {4 * c}; add.s64 %rd3, %rd1, %rd2;"
     )
     body += [f"st.global.{kind} [%rd3+{4 * i}], %{prefix}{20 + i};" for i in range(c)]
-    return kernel_text("\n".join(body), ".param .u64 a, .param .u64 b, .param .u64 c")
+    parameters = ".param .u64 a, .param .u64 b, .param .u64 c"
+    return kernel_text("\n".join(body), parameters, target=80 if k == 16 else 75)
 
 
 @pytest.mark.parametrize("k", [8, 16])

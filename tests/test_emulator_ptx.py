@@ -8,6 +8,7 @@ from cupyattn import emulator
 from cupyattn.emulator.codegen.control_flow import ControlFlow
 from cupyattn.emulator.ptx.body import split_operands
 from cupyattn.emulator.ptx.calls import expand_calls
+from cupyattn.emulator.ptx.mangling import readable
 from cupyattn.emulator.ptx.model import Function
 from cupyattn.emulator.ptx.parser import parse_module
 from cupyattn.emulator.ptx.variables import parse_variable
@@ -105,6 +106,26 @@ def test_registers_that_are_never_written_are_zero() -> None:
         kernel_text("ld.param.u64 %rd1, [p0]; st.global.u32 [%rd1], %r9;"), "k", 1, 1, [out]
     )
     assert out[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("mangled", "name"),
+    [
+        ("_ZZ17race_between_warpsE1s", "s"),
+        ("_ZZN5outer6kernelIfLi12EEEvPT_iE9row_stats_0", "row_stats"),
+        ("_ZZ1kvE10s10_of_ten", "s10_of_ten"),
+        ("_ZN4math5tableE", "math::table"),
+        ("_ZL5table", "table"),
+        ("_ZN4math4fillILi3EEEvPf", "math::fill"),
+        ("_Z6kernelPf", "kernel"),
+        ("kernel", "kernel"),
+        ("_ZZ", "_ZZ"),
+        ("_Z99short", "_Z99short"),
+        ("__local_depot0", "__local_depot0"),
+    ],
+)
+def test_readable_names(mangled: str, name: str) -> None:
+    assert readable(mangled) == name
 
 
 def order(text: str) -> list[int]:

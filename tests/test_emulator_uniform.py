@@ -104,8 +104,8 @@ def test_scalars_behave_as_arrays(name: str, result: str, kinds: tuple[str, ...]
     if "$" not in name:
         operation = f"{name} $d, " + ", ".join(f"${i}" for i in range(len(kinds)))
     dtype = "u4" if result == "pred" else f"u{int(result[1:]) // 8}"
-    arrays = apply(operation, result, dtype, *operands)
+    arrays = apply(operation, result, dtype, *operands, target=80)
     for i in range(3):
         one = [(kind, v[i : i + 1]) for kind, v in operands]
-        scalar = apply(operation, result, dtype, *one, uniform=True)
+        scalar = apply(operation, result, dtype, *one, uniform=True, target=80)
         assert scalar[0] == arrays[i], (name, [v for _, v in one])

@@ -27,16 +27,17 @@ ROOMS = {
     "emulator": set(),
     "arrays": {"errors"},
     "kernels": {"arrays", "errors", "emulator"},
+    "turing": {"kernels", "errors"},
     "ops": {"kernels", "arrays", "errors"},
     "functional": {"ops", "kernels", "emulator", *BOTTOM},
     "": {"functional"},
-    "cli": {"", "functional", "ops", "kernels", "emulator", *BOTTOM},
+    "cli": {"", "functional", "ops", "turing", "kernels", "emulator", *BOTTOM},
     "benchmark": {"", "cli", "functional", "ops", "kernels", "emulator", *BOTTOM},
     "__main__": {"cli"},
 }
 CUPY = {"cupy", "cupy_backends", "cupyx"}
 MAY_IMPORT_CUPY = {"arrays", "kernels", "functional", "cli", "benchmark"}
-LAZY = {*CUPY, "cuda", "rich", "ml_dtypes"}
+LAZY = {*CUPY, "cuda", "rich", "ml_dtypes", "torch"}
 
 
 def name_of(path: Path) -> str:

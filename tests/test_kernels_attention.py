@@ -10,11 +10,17 @@ from devices import KERNELS, GpuArrays, examples
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-from strategies import AttentionProblem, attention_problems
+from strategies import AttentionProblem, attention_problems, dtype_of
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.kernels.configs.attention import FLASH, TILED_TILE_K, flash_config
+from cupyattn.kernels.configs.attention import (
+    FLASH,
+    FLASH_F32,
+    TILED_TILE_K,
+    flash_config,
+    flash_f32_config,
+)
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -27,6 +33,15 @@ IMPLEMENTATIONS = (*TEACHING, "flash")
 SCORE_OPTIONS = ("mask", "bias", "alibi_slopes", "softcap", "sinks", "dropout_p")
 # Steps of 8 columns with tails of 1, 2 and 3 chunks, odd dims, D != Dv, every row of the table.
 FLASH_HEAD_DIMS = ((5, 8), (24, 40), (64, 64), (88, 80), (128, 128), (192, 72), (256, 256))
+# Slices of 16 columns with tails of 1, 2 and 3 chunks; output columns in quads with 1, 2 or 3 more;
+# odd dims, D != Dv, every row of the table.
+FLASH_F32_HEAD_DIMS = ((5, 8), (24, 40), (64, 64), (72, 96), (128, 128), (160, 33), (76, 256))
+F32_DTYPES = ("float32", "bfloat16")
+# Every dtype by the flash kernel that takes it, and by the teaching kernels.
+KERNELS_OF_DTYPES = [
+    *((name, dtype) for name in TEACHING for dtype in DTYPES),
+    *(("flash", dtype) for dtype in DTYPES),
+]
 
 
 def run(problem: AttentionProblem, implementation: str) -> tuple[np.ndarray, np.ndarray]:
@@ -49,11 +64,12 @@ def error_ratios(
     arrays, options = problem.arrays(), problem.options()
     exact_out, exact_lse = reference.attention(*arrays, **options)
     tile_k = min(TILED_TILE_K, flash_config(problem.D, problem.Dv).tile_k)
+    assert tile_k <= flash_f32_config(problem.D, problem.Dv).tile_k
     out_bound, lse_bound = reference.attention_bound(
         *arrays,
         dtype=problem.dtype,
         tile_k=tile_k,
-        float32_weights=implementation in TEACHING,
+        float32_weights=implementation in TEACHING or problem.dtype in F32_DTYPES,
         **options,
     )
     return {
@@ -80,11 +96,39 @@ def test_flash_options_within_bounds_of_the_reference(problem: AttentionProblem)
     assert max(ratios.values()) <= 1, ratios
 
 
-@pytest.mark.parametrize("head_dim", FLASH)
+@examples(on_emulator=15)
+@given(
+    problem=attention_problems(head_dims=FLASH_F32_HEAD_DIMS, dtypes=F32_DTYPES, options=OPTIONS)
+)
+def test_float32_flash_within_bounds_of_the_reference(problem: AttentionProblem):
+    ratios = error_ratios(problem, *run(problem, "flash"))
+    assert max(ratios.values()) <= 1, ratios
+
+
+@examples(on_emulator=15)
+@given(
+    problem=attention_problems(
+        head_dims=((64, 64), (128, 96), (256, 8)),
+        dtypes=F32_DTYPES,
+        options=(*OPTIONS, *SCORE_OPTIONS),
+    )
+)
+def test_float32_flash_options_within_bounds_of_the_reference(problem: AttentionProblem):
+    ratios = error_ratios(problem, *run(problem, "flash"))
+    assert max(ratios.values()) <= 1, ratios
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [
+        *((head_dim, "float16") for head_dim in FLASH),
+        *((head_dim, dtype) for head_dim in FLASH_F32 for dtype in F32_DTYPES),
+    ],
+)
 @pytest.mark.parametrize("causal", [False, True])
-def test_every_row_of_the_flash_table(head_dim: int, causal: bool):
+def test_every_row_of_the_flash_tables(head_dim: int, dtype: str, causal: bool):
     problem = AttentionProblem(
-        B=1, Sq=500, Sk=700, H=2, G=1, D=head_dim, Dv=head_dim, dtype="float16",
+        B=1, Sq=500, Sk=700, H=2, G=1, D=head_dim, Dv=head_dim, dtype=dtype,
         drawn=(("causal", True),) if causal else (),
     )  # fmt: skip
     ratios = error_ratios(problem, *run(problem, "flash"))
@@ -99,20 +143,20 @@ def test_within_bounds_of_the_reference(implementation: str, problem: AttentionP
     assert max(ratios.values()) <= 1, ratios
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [*((name, "float16") for name in IMPLEMENTATIONS), ("flash", "float32")],
+)
 @pytest.mark.parametrize("head_dim", [1, 2, 3, 16, 31, 32, 63, 65, 100, 127, 129, 192, 255])
-def test_head_dims(implementation: str, head_dim: int):
+def test_head_dims(implementation: str, dtype: str, head_dim: int):
     problem = AttentionProblem(
-        B=1, Sq=33, Sk=41, H=2, G=1, D=head_dim, Dv=257 - head_dim, dtype="float16"
+        B=1, Sq=33, Sk=41, H=2, G=1, D=head_dim, Dv=257 - head_dim, dtype=dtype
     )
     ratios = error_ratios(problem, *run(problem, implementation), implementation)
     assert max(ratios.values()) <= 1, ratios
 
 
-@pytest.mark.parametrize(
-    ("implementation", "dtype"),
-    [*((name, dtype) for name in TEACHING for dtype in DTYPES), ("flash", "float16")],
-)
+@pytest.mark.parametrize(("implementation", "dtype"), KERNELS_OF_DTYPES)
 def test_long_sequences(implementation: str, dtype: str):
     """Thousands of keys (hundreds on the emulator): many tiles, sums of many terms."""
     sq, sk = (129, 5000) if isinstance(KERNELS, GpuArrays) else (9, 700)
@@ -136,7 +180,10 @@ def test_more_heads_than_the_grid_has_rows(implementation: str):
 @examples(on_emulator=15)
 @given(
     problem=attention_problems(
-        head_dims=((64, 64),), dtypes=("float16",), options=("causal",), views=("contiguous",)
+        head_dims=((64, 64),),
+        dtypes=("float16", "float32"),
+        options=("causal",),
+        views=("contiguous",),
     ),
     integer_dtype=st.sampled_from((np.int32, np.int64)),
     stride=st.sampled_from((1, 2, -1)),
@@ -169,7 +216,7 @@ def test_batch_integers_of_any_width_and_stride(
 
 @pytest.mark.parametrize("implementation", ["tiled", "flash"])
 @examples(on_emulator=15)
-@given(problem=attention_problems(head_dims=((64, 64),), dtypes=("float16",), options=OPTIONS))
+@given(problem=attention_problems(head_dims=((64, 64),), dtypes=DTYPES, options=OPTIONS))
 def test_views_equal_copies_bit_for_bit(implementation: str, problem: AttentionProblem):
     """Vector and scalar loads bring the same numbers."""
     out, lse = run(problem, implementation)
@@ -187,7 +234,7 @@ def test_views_equal_copies_bit_for_bit(implementation: str, problem: AttentionP
 
 @pytest.mark.parametrize("implementation", ["tiled", "flash"])
 @examples(on_emulator=15)
-@given(problem=attention_problems(head_dims=((40, 24),), dtypes=("float16",), options=OPTIONS))
+@given(problem=attention_problems(head_dims=((40, 24),), dtypes=DTYPES, options=OPTIONS))
 def test_results_are_written_into_any_strides(implementation: str, problem: AttentionProblem):
     """out= and lse as views: every item written, nothing beside them."""
     arrays = [KERNELS.put(array) for array in problem.arrays()]
@@ -200,7 +247,7 @@ def test_results_are_written_into_any_strides(implementation: str, problem: Atte
 
     sentinel = 77.0
     memory = KERNELS.xp.full(
-        (problem.B, problem.H, problem.Sq, problem.Dv + 5), sentinel, "float16"
+        (problem.B, problem.H, problem.Sq, problem.Dv + 5), sentinel, dtype_of(problem.dtype)
     )
     out = memory.transpose(0, 2, 1, 3)[..., 2:-3]
     lse_memory = KERNELS.xp.full((problem.H, 2, problem.B, problem.Sq + 1), sentinel, "float32")

@@ -45,3 +45,9 @@ struct KeyPlace {
     batch = sequence / kv_heads;
   }
 };
+
+// Round once, after adding what is there.
+template <typename Scalar>
+__device__ __forceinline__ void store_gradient(Scalar* at_g, float x, const BackwardParams& params) {
+  *at_g = from_float<Scalar>(params.accumulate ? to_float(*at_g) + x : x);
+}

@@ -55,6 +55,9 @@ struct Traits {
   using Probabilities = PackedProbabilities<Scores>;
   using Options = ScoreOptions<BIAS, BIAS_VEC, MASK, SLOPES, SOFTCAP>;
 
+  // One set of registers stages K, then V: with one for each, ptxas spilled.
+  static constexpr int kQuads = KStage::kQuads > VStage::kQuads ? KStage::kQuads : VStage::kQuads;
+
   static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
   static_assert(kTileK % 16 == 0, "dropout draws for 16 keys at a time");
   static_assert(kThreads <= 1024, "a CTA has at most 1,024 threads");
@@ -96,7 +99,8 @@ __device__ __forceinline__ void load_queries(uint32 q_s, const float16* q_g, int
   for (int at = threadIdx.x; at < Traits::kTileQ * kChunks; at += Traits::kThreads) {
     const int row = at / kChunks, chunk = at % kChunks;
     uint4 quad = make_uint4(0, 0, 0, 0);
-    if (row < rows) quad = load_chunk<Traits::kHeadDim, Traits::kVec>(q_g + row * row_stride, chunk);
+    const float16* chunk_g = q_g + row * row_stride + chunk * kChunkItems;
+    if (row < rows) quad = load_chunk<Traits::kHeadDim, Traits::kVec>(chunk_g, chunk);
     st_shared_v4(q_s + Traits::QTile::offset(row, chunk), quad);
   }
 }
@@ -252,13 +256,14 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, int first_k
     active = first_key < bottom.end && first_key + Traits::kTileK > top.begin;
   }
 
-  uint4 k_quads[Traits::KStage::kQuads], v_quads[Traits::VStage::kQuads];
+  uint4 quads[Traits::kQuads];
   Traits::Scores scores;
-  if (more) cta.k_stage.template load<kMasked>(k_quads, next_k_g, cta.params.k.seq, next_valid);
+  if (more) cta.k_stage.template load<kMasked>(quads, next_k_g, cta.params.k.seq, next_valid);
   if (active) multiply_q_k(scores, warp, cta, k_s);
   if (more) {
-    cta.k_stage.store(next_k_s, k_quads);
-    cta.v_stage.template load<kMasked>(v_quads, next_v_g, cta.params.v.seq, next_valid);
+    cta.k_stage.store(next_k_s, quads);
+    __syncwarp();  // no buffer: ptxas would else load V first, and the stores of K then wait for V
+    cta.v_stage.template load<kMasked>(quads, next_v_g, cta.params.v.seq, next_valid);
   }
   if (active) {
     Traits::Probabilities packed;
@@ -266,7 +271,7 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, int first_k
     if (DROPOUT) drop(packed, warp, cta, first_key);
     multiply_p_v(warp, packed, cta, v_s);
   }
-  if (more) cta.v_stage.store(next_v_s, v_quads);
+  if (more) cta.v_stage.store(next_v_s, quads);
   __syncthreads();  // K and V: this half has been read, the other one written
 }
 
@@ -359,16 +364,16 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   __syncthreads();  // q: read; K and V take its place
 
   // Phase 3: the walk over the keys, masked tiles first.
-  const Cta cta = {shared_address(smem.loop.k),
-                   shared_address(smem.loop.v),
-                   {},
-                   {},
-                   Traits::KStage(params.k.seq),
-                   Traits::VStage(params.v.seq),
-                   params,
-                   window,
-                   options,
-                   place};
+  Cta cta = {shared_address(smem.loop.k),
+             shared_address(smem.loop.v),
+             {},
+             {},
+             Traits::KStage(params.k.seq),
+             Traits::VStage(params.v.seq),
+             params,
+             window,
+             options,
+             place};
   const char* k_rows_g = Traits::KStage::lowest(head_rows(k_g, params.k, place.batch, place.kv_head, 0), params.k.seq);
   const char* v_rows_g = Traits::VStage::lowest(head_rows(v_g, params.v, place.batch, place.kv_head, 0), params.v.seq);
   const int64 k_tile_bytes = params.k.seq * Traits::kTileK * sizeof(float16);
@@ -394,6 +399,9 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
                    window.keys - next * Traits::kTileK);
     tile = next;
   }
+  warp.softmax.renew();
+  cta.k_stage.renew();
+  cta.v_stage.renew();
 #pragma unroll 1
   for (; left > 0; left--, tile++) {
     next_k_g += k_tile_bytes;

@@ -53,6 +53,19 @@ struct LeanSoftmax {
     }
   }
 
+  // Move m and l to registers of their own. ptxas spills what the masked loop has no room for, and would reload and
+  // spill it in the main loop too, which has.
+  __device__ __forceinline__ void renew() {
+#pragma unroll
+    for (int i = 0; i < kMTiles; i++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        m[i][half] = kept_in_register(m[i][half]);
+        l[i][half] = kept_in_register(l[i][half]);
+      }
+    }
+  }
+
   // P = 2^(scale * score - m), packed; `sum` is this thread's part of the tile's row sums.
   template <typename Fragment>
   __device__ __forceinline__ void exponentiate(PackedProbabilities<Fragment>& packed, float (&sum)[kMTiles][2],

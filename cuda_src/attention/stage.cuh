@@ -9,19 +9,16 @@
 #include "../common/swizzle.cuh"
 #include "../common/vec.cuh"
 
-// Eight neighbouring float16 items as one register quad. kVec is 8 for rows aligned to 16 bytes, else 1.
+// The eight float16 items of a row's chunk as one register quad. kVec is 8 for rows aligned to 16 bytes, else 1.
 template <int kCols, int kVec>
-__device__ __forceinline__ uint4 load_chunk(const float16* row_g, int chunk) {
+__device__ __forceinline__ uint4 load_chunk(const void* chunk_g, int chunk) {
   if constexpr (kVec == kChunkItems) {
-    return ld_global_v4(row_g + chunk * kChunkItems);
+    return ld_global_v4(chunk_g);
   } else {
-    const uint16* items_g = reinterpret_cast<const uint16*>(row_g);
+    const uint16* items_g = static_cast<const uint16*>(chunk_g);
     uint32 item[kChunkItems];
 #pragma unroll
-    for (int i = 0; i < kChunkItems; i++) {
-      const int col = chunk * kChunkItems + i;
-      item[i] = col < kCols ? items_g[col] : 0;
-    }
+    for (int i = 0; i < kChunkItems; i++) item[i] = chunk * kChunkItems + i < kCols ? items_g[i] : 0;
     return make_uint4(item[0] | item[1] << 16, item[2] | item[3] << 16, item[4] | item[5] << 16,
                       item[6] | item[7] << 16);
   }
@@ -44,7 +41,7 @@ struct TileStage {
 
   int row, chunk;
   uint32 shared_offset;
-  uint32 row_offset;  // bytes from the tile's lowest address to this thread's row
+  uint32 global_offset;  // bytes from the tile's lowest address to this thread's first chunk
 
   __device__ __forceinline__ explicit TileStage(int64 row_stride) {
     row = threadIdx.x / kRowLanes;
@@ -52,7 +49,14 @@ struct TileStage {
     shared_offset = Tile::offset(row, chunk);
     const int from_lowest = row_stride < 0 ? row - (Tile::kRows - 1) : row;
     // The compiler would rather compute this again before every load than spend a register on it.
-    row_offset = kept_in_register(from_lowest * static_cast<uint32>(row_stride * sizeof(float16)));
+    global_offset = kept_in_register(from_lowest * row_bytes(row_stride) + chunk * kChunkBytes);
+  }
+
+  // See LeanSoftmax::renew.
+  __device__ __forceinline__ void renew() { global_offset = kept_in_register(global_offset); }
+
+  __device__ __forceinline__ static uint32 row_bytes(int64 row_stride) {
+    return static_cast<uint32>(row_stride * sizeof(float16));
   }
 
   // The lowest address of the tile that begins at row_g: a uniform base plus an unsigned 32-bit offset is one
@@ -69,9 +73,10 @@ struct TileStage {
   }
 
   // kRagged: rows from valid_rows on do not exist.
-  template <bool kRagged>
-  __device__ __forceinline__ void load(uint4 (&quads)[kQuads], const char* lowest_g, int64 row_stride,
+  template <bool kRagged, int kRoom>
+  __device__ __forceinline__ void load(uint4 (&quads)[kRoom], const char* lowest_g, int64 row_stride,
                                        int valid_rows) const {
+    static_assert(kQuads <= kRoom, "every chunk has a quad");
 #pragma unroll
     for (int pass = 0; pass < kPasses; pass++) {
 #pragma unroll
@@ -79,13 +84,14 @@ struct TileStage {
         uint4& quad = quads[pass * kColumnGroups + group];
         if (kRagged) quad = make_uint4(0, 0, 0, 0);
         if (!owns(pass) || (kRagged && pass * kPassRows + row >= valid_rows)) continue;
-        const uint32 offset = row_offset + pass * kPassRows * static_cast<uint32>(row_stride * sizeof(float16));
-        quad = load_chunk<kCols, kVec>(reinterpret_cast<const float16*>(lowest_g + offset), chunk + group * kRowLanes);
+        const char* pass_g = lowest_g + (global_offset + pass * kPassRows * row_bytes(row_stride));
+        quad = load_chunk<kCols, kVec>(pass_g + group * kRowLanes * kChunkBytes, chunk + group * kRowLanes);
       }
     }
   }
 
-  __device__ __forceinline__ void store(uint32 tile_s, const uint4 (&quads)[kQuads]) const {
+  template <int kRoom>
+  __device__ __forceinline__ void store(uint32 tile_s, const uint4 (&quads)[kRoom]) const {
 #pragma unroll
     for (int pass = 0; pass < kPasses; pass++) {
       const uint32 flip = Tile::flip(pass * kPassRows % 8) * kChunkBytes;

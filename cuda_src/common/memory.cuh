@@ -13,16 +13,40 @@ __device__ __forceinline__ void st_shared_v4(uint32 address, uint4 v) {
                : "memory");
 }
 
+__device__ __forceinline__ void st_shared_v2(uint32 address, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
+
 __device__ __forceinline__ void st_shared_u32(uint32 address, uint32 x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
+// 1, 2 or 4 floats, aligned to as many.
+template <int kItems>
+__device__ __forceinline__ void ld_shared(float (&x)[kItems], uint32 address) {
+  static_assert(kItems == 1 || kItems == 2 || kItems == 4, "v1, v2, v4");
+  if constexpr (kItems == 4) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "r"(address)
+                 : "memory");
+  } else if constexpr (kItems == 2) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");
+  } else {
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x[0]) : "r"(address) : "memory");
+  }
 }
 
 // volatile: the compiler otherwise sinks a prefetch down to its use.
 __device__ __forceinline__ uint4 ld_global_v4(const void* source) {
   uint4 v;
-  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(source));
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(source));
+  return v;
+}
+
+__device__ __forceinline__ uint2 ld_global_v2(const void* source) {
+  uint2 v;
+  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(source));
   return v;
 }
 
@@ -43,4 +67,11 @@ __device__ __forceinline__ float4 ld_global_v4(const float* source) {
 
 __device__ __forceinline__ void red_global_add(float* target, float x) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(target), "f"(x) : "memory");
+}
+
+// A value of which the compiler computes nothing ahead of the loop that it is used in: what rarely runs shall not
+// hold registers throughout.
+__device__ __forceinline__ int not_hoisted(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }

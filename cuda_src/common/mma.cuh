@@ -61,4 +61,7 @@ __device__ __forceinline__ uint32 prmt_high_halves(uint32 x, uint32 y) {
 }
 
 // A value that the compiler cannot recompute from others, and so keeps in its register.
-__device__ __forceinline__ uint32 kept_in_register(uint32 x) { return __shfl_sync(kFullWarp, x, lane_index()); }
+template <typename Scalar>
+__device__ __forceinline__ Scalar kept_in_register(Scalar x) {
+  return __shfl_sync(kFullWarp, x, lane_index());
+}

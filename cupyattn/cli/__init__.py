@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import cupyattn
-from cupyattn.cli import compile, demo, info, profile
+from cupyattn.cli import compile, demo, info, profile, turing
 
 INTERRUPTED = 130  # what shells report for SIGINT
 
@@ -45,11 +45,11 @@ def dispatch(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m cupyattn",
-        description="Exact attention for array code: try it, look around, compile and profile its "
-        "kernels.",
+        description="Exact attention for array code: try it, look around, compile, profile and "
+        "model its kernels.",
     )
     parser.add_argument("--version", action="version", version=f"cupyattn {cupyattn.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, info, compile, profile):
+    for command in (demo, info, compile, profile, turing):
         command.add_parser(commands)
     return parser

@@ -37,6 +37,17 @@ class Argument:
     const: bool = False
     exact: bool = True
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.array, np.ndarray):
+            raise LaunchError(
+                f"Argument.array is a {type(self.array).__name__}; allowed: a NumPy array; the "
+                "kernel gets its address"
+            )
+        if self.array.dtype.hasobject:
+            raise LaunchError(
+                "an array of Python objects; allowed: arrays of numbers (give it a dtype)"
+            )
+
     @property
     def covers_range(self) -> bool:
         """Whether every byte between the first and the last may be touched."""
@@ -75,7 +86,15 @@ class Struct:
     """
 
     def __init__(self, dtype: Any, values: Mapping[str, Any]) -> None:
-        self.dtype = np.dtype(dtype)
+        try:
+            self.dtype = np.dtype(dtype)
+        except TypeError as error:
+            raise LaunchError(f"the dtype of a Struct is {dtype!r}: {error}") from None
+        if self.dtype.names is None or not isinstance(values, Mapping):
+            raise LaunchError(
+                f"Struct got {self.dtype} and a {type(values).__name__}; allowed: a structured "
+                "dtype and a mapping of its fields to values"
+            )
         unknown = set(values) - set(self.dtype.names or ())
         if unknown:
             raise LaunchError(
@@ -107,7 +126,13 @@ class Struct:
             if isinstance(value, Argument):
                 record[name] = memory.address(value.array)
             elif value is not None:
-                record[name] = value
+                try:
+                    record[name] = value
+                except (TypeError, ValueError, OverflowError) as error:
+                    raise LaunchError(
+                        f"field {name!r} of a Struct is {self.dtype[name]}, got {value!r:.60}: "
+                        f"{error}"
+                    ) from None
         return record.tobytes()
 
 
@@ -141,20 +166,15 @@ def _check_argument(function: Function, i: int, parameter: Parameter, value: Any
     where = f"{function.name}, argument {i} ({parameter.name}, .{parameter.type})"
     is_pointer = parameter.type in ("u64", "b64", "s64") and not parameter.is_array
     if isinstance(value, np.ndarray) and value.ndim:
-        value = Argument(value)
+        value = Argument(value, f"argument {i}")
     if value is None or isinstance(value, Argument):
         if not is_pointer:
             raise LaunchError(
                 f"{where}: got {'None' if value is None else 'an array'}, but the parameter is "
                 f"{parameter.size} bytes by value; pass a NumPy scalar, e.g. np.float32(x)"
             )
-        if isinstance(value, Argument):
-            if not isinstance(value.array, np.ndarray):
-                raise LaunchError(f"{where}: Argument.array is a {type(value.array).__name__}")
-            if value.array.dtype.hasobject:
-                raise LaunchError(f"{where}: an array of Python objects; pass numbers")
-            if not value.name:
-                value = replace(value, name=f"argument {i}")
+        if isinstance(value, Argument) and not value.name:
+            value = replace(value, name=f"argument {i}")
         return value
     if isinstance(value, Struct):
         size: int = value.dtype.itemsize

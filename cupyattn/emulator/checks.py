@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from cupyattn.emulator.errors import LaunchError
+
 __all__ = ["Checks"]
 
 
@@ -23,12 +25,15 @@ class Checks:
         Shared memory is written before it is read.
     races : bool
         Shared-memory accesses of different threads are ordered by barriers if one is a write,
-        between warps and inside a warp. Costs 2 to 5 times the time of the launch.
+        between warps and inside a warp. Two writes of the same value are let pass; flags in memory
+        and votes order nothing. Costs 2 to 5 times the time of the launch, and more in kernels
+        with a ``__syncwarp`` of some lanes.
     barriers : bool
         Every thread of a block reaches the same ``bar.sync``.
     warp_sync : bool
-        Lanes named by the mask of a shuffle, vote, match or ``bar.warp.sync`` are there, and
-        shuffles read lanes that are there.
+        The mask of a shuffle, vote, match or ``bar.warp.sync`` names the lane that passes it;
+        shuffles read from lanes that are there and named; no lane that a shuffle, vote or match
+        waits for ends without coming.
     max_steps : int
         Basic blocks executed per batch of thread blocks before the kernel counts as hung.
 
@@ -48,6 +53,14 @@ class Checks:
     warp_sync: bool = True
     max_steps: int = 10_000_000
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name == "max_steps":
+                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                    raise LaunchError(f"max_steps is {value!r}; allowed: a positive int")
+            elif not isinstance(value, bool):
+                raise LaunchError(f"Checks.{name} is {value!r}; allowed: True or False")
+
     @classmethod
     def all(cls) -> "Checks":
         """Return every check turned on."""
@@ -60,5 +73,10 @@ class Checks:
 
     @classmethod
     def none(cls) -> "Checks":
-        """Return every check turned off."""
+        """Return every check turned off.
+
+        What has no meaning at all stays an error: an address outside of the arguments, lanes that
+        wait for others which never come, ``mma`` and ``ldmatrix`` in only a part of a warp (all of
+        it must execute them), and a kernel that runs too many steps.
+        """
         return cls(False, False, False, False, False, False, False)

@@ -79,7 +79,7 @@ class BarrierError(KernelFault):
 
 
 class WarpSyncError(KernelFault):
-    """A warp instruction (shuffle, vote, mma, ldmatrix) that names or needs absent lanes."""
+    """A shuffle, vote, match, mma or ldmatrix without lanes it needs, or with a wrong mask."""
 
 
 class ConstWriteError(KernelFault):

@@ -15,17 +15,15 @@ from cupyattn.emulator.codegen.program import Program
 from cupyattn.emulator.errors import LaunchError
 from cupyattn.emulator.machine.batch import Batch
 from cupyattn.emulator.machine.global_memory import DeviceMemory, Region
+from cupyattn.emulator.machine.races import SharedMemoryTracker
 from cupyattn.emulator.module import Module
+from cupyattn.emulator.ptx.architecture import SHARED_BYTES
+from cupyattn.emulator.ptx.mangling import readable
 from cupyattn.emulator.ptx.model import Function
 from cupyattn.emulator.report import Report
 
 __all__ = ["LaunchState", "launch", "run"]
 
-# Shared memory that a block may opt in to, in bytes, by compute capability (CUDA C++ Programming
-# Guide, "Technical specifications per compute capability").
-_SHARED_LIMIT = {
-    70: 96, 72: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99,
-}  # fmt: skip
 _STATIC_SHARED_LIMIT = 48 * 1024
 
 # Lanes of a batch: enough to pay for NumPy's overhead, few enough for the caches.
@@ -70,16 +68,48 @@ class LaunchState:
         return np.asarray(self.device_memory.address(self.symbols[name]), np.uint64)
 
 
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 def _three(
     value: int | Sequence[int], what: str, limits: tuple[int, int, int]
 ) -> tuple[int, int, int]:
-    sizes = (value,) if isinstance(value, (int, np.integer)) else tuple(value)
-    if not 1 <= len(sizes) <= 3 or not all(isinstance(n, (int, np.integer)) for n in sizes):
-        raise LaunchError(f"{what} is {value!r}; allowed: 1 to 3 integers")
+    sizes = (value,) if _is_integer(value) else value
+    if (
+        not isinstance(sizes, (tuple, list, np.ndarray))
+        or not 1 <= len(sizes) <= 3
+        or not all(_is_integer(n) for n in sizes)
+    ):
+        raise LaunchError(
+            f"{what} is {value!r}; allowed: 1 to 3 integers, as 8 or (8, 4) (convert with int())"
+        )
     x, y, z = (int(n) for n in (*sizes, 1, 1)[:3])
     if not all(1 <= n <= limit for n, limit in zip((x, y, z), limits, strict=True)):
         raise LaunchError(f"{what} is {(x, y, z)}; each must be at least 1 and at most {limits}")
     return x, y, z
+
+
+def _check_types(
+    module: Any, entry: Any, args: Any, shared_bytes: Any, checks: Any, report: Any
+) -> None:
+    """Refuse what is not of the type that `launch` documents."""
+
+    def refuse(name: str, value: Any, allowed: str) -> None:
+        raise LaunchError(f"{name} is {value!r:.60} ({type(value).__name__}); allowed: {allowed}")
+
+    if not isinstance(module, Module):
+        refuse("module", module, "what emulator.load(ptx) returns (emulator.run takes PTX text)")
+    if not isinstance(entry, str):
+        refuse("entry", entry, f"the name of a kernel as str, of {sorted(module.entries)}")
+    if not isinstance(args, (tuple, list)):
+        refuse("args", args, "a list or tuple with a value per kernel parameter, as [x, n]")
+    if not _is_integer(shared_bytes):
+        refuse("shared_bytes", shared_bytes, "a number of bytes as int")
+    if checks is not None and not isinstance(checks, Checks):
+        refuse("checks", checks, "Checks(), Checks.fast(), Checks.none(), or None for all checks")
+    if report is not None and not isinstance(report, Report):
+        refuse("report", report, "a Report() to be filled, or None")
 
 
 def _check_threads(function: Function, block: tuple[int, int, int]) -> int:
@@ -102,7 +132,7 @@ def _shared_size(program: Program, target: int, dynamic: int) -> int:
     layout = program.layout
     if dynamic < 0:
         raise LaunchError(f"shared_bytes is {dynamic}; it must not be negative")
-    limit = _SHARED_LIMIT.get(target, 48) * 1024
+    limit = SHARED_BYTES[target]
     total = (layout.dynamic_shared_offset + dynamic) if dynamic else layout.static_shared_bytes
     if layout.static_shared_bytes > _STATIC_SHARED_LIMIT:
         raise LaunchError(
@@ -122,8 +152,8 @@ def _blocks_per_batch(state: LaunchState) -> int:
     padded = -(-state.threads // 32) * 32
     blocks = max(1, _BATCH_LANES // padded)
     if state.checks.races and state.shared_bytes:
-        per_block = -(-state.shared_bytes // state.program.shared_granule) * (padded // 32 + 3) * 4
-        blocks = min(blocks, max(1, _TRACKER_BYTES // per_block))
+        size = SharedMemoryTracker.bytes_per_block(state.program, state.shared_bytes, padded)
+        blocks = min(blocks, max(1, _TRACKER_BYTES // size))
     return blocks
 
 
@@ -139,6 +169,11 @@ def launch(
     report: Report | None = None,
 ) -> None:
     """Run a kernel to its end.
+
+    Blocks run in order of their index, some side by side: a block may wait (by a flag or a counter
+    in global memory) for one with a lower index, as it may on a GPU. A wait for a later block may
+    never end, there as here; here it is an error after `Checks.max_steps`. Accesses to global
+    memory are not checked for races.
 
     Parameters
     ----------
@@ -169,6 +204,7 @@ def launch(
     KernelFault
         A check failed. What the kernel had written by then stays written.
     """
+    _check_types(module, entry, args, shared_bytes, checks, report)
     program = module.program(entry)
     checks = Checks() if checks is None else checks
     sizes = _three(grid, "grid", (2**31 - 1, 65535, 65535))
@@ -178,7 +214,8 @@ def launch(
     values, arrays = collect_arrays(program.function, args)
     symbols = {name: module.symbol(name) for name in program.layout.used_symbols}
     arrays += [
-        Argument(memory, name, const=module.is_const(name)) for name, memory in symbols.items()
+        Argument(memory, readable(name), const=module.is_const(name))
+        for name, memory in symbols.items()
     ]
     memory = DeviceMemory(arrays)
     state = LaunchState(
@@ -223,6 +260,10 @@ def run(
 ) -> Report | None:
     """Parse PTX (cached by its text) and run one of its kernels; see `launch`.
 
+    The last 64 texts stay loaded, with their ``__device__`` variables: like a module on a GPU, a
+    second `run` of the same text finds the values that the first has left there. `load` makes a
+    module with variables of its own, at their initial values.
+
     Returns
     -------
     Report or None
@@ -255,7 +296,7 @@ def run(
     >>> x
     array([0., 2., 4., 6.], dtype=float32)
     """
-    module = _load_cached(ptx)
+    module = _load_cached(ptx) if isinstance(ptx, str) else Module(ptx)  # which says what is wrong
     launch(
         module, entry, grid, block, args, shared_bytes=shared_bytes, checks=checks, report=report
     )

@@ -10,6 +10,7 @@ import numpy as np
 
 from cupyattn.emulator.codegen.program import Program, compile_kernel
 from cupyattn.emulator.errors import LaunchError, PTXSyntaxError, UnsupportedPTXError
+from cupyattn.emulator.ptx.architecture import SHARED_BYTES
 from cupyattn.emulator.ptx.calls import expand_calls
 from cupyattn.emulator.ptx.model import Parameter
 from cupyattn.emulator.ptx.parser import parse_module
@@ -43,10 +44,22 @@ class Module:
     def __init__(self, ptx: str, sources: Mapping[str, str] | None = None) -> None:
         if not isinstance(ptx, str):
             raise PTXSyntaxError(
-                f"got a {type(ptx).__name__}; PTX is text (str); decode bytes with .decode()"
+                f"ptx is a {type(ptx).__name__}; allowed: PTX as text (str); decode bytes with "
+                ".decode(), read a file with Path.read_text()"
+            )
+        if sources is not None and not isinstance(sources, Mapping):
+            raise LaunchError(
+                f"sources is a {type(sources).__name__}; allowed: a mapping of file names to their "
+                "text, or None"
             )
         self.sources = dict(sources or {})
         self._module = parse_module(ptx)
+        if self._module.target not in SHARED_BYTES:
+            known = ", ".join(f"sm_{target}" for target in SHARED_BYTES)
+            raise UnsupportedPTXError(
+                f"the PTX is for sm_{self._module.target} (.target); the emulator runs that for "
+                f"{known}: compile with -arch=compute_75"
+            )
         self._programs: dict[str, Program] = {}
         self._lock = threading.RLock()
         self.target = self._module.target
@@ -72,7 +85,9 @@ class Module:
         with self._lock:
             if entry not in self._programs:
                 function = expand_calls(self._module, self._module.function(entry))
-                self._programs[entry] = compile_kernel(function, self._module.variables)
+                self._programs[entry] = compile_kernel(
+                    function, self._module.variables, self.target
+                )
             return self._programs[entry]
 
     def symbol(self, name: str) -> np.ndarray:
@@ -113,7 +128,8 @@ def load(ptx: str, sources: Mapping[str, str] | None = None) -> Module:
     Parameters
     ----------
     ptx : str
-        PTX for compute capability 7.5 (others work as far as they use the same instructions).
+        PTX for compute capability 7.5 or another from 7.0 on. Instructions that are newer than the
+        ``.target`` says are refused, as a GPU's assembler would.
     sources : mapping, optional
         Text of the source files by the name that the PTX gives them (``.file``), so that messages
         can quote the line. Files that lie on the disk under an absolute name are found without.
@@ -126,6 +142,8 @@ def load(ptx: str, sources: Mapping[str, str] | None = None) -> Module:
     Raises
     ------
     PTXSyntaxError
-        The text is no PTX.
+        The text is no PTX, or is cut short.
+    UnsupportedPTXError
+        The target is older than sm_70, or unknown.
     """
     return Module(ptx, sources)

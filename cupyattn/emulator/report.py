@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cupyattn.emulator.machine.metrics import SECTOR_BYTES, bank_wavefronts, sector_counts
-from cupyattn.emulator.ptx.model import Instruction
+from cupyattn.emulator.ptx.model import RECEIPT, Instruction
 
 if TYPE_CHECKING:
     from cupyattn.emulator.codegen.program import Program
@@ -23,6 +23,7 @@ Array = Any
 _XU = frozenset(
     ["ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh", "popc", "brev", "bfind"]
 )
+_RECEIPTS = frozenset(RECEIPT.values())
 _FMA = frozenset(["add", "sub", "mul", "fma", "mad", "div"])
 
 
@@ -51,7 +52,7 @@ def pipe(instruction: Instruction) -> str:
         return "shuffle"
     if root in ("bra", "brx", "ret", "exit", "bar", "barrier", "membar", "fence", "trap"):
         return "control"
-    if root in ("mov", "cvta", "bar_result", "activemask"):
+    if root in ("mov", "cvta", "activemask"):
         return "move"
     if kind == "f64":
         return "double"
@@ -215,7 +216,12 @@ class Report:
     @property
     def diverged_steps(self) -> int:
         """Basic blocks that a warp ran with only some of its live lanes, over all warps."""
-        return sum(int(data.diverged.sum()) for data in self._kernels.values())
+        return sum(
+            int(count)
+            for data in self._kernels.values()
+            for block, count in zip(data.program.blocks, data.diverged, strict=True)
+            if data.program.instructions[block[0]].root not in _RECEIPTS
+        )
 
     @property
     def atomic_updates(self) -> int:
@@ -234,8 +240,12 @@ class Report:
                     continue
                 for site in block:
                     x = instructions[site]
+                    if x.root in _RECEIPTS:
+                        continue
                     line = found.setdefault(x.location, LineReport(*x.location, Counter(), []))
                     line.instructions[pipe(x)] += int(count)
+                if instructions[block[0]].root in _RECEIPTS:
+                    continue  # the rest of a block: its warps are counted already
                 for location in {instructions[site].location for site in block}:
                     found[location].diverged_steps += int(diverged)
             for _, access in sorted(data.accesses.items()):

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from cupyattn.errors import error
 
 WARP_SIZE = 32
+SUB_PARTITIONS = 4
+"""Of an SM: each has its own schedulers, arithmetic pipes and a quarter of the registers."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class Arch:
         return min(
             self.ctas_per_sm,
             self.threads_per_sm // (warps * WARP_SIZE),
-            self.registers_per_sm // (registers_per_warp * warps),
+            # A warp's registers are those of its sub-partition.
+            self.registers_per_sm // SUB_PARTITIONS // registers_per_warp * SUB_PARTITIONS // warps,
             self.shared_bytes_per_sm // shared_per_cta if shared_per_cta else self.ctas_per_sm,
         )
 

@@ -94,7 +94,8 @@ class CudaKernel:
         self._ordinal = device.ordinal
         # Code for an older architecture goes to the driver as PTX, which it compiles for itself.
         compiler = compile_cubin if device.arch.number == device.capability else compile_ptx
-        module = cupy.RawModule(path=str(compiler(specialisation, device.arch).path))
+        self.code = compiler(specialisation, device.arch).path
+        module = cupy.RawModule(path=str(self.code))
         kernel = module.get_function(specialisation.spec.entry)
         if specialisation.shared_bytes > _STATIC_LIMIT:
             kernel.max_dynamic_shared_size_bytes = specialisation.shared_bytes

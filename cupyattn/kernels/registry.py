@@ -120,17 +120,20 @@ ATTENTION_TILED = KernelSpec(
     ),
 )
 
+_FLASH_PARAMETERS = (
+    *_ATTENTION_PARAMETERS[:-1],
+    *(
+        Pointer(name, const=True, optional=True)
+        for name in ("bias", "mask", "alibi_slopes", "sinks")
+    ),
+    _ATTENTION_PARAMETERS[-1],
+)
+_OPTION_MACROS = ("BIAS", "BIAS_VEC", "MASK", "SLOPES", "SOFTCAP", "SINKS", "DROPOUT")
+
 ATTENTION_FORWARD = KernelSpec(
     entry="attention_forward",
     source="attention/forward.cu",
-    parameters=(
-        *_ATTENTION_PARAMETERS[:-1],
-        *(
-            Pointer(name, const=True, optional=True)
-            for name in ("bias", "mask", "alibi_slopes", "sinks")
-        ),
-        _ATTENTION_PARAMETERS[-1],
-    ),
+    parameters=_FLASH_PARAMETERS,
     macros=(
         "HEAD_DIM",
         "HEAD_DIM_V",
@@ -141,13 +144,26 @@ ATTENTION_FORWARD = KernelSpec(
         "MIN_CTAS",
         "SHARED_BYTES",
         "PARAMS_BYTES",
-        "BIAS",
-        "BIAS_VEC",
-        "MASK",
-        "SLOPES",
-        "SOFTCAP",
-        "SINKS",
-        "DROPOUT",
+        *_OPTION_MACROS,
+    ),
+)
+
+ATTENTION_FORWARD_F32 = KernelSpec(
+    entry="attention_forward_f32",
+    source="attention/forward_f32.cu",
+    parameters=_FLASH_PARAMETERS,
+    macros=(
+        "DTYPE",
+        "HEAD_DIM",
+        "HEAD_DIM_V",
+        "WARPS",
+        "COLUMN_LANES",
+        "PAIRS",
+        "VEC",
+        "MIN_CTAS",
+        "SHARED_BYTES",
+        "PARAMS_BYTES",
+        *_OPTION_MACROS,
     ),
 )
 
@@ -157,7 +173,18 @@ _OPTIONAL_INPUTS = tuple(
     Pointer(name, const=True, optional=True)
     for name in ("q_offset", "seqused_k", "bias", "mask", "alibi_slopes")
 )
+_NAIVE_MACROS = (
+    *("DTYPE", "HEAD_DIM", "HEAD_DIM_V", "THREADS"),
+    *_GRADIENT_OPTIONS[:-2],
+    *_BACKWARD_STRUCTS,
+)
 _BACKWARD_STRUCT = Struct("params", BACKWARD_PARAMS)
+
+
+def _constants(*names: str) -> tuple[Pointer, ...]:
+    return tuple(Pointer(name, const=True) for name in names)
+
+
 _DKDV_PARAMETERS: tuple[Parameter, ...] = (
     *(Pointer(name, const=True) for name in ("q", "k", "v", "dout", "stats")),
     Pointer("dq_acc", optional=True),
@@ -252,6 +279,50 @@ ATTENTION_BACKWARD_DSINKS = KernelSpec(
     macros=("DTYPE", "THREADS", *_BACKWARD_STRUCTS),
 )
 
+ATTENTION_BACKWARD_NAIVE_DQ = KernelSpec(
+    entry="attention_backward_naive_dq",
+    source="attention/backward_naive_dq.cu",
+    parameters=(
+        *_constants("dout", "q", "k", "v", "out", "lse"),
+        Pointer("dlse", const=True, optional=True),
+        *_OPTIONAL_INPUTS,
+        *(Pointer("delta"), Pointer("dq")),
+        _BACKWARD_STRUCT,
+    ),
+    macros=(*_NAIVE_MACROS, "SHARED_BYTES"),
+)
+
+ATTENTION_BACKWARD_NAIVE_DKDV = KernelSpec(
+    entry="attention_backward_naive_dkdv",
+    source="attention/backward_naive_dkdv.cu",
+    parameters=(
+        *_constants("dout", "q", "k", "v", "lse", "delta"),
+        *_OPTIONAL_INPUTS,
+        *(Pointer("dk"), Pointer("dv")),
+        _BACKWARD_STRUCT,
+    ),
+    macros=(*_NAIVE_MACROS, "SHARED_BYTES"),
+)
+
+ATTENTION_BACKWARD_NAIVE_DBIAS = KernelSpec(
+    entry="attention_backward_naive_dbias",
+    source="attention/backward_naive_dbias.cu",
+    parameters=(
+        *_constants("dout", "q", "k", "v", "lse", "delta"),
+        *_OPTIONAL_INPUTS,
+        Pointer("dbias"),
+        _BACKWARD_STRUCT,
+    ),
+    macros=(*_NAIVE_MACROS, "LANES"),
+)
+
+ATTENTION_BACKWARD_NAIVE_DSINKS = KernelSpec(
+    entry="attention_backward_naive_dsinks",
+    source="attention/backward_naive_dsinks.cu",
+    parameters=(*_constants("lse", "delta", "sinks"), Pointer("dsinks"), _BACKWARD_STRUCT),
+    macros=("SINKS", "THREADS", *_BACKWARD_STRUCTS),
+)
+
 _ROW_MACROS = ("DTYPE", "THREADS", "LANES", "STRIPS", "VEC", "RESIDENT", "PARAMS_BYTES")
 
 SOFTMAX_FORWARD = KernelSpec(
@@ -279,6 +350,11 @@ KERNELS = {
         ATTENTION_NAIVE,
         ATTENTION_TILED,
         ATTENTION_FORWARD,
+        ATTENTION_FORWARD_F32,
+        ATTENTION_BACKWARD_NAIVE_DQ,
+        ATTENTION_BACKWARD_NAIVE_DKDV,
+        ATTENTION_BACKWARD_NAIVE_DBIAS,
+        ATTENTION_BACKWARD_NAIVE_DSINKS,
         ATTENTION_BACKWARD_DELTA,
         ATTENTION_BACKWARD_DKDV,
         ATTENTION_BACKWARD_DKDV_PAIRED,

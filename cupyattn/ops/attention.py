@@ -22,7 +22,7 @@ from cupyattn.ops.checks import require_disjoint, require_item_alignment
 # What each kernel reads; a problem with more is the reference's.
 _EVERY_KERNEL = {"q", "k", "v", "q_offset", "seqused_k", *FORWARD_RESULTS}
 _FLASH_ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
-_FLASH_TILE_BYTES = 2**32  # from one end of a tile of K or V to the other: 32-bit offsets
+FLASH_TILE_BYTES = 2**32  # from one end of a tile of K or V to the other: 32-bit offsets
 _MAX_LENGTH = 2**30 - 2**10  # a row of the last tile stays below kFar (mask.cuh)
 
 
@@ -85,15 +85,13 @@ def _require_kernel(problem: AttentionProblem) -> None:
             "pass NumPy arrays, for example cupy.asnumpy(q)"
             + ("" if flash else ", or leave implementation out"),
         )
-    if flash and problem.dtype != np.float16:
-        raise error(
-            NotImplementedError,
-            f"implementation='flash' with {problem.dtype.name} on a GPU or the emulator",
-            "the tensor-core kernel takes float16; 'tiled' and 'naive' take every dtype",
-            "pass implementation='tiled', or float16 arrays",
-        )
-    if flash:
+    if flash and problem.dtype == np.float16:
         _require_near_rows(problem)
+    require_lengths(problem)
+
+
+def require_lengths(problem: AttentionProblem) -> None:
+    """Raise ValueError for lengths that the kernels' positions do not reach."""
     if max(problem.sq, problem.sk) > _MAX_LENGTH:
         raise error(
             ValueError,
@@ -107,11 +105,11 @@ def _require_near_rows(problem: AttentionProblem) -> None:
     tile_k = configs.attention.flash_config(problem.head_dim, problem.head_dim_v).tile_k
     for name in ("k", "v"):
         stride = problem.layouts[name].strides[1]
-        if problem.sk > 1 and abs(stride) * tile_k >= _FLASH_TILE_BYTES:
+        if problem.sk > 1 and abs(stride) * tile_k >= FLASH_TILE_BYTES:
             raise error(
                 ValueError,
                 f"{name} has {stride} bytes from one key to the next",
-                f"implementation='flash' takes less than {_FLASH_TILE_BYTES // tile_k} here",
+                f"implementation='flash' takes less than {FLASH_TILE_BYTES // tile_k} here",
                 f"copy it with ascontiguousarray({name}), or pass implementation='tiled'",
             )
 
@@ -130,22 +128,31 @@ def _plan(
     start_of = dict(zip(problem.layouts, starts, strict=True))
     require_item_alignment(problem.layouts, start_of)
     dtype, dims = problem.dtype.name, (problem.head_dim, problem.head_dim_v)
+    table = configs.attention
     if problem.implementation == "naive":
-        specialisation, tile_q = configs.attention.naive(dtype, *dims), 1
+        specialisation, tile_q = table.naive(dtype, *dims), 1
     elif problem.implementation == "tiled":
-        vec = _vector_items(problem, start_of)
-        specialisation = configs.attention.tiled(dtype, *dims, vec)
-        tile_q = configs.attention.tiled_config(*dims).tile_q
+        vec = _vector_items(problem, start_of, vector_items(dtype))
+        specialisation = table.tiled(dtype, *dims, vec)
+        tile_q = table.tiled_config(*dims).tile_q
+    elif problem.dtype == np.float16:
+        vec = _vector_items(problem, start_of, vector_items(dtype), out_strides)
+        specialisation = table.flash(*dims, vec, _flash_options(problem, start_of))
+        tile_q = table.flash_config(*dims).tile_q
     else:
-        vec = _vector_items(problem, start_of, out_strides)
-        options = _flash_options(problem, start_of)
-        specialisation = configs.attention.flash(*dims, vec, options)
-        tile_q = configs.attention.flash_config(*dims).tile_q
+        vec = _vector_items(problem, start_of, table.F32_VECTOR_ITEMS, out_strides)
+        specialisation = table.flash_f32(dtype, *dims, vec, _flash_options(problem, start_of))
+        tile_q = table.flash_f32_config(*dims).tile_q
     ctas = problem.batch * problem.heads * -(-problem.sq // tile_q)
     return _Plan(specialisation, ctas, attention_params(problem, out_strides, lse_strides))
 
 
 def _flash_options(problem: AttentionProblem, start_of: dict[str, int]) -> FlashOptions:
+    return score_options(problem)._replace(bias_vec=_bias_items(problem, start_of))
+
+
+def score_options(problem: AttentionProblem) -> FlashOptions:
+    """Return which options of the scores a problem has; the bias is read item by item."""
     layouts = problem.layouts
 
     def dtype(name: str) -> str:
@@ -153,7 +160,6 @@ def _flash_options(problem: AttentionProblem, start_of: dict[str, int]) -> Flash
 
     return FlashOptions(
         bias=dtype("bias"),
-        bias_vec=_bias_items(problem, start_of),
         mask="mask" in layouts,
         slopes=dtype("alibi_slopes"),
         softcap=problem.softcap is not None,
@@ -175,18 +181,19 @@ def _bias_items(problem: AttentionProblem, start_of: dict[str, int]) -> int:
 def _vector_items(
     problem: AttentionProblem,
     start_of: dict[str, int],
+    items: int,
     out_strides: tuple[int, ...] | None = None,
 ) -> int:
-    """Return 16 bytes' worth of items if every row starts at a multiple of 16 bytes, else 1.
+    """Return `items` if every row starts at a multiple of that many items' bytes, else 1.
 
     The rows of q, k and v; those of out too where `out_strides` is given.
     """
-    items = vector_items(problem.dtype.name)
+    vector_bytes = items * problem.dtype.itemsize
     rows = [(start_of[name], problem.layouts[name].strides) for name in ("q", "k", "v")]
     if out_strides is not None:
         rows.append((start_of.get("out", 0), out_strides))
     aligned = all(
-        start == 0 and all(stride % VECTOR_BYTES == 0 for stride in strides[:-1])
+        start % vector_bytes == 0 and all(stride % vector_bytes == 0 for stride in strides[:-1])
         for start, strides in rows
     )
     whole = problem.head_dim % items == 0 and problem.head_dim_v % items == 0

@@ -60,6 +60,54 @@ KERNEL race_of_three_readers(float* y, int writer) {  // one word read by all wa
   y[threadIdx.x] = s[0];
   if ((int)threadIdx.x == writer) s[0] = 2.f;  // WAR_MANY
 }
+KERNEL race_after_read_of_equal(float* y, int ok) {  // the store changes nothing
+  __shared__ float s[64];
+  s[threadIdx.x] = 1.f;
+  __syncthreads();
+  float v = s[threadIdx.x ^ 32];
+  if (ok) __syncthreads();
+  s[threadIdx.x] = 1.f;  // WAR_EQUAL
+  __syncthreads();
+  y[threadIdx.x] = v + s[threadIdx.x ^ 32];
+}
+KERNEL race_past_half_a_warp(float* y, int ok) {  // each half of a warp waits for itself alone
+  __shared__ float s[64];
+  s[threadIdx.x] = threadIdx.x;
+  __syncwarp(threadIdx.x & 16 ? 0xFFFF0000u : 0xFFFFu);
+  y[threadIdx.x] = s[threadIdx.x ^ (ok ? 8 : 16)];  // HALF_RAW
+}
+KERNEL race_of_half_a_warp(float* y, int writer) {  // 16 lanes read one word, then one lane writes it
+  __shared__ float s[1];
+  if (threadIdx.x == 0) s[0] = 1.f;
+  __syncwarp();
+  if (threadIdx.x < 16) {
+    y[threadIdx.x] = s[0];
+    __syncwarp(0xFFFFu);
+  }
+  if ((int)threadIdx.x == writer) s[0] = 2.f;  // HALF_WAR
+}
+KERNEL chain_of_half_warps(float* y, int reader) {  // lane 0 -> lanes 8 to 15 -> lanes 16 to 23
+  __shared__ volatile float s[1];
+  if (threadIdx.x == 0) s[0] = 1.f;
+  if (threadIdx.x < 16) __syncwarp(0xFFFFu);
+  if (threadIdx.x >= 8 && threadIdx.x < 24) __syncwarp(0xFFFF00u);
+  if ((int)threadIdx.x == reader) y[0] = s[0];  // CHAIN
+}
+KERNEL rows_of_half_warps(u32* y, int ok) {  // ldmatrix reads for all lanes what half of them has waited for
+  __shared__ __align__(16) u32 s[32];
+  s[threadIdx.x] = threadIdx.x;
+  if (ok)
+    __syncwarp();
+  else
+    __syncwarp(threadIdx.x & 16 ? 0xFFFF0000u : 0xFFFFu);
+  u32 r;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];"
+               : "=r"(r)
+               : "r"(shared_address(s) + (threadIdx.x & 7) * 16)  // HALF_LDMATRIX
+               : "memory");
+  s[threadIdx.x] = r;  // no race: the warp has read together
+  y[threadIdx.x] = r;
+}
 KERNEL own_data(float* y, int shift) {  // no barrier needed for what a thread wrote itself
   __shared__ volatile float s[64];
   s[threadIdx.x] = threadIdx.x;
@@ -154,6 +202,10 @@ KERNEL barrier_deadlock(float* y, int waiting) {
   if ((int)threadIdx.x < waiting) asm volatile("bar.sync 1, 64;" ::: "memory");  // DEADLOCK
   y[threadIdx.x] = 1.f;
 }
+KERNEL barrier_operands(float* y, int id, int count) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(count) : "memory");  // OPERANDS
+  y[threadIdx.x] = 1.f;
+}
 KERNEL warp_barrier_absent(float* y, u32 mask) {
   if (threadIdx.x < 16) {
     y[threadIdx.x] = 1.f;
@@ -179,6 +231,24 @@ KERNEL vote_absent(u32* y, u32 mask) {
     u32 v = __ballot_sync(mask, threadIdx.x & 1);  // VOTE
     y[threadIdx.x] = v;
   }
+}
+KERNEL mask_without_caller(u32* y, u32 mask) {
+  if (threadIdx.x < 16) {
+    u32 v = __ballot_sync(mask, threadIdx.x & 1);  // OWN_BIT
+    y[threadIdx.x] = v;
+  }
+}
+KERNEL barrier_without_caller(u32* y, u32 mask) {
+  __syncwarp(mask);  // OWN_BARRIER_BIT
+  y[threadIdx.x] = 1;
+}
+KERNEL shuffle_outside_mask(u32* y, int distance) {
+  u32 half = threadIdx.x & 16 ? 0xFFFF0000u : 0xFFFFu;
+  y[threadIdx.x] = __shfl_xor_sync(half, threadIdx.x, distance);  // OUTSIDE_MASK
+}
+KERNEL unequal_masks(u32* y, u32 mask) {
+  u32 v = __ballot_sync(threadIdx.x == 3 ? mask : ~0u, threadIdx.x & 1);  // UNEQUAL
+  y[threadIdx.x] = v;
 }
 KERNEL divergent_mma(float* y, int count) {
   float c[4] = {0.f, 0.f, 0.f, 0.f};

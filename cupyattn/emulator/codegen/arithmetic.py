@@ -19,6 +19,7 @@ _COMPARISONS = {
     "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
     "lo": "<", "ls": "<=", "hi": ">", "hs": ">=",
 }  # fmt: skip
+_INTEGER_MODIFIERS = frozenset(["lo", "hi", "wide", "sat", "cc"])
 _LOGIC = {"and": "&", "or": "|", "xor": "^"}
 _PRMT_MODES = ("f4e", "b4e", "rc8", "ecl", "ecr", "rc16")
 
@@ -46,7 +47,7 @@ def _predicate_logic(gen: Generator, x: Instruction) -> None:
 
 def _integer(gen: Generator, x: Instruction) -> None:
     kind = x.parts[-1]
-    if kind not in SIZE:
+    if kind not in SIZE or not set(x.parts[1:-1]) <= _INTEGER_MODIFIERS:
         raise gen.unsupported(x)
     raw, dtype = unsigned(SIZE[kind]), operand_dtype(kind)
     target, a = x.operands[0], x.operands[1]

@@ -4,15 +4,18 @@
 made is known to be flushed already, which saves most of the work.
 """
 
+import re
+
 from cupyattn.emulator.ptx.model import Function, Instruction
 
 __all__ = ["clean_registers"]
 
+_HEX_FLOAT = re.compile(r"0[fF][0-9a-fA-F]{8}")
 _COPIES = {"mov": (1,), "selp": (1, 2), "max": (1, 2), "min": (1, 2), "neg": (1,), "abs": (1,)}
 
 
 def _is_clean_literal(operand: str) -> bool:
-    if operand[:2] not in ("0f", "0F"):
+    if not _HEX_FLOAT.fullmatch(operand):
         return False
     bits = int(operand[2:], 16) & 0x7FFFFFFF
     return bits == 0 or bits >= 0x00800000

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cupyattn.emulator.machine.barriers import barrier_fault
 from cupyattn.emulator.ptx.model import Instruction
 
 if TYPE_CHECKING:
     from cupyattn.emulator.codegen.generator import Generator, Lowering
 
-__all__ = ["LOWERINGS"]
+__all__ = ["LOWERINGS", "meet"]
 
 _STEP = "block, mask, merge = "
 
@@ -27,9 +28,7 @@ def _branch(gen: Generator, x: Instruction) -> None:
     if not x.guard:
         gen.jump(target)
         return
-    after = gen.flow.blocks[gen.block].next
-    otherwise = "EXITED" if after is None else str(after)
-    gen.line(f"{_STEP}schedule.branch({_predicate(gen, x)}, {target}, {otherwise}, mask, merge)")
+    gen.line(f"{_STEP}schedule.branch({_predicate(gen, x)}, {target}, {_behind(gen)}, mask, merge)")
 
 
 def _branch_table(gen: Generator, x: Instruction) -> None:
@@ -51,16 +50,27 @@ def _exit(gen: Generator, x: Instruction) -> None:
     gen.line(f"{_STEP}schedule.branch({_predicate(gen, x)}, EXITED, {after}, mask, merge)")
 
 
-def _barrier(gen: Generator, x: Instruction) -> None:
-    if x.guard:
-        raise gen.unsupported(x, "a guarded barrier")
-    parts = [p for p in x.parts if p not in ("cta", "aligned")]
+def _behind(gen: Generator) -> str:
+    """Return the block behind the one that ends here."""
     after = gen.flow.blocks[gen.block].next
-    target = "EXITED" if after is None else str(after)
-    end = f"{target}, mask, merge, {x.site})"
+    return "EXITED" if after is None else str(after)
+
+
+def meet(gen: Generator, x: Instruction, operands: list[str], named: str) -> None:
+    """Write the meeting of the lanes that the operand `named` lists, who exchange `operands`."""
+    values = "".join(f"{operand}, " for operand in operands)
+    gen.line(
+        f"{_STEP}warp_sync.meet({x.opcode!r}, ({values}), {gen.value(named, 'u4')}, "
+        f"{_behind(gen)}, mask, merge, {x.site})"
+    )
+
+
+def _barrier(gen: Generator, x: Instruction) -> None:
+    parts = [p for p in x.parts if p not in ("cta", "aligned")]
     if parts[1] == "warp":
-        gen.line(f"{_STEP}barriers.sync_warp({gen.value(x.operands[0], 'u4')}, {end}")
+        meet(gen, x, [], x.operands[0])
         return
+    end = f"{_behind(gen)}, mask, merge, {x.site})"
     if parts[1] == "cluster" or parts[1] not in ("sync", "arrive", "red"):
         raise gen.unsupported(x)
     operands = list(x.operands)
@@ -71,6 +81,12 @@ def _barrier(gen: Generator, x: Instruction) -> None:
         reduction = f", {parts[2]!r}, {predicate}"
     identifier = gen.value(operands[0], "u4")
     count = gen.value(operands[1], "u4") if len(operands) > 1 else "None"
+    if parts[1] == "arrive" and count == "None":
+        raise gen.unsupported(x, "bar.arrive needs a number of threads")
+    if any(gen.is_register(operand) for operand in operands):
+        gen.line(f"barriers.check({identifier}, {count}, mask, {x.site})")
+    elif fault := barrier_fault(*(int(operand, 0) for operand in operands)):
+        raise gen.unsupported(x, fault)
     method = "arrive" if parts[1] == "arrive" else "sync"
     gen.line(f"{_STEP}barriers.{method}({identifier}, {count}, {end[:-1]}{reduction})")
 

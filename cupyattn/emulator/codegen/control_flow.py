@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from cupyattn.emulator.errors import PTXSyntaxError
 from cupyattn.emulator.ptx.model import Function, Instruction
 
-__all__ = ["Block", "ControlFlow", "is_barrier", "registers_of"]
+__all__ = ["Block", "ControlFlow", "registers_of"]
 
 _NO_RESULT = frozenset(
     [
@@ -43,11 +43,6 @@ _NO_RESULT = frozenset(
 _NAME = re.compile(r"%?[\w$]+")
 
 
-def is_barrier(instruction: Instruction) -> bool:
-    """Tell whether threads may have to wait at `instruction`."""
-    return instruction.root in ("bar", "barrier")
-
-
 @dataclass
 class Block:
     """Instructions `first` to `last` - 1, then the blocks that may follow.
@@ -72,21 +67,23 @@ def registers_of(
         [name for name in _NAME.findall(operand) if name in registers]
         for operand in instruction.operands
     ]
-    if instruction.root in _NO_RESULT or not found:
+    if instruction.result_is_behind:
         written: list[str] = []
+        read = [name for names in found[1:] for name in names]
+    elif instruction.root in _NO_RESULT or not found:
+        written = []
         read = [name for names in found for name in names]
-        if is_barrier(instruction) and ".red." in instruction.opcode:
-            read = [name for names in found[1:] for name in names]  # bar_result writes the first
     else:
         written = found[0]
         read = [name for names in found[1:] for name in names]
     if instruction.guard:
-        read = [*read, instruction.guard[0], *written]
+        guard = [name for name in instruction.guard[:1] if name in registers]
+        read = [*read, *guard, *written]
     return written, read
 
 
 def _ends_block(instruction: Instruction) -> bool:
-    return instruction.root in ("bra", "brx", "ret", "exit") or is_barrier(instruction)
+    return instruction.root in ("bra", "brx", "ret", "exit") or instruction.waits
 
 
 def _components(nodes: list[int], successors: dict[int, list[int]]) -> list[list[int]]:
@@ -260,6 +257,15 @@ class ControlFlow:
                 if live != self.live_in[number] or out != self.live_out[number]:
                     self.live_in[number], self.live_out[number] = live, out
                     changed = True
+
+    def continues(self, number: int) -> bool:
+        """Tell whether lanes wait at the end of the block before, and then go on here."""
+        before = self.blocks[number - 1] if number else None
+        return (
+            before is not None
+            and before.next == number
+            and self.function.instructions[before.last - 1].waits
+        )
 
     def is_local(self, register: str, number: int) -> bool:
         """Tell whether `register` lives inside block `number` alone.

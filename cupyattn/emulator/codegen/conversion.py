@@ -14,6 +14,7 @@ __all__ = ["LOWERINGS"]
 
 _FLOATS = ("f16", "bf16", "f32", "f64")
 _ROUNDINGS = ("rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi")
+_MODIFIERS = (*_ROUNDINGS, "ftz", "sat", "relu")
 _SINGLE = {"f16": "f4", "bf16": "f4", "f32": "f4", "f64": "f8"}  # what a float is read as
 
 
@@ -74,11 +75,13 @@ def _pair(gen: Generator, x: Instruction) -> None:
 
 def _convert(gen: Generator, x: Instruction) -> None:
     to, of = x.parts[-2:]
+    if unknown := [part for part in x.parts[1:-2] if part not in _MODIFIERS]:
+        raise gen.unsupported(x, f".{unknown[0]}")
     if to in ("f16x2", "bf16x2") and of == "f32":
         _pair(gen, x)
         return
     known = (*_FLOATS, *("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64"))
-    if to not in known or of not in known or "rna" in x.parts or "satfinite" in x.parts:
+    if to not in known or of not in known:
         raise gen.unsupported(x)
     target, operand = x.operands
     rounding = next((p for p in x.parts if p in _ROUNDINGS), "rn")

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 __all__ = ["FLOAT_TYPES", "LOWERINGS", "float_operand", "lower"]
 
 FLOAT_TYPES = ("f16", "f16x2", "bf16", "bf16x2", "f32", "f64")
+_MODIFIERS = frozenset(
+    ["rn", "rz", "rm", "rp", "ftz", "sat", "relu", "NaN", "approx", "full", "xorsign", "abs"]
+)
 _DIRECTED = ("rz", "rm", "rp")
 _OPERATORS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 _FUNCTIONS = {
@@ -29,7 +32,7 @@ _FUNCTIONS = {
 def float_operand(gen: Generator, x: Instruction, operand: str, kind: str) -> str:
     """Return an expression for an operand as NumPy floats, flushed if the instruction says so."""
     if kind.startswith("bf16"):
-        raise gen.unsupported(x, "bfloat16 arithmetic needs sm_80; convert to f32")
+        raise gen.unsupported(x, "bfloat16 arithmetic; convert to f32")
     if kind == "f16x2":
         return f"unpack_halves({gen.value(operand, 'u4')})"
     if kind == "f16":
@@ -133,6 +136,8 @@ def _float_expression(gen: Generator, x: Instruction, kind: str) -> tuple[str, b
 def lower(gen: Generator, x: Instruction) -> None:
     """Write a floating-point instruction."""
     kind = x.parts[-1]
+    if unknown := [part for part in x.parts[1:-1] if part not in _MODIFIERS]:
+        raise gen.unsupported(x, f".{unknown[0]}")
     expression, flushed = _float_expression(gen, x, kind)
     if "ftz" in x.parts and kind == "f32" and not flushed:
         expression = f"flush({expression})"

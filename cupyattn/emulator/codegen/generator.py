@@ -78,7 +78,7 @@ class Generator:
         file, number = instruction.location
         return UnsupportedPTXError(
             f"{self.function.name}: PTX instruction not supported{': ' + why if why else ''} "
-            f"[{instruction}] at {file or 'an unknown file'}:{number}"
+            f"[{instruction}]{f' at {file}:{number}' if number else ''}"
         )
 
     def is_register(self, operand: str) -> bool:
@@ -157,8 +157,8 @@ class Generator:
                 self.prologue[variable] = f"batch.launch.symbol_address({name!r})"
                 return f"({variable}+{self.constant(offset, 'u8')})" if offset else variable
         raise UnsupportedPTXError(
-            f"{self.function.name}: the operand {operand!r} is no register, number, special "
-            f"register or variable that the emulator knows"
+            f"the operand {operand!r} is no register, number, special register or variable that "
+            "the emulator knows"
         )
 
     def derived(self, operand: str, what: str, expression: str) -> str:
@@ -178,7 +178,7 @@ class Generator:
         """Return an expression for the address in ``[register+offset]``."""
         match = _ADDRESS.match(operand)
         if not match:
-            raise UnsupportedPTXError(f"{self.function.name}: cannot read the address {operand}")
+            raise UnsupportedPTXError(f"cannot read the address {operand}")
         base, offset = match.group(1), int(match.group(2) or "0", 0)
         if self.is_register(base):
             stored = register_dtype(self.function.registers[base])
@@ -193,9 +193,7 @@ class Generator:
         if register == "_":
             return
         if register not in self.function.registers:
-            raise UnsupportedPTXError(
-                f"{self.function.name}: the target {register!r} is no register"
-            )
+            raise UnsupportedPTXError(f"the target {register!r} is no register")
         self._derived.pop(register, None)
         stored = register_dtype(self.function.registers[register])
         name = self.names[register]

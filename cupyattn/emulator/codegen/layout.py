@@ -1,6 +1,7 @@
 """Where the variables of a kernel lie in shared and local memory, and its parameters."""
 
 from cupyattn.emulator.ptx.data_types import SIZE
+from cupyattn.emulator.ptx.mangling import readable
 from cupyattn.emulator.ptx.model import Function, Variable
 
 __all__ = ["MemoryLayout"]
@@ -14,7 +15,7 @@ class MemoryLayout:
     offsets : dict
         Name -> offset in its state space (shared, local or parameters).
     shared_variables : list of (name, offset, size)
-        Dynamic shared memory (``extern __shared__``) has size 0.
+        By their C++ names, for messages. Dynamic shared memory (``extern __shared__``) has size 0.
     static_shared_bytes, local_bytes : int
     module_symbols : set of str
         Global and const variables of the module; their addresses are known at launch.
@@ -38,9 +39,9 @@ class MemoryLayout:
         for variable in dynamic:
             self.offsets[variable.name] = self.dynamic_shared_offset
         if dynamic:
-            names = ", ".join(v.name for v in dynamic)
+            names = ", ".join(readable(v.name) for v in dynamic)
             self.shared_variables.append((names, self.dynamic_shared_offset, 0))
-        self.shared_variables += [(v.name, self.offsets[v.name], v.size) for v in static]
+        self.shared_variables += [(readable(v.name), self.offsets[v.name], v.size) for v in static]
         self.local_bytes = self._place([v for v in variables if v.space == "local"])
 
     def _place(self, variables: list[Variable]) -> int:

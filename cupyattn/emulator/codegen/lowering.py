@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["CONTROL", "lowering_of"]
 
 # Instructions that end a basic block and say themselves where to go on.
-CONTROL = frozenset(["bra", "brx", "ret", "exit", "bar", "barrier"])
+CONTROL = frozenset(["bra", "brx", "ret", "exit", "bar", "barrier", "shfl", "vote", "match"])
 
 _LOWERINGS: dict[str, Lowering] = {
     **control.LOWERINGS,

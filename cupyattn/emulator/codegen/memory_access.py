@@ -38,11 +38,17 @@ def _elements(operand: str) -> list[str]:
     return [name.strip() for name in operand.strip("{} ").split(",")]
 
 
+def _check_width(gen: Generator, x: Instruction, width: int) -> None:
+    if width > 16 or "async" in x.parts or "bulk" in x.parts:
+        raise gen.unsupported(x, "more than 16 bytes at once" if width > 16 else "")
+
+
 def _load(gen: Generator, x: Instruction) -> None:
     kind = x.parts[-1]
     size, dtype = SIZE[kind], operand_dtype(kind)
     targets = _elements(x.operands[0])
     memory = _memory(gen, x)
+    _check_width(gen, x, size * len(targets))
     fixed = re.match(r"\[([\w$]+)(?:\+(\d+))?\]$", x.operands[1])
     if memory == "parameters" and fixed and fixed.group(1) in gen.layout.offsets:
         first = gen.layout.offsets[fixed.group(1)] + int(fixed.group(2) or 0)
@@ -60,7 +66,9 @@ def _load(gen: Generator, x: Instruction) -> None:
 
 def _store(gen: Generator, x: Instruction) -> None:
     size = SIZE[x.parts[-1]]
-    values = "".join(gen.value(v, unsigned(size)) + ", " for v in _elements(x.operands[1]))
+    elements = _elements(x.operands[1])
+    _check_width(gen, x, size * len(elements))
+    values = "".join(gen.value(v, unsigned(size)) + ", " for v in elements)
     address = gen.address(x.operands[0])
     gen.line(f"{_memory(gen, x)}.store({address}, {size}, ({values}), {gen.mask}, {x.site})")
 
@@ -68,7 +76,12 @@ def _store(gen: Generator, x: Instruction) -> None:
 def _atomic(gen: Generator, x: Instruction) -> None:
     kind = x.parts[-1]
     operation = next((p for p in x.parts[1:] if p in _ATOMIC_OPERATIONS), "")
-    if not operation or kind in ("bf16", "bf16x2") or any(p in ("v2", "v4") for p in x.parts):
+    if (
+        not operation
+        or "async" in x.parts
+        or kind in ("bf16", "bf16x2")
+        or any(p in ("v2", "v4") for p in x.parts)
+    ):
         raise gen.unsupported(x)
     operands = list(x.operands)
     target = operands.pop(0) if x.root == "atom" else "_"

@@ -7,6 +7,7 @@ import numpy as np
 
 from cupyattn.emulator.machine import convert, floating, integer
 from cupyattn.emulator.machine.positions import EXITED
+from cupyattn.emulator.machine.warp import warp_bits
 
 __all__ = ["RUNTIME_NAMES"]
 
@@ -28,8 +29,14 @@ def _pack(parts: tuple[Any, ...], dtype: Any, width: int) -> Any:
     return result
 
 
+def _active_mask(mask: Any, shape: tuple[int, int]) -> Any:
+    """Return the lanes that run, one uint32 per warp (``activemask``)."""
+    return np.repeat(warp_bits(True if mask is None else mask, shape), 32).reshape(shape)
+
+
 def _namespace() -> dict[str, Any]:
     names: dict[str, Any] = {"np": np, "where": np.where, "guarded": _guarded, "pack": _pack}
+    names["active_mask"] = _active_mask
     for module in (convert, floating, integer):
         names.update({name: getattr(module, name) for name in module.__all__})
     for dtype in ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"):
@@ -60,7 +67,7 @@ class _RuntimeNames:
         "parameters = batch.parameters",
         "generic_memory = batch.generic",
         "atomics = batch.atomics",
-        "warp = batch.warp",
+        "warp_sync = schedule.warp_sync",
         "matrix = batch.matrix",
     )
 

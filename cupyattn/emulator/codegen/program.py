@@ -11,7 +11,8 @@ The function keeps every register in a local variable and runs basic blocks in a
                     block, mask, merge = schedule.branch(v_p1, 2, 1, mask, merge)
                 ...
 
-Blocks are found through a binary tree of comparisons.
+Blocks are found through a binary tree of comparisons. Behind a block that ends where lanes may
+have to wait stands its continuation, so that nothing is looked up if they need not.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ from cupyattn.emulator.codegen.matrix_fusion import MatrixFusion
 from cupyattn.emulator.codegen.multiply_add import MultiplyAddFusion
 from cupyattn.emulator.codegen.names import RUNTIME_NAMES
 from cupyattn.emulator.errors import UnsupportedPTXError
+from cupyattn.emulator.ptx.architecture import needed_target
 from cupyattn.emulator.ptx.data_types import register_dtype
 from cupyattn.emulator.ptx.model import Function, Instruction, Variable
 
 __all__ = ["Program", "compile_kernel"]
+
+_ALL_LANES = ("-1", "0xffffffff", "4294967295")
 
 
 @dataclass
@@ -48,6 +52,8 @@ class Program:
         The instructions of each basic block.
     shared_granule : int
         Smallest access to shared memory in bytes, at most 8.
+    partial_warp_barriers : bool
+        Whether a ``bar.warp.sync`` may name only some lanes of a warp.
     """
 
     name: str
@@ -58,6 +64,7 @@ class Program:
     blocks: list[range]
     layout: MemoryLayout
     shared_granule: int
+    partial_warp_barriers: bool
 
     @property
     def local_bytes(self) -> int:
@@ -70,6 +77,11 @@ def _placed(gen: Generator, instruction: Instruction, text: str) -> UnsupportedP
     if str(instruction) in text:
         return UnsupportedPTXError(text)
     return gen.unsupported(instruction, text)
+
+
+def _may_be_partial(x: Instruction) -> bool:
+    """Tell whether `x` is a ``bar.warp.sync`` whose mask is not known to name all lanes."""
+    return x.opcode == "bar.warp.sync" and x.operands[0].lower() not in _ALL_LANES
 
 
 def _write_block(gen: Generator, number: int) -> list[str]:
@@ -96,6 +108,8 @@ def _write_block(gen: Generator, number: int) -> list[str]:
             ended = True
         elif instruction.guard:
             predicate, negated = instruction.guard
+            if predicate not in gen.names:
+                raise gen.unsupported(instruction, f"the guard {predicate!r} is no register")
             name = f"{'~' if negated else ''}{gen.names[predicate]}"
             gen.line(f"guard = guarded({name}, mask, shape)")
             gen.guard = gen.mask = "guard"
@@ -130,22 +144,33 @@ def _assemble(gen: Generator, bodies: list[list[str]]) -> str:
         "  if steps < 0: raise batch.hang()",
     ]
 
+    leaves: list[list[int]] = []
+    for number in range(len(bodies)):
+        if gen.flow.continues(number):
+            leaves[-1].append(number)
+        else:
+            leaves.append([number])
+
     def tree(low: int, high: int, indent: int) -> None:
         space = " " * indent
         if high - low == 1:
-            out.extend(space + line for line in bodies[low])
+            for number in leaves[low]:
+                if len(leaves[low]) > 1:
+                    out.append(f"{space}if block == {number}:")
+                inner = " " * (indent + (len(leaves[low]) > 1))
+                out.extend(inner + line for line in bodies[number])
             return
         middle = (low + high) // 2
-        out.append(f"{space}if block < {middle}:")
+        out.append(f"{space}if block < {leaves[middle][0]}:")
         tree(low, middle, indent + 1)
         out.append(f"{space}else:")
         tree(middle, high, indent + 1)
 
-    tree(0, len(bodies), 2)
+    tree(0, len(leaves), 2)
     return "\n".join(out) + "\n"
 
 
-def compile_kernel(function: Function, variables: dict[str, Variable]) -> Program:
+def compile_kernel(function: Function, variables: dict[str, Variable], target: int) -> Program:
     """Generate and compile the Python function of a kernel.
 
     Parameters
@@ -154,13 +179,23 @@ def compile_kernel(function: Function, variables: dict[str, Variable]) -> Progra
         The entry, with its calls expanded.
     variables : dict
         The variables of its module.
+    target : int
+        What the PTX says it is for, 75 for sm_75.
 
     Raises
     ------
     UnsupportedPTXError
-        The kernel has an instruction that the emulator does not run.
+        The kernel has an instruction that the emulator does not run, or that the target lacks.
     """
     gen = Generator(function, variables)
+    for instruction in function.instructions:
+        needed = needed_target(instruction)
+        if needed > target:
+            raise gen.unsupported(
+                instruction,
+                f"it needs sm_{needed}, and the PTX is for sm_{target} (.target): use what "
+                f"sm_{target} has, or compile with -arch=compute_{needed}",
+            )
     bodies = [_write_block(gen, number) for number in range(len(gen.flow.blocks))]
     source = _assemble(gen, bodies)
     namespace = dict(RUNTIME_NAMES.namespace)
@@ -175,4 +210,5 @@ def compile_kernel(function: Function, variables: dict[str, Variable]) -> Progra
         [range(b.first, b.last) for b in gen.flow.blocks],
         gen.layout,
         gen.layout.shared_granule(),
+        any(_may_be_partial(x) for x in function.instructions),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cupyattn.emulator.codegen.control import meet
 from cupyattn.emulator.codegen.matrix_fusion import MMA_SHAPES
 from cupyattn.emulator.ptx.data_types import SIZE, unsigned
 from cupyattn.emulator.ptx.model import Instruction
@@ -17,37 +18,31 @@ __all__ = ["LOWERINGS"]
 def _shuffle(gen: Generator, x: Instruction) -> None:
     if x.parts[1] != "sync":
         raise gen.unsupported(x, "shfl without .sync")
-    targets = [name.strip() for name in x.operands[0].split("|")]
-    value, lane, clamp, named = (gen.value(o, "u4") for o in x.operands[1:5])
-    gen.line(
-        f"_v, _p = warp.shuffle({x.parts[2]!r}, {value}, {lane}, {clamp}, {named}, {gen.mask}, "
-        f"{x.site})"
-    )
-    gen.assign(targets[0], "_v", "u4")
-    if len(targets) > 1 and gen.flow.use_count[targets[1]]:
-        gen.assign(targets[1], "_p", "b1")
+    meet(gen, x, [gen.value(o, "u4") for o in x.operands[1:4]], x.operands[4])
 
 
 def _vote(gen: Generator, x: Instruction) -> None:
     if x.parts[1] != "sync":
         raise gen.unsupported(x, "vote without .sync")
-    predicate, named = gen.value(x.operands[1], "b1"), gen.value(x.operands[2], "u4")
-    gen.line(f"_v = warp.vote({x.parts[2]!r}, {predicate}, {named}, {gen.mask}, {x.site})")
-    gen.assign(x.operands[0], "_v", "u4" if x.parts[-1] == "b32" else "b1")
+    meet(gen, x, [gen.value(x.operands[1], "b1")], x.operands[2])
 
 
 def _match(gen: Generator, x: Instruction) -> None:
+    meet(gen, x, [gen.value(x.operands[1], unsigned(SIZE[x.parts[-1]]))], x.operands[2])
+
+
+def _receive(gen: Generator, x: Instruction) -> None:
+    """Write what the lanes got from the ``shfl``, ``vote`` or ``match`` before: value|predicate."""
     targets = [name.strip() for name in x.operands[0].split("|")]
-    value = gen.value(x.operands[1], unsigned(SIZE[x.parts[-1]]))
-    named = gen.value(x.operands[2], "u4")
-    gen.line(f"_v, _p = warp.match({x.parts[1]!r}, {value}, {named}, {gen.mask}, {x.site})")
-    gen.assign(targets[0], "_v", "u4")
-    if len(targets) > 1:
-        gen.assign(targets[1], "_p", "b1")
+    if x.parts[1] == "vote" and x.parts[-1] == "pred":
+        targets.insert(0, "_")
+    gen.assign(targets[0], "warp_sync.value", "u4")
+    if len(targets) > 1 and (targets[1] not in gen.names or gen.flow.use_count[targets[1]]):
+        gen.assign(targets[1], "warp_sync.flag", "b1")
 
 
 def _active_mask(gen: Generator, x: Instruction) -> None:
-    gen.assign(x.operands[0], f"warp.active_mask({gen.mask})", "u4")
+    gen.assign(x.operands[0], f"active_mask({gen.mask}, shape)", "u4")
 
 
 def _move_matrix(gen: Generator, x: Instruction) -> None:
@@ -87,6 +82,7 @@ LOWERINGS: dict[str, Lowering] = {
     "shfl": _shuffle,
     "vote": _vote,
     "match": _match,
+    "sync_result": _receive,
     "activemask": _active_mask,
     "movmatrix": _move_matrix,
     "mma": _multiply,

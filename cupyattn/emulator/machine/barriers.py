@@ -1,8 +1,9 @@
-"""Barriers: ``bar.sync`` / ``bar.arrive`` / ``bar.red`` of a block and ``bar.warp.sync``.
+"""Barriers of a block: ``bar.sync``, ``bar.arrive`` and ``bar.red``.
 
-A barrier with a thread count, and a warp barrier, open as soon as the last lane arrives. A
-``bar.sync`` for the whole block opens when no lane can run on, since only then it is known that no
-other thread is still on its way; in straight-line code all lanes are there and it costs nothing.
+A barrier with a thread count opens as soon as the last lane arrives. A ``bar.sync`` for the whole
+block opens when no lane can run on, since only then it is known that no other thread is still on
+its way; in straight-line code all lanes are there and it costs nothing. (``bar.warp.sync`` is in
+`machine.warp_sync`.)
 """
 
 from __future__ import annotations
@@ -11,19 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cupyattn.emulator.errors import BarrierError
 from cupyattn.emulator.machine.positions import EXITED, WAITING
-from cupyattn.emulator.machine.warp import warp_bits
 
 if TYPE_CHECKING:
     from cupyattn.emulator.machine.batch import Batch
     from cupyattn.emulator.machine.scheduler import Scheduler, Step
 
-__all__ = ["Barriers"]
+__all__ = ["Barriers", "barrier_fault"]
 
 Array = Any
 
 _IDS = 16  # hardware barriers of a block
-_WARP = 16  # in `Barriers.barrier`: waits at bar.warp.sync
 
 
 class Barriers:
@@ -41,15 +41,28 @@ class Barriers:
         shape, blocks = self.batch.shape, self.batch.blocks
         self.allocated = True
         self.resume = np.zeros(shape, np.int32)  # block to run behind the barrier
-        self.barrier = np.full(shape, -1, np.int8)  # barrier id, or _WARP
+        self.barrier = np.full(shape, -1, np.int8)  # barrier id, -1: not waiting at one
         self.site = np.zeros(shape, np.int32)  # instruction at which the lane waits
-        self.named = np.zeros(shape, np.uint32)  # membermask of bar.warp.sync
         self.vote = np.zeros(shape, bool)  # predicate of bar.red
         self.reduction = ""
         self.expected = np.zeros((blocks, _IDS), np.int64)  # thread count, 0: the whole block
         self.arrived = np.zeros((blocks, _IDS), np.int64)  # lanes of bar.arrive
 
     # ------------------------------------------------------------------ bar.sync and its kin
+    def check(self, identifier: Array, count: Array | None, mask: Array, site: int) -> None:
+        """Refuse operands of a barrier that no hardware has."""
+        bad = np.asarray(identifier) >= _IDS
+        if count is not None:
+            bad = bad | (np.asarray(count) % 32 != 0) | (np.asarray(count) == 0)
+        if not bad.any():
+            return
+        bad = np.broadcast_to(bad, self.batch.shape)
+        lanes = np.flatnonzero(bad if mask is None else bad & mask)
+        if len(lanes):
+            operands = [identifier] if count is None else [identifier, count]
+            values = [np.broadcast_to(v, self.batch.shape).flat[lanes[0]] for v in operands]
+            raise self.batch.fault(BarrierError, barrier_fault(*map(int, values)), site, lanes)
+
     def sync(
         self,
         identifier: Array,
@@ -151,28 +164,11 @@ class Barriers:
 
     def _exited(self, site: int, gone: np.ndarray) -> Exception:
         return self.scheduler.missed(
-            "a barrier that some threads of the block never reach: they had returned before",
+            "a barrier that some threads of the block miss: they ended (returned) without reaching "
+            "it, while the others wait",
             site,
             np.flatnonzero(gone),
         )
-
-    # ------------------------------------------------------------------ bar.warp.sync
-    def sync_warp(self, named: Array, target: int, mask: Array, merge: Array, site: int) -> Step:
-        """Wait until the lanes of the warp that `named` lists are there."""
-        if merge is None:
-            if self.batch.tracker:
-                self.batch.tracker.sync_warps(mask)
-            return target, mask, None
-        self._allocate()
-        position = self.scheduler.position
-        assert position is not None
-        position[mask] = WAITING
-        self.resume[mask] = target
-        self.site[mask] = site
-        self.barrier[mask] = _WARP
-        self.named[mask] = np.broadcast_to(named, self.batch.shape)[mask]
-        self._release_warps()
-        return self.scheduler.pick()
 
     # ------------------------------------------------------------------ opening
     def _open(self, lanes: np.ndarray) -> None:
@@ -181,27 +177,8 @@ class Barriers:
         position[lanes] = self.resume[lanes]
         self.barrier[lanes] = -1
 
-    def _release_warps(self) -> bool:
-        position = self.scheduler.position
-        shape = self.batch.shape
-        waiting = (position == WAITING) & (self.barrier == _WARP)
-        if not waiting.any():
-            return False
-        there = warp_bits(waiting, shape)
-        alive = warp_bits(position != EXITED, shape)
-        absent = (self.named.reshape(-1, 32) & alive[:, None] & ~there[:, None]) != 0
-        blocked = (absent & waiting.reshape(-1, 32)).any(1)
-        opened = waiting & ~np.repeat(blocked, 32).reshape(shape)
-        if not opened.any():
-            return False
-        if self.batch.tracker:
-            self.batch.tracker.sync_warps(opened)
-        self._open(opened)
-        return True
-
     def _release_counted(self) -> bool:
-        position = self.scheduler.position
-        waiting = (position == WAITING) & (self.barrier >= 0) & (self.barrier < _IDS)
+        waiting = self.barrier >= 0
         if not waiting.any():
             return False
         rows, columns = np.nonzero(waiting)
@@ -223,7 +200,7 @@ class Barriers:
         """Open the whole-block barriers at which every live thread of a block waits."""
         position = self.scheduler.position
         assert position is not None
-        waiting = (position == WAITING) & (self.barrier >= 0) & (self.barrier < _IDS)
+        waiting = self.barrier >= 0
         ids = np.where(waiting, self.barrier, -1).max(1)
         whole = np.take_along_axis(self.expected, np.maximum(ids, 0)[:, None].astype(int), 1) == 0
         same = waiting & (self.barrier == ids[:, None]) & whole
@@ -261,18 +238,32 @@ class Barriers:
             self._reduce(self.reduction, self.vote, self.barrier, opened)
         self._open(opened)
 
-    def release_stalled(self) -> None:
-        """Open what can be opened now that no lane can run; a deadlock is an error."""
-        if self._release_warps() or self._release_counted() or self._release_blocks():
-            return
-        position = self.scheduler.position
-        lanes = np.flatnonzero(position == WAITING)
+    def release(self) -> bool:
+        """Open what can be opened now that no lane can run; tell whether there was anything."""
+        return self.allocated and (self._release_counted() or self._release_blocks())
+
+    def site_of(self, lane: int) -> int:
+        """Return the instruction at which a lane waits."""
+        return int(self.site.flat[lane])
+
+    def stuck(self) -> Exception:
+        """Return the error for lanes that wait for others which never come."""
+        lanes = np.flatnonzero(self.barrier >= 0)
         site = int(self.site.flat[lanes[0]])
         elsewhere = sorted({int(s) for s in self.site.flat[lanes]} - {site})
         others = "; others wait at " + self.batch.describe(elsewhere[0]) if elsewhere else ""
-        raise self.scheduler.missed(
+        return self.scheduler.missed(
             f"deadlock: the threads that this barrier waits for never arrive{others}", site, lanes
         )
+
+
+def barrier_fault(identifier: int, count: int = 32) -> str:
+    """Say what is wrong with the operands of a barrier, nothing if they are right."""
+    if not 0 <= identifier < _IDS:
+        return f"barrier {identifier}; a block has the barriers 0 to {_IDS - 1}"
+    if count <= 0 or count % 32:
+        return f"a barrier of {count} threads; allowed: a positive multiple of 32, whole warps"
+    return ""
 
 
 def _reduced(reduction: str, votes: np.ndarray, here: np.ndarray) -> np.ndarray:

@@ -26,7 +26,7 @@ from cupyattn.emulator.machine.memory import (
 )
 from cupyattn.emulator.machine.races import SharedMemoryTracker
 from cupyattn.emulator.machine.scheduler import Scheduler
-from cupyattn.emulator.machine.warp import WarpOperations
+from cupyattn.emulator.ptx.mangling import readable
 
 if TYPE_CHECKING:
     from cupyattn.emulator.launch import LaunchState
@@ -66,7 +66,6 @@ class Batch:
         self.global_ = GlobalMemory(self, launch.device_memory)
         self.generic = GenericMemory(self)
         self.atomics = AtomicOperations(self)
-        self.warp = WarpOperations(self)
         self.matrix = MatrixOperations(self)
 
     def _special_registers(self) -> dict[str, Array]:
@@ -147,7 +146,7 @@ class Batch:
         self, kind: type[KernelFault], text: str, site: int, lanes: np.ndarray | list[int]
     ) -> KernelFault:
         """Return the exception `kind`, its message completed with block, thread and line."""
-        entry = self.program.name
+        entry = readable(self.program.name)
         line = self.program.instructions[site].location[1]
         if not len(lanes):
             return kind(f"{text}; in {entry}, {self.describe(site)}", line=line)
@@ -164,8 +163,9 @@ class Batch:
     def hang(self) -> KernelFault:
         """Return the error for a kernel that has run too many steps."""
         return KernelFault(
-            f"{self.program.name} ran {self.checks.max_steps} basic blocks without finishing: an "
-            "endless loop, or a wait for a block that runs later (raise Checks.max_steps if not)"
+            f"{readable(self.program.name)} ran {self.checks.max_steps} basic blocks without "
+            "finishing: an endless loop, or a wait for a block that runs later (raise "
+            "Checks.max_steps if not)"
         )
 
     def trap(self, mask: Array, site: int) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupyattn.emulator.errors import MisalignedAccessError, OutOfBoundsError
+from cupyattn.emulator.errors import MisalignedAccessError, OutOfBoundsError, WarpSyncError
 from cupyattn.emulator.machine.convert import HALF_TO_FLOAT
 from cupyattn.emulator.machine.lanes import over_lanes
 from cupyattn.emulator.machine.memory import SHARED_WINDOW, WINDOW_BYTES
@@ -32,6 +32,21 @@ class MatrixOperations:
         self.batch = batch
         self.shape = batch.shape
         self.warps = batch.blocks * batch.warps
+
+    def _converged(self, mask: Array, site: int, what: str) -> None:
+        """Refuse an ``.aligned`` instruction that only some lanes of a warp execute."""
+        if mask is None:
+            return
+        active = mask.reshape(-1, 32)
+        partial: Any = active.any(1) & ~active.all(1)
+        if partial.any():
+            raise self.batch.fault(
+                WarpSyncError,
+                f"{what} needs all 32 lanes of the warp, but only some are here (divergence, or "
+                "threads that returned)",
+                site,
+                np.flatnonzero(active & partial[:, None]),
+            )
 
     def _fragments(self, registers: list[Array]) -> np.ndarray:
         """Return float32 (len(registers), warps, 8, 8) from registers of packed float16 pairs."""
@@ -65,7 +80,7 @@ class MatrixOperations:
         (J, 4, blocks, threads) float32 array
             The accumulators. Sums are float32; hardware may round in another order.
         """
-        self.batch.warp.converged(mask, site, "mma.sync.aligned")
+        self._converged(mask, site, "mma.sync.aligned")
         steps, chains, warps = len(a), len(b), self.warps
         left = self._fragments([register for pair in a for register in pair])
         left = left.reshape(steps, 2, warps, 8, 8).transpose(2, 1, 3, 0, 4)
@@ -107,7 +122,7 @@ class MatrixOperations:
 
     def transpose(self, register: Array, mask: Array, site: int) -> Array:
         """Transpose an 8x8 matrix of 16-bit elements (``movmatrix.trans``)."""
-        self.batch.warp.converged(mask, site, "movmatrix.sync.aligned")
+        self._converged(mask, site, "movmatrix.sync.aligned")
         bits = np.ascontiguousarray(np.broadcast_to(register, self.shape))
         matrix = bits.view(np.uint16).reshape(self.warps, 8, 8)
         turned = np.ascontiguousarray(matrix.swapaxes(1, 2))
@@ -120,7 +135,7 @@ class MatrixOperations:
         lanes must be aligned too.
         """
         batch = self.batch
-        batch.warp.converged(mask, site, "ldmatrix.sync.aligned")
+        self._converged(mask, site, "ldmatrix.sync.aligned")
         uniform = np.ndim(address) < 2 or np.shape(address)[0] == 1
         address = over_lanes(address, self.shape)
         if address.dtype.itemsize == 8:

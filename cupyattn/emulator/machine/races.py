@@ -2,10 +2,12 @@
 
 Two accesses of different threads race if one is a write and no barrier orders them. Which barrier
 orders what is kept in vector clocks, as in FastTrack (C. Flanagan, S. Freund, "FastTrack: efficient
-and precise dynamic race detection", 2009), with a warp as the unit between warps and a lane inside
-a warp: every warp counts epochs, one per barrier that it passes, and `seen[block, w, v]` is the
-last epoch of warp v that a barrier has made visible to warp w. An access recorded in epoch e of
-warp v is ordered before one of warp w now if e <= seen[w, v].
+and precise dynamic race detection", 2009). A clock belongs to a warp, in which lanes are known
+apart: every warp counts epochs, one for each barrier it passes, and `seen[block, w, v]` is the last
+epoch of warp v that a barrier has made visible to warp w. An access recorded in epoch e of warp v
+is ordered before one of warp w now if e <= seen[w, v]. In a kernel with a ``bar.warp.sync`` of some
+lanes of a warp, which orders those alone, every lane has a clock of its own: the same with "lane"
+for "warp", and slower.
 
 The unit of memory is a granule, the smallest size that the kernel accesses shared memory with.
 """
@@ -19,6 +21,7 @@ import numpy as np
 from cupyattn.emulator.errors import SharedMemoryRaceError, UninitializedReadError
 
 if TYPE_CHECKING:
+    from cupyattn.emulator.codegen.program import Program
     from cupyattn.emulator.machine.batch import Batch
 
 __all__ = ["SharedMemoryTracker"]
@@ -40,17 +43,24 @@ class SharedMemoryTracker:
         self.granule = batch.program.shared_granule
         self.stride = -(-max(batch.launch.shared_bytes, 16) // 16) * 16 // self.granule
         count = batch.blocks * self.stride
-        warps = batch.warps
+        self.unit = 1 if batch.program.partial_warp_barriers else 32  # lanes that share a clock
+        self.units = units = batch.threads // self.unit
         self.written = np.zeros(count, bool)
         if self.races:
-            self.epoch = np.ones((batch.blocks, warps), np.int32)
-            self.seen = np.zeros((batch.blocks, warps, warps), np.int32)
+            self.epoch = np.ones((batch.blocks, units), np.int32)
+            self.seen = np.zeros((batch.blocks, units, units), np.int32)
             self.writer = np.zeros(count, np.int32)  # record of the last write, 0: none
-            self.writer_warp = np.zeros(count, np.int16)
+            self.writer_unit = np.zeros(count, np.int16)
             self.by_atomic = np.zeros(count, bool)
-            self.readers = np.zeros((count, warps), np.int32)  # record of the last read per warp
+            self.readers = np.zeros((count, units), np.int32)  # record of the last read per unit
             self.pending: dict[tuple[int, int], np.ndarray] = {}
         self.lane = np.arange(batch.blocks * batch.threads, dtype=np.int32)
+
+    @staticmethod
+    def bytes_per_block(program: Program, shared_bytes: int, threads: int) -> int:
+        """Return the size of the records for one block."""
+        units = threads // (1 if program.partial_warp_barriers else 32)
+        return 4 * (-(-shared_bytes // program.shared_granule) * (units + 3) + units * units)
 
     # ------------------------------------------------------------------ accesses
     def _granules(
@@ -81,8 +91,12 @@ class SharedMemoryTracker:
         """Check and record the 16-byte rows that whole warps load at once (``ldmatrix``)."""
         index, lanes = self._granules(index, 16, None, lanes)
         self._check_written(index, lanes, site)
-        if self.races:
-            self._read(index, lanes, site, collective=True)
+        if not self.races:
+            return
+        if self.unit == 1:  # all lanes of the warp get something of every row
+            lanes = ((lanes & ~31)[:, None] + np.arange(32)).ravel()
+            index = np.repeat(index, 32)
+        self._read(index, lanes, site, collective=True)
 
     def write(self, index: Array, values: np.ndarray, mask: Array, site: int) -> None:
         """Check and record stores, before they happen."""
@@ -92,7 +106,7 @@ class SharedMemoryTracker:
         if self.races:
             granules = np.ascontiguousarray(values).reshape(-1).view(f"u{self.granule}")
             memory = self.batch.shared.views[self.granule]
-            changes = memory.take(index) != granules  # writing what is there already is no race
+            changes = memory.take(index) != granules  # equal writes do not race with each other
             self._write(index, lanes, site, False, changes)
         self.written[index] = True
 
@@ -143,29 +157,31 @@ class SharedMemoryTracker:
             )
 
     def _after_writes(
-        self, index: np.ndarray, warp: np.ndarray, own: np.ndarray
+        self, index: np.ndarray, unit: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return which granules hold a write not yet visible, its record and its warp."""
+        """Return which granules hold a write not yet visible, its record and its unit."""
         writer = self.writer.take(index)
-        writer_warp = self.writer_warp.take(index)
-        visible = self.seen.reshape(-1).take(warp * self.batch.warps + writer_warp)
-        return (writer >> 6) > visible, writer, writer_warp
+        writer_unit = self.writer_unit.take(index)
+        visible = self.seen.reshape(-1).take(unit * self.units + writer_unit)
+        return (writer >> 6) > visible, writer, writer_unit
 
     def _read(self, index: np.ndarray, lanes: np.ndarray, site: int, collective: bool) -> None:
-        warps = self.batch.warps
-        warp = (lanes >> 5).astype(np.int64)  # counted over the batch
-        own = warp % warps
-        who = _COLLECTIVE if collective else lanes & 31
-        bad, writer, writer_warp = self._after_writes(index, warp, own)
+        unit = (lanes // self.unit).astype(np.int64)  # counted over the batch
+        own = unit % self.units
+        who = _COLLECTIVE if collective else lanes % self.unit
+        bad, writer, writer_unit = self._after_writes(index, unit)
         if bad.any():
-            if not collective:  # a thread sees its own write
-                bad &= (writer_warp != own) | ((writer & _WHO) != who)
+            if not collective or self.unit == 1:  # a thread sees its own write
+                bad &= (writer_unit != own) | ((writer & _WHO) != lanes % self.unit)
             if bad.any():
-                self._race(index, lanes, site, "reads", bad, writer_warp, writer, "written")
-        now = self.epoch.reshape(-1).take(warp)
+                self._race(index, lanes, site, "reads", bad, writer_unit, writer, "written")
+        now = self.epoch.reshape(-1).take(unit)
         record = now * 64 + who
         readers = self.readers.reshape(-1)
-        cell = index * warps + own
+        cell = index * self.units + own
+        if self.unit == 1 and not collective:
+            readers[cell] = record
+            return
         before = readers.take(cell)
         again = ((before >> 6) == now) & (before != record)
         if collective:
@@ -179,31 +195,32 @@ class SharedMemoryTracker:
     def _write(
         self, index: np.ndarray, lanes: np.ndarray, site: int, atomic: bool, changes: np.ndarray
     ) -> None:
-        warps = self.batch.warps
-        warp = (lanes >> 5).astype(np.int64)
-        own = warp % warps
-        who = lanes & 31
-        bad, writer, writer_warp = self._after_writes(index, warp, own)
+        unit = (lanes // self.unit).astype(np.int64)
+        own = unit % self.units
+        who = lanes % self.unit
+        bad, writer, writer_unit = self._after_writes(index, unit)
         if bad.any():
-            bad &= ((writer_warp != own) | ((writer & _WHO) != who)) & changes
+            bad &= ((writer_unit != own) | ((writer & _WHO) != who)) & changes
             if atomic:
                 bad &= ~self.by_atomic.take(index)
             if bad.any():
-                self._race(index, lanes, site, "writes", bad, writer_warp, writer, "written")
+                self._race(index, lanes, site, "writes", bad, writer_unit, writer, "written")
         readers = self.readers.take(index, axis=0)
-        unseen: Any = (readers >> 6) > self.seen.reshape(-1, warps).take(warp, axis=0)
+        unseen: Any = (readers >> 6) > self.seen.reshape(-1, self.units).take(unit, axis=0)
         if unseen.any():
             row = np.arange(index.size)
-            mine = readers[row, own] & _WHO
-            unseen[row, own] &= (mine != who) & (mine != _COLLECTIVE)
-            unseen &= changes[:, None]
+            unseen[row, own] &= (readers[row, own] & _WHO) != who
+            # what the warp read all together, it has read before any of its lanes goes on
+            warp_of_unit = np.arange(self.units) * self.unit // 32
+            same_warp = warp_of_unit == warp_of_unit.take(own)[:, None]
+            unseen &= ~(same_warp & ((readers & _WHO) == _COLLECTIVE))
             bad = unseen.any(1)
             if bad.any():
-                reader_warp = unseen.argmax(1)
-                reader = readers[row, reader_warp]
-                self._race(index, lanes, site, "writes", bad, reader_warp, reader, "read")
-        self.writer[index] = self.epoch.reshape(-1).take(warp) * 64 + who
-        self.writer_warp[index] = own
+                reader_unit = unseen.argmax(1)
+                reader = readers[row, reader_unit]
+                self._race(index, lanes, site, "writes", bad, reader_unit, reader, "read")
+        self.writer[index] = self.epoch.reshape(-1).take(unit) * 64 + who
+        self.writer_unit[index] = own
         self.by_atomic[index] = atomic
 
     def _race(
@@ -213,40 +230,44 @@ class SharedMemoryTracker:
         site: int,
         verb: str,
         bad: np.ndarray,
-        other_warp: np.ndarray,
+        other_unit: np.ndarray,
         other: np.ndarray,
         participle: str,
     ) -> None:
         first = int(np.argmax(bad))
         offset = int(index[first]) % self.stride * self.granule
         who = int(other[first]) & _WHO
-        lane = f"lane {who}" if who < _MANY else "several lanes"
-        relation = (
-            "no bar.warp.sync (__syncwarp)"
-            if int(lanes[first]) // 32 % self.batch.warps == int(other_warp[first])
-            else "no barrier"
-        )
+        other_warp, other_lane = divmod(int(other_unit[first]) * self.unit, 32)
+        lane = f"lane {other_lane + who}" if who < _MANY else "several lanes"
+        relation = "no barrier"
+        if int(lanes[first]) // 32 % self.batch.warps == other_warp:
+            relation = "no bar.warp.sync (__syncwarp)" + " of both" * (self.unit == 1)
         raise self.batch.fault(
             SharedMemoryRaceError,
             f"shared-memory race: the thread {verb} byte {offset}"
             f"{self.batch.shared.nearest(offset)}, {participle} by {lane} of warp "
-            f"{int(other_warp[first])} of the block, and {relation} lies between",
+            f"{other_warp} of the block, and {relation} lies between",
             site,
             np.unique(lanes[bad]),
         )
 
     # ------------------------------------------------------------------ barriers
-    def _join(self, block: int, warps: np.ndarray, extra: np.ndarray | None = None) -> None:
+    def _join(self, block: int, units: np.ndarray, extra: np.ndarray | None = None) -> None:
         seen, epoch = self.seen[block], self.epoch[block]
-        known = seen[warps].max(0)
+        known = seen[units].max(0)
         if extra is not None:
             known = np.maximum(known, extra)
-        known[warps] = epoch[warps]
-        seen[warps] = known
-        epoch[warps] += 1
+        known[units] = epoch[units]
+        seen[units] = known
+        epoch[units] += 1
+
+    def _identifiers(self, lanes: np.ndarray, identifier: np.ndarray) -> np.ndarray:
+        """Return per block and unit the barrier at which some of its lanes are, -1 if none."""
+        ids: np.ndarray = np.where(lanes, identifier, -1)
+        return ids.reshape(self.batch.blocks, self.units, self.unit).max(2)
 
     def sync_blocks(self, which: np.ndarray | None) -> None:
-        """Let all warps of the blocks in `which` (None: of every block) pass a barrier."""
+        """Let all threads of the blocks in `which` (None: of every block) pass a barrier."""
         if not self.races:
             return
         rows = slice(None) if which is None else which
@@ -257,37 +278,43 @@ class SharedMemoryTracker:
         """Let the warps of `lanes` pass the barriers whose ids `identifier` holds per lane."""
         if not self.races:
             return
-        batch = self.batch
-        warp_ids = np.where(lanes, identifier, -1).reshape(batch.blocks, batch.warps, 32).max(2)
-        for block in np.flatnonzero((warp_ids >= 0).any(1)):
-            for number in np.unique(warp_ids[block]):
+        ids = self._identifiers(lanes, identifier)
+        for block in np.flatnonzero((ids >= 0).any(1)):
+            for number in np.unique(ids[block]):
                 if number >= 0:
-                    warps = np.flatnonzero(warp_ids[block] == number)
-                    self._join(int(block), warps, self.pending.pop((int(block), int(number)), None))
+                    units = np.flatnonzero(ids[block] == number)
+                    self._join(int(block), units, self.pending.pop((int(block), int(number)), None))
 
     def arrive(self, lanes: np.ndarray, identifier: np.ndarray) -> None:
         """Let the warps of `lanes` announce what they have done, without waiting."""
         if not self.races:
             return
-        batch = self.batch
-        warp_ids = np.where(lanes, identifier, -1).reshape(batch.blocks, batch.warps, 32).max(2)
-        for block, warp in np.argwhere(warp_ids >= 0):
-            known = self.seen[block, warp].copy()
-            known[warp] = self.epoch[block, warp]
-            key = (int(block), int(warp_ids[block, warp]))
+        ids = self._identifiers(lanes, identifier)
+        for block, unit in np.argwhere(ids >= 0):
+            known = self.seen[block, unit].copy()
+            known[unit] = self.epoch[block, unit]
+            key = (int(block), int(ids[block, unit]))
             before = self.pending.get(key)
             self.pending[key] = known if before is None else np.maximum(before, known)
-            self.seen[block, warp, warp] = self.epoch[block, warp]
-            self.epoch[block, warp] += 1
+            self.seen[block, unit, unit] = self.epoch[block, unit]
+            self.epoch[block, unit] += 1
 
-    def sync_warps(self, mask: np.ndarray | None) -> None:
-        """Let the lanes of the same warp wait for each other (``bar.warp.sync``)."""
+    def sync_warps(self, mask: np.ndarray | None, named: Array) -> None:
+        """Let the lanes of `mask` (None: all) meet those that they name (``bar.warp.sync``)."""
         if not self.races:
             return
         batch = self.batch
-        here: Any = np.ones((batch.blocks, batch.warps), bool)
+        if self.unit == 1:
+            here = np.ones(batch.shape, bool) if mask is None else mask
+            members = np.broadcast_to(named, batch.shape)
+            for block, warp in np.argwhere(here.reshape(batch.blocks, batch.warps, 32).any(2)):
+                lanes = 32 * warp + np.flatnonzero(here[block, 32 * warp : 32 * warp + 32])
+                for group in np.unique(members[block, lanes]):  # equal masks meet
+                    self._join(int(block), lanes[members[block, lanes] == group])
+            return
+        busy: Any = np.ones((batch.blocks, batch.warps), bool)
         if mask is not None:
-            here = mask.reshape(batch.blocks, batch.warps, 32).any(2)
-        block, warp = np.nonzero(here)
+            busy = mask.reshape(batch.blocks, batch.warps, 32).any(2)
+        block, warp = np.nonzero(busy)
         self.seen[block, warp, warp] = self.epoch[block, warp]
         self.epoch[block, warp] += 1

@@ -1,4 +1,4 @@
-"""Which lanes run which basic block next: branches, divergence and barriers.
+"""Which lanes run which basic block next: branches, divergence and waiting.
 
 While all lanes agree ("converged"), the current block is a Python int in the generated code and
 nothing here is touched. When a branch splits them, `position` holds one block number per lane and
@@ -19,6 +19,7 @@ import numpy as np
 from cupyattn.emulator.errors import BarrierError
 from cupyattn.emulator.machine.barriers import Barriers
 from cupyattn.emulator.machine.positions import EXITED, WAITING
+from cupyattn.emulator.machine.warp_sync import WarpSync
 
 if TYPE_CHECKING:
     from cupyattn.emulator.machine.batch import Batch
@@ -49,6 +50,7 @@ class Scheduler:
         self.alive: np.ndarray | None = batch.exists
         self.diverged_steps = 0
         self.barriers = Barriers(batch, self)
+        self.warp_sync = WarpSync(batch, self)
 
     def start(self) -> Step:
         """Return the first step: block 0, all threads that exist."""
@@ -124,7 +126,8 @@ class Scheduler:
         assert position is not None
         number = int(position.min())
         while number == WAITING:
-            self.barriers.release_stalled()
+            if not (self.warp_sync.release() or self.barriers.release()):
+                raise self.warp_sync.stuck() or self.barriers.stuck()
             number = int(position.min())
         if number == EXITED:
             return -1, None, None

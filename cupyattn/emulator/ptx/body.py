@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 
 from cupyattn.emulator.errors import PTXSyntaxError
-from cupyattn.emulator.ptx.model import Function, Instruction, Location
+from cupyattn.emulator.ptx.model import RECEIPT, Function, Instruction, Location
 from cupyattn.emulator.ptx.variables import parse_variable
 
 __all__ = ["parse_body", "rename", "split_operands"]
@@ -62,6 +62,8 @@ class _Scopes:
         self.stack.append({})
 
     def close(self) -> None:
+        if not self.stack:
+            raise PTXSyntaxError("a '}' that closes nothing")
         self.stack.pop()
         self.visible = {k: v for scope in self.stack for k, v in scope.items()}
 
@@ -111,6 +113,24 @@ def _parse_instruction(text: str, scopes: _Scopes, location: Location) -> Instru
     return Instruction(opcode, operands, guard, location)
 
 
+def _place(instruction: Instruction, function: Function) -> None:
+    """Append an instruction; one at which lanes wait gets its guard as a branch around it."""
+    place = function.instructions
+    if not instruction.waits:
+        place.append(instruction)
+        return
+    behind, guard, location = f"$behind{len(place)}", instruction.guard, instruction.location
+    if guard:
+        place.append(Instruction("bra", [behind], (guard[0], not guard[1]), location))
+        instruction.guard = None
+    place.append(instruction)
+    if instruction.result_is_behind:
+        opcode = f"{RECEIPT[instruction.root]}.{instruction.opcode}"
+        place.append(Instruction(opcode, instruction.operands[:1], None, location))
+    if guard:
+        function.labels[behind] = len(place)
+
+
 def parse_body(header: Function, text: str, files: dict[int, str]) -> Function:
     """Fill in the declarations and instructions of `header` from the text between its braces."""
     function = header
@@ -154,13 +174,5 @@ def parse_body(header: Function, text: str, files: dict[int, str]) -> Function:
                 variable.name = scopes.declare(variable.name)
                 function.variables[variable.name] = variable
             else:
-                instruction = _parse_instruction(statement, scopes, location)
-                function.instructions.append(instruction)
-                if ".red." in instruction.opcode and instruction.root in ("bar", "barrier"):
-                    # the result exists once the barrier has been passed: a step of its own
-                    result = Instruction(
-                        "bar_result." + instruction.parts[-1], [instruction.operands[0]]
-                    )
-                    result.location = location
-                    function.instructions.append(result)
+                _place(_parse_instruction(statement, scopes, location), function)
     raise PTXSyntaxError(f"{function.name}: cannot read {text[position : position + 80]!r}")

@@ -86,6 +86,8 @@ class _Expansion:
                 instruction.opcode, instruction.parts = "bra", ("bra",)
                 instruction.operands = [end]
             elif instruction.root in ("ld", "st") and "param" in instruction.parts:
+                if len(instruction.operands) < 2:
+                    raise _unsupported(instruction, "a load or store with one operand")
                 address = instruction.operands[instruction.root == "ld"]
                 symbol = address.strip("[] ").split("+")[0].strip()
                 if end is not None or symbol in self.result.variables:

@@ -6,7 +6,7 @@ A register is stored by width (``.s32``, ``.u32`` and ``.b32`` alike as ``u4``);
 
 from cupyattn.emulator.errors import PTXSyntaxError
 
-__all__ = ["SIZE", "operand_dtype", "register_dtype", "unsigned"]
+__all__ = ["SIZE", "operand_dtype", "register_dtype", "size_of", "unsigned"]
 
 SIZE = {
     "pred": 1,
@@ -22,7 +22,8 @@ def unsigned(size: int) -> str:
     return f"u{size}"
 
 
-def _size(ptx_type: str) -> int:
+def size_of(ptx_type: str) -> int:
+    """Return the bytes of a type; `PTXSyntaxError` if there is no such type."""
     if ptx_type not in SIZE:
         raise PTXSyntaxError(f"unknown PTX type .{ptx_type}; known: {', '.join(sorted(SIZE))}")
     return SIZE[ptx_type]
@@ -32,7 +33,7 @@ def register_dtype(ptx_type: str) -> str:
     """Return the dtype in which a register of `ptx_type` is stored."""
     if ptx_type == "pred":
         return "b1"
-    return {"f32": "f4", "f64": "f8"}.get(ptx_type) or unsigned(_size(ptx_type))
+    return {"f32": "f4", "f64": "f8"}.get(ptx_type) or unsigned(size_of(ptx_type))
 
 
 def operand_dtype(ptx_type: str) -> str:
@@ -41,5 +42,5 @@ def operand_dtype(ptx_type: str) -> str:
     16-bit floats and packed pairs are returned as raw bits; the float operations on them convert.
     """
     if ptx_type[0] == "s":
-        return f"i{_size(ptx_type)}"
+        return f"i{size_of(ptx_type)}"
     return register_dtype(ptx_type)

@@ -2,9 +2,16 @@
 
 from dataclasses import dataclass, field
 
-__all__ = ["Function", "Instruction", "Location", "Parameter", "Variable"]
+__all__ = ["RECEIPT", "Function", "Instruction", "Location", "Parameter", "Variable"]
 
 Location = tuple[str, int]  # (file, line)
+
+_BARRIERS = ("bar", "barrier")
+_EXCHANGES = ("shfl", "vote", "match")
+_WAITS = frozenset((*_BARRIERS, *_EXCHANGES))
+
+# What `body` puts behind instructions whose result exists only once the lanes have met.
+RECEIPT = {"bar": "bar_result", "barrier": "bar_result"} | dict.fromkeys(_EXCHANGES, "sync_result")
 
 
 class Instruction:
@@ -41,6 +48,19 @@ class Instruction:
         self.guard = guard
         self.location = location
         self.site = -1
+
+    @property
+    def waits(self) -> bool:
+        """Whether lanes may have to wait here for others: barriers, and warp exchanges."""
+        return self.parts[0] in _WAITS
+
+    @property
+    def result_is_behind(self) -> bool:
+        """Whether another instruction, right behind this one, writes the first operand.
+
+        What lanes wait for exists once they go on, so its receipt is a step of its own.
+        """
+        return self.parts[0] in _EXCHANGES or (self.parts[0] in _BARRIERS and "red" in self.parts)
 
     @property
     def root(self) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from cupyattn.emulator.errors import PTXSyntaxError
 from cupyattn.emulator.ptx.body import parse_body
-from cupyattn.emulator.ptx.data_types import SIZE
+from cupyattn.emulator.ptx.data_types import size_of
 from cupyattn.emulator.ptx.model import Function, Parameter, Variable
 from cupyattn.emulator.ptx.variables import parse_variable
 
@@ -63,9 +63,9 @@ def _parse_parameters(text: str | None) -> list[Parameter]:
         if not match:
             raise PTXSyntaxError(f"cannot read the parameter {item!r}")
         alignment, ptx_type, name, count = match.groups()
-        align = int(alignment or SIZE[ptx_type])
+        align = int(alignment or size_of(ptx_type))
         offset = -(-offset // align) * align
-        size = SIZE[ptx_type] * (int(count) if count else 1)
+        size = size_of(ptx_type) * (int(count) if count else 1)
         parameters.append(Parameter(name, ptx_type, offset, size, align, count is not None))
         offset += size
     return parameters
@@ -93,7 +93,13 @@ def _matching_brace(text: str, start: int) -> int:
         depth += 1 if match.group() == "{" else -1
         if depth == 0:
             return match.end()
-    raise PTXSyntaxError("a '{' is never closed: the PTX text is cut short")
+    raise _cut_short("a '{' is never closed")
+
+
+def _cut_short(what: str) -> PTXSyntaxError:
+    return PTXSyntaxError(
+        f"{what}: the PTX text is cut short (pass all that nvrtcGetPTX or nvcc -ptx gave)"
+    )
 
 
 def parse_module(text: str) -> PTXModule:
@@ -135,11 +141,15 @@ def parse_module(text: str) -> PTXModule:
             if ".section" in head:
                 position = end
                 continue
-            position = text.index(";", end) + 1  # a variable with a braced initialiser
+            position = text.find(";", end) + 1  # a variable with a braced initialiser
+            if not position:
+                raise _cut_short(f"no ';' behind {text[match.start() : end].strip()[-60:]!r}")
             head += text[match.start() : position - 1]
         if ".entry" in head or ".func" in head:
             function = _parse_header(head)
             module.headers.setdefault(function.name, function)
         elif variable := parse_variable(head):
             module.variables[variable.name] = variable
+    if rest := _LINE_DIRECTIVE.sub("", text[position:]).strip():
+        raise _cut_short(f"no ';' and no body behind {rest[-60:]!r}")
     return module

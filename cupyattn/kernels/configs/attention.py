@@ -11,6 +11,7 @@ from cupyattn.kernels.arch import WARP_SIZE
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
 from cupyattn.kernels.registry import (
     ATTENTION_FORWARD,
+    ATTENTION_FORWARD_F32,
     ATTENTION_NAIVE,
     ATTENTION_PARAMS,
     ATTENTION_TILED,
@@ -144,17 +145,17 @@ PLAIN = FlashOptions()
 # 8, whose warps go through their phases together; 32 rows a warp halve the shared-memory traffic,
 # which binds otherwise.
 FLASH = {
-    40: FlashConfig(2, 4, 48, 2, "as for 64, with registers to spare"),
+    40: FlashConfig(2, 4, 48, 2, "models 0.76, and 0.68 with 64 keys"),
     64: FlashConfig(
-        2, 4, 64, 2, "models 0.83, and 0.79 with 48 keys; K and V twice fill half of the 64 KB"
+        2, 4, 64, 2, "models 0.86, and 0.76 with 48 keys; K and V twice fill half of the 64 KB"
     ),
-    80: FlashConfig(2, 4, 48, 2, "models 0.75, and 0.73 with 32 keys"),
-    96: FlashConfig(2, 4, 32, 2, "models 0.90, and 0.71 with 16 keys"),
-    128: FlashConfig(2, 4, 16, 2, "192 registers are Q and the accumulator: 16 scores are left"),
+    80: FlashConfig(2, 4, 48, 2, "models 0.86, as with 32 keys, which share less of a barrier"),
+    96: FlashConfig(2, 4, 32, 2, "models 0.84; 48 keys would spill"),
+    128: FlashConfig(2, 4, 16, 2, "models 0.89; Q and the accumulator take 192 registers"),
     160: FlashConfig(
-        1, 12, 16, 1, "16 rows a warp from here on; models 0.61, and 0.60 with 8 warps"
+        1, 12, 16, 1, "16 rows a warp from here on; models 0.65, and 0.64 with 8 warps"
     ),
-    192: FlashConfig(1, 8, 32, 1, "8 warps at 255 registers"),
+    192: FlashConfig(1, 8, 32, 1, "models 0.74, and 0.61 with 16 keys"),
     256: FlashConfig(1, 8, 16, 1, "Q's tile fills the 64 KB before the walk"),
 }
 _SMEM_UNIT = 128  # bytes: alignment of each buffer in Smem
@@ -185,13 +186,7 @@ def flash(
         MIN_CTAS=config.ctas_per_sm,
         SHARED_BYTES=shared_bytes,
         PARAMS_BYTES=ATTENTION_PARAMS.itemsize,
-        BIAS=options.bias,
-        BIAS_VEC=options.bias_vec,
-        MASK=_cpp_bool(options.mask),
-        SLOPES=options.slopes,
-        SOFTCAP=_cpp_bool(options.softcap),
-        SINKS=options.sinks,
-        DROPOUT=_cpp_bool(options.dropout),
+        **_option_macros(options),
     )
 
 
@@ -207,6 +202,88 @@ def _flash_shared_bytes(config: FlashConfig, head_dim: int, head_dim_v: int) -> 
     return _round_up(max(tiles), _SMEM_UNIT)
 
 
+@dataclass(frozen=True)
+class FlashF32Config:
+    """A warp's lanes are 32 / column_lanes by column_lanes; each owns 8 rows and 2 * pairs keys."""
+
+    column_lanes: int
+    pairs: int
+    warps: int
+    ctas_per_sm: int
+    reason: str
+
+    @property
+    def tile_q(self) -> int:
+        """Query rows per CTA."""
+        return self.warps * self.warp_rows
+
+    @property
+    def warp_rows(self) -> int:
+        """Query rows per warp."""
+        return 8 * WARP_SIZE // self.column_lanes
+
+    @property
+    def tile_k(self) -> int:
+        """Keys per tile."""
+        return self.column_lanes * 2 * self.pairs
+
+
+# The first row whose head dim is not below max(D, Dv).
+FLASH_F32 = {
+    64: FlashF32Config(8, 4, 4, 2, "8 x 8 scores and up to 8 x 8 outputs a thread"),
+    128: FlashF32Config(16, 4, 4, 2, "16 lanes to a row: 8 x 8 outputs a thread again"),
+    160: FlashF32Config(16, 4, 8, 1, "8 warps have less on the way: room for 10 output columns"),
+    256: FlashF32Config(16, 2, 8, 1, "8 x 16 outputs a thread leave room for 8 x 4 scores"),
+}
+F32_DTYPES = ("float32", "bfloat16")
+"""What Turing's tensor cores do not take, and this kernel does."""
+F32_VECTOR_ITEMS = 4
+"""Items that the float32 kernel loads at once where rows are aligned to so many."""
+_PANEL_KEYS = 16  # of V at a time
+_SLICE_ROW = 16 * _FLOAT  # bytes of a row of a slice of Q or K
+
+
+def flash_f32_config(head_dim: int, head_dim_v: int) -> FlashF32Config:
+    """Return the table row for these head dims."""
+    largest = max(head_dim, head_dim_v)
+    return next(config for limit, config in FLASH_F32.items() if largest <= limit)
+
+
+@cache
+def flash_f32(
+    dtype: str, head_dim: int, head_dim_v: int, vec: int, options: FlashOptions = PLAIN
+) -> Specialisation:
+    """Specialise the float32 flash kernel; `vec` is 4 where rows are aligned to it, else 1."""
+    config = flash_f32_config(head_dim, head_dim_v)
+    shared_bytes = _flash_f32_shared_bytes(config, head_dim_v)
+    return ATTENTION_FORWARD_F32.specialise(
+        threads=config.warps * WARP_SIZE,
+        shared_bytes=shared_bytes,
+        DTYPE=dtype,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_V=head_dim_v,
+        WARPS=config.warps,
+        COLUMN_LANES=config.column_lanes,
+        PAIRS=config.pairs,
+        VEC=vec,
+        MIN_CTAS=config.ctas_per_sm,
+        SHARED_BYTES=shared_bytes,
+        PARAMS_BYTES=ATTENTION_PARAMS.itemsize,
+        **_option_macros(options),
+    )
+
+
+def _flash_f32_shared_bytes(config: FlashF32Config, head_dim_v: int) -> int:
+    """Two stages, each a slice of Q and K or a panel of V, and P (Smem in forward_f32.cu)."""
+    columns = -(-head_dim_v // config.column_lanes)
+    columns += columns % 4 == 3
+    stage = max(
+        (config.tile_q + config.tile_k) * _SLICE_ROW,
+        _PANEL_KEYS * config.column_lanes * columns * _FLOAT,
+    )
+    return 2 * stage + config.tile_q * 2 * config.column_lanes * _FLOAT
+
+
 _EACH_OPTION = (
     FlashOptions(bias="float16", bias_vec=2),
     FlashOptions(bias="float32"),
@@ -216,6 +293,18 @@ _EACH_OPTION = (
     FlashOptions(sinks="float32"),
     FlashOptions(dropout=True),
 )
+
+
+def _option_macros(options: FlashOptions) -> dict[str, int | str]:
+    return {
+        "BIAS": options.bias,
+        "BIAS_VEC": options.bias_vec,
+        "MASK": _cpp_bool(options.mask),
+        "SLOPES": options.slopes,
+        "SOFTCAP": _cpp_bool(options.softcap),
+        "SINKS": options.sinks,
+        "DROPOUT": _cpp_bool(options.dropout),
+    }
 
 
 def _cpp_bool(value: bool) -> str:
@@ -236,5 +325,10 @@ def catalogue() -> Iterator[Specialisation]:
     for head_dim in FLASH:
         for vec in (vector_items("float16"), 1):
             yield flash(head_dim, head_dim, vec)
+    for dtype in F32_DTYPES:
+        for head_dim in FLASH_F32:
+            for vec in (F32_VECTOR_ITEMS, 1):
+                yield flash_f32(dtype, head_dim, head_dim, vec)
     for options in _EACH_OPTION:
         yield flash(64, 64, vector_items("float16"), options)
+        yield flash_f32("float32", 64, 64, F32_VECTOR_ITEMS, options)

@@ -1,0 +1,394 @@
+// Attention forward in float32 arithmetic: the flash kernel of float32 and bfloat16, for which Turing has no tensor
+// cores.
+//
+//   s_ij = softmax_scale * q_i . k_j (+ options),   lse_i = log sum_j exp(s_ij),   out_i = sum_j exp(s_ij - lse_i) v_j
+//
+// FlashAttention-2's loop (Dao, arXiv:2307.08691, algorithm 1) as two register-tiled matrix products. A thread owns 8
+// rows by 2 PAIRS keys of S and 8 rows by Dv / COLUMN_LANES columns of the output, so that 16 loads of 16 bytes from
+// shared memory feed 256 multiplications: shared memory would bind with less. Q and K of that many rows do not fit
+// beside each other; they pass through shared memory in slices of 16 columns, Q again for each key tile, and V in panels
+// of 16 keys.
+//
+// Shapes    AttentionParams (params.cuh); HEAD_DIM and HEAD_DIM_V from 1 to 256. float32 inside, one rounding at the
+//           store.
+// Tiles     kTileQ = WARPS * kWarpRows query rows by kTileK keys; a warp owns its rows alone, and P passes from the
+//           layout of S to that of the output through shared memory of the warp's own.
+// Grid      B * H * ceil(Sq / kTileQ) CTAs of WARPS warps; under causal order the longest rows start first.
+// Budget    shared memory: two stages (one computed, one filled) and P; registers: S, the accumulator, m, l and what
+//           is on the way to the next stage.
+// Barriers  one per stage: ceil(D / 16) + PAIRS * COLUMN_LANES / 8 a key tile, 1,024 multiplications apart.
+// Edges     rows beyond Sq are zeros and not stored; keys beyond the sequence are zeros and masked; a row without keys
+//           gives out = 0 and lse = -inf, or its sink.
+#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(WARPS) || !defined(COLUMN_LANES) || \
+    !defined(PAIRS) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
+#error \
+    "DTYPE, HEAD_DIM, HEAD_DIM_V, WARPS, COLUMN_LANES, PAIRS, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
+#endif
+#if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(SLOPES) || !defined(SOFTCAP) || \
+    !defined(SINKS) || !defined(DROPOUT)
+#error "BIAS, BIAS_VEC, MASK, SLOPES, SOFTCAP, SINKS and DROPOUT come from a launch-configuration table"
+#endif
+#include "../common/philox.cuh"
+#include "float_stage.cuh"
+#include "key_walk.cuh"
+#include "register_softmax.cuh"
+#include "score_options.cuh"
+
+struct Traits {
+  using Scalar = DTYPE;
+  static constexpr int kHeadDim = HEAD_DIM;
+  static constexpr int kHeadDimV = HEAD_DIM_V;
+  static constexpr int kVec = VEC;
+  static constexpr int kThreads = WARPS * kWarpSize;
+
+  using Grid = LaneGrid<COLUMN_LANES>;
+  using Scores = RegisterScores<Grid, 8, PAIRS>;
+  static constexpr int kRows = Scores::kRows;  // per thread
+  static constexpr int kKeys = 2 * PAIRS;
+  static constexpr int kWarpRows = Scores::kWarpRows;
+  static constexpr int kTileQ = WARPS * kWarpRows;
+  static constexpr int kTileK = Scores::kTileK;
+
+  using Slice = SliceShape<kTileQ, kTileK>;
+  static constexpr int kChunks = div_up(kHeadDim, kQuadItems);
+  static constexpr int kSlices = div_up(kChunks, Slice::kChunks);
+
+  // A thread's columns of the output: quads, and 0, 1 or 2 behind them.
+  static constexpr int kLaneColumns = div_up(kHeadDimV, COLUMN_LANES);
+  static constexpr int kTail = kLaneColumns % kQuadItems == 3 ? 0 : kLaneColumns % kQuadItems;
+  static constexpr int kQuads = div_up(kLaneColumns - kTail, kQuadItems);
+  static constexpr int kColumns = kQuads * kQuadItems + kTail;
+  static constexpr int kTailAt = COLUMN_LANES * kQuads * kQuadItems;
+  using Panel = PanelShape<kColumns, COLUMN_LANES>;
+  static constexpr int kPanels = COLUMN_LANES / 8;  // to a pair of each column lane
+
+  using Staging = FloatStaging<Scalar, Scores, Slice, Panel, kHeadDim, kHeadDimV, kVec, kThreads>;
+  using Softmax = RegisterSoftmax<Scores, kColumns>;
+  using Options = ScoreOptions<BIAS, BIAS_VEC, MASK, SLOPES, SOFTCAP>;
+
+  static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
+  static_assert(kThreads <= 1024, "a CTA has at most 1,024 threads");
+};
+
+struct Smem {
+  union Stage {
+    unsigned char slice[Traits::Slice::kBytes];
+    unsigned char panel[Traits::Panel::kBytes];
+  };
+  alignas(128) Stage stage[2];
+  // Of each warp, one pair of every lane: panels of 16 keys, as of V.
+  alignas(128) float p[WARPS][Traits::kPanels][Traits::kWarpRows][Traits::Panel::kKeys];
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
+static_assert(sizeof(Smem::Stage) % 128 == 0, "both stages begin at bank 0");
+constexpr uint32 kPRowBytes = Traits::Panel::kKeys * sizeof(float);
+constexpr uint32 kPPanelBytes = Traits::kWarpRows * kPRowBytes;
+
+// What a thread keeps through the walk.
+struct Thread {
+  Traits::Softmax softmax;
+  Traits::Staging staging;
+  int first_row;      // of the warp, in the sequence
+  uint32 stage_s;     // the stage to compute
+  uint32 q_at, k_at;  // where in a slice this thread reads, with swizzle
+  uint32 p_s;         // its warp's P, from the thread's first row on
+
+  __device__ __forceinline__ uint32 other_stage_s(const Smem& smem) const {
+    return shared_address(&smem.stage[0]) + shared_address(&smem.stage[1]) - stage_s;
+  }
+};
+
+struct Cta {
+  const Smem& smem;
+  const AttentionParams& params;
+  const KeyWindow& window;
+  const Traits::Options& options;
+  Place place;
+};
+
+// S += Q K^T over at most `chunks` chunks of four columns of a slice.
+__device__ __forceinline__ void multiply_q_k(Traits::Scores& scores, const Thread& thread, int chunks) {
+  constexpr uint32 kRowBytes = Traits::Slice::kRowBytes;
+#pragma unroll 1  // more loads ahead than one chunk's would cost spills
+  for (int chunk = 0; chunk < min(chunks, Traits::Slice::kChunks); chunk++) {
+    float k[Traits::kKeys][kQuadItems];
+    const uint32 k_s = (thread.stage_s + thread.k_at) ^ chunk * kQuadBytes;
+#pragma unroll
+    for (int j = 0; j < Traits::kKeys; j++) ld_shared(k[j], k_s + j * COLUMN_LANES * kRowBytes);
+#pragma unroll
+    for (int i = 0; i < Traits::kRows; i++) {
+      float q[kQuadItems];
+      ld_shared(q, thread.stage_s + thread.q_at + i * Traits::Grid::kRowLanes * kRowBytes + chunk * kQuadBytes);
+#pragma unroll
+      for (int j = 0; j < Traits::kKeys; j++) {
+#pragma unroll
+        for (int e = 0; e < kQuadItems; e++) {
+          scores.s[i][j / 2][j % 2] = __fmaf_rn(q[e], k[j][e], scores.s[i][j / 2][j % 2]);
+        }
+      }
+    }
+  }
+}
+
+// The thread's pair of P of each row, to where the warp reads it.
+__device__ __forceinline__ void store_probabilities(const Traits::Scores& scores, const Thread& thread, int pair) {
+  const int lane = Traits::Grid::column_lane();
+  const uint32 p_s = thread.p_s + lane / 8 * kPPanelBytes + lane % 8 * (2 * sizeof(float));
+#pragma unroll
+  for (int i = 0; i < Traits::kRows; i++) {
+    st_shared_v2(p_s + i * Traits::Grid::kRowLanes * kPRowBytes, scores.s[i][pair][0], scores.s[i][pair][1]);
+  }
+}
+
+// The thread's columns of one key of V, from quad kQuad on.
+template <int kQuad = 0, int kTail = Traits::kTail>
+__device__ __forceinline__ void load_v(float (&v)[Traits::kColumns], uint32 v_s) {
+  const int lane = Traits::Grid::column_lane();
+  if constexpr (kQuad < Traits::kQuads) {
+    float quad[kQuadItems];
+    ld_shared(quad, v_s + (lane + kQuad * COLUMN_LANES) * kQuadBytes);
+#pragma unroll
+    for (int e = 0; e < kQuadItems; e++) v[kQuad * kQuadItems + e] = quad[e];
+    load_v<kQuad + 1>(v, v_s);
+  } else if constexpr (kTail > 0) {
+    float tail[kTail];
+    ld_shared(tail, v_s + (Traits::kTailAt + lane * kTail) * sizeof(float));
+#pragma unroll
+    for (int e = 0; e < kTail; e++) v[kQuad * kQuadItems + e] = tail[e];
+  }
+}
+
+// O += P V over one panel of 16 keys.
+__device__ __forceinline__ void multiply_p_v(Thread& thread, int panel) {
+  constexpr int kKeys = Traits::kColumns > 12 ? 2 : 4;  // at a time: what P's registers hold
+  float (&acc)[Traits::kRows][Traits::kColumns] = thread.softmax.acc;
+#pragma unroll 1
+  for (int first = 0; first < Traits::Panel::kKeys; first += kKeys) {
+    float p[Traits::kRows][kKeys];
+    const uint32 p_s = thread.p_s + panel * kPPanelBytes + first * sizeof(float);
+#pragma unroll
+    for (int i = 0; i < Traits::kRows; i++) ld_shared(p[i], p_s + i * Traits::Grid::kRowLanes * kPRowBytes);
+#pragma unroll
+    for (int key = 0; key < kKeys; key++) {
+      float v[Traits::kColumns];
+      load_v(v, thread.stage_s + (first + key) * Traits::Panel::kRowBytes);
+#pragma unroll
+      for (int i = 0; i < Traits::kRows; i++) {
+#pragma unroll
+        for (int c = 0; c < Traits::kColumns; c++) acc[i][c] = __fmaf_rn(p[i][key], v[c], acc[i][c]);
+      }
+    }
+  }
+}
+
+// Drop probabilities: the words of one Philox call serve a thread's pairs of one row, word n % 4 that of pair n.
+__device__ __forceinline__ void drop(Traits::Scores& scores, const Thread& thread, const Cta& cta, int first_key) {
+  const ScoreParams& params = cta.params.scores;
+  const int key = first_key + Traits::Scores::key_of(0);
+  const bool upper = PAIRS == 2 && key % 32 >= 16;
+#pragma unroll
+  for (int i = 0; i < Traits::kRows; i++) {
+    const int row = thread.first_row + Traits::Scores::row_of(i);
+    const Philox4 words = dropout_words(params.seed, cta.place.batch, cta.place.head, row, key);
+#pragma unroll
+    for (int n = 0; n < PAIRS; n++) {
+      const uint32 word = upper ? words.word[(n + 2) % 4] : words.word[n];
+      if ((word & 0xffffu) < params.keep_from) scores.s[i][n][0] = 0.f;
+      if ((word >> 16) < params.keep_from) scores.s[i][n][1] = 0.f;
+    }
+  }
+}
+
+// Scores to probabilities; m and l are kept right.
+__device__ __forceinline__ void softmax_tile(Traits::Scores& scores, Thread& thread, const Cta& cta, int first_key,
+                                             bool masked) {
+  float scale_log2 = cta.params.scale_log2;
+  if (masked) {
+    cta.options.template apply<true>(scores, scale_log2, thread.first_row, first_key);
+    const int first_row = not_hoisted(thread.first_row);
+    scores.mask([&](int row) { return cta.window.of_row(first_row + row); }, first_key);
+    scale_log2 = 1.f;
+  } else if (Traits::Options::kPass || scale_log2 <= 0.f) {  // the largest score is that of the largest product
+    cta.options.template apply<false>(scores, scale_log2, thread.first_row, first_key);
+    scale_log2 = 1.f;
+  }
+  thread.softmax.exponentiate(scores, scale_log2);
+  if (DROPOUT) drop(scores, thread, cta, first_key);
+}
+
+// The other stage has been filled: compute that one next.
+__device__ __forceinline__ void turn(Thread& thread, const Cta& cta) {
+  __syncthreads();  // stage: this one has been read, the other one written
+  thread.stage_s = thread.other_stage_s(cta.smem);
+}
+
+// One key tile, whose first slice is in the present stage. At the end it holds the first slice of the tile at next_key,
+// if there is one.
+__device__ __forceinline__ void key_tile(Thread& thread, const Cta& cta, int first_key, bool masked, bool more,
+                                         int next_key) {
+  Traits::Staging& staging = thread.staging;
+  bool active = thread.first_row < cta.params.sq;
+  if (masked) {  // a warp may see nothing
+    const KeyRange top = cta.window.of_row(thread.first_row);
+    const KeyRange bottom = cta.window.of_row(thread.first_row + Traits::kWarpRows - 1);
+    active = active && first_key < bottom.end && first_key + Traits::kTileK > top.begin;
+  }
+
+  Traits::Scores scores;
+  scores.clear();
+#pragma unroll 1
+  for (int slice = 0; slice < Traits::kSlices; slice++) {
+    const bool last = slice + 1 == Traits::kSlices;
+    if (last) {
+      staging.fetch_panel(0, 0, first_key);
+    } else {
+      staging.fetch_slice(slice + 1, first_key);
+    }
+    if (active) multiply_q_k(scores, thread, Traits::kChunks - slice * Traits::Slice::kChunks);
+    if (last) {
+      staging.store_panel(thread.other_stage_s(cta.smem));
+    } else {
+      staging.store_slice(thread.other_stage_s(cta.smem));
+    }
+    turn(thread, cta);
+  }
+
+  if (active) softmax_tile(scores, thread, cta, first_key, masked);
+
+#pragma unroll
+  for (int pair = 0; pair < PAIRS; pair++) {
+    if (active) store_probabilities(scores, thread, pair);
+    __syncwarp();  // p: written
+#pragma unroll
+    for (int panel = 0; panel < Traits::kPanels; panel++) {
+      const bool next_panel = panel + 1 < Traits::kPanels, last = !next_panel && pair + 1 == PAIRS;
+      if (!last) {
+        staging.fetch_panel(next_panel ? pair : pair + 1, next_panel ? panel + 1 : 0, first_key);
+      } else if (more) {
+        staging.fetch_slice(0, next_key);
+      }
+      if (active) multiply_p_v(thread, panel);
+      if (!last) {
+        staging.store_panel(thread.other_stage_s(cta.smem));
+      } else if (more) {
+        staging.store_slice(thread.other_stage_s(cta.smem));
+      }
+      turn(thread, cta);  // p: read
+    }
+  }
+}
+
+template <typename Sinks>
+__device__ __forceinline__ float sink_log2(const void* sinks_g, const AttentionParams& params, int head) {
+  return to_float(static_cast<const Sinks*>(sinks_g)[head * params.scores.sinks_stride]) * kLog2E;
+}
+template <>
+__device__ __forceinline__ float sink_log2<void>(const void*, const AttentionParams&, int) {
+  return -kInfinity;
+}
+
+// Columns col to col + kItems - 1 of a row: acc[kFirst] and what follows.
+template <int kItems, int kFirst>
+__device__ __forceinline__ void store_columns(Traits::Scalar* row_g, int col, const float (&acc)[Traits::kColumns],
+                                              float normaliser) {
+  float values[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; i++) values[i] = acc[kFirst + i] * normaliser;
+  if (Traits::kVec == kQuadItems) {
+    constexpr bool kWhole = Traits::kTailAt + COLUMN_LANES * Traits::kTail == Traits::kHeadDimV;
+    if (kWhole || col < Traits::kHeadDimV) store_vec(row_g + col, values);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kItems; i++) {
+      if (col + i < Traits::kHeadDimV) row_g[col + i] = from_float<Traits::Scalar>(values[i]);
+    }
+  }
+}
+
+template <int kQuad = 0>
+__device__ __forceinline__ void store_row(Traits::Scalar* row_g, const float (&acc)[Traits::kColumns],
+                                          float normaliser) {
+  const int lane = Traits::Grid::column_lane();
+  if constexpr (kQuad < Traits::kQuads) {
+    store_columns<kQuadItems, kQuad * kQuadItems>(row_g, (lane + kQuad * COLUMN_LANES) * kQuadItems, acc, normaliser);
+    store_row<kQuad + 1>(row_g, acc, normaliser);
+  } else if constexpr (Traits::kTail > 0) {
+    store_columns<Traits::kTail, kQuad * kQuadItems>(row_g, Traits::kTailAt + lane * Traits::kTail, acc, normaliser);
+  }
+}
+
+// Normalise the thread's rows and write them and their lse to memory.
+__device__ __forceinline__ void store_rows(const Thread& thread, const Cta& cta, float sink, Traits::Scalar* out_g,
+                                           float* lse_g) {
+#pragma unroll
+  for (int i = 0; i < Traits::kRows; i++) {
+    const float l = Traits::Grid::reduce_row<Sum>(thread.softmax.l[i]);
+    const float m = thread.softmax.m[i];
+    float total = l, scale = 1.f, top = m;
+    if (kGiven<SINKS>) {  // one more term of the denominator
+      top = fmaxf(m, sink);
+      scale = ex2_approx(m - top);
+      total = l * scale + ex2_approx(sink - top);
+    }
+    // No key: 0. A NaN in l stays one.
+    float normaliser = total == 0.f ? 0.f : scale / total;
+    if (DROPOUT) normaliser *= cta.params.scores.keep_scale;
+
+    const int query = thread.first_row + Traits::Scores::row_of(i);
+    if (query >= cta.params.sq) continue;
+    store_row(head_rows(out_g, cta.params.out, cta.place.batch, cta.place.head, query), thread.softmax.acc[i],
+              normaliser);
+    if (lse_g != nullptr && Traits::Grid::column_lane() == 0) {
+      const float lse = total == 0.f ? -kInfinity : (top + lg2_approx(total)) * kLn2;
+      *head_rows(lse_g, cta.params.lse, cta.place.batch, cta.place.head, query) = lse;
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
+    attention_forward_f32(const Traits::Scalar* q_g, const Traits::Scalar* k_g, const Traits::Scalar* v_g,
+                          Traits::Scalar* out_g, float* lse_g, const void* q_offsets_g, const void* seqused_k_g,
+                          const void* bias_g, const void* mask_g, const void* slopes_g, const void* sinks_g,
+                          const AttentionParams params) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+
+  // Phase 1: place and mask. Under causal order later rows see more keys: they start first.
+  const Place place = place_of_cta(params, Traits::kTileQ, /*last_rows_first=*/true);
+  const KeyWindow window = sequence_window(params, q_offsets_g, seqused_k_g, place.batch);
+  const int rows = min(Traits::kTileQ, params.sq - place.first_row);
+  const KeyWalk<Traits::kTileK> walk(window, place.first_row, rows);
+  const Traits::Options options(params, bias_g, mask_g, slopes_g, place,
+                                query_offset(params, q_offsets_g, place.batch));
+  const Cta cta = {smem, params, window, options, place};
+
+  const int row_lane = Traits::Grid::row_lane(), column_lane = Traits::Grid::column_lane();
+  const int warp_row = warp_index() * Traits::kWarpRows;
+  Thread thread = {{},
+                   {params, head_rows(q_g, params.q, place.batch, place.head, place.first_row),
+                    head_rows(k_g, params.k, place.batch, place.kv_head, 0),
+                    head_rows(v_g, params.v, place.batch, place.kv_head, 0), rows, window.keys},
+                   place.first_row + warp_row,
+                   shared_address(&smem.stage[0]),
+                   static_cast<uint32>((warp_row + row_lane) * Traits::Slice::kRowBytes),
+                   Traits::Slice::kKeysAt + Traits::Slice::KTile::offset(column_lane, 0),
+                   shared_address(&smem.p[warp_index()][0][row_lane])};
+  thread.softmax.clear();
+
+  // Phase 2: the walk over the keys, masked tiles first.
+  int tile = walk.first;
+  if (walk.tiles() > 0) {
+    thread.staging.fetch_slice(0, tile * Traits::kTileK);
+    thread.staging.store_slice(thread.stage_s);
+  }
+  __syncthreads();  // stage: the first slice has been written
+#pragma unroll 1
+  for (int done = 0; done < walk.tiles(); done++) {
+    const int next = walk.after(tile);
+    key_tile(thread, cta, tile * Traits::kTileK, done < walk.masked, done + 1 < walk.tiles(), next * Traits::kTileK);
+    tile = next;
+  }
+
+  // Phase 3: normalise and store.
+  store_rows(thread, cta, sink_log2<SINKS>(sinks_g, params, place.head), out_g, lse_g);
+}

@@ -1,0 +1,175 @@
+"""What the attention benchmark calls: shapes, options, and the work that each of them is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays import Array
+
+PLAIN = "plain"
+_DROPOUT_P = 0.1
+_SOFTCAP = 50.0
+_MASKED = 0.1  # share of the scores that the mask takes out
+
+
+@dataclass(frozen=True)
+class Case:
+    """Self-attention of `batch` sequences of `seqlen` tokens; causal if all its calls are."""
+
+    batch: int
+    heads: int
+    seqlen: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+    causal: bool
+    window: int
+
+    @classmethod
+    def of_size(
+        cls,
+        tokens: int,
+        width: int,
+        *,
+        seqlen: int,
+        head_dim: int,
+        head_dim_v: int | None,
+        dtype: str,
+        causal: bool,
+        window: int,
+    ) -> Case:
+        """Make as many sequences of as many heads as there are tokens and features.
+
+        Examples
+        --------
+        >>> case = Case.of_size(16384, 2048, seqlen=4096, head_dim=80, head_dim_v=None,
+        ...                     dtype="float16", causal=False, window=512)
+        >>> case.batch, case.heads, case.head_dim_v
+        (4, 25, 80)
+        """
+        return cls(
+            batch=max(tokens // seqlen, 1),
+            heads=max(width // head_dim, 1),
+            seqlen=seqlen,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v or head_dim,
+            dtype=dtype,
+            causal=causal,
+            window=window,
+        )
+
+    @property
+    def q_shape(self) -> tuple[int, int, int, int]:
+        """The shape of q and k, (B, S, H, D)."""
+        return self.batch, self.seqlen, self.heads, self.head_dim
+
+    @property
+    def v_shape(self) -> tuple[int, int, int, int]:
+        """The shape of v and of the result, (B, S, H, Dv)."""
+        return self.batch, self.seqlen, self.heads, self.head_dim_v
+
+    def scores(self, option: str) -> float:
+        """Return how many scores a head has: S * S, half of that if causal, or the window's."""
+        causal = self.causal or option == "causal"
+        if option == "window":
+            rows = np.arange(self.seqlen)
+            first = np.maximum(rows - self.window, 0)
+            last = rows if causal else np.minimum(rows + self.window, self.seqlen - 1)
+            return float((last - first + 1).sum())
+        return self.seqlen**2 / (2 if causal else 1)
+
+    def flops(self, option: str) -> float:
+        """Return the floating-point operations of the two products over those scores.
+
+        Examples
+        --------
+        >>> case = Case(4, 32, 4096, 64, 64, "float16", causal=False, window=512)
+        >>> case.flops("plain") == 4 * 4 * 32 * 4096**2 * 64 == 2 * case.flops("causal")
+        True
+        """
+        products = 2 * (self.head_dim + self.head_dim_v)
+        return products * self.batch * self.heads * self.scores(option)
+
+
+Arguments = dict[str, Any]
+
+# Each makes the keyword arguments of one option; arrays by the array library `xp`.
+_ARGUMENTS: Mapping[str, Callable[[Case, Any], Arguments]] = {
+    PLAIN: lambda case, xp: {},
+    "causal": lambda case, xp: {"causal": True},
+    "window": lambda case, xp: {"window_size": (case.window, 0 if case.causal else case.window)},
+    "softcap": lambda case, xp: {"softcap": _SOFTCAP},
+    "bias": lambda case, xp: {"bias": _bias(case, xp)},
+    "mask": lambda case, xp: {"mask": _mask(case, xp)},
+    "alibi": lambda case, xp: {"alibi_slopes": _slopes(case, xp)},
+    "sinks": lambda case, xp: {"sinks": xp.zeros(case.heads, np.float32)},
+    "dropout": lambda case, xp: {"dropout_p": _DROPOUT_P, "seed": 1},
+}
+OPTIONS = tuple(name for name in _ARGUMENTS if name != PLAIN)
+FEWER_SCORES = ("causal", "window")
+"""Options that leave scores out: how much faster they are is the question, not how much slower."""
+
+
+def arguments_of(option: str, case: Case, xp: Any) -> Arguments:
+    """Return the keyword arguments of `attention` for an option, with arrays of its size."""
+    return {"causal": case.causal, **_ARGUMENTS[option](case, xp)}
+
+
+def _bias(case: Case, xp: Any) -> Array:
+    """One of each head, for all sequences: relative positions, say."""
+    numbers = np.random.default_rng(1).standard_normal((case.heads, case.seqlen, 1), np.float32)
+    column = xp.asarray(numbers.astype(dtype_of(case.dtype)))
+    return xp.ascontiguousarray(xp.broadcast_to(column, (1, case.heads, case.seqlen, case.seqlen)))
+
+
+def _mask(case: Case, xp: Any) -> Array:
+    """One for all heads and sequences."""
+    numbers = np.random.default_rng(2).random((1, 1, case.seqlen, case.seqlen), np.float32)
+    return xp.asarray(numbers >= _MASKED)
+
+
+def _slopes(case: Case, xp: Any) -> Array:
+    """Press et al., arXiv:2108.12409: powers of two from 2**(-8 / H) to 2**-8."""
+    return xp.asarray(2.0 ** (-8.0 * np.arange(1, case.heads + 1, dtype=np.float32) / case.heads))
+
+
+class Pool:
+    """Random numbers, made once, of which every case takes what it needs.
+
+    `size` is the largest number of items of an array.
+    """
+
+    def __init__(self, size: int, dtype: str, xp: Any) -> None:
+        rng = np.random.default_rng(0)
+        self._xp = xp
+        self._dtype = dtype_of(dtype)
+        self._numbers = [
+            xp.asarray(rng.standard_normal(size, np.float32).astype(self._dtype)) for _ in range(3)
+        ]
+
+    def arrays(self, case: Case) -> tuple[Array, Array, Array, Array]:
+        """Return q, k, v and an array for the result."""
+        shapes = (case.q_shape, case.q_shape, case.v_shape)
+        q, k, v = (
+            numbers[: int(np.prod(shape))].reshape(shape)
+            for numbers, shape in zip(self._numbers, shapes, strict=True)
+        )
+        return q, k, v, self._xp.empty(case.v_shape, self._dtype)
+
+
+def dtype_of(name: str) -> np.dtype:
+    """Return the dtype of that name, bfloat16 included."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def items(case: Case) -> int:
+    """Return how many items the largest array of a case has."""
+    return max(int(np.prod(case.q_shape)), int(np.prod(case.v_shape)))

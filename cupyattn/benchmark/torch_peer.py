@@ -1,0 +1,75 @@
+"""The same attention by PyTorch, where it is installed: something to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays import Array
+from cupyattn.errors import error
+
+TORCH = "torch"
+TAKES = ("plain", "causal", "bias", "mask", "dropout")
+"""The options that scaled_dot_product_attention has too."""
+
+
+def load_torch() -> Any:
+    """Import PyTorch.
+
+    Raises
+    ------
+    RuntimeError
+        If it is not there, or sees no GPU.
+    """
+    try:
+        import torch
+    except ImportError:
+        raise error(
+            RuntimeError,
+            "--peer torch without PyTorch",
+            "it is no dependency of this library, and only timed beside it",
+            "pip install torch, or leave --peer out",
+        ) from None
+    if not torch.cuda.is_available():
+        raise error(
+            RuntimeError,
+            f"--peer torch, but PyTorch {torch.__version__} sees no GPU",
+            "a build for CUDA is needed",
+            "install one, or leave --peer out",
+        )
+    return torch
+
+
+def torch_call(
+    torch: Any, q: Array, k: Array, v: Array, arguments: dict[str, Any]
+) -> Callable[[], Any]:
+    """Return a call of ``scaled_dot_product_attention`` on the same memory and the same stream.
+
+    CuPy's and PyTorch's current streams are both the device's default one unless changed.
+    """
+    taken = {
+        "is_causal": arguments.get("causal", False),
+        "dropout_p": arguments.get("dropout_p", 0.0),
+    }
+    for name in ("bias", "mask"):
+        if name in arguments:
+            taken["attn_mask"] = _tensor(torch, arguments[name])
+    tensors = [_tensor(torch, array).transpose(1, 2) for array in (q, k, v)]
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def call() -> Any:
+        with torch.no_grad():
+            return attend(*tensors, **taken)
+
+    return call
+
+
+def _tensor(torch: Any, array: Array) -> Any:
+    name = array.dtype.name
+    if name == "bfloat16":  # of which CuPy cannot make a DLPack
+        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
+    if name == "bool":
+        return torch.from_dlpack(array.view(np.uint8)).view(torch.bool)
+    return torch.from_dlpack(array)

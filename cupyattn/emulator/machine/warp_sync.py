@@ -1,0 +1,323 @@
+"""Lanes of a warp that wait for each other: every ``.sync`` instruction with a member mask.
+
+From Volta on, the lanes of a warp run on their own. ``shfl.sync``, ``vote.sync``, ``match.sync``
+and ``bar.warp.sync`` make a lane wait until every lane that its mask names, and that has not
+ended, executes the same opcode with the same mask (PTX ISA, sections of these instructions): in a
+loop with ``continue`` the others may still be on their way around, and they may come to another
+place of the code that holds the same instruction.
+
+So a lane whose companions are not all here is parked, with its operands, as a lane at a barrier is;
+a complete group performs its exchange and goes on behind it, where ``sync_result`` picks the result
+up. If all lanes that live are here with one mask, nothing of that is needed.
+
+Ended lanes are not waited for. But a lane that was running when another came to wait for it, and
+that ends without coming, is reported: a GPU would go on too, with one lane less than the mask says.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cupyattn.emulator.errors import BarrierError, KernelFault, WarpSyncError
+from cupyattn.emulator.machine.positions import WAITING
+from cupyattn.emulator.machine.warp import (
+    LANE,
+    Exchange,
+    exchange_of,
+    per_warp,
+    shuffle_sources,
+    warp_bits,
+)
+
+if TYPE_CHECKING:
+    from cupyattn.emulator.machine.batch import Batch
+    from cupyattn.emulator.machine.scheduler import Scheduler, Step
+
+__all__ = ["WarpSync"]
+
+Array = Any
+
+_EVERYONE = 0xFFFFFFFF
+_BIT = np.uint32(1) << LANE.astype(np.uint32)
+
+
+def _listed(bits: int) -> list[int]:
+    return [lane for lane in range(32) if bits >> lane & 1]
+
+
+class WarpSync:
+    """Meetings of lanes, and what they got there.
+
+    Attributes
+    ----------
+    value, flag : array
+        The result of the last exchange of every lane: a uint32 and a predicate.
+    """
+
+    def __init__(self, batch: Batch, scheduler: Scheduler) -> None:
+        self.batch = batch
+        self.shape = batch.shape
+        self.scheduler = scheduler
+        self.check = batch.checks.warp_sync
+        self.value: Array = np.zeros((), np.uint32)
+        self.flag: Array = np.zeros((), bool)
+        self.kinds: list[str] = []  # opcodes that lanes have waited at
+        self.allocated = False
+
+    def _allocate(self) -> None:
+        if self.allocated:
+            return
+        self.allocated = True
+        self.kind = np.full(self.shape, -1, np.int8)  # index into `kinds`, -1: not waiting here
+        self.named = np.zeros(self.shape, np.uint32)
+        self.living = np.zeros(self.shape, np.uint32)  # lanes of the warp that lived on arrival
+        self.resume = np.zeros(self.shape, np.int32)  # block to run behind the instruction
+        self.site = np.zeros(self.shape, np.int32)
+        self.operands = np.zeros((3, *self.shape), np.uint64)
+
+    # ------------------------------------------------------------------ arriving
+    def meet(
+        self,
+        opcode: str,
+        operands: tuple[Array, ...],
+        named: Array,
+        target: int,
+        mask: Array,
+        merge: Array,
+        site: int,
+    ) -> Step:
+        """Exchange `operands` with the lanes that `named` lists, and go on at block `target`."""
+        exchange = exchange_of(opcode)
+        if merge is None and named.ndim == 0:  # all that live, with one mask
+            if self.check and (mask is not None or int(named) != _EVERYONE):
+                self._check_members(exchange, operands, named, mask, site)
+            self.value, self.flag = exchange.of(operands, named, mask, self.shape)
+            if exchange.function is None and self.batch.tracker:
+                self.batch.tracker.sync_warps(mask, named)
+            return target, mask, None
+        here = np.ones(self.shape, bool) if mask is None else mask
+        if self.check:
+            self._check_own(exchange, named, here, site)
+        if self._all_here(named, here):
+            self._perform(exchange, operands, named, here, np.int32(site))
+            return target, mask, merge
+        self._park(exchange, operands, named, target, here, site)
+        self.release()
+        return self.scheduler.pick()
+
+    def _all_here(self, named: Array, here: np.ndarray) -> bool:
+        """Tell whether all the running lanes can exchange without waiting for others."""
+        members = per_warp(np.asarray(named, np.uint32), self.shape)
+        running = here.reshape(-1, 32)
+        absent = members & (self._living() & ~warp_bits(here, self.shape))[:, None]
+        if (absent[running] != 0).any():
+            return False
+        if np.ndim(named) == 0 or (np.shape(named)[1] == 1):
+            return True
+        agree = self._groups(members, running, None)
+        return not (members & ~agree & self._living()[:, None])[running].any()
+
+    def _living(self) -> np.ndarray:
+        """Return the lanes that have not ended, as bits of every warp."""
+        alive = self.scheduler.alive_lanes()
+        return warp_bits(True if alive is None else alive, self.shape)
+
+    @staticmethod
+    def _groups(members: np.ndarray, waiting: np.ndarray, kind: np.ndarray | None) -> np.ndarray:
+        """Return for every lane, as bits, the waiting lanes with the same mask (and kind)."""
+        same = (members[:, :, None] == members[:, None, :]) & waiting[:, None, :]
+        if kind is not None:
+            same &= kind[:, :, None] == kind[:, None, :]
+        bits: np.ndarray = np.packbits(same, axis=2, bitorder="little").view("<u4")[..., 0]
+        return bits
+
+    def _park(
+        self,
+        exchange: Exchange,
+        operands: tuple[Array, ...],
+        named: Array,
+        target: int,
+        here: np.ndarray,
+        site: int,
+    ) -> None:
+        self._allocate()
+        self.living[here] = np.repeat(self._living(), 32).reshape(self.shape)[here]
+        position = self.scheduler.position
+        if position is None:
+            position = self.scheduler.diverge(WAITING, here)
+        position[here] = WAITING
+        if exchange.name not in self.kinds:
+            self.kinds.append(exchange.name)
+        self.kind[here] = self.kinds.index(exchange.name)
+        self.named[here] = np.broadcast_to(named, self.shape)[here]
+        self.resume[here] = target
+        self.site[here] = site
+        for kept, operand in zip(self.operands, operands, strict=False):
+            kept[here] = np.broadcast_to(operand, self.shape)[here]
+
+    # ------------------------------------------------------------------ leaving
+    def release(self) -> bool:
+        """Let the groups go on of which every living lane is here; tell whether there were any."""
+        if not self.allocated:
+            return False
+        waiting = self.kind >= 0
+        if not waiting.any():
+            return False
+        members, running = self.named.reshape(-1, 32), waiting.reshape(-1, 32)
+        warps = np.flatnonzero(running.any(1))
+        group = self._groups(members[warps], running[warps], self.kind.reshape(-1, 32)[warps])
+        missing = members[warps] & ~group & self._living()[warps, None]
+        complete = np.zeros(running.shape, bool)
+        complete[warps] = missing == 0
+        opened = waiting & complete.reshape(self.shape)
+        if not opened.any():
+            return False
+        if self.check:
+            self._check_ended(opened)
+        for number in np.unique(self.kind[opened]):
+            lanes = opened & (self.kind == number)
+            exchange = exchange_of(self.kinds[number])
+            operands = tuple(
+                kept.astype(dtype)
+                for kept, dtype in zip(self.operands, exchange.dtypes, strict=False)
+            )
+            self._perform(exchange, operands, self.named, lanes, self.site)
+        position = self.scheduler.position
+        assert position is not None
+        position[opened] = self.resume[opened]
+        self.kind[opened] = -1
+        return True
+
+    def _perform(
+        self,
+        exchange: Exchange,
+        operands: tuple[Array, ...],
+        named: Array,
+        lanes: np.ndarray,
+        site: Array,
+    ) -> None:
+        """Exchange between `lanes`, and keep what they got; other lanes may still need theirs."""
+        if exchange.function is None:
+            if self.batch.tracker:
+                self.batch.tracker.sync_warps(lanes, named)
+            return
+        if self.check and exchange.is_shuffle:
+            self._check_sources(exchange, operands, named, lanes, site)
+        value, flag = exchange.of(operands, named, lanes, self.shape)
+        self.value = np.where(lanes, value, self.value)
+        self.flag = np.where(lanes, flag, self.flag)
+
+    # ------------------------------------------------------------------ what can be wrong
+    def _check_members(
+        self, exchange: Exchange, operands: tuple[Array, ...], named: Array, mask: Array, site: int
+    ) -> None:
+        here = np.ones(self.shape, bool) if mask is None else mask
+        self._check_own(exchange, named, here, site)
+        if exchange.is_shuffle:
+            self._check_sources(exchange, operands, named, here, np.int32(site))
+
+    def _check_own(self, exchange: Exchange, named: Array, here: np.ndarray, site: int) -> None:
+        """Refuse a mask without the lane that passes it."""
+        if np.ndim(named) == 0 and int(named) == _EVERYONE:
+            return
+        members = per_warp(np.asarray(named, np.uint32), self.shape)
+        bad = here.reshape(-1, 32) & (members & _BIT == 0)
+        if bad.any():
+            lanes = np.flatnonzero(bad)
+            raise self.batch.fault(
+                WarpSyncError,
+                f"{exchange.name} by lane {lanes[0] % 32} with the mask "
+                f"{int(members.flat[lanes[0]]):#010x}, which does not name that lane itself: set "
+                "the bit of every lane that executes it",
+                site,
+                lanes,
+            )
+
+    def _check_sources(
+        self,
+        exchange: Exchange,
+        operands: tuple[Array, ...],
+        named: Array,
+        lanes: np.ndarray,
+        site: Array,
+    ) -> None:
+        """Refuse shuffles that read from a lane that takes no part."""
+        _, lane, clamp = operands
+        source, _ = shuffle_sources(exchange.mode, lane, clamp, self.shape)
+        running = lanes.reshape(-1, 32)
+        source = np.broadcast_to(source, running.shape)
+        members = per_warp(np.asarray(named, np.uint32), self.shape)
+        there = np.take_along_axis(running, source, 1)
+        listed = (members >> source.astype(np.uint32) & 1) != 0
+        bad = running & ~(there & listed)
+        if not bad.any():
+            return
+        first = np.flatnonzero(bad)[0]
+        why = (
+            f"which its mask {int(members.flat[first]):#010x} does not name"
+            if there.flat[first]
+            else "which is not here (it returned, or the block has fewer threads)"
+        )
+        raise self.batch.fault(
+            WarpSyncError,
+            f"{exchange.name} by lane {first % 32} reads the value of lane "
+            f"{int(source.flat[first])}, {why}",
+            int(np.broadcast_to(site, self.shape).flat[first]),
+            np.flatnonzero(bad),
+        )
+
+    def _check_ended(self, opened: np.ndarray) -> None:
+        """Refuse lanes that ended while others waited for them, but at a mere barrier."""
+        ended = (self.named & self.living).reshape(-1, 32) & ~self._living()[:, None]
+        bad = opened & (ended != 0).reshape(self.shape)
+        if "bar.warp.sync" in self.kinds:
+            bad &= self.kind != self.kinds.index("bar.warp.sync")
+        if bad.any():
+            lanes = np.flatnonzero(bad)
+            first = int(lanes[0])
+            name, named = self.kinds[self.kind.flat[first]], int(self.named.flat[first])
+            raise self.batch.fault(
+                WarpSyncError,
+                f"{name} whose mask {named:#010x} names lanes that never come (divergence; they "
+                f"ended without reaching it): lanes {_listed(int(ended.flat[first]))}",
+                int(self.site.flat[first]),
+                lanes,
+            )
+
+    def stuck(self) -> KernelFault | None:
+        """Return why the first lane that waits here waits forever, None if no lane does."""
+        if not self.allocated or not (self.kind >= 0).any():
+            return None
+        lanes = np.flatnonzero(self.kind >= 0)
+        first = int(lanes[0])
+        name, named = self.kinds[self.kind.flat[first]], int(self.named.flat[first])
+        lanes = lanes[self.site.flat[lanes] == self.site.flat[first]]
+        group = self._groups(
+            self.named.reshape(-1, 32), (self.kind >= 0).reshape(-1, 32), self.kind.reshape(-1, 32)
+        )
+        missing = named & ~int(group.flat[first]) & int(self._living()[first // 32])
+        other = first // 32 * 32 + _listed(missing)[0]
+        return self.batch.fault(
+            BarrierError if name == "bar.warp.sync" else WarpSyncError,
+            f"deadlock: {name} whose mask {named:#010x} names lanes that never come (divergence): "
+            f"lanes {_listed(missing)}; {self._instead(other, name)}",
+            int(self.site.flat[first]),
+            lanes,
+        )
+
+    def _instead(self, other: int, name: str) -> str:
+        """Say what a lane does instead of coming to the instruction `name`."""
+        lane = other % 32
+        kind = int(self.kind.flat[other])
+        if kind < 0:
+            site = self.scheduler.barriers.site_of(other)
+            return f"lane {lane} waits at {self.batch.describe(site)}"
+        place = self.batch.describe(int(self.site.flat[other]))
+        if self.kinds[kind] == name:
+            return (
+                f"lane {lane} passes the mask {int(self.named.flat[other]):#010x} at {place}: all "
+                "lanes that a mask names must pass the same mask"
+            )
+        return f"lane {lane} waits at {place}"

@@ -1,0 +1,49 @@
+"""What a ``.target`` means: which targets there are, and which instructions are newer than one.
+
+A GPU's assembler refuses PTX that its ``.target`` does not have, so the emulator does too: a kernel
+for Turing that uses ``mma.m16n8k16`` must not pass its tests here. The numbers are those of the
+"Target ISA Notes" of the PTX ISA; `tests/test_emulator_architecture.py` holds them against the
+assembler inside NVRTC.
+"""
+
+import re
+
+from cupyattn.emulator.ptx.model import Instruction
+
+__all__ = ["SHARED_BYTES", "needed_target"]
+
+# Shared memory that a block may opt in to, in bytes, by target (CUDA C++ Programming Guide,
+# "Technical specifications per compute capability"). Before Volta, the lanes of a warp could not
+# wait for each other in divergent code, which is how the emulator runs them.
+SHARED_BYTES = {
+    target: 1024 * kibibytes
+    for target, kibibytes in {
+        70: 96, 72: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 101: 227,
+        103: 227, 110: 227, 120: 99, 121: 99,
+    }.items()
+}  # fmt: skip
+
+# Forms that the emulator runs and sm_70 does not have, newest first; the first match counts.
+_NEEDED = [
+    (90, r"fence\..*(async|mbarrier_init|tensormap|sync_restrict)"),
+    (90, r".*\.cluster(\.|$)"),  # the scope
+    (90, r"cvt\.(?!.*(bf16(x2)?\.f32|f32\.bf16)$).*bf16"),
+    (80, r".*bf16"),
+    (80, r"cvt\..*f16x2"),
+    (80, r".*\.relu\."),
+    (80, r"(min|max)\..*(NaN|f16(x2)?$)"),
+    (80, r"mma\..*m16n8k16"),
+    (80, r"discard|prefetch\..*evict"),
+    (80, r".*L2::(256B|cache_hint)"),
+    (75, r".*L2::(64B|128B)"),
+    (75, r"mma|ldmatrix|movmatrix|tanh|ex2\..*f16"),
+]
+_COMPILED = [(target, re.compile(pattern)) for target, pattern in _NEEDED]
+
+
+def needed_target(instruction: Instruction) -> int:
+    """Return the first target (75 for sm_75) that has the form of `instruction`, at least 70."""
+    for target, pattern in _COMPILED:
+        if pattern.match(instruction.opcode):
+            return target
+    return min(SHARED_BYTES)

@@ -1,0 +1,118 @@
+"""What an iteration of a loop asks of each pipe of an SM: exact counts, and what follows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cupyattn.kernels.arch import SUB_PARTITIONS
+from cupyattn.turing.loops import Work, steady_path
+from cupyattn.turing.machine import T4, Machine
+from cupyattn.turing.pipes import (
+    ARITHMETIC,
+    GLOBAL,
+    MEMORY,
+    SPILLS,
+    access_bytes,
+    interval,
+    pipe_of,
+    service,
+)
+from cupyattn.turing.sass import Instruction
+from cupyattn.turing.simulation import Utilisation
+
+_WIDEST = 16  # bytes of one access of a thread
+
+
+@dataclass(frozen=True)
+class LoopFigures:
+    """A loop on Turing; counts are instructions of one warp in one iteration.
+
+    Attributes
+    ----------
+    start, end : int
+        Addresses of its first and last instruction.
+    work_pipe : str
+        The pipe that does the work: "tensor", or "fma" for float32 products.
+    work : int
+        Its instructions that are the work: products.
+    instructions, skipped : int
+        On the steady path, and in branches that are taken to be rare.
+    counts : dict
+        Instructions of each pipe; those of the load/store unit by kind.
+    narrow_global : int
+        Loads and stores of global memory of less than 16 bytes a thread.
+    spill_bytes : int
+        That each thread loads from and stores to local memory.
+    cycles : dict
+        Cycles for which all resident warps keep each pipe of the SM busy; "lsu" is the load/store
+        unit, "issue" the sub-partitions' schedulers.
+    work_cycles : float
+        The work's share of those of its pipe.
+    utilisation : Utilisation or None
+        Simulated, for the main loop of a kernel.
+    """
+
+    start: int
+    end: int
+    work_pipe: str
+    work: int
+    instructions: int
+    skipped: int
+    counts: dict[str, int]
+    narrow_global: int
+    spill_bytes: int
+    cycles: dict[str, float]
+    work_cycles: float
+    utilisation: Utilisation | None = None
+
+    @property
+    def lsu_ratio(self) -> float:
+        """Cycles of the load/store unit for each of the work's: above 1 it is what binds."""
+        return self.cycles["lsu"] / self.work_cycles
+
+    @property
+    def binding_pipe(self) -> str:
+        """The pipe with the most cycles."""
+        return max(self.cycles, key=self.cycles.__getitem__)
+
+    @property
+    def bound(self) -> float:
+        """The utilisation that no schedule can exceed."""
+        return self.work_cycles / self.cycles[self.binding_pipe]
+
+
+def loop_figures(
+    body: Sequence[Instruction], work: Work, warps: int, ctas: int, machine: Machine = T4
+) -> LoopFigures:
+    """Count a loop of a kernel of which an SM holds `ctas` CTAs of `warps` warps."""
+    path = steady_path(body, work)
+    products = [each for each in path if work.does(each)]
+    resident = warps * ctas
+
+    def busy(instructions: Iterable[Instruction]) -> float:
+        return sum(interval(each, machine) for each in instructions) * resident / SUB_PARTITIONS
+
+    by_pipe = {
+        pipe: [each for each in path if pipe_of(each) == pipe] for pipe in (*ARITHMETIC, *MEMORY)
+    }
+    return LoopFigures(
+        start=body[0].address,
+        end=body[-1].address,
+        work_pipe=work.pipe,
+        work=len(products),
+        instructions=len(path),
+        skipped=len(body) - len(path),
+        counts=dict(Counter(map(pipe_of, path))),
+        narrow_global=sum(
+            access_bytes(each) < _WIDEST for kind in GLOBAL for each in by_pipe[kind]
+        ),
+        spill_bytes=sum(access_bytes(each) for kind in SPILLS for each in by_pipe[kind]),
+        cycles={
+            **{pipe: busy(by_pipe[pipe]) for pipe in ARITHMETIC if by_pipe[pipe]},
+            "lsu": float(sum(service(each, machine) for each in path) * resident),
+            "issue": len(path) * resident / SUB_PARTITIONS,
+        },
+        work_cycles=busy(products),
+    )

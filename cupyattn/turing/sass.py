@@ -1,0 +1,163 @@
+"""Turing machine code as nvdisasm lists it: instructions and their control words.
+
+Each instruction is 128 bits, of which 105 to 121 tell the hardware's scheduler when it and the next
+one may issue (Jia et al., arXiv:1804.06826, section 2.1, for Volta, whose encoding Turing has).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+SCOREBOARDS = 6
+NO_SCOREBOARD = 7
+
+_SECTION = re.compile(r"\.text\.(\S+):")
+_LABEL = re.compile(r"(\S+):")
+_INSTRUCTION = re.compile(
+    r"\s*/\*(?P<address>[0-9a-f]{4,})\*/\s+"
+    r"(?:@(?P<predicate>!?U?P\w+)\s+)?(?P<opcode>\S+)\s*(?P<operands>.*?)\s*;"
+    r"\s*/\* 0x[0-9a-f]{16} \*/"
+)
+_UPPER_HALF = re.compile(r"\s*/\* 0x([0-9a-f]{16}) \*/")
+_TARGET = re.compile(r"`\(([^)]+)\)")
+
+
+@dataclass(frozen=True)
+class Control:
+    """When an instruction may issue, and what waits for it.
+
+    Attributes
+    ----------
+    stall : int
+        Cycles until the warp's next instruction may issue.
+    write_scoreboard, read_scoreboard : int
+        The scoreboard that is free again when the result is there, and when the operands have been
+        read; NO_SCOREBOARD for none.
+    waits_for : tuple of int
+        Scoreboards that must be free before this instruction issues.
+    """
+
+    stall: int = 0
+    write_scoreboard: int = NO_SCOREBOARD
+    read_scoreboard: int = NO_SCOREBOARD
+    waits_for: tuple[int, ...] = ()
+
+    @classmethod
+    def decode(cls, upper_half: int) -> Control:
+        """Read the fields from bits 64 to 127 of an instruction.
+
+        Examples
+        --------
+        >>> Control.decode(0x002E680000000200)
+        Control(stall=4, write_scoreboard=1, read_scoreboard=7, waits_for=(1,))
+        """
+        mask = upper_half >> 52 & 63
+        return cls(
+            stall=upper_half >> 41 & 15,
+            write_scoreboard=upper_half >> 46 & 7,
+            read_scoreboard=upper_half >> 49 & 7,
+            waits_for=tuple(board for board in range(SCOREBOARDS) if mask >> board & 1),
+        )
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction of a kernel.
+
+    Attributes
+    ----------
+    address : int
+        Of its first byte, from the beginning of the kernel.
+    opcode : str
+        With its modifiers: "HMMA.1688.F32".
+    operands : str
+        As they are listed.
+    predicate : str or None
+        "P0" or "!P0" where it executes only then.
+    target : int or None
+        Address that a branch jumps to; None for anything but a BRA.
+    control : Control
+    """
+
+    address: int
+    opcode: str
+    operands: str = ""
+    predicate: str | None = None
+    target: int | None = None
+    control: Control = Control()
+
+    @property
+    def name(self) -> str:
+        """The opcode without its modifiers."""
+        return self.opcode.partition(".")[0]
+
+    @property
+    def modifiers(self) -> tuple[str, ...]:
+        """What follows the name."""
+        return tuple(self.opcode.split(".")[1:])
+
+    @property
+    def is_unconditional(self) -> bool:
+        """Whether a branch is always taken: no predicate before it, none among its operands."""
+        return self.predicate is None and self.operands.startswith("`")
+
+
+def parse_listing(listing: str) -> dict[str, list[Instruction]]:
+    """Read what ``nvdisasm --print-code --print-instruction-encoding`` prints.
+
+    Returns
+    -------
+    dict
+        The instructions of each kernel, by its name.
+    """
+    kernels: dict[str, list[Instruction]] = {}
+    for name, lines in _sections(listing).items():
+        labels, found = _read_lines(lines)
+        kernels[name] = [
+            Instruction(
+                address=int(match["address"], 16),
+                opcode=match["opcode"],
+                operands=match["operands"],
+                predicate=match["predicate"],
+                target=_target(match, labels),
+                control=Control.decode(upper_half),
+            )
+            for match, upper_half in found
+        ]
+    return kernels
+
+
+def _sections(listing: str) -> dict[str, list[str]]:
+    sections: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in listing.splitlines():
+        if section := _SECTION.fullmatch(line.strip()):
+            lines = sections.setdefault(section[1], [])
+        lines.append(line)
+    return sections
+
+
+def _read_lines(lines: list[str]) -> tuple[dict[str, int], list[tuple[re.Match[str], int]]]:
+    """Return the address of each label, and the instructions with their upper halves."""
+    labels: dict[str, int] = {}
+    found: list[tuple[re.Match[str], int]] = []
+    waiting: list[str] = []  # labels of the instruction that comes next
+    for number, line in enumerate(lines):
+        if label := _LABEL.fullmatch(line.strip()):
+            waiting.append(label[1])
+        elif match := _INSTRUCTION.match(line):
+            upper_half = _UPPER_HALF.match(lines[number + 1])
+            if upper_half is None:
+                raise ValueError(f"no second half of the encoding follows {line.strip()!r}")
+            labels.update(dict.fromkeys(waiting, int(match["address"], 16)))
+            waiting.clear()
+            found.append((match, int(upper_half[1], 16)))
+    return labels, found
+
+
+def _target(match: re.Match[str], labels: dict[str, int]) -> int | None:
+    if match["opcode"].partition(".")[0] != "BRA":
+        return None
+    label = _TARGET.search(match["operands"])
+    return labels.get(label[1]) if label else None

@@ -1,0 +1,282 @@
+"""One SM, cycle by cycle: how busy the warps of its CTAs keep the pipe that does the work.
+
+Scoreboards, stalls and waits are those of the control words. Each sub-partition issues one
+instruction a cycle, of the warp that issued last if it can, else of the one that is least advanced.
+Memory instructions wait in a queue of each sub-partition for the SM's one load/store unit, which
+serves the queues in turn. Values are not computed: every warp repeats the steady path of the loop.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cupyattn.kernels.arch import SUB_PARTITIONS
+from cupyattn.turing.loops import Work
+from cupyattn.turing.machine import T4, Machine
+from cupyattn.turing.pipes import (
+    ARITHMETIC,
+    MEMORY,
+    barrier_warps,
+    interval,
+    latency,
+    pipe_of,
+    service,
+)
+from cupyattn.turing.sass import SCOREBOARDS, Instruction
+
+MARGIN = 0.05
+"""How far a simulated utilisation is to be trusted, either way."""
+
+OFFSETS = (97, 311, 743, 1301)
+"""Cycles between the starts of CTAs that share an SM: an arbitrary sample, of which there are many
+in a real launch."""
+
+_WARP_OFFSET = 13  # cycles between the starts of a CTA's warps
+_WARM_UP = 3  # iterations of the slowest warp before counting begins
+_ITERATIONS = 14
+_LAST_CYCLE = 4_000_000
+_ENQUEUE = 4  # cycles from the issue of a memory instruction until it can be served
+_READ_SERVED, _READ_ISSUED = 6, 8  # cycles until operands of memory, of other instructions are read
+_NEVER = 1 << 60
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """The busy fraction of the pipe that does the work, over several start offsets."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def utilisation(
+    path: Sequence[Instruction], work: Work, warps: int, ctas: int, machine: Machine = T4
+) -> Utilisation:
+    """Simulate `ctas` CTAs of `warps` warps that repeat a loop's steady path, for each offset."""
+    fractions = [busy_fraction(path, work, warps, ctas, offset, machine) for offset in OFFSETS]
+    return Utilisation(sum(fractions) / len(fractions), min(fractions), max(fractions))
+
+
+def busy_fraction(
+    path: Sequence[Instruction],
+    work: Work,
+    warps: int,
+    ctas: int,
+    offset: int = OFFSETS[0],
+    machine: Machine = T4,
+) -> float:
+    """Simulate one start offset.
+
+    It is counted from the slowest warp's third iteration to its fourteenth.
+
+    Raises
+    ------
+    RuntimeError
+        If the warps wait for each other for ever: synchronisation that this model does not know.
+    """
+    sm = _Sm([_Step.of(each, work, warps, machine) for each in path], warps, ctas, offset, machine)
+    while sm.slowest < _ITERATIONS:
+        sm.now = sm.next_event()
+        if sm.now > _LAST_CYCLE:
+            raise RuntimeError(
+                f"the simulated loop at {path[0].address:#x} does not advance; the model knows "
+                "scoreboards and barriers only; report it with the kernel's name"
+            )
+        sm.cycle()
+    return sm.busy / (SUB_PARTITIONS * (sm.now + 1 - sm.counting_from))
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What the simulation needs of an instruction."""
+
+    pipe: int  # index into ARITHMETIC; -1 for none
+    interval: int
+    work: int  # cycles that count as busy
+    is_memory: bool
+    service: int
+    latency: int
+    gap: int  # cycles to the warp's next instruction
+    write_scoreboard: int
+    read_scoreboard: int
+    waits_for: tuple[int, ...]
+    barrier_warps: int
+
+    @classmethod
+    def of(cls, instruction: Instruction, work: Work, warps: int, machine: Machine) -> _Step:
+        pipe, control = pipe_of(instruction), instruction.control
+        occupied = "tensor" if pipe == "fp16" else pipe
+        cycles = interval(instruction, machine)
+        return cls(
+            pipe=ARITHMETIC.index(occupied) if occupied in ARITHMETIC else -1,
+            interval=cycles,
+            work=cycles if work.does(instruction) else 0,
+            is_memory=pipe in MEMORY,
+            service=service(instruction, machine),
+            latency=latency(instruction, machine),
+            gap=max(control.stall, 1 if instruction.target is None else machine.branch),
+            write_scoreboard=control.write_scoreboard,
+            read_scoreboard=control.read_scoreboard,
+            waits_for=control.waits_for,
+            barrier_warps=barrier_warps(instruction, warps),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Warp:
+    """A warp of a CTA, and where it stands."""
+
+    cta: int
+    index: int
+    part: int  # the sub-partition that it lives in: they are filled in turn
+    ready: int  # the cycle from which its next instruction may issue
+    at: int = 0  # index of that instruction
+    iterations: int = 0
+    at_barrier: bool = False
+    # Of each scoreboard: memory instructions that wait for service, and when it is free after that.
+    unserved: list[int] = field(default_factory=lambda: [0] * SCOREBOARDS)
+    free_from: list[int] = field(default_factory=lambda: [0] * SCOREBOARDS)
+
+
+class _Sm:
+    """The state of the SM. Cycles in which nothing can happen are passed over."""
+
+    def __init__(
+        self, steps: list[_Step], warps: int, ctas: int, offset: int, machine: Machine
+    ) -> None:
+        self.steps = steps
+        self.machine = machine
+        resident = warps * ctas
+        period = max(
+            resident * sum(step.service for step in steps),
+            resident * sum(step.interval for step in steps) // SUB_PARTITIONS,
+            1,
+        )
+        self.warps = [
+            _Warp(
+                cta,
+                index,
+                part=(cta * warps + index) % SUB_PARTITIONS,
+                ready=cta * offset % period + _WARP_OFFSET * index,
+            )
+            for cta in range(ctas)
+            for index in range(warps)
+        ]
+        parts = range(SUB_PARTITIONS)
+        # Of each sub-partition: its warps, the next to issue first; what waits for the load/store
+        # unit, with the cycle of its arrival; when each pipe is free; when to look again.
+        self.order = [[warp for warp in self.warps if warp.part == part] for part in parts]
+        self.queues: list[deque[tuple[int, _Warp, _Step]]] = [deque() for _ in parts]
+        self.pipe_free = [[0] * len(ARITHMETIC) for _ in parts]
+        self.wake = [0] * SUB_PARTITIONS
+        self.lsu_free = self.turn = 0
+        self.now = self.busy = self.counting_from = self.slowest = 0
+
+    def next_event(self) -> int:
+        """Return the next cycle in which an instruction may issue or be served."""
+        cycle = min(self.wake)
+        if cycle > self.now + 1:
+            arrivals = [queue[0][0] for queue in self.queues if queue]
+            if arrivals:
+                return min(cycle, max(self.lsu_free, min(arrivals)))
+        return cycle
+
+    def cycle(self) -> None:
+        """Let the load/store unit take an instruction, and each sub-partition issue one."""
+        now = self.now
+        if self.lsu_free <= now:
+            self._serve()
+        for part, wake in enumerate(self.wake):
+            if wake > now:
+                continue
+            earliest = _NEVER
+            for warp in self.order[part]:
+                cycle = self._earliest(warp, part)
+                if cycle <= now:
+                    self._issue(warp, part)
+                    earliest = now + 1
+                    break
+                if cycle < earliest:
+                    earliest = cycle
+            self.wake[part] = earliest
+
+    def _serve(self) -> None:
+        for part in range(self.turn, self.turn + SUB_PARTITIONS):
+            queue = self.queues[part % SUB_PARTITIONS]
+            if queue and queue[0][0] <= self.now:
+                break
+        else:
+            return
+        _, warp, step = queue.popleft()
+        self.turn = (part + 1) % SUB_PARTITIONS
+        self.lsu_free = self.now + step.service
+        for board, after in (
+            (step.write_scoreboard, step.latency),
+            (step.read_scoreboard, _READ_SERVED),
+        ):
+            if board < SCOREBOARDS:
+                warp.unserved[board] -= 1
+                warp.free_from[board] = max(warp.free_from[board], self.lsu_free + after)
+        self.wake[part % SUB_PARTITIONS] = self.now  # the warp, or one that found the queue full
+
+    def _earliest(self, warp: _Warp, part: int) -> int:
+        """Return the cycle from which a warp can issue, as far as is known; _NEVER if it is not."""
+        step = self.steps[warp.at]
+        if warp.at_barrier or (step.is_memory and len(self.queues[part]) >= self.machine.queue):
+            return _NEVER
+        cycle = warp.ready
+        if step.pipe >= 0 and self.pipe_free[part][step.pipe] > cycle:
+            cycle = self.pipe_free[part][step.pipe]
+        for board in step.waits_for:
+            if warp.unserved[board]:
+                return _NEVER
+            if warp.free_from[board] > cycle:
+                cycle = warp.free_from[board]
+        return cycle
+
+    def _issue(self, warp: _Warp, part: int) -> None:
+        step, now = self.steps[warp.at], self.now
+        if step.is_memory:
+            self.queues[part].append((now + _ENQUEUE, warp, step))
+            for board in (step.write_scoreboard, step.read_scoreboard):
+                if board < SCOREBOARDS:
+                    warp.unserved[board] += 1
+        else:
+            if step.pipe >= 0:
+                self.pipe_free[part][step.pipe] = now + step.interval
+            for board, after in (
+                (step.write_scoreboard, step.latency),
+                (step.read_scoreboard, _READ_ISSUED),
+            ):
+                if board < SCOREBOARDS:
+                    warp.free_from[board] = max(warp.free_from[board], now + after)
+        warp.ready = now + step.gap
+        if self.counting_from:
+            self.busy += step.work
+        self._advance(warp)
+        if step.barrier_warps:
+            self._arrive(warp, step.barrier_warps)
+        order = self.order[part]
+        if order[0] is not warp:
+            order.sort(key=lambda other: (other is not warp, other.iterations, other.at))
+
+    def _advance(self, warp: _Warp) -> None:
+        warp.at += 1
+        if warp.at == len(self.steps):
+            warp.at = 0
+            warp.iterations += 1
+            self.slowest = min(each.iterations for each in self.warps)
+            if self.slowest == _WARM_UP and not self.counting_from:
+                self.counting_from = self.now + 1
+
+    def _arrive(self, warp: _Warp, together: int) -> None:
+        warp.at_barrier = True
+        group = (warp.cta, warp.index // together)
+        mates = [each for each in self.warps if (each.cta, each.index // together) == group]
+        if all(mate.at_barrier for mate in mates):
+            for mate in mates:
+                mate.at_barrier = False
+                mate.ready = max(mate.ready, self.now + self.machine.barrier)
+                self.wake[mate.part] = min(self.wake[mate.part], mate.ready)
