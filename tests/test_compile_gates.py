@@ -35,9 +35,9 @@ class Cost(NamedTuple):
     spill_bytes: int = 0
 
 
-# The flash kernels fill the register file: some rows of the tensor-core kernels spill, the forward's
-# mostly in the loop over masked tiles, and the float32 kernel spills around the options of the
-# scores. What they spill is pinned below and must not grow.
+# The flash kernels fill the register file: some rows of the tensor-core kernels spill, the
+# forward's mostly in the loop over masked tiles, and the float32 kernel spills around the options
+# of the scores. What they spill is pinned below and must not grow.
 MAY_SPILL = (
     "attention_forward",
     "attention_forward_f32",

@@ -28,7 +28,16 @@ DTYPES = ("float16", "bfloat16", "float32")
 # More columns than threads, odd dims, D != Dv in both directions, the largest.
 HEAD_DIMS = ((1, 1), (7, 33), (40, 24), (64, 64), (80, 136), (256, 256))
 # Steps of 8 columns with tails of 1, 2 and 3 chunks, odd dims, D != Dv, every row of the tables.
-FLASH_HEAD_DIMS = ((5, 8), (24, 40), (64, 64), (80, 72), (88, 96), (128, 128))
+FLASH_HEAD_DIMS = (
+    (5, 8),
+    (24, 40),
+    (64, 64),
+    (80, 72),
+    (88, 96),
+    (128, 128),
+    (136, 192),
+    (256, 249),
+)
 IMPLEMENTATIONS = ("naive", "flash")
 GRADIENTS = AttentionGrads._fields
 SENTINEL = 77.0

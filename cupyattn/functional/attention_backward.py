@@ -77,9 +77,9 @@ def attention_backward(
         which takes longer, and for the gradient of a bias that broadcasts 4 * B * H * Sq * Sk bytes
         of scratch memory. "naive" always is, and so are NumPy arrays.
     implementation : {"flash", "naive"}
-        Which kernels run on a GPU or the emulator. "flash" runs on tensor cores and takes float16
-        and head dims to 128. "naive" (the textbook) is there to be read and compared, and takes
-        every dtype and head dim. On the reference it makes no difference.
+        Which kernels run on a GPU or the emulator. "flash" runs on tensor cores and takes float16.
+        "naive" (the textbook) is there to be read and compared, and takes every dtype. On the
+        reference it makes no difference.
     grads : AttentionGrads, optional
         Arrays to write the gradients into, each with the shape and dtype of what it belongs to;
         None in a field makes a new one.

@@ -12,7 +12,7 @@ from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.launch import launch
 from cupyattn.ops.attention import FLASH_TILE_BYTES, require_lengths
-from cupyattn.ops.attention_backward_flash import MAX_HEAD_DIM, flash_plan
+from cupyattn.ops.attention_backward_flash import flash_plan
 from cupyattn.ops.attention_backward_naive import naive_plan
 from cupyattn.ops.attention_backward_steps import Plan
 from cupyattn.ops.attention_problem import BACKWARD_RESULTS, AttentionProblem
@@ -69,16 +69,12 @@ def _require_kernel(problem: AttentionProblem) -> None:
             "pass NumPy arrays, for example cupy.asnumpy(q)",
         )
     flash = problem.implementation == "flash"
-    largest = max(problem.head_dim, problem.head_dim_v)
-    if not (
-        problem.implementation == "naive"
-        or (flash and problem.dtype == np.float16 and largest <= MAX_HEAD_DIM)
-    ):
+    if problem.implementation == "tiled" or (flash and problem.dtype != np.float16):
         raise error(
             NotImplementedError,
-            f"attention_backward with implementation={problem.implementation!r}, "
-            f"{problem.dtype.name} and head dims to {largest} on a GPU or the emulator",
-            f"'flash' takes float16 and head dims to {MAX_HEAD_DIM}, 'naive' takes all",
+            f"attention_backward with implementation={problem.implementation!r} and "
+            f"{problem.dtype.name} on a GPU or the emulator",
+            "'flash' takes float16, 'naive' every dtype",
             "pass implementation='naive', or NumPy arrays, for example cupy.asnumpy(q)",
         )
     if flash:
