@@ -43,6 +43,8 @@ MAY_SPILL = (
     "attention_forward_f32",
     "attention_backward_dkdv",
     "attention_backward_dq",
+    "attention_backward_f32_dkdv",
+    "attention_backward_f32_dq",
 )
 
 
