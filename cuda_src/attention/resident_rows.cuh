@@ -11,7 +11,7 @@ __device__ __forceinline__ void load_rows(uint32 tile_s, const float16* rows_g, 
   for (int at = threadIdx.x; at < Tile::kRows * Tile::kChunks; at += kThreads) {
     const int row = at / Tile::kChunks, chunk = at % Tile::kChunks;
     uint4 quad = make_uint4(0, 0, 0, 0);
-    if (row < valid_rows) quad = load_chunk<kCols, kVec>(rows_g + row * row_stride, chunk);
+    if (row < valid_rows) quad = load_chunk<kCols, kVec>(rows_g + row * row_stride + chunk * kChunkItems, chunk);
     st_shared_v4(tile_s + Tile::offset(row, chunk), quad);
   }
 }

@@ -120,7 +120,7 @@ ATTENTION_TILED = KernelSpec(
     ),
 )
 
-_FLASH_PARAMETERS = (
+_FLASH_PARAMETERS: tuple[Parameter, ...] = (
     *_ATTENTION_PARAMETERS[:-1],
     *(
         Pointer(name, const=True, optional=True)

@@ -89,19 +89,19 @@ class PairedConfig:
 
 # The first row whose head dim is not below max(D, Dv).
 ONE_PASS: dict[int, DkdvConfig | PairedConfig] = {
-    40: DkdvConfig(2, 4, 32, 2, 1, 2, ""),
+    40: DkdvConfig(2, 4, 32, 1, 1, 2, ""),
     64: DkdvConfig(2, 4, 32, 1, 1, 2, ""),
-    80: DkdvConfig(1, 8, 64, 2, 4, 1, ""),
-    96: DkdvConfig(1, 8, 64, 1, 2, 1, ""),
-    128: DkdvConfig(1, 8, 32, 1, 1, 1, ""),
+    80: DkdvConfig(1, 8, 64, 1, 4, 1, ""),
+    96: DkdvConfig(1, 8, 64, 1, 1, 1, ""),
+    128: DkdvConfig(1, 8, 32, 1, 2, 1, ""),
     160: PairedConfig(8, 32, 1, ""),
     192: PairedConfig(8, 32, 1, ""),
     256: PairedConfig(8, 16, 1, ""),
 }
 DETERMINISTIC: dict[int, DkdvConfig | PairedConfig] = {
-    40: DkdvConfig(2, 4, 32, 2, 1, 2, ""),
+    40: DkdvConfig(2, 4, 32, 1, 1, 2, ""),
     64: DkdvConfig(2, 4, 32, 1, 1, 2, ""),
-    80: DkdvConfig(1, 8, 64, 2, 4, 1, ""),
+    80: DkdvConfig(1, 8, 64, 1, 4, 1, ""),
     96: DkdvConfig(1, 8, 64, 1, 2, 1, ""),
     128: DkdvConfig(1, 8, 32, 1, 1, 1, ""),
     160: PairedConfig(8, 32, 1, ""),
@@ -133,7 +133,7 @@ def dkdv(
     """Specialise the dK/dV kernel, which gathers dQ as well with `one_pass`."""
     config = dkdv_config(head_dim, head_dim_v, one_pass)
     shared_bytes = _dkdv_shared_bytes(config, head_dim, head_dim_v, one_pass)
-    common = {
+    macros: dict[str, int | str] = {
         "HEAD_DIM": head_dim,
         "HEAD_DIM_V": head_dim_v,
         "WARPS": config.warps,
@@ -145,16 +145,14 @@ def dkdv(
         **_STRUCTS,
         **_option_macros(options),
     }
-    size = {"threads": config.warps * WARP_SIZE, "shared_bytes": shared_bytes}
-    if isinstance(config, PairedConfig):
-        return ATTENTION_BACKWARD_DKDV_PAIRED.specialise(**size, **common)
-    return ATTENTION_BACKWARD_DKDV.specialise(
-        **size,
-        **common,
-        M_TILES=config.m_tiles,
-        SUB_Q=config.sub_q,
-        DQ_ROW_WARPS=config.dq_row_warps,
-    )
+    spec = ATTENTION_BACKWARD_DKDV_PAIRED
+    if isinstance(config, DkdvConfig):
+        spec = ATTENTION_BACKWARD_DKDV
+        macros["M_TILES"] = config.m_tiles
+        macros["SUB_Q"] = config.sub_q
+        macros["DQ_ROW_WARPS"] = config.dq_row_warps
+    threads = config.warps * WARP_SIZE
+    return spec.specialise(threads=threads, shared_bytes=shared_bytes, **macros)
 
 
 def _option_macros(options: BackwardOptions) -> dict[str, str]:
@@ -206,10 +204,10 @@ class DqConfig:
 # The first row whose head dim is not below max(D, Dv).
 DQ = {
     40: DqConfig(2, 4, 32, 2, ""),
-    64: DqConfig(2, 4, 32, 2, ""),
-    80: DqConfig(2, 4, 32, 2, ""),
+    64: DqConfig(2, 4, 16, 2, ""),
+    80: DqConfig(2, 4, 16, 2, ""),
     96: DqConfig(2, 4, 16, 2, ""),
-    128: DqConfig(1, 8, 32, 1, ""),
+    128: DqConfig(1, 4, 32, 2, ""),
     160: DqConfig(1, 8, 16, 1, ""),
     192: DqConfig(1, 8, 16, 1, ""),
     256: DqConfig(1, 8, 16, 1, ""),
