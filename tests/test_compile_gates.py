@@ -15,7 +15,7 @@ import pytest
 from cupyattn.kernels import configs
 from cupyattn.kernels.arch import Arch, arch_of
 from cupyattn.kernels.compile import compile_cubin, nvrtc_version
-from cupyattn.kernels.configs import attention, attention_backward
+from cupyattn.kernels.configs import attention, attention_backward, attention_backward_f32
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
 from cupyattn.kernels.spec import Specialisation
 
@@ -92,6 +92,14 @@ def rows() -> dict[str, list[Specialisation]]:
 
 ROWS = rows()
 PROMISED_CTAS = {
+    **{
+        f"attention_backward_f32_{step} {dim}": row.ctas_per_sm
+        for step, table in (
+            ("dkdv", attention_backward_f32.DKDV),
+            ("dq", attention_backward_f32.DQ),
+        )
+        for dim, row in table.items()
+    },
     **{f"attention_tiled {dim}": row.ctas_per_sm for dim, row in attention.TILED.items()},
     **{f"attention_forward {dim}": row.ctas_per_sm for dim, row in attention.FLASH.items()},
     **{f"attention_forward_f32 {dim}": row.ctas_per_sm for dim, row in attention.FLASH_F32.items()},
@@ -130,6 +138,17 @@ PINNED = {
     "attention_forward 64 SOFTCAP": Cost(255, 32_768, 2, 136),
     "attention_forward 64 SINKS": Cost(255, 32_768, 2, 136),
     "attention_forward 64 DROPOUT": Cost(255, 32_768, 2, 124),
+    "attention_backward_f32_delta 64": Cost(30, 0, 4),
+    "attention_backward_f32_dkdv 64": Cost(254, 25_088, 2),
+    "attention_backward_f32_dq 64": Cost(245, 25_088, 2),
+    "attention_backward_f32_delta 128": Cost(30, 0, 4),
+    "attention_backward_f32_dkdv 128": Cost(255, 25_088, 2, 192),
+    "attention_backward_f32_dq 128": Cost(255, 25_088, 2),
+    "attention_backward_f32_delta 256": Cost(30, 0, 4),
+    "attention_backward_f32_dkdv 256": Cost(254, 24_576, 2),
+    "attention_backward_f32_dq 256": Cost(226, 24_576, 2),
+    f"attention_backward_f32_dkdv 64 {EVERY_OPTION}": Cost(255, 25_088, 2, 212),
+    f"attention_backward_f32_dq 64 {EVERY_OPTION}": Cost(255, 25_088, 2, 36),
     "attention_backward_naive_dq 256": Cost(64, 2_576, 8),
     "attention_backward_naive_dkdv 256": Cost(64, 3_072, 8),
     f"attention_backward_naive_dq 256 {EVERY_OPTION}": Cost(64, 2_576, 8),

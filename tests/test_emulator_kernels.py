@@ -266,7 +266,7 @@ FAULTS = {
         OutOfBoundsError,
     ),
     "flash f32: one row too many is stored": (
-        Bug(F32_CU, "if (query >= cta.params.sq) continue;", "if (query > cta.params.sq) continue;"),
+        Bug(F32_CU, "if (query >= cta.params.sq) continue", "if (query > cta.params.sq) continue"),
         OutOfBoundsError,
     ),
     "flash f32: the query head in place of the key-value head": (
