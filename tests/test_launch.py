@@ -399,10 +399,30 @@ def test_what_has_no_kernel_says_so_and_does_nothing(recorder, implementation, n
     assert recorder.did_nothing
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_flash_takes_the_other_dtypes_on_a_kernel_of_their_own(recorder, dtype):
+    """Vectors are four items: 8 bytes of bfloat16, where aligned to them."""
+    itemsize = dtype_of(dtype).itemsize
+    q = device_array((2, 70, 4, 64), dtype_of(dtype))
+    macros, _, ctas = call(recorder, q, q, q, implementation="flash", softcap=5.0)
+    assert (macros["DTYPE"], macros["VEC"], macros["COLUMN_LANES"]) == (dtype, 4, 8)
+    assert (macros["SOFTCAP"], macros["BIAS"]) == ("true", "void")
+    assert ctas == 2 * 4 * -(-70 // 128)
+    strides = (70 * 4 * 68 * itemsize, 4 * 68 * itemsize, 68 * itemsize, itemsize)
+    padded = device_array((2, 70, 4, 64), dtype_of(dtype), strides)
+    assert call(recorder, padded, padded, padded, implementation="flash")[0]["VEC"] == 4
+    strides = (70 * 4 * 66 * itemsize, 4 * 66 * itemsize, 66 * itemsize, itemsize)
+    crooked = device_array((2, 70, 4, 64), dtype_of(dtype), strides)
+    assert call(recorder, q, crooked, q, implementation="flash")[0]["VEC"] == 1
+    wide = device_array((2, 70, 4, 160), dtype_of(dtype))
+    _, _, ctas = call(recorder, q, q, wide, implementation="flash")
+    assert ctas == 2 * 4 * -(-70 // 128)
+
+
 @pytest.mark.parametrize("crooked", [1, 2])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_flash_refuses_keys_that_lie_too_far_apart(recorder, crooked, sign):
-    """A tile's offsets have 32 bits; the tiled kernel's have 64."""
+    """A tile's offsets have 32 bits; those of the tiled and of the float32 kernel have 64."""
     far = device_array((1, 2, 1, 64), np.float16, (2**40, sign * 2**26, 128, 2))
     near = device_array((1, 2, 1, 64), np.float16, (2**40, sign * (2**26 - 16), 128, 2))
     arrays = [near, near, near]
@@ -411,6 +431,8 @@ def test_flash_refuses_keys_that_lie_too_far_apart(recorder, crooked, sign):
     with pytest.raises(ValueError, match=r"bytes from one key to the next; .*'tiled'"):
         attention(*arrays)
     call(recorder, *arrays, implementation="tiled")
+    far = device_array((1, 2, 1, 64), np.float32, (2**40, sign * 2**30, 256, 4))
+    call(recorder, far, far, far, implementation="flash")
 
 
 def test_options_of_the_call_choose_the_flash_specialisation(recorder):
