@@ -69,7 +69,7 @@ def row_of(specialisation: Specialisation) -> str:
     if "LANES" in macros:
         sizes.append(f"{macros['LANES']} lanes")
     if "ONE_PASS" in macros:
-        sizes += ["one pass" if macros["ONE_PASS"] else "deterministic"]
+        sizes += ["one pass" if macros["ONE_PASS"] == "true" else "deterministic"]
     options = [name for name, absent in NO_OPTIONS.items() if macros.get(name, absent) != absent]
     return " ".join([specialisation.spec.entry, *sizes, *options])
 

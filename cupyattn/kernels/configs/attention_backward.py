@@ -138,7 +138,7 @@ def dkdv(
         "HEAD_DIM_V": head_dim_v,
         "WARPS": config.warps,
         "TILE_Q": config.tile_q,
-        "ONE_PASS": int(one_pass),
+        "ONE_PASS": _cpp_bool(one_pass),
         "VEC": vec,
         "MIN_CTAS": config.ctas_per_sm,
         "SHARED_BYTES": shared_bytes,
