@@ -930,6 +930,44 @@ def test_a_captured_call_is_replayed_with_new_contents(work, stream, name):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [("naive", "float16"), ("flash", "float16"), ("flash", "float32")],
+)
+def test_a_backward_can_be_captured_and_allocates_nothing(stream, implementation, dtype):
+    """With grads and a workspace; bias and sinks bring every kernel."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (
+        cupy.asarray(rng.standard_normal((2, 70, 2, 32)).astype(dtype_of(dtype))) for _ in range(4)
+    )
+    bias, sinks = (cupy.asarray(rng.standard_normal(n, "f4")) for n in (70, 2))
+    options = {"bias": bias, "sinks": sinks, "causal": True}
+    results = attention(q, k, v, **options, return_lse=True, implementation="flash")
+    options |= {"implementation": implementation, "deterministic": True}
+    expected = attention_backward(dout, q, k, v, *results, **options)
+    options["grads"] = AttentionGrads(*map(cupy.empty_like, expected))
+    options["workspace"] = cupy.empty(2**20, np.uint8)
+    attention_backward(dout, q, k, v, *results, **options)
+    cupy.cuda.Device().synchronize()
+    with stream, count_allocations() as sizes:
+        stream.begin_capture()
+        try:
+            attention_backward(dout, q, k, v, *results, **options)
+        finally:
+            graph = stream.end_capture()
+    assert sizes == []
+    for gradient in options["grads"]:
+        gradient.fill(7)
+    cupy.cuda.Device().synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    for gradient, wanted in zip(options["grads"], expected, strict=True):
+        assert_array_equal(cupy.asnumpy(gradient), cupy.asnumpy(wanted))
+
+
+@pytest.mark.gpu
 def test_a_first_call_within_a_capture_says_what_to_do(stream):
     """And the same call outside, and then in a capture again, works."""
     import cupy
