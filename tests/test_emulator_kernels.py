@@ -297,8 +297,8 @@ FAULTS = {
     "flash f32: the stage that is computed is filled": (
         Bug(
             F32_CU,
-            "      staging.store_slice(thread.other_stage_s(cta.smem));\n    }\n    turn",
-            "      staging.store_slice(thread.stage_s);\n    }\n    turn",
+            "} else {\n      staging.store_slice(thread.other_stage_s(cta.smem));",
+            "} else {\n      staging.store_slice(thread.stage_s);",
         ),
         SharedMemoryRaceError,
     ),
@@ -323,7 +323,7 @@ FAULTS = {
         OutOfBoundsError,
     ),
     "flash f32: one row too many is stored": (
-        Bug(F32_CU, "if (query >= cta.params.sq)", "if (query > cta.params.sq)"),
+        Bug(F32_CU, "(query >= cta.params.sq) continue;", "(query > cta.params.sq) continue;"),
         OutOfBoundsError,
     ),
     "flash f32: the query head in place of the key-value head": (

@@ -62,7 +62,6 @@ struct Traits {
   static constexpr int kTailAt = COLUMN_LANES * kQuads * kQuadItems;
   using Panel = PanelShape<kColumns, COLUMN_LANES>;
   static constexpr int kPanels = COLUMN_LANES / 8;  // to a pair of each column lane
-  static constexpr int kSteps = PAIRS * kPanels;    // of P V
 
   using Staging = FloatStaging<Scalar, Scores, Slice, Panel, kHeadDim, kHeadDimV, kVec, kThreads>;
   using Softmax = RegisterSoftmax<Scores, kColumns>;
@@ -122,9 +121,9 @@ __device__ __forceinline__ void multiply_q_k(Traits::Scores& scores, const Threa
       float q[kQuadItems];
       ld_shared(q, thread.stage_s + thread.q_at + i * Traits::Grid::kRowLanes * kRowBytes + chunk * kQuadBytes);
 #pragma unroll
-      for (int j = 0; j < Traits::kKeys; j++) {
+      for (int e = 0; e < kQuadItems; e++) {
 #pragma unroll
-        for (int e = 0; e < kQuadItems; e++) {
+        for (int j = 0; j < Traits::kKeys; j++) {
           scores.s[i][j / 2][j % 2] = __fmaf_rn(q[e], k[j][e], scores.s[i][j / 2][j % 2]);
         }
       }
@@ -132,18 +131,13 @@ __device__ __forceinline__ void multiply_q_k(Traits::Scores& scores, const Threa
   }
 }
 
-// The thread's pair of P of each row, to where the warp reads it. Only what is stored depends on the pair: registers
-// have no index.
+// The thread's pair of P of each row, to where the warp reads it.
 __device__ __forceinline__ void store_probabilities(const Traits::Scores& scores, const Thread& thread, int pair) {
   const int lane = Traits::Grid::column_lane();
   const uint32 p_s = thread.p_s + lane / 8 * kPPanelBytes + lane % 8 * (2 * sizeof(float));
 #pragma unroll
-  for (int n = 0; n < PAIRS; n++) {
-    if (n != pair) continue;
-#pragma unroll
-    for (int i = 0; i < Traits::kRows; i++) {
-      st_shared_v2(p_s + i * Traits::Grid::kRowLanes * kPRowBytes, scores.s[i][n][0], scores.s[i][n][1]);
-    }
+  for (int i = 0; i < Traits::kRows; i++) {
+    st_shared_v2(p_s + i * Traits::Grid::kRowLanes * kPRowBytes, scores.s[i][pair][0], scores.s[i][pair][1]);
   }
 }
 
@@ -167,7 +161,7 @@ __device__ __forceinline__ void load_v(float (&v)[Traits::kColumns], uint32 v_s)
 
 // O += P V over one panel of 16 keys.
 __device__ __forceinline__ void multiply_p_v(Thread& thread, int panel) {
-  constexpr int kKeys = Traits::kColumns > 8 ? 2 : 4;  // at a time: what P's registers hold
+  constexpr int kKeys = Traits::kColumns > 12 ? 2 : 4;  // at a time: what P's registers hold
   float (&acc)[Traits::kRows][Traits::kColumns] = thread.softmax.acc;
 #pragma unroll 1
   for (int first = 0; first < Traits::Panel::kKeys; first += kKeys) {
@@ -262,26 +256,27 @@ __device__ __forceinline__ void key_tile(Thread& thread, const Cta& cta, int fir
 
   if (active) softmax_tile(scores, thread, cta, first_key, masked);
 
-  // Rolled: code that is walked through once a tile would come from beyond the instruction cache.
-#pragma unroll 1
-  for (int step = 0; step < Traits::kSteps; step++) {
-    const bool last = step + 1 == Traits::kSteps;
-    if (step % Traits::kPanels == 0) {
-      if (active) store_probabilities(scores, thread, step / Traits::kPanels);
-      __syncwarp();  // p: written
+  // Rolled into one copy of the code, it was 2 % slower at D 64 and 7 % at 256 (H200, 2026-11-20), and spilled.
+#pragma unroll
+  for (int pair = 0; pair < PAIRS; pair++) {
+    if (active) store_probabilities(scores, thread, pair);
+    __syncwarp();  // p: written
+#pragma unroll
+    for (int panel = 0; panel < Traits::kPanels; panel++) {
+      const bool next_panel = panel + 1 < Traits::kPanels, last = !next_panel && pair + 1 == PAIRS;
+      if (!last) {
+        staging.fetch_panel(next_panel ? pair : pair + 1, next_panel ? panel + 1 : 0, first_key);
+      } else if (more) {
+        staging.fetch_slice(0, next_key);
+      }
+      if (active) multiply_p_v(thread, panel);
+      if (!last) {
+        staging.store_panel(thread.other_stage_s(cta.smem));
+      } else if (more) {
+        staging.store_slice(thread.other_stage_s(cta.smem));
+      }
+      turn(thread, cta);  // p: read
     }
-    if (!last) {
-      staging.fetch_panel((step + 1) / Traits::kPanels, (step + 1) % Traits::kPanels, first_key);
-    } else if (more) {
-      staging.fetch_slice(0, next_key);
-    }
-    if (active) multiply_p_v(thread, step % Traits::kPanels);
-    if (!last) {
-      staging.store_panel(thread.other_stage_s(cta.smem));
-    } else if (more) {
-      staging.store_slice(thread.other_stage_s(cta.smem));
-    }
-    turn(thread, cta);  // p: read
   }
 }
 
