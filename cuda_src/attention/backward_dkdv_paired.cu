@@ -148,11 +148,11 @@ struct KeyWarp {
 
   __device__ __forceinline__ void query_tile(const Cta& cta, Traits::Feed& feed) {
     PairScores& pair = cta.smem.loop.scores[pair_index()];
-    scores(pair, feed.q_s());
+    scores(pair, feed.q_s);
     scores_barrier();  // pair's S: written
 #pragma unroll
     for (int row = 0; row < Traits::kTileQ; row += Traits::kSubRows) {
-      const uint32 q_rows_s = feed.q_s() + row * Traits::QTile::kRowBytes;
+      const uint32 q_rows_s = feed.q_s + row * Traits::QTile::kRowBytes;
       gradients_barrier();  // pair's dS: written; S: read
       if (row + Traits::kSubRows < Traits::kTileQ) {
         scores(pair, q_rows_s + Traits::kSubRows * Traits::QTile::kRowBytes);
@@ -200,7 +200,7 @@ struct ValueWarp {
         cta.statistics_g + statistics_offset(cta.params, cta.place.batch, feed.head, feed.first_row());
 #pragma unroll
     for (int row = 0; row < T::kTileQ; row += T::kSubRows) {
-      const uint32 dout_rows_s = feed.dout_s() + row * T::DoutTile::kRowBytes;
+      const uint32 dout_rows_s = feed.dout_s + row * T::DoutTile::kRowBytes;
       const QueryStatistics<T::kSubTiles> statistics(rows_g + row * 2);
       T::Grid::Fragment s, dp;
       clear(dp);

@@ -106,9 +106,9 @@ __device__ __forceinline__ void add_dq(Warp& warp, const Cta& cta, const uint32 
 
 // One key tile: compute it from one half of the K and V buffers while the next one, at next_k_g and next_v_g, is
 // fetched to registers and from there to the other half.
-__device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const RowStatistics<Traits::kMTiles>& statistics, int first_key,
-                                         bool masked, int parity, bool more, const char* next_k_g, const char* next_v_g,
-                                         int next_valid) {
+__device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const RowStatistics<Traits::kMTiles>& statistics,
+                                         int first_key, bool masked, int parity, bool more, const char* next_k_g,
+                                         const char* next_v_g, int next_valid) {
   using T = Traits;
   const uint32 k_s = cta.k_s + parity * T::KTile::kBytes, v_s = cta.v_s + parity * T::VTile::kBytes;
   const uint32 next_k_s = cta.k_s + (parity ^ 1) * T::KTile::kBytes;
