@@ -452,6 +452,7 @@ def test_a_nan_in_the_bias_reaches_the_keys_of_its_row_and_no_others(implementat
     seen = [True, True, True, False]
     assert_array_equal(np.isnan(grads["dq"][0, :, 0, 0]), [False, False, True, False])
     assert_array_equal(np.isnan(grads["dk"][0, :, 0, 0]), seen)
+    assert_array_equal(np.isnan(grads["dv"][0, :, 0, 0]), seen)
     assert_array_equal(np.isnan(grads["dbias"][2]), seen)
     assert np.isfinite(grads["dbias"][[0, 1, 3]]).all()
 

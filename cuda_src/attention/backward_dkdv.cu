@@ -126,8 +126,8 @@ __device__ __forceinline__ void add_gradients(Warp& warp, const Cta& cta, const 
 __device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Traits::Feed& feed, int row,
                                            const float* statistics_g) {
   using T = Traits;
-  const uint32 q_rows_s = feed.q_s() + row * T::QTile::kRowBytes;
-  const uint32 dout_rows_s = feed.dout_s() + row * T::DoutTile::kRowBytes;
+  const uint32 q_rows_s = feed.q_s + row * T::QTile::kRowBytes;
+  const uint32 dout_rows_s = feed.dout_s + row * T::DoutTile::kRowBytes;
   const QueryStatistics<SUB_Q> statistics(statistics_g + row * 2);
 
   T::Grid::Fragment s, dp;

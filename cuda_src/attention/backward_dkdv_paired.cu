@@ -100,6 +100,12 @@ struct Cta {
   KeyPlace place;
 };
 
+// What a warp can hold of the next tile beside its last products of this one. With ONE_PASS the dQ product hides dout.
+__device__ __forceinline__ void fetch_next(Traits::Feed& feed) {
+  feed.fetch_q();
+  if (!ONE_PASS) feed.fetch_dout();
+}
+
 // The first of each pair: K and dK (dK / scale).
 struct KeyWarp {
   uint32 k[1][Traits::kSteps][2];
@@ -149,15 +155,17 @@ struct KeyWarp {
 
   __device__ __forceinline__ void query_tile(const Cta& cta, Traits::Feed& feed) {
     PairScores& pair = cta.smem.loop.scores[pair_index()];
-    scores(pair, feed.q_s());
+    scores(pair, feed.q_s);
     scores_barrier();  // pair's S: written
 #pragma unroll
     for (int row = 0; row < Traits::kTileQ; row += Traits::kSubRows) {
-      const uint32 q_rows_s = feed.q_s() + row * Traits::QTile::kRowBytes;
+      const uint32 q_rows_s = feed.q_s + row * Traits::QTile::kRowBytes;
       gradients_barrier();  // pair's dS: written; S: read
       if (row + Traits::kSubRows < Traits::kTileQ) {
         scores(pair, q_rows_s + Traits::kSubRows * Traits::QTile::kRowBytes);
         scores_barrier();  // pair's next S: written
+      } else {
+        fetch_next(feed);
       }
       gradients(shared_address(cta.smem.loop.ds), row, q_rows_s);
     }
@@ -201,7 +209,7 @@ struct ValueWarp {
         cta.statistics_g + statistics_offset(cta.params, cta.place.batch, feed.head, feed.first_row());
 #pragma unroll
     for (int row = 0; row < T::kTileQ; row += T::kSubRows) {
-      const uint32 dout_rows_s = feed.dout_s() + row * T::DoutTile::kRowBytes;
+      const uint32 dout_rows_s = feed.dout_s + row * T::DoutTile::kRowBytes;
       const QueryStatistics<T::kSubTiles> statistics(rows_g + row * 2);
       T::Grid::Fragment s, dp;
       clear(dp);
@@ -225,6 +233,7 @@ struct ValueWarp {
         store_ds<T::DsTile>(shared_address(cta.smem.loop.ds), pair_row, row / 8 + n, ds[n]);
       }
       gradients_barrier();  // pair's dS: written; S: read
+      if (row + T::kSubRows == T::kTileQ) fetch_next(feed);
 #pragma unroll
       for (int n = 0; n < T::kSubTiles; n++) add_gradients(p[n], dout_rows_s + n * 8 * T::DoutTile::kRowBytes);
     }
@@ -266,7 +275,6 @@ __device__ __forceinline__ void run(const Cta& cta, const float16* q_g, const fl
   cta_barrier();  // Q and dout: the first tile has been written
 #pragma unroll 1
   for (; feed.left > 0; feed.advance()) {
-    feed.fetch_q();
     warp.query_tile(cta, feed);
 #if ONE_PASS
     cta_barrier();  // Q, dout: read; ds: written
@@ -276,7 +284,6 @@ __device__ __forceinline__ void run(const Cta& cta, const float16* q_g, const fl
     T::DqWarp().add(cta.dq_acc_g + tile_at, shared_address(smem.loop.ds), shared_address(smem.loop.k));
 #else
     feed.store_q();
-    feed.fetch_dout();
 #endif
     feed.store_dout();
     cta_barrier();  // Q, dout: the next tile has been written; ds: read

@@ -20,7 +20,6 @@ struct QueryFeed {
   using QTile = typename QStage::Tile;
   using DoutTile = typename DoutStage::Tile;
   using Tiles = QueryTiles<QTile, DoutTile>;
-  static constexpr uint32 kDoutOffset = round_up(QTile::kBytes, 128);
   static constexpr int kTileQ = QTile::kRows;
   static constexpr int64 kItem = sizeof(float16);
 
@@ -30,8 +29,8 @@ struct QueryFeed {
   DoutStage dout_stage;
   const char *next_q_g, *next_dout_g;
   int left, head, tile;  // tiles to go, and the present one
-  uint32 tiles_s;        // the present one's place in shared memory
-  uint32 both_s;         // the sum of the two places
+  uint32 q_s, dout_s;    // where the present tile is; of two places the next one's is the sum less this
+  uint32 q_sum, dout_sum;
   uint4 q_quads[QStage::kQuads], dout_quads[DoutStage::kQuads];
 
   __device__ __forceinline__ QueryFeed(const BackwardParams& all, const QueryWalk<kTileQ>& seen, const KeyPlace& place,
@@ -43,8 +42,10 @@ struct QueryFeed {
         left(seen.tiles() * all.attention.group),
         head(place.kv_head * all.attention.group),
         tile(seen.begin),
-        tiles_s(shared_address(&tiles[0])),
-        both_s(tiles_s + shared_address(&tiles[kBuffers - 1])) {
+        q_s(shared_address(tiles[0].q)),
+        dout_s(shared_address(tiles[0].dout)),
+        q_sum(q_s + shared_address(tiles[kBuffers - 1].q)),
+        dout_sum(dout_s + shared_address(tiles[kBuffers - 1].dout)) {
     const Strides &q = all.attention.q, &dout = all.dout;
     next_q_g = QStage::lowest(head_rows(q_g, q, place.batch, head, 0), q.seq) + tile * (q.seq * kTileQ * kItem);
     next_dout_g =
@@ -54,18 +55,17 @@ struct QueryFeed {
   __device__ __forceinline__ bool more() const { return left > 1; }
   __device__ __forceinline__ int first_row() const { return tile * kTileQ; }
   __device__ __forceinline__ bool masked() const { return walk.masked(tile); }
-  __device__ __forceinline__ uint32 q_s() const { return tiles_s; }
-  __device__ __forceinline__ uint32 dout_s() const { return tiles_s + kDoutOffset; }
-  __device__ __forceinline__ uint32 next_tiles_s() const { return kBuffers == 1 ? tiles_s : both_s - tiles_s; }
+  __device__ __forceinline__ uint32 next_q_s() const { return kBuffers == 1 ? q_s : q_sum - q_s; }
+  __device__ __forceinline__ uint32 next_dout_s() const { return kBuffers == 1 ? dout_s : dout_sum - dout_s; }
 
   // The first tile, all the way.
   __device__ __forceinline__ void begin() {
     if (left == 0) return;
     const int rows = params.attention.sq - first_row();
     q_stage.template load<true>(q_quads, next_q_g, params.attention.q.seq, rows);
-    q_stage.store(q_s(), q_quads);
+    q_stage.store(q_s, q_quads);
     dout_stage.template load<true>(dout_quads, next_dout_g, params.dout.seq, rows);
-    dout_stage.store(dout_s(), dout_quads);
+    dout_stage.store(dout_s, dout_quads);
   }
 
   // Behind the last tile of a head follows the first one of the next head.
@@ -86,15 +86,16 @@ struct QueryFeed {
     if (more()) dout_stage.template load<true>(dout_quads, next_dout_g, params.dout.seq, next_rows());
   }
   __device__ __forceinline__ void store_q() {
-    if (more()) q_stage.store(next_tiles_s(), q_quads);
+    if (more()) q_stage.store(next_q_s(), q_quads);
   }
   __device__ __forceinline__ void store_dout() {
-    if (more()) dout_stage.store(next_tiles_s() + kDoutOffset, dout_quads);
+    if (more()) dout_stage.store(next_dout_s(), dout_quads);
   }
 
   __device__ __forceinline__ void advance() {
     const int next = next_tile();
-    tiles_s = next_tiles_s();
+    q_s = next_q_s();
+    dout_s = next_dout_s();
     head += turns();
     tile = next;
     left--;

@@ -5,7 +5,8 @@
 //   dS = P * (dP - delta), with dropout P * (kept / (1 - p) * dP - delta);   dbias = dS;   then dS *= 1 - tanh^2
 //
 // Each option is a compile-time switch; an absent array's dtype is void. What is hidden is cut out of the packed
-// results, not out of the scores: so a NaN in a row's statistics reaches the keys that the row sees, and no other.
+// results, not out of the scores: so a NaN in a row's statistics reaches the keys that the row sees, and no other. (It
+// reaches dQ and dK always; dV, where P alone counts, if there is a bias, which may hold NaN on purpose.)
 #pragma once
 
 #include "../common/vec.cuh"
@@ -26,9 +27,14 @@ struct GradientOptions {
 };
 
 // float16 of x * 2^112 and y * 2^112 for 0 <= x, y <= 65504 * 2^-112: nearest, ties away, by two shifts and a byte
-// permute where conversions would go to Turing's slowest pipe. Below 2^-14 of the shifted scale x is 0 already.
+// permute where conversions would go to Turing's slowest pipe. Below 2^-14 of the shifted scale x is 0 already. A NaN
+// becomes 0, or with kKeepsNan a NaN, for an instruction more each.
+template <bool kKeepsNan>
 __device__ __forceinline__ uint32 pack_shifted(float x, float y) {
-  return prmt_high_halves(__float_as_uint(x) * 8u + 0x8000u, __float_as_uint(y) * 8u + 0x8000u);
+  constexpr uint32 kNanBits = 0x0fff0000u;  // of a NaN in float16, before the shift
+  const uint32 x_bits = kKeepsNan ? min(__float_as_uint(x), kNanBits) : __float_as_uint(x);
+  const uint32 y_bits = kKeepsNan ? min(__float_as_uint(y), kNanBits) : __float_as_uint(y);
+  return prmt_high_halves(x_bits * 8u + 0x8000u, y_bits * 8u + 0x8000u);
 }
 
 struct OptionArrays {
@@ -137,7 +143,7 @@ __device__ __forceinline__ void score_gradients(typename Grid::Packed& p, typena
       }
       dp[n][i][e] = shifted_p[at] * __fmaf_rn(dp[n][i][e], unshift, -statistics.delta(n, i, e));
     }
-    p[n][i][half] = pack_shifted(shifted_p[0], shifted_p[1]);
+    p[n][i][half] = pack_shifted<kGiven<typename Options::Bias>>(shifted_p[0], shifted_p[1]);
     if (Options::kDropout) p[n][i][half] &= kept[n][i][half];
     ds[n][i][half] = pack_halves(dp[n][i][2 * half] * slope[0], dp[n][i][2 * half + 1] * slope[1]);
   });
