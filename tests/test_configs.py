@@ -10,9 +10,15 @@ from strategies import dtype_of
 
 from cupyattn.kernels import configs
 from cupyattn.kernels.arch import ARCHS, TURING, WARP_SIZE, arch_of
-from cupyattn.kernels.configs import attention, softmax
+from cupyattn.kernels.configs import attention, attention_backward_naive, softmax
 from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES, vector_items
-from cupyattn.kernels.registry import ATTENTION_PARAMS, KERNELS, rows_params
+from cupyattn.kernels.registry import (
+    ATTENTION_PARAMS,
+    BACKWARD_PARAMS,
+    DBIAS_PARAMS,
+    KERNELS,
+    rows_params,
+)
 from cupyattn.kernels.source import source_root
 from cupyattn.kernels.spec import Struct
 
@@ -124,12 +130,33 @@ def test_the_catalogue_has_every_row_in_every_dtype():
             for limit, config in attention.TILED.items()
             for vec in vectors
         }
-        rows = Counter((m["THREADS"], m["LANES"], m["VEC"]) for m in of_dtype if "LANES" in m)
+        resident = [m for m in of_dtype if "RESIDENT" in m]
+        rows = Counter((m["THREADS"], m["LANES"], m["VEC"]) for m in resident)
         assert rows == {
             (config.threads, config.lanes, vec): 2  # forward and backward
             for config in softmax.ROWS.values()
             for vec in vectors
         }
+
+
+@pytest.mark.parametrize(
+    ("terms", "lanes"), [(0, 1), (1, 1), (16, 1), (17, WARP_SIZE), (2**40, WARP_SIZE)]
+)
+def test_rows_of_dbias_start_and_end_where_the_table_says(terms, lanes):
+    assert attention_backward_naive.dbias_config(terms).lanes == lanes
+
+
+def test_the_catalogue_has_every_naive_backward_kernel():
+    macros = [(s.spec.entry, dict(s.macros)) for s in configs.catalogue() if "_naive_d" in s.label]
+    for step in ("dq", "dkdv", "dbias"):
+        of_step = [m for entry, m in macros if entry == f"attention_backward_naive_{step}"]
+        assert {m["DTYPE"] for m in of_step} == set(STORAGE)
+        for name in ("MASK", "SOFTCAP", "DROPOUT"):
+            assert {m[name] for m in of_step} == (
+                {"true"} if step == "dbias" else {"true", "false"}
+            )
+    assert {m["SINKS"] for entry, m in macros if "SINKS" in m} == set(STORAGE)
+    assert {m["LANES"] for _, m in macros if "LANES" in m} == {1, WARP_SIZE}
 
 
 def test_the_catalogue_has_every_flash_row_and_option():
@@ -188,12 +215,13 @@ def test_specialisations_say_what_their_kernel_needs():
         assert specialisation.label.startswith(f"{spec.entry}[{spec.macros[0]}=")
         struct = spec.parameters[-1]
         assert isinstance(struct, Struct)
-        assert dict(specialisation.macros)["PARAMS_BYTES"] == struct.dtype.itemsize
+        sizes = {m: size for m, size in specialisation.macros if m.endswith("PARAMS_BYTES")}
+        assert struct.dtype.itemsize in sizes.values()
 
 
 def test_structs_are_laid_out_as_c_does():
     """Every field aligned to its size, and the whole to the largest."""
-    for dtype in (ATTENTION_PARAMS, rows_params(2), rows_params(3)):
+    for dtype in (ATTENTION_PARAMS, BACKWARD_PARAMS, DBIAS_PARAMS, rows_params(2), rows_params(3)):
         assert dtype.isalignedstruct
         assert dtype.itemsize % dtype.alignment == 0
         for field, offset in dtype.fields.values():

@@ -22,7 +22,7 @@ from cupyattn.ops.checks import require_disjoint, require_item_alignment
 # What each kernel reads; a problem with more is the reference's.
 _EVERY_KERNEL = {"q", "k", "v", "q_offset", "seqused_k", *FORWARD_RESULTS}
 _FLASH_ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
-_FLASH_TILE_BYTES = 2**32  # from one end of a tile of K or V to the other: 32-bit offsets
+FLASH_TILE_BYTES = 2**32  # from one end of a tile of K or V to the other: 32-bit offsets
 _MAX_LENGTH = 2**30 - 2**10  # a row of the last tile stays below kFar (mask.cuh)
 
 
@@ -87,6 +87,11 @@ def _require_kernel(problem: AttentionProblem) -> None:
         )
     if flash and problem.dtype == np.float16:
         _require_near_rows(problem)
+    require_lengths(problem)
+
+
+def require_lengths(problem: AttentionProblem) -> None:
+    """Raise ValueError for lengths that the kernels' positions do not reach."""
     if max(problem.sq, problem.sk) > _MAX_LENGTH:
         raise error(
             ValueError,
@@ -100,11 +105,11 @@ def _require_near_rows(problem: AttentionProblem) -> None:
     tile_k = configs.attention.flash_config(problem.head_dim, problem.head_dim_v).tile_k
     for name in ("k", "v"):
         stride = problem.layouts[name].strides[1]
-        if problem.sk > 1 and abs(stride) * tile_k >= _FLASH_TILE_BYTES:
+        if problem.sk > 1 and abs(stride) * tile_k >= FLASH_TILE_BYTES:
             raise error(
                 ValueError,
                 f"{name} has {stride} bytes from one key to the next",
-                f"implementation='flash' takes less than {_FLASH_TILE_BYTES // tile_k} here",
+                f"implementation='flash' takes less than {FLASH_TILE_BYTES // tile_k} here",
                 f"copy it with ascontiguousarray({name}), or pass implementation='tiled'",
             )
 
@@ -143,6 +148,11 @@ def _plan(
 
 
 def _flash_options(problem: AttentionProblem, start_of: dict[str, int]) -> FlashOptions:
+    return score_options(problem)._replace(bias_vec=_bias_items(problem, start_of))
+
+
+def score_options(problem: AttentionProblem) -> FlashOptions:
+    """Return which options of the scores a problem has; the bias is read item by item."""
     layouts = problem.layouts
 
     def dtype(name: str) -> str:
@@ -150,7 +160,6 @@ def _flash_options(problem: AttentionProblem, start_of: dict[str, int]) -> Flash
 
     return FlashOptions(
         bias=dtype("bias"),
-        bias_vec=_bias_items(problem, start_of),
         mask="mask" in layouts,
         slopes=dtype("alibi_slopes"),
         softcap=problem.softcap is not None,
