@@ -489,7 +489,7 @@ def test_what_the_backward_passes_to_its_kernels(recorder):
             if name in call_arrays:
                 assert argument is call_arrays[name]
             else:
-                assert int(argument) == 0, f"{name} was not given"
+                assert argument is None, f"{name} was not given"
     assert params["attention"]["lse"].tolist() == (3, 1, 6), "batch, query, head"
     assert params["dlse"].tolist() == (24, 1, 6)
     assert params["dout"].tolist() == (72, 24, 6)
@@ -568,7 +568,7 @@ def test_what_the_flash_backward_launches(
         named[specialisation.spec.entry] = dict(zip(parameters, arguments, strict=True))
     delta, dkdv = (named[f"attention_backward_{name}"] for name in ("delta", "dkdv"))
     zeroed = sum(scratch[1:])
-    assert (0 if isinstance(delta["zeroed"], np.uintp) else delta["zeroed"].size) == zeroed
+    assert (0 if delta["zeroed"] is None else delta["zeroed"].size) == zeroed
     assert (dkdv["params"]["zeroed"], dkdv["params"]["accumulate"]) == (zeroed, accumulate)
     assert dkdv["params"]["rows_padded"] == 128
     broadcasts = bias_shape == (4, 1, 90)
