@@ -145,9 +145,14 @@ def address(array: Array) -> int:
     return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
 
-def alignments(arrays: Iterable[Array], width: int) -> tuple[int, ...]:
-    """Return by how many bytes each array starts beyond a multiple of `width`."""
-    return tuple([address(array) % width for array in arrays])
+def addresses(arrays: dict[str, Array]) -> dict[str, int]:
+    """Return where each array's first item is."""
+    return {name: address(array) for name, array in arrays.items()}
+
+
+def alignments(places: Iterable[int], width: int) -> tuple[int, ...]:
+    """Return by how many bytes each address lies beyond a multiple of `width`."""
+    return tuple([place % width for place in places])
 
 
 class Span(NamedTuple):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from processes import environment
 
 from cupyattn import arrays
-from cupyattn.arrays import Layout, adopt, overlaps_itself, share_an_item, span
+from cupyattn.arrays import Layout, addresses, adopt, overlaps_itself, share_an_item, span
 from cupyattn.ops.checks import require_disjoint
 
 SPACE = 256  # bytes in which the small arrays of these tests lie
@@ -90,9 +90,10 @@ def addresses_of(view: np.ndarray) -> Addresses:
 
 def overlap(a: Any, b: Any) -> bool:
     """Whether operations refuse to write a while b is read."""
-    spans = {"a": span(layout_of(a)), "b": span(layout_of(b))}
+    pair = {"a": a, "b": b}
+    spans = {name: span(layout_of(array)) for name, array in pair.items()}
     try:
-        require_disjoint(("a",), {"a": a, "b": b}, spans)
+        require_disjoint(("a",), pair, addresses(pair), spans)
     except ValueError:
         return True
     return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cupyattn import reference
-from cupyattn.arrays import Array
+from cupyattn.arrays import Array, addresses
 from cupyattn.errors import error
 from cupyattn.functional.attention_call import AttentionCall, attention_call, reference_options
 from cupyattn.functional.backend import device_of
@@ -192,7 +192,7 @@ def _split_out(out: Any, return_lse: bool) -> tuple[Any, Any]:
 
 def _on_cpu(call: AttentionCall) -> tuple[Array, Array]:
     problem, arrays = call.problem, call.operands.arrays
-    require_disjoint(FORWARD_RESULTS, arrays, problem.spans)
+    require_disjoint(FORWARD_RESULTS, arrays, addresses(arrays), problem.spans)
     check_values(problem, arrays)
     out, lse = reference.attention(arrays["q"], arrays["k"], arrays["v"], **reference_options(call))
     return (

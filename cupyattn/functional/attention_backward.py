@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn import reference
-from cupyattn.arrays import Array
+from cupyattn.arrays import Array, addresses
 from cupyattn.errors import error
 from cupyattn.functional.attention_call import AttentionCall, attention_call, reference_options
 from cupyattn.functional.backend import device_of
@@ -178,7 +178,7 @@ def _given_grads(grads: Any, accumulate: bool) -> dict[str, Any]:
 
 def _on_cpu(call: AttentionCall, accumulate: bool) -> AttentionGrads:
     problem, arrays = call.problem, call.operands.arrays
-    require_disjoint(BACKWARD_RESULTS, arrays, problem.spans)
+    require_disjoint(BACKWARD_RESULTS, arrays, addresses(arrays), problem.spans)
     check_values(problem, arrays)
     positional = (arrays[name] for name in ("dout", "q", "k", "v", "out", "lse"))
     exact = reference.attention_backward(

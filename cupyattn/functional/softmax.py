@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from cupyattn import reference
-from cupyattn.arrays import Array, Operands, adopt
+from cupyattn.arrays import Array, Operands, addresses, adopt
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.checks import require_disjoint
@@ -95,6 +95,6 @@ def _run(operands: Operands, problem: SoftmaxProblem, exact: Callable[..., np.nd
     device = device_of(operands)
     if device is not None:
         return softmax_rows(device, problem, arrays)
-    require_disjoint((problem.result,), arrays, problem.spans)
+    require_disjoint((problem.result,), arrays, addresses(arrays), problem.spans)
     inputs = (arrays[name] for name in problem.inputs)
     return round_into(arrays.get(problem.result), exact(*inputs), problem.dtype)

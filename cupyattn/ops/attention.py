@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array, alignments
+from cupyattn.arrays import Array, addresses, alignments
 from cupyattn.errors import error
 from cupyattn.kernels import configs
 from cupyattn.kernels.configs.attention import FlashOptions
@@ -43,7 +43,8 @@ def attention_forward(
 ) -> tuple[Array, Array | None]:
     """Run dense attention forward, into `out` and `lse` where they are among `arrays`."""
     _require_kernel(problem)
-    require_disjoint(FORWARD_RESULTS, arrays, problem.spans)
+    places = addresses(arrays)
+    require_disjoint(FORWARD_RESULTS, arrays, places, problem.spans)
 
     out, lse = arrays.get("out"), arrays.get("lse")
     if out is None:
@@ -53,7 +54,7 @@ def attention_forward(
 
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
     lse_strides = None if lse is None else lse.strides
-    starts = alignments(arrays.values(), VECTOR_BYTES)
+    starts = alignments(places.values(), VECTOR_BYTES)
     plan = _plan(problem, out.strides, lse_strides, starts)
 
     optional = [arrays.get("q_offset"), arrays.get("seqused_k")]

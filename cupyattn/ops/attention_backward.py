@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from cupyattn.arrays import Array, Layout, alignments
+from cupyattn.arrays import Array, Layout, address, addresses, alignments
 from cupyattn.errors import error
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
 from cupyattn.kernels.device import Device
@@ -39,14 +39,15 @@ def attention_backward(
         The gradients by name; dbias and dsinks only where there are bias and sinks.
     """
     _require_kernel(problem)
-    require_disjoint((*BACKWARD_RESULTS, "workspace"), arrays, problem.spans)
+    places = addresses(arrays)
+    require_disjoint((*BACKWARD_RESULTS, "workspace"), arrays, places, problem.spans)
 
     results = _results(device, problem, arrays, accumulate)
     if problem.batch * problem.heads == 0:
         _fill_with_zeros(results, () if accumulate else tuple(results))
         return results
     strides = tuple([(name, result.strides) for name, result in results.items()])
-    starts = alignments(arrays.values(), VECTOR_BYTES)
+    starts = alignments(places.values(), VECTOR_BYTES)
     plan = _plan(problem, strides, starts, deterministic, accumulate)
     workspace = _workspace(device, plan, arrays.get("workspace"))
     _fill_with_zeros(results, plan.zero_first)
@@ -149,7 +150,7 @@ def _workspace(device: Device, plan: Plan, given: Array | None) -> Array:
     if given is None:
         return device.empty((plan.workspace_bytes,), _BYTES)
     flat = given.flags.c_contiguous
-    if not flat or given.nbytes < plan.workspace_bytes or alignments([given], VECTOR_BYTES)[0]:
+    if not flat or given.nbytes < plan.workspace_bytes or address(given) % VECTOR_BYTES:
         raise error(
             ValueError,
             f"workspace has {given.nbytes} bytes{'' if flat else ', not contiguous'}",

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Array, Layout, Span, address, overlaps_itself, share_an_item
+from cupyattn.arrays import Array, Layout, Span, overlaps_itself, share_an_item
 from cupyattn.errors import error
 
 FLOATS = ("float16", "float32", "bfloat16")
@@ -154,32 +154,31 @@ def require_output(name: str, layout: Layout, shape: tuple[int, ...], dtype: np.
 
 
 def require_disjoint(
-    results: Iterable[str], arrays: dict[str, Array], spans: dict[str, Span]
+    results: Iterable[str],
+    arrays: dict[str, Array],
+    places: dict[str, int],
+    spans: dict[str, Span],
 ) -> None:
     """Raise ValueError if an array to be written is read-only or shares an item with another.
 
-    `spans` has where the items of each array lie, from its first item: with the addresses of today
-    that settles almost every pair.
+    `spans` has where the items of each array lie from its first item, `places` where that is: this
+    settles almost every pair.
     """
     for name in results:
         result = arrays.get(name)
         if result is None:
             continue
         _require_writable(name, result)
-        place = address(result)
         start, end = spans[name]
-        start, end = place + start, place + end
-        for other_name, other in arrays.items():
-            if other is result and other_name == name:
+        start, end = places[name] + start, places[name] + end
+        for other, place in places.items():
+            other_start, other_end = spans[other]
+            if other == name or place + other_end <= start or end <= place + other_start:
                 continue
-            other_place = address(other)
-            other_start, other_end = spans[other_name]
-            if other_place + other_end <= start or end <= other_place + other_start:
-                continue
-            if share_an_item(result, other):
+            if share_an_item(result, arrays[other]):
                 raise error(
                     ValueError,
-                    f"{name} overlaps {other_name} in memory",
+                    f"{name} overlaps {other} in memory",
                     "results are written while inputs are still read",
                     f"give {name} memory of its own, or leave it out",
                 )

@@ -9,7 +9,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array, Layout, LayoutKey, Span, alignments, layouts_of, span
+from cupyattn.arrays import (
+    Array,
+    Layout,
+    LayoutKey,
+    Span,
+    addresses,
+    alignments,
+    layouts_of,
+    span,
+)
 from cupyattn.errors import error
 from cupyattn.kernels import configs
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
@@ -81,7 +90,7 @@ def softmax_problem(key: LayoutKey, result: str) -> SoftmaxProblem:
 
 def softmax_rows(device: Device, problem: SoftmaxProblem, arrays: dict[str, Array]) -> Array:
     """Run softmax of the one input, or its backward of the two."""
-    require_disjoint((problem.result,), arrays, problem.spans)
+    require_disjoint((problem.result,), arrays, addresses(arrays), problem.spans)
 
     result = arrays.get(problem.result)
     if result is None:
@@ -90,7 +99,7 @@ def softmax_rows(device: Device, problem: SoftmaxProblem, arrays: dict[str, Arra
         return result
 
     operands = {name: arrays[name] for name in problem.inputs} | {problem.result: result}
-    starts = alignments(operands.values(), VECTOR_BYTES)
+    starts = alignments(addresses(operands).values(), VECTOR_BYTES)
     plan = _plan(problem, result.strides, starts)
 
     launch(device, plan.specialisation, plan.ctas, (*operands.values(), plan.params))
