@@ -88,7 +88,7 @@ struct Warp {
 
 // What every thread of the CTA knows of the walk.
 struct Cta {
-  uint32 ds_s;
+  uint32 ds_lane_s;  // see ds_lane_address
   FragmentAddress<Traits::QTile> q_fragment;
   FragmentAddress<Traits::DoutTile> dout_fragment;
   const BackwardParams& params;
@@ -141,7 +141,7 @@ __device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Tra
 
 #pragma unroll
   for (int n = 0; n < SUB_Q; n++) {
-    if (ONE_PASS) store_ds<T::DsTile>(cta.ds_s, warp_index() * T::kWarpKeys, row / 8 + n, ds[n]);
+    if (ONE_PASS) store_ds<T::DsTile>(cta.ds_lane_s, row / 8 + n, ds[n]);
   }
 #pragma unroll
   for (int n = 0; n < SUB_Q; n++) {
@@ -209,17 +209,18 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   // Phase 3: the walk over the query tiles.
 #if ONE_PASS
   const uint32 k_s = shared_address(smem.loop.k), ds_s = shared_address(smem.loop.ds);
+  const uint32 ds_lane_s = ds_lane_address<T::DsTile>(ds_s, warp_index() * T::kWarpKeys);
 #else
-  const uint32 ds_s = 0;
+  const uint32 ds_lane_s = 0;
 #endif
   const int64 q_offset = query_offset(attention, q_offsets_g, place.batch);
-  const Cta cta = {ds_s, {}, {}, params, window, arrays, q_offset, place.batch};
+  const Cta cta = {ds_lane_s, {}, {}, params, window, arrays, q_offset, place.batch};
   T::Feed feed(params, walk, place, q_g, dout_g, smem.loop.queries);
   feed.begin();
   __syncthreads();  // Q and dout: the first tile has been written
 #pragma unroll 1
   for (; feed.left > 0; feed.advance()) {
-    const float* tile_statistics_g = statistics_g + statistics_offset(params, place.batch, feed.head, feed.first_row());
+    const float* tile_statistics_g = statistics_g + statistics_offset(feed.scratch_row);
     feed.fetch_q();
 #pragma unroll
     for (int row = 0; row < T::kTileQ; row += T::kSubRows) {
@@ -233,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
     __syncthreads();  // Q, dout: read; ds: written
     feed.store_q();
     feed.fetch_dout();
-    float* tile_dq_g = dq_acc_g + accumulator_offset<T::kSteps>(params, place.batch, feed.head, feed.first_row());
+    float* tile_dq_g = dq_acc_g + accumulator_offset<T::kSteps>(feed.scratch_row);
     T::DqWarp().add(tile_dq_g, ds_s, k_s);
 #endif
     feed.store_dout();

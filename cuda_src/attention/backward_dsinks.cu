@@ -24,7 +24,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
   float sum = 0.f;
   for (int batch = 0; batch < params.batch; batch++) {
-    const auto* rows_g = reinterpret_cast<const float4*>(statistics_g + statistics_offset(params, batch, head, 0));
+    const auto* rows_g =
+        reinterpret_cast<const float4*>(statistics_g + statistics_offset(scratch_row(params, batch, head, 0)));
     for (int pair = threadIdx.x; pair < params.rows_padded / 2; pair += THREADS) {
       const float4 rows = rows_g[pair];  // L, L', delta, delta'
       sum = __fmaf_rn(ex2_approx(shifted_sink_log2 - rows.x), rows.z * kShifted, sum);
