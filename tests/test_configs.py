@@ -169,6 +169,42 @@ def test_the_catalogue_has_every_flash_row_and_option():
         assert {m[name] for m in macros} == {"true", "false"}
 
 
+@pytest.mark.parametrize(
+    ("largest", "row"), [(1, 64), (64, 64), (65, 128), (128, 128), (129, 160), (161, 256)]
+)
+def test_float32_flash_rows_start_and_end_where_the_table_says(largest, row):
+    for dims in ((largest, largest), (largest, 1), (1, largest)):
+        assert attention.flash_f32_config(*dims) is attention.FLASH_F32[row]
+
+
+def test_float32_flash_fits_for_all_head_dims():
+    """As many CTAs as the row promises, on the SM with the least shared memory."""
+    assert list(attention.FLASH_F32) == sorted(attention.FLASH_F32)
+    assert max(attention.FLASH_F32) == MAX_DIM
+    for largest in range(1, MAX_DIM + 1):
+        config = attention.flash_f32_config(1, largest)
+        assert config.reason.strip()
+        shared = attention._flash_f32_shared_bytes(config, largest)
+        assert shared * config.ctas_per_sm <= TURING.shared_bytes_per_cta
+
+
+def test_the_catalogue_has_every_float32_flash_row_and_option():
+    macros = [
+        dict(s.macros) for s in configs.catalogue() if s.spec.entry == "attention_forward_f32"
+    ]
+    rows = {(m["DTYPE"], m["HEAD_DIM"], m["COLUMN_LANES"], m["PAIRS"], m["VEC"]) for m in macros}
+    assert rows == {
+        (dtype, d, row.column_lanes, row.pairs, vec)
+        for dtype in ("float32", "bfloat16")
+        for d, row in attention.FLASH_F32.items()
+        for vec in (4, 1)
+    }
+    for name, absent in (("BIAS", "void"), ("SLOPES", "void"), ("SINKS", "void")):
+        assert {m[name] for m in macros} > {absent}
+    for name in ("MASK", "SOFTCAP", "DROPOUT"):
+        assert {m[name] for m in macros} == {"true", "false"}
+
+
 def test_specialisations_say_what_their_kernel_needs():
     for specialisation in configs.catalogue():
         spec = specialisation.spec

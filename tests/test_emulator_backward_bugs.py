@@ -55,26 +55,33 @@ class PlantedDevice(EmulatedDevice):
         return super().load(replace(specialisation, spec=planted))
 
 
+# By the kernels' source: the implementation that runs them, and for which dtype.
+NAIVE, FLOAT = ("naive", "float16"), ("flash", "float32")
+
+
 @cache
-def call() -> tuple[tuple[np.ndarray, ...], dict[str, object], AttentionGrads, AttentionGrads]:
+def call(
+    dtype: str,
+) -> tuple[tuple[np.ndarray, ...], dict[str, object], AttentionGrads, AttentionGrads]:
     """The arrays and options of the problem's backward, its gradients and their bounds."""
-    dout, dlse = PROBLEM.gradients()
-    options = PROBLEM.options()
-    out, lse = reference.attention(*PROBLEM.arrays(), **options)
-    arrays = (dout, *PROBLEM.arrays(), out.astype(np.float16), lse.astype(np.float32))
+    problem = replace(PROBLEM, dtype=dtype)
+    dout, dlse = problem.gradients()
+    options = problem.options()
+    out, lse = reference.attention(*problem.arrays(), **options)
+    arrays = (dout, *problem.arrays(), out.astype(dtype), lse.astype(np.float32))
     options["dlse"] = dlse
     exact = reference.attention_backward(*arrays, **options)
     bounds = reference.attention_backward_bound(
-        *arrays, dtype="float16", float32_weights=True, **options
+        *arrays, dtype=dtype, float32_weights=True, **options
     )
     return arrays, options, exact, bounds
 
 
 @pytest.fixture
 def ratios_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Run the naive backward from sources with bugs in them; returns errors over bounds."""
+    """Run a backward from sources with bugs in them; returns errors over bounds."""
 
-    def run(*bugs: Bug) -> dict[str, float]:
+    def run(kernels: tuple[str, str], *bugs: Bug) -> dict[str, float]:
         folder = tmp_path / "cuda_src"
         shutil.copytree(source_root(), folder)
         for bug in bugs:
@@ -83,8 +90,9 @@ def ratios_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             (folder / bug.file).write_text(text.replace(bug.right, bug.wrong))
         module = sys.modules["cupyattn.functional.attention_backward"]  # the function has its name
         monkeypatch.setattr(module, "device_of", lambda _: PlantedDevice(folder))
-        arrays, options, exact, bounds = call()
-        grads = cupyattn.attention_backward(*arrays, **options, implementation="naive")
+        implementation, dtype = kernels
+        arrays, options, exact, bounds = call(dtype)
+        grads = cupyattn.attention_backward(*arrays, **options, implementation=implementation)
         return {
             name: reference.error_ratio(*triple)
             for name, *triple in zip(exact._fields, grads, exact, bounds, strict=True)
@@ -93,15 +101,23 @@ def ratios_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-def test_a_clean_copy_is_right(ratios_with: Callable[..., dict[str, float]]):
-    ratios = ratios_with()
+@pytest.mark.parametrize("kernels", [NAIVE, FLOAT])
+def test_a_clean_copy_is_right(kernels, ratios_with: Callable[..., dict[str, float]]):
+    ratios = ratios_with(kernels)
     assert 0 < max(ratios.values()) <= 1, ratios
 
 
 DQ, DKDV, DBIAS, DSINKS = (
     f"attention/backward_naive_{name}.cu" for name in ("dq", "dkdv", "dbias", "dsinks")
 )
-SCORE, PARAMS = "attention/single_score.cuh", "attention/backward_params.cuh"
+SCORE, MASK = "attention/single_score.cuh", "common/mask.cuh"
+FLOAT_DKDV, FLOAT_DQ = "attention/backward_f32_dkdv.cu", "attention/backward_f32_dq.cu"
+FLOAT_SCORES, PRODUCTS = "attention/float_gradient.cuh", "attention/register_products.cuh"
+FLOAT_FILES = {FLOAT_DKDV, FLOAT_DQ, FLOAT_SCORES, PRODUCTS}
+
+
+def kernels_of(bug: Bug) -> tuple[str, str]:
+    return FLOAT if bug.file in FLOAT_FILES else NAIVE
 
 
 def without_barrier(file: str, comment: str) -> Bug:
@@ -124,6 +140,21 @@ FAULTS = {
     "dbias: one item too many": (
         Bug(DBIAS, "item < items.count()", "item <= items.count()"), OutOfBoundsError
     ),
+    "f32: before the weights are read": (
+        without_barrier(FLOAT_SCORES, "stage: the previous one has been read; weights"),
+        SharedMemoryRaceError,
+    ),
+    "f32: between P and dS": (
+        without_barrier(FLOAT_DKDV, "weights: P has been read"), SharedMemoryRaceError
+    ),
+    "f32: one row too many is loaded": (
+        Bug(PRODUCTS, "const bool exists = row(i) < rows;", "const bool exists = row(i) <= rows;"),
+        OutOfBoundsError,
+    ),
+    "f32: one row too many is stored": (
+        Bug(FLOAT_SCORES, "if (row >= rows) continue;", "if (row > rows) continue;"),
+        OutOfBoundsError,
+    ),
     "dsinks: one row too many": (
         Bug(DSINKS, "row < forward.sq", "row <= forward.sq"), OutOfBoundsError
     ),
@@ -134,7 +165,7 @@ FAULTS = {
 def test_a_bug_is_found_by_a_check(name: str, ratios_with: Callable[..., dict[str, float]]):
     bug, fault = FAULTS[name]
     with pytest.raises(KernelFault) as found:
-        ratios_with(bug)
+        ratios_with(kernels_of(bug), bug)
     assert type(found.value) is fault
     assert found.value.line > 0
 
@@ -162,7 +193,7 @@ MISTAKES = {
         {"dbias"},
     ),
     "a query too few sees a key": (
-        Bug("common/mask.cuh", "clamp(key - end_shift + 1, 0, rows)",
+        Bug(MASK, "clamp(key - end_shift + 1, 0, rows)",
             "clamp(key - end_shift + 2, 0, rows)"),
         {"dk", "dv"},
     ),
@@ -183,6 +214,25 @@ MISTAKES = {
         Bug(DSINKS, "sums.weight(sink_log2) * sums.delta", "ex2_approx(sink_log2) * sums.delta"),
         {"dsinks"},
     ),
+    "f32: delta is not subtracted": (
+        Bug(FLOAT_SCORES, "p * (keep * dp.c[m][n] - sums.delta)", "p * (keep * dp.c[m][n])"),
+        {"dq", "dk", "dbias"},
+    ),
+    "f32: no dropout in p": (Bug(FLOAT_SCORES, "s.c[m][n] = p * keep;", "s.c[m][n] = p;"), {"dv"}),
+    "f32: no slope of the softcap": (
+        Bug(FLOAT_SCORES, "SOFTCAP ? ds * slope.c[m][n] : ds", "ds"), {"dq", "dk"}
+    ),
+    "f32: the second P in place of dS": (
+        Bug(FLOAT_DKDV, "write_weights(smem, dp);", "write_weights(smem, s);"), {"dk"}
+    ),
+    "f32: dS of the neighbouring row": (
+        Bug(FLOAT_DQ, "= scores.c[m + i][n]", "= scores.c[m + (i ^ 1)][n]"),
+        {"dq"},
+    ),
+    "f32: the last column of a stage is dropped": (
+        Bug(PRODUCTS, "for (int d = 0; d < depth; d++) {", "for (int d = 0; d < depth - 1; d++) {"),
+        {"dq", "dk", "dv", "dbias"},
+    ),
     "the sink adds": (Bug(DSINKS, "sum -= sums", "sum += sums"), {"dsinks"}),
 }  # fmt: skip
 
@@ -190,6 +240,6 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_outside_the_bounds(name: str, ratios_with: Callable[..., dict[str, float]]):
     bug, shown_by = MISTAKES[name]
-    ratios = ratios_with(bug)
+    ratios = ratios_with(kernels_of(bug), bug)
     assert {name for name, ratio in ratios.items() if not ratio <= 1} == shown_by, ratios
     assert all(not ratios[name] <= 10 for name in shown_by), ratios

@@ -117,8 +117,7 @@ def test_arguments_have_the_types_that_the_kernel_declares():
     assert specialisation is PROBE
     assert grid == (7, 1, 1)
     assert x is X
-    assert type(maybe) is np.uintp
-    assert maybe == 0, "a null pointer"
+    assert maybe is None, "a null pointer"
     assert (type(count), type(scale), type(stride)) == (np.int32, np.float32, np.int64)
     assert (count, scale, stride) == (5, 2.0, -3)
     assert params is STRUCT
@@ -181,7 +180,7 @@ def test_what_attention_passes_to_its_kernel(recorder):
     assert all(
         passed is array for passed, array in zip(arguments, (q, k, v, out, lse), strict=False)
     )
-    assert [int(pointer) for pointer in arguments[5:7]] == [0, 0]
+    assert arguments[5:7] == (None, None)
     params = arguments[-1]
     assert params["q"].tolist() == (0, -128, 320)
     assert params["k"].tolist() == (50 * 128, 128, 64)
@@ -303,7 +302,7 @@ def test_allocations_are_the_results_and_no_more(recorder, return_lse):
     results = results if return_lse else (results,)
     assert all(a is b for a, b in zip(results, recorder.allocated, strict=True))
     lse = recorder.started[0][2][4]
-    assert lse is results[1] if return_lse else lse == 0
+    assert lse is (results[1] if return_lse else None)
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0), (0, 0, 0)], ids=str)
@@ -400,17 +399,29 @@ def test_what_has_no_kernel_says_so_and_does_nothing(recorder, implementation, n
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_flash_is_float16_and_says_so(recorder, dtype):
-    q = device_array((2, 3, 4, 8), dtype_of(dtype))
-    with pytest.raises(NotImplementedError, match="float16; 'tiled' and 'naive' take every"):
-        attention(q, q, q)
-    assert recorder.did_nothing
+def test_flash_takes_the_other_dtypes_on_a_kernel_of_their_own(recorder, dtype):
+    """Vectors are four items: 8 bytes of bfloat16, where aligned to them."""
+    itemsize = dtype_of(dtype).itemsize
+    q = device_array((2, 70, 4, 64), dtype_of(dtype))
+    macros, _, ctas = call(recorder, q, q, q, implementation="flash", softcap=5.0)
+    assert (macros["DTYPE"], macros["VEC"], macros["COLUMN_LANES"]) == (dtype, 4, 8)
+    assert (macros["SOFTCAP"], macros["BIAS"]) == ("true", "void")
+    assert ctas == 2 * 4 * -(-70 // 128)
+    strides = (70 * 4 * 68 * itemsize, 4 * 68 * itemsize, 68 * itemsize, itemsize)
+    padded = device_array((2, 70, 4, 64), dtype_of(dtype), strides)
+    assert call(recorder, padded, padded, padded, implementation="flash")[0]["VEC"] == 4
+    strides = (70 * 4 * 66 * itemsize, 4 * 66 * itemsize, 66 * itemsize, itemsize)
+    crooked = device_array((2, 70, 4, 64), dtype_of(dtype), strides)
+    assert call(recorder, q, crooked, q, implementation="flash")[0]["VEC"] == 1
+    wide = device_array((2, 70, 4, 160), dtype_of(dtype))
+    _, _, ctas = call(recorder, q, q, wide, implementation="flash")
+    assert ctas == 2 * 4 * -(-70 // 128)
 
 
 @pytest.mark.parametrize("crooked", [1, 2])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_flash_refuses_keys_that_lie_too_far_apart(recorder, crooked, sign):
-    """A tile's offsets have 32 bits; the tiled kernel's have 64."""
+    """A tile's offsets have 32 bits; those of the tiled and of the float32 kernel have 64."""
     far = device_array((1, 2, 1, 64), np.float16, (2**40, sign * 2**26, 128, 2))
     near = device_array((1, 2, 1, 64), np.float16, (2**40, sign * (2**26 - 16), 128, 2))
     arrays = [near, near, near]
@@ -419,6 +430,8 @@ def test_flash_refuses_keys_that_lie_too_far_apart(recorder, crooked, sign):
     with pytest.raises(ValueError, match=r"bytes from one key to the next; .*'tiled'"):
         attention(*arrays)
     call(recorder, *arrays, implementation="tiled")
+    far = device_array((1, 2, 1, 64), np.float32, (2**40, sign * 2**30, 256, 4))
+    call(recorder, far, far, far, implementation="flash")
 
 
 def test_options_of_the_call_choose_the_flash_specialisation(recorder):
@@ -569,6 +582,41 @@ def test_what_the_flash_backward_launches(
     assert filled == (["dbias"] if bias is not None and not broadcasts and not accumulate else [])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("bias_shape", "kernels"),
+    [
+        (None, ["f32_delta", "f32_dkdv", "f32_dq"]),
+        ((4, 3, 5), ["f32_delta", "f32_dkdv", "f32_dq", "naive_dbias"]),
+        ((2, 4, 3, 5), ["f32_delta", "f32_dkdv", "f32_dq"]),
+    ],
+    ids=str,
+)
+def test_what_the_float_backward_launches(recorder, monkeypatch, dtype, bias_shape, kernels):
+    filled: list[Any] = []
+    module = sys.modules["cupyattn.ops.attention_backward"]
+    monkeypatch.setattr(module, "_fill_with_zeros", lambda _, names: filled.extend(names))
+    arrays, _ = backward_call()
+    arrays = {
+        name: array if name == "lse" else device_array(array.shape, dtype_of(dtype))
+        for name, array in arrays.items()
+    }
+    bias = None if bias_shape is None else device_array(bias_shape, np.float32)
+    grads = attention_backward(*arrays.values(), bias=bias, sinks=device_array((4,), np.float32))
+    entries = [s.spec.entry.removeprefix("attention_backward_") for s, _, _ in recorder.started]
+    assert entries == [*kernels, "naive_dsinks"]
+    assert [grid[0] for _, grid, _ in recorder.started[:3]] == [2 * 4 * 3 // 8, 2 * 2, 2 * 4]
+    specialisation, _, arguments = recorder.started[1]
+    names = [parameter.name for parameter in specialisation.spec.parameters]
+    macros, named = dict(specialisation.macros), dict(zip(names, arguments, strict=True))
+    assert named["delta"].size == 2 * 4 * 3
+    direct = bias_shape == (2, 4, 3, 5)
+    assert macros["DBIAS"] == ("float32" if direct else "void")
+    assert filled == (["dbias"] if direct else [])
+    if bias is not None:
+        assert named["dbias"] is grads.dbias
+
+
 @pytest.mark.parametrize("crooked", ["dout", "q", "k", "v"])
 def test_the_flash_backward_refuses_rows_that_lie_too_far_apart(recorder, crooked):
     shape = (1, 2, 1, 8)
@@ -615,12 +663,11 @@ def test_a_backward_plan_is_made_once(recorder):
     assert first is not causal
 
 
-@pytest.mark.parametrize("implementation", ["flash", "tiled"])
-def test_backward_without_a_kernel_names_another(recorder, implementation):
-    q, k = device_array((2, 3, 4, 8), np.float32), device_array((2, 5, 2, 8), np.float32)
+def test_backward_without_a_kernel_names_another(recorder):
+    q, k = device_array((2, 3, 4, 8)), device_array((2, 5, 2, 8))
     lse = device_array((2, 4, 3), np.float32)
     with pytest.raises(NotImplementedError, match=r"attention_backward.*'naive'.*NumPy arrays"):
-        attention_backward(q, q, k, k, q, lse, implementation=implementation)
+        attention_backward(q, q, k, k, q, lse, implementation="tiled")
     assert recorder.did_nothing
 
 
@@ -879,6 +926,44 @@ def test_a_captured_call_is_replayed_with_new_contents(work, stream, name):
     finally:
         work.q[...] = old
         cupy.cuda.Device().synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [("naive", "float16"), ("flash", "float16"), ("flash", "float32")],
+)
+def test_a_backward_can_be_captured_and_allocates_nothing(stream, implementation, dtype):
+    """With grads and a workspace; bias and sinks bring every kernel."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (
+        cupy.asarray(rng.standard_normal((2, 70, 2, 32)).astype(dtype_of(dtype))) for _ in range(4)
+    )
+    bias, sinks = (cupy.asarray(rng.standard_normal(n, "f4")) for n in (70, 2))
+    options = {"bias": bias, "sinks": sinks, "causal": True}
+    results = attention(q, k, v, **options, return_lse=True, implementation="flash")
+    options |= {"implementation": implementation, "deterministic": True}
+    expected = attention_backward(dout, q, k, v, *results, **options)
+    options["grads"] = AttentionGrads(*map(cupy.empty_like, expected))
+    options["workspace"] = cupy.empty(2**20, np.uint8)
+    attention_backward(dout, q, k, v, *results, **options)
+    cupy.cuda.Device().synchronize()
+    with stream, count_allocations() as sizes:
+        stream.begin_capture()
+        try:
+            attention_backward(dout, q, k, v, *results, **options)
+        finally:
+            graph = stream.end_capture()
+    assert sizes == []
+    for gradient in options["grads"]:
+        gradient.fill(7)
+    cupy.cuda.Device().synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    for gradient, wanted in zip(options["grads"], expected, strict=True):
+        assert_array_equal(cupy.asnumpy(gradient), cupy.asnumpy(wanted))
 
 
 @pytest.mark.gpu

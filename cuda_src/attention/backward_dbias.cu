@@ -6,7 +6,7 @@
 //           lanes take every 32nd key. Grid: one thread, or one warp, per item. The order of the additions is fixed.
 // Budget    no shared memory; about 40 registers.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(DBIAS_PARAMS_BYTES)
-#error "DTYPE, THREADS and DBIAS_PARAMS_BYTES come from the launch-configuration table"
+#error "DTYPE, THREADS and DBIAS_PARAMS_BYTES come from a launch-configuration table"
 #endif
 #include "../common/reduce.cuh"
 #include "params.cuh"

@@ -20,7 +20,8 @@
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || !defined(TILE_Q) || \
     !defined(SUB_Q) || !defined(DQ_ROW_WARPS) || !defined(ONE_PASS) || !defined(VEC) || !defined(MIN_CTAS) || \
     !defined(SHARED_BYTES)
-#error "the shape macros of attention_backward_dkdv come from a launch-configuration table"
+#error \
+    "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_Q, SUB_Q, DQ_ROW_WARPS, ONE_PASS, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(MASK) || !defined(SLOPES) || !defined(SOFTCAP) || !defined(DROPOUT) || \
     !defined(DBIAS) || !defined(DBIAS_ADD)

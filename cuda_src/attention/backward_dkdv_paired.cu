@@ -15,7 +15,8 @@
 // Edges     as attention_backward_dkdv.
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(WARPS) || !defined(TILE_Q) || !defined(ONE_PASS) || \
     !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
-#error "the shape macros of attention_backward_dkdv_paired come from a launch-configuration table"
+#error \
+    "HEAD_DIM, HEAD_DIM_V, WARPS, TILE_Q, ONE_PASS, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(MASK) || !defined(SLOPES) || !defined(SOFTCAP) || !defined(DROPOUT) || \
     !defined(DBIAS) || !defined(DBIAS_ADD)

@@ -15,7 +15,8 @@
 // Edges     rows beyond Sq have L = +inf, hence dS = 0, and are not stored; keys beyond the sequence are zeros and masked.
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || !defined(TILE_K) || \
     !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
-#error "the shape macros of attention_backward_dq come from a launch-configuration table"
+#error \
+    "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(MASK) || !defined(SLOPES) || !defined(SOFTCAP) || !defined(DROPOUT)
 #error "BIAS, MASK, SLOPES, SOFTCAP and DROPOUT come from a launch-configuration table"

@@ -30,6 +30,7 @@
 #include "key_walk.cuh"
 #include "lean_softmax.cuh"
 #include "score_options.cuh"
+#include "sinks.cuh"
 #include "stage.cuh"
 
 struct Traits {
@@ -259,6 +260,8 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, int first_k
   uint4 quads[Traits::kQuads];
   Traits::Scores scores;
   if (more) cta.k_stage.template load<kMasked>(quads, next_k_g, cta.params.k.seq, next_valid);
+  // No buffer: ptxas would else sink K's loads. (With 32 rows a warp it does not, and this made it place V's worse.)
+  if (Traits::kMTiles == 1) __syncwarp();
   if (active) multiply_q_k(scores, warp, cta, k_s);
   if (more) {
     cta.k_stage.store(next_k_s, quads);
@@ -273,15 +276,6 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, int first_k
   }
   if (more) cta.v_stage.store(next_v_s, quads);
   __syncthreads();  // K and V: this half has been read, the other one written
-}
-
-template <typename Sinks>
-__device__ __forceinline__ float sink_log2(const void* sinks_g, const AttentionParams& params, int head) {
-  return to_float(static_cast<const Sinks*>(sinks_g)[head * params.scores.sinks_stride]) * kLog2E;
-}
-template <>
-__device__ __forceinline__ float sink_log2<void>(const void*, const AttentionParams&, int) {
-  return -kInfinity;
 }
 
 // Normalise the warp's rows and write them to its part of the output tile; their lse to memory.

@@ -185,7 +185,7 @@ def row_name(specialisation: Specialisation) -> str:
     if head_dim is not None or head_dim_v is not None:
         dims = {"D": head_dim, "Dv": None if head_dim_v == head_dim else head_dim_v}
         parts += [f"{letter} {dim}" for letter, dim in dims.items() if dim is not None]
-    elif "LANES" in macros:
+    if "LANES" in macros:
         parts.append(f"{macros['LANES']} lanes")
     if macros.get("VEC") == 1:
         parts.append("scalar loads")

@@ -73,13 +73,13 @@ def attention_backward(
     dlse : array (B, H, Sq), float32, optional
         Gradient with respect to lse, where it was used.
     deterministic : bool
-        Bitwise the same result from run to run: on a GPU "flash" then adds nothing atomically,
-        which takes longer, and for the gradient of a bias that broadcasts 4 * B * H * Sq * Sk bytes
-        of scratch memory. "naive" always is, and so are NumPy arrays.
+        Bitwise the same result from run to run. On a GPU float16 "flash" then adds nothing
+        atomically, which takes longer; a bias that broadcasts takes scratch memory besides, see
+        workspace. Everything else is deterministic as it is.
     implementation : {"flash", "naive"}
-        Which kernels run on a GPU or the emulator. "flash" runs on tensor cores and takes float16
-        and head dims to 128. "naive" (the textbook) is there to be read and compared, and takes
-        every dtype and head dim. On the reference it makes no difference.
+        Which kernels run on a GPU or the emulator. "flash" runs float16 on tensor cores, and
+        float32 and bfloat16 in float32 arithmetic. "naive" (the textbook) is there to be read and
+        compared. On the reference it makes no difference.
     grads : AttentionGrads, optional
         Arrays to write the gradients into, each with the shape and dtype of what it belongs to;
         None in a field makes a new one.
@@ -87,11 +87,11 @@ def attention_backward(
         Add to the contents of grads instead of replacing them, before the one rounding.
     workspace : array, optional
         Scratch memory for kernels, of any dtype, contiguous and aligned to 16 bytes; by default it
-        is allocated. "naive" needs 4 * B * H * Sq bytes. "flash" needs, with rows = B * H * Sq' and
-        Sq' and D' rounded up to multiples of 64 and 8, 8 * rows bytes; unless deterministic,
-        4 * rows * D' more; and with a bias that broadcasts 4 bytes for each of its items
-        (deterministic: of the scores), all rounded up to 256. An error says how many. With grads
-        and workspace a call allocates nothing, and can be captured in a CUDA graph.
+        is allocated. 4 * B * H * Sq bytes suffice, but for float16 "flash": with rows = B * H * Sq'
+        and Sq' and D' rounded up to multiples of 64 and 8, that needs 8 * rows bytes; unless
+        deterministic, 4 * rows * D' more; and for a bias that broadcasts 4 bytes for each of its
+        items (deterministic: for each score); each rounded up to 256. An error says how many. With
+        grads and workspace a call allocates nothing, and can be captured in a CUDA graph.
 
     Returns
     -------

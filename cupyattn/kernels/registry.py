@@ -279,6 +279,48 @@ ATTENTION_BACKWARD_DSINKS = KernelSpec(
     macros=("DTYPE", "THREADS", *_BACKWARD_STRUCTS),
 )
 
+_FLOAT_MACROS = (
+    *("DTYPE", "HEAD_DIM", "HEAD_DIM_V", "TILE_Q", "TILE_K", "VEC", "MIN_CTAS", "SHARED_BYTES"),
+    *_GRADIENT_OPTIONS[:-2],
+    *_BACKWARD_STRUCTS,
+)
+
+ATTENTION_BACKWARD_F32_DELTA = KernelSpec(
+    entry="attention_backward_f32_delta",
+    source="attention/backward_f32_delta.cu",
+    parameters=(
+        *_constants("dout", "out"),
+        Pointer("dlse", const=True, optional=True),
+        Pointer("delta"),
+        _BACKWARD_STRUCT,
+    ),
+    macros=("DTYPE", "HEAD_DIM_V", "THREADS", *_BACKWARD_STRUCTS),
+)
+
+ATTENTION_BACKWARD_F32_DKDV = KernelSpec(
+    entry="attention_backward_f32_dkdv",
+    source="attention/backward_f32_dkdv.cu",
+    parameters=(
+        *_constants("dout", "q", "k", "v", "lse", "delta"),
+        *_OPTIONAL_INPUTS,
+        *(Pointer("dk"), Pointer("dv"), Pointer("dbias", optional=True)),
+        _BACKWARD_STRUCT,
+    ),
+    macros=(*_FLOAT_MACROS, "DBIAS"),
+)
+
+ATTENTION_BACKWARD_F32_DQ = KernelSpec(
+    entry="attention_backward_f32_dq",
+    source="attention/backward_f32_dq.cu",
+    parameters=(
+        *_constants("dout", "q", "k", "v", "lse", "delta"),
+        *_OPTIONAL_INPUTS,
+        Pointer("dq"),
+        _BACKWARD_STRUCT,
+    ),
+    macros=_FLOAT_MACROS,
+)
+
 ATTENTION_BACKWARD_NAIVE_DQ = KernelSpec(
     entry="attention_backward_naive_dq",
     source="attention/backward_naive_dq.cu",
@@ -351,6 +393,9 @@ KERNELS = {
         ATTENTION_TILED,
         ATTENTION_FORWARD,
         ATTENTION_FORWARD_F32,
+        ATTENTION_BACKWARD_F32_DELTA,
+        ATTENTION_BACKWARD_F32_DKDV,
+        ATTENTION_BACKWARD_F32_DQ,
         ATTENTION_BACKWARD_NAIVE_DQ,
         ATTENTION_BACKWARD_NAIVE_DKDV,
         ATTENTION_BACKWARD_NAIVE_DBIAS,

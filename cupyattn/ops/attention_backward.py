@@ -12,7 +12,8 @@ from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.launch import launch
 from cupyattn.ops.attention import FLASH_TILE_BYTES, require_lengths
-from cupyattn.ops.attention_backward_flash import MAX_HEAD_DIM, flash_plan
+from cupyattn.ops.attention_backward_f32 import f32_plan
+from cupyattn.ops.attention_backward_flash import flash_plan
 from cupyattn.ops.attention_backward_naive import naive_plan
 from cupyattn.ops.attention_backward_steps import Plan
 from cupyattn.ops.attention_problem import BACKWARD_RESULTS, AttentionProblem
@@ -68,20 +69,14 @@ def _require_kernel(problem: AttentionProblem) -> None:
             "its kernels do not have it; the CPU path has every option",
             "pass NumPy arrays, for example cupy.asnumpy(q)",
         )
-    flash = problem.implementation == "flash"
-    largest = max(problem.head_dim, problem.head_dim_v)
-    if not (
-        problem.implementation == "naive"
-        or (flash and problem.dtype == np.float16 and largest <= MAX_HEAD_DIM)
-    ):
+    if problem.implementation == "tiled":
         raise error(
             NotImplementedError,
-            f"attention_backward with implementation={problem.implementation!r}, "
-            f"{problem.dtype.name} and head dims to {largest} on a GPU or the emulator",
-            f"'flash' takes float16 and head dims to {MAX_HEAD_DIM}, 'naive' takes all",
-            "pass implementation='naive', or NumPy arrays, for example cupy.asnumpy(q)",
+            "attention_backward with implementation='tiled' on a GPU or the emulator",
+            "kernels are 'flash' and 'naive'; the CPU path has every implementation",
+            "pass implementation='naive' or 'flash', or NumPy arrays",
         )
-    if flash:
+    if problem.implementation == "flash" and problem.dtype == np.float16:
         _require_near_rows(problem)
     require_lengths(problem)
 
@@ -119,6 +114,8 @@ def _plan(
     }
     if problem.implementation == "naive":
         return naive_plan(problem, results, accumulate=accumulate)
+    if problem.dtype != np.float16:
+        return f32_plan(problem, results, start_of, accumulate=accumulate)
     return flash_plan(
         problem, results, start_of, deterministic=deterministic, accumulate=accumulate
     )

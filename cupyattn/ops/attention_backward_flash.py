@@ -17,7 +17,6 @@ from cupyattn.ops.attention_backward_steps import Plan, Step, lay_out_scratch, s
 from cupyattn.ops.attention_params import score_strides
 from cupyattn.ops.attention_problem import AttentionProblem
 
-MAX_HEAD_DIM = max(flash.ONE_PASS)
 _FLOAT32 = np.dtype(np.float32)
 _VECTOR_ARRAYS = ("q", "k", "v", "out", "dout")
 

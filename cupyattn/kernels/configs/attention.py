@@ -153,7 +153,7 @@ FLASH = {
     96: FlashConfig(2, 4, 32, 2, "models 0.84; 48 keys would spill"),
     128: FlashConfig(2, 4, 16, 2, "models 0.89; Q and the accumulator take 192 registers"),
     160: FlashConfig(
-        1, 12, 16, 1, "16 rows a warp from here on; models 0.65, and 0.64 with 8 warps"
+        1, 8, 32, 1, "16 rows a warp from here on; models as 12 warps of 16 keys, fewer barriers"
     ),
     192: FlashConfig(1, 8, 32, 1, "models 0.74, and 0.61 with 16 keys"),
     256: FlashConfig(1, 8, 16, 1, "Q's tile fills the 64 KB before the walk"),
