@@ -1,17 +1,18 @@
 // Attention backward on tensor cores, first of two kernels: dK and dV, and with ONE_PASS dQ as well.
 //
-//   P = exp(s - lse),  dS = P * (dout V^T - delta);  dV = P^T dout,  dK = softmax_scale * dS^T Q,  dQ = softmax_scale * dS K
+//   P = exp(s - lse),  dS = P * (dout V^T - delta)
+//   dV = P^T dout,  dK = softmax_scale * dS^T Q,  dQ = softmax_scale * dS K
 //
 // FlashAttention-2's backward (Dao, arXiv:2307.08691, algorithm 2) with keys along the m16 side: a warp keeps its keys
 // and values as A fragments in registers and forms S^T = K Q^T and dP^T = V dout^T, so that P^T and dS^T, packed, are
-// the A operands of dV += P^T dout and dK += dS^T Q. Only dS^T goes through shared memory, for dQ, which is the sum over
-// all CTAs of a head and is gathered by float32 atomics (ONE_PASS) or by attention_backward_dq (deterministic).
+// the A operands of dV += P^T dout and dK += dS^T Q. Only dS^T goes through shared memory, for dQ, which is the sum
+// over all CTAs of a head and is gathered by float32 atomics (ONE_PASS) or by attention_backward_dq (deterministic).
 //
 // Shapes    BackwardParams (backward_params.cuh); head dims in steps of 8 columns, zero-filled.
-// Tiles     kKeys = WARPS * M_TILES * 16 keys by TILE_Q queries, 8 * SUB_Q queries at a time; a warp owns its keys alone
-//           and shares out the dQ tile by columns (DQ_ROW_WARPS: by rows too).
-// Grid      B * G * ceil(Sk / kKeys) CTAs; each walks the query tiles of all query heads of its group, so that dK and dV
-//           are complete without a second pass.
+// Tiles     kKeys = WARPS * M_TILES * 16 keys by TILE_Q queries, 8 * SUB_Q queries at a time; a warp owns its keys
+//           alone and shares out the dQ tile by columns (DQ_ROW_WARPS: by rows too).
+// Grid      B * G * ceil(Sk / kKeys) CTAs; each walks the query tiles of all query heads of its group, so that dK and
+//           dV are complete without a second pass.
 // Budget    registers: K and V (M_TILES * (D + Dv) / 4), dK and dV (M_TILES * (D + Dv) / 2). Shared memory: K, dS^T and
 //           one tile of Q and dout each; without ONE_PASS two tiles each, and no K and no dS^T.
 // Barriers  two per query tile, one without ONE_PASS.

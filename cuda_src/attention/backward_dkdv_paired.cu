@@ -6,11 +6,11 @@
 // memory, dS^T, which dQ needs there anyway, back. While one turns scores into gradients, the other has products to do.
 //
 // Shapes    BackwardParams (backward_params.cuh); head dims in steps of 8 columns, zero-filled.
-// Tiles     kKeys = WARPS / 2 * 16 keys by TILE_Q queries, 16 queries at a time. Warps 0 to WARPS / 2 - 1 have the keys,
-//           the others the values: neighbours of a pair sit on one sub-partition of the SM. All share out the dQ tile.
+// Tiles     kKeys = WARPS / 2 * 16 keys by TILE_Q queries, 16 queries at a time. Warps 0 to WARPS / 2 - 1 have the
+//           keys, the others the values: a pair sits on one sub-partition of the SM. All share out the dQ tile.
 // Grid      B * G * ceil(Sk / kKeys) CTAs; each walks the query tiles of all query heads of its group.
-// Budget    registers: K and dK, or V and dV: 3 / 4 of the head dim. Shared memory: K (ONE_PASS), dS^T, S^T and the tiles
-//           of Q and dout (two of each without ONE_PASS).
+// Budget    registers: K and dK, or V and dV: 3 / 4 of the head dim. Shared memory: K (ONE_PASS), dS^T, S^T and the
+//           tiles of Q and dout (two of each without ONE_PASS).
 // Barriers  two per query tile, one without ONE_PASS; and two of each pair per 16 queries.
 // Edges     as attention_backward_dkdv.
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(WARPS) || !defined(TILE_Q) || !defined(ONE_PASS) || \

@@ -12,7 +12,8 @@
 // Budget    registers: Q and dout (M_TILES * (D + Dv) / 4) and dQ (M_TILES * D / 2). Shared memory: K and V twice (one
 //           half computed, one half filled), or Q or dout before the walk.
 // Barriers  one per key tile.
-// Edges     rows beyond Sq have L = +inf, hence dS = 0, and are not stored; keys beyond the sequence are zeros and masked.
+// Edges     rows beyond Sq have L = +inf, hence dS = 0, and are not stored; keys beyond the sequence are zeros and
+//           masked.
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || !defined(TILE_K) || \
     !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
 #error \

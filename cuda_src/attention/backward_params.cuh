@@ -2,8 +2,8 @@
 //
 // Shapes: as in params.cuh, and dout (B, Sq, H, Dv), dlse (B, H, Sq), dq, dk and dv like q, k and v. Scratch, float32:
 //   stats    (B, H, rows_padded / 2, {L, L', delta, delta'}): the statistics of two rows in 16 bytes
-//   dq_acc   (B, H, rows_padded / 16, D / 8, 4, 32): dq / softmax_scale as accumulator fragments of mma.m16n8k8, so that
-//            a warp's atomic additions cover whole 128-byte lines
+//   dq_acc   (B, H, rows_padded / 16, D / 8, 4, 32): dq / softmax_scale as accumulator fragments of mma.m16n8k8, so
+//            that a warp's atomic additions cover whole 128-byte lines
 #pragma once
 
 #include "params.cuh"

@@ -7,8 +7,8 @@
 
 #include "tile_products.cuh"
 
-// Where a lane puts its items of dS^T: those of the key lane / 4 behind `first_row`, in chunk 0. A chunk is then one XOR
-// away.
+// Where a lane puts its items of dS^T: those of the key lane / 4 behind `first_row`, in chunk 0. A chunk is then one
+// XOR away.
 template <typename DsTile>
 __device__ __forceinline__ uint32 ds_lane_address(uint32 ds_s, int first_row) {
   static_assert((DsTile::kChunks & (DsTile::kChunks - 1)) == 0 && DsTile::kChunks <= 8, "all chunk bits are swizzled");
