@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads)
   const int tiles = params.rows_padded / kRowPad;
   const int sequence = blockIdx.x / tiles, first_row = blockIdx.x % tiles * kRowPad;
   const int head = sequence % params.attention.heads, batch = sequence / params.attention.heads;
-  const float* rows_acc_g = dq_acc_g + accumulator_offset<Traits::kChunks>(params, batch, head, first_row);
+  const float* rows_acc_g = dq_acc_g + accumulator_offset<Traits::kChunks>(scratch_row(params, batch, head, first_row));
 #pragma unroll 2
   for (int unit = threadIdx.x; unit < Traits::kUnits; unit += Traits::kThreads) {
     const int chunk = unit / 8 % Traits::kChunks;

@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads)
       delta = sum * kUnshifted;
     }
   }
-  float* row_g = statistics_g + statistics_offset(params, batch, head, row);
+  float* row_g = statistics_g + statistics_offset(scratch_row(params, batch, head, row));
   row_g[0] = l;
   row_g[2] = delta;
 }

@@ -1,17 +1,18 @@
 // Attention backward on tensor cores, first of two kernels: dK and dV, and with ONE_PASS dQ as well.
 //
-//   P = exp(s - lse),  dS = P * (dout V^T - delta);  dV = P^T dout,  dK = softmax_scale * dS^T Q,  dQ = softmax_scale * dS K
+//   P = exp(s - lse),  dS = P * (dout V^T - delta)
+//   dV = P^T dout,  dK = softmax_scale * dS^T Q,  dQ = softmax_scale * dS K
 //
 // FlashAttention-2's backward (Dao, arXiv:2307.08691, algorithm 2) with keys along the m16 side: a warp keeps its keys
 // and values as A fragments in registers and forms S^T = K Q^T and dP^T = V dout^T, so that P^T and dS^T, packed, are
-// the A operands of dV += P^T dout and dK += dS^T Q. Only dS^T goes through shared memory, for dQ, which is the sum over
-// all CTAs of a head and is gathered by float32 atomics (ONE_PASS) or by attention_backward_dq (deterministic).
+// the A operands of dV += P^T dout and dK += dS^T Q. Only dS^T goes through shared memory, for dQ, which is the sum
+// over all CTAs of a head and is gathered by float32 atomics (ONE_PASS) or by attention_backward_dq (deterministic).
 //
 // Shapes    BackwardParams (backward_params.cuh); head dims in steps of 8 columns, zero-filled.
-// Tiles     kKeys = WARPS * M_TILES * 16 keys by TILE_Q queries, 8 * SUB_Q queries at a time; a warp owns its keys alone
-//           and shares out the dQ tile by columns (DQ_ROW_WARPS: by rows too).
-// Grid      B * G * ceil(Sk / kKeys) CTAs; each walks the query tiles of all query heads of its group, so that dK and dV
-//           are complete without a second pass.
+// Tiles     kKeys = WARPS * M_TILES * 16 keys by TILE_Q queries, 8 * SUB_Q queries at a time; a warp owns its keys
+//           alone and shares out the dQ tile by columns (DQ_ROW_WARPS: by rows too).
+// Grid      B * G * ceil(Sk / kKeys) CTAs; each walks the query tiles of all query heads of its group, so that dK and
+//           dV are complete without a second pass.
 // Budget    registers: K and V (M_TILES * (D + Dv) / 4), dK and dV (M_TILES * (D + Dv) / 2). Shared memory: K, dS^T and
 //           one tile of Q and dout each; without ONE_PASS two tiles each, and no K and no dS^T.
 // Barriers  two per query tile, one without ONE_PASS.
@@ -89,7 +90,7 @@ struct Warp {
 
 // What every thread of the CTA knows of the walk.
 struct Cta {
-  uint32 ds_s;
+  uint32 ds_lane_s;  // see ds_lane_address
   FragmentAddress<Traits::QTile> q_fragment;
   FragmentAddress<Traits::DoutTile> dout_fragment;
   const BackwardParams& params;
@@ -142,7 +143,7 @@ __device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Tra
 
 #pragma unroll
   for (int n = 0; n < SUB_Q; n++) {
-    if (ONE_PASS) store_ds<T::DsTile>(cta.ds_s, warp_index() * T::kWarpKeys, row / 8 + n, ds[n]);
+    if (ONE_PASS) store_ds<T::DsTile>(cta.ds_lane_s, row / 8 + n, ds[n]);
   }
 #pragma unroll
   for (int n = 0; n < SUB_Q; n++) {
@@ -210,17 +211,18 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   // Phase 3: the walk over the query tiles.
 #if ONE_PASS
   const uint32 k_s = shared_address(smem.loop.k), ds_s = shared_address(smem.loop.ds);
+  const uint32 ds_lane_s = ds_lane_address<T::DsTile>(ds_s, warp_index() * T::kWarpKeys);
 #else
-  const uint32 ds_s = 0;
+  const uint32 ds_lane_s = 0;
 #endif
   const int64 q_offset = query_offset(attention, q_offsets_g, place.batch);
-  const Cta cta = {ds_s, {}, {}, params, window, arrays, q_offset, place.batch};
+  const Cta cta = {ds_lane_s, {}, {}, params, window, arrays, q_offset, place.batch};
   T::Feed feed(params, walk, place, q_g, dout_g, smem.loop.queries);
   feed.begin();
   __syncthreads();  // Q and dout: the first tile has been written
 #pragma unroll 1
   for (; feed.left > 0; feed.advance()) {
-    const float* tile_statistics_g = statistics_g + statistics_offset(params, place.batch, feed.head, feed.first_row());
+    const float* tile_statistics_g = statistics_g + statistics_offset(feed.scratch_row);
     feed.fetch_q();
 #pragma unroll
     for (int row = 0; row < T::kTileQ; row += T::kSubRows) {
@@ -234,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
     __syncthreads();  // Q, dout: read; ds: written
     feed.store_q();
     feed.fetch_dout();
-    float* tile_dq_g = dq_acc_g + accumulator_offset<T::kSteps>(params, place.batch, feed.head, feed.first_row());
+    float* tile_dq_g = dq_acc_g + accumulator_offset<T::kSteps>(feed.scratch_row);
     T::DqWarp().add(tile_dq_g, ds_s, k_s);
 #endif
     feed.store_dout();

@@ -6,11 +6,11 @@
 // memory, dS^T, which dQ needs there anyway, back. While one turns scores into gradients, the other has products to do.
 //
 // Shapes    BackwardParams (backward_params.cuh); head dims in steps of 8 columns, zero-filled.
-// Tiles     kKeys = WARPS / 2 * 16 keys by TILE_Q queries, 16 queries at a time. Warps 0 to WARPS / 2 - 1 have the keys,
-//           the others the values: neighbours of a pair sit on one sub-partition of the SM. All share out the dQ tile.
+// Tiles     kKeys = WARPS / 2 * 16 keys by TILE_Q queries, 16 queries at a time. Warps 0 to WARPS / 2 - 1 have the
+//           keys, the others the values: a pair sits on one sub-partition of the SM. All share out the dQ tile.
 // Grid      B * G * ceil(Sk / kKeys) CTAs; each walks the query tiles of all query heads of its group.
-// Budget    registers: K and dK, or V and dV: 3 / 4 of the head dim. Shared memory: K (ONE_PASS), dS^T, S^T and the tiles
-//           of Q and dout (two of each without ONE_PASS).
+// Budget    registers: K and dK, or V and dV: 3 / 4 of the head dim. Shared memory: K (ONE_PASS), dS^T, S^T and the
+//           tiles of Q and dout (two of each without ONE_PASS).
 // Barriers  two per query tile, one without ONE_PASS; and two of each pair per 16 queries.
 // Edges     as attention_backward_dkdv.
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(WARPS) || !defined(TILE_Q) || !defined(ONE_PASS) || \
@@ -100,10 +100,15 @@ struct Cta {
   KeyPlace place;
 };
 
-// What a warp can hold of the next tile beside its last products of this one. With ONE_PASS the dQ product hides dout.
+// Of the next tile a warp can hold no more than one operand, and that only beside its last products of this one. With
+// ONE_PASS the dQ product hides dout's way.
 __device__ __forceinline__ void fetch_next(Traits::Feed& feed) {
+#if ONE_PASS
   feed.fetch_q();
-  if (!ONE_PASS) feed.fetch_dout();
+#else
+  feed.store_q();
+  feed.fetch_dout();
+#endif
 }
 
 // The first of each pair: K and dK (dK / scale).
@@ -205,8 +210,8 @@ struct ValueWarp {
     using T = Traits;
     const PairScores& pair = cta.smem.loop.scores[pair_index()];
     const int pair_row = pair_index() * T::kPairKeys;
-    const float* rows_g =
-        cta.statistics_g + statistics_offset(cta.params, cta.place.batch, feed.head, feed.first_row());
+    const uint32 ds_lane_s = ds_lane_address<T::DsTile>(shared_address(cta.smem.loop.ds), pair_row);
+    const float* rows_g = cta.statistics_g + statistics_offset(feed.scratch_row);
 #pragma unroll
     for (int row = 0; row < T::kTileQ; row += T::kSubRows) {
       const uint32 dout_rows_s = feed.dout_s + row * T::DoutTile::kRowBytes;
@@ -230,7 +235,7 @@ struct ValueWarp {
       score_gradients<T::Grid>(p, ds, s, dp, statistics, tile, feed.masked());
 #pragma unroll
       for (int n = 0; n < T::kSubTiles; n++) {
-        store_ds<T::DsTile>(shared_address(cta.smem.loop.ds), pair_row, row / 8 + n, ds[n]);
+        store_ds<T::DsTile>(ds_lane_s, row / 8 + n, ds[n]);
       }
       gradients_barrier();  // pair's dS: written; S: read
       if (row + T::kSubRows == T::kTileQ) fetch_next(feed);
@@ -275,15 +280,14 @@ __device__ __forceinline__ void run(const Cta& cta, const float16* q_g, const fl
   cta_barrier();  // Q and dout: the first tile has been written
 #pragma unroll 1
   for (; feed.left > 0; feed.advance()) {
+    if (!ONE_PASS) feed.fetch_q();
     warp.query_tile(cta, feed);
 #if ONE_PASS
     cta_barrier();  // Q, dout: read; ds: written
     feed.store_q();
     feed.fetch_dout();
-    const int64 tile_at = accumulator_offset<T::kSteps>(params, place.batch, feed.head, feed.first_row());
+    const int64 tile_at = accumulator_offset<T::kSteps>(feed.scratch_row);
     T::DqWarp().add(cta.dq_acc_g + tile_at, shared_address(smem.loop.ds), shared_address(smem.loop.k));
-#else
-    feed.store_q();
 #endif
     feed.store_dout();
     cta_barrier();  // Q, dout: the next tile has been written; ds: read

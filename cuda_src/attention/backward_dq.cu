@@ -12,7 +12,8 @@
 // Budget    registers: Q and dout (M_TILES * (D + Dv) / 4) and dQ (M_TILES * D / 2). Shared memory: K and V twice (one
 //           half computed, one half filled), or Q or dout before the walk.
 // Barriers  one per key tile.
-// Edges     rows beyond Sq have L = +inf, hence dS = 0, and are not stored; keys beyond the sequence are zeros and masked.
+// Edges     rows beyond Sq have L = +inf, hence dS = 0, and are not stored; keys beyond the sequence are zeros and
+//           masked.
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || !defined(TILE_K) || \
     !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
 #error \
@@ -46,6 +47,7 @@ struct Traits {
   using VTile = SwizzledTile<kTileK, kStepsV>;
   using KStage = TileStage<KTile, kHeadDim, kVec, kThreads>;
   using VStage = TileStage<VTile, kHeadDimV, kVec, kThreads>;
+  static constexpr int kQuads = KStage::kQuads > VStage::kQuads ? KStage::kQuads : VStage::kQuads;
   using Grid = ScoreGrid<kMTiles, kKeyTiles, Along::kN8>;
   using Options = GradientOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, void, false>;
   using Walk = KeyWalk<kTileK>;
@@ -115,15 +117,16 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const RowSt
   const uint32 next_k_s = cta.k_s + (parity ^ 1) * T::KTile::kBytes;
   const uint32 next_v_s = cta.v_s + (parity ^ 1) * T::VTile::kBytes;
 
-  uint4 k_quads[T::KStage::kQuads], v_quads[T::VStage::kQuads];
-  if (more) cta.k_stage.template load<true>(k_quads, next_k_g, cta.params.attention.k.seq, next_valid);
+  uint4 quads[T::kQuads];
+  if (more) cta.k_stage.template load<true>(quads, next_k_g, cta.params.attention.k.seq, next_valid);
   T::Grid::Fragment s, dp;
   clear(s);
   clear(dp);
   add_scores(s, dp, warp, cta, k_s, v_s);
   if (more) {
-    cta.k_stage.store(next_k_s, k_quads);
-    cta.v_stage.template load<true>(v_quads, next_v_g, cta.params.attention.v.seq, next_valid);
+    cta.k_stage.store(next_k_s, quads);
+    __syncwarp();  // ptxas else lets these stores wait for those loads
+    cta.v_stage.template load<true>(quads, next_v_g, cta.params.attention.v.seq, next_valid);
   }
   T::Grid::Packed p, ds;
   const ScorePlace place = {cta.place.batch, cta.place.head, warp.first_row, first_key};
@@ -131,7 +134,7 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const RowSt
   score_gradients<T::Grid>(p, ds, s, dp, statistics, tile, masked);
 #pragma unroll
   for (int n = 0; n < T::kKeyTiles; n++) add_dq(warp, cta, ds[n], k_s + n * 8 * T::KTile::kRowBytes);
-  if (more) cta.v_stage.store(next_v_s, v_quads);
+  if (more) cta.v_stage.store(next_v_s, quads);
   __syncthreads();  // K and V: this half has been read, the other one written
 }
 
@@ -188,12 +191,12 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   int tile = walk.first, left = walk.tiles();
   const int full = left - walk.masked;
   if (left > 0) {
-    uint4 k_quads[T::KStage::kQuads], v_quads[T::VStage::kQuads];
+    uint4 quads[T::kQuads];
     const int valid = window.keys - tile * T::kTileK;
-    cta.k_stage.load<true>(k_quads, k_rows_g + tile * k_tile_bytes, attention.k.seq, valid);
-    cta.k_stage.store(cta.k_s + (left & 1) * T::KTile::kBytes, k_quads);
-    cta.v_stage.load<true>(v_quads, v_rows_g + tile * v_tile_bytes, attention.v.seq, valid);
-    cta.v_stage.store(cta.v_s + (left & 1) * T::VTile::kBytes, v_quads);
+    cta.k_stage.load<true>(quads, k_rows_g + tile * k_tile_bytes, attention.k.seq, valid);
+    cta.k_stage.store(cta.k_s + (left & 1) * T::KTile::kBytes, quads);
+    cta.v_stage.load<true>(quads, v_rows_g + tile * v_tile_bytes, attention.v.seq, valid);
+    cta.v_stage.store(cta.v_s + (left & 1) * T::VTile::kBytes, quads);
   }
   __syncthreads();  // K and V: the first tile has been written
 #pragma unroll 1

@@ -1,10 +1,10 @@
 // Attention backward: the gradient of the sinks.
 //
-//   dsinks_h = -sum over batch and rows of exp(sink_h - lse) delta       (a sink is a score without a value, so its dP is 0)
+//   dsinks_h = -sum over batch and rows of exp(sink_h - lse) delta   (a sink is a score without a value: its dP is 0)
 //
 // Shapes    sinks, dsinks (H,); BackwardParams and the row statistics (backward_params.cuh).
-// Work      one CTA of THREADS threads owns one head: grid H. A thread takes two rows at a time, always the same ones in
-//           the same order: the result is the same from run to run.
+// Work      one CTA of THREADS threads owns one head: grid H. A thread takes two rows at a time, always the same ones
+//           in the same order: the result is the same from run to run.
 // Budget    one float per warp of shared memory; about 40 registers.
 // Edges     padding rows have L = +inf and add 0.
 #if !defined(DTYPE) || !defined(THREADS)
@@ -24,7 +24,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
   float sum = 0.f;
   for (int batch = 0; batch < params.batch; batch++) {
-    const auto* rows_g = reinterpret_cast<const float4*>(statistics_g + statistics_offset(params, batch, head, 0));
+    const auto* rows_g =
+        reinterpret_cast<const float4*>(statistics_g + statistics_offset(scratch_row(params, batch, head, 0)));
     for (int pair = threadIdx.x; pair < params.rows_padded / 2; pair += THREADS) {
       const float4 rows = rows_g[pair];  // L, L', delta, delta'
       sum = __fmaf_rn(ex2_approx(shifted_sink_log2 - rows.x), rows.z * kShifted, sum);

@@ -2,8 +2,8 @@
 //
 // Shapes: as in params.cuh, and dout (B, Sq, H, Dv), dlse (B, H, Sq), dq, dk and dv like q, k and v. Scratch, float32:
 //   stats    (B, H, rows_padded / 2, {L, L', delta, delta'}): the statistics of two rows in 16 bytes
-//   dq_acc   (B, H, rows_padded / 16, D / 8, 4, 32): dq / softmax_scale as accumulator fragments of mma.m16n8k8, so that
-//            a warp's atomic additions cover whole 128-byte lines
+//   dq_acc   (B, H, rows_padded / 16, D / 8, 4, 32): dq / softmax_scale as accumulator fragments of mma.m16n8k8, so
+//            that a warp's atomic additions cover whole 128-byte lines
 #pragma once
 
 #include "params.cuh"
@@ -24,11 +24,15 @@ static_assert(sizeof(BackwardParams) == BACKWARD_PARAMS_BYTES, "cupyattn/kernels
 
 constexpr int kRowPad = 64;  // a multiple of every tile of query rows
 
-// dq_acc's tile of 16 rows that begins at `row`.
+// Row `row` of a head among all rows of the scratch. 32 bits: the rows' statistics alone would take 32 GiB behind that.
+__device__ __forceinline__ uint32 scratch_row(const BackwardParams& params, int batch, int head, int row) {
+  return static_cast<uint32>(batch * params.attention.heads + head) * params.rows_padded + row;
+}
+
+// Where dq_acc's tile of 16 rows begins whose first one is `row` of the scratch.
 template <int kChunks>
-__device__ __forceinline__ int64 accumulator_offset(const BackwardParams& params, int batch, int head, int row) {
-  const int64 flat = (static_cast<int64>(batch) * params.attention.heads + head) * params.rows_padded + row;
-  return flat * (kChunks * 8);
+__device__ __forceinline__ int64 accumulator_offset(uint32 row) {
+  return static_cast<int64>(row) * (kChunks * 8);
 }
 
 // Where a CTA works that owns keys: a run of keys of one key-value head. The grid is flat, as for query rows. Under

@@ -7,14 +7,23 @@
 
 #include "tile_products.cuh"
 
-// A warp's dS^T of kMTiles * 16 keys, from row `first_row` of the tile on, and 8 queries.
+// Where a lane puts its items of dS^T: those of the key lane / 4 behind `first_row`, in chunk 0. A chunk is then one
+// XOR away.
+template <typename DsTile>
+__device__ __forceinline__ uint32 ds_lane_address(uint32 ds_s, int first_row) {
+  static_assert((DsTile::kChunks & (DsTile::kChunks - 1)) == 0 && DsTile::kChunks <= 8, "all chunk bits are swizzled");
+  return kept_in_register(ds_s + DsTile::offset(first_row + lane_index() / 4, 0) + lane_index() % 4 * 4);
+}
+
+// A warp's dS^T of kMTiles * 16 keys and the 8 queries of a chunk.
 template <typename DsTile, int kMTiles>
-__device__ __forceinline__ void store_ds(uint32 ds_s, int first_row, int chunk, const uint32 (&ds)[kMTiles][2]) {
-  const uint32 at = ds_s + DsTile::offset(first_row + lane_index() / 4, chunk) + lane_index() % 4 * 4;
+__device__ __forceinline__ void store_ds(uint32 lane_s, int chunk, const uint32 (&ds)[kMTiles][2]) {
 #pragma unroll
   for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
-    for (int half = 0; half < 2; half++) st_shared_u32(at + (16 * i + 8 * half) * DsTile::kRowBytes, ds[i][half]);
+    for (int half = 0; half < 2; half++) {
+      st_shared_u32((lane_s ^ chunk * kChunkBytes) + (16 * i + 8 * half) * DsTile::kRowBytes, ds[i][half]);
+    }
   }
 }
 

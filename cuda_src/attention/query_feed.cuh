@@ -29,9 +29,11 @@ struct QueryFeed {
   DoutStage dout_stage;
   const char *next_q_g, *next_dout_g;
   int left, head, tile;  // tiles to go, and the present one
+  uint32 scratch_row;    // the present tile's first row in scratch memory
   uint32 q_s, dout_s;    // where the present tile is; of two places the next one's is the sum less this
   uint32 q_sum, dout_sum;
-  uint4 q_quads[QStage::kQuads], dout_quads[DoutStage::kQuads];
+  // Of both operands, one after the other: two sets of registers would not be free at once.
+  uint4 quads[QStage::kQuads > DoutStage::kQuads ? QStage::kQuads : DoutStage::kQuads];
 
   __device__ __forceinline__ QueryFeed(const BackwardParams& all, const QueryWalk<kTileQ>& seen, const KeyPlace& place,
                                        const float16* q_g, const float16* dout_g, const Tiles (&tiles)[kBuffers])
@@ -42,6 +44,7 @@ struct QueryFeed {
         left(seen.tiles() * all.attention.group),
         head(place.kv_head * all.attention.group),
         tile(seen.begin),
+        scratch_row(::scratch_row(all, place.batch, head, tile * kTileQ)),
         q_s(shared_address(tiles[0].q)),
         dout_s(shared_address(tiles[0].dout)),
         q_sum(q_s + shared_address(tiles[kBuffers - 1].q)),
@@ -62,10 +65,10 @@ struct QueryFeed {
   __device__ __forceinline__ void begin() {
     if (left == 0) return;
     const int rows = params.attention.sq - first_row();
-    q_stage.template load<true>(q_quads, next_q_g, params.attention.q.seq, rows);
-    q_stage.store(q_s, q_quads);
-    dout_stage.template load<true>(dout_quads, next_dout_g, params.dout.seq, rows);
-    dout_stage.store(dout_s, dout_quads);
+    q_stage.template load<true>(quads, next_q_g, params.attention.q.seq, rows);
+    q_stage.store(q_s, quads);
+    dout_stage.template load<true>(quads, next_dout_g, params.dout.seq, rows);
+    dout_stage.store(dout_s, quads);
   }
 
   // Behind the last tile of a head follows the first one of the next head.
@@ -79,23 +82,25 @@ struct QueryFeed {
 
   __device__ __forceinline__ void fetch_q() {
     next_q_g += step_bytes(params.attention.q);
-    if (more()) q_stage.template load<true>(q_quads, next_q_g, params.attention.q.seq, next_rows());
+    if (more()) q_stage.template load<true>(quads, next_q_g, params.attention.q.seq, next_rows());
   }
   __device__ __forceinline__ void fetch_dout() {
     next_dout_g += step_bytes(params.dout);
-    if (more()) dout_stage.template load<true>(dout_quads, next_dout_g, params.dout.seq, next_rows());
+    if (more()) dout_stage.template load<true>(quads, next_dout_g, params.dout.seq, next_rows());
   }
   __device__ __forceinline__ void store_q() {
-    if (more()) q_stage.store(next_q_s(), q_quads);
+    if (more()) q_stage.store(next_q_s(), quads);
+    __syncwarp();  // ptxas else lets these stores wait for the next loads
   }
   __device__ __forceinline__ void store_dout() {
-    if (more()) dout_stage.store(next_dout_s(), dout_quads);
+    if (more()) dout_stage.store(next_dout_s(), quads);
   }
 
   __device__ __forceinline__ void advance() {
     const int next = next_tile();
     q_s = next_q_s();
     dout_s = next_dout_s();
+    scratch_row += turns() ? params.rows_padded - (walk.tiles() - 1) * kTileQ : kTileQ;
     head += turns();
     tile = next;
     left--;

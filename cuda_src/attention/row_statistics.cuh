@@ -16,11 +16,8 @@ constexpr float kShiftedLog2 = kBoostLog2 - 112.f;
 constexpr float kShifted = 3.1554436208840472e-30f;    // 2^kShiftedLog2
 constexpr float kUnshifted = 3.1691265005705735e+29f;  // 2^-kShiftedLog2
 
-// The first of the two floats that row `row` of a head shares with its neighbour is its L; its delta lies two further.
-__device__ __forceinline__ int64 statistics_offset(const BackwardParams& params, int batch, int head, int row) {
-  const int64 flat = (static_cast<int64>(batch) * params.attention.heads + head) * params.rows_padded + row;
-  return flat / 2 * 4 + flat % 2;
-}
+// A row's L, by its place in the scratch; its delta lies two floats further. Even rows share 16 bytes with the next.
+__device__ __forceinline__ int64 statistics_offset(uint32 row) { return static_cast<int64>(row / 2) * 4 + row % 2; }
 
 // Of the two queries that a thread holds in each n8 tile, where queries lie along n8.
 template <int kNTiles>
@@ -47,7 +44,7 @@ struct RowStatistics {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int row = first_row + 16 * i + 8 * half + lane_index() / 4;
-        const float* row_g = statistics_g + statistics_offset(params, batch, head, row);
+        const float* row_g = statistics_g + statistics_offset(scratch_row(params, batch, head, row));
         const bool exists = row < params.attention.sq;
         row_l[i][half] = exists ? row_g[0] : kInfinity;
         row_delta[i][half] = exists ? row_g[2] : 0.f;

@@ -1,8 +1,8 @@
 // A warp's tile of scores as accumulator fragments of mma.m16n8k8, with either queries or keys along the m16 side.
 //
 // x[n][i][e] is item (16 i + lane / 4 + 8 (e / 2), 8 n + 2 (lane % 4) + e % 2). With keys along m16 that is a tile of
-// S^T = K Q^T, whose fragments, packed, are the A operands of dV += P^T dout and dK += dS^T Q: P^T and dS^T need no trip
-// through shared memory on the way. With queries along m16, it is the A operand of dQ += dS K.
+// S^T = K Q^T, whose fragments, packed, are the A operands of dV += P^T dout and dK += dS^T Q: P^T and dS^T need no
+// trip through shared memory on the way. With queries along m16, it is the A operand of dQ += dS K.
 #pragma once
 
 #include "../common/numeric.cuh"

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.arrays import Layout
+from cupyattn.errors import error
 from cupyattn.kernels.configs import attention_backward as flash
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.registry import DBIAS_PARAMS
@@ -18,6 +19,7 @@ from cupyattn.ops.attention_params import score_strides
 from cupyattn.ops.attention_problem import AttentionProblem
 
 _FLOAT32 = np.dtype(np.float32)
+_MAX_ROWS = 2**32 - 1  # scratch rows are counted in 32 bits (scratch_row in backward_params.cuh)
 _VECTOR_ARRAYS = ("q", "k", "v", "out", "dout")
 
 
@@ -42,6 +44,14 @@ def flash_plan(
     """Choose the kernels of a call and fill in their parameters."""
     rows_padded = _round_up(max(problem.sq, 1), flash.ROW_PAD)  # whole CTAs of the first kernel
     rows = problem.batch * problem.heads * rows_padded
+    if rows > _MAX_ROWS:
+        raise error(
+            ValueError,
+            f"B = {problem.batch}, H = {problem.heads}, Sq = {problem.sq}",
+            f"implementation='flash' takes B * H sequences of up to {_MAX_ROWS} rows together, "
+            f"each rounded up to {flash.ROW_PAD}",
+            "split the batch over several calls",
+        )
     dbias = _dbias(problem, results, deterministic) if "dbias" in results else None
 
     to_zero = {} if deterministic else {"dq_acc": rows * _round_up(problem.head_dim, 8)}
