@@ -127,6 +127,7 @@ def test_a_clean_copy_of_the_softmax_kernel_is_right(start_with):
 # --- planted bugs that a check finds
 
 TILED_CU, FORWARD_CU = "attention/tiled.cu", "attention/forward.cu"
+PRODUCTS_CUH, EPILOGUE_CUH = "attention/forward_products.cuh", "attention/forward_epilogue.cuh"
 F32_CU, F32_STAGE_CUH = "attention/forward_f32.cu", "attention/float_stage.cuh"
 TILE_CUH, STAGE_CUH, REDUCE_CUH = "common/tile.cuh", "attention/stage.cuh", "common/reduce.cuh"
 
@@ -201,11 +202,11 @@ FAULTS = {
         OutOfBoundsError,
     ),
     "flash: one row too many is stored": (
-        Bug(FORWARD_CU, "+ row >= cta.params.sq) break;", "+ row > cta.params.sq) break;"),
+        Bug(EPILOGUE_CUH, "+ row >= params.sq) break;", "+ row > params.sq) break;"),
         OutOfBoundsError,
     ),
     "flash: one lse too many is stored": (
-        Bug(FORWARD_CU, "&& query < cta.params.sq)", "&& query <= cta.params.sq)"),
+        Bug(EPILOGUE_CUH, "&& query < params.sq)", "&& query <= params.sq)"),
         OutOfBoundsError,
     ),
     "flash: the query head in place of the key-value head": (
@@ -219,8 +220,8 @@ FAULTS = {
     "flash: the result overwrites q": (
         Bug(
             FORWARD_CU,
-            "store_rows(warp, cta, smem, out_g);",
-            "store_rows(warp, cta, smem, const_cast<float16*>(q_g));",
+            "output.store(smem.out, out_g);",
+            "output.store(smem.out, const_cast<float16*>(q_g));",
         ),
         ConstWriteError,
     ),
@@ -356,10 +357,10 @@ MISTAKES = {
         "common/mask.cuh", "begin <= key && key < end", "begin <= key && key <= end"
     ),
     "flash: K of the neighbouring k8 step": Bug(
-        FORWARD_CU, "warp.q[i][group * 4 + step], b[step])", "warp.q[i][group * 4 + step], b[0])"
+        PRODUCTS_CUH, "q[i][group * 4 + step], b[step])", "q[i][group * 4 + step], b[0])"
     ),
     "flash: V of the neighbouring columns": Bug(
-        FORWARD_CU, "packed.p[i][n], b[tile])", "packed.p[i][n], b[0])"
+        PRODUCTS_CUH, "packed.p[i][n], b[tile])", "packed.p[i][n], b[0])"
     ),
     "flash: the first tile in the wrong half": Bug(
         FORWARD_CU,

@@ -26,7 +26,8 @@
 #error "BIAS, BIAS_VEC, MASK, SLOPES, SOFTCAP, SINKS and DROPOUT come from a launch-configuration table"
 #endif
 #include "../common/philox.cuh"
-#include "../common/reduce.cuh"
+#include "forward_epilogue.cuh"
+#include "forward_products.cuh"
 #include "key_walk.cuh"
 #include "lean_softmax.cuh"
 #include "score_options.cuh"
@@ -53,7 +54,11 @@ struct Traits {
   using VStage = TileStage<VTile, kHeadDimV, kVec, kThreads>;
   using Scores = ScoreFragment<kMTiles, kKeyTiles>;
   using Probabilities = PackedProbabilities<Scores>;
+  using Softmax = LeanSoftmax<kMTiles, kOutTiles>;
   using Options = ScoreOptions<BIAS, BIAS_VEC, MASK, SLOPES, SOFTCAP>;
+
+  static constexpr bool kSinks = kGiven<SINKS>;
+  static constexpr bool kDropout = DROPOUT;
 
   // One set of registers stages K, then V: with one for each, ptxas spilled.
   static constexpr int kQuads = KStage::kQuads > VStage::kQuads ? KStage::kQuads : VStage::kQuads;
@@ -76,7 +81,7 @@ static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memor
 // What a warp keeps in registers through the walk.
 struct Warp {
   uint32 q[Traits::kMTiles][Traits::kSteps][2];  // A fragments
-  LeanSoftmax<Traits::kMTiles, Traits::kOutTiles> softmax;
+  Traits::Softmax softmax;
   int first_row;  // of the sequence
 };
 
@@ -124,67 +129,6 @@ __device__ __forceinline__ void load_query_fragments(Warp& warp, uint32 q_s) {
       } else {
         ldmatrix<2>(warp.q[i][step], address);
       }
-    }
-  }
-}
-
-// Steps 4 group to 4 group + kSteps - 1 of S += Q K^T: one ldmatrix for each 8 keys. (x3 does not exist: x4 then reads
-// one matrix twice.)
-template <int kSteps>
-__device__ __forceinline__ void multiply_q_k_group(Traits::Scores& scores, const Warp& warp, uint32 k_s, int group) {
-  constexpr int kLoads = kSteps == 3 ? 4 : kSteps;
-#pragma unroll
-  for (int n = 0; n < Traits::kKeyTiles; n++) {
-    uint32 b[kLoads];
-    ldmatrix<kLoads>(b, k_s + n * 8 * Traits::KTile::kRowBytes);
-#pragma unroll
-    for (int step = 0; step < kSteps; step++) {
-#pragma unroll
-      for (int i = 0; i < Traits::kMTiles; i++) mma_m16n8k8(scores.s[i][n], warp.q[i][group * 4 + step], b[step]);
-    }
-  }
-}
-
-__device__ __forceinline__ void multiply_q_k(Traits::Scores& scores, const Warp& warp, const Cta& cta, uint32 k_s) {
-  constexpr int kTail = Traits::kSteps % 4;
-  scores.clear();
-#pragma unroll
-  for (int group = 0; group < Traits::kSteps / 4; group++) {
-    multiply_q_k_group<4>(scores, warp, k_s + cta.k_fragment.of_group(group), group);
-  }
-  if constexpr (kTail != 0) {
-    multiply_q_k_group<kTail>(scores, warp, k_s + cta.k_fragment.tail, Traits::kSteps / 4);
-  }
-}
-
-// Output columns 32 group to 32 group + 8 kTiles - 1 of O += P V, for 8 keys.
-template <int kTiles>
-__device__ __forceinline__ void multiply_p_v_group(Warp& warp, const Traits::Probabilities& packed, int n, uint32 v_s,
-                                                   int group) {
-  constexpr int kLoads = kTiles == 3 ? 4 : kTiles;
-  uint32 b[kLoads];
-  ldmatrix_trans<kLoads>(b, v_s);
-#pragma unroll
-  for (int tile = 0; tile < kTiles; tile++) {
-#pragma unroll
-    for (int i = 0; i < Traits::kMTiles; i++) {
-      mma_m16n8k8(warp.softmax.acc[i][group * 4 + tile], packed.p[i][n], b[tile]);
-    }
-  }
-}
-
-__device__ __forceinline__ void multiply_p_v(Warp& warp, const Traits::Probabilities& packed, const Cta& cta,
-                                             uint32 v_s) {
-  constexpr int kTail = Traits::kOutTiles % 4;
-#pragma unroll
-  for (int n = 0; n < Traits::kKeyTiles; n++) {
-    const uint32 keys_s = v_s + n * 8 * Traits::VTile::kRowBytes;
-#pragma unroll
-    for (int group = 0; group < Traits::kOutTiles / 4; group++) {
-      multiply_p_v_group<4>(warp, packed, n, keys_s + cta.v_fragment.of_group(group), group);
-    }
-    if constexpr (kTail != 0) {
-      multiply_p_v_group<kTail>(warp, packed, n, keys_s + cta.v_fragment.tail, Traits::kOutTiles / 4);
     }
   }
 }
@@ -259,7 +203,7 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, int first_k
   uint4 quads[Traits::kQuads];
   Traits::Scores scores;
   if (more) cta.k_stage.template load<kMasked>(quads, next_k_g, cta.params.k.seq, next_valid);
-  if (active) multiply_q_k(scores, warp, cta, k_s);
+  if (active) multiply_q_k(scores, warp.q, cta.k_fragment, k_s);
   if (more) {
     cta.k_stage.store(next_k_s, quads);
     __syncwarp();  // no buffer: ptxas would else load V first, and the stores of K then wait for V
@@ -269,73 +213,10 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, int first_k
     Traits::Probabilities packed;
     softmax_tile<kMasked>(packed, scores, warp, cta, first_key);
     if (DROPOUT) drop(packed, warp, cta, first_key);
-    multiply_p_v(warp, packed, cta, v_s);
+    multiply_p_v(warp.softmax.acc, packed, cta.v_fragment, v_s);
   }
   if (more) cta.v_stage.store(next_v_s, quads);
   __syncthreads();  // K and V: this half has been read, the other one written
-}
-
-template <typename Sinks>
-__device__ __forceinline__ float sink_log2(const void* sinks_g, const AttentionParams& params, int head) {
-  return to_float(static_cast<const Sinks*>(sinks_g)[head * params.scores.sinks_stride]) * kLog2E;
-}
-template <>
-__device__ __forceinline__ float sink_log2<void>(const void*, const AttentionParams&, int) {
-  return -kInfinity;
-}
-
-// Normalise the warp's rows and write them to its part of the output tile; their lse to memory.
-__device__ __forceinline__ void finish_rows(const Warp& warp, const Cta& cta, uint32 out_s, float sink, float* lse_g) {
-#pragma unroll
-  for (int i = 0; i < Traits::kMTiles; i++) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int row = Traits::Scores::row_of(i, half);
-      const float l = warp_reduce<Sum, 4>(warp.softmax.l[i][half]) * kUnshift;  // times 2^kHeadroomLog2
-      const float m = warp.softmax.m[i][half] + kShiftLog2;
-      float total = l, scale = 1.f, top = m;
-      if (kGiven<SINKS>) {  // one more term of the denominator
-        top = fmaxf(m, sink);
-        scale = ex2_approx(m - top);
-        total = l * scale + ex2_approx(sink - top + kHeadroomLog2);
-      }
-      // No key: 0. A NaN in l stays one.
-      float normaliser = total == 0.f ? 0.f : scale / total;
-      if (DROPOUT) normaliser *= cta.params.scores.keep_scale;
-#pragma unroll
-      for (int n = 0; n < Traits::kOutTiles; n++) {
-        const uint32 low = __half_as_ushort(__float2half_rn(warp.softmax.acc[i][n][2 * half] * normaliser));
-        const uint32 high = __half_as_ushort(__float2half_rn(warp.softmax.acc[i][n][2 * half + 1] * normaliser));
-        const uint32 at = Traits::OutTile::offset(warp_index() * Traits::kWarpRows + row, n) + lane_index() % 4 * 4;
-        st_shared_u32(out_s + at, low | high << 16);
-      }
-      const int query = warp.first_row + row;
-      if (lse_g != nullptr && lane_index() % 4 == 0 && query < cta.params.sq) {
-        const float lse = total == 0.f ? -kInfinity : (top + lg2_approx(total) - kHeadroomLog2) * kLn2;
-        *head_rows(lse_g, cta.params.lse, cta.place.batch, cta.place.head, query) = lse;
-      }
-    }
-  }
-}
-
-// The warp's rows from shared memory to memory, in whole chunks where rows are aligned.
-__device__ __forceinline__ void store_rows(const Warp& warp, const Cta& cta, const Smem& smem, float16* out_g) {
-  constexpr int kChunks = Traits::OutTile::kChunks;
-  for (int at = lane_index(); at < Traits::kWarpRows * kChunks; at += kWarpSize) {
-    const int row = at / kChunks, chunk = at % kChunks;
-    if (warp.first_row + row >= cta.params.sq) break;
-    const auto* chunk_s = reinterpret_cast<const Vec<float16, kChunkItems>*>(
-        smem.out + Traits::OutTile::offset(warp_index() * Traits::kWarpRows + row, chunk));
-    float16* row_g = head_rows(out_g, cta.params.out, cta.place.batch, cta.place.head, warp.first_row + row);
-    if (Traits::kVec == kChunkItems) {
-      *reinterpret_cast<Vec<float16, kChunkItems>*>(row_g + chunk * kChunkItems) = *chunk_s;
-    } else {
-#pragma unroll
-      for (int e = 0; e < kChunkItems; e++) {
-        if (chunk * kChunkItems + e < Traits::kHeadDimV) row_g[chunk * kChunkItems + e] = chunk_s->item[e];
-      }
-    }
-  }
 }
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
@@ -410,7 +291,8 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   }
 
   // Phase 4: normalise, and store through shared memory: fragments hold 4 bytes of a row each.
-  finish_rows(warp, cta, shared_address(smem.out), sink_log2<SINKS>(sinks_g, params, place.head), lse_g);
+  const OutputRows<Traits> output = {params, place, warp.first_row};
+  output.finish(warp.softmax, shared_address(smem.out), sink_log2<SINKS>(sinks_g, params, place.head), lse_g);
   __syncwarp();  // out: each warp reads what it wrote itself
-  store_rows(warp, cta, smem, out_g);
+  output.store(smem.out, out_g);
 }
