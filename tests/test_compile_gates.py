@@ -104,6 +104,8 @@ PINNED = {
     "attention_forward 64 SOFTCAP": Cost(255, 32_768, 2, 136),
     "attention_forward 64 SINKS": Cost(255, 32_768, 2, 136),
     "attention_forward 64 DROPOUT": Cost(255, 32_768, 2, 124),
+    "attention_forward 40 DROPOUT": Cost(255, 20_480, 2),
+    "attention_forward 80 DROPOUT": Cost(253, 20_480, 2),
     "softmax_forward 8 lanes": Cost(72, 0, 7),
     "softmax_forward 32 lanes": Cost(72, 0, 7),
     "softmax_forward 256 lanes": Cost(71, 32, 3),

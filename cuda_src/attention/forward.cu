@@ -25,7 +25,7 @@
     !defined(SINKS) || !defined(DROPOUT)
 #error "BIAS, BIAS_VEC, MASK, SLOPES, SOFTCAP, SINKS and DROPOUT come from a launch-configuration table"
 #endif
-#include "../common/philox.cuh"
+#include "forward_dropout.cuh"
 #include "forward_epilogue.cuh"
 #include "forward_products.cuh"
 #include "key_walk.cuh"
@@ -64,7 +64,7 @@ struct Traits {
   static constexpr int kQuads = KStage::kQuads > VStage::kQuads ? KStage::kQuads : VStage::kQuads;
 
   static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
-  static_assert(kTileK % 16 == 0, "dropout draws for 16 keys at a time");
+  static_assert(kTileK % 16 == 0, "dropout draws for 16 keys at least");
   static_assert(kThreads <= 1024, "a CTA has at most 1,024 threads");
 };
 
@@ -133,51 +133,23 @@ __device__ __forceinline__ void load_query_fragments(Warp& warp, uint32 q_s) {
   }
 }
 
-// Drop packed probabilities. The four words of one Philox call serve the eight scores that a thread holds of one row
-// in 32 keys: word n % 4 the pair of n8 tile n.
-__device__ __forceinline__ void drop(Traits::Probabilities& packed, const Warp& warp, const Cta& cta, int first_key) {
-  const ScoreParams& params = cta.params.scores;
-#pragma unroll
-  for (int i = 0; i < Traits::kMTiles; i++) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int row = warp.first_row + Traits::Scores::row_of(i, half);
-#pragma unroll
-      for (int n = 0; n < Traits::kKeyTiles; n += 2) {  // a tile may begin in the middle of 32 keys, not of 16
-        const int key = first_key + 8 * n;
-        const Philox4 words =
-            dropout_words(params.seed, cta.place.batch, cta.place.head, row, key + Traits::Scores::key_of(0));
-        const bool upper = key % 32 != 0;
-#pragma unroll
-        for (int next = 0; next < 2; next++) {
-          const uint32 word = upper ? words.word[2 + next] : words.word[next];
-          const uint32 keep_low = (word & 0xffffu) >= params.keep_from ? 0x0000ffffu : 0u;
-          const uint32 keep_high = (word >> 16) >= params.keep_from ? 0xffff0000u : 0u;
-          packed.p[i][n + next][half] &= keep_low | keep_high;
-        }
-      }
-    }
-  }
-}
-
 // Scores to packed probabilities; m and l are kept right.
 template <bool kMasked>
 __device__ __forceinline__ void softmax_tile(Traits::Probabilities& packed, Traits::Scores& scores, Warp& warp,
                                              const Cta& cta, int first_key) {
   constexpr bool kPass = kMasked || Traits::Options::kPass;
-  const float scale_log2 = cta.params.scale_log2;
   float sum[Traits::kMTiles][2];
-  if (kPass) cta.options.template apply<kMasked>(scores, scale_log2, warp.first_row, first_key);
+  if (kPass) cta.options.template apply<kMasked>(scores, warp.first_row, first_key);
   if (kMasked) scores.mask([&](int row) { return cta.window.of_row(warp.first_row + row); }, first_key);
   if (kMasked) {
     warp.softmax.raise(scores);
-    warp.softmax.exponentiate(packed, sum, scores, 1.f);
+    warp.softmax.exponentiate(packed, sum, scores, kLog2E);
   } else {
-    warp.softmax.exponentiate(packed, sum, scores, kPass ? 1.f : scale_log2);
+    warp.softmax.exponentiate(packed, sum, scores, kPass ? kLog2E : cta.params.scale_log2);
     if (warp.softmax.overflows(sum)) {  // rare: a score rose far above the stale maximum
-      if (!kPass) cta.options.template apply<false>(scores, scale_log2, warp.first_row, first_key);
+      if (!kPass) cta.options.template apply<false>(scores, warp.first_row, first_key);
       warp.softmax.raise(scores);
-      warp.softmax.exponentiate(packed, sum, scores, 1.f);
+      warp.softmax.exponentiate(packed, sum, scores, kLog2E);
     }
   }
   warp.softmax.add(sum);
@@ -212,7 +184,7 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, int first_k
   if (active) {
     Traits::Probabilities packed;
     softmax_tile<kMasked>(packed, scores, warp, cta, first_key);
-    if (DROPOUT) drop(packed, warp, cta, first_key);
+    if (DROPOUT) drop(packed, cta.params.scores, cta.place, warp.first_row, first_key);
     multiply_p_v(warp.softmax.acc, packed, cta.v_fragment, v_s);
   }
   if (more) cta.v_stage.store(next_v_s, quads);

@@ -204,13 +204,13 @@ __device__ __forceinline__ void softmax_tile(Traits::Scores& scores, Thread& thr
                                              bool masked) {
   float scale_log2 = cta.params.scale_log2;
   if (masked) {
-    cta.options.template apply<true>(scores, scale_log2, thread.first_row, first_key);
+    cta.options.template apply<true>(scores, thread.first_row, first_key);
     const int first_row = not_hoisted(thread.first_row);
     scores.mask([&](int row) { return cta.window.of_row(first_row + row); }, first_key);
-    scale_log2 = 1.f;
+    scale_log2 = kLog2E;
   } else if (Traits::Options::kPass || scale_log2 <= 0.f) {  // the largest score is that of the largest product
-    cta.options.template apply<false>(scores, scale_log2, thread.first_row, first_key);
-    scale_log2 = 1.f;
+    cta.options.template apply<false>(scores, thread.first_row, first_key);
+    scale_log2 = kLog2E;
   }
   thread.softmax.exponentiate(scores, scale_log2);
   if (DROPOUT) drop(scores, thread, cta, first_key);

@@ -1,5 +1,4 @@
-// From products q . k to the scores that enter the softmax, in units of log2: scale or softcap, then bias and ALiBi,
-// then a mask of bools. Each option is a compile-time switch; an absent array's dtype is void.
+// From products q . k to the scores that enter the softmax: scale or softcap, then bias and ALiBi, then a mask of bools. Each option is a compile-time switch; an absent array's dtype is void.
 #pragma once
 
 #include "../common/vec.cuh"
@@ -13,9 +12,9 @@ constexpr bool kGiven<void> = false;
 
 // tanh y = 1 - 2 / (1 + exp(2 y)), right to a few ulp: tanh.approx errs by 2^-11, which is 0.02 in a score of
 // softcap 50.
-__device__ __forceinline__ float softcapped_log2(float product, const ScoreParams& params) {
+__device__ __forceinline__ float softcapped(float product, const ScoreParams& params) {
   const float exp_2y = ex2_approx(product * params.softcap_in);
-  return __fmaf_rn(rcp_approx(1.f + exp_2y), -2.f * params.softcap_log2, params.softcap_log2);
+  return __fmaf_rn(rcp_approx(1.f + exp_2y), -2.f * params.softcap, params.softcap);
 }
 
 // One (Sq, Sk) matrix of a broadcast array: an item is read where its key exists.
@@ -58,7 +57,7 @@ struct ScoreOptions {
   const ScoreParams& params;
   const void *bias_g, *mask_g;
   int batch, head, sq, sk;
-  float slope_log2 = 0.f;
+  float softmax_scale, slope = 0.f;
   int64 q_offset;
 
   __device__ __forceinline__ ScoreOptions(const AttentionParams& all, const void* bias, const void* mask,
@@ -70,27 +69,28 @@ struct ScoreOptions {
         head(place.head),
         sq(all.sq),
         sk(all.sk),
+        softmax_scale(all.softmax_scale),
         q_offset(offset) {
     if constexpr (kGiven<Slopes>) {
       const int64 at = batch * params.slopes_batch + head * params.slopes_head;
-      slope_log2 = to_float(static_cast<const Slopes*>(slopes)[at]) * kLog2E;
+      slope = to_float(static_cast<const Slopes*>(slopes)[at]);
     }
   }
 
   // kRagged: the tile may reach beyond Sk.
   template <bool kRagged, typename Fragment>
-  __device__ __forceinline__ void apply(Fragment& fragment, float scale_log2, int first_row, int first_key) const {
+  __device__ __forceinline__ void apply(Fragment& fragment, int first_row, int first_key) const {
     fragment.for_each_pair([&](float* pair, int, int) {
-      pair[0] = kSoftcap ? softcapped_log2(pair[0], params) : pair[0] * scale_log2;
-      pair[1] = kSoftcap ? softcapped_log2(pair[1], params) : pair[1] * scale_log2;
+      pair[0] = kSoftcap ? softcapped(pair[0], params) : pair[0] * softmax_scale;
+      pair[1] = kSoftcap ? softcapped(pair[1], params) : pair[1] * softmax_scale;
     });
     if constexpr (kGiven<Bias>) {
       const ScoreMatrix<Bias, kBiasVec> matrix(bias_g, params.bias, batch, head, sq, sk);
       fragment.for_each_pair([&](float* pair, int row, int key) {
         Bias bias[2];
         matrix.template load_pair<kRagged>(bias, first_row + row, first_key + key, from_float<Bias>(0.f));
-        pair[0] = __fmaf_rn(to_float(bias[0]), kLog2E, pair[0]);
-        pair[1] = __fmaf_rn(to_float(bias[1]), kLog2E, pair[1]);
+        pair[0] += to_float(bias[0]);
+        pair[1] += to_float(bias[1]);
       });
     }
     if constexpr (kGiven<Slopes>) {
@@ -98,8 +98,8 @@ struct ScoreOptions {
       const float from = static_cast<float>(first_row + q_offset - first_key);
       fragment.for_each_pair([&](float* pair, int row, int key) {
         const float distance = from + static_cast<float>(row - key);
-        pair[0] = __fmaf_rn(-slope_log2, fabsf(distance), pair[0]);
-        pair[1] = __fmaf_rn(-slope_log2, fabsf(distance - 1.f), pair[1]);
+        pair[0] = __fmaf_rn(-slope, fabsf(distance), pair[0]);
+        pair[1] = __fmaf_rn(-slope, fabsf(distance - 1.f), pair[1]);
       });
     }
     if constexpr (kMask) {

@@ -28,7 +28,7 @@ _SCORE_PARAMS = np.dtype(
         *((field, np.int64) for field in ("slopes_batch", "slopes_head", "sinks_stride")),
         ("seed", np.uint64),
         ("keep_from", np.uint32),
-        *((field, np.float32) for field in ("keep_scale", "softcap_in", "softcap_log2")),
+        *((field, np.float32) for field in ("keep_scale", "softcap_in", "softcap")),
     ],
     align=True,
 )
@@ -40,7 +40,7 @@ ATTENTION_PARAMS = np.dtype(
         *((array, _BATCH_INTEGERS) for array in ("q_offsets", "seqused_k")),
         *((field, np.int64) for field in ("q_offset", "left", "right")),
         *((field, np.int32) for field in ("heads", "group", "sq", "sk")),
-        ("scale_log2", np.float32),
+        *((field, np.float32) for field in ("scale_log2", "softmax_scale")),
         ("scores", _SCORE_PARAMS),
     ],
     align=True,

@@ -97,7 +97,9 @@ def _require_kernel(problem: AttentionProblem) -> None:
 
 
 def _require_near_rows(problem: AttentionProblem) -> None:
-    tile_k = configs.attention.flash_config(problem.head_dim, problem.head_dim_v).tile_k
+    tile_k = configs.attention.flash_config(
+        problem.head_dim, problem.head_dim_v, dropout=problem.dropout_p > 0
+    ).tile_k
     for name in ("k", "v"):
         stride = problem.layouts[name].strides[1]
         if problem.sk > 1 and abs(stride) * tile_k >= _FLASH_TILE_BYTES:
@@ -133,7 +135,7 @@ def _plan(
     elif problem.dtype == np.float16:
         vec = _vector_items(problem, start_of, vector_items(dtype), out_strides)
         specialisation = table.flash(*dims, vec, _flash_options(problem, start_of))
-        tile_q = table.flash_config(*dims).tile_q
+        tile_q = table.flash_config(*dims, dropout=problem.dropout_p > 0).tile_q
     else:
         vec = _vector_items(problem, start_of, table.F32_VECTOR_ITEMS, out_strides)
         specialisation = table.flash_f32(dtype, *dims, vec, _flash_options(problem, start_of))

@@ -158,13 +158,20 @@ FLASH = {
     192: FlashConfig(1, 8, 32, 1, "models 0.74, and 0.61 with 16 keys"),
     256: FlashConfig(1, 8, 16, 1, "Q's tile fills the 64 KB before the walk"),
 }
+# One call of Philox serves 32 keys of a row: rows whose tiles are no multiple of that have others
+# under dropout, down to where registers allow no more than 16 keys.
+FLASH_DROPOUT = {
+    40: FlashConfig(2, 4, 64, 2, "models 0.65, and 0.57 with 32 keys"),
+    80: FlashConfig(2, 4, 32, 2, "models 0.73; 64 keys would spill"),
+}
 _SMEM_UNIT = 128  # bytes: alignment of each buffer in Smem
 
 
-def flash_config(head_dim: int, head_dim_v: int) -> FlashConfig:
+def flash_config(head_dim: int, head_dim_v: int, *, dropout: bool = False) -> FlashConfig:
     """Return the table row for these head dims."""
     largest = max(head_dim, head_dim_v)
-    return next(config for limit, config in FLASH.items() if largest <= limit)
+    row = next(limit for limit in FLASH if largest <= limit)
+    return FLASH_DROPOUT.get(row, FLASH[row]) if dropout else FLASH[row]
 
 
 @cache
@@ -172,7 +179,7 @@ def flash(
     head_dim: int, head_dim_v: int, vec: int, options: FlashOptions = PLAIN
 ) -> Specialisation:
     """Specialise the tensor-core kernel; `vec` is 8 where rows are aligned to 16 bytes, else 1."""
-    config = flash_config(head_dim, head_dim_v)
+    config = flash_config(head_dim, head_dim_v, dropout=options.dropout)
     shared_bytes = _flash_shared_bytes(config, head_dim, head_dim_v)
     return ATTENTION_FORWARD.specialise(
         threads=config.warps * WARP_SIZE,
@@ -329,6 +336,8 @@ def catalogue() -> Iterator[Specialisation]:
         for head_dim in FLASH_F32:
             for vec in (F32_VECTOR_ITEMS, 1):
                 yield flash_f32(dtype, head_dim, head_dim, vec)
+    for head_dim in FLASH_DROPOUT:
+        yield flash(head_dim, head_dim, vector_items("float16"), FlashOptions(dropout=True))
     for options in _EACH_OPTION:
         yield flash(64, 64, vector_items("float16"), options)
         yield flash_f32("float32", 64, 64, F32_VECTOR_ITEMS, options)
