@@ -198,7 +198,7 @@ FAULTS = {
         OutOfBoundsError,
     ),
     "flash: one key too many is loaded": (
-        Bug(STAGE_CUH, "kPassRows + row >= valid_rows", "kPassRows + row > valid_rows"),
+        Bug(STAGE_CUH, "key_of_pass(pass) >= valid_rows", "key_of_pass(pass) > valid_rows"),
         OutOfBoundsError,
     ),
     "flash: one row too many is stored": (
@@ -397,7 +397,7 @@ MISTAKES = {
         "attention/register_tile.cuh", "8 * n + e >= end", "8 * n + e > end"
     ),
     "flash: a row sees one key too many": Bug(
-        "attention/score_fragment.cuh", "8 * n + e >= end", "8 * n + e > end"
+        "attention/score_fragment.cuh", "key_step(n) + e >= end", "key_step(n) + e > end"
     ),
     "flash: a cut tile counts as full": Bug(
         "attention/key_walk.cuh",

@@ -21,9 +21,9 @@
 #error \
     "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
-#if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(SLOPES) || !defined(SOFTCAP) || \
-    !defined(SINKS) || !defined(DROPOUT)
-#error "BIAS, BIAS_VEC, MASK, SLOPES, SOFTCAP, SINKS and DROPOUT come from a launch-configuration table"
+#if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(MASK_VEC) || !defined(SLOPES) || \
+    !defined(SOFTCAP) || !defined(SINKS) || !defined(DROPOUT)
+#error "BIAS, BIAS_VEC, MASK, MASK_VEC, SLOPES, SOFTCAP, SINKS and DROPOUT come from a launch-configuration table"
 #endif
 #include "forward_dropout.cuh"
 #include "forward_epilogue.cuh"
@@ -50,12 +50,14 @@ struct Traits {
   using KTile = SwizzledTile<kTileK, kSteps>;
   using VTile = SwizzledTile<kTileK, kOutTiles>;
   using OutTile = SwizzledTile<kTileQ, kOutTiles>;
-  using KStage = TileStage<KTile, kHeadDim, kVec, kThreads>;
-  using VStage = TileStage<VTile, kHeadDimV, kVec, kThreads>;
-  using Scores = ScoreFragment<kMTiles, kKeyTiles>;
+  using Options = ScoreOptions<BIAS, BIAS_VEC, MASK, SLOPES, SOFTCAP, MASK_VEC>;
+  static constexpr KeyOrder kOrder = Options::kQuads ? KeyOrder::kQuads : KeyOrder::kPairs;
+  using KStage = TileStage<KTile, kHeadDim, kVec, kThreads, kOrder>;
+  using VStage = TileStage<VTile, kHeadDimV, kVec, kThreads, kOrder>;
+  using Scores = ScoreFragment<kMTiles, kKeyTiles, kOrder>;
+  using OptionItems = Options::Items<Scores>;
   using Probabilities = PackedProbabilities<Scores>;
   using Softmax = LeanSoftmax<kMTiles, kOutTiles>;
-  using Options = ScoreOptions<BIAS, BIAS_VEC, MASK, SLOPES, SOFTCAP>;
 
   static constexpr bool kSinks = kGiven<SINKS>;
   static constexpr bool kDropout = DROPOUT;
@@ -65,6 +67,7 @@ struct Traits {
 
   static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
   static_assert(kTileK % 16 == 0, "dropout draws for 16 keys at least");
+  static_assert(kOrder == KeyOrder::kPairs || !kDropout, "a Philox call serves pairs of keys");
   static_assert(kThreads <= 1024, "a CTA has at most 1,024 threads");
 };
 
@@ -136,10 +139,10 @@ __device__ __forceinline__ void load_query_fragments(Warp& warp, uint32 q_s) {
 // Scores to packed probabilities; m and l are kept right.
 template <bool kMasked>
 __device__ __forceinline__ void softmax_tile(Traits::Probabilities& packed, Traits::Scores& scores, Warp& warp,
-                                             const Cta& cta, int first_key) {
+                                             const Traits::OptionItems& items, const Cta& cta, int first_key) {
   constexpr bool kPass = kMasked || Traits::Options::kPass;
   float sum[Traits::kMTiles][2];
-  if (kPass) cta.options.template apply<kMasked>(scores, warp.first_row, first_key);
+  if (kPass) cta.options.template apply<kMasked>(scores, items, warp.first_row, first_key);
   if (kMasked) scores.mask([&](int row) { return cta.window.of_row(warp.first_row + row); }, first_key);
   if (kMasked) {
     warp.softmax.raise(scores);
@@ -147,7 +150,7 @@ __device__ __forceinline__ void softmax_tile(Traits::Probabilities& packed, Trai
   } else {
     warp.softmax.exponentiate(packed, sum, scores, kPass ? kLog2E : cta.params.scale_log2);
     if (warp.softmax.overflows(sum)) {  // rare: a score rose far above the stale maximum
-      if (!kPass) cta.options.template apply<false>(scores, warp.first_row, first_key);
+      if (!kPass) cta.options.template apply<false>(scores, items, warp.first_row, first_key);
       warp.softmax.raise(scores);
       warp.softmax.exponentiate(packed, sum, scores, kLog2E);
     }
@@ -173,17 +176,22 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, int first_k
   }
 
   uint4 quads[Traits::kQuads];
+  Traits::OptionItems items;
   Traits::Scores scores;
   if (more) cta.k_stage.template load<kMasked>(quads, next_k_g, cta.params.k.seq, next_valid);
-  if (active) multiply_q_k(scores, warp.q, cta.k_fragment, k_s);
+  if (active) {
+    if (!kMasked) cta.options.template load<false>(items, warp.first_row, first_key);
+    multiply_q_k(scores, warp.q, cta.k_fragment, k_s);
+  }
   if (more) {
     cta.k_stage.store(next_k_s, quads);
     __syncwarp();  // no buffer: ptxas would else load V first, and the stores of K then wait for V
     cta.v_stage.template load<kMasked>(quads, next_v_g, cta.params.v.seq, next_valid);
   }
   if (active) {
+    if (kMasked) cta.options.template load<true>(items, warp.first_row, first_key);
     Traits::Probabilities packed;
-    softmax_tile<kMasked>(packed, scores, warp, cta, first_key);
+    softmax_tile<kMasked>(packed, scores, warp, items, cta, first_key);
     if (DROPOUT) drop(packed, cta.params.scores, cta.place, warp.first_row, first_key);
     multiply_p_v(warp.softmax.acc, packed, cta.v_fragment, v_s);
   }

@@ -24,9 +24,9 @@
 #error \
     "DTYPE, HEAD_DIM, HEAD_DIM_V, WARPS, COLUMN_LANES, PAIRS, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
-#if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(SLOPES) || !defined(SOFTCAP) || \
-    !defined(SINKS) || !defined(DROPOUT)
-#error "BIAS, BIAS_VEC, MASK, SLOPES, SOFTCAP, SINKS and DROPOUT come from a launch-configuration table"
+#if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(MASK_VEC) || !defined(SLOPES) || \
+    !defined(SOFTCAP) || !defined(SINKS) || !defined(DROPOUT)
+#error "BIAS, BIAS_VEC, MASK, MASK_VEC, SLOPES, SOFTCAP, SINKS and DROPOUT come from a launch-configuration table"
 #endif
 #include "../common/philox.cuh"
 #include "float_stage.cuh"
@@ -64,7 +64,7 @@ struct Traits {
 
   using Staging = FloatStaging<Scalar, Scores, Slice, Panel, kHeadDim, kHeadDimV, kVec, kThreads>;
   using Softmax = RegisterSoftmax<Scores, kColumns>;
-  using Options = ScoreOptions<BIAS, BIAS_VEC, MASK, SLOPES, SOFTCAP>;
+  using Options = ScoreOptions<BIAS, BIAS_VEC, MASK, SLOPES, SOFTCAP, MASK_VEC>;
 
   static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
   static_assert(kThreads <= 1024, "a CTA has at most 1,024 threads");

@@ -97,10 +97,13 @@ ATTENTION_TILED = KernelSpec(
 
 _FLASH_PARAMETERS = (
     *_ATTENTION_PARAMETERS[:-1],
-    *(Pointer(name, const=True, optional=True) for name in ("bias", "mask", "alibi_slopes", "sinks")),
+    *(
+        Pointer(name, const=True, optional=True)
+        for name in ("bias", "mask", "alibi_slopes", "sinks")
+    ),
     _ATTENTION_PARAMETERS[-1],
 )
-_OPTION_MACROS = ("BIAS", "BIAS_VEC", "MASK", "SLOPES", "SOFTCAP", "SINKS", "DROPOUT")
+_OPTION_MACROS = ("BIAS", "BIAS_VEC", "MASK", "MASK_VEC", "SLOPES", "SOFTCAP", "SINKS", "DROPOUT")
 
 ATTENTION_FORWARD = KernelSpec(
     entry="attention_forward",

@@ -130,7 +130,10 @@ class FlashOptions(NamedTuple):
 
     bias: str = "void"
     bias_vec: int = 1
+    """Neighbouring keys of the bias that are read at once: 4, 2 or 1."""
     mask: bool = False
+    mask_vec: int = 1
+    """The same for the mask."""
     slopes: str = "void"
     softcap: bool = False
     sinks: str = "void"
@@ -164,14 +167,31 @@ FLASH_DROPOUT = {
     40: FlashConfig(2, 4, 64, 2, "models 0.65, and 0.57 with 32 keys"),
     80: FlashConfig(2, 4, 32, 2, "models 0.73; 64 keys would spill"),
 }
+# Rows of their own where a bias or mask is read four keys at a time.
+FLASH_QUADS = {
+    64: FlashConfig(2, 4, 48, 2, "a float16 bias models 0.71, and 0.69 with 64 keys"),
+}
 _SMEM_UNIT = 128  # bytes: alignment of each buffer in Smem
 
 
-def flash_config(head_dim: int, head_dim_v: int, *, dropout: bool = False) -> FlashConfig:
-    """Return the table row for these head dims."""
-    largest = max(head_dim, head_dim_v)
-    row = next(limit for limit in FLASH if largest <= limit)
-    return FLASH_DROPOUT.get(row, FLASH[row]) if dropout else FLASH[row]
+def flash_config(head_dim: int, head_dim_v: int, options: FlashOptions = PLAIN) -> FlashConfig:
+    """Return the table row for these head dims and options."""
+    row = _flash_row(head_dim, head_dim_v)
+    if options.dropout:
+        return FLASH_DROPOUT.get(row, FLASH[row])
+    if 4 in (options.bias_vec, options.mask_vec):
+        return FLASH_QUADS.get(row, FLASH[row])
+    return FLASH[row]
+
+
+def flash_longest_tile(head_dim: int, head_dim_v: int) -> int:
+    """Return the most keys of a tile that these head dims have with any options."""
+    row = _flash_row(head_dim, head_dim_v)
+    return max(rows[row].tile_k for rows in (FLASH, FLASH_DROPOUT, FLASH_QUADS) if row in rows)
+
+
+def _flash_row(head_dim: int, head_dim_v: int) -> int:
+    return next(limit for limit in FLASH if max(head_dim, head_dim_v) <= limit)
 
 
 @cache
@@ -179,7 +199,7 @@ def flash(
     head_dim: int, head_dim_v: int, vec: int, options: FlashOptions = PLAIN
 ) -> Specialisation:
     """Specialise the tensor-core kernel; `vec` is 8 where rows are aligned to 16 bytes, else 1."""
-    config = flash_config(head_dim, head_dim_v, dropout=options.dropout)
+    config = flash_config(head_dim, head_dim_v, options)
     shared_bytes = _flash_shared_bytes(config, head_dim, head_dim_v)
     return ATTENTION_FORWARD.specialise(
         threads=config.warps * WARP_SIZE,
@@ -292,9 +312,11 @@ def _flash_f32_shared_bytes(config: FlashF32Config, head_dim_v: int) -> int:
 
 
 _EACH_OPTION = (
+    FlashOptions(bias="float16"),
     FlashOptions(bias="float16", bias_vec=2),
-    FlashOptions(bias="float32"),
+    FlashOptions(bias="float32", bias_vec=2),
     FlashOptions(mask=True),
+    FlashOptions(mask=True, mask_vec=2),
     FlashOptions(slopes="float32"),
     FlashOptions(softcap=True),
     FlashOptions(sinks="float32"),
@@ -302,11 +324,20 @@ _EACH_OPTION = (
 )
 
 
+_QUADS = (
+    FlashOptions(bias="float16", bias_vec=4),
+    FlashOptions(bias="float32", bias_vec=4),
+    FlashOptions(mask=True, mask_vec=4),
+)
+"""What only the tensor-core kernel reads four keys at a time."""
+
+
 def _option_macros(options: FlashOptions) -> dict[str, int | str]:
     return {
         "BIAS": options.bias,
         "BIAS_VEC": options.bias_vec,
         "MASK": _cpp_bool(options.mask),
+        "MASK_VEC": options.mask_vec,
         "SLOPES": options.slopes,
         "SOFTCAP": _cpp_bool(options.softcap),
         "SINKS": options.sinks,
@@ -338,6 +369,9 @@ def catalogue() -> Iterator[Specialisation]:
                 yield flash_f32(dtype, head_dim, head_dim, vec)
     for head_dim in FLASH_DROPOUT:
         yield flash(head_dim, head_dim, vector_items("float16"), FlashOptions(dropout=True))
+    for options in _QUADS:
+        for head_dim in (64, 80, 128):
+            yield flash(head_dim, head_dim, vector_items("float16"), options)
     for options in _EACH_OPTION:
         yield flash(64, 64, vector_items("float16"), options)
         yield flash_f32("float32", 64, 64, F32_VECTOR_ITEMS, options)
