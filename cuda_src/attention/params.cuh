@@ -28,9 +28,9 @@ struct ScoreParams {
   ScoreStrides bias, mask;
   int64 slopes_batch, slopes_head, sinks_stride;
   uint64 seed;
-  uint32 keep_from;    // a probability is kept whose 16 random bits are at least this
-  float keep_scale;    // 1 / (1 - dropout_p)
-  float softcap_in;    // 2 * softmax_scale / softcap * log2(e)
+  uint32 keep_from;  // a probability is kept whose 16 random bits are at least this
+  float keep_scale;  // 1 / (1 - dropout_p)
+  float softcap_in;  // 2 * softmax_scale / softcap * log2(e)
   float softcap;
 };
 
