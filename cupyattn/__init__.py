@@ -19,6 +19,7 @@ from cupyattn.functional import (
     device_info,
     softmax,
     softmax_backward,
+    vjp,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "device_info",
     "softmax",
     "softmax_backward",
+    "vjp",
 ]

@@ -1,7 +1,10 @@
 """Record the golden vectors of the emulator on a GPU: ``python tests/capture_golden.py``.
 
-The kernels are compiled to compute_75 PTX, whatever the GPU; its driver compiles that for the
-device. The vectors are written to ``tests/golden.npz`` unless ``--out`` says otherwise.
+The kernels are compiled to compute_75 PTX, whatever the GPU (what PTX has from compute_80 on: to
+that); its driver compiles that for the device. So an H200 shows what PTX means there, not what the
+machine code of a Turing card does. The metadata say which GPU it was. All cases are captured in one
+run, on compute capability 8.0 or newer. The vectors are written to ``tests/golden.npz`` unless
+``--out`` says otherwise.
 """
 
 from __future__ import annotations
@@ -18,16 +21,18 @@ import numpy as np
 from golden import vectors
 from golden.catalogue import CASES
 
-from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.arch import TURING, Arch
 from cupyattn.kernels.compile import compile_ptx, nvrtc_version
 from cupyattn.kernels.spec import Specialisation
 
 
-def execute(specialisation: Specialisation, ctas: int, arguments: Sequence[Any]) -> None:
+def execute(
+    specialisation: Specialisation, arch: Arch, ctas: int, arguments: Sequence[Any]
+) -> None:
     """Run a kernel on the current CUDA device and copy its arrays back."""
     import cupy
 
-    module = cupy.RawModule(path=str(compile_ptx(specialisation, TURING).path))
+    module = cupy.RawModule(path=str(compile_ptx(specialisation, arch).path))
     kernel = module.get_function(specialisation.spec.entry)
     passed = [
         np.uintp(0)
@@ -78,7 +83,8 @@ def main() -> None:
                 raise RuntimeError(f"{name} differs from run to run: it depends on an order")
         outputs |= results
     digests = {case.name: case.digest for case in CASES}
-    metadata = {**describe_device(), "digests": digests}
+    others = {case.name: case.arch.virtual for case in CASES if case.arch != TURING}
+    metadata = {**describe_device(), "other_ptx_targets": others, "digests": digests}
     vectors.save(path, outputs, metadata)
     print(json.dumps(metadata, indent=1))
     print(f"{path}: {path.stat().st_size} bytes, {len(outputs)} arrays")

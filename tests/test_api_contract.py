@@ -64,6 +64,15 @@ everywhere = pytest.mark.parametrize(
     indirect=True,
 )
 
+kernels_only = pytest.mark.parametrize(
+    "side",
+    [
+        pytest.param(EMULATED, id="emulator", marks=pytest.mark.nvrtc),
+        pytest.param(CUPY, id="cupy", marks=pytest.mark.gpu),
+    ],
+    indirect=True,
+)
+
 
 @pytest.fixture
 def side(request: pytest.FixtureRequest) -> Iterator[Any]:
@@ -630,6 +639,13 @@ def test_nothing_of_a_call_is_kept():
 # Backward ----------------------------------------------------------------------------------------
 
 
+def backward_arrays(**options: Any) -> tuple[Any, ...]:
+    """dout, q, k, v, out and lse of the base problem."""
+    arrays, (dout, _) = BASE.arrays(), BASE.gradients()
+    out, lse = reference.attention(*arrays, **options)
+    return dout, *arrays, out.astype(np.float32), lse.astype(np.float32)
+
+
 def test_gradients_are_linear_in_dout_and_dlse():
     arrays, (dout, dlse) = BASE.arrays(), BASE.gradients()
     results = attention(*arrays, causal=True, return_lse=True)
@@ -796,21 +812,24 @@ def test_options_without_a_kernel_say_so(name):
     assert (CUPY.get(out) == SENTINEL).all()
 
 
-@pytest.mark.gpu
-def test_flash_without_a_kernel_names_another():
-    arrays = [CUPY.put(array) for array in BASE.arrays()]
-    for options in ({}, {"implementation": "flash"}):
-        with pytest.raises(NotImplementedError, match=r"'flash'.*'tiled'"):
-            attention(*arrays, causal=True, **options)
+@kernels_only
+def test_backward_without_a_kernel_names_another(side):
+    moved = [side.put(array) for array in backward_arrays()]
+    with pytest.raises(NotImplementedError, match=r"'tiled'.*'naive'.*NumPy"):
+        attention_backward(*moved, causal=True, implementation="tiled")
 
 
-@pytest.mark.gpu
-def test_backward_without_a_kernel_says_so():
-    arrays, (dout, _) = BASE.arrays(), BASE.gradients()
-    results = attention(*arrays, return_lse=True)
-    moved = [CUPY.put(array) for array in (dout, *arrays, *results)]
-    with pytest.raises(NotImplementedError, match=r"attention_backward.*CPU path.*NumPy"):
-        attention_backward(*moved, causal=True)
+@kernels_only
+@pytest.mark.parametrize("name", ["rotary", "mask_mod"])
+def test_backward_options_without_a_kernel_say_so(side, name):
+    options = {key: placed(side, value) for key, value in EVERY_OPTION[name].items()}
+    dq = side.put(np.full((B, SQ, H, D), SENTINEL, np.float32))
+    grads = AttentionGrads(dq, None, None, None, None)
+    with pytest.raises(NotImplementedError, match=rf"{name} in attention_backward.*CPU path"):
+        attention_backward(
+            *map(side.put, backward_arrays()), **options, implementation="naive", grads=grads
+        )
+    assert (side.get(dq) == SENTINEL).all()
 
 
 @pytest.mark.gpu
@@ -859,7 +878,8 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     attention_backward: (
         ("dout", "q", "k", "v", "out", "lse"),
-        {**SHARED_OPTIONS, "dlse": None, "deterministic": False, "grads": None,
+        {**SHARED_OPTIONS, "dlse": None, "deterministic": False,
+         "implementation": "flash", "grads": None,
          "accumulate": False, "workspace": None},
     ),
     softmax_forward: (("x",), {"out": None}),

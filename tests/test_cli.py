@@ -100,10 +100,9 @@ def test_demo_without_a_gpu_runs_the_kernels_on_the_emulator(capsys):
 @pytest.mark.nvrtc
 @NO_GPU
 def test_demo_runs_every_kernel_that_there_is(capsys):
-    """The tensor-core kernel takes float16 alone: it is left out, not failed."""
     for dtype, kernels in (
         ("float16", ["attention_forward", "attention_tiled"]),
-        ("float32", ["attention_tiled"]),
+        ("float32", ["attention_forward_f32", "attention_tiled"]),
     ):
         assert main([*SMALL_DEMO, "--dtype", dtype, "--json"]) == 0
         runs = json.loads(capsys.readouterr().out)["runs"]

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+import cupyattn
 from cupyattn.cli import main
 from cupyattn.cli.profile import SHOWN_LINES, busy_cycles
 from cupyattn.emulator import OutOfBoundsError
@@ -79,6 +80,68 @@ def test_bfloat16_and_grouped_heads(capsys):
     options = ("--dtype", "bfloat16", "--heads", "2", "--kv-heads", "1", "--seqlen", "8")
     result = profiled(capsys, "attention", "--implementation", "tiled", *options)
     assert "2 query heads on 1 key-value heads, head dim 64, bfloat16" in result["call"]
+
+
+# What is asked for by option, and how cupyattn.attention has to be called then.
+OPTIONS = {
+    "--causal": {"causal": True},
+    "--window-size 16 0": {"window_size": (16, 0)},
+    "--window-size none 3": {"window_size": (None, 3)},
+    "--softcap 30": {"softcap": 30.0},
+    "--dropout-p 0.1": {"dropout_p": 0.1, "seed": 0},
+    "--dropout-p 0.1 --seed 7": {"dropout_p": 0.1, "seed": 7},
+    "--mask": {"mask": (1, 1, 24, 24)},
+    "--bias": {"bias": (1, 2, 24, 24)},
+    "--alibi-slopes": {"alibi_slopes": (2,)},
+    "--sinks": {"sinks": (2,)},
+    "--sinks --softcap 5 --causal": {"sinks": (2,), "softcap": 5.0, "causal": True},
+}
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("implementation", ["flash", "tiled"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options_of_attention(options, implementation, monkeypatch, capsys):
+    """They reach the library by the same names, arrays in shapes that broadcast to the scores."""
+    given = {}
+    attention = cupyattn.attention
+
+    def spy(*arrays, **options):
+        given.update(options)
+        return attention(*arrays, **options)
+
+    monkeypatch.setattr("cupyattn.attention", spy)
+    arguments = ["attention", "--seqlen", "24", "--head-dim", "16", *options.split()]
+    code = main(["profile", *arguments, "--implementation", implementation, "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert given.pop("implementation") == implementation
+    assert given.pop("return_lse")
+    assert {k: getattr(v, "shape", v) for k, v in given.items()} == OPTIONS[options]
+    if code:  # a kernel without the option says so
+        assert implementation in result["error"]
+        return
+    assert result["totals"]["busy_cycles"] > 0
+    for name in given.keys() - {"causal"}:
+        assert name in result["call"]
+
+
+@pytest.mark.nvrtc
+def test_the_window_is_in_the_profile(capsys):
+    """A narrow window skips tiles: fewer matrix products."""
+    size = ("--seqlen", "256", "--heads", "1")
+    whole = profiled(capsys, "attention", *size)
+    narrow = profiled(capsys, "attention", *size, "--window-size", "16", "0")
+    tensor = [result["totals"]["instructions"]["tensor"] for result in (whole, narrow)]
+    assert tensor[1] < 0.7 * tensor[0]
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--window-size", "3"), ("--window-size", "-1", "0"), ("--softcap", "much")]
+)
+def test_wrong_options(wrong, capsys):
+    with pytest.raises(SystemExit):
+        main(["profile", "attention", *wrong])
+    assert wrong[0] in capsys.readouterr().err
 
 
 @pytest.mark.nvrtc

@@ -10,9 +10,15 @@ from strategies import dtype_of
 
 from cupyattn.kernels import configs
 from cupyattn.kernels.arch import ARCHS, TURING, WARP_SIZE, arch_of
-from cupyattn.kernels.configs import attention, softmax
+from cupyattn.kernels.configs import attention, attention_backward_naive, softmax
 from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES, vector_items
-from cupyattn.kernels.registry import ATTENTION_PARAMS, KERNELS, rows_params
+from cupyattn.kernels.registry import (
+    ATTENTION_PARAMS,
+    BACKWARD_PARAMS,
+    DBIAS_PARAMS,
+    KERNELS,
+    rows_params,
+)
 from cupyattn.kernels.source import source_root
 from cupyattn.kernels.spec import Struct
 
@@ -124,7 +130,8 @@ def test_the_catalogue_has_every_row_in_every_dtype():
             for limit, config in attention.TILED.items()
             for vec in vectors
         }
-        rows = Counter((m["THREADS"], m["LANES"], m["VEC"]) for m in of_dtype if "LANES" in m)
+        resident = [m for m in of_dtype if "RESIDENT" in m]
+        rows = Counter((m["THREADS"], m["LANES"], m["VEC"]) for m in resident)
         assert rows == {
             (config.threads, config.lanes, vec): 2  # forward and backward
             for config in softmax.ROWS.values()
@@ -132,13 +139,69 @@ def test_the_catalogue_has_every_row_in_every_dtype():
         }
 
 
+@pytest.mark.parametrize(
+    ("terms", "lanes"), [(0, 1), (1, 1), (16, 1), (17, WARP_SIZE), (2**40, WARP_SIZE)]
+)
+def test_rows_of_dbias_start_and_end_where_the_table_says(terms, lanes):
+    assert attention_backward_naive.dbias_config(terms).lanes == lanes
+
+
+def test_the_catalogue_has_every_naive_backward_kernel():
+    macros = [(s.spec.entry, dict(s.macros)) for s in configs.catalogue() if "_naive_d" in s.label]
+    for step in ("dq", "dkdv", "dbias"):
+        of_step = [m for entry, m in macros if entry == f"attention_backward_naive_{step}"]
+        assert {m["DTYPE"] for m in of_step} == set(STORAGE)
+        for name in ("MASK", "SOFTCAP", "DROPOUT"):
+            assert {m[name] for m in of_step} == (
+                {"true"} if step == "dbias" else {"true", "false"}
+            )
+    assert {m["SINKS"] for entry, m in macros if "SINKS" in m} == set(STORAGE)
+    assert {m["LANES"] for _, m in macros if "LANES" in m} == {1, WARP_SIZE}
+
+
 def test_the_catalogue_has_every_flash_row_and_option():
     macros = [dict(s.macros) for s in configs.catalogue() if s.spec.entry == "attention_forward"]
     rows = {(m["HEAD_DIM"], m["TILE_K"], m["VEC"]) for m in macros}
     expected = {(d, row.tile_k, vec) for d, row in attention.FLASH.items() for vec in (8, 1)}
-    for table in (attention.FLASH_DROPOUT, attention.FLASH_QUADS):
+    for table in (attention.FLASH_DROPOUT, attention.FLASH_FLOAT32_BIAS):
         expected |= {(d, row.tile_k, 8) for d, row in table.items()}
     assert rows == expected
+    for name, absent in (("BIAS", "void"), ("SLOPES", "void"), ("SINKS", "void")):
+        assert {m[name] for m in macros} > {absent}
+    for name in ("MASK", "SOFTCAP", "DROPOUT"):
+        assert {m[name] for m in macros} == {"true", "false"}
+
+
+@pytest.mark.parametrize(
+    ("largest", "row"), [(1, 64), (64, 64), (65, 128), (128, 128), (129, 160), (161, 256)]
+)
+def test_float32_flash_rows_start_and_end_where_the_table_says(largest, row):
+    for dims in ((largest, largest), (largest, 1), (1, largest)):
+        assert attention.flash_f32_config(*dims) is attention.FLASH_F32[row]
+
+
+def test_float32_flash_fits_for_all_head_dims():
+    """As many CTAs as the row promises, on the SM with the least shared memory."""
+    assert list(attention.FLASH_F32) == sorted(attention.FLASH_F32)
+    assert max(attention.FLASH_F32) == MAX_DIM
+    for largest in range(1, MAX_DIM + 1):
+        config = attention.flash_f32_config(1, largest)
+        assert config.reason.strip()
+        shared = attention._flash_f32_shared_bytes(config, largest)
+        assert shared * config.ctas_per_sm <= TURING.shared_bytes_per_cta
+
+
+def test_the_catalogue_has_every_float32_flash_row_and_option():
+    macros = [
+        dict(s.macros) for s in configs.catalogue() if s.spec.entry == "attention_forward_f32"
+    ]
+    rows = {(m["DTYPE"], m["HEAD_DIM"], m["COLUMN_LANES"], m["PAIRS"], m["VEC"]) for m in macros}
+    assert rows == {
+        (dtype, d, row.column_lanes, row.pairs, vec)
+        for dtype in ("float32", "bfloat16")
+        for d, row in attention.FLASH_F32.items()
+        for vec in (4, 1)
+    }
     for name, absent in (("BIAS", "void"), ("SLOPES", "void"), ("SINKS", "void")):
         assert {m[name] for m in macros} > {absent}
     for name in ("MASK", "SOFTCAP", "DROPOUT"):
@@ -155,12 +218,13 @@ def test_specialisations_say_what_their_kernel_needs():
         assert specialisation.label.startswith(f"{spec.entry}[{spec.macros[0]}=")
         struct = spec.parameters[-1]
         assert isinstance(struct, Struct)
-        assert dict(specialisation.macros)["PARAMS_BYTES"] == struct.dtype.itemsize
+        sizes = {m: size for m, size in specialisation.macros if m.endswith("PARAMS_BYTES")}
+        assert struct.dtype.itemsize in sizes.values()
 
 
 def test_structs_are_laid_out_as_c_does():
     """Every field aligned to its size, and the whole to the largest."""
-    for dtype in (ATTENTION_PARAMS, rows_params(2), rows_params(3)):
+    for dtype in (ATTENTION_PARAMS, BACKWARD_PARAMS, DBIAS_PARAMS, rows_params(2), rows_params(3)):
         assert dtype.isalignedstruct
         assert dtype.itemsize % dtype.alignment == 0
         for field, offset in dtype.fields.values():

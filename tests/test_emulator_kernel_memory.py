@@ -64,6 +64,23 @@ def test_tiled_attention_reads_shared_memory_without_conflicts(dtype, head_dim, 
     assert [access.ways for access in stores] == [staging_ways]
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_float_backward_reads_shared_memory_without_conflicts(head_dim):
+    """Operands of the products; a staged column goes to two rows' banks at once."""
+    q, k, v, dout = (normal(1, 64, 1, head_dim, dtype="float32") for _ in range(4))
+    out, lse = cupyattn.attention(q, k, v, return_lse=True)
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.attention_backward(dout, q, k, v, out, lse)
+    products = "attention/register_products.cuh"
+    for access in accesses_of(report, products, "const auto group ="):
+        assert access.worst == 1.0
+    (rows,) = accesses_of(report, products, "*reinterpret_cast<float4*>(stage_s")
+    (columns,) = accesses_of(report, products, "at_s[0] =")
+    assert (rows.worst, columns.worst) == (1.0, 2.0)
+    assert report.bank_conflict_ways < 1.1
+
+
 @pytest.mark.parametrize("head_dim", [24, 64, 80, 128, 160, 256])
 def test_flash_attention_has_no_bank_conflicts_and_wastes_no_sectors(head_dim):
     """Rows of 24 items straddle sectors: 48 bytes."""

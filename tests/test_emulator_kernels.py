@@ -79,7 +79,8 @@ def attention_recorded(kernel: str) -> Launch:
     Scores rise from tile to tile, so that maxima do.
     """
     implementation, dtype = ("flash", "float32") if kernel == "flash f32" else (kernel, "float16")
-    shapes = (1, 100, 2, 24), (1, 100, 1, 24), (1, 100, 1, 24)
+    sq, sk = (3, 300) if kernel == "naive" else (100, 100)  # naive: a CTA for each query
+    shapes = (1, sq, 2, 24), (1, sk, 1, 24), (1, sk, 1, 24)
     q, k, v = (normal(*shape, dtype=dtype) for shape in shapes)
     k[:, 64:] *= 16
     options = AttentionOptions(causal=True, implementation=implementation)
@@ -95,19 +96,39 @@ def error_ratio(recorded: Launch) -> float:
     return max(reference.error_ratio(*each) for each in results)
 
 
-def softmax_launch(length: int) -> Launch:
+def softmax_launch(length: int, *, backward: bool = False) -> Launch:
+    """Three rows. Those of the backward's two inputs lie differently far apart."""
     recorder = LaunchRecorder(TURING)
-    x = normal(3, length)
-    operands = cupyattn.arrays.adopt({"x": x})
-    softmax_rows(recorder, softmax_problem(operands.layout_key(), "out"), operands.arrays)
+    x, dout = normal(2, 3, length)
+    named = {"x": x}
+    if backward:
+        out = np.zeros((3, length + 8), x.dtype)[:, :length]
+        out[...] = reference.softmax(x)
+        named = {"dout": dout, "out": out}
+    operands = cupyattn.arrays.adopt(named)
+    problem = softmax_problem(operands.layout_key(), "dx" if backward else "out")
+    softmax_rows(recorder, problem, operands.arrays)
     (recorded,) = recorder.launches
+    recorded.arguments[-2].fill(np.nan)  # the result
     return recorded
+
+
+def softmax_error_ratio(recorded: Launch) -> float:
+    """The largest error of what a softmax launch has written, over its bound."""
+    *inputs, result, _ = recorded.arguments
+    if len(inputs) == 1:
+        exact = reference.softmax(*inputs)
+        bound = reference.softmax_bound(*inputs, dtype=result.dtype)
+    else:
+        exact = reference.softmax_backward(*inputs)
+        bound = reference.softmax_backward_bound(*inputs, dtype=result.dtype)
+    return reference.error_ratio(result, exact, bound)
 
 
 # --- the harness itself: copies without a bug
 
 
-@pytest.mark.parametrize("kernel", ["tiled", "flash", "flash f32"])
+@pytest.mark.parametrize("kernel", ["naive", "tiled", "flash", "flash f32"])
 def test_a_clean_copy_of_the_attention_kernel_is_right(kernel, start_with):
     recorded = attention_recorded(kernel)
     inputs = [array.copy() for array in recorded.arguments[:3]]
@@ -117,16 +138,20 @@ def test_a_clean_copy_of_the_attention_kernel_is_right(kernel, start_with):
         np.testing.assert_array_equal(before, after)
 
 
-def test_a_clean_copy_of_the_softmax_kernel_is_right(start_with):
-    recorded = softmax_launch(2048)
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("length", [24, 2040, 2048, 20_000])
+def test_a_clean_copy_of_a_softmax_kernel_is_right(length, backward, start_with):
+    recorded = softmax_launch(length, backward=backward)
     start_with(recorded)
-    x, out = recorded.arguments[:2]
-    np.testing.assert_allclose(out, reference.softmax(x), rtol=2e-3, atol=1e-7)
+    assert 0 < softmax_error_ratio(recorded) <= 1
 
 
 # --- planted bugs that a check finds
 
-TILED_CU, FORWARD_CU = "attention/tiled.cu", "attention/forward.cu"
+NAIVE_CU, TILED_CU = "attention/naive.cu", "attention/tiled.cu"
+FORWARD_CU = "attention/forward.cu"
+SOFTMAX_CU, SOFTMAX_BACKWARD_CU = "fused/softmax_forward.cu", "fused/softmax_backward.cu"
+ROWS_CUH = "fused/rows.cuh"
 PRODUCTS_CUH, EPILOGUE_CUH = "attention/forward_products.cuh", "attention/forward_epilogue.cuh"
 F32_CU, F32_STAGE_CUH = "attention/forward_f32.cu", "attention/float_stage.cuh"
 TILE_CUH, STAGE_CUH, REDUCE_CUH = "common/tile.cuh", "attention/stage.cuh", "common/reduce.cuh"
@@ -137,6 +162,38 @@ def without_barrier(file: str, comment: str, barrier: str = "__syncthreads();") 
 
 
 FAULTS = {
+    # naive: no barrier ...
+    "naive: after q": (without_barrier(NAIVE_CU, "q: written"), SharedMemoryRaceError),
+    "naive: before p": (without_barrier(NAIVE_CU, "p: the previous"), SharedMemoryRaceError),
+    "naive: after p": (without_barrier(NAIVE_CU, "p: this strip"), SharedMemoryRaceError),
+    "naive: one key too many for the maximum": (
+        Bug(NAIVE_CU, "+ thread; key < visible.end;", "+ thread; key <= visible.end;"),
+        OutOfBoundsError,
+    ),
+    "naive: one key too many for the sum": (
+        Bug(NAIVE_CU, "exists = key < visible.end;", "exists = key <= visible.end;"),
+        OutOfBoundsError,
+    ),
+    "naive: one feature too many of q": (
+        Bug(NAIVE_CU, "d < Traits::kHeadDim; d += ", "d <= Traits::kHeadDim; d += "),
+        OutOfBoundsError,
+    ),
+    "naive: one column too many is stored": (
+        Bug(NAIVE_CU, "(col < Traits::kHeadDimV) out", "(col <= Traits::kHeadDimV) out"),
+        OutOfBoundsError,
+    ),
+    "naive: all threads but one write p": (
+        Bug(NAIVE_CU, "smem.p[thread] = p;", "if (thread != 5) smem.p[thread] = p;"),
+        UninitializedReadError,
+    ),
+    "naive: the query head in place of the key-value head": (
+        Bug(
+            NAIVE_CU,
+            "head_rows(v_g, params.v, place.batch, place.kv_head,",
+            "head_rows(v_g, params.v, place.batch, place.head,",
+        ),
+        OutOfBoundsError,
+    ),
     # tiled: no barrier ...
     "tiled: before K": (without_barrier(TILED_CU, "key_value: the prev"), SharedMemoryRaceError),
     "tiled: after K": (without_barrier(TILED_CU, "key_value: K (and"), SharedMemoryRaceError),
@@ -241,8 +298,8 @@ FAULTS = {
     "flash f32: the stage that is computed is filled": (
         Bug(
             F32_CU,
-            "      staging.store_slice(thread.other_stage_s(cta.smem));\n    }\n    turn",
-            "      staging.store_slice(thread.stage_s);\n    }\n    turn",
+            "} else {\n      staging.store_slice(thread.other_stage_s(cta.smem));",
+            "} else {\n      staging.store_slice(thread.stage_s);",
         ),
         SharedMemoryRaceError,
     ),
@@ -267,7 +324,7 @@ FAULTS = {
         OutOfBoundsError,
     ),
     "flash f32: one row too many is stored": (
-        Bug(F32_CU, "if (query >= cta.params.sq) continue;", "if (query > cta.params.sq) continue;"),
+        Bug(F32_CU, "(query >= cta.params.sq) continue;", "(query > cta.params.sq) continue;"),
         OutOfBoundsError,
     ),
     "flash f32: the query head in place of the key-value head": (
@@ -331,15 +388,68 @@ def test_a_barrier_passed_by_is_found_twice(implementation, file, comment, condi
         start_with(attention_recorded(implementation), bug, checks=Checks(races=False))
 
 
-@pytest.mark.parametrize("comment", ["partial_s: the previous", "partial_s: written"])
-def test_a_barrier_dropped_in_the_softmax_kernel_is_found(comment, start_with):
+@pytest.mark.parametrize(
+    ("backward", "comment"),
+    [
+        (False, "partial_s: the previous"),  # the backward reduces but once: none was before it
+        (False, "partial_s: written"),
+        (True, "partial_s: written"),
+    ],
+)
+def test_a_barrier_dropped_in_a_softmax_kernel_is_found(backward, comment, start_with):
+    recorded = softmax_launch(2048, backward=backward)
     with pytest.raises(SharedMemoryRaceError, match=r"\(in `.*partial_s`, 32 bytes at 0\)"):
-        start_with(softmax_launch(2048), without_barrier(REDUCE_CUH, comment))
+        start_with(recorded, without_barrier(REDUCE_CUH, comment))
+
+
+# length of a row, the bug, what finds it
+SOFTMAX_FAULTS = {
+    "one vector too many is loaded": (
+        2040, Bug(ROWS_CUH, "(column < length) {", "(column <= length) {"), OutOfBoundsError,
+    ),
+    "one vector too many is stored": (
+        2040, Bug(ROWS_CUH, "(column < length) store", "(column <= length) store"),
+        OutOfBoundsError,
+    ),
+    "the last strip has no end": (
+        2040, Bug(ROWS_CUH, "(column < length) {", "(true) {"), OutOfBoundsError,
+    ),
+    "vectors begin one item late": (
+        2048, Bug(ROWS_CUH, "row_g + column);", "row_g + column + 1);"), MisalignedAccessError,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", SOFTMAX_FAULTS)
+def test_a_bug_in_a_softmax_kernel_is_found(name, backward, start_with):
+    length, bug, fault = SOFTMAX_FAULTS[name]
+    with pytest.raises(KernelFault) as found:
+        start_with(softmax_launch(length, backward=backward), bug)
+    assert type(found.value) is fault
+    assert found.value.line > 0
+
+
+def test_strides_of_another_array_are_found(start_with):
+    """They lead into what lies between the rows of out, a slice."""
+    bug = Bug(SOFTMAX_BACKWARD_CU, "row_offset(params, kY,", "row_offset(params, kDout,")
+    with pytest.raises(OutOfBoundsError, match="between the elements of the strided view"):
+        start_with(softmax_launch(2040, backward=True), bug)
 
 
 # --- planted bugs inside the arrays, which no check of memory can see: the bound finds them
 
 MISTAKES = {
+    "naive: K of the neighbouring feature": Bug(
+        NAIVE_CU, "to_float(k_row_g[d])", "to_float(k_row_g[d ^ 1])"
+    ),
+    "naive: P of the first key for all": Bug(NAIVE_CU, "smem.p[j] *", "smem.p[0] *"),
+    "naive: the later half of a strip has no values": Bug(
+        NAIVE_CU, "j < strip; j++", "j < strip / 2; j++"
+    ),
+    "naive: V of every strip from the first": Bug(
+        NAIVE_CU, "(first + j) * params.v.seq", "j * params.v.seq"
+    ),
     "tiled: K of the neighbouring lane": Bug(
         TILED_CU,
         "smem.key_value + lane_index() * Traits::KTile",
@@ -374,8 +484,8 @@ MISTAKES = {
     ),
     "flash f32: P of the neighbouring row": Bug(
         F32_CU,
-        "p[i] = ld_shared_v4(p_s + i * Traits",
-        "p[i] = ld_shared_v4(p_s + (i ^ 1) * Traits",
+        "ld_shared(p[i], p_s + i * Traits",
+        "ld_shared(p[i], p_s + (i ^ 1) * Traits",
     ),
     "flash f32: V of the neighbouring keys": Bug(
         F32_STAGE_CUH,
@@ -412,3 +522,46 @@ def test_a_mistake_in_an_attention_kernel_is_outside_its_bound(name, start_with)
     recorded = attention_recorded(name.partition(":")[0])
     start_with(recorded, MISTAKES[name])
     assert not error_ratio(recorded) <= 10
+
+
+# A mistake, and the length of a row at which it shows.
+RAGGED = Bug(ROWS_CUH, "(length + kStripItems - 1) / kStripItems", "length / kStripItems")
+OTHERS = Bug(ROWS_CUH, "threadIdx.x % Rows::kLanes * Rows::kVec", "threadIdx.x * Rows::kVec")
+LOAD = "(x[Rows::held(strip)], x_row_g, strip, length, "
+LOAD_AGAIN = "load(dout_row_g, y_row_g, strip, length);\n    strips"
+FORWARD_MISTAKES = {
+    "the ragged strip is left out": (RAGGED, 20_000),
+    "threads forget that other rows have their CTA too": (OTHERS, 24),
+    "the last row is left out": (
+        Bug(SOFTMAX_CU, "row < params.rows;", "row < params.rows - 1;"), 24,
+    ),
+    "columns beyond the row count": (
+        Bug(SOFTMAX_CU, f"{LOAD}-kInfinity);\n    fold", f"{LOAD}4.f);\n    fold"), 2040,
+    ),
+}  # fmt: skip
+BACKWARD_MISTAKES = {
+    "the ragged strip is left out": (RAGGED, 20_000),
+    "threads forget that other rows have their CTA too": (OTHERS, 24),
+    "the last row is left out": (
+        Bug(SOFTMAX_BACKWARD_CU, "row < params.rows;", "row < params.rows - 1;"), 24,
+    ),
+    "y of the neighbouring column": (
+        Bug(SOFTMAX_BACKWARD_CU, "dx[i] = y[i] *", "dx[i] = y[i ^ 1] *"), 2048,
+    ),
+    "the dot product of the neighbouring columns": (
+        Bug(SOFTMAX_BACKWARD_CU, "y[i] * dout[i];", "y[i] * dout[i ^ 1];"), 2048,
+    ),
+    "the second read is of the first strip": (
+        Bug(SOFTMAX_BACKWARD_CU, LOAD_AGAIN, LOAD_AGAIN.replace("strip,", "0,")), 20_000,
+    ),
+}  # fmt: skip
+SOFTMAX_MISTAKES = {f"forward: {name}": mistake for name, mistake in FORWARD_MISTAKES.items()}
+SOFTMAX_MISTAKES |= {f"backward: {name}": mistake for name, mistake in BACKWARD_MISTAKES.items()}
+
+
+@pytest.mark.parametrize("name", SOFTMAX_MISTAKES)
+def test_a_mistake_in_a_softmax_kernel_is_outside_its_bound(name, start_with):
+    bug, length = SOFTMAX_MISTAKES[name]
+    recorded = softmax_launch(length, backward=name.startswith("backward"))
+    start_with(recorded, bug)
+    assert not softmax_error_ratio(recorded) <= 10

@@ -18,7 +18,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from strategies import dtype_of
 
-from cupyattn import attention, attention_backward, softmax, softmax_backward
+from cupyattn import AttentionGrads, attention, attention_backward, softmax, softmax_backward
 from cupyattn.kernels import cuda_device as device_module
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.launch import MAX_GRID_X, launch
@@ -117,8 +117,7 @@ def test_arguments_have_the_types_that_the_kernel_declares():
     assert specialisation is PROBE
     assert grid == (7, 1, 1)
     assert x is X
-    assert type(maybe) is np.uintp
-    assert maybe == 0, "a null pointer"
+    assert maybe is None, "a null pointer"
     assert (type(count), type(scale), type(stride)) == (np.int32, np.float32, np.int64)
     assert (count, scale, stride) == (5, 2.0, -3)
     assert params is STRUCT
@@ -181,7 +180,7 @@ def test_what_attention_passes_to_its_kernel(recorder):
     assert all(
         passed is array for passed, array in zip(arguments, (q, k, v, out, lse), strict=False)
     )
-    assert [int(pointer) for pointer in arguments[5:7]] == [0, 0]
+    assert arguments[5:7] == (None, None)
     params = arguments[-1]
     assert params["q"].tolist() == (0, -128, 320)
     assert params["k"].tolist() == (50 * 128, 128, 64)
@@ -303,7 +302,7 @@ def test_allocations_are_the_results_and_no_more(recorder, return_lse):
     results = results if return_lse else (results,)
     assert all(a is b for a, b in zip(results, recorder.allocated, strict=True))
     lse = recorder.started[0][2][4]
-    assert lse is results[1] if return_lse else lse == 0
+    assert lse is (results[1] if return_lse else None)
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0), (0, 0, 0)], ids=str)
@@ -400,17 +399,29 @@ def test_what_has_no_kernel_says_so_and_does_nothing(recorder, implementation, n
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_flash_is_float16_and_says_so(recorder, dtype):
-    q = device_array((2, 3, 4, 8), dtype_of(dtype))
-    with pytest.raises(NotImplementedError, match="float16; 'tiled' and 'naive' take every"):
-        attention(q, q, q)
-    assert recorder.did_nothing
+def test_flash_takes_the_other_dtypes_on_a_kernel_of_their_own(recorder, dtype):
+    """Vectors are four items: 8 bytes of bfloat16, where aligned to them."""
+    itemsize = dtype_of(dtype).itemsize
+    q = device_array((2, 70, 4, 64), dtype_of(dtype))
+    macros, _, ctas = call(recorder, q, q, q, implementation="flash", softcap=5.0)
+    assert (macros["DTYPE"], macros["VEC"], macros["COLUMN_LANES"]) == (dtype, 4, 8)
+    assert (macros["SOFTCAP"], macros["BIAS"]) == ("true", "void")
+    assert ctas == 2 * 4 * -(-70 // 128)
+    strides = (70 * 4 * 68 * itemsize, 4 * 68 * itemsize, 68 * itemsize, itemsize)
+    padded = device_array((2, 70, 4, 64), dtype_of(dtype), strides)
+    assert call(recorder, padded, padded, padded, implementation="flash")[0]["VEC"] == 4
+    strides = (70 * 4 * 66 * itemsize, 4 * 66 * itemsize, 66 * itemsize, itemsize)
+    crooked = device_array((2, 70, 4, 64), dtype_of(dtype), strides)
+    assert call(recorder, q, crooked, q, implementation="flash")[0]["VEC"] == 1
+    wide = device_array((2, 70, 4, 160), dtype_of(dtype))
+    _, _, ctas = call(recorder, q, q, wide, implementation="flash")
+    assert ctas == 2 * 4 * -(-70 // 128)
 
 
 @pytest.mark.parametrize("crooked", [1, 2])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_flash_refuses_keys_that_lie_too_far_apart(recorder, crooked, sign):
-    """A tile's offsets have 32 bits; the tiled kernel's have 64."""
+    """A tile's offsets have 32 bits; those of the tiled and of the float32 kernel have 64."""
     far = device_array((1, 2, 1, 64), np.float16, (2**40, sign * 2**26, 128, 2))
     near = device_array((1, 2, 1, 64), np.float16, (2**40, sign * (2**26 - 16), 128, 2))
     arrays = [near, near, near]
@@ -419,6 +430,8 @@ def test_flash_refuses_keys_that_lie_too_far_apart(recorder, crooked, sign):
     with pytest.raises(ValueError, match=r"bytes from one key to the next; .*'tiled'"):
         attention(*arrays)
     call(recorder, *arrays, implementation="tiled")
+    far = device_array((1, 2, 1, 64), np.float32, (2**40, sign * 2**30, 256, 4))
+    call(recorder, far, far, far, implementation="flash")
 
 
 def test_options_of_the_call_choose_the_flash_specialisation(recorder):
@@ -436,11 +449,225 @@ def test_options_of_the_call_choose_the_flash_specialisation(recorder):
     assert (params["scores"]["seed"], params["scores"]["keep_from"]) == (7, 16384)
 
 
-def test_backward_has_no_kernel_and_says_so(recorder):
+def backward_call(**options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arrays of a backward call by name, and its options: (B, Sq, Sk, H, G, D, Dv) as in BASE."""
+    f32 = np.float32
+    shapes = {"dout": (2, 3, 4, 6), "q": (2, 3, 4, 8), "k": (2, 5, 2, 8), "v": (2, 5, 2, 6)}
+    arrays = {name: device_array(shape, f32) for name, shape in shapes.items()}
+    arrays |= {"out": device_array((2, 3, 4, 6), f32), "lse": device_array((2, 4, 3), f32)}
+    return arrays, {"implementation": "naive", **options}
+
+
+def started_backward(recorder: Recorder) -> dict[str, tuple[dict[str, Any], Specialisation, int]]:
+    """By kernel: its arguments by name, its specialisation, its CTAs."""
+    found = {}
+    for specialisation, grid, arguments in recorder.started:
+        parameters = specialisation.spec.parameters
+        named = {p.name: a for p, a in zip(parameters, arguments, strict=True)}
+        kernel = specialisation.spec.entry.removeprefix("attention_backward_naive_")
+        found[kernel] = (named, specialisation, grid[0])
+    return found
+
+
+def test_what_the_backward_passes_to_its_kernels(recorder):
+    """In order, each with the call's arrays under the names of its parameters."""
+    bias, sinks = device_array((4, 1, 5), np.float32), device_array((8,), np.float16)[::2]
+    arrays, options = backward_call(bias=bias, sinks=sinks, softmax_scale=0.5, causal=True)
+    arrays["lse"] = device_array((4, 2, 3), np.float32).transpose(1, 0, 2)
+    dlse = device_array((2, 4, 6), np.float32)[..., :3]
+    grads = attention_backward(*arrays.values(), **options, dlse=dlse)
+    found = started_backward(recorder)
+    assert list(found) == ["dq", "dkdv", "dbias", "dsinks"]
+    assert [ctas for _, _, ctas in found.values()] == [2 * 4 * 3, 2 * 2 * 5, 1, 4]
+    call_arrays = {**arrays, "bias": bias, "sinks": sinks, "dlse": dlse, **grads._asdict()}
+    for arguments, _, _ in found.values():
+        params = arguments.pop("params")
+        delta = arguments.pop("delta")
+        assert (delta.dtype, delta.shape) == (np.float32, (2 * 4 * 3,))
+        assert delta.data.ptr == recorder.allocated[-1].data.ptr
+        for name, argument in arguments.items():
+            if name in call_arrays:
+                assert argument is call_arrays[name]
+            else:
+                assert argument is None, f"{name} was not given"
+    assert params["attention"]["lse"].tolist() == (3, 1, 6), "batch, query, head"
+    assert params["dlse"].tolist() == (24, 1, 6)
+    assert params["dout"].tolist() == (72, 24, 6)
+    assert params["dk"].tolist() == (80, 16, 8)
+    assert params["dbias"].tolist() == (0, 5, 0, 1)
+    assert (params["dsinks_stride"], params["attention"]["scores"]["sinks_stride"]) == (1, 2)
+    assert (params["batch"], params["accumulate"]) == (2, 0)
+    assert params["scale"] == 0.5
+    assert dict(found["dbias"][1].macros)["LANES"] == 1, "6 scores an item"
+
+
+def test_a_backward_with_grads_and_workspace_allocates_nothing(recorder):
+    arrays, options = backward_call()
+    targets = [device_array(arrays[name].shape, np.float32) for name in "qkv"]
+    workspace = device_array((2 * 4 * 3 + 1,), np.float32)
+    grads = attention_backward(
+        *arrays.values(),
+        **options,
+        grads=AttentionGrads(*targets, None, None),
+        workspace=workspace,
+        accumulate=True,
+    )
+    assert not recorder.allocated
+    assert all(given is target for given, target in zip(grads, targets, strict=False))
+    delta = started_backward(recorder)["dq"][0]["delta"]
+    assert (delta.data.ptr, delta.size) == (workspace.data.ptr, 2 * 4 * 3)
+    assert started_backward(recorder)["dq"][0]["params"]["accumulate"] == 1
+
+
+def half_backward_call(**options: Any) -> tuple[list[Any], dict[str, Any]]:
+    """A call that flash takes: (B, Sq, Sk, H, G, D, Dv) = (2, 70, 90, 4, 2, 8, 16)."""
+    shapes = (2, 70, 4, 16), (2, 70, 4, 8), (2, 90, 2, 8), (2, 90, 2, 16), (2, 70, 4, 16)
+    return [*map(device_array, shapes), device_array((2, 4, 70), np.float32)], options
+
+
+ROWS = 2 * 4 * 128  # 70 query rows are padded to 128
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    ("deterministic", "bias_shape", "kernels", "scratch"),
+    [
+        (False, None, ["delta", "dkdv", "convert"], [2 * ROWS, 8 * ROWS]),
+        (True, None, ["delta", "dkdv", "dq"], [2 * ROWS]),
+        (False, (4, 1, 90), ["delta", "dkdv", "convert", "dbias"], [2 * ROWS, 8 * ROWS, 360]),
+        (True, (4, 1, 90), ["delta", "dkdv", "dq", "dbias"], [2 * ROWS, 2 * 4 * 70 * 90]),
+        (False, (2, 4, 70, 90), ["delta", "dkdv", "convert"], [2 * ROWS, 8 * ROWS]),
+    ],
+    ids=str,
+)
+def test_what_the_flash_backward_launches(
+    recorder, monkeypatch, deterministic, bias_shape, kernels, scratch, accumulate
+):
+    """The kernels by the options, and the scratch that they share, as documented."""
+    filled: list[Any] = []
+    module = sys.modules["cupyattn.ops.attention_backward"]
+    monkeypatch.setattr(module, "_fill_with_zeros", lambda _, names: filled.extend(names))
+    bias = None if bias_shape is None else device_array(bias_shape)
+    arrays, options = half_backward_call(bias=bias, sinks=device_array((4,)), causal=True)
+    grads = AttentionGrads(*map(device_array, [a.shape for a in arrays[1:4]]), None, None)
+    names = {"dbias": bias, "dsinks": options["sinks"]}
+    targets = {n: None if a is None else device_array(a.shape) for n, a in names.items()}
+    grads = grads._replace(**targets)
+    attention_backward(
+        *arrays, **options, deterministic=deterministic, grads=grads, accumulate=accumulate
+    )
+    entries = [s.spec.entry.removeprefix("attention_backward_") for s, _, _ in recorder.started]
+    assert entries == [*kernels, "dsinks"]
+    (workspace,) = recorder.allocated
+    *others, last = scratch
+    assert workspace.nbytes == sum(-(-4 * n // 256) * 256 for n in others) + 4 * last
+
+    named = {}
+    for specialisation, _, arguments in recorder.started:
+        parameters = [parameter.name for parameter in specialisation.spec.parameters]
+        named[specialisation.spec.entry] = dict(zip(parameters, arguments, strict=True))
+    delta, dkdv = (named[f"attention_backward_{name}"] for name in ("delta", "dkdv"))
+    zeroed = sum(scratch[1:])
+    assert (0 if delta["zeroed"] is None else delta["zeroed"].size) == zeroed
+    assert (dkdv["params"]["zeroed"], dkdv["params"]["accumulate"]) == (zeroed, accumulate)
+    assert dkdv["params"]["rows_padded"] == 128
+    broadcasts = bias_shape == (4, 1, 90)
+    if broadcasts:
+        summed = named["attention_backward_dbias"]
+        assert dkdv["dbias"] is summed["scratch"]
+        assert summed["dbias"] is grads.dbias
+        assert summed["params"]["repeats"].tolist() == ([2, 1, 70, 1] if deterministic else [1] * 4)
+    elif bias is not None:
+        assert dkdv["dbias"] is grads.dbias
+    assert filled == (["dbias"] if bias is not None and not broadcasts and not accumulate else [])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("bias_shape", "kernels"),
+    [
+        (None, ["f32_delta", "f32_dkdv", "f32_dq"]),
+        ((4, 3, 5), ["f32_delta", "f32_dkdv", "f32_dq", "naive_dbias"]),
+        ((2, 4, 3, 5), ["f32_delta", "f32_dkdv", "f32_dq"]),
+    ],
+    ids=str,
+)
+def test_what_the_float_backward_launches(recorder, monkeypatch, dtype, bias_shape, kernels):
+    filled: list[Any] = []
+    module = sys.modules["cupyattn.ops.attention_backward"]
+    monkeypatch.setattr(module, "_fill_with_zeros", lambda _, names: filled.extend(names))
+    arrays, _ = backward_call()
+    arrays = {
+        name: array if name == "lse" else device_array(array.shape, dtype_of(dtype))
+        for name, array in arrays.items()
+    }
+    bias = None if bias_shape is None else device_array(bias_shape, np.float32)
+    grads = attention_backward(*arrays.values(), bias=bias, sinks=device_array((4,), np.float32))
+    entries = [s.spec.entry.removeprefix("attention_backward_") for s, _, _ in recorder.started]
+    assert entries == [*kernels, "naive_dsinks"]
+    assert [grid[0] for _, grid, _ in recorder.started[:3]] == [2 * 4 * 3 // 8, 2 * 2, 2 * 4]
+    specialisation, _, arguments = recorder.started[1]
+    names = [parameter.name for parameter in specialisation.spec.parameters]
+    macros, named = dict(specialisation.macros), dict(zip(names, arguments, strict=True))
+    assert named["delta"].size == 2 * 4 * 3
+    direct = bias_shape == (2, 4, 3, 5)
+    assert macros["DBIAS"] == ("float32" if direct else "void")
+    assert filled == (["dbias"] if direct else [])
+    if bias is not None:
+        assert named["dbias"] is grads.dbias
+
+
+@pytest.mark.parametrize("crooked", ["dout", "q", "k", "v"])
+def test_the_flash_backward_refuses_rows_that_lie_too_far_apart(recorder, crooked):
+    shape = (1, 2, 1, 8)
+    near = {name: device_array(shape) for name in ("dout", "q", "k", "v", "out")}
+    near["lse"] = device_array((1, 1, 2), np.float32)
+    near[crooked] = device_array(shape, np.float16, (2**40, 2**26, 128, 2))
+    with pytest.raises(ValueError, match=rf"{crooked} has .* one row to the next; .*'naive'"):
+        attention_backward(*near.values())
+    assert recorder.did_nothing
+    near[crooked] = device_array(shape, np.float16, (2**40, -(2**26) + 16, 128, 2))
+    attention_backward(*near.values())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: device_array((95,), np.uint8), r"95 bytes; .*needs 96.*empty\(96, 'uint8'\)"),
+        (lambda: device_array((48, 2), np.uint8)[:, :1], r"48 bytes, not contiguous; .*needs 96"),
+        (lambda: device_array((99,), np.uint8)[1:], r"98 bytes; .*aligned to 16"),
+    ],
+    ids=["small", "strided", "misaligned"],
+)
+def test_a_workspace_that_does_not_do_is_refused(recorder, make, message):
+    arrays, options = backward_call()
+    with pytest.raises(ValueError, match=rf"workspace has {message}"):
+        attention_backward(*arrays.values(), **options, workspace=make())
+    assert not recorder.started
+
+
+def test_a_workspace_may_not_overlap_an_array(recorder):
+    arrays, options = backward_call()
+    with pytest.raises(ValueError, match=r"workspace overlaps lse in memory"):
+        attention_backward(*arrays.values(), **options, workspace=arrays["lse"])
+    assert recorder.did_nothing
+
+
+def test_a_backward_plan_is_made_once(recorder):
+    """Arrays of one description share the kernels' struct; other options do not."""
+    for options in ({}, {}, {"causal": True}):
+        arrays, others = backward_call(**options)
+        attention_backward(*arrays.values(), **others)
+    first, again, causal = (started[2][-1] for started in recorder.started[::2])
+    assert first is again
+    assert first is not causal
+
+
+def test_backward_without_a_kernel_names_another(recorder):
     q, k = device_array((2, 3, 4, 8)), device_array((2, 5, 2, 8))
     lse = device_array((2, 4, 3), np.float32)
-    with pytest.raises(NotImplementedError, match=r"attention_backward.*CPU path.*NumPy arrays"):
-        attention_backward(q, q, k, k, q, lse, causal=True)
+    with pytest.raises(NotImplementedError, match=r"attention_backward.*'naive'.*NumPy arrays"):
+        attention_backward(q, q, k, k, q, lse, implementation="tiled")
     assert recorder.did_nothing
 
 
@@ -699,6 +926,44 @@ def test_a_captured_call_is_replayed_with_new_contents(work, stream, name):
     finally:
         work.q[...] = old
         cupy.cuda.Device().synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [("naive", "float16"), ("flash", "float16"), ("flash", "float32")],
+)
+def test_a_backward_can_be_captured_and_allocates_nothing(stream, implementation, dtype):
+    """With grads and a workspace; bias and sinks bring every kernel."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (
+        cupy.asarray(rng.standard_normal((2, 70, 2, 32)).astype(dtype_of(dtype))) for _ in range(4)
+    )
+    bias, sinks = (cupy.asarray(rng.standard_normal(n, "f4")) for n in (70, 2))
+    options = {"bias": bias, "sinks": sinks, "causal": True}
+    results = attention(q, k, v, **options, return_lse=True, implementation="flash")
+    options |= {"implementation": implementation, "deterministic": True}
+    expected = attention_backward(dout, q, k, v, *results, **options)
+    options["grads"] = AttentionGrads(*map(cupy.empty_like, expected))
+    options["workspace"] = cupy.empty(2**20, np.uint8)
+    attention_backward(dout, q, k, v, *results, **options)
+    cupy.cuda.Device().synchronize()
+    with stream, count_allocations() as sizes:
+        stream.begin_capture()
+        try:
+            attention_backward(dout, q, k, v, *results, **options)
+        finally:
+            graph = stream.end_capture()
+    assert sizes == []
+    for gradient in options["grads"]:
+        gradient.fill(7)
+    cupy.cuda.Device().synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    for gradient, wanted in zip(options["grads"], expected, strict=True):
+        assert_array_equal(cupy.asnumpy(gradient), cupy.asnumpy(wanted))
 
 
 @pytest.mark.gpu

@@ -14,7 +14,12 @@ from strategies import dtype_of
 from cupyattn import reference
 from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.launch import launch
-from cupyattn.kernels.registry import ATTENTION_PARAMS, UNBOUNDED, rows_params
+from cupyattn.kernels.registry import (
+    ATTENTION_PARAMS,
+    BACKWARD_PARAMS,
+    UNBOUNDED,
+    rows_params,
+)
 from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Scalar, Struct
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
@@ -268,6 +273,34 @@ def test_attention_params_are_read_by_the_names_they_were_written_by():
 
     assert fields.tolist() == expected
     assert scales.tolist() == [0.625, 0.375]
+
+
+def test_backward_params_are_read_by_the_names_they_were_written_by():
+    params = np.zeros((), BACKWARD_PARAMS)
+    params["attention"]["heads"] = 1
+    expected = [1]
+    for name in ("dout", "dlse", "dq", "dk", "dv", "dbias"):
+        width = len(BACKWARD_PARAMS[name].names)
+        params[name] = tuple(len(expected) + i + 1 for i in range(width))
+        expected += params[name].tolist()
+    for name in BACKWARD_PARAMS.names[BACKWARD_PARAMS.names.index("dsinks_stride") : -1]:
+        params[name] = len(expected) + 1
+        expected.append(len(expected) + 1)
+    params["scale"] = 0.625
+    probe = Probe(
+        "backward_params",
+        Pointer("fields"),
+        Pointer("scale"),
+        Struct("params", BACKWARD_PARAMS),
+        threads=1,
+        PARAMS_BYTES=ATTENTION_PARAMS.itemsize,
+        BACKWARD_PARAMS_BYTES=BACKWARD_PARAMS.itemsize,
+    )
+    fields = np.zeros(len(expected), np.int64)
+    fields, scale = probe.run(1, fields, np.zeros(1, np.float32), params)
+
+    assert fields.tolist() == expected
+    assert scale == 0.625
 
 
 def test_rows_params_give_each_row_its_offset():

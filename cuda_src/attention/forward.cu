@@ -179,6 +179,8 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, int first_k
   Traits::OptionItems items;
   Traits::Scores scores;
   if (more) cta.k_stage.template load<kMasked>(quads, next_k_g, cta.params.k.seq, next_valid);
+  // No buffer: ptxas would else sink K's loads. (With 32 rows a warp it does not, and this made it place V's worse.)
+  if (Traits::kMTiles == 1) __syncwarp();
   if (active) {
     if (!kMasked) cta.options.template load<false>(items, warp.first_row, first_key);
     multiply_q_k(scores, warp.q, cta.k_fragment, k_s);

@@ -5,17 +5,8 @@
 #include "../common/reduce.cuh"
 #include "lean_softmax.cuh"
 #include "params.cuh"
+#include "sinks.cuh"
 #include "stage.cuh"
-
-// A head's sink, one more term of each row's denominator; without sinks a term of 0.
-template <typename Sinks>
-__device__ __forceinline__ float sink_log2(const void* sinks_g, const AttentionParams& params, int head) {
-  return to_float(static_cast<const Sinks*>(sinks_g)[head * params.scores.sinks_stride]) * kLog2E;
-}
-template <>
-__device__ __forceinline__ float sink_log2<void>(const void*, const AttentionParams&, int) {
-  return -kInfinity;
-}
 
 // The rows of one warp; Traits as in forward.cu.
 template <typename Traits>

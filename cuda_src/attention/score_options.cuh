@@ -12,9 +12,9 @@ constexpr bool kGiven<void> = false;
 
 // tanh y = 1 - 2 / (1 + exp(2 y)), right to a few ulp: tanh.approx errs by 2^-11, which is 0.02 in a score of
 // softcap 50.
-__device__ __forceinline__ float softcapped(float product, const ScoreParams& params) {
-  const float exp_2y = ex2_approx(product * params.softcap_in);
-  return __fmaf_rn(rcp_approx(1.f + exp_2y), -2.f * params.softcap, params.softcap);
+__device__ __forceinline__ float softcapped(float product, float softcap_in, float softcap) {
+  const float exp_2y = ex2_approx(product * softcap_in);
+  return __fmaf_rn(rcp_approx(1.f + exp_2y), -2.f * softcap, softcap);
 }
 
 // One (Sq, Sk) matrix of a broadcast array: an item is read where its key exists.
@@ -119,7 +119,8 @@ struct ScoreOptions {
   const ScoreParams& params;
   const void *bias_g, *mask_g;
   int batch, head, sq, sk;
-  float softmax_scale, slope = 0.f;
+  float softmax_scale;
+  float slope = 0.f;
   int64 q_offset;
 
   __device__ __forceinline__ ScoreOptions(const AttentionParams& all, const void* bias, const void* mask,
@@ -159,8 +160,8 @@ struct ScoreOptions {
   __device__ __forceinline__ void apply(Fragment& fragment, const Items<Fragment>& items, int first_row,
                                         int first_key) const {
     fragment.for_each_pair([&](float* pair, int, int) {
-      pair[0] = kSoftcap ? softcapped(pair[0], params) : pair[0] * softmax_scale;
-      pair[1] = kSoftcap ? softcapped(pair[1], params) : pair[1] * softmax_scale;
+      pair[0] = kSoftcap ? softcapped(pair[0], params.softcap_in, params.softcap) : pair[0] * softmax_scale;
+      pair[1] = kSoftcap ? softcapped(pair[1], params.softcap_in, params.softcap) : pair[1] * softmax_scale;
     });
     if constexpr (kGiven<Bias>) {
       for_each_item<kRagged, kBiasVec>(fragment, items.bias, bias_matrix(), from_float<Bias>(0.f), first_row, first_key,

@@ -14,6 +14,7 @@ __device__ __forceinline__ int clamp(Integer x, int low, int high) {
   return static_cast<int>(min(max(x, static_cast<Integer>(low)), static_cast<Integer>(high)));
 }
 
+// Neighbouring keys (or, of rows_of, query rows).
 struct KeyRange {
   int begin, end;
 
@@ -33,5 +34,11 @@ struct KeyWindow {
 
   __device__ __forceinline__ KeyRange of_row(int row) const {
     return {clamp(row + begin_shift, 0, keys), clamp(row + end_shift, 0, keys)};
+  }
+
+  // The other way round: the rows, of `rows` in all, that see a key.
+  __device__ __forceinline__ KeyRange rows_of(int key, int rows) const {
+    if (key >= keys) return {0, 0};
+    return {clamp(key - end_shift + 1, 0, rows), clamp(key - begin_shift + 1, 0, rows)};
   }
 };

@@ -62,6 +62,19 @@ __device__ __forceinline__ void st_global_v4(void* target, uint4 v) {
                : "memory");
 }
 
+// Four floats that neighbouring lanes share: through L1.
+__device__ __forceinline__ float4 ld_global_v4(const float* source) {
+  float4 v;
+  asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(source));
+  return v;
+}
+
+__device__ __forceinline__ void red_global_add(float* target, float x) {
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(target), "f"(x) : "memory");
+}
+
 // A value of which the compiler computes nothing ahead of the loop that it is used in: what rarely runs shall not
 // hold registers throughout.
 __device__ __forceinline__ int not_hoisted(int x) {

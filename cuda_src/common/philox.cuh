@@ -33,6 +33,9 @@ __device__ __forceinline__ Philox4 dropout_words(uint64 seed, int batch, int hea
 }
 
 __device__ __forceinline__ uint32 dropout_field(const Philox4& words, int key) {
-  const int field = 2 * (key % 32 / 8) + key % 2;
-  return words.word[field / 2] >> (16 * (field % 2)) & 0xffffu;
+  const int word = key % 32 / 8;
+  // Selected, not indexed: registers have no index, so the words would go through local memory.
+  const uint32 low = word % 2 == 0 ? words.word[0] : words.word[1];
+  const uint32 high = word % 2 == 0 ? words.word[2] : words.word[3];
+  return (word < 2 ? low : high) >> (16 * (key % 2)) & 0xffffu;
 }

@@ -110,7 +110,7 @@ def _size_row(size: Size, calls: int) -> dict[str, Any]:
 def _random_row(count: int) -> dict[str, Any]:
     """Time problems of many shapes and options together: the first walk over them compiles."""
     rng = np.random.default_rng(0)
-    problems = [_random_problem(rng) for _ in range(count)]
+    problems = [random_problem(rng) for _ in range(count)]
 
     def call() -> None:
         for arrays, options in problems:
@@ -124,7 +124,8 @@ def _random_row(count: int) -> dict[str, Any]:
     }
 
 
-def _random_problem(rng: np.random.Generator) -> tuple[list[np.ndarray], dict[str, Any]]:
+def random_problem(rng: np.random.Generator) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """Return the arrays and the options of a small problem."""
     batch, kv_heads, group = rng.integers(1, 3, 3)
     sq, sk = rng.integers(1, 97, 2)
     head_dim = rng.choice((16, 32, 64, 128))  # few, because each is a compilation

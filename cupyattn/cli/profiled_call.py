@@ -39,14 +39,48 @@ def add_attention_parser(kernels: Any) -> argparse.ArgumentParser:
     )
     _add_size(parser, "--head-dim", 64, "D", "head dim of q, k and v", MAX_HEAD_DIM)
     _add_dtype(parser)
-    parser.add_argument("--causal", action="store_true", help="hide later keys from a query")
+    _add_attention_options(parser)
     parser.add_argument(
         "--implementation",
         choices=("flash", "tiled", "naive"),
-        help="which kernel (default: flash for float16, tiled otherwise)",
+        default="flash",
+        help="which kernel (default: flash)",
     )
     parser.set_defaults(call=_attention)
     return parser
+
+
+def _add_attention_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `cupyattn.attention`, by their names there; arrays are made at random."""
+    parser.add_argument("--causal", action="store_true", help="hide later keys from a query")
+    parser.add_argument(
+        "--window-size",
+        nargs=2,
+        type=_window_side,
+        metavar=("LEFT", "RIGHT"),
+        help="keys that a query sees before and after its own; none for all of them",
+    )
+    parser.add_argument("--mask", action="store_true", help="hide a tenth of the scores, at random")
+    parser.add_argument("--bias", action="store_true", help="add a bias per head to the scores")
+    parser.add_argument(
+        "--alibi-slopes", action="store_true", help="ALiBi with slopes 2^(-8/H), 2^(-16/H), ..."
+    )
+    parser.add_argument("--softcap", type=float, metavar="C", help="cap scores at C, by tanh")
+    parser.add_argument("--sinks", action="store_true", help="one more logit per head")
+    parser.add_argument(
+        "--dropout-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="drop weights with this probability (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=integer(0), default=0, metavar="N", help="of dropout (default: %(default)s)"
+    )
+
+
+def _window_side(text: str) -> int | None:
+    return None if text == "none" else integer(0)(text)
 
 
 def add_softmax_parser(kernels: Any) -> argparse.ArgumentParser:
@@ -102,15 +136,40 @@ def _attention(arguments: argparse.Namespace) -> ProfiledCall:
         for heads in (a.heads, kv_heads, kv_heads)
     )
 
-    implementation = a.implementation or ("flash" if a.dtype == "float16" else "tiled")
+    options = _attention_options(a, rng)
+    extra = [name for name in options if name != "causal"]
     return ProfiledCall(
-        f"{'Causal attention' if a.causal else 'Attention'} ({implementation}) of {a.batch} x "
+        f"{'Causal attention' if a.causal else 'Attention'} ({a.implementation}) of {a.batch} x "
         f"{a.seqlen} tokens, {a.heads} query heads on {kv_heads} key-value heads, head dim "
-        f"{a.head_dim}, {a.dtype}",
+        f"{a.head_dim}, {a.dtype}{', with ' if extra else ''}{', '.join(extra)}",
         lambda: cupyattn.attention(
-            q, k, v, causal=a.causal, implementation=implementation, return_lse=True
+            q, k, v, implementation=a.implementation, return_lse=True, **options
         ),
     )
+
+
+def _attention_options(arguments: argparse.Namespace, rng: np.random.Generator) -> dict[str, Any]:
+    """Return the options that were asked for, as `cupyattn.attention` takes them."""
+    a = arguments
+    scores = (a.heads, a.seqlen, a.seqlen)
+    options: dict[str, Any] = {"causal": True} if a.causal else {}
+    if a.window_size is not None:
+        options["window_size"] = tuple(a.window_size)
+    if a.mask:
+        options["mask"] = rng.random((1, 1, *scores[1:])) < 0.9
+    if a.bias:
+        options["bias"] = _normal((1, *scores), a.dtype, rng)
+    if a.alibi_slopes:
+        options["alibi_slopes"] = 2.0 ** (
+            -8.0 * np.arange(1, a.heads + 1, dtype=np.float32) / a.heads
+        )
+    if a.softcap is not None:
+        options["softcap"] = a.softcap
+    if a.sinks:
+        options["sinks"] = _normal((a.heads,), "float32", rng)
+    if a.dropout_p:
+        options |= {"dropout_p": a.dropout_p, "seed": a.seed}
+    return options
 
 
 def _softmax(arguments: argparse.Namespace) -> ProfiledCall:

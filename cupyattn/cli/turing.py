@@ -182,9 +182,10 @@ def row_name(specialisation: Specialisation) -> str:
     macros = dict(specialisation.macros)
     head_dim, head_dim_v = macros.get("HEAD_DIM"), macros.get("HEAD_DIM_V")
     parts = [str(macros.pop("DTYPE"))] if "DTYPE" in macros else []
-    if head_dim is not None:
-        parts.append(f"D {head_dim}" + ("" if head_dim_v == head_dim else f", Dv {head_dim_v}"))
-    elif "LANES" in macros:
+    if head_dim is not None or head_dim_v is not None:
+        dims = {"D": head_dim, "Dv": None if head_dim_v == head_dim else head_dim_v}
+        parts += [f"{letter} {dim}" for letter, dim in dims.items() if dim is not None]
+    if "LANES" in macros:
         parts.append(f"{macros['LANES']} lanes")
     if macros.get("VEC") == 1:
         parts.append("scalar loads")

@@ -9,6 +9,7 @@ from cupyattn.functional.attention_backward import attention_backward
 from cupyattn.functional.backend import backend
 from cupyattn.functional.device_info import device_info
 from cupyattn.functional.softmax import softmax, softmax_backward
+from cupyattn.functional.vjp import vjp
 from cupyattn.reference import AttentionGrads
 
 __all__ = [
@@ -19,4 +20,5 @@ __all__ = [
     "device_info",
     "softmax",
     "softmax_backward",
+    "vjp",
 ]

@@ -98,9 +98,10 @@ def attention(
     return_lse : bool
         Return the log-sum-exp of the scores too.
     implementation : {"flash", "tiled", "naive"}
-        Which kernel runs on a GPU or the emulator. "flash" runs on tensor cores and takes float16.
-        "naive" (the textbook) and "tiled" (shared-memory tiles with the online softmax) are there
-        to be read and compared, and take every dtype. On the reference it makes no difference.
+        Which kernel runs on a GPU or the emulator. "flash" runs on tensor cores for float16, and
+        for float32 and bfloat16, which Turing's have not, in float32 arithmetic. "naive" (the
+        textbook) and "tiled" (shared-memory tiles with the online softmax) are there to be read
+        and compared. On the reference it makes no difference.
     out : array, or (out, lse) with return_lse, optional
         Where to write the result; must not overlap the inputs.
     workspace : array, optional

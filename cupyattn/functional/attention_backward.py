@@ -12,6 +12,7 @@ from cupyattn.errors import error
 from cupyattn.functional.attention_call import AttentionCall, attention_call, reference_options
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.rounding import round_into
+from cupyattn.ops import attention_backward as ops
 from cupyattn.ops.attention_options import AttentionOptions
 from cupyattn.ops.attention_problem import BACKWARD_RESULTS, backward_problem
 from cupyattn.ops.attention_values import check_values
@@ -45,6 +46,7 @@ def attention_backward(
     mask_mod: Any = None,
     dlse: Array | None = None,
     deterministic: bool = False,
+    implementation: str = "flash",
     grads: AttentionGrads | None = None,
     accumulate: bool = False,
     workspace: Array | None = None,
@@ -71,14 +73,25 @@ def attention_backward(
     dlse : array (B, H, Sq), float32, optional
         Gradient with respect to lse, where it was used.
     deterministic : bool
-        Bitwise the same result from run to run. On NumPy arrays it always is.
+        Bitwise the same result from run to run. On a GPU float16 "flash" then adds nothing
+        atomically, which takes longer; a bias that broadcasts takes scratch memory besides, see
+        workspace. Everything else is deterministic as it is.
+    implementation : {"flash", "naive"}
+        Which kernels run on a GPU or the emulator. "flash" runs float16 on tensor cores, and
+        float32 and bfloat16 in float32 arithmetic. "naive" (the textbook) is there to be read and
+        compared. On the reference it makes no difference.
     grads : AttentionGrads, optional
         Arrays to write the gradients into, each with the shape and dtype of what it belongs to;
         None in a field makes a new one.
     accumulate : bool
-        Add to the contents of grads instead of replacing them.
+        Add to the contents of grads instead of replacing them, before the one rounding.
     workspace : array, optional
-        Scratch memory for implementations that need it; those of today need none.
+        Scratch memory for kernels, of any dtype, contiguous and aligned to 16 bytes; by default it
+        is allocated. 4 * B * H * Sq bytes suffice, but for float16 "flash": with rows = B * H * Sq'
+        and Sq' and D' rounded up to multiples of 64 and 8, that needs 8 * rows bytes; unless
+        deterministic, 4 * rows * D' more; and for a bias that broadcasts 4 bytes for each of its
+        items (deterministic: for each score); each rounded up to 256. An error says how many. With
+        grads and workspace a call allocates nothing, and can be captured in a CUDA graph.
 
     Returns
     -------
@@ -90,15 +103,17 @@ def attention_backward(
     Raises
     ------
     TypeError, ValueError
-        As `attention`; and for out, lse, dout or dlse whose shapes or dtypes disagree with q, k, v.
+        As `attention`; for out, lse, dout or dlse whose shapes or dtypes disagree with q, k, v; for
+        grads that do not fit their arrays; and for a workspace that is too small.
     NotImplementedError
-        On a GPU: there is no kernel for it yet. NumPy arrays run.
+        On a GPU or the emulator, for an implementation that has no backward kernel and for rotary
+        and mask_mod: NumPy arrays on the reference have them all.
 
     Notes
     -----
     With P = exp(s - lse) and delta = rowsum(dout * out) - dlse: dv = P^T dout,
     ds = P * (dout v^T - delta), dq = softmax_scale * ds k, dk = softmax_scale * ds^T q (Dao et al.,
-    arXiv:2205.14135, appendix B).
+    arXiv:2205.14135, appendix B). `vjp` keeps out and lse for this function and passes them on.
 
     Examples
     --------
@@ -122,19 +137,23 @@ def attention_backward(
         backward_problem,
         {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse,
          "seqused_k": seqused_k, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes,
-         "sinks": sinks, **_given_grads(grads, accumulate)},
-        AttentionOptions(causal, softmax_scale, window_size, softcap, dropout_p, seed, mask_mod),
+         "sinks": sinks, "workspace": workspace, **_given_grads(grads, accumulate)},
+        AttentionOptions(causal, softmax_scale, window_size, softcap, dropout_p, seed, mask_mod,
+                         implementation),
         q_offset, rotary, score_mod, workspace,
     )  # fmt: skip
     device = device_of(call.operands)
-    if device is not None:
-        raise error(
-            NotImplementedError,
-            f"attention_backward on {device.name}",
-            "it has no kernel yet; the CPU path has every option",
-            "pass NumPy arrays, for example cupy.asnumpy(q), outside of backend('emulator')",
-        )
-    return _on_cpu(call, accumulate)
+    if device is None:
+        return _on_cpu(call, accumulate)
+    results: dict[str, Any] = dict.fromkeys(AttentionGrads._fields)
+    results |= ops.attention_backward(
+        device,
+        call.problem,
+        call.operands.arrays,
+        deterministic=bool(deterministic),
+        accumulate=bool(accumulate),
+    )
+    return AttentionGrads(**results)
 
 
 def _given_grads(grads: Any, accumulate: bool) -> dict[str, Any]:

@@ -6,14 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-import numpy as np
-
 from cupyattn.errors import error
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Scalar, Specialisation
 
 MAX_GRID_X = 2**31 - 1
-_NULL = np.uintp(0)
 
 
 def launch(
@@ -52,18 +49,25 @@ def launch(
             f"a launch has at most {MAX_GRID_X}",
             "split the batch over several calls",
         )
-    coercions = _coercions(specialisation.spec)
-    if len(arguments) != len(coercions):
+    spec = specialisation.spec
+    if len(arguments) != len(spec.parameters):
         raise TypeError(
-            f"{specialisation.spec.entry} takes {len(coercions)} arguments, got {len(arguments)}"
+            f"{spec.entry} takes {len(spec.parameters)} arguments, got {len(arguments)}"
         )
-    typed = tuple([coerce(argument) for coerce, argument in zip(coercions, arguments, strict=True)])
-    device.load(specialisation).start((ctas, 1, 1), typed)
+    typed = [*arguments]
+    for index, coerce in _coercions(spec):
+        typed[index] = coerce(typed[index])
+    device.load(specialisation).start((ctas, 1, 1), tuple(typed))
 
 
 @cache
-def _coercions(spec: KernelSpec) -> tuple[Callable[[Any], Any], ...]:
-    return tuple(_coercion(spec.entry, parameter) for parameter in spec.parameters)
+def _coercions(spec: KernelSpec) -> tuple[tuple[int, Callable[[Any], Any]], ...]:
+    """Return which arguments to type, and how; an optional pointer may be None, which is null."""
+    return tuple(
+        (index, _coercion(spec.entry, parameter))
+        for index, parameter in enumerate(spec.parameters)
+        if not (isinstance(parameter, Pointer) and parameter.optional)
+    )
 
 
 def _coercion(entry: str, parameter: Parameter) -> Callable[[Any], Any]:
@@ -73,7 +77,7 @@ def _coercion(entry: str, parameter: Parameter) -> Callable[[Any], Any]:
     declares.
     """
     if isinstance(parameter, Pointer):
-        return _optional_pointer if parameter.optional else _pointer(entry, parameter)
+        return _pointer(entry, parameter)
     if isinstance(parameter, Scalar):
         return parameter.dtype.type
 
@@ -83,10 +87,6 @@ def _coercion(entry: str, parameter: Parameter) -> Callable[[Any], Any]:
         return value
 
     return struct
-
-
-def _optional_pointer(array: Any) -> Any:
-    return _NULL if array is None else array
 
 
 def _pointer(entry: str, parameter: Pointer) -> Callable[[Any], Any]:

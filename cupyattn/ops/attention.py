@@ -22,10 +22,8 @@ from cupyattn.ops.checks import require_disjoint, require_item_alignment
 # What each kernel reads; a problem with more is the reference's.
 _EVERY_KERNEL = {"q", "k", "v", "q_offset", "seqused_k", *FORWARD_RESULTS}
 _FLASH_ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
-_FLASH_TILE_BYTES = 2**32  # from one end of a tile of K or V to the other: 32-bit offsets
-_QUAD_ROW_BYTES = (
-    2**31
-)  # from row to row of a bias or mask read four keys at a time: 32 bits, signed
+FLASH_TILE_BYTES = 2**32  # from one end of a tile of K or V to the other: 32-bit offsets
+_QUAD_ROW_BYTES = 2**31  # between rows of a bias or mask read four keys at a time: signed
 _MAX_LENGTH = 2**30 - 2**10  # a row of the last tile stays below kFar (mask.cuh)
 
 
@@ -90,6 +88,11 @@ def _require_kernel(problem: AttentionProblem) -> None:
         )
     if flash and problem.dtype == np.float16:
         _require_near_rows(problem)
+    require_lengths(problem)
+
+
+def require_lengths(problem: AttentionProblem) -> None:
+    """Raise ValueError for lengths that the kernels' positions do not reach."""
     if max(problem.sq, problem.sk) > _MAX_LENGTH:
         raise error(
             ValueError,
@@ -103,11 +106,11 @@ def _require_near_rows(problem: AttentionProblem) -> None:
     tile_k = configs.attention.flash_longest_tile(problem.head_dim, problem.head_dim_v)
     for name in ("k", "v"):
         stride = problem.layouts[name].strides[1]
-        if problem.sk > 1 and abs(stride) * tile_k >= _FLASH_TILE_BYTES:
+        if problem.sk > 1 and abs(stride) * tile_k >= FLASH_TILE_BYTES:
             raise error(
                 ValueError,
                 f"{name} has {stride} bytes from one key to the next",
-                f"implementation='flash' takes less than {_FLASH_TILE_BYTES // tile_k} here",
+                f"implementation='flash' takes less than {FLASH_TILE_BYTES // tile_k} here",
                 f"copy it with ascontiguousarray({name}), or pass implementation='tiled'",
             )
 
@@ -152,6 +155,14 @@ def _flash_options(
     problem: AttentionProblem, start_of: dict[str, int], together: int
 ) -> FlashOptions:
     """Name the options for a kernel whose threads hold `together` neighbouring keys of a row."""
+    return score_options(problem)._replace(
+        bias_vec=_score_items("bias", problem, start_of, together),
+        mask_vec=_score_items("mask", problem, start_of, together),
+    )
+
+
+def score_options(problem: AttentionProblem) -> FlashOptions:
+    """Return which options of the scores a problem has; bias and mask are read item by item."""
     layouts = problem.layouts
 
     def dtype(name: str) -> str:
@@ -159,9 +170,7 @@ def _flash_options(
 
     return FlashOptions(
         bias=dtype("bias"),
-        bias_vec=_score_items("bias", problem, start_of, together),
         mask="mask" in layouts,
-        mask_vec=_score_items("mask", problem, start_of, together),
         slopes=dtype("alibi_slopes"),
         softcap=problem.softcap is not None,
         sinks=dtype("sinks"),

@@ -21,11 +21,10 @@ def attention_params(
     params = np.zeros((), ATTENTION_PARAMS)
     itemsize = problem.dtype.itemsize
     for name in ("q", "k", "v"):
-        params[name] = _strides(problem.layouts[name].strides, itemsize)
-    params["out"] = _strides(out_strides, itemsize)
+        params[name] = row_strides(problem.layouts[name].strides, itemsize)
+    params["out"] = row_strides(out_strides, itemsize)
     if lse_strides is not None:
-        batch, head, seq = (stride // LSE_DTYPE.itemsize for stride in lse_strides)
-        params["lse"] = (batch, seq, head)
+        params["lse"] = sum_strides(lse_strides)
     for name, field in (("q_offset", "q_offsets"), ("seqused_k", "seqused_k")):
         if name in problem.layouts:
             params[field] = _batch_integers(problem.layouts[name])
@@ -79,10 +78,16 @@ def score_strides(layout: Layout, scores_shape: tuple[int, ...]) -> tuple[int, .
     return (0,) * missing + tuple(strides)
 
 
-def _strides(strides: tuple[int, ...], itemsize: int) -> tuple[int, int, int]:
-    """Bytes of (batch, seq, head, dim) to items of (batch, seq, head)."""
+def row_strides(strides: tuple[int, ...], itemsize: int) -> tuple[int, int, int]:
+    """Bytes of (batch, seq, head, dim) to the struct's items of (batch, seq, head)."""
     batch, seq, head, _ = strides
     return batch // itemsize, seq // itemsize, head // itemsize
+
+
+def sum_strides(strides: tuple[int, ...]) -> tuple[int, int, int]:
+    """Bytes of lse (batch, head, seq), or of its gradient, to items of (batch, seq, head)."""
+    batch, head, seq = (stride // LSE_DTYPE.itemsize for stride in strides)
+    return batch, seq, head
 
 
 def _batch_integers(layout: Layout) -> tuple[int, int]:

@@ -183,6 +183,7 @@ def attention_backward_bound(
     *,
     dtype: DTypeLike,
     dlse: NDArray[Any] | None = None,
+    float32_weights: bool = False,
     **options: Any,
 ) -> AttentionGrads:
     """Error bounds of attention_backward's results; the module's docstring has the derivation.
@@ -193,6 +194,8 @@ def attention_backward_bound(
         As in `attention_backward`, exactly as the kernel gets them: rounded.
     dtype : dtype or str
         The kernel's: float16, float32 or bfloat16.
+    float32_weights : bool
+        The kernel keeps P and dS in float32, whatever the dtype.
 
     Returns
     -------
@@ -203,7 +206,7 @@ def attention_backward_bound(
     ValueError
         If there are no bounds for the dtype.
     """
-    precision = precision_of(dtype)
+    precision = precision_of(dtype, float32_weights=float32_weights)
     grads = attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
     blocks = ScoreBlocks(q, k, v, **options)
     scale = abs(blocks.scale)

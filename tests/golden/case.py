@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.kernels.arch import TURING, Arch
 from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Scalar, Specialisation
 
 FOLDER = Path(__file__).resolve().parent
 
-# Starts a kernel: the specialisation, the number of CTAs, and the arguments, of which the arrays
-# are NumPy's and are written in place.
-Execute = Callable[[Specialisation, int, Sequence[Any]], None]
+# Starts a kernel: the specialisation, what its PTX is for, the number of CTAs, and the arguments,
+# of which the arrays are NumPy's and are written in place.
+Execute = Callable[[Specialisation, Arch, int, Sequence[Any]], None]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Case:
         Numbers passed by value.
     scratch : frozenset of str
         Outputs that are not kept.
+    arch : Arch
+        What the kernel is compiled to PTX for.
     """
 
     name: str
@@ -48,12 +51,14 @@ class Case:
     outputs: dict[str, np.ndarray]
     scalars: dict[str, np.generic] = field(default_factory=dict)
     scratch: frozenset[str] = frozenset()
+    arch: Arch = TURING
 
     def run(self, execute: Execute) -> dict[str, np.ndarray]:
         """Launch it and return the outputs by their full names."""
         outputs = {name: array.copy() for name, array in self.outputs.items()}
         execute(
             self.specialisation,
+            self.arch,
             self.ctas,
             [*self.inputs.values(), *outputs.values(), *self.scalars.values()],
         )
@@ -86,6 +91,7 @@ def make_case(
     entry: str | None = None,
     scalars: dict[str, np.generic] | None = None,
     scratch: frozenset[str] = frozenset(),
+    arch: Arch = TURING,
 ) -> Case:
     """Return the case of ``golden/<kernel>.cu`` (or `source`), whose parameters it derives."""
     scalars, macros = scalars or {}, macros or {}
@@ -101,4 +107,4 @@ def make_case(
         macros=("THREADS", *macros),
     )
     specialisation = spec.specialise(threads=threads, shared_bytes=0, THREADS=threads, **macros)
-    return Case(name, specialisation, ctas, inputs, outputs, scalars, scratch)
+    return Case(name, specialisation, ctas, inputs, outputs, scalars, scratch, arch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from cupyattn.kernels.arch import TURING, arch_of
 from golden.case import FOLDER, Case, make_case
 from golden.values import random_bits
 
@@ -76,6 +77,9 @@ def _ldmatrix() -> Case:
     )
 
 
+MMA_DEPTH = {"mma": 8, "mma_k16": 16}
+"""By case, k of its m16n8k8 or m16n8k16."""
+
 MMA_PROBLEMS = (
     "a distinct", "b distinct", "a and b distinct", "random", "random", "random", "cancelling",
     "float16 subnormals", "infinities and NaN", "float32 subnormals",
@@ -97,18 +101,19 @@ def _signs(seed: int, count: int) -> np.ndarray:
     return (random_bits(seed, count, np.uint32) % 3).astype(np.float64) - 1
 
 
-def mma_problem(kind: str, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def mma_problem(kind: str, seed: int, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return A (two products), B (two products) and C of one warp, by lane and element."""
-    a, b, c = _normal(seed, 256), _normal(seed + 1, 128), _normal(seed + 2, 128)
-    distinct_a = np.concatenate([_permuted(seed + i, np.arange(-64.0, 64.0)) for i in (3, 4)])
-    distinct_b = np.concatenate([_permuted(seed + i, np.arange(-32.0, 32.0)) for i in (5, 6)])
+    a, b, c = _normal(seed, 32 * k), _normal(seed + 1, 16 * k), _normal(seed + 2, 128)
+    numbers_a, numbers_b = np.arange(-64.0, 64.0, 8 / k), np.arange(-32.0, 32.0, 8 / k)
+    distinct_a = np.concatenate([_permuted(seed + i, numbers_a) for i in (3, 4)])
+    distinct_b = np.concatenate([_permuted(seed + i, numbers_b) for i in (5, 6)])
     if kind.endswith("distinct"):
-        # with -1, 0 and 1 on the other side all sums are integers that float16 holds
+        # with -1, 0 and 1 on the other side all sums are multiples of 1 or 1/2 that float16 holds
         a, b = distinct_a, distinct_b
         if kind == "a distinct":
-            b = _signs(seed + 7, 128)
+            b = _signs(seed + 7, 16 * k)
         elif kind == "b distinct":
-            a = _signs(seed + 8, 256)
+            a = _signs(seed + 8, 32 * k)
         c = _permuted(seed + 9, np.arange(-64.0, 64.0))
     elif kind == "cancelling":
         a, c = a * 64, c * 2.0**-6
@@ -120,19 +125,20 @@ def mma_problem(kind: str, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
         c[[17]], c[[90]] = -np.inf, np.nan
     elif kind == "float32 subnormals":
         a, c = a * 0, c * 2.0**-130
-    return a.reshape(32, 8), b.reshape(32, 4), c.reshape(32, 4)
+    return a.reshape(32, k), b.reshape(32, k // 2), c.reshape(32, 4)
 
 
-def mma_case(magnitudes: bool = False) -> Case:
-    """Return the case of mma; with `magnitudes` the same on the absolute values."""
-    problems = [mma_problem(kind, 300 + 20 * i) for i, kind in enumerate(MMA_PROBLEMS)]
+def mma_case(name: str, magnitudes: bool = False) -> Case:
+    """Return a case of `MMA_DEPTH`; with `magnitudes` the same on the absolute values."""
+    k = MMA_DEPTH[name]
+    problems = [mma_problem(kind, 300 + 20 * i, k) for i, kind in enumerate(MMA_PROBLEMS)]
     a, b, c = (np.array(arrays) for arrays in zip(*problems, strict=True))
     if magnitudes:
         a, b, c = abs(a), abs(b), abs(c)
     count = len(problems)
     return make_case(
-        "mma",
-        "mma",
+        name,
+        name,
         count,
         {
             "a": a.astype(np.float16).view(np.uint32),
@@ -145,6 +151,7 @@ def mma_case(magnitudes: bool = False) -> Case:
             "half": np.zeros((2, count, 32, 2), np.uint32),
             "chained": np.zeros((count, 32, 4), np.float32),
         },
+        arch=arch_of(80) if k == 16 else TURING,
     )
 
 
@@ -170,4 +177,5 @@ def _philox() -> Case:
     )
 
 
-WARP_LEVEL = (_shuffle(), _vote(), _ldmatrix(), mma_case(), _philox())
+MMA = tuple(map(mma_case, MMA_DEPTH))
+WARP_LEVEL = (_shuffle(), _vote(), _ldmatrix(), *MMA, _philox())

@@ -13,7 +13,7 @@ from cupyattn.emulator.ptx.model import Instruction
 if TYPE_CHECKING:
     from cupyattn.emulator.codegen.generator import Generator, Lowering
 
-__all__ = ["LOWERINGS"]
+__all__ = ["LOWERINGS", "fixed_permutation", "fixed_selector"]
 
 _COMPARISONS = {
     "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
@@ -149,8 +149,8 @@ def _bits(gen: Generator, x: Instruction) -> None:
     gen.assign(o[0], value, raw)
 
 
-def _fixed_permutation(gen: Generator, x: Instruction, selector: int) -> str:
-    """Return shifts and masks for a ``prmt`` without sign replication, bytes moved together."""
+def fixed_permutation(gen: Generator, sources: tuple[str, str], selector: int) -> str:
+    """Return shifts and masks for a ``prmt`` of two expressions, bytes moved together."""
     masks: dict[tuple[int, int], int] = {}
     for i in range(4):
         source, byte = divmod(selector >> (4 * i) & 7, 4)
@@ -158,7 +158,7 @@ def _fixed_permutation(gen: Generator, x: Instruction, selector: int) -> str:
         masks[source, shift] = masks.get((source, shift), 0) | 0xFF << (8 * i)
     terms = []
     for (source, shift), mask in masks.items():
-        value = gen.value(x.operands[1 + source], "u4")
+        value = sources[source]
         if shift:
             sign = ">>" if shift > 0 else "<<"
             value = f"({value} {sign} {gen.constant(abs(shift), 'u4')})"
@@ -169,14 +169,21 @@ def _fixed_permutation(gen: Generator, x: Instruction, selector: int) -> str:
     return " | ".join(terms)
 
 
+def fixed_selector(x: Instruction) -> int | None:
+    """Return the selector of a ``prmt`` that only moves bytes, all lanes alike; else None."""
+    if x.parts[-1] in _PRMT_MODES or not re.fullmatch(r"0x[0-7]{1,4}|[0-9]+", x.operands[3]):
+        return None
+    selector = int(x.operands[3], 0)
+    return selector if selector < 0x8000 and not selector & 0x8888 else None
+
+
 def _permute(gen: Generator, x: Instruction) -> None:
-    mode = x.parts[-1] if x.parts[-1] in _PRMT_MODES else ""
-    if mode == "" and re.fullmatch(r"0x[0-7]{1,4}|[0-9]+", x.operands[3]):
-        selector = int(x.operands[3], 0)
-        if selector < 0x8000 and not selector & 0x8888:
-            gen.assign(x.operands[0], _fixed_permutation(gen, x, selector), "u4")
-            return
     a, b, c = (gen.value(o, "u4") for o in x.operands[1:4])
+    selector = fixed_selector(x)
+    if selector is not None:
+        gen.assign(x.operands[0], fixed_permutation(gen, (a, b), selector), "u4")
+        return
+    mode = x.parts[-1] if x.parts[-1] in _PRMT_MODES else ""
     gen.assign(x.operands[0], f"permute_bytes({a}, {b}, {c}, {mode!r})", "u4")
 
 

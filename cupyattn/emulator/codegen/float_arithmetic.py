@@ -9,7 +9,7 @@ from cupyattn.emulator.ptx.model import Instruction
 if TYPE_CHECKING:
     from cupyattn.emulator.codegen.generator import Generator, Lowering
 
-__all__ = ["FLOAT_TYPES", "LOWERINGS", "float_operand", "lower"]
+__all__ = ["FLOAT_TYPES", "LOWERINGS", "float_operand", "lower", "may_be_subnormal"]
 
 FLOAT_TYPES = ("f16", "f16x2", "bf16", "bf16x2", "f32", "f64")
 _MODIFIERS = frozenset(
@@ -38,7 +38,7 @@ def float_operand(gen: Generator, x: Instruction, operand: str, kind: str) -> st
     if kind == "f16":
         return f"{gen.value(operand, 'u2')}.view(f2)"
     value = gen.value(operand, "f4" if kind == "f32" else "f8")
-    if kind == "f32" and "ftz" in x.parts and _may_be_subnormal(gen, operand):
+    if kind == "f32" and "ftz" in x.parts and may_be_subnormal(gen, operand):
         return gen.derived(operand, "flushed", f"flush({value})")
     return value
 
@@ -51,7 +51,8 @@ def _wide(gen: Generator, operand: str, value: str) -> str:
     return f"{value}.astype(f8)"
 
 
-def _may_be_subnormal(gen: Generator, operand: str) -> bool:
+def may_be_subnormal(gen: Generator, operand: str) -> bool:
+    """Tell whether a float32 operand may be subnormal."""
     if operand in gen.function.registers:
         return operand not in gen.clean
     if operand[:2] in ("0f", "0F"):
@@ -112,7 +113,7 @@ def _float_expression(gen: Generator, x: Instruction, kind: str) -> tuple[str, b
             return f"{root}imum({operands[0]}, {operands[1]}{nan})", False
         # flushing is monotonic: the result instead of the operands, if at all
         a, b = (gen.value(o, "f4") for o in x.operands[1:])
-        clean = not any(_may_be_subnormal(gen, o) for o in x.operands[1:])
+        clean = not any(may_be_subnormal(gen, o) for o in x.operands[1:])
         return f"{root}imum({a}, {b}{nan})", clean
     if root == "neg":
         return f"np.negative({operands[0]})", flushes

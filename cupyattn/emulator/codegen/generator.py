@@ -11,6 +11,7 @@ from cupyattn.emulator.codegen.clean import clean_registers
 from cupyattn.emulator.codegen.control_flow import ControlFlow
 from cupyattn.emulator.codegen.layout import MemoryLayout
 from cupyattn.emulator.codegen.names import RUNTIME_NAMES
+from cupyattn.emulator.codegen.stacking import Row
 from cupyattn.emulator.errors import UnsupportedPTXError
 from cupyattn.emulator.ptx.data_types import register_dtype
 from cupyattn.emulator.ptx.model import Function, Instruction, Variable
@@ -49,6 +50,7 @@ class Generator:
         self.guard = ""
         self.mask = "mask"
         self._derived: dict[str, dict[str, str]] = {}
+        self._rows: dict[str, Row] = {}  # registers that are rows of stacks
 
     def start_block(self, number: int) -> None:
         """Begin to write basic block `number`."""
@@ -56,6 +58,7 @@ class Generator:
         self.block = number
         self.guard, self.mask = "", "mask"
         self._derived = {}
+        self._rows = {}
 
     def _register_names(self) -> dict[str, str]:
         names: dict[str, str] = {}
@@ -137,13 +140,35 @@ class Generator:
 
     def _register_value(self, register: str, dtype: str) -> str:
         stored = register_dtype(self.function.registers[register])
-        name = self.names[register]
+        name = self.current(register)
         if stored == dtype or dtype == "b1":
             return name
         if stored[1] == dtype[1]:
             return f"{name}.view({dtype})"
         narrowed = f"{name}.astype({stored[0]}{dtype[1]})"
         return narrowed if stored[0] == dtype[0] else f"{narrowed}.view({dtype})"
+
+    def current(self, register: str) -> str:
+        """Return the expression of what a register holds."""
+        if register in self._rows and self.flow.is_local(register, self.block):
+            return self._rows[register].expression  # nothing else looks at the register
+        return self.names[register]
+
+    def row(self, operand: str, dtype: str) -> Row:
+        """Return what `operand` holds, seen as `dtype`: the row of a stack if it is one."""
+        if operand in self._rows and register_dtype(self.function.registers[operand]) == dtype:
+            return self._rows[operand]
+        return Row(self.value(operand, dtype))
+
+    def place(self, register: str, row: Row, dtype: str) -> None:
+        """Let a register hold `row`, of `dtype`, from here on in this block."""
+        alike = register_dtype(self.function.registers[register]) == dtype
+        if alike and self.flow.is_local(register, self.block):
+            self._derived.pop(register, None)
+        else:
+            self.assign(register, row.expression, dtype)
+        if alike:
+            self._rows[register] = row
 
     def _symbol(self, operand: str, dtype: str) -> str:
         match = _SYMBOL.match(operand)
@@ -182,7 +207,7 @@ class Generator:
         base, offset = match.group(1), int(match.group(2) or "0", 0)
         if self.is_register(base):
             stored = register_dtype(self.function.registers[base])
-            name = self.names[base]
+            name = self.current(base)
             return f"({name}+{self.constant(offset, stored)})" if offset else name
         if _INTEGER.match(base):
             return self.constant(int(base, 0) + offset, "u8")
@@ -196,7 +221,8 @@ class Generator:
             raise UnsupportedPTXError(f"the target {register!r} is no register")
         self._derived.pop(register, None)
         stored = register_dtype(self.function.registers[register])
-        name = self.names[register]
+        name, before = self.names[register], self.current(register)
+        self._rows.pop(register, None)
         if stored != dtype and stored != "b1":
             if stored[1] == dtype[1]:
                 expression = f"({expression}).view({stored})"
@@ -204,7 +230,7 @@ class Generator:
                 wide = f"{dtype[0]}{stored[1]}"
                 expression = f"({expression}).astype({wide}).view({stored})"
         if self.guard:
-            self.line(f"{name} = where({self.guard}, {expression}, {name})")
+            self.line(f"{name} = where({self.guard}, {expression}, {before})")
         elif self.flow.is_local(register, self.block):
             self.line(f"{name} = {expression}")
         else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cupyattn.emulator.codegen.stacking import Row, gather
 from cupyattn.emulator.ptx.model import Instruction
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class MatrixFusion:
         self.chains: list[_Chain] = []
         self.results: set[str] = set()
         self.sources: set[str] = set()
+        self.written = 0
 
     def accepts(self, instruction: Instruction) -> bool:
         """Tell whether `instruction` is an unguarded ``mma`` with float32 accumulators."""
@@ -92,21 +94,20 @@ class MatrixFusion:
         guard, mask = generator.guard, generator.mask
         generator.guard, generator.mask = "", "mask"
         for number, (a, chains) in enumerate(groups.items()):
-            value = generator.value
-            left = ", ".join(f"({value(low, 'u4')}, {value(high, 'u4')})" for low, high in a)
-            right = ", ".join(
-                "[" + ", ".join(value(name, "u4") for name in chain.b) + "]" for chain in chains
-            )
-            start = ", ".join(
-                "(" + ", ".join(value(name, "f4") for name in chain.start) + ")" for chain in chains
-            )
+            left = self._stack([name for pair in a for name in pair], "u4")
+            right = self._stack([name for chain in chains for name in chain.b], "u4")
+            start = self._stack([name for chain in chains for name in chain.start], "f4")
             generator.line(
-                f"_d{number} = matrix.multiply([{left}], [{right}], [{start}], mask, "
-                f"{chains[0].site})"
+                f"_d{self.written + number} = matrix.multiply({left}, {right}, {start}, "
+                f"{len(chains)}, {len(a)}, mask, {chains[0].site})"
             )
-        for number, chains in enumerate(groups.values()):
-            for j, chain in enumerate(chains):
-                for i, name in enumerate(chain.result):
-                    generator.assign(name, f"_d{number}[{j}, {i}]", "f4")
+        for chains in groups.values():
+            stack = f"_d{self.written}"
+            self.written += 1
+            for i, name in enumerate(name for chain in chains for name in chain.result):
+                generator.place(name, Row(f"{stack}[{i}]", stack, i), "f4")
         generator.guard, generator.mask = guard, mask
         self.chains, self.results, self.sources = [], set(), set()
+
+    def _stack(self, registers: list[str], dtype: str) -> str:
+        return gather([self.generator.row(name, dtype) for name in registers], dtype)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.emulator.machine import convert, floating, integer
+from cupyattn.emulator.machine import convert, floating, integer, stacks
 from cupyattn.emulator.machine.positions import EXITED
 from cupyattn.emulator.machine.warp import warp_bits
 
@@ -37,12 +37,13 @@ def _active_mask(mask: Any, shape: tuple[int, int]) -> Any:
 def _namespace() -> dict[str, Any]:
     names: dict[str, Any] = {"np": np, "where": np.where, "guarded": _guarded, "pack": _pack}
     names["active_mask"] = _active_mask
-    for module in (convert, floating, integer):
+    for module in (convert, floating, integer, stacks):
         names.update({name: getattr(module, name) for name in module.__all__})
     for dtype in ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"):
         names[dtype] = np.dtype(dtype)
         names[f"ZERO_{dtype}"] = np.zeros((), dtype)
     names["EXITED"] = EXITED
+    names["b1"] = np.dtype(bool)
     names["ZERO_b1"] = np.zeros((), bool)
     return names
 

@@ -26,8 +26,9 @@ from cupyattn.emulator.codegen.generator import Generator
 from cupyattn.emulator.codegen.layout import MemoryLayout
 from cupyattn.emulator.codegen.lowering import CONTROL, lowering_of
 from cupyattn.emulator.codegen.matrix_fusion import MatrixFusion
-from cupyattn.emulator.codegen.multiply_add import MultiplyAddFusion
 from cupyattn.emulator.codegen.names import RUNTIME_NAMES
+from cupyattn.emulator.codegen.schedule import early_arithmetic
+from cupyattn.emulator.codegen.stacking import Stacking
 from cupyattn.emulator.errors import UnsupportedPTXError
 from cupyattn.emulator.ptx.architecture import needed_target
 from cupyattn.emulator.ptx.data_types import register_dtype
@@ -88,29 +89,35 @@ def _write_block(gen: Generator, number: int) -> list[str]:
     """Return the statements of basic block `number`."""
     block = gen.flow.blocks[number]
     gen.start_block(number)
-    fusions: list[MatrixFusion | MultiplyAddFusion] = [MatrixFusion(gen), MultiplyAddFusion(gen)]
+    matrices, stacking = MatrixFusion(gen), Stacking(gen)
     gen.line(f"if report is not None: report.enter({number}, mask, batch)")
     ended = False
-    for instruction in gen.function.instructions[block.first : block.last]:
+    instructions = gen.function.instructions[block.first : block.last]
+    for instruction, stackable in early_arithmetic(gen, instructions):
         lowering = lowering_of(gen, instruction)
         gen.guard, gen.mask = "", "mask"
-        holder = next((f for f in fusions if f.accepts(instruction)), None)
         written, read = registers_of(instruction, gen.function.registers)
-        for fusion in fusions:
-            if fusion is not holder:
-                fusion.before(written, read)
-        if holder is not None:
-            holder.take(instruction)
+        if stackable:
+            matrices.before(written, read)
+            try:
+                stacking.take(instruction)
+            except UnsupportedPTXError as error:
+                raise _placed(gen, instruction, str(error)) from None
             continue
+        stacking.before(written, read)
+        if matrices.accepts(instruction):
+            matrices.take(instruction)
+            continue
+        matrices.before(written, read)
         if instruction.root in CONTROL:
-            for fusion in fusions:
-                fusion.flush()
+            matrices.flush()
+            stacking.flush()
             ended = True
         elif instruction.guard:
             predicate, negated = instruction.guard
             if predicate not in gen.names:
                 raise gen.unsupported(instruction, f"the guard {predicate!r} is no register")
-            name = f"{'~' if negated else ''}{gen.names[predicate]}"
+            name = f"{'~' if negated else ''}{gen.current(predicate)}"
             gen.line(f"guard = guarded({name}, mask, shape)")
             gen.guard = gen.mask = "guard"
         try:
@@ -121,8 +128,8 @@ def _write_block(gen: Generator, number: int) -> list[str]:
             raise _placed(gen, instruction, f"cannot read it ({error})") from error
     gen.guard, gen.mask = "", "mask"
     if not ended:
-        for fusion in fusions:
-            fusion.flush()
+        matrices.flush()
+        stacking.flush()
         gen.jump(block.next)
     return gen.out
 

@@ -63,16 +63,16 @@ def _multiply(gen: Generator, x: Instruction) -> None:
             x, "mma.m16n8k8 and m16n8k16 .row.col of f16 with f16 or f32 accumulators only"
         )
     d, a, b, c = ([n.strip() for n in o.strip("{} ").split(",")] for o in x.operands)
-    bits = [gen.value(name, "u4") for name in a]
-    left = ", ".join(f"({bits[i]}, {bits[i + 1]})" for i in range(0, len(bits), 2))
+    left = ", ".join(gen.value(name, "u4") for name in a)
     right = ", ".join(gen.value(name, "u4") for name in b)
     dtype = "u4" if accumulator == "f16" else "f4"
     start = ", ".join(gen.value(name, dtype) for name in c)
     if accumulator == "f16":
-        gen.line(f"_v = matrix.multiply_half([{left}], [{right}], ({start}), {gen.mask}, {x.site})")
+        gen.line(f"_v = matrix.multiply_half([{left}], [{right}], [{start}], {gen.mask}, {x.site})")
     else:
         gen.line(
-            f"_v = matrix.multiply([{left}], [[{right}]], [({start})], {gen.mask}, {x.site})[0]"
+            f"_v = matrix.multiply([{left}], [{right}], [{start}], 1, {len(b)}, {gen.mask}, "
+            f"{x.site})"
         )
     for i, name in enumerate(d):
         gen.assign(name, f"_v[{i}]", dtype)

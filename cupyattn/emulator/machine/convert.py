@@ -16,6 +16,7 @@ __all__ = [
     "half_to_float",
     "int_saturated",
     "int_to_float",
+    "nearest_half",
     "round_to_integral",
 ]
 
@@ -52,6 +53,11 @@ def float_to_half(x: Array, mode: str) -> Array:
             wrong, towards = np.abs(back) > np.abs(x), np.float16(0)
         nearest = np.where(wrong, np.nextafter(nearest, towards), nearest)
     return nearest.view(np.uint16)
+
+
+def nearest_half(x: Array) -> Array:
+    """Round float32 to float16, to nearest even, and return its bits."""
+    return float_to_half(x, "rn")
 
 
 def bfloat_to_float(bits: Array) -> Array:

@@ -21,8 +21,8 @@ __all__ = [
     "divide_approximately",
     "divide_directed",
     "divide_flushed",
+    "exp2_single",
     "flush",
-    "fma_batch",
     "fma_directed",
     "fma_double",
     "fma_half",
@@ -50,7 +50,6 @@ _F4, _F8, _F2 = np.dtype("f4"), np.dtype("f8"), np.dtype("f2")
 _MIN_NORMAL = np.asarray(np.float32(2.0**-126))
 _LOW_BITS = np.asarray(np.uint64((1 << 29) - 1))  # of float64, below the last bit of float32
 _HALFWAY = np.asarray(np.uint64(1 << 28))
-_BATCH_ELEMENTS = 1 << 14  # of a stacked operation: its arrays should stay in the cache
 _TINY = np.asarray(np.float64(2.0**-126))
 _EDGE = np.asarray(np.float64(2.0**-126 * (1 - 2.0**-25)))  # what 24 bits round up to normal
 _SCALE = np.asarray(np.float64(2.0**64))
@@ -125,9 +124,9 @@ def round_single(value: Array, mode: str, ftz: bool) -> Array:
 def fma_single(a: Array, b: Array, c: Array) -> Array:
     """Return a * b + c in float32, rounded once to nearest even.
 
-    `a` and `b` are float32 numbers given as float64, which holds their product exactly.
+    float64 holds the product of float32 numbers exactly.
     """
-    product, addend = a * b, c.astype(_F8)
+    product, addend = np.multiply(a, b, dtype=_F8), c.astype(_F8)
     total = product + addend
     suspect = (total.view(np.uint64) & _LOW_BITS) == _HALFWAY
     suspect |= np.abs(total) < _TINY  # subnormal float32 has fewer bits: ties elsewhere
@@ -136,56 +135,12 @@ def fma_single(a: Array, b: Array, c: Array) -> Array:
 
 def fma_single_ftz(a: Array, b: Array, c: Array) -> Array:
     """Return `fma_single` with subnormal results flushed."""
-    product, addend = a * b, c.astype(_F8)
+    product, addend = np.multiply(a, b, dtype=_F8), c.astype(_F8)
     total = product + addend
     total = _settled(total, product, addend, (total.view(np.uint64) & _LOW_BITS) == _HALFWAY)
     result = total.astype(_F4)
     normal = np.abs(total) >= _EDGE
     return result if np.count_nonzero(normal) == normal.size else result * normal
-
-
-def fma_batch(
-    factors: tuple[Array, ...],
-    left: list[int],
-    right: list[int],
-    addends: Any,
-    shape: tuple[int, int],
-    ftz: bool,
-) -> np.ndarray:
-    """Return many `fma_single` (or `fma_single_ftz`) at once, stacked along the first axis.
-
-    Parameters
-    ----------
-    factors : tuple of float32 arrays
-        The factors that occur.
-    left, right : list of int
-        Which of them each product multiplies.
-    addends : tuple of float32 arrays, or one stacked array
-        What is added to each product.
-    shape : (int, int)
-        Shape of the lanes.
-    ftz : bool
-        Whether subnormal results are flushed.
-    """
-    single = fma_single_ftz if ftz else fma_single
-    result = np.empty((len(left), *shape), _F4)
-    chunk = max(1, _BATCH_ELEMENTS // (shape[0] * shape[1]))
-    if chunk < 4:
-        for i, (a, b) in enumerate(zip(left, right, strict=True)):
-            result[i] = single(factors[a].astype(_F8), factors[b].astype(_F8), addends[i])
-        return result
-    wide = np.empty((len(factors), *shape), _F8)
-    for i, factor in enumerate(factors):
-        wide[i] = factor
-    if isinstance(addends, tuple):
-        stacked = np.empty((len(left), *shape), _F4)
-        for i, addend in enumerate(addends):
-            stacked[i] = addend
-        addends = stacked
-    for i in range(0, len(left), chunk):
-        part = slice(i, i + chunk)
-        result[part] = single(wide[left[part]], wide[right[part]], addends[part])
-    return result
 
 
 def _settled(total: Array, product: Array, c: Array, suspect: Array) -> Array:
@@ -277,6 +232,11 @@ def divide_approximately(a: Array, b: Array) -> Array:
 def through_double(function: Any, *operands: Array) -> Array:
     """Apply a NumPy function in float64 and round to float32: the ``.approx`` instructions."""
     return function(*(np.asarray(x).astype(_F8) for x in operands)).astype(_F4)
+
+
+def exp2_single(x: Array) -> Array:
+    """Return 2 to the power of x in float32."""
+    return through_double(np.exp2, x)
 
 
 def reciprocal(x: Array) -> Array:

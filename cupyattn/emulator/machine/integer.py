@@ -17,6 +17,7 @@ __all__ = [
     "logic3",
     "multiply_24",
     "multiply_high",
+    "pack_pair",
     "permute_bytes",
     "popcount",
     "remainder",
@@ -33,6 +34,11 @@ _U4, _U8 = np.uint32, np.uint64
 
 def _bits(a: Array) -> int:
     return 8 * a.dtype.itemsize
+
+
+def pack_pair(low: Array, high: Array) -> Array:
+    """Return 32 bits made of two halves (``mov.b32 d, {low, high}``)."""
+    return low.astype(_U4) | high.astype(_U4) << _U4(16)
 
 
 def shift_left(a: Array, amount: Array) -> Array:

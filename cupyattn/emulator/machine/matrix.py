@@ -48,64 +48,77 @@ class MatrixOperations:
                 np.flatnonzero(active & partial[:, None]),
             )
 
-    def _fragments(self, registers: list[Array]) -> np.ndarray:
-        """Return float32 (len(registers), warps, 8, 8) from registers of packed float16 pairs."""
-        packed = np.empty((len(registers), *self.shape), np.uint32)
-        for i, register in enumerate(registers):
-            packed[i] = register
+    def _fragments(self, registers: Array, count: int) -> np.ndarray:
+        """Return float32 (count, warps, 8, 8) from a stack of registers of packed float16 pairs."""
+        if isinstance(registers, np.ndarray) and registers.shape == (count, *self.shape):
+            packed = np.ascontiguousarray(registers)
+        else:
+            packed = np.empty((count, *self.shape), np.uint32)
+            if isinstance(registers, list):
+                for i, register in enumerate(registers):
+                    packed[i] = register
+            else:
+                packed[...] = registers
         halves = HALF_TO_FLOAT.take(packed.view(np.uint16))
-        return halves.reshape(len(registers), self.warps, 8, 8)
+        return halves.reshape(count, self.warps, 8, 8)
 
     def multiply(
         self,
-        a: list[tuple[Array, Array]],
-        b: list[list[Array]],
-        c: list[tuple[Array, ...]],
+        a: Array,
+        b: Array,
+        c: Array,
+        chains: int,
+        steps: int,
         mask: Array,
         site: int,
     ) -> np.ndarray:
         """Multiply chains of ``mma.m16n8k8`` with float32 accumulators at once.
 
+        Stacks are arrays, lists of registers, or one register that stands for all rows.
+
         Parameters
         ----------
-        a : list of (low rows, high rows)
-            The A fragments of K steps, common to all chains.
-        b : list of list
-            For each of J chains its K B fragments.
-        c : list of 4-tuples
-            For each chain the accumulators that it starts from.
+        a : stack
+            The A fragments of all steps, common to all chains: low and high rows of each.
+        b : stack
+            The B fragments, chain after chain.
+        c : stack
+            The accumulators that the chains start from, 4 of each.
+        chains, steps : int
 
         Returns
         -------
-        (J, 4, blocks, threads) float32 array
+        (4 chains, blocks, threads) float32 array
             The accumulators. Sums are float32; hardware may round in another order.
         """
         self._converged(mask, site, "mma.sync.aligned")
-        steps, chains, warps = len(a), len(b), self.warps
-        left = self._fragments([register for pair in a for register in pair])
+        warps = self.warps
+        left = self._fragments(a, 2 * steps)
         left = left.reshape(steps, 2, warps, 8, 8).transpose(2, 1, 3, 0, 4)
-        right = self._fragments([register for chain in b for register in chain])
+        right = self._fragments(b, steps * chains)
         right = right.reshape(chains, steps, warps, 8, 8).transpose(2, 1, 4, 0, 3)
         product = left.reshape(warps, 16, 8 * steps) @ right.reshape(warps, 8 * steps, 8 * chains)
         # (warp, half, g, chain, t, pair) -> (chain, half, pair, warp, g, t)
         product = product.reshape(warps, 2, 8, chains, 4, 2).transpose(3, 1, 5, 0, 2, 4)
-        result = np.ascontiguousarray(product).reshape(chains, 4, *self.shape)
-        for chain, start in enumerate(c):
-            for element in range(4):
-                result[chain, element] += start[element]
+        result = np.ascontiguousarray(product).reshape(4 * chains, *self.shape)
+        if isinstance(c, list):
+            for i, start in enumerate(c):
+                result[i] += start
+        else:
+            result += c
         return result
 
     def multiply_half(
         self,
-        a: list[tuple[Array, Array]],
+        a: list[Array],
         b: list[Array],
-        c: tuple[Array, Array],
+        c: list[Array],
         mask: Array,
         site: int,
     ) -> tuple[Array, Array]:
         """Multiply one ``mma`` with float16 accumulators; the sum is rounded once, at the end."""
         start = [half for register in c for half in self._halves(register)]
-        sums = self.multiply(a, [b], [tuple(start)], mask, site)[0]
+        sums = self.multiply(a, b, start, 1, len(b), mask, site)
         low = self._pack(sums[0], sums[1])
         high = self._pack(sums[2], sums[3])
         return low, high

@@ -277,6 +277,14 @@ class ParameterMemory(_BlockMemory):
         """Return the element at a fixed offset, a 0-d array."""
         return np.asarray(self.bytes[offset : offset + size].view(ELEMENT[size])[0])
 
+    def load(self, address: Array, size: int, count: int, mask: Array, site: int) -> Array:
+        """Load as `MemorySpace.load`: mostly one element at an address that all lanes share."""
+        if count == 1 and np.ndim(address) == 0:
+            offset = int(address)
+            if offset % size == 0 and offset <= self.size - size:
+                return self.constant(offset, size)
+        return super().load(address, size, count, mask, site)
+
     def locate(self, address: Array, size: int, mask: Array, site: int, write: bool) -> list[Piece]:
         """Translate addresses; see `MemorySpace.locate`."""
         offset = self.offsets(address, size, mask, site, write)

@@ -3,15 +3,21 @@
 From Volta on, the lanes of a warp run on their own. ``shfl.sync``, ``vote.sync``, ``match.sync``
 and ``bar.warp.sync`` make a lane wait until every lane that its mask names, and that has not
 ended, executes the same opcode with the same mask (PTX ISA, sections of these instructions): in a
-loop with ``continue`` the others may still be on their way around, and they may come to another
-place of the code that holds the same instruction.
+loop with ``continue`` the others may still be on their way around. It need not be the same
+instruction: lanes that come to several ones with one opcode and mask exchange with each other.
+
+Compilers hold hardware to that. Where lanes may meet from several instructions, ptxas (13.0) has
+them all call one routine on sm_75, with the exchange in it, and gathers them on sm_90 with
+``WARPSYNC.COLLECTIVE``; at a lone instruction it writes a plain ``WARPSYNC``. The tests compare
+random programs of both kinds with a GPU.
 
 So a lane whose companions are not all here is parked, with its operands, as a lane at a barrier is;
 a complete group performs its exchange and goes on behind it, where ``sync_result`` picks the result
 up. If all lanes that live are here with one mask, nothing of that is needed.
 
 Ended lanes are not waited for. But a lane that was running when another came to wait for it, and
-that ends without coming, is reported: a GPU would go on too, with one lane less than the mask says.
+that ends without coming, is reported. In PTX the others go on, with one lane less than the mask
+says; on a GPU they may hang, since the missing lane may first wait for them where branches join.
 """
 
 from __future__ import annotations

@@ -9,13 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cupyattn.kernels.configs import attention, softmax
+from cupyattn.kernels.configs import (
+    attention,
+    attention_backward,
+    attention_backward_f32,
+    attention_backward_naive,
+    softmax,
+)
 from cupyattn.kernels.spec import Specialisation
 
-__all__ = ["attention", "catalogue", "softmax"]
+__all__ = [
+    "attention",
+    "attention_backward",
+    "attention_backward_f32",
+    "attention_backward_naive",
+    "catalogue",
+    "softmax",
+]
 
 
 def catalogue() -> Iterator[Specialisation]:
     """Yield every row of every table, in each dtype, with vector and with scalar loads."""
     yield from attention.catalogue()
+    yield from attention_backward.catalogue()
+    yield from attention_backward_f32.catalogue()
+    yield from attention_backward_naive.catalogue()
     yield from softmax.catalogue()

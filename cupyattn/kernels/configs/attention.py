@@ -156,7 +156,7 @@ FLASH = {
     96: FlashConfig(2, 4, 32, 2, "models 0.84; 48 keys would spill"),
     128: FlashConfig(2, 4, 16, 2, "models 0.89; Q and the accumulator take 192 registers"),
     160: FlashConfig(
-        1, 12, 16, 1, "16 rows a warp from here on; models 0.65, and 0.64 with 8 warps"
+        1, 8, 32, 1, "16 rows a warp from here on; models as 12 warps of 16 keys, fewer barriers"
     ),
     192: FlashConfig(1, 8, 32, 1, "models 0.74, and 0.61 with 16 keys"),
     256: FlashConfig(1, 8, 16, 1, "Q's tile fills the 64 KB before the walk"),
@@ -167,10 +167,10 @@ FLASH_DROPOUT = {
     40: FlashConfig(2, 4, 64, 2, "models 0.65, and 0.57 with 32 keys"),
     80: FlashConfig(2, 4, 32, 2, "models 0.73; 64 keys would spill"),
 }
-# Rows of their own where a bias or mask is read four keys at a time.
-FLASH_QUADS = {
-    64: FlashConfig(2, 4, 48, 2, "a float16 bias models 0.71, and 0.69 with 64 keys"),
-    80: FlashConfig(2, 4, 32, 2, "a mask models 0.80, and 0.75 with 48 keys, which spill"),
+# A float32 bias waits in four registers for each 4 keys, where others take two or one.
+FLASH_FLOAT32_BIAS = {
+    64: FlashConfig(2, 4, 48, 2, "models 0.70; 64 keys spill, and model 0.62"),
+    80: FlashConfig(2, 4, 32, 2, "models 0.74; 48 keys spill, and model 0.70"),
 }
 _SMEM_UNIT = 128  # bytes: alignment of each buffer in Smem
 
@@ -180,15 +180,17 @@ def flash_config(head_dim: int, head_dim_v: int, options: FlashOptions = PLAIN) 
     row = _flash_row(head_dim, head_dim_v)
     if options.dropout:
         return FLASH_DROPOUT.get(row, FLASH[row])
-    if 4 in (options.bias_vec, options.mask_vec):
-        return FLASH_QUADS.get(row, FLASH[row])
+    if (options.bias, options.bias_vec) == ("float32", 4):
+        return FLASH_FLOAT32_BIAS.get(row, FLASH[row])
     return FLASH[row]
 
 
 def flash_longest_tile(head_dim: int, head_dim_v: int) -> int:
     """Return the most keys of a tile that these head dims have with any options."""
     row = _flash_row(head_dim, head_dim_v)
-    return max(rows[row].tile_k for rows in (FLASH, FLASH_DROPOUT, FLASH_QUADS) if row in rows)
+    return max(
+        rows[row].tile_k for rows in (FLASH, FLASH_DROPOUT, FLASH_FLOAT32_BIAS) if row in rows
+    )
 
 
 def _flash_row(head_dim: int, head_dim_v: int) -> int:

@@ -1,0 +1,53 @@
+// What the backward kernels are told besides their array pointers, and what they share through scratch memory.
+//
+// Shapes: as in params.cuh, and dout (B, Sq, H, Dv), dlse (B, H, Sq), dq, dk and dv like q, k and v. Scratch, float32:
+//   stats    (B, H, rows_padded / 2, {L, L', delta, delta'}): the statistics of two rows in 16 bytes
+//   dq_acc   (B, H, rows_padded / 16, D / 8, 4, 32): dq / softmax_scale as accumulator fragments of mma.m16n8k8, so that
+//            a warp's atomic additions cover whole 128-byte lines
+#pragma once
+
+#include "params.cuh"
+
+// Field for field the structured dtype BACKWARD_PARAMS of cupyattn/kernels/registry.py.
+struct BackwardParams {
+  AttentionParams attention;  // of the forward; out and lse are inputs here
+  Strides dout, dlse, dq, dk, dv;
+  ScoreStrides dbias;  // of what the kernels write: dbias itself, or a float32 scratch
+  int64 dsinks_stride;
+  int64 zeroed;  // floats of scratch that must be zero before the additions
+  int batch;
+  int rows_padded;  // Sq, rounded up to a multiple of kRowPad
+  int accumulate;   // gradients are added to what their arrays hold
+  float scale;      // softmax_scale
+};
+static_assert(sizeof(BackwardParams) == BACKWARD_PARAMS_BYTES, "cupyattn/kernels/registry.py describes another struct");
+
+constexpr int kRowPad = 64;  // a multiple of every tile of query rows
+
+// dq_acc's tile of 16 rows that begins at `row`.
+template <int kChunks>
+__device__ __forceinline__ int64 accumulator_offset(const BackwardParams& params, int batch, int head, int row) {
+  const int64 flat = (static_cast<int64>(batch) * params.attention.heads + head) * params.rows_padded + row;
+  return flat * (kChunks * 8);
+}
+
+// Where a CTA works that owns keys: a run of keys of one key-value head. The grid is flat, as for query rows. Under
+// causal order earlier keys are seen by more queries: they start first.
+struct KeyPlace {
+  int batch, kv_head, first_key;
+
+  __device__ __forceinline__ KeyPlace(const AttentionParams& params, int keys_per_cta) {
+    const int tiles = div_up(params.sk, keys_per_cta);
+    const int kv_heads = params.heads / params.group;
+    const int sequence = blockIdx.x / tiles;
+    first_key = blockIdx.x % tiles * keys_per_cta;
+    kv_head = sequence % kv_heads;
+    batch = sequence / kv_heads;
+  }
+};
+
+// Round once, after adding what is there.
+template <typename Scalar>
+__device__ __forceinline__ void store_gradient(Scalar* at_g, float x, const BackwardParams& params) {
+  *at_g = from_float<Scalar>(params.accumulate ? to_float(*at_g) + x : x);
+}

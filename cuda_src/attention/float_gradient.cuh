@@ -1,0 +1,144 @@
+// A tile of scores of the float32 backward, from staged slices of its operands to P and dS in registers:
+//
+//   s = softmax_scale * q . k (+ options),   p = exp(s - lse),   ds = p (keep dout . v - delta)
+//
+// (Dao et al., arXiv:2205.14135, appendix B.2; single_score.cuh has the same for one score.)
+#pragma once
+
+#if !defined(BIAS) || !defined(MASK) || !defined(SLOPES) || !defined(SOFTCAP) || !defined(DROPOUT)
+#error "BIAS, MASK, SLOPES, SOFTCAP and DROPOUT come from a launch-configuration table"
+#endif
+#include "backward_params.cuh"
+#include "register_products.cuh"
+#include "single_score.cuh"
+
+struct FloatTraits {
+  using Scalar = DTYPE;
+  using Options = ScoreOptions<BIAS, 1, MASK, SLOPES, SOFTCAP>;
+  static constexpr int kHeadDim = HEAD_DIM;
+  static constexpr int kHeadDimV = HEAD_DIM_V;
+  static constexpr int kVec = VEC;
+  static constexpr int kTileQ = TILE_Q;
+  static constexpr int kTileK = TILE_K;
+  static constexpr int kPaddedDim = round_up(kHeadDim, 4 * kThreadColumns);
+  static constexpr int kPaddedDimV = round_up(kHeadDimV, 4 * kThreadColumns);
+  using QStage = ColumnStage<Scalar, kTileQ, kHeadDim, kVec>;
+  using KStage = ColumnStage<Scalar, kTileK, kHeadDim, kVec>;
+  using DoutStage = ColumnStage<Scalar, kTileQ, kHeadDimV, kVec>;
+  using VStage = ColumnStage<Scalar, kTileK, kHeadDimV, kVec>;
+  static constexpr int kSliceFloats = QStage::kFloats + KStage::kFloats;
+  static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
+};
+
+// Scores of kTileQ queries by kTileK keys, as the options of the scores take them.
+struct FloatScores : Product<FloatTraits::kTileQ, FloatTraits::kTileK> {
+  template <typename Body>
+  __device__ __forceinline__ void for_each_pair(Body body) {
+#pragma unroll
+    for (int m = 0; m < kThreadM; m++) {
+#pragma unroll
+      for (int n = 0; n < kThreadN; n += 2) body(&c[m][n], row_of(m), column_of(n));
+    }
+  }
+};
+
+// What the gradients of one head's scores need besides the products.
+struct HeadScores {
+  const BackwardParams& params;
+  const KeyWindow& window;
+  const FloatTraits::Options& options;
+  const float *lse_g, *delta_g;  // of row 0
+
+  // From products to the weights of the values, dropout's factor included, and the gradients of the products. `write`
+  // gets each score's own gradient: write(ds, row, key).
+  template <typename Write>
+  __device__ __forceinline__ void turn_to_gradients(FloatScores& s, FloatScores& dp, int first_row, int first_key,
+                                                    Write write) const {
+    const AttentionParams& forward = params.attention;
+    FloatScores slope;
+    if (SOFTCAP) {
+      slope = s;
+      slope.for_each_pair([&](float* pair, int, int) {
+        pair[0] = softcap_slope(pair[0], forward.scores);
+        pair[1] = softcap_slope(pair[1], forward.scores);
+      });
+    }
+    options.template apply<true>(s, first_row, first_key);
+#pragma unroll
+    for (int m = 0; m < FloatScores::kThreadM; m++) {
+      const int row = first_row + FloatScores::row_of(m);
+      const bool exists = row < forward.sq;
+      const KeyRange visible = window.of_row(row);
+      const RowSums sums(exists ? lse_g[row * forward.lse.seq] : -kInfinity, exists ? delta_g[row] : 0.f);
+#pragma unroll
+      for (int n = 0; n < FloatScores::kThreadN; n++) {
+        const int key = first_key + FloatScores::column_of(n);
+        const bool seen = exists && visible.contains(key) && s.c[m][n] != -kInfinity;
+        const float keep = DROPOUT ? dropout_factor(forward.scores, options.batch, options.head, row, key) : 1.f;
+        const float p = seen ? sums.weight(s.c[m][n] * kLog2E) : 0.f;
+        const float ds = seen ? p * (keep * dp.c[m][n] - sums.delta) : 0.f;
+        if (seen) write(ds, row, key);
+        s.c[m][n] = p * keep;
+        dp.c[m][n] = SOFTCAP ? ds * slope.c[m][n] : ds;
+      }
+    }
+  }
+};
+
+// scores += A B^T over kCols columns, of which the CTA stages kDepth at a time.
+template <int kCols, typename StageA, typename StageB>
+__device__ __forceinline__ void multiply_columns(FloatScores& scores, float* stage_s, const FloatTraits::Scalar* a_g,
+                                                 int64 a_stride, int a_rows, const FloatTraits::Scalar* b_g,
+                                                 int64 b_stride, int b_rows) {
+  StageA a;
+  StageB b;
+  a.fetch(a_g, a_stride, a_rows, 0);
+  b.fetch(b_g, b_stride, b_rows, 0);
+  scores.clear();
+#pragma unroll 1
+  for (int first = 0; first < kCols; first += kDepth) {
+    __syncthreads();  // stage: the previous one has been read
+    a.store(stage_s);
+    b.store(stage_s + StageA::kFloats);
+    __syncthreads();  // stage: this one has been written
+    if (first + kDepth < kCols) {
+      a.fetch(a_g, a_stride, a_rows, first + kDepth);
+      b.fetch(b_g, b_stride, b_rows, first + kDepth);
+    }
+    scores.add<StageA::kStride, StageB::kStride>(stage_s, stage_s + StageA::kFloats, min(kDepth, kCols - first));
+  }
+}
+
+// product += W^T R for kWeightRows rows R, of which the CTA stages kDepth at a time; the weights (kWeightRows,
+// kStride) have been written to shared memory by all threads.
+template <int kWeightRows, int kStride, typename Stage, typename Result>
+__device__ __forceinline__ void multiply_rows(Result& product, float* stage_s, const float* weights_s,
+                                              const FloatTraits::Scalar* rows_g, int64 row_stride, int rows) {
+  Stage stage;
+  stage.fetch(rows_g, row_stride, rows);
+#pragma unroll 1
+  for (int first = 0; first < kWeightRows; first += kDepth) {
+    __syncthreads();  // stage: the previous one has been read; weights: written
+    stage.store(stage_s);
+    __syncthreads();  // stage: this one has been written
+    const int next = first + kDepth;
+    if (next < kWeightRows) stage.fetch(rows_g + next * row_stride, row_stride, rows - next);
+    product.template add<kStride, Stage::kStride>(weights_s + first * kStride, stage_s, kDepth);
+  }
+}
+
+// Round and store what exists of a result whose rows are those of an array from rows_g on.
+template <int kCols, typename Result>
+__device__ __forceinline__ void store_product(const Result& product, FloatTraits::Scalar* rows_g, int64 row_stride,
+                                              int rows, float factor, const BackwardParams& params) {
+#pragma unroll
+  for (int m = 0; m < Result::kThreadM; m++) {
+    const int row = Result::row_of(m);
+    if (row >= rows) continue;
+#pragma unroll
+    for (int n = 0; n < Result::kThreadN; n++) {
+      const int col = Result::column_of(n);
+      if (col < kCols) store_gradient(rows_g + row * row_stride + col, factor * product.c[m][n], params);
+    }
+  }
+}

@@ -1,0 +1,75 @@
+// Dropout's mask for a tile of scores, as AND masks of packed fragments: the one that the forward drew.
+#pragma once
+
+#include "../common/philox.cuh"
+#include "params.cuh"
+#include "score_grid.cuh"
+
+struct ScorePlace {
+  int batch, head, first_row, first_key;  // first_key is a multiple of 16, of 32 for 32 keys along m16
+};
+
+// Queries along m16: as in the forward, the four words of a call serve the eight scores that a thread holds of one row
+// in 32 keys.
+template <typename Grid>
+__device__ __forceinline__ void draw_kept_along_n(typename Grid::Packed& kept, const ScoreParams& params,
+                                                  const ScorePlace& place) {
+#pragma unroll
+  for (int i = 0; i < Grid::kMTiles; i++) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+      for (int n = 0; n < Grid::kNTiles; n += 2) {  // a tile may begin in the middle of 32 keys, not of 16
+        const int key = place.first_key + Grid::key_of(n, i, 0);
+        const Philox4 words =
+            dropout_words(params.seed, place.batch, place.head, place.first_row + Grid::row_of(n, i, 2 * half), key);
+        const bool upper = key % 32 >= 16;
+#pragma unroll
+        for (int next = 0; next < 2; next++) {
+          const uint32 word = upper ? words.word[2 + next] : words.word[next];
+          kept[n + next][i][half] = halves_mask((word & 0xffffu) >= params.keep_from, (word >> 16) >= params.keep_from);
+        }
+      }
+    }
+  }
+}
+
+// Keys along m16: a thread holds every eighth key of two queries, so its keys have one parity and take one half of each
+// word. The lanes of neighbouring keys share their calls: the even key's lane makes that of the first query, the odd
+// key's lane that of the second, and each hands over the halves that the other needs.
+template <typename Grid>
+__device__ __forceinline__ void draw_kept_along_m(typename Grid::Packed& kept, const ScoreParams& params,
+                                                  const ScorePlace& place) {
+  constexpr int kLanesPerKey = 4;
+  constexpr uint32 kLowHalves = 0x5410, kHighHalves = 0x7632;  // selectors of prmt
+  const bool odd = lane_index() / kLanesPerKey % 2;
+  const bool upper = Grid::kMTiles == 1 && place.first_key % 32 >= 16;
+#pragma unroll
+  for (int n = 0; n < Grid::kNTiles; n++) {
+    const int row = place.first_row + Grid::along_n(n, odd);
+    const int key = place.first_key + Grid::along_m(0, 0);
+    const Philox4 words = dropout_words(params.seed, place.batch, place.head, row, key);
+#pragma unroll
+    for (int i = 0; i < Grid::kMTiles; i++) {  // words 2 i and 2 i + 1 serve keys 16 i + lane / 4 and 8 more
+      const uint32 first = upper ? words.word[2] : words.word[2 * i];
+      const uint32 second = upper ? words.word[3] : words.word[2 * i + 1];
+      const uint32 mine = __byte_perm(first, second, odd ? kHighHalves : kLowHalves);
+      const uint32 given = __byte_perm(first, second, odd ? kLowHalves : kHighHalves);
+      const uint32 taken = __shfl_xor_sync(kFullWarp, given, kLanesPerKey);
+      const uint32 of_first_row = odd ? taken : mine, of_second_row = odd ? mine : taken;
+      kept[n][i][0] =
+          halves_mask((of_first_row & 0xffffu) >= params.keep_from, (of_second_row & 0xffffu) >= params.keep_from);
+      kept[n][i][1] = halves_mask((of_first_row >> 16) >= params.keep_from, (of_second_row >> 16) >= params.keep_from);
+    }
+  }
+}
+
+template <typename Grid>
+__device__ __forceinline__ void draw_kept(typename Grid::Packed& kept, const ScoreParams& params,
+                                          const ScorePlace& place) {
+  if constexpr (Grid::kKeys == Along::kM16) {
+    draw_kept_along_m<Grid>(kept, params, place);
+  } else {
+    draw_kept_along_n<Grid>(kept, params, place);
+  }
+}

@@ -1,0 +1,169 @@
+// From a tile of products q . k and dout . v to P and dS, packed for the tensor cores (FlashAttention, Dao et al.,
+// arXiv:2205.14135, appendix B.2):
+//
+//   s = softmax_scale * q . k, or softcap * tanh(.) of it, + bias + ALiBi;   P = exp(s - lse), 0 where masked
+//   dS = P * (dP - delta), with dropout P * (kept / (1 - p) * dP - delta);   dbias = dS;   then dS *= 1 - tanh^2
+//
+// Each option is a compile-time switch; an absent array's dtype is void. What is hidden is cut out of the packed
+// results, not out of the scores: so a NaN in a row's statistics reaches the keys that the row sees, and no other. (It
+// reaches dQ and dK always; dV, where P alone counts, if there is a bias, which may hold NaN on purpose.)
+#pragma once
+
+#include "../common/vec.cuh"
+#include "kept_scores.cuh"
+#include "resident_rows.cuh"
+#include "row_statistics.cuh"
+#include "score_options.cuh"
+
+template <typename Bias_, bool kMask_, typename Slopes_, bool kSoftcap_, bool kDropout_, typename Dbias_,
+          bool kDbiasAdd_>
+struct GradientOptions {
+  using Bias = Bias_;
+  using Slopes = Slopes_;
+  using Dbias = Dbias_;
+  static constexpr bool kMask = kMask_, kSoftcap = kSoftcap_, kDropout = kDropout_, kDbiasAdd = kDbiasAdd_;
+  // Without a pass of their own over the scores, the scale rides on the exponential's FMA.
+  static constexpr bool kPass = kGiven<Bias> || kGiven<Slopes> || kSoftcap;
+};
+
+// float16 of x * 2^112 and y * 2^112 for 0 <= x, y <= 65504 * 2^-112: nearest, ties away, by two shifts and a byte
+// permute where conversions would go to Turing's slowest pipe. Below 2^-14 of the shifted scale x is 0 already. A NaN
+// becomes 0, or with kKeepsNan a NaN, for an instruction more each.
+template <bool kKeepsNan>
+__device__ __forceinline__ uint32 pack_shifted(float x, float y) {
+  constexpr uint32 kNanBits = 0x0fff0000u;  // of a NaN in float16, before the shift
+  const uint32 x_bits = kKeepsNan ? min(__float_as_uint(x), kNanBits) : __float_as_uint(x);
+  const uint32 y_bits = kKeepsNan ? min(__float_as_uint(y), kNanBits) : __float_as_uint(y);
+  return prmt_high_halves(x_bits * 8u + 0x8000u, y_bits * 8u + 0x8000u);
+}
+
+struct OptionArrays {
+  const void *bias_g, *mask_g, *slopes_g;
+  void* dbias_g;
+};
+
+template <typename Item>
+__device__ __forceinline__ Item* score_item(Item* array_g, const ScoreStrides& strides, const ScorePlace& place,
+                                            int row, int key) {
+  return array_g + place.batch * strides.batch + place.head * strides.head + (place.first_row + row) * strides.row +
+         (place.first_key + key) * strides.key;
+}
+
+// The options of one tile; rows and keys are the tile's.
+template <typename Options>
+struct ScoreTile {
+  const BackwardParams& params;
+  const KeyWindow& window;
+  const OptionArrays& arrays;
+  ScorePlace place;
+  float slope_log2, distance;  // ALiBi: of the head, and between the tile's first row and first key
+
+  __device__ __forceinline__ ScoreTile(const BackwardParams& all, const KeyWindow& seen, const OptionArrays& options,
+                                       const ScorePlace& at, int64 q_offset)
+      : params(all), window(seen), arrays(options), place(at) {
+    if constexpr (kGiven<typename Options::Slopes>) {
+      const ScoreParams& scores = params.attention.scores;
+      const int64 item = place.batch * scores.slopes_batch + place.head * scores.slopes_head;
+      slope_log2 = to_float(static_cast<const typename Options::Slopes*>(arrays.slopes_g)[item]) * kLog2E;
+      // Beyond 2^24 not every whole number is a float32; no array is that long.
+      distance = static_cast<float>(place.first_row + q_offset - place.first_key);
+    }
+  }
+
+  __device__ __forceinline__ bool exists(int row, int key) const {
+    return place.first_row + row < params.attention.sq && place.first_key + key < params.attention.sk;
+  }
+
+  __device__ __forceinline__ bool visible(int row, int key) const {
+    bool seen = window.of_row(place.first_row + row).contains(place.first_key + key);
+    if constexpr (Options::kMask) {
+      const auto* mask_g = static_cast<const unsigned char*>(arrays.mask_g);
+      seen = seen && exists(row, key) && *score_item(mask_g, params.attention.scores.mask, place, row, key);
+    }
+    return seen;
+  }
+
+  // The exponent of P * 2^kShiftedLog2, for a row with statistic l.
+  __device__ __forceinline__ float exponent(float product, int row, int key, float l) const {
+    const ScoreParams& scores = params.attention.scores;
+    if constexpr (!Options::kPass) return __fmaf_rn(product, params.attention.scale_log2, -l);
+    float s_log2 = Options::kSoftcap ? softcapped(product, scores.softcap_in, scores.softcap * kLog2E)
+                                     : product * params.attention.scale_log2;
+    if constexpr (kGiven<typename Options::Bias>) {
+      const auto* bias_g = static_cast<const typename Options::Bias*>(arrays.bias_g);
+      const float bias = exists(row, key) ? to_float(*score_item(bias_g, scores.bias, place, row, key)) : 0.f;
+      s_log2 = __fmaf_rn(bias, kLog2E, s_log2);
+    }
+    if constexpr (kGiven<typename Options::Slopes>) {
+      s_log2 = __fmaf_rn(-slope_log2, fabsf(distance + static_cast<float>(row - key)), s_log2);
+    }
+    return s_log2 - l;
+  }
+
+  // d(softcap * tanh(y)) / dy / softcap = 1 - tanh^2 y = 4 r (1 - r) with r = 1 / (1 + exp(2 y)).
+  __device__ __forceinline__ float softcap_slope(float product) const {
+    const float r = rcp_approx(1.f + ex2_approx(product * params.attention.scores.softcap_in));
+    return 4.f * __fmaf_rn(-r, r, r);
+  }
+
+  __device__ __forceinline__ void write_dbias(int row, int key, float ds) const {
+    using Dbias = typename Options::Dbias;
+    if (!exists(row, key)) return;
+    const bool seen = visible(row, key);
+    Dbias* item_g = score_item(static_cast<Dbias*>(arrays.dbias_g), params.dbias, place, row, key);
+    if constexpr (Options::kDbiasAdd) {
+      if (seen) atomicAdd(item_g, ds);
+    } else {
+      const float sum = (seen ? ds : 0.f) + (params.accumulate ? to_float(*item_g) : 0.f);
+      *item_g = from_float<Dbias>(sum);
+    }
+  }
+};
+
+// `statistics` has l(n, i, e) and delta(n, i, e). `s` and `dp` come as products and are used up.
+template <typename Grid, typename Options, typename Statistics>
+__device__ __forceinline__ void score_gradients(typename Grid::Packed& p, typename Grid::Packed& ds,
+                                                typename Grid::Fragment& s, typename Grid::Fragment& dp,
+                                                const Statistics& statistics, const ScoreTile<Options>& tile,
+                                                bool masked) {
+  typename Grid::Packed kept;
+  if constexpr (Options::kDropout) draw_kept<Grid>(kept, tile.params.attention.scores, tile.place);
+
+  Grid::for_each_pair([&](int n, int i, int half) {
+    float shifted_p[2], slope[2] = {1.f, 1.f};
+#pragma unroll
+    for (int at = 0; at < 2; at++) {
+      const int e = 2 * half + at;
+      const int row = Grid::row_of(n, i, e), key = Grid::key_of(n, i, e);
+      if (Options::kSoftcap) slope[at] = tile.softcap_slope(s[n][i][e]);
+      shifted_p[at] = ex2_approx(tile.exponent(s[n][i][e], row, key, statistics.l(n, i, e)));
+      float unshift = kUnshifted;
+      if (Options::kDropout) {
+        const bool keeps = kept[n][i][half] >> (16 * at) & 1u;
+        unshift = keeps ? kUnshifted * tile.params.attention.scores.keep_scale : 0.f;
+      }
+      dp[n][i][e] = shifted_p[at] * __fmaf_rn(dp[n][i][e], unshift, -statistics.delta(n, i, e));
+    }
+    p[n][i][half] = pack_shifted<kGiven<typename Options::Bias>>(shifted_p[0], shifted_p[1]);
+    if (Options::kDropout) p[n][i][half] &= kept[n][i][half];
+    ds[n][i][half] = pack_halves(dp[n][i][2 * half] * slope[0], dp[n][i][2 * half + 1] * slope[1]);
+  });
+
+  if (Options::kMask || masked) {
+    Grid::for_each_pair([&](int n, int i, int half) {
+      const int first = 2 * half, second = first + 1;
+      const uint32 seen = halves_mask(tile.visible(Grid::row_of(n, i, first), Grid::key_of(n, i, first)),
+                                      tile.visible(Grid::row_of(n, i, second), Grid::key_of(n, i, second)));
+      p[n][i][half] &= seen;
+      ds[n][i][half] &= seen;
+    });
+  }
+  if constexpr (kGiven<typename Options::Dbias>) {
+    Grid::for_each_pair([&](int n, int i, int half) {
+#pragma unroll
+      for (int e = 2 * half; e < 2 * half + 2; e++) {
+        tile.write_dbias(Grid::row_of(n, i, e), Grid::key_of(n, i, e), dp[n][i][e]);
+      }
+    });
+  }
+}

@@ -1,0 +1,366 @@
+"""Launch configurations of the tensor-core backward of attention, for sm_75."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from cupyattn.kernels.arch import WARP_SIZE
+from cupyattn.kernels.configs.dtypes import STORAGE
+from cupyattn.kernels.registry import (
+    ATTENTION_BACKWARD_CONVERT,
+    ATTENTION_BACKWARD_DBIAS,
+    ATTENTION_BACKWARD_DELTA,
+    ATTENTION_BACKWARD_DKDV,
+    ATTENTION_BACKWARD_DKDV_PAIRED,
+    ATTENTION_BACKWARD_DQ,
+    ATTENTION_BACKWARD_DSINKS,
+    ATTENTION_PARAMS,
+    BACKWARD_PARAMS,
+    DBIAS_PARAMS,
+)
+from cupyattn.kernels.spec import Specialisation
+
+ROW_PAD = 64
+"""Rows per head in scratch memory are a multiple of this (kRowPad in backward_params.cuh)."""
+
+_STRUCTS = {
+    "PARAMS_BYTES": ATTENTION_PARAMS.itemsize,
+    "BACKWARD_PARAMS_BYTES": BACKWARD_PARAMS.itemsize,
+}
+_SMEM_UNIT = 128  # bytes: alignment of each buffer in Smem
+_FLOAT = 4  # bytes
+_THREADS = 256  # of the kernels that stream through memory
+
+
+class BackwardOptions(NamedTuple):
+    """Which options a call has; dtype names of arrays, "void" for those it has not.
+
+    dbias names what the kernel writes: the bias's dtype, or float32 for scratch memory; with
+    dbias_add it adds there atomically.
+    """
+
+    bias: str = "void"
+    mask: bool = False
+    slopes: str = "void"
+    softcap: bool = False
+    dropout: bool = False
+    dbias: str = "void"
+    dbias_add: bool = False
+
+
+PLAIN = BackwardOptions()
+
+
+@dataclass(frozen=True)
+class DkdvConfig:
+    """One CTA per warps * m_tiles * 16 keys; tile_q queries a tile, 8 * sub_q of them at once."""
+
+    m_tiles: int
+    warps: int
+    tile_q: int
+    sub_q: int
+    dq_row_warps: int
+    ctas_per_sm: int
+    reason: str
+
+    @property
+    def tile_keys(self) -> int:
+        """Keys per CTA."""
+        return self.warps * self.m_tiles * 16
+
+
+@dataclass(frozen=True)
+class PairedConfig:
+    """One CTA per warps / 2 * 16 keys, each 16 of them of two warps; tile_q queries a tile."""
+
+    warps: int
+    tile_q: int
+    ctas_per_sm: int
+    reason: str
+
+    @property
+    def tile_keys(self) -> int:
+        """Keys per CTA."""
+        return self.warps // 2 * 16
+
+
+# In each table: the first row whose head dim is not below max(D, Dv). "Models" is the tensor
+# utilisation of the main loop on a T4 by a static model of the machine code (NVRTC 12.9.86,
+# 2026-11-20, +-0.05): no Turing card has been measured. Keys and values stay in registers with
+# their gradients, 3 registers for every two columns of 16 keys: 32 keys a warp to 64 columns, 16 to
+# 128, and beyond that 16 keys of two warps.
+ONE_PASS: dict[int, DkdvConfig | PairedConfig] = {
+    40: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.67, and 0.60 with 16 queries at once"),
+    64: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.67, and 0.63 as one CTA of 8 warps"),
+    80: DkdvConfig(
+        1, 8, 64, 1, 4, 1, "models 0.64; dQ divides evenly; 0.51 with tiles of 32 queries"
+    ),
+    96: DkdvConfig(1, 8, 64, 1, 1, 1, "models 0.68 and fills the 64 KB; 0.57 with 32 queries"),
+    128: DkdvConfig(1, 8, 32, 1, 2, 1, "models 0.64, and 0.58 with tiles of 16 queries"),
+    160: PairedConfig(8, 32, 1, "models 0.51 and 0.54, the warps of keys and those of values"),
+    192: PairedConfig(8, 32, 1, "models 0.56 and 0.65; 0.51 with tiles of 16 queries"),
+    256: PairedConfig(8, 16, 1, "models 0.51 and 0.57; K takes half of the 64 KB"),
+}
+DETERMINISTIC: dict[int, DkdvConfig | PairedConfig] = {
+    40: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.73, and 0.70 with 16 queries at once"),
+    64: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.75, and 0.70 with tiles of 16 queries"),
+    80: DkdvConfig(1, 8, 64, 1, 4, 1, "models 0.66, and 0.60 with tiles of 32 queries"),
+    96: DkdvConfig(1, 8, 64, 1, 2, 1, "models 0.67"),
+    128: DkdvConfig(1, 8, 32, 1, 1, 1, "models 0.67, and 0.55 as two CTAs of 4 warps"),
+    160: PairedConfig(8, 32, 1, "models 0.57, and 0.50 with tiles of 16 queries"),
+    192: PairedConfig(8, 32, 1, "models 0.58, and 0.54 with tiles of 16 queries"),
+    256: PairedConfig(8, 16, 1, "models 0.53; two tiles of 32 queries do not fit"),
+}
+
+
+def dkdv_config(head_dim: int, head_dim_v: int, one_pass: bool) -> DkdvConfig | PairedConfig:
+    """Return the table row for these head dims."""
+    largest = max(head_dim, head_dim_v)
+    table = ONE_PASS if one_pass else DETERMINISTIC
+    return next(config for limit, config in table.items() if largest <= limit)
+
+
+def tile_keys(head_dim: int, head_dim_v: int, one_pass: bool) -> int:
+    """Return the keys that one CTA of `dkdv` owns."""
+    return dkdv_config(head_dim, head_dim_v, one_pass).tile_keys
+
+
+@cache
+def dkdv(
+    head_dim: int,
+    head_dim_v: int,
+    vec: int,
+    one_pass: bool,
+    options: BackwardOptions = PLAIN,
+) -> Specialisation:
+    """Specialise the dK/dV kernel, which gathers dQ as well with `one_pass`."""
+    config = dkdv_config(head_dim, head_dim_v, one_pass)
+    shared_bytes = _dkdv_shared_bytes(config, head_dim, head_dim_v, one_pass)
+    macros: dict[str, int | str] = {
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_V": head_dim_v,
+        "WARPS": config.warps,
+        "TILE_Q": config.tile_q,
+        "ONE_PASS": _cpp_bool(one_pass),
+        "VEC": vec,
+        "MIN_CTAS": config.ctas_per_sm,
+        "SHARED_BYTES": shared_bytes,
+        **_STRUCTS,
+        **_option_macros(options),
+    }
+    spec = ATTENTION_BACKWARD_DKDV_PAIRED
+    if isinstance(config, DkdvConfig):
+        spec = ATTENTION_BACKWARD_DKDV
+        macros["M_TILES"] = config.m_tiles
+        macros["SUB_Q"] = config.sub_q
+        macros["DQ_ROW_WARPS"] = config.dq_row_warps
+    threads = config.warps * WARP_SIZE
+    return spec.specialise(threads=threads, shared_bytes=shared_bytes, **macros)
+
+
+def _option_macros(options: BackwardOptions) -> dict[str, str]:
+    return {
+        "BIAS": options.bias,
+        "MASK": _cpp_bool(options.mask),
+        "SLOPES": options.slopes,
+        "SOFTCAP": _cpp_bool(options.softcap),
+        "DROPOUT": _cpp_bool(options.dropout),
+        "DBIAS": options.dbias,
+        "DBIAS_ADD": _cpp_bool(options.dbias_add),
+    }
+
+
+def _dkdv_shared_bytes(
+    config: DkdvConfig | PairedConfig, head_dim: int, head_dim_v: int, one_pass: bool
+) -> int:
+    """Sum the walk's buffers, or K, or V (Smem in both sources, which assert it)."""
+    row, row_v = _round_up(head_dim, 8) * 2, _round_up(head_dim_v, 8) * 2  # bytes
+    keys = config.tile_keys
+    buffers = 1 if one_pass else 2
+    parts = [buffers * config.tile_q * row, buffers * config.tile_q * row_v]
+    if one_pass:
+        parts += [keys * row]
+    if one_pass or isinstance(config, PairedConfig):
+        parts += [keys * config.tile_q * 2]  # dS
+    if isinstance(config, PairedConfig):
+        parts += [keys * 16 * _FLOAT]  # S, 16 queries of it
+    walk = sum(_round_up(part, _SMEM_UNIT) for part in parts)
+    return _round_up(max(walk, keys * row, keys * row_v), _SMEM_UNIT)
+
+
+@dataclass(frozen=True)
+class DqConfig:
+    """One CTA per warps * m_tiles * 16 query rows; tile_k keys at a time."""
+
+    m_tiles: int
+    warps: int
+    tile_k: int
+    ctas_per_sm: int
+    reason: str
+
+    @property
+    def tile_rows(self) -> int:
+        """Query rows per CTA."""
+        return self.warps * self.m_tiles * 16
+
+
+DQ = {
+    40: DqConfig(2, 4, 48, 2, "models 0.77, and 0.71 with 32 keys"),
+    64: DqConfig(2, 4, 16, 2, "models 0.80 without a spill; 0.77 with 32 keys, which spill"),
+    80: DqConfig(2, 4, 16, 2, "models 0.79, and 0.60 with 16 rows a warp"),
+    96: DqConfig(2, 4, 16, 2, "models 0.64, and 0.61 with 16 rows a warp"),
+    128: DqConfig(1, 4, 32, 2, "models 0.70, and 0.60 as one CTA of 8 warps"),
+    160: DqConfig(1, 8, 16, 1, "models 0.61, and no more with 32 keys"),
+    192: DqConfig(1, 8, 16, 1, "models 0.64, and 0.60 as two CTAs of 4 warps"),
+    256: DqConfig(1, 8, 16, 1, "models 0.47: Q, dout and dQ alone are 256 registers, some spill"),
+}
+
+
+def dq_config(head_dim: int, head_dim_v: int) -> DqConfig:
+    """Return the table row for these head dims."""
+    largest = max(head_dim, head_dim_v)
+    return next(config for limit, config in DQ.items() if largest <= limit)
+
+
+def tile_rows(head_dim: int, head_dim_v: int) -> int:
+    """Return the query rows that one CTA of `dq` owns."""
+    return dq_config(head_dim, head_dim_v).tile_rows
+
+
+@cache
+def dq(
+    head_dim: int, head_dim_v: int, vec: int, options: BackwardOptions = PLAIN
+) -> Specialisation:
+    """Specialise the deterministic dQ kernel, which writes no dbias."""
+    config = dq_config(head_dim, head_dim_v)
+    shared_bytes = _dq_shared_bytes(config, head_dim, head_dim_v)
+    macros = _option_macros(options._replace(dbias="void", dbias_add=False))
+    return ATTENTION_BACKWARD_DQ.specialise(
+        threads=config.warps * WARP_SIZE,
+        shared_bytes=shared_bytes,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_V=head_dim_v,
+        M_TILES=config.m_tiles,
+        WARPS=config.warps,
+        TILE_K=config.tile_k,
+        VEC=vec,
+        MIN_CTAS=config.ctas_per_sm,
+        SHARED_BYTES=shared_bytes,
+        **_STRUCTS,
+        **{name: value for name, value in macros.items() if not name.startswith("DBIAS")},
+    )
+
+
+def _dq_shared_bytes(config: DqConfig, head_dim: int, head_dim_v: int) -> int:
+    """K and V twice, or Q, or dout (Smem in backward_dq.cu, which asserts it)."""
+    row, row_v = _round_up(head_dim, 8) * 2, _round_up(head_dim_v, 8) * 2  # bytes
+    walk = sum(_round_up(2 * config.tile_k * bytes_, _SMEM_UNIT) for bytes_ in (row, row_v))
+    return _round_up(max(walk, config.tile_rows * max(row, row_v)), _SMEM_UNIT)
+
+
+def _row_lanes(head_dim_v: int) -> int:
+    """Lanes that share a row of out: one for each 8 columns, a power of two from 8 on."""
+    return next(lanes for lanes in (8, 16, 32) if head_dim_v <= 8 * lanes)
+
+
+def delta_rows(head_dim_v: int) -> int:
+    """Return the rows that one CTA of `delta` takes."""
+    return _THREADS // _row_lanes(head_dim_v)
+
+
+@cache
+def delta(head_dim_v: int, vec: int) -> Specialisation:
+    """Specialise the kernel of the row statistics."""
+    return ATTENTION_BACKWARD_DELTA.specialise(
+        threads=_THREADS,
+        shared_bytes=0,
+        HEAD_DIM_V=head_dim_v,
+        THREADS=_THREADS,
+        ROW_LANES=_row_lanes(head_dim_v),
+        VEC=vec,
+        **_STRUCTS,
+    )
+
+
+def convert_rows(head_dim: int) -> int:
+    """Return the rows that one CTA of `convert` takes."""
+    return ROW_PAD
+
+
+@cache
+def convert(head_dim: int, vec: int) -> Specialisation:
+    """Specialise the kernel that rounds the one-pass dQ."""
+    return ATTENTION_BACKWARD_CONVERT.specialise(
+        threads=_THREADS,
+        shared_bytes=0,
+        HEAD_DIM=head_dim,
+        THREADS=_THREADS,
+        VEC=vec,
+        **_STRUCTS,
+    )
+
+
+def dbias_ctas(items: int, sums_keys: bool) -> int:
+    """Return the CTAs of `dbias` for that many items, each of a thread, or a warp to sum keys."""
+    return -(-items * (WARP_SIZE if sums_keys else 1) // _THREADS)
+
+
+@cache
+def dbias(dtype: str) -> Specialisation:
+    """Specialise the kernel that sums the scratch of dS to a dbias of that dtype."""
+    return ATTENTION_BACKWARD_DBIAS.specialise(
+        threads=_THREADS,
+        shared_bytes=0,
+        DTYPE=dtype,
+        THREADS=_THREADS,
+        DBIAS_PARAMS_BYTES=DBIAS_PARAMS.itemsize,
+        PARAMS_BYTES=ATTENTION_PARAMS.itemsize,
+    )
+
+
+@cache
+def dsinks(dtype: str) -> Specialisation:
+    """Specialise the kernel of the sinks' gradient, for sinks of that dtype."""
+    return ATTENTION_BACKWARD_DSINKS.specialise(
+        threads=_THREADS, shared_bytes=0, DTYPE=dtype, THREADS=_THREADS, **_STRUCTS
+    )
+
+
+def _cpp_bool(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _round_up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
+
+
+_EACH_OPTION = (
+    BackwardOptions(bias="float16", dbias="float16"),
+    BackwardOptions(bias="float32", dbias="float32", dbias_add=True),
+    BackwardOptions(mask=True),
+    BackwardOptions(slopes="float32"),
+    BackwardOptions(softcap=True),
+    BackwardOptions(dropout=True),
+)
+
+
+def catalogue() -> Iterator[Specialisation]:
+    """Yield every row at its largest head dim, with vector and scalar loads."""
+    for vec in (8, 1):
+        for head_dim in ONE_PASS:
+            yield delta(head_dim, vec)
+            yield convert(head_dim, vec)
+            for one_pass in (True, False):
+                yield dkdv(head_dim, head_dim, vec, one_pass)
+        for head_dim in DQ:
+            yield dq(head_dim, head_dim, vec)
+    for options in _EACH_OPTION:
+        yield dkdv(64, 64, 8, True, options)
+        if not options.dbias_add:
+            yield dq(64, 64, 8, options)
+    for dtype in STORAGE:
+        yield dbias(dtype)
+        yield dsinks(dtype)

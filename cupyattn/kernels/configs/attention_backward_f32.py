@@ -1,0 +1,165 @@
+"""Launch configurations of the float32 backward of attention, for sm_75."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from cupyattn.kernels.arch import WARP_SIZE
+from cupyattn.kernels.configs.attention import PLAIN, FlashOptions
+from cupyattn.kernels.registry import (
+    ATTENTION_BACKWARD_F32_DELTA,
+    ATTENTION_BACKWARD_F32_DKDV,
+    ATTENTION_BACKWARD_F32_DQ,
+    ATTENTION_PARAMS,
+    BACKWARD_PARAMS,
+)
+from cupyattn.kernels.spec import Specialisation
+
+DTYPES = ("float32", "bfloat16")
+VECTOR_ITEMS = 4
+"""Items of one load where rows are aligned to as many."""
+
+_THREADS = 128  # kProductThreads in register_products.cuh
+_DEPTH = 16  # kDepth there
+_COLUMN_UNIT = 64  # a group of 4 columns for each of 16 threads
+_FLOAT = 4  # bytes
+_STRUCTS = {
+    "PARAMS_BYTES": ATTENTION_PARAMS.itemsize,
+    "BACKWARD_PARAMS_BYTES": BACKWARD_PARAMS.itemsize,
+}
+
+
+@dataclass(frozen=True)
+class FloatConfig:
+    """One CTA of 128 threads per tile_k keys (dk, dv) or tile_q queries (dq)."""
+
+    tile_q: int
+    tile_k: int
+    ctas_per_sm: int
+    reason: str
+
+
+# The first row whose head dim is not below max(D, Dv).
+DKDV = {
+    64: FloatConfig(64, 64, 2, "8 x 4 scores a thread: 12 words of shared memory feed 32 FFMAs"),
+    128: FloatConfig(64, 64, 2, "as for 64; dK and dV take 128 registers"),
+    256: FloatConfig(64, 32, 2, "half the keys: dK and dV take 128 registers again"),
+}
+DQ = {
+    64: FloatConfig(64, 64, 2, "as dK and dV"),
+    128: FloatConfig(64, 64, 2, "as dK and dV"),
+    256: FloatConfig(32, 64, 2, "half the queries: dQ takes 64 registers"),
+}
+
+
+def dkdv_config(head_dim: int, head_dim_v: int) -> FloatConfig:
+    """Return the table row of dk and dv for these head dims."""
+    largest = max(head_dim, head_dim_v)
+    return next(config for limit, config in DKDV.items() if largest <= limit)
+
+
+def dq_config(head_dim: int, head_dim_v: int) -> FloatConfig:
+    """Return the table row of dq for these head dims."""
+    largest = max(head_dim, head_dim_v)
+    return next(config for limit, config in DQ.items() if largest <= limit)
+
+
+DELTA_ROWS = 8
+"""Rows that one CTA of `delta` takes, a warp each."""
+
+
+@cache
+def delta(dtype: str, head_dim_v: int) -> Specialisation:
+    """Specialise the kernel of delta."""
+    threads = DELTA_ROWS * WARP_SIZE
+    return ATTENTION_BACKWARD_F32_DELTA.specialise(
+        threads=threads,
+        shared_bytes=0,
+        DTYPE=dtype,
+        HEAD_DIM_V=head_dim_v,
+        THREADS=threads,
+        **_STRUCTS,
+    )
+
+
+@cache
+def dkdv(
+    dtype: str, head_dim: int, head_dim_v: int, vec: int, options: FlashOptions, dbias: str
+) -> Specialisation:
+    """Specialise the kernel of dk and dv; `dbias` is the dtype that it writes, or "void"."""
+    config = dkdv_config(head_dim, head_dim_v)
+    return ATTENTION_BACKWARD_F32_DKDV.specialise(
+        threads=_THREADS,
+        shared_bytes=0,
+        SHARED_BYTES=_shared_bytes(config, max(head_dim, head_dim_v)),
+        DBIAS=dbias,
+        **_macros(dtype, head_dim, head_dim_v, vec, options, config),
+        **_STRUCTS,
+    )
+
+
+@cache
+def dq(
+    dtype: str, head_dim: int, head_dim_v: int, vec: int, options: FlashOptions
+) -> Specialisation:
+    """Specialise the kernel of dq."""
+    config = dq_config(head_dim, head_dim_v)
+    return ATTENTION_BACKWARD_F32_DQ.specialise(
+        threads=_THREADS,
+        shared_bytes=0,
+        SHARED_BYTES=_shared_bytes(config, head_dim),
+        **_macros(dtype, head_dim, head_dim_v, vec, options, config),
+        **_STRUCTS,
+    )
+
+
+def _macros(
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    vec: int,
+    options: FlashOptions,
+    config: FloatConfig,
+) -> dict[str, int | str]:
+    return {
+        "DTYPE": dtype,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_V": head_dim_v,
+        "TILE_Q": config.tile_q,
+        "TILE_K": config.tile_k,
+        "VEC": vec,
+        "MIN_CTAS": config.ctas_per_sm,
+        "BIAS": options.bias,
+        "MASK": _cpp_bool(options.mask),
+        "SLOPES": options.slopes,
+        "SOFTCAP": _cpp_bool(options.softcap),
+        "DROPOUT": _cpp_bool(options.dropout),
+    }
+
+
+def _shared_bytes(config: FloatConfig, columns: int) -> int:
+    """Sum one stage, of slices or of rows, and the weights (the sources assert it)."""
+    slices = _DEPTH * (config.tile_q + 4 + config.tile_k + 4)
+    rows = _DEPTH * -(-columns // _COLUMN_UNIT) * _COLUMN_UNIT
+    return _FLOAT * (max(slices, rows) + config.tile_q * config.tile_k)
+
+
+def _cpp_bool(value: bool) -> str:
+    return "true" if value else "false"
+
+
+_EVERYTHING = FlashOptions(bias="float32", mask=True, slopes="float32", softcap=True, dropout=True)
+
+
+def catalogue() -> Iterator[Specialisation]:
+    """Yield every row at its largest head dim, with vector and scalar loads; all options at 64."""
+    for dtype in DTYPES:
+        for head_dim in DKDV:
+            yield delta(dtype, head_dim)
+            for vec in (VECTOR_ITEMS, 1):
+                yield dkdv(dtype, head_dim, head_dim, vec, PLAIN, "void")
+                yield dq(dtype, head_dim, head_dim, vec, PLAIN)
+    yield dkdv("float32", 64, 64, VECTOR_ITEMS, _EVERYTHING, "float32")
+    yield dq("float32", 64, 64, VECTOR_ITEMS, _EVERYTHING)

@@ -1,0 +1,177 @@
+"""The launches of the tensor-core backward: one pass with atomic additions, or two without."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyattn.arrays import Layout
+from cupyattn.kernels.configs import attention_backward as flash
+from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
+from cupyattn.kernels.registry import DBIAS_PARAMS
+from cupyattn.ops.attention import score_options
+from cupyattn.ops.attention_backward_params import backward_params
+from cupyattn.ops.attention_backward_steps import Plan, Step, lay_out_scratch, spanning
+from cupyattn.ops.attention_params import score_strides
+from cupyattn.ops.attention_problem import AttentionProblem
+
+_FLOAT32 = np.dtype(np.float32)
+_VECTOR_ARRAYS = ("q", "k", "v", "out", "dout")
+
+
+class _Dbias(NamedTuple):
+    """What the kernel of dk and dv writes the bias's gradient to, and how."""
+
+    target: Layout
+    scratch: bool
+    """Whether that is scratch, which another kernel sums up to dbias; else it is dbias."""
+    adds: bool
+    """Whether several CTAs add to one item, atomically."""
+
+
+def flash_plan(
+    problem: AttentionProblem,
+    results: dict[str, Layout],
+    start_of: dict[str, int],
+    *,
+    deterministic: bool,
+    accumulate: bool,
+) -> Plan:
+    """Choose the kernels of a call and fill in their parameters."""
+    rows_padded = _round_up(max(problem.sq, 1), flash.ROW_PAD)  # whole CTAs of the first kernel
+    rows = problem.batch * problem.heads * rows_padded
+    dbias = _dbias(problem, results, deterministic) if "dbias" in results else None
+
+    to_zero = {} if deterministic else {"dq_acc": rows * _round_up(problem.head_dim, 8)}
+    if dbias is not None and dbias.scratch:
+        to_zero["scratch"] = math.prod(dbias.target.shape)
+    stats, *others = lay_out_scratch({"stats": 2 * rows, **to_zero})
+    zeroed = spanning("zeroed", tuple(others))
+
+    params = backward_params(
+        problem,
+        results,
+        accumulate=accumulate,
+        dbias=None if dbias is None else dbias.target,
+        zeroed=sum(piece.items for piece in zeroed),
+        rows_padded=rows_padded,
+    )
+    vec = _vector_items(problem, results, start_of)
+    steps = _gradient_steps(problem, vec, dbias, deterministic, rows, params)
+    if dbias is not None and dbias.scratch:
+        steps.append(_dbias_step(problem, results["dbias"], dbias, accumulate))
+    if "dsinks" in results:
+        dsinks = flash.dsinks(results["dsinks"].dtype.name)
+        steps.append(Step(dsinks, problem.heads, params))
+    # Tiles that no query sees are skipped, and with them their part of dbias.
+    skipped = dbias is not None and not dbias.scratch and not accumulate
+    return Plan(tuple(steps), (stats, *others, *zeroed), ("dbias",) if skipped else ())
+
+
+def _gradient_steps(
+    problem: AttentionProblem,
+    vec: int,
+    dbias: _Dbias | None,
+    deterministic: bool,
+    rows: int,
+    params: Any,
+) -> list[Step]:
+    """Return the launches for the row statistics, dk, dv and dq."""
+    dims = problem.head_dim, problem.head_dim_v
+    options = _options(problem)
+    with_dbias = options
+    renamed: tuple[tuple[str, str], ...] = ()
+    if dbias is not None:
+        with_dbias = options._replace(dbias=dbias.target.dtype.name, dbias_add=dbias.adds)
+        renamed = (("dbias", "scratch"),) if dbias.scratch else ()
+
+    one_pass = not deterministic
+    key_tiles = -(-problem.sk // flash.tile_keys(*dims, one_pass))
+    steps = [
+        Step(
+            flash.delta(problem.head_dim_v, vec),
+            -(-rows // flash.delta_rows(problem.head_dim_v)),
+            params,
+        ),
+        Step(
+            flash.dkdv(*dims, vec, one_pass, with_dbias),
+            problem.batch * problem.kv_heads * key_tiles,
+            params,
+            renamed,
+        ),
+    ]
+    if one_pass:
+        convert_ctas = -(-rows // flash.convert_rows(problem.head_dim))
+        return [*steps, Step(flash.convert(problem.head_dim, vec), convert_ctas, params)]
+    row_tiles = -(-problem.sq // flash.tile_rows(*dims))
+    dq_ctas = problem.batch * problem.heads * row_tiles
+    return [*steps, Step(flash.dq(*dims, vec, options), dq_ctas, params)]
+
+
+def _options(problem: AttentionProblem) -> flash.BackwardOptions:
+    scores = score_options(problem)
+    return flash.BackwardOptions(
+        bias=scores.bias,
+        mask=scores.mask,
+        slopes=scores.slopes,
+        softcap=scores.softcap,
+        dropout=scores.dropout,
+    )
+
+
+def _dbias(problem: AttentionProblem, results: dict[str, Layout], deterministic: bool) -> _Dbias:
+    """Choose where the bias's gradient is gathered: by the axes that the bias broadcasts along."""
+    shape = _four_axes(results["dbias"].shape)
+    if shape == problem.scores_shape:
+        return _Dbias(results["dbias"], scratch=False, adds=False)
+    if deterministic:  # every score's, to be summed in a fixed order
+        return _Dbias(_contiguous(problem.scores_shape), scratch=True, adds=False)
+    return _Dbias(_contiguous(shape), scratch=True, adds=True)
+
+
+def _dbias_step(
+    problem: AttentionProblem, dbias: Layout, gathered: _Dbias, accumulate: bool
+) -> Step:
+    """Return the launch that sums the scratch to dbias."""
+    shape = _four_axes(dbias.shape)
+    params = np.zeros((), DBIAS_PARAMS)
+    params["shape"] = shape
+    params["repeats"] = [
+        1 if items == extent else extent
+        for items, extent in zip(shape, gathered.target.shape, strict=True)
+    ]
+    params["source"] = score_strides(gathered.target, problem.scores_shape)
+    params["target"] = score_strides(dbias, problem.scores_shape)
+    params["accumulate"] = accumulate
+    ctas = flash.dbias_ctas(math.prod(shape), bool(params["repeats"][3] > 1))
+    return Step(flash.dbias(dbias.dtype.name), ctas, params[()])
+
+
+def _vector_items(
+    problem: AttentionProblem, results: dict[str, Layout], start_of: dict[str, int]
+) -> int:
+    """Return 16 bytes' worth of items if every row starts at a multiple of 16 bytes, else 1."""
+    items = vector_items(problem.dtype.name)
+    rows = [(start_of[name], problem.layouts[name].strides) for name in _VECTOR_ARRAYS]
+    rows += [(start_of.get(name, 0), results[name].strides) for name in ("dq", "dk", "dv")]
+    aligned = all(
+        start == 0 and all(stride % VECTOR_BYTES == 0 for stride in strides[:-1])
+        for start, strides in rows
+    )
+    whole = problem.head_dim % items == 0 and problem.head_dim_v % items == 0
+    return items if aligned and whole else 1
+
+
+def _four_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (1,) * (4 - len(shape)) + shape
+
+
+def _contiguous(shape: tuple[int, ...]) -> Layout:
+    strides = [_FLOAT32.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return Layout(shape, tuple(strides), _FLOAT32)
+
+
+def _round_up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
