@@ -162,7 +162,10 @@ def test_the_catalogue_has_every_naive_backward_kernel():
 def test_the_catalogue_has_every_flash_row_and_option():
     macros = [dict(s.macros) for s in configs.catalogue() if s.spec.entry == "attention_forward"]
     rows = {(m["HEAD_DIM"], m["TILE_K"], m["VEC"]) for m in macros}
-    assert rows == {(d, row.tile_k, vec) for d, row in attention.FLASH.items() for vec in (8, 1)}
+    expected = {(d, row.tile_k, vec) for d, row in attention.FLASH.items() for vec in (8, 1)}
+    for table in (attention.FLASH_DROPOUT, attention.FLASH_FLOAT32_BIAS):
+        expected |= {(d, row.tile_k, 8) for d, row in table.items()}
+    assert rows == expected
     for name, absent in (("BIAS", "void"), ("SLOPES", "void"), ("SINKS", "void")):
         assert {m[name] for m in macros} > {absent}
     for name in ("MASK", "SOFTCAP", "DROPOUT"):

@@ -97,6 +97,29 @@ def test_flash_attention_has_no_bank_conflicts_and_wastes_no_sectors(head_dim):
         assert report.sector_efficiency > 0.7
 
 
+@pytest.mark.parametrize("head_dim", [40, 64, 80, 128])
+@pytest.mark.parametrize(
+    ("option", "load", "needed"),
+    [
+        ("float16", "ld.global.nc.v2.u32", 1.0),
+        ("float32", "ld.global.v4.u32", 1.0),
+        ("bool", "ld.global.nc.u32", 0.5),  # of a row's sector of 32 keys, a tile's 16 at a time
+    ],
+)
+def test_bias_and_mask_are_read_four_keys_at_a_time(head_dim, option, load, needed):
+    """Keys in another order in shared memory: without conflicts all the same."""
+    given = {"mask": normal(100, 128) > 0} if option == "bool" else {}
+    given = given or {"bias": normal(100, 128, dtype=option)}
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.attention(*(normal(1, n, 1, head_dim) for n in (100, 128, 128)), **given)
+    shared = [access for access in report.accesses if access.space == "shared"]
+    assert {access.worst for access in shared} == {1.0}
+    loads = accesses_of(report, "common/memory.cuh", load)
+    assert loads
+    assert min(access.efficiency for access in loads) >= needed
+
+
 @pytest.mark.parametrize("head_dim", [24, 64, 72, 80, 128, 160, 256])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_float32_flash_attention_has_no_bank_conflicts_and_wastes_no_sectors(dtype, head_dim):

@@ -152,6 +152,7 @@ NAIVE_CU, TILED_CU = "attention/naive.cu", "attention/tiled.cu"
 FORWARD_CU = "attention/forward.cu"
 SOFTMAX_CU, SOFTMAX_BACKWARD_CU = "fused/softmax_forward.cu", "fused/softmax_backward.cu"
 ROWS_CUH = "fused/rows.cuh"
+PRODUCTS_CUH, EPILOGUE_CUH = "attention/forward_products.cuh", "attention/forward_epilogue.cuh"
 F32_CU, F32_STAGE_CUH = "attention/forward_f32.cu", "attention/float_stage.cuh"
 TILE_CUH, STAGE_CUH, REDUCE_CUH = "common/tile.cuh", "attention/stage.cuh", "common/reduce.cuh"
 
@@ -254,15 +255,15 @@ FAULTS = {
         OutOfBoundsError,
     ),
     "flash: one key too many is loaded": (
-        Bug(STAGE_CUH, "kPassRows + row >= valid_rows", "kPassRows + row > valid_rows"),
+        Bug(STAGE_CUH, "key_of_pass(pass) >= valid_rows", "key_of_pass(pass) > valid_rows"),
         OutOfBoundsError,
     ),
     "flash: one row too many is stored": (
-        Bug(FORWARD_CU, "+ row >= cta.params.sq) break;", "+ row > cta.params.sq) break;"),
+        Bug(EPILOGUE_CUH, "+ row >= params.sq) break;", "+ row > params.sq) break;"),
         OutOfBoundsError,
     ),
     "flash: one lse too many is stored": (
-        Bug(FORWARD_CU, "&& query < cta.params.sq)", "&& query <= cta.params.sq)"),
+        Bug(EPILOGUE_CUH, "&& query < params.sq)", "&& query <= params.sq)"),
         OutOfBoundsError,
     ),
     "flash: the query head in place of the key-value head": (
@@ -276,8 +277,8 @@ FAULTS = {
     "flash: the result overwrites q": (
         Bug(
             FORWARD_CU,
-            "store_rows(warp, cta, smem, out_g);",
-            "store_rows(warp, cta, smem, const_cast<float16*>(q_g));",
+            "output.store(smem.out, out_g);",
+            "output.store(smem.out, const_cast<float16*>(q_g));",
         ),
         ConstWriteError,
     ),
@@ -466,10 +467,10 @@ MISTAKES = {
         "common/mask.cuh", "begin <= key && key < end", "begin <= key && key <= end"
     ),
     "flash: K of the neighbouring k8 step": Bug(
-        FORWARD_CU, "warp.q[i][group * 4 + step], b[step])", "warp.q[i][group * 4 + step], b[0])"
+        PRODUCTS_CUH, "q[i][group * 4 + step], b[step])", "q[i][group * 4 + step], b[0])"
     ),
     "flash: V of the neighbouring columns": Bug(
-        FORWARD_CU, "packed.p[i][n], b[tile])", "packed.p[i][n], b[0])"
+        PRODUCTS_CUH, "packed.p[i][n], b[tile])", "packed.p[i][n], b[0])"
     ),
     "flash: the first tile in the wrong half": Bug(
         FORWARD_CU,
@@ -506,7 +507,7 @@ MISTAKES = {
         "attention/register_tile.cuh", "8 * n + e >= end", "8 * n + e > end"
     ),
     "flash: a row sees one key too many": Bug(
-        "attention/score_fragment.cuh", "8 * n + e >= end", "8 * n + e > end"
+        "attention/score_fragment.cuh", "key_step(n) + e >= end", "key_step(n) + e > end"
     ),
     "flash: a cut tile counts as full": Bug(
         "attention/key_walk.cuh",

@@ -259,20 +259,20 @@ def test_attention_params_are_read_by_the_names_they_were_written_by():
     for name in ("q_offset", "left", "right", "heads", "group", "sq", "sk"):
         params[name] = len(expected) + 1
         expected.append(len(expected) + 1)
-    params["scale_log2"] = 0.625
+    params["scale_log2"], params["softmax_scale"] = 0.625, 0.375
     probe = Probe(
         "params",
         Pointer("fields"),
-        Pointer("scale_log2"),
+        Pointer("scales"),
         Struct("params", ATTENTION_PARAMS),
         threads=1,
         PARAMS_BYTES=ATTENTION_PARAMS.itemsize,
     )
     fields = np.zeros(len(expected), np.int64)
-    fields, scale_log2 = probe.run(1, fields, np.zeros(1, np.float32), params)
+    fields, scales = probe.run(1, fields, np.zeros(2, np.float32), params)
 
     assert fields.tolist() == expected
-    assert scale_log2 == 0.625
+    assert scales.tolist() == [0.625, 0.375]
 
 
 def test_backward_params_are_read_by_the_names_they_were_written_by():

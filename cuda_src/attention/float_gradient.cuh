@@ -63,7 +63,7 @@ struct HeadScores {
         pair[1] = softcap_slope(pair[1], forward.scores);
       });
     }
-    options.template apply<true>(s, forward.scale_log2, first_row, first_key);
+    options.template apply<true>(s, first_row, first_key);
 #pragma unroll
     for (int m = 0; m < FloatScores::kThreadM; m++) {
       const int row = first_row + FloatScores::row_of(m);
@@ -75,7 +75,7 @@ struct HeadScores {
         const int key = first_key + FloatScores::column_of(n);
         const bool seen = exists && visible.contains(key) && s.c[m][n] != -kInfinity;
         const float keep = DROPOUT ? dropout_factor(forward.scores, options.batch, options.head, row, key) : 1.f;
-        const float p = seen ? sums.weight(s.c[m][n]) : 0.f;
+        const float p = seen ? sums.weight(s.c[m][n] * kLog2E) : 0.f;
         const float ds = seen ? p * (keep * dp.c[m][n] - sums.delta) : 0.f;
         if (seen) write(ds, row, key);
         s.c[m][n] = p * keep;

@@ -21,16 +21,16 @@
 #error \
     "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
-#if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(SLOPES) || !defined(SOFTCAP) || \
-    !defined(SINKS) || !defined(DROPOUT)
-#error "BIAS, BIAS_VEC, MASK, SLOPES, SOFTCAP, SINKS and DROPOUT come from a launch-configuration table"
+#if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(MASK_VEC) || !defined(SLOPES) || \
+    !defined(SOFTCAP) || !defined(SINKS) || !defined(DROPOUT)
+#error "BIAS, BIAS_VEC, MASK, MASK_VEC, SLOPES, SOFTCAP, SINKS and DROPOUT come from a launch-configuration table"
 #endif
-#include "../common/philox.cuh"
-#include "../common/reduce.cuh"
+#include "forward_dropout.cuh"
+#include "forward_epilogue.cuh"
+#include "forward_products.cuh"
 #include "key_walk.cuh"
 #include "lean_softmax.cuh"
 #include "score_options.cuh"
-#include "sinks.cuh"
 #include "stage.cuh"
 
 struct Traits {
@@ -50,17 +50,24 @@ struct Traits {
   using KTile = SwizzledTile<kTileK, kSteps>;
   using VTile = SwizzledTile<kTileK, kOutTiles>;
   using OutTile = SwizzledTile<kTileQ, kOutTiles>;
-  using KStage = TileStage<KTile, kHeadDim, kVec, kThreads>;
-  using VStage = TileStage<VTile, kHeadDimV, kVec, kThreads>;
-  using Scores = ScoreFragment<kMTiles, kKeyTiles>;
+  using Options = ScoreOptions<BIAS, BIAS_VEC, MASK, SLOPES, SOFTCAP, MASK_VEC>;
+  static constexpr KeyOrder kOrder = Options::kQuads ? KeyOrder::kQuads : KeyOrder::kPairs;
+  using KStage = TileStage<KTile, kHeadDim, kVec, kThreads, kOrder>;
+  using VStage = TileStage<VTile, kHeadDimV, kVec, kThreads, kOrder>;
+  using Scores = ScoreFragment<kMTiles, kKeyTiles, kOrder>;
+  using OptionItems = Options::Items<Scores>;
   using Probabilities = PackedProbabilities<Scores>;
-  using Options = ScoreOptions<BIAS, BIAS_VEC, MASK, SLOPES, SOFTCAP>;
+  using Softmax = LeanSoftmax<kMTiles, kOutTiles>;
+
+  static constexpr bool kSinks = kGiven<SINKS>;
+  static constexpr bool kDropout = DROPOUT;
 
   // One set of registers stages K, then V: with one for each, ptxas spilled.
   static constexpr int kQuads = KStage::kQuads > VStage::kQuads ? KStage::kQuads : VStage::kQuads;
 
   static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
-  static_assert(kTileK % 16 == 0, "dropout draws for 16 keys at a time");
+  static_assert(kTileK % 16 == 0, "dropout draws for 16 keys at least");
+  static_assert(kOrder == KeyOrder::kPairs || !kDropout, "a Philox call serves pairs of keys");
   static_assert(kThreads <= 1024, "a CTA has at most 1,024 threads");
 };
 
@@ -77,7 +84,7 @@ static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memor
 // What a warp keeps in registers through the walk.
 struct Warp {
   uint32 q[Traits::kMTiles][Traits::kSteps][2];  // A fragments
-  LeanSoftmax<Traits::kMTiles, Traits::kOutTiles> softmax;
+  Traits::Softmax softmax;
   int first_row;  // of the sequence
 };
 
@@ -129,112 +136,23 @@ __device__ __forceinline__ void load_query_fragments(Warp& warp, uint32 q_s) {
   }
 }
 
-// Steps 4 group to 4 group + kSteps - 1 of S += Q K^T: one ldmatrix for each 8 keys. (x3 does not exist: x4 then reads
-// one matrix twice.)
-template <int kSteps>
-__device__ __forceinline__ void multiply_q_k_group(Traits::Scores& scores, const Warp& warp, uint32 k_s, int group) {
-  constexpr int kLoads = kSteps == 3 ? 4 : kSteps;
-#pragma unroll
-  for (int n = 0; n < Traits::kKeyTiles; n++) {
-    uint32 b[kLoads];
-    ldmatrix<kLoads>(b, k_s + n * 8 * Traits::KTile::kRowBytes);
-#pragma unroll
-    for (int step = 0; step < kSteps; step++) {
-#pragma unroll
-      for (int i = 0; i < Traits::kMTiles; i++) mma_m16n8k8(scores.s[i][n], warp.q[i][group * 4 + step], b[step]);
-    }
-  }
-}
-
-__device__ __forceinline__ void multiply_q_k(Traits::Scores& scores, const Warp& warp, const Cta& cta, uint32 k_s) {
-  constexpr int kTail = Traits::kSteps % 4;
-  scores.clear();
-#pragma unroll
-  for (int group = 0; group < Traits::kSteps / 4; group++) {
-    multiply_q_k_group<4>(scores, warp, k_s + cta.k_fragment.of_group(group), group);
-  }
-  if constexpr (kTail != 0) {
-    multiply_q_k_group<kTail>(scores, warp, k_s + cta.k_fragment.tail, Traits::kSteps / 4);
-  }
-}
-
-// Output columns 32 group to 32 group + 8 kTiles - 1 of O += P V, for 8 keys.
-template <int kTiles>
-__device__ __forceinline__ void multiply_p_v_group(Warp& warp, const Traits::Probabilities& packed, int n, uint32 v_s,
-                                                   int group) {
-  constexpr int kLoads = kTiles == 3 ? 4 : kTiles;
-  uint32 b[kLoads];
-  ldmatrix_trans<kLoads>(b, v_s);
-#pragma unroll
-  for (int tile = 0; tile < kTiles; tile++) {
-#pragma unroll
-    for (int i = 0; i < Traits::kMTiles; i++) {
-      mma_m16n8k8(warp.softmax.acc[i][group * 4 + tile], packed.p[i][n], b[tile]);
-    }
-  }
-}
-
-__device__ __forceinline__ void multiply_p_v(Warp& warp, const Traits::Probabilities& packed, const Cta& cta,
-                                             uint32 v_s) {
-  constexpr int kTail = Traits::kOutTiles % 4;
-#pragma unroll
-  for (int n = 0; n < Traits::kKeyTiles; n++) {
-    const uint32 keys_s = v_s + n * 8 * Traits::VTile::kRowBytes;
-#pragma unroll
-    for (int group = 0; group < Traits::kOutTiles / 4; group++) {
-      multiply_p_v_group<4>(warp, packed, n, keys_s + cta.v_fragment.of_group(group), group);
-    }
-    if constexpr (kTail != 0) {
-      multiply_p_v_group<kTail>(warp, packed, n, keys_s + cta.v_fragment.tail, Traits::kOutTiles / 4);
-    }
-  }
-}
-
-// Drop packed probabilities. The four words of one Philox call serve the eight scores that a thread holds of one row
-// in 32 keys: word n % 4 the pair of n8 tile n.
-__device__ __forceinline__ void drop(Traits::Probabilities& packed, const Warp& warp, const Cta& cta, int first_key) {
-  const ScoreParams& params = cta.params.scores;
-#pragma unroll
-  for (int i = 0; i < Traits::kMTiles; i++) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int row = warp.first_row + Traits::Scores::row_of(i, half);
-#pragma unroll
-      for (int n = 0; n < Traits::kKeyTiles; n += 2) {  // a tile may begin in the middle of 32 keys, not of 16
-        const int key = first_key + 8 * n;
-        const Philox4 words =
-            dropout_words(params.seed, cta.place.batch, cta.place.head, row, key + Traits::Scores::key_of(0));
-        const bool upper = key % 32 != 0;
-#pragma unroll
-        for (int next = 0; next < 2; next++) {
-          const uint32 word = upper ? words.word[2 + next] : words.word[next];
-          const uint32 keep_low = (word & 0xffffu) >= params.keep_from ? 0x0000ffffu : 0u;
-          const uint32 keep_high = (word >> 16) >= params.keep_from ? 0xffff0000u : 0u;
-          packed.p[i][n + next][half] &= keep_low | keep_high;
-        }
-      }
-    }
-  }
-}
-
 // Scores to packed probabilities; m and l are kept right.
 template <bool kMasked>
 __device__ __forceinline__ void softmax_tile(Traits::Probabilities& packed, Traits::Scores& scores, Warp& warp,
-                                             const Cta& cta, int first_key) {
+                                             const Traits::OptionItems& items, const Cta& cta, int first_key) {
   constexpr bool kPass = kMasked || Traits::Options::kPass;
-  const float scale_log2 = cta.params.scale_log2;
   float sum[Traits::kMTiles][2];
-  if (kPass) cta.options.template apply<kMasked>(scores, scale_log2, warp.first_row, first_key);
+  if (kPass) cta.options.template apply<kMasked>(scores, items, warp.first_row, first_key);
   if (kMasked) scores.mask([&](int row) { return cta.window.of_row(warp.first_row + row); }, first_key);
   if (kMasked) {
     warp.softmax.raise(scores);
-    warp.softmax.exponentiate(packed, sum, scores, 1.f);
+    warp.softmax.exponentiate(packed, sum, scores, kLog2E);
   } else {
-    warp.softmax.exponentiate(packed, sum, scores, kPass ? 1.f : scale_log2);
+    warp.softmax.exponentiate(packed, sum, scores, kPass ? kLog2E : cta.params.scale_log2);
     if (warp.softmax.overflows(sum)) {  // rare: a score rose far above the stale maximum
-      if (!kPass) cta.options.template apply<false>(scores, scale_log2, warp.first_row, first_key);
+      if (!kPass) cta.options.template apply<false>(scores, items, warp.first_row, first_key);
       warp.softmax.raise(scores);
-      warp.softmax.exponentiate(packed, sum, scores, 1.f);
+      warp.softmax.exponentiate(packed, sum, scores, kLog2E);
     }
   }
   warp.softmax.add(sum);
@@ -258,78 +176,29 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, int first_k
   }
 
   uint4 quads[Traits::kQuads];
+  Traits::OptionItems items;
   Traits::Scores scores;
   if (more) cta.k_stage.template load<kMasked>(quads, next_k_g, cta.params.k.seq, next_valid);
   // No buffer: ptxas would else sink K's loads. (With 32 rows a warp it does not, and this made it place V's worse.)
   if (Traits::kMTiles == 1) __syncwarp();
-  if (active) multiply_q_k(scores, warp, cta, k_s);
+  if (active) {
+    if (!kMasked) cta.options.template load<false>(items, warp.first_row, first_key);
+    multiply_q_k(scores, warp.q, cta.k_fragment, k_s);
+  }
   if (more) {
     cta.k_stage.store(next_k_s, quads);
     __syncwarp();  // no buffer: ptxas would else load V first, and the stores of K then wait for V
     cta.v_stage.template load<kMasked>(quads, next_v_g, cta.params.v.seq, next_valid);
   }
   if (active) {
+    if (kMasked) cta.options.template load<true>(items, warp.first_row, first_key);
     Traits::Probabilities packed;
-    softmax_tile<kMasked>(packed, scores, warp, cta, first_key);
-    if (DROPOUT) drop(packed, warp, cta, first_key);
-    multiply_p_v(warp, packed, cta, v_s);
+    softmax_tile<kMasked>(packed, scores, warp, items, cta, first_key);
+    if (DROPOUT) drop(packed, cta.params.scores, cta.place, warp.first_row, first_key);
+    multiply_p_v(warp.softmax.acc, packed, cta.v_fragment, v_s);
   }
   if (more) cta.v_stage.store(next_v_s, quads);
   __syncthreads();  // K and V: this half has been read, the other one written
-}
-
-// Normalise the warp's rows and write them to its part of the output tile; their lse to memory.
-__device__ __forceinline__ void finish_rows(const Warp& warp, const Cta& cta, uint32 out_s, float sink, float* lse_g) {
-#pragma unroll
-  for (int i = 0; i < Traits::kMTiles; i++) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int row = Traits::Scores::row_of(i, half);
-      const float l = warp_reduce<Sum, 4>(warp.softmax.l[i][half]) * kUnshift;  // times 2^kHeadroomLog2
-      const float m = warp.softmax.m[i][half] + kShiftLog2;
-      float total = l, scale = 1.f, top = m;
-      if (kGiven<SINKS>) {  // one more term of the denominator
-        top = fmaxf(m, sink);
-        scale = ex2_approx(m - top);
-        total = l * scale + ex2_approx(sink - top + kHeadroomLog2);
-      }
-      // No key: 0. A NaN in l stays one.
-      float normaliser = total == 0.f ? 0.f : scale / total;
-      if (DROPOUT) normaliser *= cta.params.scores.keep_scale;
-#pragma unroll
-      for (int n = 0; n < Traits::kOutTiles; n++) {
-        const uint32 low = __half_as_ushort(__float2half_rn(warp.softmax.acc[i][n][2 * half] * normaliser));
-        const uint32 high = __half_as_ushort(__float2half_rn(warp.softmax.acc[i][n][2 * half + 1] * normaliser));
-        const uint32 at = Traits::OutTile::offset(warp_index() * Traits::kWarpRows + row, n) + lane_index() % 4 * 4;
-        st_shared_u32(out_s + at, low | high << 16);
-      }
-      const int query = warp.first_row + row;
-      if (lse_g != nullptr && lane_index() % 4 == 0 && query < cta.params.sq) {
-        const float lse = total == 0.f ? -kInfinity : (top + lg2_approx(total) - kHeadroomLog2) * kLn2;
-        *head_rows(lse_g, cta.params.lse, cta.place.batch, cta.place.head, query) = lse;
-      }
-    }
-  }
-}
-
-// The warp's rows from shared memory to memory, in whole chunks where rows are aligned.
-__device__ __forceinline__ void store_rows(const Warp& warp, const Cta& cta, const Smem& smem, float16* out_g) {
-  constexpr int kChunks = Traits::OutTile::kChunks;
-  for (int at = lane_index(); at < Traits::kWarpRows * kChunks; at += kWarpSize) {
-    const int row = at / kChunks, chunk = at % kChunks;
-    if (warp.first_row + row >= cta.params.sq) break;
-    const auto* chunk_s = reinterpret_cast<const Vec<float16, kChunkItems>*>(
-        smem.out + Traits::OutTile::offset(warp_index() * Traits::kWarpRows + row, chunk));
-    float16* row_g = head_rows(out_g, cta.params.out, cta.place.batch, cta.place.head, warp.first_row + row);
-    if (Traits::kVec == kChunkItems) {
-      *reinterpret_cast<Vec<float16, kChunkItems>*>(row_g + chunk * kChunkItems) = *chunk_s;
-    } else {
-#pragma unroll
-      for (int e = 0; e < kChunkItems; e++) {
-        if (chunk * kChunkItems + e < Traits::kHeadDimV) row_g[chunk * kChunkItems + e] = chunk_s->item[e];
-      }
-    }
-  }
 }
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
@@ -404,7 +273,8 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   }
 
   // Phase 4: normalise, and store through shared memory: fragments hold 4 bytes of a row each.
-  finish_rows(warp, cta, shared_address(smem.out), sink_log2<SINKS>(sinks_g, params, place.head), lse_g);
+  const OutputRows<Traits> output = {params, place, warp.first_row};
+  output.finish(warp.softmax, shared_address(smem.out), sink_log2<SINKS>(sinks_g, params, place.head), lse_g);
   __syncwarp();  // out: each warp reads what it wrote itself
-  store_rows(warp, cta, smem, out_g);
+  output.store(smem.out, out_g);
 }

@@ -24,9 +24,9 @@
 #error \
     "DTYPE, HEAD_DIM, HEAD_DIM_V, WARPS, COLUMN_LANES, PAIRS, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
-#if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(SLOPES) || !defined(SOFTCAP) || \
-    !defined(SINKS) || !defined(DROPOUT)
-#error "BIAS, BIAS_VEC, MASK, SLOPES, SOFTCAP, SINKS and DROPOUT come from a launch-configuration table"
+#if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(MASK_VEC) || !defined(SLOPES) || \
+    !defined(SOFTCAP) || !defined(SINKS) || !defined(DROPOUT)
+#error "BIAS, BIAS_VEC, MASK, MASK_VEC, SLOPES, SOFTCAP, SINKS and DROPOUT come from a launch-configuration table"
 #endif
 #include "../common/philox.cuh"
 #include "float_stage.cuh"
@@ -65,7 +65,7 @@ struct Traits {
 
   using Staging = FloatStaging<Scalar, Scores, Slice, Panel, kHeadDim, kHeadDimV, kVec, kThreads>;
   using Softmax = RegisterSoftmax<Scores, kColumns>;
-  using Options = ScoreOptions<BIAS, BIAS_VEC, MASK, SLOPES, SOFTCAP>;
+  using Options = ScoreOptions<BIAS, BIAS_VEC, MASK, SLOPES, SOFTCAP, MASK_VEC>;
 
   static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
   static_assert(kThreads <= 1024, "a CTA has at most 1,024 threads");
@@ -205,13 +205,13 @@ __device__ __forceinline__ void softmax_tile(Traits::Scores& scores, Thread& thr
                                              bool masked) {
   float scale_log2 = cta.params.scale_log2;
   if (masked) {
-    cta.options.template apply<true>(scores, scale_log2, thread.first_row, first_key);
+    cta.options.template apply<true>(scores, thread.first_row, first_key);
     const int first_row = not_hoisted(thread.first_row);
     scores.mask([&](int row) { return cta.window.of_row(first_row + row); }, first_key);
-    scale_log2 = 1.f;
+    scale_log2 = kLog2E;
   } else if (Traits::Options::kPass || scale_log2 <= 0.f) {  // the largest score is that of the largest product
-    cta.options.template apply<false>(scores, scale_log2, thread.first_row, first_key);
-    scale_log2 = 1.f;
+    cta.options.template apply<false>(scores, thread.first_row, first_key);
+    scale_log2 = kLog2E;
   }
   thread.softmax.exponentiate(scores, scale_log2);
   if (DROPOUT) drop(scores, thread, cta, first_key);

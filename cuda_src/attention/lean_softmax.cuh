@@ -87,7 +87,7 @@ struct LeanSoftmax {
     }
   }
 
-  // Raise each row's maximum to cover the tile, and rescale what was accumulated. Scores in log2.
+  // Raise each row's maximum to cover the tile, and rescale what was accumulated.
   template <typename Fragment>
   __device__ __forceinline__ void raise(const Fragment& fragment) {
 #pragma unroll
@@ -100,7 +100,7 @@ struct LeanSoftmax {
           largest = fmaxf(largest, fmaxf(fragment.s[i][n][2 * half], fragment.s[i][n][2 * half + 1]));
         }
         const float old_m = m[i][half];
-        m[i][half] = fmaxf(old_m, warp_reduce<Max, 4>(largest) - kShiftLog2);
+        m[i][half] = fmaxf(old_m, __fmaf_rn(warp_reduce<Max, 4>(largest), kLog2E, -kShiftLog2));
         const float shrink = ex2_approx(old_m - m[i][half]);
         l[i][half] *= shrink;
 #pragma unroll

@@ -28,10 +28,10 @@ struct ScoreParams {
   ScoreStrides bias, mask;
   int64 slopes_batch, slopes_head, sinks_stride;
   uint64 seed;
-  uint32 keep_from;    // a probability is kept whose 16 random bits are at least this
-  float keep_scale;    // 1 / (1 - dropout_p)
-  float softcap_in;    // 2 * softmax_scale / softcap * log2(e)
-  float softcap_log2;  // softcap * log2(e)
+  uint32 keep_from;  // a probability is kept whose 16 random bits are at least this
+  float keep_scale;  // 1 / (1 - dropout_p)
+  float softcap_in;  // 2 * softmax_scale / softcap * log2(e)
+  float softcap;
 };
 
 // Field for field the structured dtype ATTENTION_PARAMS of cupyattn/kernels/registry.py.
@@ -43,6 +43,7 @@ struct AttentionParams {
   int heads, group;   // H, and H / G
   int sq, sk;
   float scale_log2;  // softmax_scale * log2(e)
+  float softmax_scale;
   ScoreParams scores;
 };
 static_assert(sizeof(AttentionParams) == PARAMS_BYTES, "cupyattn/kernels/registry.py describes another struct");

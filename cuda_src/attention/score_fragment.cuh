@@ -1,22 +1,39 @@
 // The scores of one warp against one key tile, as the accumulator fragments of mma.m16n8k8.
 //
-// s[m][n][e] belongs to query row 16 m + lane / 4 + 8 (e / 2) of the warp and key 8 n + 2 (lane % 4) + e % 2 of the
-// tile.
+// s[m][n][e] belongs to query row 16 m + lane / 4 + 8 (e / 2) of the warp and to row 8 n + 2 (lane % 4) + e % 2 of the
+// tile of K in shared memory. In whose order the keys lie there (KeyOrder) decides which keys a thread holds.
 #pragma once
 
 #include "../common/mask.cuh"
 #include "../common/mma.cuh"
 #include "../common/numeric.cuh"
 
-template <int kMTiles_, int kNTiles_>
+// How many neighbouring keys of a row a thread holds. kPairs: row r of the tile in shared memory is its key r. kQuads:
+// within 16 keys, key 4 t + 2 n + e lies in row 8 n + 2 t + e, so that of two n8 tiles a thread holds the four keys from
+// 4 t on, and reads what is given for each score four at a time.
+enum class KeyOrder { kPairs, kQuads };
+
+template <KeyOrder kOrder>
+__device__ __forceinline__ int key_of_tile_row(int row) {
+  if (kOrder == KeyOrder::kPairs) return row;
+  return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
+}
+
+template <int kMTiles_, int kNTiles_, KeyOrder kOrder_ = KeyOrder::kPairs>
 struct ScoreFragment {
+  static constexpr KeyOrder kOrder = kOrder_;
   static constexpr int kMTiles = kMTiles_;  // of 16 query rows
   static constexpr int kNTiles = kNTiles_;  // of 8 keys
 
   float s[kMTiles][kNTiles][4];
 
   __device__ __forceinline__ static int row_of(int m, int half) { return 16 * m + 8 * half + lane_index() / 4; }
-  __device__ __forceinline__ static int key_of(int n) { return 8 * n + lane_index() % 4 * 2; }
+  __device__ __forceinline__ static int key_of(int n) {
+    return (kOrder == KeyOrder::kQuads ? 4 : 2) * (lane_index() % 4) + key_step(n);
+  }
+  __device__ __forceinline__ static constexpr int key_step(int n) {
+    return kOrder == KeyOrder::kQuads ? n / 2 * 16 + n % 2 * 2 : 8 * n;
+  }
 
   // body(pair, row, key) for each two neighbouring scores of a row: row of the warp, first key of the tile.
   template <typename Body>
@@ -48,7 +65,7 @@ struct ScoreFragment {
         for (int n = 0; n < kNTiles; n++) {
 #pragma unroll
           for (int e = 0; e < 2; e++) {
-            if (8 * n + e < begin || 8 * n + e >= end) s[m][n][2 * half + e] = -kInfinity;
+            if (key_step(n) + e < begin || key_step(n) + e >= end) s[m][n][2 * half + e] = -kInfinity;
           }
         }
       }

@@ -87,7 +87,8 @@ struct ScoreTile {
   __device__ __forceinline__ float exponent(float product, int row, int key, float l) const {
     const ScoreParams& scores = params.attention.scores;
     if constexpr (!Options::kPass) return __fmaf_rn(product, params.attention.scale_log2, -l);
-    float s_log2 = Options::kSoftcap ? softcapped_log2(product, scores) : product * params.attention.scale_log2;
+    float s_log2 = Options::kSoftcap ? softcapped(product, scores.softcap_in, scores.softcap * kLog2E)
+                                     : product * params.attention.scale_log2;
     if constexpr (kGiven<typename Options::Bias>) {
       const auto* bias_g = static_cast<const typename Options::Bias*>(arrays.bias_g);
       const float bias = exists(row, key) ? to_float(*score_item(bias_g, scores.bias, place, row, key)) : 0.f;

@@ -50,9 +50,12 @@ __device__ __forceinline__ float dropout_factor(const ScoreParams& params, int b
 template <bool kSoftcap, bool kDropout, typename Options>
 __device__ __forceinline__ ScoreGradient score_gradient(const Options& options, float scale_log2, const RowSums& sums,
                                                         int row, int key, float product, float dp) {
-  SingleScore score = {{product, 0.f}};
-  options.template apply<true>(score, scale_log2, row, key);
-  const float s_log2 = score.pair[0];
+  float s_log2 = product * scale_log2;
+  if constexpr (Options::kPass) {
+    SingleScore score = {{product, 0.f}};
+    options.template apply<true>(score, row, key);
+    s_log2 = score.pair[0] * kLog2E;
+  }
   if (s_log2 == -kInfinity) return {};
 
   const float keep = kDropout ? dropout_factor(options.params, options.batch, options.head, row, key) : 1.f;

@@ -8,6 +8,7 @@
 
 #include "../common/swizzle.cuh"
 #include "../common/vec.cuh"
+#include "score_fragment.cuh"
 
 // The eight float16 items of a row's chunk as one register quad. kVec is 8 for rows aligned to 16 bytes, else 1.
 template <int kCols, int kVec>
@@ -24,7 +25,7 @@ __device__ __forceinline__ uint4 load_chunk(const void* chunk_g, int chunk) {
   }
 }
 
-template <typename Tile_, int kCols, int kVec, int kThreads>
+template <typename Tile_, int kCols, int kVec, int kThreads, KeyOrder kOrder = KeyOrder::kPairs>
 struct TileStage {
   using Tile = Tile_;
   static_assert(kVec == 1 || (kVec == kChunkItems && kCols % kChunkItems == 0), "single items or whole chunks");
@@ -39,17 +40,26 @@ struct TileStage {
   static constexpr int kQuads = kPasses * kColumnGroups;  // register quads per thread
   static_assert(kPassRows > 0 && kRowLanes * kColumnGroups == Tile::kChunks, "every chunk has a thread");
 
+  // Whether keys are as far apart from pass to pass as rows are.
+  static constexpr bool kEvenPasses = kOrder == KeyOrder::kPairs || kPassRows % 16 == 0;
+
   int row, chunk;
   uint32 shared_offset;
-  uint32 global_offset;  // bytes from the tile's lowest address to this thread's first chunk
+  uint32 global_offset;  // bytes from the tile's lowest address to this thread's first chunk, or to that of key 0
 
   __device__ __forceinline__ explicit TileStage(int64 row_stride) {
     row = threadIdx.x / kRowLanes;
     chunk = threadIdx.x % kRowLanes;
     shared_offset = Tile::offset(row, chunk);
-    const int from_lowest = row_stride < 0 ? row - (Tile::kRows - 1) : row;
+    const int key = kEvenPasses ? key_of_pass(0) : 0;
+    const int from_lowest = row_stride < 0 ? key - (Tile::kRows - 1) : key;
     // The compiler would rather compute this again before every load than spend a register on it.
     global_offset = kept_in_register(from_lowest * row_bytes(row_stride) + chunk * kChunkBytes);
+  }
+
+  __device__ __forceinline__ int key_of_pass(int pass) const {
+    if (kEvenPasses) return pass * kPassRows + key_of_tile_row<kOrder>(row);
+    return key_of_tile_row<kOrder>(pass * kPassRows + row);
   }
 
   // See LeanSoftmax::renew.
@@ -83,8 +93,9 @@ struct TileStage {
       for (int group = 0; group < kColumnGroups; group++) {
         uint4& quad = quads[pass * kColumnGroups + group];
         if (kRagged) quad = make_uint4(0, 0, 0, 0);
-        if (!owns(pass) || (kRagged && pass * kPassRows + row >= valid_rows)) continue;
-        const char* pass_g = lowest_g + (global_offset + pass * kPassRows * row_bytes(row_stride));
+        if (!owns(pass) || (kRagged && key_of_pass(pass) >= valid_rows)) continue;
+        const int keys = kEvenPasses ? pass * kPassRows : key_of_pass(pass);  // from global_offset
+        const char* pass_g = lowest_g + (global_offset + keys * row_bytes(row_stride));
         quad = load_chunk<kCols, kVec>(pass_g + group * kRowLanes * kChunkBytes, chunk + group * kRowLanes);
       }
     }

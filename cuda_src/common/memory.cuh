@@ -50,6 +50,12 @@ __device__ __forceinline__ uint2 ld_global_v2(const void* source) {
   return v;
 }
 
+__device__ __forceinline__ uint32 ld_global_u32(const void* source) {
+  uint32 x;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(source));
+  return x;
+}
+
 // A store written in C++ of a vector whose items were just computed one by one may be split into items again.
 __device__ __forceinline__ void st_global_v4(void* target, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)

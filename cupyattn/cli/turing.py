@@ -191,11 +191,15 @@ def row_name(specialisation: Specialisation) -> str:
         parts.append("scalar loads")
     options = {name: value for name, value in macros.items() if isinstance(value, str)}
     parts += [
-        name if value == "true" else f"{name}={value}"
+        (name if value == "true" else f"{name}={value}") + _together(macros.get(f"{name}_VEC", 1))
         for name, value in options.items()
         if value not in ("false", "void")
     ]
     return ", ".join(parts)
+
+
+def _together(items: int | str) -> str:
+    return "" if items == 1 else f" by {items}"
 
 
 _COLUMNS = (

@@ -28,7 +28,7 @@ _SCORE_PARAMS = np.dtype(
         *((field, np.int64) for field in ("slopes_batch", "slopes_head", "sinks_stride")),
         ("seed", np.uint64),
         ("keep_from", np.uint32),
-        *((field, np.float32) for field in ("keep_scale", "softcap_in", "softcap_log2")),
+        *((field, np.float32) for field in ("keep_scale", "softcap_in", "softcap")),
     ],
     align=True,
 )
@@ -40,7 +40,7 @@ ATTENTION_PARAMS = np.dtype(
         *((array, _BATCH_INTEGERS) for array in ("q_offsets", "seqused_k")),
         *((field, np.int64) for field in ("q_offset", "left", "right")),
         *((field, np.int32) for field in ("heads", "group", "sq", "sk")),
-        ("scale_log2", np.float32),
+        *((field, np.float32) for field in ("scale_log2", "softmax_scale")),
         ("scores", _SCORE_PARAMS),
     ],
     align=True,
@@ -128,7 +128,7 @@ _FLASH_PARAMETERS: tuple[Parameter, ...] = (
     ),
     _ATTENTION_PARAMETERS[-1],
 )
-_OPTION_MACROS = ("BIAS", "BIAS_VEC", "MASK", "SLOPES", "SOFTCAP", "SINKS", "DROPOUT")
+_OPTION_MACROS = ("BIAS", "BIAS_VEC", "MASK", "MASK_VEC", "SLOPES", "SOFTCAP", "SINKS", "DROPOUT")
 
 ATTENTION_FORWARD = KernelSpec(
     entry="attention_forward",

@@ -23,6 +23,7 @@ from cupyattn.ops.checks import require_disjoint, require_item_alignment
 _EVERY_KERNEL = {"q", "k", "v", "q_offset", "seqused_k", *FORWARD_RESULTS}
 _FLASH_ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
 FLASH_TILE_BYTES = 2**32  # from one end of a tile of K or V to the other: 32-bit offsets
+_QUAD_ROW_BYTES = 2**31  # between rows of a bias or mask read four keys at a time: signed
 _MAX_LENGTH = 2**30 - 2**10  # a row of the last tile stays below kFar (mask.cuh)
 
 
@@ -103,7 +104,7 @@ def require_lengths(problem: AttentionProblem) -> None:
 
 
 def _require_near_rows(problem: AttentionProblem) -> None:
-    tile_k = configs.attention.flash_config(problem.head_dim, problem.head_dim_v).tile_k
+    tile_k = configs.attention.flash_longest_tile(problem.head_dim, problem.head_dim_v)
     for name in ("k", "v"):
         stride = problem.layouts[name].strides[1]
         if problem.sk > 1 and abs(stride) * tile_k >= FLASH_TILE_BYTES:
@@ -138,22 +139,31 @@ def _plan(
         tile_q = table.tiled_config(*dims).tile_q
     elif problem.dtype == np.float16:
         vec = _vector_items(problem, start_of, vector_items(dtype), out_strides)
-        specialisation = table.flash(*dims, vec, _flash_options(problem, start_of))
-        tile_q = table.flash_config(*dims).tile_q
+        together = 2 if problem.dropout_p else 4  # a Philox call serves pairs of keys
+        options = _flash_options(problem, start_of, together)
+        specialisation = table.flash(*dims, vec, options)
+        tile_q = table.flash_config(*dims, options).tile_q
     else:
         vec = _vector_items(problem, start_of, table.F32_VECTOR_ITEMS, out_strides)
-        specialisation = table.flash_f32(dtype, *dims, vec, _flash_options(problem, start_of))
+        options = _flash_options(problem, start_of, together=2)
+        specialisation = table.flash_f32(dtype, *dims, vec, options)
         tile_q = table.flash_f32_config(*dims).tile_q
     ctas = problem.batch * problem.heads * -(-problem.sq // tile_q)
     return _Plan(specialisation, ctas, attention_params(problem, out_strides, lse_strides))
 
 
-def _flash_options(problem: AttentionProblem, start_of: dict[str, int]) -> FlashOptions:
-    return score_options(problem)._replace(bias_vec=_bias_items(problem, start_of))
+def _flash_options(
+    problem: AttentionProblem, start_of: dict[str, int], together: int
+) -> FlashOptions:
+    """Name the options for a kernel whose threads hold `together` neighbouring keys of a row."""
+    return score_options(problem)._replace(
+        bias_vec=_score_items("bias", problem, start_of, together),
+        mask_vec=_score_items("mask", problem, start_of, together),
+    )
 
 
 def score_options(problem: AttentionProblem) -> FlashOptions:
-    """Return which options of the scores a problem has; the bias is read item by item."""
+    """Return which options of the scores a problem has; bias and mask are read item by item."""
     layouts = problem.layouts
 
     def dtype(name: str) -> str:
@@ -169,14 +179,22 @@ def score_options(problem: AttentionProblem) -> FlashOptions:
     )
 
 
-def _bias_items(problem: AttentionProblem, start_of: dict[str, int]) -> int:
-    """Return 2 if two neighbouring keys of the bias can be read at once, else 1."""
-    if "bias" not in problem.layouts:
+def _score_items(
+    name: str, problem: AttentionProblem, start_of: dict[str, int], together: int
+) -> int:
+    """Return how many neighbouring keys of a bias or mask can be read at once: 4, 2 or 1."""
+    if name not in problem.layouts:
         return 1
-    bias = problem.layouts["bias"]
-    *others, key = score_strides(bias, problem.scores_shape)
-    pairs = key == 1 and all(stride % 2 == 0 for stride in others)
-    return 2 if pairs and start_of["bias"] % (2 * bias.dtype.itemsize) == 0 else 1
+    layout = problem.layouts[name]
+    *others, key = score_strides(layout, problem.scores_shape)
+    near = abs(others[-1]) * layout.dtype.itemsize < _QUAD_ROW_BYTES
+    for items in (4, 2):
+        rows_aligned = all(stride % items == 0 for stride in others)
+        start_aligned = start_of[name] % (items * layout.dtype.itemsize) == 0
+        fits = items == 2 or (together == 4 and near)
+        if key == 1 and rows_aligned and start_aligned and fits:
+            return items
+    return 1
 
 
 def _vector_items(

@@ -35,6 +35,7 @@ def attention_params(
     for side, keys in zip(("left", "right"), problem.window, strict=True):
         params[side] = UNBOUNDED if keys is None else min(keys, UNBOUNDED)
     params["scale_log2"] = problem.softmax_scale * math.log2(math.e)
+    params["softmax_scale"] = problem.softmax_scale
     _fill_scores(params["scores"], problem)
     return params[()]
 
@@ -53,10 +54,12 @@ def _fill_scores(scores: Any, problem: AttentionProblem) -> None:
         scores["sinks_stride"] = layouts["sinks"].strides[0] // layouts["sinks"].dtype.itemsize
     if problem.softcap is not None:
         scores["softcap_in"] = 2 * math.log2(math.e) * problem.softmax_scale / problem.softcap
-        scores["softcap_log2"] = problem.softcap * math.log2(math.e)
+        scores["softcap"] = problem.softcap
     scores["seed"] = problem.seed
-    scores["keep_from"] = round(65536 * problem.dropout_p)
-    scores["keep_scale"] = 1 / (1 - problem.dropout_p)
+    keep_from = round(65536 * problem.dropout_p)
+    scores["keep_from"] = keep_from
+    # Of 65,536 a kernel may see only the lower 16 bits, and keep everything.
+    scores["keep_scale"] = 1 / (1 - problem.dropout_p) if keep_from < 65536 else 0
 
 
 def score_strides(layout: Layout, scores_shape: tuple[int, ...]) -> tuple[int, ...]:

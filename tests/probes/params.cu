@@ -1,7 +1,7 @@
 // Probe of the structs that kernels take by value: each field is written out by its C name.
 #include "attention/params.cuh"
 
-extern "C" __global__ void probe_params(long long* fields_g, float* scale_log2_g, const AttentionParams params) {
+extern "C" __global__ void probe_params(long long* fields_g, float* scales_g, const AttentionParams params) {
   long long* next = fields_g;
   const Strides* arrays[] = {&params.q, &params.k, &params.v, &params.out, &params.lse};
   for (const Strides* strides : arrays) {
@@ -21,5 +21,6 @@ extern "C" __global__ void probe_params(long long* fields_g, float* scale_log2_g
   *next++ = params.group;
   *next++ = params.sq;
   *next++ = params.sk;
-  *scale_log2_g = params.scale_log2;
+  scales_g[0] = params.scale_log2;
+  scales_g[1] = params.softmax_scale;
 }

@@ -130,7 +130,10 @@ class FlashOptions(NamedTuple):
 
     bias: str = "void"
     bias_vec: int = 1
+    """Neighbouring keys of the bias that are read at once: 4, 2 or 1."""
     mask: bool = False
+    mask_vec: int = 1
+    """The same for the mask."""
     slopes: str = "void"
     softcap: bool = False
     sinks: str = "void"
@@ -158,13 +161,40 @@ FLASH = {
     192: FlashConfig(1, 8, 32, 1, "models 0.74, and 0.61 with 16 keys"),
     256: FlashConfig(1, 8, 16, 1, "Q's tile fills the 64 KB before the walk"),
 }
+# One call of Philox serves 32 keys of a row: rows whose tiles are no multiple of that have others
+# under dropout, down to where registers allow no more than 16 keys.
+FLASH_DROPOUT = {
+    40: FlashConfig(2, 4, 64, 2, "models 0.65, and 0.57 with 32 keys"),
+    80: FlashConfig(2, 4, 32, 2, "models 0.73; 64 keys would spill"),
+}
+# A float32 bias waits in four registers for each 4 keys, where others take two or one.
+FLASH_FLOAT32_BIAS = {
+    64: FlashConfig(2, 4, 48, 2, "models 0.70; 64 keys spill, and model 0.62"),
+    80: FlashConfig(2, 4, 32, 2, "models 0.74; 48 keys spill, and model 0.70"),
+}
 _SMEM_UNIT = 128  # bytes: alignment of each buffer in Smem
 
 
-def flash_config(head_dim: int, head_dim_v: int) -> FlashConfig:
-    """Return the table row for these head dims."""
-    largest = max(head_dim, head_dim_v)
-    return next(config for limit, config in FLASH.items() if largest <= limit)
+def flash_config(head_dim: int, head_dim_v: int, options: FlashOptions = PLAIN) -> FlashConfig:
+    """Return the table row for these head dims and options."""
+    row = _flash_row(head_dim, head_dim_v)
+    if options.dropout:
+        return FLASH_DROPOUT.get(row, FLASH[row])
+    if (options.bias, options.bias_vec) == ("float32", 4):
+        return FLASH_FLOAT32_BIAS.get(row, FLASH[row])
+    return FLASH[row]
+
+
+def flash_longest_tile(head_dim: int, head_dim_v: int) -> int:
+    """Return the most keys of a tile that these head dims have with any options."""
+    row = _flash_row(head_dim, head_dim_v)
+    return max(
+        rows[row].tile_k for rows in (FLASH, FLASH_DROPOUT, FLASH_FLOAT32_BIAS) if row in rows
+    )
+
+
+def _flash_row(head_dim: int, head_dim_v: int) -> int:
+    return next(limit for limit in FLASH if max(head_dim, head_dim_v) <= limit)
 
 
 @cache
@@ -172,7 +202,7 @@ def flash(
     head_dim: int, head_dim_v: int, vec: int, options: FlashOptions = PLAIN
 ) -> Specialisation:
     """Specialise the tensor-core kernel; `vec` is 8 where rows are aligned to 16 bytes, else 1."""
-    config = flash_config(head_dim, head_dim_v)
+    config = flash_config(head_dim, head_dim_v, options)
     shared_bytes = _flash_shared_bytes(config, head_dim, head_dim_v)
     return ATTENTION_FORWARD.specialise(
         threads=config.warps * WARP_SIZE,
@@ -285,9 +315,11 @@ def _flash_f32_shared_bytes(config: FlashF32Config, head_dim_v: int) -> int:
 
 
 _EACH_OPTION = (
+    FlashOptions(bias="float16"),
     FlashOptions(bias="float16", bias_vec=2),
-    FlashOptions(bias="float32"),
+    FlashOptions(bias="float32", bias_vec=2),
     FlashOptions(mask=True),
+    FlashOptions(mask=True, mask_vec=2),
     FlashOptions(slopes="float32"),
     FlashOptions(softcap=True),
     FlashOptions(sinks="float32"),
@@ -295,11 +327,20 @@ _EACH_OPTION = (
 )
 
 
+_QUADS = (
+    FlashOptions(bias="float16", bias_vec=4),
+    FlashOptions(bias="float32", bias_vec=4),
+    FlashOptions(mask=True, mask_vec=4),
+)
+"""What only the tensor-core kernel reads four keys at a time."""
+
+
 def _option_macros(options: FlashOptions) -> dict[str, int | str]:
     return {
         "BIAS": options.bias,
         "BIAS_VEC": options.bias_vec,
         "MASK": _cpp_bool(options.mask),
+        "MASK_VEC": options.mask_vec,
         "SLOPES": options.slopes,
         "SOFTCAP": _cpp_bool(options.softcap),
         "SINKS": options.sinks,
@@ -329,6 +370,11 @@ def catalogue() -> Iterator[Specialisation]:
         for head_dim in FLASH_F32:
             for vec in (F32_VECTOR_ITEMS, 1):
                 yield flash_f32(dtype, head_dim, head_dim, vec)
+    for head_dim in FLASH_DROPOUT:
+        yield flash(head_dim, head_dim, vector_items("float16"), FlashOptions(dropout=True))
+    for options in _QUADS:
+        for head_dim in (64, 80, 128):
+            yield flash(head_dim, head_dim, vector_items("float16"), options)
     for options in _EACH_OPTION:
         yield flash(64, 64, vector_items("float16"), options)
         yield flash_f32("float32", 64, 64, F32_VECTOR_ITEMS, options)
