@@ -9,14 +9,24 @@ import types
 
 import numpy as np
 import pytest
+from fake_gpu import HEADER, FakeTimer, FakeTorch
 from processes import run
 from strategies import dtype_of
 
 import cupyattn
-from cupyattn.benchmark import attention, attention_cases, cuda_events, torch_peer
+from cupyattn.benchmark import (
+    attention,
+    attention_arguments,
+    attention_cases,
+    cuda_events,
+    gpu_command,
+    torch_peer,
+)
 from cupyattn.benchmark.__main__ import main
+from cupyattn.benchmark.attention_arguments import cases_of
 from cupyattn.benchmark.attention_cases import OPTIONS, PLAIN, Case, Pool, arguments_of
 from cupyattn.benchmark.attention_times import time_cases
+from cupyattn.benchmark.contenders import forward_contenders
 from cupyattn.benchmark.cuda_events import event_timer
 from cupyattn.functional.device_info import device_count
 
@@ -63,29 +73,19 @@ def test_arrays_of_a_case(dtype):
     small = Case(1, 2, 8, 4, 16, dtype, causal=False, window=5)
     pool = Pool(attention_cases.items(CASE), dtype, np)
     for case in (small, CASE):
-        q, k, v, out = pool.arrays(case)
+        q, k, v, dout, out, lse = pool.arrays(case)
         assert q.shape == k.shape == case.q_shape
-        assert v.shape == out.shape == case.v_shape
-        assert {array.dtype for array in (q, k, v, out)} == {dtype_of(dtype)}
-        assert not np.array_equal(q, k)
-
-
-class FakeTimer:
-    """Makes each call once, for real, and gives the times that it was told to."""
-
-    def __init__(self, *seconds: float) -> None:
-        self.seconds = list(seconds)
-        self.results = []
-
-    def __call__(self, call):
-        self.results.append(np.array(call()))
-        second = self.seconds.pop(0)
-        return [second / 2, second, second * 3]  # a median is not thrown off by a slow call
+        assert v.shape == dout.shape == out.shape == case.v_shape
+        assert {array.dtype for array in (q, k, v, dout, out)} == {dtype_of(dtype)}
+        assert (lse.shape, lse.dtype) == ((case.batch, case.heads, case.seqlen), np.float32)
+        assert not np.array_equal(q, k) and not np.array_equal(v, dout)
 
 
 def test_rows():
     timer = FakeTimer(0.004, 0.002, 0.001, 0.005)
-    rows = time_cases([CASE], ["flash"], ["causal", "window", "softcap"], np, timer)
+    rows = time_cases(
+        [CASE], forward_contenders(["flash"]), ["causal", "window", "softcap"], np, timer
+    )
     assert [row["option"] for row in rows] == [PLAIN, "causal", "window", "softcap"]
     assert [row["seconds"] for row in rows] == [0.004, 0.002, 0.001, 0.005]
     assert [row["time_ratio"] for row in rows] == [1.0, 0.5, 0.25, 1.25]
@@ -100,7 +100,7 @@ def test_rows():
 
 def test_the_plain_call_of_each_implementation_is_its_own_measure():
     timer = FakeTimer(0.004, 0.04, 0.006, 0.02)
-    rows = time_cases([CASE], ["flash", "tiled"], ["causal"], np, timer)
+    rows = time_cases([CASE], forward_contenders(["flash", "tiled"]), ["causal"], np, timer)
     assert [(row["implementation"], row["time_ratio"]) for row in rows] == [
         ("flash", 1.0), ("tiled", 1.0), ("flash", 1.5), ("tiled", 0.5),
     ]  # fmt: skip
@@ -109,9 +109,9 @@ def test_the_plain_call_of_each_implementation_is_its_own_measure():
 def test_causal_is_no_option_where_every_call_is():
     case = Case(2, 4, 24, 16, 8, "float16", causal=True, window=5)
     timer = FakeTimer(0.004, 0.002)
-    rows = time_cases([case], ["flash"], ["causal", "window"], np, timer)
+    rows = time_cases([case], forward_contenders(["flash"]), ["causal", "window"], np, timer)
     assert [row["option"] for row in rows] == [PLAIN, "window"]
-    q, k, v, _ = Pool(attention_cases.items(case), "float16", np).arrays(case)
+    q, k, v = Pool(attention_cases.items(case), "float16", np).arrays(case)[:3]
     assert np.array_equal(timer.results[0], cupyattn.attention(q, k, v, causal=True))
 
 
@@ -119,7 +119,7 @@ def test_causal_is_no_option_where_every_call_is():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_arguments_of_options_are_taken(option, dtype):
     case = Case(2, 4, 24, 16, 8, dtype, causal=False, window=5)
-    q, k, v, out = Pool(attention_cases.items(case), dtype, np).arrays(case)
+    q, k, v, _, out, _ = Pool(attention_cases.items(case), dtype, np).arrays(case)
     arguments = arguments_of(option, case, np)
     cupyattn.attention(q, k, v, out=out, **arguments)
     assert np.isfinite(out.astype(np.float32)).all()
@@ -134,7 +134,7 @@ def test_the_kernel_has_every_option():
     case = Case(1, 2, 16, 64, 64, "float16", causal=False, window=3)
     timer = FakeTimer(*[0.001] * (1 + len(OPTIONS)))
     with cupyattn.backend("emulator"):
-        rows = time_cases([case], ["flash"], OPTIONS, np, timer)
+        rows = time_cases([case], forward_contenders(["flash"]), OPTIONS, np, timer)
     assert not [row["unavailable"] for row in rows if "unavailable" in row]
 
 
@@ -147,7 +147,7 @@ def without_kernels(q, k, v, *, out, implementation, **options):
 def test_what_a_kernel_does_not_have_is_a_row(monkeypatch):
     monkeypatch.setattr(cupyattn, "attention", without_kernels)
     timer = FakeTimer(0.004, 0.04, 0.006)
-    rows = time_cases([CASE], ["flash", "tiled"], ["softcap"], np, timer)
+    rows = time_cases([CASE], forward_contenders(["flash", "tiled"]), ["softcap"], np, timer)
     assert [row.get("seconds") for row in rows] == [0.004, 0.04, 0.006, None]
     assert rows[-1]["unavailable"] == "NotImplementedError: no softcap here"
     assert rows[-1]["time_ratio"] is None
@@ -158,7 +158,9 @@ def test_what_has_no_room_is_a_row(monkeypatch):
         raise MemoryError("64 GB asked for")
 
     monkeypatch.setattr(attention_cases, "_bias", full)
-    rows = time_cases([CASE], ["flash"], ["bias", "causal"], np, FakeTimer(0.004, 0.002))
+    rows = time_cases(
+        [CASE], forward_contenders(["flash"]), ["bias", "causal"], np, FakeTimer(0.004, 0.002)
+    )
     assert [row.get("unavailable") for row in rows] == [None, "MemoryError: 64 GB asked for", None]
 
 
@@ -168,49 +170,18 @@ def test_a_fault_in_a_kernel_is_no_row(monkeypatch):
 
     monkeypatch.setattr(cupyattn, "attention", faulty)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        time_cases([CASE], ["flash"], [], np, FakeTimer(1.0))
+        time_cases([CASE], forward_contenders(["flash"]), [], np, FakeTimer(1.0))
 
 
 # --- the peer
 
 
-class FakeTorch:
-    """What of PyTorch is used, on NumPy."""
-
-    bfloat16 = "bfloat16"
-
-    def __init__(self):
-        self.asked = []
-        functional = types.SimpleNamespace(scaled_dot_product_attention=self.attend)
-        self.nn = types.SimpleNamespace(functional=functional)
-        self.bool = np.bool_
-
-    def attend(self, q, k, v, *, is_causal, dropout_p, attn_mask=None):
-        self.asked.append((q.shape, v.shape, is_causal, dropout_p, attn_mask))
-        if attn_mask is not None:
-            raise RuntimeError("no kernel")
-        return q
-
-    @staticmethod
-    def from_dlpack(array):
-        class Tensor(np.ndarray):
-            def transpose(self, a, b):
-                return self.swapaxes(a, b)
-
-        return array.view(Tensor)
-
-    class no_grad:  # noqa: N801
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            return None
-
-
 def test_the_peer_is_timed_where_it_has_the_option():
     torch = FakeTorch()
     timer = FakeTimer(0.004, 0.008, 0.002, 0.006, 0.005, 0.003)
-    rows = time_cases([CASE], ["flash"], ["causal", "softcap", "mask"], np, timer, torch)
+    rows = time_cases(
+        [CASE], forward_contenders(["flash"], torch), ["causal", "softcap", "mask"], np, timer
+    )
     assert [(row["option"], row["implementation"]) for row in rows] == [
         (PLAIN, "flash"), (PLAIN, "torch"), ("causal", "flash"), ("causal", "torch"),
         ("softcap", "flash"), ("mask", "flash"), ("mask", "torch"),
@@ -302,29 +273,19 @@ def test_the_header_names_the_target_in_the_code(monkeypatch, tmp_path):
 # --- the command
 
 
-HEADER = {
-    "version": cupyattn.__version__,
-    "date": "2026-11-20",
-    "device": "A GPU",
-    "compute_capability": "9.0",
-    "code": ["compute_75"],
-    "arch_override": "75",
-    "cuda_driver": "13.0",
-    "cupy": "14.2.0",
-    "nvrtc": "12.9",
-    "numpy": np.__version__,
-}
-
-
 @pytest.fixture
 def a_gpu(monkeypatch):
     """The command as on a GPU, but for the kernels, their times and what they ran on."""
     timer = FakeTimer(*[0.004, 0.002, 0.001, 0.006] * 8)
-    monkeypatch.setattr(attention, "device_count", lambda: 1)
+    monkeypatch.setattr(gpu_command, "device_count", lambda: 1)
 
     def measure(arguments):
         rows = time_cases(
-            attention.cases_of(arguments), arguments.implementation, arguments.options, np, timer
+            cases_of(arguments),
+            forward_contenders(arguments.implementation),
+            arguments.options,
+            np,
+            timer,
         )
         more = {"torch": None, "calls": arguments.calls, "warm_up": arguments.warm_up}
         return {"command": "attention", **HEADER, **more, "rows": rows}
@@ -367,7 +328,7 @@ def test_json_is_written_beside_the_text(a_gpu, capsys, tmp_path):
     ("text", "names"), [("all", list(OPTIONS)), ("none", []), ("bias,mask", ["bias", "mask"])]
 )
 def test_option_names(text, names):
-    assert attention.option_names(text) == names
+    assert attention_arguments.option_names(text) == names
 
 
 def test_unknown_options(capsys):

@@ -1,10 +1,10 @@
-"""What the attention benchmark calls: shapes, options, and the work that each of them is."""
+"""What the attention benchmarks call: shapes, options, and the work that each of them is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -94,6 +94,21 @@ class Case:
         products = 2 * (self.head_dim + self.head_dim_v)
         return products * self.batch * self.heads * self.scores(option)
 
+    def backward_flops(self, option: str) -> float:
+        """Return the operations of the backward's five products, 2.5 forwards where D = Dv.
+
+        They are q k, dout v, p dout, ds k and ds q over those scores (Dao, arXiv:2307.08691,
+        section 4.1): three over D, two over Dv, however often a kernel computes one again.
+
+        Examples
+        --------
+        >>> case = Case(4, 32, 4096, 64, 64, "float16", causal=False, window=512)
+        >>> case.backward_flops("plain") == 10 * 4 * 32 * 4096**2 * 64
+        True
+        """
+        products = 2 * (3 * self.head_dim + 2 * self.head_dim_v)
+        return products * self.batch * self.heads * self.scores(option)
+
 
 Arguments = dict[str, Any]
 
@@ -115,7 +130,7 @@ FEWER_SCORES = ("causal", "window")
 
 
 def arguments_of(option: str, case: Case, xp: Any) -> Arguments:
-    """Return the keyword arguments of `attention` for an option, with arrays of its size."""
+    """Return an option's keyword arguments of a call, with arrays of its size."""
     return {"causal": case.causal, **_ARGUMENTS[option](case, xp)}
 
 
@@ -137,6 +152,17 @@ def _slopes(case: Case, xp: Any) -> Array:
     return xp.asarray(2.0 ** (-8.0 * np.arange(1, case.heads + 1, dtype=np.float32) / case.heads))
 
 
+class Arrays(NamedTuple):
+    """The arrays of a case: random q, k, v and dout, and room for the forward's results."""
+
+    q: Array
+    k: Array
+    v: Array
+    dout: Array
+    out: Array
+    lse: Array
+
+
 class Pool:
     """Random numbers, made once, of which every case takes what it needs.
 
@@ -148,17 +174,19 @@ class Pool:
         self._xp = xp
         self._dtype = dtype_of(dtype)
         self._numbers = [
-            xp.asarray(rng.standard_normal(size, np.float32).astype(self._dtype)) for _ in range(3)
+            xp.asarray(rng.standard_normal(size, np.float32).astype(self._dtype)) for _ in range(4)
         ]
 
-    def arrays(self, case: Case) -> tuple[Array, Array, Array, Array]:
-        """Return q, k, v and an array for the result."""
-        shapes = (case.q_shape, case.q_shape, case.v_shape)
-        q, k, v = (
+    def arrays(self, case: Case) -> Arrays:
+        """Return the arrays of a case."""
+        shapes = (case.q_shape, case.q_shape, case.v_shape, case.v_shape)
+        q, k, v, dout = (
             numbers[: int(np.prod(shape))].reshape(shape)
             for numbers, shape in zip(self._numbers, shapes, strict=True)
         )
-        return q, k, v, self._xp.empty(case.v_shape, self._dtype)
+        out = self._xp.empty(case.v_shape, self._dtype)
+        lse = self._xp.empty((case.batch, case.heads, case.seqlen), np.float32)
+        return Arrays(q, k, v, dout, out, lse)
 
 
 def dtype_of(name: str) -> np.dtype:

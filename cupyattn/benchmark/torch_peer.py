@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays import Array
+from cupyattn.benchmark.attention_cases import Arguments, Arrays
 from cupyattn.errors import error
 
 TORCH = "torch"
@@ -42,21 +43,12 @@ def load_torch() -> Any:
     return torch
 
 
-def torch_call(
-    torch: Any, q: Array, k: Array, v: Array, arguments: dict[str, Any]
-) -> Callable[[], Any]:
+def torch_call(torch: Any, arrays: Arrays, arguments: Arguments) -> Callable[[], Any]:
     """Return a call of ``scaled_dot_product_attention`` on the same memory and the same stream.
 
     CuPy's and PyTorch's current streams are both the device's default one unless changed.
     """
-    taken = {
-        "is_causal": arguments.get("causal", False),
-        "dropout_p": arguments.get("dropout_p", 0.0),
-    }
-    for name in ("bias", "mask"):
-        if name in arguments:
-            taken["attn_mask"] = _tensor(torch, arguments[name])
-    tensors = [_tensor(torch, array).transpose(1, 2) for array in (q, k, v)]
+    tensors, taken = _taken(torch, arrays, arguments)
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def call() -> Any:
@@ -64,6 +56,18 @@ def torch_call(
             return attend(*tensors, **taken)
 
     return call
+
+
+def _taken(torch: Any, arrays: Arrays, arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
+    """Return what PyTorch's function takes by position, q, k and v, and by name."""
+    taken = {
+        "is_causal": arguments.get("causal", False),
+        "dropout_p": arguments.get("dropout_p", 0.0),
+    }
+    for name in ("bias", "mask"):
+        if name in arguments:
+            taken["attn_mask"] = _tensor(torch, arguments[name])
+    return [_tensor(torch, array).transpose(1, 2) for array in arrays[:3]], taken
 
 
 def _tensor(torch: Any, array: Array) -> Any:

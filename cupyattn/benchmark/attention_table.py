@@ -1,0 +1,49 @@
+"""The attention benchmarks' tables: one for each case, a line for each option and contender."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+from cupyattn.benchmark.attention_cases import FEWER_SCORES, PLAIN
+from cupyattn.cli.terminal import Terminal
+
+
+def show_rows(rows: list[dict[str, Any]], terminal: Terminal) -> None:
+    """Print the rows of `time_cases`."""
+    for title, of_case in groupby(rows, key=case_title):
+        terminal.title(title)
+        terminal.table(
+            ("call", "ran", "median", "TFLOP/s", "beside the plain call"),
+            list(map(_cells, of_case)),
+        )
+
+
+def case_title(row: dict[str, Any]) -> str:
+    """Return the heading of a case: its shape and dtype."""
+    dims = f"D {row['head_dim']}"
+    if row["head_dim_v"] != row["head_dim"]:
+        dims += f", Dv {row['head_dim_v']}"
+    every = ", every call causal" if row["causal"] else ""
+    return (
+        f"{dims}, {row['batch']} x {row['seqlen']} tokens, {row['heads']} heads, {row['dtype']}"
+        f"{every}"
+    )
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    option = row["option"]
+    name = f"window {row['window']}" if option == "window" else option
+    if "unavailable" in row:
+        return name, row["implementation"], "-", "-", row["unavailable"]
+    ratio = ""
+    if option != PLAIN and row["time_ratio"] is not None:
+        faster = f"{1 / row['time_ratio']:.2f} x faster"
+        ratio = faster if option in FEWER_SCORES else f"{row['time_ratio']:.2f} x the time"
+    return (
+        name,
+        row["implementation"],
+        f"{row['seconds'] * 1e3:.3f} ms",
+        f"{row['tflops']:.1f}",
+        ratio,
+    )
