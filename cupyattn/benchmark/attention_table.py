@@ -31,18 +31,30 @@ def case_title(row: dict[str, Any]) -> str:
     )
 
 
+def contender_name(row: dict[str, Any]) -> str:
+    """Return what ran.
+
+    Examples
+    --------
+    >>> contender_name({"implementation": "flash", "deterministic": True})
+    'flash deterministic'
+    """
+    return row["implementation"] + (" deterministic" if row.get("deterministic") else "")
+
+
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     option = row["option"]
     name = f"window {row['window']}" if option == "window" else option
+    ran = contender_name(row)
     if "unavailable" in row:
-        return name, row["implementation"], "-", "-", row["unavailable"]
+        return name, ran, "-", "-", row["unavailable"]
     ratio = ""
     if option != PLAIN and row["time_ratio"] is not None:
         faster = f"{1 / row['time_ratio']:.2f} x faster"
         ratio = faster if option in FEWER_SCORES else f"{row['time_ratio']:.2f} x the time"
     return (
         name,
-        row["implementation"],
+        ran,
         f"{row['seconds'] * 1e3:.3f} ms",
         f"{row['tflops']:.1f}",
         ratio,

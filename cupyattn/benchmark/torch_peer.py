@@ -58,6 +58,17 @@ def torch_call(torch: Any, arrays: Arrays, arguments: Arguments) -> Callable[[],
     return call
 
 
+def torch_backward_call(torch: Any, arrays: Arrays, arguments: Arguments) -> Callable[[], Any]:
+    """Return a call of ``torch.autograd.grad`` of it: gradients of q, k, v and a bias."""
+    tensors, taken = _taken(torch, arrays, arguments)
+    of = [*tensors, *([taken["attn_mask"]] if "bias" in arguments else [])]
+    for tensor in of:
+        tensor.requires_grad_()
+    out = torch.nn.functional.scaled_dot_product_attention(*tensors, **taken)
+    dout = _tensor(torch, arrays.dout).transpose(1, 2)
+    return lambda: torch.autograd.grad(out, of, dout, retain_graph=True)
+
+
 def _taken(torch: Any, arrays: Arrays, arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
     """Return what PyTorch's function takes by position, q, k and v, and by name."""
     taken = {
