@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from cupyattn.benchmark import attention, attention_backward, emulator, host
+from cupyattn.benchmark import attention, attention_backward, emulator, host, training_step
 from cupyattn.cli import dispatch
 
 
@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m cupyattn.benchmark", description="Measure the library on this machine."
     )
     benchmarks = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    for benchmark in (attention, attention_backward, host, emulator):
+    for benchmark in (attention, attention_backward, training_step, host, emulator):
         benchmark.add_parser(benchmarks)
     return dispatch(parser, argv)
 
