@@ -41,6 +41,8 @@ def test_right() -> None:
         (arguments(n=None), "got None, but the parameter is 4 bytes by value"),
         (arguments(x=np.array([object()])), "an array of Python objects"),
         (arguments(x=[1, 2]), "got a list"),
+        (arguments(x=np.zeros(4, ">f4")), "got >f4, numbers in the other byte order"),
+        (arguments(f=np.array(1, ">f4")), "got >f4, numbers in the other byte order"),
     ],
 )
 def test_arguments(args: list[Any], message: str) -> None:
@@ -226,6 +228,11 @@ def test_damaged_ptx_is_refused_or_read(seed: int) -> None:
         ("bar.sync 1, 33;", "a barrier of 33 threads; allowed: a positive multiple of 32"),
         ("bar.arrive 1, 0;", "a barrier of 0 threads"),
         ("bar.arrive 1;", "bar.arrive needs a number of threads"),
+        ("add.u32 %r1, %p1, %r2;", "%p1 is a predicate"),
+        ("setp.eq.u32 %r1, %r2, %r3;", "%r1 is no predicate"),
+        ("ld.global.u32 %r1, [%f1];", "%f1 is no register of 32 or 64 bits"),
+        ("cvt.u32.f32 %r1, %f1;", "a float to an integer without .rni"),
+        ("mul.wide.u64 %rd1, %rd2, %rd3;", ".wide of 64 bits"),
         ("@foo bra LOST; LOST: mov.u32 %r1, 1;", "'foo' is no register"),
         ("@foo mov.u32 %r1, 1;", "'foo' is no register"),
     ],

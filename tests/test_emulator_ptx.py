@@ -5,6 +5,7 @@ import pytest
 from ptx import kernel_text
 
 from cupyattn import emulator
+from cupyattn.emulator import PTXSyntaxError
 from cupyattn.emulator.codegen.control_flow import ControlFlow
 from cupyattn.emulator.ptx.body import split_operands
 from cupyattn.emulator.ptx.calls import expand_calls
@@ -43,6 +44,70 @@ def test_scoped_registers_are_kept_apart() -> None:
     assert targets[0] != targets[1]
     assert function.instructions[2].operands[1] == targets[1]
     assert all(name in function.registers for name in targets)
+
+
+def test_a_scope_goes_on_behind_one_within() -> None:
+    function = body("{ { .reg .b32 t; mov.u32 t, 1; } .reg .b32 t; mov.u32 t, 2; }")
+    first, second = (x.operands[0] for x in function.instructions[:2])
+    assert first != second
+
+
+COUNT = """{{ .reg .pred p; .reg .b32 n; mov.u32 n, %r60;
+  bra TEST; LOOP: add.u32 {sum}, {sum}, {step}; sub.u32 n, n, 1;
+  TEST: setp.ne.u32 p, n, 0; @p bra LOOP; }}"""
+
+
+def test_labels_of_scopes_are_kept_apart() -> None:
+    """Inline assembly with a loop, expanded twice; forward and backward branches."""
+    x = np.zeros(4, np.uint32)
+    loops = COUNT.format(sum="%r1", step=1) + COUNT.format(sum="%r2", step=100)
+    text = f"""mov.u32 %r60, %tid.x; mov.u32 %r1, 0; mov.u32 %r2, 0; {loops}
+      add.u32 %r1, %r1, %r2; ld.param.u64 %rd1, [p0]; mul.wide.u32 %rd2, %r60, 4;
+      add.s64 %rd1, %rd1, %rd2; st.global.u32 [%rd1], %r1;"""
+    emulator.run(kernel_text(text), "k", 1, 4, [x])
+    np.testing.assert_array_equal(x, 101 * np.arange(4))
+
+
+def test_branch_tables_of_scopes_are_kept_apart() -> None:
+    choice = """{{ TABLE: .branchtargets A, B; brx.idx %r60, TABLE;
+      A: add.u32 %r1, %r1, {a}; bra END; B: add.u32 %r1, %r1, {b}; END: mov.u32 %r2, 0; }}"""
+    x = np.zeros(2, np.uint32)
+    text = f"""mov.u32 %r60, %tid.x; mov.u32 %r1, 0; {choice.format(a=1, b=2)}
+      {choice.format(a=10, b=20)} ld.param.u64 %rd1, [p0]; mul.wide.u32 %rd2, %r60, 4;
+      add.s64 %rd1, %rd1, %rd2; st.global.u32 [%rd1], %r1;"""
+    emulator.run(kernel_text(text), "k", 1, 2, [x])
+    np.testing.assert_array_equal(x, [11, 22])
+
+
+REGISTER_FUNCTION = """.func (.reg .b32 result, .reg .pred odd) f(.reg .b32 a, .reg .f32 b) {
+  .reg .b32 t; mov.u32 result, 100; add.u32 result, result, a; add.u32 a, a, 1;
+  cvt.rzi.u32.f32 t, b; add.u32 result, result, t;
+  and.b32 t, a, 1; setp.ne.u32 odd, t, 0; ret; }"""
+
+
+@pytest.mark.parametrize(("guard", "expected"), [("", [7, 109]), ("@%p2 ", [7, 7])])
+def test_registers_are_passed_by_value(guard: str, expected: list[int]) -> None:
+    """The callee changes its parameter; a result takes the place of an argument."""
+    x = np.zeros(3, np.uint32)
+    text = f"""mov.u32 %r1, 7; mov.u32 %r2, %r1; setp.ne.u32 %p1, %r1, 7; setp.ne.u32 %p2, %r1, 7;
+      {guard}call (%r2, %p1), f, (%r2, 0f40000000); ld.param.u64 %rd1, [p0];
+      st.global.u32 [%rd1], %r1; st.global.u32 [%rd1+4], %r2; selp.u32 %r3, 1, 0, %p1;
+      st.global.u32 [%rd1+8], %r3;"""
+    module = kernel_text(text).replace(".visible", REGISTER_FUNCTION + ".visible", 1)
+    emulator.run(module, "k", 1, 1, [x])
+    np.testing.assert_array_equal(x, [*expected, 0])
+
+
+@pytest.mark.parametrize("call", ["call (%r2, %p1), f, (%r1)", "call f, (%r1, 0f00000000)"])
+def test_a_call_with_another_number_of_arguments(call: str) -> None:
+    module = kernel_text(f"{call};").replace(".visible", REGISTER_FUNCTION + ".visible", 1)
+    with pytest.raises(PTXSyntaxError, match="f takes 2 arguments and returns 2 values"):
+        emulator.run(module, "k", 1, 1, [None])
+
+
+@pytest.mark.parametrize("text", ["", "END:"])
+def test_an_empty_kernel_does_nothing(text: str) -> None:
+    emulator.run(f".version 8.0\n.target sm_75\n.entry k() {{ {text} }}", "k", 1, 1, [])
 
 
 def test_lines() -> None:

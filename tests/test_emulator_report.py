@@ -118,3 +118,16 @@ def test_totals_over_launches() -> None:
     for _ in range(3):
         emulator.launch(module, "k", 5, 32, [np.zeros(1, "u4")], report=report)
     assert report.accesses[0].requests == 15
+
+
+def test_kernels_of_one_name_are_added_up() -> None:
+    """As specialisations of one source are, a report over several calls has them all."""
+    report = Report()
+    for width in (4, 8, 4):
+        text = kernel_text(
+            f"ld.param.u64 %rd1, [p0]; mov.u64 %rd2, 0; mov.u32 %r1, 0; "
+            f"st.global.b{8 * width} [%rd1], {'%r1' if width == 4 else '%rd2'};"
+        )
+        emulator.run(text, "k", 1, 1, [np.zeros(1, np.uint64)], report=report)
+    assert report.bytes_moved == {"global store": 16}
+    assert [access.requests for access in report.accesses] == [2, 1]

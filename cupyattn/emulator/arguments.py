@@ -15,6 +15,15 @@ from cupyattn.emulator.ptx.model import Function, Parameter
 __all__ = ["Argument", "Struct", "collect_arrays", "pack_parameters"]
 
 
+def _check_byte_order(dtype: np.dtype[Any]) -> None:
+    if not dtype.isnative:
+        raise LaunchError(
+            f"got {dtype.str if dtype.names is None else dtype}, numbers in the other byte order; "
+            "allowed: the byte order of the machine, which the kernel reads: "
+            "x.astype(x.dtype.newbyteorder('='))"
+        )
+
+
 @dataclass
 class Argument:
     """A pointer argument with what the checks should know about it.
@@ -47,6 +56,7 @@ class Argument:
             raise LaunchError(
                 "an array of Python objects; allowed: arrays of numbers (give it a dtype)"
             )
+        _check_byte_order(self.array.dtype)
 
     @property
     def covers_range(self) -> bool:
@@ -95,6 +105,7 @@ class Struct:
                 f"Struct got {self.dtype} and a {type(values).__name__}; allowed: a structured "
                 "dtype and a mapping of its fields to values"
             )
+        _check_byte_order(self.dtype)
         unknown = set(values) - set(self.dtype.names or ())
         if unknown:
             raise LaunchError(
@@ -180,6 +191,7 @@ def _check_argument(function: Function, i: int, parameter: Parameter, value: Any
         size: int = value.dtype.itemsize
     elif isinstance(value, (np.generic, np.ndarray)):
         size = value.dtype.itemsize
+        _check_byte_order(value.dtype)
     else:
         raise LaunchError(
             f"{where}: got a {type(value).__name__}; allowed are NumPy arrays (pointers), NumPy "

@@ -171,7 +171,7 @@ class Report:
     """
 
     def __init__(self) -> None:
-        self._kernels: dict[str, _KernelData] = {}
+        self._kernels: dict[int, _KernelData] = {}  # by id of the program
         self._current: _KernelData | None = None
 
     # ------------------------------------------------------------------ results
@@ -275,10 +275,10 @@ class Report:
     # ------------------------------------------------------------------ filled while running
     def begin(self, program: Program) -> None:
         """Start counting for `program`."""
-        data = self._kernels.get(program.name)
-        if data is None or data.program is not program:
-            data = self._kernels[program.name] = _KernelData(program)
-        self._current = data
+        # not by name: the specialisations of a kernel all have one
+        if id(program) not in self._kernels:
+            self._kernels[id(program)] = _KernelData(program)
+        self._current = self._kernels[id(program)]
 
     def _data(self) -> _KernelData:
         assert self._current is not None

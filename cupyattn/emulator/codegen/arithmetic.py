@@ -95,6 +95,8 @@ def _multiply(gen: Generator, x: Instruction, dtype: str, raw: str) -> None:
         value = f"multiply_24({gen.value(a, dtype)}, {gen.value(b, dtype)}, {'hi' in x.parts})"
         result = dtype
     elif "wide" in x.parts:
+        if dtype[1] == "8":
+            raise gen.unsupported(x, ".wide of 64 bits (16 and 32 exist)")
         result = f"{dtype[0]}{2 * int(dtype[1])}"
         value = f"np.multiply({gen.value(a, dtype)}, {gen.value(b, dtype)}, dtype={result})"
     elif "hi" in x.parts:

@@ -89,6 +89,8 @@ def _convert(gen: Generator, x: Instruction) -> None:
         _float_to_float(gen, x, to, of)
     elif of in _FLOATS:
         dtype = operand_dtype(to)
+        if not rounding.endswith("i"):
+            raise gen.unsupported(x, "a float to an integer without .rni, .rzi, .rmi or .rpi")
         value = _read_float(gen, x, operand, of)
         gen.assign(target, f"float_to_int({value}, {dtype!r}, {rounding!r})", dtype)
     elif to in _FLOATS:

@@ -141,12 +141,20 @@ class Generator:
     def _register_value(self, register: str, dtype: str) -> str:
         stored = register_dtype(self.function.registers[register])
         name = self.current(register)
-        if stored == dtype or dtype == "b1":
+        self._check_predicate(register, stored, dtype)
+        if stored == dtype:
             return name
         if stored[1] == dtype[1]:
             return f"{name}.view({dtype})"
         narrowed = f"{name}.astype({stored[0]}{dtype[1]})"
         return narrowed if stored[0] == dtype[0] else f"{narrowed}.view({dtype})"
+
+    @staticmethod
+    def _check_predicate(register: str, stored: str, dtype: str) -> None:
+        if (stored == "b1") != (dtype == "b1"):
+            raise UnsupportedPTXError(
+                f"{register} is {'a' if stored == 'b1' else 'no'} predicate, which does not fit"
+            )
 
     def current(self, register: str) -> str:
         """Return the expression of what a register holds."""
@@ -207,6 +215,8 @@ class Generator:
         base, offset = match.group(1), int(match.group(2) or "0", 0)
         if self.is_register(base):
             stored = register_dtype(self.function.registers[base])
+            if stored not in ("u4", "u8"):
+                raise UnsupportedPTXError(f"the address {base} is no register of 32 or 64 bits")
             name = self.current(base)
             return f"({name}+{self.constant(offset, stored)})" if offset else name
         if _INTEGER.match(base):
@@ -221,9 +231,10 @@ class Generator:
             raise UnsupportedPTXError(f"the target {register!r} is no register")
         self._derived.pop(register, None)
         stored = register_dtype(self.function.registers[register])
+        self._check_predicate(register, stored, dtype)
         name, before = self.names[register], self.current(register)
         self._rows.pop(register, None)
-        if stored != dtype and stored != "b1":
+        if stored != dtype:
             if stored[1] == dtype[1]:
                 expression = f"({expression}).view({stored})"
             else:

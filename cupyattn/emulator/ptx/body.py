@@ -50,29 +50,52 @@ def rename(text: str, mapping: Callable[[str], str]) -> str:
 
 
 class _Scopes:
-    """Names declared in nested braces, each mapped to a name that is unique in the function."""
+    """Names declared in nested braces, each mapped to a name that is unique in the function.
 
-    def __init__(self) -> None:
+    Labels are renamed when their scope closes: a branch may come before its label.
+    """
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
         self.stack: list[dict[str, str]] = []
+        self.labels: list[tuple[dict[str, str], int, int]] = []  # names, where the scope began
         self.count = 0
+        self.numbers: list[int] = []
         self.visible: dict[str, str] = {}
 
     def open(self) -> None:
         self.count += 1
+        self.numbers.append(self.count)
         self.stack.append({})
+        function = self.function
+        self.labels.append(({}, len(function.instructions), len(function.branch_tables)))
 
     def close(self) -> None:
         if not self.stack:
             raise PTXSyntaxError("a '}' that closes nothing")
         self.stack.pop()
+        self.numbers.pop()
         self.visible = {k: v for scope in self.stack for k, v in scope.items()}
+        names, instructions, tables = self.labels.pop()
+        if not names:
+            return
+        for instruction in self.function.instructions[instructions:]:
+            if instruction.root in ("bra", "brx"):
+                instruction.operands = [names.get(o, o) for o in instruction.operands]
+        for targets in list(self.function.branch_tables.values())[tables:]:
+            targets[:] = [names.get(target, target) for target in targets]
 
     def declare(self, name: str) -> str:
         if not self.stack:
             return name
-        unique = f"{name}$scope{self.count}"
+        unique = f"{name}$scope{self.numbers[-1]}"
         self.stack[-1][name] = self.visible[name] = unique
         return unique
+
+    def declare_label(self, name: str) -> str:
+        if not self.stack:
+            return name
+        return self.labels[-1][0].setdefault(name, f"{name}$scope{self.numbers[-1]}")
 
     def resolve(self, text: str) -> str:
         if not self.visible:
@@ -134,7 +157,7 @@ def _place(instruction: Instruction, function: Function) -> None:
 def parse_body(header: Function, text: str, files: dict[int, str]) -> Function:
     """Fill in the declarations and instructions of `header` from the text between its braces."""
     function = header
-    scopes = _Scopes()
+    scopes = _Scopes(function)
     location: Location = (files.get(1, ""), 0)
     position = 0
     last_label = ""
@@ -142,13 +165,15 @@ def parse_body(header: Function, text: str, files: dict[int, str]) -> Function:
         position = match.end()
         kind = match.lastgroup
         if kind == "end":
+            if not function.instructions:
+                function.instructions.append(Instruction("ret", [], None, location))
             return function
         if kind == "loc":
             found = _LOC.match(match["loc"])
             if found and found.group(2) != "0":
                 location = _location(found, files)
         elif kind == "label":
-            last_label = match["label"]
+            last_label = scopes.declare_label(match["label"])
             function.labels[last_label] = len(function.instructions)
         elif kind == "open":
             scopes.open()

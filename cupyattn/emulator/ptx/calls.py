@@ -1,14 +1,16 @@
 """Device function calls, expanded in place: an entry becomes one function without ``call``.
 
-A formal parameter becomes the caller's argument variable, which lives in local memory; ``ret``
+A formal parameter becomes the caller's argument variable, which lives in local memory; one that is
+a register is copied, for a callee may change it and a result may be an argument too. ``ret``
 becomes a branch behind the call. Names of the callee are made unique per call site.
 """
 
 from dataclasses import replace
 
-from cupyattn.emulator.errors import UnsupportedPTXError
+from cupyattn.emulator.errors import PTXSyntaxError, UnsupportedPTXError
 from cupyattn.emulator.ptx.body import rename, split_operands
-from cupyattn.emulator.ptx.model import Function, Instruction
+from cupyattn.emulator.ptx.data_types import size_of
+from cupyattn.emulator.ptx.model import Function, Instruction, Parameter
 from cupyattn.emulator.ptx.parser import PTXModule
 
 __all__ = ["expand_calls"]
@@ -21,9 +23,20 @@ _KNOWN_EXTERNAL = {
 }
 
 
-def _unsupported(instruction: Instruction, what: str) -> UnsupportedPTXError:
+def _place(instruction: Instruction) -> str:
     file, line = instruction.location
-    return UnsupportedPTXError(f"{file}:{line}: {what} is not supported [{instruction}]")
+    return f"{file}:{line}"
+
+
+def _unsupported(instruction: Instruction, what: str) -> UnsupportedPTXError:
+    return UnsupportedPTXError(f"{_place(instruction)}: {what} is not supported [{instruction}]")
+
+
+def _move(formal: Parameter, to: str, of: str, call: Instruction) -> Instruction:
+    kind = formal.type
+    if kind not in ("pred", "f32", "f64"):
+        kind = f"b{8 * size_of(kind)}"
+    return Instruction(f"mov.{kind}", [to, of], None, call.location)
 
 
 def _names(operand: str) -> list[str]:
@@ -32,7 +45,9 @@ def _names(operand: str) -> list[str]:
 
 def _call_operands(call: Instruction) -> tuple[list[str], str, list[str]]:
     operands = list(call.operands)
-    results = _names(operands.pop(0)) if operands[0].startswith("(") else []
+    results = _names(operands.pop(0)) if operands and operands[0].startswith("(") else []
+    if not operands:
+        raise PTXSyntaxError(f"{_place(call)}: a call without a function [{call}]")
     name = operands.pop(0)
     arguments = _names(operands[0]) if operands and operands[0].startswith("(") else []
     return results, name, arguments
@@ -108,8 +123,25 @@ class _Expansion:
         self.calls += 1
         suffix = f"$call{self.calls}"
         mapping = {n: n + suffix for n in (*callee.registers, *callee.labels, *callee.variables)}
-        mapping.update(zip((p.name for p in callee.parameters), arguments, strict=True))
-        mapping.update(zip((p.name for p in callee.results), results, strict=True))
+        if len(arguments) != len(callee.parameters) or len(results) != len(callee.results):
+            raise PTXSyntaxError(
+                f"{_place(call)}: {name} takes {len(callee.parameters)} arguments and returns "
+                f"{len(callee.results)} values, the call has {len(arguments)} and {len(results)} "
+                f"[{call}]"
+            )
+        copied_in, copied_out = [], []
+        passed = (*zip(callee.parameters, arguments, strict=True),)
+        returned = (*zip(callee.results, results, strict=True),)
+        for formal, actual in (*passed, *returned):
+            mapping[formal.name] = own = formal.name + suffix if formal.in_register else actual
+            if formal.in_register:
+                self.result.registers[own] = formal.type
+        for formal, actual in passed:
+            if formal.in_register:
+                copied_in.append(_move(formal, mapping[formal.name], actual, call))
+        for formal, actual in returned:
+            if formal.in_register:
+                copied_out.append(_move(formal, actual, mapping[formal.name], call))
         self.result.registers.update({n + suffix: t for n, t in callee.registers.items()})
         for variable in callee.variables.values():
             if variable.space == "shared":  # one per block, however often the function is called
@@ -122,7 +154,11 @@ class _Expansion:
         if call.guard:
             guard = (call.guard[0], not call.guard[1])
             self.result.instructions.append(Instruction("bra", [end], guard, call.location))
-        self.place(callee, mapping, end, (*stack, name))
+        returns = f"$return{suffix}"
+        self.result.instructions += copied_in
+        self.place(callee, mapping, returns, (*stack, name))
+        self.result.labels[returns] = len(self.result.instructions)
+        self.result.instructions += copied_out
         self.result.labels[end] = len(self.result.instructions)
 
 

@@ -90,7 +90,10 @@ class Variable:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of an entry; `offset` is its place in the parameter buffer, all in bytes."""
+    """A parameter; `offset` is its place in the parameter buffer of an entry, all in bytes.
+
+    `in_register`: declared ``.reg``, as device functions may, instead of ``.param``.
+    """
 
     name: str
     type: str
@@ -98,6 +101,7 @@ class Parameter:
     size: int
     alignment: int
     is_array: bool
+    in_register: bool = False
 
 
 @dataclass

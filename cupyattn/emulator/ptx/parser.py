@@ -20,7 +20,7 @@ _LINE_DIRECTIVE = re.compile(r"^\s*\.(?:version|target|address_size|loc)\b[^\n]*
 _TARGET = re.compile(r"^\s*\.target\s+sm_(\d+)", re.M)
 _FUNCTION = re.compile(r"\.(entry|func)\b\s*(\([^)]*\))?\s*([\w$]+)\s*(\(.*?\))?(.*)$", re.S)
 _PARAMETER = re.compile(
-    r"\.(?:param|reg)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+"
+    r"\.(param|reg)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+"
     r"(?:\.ptr\b(?:\s+\.(?:global|shared|local|const))?(?:\s+\.align\s+\d+)?\s+)?"
     r"([\w$%]+)(?:\[(\d*)\])?$"
 )
@@ -62,11 +62,13 @@ def _parse_parameters(text: str | None) -> list[Parameter]:
         match = _PARAMETER.match(item)
         if not match:
             raise PTXSyntaxError(f"cannot read the parameter {item!r}")
-        alignment, ptx_type, name, count = match.groups()
+        space, alignment, ptx_type, name, count = match.groups()
         align = int(alignment or size_of(ptx_type))
         offset = -(-offset // align) * align
         size = size_of(ptx_type) * (int(count) if count else 1)
-        parameters.append(Parameter(name, ptx_type, offset, size, align, count is not None))
+        parameters.append(
+            Parameter(name, ptx_type, offset, size, align, count is not None, space == "reg")
+        )
         offset += size
     return parameters
 
