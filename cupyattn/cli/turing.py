@@ -20,7 +20,12 @@ from cupyattn.kernels.registry import KERNELS
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.turing import MARGIN, LoopFigures, analyse, disassembler_version
 
-TUNED = ("attention_forward",)
+TUNED = (
+    "attention_forward",
+    "attention_backward_dkdv",
+    "attention_backward_dkdv_paired",
+    "attention_backward_dq",
+)
 """Kernels whose speed is that of their products: those that the model is for."""
 
 _DIGITS = 4  # of the ratios: the simulation is not that exact
