@@ -229,8 +229,8 @@ MISTAKES = {
         Bug(FLOAT_DQ, "= scores.c[m + i][n]", "= scores.c[m + (i ^ 1)][n]"),
         {"dq"},
     ),
-    "f32: the last column of a stage is dropped": (
-        Bug(PRODUCTS, "for (int d = 0; d < depth; d++) {", "for (int d = 0; d < depth - 1; d++) {"),
+    "f32: the last columns of a stage are dropped": (
+        Bug(PRODUCTS, "div_up(depth, kGroup),", "div_up(depth, kGroup) - 1,"),
         {"dq", "dk", "dv", "dbias"},
     ),
     "the sink adds": (Bug(DSINKS, "sum -= sums", "sum += sums"), {"dsinks"}),

@@ -154,6 +154,7 @@ SOFTMAX_CU, SOFTMAX_BACKWARD_CU = "fused/softmax_forward.cu", "fused/softmax_bac
 ROWS_CUH = "fused/rows.cuh"
 PRODUCTS_CUH, EPILOGUE_CUH = "attention/forward_products.cuh", "attention/forward_epilogue.cuh"
 F32_CU, F32_STAGE_CUH = "attention/forward_f32.cu", "attention/float_stage.cuh"
+F32_PRODUCTS_CUH = "attention/float_products.cuh"
 TILE_CUH, STAGE_CUH, REDUCE_CUH = "common/tile.cuh", "attention/stage.cuh", "common/reduce.cuh"
 
 
@@ -304,7 +305,7 @@ FAULTS = {
         SharedMemoryRaceError,
     ),
     "flash f32: all warps write P of the first": (
-        Bug(F32_CU, "smem.p[warp_index()][0]", "smem.p[0][0]"),
+        Bug(F32_CU, "smem.p[warp_index()]", "smem.p[0]"),
         SharedMemoryRaceError,
     ),
     "flash f32: one query too many is loaded": (
@@ -350,8 +351,8 @@ FAULTS = {
     "flash f32: one row of K too few is staged": (
         Bug(
             F32_STAGE_CUH,
-            "for (int pass = 0; pass < kKPasses; pass++) store",
-            "for (int pass = 1; pass < kKPasses; pass++) store",
+            "for (int pass = 0; pass < kKPasses; pass++) {\n      store",
+            "for (int pass = 1; pass < kKPasses; pass++) {\n      store",
         ),
         UninitializedReadError,
     ),
@@ -478,14 +479,12 @@ MISTAKES = {
         "cta.k_stage.store(cta.k_s + (left + 1 & 1) *",
     ),
     "flash f32: K of the neighbouring columns": Bug(
-        F32_CU,
-        "(thread.stage_s + thread.k_at) ^ chunk",
-        "(thread.stage_s + thread.k_at) ^ (chunk ^ 1)",
+        F32_PRODUCTS_CUH,
+        "step * Slice::kKColumnBytes",
+        "(step ^ 1) * Slice::kKColumnBytes",
     ),
-    "flash f32: P of the neighbouring row": Bug(
-        F32_CU,
-        "ld_shared(p[i], p_s + i * Traits",
-        "ld_shared(p[i], p_s + (i ^ 1) * Traits",
+    "flash f32: P of the neighbouring rows": Bug(
+        F32_PRODUCTS_CUH, "ld_shared_group(p, i,", "ld_shared_group(p, i ^ 4,"
     ),
     "flash f32: V of the neighbouring keys": Bug(
         F32_STAGE_CUH,

@@ -7,7 +7,6 @@
 // that the keys of one thread lie a constant apart.
 #pragma once
 
-#include "../common/swizzle.cuh"
 #include "../common/vec.cuh"
 #include "params.cuh"
 
@@ -60,18 +59,33 @@ __device__ __forceinline__ void store_quad(uint32 address, const RawQuad<Scalar>
                                    __float_as_uint(to_float(items.item[2])), __float_as_uint(to_float(items.item[3]))));
 }
 
-// A slice of Q and K: rows of 16 floats. K's rows are read 8 at a time and swizzled; of Q's, two neighbours are read at
-// a time, which fill the banks as they are.
+// Each item to a column of its own.
+template <uint32 kColumnBytes, typename Scalar>
+__device__ __forceinline__ void store_column_quad(uint32 address, const RawQuad<Scalar>& quad) {
+  const auto items = __builtin_bit_cast(Vec<Scalar, kQuadItems>, quad);
+#pragma unroll
+  for (int i = 0; i < kQuadItems; i++) {
+    st_shared_u32(address + i * kColumnBytes, __float_as_uint(to_float(items.item[i])));
+  }
+}
+
+// A slice of Q and K, both transposed: 16 columns one after the other, each with all rows of its tile, so that one load
+// brings four rows of a column. A thread stores four columns of one row; the row's place is XORed with 8 times the
+// number of the quad of columns, so that the four threads of a row and their neighbours' rows lie in 32 banks.
 template <int kTileQ_, int kTileK_>
 struct SliceShape {
   static constexpr int kTileQ = kTileQ_;
   static constexpr int kTileK = kTileK_;
   static constexpr int kChunks = 4;
   static constexpr int kCols = kChunks * kQuadItems;
-  static constexpr int kRowBytes = kChunks * kQuadBytes;
-  using KTile = SwizzledTile<kTileK, kChunks>;
-  static constexpr int kKeysAt = kTileQ * kRowBytes;  // K behind Q
-  static constexpr int kBytes = kKeysAt + KTile::kBytes;
+  static constexpr int kQColumnBytes = kTileQ * sizeof(float);
+  static constexpr int kKColumnBytes = kTileK * sizeof(float);
+  static constexpr int kKeysAt = kCols * kQColumnBytes;  // K behind Q
+  static constexpr int kBytes = kKeysAt + kCols * kKColumnBytes;
+  static_assert(kTileQ % 32 == 0 && kTileK % 32 == 0, "the XOR stays within 32 rows");
+
+  // What is XORed into the address of every row in the columns of a chunk.
+  __device__ __forceinline__ static constexpr uint32 flip(int chunk) { return chunk % kChunks * (8 * sizeof(float)); }
 };
 
 // A panel of V: 16 keys, two of each of 8 column lanes.
@@ -93,6 +107,7 @@ struct FloatStaging {
   static constexpr int kPanelLanes = kThreads / Panel::kKeys;
   static constexpr int kVPasses = div_up(Panel::kRowQuads, kPanelLanes);
   static constexpr int kQuads = kQPasses + kKPasses > kVPasses ? kQPasses + kKPasses : kVPasses;
+  static constexpr int kColumnLanes = Scores::Grid::kColumnLanes;
   static_assert(kQPasses * kPassRows == Slice::kTileQ && kKPasses * kPassRows == Slice::kTileK, "whole passes");
   static_assert((kThreads & (kThreads - 1)) == 0, "the rows of a pass are a power of two: key orders permute bits");
 
@@ -110,10 +125,10 @@ struct FloatStaging {
         rows(rows_),
         keys(keys_) {}
 
-  // Which key of the tile stands in a row of a slice: a thread's keys are kColumnLanes rows apart.
-  __device__ __forceinline__ static constexpr int slice_key(int row) {
-    const int item = row / Scores::Grid::kColumnLanes;
-    return Scores::key_at(row % Scores::Grid::kColumnLanes, item / 2, item % 2);
+  // Which key of the tile stands in a place of a slice: a thread's keys in groups of four.
+  __device__ __forceinline__ static constexpr int slice_key(int at) {
+    const int group = at / kQuadItems, item = group / kColumnLanes * kQuadItems + at % kQuadItems;
+    return Scores::key_at(group % kColumnLanes, item / 2, item % 2);
   }
   // Which key of the tile stands in a row of a panel of V, and in that column of P: pair by pair, the lanes in order.
   __device__ __forceinline__ static constexpr int panel_key(int pair, int panel, int row) {
@@ -140,13 +155,18 @@ struct FloatStaging {
 
   // What was fetched last, to shared memory.
   __device__ __forceinline__ void store_slice(uint32 stage_s) const {
-    constexpr uint32 kPassBytes = kPassRows * Slice::kRowBytes;
-    const uint32 q_s = stage_s + threadIdx.x * kQuadBytes;
-    const uint32 k_s = stage_s + Slice::kKeysAt + Slice::KTile::offset(slice_row(), threadIdx.x % Slice::kChunks);
+    constexpr uint32 kPassBytes = kPassRows * sizeof(float);
+    const uint32 row_s = stage_s + (slice_row() * sizeof(float) ^ Slice::flip(threadIdx.x));
+    const uint32 q_s = row_s + slice_col() * Slice::kQColumnBytes;
+    const uint32 k_s = row_s + Slice::kKeysAt + slice_col() * Slice::kKColumnBytes;
 #pragma unroll
-    for (int pass = 0; pass < kQPasses; pass++) store_quad(q_s + pass * kPassBytes, quads[pass]);
+    for (int pass = 0; pass < kQPasses; pass++) {
+      store_column_quad<Slice::kQColumnBytes>(q_s + pass * kPassBytes, quads[pass]);
+    }
 #pragma unroll
-    for (int pass = 0; pass < kKPasses; pass++) store_quad(k_s + pass * kPassBytes, quads[kQPasses + pass]);
+    for (int pass = 0; pass < kKPasses; pass++) {
+      store_column_quad<Slice::kKColumnBytes>(k_s + pass * kPassBytes, quads[kQPasses + pass]);
+    }
   }
 
   __device__ __forceinline__ void store_panel(uint32 stage_s) const {
@@ -175,10 +195,10 @@ struct FloatStaging {
       const bool exists = !kRagged || slice_row() + pass * kPassRows < rows;
       quads[pass] = exists ? load_quad<kVec>(from_g, columns) : RawQuad<Scalar>::zero();
     }
-    static_assert(slice_key((kKPasses - 1) * kPassRows) == (kKPasses - 1) * slice_key(kPassRows), "steps of one size");
     from_g = k_g + first_key * params.k.seq + slice * Slice::kCols;
 #pragma unroll
-    for (int pass = 0; pass < kKPasses; pass++, from_g += slice_key(kPassRows) * params.k.seq) {
+    for (int pass = 0; pass < kKPasses; pass++) {
+      if (pass > 0) from_g += (slice_key(pass * kPassRows) - slice_key((pass - 1) * kPassRows)) * params.k.seq;
       const bool exists = !kRagged || first_key + slice_key(pass * kPassRows) + slice_key(slice_row()) < keys;
       quads[kQPasses + pass] = exists ? load_quad<kVec>(from_g, columns) : RawQuad<Scalar>::zero();
     }

@@ -29,7 +29,7 @@
 #error "BIAS, BIAS_VEC, MASK, MASK_VEC, SLOPES, SOFTCAP, SINKS and DROPOUT come from a launch-configuration table"
 #endif
 #include "../common/philox.cuh"
-#include "float_stage.cuh"
+#include "float_products.cuh"
 #include "key_walk.cuh"
 #include "register_softmax.cuh"
 #include "score_options.cuh"
@@ -45,7 +45,7 @@ struct Traits {
   using Grid = LaneGrid<COLUMN_LANES>;
   using Scores = RegisterScores<Grid, 8, PAIRS>;
   static constexpr int kRows = Scores::kRows;  // per thread
-  static constexpr int kKeys = 2 * PAIRS;
+  using Probabilities = ProbabilityPanel<Scores>;
   static constexpr int kWarpRows = Scores::kWarpRows;
   static constexpr int kTileQ = WARPS * kWarpRows;
   static constexpr int kTileK = Scores::kTileK;
@@ -54,18 +54,17 @@ struct Traits {
   static constexpr int kChunks = div_up(kHeadDim, kQuadItems);
   static constexpr int kSlices = div_up(kChunks, Slice::kChunks);
 
-  // A thread's columns of the output: quads, and 0, 1 or 2 behind them.
-  static constexpr int kLaneColumns = div_up(kHeadDimV, COLUMN_LANES);
-  static constexpr int kTail = kLaneColumns % kQuadItems == 3 ? 0 : kLaneColumns % kQuadItems;
-  static constexpr int kQuads = div_up(kLaneColumns - kTail, kQuadItems);
-  static constexpr int kColumns = kQuads * kQuadItems + kTail;
-  static constexpr int kTailAt = COLUMN_LANES * kQuads * kQuadItems;
+  using Columns = OutputColumns<kHeadDimV, COLUMN_LANES>;
+  static constexpr int kColumns = Columns::kItems;
   using Panel = PanelShape<kColumns, COLUMN_LANES>;
   static constexpr int kPanels = COLUMN_LANES / 8;  // to a pair of each column lane
 
   using Staging = FloatStaging<Scalar, Scores, Slice, Panel, kHeadDim, kHeadDimV, kVec, kThreads>;
   using Softmax = RegisterSoftmax<Scores, kColumns>;
   using Options = ScoreOptions<BIAS, BIAS_VEC, MASK, SLOPES, SOFTCAP, MASK_VEC>;
+  // Outer products in one copy of the code. 8 and 4 wherever it spills less gave 38.4 TFLOP/s at D 64 and 40.1 at 128,
+  // an earlier form with 4 gave 37.2 and 37.3 (H200, 2026-11-20).
+  static constexpr int kUnrolled = kColumns > 8 || Options::kPass ? 4 : 8;
 
   static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
   static_assert(kThreads <= 1024, "a CTA has at most 1,024 threads");
@@ -77,13 +76,11 @@ struct Smem {
     unsigned char panel[Traits::Panel::kBytes];
   };
   alignas(128) Stage stage[2];
-  // Of each warp, one pair of every lane: panels of 16 keys, as of V.
-  alignas(128) float p[WARPS][Traits::kPanels][Traits::kWarpRows][Traits::Panel::kKeys];
+  // Of each warp, one pair of every lane.
+  alignas(128) unsigned char p[WARPS][Traits::kPanels][Traits::Probabilities::kBytes];
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 static_assert(sizeof(Smem::Stage) % 128 == 0, "both stages begin at bank 0");
-constexpr uint32 kPRowBytes = Traits::Panel::kKeys * sizeof(float);
-constexpr uint32 kPPanelBytes = Traits::kWarpRows * kPRowBytes;
 
 // What a thread keeps through the walk.
 struct Thread {
@@ -91,8 +88,8 @@ struct Thread {
   Traits::Staging staging;
   int first_row;      // of the warp, in the sequence
   uint32 stage_s;     // the stage to compute
-  uint32 q_at, k_at;  // where in a slice this thread reads, with swizzle
-  uint32 p_s;         // its warp's P, from the thread's first row on
+  uint32 q_at, k_at;  // where in a slice this thread's rows and keys begin
+  uint32 p_s;         // its warp's P
 
   __device__ __forceinline__ uint32 other_stage_s(const Smem& smem) const {
     return shared_address(&smem.stage[0]) + shared_address(&smem.stage[1]) - stage_s;
@@ -107,81 +104,6 @@ struct Cta {
   Place place;
 };
 
-// S += Q K^T over at most `chunks` chunks of four columns of a slice.
-__device__ __forceinline__ void multiply_q_k(Traits::Scores& scores, const Thread& thread, int chunks) {
-  constexpr uint32 kRowBytes = Traits::Slice::kRowBytes;
-#pragma unroll 1  // more loads ahead than one chunk's would cost spills
-  for (int chunk = 0; chunk < min(chunks, Traits::Slice::kChunks); chunk++) {
-    float k[Traits::kKeys][kQuadItems];
-    const uint32 k_s = (thread.stage_s + thread.k_at) ^ chunk * kQuadBytes;
-#pragma unroll
-    for (int j = 0; j < Traits::kKeys; j++) ld_shared(k[j], k_s + j * COLUMN_LANES * kRowBytes);
-#pragma unroll
-    for (int i = 0; i < Traits::kRows; i++) {
-      float q[kQuadItems];
-      ld_shared(q, thread.stage_s + thread.q_at + i * Traits::Grid::kRowLanes * kRowBytes + chunk * kQuadBytes);
-#pragma unroll
-      for (int e = 0; e < kQuadItems; e++) {
-#pragma unroll
-        for (int j = 0; j < Traits::kKeys; j++) {
-          scores.s[i][j / 2][j % 2] = __fmaf_rn(q[e], k[j][e], scores.s[i][j / 2][j % 2]);
-        }
-      }
-    }
-  }
-}
-
-// The thread's pair of P of each row, to where the warp reads it.
-__device__ __forceinline__ void store_probabilities(const Traits::Scores& scores, const Thread& thread, int pair) {
-  const int lane = Traits::Grid::column_lane();
-  const uint32 p_s = thread.p_s + lane / 8 * kPPanelBytes + lane % 8 * (2 * sizeof(float));
-#pragma unroll
-  for (int i = 0; i < Traits::kRows; i++) {
-    st_shared_v2(p_s + i * Traits::Grid::kRowLanes * kPRowBytes, scores.s[i][pair][0], scores.s[i][pair][1]);
-  }
-}
-
-// The thread's columns of one key of V, from quad kQuad on.
-template <int kQuad = 0, int kTail = Traits::kTail>
-__device__ __forceinline__ void load_v(float (&v)[Traits::kColumns], uint32 v_s) {
-  const int lane = Traits::Grid::column_lane();
-  if constexpr (kQuad < Traits::kQuads) {
-    float quad[kQuadItems];
-    ld_shared(quad, v_s + (lane + kQuad * COLUMN_LANES) * kQuadBytes);
-#pragma unroll
-    for (int e = 0; e < kQuadItems; e++) v[kQuad * kQuadItems + e] = quad[e];
-    load_v<kQuad + 1>(v, v_s);
-  } else if constexpr (kTail > 0) {
-    float tail[kTail];
-    ld_shared(tail, v_s + (Traits::kTailAt + lane * kTail) * sizeof(float));
-#pragma unroll
-    for (int e = 0; e < kTail; e++) v[kQuad * kQuadItems + e] = tail[e];
-  }
-}
-
-// O += P V over one panel of 16 keys.
-__device__ __forceinline__ void multiply_p_v(Thread& thread, int panel) {
-  constexpr int kKeys = Traits::kColumns > 12 ? 2 : 4;  // at a time: what P's registers hold
-  float (&acc)[Traits::kRows][Traits::kColumns] = thread.softmax.acc;
-#pragma unroll 1
-  for (int first = 0; first < Traits::Panel::kKeys; first += kKeys) {
-    float p[Traits::kRows][kKeys];
-    const uint32 p_s = thread.p_s + panel * kPPanelBytes + first * sizeof(float);
-#pragma unroll
-    for (int i = 0; i < Traits::kRows; i++) ld_shared(p[i], p_s + i * Traits::Grid::kRowLanes * kPRowBytes);
-#pragma unroll
-    for (int key = 0; key < kKeys; key++) {
-      float v[Traits::kColumns];
-      load_v(v, thread.stage_s + (first + key) * Traits::Panel::kRowBytes);
-#pragma unroll
-      for (int i = 0; i < Traits::kRows; i++) {
-#pragma unroll
-        for (int c = 0; c < Traits::kColumns; c++) acc[i][c] = __fmaf_rn(p[i][key], v[c], acc[i][c]);
-      }
-    }
-  }
-}
-
 // Drop probabilities: the words of one Philox call serve a thread's pairs of one row, word n % 4 that of pair n.
 __device__ __forceinline__ void drop(Traits::Scores& scores, const Thread& thread, const Cta& cta, int first_key) {
   const ScoreParams& params = cta.params.scores;
@@ -194,8 +116,8 @@ __device__ __forceinline__ void drop(Traits::Scores& scores, const Thread& threa
 #pragma unroll
     for (int n = 0; n < PAIRS; n++) {
       const uint32 word = upper ? words.word[(n + 2) % 4] : words.word[n];
-      if ((word & 0xffffu) < params.keep_from) scores.s[i][n][0] = 0.f;
-      if ((word >> 16) < params.keep_from) scores.s[i][n][1] = 0.f;
+      if ((word & 0xffffu) < params.keep_from) scores.s[i][2 * n] = 0.f;
+      if ((word >> 16) < params.keep_from) scores.s[i][2 * n + 1] = 0.f;
     }
   }
 }
@@ -245,7 +167,10 @@ __device__ __forceinline__ void key_tile(Thread& thread, const Cta& cta, int fir
     } else {
       staging.fetch_slice(slice + 1, first_key);
     }
-    if (active) multiply_q_k(scores, thread, Traits::kChunks - slice * Traits::Slice::kChunks);
+    if (active) {
+      multiply_q_k<Traits::kUnrolled, Traits::Slice>(scores, thread.stage_s + thread.q_at, thread.stage_s + thread.k_at,
+                                                     Traits::kChunks - slice * Traits::Slice::kChunks);
+    }
     if (last) {
       staging.store_panel(thread.other_stage_s(cta.smem));
     } else {
@@ -259,7 +184,7 @@ __device__ __forceinline__ void key_tile(Thread& thread, const Cta& cta, int fir
   // Rolled into one copy of the code, it was 2 % slower at D 64 and 7 % at 256 (H200, 2026-11-20), and spilled.
 #pragma unroll
   for (int pair = 0; pair < PAIRS; pair++) {
-    if (active) store_probabilities(scores, thread, pair);
+    if (active) Traits::Probabilities::store(scores, thread.p_s, pair);
     __syncwarp();  // p: written
 #pragma unroll
     for (int panel = 0; panel < Traits::kPanels; panel++) {
@@ -269,7 +194,10 @@ __device__ __forceinline__ void key_tile(Thread& thread, const Cta& cta, int fir
       } else if (more) {
         staging.fetch_slice(0, next_key);
       }
-      if (active) multiply_p_v(thread, panel);
+      if (active) {
+        multiply_p_v<Traits::kUnrolled, Traits::Scores, Traits::Panel, Traits::Columns>(
+            thread.softmax.acc, thread.p_s + panel * Traits::Probabilities::kBytes, thread.stage_s);
+      }
       if (!last) {
         staging.store_panel(thread.other_stage_s(cta.smem));
       } else if (more) {
@@ -288,8 +216,7 @@ __device__ __forceinline__ void store_columns(Traits::Scalar* row_g, int col, co
 #pragma unroll
   for (int i = 0; i < kItems; i++) values[i] = acc[kFirst + i] * normaliser;
   if (Traits::kVec == kQuadItems) {
-    constexpr bool kWhole = Traits::kTailAt + COLUMN_LANES * Traits::kTail == Traits::kHeadDimV;
-    if (kWhole || col < Traits::kHeadDimV) store_vec(row_g + col, values);
+    if (Traits::Columns::kWhole || col < Traits::kHeadDimV) store_vec(row_g + col, values);
   } else {
 #pragma unroll
     for (int i = 0; i < kItems; i++) {
@@ -302,11 +229,12 @@ template <int kQuad = 0>
 __device__ __forceinline__ void store_row(Traits::Scalar* row_g, const float (&acc)[Traits::kColumns],
                                           float normaliser) {
   const int lane = Traits::Grid::column_lane();
-  if constexpr (kQuad < Traits::kQuads) {
+  if constexpr (kQuad < Traits::Columns::kQuads) {
     store_columns<kQuadItems, kQuad * kQuadItems>(row_g, (lane + kQuad * COLUMN_LANES) * kQuadItems, acc, normaliser);
     store_row<kQuad + 1>(row_g, acc, normaliser);
-  } else if constexpr (Traits::kTail > 0) {
-    store_columns<Traits::kTail, kQuad * kQuadItems>(row_g, Traits::kTailAt + lane * Traits::kTail, acc, normaliser);
+  } else if constexpr (Traits::Columns::kTail > 0) {
+    store_columns<Traits::Columns::kTail, kQuad * kQuadItems>(
+        row_g, Traits::Columns::kTailAt + lane * Traits::Columns::kTail, acc, normaliser);
   }
 }
 
@@ -363,9 +291,9 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
                     head_rows(v_g, params.v, place.batch, place.kv_head, 0), rows, window.keys},
                    place.first_row + warp_row,
                    shared_address(&smem.stage[0]),
-                   static_cast<uint32>((warp_row + row_lane) * Traits::Slice::kRowBytes),
-                   Traits::Slice::kKeysAt + Traits::Slice::KTile::offset(column_lane, 0),
-                   shared_address(&smem.p[warp_index()][0][row_lane])};
+                   static_cast<uint32>(warp_row * sizeof(float) + row_lane * kQuadBytes),
+                   static_cast<uint32>(Traits::Slice::kKeysAt + column_lane * kQuadBytes),
+                   shared_address(&smem.p[warp_index()])};
   thread.softmax.clear();
 
   // Phase 2: the walk over the keys, masked tiles first.

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "../common/vec.cuh"
+#include "outer_products.cuh"
 
 constexpr int kThreadRows = 8, kThreadColumns = 16;
 constexpr int kProductThreads = kThreadRows * kThreadColumns;
@@ -43,30 +44,27 @@ struct Product {
     }
   }
 
-  // Add `depth` outer products; kStrideA and kStrideB floats lie between two of an operand.
+  // Add `depth` outer products; kStrideA and kStrideB floats lie between two of an operand. A stage is read in groups:
+  // what lies behind the depth is zeros.
   template <int kStrideA, int kStrideB>
   __device__ __forceinline__ void add(const float* a_s, const float* b_s, int depth) {
-#pragma unroll 2
-    for (int d = 0; d < depth; d++) {
-      float a[kThreadM], b[kThreadN];
-      load_groups<kRowGroup>(a, a_s + d * kStrideA, thread_row(), kThreadRows);
-      load_groups<kColumnGroup>(b, b_s + d * kStrideB, thread_column(), kThreadColumns);
-#pragma unroll
-      for (int m = 0; m < kThreadM; m++) {
-#pragma unroll
-        for (int n = 0; n < kThreadN; n++) c[m][n] = __fmaf_rn(a[m], b[n], c[m][n]);
-      }
-    }
+    constexpr int kGroup = kThreadM * kThreadN > 32 ? 8 : 4, kGroups = kDepth / kGroup;  // what spills least
+    const uint32 a_at_s = shared_address(a_s) + thread_row() * (kRowGroup * sizeof(float));
+    const uint32 b_at_s = shared_address(b_s) + thread_column() * (kColumnGroup * sizeof(float));
+    add_outer_products<kGroup>(
+        c, div_up(depth, kGroup), [&](float (&a)[kThreadM], float (&b)[kThreadN], int group, int step) {
+          const int first = group % kGroups * kGroup;
+          load_groups<kRowGroup, kThreadRows>(a, a_at_s + (first * kStrideA + step * kStrideA) * sizeof(float));
+          load_groups<kColumnGroup, kThreadColumns>(b, b_at_s + (first * kStrideB + step * kStrideB) * sizeof(float));
+        });
   }
 
  private:
-  template <int kGroup, int kItems>
-  __device__ __forceinline__ static void load_groups(float (&x)[kItems], const float* row_s, int at, int apart) {
+  template <int kGroup, int kApart, int kItems>
+  __device__ __forceinline__ static void load_groups(float (&x)[kItems], uint32 at_s) {
 #pragma unroll
     for (int first = 0; first < kItems; first += kGroup) {
-      const auto group = *reinterpret_cast<const Vec<float, kGroup>*>(row_s + (first / kGroup * apart + at) * kGroup);
-#pragma unroll
-      for (int i = 0; i < kGroup; i++) x[first + i] = group.item[i];
+      ld_shared_group<kGroup>(x, first, at_s + first * (kApart * sizeof(float)));
     }
   }
 };

@@ -38,23 +38,18 @@ struct RegisterSoftmax {
     bool rises = false;
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
-      largest[i] = scores.s[i][0][0];
+      largest[i] = scores.s[i][0];
 #pragma unroll
-      for (int n = 0; n < Scores::kPairs; n++) {
-        largest[i] = fmaxf(largest[i], fmaxf(scores.s[i][n][0], scores.s[i][n][1]));
-      }
+      for (int j = 1; j < Scores::kKeys; j++) largest[i] = fmaxf(largest[i], scores.s[i][j]);
       rises = rises || __fmaf_rn(largest[i], scale, -m[i]) > kHeadroomLog2;
     }
     if (__any_sync(kFullWarp, rises)) raise(largest, scale);
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
 #pragma unroll
-      for (int n = 0; n < Scores::kPairs; n++) {
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          scores.s[i][n][e] = ex2_approx(__fmaf_rn(scores.s[i][n][e], scale, -m[i]));
-          l[i] += scores.s[i][n][e];
-        }
+      for (int j = 0; j < Scores::kKeys; j++) {
+        scores.s[i][j] = ex2_approx(__fmaf_rn(scores.s[i][j], scale, -m[i]));
+        l[i] += scores.s[i][j];
       }
     }
   }

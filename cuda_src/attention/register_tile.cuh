@@ -1,6 +1,6 @@
 // A warp's tile of scores in plain registers, for kernels without tensor cores: which lane owns which rows and keys.
 //
-// The 32 lanes form a grid of kRowLanes x kColumnLanes. A thread owns the rows row_lane + kRowLanes * i of its warp and,
+// The 32 lanes form a grid of kRowLanes x kColumnLanes. A thread owns groups of four neighbouring rows of its warp and,
 // of the keys, kPairs pairs: the places in 32 keys that one call of Philox serves (philox.cuh), as an mma fragment
 // has them. In P V the same lanes share the output's columns.
 //
@@ -36,15 +36,20 @@ struct RegisterScores {
   using Grid = Grid_;
   static constexpr int kRows = kRows_;
   static constexpr int kPairs = kPairs_;
+  static constexpr int kKeys = 2 * kPairs;
   static constexpr int kWarpRows = kRows * Grid::kRowLanes;
-  static constexpr int kTileK = 2 * kPairs * Grid::kColumnLanes;
+  static constexpr int kTileK = kKeys * Grid::kColumnLanes;
+  static constexpr int kGroup = 4;  // neighbours that one load brings
+  static_assert(kRows % kGroup == 0, "whole groups");
   static_assert(kPairs == 2 || kPairs == 4, "half of a Philox call's keys, or all");
 
-  float s[kRows][kPairs][2];
+  float s[kRows][kKeys];  // pair by pair
 
-  __device__ __forceinline__ static int row_of(int i) { return Grid::row_lane() + Grid::kRowLanes * i; }
+  __device__ __forceinline__ static int row_of(int i) {
+    return (i / kGroup * Grid::kRowLanes + Grid::row_lane()) * kGroup + i % kGroup;
+  }
 
-  // The key of the tile that column lane `lane` holds as s[.][pair][e].
+  // The key of the tile that column lane `lane` holds as s[.][2 * pair + e].
   __device__ __forceinline__ static constexpr int key_at(int lane, int pair, int e) {
     return lane / 4 * (8 * kPairs) + 8 * pair + lane % 4 * 2 + e;
   }
@@ -56,7 +61,7 @@ struct RegisterScores {
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
 #pragma unroll
-      for (int n = 0; n < kPairs; n++) body(s[i][n], row_of(i), key_of(n));
+      for (int n = 0; n < kPairs; n++) body(&s[i][2 * n], row_of(i), key_of(n));
     }
   }
 
@@ -75,7 +80,7 @@ struct RegisterScores {
       for (int n = 0; n < kPairs; n++) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          if (8 * n + e < begin || 8 * n + e >= end) s[i][n][e] = -kInfinity;
+          if (8 * n + e < begin || 8 * n + e >= end) s[i][2 * n + e] = -kInfinity;
         }
       }
     }
