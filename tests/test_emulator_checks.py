@@ -62,6 +62,11 @@ class TestBounds:
         error = fault(OutOfBoundsError, "LOAD", "load_shifted", x, y, np.int32(-5))
         assert "20 bytes before the start of `argument 0`" in str(error)
 
+    def test_an_array_without_elements_has_its_name(self) -> None:
+        error = fault(OutOfBoundsError, "LOAD", "load_shifted", Argument(zeros(0), "x"), zeros(),
+                      np.int32(2))  # fmt: skip
+        assert "8 bytes past the end of `x` (float32 (0,), 0 bytes)" in str(error)
+
     def test_far_overrun_does_not_land_in_another_argument(self) -> None:
         pool = zeros(4096)
         fault(

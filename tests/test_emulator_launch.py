@@ -232,6 +232,8 @@ def test_damaged_ptx_is_refused_or_read(seed: int) -> None:
         ("setp.eq.u32 %r1, %r2, %r3;", "%r1 is no predicate"),
         ("ld.global.u32 %r1, [%f1];", "%f1 is no register of 32 or 64 bits"),
         ("cvt.u32.f32 %r1, %f1;", "a float to an integer without .rni"),
+        ("add.f32 %f1, , %f2;", "an operand is missing"),
+        ("st.global.u8 [%rd1], %f1;", "%f1 is a float of 32 bits"),
         ("mul.wide.u64 %rd1, %rd2, %rd3;", ".wide of 64 bits"),
         ("@foo bra LOST; LOST: mov.u32 %r1, 1;", "'foo' is no register"),
         ("@foo mov.u32 %r1, 1;", "'foo' is no register"),

@@ -108,6 +108,8 @@ class Generator:
     def value(self, operand: str, dtype: str) -> str:
         """Return an expression for `operand`, seen as `dtype`."""
         operand = operand.strip()
+        if not operand:
+            raise UnsupportedPTXError("an operand is missing")
         if operand in self.function.registers:
             return self._register_value(operand, dtype)
         if operand[0] == "!":
@@ -144,6 +146,10 @@ class Generator:
         self._check_predicate(register, stored, dtype)
         if stored == dtype:
             return name
+        if stored[0] == "f" and stored[1] != dtype[1]:
+            raise UnsupportedPTXError(
+                f"{register} is a float of {8 * int(stored[1])} bits, which does not fit"
+            )
         if stored[1] == dtype[1]:
             return f"{name}.view({dtype})"
         narrowed = f"{name}.astype({stored[0]}{dtype[1]})"

@@ -180,11 +180,10 @@ class DeviceMemory:
         """Say where `address` lies relative to the closest argument."""
         best: tuple[int, str] | None = None
         for argument in self.arguments:
-            if not argument.array.size:
-                continue
-            low, high = _byte_bounds(argument.array)
-            shift = self.address(argument.array) - argument.array.ctypes.data
-            low, high = low + shift, high + shift
+            low = high = self.address(argument.array)
+            if argument.array.size:
+                shift = low - argument.array.ctypes.data
+                low, high = (bound + shift for bound in _byte_bounds(argument.array))
             if address < low:
                 distance, text = low - address, f"{low - address} bytes before the start of"
             elif address >= high:
