@@ -78,6 +78,8 @@ def test_the_assembler_agrees(older: int | None, target: int) -> None:
             nvrtc.compileProgram(program, [f"-arch=sm_{architecture}"])
         except nvrtc.NVRTCError:
             log = nvrtc.getProgramLog(program)
+            if "gpu-architecture" in log:
+                pytest.skip(f"this NVRTC does not compile for sm_{architecture} any more")
             found = {int(number) for number in re.findall(r"line (\d+); error", log)}
             assert found, log
             return found

@@ -73,8 +73,8 @@ def test_the_float_backward_reads_shared_memory_without_conflicts(head_dim):
     with cupyattn.backend("emulator", report=report):
         cupyattn.attention_backward(dout, q, k, v, out, lse)
     products = "attention/register_products.cuh"
-    for access in accesses_of(report, products, "const auto group ="):
-        assert access.worst == 1.0
+    reads = [a for a in report.accesses if a.space == "shared" and not a.write]
+    assert {access.worst for access in reads} == {1.0}
     (rows,) = accesses_of(report, products, "*reinterpret_cast<float4*>(stage_s")
     (columns,) = accesses_of(report, products, "at_s[0] =")
     assert (rows.worst, columns.worst) == (1.0, 2.0)
@@ -126,7 +126,7 @@ def test_float32_flash_attention_has_no_bank_conflicts_and_wastes_no_sectors(dty
     """Every row of the table, output columns in quads alone and with one and two behind them.
 
     Where head_dim is no multiple of 16, the last slice of 16 columns is narrower; rows of bfloat16
-    then straddle sectors too.
+    then straddle sectors too, 48 bytes of three.
     """
     report = Report()
     q, k, v = (normal(1, 100, 1, head_dim).astype(dtype_of(dtype)) for _ in range(3))
@@ -138,7 +138,7 @@ def test_float32_flash_attention_has_no_bank_conflicts_and_wastes_no_sectors(dty
     if dtype == "float32" or head_dim % 16 == 0:
         assert report.sector_efficiency == 1.0
     else:
-        assert report.sector_efficiency > 0.7
+        assert report.sector_efficiency > 2 / 3
 
 
 def test_tiled_attention_wastes_no_global_sectors():
