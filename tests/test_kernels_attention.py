@@ -147,6 +147,23 @@ def test_dropout_of_less_than_a_bit(dropout_p: float, dropped: bool, dtype: str)
     np.testing.assert_allclose(out, 0 if dropped else 1, rtol=2e-3)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_padding_hidden_by_a_large_finite_bias(dtype: str):
+    """As by -inf: of scores of -1e10 the maximum is rounded by hundreds, which P must not feel."""
+    problem = AttentionProblem(B=1, Sq=40, Sk=100, H=1, G=1, D=64, Dv=64, dtype=dtype)
+    arrays = problem.arrays()
+    hidden = np.where(np.arange(100) < 60, 0, -np.inf).astype(np.float32)
+    exact, _ = reference.attention(*arrays, bias=hidden)
+    float32_weights = dtype in F32_DTYPES
+    bound, _ = reference.attention_bound(
+        *arrays, dtype=dtype, tile_k=32, float32_weights=float32_weights, bias=hidden
+    )
+    for large in (1e4, 1e8, 1e9, 5e9, 1e10, 1e20, 1e30, 1e35, np.finfo(np.float32).max):
+        bias = np.maximum(hidden, -large).astype(np.float32)
+        out = cupyattn.attention(*map(KERNELS.put, arrays), bias=KERNELS.put(bias))
+        assert reference.error_ratio(KERNELS.get(out), exact, bound) <= 1, large
+
+
 @pytest.mark.parametrize("implementation", TEACHING)
 @examples(on_emulator=15)
 @given(problem=attention_problems(head_dims=HEAD_DIMS, dtypes=DTYPES, options=OPTIONS))

@@ -100,7 +100,8 @@ struct LeanSoftmax {
           largest = fmaxf(largest, fmaxf(fragment.s[i][n][2 * half], fragment.s[i][n][2 * half + 1]));
         }
         const float old_m = m[i][half];
-        m[i][half] = fmaxf(old_m, __fmaf_rn(warp_reduce<Max, 4>(largest), kLog2E, -kShiftLog2));
+        // Rounded up: of a maximum of -1e10 the rounding is hundreds, and below it P would overflow.
+        m[i][half] = fmaxf(old_m, __fmaf_ru(warp_reduce<Max, 4>(largest), kLog2E, -kShiftLog2));
         const float shrink = ex2_approx(old_m - m[i][half]);
         l[i][half] *= shrink;
 #pragma unroll

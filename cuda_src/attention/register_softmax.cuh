@@ -59,7 +59,8 @@ struct RegisterSoftmax {
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
       const float old_m = m[i];
-      m[i] = fmaxf(old_m, Grid::template reduce_row<Max>(largest[i]) * scale);
+      // Rounded up: of a maximum of -1e10 the rounding is hundreds, and below it P would overflow.
+      m[i] = fmaxf(old_m, __fmul_ru(Grid::template reduce_row<Max>(largest[i]), scale));
       const float shrink = ex2_approx(old_m - m[i]);
       l[i] *= shrink;
 #pragma unroll
