@@ -441,6 +441,21 @@ def test_rows_without_keys_have_no_gradient(implementation: str, options: dict[s
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_dbias_of_no_axes_into_grads(implementation: str):
+    problem = AttentionProblem(B=1, Sq=4, Sk=5, H=1, G=1, D=8, Dv=8, dtype="float16")
+    bias = np.array(0.5, np.float32)
+    out, lse = reference.attention(*problem.arrays(), bias=bias)
+    results = out.astype(np.float16), lse.astype(np.float32)
+    arrays, options = (problem.gradients()[0], *problem.arrays(), *results), {"bias": bias}
+    dbias = KERNELS.put(np.array(SENTINEL, np.float32))
+    grads = AttentionGrads(None, None, None, dbias, None)
+    results_by_name = run(arrays, options, implementation, grads=grads)
+    assert_array_equal(KERNELS.get(dbias), results_by_name["dbias"])
+    ratios = error_ratios(results_by_name, arrays, options, implementation)
+    assert max(ratios.values()) <= 1, ratios
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_nan_in_the_bias_reaches_the_keys_of_its_row_and_no_others(implementation: str):
     problem = AttentionProblem(B=1, Sq=4, Sk=4, H=1, G=1, D=8, Dv=8, dtype="float16")
     bias = np.zeros((4, 4), np.float32)

@@ -97,7 +97,7 @@ def require_contiguous_rows(name: str, layout: Layout) -> None:
     itemsize = layout.dtype.itemsize
     if 0 in layout.shape:
         return
-    if layout.shape[-1] > 1 and layout.strides[-1] != itemsize:
+    if layout.shape and layout.shape[-1] > 1 and layout.strides[-1] != itemsize:
         raise error(
             ValueError,
             f"{name} has strides {layout.strides} for items of {itemsize} bytes",
