@@ -274,6 +274,10 @@ def option_rows() -> Iterator[Row]:
     yield from of("mask", TypeError, "mask is a builtins.", ARRAYS, True, [[True]], "causal")
     yield from of("bias", TypeError, "bias has dtype", FLOATS, MASK, np.zeros(5), np.zeros(5, int))
     yield from shaped("bias", SCORES, *shapes)
+    for name, array in (("bias", BIAS), ("alibi_slopes", full(4)), ("sinks", full(4))):
+        apart = np.zeros((*array.shape, 6), np.uint8)[..., :4].view(np.float32)[..., 0]
+        passed = f"{name} has strides"
+        yield f"{name} ragged", {name: apart}, ValueError, passed, "whole numbers of items"
     yield from of("bias", TypeError, "bias is a builtins.", ARRAYS, 1.0, [0.0])
     yield from of("alibi_slopes", TypeError, "alibi_slopes has dtype", FLOATS, np.ones(4))
     yield from shaped("alibi_slopes", "(B, H)", (3,), (4, 2), (1, 4), (1,), (), (2, 4, 1))

@@ -250,6 +250,9 @@ def _require_valid_option_arrays(problem: AttentionProblem) -> None:
     if "sinks" in layouts:
         require_dtype("sinks", layouts["sinks"], FLOATS)
         require_shape("sinks", layouts["sinks"], (heads,), "(H,)")
+    for name in ("bias", "alibi_slopes", "sinks"):
+        if name in layouts:
+            require_whole_item_strides(name, layouts[name])
     if "cos" in layouts:
         _require_rotary_tables(layouts["cos"], layouts["sin"], problem.head_dim)
 
