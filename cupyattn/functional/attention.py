@@ -78,7 +78,8 @@ def attention(
     alibi_slopes : float array (H,) or (B, H), optional
         Adds ``-slope * abs(i + q_offset - j)`` (Press et al., arXiv:2108.12409).
     softcap : float, optional
-        Replaces each scaled score by ``softcap * tanh(s / softcap)``, before bias and ALiBi.
+        Replaces each scaled score by ``softcap * tanh(s / softcap)``, before bias and ALiBi. A GPU
+        errs by about softcap * 1e-7 in a score: meaningful up to some thousands.
     sinks : float array (H,), optional
         One more logit per head that joins the softmax denominator, and so lse, but has no value.
     dropout_p : float
@@ -132,7 +133,8 @@ def attention(
     arXiv:2205.14135). Kernels accumulate in float32 and round once, at the store; on NumPy arrays
     the same is computed in float64. Of keys that a query does not see, only those behind seqused_k
     may hold NaN or infinity: causal order, windows, masks and biases of -inf give the others a
-    weight of 0, and 0 times NaN is NaN. A GPU takes a seqused_k outside of 0 to Sk as the nearer
+    weight of 0, and 0 times NaN is NaN. To hide keys use a mask or a bias of -inf: with a finite
+    bias beyond -1e7 on all keys of a query its row means nothing in float32. A GPU takes a seqused_k outside of 0 to Sk as the nearer
     end; on NumPy arrays that is an error. A call runs on the current stream of its arrays' device
     and does not synchronise.
 
