@@ -12,15 +12,10 @@ from cupyattn.kernels import configs
 from cupyattn.kernels.arch import ARCHS, TURING, WARP_SIZE, arch_of
 from cupyattn.kernels.configs import attention, attention_backward_naive, softmax
 from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES, vector_items
-from cupyattn.kernels.registry import (
-    ATTENTION_PARAMS,
-    BACKWARD_PARAMS,
-    DBIAS_PARAMS,
-    KERNELS,
-    rows_params,
-)
+from cupyattn.kernels.registry import KERNELS
 from cupyattn.kernels.source import source_root
 from cupyattn.kernels.spec import Struct
+from cupyattn.kernels.structs import ATTENTION_PARAMS, BACKWARD_PARAMS, DBIAS_PARAMS, rows_params
 
 MAX_DIM = attention.MAX_HEAD_DIM
 

@@ -22,8 +22,8 @@ from cupyattn import AttentionGrads, attention, attention_backward, softmax, sof
 from cupyattn.kernels import cuda_device as device_module
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.launch import MAX_GRID_X, launch
-from cupyattn.kernels.registry import UNBOUNDED
 from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, Struct
+from cupyattn.kernels.structs import UNBOUNDED
 
 PARAMS = np.dtype([("n", np.int64), ("x", np.float32)], align=True)
 PROBE = KernelSpec(

@@ -14,13 +14,8 @@ from strategies import dtype_of
 from cupyattn import reference
 from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.launch import launch
-from cupyattn.kernels.registry import (
-    ATTENTION_PARAMS,
-    BACKWARD_PARAMS,
-    UNBOUNDED,
-    rows_params,
-)
 from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Scalar, Struct
+from cupyattn.kernels.structs import ATTENTION_PARAMS, BACKWARD_PARAMS, UNBOUNDED, rows_params
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

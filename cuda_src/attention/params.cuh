@@ -34,7 +34,7 @@ struct ScoreParams {
   float softcap;
 };
 
-// Field for field the structured dtype ATTENTION_PARAMS of cupyattn/kernels/registry.py.
+// Field for field the structured dtype ATTENTION_PARAMS of cupyattn/kernels/structs.py.
 struct AttentionParams {
   Strides q, k, v, out, lse;
   BatchIntegers q_offsets, seqused_k;
@@ -46,7 +46,7 @@ struct AttentionParams {
   float softmax_scale;
   ScoreParams scores;
 };
-static_assert(sizeof(AttentionParams) == PARAMS_BYTES, "cupyattn/kernels/registry.py describes another struct");
+static_assert(sizeof(AttentionParams) == PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
 
 __device__ __forceinline__ int64 batch_integer(const void* items, BatchIntegers layout, int batch) {
   return layout.is_int64 ? static_cast<const int64*>(items)[batch * layout.stride]

@@ -10,7 +10,7 @@
 
 constexpr int kOuterAxes = 4;  // axes before the last, after merging those that lie evenly in memory
 
-// Field for field the structured dtype rows_params(arrays) of cupyattn/kernels/registry.py.
+// Field for field the structured dtype rows_params(arrays) of cupyattn/kernels/structs.py.
 template <int kArrays>
 struct RowsParams {
   int64 shape[kOuterAxes];

@@ -16,7 +16,7 @@ using Scalar = DTYPE;
 using Rows = RowTraits<THREADS, LANES, STRIPS, VEC, RESIDENT>;
 using Params = RowsParams<3>;
 enum Array { kDout, kY, kDx };
-static_assert(sizeof(Params) == PARAMS_BYTES, "cupyattn/kernels/registry.py describes another struct");
+static_assert(sizeof(Params) == PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
 
 struct Strip {
   float dout[Rows::kVec], y[Rows::kVec];

@@ -21,7 +21,7 @@ using Rows = RowTraits<THREADS, LANES, STRIPS, VEC, RESIDENT>;
 using Params = RowsParams<2>;
 using RowSoftmax = OnlineSoftmax<Unit::kNatural>;
 enum Array { kX, kY };
-static_assert(sizeof(Params) == PARAMS_BYTES, "cupyattn/kernels/registry.py describes another struct");
+static_assert(sizeof(Params) == PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
 
 // From the maximum and sum of each thread's part of the row to those of the whole row.
 __device__ __forceinline__ void merge_row(RowSoftmax& softmax, float* partial_s) {

@@ -9,15 +9,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from cupyattn.benchmark.attention_arguments import add_case_options, cases_of
+from cupyattn.benchmark.attention_arguments import add_case_options
 from cupyattn.benchmark.attention_table import show_rows
-from cupyattn.benchmark.attention_times import time_cases
-from cupyattn.benchmark.contenders import forward_contenders
-from cupyattn.benchmark.cuda_events import event_timer, measured_on
+from cupyattn.benchmark.attention_times import measure_cases
+from cupyattn.benchmark.contenders import Contender, forward_contenders
 from cupyattn.benchmark.gpu_command import add_timing_options, run_on_gpu, show_machine
-from cupyattn.benchmark.torch_peer import TORCH, load_torch
 from cupyattn.cli.terminal import Result, Terminal
-from cupyattn.kernels.cuda_device import cuda_device
 from cupyattn.ops.attention_options import IMPLEMENTATIONS
 
 
@@ -45,26 +42,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def measure(arguments: argparse.Namespace) -> Result:
     """Measure every row on the first GPU."""
-    import cupy
+    return measure_cases("attention", arguments, contenders_of)
 
-    device = cuda_device(0)
-    torch = load_torch() if arguments.peer == TORCH else None
-    with cupy.cuda.Device(device.ordinal):
-        rows = time_cases(
-            cases_of(arguments),
-            forward_contenders(arguments.implementation, torch),
-            arguments.options,
-            cupy,
-            event_timer(arguments.calls, arguments.warm_up),
-        )
-    return {
-        "command": "attention",
-        **measured_on(device),
-        "torch": None if torch is None else torch.__version__,
-        "calls": arguments.calls,
-        "warm_up": arguments.warm_up,
-        "rows": rows,
-    }
+
+def contenders_of(arguments: argparse.Namespace, torch: Any) -> list[Contender]:
+    """Return what the command line names."""
+    return forward_contenders(arguments.implementation, torch)
 
 
 def show(result: Result, terminal: Terminal) -> None:

@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from cupyattn.benchmark.attention_arguments import cases_of
 from cupyattn.benchmark.attention_cases import PLAIN, Case, Pool, arguments_of, items
 from cupyattn.benchmark.contenders import Contender
-from cupyattn.benchmark.cuda_events import Timer
-from cupyattn.cli.terminal import progress
+from cupyattn.benchmark.cuda_events import Timer, event_timer, measured_on
+from cupyattn.benchmark.torch_peer import TORCH, load_torch
+from cupyattn.cli.terminal import Result, progress
+from cupyattn.kernels.cuda_device import cuda_device
+
+
+def measure_cases(
+    command: str,
+    arguments: argparse.Namespace,
+    contenders_of: Callable[[argparse.Namespace, Any], Sequence[Contender]],
+) -> Result:
+    """Measure what a command line names on the first GPU.
+
+    `contenders_of` is called with the command line, and PyTorch if that names it, or None.
+    """
+    import cupy
+
+    device = cuda_device(0)
+    torch = load_torch() if arguments.peer == TORCH else None
+    with cupy.cuda.Device(device.ordinal):
+        rows = time_cases(
+            cases_of(arguments),
+            contenders_of(arguments, torch),
+            arguments.options,
+            cupy,
+            event_timer(arguments.calls, arguments.warm_up),
+        )
+    return {
+        "command": command,
+        **measured_on(device),
+        "torch": None if torch is None else torch.__version__,
+        "calls": arguments.calls,
+        "warm_up": arguments.warm_up,
+        "rows": rows,
+    }
 
 
 def time_cases(

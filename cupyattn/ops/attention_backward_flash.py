@@ -11,7 +11,7 @@ from cupyattn.arrays import Layout
 from cupyattn.errors import error
 from cupyattn.kernels.configs import attention_backward as flash
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
-from cupyattn.kernels.registry import DBIAS_PARAMS
+from cupyattn.kernels.structs import DBIAS_PARAMS
 from cupyattn.ops.attention import score_options
 from cupyattn.ops.attention_backward_params import backward_params
 from cupyattn.ops.attention_backward_steps import Plan, Step, lay_out_scratch, spanning

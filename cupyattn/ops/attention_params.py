@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays import Layout
-from cupyattn.kernels.registry import ATTENTION_PARAMS, UNBOUNDED
+from cupyattn.kernels.structs import ATTENTION_PARAMS, UNBOUNDED
 from cupyattn.ops.attention_problem import LSE_DTYPE, AttentionProblem
 
 

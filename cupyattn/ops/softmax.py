@@ -24,8 +24,8 @@ from cupyattn.kernels import configs
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.launch import launch
-from cupyattn.kernels.registry import OUTER_AXES, rows_params
 from cupyattn.kernels.spec import Specialisation
+from cupyattn.kernels.structs import OUTER_AXES, rows_params
 from cupyattn.ops.checks import (
     FLOATS,
     require_arrays,

@@ -13,10 +13,10 @@ from cupyattn.kernels.registry import (
     ATTENTION_FORWARD,
     ATTENTION_FORWARD_F32,
     ATTENTION_NAIVE,
-    ATTENTION_PARAMS,
     ATTENTION_TILED,
 )
 from cupyattn.kernels.spec import Specialisation
+from cupyattn.kernels.structs import ATTENTION_PARAMS
 
 MAX_HEAD_DIM = 256
 _FLOAT = 4  # bytes

@@ -17,11 +17,9 @@ from cupyattn.kernels.registry import (
     ATTENTION_BACKWARD_DKDV_PAIRED,
     ATTENTION_BACKWARD_DQ,
     ATTENTION_BACKWARD_DSINKS,
-    ATTENTION_PARAMS,
-    BACKWARD_PARAMS,
-    DBIAS_PARAMS,
 )
 from cupyattn.kernels.spec import Specialisation
+from cupyattn.kernels.structs import ATTENTION_PARAMS, BACKWARD_PARAMS, DBIAS_PARAMS
 
 ROW_PAD = 64
 """Rows per head in scratch memory are a multiple of this (kRowPad in backward_params.cuh)."""

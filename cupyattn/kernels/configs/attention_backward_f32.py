@@ -12,10 +12,9 @@ from cupyattn.kernels.registry import (
     ATTENTION_BACKWARD_F32_DELTA,
     ATTENTION_BACKWARD_F32_DKDV,
     ATTENTION_BACKWARD_F32_DQ,
-    ATTENTION_PARAMS,
-    BACKWARD_PARAMS,
 )
 from cupyattn.kernels.spec import Specialisation
+from cupyattn.kernels.structs import ATTENTION_PARAMS, BACKWARD_PARAMS
 
 DTYPES = ("float32", "bfloat16")
 VECTOR_ITEMS = 4

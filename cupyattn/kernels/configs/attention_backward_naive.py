@@ -14,10 +14,9 @@ from cupyattn.kernels.registry import (
     ATTENTION_BACKWARD_NAIVE_DKDV,
     ATTENTION_BACKWARD_NAIVE_DQ,
     ATTENTION_BACKWARD_NAIVE_DSINKS,
-    ATTENTION_PARAMS,
-    BACKWARD_PARAMS,
 )
 from cupyattn.kernels.spec import Specialisation
+from cupyattn.kernels.structs import ATTENTION_PARAMS, BACKWARD_PARAMS
 
 _FLOAT = 4  # bytes
 _STRUCTS = {

@@ -1,0 +1,83 @@
+"""The C structs that kernels take by value, as NumPy dtypes.
+
+A struct here and its C twin are held together by the size, which every source asserts, and by a
+test that reads each field back from a kernel.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+OUTER_AXES = 4
+"""Axes before the last that a row-wise kernel can walk, after merging (kOuterAxes in rows.cuh)."""
+
+UNBOUNDED = 1 << 62
+"""A window side without a limit (kUnbounded in mask.cuh)."""
+
+_STRIDES = np.dtype([("batch", np.int64), ("seq", np.int64), ("head", np.int64)], align=True)
+_BATCH_INTEGERS = np.dtype([("stride", np.int64), ("is_int64", np.int64)], align=True)
+
+_SCORE_STRIDES = np.dtype(
+    [(axis, np.int64) for axis in ("batch", "head", "row", "key")], align=True
+)
+_SCORE_PARAMS = np.dtype(
+    [
+        *((array, _SCORE_STRIDES) for array in ("bias", "mask")),
+        *((field, np.int64) for field in ("slopes_batch", "slopes_head", "sinks_stride")),
+        ("seed", np.uint64),
+        ("keep_from", np.uint32),
+        *((field, np.float32) for field in ("keep_scale", "softcap_in", "softcap")),
+    ],
+    align=True,
+)
+
+# AttentionParams in cuda_src/attention/params.cuh
+ATTENTION_PARAMS = np.dtype(
+    [
+        *((array, _STRIDES) for array in ("q", "k", "v", "out", "lse")),
+        *((array, _BATCH_INTEGERS) for array in ("q_offsets", "seqused_k")),
+        *((field, np.int64) for field in ("q_offset", "left", "right")),
+        *((field, np.int32) for field in ("heads", "group", "sq", "sk")),
+        *((field, np.float32) for field in ("scale_log2", "softmax_scale")),
+        ("scores", _SCORE_PARAMS),
+    ],
+    align=True,
+)
+
+# BackwardParams in cuda_src/attention/backward_params.cuh
+BACKWARD_PARAMS = np.dtype(
+    [
+        ("attention", ATTENTION_PARAMS),
+        *((array, _STRIDES) for array in ("dout", "dlse", "dq", "dk", "dv")),
+        ("dbias", _SCORE_STRIDES),
+        *((field, np.int64) for field in ("dsinks_stride", "zeroed")),
+        *((field, np.int32) for field in ("batch", "rows_padded", "accumulate")),
+        ("scale", np.float32),
+    ],
+    align=True,
+)
+
+# DbiasParams in cuda_src/attention/backward_dbias.cu
+DBIAS_PARAMS = np.dtype(
+    [
+        ("shape", np.int64, (4,)),
+        ("repeats", np.int64, (4,)),
+        ("source", _SCORE_STRIDES),
+        ("target", _SCORE_STRIDES),
+        ("accumulate", np.int64),
+    ],
+    align=True,
+)
+
+
+def rows_params(arrays: int) -> np.dtype:
+    """RowsParams<arrays> in cuda_src/fused/rows.cuh."""
+    return np.dtype(
+        [
+            ("shape", np.int64, (OUTER_AXES,)),
+            ("strides", np.int64, (arrays, OUTER_AXES)),
+            ("rows", np.int64),
+            ("length", np.int64),
+        ],
+        align=True,
+    )
