@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from devices import KERNELS
@@ -86,3 +88,10 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     cache_directory.cache_clear()
     yield folder
     cache_directory.cache_clear()
+
+
+@pytest.fixture
+def side(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Where arrays are, with calls running there: see devices.everywhere."""
+    with request.param.running():
+        yield request.param

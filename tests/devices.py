@@ -1,17 +1,20 @@
-"""Where the kernel tests run: on the GPU if there is one, else on the emulator with all its checks.
+"""Where tests run: through the reference, on the emulator with all its checks, on a GPU.
 
-Arrays go there with their strides and come back as NumPy.
+Arrays go there with their strides and come back as NumPy. The kernel tests run on `KERNELS`, the
+GPU if there is one, else the emulator. The public functions' promises are tried on every side
+(`everywhere`, with conftest's fixture `side`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from numpy.typing import NDArray
 
@@ -36,6 +39,19 @@ def _memory(start: int, end: int) -> NDArray[np.uint8]:
     if start == end:
         return np.zeros(0, np.uint8)
     return np.frombuffer((ctypes.c_uint8 * (end - start)).from_address(start), np.uint8)
+
+
+class NumpyArrays:
+    """Arrays stay where they are, and the functions are the reference."""
+
+    def running(self) -> AbstractContextManager[None]:
+        return cupyattn.backend("reference")
+
+    def put(self, array: Any) -> Any:
+        return array
+
+    def get(self, array: Any) -> np.ndarray:
+        return array
 
 
 class GpuArrays:
@@ -96,7 +112,8 @@ class EmulatedArrays:
         return array.copy()
 
 
-KERNELS: GpuArrays | EmulatedArrays = GpuArrays() if device_count() else EmulatedArrays()
+NUMPY, EMULATED, CUPY = NumpyArrays(), EmulatedArrays(), GpuArrays()
+KERNELS: GpuArrays | EmulatedArrays = CUPY if device_count() else EMULATED
 
 _Test = TypeVar("_Test", bound=Callable[..., Any])
 
@@ -109,3 +126,48 @@ def examples(on_emulator: int) -> Callable[[_Test], _Test]:
     if isinstance(KERNELS, GpuArrays) or "CUPYATTN_EXAMPLES" in os.environ:
         return lambda test: test
     return settings(max_examples=on_emulator)
+
+
+everywhere = pytest.mark.parametrize(
+    "side",
+    [
+        pytest.param(NUMPY, id="numpy"),
+        pytest.param(EMULATED, id="emulator", marks=pytest.mark.nvrtc),
+        pytest.param(CUPY, id="cupy", marks=pytest.mark.gpu),
+    ],
+    indirect=True,
+)
+
+kernels_only = pytest.mark.parametrize(
+    "side",
+    [
+        pytest.param(EMULATED, id="emulator", marks=pytest.mark.nvrtc),
+        pytest.param(CUPY, id="cupy", marks=pytest.mark.gpu),
+    ],
+    indirect=True,
+)
+
+
+def placed(side: Any, value: Any) -> Any:
+    """Move an option's arrays."""
+    if isinstance(value, np.ndarray):
+        return side.put(value)
+    return tuple(placed(side, item) for item in value) if type(value) is tuple else value
+
+
+@contextmanager
+def unchanged(*values: Any) -> Iterator[None]:
+    """The arrays among the values, and in tuples of them, keep their contents."""
+
+    def contents(value: Any) -> Any:
+        return tuple(map(contents, value)) if isinstance(value, tuple) else _bytes(value)
+
+    before = contents(values)
+    yield
+    assert contents(values) == before, "an input was written to"
+
+
+def _bytes(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    return CUPY.get(value).tobytes() if type(value).__module__.startswith("cupy.") else None
