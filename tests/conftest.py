@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 from devices import KERNELS
 from hypothesis import settings
+from planted_bugs import Bug, PlantedDevice, plant
 
+from cupyattn.cli.recorder import Launch
+from cupyattn.emulator import Checks
 from cupyattn.functional.device_info import device_count
 from cupyattn.kernels.cache import cache_directory
 from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.kernels.cuda_device import ARCH_VARIABLE, cuda_device
+from cupyattn.kernels.launch import launch
 
 # A first example compiles kernels, so no example has a deadline.
 settings.register_profile("default", deadline=None)
@@ -95,3 +99,15 @@ def side(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Where arrays are, with calls running there: see devices.everywhere."""
     with request.param.running():
         yield request.param
+
+
+@pytest.fixture
+def start_with(tmp_path: Path):
+    """Run a recorded launch on the emulator, all checks on, from sources with bugs in them."""
+
+    def start(recorded: Launch, *bugs: Bug, checks: Checks | None = None) -> None:
+        plant(tmp_path / "cuda_src", *bugs)
+        device = PlantedDevice(tmp_path / "cuda_src", checks or Checks.all())
+        launch(device, recorded.specialisation, recorded.grid[0], recorded.arguments)
+
+    return start

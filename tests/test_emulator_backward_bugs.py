@@ -1,28 +1,21 @@
-"""Bugs planted in the backward kernels are found: by the emulator's checks, or by the bounds.
-
-A bug is a replaced line in a copy of the CUDA sources, which the emulator then runs.
-"""
+"""Bugs planted in the backward kernels are found: by the emulator's checks, or by the bounds."""
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
+from planted_bugs import Bug, PlantedDevice, plant, without_barrier
 from strategies import AttentionProblem
 
 import cupyattn
 from cupyattn import AttentionGrads, reference
 from cupyattn.emulator import Checks, KernelFault, OutOfBoundsError, SharedMemoryRaceError
-from cupyattn.kernels.emulated_device import EmulatedDevice, EmulatedKernel
-from cupyattn.kernels.source import source_root
-from cupyattn.kernels.spec import Specialisation
 
 pytestmark = pytest.mark.nvrtc
 
@@ -32,27 +25,6 @@ PROBLEM = AttentionProblem(
     drawn=(("causal", True), ("mask", (37, 133)), ("bias", ((2, 37, 133), "float32")),
            ("alibi_slopes", (2,)), ("softcap", 2.0), ("sinks", True), ("dropout_p", 0.5)),
 )  # fmt: skip
-
-
-class Bug(NamedTuple):
-    """Text of a file below cuda_src, which must be there once, and what takes its place."""
-
-    file: str
-    right: str
-    wrong: str
-
-
-class PlantedDevice(EmulatedDevice):
-    """The emulator, with kernels from another folder of sources."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(Checks.all())
-        self.folder = folder
-
-    def load(self, specialisation: Specialisation) -> EmulatedKernel:
-        spec = specialisation.spec
-        planted = replace(spec, source=str(self.folder / spec.source))
-        return super().load(replace(specialisation, spec=planted))
 
 
 # By the kernels' source: the implementation that runs them, and for which dtype.
@@ -83,13 +55,9 @@ def ratios_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def run(kernels: tuple[str, str], *bugs: Bug) -> dict[str, float]:
         folder = tmp_path / "cuda_src"
-        shutil.copytree(source_root(), folder)
-        for bug in bugs:
-            text = (source_root() / bug.file).read_text()
-            assert text.count(bug.right) == 1, f"{bug.file} has changed: plant the bug anew"
-            (folder / bug.file).write_text(text.replace(bug.right, bug.wrong))
+        plant(folder, *bugs)
         module = sys.modules["cupyattn.functional.attention_backward"]  # the function has its name
-        monkeypatch.setattr(module, "device_of", lambda _: PlantedDevice(folder))
+        monkeypatch.setattr(module, "device_of", lambda _: PlantedDevice(folder, Checks.all()))
         implementation, dtype = kernels
         arrays, options, exact, bounds = call(dtype)
         grads = cupyattn.attention_backward(*arrays, **options, implementation=implementation)
@@ -118,10 +86,6 @@ FLOAT_FILES = {FLOAT_DKDV, FLOAT_DQ, FLOAT_SCORES, PRODUCTS}
 
 def kernels_of(bug: Bug) -> tuple[str, str]:
     return FLOAT if bug.file in FLOAT_FILES else NAIVE
-
-
-def without_barrier(file: str, comment: str) -> Bug:
-    return Bug(file, f"__syncthreads();  // {comment}", f"// {comment}")
 
 
 FAULTS = {

@@ -1,0 +1,103 @@
+"""Bugs planted in the attention kernels inside their arrays: the error bound finds them.
+
+No check of memory can see them.
+"""
+
+from __future__ import annotations
+
+import pytest
+from planted_bugs import (
+    F32_PRODUCTS_CUH,
+    F32_STAGE_CUH,
+    FORWARD_CU,
+    NAIVE_CU,
+    PRODUCTS_CUH,
+    TILED_CU,
+    Bug,
+    attention_recorded,
+    error_ratio,
+)
+
+pytestmark = pytest.mark.nvrtc
+
+MISTAKES = {
+    "naive: K of the neighbouring feature": Bug(
+        NAIVE_CU, "to_float(k_row_g[d])", "to_float(k_row_g[d ^ 1])"
+    ),
+    "naive: P of the first key for all": Bug(NAIVE_CU, "smem.p[j] *", "smem.p[0] *"),
+    "naive: the later half of a strip has no values": Bug(
+        NAIVE_CU, "j < strip; j++", "j < strip / 2; j++"
+    ),
+    "naive: V of every strip from the first": Bug(
+        NAIVE_CU, "(first + j) * params.v.seq", "j * params.v.seq"
+    ),
+    "tiled: K of the neighbouring lane": Bug(
+        TILED_CU,
+        "smem.key_value + lane_index() * Traits::KTile",
+        "smem.key_value + (lane_index() ^ 1) * Traits::KTile",
+    ),
+    "tiled: V of the neighbouring key": Bug(
+        TILED_CU, "smem.key_value[(j + i) *", "smem.key_value[(j + (i ^ 1)) *"
+    ),
+    "tiled: P of the neighbouring row": Bug(
+        TILED_CU,
+        "&smem.p[warp_index() * Traits::kRows + r][j]",
+        "&smem.p[warp_index() * Traits::kRows + (r ^ 1)][j]",
+    ),
+    "tiled: a row sees one key too many": Bug(
+        "common/mask.cuh", "begin <= key && key < end", "begin <= key && key <= end"
+    ),
+    "flash: K of the neighbouring k8 step": Bug(
+        PRODUCTS_CUH, "q[i][group * 4 + step], b[step])", "q[i][group * 4 + step], b[0])"
+    ),
+    "flash: V of the neighbouring columns": Bug(
+        PRODUCTS_CUH, "packed.p[i][n], b[tile])", "packed.p[i][n], b[0])"
+    ),
+    "flash: the first tile in the wrong half": Bug(
+        FORWARD_CU,
+        "cta.k_stage.store(cta.k_s + (left & 1) *",
+        "cta.k_stage.store(cta.k_s + (left + 1 & 1) *",
+    ),
+    "flash f32: K of the neighbouring columns": Bug(
+        F32_PRODUCTS_CUH,
+        "step * Slice::kKColumnBytes",
+        "(step ^ 1) * Slice::kKColumnBytes",
+    ),
+    "flash f32: P of the neighbouring rows": Bug(
+        F32_PRODUCTS_CUH, "ld_shared_group(p, i,", "ld_shared_group(p, i ^ 4,"
+    ),
+    "flash f32: V of the neighbouring keys": Bug(
+        F32_STAGE_CUH,
+        "return Scores::key_at(8 * panel + row / 2, pair, row % 2);",
+        "return Scores::key_at(8 * panel + row / 2, pair, (row + 1) % 2);",
+    ),
+    "flash f32: K in another order than P": Bug(
+        F32_STAGE_CUH, "kColumnLanes, item / 2, item % 2);", "kColumnLanes, item % 4, item / 4);"
+    ),
+    "flash f32: what was accumulated keeps its scale": Bug(
+        "attention/register_softmax.cuh", "acc[i][c] *= shrink;", "acc[i][c] *= 1.f;"
+    ),
+    "flash f32: the maximum of half of the row's lanes": Bug(
+        "attention/register_tile.cuh",
+        "distance < 2 * kColumnLanes; distance",
+        "distance < kColumnLanes; distance",
+    ),
+    "flash f32: a row sees one key too many": Bug(
+        "attention/register_tile.cuh", "8 * n + e >= end", "8 * n + e > end"
+    ),
+    "flash: a row sees one key too many": Bug(
+        "attention/score_fragment.cuh", "key_step(n) + e >= end", "key_step(n) + e > end"
+    ),
+    "flash: a cut tile counts as full": Bug(
+        "attention/key_walk.cuh",
+        "full_end = top.end / kTileK;",
+        "full_end = div_up(top.end, kTileK);",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_an_attention_kernel_is_outside_its_bound(name, start_with):
+    recorded = attention_recorded(name.partition(":")[0])
+    start_with(recorded, MISTAKES[name])
+    assert not error_ratio(recorded) <= 10
