@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from devices import KERNELS
 from hypothesis import settings
 from planted_bugs import Bug, PlantedDevice, plant
+from recording_device import Recorder
 
 from cupyattn.cli.recorder import Launch
 from cupyattn.emulator import Checks
@@ -111,3 +113,12 @@ def start_with(tmp_path: Path):
         launch(device, recorded.specialisation, recorded.grid[0], recorded.arguments)
 
     return start
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """What the public functions take for the GPU."""
+    recorder = Recorder()
+    backend_module = sys.modules["cupyattn.functional.backend"]  # the function has its name
+    monkeypatch.setattr(backend_module, "cuda_device", lambda ordinal: recorder)
+    return recorder
