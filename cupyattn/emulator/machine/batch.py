@@ -16,14 +16,10 @@ import numpy as np
 
 from cupyattn.emulator.errors import KernelFault, KernelTrap
 from cupyattn.emulator.machine.atomics import AtomicOperations
+from cupyattn.emulator.machine.block_memory import LocalMemory, ParameterMemory, SharedMemory
+from cupyattn.emulator.machine.generic_memory import GenericMemory
 from cupyattn.emulator.machine.global_memory import GlobalMemory
 from cupyattn.emulator.machine.matrix import MatrixOperations
-from cupyattn.emulator.machine.memory import (
-    GenericMemory,
-    LocalMemory,
-    ParameterMemory,
-    SharedMemory,
-)
 from cupyattn.emulator.machine.races import SharedMemoryTracker
 from cupyattn.emulator.machine.scheduler import Scheduler
 from cupyattn.emulator.ptx.mangling import readable
