@@ -1,7 +1,4 @@
-"""The attention backward kernels against the float64 reference, within its derived bounds.
-
-Kernels and reference are given the same out and lse, those of the reference's forward, rounded.
-"""
+"""The attention backward kernels against the float64 reference, within its derived bounds."""
 
 from __future__ import annotations
 
@@ -9,21 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from backward_runs import IMPLEMENTATIONS, OPTIONS, SENTINEL, check, error_ratios, inputs, run
 from devices import KERNELS, GpuArrays, examples
 from hypothesis import given
-from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-from strategies import AttentionProblem, attention_problems, dtype_of
+from strategies import AttentionProblem, attention_problems
 
-import cupyattn
 from cupyattn import AttentionGrads, reference
-from cupyattn.functional.rounding import round_into
 from cupyattn.kernels.configs.attention_backward import DQ, ONE_PASS
 from cupyattn.kernels.configs.attention_backward_f32 import DKDV as DKDV_F32
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
-OPTIONS = ("causal", "softmax_scale", "window_size", "q_offset", "seqused_k")
 SCORE_OPTIONS = ("mask", "bias", "alibi_slopes", "softcap", "sinks", "dropout_p")
 DTYPES = ("float16", "bfloat16", "float32")
 # More columns than threads, odd dims, D != Dv in both directions, the largest.
@@ -39,73 +33,9 @@ FLASH_HEAD_DIMS = (
     (136, 192),
     (256, 249),
 )
-IMPLEMENTATIONS = ("naive", "flash")
 # Columns that end within a group of four and within a stage of 16; every row of the tables.
 FLOAT_HEAD_DIMS = ((1, 3), (24, 40), (64, 64), (65, 128), (136, 72))
 FLOAT_DTYPES = ("float32", "bfloat16")
-GRADIENTS = AttentionGrads._fields
-SENTINEL = 77.0
-
-Arrays = tuple[np.ndarray, ...]
-
-
-def inputs(problem: AttentionProblem) -> tuple[Arrays, dict[str, Any]]:
-    """(dout, q, k, v, out, lse) and the options, dlse among them, as NumPy arrays."""
-    dout, dlse = problem.gradients()
-    options = problem.options()
-    out, lse = reference.attention(*problem.arrays(), **options)
-    results = (
-        round_into(None, out, dtype_of(problem.dtype)),
-        round_into(None, lse, np.dtype(np.float32)),
-    )
-    return (dout, *problem.arrays(), *results), {**options, "dlse": dlse}
-
-
-def placed(options: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: KERNELS.put(value) if isinstance(value, np.ndarray) else value
-        for name, value in options.items()
-    }
-
-
-def fetched(grads: AttentionGrads) -> dict[str, np.ndarray]:
-    return {name: KERNELS.get(x) for name, x in grads._asdict().items() if x is not None}
-
-
-def run(
-    arrays: Arrays, options: dict[str, Any], implementation: str, **more: Any
-) -> dict[str, np.ndarray]:
-    """Gradients by name, as NumPy arrays."""
-    grads = cupyattn.attention_backward(
-        *map(KERNELS.put, arrays), **placed(options), implementation=implementation, **more
-    )
-    return fetched(grads)
-
-
-def error_ratios(
-    grads: dict[str, np.ndarray],
-    arrays: Arrays,
-    options: dict[str, Any],
-    implementation: str = "naive",
-) -> dict[str, float]:
-    """Largest error over bound, of each gradient."""
-    exact = reference.attention_backward(*arrays, **options)
-    bounds = reference.attention_backward_bound(
-        *arrays, dtype=arrays[1].dtype, float32_weights=implementation == "naive", **options
-    )
-    expected = {name: x for name, x in exact._asdict().items() if x is not None}
-    assert grads.keys() == expected.keys()
-    return {
-        name: reference.error_ratio(grads[name], expected[name], getattr(bounds, name))
-        for name in grads
-    }
-
-
-def check(problem: AttentionProblem, implementation: str, **more: Any) -> None:
-    arrays, options = inputs(problem)
-    grads = run(arrays, options, implementation, **more)
-    ratios = error_ratios(grads, arrays, options, implementation)
-    assert max(ratios.values()) <= 1, ratios
 
 
 @examples(on_emulator=12)
@@ -224,197 +154,6 @@ def test_long_sequences(implementation: str, dtype: str):
         drawn=(("causal", True), ("bias", ((sk,), "float32")), ("sinks", True)),
     )  # fmt: skip
     check(problem, implementation)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@examples(on_emulator=10)
-@given(
-    problem=attention_problems(
-        head_dims=((24, 40),),
-        dtypes=("float16", "float32"),
-        options=("causal", "bias", "dropout_p", "sinks"),
-        largest=66,
-    )
-)
-def test_the_same_bits_from_run_to_run(implementation: str, problem: AttentionProblem):
-    arrays, options = inputs(problem)
-    first, second = (run(arrays, options, implementation, deterministic=True) for _ in range(2))
-    for name, gradient in first.items():
-        assert_array_equal(gradient.view(np.uint8), second[name].view(np.uint8))
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@examples(on_emulator=10)
-@given(
-    problem=attention_problems(
-        head_dims=((24, 40),),
-        dtypes=("float16", "float32"),
-        options=(*OPTIONS, "bias", "sinks"),
-        largest=66,
-    )
-)
-def test_views_equal_copies(implementation: str, problem: AttentionProblem):
-    """Of the arrays of all shapes: (B, S, H, D), (B, H, Sq) and the options'."""
-    arrays, options = inputs(problem)
-    options["deterministic"] = True
-    of_copies = run(tuple(map(np.ascontiguousarray, arrays)), options, implementation)
-    *rows, lse = arrays
-    views = {"lse": lse, "dlse": options["dlse"], "bias": options.get("bias")}
-    views = {name: _reversed_and_strided(x) for name, x in views.items() if x is not None}
-    if "sinks" in options:
-        views["sinks"] = np.repeat(options["sinks"], 2)[::2]
-    of_views = run((*rows, views.pop("lse")), {**options, **views}, implementation)
-    options = {name: value for name, value in options.items() if name != "deterministic"}
-    assert_as_good(of_views, of_copies, arrays, options, implementation)
-
-
-def assert_as_good(
-    actual: dict[str, np.ndarray],
-    expected: dict[str, np.ndarray],
-    arrays: Arrays,
-    options: dict[str, Any],
-    implementation: str,
-) -> None:
-    """The same bits; of the flash kernels as near to the reference.
-
-    Their scalar and vector loads are two programs, in which a multiplication and an addition may be
-    fused or not: a dS half way between two float16 then rounds the other way.
-    """
-    if implementation == "naive":
-        for name, gradient in expected.items():
-            assert_array_equal(actual[name], gradient)
-    else:
-        ratios = error_ratios(actual, arrays, options, implementation)
-        assert max(ratios.values()) <= 1, ratios
-
-
-def _reversed_and_strided(x: np.ndarray) -> np.ndarray:
-    """x with its first axis backwards in memory and its last with gaps (lse, dlse: rows apart)."""
-    if x.ndim == 3 and x.dtype == np.float32:
-        wide = np.full((*x.shape[:-1], x.shape[-1] + 3), np.nan, x.dtype)[::-1, ..., 1:-2]
-    else:
-        wide = np.full((*x.shape[:-1], 2 * x.shape[-1]), np.nan, x.dtype)[::-1, ..., ::2]
-    wide[...] = x
-    return wide
-
-
-def shaped_like_inputs(arrays: Arrays, options: dict[str, Any]) -> dict[str, np.ndarray]:
-    of = {"dq": arrays[1], "dk": arrays[2], "dv": arrays[3]}
-    of |= {f"d{name}": options[name] for name in ("bias", "sinks") if name in options}
-    return of
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@examples(on_emulator=10)
-@given(
-    problem=attention_problems(
-        head_dims=((24, 40),),
-        dtypes=("float16", "float32"),
-        options=("causal", "bias", "sinks"),
-        largest=66,
-    ),
-    accumulate=st.booleans(),
-    given_names=st.sets(st.sampled_from(GRADIENTS), min_size=1),
-)
-def test_grads_are_written_into_any_strides(
-    implementation: str, problem: AttentionProblem, accumulate: bool, given_names: set[str]
-):
-    """Every item written or added to, nothing beside them; added before the one rounding."""
-    arrays, options = inputs(problem)
-    expected = run(arrays, options, implementation, deterministic=True)
-    memories, views = {}, {}
-    for name, of in shaped_like_inputs(arrays, options).items():
-        if name in given_names:
-            memories[name], views[name] = _memory_with_view(of)
-            views[name][...] = 0.5
-    before = {name: KERNELS.get(view).astype(np.float64) for name, view in views.items()}
-    if accumulate and not views:
-        return
-    grads = AttentionGrads(*(views.get(name) for name in GRADIENTS))
-    returned = cupyattn.attention_backward(
-        *map(KERNELS.put, arrays), **placed(options), implementation=implementation, grads=grads,
-        accumulate=accumulate, deterministic=True,
-    )  # fmt: skip
-    replaced = {}
-    for name, gradient in fetched(returned).items():
-        if name in views:
-            assert getattr(returned, name) is views[name]
-        if not (accumulate and name in views):
-            replaced[name] = gradient
-    assert_as_good({**expected, **replaced}, expected, arrays, options, implementation)
-    if accumulate:
-        _check_accumulated(fetched(returned), before, arrays, options)
-    for name, view in views.items():
-        view[...] = SENTINEL
-        assert (memories[name] == SENTINEL).all()
-
-
-def _memory_with_view(of: np.ndarray) -> tuple[Any, Any]:
-    """Memory full of sentinels, and within it a view of a shape and dtype, with own items."""
-    if of.ndim == 4:
-        b, s, h, d = of.shape
-        memory = KERNELS.xp.full((b, h, s, d + 5), SENTINEL, of.dtype)
-        return memory, memory.transpose(0, 2, 1, 3)[:, ::-1, :, 2:-3]
-    memory = KERNELS.xp.full((2, *of.shape[:-1], of.shape[-1] + 2), SENTINEL, of.dtype)
-    return memory, memory[1, ..., 1:-1]
-
-
-def _check_accumulated(
-    grads: dict[str, np.ndarray],
-    before: dict[str, np.ndarray],
-    arrays: Arrays,
-    options: dict[str, Any],
-) -> None:
-    exact = reference.attention_backward(*arrays, **options)
-    bounds = reference.attention_backward_bound(*arrays, dtype=arrays[1].dtype, **options)
-    for name, start in before.items():
-        total = getattr(exact, name) + start
-        unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8}.get(grads[name].dtype.name, 2.0**-24)
-        # The sum rounds once to float32 and once to the dtype, the bound's own store comes on top.
-        bound = getattr(bounds, name) + 2 * unit * (np.abs(total) + np.abs(start))
-        assert reference.error_ratio(grads[name], total, bound) <= 1, name
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_accumulating_rounds_once(implementation: str):
-    """An addend below half a unit of what is there would vanish if it were rounded first."""
-    problem = AttentionProblem(B=1, Sq=3, Sk=1, H=1, G=1, D=2, Dv=2, dtype="float16")
-    (_, *arrays), _ = inputs(problem)
-    dout = np.full_like(arrays[3], 2.0**-12)
-    dv = KERNELS.put(np.ones((1, 1, 1, 2), np.float16))
-    cupyattn.attention_backward(
-        *map(KERNELS.put, (dout, *arrays)), implementation=implementation, accumulate=True,
-        grads=AttentionGrads(None, None, dv, None, None),
-    )  # fmt: skip
-    assert_array_equal(KERNELS.get(dv), np.full((1, 1, 1, 2), np.float16(1 + 3 * 2.0**-12)))
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize(
-    "empty",
-    [{"B": 0}, {"Sq": 0}, {"Sk": 0}, {"Sq": 0, "Sk": 0}, {"H": 0, "G": 0}, {"H": 0}],
-    ids=str,
-)
-def test_empty_problems_have_gradients_of_zero(
-    implementation: str, empty: dict[str, int], accumulate: bool
-):
-    extents = {"B": 2, "Sq": 3, "Sk": 5, "H": 4, "G": 2, "D": 8, "Dv": 6, **empty}
-    problem = AttentionProblem(
-        **extents,
-        dtype="float16",
-        drawn=(("causal", True), ("bias", ((extents["Sk"],), "float32"))),
-    )
-    arrays, options = inputs(problem)
-    options["sinks"] = np.zeros(extents["H"], np.float32)
-    of = shaped_like_inputs(arrays, options)
-    grads = AttentionGrads(*(KERNELS.put(np.full_like(of[name], 0.5)) for name in GRADIENTS))
-    found = run(arrays, options, implementation, grads=grads, accumulate=accumulate)
-    for name, gradient in found.items():
-        if name == "dsinks" and extents["B"] * extents["Sq"]:
-            continue  # the sink is there without keys
-        assert gradient.shape == of[name].shape
-        assert (gradient == (0.5 if accumulate else 0)).all(), name
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
