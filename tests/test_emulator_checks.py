@@ -364,9 +364,18 @@ def test_trap() -> None:
 
 
 def test_endless_loop() -> None:
-    with pytest.raises(KernelFault, match="endless loop"):
-        run("endless", zeros(), checks=Checks(max_steps=1000))
+    error = fault(KernelFault, "ENDLESS", "endless", zeros(), checks=Checks(max_steps=1000))
+    assert "1000 basic blocks ran without an end: an endless loop" in str(error)
+    assert (error.block, error.thread) == ((0, 0, 0), (0, 0, 0))
     run("endless", zeros() + 1)
+
+
+def test_endless_loop_of_some_threads() -> None:
+    """The first of those that are in it."""
+    error = fault(KernelFault, "SPIN", "spins_from", zeros(), np.int32(40), grid=3,
+                  checks=Checks(max_steps=1000))  # fmt: skip
+    assert (error.block, error.thread) == ((0, 0, 0), (40, 0, 0))
+    run("spins_from", zeros(), np.int32(64), grid=3)
 
 
 def test_messages_quote_the_source() -> None:

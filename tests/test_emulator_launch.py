@@ -180,7 +180,7 @@ def test_no_ptx() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_damaged_ptx_is_refused_or_read(seed: int) -> None:
+def test_damaged_ptx_is_refused_or_runs(seed: int) -> None:
     # nothing but the emulator's own errors, whatever token is lost, replaced or strange
     rng = random.Random(seed)
     shared = ".global .align 4 .b8 t[4] = {1, 0f3F800000, 2};\n.visible .entry k("
@@ -189,6 +189,9 @@ def test_damaged_ptx_is_refused_or_read(seed: int) -> None:
         "vote.sync.ballot.b32 %r3, %p1, -1; LOOP: @%p2 bra LOOP; bar.sync 1, 64;" + BODY,
         ".param .u64 x, .param .align 8 .b8 q[16]",
     ).replace(".visible .entry k(", shared)
+    args, checks = [np.zeros(4, "u4"), np.zeros((), "V16")[()]], emulator.Checks(max_steps=1000)
+    emulator.run(text, "k", 1, 64, args, checks=checks)
+    assert args[0][0] == 7
     tokens = [m.span() for m in re.finditer(r"[\w.%$]+|\S", text)]
     for _ in range(200):
         (start, end), (a, b) = rng.sample(tokens, 2)
@@ -196,7 +199,7 @@ def test_damaged_ptx_is_refused_or_read(seed: int) -> None:
         with contextlib.suppress(emulator.EmulatorError):
             module = emulator.load(text[:start] + new + text[end:])
             for entry in module.entries:
-                module.program(entry)
+                emulator.launch(module, entry, 1, 64, args, checks=checks)
 
 
 @pytest.mark.parametrize(
@@ -237,6 +240,11 @@ def test_damaged_ptx_is_refused_or_read(seed: int) -> None:
         ("mul.wide.u64 %rd1, %rd2, %rd3;", ".wide of 64 bits"),
         ("@foo bra LOST; LOST: mov.u32 %r1, 1;", "'foo' is no register"),
         ("@foo mov.u32 %r1, 1;", "'foo' is no register"),
+        ("@%r2 mov.u32 %r1, 1;", "%r2 is no predicate"),
+        ("@%r2 bra LOST; LOST: mov.u32 %r1, 1;", "%r2 is no predicate"),
+        (".reg .b8 %b; mov.f32 %b, %f1;", "%b has 8 bits, which a float of 32 bits does not fit"),
+        ("mov.f32 %rd1, %f1;", "%rd1 has 64 bits, which a float of 32 bits does not fit"),
+        ("mov.f32 %f1, 0f3F8000001;", "'0f3F8000001' is no register, number"),
     ],
 )
 def test_unsupported_instructions(body: str, message: str) -> None:

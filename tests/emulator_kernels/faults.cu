@@ -272,5 +272,9 @@ KERNEL fails(float* y, int trap) {
   y[threadIdx.x] = 1.f;
 }
 KERNEL endless(volatile float* y) {
-  while (y[0] == 0.f) y[1] = 1.f;
+  while (y[0] == 0.f) y[1] = 1.f;  // ENDLESS
+}
+KERNEL spins_from(volatile float* y, int first) {
+  if ((int)threadIdx.x < first) return;
+  while (y[0] == 0.f) y[1] = 1.f;  // SPIN
 }

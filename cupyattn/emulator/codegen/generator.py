@@ -19,7 +19,7 @@ from cupyattn.emulator.ptx.model import Function, Instruction, Variable
 __all__ = ["Generator", "Lowering"]
 
 _INTEGER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?$")
-_HEX_FLOAT = re.compile(r"0([fFdD])([0-9a-fA-F]+)$")
+_HEX_FLOAT = re.compile(r"0(?:[fF]([0-9a-fA-F]{8})|[dD]([0-9a-fA-F]{16}))$")
 _SYMBOL = re.compile(r"([\w$%]+)\s*(?:\+\s*(-?\d+))?$")
 _ADDRESS = re.compile(r"\[\s*([^\s+\]]+)\s*(?:\+\s*(-?(?:0x)?[0-9a-fA-F]+))?\s*\]$")
 
@@ -115,8 +115,8 @@ class Generator:
         if operand[0] == "!":
             return f"~{self.value(operand[1:], 'b1')}"
         if match := _HEX_FLOAT.match(operand):
-            size = 4 if match.group(1) in "fF" else 8
-            bits = int(match.group(2), 16).to_bytes(size, "little")
+            bits = bytes.fromhex(match.group(1) or match.group(2))[::-1]
+            size = len(bits)
             if dtype[0] == "f" and int(dtype[1]) != size:
                 return self.constant(float(np.frombuffer(bits, f"f{size}")[0]), dtype)
             return self.constant(bits, dtype)
@@ -243,6 +243,11 @@ class Generator:
         if stored != dtype:
             if stored[1] == dtype[1]:
                 expression = f"({expression}).view({stored})"
+            elif dtype[0] == "f":
+                raise UnsupportedPTXError(
+                    f"{register} has {8 * int(stored[1])} bits, which a float of "
+                    f"{8 * int(dtype[1])} bits does not fit"
+                )
             else:
                 wide = f"{dtype[0]}{stored[1]}"
                 expression = f"({expression}).astype({wide}).view({stored})"

@@ -117,7 +117,10 @@ def _write_block(gen: Generator, number: int) -> list[str]:
             predicate, negated = instruction.guard
             if predicate not in gen.names:
                 raise gen.unsupported(instruction, f"the guard {predicate!r} is no register")
-            name = f"{'~' if negated else ''}{gen.current(predicate)}"
+            try:
+                name = f"{'~' if negated else ''}{gen.value(predicate, 'b1')}"
+            except UnsupportedPTXError as error:
+                raise _placed(gen, instruction, str(error)) from None
             gen.line(f"guard = guarded({name}, mask, shape)")
             gen.guard = gen.mask = "guard"
         try:
@@ -148,7 +151,7 @@ def _assemble(gen: Generator, bodies: list[list[str]]) -> str:
         " steps = batch.checks.max_steps",
         " while block >= 0:",
         "  steps -= 1",
-        "  if steps < 0: raise batch.hang()",
+        "  if steps < 0: raise batch.hang(block, mask)",
     ]
 
     leaves: list[list[int]] = []

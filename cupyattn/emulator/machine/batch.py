@@ -156,12 +156,14 @@ class Batch:
             line=line,
         )
 
-    def hang(self) -> KernelFault:
-        """Return the error for a kernel that has run too many steps."""
-        return KernelFault(
-            f"{readable(self.program.name)} ran {self.checks.max_steps} basic blocks without "
-            "finishing: an endless loop, or a wait for a block that runs later (raise "
-            "Checks.max_steps if not)"
+    def hang(self, block: int, mask: Array | None) -> KernelFault:
+        """Return the error for a kernel that has run too many steps, the next one in `block`."""
+        return self.fault(
+            KernelFault,
+            f"{self.checks.max_steps} basic blocks ran without an end: an endless loop, or a wait "
+            "for a block that runs later (raise Checks.max_steps if not)",
+            self.program.blocks[block].start,
+            self.lanes(np.True_, mask),
         )
 
     def trap(self, mask: Array, site: int) -> None:
