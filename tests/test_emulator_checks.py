@@ -269,6 +269,23 @@ class TestBarriers:
                           *map(np.int32, operands), checks=Checks.none())  # fmt: skip
             assert message in str(error)
 
+    def test_arrivals_that_nobody_completes(self) -> None:
+        run("arrives_in_vain", zeros(), np.int32(3), np.int32(1))
+        for grid in (1, 2):
+            error = fault(BarrierError, "ARRIVAL", "arrives_in_vain", zeros(), np.int32(3),
+                          np.int32(0), grid=grid)  # fmt: skip
+            assert error.thread == (0, 0, 0)
+            assert "barrier 3 is never completed: 32 threads arrived at it" in str(error)
+            assert "it needs 64" in str(error)
+        y = zeros()
+        run("arrives_in_vain", y, np.int32(3), np.int32(0), checks=Checks(barriers=False))
+        assert (y == 3).all()
+
+    def test_arrivals_alone_complete_a_barrier(self) -> None:
+        y = zeros()
+        run("arrives_alone", y)
+        np.testing.assert_array_equal(y, np.arange(64) ^ 32)
+
     def test_warp_barrier(self) -> None:
         y = zeros(16)
         run("warp_barrier_absent", y, np.uint32(0xFFFF), block=16)

@@ -29,7 +29,8 @@ class Checks:
         and votes order nothing. Costs 2 to 5 times the time of the launch, and more in kernels
         with a ``__syncwarp`` of some lanes.
     barriers : bool
-        Every thread of a block reaches the same ``bar.sync``.
+        Every thread of a block reaches the same ``bar.sync``, and every barrier at which threads
+        arrive (``bar.arrive``) is completed before the block ends.
     warp_sync : bool
         The mask of a shuffle, vote, match or ``bar.warp.sync`` names the lane that passes it;
         shuffles read from lanes that are there and named; no lane that a shuffle, vote or match

@@ -240,6 +240,7 @@ def launch(
         for first in range(0, blocks, step):
             batch = Batch(state, first, min(step, blocks - first))
             program.run(batch)
+            batch.scheduler.barriers.check_completed()
 
 
 @lru_cache(maxsize=64)

@@ -172,6 +172,25 @@ KERNEL producer_consumer(float* y, int rounds, int ok) {
   }
   if (threadIdx.x >= 32) y[lane] = sum;
 }
+// Warp 0 announces itself; warp 1 waits for that in every round but the last, and then perhaps.
+KERNEL arrives_in_vain(float* y, int rounds, int ok) {
+  for (int i = 0; i < rounds; i++) {
+    if (threadIdx.x < 32)
+      asm volatile("bar.arrive 3, 64;" ::: "memory");  // ARRIVAL
+    else if (i + 1 < rounds || ok)
+      asm volatile("bar.sync 3, 64;" ::: "memory");
+    __syncthreads();
+  }
+  y[threadIdx.x] = rounds;
+}
+// Both warps arrive and none waits, which completes a barrier: the next use of it begins anew.
+KERNEL arrives_alone(float* y) {
+  __shared__ float s[64];
+  asm volatile("bar.arrive 1, 64;" ::: "memory");
+  s[threadIdx.x] = threadIdx.x;
+  asm volatile("bar.sync 1, 64;" ::: "memory");
+  y[threadIdx.x] = s[threadIdx.x ^ 32];
+}
 KERNEL divergent_barrier(float* y, int split) {
   if ((int)threadIdx.x < split) {
     y[threadIdx.x] = 1.f;

@@ -47,6 +47,8 @@ class Barriers:
         self.reduction = ""
         self.expected = np.zeros((blocks, _IDS), np.int64)  # thread count, 0: the whole block
         self.arrived = np.zeros((blocks, _IDS), np.int64)  # lanes of bar.arrive
+        self.arrival_site = np.zeros((blocks, _IDS), np.int32)  # instruction of the last ones,
+        self.arrival_lane = np.zeros((blocks, _IDS), np.int64)  # and the first lane of them
 
     # ------------------------------------------------------------------ bar.sync and its kin
     def check(self, identifier: Array, count: Array | None, mask: Array, site: int) -> None:
@@ -106,15 +108,17 @@ class Barriers:
         here = np.ones(self.batch.shape, bool) if mask is None else mask
         ids = np.broadcast_to(np.asarray(identifier), self.batch.shape).astype(np.int64)
         self._expect(ids, count, here)
-        blocks = np.nonzero(here)[0]
-        np.add.at(self.arrived, (blocks, ids[here]), 1)
+        barriers = _IDS * np.nonzero(here)[0] + ids[here]
+        barriers, first, counts = np.unique(barriers, return_index=True, return_counts=True)
+        self.arrived.flat[barriers] += counts
+        self.arrival_site.flat[barriers] = site
+        self.arrival_lane.flat[barriers] = np.flatnonzero(here)[first]
         if self.batch.tracker:
             self.batch.tracker.arrive(here, ids)
         if self.scheduler.position is not None:
             self.scheduler.position[here] = target
-            self._release_counted()
-            return self.scheduler.pick()
-        return target, mask, merge
+        self._release_counted()
+        return (target, mask, merge) if self.scheduler.position is None else self.scheduler.pick()
 
     def _expect(self, ids: Array, count: Array | None, here: np.ndarray) -> None:
         blocks = np.nonzero(here)[0]
@@ -179,13 +183,15 @@ class Barriers:
 
     def _release_counted(self) -> bool:
         waiting = self.barrier >= 0
-        if not waiting.any():
-            return False
         rows, columns = np.nonzero(waiting)
         ids = self.barrier[rows, columns].astype(np.int64)
         present = self.arrived.copy()
         np.add.at(present, (rows, ids), 1)
         full = (self.expected > 0) & (present == self.expected)
+        alone = full & (self.arrived == self.expected)  # completed, and nobody waits
+        if self.batch.tracker and alone.any():
+            self.batch.tracker.forget_arrivals(alone)
+        self.arrived[full] = 0
         opened = np.zeros_like(waiting)
         opened[rows, columns] = full[rows, ids]
         if not opened.any():
@@ -193,7 +199,6 @@ class Barriers:
         if self.batch.tracker:
             self.batch.tracker.sync_groups(opened, self.barrier.astype(np.int64))
         self._finish(opened)
-        self.arrived[full] = 0
         return True
 
     def _release_blocks(self) -> bool:
@@ -241,6 +246,18 @@ class Barriers:
     def release(self) -> bool:
         """Open what can be opened now that no lane can run; tell whether there was anything."""
         return self.allocated and (self._release_counted() or self._release_blocks())
+
+    def check_completed(self) -> None:
+        """Refuse a kernel that has ended with a barrier at which lanes arrived in vain."""
+        if not (self.allocated and self.batch.checks.barriers and self.arrived.any()):
+            return
+        at = tuple(np.argwhere(self.arrived)[0])
+        raise self.scheduler.missed(
+            f"barrier {at[1]} is never completed: {self.arrived[at]} threads arrived at it "
+            f"(bar.arrive), it needs {self.expected[at]}, and the block has ended",
+            int(self.arrival_site[at]),
+            self.arrival_lane[at][None],
+        )
 
     def site_of(self, lane: int) -> int:
         """Return the instruction at which a lane waits."""

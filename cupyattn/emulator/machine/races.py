@@ -285,6 +285,11 @@ class SharedMemoryTracker:
                     units = np.flatnonzero(ids[block] == number)
                     self._join(int(block), units, self.pending.pop((int(block), int(number)), None))
 
+    def forget_arrivals(self, barriers: np.ndarray) -> None:
+        """Drop what was announced at the marked (block, barrier)s: they opened for nobody."""
+        for block, number in np.argwhere(barriers):
+            self.pending.pop((int(block), int(number)), None)
+
     def arrive(self, lanes: np.ndarray, identifier: np.ndarray) -> None:
         """Let the warps of `lanes` announce what they have done, without waiting."""
         if not self.races:
