@@ -179,6 +179,23 @@ def test_no_ptx() -> None:
     assert emulator.load(PTX[: PTX.index(".visible")]).entries == {}
 
 
+@pytest.mark.parametrize("bits", [32, 16])
+def test_addresses_have_64_bits(bits: int) -> None:
+    with pytest.raises(UnsupportedPTXError, match=rf"addresses of {bits} bits .*compile without"):
+        emulator.load(PTX.replace(".address_size 64", f".address_size {bits}"))
+
+
+def test_a_name_is_defined_once() -> None:
+    entry = PTX[PTX.index(".visible") :]
+    device = ".func d() { ret; }\n"
+    with pytest.raises(PTXSyntaxError, match=r"k has two bodies; .*another name"):
+        emulator.load(PTX + entry)
+    with pytest.raises(PTXSyntaxError, match="d has two bodies"):
+        emulator.load(PTX + device + device)
+    declared_first = PTX + ".func d();\n" + device + entry.replace(" k(", " l(")
+    assert list(emulator.load(declared_first).entries) == ["k", "l"]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_damaged_ptx_is_refused_or_runs(seed: int) -> None:
     # nothing but the emulator's own errors, whatever token is lost, replaced or strange

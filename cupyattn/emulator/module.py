@@ -142,8 +142,8 @@ def load(ptx: str, sources: Mapping[str, str] | None = None) -> Module:
     Raises
     ------
     PTXSyntaxError
-        The text is no PTX, or is cut short.
+        The text is no PTX, is cut short, or defines a function twice.
     UnsupportedPTXError
-        The target is older than sm_70, or unknown.
+        The target is older than sm_70, or unknown, or addresses do not have 64 bits.
     """
     return Module(ptx, sources)

@@ -6,7 +6,7 @@ Bodies are parsed when first asked for: a module may hold many entries of which 
 import re
 from dataclasses import dataclass, field
 
-from cupyattn.emulator.errors import PTXSyntaxError
+from cupyattn.emulator.errors import PTXSyntaxError, UnsupportedPTXError
 from cupyattn.emulator.ptx.body import parse_body
 from cupyattn.emulator.ptx.data_types import size_of
 from cupyattn.emulator.ptx.model import Function, Parameter, Variable
@@ -17,6 +17,7 @@ __all__ = ["PTXModule", "parse_module"]
 _COMMENT = re.compile(r'"[^"\n]*"|//[^\n]*|/\*.*?\*/', re.S)
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"[^\n]*$', re.M)
 _LINE_DIRECTIVE = re.compile(r"^\s*\.(?:version|target|address_size|loc)\b[^\n]*$", re.M)
+_ADDRESS_SIZE = re.compile(r"^\s*\.address_size\s+(\d+)", re.M)
 _TARGET = re.compile(r"^\s*\.target\s+sm_(\d+)", re.M)
 _FUNCTION = re.compile(r"\.(entry|func)\b\s*(\([^)]*\))?\s*([\w$]+)\s*(\(.*?\))?(.*)$", re.S)
 _PARAMETER = re.compile(
@@ -115,7 +116,9 @@ def parse_module(text: str) -> PTXModule:
     Raises
     ------
     PTXSyntaxError
-        The text is no PTX, or is cut short.
+        The text is no PTX, is cut short, or defines a function twice.
+    UnsupportedPTXError
+        The PTX is for addresses of other than 64 bits.
     """
     text = _strip_comments(text.rstrip("\0"))
     files = {int(n): path for n, path in _FILE.findall(text)}
@@ -124,6 +127,12 @@ def parse_module(text: str) -> PTXModule:
         raise PTXSyntaxError(
             "no '.target sm_XX' line: this is not PTX (compile with -arch=compute_75, read the "
             "PTX and not the cubin)"
+        )
+    address_size = _ADDRESS_SIZE.search(text)
+    if address_size and address_size.group(1) != "64":
+        raise UnsupportedPTXError(
+            f"the PTX is for addresses of {address_size.group(1)} bits (.address_size); the "
+            "emulator runs that for 64: compile without -m32"
         )
     text = _FILE.sub("", text)
     module = PTXModule(int(target.group(1)), files, {}, {}, {})
@@ -136,6 +145,11 @@ def parse_module(text: str) -> PTXModule:
             end = _matching_brace(text, match.start())
             if ".entry" in head or ".func" in head:
                 function = _parse_header(head)
+                if function.name in module.bodies:
+                    raise PTXSyntaxError(
+                        f"{function.name} has two bodies; a module may define a name once: give "
+                        "one of them another name, or load two modules"
+                    )
                 module.headers[function.name] = function
                 module.bodies[function.name] = text[match.end() : end - 1]
                 position = end
