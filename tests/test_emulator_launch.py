@@ -219,6 +219,9 @@ def test_damaged_ptx_is_refused_or_runs(seed: int) -> None:
                 emulator.launch(module, entry, 1, 64, args, checks=checks)
 
 
+MMA, F4 = "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32", "{%f1, %f2, %f3, %f4}"
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -261,6 +264,15 @@ def test_damaged_ptx_is_refused_or_runs(seed: int) -> None:
         ("@%r2 bra LOST; LOST: mov.u32 %r1, 1;", "%r2 is no predicate"),
         (".reg .b8 %b; mov.f32 %b, %f1;", "%b has 8 bits, which a float of 32 bits does not fit"),
         ("mov.f32 %rd1, %f1;", "%rd1 has 64 bits, which a float of 32 bits does not fit"),
+        (".reg .b32 %many<1065353216>;", "declares 1065353216 registers; at most 1048576"),
+        (f"{MMA} {{%f1, %f2, %f3}}, {{%r1, %r2}}, {{%r3}}, {{%f1, %f2, %f3}};", "of 4, 2, 1 and 4"),
+        (f"{MMA} {{%f1, %f2, %f3, %f4}}, {{%r1, %r2}}, {{%r3}};", "of 4, 2, 1 and 4 registers"),
+        (f"{MMA} {F4}, {{%r1, foo}}, {{%r3}}, {F4};", "'foo' is no register"),
+        (
+            f"{MMA} {{-1, %f2, %f3, %f4}}, {{%r1, %r2}}, {{%r3}}, {F4};",
+            "target '-1' is no register",
+        ),
+        (f"{MMA} {F4}, {{%r1, %r2}}, {{%fd1}}, {F4};", "%fd1 is a float of 64 bits"),
         ("mov.f32 %f1, 0f3F8000001;", "'0f3F8000001' is no register, number"),
     ],
 )

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cupyattn.emulator.codegen.stacking import Row, gather
+from cupyattn.emulator.errors import UnsupportedPTXError
+from cupyattn.emulator.ptx.data_types import register_dtype
 from cupyattn.emulator.ptx.model import Instruction
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ class MatrixFusion:
 
     def take(self, instruction: Instruction) -> None:
         """Hold an accepted instruction back."""
-        d, a, b, c = (_registers(operand) for operand in instruction.operands)
+        d, a, b, c = self._fragments(instruction)
         if self.results & {*a, *b}:
             self.flush()
         chain = self._continued(c, d)
@@ -70,6 +72,24 @@ class MatrixFusion:
         chain.result = d
         self.results |= set(d)
         self.sources |= {*a, *b, *chain.start}
+
+    def _fragments(self, instruction: Instruction) -> list[list[str]]:
+        """Return what d, a, b and c consist of; refuse what is no fragment of this shape."""
+        shape = instruction.parts[3]
+        steps = 2 if shape == "m16n8k16" else 1
+        fragments = [_registers(operand) for operand in instruction.operands]
+        if [len(names) for names in fragments] != [4, 2 * steps, steps, 4]:
+            raise UnsupportedPTXError(
+                f"{shape} takes fragments of 4, {2 * steps}, {steps} and 4 registers"
+            )
+        for names, dtype in zip(fragments, ("f4", "u4", "u4", "f4"), strict=True):
+            for name in names:
+                self.generator.value(name, dtype)  # raises if it does not fit
+        for name in fragments[0]:
+            registers = self.generator.function.registers
+            if name not in registers or register_dtype(registers[name]) not in ("f4", "u4"):
+                raise UnsupportedPTXError(f"the target {name!r} is no register of 32 bits")
+        return fragments
 
     def _continued(self, c: list[str], d: list[str]) -> _Chain | None:
         """Return the chain whose accumulators are `c`, if nothing else wants to see them."""

@@ -17,7 +17,8 @@ have to wait stands its continuation, so that nothing is looked up if they need 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,11 +74,17 @@ class Program:
         return self.layout.local_bytes
 
 
-def _placed(gen: Generator, instruction: Instruction, text: str) -> UnsupportedPTXError:
-    """Return an error that says where the instruction stands, unless `text` does already."""
-    if str(instruction) in text:
-        return UnsupportedPTXError(text)
-    return gen.unsupported(instruction, text)
+@contextmanager
+def _placing(gen: Generator, instruction: Instruction) -> Iterator[None]:
+    """Let an error inside say where the instruction stands, unless it does already."""
+    try:
+        yield
+    except UnsupportedPTXError as error:
+        if str(instruction) in str(error):
+            raise
+        raise gen.unsupported(instruction, str(error)) from None
+    except (IndexError, KeyError, ValueError) as error:
+        raise gen.unsupported(instruction, f"cannot read it ({error})") from error
 
 
 def _may_be_partial(x: Instruction) -> bool:
@@ -99,14 +106,13 @@ def _write_block(gen: Generator, number: int) -> list[str]:
         written, read = registers_of(instruction, gen.function.registers)
         if stackable:
             matrices.before(written, read)
-            try:
+            with _placing(gen, instruction):
                 stacking.take(instruction)
-            except UnsupportedPTXError as error:
-                raise _placed(gen, instruction, str(error)) from None
             continue
         stacking.before(written, read)
         if matrices.accepts(instruction):
-            matrices.take(instruction)
+            with _placing(gen, instruction):
+                matrices.take(instruction)
             continue
         matrices.before(written, read)
         if instruction.root in CONTROL:
@@ -117,18 +123,12 @@ def _write_block(gen: Generator, number: int) -> list[str]:
             predicate, negated = instruction.guard
             if predicate not in gen.names:
                 raise gen.unsupported(instruction, f"the guard {predicate!r} is no register")
-            try:
+            with _placing(gen, instruction):
                 name = f"{'~' if negated else ''}{gen.value(predicate, 'b1')}"
-            except UnsupportedPTXError as error:
-                raise _placed(gen, instruction, str(error)) from None
             gen.line(f"guard = guarded({name}, mask, shape)")
             gen.guard = gen.mask = "guard"
-        try:
+        with _placing(gen, instruction):
             lowering(gen, instruction)
-        except UnsupportedPTXError as error:
-            raise _placed(gen, instruction, str(error)) from None
-        except (IndexError, KeyError, ValueError) as error:
-            raise _placed(gen, instruction, f"cannot read it ({error})") from error
     gen.guard, gen.mask = "", "mask"
     if not ended:
         matrices.flush()

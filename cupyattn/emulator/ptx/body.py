@@ -21,6 +21,7 @@ _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+\d+(?:.*inlined_at\s+(\d+)\s+(\d+))?
 _REGISTER = re.compile(r"(%?[\w$]+)(?:<(\d+)>)?$")
 _INSTRUCTION = re.compile(r"(?:@(!?)\s*(%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)$", re.S)
 _NAME = re.compile(r"[%\w$]+")
+_MOST_REGISTERS = 1 << 20  # compilers number thousands; a damaged number must not fill the memory
 _TOOLKIT_HEADER = re.compile(
     r"(?:^|/)(?:cuda_|sm_|device_|vector_|math_)\w+\.(?:h|hpp)$|/crt/|/nv/"
 )
@@ -121,6 +122,10 @@ def _declare_registers(text: str, function: Function, scopes: _Scopes) -> None:
         if not found:
             raise PTXSyntaxError(f"cannot read the register {item!r} in {text!r}")
         name, count = found.groups()
+        if count and int(count) > _MOST_REGISTERS:
+            raise PTXSyntaxError(
+                f"{text!r} declares {count} registers; at most {_MOST_REGISTERS} are read"
+            )
         names = [name] if count is None else [f"{name}{i}" for i in range(int(count))]
         for register in names:
             function.registers[scopes.declare(register)] = match.group(1)
