@@ -81,6 +81,12 @@ class TestBounds:
             run("store_shifted", zeros(), zeros(), np.int32(16), checks=Checks.none())
 
 
+def test_parameters_end() -> None:
+    text = kernel_text(".loc 1 5 1\nld.param.u64 %rd1, [p0+8];") + '.file 1 "a/b.cu"'
+    with pytest.raises(OutOfBoundsError, match=r"parameter memory \(8 bytes\).*b\.cu:5"):
+        emulator.run(text, "k", 1, 1, [None])
+
+
 def test_misaligned() -> None:
     x, y = zeros(512), zeros(256)
     run("load_vector", x, y, np.int32(4))

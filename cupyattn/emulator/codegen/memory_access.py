@@ -52,11 +52,12 @@ def _load(gen: Generator, x: Instruction) -> None:
     fixed = re.match(r"\[([\w$]+)(?:\+(\d+))?\]$", x.operands[1])
     if memory == "parameters" and fixed and fixed.group(1) in gen.layout.offsets:
         first = gen.layout.offsets[fixed.group(1)] + int(fixed.group(2) or 0)
-        for i, target in enumerate(targets):
-            name = f"p_{first + i * size}_{size}"
-            gen.prologue[name] = f"parameters.constant({first + i * size}, {size})"
-            gen.assign(target, name if dtype[0] == "u" else f"{name}.view({dtype})", dtype)
-        return
+        if first + size * len(targets) <= gen.function.parameter_bytes:  # else `load` complains
+            for i, target in enumerate(targets):
+                name = f"p_{first + i * size}_{size}"
+                gen.prologue[name] = f"parameters.constant({first + i * size}, {size})"
+                gen.assign(target, name if dtype[0] == "u" else f"{name}.view({dtype})", dtype)
+            return
     address = gen.address(x.operands[1])
     gen.line(f"_v = {memory}.load({address}, {size}, {len(targets)}, {gen.mask}, {x.site})")
     for i, target in enumerate(targets):
