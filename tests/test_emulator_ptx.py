@@ -110,6 +110,22 @@ def test_an_empty_kernel_does_nothing(text: str) -> None:
     emulator.run(f".version 8.0\n.target sm_75\n.entry k() {{ {text} }}", "k", 1, 1, [])
 
 
+@pytest.mark.parametrize(
+    "last",
+    ["bar.sync 0;", "bar.warp.sync -1;", "bar.arrive 1, 32;", "@%p1 bar.sync 0;", "@%p1 ret;"],
+)
+def test_a_kernel_may_end_without_ret(last: str) -> None:
+    """It runs once, also where its lanes may wait at the end."""
+    out = np.zeros(1, "u4")
+    text = kernel_text(
+        f"""ld.param.u64 %rd1, [p0]; ld.global.u32 %r1, [%rd1]; add.u32 %r1, %r1, 1;
+        st.global.u32 [%rd1], %r1; {last}"""
+    )
+    text = text.replace("  ret;\n}", "}")
+    emulator.run(text, "k", 1, 32, [out], checks=emulator.Checks(max_steps=10))
+    assert out[0] == 1
+
+
 def test_lines() -> None:
     text = (
         kernel_text(

@@ -25,7 +25,7 @@ def _sources_that_matter(x: Instruction) -> tuple[int, ...] | None:
     """Return which operands must be clean for the result to be, () for none, None if it is not."""
     if x.root == "cvt":
         from_type = x.parts[-1]
-        if x.parts[-2] != "f32":
+        if "f32" not in x.parts[-2:-1]:
             return None
         if from_type == "f16" or from_type[0] in "us" or "ftz" in x.parts:
             return ()
@@ -34,7 +34,10 @@ def _sources_that_matter(x: Instruction) -> tuple[int, ...] | None:
         return None
     if "ftz" in x.parts and x.root not in ("setp", "set"):
         return ()
-    return _COPIES.get(x.root)
+    copied = _COPIES.get(x.root)
+    if copied and copied[-1] >= len(x.operands):
+        return None  # what is wrong with it is the lowering's business
+    return copied
 
 
 def clean_registers(function: Function) -> set[str]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["MMA_SHAPES", "MatrixFusion"]
 
 MMA_SHAPES = ("m16n8k8", "m16n8k16")
+_ACCEPTED = [(shape, "row", "col", "f32", "f16", "f16", "f32") for shape in MMA_SHAPES]
 
 
 @dataclass
@@ -50,10 +51,9 @@ class MatrixFusion:
 
     def accepts(self, instruction: Instruction) -> bool:
         """Tell whether `instruction` is an unguarded ``mma`` with float32 accumulators."""
-        parts = instruction.parts
-        if instruction.root != "mma" or instruction.guard or parts[3] not in MMA_SHAPES:
+        if instruction.root != "mma" or instruction.guard:
             return False
-        return parts[-6:] == ("row", "col", "f32", "f16", "f16", "f32")
+        return instruction.parts[3:] in _ACCEPTED
 
     def take(self, instruction: Instruction) -> None:
         """Hold an accepted instruction back."""

@@ -21,6 +21,7 @@ _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+\d+(?:.*inlined_at\s+(\d+)\s+(\d+))?
 _REGISTER = re.compile(r"(%?[\w$]+)(?:<(\d+)>)?$")
 _INSTRUCTION = re.compile(r"(?:@(!?)\s*(%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)$", re.S)
 _NAME = re.compile(r"[%\w$]+")
+_LEAVES = ("ret", "exit", "bra", "brx")  # what nothing runs on behind
 _MOST_REGISTERS = 1 << 20  # compilers number thousands; a damaged number must not fill the memory
 _TOOLKIT_HEADER = re.compile(
     r"(?:^|/)(?:cuda_|sm_|device_|vector_|math_)\w+\.(?:h|hpp)$|/crt/|/nv/"
@@ -170,7 +171,8 @@ def parse_body(header: Function, text: str, files: dict[int, str]) -> Function:
         position = match.end()
         kind = match.lastgroup
         if kind == "end":
-            if not function.instructions:
+            last = function.instructions[-1:]
+            if not last or last[0].guard or last[0].root not in _LEAVES:
                 function.instructions.append(Instruction("ret", [], None, location))
             return function
         if kind == "loc":
