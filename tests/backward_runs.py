@@ -80,3 +80,20 @@ def check(problem: AttentionProblem, implementation: str, **more: Any) -> None:
     grads = run(arrays, options, implementation, **more)
     ratios = error_ratios(grads, arrays, options, implementation)
     assert max(ratios.values()) <= 1, ratios
+
+
+def check_accumulated(
+    grads: dict[str, np.ndarray],
+    before: dict[str, np.ndarray],
+    arrays: Arrays,
+    options: dict[str, Any],
+) -> None:
+    """Assert that gradients which were added to `before` are within the bounds of the sums."""
+    exact = reference.attention_backward(*arrays, **options)
+    bounds = reference.attention_backward_bound(*arrays, dtype=arrays[1].dtype, **options)
+    for name, start in before.items():
+        total = getattr(exact, name) + start
+        unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8}.get(grads[name].dtype.name, 2.0**-24)
+        # The sum rounds once to float32 and once to the dtype, the bound's own store comes on top.
+        bound = getattr(bounds, name) + 2 * unit * (np.abs(total) + np.abs(start))
+        assert reference.error_ratio(grads[name], total, bound) <= 1, name

@@ -12,6 +12,7 @@ from backward_runs import (
     OPTIONS,
     SENTINEL,
     Arrays,
+    check_accumulated,
     error_ratios,
     fetched,
     inputs,
@@ -25,7 +26,7 @@ from numpy.testing import assert_array_equal
 from strategies import AttentionProblem, attention_problems
 
 import cupyattn
-from cupyattn import AttentionGrads, reference
+from cupyattn import AttentionGrads
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -147,7 +148,7 @@ def test_grads_are_written_into_any_strides(
             replaced[name] = gradient
     assert_as_good({**expected, **replaced}, expected, arrays, options, implementation)
     if accumulate:
-        _check_accumulated(fetched(returned), before, arrays, options)
+        check_accumulated(fetched(returned), before, arrays, options)
     for name, view in views.items():
         view[...] = SENTINEL
         assert (memories[name] == SENTINEL).all()
@@ -161,22 +162,6 @@ def _memory_with_view(of: np.ndarray) -> tuple[Any, Any]:
         return memory, memory.transpose(0, 2, 1, 3)[:, ::-1, :, 2:-3]
     memory = KERNELS.xp.full((2, *of.shape[:-1], of.shape[-1] + 2), SENTINEL, of.dtype)
     return memory, memory[1, ..., 1:-1]
-
-
-def _check_accumulated(
-    grads: dict[str, np.ndarray],
-    before: dict[str, np.ndarray],
-    arrays: Arrays,
-    options: dict[str, Any],
-) -> None:
-    exact = reference.attention_backward(*arrays, **options)
-    bounds = reference.attention_backward_bound(*arrays, dtype=arrays[1].dtype, **options)
-    for name, start in before.items():
-        total = getattr(exact, name) + start
-        unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8}.get(grads[name].dtype.name, 2.0**-24)
-        # The sum rounds once to float32 and once to the dtype, the bound's own store comes on top.
-        bound = getattr(bounds, name) + 2 * unit * (np.abs(total) + np.abs(start))
-        assert reference.error_ratio(grads[name], total, bound) <= 1, name
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
