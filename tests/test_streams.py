@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,12 @@ def stream() -> Iterator[Any]:
     stream.synchronize()
 
 
+FUNCTIONS = (
+    *("attention flash", "attention tiled", "attention naive", "attention_backward"),
+    *("softmax", "softmax_backward"),
+)
+
+
 class Work:
     """Every function that has a kernel, called on arrays made once."""
 
@@ -54,35 +61,50 @@ class Work:
         import cupy
 
         rng = np.random.default_rng(0)
-        self.q = cupy.asarray(rng.standard_normal((2, 40, 4, 64), "f4"))
-        self.k = cupy.asarray(rng.standard_normal((2, 50, 2, 64), "f4"))
-        self.dout = cupy.asarray(rng.standard_normal((2, 40, 4, 64), "f4"))
-        self.out = tuple(cupy.empty_like(self.q) for _ in range(4))
+
+        def normal(*shape: int) -> Any:
+            return cupy.asarray((rng.standard_normal(shape) / 8).astype(np.float16))
+
+        self.q, self.dout = normal(2, 40, 4, 64), normal(2, 40, 4, 64)
+        self.k = normal(2, 50, 2, 64)
+        self.out = tuple(cupy.empty_like(self.q) for _ in FUNCTIONS)
         self.lse = cupy.empty((2, 4, 40), np.float32)
+        self.dk, self.dv = cupy.empty_like(self.k), cupy.empty_like(self.k)
+        self.workspace = cupy.empty(2**20, np.uint8)
         self.used = cupy.asarray(np.array([50, 33]))
-        self.calls: dict[str, Callable[[bool], Any]] = {
-            "attention tiled": lambda given: self._attention("tiled", 0, given),
-            "attention naive": lambda given: self._attention("naive", 1, given),
-            "softmax": lambda given: softmax(self.q, out=self.out[2] if given else None),
-            "softmax_backward": lambda given: softmax_backward(
-                self.dout, self.q, dx=self.out[3] if given else None
-            ),
-        }
+        self.forward = attention(
+            self.q, self.k, self.k, causal=True, seqused_k=self.used, return_lse=True
+        )
+        self.calls = {name: partial(self._call, name) for name in FUNCTIONS}
         for function in self.calls.values():  # compiled, loaded, planned
             function(True)
             function(False)
         cupy.cuda.Device().synchronize()
 
-    def _attention(self, implementation: str, at: int, given: bool) -> Any:
+    def _call(self, name: str, given: bool) -> Any:
+        """Call a function; `given` says whether it is given where its results go."""
+        out = self.out[FUNCTIONS.index(name)] if given else None
+        if name == "softmax":
+            return softmax(self.q, out=out)
+        if name == "softmax_backward":
+            return softmax_backward(self.dout, self.q, dx=out)
+        options = {"causal": True, "seqused_k": self.used}
+        if name == "attention_backward":
+            grads = attention_backward(
+                self.dout,
+                *(self.q, self.k, self.k, *self.forward),
+                **options,
+                deterministic=True,
+                grads=AttentionGrads(out, self.dk, self.dv, None, None) if given else None,
+                workspace=self.workspace,
+            )
+            return grads.dq, grads.dk, grads.dv
         return attention(
-            self.q,
-            self.k,
-            self.k,
-            causal=True,
-            seqused_k=self.used,
+            *(self.q, self.k, self.k),
+            **options,
             return_lse=True,
-            implementation=implementation,
-            out=(self.out[at], self.lse) if given else None,
+            implementation=name.removeprefix("attention "),
+            out=(out, self.lse) if given else None,
         )
 
     def results(self) -> list[np.ndarray]:
@@ -98,9 +120,6 @@ class Work:
 @pytest.fixture(scope="module")
 def work() -> Work:
     return Work()
-
-
-FUNCTIONS = ("attention tiled", "attention naive", "softmax", "softmax_backward")
 
 
 @pytest.mark.gpu
