@@ -7,8 +7,9 @@ import pytest
 from recording_device import device_array, launched
 from strategies import dtype_of
 
-from cupyattn import attention, softmax, softmax_backward
+from cupyattn import attention, attention_backward, softmax, softmax_backward
 from cupyattn.kernels.structs import UNBOUNDED
+from cupyattn.ops import attention_params, attention_problem
 
 
 def test_what_attention_passes_to_its_kernel(recorder):
@@ -111,6 +112,30 @@ def test_a_repeated_call_fills_in_nothing_anew(recorder):
     first, first_softmax, second, second_softmax = (started[2] for started in recorder.started)
     assert first[-1] is second[-1]
     assert first_softmax[-1] is second_softmax[-1]
+
+
+def test_another_seed_is_the_same_problem(recorder, monkeypatch):
+    """A training step draws another dropout mask, and neither checks nor plans anything anew."""
+    q = device_array((1, 4, 1, 8))
+    forward = {"dropout_p": 0.5, "implementation": "flash"}
+    calls = (
+        lambda seed: attention(q, q, q, **forward, seed=seed),
+        lambda seed: attention_backward(
+            *(q, q, q, q, q, device_array((1, 1, 4), np.float32)), **forward, seed=seed
+        ),
+    )
+    for call in calls:
+        call(3)
+    monkeypatch.setattr(attention_problem, "_problem", None)
+    monkeypatch.setattr(attention_params, "_fill_scores", None)
+    for call in calls:
+        recorder.started.clear()
+        call(2**64 - 1)
+        for _, _, (*_, params) in recorder.started:
+            params = params if "scores" in params.dtype.names else params["attention"]
+            assert params["scores"]["seed"] == 2**64 - 1
+    with pytest.raises(ValueError, match="seed = -1"):
+        calls[0](-1)
 
 
 @pytest.mark.parametrize("return_lse", [False, True])

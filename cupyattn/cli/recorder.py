@@ -68,6 +68,6 @@ def attention_launch(arch: Arch, q: Array, k: Array, v: Array, options: Attentio
     operands = adopt({"q": q, "k": k, "v": v})
     problem = forward_problem(operands.layout_key(), options)
     recorder = LaunchRecorder(arch)
-    attention_forward(recorder, problem, operands.arrays, return_lse=True)
+    attention_forward(recorder, problem, operands.arrays, seed=0, return_lse=True)
     (launch,) = recorder.launches
     return launch

@@ -174,7 +174,7 @@ def attention(
         results = _on_cpu(call)
     else:
         results = attention_forward(
-            device, call.problem, call.operands.arrays, return_lse=return_lse
+            device, call.problem, call.operands.arrays, seed=call.seed, return_lse=return_lse
         )
     return results if return_lse else results[0]
 

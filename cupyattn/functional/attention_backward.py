@@ -153,6 +153,7 @@ def attention_backward(
         device,
         call.problem,
         call.operands.arrays,
+        seed=call.seed,
         deterministic=bool(deterministic),
         accumulate=bool(accumulate),
     )

@@ -9,7 +9,7 @@ import numpy as np
 
 from cupyattn.arrays import LayoutKey, Operands, adopt
 from cupyattn.errors import error
-from cupyattn.ops.attention_options import AttentionOptions
+from cupyattn.ops.attention_options import AttentionOptions, checked_seed
 from cupyattn.ops.attention_problem import AttentionProblem
 
 
@@ -18,6 +18,8 @@ class AttentionCall(NamedTuple):
 
     operands: Operands
     problem: AttentionProblem
+    seed: int
+    """Of dropout; 0 where there is none. A training step has another one, and the same problem."""
 
 
 def attention_call(
@@ -52,7 +54,10 @@ def attention_call(
     operands = adopt(arrays)
     if workspace is not None:
         adopt({**operands.arrays, "workspace": workspace})
-    return AttentionCall(operands, check(operands.layout_key(), options))
+    seed = checked_seed(options.seed)
+    if options.seed is not None:
+        options = options._replace(seed=0)
+    return AttentionCall(operands, check(operands.layout_key(), options), seed)
 
 
 def _rotary_tables(rotary: Any) -> tuple[Any, Any]:
@@ -80,7 +85,7 @@ def reference_options(call: AttentionCall) -> dict[str, Any]:
         "softcap": problem.softcap,
         "sinks": arrays.get("sinks"),
         "dropout_p": problem.dropout_p,
-        "seed": problem.seed,
+        "seed": call.seed,
         "rotary": (arrays["cos"], arrays["sin"]) if "cos" in arrays else None,
         "mask_mod": problem.mask_mod and _checked(problem.mask_mod),
     }

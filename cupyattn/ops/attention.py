@@ -15,7 +15,7 @@ from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.launch import launch
 from cupyattn.kernels.spec import Specialisation
-from cupyattn.ops.attention_params import attention_params, score_strides
+from cupyattn.ops.attention_params import attention_params, score_strides, with_seed
 from cupyattn.ops.attention_problem import FORWARD_RESULTS, LSE_DTYPE, AttentionProblem
 from cupyattn.ops.checks import require_disjoint, require_item_alignment
 
@@ -40,6 +40,7 @@ def attention_forward(
     problem: AttentionProblem,
     arrays: dict[str, Array],
     *,
+    seed: int,
     return_lse: bool,
 ) -> tuple[Array, Array | None]:
     """Run dense attention forward, into `out` and `lse` where they are among `arrays`."""
@@ -57,11 +58,12 @@ def attention_forward(
     lse_strides = None if lse is None else lse.strides
     starts = alignments(places.values(), VECTOR_BYTES)
     plan = _plan(problem, out.strides, lse_strides, starts)
+    params = with_seed(plan.params, seed) if problem.dropout_p else plan.params
 
     optional = [arrays.get("q_offset"), arrays.get("seqused_k")]
     if problem.implementation == "flash":
         optional += [arrays.get(name) for name in _FLASH_ARRAYS]
-    launch(device, plan.specialisation, plan.ctas, (q, k, v, out, lse, *optional, plan.params))
+    launch(device, plan.specialisation, plan.ctas, (q, k, v, out, lse, *optional, params))
     return out, lse
 
 

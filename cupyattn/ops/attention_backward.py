@@ -28,6 +28,7 @@ def attention_backward(
     problem: AttentionProblem,
     arrays: dict[str, Array],
     *,
+    seed: int,
     deterministic: bool,
     accumulate: bool,
 ) -> dict[str, Array]:
@@ -54,7 +55,7 @@ def attention_backward(
 
     scratch = {piece.name: piece.within(workspace) for piece in plan.scratch}
     named = {**arrays, **results, **scratch}
-    for step in plan.steps:
+    for step in plan.seeded(seed) if problem.dropout_p else plan.steps:
         launch(device, step.specialisation, step.ctas, step.arguments(named))
     return results
 

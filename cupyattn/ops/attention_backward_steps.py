@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.kernels.spec import Specialisation
+from cupyattn.kernels.structs import BACKWARD_PARAMS
+from cupyattn.ops.attention_params import with_seed
 
 SCRATCH_ALIGNMENT = 256  # bytes: what CuPy gives an array of its own
 _SCRATCH_DTYPE = np.dtype(np.float32)
@@ -50,6 +52,15 @@ class Plan(NamedTuple):
     scratch: tuple[Scratch, ...]
     zero_first: tuple[str, ...] = ()
     """Results that have to be zero before the first launch."""
+
+    def seeded(self, seed: int) -> tuple[Step, ...]:
+        """Return the steps with a seed for dropout."""
+        return tuple(
+            step._replace(params=with_seed(step.params, seed))
+            if step.params.dtype == BACKWARD_PARAMS
+            else step
+            for step in self.steps
+        )
 
     @property
     def workspace_bytes(self) -> int:

@@ -27,6 +27,7 @@ class AttentionOptions(NamedTuple):
     softcap: float | None = None
     dropout_p: float = 0.0
     seed: int | None = None
+    """Of a problem only whether there is one: calls that differ in it share their checks."""
     mask_mod: Callable[..., Any] | None = None
     implementation: str = "flash"
     q_offset: int | None = None

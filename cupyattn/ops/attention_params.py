@@ -17,7 +17,7 @@ def attention_params(
     out_strides: tuple[int, ...],
     lse_strides: tuple[int, ...] | None,
 ) -> Any:
-    """Fill the C struct AttentionParams."""
+    """Fill the C struct AttentionParams, all but the seed."""
     params = np.zeros((), ATTENTION_PARAMS)
     itemsize = problem.dtype.itemsize
     for name in ("q", "k", "v"):
@@ -55,11 +55,18 @@ def _fill_scores(scores: Any, problem: AttentionProblem) -> None:
     if problem.softcap is not None:
         scores["softcap_in"] = 2 * math.log2(math.e) * problem.softmax_scale / problem.softcap
         scores["softcap"] = problem.softcap
-    scores["seed"] = problem.seed
     keep_from = round(65536 * problem.dropout_p)
     scores["keep_from"] = keep_from
     # Of 65,536 a kernel may see only the lower 16 bits, and keep everything.
     scores["keep_scale"] = 1 / (1 - problem.dropout_p) if keep_from < 65536 else 0
+
+
+def with_seed(params: Any, seed: int) -> Any:
+    """Return the C struct AttentionParams, or one that holds it, with a seed for dropout."""
+    seeded = params.copy()
+    attention = seeded["attention"] if "attention" in seeded.dtype.names else seeded
+    attention["scores"]["seed"] = seed
+    return seeded
 
 
 def score_strides(layout: Layout, scores_shape: tuple[int, ...]) -> tuple[int, ...]:

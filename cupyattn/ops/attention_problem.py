@@ -16,7 +16,6 @@ from cupyattn.ops.attention_options import (
     AttentionOptions,
     checked_dropout_p,
     checked_q_offset,
-    checked_seed,
     checked_softcap,
     checked_softmax_scale,
     checked_window,
@@ -62,8 +61,6 @@ class AttentionProblem:
     """Keys to the left and right that a query sees, causality included; None is unbounded."""
     softcap: float | None
     dropout_p: float
-    seed: int
-    """0 where there is no dropout."""
     mask_mod: Callable[..., Any] | None
     implementation: str
     spans: dict[str, Span]
@@ -194,7 +191,6 @@ def _problem(layouts: dict[str, Layout], options: AttentionOptions) -> Attention
         window=checked_window(options.window_size, options.causal),
         softcap=checked_softcap(options.softcap),
         dropout_p=checked_dropout_p(options.dropout_p, options.seed),
-        seed=checked_seed(options.seed),
         mask_mod=options.mask_mod,
         implementation=options.implementation,
         spans={name: span(layout) for name, layout in layouts.items()},
