@@ -66,9 +66,10 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads)
   float l = kInfinity, delta = 0.f;
   if (exists) {
     const float lse = *head_rows(lse_g, attention.lse, batch, head, row);
-    if (lse != -kInfinity) {
+    const float shifted_log2 = __fmaf_rn(lse, kLog2E, -kShiftedLog2);
+    if (shifted_log2 != -kInfinity) {  // nor one of float32's lowest, with which a bias may hide every key
       if (dlse_g != nullptr) sum -= *head_rows(dlse_g, params.dlse, batch, head, row);
-      l = __fmaf_rn(lse, kLog2E, -kShiftedLog2);
+      l = shifted_log2;
       delta = sum * kUnshifted;
     }
   }

@@ -28,8 +28,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         reinterpret_cast<const float4*>(statistics_g + statistics_offset(scratch_row(params, batch, head, 0)));
     for (int pair = threadIdx.x; pair < params.rows_padded / 2; pair += THREADS) {
       const float4 rows = rows_g[pair];  // L, L', delta, delta'
-      sum = __fmaf_rn(ex2_approx(shifted_sink_log2 - rows.x), rows.z * kShifted, sum);
-      sum = __fmaf_rn(ex2_approx(shifted_sink_log2 - rows.y), rows.w * kShifted, sum);
+      sum = __fmaf_rn(ex2_approx(fminf(shifted_sink_log2 - rows.x, 0.f)), rows.z * kShifted, sum);
+      sum = __fmaf_rn(ex2_approx(fminf(shifted_sink_log2 - rows.y, 0.f)), rows.w * kShifted, sum);
     }
   }
   sum = cta_reduce<Sum, THREADS>(sum, partial_s);

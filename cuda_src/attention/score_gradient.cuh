@@ -24,6 +24,9 @@ struct GradientOptions {
   static constexpr bool kMask = kMask_, kSoftcap = kSoftcap_, kDropout = kDropout_, kDbiasAdd = kDbiasAdd_;
   // Without a pass of their own over the scores, the scale rides on the exponential's FMA.
   static constexpr bool kPass = kGiven<Bias> || kGiven<Slopes> || kSoftcap;
+  // Scores beyond 1e7 leave no digits to lse, and P has to be kept from exceeding 1. Those of products alone are not
+  // that large.
+  static constexpr bool kHoldsP = kGiven<Bias> || kGiven<Slopes>;
 };
 
 // float16 of x * 2^112 and y * 2^112 for 0 <= x, y <= 65504 * 2^-112: nearest, ties away, by two shifts and a byte
@@ -97,7 +100,7 @@ struct ScoreTile {
     if constexpr (kGiven<typename Options::Slopes>) {
       s_log2 = __fmaf_rn(-slope_log2, fabsf(distance + static_cast<float>(row - key)), s_log2);
     }
-    return s_log2 - l;
+    return Options::kHoldsP ? at_most(s_log2 - l, kShiftedLog2) : s_log2 - l;
   }
 
   // d(softcap * tanh(y)) / dy / softcap = 1 - tanh^2 y = 4 r (1 - r) with r = 1 / (1 + exp(2 y)).

@@ -23,11 +23,13 @@ struct SingleScore {
 struct RowSums {
   float lse_log2, delta;
 
-  // A row without keys has lse = -inf: infinity in its place gives every weight 0.
+  // A row without keys has lse = -inf, and so, in log2, one whose keys are all hidden by float32's lowest number:
+  // infinity in its place gives every weight 0.
   __device__ __forceinline__ RowSums(float lse, float delta_)
-      : lse_log2(lse == -kInfinity ? kInfinity : lse * kLog2E), delta(delta_) {}
+      : lse_log2(lse * kLog2E == -kInfinity ? kInfinity : lse * kLog2E), delta(delta_) {}
 
-  __device__ __forceinline__ float weight(float s_log2) const { return ex2_approx(s_log2 - lse_log2); }
+  // At most 1: of an lse beyond 1e7 (a bias of such a size on all keys) the rounding alone is worth more than a key.
+  __device__ __forceinline__ float weight(float s_log2) const { return ex2_approx(at_most(s_log2 - lse_log2, 0.f)); }
 };
 
 struct ScoreGradient {

@@ -22,6 +22,9 @@ __device__ __forceinline__ float to_float(float32 x) { return x; }
 __device__ __forceinline__ float to_float(float16 x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(bfloat16 x) { return __bfloat162float(x); }
 
+// The smaller one; of a NaN x a NaN, where fminf gives the other.
+__device__ __forceinline__ float at_most(float x, float limit) { return x > limit ? limit : x; }
+
 // Round to nearest even: the only rounding between a result and memory.
 template <typename Scalar>
 __device__ __forceinline__ Scalar from_float(float x);

@@ -115,8 +115,8 @@ def attention_backward(
     ds = P * (dout v^T - delta), dq = softmax_scale * ds k, dk = softmax_scale * ds^T q (Dao et al.,
     arXiv:2205.14135, appendix B). `vjp` keeps out and lse for this function and passes them on.
     A query all of whose scores are beyond 1e7 in size, by a finite bias on all its keys, has no
-    digits left in lse: its gradients on a GPU mean nothing and may be NaN. Hide keys by a mask or
-    a bias of -inf.
+    digits left in lse: P is held to at most 1, its gradients are finite and mean nothing. Hide
+    keys by a mask or a bias of -inf.
 
     Examples
     --------

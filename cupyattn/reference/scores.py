@@ -256,7 +256,10 @@ def normalised(scores: Float64, sink: float | None = None) -> tuple[Float64, Flo
 
 
 def probabilities(scores: Float64, lse: Float64) -> Float64:
-    """exp(scores - lse); exactly 0 for a score of -inf, whatever lse is, and for a lse of -inf."""
+    """exp(scores - lse); exactly 0 for a score of -inf, whatever lse is, and for a lse of -inf.
+
+    At most 1: a lse that was rounded to float32 may lie below its largest score.
+    """
     lse = np.where(np.isneginf(lse), np.inf, lse)
-    p: Float64 = np.where(np.isneginf(scores), 0.0, np.exp(scores - lse[:, None]))
+    p = np.where(np.isneginf(scores), 0.0, np.exp(np.minimum(scores - lse[:, None], 0.0)))
     return p
