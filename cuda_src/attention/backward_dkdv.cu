@@ -24,9 +24,10 @@
 #error \
     "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_Q, SUB_Q, DQ_ROW_WARPS, ONE_PASS, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
-#if !defined(BIAS) || !defined(MASK) || !defined(SLOPES) || !defined(SOFTCAP) || !defined(DROPOUT) || \
-    !defined(DBIAS) || !defined(DBIAS_ADD)
-#error "BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, DBIAS and DBIAS_ADD come from a launch-configuration table"
+#if !defined(BIAS) || !defined(MASK) || !defined(SCORE_VEC) || !defined(SLOPES) || !defined(SOFTCAP) || \
+    !defined(DROPOUT) || !defined(DBIAS) || !defined(DBIAS_ADD) || !defined(DBIAS_ACCUMULATE)
+#error \
+    "BIAS, MASK, SCORE_VEC, SLOPES, SOFTCAP, DROPOUT, DBIAS, DBIAS_ADD, DBIAS_ACCUMULATE come from a launch-configuration table"
 #endif
 #include "dq_product.cuh"
 #include "query_feed.cuh"
@@ -57,8 +58,9 @@ struct Traits {
   using DsTile = SwizzledTile<kKeys, kTileQ / 8>;  // dS^T
   using QStage = TileStage<QTile, kHeadDim, kVec, kThreads>;
   using DoutStage = TileStage<DoutTile, kHeadDimV, kVec, kThreads>;
-  using Grid = ScoreGrid<kMTiles, SUB_Q, Along::kM16>;
-  using Options = GradientOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, DBIAS, DBIAS_ADD>;
+  static constexpr KeyOrder kOrder = SCORE_VEC == 4 ? KeyOrder::kQuads : KeyOrder::kPairs;
+  using Grid = ScoreGrid<kMTiles, SUB_Q, Along::kM16, kOrder>;
+  using Options = GradientOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, DBIAS, DBIAS_ADD, DBIAS_ACCUMULATE>;
   using Walk = QueryWalk<kTileQ>;
   using Feed = QueryFeed<QStage, DoutStage, kBuffers>;
   using DqWarp = DqShare<DsTile, KTile, kTileQ, WARPS, DQ_ROW_WARPS>;
@@ -130,6 +132,8 @@ __device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Tra
   const uint32 q_rows_s = feed.q_s + row * T::QTile::kRowBytes;
   const uint32 dout_rows_s = feed.dout_s + row * T::DoutTile::kRowBytes;
   const QueryStatistics<SUB_Q> statistics(statistics_g + row * 2);
+  const ScorePlace place = {cta.batch, feed.head, feed.first_row() + row, warp.first_key};
+  const ScoreTile<T::Options, T::Grid> tile(cta.params, cta.window, cta.arrays, place, cta.q_offset);
 
   T::Grid::Fragment s, dp;
   clear(s);
@@ -137,8 +141,6 @@ __device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Tra
   add_scores(s, dp, warp, cta, q_rows_s, dout_rows_s);
 
   T::Grid::Packed p, ds;
-  const ScorePlace place = {cta.batch, feed.head, feed.first_row() + row, warp.first_key};
-  const ScoreTile<T::Options> tile(cta.params, cta.window, cta.arrays, place, cta.q_offset);
   score_gradients<T::Grid>(p, ds, s, dp, statistics, tile, feed.masked());
 
 #pragma unroll
@@ -160,13 +162,13 @@ __device__ __forceinline__ void store_gradients(const Warp& warp, Smem& smem, co
   const float keep_scale = DROPOUT ? params.attention.scores.keep_scale : 1.f;
   round_to_tile<T::VTile>(shared_address(smem.v), warp_row, warp.dv, kUnboost * keep_scale);
   __syncthreads();  // v: dV is complete
-  store_rows<T::VTile, T::kHeadDimV, T::kVec, T::kThreads>(
+  store_rows<T::VTile, T::kHeadDimV, T::kVec, T::kThreads, T::Grid>(
       head_rows(dv_g, params.dv, place.batch, place.kv_head, place.first_key), params.dv.seq, smem.v, rows,
       params.accumulate);
   __syncthreads();  // v: read; dK takes its place
   round_to_tile<T::KTile>(shared_address(smem.k), warp_row, warp.dk, params.scale);
   __syncthreads();  // k: dK is complete
-  store_rows<T::KTile, T::kHeadDim, T::kVec, T::kThreads>(
+  store_rows<T::KTile, T::kHeadDim, T::kVec, T::kThreads, T::Grid>(
       head_rows(dk_g, params.dk, place.batch, place.kv_head, place.first_key), params.dk.seq, smem.k, rows,
       params.accumulate);
 }
@@ -194,13 +196,13 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   clear(warp.dv);
   if (walk.tiles() > 0) {
     const int rows = window.keys - place.first_key, warp_row = warp_index() * T::kWarpKeys;
-    load_rows<T::VTile, T::kHeadDimV, T::kVec, T::kThreads>(
+    load_rows<T::VTile, T::kHeadDimV, T::kVec, T::kThreads, T::Grid>(
         shared_address(smem.v), head_rows(v_g, attention.v, place.batch, place.kv_head, place.first_key),
         attention.v.seq, rows);
     __syncthreads();  // v: written
     load_a_fragments<T::VTile>(warp.v, shared_address(smem.v), warp_row);
     __syncthreads();  // v: read; K takes its place
-    load_rows<T::KTile, T::kHeadDim, T::kVec, T::kThreads>(
+    load_rows<T::KTile, T::kHeadDim, T::kVec, T::kThreads, T::Grid>(
         shared_address(smem.k), head_rows(k_g, attention.k, place.batch, place.kv_head, place.first_key),
         attention.k.seq, rows);
     __syncthreads();  // k: written

@@ -18,9 +18,10 @@
 #error \
     "HEAD_DIM, HEAD_DIM_V, WARPS, TILE_Q, ONE_PASS, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
-#if !defined(BIAS) || !defined(MASK) || !defined(SLOPES) || !defined(SOFTCAP) || !defined(DROPOUT) || \
-    !defined(DBIAS) || !defined(DBIAS_ADD)
-#error "BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, DBIAS and DBIAS_ADD come from a launch-configuration table"
+#if !defined(BIAS) || !defined(MASK) || !defined(SCORE_VEC) || !defined(SLOPES) || !defined(SOFTCAP) || \
+    !defined(DROPOUT) || !defined(DBIAS) || !defined(DBIAS_ADD) || !defined(DBIAS_ACCUMULATE)
+#error \
+    "BIAS, MASK, SCORE_VEC, SLOPES, SOFTCAP, DROPOUT, DBIAS, DBIAS_ADD, DBIAS_ACCUMULATE come from a launch-configuration table"
 #endif
 #include "../common/barrier.cuh"
 #include "dq_product.cuh"
@@ -51,8 +52,9 @@ struct Traits {
   using DsTile = SwizzledTile<kKeys, kTileQ / 8>;  // dS^T
   using QStage = TileStage<QTile, kHeadDim, kVec, kThreads>;
   using DoutStage = TileStage<DoutTile, kHeadDimV, kVec, kThreads>;
-  using Grid = ScoreGrid<1, kSubTiles, Along::kM16>;
-  using Options = GradientOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, DBIAS, DBIAS_ADD>;
+  static constexpr KeyOrder kOrder = SCORE_VEC == 4 ? KeyOrder::kQuads : KeyOrder::kPairs;
+  using Grid = ScoreGrid<1, kSubTiles, Along::kM16, kOrder>;
+  using Options = GradientOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, DBIAS, DBIAS_ADD, DBIAS_ACCUMULATE>;
   using Walk = QueryWalk<kTileQ>;
   using Feed = QueryFeed<QStage, DoutStage, kBuffers>;
   using DqWarp = DqShare<DsTile, KTile, kTileQ, WARPS, 1>;
@@ -216,6 +218,8 @@ struct ValueWarp {
     for (int row = 0; row < T::kTileQ; row += T::kSubRows) {
       const uint32 dout_rows_s = feed.dout_s + row * T::DoutTile::kRowBytes;
       const QueryStatistics<T::kSubTiles> statistics(rows_g + row * 2);
+      const ScorePlace at = {cta.place.batch, feed.head, feed.first_row() + row, cta.place.first_key + pair_row};
+      const ScoreTile<T::Options, T::Grid> tile(cta.params, cta.window, cta.arrays, at, cta.q_offset);
       T::Grid::Fragment s, dp;
       clear(dp);
       add_scores(dp, dout_rows_s);
@@ -230,8 +234,6 @@ struct ValueWarp {
         s[n][0][3] = quad.w;
       }
       T::Grid::Packed p, ds;
-      const ScorePlace at = {cta.place.batch, feed.head, feed.first_row() + row, cta.place.first_key + pair_row};
-      const ScoreTile<T::Options> tile(cta.params, cta.window, cta.arrays, at, cta.q_offset);
       score_gradients<T::Grid>(p, ds, s, dp, statistics, tile, feed.masked());
 #pragma unroll
       for (int n = 0; n < T::kSubTiles; n++) {
@@ -262,12 +264,12 @@ __device__ __forceinline__ void run(const Cta& cta, const float16* q_g, const fl
   if (walk.tiles() > 0) {
     const int rows = cta.window.keys - place.first_key;
     const Strides &k = params.attention.k, &v = params.attention.v;
-    load_rows<T::VTile, T::kHeadDimV, T::kVec, T::kThreads>(
+    load_rows<T::VTile, T::kHeadDimV, T::kVec, T::kThreads, T::Grid>(
         v_s, head_rows(v_g, v, place.batch, place.kv_head, place.first_key), v.seq, rows);
     cta_barrier();  // v: written
     warp.take_values(v_s, pair_row);
     cta_barrier();  // v: read; K takes its place
-    load_rows<T::KTile, T::kHeadDim, T::kVec, T::kThreads>(
+    load_rows<T::KTile, T::kHeadDim, T::kVec, T::kThreads, T::Grid>(
         k_s, head_rows(k_g, k, place.batch, place.kv_head, place.first_key), k.seq, rows);
     cta_barrier();  // k: written
     warp.take_keys(k_s, pair_row);
@@ -297,13 +299,13 @@ __device__ __forceinline__ void run(const Cta& cta, const float16* q_g, const fl
   const int rows = params.attention.sk - place.first_key;
   warp.give_values(v_s, pair_row, params);
   cta_barrier();  // v: dV is complete
-  store_rows<T::VTile, T::kHeadDimV, T::kVec, T::kThreads>(
+  store_rows<T::VTile, T::kHeadDimV, T::kVec, T::kThreads, T::Grid>(
       head_rows(dv_g, params.dv, place.batch, place.kv_head, place.first_key), params.dv.seq, smem.v, rows,
       params.accumulate);
   cta_barrier();  // v: read; dK takes its place
   warp.give_keys(k_s, pair_row, params);
   cta_barrier();  // k: dK is complete
-  store_rows<T::KTile, T::kHeadDim, T::kVec, T::kThreads>(
+  store_rows<T::KTile, T::kHeadDim, T::kVec, T::kThreads, T::Grid>(
       head_rows(dk_g, params.dk, place.batch, place.kv_head, place.first_key), params.dk.seq, smem.k, rows,
       params.accumulate);
 }

@@ -19,8 +19,9 @@
 #error \
     "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
-#if !defined(BIAS) || !defined(MASK) || !defined(SLOPES) || !defined(SOFTCAP) || !defined(DROPOUT)
-#error "BIAS, MASK, SLOPES, SOFTCAP and DROPOUT come from a launch-configuration table"
+#if !defined(BIAS) || !defined(MASK) || !defined(SCORE_VEC) || !defined(SLOPES) || !defined(SOFTCAP) || \
+    !defined(DROPOUT)
+#error "BIAS, MASK, SCORE_VEC, SLOPES, SOFTCAP and DROPOUT come from a launch-configuration table"
 #endif
 #include "key_walk.cuh"
 #include "resident_rows.cuh"
@@ -45,11 +46,12 @@ struct Traits {
   using DoutTile = SwizzledTile<kRows, kStepsV>;
   using KTile = SwizzledTile<kTileK, kSteps>;
   using VTile = SwizzledTile<kTileK, kStepsV>;
-  using KStage = TileStage<KTile, kHeadDim, kVec, kThreads>;
-  using VStage = TileStage<VTile, kHeadDimV, kVec, kThreads>;
+  static constexpr KeyOrder kOrder = SCORE_VEC == 4 ? KeyOrder::kQuads : KeyOrder::kPairs;
+  using KStage = TileStage<KTile, kHeadDim, kVec, kThreads, kOrder>;
+  using VStage = TileStage<VTile, kHeadDimV, kVec, kThreads, kOrder>;
   static constexpr int kQuads = KStage::kQuads > VStage::kQuads ? KStage::kQuads : VStage::kQuads;
-  using Grid = ScoreGrid<kMTiles, kKeyTiles, Along::kN8>;
-  using Options = GradientOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, void, false>;
+  using Grid = ScoreGrid<kMTiles, kKeyTiles, Along::kN8, kOrder>;
+  using Options = GradientOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, void, false, false>;
   using Walk = KeyWalk<kTileK>;
 
   static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
@@ -117,6 +119,8 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const RowSt
   const uint32 next_k_s = cta.k_s + (parity ^ 1) * T::KTile::kBytes;
   const uint32 next_v_s = cta.v_s + (parity ^ 1) * T::VTile::kBytes;
 
+  const ScorePlace place = {cta.place.batch, cta.place.head, warp.first_row, first_key};
+  const ScoreTile<T::Options, T::Grid> tile(cta.params, cta.window, cta.arrays, place, cta.q_offset);
   uint4 quads[T::kQuads];
   if (more) cta.k_stage.template load<true>(quads, next_k_g, cta.params.attention.k.seq, next_valid);
   T::Grid::Fragment s, dp;
@@ -129,8 +133,6 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const RowSt
     cta.v_stage.template load<true>(quads, next_v_g, cta.params.attention.v.seq, next_valid);
   }
   T::Grid::Packed p, ds;
-  const ScorePlace place = {cta.place.batch, cta.place.head, warp.first_row, first_key};
-  const ScoreTile<T::Options> tile(cta.params, cta.window, cta.arrays, place, cta.q_offset);
   score_gradients<T::Grid>(p, ds, s, dp, statistics, tile, masked);
 #pragma unroll
   for (int n = 0; n < T::kKeyTiles; n++) add_dq(warp, cta, ds[n], k_s + n * 8 * T::KTile::kRowBytes);

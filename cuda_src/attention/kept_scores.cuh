@@ -3,11 +3,7 @@
 
 #include "../common/philox.cuh"
 #include "params.cuh"
-#include "score_grid.cuh"
-
-struct ScorePlace {
-  int batch, head, first_row, first_key;  // first_key is a multiple of 16, of 32 for 32 keys along m16
-};
+#include "score_items.cuh"
 
 // Queries along m16: as in the forward, the four words of a call serve the eight scores that a thread holds of one row
 // in 32 keys.
@@ -67,6 +63,7 @@ __device__ __forceinline__ void draw_kept_along_m(typename Grid::Packed& kept, c
 template <typename Grid>
 __device__ __forceinline__ void draw_kept(typename Grid::Packed& kept, const ScoreParams& params,
                                           const ScorePlace& place) {
+  static_assert(Grid::kOrder == KeyOrder::kPairs, "a Philox call serves pairs of keys");
   if constexpr (Grid::kKeys == Along::kM16) {
     draw_kept_along_m<Grid>(kept, params, place);
   } else {

@@ -4,14 +4,21 @@
 
 #include "stage.cuh"
 
-// Rows from `valid_rows` on become zero and are not read.
-template <typename Tile, int kCols, int kVec, int kThreads>
+// Row `row` of a tile in shared memory is item `item_of_row(row)` of its array: here the same.
+struct RowsInOrder {
+  static constexpr bool kInOrder = true;
+  __device__ __forceinline__ static int item_of_row(int row) { return row; }
+};
+
+// Items from `valid_rows` on become zero and are not read.
+template <typename Tile, int kCols, int kVec, int kThreads, typename Order = RowsInOrder>
 __device__ __forceinline__ void load_rows(uint32 tile_s, const float16* rows_g, int64 row_stride, int valid_rows) {
 #pragma unroll 4
   for (int at = threadIdx.x; at < Tile::kRows * Tile::kChunks; at += kThreads) {
     const int row = at / Tile::kChunks, chunk = at % Tile::kChunks;
+    const int item = Order::item_of_row(row);
     uint4 quad = make_uint4(0, 0, 0, 0);
-    if (row < valid_rows) quad = load_chunk<kCols, kVec>(rows_g + row * row_stride + chunk * kChunkItems, chunk);
+    if (item < valid_rows) quad = load_chunk<kCols, kVec>(rows_g + item * row_stride + chunk * kChunkItems, chunk);
     st_shared_v4(tile_s + Tile::offset(row, chunk), quad);
   }
 }
@@ -64,8 +71,8 @@ __device__ __forceinline__ void round_to_tile(uint32 tile_s, int first_row,
 }
 
 // Store kItems neighbouring items, or add them to what is there.
-template <int kItems>
-__device__ __forceinline__ void store_items(float16* target_g, const float (&values)[kItems], bool accumulate) {
+template <typename Scalar, int kItems>
+__device__ __forceinline__ void store_items(Scalar* target_g, const float (&values)[kItems], bool accumulate) {
   float sums[kItems];
   if (accumulate) load_vec(sums, target_g);
 #pragma unroll
@@ -88,15 +95,19 @@ __device__ __forceinline__ void store_row_chunk(float16* chunk_g, int chunk, con
   }
 }
 
-// The first `rows` rows of a tile in shared memory to memory, in whole chunks where rows are aligned.
-template <typename Tile, int kCols, int kVec, int kThreads>
+// The first `rows` items of a tile in shared memory to memory, in whole chunks where rows are aligned.
+template <typename Tile, int kCols, int kVec, int kThreads, typename Order = RowsInOrder>
 __device__ __forceinline__ void store_rows(float16* rows_g, int64 row_stride, const unsigned char* tile_s, int rows,
                                            bool accumulate) {
   for (int at = threadIdx.x; at < Tile::kRows * Tile::kChunks; at += kThreads) {
     const int row = at / Tile::kChunks, chunk = at % Tile::kChunks;
-    if (row >= rows) break;
+    const int item = Order::item_of_row(row);
+    if (item >= rows) {
+      if (Order::kInOrder) break;
+      continue;
+    }
     float values[kChunkItems];
     load_vec(values, reinterpret_cast<const float16*>(tile_s + Tile::offset(row, chunk)));
-    store_row_chunk<kCols, kVec>(rows_g + row * row_stride + chunk * kChunkItems, chunk, values, accumulate);
+    store_row_chunk<kCols, kVec>(rows_g + item * row_stride + chunk * kChunkItems, chunk, values, accumulate);
   }
 }

@@ -9,19 +9,30 @@
 // reaches dQ and dK always; dV, where P alone counts, if there is a bias, which may hold NaN on purpose.)
 #pragma once
 
-#include "../common/vec.cuh"
 #include "kept_scores.cuh"
 #include "resident_rows.cuh"
 #include "row_statistics.cuh"
 #include "score_options.cuh"
 
+template <bool kMask>
+struct MaskItem {
+  using Type = void;
+};
+template <>
+struct MaskItem<true> {
+  using Type = unsigned char;
+};
+
+// kDbiasAdd: terms are added atomically, several to an item; kDbiasAccumulate: each to what its own item holds.
 template <typename Bias_, bool kMask_, typename Slopes_, bool kSoftcap_, bool kDropout_, typename Dbias_,
-          bool kDbiasAdd_>
+          bool kDbiasAdd_, bool kDbiasAccumulate_>
 struct GradientOptions {
   using Bias = Bias_;
+  using Mask = typename MaskItem<kMask_>::Type;
   using Slopes = Slopes_;
   using Dbias = Dbias_;
-  static constexpr bool kMask = kMask_, kSoftcap = kSoftcap_, kDropout = kDropout_, kDbiasAdd = kDbiasAdd_;
+  static constexpr bool kMask = kMask_, kSoftcap = kSoftcap_, kDropout = kDropout_;
+  static constexpr bool kDbiasAdd = kDbiasAdd_, kDbiasAccumulate = kDbiasAccumulate_;
   // Without a pass of their own over the scores, the scale rides on the exponential's FMA.
   static constexpr bool kPass = kGiven<Bias> || kGiven<Slopes> || kSoftcap;
   // Scores beyond 1e7 leave no digits to lse, and P has to be kept from exceeding 1. Those of products alone are not
@@ -45,62 +56,54 @@ struct OptionArrays {
   void* dbias_g;
 };
 
-template <typename Item>
-__device__ __forceinline__ Item* score_item(Item* array_g, const ScoreStrides& strides, const ScorePlace& place,
-                                            int row, int key) {
-  return array_g + place.batch * strides.batch + place.head * strides.head + (place.first_row + row) * strides.row +
-         (place.first_key + key) * strides.key;
-}
-
-// The options of one tile; rows and keys are the tile's.
-template <typename Options>
+// The options of one tile. What they have for each score is loaded here: before the products, whose time then covers
+// the latency. n, i, e are the grid's; rows and keys, the tile's.
+template <typename Options, typename Grid>
 struct ScoreTile {
+  using Bias = typename Options::Bias;
+  using Slopes = typename Options::Slopes;
+
   const BackwardParams& params;
   const KeyWindow& window;
   const OptionArrays& arrays;
   ScorePlace place;
+  ScoreItems<Bias, Grid> bias;
+  ScoreItems<typename Options::Mask, Grid> mask;
   float slope_log2, distance;  // ALiBi: of the head, and between the tile's first row and first key
 
   __device__ __forceinline__ ScoreTile(const BackwardParams& all, const KeyWindow& seen, const OptionArrays& options,
                                        const ScorePlace& at, int64 q_offset)
-      : params(all), window(seen), arrays(options), place(at) {
-    if constexpr (kGiven<typename Options::Slopes>) {
-      const ScoreParams& scores = params.attention.scores;
+      : params(all),
+        window(seen),
+        arrays(options),
+        place(at),
+        bias(options.bias_g, all.attention.scores.bias, place, all.attention),
+        mask(options.mask_g, all.attention.scores.mask, place, all.attention) {
+    const ScoreParams& scores = params.attention.scores;
+    if constexpr (kGiven<Slopes>) {
       const int64 item = place.batch * scores.slopes_batch + place.head * scores.slopes_head;
-      slope_log2 = to_float(static_cast<const typename Options::Slopes*>(arrays.slopes_g)[item]) * kLog2E;
+      slope_log2 = to_float(static_cast<const Slopes*>(arrays.slopes_g)[item]) * kLog2E;
       // Beyond 2^24 not every whole number is a float32; no array is that long.
       distance = static_cast<float>(place.first_row + q_offset - place.first_key);
     }
   }
 
-  __device__ __forceinline__ bool exists(int row, int key) const {
-    return place.first_row + row < params.attention.sq && place.first_key + key < params.attention.sk;
-  }
-
-  __device__ __forceinline__ bool visible(int row, int key) const {
-    bool seen = window.of_row(place.first_row + row).contains(place.first_key + key);
-    if constexpr (Options::kMask) {
-      const auto* mask_g = static_cast<const unsigned char*>(arrays.mask_g);
-      seen = seen && exists(row, key) && *score_item(mask_g, params.attention.scores.mask, place, row, key);
-    }
-    return seen;
+  __device__ __forceinline__ bool in_window(int n, int i, int e) const {
+    return window.of_row(place.first_row + Grid::row_of(n, i, e)).contains(place.first_key + Grid::key_of(n, i, e));
   }
 
   // The exponent of P * 2^kShiftedLog2, for a row with statistic l.
-  __device__ __forceinline__ float exponent(float product, int row, int key, float l) const {
+  __device__ __forceinline__ float exponent(float product, int n, int i, int e, float l) const {
     const ScoreParams& scores = params.attention.scores;
     if constexpr (!Options::kPass) return __fmaf_rn(product, params.attention.scale_log2, -l);
     float s_log2 = Options::kSoftcap ? softcapped(product, scores.softcap_in, scores.softcap * kLog2E)
                                      : product * params.attention.scale_log2;
-    if constexpr (kGiven<typename Options::Bias>) {
-      const auto* bias_g = static_cast<const typename Options::Bias*>(arrays.bias_g);
-      const float bias = exists(row, key) ? to_float(*score_item(bias_g, scores.bias, place, row, key)) : 0.f;
-      s_log2 = __fmaf_rn(bias, kLog2E, s_log2);
+    if constexpr (kGiven<Bias>) s_log2 = __fmaf_rn(to_float(bias.of(n, i, e)), kLog2E, s_log2);
+    if constexpr (kGiven<Slopes>) {
+      const int behind = Grid::row_of(n, i, e) - Grid::key_of(n, i, e);
+      s_log2 = __fmaf_rn(-slope_log2, fabsf(distance + static_cast<float>(behind)), s_log2);
     }
-    if constexpr (kGiven<typename Options::Slopes>) {
-      s_log2 = __fmaf_rn(-slope_log2, fabsf(distance + static_cast<float>(row - key)), s_log2);
-    }
-    return Options::kHoldsP ? at_most(s_log2 - l, kShiftedLog2) : s_log2 - l;
+    return Options::kHoldsP ? (kGiven<Bias> ? at_most(s_log2 - l, kShiftedLog2) : fminf(s_log2 - l, kShiftedLog2)) : s_log2 - l;
   }
 
   // d(softcap * tanh(y)) / dy / softcap = 1 - tanh^2 y = 4 r (1 - r) with r = 1 / (1 + exp(2 y)).
@@ -109,17 +112,26 @@ struct ScoreTile {
     return 4.f * __fmaf_rn(-r, r, r);
   }
 
-  __device__ __forceinline__ void write_dbias(int row, int key, float ds) const {
+  // Of all scores; those that are hidden have ds = 0.
+  __device__ __forceinline__ void write_dbias(const typename Grid::Fragment& ds) const {
     using Dbias = typename Options::Dbias;
-    if (!exists(row, key)) return;
-    const bool seen = visible(row, key);
-    Dbias* item_g = score_item(static_cast<Dbias*>(arrays.dbias_g), params.dbias, place, row, key);
-    if constexpr (Options::kDbiasAdd) {
-      if (seen) atomicAdd(item_g, ds);
-    } else {
-      const float sum = (seen ? ds : 0.f) + (params.accumulate ? to_float(*item_g) : 0.f);
-      *item_g = from_float<Dbias>(sum);
-    }
+    float sorted[Grid::kRuns][Grid::kRun];
+    Grid::for_each([&](int n, int i, int e) {
+      const int number = Grid::number(n, i, e);
+      sorted[number / Grid::kRun][number % Grid::kRun] = ds[n][i][e];
+    });
+    Grid::for_each([&](int n, int i, int e) {
+      const int number = Grid::number(n, i, e);
+      const int row = Grid::row_of(n, i, e), key = Grid::key_of(n, i, e);
+      const bool exists = place.first_row + row < params.attention.sq && place.first_key + key < params.attention.sk;
+      if ((!Options::kDbiasAdd && number % Grid::kRun != 0) || !exists) return;
+      Dbias* item_g = score_item(static_cast<Dbias*>(arrays.dbias_g), params.dbias, place, row, key);
+      if constexpr (Options::kDbiasAdd) {
+        if (ds[n][i][e] != 0.f) atomicAdd(item_g, ds[n][i][e]);
+      } else {
+        store_items(item_g, sorted[number / Grid::kRun], Options::kDbiasAccumulate);
+      }
+    });
   }
 };
 
@@ -127,7 +139,7 @@ struct ScoreTile {
 template <typename Grid, typename Options, typename Statistics>
 __device__ __forceinline__ void score_gradients(typename Grid::Packed& p, typename Grid::Packed& ds,
                                                 typename Grid::Fragment& s, typename Grid::Fragment& dp,
-                                                const Statistics& statistics, const ScoreTile<Options>& tile,
+                                                const Statistics& statistics, const ScoreTile<Options, Grid>& tile,
                                                 bool masked) {
   typename Grid::Packed kept;
   if constexpr (Options::kDropout) draw_kept<Grid>(kept, tile.params.attention.scores, tile.place);
@@ -137,9 +149,8 @@ __device__ __forceinline__ void score_gradients(typename Grid::Packed& p, typena
 #pragma unroll
     for (int at = 0; at < 2; at++) {
       const int e = 2 * half + at;
-      const int row = Grid::row_of(n, i, e), key = Grid::key_of(n, i, e);
       if (Options::kSoftcap) slope[at] = tile.softcap_slope(s[n][i][e]);
-      shifted_p[at] = ex2_approx(tile.exponent(s[n][i][e], row, key, statistics.l(n, i, e)));
+      shifted_p[at] = ex2_approx(tile.exponent(s[n][i][e], n, i, e, statistics.l(n, i, e)));
       float unshift = kUnshifted;
       if (Options::kDropout) {
         const bool keeps = kept[n][i][half] >> (16 * at) & 1u;
@@ -152,21 +163,24 @@ __device__ __forceinline__ void score_gradients(typename Grid::Packed& p, typena
     ds[n][i][half] = pack_halves(dp[n][i][2 * half] * slope[0], dp[n][i][2 * half + 1] * slope[1]);
   });
 
-  if (Options::kMask || masked) {
+  const auto hide = [&](int n, int i, int half, bool sees_first, bool sees_second) {
+    const uint32 seen = halves_mask(sees_first, sees_second);
+    p[n][i][half] &= seen;
+    ds[n][i][half] &= seen;
+    if constexpr (kGiven<typename Options::Dbias>) {
+      if (!sees_first) dp[n][i][2 * half] = 0.f;
+      if (!sees_second) dp[n][i][2 * half + 1] = 0.f;
+    }
+  };
+  if (masked) {
     Grid::for_each_pair([&](int n, int i, int half) {
-      const int first = 2 * half, second = first + 1;
-      const uint32 seen = halves_mask(tile.visible(Grid::row_of(n, i, first), Grid::key_of(n, i, first)),
-                                      tile.visible(Grid::row_of(n, i, second), Grid::key_of(n, i, second)));
-      p[n][i][half] &= seen;
-      ds[n][i][half] &= seen;
+      hide(n, i, half, tile.in_window(n, i, 2 * half), tile.in_window(n, i, 2 * half + 1));
     });
   }
-  if constexpr (kGiven<typename Options::Dbias>) {
+  if constexpr (Options::kMask) {
     Grid::for_each_pair([&](int n, int i, int half) {
-#pragma unroll
-      for (int e = 2 * half; e < 2 * half + 2; e++) {
-        tile.write_dbias(Grid::row_of(n, i, e), Grid::key_of(n, i, e), dp[n][i][e]);
-      }
+      hide(n, i, half, tile.mask.of(n, i, 2 * half), tile.mask.of(n, i, 2 * half + 1));
     });
   }
+  if constexpr (kGiven<typename Options::Dbias>) tile.write_dbias(dp);
 }

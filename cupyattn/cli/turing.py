@@ -200,6 +200,7 @@ def row_name(specialisation: Specialisation) -> str:
         for name, value in options.items()
         if value not in ("false", "void")
     ]
+    parts += [f"scores{together}" for together in [_together(macros.get("SCORE_VEC", 1))] if together]
     return ", ".join(parts)
 
 

@@ -123,8 +123,10 @@ ATTENTION_BACKWARD_DKDV = KernelSpec(
         *("HEAD_DIM", "HEAD_DIM_V", "M_TILES", "WARPS", "TILE_Q", "SUB_Q", "DQ_ROW_WARPS"),
         *("ONE_PASS", "VEC", "MIN_CTAS", "SHARED_BYTES"),
         *_BACKWARD_BYTES,
+        "SCORE_VEC",
         *_SCORE_MACROS,
         *_DBIAS_MACROS,
+        "DBIAS_ACCUMULATE",
     ),
 )
 
@@ -136,8 +138,10 @@ ATTENTION_BACKWARD_DKDV_PAIRED = KernelSpec(
         *("HEAD_DIM", "HEAD_DIM_V", "WARPS", "TILE_Q", "ONE_PASS", "VEC", "MIN_CTAS"),
         "SHARED_BYTES",
         *_BACKWARD_BYTES,
+        "SCORE_VEC",
         *_SCORE_MACROS,
         *_DBIAS_MACROS,
+        "DBIAS_ACCUMULATE",
     ),
 )
 
@@ -161,6 +165,7 @@ ATTENTION_BACKWARD_DQ = KernelSpec(
         *("HEAD_DIM", "HEAD_DIM_V", "M_TILES", "WARPS", "TILE_K", "VEC", "MIN_CTAS"),
         "SHARED_BYTES",
         *_BACKWARD_BYTES,
+        "SCORE_VEC",
         *_SCORE_MACROS,
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from cupyattn.ops.attention_problem import AttentionProblem
 
 _FLOAT32 = np.dtype(np.float32)
 _MAX_ROWS = 2**32 - 1  # scratch rows are counted in 32 bits (scratch_row in backward_params.cuh)
+_QUAD = 4  # neighbouring keys that are read together
 _VECTOR_ARRAYS = ("q", "k", "v", "out", "dout")
 
 
@@ -31,6 +33,14 @@ class _Dbias(NamedTuple):
     """Whether that is scratch, which another kernel sums up to dbias; else it is dbias."""
     adds: bool
     """Whether several CTAs add to one item, atomically."""
+
+
+class _Options(NamedTuple):
+    """Of the kernels of a call, and by what name that of dk and dv takes dbias."""
+
+    dkdv: flash.BackwardOptions
+    dq: flash.BackwardOptions
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 def flash_plan(
@@ -69,7 +79,8 @@ def flash_plan(
         rows_padded=rows_padded,
     )
     vec = _vector_items(problem, results, start_of)
-    steps = _gradient_steps(problem, vec, dbias, deterministic, rows, params)
+    options = _options(problem, start_of, dbias, accumulate)
+    steps = _gradient_steps(problem, vec, options, deterministic, rows, params)
     if dbias is not None and dbias.scratch:
         steps.append(_dbias_step(problem, results["dbias"], dbias, accumulate))
     if "dsinks" in results:
@@ -83,20 +94,13 @@ def flash_plan(
 def _gradient_steps(
     problem: AttentionProblem,
     vec: int,
-    dbias: _Dbias | None,
+    options: _Options,
     deterministic: bool,
     rows: int,
     params: Any,
 ) -> list[Step]:
     """Return the launches for the row statistics, dk, dv and dq."""
     dims = problem.head_dim, problem.head_dim_v
-    options = _options(problem)
-    with_dbias = options
-    renamed: tuple[tuple[str, str], ...] = ()
-    if dbias is not None:
-        with_dbias = options._replace(dbias=dbias.target.dtype.name, dbias_add=dbias.adds)
-        renamed = (("dbias", "scratch"),) if dbias.scratch else ()
-
     one_pass = not deterministic
     key_tiles = -(-problem.sk // flash.tile_keys(*dims, one_pass))
     steps = [
@@ -106,29 +110,60 @@ def _gradient_steps(
             params,
         ),
         Step(
-            flash.dkdv(*dims, vec, one_pass, with_dbias),
+            flash.dkdv(*dims, vec, one_pass, options.dkdv),
             problem.batch * problem.kv_heads * key_tiles,
             params,
-            renamed,
+            options.renamed,
         ),
     ]
     if one_pass:
         convert_ctas = -(-rows // flash.convert_rows(problem.head_dim))
         return [*steps, Step(flash.convert(problem.head_dim, vec), convert_ctas, params)]
-    row_tiles = -(-problem.sq // flash.tile_rows(*dims))
+    row_tiles = -(-problem.sq // flash.tile_rows(*dims, options.dq))
     dq_ctas = problem.batch * problem.heads * row_tiles
-    return [*steps, Step(flash.dq(*dims, vec, options), dq_ctas, params)]
+    return [*steps, Step(flash.dq(*dims, vec, options.dq), dq_ctas, params)]
 
 
-def _options(problem: AttentionProblem) -> flash.BackwardOptions:
+def _options(
+    problem: AttentionProblem, start_of: dict[str, int], dbias: _Dbias | None, accumulate: bool
+) -> _Options:
+    """Name the options of a call's kernels."""
     scores = score_options(problem)
-    return flash.BackwardOptions(
+    inputs = [(problem.layouts[n], start_of[n]) for n in ("bias", "mask") if n in problem.layouts]
+    dq = flash.BackwardOptions(
         bias=scores.bias,
         mask=scores.mask,
+        score_vec=_score_items(problem, inputs),
         slopes=scores.slopes,
         softcap=scores.softcap,
         dropout=scores.dropout,
     )
+    if dbias is None:
+        return _Options(dq, dq)
+    start = 0 if dbias.scratch else start_of.get("dbias", 0)
+    terms = [] if dbias.adds else [(dbias.target, start)]
+    dkdv = dq._replace(
+        score_vec=_score_items(problem, inputs + terms),
+        dbias=dbias.target.dtype.name,
+        dbias_add=dbias.adds,
+        dbias_accumulate=accumulate and not dbias.scratch,
+    )
+    return _Options(dkdv, dq, (("dbias", "scratch"),) if dbias.scratch else ())
+
+
+def _score_items(problem: AttentionProblem, arrays: Sequence[tuple[Layout, int]]) -> int:
+    """Return how many neighbouring keys of these arrays can be read or written at once: 4 or 1.
+
+    Each array comes with what it misses of a vector's alignment.
+    """
+    if not arrays or problem.dropout_p or problem.sk % _QUAD:  # Philox calls serve pairs of keys
+        return 1
+    for layout, start in arrays:
+        *others, key = score_strides(layout, problem.scores_shape)
+        rows_aligned = all(stride % _QUAD == 0 for stride in others)
+        if key != 1 or not rows_aligned or start % (_QUAD * layout.dtype.itemsize):
+            return 1
+    return _QUAD
 
 
 def _dbias(problem: AttentionProblem, results: dict[str, Layout], deterministic: bool) -> _Dbias:

@@ -36,17 +36,21 @@ _THREADS = 256  # of the kernels that stream through memory
 class BackwardOptions(NamedTuple):
     """Which options a call has; dtype names of arrays, "void" for those it has not.
 
-    dbias names what the kernel writes: the bias's dtype, or float32 for scratch memory; with
-    dbias_add it adds there atomically.
+    dbias names what the kernel writes: the bias's dtype, or float32 for scratch memory. With
+    dbias_add it adds there atomically, several terms to an item; with dbias_accumulate each term to
+    what its own item holds.
     """
 
     bias: str = "void"
     mask: bool = False
+    score_vec: int = 1
+    """Neighbouring keys of bias, mask and dbias that are read or written at once: up to 4, or 1."""
     slopes: str = "void"
     softcap: bool = False
     dropout: bool = False
     dbias: str = "void"
     dbias_add: bool = False
+    dbias_accumulate: bool = False
 
 
 PLAIN = BackwardOptions()
@@ -161,15 +165,17 @@ def dkdv(
     return spec.specialise(threads=threads, shared_bytes=shared_bytes, **macros)
 
 
-def _option_macros(options: BackwardOptions) -> dict[str, str]:
+def _option_macros(options: BackwardOptions) -> dict[str, int | str]:
     return {
         "BIAS": options.bias,
         "MASK": _cpp_bool(options.mask),
+        "SCORE_VEC": options.score_vec,
         "SLOPES": options.slopes,
         "SOFTCAP": _cpp_bool(options.softcap),
         "DROPOUT": _cpp_bool(options.dropout),
         "DBIAS": options.dbias,
         "DBIAS_ADD": _cpp_bool(options.dbias_add),
+        "DBIAS_ACCUMULATE": _cpp_bool(options.dbias_accumulate),
     }
 
 
@@ -219,15 +225,23 @@ DQ = {
 }
 
 
-def dq_config(head_dim: int, head_dim_v: int) -> DqConfig:
-    """Return the table row for these head dims."""
+# Items of a bias or a mask, read ahead, wait in registers for as long as the products take.
+DQ_SCORE_ITEMS = {
+    40: DqConfig(2, 4, 32, 2, "models 0.52 with a mask, and 0.38 with 48 keys"),
+    64: DqConfig(2, 4, 16, 2, "models 0.68 with a mask, and 0.64 with 32 keys, which spill"),
+}
+
+
+def dq_config(head_dim: int, head_dim_v: int, options: BackwardOptions = PLAIN) -> DqConfig:
+    """Return the table row for these head dims and options."""
     largest = max(head_dim, head_dim_v)
-    return next(config for limit, config in DQ.items() if largest <= limit)
+    row = next(limit for limit in DQ if largest <= limit)
+    return DQ_SCORE_ITEMS.get(row, DQ[row]) if options.score_vec == 4 else DQ[row]
 
 
-def tile_rows(head_dim: int, head_dim_v: int) -> int:
+def tile_rows(head_dim: int, head_dim_v: int, options: BackwardOptions = PLAIN) -> int:
     """Return the query rows that one CTA of `dq` owns."""
-    return dq_config(head_dim, head_dim_v).tile_rows
+    return dq_config(head_dim, head_dim_v, options).tile_rows
 
 
 @cache
@@ -235,9 +249,9 @@ def dq(
     head_dim: int, head_dim_v: int, vec: int, options: BackwardOptions = PLAIN
 ) -> Specialisation:
     """Specialise the deterministic dQ kernel, which writes no dbias."""
-    config = dq_config(head_dim, head_dim_v)
+    config = dq_config(head_dim, head_dim_v, options)
     shared_bytes = _dq_shared_bytes(config, head_dim, head_dim_v)
-    macros = _option_macros(options._replace(dbias="void", dbias_add=False))
+    macros = _option_macros(options)
     return ATTENTION_BACKWARD_DQ.specialise(
         threads=config.warps * WARP_SIZE,
         shared_bytes=shared_bytes,
@@ -341,6 +355,10 @@ _EACH_OPTION = (
     BackwardOptions(bias="float16", dbias="float16"),
     BackwardOptions(bias="float32", dbias="float32", dbias_add=True),
     BackwardOptions(mask=True),
+    BackwardOptions(bias="float16", dbias="float16", score_vec=4),
+    BackwardOptions(bias="float16", dbias="float32", dbias_add=True, score_vec=4),
+    BackwardOptions(bias="float32", dbias="float32", dbias_add=True, score_vec=4),
+    BackwardOptions(mask=True, score_vec=4),
     BackwardOptions(slopes="float32"),
     BackwardOptions(softcap=True),
     BackwardOptions(dropout=True),
