@@ -322,3 +322,13 @@ def test_more_heads_than_the_grid_has_rows(implementation: str):
     """B * H beyond 65,535, the limit of a grid's second axis."""
     problem = AttentionProblem(B=2, Sq=2, Sk=3, H=40_000, G=40_000, D=2, Dv=2, dtype="float16")
     check(problem, implementation)
+
+
+def test_more_rows_than_the_scratch_counts_raise_before_anything_is_allocated():
+    """2^16 sequences of 2^10 heads of 64 rows, all of one row in memory."""
+    one = KERNELS.put(np.zeros((1, 1, 1, 1), np.float16))
+    rows, keys = (KERNELS.xp.broadcast_to(one, (2**16, n, h, 1)) for n, h in ((64, 2**10), (1, 1)))
+    lse = KERNELS.put(np.zeros((1, 1, 64), np.float32))
+    lse = KERNELS.xp.broadcast_to(lse, (2**16, 2**10, 64))
+    with pytest.raises(ValueError, match="up to 4294967295 rows together"):
+        cupyattn.attention_backward(rows, rows, keys, keys, rows, lse)

@@ -35,9 +35,6 @@ struct GradientOptions {
   static constexpr bool kDbiasAdd = kDbiasAdd_, kDbiasAccumulate = kDbiasAccumulate_;
   // Without a pass of their own over the scores, the scale rides on the exponential's FMA.
   static constexpr bool kPass = kGiven<Bias> || kGiven<Slopes> || kSoftcap;
-  // Scores beyond 1e7 leave no digits to lse, and P has to be kept from exceeding 1. Those of products alone are not
-  // that large.
-  static constexpr bool kHoldsP = kGiven<Bias> || kGiven<Slopes>;
 };
 
 // float16 of x * 2^112 and y * 2^112 for 0 <= x, y <= 65504 * 2^-112: nearest, ties away, by two shifts and a byte
@@ -69,7 +66,7 @@ struct ScoreTile {
   ScorePlace place;
   ScoreItems<Bias, Grid> bias;
   ScoreItems<typename Options::Mask, Grid> mask;
-  float slope_log2, distance;  // ALiBi: of the head, and between the tile's first row and first key
+  float slope_log2, distance;  // ALiBi: of the head, and of the thread's first score
 
   __device__ __forceinline__ ScoreTile(const BackwardParams& all, const KeyWindow& seen, const OptionArrays& options,
                                        const ScorePlace& at, int64 q_offset)
@@ -84,12 +81,16 @@ struct ScoreTile {
       const int64 item = place.batch * scores.slopes_batch + place.head * scores.slopes_head;
       slope_log2 = to_float(static_cast<const Slopes*>(arrays.slopes_g)[item]) * kLog2E;
       // Beyond 2^24 not every whole number is a float32; no array is that long.
-      distance = static_cast<float>(place.first_row + q_offset - place.first_key);
+      distance = static_cast<float>(place.first_row + q_offset - place.first_key + behind(0, 0, 0));
     }
   }
 
   __device__ __forceinline__ bool in_window(int n, int i, int e) const {
     return window.of_row(place.first_row + Grid::row_of(n, i, e)).contains(place.first_key + Grid::key_of(n, i, e));
+  }
+
+  __device__ __forceinline__ static int behind(int n, int i, int e) {
+    return Grid::row_of(n, i, e) - Grid::key_of(n, i, e);
   }
 
   // The exponent of P * 2^kShiftedLog2, for a row with statistic l.
@@ -100,10 +101,13 @@ struct ScoreTile {
                                      : product * params.attention.scale_log2;
     if constexpr (kGiven<Bias>) s_log2 = __fmaf_rn(to_float(bias.of(n, i, e)), kLog2E, s_log2);
     if constexpr (kGiven<Slopes>) {
-      const int behind = Grid::row_of(n, i, e) - Grid::key_of(n, i, e);
-      s_log2 = __fmaf_rn(-slope_log2, fabsf(distance + static_cast<float>(behind)), s_log2);
+      const int from_first = behind(n, i, e) - behind(0, 0, 0);  // a constant: the lane's part goes
+      s_log2 = __fmaf_rn(-slope_log2, fabsf(distance + static_cast<float>(from_first)), s_log2);
     }
-    return Options::kHoldsP ? (kGiven<Bias> ? at_most(s_log2 - l, kShiftedLog2) : fminf(s_log2 - l, kShiftedLog2)) : s_log2 - l;
+    // Scores beyond 1e7 leave no digits to lse: P is held to 1. (Those of products alone are not that large.)
+    if constexpr (kGiven<Bias>) return at_most(s_log2 - l, kShiftedLog2);  // a NaN stays one
+    if constexpr (kGiven<Slopes>) return fminf(s_log2 - l, kShiftedLog2);
+    return s_log2 - l;
   }
 
   // d(softcap * tanh(y)) / dy / softcap = 1 - tanh^2 y = 4 r (1 - r) with r = 1 / (1 + exp(2 y)).

@@ -13,7 +13,7 @@ from cupyattn.kernels.device import Device
 from cupyattn.kernels.launch import launch
 from cupyattn.ops.attention import FLASH_TILE_BYTES, require_lengths
 from cupyattn.ops.attention_backward_f32 import f32_plan
-from cupyattn.ops.attention_backward_flash import flash_plan
+from cupyattn.ops.attention_backward_flash import flash_plan, require_countable_rows
 from cupyattn.ops.attention_backward_naive import naive_plan
 from cupyattn.ops.attention_backward_steps import Plan
 from cupyattn.ops.attention_problem import BACKWARD_RESULTS, AttentionProblem
@@ -80,6 +80,7 @@ def _require_kernel(problem: AttentionProblem) -> None:
         )
     if problem.implementation == "flash" and problem.dtype == np.float16:
         _require_near_rows(problem)
+        require_countable_rows(problem)
     require_lengths(problem)
 
 

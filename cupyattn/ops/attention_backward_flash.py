@@ -43,6 +43,22 @@ class _Options(NamedTuple):
     renamed: tuple[tuple[str, str], ...] = ()
 
 
+def require_countable_rows(problem: AttentionProblem) -> None:
+    """Raise if a call has more rows in scratch memory than its kernels count."""
+    if problem.batch * problem.heads * _rows_padded(problem) > _MAX_ROWS:
+        raise error(
+            ValueError,
+            f"B = {problem.batch}, H = {problem.heads}, Sq = {problem.sq}",
+            f"implementation='flash' takes B * H sequences of up to {_MAX_ROWS} rows together, "
+            f"each rounded up to {flash.ROW_PAD}",
+            "split the batch over several calls",
+        )
+
+
+def _rows_padded(problem: AttentionProblem) -> int:
+    return _round_up(max(problem.sq, 1), flash.ROW_PAD)  # whole CTAs of the first kernel
+
+
 def flash_plan(
     problem: AttentionProblem,
     results: dict[str, Layout],
@@ -52,16 +68,8 @@ def flash_plan(
     accumulate: bool,
 ) -> Plan:
     """Choose the kernels of a call and fill in their parameters."""
-    rows_padded = _round_up(max(problem.sq, 1), flash.ROW_PAD)  # whole CTAs of the first kernel
+    rows_padded = _rows_padded(problem)
     rows = problem.batch * problem.heads * rows_padded
-    if rows > _MAX_ROWS:
-        raise error(
-            ValueError,
-            f"B = {problem.batch}, H = {problem.heads}, Sq = {problem.sq}",
-            f"implementation='flash' takes B * H sequences of up to {_MAX_ROWS} rows together, "
-            f"each rounded up to {flash.ROW_PAD}",
-            "split the batch over several calls",
-        )
     dbias = _dbias(problem, results, deterministic) if "dbias" in results else None
 
     to_zero = {} if deterministic else {"dq_acc": rows * _round_up(problem.head_dim, 8)}
