@@ -77,6 +77,7 @@ def row_of(specialisation: Specialisation) -> str:
 NO_OPTIONS = {
     **dict.fromkeys(("BIAS", "SLOPES", "SINKS"), "void"),
     **dict.fromkeys(("MASK", "SOFTCAP", "DROPOUT", "DBIAS_ADD"), "false"),
+    "SCORE_VEC": 1,
 }
 
 EVERY_OPTION = "BIAS SLOPES MASK SOFTCAP DROPOUT"

@@ -58,8 +58,8 @@ struct Traits {
   using DsTile = SwizzledTile<kKeys, kTileQ / 8>;  // dS^T
   using QStage = TileStage<QTile, kHeadDim, kVec, kThreads>;
   using DoutStage = TileStage<DoutTile, kHeadDimV, kVec, kThreads>;
-  static constexpr KeyOrder kOrder = SCORE_VEC == 4 ? KeyOrder::kQuads : KeyOrder::kPairs;
-  using Grid = ScoreGrid<kMTiles, SUB_Q, Along::kM16, kOrder>;
+  static constexpr int kRun = SCORE_VEC < 2 * kMTiles ? SCORE_VEC : 2 * kMTiles;
+  using Grid = ScoreGrid<kMTiles, SUB_Q, Along::kM16, kRun>;
   using Options = GradientOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, DBIAS, DBIAS_ADD, DBIAS_ACCUMULATE>;
   using Walk = QueryWalk<kTileQ>;
   using Feed = QueryFeed<QStage, DoutStage, kBuffers>;

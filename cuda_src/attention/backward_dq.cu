@@ -7,7 +7,8 @@
 // gathers by atomics is so summed in one order, for the price of computing S and dP again (7 products instead of 5).
 //
 // Shapes    BackwardParams (backward_params.cuh); head dims in steps of 8 columns, zero-filled.
-// Tiles     kRows = WARPS * M_TILES * 16 query rows by TILE_K keys; a warp owns its rows alone.
+// Tiles     kRows = WARPS * M_TILES * 16 query rows by TILE_K keys; a warp owns its rows alone. Tiles that need a mask
+//           come first (key_walk.cuh); with FULL_LOOP the others have a loop of their own.
 // Grid      B * H * ceil(Sq / kRows) CTAs; under causal order the longest rows start first.
 // Budget    registers: Q and dout (M_TILES * (D + Dv) / 4) and dQ (M_TILES * D / 2). Shared memory: K and V twice (one
 //           half computed, one half filled), or Q or dout before the walk.
@@ -15,9 +16,9 @@
 // Edges     rows beyond Sq have L = +inf, hence dS = 0, and are not stored; keys beyond the sequence are zeros and
 //           masked.
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || !defined(TILE_K) || \
-    !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
+    !defined(FULL_LOOP) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
 #error \
-    "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
+    "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, FULL_LOOP, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(MASK) || !defined(SCORE_VEC) || !defined(SLOPES) || !defined(SOFTCAP) || \
     !defined(DROPOUT)
@@ -35,6 +36,7 @@ struct Traits {
   static constexpr int kMTiles = M_TILES;
   static constexpr int kTileK = TILE_K;
   static constexpr int kThreads = WARPS * kWarpSize;
+  static constexpr bool kFullLoop = FULL_LOOP;  // one of their own for the tiles that every row sees in full
   static constexpr int kWarpRows = kMTiles * 16;
   static constexpr int kRows = WARPS * kWarpRows;
   static constexpr int kSteps = div_up(kHeadDim, 8);    // k8 steps of S, n8 tiles of dQ
@@ -50,7 +52,7 @@ struct Traits {
   using KStage = TileStage<KTile, kHeadDim, kVec, kThreads, kOrder>;
   using VStage = TileStage<VTile, kHeadDimV, kVec, kThreads, kOrder>;
   static constexpr int kQuads = KStage::kQuads > VStage::kQuads ? KStage::kQuads : VStage::kQuads;
-  using Grid = ScoreGrid<kMTiles, kKeyTiles, Along::kN8, kOrder>;
+  using Grid = ScoreGrid<kMTiles, kKeyTiles, Along::kN8, SCORE_VEC>;
   using Options = GradientOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, void, false, false>;
   using Walk = KeyWalk<kTileK>;
 
@@ -110,7 +112,8 @@ __device__ __forceinline__ void add_dq(Warp& warp, const Cta& cta, const uint32 
 }
 
 // One key tile: compute it from one half of the K and V buffers while the next one, at next_k_g and next_v_g, is
-// fetched to registers and from there to the other half.
+// fetched to registers and from there to the other half. kRagged: that one may have fewer keys than a tile.
+template <bool kRagged>
 __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const RowStatistics<Traits::kMTiles>& statistics,
                                          int first_key, bool masked, int parity, bool more, const char* next_k_g,
                                          const char* next_v_g, int next_valid) {
@@ -122,7 +125,7 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const RowSt
   const ScorePlace place = {cta.place.batch, cta.place.head, warp.first_row, first_key};
   const ScoreTile<T::Options, T::Grid> tile(cta.params, cta.window, cta.arrays, place, cta.q_offset);
   uint4 quads[T::kQuads];
-  if (more) cta.k_stage.template load<true>(quads, next_k_g, cta.params.attention.k.seq, next_valid);
+  if (more) cta.k_stage.template load<kRagged>(quads, next_k_g, cta.params.attention.k.seq, next_valid);
   T::Grid::Fragment s, dp;
   clear(s);
   clear(dp);
@@ -130,7 +133,7 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const RowSt
   if (more) {
     cta.k_stage.store(next_k_s, quads);
     __syncwarp();  // ptxas else lets these stores wait for those loads
-    cta.v_stage.template load<true>(quads, next_v_g, cta.params.attention.v.seq, next_valid);
+    cta.v_stage.template load<kRagged>(quads, next_v_g, cta.params.attention.v.seq, next_valid);
   }
   T::Grid::Packed p, ds;
   score_gradients<T::Grid>(p, ds, s, dp, statistics, tile, masked);
@@ -171,11 +174,11 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
       params.dout.seq, rows);
   __syncthreads();  // dout: written
   load_a_fragments<T::DoutTile>(warp.dout, shared_address(smem.dout), warp_row);
-  const RowStatistics<T::kMTiles> statistics(statistics_g, params, place.batch, place.head, warp.first_row);
+  RowStatistics<T::kMTiles> statistics(statistics_g, params, place.batch, place.head, warp.first_row);
   __syncthreads();  // dout: read; K and V take its place
 
   // Phase 3: the walk over the keys.
-  const Cta cta = {shared_address(smem.loop.k),
+  Cta cta = {shared_address(smem.loop.k),
                    shared_address(smem.loop.v),
                    {},
                    {},
@@ -192,6 +195,7 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   const int64 v_tile_bytes = attention.v.seq * T::kTileK * sizeof(float16);
   int tile = walk.first, left = walk.tiles();
   const int full = left - walk.masked;
+  const int in_full = T::kFullLoop ? full : 0;  // tiles of the second loop
   if (left > 0) {
     uint4 quads[T::kQuads];
     const int valid = window.keys - tile * T::kTileK;
@@ -202,11 +206,24 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   }
   __syncthreads();  // K and V: the first tile has been written
 #pragma unroll 1
-  for (; left > 0; left--) {
+  for (; left > in_full; left--) {
     const int next = walk.after(tile);
-    key_tile(warp, cta, statistics, tile * T::kTileK, left > full, left & 1, left > 1, k_rows_g + next * k_tile_bytes,
-             v_rows_g + next * v_tile_bytes, window.keys - next * T::kTileK);
+    key_tile<true>(warp, cta, statistics, tile * T::kTileK, T::kFullLoop || left > full, left & 1, left > 1,
+                   k_rows_g + next * k_tile_bytes, v_rows_g + next * v_tile_bytes, window.keys - next * T::kTileK);
     tile = next;
+  }
+  if constexpr (T::kFullLoop) {
+    const char *next_k_g = k_rows_g + tile * k_tile_bytes, *next_v_g = v_rows_g + tile * v_tile_bytes;
+    statistics.renew();
+    cta.k_stage.renew();
+    cta.v_stage.renew();
+#pragma unroll 1
+    for (; left > 0; left--, tile++) {
+      next_k_g += k_tile_bytes;
+      next_v_g += v_tile_bytes;
+      key_tile<false>(warp, cta, statistics, tile * T::kTileK, false, left & 1, left > 1, next_k_g, next_v_g,
+                      T::kTileK);
+    }
   }
 
   // Phase 4: dQ, through shared memory: fragments hold 4 bytes of a row each.

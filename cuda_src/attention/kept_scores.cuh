@@ -63,7 +63,7 @@ __device__ __forceinline__ void draw_kept_along_m(typename Grid::Packed& kept, c
 template <typename Grid>
 __device__ __forceinline__ void draw_kept(typename Grid::Packed& kept, const ScoreParams& params,
                                           const ScorePlace& place) {
-  static_assert(Grid::kOrder == KeyOrder::kPairs, "a Philox call serves pairs of keys");
+  static_assert(Grid::kRun == 1, "a Philox call serves pairs of keys");
   if constexpr (Grid::kKeys == Along::kM16) {
     draw_kept_along_m<Grid>(kept, params, place);
   } else {

@@ -51,6 +51,17 @@ struct RowStatistics {
       }
     }
   }
+  // See LeanSoftmax::renew.
+  __device__ __forceinline__ void renew() {
+#pragma unroll
+    for (int i = 0; i < kMTiles; i++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        row_l[i][half] = kept_in_register(row_l[i][half]);
+        row_delta[i][half] = kept_in_register(row_delta[i][half]);
+      }
+    }
+  }
   __device__ __forceinline__ float l(int, int i, int e) const { return row_l[i][e / 2]; }
   __device__ __forceinline__ float delta(int, int i, int e) const { return row_delta[i][e / 2]; }
 };

@@ -4,25 +4,24 @@
 // S^T = K Q^T, whose fragments, packed, are the A operands of dV += P^T dout and dK += dS^T Q: P^T and dS^T need no
 // trip through shared memory on the way. With queries along m16, it is the A operand of dQ += dS K.
 //
-// In whose order keys lie along their side (KeyOrder) decides which of them a thread holds. With kQuads a thread's keys
-// of a query are neighbours: along m16 all of them (2 kMTiles), along n8 four of each 16.
+// A thread's keys of a query may be neighbours: runs of kRun, which bias, mask and dbias are accessed by. The keys then
+// lie along their side in another order (along m16 item_of_row, along n8 KeyOrder::kQuads).
 #pragma once
 
 #include "score_fragment.cuh"
 
 enum class Along { kM16, kN8 };
 
-template <int kMTiles_, int kNTiles_, Along kKeys_, KeyOrder kOrder_ = KeyOrder::kPairs>
+template <int kMTiles_, int kNTiles_, Along kKeys_, int kRun_ = 1>
 struct ScoreGrid {
   static constexpr int kMTiles = kMTiles_;  // of 16
   static constexpr int kNTiles = kNTiles_;  // of 8
   static constexpr Along kKeys = kKeys_;
-  static constexpr KeyOrder kOrder = kOrder_;
-  static constexpr bool kQuads = kOrder == KeyOrder::kQuads;
-
-  // A run: neighbouring keys of one query that a thread holds, and that bias, mask and dbias are accessed by.
-  static constexpr int kRun = !kQuads ? 1 : kKeys == Along::kM16 ? 2 * kMTiles : 4;
+  static constexpr int kRun = kRun_;
   static constexpr int kRuns = kMTiles * kNTiles * 4 / kRun;
+  static constexpr bool kInOrder = kRun == 1;
+  static_assert(kRun == 1 || kRun == 4 || (kKeys == Along::kM16 && kRun == 2), "1, 2 or 4 neighbouring keys");
+  static_assert(kKeys == Along::kN8 || 2 * kMTiles % kRun == 0, "a thread has 2 kMTiles keys of a query");
 
   using Fragment = float[kNTiles][kMTiles][4];
   using Packed = uint32[kNTiles][kMTiles][2];  // [half]: items e = 2 half and 2 half + 1, the latter in the high half
@@ -33,22 +32,22 @@ struct ScoreGrid {
     return kKeys == Along::kM16 ? along_n(n, e) : along_m(i, e);
   }
   __device__ __forceinline__ static int key_of(int n, int i, int e) {
-    if (kKeys == Along::kM16) return kQuads ? lane_index() / 4 * kRun + 2 * i + e / 2 : along_m(i, e);
-    return kQuads ? n / 2 * 16 + lane_index() % 4 * 4 + n % 2 * 2 + e % 2 : along_n(n, e);
+    if (kKeys == Along::kM16) return item_of_row(along_m(i, e));
+    return kRun == 1 ? along_n(n, e) : n / 2 * 16 + lane_index() % 4 * 4 + n % 2 * 2 + e % 2;
   }
 
-  // Keys along m16: which of a CTA's keys lies in row `row` of the tiles of K and V in shared memory.
-  static constexpr bool kInOrder = !kQuads;
+  // Keys along m16: which of a CTA's keys lies in row `row` of the tiles of K and V in shared memory. A thread's rows
+  // are eight apart.
   __device__ __forceinline__ static int item_of_row(int row) {
-    constexpr int kWarpKeys = 16 * kMTiles;
-    return kQuads ? row / kWarpKeys * kWarpKeys + row % 8 * kRun + row % kWarpKeys / 8 : row;
+    return row / (8 * kRun) * (8 * kRun) + row % 8 * kRun + row / 8 % kRun;
   }
 
   // An item's number within its thread: run by run.
   __device__ __forceinline__ static constexpr int number(int n, int i, int e) {
-    if (!kQuads) return (n * kMTiles + i) * 4 + e;
-    if (kKeys == Along::kM16) return (2 * n + e % 2) * kRun + 2 * i + e / 2;
-    return ((n / 2 * kMTiles + i) * 2 + e / 2) * kRun + n % 2 * 2 + e % 2;
+    if (kRun == 1) return (n * kMTiles + i) * 4 + e;
+    if (kKeys == Along::kN8) return ((n / 2 * kMTiles + i) * 2 + e / 2) * 4 + n % 2 * 2 + e % 2;
+    const int eight = 2 * i + e / 2;
+    return ((n * 2 * kMTiles + eight / kRun * kRun) * 2 + e % 2 * kRun) + eight % kRun;
   }
 
   // body(n, i, e) for every item.

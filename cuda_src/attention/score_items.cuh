@@ -36,7 +36,7 @@ __device__ __forceinline__ void load_words(uint32 (&words)[kWords], const void* 
 }
 
 // Items are zeros where their query or key does not exist.
-template <typename Item, typename Grid, bool kRuns = Grid::kQuads>
+template <typename Item, typename Grid, bool kAhead = (Grid::kRun > 1)>
 struct ScoreItems;
 
 // Read one by one, when they are used.

@@ -162,7 +162,7 @@ ATTENTION_BACKWARD_DQ = KernelSpec(
         _BACKWARD_STRUCT,
     ),
     macros=(
-        *("HEAD_DIM", "HEAD_DIM_V", "M_TILES", "WARPS", "TILE_K", "VEC", "MIN_CTAS"),
+        *("HEAD_DIM", "HEAD_DIM_V", "M_TILES", "WARPS", "TILE_K", "FULL_LOOP", "VEC", "MIN_CTAS"),
         "SHARED_BYTES",
         *_BACKWARD_BYTES,
         "SCORE_VEC",

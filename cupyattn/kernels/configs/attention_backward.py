@@ -199,13 +199,17 @@ def _dkdv_shared_bytes(
 
 @dataclass(frozen=True)
 class DqConfig:
-    """One CTA per warps * m_tiles * 16 query rows; tile_k keys at a time."""
+    """One CTA per warps * m_tiles * 16 query rows; tile_k keys at a time.
+
+    With full_loop the tiles that need no mask have a loop of their own.
+    """
 
     m_tiles: int
     warps: int
     tile_k: int
     ctas_per_sm: int
     reason: str
+    full_loop: bool = True
 
     @property
     def tile_rows(self) -> int:
@@ -214,21 +218,22 @@ class DqConfig:
 
 
 DQ = {
-    40: DqConfig(2, 4, 48, 2, "models 0.82, and 0.71 with 32 keys"),
+    40: DqConfig(2, 4, 48, 2, "models 0.82, and 0.77 with two loops and 32 keys", False),
     64: DqConfig(2, 4, 32, 2, "models 0.80 with 28 bytes spilled, and 0.81 with 16 keys"),
     80: DqConfig(2, 4, 16, 2, "models 0.79, and 0.60 with 16 rows a warp"),
     96: DqConfig(2, 4, 16, 2, "models 0.71, and 0.61 with 16 rows a warp"),
     128: DqConfig(1, 4, 32, 2, "models 0.67, and 0.60 as one CTA of 8 warps"),
     160: DqConfig(1, 8, 16, 1, "models 0.62, and no more with 32 keys"),
     192: DqConfig(1, 8, 16, 1, "models 0.67, and 0.60 as two CTAs of 4 warps"),
-    256: DqConfig(1, 8, 16, 1, "models 0.49: Q, dout and dQ alone are 256 registers, some spill"),
+    256: DqConfig(
+        1, 8, 16, 1, "models 0.49: Q, dout and dQ alone are 256 registers, some spill", False
+    ),
 }
 
 
 # Items of a bias or a mask, read ahead, wait in registers for as long as the products take.
 DQ_SCORE_ITEMS = {
-    40: DqConfig(2, 4, 32, 2, "models 0.52 with a mask, and 0.38 with 48 keys"),
-    64: DqConfig(2, 4, 16, 2, "models 0.68 with a mask, and 0.64 with 32 keys, which spill"),
+    40: DqConfig(2, 4, 32, 2, "models 0.57 with a mask, and 0.38 with 48 keys"),
 }
 
 
@@ -260,6 +265,7 @@ def dq(
         M_TILES=config.m_tiles,
         WARPS=config.warps,
         TILE_K=config.tile_k,
+        FULL_LOOP=int(config.full_loop),
         VEC=vec,
         MIN_CTAS=config.ctas_per_sm,
         SHARED_BYTES=shared_bytes,
@@ -355,13 +361,16 @@ _EACH_OPTION = (
     BackwardOptions(bias="float16", dbias="float16"),
     BackwardOptions(bias="float32", dbias="float32", dbias_add=True),
     BackwardOptions(mask=True),
-    BackwardOptions(bias="float16", dbias="float16", score_vec=4),
-    BackwardOptions(bias="float16", dbias="float32", dbias_add=True, score_vec=4),
-    BackwardOptions(bias="float32", dbias="float32", dbias_add=True, score_vec=4),
-    BackwardOptions(mask=True, score_vec=4),
     BackwardOptions(slopes="float32"),
     BackwardOptions(softcap=True),
     BackwardOptions(dropout=True),
+)
+
+
+_QUADS = (
+    BackwardOptions(bias="float16", dbias="float16", score_vec=4),
+    BackwardOptions(bias="float32", dbias="float32", dbias_add=True, score_vec=4),
+    BackwardOptions(mask=True, score_vec=4),
 )
 
 
@@ -379,6 +388,10 @@ def catalogue() -> Iterator[Specialisation]:
         yield dkdv(64, 64, 8, True, options)
         if not options.dbias_add:
             yield dq(64, 64, 8, options)
+    for head_dim in (40, 64, 80, 128):
+        for options in _QUADS:
+            yield dkdv(head_dim, head_dim, 8, True, options)
+            yield dq(head_dim, head_dim, 8, options)
     for dtype in STORAGE:
         yield dbias(dtype)
         yield dsinks(dtype)
