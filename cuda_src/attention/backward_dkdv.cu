@@ -10,7 +10,8 @@
 //
 // Shapes    BackwardParams (backward_params.cuh); head dims in steps of 8 columns, zero-filled.
 // Tiles     kKeys = WARPS * M_TILES * 16 keys by TILE_Q queries, 8 * SUB_Q queries at a time; a warp owns its keys
-//           alone and shares out the dQ tile by columns (DQ_ROW_WARPS: by rows too).
+//           alone and shares out the dQ tile by columns (DQ_ROW_WARPS: by rows too). With SCORE_VEC > 1 a warp's keys
+//           lie in another order in shared memory and registers, so that a thread's are neighbours (score_grid.cuh).
 // Grid      B * G * ceil(Sk / kKeys) CTAs; each walks the query tiles of all query heads of its group, so that dK and
 //           dV are complete without a second pass.
 // Budget    registers: K and V (M_TILES * (D + Dv) / 4), dK and dV (M_TILES * (D + Dv) / 2). Shared memory: K, dS^T and

@@ -179,16 +179,16 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
 
   // Phase 3: the walk over the keys.
   Cta cta = {shared_address(smem.loop.k),
-                   shared_address(smem.loop.v),
-                   {},
-                   {},
-                   T::KStage(attention.k.seq),
-                   T::VStage(attention.v.seq),
-                   params,
-                   window,
-                   arrays,
-                   query_offset(attention, q_offsets_g, place.batch),
-                   place};
+             shared_address(smem.loop.v),
+             {},
+             {},
+             T::KStage(attention.k.seq),
+             T::VStage(attention.v.seq),
+             params,
+             window,
+             arrays,
+             query_offset(attention, q_offsets_g, place.batch),
+             place};
   const char* k_rows_g = T::KStage::lowest(head_rows(k_g, attention.k, place.batch, place.kv_head, 0), attention.k.seq);
   const char* v_rows_g = T::VStage::lowest(head_rows(v_g, attention.v, place.batch, place.kv_head, 0), attention.v.seq);
   const int64 k_tile_bytes = attention.k.seq * T::kTileK * sizeof(float16);

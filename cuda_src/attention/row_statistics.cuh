@@ -7,7 +7,7 @@
 // Rows without a key, and padding rows, have L = +inf and D = 0: P and dS are 0 without a branch.
 #pragma once
 
-#include "../common/memory.cuh"
+#include "../common/mma.cuh"
 #include "backward_params.cuh"
 
 constexpr float kBoostLog2 = 14.f;

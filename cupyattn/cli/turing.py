@@ -200,7 +200,8 @@ def row_name(specialisation: Specialisation) -> str:
         for name, value in options.items()
         if value not in ("false", "void")
     ]
-    parts += [f"scores{together}" for together in [_together(macros.get("SCORE_VEC", 1))] if together]
+    if together := _together(macros.get("SCORE_VEC", 1)):
+        parts.append(f"scores{together}")
     return ", ".join(parts)
 
 
