@@ -12,6 +12,7 @@ from backward_runs import (
     OPTIONS,
     SENTINEL,
     Arrays,
+    check,
     check_accumulated,
     error_ratios,
     fetched,
@@ -204,3 +205,46 @@ def test_empty_problems_have_gradients_of_zero(
             continue  # the sink is there without keys
         assert gradient.shape == of[name].shape
         assert (gradient == (0.5 if accumulate else 0)).all(), name
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dims", [(40, 24), (64, 64), (80, 72), (136, 192)], ids=str)
+@examples(on_emulator=4)
+@given(
+    keys=st.sampled_from([4, 20, 64, 100, 128, 132]),
+    bias_dtype=st.sampled_from(["float16", "float32", None]),
+    batches=st.integers(1, 2),
+    masked=st.booleans(),
+    causal=st.booleans(),
+    accumulate=st.booleans(),
+)
+def test_bias_and_mask_read_four_keys_at_a_time(
+    head_dims: tuple[int, int],
+    deterministic: bool,
+    keys: int,
+    bias_dtype: str | None,
+    batches: int,
+    masked: bool,
+    causal: bool,
+    accumulate: bool,
+):
+    """Keys beyond a tile, rows beyond Sq, a dbias that is stored, added to and summed."""
+    head_dim, head_dim_v = head_dims
+    drawn: dict[str, Any] = {"causal": causal}
+    if bias_dtype is not None:
+        drawn["bias"] = ((batches, 2, 70, keys), bias_dtype)
+    if masked or bias_dtype is None:
+        drawn["mask"] = (70, keys)
+    problem = AttentionProblem(
+        B=2, Sq=70, Sk=keys, H=2, G=1, D=head_dim, Dv=head_dim_v, dtype="float16",
+        drawn=tuple(drawn.items()),
+    )  # fmt: skip
+    if not accumulate or bias_dtype is None:
+        check(problem, "flash", deterministic=deterministic)
+        return
+    arrays, options = inputs(problem)
+    dbias = np.full_like(options["bias"], 0.5)
+    before = {"dbias": dbias.astype(np.float64)}
+    grads = AttentionGrads(None, None, None, KERNELS.put(dbias), None)
+    found = run(arrays, options, "flash", grads=grads, accumulate=True, deterministic=deterministic)
+    check_accumulated({"dbias": found["dbias"]}, before, arrays, options)

@@ -88,7 +88,7 @@ ATTENTION_FORWARD_F32 = KernelSpec(
 
 _BACKWARD_BYTES = ("PARAMS_BYTES", "BACKWARD_PARAMS_BYTES")
 _SCORE_MACROS = ("BIAS", "MASK", "SLOPES", "SOFTCAP", "DROPOUT")
-_DBIAS_MACROS = ("DBIAS", "DBIAS_ADD")
+_DBIAS_MACROS = ("DBIAS", "DBIAS_ADD", "DBIAS_ACCUMULATE")
 _OPTIONAL_INPUTS = _inputs("q_offset", "seqused_k", "bias", "mask", "alibi_slopes", optional=True)
 _BACKWARD_STRUCT = Struct("params", BACKWARD_PARAMS)
 
@@ -126,7 +126,6 @@ ATTENTION_BACKWARD_DKDV = KernelSpec(
         "SCORE_VEC",
         *_SCORE_MACROS,
         *_DBIAS_MACROS,
-        "DBIAS_ACCUMULATE",
     ),
 )
 
@@ -141,7 +140,6 @@ ATTENTION_BACKWARD_DKDV_PAIRED = KernelSpec(
         "SCORE_VEC",
         *_SCORE_MACROS,
         *_DBIAS_MACROS,
-        "DBIAS_ACCUMULATE",
     ),
 )
 
