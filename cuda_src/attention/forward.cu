@@ -27,11 +27,11 @@
 #endif
 #include "forward_dropout.cuh"
 #include "forward_epilogue.cuh"
-#include "forward_products.cuh"
 #include "key_walk.cuh"
 #include "lean_softmax.cuh"
 #include "score_options.cuh"
 #include "stage.cuh"
+#include "tile_products.cuh"
 
 struct Traits {
   static constexpr int kHeadDim = HEAD_DIM;
@@ -136,6 +136,24 @@ __device__ __forceinline__ void load_query_fragments(Warp& warp, uint32 q_s) {
   }
 }
 
+// S += Q K^T over the columns of a group and those behind it, group by group.
+template <int kGroup = 0>
+__device__ __forceinline__ void add_scores(Traits::Scores& scores, const Warp& warp, const Cta& cta, uint32 k_s) {
+#pragma unroll
+  for (int n = 0; n < Traits::kKeyTiles; n++) {
+    add_product_nt<kGroup>(scores.s[n], warp.q, k_s + n * 8 * Traits::KTile::kRowBytes, cta.k_fragment);
+  }
+  if constexpr (kGroup + 1 < chunk_groups(Traits::kSteps)) add_scores<kGroup + 1>(scores, warp, cta, k_s);
+}
+
+// O += P V for 8 keys, likewise.
+template <int kGroup = 0>
+__device__ __forceinline__ void add_output(Warp& warp, const Cta& cta, const uint32 (&p)[Traits::kMTiles][2],
+                                           uint32 v_s) {
+  add_product_nn<kGroup>(warp.softmax.acc, p, v_s, cta.v_fragment);
+  if constexpr (kGroup + 1 < chunk_groups(Traits::kOutTiles)) add_output<kGroup + 1>(warp, cta, p, v_s);
+}
+
 // Scores to packed probabilities; m and l are kept right.
 template <bool kMasked>
 __device__ __forceinline__ void softmax_tile(Traits::Probabilities& packed, Traits::Scores& scores, Warp& warp,
@@ -183,7 +201,8 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, int first_k
   if (Traits::kMTiles == 1) __syncwarp();
   if (active) {
     if (!kMasked) cta.options.template load<false>(items, warp.first_row, first_key);
-    multiply_q_k(scores, warp.q, cta.k_fragment, k_s);
+    clear(scores.s);
+    add_scores(scores, warp, cta, k_s);
   }
   if (more) {
     cta.k_stage.store(next_k_s, quads);
@@ -195,7 +214,10 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, int first_k
     Traits::Probabilities packed;
     softmax_tile<kMasked>(packed, scores, warp, items, cta, first_key);
     if (DROPOUT) drop(packed, cta.params.scores, cta.place, warp.first_row, first_key);
-    multiply_p_v(warp.softmax.acc, packed, cta.v_fragment, v_s);
+#pragma unroll
+    for (int n = 0; n < Traits::kKeyTiles; n++) {
+      add_output(warp, cta, packed.p[n], v_s + n * 8 * Traits::VTile::kRowBytes);
+    }
   }
   if (more) cta.v_stage.store(next_v_s, quads);
   __syncthreads();  // K and V: this half has been read, the other one written

@@ -27,7 +27,7 @@ __device__ __forceinline__ void drop(PackedProbabilities<Fragment>& packed, cons
 #pragma unroll
         for (int pair = 0; pair < kPairs; pair++) {
           const uint32 word = upper ? words.word[(2 + pair) % 4] : words.word[pair];
-          uint32& kept = packed.p[i][n + pair][half];
+          uint32& kept = packed.p[n + pair][i][half];
           if (word << 16 < keep_from) kept &= 0xffff0000u;
           if (word < keep_from) kept &= 0x0000ffffu;
         }

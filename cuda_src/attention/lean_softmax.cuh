@@ -31,7 +31,7 @@ __device__ __forceinline__ uint32 pack_shifted(float x, float y) {
 
 template <typename Fragment>
 struct PackedProbabilities {
-  uint32 p[Fragment::kMTiles][Fragment::kNTiles][2];  // A fragments of the product with V
+  uint32 p[Fragment::kNTiles][Fragment::kMTiles][2];  // A fragments of the product with V
 };
 
 template <int kMTiles, int kOutTiles>
@@ -77,11 +77,11 @@ struct LeanSoftmax {
         sum[i][half] = 0.f;
 #pragma unroll
         for (int n = 0; n < Fragment::kNTiles; n++) {
-          const float x = ex2_approx(__fmaf_rn(fragment.s[i][n][2 * half], scale, -m[i][half]));
-          const float y = ex2_approx(__fmaf_rn(fragment.s[i][n][2 * half + 1], scale, -m[i][half]));
+          const float x = ex2_approx(__fmaf_rn(fragment.s[n][i][2 * half], scale, -m[i][half]));
+          const float y = ex2_approx(__fmaf_rn(fragment.s[n][i][2 * half + 1], scale, -m[i][half]));
           sum[i][half] += x;
           sum[i][half] += y;
-          packed.p[i][n][half] = pack_shifted(x, y);
+          packed.p[n][i][half] = pack_shifted(x, y);
         }
       }
     }
@@ -97,7 +97,7 @@ struct LeanSoftmax {
         float largest = -kInfinity;
 #pragma unroll
         for (int n = 0; n < Fragment::kNTiles; n++) {
-          largest = fmaxf(largest, fmaxf(fragment.s[i][n][2 * half], fragment.s[i][n][2 * half + 1]));
+          largest = fmaxf(largest, fmaxf(fragment.s[n][i][2 * half], fragment.s[n][i][2 * half + 1]));
         }
         const float old_m = m[i][half];
         // Rounded up: of a maximum of -1e10 the rounding is hundreds, and below it P would overflow.

@@ -203,7 +203,7 @@ struct ScoreOptions {
       for (int half = 0; half < 2; half++) {
 #pragma unroll
         for (int e = 0; e < 2 * Fragment::kNTiles; e++) {
-          body(fragment.s[m][e / 2][2 * half + e % 2], items.quad[m][half][e / 4].item[e % 4]);
+          body(fragment.s[e / 2][m][2 * half + e % 2], items.quad[m][half][e / 4].item[e % 4]);
         }
       }
     }
