@@ -157,11 +157,12 @@ __device__ __forceinline__ void add_output(Warp& warp, const Cta& cta, const uin
 // Scores to packed probabilities; m and l are kept right.
 template <bool kMasked>
 __device__ __forceinline__ void softmax_tile(Traits::Probabilities& packed, Traits::Scores& scores, Warp& warp,
-                                             const Traits::OptionItems& items, const Cta& cta, int first_key) {
+                                             const Traits::OptionItems& items, const Cta& cta, int first_key,
+                                             bool whole) {
   constexpr bool kPass = kMasked || Traits::Options::kPass;
   float sum[Traits::kMTiles][2];
   if (kPass) cta.options.template apply<kMasked>(scores, items, warp.first_row, first_key);
-  if (kMasked) scores.mask([&](int row) { return cta.window.of_row(warp.first_row + row); }, first_key);
+  if (kMasked && !whole) scores.mask([&](int row) { return cta.window.of_row(warp.first_row + row); }, first_key);
   if (kMasked) {
     warp.softmax.raise(scores);
     warp.softmax.exponentiate(packed, sum, scores, kLog2E);
@@ -185,12 +186,13 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, int first_k
   const uint32 next_k_s = cta.k_s + (parity ^ 1) * Traits::KTile::kBytes;
   const uint32 next_v_s = cta.v_s + (parity ^ 1) * Traits::VTile::kBytes;
 
-  // In a masked tile a warp may see nothing.
-  bool active = true;
+  // In a masked tile a warp may see nothing, or everything.
+  bool active = true, whole = true;
   if (kMasked) {
     const KeyRange top = cta.window.of_row(warp.first_row);
     const KeyRange bottom = cta.window.of_row(warp.first_row + Traits::kWarpRows - 1);
     active = first_key < bottom.end && first_key + Traits::kTileK > top.begin;
+    whole = first_key + Traits::kTileK <= top.end && first_key >= bottom.begin;
   }
 
   uint4 quads[Traits::kQuads];
@@ -212,7 +214,7 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, int first_k
   if (active) {
     if (kMasked) cta.options.template load<true>(items, warp.first_row, first_key);
     Traits::Probabilities packed;
-    softmax_tile<kMasked>(packed, scores, warp, items, cta, first_key);
+    softmax_tile<kMasked>(packed, scores, warp, items, cta, first_key, whole);
     if (DROPOUT) drop(packed, cta.params.scores, cta.place, warp.first_row, first_key);
 #pragma unroll
     for (int n = 0; n < Traits::kKeyTiles; n++) {
