@@ -14,6 +14,8 @@ __device__ __forceinline__ void drop(PackedProbabilities<Fragment>& packed, cons
   constexpr int kPairs = Fragment::kNTiles % 4 == 0 ? 4 : 2;
   // Two fields in a word: the upper one is compared with the lower one still behind it.
   const uint32 keep_from = params.keep_from << 16;
+  __builtin_assume(first_key >= 0);    // else a division by a power of two is more than a shift
+  first_row = not_hoisted(first_row);  // else what Philox makes of the rows alone waits in registers, and spills
 #pragma unroll
   for (int n = 0; n < Fragment::kNTiles; n += kPairs) {
     const int key = first_key + 8 * n;
