@@ -48,11 +48,9 @@ MISTAKES = {
         "common/mask.cuh", "begin <= key && key < end", "begin <= key && key <= end"
     ),
     "flash: K of the neighbouring k8 step": Bug(
-        PRODUCTS_CUH, "q[i][group * 4 + step], b[step])", "q[i][group * 4 + step], b[0])"
+        PRODUCTS_CUH, "kGroupChunks + step], b[step])", "kGroupChunks + step], b[0])"
     ),
-    "flash: V of the neighbouring columns": Bug(
-        PRODUCTS_CUH, "packed.p[i][n], b[tile])", "packed.p[i][n], b[0])"
-    ),
+    "flash: V of the neighbouring columns": Bug(PRODUCTS_CUH, "a[i], b[tile])", "a[i], b[0])"),
     "flash: the first tile in the wrong half": Bug(
         FORWARD_CU,
         "cta.k_stage.store(cta.k_s + (left & 1) *",

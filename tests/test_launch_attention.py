@@ -203,3 +203,15 @@ def test_options_of_the_call_choose_the_flash_specialisation(recorder):
     assert (macros["SOFTCAP"], macros["DROPOUT"], macros["SINKS"]) == ("true", "true", "void")
     assert params["scores"]["bias"].tolist() == (0, 32, 0, 1)
     assert (params["scores"]["seed"], params["scores"]["keep_from"]) == (7, 16384)
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "together"), [(64, 4), (0, 4), (2**24 - 8, 4), (2**24, 2), (-64, 2)]
+)
+def test_a_bias_is_read_four_keys_at_a_time_where_offsets_of_rows_have_32_bits(
+    recorder, row_bytes, together
+):
+    q = device_array((2, 32, 4, 64), np.float16)
+    bias = device_array((32, 32), np.float16, (row_bytes, 2))
+    macros, _, _ = launched(recorder, q, q, q, implementation="flash", bias=bias)
+    assert macros["BIAS_VEC"] == together

@@ -27,11 +27,11 @@
 #endif
 #include "forward_dropout.cuh"
 #include "forward_epilogue.cuh"
-#include "forward_products.cuh"
 #include "key_walk.cuh"
 #include "lean_softmax.cuh"
 #include "score_options.cuh"
 #include "stage.cuh"
+#include "tile_products.cuh"
 
 struct Traits {
   static constexpr int kHeadDim = HEAD_DIM;
@@ -136,14 +136,33 @@ __device__ __forceinline__ void load_query_fragments(Warp& warp, uint32 q_s) {
   }
 }
 
+// S += Q K^T over the columns of a group and those behind it, group by group.
+template <int kGroup = 0>
+__device__ __forceinline__ void add_scores(Traits::Scores& scores, const Warp& warp, const Cta& cta, uint32 k_s) {
+#pragma unroll
+  for (int n = 0; n < Traits::kKeyTiles; n++) {
+    add_product_nt<kGroup>(scores.s[n], warp.q, k_s + n * 8 * Traits::KTile::kRowBytes, cta.k_fragment);
+  }
+  if constexpr (kGroup + 1 < chunk_groups(Traits::kSteps)) add_scores<kGroup + 1>(scores, warp, cta, k_s);
+}
+
+// O += P V for 8 keys, likewise.
+template <int kGroup = 0>
+__device__ __forceinline__ void add_output(Warp& warp, const Cta& cta, const uint32 (&p)[Traits::kMTiles][2],
+                                           uint32 v_s) {
+  add_product_nn<kGroup>(warp.softmax.acc, p, v_s, cta.v_fragment);
+  if constexpr (kGroup + 1 < chunk_groups(Traits::kOutTiles)) add_output<kGroup + 1>(warp, cta, p, v_s);
+}
+
 // Scores to packed probabilities; m and l are kept right.
 template <bool kMasked>
 __device__ __forceinline__ void softmax_tile(Traits::Probabilities& packed, Traits::Scores& scores, Warp& warp,
-                                             const Traits::OptionItems& items, const Cta& cta, int first_key) {
+                                             const Traits::OptionItems& items, const Cta& cta, int first_key,
+                                             bool whole) {
   constexpr bool kPass = kMasked || Traits::Options::kPass;
   float sum[Traits::kMTiles][2];
   if (kPass) cta.options.template apply<kMasked>(scores, items, warp.first_row, first_key);
-  if (kMasked) scores.mask([&](int row) { return cta.window.of_row(warp.first_row + row); }, first_key);
+  if (kMasked && !whole) scores.mask([&](int row) { return cta.window.of_row(warp.first_row + row); }, first_key);
   if (kMasked) {
     warp.softmax.raise(scores);
     warp.softmax.exponentiate(packed, sum, scores, kLog2E);
@@ -167,12 +186,13 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, int first_k
   const uint32 next_k_s = cta.k_s + (parity ^ 1) * Traits::KTile::kBytes;
   const uint32 next_v_s = cta.v_s + (parity ^ 1) * Traits::VTile::kBytes;
 
-  // In a masked tile a warp may see nothing.
-  bool active = true;
+  // In a masked tile a warp may see nothing, or everything.
+  bool active = true, whole = true;
   if (kMasked) {
     const KeyRange top = cta.window.of_row(warp.first_row);
     const KeyRange bottom = cta.window.of_row(warp.first_row + Traits::kWarpRows - 1);
     active = first_key < bottom.end && first_key + Traits::kTileK > top.begin;
+    whole = first_key + Traits::kTileK <= top.end && first_key >= bottom.begin;
   }
 
   uint4 quads[Traits::kQuads];
@@ -183,7 +203,8 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, int first_k
   if (Traits::kMTiles == 1) __syncwarp();
   if (active) {
     if (!kMasked) cta.options.template load<false>(items, warp.first_row, first_key);
-    multiply_q_k(scores, warp.q, cta.k_fragment, k_s);
+    clear(scores.s);
+    add_scores(scores, warp, cta, k_s);
   }
   if (more) {
     cta.k_stage.store(next_k_s, quads);
@@ -193,9 +214,12 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, int first_k
   if (active) {
     if (kMasked) cta.options.template load<true>(items, warp.first_row, first_key);
     Traits::Probabilities packed;
-    softmax_tile<kMasked>(packed, scores, warp, items, cta, first_key);
+    softmax_tile<kMasked>(packed, scores, warp, items, cta, first_key, whole);
     if (DROPOUT) drop(packed, cta.params.scores, cta.place, warp.first_row, first_key);
-    multiply_p_v(warp.softmax.acc, packed, cta.v_fragment, v_s);
+#pragma unroll
+    for (int n = 0; n < Traits::kKeyTiles; n++) {
+      add_output(warp, cta, packed.p[n], v_s + n * 8 * Traits::VTile::kRowBytes);
+    }
   }
   if (more) cta.v_stage.store(next_v_s, quads);
   __syncthreads();  // K and V: this half has been read, the other one written

@@ -14,6 +14,8 @@ __device__ __forceinline__ void drop(PackedProbabilities<Fragment>& packed, cons
   constexpr int kPairs = Fragment::kNTiles % 4 == 0 ? 4 : 2;
   // Two fields in a word: the upper one is compared with the lower one still behind it.
   const uint32 keep_from = params.keep_from << 16;
+  __builtin_assume(first_key >= 0);    // else a division by a power of two is more than a shift
+  first_row = not_hoisted(first_row);  // else what Philox makes of the rows alone waits in registers, and spills
 #pragma unroll
   for (int n = 0; n < Fragment::kNTiles; n += kPairs) {
     const int key = first_key + 8 * n;
@@ -27,7 +29,7 @@ __device__ __forceinline__ void drop(PackedProbabilities<Fragment>& packed, cons
 #pragma unroll
         for (int pair = 0; pair < kPairs; pair++) {
           const uint32 word = upper ? words.word[(2 + pair) % 4] : words.word[pair];
-          uint32& kept = packed.p[i][n + pair][half];
+          uint32& kept = packed.p[n + pair][i][half];
           if (word << 16 < keep_from) kept &= 0xffff0000u;
           if (word < keep_from) kept &= 0x0000ffffu;
         }

@@ -2,8 +2,8 @@
 //
 // Causal order, a window and the end of the keys cut off the first and last tiles that a CTA sees; between them lie
 // tiles that every row sees in full. Walking cyclically from the first tile behind the full ones puts the masked tiles
-// first. They run the exact softmax and give every row its maximum, so that the loop over the full tiles needs no mask,
-// no maximum and no predicates.
+// first. They give every row a maximum, so that the loop over the full tiles needs no mask, no maximum and no
+// predicates.
 #pragma once
 
 #include "params.cuh"

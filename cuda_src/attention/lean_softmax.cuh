@@ -1,12 +1,10 @@
 // The online softmax of a warp's rows on tensor-core fragments, in the lean form: no maximum, no shuffle and no
 // conversion in the common case.
 //
-// - Stale maximum. A row keeps the maximum of an earlier tile while nothing overflows: P carries 2^kHeadroomLog2 of
-// what
-//   float16 could hold, and a thread's sum of the tile's P tells whether any exceeds it. Only then (and in masked
-//   tiles) is the maximum raised, and what was accumulated rescaled.
-// - Exponent shift. P is kept times 2^-112 in float32, so that its float32 exponent field is that of the float16
-// number:
+// - Stale maximum. A row keeps the maximum of an earlier tile while nothing overflows: P carries 2^kHeadroomLog2 of what
+//   float16 could hold, and a thread's sum of the tile's P tells whether any exceeds it. Only then is the maximum
+//   raised, and what was accumulated rescaled. (Masked tiles, where rows see their first keys, look at the scores.)
+// - Exponent shift. P is kept times 2^-112 in float32, so that its float32 exponent field is that of the float16 number:
 //   packing is two shifts and a byte permute, where conversions would go to Turing's slowest pipe.
 // - Row sums stay per thread until the end.
 //
@@ -18,6 +16,7 @@
 #include "score_fragment.cuh"
 
 constexpr float kHeadroomLog2 = 9.f;                 // P = 1 at the stale maximum is stored as 2^9
+constexpr float kSpareLog2 = 2.99f;                  // sixteen of 2^2.99 above it add up to what fits float16
 constexpr float kShiftLog2 = kHeadroomLog2 - 112.f;  // and held in float32 as 2^(9 - 112)
 constexpr float kLargestPacked = 1.2616483e-29f;     // 65504 * 2^-112, rounded down
 constexpr float kUnshift = 5.192296858534828e33f;    // 2^112
@@ -31,7 +30,7 @@ __device__ __forceinline__ uint32 pack_shifted(float x, float y) {
 
 template <typename Fragment>
 struct PackedProbabilities {
-  uint32 p[Fragment::kMTiles][Fragment::kNTiles][2];  // A fragments of the product with V
+  uint32 p[Fragment::kNTiles][Fragment::kMTiles][2];  // A fragments of the product with V
 };
 
 template <int kMTiles, int kOutTiles>
@@ -53,16 +52,13 @@ struct LeanSoftmax {
     }
   }
 
-  // Move m and l to registers of their own. ptxas spills what the masked loop has no room for, and would reload and
-  // spill it in the main loop too, which has.
+  // Move l to registers of its own. ptxas spills what the masked loop has no room for, and would reload and spill it in
+  // the main loop too, which has.
   __device__ __forceinline__ void renew() {
 #pragma unroll
     for (int i = 0; i < kMTiles; i++) {
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        m[i][half] = kept_in_register(m[i][half]);
-        l[i][half] = kept_in_register(l[i][half]);
-      }
+      l[i][0] = kept_in_register(l[i][0]);
+      l[i][1] = kept_in_register(l[i][1]);
     }
   }
 
@@ -77,19 +73,23 @@ struct LeanSoftmax {
         sum[i][half] = 0.f;
 #pragma unroll
         for (int n = 0; n < Fragment::kNTiles; n++) {
-          const float x = ex2_approx(__fmaf_rn(fragment.s[i][n][2 * half], scale, -m[i][half]));
-          const float y = ex2_approx(__fmaf_rn(fragment.s[i][n][2 * half + 1], scale, -m[i][half]));
+          const float x = ex2_approx(__fmaf_rn(fragment.s[n][i][2 * half], scale, -m[i][half]));
+          const float y = ex2_approx(__fmaf_rn(fragment.s[n][i][2 * half + 1], scale, -m[i][half]));
           sum[i][half] += x;
           sum[i][half] += y;
-          packed.p[i][n][half] = pack_shifted(x, y);
+          packed.p[n][i][half] = pack_shifted(x, y);
         }
       }
     }
   }
 
-  // Raise each row's maximum to cover the tile, and rescale what was accumulated.
+  // Raise each row's maximum to cover the tile, and rescale what was accumulated; unless in all rows of the warp the
+  // tile's P and a thread's sum of them fit already.
   template <typename Fragment>
   __device__ __forceinline__ void raise(const Fragment& fragment) {
+    static_assert(Fragment::kNTiles <= 8, "a thread holds up to sixteen scores of a row");
+    float top[kMTiles][2];  // of this thread's scores
+    bool fits = true;
 #pragma unroll
     for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
@@ -97,11 +97,20 @@ struct LeanSoftmax {
         float largest = -kInfinity;
 #pragma unroll
         for (int n = 0; n < Fragment::kNTiles; n++) {
-          largest = fmaxf(largest, fmaxf(fragment.s[i][n][2 * half], fragment.s[i][n][2 * half + 1]));
+          largest = fmaxf(largest, fmaxf(fragment.s[n][i][2 * half], fragment.s[n][i][2 * half + 1]));
         }
-        const float old_m = m[i][half];
         // Rounded up: of a maximum of -1e10 the rounding is hundreds, and below it P would overflow.
-        m[i][half] = fmaxf(old_m, __fmaf_ru(warp_reduce<Max, 4>(largest), kLog2E, -kShiftLog2));
+        top[i][half] = __fmaf_ru(largest, kLog2E, -kShiftLog2);
+        fits = fits && top[i][half] - m[i][half] <= kSpareLog2;
+      }
+    }
+    if (__all_sync(kFullWarp, fits)) return;
+#pragma unroll
+    for (int i = 0; i < kMTiles; i++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float old_m = m[i][half];
+        m[i][half] = fmaxf(old_m, warp_reduce<Max, 4>(top[i][half]));
         const float shrink = ex2_approx(old_m - m[i][half]);
         l[i][half] *= shrink;
 #pragma unroll

@@ -1,6 +1,6 @@
 // The scores of one warp against one key tile, as the accumulator fragments of mma.m16n8k8.
 //
-// s[m][n][e] belongs to query row 16 m + lane / 4 + 8 (e / 2) of the warp and to row 8 n + 2 (lane % 4) + e % 2 of the
+// s[n][m][e] belongs to query row 16 m + lane / 4 + 8 (e / 2) of the warp and to row 8 n + 2 (lane % 4) + e % 2 of the
 // tile of K in shared memory. In whose order the keys lie there (KeyOrder) decides which keys a thread holds.
 #pragma once
 
@@ -25,7 +25,7 @@ struct ScoreFragment {
   static constexpr int kMTiles = kMTiles_;  // of 16 query rows
   static constexpr int kNTiles = kNTiles_;  // of 8 keys
 
-  float s[kMTiles][kNTiles][4];
+  float s[kNTiles][kMTiles][4];
 
   __device__ __forceinline__ static int row_of(int m, int half) { return 16 * m + 8 * half + lane_index() / 4; }
   __device__ __forceinline__ static int key_of(int n) {
@@ -43,13 +43,9 @@ struct ScoreFragment {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
 #pragma unroll
-        for (int n = 0; n < kNTiles; n++) body(&s[m][n][2 * half], row_of(m, half), key_of(n));
+        for (int n = 0; n < kNTiles; n++) body(&s[n][m][2 * half], row_of(m, half), key_of(n));
       }
     }
-  }
-
-  __device__ __forceinline__ void clear() {
-    for_each_pair([](float* pair, int, int) { pair[0] = pair[1] = 0.f; });
   }
 
   // Scores outside of what their row sees become -inf. `visible` gives the keys that a row of the warp sees.
@@ -65,7 +61,7 @@ struct ScoreFragment {
         for (int n = 0; n < kNTiles; n++) {
 #pragma unroll
           for (int e = 0; e < 2; e++) {
-            if (key_step(n) + e < begin || key_step(n) + e >= end) s[m][n][2 * half + e] = -kInfinity;
+            if (key_step(n) + e < begin || key_step(n) + e >= end) s[n][m][2 * half + e] = -kInfinity;
           }
         }
       }

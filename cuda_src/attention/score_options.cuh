@@ -51,7 +51,8 @@ struct ScoreMatrix {
 };
 
 // What a matrix has for a thread's scores, read four neighbouring keys at a time and before the products, whose time
-// then covers the latency. The matrix has rows of neighbouring items, aligned to four, less than 2^31 bytes apart.
+// then covers the latency. The matrix has rows of neighbouring items, aligned to four, and less than 2^24 bytes from
+// one row to the next: within a CTA's rows an offset has 32 bits.
 template <typename Item, typename Fragment>
 struct QuadItems {
   using Quad = Vec<Item, 4>;
@@ -59,17 +60,21 @@ struct QuadItems {
 
   Quad quad[Fragment::kMTiles][2][kQuads];
 
+  // cta_row: the CTA's first row. What all its threads share makes a uniform base, with one register of offset per row.
   template <bool kRagged>
-  __device__ __forceinline__ void load(const ScoreMatrix<Item>& matrix, int first_row, int first_key, Item outside) {
+  __device__ __forceinline__ void load(const ScoreMatrix<Item>& matrix, int cta_row, int first_row, int first_key,
+                                       Item outside) {
     const int first = first_key + Fragment::key_of(0);
-    const int row_bytes = static_cast<int>(matrix.row_stride) * static_cast<int>(sizeof(Item));
+    first_row = not_hoisted(first_row);  // the offsets would else wait in registers, and spill
+    const uint32 row_bytes = static_cast<uint32>(matrix.row_stride * sizeof(Item));
+    const auto* tile_g = reinterpret_cast<const char*>(matrix.items_g + cta_row * matrix.row_stride + first_key);
 #pragma unroll
     for (int m = 0; m < Fragment::kMTiles; m++) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int row = first_row + Fragment::row_of(m, half);
-        const char* row_g = reinterpret_cast<const char*>(matrix.items_g + first) +
-                            static_cast<int64>(min(row, matrix.last_row)) * row_bytes;
+        const char* row_g = tile_g + ((min(row, matrix.last_row) - cta_row) * row_bytes +
+                                      Fragment::key_of(0) * static_cast<uint32>(sizeof(Item)));
 #pragma unroll
         for (int n = 0; n < kQuads; n++) {
           const int key = Fragment::key_step(2 * n);
@@ -118,7 +123,7 @@ struct ScoreOptions {
 
   const ScoreParams& params;
   const void *bias_g, *mask_g;
-  int batch, head, sq, sk;
+  int batch, head, cta_row, sq, sk;
   float softmax_scale;
   float slope = 0.f;
   int64 q_offset;
@@ -130,6 +135,7 @@ struct ScoreOptions {
         mask_g(mask),
         batch(place.batch),
         head(place.head),
+        cta_row(place.first_row),
         sq(all.sq),
         sk(all.sk),
         softmax_scale(all.softmax_scale),
@@ -151,9 +157,11 @@ struct ScoreOptions {
   template <bool kRagged, typename Fragment>
   __device__ __forceinline__ void load(Items<Fragment>& items, int first_row, int first_key) const {
     if constexpr (kBiasVec == 4) {
-      items.bias.template load<kRagged>(bias_matrix(), first_row, first_key, from_float<Bias>(0.f));
+      items.bias.template load<kRagged>(bias_matrix(), cta_row, first_row, first_key, from_float<Bias>(0.f));
     }
-    if constexpr (kMaskVec == 4) items.mask.template load<kRagged>(mask_matrix(), first_row, first_key, kHidden);
+    if constexpr (kMaskVec == 4) {
+      items.mask.template load<kRagged>(mask_matrix(), cta_row, first_row, first_key, kHidden);
+    }
   }
 
   template <bool kRagged, typename Fragment>
@@ -203,7 +211,7 @@ struct ScoreOptions {
       for (int half = 0; half < 2; half++) {
 #pragma unroll
         for (int e = 0; e < 2 * Fragment::kNTiles; e++) {
-          body(fragment.s[m][e / 2][2 * half + e % 2], items.quad[m][half][e / 4].item[e % 4]);
+          body(fragment.s[e / 2][m][2 * half + e % 2], items.quad[m][half][e / 4].item[e % 4]);
         }
       }
     }

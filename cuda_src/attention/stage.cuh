@@ -87,6 +87,10 @@ struct TileStage {
   __device__ __forceinline__ void load(uint4 (&quads)[kRoom], const char* lowest_g, int64 row_stride,
                                        int valid_rows) const {
     static_assert(kQuads <= kRoom, "every chunk has a quad");
+    // Else ptxas keeps an offset for each pass: too many registers at head dims 80 and 160, whose rows keep few threads
+    // busy. Elsewhere the same made it place the loads worse.
+    constexpr bool kRegistersShort = !kRagged && kPasses > 2 && kPassRows * kRowLanes != kThreads;
+    const uint32 from = kRegistersShort ? not_hoisted(global_offset) : global_offset;
 #pragma unroll
     for (int pass = 0; pass < kPasses; pass++) {
 #pragma unroll
@@ -95,7 +99,7 @@ struct TileStage {
         if (kRagged) quad = make_uint4(0, 0, 0, 0);
         if (!owns(pass) || (kRagged && key_of_pass(pass) >= valid_rows)) continue;
         const int keys = kEvenPasses ? pass * kPassRows : key_of_pass(pass);  // from global_offset
-        const char* pass_g = lowest_g + (global_offset + keys * row_bytes(row_stride));
+        const char* pass_g = lowest_g + (from + keys * row_bytes(row_stride));
         quad = load_chunk<kCols, kVec>(pass_g + group * kRowLanes * kChunkBytes, chunk + group * kRowLanes);
       }
     }

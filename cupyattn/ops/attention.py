@@ -23,7 +23,7 @@ from cupyattn.ops.checks import require_disjoint, require_item_alignment
 _EVERY_KERNEL = {"q", "k", "v", "q_offset", "seqused_k", *FORWARD_RESULTS}
 _FLASH_ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
 FLASH_TILE_BYTES = 2**32  # from one end of a tile of K or V to the other: 32-bit offsets
-_QUAD_ROW_BYTES = 2**31  # between rows of a bias or mask read four keys at a time: signed
+_QUAD_ROW_BYTES = 2**24  # between rows of a bias or mask read four keys at a time: 32-bit offsets
 _MAX_LENGTH = 2**30 - 2**10  # a row of the last tile stays below kFar (mask.cuh)
 
 
@@ -189,7 +189,7 @@ def _score_items(
         return 1
     layout = problem.layouts[name]
     *others, key = score_strides(layout, problem.scores_shape)
-    near = abs(others[-1]) * layout.dtype.itemsize < _QUAD_ROW_BYTES
+    near = 0 <= others[-1] * layout.dtype.itemsize < _QUAD_ROW_BYTES
     for items in (4, 2):
         rows_aligned = all(stride % items == 0 for stride in others)
         start_aligned = start_of[name] % (items * layout.dtype.itemsize) == 0

@@ -143,34 +143,32 @@ class FlashOptions(NamedTuple):
 PLAIN = FlashOptions()
 
 # The first row whose head dim is not below max(D, Dv). "Models" is the tensor utilisation of the
-# main loop on a T4 by a static model of the machine code (NVRTC 12.9.86, 2026-11-20, +-0.05): no
+# main loop on a T4 by a static model of the machine code (NVRTC 12.9.86, 2026-11-21, +-0.05): no
 # Turing card has been measured. Two CTAs of 4 warps keep an SM's tensor cores busier than one of
 # 8, whose warps go through their phases together; 32 rows a warp halve the shared-memory traffic,
 # which binds otherwise.
 FLASH = {
-    40: FlashConfig(2, 4, 48, 2, "models 0.76, and 0.68 with 64 keys"),
-    64: FlashConfig(
-        2, 4, 64, 2, "models 0.86, and 0.76 with 48 keys; K and V twice fill half of the 64 KB"
-    ),
-    80: FlashConfig(2, 4, 48, 2, "models 0.86, as with 32 keys, which share less of a barrier"),
-    96: FlashConfig(2, 4, 32, 2, "models 0.84; 48 keys would spill"),
-    128: FlashConfig(2, 4, 16, 2, "models 0.89; Q and the accumulator take 192 registers"),
+    40: FlashConfig(2, 4, 48, 2, "models 0.73, and 0.67 with 32 keys, 0.66 with 64"),
+    64: FlashConfig(2, 4, 64, 2, "models 0.87, and 0.85 with 32 keys, 0.79 with 48"),
+    80: FlashConfig(2, 4, 48, 2, "models 0.85, and 0.84 with 32 keys; 64 keep one CTA, and 0.53"),
+    96: FlashConfig(2, 4, 32, 2, "models 0.86, and 0.74 with 16 keys; 48 keep one CTA, and 0.52"),
+    128: FlashConfig(2, 4, 16, 2, "models 0.89, and 0.78 with 32 keys, where 196 bytes spill"),
     160: FlashConfig(
-        1, 8, 32, 1, "16 rows a warp from here on; models as 12 warps of 16 keys, fewer barriers"
+        1, 8, 48, 1, "models 0.68, and 0.64 with 32 keys, 0.67 as 12 warps; 16 rows from here on"
     ),
-    192: FlashConfig(1, 8, 32, 1, "models 0.74, and 0.61 with 16 keys"),
-    256: FlashConfig(1, 8, 16, 1, "Q's tile fills the 64 KB before the walk"),
+    192: FlashConfig(1, 8, 32, 1, "models 0.73, and 0.61 with 16 keys"),
+    256: FlashConfig(1, 8, 16, 1, "models 0.67, and 0.70 with 32 keys, where 36 bytes spill"),
 }
-# One call of Philox serves 32 keys of a row: rows whose tiles are no multiple of that have others
-# under dropout, down to where registers allow no more than 16 keys.
+# One call of Philox serves 32 keys of a row: rows whose tiles are no multiple of that may have
+# others under dropout.
 FLASH_DROPOUT = {
-    40: FlashConfig(2, 4, 64, 2, "models 0.65, and 0.57 with 32 keys"),
-    80: FlashConfig(2, 4, 32, 2, "models 0.73; 64 keys would spill"),
+    40: FlashConfig(2, 4, 64, 2, "models 0.61, and 0.60 with 32 keys, 0.57 with 48"),
+    80: FlashConfig(2, 4, 32, 2, "models 0.76, and 0.68 with 48 keys, where 20 bytes spill"),
 }
 # A float32 bias waits in four registers for each 4 keys, where others take two or one.
 FLASH_FLOAT32_BIAS = {
-    64: FlashConfig(2, 4, 48, 2, "models 0.70; 64 keys spill, and model 0.62"),
-    80: FlashConfig(2, 4, 32, 2, "models 0.74; 48 keys spill, and model 0.70"),
+    64: FlashConfig(2, 4, 48, 2, "models 0.69, and 0.66 with 32 keys, 0.65 with 64"),
+    80: FlashConfig(2, 4, 32, 2, "models 0.76, and 0.66 with 48 keys, where 72 bytes spill"),
 }
 _SMEM_UNIT = 128  # bytes: alignment of each buffer in Smem
 
