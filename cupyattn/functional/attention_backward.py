@@ -117,6 +117,9 @@ def attention_backward(
     A query all of whose scores are beyond 1e7 in size, by a finite bias on all its keys, has no
     digits left in lse: P is held to at most 1, its gradients are finite and mean nothing. Hide
     keys by a mask or a bias of -inf.
+    Float16 "flash" keeps ds in float16 for its products: where it passes 65504 gradients are
+    infinite or NaN, and what lies below 6e-8 of it is lost. Scale the loss accordingly, as for
+    dout itself, or use "naive" or float32 arrays.
 
     Examples
     --------
