@@ -74,16 +74,20 @@ def test_flash_options_within_bounds_of_the_reference(
     check(problem, "flash", deterministic=deterministic)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @examples(on_emulator=8)
 @given(
     problem=attention_problems(
         head_dims=FLOAT_HEAD_DIMS, dtypes=FLOAT_DTYPES, options=OPTIONS, largest=100
     )
 )
-def test_float_flash_within_bounds_of_the_reference(problem: AttentionProblem):
-    check(problem, "flash")
+def test_float_flash_within_bounds_of_the_reference(
+    deterministic: bool, problem: AttentionProblem
+):
+    check(problem, "flash", deterministic=deterministic)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @examples(on_emulator=8)
 @given(
     problem=attention_problems(
@@ -93,18 +97,21 @@ def test_float_flash_within_bounds_of_the_reference(problem: AttentionProblem):
         largest=100,
     )
 )
-def test_float_flash_options_within_bounds_of_the_reference(problem: AttentionProblem):
-    check(problem, "flash")
+def test_float_flash_options_within_bounds_of_the_reference(
+    deterministic: bool, problem: AttentionProblem
+):
+    check(problem, "flash", deterministic=deterministic)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", DKDV_F32)
-def test_every_row_of_the_float_tables(head_dim: int, dtype: str):
+def test_every_row_of_the_float_tables(head_dim: int, deterministic: bool, dtype: str):
     problem = AttentionProblem(
         B=1, Sq=80, Sk=100, H=2, G=1, D=head_dim, Dv=head_dim, dtype=dtype,
         drawn=(("causal", True),),
     )  # fmt: skip
-    check(problem, "flash")
+    check(problem, "flash", deterministic=deterministic)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -126,6 +133,7 @@ def test_every_row_of_the_flash_tables(head_dim: int, deterministic: bool):
         ("flash", "float16", False),
         ("flash", "float16", True),
         ("flash", "float32", False),
+        ("flash", "float32", True),
     ],
 )
 def test_dbias_of_every_broadcast(

@@ -12,38 +12,27 @@
 // Edges     rows beyond the arrays are zeros and not stored; keys that no query sees give zeros. dbias, if given, has
 //           every score's place: it is written here, where the score is seen.
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(TILE_Q) || !defined(TILE_K) || \
-    !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES) || !defined(DBIAS)
+    !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES) || !defined(ONE_PASS) || !defined(DBIAS)
 #error \
-    "DTYPE, HEAD_DIM, HEAD_DIM_V, TILE_Q, TILE_K, VEC, MIN_CTAS, SHARED_BYTES, DBIAS come from a launch-configuration table"
+    "DTYPE, HEAD_DIM, HEAD_DIM_V, TILE_Q, TILE_K, VEC, MIN_CTAS, SHARED_BYTES, ONE_PASS, DBIAS come from a launch-configuration table"
 #endif
 #include "float_gradient.cuh"
 
 struct Traits : FloatTraits {
-  using QRows = RowStage<Scalar, kHeadDim, kPaddedDim, kVec>;
-  using DoutRows = RowStage<Scalar, kHeadDimV, kPaddedDimV, kVec>;
+  using QRows = RowStage<Scalar, kPaddedDim, kVec>;
+  using DoutRows = RowStage<Scalar, kPaddedDimV, kVec>;
+  // dQ beside dK and dV: as many of its columns at a time as there are registers for.
+  static constexpr int kDqColumns = kPaddedDim < 128 ? kPaddedDim : 128;
+  using KRows = RowStage<Scalar, kDqColumns, kVec>;
   static constexpr int kRowFloats = QRows::kFloats > DoutRows::kFloats ? QRows::kFloats : DoutRows::kFloats;
   static constexpr int kStageFloats = kSliceFloats > kRowFloats ? kSliceFloats : kRowFloats;
 };
 
 struct Smem {
   alignas(16) float stage[Traits::kStageFloats];
-  alignas(16) float weights[Traits::kTileQ][Traits::kTileK];  // P, then dS
+  alignas(16) float weights[Traits::kTileQ * Traits::kTileK];  // P by query, dS by query, dS by key
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
-
-__device__ __forceinline__ void write_weights(Smem& smem, const FloatScores& scores) {
-  constexpr int kGroup = FloatScores::kColumnGroup;
-#pragma unroll
-  for (int m = 0; m < FloatScores::kThreadM; m++) {
-#pragma unroll
-    for (int n = 0; n < FloatScores::kThreadN; n += kGroup) {
-      Vec<float, kGroup> group;
-#pragma unroll
-      for (int i = 0; i < kGroup; i++) group.item[i] = scores.c[m][n + i];
-      *reinterpret_cast<Vec<float, kGroup>*>(&smem.weights[FloatScores::row_of(m)][FloatScores::column_of(n)]) = group;
-    }
-  }
-}
 
 template <typename Dbias>
 __device__ __forceinline__ void write_dbias(void* dbias_g, float ds, int batch, int head, int row, int key,
@@ -55,12 +44,27 @@ __device__ __forceinline__ void write_dbias(void* dbias_g, float ds, int batch, 
   }
 }
 
+// dQ += softmax_scale * dS K for the tile, whose dS lies by key in shared memory: other CTAs add their keys' parts.
+__device__ __forceinline__ void add_dq(Smem& smem, float* dq_rows_g, int rows, const Traits::Scalar* k_rows_g, int keys,
+                                       const BackwardParams& params) {
+#pragma unroll 1
+  for (int first_col = 0; first_col < Traits::kHeadDim; first_col += Traits::kDqColumns) {
+    Product<Traits::kTileQ, Traits::kDqColumns> dq;
+    dq.clear();
+    multiply_rows<Traits::kTileK, Traits::kTileQ, Traits::KRows>(
+        dq, smem.stage, smem.weights, k_rows_g + first_col, params.attention.k.seq, keys, Traits::kHeadDim - first_col);
+    dq.for_each(rows, Traits::kHeadDim - first_col, [&](float x, int row, int col) {
+      red_global_add(dq_rows_g + row * params.dq.seq + first_col + col, params.scale * x);
+    });
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
     attention_backward_f32_dkdv(const Traits::Scalar* dout_g, const Traits::Scalar* q_g, const Traits::Scalar* k_g,
                                 const Traits::Scalar* v_g, const float* lse_g, const float* delta_g,
                                 const void* q_offsets_g, const void* seqused_k_g, const void* bias_g,
-                                const void* mask_g, const void* slopes_g, Traits::Scalar* dk_g, Traits::Scalar* dv_g,
-                                void* dbias_g, const BackwardParams params) {
+                                const void* mask_g, const void* slopes_g, float* dq_g, Traits::Scalar* dk_g,
+                                Traits::Scalar* dv_g, void* dbias_g, const BackwardParams params) {
   __shared__ Smem smem;
   const AttentionParams& forward = params.attention;
 
@@ -99,13 +103,18 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
         write_dbias<DBIAS>(dbias_g, ds, batch, head, row, key, params);
       });
 
-      write_weights(smem, s);
-      multiply_rows<Traits::kTileQ, Traits::kTileK, Traits::DoutRows>(dv, smem.stage, smem.weights[0], dout_rows_g,
-                                                                      params.dout.seq, rows);
+      s.store_by_row(smem.weights);
+      multiply_rows<Traits::kTileQ, Traits::kTileK, Traits::DoutRows>(dv, smem.stage, smem.weights, dout_rows_g,
+                                                                      params.dout.seq, rows, Traits::kHeadDimV);
       __syncthreads();  // weights: P has been read
-      write_weights(smem, dp);
-      multiply_rows<Traits::kTileQ, Traits::kTileK, Traits::QRows>(dk, smem.stage, smem.weights[0], q_rows_g,
-                                                                   forward.q.seq, rows);
+      dp.store_by_row(smem.weights);
+      multiply_rows<Traits::kTileQ, Traits::kTileK, Traits::QRows>(dk, smem.stage, smem.weights, q_rows_g,
+                                                                   forward.q.seq, rows, Traits::kHeadDim);
+      if (ONE_PASS) {
+        __syncthreads();  // weights: dS has been read
+        dp.store_by_key(smem.weights);
+        add_dq(smem, head_rows(dq_g, params.dq, batch, head, first_row), rows, k_rows_g, keys, params);
+      }
     }
   }
 

@@ -14,29 +14,15 @@
 #include "float_gradient.cuh"
 
 struct Traits : FloatTraits {
-  using KRows = RowStage<Scalar, kHeadDim, kPaddedDim, kVec>;
+  using KRows = RowStage<Scalar, kPaddedDim, kVec>;
   static constexpr int kStageFloats = kSliceFloats > KRows::kFloats ? kSliceFloats : KRows::kFloats;
 };
 
 struct Smem {
   alignas(16) float stage[Traits::kStageFloats];
-  alignas(16) float ds[Traits::kTileK][Traits::kTileQ];
+  alignas(16) float ds[Traits::kTileK * Traits::kTileQ];  // by key
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
-
-__device__ __forceinline__ void write_transposed(Smem& smem, const FloatScores& scores) {
-  constexpr int kGroup = FloatScores::kRowGroup;
-#pragma unroll
-  for (int m = 0; m < FloatScores::kThreadM; m += kGroup) {
-#pragma unroll
-    for (int n = 0; n < FloatScores::kThreadN; n++) {
-      Vec<float, kGroup> group;
-#pragma unroll
-      for (int i = 0; i < kGroup; i++) group.item[i] = scores.c[m + i][n];
-      *reinterpret_cast<Vec<float, kGroup>*>(&smem.ds[FloatScores::column_of(n)][FloatScores::row_of(m)]) = group;
-    }
-  }
-}
 
 extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
     attention_backward_f32_dq(const Traits::Scalar* dout_g, const Traits::Scalar* q_g, const Traits::Scalar* k_g,
@@ -73,9 +59,9 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
     multiply_columns<Traits::kHeadDimV, Traits::DoutStage, Traits::VStage>(dp, smem.stage, dout_rows_g, params.dout.seq,
                                                                            rows, v_rows_g, forward.v.seq, keys);
     head_scores.turn_to_gradients(s, dp, first_row, first_key, [](float, int, int) {});
-    write_transposed(smem, dp);
-    multiply_rows<Traits::kTileK, Traits::kTileQ, Traits::KRows>(dq, smem.stage, smem.ds[0], k_rows_g, forward.k.seq,
-                                                                 keys);
+    dp.store_by_key(smem.ds);
+    multiply_rows<Traits::kTileK, Traits::kTileQ, Traits::KRows>(dq, smem.stage, smem.ds, k_rows_g, forward.k.seq, keys,
+                                                                 Traits::kHeadDim);
   }
 
   // Phase 3: scale and store.

@@ -40,6 +40,34 @@ struct FloatScores : Product<FloatTraits::kTileQ, FloatTraits::kTileK> {
       for (int n = 0; n < kThreadN; n += 2) body(&c[m][n], row_of(m), column_of(n));
     }
   }
+
+  // To shared memory, each row's scores side by side: the left operand of a sum over queries.
+  __device__ __forceinline__ void store_by_row(float* weights_s) const {
+#pragma unroll
+    for (int m = 0; m < kThreadM; m++) {
+#pragma unroll
+      for (int n = 0; n < kThreadN; n += kColumnGroup) {
+        Vec<float, kColumnGroup> group;
+#pragma unroll
+        for (int i = 0; i < kColumnGroup; i++) group.item[i] = c[m][n + i];
+        *reinterpret_cast<Vec<float, kColumnGroup>*>(weights_s + row_of(m) * kColumns + column_of(n)) = group;
+      }
+    }
+  }
+
+  // Each key's scores side by side: the left operand of a sum over keys.
+  __device__ __forceinline__ void store_by_key(float* weights_s) const {
+#pragma unroll
+    for (int m = 0; m < kThreadM; m += kRowGroup) {
+#pragma unroll
+      for (int n = 0; n < kThreadN; n++) {
+        Vec<float, kRowGroup> group;
+#pragma unroll
+        for (int i = 0; i < kRowGroup; i++) group.item[i] = c[m + i][n];
+        *reinterpret_cast<Vec<float, kRowGroup>*>(weights_s + column_of(n) * kRows + row_of(m)) = group;
+      }
+    }
+  }
 };
 
 // What the gradients of one head's scores need besides the products.
@@ -113,16 +141,16 @@ __device__ __forceinline__ void multiply_columns(FloatScores& scores, float* sta
 // kStride) have been written to shared memory by all threads.
 template <int kWeightRows, int kStride, typename Stage, typename Result>
 __device__ __forceinline__ void multiply_rows(Result& product, float* stage_s, const float* weights_s,
-                                              const FloatTraits::Scalar* rows_g, int64 row_stride, int rows) {
+                                              const FloatTraits::Scalar* rows_g, int64 row_stride, int rows, int cols) {
   Stage stage;
-  stage.fetch(rows_g, row_stride, rows);
+  stage.fetch(rows_g, row_stride, rows, cols);
 #pragma unroll 1
   for (int first = 0; first < kWeightRows; first += kDepth) {
     __syncthreads();  // stage: the previous one has been read; weights: written
     stage.store(stage_s);
     __syncthreads();  // stage: this one has been written
     const int next = first + kDepth;
-    if (next < kWeightRows) stage.fetch(rows_g + next * row_stride, row_stride, rows - next);
+    if (next < kWeightRows) stage.fetch(rows_g + next * row_stride, row_stride, rows - next, cols);
     product.template add<kStride, Stage::kStride>(weights_s + first * kStride, stage_s, kDepth);
   }
 }
@@ -131,14 +159,7 @@ __device__ __forceinline__ void multiply_rows(Result& product, float* stage_s, c
 template <int kCols, typename Result>
 __device__ __forceinline__ void store_product(const Result& product, FloatTraits::Scalar* rows_g, int64 row_stride,
                                               int rows, float factor, const BackwardParams& params) {
-#pragma unroll
-  for (int m = 0; m < Result::kThreadM; m++) {
-    const int row = Result::row_of(m);
-    if (row >= rows) continue;
-#pragma unroll
-    for (int n = 0; n < Result::kThreadN; n++) {
-      const int col = Result::column_of(n);
-      if (col < kCols) store_gradient(rows_g + row * row_stride + col, factor * product.c[m][n], params);
-    }
-  }
+  product.for_each(rows, kCols, [&](float x, int row, int col) {
+    store_gradient(rows_g + row * row_stride + col, factor * x, params);
+  });
 }

@@ -44,6 +44,19 @@ struct Product {
     }
   }
 
+  // body(item, row, column) for what lies within.
+  template <typename Body>
+  __device__ __forceinline__ void for_each(int rows, int columns, Body body) const {
+#pragma unroll
+    for (int m = 0; m < kThreadM; m++) {
+      if (row_of(m) >= rows) continue;
+#pragma unroll
+      for (int n = 0; n < kThreadN; n++) {
+        if (column_of(n) < columns) body(c[m][n], row_of(m), column_of(n));
+      }
+    }
+  }
+
   // Add `depth` outer products; kStrideA and kStrideB floats lie between two of an operand. A stage is read in groups:
   // what lies behind the depth is zeros.
   template <int kStrideA, int kStrideB>
@@ -70,16 +83,16 @@ struct Product {
 };
 
 // Four neighbouring items of rows of a global matrix on their way to shared memory, as float32: kQuads a thread. What
-// lies beyond `rows` rows and kCols columns is zeros and not read. kVec is 4 for rows aligned to four items, else 1.
-template <typename Scalar, int kCols, int kVec>
-__device__ __forceinline__ float4 load_four(const Scalar* row_g, int col) {
+// lies beyond `rows` rows and `cols` columns is zeros and not read. kVec is 4 for rows aligned to four items, else 1.
+template <typename Scalar, int kVec>
+__device__ __forceinline__ float4 load_four(const Scalar* row_g, int col, int cols) {
   float x[4] = {};
   if constexpr (kVec == 4) {
-    if (col < kCols) load_vec(x, row_g + col);
+    if (col < cols) load_vec(x, row_g + col);
   } else {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      if (col + i < kCols) x[i] = to_float(row_g[col + i]);
+      if (col + i < cols) x[i] = to_float(row_g[col + i]);
     }
   }
   return make_float4(x[0], x[1], x[2], x[3]);
@@ -99,7 +112,7 @@ struct ColumnStage {
 #pragma unroll
     for (int i = 0; i < kQuads; i++) {
       const bool exists = row(i) < rows;
-      quads[i] = exists ? load_four<Scalar, kCols, kVec>(rows_g + row(i) * row_stride, first_col + col())
+      quads[i] = exists ? load_four<Scalar, kVec>(rows_g + row(i) * row_stride, first_col + col(), kCols)
                         : make_float4(0.f, 0.f, 0.f, 0.f);
     }
   }
@@ -120,8 +133,9 @@ struct ColumnStage {
   __device__ __forceinline__ static int col() { return threadIdx.x % (kDepth / 4) * 4; }
 };
 
-// kDepth rows of a global matrix with all their columns, padded to kPaddedCols, become a stage as they are.
-template <typename Scalar, int kCols, int kPaddedCols, int kVec>
+// kDepth rows of a global matrix with kPaddedCols of their columns, whose last ones may be missing, become a stage as
+// they are.
+template <typename Scalar, int kPaddedCols, int kVec>
 struct RowStage {
   static constexpr int kStride = kPaddedCols;
   static constexpr int kFloats = kDepth * kStride;
@@ -130,12 +144,12 @@ struct RowStage {
 
   float4 quads[kQuads];
 
-  __device__ __forceinline__ void fetch(const Scalar* rows_g, int64 row_stride, int rows) {
+  __device__ __forceinline__ void fetch(const Scalar* rows_g, int64 row_stride, int rows, int cols) {
 #pragma unroll
     for (int i = 0; i < kQuads; i++) {
       const int at = (threadIdx.x + i * kProductThreads) * 4, row = at / kStride, col = at % kStride;
       quads[i] =
-          row < rows ? load_four<Scalar, kCols, kVec>(rows_g + row * row_stride, col) : make_float4(0.f, 0.f, 0.f, 0.f);
+          row < rows ? load_four<Scalar, kVec>(rows_g + row * row_stride, col, cols) : make_float4(0.f, 0.f, 0.f, 0.f);
     }
   }
 

@@ -214,10 +214,10 @@ ATTENTION_BACKWARD_F32_DKDV = KernelSpec(
     parameters=(
         *_inputs("dout", "q", "k", "v", "lse", "delta"),
         *_OPTIONAL_INPUTS,
-        *(Pointer("dk"), Pointer("dv"), Pointer("dbias", optional=True)),
+        *(Pointer("dq"), Pointer("dk"), Pointer("dv"), Pointer("dbias", optional=True)),
         _BACKWARD_STRUCT,
     ),
-    macros=(*_FLOAT_MACROS, "DBIAS"),
+    macros=(*_FLOAT_MACROS, "ONE_PASS", "DBIAS"),
 )
 
 ATTENTION_BACKWARD_F32_DQ = KernelSpec(

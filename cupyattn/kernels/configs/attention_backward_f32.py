@@ -85,14 +85,25 @@ def delta(dtype: str, head_dim_v: int) -> Specialisation:
 
 @cache
 def dkdv(
-    dtype: str, head_dim: int, head_dim_v: int, vec: int, options: FlashOptions, dbias: str
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    vec: int,
+    one_pass: bool,
+    options: FlashOptions,
+    dbias: str,
 ) -> Specialisation:
-    """Specialise the kernel of dk and dv; `dbias` is the dtype that it writes, or "void"."""
+    """Specialise the kernel of dk and dv.
+
+    With `one_pass` it adds to dq as well, which has to be float32; `dbias` is the dtype that it
+    writes, or "void".
+    """
     config = dkdv_config(head_dim, head_dim_v)
     return ATTENTION_BACKWARD_F32_DKDV.specialise(
         threads=_THREADS,
         shared_bytes=0,
         SHARED_BYTES=_shared_bytes(config, max(head_dim, head_dim_v)),
+        ONE_PASS=_cpp_bool(one_pass),
         DBIAS=dbias,
         **_macros(dtype, head_dim, head_dim_v, vec, options, config),
         **_STRUCTS,
@@ -158,7 +169,9 @@ def catalogue() -> Iterator[Specialisation]:
         for head_dim in DKDV:
             yield delta(dtype, head_dim)
             for vec in (VECTOR_ITEMS, 1):
-                yield dkdv(dtype, head_dim, head_dim, vec, PLAIN, "void")
+                for one_pass in (True, False) if dtype == "float32" else (False,):
+                    yield dkdv(dtype, head_dim, head_dim, vec, one_pass, PLAIN, "void")
                 yield dq(dtype, head_dim, head_dim, vec, PLAIN)
-    yield dkdv("float32", 64, 64, VECTOR_ITEMS, _EVERYTHING, "float32")
+    for one_pass in (True, False):
+        yield dkdv("float32", 64, 64, VECTOR_ITEMS, one_pass, _EVERYTHING, "float32")
     yield dq("float32", 64, 64, VECTOR_ITEMS, _EVERYTHING)
