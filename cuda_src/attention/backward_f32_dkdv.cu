@@ -31,6 +31,7 @@ struct Traits : FloatTraits {
 struct Smem {
   alignas(16) float stage[Traits::kStageFloats];
   alignas(16) float weights[Traits::kTileQ * Traits::kTileK];  // P by query, dS by query, dS by key
+  TileSums sums;
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
@@ -95,11 +96,13 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
       const Traits::Scalar* q_rows_g = head_rows(q_g, forward.q, batch, head, first_row);
       const Traits::Scalar* dout_rows_g = head_rows(dout_g, params.dout, batch, head, first_row);
       FloatScores s, dp;
+      const float sum = head_scores.fetch_sum(first_row);
       multiply_columns<Traits::kHeadDim, Traits::QStage, Traits::KStage>(s, smem.stage, q_rows_g, forward.q.seq, rows,
                                                                          k_rows_g, forward.k.seq, keys);
+      HeadScores::store_sum(smem.sums, sum);
       multiply_columns<Traits::kHeadDimV, Traits::DoutStage, Traits::VStage>(
           dp, smem.stage, dout_rows_g, params.dout.seq, rows, v_rows_g, forward.v.seq, keys);
-      head_scores.turn_to_gradients(s, dp, first_row, first_key, [&](float ds, int row, int key) {
+      head_scores.turn_to_gradients(s, dp, smem.sums, first_row, first_key, [&](float ds, int row, int key) {
         write_dbias<DBIAS>(dbias_g, ds, batch, head, row, key, params);
       });
 

@@ -21,6 +21,7 @@ struct Traits : FloatTraits {
 struct Smem {
   alignas(16) float stage[Traits::kStageFloats];
   alignas(16) float ds[Traits::kTileK * Traits::kTileQ];  // by key
+  TileSums sums;
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
@@ -54,11 +55,13 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
     const Traits::Scalar* k_rows_g = head_rows(k_g, forward.k, batch, place.kv_head, first_key);
     const Traits::Scalar* v_rows_g = head_rows(v_g, forward.v, batch, place.kv_head, first_key);
     FloatScores s, dp;
+    const float sum = head_scores.fetch_sum(first_row);
     multiply_columns<Traits::kHeadDim, Traits::QStage, Traits::KStage>(s, smem.stage, q_rows_g, forward.q.seq, rows,
                                                                        k_rows_g, forward.k.seq, keys);
+    HeadScores::store_sum(smem.sums, sum);
     multiply_columns<Traits::kHeadDimV, Traits::DoutStage, Traits::VStage>(dp, smem.stage, dout_rows_g, params.dout.seq,
                                                                            rows, v_rows_g, forward.v.seq, keys);
-    head_scores.turn_to_gradients(s, dp, first_row, first_key, [](float, int, int) {});
+    head_scores.turn_to_gradients(s, dp, smem.sums, first_row, first_key, [](float, int, int) {});
     dp.store_by_key(smem.ds);
     multiply_rows<Traits::kTileK, Traits::kTileQ, Traits::KRows>(dq, smem.stage, smem.ds, k_rows_g, forward.k.seq, keys,
                                                                  Traits::kHeadDim);

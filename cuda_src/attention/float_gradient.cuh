@@ -27,6 +27,7 @@ struct FloatTraits {
   using DoutStage = ColumnStage<Scalar, kTileQ, kHeadDimV, kVec>;
   using VStage = ColumnStage<Scalar, kTileK, kHeadDimV, kVec>;
   static constexpr int kSliceFloats = QStage::kFloats + KStage::kFloats;
+  static_assert(2 * kTileQ <= kProductThreads, "each thread brings one number of the rows' sums at the most");
   static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
 };
 
@@ -70,6 +71,12 @@ struct FloatScores : Product<FloatTraits::kTileQ, FloatTraits::kTileK> {
   }
 };
 
+// What the gradients of a tile's scores need of their queries' rows, in shared memory.
+struct TileSums {
+  alignas(16) float lse_log2[FloatTraits::kTileQ];  // infinity for a row without keys: every weight is 0
+  alignas(16) float delta[FloatTraits::kTileQ];
+};
+
 // What the gradients of one head's scores need besides the products.
 struct HeadScores {
   const BackwardParams& params;
@@ -77,37 +84,68 @@ struct HeadScores {
   const FloatTraits::Options& options;
   const float *lse_g, *delta_g;  // of row 0
 
+  // One number of a tile's sums for each thread: `store` is for later, when it has come.
+  __device__ __forceinline__ float fetch_sum(int first_row) const {
+    const int row = first_row + threadIdx.x % FloatTraits::kTileQ;
+    const bool exists = row < params.attention.sq;
+    if (threadIdx.x >= FloatTraits::kTileQ) return exists ? delta_g[row] : 0.f;
+    return exists ? lse_g[row * params.attention.lse.seq] : -kInfinity;
+  }
+  __device__ __forceinline__ static void store_sum(TileSums& sums, float sum) {
+    const int at = threadIdx.x % FloatTraits::kTileQ, which = threadIdx.x / FloatTraits::kTileQ;
+    if (which == 0) sums.lse_log2[at] = RowSums(sum, 0.f).lse_log2;
+    if (which == 1) sums.delta[at] = sum;
+  }
+
   // From products to the weights of the values, dropout's factor included, and the gradients of the products. `write`
   // gets each score's own gradient: write(ds, row, key).
+  //
+  // A weight is at most 1. Where a row's lse lies beyond 1e7 (a finite bias on all its keys) its digits end before the
+  // point, and exp(s - lse) could overflow.
   template <typename Write>
-  __device__ __forceinline__ void turn_to_gradients(FloatScores& s, FloatScores& dp, int first_row, int first_key,
-                                                    Write write) const {
-    const AttentionParams& forward = params.attention;
+  __device__ __forceinline__ void turn_to_gradients(FloatScores& s, FloatScores& dp, const TileSums& sums,
+                                                    int first_row, int first_key, Write write) const {
+    const ScoreParams& scores = params.attention.scores;
     FloatScores slope;
     if (SOFTCAP) {
       slope = s;
       slope.for_each_pair([&](float* pair, int, int) {
-        pair[0] = softcap_slope(pair[0], forward.scores);
-        pair[1] = softcap_slope(pair[1], forward.scores);
+        pair[0] = softcap_slope(pair[0], scores);
+        pair[1] = softcap_slope(pair[1], scores);
       });
     }
-    options.template apply<true>(s, first_row, first_key);
+    const float scale_log2 = FloatTraits::Options::kPass ? kLog2E : params.attention.scale_log2;
+    if (FloatTraits::Options::kPass) options.template apply<true>(s, first_row, first_key);
+    hide(s, first_row, first_key);
 #pragma unroll
     for (int m = 0; m < FloatScores::kThreadM; m++) {
-      const int row = first_row + FloatScores::row_of(m);
-      const bool exists = row < forward.sq;
-      const KeyRange visible = window.of_row(row);
-      const RowSums sums(exists ? lse_g[row * forward.lse.seq] : -kInfinity, exists ? delta_g[row] : 0.f);
+      const int at = FloatScores::row_of(m);
+      const float lse_log2 = sums.lse_log2[at], delta = sums.delta[at];
 #pragma unroll
       for (int n = 0; n < FloatScores::kThreadN; n++) {
-        const int key = first_key + FloatScores::column_of(n);
-        const bool seen = exists && visible.contains(key) && s.c[m][n] != -kInfinity;
-        const float keep = DROPOUT ? dropout_factor(forward.scores, options.batch, options.head, row, key) : 1.f;
-        const float p = seen ? sums.weight(s.c[m][n] * kLog2E) : 0.f;
-        const float ds = seen ? p * (keep * dp.c[m][n] - sums.delta) : 0.f;
+        const int row = first_row + at, key = first_key + FloatScores::column_of(n);
+        const float p = fminf(ex2_approx(__fmaf_rn(s.c[m][n], scale_log2, -lse_log2)), 1.f);
+        const float keep = DROPOUT ? dropout_factor(scores, options.batch, options.head, row, key) : 1.f;
+        const float ds = p * (keep * dp.c[m][n] - delta);
+        const bool seen = s.c[m][n] != -kInfinity && row < params.attention.sq;
         if (seen) write(ds, row, key);
-        s.c[m][n] = p * keep;
-        dp.c[m][n] = SOFTCAP ? ds * slope.c[m][n] : ds;
+        s.c[m][n] = seen ? p * keep : 0.f;
+        dp.c[m][n] = seen ? (SOFTCAP ? ds * slope.c[m][n] : ds) : 0.f;
+      }
+    }
+  }
+
+ private:
+  // Scores outside of what their row sees become -inf.
+  __device__ __forceinline__ void hide(FloatScores& s, int first_row, int first_key) const {
+    const KeyRange top = window.of_row(first_row), bottom = window.of_row(first_row + FloatTraits::kTileQ - 1);
+    if (bottom.begin <= first_key && first_key + FloatTraits::kTileK <= top.end) return;
+#pragma unroll
+    for (int m = 0; m < FloatScores::kThreadM; m++) {
+      const KeyRange visible = window.of_row(first_row + FloatScores::row_of(m));
+#pragma unroll
+      for (int n = 0; n < FloatScores::kThreadN; n++) {
+        if (!visible.contains(first_key + FloatScores::column_of(n))) s.c[m][n] = -kInfinity;
       }
     }
   }

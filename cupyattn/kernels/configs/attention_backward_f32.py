@@ -150,10 +150,10 @@ def _macros(
 
 
 def _shared_bytes(config: FloatConfig, columns: int) -> int:
-    """Sum one stage, of slices or of rows, and the weights (the sources assert it)."""
+    """Sum one stage, of slices or of rows, the weights and the rows' sums (the sources assert it)."""
     slices = _DEPTH * (config.tile_q + 4 + config.tile_k + 4)
     rows = _DEPTH * -(-columns // _COLUMN_UNIT) * _COLUMN_UNIT
-    return _FLOAT * (max(slices, rows) + config.tile_q * config.tile_k)
+    return _FLOAT * (max(slices, rows) + config.tile_q * config.tile_k + 2 * config.tile_q)
 
 
 def _cpp_bool(value: bool) -> str:
