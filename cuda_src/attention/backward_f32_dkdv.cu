@@ -19,21 +19,43 @@
 #include "float_gradient.cuh"
 
 struct Traits : FloatTraits {
-  using QRows = RowStage<Scalar, kPaddedDim, kVec>;
-  using DoutRows = RowStage<Scalar, kPaddedDimV, kVec>;
   // dQ beside dK and dV: as many of its columns at a time as there are registers for.
   static constexpr int kDqColumns = kPaddedDim < 128 ? kPaddedDim : 128;
-  using KRows = RowStage<Scalar, kDqColumns, kVec>;
-  static constexpr int kRowFloats = QRows::kFloats > DoutRows::kFloats ? QRows::kFloats : DoutRows::kFloats;
-  static constexpr int kStageFloats = kSliceFloats > kRowFloats ? kSliceFloats : kRowFloats;
+  using QPanels = RowPanels<Scalar, kTileQ, kPaddedDim, kVec>;
+  using DoutPanels = RowPanels<Scalar, kTileQ, kPaddedDimV, kVec>;
+  using KPanels = RowPanels<Scalar, kTileK, kDqColumns, kVec>;
 };
 
 struct Smem {
-  alignas(16) float stage[Traits::kStageFloats];
-  alignas(16) float weights[Traits::kTileQ * Traits::kTileK];  // P by query, dS by query, dS by key
-  TileSums sums;
+  alignas(128) float stages[2][kStageFloats];
+  union {
+    TileSums sums;
+    alignas(128) float weights[Traits::kTileQ * Traits::kTileK];  // P by query, dS by query, dS by key
+  };
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
+
+// A tile of queries of one head; no rows behind the last one.
+struct QueryTile {
+  int head, first_row, rows;
+};
+
+// The tiles that see some of a CTA's keys, head by head of its group.
+struct QueryTiles {
+  int first_head, heads, begin, end;  // heads of the group, and the rows of each
+
+  __device__ __forceinline__ QueryTile first() const { return at(first_head, begin); }
+  __device__ __forceinline__ QueryTile after(const QueryTile& tile) const {
+    const int row = tile.first_row + Traits::kTileQ;
+    const bool last = tile.head + 1 == first_head + heads;
+    return row < end || last ? at(tile.head, row) : at(tile.head + 1, begin);
+  }
+
+ private:
+  __device__ __forceinline__ QueryTile at(int head, int first_row) const {
+    return {head, first_row, min(Traits::kTileQ, end - first_row)};
+  }
+};
 
 template <typename Dbias>
 __device__ __forceinline__ void write_dbias(void* dbias_g, float ds, int batch, int head, int row, int key,
@@ -45,19 +67,31 @@ __device__ __forceinline__ void write_dbias(void* dbias_g, float ds, int batch, 
   }
 }
 
-// dQ += softmax_scale * dS K for the tile, whose dS lies by key in shared memory: other CTAs add their keys' parts.
-__device__ __forceinline__ void add_dq(Smem& smem, float* dq_rows_g, int rows, const Traits::Scalar* k_rows_g, int keys,
-                                       const BackwardParams& params) {
-#pragma unroll 1
-  for (int first_col = 0; first_col < Traits::kHeadDim; first_col += Traits::kDqColumns) {
-    Product<Traits::kTileQ, Traits::kDqColumns> dq;
-    dq.clear();
-    multiply_rows<Traits::kTileK, Traits::kTileQ, Traits::KRows>(
-        dq, smem.stage, smem.weights, k_rows_g + first_col, params.attention.k.seq, keys, Traits::kHeadDim - first_col);
-    dq.for_each(rows, Traits::kHeadDim - first_col, [&](float x, int row, int col) {
-      red_global_add(dq_rows_g + row * params.dq.seq + first_col + col, params.scale * x);
-    });
+// Columns from kFirst on, as many as dQ takes at a time.
+template <int kFirst>
+__device__ __forceinline__ Traits::KPanels k_panels(const Rows<Traits::Scalar>& k) {
+  return {{k.first_g + kFirst, k.stride, k.rows}, Traits::kHeadDim - kFirst};
+}
+
+// dQ += softmax_scale * dS K for the tile, from column kFirst on: dS lies by key in shared memory, the present stage is
+// the first of these columns of K. Other CTAs add their keys' parts.
+template <int kFirst = 0, typename Next>
+__device__ __forceinline__ void add_dq(Stages& stages, uint32 weights_s, float* dq_rows_g,
+                                       const Rows<Traits::Scalar>& k, int rows, const BackwardParams& params,
+                                       const Next& next) {
+  constexpr int kColumns = Traits::kHeadDim - kFirst, kBehind = kFirst + Traits::kDqColumns;
+  const Traits::KPanels panels = k_panels<kFirst>(k);
+  Product<Traits::kTileQ, Traits::kDqColumns> dq;
+  dq.clear();
+  if constexpr (kBehind < Traits::kHeadDim) {
+    multiply_rows(dq, stages, weights_s, panels, k_panels<kBehind>(k));
+  } else {
+    multiply_rows(dq, stages, weights_s, panels, next);
   }
+  dq.for_each(rows, kColumns, [&](float x, int row, int col) {
+    red_global_add(dq_rows_g + row * params.dq.seq + kFirst + col, params.scale * x);
+  });
+  if constexpr (kBehind < Traits::kHeadDim) add_dq<kBehind>(stages, weights_s, dq_rows_g, k, rows, params, next);
 }
 
 extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
@@ -77,48 +111,61 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
   const int keys = min(Traits::kTileK, window.keys - first_key);
   const int begin = window.rows_of(first_key, forward.sq).begin;
   const int end = window.rows_of(first_key + max(keys, 1) - 1, forward.sq).end;
-  const Traits::Scalar* k_rows_g = head_rows(k_g, forward.k, batch, kv_head, first_key);
-  const Traits::Scalar* v_rows_g = head_rows(v_g, forward.v, batch, kv_head, first_key);
+  const QueryTiles tiles = {kv_head * forward.group, forward.group, begin, end};
+  const Rows<Traits::Scalar> k = {head_rows(k_g, forward.k, batch, kv_head, first_key), forward.k.seq, keys};
+  const Rows<Traits::Scalar> v = {head_rows(v_g, forward.v, batch, kv_head, first_key), forward.v.seq, keys};
+  const auto q_of = [&](const QueryTile& at) -> Rows<Traits::Scalar> {
+    return {head_rows(q_g, forward.q, batch, at.head, at.first_row), forward.q.seq, at.rows};
+  };
 
-  // Phase 2: head by head, one tile of queries after the other.
+  // Phase 2: one tile of queries after the other.
   Product<Traits::kTileK, Traits::kPaddedDim> dk;
   Product<Traits::kTileK, Traits::kPaddedDimV> dv;
   dk.clear();
   dv.clear();
+  Stages stages(smem.stages);
+  const uint32 weights_s = shared_address(smem.weights);
+  QueryTile tile = tiles.first();
+  if (tile.rows > 0) stages.begin(Traits::QKSlices{{q_of(tile)}, {k}});
 #pragma unroll 1
-  for (int head = kv_head * forward.group; head < (kv_head + 1) * forward.group; head++) {
+  while (tile.rows > 0) {
+    const int head = tile.head, first_row = tile.first_row;
+    const QueryTile next_tile = tiles.after(tile);
+    const Rows<Traits::Scalar> q = q_of(tile);
+    const Rows<Traits::Scalar> dout = {head_rows(dout_g, params.dout, batch, head, first_row), params.dout.seq,
+                                       tile.rows};
+    const Traits::DoutVSlices dout_v = {{dout}, {v}};
+    const Traits::DoutPanels dout_panels = {dout, Traits::kHeadDimV};
+    const Traits::QPanels q_panels = {q, Traits::kHeadDim};
+    const Traits::QKSlices next = {{q_of(next_tile)}, {k}};
     const Traits::Options options(forward, bias_g, mask_g, slopes_g, Place{batch, head, kv_head, 0}, q_offset);
     const HeadScores head_scores = {params, window, options, head_rows(lse_g, forward.lse, batch, head, 0),
                                     delta_g + (static_cast<int64>(batch) * forward.heads + head) * forward.sq};
-#pragma unroll 1
-    for (int first_row = begin; first_row < end; first_row += Traits::kTileQ) {
-      const int rows = min(Traits::kTileQ, end - first_row);
-      const Traits::Scalar* q_rows_g = head_rows(q_g, forward.q, batch, head, first_row);
-      const Traits::Scalar* dout_rows_g = head_rows(dout_g, params.dout, batch, head, first_row);
-      FloatScores s, dp;
-      const float sum = head_scores.fetch_sum(first_row);
-      multiply_columns<Traits::kHeadDim, Traits::QStage, Traits::KStage>(s, smem.stage, q_rows_g, forward.q.seq, rows,
-                                                                         k_rows_g, forward.k.seq, keys);
-      HeadScores::store_sum(smem.sums, sum);
-      multiply_columns<Traits::kHeadDimV, Traits::DoutStage, Traits::VStage>(
-          dp, smem.stage, dout_rows_g, params.dout.seq, rows, v_rows_g, forward.v.seq, keys);
-      head_scores.turn_to_gradients(s, dp, smem.sums, first_row, first_key, [&](float ds, int row, int key) {
-        write_dbias<DBIAS>(dbias_g, ds, batch, head, row, key, params);
-      });
 
-      s.store_by_row(smem.weights);
-      multiply_rows<Traits::kTileQ, Traits::kTileK, Traits::DoutRows>(dv, smem.stage, smem.weights, dout_rows_g,
-                                                                      params.dout.seq, rows, Traits::kHeadDimV);
-      __syncthreads();  // weights: P has been read
-      dp.store_by_row(smem.weights);
-      multiply_rows<Traits::kTileQ, Traits::kTileK, Traits::QRows>(dk, smem.stage, smem.weights, q_rows_g,
-                                                                   forward.q.seq, rows, Traits::kHeadDim);
-      if (ONE_PASS) {
-        __syncthreads();  // weights: dS has been read
-        dp.store_by_key(smem.weights);
-        add_dq(smem, head_rows(dq_g, params.dq, batch, head, first_row), rows, k_rows_g, keys, params);
-      }
+    FloatScores s, dp;
+    const float sum = head_scores.fetch_sum(first_row);
+    multiply_columns<Traits::kHeadDim>(s, stages, Traits::QKSlices{{q}, {k}}, dout_v);
+    HeadScores::store_sum(smem.sums, sum);
+    multiply_columns<Traits::kHeadDimV>(dp, stages, dout_v, dout_panels);
+    head_scores.turn_to_gradients(s, dp, smem.sums, first_row, first_key, [&](float ds, int row, int key) {
+      write_dbias<DBIAS>(dbias_g, ds, batch, head, row, key, params);
+    });
+
+    __syncthreads();  // weights: the sums have been read
+    s.store_by_row(weights_s);
+    __syncthreads();  // weights: P has been written
+    multiply_rows(dv, stages, weights_s, dout_panels, q_panels);
+    dp.store_by_row(weights_s);
+    __syncthreads();  // weights: dS has been written
+    if constexpr (ONE_PASS) {
+      multiply_rows(dk, stages, weights_s, q_panels, k_panels<0>(k));
+      dp.store_by_column(weights_s);
+      __syncthreads();  // weights: dS has been written by key
+      add_dq(stages, weights_s, head_rows(dq_g, params.dq, batch, head, first_row), k, tile.rows, params, next);
+    } else {
+      multiply_rows(dk, stages, weights_s, q_panels, next);
     }
+    tile = next_tile;
   }
 
   // Phase 3: scale and store.

@@ -14,14 +14,15 @@
 #include "float_gradient.cuh"
 
 struct Traits : FloatTraits {
-  using KRows = RowStage<Scalar, kPaddedDim, kVec>;
-  static constexpr int kStageFloats = kSliceFloats > KRows::kFloats ? kSliceFloats : KRows::kFloats;
+  using KPanels = RowPanels<Scalar, kTileK, kPaddedDim, kVec>;
 };
 
 struct Smem {
-  alignas(16) float stage[Traits::kStageFloats];
-  alignas(16) float ds[Traits::kTileK * Traits::kTileQ];  // by key
-  TileSums sums;
+  alignas(128) float stages[2][kStageFloats];
+  union {
+    TileSums sums;
+    alignas(128) float ds[Traits::kTileK * Traits::kTileQ];  // by key
+  };
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
@@ -40,31 +41,41 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
   const int rows = min(Traits::kTileQ, forward.sq - first_row);
   const int begin = window.of_row(first_row).begin / Traits::kTileK * Traits::kTileK;
   const int end = window.of_row(first_row + rows - 1).end;
-  const Traits::Scalar* q_rows_g = head_rows(q_g, forward.q, batch, head, first_row);
-  const Traits::Scalar* dout_rows_g = head_rows(dout_g, params.dout, batch, head, first_row);
+  const Rows<Traits::Scalar> q = {head_rows(q_g, forward.q, batch, head, first_row), forward.q.seq, rows};
+  const Rows<Traits::Scalar> dout = {head_rows(dout_g, params.dout, batch, head, first_row), params.dout.seq, rows};
   const Traits::Options options(forward, bias_g, mask_g, slopes_g, place, query_offset(forward, q_offsets_g, batch));
   const HeadScores head_scores = {params, window, options, head_rows(lse_g, forward.lse, batch, head, 0),
                                   delta_g + (static_cast<int64>(batch) * forward.heads + head) * forward.sq};
 
+  const auto k_of = [&](int key) -> Rows<Traits::Scalar> {
+    return {head_rows(k_g, forward.k, batch, place.kv_head, key), forward.k.seq, min(Traits::kTileK, end - key)};
+  };
+
   // Phase 2: one tile of keys after the other.
   Product<Traits::kTileQ, Traits::kPaddedDim> dq;
   dq.clear();
+  Stages stages(smem.stages);
+  const uint32 ds_s = shared_address(smem.ds);
+  if (begin < end) stages.begin(Traits::QKSlices{{q}, {k_of(begin)}});
 #pragma unroll 1
   for (int first_key = begin; first_key < end; first_key += Traits::kTileK) {
-    const int keys = min(Traits::kTileK, window.keys - first_key);
-    const Traits::Scalar* k_rows_g = head_rows(k_g, forward.k, batch, place.kv_head, first_key);
-    const Traits::Scalar* v_rows_g = head_rows(v_g, forward.v, batch, place.kv_head, first_key);
+    const Rows<Traits::Scalar> k = k_of(first_key);
+    const Rows<Traits::Scalar> v = {head_rows(v_g, forward.v, batch, place.kv_head, first_key), forward.v.seq, k.rows};
+    const Traits::DoutVSlices dout_v = {{dout}, {v}};
+    const Traits::KPanels k_panels = {k, Traits::kHeadDim};
+    const Traits::QKSlices next = {{q}, {k_of(first_key + Traits::kTileK)}};
+
     FloatScores s, dp;
     const float sum = head_scores.fetch_sum(first_row);
-    multiply_columns<Traits::kHeadDim, Traits::QStage, Traits::KStage>(s, smem.stage, q_rows_g, forward.q.seq, rows,
-                                                                       k_rows_g, forward.k.seq, keys);
+    multiply_columns<Traits::kHeadDim>(s, stages, Traits::QKSlices{{q}, {k}}, dout_v);
     HeadScores::store_sum(smem.sums, sum);
-    multiply_columns<Traits::kHeadDimV, Traits::DoutStage, Traits::VStage>(dp, smem.stage, dout_rows_g, params.dout.seq,
-                                                                           rows, v_rows_g, forward.v.seq, keys);
+    multiply_columns<Traits::kHeadDimV>(dp, stages, dout_v, k_panels);
     head_scores.turn_to_gradients(s, dp, smem.sums, first_row, first_key, [](float, int, int) {});
-    dp.store_by_key(smem.ds);
-    multiply_rows<Traits::kTileK, Traits::kTileQ, Traits::KRows>(dq, smem.stage, smem.ds, k_rows_g, forward.k.seq, keys,
-                                                                 Traits::kHeadDim);
+
+    __syncthreads();  // ds: the sums have been read
+    dp.store_by_column(ds_s);
+    __syncthreads();  // ds: written
+    multiply_rows(dq, stages, ds_s, k_panels, next);
   }
 
   // Phase 3: scale and store.

@@ -9,7 +9,7 @@
 #error "BIAS, MASK, SLOPES, SOFTCAP and DROPOUT come from a launch-configuration table"
 #endif
 #include "backward_params.cuh"
-#include "register_products.cuh"
+#include "operand_stages.cuh"
 #include "single_score.cuh"
 
 struct FloatTraits {
@@ -22,11 +22,10 @@ struct FloatTraits {
   static constexpr int kTileK = TILE_K;
   static constexpr int kPaddedDim = round_up(kHeadDim, 4 * kThreadColumns);
   static constexpr int kPaddedDimV = round_up(kHeadDimV, 4 * kThreadColumns);
-  using QStage = ColumnStage<Scalar, kTileQ, kHeadDim, kVec>;
-  using KStage = ColumnStage<Scalar, kTileK, kHeadDim, kVec>;
-  using DoutStage = ColumnStage<Scalar, kTileQ, kHeadDimV, kVec>;
-  using VStage = ColumnStage<Scalar, kTileK, kHeadDimV, kVec>;
-  static constexpr int kSliceFloats = QStage::kFloats + KStage::kFloats;
+  using QKSlices =
+      SlicePair<ColumnSlices<Scalar, kTileQ, kHeadDim, kVec>, ColumnSlices<Scalar, kTileK, kHeadDim, kVec>>;
+  using DoutVSlices =
+      SlicePair<ColumnSlices<Scalar, kTileQ, kHeadDimV, kVec>, ColumnSlices<Scalar, kTileK, kHeadDimV, kVec>>;
   static_assert(2 * kTileQ <= kProductThreads, "each thread brings one number of the rows' sums at the most");
   static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
 };
@@ -39,34 +38,6 @@ struct FloatScores : Product<FloatTraits::kTileQ, FloatTraits::kTileK> {
     for (int m = 0; m < kThreadM; m++) {
 #pragma unroll
       for (int n = 0; n < kThreadN; n += 2) body(&c[m][n], row_of(m), column_of(n));
-    }
-  }
-
-  // To shared memory, each row's scores side by side: the left operand of a sum over queries.
-  __device__ __forceinline__ void store_by_row(float* weights_s) const {
-#pragma unroll
-    for (int m = 0; m < kThreadM; m++) {
-#pragma unroll
-      for (int n = 0; n < kThreadN; n += kColumnGroup) {
-        Vec<float, kColumnGroup> group;
-#pragma unroll
-        for (int i = 0; i < kColumnGroup; i++) group.item[i] = c[m][n + i];
-        *reinterpret_cast<Vec<float, kColumnGroup>*>(weights_s + row_of(m) * kColumns + column_of(n)) = group;
-      }
-    }
-  }
-
-  // Each key's scores side by side: the left operand of a sum over keys.
-  __device__ __forceinline__ void store_by_key(float* weights_s) const {
-#pragma unroll
-    for (int m = 0; m < kThreadM; m += kRowGroup) {
-#pragma unroll
-      for (int n = 0; n < kThreadN; n++) {
-        Vec<float, kRowGroup> group;
-#pragma unroll
-        for (int i = 0; i < kRowGroup; i++) group.item[i] = c[m + i][n];
-        *reinterpret_cast<Vec<float, kRowGroup>*>(weights_s + column_of(n) * kRows + row_of(m)) = group;
-      }
     }
   }
 };
@@ -151,46 +122,24 @@ struct HeadScores {
   }
 };
 
-// scores += A B^T over kCols columns, of which the CTA stages kDepth at a time.
-template <int kCols, typename StageA, typename StageB>
-__device__ __forceinline__ void multiply_columns(FloatScores& scores, float* stage_s, const FloatTraits::Scalar* a_g,
-                                                 int64 a_stride, int a_rows, const FloatTraits::Scalar* b_g,
-                                                 int64 b_stride, int b_rows) {
-  StageA a;
-  StageB b;
-  a.fetch(a_g, a_stride, a_rows, 0);
-  b.fetch(b_g, b_stride, b_rows, 0);
+// scores = A B^T over the kCols columns of what `feed` brings.
+template <int kCols, typename Feed, typename Next>
+__device__ __forceinline__ void multiply_columns(FloatScores& scores, Stages& stages, const Feed& feed,
+                                                 const Next& next) {
   scores.clear();
-#pragma unroll 1
-  for (int first = 0; first < kCols; first += kDepth) {
-    __syncthreads();  // stage: the previous one has been read
-    a.store(stage_s);
-    b.store(stage_s + StageA::kFloats);
-    __syncthreads();  // stage: this one has been written
-    if (first + kDepth < kCols) {
-      a.fetch(a_g, a_stride, a_rows, first + kDepth);
-      b.fetch(b_g, b_stride, b_rows, first + kDepth);
-    }
-    scores.add<StageA::kStride, StageB::kStride>(stage_s, stage_s + StageA::kFloats, min(kDepth, kCols - first));
-  }
+  stages.run(feed, next, [&](uint32 stage_s, int number) {
+    const int depth = kCols % Feed::kDepth == 0 ? Feed::kDepth : min(Feed::kDepth, kCols - number * Feed::kDepth);
+    scores.template add<Feed::kDepth>(stage_s, 0, stage_s + Feed::kSecondAt, depth);
+  });
 }
 
-// product += W^T R for kWeightRows rows R, of which the CTA stages kDepth at a time; the weights (kWeightRows,
-// kStride) have been written to shared memory by all threads.
-template <int kWeightRows, int kStride, typename Stage, typename Result>
-__device__ __forceinline__ void multiply_rows(Result& product, float* stage_s, const float* weights_s,
-                                              const FloatTraits::Scalar* rows_g, int64 row_stride, int rows, int cols) {
-  Stage stage;
-  stage.fetch(rows_g, row_stride, rows, cols);
-#pragma unroll 1
-  for (int first = 0; first < kWeightRows; first += kDepth) {
-    __syncthreads();  // stage: the previous one has been read; weights: written
-    stage.store(stage_s);
-    __syncthreads();  // stage: this one has been written
-    const int next = first + kDepth;
-    if (next < kWeightRows) stage.fetch(rows_g + next * row_stride, row_stride, rows - next, cols);
-    product.template add<kStride, Stage::kStride>(weights_s + first * kStride, stage_s, kDepth);
-  }
+// product += W^T R for the rows R that `feed` brings; the weights have been written to shared memory by all threads.
+template <typename Result, typename Feed, typename Next>
+__device__ __forceinline__ void multiply_rows(Result& product, Stages& stages, uint32 weights_s, const Feed& feed,
+                                              const Next& next) {
+  stages.run(feed, next, [&](uint32 stage_s, int number) {
+    product.template add<Feed::kDepth>(weights_s, number * Feed::kDepth, stage_s);
+  });
 }
 
 // Round and store what exists of a result whose rows are those of an array from rows_g on.

@@ -21,8 +21,7 @@ VECTOR_ITEMS = 4
 """Items of one load where rows are aligned to as many."""
 
 _THREADS = 128  # kProductThreads in register_products.cuh
-_DEPTH = 16  # kDepth there
-_COLUMN_UNIT = 64  # a group of 4 columns for each of 16 threads
+_STAGE = 8192  # kStageBytes in operand_stages.cuh
 _FLOAT = 4  # bytes
 _STRUCTS = {
     "PARAMS_BYTES": ATTENTION_PARAMS.itemsize,
@@ -102,7 +101,7 @@ def dkdv(
     return ATTENTION_BACKWARD_F32_DKDV.specialise(
         threads=_THREADS,
         shared_bytes=0,
-        SHARED_BYTES=_shared_bytes(config, max(head_dim, head_dim_v)),
+        SHARED_BYTES=_shared_bytes(config),
         ONE_PASS=_cpp_bool(one_pass),
         DBIAS=dbias,
         **_macros(dtype, head_dim, head_dim_v, vec, options, config),
@@ -119,7 +118,7 @@ def dq(
     return ATTENTION_BACKWARD_F32_DQ.specialise(
         threads=_THREADS,
         shared_bytes=0,
-        SHARED_BYTES=_shared_bytes(config, head_dim),
+        SHARED_BYTES=_shared_bytes(config),
         **_macros(dtype, head_dim, head_dim_v, vec, options, config),
         **_STRUCTS,
     )
@@ -149,11 +148,9 @@ def _macros(
     }
 
 
-def _shared_bytes(config: FloatConfig, columns: int) -> int:
-    """Sum one stage, of slices or of rows, the weights and the rows' sums (the sources assert it)."""
-    slices = _DEPTH * (config.tile_q + 4 + config.tile_k + 4)
-    rows = _DEPTH * -(-columns // _COLUMN_UNIT) * _COLUMN_UNIT
-    return _FLOAT * (max(slices, rows) + config.tile_q * config.tile_k + 2 * config.tile_q)
+def _shared_bytes(config: FloatConfig) -> int:
+    """Sum two stages and the weights (the sources assert it)."""
+    return 2 * _STAGE + _FLOAT * config.tile_q * config.tile_k
 
 
 def _cpp_bool(value: bool) -> str:
