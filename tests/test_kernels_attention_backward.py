@@ -81,9 +81,7 @@ def test_flash_options_within_bounds_of_the_reference(
         head_dims=FLOAT_HEAD_DIMS, dtypes=FLOAT_DTYPES, options=OPTIONS, largest=100
     )
 )
-def test_float_flash_within_bounds_of_the_reference(
-    deterministic: bool, problem: AttentionProblem
-):
+def test_float_flash_within_bounds_of_the_reference(deterministic: bool, problem: AttentionProblem):
     check(problem, "flash", deterministic=deterministic)
 
 
@@ -112,6 +110,28 @@ def test_every_row_of_the_float_tables(head_dim: int, deterministic: bool, dtype
         drawn=(("causal", True),),
     )  # fmt: skip
     check(problem, "flash", deterministic=deterministic)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("large", [1e7, 1e8, 1e9, 1e10, 1e30])
+def test_float_weights_are_at_most_1_where_lse_has_no_digits(large: float, deterministic: bool):
+    """A finite bias on all keys of a row; its gradients mean nothing, those of other rows do."""
+    problem = AttentionProblem(B=1, Sq=70, Sk=70, H=1, G=1, D=16, Dv=16, dtype="float32")
+    hidden = np.arange(70) % 3 == 0
+    bias = np.where(hidden, -large, 0.0).astype(np.float32)[:, None].repeat(70, axis=1)
+    dout, (q, k, v) = problem.gradients()[0], problem.arrays()
+    placed_rows = tuple(map(KERNELS.put, (q, k, v)))
+    out, lse = map(
+        KERNELS.get, cupyattn.attention(*placed_rows, bias=KERNELS.put(bias), return_lse=True)
+    )
+    arrays, options = (dout, q, k, v, out, lse), {"bias": bias, "deterministic": deterministic}
+    grads = run(arrays, options, "flash")
+    assert all(np.isfinite(gradient).all() for gradient in grads.values())
+    assert (np.abs(grads["dv"]) <= 1.0001 * np.abs(dout).sum(axis=1, keepdims=True)).all()
+    seen = (dout[:, ~hidden], q[:, ~hidden], k, v, out[:, ~hidden], lse[..., ~hidden])
+    exact = reference.attention_backward(*seen)
+    bounds = reference.attention_backward_bound(*seen, dtype="float32", float32_weights=False)
+    assert reference.error_ratio(grads["dq"][:, ~hidden], exact.dq, bounds.dq) <= 1
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
