@@ -222,14 +222,17 @@ def test_dbias_of_no_axes_into_grads(implementation: str):
     assert max(ratios.values()) <= 1, ratios
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_nan_in_the_bias_reaches_the_keys_of_its_row_and_no_others(implementation: str):
-    problem = AttentionProblem(B=1, Sq=4, Sk=4, H=1, G=1, D=8, Dv=8, dtype="float16")
+def test_a_nan_in_the_bias_reaches_the_keys_of_its_row_and_no_others(
+    implementation: str, dtype: str
+):
+    problem = AttentionProblem(B=1, Sq=4, Sk=4, H=1, G=1, D=8, Dv=8, dtype=dtype)
     bias = np.zeros((4, 4), np.float32)
     bias[2, 1] = np.nan
     options = {"causal": True, "bias": bias}
     out, lse = reference.attention(*problem.arrays(), **options)
-    results = out.astype(np.float16), lse.astype(np.float32)
+    results = out.astype(dtype), lse.astype(np.float32)
     grads = run((problem.gradients()[0], *problem.arrays(), *results), options, implementation)
     seen = [True, True, True, False]
     assert_array_equal(np.isnan(grads["dq"][0, :, 0, 0]), [False, False, True, False])

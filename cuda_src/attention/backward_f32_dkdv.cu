@@ -1,14 +1,22 @@
-// Attention backward for float32 and bfloat16: the gradients of keys and values, in float32 arithmetic throughout.
+// Attention backward for float32 and bfloat16: the gradients of keys and values, and with ONE_PASS of queries as well,
+// in float32 arithmetic throughout.
 //
-//   dv_j = sum_i p_ij dout_i,   dk_j = softmax_scale * sum_i ds_ij q_i      (float_gradient.cuh)
+//   dv_j = sum_i p_ij dout_i,   dk_j = softmax_scale * sum_i ds_ij q_i,   dq_i = softmax_scale * sum_j ds_ij k_j
+//
+// (float_gradient.cuh). dQ sums over all keys, which other CTAs own: ONE_PASS adds each tile's part to dq itself by
+// float32 atomics, in an order that differs from run to run, and spends five products; with attention_backward_f32_dq
+// they are seven.
 //
 // Shapes    AttentionParams (params.cuh), BackwardParams (backward_params.cuh); delta (B, H, Sq) float32, contiguous.
-// Tiles     TILE_K keys, which the CTA owns, by TILE_Q queries. All four products, S and dP over the head dims, dV and
-//           dK over the queries, are outer products from shared memory (register_products.cuh), staged kDepth at a
-//           time; a thread keeps its blocks of dK and dV in registers through the walk.
+//           ONE_PASS: dq is float32, and zero or what is added to.
+// Tiles     TILE_K keys, which the CTA owns, by TILE_Q queries. All products, S and dP over the head dims, dV and dK
+//           over the queries, dQ over the keys, are outer products from shared memory (register_products.cuh), a stage
+//           at a time (operand_stages.cuh); a thread keeps its blocks of dK and dV in registers through the walk.
 // Grid      B * G * ceil(Sk / TILE_K) CTAs of 128 threads; each walks the queries of all heads of its group that see
-//           one of its keys. No atomics: the same result from run to run.
-// Budget    shared memory: one stage, and P or dS (TILE_Q x TILE_K floats); registers: dK, dV, S and dP, a 128th each.
+//           one of its keys.
+// Budget    shared memory: two stages, and P or dS (TILE_Q x TILE_K floats); registers: dK and dV, and S and dP or, for
+//           128 columns at a time, dQ: a 128th each.
+// Barriers  one a stage, and two for P, one for dS and one for dS by key.
 // Edges     rows beyond the arrays are zeros and not stored; keys that no query sees give zeros. dbias, if given, has
 //           every score's place: it is written here, where the score is seen.
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(TILE_Q) || !defined(TILE_K) || \
@@ -41,7 +49,7 @@ struct QueryTile {
 };
 
 // The tiles that see some of a CTA's keys, head by head of its group.
-struct QueryTiles {
+struct GroupWalk {
   int first_head, heads, begin, end;  // heads of the group, and the rows of each
 
   __device__ __forceinline__ QueryTile first() const { return at(first_head, begin); }
@@ -111,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
   const int keys = min(Traits::kTileK, window.keys - first_key);
   const int begin = window.rows_of(first_key, forward.sq).begin;
   const int end = window.rows_of(first_key + max(keys, 1) - 1, forward.sq).end;
-  const QueryTiles tiles = {kv_head * forward.group, forward.group, begin, end};
+  const GroupWalk walk = {kv_head * forward.group, forward.group, begin, end};
   const Rows<Traits::Scalar> k = {head_rows(k_g, forward.k, batch, kv_head, first_key), forward.k.seq, keys};
   const Rows<Traits::Scalar> v = {head_rows(v_g, forward.v, batch, kv_head, first_key), forward.v.seq, keys};
   const auto q_of = [&](const QueryTile& at) -> Rows<Traits::Scalar> {
@@ -125,12 +133,12 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
   dv.clear();
   Stages stages(smem.stages);
   const uint32 weights_s = shared_address(smem.weights);
-  QueryTile tile = tiles.first();
+  QueryTile tile = walk.first();
   if (tile.rows > 0) stages.begin(Traits::QKSlices{{q_of(tile)}, {k}});
 #pragma unroll 1
   while (tile.rows > 0) {
     const int head = tile.head, first_row = tile.first_row;
-    const QueryTile next_tile = tiles.after(tile);
+    const QueryTile next_tile = walk.after(tile);
     const Rows<Traits::Scalar> q = q_of(tile);
     const Rows<Traits::Scalar> dout = {head_rows(dout_g, params.dout, batch, head, first_row), params.dout.seq,
                                        tile.rows};

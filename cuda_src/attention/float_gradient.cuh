@@ -1,4 +1,4 @@
-// A tile of scores of the float32 backward, from staged slices of its operands to P and dS in registers:
+// A tile of scores of the float32 backward, from its operands' stages to P and dS in registers:
 //
 //   s = softmax_scale * q . k (+ options),   p = exp(s - lse),   ds = p (keep dout . v - delta)
 //
@@ -71,8 +71,8 @@ struct HeadScores {
   // From products to the weights of the values, dropout's factor included, and the gradients of the products. `write`
   // gets each score's own gradient: write(ds, row, key).
   //
-  // A weight is at most 1. Where a row's lse lies beyond 1e7 (a finite bias on all its keys) its digits end before the
-  // point, and exp(s - lse) could overflow.
+  // A weight is held to at most 1: where a row's lse lies beyond 1e7 (a finite bias on all its keys), its digits end
+  // before the point, and exp(s - lse) would overflow.
   template <typename Write>
   __device__ __forceinline__ void turn_to_gradients(FloatScores& s, FloatScores& dp, const TileSums& sums,
                                                     int first_row, int first_key, Write write) const {
@@ -95,7 +95,8 @@ struct HeadScores {
 #pragma unroll
       for (int n = 0; n < FloatScores::kThreadN; n++) {
         const int row = first_row + at, key = first_key + FloatScores::column_of(n);
-        const float p = fminf(ex2_approx(__fmaf_rn(s.c[m][n], scale_log2, -lse_log2)), 1.f);
+        const float p_log2 = __fmaf_rn(s.c[m][n], scale_log2, -lse_log2);
+        const float p = ex2_approx(p_log2 > 0.f ? 0.f : p_log2);  // a NaN stays one
         const float keep = DROPOUT ? dropout_factor(scores, options.batch, options.head, row, key) : 1.f;
         const float ds = p * (keep * dp.c[m][n] - delta);
         const bool seen = s.c[m][n] != -kInfinity && row < params.attention.sq;
