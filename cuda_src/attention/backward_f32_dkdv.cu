@@ -19,10 +19,11 @@
 // Barriers  one a stage, and two for P, one for dS and one for dS by key.
 // Edges     rows beyond the arrays are zeros and not stored; keys that no query sees give zeros. dbias, if given, has
 //           every score's place: it is written here, where the score is seen.
-#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(TILE_Q) || !defined(TILE_K) || \
-    !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES) || !defined(ONE_PASS) || !defined(DBIAS)
+#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(TILE_Q) || !defined(TILE_K) ||        \
+    !defined(THREAD_ROWS) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES) || !defined(ONE_PASS) || \
+    !defined(DBIAS)
 #error \
-    "DTYPE, HEAD_DIM, HEAD_DIM_V, TILE_Q, TILE_K, VEC, MIN_CTAS, SHARED_BYTES, ONE_PASS, DBIAS come from a launch-configuration table"
+    "DTYPE, HEAD_DIM, HEAD_DIM_V, TILE_Q, TILE_K, THREAD_ROWS, VEC, MIN_CTAS, SHARED_BYTES, ONE_PASS, DBIAS come from a launch-configuration table"
 #endif
 #include "float_gradient.cuh"
 
@@ -38,7 +39,7 @@ struct Smem {
   alignas(128) float stages[2][kStageFloats];
   union {
     TileSums sums;
-    alignas(128) float weights[Traits::kTileQ * Traits::kTileK];  // P by query, dS by query, dS by key
+    alignas(128) float weights[Traits::kWeightFloats];  // P by query, dS by query, dS by key
   };
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
@@ -81,25 +82,28 @@ __device__ __forceinline__ Traits::KPanels k_panels(const Rows<Traits::Scalar>& 
   return {{k.first_g + kFirst, k.stride, k.rows}, Traits::kHeadDim - kFirst};
 }
 
-// dQ += softmax_scale * dS K for the tile, from column kFirst on: dS lies by key in shared memory, the present stage is
-// the first of these columns of K. Other CTAs add their keys' parts.
+// dQ += softmax_scale * dS K for the tile, from column kFirst on; the present stage is the first of these columns of K.
+// Other CTAs add their keys' parts.
 template <int kFirst = 0, typename Next>
-__device__ __forceinline__ void add_dq(Stages& stages, uint32 weights_s, float* dq_rows_g,
+__device__ __forceinline__ void add_dq(Stages& stages, uint32 weights_s, const FloatScores& ds, float* dq_rows_g,
                                        const Rows<Traits::Scalar>& k, int rows, const BackwardParams& params,
                                        const Next& next) {
-  constexpr int kColumns = Traits::kHeadDim - kFirst, kBehind = kFirst + Traits::kDqColumns;
+  constexpr int kBehind = kFirst + Traits::kDqColumns;
   const Traits::KPanels panels = k_panels<kFirst>(k);
+  const auto write_ds = [&](int part) { ds.store_by_column<Traits::kPartK>(weights_s, part); };
   Product<Traits::kTileQ, Traits::kDqColumns> dq;
   dq.clear();
   if constexpr (kBehind < Traits::kHeadDim) {
-    multiply_rows(dq, stages, weights_s, panels, k_panels<kBehind>(k));
+    multiply_rows<Traits::kPartK>(dq, stages, weights_s, panels, k_panels<kBehind>(k), write_ds);
   } else {
-    multiply_rows(dq, stages, weights_s, panels, next);
+    multiply_rows<Traits::kPartK>(dq, stages, weights_s, panels, next, write_ds);
   }
-  dq.for_each(rows, kColumns, [&](float x, int row, int col) {
+  dq.for_each(rows, Traits::kHeadDim - kFirst, [&](float x, int row, int col) {
     red_global_add(dq_rows_g + row * params.dq.seq + kFirst + col, params.scale * x);
   });
-  if constexpr (kBehind < Traits::kHeadDim) add_dq<kBehind>(stages, weights_s, dq_rows_g, k, rows, params, next);
+  if constexpr (kBehind < Traits::kHeadDim) {
+    add_dq<kBehind>(stages, weights_s, ds, dq_rows_g, k, rows, params, next);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
@@ -151,27 +155,24 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
                                     delta_g + (static_cast<int64>(batch) * forward.heads + head) * forward.sq};
 
     FloatScores s, dp;
-    const float sum = head_scores.fetch_sum(first_row);
+    const float2 sums = head_scores.fetch_sums(first_row);
     multiply_columns<Traits::kHeadDim>(s, stages, Traits::QKSlices{{q}, {k}}, dout_v);
-    HeadScores::store_sum(smem.sums, sum);
+    HeadScores::store_sums(smem.sums, sums);
     multiply_columns<Traits::kHeadDimV>(dp, stages, dout_v, dout_panels);
     head_scores.turn_to_gradients(s, dp, smem.sums, first_row, first_key, [&](float ds, int row, int key) {
       write_dbias<DBIAS>(dbias_g, ds, batch, head, row, key, params);
     });
 
     __syncthreads();  // weights: the sums have been read
-    s.store_by_row(weights_s);
-    __syncthreads();  // weights: P has been written
-    multiply_rows(dv, stages, weights_s, dout_panels, q_panels);
-    dp.store_by_row(weights_s);
-    __syncthreads();  // weights: dS has been written
+    multiply_rows<Traits::kPartQ>(dv, stages, weights_s, dout_panels, q_panels,
+                                  [&](int part) { s.store_by_row<Traits::kPartQ>(weights_s, part); });
+    const auto write_ds = [&](int part) { dp.store_by_row<Traits::kPartQ>(weights_s, part); };
     if constexpr (ONE_PASS) {
-      multiply_rows(dk, stages, weights_s, q_panels, k_panels<0>(k));
-      dp.store_by_column(weights_s);
-      __syncthreads();  // weights: dS has been written by key
-      add_dq(stages, weights_s, head_rows(dq_g, params.dq, batch, head, first_row), k, tile.rows, params, next);
+      multiply_rows<Traits::kPartQ>(dk, stages, weights_s, q_panels, k_panels<0>(k), write_ds);
+      float* dq_rows_g = head_rows(dq_g, params.dq, batch, head, first_row);
+      add_dq(stages, weights_s, dp, dq_rows_g, k, tile.rows, params, next);
     } else {
-      multiply_rows(dk, stages, weights_s, q_panels, next);
+      multiply_rows<Traits::kPartQ>(dk, stages, weights_s, q_panels, next, write_ds);
     }
     tile = next_tile;
   }

@@ -10,8 +10,9 @@
 // Budget    shared memory: two stages, and dS (TILE_K x TILE_Q floats); registers: dQ, S and dP, a 128th each.
 // Edges     rows beyond the arrays are zeros and not stored; a row without keys gives dq = 0.
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(TILE_Q) || !defined(TILE_K) || \
-    !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
-#error "DTYPE, HEAD_DIM, HEAD_DIM_V, TILE_Q, TILE_K, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
+    !defined(THREAD_ROWS) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
+#error \
+    "DTYPE, HEAD_DIM, HEAD_DIM_V, TILE_Q, TILE_K, THREAD_ROWS, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
 #include "float_gradient.cuh"
 
@@ -23,7 +24,7 @@ struct Smem {
   alignas(128) float stages[2][kStageFloats];
   union {
     TileSums sums;
-    alignas(128) float ds[Traits::kTileK * Traits::kTileQ];  // by key
+    alignas(128) float ds[Traits::kWeightFloats];  // by key
   };
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
@@ -68,16 +69,15 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
     const Traits::QKSlices next = {{q}, {k_of(first_key + Traits::kTileK)}};
 
     FloatScores s, dp;
-    const float sum = head_scores.fetch_sum(first_row);
+    const float2 sums = head_scores.fetch_sums(not_hoisted(first_row));
     multiply_columns<Traits::kHeadDim>(s, stages, Traits::QKSlices{{q}, {k}}, dout_v);
-    HeadScores::store_sum(smem.sums, sum);
+    HeadScores::store_sums(smem.sums, sums);
     multiply_columns<Traits::kHeadDimV>(dp, stages, dout_v, k_panels);
-    head_scores.turn_to_gradients(s, dp, smem.sums, first_row, first_key, [](float, int, int) {});
+    head_scores.turn_to_gradients(s, dp, smem.sums, not_hoisted(first_row), first_key, [](float, int, int) {});
 
     __syncthreads();  // ds: the sums have been read
-    dp.store_by_column(ds_s);
-    __syncthreads();  // ds: written
-    multiply_rows(dq, stages, ds_s, k_panels, next);
+    multiply_rows<Traits::kPartK>(dq, stages, ds_s, k_panels, next,
+                                  [&](int part) { dp.store_by_column<Traits::kPartK>(ds_s, part); });
   }
 
   // Phase 3: scale and store.

@@ -12,6 +12,8 @@
 #include "operand_stages.cuh"
 #include "single_score.cuh"
 
+constexpr int kPartFloats = 4096;
+
 struct FloatTraits {
   using Scalar = DTYPE;
   using Options = ScoreOptions<BIAS, 1, MASK, SLOPES, SOFTCAP>;
@@ -22,11 +24,18 @@ struct FloatTraits {
   static constexpr int kTileK = TILE_K;
   static constexpr int kPaddedDim = round_up(kHeadDim, 4 * kThreadColumns);
   static constexpr int kPaddedDimV = round_up(kHeadDimV, 4 * kThreadColumns);
-  using QKSlices =
-      SlicePair<ColumnSlices<Scalar, kTileQ, kHeadDim, kVec>, ColumnSlices<Scalar, kTileK, kHeadDim, kVec>>;
-  using DoutVSlices =
-      SlicePair<ColumnSlices<Scalar, kTileQ, kHeadDimV, kVec>, ColumnSlices<Scalar, kTileK, kHeadDimV, kVec>>;
-  static_assert(2 * kTileQ <= kProductThreads, "each thread brings one number of the rows' sums at the most");
+  // Slices of queries' and keys' rows fill a stage.
+  static constexpr int kSliceDepth = 16 * (kTileQ + kTileK) <= kStageFloats ? 16 : 8;
+  template <int kRows, int kCols>
+  using Slices = ColumnSlices<Scalar, kRows, kCols, kSliceDepth, kVec>;
+  using QKSlices = SlicePair<Slices<kTileQ, kHeadDim>, Slices<kTileK, kHeadDim>>;
+  using DoutVSlices = SlicePair<Slices<kTileQ, kHeadDimV>, Slices<kTileK, kHeadDimV>>;
+  // Of P and dS shared memory holds so many queries, or keys, at a time.
+  static constexpr int kPartQ = kTileQ * kTileK <= kPartFloats ? kTileQ : kPartFloats / kTileK;
+  static constexpr int kPartK = kTileQ * kTileK <= kPartFloats ? kTileK : kPartFloats / kTileQ;
+  static constexpr int kWeightFloats = kPartQ * kTileK;
+  static_assert(kPartQ * kTileK == kPartK * kTileQ && kTileQ % kPartQ == 0 && kTileK % kPartK == 0, "whole parts");
+  static_assert(kTileQ <= kProductThreads, "each thread brings the sums of one row at the most");
   static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
 };
 
@@ -55,17 +64,17 @@ struct HeadScores {
   const FloatTraits::Options& options;
   const float *lse_g, *delta_g;  // of row 0
 
-  // One number of a tile's sums for each thread: `store` is for later, when it has come.
-  __device__ __forceinline__ float fetch_sum(int first_row) const {
-    const int row = first_row + threadIdx.x % FloatTraits::kTileQ;
-    const bool exists = row < params.attention.sq;
-    if (threadIdx.x >= FloatTraits::kTileQ) return exists ? delta_g[row] : 0.f;
-    return exists ? lse_g[row * params.attention.lse.seq] : -kInfinity;
+  // The sums of one row of a tile for each thread: `store_sums` is for later, when they have come.
+  __device__ __forceinline__ float2 fetch_sums(int first_row) const {
+    const int row = first_row + threadIdx.x;
+    if (threadIdx.x >= FloatTraits::kTileQ || row >= params.attention.sq) return make_float2(-kInfinity, 0.f);
+    return make_float2(lse_g[row * params.attention.lse.seq], delta_g[row]);
   }
-  __device__ __forceinline__ static void store_sum(TileSums& sums, float sum) {
-    const int at = threadIdx.x % FloatTraits::kTileQ, which = threadIdx.x / FloatTraits::kTileQ;
-    if (which == 0) sums.lse_log2[at] = RowSums(sum, 0.f).lse_log2;
-    if (which == 1) sums.delta[at] = sum;
+  __device__ __forceinline__ static void store_sums(TileSums& tile, float2 fetched) {
+    if (threadIdx.x >= FloatTraits::kTileQ) return;
+    const RowSums sums(fetched.x, fetched.y);
+    tile.lse_log2[threadIdx.x] = sums.lse_log2;
+    tile.delta[threadIdx.x] = sums.delta;
   }
 
   // From products to the weights of the values, dropout's factor included, and the gradients of the products. `write`
@@ -87,7 +96,7 @@ struct HeadScores {
     }
     const float scale_log2 = FloatTraits::Options::kPass ? kLog2E : params.attention.scale_log2;
     if (FloatTraits::Options::kPass) options.template apply<true>(s, first_row, first_key);
-    hide(s, first_row, first_key);
+    hide(s, not_hoisted(first_row), not_hoisted(first_key));
 #pragma unroll
     for (int m = 0; m < FloatScores::kThreadM; m++) {
       const int at = FloatScores::row_of(m);
@@ -134,12 +143,21 @@ __device__ __forceinline__ void multiply_columns(FloatScores& scores, Stages& st
   });
 }
 
-// product += W^T R for the rows R that `feed` brings; the weights have been written to shared memory by all threads.
-template <typename Result, typename Feed, typename Next>
+// product += W^T R for the rows R that `feed` brings. fill(part) writes the weights of kPart rows to shared memory,
+// part by part.
+template <int kPart, typename Result, typename Feed, typename Next, typename Fill>
 __device__ __forceinline__ void multiply_rows(Result& product, Stages& stages, uint32 weights_s, const Feed& feed,
-                                              const Next& next) {
+                                              const Next& next, Fill fill) {
+  constexpr int kPartStages = kPart / Feed::kDepth;
+  fill(0);
+  __syncthreads();  // weights: written
   stages.run(feed, next, [&](uint32 stage_s, int number) {
-    product.template add<Feed::kDepth>(weights_s, number * Feed::kDepth, stage_s);
+    const int at = number % kPartStages;
+    if (kPartStages < Feed::kStages && at == 0 && number > 0) {
+      fill(number / kPartStages);
+      __syncthreads();  // weights: the next part has been written
+    }
+    product.template add<Feed::kDepth>(weights_s, at * Feed::kDepth, stage_s);
   });
 }
 

@@ -35,9 +35,9 @@ struct Rows {
 };
 
 // kRows rows, of whose kCols columns a stage takes kDepth: the columns are the depth.
-template <typename Scalar, int kRows, int kCols, int kVec>
+template <typename Scalar, int kRows, int kCols, int kDepth_, int kVec>
 struct ColumnSlices {
-  static constexpr int kDepth = 16;
+  static constexpr int kDepth = kDepth_;
   static constexpr int kStages = div_up(kCols, kDepth);
   static constexpr int kBytes = kDepth * kRows * sizeof(float);
   static constexpr int kQuads = kRows * kDepth / 4 / kProductThreads;
@@ -65,7 +65,7 @@ struct ColumnSlices {
   }
 
  private:
-  __device__ __forceinline__ static int row(int i) { return (threadIdx.x + i * kProductThreads) / (kDepth / 4); }
+  __device__ __forceinline__ static int row(int i) { return (not_hoisted(threadIdx.x) + i * kProductThreads) / (kDepth / 4); }
   __device__ __forceinline__ static int col() { return threadIdx.x % (kDepth / 4) * 4; }
 };
 
@@ -119,7 +119,7 @@ struct RowPanels {
   }
 
  private:
-  __device__ __forceinline__ static int at(int i) { return (threadIdx.x + i * kProductThreads) * 4; }
+  __device__ __forceinline__ static int at(int i) { return (not_hoisted(threadIdx.x) + i * kProductThreads) * 4; }
 };
 
 // Two stages of shared memory: one is multiplied, the other filled.

@@ -12,13 +12,19 @@
 // apart, and of transposed quads all meet in no bank.
 #pragma once
 
+#ifndef THREAD_ROWS
+#error "THREAD_ROWS comes from a launch-configuration table"
+#endif
 #include "outer_products.cuh"
 
-constexpr int kThreadRows = 8, kThreadColumns = 16;
-constexpr int kProductThreads = kThreadRows * kThreadColumns;
+constexpr int kProductThreads = 128;
+constexpr int kThreadRows = THREAD_ROWS, kThreadColumns = kProductThreads / kThreadRows;
+constexpr int kWarpColumns = kThreadColumns / 8;  // warps side by side
 
-__device__ __forceinline__ int thread_row() { return warp_index() / 2 * 4 + lane_index() % 2 + lane_index() / 16 * 2; }
-__device__ __forceinline__ int thread_column() { return warp_index() % 2 * 8 + lane_index() / 2 % 8; }
+__device__ __forceinline__ int thread_row() {
+  return warp_index() / kWarpColumns * 4 + lane_index() % 2 + lane_index() / 16 * 2;
+}
+__device__ __forceinline__ int thread_column() { return warp_index() % kWarpColumns * 8 + lane_index() / 2 % 8; }
 
 // What is XORed into the address of every place of depth d, within 128 bytes.
 __device__ __forceinline__ constexpr uint32 depth_flip(int d) { return (d & 4) * 16 + (d & 8) * 4; }
@@ -84,28 +90,35 @@ struct Product {
         });
   }
 
-  // To shared memory as the left operand of a product over the rows, or over the columns.
-  __device__ __forceinline__ void store_by_row(uint32 operand_s) const {
+  // kPart rows from part * kPart on to shared memory, as the left operand of a product over the rows.
+  template <int kPart>
+  __device__ __forceinline__ void store_by_row(uint32 operand_s, int part) const {
+    static_assert(kPart % (kThreadRows * kRowGroup) == 0, "whole groups of all threads");
 #pragma unroll
     for (int m = 0; m < kThreadM; m++) {
+      if (m * kThreadRows / kPart != part) continue;
 #pragma unroll
       for (int n = 0; n < kThreadN; n += kColumnGroup) {
         float group[kColumnGroup];
 #pragma unroll
         for (int i = 0; i < kColumnGroup; i++) group[i] = c[m][n + i];
-        st_shared(operand_s + operand_offset<kColumns>(row_of(m), column_of(n)), group);
+        st_shared(operand_s + operand_offset<kColumns>(not_hoisted(row_of(m)) % kPart, column_of(n)), group);
       }
     }
   }
-  __device__ __forceinline__ void store_by_column(uint32 operand_s) const {
+  // kPart columns, as the left operand of a product over the columns.
+  template <int kPart>
+  __device__ __forceinline__ void store_by_column(uint32 operand_s, int part) const {
+    static_assert(kPart % (kThreadColumns * kColumnGroup) == 0, "whole groups of all threads");
 #pragma unroll
     for (int m = 0; m < kThreadM; m += kRowGroup) {
 #pragma unroll
       for (int n = 0; n < kThreadN; n++) {
+        if (n * kThreadColumns / kPart != part) continue;
         float group[kRowGroup];
 #pragma unroll
         for (int i = 0; i < kRowGroup; i++) group[i] = c[m + i][n];
-        st_shared(operand_s + operand_offset<kRows>(column_of(n), row_of(m)), group);
+        st_shared(operand_s + operand_offset<kRows>(not_hoisted(column_of(n)) % kPart, row_of(m)), group);
       }
     }
   }

@@ -22,6 +22,7 @@ VECTOR_ITEMS = 4
 
 _THREADS = 128  # kProductThreads in register_products.cuh
 _STAGE = 8192  # kStageBytes in operand_stages.cuh
+_PART = 4096  # kPartFloats in float_gradient.cuh
 _FLOAT = 4  # bytes
 _STRUCTS = {
     "PARAMS_BYTES": ATTENTION_PARAMS.itemsize,
@@ -31,24 +32,28 @@ _STRUCTS = {
 
 @dataclass(frozen=True)
 class FloatConfig:
-    """One CTA of 128 threads per tile_k keys (dk, dv) or tile_q queries (dq)."""
+    """One CTA per tile_k keys (dk, dv) or tile_q queries (dq).
+
+    Its 128 threads are thread_rows by 128 / thread_rows in every product.
+    """
 
     tile_q: int
     tile_k: int
+    thread_rows: int
     ctas_per_sm: int
     reason: str
 
 
 # The first row whose head dim is not below max(D, Dv).
 DKDV = {
-    64: FloatConfig(64, 64, 2, "8 x 4 scores a thread: 12 words of shared memory feed 32 FFMAs"),
-    128: FloatConfig(64, 64, 2, "as for 64; dK and dV take 128 registers"),
-    256: FloatConfig(64, 32, 2, "half the keys: dK and dV take 128 registers again"),
+    64: FloatConfig(128, 64, 16, 2, "8 x 8 scores a thread: 16 words of shared memory feed 64 FFMAs"),
+    128: FloatConfig(64, 64, 8, 2, "dK and dV, 8 x 8 a thread each, leave room for 8 x 4 scores"),
+    256: FloatConfig(64, 32, 8, 2, "half the keys: dK and dV take 128 registers again"),
 }
 DQ = {
-    64: FloatConfig(64, 64, 2, "as dK and dV"),
-    128: FloatConfig(64, 64, 2, "as dK and dV"),
-    256: FloatConfig(32, 64, 2, "half the queries: dQ takes 64 registers"),
+    64: FloatConfig(128, 64, 16, 2, "8 x 8 scores and 8 x 8 of dQ a thread"),
+    128: FloatConfig(64, 64, 8, 2, "as dK and dV"),
+    256: FloatConfig(32, 64, 8, 2, "half the queries: dQ takes 64 registers"),
 }
 
 
@@ -138,6 +143,7 @@ def _macros(
         "HEAD_DIM_V": head_dim_v,
         "TILE_Q": config.tile_q,
         "TILE_K": config.tile_k,
+        "THREAD_ROWS": config.thread_rows,
         "VEC": vec,
         "MIN_CTAS": config.ctas_per_sm,
         "BIAS": options.bias,
@@ -149,8 +155,8 @@ def _macros(
 
 
 def _shared_bytes(config: FloatConfig) -> int:
-    """Sum two stages and the weights (the sources assert it)."""
-    return 2 * _STAGE + _FLOAT * config.tile_q * config.tile_k
+    """Sum two stages and the part of the weights that is held (the sources assert it)."""
+    return 2 * _STAGE + _FLOAT * min(config.tile_q * config.tile_k, _PART)
 
 
 def _cpp_bool(value: bool) -> str:
