@@ -122,7 +122,7 @@ FAULTS = {
         OutOfBoundsError,
     ),
     "f32: one row too many is stored": (
-        Bug(PRODUCTS, "if (row_of(m) >= rows) continue;", "if (row_of(m) > rows) continue;"),
+        Bug(PRODUCTS, "if (row >= rows) continue;", "if (row > rows) continue;"),
         OutOfBoundsError,
     ),
     "dsinks: one row too many": (

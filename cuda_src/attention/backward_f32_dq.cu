@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
     multiply_columns<Traits::kHeadDim>(s, stages, Traits::QKSlices{{q}, {k}}, dout_v);
     HeadScores::store_sums(smem.sums, sums);
     multiply_columns<Traits::kHeadDimV>(dp, stages, dout_v, k_panels);
-    head_scores.turn_to_gradients(s, dp, smem.sums, not_hoisted(first_row), first_key, [](float, int, int) {});
+    head_scores.turn_to_gradients(s, dp, smem.sums, first_row, first_key, [](float, int, int) {});
 
     __syncthreads();  // ds: the sums have been read
     multiply_rows<Traits::kPartK>(dq, stages, ds_s, k_panels, next,

@@ -84,7 +84,8 @@ struct HeadScores {
   // before the point, and exp(s - lse) would overflow.
   template <typename Write>
   __device__ __forceinline__ void turn_to_gradients(FloatScores& s, FloatScores& dp, const TileSums& sums,
-                                                    int first_row, int first_key, Write write) const {
+                                                    int tile_row, int tile_key, Write write) const {
+    const int first_row = not_hoisted(tile_row), first_key = not_hoisted(tile_key);
     const ScoreParams& scores = params.attention.scores;
     FloatScores slope;
     if (SOFTCAP) {
@@ -96,7 +97,7 @@ struct HeadScores {
     }
     const float scale_log2 = FloatTraits::Options::kPass ? kLog2E : params.attention.scale_log2;
     if (FloatTraits::Options::kPass) options.template apply<true>(s, first_row, first_key);
-    hide(s, not_hoisted(first_row), not_hoisted(first_key));
+    hide(s, first_row, first_key);
 #pragma unroll
     for (int m = 0; m < FloatScores::kThreadM; m++) {
       const int at = FloatScores::row_of(m);

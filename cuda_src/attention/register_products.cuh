@@ -66,10 +66,11 @@ struct Product {
   __device__ __forceinline__ void for_each(int rows, int columns, Body body) const {
 #pragma unroll
     for (int m = 0; m < kThreadM; m++) {
-      if (row_of(m) >= rows) continue;
+      const int row = not_hoisted(row_of(m));
+      if (row >= rows) continue;
 #pragma unroll
       for (int n = 0; n < kThreadN; n++) {
-        if (column_of(n) < columns) body(c[m][n], row_of(m), column_of(n));
+        if (column_of(n) < columns) body(c[m][n], row, column_of(n));
       }
     }
   }

@@ -38,8 +38,8 @@ def f32_plan(
     dbias = results["dbias"].dtype.name if every_score else "void"
     params = backward_params(problem, results, accumulate=accumulate, dbias=results.get("dbias"))
 
-    key_tiles = -(-problem.sk // f32.dkdv_config(*dims).tile_k)
-    row_tiles = -(-problem.sq // f32.dq_config(*dims).tile_q)
+    key_tiles = -(-problem.sk // f32.dkdv_config(*dims, options).tile_k)
+    row_tiles = -(-problem.sq // f32.dq_config(*dims, options).tile_q)
     one_pass = not deterministic and problem.dtype == np.float32
     dkdv = f32.dkdv(*shape, vec, one_pass, options, dbias)
     steps = [

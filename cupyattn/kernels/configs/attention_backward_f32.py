@@ -43,6 +43,10 @@ class FloatConfig:
     ctas_per_sm: int
     reason: str
 
+    def fits(self, crowded: bool) -> bool:
+        """Whether scores leave registers for options that take as many again."""
+        return not crowded or self.tile_q * self.tile_k <= _PART
+
 
 # The first row whose head dim is not below max(D, Dv).
 DKDV = {
@@ -57,16 +61,23 @@ DQ = {
 }
 
 
-def dkdv_config(head_dim: int, head_dim_v: int) -> FloatConfig:
-    """Return the table row of dk and dv for these head dims."""
-    largest = max(head_dim, head_dim_v)
-    return next(config for limit, config in DKDV.items() if largest <= limit)
+def dkdv_config(head_dim: int, head_dim_v: int, options: FlashOptions) -> FloatConfig:
+    """Return the table row of dk and dv for these head dims and options."""
+    return _row(DKDV, head_dim, head_dim_v, options)
 
 
-def dq_config(head_dim: int, head_dim_v: int) -> FloatConfig:
-    """Return the table row of dq for these head dims."""
+def dq_config(head_dim: int, head_dim_v: int, options: FlashOptions) -> FloatConfig:
+    """Return the table row of dq for these head dims and options."""
+    return _row(DQ, head_dim, head_dim_v, options)
+
+
+def _row(
+    table: dict[int, FloatConfig], head_dim: int, head_dim_v: int, options: FlashOptions
+) -> FloatConfig:
     largest = max(head_dim, head_dim_v)
-    return next(config for limit, config in DQ.items() if largest <= limit)
+    # The softcap's slopes and dropout's random words leave no registers for 8 x 8 scores.
+    crowded = options.softcap or options.dropout
+    return next(row for limit, row in table.items() if largest <= limit and row.fits(crowded))
 
 
 DELTA_ROWS = 8
@@ -102,7 +113,7 @@ def dkdv(
     With `one_pass` it adds to dq as well, which has to be float32; `dbias` is the dtype that it
     writes, or "void".
     """
-    config = dkdv_config(head_dim, head_dim_v)
+    config = dkdv_config(head_dim, head_dim_v, options)
     return ATTENTION_BACKWARD_F32_DKDV.specialise(
         threads=_THREADS,
         shared_bytes=0,
@@ -119,7 +130,7 @@ def dq(
     dtype: str, head_dim: int, head_dim_v: int, vec: int, options: FlashOptions
 ) -> Specialisation:
     """Specialise the kernel of dq."""
-    config = dq_config(head_dim, head_dim_v)
+    config = dq_config(head_dim, head_dim_v, options)
     return ATTENTION_BACKWARD_F32_DQ.specialise(
         threads=_THREADS,
         shared_bytes=0,
