@@ -14,9 +14,9 @@
 //           at a time (operand_stages.cuh); a thread keeps its blocks of dK and dV in registers through the walk.
 // Grid      B * G * ceil(Sk / TILE_K) CTAs of 128 threads; each walks the queries of all heads of its group that see
 //           one of its keys.
-// Budget    shared memory: two stages, and P or dS (TILE_Q x TILE_K floats); registers: dK and dV, and S and dP or, for
-//           128 columns at a time, dQ: a 128th each.
-// Barriers  one a stage, and two for P, one for dS and one for dS by key.
+// Budget    shared memory: two stages, and P or dS, or a part of it; registers: dK and dV, and S and dP or, for 128
+//           columns at a time, dQ: a 128th each.
+// Barriers  one a stage, one for each part of P or dS, and one before P.
 // Edges     rows beyond the arrays are zeros and not stored; keys that no query sees give zeros. dbias, if given, has
 //           every score's place: it is written here, where the score is seen.
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(TILE_Q) || !defined(TILE_K) ||        \

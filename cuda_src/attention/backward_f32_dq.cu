@@ -7,7 +7,7 @@
 // Shapes    AttentionParams (params.cuh), BackwardParams (backward_params.cuh); delta (B, H, Sq) float32, contiguous.
 // Tiles     TILE_Q queries, which the CTA owns, by TILE_K keys; products as in backward_f32_dkdv.cu.
 // Grid      B * H * ceil(Sq / TILE_Q) CTAs of 128 threads; under causal order the longest rows start first.
-// Budget    shared memory: two stages, and dS (TILE_K x TILE_Q floats); registers: dQ, S and dP, a 128th each.
+// Budget    shared memory: two stages, and dS, or a part of it; registers: dQ, S and dP, a 128th each.
 // Edges     rows beyond the arrays are zeros and not stored; a row without keys gives dq = 0.
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(TILE_Q) || !defined(TILE_K) || \
     !defined(THREAD_ROWS) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)

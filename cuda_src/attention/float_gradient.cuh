@@ -12,7 +12,7 @@
 #include "operand_stages.cuh"
 #include "single_score.cuh"
 
-constexpr int kPartFloats = 4096;
+constexpr int kPartFloats = 4096;  // of P or dS, in shared memory
 
 struct FloatTraits {
   using Scalar = DTYPE;
@@ -30,7 +30,7 @@ struct FloatTraits {
   using Slices = ColumnSlices<Scalar, kRows, kCols, kSliceDepth, kVec>;
   using QKSlices = SlicePair<Slices<kTileQ, kHeadDim>, Slices<kTileK, kHeadDim>>;
   using DoutVSlices = SlicePair<Slices<kTileQ, kHeadDimV>, Slices<kTileK, kHeadDimV>>;
-  // Of P and dS shared memory holds so many queries, or keys, at a time.
+  // Shared memory holds P and dS of so many queries, or dS of so many keys, at a time.
   static constexpr int kPartQ = kTileQ * kTileK <= kPartFloats ? kTileQ : kPartFloats / kTileK;
   static constexpr int kPartK = kTileQ * kTileK <= kPartFloats ? kTileK : kPartFloats / kTileQ;
   static constexpr int kWeightFloats = kPartQ * kTileK;

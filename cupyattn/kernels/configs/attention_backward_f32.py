@@ -24,6 +24,7 @@ _THREADS = 128  # kProductThreads in register_products.cuh
 _STAGE = 8192  # kStageBytes in operand_stages.cuh
 _PART = 4096  # kPartFloats in float_gradient.cuh
 _FLOAT = 4  # bytes
+_SCORES = 64  # of a thread at the most
 _STRUCTS = {
     "PARAMS_BYTES": ATTENTION_PARAMS.itemsize,
     "BACKWARD_PARAMS_BYTES": BACKWARD_PARAMS.itemsize,
@@ -43,14 +44,12 @@ class FloatConfig:
     ctas_per_sm: int
     reason: str
 
-    def fits(self, crowded: bool) -> bool:
-        """Whether scores leave registers for options that take as many again."""
-        return not crowded or self.tile_q * self.tile_k <= _PART
 
-
-# The first row whose head dim is not below max(D, Dv).
+# The first row whose head dim is not below max(D, Dv), but for options that take registers.
 DKDV = {
-    64: FloatConfig(128, 64, 16, 2, "8 x 8 scores a thread: 16 words of shared memory feed 64 FFMAs"),
+    64: FloatConfig(
+        128, 64, 16, 2, "8 x 8 scores a thread: 16 words of shared memory feed 64 FFMAs"
+    ),
     128: FloatConfig(64, 64, 8, 2, "dK and dV, 8 x 8 a thread each, leave room for 8 x 4 scores"),
     256: FloatConfig(64, 32, 8, 2, "half the keys: dK and dV take 128 registers again"),
 }
@@ -75,9 +74,13 @@ def _row(
     table: dict[int, FloatConfig], head_dim: int, head_dim_v: int, options: FlashOptions
 ) -> FloatConfig:
     largest = max(head_dim, head_dim_v)
-    # The softcap's slopes and dropout's random words leave no registers for 8 x 8 scores.
-    crowded = options.softcap or options.dropout
-    return next(row for limit, row in table.items() if largest <= limit and row.fits(crowded))
+    # The softcap's slopes and dropout's random words take the registers of four scores in eight.
+    most = _SCORES // 2 if options.softcap or options.dropout else _SCORES
+    return next(
+        row
+        for limit, row in table.items()
+        if largest <= limit and row.tile_q * row.tile_k <= most * _THREADS
+    )
 
 
 DELTA_ROWS = 8
@@ -178,7 +181,7 @@ _EVERYTHING = FlashOptions(bias="float32", mask=True, slopes="float32", softcap=
 
 
 def catalogue() -> Iterator[Specialisation]:
-    """Yield every row at its largest head dim, with vector and scalar loads; all options at 64."""
+    """Yield every row at its largest head dim, with vector and scalar loads; options at 64."""
     for dtype in DTYPES:
         for head_dim in DKDV:
             yield delta(dtype, head_dim)
@@ -186,6 +189,7 @@ def catalogue() -> Iterator[Specialisation]:
                 for one_pass in (True, False) if dtype == "float32" else (False,):
                     yield dkdv(dtype, head_dim, head_dim, vec, one_pass, PLAIN, "void")
                 yield dq(dtype, head_dim, head_dim, vec, PLAIN)
-    for one_pass in (True, False):
-        yield dkdv("float32", 64, 64, VECTOR_ITEMS, one_pass, _EVERYTHING, "float32")
-    yield dq("float32", 64, 64, VECTOR_ITEMS, _EVERYTHING)
+    for options in (_EVERYTHING, FlashOptions(bias="float32")):
+        for one_pass in (True, False):
+            yield dkdv("float32", 64, 64, VECTOR_ITEMS, one_pass, options, "float32")
+        yield dq("float32", 64, 64, VECTOR_ITEMS, options)
