@@ -110,12 +110,8 @@ FAULTS = {
     ),
     "f32: after the first stage": (without_barrier(STAGES, "stage: wr"), SharedMemoryRaceError),
     "f32: before P": (without_barrier(FLOAT_DKDV, "weights: the sums"), SharedMemoryRaceError),
-    "f32: after P": (without_barrier(FLOAT_DKDV, "weights: P"), SharedMemoryRaceError),
-    "f32: after dS": (
-        without_barrier(FLOAT_DKDV, "weights: dS has been written\n"), SharedMemoryRaceError
-    ),
-    "f32: after dS by key": (
-        without_barrier(FLOAT_DKDV, "weights: dS has been written by key"), SharedMemoryRaceError
+    "f32: after P and after dS": (
+        without_barrier(FLOAT_SCORES, "weights: written"), SharedMemoryRaceError
     ),
     "f32: one row too many is loaded": (
         Bug(STAGES, "row(i) < from.rows", "row(i) <= from.rows"),
@@ -193,7 +189,7 @@ MISTAKES = {
         Bug(FLOAT_SCORES, "SOFTCAP ? ds * slope.c[m][n] : ds", "ds"), {"dq", "dk"}
     ),
     "f32: the second P in place of dS": (
-        Bug(FLOAT_DKDV, "dp.store_by_row(weights_s);", "s.store_by_row(weights_s);"), {"dk"}
+        Bug(FLOAT_DKDV, "dp.store_by_row<", "s.store_by_row<"), {"dk"}
     ),
     "f32: dS of the neighbouring row": (
         Bug(PRODUCTS, "= c[m + i][n]", "= c[m + (i ^ 1)][n]"),

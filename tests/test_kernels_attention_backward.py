@@ -12,6 +12,7 @@ from hypothesis import given
 from numpy.testing import assert_array_equal
 from strategies import AttentionProblem, attention_problems
 
+import cupyattn
 from cupyattn import AttentionGrads, reference
 from cupyattn.kernels.configs.attention_backward import DQ, ONE_PASS
 from cupyattn.kernels.configs.attention_backward_f32 import DKDV as DKDV_F32

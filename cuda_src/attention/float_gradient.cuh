@@ -83,8 +83,8 @@ struct HeadScores {
   // A weight is held to at most 1: where a row's lse lies beyond 1e7 (a finite bias on all its keys), its digits end
   // before the point, and exp(s - lse) would overflow.
   template <typename Write>
-  __device__ __forceinline__ void turn_to_gradients(FloatScores& s, FloatScores& dp, const TileSums& sums,
-                                                    int tile_row, int tile_key, Write write) const {
+  __device__ __forceinline__ void turn_to_gradients(FloatScores& s, FloatScores& dp, const TileSums& sums, int tile_row,
+                                                    int tile_key, Write write) const {
     const int first_row = not_hoisted(tile_row), first_key = not_hoisted(tile_key);
     const ScoreParams& scores = params.attention.scores;
     FloatScores slope;
