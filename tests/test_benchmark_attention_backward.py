@@ -182,7 +182,8 @@ def test_text(a_gpu, capsys):
         ((), [False, True]),
         (("--deterministic",), [True]),
         (("--deterministic", "never"), [False]),
-        (("--dtype", "float32"), [False]),
+        (("--dtype", "float32"), [False, True]),
+        (("--dtype", "bfloat16"), [False]),
     ],
 )
 def test_json(a_gpu, tmp_path, arguments, modes):
