@@ -136,6 +136,20 @@ def test_a_bug_is_found_by_a_check(name: str, ratios_with: Callable[..., dict[st
     assert found.value.line > 0
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_missing_barrier_between_two_parts_of_the_weights_is_found(
+    deterministic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Only without options that take registers a tile of the float32 kernels has two parts."""
+    q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 70, 1, 16), np.float32)
+    out, lse = cupyattn.attention(q, k, v, return_lse=True)
+    plant(tmp_path, without_barrier(FLOAT_SCORES, "weights: the next part"))
+    module = sys.modules["cupyattn.functional.attention_backward"]
+    monkeypatch.setattr(module, "device_of", lambda _: PlantedDevice(tmp_path, Checks.all()))
+    with pytest.raises(SharedMemoryRaceError):
+        cupyattn.attention_backward(dout, q, k, v, out, lse, deterministic=deterministic)
+
+
 # By the gradients that show them, and no others.
 MISTAKES = {
     "delta is not subtracted": (
