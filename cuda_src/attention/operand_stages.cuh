@@ -65,7 +65,9 @@ struct ColumnSlices {
   }
 
  private:
-  __device__ __forceinline__ static int row(int i) { return (not_hoisted(threadIdx.x) + i * kProductThreads) / (kDepth / 4); }
+  __device__ __forceinline__ static int row(int i) {
+    return (not_hoisted(threadIdx.x) + i * kProductThreads) / (kDepth / 4);
+  }
   __device__ __forceinline__ static int col() { return threadIdx.x % (kDepth / 4) * 4; }
 };
 
