@@ -28,6 +28,7 @@ FORWARD_CU = "attention/forward.cu"
 PRODUCTS_CUH, EPILOGUE_CUH = "attention/tile_products.cuh", "attention/forward_epilogue.cuh"
 F32_CU, F32_STAGE_CUH = "attention/forward_f32.cu", "attention/float_stage.cuh"
 F32_PRODUCTS_CUH = "attention/float_products.cuh"
+F32_EPILOGUE_CUH = "attention/register_epilogue.cuh"
 TILE_CUH, STAGE_CUH, REDUCE_CUH = "common/tile.cuh", "attention/stage.cuh", "common/reduce.cuh"
 
 

@@ -65,7 +65,8 @@ def test_gradients_are_those_of_the_option(option):
     [
         ("flash", "float16", BOTH, [False, True]),
         ("flash", "float16", (True,), [True]),
-        ("flash", "float32", BOTH, [False]),
+        ("flash", "float32", BOTH, [False, True]),
+        ("flash", "bfloat16", BOTH, [False]),
         ("flash", "bfloat16", (True,), [True]),
         ("naive", "float16", BOTH, [False]),
     ],
@@ -181,7 +182,8 @@ def test_text(a_gpu, capsys):
         ((), [False, True]),
         (("--deterministic",), [True]),
         (("--deterministic", "never"), [False]),
-        (("--dtype", "float32"), [False]),
+        (("--dtype", "float32"), [False, True]),
+        (("--dtype", "bfloat16"), [False]),
     ],
 )
 def test_json(a_gpu, tmp_path, arguments, modes):

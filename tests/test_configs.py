@@ -10,7 +10,13 @@ from strategies import dtype_of
 
 from cupyattn.kernels import configs
 from cupyattn.kernels.arch import ARCHS, TURING, WARP_SIZE, arch_of
-from cupyattn.kernels.configs import attention, attention_backward_naive, softmax
+from cupyattn.kernels.configs import (
+    attention,
+    attention_backward_f32,
+    attention_backward_naive,
+    softmax,
+)
+from cupyattn.kernels.configs.attention import PLAIN, FlashOptions
 from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES, vector_items
 from cupyattn.kernels.registry import KERNELS
 from cupyattn.kernels.source import source_root
@@ -184,6 +190,18 @@ def test_float32_flash_fits_for_all_head_dims():
         assert config.reason.strip()
         shared = attention._flash_f32_shared_bytes(config, largest)
         assert shared * config.ctas_per_sm <= TURING.shared_bytes_per_cta
+
+
+@pytest.mark.parametrize("table", ["DKDV", "DQ"])
+def test_float_backward_rows_and_the_options_that_take_registers(table):
+    rows = getattr(attention_backward_f32, table)
+    config = getattr(attention_backward_f32, f"{table.lower()}_config")
+    for largest, row in ((1, 64), (64, 64), (65, 128), (128, 128), (129, 256), (256, 256)):
+        for dims in ((largest, 1), (1, largest)):
+            for options in (PLAIN, FlashOptions(bias="float32"), FlashOptions(mask=True)):
+                assert config(*dims, options) is rows[row]
+            for options in (FlashOptions(softcap=True), FlashOptions(dropout=True)):
+                assert config(*dims, options) is rows[max(row, 128)]
 
 
 def test_the_catalogue_has_every_float32_flash_row_and_option():

@@ -7,6 +7,7 @@ import pytest
 from planted_bugs import (
     EPILOGUE_CUH,
     F32_CU,
+    F32_EPILOGUE_CUH,
     F32_STAGE_CUH,
     FORWARD_CU,
     NAIVE_CU,
@@ -206,7 +207,7 @@ FAULTS = {
         OutOfBoundsError,
     ),
     "flash f32: one row too many is stored": (
-        Bug(F32_CU, "(query >= cta.params.sq) continue;", "(query > cta.params.sq) continue;"),
+        Bug(F32_EPILOGUE_CUH, "(query >= params.sq) continue;", "(query > params.sq) continue;"),
         OutOfBoundsError,
     ),
     "flash f32: the query head in place of the key-value head": (

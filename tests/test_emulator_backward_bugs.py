@@ -79,9 +79,10 @@ DQ, DKDV, DBIAS, DSINKS = (
     f"attention/backward_naive_{name}.cu" for name in ("dq", "dkdv", "dbias", "dsinks")
 )
 SCORE, MASK = "attention/single_score.cuh", "common/mask.cuh"
-FLOAT_DKDV, FLOAT_DQ = "attention/backward_f32_dkdv.cu", "attention/backward_f32_dq.cu"
+FLOAT_DKDV = "attention/backward_f32_dkdv.cu"
 FLOAT_SCORES, PRODUCTS = "attention/float_gradient.cuh", "attention/register_products.cuh"
-FLOAT_FILES = {FLOAT_DKDV, FLOAT_DQ, FLOAT_SCORES, PRODUCTS}
+STAGES = "attention/operand_stages.cuh"
+FLOAT_FILES = {FLOAT_DKDV, FLOAT_SCORES, PRODUCTS, STAGES}
 
 
 def kernels_of(bug: Bug) -> tuple[str, str]:
@@ -104,19 +105,20 @@ FAULTS = {
     "dbias: one item too many": (
         Bug(DBIAS, "item < items.count()", "item <= items.count()"), OutOfBoundsError
     ),
-    "f32: before the weights are read": (
-        without_barrier(FLOAT_SCORES, "stage: the previous one has been read; weights"),
-        SharedMemoryRaceError,
+    "f32: between two stages": (
+        without_barrier(STAGES, "stages: this one has been read"), SharedMemoryRaceError
     ),
-    "f32: between P and dS": (
-        without_barrier(FLOAT_DKDV, "weights: P has been read"), SharedMemoryRaceError
+    "f32: after the first stage": (without_barrier(STAGES, "stage: wr"), SharedMemoryRaceError),
+    "f32: before P": (without_barrier(FLOAT_DKDV, "weights: the sums"), SharedMemoryRaceError),
+    "f32: after P and after dS": (
+        without_barrier(FLOAT_SCORES, "weights: written"), SharedMemoryRaceError
     ),
     "f32: one row too many is loaded": (
-        Bug(PRODUCTS, "const bool exists = row(i) < rows;", "const bool exists = row(i) <= rows;"),
+        Bug(STAGES, "row(i) < from.rows", "row(i) <= from.rows"),
         OutOfBoundsError,
     ),
     "f32: one row too many is stored": (
-        Bug(FLOAT_SCORES, "if (row >= rows) continue;", "if (row > rows) continue;"),
+        Bug(PRODUCTS, "if (row >= rows) continue;", "if (row > rows) continue;"),
         OutOfBoundsError,
     ),
     "dsinks: one row too many": (
@@ -132,6 +134,20 @@ def test_a_bug_is_found_by_a_check(name: str, ratios_with: Callable[..., dict[st
         ratios_with(kernels_of(bug), bug)
     assert type(found.value) is fault
     assert found.value.line > 0
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_missing_barrier_between_two_parts_of_the_weights_is_found(
+    deterministic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Only without options that take registers a tile of the float32 kernels has two parts."""
+    q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 70, 1, 16), np.float32)
+    out, lse = cupyattn.attention(q, k, v, return_lse=True)
+    plant(tmp_path, without_barrier(FLOAT_SCORES, "weights: the next part"))
+    module = sys.modules["cupyattn.functional.attention_backward"]
+    monkeypatch.setattr(module, "device_of", lambda _: PlantedDevice(tmp_path, Checks.all()))
+    with pytest.raises(SharedMemoryRaceError):
+        cupyattn.attention_backward(dout, q, k, v, out, lse, deterministic=deterministic)
 
 
 # By the gradients that show them, and no others.
@@ -179,20 +195,21 @@ MISTAKES = {
         {"dsinks"},
     ),
     "f32: delta is not subtracted": (
-        Bug(FLOAT_SCORES, "p * (keep * dp.c[m][n] - sums.delta)", "p * (keep * dp.c[m][n])"),
+        Bug(FLOAT_SCORES, "p * (keep * dp.c[m][n] - delta)", "p * (keep * dp.c[m][n])"),
         {"dq", "dk", "dbias"},
     ),
-    "f32: no dropout in p": (Bug(FLOAT_SCORES, "s.c[m][n] = p * keep;", "s.c[m][n] = p;"), {"dv"}),
+    "f32: no dropout in p": (Bug(FLOAT_SCORES, "seen ? p * keep", "seen ? p"), {"dv"}),
     "f32: no slope of the softcap": (
         Bug(FLOAT_SCORES, "SOFTCAP ? ds * slope.c[m][n] : ds", "ds"), {"dq", "dk"}
     ),
     "f32: the second P in place of dS": (
-        Bug(FLOAT_DKDV, "write_weights(smem, dp);", "write_weights(smem, s);"), {"dk"}
+        Bug(FLOAT_DKDV, "dp.store_by_row<", "s.store_by_row<"), {"dk"}
     ),
     "f32: dS of the neighbouring row": (
-        Bug(FLOAT_DQ, "= scores.c[m + i][n]", "= scores.c[m + (i ^ 1)][n]"),
+        Bug(PRODUCTS, "= c[m + i][n]", "= c[m + (i ^ 1)][n]"),
         {"dq"},
     ),
+    "f32: dq without its scale": (Bug(FLOAT_DKDV, "params.scale * x", "x"), {"dq"}),
     "f32: the last columns of a stage are dropped": (
         Bug(PRODUCTS, "div_up(depth, kGroup),", "div_up(depth, kGroup) - 1,"),
         {"dq", "dk", "dv", "dbias"},

@@ -12,6 +12,7 @@ from hypothesis import given
 from numpy.testing import assert_array_equal
 from strategies import AttentionProblem, attention_problems
 
+import cupyattn
 from cupyattn import AttentionGrads, reference
 from cupyattn.kernels.configs.attention_backward import DQ, ONE_PASS
 from cupyattn.kernels.configs.attention_backward_f32 import DKDV as DKDV_F32
@@ -74,16 +75,18 @@ def test_flash_options_within_bounds_of_the_reference(
     check(problem, "flash", deterministic=deterministic)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @examples(on_emulator=8)
 @given(
     problem=attention_problems(
         head_dims=FLOAT_HEAD_DIMS, dtypes=FLOAT_DTYPES, options=OPTIONS, largest=100
     )
 )
-def test_float_flash_within_bounds_of_the_reference(problem: AttentionProblem):
-    check(problem, "flash")
+def test_float_flash_within_bounds_of_the_reference(deterministic: bool, problem: AttentionProblem):
+    check(problem, "flash", deterministic=deterministic)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @examples(on_emulator=8)
 @given(
     problem=attention_problems(
@@ -93,18 +96,43 @@ def test_float_flash_within_bounds_of_the_reference(problem: AttentionProblem):
         largest=100,
     )
 )
-def test_float_flash_options_within_bounds_of_the_reference(problem: AttentionProblem):
-    check(problem, "flash")
+def test_float_flash_options_within_bounds_of_the_reference(
+    deterministic: bool, problem: AttentionProblem
+):
+    check(problem, "flash", deterministic=deterministic)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", DKDV_F32)
-def test_every_row_of_the_float_tables(head_dim: int, dtype: str):
+def test_every_row_of_the_float_tables(head_dim: int, deterministic: bool, dtype: str):
     problem = AttentionProblem(
         B=1, Sq=80, Sk=100, H=2, G=1, D=head_dim, Dv=head_dim, dtype=dtype,
         drawn=(("causal", True),),
     )  # fmt: skip
-    check(problem, "flash")
+    check(problem, "flash", deterministic=deterministic)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("large", [1e7, 1e8, 1e9, 1e10, 1e30])
+def test_float_weights_are_at_most_1_where_lse_has_no_digits(large: float, deterministic: bool):
+    """A finite bias on all keys of a row; its gradients mean nothing, those of other rows do."""
+    problem = AttentionProblem(B=1, Sq=70, Sk=70, H=1, G=1, D=16, Dv=16, dtype="float32")
+    hidden = np.arange(70) % 3 == 0
+    bias = np.where(hidden, -large, 0.0).astype(np.float32)[:, None].repeat(70, axis=1)
+    dout, (q, k, v) = problem.gradients()[0], problem.arrays()
+    placed_rows = tuple(map(KERNELS.put, (q, k, v)))
+    out, lse = map(
+        KERNELS.get, cupyattn.attention(*placed_rows, bias=KERNELS.put(bias), return_lse=True)
+    )
+    arrays, options = (dout, q, k, v, out, lse), {"bias": bias, "deterministic": deterministic}
+    grads = run(arrays, options, "flash")
+    assert all(np.isfinite(gradient).all() for gradient in grads.values())
+    assert (np.abs(grads["dv"]) <= 1.0001 * np.abs(dout).sum(axis=1, keepdims=True)).all()
+    seen = (dout[:, ~hidden], q[:, ~hidden], k, v, out[:, ~hidden], lse[..., ~hidden])
+    exact = reference.attention_backward(*seen)
+    bounds = reference.attention_backward_bound(*seen, dtype="float32", float32_weights=False)
+    assert reference.error_ratio(grads["dq"][:, ~hidden], exact.dq, bounds.dq) <= 1
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -126,6 +154,7 @@ def test_every_row_of_the_flash_tables(head_dim: int, deterministic: bool):
         ("flash", "float16", False),
         ("flash", "float16", True),
         ("flash", "float32", False),
+        ("flash", "float32", True),
     ],
 )
 def test_dbias_of_every_broadcast(
@@ -194,14 +223,17 @@ def test_dbias_of_no_axes_into_grads(implementation: str):
     assert max(ratios.values()) <= 1, ratios
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_nan_in_the_bias_reaches_the_keys_of_its_row_and_no_others(implementation: str):
-    problem = AttentionProblem(B=1, Sq=4, Sk=4, H=1, G=1, D=8, Dv=8, dtype="float16")
+def test_a_nan_in_the_bias_reaches_the_keys_of_its_row_and_no_others(
+    implementation: str, dtype: str
+):
+    problem = AttentionProblem(B=1, Sq=4, Sk=4, H=1, G=1, D=8, Dv=8, dtype=dtype)
     bias = np.zeros((4, 4), np.float32)
     bias[2, 1] = np.nan
     options = {"causal": True, "bias": bias}
     out, lse = reference.attention(*problem.arrays(), **options)
-    results = out.astype(np.float16), lse.astype(np.float32)
+    results = out.astype(dtype), lse.astype(np.float32)
     grads = run((problem.gradients()[0], *problem.arrays(), *results), options, implementation)
     seen = [True, True, True, False]
     assert_array_equal(np.isnan(grads["dq"][0, :, 0, 0]), [False, False, True, False])

@@ -138,17 +138,18 @@ def test_what_the_flash_backward_launches(
     assert filled == (["dbias"] if bias is not None and not broadcasts and not accumulate else [])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "deterministic", "one_pass"),
+    [("float32", False, True), ("float32", True, False), ("bfloat16", False, False)],
+)
 @pytest.mark.parametrize(
     ("bias_shape", "kernels"),
-    [
-        (None, ["f32_delta", "f32_dkdv", "f32_dq"]),
-        ((4, 3, 5), ["f32_delta", "f32_dkdv", "f32_dq", "naive_dbias"]),
-        ((2, 4, 3, 5), ["f32_delta", "f32_dkdv", "f32_dq"]),
-    ],
+    [(None, []), ((4, 3, 5), ["naive_dbias"]), ((2, 4, 3, 5), [])],
     ids=str,
 )
-def test_what_the_float_backward_launches(recorder, monkeypatch, dtype, bias_shape, kernels):
+def test_what_the_float_backward_launches(
+    recorder, monkeypatch, dtype, deterministic, one_pass, bias_shape, kernels
+):
     filled: list[Any] = []
     module = sys.modules["cupyattn.ops.attention_backward"]
     monkeypatch.setattr(module, "_fill_with_zeros", lambda _, names: filled.extend(names))
@@ -158,17 +159,24 @@ def test_what_the_float_backward_launches(recorder, monkeypatch, dtype, bias_sha
         for name, array in arrays.items()
     }
     bias = None if bias_shape is None else device_array(bias_shape, np.float32)
-    grads = attention_backward(*arrays.values(), bias=bias, sinks=device_array((4,), np.float32))
+    sinks = device_array((4,), np.float32)
+    grads = attention_backward(
+        *arrays.values(), bias=bias, sinks=sinks, deterministic=deterministic
+    )
     entries = [s.spec.entry.removeprefix("attention_backward_") for s, _, _ in recorder.started]
-    assert entries == [*kernels, "naive_dsinks"]
-    assert [grid[0] for _, grid, _ in recorder.started[:3]] == [2 * 4 * 3 // 8, 2 * 2, 2 * 4]
+    gradients = ["f32_delta", "f32_dkdv", *([] if one_pass else ["f32_dq"])]
+    assert entries == [*gradients, *kernels, "naive_dsinks"]
+    ctas = [grid[0] for _, grid, _ in recorder.started[: len(gradients)]]
+    assert ctas == [2 * 4 * 3 // 8, 2 * 2, 2 * 4][: len(gradients)]
     specialisation, _, arguments = recorder.started[1]
     names = [parameter.name for parameter in specialisation.spec.parameters]
     macros, named = dict(specialisation.macros), dict(zip(names, arguments, strict=True))
     assert named["delta"].size == 2 * 4 * 3
     direct = bias_shape == (2, 4, 3, 5)
     assert macros["DBIAS"] == ("float32" if direct else "void")
-    assert filled == (["dbias"] if direct else [])
+    assert macros["ONE_PASS"] == ("true" if one_pass else "false")
+    assert filled == ["dq"] * one_pass + ["dbias"] * direct
+    assert named["dq"] is grads.dq
     if bias is not None:
         assert named["dbias"] is grads.dbias
 

@@ -2,41 +2,32 @@
 //
 //   dq_i = softmax_scale * sum_j ds_ij k_j      (float_gradient.cuh)
 //
+// The same bits from run to run, where attention_backward_f32_dkdv with ONE_PASS adds atomically.
+//
 // Shapes    AttentionParams (params.cuh), BackwardParams (backward_params.cuh); delta (B, H, Sq) float32, contiguous.
 // Tiles     TILE_Q queries, which the CTA owns, by TILE_K keys; products as in backward_f32_dkdv.cu.
 // Grid      B * H * ceil(Sq / TILE_Q) CTAs of 128 threads; under causal order the longest rows start first.
-// Budget    shared memory: one stage, and dS (TILE_K x TILE_Q floats); registers: dQ, S and dP, a 128th each.
+// Budget    shared memory: two stages, and dS, or a part of it; registers: dQ, S and dP, a 128th each.
 // Edges     rows beyond the arrays are zeros and not stored; a row without keys gives dq = 0.
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(TILE_Q) || !defined(TILE_K) || \
-    !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
-#error "DTYPE, HEAD_DIM, HEAD_DIM_V, TILE_Q, TILE_K, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
+    !defined(THREAD_ROWS) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
+#error \
+    "DTYPE, HEAD_DIM, HEAD_DIM_V, TILE_Q, TILE_K, THREAD_ROWS, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
 #include "float_gradient.cuh"
 
 struct Traits : FloatTraits {
-  using KRows = RowStage<Scalar, kHeadDim, kPaddedDim, kVec>;
-  static constexpr int kStageFloats = kSliceFloats > KRows::kFloats ? kSliceFloats : KRows::kFloats;
+  using KPanels = RowPanels<Scalar, kTileK, kPaddedDim, kVec>;
 };
 
 struct Smem {
-  alignas(16) float stage[Traits::kStageFloats];
-  alignas(16) float ds[Traits::kTileK][Traits::kTileQ];
+  alignas(128) float stages[2][kStageFloats];
+  union {
+    TileSums sums;
+    alignas(128) float ds[Traits::kWeightFloats];  // by key
+  };
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
-
-__device__ __forceinline__ void write_transposed(Smem& smem, const FloatScores& scores) {
-  constexpr int kGroup = FloatScores::kRowGroup;
-#pragma unroll
-  for (int m = 0; m < FloatScores::kThreadM; m += kGroup) {
-#pragma unroll
-    for (int n = 0; n < FloatScores::kThreadN; n++) {
-      Vec<float, kGroup> group;
-#pragma unroll
-      for (int i = 0; i < kGroup; i++) group.item[i] = scores.c[m + i][n];
-      *reinterpret_cast<Vec<float, kGroup>*>(&smem.ds[FloatScores::column_of(n)][FloatScores::row_of(m)]) = group;
-    }
-  }
-}
 
 extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
     attention_backward_f32_dq(const Traits::Scalar* dout_g, const Traits::Scalar* q_g, const Traits::Scalar* k_g,
@@ -53,29 +44,40 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
   const int rows = min(Traits::kTileQ, forward.sq - first_row);
   const int begin = window.of_row(first_row).begin / Traits::kTileK * Traits::kTileK;
   const int end = window.of_row(first_row + rows - 1).end;
-  const Traits::Scalar* q_rows_g = head_rows(q_g, forward.q, batch, head, first_row);
-  const Traits::Scalar* dout_rows_g = head_rows(dout_g, params.dout, batch, head, first_row);
+  const Rows<Traits::Scalar> q = {head_rows(q_g, forward.q, batch, head, first_row), forward.q.seq, rows};
+  const Rows<Traits::Scalar> dout = {head_rows(dout_g, params.dout, batch, head, first_row), params.dout.seq, rows};
   const Traits::Options options(forward, bias_g, mask_g, slopes_g, place, query_offset(forward, q_offsets_g, batch));
   const HeadScores head_scores = {params, window, options, head_rows(lse_g, forward.lse, batch, head, 0),
                                   delta_g + (static_cast<int64>(batch) * forward.heads + head) * forward.sq};
 
+  const auto k_of = [&](int key) -> Rows<Traits::Scalar> {
+    return {head_rows(k_g, forward.k, batch, place.kv_head, key), forward.k.seq, min(Traits::kTileK, end - key)};
+  };
+
   // Phase 2: one tile of keys after the other.
   Product<Traits::kTileQ, Traits::kPaddedDim> dq;
   dq.clear();
+  Stages stages(smem.stages);
+  const uint32 ds_s = shared_address(smem.ds);
+  if (begin < end) stages.begin(Traits::QKSlices{{q}, {k_of(begin)}});
 #pragma unroll 1
   for (int first_key = begin; first_key < end; first_key += Traits::kTileK) {
-    const int keys = min(Traits::kTileK, window.keys - first_key);
-    const Traits::Scalar* k_rows_g = head_rows(k_g, forward.k, batch, place.kv_head, first_key);
-    const Traits::Scalar* v_rows_g = head_rows(v_g, forward.v, batch, place.kv_head, first_key);
+    const Rows<Traits::Scalar> k = k_of(first_key);
+    const Rows<Traits::Scalar> v = {head_rows(v_g, forward.v, batch, place.kv_head, first_key), forward.v.seq, k.rows};
+    const Traits::DoutVSlices dout_v = {{dout}, {v}};
+    const Traits::KPanels k_panels = {k, Traits::kHeadDim};
+    const Traits::QKSlices next = {{q}, {k_of(first_key + Traits::kTileK)}};
+
     FloatScores s, dp;
-    multiply_columns<Traits::kHeadDim, Traits::QStage, Traits::KStage>(s, smem.stage, q_rows_g, forward.q.seq, rows,
-                                                                       k_rows_g, forward.k.seq, keys);
-    multiply_columns<Traits::kHeadDimV, Traits::DoutStage, Traits::VStage>(dp, smem.stage, dout_rows_g, params.dout.seq,
-                                                                           rows, v_rows_g, forward.v.seq, keys);
-    head_scores.turn_to_gradients(s, dp, first_row, first_key, [](float, int, int) {});
-    write_transposed(smem, dp);
-    multiply_rows<Traits::kTileK, Traits::kTileQ, Traits::KRows>(dq, smem.stage, smem.ds[0], k_rows_g, forward.k.seq,
-                                                                 keys);
+    const float2 sums = head_scores.fetch_sums(not_hoisted(first_row));
+    multiply_columns<Traits::kHeadDim>(s, stages, Traits::QKSlices{{q}, {k}}, dout_v);
+    HeadScores::store_sums(smem.sums, sums);
+    multiply_columns<Traits::kHeadDimV>(dp, stages, dout_v, k_panels);
+    head_scores.turn_to_gradients(s, dp, smem.sums, first_row, first_key, [](float, int, int) {});
+
+    __syncthreads();  // ds: the sums have been read
+    multiply_rows<Traits::kPartK>(dq, stages, ds_s, k_panels, next,
+                                  [&](int part) { dp.store_by_column<Traits::kPartK>(ds_s, part); });
   }
 
   // Phase 3: scale and store.

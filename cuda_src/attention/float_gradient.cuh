@@ -1,4 +1,4 @@
-// A tile of scores of the float32 backward, from staged slices of its operands to P and dS in registers:
+// A tile of scores of the float32 backward, from its operands' stages to P and dS in registers:
 //
 //   s = softmax_scale * q . k (+ options),   p = exp(s - lse),   ds = p (keep dout . v - delta)
 //
@@ -9,8 +9,10 @@
 #error "BIAS, MASK, SLOPES, SOFTCAP and DROPOUT come from a launch-configuration table"
 #endif
 #include "backward_params.cuh"
-#include "register_products.cuh"
+#include "operand_stages.cuh"
 #include "single_score.cuh"
+
+constexpr int kPartFloats = 4096;  // of P or dS, in shared memory
 
 struct FloatTraits {
   using Scalar = DTYPE;
@@ -22,11 +24,18 @@ struct FloatTraits {
   static constexpr int kTileK = TILE_K;
   static constexpr int kPaddedDim = round_up(kHeadDim, 4 * kThreadColumns);
   static constexpr int kPaddedDimV = round_up(kHeadDimV, 4 * kThreadColumns);
-  using QStage = ColumnStage<Scalar, kTileQ, kHeadDim, kVec>;
-  using KStage = ColumnStage<Scalar, kTileK, kHeadDim, kVec>;
-  using DoutStage = ColumnStage<Scalar, kTileQ, kHeadDimV, kVec>;
-  using VStage = ColumnStage<Scalar, kTileK, kHeadDimV, kVec>;
-  static constexpr int kSliceFloats = QStage::kFloats + KStage::kFloats;
+  // Slices of queries' and keys' rows fill a stage.
+  static constexpr int kSliceDepth = 16 * (kTileQ + kTileK) <= kStageFloats ? 16 : 8;
+  template <int kRows, int kCols>
+  using Slices = ColumnSlices<Scalar, kRows, kCols, kSliceDepth, kVec>;
+  using QKSlices = SlicePair<Slices<kTileQ, kHeadDim>, Slices<kTileK, kHeadDim>>;
+  using DoutVSlices = SlicePair<Slices<kTileQ, kHeadDimV>, Slices<kTileK, kHeadDimV>>;
+  // Shared memory holds P and dS of so many queries, or dS of so many keys, at a time.
+  static constexpr int kPartQ = kTileQ * kTileK <= kPartFloats ? kTileQ : kPartFloats / kTileK;
+  static constexpr int kPartK = kTileQ * kTileK <= kPartFloats ? kTileK : kPartFloats / kTileQ;
+  static constexpr int kWeightFloats = kPartQ * kTileK;
+  static_assert(kPartQ * kTileK == kPartK * kTileQ && kTileQ % kPartQ == 0 && kTileK % kPartK == 0, "whole parts");
+  static_assert(kTileQ <= kProductThreads, "each thread brings the sums of one row at the most");
   static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
 };
 
@@ -42,6 +51,12 @@ struct FloatScores : Product<FloatTraits::kTileQ, FloatTraits::kTileK> {
   }
 };
 
+// What the gradients of a tile's scores need of their queries' rows, in shared memory.
+struct TileSums {
+  alignas(16) float lse_log2[FloatTraits::kTileQ];  // infinity for a row without keys: every weight is 0
+  alignas(16) float delta[FloatTraits::kTileQ];
+};
+
 // What the gradients of one head's scores need besides the products.
 struct HeadScores {
   const BackwardParams& params;
@@ -49,96 +64,109 @@ struct HeadScores {
   const FloatTraits::Options& options;
   const float *lse_g, *delta_g;  // of row 0
 
+  // The sums of one row of a tile for each thread: `store_sums` is for later, when they have come.
+  __device__ __forceinline__ float2 fetch_sums(int first_row) const {
+    const int row = first_row + threadIdx.x;
+    if (threadIdx.x >= FloatTraits::kTileQ || row >= params.attention.sq) return make_float2(-kInfinity, 0.f);
+    return make_float2(lse_g[row * params.attention.lse.seq], delta_g[row]);
+  }
+  __device__ __forceinline__ static void store_sums(TileSums& tile, float2 fetched) {
+    if (threadIdx.x >= FloatTraits::kTileQ) return;
+    const RowSums sums(fetched.x, fetched.y);
+    tile.lse_log2[threadIdx.x] = sums.lse_log2;
+    tile.delta[threadIdx.x] = sums.delta;
+  }
+
   // From products to the weights of the values, dropout's factor included, and the gradients of the products. `write`
   // gets each score's own gradient: write(ds, row, key).
+  //
+  // A weight is held to at most 1: where a row's lse lies beyond 1e7 (a finite bias on all its keys), its digits end
+  // before the point, and exp(s - lse) would overflow.
   template <typename Write>
-  __device__ __forceinline__ void turn_to_gradients(FloatScores& s, FloatScores& dp, int first_row, int first_key,
-                                                    Write write) const {
-    const AttentionParams& forward = params.attention;
+  __device__ __forceinline__ void turn_to_gradients(FloatScores& s, FloatScores& dp, const TileSums& sums, int tile_row,
+                                                    int tile_key, Write write) const {
+    const int first_row = not_hoisted(tile_row), first_key = not_hoisted(tile_key);
+    const ScoreParams& scores = params.attention.scores;
     FloatScores slope;
     if (SOFTCAP) {
       slope = s;
       slope.for_each_pair([&](float* pair, int, int) {
-        pair[0] = softcap_slope(pair[0], forward.scores);
-        pair[1] = softcap_slope(pair[1], forward.scores);
+        pair[0] = softcap_slope(pair[0], scores);
+        pair[1] = softcap_slope(pair[1], scores);
       });
     }
-    options.template apply<true>(s, first_row, first_key);
+    const float scale_log2 = FloatTraits::Options::kPass ? kLog2E : params.attention.scale_log2;
+    if (FloatTraits::Options::kPass) options.template apply<true>(s, first_row, first_key);
+    hide(s, first_row, first_key);
 #pragma unroll
     for (int m = 0; m < FloatScores::kThreadM; m++) {
-      const int row = first_row + FloatScores::row_of(m);
-      const bool exists = row < forward.sq;
-      const KeyRange visible = window.of_row(row);
-      const RowSums sums(exists ? lse_g[row * forward.lse.seq] : -kInfinity, exists ? delta_g[row] : 0.f);
+      const int at = FloatScores::row_of(m);
+      const float lse_log2 = sums.lse_log2[at], delta = sums.delta[at];
 #pragma unroll
       for (int n = 0; n < FloatScores::kThreadN; n++) {
-        const int key = first_key + FloatScores::column_of(n);
-        const bool seen = exists && visible.contains(key) && s.c[m][n] != -kInfinity;
-        const float keep = DROPOUT ? dropout_factor(forward.scores, options.batch, options.head, row, key) : 1.f;
-        const float p = seen ? sums.weight(s.c[m][n] * kLog2E) : 0.f;
-        const float ds = seen ? p * (keep * dp.c[m][n] - sums.delta) : 0.f;
+        const int row = first_row + at, key = first_key + FloatScores::column_of(n);
+        const float p_log2 = __fmaf_rn(s.c[m][n], scale_log2, -lse_log2);
+        const float p = ex2_approx(p_log2 > 0.f ? 0.f : p_log2);  // a NaN stays one
+        const float keep = DROPOUT ? dropout_factor(scores, options.batch, options.head, row, key) : 1.f;
+        const float ds = p * (keep * dp.c[m][n] - delta);
+        const bool seen = s.c[m][n] != -kInfinity && row < params.attention.sq;
         if (seen) write(ds, row, key);
-        s.c[m][n] = p * keep;
-        dp.c[m][n] = SOFTCAP ? ds * slope.c[m][n] : ds;
+        s.c[m][n] = seen ? p * keep : 0.f;
+        dp.c[m][n] = seen ? (SOFTCAP ? ds * slope.c[m][n] : ds) : 0.f;
+      }
+    }
+  }
+
+ private:
+  // Scores outside of what their row sees become -inf.
+  __device__ __forceinline__ void hide(FloatScores& s, int first_row, int first_key) const {
+    const KeyRange top = window.of_row(first_row), bottom = window.of_row(first_row + FloatTraits::kTileQ - 1);
+    if (bottom.begin <= first_key && first_key + FloatTraits::kTileK <= top.end) return;
+#pragma unroll
+    for (int m = 0; m < FloatScores::kThreadM; m++) {
+      const KeyRange visible = window.of_row(first_row + FloatScores::row_of(m));
+#pragma unroll
+      for (int n = 0; n < FloatScores::kThreadN; n++) {
+        if (!visible.contains(first_key + FloatScores::column_of(n))) s.c[m][n] = -kInfinity;
       }
     }
   }
 };
 
-// scores += A B^T over kCols columns, of which the CTA stages kDepth at a time.
-template <int kCols, typename StageA, typename StageB>
-__device__ __forceinline__ void multiply_columns(FloatScores& scores, float* stage_s, const FloatTraits::Scalar* a_g,
-                                                 int64 a_stride, int a_rows, const FloatTraits::Scalar* b_g,
-                                                 int64 b_stride, int b_rows) {
-  StageA a;
-  StageB b;
-  a.fetch(a_g, a_stride, a_rows, 0);
-  b.fetch(b_g, b_stride, b_rows, 0);
+// scores = A B^T over the kCols columns of what `feed` brings.
+template <int kCols, typename Feed, typename Next>
+__device__ __forceinline__ void multiply_columns(FloatScores& scores, Stages& stages, const Feed& feed,
+                                                 const Next& next) {
   scores.clear();
-#pragma unroll 1
-  for (int first = 0; first < kCols; first += kDepth) {
-    __syncthreads();  // stage: the previous one has been read
-    a.store(stage_s);
-    b.store(stage_s + StageA::kFloats);
-    __syncthreads();  // stage: this one has been written
-    if (first + kDepth < kCols) {
-      a.fetch(a_g, a_stride, a_rows, first + kDepth);
-      b.fetch(b_g, b_stride, b_rows, first + kDepth);
-    }
-    scores.add<StageA::kStride, StageB::kStride>(stage_s, stage_s + StageA::kFloats, min(kDepth, kCols - first));
-  }
+  stages.run(feed, next, [&](uint32 stage_s, int number) {
+    const int depth = kCols % Feed::kDepth == 0 ? Feed::kDepth : min(Feed::kDepth, kCols - number * Feed::kDepth);
+    scores.template add<Feed::kDepth>(stage_s, 0, stage_s + Feed::kSecondAt, depth);
+  });
 }
 
-// product += W^T R for kWeightRows rows R, of which the CTA stages kDepth at a time; the weights (kWeightRows,
-// kStride) have been written to shared memory by all threads.
-template <int kWeightRows, int kStride, typename Stage, typename Result>
-__device__ __forceinline__ void multiply_rows(Result& product, float* stage_s, const float* weights_s,
-                                              const FloatTraits::Scalar* rows_g, int64 row_stride, int rows) {
-  Stage stage;
-  stage.fetch(rows_g, row_stride, rows);
-#pragma unroll 1
-  for (int first = 0; first < kWeightRows; first += kDepth) {
-    __syncthreads();  // stage: the previous one has been read; weights: written
-    stage.store(stage_s);
-    __syncthreads();  // stage: this one has been written
-    const int next = first + kDepth;
-    if (next < kWeightRows) stage.fetch(rows_g + next * row_stride, row_stride, rows - next);
-    product.template add<kStride, Stage::kStride>(weights_s + first * kStride, stage_s, kDepth);
-  }
+// product += W^T R for the rows R that `feed` brings. fill(part) writes the weights of kPart rows to shared memory,
+// part by part.
+template <int kPart, typename Result, typename Feed, typename Next, typename Fill>
+__device__ __forceinline__ void multiply_rows(Result& product, Stages& stages, uint32 weights_s, const Feed& feed,
+                                              const Next& next, Fill fill) {
+  constexpr int kPartStages = kPart / Feed::kDepth;
+  fill(0);
+  __syncthreads();  // weights: written
+  stages.run(feed, next, [&](uint32 stage_s, int number) {
+    const int at = number % kPartStages;
+    if (kPartStages < Feed::kStages && at == 0 && number > 0) {
+      fill(number / kPartStages);
+      __syncthreads();  // weights: the next part has been written
+    }
+    product.template add<Feed::kDepth>(weights_s, at * Feed::kDepth, stage_s);
+  });
 }
 
 // Round and store what exists of a result whose rows are those of an array from rows_g on.
 template <int kCols, typename Result>
 __device__ __forceinline__ void store_product(const Result& product, FloatTraits::Scalar* rows_g, int64 row_stride,
                                               int rows, float factor, const BackwardParams& params) {
-#pragma unroll
-  for (int m = 0; m < Result::kThreadM; m++) {
-    const int row = Result::row_of(m);
-    if (row >= rows) continue;
-#pragma unroll
-    for (int n = 0; n < Result::kThreadN; n++) {
-      const int col = Result::column_of(n);
-      if (col < kCols) store_gradient(rows_g + row * row_stride + col, factor * product.c[m][n], params);
-    }
-  }
+  product.for_each(rows, kCols, [&](float x, int row, int col) {
+    store_gradient(rows_g + row * row_stride + col, factor * x, params);
+  });
 }

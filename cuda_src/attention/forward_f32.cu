@@ -28,10 +28,10 @@
     !defined(SOFTCAP) || !defined(SINKS) || !defined(DROPOUT)
 #error "BIAS, BIAS_VEC, MASK, MASK_VEC, SLOPES, SOFTCAP, SINKS and DROPOUT come from a launch-configuration table"
 #endif
-#include "../common/philox.cuh"
 #include "float_products.cuh"
 #include "key_walk.cuh"
-#include "register_softmax.cuh"
+#include "register_dropout.cuh"
+#include "register_epilogue.cuh"
 #include "score_options.cuh"
 #include "sinks.cuh"
 
@@ -41,6 +41,7 @@ struct Traits {
   static constexpr int kHeadDimV = HEAD_DIM_V;
   static constexpr int kVec = VEC;
   static constexpr int kThreads = WARPS * kWarpSize;
+  static constexpr bool kSinks = kGiven<SINKS>, kDropout = DROPOUT;
 
   using Grid = LaneGrid<COLUMN_LANES>;
   using Scores = RegisterScores<Grid, 8, PAIRS>;
@@ -104,39 +105,21 @@ struct Cta {
   Place place;
 };
 
-// Drop probabilities: the words of one Philox call serve a thread's pairs of one row, word n % 4 that of pair n.
-__device__ __forceinline__ void drop(Traits::Scores& scores, const Thread& thread, const Cta& cta, int first_key) {
-  const ScoreParams& params = cta.params.scores;
-  const int key = first_key + Traits::Scores::key_of(0);
-  const bool upper = PAIRS == 2 && key % 32 >= 16;
-#pragma unroll
-  for (int i = 0; i < Traits::kRows; i++) {
-    const int row = thread.first_row + Traits::Scores::row_of(i);
-    const Philox4 words = dropout_words(params.seed, cta.place.batch, cta.place.head, row, key);
-#pragma unroll
-    for (int n = 0; n < PAIRS; n++) {
-      const uint32 word = upper ? words.word[(n + 2) % 4] : words.word[n];
-      if ((word & 0xffffu) < params.keep_from) scores.s[i][2 * n] = 0.f;
-      if ((word >> 16) < params.keep_from) scores.s[i][2 * n + 1] = 0.f;
-    }
-  }
-}
-
 // Scores to probabilities; m and l are kept right.
 __device__ __forceinline__ void softmax_tile(Traits::Scores& scores, Thread& thread, const Cta& cta, int first_key,
                                              bool masked) {
   float scale_log2 = cta.params.scale_log2;
+  const int first_row = not_hoisted(thread.first_row);
   if (masked) {
-    cta.options.template apply<true>(scores, thread.first_row, first_key);
-    const int first_row = not_hoisted(thread.first_row);
+    cta.options.template apply<true>(scores, first_row, first_key);
     scores.mask([&](int row) { return cta.window.of_row(first_row + row); }, first_key);
     scale_log2 = kLog2E;
   } else if (Traits::Options::kPass || scale_log2 <= 0.f) {  // the largest score is that of the largest product
-    cta.options.template apply<false>(scores, thread.first_row, first_key);
+    cta.options.template apply<false>(scores, first_row, first_key);
     scale_log2 = kLog2E;
   }
   thread.softmax.exponentiate(scores, scale_log2);
-  if (DROPOUT) drop(scores, thread, cta, first_key);
+  if (Traits::kDropout) drop(scores, cta.params.scores, cta.place, thread.first_row, first_key);
 }
 
 // The other stage has been filled: compute that one next.
@@ -208,64 +191,6 @@ __device__ __forceinline__ void key_tile(Thread& thread, const Cta& cta, int fir
   }
 }
 
-// Columns col to col + kItems - 1 of a row: acc[kFirst] and what follows.
-template <int kItems, int kFirst>
-__device__ __forceinline__ void store_columns(Traits::Scalar* row_g, int col, const float (&acc)[Traits::kColumns],
-                                              float normaliser) {
-  float values[kItems];
-#pragma unroll
-  for (int i = 0; i < kItems; i++) values[i] = acc[kFirst + i] * normaliser;
-  if (Traits::kVec == kQuadItems) {
-    if (Traits::Columns::kWhole || col < Traits::kHeadDimV) store_vec(row_g + col, values);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kItems; i++) {
-      if (col + i < Traits::kHeadDimV) row_g[col + i] = from_float<Traits::Scalar>(values[i]);
-    }
-  }
-}
-
-template <int kQuad = 0>
-__device__ __forceinline__ void store_row(Traits::Scalar* row_g, const float (&acc)[Traits::kColumns],
-                                          float normaliser) {
-  const int lane = Traits::Grid::column_lane();
-  if constexpr (kQuad < Traits::Columns::kQuads) {
-    store_columns<kQuadItems, kQuad * kQuadItems>(row_g, (lane + kQuad * COLUMN_LANES) * kQuadItems, acc, normaliser);
-    store_row<kQuad + 1>(row_g, acc, normaliser);
-  } else if constexpr (Traits::Columns::kTail > 0) {
-    store_columns<Traits::Columns::kTail, kQuad * kQuadItems>(
-        row_g, Traits::Columns::kTailAt + lane * Traits::Columns::kTail, acc, normaliser);
-  }
-}
-
-// Normalise the thread's rows and write them and their lse to memory.
-__device__ __forceinline__ void store_rows(const Thread& thread, const Cta& cta, float sink, Traits::Scalar* out_g,
-                                           float* lse_g) {
-#pragma unroll
-  for (int i = 0; i < Traits::kRows; i++) {
-    const float l = Traits::Grid::reduce_row<Sum>(thread.softmax.l[i]);
-    const float m = thread.softmax.m[i];
-    float total = l, scale = 1.f, top = m;
-    if (kGiven<SINKS>) {  // one more term of the denominator
-      top = fmaxf(m, sink);
-      scale = ex2_approx(m - top);
-      total = l * scale + ex2_approx(sink - top);
-    }
-    // No key: 0. A NaN in l stays one.
-    float normaliser = total == 0.f ? 0.f : scale / total;
-    if (DROPOUT) normaliser *= cta.params.scores.keep_scale;
-
-    const int query = thread.first_row + Traits::Scores::row_of(i);
-    if (query >= cta.params.sq) continue;
-    store_row(head_rows(out_g, cta.params.out, cta.place.batch, cta.place.head, query), thread.softmax.acc[i],
-              normaliser);
-    if (lse_g != nullptr && Traits::Grid::column_lane() == 0) {
-      const float lse = total == 0.f ? -kInfinity : (top + lg2_approx(total)) * kLn2;
-      *head_rows(lse_g, cta.params.lse, cta.place.batch, cta.place.head, query) = lse;
-    }
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
     attention_forward_f32(const Traits::Scalar* q_g, const Traits::Scalar* k_g, const Traits::Scalar* v_g,
                           Traits::Scalar* out_g, float* lse_g, const void* q_offsets_g, const void* seqused_k_g,
@@ -311,5 +236,6 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   }
 
   // Phase 3: normalise and store.
-  store_rows(thread, cta, sink_log2<SINKS>(sinks_g, params, place.head), out_g, lse_g);
+  const RegisterRows<Traits> result = {params, place, thread.first_row};
+  result.store(thread.softmax, sink_log2<SINKS>(sinks_g, params, place.head), out_g, lse_g);
 }

@@ -7,17 +7,34 @@
 //
 // In a warp neighbouring lanes alternate between rows and columns: of both operands two lanes in four then read the
 // same 16 bytes, and a load passes in two wavefronts where 8 lanes side by side would take four (register_tile.cuh).
+//
+// A place of an operand is XORed with a number of its depth, so that stores from rows and from columns of blocks, four
+// apart, and of transposed quads all meet in no bank.
 #pragma once
 
-#include "../common/vec.cuh"
+#ifndef THREAD_ROWS
+#error "THREAD_ROWS comes from a launch-configuration table"
+#endif
 #include "outer_products.cuh"
 
-constexpr int kThreadRows = 8, kThreadColumns = 16;
-constexpr int kProductThreads = kThreadRows * kThreadColumns;
-constexpr int kDepth = 16;  // of one stage
+constexpr int kProductThreads = 128;
+constexpr int kThreadRows = THREAD_ROWS, kThreadColumns = kProductThreads / kThreadRows;
+constexpr int kWarpColumns = kThreadColumns / 8;  // warps side by side
 
-__device__ __forceinline__ int thread_row() { return warp_index() / 2 * 4 + lane_index() % 2 + lane_index() / 16 * 2; }
-__device__ __forceinline__ int thread_column() { return warp_index() % 2 * 8 + lane_index() / 2 % 8; }
+__device__ __forceinline__ int thread_row() {
+  return warp_index() / kWarpColumns * 4 + lane_index() % 2 + lane_index() / 16 * 2;
+}
+__device__ __forceinline__ int thread_column() { return warp_index() % kWarpColumns * 8 + lane_index() / 2 % 8; }
+
+// What is XORed into the address of every place of depth d, within 128 bytes.
+__device__ __forceinline__ constexpr uint32 depth_flip(int d) { return (d & 4) * 16 + (d & 8) * 4; }
+
+// Where place `at` of depth d lies, in bytes, of an operand with kStride places to a depth.
+template <int kStride>
+__device__ __forceinline__ constexpr uint32 operand_offset(int d, int at) {
+  static_assert(kStride % 32 == 0, "the XOR stays within 32 places");
+  return d * (kStride * sizeof(float)) + (at * sizeof(float) ^ depth_flip(d));
+}
 
 // kRows x kColumns of C, by a thread in groups of kRowGroup x kColumnGroup.
 template <int kRows_, int kColumns_>
@@ -44,19 +61,67 @@ struct Product {
     }
   }
 
-  // Add `depth` outer products; kStrideA and kStrideB floats lie between two of an operand. A stage is read in groups:
-  // what lies behind the depth is zeros.
-  template <int kStrideA, int kStrideB>
-  __device__ __forceinline__ void add(const float* a_s, const float* b_s, int depth) {
-    constexpr int kGroup = kThreadM * kThreadN > 32 ? 8 : 4, kGroups = kDepth / kGroup;  // what spills least
-    const uint32 a_at_s = shared_address(a_s) + thread_row() * (kRowGroup * sizeof(float));
-    const uint32 b_at_s = shared_address(b_s) + thread_column() * (kColumnGroup * sizeof(float));
+  // body(item, row, column) for what lies within.
+  template <typename Body>
+  __device__ __forceinline__ void for_each(int rows, int columns, Body body) const {
+#pragma unroll
+    for (int m = 0; m < kThreadM; m++) {
+      const int row = not_hoisted(row_of(m));
+      if (row >= rows) continue;
+#pragma unroll
+      for (int n = 0; n < kThreadN; n++) {
+        if (column_of(n) < columns) body(c[m][n], row, column_of(n));
+      }
+    }
+  }
+
+  // Add `depth` outer products, in groups, of depths from first_a on of A and of B's kDepth: behind `depth` are zeros.
+  template <int kDepth>
+  __device__ __forceinline__ void add(uint32 a_s, int first_a, uint32 b_s, int depth = kDepth) {
+    constexpr int kGroup = 8, kGroups = kDepth / kGroup;
+    constexpr uint32 kRowBytes = kRows * sizeof(float), kColumnBytes = kColumns * sizeof(float);
+    const uint32 a_at_s = a_s + operand_offset<kRows>(first_a, thread_row() * kRowGroup);
+    const uint32 b_at_s = b_s + thread_column() * (kColumnGroup * sizeof(float));
     add_outer_products<kGroup>(
         c, div_up(depth, kGroup), [&](float (&a)[kThreadM], float (&b)[kThreadN], int group, int step) {
           const int first = group % kGroups * kGroup;
-          load_groups<kRowGroup, kThreadRows>(a, a_at_s + (first * kStrideA + step * kStrideA) * sizeof(float));
-          load_groups<kColumnGroup, kThreadColumns>(b, b_at_s + (first * kStrideB + step * kStrideB) * sizeof(float));
+          const uint32 flip = depth_flip(first) ^ depth_flip(step);
+          load_groups<kRowGroup, kThreadRows>(a, (a_at_s ^ flip) + first * kRowBytes + step * kRowBytes);
+          load_groups<kColumnGroup, kThreadColumns>(b, (b_at_s ^ flip) + first * kColumnBytes + step * kColumnBytes);
         });
+  }
+
+  // kPart rows from part * kPart on to shared memory, as the left operand of a product over the rows.
+  template <int kPart>
+  __device__ __forceinline__ void store_by_row(uint32 operand_s, int part) const {
+    static_assert(kPart % (kThreadRows * kRowGroup) == 0, "whole groups of all threads");
+#pragma unroll
+    for (int m = 0; m < kThreadM; m++) {
+      if (m * kThreadRows / kPart != part) continue;
+#pragma unroll
+      for (int n = 0; n < kThreadN; n += kColumnGroup) {
+        float group[kColumnGroup];
+#pragma unroll
+        for (int i = 0; i < kColumnGroup; i++) group[i] = c[m][n + i];
+        st_shared(operand_s + operand_offset<kColumns>(not_hoisted(row_of(m)) % kPart, column_of(n)), group);
+      }
+    }
+  }
+  // kPart columns, as the left operand of a product over the columns.
+  template <int kPart>
+  __device__ __forceinline__ void store_by_column(uint32 operand_s, int part) const {
+    static_assert(kPart % (kThreadColumns * kColumnGroup) == 0, "whole groups of all threads");
+#pragma unroll
+    for (int m = 0; m < kThreadM; m += kRowGroup) {
+#pragma unroll
+      for (int n = 0; n < kThreadN; n++) {
+        if (n * kThreadColumns / kPart != part) continue;
+        float group[kRowGroup];
+#pragma unroll
+        for (int i = 0; i < kRowGroup; i++) group[i] = c[m + i][n];
+        st_shared(operand_s + operand_offset<kRows>(not_hoisted(column_of(n)) % kPart, row_of(m)), group);
+      }
+    }
   }
 
  private:
@@ -65,84 +130,6 @@ struct Product {
 #pragma unroll
     for (int first = 0; first < kItems; first += kGroup) {
       ld_shared_group<kGroup>(x, first, at_s + first * (kApart * sizeof(float)));
-    }
-  }
-};
-
-// Four neighbouring items of rows of a global matrix on their way to shared memory, as float32: kQuads a thread. What
-// lies beyond `rows` rows and kCols columns is zeros and not read. kVec is 4 for rows aligned to four items, else 1.
-template <typename Scalar, int kCols, int kVec>
-__device__ __forceinline__ float4 load_four(const Scalar* row_g, int col) {
-  float x[4] = {};
-  if constexpr (kVec == 4) {
-    if (col < kCols) load_vec(x, row_g + col);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      if (col + i < kCols) x[i] = to_float(row_g[col + i]);
-    }
-  }
-  return make_float4(x[0], x[1], x[2], x[3]);
-}
-
-// kRows rows of a global matrix, of which kDepth columns at a time become a stage: transposed, the columns slowest.
-template <typename Scalar, int kRows, int kCols, int kVec>
-struct ColumnStage {
-  static constexpr int kStride = kRows + 4;  // floats between two columns; whole groups of four
-  static constexpr int kFloats = kDepth * kStride;
-  static constexpr int kQuads = kRows * kDepth / 4 / kProductThreads;
-  static_assert(kQuads * 4 * kProductThreads == kRows * kDepth, "whole passes");
-
-  float4 quads[kQuads];
-
-  __device__ __forceinline__ void fetch(const Scalar* rows_g, int64 row_stride, int rows, int first_col) {
-#pragma unroll
-    for (int i = 0; i < kQuads; i++) {
-      const bool exists = row(i) < rows;
-      quads[i] = exists ? load_four<Scalar, kCols, kVec>(rows_g + row(i) * row_stride, first_col + col())
-                        : make_float4(0.f, 0.f, 0.f, 0.f);
-    }
-  }
-
-  __device__ __forceinline__ void store(float* stage_s) const {
-#pragma unroll
-    for (int i = 0; i < kQuads; i++) {
-      float* at_s = stage_s + col() * kStride + row(i);
-      at_s[0] = quads[i].x;
-      at_s[kStride] = quads[i].y;
-      at_s[2 * kStride] = quads[i].z;
-      at_s[3 * kStride] = quads[i].w;
-    }
-  }
-
- private:
-  __device__ __forceinline__ static int row(int i) { return (threadIdx.x + i * kProductThreads) / (kDepth / 4); }
-  __device__ __forceinline__ static int col() { return threadIdx.x % (kDepth / 4) * 4; }
-};
-
-// kDepth rows of a global matrix with all their columns, padded to kPaddedCols, become a stage as they are.
-template <typename Scalar, int kCols, int kPaddedCols, int kVec>
-struct RowStage {
-  static constexpr int kStride = kPaddedCols;
-  static constexpr int kFloats = kDepth * kStride;
-  static constexpr int kQuads = kFloats / 4 / kProductThreads;
-  static_assert(kQuads * 4 * kProductThreads == kFloats, "whole passes");
-
-  float4 quads[kQuads];
-
-  __device__ __forceinline__ void fetch(const Scalar* rows_g, int64 row_stride, int rows) {
-#pragma unroll
-    for (int i = 0; i < kQuads; i++) {
-      const int at = (threadIdx.x + i * kProductThreads) * 4, row = at / kStride, col = at % kStride;
-      quads[i] =
-          row < rows ? load_four<Scalar, kCols, kVec>(rows_g + row * row_stride, col) : make_float4(0.f, 0.f, 0.f, 0.f);
-    }
-  }
-
-  __device__ __forceinline__ void store(float* stage_s) const {
-#pragma unroll
-    for (int i = 0; i < kQuads; i++) {
-      *reinterpret_cast<float4*>(stage_s + (threadIdx.x + i * kProductThreads) * 4) = quads[i];
     }
   }
 };

@@ -55,11 +55,13 @@ struct RegisterScores {
   }
   __device__ __forceinline__ static int key_of(int pair) { return key_at(Grid::column_lane(), pair, 0); }
 
-  // body(pair, row, key) for each two neighbouring scores of a row: row of the warp, first key of the tile.
+  // body(pair, row, key) for each two neighbouring scores of a row: row of the warp, first key of the tile. One group of
+  // rows after the other, in all lanes: what is loaded for all rows at once has no registers.
   template <typename Body>
   __device__ __forceinline__ void for_each_pair(Body body) {
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
+      if (i > 0 && i % kGroup == 0) __syncwarp();
 #pragma unroll
       for (int n = 0; n < kPairs; n++) body(&s[i][2 * n], row_of(i), key_of(n));
     }

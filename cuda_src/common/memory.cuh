@@ -37,6 +37,19 @@ __device__ __forceinline__ void ld_shared(float (&x)[kItems], uint32 address) {
   }
 }
 
+template <int kItems>
+__device__ __forceinline__ void st_shared(uint32 address, const float (&x)[kItems]) {
+  static_assert(kItems == 1 || kItems == 2 || kItems == 4, "v1, v2, v4");
+  if constexpr (kItems == 4) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+                 : "memory");
+  } else if constexpr (kItems == 2) {
+    st_shared_v2(address, x[0], x[1]);
+  } else {
+    st_shared_u32(address, __float_as_uint(x[0]));
+  }
+}
+
 // volatile: the compiler otherwise sinks a prefetch down to its use.
 __device__ __forceinline__ uint4 ld_global_v4(const void* source) {
   uint4 v;

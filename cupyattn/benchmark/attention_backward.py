@@ -41,8 +41,9 @@ def add_parser(benchmarks: Any) -> None:
         choices=tuple(DETERMINISTIC),
         const="only",
         default="both",
-        help="of float16 flash, which has both, time the deterministic kernels beside the one-pass "
-        "kernel, only them, or never (default: %(default)s; the option alone: %(const)s)",
+        help="of float16 and float32 flash, which have both, time the deterministic kernels beside "
+        "the one-pass kernel, only them, or never (default: %(default)s; the option alone: "
+        "%(const)s)",
     )
     add_timing_options(parser, calls=50, warm_up=10)
     parser.set_defaults(run=run)

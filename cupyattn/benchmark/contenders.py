@@ -17,6 +17,9 @@ from cupyattn.reference import AttentionGrads
 
 Call = Callable[[], Any]
 
+ONE_PASS_DTYPES = ("float16", "float32")
+"""Of which "flash" has a backward in one pass beside the deterministic one."""
+
 
 @dataclass(frozen=True)
 class Contender:
@@ -60,8 +63,8 @@ def backward_contenders(
 ) -> list[Contender]:
     """Return `attention_backward` by each implementation, and PyTorch's if it is given.
 
-    Float16 "flash" is there once for each item of `deterministic`. The others do the same either
-    way, and are there once, with the first.
+    "flash" of `ONE_PASS_DTYPES` is there once for each item of `deterministic`. The others do the
+    same either way, and are there once, with the first.
     """
     contenders = [
         Contender(
@@ -70,7 +73,9 @@ def backward_contenders(
             Case.backward_flops,
         )
         for name in implementations
-        for mode in (deterministic if (name, dtype) == ("flash", "float16") else deterministic[:1])
+        for mode in (
+            deterministic if name == "flash" and dtype in ONE_PASS_DTYPES else deterministic[:1]
+        )
     ]
     if torch is not None:
         labels = {"deterministic": None}

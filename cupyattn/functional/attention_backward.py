@@ -73,9 +73,9 @@ def attention_backward(
     dlse : array (B, H, Sq), float32, optional
         Gradient with respect to lse, where it was used.
     deterministic : bool
-        Bitwise the same result from run to run. On a GPU float16 "flash" then adds nothing
-        atomically, which takes longer; a bias that broadcasts takes scratch memory besides, see
-        workspace. Everything else is deterministic as it is.
+        Bitwise the same result from run to run. On a GPU "flash" then adds nothing atomically, of
+        float16 and float32, which takes longer; a bias that broadcasts takes scratch memory besides
+        in float16, see workspace. Everything else is deterministic as it is.
     implementation : {"flash", "naive"}
         Which kernels run on a GPU or the emulator. "flash" runs float16 on tensor cores, and
         float32 and bfloat16 in float32 arithmetic. "naive" (the textbook) is there to be read and

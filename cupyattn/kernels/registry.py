@@ -191,7 +191,8 @@ ATTENTION_BACKWARD_DSINKS = KernelSpec(
 )
 
 _FLOAT_MACROS = (
-    *("DTYPE", "HEAD_DIM", "HEAD_DIM_V", "TILE_Q", "TILE_K", "VEC", "MIN_CTAS", "SHARED_BYTES"),
+    *("DTYPE", "HEAD_DIM", "HEAD_DIM_V", "TILE_Q", "TILE_K", "THREAD_ROWS", "VEC", "MIN_CTAS"),
+    "SHARED_BYTES",
     *_SCORE_MACROS,
     *_BACKWARD_BYTES,
 )
@@ -214,10 +215,10 @@ ATTENTION_BACKWARD_F32_DKDV = KernelSpec(
     parameters=(
         *_inputs("dout", "q", "k", "v", "lse", "delta"),
         *_OPTIONAL_INPUTS,
-        *(Pointer("dk"), Pointer("dv"), Pointer("dbias", optional=True)),
+        *(Pointer("dq"), Pointer("dk"), Pointer("dv"), Pointer("dbias", optional=True)),
         _BACKWARD_STRUCT,
     ),
-    macros=(*_FLOAT_MACROS, "DBIAS"),
+    macros=(*_FLOAT_MACROS, "ONE_PASS", "DBIAS"),
 )
 
 ATTENTION_BACKWARD_F32_DQ = KernelSpec(

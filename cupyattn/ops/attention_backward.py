@@ -118,7 +118,9 @@ def _plan(
     if problem.implementation == "naive":
         return naive_plan(problem, results, accumulate=accumulate)
     if problem.dtype != np.float16:
-        return f32_plan(problem, results, start_of, accumulate=accumulate)
+        return f32_plan(
+            problem, results, start_of, deterministic=deterministic, accumulate=accumulate
+        )
     return flash_plan(
         problem, results, start_of, deterministic=deterministic, accumulate=accumulate
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from cupyattn.arrays import Layout
 from cupyattn.kernels.configs import attention_backward_f32 as f32
 from cupyattn.kernels.configs import attention_backward_naive as naive
@@ -21,6 +23,7 @@ def f32_plan(
     results: dict[str, Layout],
     start_of: dict[str, int],
     *,
+    deterministic: bool,
     accumulate: bool,
 ) -> Plan:
     """Choose the kernels of a call and fill in their parameters."""
@@ -35,21 +38,23 @@ def f32_plan(
     dbias = results["dbias"].dtype.name if every_score else "void"
     params = backward_params(problem, results, accumulate=accumulate, dbias=results.get("dbias"))
 
-    key_tiles = -(-problem.sk // f32.dkdv_config(*dims).tile_k)
-    row_tiles = -(-problem.sq // f32.dq_config(*dims).tile_q)
-    dkdv = f32.dkdv(*shape, vec, options, dbias)
+    key_tiles = -(-problem.sk // f32.dkdv_config(*dims, options).tile_k)
+    row_tiles = -(-problem.sq // f32.dq_config(*dims, options).tile_q)
+    one_pass = not deterministic and problem.dtype == np.float32
+    dkdv = f32.dkdv(*shape, vec, one_pass, options, dbias)
     steps = [
         Step(f32.delta(problem.dtype.name, problem.head_dim_v), -(-rows // f32.DELTA_ROWS), params),
         Step(dkdv, problem.batch * problem.kv_heads * key_tiles, params),
-        Step(f32.dq(*shape, vec, options), heads * row_tiles, params),
     ]
+    if not one_pass:
+        steps.append(Step(f32.dq(*shape, vec, options), heads * row_tiles, params))
     if "dbias" in results and not every_score:
         steps.append(dbias_step(problem, results["dbias"], options, params))
     if "dsinks" in results:
         dsinks = naive.dsinks(results["dsinks"].dtype.name)
         steps.append(Step(dsinks, problem.heads, params))
-    zero_first = ("dbias",) if every_score and not accumulate else ()
-    return Plan(tuple(steps), lay_out_scratch({"delta": rows}), zero_first)
+    added_to = (*(["dq"] if one_pass else []), *(["dbias"] if every_score else []))
+    return Plan(tuple(steps), lay_out_scratch({"delta": rows}), () if accumulate else added_to)
 
 
 def _vector_items(problem: AttentionProblem, start_of: dict[str, int]) -> int:
