@@ -89,6 +89,30 @@ def test_conversions_and_base_2_functions(dtype, vector):
         assert_allclose(lg2, exact_lg2, rtol=2.0**-21, atol=2.0**-21)
 
 
+def test_packed_float16():
+    """Every finite float16 from 0 up, numbers midway and just below, and NaN."""
+    halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+    middle = (halves[:-1] + halves[1:]) / 2
+    x = np.concatenate([halves, middle, np.nextafter(middle, np.float32(0))])
+    x = np.append(x, np.full(256 + -x.size % 256, np.nan, np.float32))
+    names = ("halves", "shifted", "with_nan", "masked")
+    probe = Probe("pack", Pointer("x", const=True), *map(Pointer, names))
+    outputs = [np.zeros(x.size // 2, np.uint32) for _ in names]
+    results = probe.run(x.size // 256, x, *outputs)
+    plain, shifted, with_nan, masked = (result.view(np.float16) for result in results)
+
+    assert_array_equal(plain, x.astype(np.float16))
+    assert_array_equal(masked[1::2], plain[1::2])
+    assert not masked[::2].any()
+    normal, flushed = x >= 2.0**-14, x < 2.0**-14 * (1 - 2.0**-12)
+    steps = 2 ** (np.floor(np.log2(x[normal].astype(np.float64))) - 10)  # between float16 there
+    ties_away = np.floor(x[normal] / steps + 0.5) * steps
+    for packed in (shifted, with_nan):
+        assert_array_equal(packed[normal], ties_away)
+        assert not packed[flushed].any()
+    assert np.isnan(with_nan[np.isnan(x)]).all()
+
+
 @pytest.mark.parametrize("threads", [32, 128, 1024])
 def test_reductions(threads):
     ctas = 3

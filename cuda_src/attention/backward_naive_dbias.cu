@@ -23,12 +23,12 @@ struct Traits : NaiveTraits {
 };
 
 // A place among the scores (B, H, Sq, Sk), or how many there are.
-struct ScorePlace {
+struct ScoreIndex {
   int batch, head, row, key;
 
   // Place number `at` of `extents`, keys fastest.
-  __device__ __forceinline__ static ScorePlace number(int64 at, const ScorePlace& extents) {
-    ScorePlace place;
+  __device__ __forceinline__ static ScoreIndex number(int64 at, const ScoreIndex& extents) {
+    ScoreIndex place;
     place.key = static_cast<int>(at % extents.key);
     at /= extents.key;
     place.row = static_cast<int>(at % extents.row);
@@ -38,7 +38,7 @@ struct ScorePlace {
     return place;
   }
 
-  __device__ __forceinline__ ScorePlace operator+(const ScorePlace& other) const {
+  __device__ __forceinline__ ScoreIndex operator+(const ScoreIndex& other) const {
     return {batch + other.batch, head + other.head, row + other.row, key + other.key};
   }
 
@@ -51,7 +51,7 @@ struct Arrays {
   const void *q_offsets_g, *seqused_k_g, *bias_g, *mask_g, *slopes_g;
 };
 
-__device__ __forceinline__ float score_ds(const Arrays& arrays, const ScorePlace& at, const BackwardParams& params) {
+__device__ __forceinline__ float score_ds(const Arrays& arrays, const ScoreIndex& at, const BackwardParams& params) {
   const AttentionParams& forward = params.attention;
   const KeyWindow window = sequence_window(forward, arrays.q_offsets_g, arrays.seqused_k_g, at.batch);
   if (!window.of_row(at.row).contains(at.key)) return 0.f;
@@ -80,20 +80,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const Arrays arrays = {dout_g, q_g, k_g, v_g, lse_g, delta_g, q_offsets_g, seqused_k_g, bias_g, mask_g, slopes_g};
 
   // Phase 1: the item, and the scores that it was added to.
-  const ScorePlace scores = {params.batch, forward.heads, forward.sq, forward.sk};
-  const ScorePlace items = {strides.batch ? scores.batch : 1, strides.head ? scores.head : 1,
+  const ScoreIndex scores = {params.batch, forward.heads, forward.sq, forward.sk};
+  const ScoreIndex items = {strides.batch ? scores.batch : 1, strides.head ? scores.head : 1,
                             strides.row ? scores.row : 1, strides.key ? scores.key : 1};
-  const ScorePlace terms = {strides.batch ? 1 : scores.batch, strides.head ? 1 : scores.head,
+  const ScoreIndex terms = {strides.batch ? 1 : scores.batch, strides.head ? 1 : scores.head,
                             strides.row ? 1 : scores.row, strides.key ? 1 : scores.key};
   const int64 item = blockIdx.x * static_cast<int64>(Traits::kItems) + threadIdx.x / Traits::kLanes;
   const bool exists = item < items.count();  // a warp may hold items beyond the last: they take part with no scores
-  const ScorePlace first = ScorePlace::number(exists ? item : 0, items);
+  const ScoreIndex first = ScoreIndex::number(exists ? item : 0, items);
 
   // Phase 2: the sum of their gradients.
   float sum = 0.f;
   const int64 count = exists ? terms.count() : 0;
   for (int64 term = lane; term < count; term += Traits::kLanes) {
-    sum += score_ds(arrays, first + ScorePlace::number(term, terms), params);
+    sum += score_ds(arrays, first + ScoreIndex::number(term, terms), params);
   }
   sum = warp_reduce<Sum, Traits::kLanes>(sum);
 

@@ -29,6 +29,7 @@
 #include "forward_epilogue.cuh"
 #include "key_walk.cuh"
 #include "lean_softmax.cuh"
+#include "resident_rows.cuh"
 #include "score_options.cuh"
 #include "stage.cuh"
 #include "tile_products.cuh"
@@ -100,41 +101,6 @@ struct Cta {
   const Traits::Options& options;
   Place place;
 };
-
-__device__ __forceinline__ void load_queries(uint32 q_s, const float16* q_g, int64 row_stride, int rows) {
-  constexpr int kChunks = Traits::QTile::kChunks;
-#pragma unroll 4
-  for (int at = threadIdx.x; at < Traits::kTileQ * kChunks; at += Traits::kThreads) {
-    const int row = at / kChunks, chunk = at % kChunks;
-    uint4 quad = make_uint4(0, 0, 0, 0);
-    const float16* chunk_g = q_g + row * row_stride + chunk * kChunkItems;
-    if (row < rows) quad = load_chunk<Traits::kHeadDim, Traits::kVec>(chunk_g, chunk);
-    st_shared_v4(q_s + Traits::QTile::offset(row, chunk), quad);
-  }
-}
-
-// The warp's rows of Q as A fragments: two 8x8 matrices (rows 0-7 and 8-15) for each k8 step.
-__device__ __forceinline__ void load_query_fragments(Warp& warp, uint32 q_s) {
-  const int lane_row = warp_index() * Traits::kWarpRows + lane_index() % 16;
-#pragma unroll
-  for (int i = 0; i < Traits::kMTiles; i++) {
-#pragma unroll
-    for (int step = 0; step < Traits::kSteps; step += 2) {
-      const bool pair = step + 1 < Traits::kSteps;
-      const uint32 address = q_s + Traits::QTile::offset(lane_row + i * 16, step + (pair ? lane_index() / 16 : 0));
-      if (pair) {
-        uint32 r[4];
-        ldmatrix<4>(r, address);
-        warp.q[i][step][0] = r[0];
-        warp.q[i][step][1] = r[1];
-        warp.q[i][step + 1][0] = r[2];
-        warp.q[i][step + 1][1] = r[3];
-      } else {
-        ldmatrix<2>(warp.q[i][step], address);
-      }
-    }
-  }
-}
 
 // S += Q K^T over the columns of a group and those behind it, group by group.
 template <int kGroup = 0>
@@ -243,10 +209,10 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   // Phase 2: Q, through shared memory into registers.
   Warp warp;
   warp.first_row = place.first_row + warp_index() * Traits::kWarpRows;
-  load_queries(shared_address(smem.q), head_rows(q_g, params.q, place.batch, place.head, place.first_row), params.q.seq,
-               rows);
+  load_rows<Traits::QTile, Traits::kHeadDim, Traits::kVec, Traits::kThreads>(
+      shared_address(smem.q), head_rows(q_g, params.q, place.batch, place.head, place.first_row), params.q.seq, rows);
   __syncthreads();  // q: written
-  load_query_fragments(warp, shared_address(smem.q));
+  load_a_fragments<Traits::QTile>(warp.q, shared_address(smem.q), warp_index() * Traits::kWarpRows);
   warp.softmax.clear();
   __syncthreads();  // q: read; K and V take its place
 

@@ -1,6 +1,7 @@
 // Dropout's mask for a tile of scores, as AND masks of packed fragments: the one that the forward drew.
 #pragma once
 
+#include "../common/pack.cuh"
 #include "../common/philox.cuh"
 #include "params.cuh"
 #include "score_items.cuh"

@@ -4,14 +4,14 @@
 // - Stale maximum. A row keeps the maximum of an earlier tile while nothing overflows: P carries 2^kHeadroomLog2 of what
 //   float16 could hold, and a thread's sum of the tile's P tells whether any exceeds it. Only then is the maximum
 //   raised, and what was accumulated rescaled. (Masked tiles, where rows see their first keys, look at the scores.)
-// - Exponent shift. P is kept times 2^-112 in float32, so that its float32 exponent field is that of the float16 number:
-//   packing is two shifts and a byte permute, where conversions would go to Turing's slowest pipe.
+// - Exponent shift. P is kept times 2^-112 in float32, and packed without a conversion (pack_shifted).
 // - Row sums stay per thread until the end.
 //
 // The arithmetic is that of Milakov and Gimelshein, arXiv:1805.02867; what a float16 P loses is in the bound
 // (cupyattn/reference/bounds.py: flush).
 #pragma once
 
+#include "../common/pack.cuh"
 #include "../common/reduce.cuh"
 #include "score_fragment.cuh"
 
@@ -21,12 +21,6 @@ constexpr float kShiftLog2 = kHeadroomLog2 - 112.f;  // and held in float32 as 2
 constexpr float kLargestPacked = 1.2616483e-29f;     // 65504 * 2^-112, rounded down
 constexpr float kUnshift = 5.192296858534828e33f;    // 2^112
 constexpr float kNoMaximum = -1e30f;                 // no key seen: finite, so that differences are never NaN
-
-// float16 of x * 2^112 and y * 2^112 for 0 <= x, y <= kLargestPacked: nearest, ties away. Below 2^-14 of the shifted
-// scale it flushes to zero.
-__device__ __forceinline__ uint32 pack_shifted(float x, float y) {
-  return prmt_high_halves(__float_as_uint(x) * 8u + 0x8000u, __float_as_uint(y) * 8u + 0x8000u);
-}
 
 template <typename Fragment>
 struct PackedProbabilities {

@@ -23,7 +23,7 @@ struct ScoreStrides {
   int64 batch, head, row, key;
 };
 
-// What the options of the tensor-core kernels need.
+// What the options need.
 struct ScoreParams {
   ScoreStrides bias, mask;
   int64 slopes_batch, slopes_head, sinks_stride;

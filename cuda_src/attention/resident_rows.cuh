@@ -2,6 +2,7 @@
 // in shared memory, from there to A fragments in registers; and its results the other way.
 #pragma once
 
+#include "../common/pack.cuh"
 #include "stage.cuh"
 
 // Row `row` of a tile in shared memory is item `item_of_row(row)` of its array: here the same.
@@ -45,11 +46,6 @@ __device__ __forceinline__ void load_a_fragments(uint32 (&a)[kMTiles][Tile::kChu
       }
     }
   }
-}
-
-// float16 of x and y, in the low and the high half.
-__device__ __forceinline__ uint32 pack_halves(float x, float y) {
-  return __half_as_ushort(__float2half_rn(x)) | static_cast<uint32>(__half_as_ushort(__float2half_rn(y))) << 16;
 }
 
 // A warp's accumulators, times `scale`, to its rows of a tile in shared memory.

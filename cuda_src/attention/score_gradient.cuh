@@ -9,6 +9,7 @@
 // reaches dQ and dK always; dV, where P alone counts, if there is a bias, which may hold NaN on purpose.)
 #pragma once
 
+#include "../common/pack.cuh"
 #include "kept_scores.cuh"
 #include "resident_rows.cuh"
 #include "row_statistics.cuh"
@@ -36,17 +37,6 @@ struct GradientOptions {
   // Without a pass of their own over the scores, the scale rides on the exponential's FMA.
   static constexpr bool kPass = kGiven<Bias> || kGiven<Slopes> || kSoftcap;
 };
-
-// float16 of x * 2^112 and y * 2^112 for 0 <= x, y <= 65504 * 2^-112: nearest, ties away, by two shifts and a byte
-// permute where conversions would go to Turing's slowest pipe. Below 2^-14 of the shifted scale x is 0 already. A NaN
-// becomes 0, or with kKeepsNan a NaN, for an instruction more each.
-template <bool kKeepsNan>
-__device__ __forceinline__ uint32 pack_shifted(float x, float y) {
-  constexpr uint32 kNanBits = 0x0fff0000u;  // of a NaN in float16, before the shift
-  const uint32 x_bits = kKeepsNan ? min(__float_as_uint(x), kNanBits) : __float_as_uint(x);
-  const uint32 y_bits = kKeepsNan ? min(__float_as_uint(y), kNanBits) : __float_as_uint(y);
-  return prmt_high_halves(x_bits * 8u + 0x8000u, y_bits * 8u + 0x8000u);
-}
 
 struct OptionArrays {
   const void *bias_g, *mask_g, *slopes_g;
@@ -80,7 +70,6 @@ struct ScoreTile {
     if constexpr (kGiven<Slopes>) {
       const int64 item = place.batch * scores.slopes_batch + place.head * scores.slopes_head;
       slope_log2 = to_float(static_cast<const Slopes*>(arrays.slopes_g)[item]) * kLog2E;
-      // Beyond 2^24 not every whole number is a float32; no array is that long.
       distance = static_cast<float>(place.first_row + q_offset - place.first_key + behind(0, 0, 0));
     }
   }

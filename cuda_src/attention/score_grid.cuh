@@ -76,8 +76,3 @@ struct ScoreGrid {
     }
   }
 };
-
-// An AND mask of packed items.
-__device__ __forceinline__ uint32 halves_mask(bool low, bool high) {
-  return (low ? 0x0000ffffu : 0u) | (high ? 0xffff0000u : 0u);
-}

@@ -1,4 +1,5 @@
-// From products q . k to the scores that enter the softmax: scale or softcap, then bias and ALiBi, then a mask of bools. Each option is a compile-time switch; an absent array's dtype is void.
+// From products q . k to the scores that enter the softmax: scale or softcap, then bias and ALiBi, then a mask of bools.
+// Each option is a compile-time switch; an absent array's dtype is void.
 #pragma once
 
 #include "../common/vec.cuh"
@@ -176,7 +177,6 @@ struct ScoreOptions {
                                        [](float& score, Bias bias) { score += to_float(bias); });
     }
     if constexpr (kGiven<Slopes>) {
-      // Distances beyond 2^24 would not be whole in float32; no array is that long.
       const float from = static_cast<float>(first_row + q_offset - first_key);
       fragment.for_each_pair([&](float* pair, int row, int key) {
         const float distance = from + static_cast<float>(row - key);

@@ -53,13 +53,6 @@ __device__ __forceinline__ void ldmatrix_trans(uint32 (&r)[kCount], uint32 addre
   }
 }
 
-// The halves of the result are the high halves of x and y.
-__device__ __forceinline__ uint32 prmt_high_halves(uint32 x, uint32 y) {
-  uint32 packed;
-  asm("prmt.b32 %0, %1, %2, 0x7632;" : "=r"(packed) : "r"(x), "r"(y));
-  return packed;
-}
-
 // A value that the compiler cannot recompute from others, and so keeps in its register.
 template <typename Scalar>
 __device__ __forceinline__ Scalar kept_in_register(Scalar x) {
