@@ -17,7 +17,7 @@ from cupyattn import reference
 from cupyattn.cli.recorder import Launch, attention_launch
 from cupyattn.emulator import Checks
 from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.attention import TILED_TILE_K
+from cupyattn.kernels.configs.attention_teaching import TILED_TILE_K
 from cupyattn.kernels.emulated_device import EmulatedDevice, EmulatedKernel
 from cupyattn.kernels.source import source_root
 from cupyattn.kernels.spec import Specialisation

@@ -309,6 +309,6 @@ def test_recorded_launch_is_the_operations_own(first, vec):
     launch = attention_launch(
         TURING, packed, packed, packed, AttentionOptions(causal=True, implementation="tiled")
     )
-    assert launch.specialisation == configs.attention.tiled("float16", 64, 64, vec)
+    assert launch.specialisation == configs.attention_teaching.tiled("float16", 64, 64, vec)
     assert launch.grid == (2 * 4 * 2, 1, 1)
     assert launch.arguments[0] is packed

@@ -13,7 +13,8 @@ from processes import environment
 from cupyattn.kernels import compile, configs, source
 from cupyattn.kernels.arch import arch_of
 from cupyattn.kernels.compile import CompilationError, compile_cubin, compile_ptx
-from cupyattn.kernels.configs import attention, softmax
+from cupyattn.kernels.configs import attention_teaching as teaching
+from cupyattn.kernels.configs import softmax
 from cupyattn.kernels.registry import KERNELS
 from cupyattn.kernels.spec import KernelSpec, Specialisation
 from cupyattn.kernels.target import target_of
@@ -73,10 +74,22 @@ def test_sources_have_no_defaults(empty_cache, entry):
 @pytest.mark.parametrize(
     ("specialisation", "name", "message"),
     [
-        (attention.tiled("float16", 64, 64, 8), "SHARED_BYTES", "the table counts other shared"),
-        (attention.naive("float16", 64, 64), "SHARED_BYTES", "the table counts other shared"),
-        (attention.tiled("float16", 64, 64, 8), "PARAMS_BYTES", "describes another struct"),
-        (attention.naive("float16", 64, 64), "PARAMS_BYTES", "describes another struct"),
+        (
+            teaching.tiled("float16", 64, 64, 8),
+            "SHARED_BYTES",
+            "the table counts other shared",
+        ),
+        (
+            teaching.naive("float16", 64, 64),
+            "SHARED_BYTES",
+            "the table counts other shared",
+        ),
+        (
+            teaching.tiled("float16", 64, 64, 8),
+            "PARAMS_BYTES",
+            "describes another struct",
+        ),
+        (teaching.naive("float16", 64, 64), "PARAMS_BYTES", "describes another struct"),
         (SMALL, "PARAMS_BYTES", "describes another struct"),
         (softmax.backward("float32", 100, 1), "PARAMS_BYTES", "describes another struct"),
     ],
@@ -94,9 +107,9 @@ def test_table_and_source_cannot_drift(empty_cache, specialisation, name, messag
 @pytest.mark.parametrize(
     ("specialisation", "macros", "message"),
     [
-        (attention.tiled("float16", 64, 64, 8), {"VEC": 4}, "single items or 16 bytes"),
-        (attention.naive("float16", 64, 64), {"THREADS": 100}, "whole warps"),
-        (attention.naive("float16", 64, 64), {"HEAD_DIM": 257}, "head dims are 1 to 256"),
+        (teaching.tiled("float16", 64, 64, 8), {"VEC": 4}, "single items or 16 bytes"),
+        (teaching.naive("float16", 64, 64), {"THREADS": 100}, "whole warps"),
+        (teaching.naive("float16", 64, 64), {"HEAD_DIM": 257}, "head dims are 1 to 256"),
         (SMALL, {"THREADS": 100}, "whole warps"),
         (SMALL, {"LANES": 64}, "a part of a warp or to the whole CTA"),
     ],

@@ -15,7 +15,12 @@ import pytest
 from cupyattn.kernels import configs
 from cupyattn.kernels.arch import Arch, arch_of
 from cupyattn.kernels.compile import compile_cubin, nvrtc_version
-from cupyattn.kernels.configs import attention, attention_backward, attention_backward_f32
+from cupyattn.kernels.configs import (
+    attention,
+    attention_backward,
+    attention_backward_f32,
+)
+from cupyattn.kernels.configs import attention_teaching as teaching
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
 from cupyattn.kernels.spec import Specialisation
 
@@ -102,7 +107,7 @@ PROMISED_CTAS = {
         )
         for dim, config in table.items()
     },
-    **{f"attention_tiled {dim}": row.ctas_per_sm for dim, row in attention.TILED.items()},
+    **{f"attention_tiled {dim}": row.ctas_per_sm for dim, row in teaching.TILED.items()},
     **{f"attention_forward {dim}": row.ctas_per_sm for dim, row in attention.FLASH.items()},
     **{f"attention_forward_f32 {dim}": row.ctas_per_sm for dim, row in attention.FLASH_F32.items()},
     **{
@@ -301,7 +306,7 @@ def odd_head_dims() -> Iterator[Specialisation]:
         dtype = tuple(STORAGE)[number % len(STORAGE)]
         items = vector_items(dtype)
         vec = items if head_dim % items == 0 and head_dim_v % items == 0 else 1
-        yield attention.tiled(dtype, head_dim, head_dim_v, vec)
+        yield teaching.tiled(dtype, head_dim, head_dim_v, vec)
 
 
 def odd_float32_flash_dims() -> Iterator[Specialisation]:
@@ -329,5 +334,5 @@ def test_float32_flash_between_the_rows_spills_nothing(specialisation):
 @pytest.mark.parametrize("specialisation", list(odd_head_dims()), ids=lambda s: s.label)
 def test_head_dims_between_the_rows_cost_no_more(specialisation):
     macros = dict(specialisation.macros)
-    promised = attention.tiled_config(macros["HEAD_DIM"], macros["HEAD_DIM_V"]).ctas_per_sm
+    promised = teaching.tiled_config(macros["HEAD_DIM"], macros["HEAD_DIM_V"]).ctas_per_sm
     assert cost(specialisation, TURING).ctas_per_sm >= promised

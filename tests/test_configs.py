@@ -16,14 +16,14 @@ from cupyattn.kernels.configs import (
     attention_backward_naive,
     softmax,
 )
+from cupyattn.kernels.configs import attention_teaching as teaching
 from cupyattn.kernels.configs.attention import PLAIN, FlashOptions
 from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES, vector_items
+from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 from cupyattn.kernels.registry import KERNELS
 from cupyattn.kernels.source import source_root
 from cupyattn.kernels.spec import Struct
 from cupyattn.kernels.structs import ATTENTION_PARAMS, BACKWARD_PARAMS, DBIAS_PARAMS, rows_params
-
-MAX_DIM = attention.MAX_HEAD_DIM
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ MAX_DIM = attention.MAX_HEAD_DIM
 def test_tiled_rows_start_and_end_where_the_table_says(largest, row):
     """The larger of D and Dv decides, whichever it is."""
     for dims in ((largest, largest), (largest, 1), (1, largest)):
-        assert attention.tiled_config(*dims) is attention.TILED[row]
+        assert teaching.tiled_config(*dims) is teaching.TILED[row]
 
 
 @pytest.mark.parametrize(
@@ -59,22 +59,26 @@ def test_softmax_rows_start_and_end_where_the_table_says(length, row):
 
 
 def test_tables_are_in_order_and_reach_every_size():
-    assert list(attention.TILED) == sorted(attention.TILED)
-    assert max(attention.TILED) == MAX_DIM
+    assert list(teaching.TILED) == sorted(teaching.TILED)
+    assert max(teaching.TILED) == MAX_HEAD_DIM
     *limits, last = softmax.ROWS
     assert limits == sorted(limits)
     assert last is None
-    for config in (attention.NAIVE, *attention.TILED.values(), *softmax.ROWS.values()):
+    for config in (
+        teaching.NAIVE,
+        *teaching.TILED.values(),
+        *softmax.ROWS.values(),
+    ):
         assert config.reason.strip()
 
 
 @pytest.mark.parametrize("vec", [1, 4, 8])
 def test_shared_memory_of_the_tiled_kernel_fits_for_all_head_dims(vec):
     """As many CTAs as the row promises, on the SM with the least shared memory."""
-    for head_dim in range(vec, MAX_DIM + 1, vec):
-        for head_dim_v in range(vec, MAX_DIM + 1, vec):
-            config = attention.tiled_config(head_dim, head_dim_v)
-            shared = attention._tiled_shared_bytes(config, head_dim, head_dim_v, vec)
+    for head_dim in range(vec, MAX_HEAD_DIM + 1, vec):
+        for head_dim_v in range(vec, MAX_HEAD_DIM + 1, vec):
+            config = teaching.tiled_config(head_dim, head_dim_v)
+            shared = teaching._tiled_shared_bytes(config, head_dim, head_dim_v, vec)
             assert shared % 16 == 0
             assert shared * config.ctas_per_sm <= TURING.shared_bytes_per_cta
 
@@ -105,11 +109,11 @@ def test_vectors_are_16_bytes():
 
 def test_the_same_key_is_the_same_object():
     """What is loaded, planned and cached goes by identity."""
-    assert attention.tiled("float16", 64, 32, 8) is attention.tiled("float16", 64, 32, 8)
-    assert attention.naive("float16", 64, 32) is attention.naive("float16", 64, 32)
+    assert teaching.tiled("float16", 64, 32, 8) is teaching.tiled("float16", 64, 32, 8)
+    assert teaching.naive("float16", 64, 32) is teaching.naive("float16", 64, 32)
     assert softmax.forward("float32", 10, 4) is softmax.forward("float32", 10, 4)
     different = [
-        attention.tiled(dtype, dim, dim_v, vec)
+        teaching.tiled(dtype, dim, dim_v, vec)
         for dtype in STORAGE
         for dim, dim_v in ((64, 64), (64, 32), (32, 64))
         for vec in (1, vector_items(dtype))
@@ -127,9 +131,7 @@ def test_the_catalogue_has_every_row_in_every_dtype():
         vectors = {1, vector_items(dtype)}
         tiled = {(m["HEAD_DIM"], m["ROWS"], m["VEC"]) for m in of_dtype if "ROWS" in m}
         assert tiled == {
-            (limit, config.rows, vec)
-            for limit, config in attention.TILED.items()
-            for vec in vectors
+            (limit, config.rows, vec) for limit, config in teaching.TILED.items() for vec in vectors
         }
         resident = [m for m in of_dtype if "RESIDENT" in m]
         rows = Counter((m["THREADS"], m["LANES"], m["VEC"]) for m in resident)
@@ -184,8 +186,8 @@ def test_float32_flash_rows_start_and_end_where_the_table_says(largest, row):
 def test_float32_flash_fits_for_all_head_dims():
     """As many CTAs as the row promises, on the SM with the least shared memory."""
     assert list(attention.FLASH_F32) == sorted(attention.FLASH_F32)
-    assert max(attention.FLASH_F32) == MAX_DIM
-    for largest in range(1, MAX_DIM + 1):
+    assert max(attention.FLASH_F32) == MAX_HEAD_DIM
+    for largest in range(1, MAX_HEAD_DIM + 1):
         config = attention.flash_f32_config(1, largest)
         assert config.reason.strip()
         shared = attention._flash_f32_shared_bytes(config, largest)

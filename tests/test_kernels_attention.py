@@ -14,13 +14,8 @@ from strategies import AttentionProblem, attention_problems, dtype_of
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.kernels.configs.attention import (
-    FLASH,
-    FLASH_F32,
-    TILED_TILE_K,
-    flash_config,
-    flash_f32_config,
-)
+from cupyattn.kernels.configs.attention import FLASH, FLASH_F32, flash_config, flash_f32_config
+from cupyattn.kernels.configs.attention_teaching import TILED_TILE_K
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from cupyattn.benchmark.attention_cases import FEWER_SCORES, OPTIONS, Case
 from cupyattn.benchmark.torch_peer import TORCH
 from cupyattn.cli.arguments import integer
-from cupyattn.kernels.configs.attention import MAX_HEAD_DIM
 from cupyattn.kernels.configs.dtypes import STORAGE
+from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 
 
 def add_case_options(

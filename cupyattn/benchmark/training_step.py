@@ -20,7 +20,7 @@ from cupyattn.benchmark.cuda_events import Timer, event_timer, measured_on
 from cupyattn.benchmark.gpu_command import add_timing_options, run_on_gpu, show_machine
 from cupyattn.cli.arguments import integer
 from cupyattn.cli.terminal import Result, Terminal, progress
-from cupyattn.kernels.configs.attention import MAX_HEAD_DIM
+from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 from cupyattn.kernels.cuda_device import cuda_device
 from cupyattn.reference import AttentionGrads
 

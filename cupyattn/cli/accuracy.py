@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from cupyattn import reference
-from cupyattn.kernels.configs.attention import TILED_TILE_K, flash_config
+from cupyattn.kernels.configs.attention import flash_config
+from cupyattn.kernels.configs.attention_teaching import TILED_TILE_K
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from cupyattn.cli.attention_runs import TIMED_CALLS, on_gpu, without_gpu
 from cupyattn.cli.compiled_kernel import macros_text, spill_bytes
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.functional.device_info import device_count
-from cupyattn.kernels.configs.attention import MAX_HEAD_DIM
+from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 
 GPU_SEQLEN = 2048
 EMULATED_SEQLEN = 128  # about half a second for the tiled kernel

@@ -10,8 +10,8 @@ import numpy as np
 
 import cupyattn
 from cupyattn.cli.arguments import integer
-from cupyattn.kernels.configs.attention import MAX_HEAD_DIM
 from cupyattn.kernels.configs.dtypes import STORAGE
+from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 
 
 class ProfiledCall(NamedTuple):

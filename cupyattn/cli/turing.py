@@ -15,7 +15,7 @@ from cupyattn.cli.terminal import Result, Terminal, emit, fail, progress
 from cupyattn.errors import error
 from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.kernels.configs import catalogue
-from cupyattn.kernels.configs.attention import MAX_HEAD_DIM
+from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 from cupyattn.kernels.registry import KERNELS
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.turing import MARGIN, LoopFigures, analyse, disassembler_version

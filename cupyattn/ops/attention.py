@@ -132,13 +132,13 @@ def _plan(
     start_of = dict(zip(problem.layouts, starts, strict=True))
     require_item_alignment(problem.layouts, start_of)
     dtype, dims = problem.dtype.name, (problem.head_dim, problem.head_dim_v)
-    table = configs.attention
+    table, teaching = configs.attention, configs.attention_teaching
     if problem.implementation == "naive":
-        specialisation, tile_q = table.naive(dtype, *dims), 1
+        specialisation, tile_q = teaching.naive(dtype, *dims), 1
     elif problem.implementation == "tiled":
         vec = _vector_items(problem, start_of, vector_items(dtype))
-        specialisation = table.tiled(dtype, *dims, vec)
-        tile_q = table.tiled_config(*dims).tile_q
+        specialisation = teaching.tiled(dtype, *dims, vec)
+        tile_q = teaching.tiled_config(*dims).tile_q
     elif problem.dtype == np.float16:
         vec = _vector_items(problem, start_of, vector_items(dtype), out_strides)
         together = 2 if problem.dropout_p else 4  # a Philox call serves pairs of keys

@@ -11,6 +11,7 @@ import numpy as np
 from cupyattn.arrays import Layout
 from cupyattn.errors import error
 from cupyattn.kernels.configs import attention_backward as flash
+from cupyattn.kernels.configs import attention_backward_passes as passes
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.structs import DBIAS_PARAMS
 from cupyattn.ops.attention import score_options
@@ -50,13 +51,13 @@ def require_countable_rows(problem: AttentionProblem) -> None:
             ValueError,
             f"B = {problem.batch}, H = {problem.heads}, Sq = {problem.sq}",
             f"implementation='flash' takes B * H sequences of up to {_MAX_ROWS} rows together, "
-            f"each rounded up to {flash.ROW_PAD}",
+            f"each rounded up to {passes.ROW_PAD}",
             "split the batch over several calls",
         )
 
 
 def _rows_padded(problem: AttentionProblem) -> int:
-    return _round_up(max(problem.sq, 1), flash.ROW_PAD)  # whole CTAs of the first kernel
+    return _round_up(max(problem.sq, 1), passes.ROW_PAD)  # whole CTAs of the first kernel
 
 
 def flash_plan(
@@ -92,7 +93,7 @@ def flash_plan(
     if dbias is not None and dbias.scratch:
         steps.append(_dbias_step(problem, results["dbias"], dbias, accumulate))
     if "dsinks" in results:
-        dsinks = flash.dsinks(results["dsinks"].dtype.name)
+        dsinks = passes.dsinks(results["dsinks"].dtype.name)
         steps.append(Step(dsinks, problem.heads, params))
     # Tiles that no query sees are skipped, and with them their part of dbias.
     skipped = dbias is not None and not dbias.scratch and not accumulate
@@ -113,8 +114,8 @@ def _gradient_steps(
     key_tiles = -(-problem.sk // flash.tile_keys(*dims, one_pass))
     steps = [
         Step(
-            flash.delta(problem.head_dim_v, vec),
-            -(-rows // flash.delta_rows(problem.head_dim_v)),
+            passes.delta(problem.head_dim_v, vec),
+            -(-rows // passes.delta_rows(problem.head_dim_v)),
             params,
         ),
         Step(
@@ -125,8 +126,8 @@ def _gradient_steps(
         ),
     ]
     if one_pass:
-        convert_ctas = -(-rows // flash.convert_rows(problem.head_dim))
-        return [*steps, Step(flash.convert(problem.head_dim, vec), convert_ctas, params)]
+        convert_ctas = -(-rows // passes.ROW_PAD)
+        return [*steps, Step(passes.convert(problem.head_dim, vec), convert_ctas, params)]
     row_tiles = -(-problem.sq // flash.tile_rows(*dims, options.dq))
     dq_ctas = problem.batch * problem.heads * row_tiles
     return [*steps, Step(flash.dq(*dims, vec, options.dq), dq_ctas, params)]
@@ -198,8 +199,8 @@ def _dbias_step(
     params["source"] = score_strides(gathered.target, problem.scores_shape)
     params["target"] = score_strides(dbias, problem.scores_shape)
     params["accumulate"] = accumulate
-    ctas = flash.dbias_ctas(math.prod(shape), bool(params["repeats"][3] > 1))
-    return Step(flash.dbias(dbias.dtype.name), ctas, params[()])
+    ctas = passes.dbias_ctas(math.prod(shape), bool(params["repeats"][3] > 1))
+    return Step(passes.dbias(dbias.dtype.name), ctas, params[()])
 
 
 def _vector_items(

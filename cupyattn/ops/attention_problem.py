@@ -11,7 +11,7 @@ import numpy as np
 
 from cupyattn.arrays import Layout, LayoutKey, Span, layouts_of, span
 from cupyattn.errors import error
-from cupyattn.kernels.configs.attention import MAX_HEAD_DIM
+from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 from cupyattn.ops.attention_options import (
     AttentionOptions,
     checked_dropout_p,

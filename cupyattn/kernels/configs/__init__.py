@@ -14,6 +14,8 @@ from cupyattn.kernels.configs import (
     attention_backward,
     attention_backward_f32,
     attention_backward_naive,
+    attention_backward_passes,
+    attention_teaching,
     softmax,
 )
 from cupyattn.kernels.spec import Specialisation
@@ -23,6 +25,8 @@ __all__ = [
     "attention_backward",
     "attention_backward_f32",
     "attention_backward_naive",
+    "attention_backward_passes",
+    "attention_teaching",
     "catalogue",
     "softmax",
 ]
@@ -30,8 +34,10 @@ __all__ = [
 
 def catalogue() -> Iterator[Specialisation]:
     """Yield every row of every table, in each dtype, with vector and with scalar loads."""
+    yield from attention_teaching.catalogue()
     yield from attention.catalogue()
     yield from attention_backward.catalogue()
+    yield from attention_backward_passes.catalogue()
     yield from attention_backward_f32.catalogue()
     yield from attention_backward_naive.catalogue()
     yield from softmax.catalogue()

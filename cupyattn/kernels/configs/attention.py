@@ -1,4 +1,4 @@
-"""Launch configurations of the attention kernels, for sm_75."""
+"""Launch configurations of flash attention, for sm_75."""
 
 from __future__ import annotations
 
@@ -8,105 +8,17 @@ from functools import cache
 from typing import NamedTuple
 
 from cupyattn.kernels.arch import WARP_SIZE
-from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
-from cupyattn.kernels.registry import (
-    ATTENTION_FORWARD,
-    ATTENTION_FORWARD_F32,
-    ATTENTION_NAIVE,
-    ATTENTION_TILED,
+from cupyattn.kernels.configs.dtypes import vector_items
+from cupyattn.kernels.configs.tables import (
+    FLOAT_BYTES,
+    limit_of,
+    option_macros,
+    round_up,
+    row_of,
 )
+from cupyattn.kernels.registry import ATTENTION_FORWARD, ATTENTION_FORWARD_F32
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.kernels.structs import ATTENTION_PARAMS
-
-MAX_HEAD_DIM = 256
-_FLOAT = 4  # bytes
-
-
-@dataclass(frozen=True)
-class NaiveConfig:
-    """One CTA per query row."""
-
-    threads: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class TiledConfig:
-    """One CTA per warps * rows query rows."""
-
-    warps: int
-    rows: int
-    ctas_per_sm: int
-    reason: str
-
-    @property
-    def tile_q(self) -> int:
-        """Query rows per CTA."""
-        return self.warps * self.rows
-
-
-TILED_TILE_K = WARP_SIZE  # one key per lane
-
-NAIVE = NaiveConfig(threads=128, reason="a strip of 128 keys; head dims to 128 are one column each")
-
-# The first row whose head dim is not below max(D, Dv).
-TILED = {
-    64: TiledConfig(8, 4, 2, "21 KB and 127 registers: 16 warps an SM hide each other's barriers"),
-    128: TiledConfig(8, 8, 1, "a K or V word serves 8 rows; Q fills what one CTA leaves of 64 KB"),
-    256: TiledConfig(8, 3, 1, "the most rows whose Q fits beside a 32-key tile of 256 columns"),
-}
-
-
-@cache
-def naive(dtype: str, head_dim: int, head_dim_v: int) -> Specialisation:
-    """Specialise the naive kernel."""
-    return ATTENTION_NAIVE.specialise(
-        threads=NAIVE.threads,
-        shared_bytes=0,
-        DTYPE=dtype,
-        HEAD_DIM=head_dim,
-        HEAD_DIM_V=head_dim_v,
-        THREADS=NAIVE.threads,
-        SHARED_BYTES=_FLOAT * (head_dim + NAIVE.threads + NAIVE.threads // WARP_SIZE),
-        PARAMS_BYTES=ATTENTION_PARAMS.itemsize,
-    )
-
-
-def tiled_config(head_dim: int, head_dim_v: int) -> TiledConfig:
-    """Return the table row for these head dims."""
-    largest = max(head_dim, head_dim_v)
-    return next(config for limit, config in TILED.items() if largest <= limit)
-
-
-@cache
-def tiled(dtype: str, head_dim: int, head_dim_v: int, vec: int) -> Specialisation:
-    """Specialise the tiled kernel; `vec` is the items of one load, 1 or 16 bytes' worth."""
-    config = tiled_config(head_dim, head_dim_v)
-    shared_bytes = _tiled_shared_bytes(config, head_dim, head_dim_v, vec)
-    return ATTENTION_TILED.specialise(
-        threads=config.warps * WARP_SIZE,
-        shared_bytes=shared_bytes,
-        DTYPE=dtype,
-        HEAD_DIM=head_dim,
-        HEAD_DIM_V=head_dim_v,
-        WARPS=config.warps,
-        ROWS=config.rows,
-        VEC=vec,
-        MIN_CTAS=config.ctas_per_sm,
-        SHARED_BYTES=shared_bytes,
-        PARAMS_BYTES=ATTENTION_PARAMS.itemsize,
-    )
-
-
-def _tiled_shared_bytes(config: TiledConfig, head_dim: int, head_dim_v: int, vec: int) -> int:
-    """Q, one tile of K or V, and P, in float32 (Smem in tiled.cu, which asserts the sum)."""
-    padded = _round_up(head_dim, max(vec, 4))
-    words = padded // 4
-    k_row = (words if words % 2 else words + 1) * 4
-    v_row = _round_up(head_dim_v, WARP_SIZE)
-    q_items = config.tile_q * padded
-    key_value_items = TILED_TILE_K * max(k_row, v_row)
-    return _FLOAT * (q_items + key_value_items + config.tile_q * TILED_TILE_K)
 
 
 @dataclass(frozen=True)
@@ -175,7 +87,7 @@ _SMEM_UNIT = 128  # bytes: alignment of each buffer in Smem
 
 def flash_config(head_dim: int, head_dim_v: int, options: FlashOptions = PLAIN) -> FlashConfig:
     """Return the table row for these head dims and options."""
-    row = _flash_row(head_dim, head_dim_v)
+    row = limit_of(FLASH, head_dim, head_dim_v)
     if options.dropout:
         return FLASH_DROPOUT.get(row, FLASH[row])
     if (options.bias, options.bias_vec) == ("float32", 4):
@@ -185,14 +97,10 @@ def flash_config(head_dim: int, head_dim_v: int, options: FlashOptions = PLAIN) 
 
 def flash_longest_tile(head_dim: int, head_dim_v: int) -> int:
     """Return the most keys of a tile that these head dims have with any options."""
-    row = _flash_row(head_dim, head_dim_v)
+    row = limit_of(FLASH, head_dim, head_dim_v)
     return max(
         rows[row].tile_k for rows in (FLASH, FLASH_DROPOUT, FLASH_FLOAT32_BIAS) if row in rows
     )
-
-
-def _flash_row(head_dim: int, head_dim_v: int) -> int:
-    return next(limit for limit in FLASH if max(head_dim, head_dim_v) <= limit)
 
 
 @cache
@@ -214,20 +122,20 @@ def flash(
         MIN_CTAS=config.ctas_per_sm,
         SHARED_BYTES=shared_bytes,
         PARAMS_BYTES=ATTENTION_PARAMS.itemsize,
-        **_option_macros(options),
+        **option_macros(ATTENTION_FORWARD, options),
     )
 
 
 def _flash_shared_bytes(config: FlashConfig, head_dim: int, head_dim_v: int) -> int:
     """K and V twice, or Q, or the output tile (Smem in forward.cu, which asserts it)."""
-    k_row, v_row = _round_up(head_dim, 8) * 2, _round_up(head_dim_v, 8) * 2  # bytes
+    k_row, v_row = round_up(head_dim, 8) * 2, round_up(head_dim_v, 8) * 2  # bytes
     tiles = (
-        _round_up(2 * config.tile_k * k_row, _SMEM_UNIT)
-        + _round_up(2 * config.tile_k * v_row, _SMEM_UNIT),
+        round_up(2 * config.tile_k * k_row, _SMEM_UNIT)
+        + round_up(2 * config.tile_k * v_row, _SMEM_UNIT),
         config.tile_q * k_row,
         config.tile_q * v_row,
     )
-    return _round_up(max(tiles), _SMEM_UNIT)
+    return round_up(max(tiles), _SMEM_UNIT)
 
 
 @dataclass(frozen=True)
@@ -268,13 +176,12 @@ F32_DTYPES = ("float32", "bfloat16")
 F32_VECTOR_ITEMS = 4
 """Items that the float32 kernel loads at once where rows are aligned to so many."""
 _PANEL_KEYS = 16  # of V at a time
-_SLICE_ROW = 16 * _FLOAT  # bytes of a row of a slice of Q or K
+_SLICE_ROW = 16 * FLOAT_BYTES  # bytes of a row of a slice of Q or K
 
 
 def flash_f32_config(head_dim: int, head_dim_v: int) -> FlashF32Config:
     """Return the table row for these head dims."""
-    largest = max(head_dim, head_dim_v)
-    return next(config for limit, config in FLASH_F32.items() if largest <= limit)
+    return row_of(FLASH_F32, head_dim, head_dim_v)
 
 
 @cache
@@ -297,7 +204,7 @@ def flash_f32(
         MIN_CTAS=config.ctas_per_sm,
         SHARED_BYTES=shared_bytes,
         PARAMS_BYTES=ATTENTION_PARAMS.itemsize,
-        **_option_macros(options),
+        **option_macros(ATTENTION_FORWARD_F32, options),
     )
 
 
@@ -307,9 +214,9 @@ def _flash_f32_shared_bytes(config: FlashF32Config, head_dim_v: int) -> int:
     columns += columns % 4 == 3
     stage = max(
         (config.tile_q + config.tile_k) * _SLICE_ROW,
-        _PANEL_KEYS * config.column_lanes * columns * _FLOAT,
+        _PANEL_KEYS * config.column_lanes * columns * FLOAT_BYTES,
     )
-    return 2 * stage + config.tile_q * 2 * config.column_lanes * _FLOAT
+    return 2 * stage + config.tile_q * 2 * config.column_lanes * FLOAT_BYTES
 
 
 _EACH_OPTION = (
@@ -333,34 +240,8 @@ _QUADS = (
 """What only the tensor-core kernel reads four keys at a time."""
 
 
-def _option_macros(options: FlashOptions) -> dict[str, int | str]:
-    return {
-        "BIAS": options.bias,
-        "BIAS_VEC": options.bias_vec,
-        "MASK": _cpp_bool(options.mask),
-        "MASK_VEC": options.mask_vec,
-        "SLOPES": options.slopes,
-        "SOFTCAP": _cpp_bool(options.softcap),
-        "SINKS": options.sinks,
-        "DROPOUT": _cpp_bool(options.dropout),
-    }
-
-
-def _cpp_bool(value: bool) -> str:
-    return "true" if value else "false"
-
-
-def _round_up(count: int, unit: int) -> int:
-    return -(-count // unit) * unit
-
-
 def catalogue() -> Iterator[Specialisation]:
     """Yield every row at its largest head dim, in each dtype, with vector and scalar loads."""
-    for dtype in STORAGE:
-        yield naive(dtype, MAX_HEAD_DIM, MAX_HEAD_DIM)
-        for head_dim in TILED:
-            for vec in (vector_items(dtype), 1):
-                yield tiled(dtype, head_dim, head_dim, vec)
     for head_dim in FLASH:
         for vec in (vector_items("float16"), 1):
             yield flash(head_dim, head_dim, vec)

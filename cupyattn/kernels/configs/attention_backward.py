@@ -8,29 +8,23 @@ from functools import cache
 from typing import NamedTuple
 
 from cupyattn.kernels.arch import WARP_SIZE
-from cupyattn.kernels.configs.dtypes import STORAGE
+from cupyattn.kernels.configs.tables import (
+    BACKWARD_BYTES,
+    FLOAT_BYTES,
+    cpp_bool,
+    limit_of,
+    option_macros,
+    round_up,
+    row_of,
+)
 from cupyattn.kernels.registry import (
-    ATTENTION_BACKWARD_CONVERT,
-    ATTENTION_BACKWARD_DBIAS,
-    ATTENTION_BACKWARD_DELTA,
     ATTENTION_BACKWARD_DKDV,
     ATTENTION_BACKWARD_DKDV_PAIRED,
     ATTENTION_BACKWARD_DQ,
-    ATTENTION_BACKWARD_DSINKS,
 )
 from cupyattn.kernels.spec import Specialisation
-from cupyattn.kernels.structs import ATTENTION_PARAMS, BACKWARD_PARAMS, DBIAS_PARAMS
 
-ROW_PAD = 64
-"""Rows per head in scratch memory are a multiple of this (kRowPad in backward_params.cuh)."""
-
-_STRUCTS = {
-    "PARAMS_BYTES": ATTENTION_PARAMS.itemsize,
-    "BACKWARD_PARAMS_BYTES": BACKWARD_PARAMS.itemsize,
-}
 _SMEM_UNIT = 128  # bytes: alignment of each buffer in Smem
-_FLOAT = 4  # bytes
-_THREADS = 256  # of the kernels that stream through memory
 
 
 class BackwardOptions(NamedTuple):
@@ -122,9 +116,7 @@ DETERMINISTIC: dict[int, DkdvConfig | PairedConfig] = {
 
 def dkdv_config(head_dim: int, head_dim_v: int, one_pass: bool) -> DkdvConfig | PairedConfig:
     """Return the table row for these head dims."""
-    largest = max(head_dim, head_dim_v)
-    table = ONE_PASS if one_pass else DETERMINISTIC
-    return next(config for limit, config in table.items() if largest <= limit)
+    return row_of(ONE_PASS if one_pass else DETERMINISTIC, head_dim, head_dim_v)
 
 
 def tile_keys(head_dim: int, head_dim_v: int, one_pass: bool) -> int:
@@ -148,12 +140,12 @@ def dkdv(
         "HEAD_DIM_V": head_dim_v,
         "WARPS": config.warps,
         "TILE_Q": config.tile_q,
-        "ONE_PASS": _cpp_bool(one_pass),
+        "ONE_PASS": cpp_bool(one_pass),
         "VEC": vec,
         "MIN_CTAS": config.ctas_per_sm,
         "SHARED_BYTES": shared_bytes,
-        **_STRUCTS,
-        **_option_macros(options),
+        **BACKWARD_BYTES,
+        **option_macros(ATTENTION_BACKWARD_DKDV, options),
     }
     spec = ATTENTION_BACKWARD_DKDV_PAIRED
     if isinstance(config, DkdvConfig):
@@ -165,25 +157,11 @@ def dkdv(
     return spec.specialise(threads=threads, shared_bytes=shared_bytes, **macros)
 
 
-def _option_macros(options: BackwardOptions) -> dict[str, int | str]:
-    return {
-        "BIAS": options.bias,
-        "MASK": _cpp_bool(options.mask),
-        "SCORE_VEC": options.score_vec,
-        "SLOPES": options.slopes,
-        "SOFTCAP": _cpp_bool(options.softcap),
-        "DROPOUT": _cpp_bool(options.dropout),
-        "DBIAS": options.dbias,
-        "DBIAS_ADD": _cpp_bool(options.dbias_add),
-        "DBIAS_ACCUMULATE": _cpp_bool(options.dbias_accumulate),
-    }
-
-
 def _dkdv_shared_bytes(
     config: DkdvConfig | PairedConfig, head_dim: int, head_dim_v: int, one_pass: bool
 ) -> int:
     """Sum the walk's buffers, or K, or V (Smem in both sources, which assert it)."""
-    row, row_v = _round_up(head_dim, 8) * 2, _round_up(head_dim_v, 8) * 2  # bytes
+    row, row_v = round_up(head_dim, 8) * 2, round_up(head_dim_v, 8) * 2  # bytes
     keys = config.tile_keys
     buffers = 1 if one_pass else 2
     parts = [buffers * config.tile_q * row, buffers * config.tile_q * row_v]
@@ -192,9 +170,9 @@ def _dkdv_shared_bytes(
     if one_pass or isinstance(config, PairedConfig):
         parts += [keys * config.tile_q * 2]  # dS
     if isinstance(config, PairedConfig):
-        parts += [keys * 16 * _FLOAT]  # S, 16 queries of it
-    walk = sum(_round_up(part, _SMEM_UNIT) for part in parts)
-    return _round_up(max(walk, keys * row, keys * row_v), _SMEM_UNIT)
+        parts += [keys * 16 * FLOAT_BYTES]  # S, 16 queries of it
+    walk = sum(round_up(part, _SMEM_UNIT) for part in parts)
+    return round_up(max(walk, keys * row, keys * row_v), _SMEM_UNIT)
 
 
 @dataclass(frozen=True)
@@ -237,8 +215,7 @@ DQ_SCORE_ITEMS = {
 
 def dq_config(head_dim: int, head_dim_v: int, options: BackwardOptions = PLAIN) -> DqConfig:
     """Return the table row for these head dims and options."""
-    largest = max(head_dim, head_dim_v)
-    row = next(limit for limit in DQ if largest <= limit)
+    row = limit_of(DQ, head_dim, head_dim_v)
     return DQ_SCORE_ITEMS.get(row, DQ[row]) if options.score_vec == 4 else DQ[row]
 
 
@@ -254,7 +231,6 @@ def dq(
     """Specialise the deterministic dQ kernel, which writes no dbias."""
     config = dq_config(head_dim, head_dim_v, options)
     shared_bytes = _dq_shared_bytes(config, head_dim, head_dim_v)
-    macros = _option_macros(options)
     return ATTENTION_BACKWARD_DQ.specialise(
         threads=config.warps * WARP_SIZE,
         shared_bytes=shared_bytes,
@@ -267,92 +243,16 @@ def dq(
         VEC=vec,
         MIN_CTAS=config.ctas_per_sm,
         SHARED_BYTES=shared_bytes,
-        **_STRUCTS,
-        **{name: value for name, value in macros.items() if not name.startswith("DBIAS")},
+        **BACKWARD_BYTES,
+        **option_macros(ATTENTION_BACKWARD_DQ, options),
     )
 
 
 def _dq_shared_bytes(config: DqConfig, head_dim: int, head_dim_v: int) -> int:
     """K and V twice, or Q, or dout (Smem in backward_dq.cu, which asserts it)."""
-    row, row_v = _round_up(head_dim, 8) * 2, _round_up(head_dim_v, 8) * 2  # bytes
-    walk = sum(_round_up(2 * config.tile_k * bytes_, _SMEM_UNIT) for bytes_ in (row, row_v))
-    return _round_up(max(walk, config.tile_rows * max(row, row_v)), _SMEM_UNIT)
-
-
-def _row_lanes(head_dim_v: int) -> int:
-    """Lanes that share a row of out: one for each 8 columns, a power of two from 8 on."""
-    return next(lanes for lanes in (8, 16, 32) if head_dim_v <= 8 * lanes)
-
-
-def delta_rows(head_dim_v: int) -> int:
-    """Return the rows that one CTA of `delta` takes."""
-    return _THREADS // _row_lanes(head_dim_v)
-
-
-@cache
-def delta(head_dim_v: int, vec: int) -> Specialisation:
-    """Specialise the kernel of the row statistics."""
-    return ATTENTION_BACKWARD_DELTA.specialise(
-        threads=_THREADS,
-        shared_bytes=0,
-        HEAD_DIM_V=head_dim_v,
-        THREADS=_THREADS,
-        ROW_LANES=_row_lanes(head_dim_v),
-        VEC=vec,
-        **_STRUCTS,
-    )
-
-
-def convert_rows(head_dim: int) -> int:
-    """Return the rows that one CTA of `convert` takes."""
-    return ROW_PAD
-
-
-@cache
-def convert(head_dim: int, vec: int) -> Specialisation:
-    """Specialise the kernel that rounds the one-pass dQ."""
-    return ATTENTION_BACKWARD_CONVERT.specialise(
-        threads=_THREADS,
-        shared_bytes=0,
-        HEAD_DIM=head_dim,
-        THREADS=_THREADS,
-        VEC=vec,
-        **_STRUCTS,
-    )
-
-
-def dbias_ctas(items: int, sums_keys: bool) -> int:
-    """Return the CTAs of `dbias` for that many items, each of a thread, or a warp to sum keys."""
-    return -(-items * (WARP_SIZE if sums_keys else 1) // _THREADS)
-
-
-@cache
-def dbias(dtype: str) -> Specialisation:
-    """Specialise the kernel that sums the scratch of dS to a dbias of that dtype."""
-    return ATTENTION_BACKWARD_DBIAS.specialise(
-        threads=_THREADS,
-        shared_bytes=0,
-        DTYPE=dtype,
-        THREADS=_THREADS,
-        DBIAS_PARAMS_BYTES=DBIAS_PARAMS.itemsize,
-        PARAMS_BYTES=ATTENTION_PARAMS.itemsize,
-    )
-
-
-@cache
-def dsinks(dtype: str) -> Specialisation:
-    """Specialise the kernel of the sinks' gradient, for sinks of that dtype."""
-    return ATTENTION_BACKWARD_DSINKS.specialise(
-        threads=_THREADS, shared_bytes=0, DTYPE=dtype, THREADS=_THREADS, **_STRUCTS
-    )
-
-
-def _cpp_bool(value: bool) -> str:
-    return "true" if value else "false"
-
-
-def _round_up(count: int, unit: int) -> int:
-    return -(-count // unit) * unit
+    row, row_v = round_up(head_dim, 8) * 2, round_up(head_dim_v, 8) * 2  # bytes
+    walk = sum(round_up(2 * config.tile_k * bytes_, _SMEM_UNIT) for bytes_ in (row, row_v))
+    return round_up(max(walk, config.tile_rows * max(row, row_v)), _SMEM_UNIT)
 
 
 _EACH_OPTION = (
@@ -373,11 +273,9 @@ _QUADS = (
 
 
 def catalogue() -> Iterator[Specialisation]:
-    """Yield every row at its largest head dim, with vector and scalar loads."""
+    """Yield every row at its largest head dim, with vector and scalar loads; options at 64."""
     for vec in (8, 1):
         for head_dim in ONE_PASS:
-            yield delta(head_dim, vec)
-            yield convert(head_dim, vec)
             for one_pass in (True, False):
                 yield dkdv(head_dim, head_dim, vec, one_pass)
         for head_dim in DQ:
@@ -390,6 +288,3 @@ def catalogue() -> Iterator[Specialisation]:
         for options in _QUADS:
             yield dkdv(head_dim, head_dim, 8, True, options)
             yield dq(head_dim, head_dim, 8, options)
-    for dtype in STORAGE:
-        yield dbias(dtype)
-        yield dsinks(dtype)

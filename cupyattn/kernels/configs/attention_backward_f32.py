@@ -8,13 +8,18 @@ from functools import cache
 
 from cupyattn.kernels.arch import WARP_SIZE
 from cupyattn.kernels.configs.attention import PLAIN, FlashOptions
+from cupyattn.kernels.configs.tables import (
+    BACKWARD_BYTES,
+    FLOAT_BYTES,
+    cpp_bool,
+    option_macros,
+)
 from cupyattn.kernels.registry import (
     ATTENTION_BACKWARD_F32_DELTA,
     ATTENTION_BACKWARD_F32_DKDV,
     ATTENTION_BACKWARD_F32_DQ,
 )
 from cupyattn.kernels.spec import Specialisation
-from cupyattn.kernels.structs import ATTENTION_PARAMS, BACKWARD_PARAMS
 
 DTYPES = ("float32", "bfloat16")
 VECTOR_ITEMS = 4
@@ -23,12 +28,7 @@ VECTOR_ITEMS = 4
 _THREADS = 128  # kProductThreads in register_products.cuh
 _STAGE = 8192  # kStageBytes in operand_stages.cuh
 _PART = 4096  # kPartFloats in float_gradient.cuh
-_FLOAT = 4  # bytes
 _SCORES = 64  # of a thread at the most
-_STRUCTS = {
-    "PARAMS_BYTES": ATTENTION_PARAMS.itemsize,
-    "BACKWARD_PARAMS_BYTES": BACKWARD_PARAMS.itemsize,
-}
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def delta(dtype: str, head_dim_v: int) -> Specialisation:
         DTYPE=dtype,
         HEAD_DIM_V=head_dim_v,
         THREADS=threads,
-        **_STRUCTS,
+        **BACKWARD_BYTES,
     )
 
 
@@ -121,10 +121,10 @@ def dkdv(
         threads=_THREADS,
         shared_bytes=0,
         SHARED_BYTES=_shared_bytes(config),
-        ONE_PASS=_cpp_bool(one_pass),
+        ONE_PASS=cpp_bool(one_pass),
         DBIAS=dbias,
         **_macros(dtype, head_dim, head_dim_v, vec, options, config),
-        **_STRUCTS,
+        **BACKWARD_BYTES,
     )
 
 
@@ -139,7 +139,7 @@ def dq(
         shared_bytes=0,
         SHARED_BYTES=_shared_bytes(config),
         **_macros(dtype, head_dim, head_dim_v, vec, options, config),
-        **_STRUCTS,
+        **BACKWARD_BYTES,
     )
 
 
@@ -160,21 +160,13 @@ def _macros(
         "THREAD_ROWS": config.thread_rows,
         "VEC": vec,
         "MIN_CTAS": config.ctas_per_sm,
-        "BIAS": options.bias,
-        "MASK": _cpp_bool(options.mask),
-        "SLOPES": options.slopes,
-        "SOFTCAP": _cpp_bool(options.softcap),
-        "DROPOUT": _cpp_bool(options.dropout),
+        **option_macros(ATTENTION_BACKWARD_F32_DQ, options),
     }
 
 
 def _shared_bytes(config: FloatConfig) -> int:
     """Sum two stages and the part of the weights that is held (the sources assert it)."""
-    return 2 * _STAGE + _FLOAT * min(config.tile_q * config.tile_k, _PART)
-
-
-def _cpp_bool(value: bool) -> str:
-    return "true" if value else "false"
+    return 2 * _STAGE + FLOAT_BYTES * min(config.tile_q * config.tile_k, _PART)
 
 
 _EVERYTHING = FlashOptions(bias="float32", mask=True, slopes="float32", softcap=True, dropout=True)

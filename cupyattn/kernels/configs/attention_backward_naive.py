@@ -7,8 +7,14 @@ from dataclasses import dataclass
 from functools import cache
 
 from cupyattn.kernels.arch import WARP_SIZE
-from cupyattn.kernels.configs.attention import MAX_HEAD_DIM, PLAIN, FlashOptions
+from cupyattn.kernels.configs.attention import PLAIN, FlashOptions
 from cupyattn.kernels.configs.dtypes import STORAGE
+from cupyattn.kernels.configs.tables import (
+    BACKWARD_BYTES,
+    FLOAT_BYTES,
+    MAX_HEAD_DIM,
+    option_macros,
+)
 from cupyattn.kernels.registry import (
     ATTENTION_BACKWARD_NAIVE_DBIAS,
     ATTENTION_BACKWARD_NAIVE_DKDV,
@@ -16,13 +22,6 @@ from cupyattn.kernels.registry import (
     ATTENTION_BACKWARD_NAIVE_DSINKS,
 )
 from cupyattn.kernels.spec import Specialisation
-from cupyattn.kernels.structs import ATTENTION_PARAMS, BACKWARD_PARAMS
-
-_FLOAT = 4  # bytes
-_STRUCTS = {
-    "PARAMS_BYTES": ATTENTION_PARAMS.itemsize,
-    "BACKWARD_PARAMS_BYTES": BACKWARD_PARAMS.itemsize,
-}
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,9 @@ def dq(dtype: str, head_dim: int, head_dim_v: int, options: FlashOptions) -> Spe
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,
         THREADS=DQ.threads,
-        SHARED_BYTES=_FLOAT * floats,
-        **_score_macros(options),
-        **_STRUCTS,
+        SHARED_BYTES=FLOAT_BYTES * floats,
+        **option_macros(ATTENTION_BACKWARD_NAIVE_DQ, options),
+        **BACKWARD_BYTES,
     )
 
 
@@ -78,9 +77,9 @@ def dkdv(dtype: str, head_dim: int, head_dim_v: int, options: FlashOptions) -> S
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,
         THREADS=DKDV.threads,
-        SHARED_BYTES=_FLOAT * (head_dim + head_dim_v + 2 * DKDV.threads),
-        **_score_macros(options),
-        **_STRUCTS,
+        SHARED_BYTES=FLOAT_BYTES * (head_dim + head_dim_v + 2 * DKDV.threads),
+        **option_macros(ATTENTION_BACKWARD_NAIVE_DKDV, options),
+        **BACKWARD_BYTES,
     )
 
 
@@ -97,8 +96,8 @@ def dbias(
         HEAD_DIM_V=head_dim_v,
         THREADS=config.threads,
         LANES=config.lanes,
-        **_score_macros(options),
-        **_STRUCTS,
+        **option_macros(ATTENTION_BACKWARD_NAIVE_DBIAS, options),
+        **BACKWARD_BYTES,
     )
 
 
@@ -106,22 +105,12 @@ def dbias(
 def dsinks(sinks: str) -> Specialisation:
     """Specialise the kernel of dsinks for sinks of a dtype."""
     return ATTENTION_BACKWARD_NAIVE_DSINKS.specialise(
-        threads=DSINKS.threads, shared_bytes=0, SINKS=sinks, THREADS=DSINKS.threads, **_STRUCTS
+        threads=DSINKS.threads,
+        shared_bytes=0,
+        SINKS=sinks,
+        THREADS=DSINKS.threads,
+        **BACKWARD_BYTES,
     )
-
-
-def _score_macros(options: FlashOptions) -> dict[str, str]:
-    return {
-        "BIAS": options.bias,
-        "MASK": _cpp_bool(options.mask),
-        "SLOPES": options.slopes,
-        "SOFTCAP": _cpp_bool(options.softcap),
-        "DROPOUT": _cpp_bool(options.dropout),
-    }
-
-
-def _cpp_bool(value: bool) -> str:
-    return "true" if value else "false"
 
 
 def catalogue() -> Iterator[Specialisation]:
