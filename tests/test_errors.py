@@ -97,6 +97,22 @@ def test_rotary_tables_reach_every_key_even_without_queries():
 
 
 @pytest.mark.parametrize("make", [forward, backward])
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [("seqused_k", [-1, 5]), ("seqused_k", [0, 6]), ("q_offset", [0, 2**61])],
+    ids=str,
+)
+def test_the_emulator_looks_at_values_too(make, name, array):
+    """As every call on NumPy arrays; the kernels would take the nearer end of the range."""
+    call = make()
+    call.change({name: np.array(array)})
+    with cupyattn.backend("emulator"):
+        failure = call.refused()
+    assert type(failure) is ValueError
+    assert f"{name} has values from {array[0]} to {array[1]}" in str(failure)
+
+
+@pytest.mark.parametrize("make", [forward, backward])
 def test_an_exception_in_mask_mod_is_the_callers(make):
     def mask_mod(b, h, i, j):
         raise KeyError("mine")

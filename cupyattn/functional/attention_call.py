@@ -11,6 +11,7 @@ from cupyattn.arrays import LayoutKey, Operands, adopt
 from cupyattn.errors import error
 from cupyattn.ops.attention_options import AttentionOptions, checked_seed
 from cupyattn.ops.attention_problem import AttentionProblem
+from cupyattn.ops.attention_values import check_values
 
 
 class AttentionCall(NamedTuple):
@@ -32,6 +33,9 @@ def attention_call(
     workspace: Any,
 ) -> AttentionCall:
     """Take the arrays (None for those not given) and `check` the call, forward or backward.
+
+    The values in NumPy arrays are looked at too, whatever they run on: on a GPU that would
+    synchronise.
 
     Raises
     ------
@@ -57,7 +61,10 @@ def attention_call(
     seed = checked_seed(options.seed)
     if options.seed is not None:
         options = options._replace(seed=0)
-    return AttentionCall(operands, check(operands.layout_key(), options), seed)
+    problem = check(operands.layout_key(), options)
+    if operands.library == "numpy":
+        check_values(problem, operands.arrays)
+    return AttentionCall(operands, problem, seed)
 
 
 def _rotary_tables(rotary: Any) -> tuple[Any, Any]:
