@@ -62,7 +62,7 @@ def test_the_same_bits_where_many_ctas_add_to_a_row(head_dim: int):
     """More strips of keys than run at once in one order; a bias of a row sums over all queries."""
     problem = AttentionProblem(
         B=2, Sq=1100, Sk=2100, H=4, G=2, D=head_dim, Dv=head_dim, dtype="float16",
-        drawn=(("bias", ((2100,), "float32")), ("sinks", True)),
+        drawn=(("bias", ((2100,), "float32")), ("sinks", "float32")),
     )  # fmt: skip
     arrays, options = inputs(problem)
     first, *others = (run(arrays, options, "flash", deterministic=True) for _ in range(6))
@@ -103,7 +103,7 @@ def test_which_calls_add_atomically(
     """All launches of a call together, with a bias summed over batch, heads and queries."""
     problem = AttentionProblem(
         B=2, Sq=9, Sk=41, H=4, G=2, D=8, Dv=8, dtype=dtype,
-        drawn=(("causal", True), ("bias", ((41,), "float16")), ("sinks", True)),
+        drawn=(("causal", True), ("bias", ((41,), "float16")), ("sinks", "float32")),
     )  # fmt: skip
     arrays, options = inputs(problem)
     report = Report()
