@@ -12,11 +12,11 @@ from cupyattn.errors import error
 from cupyattn.functional.attention_call import AttentionCall, attention_call, reference_options
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.rounding import round_into
+from cupyattn.gradients import AttentionGrads
 from cupyattn.ops import attention_backward as ops
 from cupyattn.ops.attention_options import AttentionOptions
 from cupyattn.ops.attention_problem import BACKWARD_RESULTS, backward_problem
 from cupyattn.ops.checks import require_bool, require_disjoint
-from cupyattn.reference import AttentionGrads
 
 
 def attention_backward(

@@ -13,8 +13,8 @@ from cupyattn.functional.attention import attention
 from cupyattn.functional.attention_backward import attention_backward
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.softmax import softmax, softmax_backward
+from cupyattn.gradients import AttentionGrads
 from cupyattn.ops.checks import require_bool
-from cupyattn.reference import AttentionGrads
 
 
 class Pullback:
@@ -80,8 +80,9 @@ def vjp(function: Callable[..., Any], /, *arrays: Array, **options: Any) -> tupl
         ``pullback(dout)`` takes the gradient of a scalar with respect to the result and returns a
         tuple of its gradients with respect to `arrays`, one for each, with their shapes and dtypes:
         the product of dout with the function's Jacobian. For attention with ``return_lse=True`` it
-        is ``pullback(dout, dlse)``; a result whose gradient is None, or dlse left out, counts as not
-        used. Options by name go to the backward: ``pullback(dout, deterministic=True)``, or ``grads=`` and ``accumulate=True``.
+        is ``pullback(dout, dlse)``; a gradient of None, or dlse left out, stands for a result that
+        was not used. Options by name go to the backward: ``pullback(dout, deterministic=True)``, or
+        ``grads=`` and ``accumulate=True``.
 
     Raises
     ------
