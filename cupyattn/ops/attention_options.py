@@ -93,8 +93,8 @@ def checked_window(window_size: Any, causal: Any) -> tuple[int | None, int | Non
     return left, right
 
 
-def checked_softcap(given: Any) -> float | None:
-    """Return softcap as a float, or None."""
+def checked_softcap(given: Any, softmax_scale: float) -> float | None:
+    """Return softcap as a float, or None; kernels multiply by softmax_scale / softcap."""
     if given is None:
         return None
     softcap = _real("softcap", given)
@@ -105,6 +105,13 @@ def checked_softcap(given: Any) -> float | None:
             f"it is above 0 and finite, up to {_MAX_FACTOR:g}: scores become "
             "softcap * tanh(s / softcap)",
             "pass None for none",
+        )
+    if abs(softmax_scale) / softcap > _MAX_FACTOR:
+        raise error(
+            ValueError,
+            f"softcap = {softcap} with softmax_scale = {softmax_scale}",
+            f"softmax_scale is at most {_MAX_FACTOR:g} times softcap",
+            "pass a larger softcap: scores come to lie between -softcap and softcap",
         )
     return softcap
 

@@ -175,6 +175,7 @@ def _problem(layouts: dict[str, Layout], options: AttentionOptions) -> Attention
     _, sk, kv_heads, head_dim_v = v.shape
     _require_matching_heads(q, k, v)
     require_valid_choices(options)
+    softmax_scale = checked_softmax_scale(options.softmax_scale, head_dim)
 
     problem = AttentionProblem(
         batch=batch,
@@ -186,10 +187,10 @@ def _problem(layouts: dict[str, Layout], options: AttentionOptions) -> Attention
         head_dim_v=head_dim_v,
         dtype=q.dtype,
         layouts=layouts,
-        softmax_scale=checked_softmax_scale(options.softmax_scale, head_dim),
+        softmax_scale=softmax_scale,
         q_offset=checked_q_offset(options.q_offset, sq, sk),
         window=checked_window(options.window_size, options.causal),
-        softcap=checked_softcap(options.softcap),
+        softcap=checked_softcap(options.softcap, softmax_scale),
         dropout_p=checked_dropout_p(options.dropout_p, options.seed),
         mask_mod=options.mask_mod,
         implementation=options.implementation,

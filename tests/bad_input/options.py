@@ -51,6 +51,10 @@ def option_rows() -> Iterator[Row]:
     yield from of("softcap", TypeError, "softcap is a ", "real number", "50", True, np.ones(1))
     caps = (0, 0.0, -50.0, NAN, INF, HUGE)
     yield from of("softcap", ValueError, "softcap = ", "above 0", *caps)
+    for cap, scale in ((1e-39, None), (5e-324, 0.01), (0.5, 1e38), (0.5, -1e38)):
+        changes = {"softcap": cap, "softmax_scale": scale}
+        passed = f"softcap = {cap} with softmax_scale = "
+        yield f"softcap {cap} {scale}", changes, ValueError, passed, "1e+38 times softcap"
     yield from of("sinks", TypeError, "sinks has dtype", FLOATS, np.ones(4, int))
     yield from shaped("sinks", "(H,), here (4,)", (3,), (2, 4), (1,), ())
     yield from of("dropout_p", ValueError, "dropout_p = {} without a seed", "seed=", 0.25)
