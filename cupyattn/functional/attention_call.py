@@ -57,7 +57,7 @@ def attention_call(
         arrays["cos"], arrays["sin"] = _rotary_tables(rotary)
     operands = adopt(arrays)
     if workspace is not None:
-        adopt({**operands.arrays, "workspace": workspace})
+        _require_plain_bytes(adopt({**operands.arrays, "workspace": workspace}))
     seed = checked_seed(options.seed)
     if options.seed is not None:
         options = options._replace(seed=0)
@@ -65,6 +65,17 @@ def attention_call(
     if operands.library == "numpy":
         check_values(problem, operands.arrays)
     return AttentionCall(operands, problem, seed)
+
+
+def _require_plain_bytes(operands: Operands) -> None:
+    dtype = operands.arrays["workspace"].dtype
+    if dtype.hasobject:
+        raise error(
+            TypeError,
+            f"workspace has dtype {dtype.name}",
+            "it is memory to be written, of any dtype without Python objects",
+            "pass an array of 'uint8', or none",
+        )
 
 
 def _rotary_tables(rotary: Any) -> tuple[Any, Any]:

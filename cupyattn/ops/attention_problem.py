@@ -84,6 +84,8 @@ class AttentionProblem:
 
 FORWARD_RESULTS = ("out", "lse")
 BACKWARD_RESULTS = ("dq", "dk", "dv", "dbias", "dsinks")
+SHOWN_AS = {name: f"grads.{name}" for name in BACKWARD_RESULTS}
+"""The names of backward's results in errors: as the caller gives them."""
 
 
 def forward_problem(key: LayoutKey, options: AttentionOptions) -> AttentionProblem:
@@ -154,11 +156,11 @@ def _cached_backward_problem(key: LayoutKey, _: Any, *options: Any) -> Attention
             if of is None:
                 raise error(
                     ValueError,
-                    f"grads.{name} was given",
+                    f"{SHOWN_AS[name]} was given",
                     f"this call has no {name[1:]}",
                     "leave None there",
                 )
-            require_output(f"grads.{name}", layouts[name], of.shape, of.dtype)
+            require_output(SHOWN_AS[name], layouts[name], of.shape, of.dtype)
     return problem
 
 
@@ -264,7 +266,7 @@ def _require_broadcastable(name: str, layout: Layout, scores_shape: tuple[int, .
             ValueError,
             f"{name} has shape {layout.shape}",
             f"it broadcasts to the scores, (B, H, Sq, Sk) = {scores_shape}",
-            "give it axes of 1 where it does not vary, for example mask[:, None, None, :] for keys",
+            f"give it axes of 1 where it does not vary: {name}[:, None, None, :] if it is (B, Sk)",
         )
 
 
