@@ -96,6 +96,19 @@ def test_rotary_tables_reach_every_key_even_without_queries():
     assert type(call.refused()) is ValueError
 
 
+def test_a_mask_or_bias_that_does_not_broadcast_is_shown_by_its_name():
+    for name, array in (("mask", MASK[:, :2]), ("bias", MASK[:, :2].astype(np.float32))):
+        call = forward()
+        call.change({name: array})
+        assert f"{name}[:, None, None, :]" in str(call.refused()).split("; ")[-1]
+
+
+def test_a_tuple_as_out_is_told_of_return_lse():
+    call = forward()
+    call.change({"return_lse": False})
+    assert str(call.refused()).split("; ")[-1].startswith("pass return_lse=True")
+
+
 @pytest.mark.parametrize("make", [forward, backward])
 @pytest.mark.parametrize(
     ("name", "array"),

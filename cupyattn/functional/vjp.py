@@ -90,7 +90,7 @@ def vjp(function: Callable[..., Any], /, *arrays: Array, **options: Any) -> tupl
         If the function is none of the library's that have a backward; for ``out=``, which could be
         overwritten before the pullback is called; and from the pullback, for another number of
         gradients than there are results.
-    TypeError, ValueError, NotImplementedError
+    TypeError, ValueError, NotImplementedError, RuntimeError
         Those of the function, and from the pullback those of its backward.
 
     Notes

@@ -53,7 +53,12 @@ def checked_q_offset(given: Any, sq: int, sk: int) -> int:
     """Return the key position of query 0, or its default."""
     if given is None:
         return sk - sq
-    q_offset = _integer("q_offset", given)
+    q_offset = _integer(
+        "q_offset",
+        given,
+        "it is an integer, or an int32 or int64 array (B,)",
+        "convert it with int(...), or pass an array of NumPy or CuPy",
+    )
     if abs(q_offset) > MAX_OFFSET:
         raise error(
             ValueError,
@@ -182,12 +187,17 @@ def _real(name: str, value: Any) -> float:
     )
 
 
-def _integer(name: str, value: Any) -> int:
+def _integer(
+    name: str,
+    value: Any,
+    allowed: str = "it is an integer",
+    fix: str = "convert it with int(...)",
+) -> int:
     if isinstance(value, Integral) and not isinstance(value, _NO_NUMBERS):
         return int(value)
     raise error(
         TypeError,
         f"{name} is {value!r}, a {type(value).__name__}",
-        "it is an integer",
-        "convert it with int(...)",
+        allowed,
+        fix,
     )
