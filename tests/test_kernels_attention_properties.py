@@ -82,22 +82,32 @@ def test_keys_may_be_permuted_with_their_values(dtype: str):
 @each_dtype
 @pytest.mark.parametrize("q_offset", [0, SK - SQ])
 def test_causal_rows_ignore_later_keys(dtype: str, q_offset: int):
-    """To the bit, where the later keys lie in a tile of theirs too."""
+    """Where the later keys lie in a tile of theirs too; numbers there are large.
+
+    To the bit, but for out and lse of float16: a warp raises the maxima of all its rows together,
+    and when it does changes how each is rounded.
+    """
     options = {"causal": True, "q_offset": q_offset}
     dout, _ = problem(dtype).gradients()
     q, k, v = problem(dtype).arrays()
     cut = q_offset + SQ // 2 + 3
     later_k, later_v = k.copy(), v.copy()
     later_k[:, cut:] += 1
-    later_v[:, cut:] *= -3
+    later_v[:, cut:] *= -1000
     before, after = forward((q, k, v), options), forward((q, later_k, later_v), options)
     dq, later_dq = (
         run((dout, q, *keys, *before), options, "flash", deterministic=True)["dq"]
         for keys in ((k, v), (later_k, later_v))
     )
     rows = cut - q_offset
-    assert_array_equal(after[0][:, :rows], before[0][:, :rows])
-    assert_array_equal(after[1][..., :rows], before[1][..., :rows])
+    bounds = forward_bounds((q, k, v), options)
+    for actual, expected, bound, seen in zip(
+        after, before, bounds, (np.s_[:, :rows], np.s_[..., :rows]), strict=True
+    ):
+        if dtype == "float16":
+            assert_within(actual[seen], expected[seen], 2 * bound[seen])
+        else:
+            assert_array_equal(actual[seen], expected[seen])
     assert_array_equal(later_dq[:, :rows], dq[:, :rows])
     assert (after[0][:, rows] != before[0][:, rows]).any(), "the keys were not changed"
 
