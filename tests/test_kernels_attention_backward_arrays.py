@@ -33,6 +33,8 @@ from cupyattn.emulator import Report
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.compile import compile_ptx
 from cupyattn.kernels.configs import attention_backward as flash
+from cupyattn.kernels.configs import attention_backward_f32 as flash_f32
+from cupyattn.kernels.configs.attention import PLAIN
 from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.spec import Specialisation
 
@@ -57,11 +59,12 @@ def test_the_same_bits_from_run_to_run(implementation: str, problem: AttentionPr
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("head_dim", [64, 136])
-def test_the_same_bits_where_many_ctas_add_to_a_row(head_dim: int):
+def test_the_same_bits_where_many_ctas_add_to_a_row(head_dim: int, dtype: str):
     """More strips of keys than run at once in one order; a bias of a row sums over all queries."""
     problem = AttentionProblem(
-        B=2, Sq=1100, Sk=2100, H=4, G=2, D=head_dim, Dv=head_dim, dtype="float16",
+        B=2, Sq=1100, Sk=2100, H=4, G=2, D=head_dim, Dv=head_dim, dtype=dtype,
         drawn=(("bias", ((2100,), "float32")), ("sinks", "float32")),
     )  # fmt: skip
     arrays, options = inputs(problem)
@@ -88,12 +91,28 @@ def test_deterministic_kernels_hold_no_atomics(head_dim: int):
     assert not _adds_atomically(flash.dq(head_dim, head_dim, vector_items("float16")))
 
 
+@pytest.mark.parametrize("head_dim", flash_f32.DKDV)
+def test_deterministic_float_kernels_hold_no_atomics(head_dim: int):
+    one_pass, deterministic = (
+        flash_f32.dkdv(
+            "float32", head_dim, head_dim, flash_f32.VECTOR_ITEMS, one_pass, PLAIN, "void"
+        )
+        for one_pass in (True, False)
+    )
+    dq = flash_f32.dq("float32", head_dim, head_dim, flash_f32.VECTOR_ITEMS, PLAIN)
+    assert _adds_atomically(one_pass)
+    assert not _adds_atomically(deterministic)
+    assert not _adds_atomically(dq)
+
+
 @pytest.mark.parametrize(
     ("implementation", "dtype", "deterministic", "atomic"),
     [
         ("flash", "float16", False, True),
         ("flash", "float16", True, False),
-        ("flash", "float32", False, False),
+        ("flash", "float32", False, True),
+        ("flash", "float32", True, False),
+        ("flash", "bfloat16", False, False),
         ("naive", "float16", False, False),
     ],
 )
