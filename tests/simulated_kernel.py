@@ -13,7 +13,8 @@ import numpy as np
 from hypothesis import given, settings
 from strategies import AttentionProblem, attention_problems, dtype_of
 
-from cupyattn.reference import AttentionGrads, attention, attention_backward, attention_keep
+from cupyattn.gradients import AttentionGrads
+from cupyattn.reference import attention, attention_backward, attention_keep
 
 TILE = 16
 SMALLEST = 2.0**-126  # below it, float32 results are flushed

@@ -149,10 +149,11 @@ class AttentionProblem:
             bias[self.normal("bias -inf", shape) < -1.5] = -np.inf
             return {name: bias}
         if name == "alibi_slopes":
-            slopes = 2.0 ** (-8 * np.arange(1, self.H + 1, dtype=np.float32) / self.H)
-            return {name: np.broadcast_to(slopes, value).copy()}
+            shape, dtype, sign = value
+            slopes = sign * 2.0 ** (-8 * np.arange(1, self.H + 1) / self.H)
+            return {name: np.broadcast_to(slopes, shape).astype(dtype_of(dtype))}
         if name == "sinks":
-            return {name: self.normal(name, (self.H,), "float32")}
+            return {name: self.normal(name, (self.H,), value)}
         if name == "rotary":
             positions = np.arange(value[0], dtype=np.float64)
             frequencies = 10000.0 ** (-2 * np.arange(value[1]) / (2 * value[1]))
@@ -213,17 +214,20 @@ def _drawn_options(
     broadcast = st.tuples(*(st.sampled_from(sorted({1, n})) for n in (batch, heads, sq, sk)))
     broadcast = st.builds(lambda shape, first: shape[first:], broadcast, st.integers(0, 2))
     edge = st.one_of(st.none(), st.integers(0, max(sq, sk) + 1))
+    float_dtype = st.sampled_from(sorted({dtype, "float32"}))
     values = {
         "causal": st.just(True),
-        "softmax_scale": st.sampled_from((0.0625, 0.3, 1.0)),
+        "softmax_scale": st.sampled_from((0.0625, 0.3, 1.0, 0.0, -0.3)),
         "window_size": st.tuples(edge, edge),
         "q_offset": st.one_of(offsets, st.tuples(*[offsets] * batch)),
         "seqused_k": st.tuples(*[st.integers(0, sk)] * batch),
         "mask": broadcast,
-        "bias": st.tuples(broadcast, st.sampled_from(sorted({dtype, "float32"}))),
-        "alibi_slopes": st.sampled_from(((heads,), (batch, heads))),
+        "bias": st.tuples(broadcast, float_dtype),
+        "alibi_slopes": st.tuples(
+            st.sampled_from(((heads,), (batch, heads))), float_dtype, st.sampled_from((1, -1))
+        ),
         "softcap": st.sampled_from((2.0, 15.0, 50.0)),
-        "sinks": st.just(True),
+        "sinks": float_dtype,
         "dropout_p": st.sampled_from((0.1, 0.5)),
         "mask_mod": st.just(not_a_multiple_of_three),
     }

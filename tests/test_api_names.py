@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 import cupyattn
-from cupyattn import attention, attention_backward, softmax_backward
+from cupyattn import AttentionGrads, attention, attention_backward, softmax_backward
 from cupyattn import softmax as softmax_forward
 
 SHARED_OPTIONS = {
@@ -34,6 +34,14 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
     softmax_forward: (("x",), {"out": None}),
     softmax_backward: (("dout", "out"), {"dx": None}),
 }  # fmt: skip
+
+
+def test_gradients_may_be_of_any_library_and_left_out():
+    """What annotations say of `AttentionGrads`: it is an argument too, and CuPy's on a GPU."""
+    hints = get_type_hints(AttentionGrads)
+    assert list(hints) == ["dq", "dk", "dv", "dbias", "dsinks"]
+    for hint in hints.values():
+        assert hint is Any or set(get_args(hint)) == {Any, type(None)}
 
 
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)

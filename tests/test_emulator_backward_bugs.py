@@ -23,7 +23,8 @@ pytestmark = pytest.mark.nvrtc
 PROBLEM = AttentionProblem(
     B=1, Sq=37, Sk=133, H=2, G=1, D=24, Dv=16, dtype="float16",
     drawn=(("causal", True), ("mask", (37, 133)), ("bias", ((2, 37, 133), "float32")),
-           ("alibi_slopes", (2,)), ("softcap", 2.0), ("sinks", True), ("dropout_p", 0.5)),
+           ("alibi_slopes", ((2,), "float32", 1)), ("softcap", 2.0), ("sinks", "float32"),
+           ("dropout_p", 0.5)),
 )  # fmt: skip
 
 

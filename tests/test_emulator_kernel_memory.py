@@ -82,6 +82,31 @@ def test_the_float_backward_has_no_bank_conflicts(head_dim, deterministic):
     assert ways == ({1.0, 2.0} if (head_dim, deterministic) == (256, False) else {1.0})
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [24, 64, 80, 128, 192, 256])
+def test_the_backward_has_no_bank_conflicts_and_wastes_no_sectors(head_dim, deterministic):
+    """Every launch: delta, dkdv of one warp or two for a key, dq or the conversion of its sums.
+
+    The dq kernel reads l of its rows, then their delta, which lie in the same sectors.
+    """
+    q, k, v, dout = (normal(1, 100, 1, head_dim) for _ in range(4))
+    out, lse = cupyattn.attention(q, k, v, return_lse=True)
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.attention_backward(dout, q, k, v, out, lse, deterministic=deterministic)
+    assert report.instruction_mix["tensor"] > 0
+    shared = [access for access in report.accesses if access.space == "shared"]
+    assert {access.worst for access in shared} == {1.0}
+    assert report.sector_efficiency >= (0.995 if head_dim % 16 == 0 else 0.98)
+    wasteful = {
+        Path(access.instruction.location[0]).name
+        for access in report.accesses
+        if access.space == "global" and access.efficiency < 1
+    }
+    if head_dim % 16 == 0:  # other rows straddle sectors
+        assert wasteful == ({"row_statistics.cuh"} if deterministic else set())
+
+
 @pytest.mark.parametrize("head_dim", [24, 64, 80, 128, 160, 256])
 def test_flash_attention_has_no_bank_conflicts_and_wastes_no_sectors(head_dim):
     """Rows of 24 items straddle sectors: 48 bytes."""

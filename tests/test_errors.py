@@ -96,6 +96,35 @@ def test_rotary_tables_reach_every_key_even_without_queries():
     assert type(call.refused()) is ValueError
 
 
+def test_a_mask_or_bias_that_does_not_broadcast_is_shown_by_its_name():
+    for name, array in (("mask", MASK[:, :2]), ("bias", MASK[:, :2].astype(np.float32))):
+        call = forward()
+        call.change({name: array})
+        assert f"{name}[:, None, None, :]" in str(call.refused()).split("; ")[-1]
+
+
+def test_a_tuple_as_out_is_told_of_return_lse():
+    call = forward()
+    call.change({"return_lse": False})
+    assert str(call.refused()).split("; ")[-1].startswith("pass return_lse=True")
+
+
+@pytest.mark.parametrize("make", [forward, backward])
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [("seqused_k", [-1, 5]), ("seqused_k", [0, 6]), ("q_offset", [0, 2**61])],
+    ids=str,
+)
+def test_the_emulator_looks_at_values_too(make, name, array):
+    """As every call on NumPy arrays; the kernels would take the nearer end of the range."""
+    call = make()
+    call.change({name: np.array(array)})
+    with cupyattn.backend("emulator"):
+        failure = call.refused()
+    assert type(failure) is ValueError
+    assert f"{name} has values from {array[0]} to {array[1]}" in str(failure)
+
+
 @pytest.mark.parametrize("make", [forward, backward])
 def test_an_exception_in_mask_mod_is_the_callers(make):
     def mask_mod(b, h, i, j):

@@ -20,12 +20,13 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # Room: the rooms that it may import besides itself. A room is a folder or a module at the top; ""
 # is the package's own __init__.
-BOTTOM = {"reference", "arrays", "errors"}
+BOTTOM = {"reference", "gradients", "arrays", "errors"}
 ROOMS = {
     "errors": set(),
-    "reference": set(),
     "emulator": set(),
     "arrays": {"errors"},
+    "gradients": {"arrays"},
+    "reference": {"gradients"},
     "kernels": {"arrays", "errors", "emulator"},
     "turing": {"kernels", "errors"},
     "ops": {"kernels", "arrays", "errors"},

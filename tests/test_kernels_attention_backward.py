@@ -33,9 +33,11 @@ FLASH_HEAD_DIMS = (
     (128, 128),
     (136, 192),
     (256, 249),
+    (8, 256),
+    (256, 8),
 )
 # Columns that end within a group of four and within a stage of 16; every row of the tables.
-FLOAT_HEAD_DIMS = ((1, 3), (24, 40), (64, 64), (65, 128), (136, 72))
+FLOAT_HEAD_DIMS = ((1, 3), (24, 40), (64, 64), (65, 128), (136, 72), (8, 256), (256, 8))
 FLOAT_DTYPES = ("float32", "bfloat16")
 
 
@@ -180,7 +182,7 @@ def test_long_sequences(implementation: str, dtype: str):
     sq, sk = (1500, 2000) if isinstance(KERNELS, GpuArrays) else (150, 300)
     problem = AttentionProblem(
         B=1, Sq=sq, Sk=sk, H=2, G=1, D=64, Dv=64, dtype=dtype,
-        drawn=(("causal", True), ("bias", ((sk,), "float32")), ("sinks", True)),
+        drawn=(("causal", True), ("bias", ((sk,), "float32")), ("sinks", "float32")),
     )  # fmt: skip
     check(problem, implementation)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,14 @@ from strategies import AttentionProblem, attention_problems
 
 import cupyattn
 from cupyattn import AttentionGrads
+from cupyattn.emulator import Report
+from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.compile import compile_ptx
+from cupyattn.kernels.configs import attention_backward as flash
+from cupyattn.kernels.configs import attention_backward_f32 as flash_f32
+from cupyattn.kernels.configs.attention import PLAIN
+from cupyattn.kernels.configs.dtypes import vector_items
+from cupyattn.kernels.spec import Specialisation
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -47,6 +56,81 @@ def test_the_same_bits_from_run_to_run(implementation: str, problem: AttentionPr
     first, second = (run(arrays, options, implementation, deterministic=True) for _ in range(2))
     for name, gradient in first.items():
         assert_array_equal(gradient.view(np.uint8), second[name].view(np.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("head_dim", [64, 136])
+def test_the_same_bits_where_many_ctas_add_to_a_row(head_dim: int, dtype: str):
+    """More strips of keys than run at once in one order; a bias of a row sums over all queries."""
+    problem = AttentionProblem(
+        B=2, Sq=1100, Sk=2100, H=4, G=2, D=head_dim, Dv=head_dim, dtype=dtype,
+        drawn=(("bias", ((2100,), "float32")), ("sinks", "float32")),
+    )  # fmt: skip
+    arrays, options = inputs(problem)
+    first, *others = (run(arrays, options, "flash", deterministic=True) for _ in range(6))
+    for other in others:
+        for name, gradient in first.items():
+            assert_array_equal(gradient.view(np.uint8), other[name].view(np.uint8), err_msg=name)
+
+
+def _adds_atomically(specialisation: Specialisation) -> bool:
+    ptx = compile_ptx(specialisation, TURING).path.read_text(encoding="utf-8")
+    return re.search(r"\b(red|atom)\b\S*\.(global|add)", ptx) is not None
+
+
+@pytest.mark.parametrize("head_dim", sorted({*flash.ONE_PASS, *flash.DQ}))
+def test_deterministic_kernels_hold_no_atomics(head_dim: int):
+    """On one multiprocessor, as on the emulator, atomic sums have the same bits each time too."""
+    one_pass, deterministic = (
+        flash.dkdv(head_dim, head_dim, vector_items("float16"), one_pass)
+        for one_pass in (True, False)
+    )
+    assert _adds_atomically(one_pass)
+    assert not _adds_atomically(deterministic)
+    assert not _adds_atomically(flash.dq(head_dim, head_dim, vector_items("float16")))
+
+
+@pytest.mark.parametrize("head_dim", flash_f32.DKDV)
+def test_deterministic_float_kernels_hold_no_atomics(head_dim: int):
+    one_pass, deterministic = (
+        flash_f32.dkdv(
+            "float32", head_dim, head_dim, flash_f32.VECTOR_ITEMS, one_pass, PLAIN, "void"
+        )
+        for one_pass in (True, False)
+    )
+    dq = flash_f32.dq("float32", head_dim, head_dim, flash_f32.VECTOR_ITEMS, PLAIN)
+    assert _adds_atomically(one_pass)
+    assert not _adds_atomically(deterministic)
+    assert not _adds_atomically(dq)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "deterministic", "atomic"),
+    [
+        ("flash", "float16", False, True),
+        ("flash", "float16", True, False),
+        ("flash", "float32", False, True),
+        ("flash", "float32", True, False),
+        ("flash", "bfloat16", False, False),
+        ("naive", "float16", False, False),
+    ],
+)
+def test_which_calls_add_atomically(
+    implementation: str, dtype: str, deterministic: bool, atomic: bool
+):
+    """All launches of a call together, with a bias summed over batch, heads and queries."""
+    problem = AttentionProblem(
+        B=2, Sq=9, Sk=41, H=4, G=2, D=8, Dv=8, dtype=dtype,
+        drawn=(("causal", True), ("bias", ((41,), "float16")), ("sinks", "float32")),
+    )  # fmt: skip
+    arrays, options = inputs(problem)
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.attention_backward(
+            *arrays, **options, implementation=implementation, deterministic=deterministic
+        )
+    assert (report.atomic_updates > 0) == atomic
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from recording_device import backward_call, device_array, launched
 
+import cupyattn
 from cupyattn import attention, attention_backward, softmax
+from cupyattn.kernels.spec import Specialisation
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
@@ -79,6 +81,7 @@ def test_what_has_no_kernel_says_so_and_does_nothing(recorder, implementation, n
     said, _, then = str(failure.value).partition("; ")
     assert name in said
     assert "CPU path has every option" in then
+    assert "leave backend('emulator')" in then
     assert recorder.did_nothing
 
 
@@ -115,8 +118,11 @@ def test_the_flash_backward_refuses_rows_that_lie_too_far_apart(recorder, crooke
     ("make", "message"),
     [
         (lambda: device_array((95,), np.uint8), r"95 bytes; .*needs 96.*empty\(96, 'uint8'\)"),
-        (lambda: device_array((48, 2), np.uint8)[:, :1], r"48 bytes, not contiguous; .*needs 96"),
-        (lambda: device_array((99,), np.uint8)[1:], r"98 bytes; .*aligned to 16"),
+        (
+            lambda: device_array((48, 2), np.uint8)[:, :1],
+            r"48 bytes, not contiguous in C order; .*96",
+        ),
+        (lambda: device_array((99,), np.uint8)[1:], r"98 bytes, 1 beyond a multiple of 16; .*cupy"),
     ],
     ids=["small", "strided", "misaligned"],
 )
@@ -127,9 +133,45 @@ def test_a_workspace_that_does_not_do_is_refused(recorder, make, message):
     assert not recorder.started
 
 
+def test_a_workspace_on_the_emulator_is_numpys():
+    arrays = [np.zeros((1, 3, 1, 8), np.float32)] * 5 + [np.zeros((1, 1, 3), np.float32)]
+    options = {"implementation": "naive", "workspace": np.zeros((4, 4), np.float32).T[:3]}
+    with (
+        cupyattn.backend("emulator"),
+        pytest.raises(ValueError, match=r"48 bytes, not contiguous in C order; .*numpy\.empty\("),
+    ):
+        attention_backward(*arrays, **options)
+
+
+def test_a_backward_of_which_a_kernel_cannot_be_loaded_starts_none(recorder, monkeypatch):
+    """As where the second is the first of its kind within a capture: the results are as before."""
+    load = recorder.load
+
+    def load_one(specialisation: Specialisation) -> Any:
+        if recorder.loaded:
+            raise RuntimeError("no more kernels")
+        return load(specialisation)
+
+    monkeypatch.setattr(recorder, "load", load_one)
+    arrays, options = backward_call()
+    with pytest.raises(RuntimeError, match="no more kernels"):
+        attention_backward(*arrays.values(), **options)
+    assert not recorder.started
+
+
+def test_a_backward_of_which_a_grid_is_too_large_starts_none(recorder):
+    """The second kernel has a CTA for each key."""
+    q = device_array((4, 1, 1, 8))
+    k = device_array((4, 2**29, 1, 8), strides=(0, 0, 0, 2))
+    lse = device_array((4, 1, 1), np.float32)
+    with pytest.raises(ValueError, match=r"2147483648 CTAs of attention_backward_naive_dkdv"):
+        attention_backward(q, q, k, k, q, lse, implementation="naive")
+    assert not recorder.started
+
+
 def test_a_workspace_may_not_overlap_an_array(recorder):
     arrays, options = backward_call()
-    with pytest.raises(ValueError, match=r"workspace overlaps lse in memory"):
+    with pytest.raises(ValueError, match=r"workspace overlaps lse in memory; .* still read"):
         attention_backward(*arrays.values(), **options, workspace=arrays["lse"])
     assert recorder.did_nothing
 

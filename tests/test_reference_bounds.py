@@ -70,8 +70,8 @@ USUAL = (
     (60, ()),
     (60, (("causal", True), ("softcap", 15.0))),
     (60, (("bias", ((4, 60, 150), "float32")),)),
-    (60, (("dropout_p", 0.1), ("alibi_slopes", (4,)), ("window_size", (90, 30)))),
-    (8, (("sinks", True),)),
+    (60, (("dropout_p", 0.1), ("alibi_slopes", ((4,), "float32", 1)), ("window_size", (90, 30)))),
+    (8, (("sinks", "float32"),)),
 )
 
 
@@ -169,8 +169,8 @@ def replace_of_head(kernel, change):
 CAUSAL = ("causal", True)
 DROPOUT = ("dropout_p", 0.2)
 SOFTCAP = ("softcap", 50.0)
-SINKS = ("sinks", True)
-ALIBI = ("alibi_slopes", (4,))
+SINKS = ("sinks", "float32")
+ALIBI = ("alibi_slopes", ((4,), "float32", 1))
 BIAS = ("bias", ((2, 4, 50, 70), "float32"))
 
 # The bug, and the options that let it show.

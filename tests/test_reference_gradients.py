@@ -98,7 +98,7 @@ def test_every_element_matches_finite_differences():
         ("causal", True),
         ("bias", ((2, 1, 4), "float64")),
         ("softcap", 2.0),
-        ("sinks", True),
+        ("sinks", "float32"),
         ("dropout_p", 0.4),
         ("rotary", (4, 1)),
     )

@@ -113,6 +113,36 @@ def test_out_is_refused():
             vjp(function, *given_arrays, out=out)
 
 
+def test_the_defaults_may_be_said():
+    """As of any call; None that the backward does not know must not reach it."""
+    arrays, (dout, _) = PROBLEM.arrays(), PROBLEM.gradients()
+    _, pullback = vjp(attention, *arrays, out=None, workspace=None, mask=None)
+    assert_all_equal(pullback(dout), vjp(attention, *arrays)[1](dout))
+    x = np.random.default_rng(0).standard_normal((2, 3), dtype=np.float32)
+    out, pullback = vjp(softmax, x, out=None)
+    assert_array_equal(pullback(out)[0], softmax_backward(out, out))
+
+
+def test_lse_alone_may_be_used():
+    arrays, (dout, dlse) = PROBLEM.arrays(), PROBLEM.gradients()
+    _, pullback = vjp(attention, *arrays, return_lse=True)
+    assert_all_equal(pullback(None, dlse), pullback(np.zeros_like(dout), dlse))
+    for nothing_used in ((None,), (None, None)):
+        with pytest.raises(TypeError, match=r"dout is None; "):
+            pullback(*nothing_used)
+
+
+@pytest.mark.nvrtc
+def test_lse_alone_may_be_used_on_the_emulator():
+    arrays, (_, dlse) = PROBLEM.arrays(), PROBLEM.gradients()
+    expected = vjp(attention, *arrays, return_lse=True)[1](None, dlse)
+    with cupyattn.backend("emulator"):
+        _, pullback = vjp(attention, *arrays, return_lse=True, implementation="naive")
+        gradients = pullback(None, dlse)
+    for actual, wanted in zip(gradients, expected, strict=True):
+        assert_allclose(actual, wanted, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("return_lse", "count"), [(False, 0), (False, 2), (True, 0), (True, 3)])
 def test_a_gradient_for_each_result(return_lse, count):
     dout = PROBLEM.gradients()[0]

@@ -13,7 +13,7 @@ import cupyattn
 from cupyattn.arrays import Array
 from cupyattn.benchmark.attention_cases import OPTIONS, PLAIN, Arguments, Arrays, Case
 from cupyattn.benchmark.torch_peer import TAKES, TORCH, torch_backward_call, torch_call
-from cupyattn.reference import AttentionGrads
+from cupyattn.gradients import AttentionGrads
 
 Call = Callable[[], Any]
 

@@ -20,9 +20,9 @@ from cupyattn.benchmark.cuda_events import Timer, event_timer, measured_on
 from cupyattn.benchmark.gpu_command import add_timing_options, run_on_gpu, show_machine
 from cupyattn.cli.arguments import integer
 from cupyattn.cli.terminal import Result, Terminal, progress
+from cupyattn.gradients import AttentionGrads
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 from cupyattn.kernels.cuda_device import cuda_device
-from cupyattn.reference import AttentionGrads
 
 PHI_2 = {"batch": 8, "seqlen": 2048, "heads": 32, "head_dim": 80}
 GOAL_BYTES = 400_000_000  # of scratch memory, for that shape

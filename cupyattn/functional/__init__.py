@@ -10,7 +10,7 @@ from cupyattn.functional.backend import backend
 from cupyattn.functional.device_info import device_info
 from cupyattn.functional.softmax import softmax, softmax_backward
 from cupyattn.functional.vjp import vjp
-from cupyattn.reference import AttentionGrads
+from cupyattn.gradients import AttentionGrads
 
 __all__ = [
     "AttentionGrads",

@@ -13,7 +13,6 @@ from cupyattn.functional.rounding import round_into
 from cupyattn.ops.attention import attention_forward
 from cupyattn.ops.attention_options import AttentionOptions
 from cupyattn.ops.attention_problem import FORWARD_RESULTS, LSE_DTYPE, forward_problem
-from cupyattn.ops.attention_values import check_values
 from cupyattn.ops.checks import require_bool, require_disjoint
 
 
@@ -66,10 +65,10 @@ def attention(
     window_size : (left, right), optional
         Keep only keys ``i + q_offset - left <= j <= i + q_offset + right``; None on a side is
         unbounded.
-    q_offset : int or integer array (B,), optional
+    q_offset : int, or int32 or int64 array (B,), optional
         Key position at which query 0 stands. By default ``Sk - Sq``: the last query sees the last
         key. 0 aligns the beginnings.
-    seqused_k : integer array (B,), optional
+    seqused_k : int32 or int64 array (B,), optional
         Number of keys in use; what lies behind may be anything, NaN too.
     mask : bool array, optional
         True where a query may attend; broadcasts to (B, H, Sq, Sk) without being materialised.
@@ -126,6 +125,10 @@ def attention(
     NotImplementedError
         On a GPU or the emulator, for an option or a dtype that the implementation's kernel does not
         have: NumPy arrays on the reference have them all.
+    RuntimeError
+        On a GPU of a compute capability below 7.5; where NVRTC, which compiles the kernels, is not
+        installed; and for a first call with these options inside a CUDA graph capture: call once
+        first.
 
     Notes
     -----
@@ -180,8 +183,17 @@ def attention(
 
 
 def _split_out(out: Any, return_lse: bool) -> tuple[Any, Any]:
-    if out is None or not return_lse:
+    if not return_lse:
+        if isinstance(out, tuple):
+            raise error(
+                TypeError,
+                "out is a tuple without return_lse=True",
+                "it is one array then",
+                "pass return_lse=True to have lse as well, or the array alone",
+            )
         return out, None
+    if out is None:
+        return None, None
     if isinstance(out, tuple) and len(out) == 2 and out[0] is not None and out[1] is not None:
         return out
     raise error(
@@ -195,7 +207,6 @@ def _split_out(out: Any, return_lse: bool) -> tuple[Any, Any]:
 def _on_cpu(call: AttentionCall) -> tuple[Array, Array]:
     problem, arrays = call.problem, call.operands.arrays
     require_disjoint(FORWARD_RESULTS, arrays, addresses(arrays), problem.spans)
-    check_values(problem, arrays)
     out, lse = reference.attention(arrays["q"], arrays["k"], arrays["v"], **reference_options(call))
     return (
         round_into(arrays.get("out"), out, problem.dtype),

@@ -12,12 +12,11 @@ from cupyattn.errors import error
 from cupyattn.functional.attention_call import AttentionCall, attention_call, reference_options
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.rounding import round_into
+from cupyattn.gradients import AttentionGrads
 from cupyattn.ops import attention_backward as ops
 from cupyattn.ops.attention_options import AttentionOptions
-from cupyattn.ops.attention_problem import BACKWARD_RESULTS, backward_problem
-from cupyattn.ops.attention_values import check_values
+from cupyattn.ops.attention_problem import BACKWARD_RESULTS, SHOWN_AS, backward_problem
 from cupyattn.ops.checks import require_bool, require_disjoint
-from cupyattn.reference import AttentionGrads
 
 
 def attention_backward(
@@ -86,7 +85,7 @@ def attention_backward(
     accumulate : bool
         Add to the contents of grads instead of replacing them, before the one rounding.
     workspace : array, optional
-        Scratch memory for kernels, of any dtype, contiguous and aligned to 16 bytes; by default it
+        Scratch memory for kernels, of any plain dtype, in C order and aligned to 16 bytes; else it
         is allocated. 4 * B * H * Sq bytes suffice, but for float16 "flash": with rows = B * H * Sq'
         and Sq' and D' rounded up to multiples of 64 and 8, that needs 8 * rows bytes; unless
         deterministic, 4 * rows * D' more; and for a bias that broadcasts 4 bytes for each of its
@@ -108,6 +107,8 @@ def attention_backward(
     NotImplementedError
         On a GPU or the emulator, for an implementation that has no backward kernel and for rotary
         and mask_mod: NumPy arrays on the reference have them all.
+    RuntimeError
+        As `attention`.
 
     Notes
     -----
@@ -185,8 +186,7 @@ def _given_grads(grads: Any, accumulate: bool) -> dict[str, Any]:
 
 def _on_cpu(call: AttentionCall, accumulate: bool) -> AttentionGrads:
     problem, arrays = call.problem, call.operands.arrays
-    require_disjoint(BACKWARD_RESULTS, arrays, addresses(arrays), problem.spans)
-    check_values(problem, arrays)
+    require_disjoint(BACKWARD_RESULTS, arrays, addresses(arrays), problem.spans, SHOWN_AS)
     positional = (arrays[name] for name in ("dout", "q", "k", "v", "out", "lse"))
     exact = reference.attention_backward(
         *positional, dlse=arrays.get("dlse"), **reference_options(call)

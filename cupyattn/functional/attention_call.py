@@ -11,6 +11,7 @@ from cupyattn.arrays import LayoutKey, Operands, adopt
 from cupyattn.errors import error
 from cupyattn.ops.attention_options import AttentionOptions, checked_seed
 from cupyattn.ops.attention_problem import AttentionProblem
+from cupyattn.ops.attention_values import check_values
 
 
 class AttentionCall(NamedTuple):
@@ -33,6 +34,9 @@ def attention_call(
 ) -> AttentionCall:
     """Take the arrays (None for those not given) and `check` the call, forward or backward.
 
+    The values in NumPy arrays are looked at too, whatever they run on: on a GPU that would
+    synchronise.
+
     Raises
     ------
     TypeError, ValueError, NotImplementedError
@@ -53,11 +57,25 @@ def attention_call(
         arrays["cos"], arrays["sin"] = _rotary_tables(rotary)
     operands = adopt(arrays)
     if workspace is not None:
-        adopt({**operands.arrays, "workspace": workspace})
+        _require_plain_bytes(adopt({**operands.arrays, "workspace": workspace}))
     seed = checked_seed(options.seed)
     if options.seed is not None:
         options = options._replace(seed=0)
-    return AttentionCall(operands, check(operands.layout_key(), options), seed)
+    problem = check(operands.layout_key(), options)
+    if operands.library == "numpy":
+        check_values(problem, operands.arrays)
+    return AttentionCall(operands, problem, seed)
+
+
+def _require_plain_bytes(operands: Operands) -> None:
+    dtype = operands.arrays["workspace"].dtype
+    if dtype.hasobject:
+        raise error(
+            TypeError,
+            f"workspace has dtype {dtype.name}",
+            "it is memory to be written, of any dtype without Python objects",
+            "pass an array of 'uint8', or none",
+        )
 
 
 def _rotary_tables(rotary: Any) -> tuple[Any, Any]:

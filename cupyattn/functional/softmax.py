@@ -38,6 +38,8 @@ def softmax(x: Array, /, *, out: Array | None = None) -> Array:
         For an array without axes, a last axis that is not contiguous, or an out that does not fit
         or overlaps x; for kernels also if more than four axes before the last lie unevenly in
         memory.
+    RuntimeError
+        As `attention`.
 
     Notes
     -----
@@ -75,7 +77,7 @@ def softmax_backward(dout: Array, out: Array, /, *, dx: Array | None = None) -> 
 
     Raises
     ------
-    TypeError, ValueError
+    TypeError, ValueError, RuntimeError
         As `softmax`; and for shapes or dtypes of dout and out that differ.
 
     Examples

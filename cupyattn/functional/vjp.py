@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cupyattn.arrays import Array
+import numpy as np
+
+from cupyattn.arrays import Array, adopt
 from cupyattn.errors import error
 from cupyattn.functional.attention import attention
 from cupyattn.functional.attention_backward import attention_backward
+from cupyattn.functional.backend import device_of
 from cupyattn.functional.softmax import softmax, softmax_backward
+from cupyattn.gradients import AttentionGrads
 from cupyattn.ops.checks import require_bool
-from cupyattn.reference import AttentionGrads
 
 
 class Pullback:
@@ -77,8 +80,9 @@ def vjp(function: Callable[..., Any], /, *arrays: Array, **options: Any) -> tupl
         ``pullback(dout)`` takes the gradient of a scalar with respect to the result and returns a
         tuple of its gradients with respect to `arrays`, one for each, with their shapes and dtypes:
         the product of dout with the function's Jacobian. For attention with ``return_lse=True`` it
-        is ``pullback(dout, dlse)``; without dlse, lse counts as not used. Options by name go to the
-        backward: ``pullback(dout, deterministic=True)``, or ``grads=`` and ``accumulate=True``.
+        is ``pullback(dout, dlse)``; a gradient of None, or dlse left out, stands for a result that
+        was not used. Options by name go to the backward: ``pullback(dout, deterministic=True)``, or
+        ``grads=`` and ``accumulate=True``.
 
     Raises
     ------
@@ -86,7 +90,7 @@ def vjp(function: Callable[..., Any], /, *arrays: Array, **options: Any) -> tupl
         If the function is none of the library's that have a backward; for ``out=``, which could be
         overwritten before the pullback is called; and from the pullback, for another number of
         gradients than there are results.
-    TypeError, ValueError, NotImplementedError
+    TypeError, ValueError, NotImplementedError, RuntimeError
         Those of the function, and from the pullback those of its backward.
 
     Notes
@@ -137,7 +141,9 @@ def _attention(q: Array, k: Array, v: Array, /, **options: Any) -> tuple[Any, Pu
     out, lse = attention(q, k, v, **options, return_lse=True)
     options.pop("workspace", None)  # the forward's; the backward's is another size
 
-    def backward(dout: Array, dlse: Array | None = None, **more: Any) -> AttentionGrads:
+    def backward(dout: Array | None, dlse: Array | None = None, **more: Any) -> AttentionGrads:
+        if dout is None and dlse is not None:
+            dout = _zeros_like(out)
         return attention_backward(dout, q, k, v, out, lse, dlse=dlse, **{**options, **more})
 
     result = (out, lse) if return_lse else out
@@ -154,8 +160,19 @@ def _softmax(x: Array, /, **options: Any) -> tuple[Any, Pullback]:
     return out, Pullback(backward, gradients=1, results=1)
 
 
+def _zeros_like(out: Array) -> Array:
+    """Return zeros where out is: CuPy's zeros_like takes the current device's memory."""
+    device = device_of(adopt({"out": out}))
+    if device is None:
+        return np.zeros_like(out)
+    zeros = device.empty(out.shape, out.dtype)
+    zeros.fill(0)
+    return zeros
+
+
 def _refuse_out(options: dict[str, Any]) -> None:
-    if options.get("out") is not None:
+    """Take out=None, the default, out of the options: no backward has it."""
+    if options.pop("out", None) is not None:
         raise error(
             TypeError,
             "vjp with out=",

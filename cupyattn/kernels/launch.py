@@ -42,13 +42,7 @@ def launch(
     """
     if ctas == 0:
         return
-    if ctas > MAX_GRID_X:
-        raise error(
-            ValueError,
-            f"the problem needs {ctas} CTAs of {specialisation.spec.entry}",
-            f"a launch has at most {MAX_GRID_X}",
-            "split the batch over several calls",
-        )
+    _require_grid(specialisation, ctas)
     spec = specialisation.spec
     if len(arguments) != len(spec.parameters):
         raise TypeError(
@@ -58,6 +52,31 @@ def launch(
     for index, coerce in _coercions(spec):
         typed[index] = coerce(typed[index])
     device.load(specialisation).start((ctas, 1, 1), tuple(typed))
+
+
+def prepare(device: Device, specialisation: Specialisation, ctas: int) -> None:
+    """Load a kernel that is to be launched, and check its grid.
+
+    A call of several launches prepares them all before it writes anything.
+
+    Raises
+    ------
+    ValueError
+        If the grid is larger than a GPU allows.
+    """
+    if ctas:
+        _require_grid(specialisation, ctas)
+        device.load(specialisation)
+
+
+def _require_grid(specialisation: Specialisation, ctas: int) -> None:
+    if ctas > MAX_GRID_X:
+        raise error(
+            ValueError,
+            f"the problem needs {ctas} CTAs of {specialisation.spec.entry}",
+            f"a launch has at most {MAX_GRID_X}",
+            "split the batch over several calls",
+        )
 
 
 @cache

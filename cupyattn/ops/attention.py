@@ -86,7 +86,7 @@ def _require_kernel(problem: AttentionProblem) -> None:
             f"{', '.join(missing)} on a GPU or the emulator with "
             f"implementation={problem.implementation!r}",
             "that kernel does not have it; the CPU path has every option",
-            "pass NumPy arrays, for example cupy.asnumpy(q)"
+            "pass NumPy arrays, for example cupy.asnumpy(q), or leave backend('emulator')"
             + ("" if flash else ", or leave implementation out"),
         )
     if flash and problem.dtype == np.float16:

@@ -10,13 +10,13 @@ from cupyattn.arrays import Array, Layout, address, addresses, alignments
 from cupyattn.errors import error
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
 from cupyattn.kernels.device import Device
-from cupyattn.kernels.launch import launch
+from cupyattn.kernels.launch import launch, prepare
 from cupyattn.ops.attention import FLASH_TILE_BYTES, require_lengths
 from cupyattn.ops.attention_backward_f32 import f32_plan
 from cupyattn.ops.attention_backward_flash import flash_plan, require_countable_rows
 from cupyattn.ops.attention_backward_naive import naive_plan
 from cupyattn.ops.attention_backward_steps import Plan
-from cupyattn.ops.attention_problem import BACKWARD_RESULTS, AttentionProblem
+from cupyattn.ops.attention_problem import BACKWARD_RESULTS, SHOWN_AS, AttentionProblem
 from cupyattn.ops.checks import require_disjoint, require_item_alignment
 
 _BYTES = np.dtype(np.uint8)
@@ -41,7 +41,7 @@ def attention_backward(
     """
     _require_kernel(problem)
     places = addresses(arrays)
-    require_disjoint((*BACKWARD_RESULTS, "workspace"), arrays, places, problem.spans)
+    require_disjoint((*BACKWARD_RESULTS, "workspace"), arrays, places, problem.spans, SHOWN_AS)
 
     results = _results(device, problem, arrays, accumulate)
     if problem.batch * problem.heads == 0:
@@ -51,6 +51,8 @@ def attention_backward(
     starts = alignments(places.values(), VECTOR_BYTES)
     plan = _plan(problem, strides, starts, deterministic, accumulate)
     workspace = _workspace(device, plan, arrays.get("workspace"))
+    for step in plan.steps:
+        prepare(device, step.specialisation, step.ctas)
     _fill_with_zeros(results, plan.zero_first)
 
     scratch = {piece.name: piece.within(workspace) for piece in plan.scratch}
@@ -69,14 +71,15 @@ def _require_kernel(problem: AttentionProblem) -> None:
             NotImplementedError,
             f"{', '.join(missing)} in attention_backward on a GPU or the emulator",
             "its kernels do not have it; the CPU path has every option",
-            "pass NumPy arrays, for example cupy.asnumpy(q)",
+            "pass NumPy arrays, for example cupy.asnumpy(q), or leave backend('emulator')",
         )
     if problem.implementation == "tiled":
         raise error(
             NotImplementedError,
             "attention_backward with implementation='tiled' on a GPU or the emulator",
             "kernels are 'flash' and 'naive'; the CPU path has every implementation",
-            "pass implementation='naive' or 'flash', or NumPy arrays",
+            "pass implementation='naive' or 'flash', or run it on the CPU path: NumPy arrays, "
+            "outside of backend('emulator')",
         )
     if problem.implementation == "flash" and problem.dtype == np.float16:
         _require_near_rows(problem)
@@ -153,12 +156,15 @@ def _workspace(device: Device, plan: Plan, given: Array | None) -> Array:
     """Return the scratch memory of a call as flat bytes: what was given, or new."""
     if given is None:
         return device.empty((plan.workspace_bytes,), _BYTES)
-    flat = given.flags.c_contiguous
-    if not flat or given.nbytes < plan.workspace_bytes or address(given) % VECTOR_BYTES:
+    needed, beyond = plan.workspace_bytes, address(given) % VECTOR_BYTES
+    if not given.flags.c_contiguous or given.nbytes < needed or beyond:
+        order = "" if given.flags.c_contiguous else ", not contiguous in C order"
+        start = f", {beyond} beyond a multiple of {VECTOR_BYTES}" if beyond else ""
+        library = "numpy" if isinstance(given, np.ndarray) else "cupy"
         raise error(
             ValueError,
-            f"workspace has {given.nbytes} bytes{'' if flat else ', not contiguous'}",
-            f"this call needs {plan.workspace_bytes}, contiguous and aligned to {VECTOR_BYTES}",
-            f"pass for example cupy.empty({plan.workspace_bytes}, 'uint8'), or none",
+            f"workspace has {given.nbytes} bytes{order}{start}",
+            f"this call needs {needed}, in C order, starting at a multiple of {VECTOR_BYTES}",
+            f"pass for example {library}.empty({needed}, 'uint8'), or none",
         )
     return given.reshape(-1).view(_BYTES)

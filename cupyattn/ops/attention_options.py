@@ -53,7 +53,12 @@ def checked_q_offset(given: Any, sq: int, sk: int) -> int:
     """Return the key position of query 0, or its default."""
     if given is None:
         return sk - sq
-    q_offset = _integer("q_offset", given)
+    q_offset = _integer(
+        "q_offset",
+        given,
+        "it is an integer, or an int32 or int64 array (B,)",
+        "convert it with int(...), or pass an array of NumPy or CuPy",
+    )
     if abs(q_offset) > MAX_OFFSET:
         raise error(
             ValueError,
@@ -93,8 +98,8 @@ def checked_window(window_size: Any, causal: Any) -> tuple[int | None, int | Non
     return left, right
 
 
-def checked_softcap(given: Any) -> float | None:
-    """Return softcap as a float, or None."""
+def checked_softcap(given: Any, softmax_scale: float) -> float | None:
+    """Return softcap as a float, or None; kernels multiply by softmax_scale / softcap."""
     if given is None:
         return None
     softcap = _real("softcap", given)
@@ -105,6 +110,13 @@ def checked_softcap(given: Any) -> float | None:
             f"it is above 0 and finite, up to {_MAX_FACTOR:g}: scores become "
             "softcap * tanh(s / softcap)",
             "pass None for none",
+        )
+    if abs(softmax_scale) / softcap > _MAX_FACTOR:
+        raise error(
+            ValueError,
+            f"softcap = {softcap} with softmax_scale = {softmax_scale}",
+            f"softmax_scale is at most {_MAX_FACTOR:g} times softcap",
+            "pass a larger softcap: scores come to lie between -softcap and softcap",
         )
     return softcap
 
@@ -175,12 +187,17 @@ def _real(name: str, value: Any) -> float:
     )
 
 
-def _integer(name: str, value: Any) -> int:
+def _integer(
+    name: str,
+    value: Any,
+    allowed: str = "it is an integer",
+    fix: str = "convert it with int(...)",
+) -> int:
     if isinstance(value, Integral) and not isinstance(value, _NO_NUMBERS):
         return int(value)
     raise error(
         TypeError,
         f"{name} is {value!r}, a {type(value).__name__}",
-        "it is an integer",
-        "convert it with int(...)",
+        allowed,
+        fix,
     )

@@ -84,6 +84,8 @@ class AttentionProblem:
 
 FORWARD_RESULTS = ("out", "lse")
 BACKWARD_RESULTS = ("dq", "dk", "dv", "dbias", "dsinks")
+SHOWN_AS = {name: f"grads.{name}" for name in BACKWARD_RESULTS}
+"""The names of backward's results in errors: as the caller gives them."""
 
 
 def forward_problem(key: LayoutKey, options: AttentionOptions) -> AttentionProblem:
@@ -154,11 +156,11 @@ def _cached_backward_problem(key: LayoutKey, _: Any, *options: Any) -> Attention
             if of is None:
                 raise error(
                     ValueError,
-                    f"grads.{name} was given",
+                    f"{SHOWN_AS[name]} was given",
                     f"this call has no {name[1:]}",
                     "leave None there",
                 )
-            require_output(f"grads.{name}", layouts[name], of.shape, of.dtype)
+            require_output(SHOWN_AS[name], layouts[name], of.shape, of.dtype)
     return problem
 
 
@@ -175,6 +177,7 @@ def _problem(layouts: dict[str, Layout], options: AttentionOptions) -> Attention
     _, sk, kv_heads, head_dim_v = v.shape
     _require_matching_heads(q, k, v)
     require_valid_choices(options)
+    softmax_scale = checked_softmax_scale(options.softmax_scale, head_dim)
 
     problem = AttentionProblem(
         batch=batch,
@@ -186,10 +189,10 @@ def _problem(layouts: dict[str, Layout], options: AttentionOptions) -> Attention
         head_dim_v=head_dim_v,
         dtype=q.dtype,
         layouts=layouts,
-        softmax_scale=checked_softmax_scale(options.softmax_scale, head_dim),
+        softmax_scale=softmax_scale,
         q_offset=checked_q_offset(options.q_offset, sq, sk),
         window=checked_window(options.window_size, options.causal),
-        softcap=checked_softcap(options.softcap),
+        softcap=checked_softcap(options.softcap, softmax_scale),
         dropout_p=checked_dropout_p(options.dropout_p, options.seed),
         mask_mod=options.mask_mod,
         implementation=options.implementation,
@@ -263,7 +266,7 @@ def _require_broadcastable(name: str, layout: Layout, scores_shape: tuple[int, .
             ValueError,
             f"{name} has shape {layout.shape}",
             f"it broadcasts to the scores, (B, H, Sq, Sk) = {scores_shape}",
-            "give it axes of 1 where it does not vary, for example mask[:, None, None, :] for keys",
+            f"give it axes of 1 where it does not vary: {name}[:, None, None, :] if it is (B, Sk)",
         )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -158,17 +159,20 @@ def require_disjoint(
     arrays: dict[str, Array],
     places: dict[str, int],
     spans: dict[str, Span],
+    shown_as: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Raise ValueError if an array to be written is read-only or shares an item with another.
 
     `spans` has where the items of each array lie from its first item, `places` where that is: this
-    settles almost every pair.
+    settles almost every pair. `shown_as` has names for people where they are others.
     """
+    results = tuple(results)
     for name in results:
         result = arrays.get(name)
         if result is None:
             continue
-        _require_writable(name, result)
+        shown = shown_as.get(name, name)
+        _require_writable(shown, result)
         start, end = spans[name]
         start, end = places[name] + start, places[name] + end
         for other, place in places.items():
@@ -178,9 +182,11 @@ def require_disjoint(
             if share_an_item(result, arrays[other]):
                 raise error(
                     ValueError,
-                    f"{name} overlaps {other} in memory",
-                    "results are written while inputs are still read",
-                    f"give {name} memory of its own, or leave it out",
+                    f"{shown} overlaps {shown_as.get(other, other)} in memory",
+                    "both are written"
+                    if other in results
+                    else "results are written while inputs are still read",
+                    f"give {shown} memory of its own, or leave it out",
                 )
 
 

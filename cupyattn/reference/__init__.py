@@ -5,7 +5,7 @@ imports NumPy alone. Arguments are taken as validated; results are float64, roun
 need be.
 """
 
-from .attention import AttentionGrads, attention, attention_backward
+from .attention import attention, attention_backward
 from .backward_bounds import attention_backward_bound
 from .bounds import (
     attention_bound,
@@ -18,7 +18,6 @@ from .rope import rope, rope_backward
 from .softmax import softmax, softmax_backward
 
 __all__ = [
-    "AttentionGrads",
     "attention",
     "attention_backward",
     "attention_backward_bound",

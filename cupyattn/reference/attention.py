@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cupyattn.gradients import AttentionGrads
+
 from .rope import rotate, table_rows
 from .scores import Float64, ScoreBlock, ScoreBlocks, normalised, probabilities
-
-
-class AttentionGrads(NamedTuple):
-    """Gradients of attention's inputs, each of its input's shape; None where there was no input.
-
-    Attributes
-    ----------
-    dq : array (B, Sq, H, D)
-        Of the queries.
-    dk : array (B, Sk, G, D)
-        Of the keys, summed over the query heads of a group.
-    dv : array (B, Sk, G, Dv)
-        Of the values, likewise.
-    dbias : array of bias's shape, or None
-        Of the bias, summed over the axes that it broadcast along.
-    dsinks : array (H,), or None
-        Of the sinks.
-    """
-
-    dq: Float64
-    dk: Float64
-    dv: Float64
-    dbias: Float64 | None
-    dsinks: Float64 | None
 
 
 def attention(

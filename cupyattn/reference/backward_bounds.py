@@ -30,7 +30,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from .attention import AttentionGrads, add_broadcast, attention_backward, row_delta
+from cupyattn.gradients import AttentionGrads
+
+from .attention import add_broadcast, attention_backward, row_delta
 from .bounds import (
     EPS_TANH,
     ROTATION,

@@ -27,6 +27,8 @@ def option_rows() -> Iterator[Row]:
     sides = ((-1, 0), (0, -1), (None, -5))
     yield from of("window_size", ValueError, "window_size = {}", "0 or more", *sides)
     yield from of("q_offset", TypeError, "q_offset", "integer", True, 1.5, "3", [1, 2])
+    one_each = "an int32 or int64 array (B,)"
+    yield from of("q_offset", TypeError, "q_offset is [0, 1]", one_each, [0, 1])
     dtypes = "int32, int64"
     numbers = (np.zeros(2), np.zeros(2, np.uint8), np.zeros(2, bool))
     yield from of("q_offset", TypeError, "q_offset has dtype", dtypes, *numbers)
@@ -51,6 +53,10 @@ def option_rows() -> Iterator[Row]:
     yield from of("softcap", TypeError, "softcap is a ", "real number", "50", True, np.ones(1))
     caps = (0, 0.0, -50.0, NAN, INF, HUGE)
     yield from of("softcap", ValueError, "softcap = ", "above 0", *caps)
+    for cap, scale in ((1e-39, None), (5e-324, 0.01), (0.5, 1e38), (0.5, -1e38)):
+        changes = {"softcap": cap, "softmax_scale": scale}
+        passed = f"softcap = {cap} with softmax_scale = "
+        yield f"softcap {cap} {scale}", changes, ValueError, passed, "1e+38 times softcap"
     yield from of("sinks", TypeError, "sinks has dtype", FLOATS, np.ones(4, int))
     yield from shaped("sinks", "(H,), here (4,)", (3,), (2, 4), (1,), ())
     yield from of("dropout_p", ValueError, "dropout_p = {} without a seed", "seed=", 0.25)
@@ -82,6 +88,8 @@ def numpy_option_rows() -> Iterator[Row]:
     yield "seqused_k 6", {"seqused_k": used + 1}, ValueError, "from 0 to 6", "Sk = 5"
     yield "q_offset huge", {"q_offset": offset + 2**62}, ValueError, "q_offset", str(2**60)
     yield from of("mask", TypeError, "mask is a numpy.ma.", ARRAYS, np.ma.array(MASK))
+    objects = np.array([None, 1], object)
+    yield from of("workspace", TypeError, "workspace has dtype object", "without", objects)
     yield from of("mask", TypeError, "mask has dtype object", "bool", MASK.astype(object))
     yield from of(
         "bias", TypeError, "bias has dtype float32 in foreign", FLOATS, BIAS.astype(">f4")

@@ -1,0 +1,35 @@
+"""What the backward of attention returns, and is given to write into."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cupyattn.arrays import Array
+
+
+class AttentionGrads(NamedTuple):
+    """Gradients of attention's inputs, each of its input's shape.
+
+    As a result it has every gradient that there is: dbias and dsinks are None without bias and
+    sinks. As ``grads=`` None stands for an array that is to be made.
+
+    Attributes
+    ----------
+    dq : array (B, Sq, H, D)
+        Of the queries.
+    dk : array (B, Sk, G, D)
+        Of the keys, summed over the query heads of a group.
+    dv : array (B, Sk, G, Dv)
+        Of the values, likewise.
+    dbias : array of bias's shape, or None
+        Of the bias, summed over the axes that it broadcast along.
+    dsinks : array (H,), or None
+        Of the sinks.
+    """
+
+    # Array is Any, which takes None too: who reads a result need not ask whether dq is there.
+    dq: Array
+    dk: Array
+    dv: Array
+    dbias: Array | None
+    dsinks: Array | None
