@@ -18,7 +18,7 @@ from strategies import AttentionProblem
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.kernels.configs.attention import TILED_TILE_K
+from cupyattn.kernels.configs.attention_teaching import TILED_TILE_K
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

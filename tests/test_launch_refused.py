@@ -94,7 +94,7 @@ def test_flash_refuses_keys_that_lie_too_far_apart(recorder, crooked, sign):
     arrays = [near, near, near]
     launched(recorder, *arrays, implementation="flash")
     arrays[crooked] = far
-    with pytest.raises(ValueError, match=r"bytes from one key to the next; .*'tiled'"):
+    with pytest.raises(ValueError, match=r"bytes from one row to the next; .*'tiled'"):
         attention(*arrays)
     launched(recorder, *arrays, implementation="tiled")
     far = device_array((1, 2, 1, 64), np.float32, (2**40, sign * 2**30, 256, 4))

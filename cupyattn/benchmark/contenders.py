@@ -14,6 +14,7 @@ from cupyattn.arrays import Array
 from cupyattn.benchmark.attention_cases import OPTIONS, PLAIN, Arguments, Arrays, Case
 from cupyattn.benchmark.torch_peer import TAKES, TORCH, torch_backward_call, torch_call
 from cupyattn.gradients import AttentionGrads
+from cupyattn.kernels.configs.tables import round_up
 
 Call = Callable[[], Any]
 
@@ -117,17 +118,13 @@ def workspace_bytes(case: Case, *, deterministic: bool, bias: Array | None = Non
     heads = case.batch * case.heads
     if case.dtype != "float16":
         return 4 * heads * case.seqlen
-    rows = heads * _round_up(case.seqlen, 64)
+    rows = heads * round_up(case.seqlen, 64)
     pieces = [8 * rows]
     if not deterministic:
-        pieces.append(4 * rows * _round_up(case.head_dim, 8))
+        pieces.append(4 * rows * round_up(case.head_dim, 8))
     if bias is not None:
         pieces.append(4 * (heads * case.seqlen**2 if deterministic else int(bias.size)))
-    return sum(_round_up(piece, 256) for piece in pieces)
-
-
-def _round_up(count: int, unit: int) -> int:
-    return -(-count // unit) * unit
+    return sum(round_up(piece, 256) for piece in pieces)
 
 
 def _peer(

@@ -15,6 +15,12 @@ from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.launch import launch
 from cupyattn.kernels.spec import Specialisation
+from cupyattn.ops.attention_layouts import (
+    require_lengths,
+    require_near_rows,
+    score_options,
+    whole_vectors,
+)
 from cupyattn.ops.attention_params import attention_params, score_strides, with_seed
 from cupyattn.ops.attention_problem import FORWARD_RESULTS, LSE_DTYPE, AttentionProblem
 from cupyattn.ops.checks import require_disjoint, require_item_alignment
@@ -22,9 +28,7 @@ from cupyattn.ops.checks import require_disjoint, require_item_alignment
 # What each kernel reads; a problem with more is the reference's.
 _EVERY_KERNEL = {"q", "k", "v", "q_offset", "seqused_k", *FORWARD_RESULTS}
 _FLASH_ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
-FLASH_TILE_BYTES = 2**32  # from one end of a tile of K or V to the other: 32-bit offsets
 _QUAD_ROW_BYTES = 2**24  # between rows of a bias or mask read four keys at a time: 32-bit offsets
-_MAX_LENGTH = 2**30 - 2**10  # a row of the last tile stays below kFar (mask.cuh)
 
 
 class _Plan(NamedTuple):
@@ -90,32 +94,9 @@ def _require_kernel(problem: AttentionProblem) -> None:
             + ("" if flash else ", or leave implementation out"),
         )
     if flash and problem.dtype == np.float16:
-        _require_near_rows(problem)
+        tile_k = configs.attention.flash_longest_tile(problem.head_dim, problem.head_dim_v)
+        require_near_rows(problem, ("k", "v"), tile_k, "tiled")
     require_lengths(problem)
-
-
-def require_lengths(problem: AttentionProblem) -> None:
-    """Raise ValueError for lengths that the kernels' positions do not reach."""
-    if max(problem.sq, problem.sk) > _MAX_LENGTH:
-        raise error(
-            ValueError,
-            f"Sq = {problem.sq}, Sk = {problem.sk} on a GPU",
-            f"lengths are at most {_MAX_LENGTH}",
-            "split the sequence",
-        )
-
-
-def _require_near_rows(problem: AttentionProblem) -> None:
-    tile_k = configs.attention.flash_longest_tile(problem.head_dim, problem.head_dim_v)
-    for name in ("k", "v"):
-        stride = problem.layouts[name].strides[1]
-        if problem.sk > 1 and abs(stride) * tile_k >= FLASH_TILE_BYTES:
-            raise error(
-                ValueError,
-                f"{name} has {stride} bytes from one key to the next",
-                f"implementation='flash' takes less than {FLASH_TILE_BYTES // tile_k} here",
-                f"copy it with ascontiguousarray({name}), or pass implementation='tiled'",
-            )
 
 
 @lru_cache(maxsize=4096)
@@ -133,20 +114,22 @@ def _plan(
     require_item_alignment(problem.layouts, start_of)
     dtype, dims = problem.dtype.name, (problem.head_dim, problem.head_dim_v)
     table, teaching = configs.attention, configs.attention_teaching
+    inputs = [(start_of[name], problem.layouts[name].strides) for name in ("q", "k", "v")]
+    rows = [*inputs, (start_of.get("out", 0), out_strides)]
     if problem.implementation == "naive":
         specialisation, tile_q = teaching.naive(dtype, *dims), 1
     elif problem.implementation == "tiled":
-        vec = _vector_items(problem, start_of, vector_items(dtype))
+        vec = whole_vectors(vector_items(dtype), problem, inputs)
         specialisation = teaching.tiled(dtype, *dims, vec)
         tile_q = teaching.tiled_config(*dims).tile_q
     elif problem.dtype == np.float16:
-        vec = _vector_items(problem, start_of, vector_items(dtype), out_strides)
+        vec = whole_vectors(vector_items(dtype), problem, rows)
         together = 2 if problem.dropout_p else 4  # a Philox call serves pairs of keys
         options = _flash_options(problem, start_of, together)
         specialisation = table.flash(*dims, vec, options)
         tile_q = table.flash_config(*dims, options).tile_q
     else:
-        vec = _vector_items(problem, start_of, table.F32_VECTOR_ITEMS, out_strides)
+        vec = whole_vectors(table.F32_VECTOR_ITEMS, problem, rows)
         options = _flash_options(problem, start_of, together=2)
         specialisation = table.flash_f32(dtype, *dims, vec, options)
         tile_q = table.flash_f32_config(*dims).tile_q
@@ -161,23 +144,6 @@ def _flash_options(
     return score_options(problem)._replace(
         bias_vec=_score_items("bias", problem, start_of, together),
         mask_vec=_score_items("mask", problem, start_of, together),
-    )
-
-
-def score_options(problem: AttentionProblem) -> FlashOptions:
-    """Return which options of the scores a problem has; bias and mask are read item by item."""
-    layouts = problem.layouts
-
-    def dtype(name: str) -> str:
-        return layouts[name].dtype.name if name in layouts else "void"
-
-    return FlashOptions(
-        bias=dtype("bias"),
-        mask="mask" in layouts,
-        slopes=dtype("alibi_slopes"),
-        softcap=problem.softcap is not None,
-        sinks=dtype("sinks"),
-        dropout=problem.dropout_p > 0,
     )
 
 
@@ -197,25 +163,3 @@ def _score_items(
         if key == 1 and rows_aligned and start_aligned and fits:
             return items
     return 1
-
-
-def _vector_items(
-    problem: AttentionProblem,
-    start_of: dict[str, int],
-    items: int,
-    out_strides: tuple[int, ...] | None = None,
-) -> int:
-    """Return `items` if every row starts at a multiple of that many items' bytes, else 1.
-
-    The rows of q, k and v; those of out too where `out_strides` is given.
-    """
-    vector_bytes = items * problem.dtype.itemsize
-    rows = [(start_of[name], problem.layouts[name].strides) for name in ("q", "k", "v")]
-    if out_strides is not None:
-        rows.append((start_of.get("out", 0), out_strides))
-    aligned = all(
-        start % vector_bytes == 0 and all(stride % vector_bytes == 0 for stride in strides[:-1])
-        for start, strides in rows
-    )
-    whole = problem.head_dim % items == 0 and problem.head_dim_v % items == 0
-    return items if aligned and whole else 1

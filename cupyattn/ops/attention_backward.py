@@ -11,11 +11,11 @@ from cupyattn.errors import error
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.launch import launch, prepare
-from cupyattn.ops.attention import FLASH_TILE_BYTES, require_lengths
 from cupyattn.ops.attention_backward_f32 import f32_plan
 from cupyattn.ops.attention_backward_flash import flash_plan, require_countable_rows
 from cupyattn.ops.attention_backward_naive import naive_plan
 from cupyattn.ops.attention_backward_steps import Plan
+from cupyattn.ops.attention_layouts import require_lengths, require_near_rows
 from cupyattn.ops.attention_problem import BACKWARD_RESULTS, SHOWN_AS, AttentionProblem
 from cupyattn.ops.checks import require_disjoint, require_item_alignment
 
@@ -82,22 +82,9 @@ def _require_kernel(problem: AttentionProblem) -> None:
             "outside of backend('emulator')",
         )
     if problem.implementation == "flash" and problem.dtype == np.float16:
-        _require_near_rows(problem)
+        require_near_rows(problem, ("q", "k", "v", "dout"), _FLASH_TILE_ROWS, "naive")
         require_countable_rows(problem)
     require_lengths(problem)
-
-
-def _require_near_rows(problem: AttentionProblem) -> None:
-    for name in ("q", "k", "v", "dout"):
-        layout = problem.layouts[name]
-        stride = abs(layout.strides[1])
-        if layout.shape[1] > 1 and stride * _FLASH_TILE_ROWS >= FLASH_TILE_BYTES:
-            raise error(
-                ValueError,
-                f"{name} has {stride} bytes from one row to the next",
-                f"implementation='flash' takes less than {FLASH_TILE_BYTES // _FLASH_TILE_ROWS}",
-                f"copy it with ascontiguousarray({name}), or pass implementation='naive'",
-            )
 
 
 @lru_cache(maxsize=4096)

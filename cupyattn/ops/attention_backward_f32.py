@@ -9,10 +9,10 @@ import numpy as np
 from cupyattn.arrays import Layout
 from cupyattn.kernels.configs import attention_backward_f32 as f32
 from cupyattn.kernels.configs import attention_backward_naive as naive
-from cupyattn.ops.attention import score_options
 from cupyattn.ops.attention_backward_naive import dbias_step
 from cupyattn.ops.attention_backward_params import backward_params
 from cupyattn.ops.attention_backward_steps import Plan, Step, lay_out_scratch
+from cupyattn.ops.attention_layouts import score_options, whole_vectors
 from cupyattn.ops.attention_problem import AttentionProblem
 
 _VECTOR_ARRAYS = ("dout", "q", "k", "v")
@@ -30,7 +30,8 @@ def f32_plan(
     options = score_options(problem)._replace(sinks="void")
     dims = problem.head_dim, problem.head_dim_v
     shape = problem.dtype.name, *dims
-    vec = _vector_items(problem, start_of)
+    rows_of = [(start_of[name], problem.layouts[name].strides) for name in _VECTOR_ARRAYS]
+    vec = whole_vectors(f32.VECTOR_ITEMS, problem, rows_of)
     heads, rows = problem.batch * problem.heads, problem.batch * problem.heads * problem.sq
     every_score = "dbias" in results and (
         math.prod(results["dbias"].shape) == math.prod(problem.scores_shape)
@@ -55,15 +56,3 @@ def f32_plan(
         steps.append(Step(dsinks, problem.heads, params))
     added_to = (*(["dq"] if one_pass else []), *(["dbias"] if every_score else []))
     return Plan(tuple(steps), lay_out_scratch({"delta": rows}), () if accumulate else added_to)
-
-
-def _vector_items(problem: AttentionProblem, start_of: dict[str, int]) -> int:
-    """Return how many items one load brings: as many as every row is aligned to."""
-    vector_bytes = f32.VECTOR_ITEMS * problem.dtype.itemsize
-    aligned = all(
-        start_of[name] % vector_bytes == 0
-        and all(stride % vector_bytes == 0 for stride in problem.layouts[name].strides[:-1])
-        for name in _VECTOR_ARRAYS
-    )
-    whole = problem.head_dim % f32.VECTOR_ITEMS == 0 and problem.head_dim_v % f32.VECTOR_ITEMS == 0
-    return f32.VECTOR_ITEMS if aligned and whole else 1

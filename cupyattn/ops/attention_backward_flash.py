@@ -12,11 +12,12 @@ from cupyattn.arrays import Layout
 from cupyattn.errors import error
 from cupyattn.kernels.configs import attention_backward as flash
 from cupyattn.kernels.configs import attention_backward_passes as passes
-from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
+from cupyattn.kernels.configs.dtypes import vector_items
+from cupyattn.kernels.configs.tables import round_up
 from cupyattn.kernels.structs import DBIAS_PARAMS
-from cupyattn.ops.attention import score_options
 from cupyattn.ops.attention_backward_params import backward_params
 from cupyattn.ops.attention_backward_steps import Plan, Step, lay_out_scratch, spanning
+from cupyattn.ops.attention_layouts import score_options, whole_vectors
 from cupyattn.ops.attention_params import score_strides
 from cupyattn.ops.attention_problem import AttentionProblem
 
@@ -57,7 +58,7 @@ def require_countable_rows(problem: AttentionProblem) -> None:
 
 
 def _rows_padded(problem: AttentionProblem) -> int:
-    return _round_up(max(problem.sq, 1), passes.ROW_PAD)  # whole CTAs of the first kernel
+    return round_up(max(problem.sq, 1), passes.ROW_PAD)  # whole CTAs of the first kernel
 
 
 def flash_plan(
@@ -73,7 +74,7 @@ def flash_plan(
     rows = problem.batch * problem.heads * rows_padded
     dbias = _dbias(problem, results, deterministic) if "dbias" in results else None
 
-    to_zero = {} if deterministic else {"dq_acc": rows * _round_up(problem.head_dim, 8)}
+    to_zero = {} if deterministic else {"dq_acc": rows * round_up(problem.head_dim, 8)}
     if dbias is not None and dbias.scratch:
         to_zero["scratch"] = math.prod(dbias.target.shape)
     stats, *others = lay_out_scratch({"stats": 2 * rows, **to_zero})
@@ -87,7 +88,9 @@ def flash_plan(
         zeroed=sum(piece.items for piece in zeroed),
         rows_padded=rows_padded,
     )
-    vec = _vector_items(problem, results, start_of)
+    rows_of = [(start_of[name], problem.layouts[name].strides) for name in _VECTOR_ARRAYS]
+    rows_of += [(start_of.get(name, 0), results[name].strides) for name in ("dq", "dk", "dv")]
+    vec = whole_vectors(vector_items(problem.dtype.name), problem, rows_of)
     options = _options(problem, start_of, dbias, accumulate)
     steps = _gradient_steps(problem, vec, options, deterministic, rows, params)
     if dbias is not None and dbias.scratch:
@@ -203,21 +206,6 @@ def _dbias_step(
     return Step(passes.dbias(dbias.dtype.name), ctas, params[()])
 
 
-def _vector_items(
-    problem: AttentionProblem, results: dict[str, Layout], start_of: dict[str, int]
-) -> int:
-    """Return 16 bytes' worth of items if every row starts at a multiple of 16 bytes, else 1."""
-    items = vector_items(problem.dtype.name)
-    rows = [(start_of[name], problem.layouts[name].strides) for name in _VECTOR_ARRAYS]
-    rows += [(start_of.get(name, 0), results[name].strides) for name in ("dq", "dk", "dv")]
-    aligned = all(
-        start == 0 and all(stride % VECTOR_BYTES == 0 for stride in strides[:-1])
-        for start, strides in rows
-    )
-    whole = problem.head_dim % items == 0 and problem.head_dim_v % items == 0
-    return items if aligned and whole else 1
-
-
 def _four_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (1,) * (4 - len(shape)) + shape
 
@@ -225,7 +213,3 @@ def _four_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _contiguous(shape: tuple[int, ...]) -> Layout:
     strides = [_FLOAT32.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     return Layout(shape, tuple(strides), _FLOAT32)
-
-
-def _round_up(count: int, unit: int) -> int:
-    return -(-count // unit) * unit

@@ -8,9 +8,9 @@ from typing import Any
 from cupyattn.arrays import Layout
 from cupyattn.kernels.configs import attention_backward_naive as naive
 from cupyattn.kernels.configs.attention import FlashOptions
-from cupyattn.ops.attention import score_options
 from cupyattn.ops.attention_backward_params import backward_params
 from cupyattn.ops.attention_backward_steps import Plan, Step, lay_out_scratch
+from cupyattn.ops.attention_layouts import score_options
 from cupyattn.ops.attention_problem import AttentionProblem
 
 
