@@ -24,7 +24,7 @@ from cupyattn.kernels.spec import Specialisation
 from cupyattn.ops.attention_options import AttentionOptions
 
 NAIVE_CU, TILED_CU = "attention/naive.cu", "attention/tiled.cu"
-FORWARD_CU = "attention/forward.cu"
+FORWARD_CU, ROWS_CUH = "attention/forward.cu", "attention/resident_rows.cuh"
 PRODUCTS_CUH, EPILOGUE_CUH = "attention/tile_products.cuh", "attention/forward_epilogue.cuh"
 F32_CU, F32_STAGE_CUH = "attention/forward_f32.cu", "attention/float_stage.cuh"
 F32_PRODUCTS_CUH = "attention/float_products.cuh"

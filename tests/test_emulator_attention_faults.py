@@ -11,6 +11,7 @@ from planted_bugs import (
     F32_STAGE_CUH,
     FORWARD_CU,
     NAIVE_CU,
+    ROWS_CUH,
     STAGE_CUH,
     TILE_CUH,
     TILED_CU,
@@ -134,7 +135,7 @@ FAULTS = {
         SharedMemoryRaceError,
     ),
     "flash: one query too many is loaded": (
-        Bug(FORWARD_CU, "if (row < rows) quad", "if (row <= rows) quad"),
+        Bug(ROWS_CUH, "if (item < valid_rows) quad", "if (item <= valid_rows) quad"),
         OutOfBoundsError,
     ),
     "flash: one key too many is loaded": (

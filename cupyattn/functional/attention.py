@@ -134,12 +134,13 @@ def attention(
     -----
     Vaswani et al., arXiv:1706.03762, equation 1; on a GPU computed tile by tile (Dao et al.,
     arXiv:2205.14135). Kernels accumulate in float32 and round once, at the store; on NumPy arrays
-    the same is computed in float64. Of keys that a query does not see, only those behind seqused_k
-    may hold NaN or infinity: causal order, windows, masks and biases of -inf give the others a
-    weight of 0, and 0 times NaN is NaN. To hide keys use a mask or a bias of -inf: with a finite
-    bias beyond -1e7 on all keys of a query its row means nothing in float32. A GPU takes a
-    seqused_k outside of 0 to Sk as the nearer end; on NumPy arrays that is an error. A call runs on
-    the current stream of its arrays' device and does not synchronise.
+    the same is computed in float64. Within that rounding a row may differ by what the rows beside
+    it see. Of keys that a query does not see, only those behind seqused_k may hold NaN or infinity:
+    causal order, windows, masks and biases of -inf give the others a weight of 0, and 0 times NaN
+    is NaN. To hide keys use a mask or a bias of -inf: with a finite bias beyond -1e7 on all keys of
+    a query its row means nothing in float32. A GPU takes a seqused_k outside of 0 to Sk as the
+    nearer end; on NumPy arrays that is an error. A call runs on the current stream of its arrays'
+    device and does not synchronise.
 
     Examples
     --------
