@@ -26,8 +26,15 @@ __device__ __forceinline__ void add_product_nt(float (&acc)[kMTiles][4], const u
     constexpr int kCount = chunks_in_group(kSteps, kGroup);
     uint32 b[matrices_loaded(kCount)];
     ldmatrix(b, rows_s + address.of_group(kGroup));
+    constexpr int kPaired = kHasM16n8k16 ? kCount / 2 * 2 : 0;
 #pragma unroll
-    for (int step = 0; step < kCount; step++) {
+    for (int step = 0; step < kPaired; step += 2) {
+      const int at = kGroup * kGroupChunks + step;
+#pragma unroll
+      for (int i = 0; i < kMTiles; i++) mma_m16n8k16(acc[i], a[i][at], a[i][at + 1], b[step], b[step + 1]);
+    }
+#pragma unroll
+    for (int step = kPaired; step < kCount; step++) {
 #pragma unroll
       for (int i = 0; i < kMTiles; i++) mma_m16n8k8(acc[i], a[i][kGroup * kGroupChunks + step], b[step]);
     }

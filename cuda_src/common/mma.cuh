@@ -5,6 +5,7 @@
 //   B (8 x 8, col):   b    = rows 2t, 2t+1, column g
 //   C, D (16 x 8):    c[0], c[1] = row g, columns 2t, 2t+1    c[2], c[3] = row g + 8, the same columns
 // So the C fragment of one product, packed to float16, is the A fragment of the next: P needs no shuffle.
+// mma.m16n8k16, from sm_80 on, has the A and B fragments of two such steps, one behind the other.
 #pragma once
 
 #include "memory.cuh"
@@ -13,6 +14,22 @@ __device__ __forceinline__ void mma_m16n8k8(float (&c)[4], const uint32 (&a)[2],
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
+#if __CUDA_ARCH__ >= 800
+constexpr bool kHasM16n8k16 = true;
+#else
+constexpr bool kHasM16n8k16 = false;
+#endif
+
+// The k8 steps a, b and next_a, next_b in one.
+__device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32 (&a)[2], const uint32 (&next_a)[2], uint32 b,
+                                             uint32 next_b) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(next_a[0]), "r"(next_a[1]), "r"(b), "r"(next_b));
 }
 
 // kCount 8x8 matrices of 16-bit items; lanes 8 i to 8 i + 7 hold the addresses of the rows of matrix i. Turing wants
