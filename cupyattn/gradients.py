@@ -11,7 +11,7 @@ class AttentionGrads(NamedTuple):
     """Gradients of attention's inputs, each of its input's shape.
 
     As a result it has every gradient that there is: dbias and dsinks are None without bias and
-    sinks. As ``grads=`` None stands for an array that is to be made.
+    sinks. As ``grads=`` None, the default, stands for an array that is to be made.
 
     Attributes
     ----------
@@ -28,8 +28,8 @@ class AttentionGrads(NamedTuple):
     """
 
     # Array is Any, which takes None too: who reads a result need not ask whether dq is there.
-    dq: Array
-    dk: Array
-    dv: Array
-    dbias: Array | None
-    dsinks: Array | None
+    dq: Array = None
+    dk: Array = None
+    dv: Array = None
+    dbias: Array | None = None
+    dsinks: Array | None = None

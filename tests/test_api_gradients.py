@@ -67,7 +67,7 @@ def test_grads_of_half_are_added_before_rounding():
     arrays = problem.arrays()
     results = attention(*arrays, return_lse=True)
     dout = np.full_like(results[0], 2.0**-12)
-    grads = AttentionGrads(None, None, np.ones((1, 1, 1, 2), np.float16), None, None)
+    grads = AttentionGrads(dv=np.ones((1, 1, 1, 2), np.float16))
     attention_backward(dout, *arrays, *results, grads=grads, accumulate=True)
     assert_array_equal(grads.dv, np.full((1, 1, 1, 2), np.float16(1 + 3 * 2.0**-12)))
 
@@ -76,7 +76,7 @@ def test_accumulating_infinities_is_nan_and_no_warning():
     arrays, (dout, _) = BASE.arrays(), BASE.gradients()
     results = attention(*arrays, return_lse=True)
     dv = np.full_like(arrays[2], np.inf)
-    grads = AttentionGrads(None, None, dv, None, None)
+    grads = AttentionGrads(dv=dv)
     dout = np.full_like(dout, -np.inf)
     attention_backward(dout, *arrays, *results, grads=grads, accumulate=True)
     assert np.isnan(dv).all()

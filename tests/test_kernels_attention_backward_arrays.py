@@ -258,7 +258,7 @@ def test_accumulating_rounds_once(implementation: str):
     dv = KERNELS.put(np.ones((1, 1, 1, 2), np.float16))
     cupyattn.attention_backward(
         *map(KERNELS.put, (dout, *arrays)), implementation=implementation, accumulate=True,
-        grads=AttentionGrads(None, None, dv, None, None),
+        grads=AttentionGrads(dv=dv),
     )  # fmt: skip
     assert_array_equal(KERNELS.get(dv), np.full((1, 1, 1, 2), np.float16(1 + 3 * 2.0**-12)))
 

@@ -95,7 +95,7 @@ class Work:
                 *(self.q, self.k, self.k, *self.forward),
                 **options,
                 deterministic=True,
-                grads=AttentionGrads(out, self.dk, self.dv, None, None) if given else None,
+                grads=AttentionGrads(out, self.dk, self.dv) if given else None,
                 workspace=self.workspace,
             )
             return grads.dq, grads.dk, grads.dv

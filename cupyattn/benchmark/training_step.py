@@ -141,7 +141,7 @@ def time_steps(
     """
     arrays = Pool(items(case), case.dtype, xp).arrays(case)
     dq, dk, dv = map(xp.empty_like, arrays[:3])
-    grads = AttentionGrads(dq, dk, dv, None, None)
+    grads = AttentionGrads(dq, dk, dv)
     flops = case.flops(PLAIN) + case.backward_flops(PLAIN)
     rows: list[dict[str, Any]] = []
     with progress("timing", len(kernels)) as done:

@@ -138,7 +138,8 @@ def attention(
     it see. Of keys that a query does not see, only those behind seqused_k may hold NaN or infinity:
     causal order, windows, masks and biases of -inf give the others a weight of 0, and 0 times NaN
     is NaN. To hide keys use a mask or a bias of -inf: with a finite bias beyond -1e7 on all keys of
-    a query its row means nothing in float32. A GPU takes a seqused_k outside of 0 to Sk as the
+    a query its row means nothing in float32 (kernels give zeros and a lse of -inf from about -1e10
+    on, NumPy arrays the softmax of the bias). A GPU takes a seqused_k outside of 0 to Sk as the
     nearer end; on NumPy arrays that is an error. A call runs on the current stream of its arrays'
     device and does not synchronise.
 

@@ -80,8 +80,8 @@ def attention_backward(
         float32 and bfloat16 in float32 arithmetic. "naive" (the textbook) is there to be read and
         compared. On the reference it makes no difference.
     grads : AttentionGrads, optional
-        Arrays to write the gradients into, each with the shape and dtype of what it belongs to;
-        None in a field makes a new one.
+        Arrays to write the gradients into, each with the shape and dtype of what it belongs to; the
+        last axis is contiguous. A field that is None makes a new one.
     accumulate : bool
         Add to the contents of grads instead of replacing them, before the one rounding.
     workspace : array, optional
@@ -171,7 +171,7 @@ def _given_grads(grads: Any, accumulate: bool) -> dict[str, Any]:
                 ValueError,
                 "accumulate=True without grads",
                 "it adds to the arrays of grads",
-                "pass grads=AttentionGrads(dq, dk, dv, None, None)",
+                "pass grads=AttentionGrads(dq, dk, dv)",
             )
         return {}
     if not isinstance(grads, AttentionGrads):
@@ -179,7 +179,7 @@ def _given_grads(grads: Any, accumulate: bool) -> dict[str, Any]:
             TypeError,
             f"grads is a {type(grads).__name__}",
             "it is an AttentionGrads of arrays or None",
-            "pass grads=AttentionGrads(dq, dk, dv, None, None)",
+            "pass grads=AttentionGrads(dq, dk, dv)",
         )
     return grads._asdict()
 

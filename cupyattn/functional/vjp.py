@@ -142,7 +142,7 @@ def _attention(q: Array, k: Array, v: Array, /, **options: Any) -> tuple[Any, Pu
     options.pop("workspace", None)  # the forward's; the backward's is another size
 
     def backward(dout: Array | None, dlse: Array | None = None, **more: Any) -> AttentionGrads:
-        if dout is None and dlse is not None:
+        if dout is None and return_lse:
             dout = _zeros_like(out)
         return attention_backward(dout, q, k, v, out, lse, dlse=dlse, **{**options, **more})
 
