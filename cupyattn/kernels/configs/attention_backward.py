@@ -85,9 +85,9 @@ class PairedConfig:
 
 # In each table: the first row whose head dim is not below max(D, Dv). "Models" is the tensor
 # utilisation of the main loop on a T4 by a static model of the machine code (NVRTC 12.9.86,
-# 2026-11-20, +-0.05): no Turing card has been measured. Keys and values stay in registers with
-# their gradients, 3 registers for every two columns of 16 keys: 32 keys a warp to 64 columns, 16 to
-# 128, and beyond that 16 keys of two warps.
+# 2026-11-20 and 21, +-0.05): no Turing card has been measured. Keys and values stay in registers
+# with their gradients, 3 registers for every two columns of 16 keys: 32 keys a warp to 64 columns,
+# 16 to 128, and beyond that 16 keys of two warps.
 ONE_PASS: dict[int, DkdvConfig | PairedConfig] = {
     40: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.66, and 0.61 with 16 queries at once"),
     64: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.69; 16 queries at once spill"),
