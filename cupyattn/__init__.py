@@ -6,10 +6,14 @@
 (1, 5, 2, 8)
 
 CuPy arrays run on the GPU, NumPy arrays on the CPU: through the float64 reference, or the kernels
-themselves on an emulator (`backend`).
+themselves on an emulator (`backend`). `cupyattn.emulator` itself runs any kernel; it is imported
+when it is first asked for.
 """
 
-__version__ = "0.1.0"
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from cupyattn.functional import (
     AttentionGrads,
@@ -22,6 +26,8 @@ from cupyattn.functional import (
     vjp,
 )
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AttentionGrads",
     "__version__",
@@ -33,3 +39,16 @@ __all__ = [
     "softmax_backward",
     "vjp",
 ]
+
+if TYPE_CHECKING:
+    from cupyattn import emulator as emulator
+else:  # a type checker would take it for any name
+
+    def __getattr__(name: str) -> Any:
+        if name == "emulator":
+            return import_module("cupyattn.emulator")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, "emulator"})

@@ -2,7 +2,11 @@
 
 import sys
 
-from cupyattn.cli import main
+from cupyattn.cli import INTERRUPTED, main
+from cupyattn.kernels.cache import end_process
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code == INTERRUPTED:
+        end_process(code)  # NVRTC cannot be stopped: a usual exit would wait for its threads
+    sys.exit(code)

@@ -6,20 +6,30 @@ NumPy users need not have it.
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.errors import error
+from cupyattn.cupy_library import load_cupy
+from cupyattn.errors import RefusalError, error, shown
 
 Array = Any
 """A numpy.ndarray or a cupy.ndarray."""
 
-Library = Literal["numpy", "cupy"]
+ALIGNMENT = 16
+"""Bytes: what a thread loads or stores at once starts at a multiple of that."""
 
 _CUDA_DLPACK_DEVICES = (2, 13)  # kDLCUDA, kDLCUDAManaged
+_INTERFACE_VERSIONS = (0, 1, 2, 3)
+
+_ARRAYS = (
+    "arrays are numpy.ndarray, cupy.ndarray, or CUDA arrays with __cuda_array_interface__ or "
+    "__dlpack__"
+)
 
 _MOST_CANDIDATES: Any = 100_000  # Any: to the stubs of NumPy 2.4 max_work is 0 or -1
 
@@ -40,83 +50,198 @@ class Layout(NamedTuple):
         return f"{self.dtype_text} {self.shape}"
 
 
-LayoutKey = tuple[tuple[str, tuple[int, ...], tuple[int, ...], np.dtype], ...]
-"""Name, shape, strides and dtype of each array of a call."""
+def contiguous(shape: tuple[int, ...], dtype: np.dtype) -> Layout:
+    """Return the layout of an array that is contiguous in C order.
+
+    Examples
+    --------
+    >>> contiguous((2, 3, 4), np.dtype(np.float32)).strides
+    (48, 16, 4)
+    """
+    strides = [dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return Layout(shape, tuple(strides), dtype)
+
+
+def is_contiguous(layout: Layout) -> bool:
+    """Tell whether the items lie one behind the other in C order."""
+    dense = contiguous(layout.shape, layout.dtype).strides
+    return 0 in layout.shape or all(
+        extent == 1 or stride == expected
+        for extent, stride, expected in zip(layout.shape, layout.strides, dense, strict=True)
+    )
+
+
+Description = tuple[tuple[str, tuple[int, ...], tuple[int, ...], np.dtype, int], ...]
+"""Of each array of a call its name, shape, strides and dtype, and by how many bytes it starts
+beyond a multiple of `ALIGNMENT`."""
 
 
 class Operands(NamedTuple):
     """The arrays of one call by name, absent ones left out, all of one library and one device."""
 
-    library: Library
-    device_id: int
-    """CUDA ordinal; -1 for NumPy arrays."""
+    device_id: int | None
+    """CUDA ordinal; None for NumPy arrays."""
     arrays: dict[str, Array]
+    places: list[int]
+    """Where the first item of each array is, in its own memory space."""
+    description: Description
+    """All that checks and plans depend on: a key for caches."""
 
-    def layout_key(self) -> LayoutKey:
-        """Return all that is known without looking at memory, as a key for caches."""
-        return tuple([(name, a.shape, a.strides, a.dtype) for name, a in self.arrays.items()])
 
-
-def layouts_of(key: LayoutKey) -> dict[str, Layout]:
+def layouts_of(description: Description) -> dict[str, Layout]:
     """Return the layout of each array by name."""
-    return {name: Layout(shape, strides, dtype) for name, shape, strides, dtype in key}
+    return {name: Layout(shape, strides, dtype) for name, shape, strides, dtype, _ in description}
 
 
-def adopt(candidates: dict[str, Any]) -> Operands:
+def starts_of(description: Description) -> dict[str, int]:
+    """Return by how many bytes each array starts beyond a multiple of `ALIGNMENT`, by name."""
+    return {name: start for name, *_, start in description}
+
+
+def adopt(candidates: dict[str, Any], fixes: Mapping[str, str] = MappingProxyType({})) -> Operands:
     """Take the arrays of a call, by name; None stands for an option that was not given.
+
+    `fixes` has what to pass, where converting what is no array would not do.
 
     Raises
     ------
     TypeError
-        For something that is no array, and for a mixture of NumPy and CuPy arrays.
+        For something that is no array or cannot be taken, and for a mixture of NumPy and CuPy
+        arrays.
     ValueError
         For arrays on different devices.
     """
-    arrays = {name: array for name, array in candidates.items() if array is not None}
-    kinds = set(map(type, arrays.values()))
-    if not kinds <= _own_kinds():
-        arrays = {name: _adopt_one(name, array) for name, array in arrays.items()}
-        kinds = {type(array) for array in arrays.values()}
-    if kinds <= {np.ndarray}:
-        return Operands("numpy", -1, arrays)
-    if np.ndarray in kinds:
-        raise _mixed_libraries(arrays)
-    devices = {array.data.device_id for array in arrays.values()}
+    # One pass: in a call on a GPU this loop costs more than anything but the driver.
+    arrays: dict[str, Array] = {}
+    places, description = [], []
+    devices: set[int | None] = set()
+    for name, array in candidates.items():
+        if array is None:
+            continue
+        if type(array) not in _own_kinds:
+            array = _adopt_one(name, array, fixes)
+        if type(array) is np.ndarray:
+            device_id, place = None, array.ctypes.data
+        else:
+            pointer = array.data
+            device_id, place = pointer.device_id, pointer.ptr
+        devices.add(device_id)
+        arrays[name] = array
+        places.append(place)
+        description.append((name, array.shape, array.strides, array.dtype, place % ALIGNMENT))
     if len(devices) > 1:
-        raise _mixed_devices(arrays)
-    return Operands("cupy", devices.pop(), arrays)
+        raise _mixed_libraries(arrays) if None in devices else _mixed_devices(arrays)
+    return Operands(devices.pop() if devices else None, arrays, places, tuple(description))
 
 
-def _own_kinds() -> set[type]:
-    """Return the array types that are taken as they are; CuPy's only once someone imported it."""
+_own_kinds: set[type] = {np.ndarray}
+"""The array types that are taken as they are; CuPy's once one of its arrays has been seen."""
+
+
+def exports_memory(candidate: Any) -> bool:
+    """Tell whether something is meant as an array; `adopt` then says if it can be taken."""
+    if isinstance(candidate, type):
+        return False
+    try:
+        return hasattr(candidate, "__dlpack__") or hasattr(candidate, "__cuda_array_interface__")
+    except Exception:
+        return True
+
+
+def _adopt_one(name: str, candidate: Any, fixes: Mapping[str, str]) -> Array:
     cupy = sys.modules.get("cupy")
-    return {np.ndarray} if cupy is None else {np.ndarray, cupy.ndarray}
-
-
-def _adopt_one(name: str, candidate: Any) -> Array:
-    if type(candidate) in _own_kinds():
+    if cupy is not None and type(candidate) is cupy.ndarray:
+        _own_kinds.add(cupy.ndarray)
         return candidate
     if isinstance(candidate, np.ndarray) and not isinstance(candidate, np.ma.MaskedArray):
         return candidate.view(np.ndarray)
-    if hasattr(candidate, "__dlpack_device__"):  # first: it has a name for bfloat16
-        device_type, _ = candidate.__dlpack_device__()
-        if int(device_type) in _CUDA_DLPACK_DEVICES:
-            return _cupy().from_dlpack(candidate)
-    if hasattr(candidate, "__cuda_array_interface__"):
-        return _cupy().asarray(candidate)
-    raise error(
+    protocol = None if isinstance(candidate, type) else _cuda_protocol(name, candidate)
+    if protocol is None:
+        raise _no_array(name, candidate, fixes)
+    return _cuda_array(name, candidate, protocol)
+
+
+def _cuda_protocol(name: str, candidate: Any) -> str | None:
+    """Return by which protocol something exports memory of a GPU, None if by none."""
+    protocol = "__dlpack__"  # first: it has a name for bfloat16
+    try:
+        if hasattr(candidate, "__dlpack_device__"):
+            device_type, _ = candidate.__dlpack_device__()
+            if int(device_type) in _CUDA_DLPACK_DEVICES:
+                return protocol
+        protocol = "__cuda_array_interface__"
+        if hasattr(candidate, protocol):
+            version = candidate.__cuda_array_interface__["version"]
+            if version not in _INTERFACE_VERSIONS:
+                raise ValueError(f"version {shown(version)}")
+            return protocol
+    except RefusalError:
+        raise
+    except Exception as failure:  # whatever another library's code may raise
+        raise _broken(name, candidate, protocol, failure) from failure
+    return None
+
+
+def _cuda_array(name: str, candidate: Any, protocol: str) -> Array:
+    """Take an array of another library, which stays its owner."""
+    try:
+        cupy = load_cupy()
+    except ImportError as failure:
+        raise error(
+            TypeError,
+            f"{name} is a CUDA array, and CuPy did not import ({_cause(failure)})",
+            "CUDA arrays need CuPy",
+            "install it, for example with 'pip install cupy-cuda12x', or pass NumPy arrays",
+        ) from failure
+    try:
+        array = (cupy.from_dlpack if protocol == "__dlpack__" else cupy.asarray)(candidate)
+        if array.data.device_id < 0:
+            raise ValueError("its memory is on no GPU")
+    except Exception as failure:
+        if type(failure).__name__ == "CUDARuntimeError" and not cupy.cuda.is_available():
+            raise error(
+                TypeError,
+                f"{name} is a {_kind(candidate)} with {protocol}, and there is no GPU here "
+                f"({_cause(failure)})",
+                "CUDA arrays need a GPU and its driver",
+                "pass NumPy arrays, which run on the CPU",
+            ) from failure
+        raise _broken(name, candidate, protocol, failure) from failure
+    return array
+
+
+def _no_array(name: str, candidate: Any, fixes: Mapping[str, str]) -> TypeError:
+    passed = f"{name} is a {_kind(candidate)}"
+    fix = f"convert it, for example numpy.asarray({name}) or cupy.asarray({name})"
+    if isinstance(candidate, type):
+        passed = f"{name} is the class {candidate.__module__}.{candidate.__qualname__} itself"
+        fix = "pass an array, which calling a function such as numpy.zeros makes"
+    elif isinstance(candidate, np.ma.MaskedArray):
+        fix = (
+            f"pass {name}.filled(...) of a value that you choose ({name}.data, if it is a result); "
+            "what attention is to leave out, say with mask= (True = attend: a numpy.ma mask is the "
+            "opposite)"
+        )
+    else:
+        fix = fixes.get(name, fix)
+    return error(TypeError, passed, _ARRAYS, fix)
+
+
+def _broken(name: str, candidate: Any, protocol: str, failure: Exception) -> TypeError:
+    return error(
         TypeError,
-        f"{name} is a {type(candidate).__module__}.{type(candidate).__qualname__}",
-        "arrays are numpy.ndarray, cupy.ndarray, or CUDA arrays with __cuda_array_interface__ or "
-        "__dlpack__",
-        f"convert it, for example numpy.asarray({name}) or cupy.asarray({name})",
+        f"{name} is a {_kind(candidate)} whose {protocol} cannot be used ({_cause(failure)})",
+        _ARRAYS,
+        f"pass one of these: the fault is in {name}, or it has to be made ready to be exported",
     )
 
 
-def _cupy() -> Any:
-    import cupy
+def _kind(candidate: Any) -> str:
+    return f"{type(candidate).__module__}.{type(candidate).__qualname__}"
 
-    return cupy
+
+def _cause(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
 
 
 def _mixed_libraries(arrays: dict[str, Array]) -> TypeError:
@@ -143,16 +268,6 @@ def _mixed_devices(arrays: dict[str, Array]) -> ValueError:
 def address(array: Array) -> int:
     """Return where the array's first item is, in its own memory space."""
     return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
-
-
-def addresses(arrays: dict[str, Array]) -> dict[str, int]:
-    """Return where each array's first item is."""
-    return {name: address(array) for name, array in arrays.items()}
-
-
-def alignments(places: Iterable[int], width: int) -> tuple[int, ...]:
-    """Return by how many bytes each address lies beyond a multiple of `width`."""
-    return tuple([place % width for place in places])
 
 
 class Span(NamedTuple):

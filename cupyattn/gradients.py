@@ -10,8 +10,10 @@ from cupyattn.arrays import Array
 class AttentionGrads(NamedTuple):
     """Gradients of attention's inputs, each of its input's shape.
 
-    As a result it has every gradient that there is: dbias and dsinks are None without bias and
-    sinks. As ``grads=`` None, the default, stands for an array that is to be made.
+    As the result of `attention_backward` it has all five, in this order: dbias and dsinks are None
+    without bias and sinks. (What `vjp` returns gives one for each array that it was given by
+    position: three for q, k and v.) As ``grads=`` None, the default, stands for an array that is to
+    be made.
 
     Attributes
     ----------

@@ -10,29 +10,46 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from devices import KERNELS
-from hypothesis import settings
-from planted_bugs import Bug, PlantedDevice, plant
-from recording_device import Recorder
+from support import search
+from support.devices import KERNELS
+from support.planted_bugs import Bug, PlantedDevice, plant
+from support.recording_device import Recorder
 
 from cupyattn.cli.recorder import Launch
 from cupyattn.emulator import Checks
+from cupyattn.folders import cache_directory, temporary_directory
 from cupyattn.functional.device_info import device_count
-from cupyattn.kernels.cache import cache_directory
 from cupyattn.kernels.compile import nvrtc_version
-from cupyattn.kernels.cuda_device import ARCH_VARIABLE, cuda_device
+from cupyattn.kernels.device.cuda import cuda_device
 from cupyattn.kernels.launch import launch
+from cupyattn.kernels.target import ARCH_VARIABLE
 
-# A first example compiles kernels, so no example has a deadline.
-settings.register_profile("default", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+MOST_WORKERS = 8  # each has its own compiled programs: about half a gigabyte
 
-EXAMPLES = os.environ.get("CUPYATTN_EXAMPLES")
-if EXAMPLES:  # a long search, for runs on a GPU
-    settings.register_profile("long", deadline=None, max_examples=int(EXAMPLES), print_blob=True)
-    settings.load_profile("long")
-else:
-    settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    search.add_options(parser)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Let a run of the whole suite use every core, if pytest-xdist is there; -n 0 turns it off.
+
+    Runs of named files stay in this process, and so do those on a GPU, which is one.
+    """
+    if not config.pluginmanager.has_plugin("xdist") or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    if config.option.numprocesses is None and search.whole_suite(config) and not device_count():
+        config.option.numprocesses = "logical"
+        config.option.maxprocesses = config.option.maxprocesses or MOST_WORKERS
+    if config.option.numprocesses:
+        if config.option.dist == "no":  # neighbours share kernels: whole stretches to a worker
+            config.option.dist = "worksteal"
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the workers', which take the cores
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    search.begin(config, reproducible="CI" in os.environ)
 
 
 def _missing_compiler() -> str | None:
@@ -43,45 +60,73 @@ def _missing_compiler() -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, and say why."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, and say why; long searches are not even named."""
+    searches = [item for item in items if item.get_closest_marker("deep")]
+    if searches and not config.getoption("--deep"):
+        config.hook.pytest_deselected(items=searches)
+        items[:] = [item for item in items if item not in set(searches)]
     reasons = {
         "gpu": None if device_count() else "no CUDA device: kernels cannot run here",
         "nvrtc": _missing_compiler(),
     }
     for item in items:
+        if search.is_quick(item.nodeid.removeprefix("tests/")):
+            item.add_marker(pytest.mark.quick)
         for marker, reason in reasons.items():
             if reason is not None and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_report_header() -> list[str]:
-    """Say where kernels run."""
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Say where kernels run, and how long a run of everything takes."""
+    duration = search.duration(config)
+    expected = [] if duration is None else [f"cupyattn: expect {duration} on two cores"]
+    return [_where_kernels_run(), *expected]
+
+
+def _where_kernels_run() -> str:
     missing = _missing_compiler()
     compiler = "no NVRTC" if missing else f"NVRTC {'.'.join(map(str, nvrtc_version()))}"
     if not device_count():
         what = "are not compiled" if missing else "run on the emulator, with all checks"
-        return [f"cupyattn: no GPU: kernels {what} ({compiler})"]
+        return f"cupyattn: no GPU: kernels {what} ({compiler})"
     device = cuda_device(0)
     override = os.environ.get(ARCH_VARIABLE)
     forced = f" ({ARCH_VARIABLE}={override})" if override else ""
-    return [
+    return (
         f"cupyattn: {device.name}, compute capability {device.capability / 10:.1f}, kernels for "
         f"{device.arch.real}{forced}, {compiler}"
-    ]
+    )
+
+
+LOADED: Counter[str] = Counter()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Note which kernels ran on the GPU; a worker of pytest-xdist hands it to its controller."""
+    if device_count():
+        LOADED.update(each.spec.entry for each in cuda_device(0).loaded)
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["loaded"] = dict(LOADED)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    LOADED.update(getattr(node, "workeroutput", {}).get("loaded", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say which kernels ran on the GPU."""
     if device_count():
-        ran = Counter(specialisation.spec.entry for specialisation in cuda_device(0).loaded)
-        listed = ", ".join(f"{entry} ({count} specialisations)" for entry, count in ran.items())
+        listed = ", ".join(f"{entry} ({count} specialisations)" for entry, count in LOADED.items())
         terminalreporter.write_line(f"cupyattn: kernels loaded on the GPU: {listed or 'none'}")
 
 
 @pytest.fixture(scope="module")
 def kernels_run():
-    """The public functions run the kernels: on the GPU, or else on the emulator."""
+    """The public functions run the kernels: on the GPU, or otherwise the emulator."""
     with KERNELS.running():
         yield
 
@@ -91,9 +136,11 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A cache of compiled kernels of the test's own, in this process and those it starts."""
     folder = tmp_path / "kernels"
     monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(folder))
-    cache_directory.cache_clear()
+    for directory in (cache_directory, temporary_directory):
+        directory.cache_clear()
     yield folder
-    cache_directory.cache_clear()
+    for directory in (cache_directory, temporary_directory):
+        directory.cache_clear()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@
 // reads key-value head h / (H / G).
 #pragma once
 
-#include "../common/mask.cuh"
+#include "masks.cuh"
 #include "../common/numeric.cuh"
 
 struct Strides {
@@ -38,7 +38,8 @@ struct ScoreParams {
 struct AttentionParams {
   Strides q, k, v, out, lse;
   BatchIntegers q_offsets, seqused_k;
-  int64 q_offset;     // where q_offsets is null
+  int64 q_offset;  // beside what q_offsets has for the sequence, from offset_least to offset_most; null counts as 0
+  int64 offset_least, offset_most;
   int64 left, right;  // of the window; kUnbounded where it has no limit
   int heads, group;   // H, and H / G
   int sq, sk;
@@ -46,14 +47,15 @@ struct AttentionParams {
   float softmax_scale;
   ScoreParams scores;
 };
-static_assert(sizeof(AttentionParams) == PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
+static_assert(sizeof(AttentionParams) == ATTENTION_PARAMS_BYTES,
+              "cupyattn/kernels/structs.py describes another struct");
 
 __device__ __forceinline__ int64 batch_integer(const void* items, BatchIntegers layout, int batch) {
   return layout.is_int64 ? static_cast<const int64*>(items)[batch * layout.stride]
                          : static_cast<const int*>(items)[batch * layout.stride];
 }
 
-// Where one CTA works: a run of query rows of one head of one sequence. The grid is flat, so that neither batch nor
+// Where one CTA (cooperative thread array, a block of threads) works: a run of query rows of one head of one sequence. The grid is flat, so that neither batch nor
 // head count meets the 65,535 of the grid's y and z; rows of one head are neighbours and share its keys in L2.
 struct Place {
   int batch, head, kv_head, first_row;
@@ -77,18 +79,22 @@ __device__ __forceinline__ Scalar* head_rows(Scalar* array, const Strides& strid
   return array + batch * strides.batch + head * strides.head + row * strides.seq;
 }
 
+// The keys from there on do not exist.
+__device__ __forceinline__ int keys_in_use(const AttentionParams& params, const void* seqused_k_g, int batch) {
+  if (seqused_k_g == nullptr) return params.sk;
+  return clamp(batch_integer(seqused_k_g, params.seqused_k, batch), 0, params.sk);
+}
+
+// Query i stands at key position i + query_offset.
 __device__ __forceinline__ int64 query_offset(const AttentionParams& params, const void* q_offsets_g, int batch) {
   if (q_offsets_g == nullptr) return params.q_offset;
-  constexpr int64 kFarthest = 1LL << 60;  // a sum with a side of the window stays within 64 bits
-  return min(max(batch_integer(q_offsets_g, params.q_offsets, batch), -kFarthest), kFarthest);
+  const int64 given = batch_integer(q_offsets_g, params.q_offsets, batch);
+  return params.q_offset + min(max(given, params.offset_least), params.offset_most);
 }
 
 // Which keys each row of a sequence sees.
 __device__ __forceinline__ KeyWindow sequence_window(const AttentionParams& params, const void* q_offsets_g,
                                                      const void* seqused_k_g, int batch) {
-  int keys = params.sk;
-  if (seqused_k_g != nullptr) {
-    keys = clamp(batch_integer(seqused_k_g, params.seqused_k, batch), 0, params.sk);
-  }
-  return KeyWindow(query_offset(params, q_offsets_g, batch), params.left, params.right, keys);
+  return KeyWindow(query_offset(params, q_offsets_g, batch), params.left, params.right,
+                   keys_in_use(params, seqused_k_g, batch));
 }

@@ -16,12 +16,6 @@ __device__ __forceinline__ void mma_m16n8k8(float (&c)[4], const uint32 (&a)[2],
                : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 
-#if __CUDA_ARCH__ >= 800
-constexpr bool kHasM16n8k16 = true;
-#else
-constexpr bool kHasM16n8k16 = false;
-#endif
-
 // The k8 steps a, b and next_a, next_b in one.
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32 (&a)[2], const uint32 (&next_a)[2], uint32 b,
                                              uint32 next_b) {

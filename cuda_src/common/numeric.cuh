@@ -18,6 +18,8 @@ constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000u);  // NVRTC ha
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
+enum class Unit { kNatural, kLog2 };  // of an exponent
+
 __device__ __forceinline__ float to_float(float32 x) { return x; }
 __device__ __forceinline__ float to_float(float16 x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(bfloat16 x) { return __bfloat162float(x); }

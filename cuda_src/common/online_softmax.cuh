@@ -9,8 +9,6 @@
 
 #include "numeric.cuh"
 
-enum class Unit { kNatural, kLog2 };
-
 template <Unit kUnit>
 struct OnlineSoftmax {
   float m = -kInfinity;  // in the unit of the scores

@@ -11,7 +11,7 @@ import numpy as np
 
 import cupyattn
 from cupyattn.arrays import Array
-from cupyattn.benchmark.attention_cases import OPTIONS, PLAIN, Arguments, Arrays, Case
+from cupyattn.benchmark.attention.cases import OPTIONS, PLAIN, Arguments, Arrays, Case
 from cupyattn.benchmark.torch_peer import TAKES, TORCH, torch_backward_call, torch_call
 from cupyattn.gradients import AttentionGrads
 from cupyattn.kernels.configs.tables import round_up
@@ -19,7 +19,7 @@ from cupyattn.kernels.configs.tables import round_up
 Call = Callable[[], Any]
 
 ONE_PASS_DTYPES = ("float16", "float32")
-"""Of which "flash" has a backward in one pass beside the deterministic one."""
+"""The dtypes whose "flash" backward has one pass beside the deterministic way."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -11,9 +10,10 @@ from typing import Any
 import numpy as np
 
 import cupyattn
+from cupyattn.cupy_library import load_cupy
 from cupyattn.kernels.compile import nvrtc_version
-from cupyattn.kernels.cuda_device import ARCH_VARIABLE, CudaDevice
-from cupyattn.kernels.target import target_of
+from cupyattn.kernels.device.cuda import CudaDevice
+from cupyattn.kernels.target import arch_override, target_of
 
 Timer = Callable[[Callable[[], Any]], list[float]]
 """Calls something many times, and returns the seconds of each call that counts."""
@@ -27,7 +27,7 @@ def event_timer(calls: int, warm_up: int) -> Timer:
     """
 
     def time_calls(call: Callable[[], Any]) -> list[float]:
-        import cupy
+        cupy = load_cupy()
 
         for _ in range(warm_up):
             call()
@@ -55,8 +55,9 @@ def measured_on(device: CudaDevice) -> dict[str, Any]:
         ``arch_override``: CUPYATTN_ARCH; ``cuda_driver``, ``cupy``, ``nvrtc``, ``numpy`` and
         ``version`` (of the library); ``date``.
     """
-    import cupy
+    cupy = load_cupy()
 
+    override = arch_override()
     loaded = [device.load(specialisation).code for specialisation in device.loaded]
     driver = cupy.cuda.runtime.driverGetVersion()
     return {
@@ -65,7 +66,7 @@ def measured_on(device: CudaDevice) -> dict[str, Any]:
         "device": device.name,
         "compute_capability": f"{device.capability / 10:.1f}",
         "code": sorted({target_of(path.read_bytes()) for path in loaded}),
-        "arch_override": os.environ.get(ARCH_VARIABLE) or None,
+        "arch_override": override and str(override.number),
         "cuda_driver": f"{driver // 1000}.{driver % 1000 // 10}",
         "cupy": cupy.__version__,
         "nvrtc": ".".join(map(str, nvrtc_version())),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays import Array
-from cupyattn.benchmark.attention_cases import Arguments, Arrays
+from cupyattn.benchmark.attention.cases import Arguments, Arrays
 from cupyattn.errors import error
 
 TORCH = "torch"

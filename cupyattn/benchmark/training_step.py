@@ -12,17 +12,19 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import cupyattn
-from cupyattn.benchmark.attention_cases import PLAIN, Arrays, Case, Pool, items
-from cupyattn.benchmark.attention_table import case_title, contender_name
-from cupyattn.benchmark.attention_times import figures_of
+from cupyattn.benchmark.attention.cases import PLAIN, Arrays, Case, Pool, items
+from cupyattn.benchmark.attention.table import case_title, contender_name
+from cupyattn.benchmark.attention.times import figures_of
 from cupyattn.benchmark.contenders import Call
 from cupyattn.benchmark.cuda_events import Timer, event_timer, measured_on
 from cupyattn.benchmark.gpu_command import add_timing_options, run_on_gpu, show_machine
 from cupyattn.cli.arguments import integer
-from cupyattn.cli.terminal import Result, Terminal, progress
+from cupyattn.cli.progress import progress
+from cupyattn.cli.terminal import Result, Terminal
+from cupyattn.cupy_library import load_cupy
 from cupyattn.gradients import AttentionGrads
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
-from cupyattn.kernels.cuda_device import cuda_device
+from cupyattn.kernels.device.cuda import cuda_device
 
 PHI_2 = {"batch": 8, "seqlen": 2048, "heads": 32, "head_dim": 80}
 GOAL_BYTES = 400_000_000  # of scratch memory, for that shape
@@ -96,7 +98,7 @@ def case_of(arguments: argparse.Namespace) -> Case:
 
 def measure(arguments: argparse.Namespace) -> Result:
     """Measure every row on the first GPU."""
-    import cupy
+    cupy = load_cupy()
 
     device = cuda_device(0)
     timer = event_timer(arguments.calls, arguments.warm_up)
@@ -187,7 +189,7 @@ def memory_taken(call: Call) -> int:
     The pool is a new one: it holds no block from before, and gives none back before the call ends,
     so that what it holds then is the most that the call had at a time, in the pool's blocks.
     """
-    import cupy
+    cupy = load_cupy()
 
     pool = cupy.cuda.MemoryPool()
     with cupy.cuda.using_allocator(pool.malloc):

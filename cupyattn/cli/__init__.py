@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import cupyattn
 from cupyattn.cli import compile, demo, info, profile, turing
+from cupyattn.cli.arguments import print_help_of
 
 INTERRUPTED = 130  # what shells report for SIGINT
 
@@ -49,7 +50,8 @@ def _parser() -> argparse.ArgumentParser:
         "model its kernels.",
     )
     parser.add_argument("--version", action="version", version=f"cupyattn {cupyattn.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.set_defaults(run=print_help_of(parser))
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in (demo, info, compile, profile, turing):
         command.add_parser(commands)
     return parser

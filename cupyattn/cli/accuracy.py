@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from cupyattn import reference
-from cupyattn.kernels.configs.attention import flash_config
-from cupyattn.kernels.configs.attention_teaching import TILED_TILE_K
+from cupyattn.kernels.arch import Arch
+from cupyattn.kernels.configs.attention.teaching.forward import TILED_TILE_K
+from cupyattn.kernels.configs.attention.tensor_core.forward import flash_row
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Problem:
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Make q, k and v."""
+        import ml_dtypes  # noqa: F401 (gives NumPy the name bfloat16)
+
         rng = np.random.default_rng(self.seed)
         q, k, v = (
             rng.standard_normal((self.batch, self.seqlen, heads, self.head_dim), dtype=np.float32)
@@ -44,9 +47,9 @@ class Expected:
     lse_bound: np.ndarray
 
     @classmethod
-    def of(cls, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Expected:
-        """Compute them for causal attention."""
-        tile_k = min(TILED_TILE_K, flash_config(q.shape[-1], v.shape[-1]).tile_k)
+    def of(cls, arch: Arch, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Expected:
+        """Compute them for causal attention by the kernels of an architecture."""
+        tile_k = min(TILED_TILE_K, flash_row(arch.number, q.shape[-1], v.shape[-1]).tile_k)
         bounds = reference.attention_bound(q, k, v, dtype=q.dtype, tile_k=tile_k, causal=True)
         return cls(*reference.attention(q, k, v, causal=True), *bounds)
 

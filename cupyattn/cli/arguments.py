@@ -13,6 +13,16 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def print_help_of(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    """Make what a command runs that was given without its subcommand."""
+
+    def run(_: argparse.Namespace) -> int:
+        parser.print_help()
+        return 0
+
+    return run
+
+
 def integer(lowest: int, highest: int | None = None) -> Callable[[str], int]:
     """Make a reader of integers from `lowest` to `highest`, for argparse's ``type=``.
 

@@ -14,30 +14,31 @@ from cupyattn.cli.accuracy import Expected, Problem
 from cupyattn.cli.compiled_kernel import compiled_kernel
 from cupyattn.cli.recorder import Launch, attention_launch
 from cupyattn.cli.terminal import Result
+from cupyattn.cupy_library import load_cupy
 from cupyattn.emulator import Checks, Report
 from cupyattn.kernels.arch import TURING, Arch
 from cupyattn.kernels.compile import CompilationError
-from cupyattn.kernels.cuda_device import CudaDevice, cuda_device
-from cupyattn.ops.attention_options import AttentionOptions
+from cupyattn.kernels.device.cuda import CudaDevice, cuda_device
+from cupyattn.ops.attention.options import IMPLEMENTATIONS, AttentionOptions
 
 TIMED_CALLS = 20
 """Calls on a GPU, of which the median is shown."""
 
-_ON_GPU = ("flash", "tiled", "naive")
-_ON_EMULATOR = ("flash", "tiled")  # naive is the textbook: on the emulator it is slow and no more
+# naive is the textbook: on the emulator it is slow and no more
+_ON_EMULATOR = tuple(name for name in IMPLEMENTATIONS if name != "naive")
 
 
 def on_gpu(problem: Problem) -> Result:
     """Run each kernel on the first GPU."""
-    import cupy
+    cupy = load_cupy()
 
     device = cuda_device(0)
     host = problem.arrays()
-    expected = Expected.of(*host)
+    expected = Expected.of(device.arch, *host)
     runs = []
     with cupy.cuda.Device(device.ordinal):
         q, k, v = map(cupy.asarray, host)
-        for implementation, launch in kernels_of(device.arch, q, k, v, _ON_GPU).items():
+        for implementation, launch in kernels_of(device.arch, q, k, v, IMPLEMENTATIONS).items():
 
             def call(implementation: str = implementation) -> Any:
                 return _attention(q, k, v, implementation)
@@ -86,7 +87,7 @@ def kernels_of(
 
 def _on_emulator(problem: Problem, launches: dict[str, dict[str, Any]]) -> Result:
     q, k, v = problem.arrays()
-    expected = Expected.of(q, k, v)
+    expected = Expected.of(TURING, q, k, v)
     checks = Checks.all()
     runs = []
     for implementation, launch in launches.items():
@@ -126,7 +127,7 @@ def _on_numpy(problem: Problem, why: str) -> Result:
         "launch": None,
         "first_call_s": seconds,
         "seconds": seconds,
-        "errors": Expected.of(q, k, v).errors(*results),
+        "errors": Expected.of(TURING, q, k, v).errors(*results),
     }
     return _result(problem, "numpy", [run], not_compiled_because=why)
 
@@ -160,7 +161,7 @@ def _require_loaded(device: CudaDevice, launch: Launch) -> None:
 
 def _median_gpu_seconds(call: Callable[[], Any]) -> float:
     """Time calls by CUDA events on the current stream."""
-    import cupy
+    cupy = load_cupy()
 
     seconds = []
     for _ in range(TIMED_CALLS):

@@ -5,29 +5,35 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections import deque
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import itemgetter
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any
 
 import cupyattn
 from cupyattn.cli.arguments import add_json_option, integer
-from cupyattn.cli.compiled_kernel import compiled_kernel, macros_text, spill_bytes
-from cupyattn.cli.terminal import Result, Terminal, emit, fail, progress
+from cupyattn.cli.compiled_kernel import compiled_kernel, spill_bytes
+from cupyattn.cli.progress import progress
+from cupyattn.cli.table_rows import add_row_options, rows_of, without_rows
+from cupyattn.cli.terminal import Cell, Result, Terminal, emit, fail
 from cupyattn.kernels.arch import ARCHS, TURING, Arch
 from cupyattn.kernels.compile import nvrtc_version
-from cupyattn.kernels.configs import catalogue
+from cupyattn.kernels.spec import Specialisation
+from cupyattn.kernels.target import arch_override
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "compile",
-        help="compile every kernel into the cache and show its resources; needs no GPU",
-        description="Compile every row of the launch-configuration tables to machine code for one "
+        help="compile kernels into the cache and show their resources; needs no GPU",
+        description="Compile rows of the launch-configuration tables to machine code for one "
         "architecture, into the cache, and show what each kernel takes: registers, spills, shared "
-        "memory, and how many CTAs fit on an SM. Needs NVRTC, but no GPU. Head dims between the "
-        "rows of the tables are compiled at their first call.",
+        "memory, and how many CTAs (thread blocks) fit on an SM. Needs NVRTC, but no GPU. Head "
+        "dims between the rows of the tables are compiled at their first call.",
         epilog="Exit code 1 if a kernel does not compile or does not fit on an SM; spills are "
         "shown, but are no failure.",
     )
@@ -46,41 +52,38 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="compilations at a time (default: the number of processors)",
     )
+    add_row_options(parser, default="all")
     add_json_option(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
+    arch = ARCHS[arguments.arch]
     try:
+        arch_override()  # --arch says what is compiled; a wrong variable is not passed over
         nvrtc_version()
-    except RuntimeError as failure:
+        rows = rows_of(arguments.kernel, arguments.head_dim, arch)
+    except (RuntimeError, ValueError) as failure:  # no compiler; no such row, no such architecture
         fail("compile", failure, as_json=arguments.json)
         return 1
-    result = compile_catalogue(ARCHS[arguments.arch], arguments.jobs)
+    result = compile_rows(rows, arch, arguments.jobs)
+    result["without_rows"] = without_rows(rows, arguments.kernel, arguments.head_dim)
     emit(result, show, as_json=arguments.json)
     return 0 if result["ok"] else 1
 
 
-def compile_catalogue(arch: Arch, jobs: int) -> Result:
-    """Compile all that `catalogue` lists, `jobs` at a time."""
+def compile_rows(rows: Sequence[Specialisation], arch: Arch, jobs: int) -> Result:
+    """Compile the rows, `jobs` at a time."""
     began = time.perf_counter()
-    specialisations = list(catalogue())
-    kernels, failures = [], []
-    with (
-        ThreadPoolExecutor(jobs) as pool,
-        progress(f"compiling for {arch.real}", len(specialisations)) as step,
-    ):
-        # NVRTC releases the interpreter lock, so threads compile side by side.
-        futures = [pool.submit(compiled_kernel, each, arch) for each in specialisations]
-        _wait(pool, futures, step)
-    for specialisation, future in zip(specialisations, futures, strict=True):
-        failure = future.exception()
-        if failure is None:
-            kernels.append(future.result())
-        else:
-            reason = f"{type(failure).__name__}: {failure}"
-            failures.append({"kernel": specialisation.label, "error": reason})
+    with progress(f"compiling for {arch.real}", len(rows)) as step:
+        outcomes = _compile_side_by_side(rows, arch, jobs, step)
+    failures = [
+        {"kernel": row.label, "error": f"{type(outcome).__name__}: {outcome}"}
+        for row, outcome in zip(rows, outcomes, strict=True)
+        if isinstance(outcome, Exception)
+    ]
+    kernels = [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
     return {
         "command": "compile",
         "version": cupyattn.__version__,
@@ -94,21 +97,51 @@ def compile_catalogue(arch: Arch, jobs: int) -> Result:
     }
 
 
-def _wait(pool: ThreadPoolExecutor, futures: list[Future[Any]], step: Any) -> None:
+def _compile_side_by_side(
+    rows: Sequence[Specialisation], arch: Arch, jobs: int, step: Callable[[], None]
+) -> list[dict[str, Any] | Exception]:
+    """Return what `compiled_kernel` gives for each row, or raises.
+
+    NVRTC releases the interpreter lock, so threads compile side by side. It cannot be stopped, and
+    a process waits for the threads of an executor: these are left behind at Ctrl-C, and begin
+    nothing more.
+    """
+    waiting = deque(enumerate(rows))
+    done: SimpleQueue[tuple[int, dict[str, Any] | Exception]] = SimpleQueue()
+
+    def work() -> None:
+        while True:
+            try:
+                at, row = waiting.popleft()
+            except IndexError:
+                return
+            try:
+                done.put((at, compiled_kernel(row, arch)))
+            except Exception as failure:
+                done.put((at, failure))
+
+    outcomes: dict[int, dict[str, Any] | Exception] = {}
     try:
-        for _ in as_completed(futures):
+        for _ in range(min(jobs, len(rows))):
+            Thread(target=work, daemon=True).start()
+        while len(outcomes) < len(rows):
+            try:
+                at, outcome = done.get(timeout=0.5)  # without it Windows would not hear of Ctrl-C
+            except Empty:
+                continue
+            outcomes[at] = outcome
             step()
-    except BaseException:  # Ctrl-C: what has not begun never will
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
+    finally:
+        waiting.clear()
+    return [outcomes[at] for at in range(len(rows))]
 
 
-_COLUMNS = ("specialisation", "threads", "registers", "spills B", "shared B", "CTAs/SM", "time")
+_COLUMNS = ("row", "threads", "regs", "spills", "shared B", "CTAs", "time")
 
 
-def _cells(kernel: dict[str, Any]) -> tuple[str | int, ...]:
+def _cells(kernel: dict[str, Any]) -> tuple[Cell, ...]:
     return (
-        macros_text(kernel["macros"]),
+        kernel["row"],
         kernel["threads"],
         kernel["registers"],
         spill_bytes(kernel),
@@ -128,16 +161,19 @@ def show(result: Result, terminal: Terminal) -> None:
     cached = sum(kernel["cached"] for kernel in kernels)
     terminal.text(
         f"  {len(kernels)} kernels in {result['seconds']:.1f} s, {result['jobs']} at a time; "
-        f"{cached} of them were in the cache"
+        f"{cached} of them were in the cache. A thread's registers, and the bytes that it spills "
+        "for want of more; a CTA's shared memory; how many CTAs an SM holds."
     )
     spilling = sum(spill_bytes(kernel) > 0 for kernel in kernels)
     if spilling:
         terminal.verdict(False, f"  {spilling} of them spill registers to memory")
     for kernel in kernels:
         if not kernel["ctas_per_sm"]:
-            name = f"{kernel['kernel']} {macros_text(kernel['macros'])}"
-            terminal.verdict(False, f"  does not fit on an SM: {name}")
+            terminal.verdict(False, f"  does not fit on an SM: {kernel['kernel']}, {kernel['row']}")
     for failure in result["failures"]:
-        terminal.verdict(False, f"  did not compile: {failure['kernel']}\n{failure['error']}")
+        terminal.verdict(False, f"  did not compile: {failure['kernel']}")
+        terminal.verbatim(failure["error"])
+    for nothing in result["without_rows"]:
+        terminal.verdict(False, f"  {nothing}")
     if result["ok"]:
         terminal.verdict(True, "  every kernel compiles and fits")

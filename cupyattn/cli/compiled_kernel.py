@@ -6,12 +6,10 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from cupyattn.cli.table_rows import row_name
 from cupyattn.kernels.arch import Arch
 from cupyattn.kernels.compile import compile_cubin
 from cupyattn.kernels.spec import Specialisation
-
-# Beside the threads and shared memory of the same table these say nothing new.
-_TOLD_ELSEWHERE = {"THREADS", "SHARED_BYTES", "PARAMS_BYTES"}
 
 
 def compiled_kernel(specialisation: Specialisation, arch: Arch) -> dict[str, Any]:
@@ -20,8 +18,8 @@ def compiled_kernel(specialisation: Specialisation, arch: Arch) -> dict[str, Any
     Returns
     -------
     dict
-        ``kernel``, ``macros``, ``arch``, ``threads``; of each thread ``registers``,
-        ``spill_store_bytes``, ``spill_load_bytes`` and ``stack_bytes``; of each CTA
+        ``kernel``, ``row`` (its name), ``macros``, ``arch``, ``threads``; of each thread
+        ``registers``, ``spill_store_bytes``, ``spill_load_bytes`` and ``stack_bytes``; of each CTA
         ``shared_bytes``, static and dynamic; ``ctas_per_sm``, how many fit; ``cached`` and
         ``seconds``.
 
@@ -38,6 +36,7 @@ def compiled_kernel(specialisation: Specialisation, arch: Arch) -> dict[str, Any
     shared_bytes = resources.pop("static_shared_bytes") + specialisation.shared_bytes
     return {
         "kernel": specialisation.spec.entry,
+        "row": row_name(specialisation),
         "macros": dict(specialisation.macros),
         "arch": arch.real,
         "threads": specialisation.threads,
@@ -54,10 +53,3 @@ def compiled_kernel(specialisation: Specialisation, arch: Arch) -> dict[str, Any
 def spill_bytes(kernel: dict[str, Any]) -> int:
     """Return the bytes that a thread stores and loads because registers did not suffice."""
     return int(kernel["spill_store_bytes"] + kernel["spill_load_bytes"])
-
-
-def macros_text(macros: dict[str, int | str]) -> str:
-    """Write the macros of a kernel on one line, the dtype first and without its name."""
-    named = {name: value for name, value in macros.items() if name not in _TOLD_ELSEWHERE}
-    dtype = named.pop("DTYPE", "")
-    return " ".join([str(dtype), *(f"{name}={value}" for name, value in named.items())]).strip()

@@ -8,9 +8,11 @@ from typing import Any
 from cupyattn.cli.accuracy import Problem
 from cupyattn.cli.arguments import add_json_option, integer
 from cupyattn.cli.attention_runs import TIMED_CALLS, on_gpu, without_gpu
-from cupyattn.cli.compiled_kernel import macros_text, spill_bytes
+from cupyattn.cli.compiled_kernel import spill_bytes
+from cupyattn.cli.table_rows import configuration
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.functional.device_info import device_count
+from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 
 GPU_SEQLEN = 2048
@@ -48,7 +50,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--dtype",
-        choices=("float16", "float32"),
+        choices=tuple(STORAGE),
         default=default.dtype,
         help="dtype of q, k and v (default: %(default)s)",
     )
@@ -65,14 +67,14 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    has_gpu = device_count() > 0
-    problem = Problem(
-        seqlen=arguments.seqlen or (GPU_SEQLEN if has_gpu else EMULATED_SEQLEN),
-        head_dim=arguments.head_dim,
-        dtype=arguments.dtype,
-        seed=arguments.seed,
-    )
     try:
+        has_gpu = device_count() > 0
+        problem = Problem(
+            seqlen=arguments.seqlen or (GPU_SEQLEN if has_gpu else EMULATED_SEQLEN),
+            head_dim=arguments.head_dim,
+            dtype=arguments.dtype,
+            seed=arguments.seed,
+        )
         result = on_gpu(problem) if has_gpu else without_gpu(problem)
     # No compiler, a GPU that is too old, a CUPYATTN_ARCH that is wrong, a fault in a kernel.
     except (RuntimeError, ValueError) as failure:
@@ -110,8 +112,10 @@ def _show_gpu(result: Result, terminal: Terminal) -> None:
     terminal.text(f"  ran on {result['device']}, compute capability {result['capability'] / 10}")
     if runs[0]["launch"]["arch"] != f"sm_{result['capability']}":
         arch = runs[0]["launch"]["arch"]
-        terminal.text(f"  CUPYATTN_ARCH: the kernels are PTX for {arch}, translated by the driver;")
-        terminal.text(f"  the resources below are those of machine code for {arch} itself")
+        terminal.text(
+            f"  CUPYATTN_ARCH: the kernels are PTX for {arch}, translated by the driver; the "
+            f"resources below are those of machine code for {arch} itself"
+        )
     _show_launches([run["launch"] for run in runs], terminal)
     terminal.title("Time of a call")
     terminal.table(
@@ -159,8 +163,8 @@ def _show_numpy(result: Result, terminal: Terminal) -> None:
     run = result["runs"][0]
     terminal.text(f"  no GPU here: ran in NumPy, {run['seconds'] * 1e3:.0f} ms")
     terminal.text(
-        f"  That path is the float64 reference, rounded once to {result['problem']['dtype']}: its\n"
-        "  error is that rounding alone, and the bound is the one that a kernel has to keep."
+        f"  That path is the float64 reference, rounded once to {result['problem']['dtype']}: "
+        "its error is that rounding alone, and the bound is the one that a kernel has to keep."
     )
     terminal.text(
         f"  No kernel was compiled, so none ran emulated: {result['not_compiled_because']}"
@@ -172,7 +176,7 @@ def _show_launches(launches: list[dict[str, Any]], terminal: Terminal) -> None:
         terminal.title(f"{launch['kernel']} for {launch['arch']}")
         terminal.facts(
             {
-                "specialisation": macros_text(launch["macros"]),
+                "specialisation": configuration(launch["macros"]),
                 "launch": f"{launch['grid'][0]} CTAs of {launch['threads']} threads",
                 "registers": f"{launch['registers']} a thread",
                 "spills": f"{spill_bytes(launch)} bytes a thread",

@@ -12,6 +12,7 @@ import cupyattn
 from cupyattn.cli.arguments import integer
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
+from cupyattn.ops.attention.options import IMPLEMENTATIONS
 
 
 class ProfiledCall(NamedTuple):
@@ -21,13 +22,36 @@ class ProfiledCall(NamedTuple):
     run: Callable[[], Any]
 
 
-def add_attention_parser(kernels: Any) -> argparse.ArgumentParser:
+def add_attention_parser(calls: Any) -> argparse.ArgumentParser:
     """Add ``profile attention``."""
-    parser: argparse.ArgumentParser = kernels.add_parser(
+    parser: argparse.ArgumentParser = calls.add_parser(
         "attention",
         help="attention forward",
         description="Profile self-attention of random q, k and v.",
     )
+    _add_problem(parser)
+    parser.set_defaults(call=_attention)
+    return parser
+
+
+def add_attention_backward_parser(calls: Any) -> argparse.ArgumentParser:
+    """Add ``profile attention_backward``."""
+    parser: argparse.ArgumentParser = calls.add_parser(
+        "attention_backward",
+        help="attention backward, all its kernels",
+        description="Profile the gradients of self-attention of random q, k and v; out and lse are "
+        "the reference's.",
+    )
+    _add_problem(parser)
+    parser.add_argument(
+        "--deterministic", action="store_true", help="bitwise the same from run to run"
+    )
+    parser.set_defaults(call=_attention_backward)
+    return parser
+
+
+def _add_problem(parser: argparse.ArgumentParser) -> None:
+    """Add the sizes of q, k and v, the options, and which implementation."""
     _add_size(parser, "--batch", 1, "B", "sequences")
     _add_size(parser, "--seqlen", 128, "S", "queries and keys per sequence")
     _add_size(parser, "--heads", 2, "H", "query heads")
@@ -42,12 +66,11 @@ def add_attention_parser(kernels: Any) -> argparse.ArgumentParser:
     _add_attention_options(parser)
     parser.add_argument(
         "--implementation",
-        choices=("flash", "tiled", "naive"),
-        default="flash",
-        help="which kernel (default: flash)",
+        choices=IMPLEMENTATIONS,
+        default=IMPLEMENTATIONS[0],
+        metavar="NAME",
+        help="which kernels: %(choices)s (default: %(default)s)",
     )
-    parser.set_defaults(call=_attention)
-    return parser
 
 
 def _add_attention_options(parser: argparse.ArgumentParser) -> None:
@@ -83,9 +106,9 @@ def _window_side(text: str) -> int | None:
     return None if text == "none" else integer(0)(text)
 
 
-def add_softmax_parser(kernels: Any) -> argparse.ArgumentParser:
+def add_softmax_parser(calls: Any) -> argparse.ArgumentParser:
     """Add ``profile softmax``."""
-    parser: argparse.ArgumentParser = kernels.add_parser(
+    parser: argparse.ArgumentParser = calls.add_parser(
         "softmax",
         help="softmax over rows, forward or backward",
         description="Profile the softmax of random rows.",
@@ -128,23 +151,49 @@ def _normal(shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> np.
 
 
 def _attention(arguments: argparse.Namespace) -> ProfiledCall:
-    a = arguments
-    kv_heads = a.kv_heads or a.heads
-    rng = np.random.default_rng(0)
-    q, k, v = (
-        _normal((a.batch, a.seqlen, heads, a.head_dim), a.dtype, rng)
-        for heads in (a.heads, kv_heads, kv_heads)
+    (q, k, v), options = _problem(arguments)
+    return ProfiledCall(
+        _description("attention", arguments, options),
+        lambda: cupyattn.attention(
+            q, k, v, implementation=arguments.implementation, return_lse=True, **options
+        ),
     )
 
-    options = _attention_options(a, rng)
-    extra = [name for name in options if name != "causal"]
+
+def _attention_backward(arguments: argparse.Namespace) -> ProfiledCall:
+    (q, k, v), options = _problem(arguments)
+    with cupyattn.backend("reference"):
+        out, lse = cupyattn.attention(q, k, v, return_lse=True, **options)
+    dout = _normal(out.shape, arguments.dtype, np.random.default_rng(1))
+    if arguments.deterministic:
+        options["deterministic"] = True
     return ProfiledCall(
-        f"{'Causal attention' if a.causal else 'Attention'} ({a.implementation}) of {a.batch} x "
-        f"{a.seqlen} tokens, {a.heads} query heads on {kv_heads} key-value heads, head dim "
-        f"{a.head_dim}, {a.dtype}{', with ' if extra else ''}{', '.join(extra)}",
-        lambda: cupyattn.attention(
-            q, k, v, implementation=a.implementation, return_lse=True, **options
+        _description("attention backward", arguments, options),
+        lambda: cupyattn.attention_backward(
+            dout, q, k, v, out, lse, implementation=arguments.implementation, **options
         ),
+    )
+
+
+def _problem(arguments: argparse.Namespace) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
+    """Return q, k and v, and the options."""
+    a = arguments
+    rng = np.random.default_rng(0)
+    arrays = tuple(
+        _normal((a.batch, a.seqlen, heads, a.head_dim), a.dtype, rng)
+        for heads in (a.heads, a.kv_heads or a.heads, a.kv_heads or a.heads)
+    )
+    return arrays, _attention_options(a, rng)
+
+
+def _description(what: str, arguments: argparse.Namespace, options: dict[str, Any]) -> str:
+    a = arguments
+    extra = [name for name in options if name != "causal"]
+    return (
+        f"{(f'causal {what}' if a.causal else what).capitalize()} ({a.implementation}) of "
+        f"{a.batch} x {a.seqlen} tokens, {a.heads} query heads on {a.kv_heads or a.heads} "
+        f"key-value heads, head dim {a.head_dim}, {a.dtype}{', with ' if extra else ''}"
+        f"{', '.join(extra)}"
     )
 
 

@@ -10,9 +10,9 @@ import numpy as np
 from cupyattn.arrays import Array, adopt
 from cupyattn.kernels.arch import Arch
 from cupyattn.kernels.spec import Specialisation
-from cupyattn.ops.attention import attention_forward
-from cupyattn.ops.attention_options import AttentionOptions
-from cupyattn.ops.attention_problem import forward_problem
+from cupyattn.ops.attention.checks import forward_problem
+from cupyattn.ops.attention.forward import attention_forward
+from cupyattn.ops.attention.options import AttentionOptions
 
 
 class Launch(NamedTuple):
@@ -55,9 +55,11 @@ class RecordedKernel:
         self.specialisation = specialisation
         self._recorder = recorder
 
-    def start(self, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
+    def start(
+        self, grid: tuple[int, int, int], arrays: Sequence[Any], values: tuple[Any, ...]
+    ) -> None:
         """Note the launch."""
-        self._recorder.launches.append(Launch(self.specialisation, grid, tuple(arguments)))
+        self._recorder.launches.append(Launch(self.specialisation, grid, (*arrays, *values)))
 
 
 def attention_launch(arch: Arch, q: Array, k: Array, v: Array, options: AttentionOptions) -> Launch:
@@ -66,8 +68,8 @@ def attention_launch(arch: Arch, q: Array, k: Array, v: Array, options: Attentio
     The arrays may be NumPy's: their memory is not read.
     """
     operands = adopt({"q": q, "k": k, "v": v})
-    problem = forward_problem(operands.layout_key(), options)
+    problem = forward_problem(operands, options)
     recorder = LaunchRecorder(arch)
-    attention_forward(recorder, problem, operands.arrays, seed=0, return_lse=True)
+    attention_forward(recorder, problem, operands, seed=0, return_lse=True)
     (launch,) = recorder.launches
     return launch

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
 import cupyattn
-from cupyattn.cli.arguments import add_json_option, integer
-from cupyattn.cli.terminal import Result, Terminal, emit, fail, progress
-from cupyattn.errors import error
+from cupyattn.cli.arguments import add_json_option
+from cupyattn.cli.progress import progress
+from cupyattn.cli.table_rows import add_row_options, row_name, rows_of, without_rows
+from cupyattn.cli.terminal import Cell, Result, Terminal, emit, fail
 from cupyattn.kernels.compile import nvrtc_version
-from cupyattn.kernels.configs import catalogue
-from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
-from cupyattn.kernels.registry import KERNELS
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.turing import MARGIN, LoopFigures, analyse, disassembler_version
 
@@ -43,19 +40,7 @@ def add_parser(commands: Any) -> None:
         epilog=f"Counts and ratios are exact; the utilisation is a model, +-{MARGIN}, that no "
         "Turing GPU has confirmed. Exit code 1 without a compiler or disassembler.",
     )
-    parser.add_argument(
-        "--kernel",
-        action="append",
-        choices=tuple(KERNELS),
-        metavar="NAME",
-        help=f"a kernel; may be repeated (default: {', '.join(TUNED)})",
-    )
-    parser.add_argument(
-        "--head-dim",
-        type=integer(1, MAX_HEAD_DIM),
-        metavar="D",
-        help="only the rows of this head dim (default: all)",
-    )
+    add_row_options(parser, default=", ".join(TUNED))
     parser.add_argument(
         "--all-loops", action="store_true", help="show every loop with products, not the main alone"
     )
@@ -71,36 +56,15 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    kernels = arguments.kernel or TUNED
     try:
-        rows = rows_of(kernels, arguments.head_dim)
+        rows = rows_of(arguments.kernel or TUNED, arguments.head_dim)
         result = describe(rows, simulate=arguments.simulate, all_loops=arguments.all_loops)
+        result["without_rows"] = without_rows(rows, arguments.kernel, arguments.head_dim)
     except (RuntimeError, ValueError) as failure:  # no compiler, no disassembler; no such row
         fail("turing", failure, as_json=arguments.json)
         return 1
     emit(result, show, as_json=arguments.json)
     return 0
-
-
-def rows_of(kernels: Sequence[str], head_dim: int | None) -> list[Specialisation]:
-    """Return the rows of the tables for these kernels, and if one is given for this head dim.
-
-    Raises
-    ------
-    ValueError
-        If there are none.
-    """
-    rows = [each for each in catalogue() if each.spec.entry in kernels]
-    dims = [dict(each.macros).get("HEAD_DIM") for each in rows]
-    if head_dim is not None and head_dim not in dims:
-        raise error(
-            ValueError,
-            f"--head-dim {head_dim}",
-            f"the tables of {', '.join(kernels)} have rows for "
-            + (", ".join(map(str, sorted({dim for dim in dims if dim}))) or "no head dim"),
-            "pass one of them, or leave --head-dim out",
-        )
-    return [row for row, dim in zip(rows, dims, strict=True) if head_dim in (None, dim)]
 
 
 def describe(rows: list[Specialisation], *, simulate: bool, all_loops: bool) -> Result:
@@ -175,49 +139,9 @@ def _everything(loop: LoopFigures) -> dict[str, Any]:
     }
 
 
-def row_name(specialisation: Specialisation) -> str:
-    """Name a row by what its caller chose: dtype, head dims, loads and options; not tile sizes.
-
-    Examples
-    --------
-    >>> from cupyattn.kernels.configs import attention
-    >>> row_name(attention.flash(64, 64, 1, attention.FlashOptions(mask=True, bias="float16")))
-    'D 64, scalar loads, BIAS=float16, MASK'
-    """
-    macros = dict(specialisation.macros)
-    head_dim, head_dim_v = macros.get("HEAD_DIM"), macros.get("HEAD_DIM_V")
-    parts = [str(macros.pop("DTYPE"))] if "DTYPE" in macros else []
-    if head_dim is not None or head_dim_v is not None:
-        dims = {"D": head_dim, "Dv": None if head_dim_v == head_dim else head_dim_v}
-        parts += [f"{letter} {dim}" for letter, dim in dims.items() if dim is not None]
-    if "LANES" in macros:
-        parts.append(f"{macros['LANES']} lanes")
-    if macros.get("VEC") == 1:
-        parts.append("scalar loads")
-    options = {name: value for name, value in macros.items() if isinstance(value, str)}
-    parts += [
-        (name if value == "true" else f"{name}={value}") + _together(macros.get(f"{name}_VEC", 1))
-        for name, value in options.items()
-        if value not in ("false", "void")
-    ]
-    if together := _together(macros.get("SCORE_VEC", 1)):
-        parts.append(f"scores{together}")
-    return ", ".join(parts)
-
-
-def _together(items: int | str) -> str:
-    return "" if items == 1 else f" by {items}"
-
-
+# Short, so that all but the name share a line of 80 columns.
 _COLUMNS = (
-    "row",
-    "registers",
-    "shared B",
-    "CTAs/SM",
-    "length",
-    "spills B",
-    "LSU/work",
-    "bound",
+    *("row", "regs", "shared B", "CTAs", "length", "spills", "LSU/work", "bound"),
     "utilisation",
 )
 
@@ -229,15 +153,18 @@ def show(result: Result, terminal: Terminal) -> None:
         terminal.table(_COLUMNS, [cells for row in rows for cells in _cells(row)])
     terminal.title(f"NVRTC {result['nvrtc']}, nvdisasm {result['nvdisasm']}")
     terminal.text(
-        "  Of one iteration: instructions of a warp; bytes that a thread loads from and stores\n"
-        "  to local memory; cycles of the load/store unit for each of the work's, which is\n"
-        "  products on tensor cores, or in a kernel without them in float32; the utilisation of\n"
-        "  their pipe that no schedule exceeds, and what binds if it is another; one simulated\n"
-        f"  at the rates of a T4, and its range over CTAs' starts: a model, +-{MARGIN}."
+        "  A thread's registers, a CTA's shared memory, how many CTAs an SM holds. Of one "
+        "iteration: instructions of a warp; bytes that a thread loads from and stores to local "
+        "memory; cycles of the load/store unit for each of the work's, which is products on tensor "
+        "cores, or in a kernel without them in float32; the utilisation of their pipe that no "
+        "schedule exceeds, and what binds if it is another; one simulated at the rates of a T4, "
+        f"and its range over CTAs' starts: a model, +-{MARGIN}."
     )
+    for nothing in result["without_rows"]:
+        terminal.verdict(False, f"  {nothing}")
 
 
-def _cells(row: dict[str, Any]) -> list[tuple[str | int, ...]]:
+def _cells(row: dict[str, Any]) -> list[tuple[Cell, ...]]:
     resources = (row["row"], row["registers"], row["shared_bytes"], row["ctas_per_sm"])
     loops = row.get("loops", [row["main"]] if row["main"] else [])
     if not loops:
@@ -245,7 +172,7 @@ def _cells(row: dict[str, Any]) -> list[tuple[str | int, ...]]:
     return [(*resources, *_loop_cells(loop)) for loop in loops]
 
 
-def _loop_cells(loop: dict[str, Any]) -> tuple[str | int, ...]:
+def _loop_cells(loop: dict[str, Any]) -> tuple[Cell, ...]:
     played, binds = loop["utilisation"], loop["binding_pipe"]
     return (
         loop["instructions"],

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from cupyattn.emulator.arguments import Argument, collect_arrays, pack_parameters
+from cupyattn.emulator.arguments import collect_arrays, pack_parameters
 from cupyattn.emulator.checks import Checks
-from cupyattn.emulator.codegen.program import Program
 from cupyattn.emulator.errors import LaunchError
+from cupyattn.emulator.machine.argument import Argument
 from cupyattn.emulator.machine.batch import Batch
-from cupyattn.emulator.machine.global_memory import DeviceMemory, Region
+from cupyattn.emulator.machine.global_memory import DeviceMemory
+from cupyattn.emulator.machine.launch_state import LaunchState
 from cupyattn.emulator.machine.races import SharedMemoryTracker
 from cupyattn.emulator.module import Module
+from cupyattn.emulator.program import Program
 from cupyattn.emulator.ptx.architecture import SHARED_BYTES
 from cupyattn.emulator.ptx.mangling import readable
 from cupyattn.emulator.ptx.model import Function
 from cupyattn.emulator.report import Report
 
-__all__ = ["LaunchState", "launch", "run"]
+__all__ = ["launch", "run"]
 
 _STATIC_SHARED_LIMIT = 48 * 1024
 
@@ -30,42 +31,6 @@ _STATIC_SHARED_LIMIT = 48 * 1024
 _BATCH_LANES = 8192
 # Bytes of race records per batch.
 _TRACKER_BYTES = 32 << 20
-
-
-@dataclass
-class LaunchState:
-    """What all batches of one launch share."""
-
-    program: Program
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    shared_bytes: int
-    dynamic_shared_bytes: int
-    parameter_bytes: bytes
-    device_memory: DeviceMemory
-    symbols: dict[str, np.ndarray]
-    checks: Checks
-    report: Report | None
-    recent_region: list[Region | None]
-    sources: dict[str, str]
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.block[0] * self.block[1] * self.block[2]
-
-    @property
-    def shared_variables(self) -> list[tuple[str, int, int]]:
-        """(name, offset, size) of the shared variables."""
-        dynamic = self.program.layout.dynamic_shared_offset
-        return [
-            (name, start, size or self.shared_bytes - dynamic)
-            for name, start, size in self.program.layout.shared_variables
-        ]
-
-    def symbol_address(self, name: str) -> Any:
-        """Return the address of a module variable."""
-        return np.asarray(self.device_memory.address(self.symbols[name]), np.uint64)
 
 
 def _is_integer(value: Any) -> bool:
@@ -82,7 +47,7 @@ def _three(
         or not all(_is_integer(n) for n in sizes)
     ):
         raise LaunchError(
-            f"{what} is {value!r}; allowed: 1 to 3 integers, as 8 or (8, 4) (convert with int())"
+            f"{what} is {value!r:.60}; allowed: 1 to 3 integers, as 8 or (8, 4) (convert by int())"
         )
     x, y, z = (int(n) for n in (*sizes, 1, 1)[:3])
     if not all(1 <= n <= limit for n, limit in zip((x, y, z), limits, strict=True)):
@@ -209,9 +174,9 @@ def launch(
     checks = Checks() if checks is None else checks
     sizes = _three(grid, "grid", (2**31 - 1, 65535, 65535))
     block_sizes = _three(block, "block", (1024, 1024, 64))
-    _check_threads(program.function, block_sizes)
+    _check_threads(program.header, block_sizes)
     total_shared = _shared_size(program, module.target, int(shared_bytes))
-    values, arrays = collect_arrays(program.function, args)
+    values, arrays = collect_arrays(program.header, args)
     symbols = {name: module.symbol(name) for name in program.layout.used_symbols}
     arrays += [
         Argument(memory, readable(name), const=module.is_const(name))
@@ -224,7 +189,7 @@ def launch(
         block_sizes,
         total_shared,
         int(shared_bytes),
-        pack_parameters(program.function, values, memory),
+        pack_parameters(program.header, values, memory),
         memory,
         symbols,
         checks,

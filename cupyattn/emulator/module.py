@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import numpy as np
 
-from cupyattn.emulator.codegen.program import Program, compile_kernel
+from cupyattn.emulator.codegen.compile import compile_kernel
 from cupyattn.emulator.errors import LaunchError, PTXSyntaxError, UnsupportedPTXError
+from cupyattn.emulator.program import Program
 from cupyattn.emulator.ptx.architecture import SHARED_BYTES
 from cupyattn.emulator.ptx.calls import expand_calls
 from cupyattn.emulator.ptx.model import Parameter
@@ -61,7 +64,9 @@ class Module:
                 f"{known}: compile with -arch=compute_75"
             )
         self._programs: dict[str, Program] = {}
+        self._variables = dict(self._module.variables)
         self._lock = threading.RLock()
+        _MODULES.add(self)
         self.target = self._module.target
         self.entries = {
             f.name: Entry(f.name, tuple(f.parameters), f.max_threads, f.required_threads)
@@ -81,13 +86,18 @@ class Module:
             The kernel needs something that the emulator does not have.
         """
         if entry not in self.entries:
-            raise LaunchError(f"no kernel {entry!r} in the module; it has {sorted(self.entries)}")
+            raise LaunchError(
+                f"no kernel {entry!r:.60} in the module; it has {sorted(self.entries)}"
+            )
         with self._lock:
             if entry not in self._programs:
                 function = expand_calls(self._module, self._module.function(entry))
                 self._programs[entry] = compile_kernel(
                     function, self._module.variables, self.target
                 )
+                for parsed in self._module.parsed.values():
+                    self._variables.update(parsed.variables)
+                self._module.forget(entry)  # a parse tree is ten times as large as its program
             return self._programs[entry]
 
     def symbol(self, name: str) -> np.ndarray:
@@ -101,12 +111,9 @@ class Module:
             return self._globals[name]
 
     def _make_symbol(self, name: str) -> np.ndarray:
-        variable = self._module.variables.get(name)
-        if variable is None:  # declared inside a function
-            for function in self._module.parsed.values():
-                variable = function.variables.get(name, variable)
+        variable = self._variables.get(name)
         if variable is None or variable.space not in ("global", "const"):
-            raise LaunchError(f"the module has no __device__ or __constant__ variable {name!r}")
+            raise LaunchError(f"the module has no __device__ or __constant__ variable {name!r:.60}")
         if variable.fault:
             raise UnsupportedPTXError(f"the initial value of {name}: {variable.fault}")
         padded = np.zeros(variable.size + 256, np.uint8)
@@ -118,8 +125,21 @@ class Module:
 
     def is_const(self, name: str) -> bool:
         """Tell whether a module variable is in constant memory."""
-        variable = self._module.variables.get(name)
+        variable = self._variables.get(name)
         return variable is not None and variable.space == "const"
+
+
+_MODULES: WeakSet[Module] = WeakSet()
+
+
+def _free_locks() -> None:
+    """Give every module another lock: in a forked child, the thread that held it is gone."""
+    for module in tuple(_MODULES):
+        module._lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=_free_locks)
 
 
 def load(ptx: str, sources: Mapping[str, str] | None = None) -> Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cupyattn.emulator.ptx.model import Instruction
+from cupyattn.emulator.ptx.model import Statement
 
 __all__ = ["pipe"]
 
@@ -12,7 +12,7 @@ _XU = frozenset(
 _FMA = frozenset(["add", "sub", "mul", "fma", "mad", "div"])
 
 
-def pipe(instruction: Instruction) -> str:
+def pipe(instruction: Statement) -> str:
     """Return the hardware pipe that a PTX instruction keeps busy, as far as PTX can tell.
 
     ``tensor`` (mma), ``fma`` (float32 arithmetic, integer multiplication), ``half``, ``double``,

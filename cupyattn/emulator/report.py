@@ -1,21 +1,36 @@
-"""What a launch did: bank conflicts, sectors, instruction mix, bytes, per source line."""
+"""What a launch did: bank conflicts, sectors, instruction mix, bytes, per source line.
+
+What is counted, and how far to trust it:
+
+- Bank conflicts, in *ways*: shared memory has 32 banks of 4 bytes, and lanes of a warp that want
+  different words of one bank take turns. 1 way is none, 2 ways take twice as long. Exact.
+- *Sectors* of global memory, 32 bytes each: how many a warp touches in one request, and how many of
+  them would have held its data. Exact, without caches.
+- Bytes that lanes asked for, and divergence (a warp that ran with only some of its live lanes).
+  Exact.
+- Instructions by *pipe*, the part of a multiprocessor that they keep busy (`pipes.pipe`; ``lds``,
+  ``ldsm``, ``ldg`` and others share the load-store unit, LSU). They are those of the PTX, of which
+  the assembler fuses and removes some.
+
+Time it cannot know. ``python -m cupyattn profile`` orders the lines of a kernel by the cycles for
+which they keep the pipes of a Turing multiprocessor busy, without latencies, caches or overlap.
+"""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from cupyattn.emulator.machine.lanes import Lanes
 from cupyattn.emulator.machine.metrics import SECTOR_BYTES, bank_wavefronts, sector_counts
+from cupyattn.emulator.machine.positions import Positions
 from cupyattn.emulator.pipes import pipe
-from cupyattn.emulator.ptx.model import RECEIPT, Instruction
-
-if TYPE_CHECKING:
-    from cupyattn.emulator.codegen.program import Program
-    from cupyattn.emulator.machine.batch import Batch
+from cupyattn.emulator.program import Program
+from cupyattn.emulator.ptx.model import RECEIPT, Statement
 
 __all__ = ["Access", "LineReport", "Report"]
 
@@ -40,7 +55,7 @@ class Access:
         Bytes that the lanes asked for.
     """
 
-    instruction: Instruction
+    instruction: Statement
     space: str
     write: bool
     requests: int = 0
@@ -209,6 +224,14 @@ class Report:
                 found[access.instruction.location].accesses.append(access)
         return [found[key] for key in sorted(found)]
 
+    @property
+    def kernels(self) -> dict[str, Report]:
+        """A report of each kernel that ran, by its name, in the order of their first launches."""
+        reports: dict[str, Report] = {}
+        for key, data in self._kernels.items():
+            reports.setdefault(data.program.name, Report())._kernels[key] = data
+        return reports
+
     def __str__(self) -> str:
         mix = sorted(self.instruction_mix.items(), key=lambda item: -item[1])
         text = [
@@ -241,16 +264,16 @@ class Report:
         assert self._current is not None
         return self._current
 
-    def enter(self, block: int, mask: Array, batch: Batch) -> None:
+    def enter(self, block: int, mask: Array, positions: Positions) -> None:
         """Count a run of a basic block by every warp with a lane in `mask`."""
         data = self._data()
         if mask is None:
-            data.executions[block] += batch.blocks * batch.warps
+            data.executions[block] += positions.lanes.blocks * positions.lanes.warps
             return
         running = mask.reshape(-1, 32)
         busy = running.any(1)
         data.executions[block] += int(np.count_nonzero(busy))
-        alive = batch.scheduler.alive_lanes()
+        alive = positions.alive
         if alive is not None:
             partial = (running != alive.reshape(-1, 32)).any(1)
             data.diverged[block] += int(np.count_nonzero(busy & partial))
@@ -263,16 +286,16 @@ class Report:
         return data.accesses[site]
 
     def shared_access(
-        self, site: int, address: Array, size: int, mask: Array, batch: Batch
+        self, site: int, address: Array, size: int, mask: Array, lanes: Lanes
     ) -> None:
         """Count a shared access of `size` bytes per lane."""
         address = np.asarray(address)
         if mask is None and (address.ndim < 2 or address.shape[0] == 1):  # every block alike
-            offsets = np.broadcast_to(address, (1, batch.threads)).reshape(-1, 32)
-            self._wavefronts(site, offsets, size, None, batch.blocks)
+            offsets = np.broadcast_to(address, (1, lanes.threads)).reshape(-1, 32)
+            self._wavefronts(site, offsets, size, None, lanes.blocks)
             return
-        offsets = np.broadcast_to(address, batch.shape).reshape(-1, 32)
-        active = None if mask is None else np.broadcast_to(mask, batch.shape).reshape(-1, 32)
+        offsets = np.broadcast_to(address, lanes.shape).reshape(-1, 32)
+        active = None if mask is None else np.broadcast_to(mask, lanes.shape).reshape(-1, 32)
         self._wavefronts(site, offsets, size, active, 1)
 
     def matrix_load(
@@ -299,15 +322,15 @@ class Report:
         access.wavefronts += times * int(wavefronts.sum())
         access.phases += times * int(phases.sum())
         access.worst = max(access.worst, float((wavefronts[busy] / phases[busy]).max()))
-        lanes = offsets.size if active is None else int(np.count_nonzero(active))
-        access.bytes += times * size * lanes
+        count = offsets.size if active is None else int(np.count_nonzero(active))
+        access.bytes += times * size * count
 
     def global_access(
-        self, site: int, address: Array, size: int, mask: Array, batch: Batch
+        self, site: int, address: Array, size: int, mask: Array, lanes: Lanes
     ) -> None:
         """Count a global access of `size` bytes per lane."""
-        addresses = np.broadcast_to(address, batch.shape).reshape(-1, 32)
-        active = None if mask is None else np.broadcast_to(mask, batch.shape).reshape(-1, 32)
+        addresses = np.broadcast_to(address, lanes.shape).reshape(-1, 32)
+        active = None if mask is None else np.broadcast_to(mask, lanes.shape).reshape(-1, 32)
         sectors, ideal = sector_counts(addresses, size, active)
         access = self._access(site, "global")
         access.requests += int(np.count_nonzero(sectors))

@@ -1,17 +1,21 @@
-"""Where NumPy arrays run: the reference, or the kernels on the emulator."""
+"""Where NumPy arrays run, the reference or the kernels on the emulator, and what is checked."""
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ContextDecorator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from cupyattn.arrays import Operands
-from cupyattn.errors import error
-from cupyattn.kernels.cuda_device import cuda_device
+from cupyattn.errors import error, shown
 from cupyattn.kernels.device import Device
+from cupyattn.kernels.device.cuda import cuda_device
+from cupyattn.ops import value_checks
 
 if TYPE_CHECKING:
     from cupyattn.emulator import Checks, Report
@@ -19,34 +23,63 @@ if TYPE_CHECKING:
 BACKEND_VARIABLE = "CUPYATTN_BACKEND"
 BACKENDS = ("reference", "emulator")
 
-# What NumPy arrays run on: a device, or None for the reference; unset, the environment decides.
-_numpy_device: ContextVar[Device | None] = ContextVar("cupyattn_numpy_device")
+_Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
 
-@contextmanager
+class _Choice(NamedTuple):
+    """What holds in a block."""
+
+    name: str
+    checks: Checks | bool | None
+    report: Report | None
+    device: Device | None
+    """What NumPy arrays run on; None stands for the reference."""
+    outside: _Choice | None
+    """What holds again behind the block."""
+
+
+# None until the environment has been asked, once a context.
+_choice: ContextVar[_Choice | None] = ContextVar("cupyattn_backend", default=None)
+
+
 def backend(
-    name: str, /, *, checks: Checks | None = None, report: Report | None = None
-) -> Iterator[None]:
-    """Choose what NumPy arrays run on inside a ``with`` block.
+    name: str | None = None,
+    *,
+    checks: Checks | bool | None = None,
+    report: Report | None = None,
+) -> Backend:
+    """Choose what NumPy arrays run on, and what is checked, inside a ``with`` block.
 
     CuPy arrays always run on their GPU.
 
     Parameters
     ----------
-    name : {"reference", "emulator"}
+    name : {"reference", "emulator"}, optional
         "reference", the default outside of any block: NumPy in float64. "emulator": the CUDA
         kernels, compiled to PTX for sm_75 and executed on NumPy by `cupyattn.emulator`, with the
-        checks, configurations and launches that a GPU would get. The environment variable
-        CUPYATTN_BACKEND sets the default.
-    checks : emulator.Checks, optional
-        Which faults the emulator looks for in the kernels; by default all of them.
+        checks of a call, configurations and launches that a GPU would get. The environment variable
+        CUPYATTN_BACKEND sets the default. Without a name all stays as it is but for `checks` and
+        `report`; with one, these two start from their defaults.
+    checks : bool or emulator.Checks, optional
+        On the emulator which faults to look for in the kernels: all with True, the default; none
+        with False; those of an `emulator.Checks`. On a GPU, True looks at the values in arrays,
+        such as lengths and block ids, for which each call waits for the GPU; by default only their
+        shapes and dtypes are looked at. The values in NumPy arrays are always looked at.
     report : emulator.Report, optional
-        Is filled with what the kernels do: bank conflicts, sectors, instructions.
+        Is filled with what the kernels do on the emulator: bank conflicts, sectors, instructions.
+
+    Returns
+    -------
+    Backend
+        A context manager, which may be entered any number of times, also again inside of itself
+        and from several threads at once. As a decorator it has all of a function run so.
 
     Raises
     ------
     ValueError
-        For another name, or checks and report without the emulator.
+        For another name, or a report or an `emulator.Checks` without the emulator.
+    TypeError
+        For checks or a report that is something else.
 
     Notes
     -----
@@ -61,48 +94,138 @@ def backend(
     ...     out = cupyattn.attention(q, k, v, causal=True, implementation="tiled")
     >>> np.allclose(out, expected, atol=1e-6)
     True
+
+    Faster, once the kernels are known to be right:
+
+    >>> with cupyattn.backend("emulator"), cupyattn.backend(checks=False):
+    ...     again = cupyattn.attention(q, k, v, causal=True, implementation="tiled")
+    >>> np.array_equal(out, again)
+    True
     """
-    token = _numpy_device.set(_named_device(name, "backend", checks, report))
-    try:
-        yield
-    finally:
-        _numpy_device.reset(token)
+    return Backend(name, checks, report)
+
+
+class Backend(ContextDecorator):
+    """What `backend` returns: a choice that holds inside of a ``with`` block."""
+
+    def __init__(self, name: Any, checks: Any, report: Any) -> None:
+        self._name = None if name is None else _require_name(name, "backend")
+        self._checks = _require_checks(checks)
+        self._report = _require_report(report)
+        if self._name is not None:
+            _require_use(self._name, self._checks, self._report)
+
+    def __enter__(self) -> None:
+        outside = _choice.get()
+        name, checks, report = self._name, self._checks, self._report
+        if name is None:
+            outside = outside or _from_environment()
+            name = outside.name
+            checks = outside.checks if checks is None else checks
+            report = outside.report if report is None else report
+            _require_use(name, checks, report)
+        _hold(_Choice(name, checks, report, _device(name, checks, report), outside))
+
+    def __exit__(self, *_: object) -> None:
+        # The way back is kept in the context, not here: this object may be entered in others too.
+        choice = _choice.get()
+        _hold(choice and choice.outside)
+
+    def __call__(self, function: _Decorated) -> _Decorated:
+        """Return the function, all of it run in the block."""
+        if any(runs_later(function) for runs_later in _RUN_LATER):
+            raise error(
+                TypeError,
+                f"backend as a decorator of {function.__name__}, which runs after it has returned",
+                "it decorates plain functions",
+                "write 'with backend(...):' inside of the function",
+            )
+        return super().__call__(function)
+
+
+_RUN_LATER = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
 
 
 def device_of(operands: Operands) -> Device | None:
     """Return the device that a call's arrays run on; None stands for the reference."""
-    if operands.library == "cupy":
+    if operands.device_id is not None:
         return cuda_device(operands.device_id)
-    try:
-        return _numpy_device.get()
-    except LookupError:
-        name = os.environ.get(BACKEND_VARIABLE) or "reference"
-        device = _named_device(name, BACKEND_VARIABLE)
-        _numpy_device.set(device)
-        return device
+    return (_choice.get() or _from_environment()).device
 
 
-def _named_device(
-    name: str, given_as: str, checks: Checks | None = None, report: Report | None = None
-) -> Device | None:
-    if name not in BACKENDS:
+def _hold(choice: _Choice | None) -> None:
+    _choice.set(choice)
+    value_checks.on_gpu.set(choice is not None and choice.checks is True)
+
+
+def _from_environment() -> _Choice:
+    name = _require_name(os.environ.get(BACKEND_VARIABLE) or "reference", BACKEND_VARIABLE)
+    choice = _Choice(name, None, None, _device(name, None, None), None)
+    _hold(choice)
+    return choice
+
+
+def _device(name: str, checks: Checks | bool | None, report: Report | None) -> Device | None:
+    if name == "reference":
+        return None
+    # Here, because the emulator is a large package that most processes never need.
+    from cupyattn.emulator import Checks
+    from cupyattn.kernels.device.emulated import EmulatedDevice
+
+    if not isinstance(checks, Checks):
+        checks = Checks.none() if checks is False else Checks.all()
+    return EmulatedDevice(checks, report)
+
+
+def _require_name(name: Any, given_as: str) -> str:
+    if isinstance(name, str) and name in BACKENDS:
+        return name
+    raise error(
+        ValueError,
+        f"{given_as} is {shown(name)}",
+        f"allowed are {', '.join(map(repr, BACKENDS))}",
+        "choose one of them; a GPU runs CuPy arrays whatever it is",
+    )
+
+
+def _require_checks(checks: Any) -> Checks | bool | None:
+    if checks is None:
+        return None
+    if isinstance(checks, bool | np.bool_):
+        return bool(checks)
+    from cupyattn.emulator import Checks
+
+    if isinstance(checks, Checks):
+        return checks
+    raise error(
+        TypeError,
+        f"checks is a {type(checks).__name__}",
+        "it is True, False or an emulator.Checks",
+        "pass for example checks=False, or checks=Checks.fast()",
+    )
+
+
+def _require_report(report: Any) -> Report | None:
+    if report is None:
+        return None
+    from cupyattn.emulator import Report
+
+    if isinstance(report, Report):
+        return report
+    raise error(
+        TypeError,
+        f"report is a {type(report).__name__}",
+        "it is an emulator.Report",
+        "make one: report = Report(), and pass report=report",
+    )
+
+
+def _require_use(name: str, checks: Checks | bool | None, report: Report | None) -> None:
+    """Raise ValueError for what only the emulator knows, on the reference."""
+    if name != "emulator" and (report is not None or not isinstance(checks, bool | None)):
         raise error(
             ValueError,
-            f"{given_as} is {name!r}",
-            f"allowed are {', '.join(map(repr, BACKENDS))}",
-            "choose one of them; a GPU runs CuPy arrays whatever it is",
-        )
-    if name == "emulator":
-        # Here, because the emulator is a large package that most processes never need.
-        from cupyattn.emulator import Checks
-        from cupyattn.kernels.emulated_device import EmulatedDevice
-
-        return EmulatedDevice(checks or Checks.all(), report)
-    if checks is not None or report is not None:
-        raise error(
-            ValueError,
-            f"checks or report with backend {name!r}",
-            "they are the emulator's",
+            f"{'checks' if report is None else 'report'} with backend {name!r}",
+            "an emulator.Checks and a report are the emulator's",
             "leave them out, or use backend('emulator', ...)",
         )
-    return None

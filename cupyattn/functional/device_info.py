@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 from typing import Any
 
 import numpy as np
 
-from cupyattn.kernels.cache import cache_directory
+from cupyattn.cupy_library import load_cupy
+from cupyattn.folders import cache_directory
 from cupyattn.kernels.compile import nvrtc_version
-from cupyattn.kernels.cuda_device import ARCH_VARIABLE, cuda_device
+from cupyattn.kernels.device.cuda import cuda_device
 from cupyattn.kernels.registry import KERNELS
+from cupyattn.kernels.target import arch_override
 
 
 def device_info() -> dict[str, Any]:
@@ -28,12 +29,20 @@ def device_info() -> dict[str, Any]:
         ``kernels``: the entries of the library; ``cache``: the folder, and how many ``files`` of
         how many ``bytes`` it holds.
 
+    Raises
+    ------
+    ValueError
+        If CUPYATTN_ARCH names no architecture that the library knows.
+    RuntimeError
+        If CuPy cannot be imported because CUPY_CACHE_DIR names what can be no folder.
+
     Examples
     --------
     >>> import cupyattn
     >>> "attention_tiled" in cupyattn.device_info()["kernels"]
     True
     """
+    override = arch_override()
     info: dict[str, Any] = {
         "devices": [],
         "cuda_driver": None,
@@ -42,14 +51,14 @@ def device_info() -> dict[str, Any]:
         "nvrtc": None,
         "numpy": np.__version__,
         "python": platform.python_version(),
-        "arch_override": os.environ.get(ARCH_VARIABLE) or None,
+        "arch_override": override and str(override.number),
         "kernels": list(KERNELS),
         "cache": _cache(),
     }
     with contextlib.suppress(RuntimeError):
         info["nvrtc"] = ".".join(map(str, nvrtc_version()))
     try:
-        import cupy
+        cupy = load_cupy()
     except ImportError:
         return info
     info["cupy"] = cupy.__version__
@@ -61,8 +70,7 @@ def device_info() -> dict[str, Any]:
 
 
 def _device(ordinal: int) -> dict[str, Any]:
-    import cupy
-
+    cupy = load_cupy()
     device = cupy.cuda.Device(ordinal)
     info = {
         "name": cupy.cuda.runtime.getDeviceProperties(ordinal)["name"].decode(),
@@ -73,19 +81,25 @@ def _device(ordinal: int) -> dict[str, Any]:
     }
     try:
         info["arch"] = cuda_device(ordinal).arch.number
-    except (RuntimeError, ValueError) as failure:  # too old, too new, or a wrong CUPYATTN_ARCH
+    except (RuntimeError, ValueError) as failure:  # too old or new, or below CUPYATTN_ARCH
         info["unusable_because"] = str(failure)
     return info
 
 
 def device_count() -> int:
-    """Return how many CUDA devices there are: 0 without a driver."""
-    try:
-        import cupy
+    """Return how many CUDA devices there are: 0 without a driver, or without CuPy.
 
-        return int(cupy.cuda.runtime.getDeviceCount())
+    Raises
+    ------
+    RuntimeError
+        If CuPy cannot be imported because CUPY_CACHE_DIR names what can be no folder.
+    """
+    try:
+        cupy = load_cupy()
     except ImportError:
         return 0
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError:
         return 0
 

@@ -3,107 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from cupyattn.arrays import Array, adopt
 from cupyattn.errors import error
-from cupyattn.functional.attention import attention
-from cupyattn.functional.attention_backward import attention_backward
 from cupyattn.functional.backend import device_of
-from cupyattn.functional.softmax import softmax, softmax_backward
-from cupyattn.gradients import AttentionGrads
-from cupyattn.ops.checks import require_bool
+from cupyattn.functional.recording import Call, Place, Recording, each, is_array, place_of
 
 
-class Pullback:
-    """The second result of `vjp`: from gradients of a call's results to those of its arrays.
-
-    It keeps the arrays of the call and its results themselves, no copies: they must not be written
-    to before it is called. It may be called any number of times.
-
-    Attributes
-    ----------
-    backward : callable
-        ``backward(*result_gradients, **backward_options)``: the function's own backward, already
-        given the call's arrays, results and options. Returns all that it returns: of
-        `cupyattn.attention` an `AttentionGrads`, whose dbias and dsinks are the gradients of the
-        arrays among the options.
-
-    Examples
-    --------
-    >>> import numpy as np, cupyattn
-    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 5, 2, 8), dtype=np.float32)
-    >>> bias = np.zeros((2, 1, 5), np.float32)
-    >>> out, pullback = cupyattn.vjp(cupyattn.attention, q, k, v, bias=bias)
-    >>> dq, dk, dv = pullback(np.ones_like(out))
-    >>> pullback.backward(np.ones_like(out)).dbias.shape
-    (2, 1, 5)
-    """
-
-    def __init__(self, backward: Callable[..., Any], *, gradients: int, results: int) -> None:
-        self.backward = backward
-        self._gradients = gradients
-        self._results = results
-
-    def __call__(self, *result_gradients: Array | None, **backward_options: Any) -> tuple[Any, ...]:
-        """Return the gradients of the arrays given by position, in their order."""
-        if not 1 <= len(result_gradients) <= self._results:
-            raise error(
-                TypeError,
-                f"the pullback was given {len(result_gradients)} gradients",
-                f"the call had {self._results} result{'s' if self._results > 1 else ''}",
-                "pass one for each; a second result is lse, with return_lse=True",
-            )
-        gradients = self.backward(*result_gradients, **backward_options)
-        return tuple(gradients[: self._gradients]) if self._gradients > 1 else (gradients,)
-
-
-def vjp(function: Callable[..., Any], /, *arrays: Array, **options: Any) -> tuple[Any, Pullback]:
+def vjp(
+    function: Callable[..., Any], /, *arrays: Any, wrt: tuple[str, ...] = (), **options: Any
+) -> tuple[Any, Pullback]:
     r"""Call a function and return, with its result, the function that differentiates it.
 
     Parameters
     ----------
     function : callable
-        `cupyattn.attention` or `cupyattn.softmax`.
+        `cupyattn.attention` or `cupyattn.softmax`; a `functools.partial` of one; or a function that
+        makes one call of one of these: its arguments go there as they are, and it returns the
+        call's result.
     arrays : arrays
         What the function takes by position.
+    wrt : tuple of str, optional
+        The names of options that are arrays, whose gradients are wanted too.
     options : optional
-        What it takes by name.
+        What the function takes by name.
 
     Returns
     -------
     result : array or tuple
         What ``function(*arrays, **options)`` returns.
     pullback : Pullback
-        ``pullback(dout)`` takes the gradient of a scalar with respect to the result and returns a
-        tuple of its gradients with respect to `arrays`, one for each, with their shapes and dtypes:
-        the product of dout with the function's Jacobian. For attention with ``return_lse=True`` it
-        is ``pullback(dout, dlse)``; a gradient of None, or dlse left out, stands for a result that
-        was not used. Options by name go to the backward: ``pullback(dout, deterministic=True)``, or
-        ``grads=`` and ``accumulate=True``.
+        ``pullback(dout)`` takes the gradient of a scalar with respect to the result and returns
+        those with respect to `arrays`: the product of dout with the function's Jacobian. Where the
+        function has several results it takes a tuple of their gradients, ``pullback((dout, dlse))``
+        for attention with ``return_lse=True``; None in it stands for a result that was not used.
+
+        It returns a tuple with an entry for each of `arrays`, of its shape and dtype, or None for
+        what has no gradient, such as a mask or a number: ``(dq, dk, dv)`` for attention(q, k, v).
+        With `wrt` a dictionary comes behind them, with the gradients of those options by name.
+
+        It takes the options that are the backward's alone, ``pullback(dout, deterministic=True)``:
+        for attention deterministic, grads, accumulate, workspace and implementation, as
+        `attention_backward` documents them; for softmax dx.
 
     Raises
     ------
     TypeError
-        If the function is none of the library's that have a backward; for ``out=``, which could be
-        overwritten before the pullback is called; and from the pullback, for another number of
-        gradients than there are results.
+        For a function of any other kind; for ``out=``, which could be overwritten before the
+        pullback is called; and for a name in `wrt` that is no array among the options or has no
+        gradient. From the pullback for an argument of another form than the result, and for options
+        that are not the backward's alone.
     TypeError, ValueError, NotImplementedError, RuntimeError
         Those of the function, and from the pullback those of its backward.
 
     Notes
     -----
-    As with `jax.vjp`, what is given by name counts as constant for ``pullback(...)``. Gradients of
-    attention's bias and sinks come from ``pullback.backward(dout)``, which returns the whole
-    `AttentionGrads` (dq, dk, dv, dbias, dsinks). The pullback calls `attention_backward` or
-    `softmax_backward` with what the call was given, dropout's seed and `implementation` included;
-    "tiled" has no backward on a GPU: there pass ``pullback(dout, implementation="naive")``.
+    The pullback keeps the arrays of the call and its results themselves, no copies: they must not
+    be written to before it is called. It may be called any number of times. It calls
+    `attention_backward` or `softmax_backward` with what the call was given, dropout's seed and
+    `implementation` included; "tiled" has no backward on a GPU: there pass
+    ``pullback(dout, implementation="naive")``.
+
+    A function that is not the library's gets stand-ins for its arrays, which have a shape, ndim and
+    dtype and nothing else, and so does what the library's function returns to it. It cannot compute
+    anything that the pullback would not know of: that is an error.
 
     Examples
     --------
     >>> import numpy as np, cupyattn
+    >>> from functools import partial
     >>> rng = np.random.default_rng(0)
     >>> q, k, v, dout = rng.standard_normal((4, 1, 5, 2, 8), dtype=np.float32)
     >>> out, pullback = cupyattn.vjp(cupyattn.attention, q, k, v, causal=True)
@@ -114,74 +86,160 @@ def vjp(function: Callable[..., Any], /, *arrays: Array, **options: Any) -> tupl
     With the log-sum-exp as second result, which may be used too:
 
     >>> (out, lse), pullback = cupyattn.vjp(cupyattn.attention, q, k, v, return_lse=True)
-    >>> dq, dk, dv = pullback(dout, np.ones_like(lse))
+    >>> dq, dk, dv = pullback((dout, np.ones_like(lse)))
 
-    One array in, one gradient out, in a tuple all the same:
+    With the gradient of an option, and with options that are given beforehand:
 
-    >>> y, pullback = cupyattn.vjp(cupyattn.softmax, np.zeros((1, 2), np.float32))
-    >>> (dx,) = pullback(np.array([[1.0, 0.0]], np.float32))
-    >>> dx
-    array([[ 0.25, -0.25]], dtype=float32)
+    >>> bias = np.zeros((5, 5), np.float32)
+    >>> windowed = partial(cupyattn.attention, window_size=(2, 0))
+    >>> out, pullback = cupyattn.vjp(windowed, q, k, v, bias=bias, wrt=("bias",))
+    >>> dq, dk, dv, more = pullback(dout)
+    >>> more["bias"].shape
+    (5, 5)
+
+    With respect to some of the arrays alone. One array in, one gradient out, in a tuple all the
+    same:
+
+    >>> out, pullback = cupyattn.vjp(lambda k: cupyattn.attention(q, k, v), k)
+    >>> (dk,) = pullback(dout)
     """
-    for differentiable, rule in _RULES.items():
-        if function is differentiable:
-            return rule(*arrays, **options)
-    raise error(
-        TypeError,
-        f"vjp of {getattr(function, '__name__', repr(function))}",
-        f"functions with a backward are {', '.join(f.__name__ for f in _RULES)}",
-        "pass one of those, itself and not wrapped in another function",
-    )
+    recording = Recording(function)
+    _require_wrt(wrt, options)
+    args = tuple([recording.stand_in(f"argument {i}", value) for i, value in enumerate(arrays)])
+    named = {name: recording.stand_in(name, options[name]) for name in wrt}
+    call = recording.run(args, {**options, **named})
+    places = {name: each(place_of, value) for name, value in named.items()}
+    for name, place in places.items():
+        each(partial(_require_gradient, call, name), place)
+    return call.returned, Pullback(call, [each(place_of, arg) for arg in args], places)
 
 
-def _attention(q: Array, k: Array, v: Array, /, **options: Any) -> tuple[Any, Pullback]:
-    _refuse_out(options)
-    return_lse = options.pop("return_lse", False)
-    require_bool("return_lse", return_lse)
-    out, lse = attention(q, k, v, **options, return_lse=True)
-    options.pop("workspace", None)  # the forward's; the backward's is another size
+class Pullback:
+    """The second result of `vjp`: from gradients of a call's results to those of its arrays."""
 
-    def backward(dout: Array | None, dlse: Array | None = None, **more: Any) -> AttentionGrads:
-        if dout is None and return_lse:
-            dout = _zeros_like(out)
-        return attention_backward(dout, q, k, v, out, lse, dlse=dlse, **{**options, **more})
+    def __init__(self, call: Call, places: list[Any], wrt: dict[str, Any]) -> None:
+        self._call = call
+        self._places = places
+        self._wrt = wrt
 
-    result = (out, lse) if return_lse else out
-    return result, Pullback(backward, gradients=3, results=2 if return_lse else 1)
+    def __call__(self, *result_gradients: Any, **backward_options: Any) -> tuple[Any, ...]:
+        """Return the gradients: `vjp` says which, and what may be given."""
+        gradients = self._backward(self._by_name(result_gradients), self._own(backward_options))
+
+        def at(place: Place | None) -> Any:
+            gradient = None if place is None else gradients.get(place.gradient)
+            if place is None or place.index is None or gradient is None:
+                return gradient
+            return gradient[place.index]
+
+        entries = tuple([each(at, place) for place in self._places])
+        if not self._wrt:
+            return entries
+        return (*entries, {name: each(at, place) for name, place in self._wrt.items()})
+
+    def _backward(
+        self, result_gradients: dict[str, Any], backward_options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Call the backward with what it takes, found by name; return its gradients by name."""
+        rule = self._call.rule
+        known = {**self._call.arguments, **self._call.results, **result_gradients}
+        known.pop("workspace", None)  # the forward's: the backward's is another size
+        known |= backward_options
+        args, options = [], {}
+        for parameter in rule.backward_parameters:
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                args.append(known.get(parameter.name, parameter.default))
+            elif parameter.name in known:
+                options[parameter.name] = known[parameter.name]
+        returned = rule.backward(*args, **options)
+        values = returned if isinstance(returned, tuple) else (returned,)
+        return dict(zip(rule.gradients, values, strict=True))
+
+    def _by_name(self, given: tuple[Any, ...]) -> dict[str, Any]:
+        """Return the gradients of the results; zeros for None where the backward needs an array."""
+        call = self._call
+        names = tuple([f"d{name}" for name in call.visible])
+        several = len(names) > 1
+        if len(given) != 1 or isinstance(given[0], tuple) != several:
+            raise self._misshapen(given, names)
+        values = given[0] if several else given
+        if len(values) != len(names):
+            raise self._misshapen(given, names)
+        gradients = dict(zip(names, values, strict=True))
+        for name, result in zip(names, call.visible, strict=True):
+            if several and gradients[name] is None and name in call.rule.required:
+                gradients[name] = _zeros_like(call.results[result])
+        return gradients
+
+    def _misshapen(self, given: tuple[Any, ...], names: tuple[str, ...]) -> TypeError:
+        if len(given) != 1:
+            passed = f"{len(given)} arguments"
+        elif isinstance(given[0], tuple):
+            passed = f"a tuple of {len(given[0])}"
+        else:
+            passed = f"one {type(given[0]).__name__}"
+        listed = ", ".join(names)
+        return error(
+            TypeError,
+            f"the pullback of {self._call.rule.name} was given {passed}",
+            f"the call returned {' and '.join(self._call.visible)}",
+            f"pass {listed}, an array"
+            if len(names) == 1
+            else f"pass one tuple ({listed}), with None for a result that was not used",
+        )
+
+    def _own(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options if they are the backward's alone: others would change the call."""
+        rule = self._call.rule
+        others = [name for name in options if name not in rule.backward_options]
+        if others:
+            raise error(
+                TypeError,
+                f"the pullback of {rule.name} was given {', '.join(others)}",
+                f"it takes the backward's own options, {', '.join(rule.backward_options)}",
+                "give vjp those of the call",
+            )
+        return options
 
 
-def _softmax(x: Array, /, **options: Any) -> tuple[Any, Pullback]:
-    _refuse_out(options)
-    out = softmax(x, **options)
-
-    def backward(dout: Array, **more: Any) -> Array:
-        return softmax_backward(dout, out, **more)
-
-    return out, Pullback(backward, gradients=1, results=1)
-
-
-def _zeros_like(out: Array) -> Array:
-    """Return zeros where out is: CuPy's zeros_like takes the current device's memory."""
-    device = device_of(adopt({"out": out}))
+def _zeros_like(result: Array) -> Array:
+    """Return zeros where result is: CuPy's zeros_like takes the current device's memory."""
+    device = device_of(adopt({"result": result}))
     if device is None:
-        return np.zeros_like(out)
-    zeros = device.empty(out.shape, out.dtype)
+        return np.zeros_like(result)
+    zeros = device.empty(result.shape, result.dtype)
     zeros.fill(0)
     return zeros
 
 
-def _refuse_out(options: dict[str, Any]) -> None:
-    """Take out=None, the default, out of the options: no backward has it."""
-    if options.pop("out", None) is not None:
+def _require_wrt(wrt: Any, options: dict[str, Any]) -> None:
+    if not isinstance(wrt, tuple):
         raise error(
             TypeError,
-            "vjp with out=",
-            "the pullback keeps the result, which must stay as it is",
-            "leave out out=, or call the function and its backward yourself",
+            f"wrt is a {type(wrt).__name__}",
+            "it is a tuple of names of options",
+            'pass for example wrt=("bias",)',
         )
+    for name in wrt:
+        value = options.get(name)
+        items = value if isinstance(value, tuple) else (value,)
+        if not all(map(is_array, items)):
+            given = f"is a {type(value).__name__}" if name in options else "was not given"
+            raise error(
+                TypeError,
+                f"wrt names {name!r}, which {given}",
+                "wrt has names of options that are arrays",
+                "give vjp an array of that name, or leave it out of wrt",
+            )
 
 
-_RULES: dict[Callable[..., Any], Callable[..., tuple[Any, Pullback]]] = {
-    attention: _attention,
-    softmax: _softmax,
-}
+def _require_gradient(call: Call, name: str, place: Place | None) -> None:
+    rule = call.rule
+    if place is not None and place.gradient not in rule.gradients:
+        raise error(
+            TypeError,
+            f"wrt names {name!r}, which is {place.parameter} of {rule.name}",
+            f"{rule.name} has gradients of "
+            f"{', '.join(gradient[1:] for gradient in rule.gradients)}",
+            "leave it out of wrt",
+        )

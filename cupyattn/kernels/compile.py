@@ -7,18 +7,20 @@ and its cache misses changes in included files.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import threading
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from cupyattn.cupy_library import load_cupy
+from cupyattn.kernels import cache
 from cupyattn.kernels.arch import Arch
-from cupyattn.kernels.cache import cache_directory, write_atomically
+from cupyattn.kernels.fork import NoForkWithin
 from cupyattn.kernels.source import source_digest, source_root
 from cupyattn.kernels.spec import Specialisation
 
@@ -30,6 +32,7 @@ _TOOLKITS = ("CUDA_PATH", "CUDA_HOME")
 
 _locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 _locks_guard = threading.Lock()
+_compiling = NoForkWithin()
 
 
 class CompilationError(RuntimeError):
@@ -78,46 +81,33 @@ def _compile(specialisation: Specialisation, target: str) -> Artifact:
     options = (
         f"-arch={target}",
         *_OPTIONS,
-        *(f"-D{name}={value}" for name, value in specialisation.macros),
+        *(f"-D{name}={value}" for name, value in specialisation.defines.items()),
     )
     key = _cache_key(source, options)
     is_ptx = target.startswith("compute_")
-    path = cache_directory() / f"{specialisation.spec.entry}-{key}.{'ptx' if is_ptx else 'cubin'}"
-    with _locks_guard:
-        lock = _locks[key]
-    with lock:  # one compilation per key at a time; other keys go on beside it
-        record = _read_record(path)
-        was_cached = record is not None
-        if record is None:
+    name = f"{specialisation.spec.entry}-{key}.{'ptx' if is_ptx else 'cubin'}"
+    with _compiling():
+        with _locks_guard:
+            lock = _locks[key]
+        with lock:  # one compilation per key at a time; other keys go on beside it
+            found = _find(name)
+            if found is not None:
+                return found
             code, log = _run_nvrtc(source, options, is_ptx=is_ptx)
-            record = Record(len(code), None if is_ptx else parse_ptxas_log(log))
-            write_atomically(path, code)
-            write_atomically(_record_path(path), json.dumps(asdict(record)).encode())
-    return Artifact(path, record.resources, was_cached)
+            resources = None if is_ptx else parse_ptxas_log(log)
+            path = cache.keep(name, code, None if resources is None else asdict(resources))
+            return Artifact(path, resources, was_cached=False)
 
 
-@dataclass(frozen=True)
-class Record:
-    """What is kept beside the code, and written after it."""
-
-    code_bytes: int
-    resources: Resources | None
-
-
-def _record_path(path: Path) -> Path:
-    return path.with_name(path.name + ".json")
-
-
-def _read_record(path: Path) -> Record | None:
-    """Return the record of a cached file; None if there is none or either is damaged."""
-    try:
-        fields = json.loads(_record_path(path).read_text(encoding="utf-8"))
-        resources = fields["resources"]
-        record = Record(fields["code_bytes"], resources and Resources(**resources))
-        complete = path.stat().st_size == record.code_bytes
-    except (OSError, ValueError, KeyError, TypeError):
+def _find(name: str) -> Artifact | None:
+    entry = cache.find(name)
+    if entry is None:
         return None
-    return record if complete else None
+    try:
+        resources = None if entry.facts is None else Resources(**entry.facts)
+    except TypeError:  # another version of the library, which knows of other resources
+        return None
+    return Artifact(entry.path, resources, was_cached=True)
 
 
 def _cache_key(source: Path, options: tuple[str, ...]) -> str:
@@ -177,6 +167,8 @@ def parse_ptxas_log(log: str) -> Resources:
 
 @lru_cache(maxsize=1)
 def _nvrtc() -> Any:
+    with suppress(ImportError):  # without CuPy there is no NVRTC either, which is told below
+        load_cupy()
     try:
         from cupy_backends.cuda.libs import nvrtc
 

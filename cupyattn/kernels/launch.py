@@ -8,7 +8,7 @@ from typing import Any
 
 from cupyattn.errors import error
 from cupyattn.kernels.device import Device
-from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Scalar, Specialisation
+from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, Struct
 
 MAX_GRID_X = 2**31 - 1
 
@@ -40,18 +40,46 @@ def launch(
     ValueError
         If the grid is larger than a GPU allows.
     """
-    if ctas == 0:
-        return
-    _require_grid(specialisation, ctas)
-    spec = specialisation.spec
+    if ctas:
+        ready = typed(specialisation.spec, arguments)
+        count = len(specialisation.spec.pointers)
+        start(device, specialisation, ctas, ready[:count], tuple(ready[count:]))
+
+
+def typed(spec: KernelSpec, arguments: Sequence[Any]) -> list[Any]:
+    """Check arguments against what a kernel declares, and give numbers their C types.
+
+    Raises
+    ------
+    TypeError
+        If they do not fit.
+    """
     if len(arguments) != len(spec.parameters):
         raise TypeError(
             f"{spec.entry} takes {len(spec.parameters)} arguments, got {len(arguments)}"
         )
-    typed = [*arguments]
-    for index, coerce in _coercions(spec):
-        typed[index] = coerce(typed[index])
-    device.load(specialisation).start((ctas, 1, 1), tuple(typed))
+    required, by_value = _checks(spec)
+    result = [*arguments]
+    for index in required:
+        if result[index] is None:
+            name = spec.parameters[index].name
+            raise TypeError(f"{name} of {spec.entry} must be an array, not None")
+    for index, coerce in by_value:
+        result[index] = coerce(result[index])
+    return result
+
+
+def start(
+    device: Device,
+    specialisation: Specialisation,
+    ctas: int,
+    arrays: Sequence[Any],
+    values: tuple[Any, ...],
+) -> None:
+    """Start at least one CTA, with arguments that are `typed`."""
+    if ctas > MAX_GRID_X:
+        raise _too_large(specialisation, ctas)
+    device.load(specialisation).start((ctas, 1, 1), arrays, values)
 
 
 def prepare(device: Device, specialisation: Specialisation, ctas: int) -> None:
@@ -64,54 +92,50 @@ def prepare(device: Device, specialisation: Specialisation, ctas: int) -> None:
     ValueError
         If the grid is larger than a GPU allows.
     """
+    if ctas > MAX_GRID_X:
+        raise _too_large(specialisation, ctas)
     if ctas:
-        _require_grid(specialisation, ctas)
         device.load(specialisation)
 
 
-def _require_grid(specialisation: Specialisation, ctas: int) -> None:
-    if ctas > MAX_GRID_X:
-        raise error(
-            ValueError,
-            f"the problem needs {ctas} CTAs of {specialisation.spec.entry}",
-            f"a launch has at most {MAX_GRID_X}",
-            "split the batch over several calls",
-        )
-
-
-@cache
-def _coercions(spec: KernelSpec) -> tuple[tuple[int, Callable[[Any], Any]], ...]:
-    """Return which arguments to type, and how; an optional pointer may be None, which is null."""
-    return tuple(
-        (index, _coercion(spec.entry, parameter))
-        for index, parameter in enumerate(spec.parameters)
-        if not (isinstance(parameter, Pointer) and parameter.optional)
+def _too_large(specialisation: Specialisation, ctas: int) -> ValueError:
+    return error(
+        ValueError,
+        f"the problem needs {ctas} CTAs of {specialisation.spec.entry}",
+        f"a launch has at most {MAX_GRID_X}",
+        "split the batch over several calls",
     )
 
 
-def _coercion(entry: str, parameter: Parameter) -> Callable[[Any], Any]:
-    """Return the function that types one argument.
+_Coercion = Callable[[Any], Any]
 
-    Without it CuPy would pass a Python int as 64 bits and a float as a double, whatever the kernel
+
+@cache
+def _checks(spec: KernelSpec) -> tuple[tuple[int, ...], tuple[tuple[int, _Coercion], ...]]:
+    """Return which arguments must be arrays, and which go by value and how they are typed.
+
+    Untyped, CuPy would pass a Python int as 64 bits and a float as a double, whatever the kernel
     declares.
     """
-    if isinstance(parameter, Pointer):
-        return _pointer(entry, parameter)
-    if isinstance(parameter, Scalar):
-        return parameter.dtype.type
+    required: list[int] = []
+    by_value: list[tuple[int, _Coercion]] = []
+    for index, parameter in enumerate(spec.parameters):
+        if isinstance(parameter, Pointer):
+            required += [] if parameter.optional else [index]
+        elif isinstance(parameter, Scalar):
+            by_value.append((index, parameter.dtype.type))
+        else:
+            by_value.append((index, _struct_check(spec.entry, parameter)))
+    return tuple(required), tuple(by_value)
+
+
+def _struct_check(entry: str, parameter: Struct) -> _Coercion:
+    expected = parameter.dtype
 
     def struct(value: Any) -> Any:
-        if getattr(value, "dtype", None) != parameter.dtype:
+        dtype = getattr(value, "dtype", None)
+        if dtype is not expected and dtype != expected:
             raise TypeError(f"{parameter.name} of {entry} is another struct: {value!r}")
         return value
 
     return struct
-
-
-def _pointer(entry: str, parameter: Pointer) -> Callable[[Any], Any]:
-    def pointer(array: Any) -> Any:
-        if array is None:
-            raise TypeError(f"{parameter.name} of {entry} must be an array, not None")
-        return array
-
-    return pointer

@@ -1,8 +1,10 @@
-"""What a kernel is, before anything is compiled: its source, entry, parameters and macros."""
+"""What a kernel is, before anything is compiled: its source, entry, parameters; and its macros."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -26,13 +28,48 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Struct:
-    """A C struct passed by value: `dtype` is its aligned structured dtype."""
+    """A C struct passed by value.
+
+    Attributes
+    ----------
+    name : str
+        Of the parameter.
+    dtype : numpy.dtype
+        The aligned structured dtype that is laid out as the struct is.
+    c_name : str
+        The name of the type in C, from which that of the macro with its size follows.
+    includes : tuple of Struct
+        Further structs whose definitions the kernel's source includes: their sizes are asserted
+        there too.
+    """
 
     name: str
     dtype: np.dtype
+    c_name: str
+    includes: tuple[Struct, ...] = ()
+
+    @property
+    def size_macros(self) -> dict[str, int]:
+        """The macros that sources assert the sizes with.
+
+        Examples
+        --------
+        >>> Struct("params", np.dtype(np.int64), "RowsParams").size_macros
+        {'ROWS_PARAMS_BYTES': 8}
+        """
+        words = re.findall("[A-Z][a-z]*", self.c_name)
+        sizes = {"_".join([*words, "bytes"]).upper(): self.dtype.itemsize}
+        for other in self.includes:
+            sizes |= other.size_macros
+        return sizes
 
 
 Parameter = Pointer | Scalar | Struct
+
+
+def inputs(*names: str, optional: bool = False) -> tuple[Pointer, ...]:
+    """Return parameters for arrays that a kernel only reads."""
+    return tuple(Pointer(name, const=True, optional=optional) for name in names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,39 +84,61 @@ class KernelSpec:
         The ``.cu`` file, relative to the folder of CUDA sources, or an absolute path.
     parameters : tuple of Parameter
         In the order of the C declaration.
-    macros : tuple of str
-        The macros that the source requires, all of them: the source has no defaults.
     """
 
     entry: str
     source: str
     parameters: tuple[Parameter, ...]
-    macros: tuple[str, ...]
 
-    def specialise(self, *, threads: int, shared_bytes: int, **macros: int | str) -> Specialisation:
-        """Give every macro its value: one specialisation is one compiled module."""
-        if set(macros) != set(self.macros):
-            missing, unknown = set(self.macros) - set(macros), set(macros) - set(self.macros)
-            raise ValueError(
-                f"{self.entry} takes the macros {sorted(self.macros)}: "
-                f"missing {sorted(missing)}, unknown {sorted(unknown)}"
-            )
-        values = tuple((name, macros[name]) for name in self.macros)
-        return Specialisation(self, values, threads, shared_bytes)
+    @cached_property
+    def pointers(self) -> tuple[Pointer, ...]:
+        """The array parameters, which come first."""
+        return tuple(each for each in self.parameters if isinstance(each, Pointer))
+
+    def specialise(
+        self,
+        *,
+        threads: int,
+        shared_bytes: int = 0,
+        static_shared_bytes: int = 0,
+        **macros: int | str,
+    ) -> Specialisation:
+        """Give every macro its value: one specialisation is one compiled module.
+
+        THREADS, SHARED_BYTES and the sizes of the structs follow from the other arguments and are
+        not among the macros.
+        """
+        return Specialisation(
+            self, tuple(macros.items()), threads, shared_bytes, static_shared_bytes
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Specialisation:
-    """A kernel with its macros, CTA size and dynamic shared memory fixed.
+    """A kernel with its macros, CTA size and shared memory fixed.
 
     The tables make each one once, so identity is equality and costs a launch no hashing.
     """
 
     spec: KernelSpec
     macros: tuple[tuple[str, int | str], ...]
+    """What the table decides; the source gets `defines`."""
     threads: int
     shared_bytes: int
-    """Dynamic shared memory, in bytes; what the source declares statically is not counted here."""
+    """Dynamic shared memory, in bytes."""
+    static_shared_bytes: int = 0
+    """Shared memory that the source declares itself, in bytes, as far as the table knows it."""
+
+    @cached_property
+    def defines(self) -> dict[str, int | str]:
+        """Every macro that the source is compiled with, the derived ones among them."""
+        defines: dict[str, int | str] = dict(self.macros)
+        defines["THREADS"] = self.threads
+        defines["SHARED_BYTES"] = self.shared_bytes + self.static_shared_bytes
+        for parameter in self.spec.parameters:
+            if isinstance(parameter, Struct):
+                defines |= parameter.size_macros
+        return defines
 
     @property
     def label(self) -> str:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from cupyattn.kernels.spec import Struct
+
 OUTER_AXES = 4
 """Axes before the last that a row-wise kernel can walk, after merging (kOuterAxes in rows.cuh)."""
 
 UNBOUNDED = 1 << 62
-"""A window side without a limit (kUnbounded in mask.cuh)."""
+"""A window side without a limit (kUnbounded in masks.cuh)."""
 
 _STRIDES = np.dtype([("batch", np.int64), ("seq", np.int64), ("head", np.int64)], align=True)
 _BATCH_INTEGERS = np.dtype([("stride", np.int64), ("is_int64", np.int64)], align=True)
@@ -36,7 +38,10 @@ ATTENTION_PARAMS = np.dtype(
     [
         *((array, _STRIDES) for array in ("q", "k", "v", "out", "lse")),
         *((array, _BATCH_INTEGERS) for array in ("q_offsets", "seqused_k")),
-        *((field, np.int64) for field in ("q_offset", "left", "right")),
+        *(
+            (field, np.int64)
+            for field in ("q_offset", "offset_least", "offset_most", "left", "right")
+        ),
         *((field, np.int32) for field in ("heads", "group", "sq", "sk")),
         *((field, np.float32) for field in ("scale_log2", "softmax_scale")),
         ("scores", _SCORE_PARAMS),
@@ -57,7 +62,7 @@ BACKWARD_PARAMS = np.dtype(
     align=True,
 )
 
-# DbiasParams in cuda_src/attention/backward_dbias.cu
+# DbiasParams in cuda_src/attention/tensor_core/backward_dbias.cu
 DBIAS_PARAMS = np.dtype(
     [
         ("shape", np.int64, (4,)),
@@ -71,7 +76,7 @@ DBIAS_PARAMS = np.dtype(
 
 
 def rows_params(arrays: int) -> np.dtype:
-    """RowsParams<arrays> in cuda_src/fused/rows.cuh."""
+    """RowsParams<arrays> in cuda_src/common/rows.cuh."""
     return np.dtype(
         [
             ("shape", np.int64, (OUTER_AXES,)),
@@ -81,3 +86,13 @@ def rows_params(arrays: int) -> np.dtype:
         ],
         align=True,
     )
+
+
+ATTENTION_STRUCT = Struct("params", ATTENTION_PARAMS, "AttentionParams")
+BACKWARD_STRUCT = Struct("params", BACKWARD_PARAMS, "BackwardParams", (ATTENTION_STRUCT,))
+DBIAS_STRUCT = Struct("params", DBIAS_PARAMS, "DbiasParams", (ATTENTION_STRUCT,))
+
+
+def rows_struct(arrays: int) -> Struct:
+    """RowsParams of that many arrays, as a parameter."""
+    return Struct("params", rows_params(arrays), "RowsParams")

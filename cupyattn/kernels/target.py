@@ -1,14 +1,42 @@
-"""The architecture that compiled code is for, as the code itself says."""
+"""The architecture that code is compiled for: the one asked for, and what the code itself says."""
 
 from __future__ import annotations
 
+import os
 import re
 import struct
+
+from cupyattn.errors import error, shown
+from cupyattn.kernels.arch import ARCHS, Arch
+
+ARCH_VARIABLE = "CUPYATTN_ARCH"
 
 _PTX_TARGET = re.compile(rb"^\.target\s+sm_(\d+)", re.MULTILINE)
 _ELF = b"\x7fELF"
 _ABI_VERSION, _FLAGS = 8, 48  # offsets in the header of a 64-bit ELF file
 _NEWER_ABI = 8  # from here on the architecture is the second byte of the flags, not the first
+
+
+def arch_override() -> Arch | None:
+    """Return the architecture that CUPYATTN_ARCH names; None where it is not set.
+
+    Raises
+    ------
+    ValueError
+        If it names none that the library knows.
+    """
+    text = os.environ.get(ARCH_VARIABLE, "").strip()
+    if not text:
+        return None
+    known = {str(number): arch for number, arch in ARCHS.items()}
+    if text not in known:
+        raise error(
+            ValueError,
+            f"{ARCH_VARIABLE}={shown(text)}",
+            f"it is a compute capability without its dot; known are {', '.join(known)}",
+            f"set {ARCH_VARIABLE}=75 to run the Turing code, or unset it",
+        )
+    return known[text]
 
 
 def target_of(code: bytes) -> str:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Array, Layout, Span, overlaps_itself, share_an_item
-from cupyattn.errors import error
+from cupyattn.arrays import Layout, is_contiguous, overlaps_itself
+from cupyattn.errors import error, shown
 
 FLOATS = ("float16", "float32", "bfloat16")
+CPU_FLOATS = (*FLOATS, "float64")
+"""What the CPU path computes with; kernels have no float64."""
 INTEGERS = ("int32", "int64")
 
 
@@ -27,12 +29,24 @@ def require_arrays(layouts: dict[str, Layout], names: Iterable[str]) -> None:
             )
 
 
-def require_bool(name: str, value: Any) -> None:
-    """Raise TypeError unless an option is True or False."""
-    if not isinstance(value, bool | np.bool_):
+def require_kernel_dtype(name: str, dtype: np.dtype) -> None:
+    """Raise TypeError for arrays that only the CPU path takes."""
+    if dtype.name not in FLOATS:
         raise error(
             TypeError,
-            f"{name} = {value!r}",
+            f"{name} has dtype {dtype.name} on a GPU or the emulator",
+            f"kernels take {', '.join(FLOATS)}; {dtype.name} is for NumPy arrays on the CPU",
+            f"convert the arrays, for example {name}.astype('float32'), or pass NumPy arrays "
+            "outside of backend('emulator')",
+        )
+
+
+def require_bool(name: str, value: Any) -> None:
+    """Raise TypeError unless an option is True or False."""
+    if type(value) is not bool and not isinstance(value, np.bool_):
+        raise error(
+            TypeError,
+            f"{name} = {shown(value)}",
             "it is True or False",
             f"convert it with bool({name})",
         )
@@ -82,6 +96,35 @@ def require_rank(name: str, layout: Layout, axes: str) -> None:
         )
 
 
+def require_contiguous_axis(name: str, layout: Layout, axis: Any) -> None:
+    """Raise unless `axis` numbers an axis of the array, and that one is contiguous."""
+    rank = len(layout.shape)
+    if not isinstance(axis, Integral) or isinstance(axis, bool):
+        raise error(
+            TypeError,
+            f"axis is a {type(axis).__name__}",
+            "it is an integer",
+            "pass the axis that is contiguous, -1 in C order",
+        )
+    if rank == 0:
+        raise error(ValueError, f"{name} has no axes", "there has to be one", f"pass {name}[None]")
+    if not -rank <= int(axis) < rank:
+        raise error(
+            ValueError,
+            f"axis = {shown(axis)} of {name} with {rank} axes",
+            f"it is at least {-rank} and below {rank}",
+            "pass the axis that is contiguous, -1 in C order",
+        )
+    extent, stride = layout.shape[axis], layout.strides[axis]
+    if extent > 1 and 0 not in layout.shape and stride != layout.dtype.itemsize:
+        raise error(
+            ValueError,
+            f"axis {axis} of {name} has a stride of {stride} bytes",
+            f"the axis to run over is contiguous, {layout.dtype.itemsize} bytes an item",
+            "pass an array whose contiguous axis that is, for example a transposed copy",
+        )
+
+
 def require_shape(name: str, layout: Layout, expected: tuple[int, ...], meaning: str) -> None:
     """Raise ValueError unless the array has the shape that follows from the others."""
     if layout.shape != expected:
@@ -93,8 +136,9 @@ def require_shape(name: str, layout: Layout, expected: tuple[int, ...], meaning:
         )
 
 
-def require_contiguous_rows(name: str, layout: Layout) -> None:
+def require_contiguous_rows(name: str, layout: Layout, fix: str = "") -> None:
     """Raise ValueError unless the last axis is contiguous and the strides are whole items."""
+    fix = fix or f"copy it with ascontiguousarray({name})"
     itemsize = layout.dtype.itemsize
     if 0 in layout.shape:
         return
@@ -103,19 +147,19 @@ def require_contiguous_rows(name: str, layout: Layout) -> None:
             ValueError,
             f"{name} has strides {layout.strides} for items of {itemsize} bytes",
             "the last axis must be contiguous (other axes may have any stride)",
-            f"copy it with ascontiguousarray({name})",
+            fix,
         )
-    require_whole_item_strides(name, layout)
+    require_whole_item_strides(name, layout, fix)
 
 
-def require_whole_item_strides(name: str, layout: Layout) -> None:
+def require_whole_item_strides(name: str, layout: Layout, fix: str = "") -> None:
     """Raise ValueError unless every stride is a multiple of the item size."""
     if any(stride % layout.dtype.itemsize for stride in layout.strides):
         raise error(
             ValueError,
             f"{name} has strides {layout.strides} for items of {layout.dtype.itemsize} bytes",
             "strides are whole numbers of items",
-            f"copy it with ascontiguousarray({name})",
+            fix or f"copy it with ascontiguousarray({name})",
         )
 
 
@@ -131,7 +175,7 @@ def require_item_alignment(layouts: dict[str, Layout], starts: dict[str, int]) -
                 ValueError,
                 f"{name} starts {start % itemsize} bytes into an item of {itemsize}",
                 "arrays are aligned to their items",
-                f"copy it, for example {name}.copy()",
+                f"copy it, for example {name}.copy(); make a result anew before the call",
             )
 
 
@@ -144,7 +188,7 @@ def require_output(name: str, layout: Layout, shape: tuple[int, ...], dtype: np.
             f"the result is {dtype.name} {shape}",
             "pass an array of that shape and dtype, or none",
         )
-    require_contiguous_rows(name, layout)
+    require_contiguous_rows(name, layout, made_beforehand(name))
     if overlaps_itself(layout):
         raise error(
             ValueError,
@@ -154,47 +198,24 @@ def require_output(name: str, layout: Layout, shape: tuple[int, ...], dtype: np.
         )
 
 
-def require_disjoint(
-    results: Iterable[str],
-    arrays: dict[str, Array],
-    places: dict[str, int],
-    spans: dict[str, Span],
-    shown_as: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Raise ValueError if an array to be written is read-only or shares an item with another.
-
-    `spans` has where the items of each array lie from its first item, `places` where that is: this
-    settles almost every pair. `shown_as` has names for people where they are others.
-    """
-    results = tuple(results)
-    for name in results:
-        result = arrays.get(name)
-        if result is None:
-            continue
-        shown = shown_as.get(name, name)
-        _require_writable(shown, result)
-        start, end = spans[name]
-        start, end = places[name] + start, places[name] + end
-        for other, place in places.items():
-            other_start, other_end = spans[other]
-            if other == name or place + other_end <= start or end <= place + other_start:
-                continue
-            if share_an_item(result, arrays[other]):
-                raise error(
-                    ValueError,
-                    f"{shown} overlaps {shown_as.get(other, other)} in memory",
-                    "both are written"
-                    if other in results
-                    else "results are written while inputs are still read",
-                    f"give {shown} memory of its own, or leave it out",
-                )
+def made_beforehand(name: str) -> str:
+    """Say what to pass to be written. A copy made in the call would be written and lost."""
+    return f"make a writable, C-contiguous array before the call, pass it as {name} and read that"
 
 
-def _require_writable(name: str, result: Array) -> None:
-    if isinstance(result, np.ndarray) and not result.flags.writeable:
+def require_workspace(layout: Layout) -> None:
+    """Raise unless an array given as workspace is plain memory in C order."""
+    if layout.dtype.hasobject:
+        raise error(
+            TypeError,
+            f"workspace has dtype {layout.dtype.name}",
+            "it is memory to be written, of any dtype without Python objects",
+            "pass an array of 'uint8', or none",
+        )
+    if not is_contiguous(layout):
         raise error(
             ValueError,
-            f"{name} is read-only",
-            "results are written into it",
-            f"pass a writable array, for example {name}.copy()",
+            f"workspace has strides {layout.strides}, not contiguous in C order",
+            "it is memory in one piece",
+            "pass an array of 'uint8', or none",
         )

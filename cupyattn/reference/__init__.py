@@ -5,17 +5,17 @@ imports NumPy alone. Arguments are taken as validated; results are float64, roun
 need be.
 """
 
-from .attention import attention, attention_backward
-from .backward_bounds import attention_backward_bound
-from .bounds import (
+from cupyattn.reference.attention.backward_bounds import attention_backward_bound
+from cupyattn.reference.attention.bounds import (
     attention_bound,
     error_ratio,
     softmax_backward_bound,
     softmax_bound,
 )
-from .philox import attention_keep, philox4x32_10
-from .rope import rope, rope_backward
-from .softmax import softmax, softmax_backward
+from cupyattn.reference.attention.dense import attention, attention_backward
+from cupyattn.reference.layers.rope import rope, rope_backward
+from cupyattn.reference.layers.softmax import softmax, softmax_backward
+from cupyattn.reference.philox import attention_keep, philox4x32_10
 
 __all__ = [
     "attention",

@@ -1,23 +1,44 @@
 """What a kernel will do on Turing, from its machine code: no GPU, no run.
 
-Turing's shared memory and L1 deliver 64 bytes a cycle and SM, half of what later GPUs do, so that
-newer GPUs rank tile shapes in another order. This package reads the sm_75 code of a kernel instead:
+Turing's shared memory and L1 deliver 64 bytes a cycle and SM (streaming multiprocessor), half of
+what later GPUs do, so that timings on a newer GPU rank tile shapes in another order. This package
+reads the sm_75 code of a kernel instead. It needs ``nvdisasm``, NVIDIA's disassembler, which
+``pip install "cupyattn[turing]"`` brings::
 
-``disassembler`` has nvdisasm list it, ``sass`` reads the listing, ``pipes`` says what executes an
-instruction and for how long on the SM that ``machine`` describes, ``loops`` finds the loops that do
-the work, ``counts`` adds up what an iteration asks of each pipe, ``simulation`` plays it on one SM,
-and ``analysis`` puts the figures of a kernel together.
+    python -m cupyattn turing --head-dim 64     # or every row of the tables; --all-loops, --json
+
+For the main loop of each kernel that shows:
+
+- the bytes that the compiler spilled from registers to memory;
+- how many CTAs (cooperative thread arrays, CUDA's thread blocks) fit on an SM;
+- the cycles of the load/store unit for each of the tensor cores': above 1 it binds;
+- the utilisation of the tensor cores that no schedule can exceed;
+- and the utilisation that a simulation of one SM gives: its four sub-partitions, the scoreboards
+  and stalls that the compiler wrote into the code, one load/store unit, barriers, and CTAs that
+  started at different times.
+
+``disassembler`` has nvdisasm list the code, ``sass`` reads the listing, ``pipes`` says what
+executes an instruction and for how long on the SM that ``machine`` describes, ``loops`` finds the
+loops that do the work, ``counts`` adds up what an iteration asks of each pipe, ``simulation`` plays
+it on one SM, and `analyse` puts the figures of a kernel together. For another card than a T4 it
+takes the rates of a `Machine`::
+
+    analyse(specialisation, machine=Machine(hmma_f32=16))  # a GeForce: half the tensor rate
 
 How far to trust them
 ---------------------
-Counts, bytes, spills, ratios and bounds are exact for one compiler; another version of NVRTC moves
-spills by tens of bytes and utilisations by 0.01. The simulated utilisation is a model: +-0.05, to
-rank variants by differences of that size and as an upper limit. Its rates and latencies come from
-public micro-benchmarks of a T4 (`machine` names them) and were not fitted; no Turing card has been
+All but the simulation is exact for one compiler; another version of NVRTC moves spills by tens of
+bytes and utilisations by 0.01. The simulated utilisation is a model: +-0.05, to rank variants by
+differences of that size and as an upper limit. Its rates and latencies come from public
+micro-benchmarks of a T4 (`machine` names them) and were not fitted; no Turing card has been
 measured with this library's kernels. Not modelled: bank conflicts (the emulator counts those),
 conflicts of register banks, the instruction cache, contention for L2 and DRAM, atomics' own rate,
 clocks that fall under power limits, what comes before and after the loop, and CTAs with less to do
 than others (causal attention).
+
+The tests hold every row of the tables to its recorded figures, in ``tests/figures/sm_75.json``.
+After a change that is meant, ``python -m cupyattn turing --json`` prints them anew. The notebook
+``notebooks/03_turing.ipynb`` shows the model at work.
 """
 
 from cupyattn.turing.analysis import KernelFigures, analyse

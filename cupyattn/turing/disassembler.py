@@ -56,7 +56,7 @@ def _run(*arguments: str) -> str:
 
 @lru_cache(maxsize=1)
 def _find() -> Path:
-    """Return the tool of the wheel, else of PATH, else of an installed toolkit."""
+    """Return the tool of the wheel, otherwise of PATH, otherwise of an installed toolkit."""
     toolkits = [Path(os.environ[name]) / "bin" for name in _TOOLKITS if os.environ.get(name)]
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), *map(str, toolkits)])
     found = _in_wheel() or shutil.which(_TOOL, path=path)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from cupyattn.emulator.codegen import float_arithmetic
 from cupyattn.emulator.codegen.float_arithmetic import FLOAT_TYPES, float_operand
+from cupyattn.emulator.codegen.generator import Generator, Lowering
 from cupyattn.emulator.ptx.data_types import SIZE, operand_dtype, unsigned
 from cupyattn.emulator.ptx.model import Instruction
-
-if TYPE_CHECKING:
-    from cupyattn.emulator.codegen.generator import Generator, Lowering
 
 __all__ = ["LOWERINGS", "fixed_permutation", "fixed_selector"]
 
@@ -172,7 +169,7 @@ def fixed_permutation(gen: Generator, sources: tuple[str, str], selector: int) -
 
 
 def fixed_selector(x: Instruction) -> int | None:
-    """Return the selector of a ``prmt`` that only moves bytes, all lanes alike; else None."""
+    """Return the selector of a ``prmt`` that only moves bytes, all lanes alike; otherwise None."""
     if x.parts[-1] in _PRMT_MODES or not re.fullmatch(r"0x[0-7]{1,4}|[0-9]+", x.operands[3]):
         return None
     selector = int(x.operands[3], 0)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from cupyattn.emulator.codegen.generator import Generator, Lowering
 from cupyattn.emulator.machine.barriers import barrier_fault
 from cupyattn.emulator.ptx.model import Instruction
-
-if TYPE_CHECKING:
-    from cupyattn.emulator.codegen.generator import Generator, Lowering
 
 __all__ = ["LOWERINGS", "meet"]
 
 _STEP = "block, mask, merge = "
+_ANOTHER = "schedule.pick()"  # step, if the lanes that run have to wait
 
 
 def _predicate(gen: Generator, x: Instruction) -> str:
@@ -61,7 +58,7 @@ def meet(gen: Generator, x: Instruction, operands: list[str], named: str) -> Non
     values = "".join(f"{operand}, " for operand in operands)
     gen.line(
         f"{_STEP}warp_sync.meet({x.opcode!r}, ({values}), {gen.value(named, 'u4')}, "
-        f"{_behind(gen)}, mask, merge, {x.site})"
+        f"{_behind(gen)}, mask, merge, {x.site}) or {_ANOTHER}"
     )
 
 
@@ -70,7 +67,7 @@ def _barrier(gen: Generator, x: Instruction) -> None:
     if parts[1] == "warp":
         meet(gen, x, [], x.operands[0])
         return
-    end = f"{_behind(gen)}, mask, merge, {x.site})"
+    end = f"{_behind(gen)}, mask, merge, {x.site}"
     if parts[1] == "cluster" or parts[1] not in ("sync", "arrive", "red"):
         raise gen.unsupported(x)
     operands = list(x.operands)
@@ -88,7 +85,9 @@ def _barrier(gen: Generator, x: Instruction) -> None:
     elif fault := barrier_fault(*(int(operand, 0) for operand in operands)):
         raise gen.unsupported(x, fault)
     method = "arrive" if parts[1] == "arrive" else "sync"
-    gen.line(f"{_STEP}barriers.{method}({identifier}, {count}, {end[:-1]}{reduction})")
+    gen.line(
+        f"{_STEP}barriers.{method}({identifier}, {count}, {end}{reduction}) or schedule.pick()"
+    )
 
 
 def _barrier_result(gen: Generator, x: Instruction) -> None:

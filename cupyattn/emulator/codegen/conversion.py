@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from cupyattn.emulator.codegen.generator import Generator, Lowering
 from cupyattn.emulator.ptx.data_types import operand_dtype
 from cupyattn.emulator.ptx.model import Instruction
-
-if TYPE_CHECKING:
-    from cupyattn.emulator.codegen.generator import Generator, Lowering
 
 __all__ = ["LOWERINGS"]
 

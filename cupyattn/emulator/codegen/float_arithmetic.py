@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from cupyattn.emulator.codegen.generator import Generator, Lowering
 from cupyattn.emulator.ptx.model import Instruction
-
-if TYPE_CHECKING:
-    from cupyattn.emulator.codegen.generator import Generator, Lowering
 
 __all__ = ["FLOAT_TYPES", "LOWERINGS", "float_operand", "lower", "may_be_subnormal"]
 

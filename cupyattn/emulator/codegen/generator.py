@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -11,7 +12,6 @@ from cupyattn.emulator.codegen.clean import clean_registers
 from cupyattn.emulator.codegen.control_flow import ControlFlow
 from cupyattn.emulator.codegen.layout import MemoryLayout
 from cupyattn.emulator.codegen.names import RUNTIME_NAMES
-from cupyattn.emulator.codegen.stacking import Row
 from cupyattn.emulator.errors import UnsupportedPTXError
 from cupyattn.emulator.ptx.data_types import register_dtype
 from cupyattn.emulator.ptx.model import Function, Instruction, Variable
@@ -50,7 +50,8 @@ class Generator:
         self.guard = ""
         self.mask = "mask"
         self._derived: dict[str, dict[str, str]] = {}
-        self._rows: dict[str, Row] = {}  # registers that are rows of stacks
+        self._held: dict[str, str] = {}  # local registers that are other expressions
+        self._temporaries = 0
 
     def start_block(self, number: int) -> None:
         """Begin to write basic block `number`."""
@@ -58,7 +59,8 @@ class Generator:
         self.block = number
         self.guard, self.mask = "", "mask"
         self._derived = {}
-        self._rows = {}
+        self._held = {}
+        self._temporaries = 0
 
     def _register_names(self) -> dict[str, str]:
         names: dict[str, str] = {}
@@ -83,6 +85,18 @@ class Generator:
             f"{self.function.name}: PTX instruction not supported{': ' + why if why else ''} "
             f"[{instruction}]{f' at {file}:{number}' if number else ''}"
         )
+
+    @contextmanager
+    def placing(self, instruction: Instruction) -> Iterator[None]:
+        """Let an error inside say where the instruction stands, unless it does already."""
+        try:
+            yield
+        except UnsupportedPTXError as error:
+            if str(instruction) in str(error):
+                raise
+            raise self.unsupported(instruction, str(error)) from None
+        except (IndexError, KeyError, ValueError) as error:
+            raise self.unsupported(instruction, f"cannot read it ({error})") from error
 
     def is_register(self, operand: str) -> bool:
         """Tell whether `operand` names a register."""
@@ -162,27 +176,22 @@ class Generator:
                 f"{register} is {'a' if stored == 'b1' else 'no'} predicate, which does not fit"
             )
 
+    def temporary(self) -> str:
+        """Return a name that nothing else in this block has."""
+        self._temporaries += 1
+        return f"_s{self._temporaries}"
+
     def current(self, register: str) -> str:
         """Return the expression of what a register holds."""
-        if register in self._rows and self.flow.is_local(register, self.block):
-            return self._rows[register].expression  # nothing else looks at the register
-        return self.names[register]
+        return self._held.get(register) or self.names[register]
 
-    def row(self, operand: str, dtype: str) -> Row:
-        """Return what `operand` holds, seen as `dtype`: the row of a stack if it is one."""
-        if operand in self._rows and register_dtype(self.function.registers[operand]) == dtype:
-            return self._rows[operand]
-        return Row(self.value(operand, dtype))
-
-    def place(self, register: str, row: Row, dtype: str) -> None:
-        """Let a register hold `row`, of `dtype`, from here on in this block."""
-        alike = register_dtype(self.function.registers[register]) == dtype
-        if alike and self.flow.is_local(register, self.block):
+    def hold(self, register: str, expression: str) -> None:
+        """Let a register hold `expression`, of its own dtype, from here on in this block."""
+        if self.flow.is_local(register, self.block):  # nothing else looks at its variable
             self._derived.pop(register, None)
+            self._held[register] = expression
         else:
-            self.assign(register, row.expression, dtype)
-        if alike:
-            self._rows[register] = row
+            self.assign(register, expression, register_dtype(self.function.registers[register]))
 
     def _symbol(self, operand: str, dtype: str) -> str:
         match = _SYMBOL.match(operand)
@@ -239,7 +248,7 @@ class Generator:
         stored = register_dtype(self.function.registers[register])
         self._check_predicate(register, stored, dtype)
         name, before = self.names[register], self.current(register)
-        self._rows.pop(register, None)
+        self._held.pop(register, None)
         if stored != dtype:
             if stored[1] == dtype[1]:
                 expression = f"({expression}).view({stored})"

@@ -4,7 +4,7 @@ from cupyattn.emulator.ptx.data_types import SIZE
 from cupyattn.emulator.ptx.mangling import readable
 from cupyattn.emulator.ptx.model import Function, Variable
 
-__all__ = ["MemoryLayout"]
+__all__ = ["MemoryLayout", "shared_granule"]
 
 
 class MemoryLayout:
@@ -24,7 +24,6 @@ class MemoryLayout:
     """
 
     def __init__(self, function: Function, module_variables: dict[str, Variable]) -> None:
-        self.function = function
         self.offsets: dict[str, int] = {p.name: p.offset for p in function.parameters}
         self.shared_variables: list[tuple[str, int, int]] = []
         self.used_symbols: set[str] = set()
@@ -52,14 +51,15 @@ class MemoryLayout:
             offset += variable.size
         return offset
 
-    def shared_granule(self) -> int:
-        """Return the size of the smallest access that may go to shared memory, at most 8."""
-        smallest = 8
-        for x in self.function.instructions:
-            if x.root not in ("ld", "st", "atom", "red"):
-                continue
-            if {"global", "local", "param", "const"} & set(x.parts):
-                continue
-            count = 2 if "v2" in x.parts else 4 if "v4" in x.parts else 1
-            smallest = min(smallest, count * SIZE.get(x.parts[-1], 1))
-        return smallest
+
+def shared_granule(function: Function) -> int:
+    """Return the size of the smallest access that may go to shared memory, at most 8."""
+    smallest = 8
+    for x in function.instructions:
+        if x.root not in ("ld", "st", "atom", "red"):
+            continue
+        if {"global", "local", "param", "const"} & set(x.parts):
+            continue
+        count = 2 if "v2" in x.parts else 4 if "v4" in x.parts else 1
+        smallest = min(smallest, count * SIZE.get(x.parts[-1], 1))
+    return smallest

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from cupyattn.emulator.codegen import arithmetic, control, conversion, memory_access, warp_level
-from cupyattn.emulator.codegen.generator import Lowering
+from cupyattn.emulator.codegen.generator import Generator, Lowering
 from cupyattn.emulator.ptx.model import Instruction
-
-if TYPE_CHECKING:
-    from cupyattn.emulator.codegen.generator import Generator
 
 __all__ = ["CONTROL", "lowering_of"]
 

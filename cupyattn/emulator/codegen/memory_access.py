@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
+from cupyattn.emulator.codegen.generator import Generator, Lowering
 from cupyattn.emulator.machine.memory import LOCAL_WINDOW, SHARED_WINDOW, WINDOW_BYTES
 from cupyattn.emulator.ptx.data_types import SIZE, operand_dtype, unsigned
 from cupyattn.emulator.ptx.model import Instruction
-
-if TYPE_CHECKING:
-    from cupyattn.emulator.codegen.generator import Generator, Lowering
 
 __all__ = ["LOWERINGS"]
 

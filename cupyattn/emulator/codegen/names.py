@@ -58,9 +58,10 @@ class _RuntimeNames:
         + ["%dynamic_smem_size", "%total_smem_size"]
     )
     prologue: tuple[str, ...] = (
-        "shape = batch.shape",
+        "shape = batch.lanes.shape",
         "report = batch.report",
         "schedule = batch.scheduler",
+        "positions = schedule.positions",
         "barriers = schedule.barriers",
         "global_memory = batch.global_",
         "shared_memory = batch.shared",

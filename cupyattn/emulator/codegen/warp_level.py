@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from cupyattn.emulator.codegen.control import meet
-from cupyattn.emulator.codegen.matrix_fusion import MMA_SHAPES
+from cupyattn.emulator.codegen.generator import Generator, Lowering
+from cupyattn.emulator.codegen.products import ACCUMULATORS, MMA_STEPS, fragments
 from cupyattn.emulator.ptx.data_types import SIZE, unsigned
 from cupyattn.emulator.ptx.model import Instruction
-
-if TYPE_CHECKING:
-    from cupyattn.emulator.codegen.generator import Generator, Lowering
 
 __all__ = ["LOWERINGS"]
 
@@ -51,18 +47,24 @@ def _move_matrix(gen: Generator, x: Instruction) -> None:
 
 
 def _multiply(gen: Generator, x: Instruction) -> None:
-    """One product by itself; those with float32 accumulators are mostly fused (`MatrixFusion`)."""
+    """One product by itself; those with float32 accumulators are mostly fused (`products`)."""
     types = x.parts[-4:]
     accumulator = types[0]
     if (
-        x.parts[3] not in MMA_SHAPES
+        x.parts[3] not in MMA_STEPS
         or x.parts[-6:-4] != ("row", "col")
         or types not in (("f16",) * 4, ("f32", "f16", "f16", "f32"))
     ):
         raise gen.unsupported(
             x, "mma.m16n8k8 and m16n8k16 .row.col of f16 with f16 or f32 accumulators only"
         )
-    d, a, b, c = ([n.strip() for n in o.strip("{} ").split(",")] for o in x.operands)
+    steps, sums = MMA_STEPS[x.parts[3]], ACCUMULATORS // (1 + (accumulator == "f16"))
+    found = fragments(x)
+    if [len(names) for names in found] != [sums, 2 * steps, steps, sums]:
+        raise gen.unsupported(
+            x, f"{x.parts[3]} takes fragments of {sums}, {2 * steps}, {steps} and {sums} registers"
+        )
+    d, a, b, c = found
     left = ", ".join(gen.value(name, "u4") for name in a)
     right = ", ".join(gen.value(name, "u4") for name in b)
     dtype = "u4" if accumulator == "f16" else "f4"

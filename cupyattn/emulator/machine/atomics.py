@@ -7,15 +7,14 @@ depends on the order is not deterministic on a GPU either.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cupyattn.emulator.machine.floating import flush
+from cupyattn.emulator.machine.lanes import Lanes
 from cupyattn.emulator.machine.memory import MemorySpace, Piece
-
-if TYPE_CHECKING:
-    from cupyattn.emulator.machine.batch import Batch
+from cupyattn.emulator.report import Report
 
 __all__ = ["AtomicOperations"]
 
@@ -59,8 +58,9 @@ def _may_be_tiny(piece: Piece, values: np.ndarray) -> bool:
 class AtomicOperations:
     """Read-modify-write of a batch."""
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
+    def __init__(self, lanes: Lanes, report: Report | None) -> None:
+        self.shape = lanes.shape
+        self.report = report
 
     def update(
         self,
@@ -86,19 +86,19 @@ class AtomicOperations:
         pair = kind == "2f2"
         dtype = np.dtype("f2" if pair else kind)
         size = 4 if pair else dtype.itemsize
-        shape = self.batch.shape
+        shape = self.shape
         mask = np.ones(shape, bool) if mask is None else np.broadcast_to(mask, shape)
         pieces = space.locate(address, size, mask, site, True)
-        if space is self.batch.shared and self.batch.tracker is not None and pieces:
-            self.batch.tracker.atomic(pieces[0].index, size, mask, site)
-        if self.batch.report is not None:
-            self.batch.report.atomic_lanes(site, int(np.count_nonzero(mask)))
+        if pieces:
+            space.before_update(pieces[0].index, size, mask, site)
+        if self.report is not None:
+            self.report.atomic_lanes(site, int(np.count_nonzero(mask)))
         values = tuple(
             np.ascontiguousarray(np.broadcast_to(v, shape)[mask]).reshape(-1, 1).view(dtype)
             for v in operands
         )
         old = np.zeros(values[0].shape, dtype)
-        flushes = operation == "add" and kind == "f4" and space is self.batch.global_
+        flushes = operation == "add" and kind == "f4" and space.flushes_sums
         for piece in pieces:
             what = "add_flushed" if flushes and _may_be_tiny(piece, values[0]) else operation
             self._apply(piece, what, dtype, values, old, wants_old)

@@ -8,16 +8,15 @@ its way; in straight-line code all lanes are there and it costs nothing. (``bar.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from cupyattn.emulator.checks import Checks
 from cupyattn.emulator.errors import BarrierError
-from cupyattn.emulator.machine.positions import EXITED, WAITING
-
-if TYPE_CHECKING:
-    from cupyattn.emulator.machine.batch import Batch
-    from cupyattn.emulator.machine.scheduler import Scheduler, Step
+from cupyattn.emulator.machine.lanes import Lanes
+from cupyattn.emulator.machine.positions import EXITED, Positions, Step
+from cupyattn.emulator.machine.races import SharedMemoryTracker
 
 __all__ = ["Barriers", "barrier_fault"]
 
@@ -29,16 +28,24 @@ _IDS = 16  # hardware barriers of a block
 class Barriers:
     """Who waits where. The arrays exist from the first time that a lane has to wait."""
 
-    def __init__(self, batch: Batch, scheduler: Scheduler) -> None:
-        self.batch = batch
-        self.scheduler = scheduler
+    def __init__(
+        self,
+        lanes: Lanes,
+        checks: Checks,
+        positions: Positions,
+        tracker: SharedMemoryTracker | None,
+    ) -> None:
+        self.lanes = lanes
+        self.check_threads = checks.barriers
+        self.positions = positions
+        self.tracker = tracker
         self.allocated = False
         self.result: Array = np.zeros((), np.uint32)
 
     def _allocate(self) -> None:
         if self.allocated:
             return
-        shape, blocks = self.batch.shape, self.batch.blocks
+        shape, blocks = self.lanes.shape, self.lanes.blocks
         self.allocated = True
         self.resume = np.zeros(shape, np.int32)  # block to run behind the barrier
         self.barrier = np.full(shape, -1, np.int8)  # barrier id, -1: not waiting at one
@@ -58,12 +65,12 @@ class Barriers:
             bad = bad | (np.asarray(count) % 32 != 0) | (np.asarray(count) == 0)
         if not bad.any():
             return
-        bad = np.broadcast_to(bad, self.batch.shape)
+        bad = np.broadcast_to(bad, self.lanes.shape)
         lanes = np.flatnonzero(bad if mask is None else bad & mask)
         if len(lanes):
             operands = [identifier] if count is None else [identifier, count]
-            values = [np.broadcast_to(v, self.batch.shape).flat[lanes[0]] for v in operands]
-            raise self.batch.fault(BarrierError, barrier_fault(*map(int, values)), site, lanes)
+            values = [np.broadcast_to(v, self.lanes.shape).flat[lanes[0]] for v in operands]
+            raise self.lanes.fault(BarrierError, barrier_fault(*map(int, values)), site, lanes)
 
     def sync(
         self,
@@ -75,50 +82,53 @@ class Barriers:
         site: int,
         reduction: str = "",
         predicate: Array | None = None,
-    ) -> Step:
-        """Wait at barrier `identifier` until all (or `count`) threads of the block are there."""
+    ) -> Step | None:
+        """Wait at barrier `identifier` until all (or `count`) threads of the block are there.
+
+        Returns
+        -------
+        Step or None
+            How the running lanes go on, None if another step must be picked.
+        """
         if merge is None and self._opens_at_once(identifier, count, mask, site):
             if reduction:
-                here = np.ones(self.batch.shape, bool) if mask is None else mask
+                here = np.ones(self.lanes.shape, bool) if mask is None else mask
                 self._reduce(reduction, predicate, identifier, here)
             return target, mask, None
         self._allocate()
-        position = self.scheduler.position
-        if position is None:
-            position = self.scheduler.diverge(WAITING, mask)
-        here = np.ones(self.batch.shape, bool) if mask is None else mask
-        position[here] = WAITING
+        here = np.ones(self.lanes.shape, bool) if mask is None else mask
+        self.positions.wait(here, mask)
         self.resume[here] = target
         self.site[here] = site
-        ids = np.broadcast_to(np.asarray(identifier), self.batch.shape).astype(np.int64)
+        ids = np.broadcast_to(np.asarray(identifier), self.lanes.shape).astype(np.int64)
         self.barrier[here] = ids[here]
         if reduction:
             self.reduction = reduction
-            self.vote[here] = np.broadcast_to(np.asarray(predicate), self.batch.shape)[here]
+            self.vote[here] = np.broadcast_to(np.asarray(predicate), self.lanes.shape)[here]
         self._expect(ids, count, here)
         if count is not None:
             self._release_counted()
-        return self.scheduler.pick()
+        return None
 
     def arrive(
         self, identifier: Array, count: Array, target: int, mask: Array, merge: Array, site: int
-    ) -> Step:
-        """Count the running lanes in at a barrier without waiting (``bar.arrive``)."""
+    ) -> Step | None:
+        """Count the running lanes in at a barrier without waiting (``bar.arrive``); as `sync`."""
         self._allocate()
-        here = np.ones(self.batch.shape, bool) if mask is None else mask
-        ids = np.broadcast_to(np.asarray(identifier), self.batch.shape).astype(np.int64)
+        here = np.ones(self.lanes.shape, bool) if mask is None else mask
+        ids = np.broadcast_to(np.asarray(identifier), self.lanes.shape).astype(np.int64)
         self._expect(ids, count, here)
         barriers = _IDS * np.nonzero(here)[0] + ids[here]
         barriers, first, counts = np.unique(barriers, return_index=True, return_counts=True)
         self.arrived.flat[barriers] += counts
         self.arrival_site.flat[barriers] = site
         self.arrival_lane.flat[barriers] = np.flatnonzero(here)[first]
-        if self.batch.tracker:
-            self.batch.tracker.arrive(here, ids)
-        if self.scheduler.position is not None:
-            self.scheduler.position[here] = target
+        if self.tracker:
+            self.tracker.arrive(here, ids)
+        if self.positions.position is not None:
+            self.positions.position[here] = target
         self._release_counted()
-        return (target, mask, merge) if self.scheduler.position is None else self.scheduler.pick()
+        return (target, mask, merge) if self.positions.position is None else None
 
     def _expect(self, ids: Array, count: Array | None, here: np.ndarray) -> None:
         blocks = np.nonzero(here)[0]
@@ -129,45 +139,46 @@ class Barriers:
         self, identifier: Array, count: Array | None, mask: Array, site: int
     ) -> bool:
         """Tell whether the converged lanes complete the barrier by themselves."""
-        batch = self.batch
-        if count is None or (np.ndim(count) == 0 and int(count) == batch.real_threads):
-            if mask is not None and self.batch.checks.barriers:
-                exists = batch.exists if batch.exists is not None else True
+        lanes = self.lanes
+        if count is None or (np.ndim(count) == 0 and int(count) == lanes.real_threads):
+            if mask is not None and self.check_threads:
+                exists = lanes.exists if lanes.exists is not None else True
                 gone = mask.any(1, keepdims=True) & exists & ~mask
                 if gone.any():
                     raise self._exited(site, gone)
             if count is None or (np.ndim(identifier) == 0 and mask is None):
-                if batch.tracker:
-                    batch.tracker.sync_blocks(None)
+                if self.tracker:
+                    self.tracker.sync_blocks(None)
                 return True
         if self.allocated and self.arrived.any():
             return False
-        here = np.ones(batch.shape, bool) if mask is None else mask
-        key = np.broadcast_to(np.asarray(identifier), batch.shape).astype(np.int64)
-        key = key + _IDS * np.arange(batch.blocks)[:, None]
-        arrived = np.bincount(key[here], minlength=_IDS * batch.blocks)
-        wanted = np.broadcast_to(np.asarray(count), batch.shape)[here]
+        here = np.ones(lanes.shape, bool) if mask is None else mask
+        key = np.broadcast_to(np.asarray(identifier), lanes.shape).astype(np.int64)
+        key = key + _IDS * np.arange(lanes.blocks)[:, None]
+        arrived = np.bincount(key[here], minlength=_IDS * lanes.blocks)
+        wanted = np.broadcast_to(np.asarray(count), lanes.shape)[here]
         if (arrived[key[here]] != wanted).any():
             return False
-        if batch.tracker:
-            batch.tracker.sync_groups(here, key % _IDS)
+        if self.tracker:
+            self.tracker.sync_groups(here, key % _IDS)
         return True
 
     def _reduce(
         self, reduction: str, predicate: Array, identifier: Array, here: np.ndarray
     ) -> None:
         """Give the lanes of `here` the combined votes of all that share their barrier."""
-        result = np.zeros(self.batch.shape, np.uint32)
+        result = np.zeros(self.lanes.shape, np.uint32)
         result[...] = self.result
-        votes = np.broadcast_to(predicate, self.batch.shape)
-        ids = np.broadcast_to(np.asarray(identifier), self.batch.shape)
+        votes = np.broadcast_to(predicate, self.lanes.shape)
+        ids = np.broadcast_to(np.asarray(identifier), self.lanes.shape)
         for number in np.unique(ids[here]):
             group = here & (ids == number)
             np.copyto(result, _reduced(reduction, votes, group), where=group)
         self.result = result
 
     def _exited(self, site: int, gone: np.ndarray) -> Exception:
-        return self.scheduler.missed(
+        return self.lanes.fault(
+            BarrierError,
             "a barrier that some threads of the block miss: they ended (returned) without reaching "
             "it, while the others wait",
             site,
@@ -176,9 +187,7 @@ class Barriers:
 
     # ------------------------------------------------------------------ opening
     def _open(self, lanes: np.ndarray) -> None:
-        position = self.scheduler.position
-        assert position is not None
-        position[lanes] = self.resume[lanes]
+        self.positions.each[lanes] = self.resume[lanes]
         self.barrier[lanes] = -1
 
     def _release_counted(self) -> bool:
@@ -189,40 +198,38 @@ class Barriers:
         np.add.at(present, (rows, ids), 1)
         full = (self.expected > 0) & (present == self.expected)
         alone = full & (self.arrived == self.expected)  # completed, and nobody waits
-        if self.batch.tracker and alone.any():
-            self.batch.tracker.forget_arrivals(alone)
+        if self.tracker and alone.any():
+            self.tracker.forget_arrivals(alone)
         self.arrived[full] = 0
         opened = np.zeros_like(waiting)
         opened[rows, columns] = full[rows, ids]
         if not opened.any():
             return False
-        if self.batch.tracker:
-            self.batch.tracker.sync_groups(opened, self.barrier.astype(np.int64))
+        if self.tracker:
+            self.tracker.sync_groups(opened, self.barrier.astype(np.int64))
         self._finish(opened)
         return True
 
     def _release_blocks(self) -> bool:
         """Open the whole-block barriers at which every live thread of a block waits."""
-        position = self.scheduler.position
-        assert position is not None
         waiting = self.barrier >= 0
         ids = np.where(waiting, self.barrier, -1).max(1)
         whole = np.take_along_axis(self.expected, np.maximum(ids, 0)[:, None].astype(int), 1) == 0
         same = waiting & (self.barrier == ids[:, None]) & whole
-        alive = position != EXITED
+        alive = self.positions.each != EXITED
         ready = same.any(1) & (same | ~alive).all(1)
         if not ready.any():
             return False
         opened = same & ready[:, None]
-        if self.batch.checks.barriers:
+        if self.check_threads:
             self._check_whole_blocks(opened, ready, alive)
-        if self.batch.tracker:
-            self.batch.tracker.sync_blocks(ready)
+        if self.tracker:
+            self.tracker.sync_blocks(ready)
         self._finish(opened)
         return True
 
     def _check_whole_blocks(self, opened: Array, ready: Array, alive: Array) -> None:
-        exists = True if self.batch.exists is None else self.batch.exists
+        exists = True if self.lanes.exists is None else self.lanes.exists
         gone = ready[:, None] & exists & ~alive
         if gone.any():
             raise self._exited(int(self.site[opened].flat[0]), gone)
@@ -230,10 +237,11 @@ class Barriers:
         other = opened & (self.site != first[:, None])
         if other.any():
             lanes = np.flatnonzero(other)
-            block = int(lanes[0]) // self.batch.threads
-            raise self.scheduler.missed(
+            block = int(lanes[0]) // self.lanes.threads
+            raise self.lanes.fault(
+                BarrierError,
                 "divergent barrier: threads of one block wait at different bar.sync; the others "
-                f"wait at {self.batch.describe(int(first[block]))}",
+                f"wait at {self.lanes.describe(int(first[block]))}",
                 int(self.site.flat[lanes[0]]),
                 lanes,
             )
@@ -249,10 +257,11 @@ class Barriers:
 
     def check_completed(self) -> None:
         """Refuse a kernel that has ended with a barrier at which lanes arrived in vain."""
-        if not (self.allocated and self.batch.checks.barriers and self.arrived.any()):
+        if not (self.allocated and self.check_threads and self.arrived.any()):
             return
         at = tuple(np.argwhere(self.arrived)[0])
-        raise self.scheduler.missed(
+        raise self.lanes.fault(
+            BarrierError,
             f"barrier {at[1]} is never completed: {self.arrived[at]} threads arrived at it "
             f"(bar.arrive), it needs {self.expected[at]}, and the block has ended",
             int(self.arrival_site[at]),
@@ -268,9 +277,12 @@ class Barriers:
         lanes = np.flatnonzero(self.barrier >= 0)
         site = int(self.site.flat[lanes[0]])
         elsewhere = sorted({int(s) for s in self.site.flat[lanes]} - {site})
-        others = "; others wait at " + self.batch.describe(elsewhere[0]) if elsewhere else ""
-        return self.scheduler.missed(
-            f"deadlock: the threads that this barrier waits for never arrive{others}", site, lanes
+        others = "; others wait at " + self.lanes.describe(elsewhere[0]) if elsewhere else ""
+        return self.lanes.fault(
+            BarrierError,
+            f"deadlock: the threads that this barrier waits for never arrive{others}",
+            site,
+            lanes,
         )
 
 

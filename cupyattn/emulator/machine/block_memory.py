@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from cupyattn.emulator.checks import Checks
 from cupyattn.emulator.errors import OutOfBoundsError
-from cupyattn.emulator.machine.memory import ELEMENT, MemorySpace, Piece, broadcast_active
-
-if TYPE_CHECKING:
-    from cupyattn.emulator.machine.batch import Batch
+from cupyattn.emulator.machine.lanes import Lanes
+from cupyattn.emulator.machine.memory import MemorySpace, Piece, broadcast_active
+from cupyattn.emulator.machine.races import SharedMemoryTracker
+from cupyattn.emulator.machine.storage import ELEMENT, Storage
+from cupyattn.emulator.report import Report
 
 __all__ = ["LocalMemory", "ParameterMemory", "SharedMemory"]
 
@@ -21,17 +23,14 @@ _SHIFT = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}
 
 
 class _BlockMemory(MemorySpace):
-    """Memory that the batch itself holds: a buffer with a slice per block or thread."""
+    """Memory that the batch itself holds."""
 
-    def __init__(self, batch: Batch, size: int, owners: tuple[int, ...]) -> None:
-        super().__init__(batch)
-        self.size = size
-        self.stride = -(-max(size, 16) // 16) * 16
-        count = int(np.prod(owners))
-        self.bytes = np.full(count * self.stride, 0xCD, np.uint8)
-        self.views = {k: self.bytes.view(t) for k, t in ELEMENT.items()}
-        owner = np.arange(count).reshape(owners)
-        self.base = {k: owner * (self.stride // k) for k in ELEMENT}
+    def __init__(self, lanes: Lanes, checks: Checks, storage: Storage) -> None:
+        super().__init__(lanes, checks)
+        self.storage = storage
+        self.size = storage.size
+        self.views = storage.views
+        self.base = storage.base
 
     def offsets(self, address: Array, size: int, mask: Array, site: int, write: bool) -> Array:
         """Check addresses, and return them (those of the mask) as int64."""
@@ -41,7 +40,7 @@ class _BlockMemory(MemorySpace):
         if self.checks.alignment and size > 1:
             self._check_alignment(offset, size, mask, site)
         if offset.max() > self.size - size and (
-            self.checks.bounds or offset.max() > self.stride - size
+            self.checks.bounds or offset.max() > self.storage.stride - size
         ):
             self._out_of_bounds(offset, size, mask, site, write)
         return offset.astype(np.int64)
@@ -50,7 +49,7 @@ class _BlockMemory(MemorySpace):
         signed = np.asarray(offset)
         signed = signed.view(f"i{signed.dtype.itemsize}")
         bad = (signed > self.size - size) | (signed < 0)
-        lanes = self.batch.lanes(bad, mask)
+        lanes = self.lanes.numbers(bad, mask)
         every = signed if mask is not None else np.broadcast_to(signed, self.shape)
         at = int(every[np.broadcast_to(bad, every.shape)][0])
         where = (
@@ -60,26 +59,13 @@ class _BlockMemory(MemorySpace):
             if at >= self.size
             else f"its last {at + size - self.size} bytes past the end"
         )
-        raise self.batch.fault(
+        raise self.lanes.fault(
             OutOfBoundsError,
             f"out-of-bounds {size}-byte {'store to' if write else 'load from'} {self.name} memory "
-            f"({self.size} bytes) at offset {at}: {where}{self.nearest(at)}",
+            f"({self.size} bytes) at offset {at}: {where}{self.storage.nearest(at)}",
             site,
             lanes,
         )
-
-    def nearest(self, offset: int) -> str:
-        """Name the variable at `offset` or the last one before it, for messages."""
-        found = [v for v in self.variables() if v[1] <= max(offset, 0)]
-        if not found:
-            return ""
-        name, start, size = max(found, key=lambda v: v[1])
-        place = "in" if start <= offset < start + size else "behind"
-        return f" ({place} `{name}`, {size} bytes at {start})"
-
-    def variables(self) -> list[tuple[str, int, int]]:
-        """Return (name, offset, size) of what lies in this memory."""
-        return []
 
 
 class SharedMemory(_BlockMemory):
@@ -87,20 +73,23 @@ class SharedMemory(_BlockMemory):
 
     name = "shared"
 
-    def __init__(self, batch: Batch) -> None:
-        super().__init__(batch, batch.launch.shared_bytes, (batch.blocks, 1))
-        self.tracker = batch.tracker
-        self.report = batch.report
-
-    def variables(self) -> list[tuple[str, int, int]]:
-        """Return (name, offset, size) of the shared variables."""
-        return self.batch.launch.shared_variables
+    def __init__(
+        self,
+        lanes: Lanes,
+        checks: Checks,
+        storage: Storage,
+        tracker: SharedMemoryTracker | None,
+        report: Report | None,
+    ) -> None:
+        super().__init__(lanes, checks, storage)
+        self.tracker = tracker
+        self.report = report
 
     def locate(self, address: Array, size: int, mask: Array, site: int, write: bool) -> list[Piece]:
         """Translate addresses; see `MemorySpace.locate`."""
         offset = self.offsets(address, size, mask, site, write)
         if self.report is not None:
-            self.report.shared_access(site, address, size, mask, self.batch)
+            self.report.shared_access(site, address, size, mask, self.lanes)
         base = self.base[size]
         if mask is not None:
             base = np.broadcast_to(base, self.shape)[mask]
@@ -108,6 +97,11 @@ class SharedMemory(_BlockMemory):
         if self.tracker is not None and not write:
             self.tracker.read(index, size, mask, site)
         return [Piece(self.views[size], index, None)]
+
+    def before_update(self, index: Array, size: int, mask: np.ndarray, site: int) -> None:
+        """Check an atomic update of the lanes in `mask`."""
+        if self.tracker is not None:
+            self.tracker.atomic(index, size, mask, site)
 
     def write(
         self, elements: np.ndarray, index: Array, values: Array, mask: Array, site: int
@@ -125,9 +119,8 @@ class LocalMemory(_BlockMemory):
 
     name = "local"
 
-    def __init__(self, batch: Batch) -> None:
-        size = batch.program.local_bytes
-        super().__init__(batch, size, batch.shape if size else (1, 1))
+    def __init__(self, lanes: Lanes, checks: Checks, size: int) -> None:
+        super().__init__(lanes, checks, Storage(size, lanes.shape if size else (1, 1)))
 
     def locate(self, address: Array, size: int, mask: Array, site: int, write: bool) -> list[Piece]:
         """Translate addresses; see `MemorySpace.locate`."""
@@ -143,14 +136,13 @@ class ParameterMemory(_BlockMemory):
 
     name = "parameter"
 
-    def __init__(self, batch: Batch) -> None:
-        data = batch.launch.parameter_bytes
-        super().__init__(batch, len(data), (1, 1))
-        self.bytes[: len(data)] = np.frombuffer(data, np.uint8)
+    def __init__(self, lanes: Lanes, checks: Checks, data: bytes) -> None:
+        super().__init__(lanes, checks, Storage(len(data), (1, 1)))
+        self.storage.bytes[: len(data)] = np.frombuffer(data, np.uint8)
 
     def constant(self, offset: int, size: int) -> Array:
         """Return the element at a fixed offset, a 0-d array."""
-        return np.asarray(self.bytes[offset : offset + size].view(ELEMENT[size])[0])
+        return np.asarray(self.storage.bytes[offset : offset + size].view(ELEMENT[size])[0])
 
     def load(self, address: Array, size: int, count: int, mask: Array, site: int) -> Array:
         """Load as `MemorySpace.load`: mostly one element at an address that all lanes share."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from cupyattn.emulator.machine.atomics import AtomicOperations
+from cupyattn.emulator.machine.lanes import Lanes
 from cupyattn.emulator.machine.memory import (
-    ELEMENT,
     LOCAL_WINDOW,
     SHARED_WINDOW,
     WINDOW_BYTES,
     MemorySpace,
 )
-
-if TYPE_CHECKING:
-    from cupyattn.emulator.machine.batch import Batch
+from cupyattn.emulator.machine.storage import ELEMENT
 
 __all__ = ["GenericMemory"]
 
@@ -25,21 +24,31 @@ Array = Any
 class GenericMemory:
     """Accesses without a state space: each lane goes where its address points."""
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
+    def __init__(
+        self,
+        lanes: Lanes,
+        shared: MemorySpace,
+        local: MemorySpace,
+        global_: MemorySpace,
+        atomics: AtomicOperations,
+    ) -> None:
+        self.shape = lanes.shape
+        self.shared = shared
+        self.local = local
+        self.global_ = global_
+        self.atomics = atomics
 
     def _spaces(self, address: Array, mask: Array) -> list[tuple[MemorySpace, Array, Array]]:
         """Return (space, address in it, mask) for every space that a running lane addresses."""
-        batch = self.batch
         address = np.asarray(address)
         shared = (address - np.uint64(SHARED_WINDOW)) < np.uint64(WINDOW_BYTES)
         local = (address - np.uint64(LOCAL_WINDOW)) < np.uint64(WINDOW_BYTES)
         low = address & np.uint64(WINDOW_BYTES - 1)
         found: list[tuple[MemorySpace, Array, Array]] = []
         for space, here, inside in (
-            (batch.shared, shared, low),
-            (batch.local, local, low),
-            (batch.global_, ~(shared | local), address),
+            (self.shared, shared, low),
+            (self.local, local, low),
+            (self.global_, ~(shared | local), address),
         ):
             running = here if mask is None else here & mask
             if not running.any():
@@ -48,7 +57,7 @@ class GenericMemory:
                 return [(space, inside, mask)]
             if mask is not None and np.array_equal(np.broadcast_to(running, mask.shape), mask):
                 return [(space, inside, mask)]
-            found.append((space, inside, np.broadcast_to(running, batch.shape)))
+            found.append((space, inside, np.broadcast_to(running, self.shape)))
         return found
 
     def load(self, address: Array, size: int, count: int, mask: Array, site: int) -> Array:
@@ -57,7 +66,7 @@ class GenericMemory:
         if len(spaces) == 1:
             space, inside, lanes = spaces[0]
             return space.load(inside, size, count, lanes, site)
-        shape = self.batch.shape if count == 1 else (count, *self.batch.shape)
+        shape = self.shape if count == 1 else (count, *self.shape)
         values = np.zeros(shape, ELEMENT[size])
         for space, inside, lanes in spaces:
             part = space.load(inside, size, count, lanes, site)
@@ -84,7 +93,7 @@ class GenericMemory:
         """Update atomically as `AtomicOperations.update`."""
         old: Array = None
         for space, inside, lanes in self._spaces(address, mask):
-            part = self.batch.atomics.update(
+            part = self.atomics.update(
                 space, operation, kind, inside, values, lanes, site, wants_old
             )
             if wants_old:

@@ -10,17 +10,17 @@ bytes that NumPy guarantees, which a host may base its choice of kernel on, are 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from cupyattn.emulator.checks import Checks
 from cupyattn.emulator.errors import ConstWriteError, OutOfBoundsError
-from cupyattn.emulator.machine.lanes import over_lanes
-from cupyattn.emulator.machine.memory import ELEMENT, MemorySpace, Piece, broadcast_active
-
-if TYPE_CHECKING:
-    from cupyattn.emulator.arguments import Argument
-    from cupyattn.emulator.machine.batch import Batch
+from cupyattn.emulator.machine.argument import Argument
+from cupyattn.emulator.machine.lanes import Lanes, over_lanes
+from cupyattn.emulator.machine.memory import MemorySpace, Piece, broadcast_active
+from cupyattn.emulator.machine.storage import ELEMENT
+from cupyattn.emulator.report import Report
 
 __all__ = ["DeviceMemory", "GlobalMemory", "Region"]
 
@@ -210,16 +210,25 @@ class GlobalMemory(MemorySpace):
     """Global memory as a batch sees it."""
 
     name = "global"
+    flushes_sums = True
 
-    def __init__(self, batch: Batch, device: DeviceMemory) -> None:
-        super().__init__(batch)
+    def __init__(
+        self,
+        lanes: Lanes,
+        checks: Checks,
+        device: DeviceMemory,
+        recent: list[Region | None],
+        report: Report | None,
+    ) -> None:
+        super().__init__(lanes, checks)
         self.device = device
-        self.recent = batch.launch.recent_region  # by instruction: where it went last time
+        self.recent = recent  # by instruction: where it went last time
+        self.report = report
 
     def locate(self, address: Array, size: int, mask: Array, site: int, write: bool) -> list[Piece]:
         """Translate addresses; see `MemorySpace.locate`."""
-        if self.batch.report is not None:
-            self.batch.report.global_access(site, address, size, mask, self.batch)
+        if self.report is not None:
+            self.report.global_access(site, address, size, mask, self.lanes)
         address = broadcast_active(address, mask, self.shape)
         if address.size == 0:
             return []
@@ -277,11 +286,11 @@ class GlobalMemory(MemorySpace):
             ):
                 return
             names = ", ".join(f"`{a.name}`" for a in region.arguments if a.const) or "read-only"
-            raise self.batch.fault(
+            raise self.lanes.fault(
                 ConstWriteError,
                 f"{size}-byte store to a const argument ({names}) at {first:#x}",
                 site,
-                self.batch.lanes(bad, mask),
+                self.lanes.numbers(bad, mask),
             )
         if self.checks.bounds:
             self._out_of_bounds(bad, address, size, mask, site, write)
@@ -292,7 +301,7 @@ class GlobalMemory(MemorySpace):
         """Translate addresses that may lie in several regions, or in none."""
         if mask is None:
             address = over_lanes(address, self.shape)
-            exists = self.batch.exists
+            exists = self.lanes.exists
         else:
             exists = None
         remaining = np.ones(address.shape, bool) if exists is None else exists.copy()
@@ -319,10 +328,10 @@ class GlobalMemory(MemorySpace):
         address = np.asarray(address)
         first = int(address[np.broadcast_to(bad, address.shape)][0])
         near = self.device.nearest(first, size)
-        raise self.batch.fault(
+        raise self.lanes.fault(
             OutOfBoundsError,
             f"out-of-bounds {size}-byte {'store to' if write else 'load from'} global memory at "
             f"{first:#x}, {near}",
             site,
-            self.batch.lanes(bad, mask),
+            self.lanes.numbers(bad, mask),
         )

@@ -8,17 +8,18 @@ bytes. A (16x8) is two of them, rows 0-7 and 8-15; B (8x8) is one, transposed (r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from cupyattn.emulator.checks import Checks
 from cupyattn.emulator.errors import MisalignedAccessError, OutOfBoundsError, WarpSyncError
 from cupyattn.emulator.machine.convert import HALF_TO_FLOAT
-from cupyattn.emulator.machine.lanes import over_lanes
+from cupyattn.emulator.machine.lanes import Lanes, over_lanes
 from cupyattn.emulator.machine.memory import SHARED_WINDOW, WINDOW_BYTES
-
-if TYPE_CHECKING:
-    from cupyattn.emulator.machine.batch import Batch
+from cupyattn.emulator.machine.races import SharedMemoryTracker
+from cupyattn.emulator.machine.storage import Storage
+from cupyattn.emulator.report import Report
 
 __all__ = ["MatrixOperations"]
 
@@ -28,10 +29,21 @@ Array = Any
 class MatrixOperations:
     """Matrix instructions of a batch; they need whole warps."""
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-        self.shape = batch.shape
-        self.warps = batch.blocks * batch.warps
+    def __init__(
+        self,
+        lanes: Lanes,
+        checks: Checks,
+        shared: Storage,
+        tracker: SharedMemoryTracker | None,
+        report: Report | None,
+    ) -> None:
+        self.lanes = lanes
+        self.checks = checks
+        self.shared = shared
+        self.tracker = tracker
+        self.report = report
+        self.shape = lanes.shape
+        self.warps = lanes.blocks * lanes.warps
 
     def _converged(self, mask: Array, site: int, what: str) -> None:
         """Refuse an ``.aligned`` instruction that only some lanes of a warp execute."""
@@ -40,7 +52,7 @@ class MatrixOperations:
         active = mask.reshape(-1, 32)
         partial: Any = active.any(1) & ~active.all(1)
         if partial.any():
-            raise self.batch.fault(
+            raise self.lanes.fault(
                 WarpSyncError,
                 f"{what} needs all 32 lanes of the warp, but only some are here (divergence, or "
                 "threads that returned)",
@@ -147,35 +159,34 @@ class MatrixOperations:
         Lane 8 i + r gives the address of row r of matrix i. On sm_75 the addresses of the other
         lanes must be aligned too.
         """
-        batch = self.batch
+        blocks, warps = self.lanes.blocks, self.lanes.warps
         self._converged(mask, site, "ldmatrix.sync.aligned")
         uniform = np.ndim(address) < 2 or np.shape(address)[0] == 1
         address = over_lanes(address, self.shape)
         if address.dtype.itemsize == 8:
             generic = (address - np.uint64(SHARED_WINDOW)) < np.uint64(WINDOW_BYTES)
             address = np.where(generic, address - np.uint64(SHARED_WINDOW), address)
-        rows = address.reshape(batch.blocks, batch.warps, 32).astype(np.int64)
+        rows = address.reshape(blocks, warps, 32).astype(np.int64)
         active = None
         if mask is not None:
-            active = mask.reshape(batch.blocks, batch.warps, 32)
+            active = mask.reshape(blocks, warps, 32)
             rows = np.where(active, rows, 0)
         self._check(rows, count, site)
         rows = rows[:, :, : 8 * count]
-        shared = batch.shared
-        if batch.report is not None:
+        if self.report is not None:
             alike = active is None and uniform  # every block
-            batch.report.matrix_load(
-                site, rows[:1] if alike else rows, active, batch.blocks if alike else 1
+            self.report.matrix_load(
+                site, rows[:1] if alike else rows, active, blocks if alike else 1
             )
-        index = (rows >> 4) + shared.base[16][:, :, None]
-        if batch.tracker is not None:
-            lanes = batch.tracker.lane.reshape(batch.blocks, batch.warps, 32)[:, :, : 8 * count]
+        index = (rows >> 4) + self.shared.base[16][:, :, None]
+        if self.tracker is not None:
+            lanes = self.tracker.lane.reshape(blocks, warps, 32)[:, :, : 8 * count]
             if active is not None:
                 used = active[:, :, : 8 * count]
-                batch.tracker.read_rows(index[used], lanes[used], site)
+                self.tracker.read_rows(index[used], lanes[used], site)
             else:
-                batch.tracker.read_rows(index.ravel(), lanes.ravel(), site)
-        matrices = shared.views[16].take(index).reshape(self.warps, count, 8, 1)
+                self.tracker.read_rows(index.ravel(), lanes.ravel(), site)
+        matrices = self.shared.views[16].take(index).reshape(self.warps, count, 8, 1)
         if transposed:
             halves = matrices.view(np.uint16).swapaxes(2, 3)
             matrices = np.ascontiguousarray(halves)
@@ -183,10 +194,9 @@ class MatrixOperations:
         return np.ascontiguousarray(words.swapaxes(0, 1)).reshape(count, *self.shape)
 
     def _check(self, rows: np.ndarray, count: int, site: int) -> None:
-        batch = self.batch
         bitwise_or: Any = np.bitwise_or  # NumPy's stubs differ on axis=None from version to version
         every_bit = bitwise_or.reduce(rows, axis=None)
-        if batch.checks.alignment and int(every_bit) & 15:
+        if self.checks.alignment and int(every_bit) & 15:
             bad = (rows & 15) != 0
             lanes = np.flatnonzero(bad)
             unused = (
@@ -194,7 +204,7 @@ class MatrixOperations:
                 if bad[:, :, : 8 * count].any()
                 else (f" (a lane that .x{count} does not use, but sm_75 wants all 32 aligned)")
             )
-            raise batch.fault(
+            raise self.lanes.fault(
                 MisalignedAccessError,
                 f"misaligned ldmatrix row at shared offset {int(rows.flat[lanes[0]]):#x}, "
                 f"not a multiple of 16{unused}",
@@ -202,16 +212,16 @@ class MatrixOperations:
                 lanes,
             )
         used = rows[:, :, : 8 * count]
-        size = batch.shared.size if batch.checks.bounds else batch.shared.stride
+        size = self.shared.size if self.checks.bounds else self.shared.stride
         unsigned: np.ndarray = used.view(np.uint64)  # negative offsets are large ones
         if unsigned.max() > size - 16:
             bad = np.zeros(rows.shape, bool)
             bad[:, :, : 8 * count] = (used > size - 16) | (used < 0)
             offset = int(rows[bad][0])
-            raise batch.fault(
+            raise self.lanes.fault(
                 OutOfBoundsError,
-                f"out-of-bounds ldmatrix row at shared offset {offset} of {batch.shared.size} bytes"
-                f"{batch.shared.nearest(offset)}",
+                f"out-of-bounds ldmatrix row at shared offset {offset} of {self.shared.size} bytes"
+                f"{self.shared.nearest(offset)}",
                 site,
                 np.flatnonzero(bad),
             )

@@ -6,18 +6,16 @@ is shared. Vectors (``.v2``, ``.v4``) move as one element of their whole size an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupyattn.emulator.checks import Checks
 from cupyattn.emulator.errors import MisalignedAccessError
-from cupyattn.emulator.machine.lanes import over_lanes
-
-if TYPE_CHECKING:
-    from cupyattn.emulator.machine.batch import Batch
+from cupyattn.emulator.machine.lanes import Lanes, over_lanes
+from cupyattn.emulator.machine.storage import ELEMENT
 
 __all__ = [
-    "ELEMENT",
     "LOCAL_WINDOW",
     "SHARED_WINDOW",
     "WINDOW_BYTES",
@@ -27,9 +25,6 @@ __all__ = [
 ]
 
 Array = Any
-
-# The dtype that moves 1, 2, 4, 8 or 16 bytes as one element (complex128: only as 16 bytes).
-ELEMENT = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 # Generic addresses of shared and local memory; everything else is global.
 SHARED_WINDOW = 1 << 60
@@ -59,11 +54,12 @@ class MemorySpace:
     """Loads and stores on top of `locate`."""
 
     name = "memory"
+    flushes_sums = False  # whether atomic sums of float32 become zeros where they are subnormal
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-        self.shape = batch.shape
-        self.checks = batch.checks
+    def __init__(self, lanes: Lanes, checks: Checks) -> None:
+        self.lanes = lanes
+        self.shape = lanes.shape
+        self.checks = checks
 
     def locate(
         self, address: Array, size: int, mask: np.ndarray | None, site: int, write: bool
@@ -74,6 +70,9 @@ class MemorySpace:
         a vector over its lanes.
         """
         raise NotImplementedError
+
+    def before_update(self, index: Array, size: int, mask: np.ndarray, site: int) -> None:
+        """Check an atomic update of the lanes in `mask`."""
 
     def load(self, address: Array, size: int, count: int, mask: Array, site: int) -> Array:
         """Load `count` consecutive elements of `size` bytes: one array, or a tuple of them."""
@@ -131,10 +130,10 @@ class MemorySpace:
             offset = np.asarray(offset)
             bad = (offset & offset.dtype.type(size - 1)) != 0
             value = int(offset[bad][0])
-            raise self.batch.fault(
+            raise self.lanes.fault(
                 MisalignedAccessError,
                 f"misaligned {size}-byte access to {self.name} memory at {value:#x}, "
                 f"{value % size} bytes off a multiple of {size}",
                 site,
-                self.batch.lanes(bad, mask),
+                self.lanes.numbers(bad, mask),
             )

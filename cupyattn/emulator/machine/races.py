@@ -14,15 +14,15 @@ The unit of memory is a granule, the smallest size that the kernel accesses shar
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from cupyattn.emulator.checks import Checks
 from cupyattn.emulator.errors import SharedMemoryRaceError, UninitializedReadError
-
-if TYPE_CHECKING:
-    from cupyattn.emulator.codegen.program import Program
-    from cupyattn.emulator.machine.batch import Batch
+from cupyattn.emulator.machine.lanes import Lanes
+from cupyattn.emulator.machine.storage import Storage
+from cupyattn.emulator.program import Program
 
 __all__ = ["SharedMemoryTracker"]
 
@@ -37,24 +37,26 @@ _WHO = 63
 class SharedMemoryTracker:
     """Last writer and last readers of every granule of a batch's shared memory."""
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-        self.races = batch.checks.races
-        self.granule = batch.program.shared_granule
-        self.stride = -(-max(batch.launch.shared_bytes, 16) // 16) * 16 // self.granule
-        count = batch.blocks * self.stride
-        self.unit = 1 if batch.program.partial_warp_barriers else 32  # lanes that share a clock
-        self.units = units = batch.threads // self.unit
+    def __init__(self, lanes: Lanes, checks: Checks, storage: Storage) -> None:
+        self.lanes = lanes
+        self.checks = checks
+        self.storage = storage
+        self.races = checks.races
+        self.granule = lanes.program.shared_granule
+        self.stride = storage.stride // self.granule
+        count = lanes.blocks * self.stride
+        self.unit = 1 if lanes.program.partial_warp_barriers else 32  # lanes that share a clock
+        self.units = units = lanes.threads // self.unit
         self.written = np.zeros(count, bool)
         if self.races:
-            self.epoch = np.ones((batch.blocks, units), np.int32)
-            self.seen = np.zeros((batch.blocks, units, units), np.int32)
+            self.epoch = np.ones((lanes.blocks, units), np.int32)
+            self.seen = np.zeros((lanes.blocks, units, units), np.int32)
             self.writer = np.zeros(count, np.int32)  # record of the last write, 0: none
             self.writer_unit = np.zeros(count, np.int16)
             self.by_atomic = np.zeros(count, bool)
             self.readers = np.zeros((count, units), np.int32)  # record of the last read per unit
             self.pending: dict[tuple[int, int], np.ndarray] = {}
-        self.lane = np.arange(batch.blocks * batch.threads, dtype=np.int32)
+        self.lane = np.arange(lanes.blocks * lanes.threads, dtype=np.int32)
 
     @staticmethod
     def bytes_per_block(program: Program, shared_bytes: int, threads: int) -> int:
@@ -70,9 +72,9 @@ class SharedMemoryTracker:
         if lanes is None:
             if mask is None:
                 lanes = self.lane
-                index = np.broadcast_to(index, self.batch.shape).ravel()
+                index = np.broadcast_to(index, self.lanes.shape).ravel()
             else:
-                lanes = self.lane.reshape(self.batch.shape)[mask]
+                lanes = self.lane.reshape(self.lanes.shape)[mask]
         per = size // self.granule
         if per > 1:
             index = (index[:, None] * per + np.arange(per)).ravel()
@@ -105,7 +107,7 @@ class SharedMemoryTracker:
             return
         if self.races:
             granules = np.ascontiguousarray(values).reshape(-1).view(f"u{self.granule}")
-            memory = self.batch.shared.views[self.granule]
+            memory = self.storage.views[self.granule]
             changes = memory.take(index) != granules  # equal writes do not race with each other
             self._write(index, lanes, site, False, changes)
         self.written[index] = True
@@ -121,13 +123,13 @@ class SharedMemoryTracker:
         wanted = np.ascontiguousarray(values).reshape(-1, 1).view(unit)
         lost = (stored != wanted).any(1)
         if lost.any():
-            raise self.batch.fault(
+            raise self.lanes.fault(
                 SharedMemoryRaceError,
                 "shared-memory race: threads store different values to one address with one "
                 "instruction",
                 site,
-                self.batch.lanes(
-                    lost if mask is not None else lost.reshape(self.batch.shape), mask
+                self.lanes.numbers(
+                    lost if mask is not None else lost.reshape(self.lanes.shape), mask
                 ),
             )
 
@@ -142,16 +144,16 @@ class SharedMemoryTracker:
         self.written[index] = True
 
     def _check_written(self, index: np.ndarray, lanes: np.ndarray, site: int) -> None:
-        if not self.batch.checks.uninitialized:
+        if not self.checks.uninitialized:
             return
         written = self.written.take(index)
         if not written.all():
             bad = ~written
             offset = int(index[bad][0]) % self.stride * self.granule
-            raise self.batch.fault(
+            raise self.lanes.fault(
                 UninitializedReadError,
                 f"read of shared memory at byte {offset} that no thread has written"
-                f"{self.batch.shared.nearest(offset)}",
+                f"{self.storage.nearest(offset)}",
                 site,
                 np.unique(lanes[bad]),
             )
@@ -240,12 +242,12 @@ class SharedMemoryTracker:
         other_warp, other_lane = divmod(int(other_unit[first]) * self.unit, 32)
         lane = f"lane {other_lane + who}" if who < _MANY else "several lanes"
         relation = "no barrier"
-        if int(lanes[first]) // 32 % self.batch.warps == other_warp:
+        if int(lanes[first]) // 32 % self.lanes.warps == other_warp:
             relation = "no bar.warp.sync (__syncwarp)" + " of both" * (self.unit == 1)
-        raise self.batch.fault(
+        raise self.lanes.fault(
             SharedMemoryRaceError,
             f"shared-memory race: the thread {verb} byte {offset}"
-            f"{self.batch.shared.nearest(offset)}, {participle} by {lane} of warp "
+            f"{self.storage.nearest(offset)}, {participle} by {lane} of warp "
             f"{other_warp} of the block, and {relation} lies between",
             site,
             np.unique(lanes[bad]),
@@ -264,7 +266,7 @@ class SharedMemoryTracker:
     def _identifiers(self, lanes: np.ndarray, identifier: np.ndarray) -> np.ndarray:
         """Return per block and unit the barrier at which some of its lanes are, -1 if none."""
         ids: np.ndarray = np.where(lanes, identifier, -1)
-        return ids.reshape(self.batch.blocks, self.units, self.unit).max(2)
+        return ids.reshape(self.lanes.blocks, self.units, self.unit).max(2)
 
     def sync_blocks(self, which: np.ndarray | None) -> None:
         """Let all threads of the blocks in `which` (None: of every block) pass a barrier."""
@@ -308,18 +310,18 @@ class SharedMemoryTracker:
         """Let the lanes of `mask` (None: all) meet those that they name (``bar.warp.sync``)."""
         if not self.races:
             return
-        batch = self.batch
+        shape, warps = self.lanes.shape, (self.lanes.blocks, self.lanes.warps)
         if self.unit == 1:
-            here = np.ones(batch.shape, bool) if mask is None else mask
-            members = np.broadcast_to(named, batch.shape)
-            for block, warp in np.argwhere(here.reshape(batch.blocks, batch.warps, 32).any(2)):
+            here = np.ones(shape, bool) if mask is None else mask
+            members = np.broadcast_to(named, shape)
+            for block, warp in np.argwhere(here.reshape(*warps, 32).any(2)):
                 lanes = 32 * warp + np.flatnonzero(here[block, 32 * warp : 32 * warp + 32])
                 for group in np.unique(members[block, lanes]):  # equal masks meet
                     self._join(int(block), lanes[members[block, lanes] == group])
             return
-        busy: Any = np.ones((batch.blocks, batch.warps), bool)
+        busy: Any = np.ones(warps, bool)
         if mask is not None:
-            busy = mask.reshape(batch.blocks, batch.warps, 32).any(2)
+            busy = mask.reshape(*warps, 32).any(2)
         block, warp = np.nonzero(busy)
         self.seen[block, warp, warp] = self.epoch[block, warp]
         self.epoch[block, warp] += 1

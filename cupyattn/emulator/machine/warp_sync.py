@@ -22,12 +22,16 @@ says; on a GPU they may hang, since the missing lane may first wait for them whe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
+from cupyattn.emulator.checks import Checks
 from cupyattn.emulator.errors import BarrierError, KernelFault, WarpSyncError
-from cupyattn.emulator.machine.positions import WAITING
+from cupyattn.emulator.machine.lanes import Lanes
+from cupyattn.emulator.machine.positions import Positions, Step
+from cupyattn.emulator.machine.races import SharedMemoryTracker
 from cupyattn.emulator.machine.warp import (
     LANE,
     Exchange,
@@ -36,10 +40,6 @@ from cupyattn.emulator.machine.warp import (
     shuffle_sources,
     warp_bits,
 )
-
-if TYPE_CHECKING:
-    from cupyattn.emulator.machine.batch import Batch
-    from cupyattn.emulator.machine.scheduler import Scheduler, Step
 
 __all__ = ["WarpSync"]
 
@@ -62,11 +62,18 @@ class WarpSync:
         The result of the last exchange of every lane: a uint32 and a predicate.
     """
 
-    def __init__(self, batch: Batch, scheduler: Scheduler) -> None:
-        self.batch = batch
-        self.shape = batch.shape
-        self.scheduler = scheduler
-        self.check = batch.checks.warp_sync
+    def __init__(
+        self,
+        lanes: Lanes,
+        checks: Checks,
+        positions: Positions,
+        tracker: SharedMemoryTracker | None,
+    ) -> None:
+        self.lanes = lanes
+        self.shape = lanes.shape
+        self.positions = positions
+        self.tracker = tracker
+        self.check = checks.warp_sync
         self.value: Array = np.zeros((), np.uint32)
         self.flag: Array = np.zeros((), bool)
         self.kinds: list[str] = []  # opcodes that lanes have waited at
@@ -93,15 +100,21 @@ class WarpSync:
         mask: Array,
         merge: Array,
         site: int,
-    ) -> Step:
-        """Exchange `operands` with the lanes that `named` lists, and go on at block `target`."""
+    ) -> Step | None:
+        """Exchange `operands` with the lanes that `named` lists, and go on at block `target`.
+
+        Returns
+        -------
+        Step or None
+            How the running lanes go on, None if another step must be picked.
+        """
         exchange = exchange_of(opcode)
         if merge is None and named.ndim == 0:  # all that live, with one mask
             if self.check and (mask is not None or int(named) != _EVERYONE):
                 self._check_members(exchange, operands, named, mask, site)
             self.value, self.flag = exchange.of(operands, named, mask, self.shape)
-            if exchange.function is None and self.batch.tracker:
-                self.batch.tracker.sync_warps(mask, named)
+            if exchange.function is None and self.tracker:
+                self.tracker.sync_warps(mask, named)
             return target, mask, None
         here = np.ones(self.shape, bool) if mask is None else mask
         if self.check:
@@ -111,7 +124,7 @@ class WarpSync:
             return target, mask, merge
         self._park(exchange, operands, named, target, here, site)
         self.release()
-        return self.scheduler.pick()
+        return None
 
     def _all_here(self, named: Array, here: np.ndarray) -> bool:
         """Tell whether all the running lanes can exchange without waiting for others."""
@@ -127,7 +140,7 @@ class WarpSync:
 
     def _living(self) -> np.ndarray:
         """Return the lanes that have not ended, as bits of every warp."""
-        alive = self.scheduler.alive_lanes()
+        alive = self.positions.alive
         return warp_bits(True if alive is None else alive, self.shape)
 
     @staticmethod
@@ -150,10 +163,7 @@ class WarpSync:
     ) -> None:
         self._allocate()
         self.living[here] = np.repeat(self._living(), 32).reshape(self.shape)[here]
-        position = self.scheduler.position
-        if position is None:
-            position = self.scheduler.diverge(WAITING, here)
-        position[here] = WAITING
+        self.positions.wait(here, here)
         if exchange.name not in self.kinds:
             self.kinds.append(exchange.name)
         self.kind[here] = self.kinds.index(exchange.name)
@@ -190,9 +200,7 @@ class WarpSync:
                 for kept, dtype in zip(self.operands, exchange.dtypes, strict=False)
             )
             self._perform(exchange, operands, self.named, lanes, self.site)
-        position = self.scheduler.position
-        assert position is not None
-        position[opened] = self.resume[opened]
+        self.positions.each[opened] = self.resume[opened]
         self.kind[opened] = -1
         return True
 
@@ -206,8 +214,8 @@ class WarpSync:
     ) -> None:
         """Exchange between `lanes`, and keep what they got; other lanes may still need theirs."""
         if exchange.function is None:
-            if self.batch.tracker:
-                self.batch.tracker.sync_warps(lanes, named)
+            if self.tracker:
+                self.tracker.sync_warps(lanes, named)
             return
         if self.check and exchange.is_shuffle:
             self._check_sources(exchange, operands, named, lanes, site)
@@ -232,7 +240,7 @@ class WarpSync:
         bad = here.reshape(-1, 32) & (members & _BIT == 0)
         if bad.any():
             lanes = np.flatnonzero(bad)
-            raise self.batch.fault(
+            raise self.lanes.fault(
                 WarpSyncError,
                 f"{exchange.name} by lane {lanes[0] % 32} with the mask "
                 f"{int(members.flat[lanes[0]]):#010x}, which does not name that lane itself: set "
@@ -266,7 +274,7 @@ class WarpSync:
             if there.flat[first]
             else "which is not here (it returned, or the block has fewer threads)"
         )
-        raise self.batch.fault(
+        raise self.lanes.fault(
             WarpSyncError,
             f"{exchange.name} by lane {first % 32} reads the value of lane "
             f"{int(source.flat[first])}, {why}",
@@ -284,7 +292,7 @@ class WarpSync:
             lanes = np.flatnonzero(bad)
             first = int(lanes[0])
             name, named = self.kinds[self.kind.flat[first]], int(self.named.flat[first])
-            raise self.batch.fault(
+            raise self.lanes.fault(
                 WarpSyncError,
                 f"{name} whose mask {named:#010x} names lanes that never come (divergence; they "
                 f"ended without reaching it): lanes {_listed(int(ended.flat[first]))}",
@@ -292,8 +300,11 @@ class WarpSync:
                 lanes,
             )
 
-    def stuck(self) -> KernelFault | None:
-        """Return why the first lane that waits here waits forever, None if no lane does."""
+    def stuck(self, site_of: Callable[[int], int]) -> KernelFault | None:
+        """Return why the first lane that waits here waits forever, None if no lane does.
+
+        `site_of` tells the instruction at which a lane waits that waits elsewhere.
+        """
         if not self.allocated or not (self.kind >= 0).any():
             return None
         lanes = np.flatnonzero(self.kind >= 0)
@@ -305,22 +316,21 @@ class WarpSync:
         )
         missing = named & ~int(group.flat[first]) & int(self._living()[first // 32])
         other = first // 32 * 32 + _listed(missing)[0]
-        return self.batch.fault(
+        return self.lanes.fault(
             BarrierError if name == "bar.warp.sync" else WarpSyncError,
             f"deadlock: {name} whose mask {named:#010x} names lanes that never come (divergence): "
-            f"lanes {_listed(missing)}; {self._instead(other, name)}",
+            f"lanes {_listed(missing)}; {self._instead(other, name, site_of)}",
             int(self.site.flat[first]),
             lanes,
         )
 
-    def _instead(self, other: int, name: str) -> str:
+    def _instead(self, other: int, name: str, site_of: Callable[[int], int]) -> str:
         """Say what a lane does instead of coming to the instruction `name`."""
         lane = other % 32
         kind = int(self.kind.flat[other])
         if kind < 0:
-            site = self.scheduler.barriers.site_of(other)
-            return f"lane {lane} waits at {self.batch.describe(site)}"
-        place = self.batch.describe(int(self.site.flat[other]))
+            return f"lane {lane} waits at {self.lanes.describe(site_of(other))}"
+        place = self.lanes.describe(int(self.site.flat[other]))
         if self.kinds[kind] == name:
             return (
                 f"lane {lane} passes the mask {int(self.named.flat[other]):#010x} at {place}: all "

@@ -2,7 +2,7 @@
 
 A GPU's assembler refuses PTX that its ``.target`` does not have, so the emulator does too: a kernel
 for Turing that uses ``mma.m16n8k16`` must not pass its tests here. The numbers are those of the
-"Target ISA Notes" of the PTX ISA; `tests/test_emulator_architecture.py` holds them against the
+"Target ISA Notes" of the PTX ISA; `tests/emulator/test_architecture.py` holds them against the
 assembler inside NVRTC.
 """
 

@@ -1,8 +1,10 @@
 """What the parser produces: modules, functions, variables and instructions."""
 
-from dataclasses import dataclass, field
+import sys
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
-__all__ = ["RECEIPT", "Function", "Instruction", "Location", "Parameter", "Variable"]
+__all__ = ["RECEIPT", "Function", "Instruction", "Location", "Parameter", "Statement", "Variable"]
 
 Location = tuple[str, int]  # (file, line)
 
@@ -12,6 +14,44 @@ _WAITS = frozenset((*_BARRIERS, *_EXCHANGES))
 
 # What `body` puts behind instructions whose result exists only once the lanes have met.
 RECEIPT = {"bar": "bar_result", "barrier": "bar_result"} | dict.fromkeys(_EXCHANGES, "sync_result")
+
+
+@lru_cache(maxsize=4096)
+def _parts(opcode: str) -> tuple[str, ...]:
+    """Return an opcode split at its dots: one tuple for thousands of instructions."""
+    return tuple(opcode.split("."))
+
+
+class Statement:
+    """What messages and reports say of an instruction: all that is kept of one that has been read.
+
+    Attributes
+    ----------
+    opcode : str
+        With all its modifiers, e.g. ``"ld.global.v4.u32"``.
+    location : Location
+        Source file and line.
+    """
+
+    __slots__ = ("_text", "location", "opcode")
+
+    def __init__(self, opcode: str, text: str, location: Location) -> None:
+        self.opcode = opcode
+        self.location = location
+        self._text = text
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The opcode split at the dots."""
+        return _parts(self.opcode)
+
+    @property
+    def root(self) -> str:
+        """The first part of the opcode: ``"ld"`` of ``"ld.global.u32"``."""
+        return self.parts[0]
+
+    def __str__(self) -> str:
+        return self._text
 
 
 class Instruction:
@@ -42,8 +82,8 @@ class Instruction:
         guard: tuple[str, bool] | None = None,
         location: Location = ("", 0),
     ) -> None:
+        self.parts = _parts(opcode)
         self.opcode = opcode
-        self.parts = tuple(opcode.split("."))
         self.operands = operands
         self.guard = guard
         self.location = location
@@ -70,6 +110,11 @@ class Instruction:
     def __str__(self) -> str:
         guard = f"@{'!' if self.guard[1] else ''}{self.guard[0]} " if self.guard else ""
         return f"{guard}{self.opcode} {', '.join(self.operands)};"
+
+    @property
+    def statement(self) -> Statement:
+        """What to keep of it for messages and reports."""
+        return Statement(sys.intern(self.opcode), str(self), self.location)
 
 
 @dataclass
@@ -122,6 +167,13 @@ class Function:
     branch_tables: dict[str, list[str]] = field(default_factory=dict)
     max_threads: tuple[int, ...] | None = None
     required_threads: tuple[int, ...] | None = None
+
+    @property
+    def header(self) -> "Function":
+        """The function without its body."""
+        return replace(
+            self, registers={}, variables={}, instructions=[], labels={}, branch_tables={}
+        )
 
     @property
     def parameter_bytes(self) -> int:

@@ -48,6 +48,14 @@ class PTXModule:
             self.parsed[name] = parse_body(self.headers[name], self.bodies[name], self.files)
         return self.parsed[name]
 
+    def forget(self, name: str) -> None:
+        """Drop the body of the entry `name`, and all others once no entry has one."""
+        self.bodies.pop(name)
+        if not any(self.headers[other].is_entry for other in self.bodies):
+            self.bodies.clear()
+        for parsed in self.parsed.keys() - self.bodies.keys():
+            self.headers[parsed] = self.parsed.pop(parsed).header
+
 
 def _strip_comments(text: str) -> str:
     return _COMMENT.sub(lambda m: m.group() if m.group()[0] == '"' else " ", text)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from cupyattn.arrays import ALIGNMENT
+
 STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4}
 """Name and bytes of an item."""
 
-VECTOR_BYTES = 16
+VECTOR_BYTES = ALIGNMENT
 """The widest load or store of one thread (kVectorBytes in config.cuh)."""
 
 

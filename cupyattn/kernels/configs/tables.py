@@ -1,40 +1,56 @@
-"""What the tables have in common: choosing a row, sizes, options as macros."""
+"""What the tables have in common: choosing a row, sizes, options as macros, the catalogue's pairs.
+
+A table is keyed by architecture first: ``{75: {head dim: row, ...}, 80: {...}}``. A GPU takes the
+rows of the newest architecture in it that is not newer than its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
-
-from cupyattn.kernels.spec import KernelSpec
-from cupyattn.kernels.structs import ATTENTION_PARAMS, BACKWARD_PARAMS
 
 MAX_HEAD_DIM = 256
 FLOAT_BYTES = 4
 
-BACKWARD_BYTES = {
-    "PARAMS_BYTES": ATTENTION_PARAMS.itemsize,
-    "BACKWARD_PARAMS_BYTES": BACKWARD_PARAMS.itemsize,
-}
-"""The sizes of the structs, which sources assert: macros of every kernel of the backward."""
-
 _Row = TypeVar("_Row")
+ByArch = Mapping[int, Mapping[int, _Row]]
+"""Rows by their largest head dim, by architecture."""
 
 
-def limit_of(table: Mapping[int, Any], head_dim: int, head_dim_v: int) -> int:
-    """Return the key of a table's row: the first that is not below either head dim."""
-    largest = max(head_dim, head_dim_v)
-    return next(limit for limit in table if largest <= limit)
-
-
-def row_of(table: Mapping[int, _Row], head_dim: int, head_dim_v: int) -> _Row:
-    """Return the first row whose head dim is not below either of these.
+def rows_for(table: Mapping[int, _Row], arch: int) -> _Row:
+    """Return what a table has for an architecture.
 
     Examples
     --------
-    >>> row_of({64: "small", 256: "large"}, 40, 65)
+    >>> rows_for({75: "Turing's", 80: "Ampere's"}, 90)
+    "Ampere's"
+    """
+    return table[max(number for number in table if number <= arch)]
+
+
+def limit_of(rows: Mapping[int, Any], head_dim: int, head_dim_v: int) -> int:
+    """Return the key of a row: the first that is not below either head dim."""
+    largest = max(head_dim, head_dim_v)
+    return next(limit for limit in rows if largest <= limit)
+
+
+def row_of(table: ByArch[_Row], arch: int, head_dim: int, head_dim_v: int) -> _Row:
+    """Return the first row for an architecture whose head dim is not below either of these.
+
+    Examples
+    --------
+    >>> row_of({75: {64: "small", 256: "large"}}, 75, 40, 65)
     'large'
     """
-    return table[limit_of(table, head_dim, head_dim_v)]
+    rows = rows_for(table, arch)
+    return rows[limit_of(rows, head_dim, head_dim_v)]
+
+
+def with_mma_k(rows: Mapping[int, Any]) -> ByArch[Any]:
+    """Return Turing's rows, and for sm_80 on the same with mma.m16n8k16 in place of m16n8k8."""
+    return {75: rows, 80: {limit: replace(row, mma_k=16) for limit, row in rows.items()}}
 
 
 def round_up(count: int, unit: int) -> int:
@@ -47,10 +63,32 @@ def cpp_bool(value: bool) -> str:
     return "true" if value else "false"
 
 
-def option_macros(spec: KernelSpec, options: Any) -> dict[str, int | str]:
-    """Return those of the options (a named tuple) that are macros of a kernel, by their names."""
+def option_macros(options: Any, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return options (a named tuple), all or those named, as the macros of their names."""
+    given = options._asdict()
     return {
-        name.upper(): cpp_bool(value) if isinstance(value, bool) else value
-        for name, value in options._asdict().items()
-        if name.upper() in spec.macros
+        name.upper(): cpp_bool(given[name]) if isinstance(given[name], bool) else given[name]
+        for name in (given if names is None else names)
     }
+
+
+def pairs(*axes: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield combinations in which every two values of two axes meet, and far fewer than all.
+
+    Greedy: each next combination is the first that meets the most pairs not met so far.
+
+    Examples
+    --------
+    >>> len(list(pairs("abc", "xyz", (1, 2)))), len(list(pairs("abc", (1, 2))))
+    (9, 6)
+    """
+    every = list(itertools.product(*axes))
+
+    def pairs_of(combination: tuple[Any, ...]) -> set[Any]:
+        return set(itertools.combinations(enumerate(combination), 2))
+
+    missing = set().union(*map(pairs_of, every)) if every else set()
+    while missing:
+        best = max(every, key=lambda combination: len(pairs_of(combination) & missing))
+        missing -= pairs_of(best)
+        yield best

@@ -1,0 +1,79 @@
+// The end of the float32 forward: each thread normalises what it has of its warp's rows and stores it.
+#pragma once
+
+#include "../../common/vec.cuh"
+#include "forward_products.cuh"
+#include "../params.cuh"
+#include "softmax.cuh"
+
+// The rows of one warp; Traits as in forward.cu.
+template <typename Traits>
+struct OutputRows {
+  using Scalar = typename Traits::Scalar;
+  using Columns = typename Traits::Columns;
+  using Grid = typename Traits::Grid;
+
+  const AttentionParams& params;
+  const Place& place;
+  int first_row;  // of the sequence
+
+  // Normalise the thread's part of its rows and write it and the rows' lse to memory.
+  __device__ __forceinline__ void store(const typename Traits::Softmax& softmax, float sink, Scalar* out_g,
+                                        float* lse_g) const {
+#pragma unroll
+    for (int i = 0; i < Traits::kRows; i++) {
+      const float l = Grid::template reduce_row<Sum>(softmax.l[i]);
+      const float m = softmax.m[i];
+      float total = l, scale = 1.f, top = m;
+      if (Traits::kSinks) {  // one more term of the denominator
+        top = fmaxf(m, sink);
+        scale = ex2_approx(m - top);
+        total = l * scale + ex2_approx(sink - top);
+      }
+      // No key: 0. A NaN in l stays one.
+      float normaliser = total == 0.f ? 0.f : scale / total;
+      if (Traits::kDropout) normaliser *= params.scores.keep_scale;
+
+      const int query = first_row + Traits::Scores::row_of(i);
+      if (query >= params.sq) continue;
+      store_row(head_rows(out_g, params.out, place.batch, place.head, query), softmax.acc[i], normaliser);
+      if (lse_g != nullptr && Grid::column_lane() == 0) {
+        const float lse = total == 0.f ? -kInfinity : (top + lg2_approx(total)) * kLn2;
+        *head_rows(lse_g, params.lse, place.batch, place.head, query) = lse;
+      }
+    }
+  }
+
+ private:
+  // The thread's columns of a row, from quad kQuad on.
+  template <int kQuad = 0>
+  __device__ __forceinline__ static void store_row(Scalar* row_g, const float (&acc)[Columns::kItems],
+                                                   float normaliser) {
+    const int lane = Grid::column_lane();
+    if constexpr (kQuad < Columns::kQuads) {
+      store_columns<kQuadItems, kQuad * kQuadItems>(row_g, (lane + kQuad * Columns::kColumnLanes) * kQuadItems, acc,
+                                                    normaliser);
+      store_row<kQuad + 1>(row_g, acc, normaliser);
+    } else if constexpr (Columns::kTail > 0) {
+      store_columns<Columns::kTail, kQuad * kQuadItems>(row_g, Columns::kTailAt + lane * Columns::kTail, acc,
+                                                        normaliser);
+    }
+  }
+
+  // Columns col to col + kItems - 1 of a row: acc[kFirst] and what follows.
+  template <int kItems, int kFirst>
+  __device__ __forceinline__ static void store_columns(Scalar* row_g, int col, const float (&acc)[Columns::kItems],
+                                                       float normaliser) {
+    float values[kItems];
+#pragma unroll
+    for (int i = 0; i < kItems; i++) values[i] = acc[kFirst + i] * normaliser;
+    if (Traits::kVec == kQuadItems) {
+      if (Columns::kWhole || col < Traits::kHeadDimV) store_vec(row_g + col, values);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kItems; i++) {
+        if (col + i < Traits::kHeadDimV) row_g[col + i] = from_float<Scalar>(values[i]);
+      }
+    }
+  }
+};

@@ -1,0 +1,109 @@
+// What the two kernels of dK and dV have in common: their tiles and options, and the way of the keys, which a CTA keeps
+// for its whole life, and of their gradients.
+#pragma once
+
+#if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(WARPS) || !defined(TILE_Q) || !defined(ONE_PASS) || \
+    !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
+#error \
+    "HEAD_DIM, HEAD_DIM_V, WARPS, TILE_Q, ONE_PASS, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
+#endif
+#if !defined(BIAS) || !defined(MASK) || !defined(SCORE_VEC) || !defined(SLOPES) || !defined(SOFTCAP) || \
+    !defined(DROPOUT) || !defined(DBIAS) || !defined(DBIAS_ADD) || !defined(DBIAS_ACCUMULATE)
+#error \
+    "BIAS, MASK, SCORE_VEC, SLOPES, SOFTCAP, DROPOUT, DBIAS, DBIAS_ADD, DBIAS_ACCUMULATE come from a launch-configuration table"
+#endif
+#include "dq_product.cuh"
+#include "query_feed.cuh"
+#include "resident_rows.cuh"
+#include "row_statistics.cuh"
+#include "score_gradient.cuh"
+
+// kKeyWarps warps with kMTiles * 16 keys each; kSubTiles * 8 queries at a time.
+template <int kMTiles_, int kKeyWarps, int kSubTiles_, int kDqRowWarps>
+struct DkdvTraits {
+  static constexpr int kHeadDim = HEAD_DIM;
+  static constexpr int kHeadDimV = HEAD_DIM_V;
+  static constexpr int kVec = VEC;
+  static constexpr int kMTiles = kMTiles_;
+  static constexpr int kTileQ = TILE_Q;
+  static constexpr int kThreads = WARPS * kWarpSize;
+  static constexpr bool kOnePass = ONE_PASS;
+  static constexpr int kWarpKeys = kMTiles * 16;
+  static constexpr int kKeys = kKeyWarps * kWarpKeys;
+  static constexpr int kSteps = div_up(kHeadDim, 8);    // k8 steps of S, n8 tiles of dK
+  static constexpr int kStepsV = div_up(kHeadDimV, 8);  // k8 steps of dP, n8 tiles of dV
+  static constexpr int kSubTiles = kSubTiles_;
+  static constexpr int kSubRows = kSubTiles * 8;
+  static constexpr int kBuffers = kOnePass ? 1 : 2;  // of Q and dout: the dQ product leaves time to refill one
+
+  using KTile = SwizzledTile<kKeys, kSteps>;
+  using VTile = SwizzledTile<kKeys, kStepsV>;
+  using QTile = SwizzledTile<kTileQ, kSteps>;
+  using DoutTile = SwizzledTile<kTileQ, kStepsV>;
+  using DsTile = SwizzledTile<kKeys, kTileQ / 8>;  // dS^T
+  using QTileFeed = TileFeed<QTile, kHeadDim, kVec, kThreads>;
+  using DoutTileFeed = TileFeed<DoutTile, kHeadDimV, kVec, kThreads>;
+  static constexpr int kRun = SCORE_VEC < 2 * kMTiles ? SCORE_VEC : 2 * kMTiles;
+  using Tile = ScoreTile<kMTiles, kSubTiles, Along::kM16, kRun>;
+  using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT>;
+  using Dbias = DbiasOptions<DBIAS, DBIAS_ADD, DBIAS_ACCUMULATE>;
+  using Walk = QueryWalk<kTileQ>;
+  using Feed = QueryFeed<QTileFeed, DoutTileFeed, kBuffers>;
+  using DqWarp = DqShare<DsTile, KTile, kTileQ, WARPS, kDqRowWarps>;
+
+  static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
+  static_assert(kTileQ % kSubRows == 0 && kRowPad % kTileQ == 0, "whole tiles in the padded rows");
+};
+
+// V and K, one after the other, through shared memory into registers: take_v and take_k fetch a warp's part.
+template <typename T, typename Barrier, typename Smem, typename TakeV, typename TakeK>
+__device__ __forceinline__ void load_keys(Smem& smem, const AttentionParams& params, const KeyWindow& window,
+                                          const KeyPlace& place, const float16* k_g, const float16* v_g, TakeV take_v,
+                                          TakeK take_k) {
+  const int rows = window.keys - place.first_key;
+  load_rows<typename T::VTile, T::kHeadDimV, T::kVec, T::kThreads, typename T::Tile>(
+      shared_address(smem.v), head_rows(v_g, params.v, place.batch, place.kv_head, place.first_key), params.v.seq,
+      rows);
+  Barrier::wait();  // v: written
+  take_v(shared_address(smem.v));
+  Barrier::wait();  // v: read; K takes its place
+  load_rows<typename T::KTile, T::kHeadDim, T::kVec, T::kThreads, typename T::Tile>(
+      shared_address(smem.k), head_rows(k_g, params.k, place.batch, place.kv_head, place.first_key), params.k.seq,
+      rows);
+  Barrier::wait();  // k: written
+  take_k(shared_address(smem.k));
+  if (!T::kOnePass) Barrier::wait();  // k: read; Q and dout take its place
+}
+
+// The end of a query tile: the next one to shared memory, and with ONE_PASS dQ of the present one on the way.
+template <typename T, typename Barrier>
+__device__ __forceinline__ void finish_tile(typename T::Feed& feed, float* dq_acc_g, uint32 ds_s, uint32 k_s) {
+  if constexpr (T::kOnePass) {
+    Barrier::wait();  // Q, dout: read; ds: written
+    feed.store_q();
+    feed.fetch_dout();
+    typename T::DqWarp().add(dq_acc_g + accumulator_offset<T::kSteps>(feed.scratch_row), ds_s, k_s);
+  }
+  feed.store_dout();
+  Barrier::wait();  // Q, dout: the next tile has been written; ds: read
+}
+
+// dV and dK, one after the other through shared memory: fragments hold 4 bytes of a row each. give_v and give_k put a
+// warp's part there.
+template <typename T, typename Barrier, typename Smem, typename GiveV, typename GiveK>
+__device__ __forceinline__ void store_gradients(Smem& smem, const BackwardParams& params, const KeyPlace& place,
+                                                float16* dk_g, float16* dv_g, GiveV give_v, GiveK give_k) {
+  const int rows = params.attention.sk - place.first_key;
+  const float keep_scale = DROPOUT ? params.attention.scores.keep_scale : 1.f;
+  give_v(shared_address(smem.v), kUnboost * keep_scale);
+  Barrier::wait();  // v: dV is complete
+  store_rows<typename T::VTile, T::kHeadDimV, T::kVec, T::kThreads, typename T::Tile>(
+      head_rows(dv_g, params.dv, place.batch, place.kv_head, place.first_key), params.dv.seq, smem.v, rows,
+      params.accumulate);
+  Barrier::wait();  // v: read; dK takes its place
+  give_k(shared_address(smem.k), params.scale);
+  Barrier::wait();  // k: dK is complete
+  store_rows<typename T::KTile, T::kHeadDim, T::kVec, T::kThreads, typename T::Tile>(
+      head_rows(dk_g, params.dk, place.batch, place.kv_head, place.first_key), params.dk.seq, smem.k, rows,
+      params.accumulate);
+}

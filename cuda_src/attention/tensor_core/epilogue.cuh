@@ -1,0 +1,74 @@
+// The end of the forward: a warp's rows are normalised and stored, through shared memory, because a fragment holds 4
+// bytes of a row.
+#pragma once
+
+#include "../../common/reduce.cuh"
+#include "softmax.cuh"
+#include "../params.cuh"
+#include "../sinks.cuh"
+#include "tile_feed.cuh"
+
+// The rows of one warp; Traits as in forward.cu.
+template <typename Traits>
+struct OutputRows {
+  using OutTile = typename Traits::OutTile;
+
+  const AttentionParams& params;
+  const Place& place;
+  int first_row;  // of the sequence
+
+  // Normalise the rows and write them to the warp's part of the output tile; their lse to memory.
+  __device__ __forceinline__ void finish(const typename Traits::Softmax& softmax, uint32 out_s, float sink,
+                                         float* lse_g) const {
+#pragma unroll
+    for (int i = 0; i < Traits::kMTiles; i++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int row = Traits::Tile::row_of(0, i, 2 * half);
+        const float l = warp_reduce<Sum, 4>(softmax.l[i][half]) * kUnshift;  // times 2^kHeadroomLog2
+        const float m = softmax.m[i][half] + kShiftLog2;
+        float total = l, scale = 1.f, top = m;
+        if (Traits::kSinks) {
+          top = fmaxf(m, sink);
+          scale = ex2_approx(m - top);
+          total = l * scale + ex2_approx(sink - top + kHeadroomLog2);
+        }
+        // No key: 0. A NaN in l stays one.
+        float normaliser = total == 0.f ? 0.f : scale / total;
+        if (Traits::kDropout) normaliser *= params.scores.keep_scale;
+#pragma unroll
+        for (int n = 0; n < Traits::kOutTiles; n++) {
+          const uint32 low = __half_as_ushort(__float2half_rn(softmax.acc[i][n][2 * half] * normaliser));
+          const uint32 high = __half_as_ushort(__float2half_rn(softmax.acc[i][n][2 * half + 1] * normaliser));
+          const uint32 at = OutTile::offset(warp_index() * Traits::kWarpRows + row, n) + lane_index() % 4 * 4;
+          st_shared_u32(out_s + at, low | high << 16);
+        }
+        const int query = first_row + row;
+        if (lse_g != nullptr && lane_index() % 4 == 0 && query < params.sq) {
+          const float lse = total == 0.f ? -kInfinity : (top + lg2_approx(total) - kHeadroomLog2) * kLn2;
+          *head_rows(lse_g, params.lse, place.batch, place.head, query) = lse;
+        }
+      }
+    }
+  }
+
+  // The rows from the output tile to memory, in whole chunks where rows are aligned.
+  __device__ __forceinline__ void store(const unsigned char* out, float16* out_g) const {
+    constexpr int kChunks = OutTile::kChunks;
+    for (int at = lane_index(); at < Traits::kWarpRows * kChunks; at += kWarpSize) {
+      const int row = at / kChunks, chunk = at % kChunks;
+      if (first_row + row >= params.sq) break;
+      const auto* chunk_s = reinterpret_cast<const Vec<float16, kChunkItems>*>(
+          out + OutTile::offset(warp_index() * Traits::kWarpRows + row, chunk));
+      float16* row_g = head_rows(out_g, params.out, place.batch, place.head, first_row + row);
+      if (Traits::kVec == kChunkItems) {
+        *reinterpret_cast<Vec<float16, kChunkItems>*>(row_g + chunk * kChunkItems) = *chunk_s;
+      } else {
+#pragma unroll
+        for (int e = 0; e < kChunkItems; e++) {
+          if (chunk * kChunkItems + e < Traits::kHeadDimV) row_g[chunk * kChunkItems + e] = chunk_s->item[e];
+        }
+      }
+    }
+  }
+};

@@ -1,0 +1,86 @@
+// Where a CTA of query rows has its keys from: the tiles of K and V that it walks, fetched from global memory to
+// registers while the present tile is in use, and from there to the half of two buffers in shared memory that is not.
+#pragma once
+
+#include "../params.cuh"
+#include "tile_feed.cuh"
+
+// Two tiles of keys in shared memory: one half is computed, the other filled.
+template <typename KTile, typename VTile>
+struct KeyTiles {
+  alignas(128) unsigned char k[2][KTile::kBytes];
+  alignas(128) unsigned char v[2][VTile::kBytes];
+};
+
+// Where the rows of a tile's keys begin in global memory.
+struct KeyRows {
+  const char *k_g, *v_g;
+};
+
+// The one place that knows how the K and V of a head lie in memory. (Where the walk stands, its kernel says by value:
+// what a feed would keep of that, the compiler has kept in memory for too long to place the loads well.)
+template <typename KTileFeed, typename VTileFeed>
+struct KeyFeed {
+  using KTile = typename KTileFeed::Tile;
+  using VTile = typename VTileFeed::Tile;
+  using Tiles = KeyTiles<KTile, VTile>;
+  static constexpr int kTileK = KTile::kRows;
+  // On the way, of K, then of V: with registers for each, ptxas spilled.
+  using Quads = uint4[KTileFeed::kQuads > VTileFeed::kQuads ? KTileFeed::kQuads : VTileFeed::kQuads];
+
+  uint32 k_both_s, v_both_s;  // both halves
+  KTileFeed k_feed;
+  VTileFeed v_feed;
+  const Strides &k, &v;
+  KeyRows head_rows;                 // of the head's first tile
+  int64 k_tile_bytes, v_tile_bytes;  // from tile to tile
+
+  __device__ __forceinline__ KeyFeed(const AttentionParams& params, const Place& place, const float16* k_g,
+                                     const float16* v_g, const Tiles& tiles)
+      : k_both_s(shared_address(tiles.k)),
+        v_both_s(shared_address(tiles.v)),
+        k_feed(params.k.seq),
+        v_feed(params.v.seq),
+        k(params.k),
+        v(params.v),
+        head_rows{KTileFeed::lowest(::head_rows(k_g, k, place.batch, place.kv_head, 0), k.seq),
+                  VTileFeed::lowest(::head_rows(v_g, v, place.batch, place.kv_head, 0), v.seq)},
+        k_tile_bytes(k.seq * kTileK * sizeof(float16)),
+        v_tile_bytes(v.seq * kTileK * sizeof(float16)) {}
+
+  __device__ __forceinline__ KeyRows rows(int tile) const {
+    return {head_rows.k_g + tile * k_tile_bytes, head_rows.v_g + tile * v_tile_bytes};
+  }
+  __device__ __forceinline__ KeyRows rows_behind(const KeyRows& tile) const {
+    return {tile.k_g + k_tile_bytes, tile.v_g + v_tile_bytes};
+  }
+  __device__ __forceinline__ uint32 k_s(int half) const { return k_both_s + half * KTile::kBytes; }
+  __device__ __forceinline__ uint32 v_s(int half) const { return v_both_s + half * VTile::kBytes; }
+
+  // kRagged: only `keys` keys of the tile exist.
+  template <bool kRagged>
+  __device__ __forceinline__ void fetch_k(Quads& quads, const KeyRows& from, int keys) const {
+    k_feed.template load<kRagged>(quads, from.k_g, k.seq, keys);
+  }
+  template <bool kRagged>
+  __device__ __forceinline__ void fetch_v(Quads& quads, const KeyRows& from, int keys) const {
+    v_feed.template load<kRagged>(quads, from.v_g, v.seq, keys);
+  }
+  __device__ __forceinline__ void store_k(const Quads& quads, uint32 to_s) const { k_feed.store(to_s, quads); }
+  __device__ __forceinline__ void store_v(const Quads& quads, uint32 to_s) const { v_feed.store(to_s, quads); }
+
+  // The first tile, all the way.
+  __device__ __forceinline__ void bring(const KeyRows& from, int keys, int half) const {
+    Quads k_quads, v_quads;
+    fetch_k<true>(k_quads, from, keys);
+    store_k(k_quads, k_s(half));
+    fetch_v<true>(v_quads, from, keys);
+    store_v(v_quads, v_s(half));
+  }
+
+  // See Softmax::renew.
+  __device__ __forceinline__ void renew() {
+    k_feed.renew();
+    v_feed.renew();
+  }
+};

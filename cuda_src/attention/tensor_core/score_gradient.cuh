@@ -1,0 +1,161 @@
+// From a tile of products q . k and dout . v to P and dS, packed for the tensor cores (FlashAttention, Dao et al.,
+// arXiv:2205.14135, appendix B.2):
+//
+//   s = softmax_scale * q . k, or softcap * tanh(.) of it, + bias + ALiBi;   P = exp(s - lse), 0 where masked
+//   dS = P * (dP - delta), with dropout P * (kept / (1 - p) * dP - delta);   dbias = dS;   then dS *= 1 - tanh^2
+//
+// Each option is a compile-time switch; an absent array's dtype is void. What is hidden is cut out of the packed
+// results, not out of the scores: so a NaN in a row's statistics reaches the keys that the row sees, and no other. (It
+// reaches dQ and dK always; dV, where P alone counts, if there is a bias, which may hold NaN on purpose.)
+#pragma once
+
+#include "../../common/pack.cuh"
+#include "dropout.cuh"
+#include "resident_rows.cuh"
+#include "row_statistics.cuh"
+#include "score_items.cuh"
+
+// kAdd: terms are added atomically, several to an item; kAccumulate: each to what its own item holds.
+template <typename Dtype_, bool kAdd_, bool kAccumulate_>
+struct DbiasOptions {
+  using Dtype = Dtype_;
+  static constexpr bool kAdd = kAdd_, kAccumulate = kAccumulate_;
+};
+
+struct OptionArrays {
+  const void *bias_g, *mask_g, *slopes_g;
+  void* dbias_g;
+};
+
+template <bool kMask>
+struct MaskItem {
+  using Type = void;
+};
+template <>
+struct MaskItem<true> {
+  using Type = unsigned char;
+};
+
+// The options of one tile. What they have for each score is loaded here: before the products, whose time then covers
+// the latency. n, i, e are the tile's; rows and keys too.
+template <typename Options_, typename Dbias_, typename Tile>
+struct TileOptions {
+  using Options = Options_;
+  using Dbias = Dbias_;
+  using Bias = typename Options::Bias;
+  using Mask = typename MaskItem<Options::kMask>::Type;
+
+  const BackwardParams& params;
+  const KeyWindow& window;
+  const OptionArrays& arrays;
+  ScorePlace place;
+  BackwardItems<Bias, Tile> bias;
+  BackwardItems<Mask, Tile> mask;
+  ScoreRule<Options, Unit::kLog2> rule;
+  Distance distance;  // of the thread's first score
+
+  __device__ __forceinline__ TileOptions(const BackwardParams& all, const KeyWindow& seen, const OptionArrays& options,
+                                         const ScorePlace& at, int64 q_offset)
+      : params(all),
+        window(seen),
+        arrays(options),
+        place(at),
+        bias(options.bias_g, all.attention.scores.bias, place, all.attention),
+        mask(options.mask_g, all.attention.scores.mask, place, all.attention),
+        rule(all.attention, options.slopes_g, place.batch, place.head),
+        distance(place.first_row + Tile::row_of(0, 0, 0) + q_offset - (place.first_key + Tile::key_of(0, 0, 0))) {}
+
+  __device__ __forceinline__ bool in_window(int n, int i, int e) const {
+    return window.of_row(place.first_row + Tile::row_of(n, i, e)).contains(place.first_key + Tile::key_of(n, i, e));
+  }
+
+  // The exponent of P * 2^kShiftedLog2, for a row with statistic l.
+  __device__ __forceinline__ float exponent(float product, int n, int i, int e, float l) const {
+    if constexpr (!Options::kBeyondScale) return __fmaf_rn(product, params.attention.scale_log2, -l);
+    float s_log2 = rule.of_product(product);
+    if constexpr (kGiven<Bias>) s_log2 = rule.with_bias(s_log2, to_float(bias.of(n, i, e)));
+    if constexpr (kGiven<typename Options::Slopes>) {
+      // Constants: the lane's part goes.
+      const int rows = Tile::row_of(n, i, e) - Tile::row_of(0, 0, 0),
+                keys = Tile::key_of(n, i, e) - Tile::key_of(0, 0, 0);
+      s_log2 = rule.with_alibi(s_log2, distance.plus(rows, keys));
+    }
+    // Scores beyond 1e7 leave no digits to lse: P is held to 1. (Those of products alone are not that large.)
+    if constexpr (kGiven<Bias>) return at_most(s_log2 - l, kShiftedLog2);  // a NaN stays one
+    if constexpr (kGiven<typename Options::Slopes>) return fminf(s_log2 - l, kShiftedLog2);
+    return s_log2 - l;
+  }
+
+  // Of all scores; those that are hidden have ds = 0.
+  __device__ __forceinline__ void write_dbias(const typename Tile::Fragment& ds) const {
+    using Dtype = typename Dbias::Dtype;
+    float sorted[Tile::kRuns][Tile::kRun];
+    Tile::for_each([&](int n, int i, int e) {
+      const int number = Tile::number(n, i, e);
+      sorted[number / Tile::kRun][number % Tile::kRun] = ds[n][i][e];
+    });
+    Tile::for_each([&](int n, int i, int e) {
+      const int number = Tile::number(n, i, e);
+      const int row = Tile::row_of(n, i, e), key = Tile::key_of(n, i, e);
+      const bool exists = place.first_row + row < params.attention.sq && place.first_key + key < params.attention.sk;
+      if ((!Dbias::kAdd && number % Tile::kRun != 0) || !exists) return;
+      Dtype* item_g = score_item(static_cast<Dtype*>(arrays.dbias_g), params.dbias, place, row, key);
+      if constexpr (Dbias::kAdd) {
+        if (ds[n][i][e] != 0.f) atomicAdd(item_g, ds[n][i][e]);
+      } else {
+        store_items(item_g, sorted[number / Tile::kRun], Dbias::kAccumulate);
+      }
+    });
+  }
+};
+
+// `statistics` has l(n, i, e) and delta(n, i, e). `s` and `dp` come as products and are used up.
+template <typename Tile, typename Options, typename Dbias, typename Statistics>
+__device__ __forceinline__ void score_gradients(typename Tile::Packed& p, typename Tile::Packed& ds,
+                                                typename Tile::Fragment& s, typename Tile::Fragment& dp,
+                                                const Statistics& statistics,
+                                                const TileOptions<Options, Dbias, Tile>& tile, bool masked) {
+  const ScoreParams& scores = tile.params.attention.scores;
+  typename Tile::Packed kept;
+  if constexpr (Options::kDropout) draw_kept<Tile>(kept, scores, tile.place);
+
+  Tile::for_each_pair([&](int n, int i, int half) {
+    float shifted_p[2], slope[2] = {1.f, 1.f};
+#pragma unroll
+    for (int at = 0; at < 2; at++) {
+      const int e = 2 * half + at;
+      if (Options::kSoftcap) slope[at] = softcap_slope(s[n][i][e], scores);
+      shifted_p[at] = ex2_approx(tile.exponent(s[n][i][e], n, i, e, statistics.l(n, i, e)));
+      float unshift = kUnshifted;
+      if (Options::kDropout) {
+        const bool keeps = kept[n][i][half] >> (16 * at) & 1u;
+        unshift = keeps ? kUnshifted * scores.keep_scale : 0.f;
+      }
+      dp[n][i][e] = shifted_p[at] * __fmaf_rn(dp[n][i][e], unshift, -statistics.delta(n, i, e));
+    }
+    p[n][i][half] = pack_shifted<kGiven<typename Options::Bias>>(shifted_p[0], shifted_p[1]);
+    if (Options::kDropout) p[n][i][half] &= kept[n][i][half];
+    ds[n][i][half] = pack_halves(dp[n][i][2 * half] * slope[0], dp[n][i][2 * half + 1] * slope[1]);
+  });
+
+  const auto hide = [&](int n, int i, int half, bool sees_first, bool sees_second) {
+    const uint32 seen = halves_mask(sees_first, sees_second);
+    p[n][i][half] &= seen;
+    ds[n][i][half] &= seen;
+    if constexpr (kGiven<typename Dbias::Dtype>) {
+      if (!sees_first) dp[n][i][2 * half] = 0.f;
+      if (!sees_second) dp[n][i][2 * half + 1] = 0.f;
+    }
+  };
+  if (masked) {
+    Tile::for_each_pair([&](int n, int i, int half) {
+      hide(n, i, half, tile.in_window(n, i, 2 * half), tile.in_window(n, i, 2 * half + 1));
+    });
+  }
+  if constexpr (Options::kMask) {
+    Tile::for_each_pair([&](int n, int i, int half) {
+      hide(n, i, half, tile.mask.of(n, i, 2 * half), tile.mask.of(n, i, 2 * half + 1));
+    });
+  }
+  if constexpr (kGiven<typename Dbias::Dtype>) tile.write_dbias(dp);
+}

@@ -1,0 +1,129 @@
+// The online softmax of a warp's rows on tensor-core fragments: no maximum, no shuffle and no conversion in the
+// common case.
+//
+// - Stale maximum. A row keeps the maximum of an earlier tile while nothing overflows: P carries 2^kHeadroomLog2 of what
+//   float16 could hold, and a thread's sum of the tile's P tells whether any exceeds it. Only then is the maximum
+//   raised, and what was accumulated rescaled. (Masked tiles, where rows see their first keys, look at the scores.)
+// - Exponent shift. P is kept times 2^-112 in float32, and packed without a conversion (pack_shifted).
+// - Row sums stay per thread until the end.
+//
+// The arithmetic is that of Milakov and Gimelshein, arXiv:1805.02867; what a float16 P loses is in the bound
+// (cupyattn/reference/attention/bounds.py: flush).
+#pragma once
+
+#include "../../common/pack.cuh"
+#include "../../common/reduce.cuh"
+#include "score_tile.cuh"
+
+constexpr float kHeadroomLog2 = 9.f;                 // P = 1 at the stale maximum is stored as 2^9
+constexpr float kSpareLog2 = 2.99f;                  // sixteen of 2^2.99 above it add up to what fits float16
+constexpr float kShiftLog2 = kHeadroomLog2 - 112.f;  // and held in float32 as 2^(9 - 112)
+constexpr float kLargestPacked = 1.2616483e-29f;     // 65504 * 2^-112, rounded down
+constexpr float kUnshift = 5.192296858534828e33f;    // 2^112
+constexpr float kNoMaximum = -1e30f;                 // no key seen: finite, so that differences are never NaN
+
+template <int kMTiles, int kOutTiles>
+struct Softmax {
+  float acc[kMTiles][kOutTiles][4];  // P V, times 2^kHeadroomLog2
+  float m[kMTiles][2];               // the stale maximum in log2, minus kShiftLog2
+  float l[kMTiles][2];               // this thread's part of the row's sum of P, shifted
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kMTiles; i++) {
+      m[i][0] = m[i][1] = kNoMaximum;
+      l[i][0] = l[i][1] = 0.f;
+#pragma unroll
+      for (int n = 0; n < kOutTiles; n++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) acc[i][n][e] = 0.f;
+      }
+    }
+  }
+
+  // Move l to registers of its own. ptxas spills what the masked loop has no room for, and would reload and spill it in
+  // the main loop too, which has.
+  __device__ __forceinline__ void renew() {
+#pragma unroll
+    for (int i = 0; i < kMTiles; i++) {
+      l[i][0] = kept_in_register(l[i][0]);
+      l[i][1] = kept_in_register(l[i][1]);
+    }
+  }
+
+  // P = 2^(scale * score - m), packed; `sum` is this thread's part of the tile's row sums.
+  template <int kNTiles>
+  __device__ __forceinline__ void exponentiate(uint32 (&p)[kNTiles][kMTiles][2], float (&sum)[kMTiles][2],
+                                               const float (&s)[kNTiles][kMTiles][4], float scale) const {
+#pragma unroll
+    for (int i = 0; i < kMTiles; i++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        sum[i][half] = 0.f;
+#pragma unroll
+        for (int n = 0; n < kNTiles; n++) {
+          const float x = ex2_approx(__fmaf_rn(s[n][i][2 * half], scale, -m[i][half]));
+          const float y = ex2_approx(__fmaf_rn(s[n][i][2 * half + 1], scale, -m[i][half]));
+          sum[i][half] += x;
+          sum[i][half] += y;
+          p[n][i][half] = pack_shifted(x, y);
+        }
+      }
+    }
+  }
+
+  // Raise each row's maximum to cover the tile, and rescale what was accumulated; unless in all rows of the warp the
+  // tile's P and a thread's sum of them fit already.
+  template <int kNTiles>
+  __device__ __forceinline__ void raise(const float (&s)[kNTiles][kMTiles][4]) {
+    static_assert(kNTiles <= 8, "a thread holds up to sixteen scores of a row");
+    float top[kMTiles][2];  // of this thread's scores
+    bool fits = true;
+#pragma unroll
+    for (int i = 0; i < kMTiles; i++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        float largest = -kInfinity;
+#pragma unroll
+        for (int n = 0; n < kNTiles; n++) {
+          largest = fmaxf(largest, fmaxf(s[n][i][2 * half], s[n][i][2 * half + 1]));
+        }
+        // Rounded up: of a maximum of -1e10 the rounding is hundreds, and below it P would overflow.
+        top[i][half] = __fmaf_ru(largest, kLog2E, -kShiftLog2);
+        fits = fits && top[i][half] - m[i][half] <= kSpareLog2;
+      }
+    }
+    if (__all_sync(kFullWarp, fits)) return;
+#pragma unroll
+    for (int i = 0; i < kMTiles; i++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float old_m = m[i][half];
+        m[i][half] = fmaxf(old_m, warp_reduce<Max, 4>(top[i][half]));
+        const float shrink = ex2_approx(old_m - m[i][half]);
+        l[i][half] *= shrink;
+#pragma unroll
+        for (int n = 0; n < kOutTiles; n++) {
+          acc[i][n][2 * half] *= shrink;
+          acc[i][n][2 * half + 1] *= shrink;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add(const float (&sum)[kMTiles][2]) {
+#pragma unroll
+    for (int i = 0; i < kMTiles; i++) {
+      l[i][0] += sum[i][0];
+      l[i][1] += sum[i][1];
+    }
+  }
+
+  // Any row of the warp whose P no longer fits, or is NaN.
+  __device__ __forceinline__ static bool overflows(const float (&sum)[kMTiles][2]) {
+    bool fits = true;
+#pragma unroll
+    for (int i = 0; i < kMTiles; i++) fits = fits && sum[i][0] <= kLargestPacked && sum[i][1] <= kLargestPacked;
+    return __any_sync(kFullWarp, !fits);
+  }
+};

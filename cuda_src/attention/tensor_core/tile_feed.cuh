@@ -1,0 +1,127 @@
+// The way of one tile of rows: global memory to registers, and later registers to shared memory, so that the latency of
+// the loads passes under the arithmetic in between.
+//
+// A thread owns one chunk (8 columns) of every kPassRows-th row. kPassRows is a multiple of what the swizzle needs to
+// be a constant flip from pass to pass. Columns from kCols on and rows from `valid_rows` on become zero and are not
+// read.
+#pragma once
+
+#include "../../common/numeric.cuh"
+#include "../../common/swizzle.cuh"
+#include "../../common/vec.cuh"
+
+// The eight float16 items of a row's chunk as one register quad. kVec is 8 for rows aligned to 16 bytes, otherwise 1.
+template <int kCols, int kVec>
+__device__ __forceinline__ uint4 load_chunk(const void* chunk_g, int chunk) {
+  if constexpr (kVec == kChunkItems) {
+    return ld_global_v4(chunk_g);
+  } else {
+    const uint16* items_g = static_cast<const uint16*>(chunk_g);
+    uint32 item[kChunkItems];
+#pragma unroll
+    for (int i = 0; i < kChunkItems; i++) item[i] = chunk * kChunkItems + i < kCols ? items_g[i] : 0;
+    return make_uint4(item[0] | item[1] << 16, item[2] | item[3] << 16, item[4] | item[5] << 16,
+                      item[6] | item[7] << 16);
+  }
+}
+
+// Row `row` of a tile in shared memory is item `item_of_row(row)` of its array: here the same.
+struct RowsInOrder {
+  static constexpr bool kInOrder = true;
+  __device__ __forceinline__ static int item_of_row(int row) { return row; }
+};
+
+template <typename Tile_, int kCols, int kVec, int kThreads, typename Order = RowsInOrder>
+struct TileFeed {
+  using Tile = Tile_;
+  static_assert(kVec == 1 || (kVec == kChunkItems && kCols % kChunkItems == 0), "single items or whole chunks");
+
+  // Neighbouring lanes take neighbouring chunks; where that left threads without a row, all chunks of a row.
+  static constexpr int kSwizzledLanes = Tile::kXorBits == 3 ? 8 : Tile::kXorBits == 2 ? 4 : Tile::kChunks;
+  static constexpr int kRowLanes = kThreads / kSwizzledLanes > Tile::kRows ? Tile::kChunks : kSwizzledLanes;
+  static constexpr int kColumnGroups = Tile::kChunks / kRowLanes;
+  static constexpr int kPassUnit = Tile::kXorBits > 0 ? 4 : kThreads / kRowLanes >= 8 ? 8 : 1;
+  static constexpr int kPassRows = kThreads / kRowLanes / kPassUnit * kPassUnit;
+  static constexpr int kPasses = div_up(Tile::kRows, kPassRows);
+  static constexpr int kQuads = kPasses * kColumnGroups;  // register quads per thread
+  static_assert(kPassRows > 0 && kRowLanes * kColumnGroups == Tile::kChunks, "every chunk has a thread");
+
+  // Whether keys are as far apart from pass to pass as rows are.
+  static constexpr bool kEvenPasses = Order::kInOrder || kPassRows % 16 == 0;
+
+  int row, chunk;
+  uint32 shared_offset;
+  uint32 global_offset;  // bytes from the tile's lowest address to this thread's first chunk, or to that of key 0
+
+  __device__ __forceinline__ explicit TileFeed(int64 row_stride) {
+    row = threadIdx.x / kRowLanes;
+    chunk = threadIdx.x % kRowLanes;
+    shared_offset = Tile::offset(row, chunk);
+    const int key = kEvenPasses ? key_of_pass(0) : 0;
+    const int from_lowest = row_stride < 0 ? key - (Tile::kRows - 1) : key;
+    // The compiler would rather compute this again before every load than spend a register on it.
+    global_offset = kept_in_register(from_lowest * row_bytes(row_stride) + chunk * kChunkBytes);
+  }
+
+  __device__ __forceinline__ int key_of_pass(int pass) const {
+    if (kEvenPasses) return pass * kPassRows + Order::item_of_row(row);
+    return Order::item_of_row(pass * kPassRows + row);
+  }
+
+  // See Softmax::renew.
+  __device__ __forceinline__ void renew() { global_offset = kept_in_register(global_offset); }
+
+  __device__ __forceinline__ static uint32 row_bytes(int64 row_stride) {
+    return static_cast<uint32>(row_stride * sizeof(float16));
+  }
+
+  // The lowest address of the tile that begins at row_g: a uniform base plus an unsigned 32-bit offset is one
+  // addressing mode.
+  __device__ __forceinline__ static const char* lowest(const float16* row_g, int64 row_stride) {
+    return reinterpret_cast<const char*>(row_stride < 0 ? row_g + (Tile::kRows - 1) * row_stride : row_g);
+  }
+
+  __device__ __forceinline__ bool owns(int pass) const {
+    constexpr bool kAllThreads = kPassRows * kRowLanes == kThreads;
+    const bool loads = kAllThreads || row < kPassRows;
+    const bool whole_pass = (pass + 1) * kPassRows <= Tile::kRows;
+    return loads && (whole_pass || pass * kPassRows + row < Tile::kRows);
+  }
+
+  // kRagged: rows from valid_rows on do not exist.
+  template <bool kRagged, int kRoom>
+  __device__ __forceinline__ void load(uint4 (&quads)[kRoom], const char* lowest_g, int64 row_stride,
+                                       int valid_rows) const {
+    static_assert(kQuads <= kRoom, "every chunk has a quad");
+    // Otherwise ptxas keeps an offset for each pass: too many registers at head dims 80 and 160, whose rows keep few threads
+    // busy. Elsewhere the same made it place the loads worse.
+    constexpr bool kRegistersShort = !kRagged && kPasses > 2 && kPassRows * kRowLanes != kThreads;
+    const uint32 from = kRegistersShort ? not_hoisted(global_offset) : global_offset;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; pass++) {
+#pragma unroll
+      for (int group = 0; group < kColumnGroups; group++) {
+        uint4& quad = quads[pass * kColumnGroups + group];
+        if (kRagged) quad = make_uint4(0, 0, 0, 0);
+        if (!owns(pass) || (kRagged && key_of_pass(pass) >= valid_rows)) continue;
+        const int keys = kEvenPasses ? pass * kPassRows : key_of_pass(pass);  // from global_offset
+        const char* pass_g = lowest_g + (from + keys * row_bytes(row_stride));
+        quad = load_chunk<kCols, kVec>(pass_g + group * kRowLanes * kChunkBytes, chunk + group * kRowLanes);
+      }
+    }
+  }
+
+  template <int kRoom>
+  __device__ __forceinline__ void store(uint32 tile_s, const uint4 (&quads)[kRoom]) const {
+#pragma unroll
+    for (int pass = 0; pass < kPasses; pass++) {
+      const uint32 flip = Tile::flip(pass * kPassRows % 8) * kChunkBytes;
+#pragma unroll
+      for (int group = 0; group < kColumnGroups; group++) {
+        if (!owns(pass)) continue;
+        const uint32 at = ((tile_s + shared_offset) ^ flip) + pass * kPassRows * Tile::kRowBytes;
+        st_shared_v4(at + group * kRowLanes * kChunkBytes, quads[pass * kColumnGroups + group]);
+      }
+    }
+  }
+};

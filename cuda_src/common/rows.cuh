@@ -1,0 +1,147 @@
+// Row-wise kernels: arrays of any rank whose last axis is contiguous, as rows of `length` items.
+//
+// A row belongs to LANES neighbouring threads: part of a warp, a warp, or the whole CTA. They walk it in strips of
+// LANES vectors; a thread owns one vector of each strip. A resident row (up to STRIPS strips) stays in registers
+// between the passes over it; a longer one is read again in each pass.
+#pragma once
+
+#include "reduce.cuh"
+#include "vec.cuh"
+
+constexpr int kOuterAxes = 4;  // axes before the last, after merging those that lie evenly in memory
+
+// Field for field the structured dtype rows_params(arrays) of cupyattn/kernels/structs.py.
+template <int kArrays>
+struct RowsParams {
+  int64 shape[kOuterAxes];
+  int64 strides[kArrays][kOuterAxes];  // in items
+  int64 rows, length;
+};
+
+template <int kArrays>
+__device__ __forceinline__ int64 row_offset(const RowsParams<kArrays>& params, int array, int64 row) {
+  int64 offset = 0;
+#pragma unroll
+  for (int axis = kOuterAxes - 1; axis >= 0; axis--) {
+    offset += row % params.shape[axis] * params.strides[array][axis];
+    row /= params.shape[axis];
+  }
+  return offset;
+}
+
+template <int kThreads_, int kLanes_, int kStrips_, int kVec_, bool kResident_>
+struct RowTraits {
+  static constexpr int kThreads = kThreads_;
+  static constexpr int kLanes = kLanes_;
+  static constexpr int kVec = kVec_;
+  static constexpr bool kResident = kResident_;  // the whole row fits in the registers of its threads
+  static constexpr int kHeldStrips = kResident ? kStrips_ : 1;
+  static constexpr int kRowsPerCta = kThreads / kLanes;
+  static constexpr int kStripItems = kLanes * kVec;
+
+  // How many strips to walk: a constant for a resident row, so that its loops unroll and it stays in registers.
+  static __device__ __forceinline__ int64 strips(int64 length) {
+    return kResident ? kHeldStrips : (length + kStripItems - 1) / kStripItems;
+  }
+  static __device__ __forceinline__ constexpr int held(int64 strip) { return kResident ? static_cast<int>(strip) : 0; }
+
+  static_assert(kLanes <= kWarpSize || kLanes == kThreads, "a row belongs to a part of a warp or to the whole CTA");
+  static_assert(kThreads % kWarpSize == 0 && kThreads <= 1024, "whole warps");
+};
+
+// Over the threads of one row; all threads of the CTA must call it.
+template <typename Op, typename Rows>
+__device__ __forceinline__ float row_reduce(float x, float* partial_s) {
+  if constexpr (Rows::kLanes <= kWarpSize) {
+    return warp_reduce<Op, Rows::kLanes>(x);
+  } else {
+    return cta_reduce<Op, Rows::kThreads>(x, partial_s);
+  }
+}
+
+// The vector of `strip` that this thread owns: its first column.
+template <typename Rows>
+__device__ __forceinline__ int64 strip_column(int64 strip) {
+  return strip * Rows::kStripItems + threadIdx.x % Rows::kLanes * Rows::kVec;
+}
+
+// Columns from `length` on read as `absent`. With kVec > 1, length is a multiple of it.
+template <typename Rows, typename Scalar>
+__device__ __forceinline__ void load_strip(float (&values)[Rows::kVec], const Scalar* row_g, int64 strip, int64 length,
+                                           float absent) {
+  const int64 column = strip_column<Rows>(strip);
+  if (column < length) {
+    load_vec(values, row_g + column);
+  } else {
+#pragma unroll
+    for (int i = 0; i < Rows::kVec; i++) values[i] = absent;
+  }
+}
+
+template <typename Rows, typename Scalar>
+__device__ __forceinline__ void store_strip(Scalar* row_g, const float (&values)[Rows::kVec], int64 strip,
+                                            int64 length) {
+  const int64 column = strip_column<Rows>(strip);
+  if (column < length) store_vec(row_g + column, values);
+}
+
+// Sums over rows: a CTA walks rows gridDim.x * kRowsPerCta apart and leaves its sum of each column in its row of
+// partials_g (gridDim.x, length), which column_sums.cu adds up. The same thread owns the same columns of every row, and
+// the order of the additions is fixed. Resident rows are summed in registers; of longer ones, whose row has the whole
+// CTA, each thread adds to its own columns of partials_g.
+template <typename Rows>
+struct ColumnSums {
+  float sum[Rows::kHeldStrips][Rows::kVec];
+
+  // Shared memory for `store`: rows that lie side by side in the CTA.
+  static constexpr int kSharedFloats = Rows::kResident && Rows::kRowsPerCta > 1 ? Rows::kThreads * Rows::kVec : 1;
+
+  __device__ __forceinline__ ColumnSums() {
+#pragma unroll
+    for (int strip = 0; strip < Rows::kHeldStrips; strip++) {
+#pragma unroll
+      for (int i = 0; i < Rows::kVec; i++) sum[strip][i] = 0.f;
+    }
+  }
+
+  // Add one row's terms of a strip. `first` says that it is the first row of this CTA.
+  __device__ __forceinline__ void add(const float (&terms)[Rows::kVec], int64 strip, bool first, float* partial_row_g,
+                                      int64 length) {
+    const int64 column = strip_column<Rows>(strip);
+#pragma unroll
+    for (int i = 0; i < Rows::kVec; i++) {
+      if constexpr (Rows::kResident) {
+        sum[strip][i] += terms[i];
+      } else if (column + i < length) {
+        partial_row_g[column + i] = (first ? 0.f : partial_row_g[column + i]) + terms[i];
+      }
+    }
+  }
+
+  // After the last row: what the registers hold, over the rows side by side, to the CTA's row of partials_g.
+  __device__ __forceinline__ void store(float* partial_row_g, int64 length, float (&side_by_side_s)[kSharedFloats]) {
+    if constexpr (Rows::kResident) {
+#pragma unroll
+      for (int strip = 0; strip < Rows::kHeldStrips; strip++) {
+        const int64 column = strip_column<Rows>(strip);
+        if constexpr (Rows::kRowsPerCta > 1) {
+          __syncthreads();  // side_by_side_s: the previous strip has been read
+#pragma unroll
+          for (int i = 0; i < Rows::kVec; i++) side_by_side_s[threadIdx.x * Rows::kVec + i] = sum[strip][i];
+          __syncthreads();  // side_by_side_s: written by every thread
+          if (threadIdx.x >= Rows::kLanes) continue;
+#pragma unroll
+          for (int i = 0; i < Rows::kVec; i++) {
+            for (int row = 1; row < Rows::kRowsPerCta; row++) {
+              sum[strip][i] += side_by_side_s[(row * Rows::kLanes + threadIdx.x) * Rows::kVec + i];
+            }
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < Rows::kVec; i++) {
+          if (column + i < length) partial_row_g[column + i] = sum[strip][i];
+        }
+      }
+    }
+  }
+};

@@ -1,0 +1,41 @@
+// Sums over rows, second step: the partial sums that the CTAs of a row kernel left (rows.cuh), added in one order.
+//
+//   sums_c = sum over p of partials_pc   (+ what is there, with accumulate)
+//
+// Shapes    partials (count, length) float32, contiguous; sums (length,) of DTYPE, contiguous.
+// Work      a CTA (cooperative thread array, a block of threads) owns 32 columns: a warp adds every THREADS / 32-th
+//           partial sum, a lane one column; then the first warp adds the warps' sums. Grid ceil(length / 32).
+// Budget    one float per thread of shared memory; about 30 registers.
+// Edges     columns beyond the length are not read; no partial sums give 0.
+#if !defined(DTYPE) || !defined(THREADS) || !defined(SHARED_BYTES)
+#error "DTYPE, THREADS and SHARED_BYTES come from a launch-configuration table"
+#endif
+#include "../common/numeric.cuh"
+
+constexpr int kWarps = THREADS / kWarpSize;
+static_assert(THREADS % kWarpSize == 0, "whole warps");
+
+struct Smem {
+  float sum[kWarps][kWarpSize];
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    column_sums(const float* partials_g, DTYPE* sums_g, int64 count, int64 length, int accumulate) {
+  __shared__ Smem smem_s;
+  const int64 column = static_cast<int64>(blockIdx.x) * kWarpSize + lane_index();
+  const bool exists = column < length;
+
+  float sum = 0.f;
+  if (exists) {
+    for (int64 p = warp_index(); p < count; p += kWarps) sum += partials_g[p * length + column];
+  }
+  smem_s.sum[warp_index()][lane_index()] = sum;
+  __syncthreads();  // smem_s.sum: written by every warp
+  if (warp_index() != 0 || !exists) return;
+
+  float total = accumulate ? to_float(sums_g[column]) : 0.f;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; warp++) total += smem_s.sum[warp][lane_index()];
+  sums_g[column] = from_float<DTYPE>(total);
+}

@@ -1,0 +1,151 @@
+"""Rows of the launch-configuration tables: how they are named, and how a user chooses some."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+
+from cupyattn.cli.arguments import integer
+from cupyattn.errors import error
+from cupyattn.kernels.arch import TURING, Arch
+from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
+from cupyattn.kernels.registry import KERNELS, catalogue
+from cupyattn.kernels.spec import Specialisation
+
+Macros = Mapping[str, int | str]
+
+
+def add_row_options(parser: argparse.ArgumentParser, default: str) -> None:
+    """Give a command ``--kernel`` and ``--head-dim``; `default` says which kernels without them."""
+    parser.add_argument(
+        "--kernel",
+        nargs="+",
+        action="extend",
+        type=_kernel,
+        default=[],
+        metavar="NAME",
+        help=f"only these kernels, by the names that `info` lists (default: {default})",
+    )
+    parser.add_argument(
+        "--head-dim",
+        nargs="+",
+        action="extend",
+        type=integer(1, MAX_HEAD_DIM),
+        default=[],
+        metavar="D",
+        help="only the rows of these head dims (default: all rows)",
+    )
+
+
+def _kernel(name: str) -> str:
+    if name not in KERNELS:
+        near = get_close_matches(name, KERNELS) or [each for each in KERNELS if name in each]
+        raise argparse.ArgumentTypeError(
+            f"there is no kernel {name!r}; "
+            + (f"near it are {', '.join(near)}" if near else "`python -m cupyattn info` lists them")
+        )
+    return name
+
+
+def rows_of(
+    kernels: Collection[str], head_dims: Collection[int] | None, arch: Arch = TURING
+) -> list[Specialisation]:
+    """Return an architecture's rows for these kernels and head dims; without any, for all.
+
+    Raises
+    ------
+    ValueError
+        If there are none.
+    """
+    rows = [each for each in catalogue(arch.number) if not kernels or each.spec.entry in kernels]
+    chosen = [each for each in rows if not head_dims or head_dim_of(each) in head_dims]
+    if not chosen:
+        dims = sorted({dim for each in rows if (dim := head_dim_of(each))})
+        raise error(
+            ValueError,
+            f"--head-dim {' '.join(map(str, head_dims or ()))}",
+            f"{', '.join(kernels) or 'the kernels'} have rows for "
+            + (f"head dims {', '.join(map(str, dims))}" if dims else "every head dim in one"),
+            "pass one of them, or leave --head-dim out" if dims else "leave --head-dim out",
+        )
+    return chosen
+
+
+def without_rows(
+    rows: Collection[Specialisation], kernels: Collection[str], head_dims: Collection[int]
+) -> list[str]:
+    """Return which of the kernels and head dims that were asked for have none of these rows."""
+    entries = {each.spec.entry for each in rows}
+    dims = {head_dim_of(each) for each in rows}
+    of = f" of head dim {' or '.join(map(str, head_dims))}" if head_dims else ""
+    return [f"{name} has no row{of}" for name in dict.fromkeys(kernels) if name not in entries] + [
+        f"no row has head dim {dim}: it is compiled at its first call"
+        for dim in dict.fromkeys(head_dims)
+        if dim not in dims
+    ]
+
+
+def head_dim_of(row: Specialisation) -> int | None:
+    """Return a row's head dim, of the values where it has no other, None where it has none."""
+    macros = dict(row.macros)
+    dim = macros.get("HEAD_DIM", macros.get("HEAD_DIM_V"))
+    return None if dim is None else int(dim)
+
+
+def row_name(row: Specialisation) -> str:
+    """Name a row by what its caller chose: dtype, head dims, loads and options; not tile sizes.
+
+    Examples
+    --------
+    >>> from cupyattn.kernels.configs.attention.options import FlashOptions
+    >>> from cupyattn.kernels.configs.attention.tensor_core.forward import flash
+    >>> row_name(flash(75, 64, 64, 1, FlashOptions(mask=True, bias="float16")))
+    'D 64, scalar loads, BIAS=float16, MASK'
+    """
+    macros = dict(row.macros)
+    head_dim, head_dim_v = macros.get("HEAD_DIM"), macros.get("HEAD_DIM_V")
+    parts = [str(macros["DTYPE"])] if "DTYPE" in macros else []
+    dims = {"D": head_dim, "Dv": None if head_dim_v == head_dim else head_dim_v}
+    parts += [f"{letter} {dim}" for letter, dim in dims.items() if dim is not None]
+    if "LANES" in macros:
+        parts.append(f"{macros['LANES']} lanes")
+    if macros.get("VEC") == 1:
+        parts.append("scalar loads")
+    parts += [
+        (name if value == "true" else f"{name}={value}") + _together(macros.get(f"{name}_VEC", 1))
+        for name, value in _options_on(macros).items()
+    ]
+    if together := _together(macros.get("SCORE_VEC", 1)):
+        parts.append(f"scores{together}")
+    return ", ".join(parts)
+
+
+def _options_on(macros: Macros) -> dict[str, str]:
+    """Return the options that a kernel was compiled with; sizes are no options."""
+    return {
+        name: value
+        for name, value in macros.items()
+        if isinstance(value, str) and name != "DTYPE" and value not in ("false", "void")
+    }
+
+
+def _together(items: int | str) -> str:
+    return "" if items == 1 else f" by {items}"
+
+
+def configuration(macros: Macros) -> str:
+    """Write what a table chose on one line: dtype, sizes, and the options that are on.
+
+    Examples
+    --------
+    >>> configuration({"TILE_K": 32, "DTYPE": "float32", "BIAS": "void", "BIAS_VEC": 1})
+    'float32 TILE_K=32'
+    """
+    on = _options_on(macros)
+    off = {name for name, value in macros.items() if isinstance(value, str)} - {"DTYPE", *on}
+    return " ".join(
+        str(value) if name == "DTYPE" else f"{name}={value}"
+        for name, value in sorted(macros.items(), key=lambda macro: macro[0] != "DTYPE")
+        if name.removesuffix("_VEC") not in off
+    )

@@ -1,0 +1,74 @@
+"""CuPy, imported when it is needed and with a folder that it can write: the only place that does.
+
+CuPy makes a folder for its own kernels while it is imported, by default in the home, and the
+import fails where that cannot be made.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from cupyattn.errors import error
+from cupyattn.folders import cache_directory, temporary_directory
+
+_VARIABLE = "CUPY_CACHE_DIR"
+_DEFAULT = "~/.cupy/kernel_cache"
+
+
+def load_cupy() -> Any:
+    """Import CuPy; a home that cannot be written does not keep it from being imported.
+
+    Raises
+    ------
+    ImportError
+        If it is not installed, or not for this machine.
+    RuntimeError
+        If CUPY_CACHE_DIR names what can be no folder.
+    """
+    if "cupy" not in sys.modules:
+        _find_it_a_folder()
+    import cupy
+
+    return cupy
+
+
+def _find_it_a_folder() -> None:
+    """Point CUPY_CACHE_DIR beside our own kernels, unless the user set it or its default will do.
+
+    It stays set for processes that this one starts.
+    """
+    named = os.environ.get(_VARIABLE)
+    try:
+        _require_writable(Path(named) if named else Path(_DEFAULT).expanduser())
+        return
+    except (OSError, RuntimeError) as failure:  # RuntimeError: pathlib finds no home
+        why = failure
+    if not named:
+        os.environ[_VARIABLE] = str(_folder_of_ours())
+    elif not Path(named).is_dir():  # one that can only be read will do for the import
+        raise error(
+            RuntimeError,
+            f"{_VARIABLE}={named!r}, where CuPy keeps its own kernels, cannot be made ({why})",
+            "CuPy is imported only where that is a folder",
+            f"set {_VARIABLE} to a folder that can be written, or unset it",
+        ) from why
+
+
+def _folder_of_ours() -> Path:
+    try:
+        folder = cache_directory() / "cupy"
+        _require_writable(folder)
+    except OSError:
+        folder = temporary_directory() / "cupy"
+        _require_writable(folder)
+    return folder
+
+
+def _require_writable(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass

@@ -1,0 +1,157 @@
+"""One kernel -> the source of one Python function -> a `Program`.
+
+The function keeps every register in a local variable and runs basic blocks in a loop::
+
+    def kernel(batch):
+        block, mask, merge = schedule.start()
+        while block >= 0:
+            if block < 2:
+                if block < 1:            # block 0
+                    v_r1 = s_tid_x
+                    block, mask, merge = schedule.branch(v_p1, 2, 1, mask, merge)
+                ...
+
+Blocks are found through a binary tree of comparisons. Behind a block that ends where lanes may
+have to wait stands its continuation, so that nothing is looked up if they need not.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+from cupyattn.emulator.codegen.generator import Generator
+from cupyattn.emulator.codegen.layout import shared_granule
+from cupyattn.emulator.codegen.lowering import CONTROL, lowering_of
+from cupyattn.emulator.codegen.names import RUNTIME_NAMES
+from cupyattn.emulator.codegen.reordering import Reordering
+from cupyattn.emulator.program import Program
+from cupyattn.emulator.ptx.architecture import needed_target
+from cupyattn.emulator.ptx.data_types import register_dtype
+from cupyattn.emulator.ptx.model import Function, Instruction, Variable
+
+__all__ = ["compile_kernel"]
+
+_ALL_LANES = ("-1", "0xffffffff", "4294967295")
+
+
+def _may_be_partial(x: Instruction) -> bool:
+    """Tell whether `x` is a ``bar.warp.sync`` whose mask is not known to name all lanes."""
+    return x.opcode == "bar.warp.sync" and x.operands[0].lower() not in _ALL_LANES
+
+
+def _write_block(gen: Generator, number: int) -> list[str]:
+    """Return the statements of basic block `number`."""
+    gen.start_block(number)
+    gen.line(f"if report is not None: report.enter({number}, mask, positions)")
+    order = Reordering(gen, number)
+    ended = False
+    for fixed in order.fixed:
+        instruction = fixed.instruction
+        lowering = lowering_of(gen, instruction)
+        gen.guard, gen.mask = "", "mask"
+        order.before(fixed)
+        if instruction.root in CONTROL:
+            order.finish()
+            ended = True
+        elif instruction.guard:
+            predicate, negated = instruction.guard
+            if predicate not in gen.names:
+                raise gen.unsupported(instruction, f"the guard {predicate!r} is no register")
+            with gen.placing(instruction):
+                name = f"{'~' if negated else ''}{gen.value(predicate, 'b1')}"
+            gen.line(f"guard = guarded({name}, mask, shape)")
+            gen.guard = gen.mask = "guard"
+        with gen.placing(instruction):
+            lowering(gen, instruction)
+        order.after(fixed)
+    gen.guard, gen.mask = "", "mask"
+    if not ended:
+        order.finish()
+        gen.jump(gen.flow.blocks[number].next)
+    return gen.out
+
+
+def _assemble(gen: Generator, bodies: list[list[str]]) -> str:
+    out = ["def kernel(batch):"]
+    out += [f" {line}" for line in RUNTIME_NAMES.prologue]
+    out += [f" {name} = {text}" for name, text in gen.prologue.items()]
+    for register in dict.fromkeys([*gen.flow.written_in, *gen.flow.use_count]):
+        blocks = gen.flow.written_in.get(register, set())
+        if not blocks or not all(gen.flow.is_local(register, number) for number in blocks):
+            stored = register_dtype(gen.function.registers[register])
+            out.append(f" {gen.names[register]} = ZERO_{stored}")
+    out += [
+        " block, mask, merge = schedule.start()",
+        " steps = batch.checks.max_steps",
+        " while block >= 0:",
+        "  steps -= 1",
+        "  if steps < 0: raise batch.hang(block, mask)",
+    ]
+
+    leaves: list[list[int]] = []
+    for number in range(len(bodies)):
+        if gen.flow.continues(number):
+            leaves[-1].append(number)
+        else:
+            leaves.append([number])
+
+    def tree(low: int, high: int, indent: int) -> None:
+        space = " " * indent
+        if high - low == 1:
+            for number in leaves[low]:
+                if len(leaves[low]) > 1:
+                    out.append(f"{space}if block == {number}:")
+                inner = " " * (indent + (len(leaves[low]) > 1))
+                out.extend(inner + line for line in bodies[number])
+            return
+        middle = (low + high) // 2
+        out.append(f"{space}if block < {leaves[middle][0]}:")
+        tree(low, middle, indent + 1)
+        out.append(f"{space}else:")
+        tree(middle, high, indent + 1)
+
+    tree(0, len(leaves), 2)
+    return "\n".join(out) + "\n"
+
+
+def compile_kernel(function: Function, variables: dict[str, Variable], target: int) -> Program:
+    """Generate and compile the Python function of a kernel.
+
+    Parameters
+    ----------
+    function : Function
+        The entry, with its calls expanded.
+    variables : dict
+        The variables of its module.
+    target : int
+        What the PTX says it is for, 75 for sm_75.
+
+    Raises
+    ------
+    UnsupportedPTXError
+        The kernel has an instruction that the emulator does not run, or that the target lacks.
+    """
+    gen = Generator(function, variables)
+    for instruction in function.instructions:
+        needed = needed_target(instruction)
+        if needed > target:
+            raise gen.unsupported(
+                instruction,
+                f"it needs sm_{needed}, and the PTX is for sm_{target} (.target): use what "
+                f"sm_{target} has, or compile with -arch=compute_{needed}",
+            )
+    bodies = [_write_block(gen, number) for number in range(len(gen.flow.blocks))]
+    source = _assemble(gen, bodies)
+    namespace = dict(RUNTIME_NAMES.namespace)
+    namespace.update(dict(gen.constants.values()))
+    exec(compile(source, f"<emulated {function.name}>", "exec"), namespace)
+    return Program(
+        function.header,
+        [x.statement for x in function.instructions],
+        namespace["kernel"],
+        zlib.compress(source.encode()),
+        [range(b.first, b.last) for b in gen.flow.blocks],
+        gen.layout,
+        shared_granule(function),
+        any(_may_be_partial(x) for x in function.instructions),
+    )

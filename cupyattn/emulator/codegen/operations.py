@@ -1,0 +1,203 @@
+"""Arithmetic of lanes that can be computed on stacks of registers, and by which function."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from cupyattn.emulator.codegen.arithmetic import fixed_permutation, fixed_selector
+from cupyattn.emulator.codegen.float_arithmetic import may_be_subnormal
+from cupyattn.emulator.codegen.generator import Generator
+from cupyattn.emulator.codegen.rows import Row, gather
+from cupyattn.emulator.ptx.data_types import register_dtype
+from cupyattn.emulator.ptx.model import Instruction
+
+__all__ = ["Operation", "operation_of"]
+
+_FEWEST_STACKED = 4
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A function of the lanes: no memory, no exchange between lanes, no fault.
+
+    Attributes
+    ----------
+    function : str
+        Name of the function in generated code.
+    operands : tuple of str
+        dtypes of its operands.
+    widened : tuple of bool
+        Which of them the function wants in float64, exactly; their dtype says float32.
+    flushed : tuple of bool
+        Which may hold subnormal numbers that count as zeros.
+    result : str
+        dtype of the result.
+    flushes : bool
+        Whether subnormal results become zeros.
+    """
+
+    function: str
+    operands: tuple[str, ...]
+    widened: tuple[bool, ...]
+    flushed: tuple[bool, ...]
+    result: str
+    flushes: bool = False
+
+    @property
+    def of_floats(self) -> bool:
+        """Whether an operand is a float."""
+        return "f4" in self.operands or self.result == "f4"
+
+    def key(self, operands: Sequence[Row]) -> Hashable:
+        """Return what operations that can be one on stacks have in common."""
+        return self
+
+    def write(
+        self, gen: Generator, operands: Sequence[Sequence[Row]], results: Sequence[Sequence[Row]]
+    ) -> None:
+        """Write several of this operation: on stacks, or one by one where that is no gain."""
+        columns = list(zip(*operands, strict=True))
+        common = [len({row.expression for row in column}) == 1 for column in columns]
+        if len(operands) < _FEWEST_STACKED or all(common):
+            for rows, (result,) in zip(operands, results, strict=True):
+                self._write_one(gen, rows, result)
+            return
+        arguments, flushed = [], []
+        for i, column in enumerate(columns):
+            argument = gather(column, "f8" if self.widened[i] else self.operands[i])
+            once = common[i] and self.flushed[i]
+            arguments.append(f"flush({argument})" if once else argument)
+            flushed.append(self.flushed[i] and not once)
+        name = gen.temporary()
+        ending = f", {tuple(flushed)}, {self.flushes}" if any(flushed) or self.flushes else ""
+        gen.line(
+            f"{name} = stacked({self.function}, {len(operands)}, shape, {self.result}, "
+            f"({', '.join(arguments)},){ending})"
+        )
+        for index, (result,) in enumerate(results):
+            result.expression, result.stack, result.index = f"{name}[{index}]", name, index
+
+    def _write_one(self, gen: Generator, rows: Sequence[Row], result: Row) -> None:
+        arguments = ", ".join(
+            f"flush({row.expression})" if flushed else row.expression
+            for row, flushed in zip(rows, self.flushed, strict=True)
+        )
+        called = f"({self.function})" if self.function.startswith("lambda") else self.function
+        text = f"{called}({arguments})"
+        result.expression = gen.temporary()
+        gen.line(f"{result.expression} = {f'flush({text})' if self.flushes else text}")
+
+
+# Functions of float32, without and with .ftz, and whether the latter flushes by itself.
+_FLOAT = {
+    "add": ("np.add", "np.add", False),
+    "sub": ("np.subtract", "np.subtract", False),
+    "mul": ("np.multiply", "multiply_flushed", True),
+    "fma": ("fma_single", "fma_single_ftz", True),
+    "max": ("maximum", "maximum", False),
+    "min": ("minimum", "minimum", False),
+    "neg": ("np.negative", "np.negative", True),
+    "abs": ("np.abs", "np.abs", True),
+    "ex2": ("exp2_single", "exp2_single", False),
+}
+_FLOAT_OPCODE = re.compile(
+    r"((add|sub|mul)(\.rn)?|fma\.rn|max|min|neg|abs|ex2\.approx)(\.ftz)?\.f32"
+)
+_SELECT = {"selp.f32": "f4", "selp.b32": "u4", "selp.u32": "u4", "selp.s32": "u4"}
+_BITS = {
+    "add.s32": "np.add", "add.u32": "np.add", "sub.s32": "np.subtract", "sub.u32": "np.subtract",
+    "and.b32": "np.bitwise_and", "or.b32": "np.bitwise_or", "xor.b32": "np.bitwise_xor",
+    "shl.b32": "np.left_shift", "shr.u32": "np.right_shift", "shr.b32": "np.right_shift",
+}  # fmt: skip
+_SHIFTS = {str(amount) for amount in range(32)}
+
+
+def operation_of(gen: Generator, x: Instruction) -> tuple[Operation, list[str]] | None:
+    """Return how to compute an instruction on stacks, and of which operands; None if it cannot be.
+
+    Guarded instructions cannot be, nor what is no PTX: to say so is its lowering's business.
+    """
+    if x.guard or len(x.operands) < 2:
+        return None
+    try:
+        operation, operands = _described(gen, x)
+        if operation is None or not _fits(gen, x.operands[0], operands, operation):
+            return None
+    except (IndexError, ValueError):  # too few operands, or too many
+        return None
+    return operation, operands
+
+
+def _described(gen: Generator, x: Instruction) -> tuple[Operation | None, list[str]]:
+    operands = list(x.operands[1:])
+    operation = None
+    if _FLOAT_OPCODE.fullmatch(x.opcode):
+        operation = _float(gen, x)
+    elif x.opcode in _SELECT:
+        kind = _SELECT[x.opcode]
+        operation = _plain("where", ("b1", kind, kind), kind)
+        operands = [operands[2], *operands[:2]]
+    elif x.opcode in ("cvt.rn.f16.f32", "cvt.rn.ftz.f16.f32"):
+        flushed = "ftz" in x.parts and may_be_subnormal(gen, operands[0])
+        operation = Operation("nearest_half", ("f4",), (False,), (flushed,), "u2")
+    elif x.opcode == "mov.b32":
+        operation, operands = _move(gen, x)
+    elif x.opcode == "prmt.b32":
+        selector = fixed_selector(x)
+        if selector is not None:
+            text = fixed_permutation(gen, ("a", "b"), selector)
+            operation = _plain(f"lambda a, b: {text}", ("u4", "u4"), "u4")
+            operands.pop()
+    elif x.opcode in _BITS and (x.root not in ("shl", "shr") or operands[1] in _SHIFTS):
+        operation = _plain(_BITS[x.opcode], ("u4", "u4"), "u4")
+    return operation, operands
+
+
+def _plain(function: str, operands: tuple[str, ...], result: str) -> Operation:
+    no = (False,) * len(operands)
+    return Operation(function, operands, no, no, result)
+
+
+def _float(gen: Generator, x: Instruction) -> Operation:
+    without, with_flush, by_itself = _FLOAT[x.root]
+    if len(x.operands) != {"fma": 4, "neg": 2, "abs": 2, "ex2": 2}.get(x.root, 3):
+        raise ValueError("not as many operands as it takes")
+    ftz = "ftz" in x.parts
+    subnormal = tuple(ftz and may_be_subnormal(gen, operand) for operand in x.operands[1:])
+    flushes = ftz and not by_itself
+    if x.root in ("max", "min"):  # monotonic: the result instead of the operands, if at all
+        flushes, subnormal = any(subnormal), (False,) * len(subnormal)
+    return Operation(
+        with_flush if ftz else without,
+        ("f4",) * len(subnormal),
+        tuple(x.root == "fma" and i < 2 for i in range(len(subnormal))),
+        subnormal,
+        "f4",
+        flushes,
+    )
+
+
+def _move(gen: Generator, x: Instruction) -> tuple[Operation | None, list[str]]:
+    """Return two halves packed, or bits seen as another type."""
+    target, source = x.operands
+    parts = [name.strip() for name in source.strip("{} ").split(",")]
+    if len(parts) == 2:
+        return _plain("pack_pair", ("u2", "u2"), "u4"), parts
+    registers = gen.function.registers
+    if target not in registers or source not in registers:
+        return None, parts
+    to, of = (register_dtype(registers[name]) for name in (target, source))
+    return _plain(f"lambda a: a.view({to})", (of,), to), parts
+
+
+def _fits(gen: Generator, target: str, operands: list[str], operation: Operation) -> bool:
+    """Tell whether all registers are stored as what the operation works on."""
+    registers = gen.function.registers
+    if target not in registers:
+        return False
+    wanted = [(target, operation.result), *zip(operands, operation.operands, strict=True)]
+    return all(
+        register_dtype(registers[name]) == dtype for name, dtype in wanted if name in registers
+    )

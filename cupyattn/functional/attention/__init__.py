@@ -1,0 +1,1 @@
+"""Attention: the public functions, forward and backward."""

@@ -1,0 +1,202 @@
+"""Exact attention, backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupyattn import reference
+from cupyattn.arrays import Array
+from cupyattn.errors import error
+from cupyattn.functional.attention.call import AttentionCall, attention_call, reference_options
+from cupyattn.functional.backend import device_of
+from cupyattn.functional.rounding import round_into
+from cupyattn.gradients import AttentionGrads
+from cupyattn.ops.attention import backward as ops
+from cupyattn.ops.attention.checks import backward_problem
+from cupyattn.ops.checks import require_bool
+
+
+def attention_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    /,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    q_offset: int | Array | None = None,
+    seqused_k: Array | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi_slopes: Array | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    rotary: tuple[Array, Array] | None = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    dlse: Array | None = None,
+    deterministic: bool = False,
+    implementation: str = "flash",
+    grads: AttentionGrads | None = None,
+    accumulate: bool = False,
+    workspace: Array | None = None,
+) -> AttentionGrads:
+    r"""Gradients of `attention` with respect to its arrays.
+
+    Parameters
+    ----------
+    dout : array (B, Sq, H, Dv), dtype of q
+        Gradient with respect to out.
+    q, k, v : array
+        As given to `attention`, with the same options.
+    out : array (B, Sq, H, Dv), dtype of q
+        The result of `attention`, or of a merge of it with other keys: given the merged out and
+        lse, the gradients are this call's share of the whole.
+    lse : array (B, H, Sq), float32 (float64 beside float64 arrays)
+        Its second result (``return_lse=True``).
+    causal, softmax_scale, window_size, q_offset, seqused_k : optional
+        As given to `attention`.
+    mask, bias, alibi_slopes, softcap, sinks : optional
+        As given to `attention`.
+    dropout_p, seed, rotary, score_mod, mask_mod : optional
+        As given to `attention`. Dropout draws the same mask again from the seed.
+    dlse : array (B, H, Sq), dtype of lse, optional
+        Gradient with respect to lse, where it was used.
+    deterministic : bool
+        Bitwise the same result from run to run. On a GPU "flash" then adds nothing atomically, of
+        float16 and float32, which takes longer; a bias that broadcasts takes scratch memory besides
+        in float16, see workspace. Everything else is deterministic as it is.
+    implementation : {"flash", "naive"}
+        Which kernels run on a GPU or the emulator. "flash" runs float16 on tensor cores, and
+        float32 and bfloat16 in float32 arithmetic. "naive" (the textbook) is there to be read and
+        compared. On the reference it makes no difference.
+    grads : AttentionGrads, optional
+        Arrays to write the gradients into, each with the shape and dtype of what it belongs to; the
+        last axis is contiguous. A field that is None makes a new one.
+    accumulate : bool
+        Add to the contents of grads instead of replacing them, before the one rounding.
+    workspace : array, optional
+        Scratch memory for kernels, of any plain dtype, in C order and aligned to 16 bytes;
+        otherwise it is allocated. 4 * B * H * Sq bytes suffice, but for float16 "flash": with rows
+        = B * H * Sq' and Sq' and D' rounded up to multiples of 64 and 8, that needs 8 * rows bytes;
+        unless deterministic, 4 * rows * D' more; and for a bias that broadcasts 4 bytes for each of
+        its items (deterministic: for each score); each rounded up to 256. An error says how many.
+        With grads and workspace a call allocates nothing, and can be captured in a CUDA graph.
+
+    Returns
+    -------
+    AttentionGrads
+        ``(dq, dk, dv, dbias, dsinks)``, each like its array; dbias is summed over the axes that
+        bias broadcast along; dbias and dsinks are None without bias and sinks. Queries and keys
+        that see nothing get zeros, where dout is finite: its NaN and infinities may reach dv of
+        every key of their head.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `attention`; for out, lse, dout or dlse whose shapes or dtypes disagree with q, k, v; for
+        grads that do not fit their arrays; and for a workspace that is too small.
+    NotImplementedError
+        On a GPU or the emulator, for an implementation that has no backward kernel and for rotary
+        and mask_mod: NumPy arrays on the reference have them all.
+    RuntimeError
+        As `attention`.
+
+    Notes
+    -----
+    With P = exp(s - lse) and delta = rowsum(dout * out) - dlse: dv = P^T dout,
+    ds = P * (dout v^T - delta), dq = softmax_scale * ds k, dk = softmax_scale * ds^T q (Dao et al.,
+    arXiv:2205.14135, appendix B). `vjp` keeps out and lse for this function and passes them on.
+    A query all of whose scores are beyond 1e7 in size, by a finite bias on all its keys, has no
+    digits left in lse: P is held to at most 1, its gradients are finite and mean nothing. Hide
+    keys by a mask or a bias of -inf.
+    Float16 "flash" keeps ds in float16 for its products: where it passes 65504 gradients are
+    infinite or NaN, and what lies below 6e-8 of it is lost. Scale the loss accordingly, as for
+    dout itself, or use "naive" or float32 arrays.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyattn
+    >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 6, 2, 8), dtype=np.float32)
+    >>> out, lse = cupyattn.attention(q, k, v, causal=True, return_lse=True)
+    >>> grads = cupyattn.attention_backward(dout, q, k, v, out, lse, causal=True)
+    >>> grads.dq.shape, grads.dbias
+    ((1, 6, 2, 8), None)
+
+    Moving v along its gradient raises the sum of dout * out by the square of the gradient:
+
+    >>> step = 1e-2
+    >>> moved = cupyattn.attention(q, k, v + step * grads.dv, causal=True)
+    >>> np.allclose((dout * (moved - out)).sum() / step, (grads.dv**2).sum(), rtol=1e-3)
+    True
+    """
+    require_bool("deterministic", deterministic)
+    require_bool("accumulate", accumulate)
+    call = operands, problem, seed = attention_call(
+        backward_problem,
+        {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse,
+         "seqused_k": seqused_k, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes,
+         "sinks": sinks, "workspace": workspace, **_given_grads(grads, accumulate)},
+        (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None, mask_mod,
+         implementation),
+        q_offset, seed, rotary, score_mod,
+    )  # fmt: skip
+    device = device_of(operands)
+    if device is None:
+        return _on_cpu(call, accumulate)
+    results: dict[str, Any] = dict.fromkeys(AttentionGrads._fields)
+    results |= ops.attention_backward(
+        device,
+        problem,
+        operands,
+        seed=seed,
+        deterministic=bool(deterministic),
+        accumulate=bool(accumulate),
+    )
+    return AttentionGrads(**results)
+
+
+def _given_grads(grads: Any, accumulate: bool) -> dict[str, Any]:
+    if grads is None:
+        if accumulate:
+            raise error(
+                ValueError,
+                "accumulate=True without grads",
+                "it adds to the arrays of grads",
+                "pass grads=AttentionGrads(dq, dk, dv)",
+            )
+        return {}
+    if not isinstance(grads, AttentionGrads):
+        raise error(
+            TypeError,
+            f"grads is a {type(grads).__name__}",
+            "it is an AttentionGrads of arrays or None",
+            "pass grads=AttentionGrads(dq, dk, dv)",
+        )
+    return grads._asdict()
+
+
+def _on_cpu(call: AttentionCall, accumulate: bool) -> AttentionGrads:
+    operands, problem, _ = call
+    arrays = operands.arrays
+    positional = (arrays[name] for name in ("dout", "q", "k", "v", "out", "lse"))
+    exact = reference.attention_backward(
+        *positional, dlse=arrays.get("dlse"), **reference_options(call)
+    )
+    rounded: dict[str, Any] = {}
+    for name, gradient in exact._asdict().items():
+        target = arrays.get(name)
+        if gradient is not None and accumulate and target is not None:
+            with np.errstate(invalid="ignore"):  # inf - inf is NaN, as on a GPU
+                gradient = gradient + target.astype(np.float64)
+        of = problem.layouts.get(name[1:])
+        rounded[name] = None if of is None else round_into(target, gradient, of.dtype)
+    return AttentionGrads(**rounded)

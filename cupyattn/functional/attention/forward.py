@@ -1,0 +1,219 @@
+"""Exact attention, forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cupyattn import reference
+from cupyattn.arrays import Array
+from cupyattn.errors import error
+from cupyattn.functional.attention.call import AttentionCall, attention_call, reference_options
+from cupyattn.functional.backend import device_of
+from cupyattn.functional.rounding import round_into
+from cupyattn.ops.attention.checks import forward_problem
+from cupyattn.ops.attention.forward import attention_forward
+from cupyattn.ops.checks import require_bool
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    q_offset: int | Array | None = None,
+    seqused_k: Array | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi_slopes: Array | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    rotary: tuple[Array, Array] | None = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    return_lse: bool = False,
+    implementation: str = "flash",
+    out: Array | tuple[Array, Array] | None = None,
+    workspace: Array | None = None,
+) -> Any:
+    r"""Attend: ``softmax(softmax_scale * q @ k.T) @ v`` for every head, without storing the scores.
+
+    Letters: B batch, Sq and Sk query and key length, H query heads, G key-value heads (H a
+    multiple of G), D head dim, Dv value head dim (each 1 to 256).
+
+    Parameters
+    ----------
+    q : array (B, Sq, H, D)
+        Queries. All arrays of a call are CuPy (or CUDA arrays of another library, taken by
+        ``__cuda_array_interface__`` or DLPack without a copy) or all are NumPy. q, k and v share
+        one dtype: float16, float32 or bfloat16; NumPy arrays outside of the emulator may be
+        float64. Their last axis is contiguous, the others may have any stride, so slices of a
+        packed array and transposes work without a copy.
+    k : array (B, Sk, G, D)
+        Keys; query head h attends to key-value head ``h // (H // G)``.
+    v : array (B, Sk, G, Dv)
+        Values.
+    causal : bool
+        Keep only keys ``j <= i + q_offset`` for query i.
+    softmax_scale : float, optional
+        Factor of the scores; ``D ** -0.5`` by default.
+    window_size : (left, right), optional
+        Keep only keys ``i + q_offset - left <= j <= i + q_offset + right``; None on a side is
+        unbounded.
+    q_offset : int, or int32 or int64 array (B,), optional
+        Key position at which query 0 stands. By default the last query stands at the last key in
+        use: ``Sk - Sq``, with seqused_k ``seqused_k - Sq`` of each batch element. 0 aligns the
+        beginnings.
+    seqused_k : int32 or int64 array (B,), optional
+        Number of keys in use; what lies behind may be anything, NaN too.
+    mask : bool array, optional
+        True where a query may attend; broadcasts to (B, H, Sq, Sk) without being materialised.
+    bias : float array, optional
+        Added to the scores; broadcasts to (B, H, Sq, Sk) without being materialised. -inf masks.
+    alibi_slopes : float array (H,) or (B, H), optional
+        Adds ``-slope * abs(i + q_offset - j)`` (Press et al., arXiv:2108.12409). Kernels keep
+        scores in float32: of one of 1e6 in size they have the first decimal.
+    softcap : float, optional
+        Replaces each scaled score by ``softcap * tanh(s / softcap)``, before bias and ALiBi. At
+        most 10,000: kernels err by about softcap * 1e-7 in a score.
+    sinks : float array (H,), optional
+        One more logit per head that joins the softmax denominator, and so lse, but has no value.
+        At most 2e38, or -inf for none. On a GPU larger ones give NaN, unless values are checked
+        (`backend`); otherwise they are an error.
+    dropout_p : float
+        Probability with which a softmax weight is dropped; kept ones are scaled by
+        ``1 / (1 - dropout_p)``. lse is that of the weights before dropping.
+    seed : int, optional
+        0 to 2**64 - 1, required with dropout. The mask is a function of the seed and of
+        (b, h, i, j) alone: Philox4x32-10 (Salmon et al., SC 2011).
+    rotary : (cos, sin), optional
+        Tables (positions, R/2) with R <= D: rotates the first R features of q (at position
+        ``i + q_offset``) and k (at position j), feature d paired with d + R/2 (Su et al.,
+        arXiv:2104.09864, equation 34).
+    score_mod : optional
+        Not available yet.
+    mask_mod : callable, optional
+        ``mask_mod(b, h, i, j)`` of integer index arrays that broadcast together; True to attend.
+    return_lse : bool
+        Return the log-sum-exp of the scores too.
+    implementation : {"flash", "tiled", "naive"}
+        Which kernel runs on a GPU or the emulator. "flash" runs on tensor cores for float16, and
+        for float32 and bfloat16, which Turing's have not, in float32 arithmetic. "naive" (the
+        textbook) and "tiled" (shared-memory tiles with the online softmax) are there to be read
+        and compared. On the reference it makes no difference.
+    out : array, or (out, lse) with return_lse, optional
+        Where to write the result; must not overlap the inputs.
+    workspace : array, optional
+        Scratch memory for implementations that need it; those of today need none.
+
+    Returns
+    -------
+    out : array (B, Sq, H, Dv), dtype of q
+        Zeros for a query without keys.
+    lse : array (B, H, Sq), float32 (float64 for float64 arrays)
+        Only with return_lse: natural log of the softmax denominator; -inf for a query without keys
+        (with sinks, the sink).
+
+    Raises
+    ------
+    TypeError
+        For something that is no array, NumPy and CuPy arrays mixed, or a dtype that is not allowed.
+    ValueError
+        For shapes, strides or options that do not fit, dropout without a seed, arrays on different
+        devices, or an out that overlaps an input. Nothing has been written then.
+    NotImplementedError
+        On a GPU or the emulator, for an option or a dtype that the implementation's kernel does not
+        have: NumPy arrays on the reference have them all.
+    RuntimeError
+        On a GPU of a compute capability below 7.5; where NVRTC, which compiles the kernels, is not
+        installed; and for a first call with these options inside a CUDA graph capture: call once
+        first.
+
+    Notes
+    -----
+    Vaswani et al., arXiv:1706.03762, equation 1; on a GPU computed tile by tile (Dao et al.,
+    arXiv:2205.14135). Kernels accumulate in float32 and round once, at the store; on NumPy arrays
+    the same is computed in float64. Within that rounding a row may differ by what the rows beside
+    it see. Of keys that a query does not see, only those behind seqused_k may hold NaN or infinity:
+    causal order, windows, masks and biases of -inf give the others a weight of 0, and 0 times NaN
+    is NaN. To hide keys use a mask or a bias of -inf: with a finite bias beyond -1e7 on all keys of
+    a query its row means nothing in float32 (kernels give zeros and a lse of -inf from about -1e10
+    on, NumPy arrays the softmax of the bias). A GPU takes a seqused_k outside of 0 to Sk as the
+    nearer end; on NumPy arrays that is an error. A call runs on the current stream of its arrays'
+    device and does not synchronise.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyattn
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.standard_normal((2, 7, 4, 16), dtype=np.float32)
+    >>> k, v = rng.standard_normal((2, 2, 9, 2, 16), dtype=np.float32)
+    >>> out, lse = cupyattn.attention(q, k, v, causal=True, return_lse=True)
+    >>> out.shape, lse.shape
+    ((2, 7, 4, 16), (2, 4, 7))
+
+    The last query sees every key, the first one all but the last six:
+
+    >>> np.allclose(out[:, :1], cupyattn.attention(q[:, :1], k[:, :-6], v[:, :-6]))
+    True
+
+    Slices of one packed array, without a copy:
+
+    >>> qkv = rng.standard_normal((1, 5, 3, 2, 8), dtype=np.float32)
+    >>> cupyattn.attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]).shape
+    (1, 5, 2, 8)
+    """
+    require_bool("return_lse", return_lse)
+    given_out, given_lse = _split_out(out, return_lse)
+    call = operands, problem, seed = attention_call(
+        forward_problem,
+        {"q": q, "k": k, "v": v, "seqused_k": seqused_k, "mask": mask, "bias": bias,
+         "alibi_slopes": alibi_slopes, "sinks": sinks, "out": given_out, "lse": given_lse,
+         "workspace": workspace},
+        (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None, mask_mod,
+         implementation),
+        q_offset, seed, rotary, score_mod,
+    )  # fmt: skip
+    device = device_of(operands)
+    if device is None:
+        results = _on_cpu(call)
+    else:
+        results = attention_forward(device, problem, operands, seed=seed, return_lse=return_lse)
+    return (results["out"], results["lse"]) if return_lse else results["out"]
+
+
+def _split_out(out: Any, return_lse: bool) -> tuple[Any, Any]:
+    if not return_lse:
+        if isinstance(out, tuple):
+            raise error(
+                TypeError,
+                "out is a tuple without return_lse=True",
+                "it is one array then",
+                "pass return_lse=True to have lse as well, or the array alone",
+            )
+        return out, None
+    if out is None:
+        return None, None
+    if isinstance(out, tuple) and len(out) == 2 and out[0] is not None and out[1] is not None:
+        return out
+    raise error(
+        TypeError,
+        f"out is a {type(out).__name__} with return_lse=True",
+        "it is a tuple (out, lse) of arrays then",
+        "pass out=(out, lse)",
+    )
+
+
+def _on_cpu(call: AttentionCall) -> dict[str, Array]:
+    operands, problem, _ = call
+    arrays = operands.arrays
+    out, lse = reference.attention(arrays["q"], arrays["k"], arrays["v"], **reference_options(call))
+    return {
+        "out": round_into(arrays.get("out"), out, problem.dtype),
+        "lse": round_into(arrays.get("lse"), lse, problem.lse_dtype),
+    }

@@ -1,0 +1,1 @@
+"""Fused layers: the public functions."""

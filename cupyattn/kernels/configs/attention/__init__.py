@@ -1,0 +1,1 @@
+"""Attention, by the folders of its kernels in `cuda_src/attention`."""

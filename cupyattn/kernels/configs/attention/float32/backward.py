@@ -1,0 +1,212 @@
+"""Launch configurations of the float32 backward of attention, for sm_75."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from cupyattn.kernels.arch import TURING, WARP_SIZE
+from cupyattn.kernels.configs.attention.options import PLAIN, SCORE_MACROS, FlashOptions
+from cupyattn.kernels.configs.attention.parameters import (
+    FLOAT_GRADIENT,
+    POSITIONS,
+    SCORE_INPUTS,
+)
+from cupyattn.kernels.configs.tables import (
+    FLOAT_BYTES,
+    ByArch,
+    cpp_bool,
+    option_macros,
+    pairs,
+    rows_for,
+)
+from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.kernels.structs import BACKWARD_STRUCT
+
+DELTA_KERNEL = KernelSpec(
+    "attention_backward_f32_delta",
+    "attention/float32/backward_delta.cu",
+    (
+        *(*inputs("dout", "out"), *inputs("dlse", optional=True)),
+        Pointer("delta"),
+        BACKWARD_STRUCT,
+    ),
+)
+DKDV_KERNEL = KernelSpec(
+    "attention_backward_f32_dkdv",
+    "attention/float32/backward_dkdv.cu",
+    (
+        *(*FLOAT_GRADIENT, *POSITIONS, *SCORE_INPUTS),
+        *(Pointer("dq"), Pointer("dk"), Pointer("dv"), Pointer("dbias", optional=True)),
+        BACKWARD_STRUCT,
+    ),
+)
+DQ_KERNEL = KernelSpec(
+    "attention_backward_f32_dq",
+    "attention/float32/backward_dq.cu",
+    (*FLOAT_GRADIENT, *POSITIONS, *SCORE_INPUTS, Pointer("dq"), BACKWARD_STRUCT),
+)
+KERNELS = (DELTA_KERNEL, DKDV_KERNEL, DQ_KERNEL)
+
+DTYPES = ("float32", "bfloat16")
+VECTOR_ITEMS = 4
+"""Items of one load where rows are aligned to as many."""
+
+_THREADS = 128  # kProductThreads in backward_products.cuh
+_STAGE = 8192  # kStageBytes in backward_feed.cuh
+_PART = 4096  # kPartFloats in score_gradient.cuh
+_SCORES = 64  # of a thread at the most
+
+
+@dataclass(frozen=True)
+class FloatConfig:
+    """One CTA per tile_k keys (dk, dv) or tile_q queries (dq).
+
+    Its 128 threads are thread_rows by 128 / thread_rows in every product.
+    """
+
+    tile_q: int
+    tile_k: int
+    thread_rows: int
+    ctas_per_sm: int
+    reason: str
+
+
+# The first row whose head dim is not below max(D, Dv), but for options that take registers.
+DKDV = {
+    75: {
+        64: FloatConfig(
+            128, 64, 16, 2, "8 x 8 scores a thread: 16 words of shared memory feed 64 FFMAs"
+        ),
+        128: FloatConfig(64, 64, 8, 2, "dK and dV, 8 x 8 a thread each: room for 8 x 4 scores"),
+        256: FloatConfig(64, 32, 8, 2, "half the keys: dK and dV take 128 registers again"),
+    }
+}
+DQ = {
+    75: {
+        64: FloatConfig(128, 64, 16, 2, "8 x 8 scores and 8 x 8 of dQ a thread"),
+        128: FloatConfig(64, 64, 8, 2, "as dK and dV"),
+        256: FloatConfig(32, 64, 8, 2, "half the queries: dQ takes 64 registers"),
+    }
+}
+
+
+def dkdv_row(arch: int, head_dim: int, head_dim_v: int, options: FlashOptions) -> FloatConfig:
+    """Return the table row of dk and dv for these head dims and options."""
+    return _row(DKDV, arch, head_dim, head_dim_v, options)
+
+
+def dq_row(arch: int, head_dim: int, head_dim_v: int, options: FlashOptions) -> FloatConfig:
+    """Return the table row of dq for these head dims and options."""
+    return _row(DQ, arch, head_dim, head_dim_v, options)
+
+
+def _row(
+    table: ByArch[FloatConfig], arch: int, head_dim: int, head_dim_v: int, options: FlashOptions
+) -> FloatConfig:
+    largest = max(head_dim, head_dim_v)
+    # The softcap's slopes and dropout's random words take the registers of four scores in eight.
+    most = _SCORES // 2 if options.softcap or options.dropout else _SCORES
+    return next(
+        row
+        for limit, row in rows_for(table, arch).items()
+        if largest <= limit and row.tile_q * row.tile_k <= most * _THREADS
+    )
+
+
+DELTA_ROWS = 8
+"""Rows that one CTA of `delta` takes, a warp each."""
+
+
+@cache
+def delta(dtype: str, head_dim_v: int) -> Specialisation:
+    """Specialise the kernel of delta."""
+    return DELTA_KERNEL.specialise(
+        threads=DELTA_ROWS * WARP_SIZE, DTYPE=dtype, HEAD_DIM_V=head_dim_v
+    )
+
+
+@cache
+def dkdv(
+    arch: int,
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    vec: int,
+    one_pass: bool,
+    options: FlashOptions,
+    dbias: str,
+) -> Specialisation:
+    """Specialise the kernel of dk and dv.
+
+    With `one_pass` it adds to dq as well, which has to be float32; `dbias` is the dtype that it
+    writes, or "void".
+    """
+    row = dkdv_row(arch, head_dim, head_dim_v, options)
+    return DKDV_KERNEL.specialise(
+        threads=_THREADS,
+        static_shared_bytes=_shared_bytes(row),
+        ONE_PASS=cpp_bool(one_pass),
+        DBIAS=dbias,
+        **_macros(dtype, head_dim, head_dim_v, vec, options, row),
+    )
+
+
+@cache
+def dq(
+    arch: int, dtype: str, head_dim: int, head_dim_v: int, vec: int, options: FlashOptions
+) -> Specialisation:
+    """Specialise the kernel of dq."""
+    row = dq_row(arch, head_dim, head_dim_v, options)
+    return DQ_KERNEL.specialise(
+        threads=_THREADS,
+        static_shared_bytes=_shared_bytes(row),
+        **_macros(dtype, head_dim, head_dim_v, vec, options, row),
+    )
+
+
+def _macros(
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    vec: int,
+    options: FlashOptions,
+    row: FloatConfig,
+) -> dict[str, Any]:
+    return {
+        "DTYPE": dtype,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_V": head_dim_v,
+        "TILE_Q": row.tile_q,
+        "TILE_K": row.tile_k,
+        "THREAD_ROWS": row.thread_rows,
+        "VEC": vec,
+        "MIN_CTAS": row.ctas_per_sm,
+        **option_macros(options, SCORE_MACROS),
+    }
+
+
+def _shared_bytes(row: FloatConfig) -> int:
+    """Sum two stages and the part of the weights that is held (the sources assert it)."""
+    return 2 * _STAGE + FLOAT_BYTES * min(row.tile_q * row.tile_k, _PART)
+
+
+_EVERYTHING = FlashOptions(bias="float32", mask=True, slopes="float32", softcap=True, dropout=True)
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield rows at their largest head dim, dtypes, ways and loads in pairs; options at 64."""
+    dims = rows_for(DKDV, arch)
+    for dtype, head_dim in pairs(DTYPES, dims):
+        yield delta(dtype, head_dim)
+    ways = (("float32", True), ("float32", False), ("bfloat16", False))
+    for (dtype, one_pass), head_dim, vec in pairs(ways, dims, (VECTOR_ITEMS, 1)):
+        yield dkdv(arch, dtype, head_dim, head_dim, vec, one_pass, PLAIN, "void")
+    for dtype, head_dim, vec in pairs(DTYPES, rows_for(DQ, arch), (VECTOR_ITEMS, 1)):
+        yield dq(arch, dtype, head_dim, head_dim, vec, PLAIN)
+    for options in (_EVERYTHING, FlashOptions(bias="float32")):
+        for one_pass in (True, False):
+            yield dkdv(arch, "float32", 64, 64, VECTOR_ITEMS, one_pass, options, "float32")
+        yield dq(arch, "float32", 64, 64, VECTOR_ITEMS, options)

@@ -1,0 +1,104 @@
+"""Launch configurations of the float32 forward of attention, for sm_75."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from cupyattn.kernels.arch import TURING, WARP_SIZE
+from cupyattn.kernels.configs.attention import parameters
+from cupyattn.kernels.configs.attention.options import EACH_OPTION, PLAIN, FlashOptions
+from cupyattn.kernels.configs.tables import FLOAT_BYTES, option_macros, pairs, row_of, rows_for
+from cupyattn.kernels.spec import KernelSpec, Specialisation
+
+KERNEL = KernelSpec("attention_forward_f32", "attention/float32/forward.cu", parameters.FLASH)
+KERNELS = (KERNEL,)
+
+
+@dataclass(frozen=True)
+class FlashConfig:
+    """A warp's lanes are 32 / column_lanes by column_lanes; each owns 8 rows and 2 * pairs keys."""
+
+    column_lanes: int
+    pairs: int
+    warps: int
+    ctas_per_sm: int
+    reason: str
+
+    @property
+    def tile_q(self) -> int:
+        """Query rows per CTA."""
+        return self.warps * self.warp_rows
+
+    @property
+    def warp_rows(self) -> int:
+        """Query rows per warp."""
+        return 8 * WARP_SIZE // self.column_lanes
+
+    @property
+    def tile_k(self) -> int:
+        """Keys per tile."""
+        return self.column_lanes * 2 * self.pairs
+
+
+# The first row whose head dim is not below max(D, Dv).
+FLASH = {
+    75: {
+        64: FlashConfig(8, 4, 4, 2, "8 x 8 scores and up to 8 x 8 outputs a thread"),
+        128: FlashConfig(16, 4, 4, 2, "16 lanes to a row: 8 x 8 outputs a thread again"),
+        160: FlashConfig(16, 4, 8, 1, "8 warps have less on the way: room for 10 output columns"),
+        256: FlashConfig(16, 2, 8, 1, "8 x 16 outputs a thread leave room for 8 x 4 scores"),
+    }
+}
+DTYPES = ("float32", "bfloat16")
+"""What Turing's tensor cores do not take, and this kernel does."""
+VECTOR_ITEMS = 4
+"""Items that the float32 kernel loads at once where rows are aligned to so many."""
+_PANEL_KEYS = 16  # of V at a time
+_SLICE_ROW = 16 * FLOAT_BYTES  # bytes of a row of a slice of Q or K
+
+
+def flash_row(arch: int, head_dim: int, head_dim_v: int) -> FlashConfig:
+    """Return the table row for these head dims."""
+    return row_of(FLASH, arch, head_dim, head_dim_v)
+
+
+@cache
+def flash(
+    arch: int, dtype: str, head_dim: int, head_dim_v: int, vec: int, options: FlashOptions = PLAIN
+) -> Specialisation:
+    """Specialise the float32 flash kernel; `vec` is 4 where rows are aligned to it, otherwise 1."""
+    row = flash_row(arch, head_dim, head_dim_v)
+    return KERNEL.specialise(
+        threads=row.warps * WARP_SIZE,
+        shared_bytes=_flash_shared_bytes(row, head_dim_v),
+        DTYPE=dtype,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_V=head_dim_v,
+        WARPS=row.warps,
+        COLUMN_LANES=row.column_lanes,
+        PAIRS=row.pairs,
+        VEC=vec,
+        MIN_CTAS=row.ctas_per_sm,
+        **option_macros(options),
+    )
+
+
+def _flash_shared_bytes(config: FlashConfig, head_dim_v: int) -> int:
+    """Two stages, each a slice of Q and K or a panel of V, and P (Smem in forward.cu)."""
+    columns = -(-head_dim_v // config.column_lanes)
+    columns += columns % 4 == 3
+    stage = max(
+        (config.tile_q + config.tile_k) * _SLICE_ROW,
+        _PANEL_KEYS * config.column_lanes * columns * FLOAT_BYTES,
+    )
+    return 2 * stage + config.tile_q * 2 * config.column_lanes * FLOAT_BYTES
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield rows at their largest head dim, dtypes and loads in pairs; options by one."""
+    for dtype, head_dim, vec in pairs(DTYPES, rows_for(FLASH, arch), (VECTOR_ITEMS, 1)):
+        yield flash(arch, dtype, head_dim, head_dim, vec)
+    for options in EACH_OPTION:
+        yield flash(arch, "float32", 64, 64, VECTOR_ITEMS, options)

@@ -1,0 +1,39 @@
+"""Which options a call of attention has, as the kernels' macros tell them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class FlashOptions(NamedTuple):
+    """Which options a call has; dtype names of arrays, "void" for those it has not."""
+
+    bias: str = "void"
+    bias_vec: int = 1
+    """Neighbouring keys of the bias that are read at once: 4, 2 or 1."""
+    mask: bool = False
+    mask_vec: int = 1
+    """The same for the mask."""
+    slopes: str = "void"
+    softcap: bool = False
+    sinks: str = "void"
+    dropout: bool = False
+
+
+PLAIN = FlashOptions()
+
+SCORE_MACROS = ("bias", "mask", "slopes", "softcap", "dropout")
+"""The options that every backward kernel of the scores is told."""
+
+EACH_OPTION = (
+    FlashOptions(bias="float16"),
+    FlashOptions(bias="float16", bias_vec=2),
+    FlashOptions(bias="float32", bias_vec=2),
+    FlashOptions(mask=True),
+    FlashOptions(mask=True, mask_vec=2),
+    FlashOptions(slopes="float32"),
+    FlashOptions(softcap=True),
+    FlashOptions(sinks="float32"),
+    FlashOptions(dropout=True),
+)
+"""One option each: what the resource gates hold beside the plain kernels."""

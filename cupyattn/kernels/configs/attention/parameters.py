@@ -1,0 +1,28 @@
+"""The parameters that attention kernels share."""
+
+from __future__ import annotations
+
+from cupyattn.kernels.spec import Parameter, Pointer, inputs
+from cupyattn.kernels.structs import ATTENTION_STRUCT
+
+POSITIONS = inputs("q_offset", "seqused_k", optional=True)
+SCORE_INPUTS = inputs("bias", "mask", "alibi_slopes", optional=True)
+
+FORWARD: tuple[Parameter, ...] = (
+    *inputs("q", "k", "v"),
+    Pointer("out"),
+    Pointer("lse", optional=True),
+    *POSITIONS,
+)
+"""Of every forward kernel, before what its options bring."""
+
+FLASH: tuple[Parameter, ...] = (
+    *FORWARD,
+    *SCORE_INPUTS,
+    *inputs("sinks", optional=True),
+    ATTENTION_STRUCT,
+)
+"""Of the forward kernels with every option."""
+
+FLOAT_GRADIENT = inputs("dout", "q", "k", "v", "lse", "delta")
+"""What the float32 and the naive backward read once delta is known."""

@@ -1,0 +1,324 @@
+"""Launch configurations of the tensor-core backward of attention, for sm_75."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+from cupyattn.kernels.arch import TURING, WARP_SIZE
+from cupyattn.kernels.configs.attention.parameters import POSITIONS, SCORE_INPUTS
+from cupyattn.kernels.configs.tables import (
+    FLOAT_BYTES,
+    cpp_bool,
+    limit_of,
+    option_macros,
+    round_up,
+    row_of,
+    rows_for,
+    with_mma_k,
+)
+from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Specialisation, inputs
+from cupyattn.kernels.structs import BACKWARD_STRUCT
+
+_DKDV_PARAMETERS: tuple[Parameter, ...] = (
+    *inputs("q", "k", "v", "dout", "stats"),
+    *(Pointer("dq_acc", optional=True), Pointer("dk"), Pointer("dv")),
+    Pointer("dbias", optional=True),
+    *(*POSITIONS, *SCORE_INPUTS),
+    BACKWARD_STRUCT,
+)
+DKDV_KERNEL = KernelSpec(
+    "attention_backward_dkdv", "attention/tensor_core/backward_dkdv.cu", _DKDV_PARAMETERS
+)
+DKDV_PAIRED_KERNEL = KernelSpec(
+    "attention_backward_dkdv_paired",
+    "attention/tensor_core/backward_dkdv_paired.cu",
+    _DKDV_PARAMETERS,
+)
+DQ_KERNEL = KernelSpec(
+    "attention_backward_dq",
+    "attention/tensor_core/backward_dq.cu",
+    (
+        *inputs("q", "k", "v", "dout", "stats"),
+        Pointer("dq"),
+        *(*POSITIONS, *SCORE_INPUTS),
+        BACKWARD_STRUCT,
+    ),
+)
+KERNELS = (DKDV_KERNEL, DKDV_PAIRED_KERNEL, DQ_KERNEL)
+
+_SMEM_UNIT = 128  # bytes: alignment of each buffer in Smem
+
+
+class BackwardOptions(NamedTuple):
+    """Which options a call has; dtype names of arrays, "void" for those it has not.
+
+    dbias names what the kernel writes: the bias's dtype, or float32 for scratch memory. With
+    dbias_add it adds there atomically, several terms to an item; with dbias_accumulate each term to
+    what its own item holds.
+    """
+
+    bias: str = "void"
+    mask: bool = False
+    score_vec: int = 1
+    """Neighbouring keys of bias, mask and dbias that are read or written at once: up to 4, or 1."""
+    slopes: str = "void"
+    softcap: bool = False
+    dropout: bool = False
+    dbias: str = "void"
+    dbias_add: bool = False
+    dbias_accumulate: bool = False
+
+
+PLAIN = BackwardOptions()
+
+
+@dataclass(frozen=True)
+class DkdvConfig:
+    """One CTA per warps * m_tiles * 16 keys; tile_q queries a tile, 8 * sub_q of them at once."""
+
+    m_tiles: int
+    warps: int
+    tile_q: int
+    sub_q: int
+    dq_row_warps: int
+    ctas_per_sm: int
+    reason: str
+    mma_k: int = 8
+
+    @property
+    def tile_keys(self) -> int:
+        """Keys per CTA."""
+        return self.warps * self.m_tiles * 16
+
+
+@dataclass(frozen=True)
+class PairedConfig:
+    """One CTA per warps / 2 * 16 keys, each 16 of them of two warps; tile_q queries a tile."""
+
+    warps: int
+    tile_q: int
+    ctas_per_sm: int
+    reason: str
+    mma_k: int = 8
+
+    @property
+    def tile_keys(self) -> int:
+        """Keys per CTA."""
+        return self.warps // 2 * 16
+
+
+# In each table: the first row whose head dim is not below max(D, Dv). "Models" is the tensor
+# utilisation of the main loop on a T4 by a static model of the machine code (NVRTC 12.9.86,
+# 2026-11-20 and 21, +-0.05): no Turing card has been measured. Keys and values stay in registers
+# with their gradients, 3 registers for every two columns of 16 keys: 32 keys a warp to 64 columns,
+# 16 to 128, and beyond that 16 keys of two warps.
+_TURING_ONE_PASS: dict[int, DkdvConfig | PairedConfig] = {
+    40: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.66, and 0.61 with 16 queries at once"),
+    64: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.69; 16 queries at once spill"),
+    80: DkdvConfig(
+        1, 8, 64, 2, 4, 1, "models 0.60, and 0.64 with 8 queries at once, slower on an H200"
+    ),
+    96: DkdvConfig(1, 8, 64, 1, 2, 1, "models 0.67 and fills the 64 KB; 0.57 with 32 queries"),
+    128: DkdvConfig(1, 8, 32, 1, 2, 1, "models 0.65, and 0.62 with dQ shared out by columns alone"),
+    160: PairedConfig(8, 32, 1, "models 0.51 and 0.54, the warps of keys and those of values"),
+    192: PairedConfig(8, 32, 1, "models 0.56 and 0.65; 0.51 with tiles of 16 queries"),
+    256: PairedConfig(8, 16, 1, "models 0.54 for the warps of values; K takes half of the 64 KB"),
+}
+_TURING_DETERMINISTIC: dict[int, DkdvConfig | PairedConfig] = {
+    40: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.73, and 0.70 with 16 queries at once"),
+    64: DkdvConfig(
+        2, 4, 32, 1, 1, 2, "models 0.79 as two CTAs, whose barriers do not bind each other"
+    ),
+    80: DkdvConfig(1, 8, 64, 1, 4, 1, "models 0.68, and 0.60 with tiles of 32 queries"),
+    96: DkdvConfig(1, 8, 64, 1, 2, 1, "models 0.67"),
+    128: DkdvConfig(1, 8, 32, 1, 1, 1, "models 0.67, and 0.55 as two CTAs of 4 warps"),
+    160: PairedConfig(8, 32, 1, "models 0.57, and 0.50 with tiles of 16 queries"),
+    192: PairedConfig(8, 32, 1, "models 0.58, and 0.54 with tiles of 16 queries"),
+    256: PairedConfig(8, 16, 1, "models 0.53; two tiles of 32 queries do not fit"),
+}
+
+
+# From sm_80 on the products of scores take two steps of columns in one instruction.
+ONE_PASS = with_mma_k(_TURING_ONE_PASS)
+DETERMINISTIC = with_mma_k(_TURING_DETERMINISTIC)
+
+
+def dkdv_row(
+    arch: int, head_dim: int, head_dim_v: int, one_pass: bool
+) -> DkdvConfig | PairedConfig:
+    """Return the table row of dk and dv for these head dims."""
+    return row_of(ONE_PASS if one_pass else DETERMINISTIC, arch, head_dim, head_dim_v)
+
+
+@cache
+def dkdv(
+    arch: int,
+    head_dim: int,
+    head_dim_v: int,
+    vec: int,
+    one_pass: bool,
+    options: BackwardOptions = PLAIN,
+) -> Specialisation:
+    """Specialise the dK/dV kernel, which gathers dQ as well with `one_pass`."""
+    row = dkdv_row(arch, head_dim, head_dim_v, one_pass)
+    paired = isinstance(row, PairedConfig)
+    return (DKDV_PAIRED_KERNEL if paired else DKDV_KERNEL).specialise(
+        threads=row.warps * WARP_SIZE,
+        shared_bytes=_dkdv_shared_bytes(row, head_dim, head_dim_v, one_pass),
+        HEAD_DIM=head_dim,
+        HEAD_DIM_V=head_dim_v,
+        WARPS=row.warps,
+        TILE_Q=row.tile_q,
+        ONE_PASS=cpp_bool(one_pass),
+        VEC=vec,
+        MIN_CTAS=row.ctas_per_sm,
+        MMA_K=row.mma_k,
+        **option_macros(options),
+        **({} if isinstance(row, PairedConfig) else _shape_of_a_warp(row)),
+    )
+
+
+def _shape_of_a_warp(row: DkdvConfig) -> dict[str, Any]:
+    return {"M_TILES": row.m_tiles, "SUB_Q": row.sub_q, "DQ_ROW_WARPS": row.dq_row_warps}
+
+
+def _dkdv_shared_bytes(
+    config: DkdvConfig | PairedConfig, head_dim: int, head_dim_v: int, one_pass: bool
+) -> int:
+    """Sum the walk's buffers, or K, or V (Smem in both sources, which assert it)."""
+    row, row_v = round_up(head_dim, 8) * 2, round_up(head_dim_v, 8) * 2  # bytes
+    keys = config.tile_keys
+    buffers = 1 if one_pass else 2
+    parts = [buffers * config.tile_q * row, buffers * config.tile_q * row_v]
+    if one_pass:
+        parts += [keys * row]
+    if one_pass or isinstance(config, PairedConfig):
+        parts += [keys * config.tile_q * 2]  # dS
+    if isinstance(config, PairedConfig):
+        parts += [keys * 16 * FLOAT_BYTES]  # S, 16 queries of it
+    walk = sum(round_up(part, _SMEM_UNIT) for part in parts)
+    return round_up(max(walk, keys * row, keys * row_v), _SMEM_UNIT)
+
+
+@dataclass(frozen=True)
+class DqConfig:
+    """One CTA per warps * m_tiles * 16 query rows; tile_k keys at a time.
+
+    With full_loop the tiles that need no mask have a loop of their own.
+    """
+
+    m_tiles: int
+    warps: int
+    tile_k: int
+    ctas_per_sm: int
+    reason: str
+    full_loop: bool = True
+    mma_k: int = 8
+
+    @property
+    def tile_rows(self) -> int:
+        """Query rows per CTA."""
+        return self.warps * self.m_tiles * 16
+
+
+_TURING_DQ = {
+    40: DqConfig(2, 4, 48, 2, "models 0.82, and 0.77 with two loops and 32 keys", False),
+    64: DqConfig(2, 4, 32, 2, "models 0.84, as with 16 keys, which are slower on an H200"),
+    80: DqConfig(2, 4, 16, 2, "models 0.80; 32 keys spill"),
+    96: DqConfig(2, 4, 16, 2, "models 0.79, and 0.61 with 16 rows a warp"),
+    128: DqConfig(1, 8, 32, 1, "models 0.72, and 0.69 as two CTAs of 4 warps"),
+    160: DqConfig(1, 8, 16, 1, "models 0.68; 32 keys spill"),
+    192: DqConfig(1, 8, 16, 1, "models 0.69; 32 keys spill"),
+    256: DqConfig(
+        1, 8, 16, 1, "models 0.49: Q, dout and dQ alone are 256 registers, some spill", False
+    ),
+}
+# Items of a bias or a mask, read ahead, wait in registers for as long as the products take.
+_TURING_DQ_SCORE_ITEMS = {
+    40: DqConfig(2, 4, 32, 2, "models 0.57 with a mask, and 0.38 with 48 keys"),
+}
+
+
+DQ = with_mma_k(_TURING_DQ)
+DQ_SCORE_ITEMS = with_mma_k(_TURING_DQ_SCORE_ITEMS)
+
+
+def dq_row(arch: int, head_dim: int, head_dim_v: int, options: BackwardOptions = PLAIN) -> DqConfig:
+    """Return the table row of dq for these head dims and options."""
+    rows = rows_for(DQ, arch)
+    limit = limit_of(rows, head_dim, head_dim_v)
+    if options.score_vec == 4:
+        return rows_for(DQ_SCORE_ITEMS, arch).get(limit, rows[limit])
+    return rows[limit]
+
+
+_DQ_OPTIONS = ("bias", "mask", "score_vec", "slopes", "softcap", "dropout")
+
+
+@cache
+def dq(
+    arch: int, head_dim: int, head_dim_v: int, vec: int, options: BackwardOptions = PLAIN
+) -> Specialisation:
+    """Specialise the deterministic dQ kernel, which writes no dbias."""
+    row = dq_row(arch, head_dim, head_dim_v, options)
+    return DQ_KERNEL.specialise(
+        threads=row.warps * WARP_SIZE,
+        shared_bytes=_dq_shared_bytes(row, head_dim, head_dim_v),
+        HEAD_DIM=head_dim,
+        HEAD_DIM_V=head_dim_v,
+        M_TILES=row.m_tiles,
+        WARPS=row.warps,
+        TILE_K=row.tile_k,
+        FULL_LOOP=int(row.full_loop),
+        VEC=vec,
+        MIN_CTAS=row.ctas_per_sm,
+        MMA_K=row.mma_k,
+        **option_macros(options, _DQ_OPTIONS),
+    )
+
+
+def _dq_shared_bytes(config: DqConfig, head_dim: int, head_dim_v: int) -> int:
+    """K and V twice, or Q, or dout (Smem in backward_dq.cu, which asserts it)."""
+    row, row_v = round_up(head_dim, 8) * 2, round_up(head_dim_v, 8) * 2  # bytes
+    walk = sum(round_up(2 * config.tile_k * bytes_, _SMEM_UNIT) for bytes_ in (row, row_v))
+    return round_up(max(walk, config.tile_rows * max(row, row_v)), _SMEM_UNIT)
+
+
+_EACH_OPTION = (
+    BackwardOptions(bias="float16", dbias="float16"),
+    BackwardOptions(bias="float32", dbias="float32", dbias_add=True),
+    BackwardOptions(mask=True),
+    BackwardOptions(slopes="float32"),
+    BackwardOptions(softcap=True),
+    BackwardOptions(dropout=True),
+)
+
+
+_QUADS = (
+    BackwardOptions(bias="float16", dbias="float16", score_vec=4),
+    BackwardOptions(bias="float32", dbias="float32", dbias_add=True, score_vec=4),
+    BackwardOptions(mask=True, score_vec=4),
+)
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield rows at their largest head dim in every way, scalar loads in one; options by one."""
+    for number, head_dim in enumerate(rows_for(ONE_PASS, arch)):
+        yield dkdv(arch, head_dim, head_dim, 8, True)
+        yield dkdv(arch, head_dim, head_dim, 8, False)
+        yield dkdv(arch, head_dim, head_dim, 1, number % 2 == 0)
+    for head_dim, vec in itertools.product(rows_for(DQ, arch), (8, 1)):
+        yield dq(arch, head_dim, head_dim, vec)
+    for options in _EACH_OPTION:
+        yield dkdv(arch, 64, 64, 8, True, options)
+        if not options.dbias_add:
+            yield dq(arch, 64, 64, 8, options)
+    for head_dim in (40, 64, 80, 128):
+        for options in _QUADS:
+            yield dkdv(arch, head_dim, head_dim, 8, True, options)
+            if not options.dbias_add:
+                yield dq(arch, head_dim, head_dim, 8, options)

@@ -1,0 +1,147 @@
+"""Launch configurations of the tensor-core forward of attention, for sm_75."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from cupyattn.kernels.arch import TURING, WARP_SIZE
+from cupyattn.kernels.configs.attention import parameters
+from cupyattn.kernels.configs.attention.options import EACH_OPTION, PLAIN, FlashOptions
+from cupyattn.kernels.configs.dtypes import vector_items
+from cupyattn.kernels.configs.tables import limit_of, option_macros, round_up, rows_for, with_mma_k
+from cupyattn.kernels.spec import KernelSpec, Specialisation
+
+KERNEL = KernelSpec("attention_forward", "attention/tensor_core/forward.cu", parameters.FLASH)
+KERNELS = (KERNEL,)
+
+
+@dataclass(frozen=True)
+class FlashConfig:
+    """One CTA per warps * m_tiles * 16 query rows; tile_k keys at a time."""
+
+    m_tiles: int
+    warps: int
+    tile_k: int
+    ctas_per_sm: int
+    reason: str
+    mma_k: int = 8
+    """Columns of one tensor-core instruction of Q K^T."""
+
+    @property
+    def tile_q(self) -> int:
+        """Query rows per CTA."""
+        return self.warps * self.m_tiles * 16
+
+
+# The first row whose head dim is not below max(D, Dv). "Models" is the tensor utilisation of the
+# main loop on a T4 by a static model of the machine code (NVRTC 12.9.86, 2026-11-21, +-0.05): no
+# Turing card has been measured. Two CTAs of 4 warps keep an SM's tensor cores busier than one of
+# 8, whose warps go through their phases together; 32 rows a warp halve the shared-memory traffic,
+# which binds otherwise.
+_TURING = {
+    40: FlashConfig(2, 4, 48, 2, "models 0.73, and 0.67 with 32 keys, 0.66 with 64"),
+    64: FlashConfig(2, 4, 64, 2, "models 0.87, and 0.85 with 32 keys, 0.79 with 48"),
+    80: FlashConfig(2, 4, 48, 2, "models 0.85, and 0.84 with 32 keys; 64 keep one CTA, and 0.53"),
+    96: FlashConfig(2, 4, 32, 2, "models 0.86, and 0.74 with 16 keys; 48 keep one CTA, and 0.52"),
+    128: FlashConfig(2, 4, 16, 2, "models 0.89, and 0.78 with 32 keys, where 196 bytes spill"),
+    160: FlashConfig(
+        1, 8, 48, 1, "models 0.68, and 0.64 with 32 keys, 0.67 as 12 warps; 16 rows from here on"
+    ),
+    192: FlashConfig(1, 8, 32, 1, "models 0.73, and 0.61 with 16 keys"),
+    256: FlashConfig(1, 8, 16, 1, "models 0.67, and 0.70 with 32 keys, where 36 bytes spill"),
+}
+# One call of Philox serves 32 keys of a row: rows whose tiles are no multiple of that may have
+# others under dropout.
+_TURING_DROPOUT = {
+    40: FlashConfig(2, 4, 64, 2, "models 0.61, and 0.60 with 32 keys, 0.57 with 48"),
+    80: FlashConfig(2, 4, 32, 2, "models 0.76, and 0.68 with 48 keys, where 20 bytes spill"),
+}
+# A float32 bias waits in four registers for each 4 keys, where others take two or one.
+_TURING_FLOAT32_BIAS = {
+    64: FlashConfig(2, 4, 48, 2, "models 0.69, and 0.66 with 32 keys, 0.65 with 64"),
+    80: FlashConfig(2, 4, 32, 2, "models 0.76, and 0.66 with 48 keys, where 72 bytes spill"),
+}
+# From sm_80 on Q K^T takes two steps of columns in one instruction; P V still takes one.
+FLASH = with_mma_k(_TURING)
+FLASH_DROPOUT = with_mma_k(_TURING_DROPOUT)
+FLASH_FLOAT32_BIAS = with_mma_k(_TURING_FLOAT32_BIAS)
+
+_SMEM_UNIT = 128  # bytes: alignment of each buffer in Smem
+
+
+def flash_row(
+    arch: int, head_dim: int, head_dim_v: int, options: FlashOptions = PLAIN
+) -> FlashConfig:
+    """Return the table row for these head dims and options."""
+    rows = rows_for(FLASH, arch)
+    limit = limit_of(rows, head_dim, head_dim_v)
+    if options.dropout:
+        return rows_for(FLASH_DROPOUT, arch).get(limit, rows[limit])
+    if (options.bias, options.bias_vec) == ("float32", 4):
+        return rows_for(FLASH_FLOAT32_BIAS, arch).get(limit, rows[limit])
+    return rows[limit]
+
+
+def flash_longest_tile(arch: int, head_dim: int, head_dim_v: int) -> int:
+    """Return the most keys of a tile that these head dims have with any options."""
+    tables = [rows_for(table, arch) for table in (FLASH, FLASH_DROPOUT, FLASH_FLOAT32_BIAS)]
+    limit = limit_of(tables[0], head_dim, head_dim_v)
+    return max(rows[limit].tile_k for rows in tables if limit in rows)
+
+
+@cache
+def flash(
+    arch: int, head_dim: int, head_dim_v: int, vec: int, options: FlashOptions = PLAIN
+) -> Specialisation:
+    """Specialise the tensor-core kernel; `vec` is 8 where rows are aligned to 16 bytes, or 1."""
+    row = flash_row(arch, head_dim, head_dim_v, options)
+    return KERNEL.specialise(
+        threads=row.warps * WARP_SIZE,
+        shared_bytes=_flash_shared_bytes(row, head_dim, head_dim_v),
+        HEAD_DIM=head_dim,
+        HEAD_DIM_V=head_dim_v,
+        M_TILES=row.m_tiles,
+        WARPS=row.warps,
+        TILE_K=row.tile_k,
+        VEC=vec,
+        MIN_CTAS=row.ctas_per_sm,
+        MMA_K=row.mma_k,
+        **option_macros(options),
+    )
+
+
+def _flash_shared_bytes(config: FlashConfig, head_dim: int, head_dim_v: int) -> int:
+    """K and V twice, or Q, or the output tile (Smem in forward.cu, which asserts it)."""
+    k_row, v_row = round_up(head_dim, 8) * 2, round_up(head_dim_v, 8) * 2  # bytes
+    tiles = (
+        round_up(2 * config.tile_k * k_row, _SMEM_UNIT)
+        + round_up(2 * config.tile_k * v_row, _SMEM_UNIT),
+        config.tile_q * k_row,
+        config.tile_q * v_row,
+    )
+    return round_up(max(tiles), _SMEM_UNIT)
+
+
+_QUADS = (
+    FlashOptions(bias="float16", bias_vec=4),
+    FlashOptions(bias="float32", bias_vec=4),
+    FlashOptions(mask=True, mask_vec=4),
+)
+"""What only the tensor-core kernel reads four keys at a time."""
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield every row at its largest head dim, with vector and scalar loads; options by one."""
+    vec = vector_items("float16")
+    for head_dim in rows_for(FLASH, arch):
+        yield flash(arch, head_dim, head_dim, vec)
+        yield flash(arch, head_dim, head_dim, 1)
+    for head_dim in rows_for(FLASH_DROPOUT, arch):
+        yield flash(arch, head_dim, head_dim, vec, FlashOptions(dropout=True))
+    for options in _QUADS:
+        for head_dim in (64, 80, 128):
+            yield flash(arch, head_dim, head_dim, vec, options)
+    for options in EACH_OPTION:
+        yield flash(arch, 64, 64, vec, options)

@@ -1,0 +1,108 @@
+"""Launch configurations of the passes over memory around the tensor-core backward's products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from cupyattn.kernels.arch import TURING, WARP_SIZE
+from cupyattn.kernels.configs.attention.tensor_core.backward import ONE_PASS
+from cupyattn.kernels.configs.dtypes import STORAGE
+from cupyattn.kernels.configs.tables import pairs, rows_for
+from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.kernels.structs import BACKWARD_STRUCT, DBIAS_STRUCT
+
+DELTA_KERNEL = KernelSpec(
+    "attention_backward_delta",
+    "attention/tensor_core/backward_delta.cu",
+    (
+        *(*inputs("out", "dout", "lse"), *inputs("dlse", optional=True)),
+        *(Pointer("stats"), Pointer("zeroed", optional=True)),
+        BACKWARD_STRUCT,
+    ),
+)
+CONVERT_KERNEL = KernelSpec(
+    "attention_backward_convert",
+    "attention/tensor_core/backward_convert.cu",
+    (*inputs("dq_acc"), Pointer("dq"), BACKWARD_STRUCT),
+)
+DBIAS_KERNEL = KernelSpec(
+    "attention_backward_dbias",
+    "attention/tensor_core/backward_dbias.cu",
+    (*inputs("scratch"), Pointer("dbias"), DBIAS_STRUCT),
+)
+DSINKS_KERNEL = KernelSpec(
+    "attention_backward_dsinks",
+    "attention/tensor_core/backward_dsinks.cu",
+    (*inputs("sinks", "stats"), Pointer("dsinks"), BACKWARD_STRUCT),
+)
+KERNELS = (DELTA_KERNEL, CONVERT_KERNEL, DBIAS_KERNEL, DSINKS_KERNEL)
+
+ROW_PAD = 64
+"""Rows per head in scratch memory are a multiple of this (kRowPad in backward_params.cuh).
+
+As many one CTA of `convert` takes.
+"""
+
+_THREADS = 256
+
+
+def _row_lanes(head_dim_v: int) -> int:
+    """Lanes that share a row of out: one for each 8 columns, a power of two from 8 on."""
+    return next(lanes for lanes in (8, 16, 32) if head_dim_v <= 8 * lanes)
+
+
+def delta_rows(head_dim_v: int) -> int:
+    """Return the rows that one CTA of `delta` takes."""
+    return _THREADS // _row_lanes(head_dim_v)
+
+
+@cache
+def delta(head_dim_v: int, vec: int) -> Specialisation:
+    """Specialise the kernel of the row statistics."""
+    return DELTA_KERNEL.specialise(
+        threads=_THREADS,
+        HEAD_DIM_V=head_dim_v,
+        ROW_LANES=_row_lanes(head_dim_v),
+        VEC=vec,
+    )
+
+
+@cache
+def convert(head_dim: int, vec: int) -> Specialisation:
+    """Specialise the kernel that rounds the one-pass dQ."""
+    return CONVERT_KERNEL.specialise(
+        threads=_THREADS,
+        HEAD_DIM=head_dim,
+        VEC=vec,
+    )
+
+
+def dbias_ctas(items: int, sums_keys: bool) -> int:
+    """Return the CTAs of `dbias` for that many items, each of a thread, or a warp to sum keys."""
+    return -(-items * (WARP_SIZE if sums_keys else 1) // _THREADS)
+
+
+@cache
+def dbias(dtype: str) -> Specialisation:
+    """Specialise the kernel that sums the scratch of dS to a dbias of that dtype."""
+    return DBIAS_KERNEL.specialise(
+        threads=_THREADS,
+        DTYPE=dtype,
+    )
+
+
+@cache
+def dsinks(dtype: str) -> Specialisation:
+    """Specialise the kernel of the sinks' gradient, for sinks of that dtype."""
+    return DSINKS_KERNEL.specialise(threads=_THREADS, DTYPE=dtype)
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield every kernel at head dims of the products' tables, with vector and scalar loads."""
+    for head_dim, vec in pairs(rows_for(ONE_PASS, arch), (8, 1)):
+        yield delta(head_dim, vec)
+        yield convert(head_dim, vec)
+    for dtype in STORAGE:
+        yield dbias(dtype)
+        yield dsinks(dtype)

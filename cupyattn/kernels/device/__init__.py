@@ -1,0 +1,46 @@
+"""A device: where arrays are allocated and kernels loaded and started.
+
+Operations above this package see these protocols alone, so that whatever executes kernels can stand
+behind them: a GPU through CuPy (`cuda_device`), or the emulator (`emulated_device`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from cupyattn.kernels.arch import Arch
+from cupyattn.kernels.spec import Specialisation
+
+
+class Kernel(Protocol):
+    """A loaded kernel, ready to start on one device."""
+
+    specialisation: Specialisation
+
+    def start(
+        self, grid: tuple[int, int, int], arrays: Sequence[Any], values: tuple[Any, ...]
+    ) -> None:
+        """Start it on the current stream; `values` are coerced already (see `launch`).
+
+        The values of a plan are the same tuple in each call.
+        """
+
+
+class Device(Protocol):
+    """What executes kernels."""
+
+    arch: Arch
+    """The architecture that kernels are compiled for here."""
+
+    @property
+    def name(self) -> str:
+        """What it is, for people."""
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """Return an uninitialised C-contiguous array."""
+
+    def load(self, specialisation: Specialisation) -> Kernel:
+        """Return the kernel, compiled and loaded the first time it is asked for."""

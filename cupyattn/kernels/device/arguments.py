@@ -1,0 +1,50 @@
+"""The arguments of a kernel as ``cuLaunchKernel`` takes them: addresses of where each one lies."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from cupyattn.kernels.spec import KernelSpec
+
+_WORD = 8
+"""Bytes of an address, and the alignment of everything here."""
+
+
+class PackedArguments:
+    """One kernel's arguments, packed anew for each launch into the same memory.
+
+    CuPy's own packing looks at each argument's type, which takes longer than the launch. It copies
+    what it packs before a launch returns, and so does the driver: the memory may be filled again
+    then, but not by two threads at a time. Every thread has its own.
+
+    Attributes
+    ----------
+    address : int
+        Of the array of addresses, one for each parameter.
+    """
+
+    def __init__(self, spec: KernelSpec) -> None:
+        pointers = len(spec.pointers)
+        by_value = [parameter.dtype for parameter in spec.parameters[pointers:]]  # type: ignore[union-attr]
+        sizes = [_WORD] * pointers + [-(-dtype.itemsize // _WORD) * _WORD for dtype in by_value]
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        self._memory = ctypes.create_string_buffer(max(sum(sizes), 1))
+        places = [ctypes.addressof(self._memory) + start for start in starts]
+        self._table = (ctypes.c_void_p * max(len(places), 1))(*places)
+        self.address = ctypes.addressof(self._table)
+        self._pack_pointers = struct.Struct(f"{pointers}P").pack_into
+        self._value_starts = starts[pointers:]
+        self._values: tuple[Any, ...] = ()
+
+    def fill(self, arrays: Sequence[Any], values: tuple[Any, ...]) -> None:
+        """Pack arrays (None for null) and what goes by value, which is typed already."""
+        places = [0 if array is None else array.data.ptr for array in arrays]
+        self._pack_pointers(self._memory, 0, *places)
+        if values is not self._values:  # mostly a plan's, the same each time
+            for start, value in zip(self._value_starts, values, strict=True):
+                content = value.tobytes()
+                self._memory[start : start + len(content)] = content
+            self._values = values

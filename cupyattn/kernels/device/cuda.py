@@ -1,0 +1,166 @@
+"""A GPU, through CuPy: the only place that knows RawModule."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from cupyattn.cupy_library import load_cupy
+from cupyattn.errors import error
+from cupyattn.kernels.arch import TURING, Arch, arch_of
+from cupyattn.kernels.compile import compile_cubin, compile_ptx
+from cupyattn.kernels.device.arguments import PackedArguments
+from cupyattn.kernels.spec import Specialisation
+from cupyattn.kernels.target import ARCH_VARIABLE, arch_override
+
+_STATIC_LIMIT = 48 * 1024  # bytes of shared memory that a kernel may have without opting in
+
+
+@cache
+def cuda_device(ordinal: int) -> CudaDevice:
+    """Return the CUDA device of this ordinal, the same object each time."""
+    return CudaDevice(ordinal)
+
+
+class CudaDevice:
+    """A GPU, through CuPy: kernels come as RawModules and start on the device's current stream."""
+
+    def __init__(self, ordinal: int) -> None:
+        cupy = load_cupy()
+
+        self._cupy = cupy
+        self._current_device = cupy.cuda.runtime.getDevice
+        self.ordinal = ordinal
+        self.capability = int(cupy.cuda.Device(ordinal).compute_capability)
+        self.arch = _arch_for(self.capability)
+        self._kernels: dict[Specialisation, CudaKernel] = {}
+        self._loading = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        """The product name, as the driver has it."""
+        properties = self._cupy.cuda.runtime.getDeviceProperties(self.ordinal)
+        return properties["name"].decode()
+
+    @property
+    def loaded(self) -> tuple[Specialisation, ...]:
+        """What this process has loaded here so far."""
+        return tuple(self._kernels)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """Return an uninitialised array from CuPy's current memory pool."""
+        if self._current_device() == self.ordinal:
+            return self._cupy.ndarray(shape, dtype)
+        with self._cupy.cuda.Device(self.ordinal):
+            return self._cupy.ndarray(shape, dtype)
+
+    def load(self, specialisation: Specialisation) -> CudaKernel:
+        """Return the kernel; the first time, compile it (or find it on disk) and load it.
+
+        Raises
+        ------
+        RuntimeError
+            If that first time falls into a CUDA graph capture, which loading would break.
+        """
+        kernel = self._kernels.get(specialisation)
+        return kernel if kernel is not None else self._load(specialisation)
+
+    def _load(self, specialisation: Specialisation) -> CudaKernel:
+        with self._cupy.cuda.Device(self.ordinal), self._loading:
+            if specialisation in self._kernels:
+                return self._kernels[specialisation]
+            if self._cupy.cuda.get_current_stream().is_capturing():
+                raise error(
+                    RuntimeError,
+                    f"the first call of {specialisation.spec.entry} with these options came "
+                    "inside a CUDA graph capture",
+                    "a capture can only hold kernels that are loaded already",
+                    "call once first, outside the capture",
+                )
+            kernel = CudaKernel(self, specialisation)
+            self._kernels[specialisation] = kernel
+            return kernel
+
+
+class CudaKernel:
+    """A kernel of a RawModule, loaded on one GPU."""
+
+    def __init__(self, device: CudaDevice, specialisation: Specialisation) -> None:
+        cupy = device._cupy
+        from cupy_backends.cuda.api import driver
+
+        # Looked up once: each dot of cupy.cuda.runtime.getDevice costs a launch some 0.02 us.
+        self._launch = driver.launchKernel
+        self._on_device = cupy.cuda.Device
+        self._current_device = cupy.cuda.runtime.getDevice
+        self._current_stream = cupy.cuda.get_current_stream
+        self.specialisation = specialisation
+        self._ordinal = device.ordinal
+        # Code for an older architecture goes to the driver as PTX, which it compiles for itself.
+        compiler = compile_cubin if device.arch.number == device.capability else compile_ptx
+        self.code = compiler(specialisation, device.arch).path
+        module = cupy.RawModule(path=str(self.code))
+        kernel = module.get_function(specialisation.spec.entry)
+        if specialisation.shared_bytes > _STATIC_LIMIT:
+            kernel.max_dynamic_shared_size_bytes = specialisation.shared_bytes
+        if specialisation.shared_bytes:
+            # Percent: without it the driver may leave Turing at 32 KB and one CTA an SM.
+            kernel.preferred_shared_memory_carveout = 100
+        self._function = kernel.kernel
+        self._address = self._function.ptr
+        self._block = (specialisation.threads, 1, 1)
+        self._shared_bytes = specialisation.shared_bytes
+        self._of_thread = threading.local()
+
+    def start(
+        self, grid: tuple[int, int, int], arrays: Sequence[Any], values: tuple[Any, ...]
+    ) -> None:
+        """Start it on the current stream of its device; nothing waits for it."""
+        if self._current_device() == self._ordinal:
+            self._start(grid, arrays, values)
+            return
+        with self._on_device(self._ordinal):
+            self._start(grid, arrays, values)
+
+    def _start(
+        self, grid: tuple[int, int, int], arrays: Sequence[Any], values: tuple[Any, ...]
+    ) -> None:
+        try:
+            packed: PackedArguments = self._of_thread.packed
+        except AttributeError:
+            # A thread's first launch goes through CuPy, which makes the GPU's context current.
+            self._function(grid, self._block, (*arrays, *values), self._shared_bytes)
+            self._of_thread.packed = PackedArguments(self.specialisation.spec)
+            return
+        packed.fill(arrays, values)
+        stream = self._current_stream(self._ordinal).ptr
+        self._launch(
+            self._address, *grid, *self._block, self._shared_bytes, stream, packed.address, 0
+        )
+
+
+def _arch_for(capability: int) -> Arch:
+    """Return what to compile for: the device's own architecture, or the one CUPYATTN_ARCH names."""
+    if capability < TURING.number:
+        raise error(
+            RuntimeError,
+            f"this GPU has compute capability {capability / 10:.1f}",
+            "7.5 (Turing) is the oldest supported",
+            "use a newer GPU, or NumPy arrays, which run on the CPU",
+        )
+    override = arch_override()
+    if override is None:
+        return arch_of(capability)
+    if override.number > capability:
+        raise error(
+            ValueError,
+            f"{ARCH_VARIABLE}={override.number} on a device of compute capability "
+            f"{capability / 10:.1f}",
+            "it is not above the device's own",
+            f"set {ARCH_VARIABLE}=75, or unset it",
+        )
+    return override

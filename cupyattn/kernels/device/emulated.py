@@ -1,0 +1,85 @@
+"""The emulator as a device: the same kernels, on NumPy arrays, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from cupyattn import emulator
+from cupyattn.kernels.arch import TURING, Arch
+from cupyattn.kernels.compile import compile_ptx
+from cupyattn.kernels.spec import Pointer, Specialisation
+from cupyattn.kernels.target import arch_override
+
+
+class EmulatedDevice:
+    """Executes the PTX that a Turing GPU would get, under checks.
+
+    Parameters
+    ----------
+    checks : emulator.Checks
+        Which faults to look for.
+    report : emulator.Report, optional
+        Filled with what the launches did.
+    """
+
+    arch: Arch = TURING
+
+    def __init__(self, checks: emulator.Checks, report: emulator.Report | None = None) -> None:
+        arch_override()  # it is for GPUs; one that is wrong is not passed over here either
+        self.checks = checks
+        self.report = report
+
+    @property
+    def name(self) -> str:
+        """What it is, for people."""
+        return f"emulated {self.arch.real}"
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return an uninitialised NumPy array."""
+        return np.empty(shape, dtype)
+
+    def load(self, specialisation: Specialisation) -> EmulatedKernel:
+        """Return the kernel; all emulated devices share what has been parsed and translated."""
+        return EmulatedKernel(self, specialisation, _module(specialisation))
+
+
+@lru_cache(maxsize=128)  # of 2 MB each; to translate one again takes about half a second
+def _module(specialisation: Specialisation) -> emulator.Module:
+    ptx = compile_ptx(specialisation, EmulatedDevice.arch).path.read_text(encoding="utf-8")
+    return emulator.load(ptx)
+
+
+class EmulatedKernel:
+    """A kernel of an `EmulatedDevice`."""
+
+    def __init__(
+        self, device: EmulatedDevice, specialisation: Specialisation, module: emulator.Module
+    ) -> None:
+        self.specialisation = specialisation
+        self._device = device
+        self._module = module
+
+    def start(
+        self, grid: tuple[int, int, int], arrays: Sequence[Any], values: tuple[Any, ...]
+    ) -> None:
+        """Run it to its end, writing into the arrays themselves."""
+        spec = self.specialisation.spec
+        emulator.launch(
+            self._module,
+            spec.entry,
+            grid,
+            self.specialisation.threads,
+            [
+                emulator.Argument(argument, parameter.name, parameter.const)
+                if isinstance(parameter, Pointer) and isinstance(argument, np.ndarray)
+                else argument
+                for parameter, argument in zip(spec.parameters, (*arrays, *values), strict=True)
+            ],
+            shared_bytes=self.specialisation.shared_bytes,
+            checks=self._device.checks,
+            report=self._device.report,
+        )

@@ -1,0 +1,71 @@
+"""Attention's backward on a device: from a checked problem to a plan that ran."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from cupyattn.arrays import Array, Operands
+from cupyattn.kernels.configs.attention.float32.backward import DTYPES as FLOAT32_DTYPES
+from cupyattn.kernels.configs.dtypes import STORAGE
+from cupyattn.kernels.device import Device
+from cupyattn.ops.attention import float32, teaching, tensor_core_backward
+from cupyattn.ops.attention.implementations import implementation_of, register
+from cupyattn.ops.attention.layouts import require_lengths
+from cupyattn.ops.attention.options import POSITION_OPTIONS, SCORE_OPTIONS
+from cupyattn.ops.attention.params import placed, seeded
+from cupyattn.ops.attention.problem import AttentionProblem
+from cupyattn.ops.attention.results import gradient_outputs
+from cupyattn.ops.checks import require_item_alignment
+from cupyattn.ops.plan import Plan, run
+
+_OPTIONS = POSITION_OPTIONS | SCORE_OPTIONS
+IMPLEMENTATIONS = register(
+    ("flash", ("float16",), tensor_core_backward.backward_plan, _OPTIONS),
+    ("flash", FLOAT32_DTYPES, float32.backward_plan, _OPTIONS),
+    ("naive", STORAGE, teaching.naive_backward_plan, _OPTIONS),
+)
+
+
+def attention_backward(
+    device: Device,
+    problem: AttentionProblem,
+    operands: Operands,
+    *,
+    seed: int,
+    deterministic: bool,
+    accumulate: bool,
+) -> dict[str, Array]:
+    """Run the backward of dense attention, into the results and scratch that are given.
+
+    Returns
+    -------
+    dict
+        The gradients by name; dbias and dsinks only where there are bias and sinks.
+    """
+    plan = _plan(problem, device.arch.number, deterministic, accumulate)
+    if problem.dropout_p:
+        plan = seeded(plan, seed)
+    return run(device, plan, operands.arrays)
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    problem: AttentionProblem,
+    arch: int,
+    deterministic: bool,
+    accumulate: bool,
+) -> Plan:
+    """Choose the kernels and fill in their parameters."""
+    chosen = implementation_of(problem, IMPLEMENTATIONS, "attention_backward")
+    require_lengths(problem)
+    require_item_alignment(problem.layouts, problem.starts)
+    if problem.batch * problem.heads == 0:  # nothing to add up: no kernel runs
+        outputs = gradient_outputs(problem)
+        names = () if accumulate else tuple(name for name, _ in outputs)
+        return Plan((), outputs, zero_first=names, zero_new=accumulate)
+    plan = chosen.plan(
+        problem, problem.starts, arch, deterministic=deterministic, accumulate=accumulate
+    )
+    plan = placed(plan, problem)
+    plan.require_arrays(problem.layouts)
+    return plan

@@ -1,0 +1,282 @@
+"""The checks of a call of attention: its description once, its values where they can be read."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays import Description, Layout, Operands, layouts_of, starts_of
+from cupyattn.errors import error
+from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
+from cupyattn.ops.attention.options import (
+    AttentionOptions,
+    checked_dropout_p,
+    checked_q_offset,
+    checked_softcap,
+    checked_softmax_scale,
+    checked_window,
+    require_valid_choices,
+)
+from cupyattn.ops.attention.problem import (
+    BACKWARD_RESULTS,
+    FORWARD_RESULTS,
+    SHOWN_AS,
+    AttentionProblem,
+)
+from cupyattn.ops.attention.values import check_values
+from cupyattn.ops.checks import (
+    CPU_FLOATS,
+    FLOATS,
+    INTEGERS,
+    require_arrays,
+    require_contiguous_rows,
+    require_dtype,
+    require_output,
+    require_rank,
+    require_same_dtype,
+    require_shape,
+    require_whole_item_strides,
+    require_workspace,
+)
+from cupyattn.ops.overlaps import Overlaps
+from cupyattn.ops.value_checks import checks_values
+
+_CACHED_PROBLEMS = 4096
+_WINDOW_SIZE, _MASK_MOD = map(AttentionOptions._fields.index, ("window_size", "mask_mod"))
+
+
+def forward_problem(operands: Operands, options: tuple[Any, ...]) -> AttentionProblem:
+    """Check a forward call; its description, unless that was checked before, and its values.
+
+    `options` are those of `AttentionOptions`, in that order.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As the public functions document.
+    """
+    return _checked(_cached_forward_problem, operands, options)
+
+
+def backward_problem(operands: Operands, options: tuple[Any, ...]) -> AttentionProblem:
+    """Check a backward call; its description, unless that was checked before, and its values.
+
+    `options` are those of `AttentionOptions`, in that order.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As the public functions document.
+    """
+    return _checked(_cached_backward_problem, operands, options)
+
+
+def _checked(check: Any, operands: Operands, options: tuple[Any, ...]) -> AttentionProblem:
+    # The options go one by one, because a typed cache tells True from 1 and 1 from 1.0.
+    window = options[_WINDOW_SIZE]
+    sides = (*map(type, window),) if isinstance(window, tuple) else None
+    problem: AttentionProblem | None = None
+    if options[_MASK_MOD] is None:  # a cache would keep it, and the arrays that it closes over
+        try:
+            problem = check(operands.description, sides, *options)
+        except TypeError:
+            if _hashable(options):
+                raise
+    if problem is None:  # also for what has no hash: of a wrong type, as its check says
+        problem = check.__wrapped__(operands.description, sides, *options)
+    if checks_values(operands):
+        check_values(problem, operands.arrays)
+    problem.overlaps.check(operands)
+    return problem
+
+
+def _hashable(options: tuple[Any, ...]) -> bool:
+    try:
+        hash(options)
+    except TypeError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=_CACHED_PROBLEMS, typed=True)
+def _cached_forward_problem(description: Description, _: Any, *options: Any) -> AttentionProblem:
+    require_arrays(layouts_of(description), ("q", "k", "v"))
+    problem = _problem(description, AttentionOptions(*options), FORWARD_RESULTS)
+    results = {
+        "out": (problem.out_shape, problem.dtype),
+        "lse": (problem.lse_shape, problem.lse_dtype),
+    }
+    for name in FORWARD_RESULTS:
+        if name in problem.layouts:
+            require_output(name, problem.layouts[name], *results[name])
+    return problem
+
+
+@lru_cache(maxsize=_CACHED_PROBLEMS, typed=True)
+def _cached_backward_problem(description: Description, _: Any, *options: Any) -> AttentionProblem:
+    require_arrays(layouts_of(description), ("dout", "q", "k", "v", "out", "lse"))
+    problem = _problem(description, AttentionOptions(*options), BACKWARD_RESULTS)
+    layouts = problem.layouts
+    for name in ("dout", "out"):
+        require_dtype(name, layouts[name], (problem.dtype.name,))
+        require_shape(name, layouts[name], problem.out_shape, "(B, Sq, H, Dv)")
+        require_contiguous_rows(name, layouts[name])
+    for name in ("lse", "dlse"):
+        if name in layouts:
+            require_dtype(name, layouts[name], (problem.lse_dtype.name,))
+            require_shape(name, layouts[name], problem.lse_shape, "(B, H, Sq)")
+            require_contiguous_rows(name, layouts[name])
+    for name in BACKWARD_RESULTS:
+        if name in layouts:
+            of = layouts.get(name[1:])
+            if of is None:
+                raise error(
+                    ValueError,
+                    f"{SHOWN_AS[name]} was given",
+                    f"this call has no {name[1:]}",
+                    "leave None there",
+                )
+            require_output(SHOWN_AS[name], layouts[name], of.shape, of.dtype)
+    return problem
+
+
+def _problem(
+    description: Description, options: AttentionOptions, results: tuple[str, ...]
+) -> AttentionProblem:
+    layouts = layouts_of(description)
+    q, k, v = layouts["q"], layouts["k"], layouts["v"]
+    for name, layout in (("q", q), ("k", k), ("v", v)):
+        require_dtype(name, layout, CPU_FLOATS)
+        require_rank(
+            name, layout, f"B {'Sq H' if name == 'q' else 'Sk G'} {'Dv' if name == 'v' else 'D'}"
+        )
+        require_contiguous_rows(name, layout)
+    require_same_dtype(layouts, ("q", "k", "v"))
+    batch, sq, heads, head_dim = q.shape
+    _, sk, kv_heads, head_dim_v = v.shape
+    _require_matching_heads(q, k, v)
+    require_valid_choices(options)
+    softmax_scale = checked_softmax_scale(options.softmax_scale, head_dim)
+
+    problem = AttentionProblem(
+        batch=batch,
+        sq=sq,
+        sk=sk,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=q.dtype,
+        layouts=layouts,
+        starts=starts_of(description),
+        softmax_scale=softmax_scale,
+        q_offset=checked_q_offset(options.q_offset),
+        window=checked_window(options.window_size, options.causal),
+        softcap=checked_softcap(options.softcap, softmax_scale),
+        dropout_p=checked_dropout_p(options.dropout_p, options.seeded),
+        mask_mod=options.mask_mod,
+        implementation=options.implementation,
+        overlaps=Overlaps.of(layouts, (*results, "workspace"), SHOWN_AS),
+    )
+    _require_valid_option_arrays(problem)
+    if "workspace" in layouts:
+        require_workspace(layouts["workspace"])
+    return problem
+
+
+def _require_matching_heads(q: Layout, k: Layout, v: Layout) -> None:
+    batch, _, heads, head_dim = q.shape
+    _, sk, kv_heads, _ = k.shape
+    require_shape("k", k, (batch, sk, kv_heads, head_dim), "(B, Sk, G, D) with q's B and D")
+    require_shape("v", v, (batch, sk, kv_heads, v.shape[3]), "(B, Sk, G, Dv) with k's B, Sk and G")
+    if (kv_heads == 0 and heads) or (kv_heads and heads % kv_heads):
+        raise error(
+            ValueError,
+            f"q has H = {heads} heads, k and v have G = {kv_heads}",
+            "H is a multiple of G (grouped-query attention), or equal to it",
+            "check the head axis: arrays are (batch, length, heads, head dim)",
+        )
+    for letter, extent in (("D", head_dim), ("Dv", v.shape[3])):
+        if not 1 <= extent <= MAX_HEAD_DIM:
+            raise error(
+                ValueError,
+                f"{letter} = {extent}",
+                f"head dims are 1 to {MAX_HEAD_DIM}",
+                "split the head, or check that the last axis is the head dim",
+            )
+
+
+def _require_valid_option_arrays(problem: AttentionProblem) -> None:
+    """Check the arrays among the options against the shapes of q, k and v."""
+    layouts = problem.layouts
+    batch, heads = problem.batch, problem.heads
+    floats = CPU_FLOATS if problem.dtype == np.float64 else FLOATS
+    for name in ("q_offset", "seqused_k"):
+        if name in layouts:
+            require_dtype(name, layouts[name], INTEGERS)
+            require_shape(name, layouts[name], (batch,), "(B,)")
+            require_whole_item_strides(name, layouts[name])
+    if "mask" in layouts:
+        _require_bool_mask(layouts["mask"])
+    if "bias" in layouts:
+        require_dtype("bias", layouts["bias"], floats)
+    for name in ("mask", "bias"):
+        if name in layouts:
+            _require_broadcastable(name, layouts[name], problem.scores_shape)
+    if "alibi_slopes" in layouts:
+        require_dtype("alibi_slopes", layouts["alibi_slopes"], floats)
+        if len(layouts["alibi_slopes"].shape) != 2:
+            require_shape("alibi_slopes", layouts["alibi_slopes"], (heads,), "(H,) or (B, H)")
+        else:
+            require_shape("alibi_slopes", layouts["alibi_slopes"], (batch, heads), "(H,) or (B, H)")
+    if "sinks" in layouts:
+        require_dtype("sinks", layouts["sinks"], floats)
+        require_shape("sinks", layouts["sinks"], (heads,), "(H,)")
+    for name in ("bias", "alibi_slopes", "sinks"):
+        if name in layouts:
+            require_whole_item_strides(name, layouts[name])
+    if "cos" in layouts:
+        _require_rotary_tables(layouts["cos"], layouts["sin"], problem.head_dim)
+
+
+def _require_bool_mask(layout: Layout) -> None:
+    """Raise TypeError unless the mask is of bool; one of floats is mostly meant to be added."""
+    if layout.dtype.kind == "f" or layout.dtype.name == "bfloat16":
+        raise error(
+            TypeError,
+            f"mask has dtype {layout.dtype_text}",
+            "allowed are bool, True = attend",
+            "pass what is added to the scores (0 and -inf) as bias=, and of a mask of 1 and 0 "
+            "pass mask != 0",
+        )
+    require_dtype("mask", layout, ("bool",))
+
+
+def _require_broadcastable(name: str, layout: Layout, scores_shape: tuple[int, ...]) -> None:
+    try:
+        fits = np.broadcast_shapes(layout.shape, scores_shape) == scores_shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise error(
+            ValueError,
+            f"{name} has shape {layout.shape}",
+            f"it broadcasts to the scores, (B, H, Sq, Sk) = {scores_shape}",
+            f"give it axes of 1 where it does not vary: {name}[:, None, None, :] if it is (B, Sk)",
+        )
+
+
+def _require_rotary_tables(cos: Layout, sin: Layout, head_dim: int) -> None:
+    for name, table in (("cos", cos), ("sin", sin)):
+        require_dtype(f"rotary's {name}", table, CPU_FLOATS)
+        require_rank(f"rotary's {name}", table, "positions R/2")
+    require_shape("rotary's sin", sin, cos.shape, "(positions, R/2) like cos")
+    if 2 * cos.shape[1] > head_dim:
+        raise error(
+            ValueError,
+            f"rotary tables of {cos.shape[1]} columns rotate {2 * cos.shape[1]} features",
+            f"at most D = {head_dim} features can be rotated",
+            "make tables of at most D / 2 columns",
+        )

@@ -1,0 +1,86 @@
+"""The plans of the kernels in float32 arithmetic, which take float32 and bfloat16."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from cupyattn.kernels.configs.attention.float32 import backward, forward
+from cupyattn.ops.attention.backward_params import backward_params
+from cupyattn.ops.attention.layouts import Starts, flash_options, score_options, whole_vectors
+from cupyattn.ops.attention.params import attention_params
+from cupyattn.ops.attention.problem import AttentionProblem
+from cupyattn.ops.attention.results import forward_outputs, gradient_outputs, result_layouts
+from cupyattn.ops.attention.teaching import dbias_step, dsinks_step
+from cupyattn.ops.plan import Plan, Step, lay_out_scratch
+
+_SCORES_TOGETHER = 2  # neighbouring keys of a row that a thread holds
+
+
+def forward_plan(
+    problem: AttentionProblem, start_of: Starts, arch: int, *, return_lse: bool
+) -> Plan:
+    """Plan the forward."""
+    dims = problem.head_dim, problem.head_dim_v
+    outputs = forward_outputs(problem, return_lse)
+    results = result_layouts(problem, outputs)
+    rows = [(start_of[name], problem.layouts[name].strides) for name in ("q", "k", "v")]
+    rows += [(start_of.get("out", 0), results["out"].strides)]
+    vec = whole_vectors(forward.VECTOR_ITEMS, problem, rows)
+    options = flash_options(problem, start_of, _SCORES_TOGETHER)
+    kernel = forward.flash(arch, problem.dtype.name, *dims, vec, options)
+    tiles = -(-problem.sq // forward.flash_row(arch, *dims).tile_q)
+    step = Step.of(
+        kernel, problem.batch * problem.heads * tiles, attention_params(problem, results)
+    )
+    return Plan((step,), outputs)
+
+
+def backward_plan(
+    problem: AttentionProblem,
+    start_of: Starts,
+    arch: int,
+    *,
+    deterministic: bool,
+    accumulate: bool,
+) -> Plan:
+    """Plan the backward: in one pass with atomic additions to dq, or in two kernels."""
+    outputs = gradient_outputs(problem)
+    results = result_layouts(problem, outputs)
+    options = score_options(problem)._replace(sinks="void")
+    dims = problem.head_dim, problem.head_dim_v
+    shape = problem.dtype.name, *dims
+    inputs = [(start_of[name], problem.layouts[name].strides) for name in ("dout", "q", "k", "v")]
+    vec = whole_vectors(backward.VECTOR_ITEMS, problem, inputs)
+    heads, rows = problem.batch * problem.heads, problem.batch * problem.heads * problem.sq
+    every_score = "dbias" in results and (
+        math.prod(results["dbias"].shape) == math.prod(problem.scores_shape)
+    )
+    dbias = results["dbias"].dtype.name if every_score else "void"
+    params = backward_params(problem, results, accumulate=accumulate, dbias=results.get("dbias"))
+
+    one_pass = not deterministic and problem.dtype == np.float32
+    key_tiles = -(-problem.sk // backward.dkdv_row(arch, *dims, options).tile_k)
+    row_tiles = -(-problem.sq // backward.dq_row(arch, *dims, options).tile_q)
+    delta = backward.delta(problem.dtype.name, problem.head_dim_v)
+    dkdv = backward.dkdv(arch, *shape, vec, one_pass, options, dbias)
+    steps = [
+        Step.of(delta, -(-rows // backward.DELTA_ROWS), params),
+        Step.of(dkdv, problem.batch * problem.kv_heads * key_tiles, params),
+    ]
+    if not one_pass:
+        dq = backward.dq(arch, *shape, vec, options)
+        steps.append(Step.of(dq, heads * row_tiles, params))
+    if "dbias" in results and not every_score:
+        steps.append(dbias_step(problem, results["dbias"], arch, options, params))
+    if "dsinks" in results:
+        steps.append(dsinks_step(problem, results["dsinks"], params))
+    added_to = (*(["dq"] if one_pass else []), *(["dbias"] if every_score else []))
+    return Plan(
+        tuple(steps),
+        outputs,
+        lay_out_scratch({"delta": rows}),
+        zero_first=() if accumulate else added_to,
+        zero_new=accumulate,
+    )

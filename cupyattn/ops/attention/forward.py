@@ -1,0 +1,51 @@
+"""Attention on a device: from a checked problem to a plan that ran."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from cupyattn.arrays import Array, Operands
+from cupyattn.kernels.configs.attention.float32.forward import DTYPES as FLOAT32_DTYPES
+from cupyattn.kernels.configs.dtypes import STORAGE
+from cupyattn.kernels.device import Device
+from cupyattn.ops.attention import float32, teaching, tensor_core
+from cupyattn.ops.attention.implementations import implementation_of, register
+from cupyattn.ops.attention.layouts import require_lengths
+from cupyattn.ops.attention.options import POSITION_OPTIONS, SCORE_OPTIONS
+from cupyattn.ops.attention.params import placed, seeded
+from cupyattn.ops.attention.problem import AttentionProblem
+from cupyattn.ops.checks import require_item_alignment
+from cupyattn.ops.plan import Plan, run
+
+IMPLEMENTATIONS = register(
+    ("flash", ("float16",), tensor_core.forward_plan, POSITION_OPTIONS | SCORE_OPTIONS),
+    ("flash", FLOAT32_DTYPES, float32.forward_plan, POSITION_OPTIONS | SCORE_OPTIONS),
+    ("tiled", STORAGE, teaching.tiled_plan, POSITION_OPTIONS),
+    ("naive", STORAGE, teaching.naive_plan, POSITION_OPTIONS),
+)
+
+
+def attention_forward(
+    device: Device,
+    problem: AttentionProblem,
+    operands: Operands,
+    *,
+    seed: int,
+    return_lse: bool,
+) -> dict[str, Array]:
+    """Run dense attention forward, into `out` and `lse` where they are given."""
+    plan = _plan(problem, device.arch.number, return_lse)
+    if problem.dropout_p:
+        plan = seeded(plan, seed)
+    return run(device, plan, operands.arrays)
+
+
+@lru_cache(maxsize=4096)
+def _plan(problem: AttentionProblem, arch: int, return_lse: bool) -> Plan:
+    """Choose the kernel and the grid, and fill in its parameters."""
+    chosen = implementation_of(problem, IMPLEMENTATIONS, "attention")
+    require_lengths(problem)
+    require_item_alignment(problem.layouts, problem.starts)
+    plan = placed(chosen.plan(problem, problem.starts, arch, return_lse=return_lse), problem)
+    plan.require_arrays(problem.layouts)
+    return plan

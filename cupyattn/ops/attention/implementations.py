@@ -1,0 +1,75 @@
+"""Which kernels an implementation has for a dtype, and which options they have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from cupyattn.errors import error
+from cupyattn.ops.attention.problem import AttentionProblem
+from cupyattn.ops.checks import require_kernel_dtype
+from cupyattn.ops.plan import Plan
+
+_CPU = "pass NumPy arrays, for example cupy.asnumpy(q), or leave backend('emulator')"
+
+
+class Implementation(NamedTuple):
+    """The kernels of one implementation for one dtype."""
+
+    plan: Callable[..., Plan]
+    """From a problem to the `Plan` that runs it."""
+    options: frozenset[str]
+    """The options of attention that its kernels have."""
+
+
+Implementations = Mapping[tuple[str, str], Implementation]
+"""By the name of the implementation and that of the dtype."""
+
+
+def register(
+    *entries: tuple[str, Iterable[str], Callable[..., Plan], frozenset[str]],
+) -> Implementations:
+    """Make a table of (implementation, dtypes, plan function, options)."""
+    return {
+        (name, dtype): Implementation(plan, options)
+        for name, dtypes, plan, options in entries
+        for dtype in dtypes
+    }
+
+
+def implementation_of(
+    problem: AttentionProblem, table: Implementations, function: str
+) -> Implementation:
+    """Return the kernels for a problem.
+
+    Raises
+    ------
+    NotImplementedError
+        If there are none, or they lack an option of the problem.
+    """
+    require_kernel_dtype("q", problem.dtype)
+    chosen = table.get((problem.implementation, problem.dtype.name))
+    if chosen is None:
+        others = sorted({name for name, dtype in table if dtype == problem.dtype.name})
+        raise error(
+            NotImplementedError,
+            f"{function} with implementation={problem.implementation!r} on a GPU or the emulator",
+            f"kernels are {' and '.join(map(repr, others))}; the CPU path has every implementation",
+            f"pass implementation={others[-1]!r} or {others[0]!r}, or {_CPU}",
+        )
+    missing = sorted(problem.refusable_options - chosen.options)
+    if missing:
+        having = [
+            name
+            for (name, dtype), each in table.items()
+            if dtype == problem.dtype.name and problem.refusable_options <= each.options
+        ]
+        instead = f", or implementation={having[0]!r}" if having else ""
+        raise error(
+            NotImplementedError,
+            f"{', '.join(missing)} in {function} on a GPU or the emulator with "
+            f"implementation={problem.implementation!r}",
+            "its kernels do not have it; the CPU path has every option",
+            _CPU + instead,
+        )
+    return chosen

@@ -1,0 +1,215 @@
+"""The options of attention that are no arrays: how they are given, and their checks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyattn.errors import error, shown
+from cupyattn.ops.checks import require_bool
+
+POSITION_OPTIONS = frozenset({"causal", "softmax_scale", "window_size", "q_offset", "seqused_k"})
+"""What decides which keys a query sees and how scores are scaled: every kernel has these."""
+SCORE_OPTIONS = frozenset({"mask", "bias", "alibi_slopes", "softcap", "sinks", "dropout_p"})
+"""What is done to single scores: some kernels have these."""
+CPU_OPTIONS = frozenset({"rotary", "mask_mod"})
+"""What no kernel has."""
+
+IMPLEMENTATIONS = ("flash", "tiled", "naive")
+_MAX_FACTOR = 1e38  # times log2(e) it is still a float32
+MAX_SOFTCAP = 10_000.0  # where a kernel errs by 1e-3 in a score
+MAX_OFFSET = 2**60  # a position plus a window side stays within 64 bits
+_NO_NUMBERS = (bool, np.timedelta64)  # integers to Python's and NumPy's classes, but not here
+
+
+class AttentionOptions(NamedTuple):
+    """The options of attention that are no arrays, as the caller gave them.
+
+    Calls hand them down as a plain tuple in this order, of which checks make this once a problem:
+    made in each call it would take longer than the plan is looked up.
+    """
+
+    causal: bool = False
+    softmax_scale: float | None = None
+    window_size: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    seeded: bool = False
+    """Whether there is a seed: calls that differ in it alone share their checks."""
+    mask_mod: Callable[..., Any] | None = None
+    implementation: str = "flash"
+    q_offset: int | None = None
+    """None too where q_offset is an array, which is among the layouts then."""
+
+
+def checked_softmax_scale(given: Any, head_dim: int) -> float:
+    """Return softmax_scale, or its default."""
+    if given is None:
+        return float(head_dim**-0.5)
+    scale = _real("softmax_scale", given)
+    if not abs(scale) <= _MAX_FACTOR:
+        raise error(
+            ValueError,
+            f"softmax_scale = {scale}",
+            f"it is a finite number up to {_MAX_FACTOR:g}; the default is D ** -0.5",
+            "pass a smaller number, or None",
+        )
+    return scale
+
+
+def checked_q_offset(given: Any) -> int | None:
+    """Return the key position of query 0; None is its default, which depends on the batch."""
+    if given is None:
+        return None
+    q_offset = _integer(
+        "q_offset",
+        given,
+        "it is an integer, or an int32 or int64 array (B,)",
+        "convert it with int(...), or pass an array of NumPy or CuPy",
+    )
+    if abs(q_offset) > MAX_OFFSET:
+        raise error(
+            ValueError,
+            f"q_offset = {shown(q_offset)}",
+            f"it is between -{MAX_OFFSET} and {MAX_OFFSET}",
+            "pass the key position of query 0",
+        )
+    return q_offset
+
+
+def checked_window(window_size: Any, causal: Any) -> tuple[int | None, int | None]:
+    """Return the window's sides with causality in them; None is unbounded."""
+    left: int | None = None
+    right: int | None = None
+    if window_size is not None:
+        if not isinstance(window_size, tuple) or len(window_size) != 2:
+            raise error(
+                TypeError,
+                f"window_size = {shown(window_size)}",
+                "it is a tuple (left, right) of integers or None",
+                "pass for example window_size=(1024, 0)",
+            )
+        left, right = (
+            None if side is None else _integer("each side of window_size", side)
+            for side in window_size
+        )
+        if (left is not None and left < 0) or (right is not None and right < 0):
+            raise error(
+                ValueError,
+                f"window_size = {shown(window_size)}",
+                "each side counts keys, 0 or more; None is unbounded",
+                "use None where -1 meant unbounded",
+            )
+    require_bool("causal", causal)
+    if causal:
+        right = 0  # 0 is the smallest right side, so causal and window together are just that
+    return left, right
+
+
+def checked_softcap(given: Any, softmax_scale: float) -> float | None:
+    """Return softcap as a float, or None; kernels multiply by softmax_scale / softcap."""
+    if given is None:
+        return None
+    softcap = _real("softcap", given)
+    if not 0 < softcap <= MAX_SOFTCAP:
+        raise error(
+            ValueError,
+            f"softcap = {softcap}",
+            f"it is above 0 and at most {MAX_SOFTCAP:g}: beyond, float32 arithmetic has no digits "
+            "for softcap * tanh(s / softcap)",
+            "pass None for none",
+        )
+    if abs(softmax_scale) / softcap > _MAX_FACTOR:
+        raise error(
+            ValueError,
+            f"softcap = {softcap} with softmax_scale = {softmax_scale}",
+            f"softmax_scale is at most {_MAX_FACTOR:g} times softcap",
+            "pass a larger softcap: scores come to lie between -softcap and softcap",
+        )
+    return softcap
+
+
+def checked_dropout_p(given: Any, seeded: bool) -> float:
+    """Return dropout_p as a float; above 0 it needs a seed."""
+    probability = _real("dropout_p", given)
+    if not 0.0 <= probability < 1.0:
+        raise error(
+            ValueError,
+            f"dropout_p = {probability}",
+            "it is at least 0 and below 1",
+            "pass the share of probabilities to drop, 0.1 for a tenth",
+        )
+    if probability > 0.0 and not seeded:
+        raise error(
+            ValueError,
+            f"dropout_p = {probability} without a seed",
+            "dropout draws its mask from seed= alone, so that the backward can draw it again",
+            "pass an integer seed=, another one each training step",
+        )
+    return probability
+
+
+def checked_seed(given: Any) -> int:
+    """Return the seed."""
+    seed = _integer("seed", given)
+    if not 0 <= seed < 2**64:
+        raise error(
+            ValueError,
+            f"seed = {shown(seed)}",
+            "it is an integer from 0 to 2**64 - 1",
+            "reduce it modulo 2**64",
+        )
+    return seed
+
+
+def require_valid_choices(options: AttentionOptions) -> None:
+    """Raise unless implementation and mask_mod are what they can be."""
+    chosen = options.implementation
+    if not isinstance(chosen, str) or chosen not in IMPLEMENTATIONS:
+        raise error(
+            ValueError,
+            f"implementation = {shown(chosen)}",
+            f"allowed are {', '.join(map(repr, IMPLEMENTATIONS))}",
+            "leave it out for the fastest",
+        )
+    if options.mask_mod is not None and not callable(options.mask_mod):
+        raise error(
+            TypeError,
+            f"mask_mod is a {type(options.mask_mod).__name__}",
+            "it is a function mask_mod(b, h, i, j) of index arrays that returns True to attend",
+            "pass a function, or an array as mask=",
+        )
+
+
+def _real(name: str, value: Any) -> float:
+    if isinstance(value, Real) and not isinstance(value, _NO_NUMBERS):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf  # of either sign: no option takes it
+    raise error(
+        TypeError,
+        f"{name} is a {type(value).__name__}",
+        "it is a real number",
+        "convert it with float(...)",
+    )
+
+
+def _integer(
+    name: str,
+    value: Any,
+    allowed: str = "it is an integer",
+    fix: str = "convert it with int(...)",
+) -> int:
+    if isinstance(value, Integral) and not isinstance(value, _NO_NUMBERS):
+        return int(value)
+    raise error(
+        TypeError,
+        f"{name} is {shown(value)}, a {type(value).__name__}",
+        allowed,
+        fix,
+    )

@@ -1,0 +1,140 @@
+"""The C struct that attention kernels are passed, filled from a checked problem."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays import Layout
+from cupyattn.kernels.structs import ATTENTION_PARAMS, BACKWARD_PARAMS, UNBOUNDED
+from cupyattn.ops.attention.options import MAX_OFFSET
+from cupyattn.ops.attention.problem import LSE_DTYPE, AttentionProblem
+from cupyattn.ops.plan import Plan
+
+
+def attention_params(problem: AttentionProblem, results: Mapping[str, Layout]) -> Any:
+    """Fill the C struct AttentionParams, all but the seed; `results` are out and perhaps lse."""
+    params = np.zeros((), ATTENTION_PARAMS)
+    itemsize = problem.dtype.itemsize
+    for name in ("q", "k", "v"):
+        params[name] = row_strides(problem.layouts[name].strides, itemsize)
+    params["out"] = row_strides(results["out"].strides, itemsize)
+    if "lse" in results:
+        params["lse"] = sum_strides(results["lse"].strides)
+    if "seqused_k" in problem.layouts:
+        params["seqused_k"] = _batch_integers(problem.layouts["seqused_k"])
+    _fill_offsets(params, problem)
+    params["heads"] = problem.heads
+    params["group"] = problem.heads // max(problem.kv_heads, 1)
+    params["sq"], params["sk"] = problem.sq, problem.sk
+    for side, keys in zip(("left", "right"), problem.window, strict=True):
+        params[side] = UNBOUNDED if keys is None else min(keys, UNBOUNDED)
+    params["scale_log2"] = problem.softmax_scale * math.log2(math.e)
+    params["softmax_scale"] = problem.softmax_scale
+    _fill_scores(params["scores"], problem)
+    return params[()]
+
+
+def _fill_offsets(params: Any, problem: AttentionProblem) -> None:
+    """Fill in where queries stand: a number, and beside it an array's value for each sequence."""
+    layouts = problem.layouts
+    params["offset_least"], params["offset_most"] = -MAX_OFFSET, MAX_OFFSET
+    if "q_offset" in layouts:
+        params["q_offsets"] = _batch_integers(layouts["q_offset"])
+    elif problem.ends_with_keys_in_use:
+        params["q_offsets"] = params["seqused_k"]
+        params["offset_least"], params["offset_most"] = 0, problem.sk
+        params["q_offset"] = -problem.sq
+    elif problem.q_offset is None:
+        params["q_offset"] = problem.sk - problem.sq
+    else:
+        params["q_offset"] = problem.q_offset
+
+
+def placed(plan: Plan, problem: AttentionProblem) -> Plan:
+    """Return a plan whose kernels read where queries stand from seqused_k, if it decides that."""
+    if not problem.ends_with_keys_in_use:
+        return plan
+    names = {"q_offset": "seqused_k"}
+    return plan._replace(
+        steps=tuple(
+            step._replace(names=tuple(names.get(name, name) for name in step.names))
+            for step in plan.steps
+        )
+    )
+
+
+def _fill_scores(scores: Any, problem: AttentionProblem) -> None:
+    """Fill the C struct ScoreParams."""
+    layouts = problem.layouts
+    for name in ("bias", "mask"):
+        if name in layouts:
+            scores[name] = score_strides(layouts[name], problem.scores_shape)
+    if "alibi_slopes" in layouts:
+        slopes = layouts["alibi_slopes"]
+        *batch, head = (stride // slopes.dtype.itemsize for stride in slopes.strides)
+        scores["slopes_batch"], scores["slopes_head"] = (*batch, head) if batch else (0, head)
+    if "sinks" in layouts:
+        scores["sinks_stride"] = layouts["sinks"].strides[0] // layouts["sinks"].dtype.itemsize
+    if problem.softcap is not None:
+        scores["softcap_in"] = 2 * math.log2(math.e) * problem.softmax_scale / problem.softcap
+        scores["softcap"] = problem.softcap
+    keep_from = round(65536 * problem.dropout_p)
+    scores["keep_from"] = keep_from
+    # Of 65,536 a kernel may see only the lower 16 bits, and keep everything.
+    scores["keep_scale"] = 1 / (1 - problem.dropout_p) if keep_from < 65536 else 0
+
+
+def seeded(plan: Plan, seed: int) -> Plan:
+    """Return a plan with a seed for dropout in the structs of its kernels."""
+    return plan._replace(
+        steps=tuple(
+            step._replace(values=tuple(_with_seed(value, seed) for value in step.values))
+            for step in plan.steps
+        )
+    )
+
+
+def _with_seed(params: Any, seed: int) -> Any:
+    """Return the C struct AttentionParams, or one that holds it, with a seed; others as is."""
+    if params.dtype not in (ATTENTION_PARAMS, BACKWARD_PARAMS):
+        return params
+    seeded = params.copy()
+    attention = seeded if params.dtype == ATTENTION_PARAMS else seeded["attention"]
+    attention["scores"]["seed"] = seed
+    return seeded
+
+
+def score_strides(layout: Layout, scores_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides, in items, of an array broadcast to (B, H, Sq, Sk).
+
+    Examples
+    --------
+    >>> score_strides(Layout((3, 1, 5), (20, 20, 4), np.dtype(np.float32)), (2, 3, 7, 5))
+    (0, 5, 0, 1)
+    """
+    missing = len(scores_shape) - len(layout.shape)
+    strides = [
+        0 if extent == 1 else stride // layout.dtype.itemsize
+        for extent, stride in zip(layout.shape, layout.strides, strict=True)
+    ]
+    return (0,) * missing + tuple(strides)
+
+
+def row_strides(strides: tuple[int, ...], itemsize: int) -> tuple[int, int, int]:
+    """Bytes of (batch, seq, head, dim) to the struct's items of (batch, seq, head)."""
+    batch, seq, head, _ = strides
+    return batch // itemsize, seq // itemsize, head // itemsize
+
+
+def sum_strides(strides: tuple[int, ...]) -> tuple[int, int, int]:
+    """Bytes of lse (batch, head, seq), or of its gradient, to items of (batch, seq, head)."""
+    batch, head, seq = (stride // LSE_DTYPE.itemsize for stride in strides)
+    return batch, seq, head
+
+
+def _batch_integers(layout: Layout) -> tuple[int, int]:
+    return layout.strides[0] // layout.dtype.itemsize, int(layout.dtype.itemsize == 8)

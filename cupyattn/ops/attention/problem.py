@@ -1,0 +1,92 @@
+"""What a call of attention asks for: shapes and options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays import Layout
+from cupyattn.ops.attention.options import CPU_OPTIONS, SCORE_OPTIONS
+from cupyattn.ops.overlaps import Overlaps
+
+LSE_DTYPE = np.dtype(np.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionProblem:
+    """A valid call of attention; letters as in the public API.
+
+    Two calls of one description share one object, so it stands for the description in caches.
+    """
+
+    batch: int
+    sq: int
+    sk: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: np.dtype
+    layouts: dict[str, Layout]
+    starts: dict[str, int]
+    """By how many bytes each array misses a vector's alignment."""
+    softmax_scale: float
+    q_offset: int | None
+    """Where `layouts` has no q_offset array; None for the last query at the last key in use."""
+    window: tuple[int | None, int | None]
+    """Keys to the left and right that a query sees, causality included; None is unbounded."""
+    softcap: float | None
+    dropout_p: float
+    mask_mod: Callable[..., Any] | None
+    implementation: str
+    overlaps: Overlaps
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """(B, Sq, H, Dv)."""
+        return (self.batch, self.sq, self.heads, self.head_dim_v)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """(B, H, Sq)."""
+        return (self.batch, self.heads, self.sq)
+
+    @property
+    def ends_with_keys_in_use(self) -> bool:
+        """Whether seqused_k decides where queries stand."""
+        given = self.q_offset is not None or "q_offset" in self.layouts
+        return "seqused_k" in self.layouts and not given
+
+    @property
+    def lse_dtype(self) -> np.dtype:
+        """Of lse and its gradient: float32, for float64 arrays float64."""
+        return self.dtype if self.dtype == np.float64 else LSE_DTYPE
+
+    @property
+    def refusable_options(self) -> frozenset[str]:
+        """The options of the call that some kernels do not have."""
+        used = {"rotary" if name == "cos" else name for name in self.layouts}
+        used |= {"softcap"} if self.softcap is not None else set()
+        used |= {"dropout_p"} if self.dropout_p else set()
+        used |= {"mask_mod"} if self.mask_mod is not None else set()
+        return frozenset(used & {*SCORE_OPTIONS, *CPU_OPTIONS})
+
+    @property
+    def scores_shape(self) -> tuple[int, ...]:
+        """(B, H, Sq, Sk), to which mask and bias broadcast."""
+        return (self.batch, self.heads, self.sq, self.sk)
+
+
+FORWARD_RESULTS = ("out", "lse")
+BACKWARD_RESULTS = ("dq", "dk", "dv", "dbias", "dsinks")
+ARRAY_FIXES = {
+    "seqused_k": "pass an int32 array of shape (B,), for example numpy.full(B, length, 'int32')",
+    "alibi_slopes": "pass a float array of shape (H,) or (B, H)",
+    "sinks": "pass a float array of shape (H,)",
+}
+"""What to pass instead of a number or a list, where an array of that alone would not do."""
+SHOWN_AS = {name: f"grads.{name}" for name in BACKWARD_RESULTS}
+"""The names of backward's results in errors: as the caller gives them."""

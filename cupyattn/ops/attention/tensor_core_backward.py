@@ -1,0 +1,226 @@
+"""The plan of the tensor-core backward: one pass with atomic additions, or two without."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyattn.arrays import Layout, contiguous
+from cupyattn.errors import error
+from cupyattn.kernels.configs.attention.tensor_core import backward as flash
+from cupyattn.kernels.configs.attention.tensor_core import passes
+from cupyattn.kernels.configs.dtypes import vector_items
+from cupyattn.kernels.configs.tables import round_up
+from cupyattn.kernels.structs import DBIAS_PARAMS
+from cupyattn.ops.attention.backward_params import backward_params
+from cupyattn.ops.attention.layouts import (
+    Starts,
+    require_near_rows,
+    score_options,
+    whole_vectors,
+)
+from cupyattn.ops.attention.params import score_strides
+from cupyattn.ops.attention.problem import AttentionProblem
+from cupyattn.ops.attention.results import gradient_outputs, result_layouts
+from cupyattn.ops.plan import Plan, Step, lay_out_scratch, spanning
+
+_FLOAT32 = np.dtype(np.float32)
+_MAX_ROWS = 2**32 - 1  # scratch rows are counted in 32 bits (scratch_row in backward_params.cuh)
+_QUAD = 4  # neighbouring keys that are read together
+_MOST_TILE_ROWS = 64  # the most rows of q, k, v or dout that one tile has
+_VECTOR_ARRAYS = ("q", "k", "v", "out", "dout")
+
+
+class _Dbias(NamedTuple):
+    """What the kernel of dk and dv writes the bias's gradient to, and how."""
+
+    target: Layout
+    scratch: bool
+    """Whether that is scratch, which another kernel sums up to dbias; otherwise it is dbias."""
+    adds: bool
+    """Whether several CTAs add to one item, atomically."""
+
+
+class _Options(NamedTuple):
+    """Of the kernels of a call, and by what name that of dk and dv takes dbias."""
+
+    dkdv: flash.BackwardOptions
+    dq: flash.BackwardOptions
+    renamed: Mapping[str, str] = MappingProxyType({})
+
+
+def backward_plan(
+    problem: AttentionProblem,
+    start_of: Starts,
+    arch: int,
+    *,
+    deterministic: bool,
+    accumulate: bool,
+) -> Plan:
+    """Plan the backward."""
+    require_near_rows(problem, ("q", "k", "v", "dout"), _MOST_TILE_ROWS, "naive")
+    outputs = gradient_outputs(problem)
+    results = result_layouts(problem, outputs)
+    rows_padded = round_up(max(problem.sq, 1), passes.ROW_PAD)  # whole CTAs of the first kernel
+    rows = _countable_rows(problem, rows_padded)
+    dbias = _dbias(problem, results, deterministic) if "dbias" in results else None
+
+    to_zero = {} if deterministic else {"dq_acc": rows * round_up(problem.head_dim, 8)}
+    if dbias is not None and dbias.scratch:
+        to_zero["scratch"] = math.prod(dbias.target.shape)
+    stats, *others = lay_out_scratch({"stats": 2 * rows, **to_zero})
+    zeroed = spanning("zeroed", tuple(others))
+
+    params = backward_params(
+        problem,
+        results,
+        accumulate=accumulate,
+        dbias=None if dbias is None else dbias.target,
+        zeroed=sum(piece.items for piece in zeroed),
+        rows_padded=rows_padded,
+    )
+    rows_of = [(start_of[name], problem.layouts[name].strides) for name in _VECTOR_ARRAYS]
+    rows_of += [(start_of.get(name, 0), results[name].strides) for name in ("dq", "dk", "dv")]
+    vec = whole_vectors(vector_items(problem.dtype.name), problem, rows_of)
+    options = _options(problem, start_of, dbias, accumulate)
+    steps = _gradient_steps(problem, arch, vec, options, deterministic, rows, params)
+    if dbias is not None and dbias.scratch:
+        steps.append(_dbias_step(problem, results["dbias"], dbias, accumulate))
+    if "dsinks" in results:
+        dsinks = passes.dsinks(results["dsinks"].dtype.name)
+        steps.append(Step.of(dsinks, problem.heads, params))
+    # Tiles that no query sees are skipped, and with them their part of dbias.
+    skipped = dbias is not None and not dbias.scratch and not accumulate
+    return Plan(
+        tuple(steps),
+        outputs,
+        (stats, *others, *zeroed),
+        zero_first=("dbias",) if skipped else (),
+        zero_new=accumulate,
+    )
+
+
+def _countable_rows(problem: AttentionProblem, rows_padded: int) -> int:
+    """Return the rows of all heads in scratch memory, or raise if kernels do not count so far."""
+    rows = problem.batch * problem.heads * rows_padded
+    if rows > _MAX_ROWS:
+        raise error(
+            ValueError,
+            f"B = {problem.batch}, H = {problem.heads}, Sq = {problem.sq}",
+            f"implementation='flash' takes B * H sequences of up to {_MAX_ROWS} rows together, "
+            f"each rounded up to {passes.ROW_PAD}",
+            "split the batch over several calls",
+        )
+    return rows
+
+
+def _gradient_steps(
+    problem: AttentionProblem,
+    arch: int,
+    vec: int,
+    options: _Options,
+    deterministic: bool,
+    rows: int,
+    params: Any,
+) -> list[Step]:
+    """Return the launches for the row statistics, dk, dv and dq."""
+    dims = problem.head_dim, problem.head_dim_v
+    one_pass = not deterministic
+    key_tiles = -(-problem.sk // flash.dkdv_row(arch, *dims, one_pass).tile_keys)
+    steps = [
+        Step.of(
+            passes.delta(problem.head_dim_v, vec),
+            -(-rows // passes.delta_rows(problem.head_dim_v)),
+            params,
+        ),
+        Step.of(
+            flash.dkdv(arch, *dims, vec, one_pass, options.dkdv),
+            problem.batch * problem.kv_heads * key_tiles,
+            params,
+            renamed=options.renamed,
+        ),
+    ]
+    if one_pass:
+        convert_ctas = -(-rows // passes.ROW_PAD)
+        return [*steps, Step.of(passes.convert(problem.head_dim, vec), convert_ctas, params)]
+    row_tiles = -(-problem.sq // flash.dq_row(arch, *dims, options.dq).tile_rows)
+    dq_ctas = problem.batch * problem.heads * row_tiles
+    return [*steps, Step.of(flash.dq(arch, *dims, vec, options.dq), dq_ctas, params)]
+
+
+def _options(
+    problem: AttentionProblem, start_of: Starts, dbias: _Dbias | None, accumulate: bool
+) -> _Options:
+    """Name the options of a call's kernels."""
+    scores = score_options(problem)
+    inputs = [(problem.layouts[n], start_of[n]) for n in ("bias", "mask") if n in problem.layouts]
+    dq = flash.BackwardOptions(
+        bias=scores.bias,
+        mask=scores.mask,
+        score_vec=_score_items(problem, inputs),
+        slopes=scores.slopes,
+        softcap=scores.softcap,
+        dropout=scores.dropout,
+    )
+    if dbias is None:
+        return _Options(dq, dq)
+    start = 0 if dbias.scratch else start_of.get("dbias", 0)
+    terms = [] if dbias.adds else [(dbias.target, start)]
+    dkdv = dq._replace(
+        score_vec=_score_items(problem, inputs + terms),
+        dbias=dbias.target.dtype.name,
+        dbias_add=dbias.adds,
+        dbias_accumulate=accumulate and not dbias.scratch,
+    )
+    return _Options(dkdv, dq, {"dbias": "scratch"} if dbias.scratch else {})
+
+
+def _score_items(problem: AttentionProblem, arrays: Sequence[tuple[Layout, int]]) -> int:
+    """Return how many neighbouring keys of these arrays can be read or written at once: 4 or 1.
+
+    Each array comes with what it misses of a vector's alignment.
+    """
+    if not arrays or problem.dropout_p or problem.sk % _QUAD:  # Philox calls serve pairs of keys
+        return 1
+    for layout, start in arrays:
+        *others, key = score_strides(layout, problem.scores_shape)
+        rows_aligned = all(stride % _QUAD == 0 for stride in others)
+        if key != 1 or not rows_aligned or start % (_QUAD * layout.dtype.itemsize):
+            return 1
+    return _QUAD
+
+
+def _dbias(problem: AttentionProblem, results: dict[str, Layout], deterministic: bool) -> _Dbias:
+    """Choose where the bias's gradient is gathered: by the axes that the bias broadcasts along."""
+    shape = _four_axes(results["dbias"].shape)
+    if shape == problem.scores_shape:
+        return _Dbias(results["dbias"], scratch=False, adds=False)
+    if deterministic:  # every score's, to be summed in a fixed order
+        return _Dbias(contiguous(problem.scores_shape, _FLOAT32), scratch=True, adds=False)
+    return _Dbias(contiguous(shape, _FLOAT32), scratch=True, adds=True)
+
+
+def _dbias_step(
+    problem: AttentionProblem, dbias: Layout, gathered: _Dbias, accumulate: bool
+) -> Step:
+    """Return the launch that sums the scratch to dbias."""
+    shape = _four_axes(dbias.shape)
+    params = np.zeros((), DBIAS_PARAMS)
+    params["shape"] = shape
+    params["repeats"] = [
+        1 if items == extent else extent
+        for items, extent in zip(shape, gathered.target.shape, strict=True)
+    ]
+    params["source"] = score_strides(gathered.target, problem.scores_shape)
+    params["target"] = score_strides(dbias, problem.scores_shape)
+    params["accumulate"] = accumulate
+    ctas = passes.dbias_ctas(math.prod(shape), bool(params["repeats"][3] > 1))
+    return Step.of(passes.dbias(dbias.dtype.name), ctas, params[()])
+
+
+def _four_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (1,) * (4 - len(shape)) + shape

@@ -1,0 +1,97 @@
+"""Results may share no item with another array of the call: who could meet whom, and who does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from cupyattn.arrays import Array, Layout, Operands, share_an_item, span
+from cupyattn.errors import error
+from cupyattn.ops.checks import made_beforehand
+
+
+class Pair(NamedTuple):
+    """A result and another array of a call: their numbers among its arrays, and how they meet.
+
+    What they span has bytes in common where the other's first item lies more than `least` and less
+    than `most` bytes behind the result's.
+    """
+
+    result: int
+    other: int
+    least: int
+    most: int
+
+
+class Overlaps(NamedTuple):
+    """What a call's arrays, as they are laid out, have to be asked before results are written."""
+
+    pairs: tuple[Pair, ...]
+    results: tuple[int, ...]
+    names: tuple[str, ...]
+    shown_as: Mapping[str, str]
+
+    @classmethod
+    def of(
+        cls,
+        layouts: Mapping[str, Layout],
+        writes: Iterable[str],
+        shown_as: Mapping[str, str] = MappingProxyType({}),
+    ) -> Overlaps:
+        """Pair each array of `writes` with every other; `shown_as` has names for people."""
+        names, spans = tuple(layouts), [span(layout) for layout in layouts.values()]
+        results = tuple(index for index, name in enumerate(names) if name in writes)
+        pairs = [
+            Pair(
+                result,
+                other,
+                least=spans[result].start - spans[other].end,
+                most=spans[result].end - spans[other].start,
+            )
+            for result in results
+            for other in range(len(names))
+            if other not in results or other > result
+        ]
+        return cls(tuple(pairs), results, names, shown_as)
+
+    def check(self, operands: Operands) -> None:
+        """Raise ValueError if a result is read-only or shares an item with another array.
+
+        Where items lie settles almost every pair.
+        """
+        places = operands.places
+        for result, other, least, most in self.pairs:
+            if least < places[other] - places[result] < most:
+                self._check_items(operands, result, other)
+        if operands.device_id is None:
+            for result in self.results:
+                _require_writable(self._shown(result), operands.arrays[self.names[result]])
+
+    def _check_items(self, operands: Operands, result: int, other: int) -> None:
+        arrays = operands.arrays
+        if share_an_item(arrays[self.names[result]], arrays[self.names[other]]):
+            shown = self._shown(result)
+            raise error(
+                ValueError,
+                f"{shown} overlaps {self._shown(other)} in memory",
+                "both are written"
+                if other in self.results
+                else "results are written while inputs are still read",
+                f"give {shown} memory of its own, or leave it out",
+            )
+
+    def _shown(self, index: int) -> str:
+        return self.shown_as.get(self.names[index], self.names[index])
+
+
+def _require_writable(name: str, result: Array) -> None:
+    if isinstance(result, np.ndarray) and not result.flags.writeable:
+        raise error(
+            ValueError,
+            f"{name} is read-only",
+            "results are written into it",
+            made_beforehand(name),
+        )

@@ -1,0 +1,192 @@
+"""What every operation comes to: launches, and the memory that they share. One runner runs it.
+
+A plan is all of a call that does not change from call to call with arrays of the same description,
+so it is made once and remembered. `run` alone allocates, zeroes and launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyattn.arrays import Array, address
+from cupyattn.errors import error
+from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
+from cupyattn.kernels.device import Device
+from cupyattn.kernels.launch import prepare, start, typed
+from cupyattn.kernels.spec import Specialisation
+
+SCRATCH_ALIGNMENT = 256  # bytes: what CuPy gives an array of its own
+_SCRATCH_DTYPE = np.dtype(np.float32)
+_BYTES = np.dtype(np.uint8)
+
+
+class Step(NamedTuple):
+    """One launch: its arrays are looked up by the names of the kernel's parameters."""
+
+    specialisation: Specialisation
+    ctas: int
+    values: tuple[Any, ...]
+    """What is passed by value, behind the arrays, typed as the kernel declares."""
+    names: tuple[str, ...]
+    """Of the arrays, in the order of the parameters."""
+    required: frozenset[str]
+    """Those of the arrays that may not be absent."""
+
+    @classmethod
+    def of(
+        cls,
+        specialisation: Specialisation,
+        ctas: int,
+        *values: Any,
+        renamed: Mapping[str, str] | None = None,
+    ) -> Step:
+        """Make a step; `renamed` has parameters that take the array of another name."""
+        others = renamed or {}
+        spec = specialisation.spec
+        names = tuple(others.get(pointer.name, pointer.name) for pointer in spec.pointers)
+        by_value = typed(spec, [*names, *values])[len(names) :]
+        optional = (pointer.optional for pointer in spec.pointers)
+        required = {name for name, absent in zip(names, optional, strict=True) if not absent}
+        return cls(specialisation, ctas, tuple(by_value), names, frozenset(required))
+
+
+class Output(NamedTuple):
+    """A result, allocated where the caller gave none."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+class Scratch(NamedTuple):
+    """A float32 array within the workspace."""
+
+    name: str
+    offset: int
+    """In bytes."""
+    items: int
+
+    @property
+    def end(self) -> int:
+        """Where it ends, in bytes."""
+        return self.offset + self.items * _SCRATCH_DTYPE.itemsize
+
+    def within(self, workspace: Any) -> Any:
+        """Return the array, of a flat workspace of bytes."""
+        return workspace[self.offset : self.end].view(_SCRATCH_DTYPE)
+
+
+class Plan(NamedTuple):
+    """All that the launches of a call need and that does not change from call to call."""
+
+    steps: tuple[Step, ...]
+    outputs: tuple[tuple[str, Output], ...]
+    scratch: tuple[Scratch, ...] = ()
+    zero_first: tuple[str, ...] = ()
+    """Results that have to be zero before the first launch."""
+    zero_new: bool = False
+    """Whether results that are allocated start from zero, because kernels add to them."""
+
+    def require_arrays(self, given: Iterable[str]) -> None:
+        """Raise TypeError if a kernel would be passed null for an array that it needs.
+
+        With the arrays of a call by name it says so once, when the plan is made.
+        """
+        present = {*given, *dict(self.outputs), *(piece.name for piece in self.scratch)}
+        for step in self.steps:
+            if absent := step.required - present:
+                entry = step.specialisation.spec.entry
+                raise TypeError(f"{sorted(absent)} of {entry} are neither given nor made")
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What the scratch takes."""
+        return max((piece.end for piece in self.scratch), default=0)
+
+
+def run(device: Device, plan: Plan, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Run a plan on the arrays of a call by name, `workspace` among them; return its results.
+
+    Raises
+    ------
+    ValueError
+        If a workspace was given that does not fit. Nothing has been written then.
+    """
+    named: dict[str, Any] = {**arrays}
+    results: dict[str, Array] = {}
+    to_zero = [*plan.zero_first]
+    for name, output in plan.outputs:
+        result = named.get(name)
+        if result is None:
+            named[name] = result = device.empty(*output)
+            if plan.zero_new:
+                to_zero.append(name)
+        results[name] = result
+    if plan.scratch:
+        workspace = _workspace(device, plan, named.get("workspace"))
+        for piece in plan.scratch:
+            named[piece.name] = piece.within(workspace)
+    if len(plan.steps) > 1 or plan.zero_first:
+        for step in plan.steps:
+            prepare(device, step.specialisation, step.ctas)
+    if to_zero:
+        _fill_with_zeros(named, to_zero)
+    for specialisation, ctas, values, names, _ in plan.steps:
+        if ctas:
+            start(device, specialisation, ctas, [*map(named.get, names)], values)
+    return results
+
+
+def _fill_with_zeros(arrays: Mapping[str, Array], names: Iterable[str]) -> None:
+    for name in names:
+        arrays[name].fill(0)
+
+
+def _workspace(device: Device, plan: Plan, given: Array | None) -> Array:
+    """Return the scratch memory of a call as flat bytes: what was given, or new."""
+    if given is None:
+        return device.empty((plan.workspace_bytes,), _BYTES)
+    needed, beyond = plan.workspace_bytes, address(given) % VECTOR_BYTES
+    if given.nbytes < needed or beyond:
+        start = f", {beyond} beyond a multiple of {VECTOR_BYTES}" if beyond else ""
+        library = "numpy" if isinstance(given, np.ndarray) else "cupy"
+        raise error(
+            ValueError,
+            f"workspace has {given.nbytes} bytes{start}",
+            f"this call needs {needed}, starting at a multiple of {VECTOR_BYTES}",
+            f"pass for example {library}.empty({needed}, 'uint8'), or none",
+        )
+    return given.reshape(-1).view(_BYTES)
+
+
+def lay_out_scratch(items: Mapping[str, int]) -> tuple[Scratch, ...]:
+    """Place float32 arrays one behind the other.
+
+    Examples
+    --------
+    >>> lay_out_scratch({"delta": 3, "dq_acc": 100})
+    (Scratch(name='delta', offset=0, items=3), Scratch(name='dq_acc', offset=256, items=100))
+    """
+    placed, end = [], 0
+    for name, count in items.items():
+        placed.append(Scratch(name, end, count))
+        size = count * _SCRATCH_DTYPE.itemsize
+        end += -(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+    return tuple(placed)
+
+
+def spanning(name: str, pieces: tuple[Scratch, ...]) -> tuple[Scratch, ...]:
+    """Return one array over neighbouring pieces; none over none.
+
+    Examples
+    --------
+    >>> spanning("zeroed", lay_out_scratch({"dq_acc": 3, "scratch": 100}))
+    (Scratch(name='zeroed', offset=0, items=164),)
+    """
+    if not pieces:
+        return ()
+    first, last = pieces[0], pieces[-1]
+    items = (last.offset - first.offset) // _SCRATCH_DTYPE.itemsize + last.items
+    return (Scratch(name, first.offset, items),)

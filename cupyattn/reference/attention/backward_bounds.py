@@ -1,0 +1,271 @@
+"""How far a right backward kernel may be from the reference, which is given the same out and lse.
+
+The kernel and the letters are those of `bounds`. For one score that errs by ds = dot reach + u32
+magnitude + softcap eps_tanh (each score by its own: lse is an input, so no maximum over keys
+enters):
+
+- sum(n, size) = (n + 2) (2 u32 size + 2**-126) is the error of a float32 sum of n terms whose
+  absolute values sum to size, in any order: 2 u32 since tensor cores truncate, 2**-126 for what
+  -ftz=true flushes.
+- P = exp(s - lse) errs by e_P = P expm1(2 ds + u32 (3 |lse| + 2 exponent_shift + 8)) + tiny: the
+  exponent is formed from a rounded lse log2(e) + shift, ex2.approx errs by 4 u32, small P vanish.
+- g = dP - delta errs by e_g = sum(Dv + 2, |dout| |v|^T + |dout| |out| + |dlse|).
+- dS = P g errs by e_dS = (P + e_P) e_g + e_P |g| + 2 u32 |dS|; dbias is its sum.
+- The softcap's slope 1 - tanh**2 errs by 2 (eps_tanh + 2 dot reach / softcap) + 4 u32.
+- What a tensor core reads of P (with dropout's factor) and dS errs by u_in of itself and tiny more;
+  scale may be part of dS when it is rounded, or come later.
+- dV = P^T dout, dQ = scale dS K, dK = scale dS^T Q sum those errors times |dout|, |K|, |Q|, and
+  have a sum's own error. With rotary, K and Q are the rotated ones, rounded: u_in + 8 u32 of the
+  absolute sum more; and the inverse rotation, in float32, turns the error of a pair of features
+  into at most the norm of the pair's errors, and rounds: 8 u32.
+- dsinks = -sum exp(sink - lse) delta: the same with the sink as score.
+- The store: u_out |ref| + tiny, for dbias and dsinks those of their own dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from cupyattn.gradients import AttentionGrads
+from cupyattn.reference.attention.bounds import (
+    EPS_TANH,
+    ROTATION,
+    TINY32,
+    U32,
+    Precision,
+    ScoreErrors,
+    pair_norms,
+    precision_of,
+    sink_magnitude,
+)
+from cupyattn.reference.attention.dense import add_broadcast, attention_backward, row_delta
+from cupyattn.reference.attention.scores import Float64, ScoreBlock, ScoreBlocks, probabilities
+from cupyattn.reference.layers.rope import table_rows
+
+
+def sum_error(terms: Any, size: Any) -> Any:
+    """Error of a float32 sum, from the number of its terms and the sum of their absolute values."""
+    return (terms + 2) * (2 * U32 * size + TINY32)
+
+
+@dataclass
+class _Sum:
+    """Sums gathered block by block: absolute values, the terms' errors, and how many terms."""
+
+    size: Float64
+    error: Float64
+    terms: Float64
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, ...], terms: tuple[int, ...] | None = None) -> _Sum:
+        """Begin sums of a shape; `terms` is the shape of their numbers of terms, if another."""
+        return cls(np.zeros(shape), np.zeros(shape), np.zeros(shape if terms is None else terms))
+
+    def add(self, index: tuple[Any, ...], size: Any, error: Any, terms: Any) -> None:
+        self.size[index] += size
+        self.error[index] += error
+        self.terms[index] += terms
+
+    def add_broadcast(
+        self, block: ScoreBlock, size: Float64, error: Float64, terms: NDArray[Any]
+    ) -> None:
+        for total, x in ((self.size, size), (self.error, error), (self.terms, terms)):
+            add_broadcast(total, block, x)
+
+    def bound(self) -> Float64:
+        bound: Float64 = self.error + sum_error(self.terms, self.size)
+        return bound
+
+
+@dataclass(frozen=True)
+class _BlockErrors:
+    """Absolute values and errors of what a block computes between its inputs and its sums.
+
+    Attributes
+    ----------
+    p, p_error : (rows, keys)
+        With dropout's factor, the error as a tensor core reads it.
+    dbias, dbias_error : (rows, keys)
+        |dS| before the softcap's slope, in float32.
+    ds, ds_error : (rows, keys)
+        |dS|, the error as a tensor core reads it.
+    sink, sink_error : float
+        The block's part of dsinks.
+    """
+
+    p: Float64
+    p_error: Float64
+    dbias: Float64
+    dbias_error: Float64
+    ds: Float64
+    ds_error: Float64
+    sink: float
+    sink_error: float
+
+
+def _block_errors(
+    blocks: ScoreBlocks,
+    block: ScoreBlock,
+    scores: ScoreErrors,
+    p: Float64,
+    precision: Precision,
+    dout: NDArray[Any],
+    out: NDArray[Any],
+    lse: NDArray[Any],
+    dlse: NDArray[Any] | None,
+) -> _BlockErrors:
+    def as_read(size: Float64, error: Float64, tiny: float) -> Float64:
+        error = error + precision.u_in * (size + error) + tiny
+        return np.where(scores.visible, error, 0.0)
+
+    block_lse = np.asarray(lse[block.at], np.float64)
+    abs_lse = np.where(np.isinf(block_lse), 0.0, np.abs(block_lse))
+    exponent = U32 * (3 * abs_lse + 2 * precision.exponent_shift + 8)
+    ds_score = scores.dot * scores.reach + U32 * scores.magnitude + scores.softcap
+    p_error = p * np.expm1(2 * ds_score + exponent[:, None]) + precision.tiny_in
+
+    kept = np.ones(p.shape) if block.kept is None else block.kept
+    block_dout = block.rows_of(dout)
+    delta = row_delta(block, dout, out, dlse)
+    delta_size = np.abs(block_dout * block.rows_of(out)).sum(axis=-1)
+    if dlse is not None:
+        delta_size = delta_size + np.abs(np.asarray(dlse[block.at], np.float64))
+    g = kept * (block_dout @ block.v.T) - delta[:, None]
+    g_size = kept * (np.abs(block_dout) @ np.abs(block.v).T) + delta_size[:, None]
+    terms = block.v.shape[-1] + 2
+    g_error = sum_error(terms, g_size)
+
+    ds = np.where(scores.visible, p * np.abs(g), 0.0)
+    ds_error = (p + p_error) * g_error + p_error * np.abs(g) + 2 * U32 * ds
+    ds_error = np.where(scores.visible, ds_error, 0.0)
+    dbias, dbias_error = ds, ds_error
+    if block.slope is not None and blocks.softcap:
+        slope_error = 2 * (EPS_TANH + 2 * scores.dot * scores.reach / blocks.softcap) + 4 * U32
+        ds_error = ds_error * (block.slope + slope_error) + ds * slope_error
+        ds = ds * block.slope
+
+    sink_size = sink_error = 0.0
+    sink = blocks.sink(block.h)
+    if sink is not None:
+        sink_p = probabilities(np.full((len(delta), 1), sink), block_lse)[:, 0]
+        sink_exponent = 2 * U32 * sink_magnitude(sink, block_lse) + exponent
+        sink_p_error = sink_p * np.expm1(sink_exponent) + TINY32
+        sink_error = float(
+            ((sink_p + sink_p_error) * sum_error(terms, delta_size)).sum()
+            + (sink_p_error * np.abs(delta)).sum()
+        )
+        sink_size = float((sink_p * np.abs(delta)).sum())
+
+    tiny_ds = precision.tiny_in / min(1.0, abs(blocks.scale) or 1.0)
+    return _BlockErrors(
+        p=p * kept,
+        p_error=as_read(p * kept, p_error * kept, precision.tiny_in),
+        dbias=dbias,
+        dbias_error=dbias_error,
+        ds=ds,
+        ds_error=as_read(ds, ds_error, tiny_ds),
+        sink=sink_size,
+        sink_error=sink_error,
+    )
+
+
+def attention_backward_bound(
+    dout: NDArray[Any],
+    q: NDArray[Any],
+    k: NDArray[Any],
+    v: NDArray[Any],
+    out: NDArray[Any],
+    lse: NDArray[Any],
+    /,
+    *,
+    dtype: DTypeLike,
+    dlse: NDArray[Any] | None = None,
+    float32_weights: bool = False,
+    **options: Any,
+) -> AttentionGrads:
+    """Error bounds of attention_backward's results; the module's docstring has the derivation.
+
+    Parameters
+    ----------
+    dout, q, k, v, out, lse, dlse, **options
+        As in `attention_backward`, exactly as the kernel gets them: rounded.
+    dtype : dtype or str
+        The kernel's: float16, float32 or bfloat16.
+    float32_weights : bool
+        The kernel keeps P and dS in float32, whatever the dtype.
+
+    Returns
+    -------
+    AttentionGrads of float64 arrays
+
+    Raises
+    ------
+    ValueError
+        If there are no bounds for the dtype.
+    """
+    precision = precision_of(dtype, float32_weights=float32_weights)
+    grads = attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
+    blocks = ScoreBlocks(q, k, v, **options)
+    scale = abs(blocks.scale)
+    operand = 0.0 if blocks.rotary is None else precision.u_in + ROTATION
+    dq_bound = np.zeros(q.shape)
+    dk_sum, dv_sum = (_Sum.zeros(x.shape, (*x.shape[:3], 1)) for x in (k, v))
+    dbias_sum = None if grads.dbias is None else _Sum.zeros(grads.dbias.shape)
+    dsinks_sum = None if grads.dsinks is None else _Sum.zeros(grads.dsinks.shape)
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        for block in blocks:
+            p = probabilities(block.scores, np.asarray(lse[block.at], np.float64))
+            scores = ScoreErrors.of(blocks, block, p, precision)
+            x = _block_errors(blocks, block, scores, p, precision, dout, out, lse, dlse)
+            size = x.ds @ scores.k
+            error = x.ds_error @ scores.k + operand * size
+            terms = scores.visible.sum(axis=1, keepdims=True)
+            dq_bound[block.b, block.rows, block.h] = scale * (error + sum_error(terms, size))
+            keys = block.b, block.keys, block.g
+            terms = scores.visible.sum(axis=0)[:, None]
+            size = x.ds.T @ scores.q
+            dk_sum.add(keys, size, x.ds_error.T @ scores.q + operand * size, terms)
+            abs_dout = np.abs(block.rows_of(dout))
+            dv_sum.add(keys, x.p.T @ abs_dout, x.p_error.T @ abs_dout, terms)
+            if dbias_sum is not None:
+                dbias_sum.add_broadcast(block, x.dbias, x.dbias_error, scores.visible)
+            if dsinks_sum is not None:
+                dsinks_sum.add((block.h,), x.sink, x.sink_error, block.rows.stop - block.rows.start)
+        dk_bound = scale * dk_sum.bound()
+        _turn(blocks, grads, dq_bound, dk_bound)
+        return AttentionGrads(
+            dq_bound + precision.store(grads.dq),
+            dk_bound + precision.store(grads.dk),
+            dv_sum.bound() + precision.store(grads.dv),
+            _stored(dbias_sum, grads.dbias, blocks.bias),
+            _stored(dsinks_sum, grads.dsinks, blocks.sinks),
+        )
+
+
+def _turn(blocks: ScoreBlocks, grads: AttentionGrads, dq_bound: Float64, dk_bound: Float64) -> None:
+    """Bound the errors of gradients of rotated q and k after the inverse rotation, in place."""
+    if blocks.rotary is None:
+        return
+    cos, sin = blocks.rotary
+    pairs = cos.shape[-1]
+    for b, (offset, used) in enumerate(zip(blocks.offsets, blocks.used, strict=True)):
+        for bound, grad, positions in (
+            (dq_bound[b], grads.dq[b], np.arange(dq_bound.shape[1]) + offset),
+            (dk_bound[b, :used], grads.dk[b, :used], np.arange(used)),
+        ):
+            length = np.hypot(table_rows(cos, positions), table_rows(sin, positions))
+            bound[...] = pair_norms(bound, pairs)
+            bound[..., : 2 * pairs] *= np.tile(length, 2)[:, None, :]
+            bound += ROTATION * pair_norms(grad, pairs)
+
+
+def _stored(total: _Sum | None, grad: Float64 | None, given: Any) -> Float64 | None:
+    """Add the error of the store, in the dtype of the input whose gradient it is."""
+    if total is None or grad is None:
+        return None
+    name = np.asarray(given).dtype.name
+    return total.bound() + precision_of("float32" if name == "float64" else name).store(grad)

@@ -1,0 +1,321 @@
+"""How far a right kernel may be from the reference: a bound for every element of every result.
+
+The kernel that the bounds describe reads inputs of its dtype, computes in float32, keeps what feeds
+a tensor core (P, dS, rotated q and k) in its dtype, accumulates in float32 in any order (atomics
+too), and rounds once at the store. Tolerances are thereby computed, not chosen: a kernel outside of
+its bound has a bug, and a bound within a factor of ten or so of real errors finds bugs that
+`allclose` lets pass.
+
+Letters: u32 = 2**-24 is the unit round-off of float32, u_in that of what P is kept in, u_out that
+of the results. A sum of n terms, each rounded once, errs by at most about n u32 times the sum of
+their absolute values, in any order (Higham, "Accuracy and stability of numerical algorithms",
+section 4.2). Tensor cores truncate where float32 units round to nearest; a factor of two on u32
+covers it. `tiny` is what a value may lose besides: half a subnormal's spacing in float16, and what
+-ftz=true flushes in float32. `flush` is what a P may lose, relative to its row's largest.
+
+Forward, for one row with D = head dim, n keys, T tiles of keys and reach_j = |softmax_scale| |q|
+|k_j|^T:
+
+    ds  = (D + 2) u32 max_j reach_j + u32 max_j magnitude_j + softcap eps_tanh
+    eps = u_in + 4 ds + (n + 8 T) u32
+    |out - ref| <= eps (P |V|) + flush sum_j |V_j| + u_out |ref| + tiny
+    |lse - ref| <= 2 ds + (n + 8 T) u32 + 4 u32 (|ref| + log n + exponent_shift) + n flush
+
+- ds is the error of a score: the dot product (D terms, the scale, its conversion to base 2), the
+  roundings of the sums with bias and ALiBi (magnitude is the sum of the absolute values of
+  softcapped score, bias and ALiBi, and at least |sink|), and the softcap, whose slope is at most 1.
+  Only keys (and a sink) of P >= 2**-126 count: the rest weighs nothing in float32, so that a bias
+  of -1e4 or the float's least, as masks often are written, does not blunt the bound of its row.
+- A probability is exp(s - m) / l: numerator and denominator each err by ds relative to themselves;
+  4 instead of 2 pays for truncation in tensor cores and for what is of second order.
+- u_in is the rounding of P for the tensor core; n u32 the sums over keys, of l and of P V; 8 T u32
+  each tile's exponential (ex2.approx errs by 2**-22), its rescale and the final division and
+  dropout scale. Dropout's 1 / (1 - p) is part of P here.
+- With rotary, q and k are rotated in float32 and rounded to what a tensor core reads: 2 u_in + 8
+  u32 of reach more, with the norm of each rotated pair in place of its elements (it bounds |x1 cos|
+  + |x2 sin|, rounding's real operands).
+- exponent_shift and flush: float16 kernels may hold P times 2**-103, which packs it without
+  conversions. Exponents then carry up to 112 log 2 more, and a P below 2**-23 of the row's largest
+  falls below 2**-126, that is to 0. It shows where a sink outweighs every key.
+
+The backward is given out and lse, so that each P errs on its own: see `backward_bounds`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from cupyattn.reference.attention.dense import attention
+from cupyattn.reference.attention.scores import Float64, ScoreBlock, ScoreBlocks, probabilities
+from cupyattn.reference.layers.softmax import softmax, softmax_backward
+
+U32 = 2.0**-24  # unit round-off of float32
+TINY32 = 2.0**-126
+# tanh as 1 - 2 / (1 + exp(2 x)): the exponential's and the reciprocal's errors, a few u32. Not
+# tanh.approx, whose 2**-11 is 0.024 in a score of softcap 50.
+EPS_TANH = 8 * U32
+ROTATION = 8 * U32
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Unit round-offs of a kernel for one dtype (see the module's docstring)."""
+
+    u_in: float
+    tiny_in: float
+    u_out: float
+    tiny_out: float
+    exponent_shift: float = 0.0
+    flush: float = TINY32
+
+    def store(self, result: Float64) -> Float64:
+        """Error of rounding results to the output's dtype."""
+        return self.u_out * np.abs(result) + self.tiny_out
+
+
+_PRECISIONS = {
+    "float16": Precision(
+        u_in=2.0**-11,
+        tiny_in=2.0**-25,
+        u_out=2.0**-11,
+        tiny_out=2.0**-25,
+        exponent_shift=112 * float(np.log(2)),
+        flush=2.0**-23,
+    ),
+    "float32": Precision(u_in=U32, tiny_in=TINY32, u_out=U32, tiny_out=TINY32),
+    # Turing has no bfloat16 tensor core: float32 throughout, bfloat16 at the store.
+    "bfloat16": Precision(u_in=U32, tiny_in=TINY32, u_out=2.0**-8, tiny_out=TINY32),
+}
+
+
+def precision_of(dtype: DTypeLike, *, float32_weights: bool = False) -> Precision:
+    """Look up the precision of kernels for a dtype, given as NumPy's dtype or by name.
+
+    float32_weights: of kernels that keep P in float32, whatever the dtype.
+    """
+    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    if name not in _PRECISIONS:
+        raise ValueError(
+            f"no error bounds for dtype {name!r}; there are some for {', '.join(_PRECISIONS)}: "
+            "pass the dtype that the kernel under test was given"
+        )
+    precision = _PRECISIONS[name]
+    if float32_weights:
+        return replace(precision, u_in=U32, tiny_in=TINY32, exponent_shift=0.0, flush=TINY32)
+    return precision
+
+
+def error_ratio(actual: ArrayLike, reference: ArrayLike, bound: ArrayLike) -> float:
+    """Largest |actual - reference| / bound: a right kernel stays at or below 1.
+
+    Where the reference is NaN or infinite, actual has to be the same (ratio 0), else the ratio is
+    infinite; so it is where actual alone is not finite, or differs where the bound is 0. No
+    elements give 0.
+
+    Examples
+    --------
+    >>> error_ratio([1.0, np.nan, -np.inf], [1.5, np.nan, -np.inf], [1.0, 0.0, 0.0])
+    0.5
+    """
+    actual, reference = np.asarray(actual, np.float64), np.asarray(reference, np.float64)
+    if actual.shape != reference.shape:
+        raise ValueError(
+            f"actual has shape {actual.shape} and reference {reference.shape}; "
+            "pass arrays of one shape: a broadcast comparison would hide a wrong one"
+        )
+    same = (actual == reference) | (np.isnan(actual) & np.isnan(reference))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio = np.where(same, 0.0, np.abs(actual - reference) / np.asarray(bound, np.float64))
+    return float(np.max(np.where(np.isnan(ratio), np.inf, ratio), initial=0.0))
+
+
+@dataclass(frozen=True)
+class ScoreErrors:
+    """What the error of a block's scores is made of; 0 where a key weighs nothing.
+
+    Attributes
+    ----------
+    q, k : (rows, D), (keys, D)
+        Absolute values of the operands, or with rotary the norms of their rotated pairs.
+    dot : float
+        Relative to reach, the error of a scaled dot product.
+    reach : (rows, keys)
+        |softmax_scale| |q| |k|^T.
+    magnitude : (rows, keys)
+        |softcapped score| + |bias| + |ALiBi|.
+    softcap : float
+        The softcap's own error.
+    visible : (rows, keys) bool
+    """
+
+    q: Float64
+    k: Float64
+    dot: float
+    reach: Float64
+    magnitude: Float64
+    softcap: float
+    visible: NDArray[np.bool_]
+
+    @classmethod
+    def of(
+        cls, blocks: ScoreBlocks, block: ScoreBlock, p: Float64, precision: Precision
+    ) -> ScoreErrors:
+        """Build them for one block of a walk and its probabilities."""
+        dot = (blocks.q.shape[-1] + 2) * U32
+        q, k = np.abs(block.q), np.abs(block.k)
+        if blocks.rotary is not None:
+            pairs = blocks.rotary[0].shape[-1]
+            q, k = pair_norms(q, pairs), pair_norms(k, pairs)
+            dot += 2 * precision.u_in + ROTATION
+        magnitude = np.abs(block.capped)
+        for added in (block.bias, block.alibi):
+            if added is not None:
+                magnitude = magnitude + np.abs(added)
+        weighs = ~(p < TINY32)  # a NaN does
+        return cls(
+            q=q,
+            k=k,
+            dot=dot,
+            reach=np.where(weighs, abs(blocks.scale) * (q @ k.T), 0.0),
+            magnitude=np.where(weighs, magnitude, 0.0),
+            softcap=(blocks.softcap or 0.0) * EPS_TANH,
+            visible=~block.hidden,
+        )
+
+
+def sink_magnitude(sink: float, lse: Float64) -> Float64:
+    """Take |sink| for the rows in which it weighs something, 0 for the others."""
+    return np.where(probabilities(np.full((len(lse), 1), sink), lse)[:, 0] < TINY32, 0.0, abs(sink))
+
+
+def pair_norms(x: Float64, pairs: int) -> Float64:
+    """Take absolute values of x (..., D), of both features of a rotary pair the pair's norm."""
+    result = np.abs(x)
+    norms = np.hypot(x[..., :pairs], x[..., pairs : 2 * pairs])
+    result[..., :pairs] = result[..., pairs : 2 * pairs] = norms
+    return result
+
+
+def attention_bound(
+    q: NDArray[Any],
+    k: NDArray[Any],
+    v: NDArray[Any],
+    /,
+    *,
+    dtype: DTypeLike,
+    tile_k: int,
+    float32_weights: bool = False,
+    **options: Any,
+) -> tuple[Float64, Float64]:
+    """Error bounds of attention's results; the module's docstring has the derivation.
+
+    Parameters
+    ----------
+    q, k, v
+        As in `attention`, already rounded to the kernel's dtype.
+    dtype : dtype or str
+        The kernel's: float16, float32 or bfloat16.
+    tile_k : int
+        Keys per tile of the kernel.
+    **options
+        See `scores.ScoreBlocks`.
+
+    Returns
+    -------
+    out_bound : (B, Sq, H, Dv) float64
+    lse_bound : (B, H, Sq) float64
+        0 where lse is -inf.
+
+    Raises
+    ------
+    ValueError
+        If there are no bounds for the dtype.
+    """
+    precision = precision_of(dtype, float32_weights=float32_weights)
+    out, lse = attention(q, k, v, **options)
+    blocks = ScoreBlocks(q, k, v, **options)
+    tiles = -(-k.shape[1] // tile_k)
+    out_bound, lse_bound = np.zeros(out.shape), np.zeros(lse.shape)
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        for block in blocks:
+            block_lse, sink = lse[block.at], blocks.sink(block.h)
+            p = probabilities(block.scores, block_lse)
+            errors = ScoreErrors.of(blocks, block, p, precision)
+            keys = errors.visible.sum(axis=-1) + (sink is not None)
+            reach = errors.reach.max(axis=-1, initial=0.0)
+            magnitude = errors.magnitude.max(axis=-1, initial=0.0)
+            if sink is not None:
+                magnitude = np.maximum(magnitude, sink_magnitude(sink, block_lse))
+            ds = errors.dot * reach + U32 * magnitude + errors.softcap
+            sums = (keys + 8 * tiles) * U32
+            eps = precision.u_in + 4 * ds + sums
+            factor = errors.visible if block.kept is None else errors.visible * block.kept
+            abs_v = np.abs(block.v)
+            error = eps[:, None] * ((p * factor) @ abs_v) + precision.flush * (factor @ abs_v)
+            out_bound[block.b, block.rows, block.h] = error
+            exponent = np.abs(block_lse) + np.log(np.maximum(keys, 1)) + precision.exponent_shift
+            error = 2 * ds + sums + 4 * U32 * exponent + keys * precision.flush
+            lse_bound[block.at] = np.where(np.isinf(block_lse), 0.0, error)
+        out_bound += precision.store(out)
+    return out_bound, lse_bound
+
+
+def softmax_bound(x: ArrayLike, *, dtype: DTypeLike) -> Float64:
+    """Error bound of `softmax`.
+
+    An exponent errs by e = 4 u32 (|x| + |max|), from the conversion to base 2, its subtraction and
+    rounding; exp(x - m) thus by e, the sum by the mean of e weighted with the probabilities, plus n
+    u32 for its order; the exponential's, division's and a few more roundings are 16 u32.
+
+    Parameters
+    ----------
+    x : (..., N) floats
+        Rounded to dtype already.
+    dtype : dtype or str
+        float16, float32 or bfloat16, which the result is rounded to.
+
+    Returns
+    -------
+    (..., N) float64
+    """
+    x = np.asarray(x, dtype=np.float64)
+    out = softmax(x)
+    with np.errstate(invalid="ignore", under="ignore", over="ignore"):
+        largest = np.max(x, axis=-1, keepdims=True, initial=-np.inf)
+        exponent = np.where(np.isneginf(x), 0.0, 4 * U32 * (np.abs(x) + np.abs(largest)))
+        mean = (out * exponent).sum(axis=-1, keepdims=True)
+        eps = exponent + mean + (x.shape[-1] + 16) * U32
+        bound: Float64 = eps * out + TINY32 + precision_of(dtype).store(out)
+    return bound
+
+
+def softmax_backward_bound(dout: ArrayLike, out: ArrayLike, *, dtype: DTypeLike) -> Float64:
+    """Error bound of `softmax_backward`, out * (dout - delta) with delta = sum(dout * out).
+
+    delta errs by (n + 1) u32 sum|dout * out| and n flushed products; the difference and the product
+    round twice more.
+
+    Parameters
+    ----------
+    dout, out : (..., N) floats
+        Rounded to dtype already.
+    dtype : dtype or str
+        float16, float32 or bfloat16, which the result is rounded to.
+
+    Returns
+    -------
+    (..., N) float64
+    """
+    dout, out = np.asarray(dout, dtype=np.float64), np.asarray(out, dtype=np.float64)
+    n = out.shape[-1]
+    with np.errstate(invalid="ignore", under="ignore", over="ignore"):
+        total = np.abs(dout * out).sum(axis=-1, keepdims=True)
+        error = (n + 1) * U32 * total + n * TINY32 + 4 * U32 * (np.abs(dout) + total)
+        flushed = TINY32 * (1 + np.abs(out))
+        store = precision_of(dtype).store(softmax_backward(dout, out))
+        bound: Float64 = np.abs(out) * error + flushed + store
+    return bound

@@ -1,0 +1,265 @@
+"""The scores of attention, one block of queries at a time.
+
+`ScoreBlocks` walks every (batch element, query head, block of queries) and gives each block's
+scaled, capped, biased and masked scores with the pieces their derivative needs. Forward, backward
+and the error bounds share this walk: what an option means is written here and nowhere else in the
+reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from cupyattn.reference.layers.rope import rotate, table_rows
+from cupyattn.reference.philox import attention_keep
+
+# Scores computed at a time. Every float64 intermediate of a block then takes 2 MiB, which a core's
+# caches hold.
+SCORES_PER_BLOCK = 2**18
+
+Float64 = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class ScoreBlock:
+    """The scores of some queries of one head against the keys that they may see.
+
+    Attributes
+    ----------
+    b, h, g : int
+        Batch element, query head, key-value head.
+    rows, keys : slice
+        The queries and keys of this block. Keys outside the slice are hidden from all of its
+        queries.
+    q : (rows, D), k : (keys, D)
+        Rotated, if there is rotary embedding.
+    v : (keys, Dv)
+    capped : (rows, keys)
+        softmax_scale * q k^T, after the softcap.
+    slope : (rows, keys) or None
+        Derivative of the softcap, 1 - tanh(.)**2; None without one.
+    bias, alibi : (rows, keys) or None
+        What was added to `capped`.
+    scores : (rows, keys)
+        The scores that enter the softmax; -inf where the query does not see the key.
+    kept : (rows, keys) or None
+        Dropout's factor of each probability, 0 or 1 / (1 - p); None without dropout.
+    """
+
+    b: int
+    h: int
+    g: int
+    rows: slice
+    keys: slice
+    q: Float64
+    k: Float64
+    v: Float64
+    capped: Float64
+    slope: Float64 | None
+    bias: Float64 | None
+    alibi: Float64 | None
+    scores: Float64
+    kept: Float64 | None
+
+    @property
+    def at(self) -> tuple[int, int, slice]:
+        """Index of the block's rows in a (B, H, Sq) array."""
+        return self.b, self.h, self.rows
+
+    @property
+    def hidden(self) -> NDArray[np.bool_]:
+        """Where the query does not see the key."""
+        return np.isneginf(self.scores)
+
+    def rows_of(self, x: NDArray[Any]) -> Float64:
+        """Take the block's rows (rows, D) of a (B, Sq, H, D) array."""
+        return np.asarray(x[self.b, self.rows, self.h], dtype=np.float64)
+
+
+@dataclass(eq=False)
+class ScoreBlocks:
+    """Iterates over the `ScoreBlock`s of an attention problem, one (batch, kv head) after another.
+
+    The arguments are those of `cupyattn.attention`, validated by the caller.
+
+    Parameters
+    ----------
+    q : (B, Sq, H, D), k : (B, Sk, G, D), v : (B, Sk, G, Dv)
+        H is a multiple of G.
+    causal : bool
+        Query i sees keys j <= i + q_offset.
+    softmax_scale : float, optional
+        Default D ** -0.5.
+    window_size : (left, right), optional
+        Query i sees keys i + q_offset - left <= j <= i + q_offset + right; None is unbounded.
+    q_offset : int or (B,) ints, optional
+        Default: the last query stands at the last key in use, Sk - Sq or seqused_k - Sq.
+    seqused_k : (B,) ints, optional
+        Keys (and columns of bias and mask) from there on are not read.
+    mask : bool, optional
+        Broadcasts to (B, H, Sq, Sk); True = attend.
+    bias : float, optional
+        Broadcasts to (B, H, Sq, Sk); added after the softcap.
+    alibi_slopes : (H,) or (B, H), optional
+        Adds -slope * |i + q_offset - j|.
+    softcap : float, optional
+        softcap * tanh(score / softcap).
+    sinks : (H,), optional
+        One more logit per head that joins the softmax denominator. Not a score: the caller adds it.
+    dropout_p, seed : float, int
+        See `philox.attention_keep`.
+    rotary : (cos, sin), optional
+        Tables (P, R/2). Query i is rotated by row i + q_offset, key j by row j.
+    mask_mod : callable, optional
+        mask_mod(b, h, i, j) of integer arrays that broadcast to the block; True = attend.
+    """
+
+    q: NDArray[Any]
+    k: NDArray[Any]
+    v: NDArray[Any]
+    _: KW_ONLY
+    causal: bool = False
+    softmax_scale: float | None = None
+    window_size: tuple[int | None, int | None] | None = None
+    q_offset: ArrayLike | None = None
+    seqused_k: ArrayLike | None = None
+    mask: NDArray[np.bool_] | None = None
+    bias: NDArray[Any] | None = None
+    alibi_slopes: ArrayLike | None = None
+    softcap: float | None = None
+    sinks: ArrayLike | None = None
+    dropout_p: float = 0.0
+    seed: int | None = None
+    rotary: tuple[NDArray[Any], NDArray[Any]] | None = None
+    mask_mod: Callable[..., Any] | None = None
+    scale: float = field(init=False)
+    offsets: NDArray[np.int64] = field(init=False)
+    used: NDArray[np.int64] = field(init=False)
+    left: int | None = field(init=False, default=None)
+    right: int | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        batch, sq, _, head_dim = self.q.shape
+        sk = self.k.shape[1]
+        self.scale = head_dim**-0.5 if self.softmax_scale is None else float(self.softmax_scale)
+        used = sk if self.seqused_k is None else self.seqused_k
+        self.used = np.broadcast_to(np.asarray(used, dtype=np.int64), (batch,))
+        offset = self.used - sq if self.q_offset is None else self.q_offset
+        self.offsets = np.broadcast_to(np.asarray(offset, dtype=np.int64), (batch,))
+        if self.window_size is not None:
+            self.left, self.right = self.window_size
+        if self.causal:
+            self.right = 0 if self.right is None else min(self.right, 0)
+
+    @property
+    def full_shape(self) -> tuple[int, int, int, int]:
+        """(B, H, Sq, Sk), which mask and bias broadcast to."""
+        batch, sq, heads, _ = self.q.shape
+        return batch, heads, sq, self.k.shape[1]
+
+    def sink(self, h: int) -> float | None:
+        """Look up the sink of head h, if there are sinks."""
+        return None if self.sinks is None else float(np.asarray(self.sinks, dtype=np.float64)[h])
+
+    def __iter__(self) -> Iterator[ScoreBlock]:
+        batch, heads, sq, _ = self.full_shape
+        kv_heads = self.k.shape[2]
+        for b in range(batch):
+            used = int(self.used[b])
+            rows_per_block = max(1, SCORES_PER_BLOCK // max(1, used))
+            for g in range(kv_heads):
+                k = self._rotated(self.k[b, :used, g], np.arange(used))
+                v = np.asarray(self.v[b, :used, g], dtype=np.float64)
+                for h in range(g * heads // kv_heads, (g + 1) * heads // kv_heads):
+                    for start in range(0, sq, rows_per_block):
+                        rows = slice(start, min(start + rows_per_block, sq))
+                        yield self._block(b, h, g, rows, k, v)
+
+    def _rotated(self, x: NDArray[Any], positions: NDArray[np.int64]) -> Float64:
+        if self.rotary is None:
+            return np.asarray(x, dtype=np.float64)
+        return rotate(x, *(table_rows(table, positions) for table in self.rotary))
+
+    def _block(self, b: int, h: int, g: int, rows: slice, k: Float64, v: Float64) -> ScoreBlock:
+        i = np.arange(rows.start, rows.stop)
+        positions = i + self.offsets[b]
+        keys = self._keys(b, positions)
+        j = np.arange(keys.start, keys.stop)
+        distance = j - positions[:, None]
+        q, k, v = self._rotated(self.q[b, rows, h], positions), k[keys], v[keys]
+
+        capped, slope = self.scale * (q @ k.T), None
+        if self.softcap:
+            tanh = np.tanh(capped / self.softcap)
+            capped, slope = self.softcap * tanh, 1.0 - tanh * tanh
+        scores, bias, alibi = capped, None, None
+        if self.bias is not None:
+            bias = np.broadcast_to(self.bias, self.full_shape)[b, h, rows, keys].astype(np.float64)
+            scores = scores + bias
+        if self.alibi_slopes is not None:
+            slopes = np.broadcast_to(np.asarray(self.alibi_slopes, np.float64), self.full_shape[:2])
+            alibi = -slopes[b, h] * np.abs(distance)
+            scores = scores + alibi
+        scores = np.where(self._visible(b, h, rows, keys, distance), scores, -np.inf)
+
+        kept = None
+        if self.dropout_p:
+            assert self.seed is not None
+            keep = attention_keep(self.seed, self.dropout_p, b, h, i, j)
+            kept = keep / (1.0 - self.dropout_p)
+        return ScoreBlock(b, h, g, rows, keys, q, k, v, capped, slope, bias, alibi, scores, kept)
+
+    def _keys(self, b: int, positions: NDArray[np.int64]) -> slice:
+        """Find the keys that causal and window_size leave to any of these queries."""
+        start, stop = 0, int(self.used[b])
+        if self.left is not None:
+            start = min(max(start, int(positions[0]) - self.left), stop)
+        if self.right is not None:
+            stop = max(min(stop, int(positions[-1]) + self.right + 1), start)
+        return slice(start, stop)
+
+    def _visible(
+        self, b: int, h: int, rows: slice, keys: slice, distance: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        visible = np.ones(distance.shape, dtype=np.bool_)
+        if self.left is not None:
+            visible &= distance >= -self.left
+        if self.right is not None:
+            visible &= distance <= self.right
+        if self.mask is not None:
+            visible &= np.broadcast_to(self.mask, self.full_shape)[b, h, rows, keys]
+        if self.mask_mod is not None:
+            i, j = np.arange(rows.start, rows.stop), np.arange(keys.start, keys.stop)
+            visible &= self.mask_mod(np.asarray(b), np.asarray(h), i[:, None], j[None, :])
+        return visible
+
+
+def normalised(scores: Float64, sink: float | None = None) -> tuple[Float64, Float64]:
+    """Softmax of each row with the sink as one more entry, and the log-sum-exp of both.
+
+    A row with neither key nor sink has probabilities 0 and log-sum-exp -inf.
+    """
+    m = np.max(scores, axis=-1, initial=-np.inf if sink is None else sink)
+    m = np.where(np.isneginf(m), 0.0, m)
+    p = np.exp(scores - m[:, None])
+    total = p.sum(axis=-1)
+    if sink is not None:
+        total += np.exp(sink - m)
+    with np.errstate(divide="ignore"):
+        lse = m + np.log(total)
+    return p / np.where(total == 0, 1.0, total)[:, None], lse
+
+
+def probabilities(scores: Float64, lse: Float64) -> Float64:
+    """exp(scores - lse); exactly 0 for a score of -inf, whatever lse is, and for a lse of -inf.
+
+    At most 1: a lse that was rounded to float32 may lie below its largest score.
+    """
+    lse = np.where(np.isneginf(lse), np.inf, lse)
+    p = np.where(np.isneginf(scores), 0.0, np.exp(np.minimum(scores - lse[:, None], 0.0)))
+    return p

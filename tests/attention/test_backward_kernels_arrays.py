@@ -1,0 +1,343 @@
+"""The arrays of the backward kernels: views, gradients written or added to, empty ones."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+from support.attention_options import BACKWARD_IMPLEMENTATIONS as IMPLEMENTATIONS
+from support.attention_options import RUN_TIME_OPTIONS
+from support.backward_runs import (
+    GRADIENTS,
+    Arrays,
+    check,
+    check_accumulated,
+    error_ratios,
+    fetched,
+    inputs,
+    placed,
+    run,
+)
+from support.devices import KERNELS, SENTINEL
+from support.search import deep, examples
+from support.strategies import AttentionProblem, attention_problems
+
+import cupyattn
+from cupyattn import AttentionGrads
+from cupyattn.emulator import Report
+from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.compile import compile_ptx
+from cupyattn.kernels.configs.attention.float32 import backward as flash_f32
+from cupyattn.kernels.configs.attention.options import PLAIN
+from cupyattn.kernels.configs.attention.tensor_core import backward as flash
+from cupyattn.kernels.configs.dtypes import vector_items
+from cupyattn.kernels.spec import Specialisation
+
+pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
+
+SUMMED = ({}, {"bias": "own", "sinks": "own"})
+"""Options with gradients of their own, and none."""
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@examples(5)
+@given(
+    problem=attention_problems(
+        head_dims=((24, 40),),
+        dtypes=("float16", "float32"),
+        options=("causal",),
+        option_sets=({}, {"bias": "own", "dropout_p": "", "sinks": "own"}),
+        largest=66,
+    )
+)
+def test_the_same_bits_from_run_to_run(implementation: str, problem: AttentionProblem):
+    arrays, options = inputs(problem)
+    first, second = (run(arrays, options, implementation, deterministic=True) for _ in range(2))
+    for name, gradient in first.items():
+        assert_array_equal(gradient.view(np.uint8), second[name].view(np.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("head_dim", [64, 136])
+def test_the_same_bits_where_many_ctas_add_to_a_row(head_dim: int, dtype: str):
+    """More strips of keys than run at once in one order; a bias of a row sums over all queries."""
+    problem = AttentionProblem(
+        B=2, Sq=1100, Sk=2100, H=4, G=2, D=head_dim, Dv=head_dim, dtype=dtype,
+        drawn=(("bias", ((2100,), "float32")), ("sinks", "float32")),
+    )  # fmt: skip
+    arrays, options = inputs(problem)
+    first, *others = (run(arrays, options, "flash", deterministic=True) for _ in range(6))
+    for other in others:
+        for name, gradient in first.items():
+            assert_array_equal(gradient.view(np.uint8), other[name].view(np.uint8), err_msg=name)
+
+
+def _adds_atomically(specialisation: Specialisation) -> bool:
+    ptx = compile_ptx(specialisation, TURING).path.read_text(encoding="utf-8")
+    return re.search(r"\b(red|atom)\b\S*\.(global|add)", ptx) is not None
+
+
+@pytest.mark.parametrize("head_dim", sorted({*flash.ONE_PASS[75], *flash.DQ[75]}))
+def test_deterministic_kernels_hold_no_atomics(head_dim: int):
+    """On one multiprocessor, as on the emulator, atomic sums have the same bits each time too."""
+    one_pass, deterministic = (
+        flash.dkdv(75, head_dim, head_dim, vector_items("float16"), one_pass)
+        for one_pass in (True, False)
+    )
+    assert _adds_atomically(one_pass)
+    assert not _adds_atomically(deterministic)
+    assert not _adds_atomically(flash.dq(75, head_dim, head_dim, vector_items("float16")))
+
+
+@pytest.mark.parametrize("head_dim", flash_f32.DKDV[75])
+def test_deterministic_float_kernels_hold_no_atomics(head_dim: int):
+    one_pass, deterministic = (
+        flash_f32.dkdv(
+            75, "float32", head_dim, head_dim, flash_f32.VECTOR_ITEMS, one_pass, PLAIN, "void"
+        )
+        for one_pass in (True, False)
+    )
+    dq = flash_f32.dq(75, "float32", head_dim, head_dim, flash_f32.VECTOR_ITEMS, PLAIN)
+    assert _adds_atomically(one_pass)
+    assert not _adds_atomically(deterministic)
+    assert not _adds_atomically(dq)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "deterministic", "atomic"),
+    [
+        ("flash", "float16", False, True),
+        ("flash", "float16", True, False),
+        ("flash", "float32", False, True),
+        ("flash", "float32", True, False),
+        ("flash", "bfloat16", False, False),
+        ("naive", "float16", False, False),
+    ],
+)
+def test_which_calls_add_atomically(
+    implementation: str, dtype: str, deterministic: bool, atomic: bool
+):
+    """All launches of a call together, with a bias summed over batch, heads and queries."""
+    problem = AttentionProblem(
+        B=2, Sq=9, Sk=41, H=4, G=2, D=8, Dv=8, dtype=dtype,
+        drawn=(("causal", True), ("bias", ((41,), "float16")), ("sinks", "float32")),
+    )  # fmt: skip
+    arrays, options = inputs(problem)
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.attention_backward(
+            *arrays, **options, implementation=implementation, deterministic=deterministic
+        )
+    assert (report.atomic_updates > 0) == atomic
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@examples(5)
+@given(
+    problem=attention_problems(
+        head_dims=((24, 40),),
+        dtypes=("float16", "float32"),
+        options=RUN_TIME_OPTIONS,
+        option_sets=SUMMED,
+        option_views=("contiguous",),
+        largest=66,
+    )
+)
+def test_views_equal_copies(implementation: str, problem: AttentionProblem):
+    """Of the arrays of all shapes: (B, S, H, D), (B, H, Sq) and the options'."""
+    arrays, options = inputs(problem)
+    options["deterministic"] = True
+    of_copies = run(tuple(map(np.ascontiguousarray, arrays)), options, implementation)
+    *rows, lse = arrays
+    views = {"lse": lse, "dlse": options["dlse"], "bias": options.get("bias")}
+    views = {name: _reversed_and_strided(x) for name, x in views.items() if x is not None}
+    if "sinks" in options:
+        views["sinks"] = np.repeat(options["sinks"], 2)[::2]
+    of_views = run((*rows, views.pop("lse")), {**options, **views}, implementation)
+    options = {name: value for name, value in options.items() if name != "deterministic"}
+    assert_as_good(of_views, of_copies, arrays, options, implementation)
+
+
+def assert_as_good(
+    actual: dict[str, np.ndarray],
+    expected: dict[str, np.ndarray],
+    arrays: Arrays,
+    options: dict[str, Any],
+    implementation: str,
+) -> None:
+    """The same bits; of the flash kernels as near to the reference.
+
+    Their scalar and vector loads are two programs, in which a multiplication and an addition may be
+    fused or not: a dS half way between two float16 then rounds the other way.
+    """
+    if implementation == "naive":
+        for name, gradient in expected.items():
+            assert_array_equal(actual[name], gradient)
+    else:
+        ratios = error_ratios(actual, arrays, options, implementation)
+        assert max(ratios.values()) <= 1, ratios
+
+
+def _reversed_and_strided(x: np.ndarray) -> np.ndarray:
+    """x with its first axis backwards in memory and its last with gaps (lse, dlse: rows apart)."""
+    if x.ndim == 3 and x.dtype == np.float32:
+        wide = np.full((*x.shape[:-1], x.shape[-1] + 3), np.nan, x.dtype)[::-1, ..., 1:-2]
+    else:
+        wide = np.full((*x.shape[:-1], 2 * x.shape[-1]), np.nan, x.dtype)[::-1, ..., ::2]
+    wide[...] = x
+    return wide
+
+
+def shaped_like_inputs(arrays: Arrays, options: dict[str, Any]) -> dict[str, np.ndarray]:
+    of = {"dq": arrays[1], "dk": arrays[2], "dv": arrays[3]}
+    of |= {f"d{name}": options[name] for name in ("bias", "sinks") if name in options}
+    return of
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@examples(5)
+@given(
+    problem=attention_problems(
+        head_dims=((24, 40),),
+        dtypes=("float16", "float32"),
+        options=("causal",),
+        option_sets=SUMMED,
+        largest=66,
+    ),
+    accumulate=st.booleans(),
+    given_names=st.sets(st.sampled_from(GRADIENTS), min_size=1),
+)
+def test_grads_are_written_into_any_strides(
+    implementation: str, problem: AttentionProblem, accumulate: bool, given_names: set[str]
+):
+    """Every item written or added to, nothing beside them; added before the one rounding."""
+    arrays, options = inputs(problem)
+    expected = run(arrays, options, implementation, deterministic=True)
+    memories, views = {}, {}
+    for name, of in shaped_like_inputs(arrays, options).items():
+        if name in given_names:
+            memories[name], views[name] = _memory_with_view(of)
+            views[name][...] = 0.5
+    before = {name: KERNELS.get(view).astype(np.float64) for name, view in views.items()}
+    if accumulate and not views:
+        return
+    grads = AttentionGrads(*(views.get(name) for name in GRADIENTS))
+    returned = cupyattn.attention_backward(
+        *map(KERNELS.put, arrays), **placed(options), implementation=implementation, grads=grads,
+        accumulate=accumulate, deterministic=True,
+    )  # fmt: skip
+    replaced = {}
+    for name, gradient in fetched(returned).items():
+        if name in views:
+            assert getattr(returned, name) is views[name]
+        if not (accumulate and name in views):
+            replaced[name] = gradient
+    assert_as_good({**expected, **replaced}, expected, arrays, options, implementation)
+    if accumulate:
+        check_accumulated(fetched(returned), before, arrays, options)
+    for name, view in views.items():
+        view[...] = SENTINEL
+        assert (memories[name] == SENTINEL).all()
+
+
+def _memory_with_view(of: np.ndarray) -> tuple[Any, Any]:
+    """Memory full of sentinels, and within it a view of a shape and dtype, with own items."""
+    if of.ndim == 4:
+        b, s, h, d = of.shape
+        memory = KERNELS.xp.full((b, h, s, d + 5), SENTINEL, of.dtype)
+        return memory, memory.transpose(0, 2, 1, 3)[:, ::-1, :, 2:-3]
+    memory = KERNELS.xp.full((2, *of.shape[:-1], of.shape[-1] + 2), SENTINEL, of.dtype)
+    return memory, memory[1, ..., 1:-1]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_accumulating_rounds_once(implementation: str):
+    """An addend below half a unit of what is there would vanish if it were rounded first."""
+    problem = AttentionProblem(B=1, Sq=3, Sk=1, H=1, G=1, D=2, Dv=2, dtype="float16")
+    (_, *arrays), _ = inputs(problem)
+    dout = np.full_like(arrays[3], 2.0**-12)
+    dv = KERNELS.put(np.ones((1, 1, 1, 2), np.float16))
+    cupyattn.attention_backward(
+        *map(KERNELS.put, (dout, *arrays)), implementation=implementation, accumulate=True,
+        grads=AttentionGrads(dv=dv),
+    )  # fmt: skip
+    assert_array_equal(KERNELS.get(dv), np.full((1, 1, 1, 2), np.float16(1 + 3 * 2.0**-12)))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    "empty",
+    [{"B": 0}, {"Sq": 0}, {"Sk": 0}, {"Sq": 0, "Sk": 0}, {"H": 0, "G": 0}, {"H": 0}],
+    ids=str,
+)
+def test_empty_problems_have_gradients_of_zero(
+    implementation: str, empty: dict[str, int], accumulate: bool
+):
+    extents = {"B": 2, "Sq": 3, "Sk": 5, "H": 4, "G": 2, "D": 8, "Dv": 6, **empty}
+    problem = AttentionProblem(
+        **extents,
+        dtype="float16",
+        drawn=(("causal", True), ("bias", ((extents["Sk"],), "float32"))),
+    )
+    arrays, options = inputs(problem)
+    options["sinks"] = np.zeros(extents["H"], np.float32)
+    of = shaped_like_inputs(arrays, options)
+    grads = AttentionGrads(*(KERNELS.put(np.full_like(of[name], 0.5)) for name in GRADIENTS))
+    found = run(arrays, options, implementation, grads=grads, accumulate=accumulate)
+    for name, gradient in found.items():
+        if name == "dsinks" and extents["B"] * extents["Sq"]:
+            continue  # the sink is there without keys
+        assert gradient.shape == of[name].shape
+        assert (gradient == (0.5 if accumulate else 0)).all(), name
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "head_dims", [(64, 64), (80, 72), *deep(((40, 24),), ((136, 192),))], ids=str
+)
+@examples(4)
+@given(
+    keys=st.sampled_from([4, 20, 64, 100, 128, 132]),
+    bias_dtype=st.sampled_from(["float16", "float32", None]),
+    batches=st.integers(1, 2),
+    masked=st.booleans(),
+    causal=st.booleans(),
+    accumulate=st.booleans(),
+)
+def test_bias_and_mask_read_four_keys_at_a_time(
+    head_dims: tuple[int, int],
+    deterministic: bool,
+    keys: int,
+    bias_dtype: str | None,
+    batches: int,
+    masked: bool,
+    causal: bool,
+    accumulate: bool,
+):
+    """Keys beyond a tile, rows beyond Sq, a dbias that is stored, added to and summed."""
+    head_dim, head_dim_v = head_dims
+    drawn: dict[str, Any] = {"causal": causal}
+    if bias_dtype is not None:
+        drawn["bias"] = ((batches, 2, 70, keys), bias_dtype)
+    if masked or bias_dtype is None:
+        drawn["mask"] = (70, keys)
+    problem = AttentionProblem(
+        B=2, Sq=70, Sk=keys, H=2, G=1, D=head_dim, Dv=head_dim_v, dtype="float16",
+        drawn=tuple(drawn.items()),
+    )  # fmt: skip
+    if not accumulate or bias_dtype is None:
+        check(problem, "flash", deterministic=deterministic)
+        return
+    arrays, options = inputs(problem)
+    dbias = np.full_like(options["bias"], 0.5)
+    before = {"dbias": dbias.astype(np.float64)}
+    grads = AttentionGrads(None, None, None, KERNELS.put(dbias), None)
+    found = run(arrays, options, "flash", grads=grads, accumulate=True, deterministic=deterministic)
+    check_accumulated({"dbias": found["dbias"]}, before, arrays, options)

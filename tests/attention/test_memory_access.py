@@ -1,0 +1,243 @@
+"""What the library's own kernels do to memory, as the emulator counts it, and to arguments.
+
+The figures are those of today: one that changes is worth a look.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.dtypes import dtype_of
+from support.search import deep
+
+import cupyattn
+from cupyattn.emulator import Report
+from cupyattn.emulator.report import Access
+from cupyattn.kernels.source import source_root
+
+pytestmark = pytest.mark.nvrtc
+
+
+def normal(*shape: int, dtype: str = "float16") -> np.ndarray:
+    rng = np.random.default_rng(0)
+    return rng.standard_normal(shape, dtype=np.float32).astype(dtype)
+
+
+def accesses_of(report: Report, file: str, text: str) -> list[Access]:
+    """The accesses of the one line of a source file that holds `text`."""
+    lines = (source_root() / file).read_text().splitlines()
+    (number,) = [number for number, line in enumerate(lines, 1) if text in line]
+    return [
+        access
+        for line in report.lines
+        if line.line == number and Path(line.file).name == Path(file).name
+        for access in line.access_totals()
+    ]
+
+
+SHARED_READS = ("const float4 k =", "const float4 q =", "const float4 p =", "v[i][c] = smem")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "staging_ways"),
+    [
+        # A thread stages 16 bytes of float16 as two float4 that lie side by side: eight lanes span
+        # 256 bytes, two passes.
+        ("float16", 64, 2.0),
+        ("float16", 128, 2.0),
+        ("float32", 64, 1.0),
+        ("float16", 33, 1.0),  # single items
+    ],
+)
+def test_tiled_attention_reads_shared_memory_without_conflicts(dtype, head_dim, staging_ways):
+    q, k, v = (normal(1, 40, 1, head_dim, dtype=dtype) for _ in range(3))
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.attention(q, k, v, implementation="tiled")
+    for text in SHARED_READS:
+        (access,) = accesses_of(report, "attention/teaching/tiled.cu", text)
+        assert (access.ways, access.worst) == (1.0, 1.0), text
+    (store,) = accesses_of(report, "attention/teaching/tiled.cu", "[lane_index()] = p;")
+    assert store.ways == 1.0
+    stores = accesses_of(report, "common/tile.cuh", "= piece;")
+    assert [access.ways for access in stores] == [staging_ways]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 256, *deep(24, 128)])
+def test_the_float_backward_has_no_bank_conflicts(head_dim, deterministic):
+    """Staged rows and columns, P and dS by query and dS by key, and the operands of products.
+
+    But for dS by key of head dim 256, where a thread's keys are two and not four.
+    """
+    q, k, v, dout = (normal(1, 130, 1, head_dim, dtype="float32") for _ in range(4))
+    out, lse = cupyattn.attention(q, k, v, return_lse=True)
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.attention_backward(dout, q, k, v, out, lse, deterministic=deterministic)
+    shared = [access for access in report.accesses if access.space == "shared"]
+    assert any(access.write for access in shared)
+    ways = {access.worst for access in shared}
+    assert ways == ({1.0, 2.0} if (head_dim, deterministic) == (256, False) else {1.0})
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 80, 256, *deep(24, 128, 192)])
+def test_the_backward_has_no_bank_conflicts_and_wastes_no_sectors(head_dim, deterministic):
+    """Every launch: delta, dkdv of one warp or two for a key, dq or the conversion of its sums.
+
+    The dq kernel reads l of its rows, then their delta, which lie in the same sectors.
+    """
+    q, k, v, dout = (normal(1, 100, 1, head_dim) for _ in range(4))
+    out, lse = cupyattn.attention(q, k, v, return_lse=True)
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.attention_backward(dout, q, k, v, out, lse, deterministic=deterministic)
+    assert report.instruction_mix["tensor"] > 0
+    shared = [access for access in report.accesses if access.space == "shared"]
+    assert {access.worst for access in shared} == {1.0}
+    assert report.sector_efficiency >= (0.995 if head_dim % 16 == 0 else 0.98)
+    wasteful = {
+        Path(access.instruction.location[0]).name
+        for access in report.accesses
+        if access.space == "global" and access.efficiency < 1
+    }
+    if head_dim % 16 == 0:  # other rows straddle sectors
+        assert wasteful == ({"row_statistics.cuh"} if deterministic else set())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256, *deep(24, 80)])
+def test_flash_attention_has_no_bank_conflicts_and_wastes_no_sectors(head_dim):
+    """Rows of 24 items straddle sectors: 48 bytes."""
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.attention(*(normal(1, 100, 1, head_dim) for _ in range(3)))
+    assert report.instruction_mix["tensor"] > 0
+    assert report.instruction_mix["ldsm"] > 0
+    shared = [access for access in report.accesses if access.space == "shared"]
+    assert {access.worst for access in shared} == {1.0}
+    if head_dim % 16 == 0:
+        assert report.sector_efficiency == 1.0
+    else:
+        assert report.sector_efficiency > 0.7
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, *deep(40, 128)])
+@pytest.mark.parametrize(
+    ("option", "load", "needed"),
+    [
+        ("float16", "ld.global.nc.v2.u32", 1.0),
+        ("float32", "ld.global.v4.u32", 1.0),
+        ("bool", "ld.global.nc.u32", 0.5),  # of a row's sector of 32 keys, a tile's 16 at a time
+    ],
+)
+def test_bias_and_mask_are_read_four_keys_at_a_time(head_dim, option, load, needed):
+    """Keys in another order in shared memory: without conflicts all the same."""
+    given = {"mask": normal(100, 128) > 0} if option == "bool" else {}
+    given = given or {"bias": normal(100, 128, dtype=option)}
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.attention(*(normal(1, n, 1, head_dim) for n in (100, 128, 128)), **given)
+    shared = [access for access in report.accesses if access.space == "shared"]
+    assert {access.worst for access in shared} == {1.0}
+    loads = accesses_of(report, "common/memory.cuh", load)
+    assert loads
+    assert min(access.efficiency for access in loads) >= needed
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 256, *deep(24, 80, 128, 160)])
+@pytest.mark.parametrize("dtype", ["float32", *deep("bfloat16")])
+def test_float32_flash_attention_has_no_bank_conflicts_and_wastes_no_sectors(dtype, head_dim):
+    """Every row of the table, output columns in quads alone and with one and two behind them.
+
+    Where head_dim is no multiple of 16, the last slice of 16 columns is narrower; rows of bfloat16
+    then straddle sectors too, 48 bytes of three.
+    """
+    report = Report()
+    q, k, v = (normal(1, 100, 1, head_dim).astype(dtype_of(dtype)) for _ in range(3))
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.attention(q, k, v)
+    assert report.instruction_mix.get("tensor", 0) == 0
+    shared = [access for access in report.accesses if access.space == "shared"]
+    assert {access.worst for access in shared} == {1.0}
+    if dtype == "float32" or head_dim % 16 == 0:
+        assert report.sector_efficiency == 1.0
+    else:
+        assert report.sector_efficiency > 2 / 3
+
+
+def test_tiled_attention_wastes_no_global_sectors():
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.attention(*(normal(1, 64, 2, 64) for _ in range(3)), implementation="tiled")
+    assert report.sector_efficiency == 1.0
+    (load,) = accesses_of(report, "common/vec.cuh", "loaded = *reinterpret_cast")
+    assert load.sectors_per_request == 16  # 32 lanes of 16 bytes
+
+
+def test_naive_attention_reads_keys_across_rows():
+    """Its lanes own keys and walk the columns: each lane another sector, for 2 bytes of it."""
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.attention(*(normal(1, 32, 1, 64) for _ in range(3)), implementation="naive")
+    assert report.bank_conflict_ways == 1.0
+    keys = min((a for a in report.accesses if a.space == "global"), key=lambda a: a.efficiency)
+    assert keys.sectors_per_request == 32
+    assert keys.efficiency == 2 / 32
+
+
+def test_softmax_reads_with_vectors():
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.softmax(normal(8, 1024))
+    (load,) = accesses_of(report, "common/vec.cuh", "loaded = *reinterpret_cast")
+    assert (load.sectors_per_request, load.efficiency) == (16, 1.0)
+    assert report.bank_conflict_ways == 1.0
+
+
+def test_softmax_stores_whole_vectors():
+    """16 bytes a thread in one instruction, and every sector once."""
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.softmax(normal(8, 1024))
+    stores = accesses_of(report, "common/memory.cuh", "st.global.v4.u32")
+    assert {access.instruction.opcode for access in stores} == {"st.global.v4.u32"}
+    assert report.sector_efficiency == 1.0
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize("implementation", ["tiled", "flash"])
+def test_results_are_written_through_views(implementation):
+    q, k, v = (normal(1, 20, 1, 16) for _ in range(3))
+    expected = cupyattn.attention(q, k, v, causal=True)
+    room = np.full((1, 20, 3, 40), 7, np.float16)
+    lse_room = np.full((1, 3, 30), 7, np.float32)
+    out, lse = room[:, ::-1, 1:2, 8:24], lse_room[:, 1:2, 5:25]
+    with cupyattn.backend("emulator"):
+        returned = cupyattn.attention(
+            q, k, v, causal=True, implementation=implementation, return_lse=True, out=(out, lse)
+        )
+    assert returned[0] is out
+    assert returned[1] is lse
+    np.testing.assert_allclose(out, expected, atol=4e-3)
+    out[...], lse[...] = 7, 7
+    assert (room == 7).all(), "written outside the view"
+    assert (lse_room == 7).all(), "written outside the view"
+
+
+def test_inputs_are_untouched():
+    packed = normal(2, 20, 3, 2, 16)
+    q, k, v = (packed[:, :, i] for i in range(3))
+    before = packed.copy()
+    for array in (q, k, v):
+        array.flags.writeable = False
+    with cupyattn.backend("emulator"):
+        cupyattn.attention(q, k, v)
+        cupyattn.attention(q, k, v, implementation="tiled")
+        cupyattn.softmax(q)
+        cupyattn.softmax_backward(q, k)
+    np.testing.assert_array_equal(packed, before)

@@ -1,0 +1,233 @@
+"""What each option means: alone, with each other one, and said in another way.
+
+What the numbers should be is the kernel tests' matter; here options are compared with one another.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+from support.base_problem import ANGLES, BASE, DV, EVERY_OPTION, POSITIONS, SK, SQ, B, D, H
+from support.devices import unchanged
+from support.strategies import AttentionProblem
+
+from cupyattn import AttentionGrads, attention, attention_backward, reference
+
+PLAIN = reference.attention(*BASE.arrays())[0].astype(np.float32)
+
+
+def run_both_ways(**options: Any) -> tuple[np.ndarray, np.ndarray, AttentionGrads]:
+    """Forward and backward of the base problem; inputs stay as they are, results are finite."""
+    arrays, (dout, _) = BASE.arrays(), BASE.gradients()
+    with unchanged(dout, *arrays, *options.values()):
+        out, lse = attention(*arrays, **options, return_lse=True)
+        grads = attention_backward(dout, *arrays, out, lse, **options)
+    assert (out.shape, lse.shape) == ((B, SQ, H, DV), (B, H, SQ))
+    inputs = (*arrays, options.get("bias"), options.get("sinks"))
+    for gradient, array in zip(grads, inputs, strict=True):
+        assert (gradient is None) == (array is None)
+        if array is not None:
+            assert gradient.shape == array.shape
+            assert np.isfinite(gradient).all()
+    assert np.isfinite(out).all()
+    return out, lse, grads
+
+
+@pytest.mark.parametrize("name", EVERY_OPTION)
+def test_every_option_alone(name):
+    out, _, grads = run_both_ways(**EVERY_OPTION[name])
+    assert abs(out - PLAIN).max() > 1e-3, "the option made no difference"
+    plain = attention_backward(
+        BASE.gradients()[0], *BASE.arrays(), *attention(*BASE.arrays(), return_lse=True)
+    )
+    assert abs(grads.dv - plain.dv).max() > 1e-3
+    assert abs(grads.dq - plain.dq).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pair
+        for pair in itertools.combinations(EVERY_OPTION, 2)
+        if EVERY_OPTION[pair[0]].keys().isdisjoint(EVERY_OPTION[pair[1]])
+    ],
+    ids="-".join,
+)
+def test_every_pair_of_options(pair):
+    """Both count: the result is not that of either alone."""
+    first, second = (EVERY_OPTION[name] for name in pair)
+    out, _, _ = run_both_ways(**first, **second)
+    for alone in (first, second):
+        assert abs(out - attention(*BASE.arrays(), **alone)).max() > 1e-4
+
+
+LEFT_OUT = np.where(np.arange(SK) > POSITIONS, -np.inf, 0).astype(np.float32)
+SCORES = np.einsum("bihd,bjhd->bhij", BASE.arrays()[0], BASE.arrays()[1].repeat(2, 2)) / D**0.5
+WIDE = EVERY_OPTION["mask"]["mask"]
+EQUIVALENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "causal, window": ({"causal": True}, {"window_size": (None, 0)}),
+    "causal, wider window": ({"causal": True}, {"causal": True, "window_size": (None, 3)}),
+    "causal, mask": ({"causal": True}, {"mask": np.arange(SK) <= POSITIONS}),
+    "causal, bias": ({"causal": True}, {"bias": LEFT_OUT}),
+    "causal, mask_mod": ({"causal": True}, {"mask_mod": lambda b, h, i, j: j <= i + SK - SQ}),
+    "causal, wide window": ({"causal": True}, {"window_size": (10**30, 0)}),
+    "window, mask": (
+        {"window_size": (2, 1)},
+        {"mask": abs(2 * np.arange(SK) - 2 * POSITIONS + 1) <= 3},
+    ),
+    "no window": ({}, {"window_size": (None, None)}),
+    "default offset": ({"causal": True}, {"causal": True, "q_offset": SK - SQ}),
+    "offset array": (
+        {"causal": True, "q_offset": 1},
+        {"causal": True, "q_offset": np.array([1, 1], np.int32)},
+    ),
+    "far offset": ({}, {"causal": True, "q_offset": 2**60}),
+    "default scale": ({}, {"softmax_scale": D**-0.5}),
+    "all keys used": ({}, {"seqused_k": np.array([SK, SK])}),
+    "seqused_k, mask": (
+        {"seqused_k": np.array([6, 3])},
+        {"mask": (np.arange(SK) < np.array([[6], [3]]))[:, None, None]},
+    ),
+    "mask, bias": ({"mask": WIDE}, {"bias": np.where(WIDE, 0, -np.inf).astype(np.float32)}),
+    "mask, mask_mod": ({"mask": WIDE}, {"mask_mod": lambda b, h, i, j: WIDE[h, i, j]}),
+    "bias of half": ({"bias": np.full(SK, 0.5, np.float16)}, {"bias": np.full(SK, 0.5, "f4")}),
+    "alibi_slopes, bias": (
+        EVERY_OPTION["alibi_slopes"],
+        {"bias": -np.array([0.5, 0.25, 0.125, 0.0625], np.float32)[:, None, None]
+         * abs(POSITIONS - np.arange(SK)).astype(np.float32)},
+    ),
+    "alibi_slopes of each batch element": (
+        EVERY_OPTION["alibi_slopes"],
+        {"alibi_slopes": np.array([[0.5, 0.25, 0.125, 0.0625]] * 2, np.float32)},
+    ),
+    "no dropout": ({}, {"dropout_p": 0.0, "seed": 3}),
+    "no sinks": ({}, {"sinks": np.full(H, -np.inf, np.float32)}),
+    "no rotation": ({}, {"rotary": (np.ones((9, 4), np.float32), np.zeros((9, 4), np.float16))}),
+    "naive": ({}, {"implementation": "naive"}),
+    "tiled": ({}, {"implementation": "tiled"}),
+    "workspace": ({}, {"workspace": np.empty(7, np.uint8)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EQUIVALENT)
+def test_two_ways_to_say_the_same(name):
+    one, other = EQUIVALENT[name]
+    forward_one, forward_other = (
+        attention(*BASE.arrays(), **options, return_lse=True) for options in (one, other)
+    )
+    for left, right in zip(forward_one, forward_other, strict=True):
+        assert_allclose(left, right, rtol=1e-6, atol=1e-6)
+    if "implementation" not in other:
+        grads_one, grads_other = (
+            attention_backward(BASE.gradients()[0], *BASE.arrays(), *forward_one, **options)
+            for options in (one, other)
+        )
+        for left, right in zip(grads_one[:3], grads_other[:3], strict=True):
+            assert_allclose(left, right, rtol=1e-5, atol=1e-6)
+
+
+def test_softcap_is_a_bias_of_what_it_takes_away():
+    capped = attention(*BASE.arrays(), softcap=1.5)
+    bias = (1.5 * np.tanh(SCORES / 1.5) - SCORES).astype(np.float32)
+    assert_allclose(capped, attention(*BASE.arrays(), bias=bias), rtol=1e-5, atol=1e-6)
+
+
+def test_a_sink_is_a_key_without_a_value():
+    q, k, v = BASE.arrays()
+    sinks = EVERY_OPTION["sinks"]["sinks"]
+    with_sinks = attention(q, k, v, sinks=sinks, return_lse=True)
+    bias = np.zeros((H, 1, SK + 1), np.float32)
+    bias[:, 0, SK] = sinks
+    k, v = (np.concatenate([x, np.zeros_like(x[:, :1])], axis=1) for x in (k, v))
+    with_keys = attention(q, k, v, bias=bias, return_lse=True)
+    for left, right in zip(with_sinks, with_keys, strict=True):
+        assert_allclose(left, right, rtol=1e-6, atol=1e-6)
+
+
+def test_rotary_is_attention_of_rotated_arrays():
+    q, k, v = BASE.arrays()
+    cos, sin = np.cos(ANGLES), np.sin(ANGLES)
+    for q_offset in (0, 9):
+        turned_q = reference.rope(q, cos, sin, np.arange(SQ) + q_offset).astype(np.float32)
+        turned_k = reference.rope(k, cos, sin, np.arange(SK)).astype(np.float32)
+        expected = attention(turned_q, turned_k, v)
+        actual = attention(q, k, v, rotary=(cos, sin), q_offset=q_offset)
+        assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_drops_what_the_seed_says():
+    """With the identity as values, out is the probabilities themselves."""
+    q, k, _ = AttentionProblem(B=1, Sq=9, Sk=40, H=2, G=2, D=8, Dv=8).arrays()
+    v = np.broadcast_to(np.eye(40, dtype=np.float32)[None, :, None], (1, 40, 2, 40))
+    whole = attention(q, k, v)
+    for seed in (0, 7, 2**64 - 1):
+        dropped = attention(q, k, v, dropout_p=0.25, seed=seed)
+        for h in range(2):
+            kept = reference.attention_keep(seed, 0.25, 0, h, np.arange(9), np.arange(40))
+            expected = np.where(kept, whole[0, :, h] / 0.75, 0)
+            assert_allclose(dropped[0, :, h], expected, rtol=1e-6)
+    _, lse = attention(q, k, v, dropout_p=0.25, seed=7, return_lse=True)
+    assert_array_equal(lse, attention(q, k, v, return_lse=True)[1])
+
+
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "causal": ({"causal": True}, {"causal": np.True_}),
+    "softmax_scale int": ({"softmax_scale": 1.0}, {"softmax_scale": 1}),
+    "softmax_scale": ({"softmax_scale": 0.5}, {"softmax_scale": np.float16(0.5)}),
+    "window_size": ({"window_size": (2, 1)}, {"window_size": (np.uint8(2), np.int8(1))}),
+    "far window": (
+        {"window_size": (127, 2), "q_offset": -3},
+        {"window_size": (np.int8(127), np.uint16(2)), "q_offset": np.int8(-3)},
+    ),
+    "softcap": ({"softcap": 1.5}, {"softcap": Fraction(3, 2)}),
+    "softcap int": ({"softcap": 2.0}, {"softcap": np.int32(2)}),
+    "dropout_p": ({"dropout_p": 0.5, "seed": 1}, {"dropout_p": np.float16(0.5), "seed": 1}),
+    "dropout_p fraction": ({"dropout_p": 0.5, "seed": 1}, {"dropout_p": Fraction(1, 2), "seed": 1}),
+    **{
+        f"seed {kind.__name__}": (
+            {"dropout_p": 0.5, "seed": 100},
+            {"dropout_p": 0.5, "seed": kind(100)},
+        )
+        for kind in (np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64)
+    },
+}
+
+
+@pytest.mark.parametrize("other_first", [True, False])
+@pytest.mark.parametrize("name", KINDS)
+def test_numbers_of_any_kind(name, other_first):
+    """NumPy's scalars are numbers too, and what was called before makes no difference."""
+    plain, other = KINDS[name]
+    # A length of its own, so that nothing was called before.
+    sk = 20 + 2 * list(KINDS).index(name) + other_first
+    problem = AttentionProblem(B=1, Sq=5, Sk=sk, H=4, G=2, D=8, Dv=6)
+    arrays, (dout, _) = problem.arrays(), problem.gradients()
+    results = reference.attention(*arrays, **plain)
+    exact = (*results, *reference.attention_backward(dout, *arrays, *results, **plain)[:3])
+    for options in (other, plain) if other_first else (plain, other):
+        out, lse = attention(*arrays, **options, return_lse=True)
+        grads = attention_backward(dout, *arrays, out, lse, **options)
+        for actual, expected in zip((out, lse, *grads[:3]), exact, strict=True):
+            assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_nothing_of_a_call_is_kept():
+    """Descriptions of calls are cached; the arrays, and what a mask_mod closes over, must go."""
+
+    def call() -> list[weakref.ref[Any]]:
+        arrays, mask = BASE.arrays(), WIDE.copy()
+        options = {"bias": BASE.normal("bias", (SK,)), "mask_mod": lambda b, h, i, j: mask[h, i, j]}
+        results = attention(*arrays, **options, return_lse=True)
+        attention_backward(results[0], *arrays, *results, **options)
+        return [weakref.ref(thing) for thing in (*arrays, mask, *options.values(), *results)]
+
+    kept = call()
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)

@@ -1,0 +1,273 @@
+"""Bugs planted in the attention kernels that a check of the emulator finds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.planted_bugs import (
+    EPILOGUE_CUH,
+    F32_CU,
+    F32_EPILOGUE_CUH,
+    F32_FEED_CUH,
+    FEED_CUH,
+    FORWARD_CU,
+    KEY_FEED_CUH,
+    NAIVE_CU,
+    ROWS_CUH,
+    TILE_CUH,
+    TILED_CU,
+    Bug,
+    attention_recorded,
+    error_ratio,
+    without_barrier,
+)
+
+from cupyattn.emulator import (
+    BarrierError,
+    Checks,
+    ConstWriteError,
+    KernelFault,
+    MisalignedAccessError,
+    OutOfBoundsError,
+    SharedMemoryRaceError,
+    UninitializedReadError,
+)
+
+pytestmark = pytest.mark.nvrtc
+
+
+@pytest.mark.parametrize("kernel", ["naive", "tiled", "flash", "flash f32"])
+def test_a_clean_copy_of_the_attention_kernel_is_right(kernel, start_with):
+    recorded = attention_recorded(kernel)
+    inputs = [array.copy() for array in recorded.arguments[:3]]
+    start_with(recorded)
+    assert 0 < error_ratio(recorded) <= 1
+    for before, after in zip(inputs, recorded.arguments, strict=False):
+        np.testing.assert_array_equal(before, after)
+
+
+FAULTS = {
+    # naive: no barrier ...
+    "naive: after q": (without_barrier(NAIVE_CU, "q: written"), SharedMemoryRaceError),
+    "naive: before p": (without_barrier(NAIVE_CU, "p: the previous"), SharedMemoryRaceError),
+    "naive: after p": (without_barrier(NAIVE_CU, "p: this strip"), SharedMemoryRaceError),
+    "naive: one key too many for the maximum": (
+        Bug(NAIVE_CU, "+ thread; key < visible.end;", "+ thread; key <= visible.end;"),
+        OutOfBoundsError,
+    ),
+    "naive: one key too many for the sum": (
+        Bug(NAIVE_CU, "exists = key < visible.end;", "exists = key <= visible.end;"),
+        OutOfBoundsError,
+    ),
+    "naive: one feature too many of q": (
+        Bug(NAIVE_CU, "d < Traits::kHeadDim; d += ", "d <= Traits::kHeadDim; d += "),
+        OutOfBoundsError,
+    ),
+    "naive: one column too many is stored": (
+        Bug(NAIVE_CU, "(col < Traits::kHeadDimV) out", "(col <= Traits::kHeadDimV) out"),
+        OutOfBoundsError,
+    ),
+    "naive: all threads but one write p": (
+        Bug(NAIVE_CU, "smem.p[thread] = p;", "if (thread != 5) smem.p[thread] = p;"),
+        UninitializedReadError,
+    ),
+    "naive: the query head in place of the key-value head": (
+        Bug(
+            NAIVE_CU,
+            "head_rows(v_g, params.v, place.batch, place.kv_head,",
+            "head_rows(v_g, params.v, place.batch, place.head,",
+        ),
+        OutOfBoundsError,
+    ),
+    # tiled: no barrier ...
+    "tiled: before K": (without_barrier(TILED_CU, "key_value: the prev"), SharedMemoryRaceError),
+    "tiled: after K": (without_barrier(TILED_CU, "key_value: K (and"), SharedMemoryRaceError),
+    "tiled: before V": (without_barrier(TILED_CU, "key_value: K has"), SharedMemoryRaceError),
+    "tiled: after V": (without_barrier(TILED_CU, "key_value: V has"), SharedMemoryRaceError),
+    "tiled: all warps write P of the first": (
+        Bug(TILED_CU, "smem.p[warp_index() * Traits::kRows + r][lane", "smem.p[r][lane"),
+        SharedMemoryRaceError,
+    ),
+    "tiled: one row too many is loaded": (
+        Bug(TILE_CUH, "if (row < valid_rows &&", "if (row <= valid_rows &&"),
+        OutOfBoundsError,
+    ),
+    "tiled: one row too many is stored": (
+        Bug(TILED_CU, "if (i >= params.sq) return;", "if (i > params.sq) return;"),
+        OutOfBoundsError,
+    ),
+    "tiled: one row too few is staged": (
+        Bug(TILE_CUH, "at < TileShape::kRows * kColVecs", "at < (TileShape::kRows - 1) * kColVecs"),
+        UninitializedReadError,
+    ),
+    "tiled: the query head in place of the key-value head": (
+        Bug(
+            TILED_CU,
+            "head_rows(k_g, params.k, place.batch, place.kv_head,",
+            "head_rows(k_g, params.k, place.batch, place.head,",
+        ),
+        OutOfBoundsError,
+    ),
+    "tiled: vectors begin one item late": (
+        Bug(TILE_CUH, "rows_g + row * row_stride + col)", "rows_g + row * row_stride + col + 1)"),
+        MisalignedAccessError,
+    ),
+    "tiled: the result overwrites q": (
+        Bug(
+            TILED_CU,
+            "store_rows(rows, place, out_g,",
+            "store_rows(rows, place, const_cast<Traits::Scalar*>(q_g),",
+        ),
+        ConstWriteError,
+    ),
+    # flash: no barrier ...
+    "flash: after Q": (without_barrier(FORWARD_CU, "q: written"), SharedMemoryRaceError),
+    "flash: between Q and K": (without_barrier(FORWARD_CU, "q: read"), SharedMemoryRaceError),
+    "flash: after the first tile": (
+        without_barrier(FORWARD_CU, "K and V: the first"),
+        SharedMemoryRaceError,
+    ),
+    "flash: after each tile": (
+        without_barrier(FORWARD_CU, "K and V: this half"),
+        SharedMemoryRaceError,
+    ),
+    "flash: inside the warp, before the store": (
+        without_barrier(FORWARD_CU, "out: each warp", "__syncwarp();"),
+        SharedMemoryRaceError,
+    ),
+    "flash: one query too many is loaded": (
+        Bug(ROWS_CUH, "if (item < valid_rows) quad", "if (item <= valid_rows) quad"),
+        OutOfBoundsError,
+    ),
+    "flash: one key too many is loaded": (
+        Bug(FEED_CUH, "key_of_pass(pass) >= valid_rows", "key_of_pass(pass) > valid_rows"),
+        OutOfBoundsError,
+    ),
+    "flash: one row too many is stored": (
+        Bug(EPILOGUE_CUH, "+ row >= params.sq) break;", "+ row > params.sq) break;"),
+        OutOfBoundsError,
+    ),
+    "flash: one lse too many is stored": (
+        Bug(EPILOGUE_CUH, "&& query < params.sq)", "&& query <= params.sq)"),
+        OutOfBoundsError,
+    ),
+    "flash: the query head in place of the key-value head": (
+        Bug(
+            KEY_FEED_CUH,
+            "head_rows(v_g, v, place.batch, place.kv_head,",
+            "head_rows(v_g, v, place.batch, place.head,",
+        ),
+        OutOfBoundsError,
+    ),
+    "flash: the result overwrites q": (
+        Bug(
+            FORWARD_CU,
+            "output.store(smem.out, out_g);",
+            "output.store(smem.out, const_cast<float16*>(q_g));",
+        ),
+        ConstWriteError,
+    ),
+    # flash in float32: no barrier ...
+    "flash f32: after the first slice": (
+        without_barrier(F32_CU, "buffer: the first"),
+        SharedMemoryRaceError,
+    ),
+    "flash f32: after each stage": (
+        without_barrier(F32_CU, "buffer: this one"),
+        SharedMemoryRaceError,
+    ),
+    "flash f32: inside the warp, before P V": (
+        without_barrier(F32_CU, "p: written", "__syncwarp();"),
+        SharedMemoryRaceError,
+    ),
+    "flash f32: the stage that is computed is filled": (
+        Bug(
+            F32_CU,
+            "} else {\n      feed.store_slice(thread.other_buffer_s(cta.smem));",
+            "} else {\n      feed.store_slice(thread.buffer_s);",
+        ),
+        SharedMemoryRaceError,
+    ),
+    "flash f32: all warps write P of the first": (
+        Bug(F32_CU, "smem.p[warp_index()]", "smem.p[0]"),
+        SharedMemoryRaceError,
+    ),
+    "flash f32: one query too many is loaded": (
+        Bug(F32_FEED_CUH, "kPassRows < rows;", "kPassRows <= rows;"),
+        OutOfBoundsError,
+    ),
+    "flash f32: one key too many is loaded": (
+        Bug(F32_FEED_CUH, "slice_key(slice_row()) < keys;", "slice_key(slice_row()) <= keys;"),
+        OutOfBoundsError,
+    ),
+    "flash f32: one value too many is loaded": (
+        Bug(F32_FEED_CUH, "panel_row()) < keys;", "panel_row()) <= keys;"),
+        OutOfBoundsError,
+    ),
+    "flash f32: a column too many is loaded": (
+        Bug(F32_FEED_CUH, "if (columns <= 0) return quad;", ""),
+        OutOfBoundsError,
+    ),
+    "flash f32: one row too many is stored": (
+        Bug(F32_EPILOGUE_CUH, "(query >= params.sq) continue;", "(query > params.sq) continue;"),
+        OutOfBoundsError,
+    ),
+    "flash f32: the query head in place of the key-value head": (
+        Bug(
+            F32_CU,
+            "head_rows(v_g, params.v, place.batch, place.kv_head,",
+            "head_rows(v_g, params.v, place.batch, place.head,",
+        ),
+        OutOfBoundsError,
+    ),
+    "flash f32: vectors begin one item late": (
+        Bug(F32_FEED_CUH, "+ slice_col()),\n        k_g", "+ slice_col() + 1),\n        k_g"),
+        MisalignedAccessError,
+    ),
+    "flash f32: the result overwrites q": (
+        Bug(
+            F32_CU,
+            "place.head), out_g, lse_g);",
+            "place.head), const_cast<Traits::Scalar*>(q_g), lse_g);",
+        ),
+        ConstWriteError,
+    ),
+    "flash f32: one row of K too few is staged": (
+        Bug(
+            F32_FEED_CUH,
+            "for (int pass = 0; pass < kKPasses; pass++) {\n      store",
+            "for (int pass = 1; pass < kKPasses; pass++) {\n      store",
+        ),
+        UninitializedReadError,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_bug_in_an_attention_kernel_is_found(name, start_with):
+    bug, fault = FAULTS[name]
+    with pytest.raises(KernelFault) as found:
+        start_with(attention_recorded(name.partition(":")[0]), bug)
+    assert type(found.value) is fault
+    assert found.value.line > 0
+    assert found.value.block is not None
+    assert found.value.thread is not None
+
+
+@pytest.mark.parametrize(
+    ("implementation", "file", "comment", "condition"),
+    [
+        ("tiled", TILED_CU, "key_value: K has", "warp_index() != 2"),
+        ("tiled", TILED_CU, "key_value: K has", "lane_index() < 16"),
+        ("flash", FORWARD_CU, "K and V: this half", "active"),  # warps that see no key pass by
+        ("flash f32", F32_CU, "buffer: this one", "warp_index() != 2"),
+    ],
+)
+def test_a_barrier_passed_by_is_found_twice(implementation, file, comment, condition, start_with):
+    """As the race that it leads to, and with that check off as what it is."""
+    right = f"__syncthreads();  // {comment}"
+    bug = Bug(file, right, f"if ({condition}) {right}")
+    with pytest.raises(SharedMemoryRaceError):
+        start_with(attention_recorded(implementation), bug)
+    with pytest.raises(BarrierError):
+        start_with(attention_recorded(implementation), bug, checks=Checks(races=False))

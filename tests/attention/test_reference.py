@@ -1,0 +1,306 @@
+"""The reference's forward against scalar loops written from the API's words; properties."""
+
+import math
+import tracemalloc
+import warnings
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from support.attention_options import OPTIONS
+from support.strategies import AttentionProblem, attention_problems
+
+from cupyattn.reference import attention
+from cupyattn.reference.attention import scores
+
+SMALL = {
+    "head_dims": ((2, 3), (5, 5)),
+    "dtypes": ("float64", "float32", "float16", "bfloat16"),
+    "largest": 9,
+    "spreads": (1.0,),
+}
+
+
+def philox_words(counter, key):
+    """Philox4x32-10 in Python's integers."""
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        high0, low0 = divmod(0xD2511F53 * c[0], 2**32)
+        high1, low1 = divmod(0xCD9E8D57 * c[2], 2**32)
+        c = [high1 ^ c[1] ^ k[0], low1, high0 ^ c[3] ^ k[1], low0]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return c
+
+
+def kept(seed, p, b, h, i, j):
+    words = philox_words((4 * (j // 32) + (j % 8) // 2, i, h, b), (seed % 2**32, seed // 2**32))
+    field = 2 * ((j % 32) // 8) + j % 2
+    return words[field // 2] // 2 ** (16 * (field % 2)) % 2**16 >= round(65536 * p)
+
+
+def element(x, *index):
+    """x broadcast to the index's axes, at the index."""
+    x = np.asarray(x)
+    index = index[len(index) - x.ndim :]
+    return x[tuple(0 if size == 1 else n for n, size in zip(index, x.shape, strict=True))]
+
+
+def turned(x, tables, position):
+    """A token's features x after rotary embedding."""
+    x = [float(value) for value in x]
+    if tables is None:
+        return x
+    cos, sin = tables
+    half = cos.shape[1]
+    for m in range(half):
+        turn = complex(cos[position, m], sin[position, m])
+        pair = complex(x[m], x[m + half]) * turn
+        x[m], x[m + half] = pair.real, pair.imag
+    return x
+
+
+def one_row(q, k, v, b, h, i, options):
+    """out[b, i, h] and lse[b, h, i] by scalar loops."""
+    get = options.get
+    sk, head_dim, group = k.shape[1], q.shape[3], q.shape[2] // k.shape[2]
+    offset, used = get("q_offset"), get("seqused_k")
+    last = (sk if used is None else int(used[b])) - q.shape[1]
+    position = i + (last if offset is None else int(element(offset, b)))
+    scale = head_dim**-0.5 if get("softmax_scale") is None else get("softmax_scale")
+    left, right = get("window_size") or (None, None)
+    query = turned(q[b, i, h], get("rotary"), position)
+    logits = {}
+    for j in range(sk if get("seqused_k") is None else int(get("seqused_k")[b])):
+        sees = not get("causal") or j <= position
+        sees = sees and (left is None or position - left <= j)
+        sees = sees and (right is None or j <= position + right)
+        sees = sees and (get("mask") is None or element(get("mask"), b, h, i, j))
+        sees = sees and (get("mask_mod") is None or get("mask_mod")(b, h, i, j))
+        if not sees:
+            continue
+        key = turned(k[b, j, h // group], get("rotary"), j)
+        s = scale * sum(x * y for x, y in zip(query, key, strict=True))
+        if get("softcap"):
+            s = get("softcap") * math.tanh(s / get("softcap"))
+        if get("bias") is not None:
+            s += float(element(get("bias"), b, h, i, j))
+        if get("alibi_slopes") is not None:
+            s -= float(element(get("alibi_slopes"), b, h)) * abs(position - j)
+        if s != -math.inf:
+            logits[j] = s
+    total = sum(math.exp(s) for s in logits.values())
+    if get("sinks") is not None:
+        total += math.exp(get("sinks")[h])
+    out = [0.0] * v.shape[3]
+    for j, s in logits.items():
+        p = math.exp(s) / total
+        if get("dropout_p"):
+            p *= kept(get("seed"), get("dropout_p"), b, h, i, j) / (1 - get("dropout_p"))
+        out = [o + p * float(x) for o, x in zip(out, v[b, j, h // group], strict=True)]
+    return out, math.log(total) if total else -math.inf
+
+
+def check_against_loops(problem):
+    q, k, v = problem.arrays()
+    options = problem.options()
+    out, lse = attention(q, k, v, **options)
+    assert out.shape == (problem.B, problem.Sq, problem.H, problem.Dv)
+    assert lse.shape == (problem.B, problem.H, problem.Sq)
+    assert out.dtype == lse.dtype == np.float64
+    for b, h, i in np.ndindex(lse.shape):
+        row, log_sum = one_row(q, k, v, b, h, i, options)
+        np.testing.assert_allclose(out[b, i, h], row, rtol=1e-11, atol=1e-12)
+        np.testing.assert_allclose(lse[b, h, i], log_sum, rtol=1e-11, atol=1e-12)
+
+
+@settings(deadline=None, max_examples=100)
+@given(attention_problems(**SMALL))
+def test_random_options_match_scalar_loops(problem):
+    check_against_loops(problem)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_each_option_matches_scalar_loops(name):
+    problems = attention_problems(options=[name], **SMALL).filter(lambda p: p.drawn)
+
+    @settings(deadline=None, max_examples=10, database=None)
+    @given(problems)
+    def check(problem):
+        assert [drawn for drawn, _ in problem.drawn] == [name] or name == "rotary"
+        check_against_loops(problem)
+
+    check()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_each_option_changes_the_result(name):
+    """No option is ignored: with it, this problem's out differs from out without it."""
+    values = {
+        "causal": True,
+        "softmax_scale": 0.3,
+        "window_size": (3, 1),
+        "q_offset": 0,
+        "seqused_k": (5, 11),
+        "mask": (2, 1, 9, 11),
+        "bias": ((4, 9, 11), "float32"),
+        "alibi_slopes": ((2, 4), "float32", 1),
+        "softcap": 2.0,
+        "sinks": "float32",
+        "dropout_p": 0.3,
+        "rotary": (11, 3),
+        "mask_mod": lambda b, h, i, j: (i + j + b + h) % 2 == 0,
+    }
+    drawn = ((name, values[name]),) + ((("causal", True),) if name == "q_offset" else ())
+    shape = {"B": 2, "Sq": 9, "Sk": 11, "H": 4, "G": 2, "D": 6, "Dv": 5}
+    q, k, v = AttentionProblem(**shape).arrays()
+    options = AttentionProblem(**shape, drawn=drawn).options()
+    plain = {"causal": True} if name == "q_offset" else {}
+    assert not np.allclose(attention(q, k, v, **options)[0], attention(q, k, v, **plain)[0])
+
+
+@settings(deadline=None, max_examples=30)
+@given(attention_problems(largest=40))
+def test_block_size_does_not_matter(problem):
+    q, k, v = problem.arrays()
+    whole = attention(q, k, v, **problem.options())
+    for size in (1, 3 * max(1, problem.Sk), 7 * max(1, problem.Sk) + 1):
+        with mock.patch.object(scores, "SCORES_PER_BLOCK", size):
+            parts = attention(q, k, v, **problem.options())
+        for actual, expected in zip(parts, whole, strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-13)
+
+
+@settings(deadline=None, max_examples=30)
+@given(attention_problems())
+def test_views_equal_copies(problem):
+    q, k, v = problem.arrays()
+    viewed = attention(q, k, v, **problem.options())
+    copied = attention(q.copy(), k.copy(), v.copy(), **problem.options())
+    for actual, expected in zip(viewed, copied, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-13)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    attention_problems(options=("bias", "softcap", "sinks", "softmax_scale", "mask"), largest=40)
+)
+def test_keys_may_be_permuted_with_their_values(problem):
+    q, k, v = problem.arrays()
+    options = problem.options()
+    order = np.random.default_rng(problem.seed).permutation(problem.Sk)
+    permuted = dict(options)
+    for name in ("mask", "bias"):
+        if name in options and options[name].shape[-1] == problem.Sk:
+            permuted[name] = options[name][..., order]
+    expected = attention(q, k, v, **options)
+    for actual, wanted in zip(
+        attention(q, k[:, order], v[:, order], **permuted), expected, strict=True
+    ):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-12, atol=1e-13)
+
+
+@settings(deadline=None, max_examples=20)
+@given(attention_problems(options=("q_offset", "softcap", "dropout_p"), largest=40))
+def test_causal_rows_ignore_later_keys(problem):
+    q, k, v = (np.array(x) for x in problem.arrays())
+    options = {"q_offset": 0} | problem.options() | {"causal": True}
+    before = attention(q, k, v, **options)
+    cut = problem.Sk // 2
+    k[:, cut:] += 1
+    v[:, cut:] -= 1
+    after = attention(q, k, v, **options)
+    offsets = np.broadcast_to(options["q_offset"], problem.B)
+    for b in range(problem.B):
+        rows = max(0, min(problem.Sq, cut - int(offsets[b])))
+        np.testing.assert_array_equal(after[0][b, :rows], before[0][b, :rows])
+        np.testing.assert_array_equal(after[1][b, :, :rows], before[1][b, :, :rows])
+
+
+@settings(deadline=None, max_examples=20)
+@given(attention_problems(largest=40))
+def test_grouped_heads_equal_repeated_heads(problem):
+    q, k, v = problem.arrays()
+    group = problem.H // problem.G
+    repeated = (np.repeat(x, group, axis=2) for x in (k, v))
+    expected = attention(q, *repeated, **problem.options())
+    for actual, wanted in zip(attention(q, k, v, **problem.options()), expected, strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+
+
+def test_unused_keys_may_hold_nan_in_every_array():
+    rng = np.random.default_rng(0)
+    q, k, v, bias = (
+        rng.standard_normal(s) for s in ((2, 3, 2, 4), (2, 6, 1, 4), (2, 6, 1, 4), (3, 6))
+    )
+    used, options = np.array([4, 0]), {"q_offset": 5, "causal": True}
+    expected = attention(q, k, v, seqused_k=used, bias=bias, **options)
+    k[:, 4:] = v[:, 4:] = np.nan
+    k[1] = v[1] = np.nan
+    bias[:, 4:] = np.nan
+    actual = attention(q, k, v, seqused_k=used, bias=bias, **options)
+    np.testing.assert_array_equal(actual[0], expected[0])
+    np.testing.assert_array_equal(actual[1], expected[1])
+    assert (actual[1][1] == -np.inf).all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True, "q_offset": -3},
+        {"window_size": (0, 0), "q_offset": 100},
+        {"mask": np.zeros((1, 1), bool)},
+        {"bias": np.full((2, 1, 1), -np.inf)},
+        {"seqused_k": np.zeros(1, np.int32)},
+        {"mask_mod": lambda b, h, i, j: j < 0},
+    ],
+)
+def test_rows_without_keys(options):
+    q, k, v = np.ones((1, 3, 2, 4)), np.ones((1, 5, 1, 4)), np.ones((1, 5, 1, 2))
+    with np.errstate(all="raise"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out, lse = attention(q, k, v, **options)
+        assert (out == 0).all()
+        assert (lse == -np.inf).all()
+        out, lse = attention(q, k, v, sinks=np.array([2.0, -3.0]), **options)
+        assert (out == 0).all()
+        np.testing.assert_array_equal(lse, np.broadcast_to([[[2.0], [-3.0]]], (1, 2, 3)))
+        assert (attention(q, k, v, sinks=[-np.inf] * 2, **options)[1] == -np.inf).all()
+
+
+@pytest.mark.parametrize(("sq", "sk"), [(0, 5), (3, 0), (0, 0)])
+def test_empty_sequences(sq, sk):
+    q, k, v = np.ones((2, sq, 4, 3)), np.ones((2, sk, 2, 3)), np.ones((2, sk, 2, 5))
+    out, lse = attention(q, k, v, causal=True, bias=np.zeros((sq, sk)), dropout_p=0.5, seed=1)
+    assert out.shape == (2, sq, 4, 5)
+    assert (out == 0).all()
+    assert lse.shape == (2, 4, sq)
+    assert (lse == -np.inf).all()
+
+
+def test_nan_bias_reaches_its_row_alone():
+    q, k, v = np.ones((1, 4, 1, 2)), np.ones((1, 4, 1, 2)), np.ones((1, 4, 1, 2))
+    bias = np.zeros((4, 4))
+    bias[2, 1] = bias[0, 3] = np.nan  # causal hides the second
+    out, lse = attention(q, k, v, bias=bias, causal=True)
+    np.testing.assert_array_equal(np.isnan(out[0, :, 0]).all(axis=-1), [False, False, True, False])
+    np.testing.assert_array_equal(np.isnan(lse[0, 0]), [False, False, True, False])
+
+
+def test_scores_far_apart_do_not_overflow():
+    q, k = np.full((1, 1, 1, 1), 1e5), np.array([-1e5, 1e5, 1e5]).reshape(1, 3, 1, 1)
+    v = np.array([5.0, 1.0, 3.0]).reshape(1, 3, 1, 1)
+    with np.errstate(all="raise"):
+        out, lse = attention(q, k, v)
+    assert out.item() == 2.0
+    np.testing.assert_allclose(lse.item(), 1e10 + math.log(2), rtol=1e-15)
+
+
+def test_memory_does_not_grow_with_the_product_of_lengths():
+    length = 8192
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, length, 1, 8), dtype=np.float32)
+    tracemalloc.start()
+    attention(q, k, v, alibi_slopes=[0.1], softcap=20.0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 0.06 * length * length * 8

@@ -1,0 +1,85 @@
+"""Where windows end beside and within tiles, beyond the second one: both edges, every kernel.
+
+An edge that is wrong by one key is seen only where a tile lies wholly inside the window and the
+next one is cut: lengths past two tiles of a kernel, and windows of about as many keys.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.backward_runs import check as check_backward
+from support.backward_runs import placed, run
+from support.devices import KERNELS
+from support.forward_runs import check
+from support.search import deep
+from support.strategies import AttentionProblem
+
+import cupyattn
+
+pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
+
+# The last: rows and keys of which just one lies in the next tile, whatever its size.
+SIDES = [(150, None), (None, 20), (129, 127)]
+
+
+def problem(dtype: str, head_dim: int, sq: int, sk: int, **drawn) -> AttentionProblem:
+    return AttentionProblem(
+        B=1, Sq=sq, Sk=sk, H=1, G=1, D=head_dim, Dv=head_dim, dtype=dtype,
+        drawn=(("q_offset", 0), *drawn.items()),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("window_size", SIDES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_backward_on_tensor_cores(head_dim: int, window_size, deterministic: bool):
+    of_window = problem("float16", head_dim, 300, 256, window_size=window_size)
+    check_backward(of_window, "flash", deterministic=deterministic)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("sq", "window_size"), [(70, (10, None)), (70, (None, 10)), (140, (65, 63))], ids=str
+)
+@pytest.mark.parametrize("head_dim", [64, *deep(128, 256)])
+def test_backward_in_float32(head_dim: int, sq: int, window_size, deterministic: bool):
+    of_window = problem("float32", head_dim, sq, 70, window_size=window_size)
+    check_backward(of_window, "flash", deterministic=deterministic)
+
+
+@pytest.mark.parametrize("window_size", SIDES, ids=str)
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "head_dim"),
+    [
+        *(("flash", "float16", head_dim) for head_dim in (64, 128, 256)),
+        ("flash", "float32", 64),
+        ("tiled", "float16", 64),
+    ],
+)
+def test_forward(implementation: str, dtype: str, head_dim: int, window_size):
+    of_window = problem(dtype, head_dim, 300, 256, window_size=window_size)
+    check(of_window, implementation)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("implementation", "dtype"), [("naive", "float16"), ("flash", "float16"), ("flash", "float32")]
+)
+@pytest.mark.parametrize("dout_of_nothing", [np.inf, np.nan])
+def test_no_gradient_of_a_row_without_keys_whatever_its_dout(
+    implementation: str, dtype: str, deterministic: bool, dout_of_nothing: float
+):
+    """seqused_k = 0 in one sequence of two: what stands in its dout and keys reaches nothing."""
+    two = AttentionProblem(
+        B=2, Sq=40, Sk=70, H=2, G=1, D=64, Dv=64, dtype=dtype, drawn=(("seqused_k", (0, 70)),)
+    )
+    arrays, options = two.arrays(), two.options()
+    dout, _ = two.gradients()
+    dout[0] = dout_of_nothing
+    out, lse = cupyattn.attention(*map(KERNELS.put, arrays), **placed(options), return_lse=True)
+    results = KERNELS.get(out), KERNELS.get(lse)
+    grads = run((dout, *arrays, *results), options, implementation, deterministic=deterministic)
+    for name, gradient in grads.items():
+        assert (gradient[0] == 0).all(), name
+        assert np.isfinite(gradient[1]).all() and gradient[1].any(), name

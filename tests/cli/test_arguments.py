@@ -1,0 +1,95 @@
+"""The command line itself: help, wrong arguments, what an interrupted command returns."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.processes import run
+
+from cupyattn.cli import INTERRUPTED, compile, demo, main
+
+COMMANDS = ("demo", "info", "compile", "profile", "turing")
+CALLS = ("attention", "attention_backward", "softmax")
+
+# No module of CuPy is found: what a user without a GPU's libraries has.
+WITHOUT_CUPY = (
+    "import sys; sys.modules['cupy'] = sys.modules['cupy_backends'] = None; import runpy; "
+    "sys.argv[0] = 'cupyattn'; runpy.run_module('cupyattn', run_name='__main__')"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lists"), [((), COMMANDS), (("profile",), CALLS)], ids=["bare", "profile"]
+)
+def test_what_names_no_command_prints_help(arguments, lists, capsys):
+    assert main(arguments) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert set(lists) <= set(printed.out.split())
+
+
+@pytest.mark.parametrize(
+    "command", [(), *((name,) for name in COMMANDS), *(("profile", call) for call in CALLS)]
+)
+def test_help_at_80_columns(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as leaving:
+        main([*command, "--help"])
+    assert leaving.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"usage: python -m cupyattn {' '.join(command)}".rstrip())
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("profle",), "invalid choice: 'profle'"),
+        (("demo", "--seqlen", "0"), "0 is not 1 or more"),
+        (("demo", "--head-dim", "0"), "0 is not 1 to 256"),
+        (("demo", "--head-dim", "257"), "257 is not 1 to 256"),
+        (("demo", "--head-dim", "x"), "'x' is not an integer"),
+        (("demo", "--dtype", "int8"), "invalid choice: 'int8'"),
+        (("compile", "--arch", "70"), "choose from 75, "),
+        (("compile", "--jobs", "-1"), "-1 is not 1 or more"),
+        (("compile", "--head-dim", "64", "300"), "300 is not 1 to 256"),
+        (("compile", "--kernel", "attention_foward"), "near it are attention_forward, "),
+        (("compile", "--kernel", "dbias"), "near it are attention_backward_"),
+        (("turing", "--kernel", "gemm"), "no kernel 'gemm'; `python -m cupyattn info` lists them"),
+        (("turing", "--head-dim", "0"), "0 is not 1 to 256"),
+        (("profile", "attention", "--head-dim", "300"), "300 is not 1 to 256"),
+        (("profile", "attention", "--softcap", "much"), "invalid float value: 'much'"),
+        (("info", "more"), "unrecognized arguments: more"),
+    ],
+)
+def test_wrong_arguments(arguments, complaint, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main(arguments)
+    assert leaving.value.code == 2
+    assert complaint in capsys.readouterr().err.replace("'75'", "75")
+
+
+@pytest.mark.parametrize("command", ["compile", "turing", "profile attention"])
+def test_without_cupy_a_command_says_what_to_install(command):
+    result = run(*command.split(), "--json", launcher=("-c", WITHOUT_CUPY))
+    assert result.returncode == 1
+    assert "pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12" in json.loads(result.stdout)["error"]
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["demo --seqlen 40", "info"])
+def test_without_cupy_there_is_numpy(command):
+    result = run(*command.split(), launcher=("-c", WITHOUT_CUPY))
+    assert result.returncode == 0, result.stderr
+    assert "no GPU" in result.stdout
+
+
+@pytest.mark.parametrize("module", [demo, compile])
+def test_interrupted(module, monkeypatch, capsys):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "run", interrupt)
+    assert main([module.__name__.rpartition(".")[-1]]) == INTERRUPTED
+    assert capsys.readouterr().err == "interrupted\n"

@@ -1,0 +1,186 @@
+"""``python -m cupyattn demo``: what ran, how right it is, and when it fails."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from support.processes import run
+
+import cupyattn
+from cupyattn.cli import attention_runs, main
+from cupyattn.cli.recorder import attention_launch
+from cupyattn.emulator import SharedMemoryRaceError
+from cupyattn.functional.device_info import device_count
+from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.compile import CompilationError, nvrtc_version
+from cupyattn.kernels.configs.attention.teaching import forward as teaching
+from cupyattn.ops.attention.options import AttentionOptions
+
+NO_GPU = pytest.mark.skipif(device_count() > 0, reason="tells what happens without a GPU")
+SMALL_DEMO = ("demo", "--seqlen", "40")
+
+
+def missing_compiler() -> bool:
+    try:
+        nvrtc_version()
+    except RuntimeError:
+        return True
+    return False
+
+
+def test_demo_says_what_ran_and_that_it_is_right():
+    result = run(*SMALL_DEMO)
+    assert result.returncode == 0, result.stderr
+    assert "every element is within its bound" in result.stdout
+    if device_count():
+        assert "ran on" in result.stdout
+        assert "attention_tiled" in result.stdout
+        assert "attention_naive" in result.stdout
+    elif not missing_compiler():
+        assert "no GPU here: EMULATED ON THE CPU, the kernels' PTX for sm_75" in result.stdout
+        assert "attention_tiled for sm_75" in result.stdout
+        assert "no check found a fault: bounds, alignment, const_writes" in result.stdout
+
+
+def test_demo_json(capsys):
+    assert main([*SMALL_DEMO, "--head-dim", "24", "--dtype", "float32", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["command"] == "demo"
+    assert result["version"] == cupyattn.__version__
+    without = "numpy" if missing_compiler() else "emulator"
+    assert result["ran_on"] == ("gpu" if device_count() else without)
+    assert result["problem"]["seqlen"] == 40
+    assert result["problem"]["head_dim"] == 24
+    for ran in result["runs"]:
+        assert ran["seconds"] > 0
+        for error in ran["errors"].values():
+            assert error["within_bound"] is True
+            assert 0 < error["max_error"] <= error["bound"]
+            assert 0 < error["max_ratio"] <= 1
+
+
+@pytest.mark.gpu
+def test_demo_on_a_gpu_reports_the_launches_that_ran(capsys):
+    assert main([*SMALL_DEMO, "--json"]) == 0
+    runs = {ran["implementation"]: ran for ran in json.loads(capsys.readouterr().out)["runs"]}
+    # 2 sequences of 8 heads: 40 rows in tiles of 32, or one at a time.
+    assert runs["tiled"]["launch"]["kernel"] == "attention_tiled"
+    assert runs["tiled"]["launch"]["grid"] == [2 * 8 * 2, 1, 1]
+    assert runs["naive"]["launch"]["kernel"] == "attention_naive"
+    assert runs["naive"]["launch"]["grid"] == [2 * 8 * 40, 1, 1]
+
+
+@pytest.mark.nvrtc
+@NO_GPU
+def test_demo_without_a_gpu_runs_the_kernels_on_the_emulator(capsys):
+    assert main([*SMALL_DEMO, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["ran_on"] == "emulator"
+    assert {"bounds", "races", "uninitialized"} <= set(result["checks"])
+    runs = {ran["implementation"]: ran for ran in result["runs"]}
+    tiled = runs["tiled"]
+    assert tiled["launch"]["kernel"] == "attention_tiled"
+    assert tiled["launch"]["arch"] == "sm_75"
+    assert tiled["launch"]["grid"] == [2 * 8 * 2, 1, 1]
+    assert tiled["launch"]["ctas_per_sm"] >= 1
+    assert tiled["warp_instructions"] > 10_000  # what the kernel executed, not the reference
+
+
+@pytest.mark.nvrtc
+@NO_GPU
+def test_demo_runs_every_kernel_that_there_is(capsys):
+    for dtype, kernels in (
+        ("float16", ["attention_forward", "attention_tiled"]),
+        ("float32", ["attention_forward_f32", "attention_tiled"]),
+        ("bfloat16", ["attention_forward_f32", "attention_tiled"]),
+    ):
+        assert main([*SMALL_DEMO, "--dtype", dtype, "--json"]) == 0
+        runs = json.loads(capsys.readouterr().out)["runs"]
+        assert [ran["launch"]["kernel"] for ran in runs] == kernels
+        assert all(ran["launch"]["macros"].get("DTYPE", dtype) == dtype for ran in runs)
+
+
+@pytest.mark.nvrtc
+@NO_GPU
+def test_demo_fails_for_a_fault(monkeypatch, capsys):
+    def faulty(*_, **__):
+        raise SharedMemoryRaceError("planted", line=76)
+
+    monkeypatch.setattr(cupyattn, "attention", faulty)
+    assert main([*SMALL_DEMO, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["error"] == "planted"
+
+
+@NO_GPU
+def test_demo_without_a_compiler_runs_numpy_and_says_so(monkeypatch, capsys):
+    def absent(*_):
+        raise RuntimeError("NVRTC is not here")
+
+    monkeypatch.setattr(attention_runs, "compiled_kernel", absent)
+    assert main([*SMALL_DEMO]) == 0
+    printed = capsys.readouterr().out
+    assert "no GPU here: ran in NumPy" in printed
+    assert "No kernel was compiled, so none ran emulated: NVRTC is not here" in printed
+    assert main([*SMALL_DEMO, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ran_on"] == "numpy"
+
+
+@pytest.mark.nvrtc
+@NO_GPU
+def test_demo_does_not_hide_a_kernel_that_does_not_compile(monkeypatch, capsys):
+    def rejected(*_):
+        raise CompilationError("NVRTC rejected tiled.cu")
+
+    monkeypatch.setattr(attention_runs, "compiled_kernel", rejected)
+    assert main([*SMALL_DEMO]) == 1
+    assert "NVRTC rejected tiled.cu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_error_bound_is_that_of_the_dtype(dtype, capsys):
+    """The largest error is the rounding of the result, so it takes a good part of the bound."""
+    assert main([*SMALL_DEMO, "--dtype", dtype, "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)["runs"][0]["errors"]["out"]
+    unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
+    assert unit / 4 < out["max_error"] <= out["bound"] < 8 * unit
+
+
+def off_by_one(attention, q, k, v, **options):
+    """A causal mask that lets a query see one key too many."""
+    return attention(q, k, v, **options | {"q_offset": 1})
+
+
+def one_percent_off(attention, q, k, v, **options):
+    out, lse = attention(q, k, v, **options)
+    return out * out.dtype.type(1.01), lse
+
+
+def one_nan(attention, q, k, v, **options):
+    out, lse = attention(q, k, v, **options)
+    lse[-1, -1, -1] = np.nan
+    return out, lse
+
+
+@pytest.mark.parametrize("wrong", [off_by_one, one_percent_off, one_nan])
+def test_demo_fails_for_a_wrong_result(wrong, monkeypatch, capsys):
+    attention = cupyattn.attention
+    monkeypatch.setattr(cupyattn, "attention", lambda *a, **o: wrong(attention, *a, **o))
+    assert main([*SMALL_DEMO, "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)  # JSON has no NaN: it must still parse
+    assert result["within_bound"] is False
+    assert main(list(SMALL_DEMO)) == 1
+    assert "OUTSIDE THE BOUND" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("first", "vec"), [(0, 8), (1, 1)])
+def test_recorded_launch_is_the_operations_own(first, vec):
+    """Rows that are not 16-byte aligned take the specialisation of scalar loads."""
+    packed = np.zeros((2, 33, 4, 72), np.float16)[..., first : first + 64]
+    launch = attention_launch(
+        TURING, packed, packed, packed, AttentionOptions(causal=True, implementation="tiled")
+    )
+    assert launch.specialisation == teaching.tiled(75, "float16", 64, 64, vec)
+    assert launch.grid == (2 * 4 * 2, 1, 1)
+    assert launch.arguments[0] is packed

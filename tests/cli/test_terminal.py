@@ -1,0 +1,222 @@
+"""What commands print with: on terminals wide and narrow, into pipes, with rich and without."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from support.processes import WITHOUT_RICH, environment, run, run_in_terminal
+
+import cupyattn.cli.progress as progress_module
+from cupyattn.cli import compile, demo, info, layout, main, profile, turing
+from cupyattn.cli.progress import progress
+from cupyattn.cli.terminal import RichTerminal, Terminal
+from cupyattn.turing import KernelFigures, LoopFigures, Utilisation
+
+WIDTH = 80
+TERMINALS = [Terminal, pytest.param(RichTerminal, id="rich")]
+
+
+@pytest.fixture(params=TERMINALS)
+def shown(request, monkeypatch, capsys):
+    """Run a command at 80 columns; gives its result, and the lines that it prints."""
+    if request.param is RichTerminal:
+        pytest.importorskip("rich")
+
+    def shown(command, *arguments: str):
+        main([command.__name__.rpartition(".")[-1], *arguments, "--json"])
+        result = json.loads(capsys.readouterr().out)
+        monkeypatch.setenv("COLUMNS", str(WIDTH))
+        command.show(result, request.param())
+        return result, capsys.readouterr().out.splitlines()
+
+    return shown
+
+
+def words(lines: list[str]) -> str:
+    return " ".join(" ".join(lines).split())
+
+
+# --- 80 columns
+
+
+@pytest.mark.nvrtc
+def test_demo_at_80_columns(shown):
+    result, lines = shown(demo, "--seqlen", "16")
+    assert max(map(len, lines)) <= WIDTH
+    for ran in result["runs"]:
+        assert sum(line.startswith(f"  {ran['implementation']} ") for line in lines) >= 3
+        if ran["launch"]:
+            assert f"HEAD_DIM={ran['launch']['macros']['HEAD_DIM']}" in words(lines)
+
+
+@pytest.mark.nvrtc
+def test_compile_at_80_columns(shown):
+    kernels = ("attention_forward", "attention_backward_f32_dkdv", "softmax_forward")
+    result, lines = shown(compile, "--kernel", *kernels)
+    assert max(map(len, lines)) <= WIDTH
+    for kernel in result["kernels"]:
+        assert kernel["row"] in words(lines)
+    figures = re.compile(r" +\d+ +\d+ +\d+ +\d+ +\d+  (cached|\d+\.\d\d s)$")
+    assert sum(bool(figures.search(line)) for line in lines) == len(result["kernels"])
+
+
+def test_turing_at_80_columns(shown, monkeypatch):
+    played = Utilisation(0.625, 0.5, 0.75)
+    loop = LoopFigures(0, 9, "tensor", 8, 1038, 4, {}, 0, 1200, {"lsu": 640.0}, 512.0, played)
+    figures = KernelFigures(255, 32_768, 2, (loop,))
+    monkeypatch.setattr(turing, "analyse", lambda *_, **__: figures)
+    monkeypatch.setattr(turing, "nvrtc_version", lambda: (12, 9))
+    monkeypatch.setattr(turing, "disassembler_version", lambda: "13.5.37")
+    result, lines = shown(turing)
+    assert max(map(len, lines)) <= WIDTH
+    for row in result["rows"]:
+        assert f"  {row['row']}" in lines
+    cells = "255 32768 2 1038 1200 1.25 0.80 lsu 0.625 (0.50-0.75)"
+    assert sum(words([line]) == cells for line in lines) == len(result["rows"])
+
+
+@pytest.mark.nvrtc
+def test_profile_at_80_columns(shown):
+    result, lines = shown(profile, "attention", "--seqlen", "16", "--all-lines")
+    assert max(map(len, lines)) <= WIDTH
+    for line in result["kernels"][0]["lines"]:
+        assert words([line["instruction"] or line["source"]]) in words(lines)
+        assert f" {line['file']}:{line['line']}: " in words(lines)
+
+
+def test_info_at_80_columns(shown):
+    result, lines = shown(info)
+    assert {line.split()[0] for line in lines if line} >= set(result["kernels"])
+    folder = result["cache"]["folder"]
+    assert all(len(line) <= WIDTH or folder in line for line in lines)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("launcher", [("-m", "cupyattn"), ("-c", WITHOUT_RICH)])
+@pytest.mark.parametrize("columns", [80, 50])
+def test_on_a_narrow_terminal(launcher, columns):
+    shown = run_in_terminal(
+        *("compile", "--kernel", "attention_forward", "--head-dim", "128"),
+        launcher=launcher,
+        columns=columns,
+    )
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).splitlines()
+    assert any(line.startswith("  D 128, BIAS=float16 by 4") for line in lines)
+    assert all(len(line) <= columns for line in lines if "compiling" not in line)
+
+
+@pytest.mark.nvrtc
+def test_in_a_pipe_the_width_is_that_of_the_environment():
+    arguments = ("compile", "--kernel", "attention_forward", "--head-dim", "128")
+    narrow, wide = (
+        run(*arguments, env={"COLUMNS": columns}).stdout.splitlines() for columns in ("80", "200")
+    )
+    name = "  D 128, BIAS=float16 by 4"
+    assert any(line.startswith(f"{name} ") and line.endswith("cached") for line in wide)
+    assert max(map(len, narrow)) <= 80 < max(map(len, wide))
+
+
+# --- layout
+
+
+def test_a_table_that_fits(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "15")
+    Terminal().table(("name", "bytes"), [("[a]", 5), ("bb", 1234)])
+    assert capsys.readouterr().out == (
+        "  name  bytes\n"
+        "  [a]       5\n"
+        "  bb     1234\n"
+    )  # fmt: skip
+
+
+def test_a_table_that_does_not_fit_cuts_nothing():
+    columns = ("row", "bytes", "threads", "time")
+    rows = [("a name of several words", 5, 1024, "1.5 s"), ("short", 123456, 32, "")]
+    heading, lines = layout.table(columns, rows, 18)
+    assert heading == ["  row", "     bytes", "    threads  time"]
+    assert lines == [
+        *("  a name of", "  several words", "         5", "       1024  1.5 s"),
+        *("  short", "    123456", "         32"),
+    ]
+    assert layout.table(columns, rows, 200)[1][0].split("  ")[1] == rows[0][0]
+
+
+@pytest.mark.parametrize("width", [1, 10, 40])
+def test_nothing_is_lost_however_narrow(width):
+    text = "  - a path: /home/somebody/with-a-long-name/.cache and more\n\nthe  end"
+    lines = layout.paragraphs(text, width)
+    assert " ".join(" ".join(lines).split()) == " ".join(text.split())
+    assert all(len(line) <= width or len(line.split()) == 1 for line in lines)
+    assert all(line.startswith("  ") for line in lines[: lines.index("")])
+    facts = layout.facts({"name": text}, width)
+    assert " ".join(" ".join(facts).split()) == f"name {' '.join(text.split())}"
+
+
+def test_a_verbatim_text_is_not_folded(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "10")
+    Terminal().verbatim("kernel.cu(3): error: expected a ;\n                    ^")
+    assert capsys.readouterr().out.splitlines() == [
+        "kernel.cu(3): error: expected a ;",
+        "                    ^",
+    ]
+
+
+# --- progress
+
+
+def test_progress_in_a_pipe_says_now_and_then_how_far_it_is(monkeypatch, capsys):
+    now = iter((0.0, 1.0, 4.9, 5.0, 5.0, 9.9, 11.0, 11.0))
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: next(now))
+    with progress("modelling", 9) as step:
+        for _ in range(5):
+            step()
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == "modelling 3/9\nmodelling 5/9\n"
+
+
+@pytest.mark.nvrtc
+def test_turing_in_a_pipe_is_not_silent(monkeypatch, capsys):
+    pytest.importorskip("rich")
+    monkeypatch.setattr(progress_module, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(turing, "kernel_row", lambda *_, **__: {"kernel": "k", "row": "r"})
+    monkeypatch.setattr(turing, "disassembler_version", lambda: "13.5.37")
+    assert main(["turing", "--kernel", "attention_naive", "--json"]) == 0
+    assert re.fullmatch(r"(modelling \d+/3\n){3}", capsys.readouterr().err)
+
+
+# --- pipes and rich
+
+
+@pytest.mark.skipif(os.name != "posix", reason="broken pipes are POSIX")
+def test_a_reader_that_stops_early_is_no_error():
+    ours, theirs = os.pipe()
+    os.close(ours)
+    result = subprocess.run(
+        [sys.executable, "-m", "cupyattn", "info"],
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+    os.close(theirs)
+    assert result.returncode == 1
+    assert result.stderr == b""
+
+
+def test_output_is_plain_without_rich(empty_cache):
+    without = run("info", launcher=("-c", WITHOUT_RICH))
+    assert without.returncode == 0, without.stderr
+    assert without.stdout == run("info").stdout
+    assert "\x1b" not in run_in_terminal("info", launcher=("-c", WITHOUT_RICH))
+
+
+def test_rich_on_a_terminal():
+    pytest.importorskip("rich")
+    shown = run_in_terminal("info")
+    assert "\x1b[1m" in shown  # bold headings
+    assert "attention_tiled" in shown

@@ -1,0 +1,143 @@
+"""``python -m cupyattn turing``: which rows it models, what it prints, when it fails."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cupyattn.cli import main, turing
+from cupyattn.cli.table_rows import head_dim_of, row_name
+from cupyattn.kernels.registry import catalogue
+from cupyattn.turing import DisassemblerError, KernelFigures, LoopFigures, Utilisation
+
+LOOP = LoopFigures(
+    start=0x110,
+    end=0x680,
+    work_pipe="tensor",
+    work=8,
+    instructions=38,
+    skipped=4,
+    counts={"tensor": 8, "LDL": 3},
+    narrow_global=0,
+    spill_bytes=12,
+    cycles={"tensor": 512.0, "lsu": 640.0},
+    work_cycles=512.0,
+    utilisation=Utilisation(0.625, 0.5, 0.75),
+)
+MASKED = LoopFigures(0, 0x100, "tensor", 8, 77, 0, {}, 0, 99, {"tensor": 1.0, "lsu": 2.0}, 1.0)
+PRODUCTS = KernelFigures(255, 32_768, 2, (MASKED, LOOP))
+
+
+@pytest.fixture
+def modelled(monkeypatch):
+    """The command with a model that has its figures ready; gives what it was asked."""
+    asked = []
+
+    def analyse(specialisation, *, simulate):
+        asked.append((specialisation, simulate))
+        return PRODUCTS if specialisation.spec.entry != "softmax_forward" else NO_PRODUCTS
+
+    monkeypatch.setattr(turing, "analyse", analyse)
+    monkeypatch.setattr(turing, "nvrtc_version", lambda: (12, 9))
+    monkeypatch.setattr(turing, "disassembler_version", lambda: "13.5.37")
+    return asked
+
+
+NO_PRODUCTS = KernelFigures(45, 0, 8, ())
+
+
+def output(capsys, *arguments: str) -> str:
+    assert main(["turing", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_rows_are_those_of_the_tuned_kernels(modelled, capsys):
+    output(capsys)
+    tuned = [each for each in catalogue() if each.spec.entry in turing.TUNED]
+    assert modelled == [(each, True) for each in tuned]
+
+
+def test_rows_of_a_kernel_and_a_head_dim(modelled, capsys):
+    output(capsys, "--kernel", "attention_tiled", "--head-dim", "128", "--no-simulation")
+    assert {each.spec.entry for each, _ in modelled} == {"attention_tiled"}
+    assert {head_dim_of(each) for each, _ in modelled} == {128}
+    assert {simulate for _, simulate in modelled} == {False}
+
+
+def test_several_kernels_and_head_dims(modelled, capsys):
+    asked = ("--kernel", "attention_forward", "attention_backward_dq", "--head-dim", "64", "72")
+    printed = output(capsys, *asked)
+    chosen = {(each.spec.entry, head_dim_of(each)) for each, _ in modelled}
+    assert chosen == {("attention_forward", 64), ("attention_backward_dq", 64)}
+    assert "no row has head dim 72: it is compiled at its first call" in printed
+
+
+def test_json_has_the_main_loop(modelled, capsys):
+    result = json.loads(output(capsys, "--head-dim", "96", "--json"))
+    assert (result["command"], result["arch"]) == ("turing", "sm_75")
+    assert (result["nvrtc"], result["nvdisasm"]) == ("12.9", "13.5.37")
+    row = result["rows"][0]
+    assert (row["kernel"], row["row"]) == ("attention_forward", "D 96")
+    assert (row["registers"], row["shared_bytes"], row["ctas_per_sm"]) == (255, 32_768, 2)
+    assert "loops" not in row
+    main_loop = row["main"]
+    assert main_loop["spill_bytes"] == 12, "not of the loop over masked tiles"
+    assert main_loop["lsu_ratio"] == 1.25
+    assert (main_loop["bound"], main_loop["binding_pipe"]) == (0.8, "lsu")
+    assert main_loop["utilisation"] == {"mean": 0.625, "low": 0.5, "high": 0.75}
+
+
+def test_all_loops(modelled, capsys):
+    forward = ("--kernel", "attention_forward", "--head-dim", "96", "--all-loops")
+    (row, *_) = json.loads(output(capsys, *forward, "--json"))["rows"]
+    assert [loop["spill_bytes"] for loop in row["loops"]] == [99, 12]
+    assert row["loops"][0]["utilisation"] is None
+    printed = output(capsys, *forward).splitlines()
+    assert sum(line.startswith("  D 96  ") for line in printed) == 2
+
+
+def test_text(modelled, capsys):
+    printed = output(capsys, "--head-dim", "96")
+    line = next(line for line in printed.splitlines() if line.startswith("  D 96  "))
+    cells = "D 96 255 32768 2 38 12 1.25 0.80 lsu 0.625 (0.50-0.75)"
+    assert line.split() == cells.split()
+    assert "NVRTC 12.9, nvdisasm 13.5.37" in printed
+    assert "a model, +-0.05" in printed
+
+
+def test_a_kernel_without_products(modelled, capsys):
+    printed = output(capsys, "--kernel", "softmax_forward")
+    assert "no products" in printed
+    result = json.loads(output(capsys, "--kernel", "softmax_forward", "--json"))
+    assert {row["main"] for row in result["rows"]} == {None}
+
+
+@pytest.mark.parametrize("kernel", ["attention_forward", "softmax_forward"])
+def test_no_row_of_a_head_dim(modelled, capsys, kernel):
+    assert main(["turing", "--kernel", kernel, "--head-dim", "7", "--json"]) == 1
+    printed = capsys.readouterr()
+    assert f"--head-dim 7; {kernel} have rows for" in json.loads(printed.out)["error"]
+    assert "leave --head-dim out" in printed.err
+
+
+def test_without_a_disassembler(monkeypatch, capsys):
+    def absent():
+        raise DisassemblerError("nvdisasm is not here")
+
+    monkeypatch.setattr(turing, "nvrtc_version", lambda: (12, 9))
+    monkeypatch.setattr(turing, "disassembler_version", absent)
+    assert main(["turing", "--json"]) == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {
+        "command": "turing",
+        "ok": False,
+        "error": "nvdisasm is not here",
+    }
+    assert "nvdisasm is not here" in printed.err
+
+
+def test_every_row_of_the_tables_has_its_own_name():
+    """But for those whose tables choose the same for two lengths."""
+    names = [(each.spec.entry, row_name(each)) for each in catalogue()]
+    assert len(set(names)) == len(names)

@@ -1,0 +1,127 @@
+"""Instructions are refused on targets that do not have them, as the assembler refuses them."""
+
+import re
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from support.ptx import kernel_text
+
+from cupyattn import emulator
+from cupyattn.emulator import UnsupportedPTXError
+from cupyattn.emulator.ptx.architecture import SHARED_BYTES, needed_target
+from cupyattn.emulator.ptx.model import Instruction
+
+# What the emulator runs, by the first architecture that has it.
+FORMS = {
+    70: [
+        "fma.rn.sat.f16x2 r0, r1, r2, r3", "abs.f16 h0, h1", "setp.gt.f16x2 p|q, r0, r1",
+        "set.gt.f16x2.f16x2 r0, r1, r2", "max.ftz.f32 f0, f1, f2", "max.s32 r0, r1, r2",
+        "cvt.rn.f16.f64 h0, e1", "cvt.rni.f16.f16 h0, h1", "dp4a.u32.u32 r0, r1, r2, r3",
+        "atom.global.add.noftz.f16 h0, [d0], h1", "match.any.sync.b32 r0, r1, -1",
+        "ld.global.L1::no_allocate.u32 r0, [d0]", "fence.acq_rel.gpu", "fence.proxy.alias",
+        "prefetch.global.L1 [d0]", "barrier.sync 1, 64", "ex2.approx.ftz.f32 f0, f1",
+    ],
+    75: [
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {f0,f1,f2,f3}, {r0,r1}, {r2}, "
+        "{f0,f1,f2,f3}",
+        "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {r0}, [s]", "tanh.approx.f32 f0, f1",
+        "movmatrix.sync.aligned.m8n8.trans.b16 r0, r1", "ex2.approx.f16x2 r0, r1",
+        "ld.global.L2::128B.u32 r0, [d0]",
+    ],
+    80: [
+        "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {r0,r1}, {r0,r1,r2,r3}, {r2,r3}, "
+        "{r0,r1}",
+        "max.f16 h0, h1, h2", "min.f16x2 r0, r1, r2", "max.NaN.f32 f0, f1, f2",
+        "cvt.rn.bf16.f32 h0, f0", "cvt.f32.bf16 f0, h0", "cvt.rn.f16x2.f32 r0, f0, f1",
+        "cvt.rn.bf16x2.f32 r0, f0, f1", "cvt.rn.relu.f16.f32 h0, f0",
+        "fma.rn.relu.f16 h0, h1, h2, h3", "discard.global.L2 [d0], 128",
+        "prefetch.global.L2::evict_last [d0]", "ld.global.L2::256B.u32 r0, [d0]",
+        "ld.global.L2::cache_hint.u32 r0, [d0], d1",
+    ],
+    90: [
+        "cvt.rn.f16.bf16 h0, h1", "cvt.rn.bf16.f16 h0, h1", "cvt.f64.bf16 e0, h1",
+        "cvt.rni.s32.bf16 r0, h1", "fence.acq_rel.cluster", "fence.proxy.async",
+        "fence.mbarrier_init.release.cluster", "ld.acquire.cluster.global.u32 r0, [d0]",
+        "atom.global.cluster.add.u32 r0, [d0], r1",
+    ],
+}  # fmt: skip
+REGISTERS = (
+    ".reg .pred p, q; .reg .b16 h<9>; .reg .b32 r<9>; .reg .b64 d<9>; .reg .f32 f<9>; "
+    ".reg .f64 e<9>; .shared .align 16 .b8 s[64];"
+)
+
+
+@pytest.mark.parametrize("target", FORMS)
+def test_forms_run_from_their_target_on(target: int) -> None:
+    older = max([t for t in FORMS if t < target], default=None)
+    for form in FORMS[target]:
+        body = f"{REGISTERS} @p bra END; bra END;\n.loc 1 9 1\n{form};\nEND:"
+        emulator.run(kernel_text(body, "", target=target), "k", 1, 32, [])
+        if older is not None:
+            message = rf"needs sm_{target}, and the PTX is for sm_{older} .*{re.escape(form[:9])}"
+            with pytest.raises(UnsupportedPTXError, match=message):
+                emulator.run(kernel_text(body, "", target=older), "k", 1, 32, [])
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(("older", "target"), [*pairwise(FORMS), (None, 70)])
+def test_the_assembler_agrees(older: int | None, target: int) -> None:
+    nvrtc = pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
+
+    def refused(architecture: int) -> set[int]:
+        """Return which of the forms the assembler inside NVRTC refuses."""
+        lines = "\\n".join(f"{form};" for form in FORMS[target])
+        text = f'extern "C" __global__ void k() {{ asm volatile("{{ {REGISTERS}\\n{lines} }}"); }}'
+        program = nvrtc.createProgram(text, "k.cu", [], [])
+        try:
+            nvrtc.compileProgram(program, [f"-arch=sm_{architecture}"])
+        except nvrtc.NVRTCError:
+            log = nvrtc.getProgramLog(program)
+            if "gpu-architecture" in log:
+                pytest.skip(f"this NVRTC does not compile for sm_{architecture} any more")
+            found = {int(number) for number in re.findall(r"line (\d+); error", log)}
+            assert found, log
+            return found
+        return set()
+
+    assert not refused(target)
+    if older is not None:
+        assert len(refused(older)) == len(FORMS[target])
+
+
+def test_needed_target_of_forms_that_are_not_run() -> None:
+    for opcode, target in (("fma.rn.bf16", 80), ("add.bf16x2", 80), ("redux.sync.add.s32", 70)):
+        assert needed_target(Instruction(opcode, [])) == target
+
+
+@pytest.mark.parametrize("target", [10, 35, 61, 74, 99])
+def test_unknown_targets(target: int) -> None:
+    with pytest.raises(UnsupportedPTXError, match=rf"for sm_{target} .*sm_70, sm_72, sm_75"):
+        emulator.load(kernel_text("", "", target=target))
+
+
+@pytest.mark.parametrize("target", SHARED_BYTES)
+def test_known_targets(target: int) -> None:
+    text = kernel_text("ld.param.u64 %rd1, [p0]; st.global.u32 [%rd1], 7;", target=target)
+    out = np.zeros(1, "u4")
+    emulator.run(text, "k", 1, 1, [out], shared_bytes=SHARED_BYTES[target])
+    assert out[0] == 7
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "max.relu.s32 r0, r1, r2",
+        "add.f32.f16 f0, h0, f1",
+        "fma.rn.f32.f16 f0, h0, h1, f1",
+        "fma.rn.oob.f16 h0, h1, h2, h3",
+        "cvt.rs.f16x2.f32 r0, f0, f1, r1",
+        "ld.global.v8.b32 {r0,r1,r2,r3,r4,r5,r6,r7}, [d0]",
+        "st.global.v4.f64 [d0], {e0,e1,e2,e3}",
+        "red.async.relaxed.cluster.global.add.u32 [d0], r1, [d1]",
+    ],
+)
+def test_modifiers_are_not_ignored(form: str) -> None:
+    with pytest.raises(UnsupportedPTXError, match="not supported"):
+        emulator.run(kernel_text(f"{REGISTERS} {form};", "", target=120), "k", 1, 32, [])

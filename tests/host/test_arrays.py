@@ -1,0 +1,503 @@
+"""Questions about addresses against brute force, and which arrays a call takes."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.processes import environment
+
+from cupyattn import arrays
+from cupyattn.arrays import (
+    Layout,
+    Operands,
+    address,
+    adopt,
+    exports_memory,
+    layouts_of,
+    overlaps_itself,
+    share_an_item,
+    span,
+    starts_of,
+)
+from cupyattn.ops.overlaps import Overlaps
+
+SPACE = 256  # bytes in which the small arrays of these tests lie
+
+
+@dataclass
+class Addresses:
+    """What the library asks of an array: enough to stand for a CuPy array without a GPU."""
+
+    start: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.start)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(f"V{self.itemsize}")
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def items(self) -> list[int]:
+        """The address of every item, by walking all indices."""
+        return [
+            self.start + sum(i * stride for i, stride in zip(index, self.strides, strict=True))
+            for index in np.ndindex(*self.shape)
+        ]
+
+    def bytes(self) -> set[int]:
+        return {item + byte for item in self.items() for byte in range(self.itemsize)}
+
+
+@st.composite
+def any_arrays(draw: st.DrawFn) -> Addresses:
+    """Up to three axes with any strides at all, overlapping themselves or not."""
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    strides = draw(st.lists(st.integers(-40, 40), min_size=len(shape), max_size=len(shape)))
+    return Addresses(
+        1000 + draw(st.integers(0, SPACE)),
+        tuple(shape),
+        tuple(strides),
+        draw(st.sampled_from((1, 2, 4))),
+    )
+
+
+@st.composite
+def views(draw: st.DrawFn) -> np.ndarray:
+    """What slicing, transposing and reversing make of one array: no item twice."""
+    base = np.empty(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)), np.float32)
+    slices = []
+    for extent in base.shape:
+        step = draw(st.sampled_from((1, 1, 2, 3, -1, -2)))
+        start = draw(st.integers(0, extent - 1))
+        slices.append(slice(start, None, step))
+    view = base[tuple(slices)]
+    return view.transpose(draw(st.permutations(range(view.ndim))))
+
+
+def layout_of(array: Any) -> Layout:
+    return Layout(array.shape, array.strides, array.dtype)
+
+
+def addresses_of(view: np.ndarray) -> Addresses:
+    return Addresses(view.ctypes.data, view.shape, view.strides, view.itemsize)
+
+
+def overlap(a: Any, b: Any) -> bool:
+    """Whether operations refuse to write a while b is read."""
+    pair = {"a": a, "b": b}
+    layouts = {name: layout_of(array) for name, array in pair.items()}
+    operands = Operands(0, pair, [*map(address, pair.values())], ())
+    try:
+        Overlaps.of(layouts, ("a",)).check(operands)
+    except ValueError:
+        return True
+    return False
+
+
+@given(any_arrays())
+def test_span_is_the_first_and_last_byte(a: Addresses):
+    if a.size == 0:
+        assert span(layout_of(a)) == (0, 0)
+    else:
+        expected = (min(a.bytes()) - a.start, max(a.bytes()) + 1 - a.start)
+        assert span(layout_of(a)) == expected
+
+
+@settings(max_examples=300)
+@given(any_arrays(), any_arrays())
+def test_overlap_is_exact(a: Addresses, b: Addresses):
+    expected = bool(a.bytes() & b.bytes())
+    assert share_an_item(a, b) == expected
+    assert overlap(a, b) == expected
+    assert overlap(b, a) == expected
+
+
+@given(st.data())
+def test_overlap_of_views_of_one_array_is_exact(data: st.DataObject):
+    """NumPy arrays: their own addresses, memory untouched."""
+    base = np.empty((3, 4, 5), np.float16)
+    pair = []
+    for _ in range(2):
+        starts = [data.draw(st.integers(0, extent)) for extent in base.shape]
+        steps = [data.draw(st.sampled_from((1, 2, -1))) for _ in base.shape]
+        view = base[tuple(slice(a, None, by) for a, by in zip(starts, steps, strict=True))]
+        pair.append(view.transpose(data.draw(st.permutations(range(3)))))
+    expected = bool(addresses_of(pair[0]).bytes() & addresses_of(pair[1]).bytes())
+    assert overlap(*pair) == expected
+
+
+@given(
+    st.tuples(*(st.sampled_from((1, 2, 3, 7, 16, 61, 127)) for _ in range(5))),
+    st.integers(0, 4),
+    st.permutations(range(5)),
+    st.tuples(*(st.booleans() for _ in range(5))),
+)
+def test_neighbours_in_a_large_array_do_not_overlap(shape, axis, order, reverse):
+    """Halves and odd and even slices along any axis, in memory that is never touched."""
+    strides = tuple(2 * math.prod(shape[i + 1 :]) for i in range(5))
+
+    def part(first: int, step: int, count: int) -> Addresses:
+        extents = [count if i == axis else shape[i] for i in range(5)]
+        steps = [strides[i] * (step if i == axis else 1) for i in range(5)]
+        start = 2**40 + first * strides[axis]
+        for i in range(5):
+            if reverse[i]:
+                start, steps[i] = start + max(extents[i] - 1, 0) * steps[i], -steps[i]
+        ordered = (tuple(extents[i] for i in order), tuple(steps[i] for i in order))
+        return Addresses(start, *ordered, 2)
+
+    extent = shape[axis]
+    low, high = part(0, 1, extent // 2), part(extent // 2, 1, extent - extent // 2)
+    even, odd = part(0, 2, (extent + 1) // 2), part(1, 2, extent // 2)
+    assert not overlap(low, high)
+    assert not overlap(even, odd)
+    assert overlap(high, part(extent - 1, 1, 1))
+    assert overlap(even, part(0, 1, extent))
+
+
+@settings(max_examples=300)
+@given(any_arrays())
+def test_overlaps_itself_never_misses(a: Addresses):
+    """It may be too careful with strides that no view has, but never the other way round."""
+    places = [item + byte for item in a.items() for byte in range(a.itemsize)]
+    if len(places) != len(set(places)):
+        assert overlaps_itself(layout_of(a))
+
+
+@given(views())
+def test_no_view_of_an_array_overlaps_itself(view: np.ndarray):
+    assert not overlaps_itself(layout_of(view))
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((3, 0, 2, 8), (0, 0, 0, 0)), ((5, 0, 4), (0, 0, 4)), ((0, 3), (0, 0)), ((0,), (0,))],
+)
+def test_an_empty_array_does_not_overlap_itself(shape: tuple[int, ...], strides: tuple[int, ...]):
+    """CuPy gives empty arrays strides of 0; there are no items to lie on one another."""
+    assert not overlaps_itself(Layout(shape, strides, np.dtype(np.float32)))
+
+
+def test_broadcast_and_sliding_views_overlap_themselves():
+    base = np.empty((4, 6), np.float32)
+    for view in (
+        np.broadcast_to(base[:1], base.shape),
+        np.lib.stride_tricks.sliding_window_view(base, 3, axis=1),
+    ):
+        assert overlaps_itself(layout_of(view))
+
+
+def device_array(device_id: int = 0, dtype: Any = np.float32) -> Any:
+    """A CuPy array at an address where nothing is; its items are never touched."""
+    cupy = pytest.importorskip("cupy")
+    memory = cupy.cuda.memory.UnownedMemory(2**40, 4096, None, device_id=device_id)
+    return cupy.ndarray((2, 3), dtype, memptr=cupy.cuda.memory.MemoryPointer(memory, 0))
+
+
+class Foreign:
+    """An array of another library, by whatever protocol it is given."""
+
+    def __init__(self, **protocol: Any) -> None:
+        for name, value in protocol.items():
+            setattr(self, f"__{name}__", value)
+
+
+INTERFACE = {"shape": (2, 3), "typestr": "<f4", "data": (2**40, False), "version": 3}
+
+
+def without(key: str) -> dict[str, Any]:
+    return {name: value for name, value in INTERFACE.items() if name != key}
+
+
+def test_adopt_takes_arrays_as_they_are():
+    given_arrays = {"q": np.zeros((2, 3)), "k": None, "v": np.empty((0,), bool)[::-1]}
+    operands = adopt(given_arrays)
+    assert operands.device_id is None
+    assert list(operands.arrays) == ["q", "v"]
+    assert all(array is given_arrays[name] for name, array in operands.arrays.items())
+    assert operands.places == [*map(address, operands.arrays.values())]
+
+
+def test_adopt_describes_arrays_for_caches():
+    """What two calls have in common, by all that checks and plans look at and by nothing else."""
+    memory = np.zeros(64, np.uint8)
+    start = -memory.ctypes.data % 16
+    x = memory[start : start + 32].view(np.float64).reshape(2, 2)
+    description = adopt({"x": x}).description
+    assert description == (("x", (2, 2), (16, 8), np.dtype(np.float64), 0),)
+    assert starts_of(description) == {"x": 0}
+    assert layouts_of(description) == {"x": layout_of(x)}
+    same = memory[start + 16 : start + 48].view(np.float64).reshape(2, 2)
+    assert {description: 1}[adopt({"x": same}).description]
+    shifted = memory[start + 8 : start + 40].view(np.float64).reshape(2, 2)
+    assert starts_of(adopt({"x": shifted}).description) == {"x": 8}
+    for name, other in (("y", x), ("x", shifted), ("x", x.T), ("x", x[:1]), ("x", x.view("i8"))):
+        assert adopt({name: other}).description != description
+
+
+def test_adopt_sees_what_became_of_an_array():
+    """Shape, strides and memory of an array object may change between two calls."""
+    x = np.zeros(6)
+    before = adopt({"x": x})
+    x.resize((2, 3), refcheck=False)
+    assert adopt({"x": x}).description[0][1:3] == ((2, 3), (24, 8))
+    x.resize((200, 300), refcheck=False)
+    after = adopt({"x": x})
+    assert after.places == [x.ctypes.data]
+    assert before.description != after.description
+
+
+def test_adopt_takes_subclasses_without_a_copy():
+    class Mine(np.ndarray):
+        pass
+
+    mine = np.zeros(4).view(Mine)
+    operands = adopt({"q": np.zeros(3), "k": mine})
+    assert np.shares_memory(operands.arrays["k"], mine)
+    assert operands.device_id is None
+
+
+def test_adopt_takes_device_arrays_and_their_device():
+    array = device_array(device_id=3)
+    for _ in range(2):  # the first one brings CuPy's kind of array to light
+        operands = adopt({"q": array, "k": array})
+        assert operands.device_id == 3
+        assert operands.arrays["q"] is array
+        assert operands.places == [2**40, 2**40]
+
+
+def test_adopt_takes_a_call_without_arrays_for_one_of_numpy():
+    assert adopt({"q": None}) == (None, {}, [], ())
+
+
+@pytest.mark.parametrize("device_type", [2, 13])
+def test_adopt_imports_dlpack_of_cuda_devices(monkeypatch, device_type: int):
+    array = device_array()
+    monkeypatch.setattr(
+        arrays, "load_cupy", lambda: SimpleNamespace(from_dlpack=lambda given: array)
+    )
+    assert adopt({"q": Foreign(dlpack_device=lambda: (device_type, 0))}).arrays["q"] is array
+
+
+def test_adopt_imports_the_cuda_array_interface(monkeypatch):
+    array = device_array()
+    monkeypatch.setattr(arrays, "load_cupy", lambda: SimpleNamespace(asarray=lambda given: array))
+    assert adopt({"q": Foreign(cuda_array_interface=INTERFACE)}).arrays["q"] is array
+
+
+def test_bfloat16_of_another_library_keeps_its_dtype(monkeypatch):
+    """DLPack has a name for it, the CUDA array interface has not."""
+    array = device_array(dtype=pytest.importorskip("ml_dtypes").bfloat16)
+    library = SimpleNamespace(
+        from_dlpack=lambda given: array, asarray=lambda given: array.view(np.dtype("V2"))
+    )
+    monkeypatch.setattr(arrays, "load_cupy", lambda: library)
+    both = Foreign(cuda_array_interface={"typestr": "<V2"}, dlpack_device=lambda: (2, 0))
+    assert adopt({"q": both}).arrays["q"].dtype.name == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("value", "described"),
+    [
+        ([1.0, 2.0], "builtins.list"),
+        (3.0, "builtins.float"),
+        (np.float32(3), "numpy.float32"),
+        ("q", "builtins.str"),
+        (object(), "builtins.object"),
+        (Foreign(dlpack_device=lambda: (1, 0)), "Foreign"),  # kDLCPU, as a CPU tensor has
+        (memoryview(b"1234"), "builtins.memoryview"),
+    ],
+)
+def test_adopt_refuses_what_is_no_array(value: Any, described: str):
+    with pytest.raises(TypeError) as failure:
+        adopt({"k": np.zeros(3), "q": value})
+    passed, allowed, fix = str(failure.value).split("; ")
+    assert passed.startswith("q is a ")
+    assert described in passed
+    assert "numpy.ndarray, cupy.ndarray" in allowed
+    assert "numpy.asarray(q)" in fix
+
+
+@pytest.mark.parametrize("name", ["q", "mask", "out"])
+def test_a_masked_array_is_not_told_to_drop_its_mask(name: str):
+    with pytest.raises(TypeError) as failure:
+        adopt({name: np.ma.zeros(3)})
+    passed, _, fix = str(failure.value).split("; ", 2)
+    assert passed == f"{name} is a numpy.ma.MaskedArray"
+    assert f"{name}.filled(" in fix
+    assert f"{name}.data, if it is a result" in fix
+    assert "mask= (True = attend" in fix
+    assert "asarray" not in fix
+
+
+@pytest.mark.parametrize("kind", [np.ndarray, np.float32, Foreign, list])
+def test_a_class_is_told_from_its_objects(kind: type):
+    """np.ndarray itself has all attributes of an array."""
+    with pytest.raises(
+        TypeError, match=rf"q is the class \S+\.{kind.__name__} itself; .*; pass an"
+    ):
+        adopt({"q": kind})
+    assert not exports_memory(kind)
+
+
+def test_a_fix_of_the_callers_stands_for_the_usual_one():
+    for value in (3, [3, 5]):
+        with pytest.raises(TypeError, match=r"; make one$"):
+            adopt({"n": value}, {"n": "make one"})
+    for value, fix in ((np.ma.zeros(3), "filled"), (np.ndarray, "pass an array")):
+        with pytest.raises(TypeError, match=fix):
+            adopt({"n": value}, {"n": "make one"})
+
+
+class Raising:
+    """An array of another library that cannot be exported just now."""
+
+    def __init__(self, failure: Exception, *names: str) -> None:
+        self.failure, self.names = failure, names
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__["names"]:
+            raise self.__dict__["failure"]
+        raise AttributeError(name)
+
+
+def test_what_exports_its_memory_is_meant_as_an_array():
+    assert exports_memory(np.zeros(3))
+    assert exports_memory(Foreign(cuda_array_interface=None))
+    assert exports_memory(Raising(RuntimeError("no"), "__dlpack__"))
+    for value in (3, None, [1], "q", np.float32(1)):
+        assert not exports_memory(value)
+
+
+GRADIENT = BufferError("Can't export tensors that require gradient, use tensor.detach()")
+BROKEN = {
+    "None": (Foreign(cuda_array_interface=None), "TypeError"),
+    "a list": (Foreign(cuda_array_interface=[1]), "TypeError"),
+    "empty": (Foreign(cuda_array_interface={}), "KeyError: 'version'"),
+    "version 4": (Foreign(cuda_array_interface=INTERFACE | {"version": 4}), "version 4"),
+    "version text": (Foreign(cuda_array_interface=INTERFACE | {"version": "3"}), "version '3'"),
+    "no shape": (Foreign(cuda_array_interface=without("shape")), "KeyError: 'shape'"),
+    "no typestr": (Foreign(cuda_array_interface=without("typestr")), "KeyError: 'typestr'"),
+    "no data": (Foreign(cuda_array_interface=without("data")), "KeyError: 'data'"),
+    "no pointer": (Foreign(cuda_array_interface=INTERFACE | {"data": None}), "TypeError"),
+    "null": (Foreign(cuda_array_interface=INTERFACE | {"data": (0, False)}), "null pointer"),
+    "dtype": (Foreign(cuda_array_interface=INTERFACE | {"typestr": "<f99"}), "'<f99'"),
+    "shape": (Foreign(cuda_array_interface=INTERFACE | {"shape": (-1, 3)}), "negative"),
+    "masked": (Foreign(cuda_array_interface=INTERFACE | {"mask": 1}), "masked arrays"),
+    "raises": (Raising(RuntimeError("not now"), "__cuda_array_interface__"), "not now"),
+    "requires grad": (Raising(GRADIENT, "__dlpack_device__"), r"use tensor.detach\(\)"),
+    "no device": (Foreign(dlpack_device=lambda: None), "TypeError"),
+    "device of one": (Foreign(dlpack_device=lambda: (2,)), "ValueError"),
+    "device text": (Foreign(dlpack_device=lambda: ("cuda", 0)), "ValueError"),
+    "device no function": (Foreign(dlpack_device=(2, 0)), "TypeError"),
+    "device raises": (Foreign(dlpack_device=lambda: 1 / 0), "ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize(("array", "cause"), BROKEN.values(), ids=BROKEN)
+def test_what_cannot_be_exported_is_told_with_its_cause(array: Any, cause: str):
+    pytest.importorskip("cupy")
+    with pytest.raises(TypeError) as failure:
+        adopt({"k": array, "q": np.zeros(3)})
+    passed, allowed, fix = str(failure.value).split("; ")
+    assert re.match(rf"k is a \S+ whose __\w+__ cannot be used \(.*{cause}.*\)$", passed)
+    assert "numpy.ndarray, cupy.ndarray" in allowed
+    assert fix.startswith("pass one of these")
+    assert failure.value.__cause__ is not None
+
+
+BROKEN_CAPSULES = {
+    "none": {},
+    "None": {"dlpack": lambda **options: None},
+    "text": {"dlpack": lambda **options: "capsule"},
+    "of no function": {"dlpack": 3},
+    "raises": {"dlpack": lambda **options: 1 / 0},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("protocol", BROKEN_CAPSULES.values(), ids=BROKEN_CAPSULES)
+def test_broken_capsules(protocol: dict[str, Any]):
+    with pytest.raises(TypeError, match=r"q is a .*Foreign whose __dlpack__ cannot be used \(.*; "):
+        adopt({"q": Foreign(dlpack_device=lambda: (2, 0), **protocol)})
+
+
+@pytest.mark.gpu
+def test_memory_of_the_cpu_is_refused():
+    """A kernel that reads it would break every later call of the process."""
+    host = np.zeros((2, 3), np.float32)
+    interface = INTERFACE | {"data": (host.ctypes.data, False)}
+    with pytest.raises(TypeError, match="__cuda_array_interface__ cannot be used"):
+        adopt({"q": Foreign(cuda_array_interface=interface)})
+
+
+@pytest.mark.parametrize(
+    "array",
+    [Foreign(cuda_array_interface=INTERFACE), Foreign(dlpack_device=lambda: (2, 0))],
+    ids=["interface", "dlpack"],
+)
+def test_a_cuda_array_where_there_is_no_gpu(array: Any):
+    cupy = pytest.importorskip("cupy")
+    if cupy.cuda.is_available():
+        pytest.skip("tells what happens without a GPU")
+    with pytest.raises(TypeError, match=r"q is a .*Foreign with __.*no GPU here.*; .*; pass NumPy"):
+        adopt({"q": array})
+
+
+def test_a_cuda_array_without_cupy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(
+        TypeError, match=r"q is a CUDA array, and CuPy did not .*; .*; .*pip install"
+    ):
+        adopt({"q": Foreign(cuda_array_interface=INTERFACE)})
+
+
+def test_adopt_refuses_a_mixture_of_libraries():
+    with pytest.raises(TypeError, match=r"q is cupy, bias is numpy; .*all are CuPy; .*asnumpy"):
+        adopt({"q": device_array(), "bias": np.zeros(3)})
+
+
+def test_adopt_refuses_two_devices():
+    with pytest.raises(ValueError, match=r"q on device 0, k on device 1; .*one device; .*Device"):
+        adopt({"q": device_array(0), "k": device_array(1)})
+
+
+def test_numpy_users_need_no_cupy():
+    """With CuPy not installable the NumPy path works, and with it installed it is not imported."""
+    program = """
+import sys
+{block}
+import numpy as np, cupyattn
+q = np.ones((1, 2, 2, 4), np.float32)
+out, lse = cupyattn.attention(q, q, q, causal=True, return_lse=True, out=None)
+cupyattn.attention_backward(out, q, q, q, out, lse, causal=True)
+cupyattn.softmax_backward(q, cupyattn.softmax(q, out=np.empty_like(q)))
+assert {loaded}
+"""
+    for block, loaded in (
+        ("", "not any(m.partition('.')[0] in ('cupy', 'cupy_backends') for m in sys.modules)"),
+        ("sys.modules['cupy'] = sys.modules['cupy_backends'] = None", "cupyattn.device_info()"),
+    ):
+        code = program.format(block=block, loaded=loaded)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment()
+        )
+        assert done.returncode == 0, done.stderr

@@ -1,0 +1,146 @@
+"""What every row of the configuration tables costs, on Turing and on a newer GPU, with no GPU.
+
+ptxas says it when a kernel is compiled. Whether a row runs at all, spills nothing and is resident
+as often as its table promises is checked with any compiler; the figures of sm_75 are pinned for
+NVRTC 12.9, whose choices they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from support.costs import Cost, cost, rows, worst
+from support.figures import GATES, NVRTC
+from support.search import Search, deep
+
+from cupyattn.kernels.arch import TURING, Arch, arch_of
+from cupyattn.kernels.compile import nvrtc_version
+from cupyattn.kernels.configs.attention import float32, tensor_core
+from cupyattn.kernels.configs.attention.teaching import forward as teaching
+from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
+from cupyattn.kernels.spec import Specialisation
+
+pytestmark = pytest.mark.nvrtc
+
+HOPPER = arch_of(90)
+REGISTER_TOLERANCE = 8  # one step of allocation
+
+
+ROWS = rows()
+PROMISED_CTAS = {
+    **{
+        f"attention_backward_f32_{row}".format(dim): config.ctas_per_sm
+        for row, table in (
+            ("dkdv {} one pass", float32.backward.DKDV[75]),
+            ("dkdv {} deterministic", float32.backward.DKDV[75]),
+            ("dq {}", float32.backward.DQ[75]),
+        )
+        for dim, config in table.items()
+    },
+    **{f"attention_tiled {dim}": row.ctas_per_sm for dim, row in teaching.TILED[75].items()},
+    **{
+        f"attention_forward {dim}": row.ctas_per_sm
+        for dim, row in tensor_core.forward.FLASH[75].items()
+    },
+    **{
+        f"attention_forward_f32 {dim}": row.ctas_per_sm
+        for dim, row in float32.forward.FLASH[75].items()
+    },
+    **{
+        f"attention_backward_dkdv{'' if dim <= 128 else '_paired'} {dim} {way}": row.ctas_per_sm
+        for way, table in (
+            ("one pass", tensor_core.backward.ONE_PASS[75]),
+            ("deterministic", tensor_core.backward.DETERMINISTIC[75]),
+        )
+        for dim, row in table.items()
+    },
+    **{
+        f"attention_backward_dq {dim}": row.ctas_per_sm
+        for dim, row in tensor_core.backward.DQ[75].items()
+    },
+}
+
+
+def require_pinned_compiler() -> None:
+    version = ".".join(map(str, nvrtc_version()))
+    if version != NVRTC:
+        pytest.skip(f"figures are pinned for NVRTC {NVRTC}, this is {version}")
+
+
+def worst_of_row(row: str, arch: Arch) -> Cost:
+    """Of its dtypes and loads; a plain run compiles only the first, with vector loads."""
+    return worst(ROWS[row] if Search.deep else ROWS[row][:1], arch)
+
+
+def first_rows() -> set[str]:
+    """One of each kernel."""
+    return set({members[0].spec.entry: row for row, members in reversed(ROWS.items())}.values())
+
+
+ROWS_BY_ARCH = [
+    *((row, TURING) for row in ROWS),
+    *((row, HOPPER) for row in ROWS if row in first_rows()),
+    *deep(*((row, HOPPER) for row in ROWS if row not in first_rows())),
+]
+
+
+@pytest.mark.parametrize(("row", "arch"), ROWS_BY_ARCH)
+def test_every_row_fits(row, arch):
+    """And is resident as often as its table row says."""
+    found = worst_of_row(row, arch)
+    assert found.ctas_per_sm >= PROMISED_CTAS.get(row, 1), found
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_turing_figures_are_the_pinned_ones(row):
+    require_pinned_compiler()
+    found, pinned = worst_of_row(row, TURING), GATES[row]
+    assert found.registers <= pinned.registers + REGISTER_TOLERANCE, found
+    assert found.shared_bytes == pinned.shared_bytes, found
+    if Search.deep:
+        assert found.ctas_per_sm == pinned.ctas_per_sm, found
+    assert found.ctas_per_sm >= pinned.ctas_per_sm, found
+    assert found.spill_bytes <= pinned.spill_bytes, found
+
+
+def test_every_row_is_pinned():
+    assert set(GATES) == set(ROWS)
+
+
+def odd_head_dims() -> Iterator[Specialisation]:
+    """Head dims between the rows' own: ragged ones, D != Dv, the first and last of a row."""
+    dims = ((1, 1), (3, 64), (64, 1), (40, 24), (65, 65), (128, 8), (8, 128), (129, 3), (72, 256))
+    for number, (head_dim, head_dim_v) in enumerate(dims):
+        dtype = tuple(STORAGE)[number % len(STORAGE)]
+        items = vector_items(dtype)
+        vec = items if head_dim % items == 0 and head_dim_v % items == 0 else 1
+        yield teaching.tiled(75, dtype, head_dim, head_dim_v, vec)
+
+
+def odd_float32_flash_dims() -> Iterator[Specialisation]:
+    """Output columns of a thread in all ways beside those of the rows: quads, and 1, 2, 3 more.
+
+    But 14 of them (head dims 209 to 224): about 100 bytes spill between the products.
+    """
+    dims = ((1, 1), (33, 24), (96, 64), (64, 72), (80, 80), (96, 96), (104, 112), (24, 144))
+    for head_dim, head_dim_v in (*dims, (192, 168), (8, 192), (208, 208)):
+        vec = float32.forward.VECTOR_ITEMS if head_dim % 4 == head_dim_v % 4 == 0 else 1
+        yield float32.forward.flash(75, "float32", head_dim, head_dim_v, vec)
+
+
+@pytest.mark.parametrize("specialisation", list(odd_float32_flash_dims()), ids=lambda s: s.label)
+def test_float32_flash_between_the_rows_spills_nothing(specialisation):
+    require_pinned_compiler()
+    macros = dict(specialisation.macros)
+    found = cost(specialisation, TURING)
+    row = float32.forward.flash_row(75, macros["HEAD_DIM"], macros["HEAD_DIM_V"])
+    assert found.ctas_per_sm >= row.ctas_per_sm
+    assert found.spill_bytes == 0
+
+
+@pytest.mark.parametrize("specialisation", list(odd_head_dims()), ids=lambda s: s.label)
+def test_head_dims_between_the_rows_cost_no_more(specialisation):
+    macros = dict(specialisation.macros)
+    promised = teaching.tiled_row(75, macros["HEAD_DIM"], macros["HEAD_DIM_V"]).ctas_per_sm
+    assert cost(specialisation, TURING).ctas_per_sm >= promised

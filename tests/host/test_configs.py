@@ -1,0 +1,328 @@
+"""The launch-configuration tables: the right row at every limit, and rows that can run."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.strategies import dtype_of
+
+from cupyattn.kernels.arch import ARCHS, TURING, WARP_SIZE, arch_of
+from cupyattn.kernels.configs.attention import float32, tensor_core
+from cupyattn.kernels.configs.attention.options import PLAIN, FlashOptions
+from cupyattn.kernels.configs.attention.teaching import backward as naive_backward
+from cupyattn.kernels.configs.attention.teaching import forward as teaching
+from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES, vector_items
+from cupyattn.kernels.configs.layers import softmax
+from cupyattn.kernels.configs.rows import ROWS
+from cupyattn.kernels.configs.tables import MAX_HEAD_DIM, pairs, rows_for
+from cupyattn.kernels.registry import KERNELS, catalogue
+from cupyattn.kernels.source import source_root
+from cupyattn.kernels.spec import Specialisation, Struct
+from cupyattn.kernels.structs import ATTENTION_PARAMS, BACKWARD_PARAMS, DBIAS_PARAMS, rows_params
+
+
+@pytest.mark.parametrize(
+    ("largest", "row"), [(1, 64), (63, 64), (64, 64), (65, 128), (128, 128), (129, 256), (256, 256)]
+)
+def test_tiled_rows_start_and_end_where_the_table_says(largest, row):
+    """The larger of D and Dv decides, whichever it is."""
+    for dims in ((largest, largest), (largest, 1), (1, largest)):
+        assert teaching.tiled_row(75, *dims) is teaching.TILED[75][row]
+
+
+@pytest.mark.parametrize(
+    ("length", "row"),
+    [
+        (0, 128),
+        (1, 128),
+        (128, 128),
+        (129, 1024),
+        (1024, 1024),
+        (1025, 8192),
+        (8192, 8192),
+        (8193, None),
+        (2**31, None),
+    ],
+)
+def test_softmax_rows_start_and_end_where_the_table_says(length, row):
+    config = ROWS[75][row]
+    assert softmax.FORWARD.config(75, length) is config
+    for kernel in (softmax.FORWARD, softmax.BACKWARD):
+        macros = kernel.specialise(75, "float32", length, 1).defines
+        assert (macros["THREADS"], macros["LANES"]) == (config.threads, config.lanes)
+        assert macros["RESIDENT"] == ("false" if row is None else "true")
+
+
+def test_tables_are_in_order_and_reach_every_size():
+    assert list(teaching.TILED[75]) == sorted(teaching.TILED[75])
+    assert max(teaching.TILED[75]) == MAX_HEAD_DIM
+    *limits, last = ROWS[75]
+    assert limits == sorted(limits)
+    assert last is None
+    for config in (
+        teaching.NAIVE,
+        *teaching.TILED[75].values(),
+        *ROWS[75].values(),
+    ):
+        assert config.reason.strip()
+
+
+@pytest.mark.parametrize("vec", [1, 4, 8])
+def test_shared_memory_of_the_tiled_kernel_fits_for_all_head_dims(vec):
+    """As many CTAs as the row promises, on the SM with the least shared memory."""
+    for head_dim in range(vec, MAX_HEAD_DIM + 1, vec):
+        for head_dim_v in range(vec, MAX_HEAD_DIM + 1, vec):
+            config = teaching.tiled_row(75, head_dim, head_dim_v)
+            shared = teaching._tiled_shared_bytes(config, head_dim, head_dim_v, vec)
+            assert shared % 16 == 0
+            assert shared * config.ctas_per_sm <= TURING.shared_bytes_per_cta
+
+
+@pytest.mark.parametrize("dtype", STORAGE)
+def test_a_resident_row_has_room_in_its_threads(dtype):
+    for limit, config in ROWS[75].items():
+        assert config.lanes in (1, 2, 4, 8, 16, 32, config.threads)
+        assert config.threads % WARP_SIZE == 0
+        assert config.rows_per_cta * config.lanes == config.threads
+        for vec in (1, vector_items(dtype)):
+            for kernel in (softmax.FORWARD, softmax.BACKWARD):
+                macros = dict(kernel.specialise(75, dtype, limit or 10**6, vec).macros)
+                held = macros["STRIPS"] * macros["LANES"] * macros["VEC"]
+                assert macros["VEC"] == vec
+                assert held == config.lanes * (config.items or vec)
+                if limit is not None:
+                    assert held >= limit, "the row's end would be dropped"
+
+
+def test_vectors_are_16_bytes():
+    assert VECTOR_BYTES == 16
+    for dtype, itemsize in STORAGE.items():
+        assert dtype_of(dtype).itemsize == itemsize
+        assert dtype_of(dtype).name == dtype, "the CUDA sources use NumPy's names"
+        assert vector_items(dtype) * itemsize == VECTOR_BYTES
+
+
+def test_the_same_key_is_the_same_object():
+    """What is loaded, planned and cached goes by identity."""
+    assert teaching.tiled(75, "float16", 64, 32, 8) is teaching.tiled(75, "float16", 64, 32, 8)
+    assert teaching.naive("float16", 64, 32) is teaching.naive("float16", 64, 32)
+    small = softmax.FORWARD.specialise
+    assert small(75, "float32", 10, 4) is small(75, "float32", 10, 4)
+    different = [
+        teaching.tiled(75, dtype, dim, dim_v, vec)
+        for dtype in STORAGE
+        for dim, dim_v in ((64, 64), (64, 32), (32, 64))
+        for vec in (1, vector_items(dtype))
+    ]
+    assert len({specialisation.macros for specialisation in different}) == len(different)
+
+
+def met(specialisations: Iterable[Specialisation], *names: str) -> set[tuple[Any, ...]]:
+    """The values of these macros that come together."""
+    return {tuple(dict(each.macros)[name] for name in names) for each in specialisations}
+
+
+def of_kernel(entry: str) -> list[Specialisation]:
+    return [each for each in catalogue() if each.spec.entry == entry]
+
+
+def test_the_catalogue_has_every_kernel_and_nothing_twice():
+    labels = Counter(specialisation.label for specialisation in catalogue())
+    assert max(labels.values()) == 1, labels.most_common(1)
+    assert {specialisation.spec.entry for specialisation in catalogue()} == set(KERNELS)
+
+
+def test_the_catalogue_has_every_pair_of_row_dtype_and_load():
+    tiled = of_kernel("attention_tiled")
+    rows = {(limit, row.rows) for limit, row in teaching.TILED[75].items()}
+    assert met(tiled, "HEAD_DIM", "ROWS") == rows
+    assert met(tiled, "DTYPE", "HEAD_DIM") == set(itertools.product(STORAGE, teaching.TILED[75]))
+    loads = {(dtype, vec) for dtype in STORAGE for vec in (vector_items(dtype), 1)}
+    assert met(tiled, "DTYPE", "VEC") == loads
+    for entry in ("softmax_forward", "softmax_backward"):
+        lanes = {row.lanes for row in ROWS[75].values()}
+        assert met(of_kernel(entry), "DTYPE", "LANES") == set(itertools.product(STORAGE, lanes))
+        assert met(of_kernel(entry), "DTYPE", "VEC") == loads
+
+
+def test_pairs_meet_and_are_few():
+    axes = (range(4), range(3), "ab", "xyz")
+    chosen = list(pairs(*axes))
+    for first, second in itertools.combinations(range(len(axes)), 2):
+        expected = set(itertools.product(axes[first], axes[second]))
+        assert {(each[first], each[second]) for each in chosen} == expected
+    assert len(chosen) <= 14
+    assert list(pairs()) == []
+
+
+def test_newer_architectures_take_the_newest_rows_that_are_not_newer():
+    table = {75: "Turing", 80: "Ampere"}
+    assert [rows_for(table, arch) for arch in (75, 80, 86, 120)] == ["Turing", *["Ampere"] * 3]
+    for arch, columns in ((75, 8), (80, 16), (90, 16)):
+        kernel = tensor_core.forward.flash(arch, 64, 64, 8)
+        assert dict(kernel.macros)["MMA_K"] == columns
+
+
+@pytest.mark.parametrize(
+    ("terms", "lanes"), [(0, 1), (1, 1), (16, 1), (17, WARP_SIZE), (2**40, WARP_SIZE)]
+)
+def test_rows_of_dbias_start_and_end_where_the_table_says(terms, lanes):
+    assert naive_backward.dbias_row(75, terms).lanes == lanes
+
+
+def test_the_catalogue_has_every_naive_backward_kernel():
+    macros = [(s.spec.entry, dict(s.macros)) for s in catalogue() if "_naive_d" in s.label]
+    for step in ("dq", "dkdv", "dbias"):
+        of_step = [m for entry, m in macros if entry == f"attention_backward_naive_{step}"]
+        assert {m["DTYPE"] for m in of_step} == set(STORAGE)
+        for name in ("MASK", "SOFTCAP", "DROPOUT"):
+            assert {m[name] for m in of_step} == (
+                {"true"} if step == "dbias" else {"true", "false"}
+            )
+    assert {m["SINKS"] for entry, m in macros if "SINKS" in m} == set(STORAGE)
+    assert {m["LANES"] for _, m in macros if "LANES" in m} == {1, WARP_SIZE}
+
+
+def test_the_catalogue_has_every_flash_row_and_option():
+    macros = [dict(s.macros) for s in catalogue() if s.spec.entry == "attention_forward"]
+    rows = {(m["HEAD_DIM"], m["TILE_K"], m["VEC"]) for m in macros}
+    forward = tensor_core.forward
+    expected = {(d, row.tile_k, vec) for d, row in forward.FLASH[75].items() for vec in (8, 1)}
+    for table in (forward.FLASH_DROPOUT[75], forward.FLASH_FLOAT32_BIAS[75]):
+        expected |= {(d, row.tile_k, 8) for d, row in table.items()}
+    assert rows == expected
+    for name, absent in (("BIAS", "void"), ("SLOPES", "void"), ("SINKS", "void")):
+        assert {m[name] for m in macros} > {absent}
+    for name in ("MASK", "SOFTCAP", "DROPOUT"):
+        assert {m[name] for m in macros} == {"true", "false"}
+
+
+@pytest.mark.parametrize(
+    ("largest", "row"), [(1, 64), (64, 64), (65, 128), (128, 128), (129, 160), (161, 256)]
+)
+def test_float32_flash_rows_start_and_end_where_the_table_says(largest, row):
+    for dims in ((largest, largest), (largest, 1), (1, largest)):
+        assert float32.forward.flash_row(75, *dims) is float32.forward.FLASH[75][row]
+
+
+def test_float32_flash_fits_for_all_head_dims():
+    """As many CTAs as the row promises, on the SM with the least shared memory."""
+    assert list(float32.forward.FLASH[75]) == sorted(float32.forward.FLASH[75])
+    assert max(float32.forward.FLASH[75]) == MAX_HEAD_DIM
+    for largest in range(1, MAX_HEAD_DIM + 1):
+        config = float32.forward.flash_row(75, 1, largest)
+        assert config.reason.strip()
+        shared = float32.forward._flash_shared_bytes(config, largest)
+        assert shared * config.ctas_per_sm <= TURING.shared_bytes_per_cta
+
+
+@pytest.mark.parametrize("table", ["DKDV", "DQ"])
+def test_float_backward_rows_and_the_options_that_take_registers(table):
+    rows = getattr(float32.backward, table)[75]
+    config = getattr(float32.backward, f"{table.lower()}_row")
+    for largest, row in ((1, 64), (64, 64), (65, 128), (128, 128), (129, 256), (256, 256)):
+        for dims in ((largest, 1), (1, largest)):
+            for options in (PLAIN, FlashOptions(bias="float32"), FlashOptions(mask=True)):
+                assert config(75, *dims, options) is rows[row]
+            for options in (FlashOptions(softcap=True), FlashOptions(dropout=True)):
+                assert config(75, *dims, options) is rows[max(row, 128)]
+
+
+def test_the_catalogue_has_every_float32_flash_row_and_option():
+    found = of_kernel("attention_forward_f32")
+    table, dtypes = float32.forward.FLASH[75], ("float32", "bfloat16")
+    assert met(found, "HEAD_DIM", "COLUMN_LANES", "PAIRS") == {
+        (limit, row.column_lanes, row.pairs) for limit, row in table.items()
+    }
+    assert met(found, "DTYPE", "HEAD_DIM") == set(itertools.product(dtypes, table))
+    assert met(found, "DTYPE", "VEC") == set(itertools.product(dtypes, (4, 1)))
+    for name in ("BIAS", "SLOPES", "SINKS"):
+        assert met(found, name) > {("void",)}
+    for name in ("MASK", "SOFTCAP", "DROPOUT"):
+        assert met(found, name) == {("true",), ("false",)}
+
+
+def test_specialisations_say_what_their_kernel_needs():
+    for specialisation in catalogue():
+        spec = specialisation.spec
+        assert (source_root() / spec.source).is_file()
+        assert specialisation.threads % WARP_SIZE == 0
+        assert specialisation.threads <= 1024
+        assert specialisation.label.startswith(f"{spec.entry}[{specialisation.macros[0][0]}=")
+        for struct in spec.parameters:
+            if isinstance(struct, Struct):
+                assert struct.size_macros.items() <= specialisation.defines.items()
+        assert specialisation.defines["THREADS"] == specialisation.threads
+
+
+def test_structs_are_laid_out_as_c_does():
+    """Every field aligned to its size, and the whole to the largest."""
+    for dtype in (ATTENTION_PARAMS, BACKWARD_PARAMS, DBIAS_PARAMS, rows_params(2), rows_params(3)):
+        assert dtype.isalignedstruct
+        assert dtype.itemsize % dtype.alignment == 0
+        for field, offset in dtype.fields.values():
+            assert offset % field.alignment == 0
+    assert rows_params(3).itemsize - rows_params(2).itemsize == 4 * np.dtype(np.int64).itemsize
+
+
+# CUDA C++ Programming Guide, technical specifications per compute capability: threads, CTAs,
+# registers and KiB of shared memory of an SM, KiB of a CTA.
+LIMITS = {
+    75: (1024, 16, 65_536, 64, 64),
+    80: (2048, 32, 65_536, 164, 163),
+    86: (1536, 16, 65_536, 100, 99),
+    89: (1536, 24, 65_536, 100, 99),
+    90: (2048, 32, 65_536, 228, 227),
+    100: (2048, 32, 65_536, 228, 227),
+    120: (1536, 24, 65_536, 100, 99),
+}
+
+
+@pytest.mark.parametrize("number", LIMITS)
+def test_limits_of_architectures(number):
+    arch = arch_of(number)
+    shared, shared_cta = arch.shared_bytes_per_sm // 1024, arch.shared_bytes_per_cta // 1024
+    actual = (arch.threads_per_sm, arch.ctas_per_sm, arch.registers_per_sm, shared, shared_cta)
+    assert actual == LIMITS[number]
+    assert (arch.real, arch.virtual) == (f"sm_{number}", f"compute_{number}")
+
+
+@pytest.mark.parametrize(
+    ("threads", "registers", "shared", "ctas"),
+    [
+        (128, 32, 0, 8),  # 1,024 threads
+        (32, 32, 0, 16),  # 16 CTAs
+        (256, 128, 0, 2),  # registers: 65,536 exactly
+        (256, 129, 0, 1),  # 129 is 136 of them
+        (1024, 64, 0, 1),
+        (1024, 65, 0, 0),  # not one
+        (128, 256, 0, 0),  # more than a thread can have
+        (128, 32, 65_536, 1),
+        (128, 32, 65_537, 0),
+        (128, 32, 21_760, 3),
+        (128, 32, 21_761, 2),  # 3 times 22,016 are 66,048
+        (64, 200, 0, 4),  # a quarter of the registers is two warps' and a rest: not 10 but 8 warps
+        (33, 168, 0, 6),  # 33 threads are two warps, of 5,376 registers each
+    ],
+)
+def test_ctas_that_a_turing_sm_holds(threads, registers, shared, ctas):
+    assert TURING.resident_ctas(threads, registers, shared) == ctas
+
+
+def test_newer_sms_keep_a_kilobyte_of_every_cta():
+    a100 = arch_of(80)
+    assert a100.resident_ctas(128, 32, 163 * 1024) == 1
+    assert a100.resident_ctas(128, 32, 163 * 1024 + 1) == 0
+    assert a100.resident_ctas(128, 32, 81 * 1024) == 2
+    assert a100.resident_ctas(128, 32, 81 * 1024 + 128) == 1
+
+
+def test_an_unknown_architecture_is_named():
+    with pytest.raises(ValueError, match=r"13\.0 \(sm_130\); known are 75, 80.*; .*CUPYATTN_ARCH"):
+        arch_of(130)
+    assert all(arch_of(number) is arch for number, arch in ARCHS.items())

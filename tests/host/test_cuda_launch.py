@@ -1,0 +1,134 @@
+"""What a launch on a GPU hands to the driver: without a GPU, read back from where it is packed."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.recording_device import device_array
+
+from cupyattn.kernels.device import cuda as cuda_module
+from cupyattn.kernels.device.arguments import PackedArguments
+from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Struct
+
+PARAMS = np.dtype([("n", np.int64), ("x", np.float32)], align=True)
+SPEC = KernelSpec(
+    entry="probe",
+    source="probe.cu",
+    parameters=(
+        Pointer("x", const=True),
+        Pointer("maybe", optional=True),
+        Scalar("count", np.dtype(np.int32)),
+        Struct("params", PARAMS, "Params"),
+    ),
+)
+ADDRESSES = 2**42 + 16, 2**63 + 32  # the second as a driver may place it, beyond a signed word
+
+
+def params(n: int, x: float) -> Any:
+    return np.array((n, x), PARAMS)[()]
+
+
+def read(table: int) -> tuple[int, int, int, tuple[int, float]]:
+    """What a kernel of SPEC would get, from the addresses of its arguments."""
+    places = struct.unpack("4P", ctypes.string_at(table, 32))
+    formats = ("Q", "Q", "i", "qf")
+    values = [
+        struct.unpack(f"={form}", ctypes.string_at(place, struct.calcsize(f"={form}")))
+        for form, place in zip(formats, places, strict=True)
+    ]
+    return values[0][0], values[1][0], values[2][0], values[3]
+
+
+def array_at(address: int) -> Any:
+    return SimpleNamespace(data=SimpleNamespace(ptr=address))
+
+
+def test_arguments_lie_where_the_driver_is_told():
+    packed = PackedArguments(SPEC)
+    x, maybe = map(array_at, ADDRESSES)
+    of_a_plan = np.int32(-5), params(3, 0.5)
+    packed.fill([x, maybe], of_a_plan)
+    assert read(packed.address) == (*ADDRESSES, -5, (3, 0.5))
+    packed.fill([maybe, None], of_a_plan)
+    assert read(packed.address) == (ADDRESSES[1], 0, -5, (3, 0.5))
+    packed.fill([maybe, x], (np.int32(7), params(-1, 2.0)))
+    assert read(packed.address) == (ADDRESSES[1], ADDRESSES[0], 7, (-1, 2.0))
+    packed.fill([maybe, x], of_a_plan)
+    assert read(packed.address)[2:] == (-5, (3, 0.5)), "with another plan's between"
+
+
+class Driver:
+    """Of CuPy what a launch asks for: two devices, each with a current stream."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cupy = pytest.importorskip("cupy")
+        from cupy_backends.cuda.api import driver
+
+        self.current = 1
+        self.calls: list[tuple[Any, ...]] = []
+        loaded = SimpleNamespace(kernel=Function(self))
+        compiled = SimpleNamespace(path="probe.cubin")
+        monkeypatch.setattr(cuda_module, "compile_cubin", lambda *_: compiled)
+        monkeypatch.setattr(
+            cupy, "RawModule", lambda path: SimpleNamespace(get_function=lambda entry: loaded)
+        )
+        monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: self.current)
+        monkeypatch.setattr(cupy.cuda, "Device", lambda ordinal: Current(self, ordinal))
+        monkeypatch.setattr(
+            cupy.cuda, "get_current_stream", lambda ordinal: SimpleNamespace(ptr=1000 + ordinal)
+        )
+        monkeypatch.setattr(driver, "launchKernel", self.launch)
+        self.device = SimpleNamespace(
+            _cupy=cupy, ordinal=1, capability=75, arch=SimpleNamespace(number=75)
+        )
+
+    def launch(self, *arguments: Any) -> None:
+        *others, table, extra = arguments
+        self.calls.append((self.current, *others, extra, read(table)))
+
+
+class Current:
+    """A device made the current one in a block."""
+
+    def __init__(self, driver: Driver, ordinal: int) -> None:
+        self.driver, self.ordinal = driver, ordinal
+
+    def __enter__(self) -> None:
+        self.outside, self.driver.current = self.driver.current, self.ordinal
+
+    def __exit__(self, *_: object) -> None:
+        self.driver.current = self.outside
+
+
+class Function:
+    """CuPy's, through which a thread's first launch goes."""
+
+    ptr = 77
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+
+    def __call__(self, *arguments: Any) -> None:
+        self.driver.calls.append((self.driver.current, "CuPy", *arguments))
+
+
+def test_a_launch_goes_to_the_current_stream_of_the_kernels_device(monkeypatch):
+    """Whichever device is current in the caller, which finds it as it was."""
+    driver = Driver(monkeypatch)
+    kernel = cuda_module.CudaKernel(driver.device, SPEC.specialise(threads=64, shared_bytes=512))
+    x = device_array((3,))
+    arrays, values = [x, None], (np.int32(4), params(1, 1.5))
+    kernel.start((9, 1, 1), arrays, values)
+    assert driver.calls == [(1, "CuPy", (9, 1, 1), (64, 1, 1), (*arrays, *values), 512)]
+    driver.calls.clear()
+    expected = (1, 77, 9, 1, 1, 64, 1, 1, 512, 1001, 0, (x.data.ptr, 0, 4, (1, 1.5)))
+    for current in (1, 0):
+        driver.current = current
+        kernel.start((9, 1, 1), arrays, values)
+        assert driver.calls.pop() == expected
+        assert driver.current == current

@@ -1,0 +1,334 @@
+"""Bad input: the right exception, what was passed, what is allowed, how to fix it; out untouched.
+
+The tables of bad_input have a row for each fault. On a GPU the same rows run on CuPy arrays, but
+for those that only NumPy has.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support.bad_input.arrays import NO_FLOATS, ONLY_IN_NUMPY, array_rows, shape_rows
+from support.bad_input.call import Call, backward, forward, full, normal, softmax, softmax_backward
+from support.bad_input.options import MASK, TABLE, numpy_option_rows, option_rows
+from support.bad_input.outputs import (
+    backward_rows,
+    forward_rows,
+    numpy_backward_rows,
+    numpy_forward_rows,
+    read_only,
+    softmax_backward_rows,
+    softmax_rows,
+)
+from support.bad_input.row import PLACED, Row
+
+import cupyattn
+from cupyattn import AttentionGrads, emulator
+
+NOTHING = emulator.load(
+    ".version 7.5\n.target sm_75\n.address_size 64\n.visible .entry nothing() { ret; }\n"
+)
+
+
+class Unexportable:
+    """An array of another library that cannot be exported just now."""
+
+    @property
+    def __dlpack_device__(self) -> Any:
+        raise RuntimeError("not just now")
+
+    __cuda_array_interface__ = __dlpack__ = __dlpack_device__
+
+
+def params(make: Callable[[], Call], rows: Iterator[Row], numpy_rows: Any = ()) -> Iterator[Any]:
+    """Every row on NumPy arrays; the first ones on CuPy arrays too."""
+    for library, id, *row in (
+        *((library, *row) for row in rows for library in ("numpy", "cupy")),
+        *(("numpy", *row) for row in numpy_rows),
+    ):
+        marks = (pytest.mark.gpu,) if library == "cupy" else ()
+        yield pytest.param(library, make, *row, id=f"{library} {make.__name__} {id}", marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("library", "make", "changes", "kind", "passed", "allowed"),
+    [
+        *params(forward, array_rows(NO_FLOATS, "q", "k", "v"), array_rows(ONLY_IN_NUMPY, "q", "v")),
+        *params(forward, shape_rows()),
+        *params(forward, option_rows(), numpy_option_rows()),
+        *params(forward, forward_rows(), numpy_forward_rows()),
+        *params(backward, array_rows(NO_FLOATS, "q", "k", "v"), array_rows(ONLY_IN_NUMPY, "k")),
+        *params(backward, shape_rows()),
+        *params(backward, option_rows(), numpy_option_rows()),
+        *params(backward, backward_rows(), numpy_backward_rows()),
+        *params(softmax, softmax_rows(), array_rows(ONLY_IN_NUMPY, "x")),
+        *params(softmax_backward, softmax_backward_rows(), array_rows(ONLY_IN_NUMPY, "dout")),
+    ],
+)
+def test_bad_input(library, make, changes, kind, passed, allowed):
+    call = make()
+    call.change({name: change for name, change in changes.items() if name != PLACED})
+    call.place(library)
+    changes.get(PLACED, lambda call: None)(call)
+    failure = call.refused()
+    assert type(failure) is kind, repr(failure)
+    said, *middle, _ = str(failure).split("; ")
+    assert passed in said
+    assert allowed in "; ".join(middle)
+
+
+@pytest.mark.parametrize("make", [forward, backward])
+@pytest.mark.parametrize(
+    ("valid", "equal_but_wrong"),
+    [
+        ({"causal": True}, {"causal": 1}),
+        ({"causal": False}, {"causal": 0}),
+        ({"softmax_scale": 1.0}, {"softmax_scale": True}),
+        ({"window_size": (1, 0)}, {"window_size": (1.0, 0)}),
+        ({"window_size": (1, 0)}, {"window_size": (True, False)}),
+        ({"softcap": 1.0}, {"softcap": True}),
+        ({"dropout_p": 0.0}, {"dropout_p": False}),
+        ({"seed": 1}, {"seed": 1.0}),
+        ({"seed": 1}, {"seed": True}),
+        ({"q_offset": 1}, {"q_offset": True}),
+    ],
+    ids=str,
+)
+def test_what_was_called_before_makes_no_difference(make, valid, equal_but_wrong):
+    """1 == 1.0 == True, also as keys of the caches of checked calls."""
+    first, then = make(), make()
+    first.change(valid)
+    first.run()
+    then.change(equal_but_wrong)
+    assert type(then.refused()) is TypeError
+
+
+def test_rotary_tables_reach_every_key_even_without_queries():
+    arrays = {"q": normal(2, 0, 4, 8), "k": normal(2, 5, 2, 8), "v": normal(2, 5, 2, 6)}
+    call = Call(cupyattn.attention, arrays, rotary=(TABLE[:4], TABLE[:4]))
+    assert type(call.refused()) is ValueError
+
+
+def test_a_mask_or_bias_that_does_not_broadcast_is_shown_by_its_name():
+    for name, array in (("mask", MASK[:, :2]), ("bias", MASK[:, :2].astype(np.float32))):
+        call = forward()
+        call.change({name: array})
+        assert f"{name}[:, None, None, :]" in str(call.refused()).split("; ")[-1]
+
+
+def test_a_tuple_as_out_is_told_of_return_lse():
+    call = forward()
+    call.change({"return_lse": False})
+    assert str(call.refused()).split("; ")[-1].startswith("pass return_lse=True")
+
+
+def fix_of(make: Callable[[], Call], changes: dict[str, Any]) -> str:
+    """The last part of the error that a changed call brings."""
+    call = make()
+    call.change(changes)
+    return str(call.refused()).split("; ")[-1]
+
+
+@pytest.mark.parametrize("make", [forward, backward])
+def test_a_mask_that_is_added_is_sent_to_bias(make):
+    """astype('bool') would turn the 0 of the keys to attend into False, and -inf into True."""
+    added = np.where(MASK, np.float32(0), np.float32(-np.inf))
+    for dtype in (np.float32, np.float16, np.float64, ml_dtypes.bfloat16):
+        fix = fix_of(make, {"mask": added.astype(dtype)})
+        assert "as bias=" in fix
+        assert "mask != 0" in fix
+        assert "astype" not in fix
+    assert fix_of(make, {"mask": MASK.astype(int)}).endswith("mask.astype('bool')")
+    followed = make()
+    followed.options = {"bias": added} if make is forward else {"bias": added, "grads": None}
+    followed.run()
+
+
+@pytest.mark.parametrize("make", [forward, backward])
+@pytest.mark.parametrize(
+    ("name", "values", "shape"),
+    [
+        ("seqused_k", (3, [3, 5], np.int64(3)), "int32 array of shape (B,)"),
+        ("sinks", (0.0, [0.0]), "float array of shape (H,)"),
+        ("alibi_slopes", (0.5, [0.5]), "float array of shape (H,) or (B, H)"),
+    ],
+)
+def test_a_number_for_an_array_is_told_the_shape(make, name, values, shape):
+    """numpy.asarray of it would be refused too, for having no axes."""
+    for value in values:
+        fix = fix_of(make, {name: value})
+        assert shape in fix
+        assert "asarray" not in fix
+    followed = forward()
+    followed.options = {"seqused_k": np.full(2, 3, "int32")}
+    followed.run()
+
+
+def in_fortran_order(*shape: int) -> np.ndarray:
+    return np.asfortranarray(full(*shape))
+
+
+@pytest.mark.parametrize("change", [read_only, in_fortran_order])
+def test_nobody_would_see_a_copy_of_a_result(change):
+    """The fix is an array made before the call, not one made in it."""
+    dq, out = change(2, 3, 4, 8), change(2, 3, 4, 6)
+    for make, changes, name in (
+        (forward, {"out": (out, full(2, 4, 3))}, "out"),
+        (forward, {"out": (full(2, 3, 4, 6), change(2, 4, 3))}, "lse"),
+        (backward, {"grads": AttentionGrads(dq, None, None, None, None)}, "grads.dq"),
+        (softmax, {"out": change(2, 3, 8)}, "out"),
+        (softmax_backward, {"dx": change(2, 3, 8)}, "dx"),
+    ):
+        fix = fix_of(make, changes)
+        assert fix.startswith("make a writable, C-contiguous array before the call")
+        assert f"pass it as {name}" in fix
+    for make in (backward, softmax_backward):  # where out is read, a copy will do
+        fix = fix_of(make, {"out": lambda a: np.asfortranarray(a)})
+        assert fix == "copy it with ascontiguousarray(out)"
+
+
+LONG = {
+    "list": [0.5] * 100_000,
+    "text": "x" * 1_000_000,
+    "bytes": bytes(1_000_000),
+    "tuple": tuple(range(100_000)),
+    "nested": [[[0.5] * 1000] * 100] * 10,
+    "texts": ["x" * 1_000_000] * 100,
+    "integer": 10**5000,  # Python refuses to write it
+    "pair": (10**5000, -1),
+    "type": type("x" * 1_000_000, (), {})(),
+}
+
+
+@pytest.mark.parametrize("make", [forward, backward, softmax])
+@pytest.mark.parametrize("value", LONG.values(), ids=LONG)
+def test_a_message_is_short_however_long_the_value(make, value):
+    parameters = inspect.signature(make().function).parameters.values()
+    for name in (p.name for p in parameters if p.kind is p.KEYWORD_ONLY):
+        call = make()
+        call.change({name: value})
+        assert len(str(call.refused())) < 1000, name
+    call = make()
+    first = next(iter(call.arrays))
+    call.arrays[first] = value
+    assert len(str(call.refused())) < 1000
+
+
+@pytest.mark.parametrize("axis", [-1.0, True, "0", None, (0,), np.array([1, 2]), np.array(-1.0)])
+def test_what_is_no_axis(axis):
+    for make in (softmax, softmax_backward):
+        call = make()
+        call.change({"axis": axis})
+        failure = call.refused()
+        assert type(failure) is TypeError
+        assert str(failure).startswith("axis is a ")
+
+
+@pytest.mark.parametrize("value", [v for v in LONG.values() if isinstance(v, str | bytes | list)])
+def test_names_of_backends_are_short_in_messages(value):
+    with pytest.raises(ValueError, match="; ") as failure, cupyattn.backend(value):
+        pass
+    assert len(str(failure.value)) < 1000
+
+
+@pytest.mark.parametrize("value", [LONG["list"], LONG["text"], LONG["bytes"]])
+def test_messages_of_the_emulator_are_short_too(value):
+    for use in (
+        lambda: emulator.Checks(max_steps=value),
+        lambda: emulator.Checks(races=value),
+        lambda: emulator.launch(NOTHING, "nothing", value, 32, []),
+        lambda: emulator.launch(NOTHING, str(value), 1, 32, []),
+        lambda: NOTHING.symbol(str(value)),
+    ):
+        with pytest.raises(emulator.LaunchError) as failure:
+            use()
+        assert len(str(failure.value)) < 300
+
+
+@pytest.mark.parametrize("make", [forward, backward])
+@pytest.mark.parametrize("array", [np.ndarray, Unexportable()], ids=["class", "raising"])
+def test_what_only_looks_like_an_array(make, array):
+    """In every place that takes one."""
+    failures = []
+    for name in ("seqused_k", "mask", "bias", "alibi_slopes", "sinks", "q_offset", "workspace"):
+        call = make()
+        call.change({name: array})
+        failures.append(call.refused())
+    for name in make().arrays:
+        call = make()
+        call.arrays[name] = array
+        failures.append(call.refused())
+    assert {type(failure) for failure in failures} == {TypeError}
+    if isinstance(array, Unexportable):
+        assert all("not just now" in str(failure) for failure in failures)
+
+
+@pytest.mark.parametrize("make", [forward, backward])
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [("seqused_k", [-1, 5]), ("seqused_k", [0, 6]), ("q_offset", [0, 2**61])],
+    ids=str,
+)
+def test_the_emulator_looks_at_values_too(make, name, array):
+    """As every call on NumPy arrays; the kernels would take the nearer end of the range."""
+    call = make()
+    call.change({name: np.array(array)})
+    with cupyattn.backend("emulator"):
+        failure = call.refused()
+    assert type(failure) is ValueError
+    assert f"{name} has values from {array[0]} to {array[1]}" in str(failure)
+
+
+@pytest.mark.parametrize("make", [forward, backward])
+def test_an_exception_in_mask_mod_is_the_callers(make):
+    def mask_mod(b, h, i, j):
+        raise KeyError("mine")
+
+    call = make()
+    call.change({"mask_mod": mask_mod})
+    before = call.contents()
+    with pytest.raises(KeyError, match="mine"):
+        call.run()
+    assert call.contents() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [forward, backward, softmax, softmax_backward])
+def test_numpy_and_cupy_arrays_mixed(make):
+    """Any one array on the other side, outputs too."""
+    names = [*make().arrays, *({"out", "dx", "grads"} & set(make().options))]
+    for name in names:
+        call, other = make(), make()
+        call.place("cupy")
+        source = other.arrays if name in other.arrays else other.options
+        (call.arrays if name in call.arrays else call.options)[name] = source[name]
+        failure = call.refused()
+        assert type(failure) is TypeError
+        assert "all arrays of a call are NumPy, or all are CuPy" in str(failure)
+    for option, value in (("mask", MASK), ("rotary", (TABLE, TABLE)), ("workspace", TABLE)):
+        if make in (forward, backward):
+            call = make()
+            call.place("cupy")
+            call.change({option: value})
+            assert "numpy" in str(call.refused()).split("; ")[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [forward, backward, softmax, softmax_backward])
+def test_arrays_on_two_devices(make):
+    cupy = pytest.importorskip("cupy")
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("one GPU only")
+    call = make()
+    call.place("cupy")
+    first = next(iter(call.arrays))
+    with cupy.cuda.Device(1):
+        call.arrays[first] = cupy.zeros(call.arrays[first].shape, np.float32)
+    failure = call.refused()
+    assert type(failure) is ValueError
+    assert f"{first} on device 1" in str(failure)

@@ -1,0 +1,214 @@
+"""Where files are kept: the cache folder, what stands in for it, and CuPy's folder beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from support.processes import environment, run
+from support.read_only import read_only
+
+from cupyattn import cupy_library, folders
+
+nvrtc = pytest.mark.nvrtc
+VARIABLES = ("CUPYATTN_CACHE_DIR", "XDG_CACHE_HOME", "CUPY_CACHE_DIR")
+
+
+@pytest.fixture
+def nothing_set(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable names a folder, and none was looked for yet."""
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that monkeypatch takes back what the test sets
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("platform", "variables", "expected"),
+    [
+        ("linux", {"XDG_CACHE_HOME": "{tmp}/xdg"}, "xdg/cupyattn"),
+        ("linux", {"XDG_CACHE_HOME": "", "HOME": "{tmp}"}, ".cache/cupyattn"),
+        ("darwin", {"HOME": "{tmp}"}, "Library/Caches/cupyattn"),
+        ("win32", {"LOCALAPPDATA": "{tmp}/local"}, "local/cupyattn"),
+        ("linux", {"CUPYATTN_CACHE_DIR": "~/mine", "HOME": "{tmp}"}, "mine"),
+    ],
+)
+def test_where_the_cache_is(nothing_set, tmp_path, monkeypatch, platform, variables, expected):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(tmp=tmp_path))
+    monkeypatch.setattr(folders.sys, "platform", platform)
+    directory = folders.cache_directory()
+    assert directory == tmp_path / expected
+    assert directory.is_dir()
+    assert folders.directories() == (directory,)
+
+
+def test_a_user_without_a_home_has_a_cache_for_the_process(nothing_set, monkeypatch):
+    """As in a container whose user id no one has heard of; nothing was named, nothing is said."""
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(folders.Path, "home", staticmethod(homeless))
+    directory = folders.cache_directory()
+    assert directory.is_dir()
+    assert directory == folders.temporary_directory()
+
+
+@pytest.mark.parametrize("below", ["", "below", "below/it"])
+def test_a_named_folder_that_cannot_be_is_told_once(nothing_set, tmp_path, monkeypatch, below):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(file / below))
+    with pytest.warns(UserWarning, match=r"CUPYATTN_CACHE_DIR='.*file.*; .*; set .*, or unset it"):
+        directory = folders.cache_directory()
+    assert tmp_path not in directory.parents
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert folders.stand_in(OSError("no space")) == directory
+
+
+def test_where_nothing_at_all_can_be_written(nothing_set, tmp_path, monkeypatch):
+    def no_place(**options: str) -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(folders.tempfile, "mkdtemp", no_place)
+    with pytest.raises(RuntimeError, match=r"cannot be written .*No usable.*; .*; set .*TMPDIR"):
+        folders.cache_directory()
+
+
+def test_a_forked_child_leaves_the_temporary_folder_to_its_parent(nothing_set, tmp_path):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    folders._remove(folder, os.getpid() + 1)
+    assert folder.is_dir()
+    folders._remove(folder, os.getpid())
+    assert not folder.exists()
+
+
+# --- CuPy's folder
+
+
+def test_cupy_keeps_its_own_folder_where_it_can(nothing_set, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    cupy_library._find_it_a_folder()
+    assert "CUPY_CACHE_DIR" not in os.environ
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "named"))
+    cupy_library._find_it_a_folder()
+    assert os.environ["CUPY_CACHE_DIR"] == str(tmp_path / "named")
+
+
+@pytest.mark.parametrize("set_to", [None, ""])
+def test_cupy_gets_a_folder_beside_ours(nothing_set, tmp_path, monkeypatch, set_to):
+    home = tmp_path / "file"
+    home.touch()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    if set_to is not None:
+        monkeypatch.setenv("CUPY_CACHE_DIR", set_to)
+    cupy_library._find_it_a_folder()
+    assert os.environ["CUPY_CACHE_DIR"] == str(tmp_path / "xdg" / "cupyattn" / "cupy")
+    assert (tmp_path / "xdg" / "cupyattn" / "cupy").is_dir()
+
+
+def test_cupy_gets_a_folder_where_a_home_can_only_be_read(nothing_set, tmp_path, monkeypatch):
+    """CuPy would be imported, and fail when it first compiles a kernel of its own."""
+    made = tmp_path / "home" / ".cupy" / "kernel_cache"
+    made.mkdir(parents=True)
+    with read_only(tmp_path / "home") as home:
+        monkeypatch.setenv("HOME", str(home))
+        cupy_library._find_it_a_folder()
+        assert os.environ["CUPY_CACHE_DIR"] == str(folders.temporary_directory() / "cupy")
+
+
+def test_cupy_gets_a_folder_where_there_is_no_home(nothing_set, tmp_path, monkeypatch):
+    def homeless(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cupy_library.Path, "expanduser", homeless)
+    cupy_library._find_it_a_folder()
+    assert os.environ["CUPY_CACHE_DIR"] == str(tmp_path / "cupyattn" / "cupy")
+
+
+def homes(tmp_path: Path) -> dict[str, str]:
+    file = tmp_path / "file"
+    file.touch()
+    return {"a file": str(file), "missing": "/proc/nonexistent/home", "read-only": "/proc/1"}
+
+
+IMPORT_CUPY = """
+import cupyattn, os
+info = cupyattn.device_info()
+if info["cupy"]:
+    import cupy
+    from cupy.cuda._compiler_cache import DiskKernelCacheBackend
+    DiskKernelCacheBackend().save("name", b"cubin", "source")
+print(info["cache"]["folder"])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="paths below /proc are Linux's")
+@pytest.mark.parametrize("home", ["a file", "missing", "read-only"])
+def test_notebooks_run_without_a_home(tmp_path, home):
+    """They ask for the devices first, then import CuPy, which writes into its folder."""
+    variables = environment() | {"HOME": homes(tmp_path)[home]}
+    for name in VARIABLES:
+        variables.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", IMPORT_CUPY],
+        capture_output=True,
+        text=True,
+        env=variables,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not Path(done.stdout.strip()).exists(), "the temporary folder goes with the process"
+
+
+@nvrtc
+@pytest.mark.skipif(sys.platform != "linux", reason="paths below /proc are Linux's")
+@pytest.mark.parametrize("home", ["a file", "missing"])
+@pytest.mark.parametrize("command", [("info",), ("demo", "--seqlen", "8", "--head-dim", "8")])
+def test_commands_run_without_a_home(tmp_path, home, command):
+    variables = {
+        "HOME": homes(tmp_path)[home],
+        "CUPYATTN_CACHE_DIR": str(folders.cache_directory()),
+    }
+    launcher = ("-m", "cupyattn", *command)
+    done = run("--json", launcher=launcher, env=variables | {"CUPY_CACHE_DIR": ""})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["command"] == command[0]
+    assert not done.stderr
+
+
+@nvrtc
+@pytest.mark.parametrize("command", ["info", "demo", "compile"])
+def test_a_folder_of_cupys_that_cannot_be_is_named(tmp_path, command):
+    (tmp_path / "file").touch()
+    done = run(
+        "--json",
+        launcher=("-m", "cupyattn", command),
+        env={"CUPY_CACHE_DIR": str(tmp_path / "file" / "below")},
+    )
+    assert done.returncode == 1
+    error = json.loads(done.stdout)["error"]
+    assert error.startswith("CUPY_CACHE_DIR=")
+    assert error.endswith("set CUPY_CACHE_DIR to a folder that can be written, or unset it")
+    assert "Traceback" not in done.stderr
+
+
+@nvrtc
+def test_an_unusable_folder_is_told_once_in_a_process(tmp_path):
+    (tmp_path / "file").touch()
+    done = run(
+        launcher=("-m", "cupyattn", "info"), env={"CUPYATTN_CACHE_DIR": str(tmp_path / "file")}
+    )
+    assert done.returncode == 0
+    assert done.stderr.count("UserWarning") == 1
+    assert "set CUPYATTN_CACHE_DIR to a folder that can be written" in done.stderr

@@ -1,0 +1,125 @@
+"""A fork while another thread compiles: the child goes on, and compiles too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support.processes import environment
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a fork is POSIX")
+
+START = """
+import os, signal, sys, threading, warnings
+warnings.simplefilter("ignore")  # newer Pythons warn of a fork beside threads
+seconds = 120
+
+def child_of(work):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(seconds)  # ends a child that hangs, with a status that is not 0
+        work()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, "the child hung or failed"
+
+def in_a_thread(work):
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+"""
+
+COMPILE = """
+from cupyattn.kernels import compile
+from cupyattn.kernels.arch import arch_of
+from cupyattn.kernels.configs.attention.teaching import forward
+from cupyattn.kernels.configs.layers import softmax
+TURING = arch_of(75)
+FIRST = softmax.BACKWARD.specialise(75, "float32", 100, 1)
+ONE = forward.tiled(75, "float16", 64, 64, 8)
+OTHER = softmax.FORWARD.specialise(75, "float32", 100, 1)
+run, within = compile._run_nvrtc, threading.Event()
+
+def announced(*args, **options):
+    within.set()
+    return run(*args, **options)
+
+def compile_both():
+    assert compile.compile_ptx(ONE, TURING).was_cached, "the fork waited until it was there"
+    assert not compile.compile_ptx(OTHER, TURING).was_cached
+
+compile._run_nvrtc = announced
+compile.compile_cubin(FIRST, TURING)  # imports, finds headers
+within.clear()
+thread = in_a_thread(lambda: compile.compile_ptx(ONE, TURING))
+within.wait()
+child_of(compile_both)
+thread.join()
+assert compile.compile_ptx(OTHER, TURING).was_cached
+"""
+
+EMULATOR = """
+from cupyattn import emulator
+from cupyattn.emulator import module as module_file
+
+PTX = '''
+.version 7.5
+.target sm_75
+.address_size 64
+.visible .entry nothing() { ret; }
+'''
+module = emulator.load(PTX)
+compile_kernel, within, may_end = module_file.compile_kernel, threading.Event(), threading.Event()
+
+def slow(*args):
+    within.set()
+    may_end.wait()
+    return compile_kernel(*args)
+
+def launch():
+    module_file.compile_kernel = compile_kernel
+    emulator.launch(module, "nothing", 1, 32, [])
+
+module_file.compile_kernel = slow
+thread = in_a_thread(lambda: module.program("nothing"))
+within.wait()
+child_of(launch)
+may_end.set()
+thread.join()
+"""
+
+WITHIN = """
+from cupyattn.kernels.fork import NoForkWithin
+no_fork = NoForkWithin()
+with no_fork():
+    child_of(lambda: None)  # its own thread does not wait for itself
+
+def enter_and_leave():
+    with no_fork():
+        pass
+    child_of(lambda: None)
+
+child_of(enter_and_leave)
+enter_and_leave()
+"""
+
+
+def succeeds(program: str) -> None:
+    command = [sys.executable, "-c", START + program]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.nvrtc
+def test_a_child_compiles_though_another_thread_did_at_the_fork(empty_cache):
+    """The same kernel, whose lock that thread held, and another: NVRTC has locks too."""
+    succeeds(COMPILE)
+
+
+def test_a_child_launches_though_another_thread_generated_code_at_the_fork():
+    succeeds(EMULATOR)
+
+
+def test_a_thread_may_fork_within_and_without():
+    succeeds(WITHIN)

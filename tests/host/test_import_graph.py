@@ -1,0 +1,259 @@
+"""Imports point one way, and heavy ones wait until they are needed."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import cupyattn
+
+PACKAGE = Path(cupyattn.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# Room: the rooms that it may import besides itself. A room is a folder or a module at the top; ""
+# is the package's own __init__.
+BOTTOM = {"reference", "gradients", "arrays", "cupy_library", "folders", "errors"}
+ROOMS = {
+    "errors": set(),
+    "folders": {"errors"},
+    "cupy_library": {"folders", "errors"},
+    "emulator": set(),
+    "arrays": {"cupy_library", "errors"},
+    "gradients": {"arrays"},
+    "reference": {"gradients"},
+    "kernels": {"arrays", "cupy_library", "folders", "errors", "emulator"},
+    "turing": {"kernels", "errors"},
+    "ops": {"kernels", "arrays", "errors"},
+    "functional": {"ops", "kernels", "emulator", *BOTTOM},
+    "": {"functional", "emulator"},
+    "cli": {"", "functional", "ops", "turing", "kernels", "emulator", *BOTTOM},
+    "benchmark": {"", "cli", "functional", "ops", "kernels", "emulator", *BOTTOM},
+    "__main__": {"cli", "kernels"},
+}
+CUPY = {"cupy", "cupy_backends", "cupyx"}
+# The first gives CuPy a folder that it can write; the others import what is below it after that.
+MAY_IMPORT_CUPY = {
+    "cupyattn.cupy_library": "cupy",
+    "cupyattn.kernels.compile": "cupy_backends",
+    "cupyattn.kernels.device.cuda": "cupy_backends",
+}
+LAZY = {*CUPY, "cuda", "rich", "ml_dtypes", "torch", "matplotlib"}
+
+
+def name_of(path: Path) -> str:
+    """cupyattn/kernels/launch.py -> cupyattn.kernels.launch."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {name_of(path): path for path in MODULES}
+
+
+def room_of(module: str) -> str:
+    _, _, inner = module.partition(".")
+    return inner.partition(".")[0]
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(path: Path, within: ast.AST | None = None) -> Iterator[str]:
+    """The modules that a file imports, anywhere in it or in a part of it."""
+    here = name_of(path)
+    package = here if path.name == "__init__.py" else here.rpartition(".")[0]
+    for node in ast.walk(within or tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join([*(above if node.level else []), *filter(None, [node.module])])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                yield inner if inner in NAMES else base
+
+
+def imports_at_import(path: Path, typing: bool = False) -> Iterator[str]:
+    """The modules imported when the file is: outside of functions, and of TYPE_CHECKING.
+
+    With `typing` those under TYPE_CHECKING count as well.
+    """
+    pending: list[ast.stmt] = list(tree_of(path).body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from imports(path, node)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not typing:
+            pending += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            pending += [
+                child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)
+            ]
+
+
+def ids(path: Path) -> str:
+    return name_of(path)
+
+
+def test_the_reader_of_imports_sees_them():
+    """The tests below would pass for a reader that finds nothing."""
+    found = set(imports(PACKAGE / "functional" / "attention" / "forward.py"))
+    assert {"cupyattn.reference", "cupyattn.ops.attention.forward", "typing"} <= found
+    assert "cupyattn.reference.attention.dense" in set(
+        imports(PACKAGE / "reference" / "__init__.py")
+    )
+    assert "cupy" in set(imports(PACKAGE / "cupy_library.py"))
+    assert "cupy" not in set(imports_at_import(PACKAGE / "cupy_library.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=ids)
+def test_imports_point_one_way(path):
+    room = room_of(name_of(path))
+    assert room in ROOMS, f"{room} is a new room: say in ROOMS what it may import"
+    for imported in imports(path):
+        if imported.partition(".")[0] == "cupyattn":
+            target = room_of(imported)
+            assert target in ROOMS[room] | {room}, f"{room} may not import {imported}"
+
+
+def test_rooms_have_no_cycle():
+    """ROOMS itself is an order: each room stands below those that may import it."""
+    below: set[str] = set()
+    for room, allowed in ROOMS.items():
+        assert allowed <= below, f"{room} may import {allowed - below}, which come after it"
+        below.add(room)
+
+
+def cycle_in(graph: dict[str, set[str]]) -> list[str]:
+    """A way through the graph that comes back to where it began, or nothing."""
+    finished: set[str] = set()
+
+    def visit(name: str, trail: list[str]) -> list[str]:
+        if name in trail:
+            return [*trail[trail.index(name) :], name]
+        if name not in finished:
+            for imported in sorted(graph[name]):
+                if found := visit(imported, [*trail, name]):
+                    return found
+            finished.add(name)
+        return []
+
+    return next(filter(None, (visit(name, []) for name in graph)), [])
+
+
+def test_a_cycle_is_found():
+    graph = {"a": {"b", "c"}, "b": {"c"}, "c": set(), "d": {"a", "e"}, "e": {"f"}, "f": {"d"}}
+    assert cycle_in(graph) == ["d", "e", "f", "d"]
+    assert cycle_in({**graph, "f": {"c"}}) == []
+
+
+def test_imports_for_type_hints_are_seen():
+    package = PACKAGE / "__init__.py"
+    assert "cupyattn.emulator" in imports_at_import(package, typing=True)
+    assert "cupyattn.emulator" not in imports_at_import(package)
+
+
+def test_modules_have_no_cycle():
+    """Imports for type hints count: what two modules say of each other, they know of each other."""
+    graph = {
+        name: {found for found in imports_at_import(path, typing=True) if found in NAMES} - {name}
+        for name, path in NAMES.items()
+    }
+    assert not (cycle := cycle_in(graph)), " -> ".join(cycle)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=ids)
+def test_heavy_imports_are_lazy(path):
+    at_import = {imported.partition(".")[0] for imported in imports_at_import(path)}
+    assert not at_import & LAZY
+
+
+def test_cupy_is_imported_in_one_place():
+    importing = {
+        name: {imported.partition(".")[0] for imported in imports(path)} & CUPY
+        for name, path in NAMES.items()
+    }
+    found = {name: next(iter(parts)) for name, parts in importing.items() if parts}
+    assert found == MAY_IMPORT_CUPY
+
+
+def test_the_reference_imports_numpy_alone():
+    for path in (PACKAGE / "reference").rglob("*.py"):
+        for imported in imports(path):
+            top = imported.partition(".")[0]
+            assert top in sys.stdlib_module_names | {"numpy", "cupyattn"}, f"{path}: {imported}"
+
+
+def attributes(path: Path) -> set[str]:
+    """The names and attributes that a file's code (not its comments and docstrings) uses."""
+    return {
+        node.attr if isinstance(node, ast.Attribute) else node.id
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute | ast.Name)
+    }
+
+
+def test_only_kernels_knows_raw_modules():
+    knowing = {room_of(name) for name, path in NAMES.items() if "RawModule" in attributes(path)}
+    assert knowing == {"kernels"}
+
+
+def test_only_launch_starts_kernels():
+    def starts(path: Path) -> bool:
+        return any(
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "start"
+            and node.args  # a thread's takes none
+            for node in ast.walk(tree_of(path))
+        )
+
+    outside = {name: path for name, path in NAMES.items() if room_of(name) != "emulator"}
+    assert {name for name, path in outside.items() if starts(path)} == {"cupyattn.kernels.launch"}
+
+
+def test_import_is_light(tmp_path):
+    """`import cupyattn` imports neither CuPy nor rich nor the emulator, and compiles nothing."""
+    cache_folder = tmp_path / "kernels"
+    script = "import sys, json, cupyattn; print(json.dumps(sorted(sys.modules)))"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(PACKAGE.parent),
+        "CUPYATTN_CACHE_DIR": str(cache_folder),
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True
+    )
+    modules = json.loads(result.stdout)
+    assert "cupyattn" in modules
+    assert not [name for name in modules if name.startswith("cupyattn.emulator")]
+    loaded = {name.partition(".")[0] for name in modules}
+    assert not loaded & LAZY
+    assert not cache_folder.exists()
+
+
+def test_the_emulator_is_there_when_asked_for():
+    script = (
+        "import cupyattn; assert 'emulator' in dir(cupyattn); "
+        "print(cupyattn.emulator.Checks.fast().races, cupyattn.emulator.__name__); "
+        "import cupyattn.emulator as module; assert module is cupyattn.emulator"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True
+    )
+    assert result.stdout == "False cupyattn.emulator\n"
+
+
+def test_other_names_are_not_there():
+    with pytest.raises(AttributeError, match="module 'cupyattn' has no attribute 'emulators'"):
+        cupyattn.emulators  # noqa: B018

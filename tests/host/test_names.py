@@ -1,0 +1,87 @@
+"""The public names: their parameters and defaults, their documentation, the version."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+import cupyattn
+from cupyattn import AttentionGrads, attention, attention_backward, softmax_backward
+from cupyattn import softmax as softmax_forward
+
+SHARED_OPTIONS = {
+    "causal": False, "softmax_scale": None, "window_size": None, "q_offset": None,
+    "seqused_k": None, "mask": None, "bias": None, "alibi_slopes": None, "softcap": None,
+    "sinks": None, "dropout_p": 0.0, "seed": None, "rotary": None, "score_mod": None,
+    "mask_mod": None,
+}  # fmt: skip
+SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
+    attention: (
+        ("q", "k", "v"),
+        {**SHARED_OPTIONS, "return_lse": False, "implementation": "flash", "out": None,
+         "workspace": None},
+    ),
+    attention_backward: (
+        ("dout", "q", "k", "v", "out", "lse"),
+        {**SHARED_OPTIONS, "dlse": None, "deterministic": False,
+         "implementation": "flash", "grads": None,
+         "accumulate": False, "workspace": None},
+    ),
+    softmax_forward: (("x",), {"axis": -1, "out": None}),
+    softmax_backward: (("dout", "out"), {"axis": -1, "dx": None}),
+}  # fmt: skip
+
+
+def test_gradients_may_be_of_any_library_and_left_out():
+    """What annotations say of `AttentionGrads`: it is an argument too, and CuPy's on a GPU."""
+    hints = get_type_hints(AttentionGrads)
+    assert list(hints) == ["dq", "dk", "dv", "dbias", "dsinks"]
+    for hint in hints.values():
+        assert hint is Any or set(get_args(hint)) == {Any, type(None)}
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)
+def test_names_and_defaults(function):
+    """Arrays by position alone, options by name alone."""
+    parameters = inspect.signature(function).parameters.values()
+    positional = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_ONLY)
+    options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert (positional, options) == SIGNATURES[function]
+    assert list(options) == list(SIGNATURES[function][1])
+    assert len(parameters) == len(positional) + len(options)
+    assert all(p.annotation is not p.empty for p in parameters)
+
+
+def sections(docstring: str) -> dict[str, str]:
+    """The text of each numpydoc section, by its heading."""
+    heading = re.compile(r"^(\w[\w ]*)\n-+\n", re.MULTILINE)
+    pieces = heading.split(inspect.cleandoc(docstring))
+    return dict(zip(pieces[1::2], pieces[2::2], strict=True))
+
+
+@pytest.mark.parametrize("name", sorted(set(cupyattn.__all__) - {"__version__"}))
+def test_public_names_are_documented(name):
+    """A one-line summary, then numpydoc sections that name every parameter or field."""
+    public = getattr(cupyattn, name)
+    assert public.__doc__, name
+    assert inspect.cleandoc(public.__doc__).partition("\n")[0].endswith((".", "``."))
+    found = sections(public.__doc__)
+    if inspect.isclass(public):
+        described, wanted = found.get("Attributes", ""), list(public._fields)
+    else:
+        is_context = inspect.isgeneratorfunction(inspect.unwrap(public))
+        assert "Returns" in found or is_context
+        assert "Examples" in found
+        wanted = list(inspect.signature(public).parameters)
+        described = found.get("Parameters", "")
+        assert not wanted or "Raises" in found
+    names = re.findall(r"^([\w, ]+?)(?: : .*)?$", described, re.MULTILINE)
+    assert [n.strip() for line in names for n in line.split(",") if n.strip()] == wanted
+
+
+def test_version_is_a_release():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", cupyattn.__version__)

@@ -1,0 +1,162 @@
+"""What README and CONTRIBUTING promise: commands, examples, tables, figures, links, length."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from xml.etree import ElementTree
+
+import pytest
+from support import readme
+from support.readme import MEASURED, README, ROOT, options_table, with_table, with_tables
+
+from cupyattn import cli
+from cupyattn.benchmark import __main__ as benchmark
+from cupyattn.benchmark.plot.figures import figures_of, results_in
+
+MOST_WORDS = 1300
+COMMANDS = ("pip install . && python -m cupyattn demo", 'pip install ".[test]" && pytest')
+DOCUMENTS = (README, ROOT / ".github" / "CONTRIBUTING.md")
+CODE = re.compile(r"```\w*\n(.*?)```", flags=re.DOTALL)
+INLINE = re.compile(r"`([^`]+)`")
+
+
+def text_of(document) -> str:
+    return document.read_text(encoding="utf-8")
+
+
+def prose(text: str) -> str:
+    """All but code, tables, comments and tags."""
+    lines = CODE.sub("", re.sub(r"<.*?>", "", text, flags=re.DOTALL)).splitlines()
+    return "\n".join(line for line in lines if not line.startswith("|"))
+
+
+def test_prose_leaves_out_what_is_none():
+    text = "two words\n| a | table |\n```python\nimport this\n```\n<!-- not\nseen -->and two\n"
+    assert prose(text).split() == ["two", "words", "and", "two"]
+
+
+def test_readme_is_short():
+    assert len(prose(text_of(README)).split()) <= MOST_WORDS
+
+
+def test_readme_has_the_two_commands_that_ci_runs():
+    for command in COMMANDS:
+        assert f"```bash\n{command}\n```" in text_of(README)
+    ci = ROOT / ".ci" / "run"
+    if not ci.exists():
+        pytest.skip("this is not a checkout: .ci/run is not here")
+    for command in COMMANDS:
+        assert re.search(
+            rf"^{re.escape(command)}( --deep)? \|\| exit$", ci.read_text("utf-8"), re.M
+        )
+
+
+def test_examples_run():
+    examples = re.findall(r"```python\n(.*?)```", text_of(README), flags=re.DOTALL)
+    assert len(examples) >= 2
+    for example in examples:
+        exec(compile(example, "README.md", "exec"), {})
+
+
+def test_tables_are_not_stale():
+    assert with_tables(text_of(README)) == text_of(README), "run python tests/support/readme.py"
+
+
+def test_a_table_needs_its_marks():
+    with pytest.raises(ValueError, match="no marks for the table speed"):
+        with_table("<!-- options: end -->\n", "speed", "| |\n")
+
+
+def test_implementations_with_the_same_options_share_a_column():
+    registered = {
+        "attention": {
+            ("flash", "float16"): {"causal", "bias"},
+            ("flash", "float32"): {"causal"},
+            ("naive", "float16"): ["causal"],
+            ("naive", "float32"): ["causal"],
+        }
+    }
+    table = options_table(registered, {"causal", "bias", "rotary"}, ["causal", "bias", "rotary"])
+    head, _, *rows = table.splitlines()
+    first, second = '"flash" (float16)', '"flash" (float32), "naive"'
+    assert head == f"| option | `attention`: {first} | `attention`: {second} | {readme.CPU} |"
+    assert rows == [
+        "| `causal` | yes | yes | yes |", "| `bias` | yes | - | yes |", "| `rotary` | - | - | yes |"
+    ]  # fmt: skip
+
+
+COMMAND = re.compile(r"python -m (cupyattn(?:\.benchmark)?) ([^#]*)")
+
+
+def commands() -> set[tuple[str, str]]:
+    """The library's commands that the documents name: the module, and its arguments."""
+    found = set()
+    for document in DOCUMENTS:
+        text = text_of(document)
+        lines = "\n".join(CODE.findall(text)).splitlines()
+        spans = [" ".join(span.split()) for span in INLINE.findall(CODE.sub("", text))]
+        for named in filter(None, map(COMMAND.search, (*lines, *spans))):
+            found.add((named[1], named[2].strip()))
+    return found
+
+
+@pytest.mark.parametrize(("module", "arguments"), sorted(commands()))
+def test_commands_are_understood(module, arguments, monkeypatch):
+    called = cli if module == "cupyattn" else benchmark
+    monkeypatch.setattr(called, "dispatch", lambda parser, argv: parser.parse_args(argv))
+    assert callable(called.main(shlex.split(arguments)).run)
+
+
+def test_there_are_commands():
+    """The test above would pass for none."""
+    assert {("cupyattn", "demo"), ("cupyattn", "compile --arch 75")} <= commands()
+    figures = "attention --seqlen 4096 --head-dim 40 64 80 96 128 160 192 256 --options causal"
+    assert ("cupyattn.benchmark", figures) in commands()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_what_is_linked_and_named_is_there(document):
+    text = text_of(document)
+    links = re.findall(r"\]\(([^)]+)\)|(?:src|srcset)=\"([^\"]+)\"", text)
+    for link in filter(None, (one or other for one, other in links)):
+        assert link.startswith("https://") or (document.parent / link).exists(), link
+    for path in re.findall(r"`([\w.]+(?:/[\w.-]+)+)`", text):
+        if not path.startswith(".ci/") or (ROOT / ".ci").exists():  # not in an sdist
+            assert (ROOT / path).exists() or (ROOT / "cupyattn" / path).exists(), path
+
+
+def test_the_tree_is_that_of_the_repository():
+    """Every folder and file in CONTRIBUTING's tree, under the one that it is indented below."""
+    tree = CODE.findall(text_of(DOCUMENTS[1]))[0]
+    above: list[str] = []
+    seen = 0
+    for line in tree.splitlines():
+        names = re.findall(r"(?<!\S)([\w.]+(?:/|\.py))(?!\S)", line)
+        depth = (len(line) - len(line.lstrip())) // 2
+        if depth <= 2:
+            above[depth:] = names[:1]
+        folder = ROOT.joinpath(*above[: min(depth, 3)])
+        for name in names:  # one behind another stands beside it, or is in it
+            assert (folder / name).exists() or (folder / names[0] / name).exists(), line
+            seen += 1
+    assert seen > 20
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_picture_shows_the_figures(theme):
+    """Of each panel in its place: title first, then the library's figures by head dim."""
+    figures = figures_of(results_in(MEASURED))
+    picture = ElementTree.parse(ROOT / ".github" / f"speed-{theme}.svg")
+    shown = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert figures.caption in shown
+    assert {*figures.contenders, "no kernel"} <= set(shown)
+    ours = figures.contenders[0]
+    for panel, contenders in figures.panels.items():
+        labels = [f"{tflops:.0f}" for tflops in contenders[ours].values()]
+        assert any(shown[at : at + len(labels)] == labels for at in range(len(shown))), panel
+
+
+def test_figures_say_where_they_are_from():
+    for result in results_in(MEASURED):
+        assert {"device", "date", "code", "measured_by"} <= set(result)

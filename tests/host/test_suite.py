@@ -1,0 +1,80 @@
+"""What the suite promises of itself: options that meet, quick tests, runs without xdist."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.attention_options import OPTION_SETS, OPTIONS, SCORE_OPTIONS
+from support.search import NOT_QUICK, QUICK
+from support.strategies import AttentionProblem
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def run(*arguments: str) -> str:
+    """Run pytest in a process of its own, and return what it says."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("pair", [*itertools.combinations(SCORE_OPTIONS, 2)], ids="-".join)
+def test_every_two_score_options_meet_and_part(pair: tuple[str, str]):
+    found = {tuple(name in options for name in pair) for options in OPTION_SETS}
+    assert found == set(itertools.product((False, True), repeat=2))
+
+
+def test_option_sets_hold_score_options_only():
+    assert set().union(*OPTION_SETS) == set(SCORE_OPTIONS) < set(OPTIONS)
+
+
+@pytest.mark.parametrize("beginning", [*QUICK, *NOT_QUICK])
+def test_quick_tests_are_there(beginning: str):
+    file, _, test = beginning.partition("::")
+    found = list((ROOT / "tests").glob(f"{file}*"))
+    assert found
+    name = test.partition("[")[0]
+    assert not test or any(f"def {name}" in path.read_text(encoding="utf-8") for path in found)
+
+
+@pytest.mark.parametrize("view", ["contiguous", "padded", "strided"])
+def test_views_of_options_hold_what_is_drawn(view: str):
+    drawn = (
+        *(("mask", (2, 1, 5, 7)), ("bias", (((4, 1, 7)), "float16")), ("sinks", "float32")),
+        *(("alibi_slopes", ((2, 4), "float32", -1)), ("seqused_k", (3, 6)), ("q_offset", (2, 1))),
+    )
+    sizes = {"B": 2, "Sq": 5, "Sk": 7, "H": 4, "G": 2, "D": 8, "Dv": 8}
+    plain, other = (
+        AttentionProblem(**sizes, drawn=drawn, option_view=each).options()
+        for each in ("contiguous", view)
+    )
+    for name, array in plain.items():
+        assert (other[name] == array).all()
+        assert other[name].strides == array.strides or view != "contiguous"
+    assert other["bias"].strides[0] < 0 or view != "strided"
+
+
+@pytest.mark.parametrize("arguments", [("-p", "no:xdist"), ("-n", "0")], ids=" ".join)
+def test_a_run_in_one_process(arguments: tuple[str, ...]):
+    if "-n" in arguments:
+        pytest.importorskip("xdist")
+    said = run(*arguments, "-q", "tests/host/test_names.py")
+    assert "passed" in said
+
+
+def test_the_header_says_where_kernels_run_and_how_long_it_takes():
+    said = run("--collect-only", "-m", "quick", "-p", "no:xdist", "-k", "test_names")
+    assert "kernels run on" in said or "kernels for" in said or "no NVRTC" in said
+    assert "expect" in said or "compute capability" in said
+
+
+def test_names_of_tests_are_the_same_in_every_process():
+    """Workers of pytest-xdist compare them: no name may hold an address."""
+    said = run("--collect-only", "-q", "-p", "no:xdist")
+    assert not re.findall(r".* at 0x[0-9a-f]+.*", said)

@@ -1,0 +1,163 @@
+"""Where the arrays of a call may lie: views, out= and dx=, one buffer for several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+from support.attention_options import OPTIONS, RUN_TIME_OPTIONS
+from support.devices import CUPY, NUMPY, SENTINEL, everywhere, placed, unchanged
+from support.strategies import AttentionProblem, attention_problems
+
+from cupyattn import attention, attention_backward, softmax_backward
+from cupyattn import softmax as softmax_forward
+
+
+def options_of(side: Any, problem: AttentionProblem) -> dict[str, Any]:
+    options = {name: placed(side, value) for name, value in problem.options().items()}
+    return {**options, "implementation": "tiled"}
+
+
+@pytest.mark.parametrize(
+    ("side", "options"),
+    [(NUMPY, OPTIONS), pytest.param(CUPY, RUN_TIME_OPTIONS, marks=pytest.mark.gpu)],
+    ids=["numpy", "cupy"],
+)
+@given(st.data())
+def test_views_equal_copies(side, options, data):
+    """Packed qkv, transposes, slices, negative strides, a batch of stride 0."""
+    problem = data.draw(attention_problems(options=options, largest=40))
+    views = [side.put(array) for array in problem.arrays()]
+    copies = [side.put(np.ascontiguousarray(array)) for array in problem.arrays()]
+    options = options_of(side, problem)
+    with unchanged(*views):
+        of_views = attention(*views, **options, return_lse=True)
+    of_copies = attention(*copies, **options, return_lse=True)
+    for view, copy in zip(of_views, of_copies, strict=True):
+        assert_array_equal(side.get(view), side.get(copy))
+
+
+@given(attention_problems(largest=20))
+def test_backward_of_views_equals_backward_of_copies(problem: AttentionProblem):
+    arrays = dout, *qkv = (problem.gradients()[0], *problem.arrays())
+    options = problem.options()
+    results = attention(*qkv, **options, return_lse=True)
+    of_views = attention_backward(*arrays, *results, **options)
+    of_copies = attention_backward(*map(np.ascontiguousarray, arrays), *results, **options)
+    assert dout is arrays[0]
+    for view, copy in zip(of_views, of_copies, strict=True):
+        assert (view is None) == (copy is None)
+        if view is not None:
+            assert_array_equal(view, copy)
+
+
+@everywhere
+def test_options_may_be_views_too(side):
+    """Strided, reversed and broadcast seqused_k and q_offset (and on NumPy the rest)."""
+    problem = AttentionProblem(B=3, Sq=4, Sk=6, H=4, G=2, D=8, Dv=8)
+    arrays = [side.put(array) for array in problem.arrays()]
+    used, offsets = np.array([9, 4, 9, 1, 9, 6])[::-2], np.broadcast_to(np.int32(2), (3,))
+    options = {"seqused_k": used, "q_offset": offsets}
+    if side is NUMPY:
+        bias = problem.normal("bias", (6, 4, 2, 1))
+        options |= {"bias": bias.transpose(3, 2, 1, 0)[:, ::-1].repeat(2, 1)[:, ::1, :, ::-1]}
+        options |= {"mask": np.broadcast_to(bias[:, :1, 0, 0].T > -1, (3, 1, 4, 6))}
+        options |= {"alibi_slopes": np.broadcast_to(np.float32(0.5), (3, 4))}
+        options |= {"sinks": problem.normal("sinks", (8,))[::2]}
+        options |= {"rotary": (np.ones((2, 8), np.float32).T, np.zeros((16, 2), np.float16)[::2])}
+    copies = {name: _copied(value) for name, value in options.items()}
+    viewed, copied = (
+        attention(
+            *arrays,
+            **{name: placed(side, value) for name, value in named.items()},
+            implementation="tiled",
+        )
+        for named in (options, copies)
+    )
+    assert_array_equal(side.get(viewed), side.get(copied))
+
+
+def _copied(value: Any) -> Any:
+    return tuple(map(_copied, value)) if isinstance(value, tuple) else np.array(value)
+
+
+@everywhere
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_out_is_written_and_returned(side, return_lse):
+    """Into contiguous arrays, and into views whose surroundings stay as they are."""
+    problem = AttentionProblem(B=2, Sq=5, Sk=7, H=4, G=2, D=8, Dv=6, drawn=(("causal", True),))
+    arrays = [side.put(array) for array in problem.arrays()]
+    options = options_of(side, problem)
+    expected = attention(*arrays, **options, return_lse=True)
+
+    memory = side.put(np.full((2, 4, 9, 3, 6), SENTINEL, np.float32))
+    lse_memory = side.put(np.full((4, 2, 8), SENTINEL, np.float32))
+    strided = memory[:, ::-1, 2:7, 1].transpose(0, 2, 1, 3), lse_memory.transpose(1, 0, 2)[..., 1:6]
+    fresh = (side.put(np.empty((2, 5, 4, 6), np.float32)), side.put(np.empty((2, 4, 5), "f4")))
+    for out in (fresh, strided):
+        given_out = out if return_lse else out[0]
+        with unchanged(*arrays):
+            returned = attention(*arrays, **options, return_lse=return_lse, out=given_out)
+        returned = returned if return_lse else (returned,)
+        for result, array, want in zip(returned, out, expected, strict=False):
+            assert result is array
+            assert_array_equal(side.get(array), side.get(want))
+    for view in strided:
+        view[...] = SENTINEL
+    assert (side.get(memory) == SENTINEL).all()
+    assert (side.get(lse_memory) == SENTINEL).all()
+
+
+@everywhere
+def test_softmax_writes_into_out(side):
+    rng = np.random.default_rng(0)
+    x, dout = (side.put(rng.standard_normal((3, 4, 9), "f4")) for _ in range(2))
+    memory = side.put(np.full((4, 3, 11), SENTINEL, np.float32))
+    into = memory.transpose(1, 0, 2)[..., 1:10]
+    expected = softmax_forward(x)
+    with unchanged(x, dout, expected):
+        assert softmax_forward(x, out=into) is into
+        assert_array_equal(side.get(into), side.get(expected))
+        assert softmax_backward(dout, expected, dx=into) is into
+        assert_array_equal(side.get(into), side.get(softmax_backward(dout, expected)))
+    into[...] = SENTINEL
+    assert (side.get(memory) == SENTINEL).all()
+
+
+@everywhere
+def test_interleaved_arrays_that_share_no_item_are_accepted(side):
+    """One buffer holds q, k, v and out; another the odd and even rows of x and its softmax."""
+    rng = np.random.default_rng(0)
+    packed = side.put(rng.standard_normal((2, 5, 4, 3, 8), "f4"))
+    q, k, v, out = (packed[:, :, i] for i in range(4))
+    expected = attention(q, k, v, implementation="tiled")
+    with unchanged(q, k, v):
+        attention(q, k, v, out=out, implementation="tiled")
+    assert_array_equal(side.get(out), side.get(expected))
+
+    memory = side.put(rng.standard_normal((7, 9), "f4"))
+    expected = softmax_forward(memory[1::2])
+    assert_array_equal(
+        side.get(softmax_forward(memory[1::2], out=memory[:-1:2])), side.get(expected)
+    )
+
+
+@everywhere
+def test_one_array_may_be_q_k_and_v(side):
+    x = side.put(np.random.default_rng(0).standard_normal((2, 5, 3, 8), "f4"))
+    copies = (side.put(np.array(side.get(x))) for _ in range(3))
+    with unchanged(x):
+        same = attention(x, x, x, implementation="tiled")
+    assert_array_equal(side.get(same), side.get(attention(*copies, implementation="tiled")))
+
+
+def test_numpy_subclasses_are_taken_and_written_through(tmp_path):
+    x = np.random.default_rng(0).standard_normal((2, 3), "f4")
+    expected = softmax_forward(x)
+    out = np.memmap(tmp_path / "out", np.float32, "w+", shape=(2, 3))
+    softmax_forward(x.view(np.matrix), out=out)
+    assert_array_equal(out, expected)

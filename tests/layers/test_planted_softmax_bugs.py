@@ -1,0 +1,155 @@
+"""Bugs planted in the softmax kernels are found: by the emulator's checks, or by the bounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.planted_bugs import REDUCE_CUH, Bug, normal, without_barrier
+
+import cupyattn
+from cupyattn import reference
+from cupyattn.cli.recorder import Launch, LaunchRecorder
+from cupyattn.emulator import (
+    KernelFault,
+    MisalignedAccessError,
+    OutOfBoundsError,
+    SharedMemoryRaceError,
+)
+from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.configs.layers import softmax
+from cupyattn.ops.rows import row_problem, run_rows
+
+pytestmark = pytest.mark.nvrtc
+
+
+def softmax_launch(length: int, *, backward: bool = False) -> Launch:
+    """Three rows. Those of the backward's two inputs lie differently far apart."""
+    recorder = LaunchRecorder(TURING)
+    x, dout = normal(2, 3, length)
+    named = {"x": x}
+    if backward:
+        out = np.zeros((3, length + 8), x.dtype)[:, :length]
+        out[...] = reference.softmax(x)
+        named = {"dout": dout, "out": out}
+    operands = cupyattn.arrays.adopt(named)
+    kernel = softmax.BACKWARD if backward else softmax.FORWARD
+    run_rows(recorder, row_problem(kernel, operands), operands)
+    (recorded,) = recorder.launches
+    recorded.arguments[-2].fill(np.nan)  # the result
+    return recorded
+
+
+def softmax_error_ratio(recorded: Launch) -> float:
+    """The largest error of what a softmax launch has written, over its bound."""
+    *inputs, result, _ = recorded.arguments
+    if len(inputs) == 1:
+        exact = reference.softmax(*inputs)
+        bound = reference.softmax_bound(*inputs, dtype=result.dtype)
+    else:
+        exact = reference.softmax_backward(*inputs)
+        bound = reference.softmax_backward_bound(*inputs, dtype=result.dtype)
+    return reference.error_ratio(result, exact, bound)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("length", [24, 2040, 2048, 20_000])
+def test_a_clean_copy_of_a_softmax_kernel_is_right(length, backward, start_with):
+    recorded = softmax_launch(length, backward=backward)
+    start_with(recorded)
+    assert 0 < softmax_error_ratio(recorded) <= 1
+
+
+SOFTMAX_CU, SOFTMAX_BACKWARD_CU = "layers/softmax_forward.cu", "layers/softmax_backward.cu"
+ROWS_CUH = "common/rows.cuh"
+
+
+@pytest.mark.parametrize(
+    ("backward", "comment"),
+    [
+        (False, "partial_s: the previous"),  # the backward reduces but once: none was before it
+        (False, "partial_s: written"),
+        (True, "partial_s: written"),
+    ],
+)
+def test_a_barrier_dropped_in_a_softmax_kernel_is_found(backward, comment, start_with):
+    recorded = softmax_launch(2048, backward=backward)
+    with pytest.raises(SharedMemoryRaceError, match=r"\(in `.*partial_s`, 32 bytes at 0\)"):
+        start_with(recorded, without_barrier(REDUCE_CUH, comment))
+
+
+# length of a row, the bug, what finds it
+SOFTMAX_FAULTS = {
+    "one vector too many is loaded": (
+        2040, Bug(ROWS_CUH, "(column < length) {", "(column <= length) {"), OutOfBoundsError,
+    ),
+    "one vector too many is stored": (
+        2040, Bug(ROWS_CUH, "(column < length) store", "(column <= length) store"),
+        OutOfBoundsError,
+    ),
+    "the last strip has no end": (
+        2040, Bug(ROWS_CUH, "(column < length) {", "(true) {"), OutOfBoundsError,
+    ),
+    "vectors begin one item late": (
+        2048, Bug(ROWS_CUH, "row_g + column);", "row_g + column + 1);"), MisalignedAccessError,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", SOFTMAX_FAULTS)
+def test_a_bug_in_a_softmax_kernel_is_found(name, backward, start_with):
+    length, bug, fault = SOFTMAX_FAULTS[name]
+    with pytest.raises(KernelFault) as found:
+        start_with(softmax_launch(length, backward=backward), bug)
+    assert type(found.value) is fault
+    assert found.value.line > 0
+
+
+def test_strides_of_another_array_are_found(start_with):
+    """They lead into what lies between the rows of out, a slice."""
+    bug = Bug(SOFTMAX_BACKWARD_CU, "row_offset(params, kY,", "row_offset(params, kDout,")
+    with pytest.raises(OutOfBoundsError, match="between the elements of the strided view"):
+        start_with(softmax_launch(2040, backward=True), bug)
+
+
+# A mistake, and the length of a row at which it shows.
+RAGGED = Bug(ROWS_CUH, "(length + kStripItems - 1) / kStripItems", "length / kStripItems")
+OTHERS = Bug(ROWS_CUH, "threadIdx.x % Rows::kLanes * Rows::kVec", "threadIdx.x * Rows::kVec")
+LOAD = "(x[Rows::held(strip)], x_row_g, strip, length, "
+LOAD_AGAIN = "load(dout_row_g, y_row_g, strip, length);\n    strips"
+FORWARD_MISTAKES = {
+    "the ragged strip is left out": (RAGGED, 20_000),
+    "threads forget that other rows have their CTA too": (OTHERS, 24),
+    "the last row is left out": (
+        Bug(SOFTMAX_CU, "row < params.rows;", "row < params.rows - 1;"), 24,
+    ),
+    "columns beyond the row count": (
+        Bug(SOFTMAX_CU, f"{LOAD}-kInfinity);\n    fold", f"{LOAD}4.f);\n    fold"), 2040,
+    ),
+}  # fmt: skip
+BACKWARD_MISTAKES = {
+    "the ragged strip is left out": (RAGGED, 20_000),
+    "threads forget that other rows have their CTA too": (OTHERS, 24),
+    "the last row is left out": (
+        Bug(SOFTMAX_BACKWARD_CU, "row < params.rows;", "row < params.rows - 1;"), 24,
+    ),
+    "y of the neighbouring column": (
+        Bug(SOFTMAX_BACKWARD_CU, "dx[i] = y[i] *", "dx[i] = y[i ^ 1] *"), 2048,
+    ),
+    "the dot product of the neighbouring columns": (
+        Bug(SOFTMAX_BACKWARD_CU, "y[i] * dout[i];", "y[i] * dout[i ^ 1];"), 2048,
+    ),
+    "the second read is of the first strip": (
+        Bug(SOFTMAX_BACKWARD_CU, LOAD_AGAIN, LOAD_AGAIN.replace("strip,", "0,")), 20_000,
+    ),
+}  # fmt: skip
+SOFTMAX_MISTAKES = {f"forward: {name}": mistake for name, mistake in FORWARD_MISTAKES.items()}
+SOFTMAX_MISTAKES |= {f"backward: {name}": mistake for name, mistake in BACKWARD_MISTAKES.items()}
+
+
+@pytest.mark.parametrize("name", SOFTMAX_MISTAKES)
+def test_a_mistake_in_a_softmax_kernel_is_outside_its_bound(name, start_with):
+    bug, length = SOFTMAX_MISTAKES[name]
+    recorded = softmax_launch(length, backward=name.startswith("backward"))
+    start_with(recorded, bug)
+    assert not softmax_error_ratio(recorded) <= 10

@@ -1,0 +1,141 @@
+"""The mechanism of row operations, by one that has all of it: columns, statistics, sums over rows.
+
+A new operation is a kernel, its declaration, its reference and a call.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.devices import KERNELS
+from support.strategies import dtype_of
+
+from cupyattn.arrays import adopt
+from cupyattn.functional.layers.rows import call_rows
+from cupyattn.kernels.configs.rows import ROWS, SUMMING_CTAS, Result, RowKernel
+from cupyattn.ops.rows import row_problem, run_rows
+
+pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
+
+CENTRE_BACKWARD = RowKernel(
+    "centre_backward",
+    str(Path(__file__).parent / "kernels" / "centre_backward.cu"),
+    rows=("dout", "x"),
+    columns=("weight",),
+    results={"dx": Result.ROW, "mean": Result.PER_ROW, "dweight": Result.COLUMN_SUM},
+    scalars={"scale": np.float32},
+)
+
+
+def reference(dout, x, weight, *, scale):
+    dout, x, weight = (array.astype(np.float64) for array in (dout, x, weight))
+    g = dout * weight
+    mean = x.mean(axis=-1)
+    dweight = (dout * (x - mean[..., None])).reshape(-1, x.shape[-1]).sum(axis=0)
+    return scale * (g - g.mean(axis=-1, keepdims=True)), mean, dweight
+
+
+def centre_backward(dout, x, weight, *, scale, **given):
+    arrays = {"dout": dout, "x": x, "weight": weight, **given}
+    return call_rows(CENTRE_BACKWARD, arrays, reference, scale=scale)
+
+
+LENGTHS = (1, 24, 128, 129, 1000, 1024, 1025, 8192, 8193, 9001)
+UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
+
+
+def problem(rows, length, dtype):
+    rng = np.random.default_rng(rows + length)
+    arrays = rng.standard_normal((3, rows, length)).astype(dtype_of(dtype))
+    return arrays[0], arrays[1], arrays[2, 0]
+
+
+def require_right(found, dout, x, weight, dtype):
+    """Within the roundings of float32 sums of that many terms, and one store."""
+    rows, length = x.shape
+    exact = dict(zip(found, reference(dout, x, weight, scale=0.5), strict=True))
+    absolute = [np.abs(array.astype(np.float64)) for array in (dout, x, weight)]
+    size = {
+        "dx": absolute[0] * absolute[2] + (absolute[0] * absolute[2]).mean(-1, keepdims=True),
+        "mean": absolute[1].mean(-1),
+        "dweight": (absolute[0] * (absolute[1] + absolute[1].mean(-1, keepdims=True))).sum(0),
+    }
+    for name, terms in (("dx", length), ("mean", length), ("dweight", rows + length)):
+        store = UNITS[dtype if name != "mean" else "float32"]
+        bound = (terms + 8) * 2.0**-24 * size[name] + store * np.abs(exact[name]) + 1e-7
+        assert (np.abs(KERNELS.get(found[name]) - exact[name]) <= bound).all(), name
+
+
+@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("rows", [1, 3, 37])
+def test_a_row_operation_is_its_declaration_and_a_kernel(rows, length, dtype):
+    dout, x, weight = problem(rows, length, dtype)
+    found = centre_backward(*map(KERNELS.put, (dout, x, weight)), scale=0.5)
+    assert list(found) == ["dx", "mean", "dweight"]
+    assert (found["mean"].shape, found["dweight"].shape) == ((rows,), (length,))
+    require_right(found, dout, x, weight, dtype)
+
+
+def test_sums_over_more_rows_than_ctas_and_their_order_is_fixed():
+    rows_at_once = SUMMING_CTAS * ROWS[75][128].rows_per_cta
+    dout, x, weight = problem(rows_at_once + 5, 24, "float32")
+    placed = [KERNELS.put(array) for array in (dout, x, weight)]
+    first, second = (centre_backward(*placed, scale=0.5) for _ in range(2))
+    require_right(first, dout, x, weight, "float32")
+    for name in first:
+        assert KERNELS.get(first[name]).tobytes() == KERNELS.get(second[name]).tobytes()
+
+
+def test_sums_may_be_added_to_what_is_there():
+    dout, x, weight = problem(7, 129, "float32")
+    dweight = KERNELS.put(np.arange(129, dtype=np.float32))
+    named = dict(zip(("dout", "x", "weight"), map(KERNELS.put, (dout, x, weight)), strict=True))
+    operands = adopt({**named, "dweight": dweight})
+    described = row_problem(CENTRE_BACKWARD, operands, scale=0.5)
+    found = run_rows(KERNELS.device, described, operands, accumulate=True)
+    assert found["dweight"] is dweight
+    expected = reference(dout, x, weight, scale=0.5)[2] + np.arange(129)
+    np.testing.assert_allclose(KERNELS.get(dweight), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_results_are_written_in_place():
+    dout, x, weight = problem(5, 129, "float32")
+    wide = KERNELS.put(np.full((5, 300), 77, np.float32))
+    mean, dweight = (KERNELS.put(np.full(n, 77, np.float32)) for n in (5, 129))
+    given = {"dx": wide[:, :129], "mean": mean, "dweight": dweight}
+    found = centre_backward(*map(KERNELS.put, (dout, x, weight)), scale=0.5, **given)
+    for name, array in given.items():
+        assert found[name] is array
+    require_right(found, dout, x, weight, "float32")
+    assert (KERNELS.get(wide)[:, 129:] == 77).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 24), (3, 0), (2, 0, 24)])
+def test_no_rows_or_columns_give_sums_of_zero(shape):
+    dout = KERNELS.put(np.zeros(shape, np.float32))
+    weight = KERNELS.put(np.zeros(shape[-1], np.float32))
+    found = centre_backward(dout, dout, weight, scale=0.5)
+    assert found["dx"].shape == shape
+    assert found["mean"].shape == shape[:-1]
+    assert (KERNELS.get(found["dweight"]) == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("weight", np.zeros(9, np.float32), r"weight has shape \(9,\); .*for each column.*\(24,\)"),
+        ("weight", np.zeros(24, np.float16), "dout has float32, x has float32, weight has float16"),
+        ("mean", np.zeros((2, 3))[:, 0], "mean is float64"),
+        ("mean", np.zeros((3, 2), np.float32)[:, 0], "mean has strides .*contiguous"),
+        ("dweight", np.zeros(23, np.float32), "dweight is float32"),
+        ("x", np.zeros((3, 25), np.float32), "x has shape .*shaped like dout"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(name, wrong, message):
+    arrays = {"dout": np.zeros((3, 24), np.float32), "x": np.zeros((3, 24), np.float32)}
+    arrays |= {"weight": np.zeros(24, np.float32), name: wrong}
+    with pytest.raises((TypeError, ValueError), match=message):
+        centre_backward(**{key: KERNELS.put(array) for key, array in arrays.items()}, scale=0.5)

@@ -1,0 +1,109 @@
+"""The command: draw bugs, try each, say what became of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import islice
+from pathlib import Path
+
+from cupyattn.kernels.source import source_root
+from mutation.bugs import draw
+from mutation.coverage import Coverage, measure
+from mutation.trial import CAUGHT, SURVIVED, UNFINISHED, Outcome, run, screen
+
+TESTS = ["tests/attention", "tests/layers"]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m mutation",
+        description="Plant small bugs in a copy of the CUDA sources, one at a time, and run the "
+        "tests that load the file, on a GPU if there is one, otherwise on the emulator.",
+        epilog="Read the survivors: a bug may have no effect but on speed. Exit code 1 if one "
+        "survived.",
+    )
+    made.add_argument("--count", type=int, default=60, help="bugs with an effect (default: 60)")
+    made.add_argument("--seed", type=int, default=1, help="of the drawing (default: 1)")
+    made.add_argument("--kernel", help="only files of kernels with this in their name")
+    made.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
+    made.add_argument("--seconds", type=float, default=600, help="for each bug (default: 600)")
+    made.add_argument("--within", type=float, default=float("inf"), help="seconds for all of it")
+    made.add_argument("--work", type=Path, help="a folder to keep; what is measured is reused")
+    made.add_argument("--tests", nargs="+", default=TESTS, help=f"default: {' '.join(TESTS)}")
+    return made
+
+
+def outcomes(arguments: argparse.Namespace, work: Path) -> list[Outcome]:
+    """Draw, screen and run until as many bugs with an effect as were asked for are tried."""
+    until = time.time() + arguments.within
+    measured = work / "coverage.json"
+    if not measured.exists():
+        measure(arguments.tests, measured, arguments.jobs)
+    coverage = Coverage.read(measured)
+    files = coverage.all_files(arguments.kernel)
+    if not files:
+        raise SystemExit(f"no test loads a kernel named {arguments.kernel!r}")
+    texts = {file: (source_root() / file).read_text(encoding="utf-8") for file in files}
+    drawn = draw(texts, random.Random(arguments.seed))
+    kernels = {file: coverage.kernels_with(file) for file in files}
+    tests = {file: coverage.tests_of(file) for file in files}
+    found: list[Outcome] = []
+    live = 0
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        trials = []
+        while live < arguments.count and (batch := list(islice(drawn, arguments.count - live))):
+            screened = [pool.submit(screen, bug, kernels[bug.file], work) for bug in batch]
+            for future in as_completed(screened):
+                outcome = future.result()
+                if outcome.result:
+                    found.append(outcome)
+                    continue
+                live += 1
+                bug = outcome.bug
+                limits = (arguments.seconds, until)
+                trials.append(pool.submit(run, bug, tests[bug.file], work, *limits))
+        for future in as_completed(trials):
+            outcome = future.result()
+            found.append(outcome)
+            bug = outcome.bug
+            print(f"{outcome.result} {bug.file}:{bug.line} {bug.kind} {outcome.by}", flush=True)
+            (work / "outcomes.json").write_text(json.dumps(found, indent=1))
+    return found
+
+
+def report(found: list[Outcome]) -> None:
+    """Say how many of each, of each kernel's files; and the survivors as differences of text."""
+    counts = Counter(outcome.result for outcome in found)
+    effective = sum(counts[result] for result in (CAUGHT, SURVIVED, UNFINISHED))
+    print(", ".join(f"{count} {result}" for result, count in sorted(counts.items())))
+    if effective:
+        print(f"{counts[CAUGHT] / effective:.1%} of {effective} with an effect on the code caught")
+    for outcome in found:
+        if outcome.result in (SURVIVED, UNFINISHED):
+            bug = outcome.bug
+            print(f"{outcome.result}: {bug.file}:{bug.line} ({bug.kind})")
+            print(f"  - {bug.right.strip()}\n  + {bug.wrong.strip()}")
+
+
+def main() -> int:
+    arguments = parser().parse_args()
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        work = (arguments.work or Path(temporary)).resolve()
+        work.mkdir(parents=True, exist_ok=True)
+        found = outcomes(arguments, work)
+    report(found)
+    print(f"seed {arguments.seed}, {time.monotonic() - start:.0f} s")
+    return int(any(outcome.result == SURVIVED for outcome in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Which kernels each test loads, and hence which tests to run for a file of cuda_src."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from cupyattn.kernels.source import include_closure, source_root
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+# Those that quote the sources, which every bug's line would fail: they plant bugs themselves, or
+# look for a line by its text.
+LEFT_OUT = ("test_planted_", "test_memory_access", "test_newer_targets")
+FEW_EXAMPLES = 4
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+class Kernel(NamedTuple):
+    """A specialisation, as the source sees it."""
+
+    entry: str
+    source: str
+    defines: tuple[tuple[str, int | str], ...]
+
+
+class Load(NamedTuple):
+    """What a test loads, how long it took, and whether it draws its examples."""
+
+    kernels: tuple[Kernel, ...]
+    seconds: float
+    draws: bool
+
+
+class Coverage:
+    """What each test loads."""
+
+    def __init__(self, loads: Mapping[str, Load]) -> None:
+        self.loads = dict(loads)
+        sources = {kernel.source for load in loads.values() for kernel in load.kernels}
+        root = source_root()
+        self.files = {
+            source: {path.relative_to(root).as_posix() for path in include_closure(root / source)}
+            for source in sources
+        }
+
+    @classmethod
+    def read(cls, file: Path) -> Coverage:
+        """Read what `measure` has written."""
+        loads = {}
+        for test, notes in json.loads(file.read_text()).items():
+            kernels = tuple(
+                Kernel(entry, source, tuple((name, value) for name, value in defines))
+                for entry, source, defines in notes["kernels"]
+            )
+            loads[test] = Load(kernels, notes["seconds"], notes["draws"])
+        return cls(loads)
+
+    def all_files(self, kernel: str | None = None) -> list[str]:
+        """The files of all kernels, or of those with a part of their entry's name."""
+        sources = {
+            each.source
+            for load in self.loads.values()
+            for each in load.kernels
+            if kernel is None or kernel in each.entry
+        }
+        return sorted(set().union(*(self.files[source] for source in sources)))
+
+    def kernels_with(self, file: str) -> list[Kernel]:
+        """Specialisations with a file in them, the most different ones first."""
+        features = {
+            kernel: set(kernel.defines) | {kernel.entry}
+            for load in self.loads.values()
+            for kernel in load.kernels
+            if file in self.files[kernel.source]
+        }
+        return most_new_first(features, dict.fromkeys(features, 1.0))
+
+    def tests_of(self, file: str) -> list[str]:
+        """Tests that load a kernel with a file in it: what brings most new kernels soonest first.
+
+        What a test draws is not always the same, so it counts as soon as a test beside it does.
+        """
+        features = {}
+        for test, load in self.loads.items():
+            own = [kernel for kernel in load.kernels if file in self.files[kernel.source]]
+            features[test] = {item for each in own for item in (each.entry, *each.defines)}
+        modules = {test.split("::")[0] for test, found in features.items() if found}
+        chosen = {
+            test: found
+            for test, found in features.items()
+            if found or (self.loads[test].draws and test.split("::")[0] in modules)
+        }
+        seconds = {test: 0.2 + self.loads[test].seconds for test in chosen}
+        return most_new_first(chosen, seconds)
+
+
+def most_new_first(features: Mapping[_Key, set], costs: Mapping[_Key, float]) -> list[_Key]:
+    """Order by how much is new in each for its cost; what brings nothing new by its cost alone."""
+    left, seen, order = dict(features), set(), []
+    while left:
+        best = max(left, key=lambda key: (len(left[key] - seen) / costs[key], -costs[key]))
+        seen |= left.pop(best)
+        order.append(best)
+    return order
+
+
+def of_this_checkout(**more: str) -> dict[str, str]:
+    """The environment of a run of pytest on this checkout, reproducible."""
+    folders = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "CI": "1", "PYTHONPATH": os.pathsep.join(folders), **more}
+
+
+def measure(tests: list[str], file: Path, jobs: int) -> None:
+    """Run the tests on few examples, and note in a file what each loads."""
+    listed = subprocess.run(
+        [*PYTEST, "--collect-only", *tests],
+        cwd=ROOT,
+        env=of_this_checkout(),
+        capture_output=True,
+        text=True,
+    )
+    names = [
+        line
+        for line in listed.stdout.splitlines()
+        if "::" in line and not any(part in line for part in LEFT_OUT)
+    ]
+    if not names:
+        raise SystemExit(f"pytest found no tests in {tests}:\n{listed.stdout}{listed.stderr}")
+    parts = []
+    for number in range(jobs):
+        notes, arguments = file.with_suffix(f".{number}.json"), file.with_suffix(f".{number}.txt")
+        arguments.write_text("\n".join(names[number::jobs]))
+        command = [*PYTEST, "-p", "mutation.plugin", f"--examples={FEW_EXAMPLES}", f"@{arguments}"]
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=of_this_checkout(MUTATION_NOTES=str(notes)),
+            stdout=subprocess.DEVNULL,
+        )
+        parts.append((process, notes))
+    found: dict[str, dict[str, Any]] = {}
+    for process, notes in parts:
+        process.wait()
+        found |= json.loads(notes.read_text())
+    if failing := [test for test, notes in found.items() if notes["failed"]]:
+        print(f"left out, since they fail without a bug: {', '.join(failing)}", file=sys.stderr)
+    file.write_text(json.dumps({test: found[test] for test in found if test not in failing}))

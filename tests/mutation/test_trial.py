@@ -1,0 +1,93 @@
+"""What becomes of bugs in the softmax's backward: of each kind of outcome, one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cupyattn.kernels.source import source_root
+from mutation.bugs import Bug
+from mutation.coverage import Coverage, measure, most_new_first
+from mutation.trial import (
+    CAUGHT,
+    NOT_COMPILED,
+    NOT_TRIED,
+    SURVIVED,
+    UNFINISHED,
+    WITHOUT_EFFECT,
+    run,
+    screen,
+)
+
+pytestmark = pytest.mark.nvrtc
+
+FILE = "layers/softmax_backward.cu"
+MODULE = "tests/layers/test_softmax_kernels.py"
+OF_NUMBERS = f"{MODULE}::test_row_lengths_around_the_tables_limits[5-128-float16]"
+OF_STRIDES = f"{MODULE}::test_outer_axes_of_any_strides"
+
+
+def bug_in(text: str, wrong: str) -> Bug:
+    """In the one line of the file that holds the text."""
+    lines = (source_root() / FILE).read_text(encoding="utf-8").splitlines()
+    ((number, line),) = [(n, line) for n, line in enumerate(lines, 1) if text in line]
+    return Bug(FILE, number, "", line, line.replace(text, wrong))
+
+
+WRONG_SIGN = bug_in("dout[i] - row_dot", "dout[i] + row_dot")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Coverage:
+    file = tmp_path_factory.mktemp("coverage") / "coverage.json"
+    measure([OF_NUMBERS, OF_STRIDES], file, jobs=2)
+    return Coverage.read(file)
+
+
+def test_coverage_says_what_loads_a_file(measured: Coverage):
+    assert set(measured.tests_of(FILE)) == {OF_NUMBERS, OF_STRIDES}
+    assert measured.tests_of("attention/params.cuh") == []
+    assert {kernel.entry for kernel in measured.kernels_with(FILE)} == {"softmax_backward"}
+    assert FILE in measured.all_files("softmax_backward")
+    assert FILE not in measured.all_files("softmax_forward")
+    assert "common/rows.cuh" in measured.all_files("softmax_forward")
+
+
+@pytest.mark.parametrize(
+    ("bug", "result"),
+    [
+        (WRONG_SIGN, ""),
+        (bug_in("float sum = 0.f;", "float sum = 0.f ;"), WITHOUT_EFFECT),
+        (bug_in("float sum = 0.f;", "float sum = ;"), NOT_COMPILED),
+    ],
+    ids=["a bug", "without effect", "no C++"],
+)
+def test_what_has_no_effect_is_sorted_out(
+    measured: Coverage, tmp_path: Path, bug: Bug, result: str
+):
+    assert screen(bug, measured.kernels_with(FILE), tmp_path).result == result
+
+
+@pytest.mark.parametrize(
+    ("test", "seconds", "result"),
+    [
+        (OF_NUMBERS, 300, CAUGHT),
+        (OF_STRIDES, 300, SURVIVED),
+        (OF_NUMBERS, 0.01, UNFINISHED),
+        (OF_NUMBERS, 0, NOT_TRIED),
+    ],
+    ids=["caught", "survived", "unfinished", "not tried"],
+)
+def test_a_bug_is_caught_by_a_test_that_minds_it(
+    tmp_path: Path, test: str, seconds: float, result: str
+):
+    """A test that compares views with copies does not mind a wrong sign in both."""
+    outcome = run(WRONG_SIGN, [test], tmp_path, seconds)
+    assert (outcome.result, outcome.by) == (result, test if result == CAUGHT else "")
+
+
+def test_what_brings_most_that_is_new_for_its_cost_comes_first():
+    features = {"a": {1, 2}, "b": {1, 2, 3}, "c": {4}, "d": {4}}
+    costs = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.5}
+    assert most_new_first(features, costs) == ["b", "d", "a", "c"]

@@ -1,0 +1,31 @@
+"""The options of attention that the tests go through: each list stands here only."""
+
+from __future__ import annotations
+
+RUN_TIME_OPTIONS = ("causal", "softmax_scale", "window_size", "q_offset", "seqused_k")
+"""Arguments of every kernel, the teaching ones too: they cost no compilation."""
+
+SCORE_OPTIONS = ("mask", "bias", "alibi_slopes", "softcap", "sinks", "dropout_p")
+"""Compiled into the flash kernels: each combination is a specialisation."""
+
+REFERENCE_OPTIONS = ("rotary", "mask_mod")
+"""What no kernel has."""
+
+OPTIONS = (*RUN_TIME_OPTIONS, *SCORE_OPTIONS, *REFERENCE_OPTIONS)
+
+IMPLEMENTATIONS = ("naive", "tiled", "flash")
+BACKWARD_IMPLEMENTATIONS = ("naive", "flash")
+
+OptionSet = dict[str, str]
+"""Score options by name; for those that are arrays of numbers, which dtype: the problem's own
+("own") or "float32"."""
+
+OPTION_SETS: tuple[OptionSet, ...] = (
+    {},
+    {"mask": "", "bias": "own", "alibi_slopes": "float32", "dropout_p": ""},
+    {"mask": "", "alibi_slopes": "own", "softcap": "", "dropout_p": ""},
+    {"mask": "", "softcap": "", "sinks": "own"},
+    {"bias": "float32", "alibi_slopes": "float32", "sinks": "float32"},
+    {"bias": "own", "softcap": "", "sinks": "float32", "dropout_p": ""},
+)
+"""Of every two score options: both, either alone, and neither stand in some set."""

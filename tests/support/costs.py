@@ -1,0 +1,81 @@
+"""What a row of the configuration tables costs a multiprocessor, as ptxas says it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from cupyattn.kernels.arch import Arch
+from cupyattn.kernels.compile import compile_cubin
+from cupyattn.kernels.registry import catalogue
+from cupyattn.kernels.spec import Specialisation
+
+
+class Cost(NamedTuple):
+    """Of one specialisation; a row's are the worst of its dtypes and loads."""
+
+    registers: int
+    shared_bytes: int
+    ctas_per_sm: int
+    spill_bytes: int = 0
+
+
+# The flash kernels fill the register file: some rows of the tensor-core kernels spill, the
+# forward's mostly in the loop over masked tiles, and the float32 kernel spills around the options
+# of the scores. What they spill is pinned and must not grow.
+MAY_SPILL = (
+    "attention_forward",
+    "attention_forward_f32",
+    "attention_backward_dkdv",
+    "attention_backward_dkdv_paired",
+    "attention_backward_dq",
+    "attention_backward_f32_dkdv",
+    "attention_backward_f32_dq",
+)
+
+
+def cost(specialisation: Specialisation, arch: Arch) -> Cost:
+    """Compile, and let nothing else pass that spills or uses the stack."""
+    resources = compile_cubin(specialisation, arch).resources
+    assert resources is not None
+    if specialisation.spec.entry not in MAY_SPILL:
+        assert resources.spill_store_bytes == 0, specialisation.label
+        assert resources.spill_load_bytes == 0, specialisation.label
+        assert resources.stack_bytes == 0, specialisation.label
+    shared = specialisation.shared_bytes + resources.static_shared_bytes
+    ctas = arch.resident_ctas(specialisation.threads, resources.registers, shared)
+    return Cost(resources.registers, shared, ctas, resources.spill_store_bytes)
+
+
+def row_of(specialisation: Specialisation) -> str:
+    """The kernel and its table row."""
+    macros = dict(specialisation.macros)
+    sizes = [str(macros[name]) for name in ("HEAD_DIM", "HEAD_DIM_V") if name in macros][:1]
+    if "LANES" in macros:
+        sizes.append(f"{macros['LANES']} lanes")
+    if "ONE_PASS" in macros:
+        sizes += ["one pass" if macros["ONE_PASS"] == "true" else "deterministic"]
+    options = [name for name, absent in NO_OPTIONS.items() if macros.get(name, absent) != absent]
+    return " ".join([specialisation.spec.entry, *sizes, *options])
+
+
+NO_OPTIONS = {
+    **dict.fromkeys(("BIAS", "SLOPES", "SINKS"), "void"),
+    **dict.fromkeys(("MASK", "SOFTCAP", "DROPOUT", "DBIAS_ADD"), "false"),
+    "SCORE_VEC": 1,
+}
+
+
+def rows() -> dict[str, list[Specialisation]]:
+    """The catalogue by row: each in every dtype, with vector and with scalar loads."""
+    found: dict[str, list[Specialisation]] = {}
+    for specialisation in catalogue():
+        found.setdefault(row_of(specialisation), []).append(specialisation)
+    return found
+
+
+def worst(members: Iterable[Specialisation], arch: Arch) -> Cost:
+    """Of the dtypes and loads of a row: most registers, bytes and spills, fewest CTAs."""
+    costs = [cost(specialisation, arch) for specialisation in members]
+    registers, shared, ctas, spills = zip(*costs, strict=True)
+    return Cost(max(registers), max(shared), min(ctas), max(spills))

@@ -1,0 +1,252 @@
+"""Floating-point arithmetic, exact and approximate.
+
+Not there because sm_75 has not: min and max of float16, .NaN and .xorsign of any type. Not there
+because the emulator has not: .ftz of float16.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from support.golden.elementwise import Instruction, Table, comparison, paired_comparison
+from support.golden.values import (
+    UNSIGNED,
+    awkward_floats,
+    floats,
+    joined,
+    pairs,
+    products_below_normal,
+    quotients_below_normal,
+    random_bits,
+    random_numbers,
+)
+
+_ROUNDINGS = ("rn", "rz", "rm", "rp")
+_COMPARISONS = (
+    "eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan",
+)  # fmt: skip
+
+
+def _instructions(result: str, *opcodes: str) -> tuple[Instruction, ...]:
+    return tuple(Instruction(opcode, result) for opcode in opcodes)
+
+
+def _some(dtype: type, values: list[float]) -> np.ndarray:
+    return np.array(values, dtype)
+
+
+def _few(dtype: type) -> np.ndarray:
+    """The values of which all pairs are tried."""
+    info = np.finfo(dtype)
+    tiny, eps = float(info.smallest_normal), float(info.eps)
+    positive = [
+        0.0, 1.0, 1 + eps, 1 - eps / 2, eps, eps / 2, eps / 2 * (1 + eps), 1.5, 3.0, tiny,
+        tiny / 2, tiny * eps, tiny * (1 - eps), float(info.max), float(info.max) / 2, np.inf,
+    ]  # fmt: skip
+    return np.array([*positive, *(-x for x in positive), np.nan], dtype)
+
+
+def _two(seed: int, dtype: type, exponents: int, count: int = 60) -> tuple[np.ndarray, ...]:
+    few = _few(dtype)[[0, 1, 3, 5, 8, 9, 10, 13, 15, 16, 17, 18, 22, 25, 27, 31, 32]]
+    bits = UNSIGNED[np.dtype(dtype).itemsize]
+    return joined(
+        pairs(few, few),
+        tuple(random_numbers(seed + i, count, dtype, exponents) for i in range(2)),
+        tuple(random_bits(seed + 2 + i, count, bits).view(dtype) for i in range(2)),
+    )
+
+
+def _near_ties(seed: int, count: int) -> tuple[np.ndarray, ...]:
+    """Products and addends whose sum lies next to a tie of float32 and of float64.
+
+    a b is near 1 with 48 bits; c moves it to where the float64 sum a b + c rounds onto a tie of
+    float32 that the exact sum misses by less than 2^-53: rounding twice goes wrong.
+    """
+    odd = (random_bits(seed, count, np.uint32) >> np.uint32(9) | np.uint32(1)).astype(np.float64)
+    a = (1 + odd * 2.0**-23).astype(np.float32)
+    b = np.where(np.arange(count) % 2, 1 + 2.0**-23, 1 - 2.0**-24).astype(np.float32)
+    c = (np.where(np.arange(count) % 3, 1, -1) * 2.0 ** -(24 + np.arange(count) % 40)).astype(
+        np.float32
+    )
+    tie = _some(np.float32, [1 + 2.0**-12]), _some(np.float32, [1 + 2.0**-12])
+    # (1 + 2^-12)^2 = 1 + 2^-11 + 2^-24 is a tie; addends too small for float64 break it
+    small = np.array([0, 2.0**-80, -(2.0**-80), 2.0**-149, -(2.0**-149), 2.0**-54], np.float32)
+    return joined((a, b, c), pairs(*tie, small))
+
+
+def _three_f32() -> tuple[np.ndarray, ...]:
+    few = _few(np.float32)
+    a, b = products_below_normal(27, 60)
+    small = (a * np.float32(2.0**44), b * np.float32(2.0**-68))  # up to 2^-150: added to 2^-126
+    return joined(
+        pairs(few[[0, 1, 9, 10, 15, 16, 17, 32]], few[[0, 1, 10, 15, 16, 18, 32]],
+              few[[0, 1, 5, 9, 13, 15, 16, 26, 31, 32]]),
+        _near_ties(20, 96),
+        (a, b, np.zeros_like(a)),
+        (*small, np.where(small[1] < 0, few[9], -few[9])),
+        tuple(random_numbers(21 + i, 60, np.float32, 20) for i in range(3)),
+        tuple(random_bits(24 + i, 60, np.uint32).view(np.float32) for i in range(3)),
+    )  # fmt: skip
+
+
+def _f32_unary() -> Table:
+    opcodes = [
+        f"{root}.{mode}{ftz}.f32"
+        for root in ("rcp", "sqrt")
+        for mode in _ROUNDINGS
+        for ftz in ("", ".ftz")
+    ]
+    opcodes += [f"{root}{ftz}.f32" for root in ("abs", "neg") for ftz in ("", ".ftz")]
+    values = floats(5, np.float32, 100, 30)
+    tests = ("finite", "infinite", "number", "notanumber", "normal", "subnormal")
+    properties = tuple(
+        Instruction(
+            f"testp.{what}.f32",
+            "b32",
+            text=f"{{.reg .pred p; testp.{what}.f32 p, %1; selp.u32 %0, 1, 0, p;}}",
+        )
+        for what in tests
+    )
+    return Table("f32_unary", ("f32",), (values,), _instructions("f32", *opcodes) + properties)
+
+
+def _f32_binary() -> Table:
+    opcodes = [
+        f"{root}.{mode}{ftz}.f32"
+        for root in ("add", "sub", "mul", "div")
+        for mode in _ROUNDINGS
+        for ftz in ("", ".ftz")
+    ]
+    opcodes += [f"{root}.rn.sat.f32" for root in ("add", "mul")]
+    opcodes += [f"{root}{ftz}.f32" for root in ("min", "max") for ftz in ("", ".ftz")]
+    opcodes += ["copysign.f32"]
+    return Table(
+        "f32_binary",
+        ("f32", "f32"),
+        joined(
+            _two(30, np.float32, 20, 50),
+            products_below_normal(34, 40),
+            quotients_below_normal(35, 40),
+        ),
+        _instructions("f32", *opcodes)
+        + tuple(comparison(f"setp.{name}.f32") for name in _COMPARISONS)
+        + tuple(comparison(f"setp.{name}.ftz.f32") for name in ("eq", "lt", "geu")),
+    )
+
+
+def _f32_ternary() -> Table:
+    opcodes = [f"fma.{mode}{ftz}.f32" for mode in _ROUNDINGS for ftz in ("", ".ftz")]
+    opcodes += ["fma.rn.sat.f32", "fma.rn.ftz.sat.f32"]
+    return Table("f32_fma", ("f32",) * 3, _three_f32(), _instructions("f32", *opcodes))
+
+
+def _f64() -> tuple[Table, Table]:
+    opcodes = [*(f"{root}.rn.f64" for root in ("add", "sub", "mul", "div")), "min.f64", "max.f64"]
+    binary = Table(
+        "f64_binary",
+        ("f64", "f64"),
+        _two(40, np.float64, 40, 30),
+        _instructions("f64", *opcodes) + tuple(comparison(f"setp.{n}.f64") for n in ("lt", "neu")),
+    )
+    few = _few(np.float64)[[0, 1, 5, 11, 13, 16, 18, 32]]
+    operands = joined(
+        pairs(few, few, few[::2]),
+        tuple(random_numbers(44 + i, 30, np.float64, 30) for i in range(3)),
+    )
+    return binary, Table("f64_fma", ("f64",) * 3, operands, _instructions("f64", "fma.rn.f64"))
+
+
+def _half_arguments(seed: int) -> np.ndarray:
+    exponents = random_bits(seed + 2, 40, np.uint16) * 2.0**-12 * 1.6 - 25.6  # of subnormal powers
+    return np.concatenate([floats(seed, np.float16, 60, 8), exponents.astype(np.float16)])
+
+
+def _f16() -> tuple[Table, ...]:
+    arithmetic = [f"{root}.rn{sat}" for root in ("add", "sub", "mul") for sat in ("", ".sat")]
+    fused = ("fma.rn", "fma.rn.sat")
+    two, two_more = _two(50, np.float16, 8), _two(60, np.float16, 8)
+    few = _few(np.float16)[::3]
+    three = joined(
+        pairs(few[:8], few[:8], few),
+        tuple(random_numbers(70 + i, 90, np.float16, 6) for i in range(3)),
+    )
+    order = np.argsort(random_bits(9, len(three[0]), np.uint32), kind="stable")
+
+    def packed(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        return np.stack([low, high], axis=1).view(np.uint32)[:, 0]
+
+    pair_two = tuple(packed(x, y[::-1]) for x, y in zip(two, two_more, strict=True))
+    pair_three = tuple(packed(x, x[order]) for x in three)
+    return (
+        Table(
+            "f16_binary",
+            ("f16", "f16"),
+            two,
+            _instructions("f16", *(f"{opcode}.f16" for opcode in arithmetic))
+            + tuple(comparison(f"setp.{name}.f16") for name in _COMPARISONS),
+        ),
+        Table("f16_fma", ("f16",) * 3, three, _instructions("f16", *(f"{f}.f16" for f in fused))),
+        Table(
+            "f16x2_binary",
+            ("f16x2", "f16x2"),
+            pair_two,
+            _instructions("f16x2", *(f"{opcode}.f16x2" for opcode in arithmetic))
+            + tuple(paired_comparison(f"setp.{name}.f16x2") for name in _COMPARISONS)
+            + _instructions("f16x2", "set.gt.f16x2.f16x2", "set.neu.f16x2.f16x2"),
+        ),
+        Table(
+            "f16x2_fma",
+            ("f16x2",) * 3,
+            pair_three,
+            _instructions("f16x2", *(f"{f}.f16x2" for f in fused)),
+        ),
+        Table(
+            "f16_unary",
+            ("f16",),
+            (_half_arguments(55),),
+            _instructions("f16", "abs.f16", "neg.f16", "ex2.approx.f16", "tanh.approx.f16"),
+        ),
+        Table(
+            "f16x2_unary",
+            ("f16x2",),
+            (packed(_half_arguments(55), _half_arguments(56)[::-1]),),
+            _instructions(
+                "f16x2", "abs.f16x2", "neg.f16x2", "ex2.approx.f16x2", "tanh.approx.f16x2"
+            ),
+        ),
+    )
+
+
+def _approximate() -> tuple[Table, Table]:
+    grid = np.linspace(-4, 4, 129)
+    exponents = np.linspace(-150, 130, 141)  # of 2^x, down to where it underflows
+    angles = np.linspace(-100 * np.pi, 100 * np.pi, 121)
+    scales = random_numbers(80, 120, np.float64, 120)
+    values = np.concatenate([grid, exponents, angles, scales, [1e-30, 1.5 * 2.0**-128]])
+    unary = [
+        f"{root}.approx{ftz}.f32"
+        for root in ("ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos")
+        for ftz in ("", ".ftz")
+    ]
+    operands = np.concatenate([awkward_floats(np.float32), values.astype(np.float32)])
+    divide = [f"div.{kind}{ftz}.f32" for kind in ("approx", "full") for ftz in ("", ".ftz")]
+    return (
+        Table(
+            "f32_approximate",
+            ("f32",),
+            (operands,),
+            _instructions("f32", *unary, "tanh.approx.f32"),
+        ),
+        Table(
+            "f32_approximate_division",
+            ("f32", "f32"),
+            joined(
+                _two(90, np.float32, 20),
+                pairs(_some(np.float32, [1.5, -(2.0**127), np.inf, 0.0, 2.0**-140]),
+                      _some(np.float32, [2.0**126, 2.0**126.5, -(2.0**127), 2.0**-127])),
+            ),
+            _instructions("f32", *divide),
+        ),
+    )  # fmt: skip
+
+
+FLOATING = (_f32_unary(), _f32_binary(), _f32_ternary(), *_f64(), *_f16(), *_approximate())

@@ -1,0 +1,133 @@
+"""How far the suite searches: as a plain run does, with ``--deep``, or as ``--examples`` says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import settings
+
+from cupyattn.functional.device_info import device_count
+
+DEEPER = 3
+"""How many times the examples of a plain run ``--deep`` tries."""
+
+# How long a run of everything takes on two cores, kernels compiled anew, and what it is called.
+DURATIONS = {
+    "quick": "one to two minutes",
+    "plain": "10 to 20 minutes",
+    "deep": "half an hour to an hour",
+}
+
+# What is marked quick: files and tests by how their names begin, but for those of the second list.
+QUICK = (
+    "attention/test_every_check",
+    "attention/test_gradients",
+    "attention/test_kernels.py::test_padding_hidden_by_a_large_finite_bias[float16",
+    "attention/test_launch",
+    "attention/test_options",
+    "attention/test_window_edges.py::test_backward_in_float32[64-70-(10, None)",
+    "attention/test_window_edges.py::test_forward[flash-float16-64",
+    "cli/test_arguments",
+    "emulator/",
+    "host/",
+    "layers/test_launch",
+    "layers/test_reference",
+    "layers/test_softmax_kernels.py::test_rows_without",
+)
+NOT_QUICK = (
+    "emulator/test_budget",
+    "host/test_compile",
+    "host/test_folders",
+    "host/test_packaging",
+    "host/test_results",
+    "host/test_suite",
+    "host/test_two_gpus",
+)
+
+_Test = TypeVar("_Test", bound=Callable[..., Any])
+_Value = TypeVar("_Value")
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Add the options of pytest's command line."""
+    group = parser.getgroup("cupyattn")
+    group.addoption(
+        "--deep",
+        action="store_true",
+        help="search longer: more examples of every property, and the tests marked deep",
+    )
+    group.addoption(
+        "--examples",
+        type=int,
+        metavar="N",
+        help="try N examples of every property, instead of as many as each test says",
+    )
+
+
+class Search:
+    """What was asked for; set before the first test is imported."""
+
+    deep = False
+    examples: int | None = None
+
+
+def begin(config: pytest.Config, *, reproducible: bool) -> None:
+    """Note what was asked for. A first example compiles kernels, so none has a deadline."""
+    Search.deep = config.getoption("--deep")
+    Search.examples = config.getoption("--examples")
+    settings.register_profile(
+        "suite",
+        deadline=None,
+        derandomize=reproducible,
+        print_blob=True,
+        max_examples=Search.examples or (200 if Search.deep else 40),
+    )
+    settings.load_profile("suite")
+
+
+def examples(number: int) -> Callable[[_Test], _Test]:
+    """Limit hypothesis to a number of examples, of ``--deep`` to more.
+
+    For tests that run kernels: the emulator takes milliseconds where a GPU takes microseconds,
+    so a GPU tries as many as of a property of NumPy.
+    """
+    if device_count() or Search.examples:
+        return lambda test: test
+    return settings(max_examples=number * (DEEPER if Search.deep else 1))
+
+
+def wider(plain: Iterable[_Value], deep: Iterable[_Value]) -> tuple[_Value, ...]:
+    """Values to draw from: with ``--deep`` the second ones too.
+
+    Each head dim, dtype or set of options is a kernel to compile, which takes the emulator longer
+    than to run it.
+    """
+    return (*plain, *deep) if Search.deep else tuple(plain)
+
+
+def deep(*values: Any) -> list[Any]:
+    """Parameters of a test for ``--deep`` alone; several arguments of it as tuples."""
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.deep)
+        for value in values
+    ]
+
+
+def is_quick(test: str) -> bool:
+    """Whether a test, by its name from the folder of tests on, gives a first answer soon."""
+    return test.startswith(QUICK) and not test.startswith(NOT_QUICK)
+
+
+def duration(config: pytest.Config) -> str | None:
+    """How long this run may take, if it is one of the whole suite on a machine without a GPU."""
+    if not whole_suite(config) or device_count() or Search.examples:
+        return None
+    asked = "quick" if config.getoption("-m") == "quick" else "deep" if Search.deep else "plain"
+    return DURATIONS[asked]
+
+
+def whole_suite(config: pytest.Config) -> bool:
+    """Whether no file was named."""
+    return config.args_source is pytest.Config.ArgsSource.TESTPATHS

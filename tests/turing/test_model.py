@@ -1,0 +1,317 @@
+"""The model of Turing on frozen machine code and on hand-made loops: no compiler, no disassembler.
+
+loops.sass is what nvdisasm 13.5.37 lists (--print-code --print-instruction-encoding, runs of blanks
+shortened) of loops.cu as NVRTC 12.9.86 compiles it for sm_75 (-std=c++17).
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cupyattn.turing import T4, Machine, disassembler
+from cupyattn.turing.analysis import code_figures
+from cupyattn.turing.counts import loop_figures
+from cupyattn.turing.disassembler import DisassemblerError, disassemble
+from cupyattn.turing.loops import FFMA, MATRIX, steady_path, working_loops
+from cupyattn.turing.pipes import access_bytes, barrier_warps, pipe_of, service
+from cupyattn.turing.sass import NO_SCOREBOARD, Control, Instruction, parse_listing
+from cupyattn.turing.simulation import busy_fraction, utilisation
+
+LISTING = parse_listing((Path(__file__).parent / "loops.sass").read_text())
+
+HMMA = Instruction(0, "HMMA.1688.F32", control=Control(stall=8))
+LDS = Instruction(0, "LDS.128", control=Control(stall=1, write_scoreboard=0))
+
+
+# --- the listing
+
+
+def test_instructions_of_a_listing():
+    code = LISTING["matrix_loop"]
+    assert [each.address for each in code] == list(range(0, 16 * len(code), 16))
+    by_address = {each.address: each for each in code}
+    jump = by_address[0x130]
+    assert (jump.opcode, jump.predicate) == ("BRA", "!P0")
+    assert jump.target == 0x6A0 and by_address[jump.target - 16].target == 0x1D0
+    load = by_address[0x270]
+    assert (load.opcode, load.operands) == ("LDSM.16.M88.4", "R40, [R41]")
+    assert Counter(each.name for each in code)["HMMA"] == 8
+
+
+def test_control_words_make_a_product_wait_for_its_operands():
+    """Whatever the compiler's choice, these hold, or the fields are read at the wrong bits."""
+    code = LISTING["matrix_loop"]
+    (load,) = (each for each in code if each.name == "LDSM")
+    products = [each for each in code if each.name == "HMMA"]
+    assert load.control.write_scoreboard != NO_SCOREBOARD
+    assert load.control.write_scoreboard in products[0].control.waits_for
+    (results,) = {each.control.write_scoreboard for each in products}
+    reader = next(each for each in code if each.name == "FMNMX")
+    assert results in reader.control.waits_for
+    assert max(each.control.stall for each in products) == T4.hmma_f32
+    assert all(
+        each.control.write_scoreboard == NO_SCOREBOARD for each in code if each.name == "BRA"
+    )
+
+
+def test_a_listing_without_its_encoding_is_an_error():
+    lines = ["k:", ".text.k:", "  /*0000*/  NOP ;  /* 0x0000000000007918 */", "  nothing"]
+    with pytest.raises(ValueError, match="no second half"):
+        parse_listing("\n".join(lines))
+
+
+# --- pipes
+
+
+@pytest.mark.parametrize(
+    ("opcode", "pipe", "width", "cycles"),
+    [
+        ("HMMA.1688.F32", "tensor", 4, 0),
+        ("FFMA.FTZ", "fma", 4, 0),
+        ("IADD3.X", "alu", 4, 0),
+        ("UIADD3", "uniform", 4, 0),
+        ("MUFU.EX2", "xu", 4, 0),
+        ("LDSM.16.MT88.4", "LDSM", 16, 8),
+        ("LDSM.16.M88", "LDSM", 4, 2),
+        ("LDS.U.64", "LDS", 8, 4),
+        ("LDG.E.U8.SYS", "LDG", 1, 2),  # a narrow access costs as much as a word
+        ("LDG.E.128.CONSTANT.SYS", "LDG", 16, 8),
+        ("STL", "STL", 4, 2),
+        ("RED.E.ADD.F32.FTZ.RN.STRONG.GPU", "STG", 4, 2),
+        ("SHFL.BFLY", "SHFL", 4, 1),
+        ("BAR.SYNC", "barrier", 4, 0),
+    ],
+)
+def test_pipes(opcode, pipe, width, cycles):
+    instruction = Instruction(0, opcode)
+    assert pipe_of(instruction) == pipe
+    assert access_bytes(instruction) == width
+    assert service(instruction, T4) == cycles
+
+
+@pytest.mark.parametrize(
+    ("opcode", "operands", "warps"),
+    [
+        ("BAR.SYNC", "0x0", 8),
+        ("BAR.SYNC", "0x1, 0x40", 2),
+        ("BAR.ARV", "0x1, 0x40", 0),
+        ("BAR.SYNC", "R3, R4", 8),
+        ("LDS", "R3, [R4]", 0),
+    ],
+)
+def test_barriers(opcode, operands, warps):
+    assert barrier_warps(Instruction(0, opcode, operands), 8) == warps
+
+
+# --- loops
+
+
+def assemble(*lines: tuple[str, int | None]) -> list[Instruction]:
+    """Opcodes and targets, 16 bytes apart; every branch has a predicate."""
+    return [
+        Instruction(16 * k, opcode, predicate="P0", target=target)
+        for k, (opcode, target) in enumerate(lines)
+    ]
+
+
+def test_loops_that_do_the_work():
+    """A loop, one around it, and a rare block behind both that jumps into it."""
+    nest = assemble(
+        ("BRA", 0x20), ("MOV", None), ("HMMA", None), ("BRA", 0x50), ("LDG", None),
+        ("BRA", 0x0), ("BRA", 0x0), ("MOV", None), ("BRA", 0x20),
+    )  # fmt: skip
+    work, bodies = working_loops(nest)
+    assert (work, bodies) == (MATRIX, [nest[:6]])
+    # The branch over MOV jumps, that over the load falls through.
+    assert [each.address for each in steady_path(bodies[0], work)] == [0, 0x20, 0x30, 0x40, 0x50]
+
+
+def test_float32_products_are_work_where_there_are_no_others():
+    loop = assemble(("FFMA", None), ("FADD", None), ("BRA", 0))
+    assert working_loops(loop) == (FFMA, [loop])
+    work, bodies = working_loops([*loop, Instruction(0x30, "HMMA")])
+    assert work is FFMA, "a product outside of every loop is not the work"
+    assert bodies == [loop]
+    assert working_loops(assemble(("FADD", None), ("BRA", 0)))[1] == []
+
+
+def test_a_branch_over_products_falls_through():
+    loop = assemble(("BRA", 0x30), ("FFMA", None), ("FMUL", None), ("BRA", 0))
+    assert steady_path(loop, FFMA) == loop
+    assert steady_path(loop, MATRIX) == [loop[0], loop[3]]
+
+
+# --- figures of the frozen loops. For the same cubin another program of the same model (one file,
+# cuobjdump instead of nvdisasm), calibrated on published T4 figures, gave these; so did it for
+# every row of attention_forward on 2026-11-20.
+
+
+def test_figures_of_the_matrix_loop():
+    (loop,) = code_figures(LISTING["matrix_loop"], threads=128, ctas=8)
+    assert (loop.start, loop.end) == (464, 1680)
+    assert (loop.instructions, loop.skipped, loop.work) == (38, 39, 8)
+    assert loop.counts == {
+        "alu": 21, "STS": 1, "barrier": 2, "LDSM": 1, "fma": 1, "LDG": 1, "tensor": 8, "SHFL": 1,
+        "control": 2,
+    }  # fmt: skip
+    assert loop.cycles == {"tensor": 512, "fma": 16, "alu": 336, "lsu": 800, "issue": 304}
+    assert (loop.work_pipe, loop.binding_pipe) == ("tensor", "lsu")
+    assert (loop.lsu_ratio, loop.bound) == (1.5625, 0.64)
+    assert (loop.spill_bytes, loop.narrow_global) == (0, 0)
+    played = loop.utilisation
+    assert played.mean == pytest.approx(0.48909104, abs=1e-7)
+    assert played.low == pytest.approx(0.47732859, abs=1e-7)
+    assert played.high == pytest.approx(0.49760596, abs=1e-7)
+
+
+def test_figures_of_the_ffma_loop():
+    (loop,) = code_figures(LISTING["ffma_loop"], threads=64, ctas=16)
+    assert (loop.start, loop.end, loop.instructions, loop.work) == (272, 624, 23, 8)
+    assert loop.counts == {"alu": 4, "LDG": 2, "fma": 14, "uniform": 2, "control": 1}
+    assert loop.cycles == {"fma": 224, "alu": 64, "uniform": 32, "lsu": 320, "issue": 184}
+    assert loop.work_cycles == 128, "FADD and FMUL share the pipe, but are not products"
+    assert (loop.lsu_ratio, loop.bound, loop.narrow_global) == (2.5, 0.4, 1)
+    assert 0 < loop.utilisation.low <= loop.utilisation.high <= loop.bound
+
+
+@pytest.mark.parametrize(
+    ("shared_rate", "lsu_ratio", "bound"), [(16, 6.0625, 1 / 6.0625), (128, 0.8125, 1.0)]
+)
+def test_the_rate_of_shared_memory_binds(shared_rate, lsu_ratio, bound):
+    """Half the rate of newer GPUs is what makes Turing rank tiles differently."""
+    machine = Machine(shared_rate=shared_rate)
+    (loop,) = code_figures(LISTING["matrix_loop"], threads=128, ctas=8, machine=machine)
+    assert loop.lsu_ratio == lsu_ratio
+    assert loop.bound == pytest.approx(bound)
+    assert loop.utilisation.mean <= bound + 0.001
+    (turing,) = code_figures(LISTING["matrix_loop"], threads=128, ctas=8)
+    assert (loop.utilisation.mean > turing.utilisation.mean) == (shared_rate > T4.shared_rate)
+
+
+def test_spills_are_what_the_loop_moves():
+    path = assemble(("LDL.64", None), ("HMMA", None), ("STL", None), ("STL.128", None), ("BRA", 0))
+    figures = loop_figures(path, MATRIX, warps=4, ctas=2)
+    assert figures.spill_bytes == 8 + 4 + 16
+    assert figures.utilisation is None
+
+
+def test_the_main_loop_is_the_one_without_masks():
+    """Of two loops with as many products the shorter, wherever it stands."""
+    masked = assemble(*[("FMNMX", None)] * 4, ("HMMA", None), ("BRA", 0))
+    full = [
+        Instruction(0x100, "HMMA"),
+        Instruction(0x110, "BRA", predicate="P0", target=0x100),
+    ]
+    for code in (masked + full, full + masked):
+        simulated = [loop for loop in code_figures(code, 128, 2) if loop.utilisation]
+        assert [loop.start for loop in simulated] == [0x100]
+
+
+# --- the simulation
+
+
+def test_products_alone_saturate():
+    assert busy_fraction([HMMA] * 32, MATRIX, warps=4, ctas=1) > 0.99
+
+
+def test_a_geforce_needs_twice_the_cycles():
+    """A warp that waits for each product keeps the slower tensor cores busier."""
+    waiting = [HMMA, Instruction(0, "MOV", control=Control(stall=8))]
+    shares = [
+        busy_fraction(waiting, MATRIX, 4, 1, machine=machine)
+        for machine in (T4, Machine(hmma_f32=16))
+    ]
+    assert shares == pytest.approx([0.5, 1.0], abs=0.02)
+
+
+def test_float32_products_share_their_pipe():
+    path = [Instruction(0, name, control=Control(stall=2)) for name in ("FFMA", "FADD")] * 8
+    assert busy_fraction(path, FFMA, 4, 1) == pytest.approx(0.5, abs=0.01)
+
+
+def test_the_load_store_unit_serves_one_at_a_time():
+    """16 bytes a thread are 512 a warp, 8 cycles, in which only one of four gets what it needs."""
+    path = [LDS, replace(HMMA, control=Control(stall=8, waits_for=(0,)))]
+    assert busy_fraction(path, MATRIX, 16, 1) == pytest.approx(8 / 32, rel=0.02)
+
+
+def test_a_scoreboard_is_waited_for():
+    """One warp: the load's way into the unit, its service and its latency, then the product."""
+    waits = replace(HMMA, control=Control(stall=8, waits_for=(0,)))
+    cycles = 4 + 2 + T4.shared_latency + 8
+    lds = Instruction(0, "LDS", control=Control(stall=1, write_scoreboard=0))
+    assert 4 * busy_fraction([lds, waits], MATRIX, 1, 1) == pytest.approx(8 / cycles, rel=0.02)
+
+
+def test_a_barrier_holds_its_warps_together():
+    barrier = Instruction(0, "BAR.SYNC", "0x0", control=Control(stall=1))
+    free = busy_fraction([HMMA] * 4, MATRIX, 4, 1)
+    held = busy_fraction([*[HMMA] * 4, barrier], MATRIX, 4, 1)
+    assert held == pytest.approx(32 / (32 + T4.barrier), abs=0.02)
+    assert held < free
+
+
+def test_two_ctas_fill_each_others_gaps():
+    barrier = Instruction(0, "BAR.SYNC", "0x0", control=Control(stall=1))
+    path = [*[HMMA] * 4, barrier]
+    one, two = (utilisation(path, MATRIX, 4, ctas) for ctas in (1, 2))
+    assert one.low == one.high, "a CTA alone starts when it starts"
+    assert two.low > one.mean + 0.2
+
+
+def test_ctas_of_two_warps_use_every_sub_partition():
+    assert busy_fraction([HMMA] * 8, MATRIX, warps=2, ctas=2) > 0.99
+
+
+def test_a_loop_that_cannot_advance():
+    """Two warps meet at a barrier for four, which the others never reach."""
+    waits = [Instruction(0, "BAR.SYNC", "0x0"), HMMA]
+    sick = Instruction(0, "LDS", control=Control(write_scoreboard=0, waits_for=(0,)))
+    assert busy_fraction([*waits, sick], MATRIX, 2, 1) > 0
+    with pytest.raises(RuntimeError, match="does not advance"):
+        busy_fraction([*waits, sick], MATRIX, 2, 1, machine=Machine(shared_latency=10_000_000))
+
+
+# --- the disassembler
+
+
+@pytest.fixture
+def no_tool(monkeypatch, tmp_path):
+    for name in ("CUDA_PATH", "CUDA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(disassembler, "WHEEL", "a-wheel-that-is-not-there")
+    disassembler._find.cache_clear()
+    yield tmp_path
+    disassembler._find.cache_clear()
+
+
+def test_without_a_disassembler_the_error_says_what_to_install(no_tool):
+    with pytest.raises(DisassemblerError, match=r"no nvdisasm here; .*; pip install"):
+        disassemble(Path("kernel.cubin"))
+
+
+@pytest.mark.parametrize("variable", ["PATH", "CUDA_PATH"])
+def test_a_disassembler_of_a_toolkit_is_found(no_tool, monkeypatch, variable):
+    folder = no_tool / "bin"
+    folder.mkdir()
+    tool = folder / "nvdisasm"
+    tool.write_text("")
+    tool.chmod(0o755)
+    monkeypatch.setenv(variable, str(folder if variable == "PATH" else no_tool))
+    assert disassembler._find() == tool
+
+
+def test_what_the_disassembler_says_is_the_error(monkeypatch):
+    def failing(command, **_):
+        return subprocess.CompletedProcess(command, 1, "", "nvdisasm fatal: not an ELF file")
+
+    monkeypatch.setattr(disassembler, "_find", lambda: Path("nvdisasm"))
+    monkeypatch.setattr(disassembler.subprocess, "run", failing)
+    with pytest.raises(DisassemblerError, match="not an ELF file"):
+        disassemble(Path("kernel.cubin"))
