@@ -10,11 +10,12 @@
 
 constexpr int kOuterAxes = 4;  // axes before the last, after merging those that lie evenly in memory
 
-// Field for field the structured dtype rows_params(arrays) of cupyattn/kernels/structs.py.
+// Field for field the structured dtype rows_params(arrays) of cupyattn/kernels/structs.py. Axes that are not there have
+// one entry and come last, so that rows of arrays without gaps cost no division.
 template <int kArrays>
 struct RowsParams {
   int64 shape[kOuterAxes];
-  int64 strides[kArrays][kOuterAxes];  // in items
+  int64 strides[kArrays][kOuterAxes];  // in items; of an array with one item for each row too
   int64 rows, length;
 };
 
@@ -22,11 +23,12 @@ template <int kArrays>
 __device__ __forceinline__ int64 row_offset(const RowsParams<kArrays>& params, int array, int64 row) {
   int64 offset = 0;
 #pragma unroll
-  for (int axis = kOuterAxes - 1; axis >= 0; axis--) {
+  for (int axis = kOuterAxes - 1; axis > 0; axis--) {
+    if (params.shape[axis] == 1) continue;
     offset += row % params.shape[axis] * params.strides[array][axis];
     row /= params.shape[axis];
   }
-  return offset;
+  return offset + row * params.strides[array][0];
 }
 
 template <int kThreads_, int kLanes_, int kStrips_, int kVec_, bool kResident_>

@@ -24,6 +24,8 @@ class Pair(NamedTuple):
     other: int
     least: int
     most: int
+    may_be_same: bool
+    """Whether they may be one array: each item is read before it is written."""
 
 
 class Overlaps(NamedTuple):
@@ -40,8 +42,12 @@ class Overlaps(NamedTuple):
         layouts: Mapping[str, Layout],
         writes: Iterable[str],
         shown_as: Mapping[str, str] = MappingProxyType({}),
+        in_place: Mapping[str, str] = MappingProxyType({}),
     ) -> Overlaps:
-        """Pair each array of `writes` with every other; `shown_as` has names for people."""
+        """Pair each array of `writes` with every other; `shown_as` has names for people.
+
+        `in_place` has, for a result, the array that it may be itself, item for item.
+        """
         names, spans = tuple(layouts), [span(layout) for layout in layouts.values()]
         results = tuple(index for index, name in enumerate(names) if name in writes)
         pairs = [
@@ -50,6 +56,8 @@ class Overlaps(NamedTuple):
                 other,
                 least=spans[result].start - spans[other].end,
                 most=spans[result].end - spans[other].start,
+                may_be_same=in_place.get(names[result]) == names[other]
+                and layouts[names[result]] == layouts[names[other]],
             )
             for result in results
             for other in range(len(names))
@@ -63,8 +71,9 @@ class Overlaps(NamedTuple):
         Where items lie settles almost every pair.
         """
         places = operands.places
-        for result, other, least, most in self.pairs:
-            if least < places[other] - places[result] < most:
+        for result, other, least, most, may_be_same in self.pairs:
+            distance = places[other] - places[result]
+            if least < distance < most and not (may_be_same and distance == 0):
                 self._check_items(operands, result, other)
         if operands.device_id is None:
             for result in self.results:

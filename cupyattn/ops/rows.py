@@ -7,8 +7,10 @@ the sums over rows are the same for all.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,6 @@ from cupyattn.arrays import (
     Layout,
     Operands,
     contiguous,
-    is_contiguous,
     layouts_of,
     starts_of,
 )
@@ -28,6 +29,7 @@ from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.configs.rows import (
     COLUMN_SUMS_COLUMNS,
     SUMMING_CTAS,
+    Macros,
     Result,
     RowKernel,
     column_sums,
@@ -36,6 +38,7 @@ from cupyattn.kernels.device import Device
 from cupyattn.kernels.structs import OUTER_AXES, rows_params
 from cupyattn.ops.checks import (
     CPU_FLOATS,
+    INTEGERS,
     require_arrays,
     require_contiguous_rows,
     require_dtype,
@@ -44,12 +47,14 @@ from cupyattn.ops.checks import (
     require_output,
     require_same_dtype,
     require_shape,
+    require_whole_item_strides,
     require_workspace,
 )
 from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.plan import Output, Plan, Step, lay_out_scratch, run
 
 _FLOAT32 = np.dtype(np.float32)
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,11 +64,13 @@ class RowProblem:
     kernel: RowKernel
     shape: tuple[int, ...]
     dtype: np.dtype
-    scalars: tuple[Any, ...]
-    """In the order of the kernel."""
+    scalars: Mapping[str, Any]
+    choices: Mapping[str, Any]
     layouts: dict[str, Layout]
     starts: dict[str, int]
     """By how many bytes each array misses a vector's alignment."""
+    wanted: frozenset[str]
+    """The optional results that are written."""
     overlaps: Overlaps
 
     @property
@@ -76,110 +83,159 @@ class RowProblem:
         """Rows."""
         return math.prod(self.shape[:-1])
 
+    def is_there(self, name: str) -> bool:
+        """Whether the call has an array, given or made."""
+        name = self.kernel.follows.get(name, name)
+        return name in self.layouts or name in self.wanted or name not in self.kernel.optional
+
     @property
     def outputs(self) -> dict[str, Output]:
         """What is written."""
-        statistics = self.dtype if self.dtype == np.float64 else _FLOAT32
         of = {
             Result.ROW: Output(self.shape, self.dtype),
-            Result.PER_ROW: Output(self.shape[:-1], statistics),
+            Result.PER_ROW: Output(self.shape[:-1], _statistics(self.dtype)),
             Result.COLUMN_SUM: Output((self.length,), self.dtype),
         }
-        return {name: of[kind] for name, kind in self.kernel.results.items()}
+        return {name: of[kind] for name, kind in self.kernel.results.items() if self.is_there(name)}
+
+    @property
+    def macros(self) -> Macros:
+        """What the call decides of how the kernel is compiled."""
+        present = [name for name in self.kernel.optional if self.is_there(name)]
+        integers = {name: self.layouts[name].dtype.name for name in self.kernel.integers}
+        return self.kernel.macros_of(present, integers, self.choices)
 
 
-def row_problem(kernel: RowKernel, operands: Operands, **scalars: Any) -> RowProblem:
+def _statistics(dtype: np.dtype) -> np.dtype:
+    """Return the dtype of what there is of each row."""
+    return dtype if dtype == np.float64 else _FLOAT32
+
+
+def row_problem(
+    kernel: RowKernel,
+    operands: Operands,
+    *,
+    wanted: Iterable[str] = (),
+    choices: Mapping[str, Any] = _NOTHING,
+    **scalars: Any,
+) -> RowProblem:
     """Check the arrays of a call, or find that they were checked before.
+
+    Parameters
+    ----------
+    kernel : RowKernel
+        The operation.
+    operands : Operands
+        Its arrays, by the names of the kernel's parameters.
+    wanted : iterable of str
+        Optional results to make where none was given.
+    choices, **scalars
+        A value for each choice and each scalar of the kernel, but for one named accumulate.
 
     Raises
     ------
     TypeError, ValueError
         As the public functions document.
     """
-    values = tuple([kind(scalars[name]) for name, kind in kernel.scalars.items()])
-    problem = _cached_problem(kernel, operands.description, values)
+    values = [
+        (name, kind(scalars[name])) for name, kind in kernel.scalars.items() if name != "accumulate"
+    ]
+    decided = tuple((name, choices[name]) for name in kernel.choices)
+    problem = _cached_problem(
+        kernel, operands.description, tuple(values), decided, frozenset(wanted)
+    )
     problem.overlaps.check(operands)
     return problem
 
 
 @lru_cache(maxsize=4096)
 def _cached_problem(
-    kernel: RowKernel, description: Description, scalars: tuple[Any, ...]
+    kernel: RowKernel,
+    description: Description,
+    scalars: tuple[tuple[str, Any], ...],
+    choices: tuple[tuple[str, Any], ...],
+    wanted: frozenset[str],
 ) -> RowProblem:
     layouts = layouts_of(description)
-    require_arrays(layouts, (*kernel.rows, *kernel.columns))
-    first = layouts[kernel.rows[0]]
-    for name in kernel.rows:
-        layout = layouts[name]
-        require_dtype(name, layout, CPU_FLOATS)
-        if not layout.shape:
-            raise error(
-                ValueError,
-                f"{name} has no axes",
-                f"{kernel.entry} runs over the last axis",
-                f"pass {name}[None]",
-            )
-        require_shape(name, layout, first.shape, f"shaped like {kernel.rows[0]}")
-        require_contiguous_rows(name, layout)
-    for name in kernel.columns:
-        require_dtype(name, layouts[name], CPU_FLOATS)
-        require_shape(name, layouts[name], first.shape[-1:], "(N,), an item for each column")
-        require_contiguous_rows(name, layouts[name])
-    require_same_dtype(layouts, (*kernel.rows, *kernel.columns))
-    overlaps = Overlaps.of(layouts, (*kernel.results, "workspace"))
-    starts = starts_of(description)
-    problem = RowProblem(kernel, first.shape, first.dtype, scalars, layouts, starts, overlaps)
+    require_arrays(layouts, [name for name in kernel.inputs if name not in kernel.optional])
+    problem = RowProblem(
+        kernel,
+        layouts[kernel.rows[0]].shape,
+        layouts[kernel.rows[0]].dtype,
+        dict(scalars),
+        dict(choices),
+        layouts,
+        starts_of(description),
+        wanted,
+        Overlaps.of(layouts, (*kernel.results, "workspace"), in_place=kernel.in_place),
+    )
+    _check_inputs(problem)
     for name, output in problem.outputs.items():
         if name in layouts:
             require_output(name, layouts[name], *output)
-            if kernel.results[name] is not Result.ROW:
-                _require_c_order(name, layouts[name])
     if "workspace" in layouts:
         require_workspace(layouts["workspace"])
     return problem
 
 
-def _require_c_order(name: str, layout: Layout) -> None:
-    if not is_contiguous(layout):
+def _check_inputs(problem: RowProblem) -> None:
+    kernel, layouts, first = problem.kernel, problem.layouts, problem.kernel.rows[0]
+    given = [name for name in kernel.inputs if name in layouts]
+    if not problem.shape:
         raise error(
             ValueError,
-            f"{name} has strides {layout.strides}",
-            "what a row operation writes for rows or columns is contiguous in C order",
-            "pass a contiguous array, or none",
+            f"{first} has no axes",
+            f"{kernel.entry} runs over the last axis",
+            f"pass {first}[None]",
         )
+    for name in given:
+        layout = layouts[name]
+        if name in kernel.rows:
+            require_dtype(name, layout, CPU_FLOATS)
+            require_shape(name, layout, problem.shape, f"shaped like {first}")
+            require_contiguous_rows(name, layout)
+        elif name in kernel.columns:
+            require_dtype(name, layout, CPU_FLOATS)
+            require_shape(name, layout, problem.shape[-1:], "(N,), an item for each column")
+            require_contiguous_rows(name, layout)
+        else:
+            allowed = INTEGERS if name in kernel.integers else (_statistics(problem.dtype).name,)
+            require_dtype(name, layout, allowed)
+            require_shape(name, layout, problem.shape[:-1], "an item for each row")
+            require_whole_item_strides(name, layout)
+    require_same_dtype(layouts, (*kernel.rows, *kernel.columns))
 
 
 def run_rows(
     device: Device, problem: RowProblem, operands: Operands, *, accumulate: bool = False
 ) -> dict[str, Array]:
-    """Run a row operation; with `accumulate` sums over rows are added to what is there."""
+    """Run a row operation; with `accumulate` gradients are added to what is there."""
     plan = _plan(problem, device.arch.number, accumulate)
     return run(device, plan, operands.arrays)
 
 
 @lru_cache(maxsize=4096)
 def _plan(problem: RowProblem, arch: int, accumulate: bool) -> Plan:
-    kernel, dtype = problem.kernel, problem.dtype.name
-    outputs = tuple(problem.outputs.items())
+    kernel, dtype, found = problem.kernel, problem.dtype.name, problem.outputs
     require_item_alignment(problem.layouts, problem.starts)
     require_kernel_dtype(kernel.rows[0], problem.dtype)
-    sums = kernel.results_of(Result.COLUMN_SUM)
-    statistics = kernel.results_of(Result.PER_ROW)
+    outputs = tuple(found.items())
+    sums = [name for name in kernel.results_of(Result.COLUMN_SUM) if name in found]
+    statistics = any(kernel.results[name] is Result.PER_ROW for name in found)
     if problem.count == 0 or (problem.length == 0 and not statistics):
-        return Plan((), outputs, zero_first=() if accumulate else sums, zero_new=accumulate)
+        zero_first = () if accumulate else tuple(sums)
+        return Plan((), outputs, zero_first=zero_first, zero_new=accumulate)
 
-    strided = [
-        problem.layouts.get(name) or contiguous(problem.shape, problem.dtype)
-        for name in kernel.strided
-    ]
-    vec = _vector(problem, strided)
+    layouts = {name: contiguous(*output) for name, output in found.items()} | problem.layouts
+    vec = _vector(problem, layouts)
     config = kernel.config(arch, problem.length)
     ctas = -(-problem.count // config.rows_per_cta)
     ctas = min(ctas, SUMMING_CTAS) if sums else ctas
-    specialisation = kernel.specialise(arch, dtype, problem.length, vec)
+    specialisation = kernel.specialise(arch, dtype, problem.length, vec, problem.macros)
     partials = {name: f"{name}_partials" for name in sums}
-    values = (*problem.scalars, _params(strided))
-    steps = [Step.of(specialisation, ctas, *values, renamed=partials)]
+    scalars = {**problem.scalars, "accumulate": accumulate}
+    values = [scalars[name] for name in kernel.scalars]
+    steps = [Step.of(specialisation, ctas, *values, _params(problem, layouts), renamed=partials)]
     for name, partial in partials.items():
         columns = -(-problem.length // COLUMN_SUMS_COLUMNS)
         counts = (ctas, problem.length, accumulate)
@@ -191,36 +247,40 @@ def _plan(problem: RowProblem, arch: int, accumulate: bool) -> Plan:
     return plan
 
 
-def _vector(problem: RowProblem, strided: list[Layout]) -> int:
+def _vector(problem: RowProblem, layouts: Mapping[str, Layout]) -> int:
     """Return how many items one load brings: a vector's where every row starts at one, or 1."""
     items = vector_items(problem.dtype.name)
-    names = (*problem.kernel.strided, *problem.kernel.columns)
-    aligned = not any(problem.starts.get(name, 0) for name in names) and all(
-        stride % VECTOR_BYTES == 0 for layout in strided for stride in layout.strides[:-1]
+    rows = [name for name in problem.kernel.whole_rows if name in layouts]
+    aligned = not any(problem.starts.get(name, 0) for name in (*rows, *problem.kernel.columns))
+    aligned = aligned and all(
+        stride % VECTOR_BYTES == 0 for name in rows for stride in layouts[name].strides[:-1]
     )
     return items if aligned and problem.length % items == 0 else 1
 
 
-def _params(layouts: list[Layout]) -> Any:
-    """Fill the C struct RowsParams."""
-    itemsize = layouts[0].dtype.itemsize
-    shape, strides = merge_axes(
-        layouts[0].shape[:-1],
-        [tuple(s // itemsize for s in layout.strides[:-1]) for layout in layouts],
-    )
+def _params(problem: RowProblem, layouts: Mapping[str, Layout]) -> Any:
+    """Fill the C struct RowsParams; what is absent has strides of 0."""
+    outer = len(problem.shape) - 1
+    strides = [
+        tuple(stride // layouts[name].dtype.itemsize for stride in layouts[name].strides[:outer])
+        if name in layouts
+        else (0,) * outer
+        for name in problem.kernel.strided
+    ]
+    shape, merged = merge_axes(problem.shape[:-1], strides)
     missing = OUTER_AXES - len(shape)
     if missing < 0:
         raise error(
             ValueError,
-            f"arrays of shape {layouts[0].shape} with strides that leave {len(shape)} axes apart",
+            f"arrays of shape {problem.shape} with strides that leave {len(shape)} axes apart",
             f"at most {OUTER_AXES} axes before the last, after merging those that lie evenly",
             "copy the array with ascontiguousarray(...), or reshape it",
         )
-    params = np.zeros((), rows_params(len(layouts)))
-    params["shape"] = (1,) * missing + shape
-    params["strides"] = [(0,) * missing + axes for axes in strides]
-    params["rows"] = math.prod(shape)
-    params["length"] = layouts[0].shape[-1]
+    params = np.zeros((), rows_params(len(strides)))
+    params["shape"] = shape + (1,) * missing
+    params["strides"] = [axes + (0,) * missing for axes in merged]
+    params["rows"] = problem.count
+    params["length"] = problem.length
     return params[()]
 
 

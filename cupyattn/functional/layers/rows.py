@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,24 +18,44 @@ from cupyattn.ops.rows import row_problem, run_rows
 def call_rows(
     kernel: RowKernel,
     arrays: dict[str, Any],
-    reference: Callable[..., np.ndarray | tuple[np.ndarray, ...]],
+    reference: Callable[..., np.ndarray | tuple[np.ndarray | None, ...]],
+    *,
+    wanted: Iterable[str] = (),
+    accumulate: bool = False,
+    choices: Mapping[str, Any] = MappingProxyType({}),
     **scalars: Any,
 ) -> dict[str, Array]:
     """Run an operation on arrays by name, None for those not given; return its results by name.
 
-    `reference` takes the inputs in their order and the scalars by name, and returns the results in
-    theirs.
+    Parameters
+    ----------
+    kernel : RowKernel
+        The operation.
+    arrays : dict
+        Its inputs, and the results that are given to be written.
+    reference : callable
+        Takes the inputs in their order, None for those not given, and the choices and scalars by
+        name; returns the results in their order.
+    wanted : iterable of str
+        Optional results to make where none was given.
+    accumulate : bool
+        Add to the gradients given, instead of writing over them.
+    choices, **scalars
+        The kernel's.
     """
     operands = adopt(arrays)
-    problem = row_problem(kernel, operands, **scalars)
+    problem = row_problem(kernel, operands, wanted=wanted, choices=choices, **scalars)
     device = device_of(operands)
     if device is not None:
-        return run_rows(device, problem, operands)
-    exact = reference(
-        *(operands.arrays[name] for name in (*kernel.rows, *kernel.columns)), **scalars
-    )
-    results = exact if isinstance(exact, tuple) else (exact,)
-    return {
-        name: round_into(operands.arrays.get(name), result, output.dtype)
-        for (name, output), result in zip(problem.outputs.items(), results, strict=True)
-    }
+        return run_rows(device, problem, operands, accumulate=accumulate)
+    given = operands.arrays
+    exact = reference(*map(given.get, kernel.inputs), **choices, **scalars)
+    exacts = dict(zip(kernel.results, exact if isinstance(exact, tuple) else (exact,), strict=True))
+    results = {}
+    for name, output in problem.outputs.items():
+        target, result = given.get(name), exacts[name]
+        assert result is not None, f"the reference gives no {name}"
+        if accumulate and target is not None:
+            result = target.astype(result.dtype) + result
+        results[name] = round_into(target, result, output.dtype)
+    return results

@@ -6,10 +6,11 @@ and writes rows, an item for each row, or sums over all rows. One table serves t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +48,7 @@ class RowConfig:
         return self.threads // self.lanes
 
 
+Macros = tuple[tuple[str, int | str], ...]
 RowTable = Mapping[int, Mapping[int | None, RowConfig]]
 
 # The first row whose length is not below that of the array's last axis; None takes the rest.
@@ -63,9 +65,13 @@ SUMMING_CTAS = 512
 """CTAs of a kernel with column sums, each of which leaves a partial sum of the rows it walked."""
 
 
+INTEGERS = ("int32", "int64")
+"""Of arrays such as labels, by the names that the kernels have for them."""
+
+
 @dataclass(frozen=True, eq=False)
 class RowKernel:
-    """A row kernel: its names are those of the C parameters, in this order.
+    """A row kernel: its names are those of the C parameters, in the order of these attributes.
 
     Attributes
     ----------
@@ -73,12 +79,25 @@ class RowKernel:
         As of a `KernelSpec`.
     rows : tuple of str
         Arrays that are read row by row.
-    results : mapping
-        What is written, by name. A COLUMN_SUM is passed as float32 partial sums (CTAs, length).
     columns : tuple of str
         Arrays (length,) of the rows' dtype.
+    per_row : tuple of str
+        Arrays with one item for each row, in the dtype of statistics, of any strides.
+    integers : tuple of str
+        The same, int32 or int64: the macro <NAME>_DTYPE says which.
+    results : mapping
+        What is written, by name. A COLUMN_SUM is passed as float32 partial sums (CTAs, length).
+    optional : tuple of str
+        Arrays that may be absent, results too; the macro WITH_<NAME> says whether one is there.
+    follows : mapping
+        Results that are there exactly if an optional input is, whose macro speaks for both.
+    in_place : mapping
+        Results that may be an input itself, because each item is read before it is written.
+    choices : mapping
+        Macros that a call decides, each with its values.
     scalars : mapping
-        Numbers passed by value, with their dtypes.
+        Numbers passed by value, with their dtypes. One named accumulate is 1 where a call adds to
+        what its results hold, which for sums over columns is done without it.
     table : RowTable
         By architecture and length.
     """
@@ -88,6 +107,12 @@ class RowKernel:
     rows: tuple[str, ...]
     results: Mapping[str, Result]
     columns: tuple[str, ...] = ()
+    per_row: tuple[str, ...] = ()
+    integers: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    follows: Mapping[str, str] = field(default_factory=dict)
+    in_place: Mapping[str, str] = field(default_factory=dict)
+    choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     scalars: Mapping[str, type[np.generic]] = field(default_factory=dict)
     table: RowTable = field(default_factory=lambda: ROWS)
 
@@ -96,16 +121,36 @@ class RowKernel:
         return tuple(name for name, result in self.results.items() if result is kind)
 
     @property
+    def inputs(self) -> tuple[str, ...]:
+        """What is read, in the order of the parameters."""
+        return (*self.rows, *self.columns, *self.per_row, *self.integers)
+
+    @property
+    def whole_rows(self) -> tuple[str, ...]:
+        """The arrays of rows, read or written."""
+        return (*self.rows, *self.results_of(Result.ROW))
+
+    @property
     def strided(self) -> tuple[str, ...]:
         """The arrays that RowsParams has strides for, in their order there."""
-        return (*self.rows, *self.results_of(Result.ROW))
+        return (
+            *self.rows,
+            *self.per_row,
+            *self.integers,
+            *self.results_of(Result.ROW),
+            *self.results_of(Result.PER_ROW),
+        )
+
+    def may_be_absent(self, name: str) -> bool:
+        """Whether a call may be without an array."""
+        return name in self.optional or name in self.follows
 
     @cached_property
     def spec(self) -> KernelSpec:
         """What is compiled and launched."""
         parameters: tuple[Parameter, ...] = (
-            *inputs(*self.rows, *self.columns),
-            *(Pointer(name) for name in self.results),
+            *(Pointer(name, const=True, optional=self.may_be_absent(name)) for name in self.inputs),
+            *(Pointer(name, optional=self.may_be_absent(name)) for name in self.results),
             *(Scalar(name, np.dtype(kind)) for name, kind in self.scalars.items()),
             rows_struct(len(self.strided)),
         )
@@ -116,21 +161,57 @@ class RowKernel:
         rows = rows_for(self.table, arch).items()
         return next(row for limit, row in rows if limit is None or length <= limit)
 
-    def specialise(self, arch: int, dtype: str, length: int, vec: int) -> Specialisation:
+    def macros_of(
+        self, present: Container[str], integers: Mapping[str, str], choices: Mapping[str, Any]
+    ) -> Macros:
+        """Return the macros of a call.
+
+        Parameters
+        ----------
+        present : container of str
+            Those of the optional arrays that are there.
+        integers : mapping
+            The dtypes of the arrays of integers.
+        choices : mapping
+            What the call decides.
+        """
+        macros: dict[str, int | str] = {
+            f"WITH_{name.upper()}": cpp_bool(name in present) for name in self.optional
+        }
+        macros |= {f"{name.upper()}_DTYPE": integers[name] for name in self.integers}
+        for name in self.choices:
+            value = choices[name]
+            macros[name.upper()] = cpp_bool(value) if isinstance(value, bool) else value
+        return tuple(macros.items())
+
+    def specialise(
+        self, arch: int, dtype: str, length: int, vec: int, macros: Macros = ()
+    ) -> Specialisation:
         """Specialise the kernel; `vec` is the items of one load, 1 or 16 bytes' worth."""
-        return _specialise(self, self.config(arch, length), dtype, vec)
+        return _specialise(self, self.config(arch, length), dtype, vec, macros)
 
     def catalogue(self, arch: int = TURING.number) -> Iterator[Specialisation]:
-        """Yield every row of the table, dtypes and loads in pairs."""
+        """Yield every row of the table with dtypes, loads, optional arrays and choices in pairs."""
         limits = rows_for(self.table, arch)
         beyond = max(filter(None, limits)) + 1
-        for dtype, limit, whole in pairs(STORAGE, limits, (True, False)):
+        absent = [(True, False)] * len(self.optional)
+        integers = [INTEGERS] * len(self.integers)
+        for dtype, limit, whole, *more in pairs(
+            STORAGE, limits, (True, False), *absent, *integers, *self.choices.values()
+        ):
+            rest = iter(more)
+            present = [name for name in self.optional if next(rest)]
+            dtypes = {name: next(rest) for name in self.integers}
+            macros = self.macros_of(present, dtypes, dict(zip(self.choices, rest, strict=True)))
             vec = vector_items(dtype) if whole else 1
-            yield self.specialise(arch, dtype, limit or beyond, vec)
+            yield self.specialise(arch, dtype, limit or beyond, vec, macros)
 
 
 @cache
-def _specialise(kernel: RowKernel, config: RowConfig, dtype: str, vec: int) -> Specialisation:
+def _specialise(
+    kernel: RowKernel, config: RowConfig, dtype: str, vec: int, macros: Macros
+) -> Specialisation:
+    decided: dict[str, Any] = dict(macros)
     return kernel.spec.specialise(
         threads=config.threads,
         DTYPE=dtype,
@@ -138,6 +219,7 @@ def _specialise(kernel: RowKernel, config: RowConfig, dtype: str, vec: int) -> S
         STRIPS=max(config.items // vec, 1),
         VEC=vec,
         RESIDENT=cpp_bool(bool(config.items)),
+        **decided,
     )
 
 

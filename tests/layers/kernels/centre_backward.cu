@@ -11,8 +11,8 @@
 
 using Scalar = DTYPE;
 using Rows = RowTraits<THREADS, LANES, STRIPS, VEC, RESIDENT>;
-using Params = RowsParams<3>;
-enum Array { kDout, kX, kDx };
+using Params = RowsParams<4>;
+enum Array { kDout, kX, kDx, kMean };
 static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     const float x_mean = row_reduce<Sum, Rows>(x_sum, partial_s) / params.length;
     const float g_mean = row_reduce<Sum, Rows>(g_sum, partial_s) / params.length;
-    if (exists && threadIdx.x % Rows::kLanes == 0) mean_g[row] = x_mean;
+    if (exists && threadIdx.x % Rows::kLanes == 0) mean_g[row_offset(params, kMean, row)] = x_mean;
 
     // Phase 2: dx, and this row's terms of dweight.
 #pragma unroll Rows::kHeldStrips
