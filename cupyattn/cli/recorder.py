@@ -43,6 +43,9 @@ class LaunchRecorder:
         """Return an uninitialised NumPy array: no kernel will write it."""
         return np.empty(shape, dtype)
 
+    def zero(self, array: Array) -> None:
+        """Leave the array as it is."""
+
     def load(self, specialisation: Specialisation) -> RecordedKernel:
         """Return a kernel that records its starts here."""
         return RecordedKernel(self, specialisation)

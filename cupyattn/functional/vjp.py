@@ -208,7 +208,7 @@ def _zeros_like(result: Array) -> Array:
     if device is None:
         return np.zeros_like(result)
     zeros = device.empty(result.shape, result.dtype)
-    zeros.fill(0)
+    device.zero(zeros)
     return zeros
 
 

@@ -131,17 +131,12 @@ def run(device: Device, plan: Plan, arrays: Mapping[str, Array]) -> dict[str, Ar
     if len(plan.steps) > 1 or plan.zero_first:
         for step in plan.steps:
             prepare(device, step.specialisation, step.ctas)
-    if to_zero:
-        _fill_with_zeros(named, to_zero)
+    for name in to_zero:
+        device.zero(named[name])
     for specialisation, ctas, values, names, _ in plan.steps:
         if ctas:
             start(device, specialisation, ctas, [*map(named.get, names)], values)
     return results
-
-
-def _fill_with_zeros(arrays: Mapping[str, Array], names: Iterable[str]) -> None:
-    for name in names:
-        arrays[name].fill(0)
 
 
 def _workspace(device: Device, plan: Plan, given: Array | None) -> Array:

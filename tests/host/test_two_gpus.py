@@ -62,6 +62,28 @@ def test_gradients_are_on_the_device_of_the_arrays(implementation):
         assert_array_equal(cupy.asnumpy(gradient), cupy.asnumpy(wanted))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_starts_from_zero_is_zeroed_on_the_device_of_the_arrays(deterministic):
+    """dq of the one-pass float32 kernel, a bias's gradient, and the gradient of an unused lse."""
+    import cupy
+
+    def gradients(ordinal: int) -> list[Any]:
+        with cupy.cuda.Device(ordinal):
+            q, k, v, dout = (cupy.asarray(a, np.float32) for a in on_device(ordinal))
+            bias = cupy.zeros((PROBLEM.B, PROBLEM.H, PROBLEM.Sq, PROBLEM.Sk), np.float32)
+        cupy.cuda.Device(ordinal).synchronize()
+        options = {"bias": bias, "wrt": ("bias",), "return_lse": True}
+        _, pullback = vjp(attention, q, k, v, **options)
+        *grads, by_name = pullback((dout, None), deterministic=deterministic)
+        return [*grads, by_name["bias"]]
+
+    for gradient, wanted in zip(gradients(1), gradients(0), strict=True):
+        assert gradient.device.id == 1
+        np.testing.assert_allclose(
+            cupy.asnumpy(gradient), cupy.asnumpy(wanted), rtol=1e-4, atol=1e-5
+        )
+
+
 def test_both_devices_and_several_streams_at_once():
     """Eight calls on the way together, two streams on each device, give what one alone gives."""
     import cupy

@@ -17,12 +17,13 @@ from cupyattn.kernels.spec import Specialisation
 
 
 class Recorder(LaunchRecorder):
-    """Records what is loaded and allocated too; what it allocates are CuPy arrays."""
+    """Records what is loaded, allocated and zeroed too; what it allocates are CuPy arrays."""
 
     def __init__(self) -> None:
         super().__init__(TURING)
         self.loaded: list[Specialisation] = []
         self.allocated: list[Any] = []
+        self.zeroed: list[Any] = []
 
     @property
     def started(self) -> list[Launch]:
@@ -31,6 +32,9 @@ class Recorder(LaunchRecorder):
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         self.allocated.append(device_array(shape, dtype))
         return self.allocated[-1]
+
+    def zero(self, array: Any) -> None:
+        self.zeroed.append(array)
 
     def load(self, specialisation: Specialisation) -> RecordedKernel:
         self.loaded.append(specialisation)

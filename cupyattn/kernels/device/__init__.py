@@ -42,5 +42,8 @@ class Device(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """Return an uninitialised C-contiguous array."""
 
+    def zero(self, array: Any) -> None:
+        """Fill an array of this device with zeros, on the current stream."""
+
     def load(self, specialisation: Specialisation) -> Kernel:
         """Return the kernel, compiled and loaded the first time it is asked for."""

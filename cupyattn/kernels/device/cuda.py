@@ -58,6 +58,14 @@ class CudaDevice:
         with self._cupy.cuda.Device(self.ordinal):
             return self._cupy.ndarray(shape, dtype)
 
+    def zero(self, array: Any) -> None:
+        """Fill an array of this device with zeros; CuPy would do it on the current device."""
+        if self._current_device() == self.ordinal:
+            array.fill(0)
+            return
+        with self._cupy.cuda.Device(self.ordinal):
+            array.fill(0)
+
     def load(self, specialisation: Specialisation) -> CudaKernel:
         """Return the kernel; the first time, compile it (or find it on disk) and load it.
 

@@ -42,6 +42,10 @@ class EmulatedDevice:
         """Return an uninitialised NumPy array."""
         return np.empty(shape, dtype)
 
+    def zero(self, array: np.ndarray) -> None:
+        """Fill an array with zeros."""
+        array.fill(0)
+
     def load(self, specialisation: Specialisation) -> EmulatedKernel:
         """Return the kernel; all emulated devices share what has been parsed and translated."""
         return EmulatedKernel(self, specialisation, _module(specialisation))
