@@ -65,7 +65,7 @@ def rows_of(
         raise error(
             ValueError,
             f"--head-dim {' '.join(map(str, head_dims or ()))}",
-            f"{', '.join(kernels) or 'the kernels'} have rows for "
+            f"there are rows of {', '.join(kernels) or 'the kernels'} for "
             + (f"head dims {', '.join(map(str, dims))}" if dims else "every head dim in one"),
             "pass one of them, or leave --head-dim out" if dims else "leave --head-dim out",
         )

@@ -213,10 +213,11 @@ def _zeros_like(result: Array) -> Array:
 
 
 def _require_wrt(wrt: Any, options: dict[str, Any]) -> None:
-    if not isinstance(wrt, tuple):
+    if not isinstance(wrt, tuple) or not all(isinstance(name, str) for name in wrt):
+        of = " of other things than names" if isinstance(wrt, tuple) else ""
         raise error(
             TypeError,
-            f"wrt is a {type(wrt).__name__}",
+            f"wrt is a {type(wrt).__name__}{of}",
             "it is a tuple of names of options",
             'pass for example wrt=("bias",)',
         )
