@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,13 @@ from cupyattn.cupy_library import load_cupy
 from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.kernels.device.cuda import CudaDevice
 from cupyattn.kernels.target import arch_override, target_of
+
+Round = Sequence[Callable[[], Any]]
+RoundTimer = Callable[[Round, Any], list[float]]
+"""Makes the calls of a round one behind the other, many times; returns the seconds of each round.
+
+Beside the calls it takes PyTorch if they are its own, or None.
+"""
 
 Timer = Callable[[Callable[[], Any]], list[float]]
 """Calls something many times, and returns the seconds of each call that counts."""
@@ -42,6 +50,69 @@ def event_timer(calls: int, warm_up: int) -> Timer:
         return [cupy.cuda.get_elapsed_time(start, stop) / 1e3 for start, stop in pairwise(events)]
 
     return time_calls
+
+
+def graph_timer(rounds: int, warm_up: int) -> RoundTimer:
+    """Make a timer of rounds of calls, each round captured as one CUDA graph.
+
+    So the host's side of a call, which is longer than a small kernel, costs nothing. It takes the
+    calls of a round, and PyTorch if they are its own; it returns the seconds of each round.
+    """
+
+    def time_rounds(calls: Round, torch: Any = None) -> list[float]:
+        cupy = load_cupy()
+        replay = _torch_graph(torch, calls) if torch is not None else _graph(calls)
+        stream = cupy.cuda.get_current_stream()
+        for _ in range(warm_up):
+            replay()
+        events = [cupy.cuda.Event() for _ in range(rounds + 1)]
+        stream.synchronize()
+        events[0].record()
+        for event in events[1:]:
+            replay()
+            event.record()
+        stream.synchronize()
+        return [cupy.cuda.get_elapsed_time(start, stop) / 1e3 for start, stop in pairwise(events)]
+
+    return time_rounds
+
+
+def _graph(calls: Round) -> Callable[[], None]:
+    cupy = load_cupy()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        for call in calls:  # compiles, and leaves the memory pool what the capture takes from it
+            call()
+            call()
+        stream.synchronize()
+        stream.begin_capture()
+        for call in calls:
+            call()
+        graph = stream.end_capture()
+    return lambda: graph.launch(cupy.cuda.get_current_stream())
+
+
+def _torch_graph(torch: Any, calls: Round) -> Callable[[], None]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay
+
+
+def copy_rate(timer: RoundTimer) -> float:
+    """Return the GB/s, read and written, of copies of a gibibyte on the current device."""
+    cupy = load_cupy()
+    source, target = cupy.zeros(2**30, np.uint8), cupy.empty(2**30, np.uint8)
+    seconds = timer([lambda: cupy.copyto(target, source)], None)
+    return 2 * source.nbytes / statistics.median(seconds) / 1e9
 
 
 def measured_on(device: CudaDevice) -> dict[str, Any]:

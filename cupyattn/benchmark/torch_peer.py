@@ -65,7 +65,7 @@ def torch_backward_call(torch: Any, arrays: Arrays, arguments: Arguments) -> Cal
     for tensor in of:
         tensor.requires_grad_()
     out = torch.nn.functional.scaled_dot_product_attention(*tensors, **taken)
-    dout = _tensor(torch, arrays.dout).transpose(1, 2)
+    dout = tensor_of(torch, arrays.dout).transpose(1, 2)
     return lambda: torch.autograd.grad(out, of, dout, retain_graph=True)
 
 
@@ -77,11 +77,12 @@ def _taken(torch: Any, arrays: Arrays, arguments: Arguments) -> tuple[list[Any],
     }
     for name in ("bias", "mask"):
         if name in arguments:
-            taken["attn_mask"] = _tensor(torch, arguments[name])
-    return [_tensor(torch, array).transpose(1, 2) for array in arrays[:3]], taken
+            taken["attn_mask"] = tensor_of(torch, arguments[name])
+    return [tensor_of(torch, array).transpose(1, 2) for array in arrays[:3]], taken
 
 
-def _tensor(torch: Any, array: Array) -> Any:
+def tensor_of(torch: Any, array: Array) -> Any:
+    """Return a tensor on the memory of an array."""
     name = array.dtype.name
     if name == "bfloat16":  # of which CuPy cannot make a DLPack
         return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)

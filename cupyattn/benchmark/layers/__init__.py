@@ -1,0 +1,1 @@
+"""Times of the fused layers, beside PyTorch's."""

@@ -1,0 +1,228 @@
+"""What the benchmark of layers times: each operation by this library and by PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyattn.arrays import Array
+from cupyattn.benchmark.attention.cases import dtype_of
+
+HEAD_DIM = 128
+_DROPOUT_P = 0.1
+_VOCABULARY = (2048, 128_256)  # tokens, and classes of Llama 3
+_POSITIONS = 2048  # tokens of a sequence, for rope
+
+
+class Size(NamedTuple):
+    """How large an operation's rows are: a token each."""
+
+    rows: int
+    width: int
+    dtype: str
+
+    @property
+    def array_bytes(self) -> int:
+        """Bytes of one array of rows."""
+        return self.rows * self.width * dtype_of(self.dtype).itemsize
+
+
+class Source:
+    """Random arrays on the device of an array library."""
+
+    def __init__(self, xp: Any, seed: int) -> None:
+        self._xp = xp
+        self._rng = np.random.default_rng(seed)
+
+    def normal(self, *shape: int, dtype: str) -> Array:
+        """Return numbers of the standard normal distribution."""
+        numbers = self._rng.standard_normal(shape, np.float32)
+        return self._xp.asarray(numbers.astype(dtype_of(dtype)))
+
+    def labels(self, count: int, classes: int) -> Array:
+        """Return int64 numbers of classes."""
+        return self._xp.asarray(self._rng.integers(0, classes, count))
+
+    def angles(self, positions: int, pairs: int) -> tuple[Array, Array]:
+        """Return the cosines and sines of rotary embedding, float32."""
+        frequencies = 10000.0 ** (-np.arange(pairs) / pairs)
+        angles = np.arange(positions)[:, None] * frequencies
+        cos, sin = (np.float32(table) for table in (np.cos(angles), np.sin(angles)))
+        return self._xp.asarray(cos), self._xp.asarray(sin)
+
+
+Arrays = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation, and the least memory traffic that it can have."""
+
+    name: str
+    function: str
+    """Its name in `cupyattn`."""
+    arrays: Callable[[Size, Source], Arrays]
+    """Makes what it takes by position."""
+    torch: Callable[..., Any]
+    """The same in PyTorch: takes torch and the tensors."""
+    forward_arrays: int
+    """How many arrays of rows the forward reads and writes."""
+    backward_arrays: int | None
+    """The same of the backward, from the gradient of the result; None where there is none."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    by_name: tuple[str, ...] = ()
+    """Options that take the last of `arrays`."""
+    tolerance: float = 0.02
+    """How far the results may differ from PyTorch's, in shares of the largest."""
+    shape: tuple[int, int] | None = None
+    """Rows and width, where those of the other operations make no sense."""
+
+    def size(self, size: Size) -> Size:
+        """Return the size that stands for one of the other operations."""
+        return size if self.shape is None else Size(*self.shape, size.dtype)
+
+    def positional(self, arrays: Arrays) -> Arrays:
+        """Return those of the arrays that are passed by position."""
+        return arrays[: len(arrays) - len(self.by_name)]
+
+    def named(self, arrays: Arrays) -> dict[str, Any]:
+        """Return the options of a call."""
+        rest = arrays[len(arrays) - len(self.by_name) :]
+        return {**self.options, **dict(zip(self.by_name, rest, strict=True))}
+
+
+def _rows(count: int) -> Callable[[Size, Source], Arrays]:
+    """Make so many arrays of rows."""
+    return lambda size, source: tuple(
+        source.normal(size.rows, size.width, dtype=size.dtype) for _ in range(count)
+    )
+
+
+def _norm(parameters: int, *, residual: bool = False) -> Callable[[Size, Source], Arrays]:
+    def arrays(size: Size, source: Source) -> Arrays:
+        columns = (source.normal(size.width, dtype=size.dtype) for _ in range(parameters))
+        x, other = (source.normal(size.rows, size.width, dtype=size.dtype) for _ in range(2))
+        return (x, *columns, other) if residual else (x, *columns)
+
+    return arrays
+
+
+def _packed(size: Size, source: Source) -> Arrays:
+    return (source.normal(size.rows, 2 * size.width, dtype=size.dtype),)
+
+
+def _logits(size: Size, source: Source) -> Arrays:
+    logits = source.normal(size.rows, size.width, dtype=size.dtype)
+    return logits, source.labels(size.rows, size.width)
+
+
+def _rope(size: Size, source: Source) -> Arrays:
+    positions = min(_POSITIONS, size.rows)
+    heads = max(size.width // HEAD_DIM, 1)
+    shape = (size.rows // positions, positions, heads, min(HEAD_DIM, size.width))
+    return (
+        source.normal(*shape, dtype=size.dtype),
+        *source.angles(positions, shape[-1] // 2),
+    )
+
+
+def _torch_rope(torch: Any, x: Any, cos: Any, sin: Any) -> Any:
+    """Turn halves of x against each other, with tables in its dtype, as models do."""
+    cos, sin = (torch.cat((t, t), -1)[None, :, None].to(x.dtype) for t in (cos, sin))
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def _torch_gated(activation: str) -> Callable[..., Any]:
+    def gated(torch: Any, packed: Any) -> Any:
+        gate, up = packed.chunk(2, -1)
+        return getattr(torch.nn.functional, activation)(gate) * up
+
+    return gated
+
+
+def _torch_add_layer_norm(torch: Any, x: Any, weight: Any, bias: Any, residual: Any) -> Any:
+    total = x + residual
+    return torch.nn.functional.layer_norm(total, total.shape[-1:], weight, bias), total
+
+
+def _torch_add_rms_norm(torch: Any, x: Any, weight: Any, residual: Any) -> Any:
+    total = x + residual
+    return torch.nn.functional.rms_norm(total, total.shape[-1:], weight, 1e-6), total
+
+
+OPERATIONS = (
+    Operation(
+        "layer_norm",
+        "layer_norm",
+        _norm(2),
+        lambda torch, x, w, b: torch.nn.functional.layer_norm(x, x.shape[-1:], w, b),
+        2,
+        3,
+    ),
+    Operation(
+        "rms_norm",
+        "rms_norm",
+        _norm(1),
+        lambda torch, x, w: torch.nn.functional.rms_norm(x, x.shape[-1:], w, 1e-6),
+        2,
+        3,
+    ),
+    Operation(
+        "add + layer_norm",
+        "layer_norm",
+        _norm(2, residual=True),
+        _torch_add_layer_norm,
+        4,
+        4,
+        by_name=("residual",),
+    ),
+    Operation(
+        "add + rms_norm",
+        "rms_norm",
+        _norm(1, residual=True),
+        _torch_add_rms_norm,
+        4,
+        4,
+        by_name=("residual",),
+    ),
+    Operation("softmax", "softmax", _rows(1), lambda torch, x: torch.softmax(x, -1), 2, 3),
+    Operation(
+        "log_softmax", "log_softmax", _rows(1), lambda torch, x: torch.log_softmax(x, -1), 2, 3
+    ),
+    Operation(
+        "cross_entropy",
+        "cross_entropy",
+        _logits,
+        lambda torch, x, labels: torch.nn.functional.cross_entropy(x.float(), labels),
+        1,
+        2,
+        shape=_VOCABULARY,
+    ),
+    Operation("rope", "rope", _rope, _torch_rope, 2, 2),
+    Operation(
+        "gelu",
+        "gelu",
+        _rows(1),
+        lambda torch, x: torch.nn.functional.gelu(x, approximate="tanh"),
+        2,
+        3,
+        options={"approximate": "tanh"},
+    ),
+    Operation("silu", "silu", _rows(1), lambda torch, x: torch.nn.functional.silu(x), 2, 3),
+    Operation("swiglu", "swiglu", _packed, _torch_gated("silu"), 3, 5),
+    Operation("geglu", "geglu", _packed, _torch_gated("gelu"), 3, 5),
+    Operation(
+        "dropout",
+        "dropout",
+        lambda size, source: (*_rows(1)(size, source), _DROPOUT_P, 1),
+        lambda torch, x, p, seed: torch.nn.functional.dropout(x, p),
+        2,
+        2,
+        tolerance=np.inf,  # another generator
+    ),
+)
+"""By name in the order of the tables."""
