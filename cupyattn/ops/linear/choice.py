@@ -1,0 +1,19 @@
+"""The kernels of a product: the first of the table that take the problem."""
+
+from __future__ import annotations
+
+from cupyattn.ops.linear import float32, tensor_core, thin
+from cupyattn.ops.linear.implementations import Launches
+from cupyattn.ops.linear.problem import LinearProblem
+
+PLANS = (*thin.PLANS, *tensor_core.PLANS, *float32.PLANS)
+"""Kernels for few rows, then those on tensor cores for many, then those that take everything."""
+
+
+def launches_for(product: str, problem: LinearProblem, arch: int) -> Launches:
+    """Return the launches of "forward", "dx" or "dw"."""
+    dtype = problem.dtype.name
+    for entry in PLANS:
+        if entry.product == product and dtype in entry.dtypes and entry.takes(problem):
+            return entry.plan(problem, arch)
+    raise NotImplementedError(f"no kernel has {product} of {dtype}")

@@ -1,0 +1,61 @@
+"""Which kernels compute a product of linear or of its backward, for which problems.
+
+Every module of plans has a tuple PLANS of `LinearPlan`; `choice.launches_for` takes the first that
+has the dtype and takes the problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from cupyattn.ops.linear.problem import LinearProblem
+from cupyattn.ops.plan import Step
+
+
+class Launches(NamedTuple):
+    """What one product comes to: a part of the call's plan."""
+
+    steps: tuple[Step, ...]
+    """In their order. Arrays go by the names of the problem's matrices and by b and db."""
+    scratch: Mapping[str, int] = {}
+    """Float32 items of scratch memory by name; names begin with that of the product."""
+    zero_first: tuple[str, ...] = ()
+    """Scratch (or results) that must be zero before the first step. Mostly there is none."""
+
+
+PlanFunction = Callable[[LinearProblem, int], Launches]
+"""From a problem and the number of an architecture (75, 80, ...) to the launches of one product.
+
+What it receives
+    A problem with M, N and K at least 1 and item-aligned arrays, of a dtype in `LinearPlan.dtypes`
+    and for which `takes` is true. Nothing else is promised: lines may be odd in length and strides,
+    so `problem.vector("x", "w")` and `Matrix.vector` choose between vector and scalar loads.
+    `problem.matrices[name]` has sizes, strides and alignment of each.
+What it returns
+    `Launches`. Kernel parameters are named as the arrays are, or renamed in `Step.of`.
+    "forward": out = activation(x w + b) + residual, rounded once to the dtype; reads x, w, and b
+    (null without: `problem.biased`) and residual (null without: `problem.has("residual")`); writes
+    out, and preactivation = x w + b, in the dtype, where `problem.has("preactivation")` (otherwise
+    null). The activation acts on the float32 sum, not on the rounded preactivation. `problem.gated`:
+    w has 2 N columns, preactivation too, and out = scalar_activation(gate) * up.
+    "dx": dx = dz w^T. "dw": dw = x^T dz, and db = the sum of dz over rows where `problem.biased`;
+    in one kernel or two. dz = dout * activation'(preactivation) (of N or 2 N columns), dout itself
+    without an activation. The same bits from run to run: no float atomics. With
+    `problem.accumulate` results are added to what is there, before the one rounding.
+"""
+
+
+def _every(problem: LinearProblem) -> bool:
+    del problem
+    return True
+
+
+class LinearPlan(NamedTuple):
+    """One entry of the table."""
+
+    product: str
+    """"forward", "dx" or "dw"."""
+    dtypes: tuple[str, ...]
+    plan: PlanFunction
+    takes: Callable[[LinearProblem], bool] = _every
