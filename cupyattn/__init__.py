@@ -17,10 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from cupyattn.functional import (
     AttentionGrads,
+    LinearGrads,
     attention,
     attention_backward,
     backend,
     device_info,
+    linear,
+    linear_backward,
+    linear_gelu,
+    linear_gelu_backward,
     softmax,
     softmax_backward,
     vjp,
@@ -30,11 +35,16 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionGrads",
+    "LinearGrads",
     "__version__",
     "attention",
     "attention_backward",
     "backend",
     "device_info",
+    "linear",
+    "linear_backward",
+    "linear_gelu",
+    "linear_gelu_backward",
     "softmax",
     "softmax_backward",
     "vjp",

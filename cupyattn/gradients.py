@@ -1,4 +1,4 @@
-"""What the backward of attention returns, and is given to write into."""
+"""What backwards of several results return, and are given to write into."""
 
 from __future__ import annotations
 
@@ -35,3 +35,23 @@ class AttentionGrads(NamedTuple):
     dv: Array = None
     dbias: Array | None = None
     dsinks: Array | None = None
+
+
+class LinearGrads(NamedTuple):
+    """Gradients of linear's inputs, each of its input's shape.
+
+    As ``grads=`` None, the default, stands for an array that is to be made.
+
+    Attributes
+    ----------
+    dx : array (..., K)
+        Of the input.
+    dw : array (K, N)
+        Of the weight, summed over all rows of x; (K, 2 N) for a gated activation.
+    db : array (N,), or None
+        Of the bias, likewise; None without one.
+    """
+
+    dx: Array = None
+    dw: Array = None
+    db: Array | None = None

@@ -5,7 +5,12 @@ from cupyattn.functional.attention.forward import attention as _attention
 from cupyattn.functional.differentiable import differentiable
 from cupyattn.functional.layers.softmax import softmax as _softmax
 from cupyattn.functional.layers.softmax import softmax_backward
-from cupyattn.gradients import AttentionGrads
+from cupyattn.functional.linear.backward import linear_backward
+from cupyattn.functional.linear.differentiated import with_residual
+from cupyattn.functional.linear.forward import linear as _linear
+from cupyattn.functional.linear.gelu import linear_gelu as _linear_gelu
+from cupyattn.functional.linear.gelu import linear_gelu_backward
+from cupyattn.gradients import AttentionGrads, LinearGrads
 
 attention = differentiable(
     _attention,
@@ -15,3 +20,17 @@ attention = differentiable(
     gradients=AttentionGrads._fields,
 )
 softmax = differentiable(_softmax, softmax_backward, gradients=("dx",))
+linear = differentiable(
+    _linear,
+    with_residual(linear_backward),
+    saved=("preactivation",),
+    saved_by="return_preactivation",
+    gradients=(*LinearGrads._fields, "dresidual"),
+)
+linear_gelu = differentiable(
+    _linear_gelu,
+    with_residual(linear_gelu_backward),
+    saved=("preactivation",),
+    saved_by="return_preactivation",
+    gradients=(*LinearGrads._fields, "dresidual"),
+)

@@ -19,7 +19,7 @@ from cupyattn.kernels.launch import prepare, start, typed
 from cupyattn.kernels.spec import Specialisation
 
 SCRATCH_ALIGNMENT = 256  # bytes: what CuPy gives an array of its own
-_SCRATCH_DTYPE = np.dtype(np.float32)
+SCRATCH_DTYPE = np.dtype(np.float32)
 _BYTES = np.dtype(np.uint8)
 
 
@@ -71,11 +71,11 @@ class Scratch(NamedTuple):
     @property
     def end(self) -> int:
         """Where it ends, in bytes."""
-        return self.offset + self.items * _SCRATCH_DTYPE.itemsize
+        return self.offset + self.items * SCRATCH_DTYPE.itemsize
 
     def within(self, workspace: Any) -> Any:
         """Return the array, of a flat workspace of bytes."""
-        return workspace[self.offset : self.end].view(_SCRATCH_DTYPE)
+        return workspace[self.offset : self.end].view(SCRATCH_DTYPE)
 
 
 class Plan(NamedTuple):
@@ -167,7 +167,7 @@ def lay_out_scratch(items: Mapping[str, int]) -> tuple[Scratch, ...]:
     placed, end = [], 0
     for name, count in items.items():
         placed.append(Scratch(name, end, count))
-        size = count * _SCRATCH_DTYPE.itemsize
+        size = count * SCRATCH_DTYPE.itemsize
         end += -(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
     return tuple(placed)
 
@@ -183,5 +183,5 @@ def spanning(name: str, pieces: tuple[Scratch, ...]) -> tuple[Scratch, ...]:
     if not pieces:
         return ()
     first, last = pieces[0], pieces[-1]
-    items = (last.offset - first.offset) // _SCRATCH_DTYPE.itemsize + last.items
+    items = (last.offset - first.offset) // SCRATCH_DTYPE.itemsize + last.items
     return (Scratch(name, first.offset, items),)

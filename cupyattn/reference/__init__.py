@@ -15,6 +15,8 @@ from cupyattn.reference.attention.bounds import (
 from cupyattn.reference.attention.dense import attention, attention_backward
 from cupyattn.reference.layers.rope import rope, rope_backward
 from cupyattn.reference.layers.softmax import softmax, softmax_backward
+from cupyattn.reference.linear.bounds import linear_backward_bound, linear_bound
+from cupyattn.reference.linear.products import linear, linear_backward
 from cupyattn.reference.philox import attention_keep, philox4x32_10
 
 __all__ = [
@@ -24,6 +26,10 @@ __all__ = [
     "attention_bound",
     "attention_keep",
     "error_ratio",
+    "linear",
+    "linear_backward",
+    "linear_backward_bound",
+    "linear_bound",
     "philox4x32_10",
     "rope",
     "rope_backward",

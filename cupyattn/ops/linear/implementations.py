@@ -34,15 +34,20 @@ What it receives
     `problem.matrices[name]` has sizes, strides and alignment of each.
 What it returns
     `Launches`. Kernel parameters are named as the arrays are, or renamed in `Step.of`.
-    "forward": out = activation(x w + b) + residual, rounded once to the dtype; reads x, w, and b
-    (null without: `problem.biased`) and residual (null without: `problem.has("residual")`); writes
-    out, and preactivation = x w + b, in the dtype, where `problem.has("preactivation")` (otherwise
-    null). The activation acts on the float32 sum, not on the rounded preactivation. `problem.gated`:
-    w has 2 N columns, preactivation too, and out = scalar_activation(gate) * up.
-    "dx": dx = dz w^T. "dw": dw = x^T dz, and db = the sum of dz over rows where `problem.biased`;
-    in one kernel or two. dz = dout * activation'(preactivation) (of N or 2 N columns), dout itself
-    without an activation. The same bits from run to run: no float atomics. With
-    `problem.accumulate` results are added to what is there, before the one rounding.
+"forward"
+    out = activation(x w + b) + residual, rounded once to the dtype; reads x, w, and b (null
+    without: `problem.biased`) and residual (null without: `problem.has("residual")`); writes out,
+    and preactivation = x w + b, in the dtype, where `problem.has("preactivation")` (otherwise
+    null). The activation acts on the float32 sum, not on the rounded preactivation. Where
+    `problem.gated`, w has 2 N columns, preactivation too, and out = scalar_activation(gate) * up +
+    residual.
+"dx"
+    dx = dz w^T, with dz = dout * activation'(preactivation) (of N or 2 N columns), dout itself
+    without an activation.
+"dw"
+    dw = x^T dz, and db = the sum of dz over rows where `problem.biased`; in one kernel or two.
+    The same bits from run to run, of both: no float atomics. Where `problem.accumulate`, results
+    are added to what is there, before the one rounding.
 """
 
 

@@ -1,0 +1,1 @@
+"""Products with a weight: the public functions."""

@@ -1,0 +1,37 @@
+"""Linear's backward as `vjp` calls it: with the gradients of everything that a call may have."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from cupyattn.arrays import Array
+from cupyattn.errors import error
+from cupyattn.gradients import LinearGrads
+
+
+def with_residual(backward: Callable[..., LinearGrads]) -> Callable[..., tuple[Any, ...]]:
+    """Return a backward that gives a residual's gradient behind the others: dout itself.
+
+    It takes dpreactivation too, which has to be None: what is saved for the backward is no result
+    to be differentiated.
+    """
+
+    @wraps(backward)
+    def full(dout: Array, /, *args: Any, dpreactivation: Any = None, **options: Any) -> Any:
+        if dpreactivation is not None:
+            raise error(
+                TypeError,
+                "the gradient of preactivation was given",
+                "preactivation is returned for the backward, and has no gradient",
+                "pass None for it, or compute it by a linear of its own without an activation",
+            )
+        return (*backward(dout, *args, **options), dout)
+
+    signature = inspect.signature(backward)
+    extra = inspect.Parameter("dpreactivation", inspect.Parameter.KEYWORD_ONLY, default=None)
+    parameters = [*signature.parameters.values(), extra]
+    full.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return full

@@ -1,0 +1,56 @@
+"""The backward of linear on a device: from a checked problem to a plan that ran."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from cupyattn.arrays import Array, Operands
+from cupyattn.kernels.device import Device
+from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
+from cupyattn.ops.linear.choice import launches_for
+from cupyattn.ops.linear.implementations import Launches
+from cupyattn.ops.linear.problem import LinearProblem
+from cupyattn.ops.plan import SCRATCH_DTYPE, Plan, lay_out_scratch, run
+
+
+def linear_backward(device: Device, problem: LinearProblem, operands: Operands) -> dict[str, Array]:
+    """Run the backward of linear, into the results and scratch that are given."""
+    return run(device, _plan(problem, device.arch.number), operands.arrays)
+
+
+@lru_cache(maxsize=4096)
+def _plan(problem: LinearProblem, arch: int) -> Plan:
+    require_kernel_dtype("x", problem.dtype)
+    require_item_alignment(problem.layouts, problem.starts)
+    outputs = tuple(problem.outputs.items())
+    if problem.rows * problem.outer == 0:  # nothing to add up: no kernel runs
+        names = () if problem.accumulate else tuple(problem.outputs)
+        return Plan((), outputs, zero_first=names, zero_new=problem.accumulate)
+    parts = [launches_for(product, problem, arch) for product in ("dx", "dw")]
+    if problem.activation is not None and "preactivation" not in problem.layouts:
+        parts.insert(0, _preactivation(problem, arch))
+    plan = Plan(
+        tuple(step for part in parts for step in part.steps),
+        outputs,
+        lay_out_scratch({name: n for part in parts for name, n in part.scratch.items()}),
+        zero_first=tuple(name for part in parts for name in part.zero_first),
+        zero_new=problem.accumulate,
+    )
+    plan.require_arrays(problem.layouts)
+    return plan
+
+
+def _preactivation(problem: LinearProblem, arch: int) -> Launches:
+    """Return what computes x w + b into scratch memory that takes the place of an array."""
+    steps, scratch, zero_first = launches_for("forward", problem.plain_preactivation(), arch)
+    renamed = {"out": "preactivation", "preactivation": "none", "residual": "none"}
+    steps = tuple(
+        step._replace(
+            names=tuple(renamed.get(name, name) for name in step.names),
+            required=frozenset(renamed.get(name, name) for name in step.required),
+        )
+        for step in steps
+    )
+    size = problem.rows * problem.weight_columns * problem.dtype.itemsize
+    items = -(-size // SCRATCH_DTYPE.itemsize)
+    return Launches(steps, {**scratch, "preactivation": items}, zero_first)

@@ -1,0 +1,295 @@
+"""The checks of a call of linear: its description, once."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+from cupyattn.arrays import (
+    Description,
+    Layout,
+    Operands,
+    contiguous,
+    layouts_of,
+    overlaps_itself,
+    starts_of,
+)
+from cupyattn.errors import error, shown
+from cupyattn.ops.checks import (
+    CPU_FLOATS,
+    made_beforehand,
+    require_arrays,
+    require_contiguous_rows,
+    require_dtype,
+    require_output,
+    require_rank,
+    require_same_dtype,
+    require_shape,
+    require_whole_item_strides,
+    require_workspace,
+)
+from cupyattn.ops.linear.problem import (
+    ACTIVATIONS,
+    BACKWARD_RESULTS,
+    FORWARD_RESULTS,
+    GATED,
+    SHOWN_AS,
+    LinearProblem,
+    Matrix,
+)
+from cupyattn.ops.overlaps import Overlaps
+from cupyattn.ops.plan import Output
+from cupyattn.ops.rows import merge_axes
+
+MAX_EXTENT = 2**31 - 1024
+"""Of M, K and the columns of w: kernels count them, tile by tile, in 32 bits."""
+
+
+def forward_problem(
+    operands: Operands, activation: Any, return_preactivation: bool
+) -> LinearProblem:
+    """Check a forward call, or find that its description was checked before.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As the public functions document.
+    """
+    _require_activation(activation)
+    problem = _cached_forward_problem(operands.description, activation, return_preactivation)
+    problem.overlaps.check(operands)
+    return problem
+
+
+def backward_problem(operands: Operands, activation: Any, accumulate: bool) -> LinearProblem:
+    """Check a backward call, or find that its description was checked before.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As the public functions document.
+    """
+    _require_activation(activation)
+    problem = _cached_backward_problem(operands.description, activation, accumulate)
+    problem.overlaps.check(operands)
+    return problem
+
+
+def _require_activation(activation: Any) -> None:
+    allowed = (*ACTIVATIONS, *GATED)
+    if activation is not None and not (isinstance(activation, str) and activation in allowed):
+        raise error(
+            ValueError if isinstance(activation, str) else TypeError,
+            f"activation = {shown(activation)}",
+            f"allowed are None, {', '.join(map(repr, allowed))}",
+            "pass one of them",
+        )
+
+
+@lru_cache(maxsize=4096)
+def _cached_forward_problem(
+    description: Description, activation: str | None, return_preactivation: bool
+) -> LinearProblem:
+    layouts = layouts_of(description)
+    kept = return_preactivation and activation is not None
+    problem = _problem(description, activation, ("x", "w", "b", "residual"), FORWARD_RESULTS)
+    lead = layouts["x"].shape[:-1]
+    if "residual" in layouts:
+        shape = (*lead, problem.outer)
+        _require_rows_like_x("residual", layouts["residual"], shape, "(..., N)")
+        problem.matrices["residual"] = _as_rows("residual", layouts, problem)
+    outputs = {"out": Output((*lead, problem.outer), problem.dtype)}
+    if kept:
+        outputs["preactivation"] = Output((*lead, problem.weight_columns), problem.dtype)
+    for name, output in outputs.items():
+        if name in layouts:
+            require_output(name, layouts[name], *output)
+        problem.matrices[name] = _as_rows(name, layouts, problem, output)
+    problem.outputs.update(outputs)
+    return problem
+
+
+@lru_cache(maxsize=4096)
+def _cached_backward_problem(
+    description: Description, activation: str | None, accumulate: bool
+) -> LinearProblem:
+    layouts = layouts_of(description)
+    require_arrays(layouts, ("dout",))
+    require_dtype("dout", layouts["dout"], CPU_FLOATS)
+    inputs = ("dout", "x", "w", "b", "preactivation")
+    problem = _problem(description, activation, inputs, BACKWARD_RESULTS, accumulate)
+    lead = layouts["x"].shape[:-1]
+    _require_rows_like_x("dout", layouts["dout"], (*lead, problem.outer), "(..., N)")
+    problem.matrices["dout"] = _as_rows("dout", layouts, problem)
+    if "preactivation" in layouts and activation is None:
+        raise error(
+            ValueError,
+            "preactivation was given without an activation",
+            "it is what an activation was applied to",
+            "pass the activation that linear was given, or no preactivation",
+        )
+    if activation is not None:
+        saved = Output((*lead, problem.weight_columns), problem.dtype)
+        if "preactivation" in layouts:
+            _require_rows_like_x("preactivation", layouts["preactivation"], saved.shape, "(..., W)")
+        problem.matrices["preactivation"] = _as_rows("preactivation", layouts, problem, saved)
+    for name in BACKWARD_RESULTS:
+        of = layouts.get(name[1:])
+        if of is not None:
+            problem.outputs[name] = Output(of.shape, of.dtype)
+        elif name in layouts:
+            raise error(
+                ValueError,
+                f"{SHOWN_AS[name]} was given",
+                f"this call has no {name[1:]}",
+                "leave None there",
+            )
+    _require_results(problem)
+    return problem
+
+
+def _require_results(problem: LinearProblem) -> None:
+    """Check grads, and describe them as matrices."""
+    layouts, outputs, matrices = problem.layouts, problem.outputs, problem.matrices
+    for name in ("dx", "db"):
+        if name in layouts:
+            require_output(SHOWN_AS[name], layouts[name], *outputs[name])
+    matrices["dx"] = _as_rows("dx", layouts, problem, outputs["dx"])
+    dw = layouts.get("dw") or contiguous(*outputs["dw"])
+    if "dw" in layouts:
+        fix = made_beforehand(SHOWN_AS["dw"])
+        if dw.shape != outputs["dw"].shape or dw.dtype != problem.dtype or overlaps_itself(dw):
+            require_output(SHOWN_AS["dw"], dw, *outputs["dw"])
+        _require_a_contiguous_axis(SHOWN_AS["dw"], dw, fix)
+    matrices["dw"] = _as_matrix(dw, problem.starts.get("dw", 0))
+
+
+def _problem(
+    description: Description,
+    activation: str | None,
+    inputs: tuple[str, ...],
+    results: tuple[str, ...],
+    accumulate: bool = False,
+) -> LinearProblem:
+    """Check x, w and b, and describe them."""
+    layouts = layouts_of(description)
+    require_arrays(layouts, ("x", "w"))
+    x, w = layouts["x"], layouts["w"]
+    require_dtype("x", x, CPU_FLOATS)
+    require_dtype("w", w, CPU_FLOATS)
+    if not x.shape:
+        raise error(ValueError, "x has no axes", "x is (..., K)", "pass x[None]")
+    require_rank("w", w, "K N")
+    require_same_dtype(layouts, inputs)
+    require_contiguous_rows("x", x)
+    _require_a_contiguous_axis("w", w)
+    if w.shape[0] != x.shape[-1]:
+        turned = " (w is the transpose of what some libraries keep)"
+        raise error(
+            ValueError,
+            f"x has shape {x.shape}, w {w.shape}",
+            f"w is (K, N) with K = {x.shape[-1]}, the last axis of x",
+            f"pass w.T{turned}" if w.shape[1] == x.shape[-1] else "pass a w of that height",
+        )
+    columns = w.shape[1]
+    if activation in GATED and columns % 2:
+        raise error(
+            ValueError,
+            f"w has {columns} columns with activation={activation!r}",
+            "a gated activation takes a w of shape (K, 2 N), N columns of the gate, then N others",
+            "pass both halves side by side, for example numpy.concatenate([w_gate, w_up], axis=1)",
+        )
+    if "b" in layouts:
+        require_shape("b", layouts["b"], (columns,), "(N,), an item for each column of w")
+        require_contiguous_rows("b", layouts["b"])
+    if "workspace" in layouts:
+        require_workspace(layouts["workspace"])
+    rows = math.prod(x.shape[:-1])
+    for name, extent in (("M", rows), ("K", x.shape[-1]), ("N", columns)):
+        if extent > MAX_EXTENT:
+            raise error(
+                ValueError,
+                f"{name} = {extent}",
+                f"M, K and the columns of w are at most {MAX_EXTENT}",
+                "split the call",
+            )
+    problem = LinearProblem(
+        rows=rows,
+        inner=x.shape[-1],
+        outer=columns // 2 if activation in GATED else columns,
+        dtype=x.dtype,
+        activation=activation,
+        layouts=layouts,
+        matrices={},
+        outputs={},
+        starts=starts_of(description),
+        overlaps=Overlaps.of(layouts, (*results, "workspace"), SHOWN_AS if "dx" in results else {}),
+        accumulate=accumulate,
+    )
+    problem.matrices["x"] = _as_rows("x", layouts, problem)
+    problem.matrices["w"] = _as_matrix(w, problem.starts["w"])
+    return problem
+
+
+def _require_rows_like_x(name: str, layout: Layout, shape: tuple[int, ...], meaning: str) -> None:
+    require_shape(name, layout, shape, f"{meaning} with the axes of x before its last")
+    require_contiguous_rows(name, layout)
+
+
+def _require_a_contiguous_axis(name: str, layout: Layout, fix: str = "") -> None:
+    """Raise unless one of the two axes is contiguous and the strides are whole items."""
+    itemsize = layout.dtype.itemsize
+    if 0 in layout.shape:
+        return
+    if not any(
+        extent == 1 or stride == itemsize
+        for extent, stride in zip(layout.shape, layout.strides, strict=True)
+    ):
+        raise error(
+            ValueError,
+            f"{name} has strides {layout.strides} for items of {itemsize} bytes",
+            "one of its two axes is contiguous, as in an array in C order, its transpose, and "
+            "slices of either",
+            fix or f"copy it with ascontiguousarray({name})",
+        )
+    require_whole_item_strides(name, layout, fix)
+
+
+def _as_rows(
+    name: str, layouts: dict[str, Layout], problem: LinearProblem, made: Output | None = None
+) -> Matrix:
+    """Describe an array of contiguous rows, or one that is to be made, as a matrix of M rows."""
+    layout = layouts.get(name)
+    if layout is None:
+        assert made is not None
+        layout = contiguous(*made)
+    *lead, columns = layout.shape
+    itemsize = layout.dtype.itemsize
+    shape, (strides,) = merge_axes(
+        tuple(lead), [tuple(stride // itemsize for stride in layout.strides[:-1])]
+    )
+    if len(shape) > 1 and problem.rows * columns:
+        raise error(
+            ValueError,
+            f"{SHOWN_AS.get(name, name)} has shape {layout.shape} and strides {layout.strides}",
+            "the axes before the last lie evenly in memory, so that they are M rows",
+            f"copy it with ascontiguousarray({name}), or call for each part",
+        )
+    row_stride = strides[0] if len(shape) == 1 else columns
+    start = problem.starts.get(name, 0)
+    return Matrix(problem.rows, columns, row_stride, 1, itemsize, start)
+
+
+def _as_matrix(layout: Layout, start: int) -> Matrix:
+    """Describe a two-dimensional array that is contiguous along one of its axes."""
+    itemsize = layout.dtype.itemsize
+    rows, columns = layout.shape
+    row_stride, column_stride = (stride // itemsize for stride in layout.strides)
+    if column_stride == 1 and columns > 1:
+        return Matrix(rows, columns, row_stride, 1, itemsize, start)
+    if row_stride == 1 and rows > 1:
+        return Matrix(rows, columns, 1, column_stride, itemsize, start)
+    if columns == 1:
+        return Matrix(rows, columns, row_stride, 1, itemsize, start)
+    return Matrix(rows, columns, 1, column_stride, itemsize, start)

@@ -1,0 +1,1 @@
+"""Products with a weight in NumPy, and bounds of the kernels' errors."""

@@ -1,0 +1,251 @@
+"""How far right kernels of linear may be from the reference, for every element.
+
+The kernels that the bounds describe read inputs of their dtype, multiply exactly or with one
+rounding, accumulate in float32 in any order, apply the activation to the float32 sum, and round
+once at the store. u32 = 2**-24, u_in and u_out as in `cupyattn.reference.attention.bounds`, which
+says why a sum of n terms errs by n u32; 8 terms more pay for the bias, for sums of partial sums and
+for what is of second order, and a factor of two on tensor cores for their truncation.
+
+Forward, with z = x w + b:
+
+    dz = t (K + 8) u32 (|x| |w| + |b|)                t = 2 on tensor cores, 1 otherwise
+    df = L dz + ef(|z| + dz)                          L: the activation's steepest slope
+    |out - ref| <= df + u32 (|f(z)| + |residual|) + u_out |ref| + tiny
+    |preactivation - ref| <= dz + u_out |z| + tiny
+
+A gated activation multiplies f(gate) with up: its error is df |up| + (|f(gate)| + df) d_up +
+u32 |f(gate) up|.
+
+ef is what computing f in float32 loses. Each f is x p with a probability p, of which the smaller of
+p and 1 - p is computed with a relative error of (a + c |v|) u32 and the other follows from it: v is
+the exponent that is rounded. So ef = |x| min(p, 1 - p) (a + c |v|) u32 + 8 u32 |f| + tiny32 (1 +
+|x|), with (a, c |v|) = (16, 4 |x|) for silu, (16, 8 |v|) for gelu_tanh with v its sigmoid's
+argument, (24, 2 x**2) for gelu. The derivative's is the same with |p'| x**2 added to it in the same
+way: p' comes from the same exponential.
+
+Backward, with dz = dout f'(preactivation) and e the error of that:
+
+    e = |dout| (es + S |preactivation's error|) + 2 u32 |dz| + u_in |dz| + tiny
+    |dx - ref| <= e |w|^T + t (N + 8) u32 (|dz| + e) |w|^T + u_out |ref| + tiny
+    |dw - ref| <= |x|^T e + t (M + 8) u32 |x|^T (|dz| + e) + u_out |ref| + tiny
+    |db - ref| <= sum e + (M + 8) u32 sum (|dz| + e) + u_out |ref| + tiny
+
+- u_in is the rounding of dz to what a tensor core reads; 0 where products are of float32.
+- A preactivation that is computed anew errs by dz of the forward, and u_out |z| where it is kept in
+  the dtype. S is the steepest slope of f': 0.8 bounds all but relu's, whose derivative jumps at 0:
+  there all of |dout| is uncertain.
+- What is accumulated is added before the rounding: u32 of both, and u_out of the sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from cupyattn.gradients import LinearGrads
+from cupyattn.reference.attention.bounds import TINY32, U32, precision_of
+from cupyattn.reference.attention.scores import Float64
+from cupyattn.reference.linear.activations import (
+    activation as activated,
+)
+from cupyattn.reference.linear.activations import (
+    activation_slope,
+    gelu_tanh_logit,
+    gelu_tanh_logit_slope,
+    normal_cdf,
+    normal_density,
+    sigmoid,
+)
+from cupyattn.reference.linear.products import GATES, linear, linear_backward
+
+STEEPEST = {None: 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1, "relu": 1.0}
+STEEPEST_SLOPE = 0.8
+_MORE_TERMS = 8
+
+
+def activation_error(name: str | None, x: Float64) -> tuple[Float64, Float64]:
+    """Return what float32 kernels lose of f(x) and of f'(x)."""
+    if name in (None, "relu"):
+        return np.zeros_like(x), np.zeros_like(x)
+    with np.errstate(under="ignore", over="ignore", invalid="ignore"):
+        held = np.clip(x, -1e3, 1e3)  # beyond, the smaller probability has vanished
+        if name == "gelu":
+            p, density = normal_cdf(-np.abs(held)), normal_density(held)
+            eps = 24 + 2 * held**2
+        else:
+            v = gelu_tanh_logit(held) if name == "gelu_tanh" else held
+            p = sigmoid(-np.abs(v))
+            inner = np.abs(gelu_tanh_logit_slope(held)) if name == "gelu_tanh" else 1.0
+            density = p * inner
+            eps = 16 + (8 if name == "gelu_tanh" else 4) * np.abs(v)
+        tiny = TINY32 * (1 + np.abs(x))
+        value = eps * U32 * np.abs(held) * p + 8 * U32 * np.abs(activated(name, x))
+        slope = (eps + 8) * U32 * (p + np.abs(held) * density) + 8 * U32
+        return value + tiny, slope + tiny
+
+
+def linear_bound(
+    x: Any,
+    w: Any,
+    b: Any = None,
+    residual: Any = None,
+    *,
+    activation: str | None = None,
+    dtype: DTypeLike,
+) -> tuple[Float64, Float64]:
+    """Error bounds of `linear`: of out, and of the preactivation.
+
+    Parameters
+    ----------
+    x, w, b, residual : floats
+        Rounded to dtype already.
+    activation : str, optional
+        As of `linear`.
+    dtype : dtype or str
+        float16, float32 or bfloat16, which the results are rounded to.
+
+    Returns
+    -------
+    out_bound : (..., N) float64
+    preactivation_bound : (..., W) float64
+    """
+    x, w, b, residual = map(_float64, (x, w, b, residual))
+    precision = precision_of(dtype)
+    out, z = linear(x, w, b, residual, activation=activation)
+    kind = GATES.get(activation or "", activation)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        dz = _preactivation_error(x, w, b, dtype)
+        at_gate = z[..., : out.shape[-1]], dz[..., : out.shape[-1]]
+        error, magnitude = _value_error(kind, *at_gate), np.abs(activated(kind, at_gate[0]))
+        if activation in GATES:
+            up, d_up = z[..., out.shape[-1] :], dz[..., out.shape[-1] :]
+            error = error * np.abs(up) + (magnitude + error) * d_up + U32 * magnitude * np.abs(up)
+            magnitude = magnitude * np.abs(up)
+        if residual is not None:
+            error = error + U32 * (magnitude + np.abs(residual))
+        return error + precision.store(out), dz + precision.store(z)
+
+
+def _value_error(kind: str | None, z: Float64, dz: Float64) -> Float64:
+    """Return the error of f(z), of a z that errs by dz."""
+    computing = np.maximum(activation_error(kind, z)[0], activation_error(kind, z + dz)[0])
+    error: Float64 = STEEPEST[kind] * dz + computing
+    return error
+
+
+def _preactivation_error(x: Any, w: Any, b: Any, dtype: DTypeLike) -> Float64:
+    terms = _rounding_of_sum(x.shape[-1], dtype)
+    bias = 0.0 if b is None else np.abs(b)
+    error: Float64 = terms * (np.abs(x) @ np.abs(w) + bias) + TINY32 * (x.shape[-1] + 1)
+    return error
+
+
+def _rounding_of_sum(terms: int, dtype: DTypeLike) -> float:
+    """Return the error of a sum relative to that of the absolute values."""
+    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    truncation = 2 if name == "float16" else 1
+    return truncation * (terms + _MORE_TERMS) * U32
+
+
+def linear_backward_bound(
+    dout: Any,
+    x: Any,
+    w: Any,
+    b: Any = None,
+    *,
+    activation: str | None = None,
+    preactivation: Any = None,
+    given: LinearGrads | None = None,
+    dtype: DTypeLike,
+) -> LinearGrads:
+    """Error bounds of `linear_backward`, for each gradient.
+
+    Parameters
+    ----------
+    dout, x, w, b, preactivation : floats
+        Rounded to dtype already. Without a preactivation that of kernels is computed anew.
+    activation : str, optional
+        As of `linear`.
+    given : LinearGrads, optional
+        What is accumulated to; `reference` plus it is then what the bound is for.
+    dtype : dtype or str
+        float16, float32 or bfloat16, which the results are rounded to.
+    """
+    dout, x, w, b, z = map(_float64, (dout, x, w, b, preactivation))
+    precision = precision_of(dtype)
+    exact = linear_backward(dout, x, w, b, activation=activation, preactivation=z)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        if activation is None:
+            dz, e = np.abs(dout), np.zeros_like(dout)
+        else:
+            dpre = np.zeros(())
+            if z is None:
+                _, z = linear(x, w, b)
+                dpre = _preactivation_error(x, w, b, dtype) + precision.store(z)
+            dz, e = _preactivation_gradient_error(dout, z, dpre, activation)
+            e = e + 2 * U32 * dz + TINY32
+        if precision.u_in > U32 and activation is not None:
+            e = e + precision.u_in * dz + precision.tiny_in
+        dz, e = _as_rows(dz), _as_rows(e)
+        abs_x = np.abs(_as_rows(x))
+        total = dz + e
+        over_rows = _rounding_of_sum(len(dz), dtype)
+        over_columns = _rounding_of_sum(dz.shape[1], dtype)
+        errors = LinearGrads(
+            ((e + over_columns * total) @ np.abs(w).T).reshape(x.shape),
+            abs_x.T @ (e + over_rows * total),
+            None if b is None else (e + over_rows * total).sum(axis=0),
+        )
+        bounds: list[Float64 | None] = []
+        for name, error, gradient in zip(LinearGrads._fields, errors, exact, strict=True):
+            target = None if given is None else getattr(given, name)
+            if gradient is None:
+                bounds.append(None)
+                continue
+            if target is not None:
+                target = _float64(target)
+                error = error + U32 * (np.abs(gradient) + np.abs(target))
+                gradient = gradient + target
+            bounds.append(error + TINY32 * (sum(w.shape) + len(dz)) + precision.store(gradient))
+    return LinearGrads(*bounds)
+
+
+def _preactivation_gradient_error(
+    dout: Float64, z: Float64, dpre: Float64, activation: str
+) -> tuple[Float64, Float64]:
+    """Return the size of the gradient with respect to z, and its error for a z that errs."""
+    dout = np.abs(dout)
+    kind = GATES.get(activation, activation)
+    columns = dout.shape[-1]
+    gate = z[..., :columns]
+    d_gate = np.broadcast_to(dpre, z.shape)[..., :columns]
+    slope = np.abs(activation_slope(kind, gate))
+    uncertain = _slope_uncertainty(kind, gate, d_gate)
+    es = np.maximum(activation_error(kind, gate)[1], activation_error(kind, gate + d_gate)[1])
+    es = es + uncertain
+    if activation not in GATES:
+        return dout * slope, dout * es
+    up = np.abs(z[..., columns:])
+    d_up = np.broadcast_to(dpre, z.shape)[..., columns:]
+    value, d_value = np.abs(activated(kind, gate)), _value_error(kind, gate, d_gate)
+    sizes = dout * up * slope, dout * value
+    errors = dout * (up * es + d_up * (slope + es)), dout * d_value
+    return np.concatenate(sizes, axis=-1), np.concatenate(errors, axis=-1)
+
+
+def _slope_uncertainty(kind: str | None, z: Float64, dz: Float64) -> Float64:
+    """Return how far f' may be off for a z that errs by dz."""
+    if kind == "relu":
+        return np.where((np.abs(z) <= dz) & (dz > 0), 1.0, 0.0)
+    return STEEPEST_SLOPE * dz
+
+
+def _float64(array: Any) -> Any:
+    return None if array is None else np.asarray(array, np.float64)
+
+
+def _as_rows(array: Float64) -> Float64:
+    rows = int(np.prod(array.shape[:-1], dtype=np.int64))
+    return array.reshape(rows, array.shape[-1])

@@ -1,0 +1,120 @@
+"""Linear and its backward in NumPy.
+
+In float64, but where all arrays are float32: then the products are those of a float32 BLAS, which
+takes a CPU half as long, and what is between them is computed from their float32 results.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cupyattn.gradients import LinearGrads
+from cupyattn.reference.linear.activations import activation as activated
+from cupyattn.reference.linear.activations import activation_slope
+
+GATES = {"swiglu": "silu", "geglu": "gelu"}
+"""What a gated activation does to its gate."""
+
+
+def linear(
+    x: np.ndarray,
+    w: np.ndarray,
+    b: np.ndarray | None = None,
+    residual: np.ndarray | None = None,
+    *,
+    activation: str | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return activation(x w + b) + residual, and x w + b.
+
+    Parameters
+    ----------
+    x, w, b, residual : numpy.ndarray
+        As of `cupyattn.linear`.
+    activation : str, optional
+        Likewise.
+
+    Examples
+    --------
+    >>> x, w = np.array([[1.0, -2.0]]), np.eye(2)
+    >>> linear(x, w, np.ones(2), activation="relu")
+    (array([[2., 0.]]), array([[ 2., -1.]]))
+    """
+    preactivation = _product(x, w)
+    if b is not None:
+        preactivation = preactivation + b.astype(preactivation.dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if activation in GATES:
+            gate, up = _halves(preactivation)
+            out = activated(GATES[activation], gate) * up
+        else:
+            out = activated(activation, preactivation)
+        if residual is not None:
+            out = out + residual.astype(out.dtype)
+    return out, preactivation
+
+
+def linear_backward(
+    dout: np.ndarray,
+    x: np.ndarray,
+    w: np.ndarray,
+    b: np.ndarray | None = None,
+    *,
+    activation: str | None = None,
+    preactivation: np.ndarray | None = None,
+) -> LinearGrads:
+    """Return the gradients dx, dw and, where there is a b, db.
+
+    Parameters
+    ----------
+    dout, x, w, b, preactivation : numpy.ndarray
+        As of `cupyattn.linear_backward`.
+    activation : str, optional
+        Likewise.
+    """
+    if activation is not None and preactivation is None:
+        _, preactivation = linear(x, w, b)
+    dz = preactivation_gradient(dout, preactivation, activation)
+    rows_x, rows_dz = _as_rows(x), _as_rows(dz)
+    dx = _product(dz, w.T).reshape(x.shape)
+    db = rows_dz.sum(axis=0, dtype=np.float64) if b is not None else None
+    return LinearGrads(dx, _product(rows_x.T, rows_dz), db)
+
+
+def preactivation_gradient(
+    dout: np.ndarray, preactivation: np.ndarray | None, activation: str | None
+) -> np.ndarray:
+    """Return the gradient with respect to x w + b; for a gated activation that of both halves."""
+    dtype = _dtype(dout)
+    dout = dout.astype(dtype)
+    if activation is None or preactivation is None:
+        return dout
+    with np.errstate(over="ignore", invalid="ignore"):
+        z = preactivation.astype(dtype)
+        if activation not in GATES:
+            return dout * activation_slope(activation, z)
+        gate, up = _halves(z)
+        kind = GATES[activation]
+        halves = dout * up * activation_slope(kind, gate), dout * activated(kind, gate)
+        return np.concatenate(halves, axis=-1)
+
+
+def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    dtype = _dtype(a, b)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return a.astype(dtype, copy=False) @ b.astype(dtype, copy=False)
+
+
+def _dtype(*arrays: np.ndarray) -> type[np.floating]:
+    every = all(array.dtype == np.float32 for array in arrays)
+    return np.float32 if every else np.float64
+
+
+def _as_rows(array: np.ndarray) -> np.ndarray:
+    columns = array.shape[-1]
+    rows = int(np.prod(array.shape[:-1], dtype=np.int64))
+    return array.reshape(rows, columns)
+
+
+def _halves(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    columns = z.shape[-1] // 2
+    return z[..., :columns], z[..., columns:]
