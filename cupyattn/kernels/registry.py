@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.attention import float32, teaching, tensor_core
 from cupyattn.kernels.configs.layers import column_sums, softmax
+from cupyattn.kernels.configs.linear import float32 as linear_float32
 from cupyattn.kernels.spec import KernelSpec, Specialisation
 
 _MODULES = (
@@ -19,6 +20,7 @@ _MODULES = (
     teaching.backward,
     softmax,
     column_sums,
+    linear_float32,
 )
 
 KERNELS: dict[str, KernelSpec] = {

@@ -74,6 +74,18 @@ DBIAS_PARAMS = np.dtype(
     align=True,
 )
 
+# FloatProductParams in cuda_src/linear/float32/product.cuh
+FLOAT_PRODUCT_PARAMS = np.dtype(
+    [
+        *(
+            (f"{array}_stride", np.int64)
+            for array in ("a", "b", "preactivation", "residual", "result")
+        ),
+        *((field, np.int64) for field in ("rows", "columns", "depth", "half", "accumulate")),
+    ],
+    align=True,
+)
+
 
 def rows_params(arrays: int) -> np.dtype:
     """RowsParams<arrays> in cuda_src/common/rows.cuh."""
@@ -90,6 +102,7 @@ def rows_params(arrays: int) -> np.dtype:
 
 ATTENTION_STRUCT = Struct("params", ATTENTION_PARAMS, "AttentionParams")
 BACKWARD_STRUCT = Struct("params", BACKWARD_PARAMS, "BackwardParams", (ATTENTION_STRUCT,))
+FLOAT_PRODUCT_STRUCT = Struct("params", FLOAT_PRODUCT_PARAMS, "FloatProductParams")
 DBIAS_STRUCT = Struct("params", DBIAS_PARAMS, "DbiasParams", (ATTENTION_STRUCT,))
 
 

@@ -15,7 +15,7 @@
 #ifndef THREAD_ROWS
 #error "THREAD_ROWS comes from a launch-configuration table"
 #endif
-#include "products.cuh"
+#include "../../common/outer_products.cuh"
 
 constexpr int kProductThreads = 128;
 constexpr int kThreadRows = THREAD_ROWS, kThreadColumns = kProductThreads / kThreadRows;

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "forward_feed.cuh"
-#include "products.cuh"
+#include "../../common/outer_products.cuh"
 #include "score_tile.cuh"
 
 // A thread's columns of the output: quads, and 0, 1 or 2 behind them.

@@ -1,7 +1,184 @@
-"""Products in float32 arithmetic, of every storage dtype."""
+"""Products in float32 arithmetic, of every storage dtype: the plans."""
 
 from __future__ import annotations
 
-from cupyattn.ops.linear.implementations import LinearPlan
+from typing import Any
 
-PLANS: tuple[LinearPlan, ...] = ()
+import numpy as np
+
+from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
+from cupyattn.kernels.configs.linear import float32 as configs
+from cupyattn.kernels.configs.rows import COLUMN_SUMS_COLUMNS, column_sums
+from cupyattn.kernels.structs import FLOAT_PRODUCT_PARAMS
+from cupyattn.ops.linear.implementations import Launches, LinearPlan
+from cupyattn.ops.linear.problem import LinearProblem, Matrix
+from cupyattn.ops.plan import Step
+
+
+def forward_plan(problem: LinearProblem, arch: int) -> Launches:
+    """Plan out and preactivation: one launch."""
+    matrices = problem.matrices
+    x, w, out = matrices["x"], matrices["w"], matrices["out"]
+    row = configs.product_row(arch, problem.rows, problem.weight_columns)
+    columns = row.tile_n // 2 if problem.gated else row.tile_n
+    kernel = configs.forward(
+        problem.dtype.name,
+        row,
+        "kLines" if w.along_columns else "kDepth",
+        problem.scalar_activation,
+        problem.gated,
+        _whole_halves(problem, "x", "w"),
+        _whole_out(problem, "b", "residual", "out", "preactivation"),
+    )
+    params = _params(
+        a=x,
+        b=w,
+        result=out,
+        preactivation=matrices.get("preactivation"),
+        residual=matrices.get("residual"),
+        depth=problem.inner,
+    )
+    ctas = -(-problem.rows // row.tile_m) * -(-problem.outer // columns)
+    return Launches((Step.of(kernel, ctas, params),))
+
+
+def dx_plan(problem: LinearProblem, arch: int) -> Launches:
+    """Plan dx: one launch."""
+    matrices = problem.matrices
+    w, result = matrices["w"], matrices["dx"]
+    row = configs.product_row(arch, problem.rows, problem.inner)
+    kernel = configs.dx(
+        problem.dtype.name,
+        row,
+        "kDepth" if w.along_columns else "kLines",
+        problem.scalar_activation,
+        problem.gated,
+        _whole_halves(problem, "dout", "w", "preactivation"),
+        _whole_out(problem, "dx"),
+    )
+    params = _params(
+        a=matrices["dout"],
+        b=w,
+        result=result,
+        preactivation=matrices.get("preactivation"),
+        depth=problem.weight_columns,
+        half=problem.outer if problem.gated else 0,
+        accumulate=problem.accumulate,
+    )
+    ctas = -(-problem.rows // row.tile_m) * -(-problem.inner // row.tile_n)
+    return Launches((Step.of(kernel, ctas, params),))
+
+
+def dw_plan(problem: LinearProblem, arch: int) -> Launches:
+    """Plan dw, in one launch, and db, in two more."""
+    matrices = problem.matrices
+    result = matrices["dw"]
+    transposed = not result.along_columns
+    result = result.transposed if transposed else result
+    half = problem.outer if problem.gated else 0
+    launches = db_plan(problem) if problem.biased else Launches(())
+    if problem.inner == 0:
+        return launches
+    row = configs.product_row(arch, result.rows, result.columns)
+    kernel = configs.dw(
+        problem.dtype.name,
+        row,
+        transposed,
+        problem.scalar_activation,
+        problem.gated,
+        _whole_halves(problem, "x", "dout", "preactivation"),
+        _whole_out(problem, "dw"),
+    )
+    params = _params(
+        a=matrices["x"],
+        b=matrices["dout"],
+        result=result,
+        preactivation=matrices.get("preactivation"),
+        depth=problem.rows,
+        half=half,
+        accumulate=problem.accumulate,
+    )
+    ctas = -(-result.rows // row.tile_m) * -(-result.columns // row.tile_n)
+    return launches._replace(steps=(Step.of(kernel, ctas, params), *launches.steps))
+
+
+def db_plan(problem: LinearProblem) -> Launches:
+    """Plan db: sums of parts of the rows, and the sum of these."""
+    matrices, dtype = problem.matrices, problem.dtype.name
+    dout, width = matrices["dout"], problem.weight_columns
+    column_tiles = -(-width // (configs.DB_THREADS * vector_items(dtype)))
+    parts = max(min(-(-configs.DB_CTAS // column_tiles), -(-problem.rows // 8)), 1)
+    part_rows = -(-problem.rows // parts)
+    parts = -(-problem.rows // part_rows)
+    kernel = configs.db(
+        dtype,
+        problem.scalar_activation,
+        problem.gated,
+        _whole_halves(problem, "dout", "preactivation"),
+    )
+    params = _params(
+        a=dout,
+        b=dout,
+        result=Matrix(problem.rows, width, width, 1, 4, 0),
+        preactivation=matrices.get("preactivation"),
+        depth=part_rows,
+        half=problem.outer if problem.gated else 0,
+    )
+    sums = Step.of(
+        column_sums(dtype),
+        -(-width // COLUMN_SUMS_COLUMNS),
+        *(parts, width, problem.accumulate),
+        renamed={"partials": "dw_partials", "sums": "db"},
+    )
+    first = Step.of(kernel, parts * column_tiles, params, renamed={"partials": "dw_partials"})
+    return Launches((first, sums), {"dw_partials": parts * width})
+
+
+def _whole(problem: LinearProblem, *names: str) -> int:
+    """Return 16 bytes' worth of items where all lines of these are whole vectors, otherwise 1."""
+    items = vector_items(problem.dtype.name)
+    return items if problem.vector(*names) == items else 1
+
+
+def _whole_halves(problem: LinearProblem, *names: str) -> int:
+    """Return likewise, but 1 where a vector may have items of both halves of a gated weight."""
+    items = _whole(problem, *names)
+    return items if not problem.gated or problem.outer % items == 0 else 1
+
+
+def _whole_out(problem: LinearProblem, *names: str) -> int:
+    """Return how many items an epilogue takes at once of all these."""
+    whole = problem.vector(*names) >= configs.OUT_VECTOR
+    halves = not problem.gated or problem.outer % configs.OUT_VECTOR == 0
+    return configs.OUT_VECTOR if whole and halves else 1
+
+
+def _params(
+    *,
+    a: Matrix,
+    b: Matrix,
+    result: Matrix,
+    depth: int,
+    preactivation: Matrix | None = None,
+    residual: Matrix | None = None,
+    half: int = 0,
+    accumulate: bool = False,
+) -> Any:
+    """Fill the C struct FloatProductParams."""
+    params = np.zeros((), FLOAT_PRODUCT_PARAMS)
+    params["a_stride"], params["b_stride"] = a.leading, b.leading
+    params["result_stride"] = result.leading
+    if preactivation is not None:
+        params["preactivation_stride"] = preactivation.leading
+    if residual is not None:
+        params["residual_stride"] = residual.leading
+    params["rows"], params["columns"] = result.rows, result.columns
+    params["depth"], params["half"], params["accumulate"] = depth, half, accumulate
+    return params[()]
+
+
+PLANS = (
+    LinearPlan("forward", tuple(STORAGE), forward_plan),
+    LinearPlan("dx", tuple(STORAGE), dx_plan),
+    LinearPlan("dw", tuple(STORAGE), dw_plan),
+)

@@ -3,7 +3,7 @@
 // A thread holds its block of C and the vectors of two steps: those that are multiplied and those on the way.
 #pragma once
 
-#include "../../common/memory.cuh"
+#include "memory.cuh"
 
 // x[first] to x[first + kItems - 1] from neighbouring places.
 template <int kItems = 4, int kAll>

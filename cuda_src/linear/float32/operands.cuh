@@ -1,0 +1,215 @@
+// The factors of a product C = A B in float32 arithmetic, on their way to shared memory: a step of the sum ahead, each
+// thread its share, from global memory to registers and later from there, as float32, to the buffer that is not being
+// multiplied.
+//
+// A factor is a number of lines (rows of A, columns of B) by the depth of the sum. In memory its neighbours lie along
+// either; in shared memory the lines of one depth lie side by side. A step is two loads of 16 bytes deep, so that the 32
+// bytes of a line, a sector, come at once.
+//
+// Banks     a load along the depth is stored item by item: two threads to a line, 16 lines of a warp. XORing the lines
+//           of the second load's depths with 16 keeps both out of each other's banks; readers take four lines at once,
+//           which the XOR leaves together.
+#pragma once
+
+#include "../../common/activations.cuh"
+#include "../../common/memory.cuh"
+#include "../../common/vec.cuh"
+
+enum class Along { kDepth, kLines };  // where the neighbours of an item lie
+
+template <typename Scalar>
+constexpr int kLoadItems = kVectorBytes / sizeof(Scalar);
+template <typename Scalar>
+constexpr int kStepDepth = 2 * kLoadItems<Scalar>;
+
+constexpr int kPairedLines = 32;  // columns of a gate, and then of what it multiplies, side by side in a tile
+
+// Without an activation.
+struct Identity {
+  static __device__ __forceinline__ float value(float x) { return x; }
+  static __device__ __forceinline__ float derivative(float) { return 1.f; }
+};
+
+template <typename Activation>
+constexpr bool kIsIdentity = false;
+template <>
+constexpr bool kIsIdentity<Identity> = true;
+
+// `count` of the items from `source_g` on; the others are zeros and not read. kVec is all of them, or 1.
+template <int kVec, typename Scalar, int kItems>
+__device__ __forceinline__ void load_items(Vec<Scalar, kItems>& items, const Scalar* source_g, int64 count) {
+  static_assert(kVec == 1 || kVec == kItems, "a whole vector, or item by item");
+  if constexpr (kVec == kItems && sizeof(items) == kVectorBytes) {
+    const uint4 loaded = count > 0 ? ld_global_v4(static_cast<const void*>(source_g)) : make_uint4(0u, 0u, 0u, 0u);
+    items = *reinterpret_cast<const Vec<Scalar, kItems>*>(&loaded);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kItems; i++) items.item[i] = i < count ? source_g[i] : from_float<Scalar>(0.f);
+  }
+}
+
+// Numbers as they stand in an array.
+template <typename Scalar_, int kVec>
+struct Numbers {
+  using Scalar = Scalar_;
+  static constexpr int kItems = kLoadItems<Scalar>;
+  struct Fetched {
+    Vec<Scalar, kItems> x;
+  };
+
+  const Scalar* first_g;
+  int64 stride;  // of lines of neighbours, in items
+
+  __device__ __forceinline__ void fetch(Fetched& fetched, int64 line, int64 place, int64 count) const {
+    load_items<kVec>(fetched.x, first_g + line * stride + place, count);
+  }
+  __device__ __forceinline__ void finish(float (&values)[kItems], const Fetched& fetched, int64) const {
+#pragma unroll
+    for (int i = 0; i < kItems; i++) values[i] = to_float(fetched.x.item[i]);
+  }
+};
+
+// dz = dout * activation'(z); of a gated activation, whose z has `half` columns of the gate and as many of up,
+// dout * up * activation'(gate) and dout * activation(gate) behind it.
+template <typename Scalar_, int kVec, typename Activation, bool kGated>
+struct PreactivationGradient {
+  using Scalar = Scalar_;
+  static constexpr int kItems = kLoadItems<Scalar>;
+  static constexpr bool kPlain = kIsIdentity<Activation>;
+  struct Fetched {
+    Vec<Scalar, kItems> dout, z, up;
+  };
+
+  const Scalar* dout_g;
+  const Scalar* z_g;
+  int64 dout_stride, z_stride;
+  int64 half;
+
+  __device__ __forceinline__ void fetch(Fetched& fetched, int64 row, int64 column, int64 count) const {
+    const Scalar* const dout_row_g = dout_g + row * dout_stride;
+    const Scalar* const z_row_g = z_g + row * z_stride;
+    if constexpr (!kGated) {
+      load_items<kVec>(fetched.dout, dout_row_g + column, count);
+      if constexpr (!kPlain) load_items<kVec>(fetched.z, z_row_g + column, count);
+    } else if constexpr (kVec > 1) {  // half is whole vectors: none has items of both
+      const int64 place = column < half ? column : column - half;
+      load_items<kVec>(fetched.dout, dout_row_g + place, count);
+      load_items<kVec>(fetched.z, z_row_g + place, count);
+      load_items<kVec>(fetched.up, z_row_g + half + place, column < half ? count : 0);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kItems; i++) {
+        const int64 place = column + i < half ? column + i : column + i - half;
+        const Scalar zero = from_float<Scalar>(0.f);
+        fetched.dout.item[i] = i < count ? dout_row_g[place] : zero;
+        fetched.z.item[i] = i < count ? z_row_g[place] : zero;
+        fetched.up.item[i] = i < count && column + i < half ? z_row_g[half + place] : zero;
+      }
+    }
+  }
+  __device__ __forceinline__ void finish(float (&values)[kItems], const Fetched& fetched, int64 column) const {
+#pragma unroll
+    for (int i = 0; i < kItems; i++) {
+      const float dout = to_float(fetched.dout.item[i]);
+      if constexpr (kPlain) {
+        values[i] = dout;
+      } else if constexpr (!kGated) {
+        values[i] = dout * Activation::derivative(to_float(fetched.z.item[i]));
+      } else {
+        const float gate = to_float(fetched.z.item[i]);
+        values[i] = dout * (column + i < half ? to_float(fetched.up.item[i]) * Activation::derivative(gate)
+                                              : Activation::value(gate));
+      }
+    }
+  }
+};
+
+// Which line of the array a line of a tile is. Paired: of an array of two halves, 32 lines of the first and then those
+// of the second, so that the threads that hold the ones hold the others.
+template <bool kPaired>
+struct Lines {
+  int64 first;  // of this tile; paired: within its half
+  int64 extent;  // of the array; paired: of a half
+
+  __device__ __forceinline__ int64 place(int line) const { return within(line) + (kPaired && upper(line) ? extent : 0); }
+  // How many lines exist from there on, within the group of 32 where they are paired.
+  __device__ __forceinline__ int64 left(int line) const { return extent - within(line); }
+
+ private:
+  __device__ __forceinline__ int64 within(int line) const {
+    return first + (kPaired ? line / (2 * kPairedLines) * kPairedLines + line % kPairedLines : line);
+  }
+  __device__ __forceinline__ static bool upper(int line) { return line / kPairedLines % 2 != 0; }
+};
+
+template <typename Source, Along kAlong, bool kPaired, int kLines_, int kThreads>
+struct Operand {
+  using Scalar = typename Source::Scalar;
+  static constexpr int kLines = kLines_;
+  static constexpr int kItems = Source::kItems;
+  static constexpr int kDepth = kStepDepth<Scalar>;
+  static constexpr uint32 kDepthBytes = kLines * sizeof(float);
+  static constexpr uint32 kBytes = kDepth * kDepthBytes;
+  static constexpr int kLoads = kLines * kDepth / kItems / kThreads;
+  static_assert(kLoads * kThreads * kItems == kLines * kDepth, "whole passes");
+  static_assert(kLines % (2 * kPairedLines) == 0, "whole pairs");
+
+  struct Fetched {
+    typename Source::Fetched load[kLoads];
+  };
+
+  Source source;
+  Lines<kPaired> lines;
+  int64 depth;  // of the whole sum
+
+  // Items of step `step`; zeros where lines or depths do not exist.
+  __device__ __forceinline__ void fetch(Fetched& fetched, int step) const {
+#pragma unroll
+    for (int i = 0; i < kLoads; i++) {
+      const int line = line_of(i);
+      const int64 at = depth_of(i, step);
+      if constexpr (kAlong == Along::kDepth) {
+        source.fetch(fetched.load[i], lines.place(line), at, lines.left(line) > 0 ? depth - at : 0);
+      } else {
+        source.fetch(fetched.load[i], at, lines.place(line), at < depth ? lines.left(line) : 0);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(const Fetched& fetched, int step, uint32 buffer_s) const {
+#pragma unroll
+    for (int i = 0; i < kLoads; i++) {
+      const int line = line_of(i);
+      const int within = depth_of(i, 0);
+      float values[kItems];
+      source.finish(values, fetched.load[i],
+                    kAlong == Along::kDepth ? depth_of(i, step) : lines.place(line));
+      if constexpr (kAlong == Along::kDepth) {
+        const uint32 at_s = buffer_s + within * kDepthBytes + ((line * sizeof(float)) ^ flip(within));
+#pragma unroll
+        for (int d = 0; d < kItems; d++) st_shared_u32(at_s + d * kDepthBytes, __float_as_uint(values[d]));
+      } else {
+        const uint32 at_s = buffer_s + within * kDepthBytes + ((line * sizeof(float)) ^ flip(within));
+#pragma unroll
+        for (int l = 0; l < kItems; l += 4) {
+          st_shared(at_s + l * sizeof(float), {values[l], values[l + 1], values[l + 2], values[l + 3]});
+        }
+      }
+    }
+  }
+
+  // What the bytes of a line's place are XORed with, at a depth of a step.
+  __device__ __forceinline__ static constexpr uint32 flip(int depth) {
+    return depth / kItems % 2 * (16 * sizeof(float));
+  }
+
+ private:
+  __device__ __forceinline__ static int load_index(int i) { return threadIdx.x + i * kThreads; }
+  __device__ __forceinline__ static int line_of(int i) {
+    return kAlong == Along::kDepth ? load_index(i) / 2 : load_index(i) % (kLines / kItems) * kItems;
+  }
+  __device__ __forceinline__ static int64 depth_of(int i, int step) {
+    return step * int64{kDepth} +
+           (kAlong == Along::kDepth ? load_index(i) % 2 * kItems : load_index(i) / (kLines / kItems));
+  }
+};

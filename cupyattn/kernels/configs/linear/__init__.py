@@ -1,0 +1,1 @@
+"""Products with a weight, by the kernels in `cuda_src/linear`."""

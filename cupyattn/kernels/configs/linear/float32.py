@@ -1,0 +1,198 @@
+"""Launch configurations of products in float32 arithmetic, for sm_75."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from cupyattn.kernels.arch import TURING, WARP_SIZE
+from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
+from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, pairs, rows_for
+from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.kernels.structs import FLOAT_PRODUCT_STRUCT
+
+FORWARD = KernelSpec(
+    "linear_forward_f32",
+    "linear/float32/forward.cu",
+    (
+        *(*inputs("x", "w"), *inputs("b", "residual", optional=True)),
+        *(Pointer("out"), Pointer("preactivation", optional=True)),
+        FLOAT_PRODUCT_STRUCT,
+    ),
+)
+DX = KernelSpec(
+    "linear_dx_f32",
+    "linear/float32/dx.cu",
+    (
+        *(*inputs("dout", "w"), *inputs("preactivation", optional=True)),
+        Pointer("dx"),
+        FLOAT_PRODUCT_STRUCT,
+    ),
+)
+DW = KernelSpec(
+    "linear_dw_f32",
+    "linear/float32/dw.cu",
+    (
+        *(*inputs("x", "dout"), *inputs("preactivation", optional=True)),
+        Pointer("dw"),
+        FLOAT_PRODUCT_STRUCT,
+    ),
+)
+DB = KernelSpec(
+    "linear_db_f32",
+    "linear/float32/db.cu",
+    (
+        *(*inputs("dout"), *inputs("preactivation", optional=True)),
+        Pointer("partials"),
+        FLOAT_PRODUCT_STRUCT,
+    ),
+)
+KERNELS = (FORWARD, DX, DW, DB)
+
+STRUCTS = {
+    None: "Identity",
+    "gelu": "Gelu",
+    "gelu_tanh": "GeluTanh",
+    "silu": "Silu",
+    "relu": "Relu",
+}
+"""What the sources call an activation."""
+OUT_VECTOR = 4
+"""Items that the epilogue loads and stores at once where rows are aligned to so many."""
+DB_THREADS = 64
+DB_CTAS = 512
+"""About as many as there are to be, so that rows are summed by many at once."""
+
+_WARP_ROWS, _WARP_COLUMNS = 32, 64  # kWarpRows and kWarpColumns in product.cuh
+
+
+@dataclass(frozen=True)
+class ProductConfig:
+    """A CTA's tile: 8 x 8 sums a thread, a warp for 32 rows by 64 columns."""
+
+    tile_m: int
+    tile_n: int
+    ctas_per_sm: int
+    reason: str
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA."""
+        return self.tile_m // _WARP_ROWS * (self.tile_n // _WARP_COLUMNS) * WARP_SIZE
+
+
+# The first row of which there are as many tiles as its key, otherwise the last.
+PRODUCTS = {
+    75: {
+        80: ProductConfig(128, 128, 2, "an FFMA for each byte from L2, 16 warps an SM"),
+        0: ProductConfig(64, 64, 6, "four times as many CTAs for results of few tiles"),
+    }
+}
+
+
+def product_row(arch: int, rows: int, columns: int) -> ProductConfig:
+    """Return the table row for a result of these sizes."""
+    for least, row in rows_for(PRODUCTS, arch).items():
+        if -(-rows // row.tile_m) * -(-columns // row.tile_n) >= least:
+            return row
+    raise AssertionError("the last row takes everything")
+
+
+@cache
+def forward(
+    dtype: str,
+    row: ProductConfig,
+    w_along: str,
+    activation: str | None,
+    gated: bool,
+    vec: int,
+    vec_out: int,
+) -> Specialisation:
+    """Specialise the forward; w_along is "kLines" where rows of w are contiguous, or "kDepth"."""
+    return _product(FORWARD, dtype, row, activation, gated, vec, vec_out, W_ALONG=w_along)
+
+
+@cache
+def dx(
+    dtype: str,
+    row: ProductConfig,
+    w_along: str,
+    activation: str | None,
+    gated: bool,
+    vec: int,
+    vec_out: int,
+) -> Specialisation:
+    """Specialise the kernel of dx; w_along is "kDepth" where rows of w are contiguous."""
+    return _product(DX, dtype, row, activation, gated, vec, vec_out, W_ALONG=w_along)
+
+
+@cache
+def dw(
+    dtype: str,
+    row: ProductConfig,
+    transposed: bool,
+    activation: str | None,
+    gated: bool,
+    vec: int,
+    vec_out: int,
+) -> Specialisation:
+    """Specialise the kernel of dw, or of its transpose."""
+    return _product(
+        DW, dtype, row, activation, gated, vec, vec_out, TRANSPOSED=cpp_bool(transposed)
+    )
+
+
+def _product(
+    spec: KernelSpec,
+    dtype: str,
+    row: ProductConfig,
+    activation: str | None,
+    gated: bool,
+    vec: int,
+    vec_out: int,
+    **more: str,
+) -> Specialisation:
+    depth = 2 * vector_items(dtype)
+    return spec.specialise(
+        threads=row.threads,
+        static_shared_bytes=2 * depth * (row.tile_m + row.tile_n) * FLOAT_BYTES,
+        DTYPE=dtype,
+        TILE_M=row.tile_m,
+        TILE_N=row.tile_n,
+        MIN_CTAS=row.ctas_per_sm,
+        ACTIVATION=STRUCTS[activation],
+        GATED=cpp_bool(gated),
+        VEC=vec,
+        VEC_OUT=vec_out,
+        **more,
+    )
+
+
+@cache
+def db(dtype: str, activation: str | None, gated: bool, vec: int) -> Specialisation:
+    """Specialise the kernel of db's partial sums."""
+    return DB.specialise(
+        threads=DB_THREADS,
+        DTYPE=dtype,
+        ACTIVATION=STRUCTS[activation],
+        GATED=cpp_bool(gated),
+        VEC=vec,
+    )
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield rows, dtypes, ways round, activations and loads in pairs."""
+    rows = tuple(rows_for(PRODUCTS, arch).values())
+    kinds = ((None, False), ("gelu", False), ("gelu_tanh", False), ("relu", False), ("silu", True))
+    ways = ("kDepth", "kLines")
+    for dtype, row, way, (activation, gated), whole, whole_out in pairs(
+        STORAGE, rows, ways, kinds, (True, False), (True, False)
+    ):
+        vec, vec_out = vector_items(dtype) if whole else 1, OUT_VECTOR if whole_out else 1
+        options = (activation, gated, vec, vec_out)
+        yield forward(dtype, row, way, *options)
+        yield dx(dtype, row, way, *options)
+        yield dw(dtype, row, way == "kLines", *options)
+    for dtype, (activation, gated), whole in pairs(STORAGE, kinds, (True, False)):
+        yield db(dtype, activation, gated, vector_items(dtype) if whole else 1)
