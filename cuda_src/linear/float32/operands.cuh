@@ -30,6 +30,15 @@ struct Identity {
   static __device__ __forceinline__ float derivative(float) { return 1.f; }
 };
 
+template <bool kFirst, typename First, typename Second>
+struct Choice {
+  using Type = First;
+};
+template <typename First, typename Second>
+struct Choice<false, First, Second> {
+  using Type = Second;
+};
+
 template <typename Activation>
 constexpr bool kIsIdentity = false;
 template <>
@@ -71,14 +80,22 @@ struct Numbers {
 
 // dz = dout * activation'(z); of a gated activation, whose z has `half` columns of the gate and as many of up,
 // dout * up * activation'(gate) and dout * activation(gate) behind it.
+//
+// What it is computed from is on its way during a step. Gated, item by item, that would take more registers than there
+// are: such a dz is computed as soon as it is asked for.
 template <typename Scalar_, int kVec, typename Activation, bool kGated>
 struct PreactivationGradient {
   using Scalar = Scalar_;
   static constexpr int kItems = kLoadItems<Scalar>;
   static constexpr bool kPlain = kIsIdentity<Activation>;
-  struct Fetched {
+  static constexpr bool kAtOnce = kGated && kVec == 1;
+  struct Arrays {
     Vec<Scalar, kItems> dout, z, up;
   };
+  struct Values {
+    float dz[kItems];
+  };
+  using Fetched = typename Choice<kAtOnce, Values, Arrays>::Type;
 
   const Scalar* dout_g;
   const Scalar* z_g;
@@ -88,39 +105,49 @@ struct PreactivationGradient {
   __device__ __forceinline__ void fetch(Fetched& fetched, int64 row, int64 column, int64 count) const {
     const Scalar* const dout_row_g = dout_g + row * dout_stride;
     const Scalar* const z_row_g = z_g + row * z_stride;
-    if constexpr (!kGated) {
-      load_items<kVec>(fetched.dout, dout_row_g + column, count);
-      if constexpr (!kPlain) load_items<kVec>(fetched.z, z_row_g + column, count);
-    } else if constexpr (kVec > 1) {  // half is whole vectors: none has items of both
+    if constexpr (kAtOnce) {
+#pragma unroll
+      for (int i = 0; i < kItems; i++) {
+        const bool upper = column + i >= half;
+        const int64 place = upper ? column + i - half : column + i;
+        fetched.dz[i] = 0.f;
+        if (i < count) {
+          const float up = upper ? 0.f : to_float(z_row_g[half + place]);
+          fetched.dz[i] = gated(to_float(dout_row_g[place]), to_float(z_row_g[place]), up, upper);
+        }
+      }
+    } else if constexpr (kGated) {  // half is whole vectors: none has items of both
       const int64 place = column < half ? column : column - half;
       load_items<kVec>(fetched.dout, dout_row_g + place, count);
       load_items<kVec>(fetched.z, z_row_g + place, count);
       load_items<kVec>(fetched.up, z_row_g + half + place, column < half ? count : 0);
     } else {
-#pragma unroll
-      for (int i = 0; i < kItems; i++) {
-        const int64 place = column + i < half ? column + i : column + i - half;
-        const Scalar zero = from_float<Scalar>(0.f);
-        fetched.dout.item[i] = i < count ? dout_row_g[place] : zero;
-        fetched.z.item[i] = i < count ? z_row_g[place] : zero;
-        fetched.up.item[i] = i < count && column + i < half ? z_row_g[half + place] : zero;
-      }
+      load_items<kVec>(fetched.dout, dout_row_g + column, count);
+      if constexpr (!kPlain) load_items<kVec>(fetched.z, z_row_g + column, count);
     }
   }
+
   __device__ __forceinline__ void finish(float (&values)[kItems], const Fetched& fetched, int64 column) const {
 #pragma unroll
     for (int i = 0; i < kItems; i++) {
-      const float dout = to_float(fetched.dout.item[i]);
-      if constexpr (kPlain) {
-        values[i] = dout;
-      } else if constexpr (!kGated) {
-        values[i] = dout * Activation::derivative(to_float(fetched.z.item[i]));
+      if constexpr (kAtOnce) {
+        values[i] = fetched.dz[i];
       } else {
-        const float gate = to_float(fetched.z.item[i]);
-        values[i] = dout * (column + i < half ? to_float(fetched.up.item[i]) * Activation::derivative(gate)
-                                              : Activation::value(gate));
+        const float dout = to_float(fetched.dout.item[i]);
+        if constexpr (kPlain) {
+          values[i] = dout;
+        } else if constexpr (kGated) {
+          values[i] = gated(dout, to_float(fetched.z.item[i]), to_float(fetched.up.item[i]), column >= half);
+        } else {
+          values[i] = dout * Activation::derivative(to_float(fetched.z.item[i]));
+        }
       }
     }
+  }
+
+ private:
+  __device__ __forceinline__ static float gated(float dout, float gate, float up, bool upper) {
+    return dout * (upper ? Activation::value(gate) : up * Activation::derivative(gate));
   }
 };
 

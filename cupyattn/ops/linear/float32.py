@@ -46,7 +46,7 @@ def dx_plan(problem: LinearProblem, arch: int) -> Launches:
     """Plan dx: one launch."""
     matrices = problem.matrices
     w, result = matrices["w"], matrices["dx"]
-    row = configs.product_row(arch, problem.rows, problem.inner)
+    row = configs.product_row(arch, problem.rows, problem.inner, configs.GRADIENT_ROWS)
     kernel = configs.dx(
         problem.dtype.name,
         row,
@@ -79,7 +79,8 @@ def dw_plan(problem: LinearProblem, arch: int) -> Launches:
     launches = db_plan(problem) if problem.biased else Launches(())
     if problem.inner == 0:
         return launches
-    row = configs.product_row(arch, result.rows, result.columns)
+    table = configs.GRADIENT_ROWS if transposed else configs.GRADIENT_COLUMNS
+    row = configs.product_row(arch, result.rows, result.columns, table)
     kernel = configs.dw(
         problem.dtype.name,
         row,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
-from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
+from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, pairs, rows_for
 from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.kernels.structs import FLOAT_PRODUCT_STRUCT
@@ -50,6 +50,8 @@ DB = KernelSpec(
 )
 KERNELS = (FORWARD, DX, DW, DB)
 
+DTYPES = ("float32", "bfloat16")
+"""What Turing's tensor cores do not take, and these kernels do."""
 STRUCTS = {
     None: "Identity",
     "gelu": "Gelu",
@@ -82,18 +84,33 @@ class ProductConfig:
         return self.tile_m // _WARP_ROWS * (self.tile_n // _WARP_COLUMNS) * WARP_SIZE
 
 
+_FEW = ProductConfig(64, 64, 4, "four times as many CTAs for results of few tiles")
+
 # The first row of which there are as many tiles as its key, otherwise the last.
-PRODUCTS = {
+Rows = Mapping[int, ProductConfig]
+PRODUCTS: Mapping[int, Rows] = {
     75: {
-        80: ProductConfig(128, 128, 2, "an FFMA for each byte from L2, 16 warps an SM"),
-        0: ProductConfig(64, 64, 6, "four times as many CTAs for results of few tiles"),
+        80: ProductConfig(
+            128, 128, 2, "both factors as they are: the least traffic, 128 registers"
+        ),
+        0: _FEW,
     }
+}
+# With a factor that is computed as it is loaded: of its lines 64, so that 168 registers hold what
+# it is computed from, and 128 of the other factor's, each of which uses it.
+GRADIENT_ROWS: Mapping[int, Rows] = {
+    75: {80: ProductConfig(64, 128, 3, "the gradient has the rows"), 0: _FEW}
+}
+GRADIENT_COLUMNS: Mapping[int, Rows] = {
+    75: {80: ProductConfig(128, 64, 3, "the gradient has the columns"), 0: _FEW}
 }
 
 
-def product_row(arch: int, rows: int, columns: int) -> ProductConfig:
+def product_row(
+    arch: int, rows: int, columns: int, table: Mapping[int, Rows] = PRODUCTS
+) -> ProductConfig:
     """Return the table row for a result of these sizes."""
-    for least, row in rows_for(PRODUCTS, arch).items():
+    for least, row in rows_for(table, arch).items():
         if -(-rows // row.tile_m) * -(-columns // row.tile_n) >= least:
             return row
     raise AssertionError("the last row takes everything")
@@ -183,16 +200,21 @@ def db(dtype: str, activation: str | None, gated: bool, vec: int) -> Specialisat
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     """Yield rows, dtypes, ways round, activations and loads in pairs."""
-    rows = tuple(rows_for(PRODUCTS, arch).values())
     kinds = ((None, False), ("gelu", False), ("gelu_tanh", False), ("relu", False), ("silu", True))
-    ways = ("kDepth", "kLines")
-    for dtype, row, way, (activation, gated), whole, whole_out in pairs(
-        STORAGE, rows, ways, kinds, (True, False), (True, False)
+    ways, sizes, whole_or_not = (True, False), range(2), (True, False)
+    for dtype, size, lines, (activation, gated), whole, whole_out in pairs(
+        DTYPES, sizes, ways, kinds, whole_or_not, whole_or_not
     ):
         vec, vec_out = vector_items(dtype) if whole else 1, OUT_VECTOR if whole_out else 1
         options = (activation, gated, vec, vec_out)
-        yield forward(dtype, row, way, *options)
-        yield dx(dtype, row, way, *options)
-        yield dw(dtype, row, way == "kLines", *options)
-    for dtype, (activation, gated), whole in pairs(STORAGE, kinds, (True, False)):
+        table = GRADIENT_ROWS if lines else GRADIENT_COLUMNS
+        along = "kLines" if lines else "kDepth"
+        yield forward(dtype, _nth(PRODUCTS, arch, size), along, *options)
+        yield dx(dtype, _nth(GRADIENT_ROWS, arch, size), along, *options)
+        yield dw(dtype, _nth(table, arch, size), lines, *options)
+    for dtype, (activation, gated), whole in pairs(DTYPES, kinds, whole_or_not):
         yield db(dtype, activation, gated, vector_items(dtype) if whole else 1)
+
+
+def _nth(table: Mapping[int, Rows], arch: int, index: int) -> ProductConfig:
+    return tuple(rows_for(table, arch).values())[index]
