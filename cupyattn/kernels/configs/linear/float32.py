@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.dtypes import vector_items
@@ -168,7 +169,7 @@ def _product(
     gated: bool,
     vec: int,
     vec_out: int,
-    **more: str,
+    **more: Any,
 ) -> Specialisation:
     depth = 2 * vector_items(dtype)
     return spec.specialise(
