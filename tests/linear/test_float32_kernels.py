@@ -54,12 +54,30 @@ def test_every_activation(dtype, activation):
     assert backward_ratio(replace(case, turned=True)) <= 1
 
 
-@pytest.mark.parametrize(("M", "K", "N"), [(64, 8, 64), (65, 9, 129), (1, 1, 1), (63, 129, 40)])
+@pytest.mark.parametrize("sizes", [(64, 8, 64), (65, 9, 129), (1, 1, 1), (63, 129, 40)])
 @pytest.mark.parametrize("turned", [False, True])
-def test_sizes_around_tiles(M, K, N, turned):
-    case = LinearCase((M,), K, N, activation="gelu_tanh", turned=turned)
+def test_sizes_around_tiles(sizes, turned):
+    rows, inner, outer = sizes
+    case = LinearCase((rows,), inner, outer, activation="gelu_tanh", turned=turned)
     assert forward_ratio(case)[0] <= 1
     assert backward_ratio(case) <= 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "activation", "turned"),
+    [
+        (1, "float32", "gelu_tanh", False),
+        (2, "bfloat16", None, True),
+        (7, "float32", "swiglu", True),
+        (16, "float32", "gelu_tanh", True),
+        *deep((3, "bfloat16", "silu", False), (16, "bfloat16", "geglu", False)),
+    ],
+)
+def test_few_rows(rows, dtype, activation, turned):
+    """Whole vectors, several passes over K by all warps, a ragged end of K and of the columns."""
+    for inner, outer in ((520, 40), (133, 35)):
+        case = LinearCase((rows,), inner, outer, dtype, activation, turned, residual=True)
+        assert forward_ratio(case)[0] <= 1
 
 
 @pytest.fixture
@@ -90,11 +108,12 @@ def test_large_tiles(dtype, activation, turned, large_tiles):
     assert backward_ratio(case) <= 1
 
 
-@pytest.mark.parametrize(("M", "K", "N"), [(0, 8, 8), (5, 0, 8), (5, 8, 0)])
+@pytest.mark.parametrize("sizes", [(0, 8, 8), (5, 0, 8), (5, 8, 0)])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_empty_axes(M, K, N, dtype):
+def test_empty_axes(sizes, dtype):
     """A sum of nothing is 0: out is the bias, through the activation."""
-    case = LinearCase((M,), K, N, dtype, "gelu_tanh")
+    rows, inner, outer = sizes
+    case = LinearCase((rows,), inner, outer, dtype, "gelu_tanh")
     assert forward_ratio(case)[0] <= 1
     for accumulate in (False, True):
         assert backward_ratio(replace(case, accumulate=accumulate)) <= 1

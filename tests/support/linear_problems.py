@@ -62,8 +62,8 @@ class LinearCase:
     seed: int = 0
 
     @property
-    def W(self) -> int:
-        """Columns of w."""
+    def width(self) -> int:
+        """Columns of w, W."""
         return self.N * (2 if self.activation in GATED else 1)
 
     def normal(self, name: str, *shape: int, view: str | None = None) -> Array:
@@ -74,20 +74,20 @@ class LinearCase:
 
     def weight(self, name: str) -> Array:
         """w, or an array of its shape that lies as it does."""
-        shape = (self.W, self.K) if self.turned else (self.K, self.W)
+        shape = (self.width, self.K) if self.turned else (self.K, self.width)
         weight = self.normal(name, *shape)
         return weight.T if self.turned else weight
 
     def inputs(self) -> tuple[Array, Array, Array | None]:
         """x, w and b."""
-        b = self.normal("b", self.W, view="contiguous") if self.biased else None
+        b = self.normal("b", self.width, view="contiguous") if self.biased else None
         return self.normal("x", *self.M, self.K), self.weight("w"), b
 
     def given_grads(self) -> LinearGrads | None:
         """What the backward adds to."""
         if not self.accumulate:
             return None
-        db = self.normal("db", self.W, view="contiguous") if self.biased else None
+        db = self.normal("db", self.width, view="contiguous") if self.biased else None
         return LinearGrads(self.normal("dx", *self.M, self.K), self.weight("dw"), db)
 
 

@@ -42,6 +42,35 @@ def forward_plan(problem: LinearProblem, arch: int) -> Launches:
     return Launches((Step.of(kernel, ctas, params),))
 
 
+def thin_plan(problem: LinearProblem, arch: int) -> Launches:
+    """Plan out and preactivation of few rows: one launch that reads the weight once."""
+    del arch  # one configuration
+    matrices = problem.matrices
+    w, out = matrices["w"], matrices["out"]
+    kernel = configs.thin(
+        problem.dtype.name,
+        next(rows for rows in configs.THIN_ROWS if problem.rows <= rows),
+        "kLines" if w.along_columns else "kDepth",
+        problem.scalar_activation,
+        problem.gated,
+        _whole_halves(problem, "x", "w"),
+    )
+    params = _params(
+        a=matrices["x"],
+        b=w,
+        result=out,
+        preactivation=matrices.get("preactivation"),
+        residual=matrices.get("residual"),
+        depth=problem.inner,
+    )
+    columns = configs.THIN_COLUMNS // (2 if problem.gated else 1)
+    return Launches((Step.of(kernel, -(-problem.outer // columns), params),))
+
+
+def _is_thin(problem: LinearProblem) -> bool:
+    return problem.rows <= configs.THIN_ROWS[-1]
+
+
 def dx_plan(problem: LinearProblem, arch: int) -> Launches:
     """Plan dx: one launch."""
     matrices = problem.matrices
@@ -179,6 +208,7 @@ def _params(
 
 
 PLANS = (
+    LinearPlan("forward", tuple(STORAGE), thin_plan, _is_thin),
     LinearPlan("forward", tuple(STORAGE), forward_plan),
     LinearPlan("dx", tuple(STORAGE), dx_plan),
     LinearPlan("dw", tuple(STORAGE), dw_plan),

@@ -22,6 +22,7 @@ FORWARD = KernelSpec(
         FLOAT_PRODUCT_STRUCT,
     ),
 )
+THIN = KernelSpec("linear_thin_f32", "linear/float32/thin.cu", FORWARD.parameters)
 DX = KernelSpec(
     "linear_dx_f32",
     "linear/float32/dx.cu",
@@ -49,7 +50,7 @@ DB = KernelSpec(
         FLOAT_PRODUCT_STRUCT,
     ),
 )
-KERNELS = (FORWARD, DX, DW, DB)
+KERNELS = (FORWARD, THIN, DX, DW, DB)
 
 DTYPES = ("float32", "bfloat16")
 """What Turing's tensor cores do not take, and these kernels do."""
@@ -63,6 +64,12 @@ STRUCTS = {
 """What the sources call an activation."""
 OUT_VECTOR = 4
 """Items that the epilogue loads and stores at once where rows are aligned to so many."""
+THIN_ROWS = (1, 2, 4, 8, 16)
+"""Rows of x that the kernels for few of them are made for."""
+THIN_COLUMNS = 32
+"""Columns of w to a CTA."""
+_THIN_WARPS = 8
+
 DB_THREADS = 64
 DB_CTAS = 512
 """About as many as there are to be, so that rows are summed by many at once."""
@@ -129,6 +136,25 @@ def forward(
 ) -> Specialisation:
     """Specialise the forward; w_along is "kLines" where rows of w are contiguous, or "kDepth"."""
     return _product(FORWARD, dtype, row, activation, gated, vec, vec_out, W_ALONG=w_along)
+
+
+@cache
+def thin(
+    dtype: str, rows: int, w_along: str, activation: str | None, gated: bool, vec: int
+) -> Specialisation:
+    """Specialise the forward of few rows, one of `THIN_ROWS`; w_along as of `forward`."""
+    parts = _THIN_WARPS if w_along == "kLines" else 1
+    return THIN.specialise(
+        threads=_THIN_WARPS * WARP_SIZE,
+        static_shared_bytes=parts * rows * THIN_COLUMNS * FLOAT_BYTES,
+        DTYPE=dtype,
+        ROWS=rows,
+        MIN_CTAS=2 if rows < THIN_ROWS[-1] else 1,
+        W_ALONG=w_along,
+        ACTIVATION=STRUCTS[activation],
+        GATED=cpp_bool(gated),
+        VEC=vec,
+    )
 
 
 @cache
@@ -213,6 +239,12 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield forward(dtype, _nth(PRODUCTS, arch, size), along, *options)
         yield dx(dtype, _nth(GRADIENT_ROWS, arch, size), along, *options)
         yield dw(dtype, _nth(table, arch, size), lines, *options)
+    of_rows = tuple(zip(THIN_ROWS, kinds, strict=True))
+    for dtype, (rows, (activation, gated)), lines, whole in pairs(
+        DTYPES, of_rows, ways, whole_or_not
+    ):
+        along, vec = "kLines" if lines else "kDepth", vector_items(dtype) if whole else 1
+        yield thin(dtype, rows, along, activation, gated, vec)
     for dtype, (activation, gated), whole in pairs(DTYPES, kinds, whole_or_not):
         yield db(dtype, activation, gated, vector_items(dtype) if whole else 1)
 
