@@ -102,7 +102,7 @@ def test_results_may_not_overlap_what_is_read():
 
 def test_approximate_has_two_values():
     for wrong, kind in (("erf", ValueError), (True, TypeError)):
-        with pytest.raises(kind, match='approximate = .*"tanh" or "none"'):
+        with pytest.raises(kind, match="approximate = "):
             cupyattn.linear_gelu(zeros(3, 8), zeros(8, 6), approximate=wrong)
 
 

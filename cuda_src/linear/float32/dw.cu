@@ -6,10 +6,11 @@
 //           run to run.
 // Budget    as dx.cu.
 // Edges     as forward.cu.
-#if !defined(DTYPE) || !defined(THREADS) || !defined(TILE_M) || !defined(TILE_N) || !defined(MIN_CTAS) || \
+#if !defined(DTYPE) || !defined(THREADS) || !defined(TILE_M) || !defined(TILE_N) || !defined(MIN_CTAS) ||    \
     !defined(TRANSPOSED) || !defined(ACTIVATION) || !defined(GATED) || !defined(VEC) || !defined(VEC_OUT) || \
     !defined(SHARED_BYTES)
-#error "DTYPE, THREADS, TILE_M, TILE_N, MIN_CTAS, TRANSPOSED, ACTIVATION, GATED, VEC, VEC_OUT and SHARED_BYTES come from a launch-configuration table"
+#error \
+    "DTYPE, THREADS, TILE_M, TILE_N, MIN_CTAS, TRANSPOSED, ACTIVATION, GATED, VEC, VEC_OUT and SHARED_BYTES come from a launch-configuration table"
 #endif
 #include "product.cuh"
 
@@ -30,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   const int64 first_row = tile.row * TILE_M, first_column = tile.column * TILE_N;
   const Lines<false> rows{first_row, params.rows}, columns{first_column, params.columns};
   const PreactivationGradient<Scalar, VEC, ACTIVATION, GATED> dz{dout, preactivation, params.b_stride,
-                                                                params.preactivation_stride, params.half};
+                                                                 params.preactivation_stride, params.half};
 
   float c[kThreadRows][kThreadColumns] = {};
   if constexpr (TRANSPOSED) {

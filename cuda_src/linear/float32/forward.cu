@@ -11,7 +11,8 @@
 #if !defined(DTYPE) || !defined(THREADS) || !defined(TILE_M) || !defined(TILE_N) || !defined(MIN_CTAS) || \
     !defined(W_ALONG) || !defined(ACTIVATION) || !defined(GATED) || !defined(VEC) || !defined(VEC_OUT) || \
     !defined(SHARED_BYTES)
-#error "DTYPE, THREADS, TILE_M, TILE_N, MIN_CTAS, W_ALONG, ACTIVATION, GATED, VEC, VEC_OUT and SHARED_BYTES come from a launch-configuration table"
+#error \
+    "DTYPE, THREADS, TILE_M, TILE_N, MIN_CTAS, W_ALONG, ACTIVATION, GATED, VEC, VEC_OUT and SHARED_BYTES come from a launch-configuration table"
 #endif
 #include "product.cuh"
 

@@ -155,10 +155,12 @@ struct PreactivationGradient {
 // of the second, so that the threads that hold the ones hold the others.
 template <bool kPaired>
 struct Lines {
-  int64 first;  // of this tile; paired: within its half
+  int64 first;   // of this tile; paired: within its half
   int64 extent;  // of the array; paired: of a half
 
-  __device__ __forceinline__ int64 place(int line) const { return within(line) + (kPaired && upper(line) ? extent : 0); }
+  __device__ __forceinline__ int64 place(int line) const {
+    return within(line) + (kPaired && upper(line) ? extent : 0);
+  }
   // How many lines exist from there on, within the group of 32 where they are paired.
   __device__ __forceinline__ int64 left(int line) const { return extent - within(line); }
 
@@ -209,8 +211,7 @@ struct Operand {
       const int line = line_of(i);
       const int within = depth_of(i, 0);
       float values[kItems];
-      source.finish(values, fetched.load[i],
-                    kAlong == Along::kDepth ? depth_of(i, step) : lines.place(line));
+      source.finish(values, fetched.load[i], kAlong == Along::kDepth ? depth_of(i, step) : lines.place(line));
       if constexpr (kAlong == Along::kDepth) {
         const uint32 at_s = buffer_s + within * kDepthBytes + ((line * sizeof(float)) ^ flip(within));
 #pragma unroll

@@ -39,7 +39,8 @@ struct ProductTile {
            lane_index() % kColumnLanes * kGroup + j % kGroup;
   }
 };
-static_assert(kPairedLines == kColumnLanes * kGroup, "a thread's first columns are a gate, the others what it multiplies");
+static_assert(kPairedLines == kColumnLanes * kGroup,
+              "a thread's first columns are a gate, the others what it multiplies");
 
 // Which tile a CTA computes. Neighbours go down eight tiles of rows before the next of columns, so that what runs at a
 // time shares lines of both factors in L2.

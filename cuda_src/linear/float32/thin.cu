@@ -12,7 +12,8 @@
 //           read. VEC is 1 where lines are not whole aligned vectors.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(ROWS) || !defined(MIN_CTAS) || !defined(W_ALONG) || \
     !defined(ACTIVATION) || !defined(GATED) || !defined(VEC) || !defined(SHARED_BYTES)
-#error "DTYPE, THREADS, ROWS, MIN_CTAS, W_ALONG, ACTIVATION, GATED, VEC and SHARED_BYTES come from a launch-configuration table"
+#error \
+    "DTYPE, THREADS, ROWS, MIN_CTAS, W_ALONG, ACTIVATION, GATED, VEC and SHARED_BYTES come from a launch-configuration table"
 #endif
 #include "../../common/reduce.cuh"
 #include "product.cuh"
