@@ -8,7 +8,7 @@ for what is of second order, and a factor of two on tensor cores for their trunc
 
 Forward, with z = x w + b:
 
-    dz = t (K + 8) u32 (|x| |w| + |b|)                t = 2 on tensor cores, 1 otherwise
+    dz = t (K + 8) u32 (|x| |w| + |b|) + tiny            t = 2 on tensor cores, 1 otherwise
     df = L dz + ef(|z| + dz)                          L: the activation's steepest slope
     |out - ref| <= df + u32 (|f(z)| + |residual|) + u_out |ref| + tiny
     |preactivation - ref| <= dz + u_out |z| + tiny
@@ -16,12 +16,8 @@ Forward, with z = x w + b:
 A gated activation multiplies f(gate) with up: its error is df |up| + (|f(gate)| + df) d_up +
 u32 |f(gate) up|.
 
-ef is what computing f in float32 loses. Each f is x p with a probability p, of which the smaller of
-p and 1 - p is computed with a relative error of (a + c |v|) u32 and the other follows from it: v is
-the exponent that is rounded. So ef = |x| min(p, 1 - p) (a + c |v|) u32 + 8 u32 |f| + tiny32 (1 +
-|x|), with (a, c |v|) = (16, 4 |x|) for silu, (16, 8 |v|) for gelu_tanh with v its sigmoid's
-argument, (24, 2 x**2) for gelu. The derivative's is the same with |p'| x**2 added to it in the same
-way: p' comes from the same exponential.
+ef is what computing f in float32 loses, and es what computing f' does: see
+`cupyattn.reference.layers.activations`.
 
 Backward, with dz = dout f'(preactivation) and e the error of that:
 
@@ -47,43 +43,18 @@ from numpy.typing import DTypeLike
 from cupyattn.gradients import LinearGrads
 from cupyattn.reference.attention.bounds import TINY32, U32, precision_of
 from cupyattn.reference.attention.scores import Float64
-from cupyattn.reference.linear.activations import (
-    activation as activated,
+from cupyattn.reference.layers.activations import activation_error, derivative_error
+from cupyattn.reference.linear.products import (
+    GATES,
+    activated,
+    activated_slope,
+    linear,
+    linear_backward,
 )
-from cupyattn.reference.linear.activations import (
-    activation_slope,
-    gelu_tanh_logit,
-    gelu_tanh_logit_slope,
-    normal_cdf,
-    normal_density,
-    sigmoid,
-)
-from cupyattn.reference.linear.products import GATES, linear, linear_backward
 
 STEEPEST = {None: 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1, "relu": 1.0}
 STEEPEST_SLOPE = 0.8
 _MORE_TERMS = 8
-
-
-def activation_error(name: str | None, x: Float64) -> tuple[Float64, Float64]:
-    """Return what float32 kernels lose of f(x) and of f'(x)."""
-    if name in (None, "relu"):
-        return np.zeros_like(x), np.zeros_like(x)
-    with np.errstate(under="ignore", over="ignore", invalid="ignore"):
-        held = np.clip(x, -1e3, 1e3)  # beyond, the smaller probability has vanished
-        if name == "gelu":
-            p, density = normal_cdf(-np.abs(held)), normal_density(held)
-            eps = 24 + 2 * held**2
-        else:
-            v = gelu_tanh_logit(held) if name == "gelu_tanh" else held
-            p = sigmoid(-np.abs(v))
-            inner = np.abs(gelu_tanh_logit_slope(held)) if name == "gelu_tanh" else 1.0
-            density = p * inner
-            eps = 16 + (8 if name == "gelu_tanh" else 4) * np.abs(v)
-        tiny = TINY32 * (1 + np.abs(x))
-        value = eps * U32 * np.abs(held) * p + 8 * U32 * np.abs(activated(name, x))
-        slope = (eps + 8) * U32 * (p + np.abs(held) * density) + 8 * U32
-        return value + tiny, slope + tiny
 
 
 def linear_bound(
@@ -118,7 +89,7 @@ def linear_bound(
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         dz = _preactivation_error(x, w, b, dtype)
         at_gate = z[..., : out.shape[-1]], dz[..., : out.shape[-1]]
-        error, magnitude = _value_error(kind, *at_gate), np.abs(activated(kind, at_gate[0]))
+        error, magnitude = _value_error(kind, *at_gate), np.abs(activated(at_gate[0], kind))
         if activation in GATES:
             up, d_up = z[..., out.shape[-1] :], dz[..., out.shape[-1] :]
             error = error * np.abs(up) + (magnitude + error) * d_up + U32 * magnitude * np.abs(up)
@@ -130,7 +101,9 @@ def linear_bound(
 
 def _value_error(kind: str | None, z: Float64, dz: Float64) -> Float64:
     """Return the error of f(z), of a z that errs by dz."""
-    computing = np.maximum(activation_error(kind, z)[0], activation_error(kind, z + dz)[0])
+    if kind is None:
+        return dz
+    computing = np.maximum(activation_error(z, kind), activation_error(z + dz, kind))
     error: Float64 = STEEPEST[kind] * dz + computing
     return error
 
@@ -221,21 +194,21 @@ def _preactivation_gradient_error(
     columns = dout.shape[-1]
     gate = z[..., :columns]
     d_gate = np.broadcast_to(dpre, z.shape)[..., :columns]
-    slope = np.abs(activation_slope(kind, gate))
+    slope = np.abs(activated_slope(gate, kind))
     uncertain = _slope_uncertainty(kind, gate, d_gate)
-    es = np.maximum(activation_error(kind, gate)[1], activation_error(kind, gate + d_gate)[1])
+    es = np.maximum(derivative_error(gate, kind), derivative_error(gate + d_gate, kind))
     es = es + uncertain
     if activation not in GATES:
         return dout * slope, dout * es
     up = np.abs(z[..., columns:])
     d_up = np.broadcast_to(dpre, z.shape)[..., columns:]
-    value, d_value = np.abs(activated(kind, gate)), _value_error(kind, gate, d_gate)
+    value, d_value = np.abs(activated(gate, kind)), _value_error(kind, gate, d_gate)
     sizes = dout * up * slope, dout * value
     errors = dout * (up * es + d_up * (slope + es)), dout * d_value
     return np.concatenate(sizes, axis=-1), np.concatenate(errors, axis=-1)
 
 
-def _slope_uncertainty(kind: str | None, z: Float64, dz: Float64) -> Float64:
+def _slope_uncertainty(kind: str, z: Float64, dz: Float64) -> Float64:
     """Return how far f' may be off for a z that errs by dz."""
     if kind == "relu":
         return np.where((np.abs(z) <= dz) & (dz > 0), 1.0, 0.0)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from cupyattn.gradients import LinearGrads
-from cupyattn.reference.linear.activations import activation as activated
-from cupyattn.reference.linear.activations import activation_slope
+from cupyattn.reference.layers.activations import activation as activation_of
+from cupyattn.reference.layers.activations import activation_derivative
 
 GATES = {"swiglu": "silu", "geglu": "gelu"}
 """What a gated activation does to its gate."""
@@ -45,9 +45,9 @@ def linear(
     with np.errstate(over="ignore", invalid="ignore"):
         if activation in GATES:
             gate, up = _halves(preactivation)
-            out = activated(GATES[activation], gate) * up
+            out = activated(gate, GATES[activation]) * up
         else:
-            out = activated(activation, preactivation)
+            out = activated(preactivation, activation)
         if residual is not None:
             out = out + residual.astype(out.dtype)
     return out, preactivation
@@ -91,11 +91,21 @@ def preactivation_gradient(
     with np.errstate(over="ignore", invalid="ignore"):
         z = preactivation.astype(dtype)
         if activation not in GATES:
-            return dout * activation_slope(activation, z)
+            return dout * activated_slope(z, activation)
         gate, up = _halves(z)
         kind = GATES[activation]
-        halves = dout * up * activation_slope(kind, gate), dout * activated(kind, gate)
+        halves = dout * up * activated_slope(gate, kind), dout * activated(gate, kind)
         return np.concatenate(halves, axis=-1)
+
+
+def activated(z: np.ndarray, kind: str | None) -> np.ndarray:
+    """Return the activation of z, which no activation leaves as it is."""
+    return z if kind is None else activation_of(z, kind).astype(z.dtype, copy=False)
+
+
+def activated_slope(z: np.ndarray, kind: str | None) -> np.ndarray:
+    """Return the derivative of the activation at z."""
+    return np.ones_like(z) if kind is None else activation_derivative(z, kind).astype(z.dtype)
 
 
 def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:

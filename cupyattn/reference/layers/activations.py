@@ -1,0 +1,204 @@
+"""Activations, gated activations and their gradients, and bounds of their kernels' errors.
+
+Each activation is x p(x) with a probability p: gelu(x) = x Phi(x) with the normal distribution
+function Phi (Hendrycks and Gimpel, arXiv:1606.08415), its tanh form x / (1 + exp(-z)) with z = 2
+sqrt(2/pi) (x + 0.044715 x^3) (ibid., section 2: (1 + tanh u) / 2 = 1 / (1 + exp(-2 u))), and
+silu(x) = x / (1 + exp(-x)) (ibid., section 4). The gated ones are Shazeer's, arXiv:2002.05202.
+
+Errors, with u32 = 2**-24, q = min(p, 1 - p), which the kernels compute, and 1 - q for the other:
+
+- silu and the tanh form compute t = exp(-|z|) by ex2.approx (2 ulp, 4 u32) of an exponent that errs
+  by 2 u32 |z| (log2 e and the product are rounded), and by 5 u32 |z| more in the tanh form (two
+  constants, five operations). Then q = t / (1 + t) by rcp.approx (1 ulp, 2 u32) errs by g u32 of
+  itself, g = 8 + 2 |z| or 8 + 7 |z|, and 1 - q by q (4 + 2 |z|) + 3.
+- Phi is e^(-x^2/2) R(|x|), with R(a) = s P(s), s = 1 / (1 + c a). The exponent errs by 1.5 x^2 u32,
+  the exponential by 4, s by 4, to which R is 2.6 times as sensitive at the most; the polynomial by
+  2 of its fit and 7 times 1.7 of its seven steps, whose terms are 1.7 times their sum; two
+  products by 2: g = 31 + 1.5 x^2 for q, and one u32 more for 1 - q.
+- |value - x p| <= u32 (|x| q g + 5 |x p|).
+- p' is q (1 - q) z', or the density e^(-x^2/2) / sqrt(2 pi): g + 12 u32 of itself at most. The
+  derivative p + x p' errs by u32 (q g + 5 p + |x p'| (g + 13)), its sum's rounding included.
+- The exponential is flushed below 2**-126: at the most 2**-118 in a value or derivative.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from cupyattn.reference.attention.bounds import TINY32, U32, precision_of
+
+Float64 = NDArray[np.float64]
+
+_SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
+_FLUSHED = 2.0**-118
+_LARGEST = np.finfo(np.float64).max
+
+_erfc = np.frompyfunc(math.erfc, 1, 1)
+
+
+class Probability(NamedTuple):
+    """p, 1 - p and p' at each x, and g: by how many u32 the smaller of p and 1 - p errs."""
+
+    p: Float64
+    rest: Float64
+    slope: Float64
+    g: Float64
+
+
+def probability(x: ArrayLike, activation: str) -> Probability:
+    """Return the p of an activation x p(x): "gelu", "gelu_tanh", "silu" or "relu"."""
+    x = np.asarray(x, dtype=np.float64)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        if activation == "gelu":
+            p, rest = (_erfc(sign * x / math.sqrt(2)) / 2 for sign in (-1, 1))
+            density = np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+            return Probability(_floats(p), _floats(rest), density, 31 + 1.5 * x * x)
+        if activation == "relu":
+            p = np.where(np.isnan(x), x, x > 0)
+            return Probability(p, 1 - p, np.zeros_like(x), np.zeros_like(x))
+        z, dz, growth = x, np.ones_like(x), 2
+        if activation == "gelu_tanh":
+            z = 2 * _SQRT_2_OVER_PI * x * (1 + 0.044715 * x * x)
+            dz = 2 * _SQRT_2_OVER_PI * (1 + 3 * 0.044715 * x * x)
+            growth = 7
+        t = np.exp(-np.abs(z))
+        larger, smaller = 1 / (1 + t), t / (1 + t)
+        p, rest = np.where(z > 0, (larger, smaller), (smaller, larger))
+        slope = np.where(t == 0, 0.0, larger * smaller * dz)
+        return Probability(p, rest, slope, 8 + growth * np.abs(z))
+
+
+def _floats(values: object) -> Float64:
+    return np.asarray(values, dtype=np.float64)
+
+
+def _times(x: Float64, factor: Float64) -> Float64:
+    """X times a factor that is 0 where x is infinite, if it is 0: the limit."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return np.clip(x, -_LARGEST, np.inf) * factor
+
+
+def activation(x: ArrayLike, kind: str) -> Float64:
+    """Return "gelu", "gelu_tanh", "silu" or "relu" of x.
+
+    Examples
+    --------
+    >>> activation([-np.inf, 0.0, 1.0], "gelu").round(4)
+    array([-0.    ,  0.    ,  0.8413])
+    """
+    x = np.asarray(x, dtype=np.float64)
+    return _times(x, probability(x, kind).p)
+
+
+def activation_derivative(x: ArrayLike, kind: str) -> Float64:
+    """Return the derivative of an activation.
+
+    Examples
+    --------
+    >>> activation_derivative([-np.inf, 0.0, np.inf], "silu")
+    array([0. , 0.5, 1. ])
+    """
+    x = np.asarray(x, dtype=np.float64)
+    p = probability(x, kind)
+    return p.p + np.clip(x, -_LARGEST, _LARGEST) * p.slope
+
+
+def activation_backward(dout: ArrayLike, x: ArrayLike, kind: str) -> Float64:
+    """Gradient of an activation's input."""
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        return np.asarray(dout, dtype=np.float64) * activation_derivative(x, kind)
+
+
+def gated(gate: ArrayLike, up: ArrayLike, kind: str) -> Float64:
+    """Return the activation of gate, times up."""
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        return activation(gate, kind) * np.asarray(up, dtype=np.float64)
+
+
+def gated_backward(
+    dout: ArrayLike, gate: ArrayLike, up: ArrayLike, kind: str
+) -> tuple[Float64, Float64]:
+    """Gradients of gate and up."""
+    dout, up = np.asarray(dout, dtype=np.float64), np.asarray(up, dtype=np.float64)
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        return dout * up * activation_derivative(gate, kind), dout * activation(gate, kind)
+
+
+def activation_error(x: ArrayLike, kind: str) -> Float64:
+    """Bound of what a kernel's float32 activation errs by, before it is stored."""
+    x = np.asarray(x, dtype=np.float64)
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        p, rest, _, g = probability(x, kind)
+        value = _times(x, p)
+        tail = np.where(np.minimum(p, rest) == 0, 0.0, np.abs(x) * np.minimum(p, rest) * g)
+        return U32 * (tail + 5 * np.abs(value)) + _FLUSHED
+
+
+def derivative_error(x: ArrayLike, kind: str) -> Float64:
+    """Bound of what a kernel's float32 derivative errs by, before it is stored."""
+    x = np.asarray(x, dtype=np.float64)
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        p, rest, slope, g = probability(x, kind)
+        tail = np.where(np.minimum(p, rest) == 0, 0.0, np.minimum(p, rest) * g)
+        change = np.where(slope == 0, 0.0, np.abs(x * slope) * (g + 13))
+        return U32 * (tail + 5 * p + change) + _FLUSHED
+
+
+def _stored(exact: Float64, error: Float64, dtype: DTypeLike) -> Float64:
+    """Add the rounding of a result to what its float32 value errs by."""
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        return error + precision_of(dtype).store(np.abs(exact) + error) + TINY32
+
+
+def activation_bound(x: ArrayLike, kind: str, *, dtype: DTypeLike) -> Float64:
+    """Error bound of `activation`, of a kernel that rounds to dtype."""
+    return _stored(activation(x, kind), activation_error(x, kind), dtype)
+
+
+def activation_backward_bound(
+    dout: ArrayLike, x: ArrayLike, kind: str, *, dtype: DTypeLike, present: ArrayLike = 0.0
+) -> Float64:
+    """Error bound of `activation_backward`; `present` is what the gradient is added to."""
+    dout, present = np.asarray(dout, np.float64), np.asarray(present, np.float64)
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        exact = activation_backward(dout, x, kind)
+        error = np.abs(dout) * derivative_error(x, kind) + U32 * (2 * np.abs(exact) + abs(present))
+    return _stored(exact + present, error, dtype)
+
+
+def gated_bound(gate: ArrayLike, up: ArrayLike, kind: str, *, dtype: DTypeLike) -> Float64:
+    """Error bound of `gated`."""
+    up = np.asarray(up, np.float64)
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        exact = gated(gate, up, kind)
+        error = np.abs(up) * activation_error(gate, kind) + U32 * np.abs(exact)
+    return _stored(exact, error, dtype)
+
+
+def gated_backward_bound(
+    dout: ArrayLike,
+    gate: ArrayLike,
+    up: ArrayLike,
+    kind: str,
+    *,
+    dtype: DTypeLike,
+    present: tuple[ArrayLike, ArrayLike] = (0.0, 0.0),
+) -> tuple[Float64, Float64]:
+    """Error bounds of `gated_backward`; `present` is what the gradients are added to."""
+    dout, up = np.asarray(dout, np.float64), np.asarray(up, np.float64)
+    there = [np.asarray(each, np.float64) for each in present]
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        dgate, dup = gated_backward(dout, gate, up, kind)
+        errors = (
+            np.abs(dout * up) * derivative_error(gate, kind),
+            np.abs(dout) * activation_error(gate, kind),
+        )
+        first, second = (
+            _stored(exact + old, error + U32 * (3 * np.abs(exact) + np.abs(old)), dtype)
+            for exact, error, old in zip((dgate, dup), errors, there, strict=True)
+        )
+    return first, second
