@@ -75,6 +75,10 @@ __device__ __forceinline__ void st_global_v4(void* target, uint4 v) {
                : "memory");
 }
 
+__device__ __forceinline__ void st_global_v2(void* target, uint2 v) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(target), "r"(v.x), "r"(v.y) : "memory");
+}
+
 // Four floats that neighbouring lanes share: through L1.
 __device__ __forceinline__ float4 ld_global_v4(const float* source) {
   float4 v;

@@ -34,6 +34,8 @@ __device__ __forceinline__ void store_vec(Scalar* target, const float (&values)[
     for (int i = 0; i < kPiece; i++) rounded.item[i] = from_float<Scalar>(values[first + i]);
     if constexpr (sizeof(rounded) == kVectorBytes) {
       st_global_v4(target + first, *reinterpret_cast<const uint4*>(&rounded));
+    } else if constexpr (sizeof(rounded) == kVectorBytes / 2) {
+      st_global_v2(target + first, *reinterpret_cast<const uint2*>(&rounded));
     } else {
       *reinterpret_cast<Vec<Scalar, kPiece>*>(target + first) = rounded;
     }

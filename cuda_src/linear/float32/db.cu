@@ -33,8 +33,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int i = 0; i < Dz::kItems; i++) sums[i] += values[i];
   }
+  float* const target_g = partials + part * params.columns + column;
+  if constexpr (VEC > 1) {
+    if (column < params.columns) store_vec(target_g, sums);
+  } else {
 #pragma unroll
-  for (int i = 0; i < Dz::kItems; i++) {
-    if (column + i < params.columns) partials[part * params.columns + column + i] = sums[i];
+    for (int i = 0; i < Dz::kItems; i++) {
+      if (column + i < params.columns) target_g[i] = sums[i];
+    }
   }
 }

@@ -51,6 +51,9 @@ __device__ __forceinline__ void load_items(Vec<Scalar, kItems>& items, const Sca
   if constexpr (kVec == kItems && sizeof(items) == kVectorBytes) {
     const uint4 loaded = count > 0 ? ld_global_v4(static_cast<const void*>(source_g)) : make_uint4(0u, 0u, 0u, 0u);
     items = *reinterpret_cast<const Vec<Scalar, kItems>*>(&loaded);
+  } else if constexpr (kVec == kItems && sizeof(items) == kVectorBytes / 2) {
+    const uint2 loaded = count > 0 ? ld_global_v2(source_g) : make_uint2(0u, 0u);
+    items = *reinterpret_cast<const Vec<Scalar, kItems>*>(&loaded);
   } else {
 #pragma unroll
     for (int i = 0; i < kItems; i++) items.item[i] = i < count ? source_g[i] : from_float<Scalar>(0.f);
@@ -218,9 +221,18 @@ struct Operand {
         for (int d = 0; d < kItems; d++) st_shared_u32(at_s + d * kDepthBytes, __float_as_uint(values[d]));
       } else {
         const uint32 at_s = buffer_s + within * kDepthBytes + ((line * sizeof(float)) ^ flip(within));
+        // Two quads of each lane: eight lanes that stored the same one would meet in pairs.
+        constexpr int kQuads = kItems / 4;
+        const bool other_first = kQuads == 2 && line / (4 * kItems) % 2 != 0;
 #pragma unroll
-        for (int l = 0; l < kItems; l += 4) {
-          st_shared(at_s + l * sizeof(float), {values[l], values[l + 1], values[l + 2], values[l + 3]});
+        for (int quad = 0; quad < kQuads; quad++) {
+          float x[4];
+#pragma unroll
+          for (int l = 0; l < 4; l++) {
+            x[l] = other_first ? values[(kQuads - 1 - quad) * 4 + l] : values[quad * 4 + l];
+          }
+          const int at = other_first ? kQuads - 1 - quad : quad;
+          st_shared(at_s + at * (4 * sizeof(float)), x);
         }
       }
     }
