@@ -6,7 +6,7 @@ from cupyattn.functional.differentiable import differentiable
 from cupyattn.functional.layers.softmax import softmax as _softmax
 from cupyattn.functional.layers.softmax import softmax_backward
 from cupyattn.functional.linear.backward import linear_backward
-from cupyattn.functional.linear.differentiated import with_residual
+from cupyattn.functional.linear.differentiated import differentiated
 from cupyattn.functional.linear.forward import linear as _linear
 from cupyattn.functional.linear.gelu import linear_gelu as _linear_gelu
 from cupyattn.functional.linear.gelu import linear_gelu_backward
@@ -22,15 +22,15 @@ attention = differentiable(
 softmax = differentiable(_softmax, softmax_backward, gradients=("dx",))
 linear = differentiable(
     _linear,
-    with_residual(linear_backward),
+    differentiated(linear_backward, residual=True),
     saved=("preactivation",),
     saved_by="return_preactivation",
     gradients=(*LinearGrads._fields, "dresidual"),
 )
 linear_gelu = differentiable(
     _linear_gelu,
-    with_residual(linear_gelu_backward),
+    differentiated(linear_gelu_backward, residual=False),
     saved=("preactivation",),
     saved_by="return_preactivation",
-    gradients=(*LinearGrads._fields, "dresidual"),
+    gradients=LinearGrads._fields,
 )

@@ -10,7 +10,16 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 import cupyattn
-from cupyattn import AttentionGrads, attention, attention_backward, softmax_backward
+from cupyattn import (
+    AttentionGrads,
+    attention,
+    attention_backward,
+    linear,
+    linear_backward,
+    linear_gelu,
+    linear_gelu_backward,
+    softmax_backward,
+)
 from cupyattn import softmax as softmax_forward
 
 SHARED_OPTIONS = {
@@ -30,6 +39,25 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
         {**SHARED_OPTIONS, "dlse": None, "deterministic": False,
          "implementation": "flash", "grads": None,
          "accumulate": False, "workspace": None},
+    ),
+    linear: (
+        ("x", "w", "b"),
+        {"activation": None, "residual": None, "return_preactivation": False, "out": None,
+         "workspace": None},
+    ),
+    linear_backward: (
+        ("dout", "x", "w", "b"),
+        {"activation": None, "preactivation": None, "grads": None, "accumulate": False,
+         "workspace": None},
+    ),
+    linear_gelu: (
+        ("x", "w", "b"),
+        {"approximate": "tanh", "return_preactivation": False, "out": None, "workspace": None},
+    ),
+    linear_gelu_backward: (
+        ("dout", "x", "w", "b"),
+        {"approximate": "tanh", "preactivation": None, "grads": None, "accumulate": False,
+         "workspace": None},
     ),
     softmax_forward: (("x",), {"axis": -1, "out": None}),
     softmax_backward: (("dout", "out"), {"axis": -1, "dx": None}),

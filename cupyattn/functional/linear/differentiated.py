@@ -12,7 +12,9 @@ from cupyattn.errors import error
 from cupyattn.gradients import LinearGrads
 
 
-def with_residual(backward: Callable[..., LinearGrads]) -> Callable[..., tuple[Any, ...]]:
+def differentiated(
+    backward: Callable[..., LinearGrads], *, residual: bool
+) -> Callable[..., tuple[Any, ...]]:
     """Return a backward that gives a residual's gradient behind the others: dout itself.
 
     It takes dpreactivation too, which has to be None: what is saved for the backward is no result
@@ -28,7 +30,8 @@ def with_residual(backward: Callable[..., LinearGrads]) -> Callable[..., tuple[A
                 "preactivation is returned for the backward, and has no gradient",
                 "pass None for it, or compute it by a linear of its own without an activation",
             )
-        return (*backward(dout, *args, **options), dout)
+        grads = backward(dout, *args, **options)
+        return (*grads, dout) if residual else grads
 
     signature = inspect.signature(backward)
     extra = inspect.Parameter("dpreactivation", inspect.Parameter.KEYWORD_ONLY, default=None)
