@@ -8,6 +8,7 @@ from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.attention import float32, teaching, tensor_core
 from cupyattn.kernels.configs.layers import column_sums, softmax
 from cupyattn.kernels.configs.linear import float32 as linear_float32
+from cupyattn.kernels.configs.linear import thin
 from cupyattn.kernels.spec import KernelSpec, Specialisation
 
 _MODULES = (
@@ -21,6 +22,7 @@ _MODULES = (
     softmax,
     column_sums,
     linear_float32,
+    thin,
 )
 
 KERNELS: dict[str, KernelSpec] = {

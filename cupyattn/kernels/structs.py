@@ -86,6 +86,18 @@ FLOAT_PRODUCT_PARAMS = np.dtype(
     align=True,
 )
 
+# ThinParams in cuda_src/linear/thin/tile.cuh
+THIN_PARAMS = np.dtype(
+    [
+        *(
+            (f"{array}_stride", np.int64)
+            for array in ("x", "w", "residual", "preactivation", "out")
+        ),
+        *((size, np.int32) for size in ("rows", "inner", "outer", "splits")),
+    ],
+    align=True,
+)
+
 
 def rows_params(arrays: int) -> np.dtype:
     """RowsParams<arrays> in cuda_src/common/rows.cuh."""
@@ -103,6 +115,7 @@ def rows_params(arrays: int) -> np.dtype:
 ATTENTION_STRUCT = Struct("params", ATTENTION_PARAMS, "AttentionParams")
 BACKWARD_STRUCT = Struct("params", BACKWARD_PARAMS, "BackwardParams", (ATTENTION_STRUCT,))
 FLOAT_PRODUCT_STRUCT = Struct("params", FLOAT_PRODUCT_PARAMS, "FloatProductParams")
+THIN_STRUCT = Struct("params", THIN_PARAMS, "ThinParams")
 DBIAS_STRUCT = Struct("params", DBIAS_PARAMS, "DbiasParams", (ATTENTION_STRUCT,))
 
 

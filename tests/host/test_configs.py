@@ -23,7 +23,13 @@ from cupyattn.kernels.configs.tables import MAX_HEAD_DIM, pairs, rows_for
 from cupyattn.kernels.registry import KERNELS, catalogue
 from cupyattn.kernels.source import source_root
 from cupyattn.kernels.spec import Specialisation, Struct
-from cupyattn.kernels.structs import ATTENTION_PARAMS, BACKWARD_PARAMS, DBIAS_PARAMS, rows_params
+from cupyattn.kernels.structs import (
+    ATTENTION_PARAMS,
+    BACKWARD_PARAMS,
+    DBIAS_PARAMS,
+    THIN_PARAMS,
+    rows_params,
+)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +268,14 @@ def test_specialisations_say_what_their_kernel_needs():
 
 def test_structs_are_laid_out_as_c_does():
     """Every field aligned to its size, and the whole to the largest."""
-    for dtype in (ATTENTION_PARAMS, BACKWARD_PARAMS, DBIAS_PARAMS, rows_params(2), rows_params(3)):
+    for dtype in (
+        ATTENTION_PARAMS,
+        BACKWARD_PARAMS,
+        DBIAS_PARAMS,
+        THIN_PARAMS,
+        rows_params(2),
+        rows_params(3),
+    ):
         assert dtype.isalignedstruct
         assert dtype.itemsize % dtype.alignment == 0
         for field, offset in dtype.fields.values():

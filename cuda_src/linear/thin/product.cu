@@ -1,0 +1,183 @@
+// y = act(x w + b) + residual for few rows of x, on tensor cores: w streams once, at the memory's speed.
+//
+// Bytes in flight are everything, arithmetic is free: a warp asks for a burst of STEPS * 32 k of its columns of w and
+// of the rows of x, uses them, and asks anew; other warps' bursts fill the time (weights.cuh has the fragments).
+// Weights pass by L1 and never see shared memory; x is read through L1, which warps and neighbouring CTAs share.
+//
+// Shapes    tile.cuh. M up to 8 X_TILES; any N and K; OUT float32 for the sums of a part of K (merge.cu).
+// Work      A warp sums 16 W_TILES columns of w for all rows of x, over every K_WARPS-th burst of its part of K.
+//           K_WARPS warps of a CTA share the columns, GROUPS such groups lie side by side. Grid: splits * ceil(N /
+//           columns of a CTA), the tiles of a part one behind the other.
+// Budget    registers: 4 W_TILES X_TILES sums, 8 STEPS W_TILES of w, 4 X_SLOTS X_TILES of x. Shared memory: the sums of
+//           all warps for 8 PASS_TILES rows, at most 32 KiB.
+// Edges     k beyond K: zeros on both sides, not read. Columns beyond N and rows beyond M: sums of the last ones or of
+//           zeros, which are not stored.
+#if !defined(W_ALONG_K) || !defined(VEC) || !defined(ACTIVATION) || !defined(GATED) || !defined(OUT) ||   \
+    !defined(W_TILES) || !defined(X_TILES) || !defined(X_SLOTS) || !defined(STEPS) || !defined(GROUPS) || \
+    !defined(K_WARPS) || !defined(PASS_TILES) || !defined(MIN_CTAS) || !defined(THREADS) || !defined(SHARED_BYTES)
+#error \
+    "W_ALONG_K, VEC, ACTIVATION, GATED, OUT, W_TILES, X_TILES, X_SLOTS, STEPS, GROUPS, K_WARPS, PASS_TILES, \
+MIN_CTAS, THREADS and SHARED_BYTES come from a launch-configuration table"
+#endif
+#include "../../common/mma.cuh"
+#include "weights.cuh"
+
+template <bool kAlongK, typename Tile>
+struct WeightsOf {
+  using Type = WeightsAlongK<Tile, STEPS, VEC>;
+};
+template <typename Tile>
+struct WeightsOf<false, Tile> {
+  using Type = WeightsAlongN<Tile, STEPS, VEC>;
+};
+
+struct Traits {
+  static constexpr int kWTiles = W_TILES;
+  static constexpr int kXTiles = X_TILES;
+  static constexpr int kXSlots = X_SLOTS;
+  static constexpr int kSteps = STEPS;
+  static constexpr int kGroups = GROUPS;
+  static constexpr int kKWarps = K_WARPS;
+  static constexpr int kPassTiles = PASS_TILES;
+  static constexpr int kWarps = kGroups * kKWarps;
+  static constexpr int kBurstItems = kSteps * kStepItems;
+  static constexpr int kPassRows = 8 * kPassTiles;
+  using Tile = ColumnTile<16 * kWTiles, GATED>;
+  using Weights = WeightsOf<W_ALONG_K, Tile>::Type;
+  static constexpr int kCtaColumns = kGroups * Tile::kColumns;
+  static constexpr int kCtaResults = kGroups * Tile::kResults;
+  // Four floats more than columns: the four rows that a quarter of a warp stores at once start 8 banks apart.
+  static constexpr int kLine = Tile::kColumns + 4;
+
+  static_assert(kWarps * kWarpSize == THREADS, "the table derives the threads");
+  static_assert(kXTiles % kPassTiles == 0 && kXSlots <= kSteps, "whole passes");
+  static_assert(kCtaColumns <= THREADS, "a thread has one bias");
+};
+
+struct Smem {
+  float sums[Traits::kWarps][Traits::kPassRows][Traits::kLine];
+  float bias[Traits::kCtaColumns];
+};
+static_assert(sizeof(Smem) == SHARED_BYTES && sizeof(Smem) <= 32768, "the table derives the shared memory");
+static_assert(sizeof(ThinParams) == THIN_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
+
+using Tile = Traits::Tile;
+using Sums = float[Traits::kWTiles][Traits::kXTiles][4];
+using Inputs = InputRows<Traits::kXTiles, Traits::kXSlots, VEC>;
+
+// The second 32 slots of a line are shifted by four banks: of 64 columns that lie along N, those that a warp reads at
+// once come from both.
+__device__ __forceinline__ int shared_slot(int slot) { return slot + slot / 32 * 4; }
+
+// The bias of one of the CTA's columns, asked for before the products.
+__device__ __forceinline__ float load_bias(const float16* b_g, const ThinParams& params, int first) {
+  const int group = threadIdx.x / Tile::kColumns, column = threadIdx.x % Tile::kColumns;
+  const int result = Tile::result(first + group * Tile::kResults, column);
+  const bool exists = b_g != nullptr && threadIdx.x < Traits::kCtaColumns && result < params.outer;
+  return exists ? to_float(b_g[Tile::half(column, params.outer) + result]) : 0.f;
+}
+
+__device__ __forceinline__ void multiply(Sums& sums, const Traits::Weights& weights, const Inputs& inputs, int step) {
+#pragma unroll
+  for (int quarter = 0; quarter < 4; quarter++) {
+#pragma unroll
+    for (int i = 0; i < Traits::kWTiles; i++) {
+      uint32 a[2];
+      weights.fragment(a, step, quarter, i);
+#pragma unroll
+      for (int j = 0; j < Traits::kXTiles; j++) mma_m16n8k8(sums[i][j], a, inputs.fragment(step, quarter, j));
+    }
+  }
+}
+
+// One burst: all loads of w and the first of x, then the products.
+__device__ __forceinline__ void burst(Sums& sums, Traits::Weights& weights, Inputs& inputs, int k, int end) {
+  weights.load(k, end);
+#pragma unroll
+  for (int step = 0; step < Traits::kXSlots; step++) inputs.load(step, k, end);
+#pragma unroll
+  for (int step = 0; step < Traits::kSteps; step++) {
+    multiply(sums, weights, inputs, step);
+    if (step + Traits::kXSlots < Traits::kSteps) inputs.load(step + Traits::kXSlots, k, end);
+  }
+}
+
+// The accumulators of PASS_TILES tiles of x: c[0], c[1] are row g of the m16 tile and rows 2t, 2t + 1 of x.
+__device__ __forceinline__ void store_sums(Smem& smem, const Sums& sums, int first_tile) {
+#pragma unroll
+  for (int j = 0; j < Traits::kPassTiles; j++) {
+#pragma unroll
+    for (int i = 0; i < Traits::kWTiles; i++) {
+#pragma unroll
+      for (int c = 0; c < 4; c++) {
+        const int row = 8 * j + 2 * lane_in_group() + c % 2;
+        const int slot = shared_slot(16 * i + 8 * (c / 2) + lane_group());
+        smem.sums[warp_index()][row][slot] = sums[i][first_tile + j][c];
+      }
+    }
+  }
+}
+
+// The sum over a group's warps, in their order, with the bias.
+__device__ __forceinline__ float total(const Smem& smem, int group, int row, int column) {
+  const int slot = shared_slot(Traits::Weights::slot(column));
+  float sum = smem.bias[group * Tile::kColumns + column];
+#pragma unroll
+  for (int warp = 0; warp < Traits::kKWarps; warp++) sum += smem.sums[group * Traits::kKWarps + warp][row][slot];
+  return sum;
+}
+
+// A warp takes a row of one group's results at a time.
+template <typename Finish>
+__device__ __forceinline__ void store_results(const Smem& smem, const ThinParams& params, int first, int first_row,
+                                              const Finish& finish) {
+  for (int task = warp_index(); task < Traits::kPassRows * Traits::kGroups; task += Traits::kWarps) {
+    const int row = task % Traits::kPassRows, group = task / Traits::kPassRows;
+    if (first_row + row >= params.rows) continue;
+#pragma unroll
+    for (int column = lane_index(); column < Tile::kResults; column += kWarpSize) {
+      const int result = first + group * Tile::kResults + column;
+      if (result >= params.outer) continue;
+      const float up = Tile::kGated ? total(smem, group, row, column + Tile::kResults) : 0.f;
+      finish.store(params, first_row + row, result, total(smem, group, row, column), up);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
+    linear_thin(const float16* x_g, const float16* w_g, const float16* b_g, const float16* residual_g,
+                float16* preactivation_g, OUT* out_g, const ThinParams params) {
+  __shared__ Smem smem;
+  const int tiles = (params.outer + Traits::kCtaResults - 1) / Traits::kCtaResults;
+  const int split = blockIdx.x / tiles;
+  const int first = blockIdx.x % tiles * Traits::kCtaResults;
+  const int group = warp_index() / Traits::kKWarps;
+
+  // Phase 1: products. The bursts of this part of K go round the group's warps; all make the same number of turns.
+  const float bias = load_bias(b_g, params, first);
+  Traits::Weights weights(w_g, params, first + group * Tile::kResults);
+  Inputs inputs(x_g, params);
+  Sums sums = {};
+  const int bursts = (params.inner + Traits::kBurstItems - 1) / Traits::kBurstItems;
+  const int from = static_cast<int64>(bursts) * split / params.splits;
+  const int to = static_cast<int64>(bursts) * (split + 1) / params.splits;
+  const int end = min(params.inner, to * Traits::kBurstItems);
+  int k = (from + warp_index() % Traits::kKWarps) * Traits::kBurstItems;
+#pragma unroll 1
+  for (int turn = from; turn < to; turn += Traits::kKWarps) {
+    burst(sums, weights, inputs, k, end);
+    k += Traits::kKWarps * Traits::kBurstItems;
+  }
+
+  // Phase 2: the sum over warps, and what becomes of it, some rows of x at a time.
+  if (threadIdx.x < Traits::kCtaColumns) smem.bias[threadIdx.x] = bias;
+  const int64 part = static_cast<int64>(split) * params.rows * params.out_stride;
+  const Epilogue<ACTIVATION, GATED, OUT> finish = {residual_g, preactivation_g, out_g + part};
+#pragma unroll
+  for (int tile = 0; tile < Traits::kXTiles; tile += Traits::kPassTiles) {
+    if (tile > 0) __syncthreads();  // smem.sums: the rows of the pass before have been read
+    store_sums(smem, sums, tile);
+    __syncthreads();  // smem.sums and smem.bias: written by every warp
+    store_results(smem, params, first, 8 * tile, finish);
+  }
+}

@@ -1,0 +1,84 @@
+// What the kernels for few rows of x share: sizes and strides, which columns of w a tile has, loads of float16 pairs,
+// and what becomes of a finished sum.
+//
+//   z = x w + b,   out = act(z) + residual;   gated: out = act(z_gate) z_up + residual
+//
+// Shapes    x (M, K), w (K, W) by rows or by columns, b (W), residual and out (M, N), preactivation z (M, W). W is N,
+//           or 2 N where the activation is gated: N columns of the gate, then N it acts on.
+#pragma once
+
+#include "../../common/activations.cuh"
+#include "../../common/streaming.cuh"
+
+// Field for field THIN_PARAMS of cupyattn/kernels/structs.py. Strides lead from one contiguous line to the next, in
+// items: a row, or of a w that lies along K a column.
+struct ThinParams {
+  int64 x_stride, w_stride, residual_stride, preactivation_stride, out_stride;
+  int rows, inner, outer;  // M, K, N
+  int splits;              // parts of K, each summed by CTAs of its own
+};
+
+// A tile of kColumns columns of w. Gated, its first half are columns of the gate and the other half the same columns of
+// what the gate acts on, so that both sums of a result meet in one CTA.
+template <int kColumns_, bool kGated_>
+struct ColumnTile {
+  static constexpr int kColumns = kColumns_;
+  static constexpr bool kGated = kGated_;
+  static constexpr int kResults = kGated ? kColumns / 2 : kColumns;  // columns of out
+
+  // Column `column` of the tile whose first result is `first`: the result it belongs to, and where w and b have it.
+  __device__ __forceinline__ static int result(int first, int column) { return first + column % kResults; }
+  __device__ __forceinline__ static int64 half(int column, int outer) {
+    return kGated && column >= kResults ? outer : 0;
+  }
+};
+
+// kItems neighbouring float16 items, two to a word; those from `count` on become zeros and are not read. With kVec > 1
+// all of them exist or none. kOnce: no other warp reads them.
+template <int kItems, int kVec, bool kOnce>
+__device__ __forceinline__ void load_pairs(uint32 (&pairs)[kItems / 2], const float16* source, int count) {
+  static_assert(kItems == 2 || kItems == 4 || kItems == 8, "4, 8 or 16 bytes");
+  if constexpr (kVec == 1) {
+#pragma unroll
+    for (int i = 0; i < kItems; i += 2) {
+      const uint32 low = ld_u16_if(source + i, i < count), high = ld_u16_if(source + i + 1, i + 1 < count);
+      pairs[i / 2] = high << 16 | low;
+    }
+  } else if constexpr (kItems == 8) {
+    const uint4 v = kOnce ? ld_once_v4(source, count > 0) : ld_v4_if(source, count > 0);
+    pairs[0] = v.x, pairs[1] = v.y, pairs[2] = v.z, pairs[3] = v.w;
+  } else if constexpr (kItems == 4) {
+    const uint2 v = ld_once_v2(source, count > 0);
+    pairs[0] = v.x, pairs[1] = v.y;
+  } else {
+    pairs[0] = ld_once_u32(source, count > 0);
+  }
+}
+
+__device__ __forceinline__ float2 unpack(uint32 pair) { return __half22float2(reinterpret_cast<const __half2&>(pair)); }
+
+// No activation.
+struct Identity {
+  static __device__ __forceinline__ float value(float x) { return x; }
+};
+
+// What is written for one item of out. Absent arrays are null.
+template <typename Activation, bool kGated, typename Result>
+struct Epilogue {
+  const float16* residual_g;
+  float16* preactivation_g;
+  Result* out_g;
+
+  // z of the column, and where it is gated z of what the gate acts on.
+  __device__ __forceinline__ void store(const ThinParams& params, int row, int column, float z, float up) const {
+    if (preactivation_g != nullptr) {
+      float16* row_g = preactivation_g + row * params.preactivation_stride;
+      row_g[column] = from_float<float16>(z);
+      if (kGated) row_g[static_cast<int64>(params.outer) + column] = from_float<float16>(up);
+    }
+    float y = Activation::value(z);
+    if (kGated) y *= up;
+    if (residual_g != nullptr) y += to_float(residual_g[row * params.residual_stride + column]);
+    out_g[row * params.out_stride + column] = from_float<Result>(y);
+  }
+};

@@ -1,0 +1,122 @@
+// How w comes to the tensor cores, and x to meet it: fragments of mma.m16n8k8 straight from global memory.
+//
+// 16 columns of w are the m16 side of an instruction, 8 rows of x the n8 side; g = lane / 4 counts within each side and
+// t = lane % 4 along k. Of 32 neighbouring k a lane owns the eight from 8 t on, for w and x alike, two to each of four
+// instructions: what one thread loads at once is what it multiplies, and k is merely summed in another order.
+//
+// A storage of w is a class of this form (WeightsAlongK, WeightsAlongN; one of four-bit weights would be a third):
+//   Weights(w_g, params, first)     the tile whose first result is column `first`
+//   load(k, end)                    ask for a burst of kSteps * 32 k from k on; those from `end` on are zeros
+//   fragment(a, step, quarter, i)   the A fragment of m16 tile i, for instruction `quarter` of a step
+//   slot(column)                    where the accumulators have a column of the tile: 8 (row of the fragment / 8) + g
+#pragma once
+
+#include "tile.cuh"
+
+constexpr int kStepItems = 32;  // k of a step: four instructions
+constexpr int kLaneItems = 8;   // of which a lane owns so many
+
+__device__ __forceinline__ int lane_group() { return lane_index() / 4; }     // g
+__device__ __forceinline__ int lane_in_group() { return lane_index() % 4; }  // t
+__device__ __forceinline__ int lane_first_item() { return lane_in_group() * kLaneItems; }
+
+// w (N, K): a column's k are neighbours. A lane reads 16 bytes of each of its columns, four lanes 64 of one.
+template <typename Tile, int kSteps, int kVec>
+struct WeightsAlongK {
+  static constexpr int kLines = Tile::kColumns / 8;  // columns of a lane
+  const float16* line_g[kLines];
+  uint32 pairs[kSteps][kLines][kLaneItems / 2];
+
+  // Columns beyond the last read the last: their sums go nowhere.
+  __device__ __forceinline__ WeightsAlongK(const float16* w_g, const ThinParams& params, int first) {
+#pragma unroll
+    for (int i = 0; i < kLines; i++) {
+      const int column = 8 * i + lane_group();
+      const int64 line = min(Tile::result(first, column), params.outer - 1) + Tile::half(column, params.outer);
+      line_g[i] = w_g + line * params.w_stride + lane_first_item();
+    }
+  }
+
+  __device__ __forceinline__ void load(int k, int end) {
+#pragma unroll
+    for (int step = 0; step < kSteps; step++) {
+      const int from = k + step * kStepItems;
+#pragma unroll
+      for (int i = 0; i < kLines; i++) {
+        load_pairs<kLaneItems, kVec, true>(pairs[step][i], line_g[i] + from, end - from - lane_first_item());
+      }
+    }
+  }
+
+  __device__ __forceinline__ void fragment(uint32 (&a)[2], int step, int quarter, int i) const {
+    a[0] = pairs[step][2 * i][quarter];
+    a[1] = pairs[step][2 * i + 1][quarter];
+  }
+
+  __device__ __forceinline__ static int slot(int column) { return column; }
+};
+
+// w (K, N): a row's columns are neighbours. A lane reads kItems columns of each of its eight k, eight lanes 16 kItems
+// bytes of one row; pairs of neighbouring k are put together by byte permutes.
+template <typename Tile, int kSteps, int kVec>
+struct WeightsAlongN {
+  static constexpr int kItems = Tile::kColumns / 8;  // columns of a lane, side by side
+  const float16* columns_g;
+  int64 stride;
+  int count;  // of these columns that exist
+  uint32 pairs[kSteps][kLaneItems][kItems / 2];
+
+  __device__ __forceinline__ WeightsAlongN(const float16* w_g, const ThinParams& params, int first) {
+    const int column = kItems * lane_group(), result = Tile::result(first, column);
+    columns_g = w_g + lane_first_item() * params.w_stride + Tile::half(column, params.outer) + result;
+    stride = params.w_stride;
+    count = params.outer - result;
+  }
+
+  __device__ __forceinline__ void load(int k, int end) {
+#pragma unroll
+    for (int step = 0; step < kSteps; step++) {
+      const int from = k + step * kStepItems;
+#pragma unroll
+      for (int i = 0; i < kLaneItems; i++) {
+        const bool exists = from + lane_first_item() + i < end;
+        load_pairs<kItems, kVec, true>(pairs[step][i], columns_g + (from + i) * stride, exists ? count : 0);
+      }
+    }
+  }
+
+  // Column kItems g + 2 i is row g of the fragment, its right neighbour row g + 8.
+  __device__ __forceinline__ void fragment(uint32 (&a)[2], int step, int quarter, int i) const {
+    const uint32 even = pairs[step][2 * quarter][i], odd = pairs[step][2 * quarter + 1][i];
+    a[0] = __byte_perm(even, odd, 0x5410);
+    a[1] = __byte_perm(even, odd, 0x7632);
+  }
+
+  __device__ __forceinline__ static int slot(int column) { return column % kItems * 8 + column / kItems; }
+};
+
+// Rows of x, 8 to a tile, kSlots steps of them at a time. Rows beyond the last read the last.
+template <int kTiles, int kSlots, int kVec>
+struct InputRows {
+  const float16* row_g[kTiles];
+  uint32 pairs[kSlots][kTiles][kLaneItems / 2];
+
+  __device__ __forceinline__ InputRows(const float16* x_g, const ThinParams& params) {
+#pragma unroll
+    for (int i = 0; i < kTiles; i++) {
+      row_g[i] = x_g + min(8 * i + lane_group(), params.rows - 1) * params.x_stride + lane_first_item();
+    }
+  }
+
+  __device__ __forceinline__ void load(int step, int k, int end) {
+    const int from = k + step * kStepItems;
+#pragma unroll
+    for (int i = 0; i < kTiles; i++) {
+      load_pairs<kLaneItems, kVec, false>(pairs[step % kSlots][i], row_g[i] + from, end - from - lane_first_item());
+    }
+  }
+
+  __device__ __forceinline__ uint32 fragment(int step, int quarter, int i) const {
+    return pairs[step % kSlots][i][quarter];
+  }
+};

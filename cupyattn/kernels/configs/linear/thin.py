@@ -1,0 +1,273 @@
+"""Launch configurations of products with few rows in float16: w streams once.
+
+What is wanted of a row is bytes in flight: bursts of 8 to 10 loads of 16 bytes a thread, 16 to 24
+warps on a multiprocessor, and enough CTAs for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from cupyattn.kernels.arch import TURING, WARP_SIZE
+from cupyattn.kernels.configs.dtypes import vector_items
+from cupyattn.kernels.configs.linear.float32 import STRUCTS
+from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, rows_for
+from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Specialisation, inputs
+from cupyattn.kernels.structs import THIN_STRUCT
+
+_EPILOGUE: tuple[Parameter, ...] = (
+    *inputs("b", "residual", optional=True),
+    Pointer("preactivation", optional=True),
+    Pointer("out"),
+    THIN_STRUCT,
+)
+_PRODUCT = (*inputs("x", "w"), *_EPILOGUE)
+THIN = KernelSpec("linear_thin", "linear/thin/product.cu", _PRODUCT)
+THIN_ROW = KernelSpec("linear_thin_row", "linear/thin/row.cu", _PRODUCT)
+THIN_MERGE = KernelSpec(
+    "linear_thin_merge", "linear/thin/merge.cu", (*inputs("partials"), *_EPILOGUE)
+)
+KERNELS = (THIN, THIN_ROW, THIN_MERGE)
+
+MAX_ROWS = 64
+"""Of x. The kernel of one row apart, a CTA sums all of them."""
+
+
+@dataclass(frozen=True)
+class ThinConfig:
+    """How a CTA shares the columns of w and k among its warps.
+
+    Attributes
+    ----------
+    tile : int
+        Of a warp: 16 columns each, for the tensor cores. For one row of x along N: lanes that
+        share the columns, 8 each; along K 1, two columns a warp.
+    steps : tuple of int
+        Lengths of a burst to choose from, in steps.
+    groups, k_warps : int
+        Warps side by side along the columns, and warps that share columns and split K.
+    ctas_per_sm : int
+        Of Turing: what the compiler keeps registers for.
+    """
+
+    tile: int
+    steps: tuple[int, ...]
+    groups: int
+    k_warps: int
+    ctas_per_sm: int
+    reason: str
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA."""
+        return self.groups * self.k_warps * WARP_SIZE
+
+    def steps_for(self, inner: int, step_items: int) -> int:
+        """Return the burst whose turns round the warps cover K with the fewest zeros.
+
+        Of two the longer: more bytes in flight. A warp's whole K at once is one latency.
+        """
+
+        def covered(steps: int) -> int:
+            turn = steps * step_items * self.k_warps
+            return -(-inner // turn) * turn
+
+        return min(sorted(self.steps, reverse=True), key=covered)
+
+
+Table = Mapping[bool, Mapping[int, Mapping[int | None, ThinConfig]]]
+"""By whether w lies along K, by the most rows of x, by the most columns of the result."""
+
+# Measured on an H200 as compute_75 code with prototypes of these kernels, cold L2, 2026-11-22.
+_FEW = "few columns: four warps to each two, or a multiprocessor has too little in flight"
+_TURING: Table = {
+    True: {
+        1: {
+            2048: ThinConfig(1, (5, 4), 1, 4, 5, _FEW),
+            4096: ThinConfig(1, (5, 4), 2, 2, 5, "2560 x 2560: a warp's whole K is one burst"),
+            None: ThinConfig(1, (5, 4), 4, 1, 5, "0.90 of the best of 16 variants and more"),
+        },
+        8: {None: ThinConfig(1, (5, 4), 1, 8, 2, "0.92 of the best of 16 variants and more")},
+        16: {None: ThinConfig(2, (2,), 1, 8, 2, "32 columns: x costs half of what w does")},
+        32: {None: ThinConfig(1, (4,), 4, 2, 2, "64 columns a CTA read x once, from L1")},
+        64: {None: ThinConfig(1, (4,), 4, 2, 2, "as 32 rows; two turns store the sums")},
+    },
+    False: {
+        1: {
+            4096: ThinConfig(4, (1,), 1, 16, 1, "32 columns a CTA: 2560 are 80 CTAs"),
+            None: ThinConfig(4, (1,), 1, 8, 3, "64 bytes of a row; L2 has the rest for others"),
+        },
+        8: {
+            4096: ThinConfig(2, (2,), 1, 8, 2, "32 columns a CTA instead of a split K"),
+            None: ThinConfig(4, (1,), 1, 8, 2, "128 bytes of a row at once"),
+        },
+        16: {
+            4096: ThinConfig(2, (2,), 1, 8, 2, "as 8 rows"),
+            None: ThinConfig(4, (1,), 1, 8, 2, "as 8 rows"),
+        },
+        32: {None: ThinConfig(2, (1,), 2, 4, 2, "64 columns a CTA read x once, from L1")},
+        64: {None: ThinConfig(2, (1,), 2, 4, 1, "as 32 rows; 128 registers would spill")},
+    },
+}  # fmt: skip
+TABLE: Mapping[int, Table] = {75: _TURING}
+
+SHARED_BYTES = 32_768
+"""At most, so that two CTAs fit an SM."""
+_STEP_ITEMS = 32  # k of a step on the tensor cores
+_LANE_ITEMS = 8  # k of one load
+_TILES_IN_FLIGHT = 8  # tiles of x that wait with a burst of w
+_FILLED = 136
+"""CTAs that fill a GPU: two on each multiprocessor of the largest Turing, one on an H200's."""
+_SPLIT_TURNS = 4
+"""Turns of a CTA round its warps, below which a split of K costs more than it saves."""
+
+
+@dataclass(frozen=True)
+class ThinLaunch:
+    """A product's kernel: the row of its table, what was chosen within it, and the grid."""
+
+    config: ThinConfig
+    along_k: bool
+    vec: int
+    x_tiles: int
+    """Of eight rows; 0 for the kernel of one row."""
+    steps: int
+    tiles: int
+    """CTAs along the columns."""
+    splits: int
+    """Parts of K."""
+
+
+def thin_launch(
+    arch: int, vec: int, *, along_k: bool, rows: int, inner: int, outer: int, gated: bool
+) -> ThinLaunch:
+    """Choose for x (rows, inner) and a result of `outer` columns; w has twice as many if gated.
+
+    `vec` is 8 where all rows of x and w are aligned to 16 bytes, or 1.
+    """
+    by_rows = rows_for(TABLE, arch)[along_k]
+    limit = next(limit for limit in by_rows if rows <= limit)
+    config = next(
+        row for columns, row in by_rows[limit].items() if columns is None or outer <= columns
+    )
+    x_tiles = limit // _LANE_ITEMS
+    step = step_items(config, x_tiles)
+    # Single items wait in registers of their own: of a longer burst some would spill.
+    steps = config.steps_for(inner, step) if vec > 1 else 1
+    tiles = -(-outer // (cta_columns(config, along_k, x_tiles) // (1 + gated)))
+    turns = -(-inner // (step * steps * config.k_warps))
+    splits = min(_FILLED // tiles, turns // 2) if turns >= _SPLIT_TURNS else 1
+    return ThinLaunch(config, along_k, vec, x_tiles, steps, tiles, max(splits, 1))
+
+
+def step_items(config: ThinConfig, x_tiles: int) -> int:
+    """Return the k of a warp's step."""
+    return _STEP_ITEMS if x_tiles else WARP_SIZE // config.tile * _LANE_ITEMS
+
+
+def cta_columns(config: ThinConfig, along_k: bool, x_tiles: int) -> int:
+    """Return the columns of w that a CTA sums."""
+    return config.groups * _warp_columns(config, along_k, x_tiles)
+
+
+def _warp_columns(config: ThinConfig, along_k: bool, x_tiles: int) -> int:
+    if x_tiles:
+        return 16 * config.tile
+    return 2 if along_k else 8 * config.tile
+
+
+def thin(launch: ThinLaunch, activation: str | None, gated: bool) -> Specialisation:
+    """Specialise the kernel of a product.
+
+    Where K is split it leaves float32 sums, and `merge` has the activation.
+    """
+    split = launch.splits > 1
+    return _thin(
+        launch.config,
+        launch.along_k,
+        launch.x_tiles,
+        launch.steps,
+        launch.vec,
+        None if split else activation,
+        not split and gated,
+        "float32" if split else "float16",
+    )
+
+
+@cache
+def _thin(
+    config: ThinConfig,
+    along_k: bool,
+    x_tiles: int,
+    steps: int,
+    vec: int,
+    activation: str | None,
+    gated: bool,
+    out: str,
+) -> Specialisation:
+    columns = _warp_columns(config, along_k, x_tiles)
+    sizes: dict[str, int] = {
+        "VEC": vec,
+        "STEPS": steps,
+        "GROUPS": config.groups,
+        "K_WARPS": config.k_warps,
+        "MIN_CTAS": config.ctas_per_sm if vec > 1 else 1,
+    }
+    if x_tiles:
+        pass_tiles = x_tiles
+        while _thin_shared_bytes(config, columns, pass_tiles) > SHARED_BYTES:
+            pass_tiles //= 2
+        kernel, shared = THIN, _thin_shared_bytes(config, columns, pass_tiles)
+        sizes["W_TILES"], sizes["X_TILES"] = config.tile, x_tiles
+        sizes["X_SLOTS"] = min(steps, max(_TILES_IN_FLIGHT // x_tiles, 1))
+        sizes["PASS_TILES"] = pass_tiles
+    else:
+        kernel, shared = THIN_ROW, config.groups * config.k_warps * columns * FLOAT_BYTES
+        sizes["LANES"] = config.tile
+    return kernel.specialise(
+        threads=config.threads,
+        static_shared_bytes=shared,
+        W_ALONG_K=cpp_bool(along_k),
+        ACTIVATION=STRUCTS[activation],
+        GATED=cpp_bool(gated),
+        OUT=out,
+        **sizes,
+    )
+
+
+def _thin_shared_bytes(config: ThinConfig, columns: int, pass_tiles: int) -> int:
+    """All warps' sums for some rows, and a bias for each column (Smem in product.cu asserts it)."""
+    sums = config.k_warps * pass_tiles * _LANE_ITEMS * (columns + 4)
+    return config.groups * (sums + columns) * FLOAT_BYTES
+
+
+_MERGE_THREADS = 128
+
+
+def merge_ctas(items: int) -> int:
+    """Return the grid of `merge` for so many items of the result."""
+    return -(-items // _MERGE_THREADS)
+
+
+@cache
+def merge(activation: str | None, gated: bool) -> Specialisation:
+    """Specialise the kernel that adds the parts of a split K."""
+    return THIN_MERGE.specialise(
+        threads=_MERGE_THREADS, ACTIVATION=STRUCTS[activation], GATED=cpp_bool(gated)
+    )
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield every row with vector and scalar loads, its longest burst; activations by one."""
+    vec = vector_items("float16")
+    for along_k, by_rows in rows_for(TABLE, arch).items():
+        for limit, by_columns in by_rows.items():
+            for config in by_columns.values():
+                row = (config, along_k, limit // _LANE_ITEMS)
+                yield _thin(*row, max(config.steps), vec, None, False, "float16")
+                yield _thin(*row, 1, 1, "silu", True, "float16")
+    yield _thin(config, False, 8, 1, vec, None, False, "float32")
+    for activation in STRUCTS:
+        yield merge(activation, activation is not None)

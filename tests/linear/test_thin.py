@@ -1,0 +1,181 @@
+"""The kernels for few rows against the float64 reference, within its derived bounds."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+from support.devices import KERNELS, SENTINEL
+from support.search import deep, examples, wider
+
+import cupyattn
+from cupyattn import reference
+from cupyattn.arrays import adopt
+from cupyattn.kernels.arch import TURING
+from cupyattn.ops.linear.checks import forward_problem
+from cupyattn.ops.linear.choice import launches_for
+
+pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
+
+ROWS = (1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 33, 64)
+GATED = ("swiglu", "geglu")
+# One activation for each kernel: every other one would be a kernel to compile.
+ACTIVATIONS = {1: "gelu", 8: "geglu", 16: "silu", 32: None, 64: "gelu_tanh"}
+
+
+class Case(NamedTuple):
+    """Arrays of a call, and what is asked of it."""
+
+    x: np.ndarray
+    w: np.ndarray
+    b: np.ndarray | None
+    residual: np.ndarray | None
+    activation: str | None
+
+    def run(self, **options: Any) -> Any:
+        """Call the public function on the device."""
+        x, w, b, residual = (None if a is None else KERNELS.put(a) for a in self[:4])
+        options = {"activation": self.activation, "residual": residual, **options}
+        return cupyattn.linear(x, w, b, **options)
+
+    def require_right(self) -> None:
+        """Out and preactivation are within their bounds."""
+        out, preactivation = self.run(return_preactivation=True)
+        exact, z = reference.linear(*self[:4], activation=self.activation)
+        bounds = reference.linear_bound(*self[:4], activation=self.activation, dtype="float16")
+        assert reference.error_ratio(KERNELS.get(out), exact, bounds[0]) <= 1
+        if self.activation is not None:
+            assert reference.error_ratio(KERNELS.get(preactivation), z, bounds[1]) <= 1
+
+
+def normal(rng: np.random.Generator, *shape: int, start: int = 0, padding: int = 0) -> np.ndarray:
+    """A matrix within a wider one of NaN: rows `padding` items apart, from item `start` on."""
+    rows, columns = shape
+    memory = np.full((rows, start + columns + padding), np.nan, np.float16)
+    view = memory[:, start : start + columns]
+    view[...] = rng.standard_normal(shape, np.float32)
+    return view
+
+
+def case(
+    rows: int,
+    inner: int,
+    outer: int,
+    *,
+    along_k: bool,
+    activation: str | None,
+    biased: bool = True,
+    added: bool = True,
+    start: int = 0,
+    padding: int = 0,
+    seed: int = 0,
+) -> Case:
+    """x, w and residual lie within wider arrays."""
+    rng = np.random.default_rng(seed)
+    columns = outer * (2 if activation in GATED else 1)
+    apart = {"start": start, "padding": padding}
+    w = normal(rng, columns, inner, **apart).T if along_k else normal(rng, inner, columns, **apart)
+    return Case(
+        normal(rng, rows, inner, **apart),
+        w,
+        rng.standard_normal(columns).astype(np.float16) if biased else None,
+        normal(rng, rows, outer, **apart) if added else None,
+        activation,
+    )
+
+
+def steps_of(problem: Case) -> tuple[str, ...]:
+    """The kernels of a call."""
+    operands = adopt({"x": problem.x, "w": problem.w, "b": problem.b})
+    described = forward_problem(operands, problem.activation, False)
+    steps = launches_for("forward", described, TURING.number).steps
+    return tuple(step.specialisation.spec.entry for step in steps)
+
+
+@pytest.mark.parametrize("along_k", [True, False])
+@pytest.mark.parametrize("rows", ROWS)
+def test_every_number_of_rows(rows, along_k):
+    """Tails of K and of N, with all that may follow the product."""
+    limit = next(limit for limit in ACTIVATIONS if rows <= limit)
+    problem = case(rows, 328, 72, along_k=along_k, activation=ACTIVATIONS[limit])
+    kernels = ("linear_thin_row",) if rows == 1 else ("linear_thin",)
+    assert steps_of(problem) == kernels
+    problem.require_right()
+
+
+SIZES = (1, 2, 7, 8, 15, 31, 32, 33, 40, 127, 128, 257, 264)
+
+
+@examples(25)
+@given(
+    rows=st.sampled_from(wider((1, 2, 7, 40), ROWS)),
+    inner=st.sampled_from(SIZES),
+    outer=st.sampled_from(SIZES),
+    along_k=st.booleans(),
+    apart=st.sampled_from([(0, 0), (8, 16), (0, 8), (1, 2), (3, 0)]),
+    biased=st.booleans(),
+    added=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_sizes_and_strides(rows, inner, outer, along_k, apart, biased, added, seed):
+    """Vector and scalar loads; what lies around the views is NaN."""
+    start, padding = apart
+    case(
+        rows, inner, outer, along_k=along_k, activation=None, biased=biased, added=added,
+        start=start, padding=padding, seed=seed,
+    ).require_right()  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "along_k", "activation"),
+    [(5, False, "relu"), (3, True, None), *deep((1, True, "swiglu"), (64, False, "silu"))],
+)
+def test_a_long_k_is_split_and_its_parts_are_added_in_a_fixed_order(rows, along_k, activation):
+    problem = case(rows, 8200, 40, along_k=along_k, activation=activation)
+    assert steps_of(problem)[1:] == ("linear_thin_merge",)
+    problem.require_right()
+    first, second = (KERNELS.get(problem.run()) for _ in range(2))
+    assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("along_k", [True, False])
+def test_results_are_written_through_views(along_k):
+    problem = case(7, 40, 33, along_k=along_k, activation="geglu")
+    rooms = [KERNELS.put(np.full((7, width), SENTINEL, np.float16)) for width in (50, 80)]
+    out = rooms[0][:, 8:41], rooms[1][:, 1:67]
+    returned = problem.run(return_preactivation=True, out=out)
+    assert all(found is given for found, given in zip(returned, out, strict=True))
+    exact = reference.linear(*problem[:4], activation="geglu")
+    for found, expected in zip(out, exact, strict=True):
+        np.testing.assert_allclose(KERNELS.get(found), expected, rtol=2e-3, atol=0.05)
+        found[...] = SENTINEL
+    for room in rooms:
+        assert (KERNELS.get(room) == SENTINEL).all(), "written outside the view"
+
+
+@pytest.mark.parametrize("along_k", [True, False])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_what_is_not_finite_stays_in_its_row_and_column(rows, along_k):
+    problem = case(rows, 264, 40, along_k=along_k, activation=None)
+    problem.w[200, 33] = np.nan
+    problem.w[100, 34] = np.inf
+    problem.x[-1, 7] = np.nan
+    out = KERNELS.get(problem.run())
+    assert np.isnan(out[-1]).all()
+    assert np.isnan(out[:, 33]).all()
+    rest = out[:-1]
+    assert not np.isfinite(rest[:, 34]).any()
+    assert np.isfinite(np.delete(rest, (33, 34), axis=1)).all()
+
+
+def test_one_row_may_stand_for_all():
+    """A broadcast x: rows have the stride 0, and all results are alike."""
+    problem = case(1, 72, 40, along_k=True, activation=None, added=False)
+    repeated = problem._replace(x=np.broadcast_to(problem.x, (6, 72)))
+    repeated.require_right()
+    out = KERNELS.get(repeated.run())
+    assert_array_equal(out, np.broadcast_to(out[:1], out.shape))
