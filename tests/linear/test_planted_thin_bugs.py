@@ -90,12 +90,12 @@ FAULTS = {
     ),
     "along K: k beyond K are read": (
         "along K",
-        Bug(WEIGHTS, "line_g[i] + from, end - from - lane", "line_g[i] + from, end - lane"),
+        Bug(WEIGHTS, "line_g[i] + k + skip, count - skip", "line_g[i] + k + skip, count"),
         OutOfBoundsError,
     ),
     "along N: k beyond K are read": (
         "along N",
-        Bug(WEIGHTS, "exists ? count : 0);", "count);"),
+        Bug(WEIGHTS, "step * kStepItems + i < rows ? count : 0", "count"),
         OutOfBoundsError,
     ),
     "along K: columns beyond N are read": (
@@ -156,7 +156,7 @@ MISTAKES = {
     ),
     "the last burst is left out": (
         "along N",
-        Bug(PRODUCT, "(params.inner + Traits::kBurstItems - 1) /", "params.inner /"),
+        Bug(TILE, "(params.inner + kBurstItems - 1) /", "params.inner /"),
     ),
     "the last warp's sum is left out": (
         "split",
@@ -182,13 +182,13 @@ MISTAKES = {
     ),
     "one row: the bias of what the gate acts on is left out": (
         "one row along N",
-        Bug(ROW, "column + Tile::kResults, up_bias)", "column + Tile::kResults, 0.f)"),
+        Bug(ROW, "Tile::kResults, bias_of(up_bias))", "Tile::kResults, 0.f)"),
     ),
     "the last part of K is left out": (
         "split", Bug(MERGE, "split < splits; split++", "split < splits - 1; split++"),
     ),
     "parts of K overlap": (
-        "split", Bug(PRODUCT, "(split + 1) / params.splits", "(split + 2) / params.splits"),
+        "split", Bug(TILE, "(split + 1) / params.splits", "(split + 2) / params.splits"),
     ),
 }  # fmt: skip
 PLAIN_MISTAKES = [*MISTAKES][::2]

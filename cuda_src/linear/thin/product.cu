@@ -45,7 +45,9 @@ struct Traits {
   using Tile = ColumnTile<16 * kWTiles, GATED>;
   using Weights = WeightsOf<W_ALONG_K, Tile>::Type;
   static constexpr int kCtaColumns = kGroups * Tile::kColumns;
-  static constexpr int kCtaResults = kGroups * Tile::kResults;
+  using Part = CtaPart<sizeof(OUT) == sizeof(float), kGroups * Tile::kResults, kBurstItems>;
+  // A product of 16 columns and 8 rows is one chain of instructions, each waiting for the last: two chains wait half.
+  static constexpr int kChains = kWTiles * kXTiles == 1 ? 2 : 1;
   // Four floats more than columns: the four rows that a quarter of a warp stores at once start 8 banks apart.
   static constexpr int kLine = Tile::kColumns + 4;
 
@@ -62,7 +64,7 @@ static_assert(sizeof(Smem) == SHARED_BYTES && sizeof(Smem) <= 32768, "the table 
 static_assert(sizeof(ThinParams) == THIN_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
 
 using Tile = Traits::Tile;
-using Sums = float[Traits::kWTiles][Traits::kXTiles][4];
+using Sums = float[Traits::kChains][Traits::kWTiles][Traits::kXTiles][4];
 using Inputs = InputRows<Traits::kXTiles, Traits::kXSlots, VEC>;
 
 // The second 32 slots of a line are shifted by four banks: of 64 columns that lie along N, those that a warp reads at
@@ -70,11 +72,11 @@ using Inputs = InputRows<Traits::kXTiles, Traits::kXSlots, VEC>;
 __device__ __forceinline__ int shared_slot(int slot) { return slot + slot / 32 * 4; }
 
 // The bias of one of the CTA's columns, asked for before the products.
-__device__ __forceinline__ float load_bias(const float16* b_g, const ThinParams& params, int first) {
+__device__ __forceinline__ uint16 load_bias(const float16* b_g, const ThinParams& params, int first) {
   const int group = threadIdx.x / Tile::kColumns, column = threadIdx.x % Tile::kColumns;
   const int result = Tile::result(first + group * Tile::kResults, column);
-  const bool exists = b_g != nullptr && threadIdx.x < Traits::kCtaColumns && result < params.outer;
-  return exists ? to_float(b_g[Tile::half(column, params.outer) + result]) : 0.f;
+  const bool exists = threadIdx.x < Traits::kCtaColumns && result < params.outer;
+  return load_bias(b_g, Tile::half(column, params.outer) + result, exists);
 }
 
 __device__ __forceinline__ void multiply(Sums& sums, const Traits::Weights& weights, const Inputs& inputs, int step) {
@@ -85,7 +87,9 @@ __device__ __forceinline__ void multiply(Sums& sums, const Traits::Weights& weig
       uint32 a[2];
       weights.fragment(a, step, quarter, i);
 #pragma unroll
-      for (int j = 0; j < Traits::kXTiles; j++) mma_m16n8k8(sums[i][j], a, inputs.fragment(step, quarter, j));
+      for (int j = 0; j < Traits::kXTiles; j++) {
+        mma_m16n8k8(sums[quarter % Traits::kChains][i][j], a, inputs.fragment(step, quarter, j));
+      }
     }
   }
 }
@@ -112,7 +116,9 @@ __device__ __forceinline__ void store_sums(Smem& smem, const Sums& sums, int fir
       for (int c = 0; c < 4; c++) {
         const int row = 8 * j + 2 * lane_in_group() + c % 2;
         const int slot = shared_slot(16 * i + 8 * (c / 2) + lane_group());
-        smem.sums[warp_index()][row][slot] = sums[i][first_tile + j][c];
+        float sum = sums[0][i][first_tile + j][c];
+        if (Traits::kChains == 2) sum += sums[Traits::kChains - 1][i][first_tile + j][c];
+        smem.sums[warp_index()][row][slot] = sum;
       }
     }
   }
@@ -148,36 +154,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     linear_thin(const float16* x_g, const float16* w_g, const float16* b_g, const float16* residual_g,
                 float16* preactivation_g, OUT* out_g, const ThinParams params) {
   __shared__ Smem smem;
-  const int tiles = (params.outer + Traits::kCtaResults - 1) / Traits::kCtaResults;
-  const int split = blockIdx.x / tiles;
-  const int first = blockIdx.x % tiles * Traits::kCtaResults;
+  const Traits::Part part(params);
   const int group = warp_index() / Traits::kKWarps;
 
   // Phase 1: products. The bursts of this part of K go round the group's warps; all make the same number of turns.
-  const float bias = load_bias(b_g, params, first);
-  Traits::Weights weights(w_g, params, first + group * Tile::kResults);
+  const uint16 bias = load_bias(b_g, params, part.first);
+  Traits::Weights weights(w_g, params, part.first + group * Tile::kResults);
   Inputs inputs(x_g, params);
   Sums sums = {};
-  const int bursts = (params.inner + Traits::kBurstItems - 1) / Traits::kBurstItems;
-  const int from = static_cast<int64>(bursts) * split / params.splits;
-  const int to = static_cast<int64>(bursts) * (split + 1) / params.splits;
-  const int end = min(params.inner, to * Traits::kBurstItems);
-  int k = (from + warp_index() % Traits::kKWarps) * Traits::kBurstItems;
+  const int end = part.end(params);
+  int k = (part.from + warp_index() % Traits::kKWarps) * Traits::kBurstItems;
 #pragma unroll 1
-  for (int turn = from; turn < to; turn += Traits::kKWarps) {
+  for (int turn = part.from; turn < part.to; turn += Traits::kKWarps) {
     burst(sums, weights, inputs, k, end);
     k += Traits::kKWarps * Traits::kBurstItems;
   }
 
   // Phase 2: the sum over warps, and what becomes of it, some rows of x at a time.
-  if (threadIdx.x < Traits::kCtaColumns) smem.bias[threadIdx.x] = bias;
-  const int64 part = static_cast<int64>(split) * params.rows * params.out_stride;
-  const Epilogue<ACTIVATION, GATED, OUT> finish = {residual_g, preactivation_g, out_g + part};
+  if (threadIdx.x < Traits::kCtaColumns) smem.bias[threadIdx.x] = bias_of(bias);
+  OUT* part_g = out_g + static_cast<int64>(part.split) * params.rows * params.out_stride;
+  const Epilogue<ACTIVATION, GATED, OUT> finish = {residual_g, preactivation_g, part_g};
 #pragma unroll
   for (int tile = 0; tile < Traits::kXTiles; tile += Traits::kPassTiles) {
     if (tile > 0) __syncthreads();  // smem.sums: the rows of the pass before have been read
     store_sums(smem, sums, tile);
     __syncthreads();  // smem.sums and smem.bias: written by every warp
-    store_results(smem, params, first, 8 * tile, finish);
+    store_results(smem, params, part.first, 8 * tile, finish);
   }
 }

@@ -35,6 +35,7 @@ struct Traits {
   using Tile = ColumnTile<kAlongK ? 2 : kLanes * 8, GATED>;
   static constexpr int kCtaColumns = kGroups * Tile::kColumns;
   static constexpr int kCtaResults = kGroups * Tile::kResults;
+  using Part = CtaPart<sizeof(OUT) == sizeof(float), kCtaResults, kBurstItems>;
 
   static_assert(!kAlongK || kLanes == 1, "along K every lane has other k");
   static_assert(kKLanes >= 8, "a lane keeps one of its eight columns");
@@ -78,8 +79,8 @@ struct SumsAlongK {
     for (int i = 0; i < 2; i++) {
 #pragma unroll
       for (int step = 0; step < Traits::kSteps; step++) {
-        const int from = k + step * Traits::kStepItems;
-        load_pairs<kLaneItems, VEC, true>(pairs[step][i], line_g[i] + from, end - from);
+        const int skip = step * Traits::kStepItems;
+        load_pairs<kLaneItems, VEC, true>(pairs[step][i], line_g[i] + k + skip, end - k - skip);
       }
     }
   }
@@ -114,12 +115,13 @@ struct SumsAlongN {
   }
 
   __device__ __forceinline__ void load(int k, int end) {
+    const float16* row_g = columns_g + k * stride;
 #pragma unroll
     for (int step = 0; step < Traits::kSteps; step++) {
 #pragma unroll
       for (int i = 0; i < kLaneItems; i++) {
-        const int at = k + step * Traits::kStepItems + i;
-        load_pairs<8, VEC, true>(pairs[step][i], columns_g + at * stride, at < end ? count : 0);
+        load_pairs<8, VEC, true>(pairs[step][i], row_g, step * Traits::kStepItems + i < end - k ? count : 0);
+        row_g += i + 1 < kLaneItems ? stride : (Traits::kStepItems - kLaneItems + 1) * stride;
       }
     }
   }
@@ -175,8 +177,8 @@ __device__ __forceinline__ void burst(Sums& sums, const float16* x_g, int k, int
   sums.load(k, end);
 #pragma unroll
   for (int step = 0; step < Traits::kSteps; step++) {
-    const int from = k + step * Traits::kStepItems;
-    load_pairs<kLaneItems, VEC, false>(x[step], x_g + from, end - from);
+    const int skip = step * Traits::kStepItems;
+    load_pairs<kLaneItems, VEC, false>(x[step], x_g + k + skip, end - k - skip);
   }
 #pragma unroll
   for (int step = 0; step < Traits::kSteps; step++) sums.use(x[step], step);
@@ -193,27 +195,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     linear_thin_row(const float16* x_g, const float16* w_g, const float16* b_g, const float16* residual_g,
                     float16* preactivation_g, OUT* out_g, const ThinParams params) {
   __shared__ Smem smem;
-  const int tiles = (params.outer + Traits::kCtaResults - 1) / Traits::kCtaResults;
-  const int split = blockIdx.x / tiles;
-  const int first = blockIdx.x % tiles * Traits::kCtaResults;
+  const Traits::Part part(params);
 
   // What this thread finishes, and its bias, asked for before the products.
   const int column = threadIdx.x % Tile::kResults, own_group = threadIdx.x / Tile::kResults;
-  const int result = first + threadIdx.x;
+  const int result = part.first + threadIdx.x;
   const bool finishes = threadIdx.x < Traits::kCtaResults && result < params.outer;
-  const bool biased = finishes && b_g != nullptr;
-  const float bias = biased ? to_float(b_g[result]) : 0.f;
-  const float up_bias = biased && Tile::kGated ? to_float(b_g[static_cast<int64>(params.outer) + result]) : 0.f;
+  const uint16 bias = load_bias(b_g, result, finishes);
+  const uint16 up_bias = load_bias(b_g, static_cast<int64>(params.outer) + result, finishes && Tile::kGated);
 
   // Phase 1: products. The bursts of this part of K go round the group's warps; all make the same number of turns.
-  Sums sums(w_g, params, first + warp_index() / Traits::kKWarps * Tile::kResults);
-  const int bursts = (params.inner + Traits::kBurstItems - 1) / Traits::kBurstItems;
-  const int from = static_cast<int64>(bursts) * split / params.splits;
-  const int to = static_cast<int64>(bursts) * (split + 1) / params.splits;
-  const int end = min(params.inner, to * Traits::kBurstItems);
-  int k = (from + warp_index() % Traits::kKWarps) * Traits::kBurstItems + lane_index() / Traits::kLanes * kLaneItems;
+  Sums sums(w_g, params, part.first + warp_index() / Traits::kKWarps * Tile::kResults);
+  const int end = part.end(params);
+  const int k_lane = lane_index() / Traits::kLanes * kLaneItems;
+  int k = (part.from + warp_index() % Traits::kKWarps) * Traits::kBurstItems + k_lane;
 #pragma unroll 1
-  for (int turn = from; turn < to; turn += Traits::kKWarps) {
+  for (int turn = part.from; turn < part.to; turn += Traits::kKWarps) {
     burst(sums, x_g, k, end);
     k += Traits::kKWarps * Traits::kBurstItems;
   }
@@ -222,8 +219,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   sums.store(smem.sums[warp_index()]);
   __syncthreads();  // smem.sums: written by every warp
   if (!finishes) return;
-  const float z = total(smem, own_group, column, bias);
-  const float up = Tile::kGated ? total(smem, own_group, column + Tile::kResults, up_bias) : 0.f;
-  const Epilogue<ACTIVATION, GATED, OUT> finish = {residual_g, preactivation_g, out_g + split * params.out_stride};
+  const float z = total(smem, own_group, column, bias_of(bias));
+  const float up = Tile::kGated ? total(smem, own_group, column + Tile::kResults, bias_of(up_bias)) : 0.f;
+  const Epilogue<ACTIVATION, GATED, OUT> finish = {residual_g, preactivation_g, out_g + part.split * params.out_stride};
   finish.store(params, 0, result, z, up);
 }

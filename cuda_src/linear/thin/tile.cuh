@@ -33,6 +33,27 @@ struct ColumnTile {
   }
 };
 
+// What a CTA sums: the columns of kResults results, over bursts of kBurstItems k. Where K is not split no division
+// stands before the first load.
+template <bool kSplit, int kResults, int kBurstItems>
+struct CtaPart {
+  int split = 0, first, from = 0, to;  // part of K, first result, first burst, the one behind the last
+
+  __device__ __forceinline__ explicit CtaPart(const ThinParams& params) {
+    first = blockIdx.x * kResults;
+    to = (params.inner + kBurstItems - 1) / kBurstItems;
+    if constexpr (kSplit) {
+      const uint32 bursts = to, tiles = (params.outer + kResults - 1) / kResults;
+      split = blockIdx.x / tiles;
+      first -= split * tiles * kResults;
+      from = bursts * split / params.splits;
+      to = bursts * (split + 1) / params.splits;
+    }
+  }
+
+  __device__ __forceinline__ int end(const ThinParams& params) const { return min(params.inner, to * kBurstItems); }
+};
+
 // kItems neighbouring float16 items, two to a word; those from `count` on become zeros and are not read. With kVec > 1
 // all of them exist or none. kOnce: no other warp reads them.
 template <int kItems, int kVec, bool kOnce>
@@ -56,6 +77,12 @@ __device__ __forceinline__ void load_pairs(uint32 (&pairs)[kItems / 2], const fl
 }
 
 __device__ __forceinline__ float2 unpack(uint32 pair) { return __half22float2(reinterpret_cast<const __half2&>(pair)); }
+
+// An item of b as it is stored: converted where it is used, for what is computed from a load waits for it.
+__device__ __forceinline__ uint16 load_bias(const float16* b_g, int64 column, bool wanted) {
+  return ld_u16_if(b_g + column, wanted && b_g != nullptr);
+}
+__device__ __forceinline__ float bias_of(uint16 bits) { return __half2float(__ushort_as_half(bits)); }
 
 // No activation.
 struct Identity {

@@ -38,12 +38,13 @@ struct WeightsAlongK {
   }
 
   __device__ __forceinline__ void load(int k, int end) {
+    const int count = end - k - lane_first_item();
 #pragma unroll
     for (int step = 0; step < kSteps; step++) {
-      const int from = k + step * kStepItems;
+      const int skip = step * kStepItems;
 #pragma unroll
       for (int i = 0; i < kLines; i++) {
-        load_pairs<kLaneItems, kVec, true>(pairs[step][i], line_g[i] + from, end - from - lane_first_item());
+        load_pairs<kLaneItems, kVec, true>(pairs[step][i], line_g[i] + k + skip, count - skip);
       }
     }
   }
@@ -74,13 +75,14 @@ struct WeightsAlongN {
   }
 
   __device__ __forceinline__ void load(int k, int end) {
+    const float16* row_g = columns_g + k * stride;
+    const int rows = end - k - lane_first_item();
 #pragma unroll
     for (int step = 0; step < kSteps; step++) {
-      const int from = k + step * kStepItems;
 #pragma unroll
       for (int i = 0; i < kLaneItems; i++) {
-        const bool exists = from + lane_first_item() + i < end;
-        load_pairs<kItems, kVec, true>(pairs[step][i], columns_g + (from + i) * stride, exists ? count : 0);
+        load_pairs<kItems, kVec, true>(pairs[step][i], row_g, step * kStepItems + i < rows ? count : 0);
+        row_g += i + 1 < kLaneItems ? stride : (kStepItems - kLaneItems + 1) * stride;
       }
     }
   }
@@ -109,10 +111,10 @@ struct InputRows {
   }
 
   __device__ __forceinline__ void load(int step, int k, int end) {
-    const int from = k + step * kStepItems;
+    const int skip = step * kStepItems, count = end - k - lane_first_item();
 #pragma unroll
     for (int i = 0; i < kTiles; i++) {
-      load_pairs<kLaneItems, kVec, false>(pairs[step % kSlots][i], row_g[i] + from, end - from - lane_first_item());
+      load_pairs<kLaneItems, kVec, false>(pairs[step % kSlots][i], row_g[i] + k + skip, count - skip);
     }
   }
 

@@ -14,12 +14,13 @@ from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.plan import Step
 
 _PARTIALS = "forward_partials"
-_MOST_ITEMS = 2**30
-"""Of K and of N: kernels count them in 32 bits, with a tile to spare."""
+_MOST = (MAX_ROWS, 2**27, 2**30)
+"""M, K and N at most: kernels count bursts times parts of K, and columns, in 32 bits."""
 
 
 def _takes(problem: LinearProblem) -> bool:
-    return problem.rows <= MAX_ROWS and max(problem.inner, problem.outer) <= _MOST_ITEMS
+    sizes = (problem.rows, problem.inner, problem.outer)
+    return all(size <= most for size, most in zip(sizes, _MOST, strict=True))
 
 
 def _forward(problem: LinearProblem, arch: int) -> Launches:
