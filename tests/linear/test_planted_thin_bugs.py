@@ -26,6 +26,7 @@ CALLS = {
     "along K": (7, True, "swiglu", 328, 69),
     "along N": (7, False, "swiglu", 328, 72),
     "64 rows": (64, True, None, 328, 72),
+    "side by side": (17, True, None, 40, 4100),
     "one row along K": (1, True, "gelu", 328, 71),
     "one row along N": (1, False, "swiglu", 328, 72),
     "split": (3, True, "gelu", 8200, 24),
@@ -106,7 +107,7 @@ FAULTS = {
     ),
     "rows beyond M are read": (
         "along K",
-        Bug(WEIGHTS, "min(8 * i + lane_group(), params.rows - 1)", "(8 * i + lane_group())"),
+        Bug(WEIGHTS, "8 * i < rows ? count - skip : 0", "count - skip"),
         OutOfBoundsError,
     ),
     "a row too many is stored": (
@@ -163,7 +164,8 @@ MISTAKES = {
         Bug(PRODUCT, "warp < Traits::kKWarps; warp++", "warp < Traits::kKWarps - 1; warp++"),
     ),
     "the bias is that of the first group": (
-        "64 rows", Bug(PRODUCT, "smem.bias[group * Tile::kColumns + column]", "smem.bias[column]"),
+        "side by side",
+        Bug(PRODUCT, "smem.bias[group * Tile::kColumns + column]", "smem.bias[column]"),
     ),
     "the next rows are multiplied with x of these": (
         "64 rows",

@@ -107,6 +107,13 @@ def test_every_number_of_rows(rows, along_k):
     problem.require_right()
 
 
+@pytest.mark.parametrize("along_k", [True, False])
+@pytest.mark.parametrize(("rows", "activation"), [(20, "swiglu"), *deep((3, "geglu"), (40, None))])
+def test_groups_of_warps_side_by_side(rows, activation, along_k):
+    """More columns than the limit of the narrow rows of the table."""
+    case(rows, 40, 4100, along_k=along_k, activation=activation).require_right()
+
+
 SIZES = (1, 2, 7, 8, 15, 31, 32, 33, 40, 127, 128, 257, 264)
 
 
@@ -135,7 +142,8 @@ def test_sizes_and_strides(rows, inner, outer, along_k, apart, biased, added, se
     [(5, False, "relu"), (3, True, None), *deep((1, True, "swiglu"), (64, False, "silu"))],
 )
 def test_a_long_k_is_split_and_its_parts_are_added_in_a_fixed_order(rows, along_k, activation):
-    problem = case(rows, 8200, 40, along_k=along_k, activation=activation)
+    inner = 8200 if rows > 1 else 20_600
+    problem = case(rows, inner, 40, along_k=along_k, activation=activation)
     assert steps_of(problem)[1:] == ("linear_thin_merge",)
     problem.require_right()
     first, second = (KERNELS.get(problem.run()) for _ in range(2))

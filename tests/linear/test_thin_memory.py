@@ -47,12 +47,16 @@ def test_every_sector_is_needed_and_no_bank_is_wanted_twice(rows, along_k, activ
 
 
 @pytest.mark.nvrtc
-def test_wide_weights_along_n_are_read_128_bytes_of_a_row_at_a_time():
-    problem = case(3, 64, 4160, along_k=False, activation=None)
+@pytest.mark.parametrize(
+    ("rows", "along_k", "activation"),
+    [(3, False, None), (20, True, "swiglu"), *deep((20, False, "swiglu"), (3, False, "swiglu"))],
+)
+def test_wide_weights_too(rows, along_k, activation):
+    problem = case(rows, 64, 4160, along_k=along_k, activation=activation)
     x, w, b = (array.copy(order="K") for array in problem[:3])
     report = Report()
     with cupyattn.backend("emulator", report=report):
-        cupyattn.linear(x, w, b)
+        cupyattn.linear(x, w, b, activation=activation)
     assert report.bank_conflict_ways == 1.0
     assert report.sector_efficiency >= 0.98
 

@@ -97,24 +97,27 @@ struct WeightsAlongN {
   __device__ __forceinline__ static int slot(int column) { return column % kItems * 8 + column / kItems; }
 };
 
-// Rows of x, 8 to a tile, kSlots steps of them at a time. Rows beyond the last read the last.
+// Rows of x, 8 to a tile, kSlots steps of them at a time. Rows beyond the last are zeros.
 template <int kTiles, int kSlots, int kVec>
 struct InputRows {
-  const float16* row_g[kTiles];
+  const float16* row_g;  // row g
+  int64 tile_stride;
+  int rows;  // from that one on
   uint32 pairs[kSlots][kTiles][kLaneItems / 2];
 
   __device__ __forceinline__ InputRows(const float16* x_g, const ThinParams& params) {
-#pragma unroll
-    for (int i = 0; i < kTiles; i++) {
-      row_g[i] = x_g + min(8 * i + lane_group(), params.rows - 1) * params.x_stride + lane_first_item();
-    }
+    row_g = x_g + lane_group() * params.x_stride + lane_first_item();
+    tile_stride = 8 * params.x_stride;
+    rows = params.rows - lane_group();
   }
 
   __device__ __forceinline__ void load(int step, int k, int end) {
     const int skip = step * kStepItems, count = end - k - lane_first_item();
+    const float16* source = row_g + k + skip;
 #pragma unroll
     for (int i = 0; i < kTiles; i++) {
-      load_pairs<kLaneItems, kVec, false>(pairs[step % kSlots][i], row_g[i] + k + skip, count - skip);
+      load_pairs<kLaneItems, kVec, false>(pairs[step % kSlots][i], source, 8 * i < rows ? count - skip : 0);
+      source += tile_stride;
     }
   }
 

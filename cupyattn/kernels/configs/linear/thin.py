@@ -80,8 +80,10 @@ class ThinConfig:
 Table = Mapping[bool, Mapping[int, Mapping[int | None, ThinConfig]]]
 """By whether w lies along K, by the most rows of x, by the most columns of the result."""
 
-# Measured on an H200 as compute_75 code with prototypes of these kernels, cold L2, 2026-11-22.
-_FEW = "few columns: four warps to each two, or a multiprocessor has too little in flight"
+# Measured on an H200 as compute_75 code with prototypes of these kernels, cold L2, 2026-11-22; rows
+# for 17 rows of x and more, and for few columns along N, follow from bytes in flight and registers.
+_FEW = "few columns: warps share them, or a multiprocessor has too little in flight"
+_WHOLE = "columns for two CTAs a multiprocessor; more would split K"
 _TURING: Table = {
     True: {
         1: {
@@ -91,8 +93,14 @@ _TURING: Table = {
         },
         8: {None: ThinConfig(1, (5, 4), 1, 8, 2, "0.92 of the best of 16 variants and more")},
         16: {None: ThinConfig(2, (2,), 1, 8, 2, "32 columns: x costs half of what w does")},
-        32: {None: ThinConfig(1, (4,), 4, 2, 2, "64 columns a CTA read x once, from L1")},
-        64: {None: ThinConfig(1, (4,), 4, 2, 2, "as 32 rows; two turns store the sums")},
+        32: {
+            4096: ThinConfig(2, (2,), 1, 8, 2, _WHOLE),
+            None: ThinConfig(2, (2,), 4, 2, 2, "128 columns a CTA: x costs a quarter of w"),
+        },
+        64: {
+            4096: ThinConfig(2, (2,), 1, 8, 1, _WHOLE),
+            None: ThinConfig(2, (2,), 4, 2, 1, "128 columns a CTA; for two it would spill"),
+        },
     },
     False: {
         1: {
@@ -107,8 +115,14 @@ _TURING: Table = {
             4096: ThinConfig(2, (2,), 1, 8, 2, "as 8 rows"),
             None: ThinConfig(4, (1,), 1, 8, 2, "as 8 rows"),
         },
-        32: {None: ThinConfig(2, (1,), 2, 4, 2, "64 columns a CTA read x once, from L1")},
-        64: {None: ThinConfig(2, (1,), 2, 4, 1, "as 32 rows; 128 registers would spill")},
+        32: {
+            4096: ThinConfig(2, (1,), 1, 8, 2, _WHOLE),
+            None: ThinConfig(2, (1,), 2, 4, 2, "64 columns a CTA read x once, from L1"),
+        },
+        64: {
+            4096: ThinConfig(2, (1,), 1, 8, 1, _WHOLE),
+            None: ThinConfig(2, (1,), 2, 4, 1, "as 32 rows; for two CTAs it would spill"),
+        },
     },
 }  # fmt: skip
 TABLE: Mapping[int, Table] = {75: _TURING}
