@@ -53,6 +53,10 @@ def row_of(specialisation: Specialisation) -> str:
     sizes = [str(macros[name]) for name in ("HEAD_DIM", "HEAD_DIM_V") if name in macros][:1]
     if "LANES" in macros:
         sizes.append(f"{macros['LANES']} lanes")
+    if "W_ALONG_K" in macros:  # products with few rows
+        sizes.append(f"{8 * int(macros.get('X_TILES', 0)) or 1} rows")
+        sizes.append("along K" if macros["W_ALONG_K"] == "true" else "along N")
+        sizes.append(f"{macros['GROUPS']} x {macros['K_WARPS']} warps")
     if "ONE_PASS" in macros:
         sizes += ["one pass" if macros["ONE_PASS"] == "true" else "deterministic"]
     options = [name for name, absent in NO_OPTIONS.items() if macros.get(name, absent) != absent]

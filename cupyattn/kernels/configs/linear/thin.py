@@ -108,11 +108,11 @@ _TURING: Table = {
             None: ThinConfig(4, (1,), 1, 8, 3, "64 bytes of a row; L2 has the rest for others"),
         },
         8: {
-            4096: ThinConfig(2, (2,), 1, 8, 2, "32 columns a CTA instead of a split K"),
+            4096: ThinConfig(2, (2,), 1, 16, 1, "32 columns a CTA instead of a split K"),
             None: ThinConfig(4, (1,), 1, 8, 2, "128 bytes of a row at once"),
         },
         16: {
-            4096: ThinConfig(2, (2,), 1, 8, 2, "as 8 rows"),
+            4096: ThinConfig(2, (2,), 1, 16, 1, "as 8 rows"),
             None: ThinConfig(4, (1,), 1, 8, 2, "as 8 rows"),
         },
         32: {
