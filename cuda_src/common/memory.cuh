@@ -57,6 +57,19 @@ __device__ __forceinline__ uint4 ld_global_v4(const void* source) {
   return v;
 }
 
+// Read-only data, where `wanted`: otherwise v stays as it is, and there is no branch around which loads could not move. L2
+// fetches the line's 128 bytes, of which neighbouring lines' loads want the rest.
+__device__ __forceinline__ void ld_global_v4_if(uint4& v, const void* source, bool wanted) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %5, 0;\n"
+      "@wanted ld.global.nc.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+      "}"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "l"(source), "r"(static_cast<uint32>(wanted)));
+}
+
 __device__ __forceinline__ uint2 ld_global_v2(const void* source) {
   uint2 v;
   asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(source));

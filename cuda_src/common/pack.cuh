@@ -15,6 +15,12 @@ __device__ __forceinline__ uint32 pack_halves(float x, float y) {
   return __half_as_ushort(__float2half_rn(x)) | static_cast<uint32>(__half_as_ushort(__float2half_rn(y))) << 16;
 }
 
+// The two numbers of a word.
+__device__ __forceinline__ float2 unpack_halves(uint32 word) {
+  return __half22float2(__halves2half2(__ushort_as_half(static_cast<uint16>(word)),
+                                       __ushort_as_half(static_cast<uint16>(word >> 16))));
+}
+
 // x * 2^112 and y * 2^112 for 0 <= x, y <= 65504 * 2^-112: so scaled, the exponent field of float32 is that of float16,
 // and packing is two shifts and a byte permute, where conversions would go to Turing's slowest pipe. To the nearest,
 // ties away; below 2^-14 of the scaled numbers float32 has flushed to 0. With kKeepsNan a NaN stays

@@ -8,6 +8,7 @@ from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.attention import float32, teaching, tensor_core
 from cupyattn.kernels.configs.layers import column_sums, softmax
 from cupyattn.kernels.configs.linear import float32 as linear_float32
+from cupyattn.kernels.configs.linear import tensor_core as linear_tensor_core
 from cupyattn.kernels.configs.linear import thin
 from cupyattn.kernels.spec import KernelSpec, Specialisation
 
@@ -23,6 +24,7 @@ _MODULES = (
     column_sums,
     linear_float32,
     thin,
+    linear_tensor_core,
 )
 
 KERNELS: dict[str, KernelSpec] = {

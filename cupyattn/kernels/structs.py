@@ -98,6 +98,17 @@ THIN_PARAMS = np.dtype(
     align=True,
 )
 
+# ProductParams in cuda_src/linear/tensor_core/params.cuh
+PRODUCT_PARAMS = np.dtype(
+    [
+        *((f"{name}_stride", np.int64) for name in ("a", "b", "preactivation", "out", "addend")),
+        *((field, np.int32) for field in ("rows", "columns", "inner", "split_inner")),
+        *((field, np.int32) for field in ("group_log2", "splits_log2", "column_tiles")),
+        ("column_tiles_reciprocal", np.uint32),
+    ],
+    align=True,
+)
+
 
 def rows_params(arrays: int) -> np.dtype:
     """RowsParams<arrays> in cuda_src/common/rows.cuh."""
@@ -116,6 +127,7 @@ ATTENTION_STRUCT = Struct("params", ATTENTION_PARAMS, "AttentionParams")
 BACKWARD_STRUCT = Struct("params", BACKWARD_PARAMS, "BackwardParams", (ATTENTION_STRUCT,))
 FLOAT_PRODUCT_STRUCT = Struct("params", FLOAT_PRODUCT_PARAMS, "FloatProductParams")
 THIN_STRUCT = Struct("params", THIN_PARAMS, "ThinParams")
+PRODUCT_STRUCT = Struct("params", PRODUCT_PARAMS, "ProductParams")
 DBIAS_STRUCT = Struct("params", DBIAS_PARAMS, "DbiasParams", (ATTENTION_STRUCT,))
 
 

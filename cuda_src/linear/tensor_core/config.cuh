@@ -1,0 +1,25 @@
+// The macros that all products take from the table, and the shape of a CTA that follows.
+#pragma once
+
+#if !defined(TILE_ROWS) || !defined(TILE_COLUMNS) || !defined(TILE_INNER) || !defined(WARP_ROWS) || \
+    !defined(WARP_COLUMNS) || !defined(MIN_CTAS) || !defined(VEC) || \
+    !defined(SHARED_BYTES) || !defined(THREADS)
+#error \
+    "TILE_ROWS, TILE_COLUMNS, TILE_INNER, WARP_ROWS, WARP_COLUMNS, MIN_CTAS, VEC, SHARED_BYTES and THREADS come from a launch-configuration table"
+#endif
+#include "epilogue.cuh"
+#include "product.cuh"
+
+struct CtaShape {
+  static constexpr int kTileRows = TILE_ROWS;
+  static constexpr int kTileColumns = TILE_COLUMNS;
+  static constexpr int kInner = TILE_INNER;
+  static constexpr int kThreads = (TILE_ROWS / WARP_ROWS) * (TILE_COLUMNS / WARP_COLUMNS) * kWarpSize;
+  static_assert(kThreads == THREADS, "the table counts other threads");
+  static_assert(VEC == 1 || VEC == kChunkItems, "single items or whole chunks");
+};
+
+template <Lines kLines>
+using TileOfA = OperandTile<kLines, CtaShape::kTileRows, CtaShape::kInner>;
+template <Lines kLines>
+using TileOfB = OperandTile<kLines, CtaShape::kTileColumns, CtaShape::kInner>;

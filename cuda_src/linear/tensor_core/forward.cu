@@ -1,0 +1,106 @@
+// out = activation(x w + b) + residual on tensor cores: float16 in and out, float32 accumulation, for many rows.
+//
+// Shapes    x (M, K), rows contiguous; w (K, N), rows contiguous or, where W_LINES is kAlong, columns (the transpose of
+//           an (N, K) array); with PAIRED w is (K, 2 N), the columns of a gate, then those that it is multiplied with,
+//           and out = activation(x w_gate + b_gate) * (x w_up + b_up) + residual. preactivation, if given, is x w + b.
+// Tiles     TILE_ROWS x TILE_COLUMNS of the result a CTA (cooperative thread array: a block of threads), WARP_ROWS x
+//           WARP_COLUMNS a warp, TILE_INNER items of the sum at a time. Turing's shared memory delivers half of what its
+//           tensor cores could consume, so a warp's tile is as large as its registers allow: 64 x 96.
+// Grid      one CTA for each tile, which share operands in L2 with their neighbours (params.cuh).
+// Budget    shared memory: two stages of both operands; registers: WARP_ROWS * WARP_COLUMNS / 32 accumulators, of the
+//           next k-tile B's chunks and half of A's, fragments.
+// Barriers  one per k-tile.
+// Edges     rows and columns beyond the arrays are computed of others and not stored; items of the sum beyond K are
+//           zeros, in the first k-tile.
+#if !defined(W_LINES) || !defined(ACTIVATION) || !defined(PAIRED)
+#error "W_LINES, ACTIVATION and PAIRED come from a launch-configuration table"
+#endif
+#include "activation.cuh"
+#include "config.cuh"
+
+struct Traits {
+  using Rows = Axis<false>;
+  using Columns = Axis<PAIRED>;
+  using Sum = Axis<false>;
+  using Activation = ACTIVATION;
+  using FeedX = ArrayFeed<Chunks<TileOfA<Lines::kAlong>, Rows, Sum, CtaShape::kThreads>, VEC>;
+  using FeedW = ArrayFeed<Chunks<TileOfB<Lines::W_LINES>, Columns, Sum, CtaShape::kThreads>, VEC>;
+  using Product = TileProduct<FeedX, FeedW, WARP_ROWS, WARP_COLUMNS>;
+  static constexpr int kOutTiles = Product::kNTiles / Columns::kHalves;
+};
+
+using Product = Traits::Product;
+static_assert(2 * Product::kStageBytes == SHARED_BYTES, "the table counts other shared memory");
+
+// Every row starts from the bias.
+__device__ __forceinline__ void start_from_bias(Product::Accumulators& acc, const float16* b_g, int first_column,
+                                                int columns) {
+  using Columns = Traits::Columns;
+#pragma unroll
+  for (int n = 0; n < Product::kNTiles; n++) {
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int place = first_column + 8 * n + lane_index() % 4 * 2 + e;
+      const int column = Columns::item(place);
+      const bool given = b_g != nullptr && column < columns;
+      const float bias = given ? to_float(b_g[Columns::half(place) * columns + column]) : 0.f;
+#pragma unroll
+      for (int m = 0; m < Product::kMTiles; m++) acc[m][n][e] = acc[m][n][2 + e] = bias;
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
+    linear_forward(const float16* x_g, const float16* w_g, const float16* b_g, const float16* residual_g,
+                   float16* preactivation_g, float16* out_g, const ProductParams params) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  using Columns = Traits::Columns;
+
+  // Phase 1: the place of this CTA and warp.
+  const Place cta = place_of_cta(params);
+  if (cta.row_tile * CtaShape::kTileRows >= params.rows) return;
+  const int warp_row = warp_index() / Product::kWarpsAcross * WARP_ROWS;
+  const int warp_column = warp_index() % Product::kWarpsAcross * WARP_COLUMNS;
+  const int first_row = cta.row_tile * CtaShape::kTileRows, first_place = cta.column_tile * CtaShape::kTileColumns;
+
+  // Phase 2: the product. The first k-tile is the ragged one.
+  Traits::FeedX x(x_g, params.a_stride, first_row, params.rows, 0, params.inner);
+  Traits::FeedW w(w_g, params.b_stride, Columns::item(first_place), params.columns, 0, params.inner);
+  const int k_tiles = div_up(params.inner, CtaShape::kInner);
+  Product product(x, w, shared_address(shared_bytes), k_tiles, params.inner - (k_tiles - 1) * CtaShape::kInner);
+  Product::Accumulators acc;
+  start_from_bias(acc, b_g, first_place + warp_column, params.columns);
+  product.add_to(acc);
+
+  // Phase 3: activation, residual, store.
+  const WarpPlace<Traits::Rows, Columns> sums = {first_row + warp_row, first_place + warp_column, params.rows,
+                                                 params.columns};
+  const WarpPlace<Traits::Rows, Axis<false>> results = {first_row + warp_row, Columns::item(first_place + warp_column),
+                                                        params.rows, params.columns};
+  const Matrix out = {out_g, params.out_stride}, none = {nullptr, 0};
+  const Matrix preactivation = {preactivation_g, params.preactivation_stride};
+  const Matrix residual = {const_cast<float16*>(residual_g), params.addend_stride};
+#pragma unroll
+  for (int m = 0; m < Product::kMTiles; m++) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int row = sums.row_place(m, half);
+      if (preactivation_g != nullptr) {
+        write_row<0, Product::kNTiles>(preactivation, none, sums, row, [&](int n, float(&values)[2]) {
+          values[0] = acc[m][n][2 * half];
+          values[1] = acc[m][n][2 * half + 1];
+        });
+      }
+      write_row<0, Traits::kOutTiles>(out, residual, results, row, [&](int n, float(&values)[2]) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          if constexpr (PAIRED) {
+            values[e] = Traits::Activation::value(acc[m][2 * n][2 * half + e]) * acc[m][2 * n + 1][2 * half + e];
+          } else {
+            values[e] = Traits::Activation::value(acc[m][n][2 * half + e]);
+          }
+        }
+      });
+    }
+  }
+}

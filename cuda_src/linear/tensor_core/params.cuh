@@ -1,0 +1,55 @@
+// What a product on tensor cores is told, and the order in which its axes are walked.
+//
+// A product is  result (rows, columns) = A (rows, inner) B (inner, columns):
+//   forward  out = x w:      rows M, inner K, columns N (or gate and up)
+//   dx       dx = dz w^T:    rows M, inner N (or gate and up), columns K
+//   dw       dw = x^T dz:    rows K, inner M, columns N (or gate and up); or its transpose, dz^T x
+#pragma once
+
+#include "../../common/mma.cuh"
+
+// Field for field PRODUCT_PARAMS of cupyattn/kernels/structs.py. Strides are in items, from one contiguous line of an
+// array to the next. Of a paired axis the length is that of one half.
+struct ProductParams {
+  int64 a_stride, b_stride;
+  int64 preactivation_stride, out_stride, addend_stride;
+  int rows, columns, inner;
+  int split_inner;                 // of the sum, in each of its parts but the last
+  int group_log2, splits_log2;     // tiles of rows that neighbouring CTAs go down; parts of the sum
+  int column_tiles;
+  uint32 column_tiles_reciprocal;  // ceil(2^31 / column_tiles)
+};
+static_assert(sizeof(ProductParams) == PRODUCT_PARAMS_BYTES, "ProductParams and its NumPy twin are one layout");
+
+constexpr int kPairItems = 8;  // neighbouring items of a half: a chunk
+
+// An axis of the product. A paired one has two halves of equal length, gate and up; it is walked in chunks of either in
+// turn, so that whoever holds a column of the gate holds that column of up too.
+template <bool kPaired_>
+struct Axis {
+  static constexpr bool kPaired = kPaired_;
+  static constexpr int kHalves = kPaired ? 2 : 1;
+
+  // Of the place `position` of a tile: its half, and its item within that.
+  __device__ __forceinline__ static int half(int position) { return kPaired ? position / kPairItems % 2 : 0; }
+  __device__ __forceinline__ static int item(int position) {
+    return kPaired ? position / (2 * kPairItems) * kPairItems + position % kPairItems : position;
+  }
+};
+
+// Which tile of the result a CTA computes, and which part of the sum.
+struct Place {
+  int row_tile, column_tile, split;
+};
+
+// Neighbouring CTAs share rows of A and columns of B in L2: they go down a group of row tiles, then through the parts of
+// the sum, then to the next tile of columns. The last group may have places without a tile. All by shifts and one product:
+// a division would leave uniform registers, and with it every address.
+__device__ __forceinline__ Place place_of_cta(const ProductParams& params) {
+  const int group_rows = 1 << params.group_log2, splits = 1 << params.splits_log2;
+  const int column_of_group = blockIdx.x >> (params.group_log2 + params.splits_log2);
+  const int group = __umulhi(2 * column_of_group + 1, params.column_tiles_reciprocal);  // a half more, against its rounding
+  return {group * group_rows + static_cast<int>(blockIdx.x & (group_rows - 1)),
+          column_of_group - group * params.column_tiles,
+          static_cast<int>(blockIdx.x >> params.group_log2 & (splits - 1))};
+}

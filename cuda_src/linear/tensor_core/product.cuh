@@ -1,0 +1,212 @@
+// The main loop: a CTA's tile of a product, of two operands that come by their feeds (operand_feed.cuh).
+//
+// A warp owns kWarpRows x kWarpColumns of the tile. Two stages in shared memory: one k-tile is multiplied, the next one
+// stored. Registers hold what comes after that: a thread stores a chunk that it asked for a k-tile ago and at once asks
+// for the next one, in slots spread over the loop. A slot is 8 products (two m16 tiles by 32 columns). Fragments are
+// read a step ahead: B's into registers whose products have just been issued, A's too (A_SETS is 1) or into a second set.
+#pragma once
+
+#if !defined(MMA_K) || !defined(A_SETS) || !defined(A_SLOT) || !defined(A_STEP) || !defined(A_RING) || !defined(B_SLOT) || \
+    !defined(B_STEP) || !defined(B_RING)
+#error "MMA_K, A_SETS and the slots A_SLOT, A_STEP, A_RING, B_SLOT, B_STEP, B_RING come from a launch-configuration table"
+#endif
+#include "operand_feed.cuh"
+
+static_assert(A_SETS == 1 || A_SETS == 2, "one step's fragments, or two");
+static_assert(MMA_K == 8 || MMA_K == 16, "mma.m16n8k8, or from sm_80 on m16n8k16");
+
+// When a feed's chunk i moves on: in slot kFirst + i * kStep; kRing chunks are on their way at a time.
+template <int kFirst_, int kStep_, int kRing_, int kChunks_>
+struct Moves {
+  static constexpr int kFirst = kFirst_, kStep = kStep_, kRing = kRing_, kChunks = kChunks_;
+  static constexpr int kLast = kFirst + (kChunks - 1) * kStep;
+  static_assert(kChunks % kRing == 0, "a chunk's registers are the same in every k-tile");
+};
+
+template <typename FeedA_, typename FeedB_, int kWarpRows, int kWarpColumns>
+struct TileProduct {
+  using FeedA = FeedA_;
+  using FeedB = FeedB_;
+  using TileA = typename FeedA::Tile;
+  using TileB = typename FeedB::Tile;
+  static constexpr int kInner = TileA::kInner;
+  static constexpr int kItems = FeedA::Chunks::kInnerItems;  // of the sum in a k-tile, of each half
+  static constexpr int kMTiles = kWarpRows / 16;
+  static constexpr int kNTiles = kWarpColumns / 8;
+  static constexpr int kColumnGroups = kWarpColumns / kFragmentOuter;
+  static constexpr int kRowGroups = kWarpRows / kFragmentOuter;
+  static constexpr int kSub = MMA_K / 8;  // k8 fragments of one instruction
+  static constexpr int kSteps = kInner / MMA_K;
+  static constexpr int kWarpsAcross = TileB::kOuter / kWarpColumns;
+  static constexpr int kSlots = kSteps * kColumnGroups * kRowGroups;
+  static constexpr uint32 kStageBytes = TileA::kBytes + TileB::kBytes;
+  static constexpr int kBarrierSlot = (kSteps - 1) * kColumnGroups * kRowGroups + kRowGroups;
+  using MovesA = Moves<A_SLOT, A_STEP, A_RING, FeedA::kCount>;
+  using MovesB = Moves<B_SLOT, B_STEP, B_RING, FeedB::kCount>;
+  static_assert(MovesA::kLast < kBarrierSlot && MovesB::kLast < kBarrierSlot, "every store precedes the barrier");
+  static_assert(kWarpRows % kFragmentOuter == 0 && kWarpColumns % kFragmentOuter == 0, "whole ldmatrix.x4");
+  static_assert(TileA::kInner == TileB::kInner && FeedB::Chunks::kInnerItems == kItems, "one walk over the sum");
+  static_assert(kSteps >= 2, "fragments are read a step ahead");
+
+  using Accumulators = float[kMTiles][kNTiles][4];
+  template <typename Feed, typename FeedMoves>
+  using Ring = typename Feed::Quad[FeedMoves::kRing];
+
+  struct Fragments {
+    uint32 a[A_SETS][kSub][kMTiles][2];
+    uint32 b[kSub][kNTiles];
+  };
+
+  FeedA& feed_a;
+  FeedB& feed_b;
+  Ring<FeedA, MovesA> ring_a;
+  Ring<FeedB, MovesB> ring_b;
+  FragmentPlace<TileA> place_a;
+  FragmentPlace<TileB> place_b;
+  uint32 store_a, store_b;  // where this thread's chunks go: the other stage
+  uint32 other_stage;       // the distance to it
+  int tiles;                // that are still to be multiplied
+  Fragments fragments;
+
+  // The first k-tile, of which `first_items` items of the sum exist, into the first stage.
+  __device__ __forceinline__ TileProduct(FeedA& a, FeedB& b, uint32 stages_s, int k_tiles, int first_items)
+      : feed_a(a),
+        feed_b(b),
+        place_a(stages_s, warp_index() / kWarpsAcross * kWarpRows),
+        place_b(stages_s + TileA::kBytes, warp_index() % kWarpsAcross * kWarpColumns),
+        store_a(stages_s + FeedA::Chunks::shared_offset()),
+        store_b(stages_s + TileA::kBytes + FeedB::Chunks::shared_offset()),
+        other_stage(kStageBytes),
+        tiles(k_tiles) {
+    bring_first(feed_a, store_a, first_items);
+    bring_first(feed_b, store_b, first_items);
+    fill(feed_a, ring_a);
+    fill(feed_b, ring_b);
+    store_a += kStageBytes;
+    store_b += kStageBytes;
+  }
+
+  template <typename Feed>
+  __device__ __forceinline__ void bring_first(Feed& feed, uint32 to_s, int first_items) const {
+    typename Feed::Quad quads[Feed::kCount];
+#pragma unroll
+    for (int i = 0; i < Feed::kCount; i++) {
+      quads[i] = {};
+      feed.template load<true>(quads[i], i, 0, first_items);
+    }
+#pragma unroll
+    for (int i = 0; i < Feed::kCount; i++) feed.store(to_s, quads[i], i);
+    feed.advance(first_items);
+  }
+
+  // What the loop stores first, of the second k-tile. The feed moves on to the third.
+  template <typename Feed, int kRing>
+  __device__ __forceinline__ void fill(Feed& feed, typename Feed::Quad (&ring)[kRing]) const {
+#pragma unroll
+    for (int i = 0; i < kRing; i++) {
+      ring[i] = {};
+      feed.template load<false>(ring[i], i, 0, tiles > 1 ? kItems : 0);
+    }
+    feed.advance(kItems);
+  }
+
+  // Chunk i to shared memory, and the one that takes its registers from global memory.
+  template <typename FeedMoves, typename Feed, int kRing>
+  __device__ __forceinline__ void move(int slot, Feed& feed, typename Feed::Quad (&ring)[kRing], uint32 to_s) const {
+#pragma unroll
+    for (int i = 0; i < FeedMoves::kChunks; i++) {
+      if (slot != FeedMoves::kFirst + i * FeedMoves::kStep) continue;
+      feed.store(to_s, ring[i % kRing], i);
+      const int next = (i + kRing) % FeedMoves::kChunks;
+      const bool wraps = i + kRing >= FeedMoves::kChunks;  // into the k-tile after the next
+      feed.template load<false>(ring[i % kRing], next, wraps ? 0 : -1, tiles > (wraps ? 2 : 1) ? kItems : 0);
+    }
+  }
+
+  __device__ __forceinline__ void read_a(int step, int group) {
+#pragma unroll
+    for (int sub = 0; sub < kSub; sub++) {
+      uint32 r[4];
+      place_a.load(r, group, step * kSub + sub);
+#pragma unroll
+      for (int i = 0; i < 4; i++) fragments.a[step % A_SETS][sub][2 * group + i / 2][i % 2] = r[i];
+    }
+  }
+
+  __device__ __forceinline__ void read_a(int step) {
+#pragma unroll
+    for (int group = 0; group < kRowGroups; group++) read_a(step, group);
+  }
+
+  __device__ __forceinline__ void read_b(int step, int group) {
+#pragma unroll
+    for (int sub = 0; sub < kSub; sub++) {
+      uint32 r[4];
+      place_b.load(r, group, step * kSub + sub);
+#pragma unroll
+      for (int i = 0; i < 4; i++) fragments.b[sub][4 * group + i] = r[i];
+    }
+  }
+
+  // 32 rows by 32 columns.
+  __device__ __forceinline__ void multiply(Accumulators& acc, int step, int row_group, int column_group) const {
+#pragma unroll
+    for (int n = 4 * column_group; n < 4 * column_group + 4; n++) {
+#pragma unroll
+      for (int m = 2 * row_group; m < 2 * row_group + 2; m++) {
+        const auto& a = fragments.a[step % A_SETS];
+        if constexpr (kSub == 1) {
+          mma_m16n8k8(acc[m][n], a[0][m], fragments.b[0][n]);
+        } else {
+          mma_m16n8k16(acc[m][n], a[0][m], a[kSub - 1][m], fragments.b[0][n], fragments.b[kSub - 1][n]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void exchange_stages() {
+    place_a.move(other_stage);
+    place_b.move(other_stage);
+    store_a -= other_stage;
+    store_b -= other_stage;
+    other_stage = 0u - other_stage;
+  }
+
+  // One k-tile, and the first fragments of the next.
+  __device__ __forceinline__ void tile(Accumulators& acc) {
+#pragma unroll
+    for (int step = 0; step < kSteps; step++) {
+      const int next_step = (step + 1) % kSteps;
+#pragma unroll
+      for (int column_group = 0; column_group < kColumnGroups; column_group++) {
+#pragma unroll
+        for (int row_group = 0; row_group < kRowGroups; row_group++) {
+          const int slot = (step * kColumnGroups + column_group) * kRowGroups + row_group;
+          move<MovesA>(slot, feed_a, ring_a, store_a);
+          move<MovesB>(slot, feed_b, ring_b, store_b);
+          multiply(acc, step, row_group, column_group);
+          if (step == kSteps - 1 && column_group == 0 && row_group == kRowGroups - 1) {
+            __syncthreads();  // stages: this one has been read, the other one written
+            exchange_stages();
+          }
+          if (A_SETS == 1 && column_group == kColumnGroups - 1) read_a(next_step, row_group);
+        }
+        if (A_SETS == 2 && column_group == 0) read_a(next_step);
+        read_b(next_step, column_group);
+      }
+    }
+    feed_a.advance(kItems);
+    feed_b.advance(kItems);
+    tiles--;
+  }
+
+  // acc += A B.
+  __device__ __forceinline__ void add_to(Accumulators& acc) {
+    __syncthreads();  // stages: the first one has been written
+    read_a(0);
+#pragma unroll
+    for (int group = 0; group < kColumnGroups; group++) read_b(0, group);
+#pragma unroll 1
+    while (tiles > 0) tile(acc);
+  }
+};
