@@ -109,6 +109,15 @@ PRODUCT_PARAMS = np.dtype(
     align=True,
 )
 
+# PreactivationGradientParams in cuda_src/linear/tensor_core/preactivation_gradient.cu
+PREACTIVATION_GRADIENT_PARAMS = np.dtype(
+    [
+        *((f"{name}_stride", np.int64) for name in ("dout", "preactivation")),
+        *((field, np.int32) for field in ("rows", "columns", "block_rows", "column_blocks")),
+    ],
+    align=True,
+)
+
 
 def rows_params(arrays: int) -> np.dtype:
     """RowsParams<arrays> in cuda_src/common/rows.cuh."""
@@ -128,6 +137,9 @@ BACKWARD_STRUCT = Struct("params", BACKWARD_PARAMS, "BackwardParams", (ATTENTION
 FLOAT_PRODUCT_STRUCT = Struct("params", FLOAT_PRODUCT_PARAMS, "FloatProductParams")
 THIN_STRUCT = Struct("params", THIN_PARAMS, "ThinParams")
 PRODUCT_STRUCT = Struct("params", PRODUCT_PARAMS, "ProductParams")
+PREACTIVATION_GRADIENT_STRUCT = Struct(
+    "params", PREACTIVATION_GRADIENT_PARAMS, "PreactivationGradientParams"
+)
 DBIAS_STRUCT = Struct("params", DBIAS_PARAMS, "DbiasParams", (ATTENTION_STRUCT,))
 
 

@@ -7,3 +7,9 @@ struct Identity {
   static __device__ __forceinline__ float value(float x) { return x; }
   static __device__ __forceinline__ float derivative(float) { return 1.f; }
 };
+
+// Whether the derivative depends on anything.
+template <typename Activation>
+constexpr bool kReadsInput = true;
+template <>
+constexpr bool kReadsInput<Identity> = false;

@@ -8,7 +8,7 @@
     "TILE_ROWS, TILE_COLUMNS, TILE_INNER, WARP_ROWS, WARP_COLUMNS, MIN_CTAS, VEC, SHARED_BYTES and THREADS come from a launch-configuration table"
 #endif
 #include "epilogue.cuh"
-#include "product.cuh"
+#include "tile_product.cuh"
 
 struct CtaShape {
   static constexpr int kTileRows = TILE_ROWS;
@@ -23,3 +23,21 @@ template <Lines kLines>
 using TileOfA = OperandTile<kLines, CtaShape::kTileRows, CtaShape::kInner>;
 template <Lines kLines>
 using TileOfB = OperandTile<kLines, CtaShape::kTileColumns, CtaShape::kInner>;
+
+// Where this warp's part of a CTA's tile lies in the result.
+template <typename Product, typename Rows, typename Columns>
+__device__ __forceinline__ WarpPlace<Rows, Columns> warp_place(const Place& cta, const ProductParams& params) {
+  const int row = warp_index() / Product::kWarpsAcross * WARP_ROWS;
+  const int column = warp_index() % Product::kWarpsAcross * WARP_COLUMNS;
+  return {cta.row_tile * CtaShape::kTileRows + row, cta.column_tile * CtaShape::kTileColumns + column, params.rows,
+          params.columns};
+}
+
+template <int kMTiles, int kNTiles>
+__device__ __forceinline__ void clear_sums(float (&acc)[kMTiles][kNTiles][4]) {
+#pragma unroll
+  for (int m = 0; m < kMTiles; m++) {
+#pragma unroll
+    for (int n = 0; n < kNTiles; n++) acc[m][n][0] = acc[m][n][1] = acc[m][n][2] = acc[m][n][3] = 0.f;
+  }
+}

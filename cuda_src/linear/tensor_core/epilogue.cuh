@@ -145,3 +145,61 @@ __device__ __forceinline__ void write_row(const Matrix& to, const Matrix& addend
     write_row<kFirst + kWords, kTiles>(to, addend, place, row_place, values_of);
   }
 }
+
+// Two columns of each tile of a row, as they were summed up.
+template <int kTiles>
+struct SumsOfRow {
+  const float (&acc)[kTiles][4];
+  int half;
+
+  __device__ __forceinline__ SumsOfRow(const float (&sums)[kTiles][4], int of_half) : acc(sums), half(of_half) {}
+  __device__ __forceinline__ void operator()(int n, float (&values)[2]) const {
+    values[0] = acc[n][2 * half];
+    values[1] = acc[n][2 * half + 1];
+  }
+};
+
+// A warp's sums, rounded once, with the addend if there is one.
+template <int kMTiles, int kTiles, typename Place>
+__device__ __forceinline__ void store_sums(const Matrix& to, const Matrix& addend,
+                                           const float (&acc)[kMTiles][kTiles][4], const Place& place) {
+#pragma unroll
+  for (int m = 0; m < kMTiles; m++) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      write_row<0, kTiles>(to, addend, place, place.row_place(m, half), SumsOfRow<kTiles>(acc[m], half));
+    }
+  }
+}
+
+// A warp's sums in float32, to a contiguous array of all rows and columns.
+template <int kMTiles, int kTiles, typename Place>
+__device__ __forceinline__ void store_partials(float* sums_g, const float (&acc)[kMTiles][kTiles][4],
+                                               const Place& place) {
+  using Columns = typename Place::ColumnAxis;
+#pragma unroll
+  for (int m = 0; m < kMTiles; m++) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int row_place = place.row_place(m, half);
+      if (!place.has_row(row_place)) continue;
+      float* row_g = sums_g + place.row(row_place) * (static_cast<int64>(place.columns) * Columns::kHalves);
+#pragma unroll
+      for (int n = 0; n < kTiles; n++) {
+        const int own = place.first_column + 8 * n + lane_index() % 4 * 2;
+        const int column = Columns::item(own);
+        float* pair_g = row_g + place.half_column(own) + column;
+        if (OUT_VEC > 1) {
+          if (column < place.columns) {
+            *reinterpret_cast<float2*>(pair_g) = make_float2(acc[m][n][2 * half], acc[m][n][2 * half + 1]);
+          }
+        } else {
+#pragma unroll
+          for (int e = 0; e < 2; e++) {
+            if (column + e < place.columns) pair_g[e] = acc[m][n][2 * half + e];
+          }
+        }
+      }
+    }
+  }
+}

@@ -21,10 +21,9 @@
 struct Traits {
   using Rows = Axis<false>;
   using Columns = Axis<PAIRED>;
-  using Sum = Axis<false>;
   using Activation = ACTIVATION;
-  using FeedX = ArrayFeed<Chunks<TileOfA<Lines::kAlong>, Rows, Sum, CtaShape::kThreads>, VEC>;
-  using FeedW = ArrayFeed<Chunks<TileOfB<Lines::W_LINES>, Columns, Sum, CtaShape::kThreads>, VEC>;
+  using FeedX = ArrayFeed<Chunks<TileOfA<Lines::kAlong>, Rows, CtaShape::kThreads>, VEC>;
+  using FeedW = ArrayFeed<Chunks<TileOfB<Lines::W_LINES>, Columns, CtaShape::kThreads>, VEC>;
   using Product = TileProduct<FeedX, FeedW, WARP_ROWS, WARP_COLUMNS>;
   static constexpr int kOutTiles = Product::kNTiles / Columns::kHalves;
 };
@@ -56,27 +55,25 @@ extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   using Columns = Traits::Columns;
 
-  // Phase 1: the place of this CTA and warp.
+  // Phase 1: the place of this CTA.
   const Place cta = place_of_cta(params);
-  if (cta.row_tile * CtaShape::kTileRows >= params.rows) return;
-  const int warp_row = warp_index() / Product::kWarpsAcross * WARP_ROWS;
-  const int warp_column = warp_index() % Product::kWarpsAcross * WARP_COLUMNS;
-  const int first_row = cta.row_tile * CtaShape::kTileRows, first_place = cta.column_tile * CtaShape::kTileColumns;
+  const int first_row = cta.row_tile * CtaShape::kTileRows;
+  const int first_column = cta.column_tile * (CtaShape::kTileColumns / Traits::Columns::kHalves);
+  if (first_row >= params.rows) return;
 
   // Phase 2: the product. The first k-tile is the ragged one.
-  Traits::FeedX x(x_g, params.a_stride, first_row, params.rows, 0, params.inner);
-  Traits::FeedW w(w_g, params.b_stride, Columns::item(first_place), params.columns, 0, params.inner);
+  Traits::FeedX x(x_g, params.a_stride, first_row, params.rows, 0);
+  Traits::FeedW w(w_g, params.b_stride, first_column, params.columns, 0);
   const int k_tiles = div_up(params.inner, CtaShape::kInner);
   Product product(x, w, shared_address(shared_bytes), k_tiles, params.inner - (k_tiles - 1) * CtaShape::kInner);
   Product::Accumulators acc;
-  start_from_bias(acc, b_g, first_place + warp_column, params.columns);
+  const auto sums = warp_place<Product, Traits::Rows, Columns>(cta, params);
+  start_from_bias(acc, b_g, sums.first_column, params.columns);
   product.add_to(acc);
 
-  // Phase 3: activation, residual, store.
-  const WarpPlace<Traits::Rows, Columns> sums = {first_row + warp_row, first_place + warp_column, params.rows,
-                                                 params.columns};
-  const WarpPlace<Traits::Rows, Axis<false>> results = {first_row + warp_row, Columns::item(first_place + warp_column),
-                                                        params.rows, params.columns};
+  // Phase 3: activation, residual, store. Of a gate and what it is multiplied with the result is one column.
+  const WarpPlace<Traits::Rows, Axis<false>> results = {sums.first_row, Columns::item(sums.first_column), params.rows,
+                                                        params.columns};
   const Matrix out = {out_g, params.out_stride}, none = {nullptr, 0};
   const Matrix preactivation = {preactivation_g, params.preactivation_stride};
   const Matrix residual = {const_cast<float16*>(residual_g), params.addend_stride};
@@ -86,10 +83,7 @@ extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
     for (int half = 0; half < 2; half++) {
       const int row = sums.row_place(m, half);
       if (preactivation_g != nullptr) {
-        write_row<0, Product::kNTiles>(preactivation, none, sums, row, [&](int n, float(&values)[2]) {
-          values[0] = acc[m][n][2 * half];
-          values[1] = acc[m][n][2 * half + 1];
-        });
+        write_row<0, Product::kNTiles>(preactivation, none, sums, row, SumsOfRow{acc[m], half});
       }
       write_row<0, Traits::kOutTiles>(out, residual, results, row, [&](int n, float(&values)[2]) {
 #pragma unroll

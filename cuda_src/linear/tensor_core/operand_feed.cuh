@@ -18,46 +18,32 @@ __device__ __forceinline__ uint4 load_items(const char* source, int valid) {
   return make_uint4(item[0] | item[1] << 16, item[2] | item[3] << 16, item[4] | item[5] << 16, item[6] | item[7] << 16);
 }
 
-template <bool kFirst, typename First, typename Second>
-struct Either {
-  using Type = First;
-};
-template <typename First, typename Second>
-struct Either<false, First, Second> {
-  using Type = Second;
-};
-
-// How the chunks of a tile are shared out among kThreads threads. Of a line whose halves are stored together (kTogether is
-// 2) a thread owns neighbouring chunks: one of the gate, one of up.
-template <typename Tile_, typename Outer_, typename Inner_, int kThreads, int kTogether_ = 1>
+// How the chunks of a tile are shared out among kThreads threads.
+template <typename Tile_, typename Outer_, int kThreads>
 struct Chunks {
   using Tile = Tile_;
   using Outer = Outer_;  // the axis of rows of A, or of columns of B
-  using Inner = Inner_;  // that of the sum
   using Swizzled = typename Tile::Swizzled;
-  static constexpr int kTogether = kTogether_;
 
-  // Eight lanes that store together must touch every bank once: 128 bytes of one line, or of two.
-  static constexpr int kLineLanes = Swizzled::kChunks / kTogether;
-  static constexpr int kLanes = kLineLanes < 8 / kTogether ? kLineLanes : 8 / kTogether;
+  // Eight lanes that store together must touch every bank once: 128 bytes, of one line or of several.
+  static constexpr int kLanes = Swizzled::kChunks < 8 ? Swizzled::kChunks : 8;
   static constexpr int kPassLines = kThreads / kLanes;
   static constexpr int kPasses = Swizzled::kRows / kPassLines;
-  static constexpr int kGroups = kLineLanes / kLanes;
-  static constexpr int kCount = kPasses * kGroups;                   // pieces that a thread loads and stores
-  static constexpr int kInnerItems = Tile::kInner / Inner::kHalves;  // of each half
+  static constexpr int kGroups = Swizzled::kChunks / kLanes;
+  static constexpr int kCount = kPasses * kGroups;  // pieces that a thread loads and stores
   static_assert(kPasses * kPassLines == Swizzled::kRows && kPassLines % 8 == 0, "whole passes, and whole swizzles");
-  static_assert(kGroups * kLanes * kTogether == Swizzled::kChunks, "whole groups");
+  static_assert(kGroups * kLanes == Swizzled::kChunks, "whole groups");
 
   // Of this thread's piece i, within the tile: its line, and its first place along that.
   __device__ __forceinline__ static int line(int i) { return i / kGroups * kPassLines + threadIdx.x / kLanes; }
   __device__ __forceinline__ static int place(int i) {
-    return (i % kGroups * kLanes + threadIdx.x % kLanes) * (kTogether * kChunkItems);
+    return (i % kGroups * kLanes + threadIdx.x % kLanes) * kChunkItems;
   }
 
   // In shared memory: of piece 0, and from there to piece i.
   __device__ __forceinline__ static uint32 shared_offset() { return Swizzled::offset(line(0), place(0) / kChunkItems); }
   __device__ __forceinline__ static constexpr uint32 shared_distance(int i) {
-    return i / kGroups * kPassLines * Swizzled::kRowBytes + i % kGroups * kLanes * (kTogether * kChunkBytes);
+    return i / kGroups * kPassLines * Swizzled::kRowBytes + i % kGroups * kLanes * kChunkBytes;
   }
 };
 
@@ -67,50 +53,46 @@ struct ArrayFeed {
   using Chunks = Chunks_;
   using Tile = typename Chunks::Tile;
   using Outer = typename Chunks::Outer;
-  using Inner = typename Chunks::Inner;
-  using LineAxis = typename Either<Tile::kAlong, Outer, Inner>::Type;   // from line to line
-  using PlaceAxis = typename Either<Tile::kAlong, Inner, Outer>::Type;  // along a line
-  using Quad = uint4;
   static constexpr int kCount = Chunks::kCount;
+  static constexpr int kOuterItems = Tile::kOuter / Outer::kHalves;
 
   // Uniform: the lowest address of the k-tile's lines, so that the offsets from there have no sign. A uniform base plus
   // an unsigned offset of 32 bits is one addressing mode.
   const char* tile_g;
-  int64 item_bytes;  // from one item of the sum (in each half) to the next
-  int outer_items;  // of each half, that exist from the tile's first on
+  int64 item_bytes;  // from one item of the sum to the next
+  int outer_items;   // of each half, that exist from the tile's first on
   uint32 offset[kCount];
 
-  // `first_outer` and `first_inner` are the tile's first items (of each half), the lengths those of one half.
+  // `stride` leads from line to line, in items. The tile's first rows (or columns) are `first_outer` of `outer_length`,
+  // of each half; its first item of the sum is `first_inner`.
   __device__ __forceinline__ ArrayFeed(const float16* array_g, int64 stride, int first_outer, int outer_length,
-                                       int first_inner, int inner_length)
+                                       int first_inner)
       : item_bytes((Tile::kAlong ? 1 : stride) * static_cast<int64>(sizeof(float16))),
         outer_items(outer_length - first_outer) {
-    const int64 first_line = Tile::kAlong ? first_outer : first_inner;
-    const int64 first_place = Tile::kAlong ? first_inner : first_outer;
-    const int64 half_place = Tile::kAlong ? inner_length : outer_length;
-    const int64 half_line = LineAxis::kPaired ? (Tile::kAlong ? outer_length : inner_length) * stride : 0;
-    const int last_line = Tile::kAlong ? min(Tile::kOuter / Outer::kHalves, outer_items) - 1 : Chunks::kInnerItems - 1;
+    // From the first half to the second.
+    const int64 half = static_cast<int64>(outer_length) * (Tile::kAlong ? stride : 1);
+    const int64 first_half = Outer::kPaired && half < 0 ? half : 0;
+    const int last_line = Tile::kAlong ? min(kOuterItems, outer_items) - 1 : Tile::kInner - 1;
+    const int last_chunk = (outer_items - 1) / kChunkItems * kChunkItems;
     const int lowest = stride < 0 ? last_line : 0;
-    const int64 lowest_half = half_line < 0 ? half_line : 0;
-    tile_g = reinterpret_cast<const char*>(array_g + first_place + (first_line + lowest) * stride + lowest_half);
+    const int64 line = Tile::kAlong ? first_outer : first_inner, place = Tile::kAlong ? first_inner : first_outer;
+    tile_g = reinterpret_cast<const char*>(array_g + place + (line + lowest) * stride + first_half);
 #pragma unroll
     for (int i = 0; i < kCount; i++) {
-      const int last_place = Tile::kAlong ? Tile::kInner : (outer_items - 1) / kChunkItems * kChunkItems;
-      const int line = min(LineAxis::item(Chunks::line(i)), last_line);
-      const int place = min(PlaceAxis::item(Chunks::place(i)), last_place);
-      const int64 items = (line - lowest) * stride + LineAxis::half(Chunks::line(i)) * half_line - lowest_half + place +
-                          PlaceAxis::half(Chunks::place(i)) * half_place;
+      const int outer = Tile::kAlong ? Chunks::line(i) : Chunks::place(i);
+      const int item = min(Outer::item(outer), Tile::kAlong ? last_line : last_chunk);
+      const int of_line = Tile::kAlong ? item : Chunks::line(i), along = Tile::kAlong ? Chunks::place(i) : item;
+      const int64 items = (of_line - lowest) * stride + along + Outer::half(outer) * half - first_half;
       offset[i] = static_cast<uint32>(items * sizeof(float16));
     }
   }
 
-  // Piece i, `ahead` k-tiles before or behind the present one, of which `valid` items of the sum exist (in each half):
-  // all or none, unless it is ragged. Where it does not exist, the quad stays as it is. `displacement` leads, in bytes, to
-  // the same piece of the other half.
+  // Piece i, `ahead` k-tiles before or behind the present one, of which `valid` items of the sum exist: all or none,
+  // unless it is ragged. Where it does not exist, the quad stays as it is.
   template <bool kRagged>
-  __device__ __forceinline__ void load(Quad& quad, int i, int ahead, int valid, int64 displacement = 0) const {
-    const char* piece_g = tile_g + (displacement + ahead * Chunks::kInnerItems * item_bytes) + offset[i];
-    const int inner = kRagged ? Inner::item(Tile::kAlong ? Chunks::place(i) : Chunks::line(i)) : 0;
+  __device__ __forceinline__ void load(uint4& quad, int i, int ahead, int valid) const {
+    const char* piece_g = tile_g + ahead * Tile::kInner * item_bytes + offset[i];
+    const int inner = !kRagged ? 0 : Tile::kAlong ? Chunks::place(i) : Chunks::line(i);
     if constexpr (kVec == kChunkItems) {
       ld_global_v4_if(quad, piece_g, inner < valid);
     } else if (inner < valid) {
@@ -121,7 +103,7 @@ struct ArrayFeed {
 
   __device__ __forceinline__ void advance(int items) { tile_g += items * item_bytes; }
 
-  __device__ __forceinline__ static void store(uint32 tile_s, const Quad& quad, int i) {
+  __device__ __forceinline__ static void store(uint32 tile_s, const uint4& quad, int i) {
     st_shared_v4(tile_s + Chunks::shared_distance(i), quad);
   }
 };

@@ -2,8 +2,8 @@
 //
 // A product is  result (rows, columns) = A (rows, inner) B (inner, columns):
 //   forward  out = x w:      rows M, inner K, columns N (or gate and up)
-//   dx       dx = dz w^T:    rows M, inner N (or gate and up), columns K
-//   dw       dw = x^T dz:    rows K, inner M, columns N (or gate and up); or its transpose, dz^T x
+//   dx       dx = dz w^T:    rows M, inner N (or 2 N), columns K
+//   dw       dw = x^T dz:    rows K, inner M, columns N (or 2 N); or its transpose, dz^T x
 #pragma once
 
 #include "../../common/mma.cuh"
@@ -11,8 +11,7 @@
 // Field for field PRODUCT_PARAMS of cupyattn/kernels/structs.py. Strides are in items, from one contiguous line of an
 // array to the next. Of a paired axis the length is that of one half.
 struct ProductParams {
-  int64 a_stride, b_stride;
-  int64 preactivation_stride, out_stride, addend_stride;
+  int64 a_stride, b_stride, preactivation_stride, out_stride, addend_stride;
   int rows, columns, inner;
   int split_inner;                 // of the sum, in each of its parts but the last
   int group_log2, splits_log2;     // tiles of rows that neighbouring CTAs go down; parts of the sum

@@ -29,8 +29,10 @@ def _plan(problem: LinearProblem, arch: int) -> Plan:
     parts = [launches_for(product, problem, arch) for product in ("dx", "dw")]
     if problem.activation is not None and "preactivation" not in problem.layouts:
         parts.insert(0, _preactivation(problem, arch))
+    # A step that two products share, such as forming dz, is one object and runs once.
+    steps = {id(step): step for part in parts for step in part.steps}
     plan = Plan(
-        tuple(step for part in parts for step in part.steps),
+        tuple(steps.values()),
         outputs,
         lay_out_scratch({name: n for part in parts for name, n in part.scratch.items()}),
         zero_first=tuple(name for part in parts for name in part.zero_first),

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.dtypes import vector_items
-from cupyattn.kernels.configs.tables import cpp_bool, pairs, rows_for
-from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
-from cupyattn.kernels.structs import PRODUCT_STRUCT
+from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, pairs, rows_for
+from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
+from cupyattn.kernels.structs import PREACTIVATION_GRADIENT_STRUCT, PRODUCT_STRUCT
 
 FORWARD = KernelSpec(
     "linear_forward",
@@ -24,7 +26,40 @@ FORWARD = KernelSpec(
         PRODUCT_STRUCT,
     ),
 )
-KERNELS = (FORWARD,)
+PRODUCT = KernelSpec(
+    "linear_product",
+    "linear/tensor_core/product.cu",
+    (
+        *inputs("a", "b"),
+        *inputs("addend", optional=True),
+        *(Pointer(name, optional=True) for name in ("partials", "result")),
+        PRODUCT_STRUCT,
+    ),
+)
+SPLIT_SUMS = KernelSpec(
+    "linear_split_sums",
+    "linear/tensor_core/split_sums.cu",
+    (
+        *inputs("partials"),
+        *inputs("addend", optional=True),
+        Pointer("result"),
+        *(
+            Scalar(name, np.dtype(np.int64))
+            for name in ("rows", "columns", "parts", "addend_stride", "result_stride")
+        ),
+    ),
+)
+PREACTIVATION_GRADIENT = KernelSpec(
+    "linear_preactivation_gradient",
+    "linear/tensor_core/preactivation_gradient.cu",
+    (
+        *inputs("dout"),
+        *inputs("preactivation", optional=True),
+        *(Pointer(name, optional=True) for name in ("dz", "partials")),
+        PREACTIVATION_GRADIENT_STRUCT,
+    ),
+)
+KERNELS = (FORWARD, PRODUCT, SPLIT_SUMS, PREACTIVATION_GRADIENT)
 
 ACTIVATIONS = {
     None: "Identity",
@@ -99,41 +134,72 @@ _WIDE = (256, 192, 32, 64, 96, 1)
 _NARROW = (256, 128, 32, 64, 64, 1)
 _SMALL = (128, 128, 32, 64, 64, 2)
 
+_Table = Mapping[tuple[Shape, Lines], ProductConfig]
+
 # `models` is by a static model of the machine code (NVRTC 12.9.86, 2026-11-22, +-0.05): no Turing
 # card has been measured. The slots are the best of some dozens that were tried: ptxas places loads
 # and stores otherwise for each.
-_TURING: Mapping[tuple[Shape, Lines], ProductConfig] = {
+_TURING_FORWARD: _Table = {
     ("wide", _ALONG): ProductConfig(
         *_WIDE, Moves(2, 2, 2), Moves(0, 1, 3), 2, 0.955, "shared memory is busy for 0.71 of it"
     ),
     ("wide", _B_ACROSS): ProductConfig(
-        *_WIDE, Moves(2, 2, 2), Moves(0, 1, 3), 2, 0.885, "the same tile"
+        *_WIDE, Moves(2, 4, 2), Moves(0, 6, 2), 2, 0.931, "the same tile"
     ),
     ("narrow", _ALONG): ProductConfig(
-        *_NARROW, Moves(2, 1, 4), Moves(6, 1, 2), 2, 0.81, "the same"
+        *_NARROW, Moves(4, 1, 4), Moves(0, 6, 2), 2, 0.887, "the same"
     ),
     ("narrow", _B_ACROSS): ProductConfig(
-        *_NARROW, Moves(2, 1, 4), Moves(6, 1, 2), 2, 0.86, "the same"
+        *_NARROW, Moves(2, 1, 4), Moves(5, 1, 2), 2, 0.866, "the same"
     ),
     ("small", _ALONG): ProductConfig(*_SMALL, Moves(2, 1, 4), Moves(6, 1, 4), 2, 0.81, "the same"),
     ("small", _B_ACROSS): ProductConfig(
         *_SMALL, Moves(2, 1, 4), Moves(6, 1, 4), 2, 0.77, "the same"
     ),
 }
-
-PRODUCTS = {
-    75: _TURING,
-    80: {
-        (shape, lines): replace(_TURING["narrow" if shape == "wide" else shape, lines], mma_k=16)
-        for shape, lines in _TURING
-    },
+_TURING_PRODUCT: _Table = {
+    ("wide", _ALONG): ProductConfig(
+        *_WIDE, Moves(0, 5, 2), Moves(2, 5, 2), 1, 0.926, "shared memory is busy for 0.71 of it"
+    ),
+    ("wide", _B_ACROSS): ProductConfig(
+        *_WIDE, Moves(0, 4, 2), Moves(2, 4, 2), 1, 0.899, "shared memory is busy for 0.71 of it"
+    ),
+    ("wide", _ACROSS): ProductConfig(
+        *_WIDE, Moves(0, 4, 2), Moves(2, 4, 2), 1, 0.936, "shared memory is busy for 0.71 of it"
+    ),
+    ("narrow", _ALONG): ProductConfig(
+        *_NARROW, Moves(4, 1, 4), Moves(0, 6, 2), 2, 0.887, "the same"
+    ),
+    ("narrow", _B_ACROSS): ProductConfig(
+        *_NARROW, Moves(2, 1, 4), Moves(5, 1, 2), 2, 0.866, "the same"
+    ),
+    ("narrow", _ACROSS): ProductConfig(
+        *_NARROW, Moves(2, 1, 4), Moves(5, 1, 2), 2, 0.807, "the same"
+    ),
+    ("small", _ALONG): ProductConfig(*_SMALL, Moves(2, 1, 4), Moves(6, 1, 4), 2, 0.81, "the same"),
+    ("small", _B_ACROSS): ProductConfig(
+        *_SMALL, Moves(2, 1, 4), Moves(6, 1, 4), 2, 0.77, "the same"
+    ),
+    ("small", _ACROSS): ProductConfig(*_SMALL, Moves(2, 1, 4), Moves(6, 1, 4), 2, 0.77, "the same"),
 }
+
+
+def _ampere(rows: _Table) -> _Table:
+    """Two steps in one instruction, whose fragments do not fit beside 64 x 96 accumulators."""
+    return {
+        (shape, lines): replace(rows["narrow" if shape == "wide" else shape, lines], mma_k=16)
+        for shape, lines in rows
+    }
+
+
+FORWARDS = {75: _TURING_FORWARD, 80: _ampere(_TURING_FORWARD)}
+PRODUCTS = {75: _TURING_PRODUCT, 80: _ampere(_TURING_PRODUCT)}
 """By architecture, then by the tile and the directions of the operands' lines."""
 
 
-def product_row(arch: int, shape: Shape, lines: Lines) -> ProductConfig:
-    """Return the table row."""
-    return rows_for(PRODUCTS, arch)[shape, lines]
+def row_of(kernel: KernelSpec, arch: int, shape: Shape, lines: Lines) -> ProductConfig:
+    """Return the table row of the forward or of a product of the backward."""
+    return rows_for(FORWARDS if kernel is FORWARD else PRODUCTS, arch)[shape, lines]
 
 
 @cache
@@ -166,12 +232,54 @@ def forward(
     """
     return _specialise(
         FORWARD,
-        product_row(arch, shape, Lines(True, w_along)),
+        row_of(FORWARD, arch, shape, Lines(True, w_along)),
         vec,
         out_vec,
-        W_LINES="kAlong" if w_along else "kAcross",
+        W_LINES=_lines(w_along),
         ACTIVATION=ACTIVATIONS[activation],
         PAIRED=cpp_bool(paired),
+    )
+
+
+@cache
+def product(
+    arch: int, shape: Shape, lines: Lines, vec: int, out_vec: int, *, split: bool = False
+) -> Specialisation:
+    """Specialise a product of the backward; with `split` CTAs share tiles of the result."""
+    return _specialise(
+        PRODUCT,
+        row_of(PRODUCT, arch, shape, lines),
+        vec,
+        out_vec,
+        A_LINES=_lines(lines.a),
+        B_LINES=_lines(lines.b),
+        SPLIT=cpp_bool(split),
+    )
+
+
+def _lines(along: bool) -> str:
+    return "kAlong" if along else "kAcross"
+
+
+_THREADS = 256  # of the kernels below
+
+
+@cache
+def split_sums(vec: int) -> Specialisation:
+    """Specialise the kernel that adds the parts of a product; `vec` columns a thread."""
+    return SPLIT_SUMS.specialise(threads=_THREADS, VEC=vec)
+
+
+@cache
+def preactivation_gradient(vec: int, activation: str | None, *, paired: bool) -> Specialisation:
+    """Specialise the kernel that forms dz and its sums; `vec` columns a thread."""
+    halves = 2 if paired else 1
+    return PREACTIVATION_GRADIENT.specialise(
+        threads=_THREADS,
+        static_shared_bytes=_THREADS * vec * halves * FLOAT_BYTES,
+        ACTIVATION=ACTIVATIONS[activation],
+        PAIRED=cpp_bool(paired),
+        VEC=vec,
     )
 
 
@@ -202,14 +310,24 @@ def _specialise(
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
-    """Yield every row, with vector and scalar accesses, activations in pairs with the layouts."""
+    """Yield every row, with vector and scalar accesses; activations in pairs with the layouts."""
     vec = vector_items("float16")
-    for shape, lines in rows_for(PRODUCTS, arch):
+    for shape, lines in rows_for(FORWARDS, arch):
         yield forward(arch, shape, vec, vec, w_along=lines.b)
     for activation, paired, w_along in pairs(ACTIVATIONS, (False, True), (False, True)):
-        if activation or not paired:
+        if activation:
             yield forward(
                 arch, "wide", vec, vec, w_along=w_along, activation=activation, paired=paired
             )
     for w_along in (False, True):
         yield forward(arch, "narrow", 1, 1, w_along=w_along)
+    for shape, lines in rows_for(PRODUCTS, arch):
+        yield product(arch, shape, lines, vec, vec)
+    for lines in (_ALONG, _B_ACROSS, _ACROSS):
+        yield product(arch, "narrow", lines, 1, 1)
+    yield product(arch, "wide", _ACROSS, vec, vec, split=True)
+    for items in (1, vec):
+        yield split_sums(items)
+        for activation, paired in pairs(ACTIVATIONS, (False, True)):
+            if activation or not paired:
+                yield preactivation_gradient(items, activation, paired=paired)

@@ -20,7 +20,7 @@ template <int kFirst_, int kStep_, int kRing_, int kChunks_>
 struct Moves {
   static constexpr int kFirst = kFirst_, kStep = kStep_, kRing = kRing_, kChunks = kChunks_;
   static constexpr int kLast = kFirst + (kChunks - 1) * kStep;
-  static_assert(kChunks % kRing == 0, "a chunk's registers are the same in every k-tile");
+  static_assert(kRing <= kChunks, "a chunk's registers are the same in every k-tile");
 };
 
 template <typename FeedA_, typename FeedB_, int kWarpRows, int kWarpColumns>
@@ -30,7 +30,6 @@ struct TileProduct {
   using TileA = typename FeedA::Tile;
   using TileB = typename FeedB::Tile;
   static constexpr int kInner = TileA::kInner;
-  static constexpr int kItems = FeedA::Chunks::kInnerItems;  // of the sum in a k-tile, of each half
   static constexpr int kMTiles = kWarpRows / 16;
   static constexpr int kNTiles = kWarpColumns / 8;
   static constexpr int kColumnGroups = kWarpColumns / kFragmentOuter;
@@ -45,12 +44,9 @@ struct TileProduct {
   using MovesB = Moves<B_SLOT, B_STEP, B_RING, FeedB::kCount>;
   static_assert(MovesA::kLast < kBarrierSlot && MovesB::kLast < kBarrierSlot, "every store precedes the barrier");
   static_assert(kWarpRows % kFragmentOuter == 0 && kWarpColumns % kFragmentOuter == 0, "whole ldmatrix.x4");
-  static_assert(TileA::kInner == TileB::kInner && FeedB::Chunks::kInnerItems == kItems, "one walk over the sum");
-  static_assert(kSteps >= 2, "fragments are read a step ahead");
+  static_assert(TileA::kInner == TileB::kInner && kSteps >= 2, "fragments are read a step ahead");
 
   using Accumulators = float[kMTiles][kNTiles][4];
-  template <typename Feed, typename FeedMoves>
-  using Ring = typename Feed::Quad[FeedMoves::kRing];
 
   struct Fragments {
     uint32 a[A_SETS][kSub][kMTiles][2];
@@ -59,8 +55,8 @@ struct TileProduct {
 
   FeedA& feed_a;
   FeedB& feed_b;
-  Ring<FeedA, MovesA> ring_a;
-  Ring<FeedB, MovesB> ring_b;
+  uint4 ring_a[MovesA::kRing];
+  uint4 ring_b[MovesB::kRing];
   FragmentPlace<TileA> place_a;
   FragmentPlace<TileB> place_b;
   uint32 store_a, store_b;  // where this thread's chunks go: the other stage
@@ -88,10 +84,10 @@ struct TileProduct {
 
   template <typename Feed>
   __device__ __forceinline__ void bring_first(Feed& feed, uint32 to_s, int first_items) const {
-    typename Feed::Quad quads[Feed::kCount];
+    uint4 quads[Feed::kCount];
 #pragma unroll
     for (int i = 0; i < Feed::kCount; i++) {
-      quads[i] = {};
+      quads[i] = make_uint4(0, 0, 0, 0);
       feed.template load<true>(quads[i], i, 0, first_items);
     }
 #pragma unroll
@@ -101,25 +97,25 @@ struct TileProduct {
 
   // What the loop stores first, of the second k-tile. The feed moves on to the third.
   template <typename Feed, int kRing>
-  __device__ __forceinline__ void fill(Feed& feed, typename Feed::Quad (&ring)[kRing]) const {
+  __device__ __forceinline__ void fill(Feed& feed, uint4 (&ring)[kRing]) const {
 #pragma unroll
     for (int i = 0; i < kRing; i++) {
-      ring[i] = {};
-      feed.template load<false>(ring[i], i, 0, tiles > 1 ? kItems : 0);
+      ring[i] = make_uint4(0, 0, 0, 0);
+      feed.template load<false>(ring[i], i, 0, tiles > 1 ? kInner : 0);
     }
-    feed.advance(kItems);
+    feed.advance(kInner);
   }
 
   // Chunk i to shared memory, and the one that takes its registers from global memory.
   template <typename FeedMoves, typename Feed, int kRing>
-  __device__ __forceinline__ void move(int slot, Feed& feed, typename Feed::Quad (&ring)[kRing], uint32 to_s) const {
+  __device__ __forceinline__ void move(int slot, Feed& feed, uint4 (&ring)[kRing], uint32 to_s) const {
 #pragma unroll
     for (int i = 0; i < FeedMoves::kChunks; i++) {
       if (slot != FeedMoves::kFirst + i * FeedMoves::kStep) continue;
       feed.store(to_s, ring[i % kRing], i);
-      const int next = (i + kRing) % FeedMoves::kChunks;
       const bool wraps = i + kRing >= FeedMoves::kChunks;  // into the k-tile after the next
-      feed.template load<false>(ring[i % kRing], next, wraps ? 0 : -1, tiles > (wraps ? 2 : 1) ? kItems : 0);
+      const int next = wraps ? i % kRing : i + kRing;
+      feed.template load<false>(ring[i % kRing], next, wraps ? 0 : -1, tiles > (wraps ? 2 : 1) ? kInner : 0);
     }
   }
 
@@ -195,8 +191,8 @@ struct TileProduct {
         read_b(next_step, column_group);
       }
     }
-    feed_a.advance(kItems);
-    feed_b.advance(kItems);
+    feed_a.advance(kInner);
+    feed_b.advance(kInner);
     tiles--;
   }
 

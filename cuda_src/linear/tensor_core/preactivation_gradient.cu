@@ -1,0 +1,99 @@
+// dz, the gradient of linear's preactivation z = x w + b, and partial sums of it over rows, which become db.
+//
+//   out = f(z):           dz = dout f'(z)
+//   out = f(gate) up:     dgate = dout up f'(gate),   dup = dout f(gate)        (z = gate and up)
+//
+// It is formed once, for dx = dz w^T and for dw = x^T dz. Formed in the products instead, on the way to shared memory, it
+// is formed again for every tile beside it, on Turing's slowest pipe: by the static model both products then keep tensor
+// cores at 0.65, where they have 0.93 of plain operands. That costs more than this pass, whose reads db needs anyway, from
+// K = 800 on.
+//
+// Shapes    dout (rows, columns), z (rows, columns), with PAIRED (rows, 2 columns), rows of both contiguous; dz like z,
+//           contiguous; partials (row blocks, columns or 2 columns). Null: dz without an activation (then it is dout),
+//           partials without a bias.
+// Work      a thread owns VEC columns, a CTA (cooperative thread array, a block of threads) 32 of these and block_rows
+//           rows, of which every warp takes each THREADS / 32-th. Grid ceil(columns / (32 VEC)) * row blocks.
+// Budget    a float of shared memory for each warp and column; VEC sums of each half in registers.
+// Edges     columns and rows beyond the arrays are not read.
+#if !defined(ACTIVATION) || !defined(PAIRED) || !defined(VEC) || !defined(THREADS) || !defined(SHARED_BYTES)
+#error "ACTIVATION, PAIRED, VEC, THREADS and SHARED_BYTES come from a launch-configuration table"
+#endif
+#include "../../common/vec.cuh"
+#include "activation.cuh"
+
+// Field for field PREACTIVATION_GRADIENT_PARAMS of cupyattn/kernels/structs.py. Strides are in items.
+struct PreactivationGradientParams {
+  int64 dout_stride, preactivation_stride;
+  int rows, columns;  // of a half
+  int block_rows, column_blocks;
+};
+static_assert(sizeof(PreactivationGradientParams) == PREACTIVATION_GRADIENT_PARAMS_BYTES,
+              "the struct and its NumPy twin are one layout");
+
+constexpr int kHalves = PAIRED ? 2 : 1;
+constexpr int kWarps = THREADS / kWarpSize;
+static_assert(THREADS % kWarpSize == 0 && (VEC == 1 || VEC * sizeof(float16) == kVectorBytes), "whole warps, vectors");
+
+struct Smem {
+  float sums[kWarps][kHalves][kWarpSize * VEC];
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
+
+// Of the columns that this thread owns in a row: those of the gate, then those of up.
+__device__ __forceinline__ void form_gradient(float (&dz)[kHalves][VEC], const float16* dout_g, const float16* z_g,
+                                              int columns) {
+  float dout[VEC], z[VEC] = {}, up[VEC];
+  load_vec(dout, dout_g);
+  if constexpr (kReadsInput<ACTIVATION>) load_vec(z, z_g);
+  if constexpr (PAIRED) load_vec(up, z_g + columns);
+#pragma unroll
+  for (int i = 0; i < VEC; i++) {
+    dz[0][i] = dout[i] * ACTIVATION::derivative(z[i]);
+    if constexpr (PAIRED) {
+      dz[0][i] *= up[i];
+      dz[kHalves - 1][i] = dout[i] * ACTIVATION::value(z[i]);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    linear_preactivation_gradient(const float16* dout_g, const float16* preactivation_g, float16* dz_g,
+                                  float* partials_g, const PreactivationGradientParams params) {
+  __shared__ Smem smem_s;
+  const int block = blockIdx.x / params.column_blocks, column_block = blockIdx.x - block * params.column_blocks;
+  const int column = (column_block * kWarpSize + lane_index()) * VEC;
+  const bool exists = column < params.columns;
+  const int64 width = static_cast<int64>(params.columns) * kHalves;
+
+  // Phase 1: the rows of this warp.
+  float sums[kHalves][VEC] = {};
+  const int first_row = block * params.block_rows, end = min(first_row + params.block_rows, params.rows);
+  for (int row = first_row + warp_index(); exists && row < end; row += kWarps) {
+    float dz[kHalves][VEC];
+    form_gradient(dz, dout_g + row * params.dout_stride + column,
+                  preactivation_g + row * params.preactivation_stride + column, params.columns);
+#pragma unroll
+    for (int half = 0; half < kHalves; half++) {
+      if (dz_g != nullptr) store_vec(dz_g + row * width + half * params.columns + column, dz[half]);
+#pragma unroll
+      for (int i = 0; i < VEC; i++) sums[half][i] += dz[half][i];
+    }
+  }
+  if (partials_g == nullptr) return;
+
+  // Phase 2: the sums of all warps, one column a thread at a time.
+#pragma unroll
+  for (int half = 0; half < kHalves; half++) {
+#pragma unroll
+    for (int i = 0; i < VEC; i++) smem_s.sums[warp_index()][half][i * kWarpSize + lane_index()] = sums[half][i];
+  }
+  __syncthreads();  // smem_s.sums: written by every warp
+  for (int at = threadIdx.x; at < kHalves * kWarpSize * VEC; at += THREADS) {
+    const int half = at / (kWarpSize * VEC), own = at % (kWarpSize * VEC);
+    const int to = (column_block * kWarpSize + own % kWarpSize) * VEC + own / kWarpSize;
+    float total = 0.f;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; warp++) total += smem_s.sums[warp][half][own];
+    if (to < params.columns) partials_g[block * width + half * params.columns + to] = total;
+  }
+}

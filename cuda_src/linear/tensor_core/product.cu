@@ -1,0 +1,54 @@
+// result = A B + addend on tensor cores: float16 in and out, float32 accumulation. The products of linear's backward:
+// dx = dz w^T, dw = x^T dz, or where the columns of dw are contiguous dw^T = dz^T x.
+//
+// Shapes    A (rows, inner) and B (inner, columns), each with lines along the sum (A_LINES is kAlong: rows of A are
+//           contiguous; B_LINES: columns of B) or across it. result (rows, columns), rows contiguous. addend, if given,
+//           is added before the rounding: the result itself, to accumulate.
+// Split     where the result has few tiles, 2^splits_log2 CTAs share each: every one adds up a part of the sum and leaves
+//           it in float32 in partials (parts, rows, columns), which column_sums.cu adds in order (SPLIT).
+// Tiles, grid, budget, barriers, edges: as in forward.cu.
+#if !defined(A_LINES) || !defined(B_LINES) || !defined(SPLIT)
+#error "A_LINES, B_LINES and SPLIT come from a launch-configuration table"
+#endif
+#include "config.cuh"
+
+struct Traits {
+  using Rows = Axis<false>;
+  using Columns = Axis<false>;
+  using FeedA = ArrayFeed<Chunks<TileOfA<Lines::A_LINES>, Rows, CtaShape::kThreads>, VEC>;
+  using FeedB = ArrayFeed<Chunks<TileOfB<Lines::B_LINES>, Columns, CtaShape::kThreads>, VEC>;
+  using Product = TileProduct<FeedA, FeedB, WARP_ROWS, WARP_COLUMNS>;
+};
+
+using Product = Traits::Product;
+static_assert(2 * Product::kStageBytes == SHARED_BYTES, "the table counts other shared memory");
+
+extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
+    linear_product(const float16* a_g, const float16* b_g, const float16* addend_g, float* partials_g,
+                   float16* result_g, const ProductParams params) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+
+  // Phase 1: the place of this CTA, and its part of the sum.
+  const Place cta = place_of_cta(params);
+  const int first_row = cta.row_tile * CtaShape::kTileRows, first_column = cta.column_tile * CtaShape::kTileColumns;
+  if (first_row >= params.rows) return;
+  const int first_inner = SPLIT ? cta.split * params.split_inner : 0;
+  const int inner = SPLIT ? min(params.split_inner, params.inner - first_inner) : params.inner;
+
+  // Phase 2: the product. The first k-tile is the ragged one.
+  Traits::FeedA a(a_g, params.a_stride, first_row, params.rows, first_inner);
+  Traits::FeedB b(b_g, params.b_stride, first_column, params.columns, first_inner);
+  const int k_tiles = div_up(inner, CtaShape::kInner);
+  Product product(a, b, shared_address(shared_bytes), k_tiles, inner - (k_tiles - 1) * CtaShape::kInner);
+  Product::Accumulators acc;
+  clear_sums(acc);
+  product.add_to(acc);
+
+  // Phase 3: store.
+  const auto place = warp_place<Product, Traits::Rows, Traits::Columns>(cta, params);
+  if constexpr (SPLIT) {
+    store_partials(partials_g + cta.split * (static_cast<int64>(params.rows) * params.columns), acc, place);
+  } else {
+    store_sums({result_g, params.out_stride}, {const_cast<float16*>(addend_g), params.addend_stride}, acc, place);
+  }
+}
