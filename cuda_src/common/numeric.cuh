@@ -21,6 +21,7 @@ constexpr float kLn2 = 0.6931471805599453f;
 enum class Unit { kNatural, kLog2 };  // of an exponent
 
 __device__ __forceinline__ float to_float(float32 x) { return x; }
+__device__ __forceinline__ float to_float(bool x) { return x ? 1.f : 0.f; }
 __device__ __forceinline__ float to_float(float16 x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(bfloat16 x) { return __bfloat162float(x); }
 

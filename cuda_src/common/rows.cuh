@@ -38,12 +38,18 @@ struct RowTraits {
   static constexpr int kVec = kVec_;
   static constexpr bool kResident = kResident_;  // the whole row fits in the registers of its threads
   static constexpr int kHeldStrips = kResident ? kStrips_ : 1;
+  static constexpr int kStrips = kStrips_;  // held, or loaded before the first of them is used: a batch
   static constexpr int kRowsPerCta = kThreads / kLanes;
   static constexpr int kStripItems = kLanes * kVec;
 
   // How many strips to walk: a constant for a resident row, so that its loops unroll and it stays in registers.
   static __device__ __forceinline__ int64 strips(int64 length) {
     return kResident ? kHeldStrips : (length + kStripItems - 1) / kStripItems;
+  }
+  // The same by batches of kStrips strips; a resident row is one batch.
+  static __device__ __forceinline__ int64 batches(int64 length) {
+    constexpr int kBatchItems = kStripItems * kStrips;
+    return kResident ? 1 : (length + kBatchItems - 1) / kBatchItems;
   }
   static __device__ __forceinline__ constexpr int held(int64 strip) { return kResident ? static_cast<int>(strip) : 0; }
 
@@ -77,6 +83,22 @@ __device__ __forceinline__ void load_strip(float (&values)[Rows::kVec], const Sc
   } else {
 #pragma unroll
     for (int i = 0; i < Rows::kVec; i++) values[i] = absent;
+  }
+}
+
+// Of an array that broadcasts to the rows: items of neighbouring columns lie side by side and come in vectors (kWhole),
+// or `stride` items apart, 0 where one serves all columns. Columns from `length` on read as 0.
+template <typename Rows, bool kWhole, typename Scalar>
+__device__ __forceinline__ void load_broadcast(float (&values)[Rows::kVec], const Scalar* row_g, int64 stride,
+                                               int64 strip, int64 length) {
+  if constexpr (kWhole) {
+    load_strip<Rows>(values, row_g, strip, length, 0.f);
+  } else {
+    const int64 column = strip_column<Rows>(strip);
+#pragma unroll
+    for (int i = 0; i < Rows::kVec; i++) {
+      values[i] = column + i < length ? to_float(row_g[(column + i) * stride]) : 0.f;
+    }
   }
 }
 

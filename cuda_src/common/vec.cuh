@@ -13,12 +13,18 @@ struct alignas(sizeof(Scalar) * kItems) Vec {
   Scalar item[kItems];
 };
 
-// Read as float32. `source` must be aligned to kItems * sizeof(Scalar).
+// Read as float32, 16 bytes at a time at the most. `source` must be aligned to the smaller of 16 bytes and
+// kItems * sizeof(Scalar).
 template <int kItems, typename Scalar>
 __device__ __forceinline__ void load_vec(float (&values)[kItems], const Scalar* source) {
-  const Vec<Scalar, kItems> loaded = *reinterpret_cast<const Vec<Scalar, kItems>*>(source);
+  constexpr int kPiece = kItems * sizeof(Scalar) <= kVectorBytes ? kItems : kVectorBytes / sizeof(Scalar);
+  static_assert(kItems % kPiece == 0, "whole pieces");
 #pragma unroll
-  for (int i = 0; i < kItems; i++) values[i] = to_float(loaded.item[i]);
+  for (int first = 0; first < kItems; first += kPiece) {
+    const Vec<Scalar, kPiece> loaded = *reinterpret_cast<const Vec<Scalar, kPiece>*>(source + first);
+#pragma unroll
+    for (int i = 0; i < kPiece; i++) values[first + i] = to_float(loaded.item[i]);
+  }
 }
 
 // Round to Scalar and write to global memory, 16 bytes at a time at the most. `target` must be aligned to the smaller of 16 bytes and

@@ -28,6 +28,7 @@ from cupyattn.errors import error
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.configs.rows import (
     COLUMN_SUMS_COLUMNS,
+    OF_THE_PLAN,
     SUMMING_CTAS,
     Macros,
     Result,
@@ -98,12 +99,22 @@ class RowProblem:
         }
         return {name: of[kind] for name, kind in self.kernel.results.items() if self.is_there(name)}
 
-    @property
-    def macros(self) -> Macros:
-        """What the call decides of how the kernel is compiled."""
-        present = [name for name in self.kernel.optional if self.is_there(name)]
-        integers = {name: self.layouts[name].dtype.name for name in self.kernel.integers}
-        return self.kernel.macros_of(present, integers, self.choices)
+    def macros(self, vec: int) -> Macros:
+        """Return what the call decides of how the kernel is compiled, with `vec` items a load."""
+        kernel, layouts = self.kernel, self.layouts
+        present = [name for name in kernel.optional if self.is_there(name)]
+        typed = [name for name in (*kernel.integers, *kernel.broadcast) if name in layouts]
+        dtypes = {name: layouts[name].dtype.name for name in typed}
+        whole = [name for name in kernel.broadcast if name in layouts and self._whole(name, vec)]
+        return kernel.macros_of(present, dtypes, self.choices, whole)
+
+    def _whole(self, name: str, vec: int) -> bool:
+        """Whether an array that broadcasts comes in vectors, of at most 16 bytes each."""
+        *outer, column = self.layouts[name].strides
+        itemsize = self.layouts[name].dtype.itemsize
+        aligned_to = min(vec * itemsize, VECTOR_BYTES)
+        starts = (self.starts.get(name, 0), *outer)
+        return vec > 1 and column == itemsize and not any(each % aligned_to for each in starts)
 
 
 def _statistics(dtype: np.dtype) -> np.dtype:
@@ -130,7 +141,7 @@ def row_problem(
     wanted : iterable of str
         Optional results to make where none was given.
     choices, **scalars
-        A value for each choice and each scalar of the kernel, but for one named accumulate.
+        A value for each choice and each scalar of the kernel, but for those of the plan.
 
     Raises
     ------
@@ -138,7 +149,9 @@ def row_problem(
         As the public functions document.
     """
     values = [
-        (name, kind(scalars[name])) for name, kind in kernel.scalars.items() if name != "accumulate"
+        (name, kind(scalars[name]))
+        for name, kind in kernel.scalars.items()
+        if name not in OF_THE_PLAN
     ]
     decided = tuple((name, choices[name]) for name in kernel.choices)
     problem = _cached_problem(
@@ -158,9 +171,13 @@ def _cached_problem(
 ) -> RowProblem:
     layouts = layouts_of(description)
     require_arrays(layouts, [name for name in kernel.inputs if name not in kernel.optional])
+    shape = layouts[kernel.rows[0]].shape
+    for name in kernel.broadcast:
+        if name in layouts:
+            layouts[name] = _broadcast(name, layouts[name], shape, kernel.broadcast[name])
     problem = RowProblem(
         kernel,
-        layouts[kernel.rows[0]].shape,
+        shape,
         layouts[kernel.rows[0]].dtype,
         dict(scalars),
         dict(choices),
@@ -176,6 +193,31 @@ def _cached_problem(
     if "workspace" in layouts:
         require_workspace(layouts["workspace"])
     return problem
+
+
+def _broadcast(
+    name: str, layout: Layout, shape: tuple[int, ...], dtypes: tuple[str, ...]
+) -> Layout:
+    """Return the layout of an array as it is read for each item of the rows."""
+    require_dtype(name, layout, dtypes)
+    require_whole_item_strides(name, layout)
+    extents = (1,) * (len(shape) - len(layout.shape)) + layout.shape
+    fits = len(extents) == len(shape) and all(
+        extent in (1, full) for extent, full in zip(extents, shape, strict=True)
+    )
+    if not fits:
+        raise error(
+            ValueError,
+            f"{name} has shape {layout.shape}",
+            f"it broadcasts to the rows' shape {shape}",
+            f"give it axes of 1 where it does not vary, as {name}[:, None] does",
+        )
+    strides = (0,) * (len(shape) - len(layout.shape)) + layout.strides
+    return Layout(
+        shape,
+        tuple(0 if n == 1 else stride for n, stride in zip(extents, strides, strict=True)),
+        layout.dtype,
+    )
 
 
 def _check_inputs(problem: RowProblem) -> None:
@@ -198,7 +240,7 @@ def _check_inputs(problem: RowProblem) -> None:
             require_dtype(name, layout, CPU_FLOATS)
             require_shape(name, layout, problem.shape[-1:], "(N,), an item for each column")
             require_contiguous_rows(name, layout)
-        else:
+        elif name not in kernel.broadcast:
             allowed = INTEGERS if name in kernel.integers else (_statistics(problem.dtype).name,)
             require_dtype(name, layout, allowed)
             require_shape(name, layout, problem.shape[:-1], "an item for each row")
@@ -231,10 +273,12 @@ def _plan(problem: RowProblem, arch: int, accumulate: bool) -> Plan:
     config = kernel.config(arch, problem.length)
     ctas = -(-problem.count // config.rows_per_cta)
     ctas = min(ctas, SUMMING_CTAS) if sums else ctas
-    specialisation = kernel.specialise(arch, dtype, problem.length, vec, problem.macros)
+    specialisation = kernel.specialise(arch, dtype, problem.length, vec, problem.macros(vec))
     partials = {name: f"{name}_partials" for name in sums}
-    scalars = {**problem.scalars, "accumulate": accumulate}
-    values = [scalars[name] for name in kernel.scalars]
+    queries = problem.shape[-2] if len(problem.shape) > 1 else 1
+    scalars = {**problem.scalars, "accumulate": accumulate, "queries": queries}
+    values = [_column_stride(layouts.get(name)) for name in kernel.broadcast]
+    values += [scalars[name] for name in kernel.scalars]
     steps = [Step.of(specialisation, ctas, *values, _params(problem, layouts), renamed=partials)]
     for name, partial in partials.items():
         columns = -(-problem.length // COLUMN_SUMS_COLUMNS)
@@ -245,6 +289,11 @@ def _plan(problem: RowProblem, arch: int, accumulate: bool) -> Plan:
     plan = Plan(tuple(steps), outputs, scratch, zero_new=accumulate)
     plan.require_arrays(problem.layouts)
     return plan
+
+
+def _column_stride(layout: Layout | None) -> int:
+    """Return how many items apart neighbouring columns are; 0 of what is absent."""
+    return layout.strides[-1] // layout.dtype.itemsize if layout else 0
 
 
 def _vector(problem: RowProblem, layouts: Mapping[str, Layout]) -> int:

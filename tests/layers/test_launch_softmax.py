@@ -19,13 +19,13 @@ def test_what_softmax_passes_to_its_kernel(recorder):
     assert dict(forward.macros)["VEC"] == 4
     assert grid == (-(-3 * 4 * 5 // (forward.threads // dict(forward.macros)["LANES"])), 1, 1)
     assert (params["rows"], params["length"]) == (60, 24)
-    assert params["shape"].tolist() == [1, 1, 1, 60]
-    assert params["strides"].tolist() == [[0, 0, 0, 24]] * 2
+    assert params["shape"].tolist() == [60, 1, 1, 1]
+    assert params["strides"].tolist() == [[24, 0, 0, 0]] * 2
     assert backward.spec.entry == "softmax_backward"
     assert arguments[0] is strided
-    assert arguments[-1]["shape"].tolist() == [1, 3, 4, 5]
+    assert arguments[-1]["shape"].tolist() == [3, 4, 5, 1]
     assert arguments[-1]["strides"].tolist() == [
-        [0, 960, -240, 48],
-        [0, 480, 120, 24],
-        [0, 480, 120, 24],
+        [960, -240, 48, 0],
+        [480, 120, 24, 0],
+        [480, 120, 24, 0],
     ]

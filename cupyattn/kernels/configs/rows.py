@@ -41,6 +41,8 @@ class RowConfig:
     items: int
     """Items of a row that a thread holds; 0 where the row is read again in each pass."""
     reason: str
+    in_flight: int = 0
+    """Where it is read in each pass, items that a thread loads before it uses the first of them."""
 
     @property
     def rows_per_cta(self) -> int:
@@ -65,6 +67,10 @@ SUMMING_CTAS = 512
 """CTAs of a kernel with column sums, each of which leaves a partial sum of the rows it walked."""
 
 
+OF_THE_PLAN = ("accumulate", "queries")
+"""Numbers that a plan knows by itself: whether a call adds to what its results hold (sums over
+columns need not be told), and the extent of the axis before the last."""
+
 INTEGERS = ("int32", "int64")
 """Of arrays such as labels, by the names that the kernels have for them."""
 
@@ -85,6 +91,11 @@ class RowKernel:
         Arrays with one item for each row, in the dtype of statistics, of any strides.
     integers : tuple of str
         The same, int32 or int64: the macro <NAME>_DTYPE says which.
+    broadcast : mapping
+        Arrays that broadcast to the rows' shape, with the dtypes that they may have: the macro
+        <NAME>_DTYPE says which. Where <NAME>_WHOLE, items of neighbouring columns come in vectors
+        as those of rows do; otherwise the number <name>_stride says how far apart they are, 0 for
+        one item that serves all columns.
     results : mapping
         What is written, by name. A COLUMN_SUM is passed as float32 partial sums (CTAs, length).
     optional : tuple of str
@@ -96,8 +107,7 @@ class RowKernel:
     choices : mapping
         Macros that a call decides, each with its values.
     scalars : mapping
-        Numbers passed by value, with their dtypes. One named accumulate is 1 where a call adds to
-        what its results hold, which for sums over columns is done without it.
+        Numbers passed by value, with their dtypes. Those of `OF_THE_PLAN` follow from the call.
     table : RowTable
         By architecture and length.
     """
@@ -109,6 +119,7 @@ class RowKernel:
     columns: tuple[str, ...] = ()
     per_row: tuple[str, ...] = ()
     integers: tuple[str, ...] = ()
+    broadcast: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
     follows: Mapping[str, str] = field(default_factory=dict)
     in_place: Mapping[str, str] = field(default_factory=dict)
@@ -123,7 +134,7 @@ class RowKernel:
     @property
     def inputs(self) -> tuple[str, ...]:
         """What is read, in the order of the parameters."""
-        return (*self.rows, *self.columns, *self.per_row, *self.integers)
+        return (*self.rows, *self.columns, *self.per_row, *self.integers, *self.broadcast)
 
     @property
     def whole_rows(self) -> tuple[str, ...]:
@@ -137,6 +148,7 @@ class RowKernel:
             *self.rows,
             *self.per_row,
             *self.integers,
+            *self.broadcast,
             *self.results_of(Result.ROW),
             *self.results_of(Result.PER_ROW),
         )
@@ -151,6 +163,7 @@ class RowKernel:
         parameters: tuple[Parameter, ...] = (
             *(Pointer(name, const=True, optional=self.may_be_absent(name)) for name in self.inputs),
             *(Pointer(name, optional=self.may_be_absent(name)) for name in self.results),
+            *(Scalar(f"{name}_stride", np.dtype(np.int64)) for name in self.broadcast),
             *(Scalar(name, np.dtype(kind)) for name, kind in self.scalars.items()),
             rows_struct(len(self.strided)),
         )
@@ -162,7 +175,11 @@ class RowKernel:
         return next(row for limit, row in rows if limit is None or length <= limit)
 
     def macros_of(
-        self, present: Container[str], integers: Mapping[str, str], choices: Mapping[str, Any]
+        self,
+        present: Container[str],
+        dtypes: Mapping[str, str],
+        choices: Mapping[str, Any],
+        whole: Container[str] = (),
     ) -> Macros:
         """Return the macros of a call.
 
@@ -170,41 +187,68 @@ class RowKernel:
         ----------
         present : container of str
             Those of the optional arrays that are there.
-        integers : mapping
-            The dtypes of the arrays of integers.
+        dtypes : mapping
+            Those of the arrays of integers, and of the arrays that broadcast and are there.
         choices : mapping
             What the call decides.
+        whole : container of str
+            The arrays that broadcast and come in vectors.
         """
         macros: dict[str, int | str] = {
             f"WITH_{name.upper()}": cpp_bool(name in present) for name in self.optional
         }
-        macros |= {f"{name.upper()}_DTYPE": integers[name] for name in self.integers}
+        macros |= {f"{name.upper()}_DTYPE": dtypes[name] for name in self.integers}
+        for name, allowed in self.broadcast.items():
+            macros[f"{name.upper()}_DTYPE"] = dtypes.get(name, allowed[0])
+            macros[f"{name.upper()}_WHOLE"] = cpp_bool(name in whole)
         for name in self.choices:
             value = choices[name]
             macros[name.upper()] = cpp_bool(value) if isinstance(value, bool) else value
         return tuple(macros.items())
 
     def specialise(
-        self, arch: int, dtype: str, length: int, vec: int, macros: Macros = ()
+        self, arch: int, dtype: str, length: int, vec: int, macros: Macros | None = None
     ) -> Specialisation:
-        """Specialise the kernel; `vec` is the items of one load, 1 or 16 bytes' worth."""
+        """Specialise the kernel; `vec` is the items of one load, 1 or 16 bytes' worth.
+
+        Without `macros` no optional array is there, and choices are the first of their values.
+        """
+        macros = self._plainest if macros is None else macros
         return _specialise(self, self.config(arch, length), dtype, vec, macros)
+
+    @cached_property
+    def _plainest(self) -> Macros:
+        choices = {name: values[0] for name, values in self.choices.items()}
+        return self.macros_of((), dict.fromkeys(self.integers, INTEGERS[0]), choices)
 
     def catalogue(self, arch: int = TURING.number) -> Iterator[Specialisation]:
         """Yield every row of the table with dtypes, loads, optional arrays and choices in pairs."""
         limits = rows_for(self.table, arch)
         beyond = max(filter(None, limits)) + 1
-        absent = [(True, False)] * len(self.optional)
+        optional = [name for name in self.optional if name not in self.broadcast]
+        absent = [(True, False)] * len(optional)
         integers = [INTEGERS] * len(self.integers)
-        for dtype, limit, whole, *more in pairs(
-            STORAGE, limits, (True, False), *absent, *integers, *self.choices.values()
+        broadcast = [self._ways_of(name) for name in self.broadcast]
+        for dtype, limit, vectors, *more in pairs(
+            STORAGE, limits, (True, False), *absent, *integers, *broadcast, *self.choices.values()
         ):
             rest = iter(more)
-            present = [name for name in self.optional if next(rest)]
+            present = [name for name in optional if next(rest)]
             dtypes = {name: next(rest) for name in self.integers}
-            macros = self.macros_of(present, dtypes, dict(zip(self.choices, rest, strict=True)))
-            vec = vector_items(dtype) if whole else 1
+            ways = {name: next(rest) for name in self.broadcast}
+            present += [name for name, way in ways.items() if way]
+            dtypes |= {name: way[0] for name, way in ways.items() if way}
+            whole = [name for name, way in ways.items() if way and way[1] and vectors]
+            choices = dict(zip(self.choices, rest, strict=True))
+            macros = self.macros_of(present, dtypes, choices, whole)
+            vec = vector_items(dtype) if vectors else 1
             yield self.specialise(arch, dtype, limit or beyond, vec, macros)
+
+    def _ways_of(self, name: str) -> list[tuple[str, bool] | None]:
+        """Return how an array that broadcasts may come: dtype and whether in vectors, or absent."""
+        allowed = self.broadcast[name]
+        ways = [(dtype, True) for dtype in allowed] + [(allowed[-1], False)]
+        return [*ways, None] if self.may_be_absent(name) else [*ways]
 
 
 @cache
@@ -216,7 +260,7 @@ def _specialise(
         threads=config.threads,
         DTYPE=dtype,
         LANES=config.lanes,
-        STRIPS=max(config.items // vec, 1),
+        STRIPS=max((config.items or config.in_flight) // vec, 1),
         VEC=vec,
         RESIDENT=cpp_bool(bool(config.items)),
         **decided,
