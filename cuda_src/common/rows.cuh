@@ -109,6 +109,65 @@ __device__ __forceinline__ void store_strip(Scalar* row_g, const float (&values)
   if (column < length) store_vec(row_g + column, values);
 }
 
+// A strip as it lies in memory, zeros from `length` on: the loads of several strips, and of the next row's, are under way
+// before the first is converted. (A load and its conversion under one condition are a branch, which waits for the load.)
+template <typename Rows, typename Scalar>
+struct HeldStrip {
+  using Items = Vec<Scalar, Rows::kVec>;
+  WordsOf<Items> words;
+
+  __device__ __forceinline__ void load(const Scalar* row_g, int64 strip, int64 length) {
+    const int64 column = strip_column<Rows>(strip);
+    words = {};
+    if (column < length) words = *reinterpret_cast<const WordsOf<Items>*>(row_g + column);
+  }
+
+  __device__ __forceinline__ void get(float (&values)[Rows::kVec]) const {
+    const Items items = *reinterpret_cast<const Items*>(&words);
+#pragma unroll
+    for (int i = 0; i < Rows::kVec; i++) values[i] = to_float(items.item[i]);
+  }
+
+  // Keep values rounded to Scalar, and return what they became.
+  __device__ __forceinline__ void set(float (&values)[Rows::kVec]) {
+    Items items;
+#pragma unroll
+    for (int i = 0; i < Rows::kVec; i++) {
+      items.item[i] = from_float<Scalar>(values[i]);
+      values[i] = to_float(items.item[i]);
+    }
+    words = *reinterpret_cast<const WordsOf<Items>*>(&items);
+  }
+};
+
+template <typename Rows>
+__device__ __forceinline__ bool strip_exists(int64 strip, int64 length) {
+  return strip_column<Rows>(strip) < length;
+}
+
+// Several sums over the threads of one row, with one barrier where the row has the whole CTA. A row's sums lie in the
+// other buffer than those of the row before: the barrier of each row says that the one before has been read.
+template <typename Rows, int kSums>
+struct RowSums {
+  static constexpr int kWarps = Rows::kLanes <= kWarpSize ? 1 : Rows::kThreads / kWarpSize;
+  static constexpr int kWidth = Rows::kLanes <= kWarpSize ? Rows::kLanes : kWarpSize;
+  float partial[2][kSums][kWarps];
+
+  __device__ __forceinline__ void add_up(float (&sums)[kSums], int buffer) {
+#pragma unroll
+    for (int k = 0; k < kSums; k++) sums[k] = warp_reduce<Sum, kWidth>(sums[k]);
+    if constexpr (kWarps > 1) {
+      if (lane_index() == 0) {
+#pragma unroll
+        for (int k = 0; k < kSums; k++) partial[buffer][k][warp_index()] = sums[k];
+      }
+      __syncthreads();  // partial[buffer]: written by every warp; the other buffer has been read
+#pragma unroll
+      for (int k = 0; k < kSums; k++) sums[k] = warp_reduce<Sum, kWarps>(partial[buffer][k][lane_index() % kWarps]);
+    }
+  }
+};
+
 // Sums over rows: a CTA walks rows gridDim.x * kRowsPerCta apart and leaves its sum of each column in its row of
 // partials_g (gridDim.x, length), which column_sums.cu adds up. The same thread owns the same columns of every row, and
 // the order of the additions is fixed. Resident rows are summed in registers; of longer ones, whose row has the whole

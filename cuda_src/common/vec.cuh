@@ -13,6 +13,28 @@ struct alignas(sizeof(Scalar) * kItems) Vec {
   Scalar item[kItems];
 };
 
+// The word of as many bytes, up to 16: what one instruction loads.
+template <int kBytes>
+struct Word;
+template <>
+struct Word<2> {
+  using Type = uint16;
+};
+template <>
+struct Word<4> {
+  using Type = uint32;
+};
+template <>
+struct Word<8> {
+  using Type = uint2;
+};
+template <>
+struct Word<16> {
+  using Type = uint4;
+};
+template <typename Items>
+using WordsOf = typename Word<sizeof(Items)>::Type;
+
 // Read as float32, 16 bytes at a time at the most. `source` must be aligned to the smaller of 16 bytes and
 // kItems * sizeof(Scalar).
 template <int kItems, typename Scalar>

@@ -187,6 +187,14 @@ def _cached_problem(
         Overlaps.of(layouts, (*kernel.results, "workspace"), in_place=kernel.in_place),
     )
     _check_inputs(problem)
+    for name in kernel.results:
+        if name in layouts and not problem.is_there(name):
+            raise error(
+                ValueError,
+                f"{name} was given without {kernel.follows[name]}",
+                "there is one exactly if there is the other",
+                f"leave {name} out, or pass {kernel.follows[name]}",
+            )
     for name, output in problem.outputs.items():
         if name in layouts:
             require_output(name, layouts[name], *output)
