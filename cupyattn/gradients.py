@@ -37,6 +37,43 @@ class AttentionGrads(NamedTuple):
     dsinks: Array | None = None
 
 
+class LayerNormGrads(NamedTuple):
+    """Gradients of `layer_norm`'s inputs, each of its input's shape.
+
+    As ``grads=`` None, the default, stands for an array that is to be made.
+
+    Attributes
+    ----------
+    dx : array (..., N)
+        Of x; with a residual of both terms of the sum.
+    dweight : array (N,), or None
+        Of the weight, summed over rows; None without weight.
+    dbias : array (N,), or None
+        Of the bias, likewise.
+    """
+
+    dx: Array = None
+    dweight: Array | None = None
+    dbias: Array | None = None
+
+
+class RMSNormGrads(NamedTuple):
+    """Gradients of `rms_norm`'s inputs, each of its input's shape.
+
+    As ``grads=`` None, the default, stands for an array that is to be made.
+
+    Attributes
+    ----------
+    dx : array (..., N)
+        Of x; with a residual of both terms of the sum.
+    dweight : array (N,), or None
+        Of the weight, summed over rows; None without weight.
+    """
+
+    dx: Array = None
+    dweight: Array | None = None
+
+
 class LinearGrads(NamedTuple):
     """Gradients of linear's inputs, each of its input's shape.
 

@@ -7,24 +7,31 @@ CuPy arrays go to `cupyattn.ops` and its kernels, NumPy arrays to `cupyattn.refe
 from cupyattn.functional.attention.backward import attention_backward
 from cupyattn.functional.backend import backend
 from cupyattn.functional.device_info import device_info
+from cupyattn.functional.layers.norms import layer_norm_backward, rms_norm_backward
 from cupyattn.functional.layers.softmax import softmax_backward
 from cupyattn.functional.linear.backward import linear_backward
 from cupyattn.functional.linear.gelu import linear_gelu_backward
-from cupyattn.functional.rules import attention, linear, linear_gelu, softmax
+from cupyattn.functional.rules import attention, layer_norm, linear, linear_gelu, rms_norm, softmax
 from cupyattn.functional.vjp import vjp
-from cupyattn.gradients import AttentionGrads, LinearGrads
+from cupyattn.gradients import AttentionGrads, LayerNormGrads, LinearGrads, RMSNormGrads
 
 __all__ = [
     "AttentionGrads",
+    "LayerNormGrads",
     "LinearGrads",
+    "RMSNormGrads",
     "attention",
     "attention_backward",
     "backend",
     "device_info",
+    "layer_norm",
+    "layer_norm_backward",
     "linear",
     "linear_backward",
     "linear_gelu",
     "linear_gelu_backward",
+    "rms_norm",
+    "rms_norm_backward",
     "softmax",
     "softmax_backward",
     "vjp",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import cached_property, wraps
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 _Parameters = ParamSpec("_Parameters")
@@ -24,6 +25,8 @@ class Rule:
         results: tuple[str, ...],
         saved: tuple[str, ...],
         saved_by: str | None,
+        taken_from: Mapping[str, str],
+        same: Mapping[str, str],
     ) -> None:
         self.function = function
         self.backward = backward
@@ -32,6 +35,8 @@ class Rule:
         self.results = results
         self.saved = saved
         self.saved_by = saved_by
+        self.taken_from = taken_from
+        self.same = same
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
@@ -78,6 +83,8 @@ def differentiable(
     results: tuple[str, ...] = ("out",),
     saved: tuple[str, ...] = (),
     saved_by: str | None = None,
+    taken_from: Mapping[str, str] = MappingProxyType({}),
+    same: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[_Parameters, _Returned]:
     """Return the function, its calls going through the recorder where there is one.
 
@@ -96,9 +103,20 @@ def differentiable(
         What it returns behind them for its backward, only where it is asked to.
     saved_by : str, optional
         The option that asks for it.
+    taken_from : mapping, optional
+        Parameters of the backward, each with the result that it takes where that is returned.
+    same : mapping, optional
+        Further gradients, each with the one among `gradients` that it is.
     """
     rule = Rule(
-        function, backward, gradients=gradients, results=results, saved=saved, saved_by=saved_by
+        function,
+        backward,
+        gradients=gradients,
+        results=results,
+        saved=saved,
+        saved_by=saved_by,
+        taken_from=taken_from,
+        same=same,
     )
     names.append(rule.name)
 

@@ -3,6 +3,9 @@
 from cupyattn.functional.attention.backward import attention_backward
 from cupyattn.functional.attention.forward import attention as _attention
 from cupyattn.functional.differentiable import differentiable
+from cupyattn.functional.layers.norms import layer_norm as _layer_norm
+from cupyattn.functional.layers.norms import layer_norm_backward, rms_norm_backward
+from cupyattn.functional.layers.norms import rms_norm as _rms_norm
 from cupyattn.functional.layers.softmax import softmax as _softmax
 from cupyattn.functional.layers.softmax import softmax_backward
 from cupyattn.functional.linear.backward import linear_backward
@@ -10,7 +13,7 @@ from cupyattn.functional.linear.differentiated import differentiated
 from cupyattn.functional.linear.forward import linear as _linear
 from cupyattn.functional.linear.gelu import linear_gelu as _linear_gelu
 from cupyattn.functional.linear.gelu import linear_gelu_backward
-from cupyattn.gradients import AttentionGrads, LinearGrads
+from cupyattn.gradients import AttentionGrads, LayerNormGrads, LinearGrads, RMSNormGrads
 
 attention = differentiable(
     _attention,
@@ -20,6 +23,29 @@ attention = differentiable(
     gradients=AttentionGrads._fields,
 )
 softmax = differentiable(_softmax, softmax_backward, gradients=("dx",))
+
+# With a residual the second result, the sum, is what the backward takes as x, and dx is the
+# gradient of both terms.
+layer_norm = differentiable(
+    _layer_norm,
+    layer_norm_backward,
+    results=("out", "residual"),
+    saved=("mean", "rstd"),
+    saved_by="return_stats",
+    gradients=LayerNormGrads._fields,
+    taken_from={"x": "residual"},
+    same={"dresidual": "dx"},
+)
+rms_norm = differentiable(
+    _rms_norm,
+    rms_norm_backward,
+    results=("out", "residual"),
+    saved=("rstd",),
+    saved_by="return_stats",
+    gradients=RMSNormGrads._fields,
+    taken_from={"x": "residual"},
+    same={"dresidual": "dx"},
+)
 linear = differentiable(
     _linear,
     differentiated(linear_backward, residual=True),

@@ -22,9 +22,9 @@ def vjp(
     Parameters
     ----------
     function : callable
-        `cupyattn.attention` or `cupyattn.softmax`; a `functools.partial` of one; or a function that
-        makes one call of one of these: its arguments go there as they are, and it returns the
-        call's result.
+        `cupyattn.attention`, `cupyattn.softmax`, `cupyattn.layer_norm` or `cupyattn.rms_norm`; a
+        `functools.partial` of one; or a function that makes one call of one of these: its arguments
+        go there as they are, and it returns the call's result.
     arrays : arrays
         What the function takes by position.
     wrt : tuple of str, optional
@@ -48,7 +48,8 @@ def vjp(
 
         It takes the options that are the backward's alone, ``pullback(dout, deterministic=True)``:
         for attention deterministic, grads, accumulate, workspace and implementation, as
-        `attention_backward` documents them; for softmax dx.
+        `attention_backward` documents them; for softmax dx; for the norms grads, accumulate and
+        workspace.
 
     Raises
     ------
@@ -63,8 +64,8 @@ def vjp(
     Notes
     -----
     The pullback keeps the arrays of the call and its results themselves, no copies: they must not
-    be written to before it is called. It may be called any number of times. It calls
-    `attention_backward` or `softmax_backward` with what the call was given, dropout's seed and
+    be written to before it is called. It may be called any number of times. It calls the function's
+    backward, such as `attention_backward`, with what the call was given, dropout's seed and
     `implementation` included; "tiled" has no backward on a GPU: there pass
     ``pullback(dout, implementation="naive")``.
 
@@ -142,7 +143,11 @@ class Pullback:
     ) -> dict[str, Any]:
         """Call the backward with what it takes, found by name; return its gradients by name."""
         rule = self._call.rule
-        known = {**self._call.arguments, **self._call.results, **result_gradients}
+        results = self._call.results
+        known = {**self._call.arguments, **results, **result_gradients}
+        known |= {
+            name: results[result] for name, result in rule.taken_from.items() if result in results
+        }
         known.pop("workspace", None)  # the forward's: the backward's is another size
         known |= backward_options
         args, options = [], {}
@@ -153,7 +158,8 @@ class Pullback:
                 options[parameter.name] = known[parameter.name]
         returned = rule.backward(*args, **options)
         values = returned if isinstance(returned, tuple) else (returned,)
-        return dict(zip(rule.gradients, values, strict=True))
+        gradients = dict(zip(rule.gradients, values, strict=True))
+        return gradients | {name: gradients[other] for name, other in rule.same.items()}
 
     def _by_name(self, given: tuple[Any, ...]) -> dict[str, Any]:
         """Return the gradients of the results; zeros for None where the backward needs an array."""
@@ -236,11 +242,11 @@ def _require_wrt(wrt: Any, options: dict[str, Any]) -> None:
 
 def _require_gradient(call: Call, name: str, place: Place | None) -> None:
     rule = call.rule
-    if place is not None and place.gradient not in rule.gradients:
+    gradients = (*rule.gradients, *rule.same)
+    if place is not None and place.gradient not in gradients:
         raise error(
             TypeError,
             f"wrt names {name!r}, which is {place.parameter} of {rule.name}",
-            f"{rule.name} has gradients of "
-            f"{', '.join(gradient[1:] for gradient in rule.gradients)}",
+            f"{rule.name} has gradients of {', '.join(gradient[1:] for gradient in gradients)}",
             "leave it out of wrt",
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,18 @@ INTEGERS = ("int32", "int64")
 def require_arrays(layouts: dict[str, Layout], names: Iterable[str]) -> None:
     """Raise TypeError unless all named arrays were given."""
     for name in names:
-        if name not in layouts:
-            raise error(
-                TypeError,
-                f"{name} is None",
-                "it is not optional: a numpy.ndarray, cupy.ndarray or another library's CUDA array",
-                f"pass an array as {name}",
-            )
+        require_given(name, layouts.get(name))
+
+
+def require_given(name: str, value: object) -> None:
+    """Raise TypeError for None in the place of an array that a call needs."""
+    if value is None:
+        raise error(
+            TypeError,
+            f"{name} is None",
+            "it is not optional: a numpy.ndarray, cupy.ndarray or another library's CUDA array",
+            f"pass an array as {name}",
+        )
 
 
 def require_kernel_dtype(name: str, dtype: np.dtype) -> None:
@@ -49,6 +55,22 @@ def require_bool(name: str, value: Any) -> None:
             f"{name} = {shown(value)}",
             "it is True or False",
             f"convert it with bool({name})",
+        )
+
+
+def require_finite(name: str, value: Any, *, least: float = -math.inf) -> None:
+    """Raise unless an option is a finite number, not below `least`."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise error(
+            TypeError,
+            f"{name} = {shown(value)}",
+            "it is a real number",
+            f"pass a Python or NumPy number, for example float({name})",
+        )
+    if not (math.isfinite(value) and float(value) >= least):
+        limit = "" if least == -math.inf else f", at least {least:g}"
+        raise error(
+            ValueError, f"{name} = {shown(value)}", f"it is finite{limit}", "pass such a number"
         )
 
 

@@ -13,6 +13,8 @@ from cupyattn.reference.attention.bounds import (
     softmax_bound,
 )
 from cupyattn.reference.attention.dense import attention, attention_backward
+from cupyattn.reference.layers.norms import norm, norm_backward
+from cupyattn.reference.layers.norms_bounds import norm_backward_bound, norm_bound
 from cupyattn.reference.layers.rope import rope, rope_backward
 from cupyattn.reference.layers.softmax import softmax, softmax_backward
 from cupyattn.reference.linear.bounds import linear_backward_bound, linear_bound
@@ -30,6 +32,10 @@ __all__ = [
     "linear_backward",
     "linear_backward_bound",
     "linear_bound",
+    "norm",
+    "norm_backward",
+    "norm_backward_bound",
+    "norm_bound",
     "philox4x32_10",
     "rope",
     "rope_backward",

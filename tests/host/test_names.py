@@ -40,6 +40,23 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
          "implementation": "flash", "grads": None,
          "accumulate": False, "workspace": None},
     ),
+    cupyattn.layer_norm: (
+        ("x", "weight", "bias"),
+        {"residual": None, "eps": 1e-5, "return_stats": False, "out": None},
+    ),
+    cupyattn.layer_norm_backward: (
+        ("dout", "x", "weight", "mean", "rstd"),
+        {"bias": None, "dresidual": None, "grads": None, "accumulate": False, "workspace": None},
+    ),
+    cupyattn.rms_norm: (
+        ("x", "weight"),
+        {"residual": None, "eps": 1e-6, "weight_offset": 0.0, "return_stats": False, "out": None},
+    ),
+    cupyattn.rms_norm_backward: (
+        ("dout", "x", "weight", "rstd"),
+        {"weight_offset": 0.0, "dresidual": None, "grads": None, "accumulate": False,
+         "workspace": None},
+    ),
     linear: (
         ("x", "w", "b"),
         {"activation": None, "residual": None, "return_preactivation": False, "out": None,

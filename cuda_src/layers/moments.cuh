@@ -1,0 +1,72 @@
+// Mean and variance of a row from its parts, without the cancellation of E[x^2] - E[x]^2.
+//
+// A part (a thread's items, a warp's, the row's) keeps its sums about a pivot of its own, close to its mean:
+//
+//   s1 = sum of x - pivot,   s2 = sum of (x - pivot)^2
+//
+// The differences are exact or nearly so, and s1 repairs what rounding took from the pivot: this is the corrected
+// two-pass algorithm (Chan, Golub, LeVeque, The American Statistician 37, 1983), merged over parts as there.
+#pragma once
+
+#include "../common/rows.cuh"
+
+// 1 / count, and 0 of no items.
+__device__ __forceinline__ float inverse(float count) { return count > 0.f ? rcp_approx(count) : 0.f; }
+
+struct Moments {
+  float count = 0.f, pivot = 0.f, s1 = 0.f, s2 = 0.f;
+
+  template <int kItems>
+  __device__ __forceinline__ void add(const float (&x)[kItems]) {
+    count += kItems;
+#pragma unroll
+    for (int i = 0; i < kItems; i++) {
+      const float deviation = x[i] - pivot;
+      s1 += deviation;
+      s2 += deviation * deviation;
+    }
+  }
+
+  __device__ __forceinline__ void move(float to) {
+    const float distance = pivot - to;
+    s2 += distance * (2.f * s1 + count * distance);
+    s1 += count * distance;
+    pivot = to;
+  }
+
+  template <int kWidth>
+  __device__ __forceinline__ void merge_lanes() {
+    const float total = warp_reduce<Sum, kWidth>(count);
+    move(warp_reduce<Sum, kWidth>(count * pivot) * inverse(total));
+    s1 = warp_reduce<Sum, kWidth>(s1);
+    s2 = warp_reduce<Sum, kWidth>(s2);
+    count = total;
+  }
+
+  // What the mean lies above the pivot: kept apart, because the two rounded to one lose it where the mean is large.
+  __device__ __forceinline__ float shift() const { return s1 * inverse(count); }
+  __device__ __forceinline__ float variance() const {
+    const float squares = s2 - s1 * shift();
+    return (squares < 0.f ? 0.f : squares) * inverse(count);  // of NaN NaN
+  }
+};
+
+// From the moments of a thread's items to those of its row. All threads of the CTA take part.
+template <typename Rows>
+struct RowMoments {
+  static constexpr int kWarps = Rows::kLanes <= kWarpSize ? 1 : Rows::kThreads / kWarpSize;
+  float4 partial[kWarps];
+
+  __device__ __forceinline__ void merge(Moments& part) {
+    if constexpr (kWarps == 1) {
+      part.merge_lanes<Rows::kLanes>();
+    } else {
+      part.merge_lanes<kWarpSize>();
+      if (lane_index() == 0) partial[warp_index()] = make_float4(part.count, part.pivot, part.s1, part.s2);
+      __syncthreads();  // partial: written by every warp; a kernel merges one row
+      const float4 warp = partial[lane_index() % kWarps];
+      part.count = warp.x, part.pivot = warp.y, part.s1 = warp.z, part.s2 = warp.w;
+      part.merge_lanes<kWarps>();
+    }
+  }
+};

@@ -1,0 +1,178 @@
+// Layer norm (WITH_MEAN) and RMS norm over the last axis, backward: from dout (dL/dout) and what was normalised, x.
+//
+//   n_i = (x_i - mean) rstd,   g_i = dout_i (weight_offset + weight_i)
+//   dx_i = rstd (g_i - mean_j g_j - n_i mean_j (g_j n_j)) + dresidual_i
+//   dweight_i = sum over rows of dout_i n_i,   dbias_i = sum over rows of dout_i
+//
+// RMS norm has mean 0 and no mean_j g_j. dresidual is the gradient of the sum that was normalised, where that is a
+// result of the forward too; then x is that sum, and dx the gradient of both of its terms.
+//
+// Shapes    dout, x, dresidual and dx of any rank and any outer strides, last axis contiguous (RowsParams, rows.cuh);
+//           weight (length,); mean and rstd one float for each row; partial sums (CTAs, length) float32.
+// Work      LANES threads own a row; a CTA walks rows gridDim.x * kRowsPerCta apart. While it computes a row, the next
+//           one's loads are under way. column_sums.cu adds up what the CTAs leave.
+// Budget    registers, for STRIPS * VEC items a thread: two rows of x, dout and dresidual and the weight in their own
+//           dtype, float sums of dweight and dbias; a row that is not RESIDENT: VEC of each, a second read, and sums in
+//           global memory. Shared memory: two floats per warp, twice; a strip of column sums.
+// Edges     columns beyond the row count as none.
+#if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) ||   \
+    !defined(RESIDENT) || !defined(WITH_DRESIDUAL) || !defined(WITH_WEIGHT) || !defined(WITH_BIAS) || \
+    !defined(WITH_MEAN)
+#error "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT and WITH_<array> come from a launch-configuration table"
+#endif
+#include "../common/rows.cuh"
+
+using Scalar = DTYPE;
+using Rows = RowTraits<THREADS, LANES, STRIPS, VEC, RESIDENT>;
+using Params = RowsParams<6>;
+using Held = HeldStrip<Rows, Scalar>;
+enum Array { kDout, kX, kDresidual, kMean, kRstd, kDx };
+static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
+
+struct Smem {
+  RowSums<Rows, 2> sums;
+  float side_by_side[ColumnSums<Rows>::kSharedFloats];
+};
+
+struct Arrays {
+  const Scalar *dout_g, *x_g, *dresidual_g;
+  const float *mean_g, *rstd_g;
+  Scalar* dx_g;
+};
+
+// A row: where it lies, its statistics, and the strips that this thread holds of it.
+struct Row {
+  Held dout[Rows::kHeldStrips], x[Rows::kHeldStrips], dresidual[Rows::kHeldStrips];
+  const Scalar *dout_g, *x_g, *dresidual_g;
+  int64 length;  // 0 of a row beyond the last, which takes part with no columns
+  float mean, rstd;
+
+  __device__ __forceinline__ void load_strip(int held, int64 strip) {
+    dout[held].load(dout_g, strip, length);
+    x[held].load(x_g, strip, length);
+    if constexpr (WITH_DRESIDUAL) dresidual[held].load(dresidual_g, strip, length);
+  }
+
+  // Its loads begin here. A row beyond the last has none.
+  __device__ __forceinline__ void begin(const Arrays& arrays, const Params& params, int64 index) {
+    const bool exists = index < params.rows;
+    const int64 at = exists ? index : 0;
+    length = exists ? params.length : 0;
+    dout_g = arrays.dout_g + row_offset(params, kDout, at);
+    x_g = arrays.x_g + row_offset(params, kX, at);
+    if constexpr (WITH_DRESIDUAL) dresidual_g = arrays.dresidual_g + row_offset(params, kDresidual, at);
+    rstd = arrays.rstd_g[row_offset(params, kRstd, at)];
+    mean = 0.f;
+    if constexpr (WITH_MEAN) mean = arrays.mean_g[row_offset(params, kMean, at)];
+    if constexpr (Rows::kResident) {
+#pragma unroll
+      for (int strip = 0; strip < Rows::kHeldStrips; strip++) load_strip(strip, strip);
+    }
+  }
+};
+
+// What a thread computes again and again of a strip: dout, the normalised x, and dout times the weight. Zeros beyond
+// the row.
+struct Terms {
+  float dout[Rows::kVec], normal[Rows::kVec], g[Rows::kVec];
+
+  __device__ __forceinline__ Terms(const Row& row, int held, int64 strip, const Held& weight_r, float weight_offset) {
+    const bool exists = strip_exists<Rows>(strip, row.length);
+    row.dout[held].get(dout);
+    row.x[held].get(normal);
+    if constexpr (WITH_WEIGHT) weight_r.get(g);
+#pragma unroll
+    for (int i = 0; i < Rows::kVec; i++) {
+      normal[i] = exists ? (normal[i] - row.mean) * row.rstd : 0.f;
+      g[i] = WITH_WEIGHT ? dout[i] * (weight_offset + g[i]) : dout[i];
+    }
+  }
+};
+
+__device__ __forceinline__ void store_dx(const Row& row, const Terms& terms, int held, int64 strip, Scalar* dx_row_g,
+                                         float g_mean, float gn_mean, bool accumulate) {
+  float dx[Rows::kVec], more[Rows::kVec];
+#pragma unroll
+  for (int i = 0; i < Rows::kVec; i++) dx[i] = row.rstd * (terms.g[i] - g_mean - terms.normal[i] * gn_mean);
+  if constexpr (WITH_DRESIDUAL) {
+    row.dresidual[held].get(more);
+#pragma unroll
+    for (int i = 0; i < Rows::kVec; i++) dx[i] += more[i];
+  }
+  if (accumulate) {
+    load_strip<Rows>(more, dx_row_g, strip, row.length, 0.f);
+#pragma unroll
+    for (int i = 0; i < Rows::kVec; i++) dx[i] += more[i];
+  }
+  store_strip<Rows>(dx_row_g, dx, strip, row.length);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    norm_backward(const Scalar* dout_g, const Scalar* x_g, const Scalar* dresidual_g, const Scalar* weight_g,
+                  const Scalar*, const float* mean_g, const float* rstd_g, Scalar* dx_g, float* dweight_g,
+                  float* dbias_g, float weight_offset, int accumulate, const Params params) {
+  __shared__ Smem smem_s;
+  const Arrays arrays = {dout_g, x_g, dresidual_g, mean_g, rstd_g, dx_g};
+  const int64 step = static_cast<int64>(gridDim.x) * Rows::kRowsPerCta;
+  const int64 first = blockIdx.x * static_cast<int64>(Rows::kRowsPerCta);
+  const float each = 1.f / static_cast<float>(params.length);
+  float* dweight_row_g = dweight_g + blockIdx.x * params.length;
+  float* dbias_row_g = dbias_g + blockIdx.x * params.length;
+  ColumnSums<Rows> dweight, dbias;
+
+  Held weight[Rows::kHeldStrips];
+  if constexpr (Rows::kResident && WITH_WEIGHT) {
+#pragma unroll
+    for (int strip = 0; strip < Rows::kHeldStrips; strip++) weight[strip].load(weight_g, strip, params.length);
+  }
+
+  Row row;
+  row.begin(arrays, params, first + threadIdx.x / Rows::kLanes);
+  int buffer = 0;
+  for (int64 start = first; start < params.rows; start += step, buffer ^= 1) {
+    const int64 index = start + threadIdx.x / Rows::kLanes, strips = Rows::strips(params.length);
+    Row next;
+    next.begin(arrays, params, index + step);
+
+    // Phase 1: the means of g and of g n.
+    float sums[2] = {0.f, 0.f};
+#pragma unroll Rows::kHeldStrips
+    for (int64 strip = 0; strip < strips; strip++) {
+      const int held = Rows::held(strip);
+      if constexpr (!Rows::kResident) {
+        row.load_strip(held, strip);
+        if constexpr (WITH_WEIGHT) weight[held].load(weight_g, strip, params.length);
+      }
+      const Terms terms(row, held, strip, weight[held], weight_offset);
+#pragma unroll
+      for (int i = 0; i < Rows::kVec; i++) {
+        sums[0] += terms.g[i] * terms.normal[i];
+        if constexpr (WITH_MEAN) sums[1] += terms.g[i];
+      }
+    }
+    smem_s.sums.add_up(sums, buffer);
+    const float gn_mean = sums[0] * each, g_mean = WITH_MEAN ? sums[1] * each : 0.f;
+
+    // Phase 2: dx, and this row's terms of dweight and dbias; from the registers or a second read.
+    Scalar* dx_row_g = dx_g + row_offset(params, kDx, index < params.rows ? index : 0);
+#pragma unroll Rows::kHeldStrips
+    for (int64 strip = 0; strip < strips; strip++) {
+      const int held = Rows::held(strip);
+      if constexpr (!Rows::kResident) {
+        row.load_strip(held, strip);
+        if constexpr (WITH_WEIGHT) weight[held].load(weight_g, strip, params.length);
+      }
+      Terms terms(row, held, strip, weight[held], weight_offset);
+      store_dx(row, terms, held, strip, dx_row_g, g_mean, gn_mean, accumulate);
+      if constexpr (WITH_BIAS) dbias.add(terms.dout, strip, start == first, dbias_row_g, params.length);
+      if constexpr (WITH_WEIGHT) {
+#pragma unroll
+        for (int i = 0; i < Rows::kVec; i++) terms.normal[i] *= terms.dout[i];
+        dweight.add(terms.normal, strip, start == first, dweight_row_g, params.length);
+      }
+    }
+    row = next;
+  }
+  if constexpr (WITH_WEIGHT) dweight.store(dweight_row_g, params.length, smem_s.side_by_side);
+  if constexpr (WITH_BIAS) dbias.store(dbias_row_g, params.length, smem_s.side_by_side);
+}

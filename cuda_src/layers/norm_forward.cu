@@ -1,0 +1,191 @@
+// Layer norm (CENTRED) and RMS norm over the last axis, forward, with an addition before it.
+//
+//   s = round(x + residual),   out_i = (s_i - mean) rstd (weight_offset + weight_i) + bias_i
+//   layer norm: mean = mean_j s_j,  rstd = (mean_j (s_j - mean)^2 + eps)^(-1/2)   (Ba et al., arXiv:1607.06450)
+//   RMS norm:   mean = 0,           rstd = (mean_j s_j^2 + eps)^(-1/2)            (Zhang and Sennrich, arXiv:1910.07467)
+//
+// Statistics are those of the sum as it is stored, so that a backward that reads it computes with the same numbers.
+//
+// Shapes    x, residual, out and total (s) of any rank and any outer strides, last axis contiguous (RowsParams,
+//           rows.cuh); weight and bias (length,); mean and rstd one float for each row.
+// Work      LANES threads own a row; THREADS / LANES rows a CTA; grid ceil(rows / rows per CTA).
+// Budget    registers: the row's items in their own dtype, STRIPS * VEC a thread, and as many of the residual until it
+//           is added, then of weight and bias; a row that is not RESIDENT: VEC of each, and a second read. Shared
+//           memory: 4 floats per warp.
+// Edges     columns beyond the row count as none; a row with a NaN or an infinity gives NaN (RMS norm of a row with
+//           infinities: zeros, and NaN there); rows without items have mean 0 and rstd eps^(-1/2).
+#if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
+    !defined(RESIDENT) || !defined(CENTRED) || !defined(WITH_RESIDUAL) || !defined(WITH_WEIGHT) ||  \
+    !defined(WITH_BIAS) || !defined(WITH_MEAN) || !defined(WITH_RSTD)
+#error "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, CENTRED and WITH_<array> come from a launch-configuration table"
+#endif
+#include "moments.cuh"
+
+using Scalar = DTYPE;
+using Rows = RowTraits<THREADS, LANES, STRIPS, VEC, RESIDENT>;
+using Params = RowsParams<6>;
+using Held = HeldStrip<Rows, Scalar>;
+enum Array { kX, kResidual, kOut, kTotal, kMean, kRstd };
+static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
+
+union Smem {
+  RowMoments<Rows> moments;
+  RowSums<Rows, 1> sums;
+};
+
+struct Statistics {
+  float pivot = 0.f, shift = 0.f;  // the mean is their sum
+  float rstd;
+};
+
+// This row, and the columns that all rows share.
+struct Row {
+  const Scalar *x_g, *residual_g, *weight_g, *bias_g;
+  Scalar *out_g, *total_g;
+  int64 length;
+};
+
+// s: from the loads of x and residual. It takes the place of x.
+__device__ __forceinline__ void add_residual(Held& x, const Held& residual, const Row& row, int64 strip) {
+  if constexpr (WITH_RESIDUAL) {
+    float total[Rows::kVec], added[Rows::kVec];
+    x.get(total);
+    residual.get(added);
+#pragma unroll
+    for (int i = 0; i < Rows::kVec; i++) total[i] += added[i];
+    x.set(total);
+    store_strip<Rows>(row.total_g, total, strip, row.length);
+  }
+}
+
+__device__ __forceinline__ void load(Held& x, Held& residual, const Row& row, int64 strip) {
+  x.load(row.x_g, strip, row.length);
+  if constexpr (WITH_RESIDUAL) residual.load(row.residual_g, strip, row.length);
+}
+
+__device__ __forceinline__ float sum_of(const float (&x)[Rows::kVec]) {
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < Rows::kVec; i++) sum += x[i];
+  return sum;
+}
+
+// The moments of the strips that this thread holds, about their own mean.
+__device__ __forceinline__ Moments moments_of(const Held (&held)[Rows::kHeldStrips], int64 length) {
+  float x[Rows::kVec], sum = 0.f, count = 0.f;
+#pragma unroll
+  for (int strip = 0; strip < Rows::kHeldStrips; strip++) {
+    held[strip].get(x);
+    sum += sum_of(x);
+    count += strip_exists<Rows>(strip, length) ? Rows::kVec : 0;
+  }
+  Moments part;
+  part.pivot = sum * inverse(count);
+#pragma unroll
+  for (int strip = 0; strip < Rows::kHeldStrips; strip++) {
+    held[strip].get(x);
+    if (strip_exists<Rows>(strip, length)) part.add(x);
+  }
+  return part;
+}
+
+__device__ __forceinline__ float squares_of(const Held& held) {
+  float x[Rows::kVec], sum = 0.f;
+  held.get(x);
+#pragma unroll
+  for (int i = 0; i < Rows::kVec; i++) sum += x[i] * x[i];
+  return sum;
+}
+
+__device__ __forceinline__ void store_normalised(const Held& held, const Held& weight_r, const Held& bias_r,
+                                                 const Row& row, int64 strip, const Statistics& statistics,
+                                                 float weight_offset) {
+  float x[Rows::kVec], weight[Rows::kVec], bias[Rows::kVec];
+  held.get(x);
+  if constexpr (WITH_WEIGHT) weight_r.get(weight);
+  if constexpr (WITH_BIAS) bias_r.get(bias);
+#pragma unroll
+  for (int i = 0; i < Rows::kVec; i++) {
+    if constexpr (CENTRED) x[i] = x[i] - statistics.pivot - statistics.shift;
+    x[i] *= statistics.rstd;
+    if constexpr (WITH_WEIGHT) x[i] *= weight_offset + weight[i];
+    if constexpr (WITH_BIAS) x[i] += bias[i];
+  }
+  store_strip<Rows>(row.out_g, x, strip, row.length);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    norm_forward(const Scalar* x_g, const Scalar* residual_g, const Scalar* weight_g, const Scalar* bias_g,
+                 Scalar* out_g, Scalar* total_g, float* mean_g, float* rstd_g, float eps, float weight_offset,
+                 const Params params) {
+  __shared__ Smem smem_s;
+  const int64 index = blockIdx.x * static_cast<int64>(Rows::kRowsPerCta) + threadIdx.x / Rows::kLanes;
+  const bool exists = index < params.rows;  // a warp may hold rows beyond the last: they take part with no columns
+  const int64 at = exists ? index : 0;
+  Row row = {x_g + row_offset(params, kX, at), nullptr, weight_g, bias_g, out_g + row_offset(params, kOut, at), nullptr,
+             exists ? params.length : 0};
+  if constexpr (WITH_RESIDUAL) {
+    row.residual_g = residual_g + row_offset(params, kResidual, at);
+    row.total_g = total_g + row_offset(params, kTotal, at);
+  }
+
+  // Phase 1: read the row, add, and sum it up.
+  const int64 strips = Rows::strips(row.length);
+  Held x[Rows::kHeldStrips], added[Rows::kHeldStrips], weight[Rows::kHeldStrips], bias[Rows::kHeldStrips];
+  Moments part;
+  float squares[1] = {0.f};
+  if constexpr (Rows::kResident) {
+#pragma unroll
+    for (int strip = 0; strip < Rows::kHeldStrips; strip++) load(x[strip], added[strip], row, strip);
+#pragma unroll
+    for (int strip = 0; strip < Rows::kHeldStrips; strip++) {
+      add_residual(x[strip], added[strip], row, strip);
+      if constexpr (WITH_WEIGHT) weight[strip].load(weight_g, strip, row.length);
+      if constexpr (WITH_BIAS) bias[strip].load(bias_g, strip, row.length);
+      if constexpr (!CENTRED) squares[0] += squares_of(x[strip]);
+    }
+    if constexpr (CENTRED) part = moments_of(x, row.length);
+  } else {
+    for (int64 strip = 0; strip < strips; strip++) {
+      load(x[0], added[0], row, strip);
+      add_residual(x[0], added[0], row, strip);
+      if constexpr (!CENTRED) squares[0] += squares_of(x[0]);
+      if (CENTRED && strip_exists<Rows>(strip, row.length)) {
+        float values[Rows::kVec];
+        x[0].get(values);
+        if (strip == 0) part.pivot = sum_of(values) * (1.f / Rows::kVec);
+        part.add(values);
+      }
+    }
+  }
+
+  // Phase 2: the row's statistics.
+  Statistics statistics;
+  float mean_square;  // of what is normalised
+  if constexpr (CENTRED) {
+    smem_s.moments.merge(part);
+    statistics.pivot = part.pivot;
+    statistics.shift = part.shift();
+    mean_square = part.variance();
+  } else {
+    smem_s.sums.add_up(squares, 0);
+    mean_square = squares[0] * inverse(static_cast<float>(row.length));
+  }
+  statistics.rstd = rsqrtf(mean_square + eps);
+  if (exists && threadIdx.x % Rows::kLanes == 0) {
+    if constexpr (WITH_MEAN) mean_g[row_offset(params, kMean, index)] = statistics.pivot + statistics.shift;
+    if constexpr (WITH_RSTD) rstd_g[row_offset(params, kRstd, index)] = statistics.rstd;
+  }
+
+  // Phase 3: out, from the registers or a second read.
+#pragma unroll Rows::kHeldStrips
+  for (int64 strip = 0; strip < strips; strip++) {
+    const int held = Rows::held(strip);
+    if constexpr (!Rows::kResident) {
+      x[0].load(WITH_RESIDUAL ? row.total_g : row.x_g, strip, row.length);
+      if constexpr (WITH_WEIGHT) weight[0].load(weight_g, strip, row.length);
+      if constexpr (WITH_BIAS) bias[0].load(bias_g, strip, row.length);
+    }
+    store_normalised(x[held], weight[held], bias[held], row, strip, statistics, weight_offset);
+  }
+}

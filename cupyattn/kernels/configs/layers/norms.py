@@ -1,0 +1,73 @@
+"""Layer norm and RMS norm over rows: one kernel forward and one backward serve both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.configs.rows import Result, RowConfig, RowKernel, RowTable
+from cupyattn.kernels.spec import Specialisation
+
+FORWARD_ROWS: RowTable = {
+    75: {
+        128: RowConfig(128, 8, 16, "short rows: four to a warp keep its lanes busy"),
+        1024: RowConfig(128, 32, 32, "a warp a row: no barrier, all its loads under way at once"),
+        4096: RowConfig(128, 128, 32, "four warps a row: several rows on an SM at a time"),
+        16_384: RowConfig(512, 512, 32, "a CTA a row, still read once"),
+        None: RowConfig(1024, 1024, 0, "longer than registers hold: a second read, from the cache"),
+    }
+}
+
+BACKWARD_ROWS: RowTable = {
+    75: {
+        128: RowConfig(128, 8, 16, "short rows: four to a warp keep its lanes busy"),
+        512: RowConfig(256, 32, 16, "a warp a row: no barrier; two rows, sums and weight fit"),
+        2048: RowConfig(128, 128, 16, "two rows, the weight and its sums in registers"),
+        8192: RowConfig(512, 512, 16, "a CTA a row, still read once"),
+        None: RowConfig(1024, 1024, 0, "longer than registers hold: a second read, from the cache"),
+    }
+}
+
+FORWARD = RowKernel(
+    "norm_forward",
+    "layers/norm_forward.cu",
+    rows=("x", "residual"),
+    columns=("weight", "bias"),
+    results={
+        "out": Result.ROW,
+        "total": Result.ROW,
+        "mean": Result.PER_ROW,
+        "rstd": Result.PER_ROW,
+    },
+    optional=("residual", "weight", "bias", "mean", "rstd"),
+    follows={"total": "residual"},
+    in_place={"out": "x", "total": "residual"},
+    choices={"centred": (True, False)},
+    scalars={"eps": np.float32, "weight_offset": np.float32},
+    table=FORWARD_ROWS,
+)
+"""`centred` is layer norm; RMS norm has no mean."""
+
+BACKWARD = RowKernel(
+    "norm_backward",
+    "layers/norm_backward.cu",
+    rows=("dout", "x", "dresidual"),
+    columns=("weight", "bias"),
+    per_row=("mean", "rstd"),
+    results={"dx": Result.ROW, "dweight": Result.COLUMN_SUM, "dbias": Result.COLUMN_SUM},
+    optional=("dresidual", "weight", "bias", "mean"),
+    follows={"dweight": "weight", "dbias": "bias"},
+    scalars={"weight_offset": np.float32, "accumulate": np.int32},
+    table=BACKWARD_ROWS,
+)
+"""With a mean it is layer norm's. The bias says that its gradient is wanted, and is not read."""
+
+KERNELS = (FORWARD.spec, BACKWARD.spec)
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield every row of the tables, with dtypes, loads and optional arrays in pairs."""
+    yield from FORWARD.catalogue(arch)
+    yield from BACKWARD.catalogue(arch)

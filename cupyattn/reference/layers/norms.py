@@ -1,0 +1,155 @@
+"""Layer norm and RMS norm over the last axis, and their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float64 = NDArray[np.float64]
+Results = tuple[Float64, Float64 | None, Float64, Float64]
+Gradients = tuple[Float64, Float64 | None, Float64 | None]
+
+
+def norm(
+    x: NDArray[Any],
+    residual: NDArray[Any] | None = None,
+    weight: NDArray[Any] | None = None,
+    bias: NDArray[Any] | None = None,
+    *,
+    centred: bool,
+    eps: float,
+    weight_offset: float = 0.0,
+) -> Results:
+    """Normalise rows: layer norm if `centred`, RMS norm otherwise.
+
+    Parameters
+    ----------
+    x, residual : (..., N) floats
+        Their sum is rounded to x's dtype and then normalised.
+    weight, bias : (N,) floats
+    centred : bool
+        Whether the mean is subtracted.
+    eps : float
+        Added to the mean square.
+    weight_offset : float
+        Added to the weight.
+
+    Returns
+    -------
+    out : (..., N) float64
+    total : (..., N) float64, or None
+        The rounded sum, None without residual.
+    mean : (...) float64
+        NaN of rows with a NaN or an infinity; 0 of rows that are not centred, or without items.
+    rstd : (...) float64
+        1 / sqrt(mean square + eps), of what is left of a row when the mean is subtracted.
+
+    Examples
+    --------
+    >>> out, _, mean, rstd = norm(np.array([1.0, 3.0]), centred=True, eps=0.0)
+    >>> out, float(mean), float(rstd)
+    (array([-1.,  1.]), 2.0, 1.0)
+    """
+    with np.errstate(all="ignore"):
+        total = None if residual is None else rounded_sum(x, residual)
+        rows = x.astype(np.float64) if total is None else total
+        mean = np.zeros(rows.shape[:-1])
+        if centred:
+            mean = _mean(rows)
+            mean = np.where(np.isfinite(mean), mean, np.nan)
+        rows = rows - mean[..., None]
+        rstd = 1 / np.sqrt(_mean(rows**2) + eps)
+        out = rows * rstd[..., None]
+        if weight is not None:
+            out = out * (weight_offset + weight.astype(np.float64))
+        if bias is not None:
+            out = out + bias
+    return out, total, mean, rstd
+
+
+def rounded_sum(x: NDArray[Any], residual: NDArray[Any]) -> Float64:
+    """Return x + residual, rounded to their dtype."""
+    total = x.astype(np.float64) + residual
+    if total.itemsize > x.itemsize:  # kernels add in float32, and round that
+        total = total.astype(np.float32).astype(x.dtype)
+    return total.astype(np.float64)
+
+
+def norm_backward(
+    dout: NDArray[Any],
+    x: NDArray[Any],
+    dresidual: NDArray[Any] | None = None,
+    weight: NDArray[Any] | None = None,
+    bias: NDArray[Any] | None = None,
+    mean: NDArray[Any] | None = None,
+    rstd: NDArray[Any] | float = 1.0,
+    *,
+    weight_offset: float = 0.0,
+) -> Gradients:
+    """Gradients of `norm` from what it saved.
+
+    Parameters
+    ----------
+    dout : (..., N) floats
+        Gradient of out.
+    x : (..., N) floats
+        What was normalised: the sum, where there was one.
+    dresidual : (..., N) floats, optional
+        Gradient of the sum as a result.
+    weight, bias : (N,) floats, optional
+        Of the bias only whether it is there counts.
+    mean, rstd : (...) floats
+        As saved; of RMS norm mean is None.
+    weight_offset : float
+        As given to the forward.
+
+    Returns
+    -------
+    dx : (..., N) float64
+    dweight, dbias : (N,) float64
+        None without weight, and without bias.
+    """
+    with np.errstate(all="ignore"):
+        dout, normal, g, rstd = terms(dout, x, weight, mean, rstd, weight_offset)
+        inner = g - normal * _mean(g * normal)[..., None]
+        if mean is not None:
+            inner = inner - _mean(g)[..., None]
+        dx = rstd[..., None] * inner
+        if dresidual is not None:
+            dx = dx + dresidual
+        dweight = None if weight is None else column_sum(dout * normal)
+        dbias = None if bias is None else column_sum(dout)
+    return dx, dweight, dbias
+
+
+def terms(
+    dout: NDArray[Any],
+    x: NDArray[Any],
+    weight: NDArray[Any] | None,
+    mean: NDArray[Any] | None,
+    rstd: Any,
+    weight_offset: float,
+) -> tuple[Float64, Float64, Float64, Float64]:
+    """Return dout, the normalised rows, the gradient of those, and rstd, in float64."""
+    dout, rows = dout.astype(np.float64), x.astype(np.float64)
+    rstd = np.asarray(rstd, np.float64)
+    if mean is not None:
+        rows = rows - mean[..., None]
+    g = dout if weight is None else dout * (weight_offset + weight.astype(np.float64))
+    return dout, rows * rstd[..., None], g, rstd
+
+
+def column_sum(rows: Float64) -> Float64:
+    """Sum over all axes but the last."""
+    result: Float64 = (
+        rows.reshape(-1, rows.shape[-1]).sum(axis=0) if rows.size else np.zeros(rows.shape[-1])
+    )
+    return result
+
+
+def _mean(rows: Float64) -> Float64:
+    """Mean over the last axis, 0 of no items."""
+    result: Float64 = rows.sum(axis=-1) / max(rows.shape[-1], 1)
+    return result
