@@ -6,6 +6,11 @@
 
 #include "numeric.cuh"
 
+// A barrier of `threads` threads, whole warps, beside that of the CTA: id 1 to 15.
+__device__ __forceinline__ void bar_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 struct Sum {
   static constexpr float kIdentity = 0.f;
   __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }

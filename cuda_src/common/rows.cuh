@@ -1,7 +1,6 @@
 // Row-wise kernels: arrays of any rank whose last axis is contiguous, as rows of `length` items.
 //
-// A row belongs to LANES neighbouring threads: part of a warp, a warp, or the whole CTA. They walk it in strips of
-// LANES vectors; a thread owns one vector of each strip. A resident row (up to STRIPS strips) stays in registers
+// A row belongs to LANES neighbouring threads: part of a warp, or whole warps. They walk it in strips of LANES vectors; a thread owns one vector of each strip. A resident row (up to STRIPS strips) stays in registers
 // between the passes over it; a longer one is read again in each pass.
 #pragma once
 
@@ -21,8 +20,9 @@ struct RowsParams {
 
 template <int kArrays>
 __device__ __forceinline__ int64 row_offset(const RowsParams<kArrays>& params, int array, int64 row) {
+  if (params.shape[1] == 1) return row * params.strides[array][0];  // axes that are there come first
   int64 offset = 0;
-#pragma unroll
+#pragma unroll 1
   for (int axis = kOuterAxes - 1; axis > 0; axis--) {
     if (params.shape[axis] == 1) continue;
     offset += row % params.shape[axis] * params.strides[array][axis];
@@ -53,7 +53,8 @@ struct RowTraits {
   }
   static __device__ __forceinline__ constexpr int held(int64 strip) { return kResident ? static_cast<int>(strip) : 0; }
 
-  static_assert(kLanes <= kWarpSize || kLanes == kThreads, "a row belongs to a part of a warp or to the whole CTA");
+  static_assert(kThreads % kLanes == 0, "whole rows");
+  static_assert(kLanes <= kWarpSize || kLanes % kWarpSize == 0, "a row belongs to a part of a warp or to whole warps");
   static_assert(kThreads % kWarpSize == 0 && kThreads <= 1024, "whole warps");
 };
 
@@ -63,6 +64,7 @@ __device__ __forceinline__ float row_reduce(float x, float* partial_s) {
   if constexpr (Rows::kLanes <= kWarpSize) {
     return warp_reduce<Op, Rows::kLanes>(x);
   } else {
+    static_assert(Rows::kLanes == Rows::kThreads, "of several rows in a CTA, each of many warps: RowSums");
     return cta_reduce<Op, Rows::kThreads>(x, partial_s);
   }
 }
@@ -145,13 +147,24 @@ __device__ __forceinline__ bool strip_exists(int64 strip, int64 length) {
   return strip_column<Rows>(strip) < length;
 }
 
-// Several sums over the threads of one row, with one barrier where the row has the whole CTA. A row's sums lie in the
-// other buffer than those of the row before: the barrier of each row says that the one before has been read.
+// Where the threads of a row meet, of several warps: rows side by side do not wait for each other.
+template <typename Rows>
+__device__ __forceinline__ void row_barrier() {
+  if constexpr (Rows::kRowsPerCta == 1) {
+    __syncthreads();
+  } else {
+    static_assert(Rows::kRowsPerCta <= 15, "barrier 0 is the CTA's");
+    bar_sync(1 + threadIdx.x / Rows::kLanes, Rows::kLanes);
+  }
+}
+
+// Several sums over the threads of one row, with one barrier where it has several warps. A row's sums lie in the other
+// buffer than those of the row before: the barrier of each row says that the one before has been read.
 template <typename Rows, int kSums>
 struct RowSums {
-  static constexpr int kWarps = Rows::kLanes <= kWarpSize ? 1 : Rows::kThreads / kWarpSize;
+  static constexpr int kWarps = Rows::kLanes <= kWarpSize ? 1 : Rows::kLanes / kWarpSize;  // of a row
   static constexpr int kWidth = Rows::kLanes <= kWarpSize ? Rows::kLanes : kWarpSize;
-  float partial[2][kSums][kWarps];
+  float partial[2][kSums][kWarps > 1 ? Rows::kThreads / kWarpSize : 1];
 
   __device__ __forceinline__ void add_up(float (&sums)[kSums], int buffer) {
 #pragma unroll
@@ -161,23 +174,26 @@ struct RowSums {
 #pragma unroll
         for (int k = 0; k < kSums; k++) partial[buffer][k][warp_index()] = sums[k];
       }
-      __syncthreads();  // partial[buffer]: written by every warp; the other buffer has been read
+      row_barrier<Rows>();  // partial[buffer]: written by every warp of the row; the other buffer has been read
+      const int warp = warp_index() / kWarps * kWarps + lane_index() % kWarps;
 #pragma unroll
-      for (int k = 0; k < kSums; k++) sums[k] = warp_reduce<Sum, kWarps>(partial[buffer][k][lane_index() % kWarps]);
+      for (int k = 0; k < kSums; k++) sums[k] = warp_reduce<Sum, kWarps>(partial[buffer][k][warp]);
     }
   }
 };
 
 // Sums over rows: a CTA walks rows gridDim.x * kRowsPerCta apart and leaves its sum of each column in its row of
 // partials_g (gridDim.x, length), which column_sums.cu adds up. The same thread owns the same columns of every row, and
-// the order of the additions is fixed. Resident rows are summed in registers; of longer ones, whose row has the whole
-// CTA, each thread adds to its own columns of partials_g.
+// the order of the additions is fixed. Resident rows are summed in registers; of longer ones, of which a CTA has one at a
+// time, each thread adds to its own columns of partials_g.
 template <typename Rows>
 struct ColumnSums {
   float sum[Rows::kHeldStrips][Rows::kVec];
 
-  // Shared memory for `store`: rows that lie side by side in the CTA.
-  static constexpr int kSharedFloats = Rows::kResident && Rows::kRowsPerCta > 1 ? Rows::kThreads * Rows::kVec : 1;
+  // Shared memory for `store`, a strip at a time: item i of each thread in a row of its own, which begins so many banks
+  // behind the one before that a warp reads neighbouring columns without conflicts.
+  static constexpr int kPitch = Rows::kThreads + (Rows::kVec > 1 ? kWarpSize / Rows::kVec : 0);
+  static constexpr int kSharedFloats = Rows::kResident ? Rows::kVec * kPitch : 1;
 
   __device__ __forceinline__ ColumnSums() {
 #pragma unroll
@@ -190,39 +206,36 @@ struct ColumnSums {
   // Add one row's terms of a strip. `first` says that it is the first row of this CTA.
   __device__ __forceinline__ void add(const float (&terms)[Rows::kVec], int64 strip, bool first, float* partial_row_g,
                                       int64 length) {
-    const int64 column = strip_column<Rows>(strip);
+    if constexpr (Rows::kResident) {
 #pragma unroll
-    for (int i = 0; i < Rows::kVec; i++) {
-      if constexpr (Rows::kResident) {
-        sum[strip][i] += terms[i];
-      } else if (column + i < length) {
-        partial_row_g[column + i] = (first ? 0.f : partial_row_g[column + i]) + terms[i];
-      }
+      for (int i = 0; i < Rows::kVec; i++) sum[strip][i] += terms[i];
+    } else if (strip_exists<Rows>(strip, length)) {
+      float* partial_g = partial_row_g + strip_column<Rows>(strip);
+      float total[Rows::kVec] = {};
+      if (!first) load_vec(total, partial_g);
+#pragma unroll
+      for (int i = 0; i < Rows::kVec; i++) total[i] += terms[i];
+      store_vec(partial_g, total);
     }
   }
 
   // After the last row: what the registers hold, over the rows side by side, to the CTA's row of partials_g.
-  __device__ __forceinline__ void store(float* partial_row_g, int64 length, float (&side_by_side_s)[kSharedFloats]) {
+  __device__ __forceinline__ void store(float* partial_row_g, int64 length, float (&columns_s)[kSharedFloats]) {
     if constexpr (Rows::kResident) {
 #pragma unroll
       for (int strip = 0; strip < Rows::kHeldStrips; strip++) {
-        const int64 column = strip_column<Rows>(strip);
-        if constexpr (Rows::kRowsPerCta > 1) {
-          __syncthreads();  // side_by_side_s: the previous strip has been read
+        __syncthreads();  // columns_s: the previous strip has been read
 #pragma unroll
-          for (int i = 0; i < Rows::kVec; i++) side_by_side_s[threadIdx.x * Rows::kVec + i] = sum[strip][i];
-          __syncthreads();  // side_by_side_s: written by every thread
-          if (threadIdx.x >= Rows::kLanes) continue;
-#pragma unroll
-          for (int i = 0; i < Rows::kVec; i++) {
-            for (int row = 1; row < Rows::kRowsPerCta; row++) {
-              sum[strip][i] += side_by_side_s[(row * Rows::kLanes + threadIdx.x) * Rows::kVec + i];
-            }
+        for (int i = 0; i < Rows::kVec; i++) columns_s[i * kPitch + threadIdx.x] = sum[strip][i];
+        __syncthreads();  // columns_s: written by every thread
+#pragma unroll 1
+        for (int item = threadIdx.x; item < Rows::kStripItems; item += Rows::kThreads) {
+          float total = 0.f;
+          for (int row = 0; row < Rows::kRowsPerCta; row++) {
+            total += columns_s[item % Rows::kVec * kPitch + row * Rows::kLanes + item / Rows::kVec];
           }
-        }
-#pragma unroll
-        for (int i = 0; i < Rows::kVec; i++) {
-          if (column + i < length) partial_row_g[column + i] = sum[strip][i];
+          const int64 column = static_cast<int64>(strip) * Rows::kStripItems + item;
+          if (column < length) partial_row_g[column] = total;
         }
       }
     }

@@ -2,9 +2,11 @@
 //
 //   sums_c = sum over p of partials_pc   (+ what is there, with accumulate)
 //
-// Shapes    partials (count, length) float32, contiguous; sums (length,) of DTYPE, contiguous.
-// Work      a CTA (cooperative thread array, a block of threads) owns 32 columns: a warp adds every THREADS / 32-th
-//           partial sum, a lane one column; then the first warp adds the warps' sums. Grid ceil(length / 32).
+// Shapes    partials and more_partials (count, length) float32, contiguous; sums and more_sums (length,) of DTYPE,
+//           contiguous. more_... may be absent: two results cost one launch.
+// Work      a CTA (cooperative thread array, a block of threads) owns 32 columns of one result: a warp adds every
+//           THREADS / 32-th partial sum, a lane one column; then the first warp adds the warps' sums. Grid
+//           ceil(length / 32) for each result.
 // Budget    one float per thread of shared memory; about 30 registers.
 // Edges     columns beyond the length are not read; no partial sums give 0.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(SHARED_BYTES)
@@ -21,13 +23,17 @@ struct Smem {
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    column_sums(const float* partials_g, DTYPE* sums_g, int64 count, int64 length, int accumulate) {
+    column_sums(const float* partials_g, const float* more_partials_g, DTYPE* sums_g, DTYPE* more_sums_g, int64 count,
+                int64 length, int accumulate) {
   __shared__ Smem smem_s;
-  const int64 column = static_cast<int64>(blockIdx.x) * kWarpSize + lane_index();
+  const int64 ctas = (length + kWarpSize - 1) / kWarpSize;  // of a result
+  if (blockIdx.x >= ctas) partials_g = more_partials_g, sums_g = more_sums_g;
+  const int64 column = blockIdx.x % ctas * kWarpSize + lane_index();
   const bool exists = column < length;
 
   float sum = 0.f;
   if (exists) {
+#pragma unroll 8
     for (int64 p = warp_index(); p < count; p += kWarps) sum += partials_g[p * length + column];
   }
   smem_s.sum[warp_index()][lane_index()] = sum;

@@ -30,6 +30,9 @@ class LaunchRecorder:
     strides), so what is recorded is what would run. Nothing is compiled.
     """
 
+    multiprocessors = 40
+    """A T4's."""
+
     def __init__(self, arch: Arch) -> None:
         self.arch = arch
         self.launches: list[Launch] = []

@@ -29,7 +29,6 @@ from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.configs.rows import (
     COLUMN_SUMS_COLUMNS,
     OF_THE_PLAN,
-    SUMMING_CTAS,
     Macros,
     Result,
     RowKernel,
@@ -260,12 +259,12 @@ def run_rows(
     device: Device, problem: RowProblem, operands: Operands, *, accumulate: bool = False
 ) -> dict[str, Array]:
     """Run a row operation; with `accumulate` gradients are added to what is there."""
-    plan = _plan(problem, device.arch.number, accumulate)
+    plan = _plan(problem, device.arch.number, device.multiprocessors, accumulate)
     return run(device, plan, operands.arrays)
 
 
 @lru_cache(maxsize=4096)
-def _plan(problem: RowProblem, arch: int, accumulate: bool) -> Plan:
+def _plan(problem: RowProblem, arch: int, multiprocessors: int, accumulate: bool) -> Plan:
     kernel, dtype, found = problem.kernel, problem.dtype.name, problem.outputs
     require_item_alignment(problem.layouts, problem.starts)
     require_kernel_dtype(kernel.rows[0], problem.dtype)
@@ -280,7 +279,7 @@ def _plan(problem: RowProblem, arch: int, accumulate: bool) -> Plan:
     vec = _vector(problem, layouts)
     config = kernel.config(arch, problem.length)
     ctas = -(-problem.count // config.rows_per_cta)
-    ctas = min(ctas, SUMMING_CTAS) if sums else ctas
+    ctas = min(ctas, multiprocessors * config.summing_ctas) if sums else ctas
     specialisation = kernel.specialise(arch, dtype, problem.length, vec, problem.macros(vec))
     partials = {name: f"{name}_partials" for name in sums}
     queries = problem.shape[-2] if len(problem.shape) > 1 else 1
@@ -288,10 +287,13 @@ def _plan(problem: RowProblem, arch: int, accumulate: bool) -> Plan:
     values = [_column_stride(layouts.get(name)) for name in kernel.broadcast]
     values += [scalars[name] for name in kernel.scalars]
     steps = [Step.of(specialisation, ctas, *values, _params(problem, layouts), renamed=partials)]
-    for name, partial in partials.items():
-        columns = -(-problem.length // COLUMN_SUMS_COLUMNS)
-        counts = (ctas, problem.length, accumulate)
-        renamed = {"partials": partial, "sums": name}
+    counts = (ctas, problem.length, accumulate)
+    for first in range(0, len(sums), 2):
+        together = sums[first : first + 2]
+        columns = -(-problem.length // COLUMN_SUMS_COLUMNS) * len(together)
+        renamed: dict[str, str] = {}
+        for parameter, name in zip(("", "more_"), together, strict=False):
+            renamed |= {f"{parameter}partials": partials[name], f"{parameter}sums": name}
         steps.append(Step.of(column_sums(dtype), columns, *counts, renamed=renamed))
     scratch = lay_out_scratch(dict.fromkeys(partials.values(), ctas * problem.length))
     plan = Plan(tuple(steps), outputs, scratch, zero_new=accumulate)

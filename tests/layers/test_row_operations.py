@@ -14,7 +14,7 @@ from support.strategies import dtype_of
 
 from cupyattn.arrays import adopt
 from cupyattn.functional.layers.rows import call_rows
-from cupyattn.kernels.configs.rows import ROWS, SUMMING_CTAS, Result, RowKernel
+from cupyattn.kernels.configs.rows import ROWS, Result, RowKernel
 from cupyattn.ops.rows import row_problem, run_rows
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
@@ -80,7 +80,8 @@ def test_a_row_operation_is_its_declaration_and_a_kernel(rows, length, dtype):
 
 
 def test_sums_over_more_rows_than_ctas_and_their_order_is_fixed():
-    rows_at_once = SUMMING_CTAS * ROWS[75][128].rows_per_cta
+    row = ROWS[75][128]
+    rows_at_once = KERNELS.device.multiprocessors * row.summing_ctas * row.rows_per_cta
     dout, x, weight = problem(rows_at_once + 5, 24, "float32")
     placed = [KERNELS.put(array) for array in (dout, x, weight)]
     first, second = (centre_backward(*placed, scale=0.5) for _ in range(2))

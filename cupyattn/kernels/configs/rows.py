@@ -16,7 +16,7 @@ import numpy as np
 
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
-from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, pairs, rows_for
+from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, pairs, round_up, rows_for
 from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Scalar, Specialisation, inputs
 from cupyattn.kernels.structs import rows_struct
 
@@ -43,12 +43,24 @@ class RowConfig:
     reason: str
     in_flight: int = 0
     """Where it is read in each pass, items that a thread loads before it uses the first of them."""
+    summing_ctas: int = 4
+    """With sums over columns, CTAs for each multiprocessor, which walk over the rows: enough to
+    fill it, and few, because each leaves a partial sum."""
 
     @property
     def rows_per_cta(self) -> int:
         """Rows that one CTA works on side by side."""
         return self.threads // self.lanes
 
+    def items_of(self, length: int) -> int:
+        """Return how many items of a row of that length a thread holds, or has in flight."""
+        if not self.items:
+            return self.in_flight
+        return min(self.items, round_up(-(-length // self.lanes), _ITEMS_STEP))
+
+
+_ITEMS_STEP = 8
+"""Items that a thread holds come in steps of a vector of 16-bit ones."""
 
 Macros = tuple[tuple[str, int | str], ...]
 RowTable = Mapping[int, Mapping[int | None, RowConfig]]
@@ -62,10 +74,6 @@ ROWS: RowTable = {
         None: RowConfig(512, 512, 0, "longer than registers hold: two reads"),
     }
 }
-
-SUMMING_CTAS = 512
-"""CTAs of a kernel with column sums, each of which leaves a partial sum of the rows it walked."""
-
 
 OF_THE_PLAN = ("accumulate", "queries")
 """Numbers that a plan knows by itself: whether a call adds to what its results hold (sums over
@@ -214,7 +222,8 @@ class RowKernel:
         Without `macros` no optional array is there, and choices are the first of their values.
         """
         macros = self._plainest if macros is None else macros
-        return _specialise(self, self.config(arch, length), dtype, vec, macros)
+        config = self.config(arch, length)
+        return _specialise(self, config, config.items_of(length), dtype, vec, macros)
 
     @cached_property
     def _plainest(self) -> Macros:
@@ -253,14 +262,14 @@ class RowKernel:
 
 @cache
 def _specialise(
-    kernel: RowKernel, config: RowConfig, dtype: str, vec: int, macros: Macros
+    kernel: RowKernel, config: RowConfig, items: int, dtype: str, vec: int, macros: Macros
 ) -> Specialisation:
     decided: dict[str, Any] = dict(macros)
     return kernel.spec.specialise(
         threads=config.threads,
         DTYPE=dtype,
         LANES=config.lanes,
-        STRIPS=max((config.items or config.in_flight) // vec, 1),
+        STRIPS=max(items // vec, 1),
         VEC=vec,
         RESIDENT=cpp_bool(bool(config.items)),
         **decided,
@@ -272,7 +281,9 @@ COLUMN_SUMS = KernelSpec(
     "layers/column_sums.cu",
     (
         *inputs("partials"),
+        *inputs("more_partials", optional=True),
         Pointer("sums"),
+        Pointer("more_sums", optional=True),
         *(Scalar(name, np.dtype(np.int64)) for name in ("count", "length")),
         Scalar("accumulate", np.dtype(np.int32)),
     ),
@@ -281,7 +292,7 @@ COLUMN_SUMS = KernelSpec(
 
 COLUMN_SUMS_COLUMNS = 32
 """Columns of one CTA: a warp reads 128 bytes of a row of partial sums at a time."""
-_COLUMN_SUMS_THREADS = 256
+_COLUMN_SUMS_THREADS = 512
 
 
 @cache

@@ -34,6 +34,8 @@ class Device(Protocol):
 
     arch: Arch
     """The architecture that kernels are compiled for here."""
+    multiprocessors: int
+    """How many there are: what kernels that walk over their work choose their CTAs by."""
 
     @property
     def name(self) -> str:

@@ -37,6 +37,8 @@ class CudaDevice:
         self.ordinal = ordinal
         self.capability = int(cupy.cuda.Device(ordinal).compute_capability)
         self.arch = _arch_for(self.capability)
+        attribute = cupy.cuda.runtime.cudaDevAttrMultiProcessorCount
+        self.multiprocessors = int(cupy.cuda.runtime.deviceGetAttribute(attribute, ordinal))
         self._kernels: dict[Specialisation, CudaKernel] = {}
         self._loading = threading.Lock()
 

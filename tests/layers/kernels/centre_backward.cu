@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     centre_backward(const Scalar* dout_g, const Scalar* x_g, const Scalar* weight_g, Scalar* dx_g, float* mean_g,
                     float* partials_g, float scale, const Params params) {
   __shared__ float partial_s[THREADS / kWarpSize];
-  __shared__ float side_by_side_s[ColumnSums<Rows>::kSharedFloats];
+  __shared__ float columns_s[ColumnSums<Rows>::kSharedFloats];
   ColumnSums<Rows> sums;
   float* partial_row_g = partials_g + blockIdx.x * params.length;
   const int64 step = static_cast<int64>(gridDim.x) * Rows::kRowsPerCta;
@@ -64,5 +64,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       sums.add(x, strip, start == first, partial_row_g, length);
     }
   }
-  sums.store(partial_row_g, params.length, side_by_side_s);
+  sums.store(partial_row_g, params.length, columns_s);
 }
