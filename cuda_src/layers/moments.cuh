@@ -51,11 +51,11 @@ struct Moments {
   }
 };
 
-// From the moments of a thread's items to those of its row. All threads of the CTA take part.
+// From the moments of a thread's items to those of its row. All threads of the row take part.
 template <typename Rows>
 struct RowMoments {
-  static constexpr int kWarps = Rows::kLanes <= kWarpSize ? 1 : Rows::kThreads / kWarpSize;
-  float4 partial[kWarps];
+  static constexpr int kWarps = Rows::kLanes <= kWarpSize ? 1 : Rows::kLanes / kWarpSize;  // of a row
+  float4 partial[kWarps > 1 ? Rows::kThreads / kWarpSize : 1];
 
   __device__ __forceinline__ void merge(Moments& part) {
     if constexpr (kWarps == 1) {
@@ -63,8 +63,8 @@ struct RowMoments {
     } else {
       part.merge_lanes<kWarpSize>();
       if (lane_index() == 0) partial[warp_index()] = make_float4(part.count, part.pivot, part.s1, part.s2);
-      __syncthreads();  // partial: written by every warp; a kernel merges one row
-      const float4 warp = partial[lane_index() % kWarps];
+      row_barrier<Rows>();  // partial: written by every warp of the row, of which a kernel merges one
+      const float4 warp = partial[warp_index() / kWarps * kWarps + lane_index() % kWarps];
       part.count = warp.x, part.pivot = warp.y, part.s1 = warp.z, part.s2 = warp.w;
       part.merge_lanes<kWarps>();
     }

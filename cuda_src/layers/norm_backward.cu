@@ -10,10 +10,10 @@
 // Shapes    dout, x, dresidual and dx of any rank and any outer strides, last axis contiguous (RowsParams, rows.cuh);
 //           weight (length,); mean and rstd one float for each row; partial sums (CTAs, length) float32.
 // Work      LANES threads own a row; a CTA walks rows gridDim.x * kRowsPerCta apart. While it computes a row, the next
-//           one's loads are under way. column_sums.cu adds up what the CTAs leave.
-// Budget    registers, for STRIPS * VEC items a thread: two rows of x, dout and dresidual and the weight in their own
-//           dtype, float sums of dweight and dbias; a row that is not RESIDENT: VEC of each, a second read, and sums in
-//           global memory. Shared memory: two floats per warp, twice; a strip of column sums.
+//           one's loads are under way, where registers hold both. column_sums.cu adds up what the CTAs leave.
+// Budget    registers, for STRIPS * VEC items a thread: x, dout and dresidual of one row or two and the weight, in their
+//           own dtype, and float sums of dweight and dbias; a row that is not RESIDENT: VEC of each, a second read, and
+//           sums in global memory. Shared memory: two floats per warp, twice; a strip of column sums.
 // Edges     columns beyond the row count as none.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) ||   \
     !defined(RESIDENT) || !defined(WITH_DRESIDUAL) || !defined(WITH_WEIGHT) || !defined(WITH_BIAS) || \
@@ -29,9 +29,17 @@ using Held = HeldStrip<Rows, Scalar>;
 enum Array { kDout, kX, kDresidual, kMean, kRstd, kDx };
 static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
 
+// What fits in a thread's registers, beside some 40 for addresses and what is being computed.
+constexpr int kItems = Rows::kHeldStrips * Rows::kVec;
+constexpr int kWords = Rows::kVec > 1 ? kItems * sizeof(Scalar) / 4 : kItems;  // of one array's items
+constexpr int kRowWords = kWords * (WITH_DRESIDUAL ? 3 : 2);
+constexpr int kFree = (THREADS > 256 ? 65536 / THREADS : 255) - 40 - kItems * (WITH_WEIGHT + WITH_BIAS);
+constexpr bool kAhead = Rows::kResident && 2 * kRowWords + WITH_WEIGHT * kWords <= kFree;
+constexpr bool kHoldWeight = Rows::kResident && (kAhead ? 2 : 1) * kRowWords + WITH_WEIGHT * kWords <= kFree;
+
 struct Smem {
   RowSums<Rows, 2> sums;
-  float side_by_side[ColumnSums<Rows>::kSharedFloats];
+  float columns[ColumnSums<Rows>::kSharedFloats];
 };
 
 struct Arrays {
@@ -61,9 +69,9 @@ struct Row {
     dout_g = arrays.dout_g + row_offset(params, kDout, at);
     x_g = arrays.x_g + row_offset(params, kX, at);
     if constexpr (WITH_DRESIDUAL) dresidual_g = arrays.dresidual_g + row_offset(params, kDresidual, at);
-    rstd = arrays.rstd_g[row_offset(params, kRstd, at)];
-    mean = 0.f;
-    if constexpr (WITH_MEAN) mean = arrays.mean_g[row_offset(params, kMean, at)];
+    mean = rstd = 0.f;
+    if (exists) rstd = arrays.rstd_g[row_offset(params, kRstd, at)];
+    if (WITH_MEAN && exists) mean = arrays.mean_g[row_offset(params, kMean, at)];
     if constexpr (Rows::kResident) {
 #pragma unroll
       for (int strip = 0; strip < Rows::kHeldStrips; strip++) load_strip(strip, strip);
@@ -71,20 +79,18 @@ struct Row {
   }
 };
 
-// What a thread computes again and again of a strip: dout, the normalised x, and dout times the weight. Zeros beyond
-// the row.
+// What a thread computes of a strip: dout, the normalised x, and dout times the weight. Beyond the row dout is 0.
 struct Terms {
   float dout[Rows::kVec], normal[Rows::kVec], g[Rows::kVec];
 
-  __device__ __forceinline__ Terms(const Row& row, int held, int64 strip, const Held& weight_r, float weight_offset) {
-    const bool exists = strip_exists<Rows>(strip, row.length);
+  __device__ __forceinline__ Terms(const Row& row, int held, const Held& weight_r, float weight_offset) {
     row.dout[held].get(dout);
     row.x[held].get(normal);
     if constexpr (WITH_WEIGHT) weight_r.get(g);
 #pragma unroll
     for (int i = 0; i < Rows::kVec; i++) {
-      normal[i] = exists ? (normal[i] - row.mean) * row.rstd : 0.f;
-      g[i] = WITH_WEIGHT ? dout[i] * (weight_offset + g[i]) : dout[i];
+      normal[i] = (normal[i] - row.mean) * row.rstd;
+      g[i] = !WITH_WEIGHT ? dout[i] : dout[i] * (WITH_MEAN ? g[i] : weight_offset + g[i]);  // layer norm has no offset
     }
   }
 };
@@ -107,7 +113,7 @@ __device__ __forceinline__ void store_dx(const Row& row, const Terms& terms, int
   store_strip<Rows>(dx_row_g, dx, strip, row.length);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     norm_backward(const Scalar* dout_g, const Scalar* x_g, const Scalar* dresidual_g, const Scalar* weight_g,
                   const Scalar*, const float* mean_g, const float* rstd_g, Scalar* dx_g, float* dweight_g,
                   float* dbias_g, float weight_offset, int accumulate, const Params params) {
@@ -121,29 +127,31 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   ColumnSums<Rows> dweight, dbias;
 
   Held weight[Rows::kHeldStrips];
-  if constexpr (Rows::kResident && WITH_WEIGHT) {
+  if constexpr (kHoldWeight && WITH_WEIGHT) {
 #pragma unroll
     for (int strip = 0; strip < Rows::kHeldStrips; strip++) weight[strip].load(weight_g, strip, params.length);
   }
 
-  Row row;
-  row.begin(arrays, params, first + threadIdx.x / Rows::kLanes);
+  Row row, next;
+  if constexpr (kAhead) next.begin(arrays, params, first + threadIdx.x / Rows::kLanes);
   int buffer = 0;
   for (int64 start = first; start < params.rows; start += step, buffer ^= 1) {
     const int64 index = start + threadIdx.x / Rows::kLanes, strips = Rows::strips(params.length);
-    Row next;
-    next.begin(arrays, params, index + step);
+    if constexpr (kAhead) {
+      row = next;
+      next.begin(arrays, params, index + step);
+    } else {
+      row.begin(arrays, params, index);
+    }
 
     // Phase 1: the means of g and of g n.
     float sums[2] = {0.f, 0.f};
 #pragma unroll Rows::kHeldStrips
     for (int64 strip = 0; strip < strips; strip++) {
       const int held = Rows::held(strip);
-      if constexpr (!Rows::kResident) {
-        row.load_strip(held, strip);
-        if constexpr (WITH_WEIGHT) weight[held].load(weight_g, strip, params.length);
-      }
-      const Terms terms(row, held, strip, weight[held], weight_offset);
+      if constexpr (!Rows::kResident) row.load_strip(held, strip);
+      if constexpr (!kHoldWeight && WITH_WEIGHT) weight[held].load(weight_g, strip, params.length);
+      const Terms terms(row, held, weight[held], weight_offset);
 #pragma unroll
       for (int i = 0; i < Rows::kVec; i++) {
         sums[0] += terms.g[i] * terms.normal[i];
@@ -158,11 +166,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll Rows::kHeldStrips
     for (int64 strip = 0; strip < strips; strip++) {
       const int held = Rows::held(strip);
-      if constexpr (!Rows::kResident) {
-        row.load_strip(held, strip);
-        if constexpr (WITH_WEIGHT) weight[held].load(weight_g, strip, params.length);
-      }
-      Terms terms(row, held, strip, weight[held], weight_offset);
+      if constexpr (!Rows::kResident) row.load_strip(held, strip);
+      if constexpr (!kHoldWeight && WITH_WEIGHT) weight[held].load(weight_g, strip, params.length);
+      Terms terms(row, held, weight[held], weight_offset);
       store_dx(row, terms, held, strip, dx_row_g, g_mean, gn_mean, accumulate);
       if constexpr (WITH_BIAS) dbias.add(terms.dout, strip, start == first, dbias_row_g, params.length);
       if constexpr (WITH_WEIGHT) {
@@ -171,8 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         dweight.add(terms.normal, strip, start == first, dweight_row_g, params.length);
       }
     }
-    row = next;
   }
-  if constexpr (WITH_WEIGHT) dweight.store(dweight_row_g, params.length, smem_s.side_by_side);
-  if constexpr (WITH_BIAS) dbias.store(dbias_row_g, params.length, smem_s.side_by_side);
+  if constexpr (WITH_WEIGHT) dweight.store(dweight_row_g, params.length, smem_s.columns);
+  if constexpr (WITH_BIAS) dbias.store(dbias_row_g, params.length, smem_s.columns);
 }

@@ -36,6 +36,10 @@ union Smem {
 struct Statistics {
   float pivot = 0.f, shift = 0.f;  // the mean is their sum
   float rstd;
+
+  __device__ __forceinline__ float normalised(float x) const {
+    return CENTRED ? (x - pivot) * rstd - shift * rstd : x * rstd;
+  }
 };
 
 // This row, and the columns that all rows share.
@@ -106,9 +110,8 @@ __device__ __forceinline__ void store_normalised(const Held& held, const Held& w
   if constexpr (WITH_BIAS) bias_r.get(bias);
 #pragma unroll
   for (int i = 0; i < Rows::kVec; i++) {
-    if constexpr (CENTRED) x[i] = x[i] - statistics.pivot - statistics.shift;
-    x[i] *= statistics.rstd;
-    if constexpr (WITH_WEIGHT) x[i] *= weight_offset + weight[i];
+    x[i] = statistics.normalised(x[i]);
+    if constexpr (WITH_WEIGHT) x[i] *= CENTRED ? weight[i] : weight_offset + weight[i];  // layer norm has no offset
     if constexpr (WITH_BIAS) x[i] += bias[i];
   }
   store_strip<Rows>(row.out_g, x, strip, row.length);

@@ -14,6 +14,7 @@ FORWARD_ROWS: RowTable = {
     75: {
         128: RowConfig(128, 8, 16, "short rows: four to a warp keep its lanes busy"),
         1024: RowConfig(128, 32, 32, "a warp a row: no barrier, all its loads under way at once"),
+        2048: RowConfig(128, 64, 32, "two warps a row: as many items a thread, few to wait for"),
         4096: RowConfig(128, 128, 32, "four warps a row: several rows on an SM at a time"),
         16_384: RowConfig(512, 512, 32, "a CTA a row, still read once"),
         None: RowConfig(1024, 1024, 0, "longer than registers hold: a second read, from the cache"),
@@ -22,11 +23,20 @@ FORWARD_ROWS: RowTable = {
 
 BACKWARD_ROWS: RowTable = {
     75: {
-        128: RowConfig(128, 8, 16, "short rows: four to a warp keep its lanes busy"),
-        512: RowConfig(256, 32, 16, "a warp a row: no barrier; two rows, sums and weight fit"),
-        2048: RowConfig(128, 128, 16, "two rows, the weight and its sums in registers"),
-        8192: RowConfig(512, 512, 16, "a CTA a row, still read once"),
-        None: RowConfig(1024, 1024, 0, "longer than registers hold: a second read, from the cache"),
+        128: RowConfig(
+            256, 8, 16, "short rows: four to a warp keep its lanes busy", summing_ctas=2
+        ),
+        1024: RowConfig(256, 32, 32, "a warp a row: no barrier", summing_ctas=2),
+        2048: RowConfig(512, 128, 16, "four rows side by side leave one sum", summing_ctas=1),
+        4096: RowConfig(512, 256, 16, "the same, two rows", summing_ctas=1),
+        8192: RowConfig(512, 512, 16, "a CTA a row, still read once", summing_ctas=1),
+        None: RowConfig(
+            1024,
+            1024,
+            0,
+            "longer than registers hold: a second read, from the cache",
+            summing_ctas=1,
+        ),
     }
 }
 
