@@ -176,7 +176,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   statistics.rstd = rsqrtf(mean_square + eps);
   if (exists && threadIdx.x % Rows::kLanes == 0) {
-    if constexpr (WITH_MEAN) mean_g[row_offset(params, kMean, index)] = statistics.pivot + statistics.shift;
+    const float mean = statistics.pivot + statistics.shift;
+    if constexpr (WITH_MEAN) mean_g[row_offset(params, kMean, index)] = isnan(statistics.rstd) ? statistics.rstd : mean;
     if constexpr (WITH_RSTD) rstd_g[row_offset(params, kRstd, index)] = statistics.rstd;
   }
 

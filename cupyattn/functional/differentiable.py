@@ -44,6 +44,12 @@ class Rule:
         return tuple(inspect.signature(self.function).parameters)
 
     @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """What the function takes for parameters that a call leaves out."""
+        parameters = inspect.signature(self.function).parameters.values()
+        return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+    @cached_property
     def backward_parameters(self) -> tuple[inspect.Parameter, ...]:
         """The backward's parameters."""
         return tuple(inspect.signature(self.backward).parameters.values())

@@ -144,7 +144,7 @@ class Pullback:
         """Call the backward with what it takes, found by name; return its gradients by name."""
         rule = self._call.rule
         results = self._call.results
-        known = {**self._call.arguments, **results, **result_gradients}
+        known = {**rule.defaults, **self._call.arguments, **results, **result_gradients}
         known |= {
             name: results[result] for name, result in rule.taken_from.items() if result in results
         }
