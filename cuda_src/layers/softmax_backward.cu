@@ -1,14 +1,16 @@
-// Softmax over the last axis, backward: from dout (dL/dy) and the forward's result y.
+// Softmax over the last axis, or its logarithm, backward: from dout (dL/dy) and the forward's result y.
 //
-//   dx_i = y_i (dout_i - sum_j y_j dout_j)
+//   dx_j = scale y_j (dout_j - sum_i y_i dout_i)   or with LOGARITHM   dx_j = scale (dout_j - exp(y_j) sum_i dout_i)
+//
+// The mask and the bias of the forward are in y: what it hid is 0, or with LOGARITHM -inf, whose dout does not count.
 //
 // Shapes    dout, y and dx of any rank and any outer strides, last axis contiguous (RowsParams, rows.cuh).
 // Work      LANES threads own a row; THREADS / LANES rows a CTA; grid ceil(rows / rows per CTA).
-// Budget    registers: 2 * STRIPS * VEC floats of the row (2 * VEC where it is not RESIDENT); shared memory: one float
-//           per warp.
-// Edges     columns beyond the row count as zeros; a row of zeros in y gives zeros.
-#if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || !defined(RESIDENT)
-#error "DTYPE, THREADS, LANES, STRIPS, VEC and RESIDENT come from a launch-configuration table"
+// Budget    registers: 2 * STRIPS * VEC floats of the row; shared memory: one float per warp.
+// Edges     columns beyond the row count as zeros; a row of zeros (-inf, with LOGARITHM) in y gives zeros.
+#if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
+    !defined(RESIDENT) || !defined(LOGARITHM)
+#error "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT and LOGARITHM come from a launch-configuration table"
 #endif
 #include "../common/rows.cuh"
 
@@ -18,31 +20,55 @@ using Params = RowsParams<3>;
 enum Array { kDout, kY, kDx };
 static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
 
-struct Strip {
-  float dout[Rows::kVec], y[Rows::kVec];
+constexpr float kAbsent = LOGARITHM ? -kInfinity : 0.f;  // y of a column beyond the row
 
-  __device__ __forceinline__ void load(const Scalar* dout_row_g, const Scalar* y_row_g, int64 strip, int64 length) {
-    load_strip<Rows>(dout, dout_row_g, strip, length, 0.f);
-    load_strip<Rows>(y, y_row_g, strip, length, 0.f);
+struct Batch {
+  float dout[Rows::kStrips][Rows::kVec], y[Rows::kStrips][Rows::kVec];
+
+  __device__ __forceinline__ void load(const Scalar* dout_row_g, const Scalar* y_row_g, int64 batch, int64 length) {
+#pragma unroll
+    for (int strip = 0; strip < Rows::kStrips; strip++) {
+      load_strip<Rows>(dout[strip], dout_row_g, batch * Rows::kStrips + strip, length, 0.f);
+      load_strip<Rows>(y[strip], y_row_g, batch * Rows::kStrips + strip, length, kAbsent);
+    }
   }
 
-  __device__ __forceinline__ float dot() const {
-    float sum = 0.f;
+  // This thread's part of the row's sum.
+  __device__ __forceinline__ float sum() const {
+    float sum[Rows::kVec] = {};  // columns apart, so that no addition waits for the one before it
 #pragma unroll
-    for (int i = 0; i < Rows::kVec; i++) sum += y[i] * dout[i];
-    return sum;
+    for (int strip = 0; strip < Rows::kStrips; strip++) {
+#pragma unroll
+      for (int i = 0; i < Rows::kVec; i++) {
+        sum[i] += LOGARITHM ? (y[strip][i] == -kInfinity ? 0.f : dout[strip][i]) : y[strip][i] * dout[strip][i];
+      }
+    }
+    float total = sum[0];
+#pragma unroll
+    for (int i = 1; i < Rows::kVec; i++) total += sum[i];
+    return total;
   }
 
-  __device__ __forceinline__ void store_dx(Scalar* dx_row_g, int64 strip, int64 length, float row_dot) const {
-    float dx[Rows::kVec];
+  __device__ __forceinline__ void store_dx(Scalar* dx_row_g, int64 batch, int64 length, float row_sum,
+                                           float scale) const {
 #pragma unroll
-    for (int i = 0; i < Rows::kVec; i++) dx[i] = y[i] * (dout[i] - row_dot);
-    store_strip<Rows>(dx_row_g, dx, strip, length);
+    for (int strip = 0; strip < Rows::kStrips; strip++) {
+      float dx[Rows::kVec];
+#pragma unroll
+      for (int i = 0; i < Rows::kVec; i++) dx[i] = scale * gradient(dout[strip][i], y[strip][i], row_sum);
+      store_strip<Rows>(dx_row_g, dx, batch * Rows::kStrips + strip, length);
+    }
+  }
+
+  // With respect to a score.
+  static __device__ __forceinline__ float gradient(float dout, float y, float row_sum) {
+    if (LOGARITHM) return y == -kInfinity ? 0.f : dout - ex2_approx(y * kLog2E) * row_sum;
+    return y * (dout - row_sum);
   }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    softmax_backward(const Scalar* dout_g, const Scalar* y_g, Scalar* dx_g, const Params params) {
+    softmax_backward(const Scalar* dout_g, const Scalar* y_g, Scalar* dx_g, float scale, const Params params) {
   __shared__ float partial_s[THREADS / kWarpSize];
   const int64 row = blockIdx.x * static_cast<int64>(Rows::kRowsPerCta) + threadIdx.x / Rows::kLanes;
   const bool exists = row < params.rows;  // a warp may hold rows beyond the last: they take part with no columns
@@ -51,21 +77,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   Scalar* dx_row_g = dx_g + row_offset(params, kDx, exists ? row : 0);
   const int64 length = exists ? params.length : 0;
 
-  // Phase 1: sum_j y_j dout_j.
-  const int64 strips = Rows::strips(length);
-  Strip strips_r[Rows::kHeldStrips];
-  float row_dot = 0.f;
-#pragma unroll Rows::kHeldStrips
-  for (int64 strip = 0; strip < strips; strip++) {
-    strips_r[Rows::held(strip)].load(dout_row_g, y_row_g, strip, length);
-    row_dot += strips_r[Rows::held(strip)].dot();
+  // Phase 1: the row's sum.
+  Batch batch_r;
+  float row_sum = 0.f;
+  for (int64 batch = 0; batch < Rows::batches(length); batch++) {
+    batch_r.load(dout_row_g, y_row_g, batch, length);
+    row_sum += batch_r.sum();
   }
-  row_dot = row_reduce<Sum, Rows>(row_dot, partial_s);
+  row_sum = row_reduce<Sum, Rows>(row_sum, partial_s);
 
   // Phase 2: dx, from the registers or a second read.
-#pragma unroll Rows::kHeldStrips
-  for (int64 strip = 0; strip < strips; strip++) {
-    if (!Rows::kResident) strips_r[Rows::held(strip)].load(dout_row_g, y_row_g, strip, length);
-    strips_r[Rows::held(strip)].store_dx(dx_row_g, strip, length, row_dot);
+  for (int64 batch = 0; batch < Rows::batches(length); batch++) {
+    if (!Rows::kResident) batch_r.load(dout_row_g, y_row_g, batch, length);
+    batch_r.store_dx(dx_row_g, batch, length, row_sum, scale);
   }
 }

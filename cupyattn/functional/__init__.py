@@ -7,11 +7,22 @@ CuPy arrays go to `cupyattn.ops` and its kernels, NumPy arrays to `cupyattn.refe
 from cupyattn.functional.attention.backward import attention_backward
 from cupyattn.functional.backend import backend
 from cupyattn.functional.device_info import device_info
+from cupyattn.functional.layers.log_softmax import log_softmax_backward
+from cupyattn.functional.layers.logsumexp import logsumexp_backward
 from cupyattn.functional.layers.norms import layer_norm_backward, rms_norm_backward
 from cupyattn.functional.layers.softmax import softmax_backward
 from cupyattn.functional.linear.backward import linear_backward
 from cupyattn.functional.linear.gelu import linear_gelu_backward
-from cupyattn.functional.rules import attention, layer_norm, linear, linear_gelu, rms_norm, softmax
+from cupyattn.functional.rules import (
+    attention,
+    layer_norm,
+    linear,
+    linear_gelu,
+    log_softmax,
+    logsumexp,
+    rms_norm,
+    softmax,
+)
 from cupyattn.functional.vjp import vjp
 from cupyattn.gradients import AttentionGrads, LayerNormGrads, LinearGrads, RMSNormGrads
 
@@ -30,6 +41,10 @@ __all__ = [
     "linear_backward",
     "linear_gelu",
     "linear_gelu_backward",
+    "log_softmax",
+    "log_softmax_backward",
+    "logsumexp",
+    "logsumexp_backward",
     "rms_norm",
     "rms_norm_backward",
     "softmax",

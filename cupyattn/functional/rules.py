@@ -3,6 +3,10 @@
 from cupyattn.functional.attention.backward import attention_backward
 from cupyattn.functional.attention.forward import attention as _attention
 from cupyattn.functional.differentiable import differentiable
+from cupyattn.functional.layers.log_softmax import log_softmax as _log_softmax
+from cupyattn.functional.layers.log_softmax import log_softmax_backward
+from cupyattn.functional.layers.logsumexp import logsumexp as _logsumexp
+from cupyattn.functional.layers.logsumexp import logsumexp_backward
 from cupyattn.functional.layers.norms import layer_norm as _layer_norm
 from cupyattn.functional.layers.norms import layer_norm_backward, rms_norm_backward
 from cupyattn.functional.layers.norms import rms_norm as _rms_norm
@@ -23,6 +27,8 @@ attention = differentiable(
     gradients=AttentionGrads._fields,
 )
 softmax = differentiable(_softmax, softmax_backward, gradients=("dx",))
+log_softmax = differentiable(_log_softmax, log_softmax_backward, gradients=("dx",))
+logsumexp = differentiable(_logsumexp, logsumexp_backward, gradients=("dx",))
 
 # With a residual the second result, the sum, is what the backward takes as x, and dx is the
 # gradient of both terms.

@@ -170,14 +170,14 @@ def _cached_problem(
 ) -> RowProblem:
     layouts = layouts_of(description)
     require_arrays(layouts, [name for name in kernel.inputs if name not in kernel.optional])
-    shape = layouts[kernel.rows[0]].shape
+    first = layouts[kernel.rows[0]]
     for name in kernel.broadcast:
         if name in layouts:
-            layouts[name] = _broadcast(name, layouts[name], shape, kernel.broadcast[name])
+            layouts[name] = broadcast_layout(kernel, name, layouts[name], first)
     problem = RowProblem(
         kernel,
-        shape,
-        layouts[kernel.rows[0]].dtype,
+        first.shape,
+        first.dtype,
         dict(scalars),
         dict(choices),
         layouts,
@@ -202,10 +202,17 @@ def _cached_problem(
     return problem
 
 
-def _broadcast(
-    name: str, layout: Layout, shape: tuple[int, ...], dtypes: tuple[str, ...]
-) -> Layout:
-    """Return the layout of an array as it is read for each item of the rows."""
+def broadcast_layout(kernel: RowKernel, name: str, layout: Layout, rows: Layout) -> Layout:
+    """Return the layout of an array as it is read for each item of the rows.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For another dtype, or a shape that does not broadcast.
+    """
+    shape, dtypes = rows.shape, kernel.broadcast[name]
+    if "float32" in dtypes and rows.dtype == np.float64:
+        dtypes = (*dtypes, "float64")
     require_dtype(name, layout, dtypes)
     require_whole_item_strides(name, layout)
     extents = (1,) * (len(shape) - len(layout.shape)) + layout.shape

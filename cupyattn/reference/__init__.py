@@ -6,17 +6,27 @@ need be.
 """
 
 from cupyattn.reference.attention.backward_bounds import attention_backward_bound
-from cupyattn.reference.attention.bounds import (
-    attention_bound,
-    error_ratio,
-    softmax_backward_bound,
-    softmax_bound,
-)
+from cupyattn.reference.attention.bounds import attention_bound, error_ratio
 from cupyattn.reference.attention.dense import attention, attention_backward
 from cupyattn.reference.layers.norms import norm, norm_backward
 from cupyattn.reference.layers.norms_bounds import norm_backward_bound, norm_bound
 from cupyattn.reference.layers.rope import rope, rope_backward
-from cupyattn.reference.layers.softmax import softmax, softmax_backward
+from cupyattn.reference.layers.softmax import (
+    log_softmax,
+    log_softmax_backward,
+    logsumexp,
+    logsumexp_backward,
+    softmax,
+    softmax_backward,
+)
+from cupyattn.reference.layers.softmax_bounds import (
+    log_softmax_backward_bound,
+    log_softmax_bound,
+    logsumexp_backward_bound,
+    logsumexp_bound,
+    softmax_backward_bound,
+    softmax_bound,
+)
 from cupyattn.reference.linear.bounds import linear_backward_bound, linear_bound
 from cupyattn.reference.linear.products import linear, linear_backward
 from cupyattn.reference.philox import attention_keep, philox4x32_10
@@ -32,6 +42,14 @@ __all__ = [
     "linear_backward",
     "linear_backward_bound",
     "linear_bound",
+    "log_softmax",
+    "log_softmax_backward",
+    "log_softmax_backward_bound",
+    "log_softmax_bound",
+    "logsumexp",
+    "logsumexp_backward",
+    "logsumexp_backward_bound",
+    "logsumexp_bound",
     "norm",
     "norm_backward",
     "norm_backward_bound",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,40 +42,29 @@ def test_tiled_rows_start_and_end_where_the_table_says(largest, row):
         assert teaching.tiled_row(75, *dims) is teaching.TILED[75][row]
 
 
-@pytest.mark.parametrize(
-    ("length", "row"),
-    [
-        (0, 128),
-        (1, 128),
-        (128, 128),
-        (129, 1024),
-        (1024, 1024),
-        (1025, 8192),
-        (8192, 8192),
-        (8193, None),
-        (2**31, None),
-    ],
-)
-def test_softmax_rows_start_and_end_where_the_table_says(length, row):
-    config = ROWS[75][row]
-    assert softmax.FORWARD.config(75, length) is config
-    for kernel in (softmax.FORWARD, softmax.BACKWARD):
-        macros = kernel.specialise(75, "float32", length, 1).defines
-        assert (macros["THREADS"], macros["LANES"]) == (config.threads, config.lanes)
-        assert macros["RESIDENT"] == ("false" if row is None else "true")
+TABLES = {"rows": ROWS[75], "held": softmax.HELD[75], "streamed": softmax.STREAMED[75]}
+
+
+@pytest.mark.parametrize("length", [0, 1, 128, 129, 2048, 2049, 16_384, 16_385, 2**31])
+@pytest.mark.parametrize("kernel", [softmax.FORWARD, softmax.BACKWARD, softmax.LOGSUMEXP])
+def test_rows_start_and_end_where_the_table_says(length, kernel):
+    row = next(limit for limit in kernel.table[75] if limit is None or length <= limit)
+    config = kernel.table[75][row]
+    assert kernel.config(75, length) is config
+    macros = kernel.specialise(75, "float32", length, 1).defines
+    assert (macros["THREADS"], macros["LANES"]) == (config.threads, config.lanes)
+    assert macros["RESIDENT"] == ("true" if config.items else "false")
 
 
 def test_tables_are_in_order_and_reach_every_size():
     assert list(teaching.TILED[75]) == sorted(teaching.TILED[75])
     assert max(teaching.TILED[75]) == MAX_HEAD_DIM
-    *limits, last = ROWS[75]
-    assert limits == sorted(limits)
-    assert last is None
-    for config in (
-        teaching.NAIVE,
-        *teaching.TILED[75].values(),
-        *ROWS[75].values(),
-    ):
+    for table in TABLES.values():
+        *limits, last = table
+        assert limits == sorted(limits)
+        assert last is None
+    rows = itertools.chain(teaching.TILED[75].values(), *map(dict.values, TABLES.values()))
+    for config in (teaching.NAIVE, *rows):
         assert config.reason.strip()
 
 
@@ -90,19 +80,20 @@ def test_shared_memory_of_the_tiled_kernel_fits_for_all_head_dims(vec):
 
 
 @pytest.mark.parametrize("dtype", STORAGE)
-def test_a_resident_row_has_room_in_its_threads(dtype):
-    for limit, config in ROWS[75].items():
+@pytest.mark.parametrize("table", TABLES)
+def test_a_resident_row_has_room_in_its_threads(table, dtype):
+    kernel = replace(softmax.BACKWARD, table={75: TABLES[table]})
+    for limit, config in TABLES[table].items():
         assert config.lanes in (1, 2, 4, 8, 16, 32, config.threads)
         assert config.threads % WARP_SIZE == 0
         assert config.rows_per_cta * config.lanes == config.threads
         for vec in (1, vector_items(dtype)):
-            for kernel in (softmax.FORWARD, softmax.BACKWARD):
-                macros = dict(kernel.specialise(75, dtype, limit or 10**6, vec).macros)
-                held = macros["STRIPS"] * macros["LANES"] * macros["VEC"]
-                assert macros["VEC"] == vec
-                assert held == config.lanes * (config.items or vec)
-                if limit is not None:
-                    assert held >= limit, "the row's end would be dropped"
+            macros = dict(kernel.specialise(75, dtype, limit or 10**6, vec).macros)
+            batch = macros["STRIPS"] * macros["LANES"] * macros["VEC"]
+            assert macros["VEC"] == vec
+            assert batch == config.lanes * (config.items or config.in_flight or vec)
+            if config.items:
+                assert batch >= limit, "the row's end would be dropped"
 
 
 def test_vectors_are_16_bytes():
@@ -150,10 +141,11 @@ def test_the_catalogue_has_every_pair_of_row_dtype_and_load():
     assert met(tiled, "DTYPE", "HEAD_DIM") == set(itertools.product(STORAGE, teaching.TILED[75]))
     loads = {(dtype, vec) for dtype in STORAGE for vec in (vector_items(dtype), 1)}
     assert met(tiled, "DTYPE", "VEC") == loads
-    for entry in ("softmax_forward", "softmax_backward"):
-        lanes = {row.lanes for row in ROWS[75].values()}
-        assert met(of_kernel(entry), "DTYPE", "LANES") == set(itertools.product(STORAGE, lanes))
-        assert met(of_kernel(entry), "DTYPE", "VEC") == loads
+    for kernel in (softmax.FORWARD, softmax.BACKWARD, softmax.LOGSUMEXP):
+        lanes = {row.lanes for row in kernel.table[75].values()}
+        found = of_kernel(kernel.entry)
+        assert met(found, "DTYPE", "LANES") == set(itertools.product(STORAGE, lanes))
+        assert met(found, "DTYPE", "VEC") == loads
 
 
 def test_pairs_meet_and_are_few():

@@ -18,6 +18,10 @@ from cupyattn import (
     linear_backward,
     linear_gelu,
     linear_gelu_backward,
+    log_softmax,
+    log_softmax_backward,
+    logsumexp,
+    logsumexp_backward,
     softmax_backward,
 )
 from cupyattn import softmax as softmax_forward
@@ -28,6 +32,7 @@ SHARED_OPTIONS = {
     "sinks": None, "dropout_p": 0.0, "seed": None, "rotary": None, "score_mod": None,
     "mask_mod": None,
 }  # fmt: skip
+SCORE_OPTIONS = {"axis": -1, "scale": 1.0, "mask": None, "bias": None, "causal": False}
 SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
     attention: (
         ("q", "k", "v"),
@@ -40,6 +45,14 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
          "implementation": "flash", "grads": None,
          "accumulate": False, "workspace": None},
     ),
+    **dict.fromkeys(
+        (softmax_forward, log_softmax, logsumexp), (("x",), {**SCORE_OPTIONS, "out": None})
+    ),
+    **dict.fromkeys(
+        (softmax_backward, log_softmax_backward),
+        (("dout", "out"), {"axis": -1, "scale": 1.0, "dx": None}),
+    ),
+    logsumexp_backward: (("dout", "x", "out"), {**SCORE_OPTIONS, "dx": None}),
     cupyattn.layer_norm: (
         ("x", "weight", "bias"),
         {"residual": None, "eps": 1e-5, "return_stats": False, "out": None},

@@ -1,10 +1,13 @@
 import math
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from support.dtypes import DTYPES
 from support.strategies import softmax_problems
 
+import cupyattn
+from cupyattn import reference, vjp
 from cupyattn.reference import softmax, softmax_backward
 
 
@@ -41,3 +44,78 @@ def test_backward_matches_finite_differences(problem):
     difference = ((softmax(x + h * direction) - softmax(x - h * direction)) * dout).sum() / (2 * h)
     derivative = (softmax_backward(dout, softmax(x)) * direction).sum()
     np.testing.assert_allclose(derivative, difference, rtol=1e-6, atol=1e-7 * max(1, x.size))
+
+
+RNG = np.random.default_rng(0)
+MASK = RNG.random((3, 5)) < 0.7
+MASK[1] = False  # with causality and this, rows without a column
+OPTIONS = {
+    "plain": {},
+    "scaled": {"scale": -1.5},
+    "masked": {"mask": MASK},
+    "all of it": {
+        "scale": 0.7,
+        "mask": MASK,
+        "bias": RNG.standard_normal((2, 1, 5)),
+        "causal": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_scores_are_what_scalar_loops_make_of_them(name):
+    x, options = RNG.standard_normal((2, 3, 5)), OPTIONS[name]
+    mask = np.broadcast_to(options.get("mask", True), x.shape)
+    bias = np.broadcast_to(options.get("bias", 0.0), x.shape)
+    weights = np.zeros(x.shape)
+    for b, i, j in np.ndindex(x.shape):
+        if mask[b, i, j] and not (options.get("causal") and j > i + 5 - 3):
+            weights[b, i, j] = math.exp(options.get("scale", 1.0) * x[b, i, j] + bias[b, i, j])
+    total = weights.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        expected = weights / np.where(total, total, 1)
+        np.testing.assert_allclose(softmax(x, **options), expected, rtol=1e-12)
+        np.testing.assert_allclose(
+            reference.log_softmax(x, **options), np.log(expected), atol=1e-12
+        )
+        np.testing.assert_allclose(reference.logsumexp(x, **options), np.log(total[..., 0]))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("function", ["softmax", "log_softmax", "logsumexp"])
+def test_gradients_are_those_of_finite_differences(function, name):
+    """Through vjp, on float64: the public functions and their rules."""
+    x, direction = RNG.standard_normal((2, 2, 3, 5))
+    call = getattr(cupyattn, function)
+    out, pullback = vjp(call, x, **OPTIONS[name])
+    dout = np.where(np.isneginf(out), 0.0, RNG.standard_normal(out.shape))
+    (dx,) = pullback(dout)
+    step = 1e-5
+    with np.errstate(invalid="ignore"):
+        moved = call(x + step * direction, **OPTIONS[name]) - call(
+            x - step * direction, **OPTIONS[name]
+        )
+    difference = (np.where(np.isneginf(out), 0.0, moved) * dout).sum() / (2 * step)
+    np.testing.assert_allclose((dx * direction).sum(), difference, rtol=1e-7, atol=1e-9)
+    if "bias" in OPTIONS[name] and function != "logsumexp":
+        backward = getattr(cupyattn, f"{function}_backward")
+        np.testing.assert_allclose(backward(dout, out), dx / OPTIONS[name]["scale"], atol=1e-12)
+
+
+def test_a_bias_has_no_gradient_of_its_own():
+    x = RNG.standard_normal((3, 5))
+    with pytest.raises(TypeError, match=r"wrt names 'bias'.*softmax has gradients of x"):
+        vjp(cupyattn.softmax, x, bias=x, wrt=("bias",))
+
+
+def test_all_of_it_is_what_torch_computes():
+    torch = pytest.importorskip("torch")
+    x = RNG.standard_normal((4, 9))
+    given = torch.tensor(x, requires_grad=True)
+    dout = RNG.standard_normal((4, 9))
+    for name in ("softmax", "log_softmax"):
+        result = getattr(torch.nn.functional, name)(given, dim=-1)
+        (gradient,) = torch.autograd.grad(result, given, torch.tensor(dout))
+        out, pullback = vjp(getattr(cupyattn, name), x)
+        np.testing.assert_allclose(out, result.detach().numpy(), rtol=1e-12)
+        np.testing.assert_allclose(pullback(dout)[0], gradient.numpy(), rtol=1e-9, atol=1e-12)

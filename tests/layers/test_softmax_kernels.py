@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,17 +11,19 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from support.devices import KERNELS
 from support.dtypes import DTYPES
-from support.search import examples
+from support.search import deep, examples
 from support.strategies import SoftmaxProblem, softmax_problems
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.kernels.configs.rows import ROWS
+from cupyattn.kernels.configs.layers.softmax import HELD
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
 # Around every limit of the table, and far beyond the last.
-LENGTHS = (*(limit + step for limit in filter(None, ROWS[75]) for step in (-1, 0, 1)), 40_000)
+LIMITS = tuple(filter(None, HELD[75]))
+LENGTHS = (*LIMITS, *(limit + 1 for limit in LIMITS), 40_000)
+SHORTER = tuple(limit - 1 for limit in LIMITS)
 
 
 def require_within_bounds(problem: SoftmaxProblem) -> None:
@@ -34,16 +38,20 @@ def require_within_bounds(problem: SoftmaxProblem) -> None:
     assert reference.error_ratio(dx, reference.softmax_backward(dout, out), bound) <= 1
 
 
-@examples(12)
+@examples(8)
 @given(problem=softmax_problems(dtypes=DTYPES))
 def test_within_bounds_of_the_reference(problem: SoftmaxProblem):
     require_within_bounds(problem)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("rows", [1, 5])
-def test_row_lengths_around_the_tables_limits(dtype: str, length: int, rows: int):
+@pytest.mark.parametrize(
+    ("length", "dtype", "rows"),
+    [
+        *zip(LENGTHS, itertools.cycle(DTYPES), itertools.cycle((1, 5)), strict=False),
+        *deep(*itertools.product((*LENGTHS, *SHORTER), DTYPES, (1, 5))),
+    ],
+)
+def test_row_lengths_around_the_tables_limits(length: int, dtype: str, rows: int):
     require_within_bounds(SoftmaxProblem((rows, length), dtype, spread=3.0, masked=True, seed=1))
 
 

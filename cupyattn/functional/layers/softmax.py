@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import numpy as np
-
 from cupyattn import reference
-from cupyattn.arrays import Array, Layout, adopt
-from cupyattn.functional.layers.rows import call_rows
-from cupyattn.kernels.configs.layers import softmax as softmax_rows
-from cupyattn.kernels.configs.rows import RowKernel
-from cupyattn.ops.checks import require_contiguous_axis
+from cupyattn.arrays import Array
+from cupyattn.functional.layers.scores import call_along
+from cupyattn.kernels.configs.layers import softmax as kernels
 
 
-def softmax(x: Array, /, *, axis: int = -1, out: Array | None = None) -> Array:
-    r"""Softmax over an axis: ``exp(x - max(x)) / sum(exp(x - max(x)))``.
+def softmax(
+    x: Array,
+    /,
+    *,
+    axis: int = -1,
+    scale: float = 1.0,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    causal: bool = False,
+    out: Array | None = None,
+) -> Array:
+    r"""Softmax of s = scale * x + bias over an axis: ``exp(s - max(s)) / sum(exp(s - max(s)))``.
 
     Parameters
     ----------
@@ -25,28 +28,40 @@ def softmax(x: Array, /, *, axis: int = -1, out: Array | None = None) -> Array:
         emulator. The axis that softmax runs over is contiguous; the others may have any stride.
     axis : int
         The axis to run over, by default the last.
+    scale : float
+        Factor of x, a temperature's inverse.
+    mask : array that broadcasts to x.shape, optional
+        bool, True = keep: what is not kept gets 0.
+    bias : array that broadcasts to x.shape, optional
+        float16, float32 or bfloat16, added to scale * x; -inf hides. Neither mask nor bias is
+        materialised where it broadcasts, and both may have any strides.
+    causal : bool
+        Keep column j of row i only if j <= i + Sk - Sq, for an x (..., Sq, Sk): of the axes other
+        than `axis` the last has the rows.
     out : array (..., N), optional
-        Where to write the result; must not overlap x.
+        Where to write the result; must not overlap another array.
 
     Returns
     -------
     array (..., N), dtype of x
-        A row whose every entry is -inf gives zeros, as an attention row without keys.
+        A row of which nothing is kept, or whose every score is -inf, gives zeros, as an attention
+        row without keys. NaN and +inf among the scores of a row fill it with NaN.
 
     Raises
     ------
     TypeError
-        For something that is no array, NumPy and CuPy arrays mixed, or a dtype that is not allowed.
+        For something that is no array, NumPy and CuPy arrays mixed, a dtype that is not allowed, a
+        mask that is not of bool, or a scale that is no number.
     ValueError
-        For an array without axes, a last axis that is not contiguous, or an out that does not fit
-        or overlaps x; for kernels also if more than four axes before the last lie unevenly in
-        memory.
+        For an array without axes, a last axis that is not contiguous, a mask or bias that does not
+        broadcast to x, a scale that is not finite, or an out that does not fit or overlaps another
+        array; for kernels also if more than four axes before the last lie unevenly in memory.
     RuntimeError
         As `attention`.
 
     Notes
     -----
-    On a GPU a row of up to 8,192 items is read once; longer ones twice, by the online softmax
+    On a GPU a row of up to 16,384 items is read once; longer ones twice, by the online softmax
     (Milakov and Gimelshein, arXiv:1805.02867, algorithm 3). float32 inside, one rounding.
 
     Examples
@@ -55,31 +70,50 @@ def softmax(x: Array, /, *, axis: int = -1, out: Array | None = None) -> Array:
     >>> cupyattn.softmax(np.array([[0.0, 0.0], [0.0, -np.inf]], np.float32))
     array([[0.5, 0.5],
            [1. , 0. ]], dtype=float32)
+    >>> cupyattn.softmax(np.zeros((2, 2), np.float32), causal=True)
+    array([[1. , 0. ],
+           [0.5, 0.5]], dtype=float32)
     """
-    arrays = {"x": x, "out": out}
-    return _along(axis, softmax_rows.FORWARD, arrays, reference.softmax)
+    return call_along(
+        axis,
+        kernels.FORWARD,
+        {"x": x, "mask": mask, "bias": bias, "out": out},
+        reference.softmax,
+        causal=causal,
+        scale=scale,
+        logarithm=False,
+    )
 
 
 def softmax_backward(
-    dout: Array, out: Array, /, *, axis: int = -1, dx: Array | None = None
+    dout: Array,
+    out: Array,
+    /,
+    *,
+    axis: int = -1,
+    scale: float = 1.0,
+    dx: Array | None = None,
 ) -> Array:
-    r"""Gradient of `softmax`: ``dx = out * (dout - sum(out * dout))`` over an axis.
+    r"""Gradient of `softmax`: ``dx = scale * out * (dout - sum(out * dout))`` over an axis.
 
     Parameters
     ----------
     dout : array (..., N)
         Gradient with respect to the result.
     out : array (..., N), dtype of dout
-        The result of `softmax`.
+        The result of `softmax`, which has mask, bias and causality in it.
     axis : int
         The one that `softmax` was given.
+    scale : float
+        The one that `softmax` was given. With 1 the result is the gradient of a bias of x's shape;
+        that of a bias which broadcasts is its sum over the axes along which it does.
     dx : array (..., N), optional
         Where to write the gradient; must not overlap dout or out.
 
     Returns
     -------
     array (..., N), dtype of dout
-        Gradient with respect to x.
+        Gradient with respect to x; 0 where the mask hides.
 
     Raises
     ------
@@ -93,27 +127,11 @@ def softmax_backward(
     >>> cupyattn.softmax_backward(np.array([[1.0, 0.0]], np.float32), out)
     array([[ 0.25, -0.25]], dtype=float32)
     """
-    arrays = {"dout": dout, "out": out, "dx": dx}
-    return _along(axis, softmax_rows.BACKWARD, arrays, reference.softmax_backward)
-
-
-def _along(
-    axis: int, kernel: RowKernel, arrays: dict[str, Any], exact: Callable[..., np.ndarray]
-) -> Array:
-    """Run over an axis, which is the last of what the kernel sees."""
-    if type(axis) is int and axis == -1:  # -1.0 equals it, and is no axis
-        (result,) = call_rows(kernel, arrays, exact).values()
-        return result
-    operands = adopt(arrays).arrays
-    for name, array in operands.items():
-        require_contiguous_axis(name, Layout(array.shape, array.strides, array.dtype), axis)
-    moved = {name: _moved(array, axis, -1) for name, array in operands.items()}
-    ((name, result),) = call_rows(kernel, moved, exact).items()
-    return operands[name] if name in operands else _moved(result, -1, axis)
-
-
-def _moved(array: Array, source: int, destination: int) -> Array:
-    """Return a view whose axis `source` stands at `destination`."""
-    axes = list(range(array.ndim))
-    axes.insert(destination % array.ndim, axes.pop(source))
-    return array.transpose(axes)
+    return call_along(
+        axis,
+        kernels.BACKWARD,
+        {"dout": dout, "out": out, "dx": dx},
+        reference.softmax_backward,
+        scale=scale,
+        logarithm=False,
+    )

@@ -256,7 +256,7 @@ class RowKernel:
     def _ways_of(self, name: str) -> list[tuple[str, bool] | None]:
         """Return how an array that broadcasts may come: dtype and whether in vectors, or absent."""
         allowed = self.broadcast[name]
-        ways = [(dtype, True) for dtype in allowed] + [(allowed[-1], False)]
+        ways = (allowed[0], True), (allowed[-1], False)
         return [*ways, None] if self.may_be_absent(name) else [*ways]
 
 

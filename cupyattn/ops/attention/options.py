@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from numbers import Integral, Real
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from cupyattn.errors import error, shown
 from cupyattn.ops.checks import require_bool
+from cupyattn.ops.numbers import integer, real
 
 POSITION_OPTIONS = frozenset({"causal", "softmax_scale", "window_size", "q_offset", "seqused_k"})
 """What decides which keys a query sees and how scores are scaled: every kernel has these."""
@@ -23,7 +20,6 @@ IMPLEMENTATIONS = ("flash", "tiled", "naive")
 _MAX_FACTOR = 1e38  # times log2(e) it is still a float32
 MAX_SOFTCAP = 10_000.0  # where a kernel errs by 1e-3 in a score
 MAX_OFFSET = 2**60  # a position plus a window side stays within 64 bits
-_NO_NUMBERS = (bool, np.timedelta64)  # integers to Python's and NumPy's classes, but not here
 
 
 class AttentionOptions(NamedTuple):
@@ -50,7 +46,7 @@ def checked_softmax_scale(given: Any, head_dim: int) -> float:
     """Return softmax_scale, or its default."""
     if given is None:
         return float(head_dim**-0.5)
-    scale = _real("softmax_scale", given)
+    scale = real("softmax_scale", given)
     if not abs(scale) <= _MAX_FACTOR:
         raise error(
             ValueError,
@@ -65,7 +61,7 @@ def checked_q_offset(given: Any) -> int | None:
     """Return the key position of query 0; None is its default, which depends on the batch."""
     if given is None:
         return None
-    q_offset = _integer(
+    q_offset = integer(
         "q_offset",
         given,
         "it is an integer, or an int32 or int64 array (B,)",
@@ -94,7 +90,7 @@ def checked_window(window_size: Any, causal: Any) -> tuple[int | None, int | Non
                 "pass for example window_size=(1024, 0)",
             )
         left, right = (
-            None if side is None else _integer("each side of window_size", side)
+            None if side is None else integer("each side of window_size", side)
             for side in window_size
         )
         if (left is not None and left < 0) or (right is not None and right < 0):
@@ -114,7 +110,7 @@ def checked_softcap(given: Any, softmax_scale: float) -> float | None:
     """Return softcap as a float, or None; kernels multiply by softmax_scale / softcap."""
     if given is None:
         return None
-    softcap = _real("softcap", given)
+    softcap = real("softcap", given)
     if not 0 < softcap <= MAX_SOFTCAP:
         raise error(
             ValueError,
@@ -135,7 +131,7 @@ def checked_softcap(given: Any, softmax_scale: float) -> float | None:
 
 def checked_dropout_p(given: Any, seeded: bool) -> float:
     """Return dropout_p as a float; above 0 it needs a seed."""
-    probability = _real("dropout_p", given)
+    probability = real("dropout_p", given)
     if not 0.0 <= probability < 1.0:
         raise error(
             ValueError,
@@ -155,7 +151,7 @@ def checked_dropout_p(given: Any, seeded: bool) -> float:
 
 def checked_seed(given: Any) -> int:
     """Return the seed."""
-    seed = _integer("seed", given)
+    seed = integer("seed", given)
     if not 0 <= seed < 2**64:
         raise error(
             ValueError,
@@ -183,33 +179,3 @@ def require_valid_choices(options: AttentionOptions) -> None:
             "it is a function mask_mod(b, h, i, j) of index arrays that returns True to attend",
             "pass a function, or an array as mask=",
         )
-
-
-def _real(name: str, value: Any) -> float:
-    if isinstance(value, Real) and not isinstance(value, _NO_NUMBERS):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf  # of either sign: no option takes it
-    raise error(
-        TypeError,
-        f"{name} is a {type(value).__name__}",
-        "it is a real number",
-        "convert it with float(...)",
-    )
-
-
-def _integer(
-    name: str,
-    value: Any,
-    allowed: str = "it is an integer",
-    fix: str = "convert it with int(...)",
-) -> int:
-    if isinstance(value, Integral) and not isinstance(value, _NO_NUMBERS):
-        return int(value)
-    raise error(
-        TypeError,
-        f"{name} is {shown(value)}, a {type(value).__name__}",
-        allowed,
-        fix,
-    )

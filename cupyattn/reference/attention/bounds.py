@@ -51,7 +51,6 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from cupyattn.reference.attention.dense import attention
 from cupyattn.reference.attention.scores import Float64, ScoreBlock, ScoreBlocks, probabilities
-from cupyattn.reference.layers.softmax import softmax, softmax_backward
 
 U32 = 2.0**-24  # unit round-off of float32
 TINY32 = 2.0**-126
@@ -262,60 +261,3 @@ def attention_bound(
             lse_bound[block.at] = np.where(np.isinf(block_lse), 0.0, error)
         out_bound += precision.store(out)
     return out_bound, lse_bound
-
-
-def softmax_bound(x: ArrayLike, *, dtype: DTypeLike) -> Float64:
-    """Error bound of `softmax`.
-
-    An exponent errs by e = 4 u32 (|x| + |max|), from the conversion to base 2, its subtraction and
-    rounding; exp(x - m) thus by e, the sum by the mean of e weighted with the probabilities, plus n
-    u32 for its order; the exponential's, division's and a few more roundings are 16 u32.
-
-    Parameters
-    ----------
-    x : (..., N) floats
-        Rounded to dtype already.
-    dtype : dtype or str
-        float16, float32 or bfloat16, which the result is rounded to.
-
-    Returns
-    -------
-    (..., N) float64
-    """
-    x = np.asarray(x, dtype=np.float64)
-    out = softmax(x)
-    with np.errstate(invalid="ignore", under="ignore", over="ignore"):
-        largest = np.max(x, axis=-1, keepdims=True, initial=-np.inf)
-        exponent = np.where(np.isneginf(x), 0.0, 4 * U32 * (np.abs(x) + np.abs(largest)))
-        mean = (out * exponent).sum(axis=-1, keepdims=True)
-        eps = exponent + mean + (x.shape[-1] + 16) * U32
-        bound: Float64 = eps * out + TINY32 + precision_of(dtype).store(out)
-    return bound
-
-
-def softmax_backward_bound(dout: ArrayLike, out: ArrayLike, *, dtype: DTypeLike) -> Float64:
-    """Error bound of `softmax_backward`, out * (dout - delta) with delta = sum(dout * out).
-
-    delta errs by (n + 1) u32 sum|dout * out| and n flushed products; the difference and the product
-    round twice more.
-
-    Parameters
-    ----------
-    dout, out : (..., N) floats
-        Rounded to dtype already.
-    dtype : dtype or str
-        float16, float32 or bfloat16, which the result is rounded to.
-
-    Returns
-    -------
-    (..., N) float64
-    """
-    dout, out = np.asarray(dout, dtype=np.float64), np.asarray(out, dtype=np.float64)
-    n = out.shape[-1]
-    with np.errstate(invalid="ignore", under="ignore", over="ignore"):
-        total = np.abs(dout * out).sum(axis=-1, keepdims=True)
-        error = (n + 1) * U32 * total + n * TINY32 + 4 * U32 * (np.abs(dout) + total)
-        flushed = TINY32 * (1 + np.abs(out))
-        store = precision_of(dtype).store(softmax_backward(dout, out))
-        bound: Float64 = np.abs(out) * error + flushed + store
-    return bound

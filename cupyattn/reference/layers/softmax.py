@@ -1,4 +1,9 @@
-"""Softmax over the last axis, and its gradient."""
+"""Softmax over the last axis, its logarithm, the log-sum-exp, and their gradients.
+
+All of them see scores s = scale x + bias where a column is kept, and -inf elsewhere. Mask and bias
+broadcast to x; with `causal` column j is kept for place i of the axis before the last if j <= i +
+Sk - Sq, of an x (..., Sq, Sk).
+"""
 
 from __future__ import annotations
 
@@ -8,74 +13,240 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+Float64 = NDArray[np.float64]
+
 _ITEMS_PER_BLOCK = 2**18  # float64 intermediates of 2 MiB
 
 
-def softmax(x: ArrayLike) -> NDArray[np.float64]:
-    """exp(x) / sum(exp(x)) over the last axis.
+def softmax(
+    x: ArrayLike,
+    *,
+    scale: float = 1.0,
+    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    causal: bool = False,
+) -> Float64:
+    """exp(s) / sum(exp(s)) over the last axis.
 
     Parameters
     ----------
     x : (..., N) floats
+    scale, mask, bias, causal
+        As the module's docstring says.
 
     Returns
     -------
     (..., N) float64
-        A row whose every entry is -inf gives 0; a row with a NaN or +inf gives NaN.
+        A row whose every score is -inf gives 0; a row with a NaN or +inf gives NaN.
 
     Examples
     --------
     >>> softmax([0.0, float("-inf"), 0.0])
     array([0.5, 0. , 0.5])
+    >>> softmax(np.zeros((2, 2)), causal=True)
+    array([[1. , 0. ],
+           [0.5, 0.5]])
     """
-    return _by_rows(_softmax, np.asarray(x))
+    return _of_scores(_softmax, x, scale, mask, bias, causal)
 
 
-def _softmax(x: NDArray[Any]) -> NDArray[np.float64]:
-    x = np.asarray(x, dtype=np.float64)
-    with np.errstate(invalid="ignore", under="ignore", over="ignore"):
-        m = np.max(x, axis=-1, keepdims=True, initial=-np.inf)
-        p = np.exp(x - np.where(np.isneginf(m), 0.0, m))
-        total = p.sum(axis=-1, keepdims=True)
-        result: NDArray[np.float64] = p / np.where(total == 0, 1.0, total)
-    return result
+def log_softmax(
+    x: ArrayLike,
+    *,
+    scale: float = 1.0,
+    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    causal: bool = False,
+) -> Float64:
+    """S - log(sum(exp(s))) over the last axis: as `softmax`, and -inf where that is 0.
+
+    Examples
+    --------
+    >>> log_softmax([0.0, float("-inf")])
+    array([  0., -inf])
+    """
+    return _of_scores(_log_softmax, x, scale, mask, bias, causal)
 
 
-def softmax_backward(dout: ArrayLike, out: ArrayLike) -> NDArray[np.float64]:
-    """Gradient of softmax's input: out * (dout - sum(dout * out)) over the last axis.
+def logsumexp(
+    x: ArrayLike,
+    *,
+    scale: float = 1.0,
+    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    causal: bool = False,
+) -> Float64:
+    """log(sum(exp(s))) over the last axis.
+
+    Returns
+    -------
+    (...) float64
+        A row whose every score is -inf gives -inf; a row with a NaN or +inf gives NaN.
+
+    Examples
+    --------
+    >>> logsumexp([[0.0, 0.0], [float("-inf"), 1.0]])
+    array([0.69314718, 1.        ])
+    """
+    return _of_scores(_logsumexp, x, scale, mask, bias, causal)
+
+
+def softmax_backward(dout: ArrayLike, out: ArrayLike, *, scale: float = 1.0) -> Float64:
+    """Gradient of softmax's x: scale out (dout - sum(dout out)) over the last axis.
 
     Parameters
     ----------
     dout : (..., N) floats
         Gradient of the output.
     out : (..., N) floats
-        The output of `softmax`, possibly rounded.
+        The output of `softmax`, possibly rounded: mask and bias are in it.
+    scale : float
+        The one that `softmax` was given.
 
     Returns
     -------
     (..., N) float64
     """
-    return _by_rows(_softmax_backward, np.asarray(dout), np.asarray(out))
+
+    def gradient(dout: Float64, out: Float64) -> Float64:
+        product = dout * out
+        result: Float64 = scale * (product - out * product.sum(axis=-1, keepdims=True))
+        return result
+
+    return _by_rows(gradient, _float64(dout), _float64(out))
 
 
-def _softmax_backward(dout: NDArray[Any], out: NDArray[Any]) -> NDArray[np.float64]:
-    dout, out = np.asarray(dout, dtype=np.float64), np.asarray(out, dtype=np.float64)
-    with np.errstate(invalid="ignore", under="ignore", over="ignore"):
-        product: NDArray[Any] = dout * out
-        result: NDArray[np.float64] = product - out * product.sum(axis=-1, keepdims=True)
+def log_softmax_backward(dout: ArrayLike, out: ArrayLike, *, scale: float = 1.0) -> Float64:
+    """Gradient of log_softmax's x: scale (dout - exp(out) sum(dout)) over the last axis.
+
+    Where out is -inf the gradient is 0, and dout does not count. Parameters as `softmax_backward`.
+    """
+
+    def gradient(dout: Float64, out: Float64) -> Float64:
+        hidden = np.isneginf(out)
+        dout = np.where(hidden, 0.0, dout)
+        total = dout.sum(axis=-1, keepdims=True)
+        return np.where(hidden, 0.0, scale * (dout - np.exp(out) * total))
+
+    return _by_rows(gradient, _float64(dout), _float64(out))
+
+
+def logsumexp_backward(
+    dout: ArrayLike,
+    x: ArrayLike,
+    out: ArrayLike,
+    *,
+    scale: float = 1.0,
+    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    causal: bool = False,
+) -> Float64:
+    """Gradient of logsumexp's x: scale dout exp(s - out), 0 where s is -inf.
+
+    Parameters
+    ----------
+    dout : (...) floats
+        Gradient of the output.
+    x : (..., N) floats
+    out : (...) floats
+        The output of `logsumexp`, possibly rounded.
+    scale, mask, bias, causal
+        As the module's docstring says.
+
+    Returns
+    -------
+    (..., N) float64
+    """
+    per_row = (_float64(each)[..., None] for each in (dout, out))
+
+    def gradient(s: Float64, dout: Float64, out: Float64) -> Float64:
+        weights = np.exp(s - np.where(np.isneginf(out), 0.0, out))
+        return np.where(np.isneginf(s), 0.0, scale * dout * weights)
+
+    return _of_scores(gradient, x, scale, mask, bias, causal, *per_row)
+
+
+def scores(x: Float64, scale: float, kept: NDArray[np.bool_] | None, bias: Any) -> Float64:
+    """Return scale x + bias where a column is kept, -inf elsewhere."""
+    s = scale * x
+    if bias is not None:
+        s = s + np.asarray(bias, np.float64)
+    return s if kept is None else np.where(kept, s, -np.inf)
+
+
+def kept_columns(
+    shape: tuple[int, ...], mask: ArrayLike | None, causal: bool
+) -> NDArray[np.bool_] | None:
+    """Return which columns the mask and causality keep, broadcast to the rows' shape."""
+    kept = None if mask is None else np.asarray(mask, np.bool_)
+    if causal:
+        sq, sk = (shape[-2] if len(shape) > 1 else 1), shape[-1]
+        seen = np.tri(sq, sk, sk - sq, dtype=np.bool_)
+        kept = seen if kept is None else kept & seen
+    return None if kept is None else np.broadcast_to(kept.reshape(kept.shape[-len(shape) :]), shape)
+
+
+def _softmax(s: Float64) -> Float64:
+    m = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
+    p = np.exp(s - np.where(np.isneginf(m), 0.0, m))
+    total = p.sum(axis=-1, keepdims=True)
+    result: Float64 = p / np.where(total == 0, 1.0, total)
     return result
 
 
-def _by_rows(
-    function: Callable[..., NDArray[np.float64]], *arrays: NDArray[Any]
-) -> NDArray[np.float64]:
+def _log_softmax(s: Float64) -> Float64:
+    m, log_l = _maximum_and_log_sum(s)
+    return s - m[..., None] - np.where(np.isneginf(log_l), 0.0, log_l)[..., None]
+
+
+def _logsumexp(s: Float64) -> Float64:
+    m, log_l = _maximum_and_log_sum(s)
+    return m + log_l
+
+
+def _maximum_and_log_sum(s: Float64) -> tuple[Float64, Float64]:
+    """Return the parts of the log-sum-exp; the maximum of a row of -inf is 0."""
+    m = np.max(s, axis=-1, initial=-np.inf)
+    m = np.where(np.isneginf(m), 0.0, m)
+    return m, np.log(np.exp(s - m[..., None]).sum(axis=-1))
+
+
+def _of_scores(
+    function: Callable[..., Float64],
+    x: ArrayLike,
+    scale: float,
+    mask: ArrayLike | None,
+    bias: ArrayLike | None,
+    causal: bool,
+    *others: Float64,
+) -> Float64:
+    x = np.asarray(x)
+    arrays: dict[str, NDArray[Any]] = {"x": x}
+    kept = kept_columns(x.shape, mask, causal)
+    if kept is not None:
+        arrays["kept"] = kept
+    if bias is not None:
+        arrays["bias"] = np.broadcast_to(np.asarray(bias), x.shape)
+
+    def of_block(*block: NDArray[Any]) -> Float64:
+        named = dict(zip(arrays, block, strict=False))
+        s = scores(_float64(named["x"]), scale, named.get("kept"), named.get("bias"))
+        return function(s, *block[len(arrays) :])
+
+    return _by_rows(of_block, *arrays.values(), *others)
+
+
+def _by_rows(function: Callable[..., Float64], *arrays: NDArray[Any]) -> Float64:
     """Apply a function of whole rows to blocks of the first axis, to keep intermediates small."""
     shape = arrays[0].shape
-    if len(shape) < 2 or arrays[0].size <= _ITEMS_PER_BLOCK:
-        return function(*arrays)
-    result = np.empty(shape)
-    step = max(1, _ITEMS_PER_BLOCK * shape[0] // arrays[0].size)
-    for first in range(0, shape[0], step):
-        block = slice(first, first + step)
-        result[block] = function(*(array[block] for array in arrays))
-    return result
+    # Infinities are meant: a NaN is what comes of a row with +inf, and 0 of exp(-inf).
+    with np.errstate(invalid="ignore", under="ignore", over="ignore", divide="ignore"):
+        if len(shape) < 2 or arrays[0].size <= _ITEMS_PER_BLOCK:
+            return function(*arrays)
+        step = max(1, _ITEMS_PER_BLOCK * shape[0] // arrays[0].size)
+        blocks = [slice(first, first + step) for first in range(0, shape[0], step)]
+        return np.concatenate([function(*(array[block] for array in arrays)) for block in blocks])
+
+
+def _float64(array: ArrayLike) -> Float64:
+    return np.asarray(array, dtype=np.float64)

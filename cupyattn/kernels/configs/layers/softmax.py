@@ -1,26 +1,90 @@
-"""Softmax over rows."""
+"""Softmax over rows, its logarithm, and the log-sum-exp."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 
 from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.rows import Result, RowKernel
+from cupyattn.kernels.configs.dtypes import STORAGE
+from cupyattn.kernels.configs.rows import Result, RowConfig, RowKernel, RowTable
 from cupyattn.kernels.spec import Specialisation
 
+HELD: RowTable = {
+    75: {
+        128: RowConfig(128, 8, 16, "short rows: four to a warp keep its lanes busy"),
+        1024: RowConfig(128, 32, 32, "a warp a row: no barrier, 32 items a thread in registers"),
+        2048: RowConfig(128, 128, 16, "small CTAs: one loads while another stores"),
+        4096: RowConfig(128, 128, 32, "the same with twice the items a thread"),
+        8192: RowConfig(256, 256, 32, "a CTA a row, still read once"),
+        16384: RowConfig(512, 512, 32, "the most that registers hold beside a second CTA"),
+        None: RowConfig(256, 256, 0, "longer: two reads", in_flight=32),
+    }
+}
+"""For kernels that read a row, and then again."""
+
+STREAMED: RowTable = {
+    75: {
+        128: RowConfig(128, 8, 0, "short rows: four to a warp keep its lanes busy", in_flight=16),
+        2048: RowConfig(128, 32, 0, "a warp a row: no barrier", in_flight=32),
+        16384: RowConfig(128, 128, 0, "small CTAs: one loads while others reduce", in_flight=32),
+        None: RowConfig(512, 512, 0, "64 bytes and more in flight a thread", in_flight=32),
+    }
+}
+"""For kernels that read a row once, from its beginning to its end."""
+
+_SCORES: dict[str, Any] = {
+    "broadcast": {"mask": ("bool",), "bias": tuple(STORAGE)},
+    "choices": {"causal": (False, True)},
+    "scalars": {"scale": np.float32, "queries": np.int64},
+}
+"""What the kernels that see scores take beside x."""
+_LOGARITHM = {"logarithm": (False, True)}
+
 FORWARD = RowKernel(
-    "softmax_forward", "layers/softmax_forward.cu", rows=("x",), results={"out": Result.ROW}
+    "softmax_forward",
+    "layers/softmax_forward.cu",
+    rows=("x",),
+    results={"out": Result.ROW},
+    optional=("mask", "bias"),
+    table=HELD,
+    **{**_SCORES, "choices": _SCORES["choices"] | _LOGARITHM},
 )
 BACKWARD = RowKernel(
     "softmax_backward",
     "layers/softmax_backward.cu",
     rows=("dout", "out"),
     results={"dx": Result.ROW},
+    choices=_LOGARITHM,
+    scalars={"scale": np.float32},
+    table=HELD,
 )
-KERNELS = (FORWARD.spec, BACKWARD.spec)
+LOGSUMEXP = RowKernel(
+    "logsumexp",
+    "layers/logsumexp.cu",
+    rows=("x",),
+    results={"out": Result.PER_ROW},
+    optional=("mask", "bias"),
+    table=STREAMED,
+    **_SCORES,
+)
+LOGSUMEXP_BACKWARD = RowKernel(
+    "logsumexp_backward",
+    "layers/logsumexp_backward.cu",
+    rows=("x",),
+    per_row=("dout", "out"),
+    results={"dx": Result.ROW},
+    optional=("mask", "bias"),
+    table=STREAMED,
+    **_SCORES,
+)
+_ALL = (FORWARD, BACKWARD, LOGSUMEXP, LOGSUMEXP_BACKWARD)
+KERNELS = tuple(kernel.spec for kernel in _ALL)
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
-    """Yield every row of the table, dtypes and loads in pairs."""
-    yield from FORWARD.catalogue(arch)
-    yield from BACKWARD.catalogue(arch)
+    """Yield every row of the tables, with dtypes, loads and options in pairs."""
+    for kernel in _ALL:
+        yield from kernel.catalogue(arch)

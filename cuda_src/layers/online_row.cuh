@@ -1,0 +1,42 @@
+// The online softmax of a row that a group of threads walks together: each its own part of it, in batches of strips.
+//
+// A batch raises the maximum once, so that its exponentials depend on one another through nothing but their sum.
+#pragma once
+
+#include "../common/online_softmax.cuh"
+#include "../common/rows.cuh"
+
+using RowSoftmax = OnlineSoftmax<Unit::kNatural>;
+
+// Take in a batch of scores. With kKeepWeights they become their weights under the maximum that the thread has then.
+template <bool kKeepWeights, int kStrips, int kVec>
+__device__ __forceinline__ void fold(RowSoftmax& softmax, float (&s)[kStrips][kVec]) {
+  float largest = s[0][0];
+#pragma unroll
+  for (int strip = 0; strip < kStrips; strip++) {
+#pragma unroll
+    for (int i = 0; i < kVec; i++) largest = fmaxf(largest, s[strip][i]);
+  }
+  softmax.raise(largest);
+  float sum[kVec] = {};  // columns apart, so that no addition waits for the one before it
+#pragma unroll
+  for (int strip = 0; strip < kStrips; strip++) {
+#pragma unroll
+    for (int i = 0; i < kVec; i++) {
+      const float weight = softmax.weight(s[strip][i]);
+      if (kKeepWeights) s[strip][i] = weight;
+      sum[i] += weight;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kVec; i++) softmax.l += sum[i];
+}
+
+// From the maximum and sum of each thread's part of the row to those of the whole row, for all of its threads. Returns
+// the factor from a thread's own weights to the row's.
+template <typename Rows>
+__device__ __forceinline__ float merge_row(RowSoftmax& softmax, float* partial_s) {
+  const float factor = softmax.raise(row_reduce<Max, Rows>(softmax.m, partial_s));
+  softmax.l = row_reduce<Sum, Rows>(softmax.l, partial_s);
+  return factor;
+}

@@ -1,0 +1,65 @@
+// A row of scores, as the softmax kernels see it: what the options make of the items of x.
+//
+//   s_j = scale x_j + bias_j where column j is kept, and -inf otherwise.
+//
+// A column is kept where the mask says so, and with CAUSAL if j <= i + length - queries, i being the row's place along
+// the axis before the last, of `queries` places. Mask and bias broadcast to the rows.
+#pragma once
+
+#if !defined(CAUSAL) || !defined(WITH_MASK) || !defined(MASK_DTYPE) || !defined(MASK_WHOLE) || !defined(WITH_BIAS) || \
+    !defined(BIAS_DTYPE) || !defined(BIAS_WHOLE)
+#error "CAUSAL, and of mask and bias WITH_, _DTYPE and _WHOLE, come from a launch-configuration table"
+#endif
+#include "../common/rows.cuh"
+
+// What a call has beside x.
+struct ScoreOptions {
+  const MASK_DTYPE* mask_g;
+  const BIAS_DTYPE* bias_g;
+  int64 mask_stride, bias_stride;  // from one column to the next, in items
+  float scale;
+  int64 queries;
+};
+
+// The places of x, mask and bias in RowsParams.
+template <typename Rows, typename Scalar, int kX, int kMask, int kBias>
+class ScoreRow {
+ public:
+  // A row that does not exist has no columns.
+  template <typename Params>
+  __device__ __forceinline__ ScoreRow(const Scalar* x_g, const ScoreOptions& options, const Params& params, int64 row,
+                                      bool exists)
+      : options_(options), visible_(exists ? params.length : 0) {
+    const int64 place = exists ? row : 0;
+    x_row_g_ = x_g + row_offset(params, kX, place);
+    if (WITH_MASK) options_.mask_g += row_offset(params, kMask, place);
+    if (WITH_BIAS) options_.bias_g += row_offset(params, kBias, place);
+    if (CAUSAL && exists) {
+      const int64 seen = row % options.queries + params.length - options.queries + 1;
+      visible_ = min(max(seen, int64(0)), params.length);
+    }
+  }
+
+  // Columns from here on are -inf and need not be walked.
+  __device__ __forceinline__ int64 visible() const { return visible_; }
+
+  // A strip's scores; what is hidden or beyond the row is -inf.
+  __device__ __forceinline__ void load(float (&s)[Rows::kVec], int64 strip) const {
+    float bias[Rows::kVec], mask[Rows::kVec];
+    load_strip<Rows>(s, x_row_g_, strip, visible_, 0.f);
+    if (WITH_BIAS) load_broadcast<Rows, BIAS_WHOLE>(bias, options_.bias_g, options_.bias_stride, strip, visible_);
+    if (WITH_MASK) load_broadcast<Rows, MASK_WHOLE>(mask, options_.mask_g, options_.mask_stride, strip, visible_);
+    const int columns = static_cast<int>(min(visible_ - strip_column<Rows>(strip), int64(Rows::kVec)));
+#pragma unroll
+    for (int i = 0; i < Rows::kVec; i++) {
+      const bool inside = (CAUSAL ? i : 0) < columns;  // a row of whole vectors ends between two of them
+      const bool kept = inside && (!WITH_MASK || mask[i] != 0.f);
+      s[i] = kept ? fmaf(options_.scale, s[i], WITH_BIAS ? bias[i] : 0.f) : -kInfinity;
+    }
+  }
+
+ private:
+  const Scalar* x_row_g_;
+  ScoreOptions options_;
+  int64 visible_;
+};

@@ -1,0 +1,116 @@
+"""The logarithm of softmax, forward and backward."""
+
+from __future__ import annotations
+
+from cupyattn import reference
+from cupyattn.arrays import Array
+from cupyattn.functional.layers.scores import call_along
+from cupyattn.kernels.configs.layers import softmax as kernels
+
+
+def log_softmax(
+    x: Array,
+    /,
+    *,
+    axis: int = -1,
+    scale: float = 1.0,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    causal: bool = False,
+    out: Array | None = None,
+) -> Array:
+    r"""Log-softmax over an axis: ``s - max(s) - log(sum(exp(s - max(s))))`` of `softmax`'s scores.
+
+    Parameters
+    ----------
+    x : array (..., N)
+        As `softmax` takes it, with the options below.
+    axis : int
+        The axis to run over, by default the last.
+    scale : float
+        Factor of x.
+    mask, bias : arrays that broadcast to x.shape, optional
+        bool, True = keep; and a float that is added to scale * x.
+    causal : bool
+        Keep column j of row i only if j <= i + Sk - Sq.
+    out : array (..., N), optional
+        Where to write the result; must not overlap another array.
+
+    Returns
+    -------
+    array (..., N), dtype of x
+        -inf where `softmax` has zeros because nothing is kept there: a row of which nothing is
+        kept is -inf throughout. Where softmax underflows the logarithm is still right.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `softmax`.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyattn
+    >>> cupyattn.log_softmax(np.array([[0.0, -1000.0], [0.0, -np.inf]], np.float32))
+    array([[    0., -1000.],
+           [    0.,   -inf]], dtype=float32)
+    """
+    return call_along(
+        axis,
+        kernels.FORWARD,
+        {"x": x, "mask": mask, "bias": bias, "out": out},
+        reference.log_softmax,
+        causal=causal,
+        scale=scale,
+        logarithm=True,
+    )
+
+
+def log_softmax_backward(
+    dout: Array,
+    out: Array,
+    /,
+    *,
+    axis: int = -1,
+    scale: float = 1.0,
+    dx: Array | None = None,
+) -> Array:
+    r"""Gradient of `log_softmax`: ``dx = scale * (dout - exp(out) * sum(dout))`` over an axis.
+
+    Parameters
+    ----------
+    dout : array (..., N)
+        Gradient with respect to the result.
+    out : array (..., N), dtype of dout
+        The result of `log_softmax`.
+    axis, scale : int, float
+        Those that `log_softmax` was given. With a scale of 1 the result is the gradient of a bias
+        of x's shape.
+    dx : array (..., N), optional
+        Where to write the gradient; must not overlap dout or out.
+
+    Returns
+    -------
+    array (..., N), dtype of dout
+        Gradient with respect to x. Where out is -inf it is 0, and dout does not count, whatever it
+        is: so rows of which nothing is kept give zeros.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `softmax_backward`.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyattn
+    >>> out = cupyattn.log_softmax(np.zeros((1, 2), np.float32))
+    >>> cupyattn.log_softmax_backward(np.array([[1.0, 0.0]], np.float32), out)
+    array([[ 0.5, -0.5]], dtype=float32)
+    """
+    return call_along(
+        axis,
+        kernels.BACKWARD,
+        {"dout": dout, "out": out, "dx": dx},
+        reference.log_softmax_backward,
+        scale=scale,
+        logarithm=True,
+    )

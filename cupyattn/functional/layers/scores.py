@@ -1,0 +1,89 @@
+"""What the softmax family has in common: an axis to run over, and the options of scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays import Array, Layout, adopt
+from cupyattn.functional.layers.rows import call_rows
+from cupyattn.kernels.configs.rows import Result, RowKernel
+from cupyattn.ops.checks import require_bool, require_contiguous_axis
+from cupyattn.ops.numbers import factor
+from cupyattn.ops.rows import broadcast_layout
+
+
+def call_along(
+    axis: Any,
+    kernel: RowKernel,
+    arrays: dict[str, Any],
+    exact: Callable[..., np.ndarray],
+    *,
+    causal: Any = None,
+    scale: Any = 1.0,
+    **choices: Any,
+) -> Array:
+    """Run a row kernel with one result over an axis, which is the last of what the kernel sees.
+
+    Parameters
+    ----------
+    axis : int
+        Of the arrays of whole rows.
+    kernel, arrays, exact
+        As of `call_rows`.
+    causal : bool, optional
+        Of kernels that have the choice.
+    scale : float
+        Of scores.
+    **choices
+        The kernel's others, which the reference does not take: it is one for each of them.
+    """
+    scale = factor("scale", scale)
+    options: dict[str, Any] = {}
+    if causal is not None:
+        require_bool("causal", causal)
+        options["causal"] = bool(causal)
+
+    def reference(*inputs: Any, **numbers: Any) -> np.ndarray:
+        numbers = {name: value for name, value in numbers.items() if name not in choices}
+        given = len(kernel.rows) + len(kernel.per_row)
+        named = dict(zip(kernel.broadcast, inputs[given:], strict=True))
+        return exact(*inputs[:given], **named, **numbers)
+
+    def call(arrays: dict[str, Any]) -> tuple[str, Array]:
+        ((name, result),) = call_rows(
+            kernel, arrays, reference, choices={**options, **choices}, scale=scale
+        ).items()
+        return name, result
+
+    if type(axis) is int and axis == -1:  # -1.0 equals it, and is no axis
+        return call(arrays)[1]
+    operands = adopt(arrays).arrays
+    for name in kernel.whole_rows:
+        if name in operands:
+            require_contiguous_axis(name, _layout(operands[name]), axis)
+    first = _layout(operands[kernel.rows[0]])
+    moved = dict(operands)
+    for name, array in operands.items():
+        if name in kernel.broadcast:
+            broadcast_layout(kernel, name, _layout(array), first)
+            array = np.broadcast_to(array, first.shape)
+        if name in kernel.whole_rows or name in kernel.broadcast:
+            moved[name] = _moved(array, axis, -1)
+    name, result = call(moved)
+    if name in operands:
+        return operands[name]
+    return result if kernel.results[name] is Result.PER_ROW else _moved(result, -1, axis)
+
+
+def _layout(array: Array) -> Layout:
+    return Layout(array.shape, array.strides, array.dtype)
+
+
+def _moved(array: Array, source: int, destination: int) -> Array:
+    """Return a view whose axis `source` stands at `destination`."""
+    axes = list(range(array.ndim))
+    axes.insert(destination % array.ndim, axes.pop(source))
+    return array.transpose(axes)

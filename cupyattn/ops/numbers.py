@@ -1,0 +1,59 @@
+"""Numbers among the options of a call, as Python has them."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+from cupyattn.errors import error, shown
+
+LARGEST = 1e38  # times log2(e) it is still a float32
+_NO_NUMBERS = (bool, np.timedelta64)  # integers to Python's and NumPy's classes, but not here
+
+
+def real(name: str, value: Any) -> float:
+    """Return an option as a float, or raise TypeError."""
+    if isinstance(value, Real) and not isinstance(value, _NO_NUMBERS):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf  # of either sign: no option takes it
+    raise error(
+        TypeError,
+        f"{name} is a {type(value).__name__}",
+        "it is a real number",
+        "convert it with float(...)",
+    )
+
+
+def factor(name: str, value: Any) -> float:
+    """Return a factor as a float, or raise: it is finite, with some room."""
+    number = real(name, value)
+    if not abs(number) <= LARGEST:
+        raise error(
+            ValueError,
+            f"{name} = {number}",
+            f"it is a finite number up to {LARGEST:g}",
+            "pass a smaller number",
+        )
+    return number
+
+
+def integer(
+    name: str,
+    value: Any,
+    allowed: str = "it is an integer",
+    fix: str = "convert it with int(...)",
+) -> int:
+    """Return an option as an int, or raise TypeError."""
+    if isinstance(value, Integral) and not isinstance(value, _NO_NUMBERS):
+        return int(value)
+    raise error(
+        TypeError,
+        f"{name} is {shown(value)}, a {type(value).__name__}",
+        allowed,
+        fix,
+    )

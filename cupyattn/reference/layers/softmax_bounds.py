@@ -1,0 +1,181 @@
+"""How far kernels over rows may be from the references of `softmax`: bounds of every element.
+
+The letters are those of `attention.bounds`: u = 2**-24 is the unit round-off of float32, a sum of n
+terms errs by n u times the sum of their absolute values, `store` is the rounding of the result.
+
+A score s = scale x + bias errs by d = 2 u (|scale x| + |bias|): the scale is rounded to float32,
+and the sum once. s - m, its conversion to base 2 and the rounding of that err by at most 4 u (|s| +
+|m|); together e. What m is does not matter, since it cancels. Each exponential (ex2.approx) errs by
+4 u of itself; a weight is one, or the product of two, one for the thread's own maximum.
+
+    softmax      out (e + mean(e) + (n + 24) u) + flushed + store
+    log_softmax  e + mean(e) + (n + 24) u + 8 u (1 + |log l|) + u |out| + store
+    logsumexp    mean(e) + (n + 24) u + 8 u (1 + |log l|) + 4 u |out|
+
+with mean(e) that of the weights, by which l errs, and log l = lse - m, which lg2.approx gives to
+2**-22 of itself and 2**-22 besides. A row of -inf is exact.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from cupyattn.reference.attention.bounds import TINY32, U32, precision_of
+from cupyattn.reference.layers.softmax import (
+    Float64,
+    kept_columns,
+    log_softmax,
+    log_softmax_backward,
+    logsumexp,
+    logsumexp_backward,
+    scores,
+    softmax,
+    softmax_backward,
+)
+
+_QUIET: dict[str, Any] = {"invalid": "ignore", "under": "ignore", "over": "ignore"}
+
+
+class _Errors(NamedTuple):
+    """Of the scores of a call, and of what is summed of them."""
+
+    score: Float64
+    """d."""
+    exponent: Float64
+    """e."""
+    total: Float64
+    """(..., 1): that of the sum l, relative to it."""
+    log_total: Float64
+    """(..., 1): that of log l."""
+
+
+def _errors(x: ArrayLike, options: dict[str, Any]) -> _Errors:
+    x = np.asarray(x, dtype=np.float64)
+    scale, bias = options.get("scale", 1.0), options.get("bias")
+    kept = kept_columns(x.shape, options.get("mask"), options.get("causal", False))
+    s = scores(x, scale, kept, bias)
+    magnitude = np.abs(scale * x) + (0.0 if bias is None else np.abs(np.asarray(bias, np.float64)))
+    largest = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
+    counts = ~np.isneginf(s)
+    plain = scale == 1 and bias is None
+    score = np.where(counts & (not plain), 2 * U32 * magnitude, 0.0)
+    exponent = score + np.where(counts, 4 * U32 * (np.abs(s) + np.abs(largest)), 0.0)
+    mean = (softmax(x, **options) * exponent).sum(axis=-1, keepdims=True)
+    total = mean + (x.shape[-1] + 24) * U32
+    log_l = np.where(np.isneginf(largest), 0.0, logsumexp(x, **options)[..., None] - largest)
+    return _Errors(score, exponent, total, total + 8 * U32 * (1 + np.abs(log_l)))
+
+
+def softmax_bound(x: ArrayLike, *, dtype: DTypeLike, **options: Any) -> Float64:
+    """Error bound of `softmax`.
+
+    Parameters
+    ----------
+    x : (..., N) floats
+        Rounded to dtype already.
+    dtype : dtype or str
+        float16, float32 or bfloat16, which the result is rounded to.
+    **options
+        Those of `softmax`.
+
+    Returns
+    -------
+    (..., N) float64
+    """
+    with np.errstate(**_QUIET):
+        out, errors = softmax(x, **options), _errors(x, options)
+        bound: Float64 = (errors.exponent + errors.total) * out + 2 * TINY32
+        return bound + precision_of(dtype).store(out)
+
+
+def log_softmax_bound(x: ArrayLike, *, dtype: DTypeLike, **options: Any) -> Float64:
+    """Error bound of `log_softmax`; 0 where the result is -inf. Parameters as `softmax_bound`."""
+    with np.errstate(**_QUIET):
+        out, errors = log_softmax(x, **options), _errors(x, options)
+        size = np.where(np.isneginf(out), 0.0, np.abs(out))
+        error = errors.exponent + errors.log_total + U32 * size
+        return np.where(np.isneginf(out), 0.0, error + precision_of(dtype).store(size))
+
+
+def logsumexp_bound(x: ArrayLike, **options: Any) -> Float64:
+    """Error bound (...) of `logsumexp`, whose result is float32. Parameters as `softmax_bound`."""
+    with np.errstate(**_QUIET):
+        out, errors = logsumexp(x, **options), _errors(x, options)
+        size = np.where(np.isneginf(out), 0.0, np.abs(out))
+        return np.where(np.isneginf(out), 0.0, errors.log_total[..., 0] + 4 * U32 * size)
+
+
+def softmax_backward_bound(
+    dout: ArrayLike, out: ArrayLike, *, dtype: DTypeLike, scale: float = 1.0
+) -> Float64:
+    """Error bound of `softmax_backward`, scale out (dout - delta) with delta = sum(dout * out).
+
+    delta errs by (n + 1) u sum|dout * out| and n flushed products; the difference and the products
+    round thrice more, and the scale once.
+
+    Parameters
+    ----------
+    dout, out : (..., N) floats
+        Rounded to dtype already.
+    dtype : dtype or str
+        float16, float32 or bfloat16, which the result is rounded to.
+    scale : float
+        That of `softmax_backward`.
+
+    Returns
+    -------
+    (..., N) float64
+    """
+    dout, out = np.asarray(dout, dtype=np.float64), np.asarray(out, dtype=np.float64)
+    n = out.shape[-1]
+    with np.errstate(**_QUIET):
+        total = np.abs(dout * out).sum(axis=-1, keepdims=True)
+        error = (n + 1) * U32 * total + n * TINY32 + 6 * U32 * (np.abs(dout) + total)
+        flushed = TINY32 * (1 + np.abs(out)) * max(abs(scale), 1.0)
+        store = precision_of(dtype).store(softmax_backward(dout, out, scale=scale))
+        bound: Float64 = abs(scale) * np.abs(out) * error + flushed + store
+    return bound
+
+
+def log_softmax_backward_bound(
+    dout: ArrayLike, out: ArrayLike, *, dtype: DTypeLike, scale: float = 1.0
+) -> Float64:
+    """Error bound of `log_softmax_backward`, scale (dout - exp(out) total).
+
+    The total errs by n u sum|dout|, the exponential by 4 u |out| + 4 u of itself. Parameters as
+    `softmax_backward_bound`.
+    """
+    dout, out = np.asarray(dout, dtype=np.float64), np.asarray(out, dtype=np.float64)
+    hidden = np.isneginf(out)
+    with np.errstate(**_QUIET):
+        dout, size = np.where(hidden, 0.0, dout), np.where(hidden, 0.0, np.abs(out))
+        p, total = np.exp(out), np.abs(dout).sum(axis=-1, keepdims=True)
+        error = p * total * U32 * (out.shape[-1] + 4 * size + 8) + 4 * U32 * np.abs(dout)
+        flushed = TINY32 * (1 + total) * max(abs(scale), 1.0)
+        store = precision_of(dtype).store(log_softmax_backward(dout, out, scale=scale))
+        bound: Float64 = np.where(hidden, 0.0, abs(scale) * error + flushed + store)
+    return bound
+
+
+def logsumexp_backward_bound(
+    dout: ArrayLike, x: ArrayLike, out: ArrayLike, *, dtype: DTypeLike, **options: Any
+) -> Float64:
+    """Error bound of `logsumexp_backward`, scale dout exp(s - out), given out.
+
+    The exponent errs by d + 4 u (|s| + |out|); the exponential and the products by 10 u.
+    Parameters as `softmax_bound`, with dout and out (...).
+    """
+    x = np.asarray(x, dtype=np.float64)
+    given = np.asarray(out, np.float64)[..., None]
+    with np.errstate(**_QUIET):
+        dx = logsumexp_backward(dout, x, out, **options)
+        kept = kept_columns(x.shape, options.get("mask"), options.get("causal", False))
+        s = scores(x, options.get("scale", 1.0), kept, options.get("bias"))
+        exponent = _errors(x, options).score + 4 * U32 * (np.abs(s) + np.abs(given))
+        exponent = np.where(np.isneginf(s), 0.0, exponent)
+        factor = abs(options.get("scale", 1.0)) * np.abs(np.asarray(dout, np.float64))[..., None]
+        bound: Float64 = np.abs(dx) * (exponent + 10 * U32) + TINY32 * (1 + factor)
+        return np.where(np.isneginf(s), 0.0, bound + precision_of(dtype).store(dx))
