@@ -4,6 +4,7 @@
 // and has no defaults of its own: a missing macro is an #error, and each is restated by a static_assert.
 #pragma once
 
+using int32 = int;
 using int64 = long long;
 using uint16 = unsigned short;
 using uint32 = unsigned int;

@@ -15,6 +15,7 @@ using bfloat16 = __nv_bfloat16;
 using float32 = float;
 
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000u);  // NVRTC has no INFINITY
+constexpr float kNaN = __builtin_bit_cast(float, 0x7fffffffu);
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 

@@ -7,6 +7,7 @@ CuPy arrays go to `cupyattn.ops` and its kernels, NumPy arrays to `cupyattn.refe
 from cupyattn.functional.attention.backward import attention_backward
 from cupyattn.functional.backend import backend
 from cupyattn.functional.device_info import device_info
+from cupyattn.functional.layers.cross_entropy import cross_entropy_backward
 from cupyattn.functional.layers.log_softmax import log_softmax_backward
 from cupyattn.functional.layers.logsumexp import logsumexp_backward
 from cupyattn.functional.layers.norms import layer_norm_backward, rms_norm_backward
@@ -15,6 +16,7 @@ from cupyattn.functional.linear.backward import linear_backward
 from cupyattn.functional.linear.gelu import linear_gelu_backward
 from cupyattn.functional.rules import (
     attention,
+    cross_entropy,
     layer_norm,
     linear,
     linear_gelu,
@@ -34,6 +36,8 @@ __all__ = [
     "attention",
     "attention_backward",
     "backend",
+    "cross_entropy",
+    "cross_entropy_backward",
     "device_info",
     "layer_norm",
     "layer_norm_backward",

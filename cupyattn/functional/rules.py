@@ -3,6 +3,8 @@
 from cupyattn.functional.attention.backward import attention_backward
 from cupyattn.functional.attention.forward import attention as _attention
 from cupyattn.functional.differentiable import differentiable
+from cupyattn.functional.layers.cross_entropy import cross_entropy as _cross_entropy
+from cupyattn.functional.layers.cross_entropy import cross_entropy_backward
 from cupyattn.functional.layers.log_softmax import log_softmax as _log_softmax
 from cupyattn.functional.layers.log_softmax import log_softmax_backward
 from cupyattn.functional.layers.logsumexp import logsumexp as _logsumexp
@@ -29,6 +31,14 @@ attention = differentiable(
 softmax = differentiable(_softmax, softmax_backward, gradients=("dx",))
 log_softmax = differentiable(_log_softmax, log_softmax_backward, gradients=("dx",))
 logsumexp = differentiable(_logsumexp, logsumexp_backward, gradients=("dx",))
+cross_entropy = differentiable(
+    _cross_entropy,
+    cross_entropy_backward,
+    results=("loss",),
+    saved=("lse",),
+    saved_by="return_lse",
+    gradients=("dlogits",),
+)
 
 # With a residual the second result, the sum, is what the backward takes as x, and dx is the
 # gradient of both terms.

@@ -93,7 +93,7 @@ class RowProblem:
         """What is written."""
         of = {
             Result.ROW: Output(self.shape, self.dtype),
-            Result.PER_ROW: Output(self.shape[:-1], _statistics(self.dtype)),
+            Result.PER_ROW: Output(self.shape[:-1], statistics_dtype(self.dtype)),
             Result.COLUMN_SUM: Output((self.length,), self.dtype),
         }
         return {name: of[kind] for name, kind in self.kernel.results.items() if self.is_there(name)}
@@ -116,7 +116,7 @@ class RowProblem:
         return vec > 1 and column == itemsize and not any(each % aligned_to for each in starts)
 
 
-def _statistics(dtype: np.dtype) -> np.dtype:
+def statistics_dtype(dtype: np.dtype) -> np.dtype:
     """Return the dtype of what there is of each row."""
     return dtype if dtype == np.float64 else _FLOAT32
 
@@ -255,7 +255,9 @@ def _check_inputs(problem: RowProblem) -> None:
             require_shape(name, layout, problem.shape[-1:], "(N,), an item for each column")
             require_contiguous_rows(name, layout)
         elif name not in kernel.broadcast:
-            allowed = INTEGERS if name in kernel.integers else (_statistics(problem.dtype).name,)
+            allowed = (
+                INTEGERS if name in kernel.integers else (statistics_dtype(problem.dtype).name,)
+            )
             require_dtype(name, layout, allowed)
             require_shape(name, layout, problem.shape[:-1], "an item for each row")
             require_whole_item_strides(name, layout)
@@ -333,20 +335,25 @@ def _params(problem: RowProblem, layouts: Mapping[str, Layout]) -> Any:
         else (0,) * outer
         for name in problem.kernel.strided
     ]
-    shape, merged = merge_axes(problem.shape[:-1], strides)
+    return params_of(problem.shape, strides)
+
+
+def params_of(rows: tuple[int, ...], strides: list[tuple[int, ...]]) -> Any:
+    """Fill the C struct RowsParams for rows of a shape, and the outer strides of each array."""
+    shape, merged = merge_axes(rows[:-1], strides)
     missing = OUTER_AXES - len(shape)
     if missing < 0:
         raise error(
             ValueError,
-            f"arrays of shape {problem.shape} with strides that leave {len(shape)} axes apart",
+            f"arrays of shape {rows} with strides that leave {len(shape)} axes apart",
             f"at most {OUTER_AXES} axes before the last, after merging those that lie evenly",
             "copy the array with ascontiguousarray(...), or reshape it",
         )
     params = np.zeros((), rows_params(len(strides)))
     params["shape"] = shape + (1,) * missing
     params["strides"] = [axes + (0,) * missing for axes in merged]
-    params["rows"] = problem.count
-    params["length"] = problem.length
+    params["rows"] = math.prod(rows[:-1])
+    params["length"] = rows[-1]
     return params[()]
 
 

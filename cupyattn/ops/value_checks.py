@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 
-from cupyattn.arrays import Operands
+import numpy as np
+
+from cupyattn.arrays import Array, Operands
 
 on_gpu: ContextVar[bool] = ContextVar("cupyattn_value_checks_on_gpu", default=False)
 """Set by `backend`."""
@@ -21,3 +23,8 @@ def checks_values(operands: Operands) -> bool:
     True
     """
     return operands.device_id is None or on_gpu.get()
+
+
+def on_host(array: Array) -> np.ndarray:
+    """Return an array's items in NumPy; those on a GPU are waited for."""
+    return array if isinstance(array, np.ndarray) else array.get()

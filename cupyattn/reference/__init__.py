@@ -8,6 +8,11 @@ need be.
 from cupyattn.reference.attention.backward_bounds import attention_backward_bound
 from cupyattn.reference.attention.bounds import attention_bound, error_ratio
 from cupyattn.reference.attention.dense import attention, attention_backward
+from cupyattn.reference.layers.cross_entropy import cross_entropy, cross_entropy_backward, reduced
+from cupyattn.reference.layers.cross_entropy_bounds import (
+    cross_entropy_backward_bound,
+    cross_entropy_bound,
+)
 from cupyattn.reference.layers.norms import norm, norm_backward
 from cupyattn.reference.layers.norms_bounds import norm_backward_bound, norm_bound
 from cupyattn.reference.layers.rope import rope, rope_backward
@@ -37,6 +42,10 @@ __all__ = [
     "attention_backward_bound",
     "attention_bound",
     "attention_keep",
+    "cross_entropy",
+    "cross_entropy_backward",
+    "cross_entropy_backward_bound",
+    "cross_entropy_bound",
     "error_ratio",
     "linear",
     "linear_backward",
@@ -55,6 +64,7 @@ __all__ = [
     "norm_backward_bound",
     "norm_bound",
     "philox4x32_10",
+    "reduced",
     "rope",
     "rope_backward",
     "softmax",

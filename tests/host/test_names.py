@@ -14,6 +14,8 @@ from cupyattn import (
     AttentionGrads,
     attention,
     attention_backward,
+    cross_entropy,
+    cross_entropy_backward,
     linear,
     linear_backward,
     linear_gelu,
@@ -31,6 +33,9 @@ SHARED_OPTIONS = {
     "seqused_k": None, "mask": None, "bias": None, "alibi_slopes": None, "softcap": None,
     "sinks": None, "dropout_p": 0.0, "seed": None, "rotary": None, "score_mod": None,
     "mask_mod": None,
+}  # fmt: skip
+LOSS_OPTIONS = {
+    "ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "reduction": "mean",
 }  # fmt: skip
 SCORE_OPTIONS = {"axis": -1, "scale": 1.0, "mask": None, "bias": None, "causal": False}
 SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -51,6 +56,10 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
     **dict.fromkeys(
         (softmax_backward, log_softmax_backward),
         (("dout", "out"), {"axis": -1, "scale": 1.0, "dx": None}),
+    ),
+    cross_entropy: (("logits", "labels"), {**LOSS_OPTIONS, "return_lse": False, "out": None}),
+    cross_entropy_backward: (
+        ("dloss", "logits", "labels", "lse"), {**LOSS_OPTIONS, "dlse": None, "dlogits": None}
     ),
     logsumexp_backward: (("dout", "x", "out"), {**SCORE_OPTIONS, "dx": None}),
     cupyattn.layer_norm: (

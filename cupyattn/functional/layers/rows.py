@@ -13,6 +13,7 @@ from cupyattn.functional.backend import device_of
 from cupyattn.functional.rounding import round_into
 from cupyattn.kernels.configs.rows import RowKernel
 from cupyattn.ops.rows import row_problem, run_rows
+from cupyattn.ops.value_checks import checks_values
 
 
 def call_rows(
@@ -22,6 +23,7 @@ def call_rows(
     *,
     wanted: Iterable[str] = (),
     accumulate: bool = False,
+    check_values: Callable[[Mapping[str, Array]], None] | None = None,
     choices: Mapping[str, Any] = MappingProxyType({}),
     **scalars: Any,
 ) -> dict[str, Array]:
@@ -40,11 +42,16 @@ def call_rows(
         Optional results to make where none was given.
     accumulate : bool
         Add to the gradients given, instead of writing over them.
+    check_values : callable, optional
+        Takes the arrays by name, and raises for values that are not allowed; called where `backend`
+        says that values are looked at.
     choices, **scalars
         The kernel's.
     """
     operands = adopt(arrays)
     problem = row_problem(kernel, operands, wanted=wanted, choices=choices, **scalars)
+    if check_values is not None and checks_values(operands):
+        check_values(operands.arrays)
     device = device_of(operands)
     if device is not None:
         return run_rows(device, problem, operands, accumulate=accumulate)

@@ -8,6 +8,7 @@ from cupyattn.arrays import Array
 from cupyattn.errors import error
 from cupyattn.ops.attention.options import MAX_OFFSET
 from cupyattn.ops.attention.problem import AttentionProblem
+from cupyattn.ops.value_checks import on_host
 
 INTEGERS = ("q_offset", "seqused_k")
 """The arrays of a few numbers for each batch element."""
@@ -25,7 +26,7 @@ def check_values(problem: AttentionProblem, arrays: dict[str, Array]) -> None:
     ValueError
         If one is out of range.
     """
-    integers = {name: _on_host(arrays[name]) for name in INTEGERS if name in arrays}
+    integers = {name: on_host(arrays[name]) for name in INTEGERS if name in arrays}
     offsets, used = integers.get("q_offset"), integers.get("seqused_k")
     if offsets is not None and (np.abs(offsets.astype(float)) > MAX_OFFSET).any():
         raise error(
@@ -41,19 +42,15 @@ def check_values(problem: AttentionProblem, arrays: dict[str, Array]) -> None:
             f"each is at least 0 and at most Sk = {problem.sk}",
             "clip it, or pass longer k and v",
         )
-    if "sinks" in arrays and (_on_host(arrays["sinks"]).astype(float) > MAX_SINK).any():
+    if "sinks" in arrays and (on_host(arrays["sinks"]).astype(float) > MAX_SINK).any():
         raise error(
             ValueError,
-            f"sinks has values up to {_on_host(arrays['sinks']).max()}",
+            f"sinks has values up to {on_host(arrays['sinks']).max()}",
             f"each is at most {MAX_SINK:g}: times log2(e) it is still a float32",
             "pass smaller ones; -inf is no sink",
         )
     if "cos" in arrays and problem.batch:
         _require_rotary_positions(problem, arrays["cos"].shape[0], integers)
-
-
-def _on_host(array: Array) -> np.ndarray:
-    return array if isinstance(array, np.ndarray) else array.get()
 
 
 def _require_rotary_positions(

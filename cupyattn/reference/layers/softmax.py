@@ -113,7 +113,7 @@ def softmax_backward(dout: ArrayLike, out: ArrayLike, *, scale: float = 1.0) -> 
         result: Float64 = scale * (product - out * product.sum(axis=-1, keepdims=True))
         return result
 
-    return _by_rows(gradient, _float64(dout), _float64(out))
+    return by_rows(gradient, _float64(dout), _float64(out))
 
 
 def log_softmax_backward(dout: ArrayLike, out: ArrayLike, *, scale: float = 1.0) -> Float64:
@@ -128,7 +128,7 @@ def log_softmax_backward(dout: ArrayLike, out: ArrayLike, *, scale: float = 1.0)
         total = dout.sum(axis=-1, keepdims=True)
         return np.where(hidden, 0.0, scale * (dout - np.exp(out) * total))
 
-    return _by_rows(gradient, _float64(dout), _float64(out))
+    return by_rows(gradient, _float64(dout), _float64(out))
 
 
 def logsumexp_backward(
@@ -233,10 +233,10 @@ def _of_scores(
         s = scores(_float64(named["x"]), scale, named.get("kept"), named.get("bias"))
         return function(s, *block[len(arrays) :])
 
-    return _by_rows(of_block, *arrays.values(), *others)
+    return by_rows(of_block, *arrays.values(), *others)
 
 
-def _by_rows(function: Callable[..., Float64], *arrays: NDArray[Any]) -> Float64:
+def by_rows(function: Callable[..., Float64], *arrays: NDArray[Any]) -> Float64:
     """Apply a function of whole rows to blocks of the first axis, to keep intermediates small."""
     shape = arrays[0].shape
     # Infinities are meant: a NaN is what comes of a row with +inf, and 0 of exp(-inf).

@@ -36,7 +36,7 @@ from cupyattn.reference.layers.softmax import (
     softmax_backward,
 )
 
-_QUIET: dict[str, Any] = {"invalid": "ignore", "under": "ignore", "over": "ignore"}
+QUIET: dict[str, Any] = {"invalid": "ignore", "under": "ignore", "over": "ignore"}
 
 
 class _Errors(NamedTuple):
@@ -85,7 +85,7 @@ def softmax_bound(x: ArrayLike, *, dtype: DTypeLike, **options: Any) -> Float64:
     -------
     (..., N) float64
     """
-    with np.errstate(**_QUIET):
+    with np.errstate(**QUIET):
         out, errors = softmax(x, **options), _errors(x, options)
         bound: Float64 = (errors.exponent + errors.total) * out + 2 * TINY32
         return bound + precision_of(dtype).store(out)
@@ -93,16 +93,22 @@ def softmax_bound(x: ArrayLike, *, dtype: DTypeLike, **options: Any) -> Float64:
 
 def log_softmax_bound(x: ArrayLike, *, dtype: DTypeLike, **options: Any) -> Float64:
     """Error bound of `log_softmax`; 0 where the result is -inf. Parameters as `softmax_bound`."""
-    with np.errstate(**_QUIET):
+    with np.errstate(**QUIET):
         out, errors = log_softmax(x, **options), _errors(x, options)
         size = np.where(np.isneginf(out), 0.0, np.abs(out))
         error = errors.exponent + errors.log_total + U32 * size
         return np.where(np.isneginf(out), 0.0, error + precision_of(dtype).store(size))
 
 
+def log_sum_bound(x: ArrayLike, **options: Any) -> Float64:
+    """Error bound (...) of log l, what the log-sum-exp is above the largest score."""
+    with np.errstate(**QUIET):
+        return _errors(x, options).log_total[..., 0]
+
+
 def logsumexp_bound(x: ArrayLike, **options: Any) -> Float64:
     """Error bound (...) of `logsumexp`, whose result is float32. Parameters as `softmax_bound`."""
-    with np.errstate(**_QUIET):
+    with np.errstate(**QUIET):
         out, errors = logsumexp(x, **options), _errors(x, options)
         size = np.where(np.isneginf(out), 0.0, np.abs(out))
         return np.where(np.isneginf(out), 0.0, errors.log_total[..., 0] + 4 * U32 * size)
@@ -131,7 +137,7 @@ def softmax_backward_bound(
     """
     dout, out = np.asarray(dout, dtype=np.float64), np.asarray(out, dtype=np.float64)
     n = out.shape[-1]
-    with np.errstate(**_QUIET):
+    with np.errstate(**QUIET):
         total = np.abs(dout * out).sum(axis=-1, keepdims=True)
         error = (n + 1) * U32 * total + n * TINY32 + 6 * U32 * (np.abs(dout) + total)
         flushed = TINY32 * (1 + np.abs(out)) * max(abs(scale), 1.0)
@@ -150,7 +156,7 @@ def log_softmax_backward_bound(
     """
     dout, out = np.asarray(dout, dtype=np.float64), np.asarray(out, dtype=np.float64)
     hidden = np.isneginf(out)
-    with np.errstate(**_QUIET):
+    with np.errstate(**QUIET):
         dout, size = np.where(hidden, 0.0, dout), np.where(hidden, 0.0, np.abs(out))
         p, total = np.exp(out), np.abs(dout).sum(axis=-1, keepdims=True)
         error = p * total * U32 * (out.shape[-1] + 4 * size + 8) + 4 * U32 * np.abs(dout)
@@ -170,7 +176,7 @@ def logsumexp_backward_bound(
     """
     x = np.asarray(x, dtype=np.float64)
     given = np.asarray(out, np.float64)[..., None]
-    with np.errstate(**_QUIET):
+    with np.errstate(**QUIET):
         dx = logsumexp_backward(dout, x, out, **options)
         kept = kept_columns(x.shape, options.get("mask"), options.get("causal", False))
         s = scores(x, options.get("scale", 1.0), kept, options.get("bias"))

@@ -1,0 +1,266 @@
+"""Cross-entropy of logits with labels, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cupyattn import reference
+from cupyattn.arrays import Array, adopt
+from cupyattn.errors import error
+from cupyattn.functional.backend import device_of
+from cupyattn.functional.layers.rows import call_rows
+from cupyattn.functional.rounding import round_into
+from cupyattn.kernels.configs.layers import cross_entropy as kernels
+from cupyattn.ops.checks import require_bool, require_dtype, require_shape
+from cupyattn.ops.cross_entropy import (
+    LossOptions,
+    check_labels,
+    checked_options,
+    layout_of,
+    reduce_losses,
+    require_reduction,
+    require_scalar_output,
+)
+from cupyattn.ops.rows import row_problem, statistics_dtype
+
+
+def cross_entropy(
+    logits: Array,
+    labels: Array,
+    /,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    return_lse: bool = False,
+    out: Any = None,
+) -> Any:
+    r"""Cross-entropy of logits with labels: ``log(sum(exp(logits))) - logits[label]`` of each row.
+
+    Parameters
+    ----------
+    logits : array (..., V)
+        float16, float32 or bfloat16, CuPy or NumPy; float64 on NumPy arrays outside of the
+        emulator. The last axis is contiguous, the others may have any stride; V may be any number.
+    labels : array (...)
+        int32 or int64, of any strides: the column of each row that is right, or `ignore_index`.
+    ignore_index : int
+        The label of rows that do not count: their loss is 0, and so is their gradient.
+    label_smoothing : float
+        e, at least 0 and at most 1: of the target (1 - e) is the label, and e spread over all V
+        columns (Szegedy et al., arXiv:1512.00567, section 7).
+    z_loss : float
+        z: z lse^2 is added to the loss of each row that counts, which keeps lse near 0 (Chowdhery
+        et al., arXiv:2204.02311, section 5).
+    reduction : {"mean", "sum", "none"}
+        Of the losses: their mean over the rows that count (NaN where there are none), their sum, or
+        all of them.
+    return_lse : bool
+        Return the log-sum-exp of each row too, which the backward needs.
+    out : array or tuple, optional
+        Where to write the loss, with `return_lse` a tuple (loss, lse).
+
+    Returns
+    -------
+    loss : array () or (...), float32
+        float64 for logits of float64. A row of -inf, or with a NaN or +inf, has a loss of NaN.
+    lse : array (...), float32
+        Only with `return_lse`, of all rows.
+
+    Raises
+    ------
+    TypeError
+        For something that is no array, NumPy and CuPy arrays mixed, a dtype that is not allowed, an
+        option of another type, or an out that is no tuple with `return_lse`.
+    ValueError
+        For labels of another shape than the rows, a label_smoothing outside of 0 to 1, an unknown
+        reduction, or an out that does not fit or overlaps another array. For a label that is no
+        column, naming the first: always on NumPy arrays, on a GPU inside of
+        ``backend(checks=True)``; otherwise there the loss of such a row is NaN.
+    RuntimeError
+        As `attention`.
+
+    Notes
+    -----
+    On a GPU the logits are read once (the online softmax of Milakov and Gimelshein,
+    arXiv:1805.02867, algorithm 3), those of ignored rows only if lse is returned. Mean and sum come
+    from a second kernel, in one order always; nothing waits for either. Beside the results they
+    take 4 bytes a row.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyattn
+    >>> logits = np.array([[2.0, 0.0], [0.0, 3.0], [1.0, 1.0]], np.float32)
+    >>> labels = np.array([0, -100, 1], np.int32)
+    >>> cupyattn.cross_entropy(logits, labels, reduction="none")
+    array([0.12692802, 0.        , 0.6931472 ], dtype=float32)
+    >>> cupyattn.cross_entropy(logits, labels)
+    array(0.41003758, dtype=float32)
+    """
+    options = checked_options(ignore_index, label_smoothing, z_loss)
+    require_reduction(reduction)
+    require_bool("return_lse", return_lse)
+    loss, lse = _targets(out, bool(return_lse))
+    reduces = reduction != "none"
+    arrays = {"logits": logits, "labels": labels}
+    if reduces and loss is not None:
+        operands = adopt({**arrays, "lse": lse, "out": loss})
+        require_scalar_output(operands, statistics_dtype(operands.arrays["logits"].dtype))
+    given = {**arrays, "lse": lse, "out": None if reduces else loss}
+
+    def exact(logits: Array, labels: Array, *, smoothed: bool, **numbers: Any) -> Any:
+        return reference.cross_entropy(logits, labels, reduction="none", **numbers)
+
+    found = call_rows(
+        kernels.FORWARD,
+        given,
+        exact,
+        wanted=("lse",) if return_lse else (),
+        check_values=_label_check(options),
+        choices={"smoothed": options.label_smoothing != 0.0},
+        **options._asdict(),
+    )
+    result = found["out"]
+    if reduces:
+        result = _reduced(result, labels, loss, options, reduction)
+    return (result, found["lse"]) if return_lse else result
+
+
+def cross_entropy_backward(
+    dloss: Array,
+    logits: Array,
+    labels: Array,
+    lse: Array,
+    /,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    dlse: Array | None = None,
+    dlogits: Array | None = None,
+) -> Array:
+    r"""Gradient of `cross_entropy`: ``dloss * (exp(logits - lse) - [j = label])`` without options.
+
+    Parameters
+    ----------
+    dloss : array () or (...), float32
+        Gradient with respect to the loss, of its shape: one number for "mean" and "sum". float64
+        for logits of float64.
+    logits : array (..., V)
+        As `cross_entropy` was given it.
+    labels : array (...)
+        As `cross_entropy` was given it.
+    lse : array (...), float32
+        What `cross_entropy` returned.
+    ignore_index, label_smoothing, z_loss, reduction
+        The options of `cross_entropy`.
+    dlse : array (...), float32, optional
+        Gradient with respect to lse, for those who use it.
+    dlogits : array (..., V), optional
+        Where to write the gradient: it may be logits itself, and must not overlap another array.
+
+    Returns
+    -------
+    array (..., V), dtype of logits
+        Gradient with respect to the logits: 0 in rows whose label is ignored (but for dlse).
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `cross_entropy`; and for a dloss of another shape than the loss.
+
+    Notes
+    -----
+    On a GPU each row is read and written once; a row with a label that is no column becomes NaN.
+    With dlogits=logits no memory is taken beside 4 bytes.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyattn
+    >>> logits, labels = np.zeros((1, 2), np.float32), np.array([1], np.int32)
+    >>> loss, lse = cupyattn.cross_entropy(logits, labels, return_lse=True)
+    >>> cupyattn.cross_entropy_backward(np.ones_like(loss), logits, labels, lse)
+    array([[ 0.5, -0.5]], dtype=float32)
+    """
+    options = checked_options(ignore_index, label_smoothing, z_loss)
+    require_reduction(reduction)
+    arrays = {"logits": logits, "labels": labels, "lse": lse, "dlse": dlse, "dlogits": dlogits}
+    each, one = dloss, dloss
+    if reduction != "none":
+        each, one = _dloss_of_rows(dloss, arrays, options, reduction)
+
+    def exact(
+        logits: Array, dloss: Array, lse: Array, dlse: Array | None, labels: Array, **numbers: Any
+    ) -> Any:
+        return reference.cross_entropy_backward(
+            one, logits, labels, lse, dlse=dlse, reduction=reduction, **numbers
+        )
+
+    return call_rows(
+        kernels.BACKWARD,
+        {**arrays, "dloss": each},
+        exact,
+        check_values=_label_check(options),
+        **options._asdict(),
+    )["dlogits"]
+
+
+def _targets(out: Any, return_lse: bool) -> tuple[Any, Any]:
+    """Return what the loss and lse are to be written into, None for what is to be made."""
+    if not return_lse or out is None:
+        return out, None
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise error(
+            TypeError,
+            f"out is a {type(out).__name__}",
+            "with return_lse it is a tuple (loss, lse)",
+            "pass a tuple of two arrays, or none",
+        )
+    return out
+
+
+def _label_check(options: LossOptions) -> Any:
+    def check(arrays: Mapping[str, Array]) -> None:
+        check_labels(arrays["labels"], arrays["logits"].shape[-1], options.ignore_index)
+
+    return check
+
+
+def _reduced(
+    losses: Array, labels: Array, target: Any, options: LossOptions, reduction: str
+) -> Array:
+    operands = adopt({"losses": losses, "labels": labels, "result": target})
+    device, arrays = device_of(operands), operands.arrays
+    ignored = options.ignore_index
+    if device is not None:
+        return reduce_losses(device, arrays, ignored, reduction == "mean")
+    labels = arrays["labels"]
+    exact = reference.reduced(losses, labels, ignore_index=ignored, reduction=reduction)
+    return round_into(arrays.get("result"), exact, losses.dtype)
+
+
+def _dloss_of_rows(
+    dloss: Any, arrays: dict[str, Any], options: LossOptions, reduction: str
+) -> tuple[Array, Array]:
+    """Return the gradient of each row's loss, all in one place; and dloss, taken as an array."""
+    operands = adopt({"dloss": dloss, **arrays})
+    for name in ("dloss", "logits", "labels"):
+        if name not in operands.arrays:
+            return dloss, dloss  # which is refused with the others
+    one, rows = operands.arrays["dloss"], operands.arrays["logits"]
+    require_dtype("dloss", layout_of(one), (statistics_dtype(rows.dtype).name,))
+    require_shape("dloss", layout_of(one), (), "one number, as the loss is")
+    each = np.broadcast_to(one, rows.shape[:-1])
+    device = device_of(operands)
+    if device is None or reduction == "sum":
+        return each, one
+    whole = adopt({**operands.arrays, "dloss": each})
+    row_problem(kernels.BACKWARD, whole, **options._asdict())  # before anything is launched
+    scaled = {"dloss": one, "labels": whole.arrays["labels"]}
+    mean = reduce_losses(device, scaled, options.ignore_index, True)
+    return np.broadcast_to(mean, rows.shape[:-1]), one

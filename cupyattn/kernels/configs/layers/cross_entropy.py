@@ -1,0 +1,75 @@
+"""Cross-entropy over rows of logits, and the reduction of its losses."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.configs.layers.softmax import STREAMED
+from cupyattn.kernels.configs.rows import INTEGERS, Result, RowKernel
+from cupyattn.kernels.configs.tables import cpp_bool
+from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation
+from cupyattn.kernels.structs import rows_struct
+
+_LOSS: dict[str, Any] = {
+    "integers": ("labels",),
+    "scalars": {"ignore_index": np.int64, "label_smoothing": np.float32, "z_loss": np.float32},
+    "table": STREAMED,
+}
+
+FORWARD = RowKernel(
+    "cross_entropy_forward",
+    "layers/cross_entropy_forward.cu",
+    rows=("logits",),
+    results={"out": Result.PER_ROW, "lse": Result.PER_ROW},
+    optional=("lse",),
+    choices={"smoothed": (False, True)},
+    **_LOSS,
+)
+BACKWARD = RowKernel(
+    "cross_entropy_backward",
+    "layers/cross_entropy_backward.cu",
+    rows=("logits",),
+    per_row=("dloss", "lse", "dlse"),
+    optional=("dlse",),
+    results={"dlogits": Result.ROW},
+    in_place={"dlogits": "logits"},
+    **_LOSS,
+)
+REDUCTION = KernelSpec(
+    "loss_reduction",
+    "layers/loss_reduction.cu",
+    (
+        Pointer("losses", const=True, optional=True),
+        Pointer("dloss", const=True, optional=True),
+        Pointer("labels", const=True),
+        Pointer("result"),
+        Scalar("ignore_index", np.dtype(np.int64)),
+        rows_struct(1),
+    ),
+)
+KERNELS = (FORWARD.spec, BACKWARD.spec, REDUCTION)
+
+_REDUCTION_THREADS = 1024
+"""One CTA adds all: the order is fixed, and 8,192 losses are eight a thread."""
+
+
+@cache
+def reduction(labels: str, mean: bool) -> Specialisation:
+    """Specialise the reduction for a dtype of the labels, to the mean or the sum."""
+    return REDUCTION.specialise(
+        threads=_REDUCTION_THREADS, LABELS_DTYPE=labels, MEAN=cpp_bool(mean)
+    )
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield every row of the tables, with dtypes, loads and options in pairs."""
+    yield from FORWARD.catalogue(arch)
+    yield from BACKWARD.catalogue(arch)
+    for labels, mean in itertools.product(INTEGERS, (True, False)):
+        yield reduction(labels, mean)

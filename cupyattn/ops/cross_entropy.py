@@ -1,0 +1,130 @@
+"""What cross-entropy has beside its rows: options, labels, the reduction of its losses."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyattn.arrays import Array, Layout, Operands, layouts_of
+from cupyattn.errors import error, shown
+from cupyattn.kernels.configs.layers.cross_entropy import reduction
+from cupyattn.kernels.device import Device
+from cupyattn.ops.checks import require_output
+from cupyattn.ops.numbers import factor, integer, real
+from cupyattn.ops.overlaps import Overlaps
+from cupyattn.ops.plan import Output, Plan, Step, run
+from cupyattn.ops.rows import params_of
+from cupyattn.ops.value_checks import on_host
+
+REDUCTIONS = ("mean", "sum", "none")
+_FLOAT32 = np.dtype(np.float32)
+
+
+class LossOptions(NamedTuple):
+    """The options of cross-entropy that its kernels have, checked."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+
+
+def checked_options(ignore_index: Any, label_smoothing: Any, z_loss: Any) -> LossOptions:
+    """Check the options that are numbers.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `cross_entropy` documents.
+    """
+    ignored = integer("ignore_index", ignore_index)
+    if not -(2**63) <= ignored < 2**63:
+        raise error(
+            ValueError,
+            f"ignore_index = {shown(ignored)}",
+            "it is an integer of 64 bits",
+            "pass one that is no class, -100 for example",
+        )
+    smoothing = real("label_smoothing", label_smoothing)
+    if not 0.0 <= smoothing <= 1.0:
+        raise error(
+            ValueError,
+            f"label_smoothing = {smoothing}",
+            "it is at least 0 and at most 1",
+            "pass the share of the target that all classes get, 0.1 for a tenth",
+        )
+    return LossOptions(ignored, smoothing, factor("z_loss", z_loss))
+
+
+def require_reduction(given: Any) -> None:
+    """Raise ValueError unless it names one."""
+    if not isinstance(given, str) or given not in REDUCTIONS:
+        raise error(
+            ValueError,
+            f"reduction = {shown(given)}",
+            f"allowed are {', '.join(map(repr, REDUCTIONS))}",
+            "choose one of them; 'mean' is over the labels that are not ignored",
+        )
+
+
+def check_labels(labels: Array, classes: int, ignore_index: int) -> None:
+    """Raise ValueError for the first label that is neither a class nor ignored."""
+    host = on_host(labels)
+    wrong = ((host < 0) | (host >= classes)) & (host != ignore_index)
+    if wrong.any():
+        place = tuple(int(axis) for axis in np.argwhere(wrong)[0])
+        position = ", ".join(map(str, place))
+        raise error(
+            ValueError,
+            f"labels[{position}] = {host[place]}",
+            f"a label is at least 0 and below {classes}, the last axis of the logits, or it is "
+            f"ignore_index = {ignore_index}",
+            "correct it, or set it to ignore_index",
+        )
+
+
+def require_scalar_output(operands: Operands, dtype: np.dtype) -> None:
+    """Raise unless `out`, where it is given, is one number that no other array holds."""
+    layouts = layouts_of(operands.description)
+    if "out" in layouts:
+        require_output("out", layouts["out"], (), dtype)
+        Overlaps.of(layouts, ("out",)).check(operands)
+
+
+def reduce_losses(device: Device, arrays: dict[str, Array], ignore_index: int, mean: bool) -> Array:
+    """Reduce `losses` to one number, or divide the one number `dloss`; by labels that count.
+
+    Parameters
+    ----------
+    device : Device
+        Where the arrays are.
+    arrays : dict
+        `labels`, and `losses` or `dloss`; `result` if it is given.
+    ignore_index : int
+        The label that does not count.
+    mean : bool
+        Divide by their number, instead of by 1.
+    """
+    labels = arrays["labels"]
+    plan = _reduction_plan(labels.shape, labels.strides, labels.dtype, ignore_index, mean)
+    return run(device, plan, arrays)["result"]
+
+
+@lru_cache(maxsize=4096)
+def _reduction_plan(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: np.dtype,
+    ignore_index: int,
+    mean: bool,
+) -> Plan:
+    items = tuple(stride // dtype.itemsize for stride in strides)
+    params = params_of((*shape, 1), [items])
+    step = Step.of(reduction(dtype.name, mean), 1, ignore_index, params)
+    return Plan((step,), (("result", Output((), _FLOAT32)),))
+
+
+def layout_of(array: Array) -> Layout:
+    """Return what is known of an array without its memory."""
+    return Layout(array.shape, array.strides, array.dtype)

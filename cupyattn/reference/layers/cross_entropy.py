@@ -1,0 +1,157 @@
+"""Cross-entropy of rows of logits with their labels, and its gradient.
+
+For logits x of a row, its label y, label smoothing e and the weight z of the z loss,
+
+    loss = lse - (1 - e) x_y - e mean(x) + z lse^2,     lse = log(sum(exp(x)))
+    dx_j = dloss ((1 + 2 z lse) exp(x_j - lse) - (1 - e) [j = y] - e / V) + dlse exp(x_j - lse)
+
+Rows whose label is ignored have a loss and a gradient of 0, those whose label is no column NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from cupyattn.reference.layers.softmax import Float64, by_rows
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> tuple[Float64, Float64]:
+    """Cross-entropy, and the log-sum-exp of each row.
+
+    Parameters
+    ----------
+    logits : (..., V) floats
+    labels : (...) ints
+    ignore_index : int
+        The label of rows that do not count.
+    label_smoothing, z_loss : float
+        e and z.
+    reduction : {"mean", "sum", "none"}
+        The mean is over rows that count, and NaN where there are none.
+
+    Returns
+    -------
+    loss : () or (...) float64
+    lse : (...) float64
+
+    Examples
+    --------
+    >>> loss, lse = cross_entropy([[0.0, 0.0], [5.0, 1.0]], [1, -100])
+    >>> float(loss) == float(lse[0]) == np.log(2)
+    True
+    """
+    labels = np.asarray(labels)
+
+    def of_rows(x: NDArray[Any], labels: NDArray[Any]) -> Float64:
+        x = x.astype(np.float64)
+        vocabulary = x.shape[-1]
+        m = np.max(x, axis=-1, initial=-np.inf)
+        finite = np.where(np.isneginf(m), 0.0, m)
+        log_l = np.log(np.exp(x - finite[..., None]).sum(axis=-1))
+        lse = finite + log_l
+        inside = (labels >= 0) & (labels < vocabulary)
+        target = np.full(labels.shape, np.nan)
+        target[inside] = x[inside, labels[inside]]
+        # Differences with the maximum, as of the largest logits they lose no digits.
+        losses = log_l + (1 - label_smoothing) * (m - target)
+        if label_smoothing:
+            losses = losses + label_smoothing * (m - x.sum(axis=-1) / vocabulary)
+        losses = losses + z_loss * lse**2
+        losses = np.where(labels == ignore_index, 0.0, np.where(inside, losses, np.nan))
+        return np.stack((losses, lse), axis=-1)
+
+    both = by_rows(of_rows, *_flat(logits, labels)).reshape(*labels.shape, 2)
+    losses, lse = both[..., 0], both[..., 1]
+    return reduced(losses, labels, ignore_index=ignore_index, reduction=reduction), lse
+
+
+def reduced(
+    losses: NDArray[Any], labels: NDArray[Any], *, ignore_index: int, reduction: str
+) -> Float64:
+    """Return the mean of the losses that count, their sum, or the losses."""
+    if reduction == "none":
+        return np.asarray(losses, np.float64)
+    total = np.asarray(losses.sum(dtype=np.float64))
+    if reduction == "sum":
+        return total
+    with np.errstate(invalid="ignore"):
+        return np.asarray(total / np.float64(np.count_nonzero(labels != ignore_index)))
+
+
+def spread(dloss: ArrayLike, labels: NDArray[Any], *, ignore_index: int, reduction: str) -> Float64:
+    """Return the gradient of each row's loss, from that of what `reduced` returns."""
+    dloss = np.asarray(dloss, np.float64)
+    if reduction == "mean":
+        with np.errstate(divide="ignore", invalid="ignore"):
+            dloss = dloss / np.float64(np.count_nonzero(labels != ignore_index))
+    return np.broadcast_to(dloss, labels.shape)
+
+
+def cross_entropy_backward(
+    dloss: ArrayLike,
+    logits: ArrayLike,
+    labels: ArrayLike,
+    lse: ArrayLike,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    dlse: ArrayLike | None = None,
+) -> Float64:
+    """Gradient of the logits.
+
+    Parameters
+    ----------
+    dloss : () or (...) floats
+        Gradient of the loss, of its shape.
+    logits, labels, ignore_index, label_smoothing, z_loss, reduction
+        As of `cross_entropy`.
+    lse : (...) floats
+        What `cross_entropy` returned, possibly rounded.
+    dlse : (...) floats, optional
+        Gradient of lse.
+
+    Returns
+    -------
+    (..., V) float64
+    """
+    labels = np.asarray(labels)
+    each = spread(dloss, labels, ignore_index=ignore_index, reduction=reduction)
+
+    def of_rows(
+        x: NDArray[Any], labels: NDArray[Any], dloss: Float64, lse: Float64, of_lse: Float64
+    ) -> Float64:
+        vocabulary = x.shape[-1]
+        weights = np.exp(x.astype(np.float64) - lse[:, None])
+        dx = (1 + 2 * z_loss * lse)[:, None] * weights - label_smoothing / max(vocabulary, 1)
+        inside = (labels >= 0) & (labels < vocabulary)
+        dx[inside, labels[inside]] -= 1 - label_smoothing
+        dx *= np.where(inside, dloss, np.nan)[:, None]
+        dx = np.where((labels == ignore_index)[:, None], 0.0, dx)
+        return dx if dlse is None else dx + weights * of_lse[:, None]
+
+    no_dlse = np.zeros(labels.shape)
+    per_row = (
+        np.asarray(array, np.float64).reshape(-1)
+        for array in (each, lse, no_dlse if dlse is None else dlse)
+    )
+    return by_rows(of_rows, *_flat(logits, labels), *per_row).reshape(np.shape(logits))
+
+
+def _flat(logits: ArrayLike, labels: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    logits = np.asarray(logits)
+    return logits.reshape(labels.size, logits.shape[-1]), labels.reshape(-1)

@@ -1,0 +1,103 @@
+"""How far the kernels of cross-entropy may be from its reference: bounds of every element.
+
+Letters as in `softmax_bounds`, whose errors of lse and of log l these are built on. The kernel has
+
+    loss = log l + (1 - e) (m - x_y) + e (m - mean(x)) + z lse^2
+
+of which each difference errs by 4 u of its operands, mean(x) by (n + 4) u mean|x|, the square by
+twice lse's own error E times |lse|, and the sums by 4 u of the absolute values of their terms. The
+mean of n losses errs by (n + 4) u of that of their absolute values, beside their own errors.
+
+The backward is given lse: an exponential errs by 4 u (|x| + |lse|) + 12 u of itself, the rest by
+4 u of its terms.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from cupyattn.reference.attention.bounds import TINY32, U32, precision_of
+from cupyattn.reference.layers.cross_entropy import (
+    cross_entropy,
+    cross_entropy_backward,
+    reduced,
+    spread,
+)
+from cupyattn.reference.layers.softmax import Float64
+from cupyattn.reference.layers.softmax_bounds import QUIET, log_sum_bound, logsumexp_bound
+
+
+def cross_entropy_bound(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> tuple[Float64, Float64]:
+    """Error bounds of both results of `cross_entropy`, whose arguments it takes; float32 results.
+
+    Infinite where a loss is.
+    """
+    x, labels = np.asarray(logits, np.float64), np.asarray(labels)
+    vocabulary, e = x.shape[-1], label_smoothing
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": e}
+    options |= {"z_loss": z_loss, "reduction": "none"}
+    losses, lse = cross_entropy(x, labels, **options)
+    with np.errstate(**QUIET):
+        lse_bound = logsumexp_bound(x)
+        m = np.max(x, axis=-1, initial=-np.inf)
+        inside = (labels >= 0) & (labels < vocabulary)
+        target = np.take_along_axis(x, np.where(inside, labels, 0)[..., None], axis=-1)[..., 0]
+        mean = x.sum(axis=-1) / vocabulary if e else np.zeros(m.shape)
+        size = np.abs(x).sum(axis=-1) / vocabulary if e else np.zeros(m.shape)
+        error = log_sum_bound(x) + 4 * U32 * (1 - e) * (np.abs(m) + np.abs(target))
+        error += e * ((vocabulary + 4) * U32 * size + 4 * U32 * np.abs(m))
+        error += z_loss * (2 * np.abs(lse) * lse_bound + lse_bound**2 + 4 * U32 * lse**2)
+        terms = np.abs(lse - m) + (1 - e) * np.abs(m - target) + e * np.abs(m - mean)
+        error += 4 * U32 * (terms + z_loss * lse**2) + TINY32
+        error = np.where(labels == ignore_index, 0.0, error)
+        if reduction == "none":
+            return error, lse_bound
+        how: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
+        rounded = (labels.size + 4) * U32 * reduced(np.abs(losses), labels, **how)
+        return reduced(error, labels, **how) + rounded, lse_bound
+
+
+def cross_entropy_backward_bound(
+    dloss: ArrayLike,
+    logits: ArrayLike,
+    labels: ArrayLike,
+    lse: ArrayLike,
+    *,
+    dtype: DTypeLike,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    dlse: ArrayLike | None = None,
+) -> Float64:
+    """Error bound of `cross_entropy_backward`, whose arguments it takes, rounded to dtype."""
+    x, labels = np.asarray(logits, np.float64), np.asarray(labels)
+    options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
+    each = np.abs(spread(dloss, labels, **options))[..., None]
+    options |= {"label_smoothing": label_smoothing, "z_loss": z_loss}
+    dx = cross_entropy_backward(dloss, x, labels, lse, dlse=dlse, **options)
+    of_lse = 0.0 if dlse is None else np.abs(np.asarray(dlse, np.float64))[..., None]
+    lse = np.asarray(lse, np.float64)[..., None]
+    with np.errstate(**QUIET):
+        factor = np.abs(1 + 2 * z_loss * lse)
+        exponent = np.where(np.isneginf(x), 0.0, 4 * U32 * (np.abs(x) + np.abs(lse))) + 12 * U32
+        hit = np.arange(x.shape[-1]) == labels[..., None]
+        error = factor * np.exp(x - lse) * exponent
+        error += 4 * U32 * ((1 - label_smoothing) * hit + label_smoothing / x.shape[-1])
+        error += 8 * U32 * z_loss * np.abs(lse) * np.exp(x - lse)
+        ignored = (labels == ignore_index)[..., None]
+        error = np.where(ignored, 0.0, each * error + TINY32 * (1 + each * factor))
+        error += of_lse * np.exp(x - lse) * exponent + TINY32 * (1 + of_lse)
+        bound: Float64 = error + 4 * U32 * np.abs(dx) + precision_of(dtype).store(dx)
+        return np.where(ignored & (dlse is None), 0.0, bound)
