@@ -6,9 +6,10 @@
 // Hendrycks and Gimpel, arXiv:1606.08415). The small one of p and 1 - p is computed, from e^-|z| or e^(-x^2/2), and the
 // large one is 1 less it: so the left tail keeps its relative accuracy, where 1 + tanh and 1 + erf cancel.
 //
-// Errors    relative to |value|, in units of 2^-24: silu 10 + 2 |x|, gelu_tanh 10 + 6 |z|, gelu 20 + 2 x^2 (what grows
-//           is an exponent's rounding); of a derivative, relative to p + |x p'|, each 10 more. Numbers below 2^-118
-//           may vanish: the exponential is flushed there. cupyattn/reference/layers/activations.py derives these.
+// Errors    relative to |value|, in units of 2^-24: silu 9 + 2 |x|, gelu_tanh 9 + 7 |z|, gelu 33 + 1.5 x^2 (what grows
+//           is an exponent's rounding); of a derivative, relative to p + |x p'|: 14 + 2 |x|, 20 + 7 |z|, 33 + 1.5 x^2.
+//           Numbers below 2^-118 may vanish: the exponential is flushed there.
+//           cupyattn/reference/layers/activations.py derives all of it.
 // Edges     value(-inf) = -0 and value(inf) = inf, derivative(-inf) = 0 and derivative(inf) = 1, their limits; NaN gives
 //           NaN. No intermediate is inf * 0.
 // Cost      one ex2 and one rcp each, beside them about 8 instructions for silu, 11 for gelu_tanh and 18 for gelu. Where
@@ -50,9 +51,9 @@ struct Silu {
 };
 
 struct GeluTanh {
-  static constexpr float kLinear = 1.5957691216057308f;   // 2 sqrt(2/pi)
-  static constexpr float kCubic = 0.07135481282052424f;   // 0.044715 of it
-  static constexpr float kLimit = 64.f;                   // z = 18,800
+  static constexpr float kLinear = 1.5957691216057308f;  // 2 sqrt(2/pi)
+  static constexpr float kCubic = 0.07135481282052424f;  // 0.044715 of it
+  static constexpr float kLimit = 64.f;                  // z = 18,800
 
   static __device__ __forceinline__ float logit(float x) { return x * (kLinear + kCubic * x * x); }
 
@@ -75,7 +76,7 @@ struct Normal {
 
   __device__ __forceinline__ explicit Normal(float x) {
     constexpr float kC = 0.3046875f;
-    constexpr float kP[] = {0.121514834f,  0.122347765f,  0.10327936f,   0.121234447f,
+    constexpr float kP[] = {0.121514834f,   0.122347765f, 0.10327936f,   0.121234447f,
                             -0.0384617709f, 0.186484367f, -0.152963296f, 0.036564298f};
     const float exponential = ex2_approx(-0.5f * kLog2E * (x * x));
     const float s = rcp_approx(1.f + kC * fabsf(x));
