@@ -7,7 +7,9 @@ CuPy arrays go to `cupyattn.ops` and its kernels, NumPy arrays to `cupyattn.refe
 from cupyattn.functional.attention.backward import attention_backward
 from cupyattn.functional.backend import backend
 from cupyattn.functional.device_info import device_info
+from cupyattn.functional.layers.activations import gelu_backward, silu_backward
 from cupyattn.functional.layers.cross_entropy import cross_entropy_backward
+from cupyattn.functional.layers.gated import geglu_backward, swiglu_backward
 from cupyattn.functional.layers.log_softmax import log_softmax_backward
 from cupyattn.functional.layers.logsumexp import logsumexp_backward
 from cupyattn.functional.layers.norms import layer_norm_backward, rms_norm_backward
@@ -17,28 +19,45 @@ from cupyattn.functional.linear.gelu import linear_gelu_backward
 from cupyattn.functional.rules import (
     attention,
     cross_entropy,
+    geglu,
+    gelu,
     layer_norm,
     linear,
     linear_gelu,
     log_softmax,
     logsumexp,
     rms_norm,
+    silu,
     softmax,
+    swiglu,
 )
 from cupyattn.functional.vjp import vjp
-from cupyattn.gradients import AttentionGrads, LayerNormGrads, LinearGrads, RMSNormGrads
+from cupyattn.gradients import (
+    AttentionGrads,
+    GegluGrads,
+    LayerNormGrads,
+    LinearGrads,
+    RMSNormGrads,
+    SwigluGrads,
+)
 
 __all__ = [
     "AttentionGrads",
+    "GegluGrads",
     "LayerNormGrads",
     "LinearGrads",
     "RMSNormGrads",
+    "SwigluGrads",
     "attention",
     "attention_backward",
     "backend",
     "cross_entropy",
     "cross_entropy_backward",
     "device_info",
+    "geglu",
+    "geglu_backward",
+    "gelu",
+    "gelu_backward",
     "layer_norm",
     "layer_norm_backward",
     "linear",
@@ -51,7 +70,11 @@ __all__ = [
     "logsumexp_backward",
     "rms_norm",
     "rms_norm_backward",
+    "silu",
+    "silu_backward",
     "softmax",
     "softmax_backward",
+    "swiglu",
+    "swiglu_backward",
     "vjp",
 ]

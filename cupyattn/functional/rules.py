@@ -3,8 +3,14 @@
 from cupyattn.functional.attention.backward import attention_backward
 from cupyattn.functional.attention.forward import attention as _attention
 from cupyattn.functional.differentiable import differentiable
+from cupyattn.functional.layers.activations import gelu as _gelu
+from cupyattn.functional.layers.activations import gelu_backward, silu_backward
+from cupyattn.functional.layers.activations import silu as _silu
 from cupyattn.functional.layers.cross_entropy import cross_entropy as _cross_entropy
 from cupyattn.functional.layers.cross_entropy import cross_entropy_backward
+from cupyattn.functional.layers.gated import geglu as _geglu
+from cupyattn.functional.layers.gated import geglu_backward, swiglu_backward
+from cupyattn.functional.layers.gated import swiglu as _swiglu
 from cupyattn.functional.layers.log_softmax import log_softmax as _log_softmax
 from cupyattn.functional.layers.log_softmax import log_softmax_backward
 from cupyattn.functional.layers.logsumexp import logsumexp as _logsumexp
@@ -19,7 +25,14 @@ from cupyattn.functional.linear.differentiated import differentiated
 from cupyattn.functional.linear.forward import linear as _linear
 from cupyattn.functional.linear.gelu import linear_gelu as _linear_gelu
 from cupyattn.functional.linear.gelu import linear_gelu_backward
-from cupyattn.gradients import AttentionGrads, LayerNormGrads, LinearGrads, RMSNormGrads
+from cupyattn.gradients import (
+    AttentionGrads,
+    GegluGrads,
+    LayerNormGrads,
+    LinearGrads,
+    RMSNormGrads,
+    SwigluGrads,
+)
 
 attention = differentiable(
     _attention,
@@ -29,6 +42,10 @@ attention = differentiable(
     gradients=AttentionGrads._fields,
 )
 softmax = differentiable(_softmax, softmax_backward, gradients=("dx",))
+gelu = differentiable(_gelu, gelu_backward, gradients=("dx",))
+silu = differentiable(_silu, silu_backward, gradients=("dx",))
+swiglu = differentiable(_swiglu, swiglu_backward, gradients=SwigluGrads._fields)
+geglu = differentiable(_geglu, geglu_backward, gradients=GegluGrads._fields)
 log_softmax = differentiable(_log_softmax, log_softmax_backward, gradients=("dx",))
 logsumexp = differentiable(_logsumexp, logsumexp_backward, gradients=("dx",))
 cross_entropy = differentiable(

@@ -16,6 +16,9 @@ OUTER_AXES = 4
 UNBOUNDED = 1 << 62
 """A window side without a limit (kUnbounded in masks.cuh)."""
 
+ELEMENTS_AXES = 4
+"""Axes before the rows that an element-wise kernel can walk (kElementsAxes in elements.cuh)."""
+
 _STRIDES = np.dtype([("batch", np.int64), ("seq", np.int64), ("head", np.int64)], align=True)
 _BATCH_INTEGERS = np.dtype([("stride", np.int64), ("is_int64", np.int64)], align=True)
 
@@ -132,6 +135,21 @@ def rows_params(arrays: int) -> np.dtype:
     )
 
 
+def elements_params(arrays: int) -> np.dtype:
+    """ElementsParams<arrays> in cuda_src/common/elements.cuh."""
+    return np.dtype(
+        [
+            ("shape", np.int64, (ELEMENTS_AXES,)),
+            ("strides", np.int64, (arrays, ELEMENTS_AXES)),
+            ("offsets", np.int64, (arrays,)),
+            ("length", np.int64),
+            ("rows", np.uint32),
+            ("units", np.uint32),
+        ],
+        align=True,
+    )
+
+
 ATTENTION_STRUCT = Struct("params", ATTENTION_PARAMS, "AttentionParams")
 BACKWARD_STRUCT = Struct("params", BACKWARD_PARAMS, "BackwardParams", (ATTENTION_STRUCT,))
 FLOAT_PRODUCT_STRUCT = Struct("params", FLOAT_PRODUCT_PARAMS, "FloatProductParams")
@@ -146,3 +164,8 @@ DBIAS_STRUCT = Struct("params", DBIAS_PARAMS, "DbiasParams", (ATTENTION_STRUCT,)
 def rows_struct(arrays: int) -> Struct:
     """RowsParams of that many arrays, as a parameter."""
     return Struct("params", rows_params(arrays), "RowsParams")
+
+
+def elements_struct(arrays: int) -> Struct:
+    """ElementsParams of that many arrays, as a parameter."""
+    return Struct("params", elements_params(arrays), "ElementsParams")

@@ -8,6 +8,19 @@ need be.
 from cupyattn.reference.attention.backward_bounds import attention_backward_bound
 from cupyattn.reference.attention.bounds import attention_bound, error_ratio
 from cupyattn.reference.attention.dense import attention, attention_backward
+from cupyattn.reference.layers.activations import (
+    activation,
+    activation_backward,
+    activation_backward_bound,
+    activation_bound,
+    activation_derivative,
+    activation_error,
+    derivative_error,
+    gated,
+    gated_backward,
+    gated_backward_bound,
+    gated_bound,
+)
 from cupyattn.reference.layers.cross_entropy import cross_entropy, cross_entropy_backward, reduced
 from cupyattn.reference.layers.cross_entropy_bounds import (
     cross_entropy_backward_bound,
@@ -37,6 +50,12 @@ from cupyattn.reference.linear.products import linear, linear_backward
 from cupyattn.reference.philox import attention_keep, philox4x32_10
 
 __all__ = [
+    "activation",
+    "activation_backward",
+    "activation_backward_bound",
+    "activation_bound",
+    "activation_derivative",
+    "activation_error",
     "attention",
     "attention_backward",
     "attention_backward_bound",
@@ -46,7 +65,12 @@ __all__ = [
     "cross_entropy_backward",
     "cross_entropy_backward_bound",
     "cross_entropy_bound",
+    "derivative_error",
     "error_ratio",
+    "gated",
+    "gated_backward",
+    "gated_backward_bound",
+    "gated_bound",
     "linear",
     "linear_backward",
     "linear_backward_bound",

@@ -1,0 +1,144 @@
+// Element-wise kernels: arrays of one shape, any rank, whose last axis is contiguous, as rows of `length` items.
+//
+// What lies evenly in all arrays is one row: contiguous arrays are a single long one. Rows are cut into units of LANES
+// threads times VECTORS vectors of VEC items; neighbouring units are neighbours in a row. A thread loads all of its
+// vectors of all arrays before it computes (independent loads in flight hide memory's latency), one unit a thread, no
+// loop. Within a unit indices have 32 bits, and nothing is divided where there is one row.
+//
+// A unit's last vector may be ragged where a row ends: its items go one by one.
+#pragma once
+
+#include "vec.cuh"
+
+constexpr int kElementsAxes = 4;  // axes before the rows, after merging those that lie evenly in memory
+
+// Field for field the structured dtype elements_params(arrays) of cupyattn/kernels/structs.py.
+template <int kArrays>
+struct ElementsParams {
+  int64 shape[kElementsAxes];
+  int64 strides[kArrays][kElementsAxes];  // in items
+  int64 offsets[kArrays];                 // of the first item in its array, in items
+  int64 length;                           // of a row
+  uint32 rows, units;                     // units of a row
+};
+
+template <int kThreads_, int kLanes_, int kVectors_, int kVec_>
+struct ElementTraits {
+  static constexpr int kLanes = kLanes_;
+  static constexpr int kVectors = kVectors_;
+  static constexpr int kVec = kVec_;
+  static constexpr int kUnits = kThreads_ / kLanes;  // of a CTA
+  static constexpr int kUnitItems = kLanes * kVectors * kVec;
+  static constexpr int kItems = kVectors * kVec;  // of a thread
+
+  static_assert(kThreads_ % kLanes == 0 && kLanes % 8 == 0, "whole units, whose vectors fill sectors of 32 bytes");
+};
+
+// What a thread has loaded of one array, not yet converted: nothing waits for a load before all are under way.
+template <typename Traits, typename Scalar>
+struct LoadedItems {
+  Vec<Scalar, Traits::kVec> vectors[Traits::kVectors];
+
+  __device__ __forceinline__ float operator()(int v, int i) const { return to_float(vectors[v].item[i]); }
+};
+
+// Where this thread's items are: its row, its first column, and how many columns there are from there on.
+template <typename Traits, int kArrays>
+struct ElementWalk {
+  using Params = ElementsParams<kArrays>;
+  static constexpr int kVec = Traits::kVec;
+  static constexpr int kStep = Traits::kLanes * kVec;  // from a thread's vector to its next
+
+  const Params& params;
+  uint32 row;
+  uint32 outer[kElementsAxes];  // the row's place along each axis
+  int64 column;
+  int rest;  // of the row, at most a unit's; 0 or less beyond its end
+
+  __device__ __forceinline__ explicit ElementWalk(const Params& params_) : params(params_), outer() {
+    const uint32 unit = blockIdx.x * static_cast<uint32>(Traits::kUnits) + threadIdx.x / Traits::kLanes;
+    row = params.rows == 1 ? 0 : unit / params.units;
+    const int64 start = static_cast<int64>(unit - row * params.units) * Traits::kUnitItems;
+    const int skipped = threadIdx.x % Traits::kLanes * kVec;
+    column = start + skipped;
+    const int64 left = row < params.rows ? params.length - start : 0;
+    rest = static_cast<int>(left < Traits::kUnitItems ? left : Traits::kUnitItems) - skipped;
+
+    uint32 rows = row;
+#pragma unroll
+    for (int axis = kElementsAxes - 1; axis >= 0 && rows > 0; axis--) {
+      const uint32 extent = static_cast<uint32>(params.shape[axis]);
+      const uint32 next = rows < extent ? 0 : rows / extent;  // most often one axis is left: no division
+      outer[axis] = rows - next * extent;
+      rows = next;
+    }
+  }
+
+  // The number of this thread's first item in C order; the next vector's first is kStep on.
+  __device__ __forceinline__ int64 index() const { return row * params.length + column; }
+
+  __device__ __forceinline__ int64 offset(int array) const {
+    int64 offset = params.offsets[array] + column;
+    if (row > 0) {
+#pragma unroll
+      for (int axis = 0; axis < kElementsAxes; axis++) offset += outer[axis] * params.strides[array][axis];
+    }
+    return offset;
+  }
+
+  // Items beyond the row's end read as 0.
+  template <typename Scalar>
+  __device__ __forceinline__ LoadedItems<Traits, Scalar> load(const Scalar* array_g, int array) const {
+    const Scalar* first_g = array_g + offset(array);
+    LoadedItems<Traits, Scalar> items = {};
+#pragma unroll
+    for (int v = 0; v < Traits::kVectors; v++) {
+      if (v * kStep + kVec <= rest) {
+        items.vectors[v] = *reinterpret_cast<const Vec<Scalar, kVec>*>(first_g + v * kStep);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVec; i++) {
+          if (v * kStep + i < rest) items.vectors[v].item[i] = first_g[v * kStep + i];
+        }
+      }
+    }
+    return items;
+  }
+
+  // What a gradient that accumulates is added to, before its one rounding; otherwise -0, which changes nothing.
+  template <bool kAccumulate, typename Scalar>
+  __device__ __forceinline__ auto present(const Scalar* array_g, int array) const {
+    if constexpr (kAccumulate) {
+      return load(array_g, array);
+    } else {
+      return [](int, int) { return -0.f; };
+    }
+  }
+
+  template <typename Scalar>
+  __device__ __forceinline__ void store(Scalar* array_g, int array,
+                                        const float (&items)[Traits::kVectors][kVec]) const {
+    Scalar* first_g = array_g + offset(array);
+#pragma unroll
+    for (int v = 0; v < Traits::kVectors; v++) {
+      if (v * kStep + kVec <= rest) {
+        store_vec(first_g + v * kStep, items[v]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVec; i++) {
+          if (v * kStep + i < rest) first_g[v * kStep + i] = from_float<Scalar>(items[v][i]);
+        }
+      }
+    }
+  }
+};
+
+// Calls f(v, i) for item i of each of a thread's vectors v.
+template <typename Traits, typename Function>
+__device__ __forceinline__ void each_item(const Function& f) {
+#pragma unroll
+  for (int v = 0; v < Traits::kVectors; v++) {
+#pragma unroll
+    for (int i = 0; i < Traits::kVec; i++) f(v, i);
+  }
+}

@@ -1,0 +1,31 @@
+// An activation, item by item (activations.cuh).
+//
+//   out = f(x)
+//
+// Shapes    x and out of one shape, any rank and any outer strides, last axis contiguous (ElementsParams, elements.cuh).
+// Work      a unit of LANES threads owns VECTORS * LANES * VEC neighbouring items of a row; grid ceil(units / units of a
+//           CTA).
+// Budget    registers: VECTORS * VEC floats, below 64 in all; no shared memory.
+// Edges     f's limits at -inf and inf; NaN stays NaN. out may be x itself.
+#if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(VECTORS) || !defined(VEC)
+#error "DTYPE, THREADS, LANES, VECTORS and VEC come from a launch-configuration table"
+#endif
+#if !defined(ACTIVATION)
+#error "ACTIVATION is the kernel's choice: one of activations.cuh"
+#endif
+#include "../common/activations.cuh"
+#include "../common/elements.cuh"
+
+using Traits = ElementTraits<THREADS, LANES, VECTORS, VEC>;
+enum Array { kX, kOut, kArrays };
+using Walk = ElementWalk<Traits, kArrays>;
+static_assert(sizeof(Walk::Params) == ELEMENTS_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    activation(const DTYPE* x_g, DTYPE* out_g, const Walk::Params params) {
+  const Walk walk(params);
+  const auto x = walk.load(x_g, kX);
+  float out[VECTORS][VEC];
+  each_item<Traits>([&](int v, int i) { out[v][i] = ACTIVATION::value(x(v, i)); });
+  walk.store(out_g, kOut, out);
+}

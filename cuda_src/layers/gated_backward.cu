@@ -1,0 +1,41 @@
+// The gradients of a gated activation's inputs, item by item.
+//
+//   dgate = dout up f'(gate),   dup = dout f(gate)   (+ what is there, with ACCUMULATE)
+//
+// Shapes    dout, gate, up, dgate and dup of one shape, any rank and any outer strides, last axis contiguous
+//           (elements.cuh): gate and up, and so dgate and dup, may be the halves of one array.
+// Work      a unit of LANES threads owns VECTORS * LANES * VEC neighbouring items of a row; grid ceil(units / units of a
+//           CTA).
+// Budget    registers: 3 * VECTORS * VEC floats, below 96 in all; no shared memory.
+// Edges     f's limits at -inf and inf; NaN stays NaN. dgate and dup may be any two of the inputs.
+#if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(VECTORS) || !defined(VEC)
+#error "DTYPE, THREADS, LANES, VECTORS and VEC come from a launch-configuration table"
+#endif
+#if !defined(ACTIVATION) || !defined(ACCUMULATE)
+#error "ACTIVATION (one of activations.cuh) and ACCUMULATE are the kernel's choices"
+#endif
+#include "../common/activations.cuh"
+#include "../common/elements.cuh"
+
+using Traits = ElementTraits<THREADS, LANES, VECTORS, VEC>;
+enum Array { kDout, kGate, kUp, kDgate, kDup, kArrays };
+using Walk = ElementWalk<Traits, kArrays>;
+static_assert(sizeof(Walk::Params) == ELEMENTS_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    gated_backward(const DTYPE* dout_g, const DTYPE* gate_g, const DTYPE* up_g, DTYPE* dgate_g, DTYPE* dup_g,
+                   const Walk::Params params) {
+  const Walk walk(params);
+  const auto dout = walk.load(dout_g, kDout);
+  const auto gate = walk.load(gate_g, kGate);
+  const auto up = walk.load(up_g, kUp);
+  const auto dgate_present = walk.present<ACCUMULATE>(dgate_g, kDgate);
+  const auto dup_present = walk.present<ACCUMULATE>(dup_g, kDup);
+  float dgate[VECTORS][VEC], dup[VECTORS][VEC];
+  each_item<Traits>([&](int v, int i) {
+    dgate[v][i] = dout(v, i) * up(v, i) * ACTIVATION::derivative(gate(v, i)) + dgate_present(v, i);
+    dup[v][i] = dout(v, i) * ACTIVATION::value(gate(v, i)) + dup_present(v, i);
+  });
+  walk.store(dgate_g, kDgate, dgate);
+  walk.store(dup_g, kDup, dup);
+}

@@ -1,0 +1,174 @@
+"""Element-wise kernels (cuda_src/common/elements.cuh): how they are declared and configured.
+
+An element kernel reads arrays of one shape item by item and writes arrays of that shape. One table
+serves them all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+
+import numpy as np
+
+from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES
+from cupyattn.kernels.configs.tables import cpp_bool, pairs, rows_for
+from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation
+from cupyattn.kernels.structs import elements_struct
+
+
+@dataclass(frozen=True)
+class ElementConfig:
+    """How rows are cut: a unit is `lanes` threads times `vectors` loads of each."""
+
+    threads: int
+    lanes: int
+    vectors: int
+    """Loads of each array that a thread has in flight."""
+    reason: str
+
+    @property
+    def units_per_cta(self) -> int:
+        """Units that one CTA works on side by side."""
+        return self.threads // self.lanes
+
+    @property
+    def unit_loads(self) -> int:
+        """Loads of an array that make a unit."""
+        return self.lanes * self.vectors
+
+
+ElementTable = Mapping[int, Mapping[int | None, ElementConfig]]
+
+# The first row whose number of loads is not below that of a row of the arrays; None takes the rest.
+ELEMENTS: ElementTable = {
+    75: {
+        512: ElementConfig(256, 8, 2, "rows of up to 8 KiB: units of 256 bytes leave few idle"),
+        None: ElementConfig(256, 32, 2, "a warp a KiB, two loads of 16 bytes in flight a thread"),
+    }
+}
+
+
+@dataclass(frozen=True, eq=False)
+class ElementKernel:
+    """An element-wise kernel: its names are those of the C parameters, in this order.
+
+    Attributes
+    ----------
+    entry, source : str
+        As of a `KernelSpec`.
+    inputs : tuple of str
+        Arrays that are read.
+    results : tuple of str
+        Arrays that are written.
+    updated : tuple of str
+        Arrays that are read and written: they are changed in place. They come before the inputs.
+    optional : tuple of str
+        Inputs that may be absent, whose pointers are null then. Macro HAS_<NAME> says which are
+        there.
+    float32 : tuple of str
+        Arrays that have this dtype whatever that of the others (DTYPE).
+    scalars : mapping
+        Numbers passed by value, with their dtypes.
+    choices : mapping
+        Macros that a call decides, with the values that they may have.
+    accumulates : bool
+        Whether results may be added to what is there: macro ACCUMULATE.
+    indexed : bool
+        Whether an item's number matters: vectors then start at multiples of their length.
+    table : ElementTable
+        By architecture and loads in a row.
+    """
+
+    entry: str
+    source: str
+    inputs: tuple[str, ...]
+    results: tuple[str, ...] = ()
+    updated: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    float32: tuple[str, ...] = ()
+    scalars: Mapping[str, type[np.generic]] = field(default_factory=dict)
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    accumulates: bool = False
+    indexed: bool = False
+    table: ElementTable = field(default_factory=lambda: ELEMENTS)
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """All arrays: those that ElementsParams has strides for, in their order there."""
+        return (*self.updated, *self.inputs, *self.results)
+
+    @cached_property
+    def spec(self) -> KernelSpec:
+        """What is compiled and launched."""
+        return KernelSpec(
+            self.entry,
+            self.source,
+            (
+                *(
+                    Pointer(name, const=name in self.inputs, optional=name in self.optional)
+                    for name in self.arrays
+                ),
+                *(Scalar(name, np.dtype(kind)) for name, kind in self.scalars.items()),
+                elements_struct(len(self.arrays)),
+            ),
+        )
+
+    @cached_property
+    def decisions(self) -> Mapping[str, tuple[str, ...]]:
+        """Every macro that a call decides, with the values that it may have."""
+        flags = [f"HAS_{name.upper()}" for name in self.optional]
+        flags += ["ACCUMULATE"] if self.accumulates else []
+        return {**self.choices, **dict.fromkeys(flags, (cpp_bool(False), cpp_bool(True)))}
+
+    def vector_items(self, dtype: str) -> int:
+        """Return how many items a load brings at the most: 16 bytes of the widest dtype."""
+        widest = max(STORAGE[dtype], STORAGE["float32"] if self.float32 else 0)
+        return VECTOR_BYTES // widest
+
+    def config(self, arch: int, loads: int) -> ElementConfig:
+        """Return the table row for rows of that many loads."""
+        rows = rows_for(self.table, arch).items()
+        return next(row for limit, row in rows if limit is None or loads <= limit)
+
+    def specialise(
+        self, arch: int, dtype: str, loads: int, vec: int, **decided: str
+    ) -> Specialisation:
+        """Specialise the kernel; `vec` is the items of one load, `decided` has all `decisions`."""
+        return _specialise(self, self.config(arch, loads), dtype, vec, tuple(decided.items()))
+
+    def catalogue(self, arch: int = TURING.number) -> Iterator[Specialisation]:
+        """Yield every row of the table, dtypes, loads and decisions in pairs."""
+        limits = rows_for(self.table, arch)
+        beyond = max(filter(None, limits)) + 1
+        axes = STORAGE, limits, (True, False), *self.decisions.values()
+        for dtype, limit, whole, *decided in pairs(*axes):
+            vec = self.vector_items(dtype) if whole else 1
+            macros = dict(zip(self.decisions, decided, strict=True))
+            yield self.specialise(arch, dtype, limit or beyond, vec, **macros)
+
+
+@cache
+def _specialise(
+    kernel: ElementKernel,
+    config: ElementConfig,
+    dtype: str,
+    vec: int,
+    decided: tuple[tuple[str, str], ...],
+) -> Specialisation:
+    return kernel.spec.specialise(
+        threads=config.threads,
+        DTYPE=dtype,
+        LANES=config.lanes,
+        VECTORS=config.vectors,
+        VEC=vec,
+        **dict(decided),
+    )
+
+
+def catalogue_of(*kernels: ElementKernel, arch: int) -> Iterator[Specialisation]:
+    """Yield the catalogues of several kernels."""
+    return itertools.chain.from_iterable(kernel.catalogue(arch) for kernel in kernels)

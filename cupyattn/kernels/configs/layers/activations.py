@@ -1,0 +1,43 @@
+"""Activations and gated activations, item by item."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.configs.elements import ElementKernel, catalogue_of
+from cupyattn.kernels.spec import Specialisation
+
+ACTIVATIONS = {"gelu": "Gelu", "gelu_tanh": "GeluTanh", "silu": "Silu", "relu": "Relu"}
+"""Activations, with the struct of activations.cuh that computes each."""
+
+_PUBLIC = {"ACTIVATION": ("Gelu", "GeluTanh", "Silu")}
+
+FORWARD = ElementKernel(
+    "activation", "layers/activation.cu", inputs=("x",), results=("out",), choices=_PUBLIC
+)
+BACKWARD = ElementKernel(
+    "activation_backward",
+    "layers/activation_backward.cu",
+    inputs=("dout", "x"),
+    results=("dx",),
+    choices=_PUBLIC,
+    accumulates=True,
+)
+GATED = ElementKernel(
+    "gated", "layers/gated.cu", inputs=("gate", "up"), results=("out",), choices=_PUBLIC
+)
+GATED_BACKWARD = ElementKernel(
+    "gated_backward",
+    "layers/gated_backward.cu",
+    inputs=("dout", "gate", "up"),
+    results=("dgate", "dup"),
+    choices=_PUBLIC,
+    accumulates=True,
+)
+KERNELS = (FORWARD.spec, BACKWARD.spec, GATED.spec, GATED_BACKWARD.spec)
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield every row of the table, dtypes, loads and activations in pairs."""
+    return catalogue_of(FORWARD, BACKWARD, GATED, GATED_BACKWARD, arch=arch)
