@@ -47,7 +47,8 @@ _FLOAT32 = np.dtype(np.float32)
 _MOST_UNITS = 2**32 - 1
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True)
+class Part:
     """What a kernel's array is of an array of the call: one of `count` parts of its last axis."""
 
     array: str
@@ -218,7 +219,7 @@ def _plan(problem: ElementProblem, arch: int) -> Plan:
     vec = walk.vector()
     loads = -(-walk.length // vec)
     config = kernel.config(arch, loads)
-    units = -(-loads // config.unit_loads)
+    units = -(-loads // (config.lanes * config.loads(vec)))
     rows = math.prod(walk.shape)
     ctas = -(-rows * units // config.units_per_cta)
     if ctas * config.units_per_cta > _MOST_UNITS:

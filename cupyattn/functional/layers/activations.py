@@ -196,11 +196,12 @@ def gelu_kind(approximate: object) -> str:
 def _activation(kind: str, x: Array, out: Array | None) -> Array:
     exact = partial(reference.activation, kind=kind)
     arrays = {"x": x, "out": out}
-    return call_elements(FORWARD, arrays, exact, ACTIVATION=ACTIVATIONS[kind])["out"]
+    decided = {"ACTIVATION": ACTIVATIONS[kind]}
+    return call_elements(FORWARD, arrays, exact, decided=decided)["out"]
 
 
 def _backward(kind: str, dout: Array, x: Array, dx: Array | None, accumulate: bool) -> Array:
     exact = partial(reference.activation_backward, kind=kind)
     arrays = {"dout": dout, "x": x, "dx": dx}
-    macros = {"ACTIVATION": ACTIVATIONS[kind]}
-    return call_elements(BACKWARD, arrays, exact, accumulate=accumulate, **macros)["dx"]
+    decided = {"ACTIVATION": ACTIVATIONS[kind]}
+    return call_elements(BACKWARD, arrays, exact, decided=decided, accumulate=accumulate)["dx"]

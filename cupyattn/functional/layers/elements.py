@@ -23,8 +23,8 @@ def call_elements(
     *,
     parts: Mapping[str, Part] | None = None,
     accumulate: bool = False,
+    decided: Mapping[str, str] | None = None,
     scalars: Mapping[str, Any] | None = None,
-    **decided: str,
 ) -> dict[str, Array]:
     """Run an operation on arrays by name, None for those not given; return its results by name.
 

@@ -204,7 +204,8 @@ def _gated(kind: str, gate: Array, up: Array | None, out: Array | None) -> Array
     arrays = {"gate": gate, "up": up, "out": out}
     parts = _PACKED if up is None else None
     exact = partial(reference.gated, kind=kind)
-    return call_elements(GATED, arrays, exact, parts=parts, ACTIVATION=ACTIVATIONS[kind])["out"]
+    decided = {"ACTIVATION": ACTIVATIONS[kind]}
+    return call_elements(GATED, arrays, exact, parts=parts, decided=decided)["out"]
 
 
 def _gated_backward(
@@ -222,8 +223,8 @@ def _gated_backward(
         {"dout": dout, "gate": gate, "up": up, **given},
         partial(reference.gated_backward, kind=kind),
         parts=_PACKED if up is None else None,
+        decided={"ACTIVATION": ACTIVATIONS[kind]},
         accumulate=accumulate,
-        ACTIVATION=ACTIVATIONS[kind],
     )
     return form(results["dgate"], results.get("dup"))
 

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 
@@ -22,12 +23,14 @@ from cupyattn.kernels.structs import elements_struct
 
 @dataclass(frozen=True)
 class ElementConfig:
-    """How rows are cut: a unit is `lanes` threads times `vectors` loads of each."""
+    """How rows are cut: a unit is `lanes` threads times the loads of each."""
 
     threads: int
     lanes: int
     vectors: int
-    """Loads of each array that a thread has in flight."""
+    """Loads of 16 bytes of each array that a thread has in flight."""
+    singles: int
+    """Loads of single items, where not every row starts at a vector."""
     reason: str
 
     @property
@@ -35,10 +38,9 @@ class ElementConfig:
         """Units that one CTA works on side by side."""
         return self.threads // self.lanes
 
-    @property
-    def unit_loads(self) -> int:
-        """Loads of an array that make a unit."""
-        return self.lanes * self.vectors
+    def loads(self, vec: int) -> int:
+        """Return how many loads of `vec` items a thread has in flight."""
+        return self.vectors if vec > 1 else self.singles
 
 
 ElementTable = Mapping[int, Mapping[int | None, ElementConfig]]
@@ -46,8 +48,8 @@ ElementTable = Mapping[int, Mapping[int | None, ElementConfig]]
 # The first row whose number of loads is not below that of a row of the arrays; None takes the rest.
 ELEMENTS: ElementTable = {
     75: {
-        512: ElementConfig(256, 8, 2, "rows of up to 8 KiB: units of 256 bytes leave few idle"),
-        None: ElementConfig(256, 32, 2, "a warp a KiB, two loads of 16 bytes in flight a thread"),
+        512: ElementConfig(256, 8, 2, 8, "rows of up to 8 KiB: units of 256 bytes leave few idle"),
+        None: ElementConfig(256, 32, 2, 8, "a warp a KiB, two loads in flight a thread"),
     }
 }
 
@@ -144,8 +146,8 @@ class ElementKernel:
         """Yield every row of the table, dtypes, loads and decisions in pairs."""
         limits = rows_for(self.table, arch)
         beyond = max(filter(None, limits)) + 1
-        axes = STORAGE, limits, (True, False), *self.decisions.values()
-        for dtype, limit, whole, *decided in pairs(*axes):
+        decisions = self.decisions.values()
+        for dtype, limit, whole, *decided in pairs(STORAGE, limits, (True, False), *decisions):
             vec = self.vector_items(dtype) if whole else 1
             macros = dict(zip(self.decisions, decided, strict=True))
             yield self.specialise(arch, dtype, limit or beyond, vec, **macros)
@@ -159,14 +161,13 @@ def _specialise(
     vec: int,
     decided: tuple[tuple[str, str], ...],
 ) -> Specialisation:
-    return kernel.spec.specialise(
-        threads=config.threads,
-        DTYPE=dtype,
-        LANES=config.lanes,
-        VECTORS=config.vectors,
-        VEC=vec,
-        **dict(decided),
-    )
+    macros: dict[str, Any] = {
+        "DTYPE": dtype,
+        "LANES": config.lanes,
+        "VECTORS": config.loads(vec),
+        "VEC": vec,
+    }
+    return kernel.spec.specialise(threads=config.threads, **macros, **dict(decided))
 
 
 def catalogue_of(*kernels: ElementKernel, arch: int) -> Iterator[Specialisation]:

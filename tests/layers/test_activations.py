@@ -1,0 +1,277 @@
+"""Activations and gated ones: the kernels within derived bounds of the float64 reference."""
+
+from __future__ import annotations
+
+from math import erf, exp, sqrt, tanh
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose, assert_array_equal
+from support.devices import KERNELS, everywhere, kernels_only
+from support.dtypes import DTYPES, dtype_of
+from support.search import examples, wider
+
+import cupyattn
+from cupyattn import GegluGrads, SwigluGrads, reference
+
+
+class Activation(NamedTuple):
+    """A public function, its backward, and its options."""
+
+    name: str
+    options: dict[str, Any]
+
+    def __call__(self, *arrays: Any, **more: Any) -> Any:
+        return getattr(cupyattn, self.name)(*arrays, **self.options, **more)
+
+    def backward(self, *arrays: Any, **more: Any) -> Any:
+        return getattr(cupyattn, f"{self.name}_backward")(*arrays, **self.options, **more)
+
+
+PLAIN = {
+    "gelu": Activation("gelu", {}),
+    "gelu_tanh": Activation("gelu", {"approximate": "tanh"}),
+    "silu": Activation("silu", {}),
+}
+GATED = {
+    "gelu": Activation("geglu", {}),
+    "gelu_tanh": Activation("geglu", {"approximate": "tanh"}),
+    "silu": Activation("swiglu", {}),
+}
+KINDS = tuple(PLAIN)
+
+# Each pair is some kernels to compile.
+CASES = wider(
+    (("gelu", "float16"), ("gelu_tanh", "bfloat16"), ("silu", "float32")),
+    [(kind, dtype) for kind in KINDS for dtype in DTYPES],
+)
+# About vectors of 4 and 8 items and units of 8 lanes, and beyond 512 loads.
+LENGTHS = wider((1, 3, 7, 8, 9, 31, 127, 128, 129, 300, 1021), (4096, 4104, 9001))
+
+
+def values(seed: int, count: int, *shape: int, dtype: str, spread: float = 3.0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [(rng.standard_normal(shape) * spread).astype(dtype_of(dtype)) for _ in range(count)]
+
+
+def ratio(found: Any, exact: Any, bound: Any) -> float:
+    return reference.error_ratio(KERNELS.get(found), exact, bound)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
+@examples(14)
+@given(
+    case=st.sampled_from(CASES),
+    rows=st.integers(1, 3),
+    length=st.sampled_from(LENGTHS),
+    spread=st.sampled_from((0.1, 3.0, 30.0)),
+    seed=st.integers(0, 99),
+)
+def test_plain_within_bounds(case, rows, length, spread, seed):
+    kind, dtype = case
+    x, dout = values(seed, 2, rows, length, dtype=dtype, spread=spread)
+    out = PLAIN[kind](KERNELS.put(x))
+    bound = reference.activation_bound(x, kind, dtype=dtype)
+    assert ratio(out, reference.activation(x, kind), bound) <= 1
+    dx = PLAIN[kind].backward(KERNELS.put(dout), KERNELS.put(x))
+    bound = reference.activation_backward_bound(dout, x, kind, dtype=dtype)
+    assert ratio(dx, reference.activation_backward(dout, x, kind), bound) <= 1
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
+@examples(14)
+@given(
+    case=st.sampled_from(CASES),
+    rows=st.integers(1, 3),
+    length=st.sampled_from(LENGTHS),
+    packed=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_gated_within_bounds(case, rows, length, packed, seed):
+    kind, dtype = case
+    gate, up, dout = values(seed, 3, rows, length, dtype=dtype)
+    given_arrays = (np.concatenate([gate, up], axis=-1),) if packed else (gate, up)
+    placed = [KERNELS.put(array) for array in given_arrays]
+    bound = reference.gated_bound(gate, up, kind, dtype=dtype)
+    assert ratio(GATED[kind](*placed), reference.gated(gate, up, kind), bound) <= 1
+    dgate, dup = GATED[kind].backward(KERNELS.put(dout), *placed)
+    if packed:
+        assert dup is None
+        dgate, dup = dgate[:, :length], dgate[:, length:]
+    exact = reference.gated_backward(dout, gate, up, kind)
+    bounds = reference.gated_backward_bound(dout, gate, up, kind, dtype=dtype)
+    for found, right, allowed in zip((dgate, dup), exact, bounds, strict=True):
+        assert ratio(found, right, allowed) <= 1
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_float16(kind):
+    """All 63,488 finite numbers, the infinities and NaN: no intermediate is inf * 0."""
+    x = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    x = x[~np.isnan(x) | (x.view(np.uint16) == 0x7E00)]
+    out = PLAIN[kind](KERNELS.put(x))
+    bound = reference.activation_bound(x, kind, dtype="float16")
+    assert ratio(out, reference.activation(x, kind), bound) <= 1
+    dx = PLAIN[kind].backward(KERNELS.put(np.ones_like(x)), KERNELS.put(x))
+    bound = reference.activation_backward_bound(np.ones_like(x), x, kind, dtype="float16")
+    assert ratio(dx, reference.activation_backward(1.0, x, kind), bound) <= 1
+
+
+EDGES = [0.0, -0.0, np.inf, -np.inf, np.nan, 65504.0, -65504.0, 3e38, -3e38, 1e19, -1e19, 1e-38]
+
+
+@everywhere
+@pytest.mark.parametrize("kind", KINDS)
+def test_limits(side, kind):
+    x = np.array(EDGES, np.float32)
+    out = side.get(PLAIN[kind](side.put(x)))
+    expected = np.array([0, 0, np.inf, 0, np.nan, 65504, 0, 3e38, 0, 1e19, 0, 0], np.float32)
+    assert_allclose(out, expected, atol=1e-38)
+    assert np.signbit(out[[1, 3, 6, 8]]).all()
+    dx = side.get(PLAIN[kind].backward(side.put(np.ones_like(x)), side.put(x)))
+    assert_allclose(dx, [0.5, 0.5, 1, 0, np.nan, 1, 0, 1, 0, 1, 0, 0.5], atol=1e-18)
+
+
+@everywhere
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_may_be_added_and_written_over_their_inputs(side, packed):
+    gate, up, dout = (side.put(x) for x in values(0, 3, 2, 33, dtype="float32"))
+    if packed:
+        gate, up = side.put(values(1, 1, 2, 66, dtype="float32")[0]), None
+    once = cupyattn.swiglu_backward(dout, gate, up)
+    start = values(2, 2, 2, 66, dtype="float32")
+    shapes = [(g, s) for g, s in zip(once, start, strict=True) if g is not None]
+    there = [side.put(np.ascontiguousarray(s[:, : g.shape[1]])) for g, s in shapes]
+    before = [side.get(array).copy() for array in there]
+    grads = SwigluGrads(*there)
+    added = cupyattn.swiglu_backward(dout, gate, up, grads=grads, accumulate=True)
+    for total, first, add, array in zip(added, before, once, there, strict=False):
+        assert total is array
+        assert_allclose(side.get(total), first + side.get(add), rtol=1e-6, atol=1e-6)
+    once = [gradient if gradient is None else side.get(gradient).copy() for gradient in once]
+    into = SwigluGrads(gate, up)
+    over = cupyattn.swiglu_backward(dout, gate, up, grads=into)
+    assert over.dgate is gate and over.dup is up
+    for found, right in zip(over, once, strict=True):
+        if right is not None:
+            assert_array_equal(side.get(found), right)
+
+
+@everywhere
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_place(side, kind):
+    (x,) = values(3, 1, 3, 40, dtype="float16")
+    expected = side.get(PLAIN[kind](side.put(x.copy())))
+    placed = side.put(x)
+    assert PLAIN[kind](placed, out=placed) is placed
+    assert_array_equal(side.get(placed), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_is_differentiated_rightly(kind):
+    gate, up, dout, a, b = np.random.default_rng(5).standard_normal((5, 200)) * 2
+    h = 1e-5
+
+    def loss(step: float) -> float:
+        return float((dout * reference.gated(gate + step * a, up + step * b, kind)).sum())
+
+    dgate, dup = reference.gated_backward(dout, gate, up, kind)
+    assert_allclose((dgate * a + dup * b).sum(), (loss(h) - loss(-h)) / (2 * h), rtol=1e-7)
+    dx = reference.activation_backward(dout, gate, kind)
+    assert_allclose(dx * up, dgate)
+
+
+def test_the_reference_against_scalars():
+    for x in (-30.0, -5.0, -0.3, 0.0, 0.7, 12.0):
+        assert_allclose(reference.activation(x, "gelu"), x * (1 + erf(x / sqrt(2))) / 2, atol=1e-14)
+        u = sqrt(2 / np.pi) * (x + 0.044715 * x**3)
+        assert_allclose(reference.activation(x, "gelu_tanh"), x * (1 + tanh(u)) / 2, atol=1e-14)
+        assert_allclose(reference.activation(x, "silu"), x / (1 + exp(-x)))
+        assert reference.activation(x, "relu") == max(x, 0)
+
+
+@everywhere
+@pytest.mark.parametrize("kind", KINDS)
+def test_vjp(side, kind):
+    gate, up, dout = (side.put(x) for x in values(7, 3, 2, 24, dtype="float32"))
+    out, pullback = cupyattn.vjp(PLAIN[kind], gate)
+    assert_array_equal(side.get(out), side.get(PLAIN[kind](gate)))
+    assert_array_equal(side.get(pullback(dout)[0]), side.get(PLAIN[kind].backward(dout, gate)))
+    _, pullback = cupyattn.vjp(lambda u: GATED[kind](gate, u), up)
+    right = GATED[kind].backward(dout, gate, up)
+    assert_array_equal(side.get(pullback(dout)[0]), side.get(right.dup))
+
+
+def test_torch_says_the_same():
+    torch = pytest.importorskip("torch")
+    (x,) = values(9, 1, 4, 33, dtype="float32")
+    given_x = torch.tensor(x, requires_grad=True)
+    functions = {
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda t: torch.nn.functional.gelu(t, approximate="tanh"),
+        "silu": torch.nn.functional.silu,
+    }
+    for kind, function in functions.items():
+        out = function(given_x)
+        (dx,) = torch.autograd.grad(out.sum(), given_x)
+        assert_allclose(PLAIN[kind](x), out.detach().numpy(), atol=1e-6)
+        assert_allclose(PLAIN[kind].backward(np.ones_like(x), x), dx.numpy(), atol=1e-6)
+
+
+X = np.zeros((3, 8), np.float32)
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda x: cupyattn.gelu(x, approximate="erf"), ValueError, "approximate = 'erf'; allowed"),
+        (lambda x: cupyattn.gelu(None), TypeError, "x is None; it is not optional"),
+        (lambda x: cupyattn.silu(x[:, ::2]), ValueError, "x has strides .*contiguous"),
+        (lambda x: cupyattn.silu(x, out=x[:2]), ValueError, r"out is float32 \(2, 8\)"),
+        (lambda x: cupyattn.silu(x[1:], out=x[:-1]), ValueError, "out overlaps x in memory"),
+        (lambda x: cupyattn.silu(x, out=x[:, ::-1]), ValueError, "out has strides"),
+        (lambda x: cupyattn.swiglu(x[:, :7]), ValueError, r"gate has shape \(3, 7\); packed it is"),
+        (lambda x: cupyattn.swiglu(x, x[:2]), ValueError, "up has shape .*shaped like gate"),
+        (lambda x: cupyattn.swiglu(x, out=x[:, :4]), ValueError, "out overlaps gate"),
+        (lambda x: cupyattn.silu_backward(x, x, accumulate=True), ValueError, "True without dx"),
+        (lambda x: cupyattn.silu_backward(x, x, accumulate=1), TypeError, "accumulate = 1"),
+        (lambda x: cupyattn.swiglu_backward(x, x, x, grads=(x, x)), TypeError, "grads is a tuple"),
+        (
+            lambda x: cupyattn.swiglu_backward(x[:, :4], x, grads=SwigluGrads(None, x)),
+            ValueError, "grads.dup was given for packed",
+        ),
+        (
+            lambda x: cupyattn.geglu_backward(x, x, x, grads=GegluGrads(x, x)),
+            ValueError, "dgate overlaps dup in memory; both are written",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_input(side, call, kind, message):
+    with pytest.raises(kind, match=message):
+        call(side.put(X.copy()))
+
+
+@kernels_only
+@pytest.mark.parametrize("dtype", [np.int32, np.float64])
+def test_dtypes_that_kernels_do_not_take(side, dtype):
+    with pytest.raises(TypeError, match="x has dtype"):
+        cupyattn.gelu(side.put(X.astype(dtype)))
+
+
+@everywhere
+def test_empty_arrays_and_scalars(side):
+    for shape in ((0,), (3, 0), (0, 5), ()):
+        x = side.put(np.zeros(shape, np.float32))
+        assert cupyattn.gelu(x).shape == shape
+        assert cupyattn.silu_backward(x, x).shape == shape
+    x = side.put(np.zeros((0, 4), np.float32))
+    assert cupyattn.swiglu(x).shape == (0, 2)
+    assert cupyattn.swiglu_backward(cupyattn.swiglu(x), x).dgate.shape == (0, 4)
