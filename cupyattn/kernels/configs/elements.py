@@ -166,8 +166,9 @@ def _specialise(
         "LANES": config.lanes,
         "VECTORS": config.loads(vec),
         "VEC": vec,
+        **dict(decided),
     }
-    return kernel.spec.specialise(threads=config.threads, **macros, **dict(decided))
+    return kernel.spec.specialise(threads=config.threads, **macros)
 
 
 def catalogue_of(*kernels: ElementKernel, arch: int) -> Iterator[Specialisation]:
