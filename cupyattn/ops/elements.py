@@ -165,7 +165,7 @@ def _cached_problem(
         decisions["ACCUMULATE"] = cpp_bool(accumulate)
     results = {parts[name].array for name in kernel.results}
     updated = {parts[name].array for name in kernel.updated}
-    overlaps = Overlaps.of(layouts, results | updated, in_place=not updated)
+    overlaps = Overlaps.of(layouts, results | updated, item_by_item=True)
     dtype = layouts[of_dtype[0]].dtype
     starts = starts_of(description)
     problem = ElementProblem(

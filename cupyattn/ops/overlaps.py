@@ -43,10 +43,12 @@ class Overlaps(NamedTuple):
         writes: Iterable[str],
         shown_as: Mapping[str, str] = MappingProxyType({}),
         in_place: Mapping[str, str] = MappingProxyType({}),
+        item_by_item: bool = False,
     ) -> Overlaps:
         """Pair each array of `writes` with every other; `shown_as` has names for people.
 
-        `in_place` has, for a result, the array that it may be itself, item for item.
+        `in_place` has, for a result, the array that it may be itself, item for item; with
+        `item_by_item` each result may be any array that is only read.
         """
         names, spans = tuple(layouts), [span(layout) for layout in layouts.values()]
         results = tuple(index for index, name in enumerate(names) if name in writes)
@@ -56,7 +58,10 @@ class Overlaps(NamedTuple):
                 other,
                 least=spans[result].start - spans[other].end,
                 most=spans[result].end - spans[other].start,
-                may_be_same=in_place.get(names[result]) == names[other]
+                may_be_same=(
+                    in_place.get(names[result]) == names[other]
+                    or (item_by_item and other not in results)
+                )
                 and layouts[names[result]] == layouts[names[other]],
             )
             for result in results
