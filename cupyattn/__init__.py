@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from cupyattn.functional import (
     AttentionGrads,
+    DropoutGrads,
     GegluGrads,
     LayerNormGrads,
     LinearGrads,
@@ -28,6 +29,8 @@ from cupyattn.functional import (
     cross_entropy,
     cross_entropy_backward,
     device_info,
+    dropout,
+    dropout_backward,
     geglu,
     geglu_backward,
     gelu,
@@ -57,6 +60,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionGrads",
+    "DropoutGrads",
     "GegluGrads",
     "LayerNormGrads",
     "LinearGrads",
@@ -69,6 +73,8 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_backward",
     "device_info",
+    "dropout",
+    "dropout_backward",
     "geglu",
     "geglu_backward",
     "gelu",

@@ -67,6 +67,21 @@ class GegluGrads(NamedTuple):
     dup: Array | None = None
 
 
+class DropoutGrads(NamedTuple):
+    """Gradients of dropout's inputs.
+
+    Attributes
+    ----------
+    dx : array (..., N)
+        Of x.
+    dresidual : array (..., N)
+        Of a residual, if there was one: the gradient of the result itself.
+    """
+
+    dx: Array = None
+    dresidual: Array = None
+
+
 class LayerNormGrads(NamedTuple):
     """Gradients of `layer_norm`'s inputs, each of its input's shape.
 

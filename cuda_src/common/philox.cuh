@@ -2,6 +2,7 @@
 //
 // A counter-based generator: the random word of a score is a function of the seed and of the score's place (batch,
 // head, query, key) alone, so forward, backward, every tile shape and the NumPy reference draw the same dropout mask.
+// So it is with an item of an array, whose place is its number in C order.
 #pragma once
 
 #include "config.cuh"
@@ -38,4 +39,19 @@ __device__ __forceinline__ uint32 dropout_field(const Philox4& words, int key) {
   const uint32 low = word % 2 == 0 ? words.word[0] : words.word[1];
   const uint32 high = word % 2 == 0 ? words.word[2] : words.word[3];
   return (word < 2 ? low : high) >> (16 * (key % 2)) & 0xffffu;
+}
+
+// Dropout of items in C order: the eight 16-bit fields of one call serve items 8 g to 8 g + 7, low half first. Word 3
+// of the counter is one that no batch element of attention has.
+__device__ __forceinline__ Philox4 element_words(uint64 seed, uint64 group) {
+  constexpr uint32 kElements = 0x80000000u;
+  const Philox4 counter = {{static_cast<uint32>(group), static_cast<uint32>(group >> 32), 0u, kElements}};
+  return philox4x32_10(counter, static_cast<uint32>(seed), static_cast<uint32>(seed >> 32));
+}
+
+// The field of item `place` of its eight. A place known at compile time costs a shift.
+__device__ __forceinline__ uint32 element_field(const Philox4& words, int place) {
+  const uint32 low = place < 2 ? words.word[0] : words.word[1];
+  const uint32 high = place < 6 ? words.word[2] : words.word[3];
+  return (place < 4 ? low : high) >> (16 * (place % 2)) & 0xffffu;
 }

@@ -9,6 +9,7 @@ from cupyattn.functional.backend import backend
 from cupyattn.functional.device_info import device_info
 from cupyattn.functional.layers.activations import gelu_backward, silu_backward
 from cupyattn.functional.layers.cross_entropy import cross_entropy_backward
+from cupyattn.functional.layers.dropout import dropout_backward
 from cupyattn.functional.layers.gated import geglu_backward, swiglu_backward
 from cupyattn.functional.layers.log_softmax import log_softmax_backward
 from cupyattn.functional.layers.logsumexp import logsumexp_backward
@@ -19,6 +20,7 @@ from cupyattn.functional.linear.gelu import linear_gelu_backward
 from cupyattn.functional.rules import (
     attention,
     cross_entropy,
+    dropout,
     geglu,
     gelu,
     layer_norm,
@@ -34,6 +36,7 @@ from cupyattn.functional.rules import (
 from cupyattn.functional.vjp import vjp
 from cupyattn.gradients import (
     AttentionGrads,
+    DropoutGrads,
     GegluGrads,
     LayerNormGrads,
     LinearGrads,
@@ -43,6 +46,7 @@ from cupyattn.gradients import (
 
 __all__ = [
     "AttentionGrads",
+    "DropoutGrads",
     "GegluGrads",
     "LayerNormGrads",
     "LinearGrads",
@@ -54,6 +58,8 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_backward",
     "device_info",
+    "dropout",
+    "dropout_backward",
     "geglu",
     "geglu_backward",
     "gelu",

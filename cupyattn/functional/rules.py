@@ -8,6 +8,8 @@ from cupyattn.functional.layers.activations import gelu_backward, silu_backward
 from cupyattn.functional.layers.activations import silu as _silu
 from cupyattn.functional.layers.cross_entropy import cross_entropy as _cross_entropy
 from cupyattn.functional.layers.cross_entropy import cross_entropy_backward
+from cupyattn.functional.layers.dropout import dropout as _dropout
+from cupyattn.functional.layers.dropout import dropout_backward
 from cupyattn.functional.layers.gated import geglu as _geglu
 from cupyattn.functional.layers.gated import geglu_backward, swiglu_backward
 from cupyattn.functional.layers.gated import swiglu as _swiglu
@@ -27,6 +29,7 @@ from cupyattn.functional.linear.gelu import linear_gelu as _linear_gelu
 from cupyattn.functional.linear.gelu import linear_gelu_backward
 from cupyattn.gradients import (
     AttentionGrads,
+    DropoutGrads,
     GegluGrads,
     LayerNormGrads,
     LinearGrads,
@@ -46,6 +49,7 @@ gelu = differentiable(_gelu, gelu_backward, gradients=("dx",))
 silu = differentiable(_silu, silu_backward, gradients=("dx",))
 swiglu = differentiable(_swiglu, swiglu_backward, gradients=SwigluGrads._fields)
 geglu = differentiable(_geglu, geglu_backward, gradients=GegluGrads._fields)
+dropout = differentiable(_dropout, dropout_backward, gradients=DropoutGrads._fields)
 log_softmax = differentiable(_log_softmax, log_softmax_backward, gradients=("dx",))
 logsumexp = differentiable(_logsumexp, logsumexp_backward, gradients=("dx",))
 cross_entropy = differentiable(

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.attention import float32, teaching, tensor_core
-from cupyattn.kernels.configs.layers import activations, column_sums, cross_entropy, norms, softmax
+from cupyattn.kernels.configs.layers import (
+    activations,
+    column_sums,
+    cross_entropy,
+    dropout,
+    norms,
+    softmax,
+)
 from cupyattn.kernels.configs.linear import float32 as linear_float32
 from cupyattn.kernels.configs.linear import tensor_core as linear_tensor_core
 from cupyattn.kernels.configs.linear import thin
@@ -22,6 +29,7 @@ _MODULES = (
     teaching.backward,
     softmax,
     activations,
+    dropout,
     cross_entropy,
     norms,
     column_sums,

@@ -26,6 +26,7 @@ from cupyattn.reference.layers.cross_entropy_bounds import (
     cross_entropy_backward_bound,
     cross_entropy_bound,
 )
+from cupyattn.reference.layers.dropout import dropout, dropout_bound
 from cupyattn.reference.layers.norms import norm, norm_backward
 from cupyattn.reference.layers.norms_bounds import norm_backward_bound, norm_bound
 from cupyattn.reference.layers.rope import rope, rope_backward
@@ -47,7 +48,7 @@ from cupyattn.reference.layers.softmax_bounds import (
 )
 from cupyattn.reference.linear.bounds import linear_backward_bound, linear_bound
 from cupyattn.reference.linear.products import linear, linear_backward
-from cupyattn.reference.philox import attention_keep, philox4x32_10
+from cupyattn.reference.philox import attention_keep, element_keep, philox4x32_10
 
 __all__ = [
     "activation",
@@ -66,6 +67,9 @@ __all__ = [
     "cross_entropy_backward_bound",
     "cross_entropy_bound",
     "derivative_error",
+    "dropout",
+    "dropout_bound",
+    "element_keep",
     "error_ratio",
     "gated",
     "gated_backward",

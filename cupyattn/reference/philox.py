@@ -94,3 +94,38 @@ def attention_keep(
     # The indices surround the slice, so NumPy puts the key axis first.
     field_of_score = fields[2 * (j % 32 // 8) + j % 2, :, counter_of_key].T
     return field_of_score >= round(65536 * p)
+
+
+def element_keep(seed: int, p: float, items: ArrayLike) -> NDArray[np.bool_]:
+    """Which items of an array survive `dropout`.
+
+    The key is the seed; the counter of item e, its number in C order, is (g % 2**32, g // 2**32, 0,
+    2**31) with g = e // 8: one counter serves eight items. (No batch element of attention has the
+    number 2**31.) The four words are eight 16-bit fields, low half first; item e takes field e % 8
+    and survives when it is at least round(65536 p).
+
+    Parameters
+    ----------
+    seed : int in [0, 2**64)
+    p : float in [0, 1)
+        Probability of dropping an item.
+    items : ints in [0, 2**63), of any shape
+        Their numbers.
+
+    Returns
+    -------
+    bool, of that shape
+        True where the item is kept.
+
+    Examples
+    --------
+    >>> element_keep(0, 0.5, np.arange(8)).astype(int)
+    array([1, 1, 1, 1, 0, 1, 0, 0])
+    """
+    items = np.asarray(items, dtype=np.uint64)
+    groups, of_item = np.unique(items // np.uint64(8), return_inverse=True)
+    low, high = groups & _LOW_WORD, groups >> _WORD_BITS
+    words = philox4x32_10((low, high, 0, 2**31), (seed & 0xFFFFFFFF, seed >> 32))
+    fields = np.stack([half for word in words for half in (word & 0xFFFF, word >> 16)])
+    chosen = fields[(items % np.uint64(8)).astype(np.intp), of_item.reshape(items.shape)]
+    return np.asarray(chosen >= round(65536 * p))

@@ -1,0 +1,46 @@
+// Dropout, item by item, and perhaps a residual: forward and backward are one kernel.
+//
+//   out_e = (keep_e ? keep_scale x_e : 0) + residual_e,   keep_e = field_e(seed) >= keep_from
+//
+// e is the item's number in C order, field_e its 16 random bits (philox.cuh): the mask depends on nothing else.
+//
+// Shapes    x, residual and out of one shape, any rank and any outer strides, last axis contiguous (elements.cuh).
+// Work      a unit of LANES threads owns VECTORS * LANES * VEC neighbouring items of a row; one Philox call serves the
+//           eight items of a vector of 16-bit ones, half of them where VEC is 4. Grid ceil(units / units of a CTA).
+// Budget    registers: below 64; no shared memory. Philox takes about 80 instructions a call.
+// Edges     a dropped item is 0 (or the residual) whatever x is, NaN too. out may be x or residual itself.
+#if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(VECTORS) || !defined(VEC)
+#error "DTYPE, THREADS, LANES, VECTORS and VEC come from a launch-configuration table"
+#endif
+#if !defined(HAS_RESIDUAL)
+#error "HAS_RESIDUAL says whether there is one"
+#endif
+#include "../common/elements.cuh"
+#include "../common/philox.cuh"
+
+using Traits = ElementTraits<THREADS, LANES, VECTORS, VEC>;
+enum Array { kX, kResidual, kOut, kArrays };
+using Walk = ElementWalk<Traits, kArrays>;
+static_assert(sizeof(Walk::Params) == ELEMENTS_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
+static_assert(8 % VEC == 0, "a vector has the fields of one Philox call");
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    dropout(const DTYPE* x_g, const DTYPE* residual_g, DTYPE* out_g, uint64 seed, uint32 keep_from, float keep_scale,
+            const Walk::Params params) {
+  const Walk walk(params);
+  const auto x = walk.load(x_g, kX);
+  const auto residual = walk.present<HAS_RESIDUAL>(residual_g, kResidual);
+  float out[VECTORS][VEC];
+#pragma unroll
+  for (int v = 0; v < VECTORS; v++) {
+    const uint64 index = walk.index() + v * Walk::kStep;
+    const Philox4 words = element_words(seed, index / 8);
+    const int first = VEC == 8 ? 0 : static_cast<int>(index % 8);  // a vector starts at a multiple of its length
+#pragma unroll
+    for (int i = 0; i < VEC; i++) {
+      const bool keep = element_field(words, first + i) >= keep_from;
+      out[v][i] = (keep ? keep_scale * x(v, i) : 0.f) + residual(v, i);
+    }
+  }
+  walk.store(out_g, kOut, out);
+}

@@ -1,0 +1,132 @@
+"""Dropout, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupyattn import reference
+from cupyattn.arrays import Array
+from cupyattn.errors import error
+from cupyattn.functional.layers.elements import call_elements
+from cupyattn.gradients import DropoutGrads
+from cupyattn.kernels.configs.layers.dropout import DROPOUT
+from cupyattn.ops.checks import require_bool
+from cupyattn.ops.elements import Part
+from cupyattn.ops.layers.dropout import Draw
+
+
+def dropout(
+    x: Array,
+    p: float,
+    seed: int | None,
+    /,
+    *,
+    residual: Array | None = None,
+    out: Array | None = None,
+) -> Array:
+    r"""Set items to 0 with probability p, and scale the others by ``1 / (1 - p)``.
+
+    Parameters
+    ----------
+    x : array (..., N)
+        float16, float32 or bfloat16, CuPy or NumPy; float64 on NumPy arrays outside of the
+        emulator. The last axis is contiguous; the others may have any stride.
+    p : float
+        Probability of dropping an item, at least 0 and below 1; rounded to a multiple of 1/65536.
+    seed : int or None
+        What the mask is drawn from, 0 to 2**64 - 1: another one each call. None only with p = 0.
+    residual : array (..., N), dtype of x, optional
+        Is added, in the same pass.
+    out : array (..., N), optional
+        Where to write the result: x or residual itself, or memory that overlaps neither.
+
+    Returns
+    -------
+    array (..., N), dtype of x
+        A dropped item is 0 even where x is NaN or infinite.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `gelu`; for p or a seed out of range, or no seed; and for a residual that does not fit.
+
+    Notes
+    -----
+    Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting" (JMLR
+    15, 2014). The mask depends on the seed, p and an item's number e in C order alone, neither on
+    strides nor on the device: Philox4x32-10 with the seed as key and the counter (e // 8, 0, 2**31)
+    gives eight fields of 16 bits, of which item e takes number e % 8; it is kept where that is at
+    least round(65536 p). The backward draws it again.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyattn
+    >>> cupyattn.dropout(np.ones(8, np.float32), 0.5, 0)
+    array([2., 2., 2., 2., 0., 2., 0., 0.], dtype=float32)
+    """
+    draw = Draw.of(p, seed)
+    arrays = {"x": x, "residual": residual, "out": out}
+    return call_elements(DROPOUT, arrays, _exact(draw), scalars=draw.scalars)["out"]
+
+
+def dropout_backward(
+    dout: Array,
+    p: float,
+    seed: int | None,
+    /,
+    *,
+    dx: Array | None = None,
+    accumulate: bool = False,
+) -> DropoutGrads:
+    r"""Gradients of `dropout`: the same mask and scale, applied to dout.
+
+    Parameters
+    ----------
+    dout : array (..., N)
+        Gradient with respect to the result.
+    p, seed : float, int or None
+        As given to `dropout`.
+    dx : array (..., N), optional
+        Where to write the gradient of x: dout itself, or memory that does not overlap it.
+    accumulate : bool
+        Add to the contents of dx instead of replacing them, before the one rounding.
+
+    Returns
+    -------
+    DropoutGrads
+        ``(dx, dresidual)``. The gradient of a residual is dout itself, no copy of it: where dx is
+        written over dout it must be used before.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `dropout`; for a dx that does not fit; and for accumulate without dx.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyattn
+    >>> cupyattn.dropout_backward(np.arange(8, dtype=np.float32), 0.5, 0).dx
+    array([ 0.,  2.,  4.,  6.,  0., 10.,  0.,  0.], dtype=float32)
+    """
+    draw = Draw.of(p, seed)
+    require_bool("accumulate", accumulate)
+    if accumulate and dx is None:
+        raise error(
+            ValueError,
+            "accumulate=True without dx",
+            "it adds to what is in dx",
+            "pass an array to add to",
+        )
+    parts = {"x": Part("dout"), "out": Part("dx"), "residual": Part("dx" if accumulate else "none")}
+    arrays = {"dout": dout, "dx": dx}
+    results = call_elements(DROPOUT, arrays, _exact(draw), parts=parts, scalars=draw.scalars)
+    return DropoutGrads(results["dx"], dout)
+
+
+def _exact(draw: Draw) -> Any:
+    def exact(x: np.ndarray, residual: np.ndarray | None) -> np.ndarray:
+        return reference.dropout(x, draw.p, draw.seed, residual)
+
+    return exact

@@ -1,0 +1,27 @@
+"""Dropout and dropout with a residual, item by item."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.configs.elements import ElementKernel
+from cupyattn.kernels.spec import Specialisation
+
+DROPOUT = ElementKernel(
+    "dropout",
+    "layers/dropout.cu",
+    inputs=("x", "residual"),
+    optional=("residual",),
+    results=("out",),
+    scalars={"seed": np.uint64, "keep_from": np.uint32, "keep_scale": np.float32},
+    indexed=True,
+)
+KERNELS = (DROPOUT.spec,)
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield every row of the table, dtypes and loads in pairs."""
+    return DROPOUT.catalogue(arch)

@@ -1,0 +1,1 @@
+"""Fused layers, on a device."""
