@@ -12,8 +12,8 @@
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(VECTORS) || !defined(VEC)
 #error "DTYPE, THREADS, LANES, VECTORS and VEC come from a launch-configuration table"
 #endif
-#if !defined(HAS_RESIDUAL)
-#error "HAS_RESIDUAL says whether there is one"
+#if !defined(WITH_RESIDUAL)
+#error "WITH_RESIDUAL says whether there is one"
 #endif
 #include "../common/elements.cuh"
 #include "../common/philox.cuh"
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             const Walk::Params params) {
   const Walk walk(params);
   const auto x = walk.load(x_g, kX);
-  const auto residual = walk.present<HAS_RESIDUAL>(residual_g, kResidual);
+  const auto residual = walk.present<WITH_RESIDUAL>(residual_g, kResidual);
   float out[VECTORS][VEC];
 #pragma unroll
   for (int v = 0; v < VECTORS; v++) {

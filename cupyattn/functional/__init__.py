@@ -14,6 +14,8 @@ from cupyattn.functional.layers.gated import geglu_backward, swiglu_backward
 from cupyattn.functional.layers.log_softmax import log_softmax_backward
 from cupyattn.functional.layers.logsumexp import logsumexp_backward
 from cupyattn.functional.layers.norms import layer_norm_backward, rms_norm_backward
+from cupyattn.functional.layers.rope import rope_backward
+from cupyattn.functional.layers.rope_tables import rope_tables
 from cupyattn.functional.layers.softmax import softmax_backward
 from cupyattn.functional.linear.backward import linear_backward
 from cupyattn.functional.linear.gelu import linear_gelu_backward
@@ -29,6 +31,7 @@ from cupyattn.functional.rules import (
     log_softmax,
     logsumexp,
     rms_norm,
+    rope,
     silu,
     softmax,
     swiglu,
@@ -43,6 +46,12 @@ from cupyattn.gradients import (
     RMSNormGrads,
     SwigluGrads,
 )
+from cupyattn.reference.layers.rope_tables import (
+    LinearScaling,
+    Llama3Scaling,
+    NTKScaling,
+    YarnScaling,
+)
 
 __all__ = [
     "AttentionGrads",
@@ -50,8 +59,12 @@ __all__ = [
     "GegluGrads",
     "LayerNormGrads",
     "LinearGrads",
+    "LinearScaling",
+    "Llama3Scaling",
+    "NTKScaling",
     "RMSNormGrads",
     "SwigluGrads",
+    "YarnScaling",
     "attention",
     "attention_backward",
     "backend",
@@ -76,6 +89,9 @@ __all__ = [
     "logsumexp_backward",
     "rms_norm",
     "rms_norm_backward",
+    "rope",
+    "rope_backward",
+    "rope_tables",
     "silu",
     "silu_backward",
     "softmax",

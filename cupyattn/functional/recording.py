@@ -199,7 +199,8 @@ def _call(rule: Rule, args: list[Any], options: dict[str, Any]) -> Call:
         require_bool(rule.saved_by, asked)
         options[rule.saved_by] = True
     returned = rule.function(*args, **options)
-    values = returned if isinstance(returned, tuple) else (returned,)
+    several = len(rule.results) + len(rule.saved) > 1  # one result may be a tuple: that of (q, k)
+    values = returned if several and isinstance(returned, tuple) else (returned,)
     visible = rule.results[: len(values) - len(rule.saved)]
     all_names = visible + rule.saved
     return Call(

@@ -20,6 +20,8 @@ from cupyattn.functional.layers.logsumexp import logsumexp_backward
 from cupyattn.functional.layers.norms import layer_norm as _layer_norm
 from cupyattn.functional.layers.norms import layer_norm_backward, rms_norm_backward
 from cupyattn.functional.layers.norms import rms_norm as _rms_norm
+from cupyattn.functional.layers.rope import rope as _rope
+from cupyattn.functional.layers.rope import rope_backward
 from cupyattn.functional.layers.softmax import softmax as _softmax
 from cupyattn.functional.layers.softmax import softmax_backward
 from cupyattn.functional.linear.backward import linear_backward
@@ -50,6 +52,7 @@ silu = differentiable(_silu, silu_backward, gradients=("dx",))
 swiglu = differentiable(_swiglu, swiglu_backward, gradients=SwigluGrads._fields)
 geglu = differentiable(_geglu, geglu_backward, gradients=GegluGrads._fields)
 dropout = differentiable(_dropout, dropout_backward, gradients=DropoutGrads._fields)
+rope = differentiable(_rope, rope_backward, gradients=("dx",))
 log_softmax = differentiable(_log_softmax, log_softmax_backward, gradients=("dx",))
 logsumexp = differentiable(_logsumexp, logsumexp_backward, gradients=("dx",))
 cross_entropy = differentiable(

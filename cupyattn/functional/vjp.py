@@ -157,7 +157,8 @@ class Pullback:
             elif parameter.name in known:
                 options[parameter.name] = known[parameter.name]
         returned = rule.backward(*args, **options)
-        values = returned if isinstance(returned, tuple) else (returned,)
+        several = len(rule.gradients) > 1 or hasattr(returned, "_fields")
+        values = returned if several else (returned,)
         gradients = dict(zip(rule.gradients, values, strict=True))
         return gradients | {name: gradients[other] for name, other in rule.same.items()}
 
@@ -166,11 +167,16 @@ class Pullback:
         call = self._call
         names = tuple([f"d{name}" for name in call.visible])
         several = len(names) > 1
-        if len(given) != 1 or isinstance(given[0], tuple) != several:
+        results = [call.results[name] for name in call.visible]
+        expected = results if several else results[0]
+        if len(given) != 1 or isinstance(given[0], tuple) != isinstance(expected, tuple | list):
             raise self._misshapen(given, names)
+        if isinstance(given[0], tuple) and len(given[0]) != len(expected):
+            raise self._misshapen(given, names)
+        if not several and isinstance(expected, tuple):
+            pairs = zip(given[0], expected, strict=True)
+            return {names[0]: tuple([_zeros_like(r) if g is None else g for g, r in pairs])}
         values = given[0] if several else given
-        if len(values) != len(names):
-            raise self._misshapen(given, names)
         gradients = dict(zip(names, values, strict=True))
         for name, result in zip(names, call.visible, strict=True):
             if several and gradients[name] is None and name in call.rule.required:

@@ -12,6 +12,7 @@ from cupyattn.kernels.configs.layers import (
     cross_entropy,
     dropout,
     norms,
+    rope,
     softmax,
 )
 from cupyattn.kernels.configs.linear import float32 as linear_float32
@@ -30,6 +31,7 @@ _MODULES = (
     softmax,
     activations,
     dropout,
+    rope,
     cross_entropy,
     norms,
     column_sums,

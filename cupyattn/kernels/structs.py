@@ -77,6 +77,21 @@ DBIAS_PARAMS = np.dtype(
     align=True,
 )
 
+# RopeParams in cuda_src/layers/rope.cu
+ROPE_PARAMS = np.dtype(
+    [
+        *((array, _STRIDES, (2,)) for array in ("x", "out")),
+        *((f"{table}_stride", np.int64) for table in ("cos", "sin")),
+        *((f"positions_{axis}", np.int64) for axis in ("batch", "seq")),
+        ("table_length", np.int64),
+        *((field, np.uint32) for field in ("tokens", "seq")),
+        *((field, np.uint32, (2,)) for field in ("heads", "groups")),
+        *((field, np.uint32) for field in ("slots", "rotated_slots", "half", "dim")),
+        ("sign", np.float32),
+    ],
+    align=True,
+)
+
 # FloatProductParams in cuda_src/linear/float32/product.cuh
 FLOAT_PRODUCT_PARAMS = np.dtype(
     [
@@ -152,6 +167,7 @@ def elements_params(arrays: int) -> np.dtype:
 
 ATTENTION_STRUCT = Struct("params", ATTENTION_PARAMS, "AttentionParams")
 BACKWARD_STRUCT = Struct("params", BACKWARD_PARAMS, "BackwardParams", (ATTENTION_STRUCT,))
+ROPE_STRUCT = Struct("params", ROPE_PARAMS, "RopeParams")
 FLOAT_PRODUCT_STRUCT = Struct("params", FLOAT_PRODUCT_PARAMS, "FloatProductParams")
 THIN_STRUCT = Struct("params", THIN_PARAMS, "ThinParams")
 PRODUCT_STRUCT = Struct("params", PRODUCT_PARAMS, "ProductParams")

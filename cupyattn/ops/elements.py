@@ -160,7 +160,7 @@ def _cached_problem(
     of_dtype = [parts[name].array for name in read if name not in kernel.float32]
     require_same_dtype(layouts, dict.fromkeys(of_dtype))
     decisions = dict(given_decisions)
-    decisions |= {f"HAS_{name.upper()}": cpp_bool(name in parts) for name in kernel.optional}
+    decisions |= {f"WITH_{name.upper()}": cpp_bool(name in parts) for name in kernel.optional}
     if kernel.accumulates:
         decisions["ACCUMULATE"] = cpp_bool(accumulate)
     results = {parts[name].array for name in kernel.results}

@@ -30,6 +30,8 @@ from cupyattn.reference.layers.dropout import dropout, dropout_bound
 from cupyattn.reference.layers.norms import norm, norm_backward
 from cupyattn.reference.layers.norms_bounds import norm_backward_bound, norm_bound
 from cupyattn.reference.layers.rope import rope, rope_backward
+from cupyattn.reference.layers.rope_bounds import rope_bound
+from cupyattn.reference.layers.rope_tables import rope_frequencies, rope_tables
 from cupyattn.reference.layers.softmax import (
     log_softmax,
     log_softmax_backward,
@@ -95,6 +97,9 @@ __all__ = [
     "reduced",
     "rope",
     "rope_backward",
+    "rope_bound",
+    "rope_frequencies",
+    "rope_tables",
     "softmax",
     "softmax_backward",
     "softmax_backward_bound",

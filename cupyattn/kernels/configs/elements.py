@@ -69,7 +69,7 @@ class ElementKernel:
     updated : tuple of str
         Arrays that are read and written: they are changed in place. They come before the inputs.
     optional : tuple of str
-        Inputs that may be absent, whose pointers are null then. Macro HAS_<NAME> says which are
+        Inputs that may be absent, whose pointers are null then. Macro WITH_<NAME> says which are
         there.
     float32 : tuple of str
         Arrays that have this dtype whatever that of the others (DTYPE).
@@ -122,7 +122,7 @@ class ElementKernel:
     @cached_property
     def decisions(self) -> Mapping[str, tuple[str, ...]]:
         """Every macro that a call decides, with the values that it may have."""
-        flags = [f"HAS_{name.upper()}" for name in self.optional]
+        flags = [f"WITH_{name.upper()}" for name in self.optional]
         flags += ["ACCUMULATE"] if self.accumulates else []
         return {**self.choices, **dict.fromkeys(flags, (cpp_bool(False), cpp_bool(True)))}
 

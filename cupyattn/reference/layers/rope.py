@@ -1,7 +1,8 @@
-"""Rotary position embedding, "half" layout: feature m is paired with feature m + R/2.
+"""Rotary position embedding: feature m is paired with feature m + R/2, or 2m with 2m + 1.
 
 Source: Su et al., "RoFormer: enhanced transformer with rotary position embedding",
-arXiv:2104.09864, equation 34, with the features permuted as GPT-NeoX has them.
+arXiv:2104.09864, equation 34, which pairs neighbours ("interleaved"); the "half" layout permutes
+the features as GPT-NeoX has them.
 """
 
 from __future__ import annotations
@@ -12,17 +13,28 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 
-def rotate(x: NDArray[Any], cos: NDArray[Any], sin: NDArray[Any]) -> NDArray[np.float64]:
+def rotate(
+    x: NDArray[Any], cos: NDArray[Any], sin: NDArray[Any], *, interleaved: bool = False
+) -> NDArray[np.float64]:
     """Rotate the first R features of x (..., D) by the angles of cos and sin (..., R/2).
 
     The transpose, and for cos**2 + sin**2 = 1 the inverse, is `rotate(x, cos, -sin)`.
     """
     half = cos.shape[-1]
     result = np.array(x, dtype=np.float64)
-    first, second = result[..., :half].copy(), result[..., half : 2 * half].copy()
-    result[..., :half] = first * cos - second * sin
-    result[..., half : 2 * half] = second * cos + first * sin
+    firsts, seconds = pairs_of(half, interleaved=interleaved)
+    first, second = result[..., firsts].copy(), result[..., seconds].copy()
+    with np.errstate(invalid="ignore", over="ignore"):
+        result[..., firsts] = first * cos - second * sin
+        result[..., seconds] = second * cos + first * sin
     return result
+
+
+def pairs_of(half: int, *, interleaved: bool) -> tuple[slice, slice]:
+    """Return where the first and the second features of `half` pairs are."""
+    if interleaved:
+        return slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    return slice(0, half), slice(half, 2 * half)
 
 
 def table_rows(table: NDArray[Any], positions: NDArray[np.integer]) -> NDArray[np.float64]:
@@ -42,7 +54,14 @@ def table_rows(table: NDArray[Any], positions: NDArray[np.integer]) -> NDArray[n
     return np.asarray(table[positions], dtype=np.float64)
 
 
-def rope(x: ArrayLike, cos: ArrayLike, sin: ArrayLike, positions: ArrayLike) -> NDArray[np.float64]:
+def rope(
+    x: ArrayLike,
+    cos: ArrayLike,
+    sin: ArrayLike,
+    positions: ArrayLike,
+    *,
+    interleaved: bool = False,
+) -> NDArray[np.float64]:
     """Rotate the feature pairs of every token by the angles of its position.
 
     Parameters
@@ -53,6 +72,8 @@ def rope(x: ArrayLike, cos: ArrayLike, sin: ArrayLike, positions: ArrayLike) -> 
         are left alone.
     positions : (S,) or (B, S) ints in [0, P)
         Position of each token.
+    interleaved : bool
+        Whether neighbouring features are paired.
 
     Returns
     -------
@@ -71,11 +92,16 @@ def rope(x: ArrayLike, cos: ArrayLike, sin: ArrayLike, positions: ArrayLike) -> 
     """
     positions = np.asarray(positions)
     cos, sin = (table_rows(np.asarray(t), positions)[..., None, :] for t in (cos, sin))
-    return rotate(np.asarray(x), cos, sin)
+    return rotate(np.asarray(x), cos, sin, interleaved=interleaved)
 
 
 def rope_backward(
-    dout: ArrayLike, cos: ArrayLike, sin: ArrayLike, positions: ArrayLike
+    dout: ArrayLike,
+    cos: ArrayLike,
+    sin: ArrayLike,
+    positions: ArrayLike,
+    *,
+    interleaved: bool = False,
 ) -> NDArray[np.float64]:
     """Gradient of rope's input: the transposed rotation of dout. Shapes and errors as in `rope`."""
-    return rope(dout, cos, -np.asarray(sin), positions)
+    return rope(dout, cos, -np.asarray(sin), positions, interleaved=interleaved)

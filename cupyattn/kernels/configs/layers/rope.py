@@ -1,0 +1,87 @@
+"""Rotary position embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
+from cupyattn.kernels.configs.tables import cpp_bool, pairs, rows_for
+from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.kernels.structs import ROPE_STRUCT
+
+ROPE = KernelSpec(
+    "rope",
+    "layers/rope.cu",
+    (
+        *inputs("x0"),
+        *inputs("x1", optional=True),
+        *inputs("cos", "sin"),
+        *inputs("positions", optional=True),
+        Pointer("out0"),
+        Pointer("out1", optional=True),
+        ROPE_STRUCT,
+    ),
+)
+KERNELS = (ROPE,)
+
+POSITIONS = {"int32": "int", "int64": "int64"}
+"""Dtypes of positions, with their names in C."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """A CTA, and how many heads share a thread's cosines and sines."""
+
+    threads: int
+    heads: int
+    reason: str
+
+
+# The first row that has not fewer heads than any array; None takes the rest.
+TABLE: Mapping[int, Mapping[int | None, RopeConfig]] = {
+    75: {
+        1: RopeConfig(256, 1, "one head: no thread has a head that is not there"),
+        None: RopeConfig(256, 4, "four heads a thread: cosines once, 8 loads in flight"),
+    }
+}
+
+
+def rope_config(arch: int, heads: int) -> RopeConfig:
+    """Return the table's row for arrays of at most that many heads."""
+    rows = rows_for(TABLE, arch).items()
+    return next(row for limit, row in rows if limit is None or heads <= limit)
+
+
+@cache
+def specialise_rope(
+    config: RopeConfig,
+    dtype: str,
+    vec: int,
+    table: str,
+    position: str,
+    interleaved: bool,
+    accumulate: bool,
+) -> Specialisation:
+    """Specialise the kernel; `vec` is the items of one load, 1 or 16 bytes' worth."""
+    return ROPE.specialise(
+        threads=config.threads,
+        DTYPE=dtype,
+        HEADS=config.heads,
+        VEC=vec,
+        TABLE=table,
+        POSITION=POSITIONS[position],
+        INTERLEAVED=cpp_bool(interleaved),
+        ACCUMULATE=cpp_bool(accumulate),
+    )
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield every row of the table, dtypes, loads, tables, positions and choices in pairs."""
+    rows, flags = rows_for(TABLE, arch), (False, True)
+    axes = STORAGE, rows, flags, STORAGE, POSITIONS, flags, flags
+    for dtype, limit, whole, table, position, interleaved, accumulate in pairs(*axes):
+        vec = vector_items(dtype) if whole else 1
+        yield specialise_rope(rows[limit], dtype, vec, table, position, interleaved, accumulate)
