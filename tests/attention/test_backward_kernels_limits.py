@@ -45,7 +45,7 @@ def without_digits() -> st.SearchStrategy[dict[str, Any]]:
 def test_no_weight_exceeds_one_where_lse_has_no_digits(
     implementation: str, dtype: str, deterministic: bool, options: dict[str, Any]
 ):
-    problem = AttentionProblem(B=1, Sq=40, Sk=70, H=2, G=2, D=8, Dv=8, dtype=dtype)
+    problem = AttentionProblem(B=1, Sq=40, Sk=70, H=2, G=2, D=24, Dv=40, dtype=dtype)
     out, lse = reference.attention(*problem.arrays(), **options)
     results = out.astype(dtype), lse.astype(np.float32)
     dout, _ = problem.gradients()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ from support.attention_options import IMPLEMENTATIONS, OPTION_SETS, RUN_TIME_OPT
 from support.devices import KERNELS, SENTINEL, GpuArrays
 from support.dtypes import DTYPES, FLOAT_DTYPES, dtype_of
 from support.forward_runs import TEACHING, check, run
-from support.search import deep, examples, wider
-from support.strategies import LONGEST, AttentionProblem, attention_problems
+from support.search import deep, examples, mostly_deep, wider
+from support.strategies import FRUGAL, LONGEST, AttentionProblem, attention_problems
 
 import cupyattn
 from cupyattn import reference
@@ -31,23 +32,29 @@ FLASH_HEAD_DIMS = wider([(5, 8), (24, 40), (64, 64)], [(88, 80), (128, 128), (19
 # Slices of 16 columns with tails of 1, 2 and 3 chunks; output columns in quads with 1, 2 or 3 more;
 # odd dims, D != Dv, every row of the table.
 FLASH_F32_HEAD_DIMS = wider(
-    [(24, 40), (64, 64)], [(5, 8), (72, 96), (128, 128), (160, 33), (76, 256)]
+    [(5, 8), (24, 40)], [(64, 64), (72, 96), (128, 128), (160, 33), (76, 256)]
 )
+EACH_KERNEL = [*((name, "float16") for name in IMPLEMENTATIONS), ("flash", "float32")]
 # Every dtype by the flash kernel that takes it, and by the teaching kernels.
-KERNELS_OF_DTYPES = [(name, dtype) for name in IMPLEMENTATIONS for dtype in DTYPES]
+KERNELS_OF_DTYPES = mostly_deep(itertools.product(IMPLEMENTATIONS, DTYPES), EACH_KERNEL)
+PLAIN_DTYPES = wider(["float16", "float32"], ["bfloat16"])
 
 
 @examples(12)
 @given(
     problem=attention_problems(
-        head_dims=FLASH_HEAD_DIMS, dtypes=("float16",), options=RUN_TIME_OPTIONS, largest=LONGEST
+        head_dims=FLASH_HEAD_DIMS,
+        dtypes=("float16",),
+        options=RUN_TIME_OPTIONS,
+        largest=LONGEST,
+        **FRUGAL,
     )
 )
 def test_flash_within_bounds_of_the_reference(problem: AttentionProblem):
     check(problem, "flash")
 
 
-@examples(20)
+@examples(16)
 @given(
     problem=attention_problems(
         head_dims=wider([(64, 64)], [(128, 96)]),
@@ -55,6 +62,7 @@ def test_flash_within_bounds_of_the_reference(problem: AttentionProblem):
         options=RUN_TIME_OPTIONS,
         option_sets=OPTION_SETS,
         largest=LONGEST,
+        **FRUGAL,
     )
 )
 def test_flash_options_within_bounds_of_the_reference(problem: AttentionProblem):
@@ -64,20 +72,24 @@ def test_flash_options_within_bounds_of_the_reference(problem: AttentionProblem)
 @examples(12)
 @given(
     problem=attention_problems(
-        head_dims=FLASH_F32_HEAD_DIMS, dtypes=FLOAT_DTYPES, options=RUN_TIME_OPTIONS
+        head_dims=FLASH_F32_HEAD_DIMS,
+        dtypes=wider(["float32"], ["bfloat16"]),
+        options=RUN_TIME_OPTIONS,
+        **FRUGAL,
     )
 )
 def test_float32_flash_within_bounds_of_the_reference(problem: AttentionProblem):
     check(problem, "flash")
 
 
-@examples(16)
+@examples(12)
 @given(
     problem=attention_problems(
-        head_dims=wider([(64, 64)], [(128, 96), (256, 8)]),
+        head_dims=wider([(24, 40)], [(64, 64), (128, 96), (256, 8)]),
         dtypes=wider(["float32"], ["bfloat16"]),
         options=RUN_TIME_OPTIONS,
         option_sets=OPTION_SETS,
+        **FRUGAL,
     )
 )
 def test_float32_flash_options_within_bounds_of_the_reference(problem: AttentionProblem):
@@ -86,11 +98,13 @@ def test_float32_flash_options_within_bounds_of_the_reference(problem: Attention
 
 @pytest.mark.parametrize(
     ("head_dim", "dtype"),
-    [
-        *((head_dim, "float16") for head_dim in FLASH[75]),
-        *((head_dim, "float32") for head_dim in FLASH_F32[75]),
-        *deep(*((head_dim, "bfloat16") for head_dim in FLASH_F32[75])),
-    ],
+    mostly_deep(
+        [
+            *((head_dim, "float16") for head_dim in FLASH[75]),
+            *itertools.product(FLASH_F32[75], FLOAT_DTYPES),
+        ],
+        [(160, "float16"), (256, "float32")],
+    ),
 )
 @pytest.mark.parametrize("causal", [True, *deep(False)])
 def test_every_row_of_the_flash_tables(head_dim: int, dtype: str, causal: bool):
@@ -113,7 +127,7 @@ def test_dropout_of_less_than_a_bit(dropout_p: float, dropped: bool, dtype: str)
     np.testing.assert_allclose(out, 0 if dropped else 1, rtol=2e-3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", mostly_deep(DTYPES, PLAIN_DTYPES))
 def test_padding_hidden_by_a_large_finite_bias(dtype: str):
     """As by -inf: of scores of -1e10 the maximum is rounded by hundreds, which P must not feel."""
     problem = AttentionProblem(B=1, Sq=40, Sk=100, H=1, G=1, D=64, Dv=64, dtype=dtype)
@@ -131,23 +145,18 @@ def test_padding_hidden_by_a_large_finite_bias(dtype: str):
 
 
 @pytest.mark.parametrize("implementation", TEACHING)
-@examples(8)
+@examples(6)
 @given(
     problem=attention_problems(
-        head_dims=HEAD_DIMS,
-        dtypes=wider(["float16", "float32"], ["bfloat16"]),
-        options=RUN_TIME_OPTIONS,
+        head_dims=HEAD_DIMS, dtypes=PLAIN_DTYPES, options=RUN_TIME_OPTIONS, **FRUGAL
     )
 )
 def test_within_bounds_of_the_reference(implementation: str, problem: AttentionProblem):
     check(problem, implementation)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "dtype"),
-    [*((name, "float16") for name in IMPLEMENTATIONS), ("flash", "float32")],
-)
-@pytest.mark.parametrize("head_dim", [1, 100, 255, *deep(2, 3, 16, 31, 32, 63, 65, 127, 129, 192)])
+@pytest.mark.parametrize(("implementation", "dtype"), EACH_KERNEL)
+@pytest.mark.parametrize("head_dim", [255, *deep(1, 2, 3, 16, 31, 32, 63, 65, 100, 127, 129, 192)])
 def test_head_dims(implementation: str, dtype: str, head_dim: int):
     problem = AttentionProblem(
         B=1, Sq=33, Sk=41, H=2, G=1, D=head_dim, Dv=257 - head_dim, dtype=dtype
@@ -174,13 +183,14 @@ def test_more_heads_than_the_grid_has_rows(implementation: str):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@examples(8)
+@examples(5)
 @given(
     problem=attention_problems(
         head_dims=((64, 64),),
         dtypes=("float16", "float32"),
         options=("causal",),
         views=("contiguous",),
+        crowd=FRUGAL["crowd"],
     ),
     integer_dtype=st.sampled_from((np.int32, np.int64)),
     stride=st.sampled_from((1, 2, -1)),
@@ -212,8 +222,12 @@ def test_batch_integers_of_any_width_and_stride(
 
 
 @pytest.mark.parametrize("implementation", ["tiled", "flash"])
-@examples(10)
-@given(problem=attention_problems(head_dims=((64, 64),), dtypes=DTYPES, options=RUN_TIME_OPTIONS))
+@examples(8)
+@given(
+    problem=attention_problems(
+        head_dims=((64, 64),), dtypes=PLAIN_DTYPES, options=RUN_TIME_OPTIONS, crowd=FRUGAL["crowd"]
+    )
+)
 def test_views_equal_copies_bit_for_bit(implementation: str, problem: AttentionProblem):
     """Vector and scalar loads bring the same numbers."""
     out, lse = run(problem, implementation)
@@ -230,8 +244,12 @@ def test_views_equal_copies_bit_for_bit(implementation: str, problem: AttentionP
 
 
 @pytest.mark.parametrize("implementation", ["tiled", "flash"])
-@examples(10)
-@given(problem=attention_problems(head_dims=((64, 64),), dtypes=DTYPES, options=RUN_TIME_OPTIONS))
+@examples(6)
+@given(
+    problem=attention_problems(
+        head_dims=((64, 64),), dtypes=PLAIN_DTYPES, options=RUN_TIME_OPTIONS, **FRUGAL
+    )
+)
 def test_results_are_written_into_any_strides(implementation: str, problem: AttentionProblem):
     """out= and lse as views: every item written, nothing beside them."""
     arrays = [KERNELS.put(array) for array in problem.arrays()]
@@ -260,9 +278,11 @@ def test_results_are_written_into_any_strides(implementation: str, problem: Atte
     assert (lse_memory == SENTINEL).all()
 
 
-@examples(8)
+@examples(5)
 @given(
-    problem=attention_problems(head_dims=((64, 64),), dtypes=("float32",), options=RUN_TIME_OPTIONS)
+    problem=attention_problems(
+        head_dims=((64, 64),), dtypes=("float32",), options=RUN_TIME_OPTIONS, **FRUGAL
+    )
 )
 def test_naive_and_tiled_agree(problem: AttentionProblem):
     """Two kernels that share little but their primitives."""

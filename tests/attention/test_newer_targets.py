@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from support.search import deep
 from support.strategies import AttentionProblem
 
 import cupyattn
@@ -18,7 +19,7 @@ from cupyattn.kernels.spec import Specialisation
 pytestmark = pytest.mark.nvrtc
 
 
-@pytest.mark.parametrize("arch", [TURING, arch_of(80)])
+@pytest.mark.parametrize("arch", [arch_of(80), *deep(TURING)], ids=lambda arch: arch.real)
 def test_scores_take_two_steps_at_once_from_sm_80_on(arch: Arch, monkeypatch):
     """m16n8k16 is two m16n8k8: 11 steps of columns are 5 of the former and one of the latter."""
 

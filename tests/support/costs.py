@@ -78,6 +78,14 @@ def rows() -> dict[str, list[Specialisation]]:
     return found
 
 
+def first_of_each_kernel(catalogued: Iterable[Specialisation]) -> list[Specialisation]:
+    """One row of each kernel: what a plain run compiles, where ``--deep`` compiles all."""
+    found: dict[str, Specialisation] = {}
+    for specialisation in catalogued:
+        found.setdefault(specialisation.spec.entry, specialisation)
+    return list(found.values())
+
+
 def worst(members: Iterable[Specialisation], arch: Arch) -> Cost:
     """Of the dtypes and loads of a row: most registers, bytes and spills, fewest CTAs."""
     costs = [cost(specialisation, arch) for specialisation in members]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 import pytest
@@ -113,6 +113,13 @@ def deep(*values: Any) -> list[Any]:
         pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.deep)
         for value in values
     ]
+
+
+def mostly_deep(values: Iterable[Any], plain: Collection[Any]) -> list[Any]:
+    """Parameters as of `deep`, but for those in `plain`, which every run has."""
+    values = list(values)
+    assert all(value in values for value in plain), plain
+    return [value if value in plain else deep(value)[0] for value in values]
 
 
 def is_quick(test: str) -> bool:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.attention_options import OPTIONS, OptionSet
 from support.dtypes import dtype_of
+from support.search import wider
 
 TILE = 64
 LENGTHS = (0, 1, 7, 13, 31, 32, 33, 53, 63, 64, 65, 97, 127, 128, 129, 255, 256, 257, 293, 300)
@@ -26,6 +27,14 @@ LONGEST = 300
 HEAD_DIMS = ((8, 8), (64, 64), (40, 24))  # (D, Dv)
 VIEWS = ("contiguous", "packed", "transposed", "sliced", "reversed", "broadcast")
 OPTION_VIEWS = ("contiguous", "padded", "strided")
+FRUGAL = {
+    "views": wider([view for view in VIEWS if view != "sliced"], ["sliced"]),
+    "option_views": wider(["strided"], ["contiguous", "padded"]),
+    "crowd": max(wider([2], [3])),
+}
+"""Arguments of `attention_problems` for kernels: arrays that one specialisation serves, and fewer
+CTAs. Rows of single items and scores of four keys are specialisations of their own; each has tests
+of its own, and with ``--deep`` every test has both."""
 
 Array = NDArray[Any]
 
@@ -268,8 +277,9 @@ def attention_problems(
     option_views: Sequence[str] = OPTION_VIEWS,
     largest: int = TWO_TILES,
     spreads: Sequence[float] = (1.0, 8.0),
+    crowd: int = 3,
 ) -> AttentionProblem:
-    """Attention problems: B <= 3, G <= 2, H <= 6 (less of long ones), lengths up to `largest`.
+    """Attention problems: G <= 2, B and H / G <= `crowd` (less of long ones), lengths <= `largest`.
 
     Parameters
     ----------
@@ -288,10 +298,10 @@ def attention_problems(
     head_dim, value_dim = draw(st.sampled_from(tuple(head_dims)))
     kv_heads = draw(st.integers(1, 2))
     sizes = {
-        "B": draw(st.integers(1, 3)),
+        "B": draw(st.integers(1, crowd)),
         "Sq": draw(lengths(largest)),
         "Sk": draw(lengths(largest)),
-        "H": kv_heads * draw(st.integers(1, 3)),
+        "H": kv_heads * draw(st.integers(1, crowd)),
         "G": kv_heads,
         "D": head_dim,
         "Dv": value_dim,

@@ -158,6 +158,8 @@ class ControlFlow:
         Reachable blocks, in weak topological order.
     target : dict
         Number of the block that a label names.
+    accesses : dict
+        The registers that each reachable instruction writes and reads, by its site.
     use_count : Counter
         How often each register is read, in the text of the whole function.
     """
@@ -228,13 +230,16 @@ class ControlFlow:
         """Backward data flow over bit sets: which registers a block's successors may read."""
         registers = self.function.registers
         self.bit = {name: 1 << i for i, name in enumerate(registers)}
+        self.accesses: dict[int, tuple[list[str], list[str]]] = {}
         self.use_count: Counter[str] = Counter()
         self.written_in: dict[str, set[int]] = {}
         used, defined = [], []
         for number, block in enumerate(self.blocks):
             block_used = block_defined = 0
             for instruction in self.function.instructions[block.first : block.last]:
-                written, read = registers_of(instruction, registers)
+                written, read = self.accesses[instruction.site] = registers_of(
+                    instruction, registers
+                )
                 for name in read:
                     self.use_count[name] += 1
                     if not block_defined & self.bit[name]:

@@ -78,8 +78,12 @@ def product_of(gen: Generator, x: Instruction) -> tuple[Product, list[str], list
     product = Product(x.site, steps)
     registers = gen.function.registers
     wanted = zip([*d, *operands], ("f4",) * len(d) + product.operands, strict=True)
-    if len({*d} & {*registers}) < len(d) or any(
-        register_dtype(registers[name]) != dtype for name, dtype in wanted if name in registers
+    if (
+        len({*d}) < len(d)
+        or any(name not in registers for name in d)
+        or any(
+            register_dtype(registers[name]) != dtype for name, dtype in wanted if name in registers
+        )
     ):
         return None
     return product, operands, d

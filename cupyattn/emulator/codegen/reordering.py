@@ -31,7 +31,6 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-from cupyattn.emulator.codegen.control_flow import registers_of
 from cupyattn.emulator.codegen.generator import Generator
 from cupyattn.emulator.codegen.operations import Operation, operation_of
 from cupyattn.emulator.codegen.products import ACCUMULATORS, Product, product_of
@@ -120,9 +119,10 @@ class Reordering:
     # ------------------------------------------------------------------ the graph
     def _read_program(self) -> None:
         """Find out what is free, and the values that everything reads and writes (rule 2)."""
-        block, registers = self.gen.flow.blocks[self.block], self.gen.function.registers
+        flow = self.gen.flow
+        block = flow.blocks[self.block]
         for x in self.gen.function.instructions[block.first : block.last]:
-            written, read = registers_of(x, registers)
+            written, read = flow.accesses[x.site]
             found = self._free_instruction(x, read)
             if found is not None:
                 with self.gen.placing(x):

@@ -7,6 +7,7 @@ assembler inside NVRTC.
 """
 
 import re
+from functools import lru_cache
 
 from cupyattn.emulator.ptx.model import Instruction
 
@@ -43,7 +44,10 @@ _COMPILED = [(target, re.compile(pattern)) for target, pattern in _NEEDED]
 
 def needed_target(instruction: Instruction) -> int:
     """Return the first target (75 for sm_75) that has the form of `instruction`, at least 70."""
-    for target, pattern in _COMPILED:
-        if pattern.match(instruction.opcode):
-            return target
-    return min(SHARED_BYTES)
+    return _needed_for(instruction.opcode)
+
+
+@lru_cache(maxsize=4096)
+def _needed_for(opcode: str) -> int:
+    matching = (target for target, pattern in _COMPILED if pattern.match(opcode))
+    return next(matching, min(SHARED_BYTES))

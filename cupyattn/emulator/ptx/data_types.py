@@ -22,6 +22,10 @@ def unsigned(size: int) -> str:
     return f"u{size}"
 
 
+_REGISTER_DTYPES = {ptx_type: unsigned(size) for ptx_type, size in SIZE.items()}
+_REGISTER_DTYPES |= {"pred": "b1", "f32": "f4", "f64": "f8"}
+
+
 def size_of(ptx_type: str) -> int:
     """Return the bytes of a type; `PTXSyntaxError` if there is no such type."""
     if ptx_type not in SIZE:
@@ -31,9 +35,7 @@ def size_of(ptx_type: str) -> int:
 
 def register_dtype(ptx_type: str) -> str:
     """Return the dtype in which a register of `ptx_type` is stored."""
-    if ptx_type == "pred":
-        return "b1"
-    return {"f32": "f4", "f64": "f8"}.get(ptx_type) or unsigned(size_of(ptx_type))
+    return _REGISTER_DTYPES.get(ptx_type) or unsigned(size_of(ptx_type))
 
 
 def operand_dtype(ptx_type: str) -> str:
