@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from support.processes import run
+from support.search import deep
 
 import cupyattn
 from cupyattn.cli import attention_runs, main
@@ -90,16 +91,19 @@ def test_demo_without_a_gpu_runs_the_kernels_on_the_emulator(capsys):
 
 @pytest.mark.nvrtc
 @NO_GPU
-def test_demo_runs_every_kernel_that_there_is(capsys):
-    for dtype, kernels in (
-        ("float16", ["attention_forward", "attention_tiled"]),
-        ("float32", ["attention_forward_f32", "attention_tiled"]),
-        ("bfloat16", ["attention_forward_f32", "attention_tiled"]),
-    ):
-        assert main([*SMALL_DEMO, "--dtype", dtype, "--json"]) == 0
-        runs = json.loads(capsys.readouterr().out)["runs"]
-        assert [ran["launch"]["kernel"] for ran in runs] == kernels
-        assert all(ran["launch"]["macros"].get("DTYPE", dtype) == dtype for ran in runs)
+@pytest.mark.parametrize(
+    ("dtype", "flash"),
+    [
+        ("float16", "attention_forward"),
+        ("float32", "attention_forward_f32"),
+        *deep(("bfloat16", "attention_forward_f32")),
+    ],
+)
+def test_demo_runs_every_kernel_that_there_is(dtype, flash, capsys):
+    assert main(["demo", "--seqlen", "8", "--dtype", dtype, "--json"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [ran["launch"]["kernel"] for ran in runs] == [flash, "attention_tiled"]
+    assert all(ran["launch"]["macros"].get("DTYPE", dtype) == dtype for ran in runs)
 
 
 @pytest.mark.nvrtc

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.processes import environment, run
 from support.read_only import read_only
+from support.search import deep
 
 from cupyattn import cupy_library, folders
 
@@ -155,7 +156,7 @@ print(info["cache"]["folder"])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="paths below /proc are Linux's")
-@pytest.mark.parametrize("home", ["a file", "missing", "read-only"])
+@pytest.mark.parametrize("home", ["a file", *deep("missing", "read-only")])
 def test_notebooks_run_without_a_home(tmp_path, home):
     """They ask for the devices first, then import CuPy, which writes into its folder."""
     variables = environment() | {"HOME": homes(tmp_path)[home]}
@@ -173,7 +174,7 @@ def test_notebooks_run_without_a_home(tmp_path, home):
 
 @nvrtc
 @pytest.mark.skipif(sys.platform != "linux", reason="paths below /proc are Linux's")
-@pytest.mark.parametrize("home", ["a file", "missing"])
+@pytest.mark.parametrize("home", ["a file", *deep("missing")])
 @pytest.mark.parametrize("command", [("info",), ("demo", "--seqlen", "8", "--head-dim", "8")])
 def test_commands_run_without_a_home(tmp_path, home, command):
     variables = {
@@ -188,7 +189,7 @@ def test_commands_run_without_a_home(tmp_path, home, command):
 
 
 @nvrtc
-@pytest.mark.parametrize("command", ["info", "demo", "compile"])
+@pytest.mark.parametrize("command", ["info", *deep("demo", "compile")])
 def test_a_folder_of_cupys_that_cannot_be_is_named(tmp_path, command):
     (tmp_path / "file").touch()
     done = run(
