@@ -62,11 +62,14 @@ from cupyattn.functional import (
     swiglu_backward,
     vjp,
 )
+from cupyattn.kv_cache import BlockAllocator, Copy, OutOfBlocksError, Sequence
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionGrads",
+    "BlockAllocator",
+    "Copy",
     "DropoutGrads",
     "GegluGrads",
     "LayerNormGrads",
@@ -74,7 +77,9 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "NTKScaling",
+    "OutOfBlocksError",
     "RMSNormGrads",
+    "Sequence",
     "SwigluGrads",
     "YarnScaling",
     "__version__",

@@ -33,7 +33,8 @@ ROOMS = {
     "turing": {"kernels", "errors"},
     "ops": {"kernels", "arrays", "errors"},
     "functional": {"ops", "kernels", "emulator", *BOTTOM},
-    "": {"functional", "emulator"},
+    "kv_cache": {"functional", *BOTTOM},
+    "": {"functional", "kv_cache", "emulator"},
     "cli": {"", "functional", "ops", "turing", "kernels", "emulator", *BOTTOM},
     "benchmark": {"", "cli", "functional", "ops", "kernels", "emulator", *BOTTOM},
     "__main__": {"cli", "kernels"},
@@ -191,6 +192,15 @@ def test_the_reference_imports_numpy_alone():
         for imported in imports(path):
             top = imported.partition(".")[0]
             assert top in sys.stdlib_module_names | {"numpy", "cupyattn"}, f"{path}: {imported}"
+
+
+def test_the_allocator_imports_no_arrays():
+    """The parts of kv_cache that know ids alone; they serve other pools too."""
+    for name in ("allocator", "invariants", "pool", "prefix_index", "sequence"):
+        for imported in imports(PACKAGE / "kv_cache" / f"{name}.py"):
+            top, _, inner = imported.partition(".")
+            assert top in sys.stdlib_module_names | {"cupyattn"}, f"{name}: {imported}"
+            assert top != "cupyattn" or inner.startswith(("errors", "kv_cache.")), imported
 
 
 def attributes(path: Path) -> set[str]:

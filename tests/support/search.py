@@ -32,6 +32,7 @@ QUICK = (
     "cli/test_arguments",
     "emulator/",
     "host/",
+    "kv_cache/",
     "layers/test_launch",
     "layers/test_reference",
     "layers/test_softmax_kernels.py::test_rows_without",

@@ -1,0 +1,320 @@
+"""The allocator of a paged KV cache: which blocks of a fixed pool belong to which sequence."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from operator import index as as_int
+
+from cupyattn.errors import error, shown
+from cupyattn.kv_cache.invariants import require_sound
+from cupyattn.kv_cache.pool import HELD, Pools
+from cupyattn.kv_cache.prefix_index import Prefix
+from cupyattn.kv_cache.sequence import Sequence, as_tokens
+
+MOST_BLOCKS = 2**31 - 1  # ids are int32
+
+
+class BlockAllocator:
+    """Blocks of a fixed pool, given to sequences of tokens and shared between them.
+
+    It knows block ids and token ids, but no arrays: `Sequence.append`, `Sequence.swap_out` and
+    `Sequence.swap_in` say which blocks to copy, and the caller copies and writes. Taking and giving
+    back a block is O(1). Paged attention is that of Kwon et al. (arXiv:2309.06180).
+
+    Parameters
+    ----------
+    num_blocks : int
+        Blocks in the device's pool.
+    block_size : int
+        Tokens in a block, from 1.
+    prefix_caching : bool
+        Find the full blocks of a new sequence's prefix among those of all others, of freed ones
+        too while their room is not needed: the least recently used are evicted first.
+    watermark : int
+        How many blocks `add` leaves free or cached: what running sequences can grow by.
+    num_host_blocks : int
+        Blocks of host memory, for `Sequence.swap_out`.
+
+    Raises
+    ------
+    TypeError
+        If a number is no integer.
+    ValueError
+        If a number is out of range.
+
+    Notes
+    -----
+    **Copies.** Whoever calls `Sequence.append` runs the copies that it returns, in the order of the
+    calls, before writing anything; those of swaps too. A later copy may write what an earlier one
+    read.
+
+    **Threads.** Each call of an allocator and of its sequences is atomic, under the allocator's one
+    lock: counts stay right whatever threads call. The order of copies and writes is the callers'
+    affair: append, copy and write in one thread, or under a lock of your own. Do not call from
+    finalizers and signal handlers, which may interrupt a call of the same thread.
+
+    Examples
+    --------
+    >>> import cupyattn
+    >>> allocator = cupyattn.BlockAllocator(num_blocks=8, block_size=4, prefix_caching=True)
+    >>> first = allocator.add([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    >>> second = allocator.add([1, 2, 3, 4, 5, 6, 7, 8, 10])
+    >>> second.num_cached_tokens, allocator.num_used
+    (8, 4)
+    >>> first.free(), second.free()
+    (None, None)
+    >>> allocator.num_free, allocator.num_used, allocator.num_cached
+    (6, 0, 2)
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool = False,
+        watermark: int = 0,
+        num_host_blocks: int = 0,
+    ) -> None:
+        self._num_blocks = _count("num_blocks", num_blocks, 1, MOST_BLOCKS)
+        self._block_size = _count("block_size", block_size, 1)
+        self._watermark = _count("watermark", watermark, 0, self._num_blocks)
+        self._num_host_blocks = _count("num_host_blocks", num_host_blocks, 0, MOST_BLOCKS)
+        self._prefix_caching = bool(prefix_caching)
+        self._pools = Pools(
+            self._num_blocks, self._block_size, self._prefix_caching, self._num_host_blocks
+        )
+        self._pool = self._pools.device
+        self._lock = self._pools.lock
+        self._refs, self._free = self._pool.refs, self._pool.free
+
+    def __repr__(self) -> str:
+        return (
+            f"<BlockAllocator of {self._num_blocks} blocks of {self._block_size} tokens: "
+            f"{self.num_free} free, {self.num_used} used, {self.num_cached} cached>"
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the device's pool."""
+        return self._num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self._block_size
+
+    @property
+    def prefix_caching(self) -> bool:
+        """Whether `add` finds prefixes."""
+        return self._prefix_caching
+
+    @property
+    def watermark(self) -> int:
+        """How many blocks `add` leaves free or cached."""
+        return self._watermark
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of host memory."""
+        return self._num_host_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that no sequence uses, but `add` may find; they are taken when none is free."""
+        return len(self._pool.cached)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks of sequences, and those that `allocate` gave."""
+        with self._lock:
+            return self._num_blocks - self._pool.available
+
+    @property
+    def num_free_host(self) -> int:
+        """Blocks of host memory that hold nothing."""
+        return len(self._pools.host.free)
+
+    @property
+    def num_unused_slots(self) -> int:
+        """Slots for tokens in used blocks that hold none: at the ends of sequences, so it is exact.
+
+        Over ``num_used * block_size`` it is the fragmentation of the pool.
+        """
+        with self._lock:
+            filled: dict[int, int] = {}
+            for sequence in self._pools.living():
+                if (over := sequence._length % self._block_size) and not sequence.is_swapped:
+                    block = sequence._ids[-1]
+                    # A sharer that was not cut there fills the block.
+                    filled[block] = max(filled.get(block, 0), over)
+            shared = {block for block in filled if self._refs[block] > 1}
+            for sequence in self._pools.living() if shared else ():
+                if not sequence.is_swapped:
+                    full = sequence._ids[: sequence._length // self._block_size]
+                    for block in shared.intersection(full):
+                        filled[block] = self._block_size
+            return sum(self._block_size - slots for slots in filled.values())
+
+    def ref_count(self, block: int) -> int:
+        """Return how many sequences use a block; 1 for one that `allocate` gave.
+
+        Raises
+        ------
+        ValueError
+            If the pool has no such block.
+        """
+        return abs(self._refs[self._known(block)])
+
+    def allocate(self) -> int:
+        """Return a block for whatever use of the caller's, who gives it back by `free`.
+
+        Raises
+        ------
+        OutOfBlocksError
+            If no block is free or cached; nothing has changed.
+        """
+        with self._lock:
+            free = self._free
+            block = free.pop() if free else self._pool.take(1)[0]
+            self._refs[block] = HELD
+            return block
+
+    def free(self, block: int) -> None:
+        """Take back a block that `allocate` gave.
+
+        Raises
+        ------
+        ValueError
+            If the block is not one of those: free already, a sequence's, or not of this pool.
+        """
+        if type(block) is not int:
+            block = self._known(block)
+        with self._lock:
+            if not 0 <= block < self._num_blocks or self._refs[block] != HELD:
+                raise self._not_given(block)
+            self._refs[block] = 0
+            self._free.append(block)
+
+    def _not_given(self, block: int) -> ValueError:
+        count = self._refs[self._known(block)]
+        return error(
+            ValueError,
+            f"free got block {block}, which {'a sequence uses' if count else 'is free already'}",
+            "it takes a block that allocate gave, once",
+            "call the sequence's free()" if count else "drop the id with the first free",
+        )
+
+    def find(self, tokens: Iterable[int]) -> int:
+        """Return how many tokens `add` would find cached, without adding anything.
+
+        Parameters
+        ----------
+        tokens : iterable of int
+            The tokens' ids.
+
+        Raises
+        ------
+        TypeError
+            If a token is no integer.
+        """
+        values = as_tokens(tokens)
+        index = self._pool.index
+        if index is None:
+            return 0
+        with self._lock:
+            return len(index.match(values)) * self._block_size
+
+    def add(self, tokens: Iterable[int]) -> Sequence:
+        """Make a sequence, with room for its tokens.
+
+        Parameters
+        ----------
+        tokens : iterable of int
+            The tokens' ids: a list, or an array of one axis; none is allowed.
+
+        Returns
+        -------
+        Sequence
+            Its first `num_cached_tokens` tokens stand in the cache; the caller computes the others
+            and writes their keys and values. Sequences can share them at once, so those that are
+            added for one step are written in one step, or in their order.
+
+        Raises
+        ------
+        OutOfBlocksError
+            If the pool has too few blocks beside the watermark; nothing has changed.
+        TypeError
+            If a token is no integer.
+        """
+        values = as_tokens(tokens)
+        size, pool, pools = self._block_size, self._pool, self._pools
+        with self._lock:
+            index = pool.index
+            nodes = [] if index is None else index.match(values)
+            found = [node.block for node in nodes]
+            count = -(-len(values) // size) - len(found)
+            revived = sum(not self._refs[block] for block in found)
+            pool.require(count, spare=self._watermark, revived=revived)
+            pool.share(found)  # from here on no block of the prefix can be evicted
+            try:
+                taken = pool.take(count)
+            except BaseException:
+                pool.release(reversed(found))
+                raise
+            cached = len(found) * size
+            ids = array("i", found + taken)
+            prefix = None
+            if index is not None:
+                prefix = Prefix(index, nodes[-1] if nodes else index.root, len(nodes), [])
+                prefix.append(values[cached:], ids)
+            return Sequence(pools, ids, len(values), cached, prefix)
+
+    def check(self) -> None:
+        """Require that all is as it must be: counts, owners, the prefix index.
+
+        For tests and for hunting bugs: it looks at every block and every sequence.
+
+        Raises
+        ------
+        RuntimeError
+            If something is broken, or a sequence was dropped before it was freed; it says what.
+        """
+        with self._lock:
+            require_sound(self._pools)
+
+    def _known(self, block: int) -> int:
+        """Read a block id of this pool, or refuse it."""
+        try:
+            number = as_int(block)
+        except TypeError:
+            number = -1
+        if not 0 <= number < self._num_blocks:
+            raise error(
+                ValueError,
+                f"got block {shown(block)}",
+                f"the pool's blocks are 0 to {self._num_blocks - 1}",
+                "pass an id of this allocator",
+            )
+        return int(number)
+
+
+def _count(name: str, value: int, lowest: int, highest: int | None = None) -> int:
+    limits = f"{lowest} or more" if highest is None else f"{lowest} to {highest}"
+    try:
+        number = as_int(value)
+    except TypeError:
+        raise error(
+            TypeError, f"got {name} = {shown(value)}", f"it is an integer, {limits}", "pass an int"
+        ) from None
+    if number < lowest or (highest is not None and number > highest):
+        raise error(
+            ValueError, f"got {name} = {shown(number)}", f"allowed is {limits}", "change it"
+        )
+    return number
