@@ -62,7 +62,7 @@ from cupyattn.functional import (
     swiglu_backward,
     vjp,
 )
-from cupyattn.kv_cache import BlockAllocator, Copy, OutOfBlocksError, Sequence
+from cupyattn.kv_cache import BlockAllocator, Copy, OutOfBlocksError, Scheduler, Sequence
 
 __version__ = "0.1.0"
 
@@ -79,6 +79,7 @@ __all__ = [
     "NTKScaling",
     "OutOfBlocksError",
     "RMSNormGrads",
+    "Scheduler",
     "Sequence",
     "SwigluGrads",
     "YarnScaling",

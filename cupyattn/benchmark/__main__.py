@@ -6,12 +6,23 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from cupyattn.benchmark import emulator, host, training_step
+from cupyattn.benchmark import allocator, emulator, host, training_step
 from cupyattn.benchmark.attention import backward as attention_backward
 from cupyattn.benchmark.attention import forward as attention
 from cupyattn.benchmark.layers import command as layers
 from cupyattn.benchmark.plot import command as plot
 from cupyattn.cli import dispatch
+
+_BENCHMARKS = (
+    attention,
+    attention_backward,
+    layers,
+    training_step,
+    allocator,
+    host,
+    emulator,
+    plot,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m cupyattn.benchmark", description="Measure the library on this machine."
     )
     benchmarks = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    for benchmark in (attention, attention_backward, layers, training_step, host, emulator, plot):
+    for benchmark in _BENCHMARKS:
         benchmark.add_parser(benchmarks)
     return dispatch(parser, argv)
 

@@ -2,6 +2,17 @@
 
 from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.pool import Copy, OutOfBlocksError
+from cupyattn.kv_cache.requests import Request, SchedulerCache, Work
+from cupyattn.kv_cache.scheduler import Scheduler
 from cupyattn.kv_cache.sequence import Sequence
 
-__all__ = ["BlockAllocator", "Copy", "OutOfBlocksError", "Sequence"]
+__all__ = [
+    "BlockAllocator",
+    "Copy",
+    "OutOfBlocksError",
+    "Request",
+    "Scheduler",
+    "SchedulerCache",
+    "Sequence",
+    "Work",
+]

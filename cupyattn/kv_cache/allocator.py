@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from operator import index as as_int
 
 from cupyattn.errors import error, shown
+from cupyattn.kv_cache.arguments import as_count, as_tokens
 from cupyattn.kv_cache.invariants import require_sound
 from cupyattn.kv_cache.pool import HELD, Pools
 from cupyattn.kv_cache.prefix_index import Prefix
-from cupyattn.kv_cache.sequence import Sequence, as_tokens
+from cupyattn.kv_cache.sequence import Sequence
 
 MOST_BLOCKS = 2**31 - 1  # ids are int32
 
@@ -77,10 +78,10 @@ class BlockAllocator:
         watermark: int = 0,
         num_host_blocks: int = 0,
     ) -> None:
-        self._num_blocks = _count("num_blocks", num_blocks, 1, MOST_BLOCKS)
-        self._block_size = _count("block_size", block_size, 1)
-        self._watermark = _count("watermark", watermark, 0, self._num_blocks)
-        self._num_host_blocks = _count("num_host_blocks", num_host_blocks, 0, MOST_BLOCKS)
+        self._num_blocks = as_count("num_blocks", num_blocks, 1, MOST_BLOCKS)
+        self._block_size = as_count("block_size", block_size, 1)
+        self._watermark = as_count("watermark", watermark, 0, self._num_blocks)
+        self._num_host_blocks = as_count("num_host_blocks", num_host_blocks, 0, MOST_BLOCKS)
         self._prefix_caching = bool(prefix_caching)
         self._pools = Pools(
             self._num_blocks, self._block_size, self._prefix_caching, self._num_host_blocks
@@ -303,18 +304,3 @@ class BlockAllocator:
                 "pass an id of this allocator",
             )
         return int(number)
-
-
-def _count(name: str, value: int, lowest: int, highest: int | None = None) -> int:
-    limits = f"{lowest} or more" if highest is None else f"{lowest} to {highest}"
-    try:
-        number = as_int(value)
-    except TypeError:
-        raise error(
-            TypeError, f"got {name} = {shown(value)}", f"it is an integer, {limits}", "pass an int"
-        ) from None
-    if number < lowest or (highest is not None and number > highest):
-        raise error(
-            ValueError, f"got {name} = {shown(number)}", f"allowed is {limits}", "change it"
-        )
-    return number

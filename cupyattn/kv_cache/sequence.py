@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from operator import index as as_int
 from typing import Any, NoReturn
 from weakref import ref
 
-from cupyattn.errors import error, shown
+from cupyattn.errors import error
+from cupyattn.kv_cache.arguments import as_count, as_tokens
 from cupyattn.kv_cache.pool import Copy, Pools
 from cupyattn.kv_cache.prefix_index import Prefix
 
@@ -189,7 +189,7 @@ class Sequence:
             If the length is out of range, the last token kept stands in a block that was evicted,
             or the sequence is freed or swapped out.
         """
-        length = self._as_position(length)
+        length = as_count("length", length, 0)
         pools = self._pools
         with pools.lock:
             self._require_here()
@@ -231,7 +231,7 @@ class Sequence:
         ValueError
             If the position is out of range, or the sequence is freed or swapped out.
         """
-        position = self._as_position(position)
+        position = as_count("position", position, 0)
         pools = self._pools
         with pools.lock:
             self._require_here()
@@ -301,6 +301,10 @@ class Sequence:
             If the device's pool has too few blocks; nothing has changed.
         ValueError
             If the sequence is not swapped out.
+
+        Notes
+        -----
+        Its full blocks can be shared at once. Who then does not copy calls ``truncate(0)``.
         """
         with self._pools.lock:
             if self._state is not SWAPPED:
@@ -323,16 +327,8 @@ class Sequence:
         pairs = zip(self._ids, ids, strict=True)
         return ids, tuple(Copy(src, dst) for src, dst in pairs if src != EVICTED)
 
-    def _as_position(self, value: int) -> int:
-        try:
-            return as_int(value)
-        except TypeError:
-            raise error(
-                TypeError, f"got {shown(value)}", "a count of tokens is an integer", "pass an int"
-            ) from None
-
     def _require_within(self, length: int) -> None:
-        if not 0 <= length <= self._length:
+        if length > self._length:
             raise error(
                 ValueError,
                 f"got {length} for a sequence of {self._length} tokens",
@@ -353,18 +349,3 @@ class Sequence:
         if self._state is HERE:
             fix = "use it as it is"
         return error(ValueError, f"the sequence is {self._state}", allowed, fix)
-
-
-def as_tokens(tokens: Any) -> list[int]:
-    """Read token ids from a list or an array, or refuse what is neither."""
-    try:
-        return [
-            as_int(token) for token in (tokens.tolist() if hasattr(tokens, "tolist") else tokens)
-        ]
-    except TypeError:
-        raise error(
-            TypeError,
-            f"got tokens {shown(tokens)}",
-            "tokens are integers, in a list or an array of one axis",
-            "pass [token] for one",
-        ) from None

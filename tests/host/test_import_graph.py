@@ -36,7 +36,7 @@ ROOMS = {
     "kv_cache": {"functional", *BOTTOM},
     "": {"functional", "kv_cache", "emulator"},
     "cli": {"", "functional", "ops", "turing", "kernels", "emulator", *BOTTOM},
-    "benchmark": {"", "cli", "functional", "ops", "kernels", "emulator", *BOTTOM},
+    "benchmark": {"", "cli", "kv_cache", "functional", "ops", "kernels", "emulator", *BOTTOM},
     "__main__": {"cli", "kernels"},
 }
 CUPY = {"cupy", "cupy_backends", "cupyx"}
@@ -194,13 +194,20 @@ def test_the_reference_imports_numpy_alone():
             assert top in sys.stdlib_module_names | {"numpy", "cupyattn"}, f"{path}: {imported}"
 
 
-def test_the_allocator_imports_no_arrays():
-    """The parts of kv_cache that know ids alone; they serve other pools too."""
-    for name in ("allocator", "invariants", "pool", "prefix_index", "sequence"):
+def test_the_allocator_and_the_scheduler_import_no_arrays():
+    """They know ids alone, and serve other pools of blocks too."""
+    pending, seen = ["allocator", "scheduler"], set()
+    while pending:
+        name = pending.pop()
+        seen.add(name)
         for imported in imports(PACKAGE / "kv_cache" / f"{name}.py"):
             top, _, inner = imported.partition(".")
             assert top in sys.stdlib_module_names | {"cupyattn"}, f"{name}: {imported}"
-            assert top != "cupyattn" or inner.startswith(("errors", "kv_cache.")), imported
+            if top == "cupyattn" and inner != "errors":
+                folder, _, module = inner.partition(".")
+                assert folder == "kv_cache", f"{name}: {imported}"
+                pending += {module} - seen
+    assert {"invariants", "pool", "prefix_index", "requests", "sequence"} < seen
 
 
 def attributes(path: Path) -> set[str]:

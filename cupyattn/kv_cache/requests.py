@@ -1,0 +1,158 @@
+"""What a scheduler is asked for, and what it asks of a model and of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+from cupyattn.errors import error, shown
+from cupyattn.kv_cache.allocator import BlockAllocator
+from cupyattn.kv_cache.arguments import as_tokens
+from cupyattn.kv_cache.pool import Copy
+from cupyattn.kv_cache.sequence import Sequence
+
+
+class SchedulerCache(Protocol):
+    """What `Scheduler` needs of a cache: its allocator, and the copies that this calls for.
+
+    Each method runs its copies in their order, before any work that is queued after the call.
+    """
+
+    @property
+    def allocator(self) -> BlockAllocator:
+        """Whose blocks the cache holds."""
+
+    def copy(self, copies: tuple[Copy, ...], /) -> None:
+        """Copy blocks within the device's pool; a later dst may be an earlier src."""
+
+    def copy_to_host(self, copies: tuple[Copy, ...], /) -> None:
+        """Copy blocks of the device to blocks of host memory."""
+
+    def copy_from_host(self, copies: tuple[Copy, ...], /) -> None:
+        """Copy blocks of host memory to blocks of the device."""
+
+
+class Request:
+    """A prompt to continue: what `Scheduler.submit` returns.
+
+    Attributes
+    ----------
+    tokens : tuple of int
+        The prompt.
+    max_new_tokens : int
+        When a sample ends at the latest.
+    n : int
+        How many samples there are.
+    stop : frozenset of int
+        Tokens with which a sample ends.
+    outputs : tuple of list of int
+        The new tokens of each sample so far, with the one that ended it.
+    finished : bool
+        Whether every sample has ended, or the request was cancelled.
+    """
+
+    __slots__ = ("_left", "finished", "max_new_tokens", "n", "number", "outputs", "stop", "tokens")
+
+    def __init__(
+        self, number: int, tokens: list[int], max_new_tokens: int, n: int, stop: Iterable[int]
+    ) -> None:
+        self.number = number
+        self.tokens = tuple(tokens)
+        self.max_new_tokens = max_new_tokens
+        self.n = self._left = n
+        self.stop = frozenset(stop)
+        self.outputs: tuple[list[int], ...] = tuple([] for _ in range(n))
+        self.finished = False
+
+    def __repr__(self) -> str:
+        lengths = ", ".join(str(len(output)) for output in self.outputs)
+        state = "finished" if self.finished else "not finished"
+        return f"<Request of {len(self.tokens)} tokens, {lengths} new ones, {state}>"
+
+    def take(self, sample: int, token: int) -> bool:
+        """Add a sample's next token; return whether it ends the sample."""
+        output = self.outputs[sample]
+        output.append(token)
+        ends = len(output) == self.max_new_tokens or token in self.stop
+        self._left -= ends
+        self.finished = not self._left
+        return ends
+
+
+class Work(NamedTuple):
+    """A sequence's part in a step of the model.
+
+    The model computes `tokens`, the last ones of `sequence`, and writes their keys and values
+    into the sequence's blocks; the first of them has position ``len(sequence) - len(tokens)``.
+
+    Attributes
+    ----------
+    request : Request
+        What the work is for.
+    samples : tuple of int
+        The samples, by their numbers in the request, that need a next token: of the logits of the
+        last token as many tokens are drawn. None while a prompt is computed in parts.
+    sequence : Sequence
+        All tokens up to those of this step.
+    tokens : tuple of int
+        The tokens to compute.
+    """
+
+    request: Request
+    samples: tuple[int, ...]
+    sequence: Sequence
+    tokens: tuple[int, ...]
+
+
+class Run:
+    """A request's way through the scheduler: all of its samples, then one when each has its own.
+
+    `tokens` are the prompt and what was drawn. The first `written` of them stand in the cache, by
+    steps that ended well: none yet for one that has just begun, whatever the cache had.
+    """
+
+    __slots__ = ("request", "samples", "sequence", "tokens", "written")
+
+    def __init__(
+        self,
+        request: Request,
+        samples: tuple[int, ...],
+        tokens: list[int],
+        sequence: Sequence | None = None,
+    ) -> None:
+        self.request = request
+        self.samples = samples
+        self.tokens = tokens
+        self.sequence = sequence  # None before it runs, and when it has to be computed anew
+        self.written = 0 if sequence is None else len(sequence)
+
+    def __lt__(self, other: Run) -> bool:
+        """Tell which comes first: the earlier request, the earlier sample."""
+        return (self.request.number, self.samples) < (other.request.number, other.samples)
+
+    def work(self, tokens: list[int]) -> Work:
+        """Return its part in a step that computes these tokens."""
+        assert self.sequence is not None
+        whole = len(self.sequence) == len(self.tokens)
+        return Work(self.request, self.samples if whole else (), self.sequence, tuple(tokens))
+
+    def drop(self) -> None:
+        """Give back its blocks: it has to be computed anew."""
+        if self.sequence is not None:
+            self.sequence.free()
+        self.sequence, self.written = None, 0
+
+
+def as_sampled(batch: list[Work], returned: Iterable[Iterable[int]]) -> list[list[int]]:
+    """Read what a `forward` returned: the next tokens of each work."""
+    sampled = [as_tokens(tokens) for tokens in returned]
+    counts = [len(tokens) for tokens in sampled]
+    wanted = [len(work.samples) for work in batch]
+    if counts != wanted:
+        raise error(
+            ValueError,
+            f"forward returned {shown(counts)} tokens for its works",
+            f"their samples are {shown(wanted)}",
+            "return a list for each work, of a token for each of its samples",
+        )
+    return sampled

@@ -1,0 +1,378 @@
+"""Continuous batching: which sequences run in a step, and which wait for blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
+from heapq import heapify, heappop, heappush
+from typing import Literal
+
+from cupyattn.errors import error, shown
+from cupyattn.kv_cache.arguments import as_count, as_tokens
+from cupyattn.kv_cache.pool import Copy, OutOfBlocksError
+from cupyattn.kv_cache.requests import Request, Run, SchedulerCache, Work, as_sampled
+
+Forward = Callable[[tuple[Work, ...]], Items[Iterable[int]]]
+
+
+class Scheduler:
+    """A loop of continuous batching, without a model in it.
+
+    Each step runs every sequence that it can: those that generate by one token, prompts by as many
+    as fit. Requests come in by `submit` at any time and run in their order. If blocks run out, the
+    last that came in makes room, and waits.
+
+    Parameters
+    ----------
+    cache : PagedKVCache, or what else has `SchedulerCache`'s attributes
+        An allocator, and the copies of its blocks.
+    max_batch : int
+        The most sequences in a step.
+    max_tokens : int
+        The most tokens in a step, at least `max_batch`. A longer prompt is computed in parts.
+    preempt : {"recompute", "swap"}
+        What becomes of the sequence that makes room: its blocks are given back, and later computed
+        anew, or they move to host memory while that has room.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range, or `preempt` is something else.
+    TypeError
+        If a number is no integer.
+
+    Notes
+    -----
+    The earliest request always goes on, so each one ends. Batches are those of Orca (Yu et al.,
+    OSDI 2022); preemption is that of Kwon et al. (arXiv:2309.06180).
+
+    A scheduler is used by one thread at a time.
+
+    Examples
+    --------
+    A cache without memory, and a model whose next token is the sum of all before, modulo 100:
+
+    >>> import cupyattn
+    >>> class Blocks:
+    ...     allocator = cupyattn.BlockAllocator(num_blocks=8, block_size=4)
+    ...     def copy(self, copies): ...
+    ...     copy_to_host = copy_from_host = copy
+    >>> scheduler = cupyattn.Scheduler(Blocks(), max_batch=4, max_tokens=16)
+    >>> request = scheduler.submit([1, 2, 3], max_new_tokens=4)
+    >>> def forward(batch):
+    ...     return [[sum((*w.request.tokens, *w.request.outputs[s])) % 100 for s in w.samples]
+    ...             for w in batch]
+    >>> while not scheduler.idle:
+    ...     finished = scheduler.step(forward)
+    >>> request.outputs
+    ([6, 12, 24, 48],)
+    """
+
+    def __init__(
+        self,
+        cache: SchedulerCache,
+        *,
+        max_batch: int,
+        max_tokens: int,
+        preempt: Literal["recompute", "swap"] = "recompute",
+    ) -> None:
+        if preempt not in ("recompute", "swap"):
+            raise error(
+                ValueError,
+                f"got preempt = {shown(preempt)}",
+                "allowed are 'recompute' and 'swap'",
+                "'recompute' needs no host memory",
+            )
+        self._cache = cache
+        self._allocator = cache.allocator
+        self._max_batch = as_count("max_batch", max_batch, 1)
+        self._max_tokens = as_count("max_tokens", max_tokens, self._max_batch)
+        self._swaps = preempt == "swap"
+        self._submitted = 0
+        self._num_preempted = 0
+        self._running: list[Run] = []  # the earliest first
+        self._waiting: list[Run] = []  # a heap
+        self._copies: list[Copy] = []  # those to run before anything is written
+
+    @property
+    def num_running(self) -> int:
+        """How many sequences took part in the last step and go on."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many sequences wait, those that were preempted among them."""
+        return len(self._waiting)
+
+    @property
+    def num_preempted(self) -> int:
+        """How often a sequence made room for another, so far."""
+        return self._num_preempted
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was submitted has finished."""
+        return not self._running and not self._waiting
+
+    def submit(
+        self,
+        tokens: Iterable[int],
+        *,
+        max_new_tokens: int,
+        n: int = 1,
+        stop: Iterable[int] = (),
+    ) -> Request:
+        """Ask for continuations of a prompt.
+
+        Parameters
+        ----------
+        tokens : iterable of int
+            The prompt, of at least one token.
+        max_new_tokens : int
+            The most tokens to add.
+        n : int
+            How many samples to draw; they share the prompt's blocks.
+        stop : iterable of int
+            Tokens that end a sample; it ends with the first of them.
+
+        Returns
+        -------
+        Request
+            Its `outputs` grow with each step.
+
+        Raises
+        ------
+        ValueError
+            If the prompt is empty, a number is out of range, n is more than `max_batch`, or the
+            cache has too few blocks for the request even if it runs alone.
+        TypeError
+            If a token or a number is no integer.
+        """
+        prompt, ends = as_tokens(tokens), as_tokens(stop)
+        max_new_tokens = as_count("max_new_tokens", max_new_tokens, 1)
+        n = as_count("n", n, 1, self._max_batch)
+        if not prompt:
+            raise error(
+                ValueError,
+                "got a prompt of no tokens",
+                "the first new token follows from a token",
+                "begin with the token that the model begins texts with",
+            )
+        # The last new token is not computed.
+        blocks = self._blocks(len(prompt) + max_new_tokens - 1) + self._allocator.watermark
+        if blocks > self._allocator.num_blocks:
+            raise error(
+                ValueError,
+                f"got {len(prompt)} tokens and max_new_tokens = {max_new_tokens}, which need "
+                f"{blocks} blocks with the watermark",
+                f"the cache has {self._allocator.num_blocks}",
+                "make the cache larger or the request shorter",
+            )
+        request = Request(self._submitted, prompt, max_new_tokens, n, ends)
+        self._submitted += 1
+        heappush(self._waiting, Run(request, tuple(range(n)), prompt))
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """End a request with the outputs that it has; nothing happens if it has finished.
+
+        Between steps, not from `forward`.
+
+        Parameters
+        ----------
+        request : Request
+            One of this scheduler's.
+        """
+        for runs in (self._running, self._waiting):
+            for run in runs:
+                if run.request is request:
+                    run.drop()
+                    request.finished = True
+            runs[:] = [run for run in runs if run.request is not request]
+        heapify(self._waiting)
+
+    def step(self, forward: Forward) -> tuple[Request, ...]:
+        """Run the model once on what is to be computed now.
+
+        Parameters
+        ----------
+        forward : callable
+            Takes a tuple of `Work`, and returns for each a list of the next tokens of its samples,
+            of none for a work without samples. It writes keys and values of the whole batch,
+            layer by layer, before the layer attends: works may share blocks that this step fills.
+            All copies have been run when it is called. It is not called if nothing is submitted.
+
+        Returns
+        -------
+        tuple of Request
+            Those that finished with this step.
+
+        Raises
+        ------
+        OutOfBlocksError
+            If blocks that others took from the allocator leave no room for even one sequence.
+        ValueError
+            If `forward` returned other than as many tokens as were asked for.
+        Exception
+            Whatever `forward` or a copy raises. Nothing is lost then: a later step computes what
+            this one should have.
+        """
+        try:
+            preempted = self._num_preempted
+            batch = self._continue()
+            if self._num_preempted == preempted:  # otherwise who made room would take it again
+                batch += self._admit(self._max_tokens - sum(len(work.tokens) for work in batch))
+            self._run_copies()
+            sampled = as_sampled(batch, forward(tuple(batch))) if batch else []
+        except BaseException:
+            self._undo()
+            raise
+        return self._finish(batch, sampled)
+
+    def _continue(self) -> list[Work]:
+        """Let those that run append, the earliest first; for want of blocks the last makes room."""
+        batch: list[Work] = []
+        budget = self._max_tokens
+        while len(batch) < len(self._running):
+            run = self._running[len(batch)]
+            assert run.sequence is not None
+            later = len(self._running) - len(batch) - 1  # one token is theirs, each
+            tokens = run.tokens[run.written : run.written + budget - later]
+            try:
+                self._copies += run.sequence.append(tokens)
+            except OutOfBlocksError:
+                if len(self._running) == 1:
+                    raise
+                self._preempt(self._running[-1])
+            else:
+                batch.append(run.work(tokens))
+                budget -= len(tokens)
+        return batch
+
+    def _preempt(self, run: Run) -> None:
+        """Take the blocks of the last that runs."""
+        assert run.sequence is not None
+        self._num_preempted += 1
+        try:
+            copies = run.sequence.swap_out() if self._swaps else None
+        except OutOfBlocksError:  # host memory is full
+            copies = None
+        if copies is None:
+            run.drop()
+        else:
+            try:
+                self._run_copies()
+                self._cache.copy_to_host(copies)
+            except BaseException:
+                run.drop()
+                raise
+        heappush(self._waiting, self._running.pop())
+
+    def _admit(self, budget: int) -> list[Work]:
+        """Let those that wait run, in their order, as far as blocks, places and tokens reach."""
+        batch: list[Work] = []
+        places = self._max_batch - sum(len(run.samples) for run in self._running)
+        while self._waiting and budget and len(self._waiting[0].samples) <= places:
+            run = self._waiting[0]
+            try:
+                tokens = self._begin(run, budget)
+            except OutOfBlocksError:
+                if self._running:
+                    break
+                raise
+            self._running.append(heappop(self._waiting))
+            batch.append(run.work(tokens))
+            budget -= len(tokens)
+            places -= len(run.samples)
+        return batch
+
+    def _begin(self, run: Run, budget: int) -> list[int]:
+        """Give a run its blocks, and return the tokens to compute in this step."""
+        allocator, sequence = self._allocator, run.sequence
+        blocks, done = self._blocks(len(run.tokens)), run.written
+        if sequence is None:
+            done = allocator.find(run.tokens)
+            blocks -= self._blocks(done)
+        # Parts of a prompt come later, but are not begun without room for all of it.
+        available = allocator.num_free + allocator.num_cached
+        if blocks + allocator.watermark > available:
+            raise error(
+                OutOfBlocksError,
+                f"the next sequence needs {blocks} blocks beside a watermark of "
+                f"{allocator.watermark}, and {available} are free or cached",
+                "a sequence begins when all of its tokens have room",
+                "give back blocks that others took from the allocator",
+            )
+        tokens = run.tokens[done : done + budget]
+        if sequence is None:
+            run.sequence = allocator.add(run.tokens[: done + len(tokens)])
+        else:
+            try:
+                copies = sequence.swap_in()
+                self._run_copies()
+                self._cache.copy_from_host(copies)
+                self._copies += sequence.append(tokens)
+            except BaseException:
+                if not sequence.is_swapped:
+                    sequence.truncate(0)  # its blocks are found already, and hold nothing
+                run.drop()
+                raise
+        return tokens
+
+    def _run_copies(self) -> None:
+        """Run the copies so far, before swaps too, which may give away their blocks."""
+        if self._copies:
+            self._cache.copy(tuple(self._copies))
+            self._copies = []
+
+    def _undo(self) -> None:
+        """After a step that failed: cut what has no keys and values yet, in every sequence."""
+        lost = bool(self._copies)  # a copy failed, or was not run
+        self._copies = []
+        dropped = []
+        for run in (*self._running, *self._waiting):
+            sequence = run.sequence
+            if sequence is None or sequence.is_swapped or len(sequence) == run.written:
+                continue
+            sequence.truncate(run.written or sequence.num_cached_tokens)
+            # One that has just begun may have found what another should have written.
+            if lost or not run.written:
+                dropped.append(run)
+        for run in dropped:  # after all are cut: nothing that is not written may stay cached
+            run.drop()
+        for run in self._running:
+            if run.sequence is None:
+                heappush(self._waiting, run)
+        self._running = [run for run in self._running if run.sequence is not None]
+
+    def _finish(self, batch: list[Work], sampled: list[list[int]]) -> tuple[Request, ...]:
+        """Take the new tokens: samples end, or go on, each with a sequence of its own."""
+        finished, running = [], []
+        for run, work, drawn in zip(self._running, batch, sampled, strict=True):
+            assert run.sequence is not None
+            run.written = len(run.sequence)
+            if not work.samples:
+                running.append(run)
+                continue
+            going = [
+                (sample, token)
+                for sample, token in zip(work.samples, drawn, strict=True)
+                if not run.request.take(sample, token)
+            ]
+            for sample, token in going[1:]:
+                tokens = [*run.tokens, token]
+                running.append(Run(run.request, (sample,), tokens, run.sequence.fork()))
+            if going:
+                sample, token = going[0]
+                run.samples = (sample,)
+                run.tokens.append(token)
+                running.insert(len(running) - len(going) + 1, run)
+            else:
+                run.drop()
+                if run.request.finished:
+                    finished.append(run.request)
+        self._running = running
+        return tuple(finished)
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._allocator.block_size)

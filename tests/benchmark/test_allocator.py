@@ -1,0 +1,67 @@
+"""``python -m cupyattn.benchmark allocator``: its trace wastes little and leaks nothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.search import deep
+
+from cupyattn.benchmark import allocator
+from cupyattn.benchmark.__main__ import main
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """A pool and prompts of a tenth, so that the trace is as crowded as the benchmark's."""
+    monkeypatch.setattr(allocator, "POOL_TOKENS", 12_000)
+    monkeypatch.setattr(allocator, "MAX_BATCH", 32)
+    monkeypatch.setattr(allocator, "OUTPUT", (60.0, 0.8))
+    monkeypatch.setattr(allocator, "SYSTEM_PROMPTS", (30, 150))
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 16, 64, *deep(2, 3, 7, 128, 256)])
+def test_no_block_leaks_at_any_size(block_size):
+    trace = allocator.run_trace(block_size, 60)
+    assert trace.leaked_blocks == 0
+    assert trace.found_tokens > 0
+    assert trace.steps > 60
+
+
+def test_little_is_wasted_at_block_size_16():
+    trace = allocator.run_trace(16, 120)
+    assert 0 < trace.waste < allocator.WASTE_GOAL
+    assert trace.worst_waste >= trace.waste
+
+
+def test_the_trace_comes_to_preemption(monkeypatch):
+    monkeypatch.setattr(allocator, "POOL_TOKENS", 4_600)  # the longest fits, just
+    monkeypatch.setattr(allocator, "WATERMARK", 0)
+    trace = allocator.run_trace(16, 60)
+    assert trace.preempted > 0
+    assert trace.leaked_blocks == 0
+
+
+def test_one_token_a_block_wastes_nothing():
+    assert allocator.run_trace(1, 10).waste == 0
+
+
+def test_a_pair_and_a_table_are_quick():
+    """A quarter of the goals: other processes share the machine."""
+    assert allocator.pairs_per_second(20_000) > allocator.PAIRS_GOAL / 4
+    assert allocator.table_milliseconds(256) < allocator.TABLE_GOAL_MS * 4
+
+
+def test_json(capsys):
+    assert main(["allocator", "--requests", "5", "--block-size", "16", "2", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [trace["block_size"] for trace in result["traces"]] == [16, 2]
+    assert result["pairs_per_second"] > 0
+    assert result["append_us"] > 0
+
+
+def test_text(capsys):
+    assert main(["allocator", "--requests", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "million/s" in printed
+    assert "no block leaked" in " ".join(printed.split())
