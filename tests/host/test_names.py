@@ -100,8 +100,6 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
         {"approximate": "tanh", "preactivation": None, "grads": None, "accumulate": False,
          "workspace": None},
     ),
-    softmax_forward: (("x",), {"axis": -1, "out": None}),
-    softmax_backward: (("dout", "out"), {"axis": -1, "dx": None}),
 }  # fmt: skip
 MADE_BY_OTHERS = (OutOfBlocksError, Sequence)
 """Classes whose objects a caller gets, but does not make."""
