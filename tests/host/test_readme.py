@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import re
 import shlex
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from support import readme
-from support.readme import MEASURED, README, ROOT, options_table, with_table, with_tables
+from support.readme import (
+    MEASURED,
+    README,
+    ROOT,
+    examples,
+    options_table,
+    with_table,
+    with_tables,
+)
 
 from cupyattn import cli
 from cupyattn.benchmark import __main__ as benchmark
@@ -53,10 +62,10 @@ def test_readme_has_the_two_commands_that_ci_runs():
 
 
 def test_examples_run():
-    examples = re.findall(r"```python\n(.*?)```", text_of(README), flags=re.DOTALL)
-    assert len(examples) >= 2
-    for example in examples:
-        exec(compile(example, "README.md", "exec"), {})
+    assert len(examples()) >= 3
+    names: dict[str, Any] = {}  # one page: an example goes on from those above it
+    for example in examples():
+        exec(compile(example, "README.md", "exec"), names)
 
 
 def test_tables_are_not_stale():

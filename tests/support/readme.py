@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -126,6 +127,12 @@ def _utilisation(modelled: Mapping[str, Any], head_dim: int) -> tuple[str, str]:
     forward = of_row["attention_forward", f"D {head_dim}"]
     backward = of_row["attention_backward_dkdv", f"D {head_dim}, ONE_PASS"]
     return f"{forward['mean']:.2f}", f"{backward['mean']:.2f}"
+
+
+def examples() -> list[str]:
+    """Return README's examples in Python."""
+    text = README.read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
