@@ -10,6 +10,7 @@ from cupyattn.benchmark import allocator, emulator, host, training_step
 from cupyattn.benchmark.attention import backward as attention_backward
 from cupyattn.benchmark.attention import forward as attention
 from cupyattn.benchmark.layers import command as layers
+from cupyattn.benchmark.linear import command as linear
 from cupyattn.benchmark.plot import command as plot
 from cupyattn.cli import dispatch
 
@@ -17,6 +18,7 @@ _BENCHMARKS = (
     attention,
     attention_backward,
     layers,
+    linear,
     training_step,
     allocator,
     host,

@@ -16,8 +16,8 @@ from cupyattn.kernels.configs.layers import (
     softmax,
 )
 from cupyattn.kernels.configs.linear import float32 as linear_float32
+from cupyattn.kernels.configs.linear import read_weight, thin
 from cupyattn.kernels.configs.linear import tensor_core as linear_tensor_core
-from cupyattn.kernels.configs.linear import thin
 from cupyattn.kernels.spec import KernelSpec, Specialisation
 
 _MODULES = (
@@ -36,6 +36,7 @@ _MODULES = (
     norms,
     column_sums,
     linear_float32,
+    read_weight,
     thin,
     linear_tensor_core,
 )

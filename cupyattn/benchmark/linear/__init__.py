@@ -1,0 +1,1 @@
+"""Times of products with a weight."""

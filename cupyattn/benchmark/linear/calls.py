@@ -1,0 +1,81 @@
+"""What is timed for a case: this library, a kernel that only reads the weight, and PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import cupyattn
+from cupyattn.arrays import Array
+from cupyattn.benchmark.linear.cases import Arrays, Case
+from cupyattn.benchmark.torch_peer import tensor_of
+from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
+from cupyattn.kernels.configs.linear.read_weight import CTAS_PER_SM, read_weight
+from cupyattn.kernels.device import Device
+from cupyattn.kernels.launch import launch
+
+Calls = list[Callable[[], Any]]
+"""One for each of a case's weights."""
+
+
+def own_calls(case: Case, arrays: Arrays) -> Calls:
+    """Return calls of `linear` or `linear_backward`, into arrays that are there."""
+    x, weights, b, dout, out = arrays
+    turned = [w.T if case.layout == "nk" else w for w in weights]
+    if case.kind != "backward":
+        forward = partial(cupyattn.linear, activation=case.activation, out=out)
+        return [partial(forward, x, w, b) for w in turned]
+    preactivation = None
+    if case.activation is not None:
+        _, preactivation = cupyattn.linear(
+            x, turned[0], b, activation=case.activation, return_preactivation=True
+        )
+    backward = partial(
+        cupyattn.linear_backward, activation=case.activation, preactivation=preactivation
+    )
+    grads = cupyattn.LinearGrads(*backward(dout, x, turned[0], b))
+    return [partial(backward, dout, x, w, b, grads=grads) for w in turned]
+
+
+def reading_calls(device: Device, multiprocessors: int, arrays: Arrays, xp: Any) -> Calls:
+    """Return launches of the kernel that only reads each weight."""
+    sink = xp.zeros(1, np.uint32)
+
+    def read(weight: Array) -> None:
+        count = weight.nbytes // VECTOR_BYTES
+        launch(device, read_weight(), multiprocessors * CTAS_PER_SM, (weight, sink, count))
+
+    return [partial(read, weight) for weight in arrays.weights]
+
+
+def torch_calls(torch: Any, case: Case, arrays: Arrays, *, compiled: bool) -> Calls:
+    """Return the same by PyTorch, eager or through torch.compile, on the same memory."""
+    functional = torch.nn.functional
+    after: dict[str | None, Callable[[Any], Any]] = {
+        None: lambda z: z,
+        "gelu": functional.gelu,
+        "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+        "silu": functional.silu,
+        "relu": functional.relu,
+    }
+    activation = after[case.activation]
+
+    def linear(x: Any, w: Any, b: Any) -> Any:
+        return activation(functional.linear(x, w, b))
+
+    function = torch.compile(linear) if compiled else linear
+    x, b, dout = (tensor_of(torch, array) for array in (arrays.x, arrays.b, arrays.dout))
+    weights = [tensor_of(torch, w if case.layout == "nk" else w.T) for w in arrays.weights]
+    if case.kind != "backward":
+
+        def call(weight: Any) -> Any:
+            with torch.no_grad():
+                return function(x, weight, b)
+
+        return [partial(call, weight) for weight in weights]
+    of = [tensor.requires_grad_() for tensor in (x, weights[0], b)]
+    result = function(*of)
+    return [lambda: torch.autograd.grad(result, of, dout, retain_graph=True)]

@@ -1,0 +1,96 @@
+"""What the benchmark of linear calls: the shapes, and arrays of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyattn.arrays import Array
+from cupyattn.benchmark.attention.cases import dtype_of
+
+LARGE = ((8192, 16384, 4096), (8192, 2560, 10240), (8192, 3072, 768), (512, 16384, 4096))
+"""(M, N, K) of products that arithmetic bounds."""
+THIN = (
+    (16384, 4096),
+    (2560, 2560),
+    (10240, 2560),
+    (2560, 10240),
+    (2048, 8192),
+    (8192, 2048),
+    (128256, 2048),
+)
+"""(N, K) of products that reading the weight bounds."""
+THIN_ROWS = (1, 2, 4, 8, 16, 32, 64)
+LAYOUTS = ("nk", "kn")
+"""How w lies: as (N, K), of which linear is given the transpose, or as (K, N)."""
+_COLD_BYTES = 2**28
+"""Weights are taken in turn from so many bytes at least: more than any L2 holds."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product; letters as in the public API."""
+
+    kind: str
+    """"large", "thin" or "backward"."""
+    M: int
+    N: int
+    K: int
+    dtype: str
+    layout: str
+    activation: str | None
+
+    @property
+    def flops(self) -> float:
+        """Of the product, or of the backward's two.
+
+        Examples
+        --------
+        >>> Case("large", 8192, 16384, 4096, "float16", "nk", None).flops == 2 * 2**39
+        True
+        """
+        return (4 if self.kind == "backward" else 2) * float(self.M) * self.N * self.K
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of w."""
+        return self.N * self.K * dtype_of(self.dtype).itemsize
+
+    @property
+    def copies(self) -> int:
+        """How many weights are taken in turn, so that none is in L2 still."""
+        return max(-(-_COLD_BYTES // self.weight_bytes), 2) if self.kind == "thin" else 1
+
+
+class Arrays(NamedTuple):
+    """The arrays of a case: x, the weights as they lie, b, dout, and room for the result."""
+
+    x: Array
+    weights: list[Array]
+    b: Array
+    dout: Array
+    out: Array
+
+
+def arrays_of(case: Case, xp: Any) -> Arrays:
+    """Make the arrays of a case by the array library `xp`; weights are random, and scaled."""
+    dtype = dtype_of(case.dtype)
+    rng = np.random.default_rng(0)
+
+    def random(*shape: int, scale: float = 1.0) -> Array:
+        count = int(np.prod(shape))
+        # A million numbers again and again: NumPy takes a second for a hundred million.
+        numbers = rng.standard_normal(min(count, 2**20), np.float32) * np.float32(scale)
+        return xp.resize(xp.asarray(numbers.astype(dtype)), count).reshape(shape)
+
+    shape = (case.N, case.K) if case.layout == "nk" else (case.K, case.N)
+    weights = [random(*shape, scale=case.K**-0.5) for _ in range(case.copies)]
+    return Arrays(
+        random(case.M, case.K),
+        weights,
+        random(case.N),
+        random(case.M, case.N),
+        xp.empty((case.M, case.N), dtype),
+    )

@@ -1,0 +1,32 @@
+"""The kernel that only reads: what kernels for few rows are measured beside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+
+from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
+
+KERNEL = KernelSpec(
+    "read_weight",
+    "linear/read_weight.cu",
+    (*inputs("words"), Pointer("sink"), Scalar("count", np.dtype(np.int64))),
+)
+KERNELS = (KERNEL,)
+THREADS = 256
+CTAS_PER_SM = 8
+
+
+@cache
+def read_weight() -> Specialisation:
+    """Specialise the kernel."""
+    return KERNEL.specialise(threads=THREADS)
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield the kernel."""
+    del arch  # one row serves all
+    yield read_weight()

@@ -1,0 +1,180 @@
+"""``python -m cupyattn.benchmark linear``: what it calls, counts and prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import types
+
+import numpy as np
+import pytest
+from support.fake_gpu import HEADER
+from support.processes import run
+
+import cupyattn
+from cupyattn.benchmark import gpu_command
+from cupyattn.benchmark.__main__ import main
+from cupyattn.benchmark.linear import command
+from cupyattn.benchmark.linear.calls import own_calls, reading_calls, torch_calls
+from cupyattn.benchmark.linear.cases import LARGE, Case, arrays_of
+from cupyattn.benchmark.linear.command import COMPILED, EAGER, OWN, READING, cases_of, row_of
+from cupyattn.emulator import Checks, Report
+from cupyattn.functional.device_info import device_count
+from cupyattn.kernels.device.emulated import EmulatedDevice
+
+FEW = Case("thin", 2, 16, 40, "float32", "nk", None)
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    return parser.parse_args(["linear", *words])
+
+
+def test_the_cases_are_those_of_the_command_line():
+    usual = list(cases_of(parsed()))
+    assert [(c.M, c.N, c.K) for c in usual if c.kind == "large"] == list(LARGE)
+    assert {c.activation for c in usual if c.kind == "thin"} == {None}
+    words = ("--kind", "thin", "--dtype", "float32", "float16", "--layout", "kn", "nk")
+    asked = list(cases_of(parsed(*words, "--size", "1", "16", "32", "--activation", "silu")))
+    assert len(asked) == 4
+    assert {(c.M, c.N, c.K, c.activation) for c in asked} == {(1, 16, 32, "silu")}
+
+
+def test_few_rows_meet_weights_that_no_cache_holds():
+    case = Case("thin", 1, 2560, 2560, "float16", "nk", None)
+    assert case.copies * case.weight_bytes >= 2**28
+    assert Case("large", 1, 2560, 2560, "float16", "nk", None).copies == 1
+    assert Case("thin", 1, 128256, 2048, "float16", "nk", None).copies == 2
+
+
+@pytest.fixture
+def two_weights(monkeypatch):
+    monkeypatch.setattr(Case, "copies", 2)
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_forward_calls_are_linear_of_each_weight(layout, two_weights):
+    case = Case("thin", 2, 16, 40, "float32", layout, "silu")
+    arrays = arrays_of(case, np)
+    calls = own_calls(case, arrays)
+    assert len(calls) == 2
+    for call, weight in zip(calls, arrays.weights, strict=True):
+        assert call() is arrays.out
+        w = weight.T if layout == "nk" else weight
+        np.testing.assert_array_equal(
+            arrays.out, cupyattn.linear(arrays.x, w, arrays.b, activation="silu")
+        )
+
+
+@pytest.mark.parametrize("activation", [None, "gelu_tanh"])
+def test_backward_calls_write_what_is_there(activation):
+    case = Case("backward", 8, 16, 24, "float32", "nk", activation)
+    arrays = arrays_of(case, np)
+    (call,) = own_calls(case, arrays)
+    first, second = call(), call()
+    assert all(a is b for a, b in zip(first, second, strict=True))
+    w = arrays.weights[0].T
+    expected = cupyattn.linear_backward(arrays.dout, arrays.x, w, arrays.b, activation=activation)
+    np.testing.assert_allclose(first.dw, expected.dw, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.nvrtc
+def test_the_reading_kernel_reads_all_once(two_weights):
+    arrays = arrays_of(Case("thin", 1, 40, 1000, "float32", "nk", None), np)
+    report = Report()
+    device = EmulatedDevice(Checks.all(), report)
+    for call in reading_calls(device, 1, arrays, np):
+        call()
+    sectors = sum(access.sectors for access in report.accesses if access.space == "global")
+    assert sectors * 32 == sum(weight.nbytes for weight in arrays.weights)
+
+
+class Torch:
+    """What of PyTorch is used, on NumPy."""
+
+    def __init__(self):
+        self.compiled = 0
+        self.nn = types.SimpleNamespace(
+            functional=types.SimpleNamespace(
+                linear=lambda x, w, b: x @ w.T + b, gelu=print, silu=None, relu=None
+            )
+        )
+
+    def compile(self, function):
+        self.compiled += 1
+        return function
+
+    @staticmethod
+    def from_dlpack(array):
+        return array
+
+    class no_grad:  # noqa: N801
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_pytorch_computes_the_same(layout, two_weights):
+    case = Case("thin", 2, 16, 40, "float32", layout, None)
+    arrays = arrays_of(case, np)
+    own = own_calls(case, arrays)
+    torch = Torch()
+    for compiled in (False, True):
+        for call, of_torch in zip(
+            own, torch_calls(torch, case, arrays, compiled=compiled), strict=True
+        ):
+            np.testing.assert_allclose(of_torch(), call(), rtol=1e-4, atol=1e-5)
+    assert torch.compiled == 1
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """The command as on a GPU, but for the kernels, their times and what they ran on."""
+    monkeypatch.setattr(gpu_command, "device_count", lambda: 1)
+
+    def measure(arguments):
+        rows = []
+        for case in cases_of(arguments):
+            names = (OWN, READING, EAGER, COMPILED) if case.kind == "thin" else (OWN, EAGER)
+            rows += [row_of(case, name, [1e-3 * (i + 1)] * 3) for i, name in enumerate(names)]
+        return {"command": "linear", **HEADER, "torch": "2.9", "calls": 3, "rows": rows}
+
+    monkeypatch.setattr(command, "measure", measure)
+
+
+def test_text_and_json(a_gpu, capsys, tmp_path):
+    file = tmp_path / "linear.json"
+    words = ("--size", "1000", "1000", "1000", "--kind", "large", "thin", "--json", str(file))
+    assert main(["linear", *words]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "linear on A GPU, 2026-11-20" in printed
+    assert "Many rows, float16, w.T of (N, K)" in printed
+    assert "1000 x 1000 x 1000 gelu_tanh cupyattn 1000.0 us 2.0" in printed
+    assert "1000 x 1000 x 1000 gelu_tanh torch 2000.0 us 1.0 2.00 x the time" in printed
+    assert "1000 x 1000 x 1000 - read w 2000.0 us 1.0 2.00 x the time" in printed
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["contender"] for row in rows] == [OWN, EAGER, OWN, READING, EAGER, COMPILED]
+    assert rows[2]["gb_per_s"] == pytest.approx(2.0)
+    assert rows[3]["tflops"] is None
+
+
+@pytest.mark.skipif(device_count() > 0, reason="tells what happens without a GPU")
+def test_it_needs_a_gpu():
+    result = run("linear", launcher=("-m", "cupyattn.benchmark"))
+    assert result.returncode == 1
+    assert "no CUDA device" in result.stderr
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path):
+    file = tmp_path / "linear.json"
+    words = ("--size", "64", "256", "512", "--calls", "3", "--json", str(file))
+    result = run("linear", *words, launcher=("-m", "cupyattn.benchmark"))
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["kind"] for row in rows} == {"large", "thin", "backward"}
+    assert all(row["seconds"] > 0 for row in rows)
