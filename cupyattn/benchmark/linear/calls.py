@@ -10,6 +10,7 @@ import numpy as np
 
 import cupyattn
 from cupyattn.arrays import Array
+from cupyattn.benchmark.cuda_events import Round
 from cupyattn.benchmark.linear.cases import Arrays, Case
 from cupyattn.benchmark.torch_peer import tensor_of
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
@@ -17,12 +18,9 @@ from cupyattn.kernels.configs.linear.read_weight import CTAS_PER_SM, read_weight
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.launch import launch
 
-Calls = list[Callable[[], Any]]
-"""One for each of a case's weights."""
 
-
-def own_calls(case: Case, arrays: Arrays) -> Calls:
-    """Return calls of `linear` or `linear_backward`, into arrays that are there."""
+def own_calls(case: Case, arrays: Arrays) -> Round:
+    """Return, for each of the weights, calls of `linear` or `linear_backward`, into arrays that are there."""
     x, weights, b, dout, out = arrays
     turned = [w.T if case.layout == "nk" else w for w in weights]
     if case.kind != "backward":
@@ -40,7 +38,7 @@ def own_calls(case: Case, arrays: Arrays) -> Calls:
     return [partial(backward, dout, x, w, b, grads=grads) for w in turned]
 
 
-def reading_calls(device: Device, multiprocessors: int, arrays: Arrays, xp: Any) -> Calls:
+def reading_calls(device: Device, multiprocessors: int, arrays: Arrays, xp: Any) -> Round:
     """Return launches of the kernel that only reads each weight."""
     sink = xp.zeros(1, np.uint32)
 
@@ -51,7 +49,7 @@ def reading_calls(device: Device, multiprocessors: int, arrays: Arrays, xp: Any)
     return [partial(read, weight) for weight in arrays.weights]
 
 
-def torch_calls(torch: Any, case: Case, arrays: Arrays, *, compiled: bool) -> Calls:
+def torch_calls(torch: Any, case: Case, arrays: Arrays, *, compiled: bool) -> Round:
     """Return the same by PyTorch, eager or through torch.compile, on the same memory."""
     functional = torch.nn.functional
     after: dict[str | None, Callable[[Any], Any]] = {

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from cupyattn.benchmark.cuda_events import event_timer, graph_timer, measured_on
+from cupyattn.benchmark.cuda_events import Round, event_timer, graph_timer, measured_on
 from cupyattn.benchmark.gpu_command import add_timing_options, run_on_gpu, show_machine
-from cupyattn.benchmark.linear.calls import Calls, own_calls, reading_calls, torch_calls
+from cupyattn.benchmark.linear.calls import own_calls, reading_calls, torch_calls
 from cupyattn.benchmark.linear.cases import LARGE, LAYOUTS, THIN, THIN_ROWS, Arrays, Case, arrays_of
 from cupyattn.benchmark.torch_peer import TORCH, load_torch
 from cupyattn.cli.arguments import integer
@@ -98,7 +98,7 @@ def measure(arguments: argparse.Namespace) -> Result:
     device = cuda_device(0)
     multiprocessors = cupy.cuda.Device(0).attributes["MultiProcessorCount"]
 
-    def contenders(case: Case, arrays: Arrays) -> Iterator[tuple[str, Calls]]:
+    def contenders(case: Case, arrays: Arrays) -> Iterator[tuple[str, Round]]:
         yield OWN, own_calls(case, arrays)
         if case.kind == "thin":
             yield READING, reading_calls(device, multiprocessors, arrays, cupy)
@@ -116,7 +116,7 @@ def measure(arguments: argparse.Namespace) -> Result:
 
 
 def seconds_of(
-    case: Case, name: str, calls: Calls, arguments: argparse.Namespace, torch: Any
+    case: Case, name: str, calls: Round, arguments: argparse.Namespace, torch: Any
 ) -> list[float]:
     """Time a contender: long calls one by one, short ones in a graph."""
     if case.kind != "thin":
