@@ -108,7 +108,7 @@ def dw_plan(problem: LinearProblem, arch: int) -> Launches:
     launches = db_plan(problem) if problem.biased else Launches(())
     if problem.inner == 0:
         return launches
-    table = configs.GRADIENT_ROWS if transposed else configs.GRADIENT_COLUMNS
+    table = configs.GRADIENT_ROWS if transposed else configs.PRODUCTS
     row = configs.product_row(arch, result.rows, result.columns, table)
     kernel = configs.dw(
         problem.dtype.name,

@@ -74,6 +74,7 @@ DB_THREADS = 64
 DB_CTAS = 512
 """About as many as there are to be, so that rows are summed by many at once."""
 
+_SM_SHARED_BYTES = 64 * 1024
 _WARP_ROWS, _WARP_COLUMNS = 32, 64  # kWarpRows and kWarpColumns in product.cuh
 
 
@@ -98,19 +99,14 @@ _FEW = ProductConfig(64, 64, 4, "four times as many CTAs for results of few tile
 Rows = Mapping[int, ProductConfig]
 PRODUCTS: Mapping[int, Rows] = {
     75: {
-        80: ProductConfig(
-            128, 128, 2, "both factors as they are: the least traffic, 128 registers"
-        ),
+        80: ProductConfig(128, 64, 3, "168 registers hold the sums, and factors on their way"),
         0: _FEW,
     }
 }
-# With a factor that is computed as it is loaded: of its lines 64, so that 168 registers hold what
-# it is computed from, and 128 of the other factor's, each of which uses it.
+# Where the rows of the result are those of a factor that is computed as it is loaded: each of its
+# items is used by 128 of the other factor's lines.
 GRADIENT_ROWS: Mapping[int, Rows] = {
-    75: {80: ProductConfig(64, 128, 3, "the gradient has the rows"), 0: _FEW}
-}
-GRADIENT_COLUMNS: Mapping[int, Rows] = {
-    75: {80: ProductConfig(128, 64, 3, "the gradient has the columns"), 0: _FEW}
+    75: {80: ProductConfig(64, 128, 3, "as the others, the other way round"), 0: _FEW}
 }
 
 
@@ -198,13 +194,14 @@ def _product(
     **more: Any,
 ) -> Specialisation:
     depth = 2 * vector_items(dtype)
+    shared_bytes = 2 * depth * (row.tile_m + row.tile_n) * FLOAT_BYTES
     return spec.specialise(
         threads=row.threads,
-        static_shared_bytes=2 * depth * (row.tile_m + row.tile_n) * FLOAT_BYTES,
+        static_shared_bytes=shared_bytes,
         DTYPE=dtype,
         TILE_M=row.tile_m,
         TILE_N=row.tile_n,
-        MIN_CTAS=row.ctas_per_sm,
+        MIN_CTAS=min(row.ctas_per_sm, _SM_SHARED_BYTES // shared_bytes),
         ACTIVATION=STRUCTS[activation],
         GATED=cpp_bool(gated),
         VEC=vec,
@@ -234,7 +231,7 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     ):
         vec, vec_out = vector_items(dtype) if whole else 1, OUT_VECTOR if whole_out else 1
         options = (activation, gated, vec, vec_out)
-        table = GRADIENT_ROWS if lines else GRADIENT_COLUMNS
+        table = GRADIENT_ROWS if lines else PRODUCTS
         along = "kLines" if lines else "kDepth"
         yield forward(dtype, _nth(PRODUCTS, arch, size), along, *options)
         yield dx(dtype, _nth(GRADIENT_ROWS, arch, size), along, *options)
