@@ -46,7 +46,7 @@ struct Columns {
 // A warp's four columns, over all K.
 __device__ __forceinline__ void sum_along_depth(Smem& smem, const Scalar* x, const Scalar* w, const Columns& columns,
                                                 const FloatProductParams& params) {
-  constexpr int kItems = kLoadItems<Scalar>;
+  constexpr int kItems = VEC == 1 ? 1 : kLoadItems<Scalar>;  // item by item, neighbouring lanes take neighbours
   const int first_local = warp_index() * kThreadSums;
   float sums[ROWS][kThreadSums] = {};
 #pragma unroll 1
