@@ -309,6 +309,35 @@ def _specialise(
     )
 
 
+# CONFLICT ('def', '_specialise')
+
+
+def _specialise(
+    kernel: KernelSpec, row: ProductConfig, vec: int, out_vec: int, **macros: int | str
+) -> Specialisation:
+    return kernel.specialise(
+        threads=row.threads,
+        shared_bytes=row.shared_bytes,
+        TILE_ROWS=row.tile_rows,
+        TILE_COLUMNS=row.tile_columns,
+        TILE_INNER=row.tile_inner,
+        WARP_ROWS=row.warp_rows,
+        WARP_COLUMNS=row.warp_columns,
+        MIN_CTAS=row.ctas_per_sm,
+        VEC=vec,
+        OUT_VEC=out_vec,
+        MMA_K=row.mma_k,
+        A_SETS=row.a_sets,
+        A_SLOT=row.a_moves.slot,
+        A_STEP=row.a_moves.step,
+        A_RING=row.a_moves.ring,
+        B_SLOT=row.b_moves.slot,
+        B_STEP=row.b_moves.step,
+        B_RING=row.b_moves.ring,
+        **macros,
+    )
+
+
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     """Yield every row, with vector and scalar accesses; activations in pairs with the layouts."""
     vec = vector_items("float16")
