@@ -110,6 +110,8 @@ def row_name(row: Specialisation) -> str:
     parts += [f"{letter} {dim}" for letter, dim in dims.items() if dim is not None]
     if "LANES" in macros:
         parts.append(f"{macros['LANES']} lanes")
+    if "TILE_INNER" in macros:  # of a product's tiles its caller chose one by its sizes
+        parts.append(f"{macros['TILE_ROWS']} x {macros['TILE_COLUMNS']}")
     if macros.get("VEC") == 1:
         parts.append("scalar loads")
     parts += [

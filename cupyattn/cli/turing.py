@@ -22,6 +22,8 @@ TUNED = (
     "attention_backward_dkdv",
     "attention_backward_dkdv_paired",
     "attention_backward_dq",
+    "linear_forward",
+    "linear_product",
 )
 """Kernels whose speed is that of their products: those that the model is for."""
 

@@ -1,63 +1,214 @@
-"""Products on tensor cores, against the reference and its bounds."""
+"""Products on tensor cores, every tile of the table, against the reference and its bounds."""
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
-from support.devices import KERNELS
+from hypothesis import given
+from hypothesis import strategies as st
+from support import linear_problems
+from support.devices import EMULATED, KERNELS
+from support.linear_problems import LinearCase, backward_ratio, forward_ratio, linear_cases
+from support.search import deep, examples
+from support.tensor_core_linear import tensor_core_alone
 
 import cupyattn
-from cupyattn import reference
+from cupyattn import emulator
+from cupyattn.kernels.arch import TURING, arch_of
+from cupyattn.kernels.compile import compile_ptx
+from cupyattn.kernels.configs.linear import tensor_core as configs
+from cupyattn.kernels.device import emulated
+from cupyattn.kernels.spec import Specialisation
+from cupyattn.ops.linear import tensor_core
+from cupyattn.ops.linear.problem import Matrix
+from cupyattn.ops.linear.tiles import Product, Tiling
 
 pytestmark = pytest.mark.nvrtc
 
 
-def normal(seed: int, *shape: int) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    return rng.standard_normal(shape, dtype=np.float32).astype(np.float16)
+def case(rows, outer, inner, activation=None, **options) -> LinearCase:
+    return LinearCase((rows,), inner, outer, "float16", activation, **options)
 
 
-def weight(inner: int, columns: int, along: bool) -> np.ndarray:
-    """(K, W), its columns contiguous where its lines run along the sum."""
-    scale = np.float16(max(inner, 1) ** -0.5)
-    return normal(1, columns, inner).T * scale if along else normal(1, inner, columns) * scale
+# At the last row and column of a tile, before and behind them; the sum in one k-tile, in several,
+# with a ragged first one; loads and stores by vectors, by items, or one of each; rows that lie
+# apart, and backwards.
+FORWARD = [
+    ("wide", case(257, 200, 72, "gelu_tanh", turned=True, residual=True)),
+    ("wide", case(256, 193, 64, turned=True, residual=True)),
+    ("wide", case(255, 96, 104, "swiglu", residual=True)),
+    ("wide", case(3, 104, 24, "geglu", turned=True, view="padded")),
+    ("narrow", case(257, 129, 33, "silu", biased=False)),
+    ("narrow", case(255, 127, 31, "relu", turned=True, view="odd", residual=True)),
+    ("narrow", case(31, 33, 1, "swiglu", view="odd")),
+    ("small", case(129, 136, 40, "gelu", turned=True, biased=False)),
+    ("small", case(127, 56, 96, "geglu", residual=True)),
+    ("short", case(129, 200, 88, "silu", turned=True, residual=True)),
+    ("short", case(127, 192, 16, "relu", view="padded")),
+]
 
 
-def error_ratios(rows, outer, inner, *, along, activation=None, bias=True, residual=True):
-    """Of out, and of the preactivation where there is one."""
-    columns = outer * (2 if activation in ("swiglu", "geglu") else 1)
-    x, w = normal(0, rows, inner), weight(inner, columns, along)
-    b = normal(2, columns) if bias else None
-    added = normal(3, rows, outer) if residual else None
-    with KERNELS.running():
-        results = cupyattn.linear(
-            *(None if array is None else KERNELS.put(array) for array in (x, w, b)),
-            residual=None if added is None else KERNELS.put(added),
-            activation=activation,
-            return_preactivation=activation is not None,
-        )
-    found = results if activation else (results,)
-    exact = reference.linear(
-        *(None if array is None else array.astype(np.float64) for array in (x, w, b, added)),
-        activation=activation,
-    )
-    bound = reference.linear_bound(x, w, b, added, activation=activation, dtype="float16")
-    return [
-        reference.error_ratio(KERNELS.get(one), *rest)
-        for one, *rest in zip(found, exact, bound, strict=False)
-    ]
+@pytest.mark.parametrize(("shape", "problem"), FORWARD, ids=str)
+def test_forward(shape, problem):
+    with KERNELS.running(), tensor_core_alone(shape):
+        assert 0 < forward_ratio(problem)[0] <= 1
 
 
-@pytest.mark.parametrize("along", [True, False])
+BACKWARD = [
+    ("wide", case(64, 200, 264, "gelu", turned=True)),
+    ("wide", case(33, 264, 193, accumulate=True)),
+    ("narrow", case(70, 129, 65, "silu", turned=True, accumulate=True)),
+    ("narrow", case(40, 128, 264, biased=False)),
+    ("small", case(130, 136, 40, "swiglu", accumulate=True)),
+    ("small", case(31, 33, 7, "geglu", turned=True, view="odd")),
+    ("short", case(16, 136, 200, "gelu_tanh", view="padded")),
+]
+
+
+@pytest.mark.parametrize(("shape", "problem"), BACKWARD, ids=str)
+def test_backward(shape, problem):
+    with KERNELS.running(), tensor_core_alone(shape):
+        assert 0 < backward_ratio(problem) <= 1
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(2048, 40), *deep((4099, 33))])
+def test_a_long_sum_is_split(rows, columns, turned):
+    """Its parts are added in order: the same bits each time."""
+    problem = case(rows, columns, 72, "relu", turned=turned, accumulate=True)
+    with KERNELS.running(), tensor_core_alone():
+        assert 0 < backward_ratio(problem) <= 1
+
+
+@examples(4)
+@given(st.sampled_from(("wide", "narrow", "small", "short")), st.data())
+@pytest.mark.deep
+def test_drawn_problems(shape, data):
+    kinds = [("float16", name) for name in (None, "gelu_tanh", "swiglu")]
+    problem = data.draw(linear_cases(kinds, rows=(1, 31, 65, 127, 129, 255, 257)))
+    with KERNELS.running(), tensor_core_alone(shape):
+        assert forward_ratio(problem)[0] <= 1
+        assert backward_ratio(problem) <= 1
+
+
+@pytest.mark.parametrize("name", ["x", "w", "residual", "out"])
+def test_rows_from_the_last_to_the_first(name):
+    """Strides below zero: offsets are counted from the lowest address of a tile."""
+    problem = case(130, 72, 40, residual=True)
+    x, w, b = problem.inputs()
+    arrays = {"x": x, "w": w, "residual": problem.normal("residual", 130, 72)}
+    arrays["out"] = np.zeros((130, 72), np.float16)
+    expected = _linear(arrays, b)
+    arrays[name] = arrays[name][::-1].copy()[::-1]
+    np.testing.assert_array_equal(_linear(arrays, b), expected)
+
+
+def _linear(arrays, b):
+    placed = {name: KERNELS.put(array) for name, array in arrays.items()}
+    with KERNELS.running(), tensor_core_alone("small"):
+        cupyattn.linear(
+            placed["x"], placed["w"], KERNELS.put(b),
+            residual=placed["residual"], out=placed["out"],
+        )  # fmt: skip
+    return KERNELS.get(placed["out"])
+
+
+def test_what_lies_beyond_a_row_or_column_stays_out():
+    """NaN in a row of x is in that row of the result alone, in a column of w in that column."""
+    problem = case(130, 72, 40)
+    x, w, b = problem.inputs()
+    x[129], w[:, 71] = np.nan, np.nan
+    arrays = {"x": x, "w": w, "residual": np.zeros((130, 72), np.float16)}
+    found = np.isnan(_linear({**arrays, "out": np.zeros((130, 72), np.float16)}, b))
+    expected = np.zeros((130, 72), bool)
+    expected[129] = expected[:, 71] = True
+    np.testing.assert_array_equal(found, expected)
+
+
+# --- which tile, and which CTA computes what
+
+
 @pytest.mark.parametrize(
-    ("rows", "outer", "inner", "activation"),
+    ("rows", "columns", "inner", "shape"),
     [
-        (257, 136, 72, "silu"),
-        (129, 40, 8, "swiglu"),
-        (127, 33, 31, "gelu"),
-        (70, 65, 33, "geglu"),
+        (8192, 16384, 4096, "wide"),
+        (8192, 3072, 768, "wide"),
+        (8192, 2560, 10240, "narrow"),
+        (512, 10240, 2560, "wide"),
+        (128, 10240, 2560, "small"),
     ],
 )
-def test_forward_is_within_its_bound(rows, outer, inner, activation, along):
-    ratios = error_ratios(rows, outer, inner, along=along, activation=activation)
-    assert max(ratios) <= 1
+def test_the_tile_follows_from_the_sizes(rows, columns, inner, shape):
+    x, w = Matrix(rows, inner, inner, 1, 2, 0), Matrix(inner, columns, 1, inner, 2, 0)
+    assert Product(configs.FORWARD, x, w).tiling(75).shape == shape
+
+
+def test_single_items_go_to_the_tile_that_has_registers_for_them():
+    x, w = Matrix(8192, 4095, 4095, 1, 2, 0), Matrix(4095, 16384, 1, 4095, 2, 0)
+    assert Product(configs.FORWARD, x, w).tiling(75).shape == "narrow"
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "inner", "splits_log2"),
+    [(768, 3072, 8192, 2), (768, 768, 32768, 4), (4096, 16384, 8192, 0), (768, 768, 1000, 0)],
+)
+def test_long_sums_of_few_results_are_split(rows, columns, inner, splits_log2):
+    x, dz = Matrix(rows, inner, 1, rows, 2, 0), Matrix(inner, columns, columns, 1, 2, 0)
+    product = Product(configs.PRODUCT, x, dz)
+    tiling = product.tiling(75, may_split=True)
+    assert tiling.splits_log2 == splits_log2
+    assert product.part(splits_log2) * ((1 << splits_log2) - 1) < inner, "a part has nothing"
+
+
+@pytest.mark.parametrize("splits_log2", [0, 2])
+@pytest.mark.parametrize("tiles", [(1, 1), (3, 1), (1, 7), (9, 5), (8, 86), (43, 670), (65, 3)])
+def test_every_tile_has_one_cta(tiles, splits_log2):
+    """As place_of_cta in params.cuh works it out, in 32 bits."""
+    x, w = Matrix(64, 64, 64, 1, 2, 0), Matrix(64, 64, 1, 64, 2, 0)
+    x, w = x._replace(rows=tiles[0] * 256), w._replace(columns=tiles[1] * 192)
+    product = Product(configs.PRODUCT, x, w)
+    ctas, params = product.geometry(75, Tiling("wide", splits_log2))
+    shift = int(params["group_log2"])
+    block = np.arange(ctas, dtype=np.uint64)
+    column_of_group = block >> np.uint64(shift + splits_log2)
+    reciprocal = np.uint64(params["column_tiles_reciprocal"])
+    group = (2 * column_of_group + 1) * reciprocal >> np.uint64(32)
+    row = (group << np.uint64(shift)) + (block & np.uint64((1 << shift) - 1))
+    column = column_of_group - group * np.uint64(tiles[1])
+    split = block >> np.uint64(shift) & np.uint64((1 << splits_log2) - 1)
+    real = row < tiles[0]
+    found = set(zip(row[real].tolist(), column[real].tolist(), split[real].tolist(), strict=True))
+    assert len(found) == real.sum() == tiles[0] * tiles[1] << splits_log2
+    assert max(place[1] for place in found) == tiles[1] - 1
+
+
+def test_rows_too_far_apart_for_offsets_are_left_to_other_kernels():
+    """256 rows of a tile within 32 bits; halves of a gated weight as far as they are apart."""
+    near = Matrix(300, 64, 2**23 - 8, 1, 2, 0)
+    assert tensor_core._spans(near, gated=False) < 2**32
+    assert tensor_core._spans(near._replace(row_stride=-(2**23)), gated=False) >= 2**32
+    assert tensor_core._spans(near._replace(row_stride=2**23), gated=True) >= 2**32
+
+
+# --- newer GPUs
+
+
+@pytest.mark.parametrize(("arch", "shape"), [(TURING, "m16n8k8"), (arch_of(80), "m16n8k16")])
+def test_products_take_two_steps_at_once_from_sm_80_on(arch, shape, monkeypatch):
+    """On the emulator: the loop over a k-tile has half the steps, in other slots."""
+    shapes: dict[str, set[str]] = {}
+
+    def module(specialisation: Specialisation) -> emulator.Module:
+        ptx = compile_ptx(specialisation, arch).path.read_text(encoding="utf-8")
+        shapes[specialisation.spec.entry] = set(re.findall(r"mma\.sync\.aligned\.(m\w+)", ptx))
+        return emulator.load(ptx)
+
+    monkeypatch.setattr(emulated, "_module", module)
+    monkeypatch.setattr(emulated.EmulatedDevice, "arch", arch)
+    monkeypatch.setattr(linear_problems, "KERNELS", EMULATED)
+    with EMULATED.running(), tensor_core_alone("wide"):
+        assert 0 < forward_ratio(case(130, 72, 104, "silu", residual=True))[0] <= 1
+        assert 0 < backward_ratio(case(40, 72, 104)) <= 1
+    assert shapes["linear_forward"] == shapes["linear_product"] == {shape}

@@ -57,6 +57,11 @@ def row_of(specialisation: Specialisation) -> str:
         sizes.append(f"{8 * int(macros.get('X_TILES', 0)) or 1} rows")
         sizes.append("along K" if macros["W_ALONG_K"] == "true" else "along N")
         sizes.append(f"{macros['GROUPS']} x {macros['K_WARPS']} warps")
+    if "TILE_INNER" in macros:  # products with many rows
+        lines = [
+            str(macros[name])[1:] for name in ("A_LINES", "B_LINES", "W_LINES") if name in macros
+        ]
+        sizes += [f"{macros['TILE_ROWS']} x {macros['TILE_COLUMNS']}", *lines]
     if "ONE_PASS" in macros:
         sizes += ["one pass" if macros["ONE_PASS"] == "true" else "deterministic"]
     options = [name for name, absent in NO_OPTIONS.items() if macros.get(name, absent) != absent]

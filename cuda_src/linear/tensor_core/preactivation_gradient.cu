@@ -13,7 +13,7 @@
 //           partials without a bias.
 // Work      a thread owns VEC columns, a CTA (cooperative thread array, a block of threads) 32 of these and block_rows
 //           rows, of which every warp takes each THREADS / 32-th. Grid ceil(columns / (32 VEC)) * row blocks.
-// Budget    a float of shared memory for each warp and column; VEC sums of each half in registers.
+// Budget    a float of shared memory for each warp and column, and some between; VEC sums of each half in registers.
 // Edges     columns and rows beyond the arrays are not read.
 #if !defined(ACTIVATION) || !defined(PAIRED) || !defined(VEC) || !defined(THREADS) || !defined(SHARED_BYTES)
 #error "ACTIVATION, PAIRED, VEC, THREADS and SHARED_BYTES come from a launch-configuration table"
@@ -34,8 +34,12 @@ constexpr int kHalves = PAIRED ? 2 : 1;
 constexpr int kWarps = THREADS / kWarpSize;
 static_assert(THREADS % kWarpSize == 0 && (VEC == 1 || VEC * sizeof(float16) == kVectorBytes), "whole warps, vectors");
 
+// Sum i of a lane's VEC stands in row i. Rows are apart by so much that lanes that write a row, and lanes that read
+// neighbouring columns, touch every bank once.
+constexpr int kSumStride = VEC == 1 ? kWarpSize : kWarpSize + kWarpSize / VEC;
+
 struct Smem {
-  float sums[kWarps][kHalves][kWarpSize * VEC];
+  float sums[kWarps][kHalves][VEC][kSumStride];
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
@@ -85,15 +89,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int half = 0; half < kHalves; half++) {
 #pragma unroll
-    for (int i = 0; i < VEC; i++) smem_s.sums[warp_index()][half][i * kWarpSize + lane_index()] = sums[half][i];
+    for (int i = 0; i < VEC; i++) smem_s.sums[warp_index()][half][i][lane_index()] = sums[half][i];
   }
   __syncthreads();  // smem_s.sums: written by every warp
   for (int at = threadIdx.x; at < kHalves * kWarpSize * VEC; at += THREADS) {
     const int half = at / (kWarpSize * VEC), own = at % (kWarpSize * VEC);
-    const int to = (column_block * kWarpSize + own % kWarpSize) * VEC + own / kWarpSize;
+    const int to = column_block * (kWarpSize * VEC) + own;
     float total = 0.f;
 #pragma unroll
-    for (int warp = 0; warp < kWarps; warp++) total += smem_s.sums[warp][half][own];
+    for (int warp = 0; warp < kWarps; warp++) total += smem_s.sums[warp][half][own % VEC][own / VEC];
     if (to < params.columns) partials_g[block * width + half * params.columns + to] = total;
   }
 }

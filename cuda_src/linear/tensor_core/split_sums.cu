@@ -10,8 +10,7 @@
 #endif
 #include "../../common/vec.cuh"
 
-constexpr int kPiece = VEC < 4 ? VEC : 4;  // floats of one load
-static_assert(VEC % kPiece == 0, "whole pieces");
+static_assert(VEC == 1 || VEC * sizeof(float) == kVectorBytes, "single items or whole vectors");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     linear_split_sums(const float* partials_g, const float16* addend_g, float16* result_g, int64 rows, int64 columns,
@@ -22,14 +21,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
   float sums[VEC] = {};
   for (int64 part = 0; part < parts; part++) {
-    const float* part_g = partials_g + part * rows * columns + at;
+    float terms[VEC];
+    load_vec(terms, partials_g + part * rows * columns + at);
 #pragma unroll
-    for (int first = 0; first < VEC; first += kPiece) {
-      float piece[kPiece];
-      load_vec(piece, part_g + first);
-#pragma unroll
-      for (int i = 0; i < kPiece; i++) sums[first + i] += piece[i];
-    }
+    for (int i = 0; i < VEC; i++) sums[i] += terms[i];
   }
   if (addend_g != nullptr) {
     float addend[VEC];

@@ -20,7 +20,7 @@ from cupyattn.kernels.launch import launch
 
 
 def own_calls(case: Case, arrays: Arrays) -> Round:
-    """Return, for each of the weights, calls of `linear` or `linear_backward`, into arrays that are there."""
+    """Return calls for each of the weights, into arrays that are there."""
     x, weights, b, dout, out = arrays
     turned = [w.T if case.layout == "nk" else w for w in weights]
     if case.kind != "backward":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -124,15 +124,16 @@ class ProductConfig:
         return 2 * 2 * self.tile_inner * (self.tile_rows + self.tile_columns)
 
 
-Shape = Literal["wide", "narrow", "small"]
-"""Of a tile: the fastest; for results that would leave much of its columns empty; for results that
-are few of either."""
+Shape = Literal["wide", "narrow", "small", "short"]
+"""Of a tile: the fastest; for results that would leave much of its columns empty; for small
+results; for short sums, whose stores pass under the products of another CTA."""
 
 _ALONG, _B_ACROSS, _ACROSS = Lines(True, True), Lines(True, False), Lines(False, False)
 
 _WIDE = (256, 192, 32, 64, 96, 1)
 _NARROW = (256, 128, 32, 64, 64, 1)
 _SMALL = (128, 128, 32, 64, 64, 2)
+_SHORT = (128, 192, 16, 64, 96, 2)
 
 _Table = Mapping[tuple[Shape, Lines], ProductConfig]
 
@@ -141,53 +142,82 @@ _Table = Mapping[tuple[Shape, Lines], ProductConfig]
 # and stores otherwise for each.
 _TURING_FORWARD: _Table = {
     ("wide", _ALONG): ProductConfig(
-        *_WIDE, Moves(2, 2, 2), Moves(0, 1, 3), 2, 0.955, "shared memory is busy for 0.71 of it"
+        *_WIDE, Moves(0, 5, 2), Moves(2, 5, 2), 1, 0.965, "shared memory is busy for 0.71 of it"
     ),
     ("wide", _B_ACROSS): ProductConfig(
-        *_WIDE, Moves(2, 4, 2), Moves(0, 6, 2), 2, 0.931, "the same tile"
+        *_WIDE, Moves(3, 1, 2), Moves(2, 5, 2), 1, 0.949, "the same"
     ),
     ("narrow", _ALONG): ProductConfig(
-        *_NARROW, Moves(4, 1, 4), Moves(0, 6, 2), 2, 0.887, "the same"
+        *_NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.916, "shared memory is busy for 0.88 of it"
     ),
     ("narrow", _B_ACROSS): ProductConfig(
-        *_NARROW, Moves(2, 1, 4), Moves(5, 1, 2), 2, 0.866, "the same"
+        *_NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.961, "the same"
     ),
-    ("small", _ALONG): ProductConfig(*_SMALL, Moves(2, 1, 4), Moves(6, 1, 4), 2, 0.81, "the same"),
+    ("small", _ALONG): ProductConfig(
+        *_SMALL, Moves(4, 2, 4), Moves(5, 1, 4), 1, 0.932, "shared memory is busy all the time"
+    ),
     ("small", _B_ACROSS): ProductConfig(
-        *_SMALL, Moves(2, 1, 4), Moves(6, 1, 4), 2, 0.77, "the same"
+        *_SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.891, "the same"
+    ),
+    ("short", _ALONG): ProductConfig(
+        *_SHORT, Moves(1, 3, 1), Moves(2, 2, 2), 1, 0.952, "shared memory is busy for 0.83 of it"
+    ),
+    ("short", _B_ACROSS): ProductConfig(
+        *_SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.955, "the same"
     ),
 }
 _TURING_PRODUCT: _Table = {
     ("wide", _ALONG): ProductConfig(
-        *_WIDE, Moves(0, 5, 2), Moves(2, 5, 2), 1, 0.926, "shared memory is busy for 0.71 of it"
+        *_WIDE, Moves(6, 4, 2), Moves(0, 4, 2), 1, 0.926, "shared memory is busy for 0.71 of it"
     ),
     ("wide", _B_ACROSS): ProductConfig(
-        *_WIDE, Moves(0, 4, 2), Moves(2, 4, 2), 1, 0.899, "shared memory is busy for 0.71 of it"
+        *_WIDE, Moves(6, 4, 2), Moves(0, 4, 2), 1, 0.944, "the same"
     ),
-    ("wide", _ACROSS): ProductConfig(
-        *_WIDE, Moves(0, 4, 2), Moves(2, 4, 2), 1, 0.936, "shared memory is busy for 0.71 of it"
-    ),
+    ("wide", _ACROSS): ProductConfig(*_WIDE, Moves(5, 2, 2), Moves(11, 3, 2), 1, 0.946, "the same"),
     ("narrow", _ALONG): ProductConfig(
-        *_NARROW, Moves(4, 1, 4), Moves(0, 6, 2), 2, 0.887, "the same"
+        *_NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.87, "shared memory is busy for 0.88 of it"
     ),
     ("narrow", _B_ACROSS): ProductConfig(
-        *_NARROW, Moves(2, 1, 4), Moves(5, 1, 2), 2, 0.866, "the same"
+        *_NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.864, "the same"
     ),
     ("narrow", _ACROSS): ProductConfig(
-        *_NARROW, Moves(2, 1, 4), Moves(5, 1, 2), 2, 0.807, "the same"
+        *_NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.917, "the same"
     ),
-    ("small", _ALONG): ProductConfig(*_SMALL, Moves(2, 1, 4), Moves(6, 1, 4), 2, 0.81, "the same"),
+    ("small", _ALONG): ProductConfig(
+        *_SMALL, Moves(4, 2, 4), Moves(5, 1, 4), 1, 0.828, "shared memory is busy all the time"
+    ),
     ("small", _B_ACROSS): ProductConfig(
-        *_SMALL, Moves(2, 1, 4), Moves(6, 1, 4), 2, 0.77, "the same"
+        *_SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.89, "the same"
     ),
-    ("small", _ACROSS): ProductConfig(*_SMALL, Moves(2, 1, 4), Moves(6, 1, 4), 2, 0.77, "the same"),
+    ("small", _ACROSS): ProductConfig(
+        *_SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.906, "the same"
+    ),
+    ("short", _ALONG): ProductConfig(
+        *_SHORT, Moves(1, 3, 1), Moves(2, 2, 2), 1, 0.867, "shared memory is busy for 0.83 of it"
+    ),
+    ("short", _B_ACROSS): ProductConfig(
+        *_SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.936, "the same"
+    ),
+    ("short", _ACROSS): ProductConfig(
+        *_SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.939, "the same"
+    ),
 }
 
 
 def _ampere(rows: _Table) -> _Table:
-    """Two steps in one instruction, whose fragments do not fit beside 64 x 96 accumulators."""
+    """Two steps in one instruction, whose fragments do not fit beside 64 x 96 accumulators.
+
+    A slot is twice as long then: there are 6 before the barrier.
+    """
+    others: dict[Shape, Shape] = {"wide": "narrow", "short": "small"}
     return {
-        (shape, lines): replace(rows["narrow" if shape == "wide" else shape, lines], mma_k=16)
+        (shape, lines): replace(
+            rows[others.get(shape, shape), lines],
+            mma_k=16,
+            a_sets=2,
+            a_moves=Moves(0, 1, 4),
+            b_moves=Moves(2, 1, 2),
+        )
         for shape, lines in rows
     }
 
@@ -200,6 +230,14 @@ PRODUCTS = {75: _TURING_PRODUCT, 80: _ampere(_TURING_PRODUCT)}
 def row_of(kernel: KernelSpec, arch: int, shape: Shape, lines: Lines) -> ProductConfig:
     """Return the table row of the forward or of a product of the backward."""
     return rows_for(FORWARDS if kernel is FORWARD else PRODUCTS, arch)[shape, lines]
+
+
+def shapes_for(vec: int) -> tuple[Shape, ...]:
+    """Return the tiles for arrays that are read `vec` items at a time.
+
+    Single items are put together in registers that the largest tiles do not leave.
+    """
+    return ("narrow",) if vec == 1 else ("wide", "narrow", "small", "short")
 
 
 @cache
@@ -264,9 +302,13 @@ def _lines(along: bool) -> str:
 _THREADS = 256  # of the kernels below
 
 
+SPLIT_VEC = 4
+"""Columns of a thread that adds parts: 16 bytes of each."""
+
+
 @cache
 def split_sums(vec: int) -> Specialisation:
-    """Specialise the kernel that adds the parts of a product; `vec` columns a thread."""
+    """Specialise the kernel that adds the parts of a product; `vec` columns a thread, 4 or 1."""
     return SPLIT_SUMS.specialise(threads=_THREADS, VEC=vec)
 
 
@@ -274,42 +316,14 @@ def split_sums(vec: int) -> Specialisation:
 def preactivation_gradient(vec: int, activation: str | None, *, paired: bool) -> Specialisation:
     """Specialise the kernel that forms dz and its sums; `vec` columns a thread."""
     halves = 2 if paired else 1
+    stride = WARP_SIZE if vec == 1 else WARP_SIZE + WARP_SIZE // vec  # kSumStride
     return PREACTIVATION_GRADIENT.specialise(
         threads=_THREADS,
-        static_shared_bytes=_THREADS * vec * halves * FLOAT_BYTES,
+        static_shared_bytes=_THREADS // WARP_SIZE * halves * vec * stride * FLOAT_BYTES,
         ACTIVATION=ACTIVATIONS[activation],
         PAIRED=cpp_bool(paired),
         VEC=vec,
     )
-
-
-def _specialise(
-    kernel: KernelSpec, row: ProductConfig, vec: int, out_vec: int, **macros: Any
-) -> Specialisation:
-    return kernel.specialise(
-        threads=row.threads,
-        shared_bytes=row.shared_bytes,
-        TILE_ROWS=row.tile_rows,
-        TILE_COLUMNS=row.tile_columns,
-        TILE_INNER=row.tile_inner,
-        WARP_ROWS=row.warp_rows,
-        WARP_COLUMNS=row.warp_columns,
-        MIN_CTAS=row.ctas_per_sm,
-        VEC=vec,
-        OUT_VEC=out_vec,
-        MMA_K=row.mma_k,
-        A_SETS=row.a_sets,
-        A_SLOT=row.a_moves.slot,
-        A_STEP=row.a_moves.step,
-        A_RING=row.a_moves.ring,
-        B_SLOT=row.b_moves.slot,
-        B_STEP=row.b_moves.step,
-        B_RING=row.b_moves.ring,
-        **macros,
-    )
-
-
-# CONFLICT ('def', '_specialise')
 
 
 def _specialise(
@@ -355,8 +369,8 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     for lines in (_ALONG, _B_ACROSS, _ACROSS):
         yield product(arch, "narrow", lines, 1, 1)
     yield product(arch, "wide", _ACROSS, vec, vec, split=True)
+    yield from map(split_sums, (1, SPLIT_VEC))
     for items in (1, vec):
-        yield split_sums(items)
         for activation, paired in pairs(ACTIVATIONS, (False, True)):
             if activation or not paired:
                 yield preactivation_gradient(items, activation, paired=paired)

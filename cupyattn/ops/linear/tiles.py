@@ -1,0 +1,119 @@
+"""A product on tensor cores: which tile, how many CTAs, which of them computes what."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyattn.kernels.configs.dtypes import vector_items
+from cupyattn.kernels.configs.linear.tensor_core import (
+    Lines,
+    ProductConfig,
+    Shape,
+    row_of,
+    shapes_for,
+)
+from cupyattn.kernels.spec import KernelSpec
+from cupyattn.kernels.structs import PRODUCT_PARAMS
+from cupyattn.ops.linear.problem import Matrix
+
+VECTOR = vector_items("float16")
+_GROUP_LOG2 = 3  # tiles of rows that neighbouring CTAs go down
+_RECIPROCAL_REACH = 2**30  # groups of CTAs times tiles of columns squared (params.cuh)
+
+# Of the cards that the tiles are chosen for: a T4, an RTX 2080 Ti, an H200.
+_SMS = (40, 68, 132)
+# What a CTA does before and behind its loop takes about as long as so many items of the sum, by a
+# count of its instructions; where two CTAs share an SM, half of it passes under the other's loop.
+_OUTSIDE_LOOP = 100
+# Operands come from L2, which a T4 keeps busy for 51 (1/rows + 1/columns) of its products' time: a
+# part of that shows. (Of 128 x 128 tiles an H200 made 0.79 of what it made of 256 x 192.)
+_FROM_L2 = 20
+_STORING_PARTS = 1000  # the same of float32 parts, written and read once more at a T4's 240 GB/s
+_LEAST_PART_LOG2 = 9  # items of the sum for a CTA
+_MOST_SPLITS_LOG2 = 5
+
+
+class Tiling(NamedTuple):
+    """How a product is shared out."""
+
+    shape: Shape
+    splits_log2: int
+    """CTAs that share a tile of the result, each a part of the sum."""
+
+
+class Product(NamedTuple):
+    """result = A B, whatever these are."""
+
+    kernel: KernelSpec
+    a: Matrix
+    b: Matrix
+    halves: int = 1
+    """Of the columns, which lie in turn."""
+
+    @property
+    def lines(self) -> Lines:
+        """Whether each operand's lines run along the sum."""
+        return Lines(self.a.along_columns, not self.b.along_columns)
+
+    @property
+    def vec(self) -> int:
+        """Items of a load."""
+        return whole_vector(self.a.vector, self.b.vector)
+
+    def row(self, arch: int, shape: Shape) -> ProductConfig:
+        """Return the table row of a tile."""
+        return row_of(self.kernel, arch, shape, self.lines)
+
+    def tiles(self, arch: int, shape: Shape) -> tuple[int, int]:
+        """Return how many tiles of rows and of columns there are."""
+        row = self.row(arch, shape)
+        return -(-self.a.rows // row.tile_rows), -(-self.b.columns // row.tile_columns)
+
+    def tiling(self, arch: int, *, may_split: bool = False) -> Tiling:
+        """Choose what takes the least time on the cards together, as the model sees it."""
+        longest = max(self.a.columns.bit_length() - 1 - _LEAST_PART_LOG2, 0) if may_split else 0
+        choices = [
+            Tiling(shape, splits_log2)
+            for shape in shapes_for(self.vec)
+            for splits_log2 in range(min(longest, _MOST_SPLITS_LOG2) + 1)
+        ]
+        return min(choices, key=lambda tiling: self._duration(arch, tiling))
+
+    def _duration(self, arch: int, tiling: Tiling) -> float:
+        """Return the sum over cards of the time, in items of the sum of an item of the result."""
+        row = self.row(arch, tiling.shape)
+        down, across = self.tiles(arch, tiling.shape)
+        ctas = down * across << tiling.splits_log2
+        outside = _STORING_PARTS if tiling.splits_log2 else _OUTSIDE_LOOP
+        item = 1 / row.models + _FROM_L2 * (1 / row.tile_rows + 1 / row.tile_columns)
+        items = self.part(tiling.splits_log2) * item + outside / row.ctas_per_sm
+        wave = row.ctas_per_sm * row.tile_rows * row.tile_columns * items
+        return sum(-(-ctas // (sms * row.ctas_per_sm)) * sms * wave for sms in _SMS)
+
+    def geometry(self, arch: int, tiling: Tiling) -> tuple[int, Any]:
+        """Return how many CTAs it takes, and the C struct ProductParams without the results."""
+        row_tiles, column_tiles = self.tiles(arch, tiling.shape)
+        group_log2 = min((row_tiles - 1).bit_length(), _GROUP_LOG2)
+        while (row_tiles >> group_log2) * column_tiles**2 >= _RECIPROCAL_REACH:
+            group_log2 += 1
+        groups = -(-row_tiles // (1 << group_log2))
+        params = np.zeros((), PRODUCT_PARAMS)
+        params["a_stride"], params["b_stride"] = self.a.leading, self.b.leading
+        params["rows"], params["columns"] = self.a.rows, self.b.columns // self.halves
+        params["inner"], params["split_inner"] = self.a.columns, self.part(tiling.splits_log2)
+        params["group_log2"], params["splits_log2"] = group_log2, tiling.splits_log2
+        params["column_tiles"] = column_tiles
+        params["column_tiles_reciprocal"] = -(-(2**31) // column_tiles)
+        return (groups << group_log2 + tiling.splits_log2) * column_tiles, params
+
+    def part(self, splits_log2: int) -> int:
+        """Return how many items of the sum a CTA adds up: whole vectors."""
+        part = -(-self.a.columns >> splits_log2)
+        return -(-part // VECTOR) * VECTOR if splits_log2 else part
+
+
+def whole_vector(*items: int) -> int:
+    """Return a vector's items if all of these are multiples of it, otherwise 1."""
+    return VECTOR if all(each % VECTOR == 0 for each in items) else 1
