@@ -142,6 +142,14 @@ struct HeldStrip {
   }
 };
 
+// Registers of a thread that hold its items of one row of Scalar, and what there are for such, beside some 40 for
+// addresses and what is being computed.
+template <typename Rows, typename Scalar>
+constexpr int kHeldRegisters =
+    Rows::kHeldStrips * (Rows::kVec > 1 ? Rows::kVec * static_cast<int>(sizeof(Scalar)) / 4 : 1);
+template <typename Rows>
+constexpr int kFreeRegisters = (Rows::kThreads > 256 ? 65536 / Rows::kThreads : 255) - 40;
+
 template <typename Rows>
 __device__ __forceinline__ bool strip_exists(int64 strip, int64 length) {
   return strip_column<Rows>(strip) < length;

@@ -29,13 +29,12 @@ using Held = HeldStrip<Rows, Scalar>;
 enum Array { kDout, kX, kDresidual, kMean, kRstd, kDx };
 static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
 
-// What fits in a thread's registers, beside some 40 for addresses and what is being computed.
-constexpr int kItems = Rows::kHeldStrips * Rows::kVec;
-constexpr int kWords = Rows::kVec > 1 ? kItems * sizeof(Scalar) / 4 : kItems;  // of one array's items
-constexpr int kRowWords = kWords * (WITH_DRESIDUAL ? 3 : 2);
-constexpr int kFree = (THREADS > 256 ? 65536 / THREADS : 255) - 40 - kItems * (WITH_WEIGHT + WITH_BIAS);
-constexpr bool kAhead = Rows::kResident && 2 * kRowWords + WITH_WEIGHT * kWords <= kFree;
-constexpr bool kHoldWeight = Rows::kResident && (kAhead ? 2 : 1) * kRowWords + WITH_WEIGHT * kWords <= kFree;
+// What fits in a thread's registers beside the float sums, and as many floats on their way: the weight, one row or two.
+constexpr int kWeight = WITH_WEIGHT * kHeldRegisters<Rows, Scalar>;
+constexpr int kRow = (WITH_DRESIDUAL ? 3 : 2) * kHeldRegisters<Rows, Scalar>;
+constexpr int kFree = kFreeRegisters<Rows> - (1 + WITH_WEIGHT + WITH_BIAS) * Rows::kHeldStrips * Rows::kVec;
+constexpr bool kAhead = Rows::kResident && kWeight + 2 * kRow <= kFree;
+constexpr bool kHoldWeight = Rows::kResident && kWeight + kRow <= kFree;
 
 struct Smem {
   RowSums<Rows, 2> sums;

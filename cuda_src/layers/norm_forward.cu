@@ -28,6 +28,10 @@ using Held = HeldStrip<Rows, Scalar>;
 enum Array { kX, kResidual, kOut, kTotal, kMean, kRstd };
 static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
 
+// Whether weight and bias fit beside the row: then they are loaded before its statistics are known.
+constexpr bool kHoldColumns =
+    Rows::kResident && (1 + WITH_WEIGHT + WITH_BIAS) * kHeldRegisters<Rows, Scalar> <= kFreeRegisters<Rows>;
+
 union Smem {
   RowMoments<Rows> moments;
   RowSums<Rows, 1> sums;
@@ -143,8 +147,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int strip = 0; strip < Rows::kHeldStrips; strip++) {
       add_residual(x[strip], added[strip], row, strip);
-      if constexpr (WITH_WEIGHT) weight[strip].load(weight_g, strip, row.length);
-      if constexpr (WITH_BIAS) bias[strip].load(bias_g, strip, row.length);
+      if constexpr (kHoldColumns && WITH_WEIGHT) weight[strip].load(weight_g, strip, row.length);
+      if constexpr (kHoldColumns && WITH_BIAS) bias[strip].load(bias_g, strip, row.length);
       if constexpr (!CENTRED) squares[0] += squares_of(x[strip]);
     }
     if constexpr (CENTRED) part = moments_of(x, row.length);
@@ -185,11 +189,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll Rows::kHeldStrips
   for (int64 strip = 0; strip < strips; strip++) {
     const int held = Rows::held(strip);
-    if constexpr (!Rows::kResident) {
-      x[0].load(WITH_RESIDUAL ? row.total_g : row.x_g, strip, row.length);
-      if constexpr (WITH_WEIGHT) weight[0].load(weight_g, strip, row.length);
-      if constexpr (WITH_BIAS) bias[0].load(bias_g, strip, row.length);
-    }
+    if constexpr (!Rows::kResident) x[0].load(WITH_RESIDUAL ? row.total_g : row.x_g, strip, row.length);
+    if constexpr (!kHoldColumns && WITH_WEIGHT) weight[held].load(weight_g, strip, row.length);
+    if constexpr (!kHoldColumns && WITH_BIAS) bias[held].load(bias_g, strip, row.length);
     store_normalised(x[held], weight[held], bias[held], row, strip, statistics, weight_offset);
   }
 }
