@@ -31,6 +31,26 @@ __device__ __forceinline__ int64 row_offset(const RowsParams<kArrays>& params, i
   return offset + row * params.strides[array][0];
 }
 
+// The same of the first kCount arrays, with one look at the axes for all.
+template <int kCount, int kArrays>
+__device__ __forceinline__ void row_offsets(int64 (&offsets)[kCount], const RowsParams<kArrays>& params, int64 row) {
+  static_assert(kCount <= kArrays, "of those that there are");
+#pragma unroll
+  for (int array = 0; array < kCount; array++) offsets[array] = 0;
+  if (params.shape[1] != 1) {
+#pragma unroll 1
+    for (int axis = kOuterAxes - 1; axis > 0; axis--) {
+      if (params.shape[axis] == 1) continue;
+      const int64 at = row % params.shape[axis];
+#pragma unroll
+      for (int array = 0; array < kCount; array++) offsets[array] += at * params.strides[array][axis];
+      row /= params.shape[axis];
+    }
+  }
+#pragma unroll
+  for (int array = 0; array < kCount; array++) offsets[array] += row * params.strides[array][0];
+}
+
 template <int kThreads_, int kLanes_, int kStrips_, int kVec_, bool kResident_>
 struct RowTraits {
   static constexpr int kThreads = kThreads_;

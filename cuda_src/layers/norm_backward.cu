@@ -63,14 +63,15 @@ struct Row {
   // Its loads begin here. A row beyond the last has none.
   __device__ __forceinline__ void begin(const Arrays& arrays, const Params& params, int64 index) {
     const bool exists = index < params.rows;
-    const int64 at = exists ? index : 0;
+    int64 offsets[kDx];
+    row_offsets(offsets, params, exists ? index : 0);
     length = exists ? params.length : 0;
-    dout_g = arrays.dout_g + row_offset(params, kDout, at);
-    x_g = arrays.x_g + row_offset(params, kX, at);
-    if constexpr (WITH_DRESIDUAL) dresidual_g = arrays.dresidual_g + row_offset(params, kDresidual, at);
+    dout_g = arrays.dout_g + offsets[kDout];
+    x_g = arrays.x_g + offsets[kX];
+    if constexpr (WITH_DRESIDUAL) dresidual_g = arrays.dresidual_g + offsets[kDresidual];
     mean = rstd = 0.f;
-    if (exists) rstd = arrays.rstd_g[row_offset(params, kRstd, at)];
-    if (WITH_MEAN && exists) mean = arrays.mean_g[row_offset(params, kMean, at)];
+    if (exists) rstd = arrays.rstd_g[offsets[kRstd]];
+    if (WITH_MEAN && exists) mean = arrays.mean_g[offsets[kMean]];
     if constexpr (Rows::kResident) {
 #pragma unroll
       for (int strip = 0; strip < Rows::kHeldStrips; strip++) load_strip(strip, strip);
@@ -95,10 +96,10 @@ struct Terms {
 };
 
 __device__ __forceinline__ void store_dx(const Row& row, const Terms& terms, int held, int64 strip, Scalar* dx_row_g,
-                                         float g_mean, float gn_mean, bool accumulate) {
+                                         float g_shift, float n_slope, bool accumulate) {
   float dx[Rows::kVec], more[Rows::kVec];
 #pragma unroll
-  for (int i = 0; i < Rows::kVec; i++) dx[i] = row.rstd * (terms.g[i] - g_mean - terms.normal[i] * gn_mean);
+  for (int i = 0; i < Rows::kVec; i++) dx[i] = row.rstd * terms.g[i] - g_shift - terms.normal[i] * n_slope;
   if constexpr (WITH_DRESIDUAL) {
     row.dresidual[held].get(more);
 #pragma unroll
@@ -158,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       }
     }
     smem_s.sums.add_up(sums, buffer);
-    const float gn_mean = sums[0] * each, g_mean = WITH_MEAN ? sums[1] * each : 0.f;
+    const float n_slope = row.rstd * (sums[0] * each), g_shift = WITH_MEAN ? row.rstd * (sums[1] * each) : 0.f;
 
     // Phase 2: dx, and this row's terms of dweight and dbias; from the registers or a second read.
     Scalar* dx_row_g = dx_g + row_offset(params, kDx, index < params.rows ? index : 0);
@@ -168,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       if constexpr (!Rows::kResident) row.load_strip(held, strip);
       if constexpr (!kHoldWeight && WITH_WEIGHT) weight[held].load(weight_g, strip, params.length);
       Terms terms(row, held, weight[held], weight_offset);
-      store_dx(row, terms, held, strip, dx_row_g, g_mean, gn_mean, accumulate);
+      store_dx(row, terms, held, strip, dx_row_g, g_shift, n_slope, accumulate);
       if constexpr (WITH_BIAS) dbias.add(terms.dout, strip, start == first, dbias_row_g, params.length);
       if constexpr (WITH_WEIGHT) {
 #pragma unroll

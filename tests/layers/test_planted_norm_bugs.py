@@ -36,7 +36,8 @@ Run = Callable[..., dict[str, float]]
 
 def forward_of(problem: NormProblem, device: PlantedDevice) -> dict[str, float]:
     names = ("x", "residual", "weight", "bias")
-    operands = adopt({name: problem.array(name) for name in names})
+    given = {name: problem.array(name) for name in names}
+    operands = adopt({**given, "out": np.full_like(given["x"], np.nan)})
     statistics = ("mean", "rstd") if problem.centred else ("rstd",)
     described = row_problem(
         norms.FORWARD, operands, wanted=statistics, choices={"centred": problem.centred},
@@ -54,7 +55,7 @@ def backward_of(problem: NormProblem, device: PlantedDevice) -> dict[str, float]
     mean = mean.astype(np.float32) if problem.centred else None
     given: dict[str, Any] = {"x": total, "mean": mean, "rstd": rstd.astype(np.float32)}
     given |= {name: problem.array(name) for name in ("dout", "dresidual", "weight", "bias")}
-    operands = adopt(given)
+    operands = adopt({**given, "dx": np.full_like(total, np.nan)})
     described = row_problem(norms.BACKWARD, operands, weight_offset=problem.weight_offset)
     found = run_rows(device, described, operands)
     kind = LayerNormGrads if problem.centred else RMSNormGrads
@@ -155,9 +156,9 @@ BACKWARD_MISTAKES = {
                                             "= index < params.rows - 1;")),
     "rows are walked once": (LAYER, Bug(BACKWARD_CU, "start += step, buffer",
                                         "start += params.rows, buffer")),
-    "the next row is the next but one": (LAYER, Bug(BACKWARD_CU, "params, index + step);",
+    "the next row is the next but one": (RMS, Bug(BACKWARD_CU, "params, index + step);",
                                                     "params, index + 2 * step);")),
-    "the mean of g is left out": (LAYER, Bug(BACKWARD_CU, "terms.g[i] - g_mean -", "terms.g[i] -")),
+    "the mean of g is left out": (LAYER, Bug(BACKWARD_CU, "g[i] - g_shift -", "g[i] -")),
     "x is not centred": (SMALL, Bug(BACKWARD_CU, "(normal[i] - row.mean)", "normal[i]")),
     "no rstd": (RMS, Bug(BACKWARD_CU, "dx[i] = row.rstd *", "dx[i] =")),
     "no offset": (RMS, Bug(BACKWARD_CU, ": weight_offset + g[i]", ": g[i]")),
