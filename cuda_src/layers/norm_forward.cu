@@ -121,20 +121,22 @@ __device__ __forceinline__ void store_normalised(const Held& held, const Held& w
   store_strip<Rows>(row.out_g, x, strip, row.length);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     norm_forward(const Scalar* x_g, const Scalar* residual_g, const Scalar* weight_g, const Scalar* bias_g,
                  Scalar* out_g, Scalar* total_g, float* mean_g, float* rstd_g, float eps, float weight_offset,
                  const Params params) {
   __shared__ Smem smem_s;
   const int64 index = blockIdx.x * static_cast<int64>(Rows::kRowsPerCta) + threadIdx.x / Rows::kLanes;
   const bool exists = index < params.rows;  // a warp may hold rows beyond the last: they take part with no columns
-  const int64 at = exists ? index : 0;
-  Row row = {x_g + row_offset(params, kX, at), nullptr, weight_g, bias_g, out_g + row_offset(params, kOut, at), nullptr,
-             exists ? params.length : 0};
-  if constexpr (WITH_RESIDUAL) {
-    row.residual_g = residual_g + row_offset(params, kResidual, at);
-    row.total_g = total_g + row_offset(params, kTotal, at);
-  }
+  int64 offsets[kMean];
+  row_offsets(offsets, params, exists ? index : 0);
+  const Row row = {x_g + offsets[kX],
+                   WITH_RESIDUAL ? residual_g + offsets[kResidual] : nullptr,
+                   weight_g,
+                   bias_g,
+                   out_g + offsets[kOut],
+                   WITH_RESIDUAL ? total_g + offsets[kTotal] : nullptr,
+                   exists ? params.length : 0};
 
   // Phase 1: read the row, add, and sum it up.
   const int64 strips = Rows::strips(row.length);

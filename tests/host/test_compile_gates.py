@@ -99,8 +99,9 @@ def test_turing_figures_are_the_pinned_ones(row):
     require_pinned_compiler()
     found, pinned = worst_of_row(row, TURING), GATES[row]
     assert found.registers <= pinned.registers + REGISTER_TOLERANCE, found
-    assert found.shared_bytes == pinned.shared_bytes, found
+    assert found.shared_bytes <= pinned.shared_bytes, found
     if Search.deep:
+        assert found.shared_bytes == pinned.shared_bytes, found
         assert found.ctas_per_sm == pinned.ctas_per_sm, found
     assert found.ctas_per_sm >= pinned.ctas_per_sm, found
     assert found.spill_bytes <= pinned.spill_bytes, found
