@@ -137,3 +137,20 @@ class LinearGrads(NamedTuple):
     dx: Array = None
     dw: Array = None
     db: Array | None = None
+
+
+class LinearCrossEntropyGrads(NamedTuple):
+    """Gradients of linear_cross_entropy's inputs, each of its input's shape.
+
+    As ``grads=`` None, the default, stands for an array that is to be made.
+
+    Attributes
+    ----------
+    dx : array (..., K)
+        Of the input.
+    dw : array (K, V)
+        Of the weight, summed over all rows of x.
+    """
+
+    dx: Array = None
+    dw: Array = None

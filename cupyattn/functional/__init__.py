@@ -11,6 +11,7 @@ from cupyattn.functional.layers.activations import gelu_backward, silu_backward
 from cupyattn.functional.layers.cross_entropy import cross_entropy_backward
 from cupyattn.functional.layers.dropout import dropout_backward
 from cupyattn.functional.layers.gated import geglu_backward, swiglu_backward
+from cupyattn.functional.layers.linear_cross_entropy import linear_cross_entropy_backward
 from cupyattn.functional.layers.log_softmax import log_softmax_backward
 from cupyattn.functional.layers.logsumexp import logsumexp_backward
 from cupyattn.functional.layers.norms import layer_norm_backward, rms_norm_backward
@@ -27,6 +28,7 @@ from cupyattn.functional.rules import (
     gelu,
     layer_norm,
     linear,
+    linear_cross_entropy,
     linear_gelu,
     log_softmax,
     logsumexp,
@@ -42,6 +44,7 @@ from cupyattn.gradients import (
     DropoutGrads,
     GegluGrads,
     LayerNormGrads,
+    LinearCrossEntropyGrads,
     LinearGrads,
     RMSNormGrads,
     SwigluGrads,
@@ -58,6 +61,7 @@ __all__ = [
     "DropoutGrads",
     "GegluGrads",
     "LayerNormGrads",
+    "LinearCrossEntropyGrads",
     "LinearGrads",
     "LinearScaling",
     "Llama3Scaling",
@@ -81,6 +85,8 @@ __all__ = [
     "layer_norm_backward",
     "linear",
     "linear_backward",
+    "linear_cross_entropy",
+    "linear_cross_entropy_backward",
     "linear_gelu",
     "linear_gelu_backward",
     "log_softmax",

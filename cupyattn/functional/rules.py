@@ -13,6 +13,10 @@ from cupyattn.functional.layers.dropout import dropout_backward
 from cupyattn.functional.layers.gated import geglu as _geglu
 from cupyattn.functional.layers.gated import geglu_backward, swiglu_backward
 from cupyattn.functional.layers.gated import swiglu as _swiglu
+from cupyattn.functional.layers.linear_cross_entropy import (
+    linear_cross_entropy as _linear_cross_entropy,
+)
+from cupyattn.functional.layers.linear_cross_entropy import linear_cross_entropy_backward
 from cupyattn.functional.layers.log_softmax import log_softmax as _log_softmax
 from cupyattn.functional.layers.log_softmax import log_softmax_backward
 from cupyattn.functional.layers.logsumexp import logsumexp as _logsumexp
@@ -34,6 +38,7 @@ from cupyattn.gradients import (
     DropoutGrads,
     GegluGrads,
     LayerNormGrads,
+    LinearCrossEntropyGrads,
     LinearGrads,
     RMSNormGrads,
     SwigluGrads,
@@ -99,4 +104,12 @@ linear_gelu = differentiable(
     saved=("preactivation",),
     saved_by="return_preactivation",
     gradients=LinearGrads._fields,
+)
+linear_cross_entropy = differentiable(
+    _linear_cross_entropy,
+    linear_cross_entropy_backward,
+    results=("loss",),
+    saved=("lse",),
+    saved_by="return_lse",
+    gradients=LinearCrossEntropyGrads._fields,
 )

@@ -21,12 +21,23 @@ from cupyattn.reference.layers.activations import (
     gated_backward_bound,
     gated_bound,
 )
-from cupyattn.reference.layers.cross_entropy import cross_entropy, cross_entropy_backward, reduced
+from cupyattn.reference.layers.cross_entropy import (
+    cross_entropy,
+    cross_entropy_backward,
+    reduced,
+    spread,
+)
 from cupyattn.reference.layers.cross_entropy_bounds import (
     cross_entropy_backward_bound,
     cross_entropy_bound,
 )
 from cupyattn.reference.layers.dropout import dropout, dropout_bound
+from cupyattn.reference.layers.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_backward,
+    linear_cross_entropy_backward_bound,
+    linear_cross_entropy_bound,
+)
 from cupyattn.reference.layers.norms import norm, norm_backward
 from cupyattn.reference.layers.norms_bounds import norm_backward_bound, norm_bound
 from cupyattn.reference.layers.rope import rope, rope_backward
@@ -81,6 +92,10 @@ __all__ = [
     "linear_backward",
     "linear_backward_bound",
     "linear_bound",
+    "linear_cross_entropy",
+    "linear_cross_entropy_backward",
+    "linear_cross_entropy_backward_bound",
+    "linear_cross_entropy_bound",
     "log_softmax",
     "log_softmax_backward",
     "log_softmax_backward_bound",
@@ -104,4 +119,5 @@ __all__ = [
     "softmax_backward",
     "softmax_backward_bound",
     "softmax_bound",
+    "spread",
 ]

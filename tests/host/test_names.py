@@ -20,6 +20,8 @@ from cupyattn import (
     cross_entropy_backward,
     linear,
     linear_backward,
+    linear_cross_entropy,
+    linear_cross_entropy_backward,
     linear_gelu,
     linear_gelu_backward,
     log_softmax,
@@ -62,6 +64,14 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
     cross_entropy: (("logits", "labels"), {**LOSS_OPTIONS, "return_lse": False, "out": None}),
     cross_entropy_backward: (
         ("dloss", "logits", "labels", "lse"), {**LOSS_OPTIONS, "dlse": None, "dlogits": None}
+    ),
+    linear_cross_entropy: (
+        ("x", "w", "labels"),
+        {**LOSS_OPTIONS, "return_lse": False, "logits_bytes": 2**28, "out": None},
+    ),
+    linear_cross_entropy_backward: (
+        ("dloss", "x", "w", "labels", "lse"),
+        {**LOSS_OPTIONS, "dlse": None, "logits_bytes": 2**28, "grads": None, "accumulate": False},
     ),
     logsumexp_backward: (("dout", "x", "out"), {**SCORE_OPTIONS, "dx": None}),
     cupyattn.layer_norm: (

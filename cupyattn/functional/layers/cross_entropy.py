@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from cupyattn import reference
 from cupyattn.arrays import Array, adopt
-from cupyattn.errors import error
-from cupyattn.functional.backend import device_of
+from cupyattn.functional.layers.losses import (
+    label_check,
+    reduced,
+    require_dloss,
+    spread,
+    targets,
+)
 from cupyattn.functional.layers.rows import call_rows
-from cupyattn.functional.rounding import round_into
 from cupyattn.kernels.configs.layers import cross_entropy as kernels
-from cupyattn.ops.checks import require_bool, require_dtype, require_shape
+from cupyattn.ops.checks import require_bool
 from cupyattn.ops.cross_entropy import (
-    LossOptions,
-    check_labels,
     checked_options,
-    layout_of,
-    reduce_losses,
     require_reduction,
     require_scalar_output,
 )
@@ -104,7 +101,7 @@ def cross_entropy(
     options = checked_options(ignore_index, label_smoothing, z_loss)
     require_reduction(reduction)
     require_bool("return_lse", return_lse)
-    loss, lse = _targets(out, bool(return_lse))
+    loss, lse = targets(out, bool(return_lse))
     reduces = reduction != "none"
     arrays = {"logits": logits, "labels": labels}
     if reduces and loss is not None:
@@ -120,13 +117,13 @@ def cross_entropy(
         given,
         exact,
         wanted=("lse",) if return_lse else (),
-        check_values=_label_check(options),
+        check_values=label_check(options),
         choices={"smoothed": options.label_smoothing != 0.0},
         **options._asdict(),
     )
     result = found["out"]
     if reduces:
-        result = _reduced(result, labels, loss, options, reduction)
+        result = reduced(result, labels, loss, options, reduction)
     return (result, found["lse"]) if return_lse else result
 
 
@@ -190,77 +187,27 @@ def cross_entropy_backward(
     options = checked_options(ignore_index, label_smoothing, z_loss)
     require_reduction(reduction)
     arrays = {"logits": logits, "labels": labels, "lse": lse, "dlse": dlse, "dlogits": dlogits}
-    each, one = dloss, dloss
-    if reduction != "none":
-        each, one = _dloss_of_rows(dloss, arrays, options, reduction)
+    taken = adopt({"dloss": dloss, **arrays})
+    each = dloss
+    if "logits" in taken.arrays:
+        rows = taken.arrays["logits"]
+        each = require_dloss(dloss, rows.shape[:-1], statistics_dtype(rows.dtype), reduction)
+    if reduction == "mean":
+        whole = adopt({**arrays, "dloss": each})
+        row_problem(kernels.BACKWARD, whole, **options._asdict())  # before anything is launched
+        each = spread(each, labels, options, reduction)
 
     def exact(
         logits: Array, dloss: Array, lse: Array, dlse: Array | None, labels: Array, **numbers: Any
     ) -> Any:
         return reference.cross_entropy_backward(
-            one, logits, labels, lse, dlse=dlse, reduction=reduction, **numbers
+            dloss, logits, labels, lse, dlse=dlse, reduction="none", **numbers
         )
 
     return call_rows(
         kernels.BACKWARD,
         {**arrays, "dloss": each},
         exact,
-        check_values=_label_check(options),
+        check_values=label_check(options),
         **options._asdict(),
     )["dlogits"]
-
-
-def _targets(out: Any, return_lse: bool) -> tuple[Any, Any]:
-    """Return what the loss and lse are to be written into, None for what is to be made."""
-    if not return_lse or out is None:
-        return out, None
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise error(
-            TypeError,
-            f"out is a {type(out).__name__}",
-            "with return_lse it is a tuple (loss, lse)",
-            "pass a tuple of two arrays, or none",
-        )
-    return out
-
-
-def _label_check(options: LossOptions) -> Any:
-    def check(arrays: Mapping[str, Array]) -> None:
-        check_labels(arrays["labels"], arrays["logits"].shape[-1], options.ignore_index)
-
-    return check
-
-
-def _reduced(
-    losses: Array, labels: Array, target: Any, options: LossOptions, reduction: str
-) -> Array:
-    operands = adopt({"losses": losses, "labels": labels, "result": target})
-    device, arrays = device_of(operands), operands.arrays
-    ignored = options.ignore_index
-    if device is not None:
-        return reduce_losses(device, arrays, ignored, reduction == "mean")
-    labels = arrays["labels"]
-    exact = reference.reduced(losses, labels, ignore_index=ignored, reduction=reduction)
-    return round_into(arrays.get("result"), exact, losses.dtype)
-
-
-def _dloss_of_rows(
-    dloss: Any, arrays: dict[str, Any], options: LossOptions, reduction: str
-) -> tuple[Array, Array]:
-    """Return the gradient of each row's loss, all in one place; and dloss, taken as an array."""
-    operands = adopt({"dloss": dloss, **arrays})
-    for name in ("dloss", "logits", "labels"):
-        if name not in operands.arrays:
-            return dloss, dloss  # which is refused with the others
-    one, rows = operands.arrays["dloss"], operands.arrays["logits"]
-    require_dtype("dloss", layout_of(one), (statistics_dtype(rows.dtype).name,))
-    require_shape("dloss", layout_of(one), (), "one number, as the loss is")
-    each = np.broadcast_to(one, rows.shape[:-1])
-    device = device_of(operands)
-    if device is None or reduction == "sum":
-        return each, one
-    whole = adopt({**operands.arrays, "dloss": each})
-    row_problem(kernels.BACKWARD, whole, **options._asdict())  # before anything is launched
-    scaled = {"dloss": one, "labels": whole.arrays["labels"]}
-    mean = reduce_losses(device, scaled, options.ignore_index, True)
-    return np.broadcast_to(mean, rows.shape[:-1]), one

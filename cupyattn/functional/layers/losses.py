@@ -1,0 +1,81 @@
+"""Losses of rows made one number, and the gradient of that number made those of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from cupyattn import reference
+from cupyattn.arrays import Array, adopt
+from cupyattn.errors import error
+from cupyattn.functional.backend import device_of
+from cupyattn.functional.rounding import round_into
+from cupyattn.ops.checks import require_dtype, require_shape
+from cupyattn.ops.cross_entropy import LossOptions, check_labels, layout_of, reduce_losses
+
+
+def reduced(
+    losses: Array, labels: Array, target: Any, options: LossOptions, reduction: str
+) -> Array:
+    """Return the mean or the sum of losses, written into `target` if that is given."""
+    operands = adopt({"losses": losses, "labels": labels, "result": target})
+    device, arrays = device_of(operands), operands.arrays
+    ignored = options.ignore_index
+    if device is not None:
+        return reduce_losses(device, arrays, ignored, reduction == "mean")
+    exact = reference.reduced(losses, arrays["labels"], ignore_index=ignored, reduction=reduction)
+    return round_into(arrays.get("result"), exact, losses.dtype)
+
+
+def require_dloss(dloss: Any, rows: tuple[int, ...], dtype: np.dtype, reduction: str) -> Array:
+    """Take the gradient of a loss, and return it as one of each row."""
+    one = adopt({"dloss": dloss}).arrays.get("dloss")
+    if one is None or reduction == "none":
+        return one
+    require_dtype("dloss", layout_of(one), (dtype.name,))
+    require_shape("dloss", layout_of(one), (), "one number, as the loss is")
+    return np.broadcast_to(one, rows)
+
+
+def spread(dloss: Array, labels: Array, options: LossOptions, reduction: str) -> Array:
+    """Return the gradient of each row's loss; `dloss` is what `require_dloss` returned."""
+    if reduction != "mean":
+        return dloss
+    operands = adopt({"dloss": dloss, "labels": labels})
+    device, arrays = device_of(operands), operands.arrays
+    labels, rows = arrays["labels"], dloss.shape
+    if 0 in rows:
+        return dloss
+    first = (*(0 for _ in rows), ...)
+    one = {"dloss": dloss[first], "labels": labels}
+    if device is not None:
+        return np.broadcast_to(reduce_losses(device, one, options.ignore_index, True), rows)
+    exact = reference.spread(
+        one["dloss"], labels, ignore_index=options.ignore_index, reduction=reduction
+    )
+    return round_into(None, exact, dloss.dtype)
+
+
+def targets(out: Any, return_lse: bool) -> tuple[Any, Any]:
+    """Return what the loss and lse are to be written into, None for what is to be made."""
+    if not return_lse or out is None:
+        return out, None
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise error(
+            TypeError,
+            f"out is a {type(out).__name__}",
+            "with return_lse it is a tuple (loss, lse)",
+            "pass a tuple of two arrays, or none",
+        )
+    return out
+
+
+def label_check(options: LossOptions) -> Callable[[Mapping[str, Array]], None]:
+    """Return the check of a call's labels against its logits."""
+
+    def check(arrays: Mapping[str, Array]) -> None:
+        check_labels(arrays["labels"], arrays["logits"].shape[-1], options.ignore_index)
+
+    return check
