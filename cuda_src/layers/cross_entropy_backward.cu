@@ -23,8 +23,8 @@ static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs.py 
 static_assert(!Rows::kResident, "a row is read once, and not kept");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    cross_entropy_backward(const Scalar* logits_g, const float* dloss_g, const float* lse_g,
-                           const float* dlse_g, const LABELS_DTYPE* labels_g, Scalar* dlogits_g, int64 ignore_index, float label_smoothing,
+    cross_entropy_backward(const Scalar* logits_g, const float* dloss_g, const float* lse_g, const float* dlse_g,
+                           const LABELS_DTYPE* labels_g, Scalar* dlogits_g, int64 ignore_index, float label_smoothing,
                            float z_loss, const Params params) {
   const int64 row = blockIdx.x * static_cast<int64>(Rows::kRowsPerCta) + threadIdx.x / Rows::kLanes;
   if (row >= params.rows) return;

@@ -14,7 +14,8 @@
 //           for it there. Rows of -inf, and with a NaN or +inf, have a loss of NaN.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
     !defined(RESIDENT) || !defined(LABELS_DTYPE) || !defined(WITH_LSE) || !defined(SMOOTHED)
-#error "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, LABELS_DTYPE, WITH_LSE and SMOOTHED come from a table"
+#error \
+    "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, LABELS_DTYPE, WITH_LSE, SMOOTHED come from a launch-configuration table"
 #endif
 #include "online_row.cuh"
 

@@ -8,7 +8,8 @@
 
 #if !defined(CAUSAL) || !defined(WITH_MASK) || !defined(MASK_DTYPE) || !defined(MASK_WHOLE) || !defined(WITH_BIAS) || \
     !defined(BIAS_DTYPE) || !defined(BIAS_WHOLE)
-#error "CAUSAL, and of mask and bias WITH_, _DTYPE and _WHOLE, come from a launch-configuration table"
+#error \
+    "CAUSAL, WITH_MASK, MASK_DTYPE, MASK_WHOLE, WITH_BIAS, BIAS_DTYPE, BIAS_WHOLE come from a launch-configuration table"
 #endif
 #include "../common/rows.cuh"
 

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 LIMITS = tuple(filter(None, HELD[75]))
 LENGTHS = (*LIMITS, *(limit + 1 for limit in LIMITS), 40_000)
 SHORTER = tuple(limit - 1 for limit in LIMITS)
+EACH_LENGTH = [*zip(LENGTHS, itertools.cycle(DTYPES), itertools.cycle((1, 5)), strict=False)]
 
 
 def require_within_bounds(problem: SoftmaxProblem) -> None:
@@ -47,12 +48,18 @@ def test_within_bounds_of_the_reference(problem: SoftmaxProblem):
 @pytest.mark.parametrize(
     ("length", "dtype", "rows"),
     [
-        *zip(LENGTHS, itertools.cycle(DTYPES), itertools.cycle((1, 5)), strict=False),
-        *deep(*itertools.product((*LENGTHS, *SHORTER), DTYPES, (1, 5))),
+        *EACH_LENGTH,
+        *deep(
+            *(
+                case
+                for case in itertools.product((*LENGTHS, *SHORTER), DTYPES, (1, 5))
+                if case not in EACH_LENGTH
+            )
+        ),
     ],
 )
 def test_row_lengths_around_the_tables_limits(length: int, dtype: str, rows: int):
-    require_within_bounds(SoftmaxProblem((rows, length), dtype, spread=3.0, masked=True, seed=1))
+    require_within_bounds(SoftmaxProblem((rows, length), dtype, spread=3.0, masked=rows > 1, seed=1))
 
 
 @examples(12)
