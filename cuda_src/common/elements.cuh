@@ -42,6 +42,35 @@ struct LoadedItems {
   __device__ __forceinline__ float operator()(int v, int i) const { return to_float(vectors[v].item[i]); }
 };
 
+// A row's place along each axis.
+template <int kArrays>
+struct OuterPlace {
+  uint32 row = 0;
+  uint32 along[kElementsAxes] = {};
+
+  OuterPlace() = default;
+  __device__ __forceinline__ OuterPlace(const ElementsParams<kArrays>& params, uint32 row_) : row(row_) {
+    uint32 rows = row;
+#pragma unroll
+    for (int axis = kElementsAxes - 1; axis >= 0 && rows > 0; axis--) {
+      const uint32 extent = static_cast<uint32>(params.shape[axis]);
+      const uint32 next = rows < extent ? 0 : rows / extent;  // most often one axis is left: no division
+      along[axis] = rows - next * extent;
+      rows = next;
+    }
+  }
+
+  // Of the row's first item in an array.
+  __device__ __forceinline__ int64 offset(const ElementsParams<kArrays>& params, int array) const {
+    int64 offset = params.offsets[array];
+    if (row > 0) {
+#pragma unroll
+      for (int axis = 0; axis < kElementsAxes; axis++) offset += along[axis] * params.strides[array][axis];
+    }
+    return offset;
+  }
+};
+
 // Where this thread's items are: its row, its first column, and how many columns there are from there on.
 template <typename Traits, int kArrays>
 struct ElementWalk {
@@ -51,11 +80,11 @@ struct ElementWalk {
 
   const Params& params;
   uint32 row;
-  uint32 outer[kElementsAxes];  // the row's place along each axis
+  OuterPlace<kArrays> outer;
   int64 column;
   int rest;  // of the row, at most a unit's; 0 or less beyond its end
 
-  __device__ __forceinline__ explicit ElementWalk(const Params& params_) : params(params_), outer() {
+  __device__ __forceinline__ explicit ElementWalk(const Params& params_) : params(params_) {
     const uint32 unit = blockIdx.x * static_cast<uint32>(Traits::kUnits) + threadIdx.x / Traits::kLanes;
     row = params.rows == 1 ? 0 : unit / params.units;
     const int64 start = static_cast<int64>(unit - row * params.units) * Traits::kUnitItems;
@@ -63,33 +92,23 @@ struct ElementWalk {
     column = start + skipped;
     const int64 left = row < params.rows ? params.length - start : 0;
     rest = static_cast<int>(left < Traits::kUnitItems ? left : Traits::kUnitItems) - skipped;
-
-    uint32 rows = row;
-#pragma unroll
-    for (int axis = kElementsAxes - 1; axis >= 0 && rows > 0; axis--) {
-      const uint32 extent = static_cast<uint32>(params.shape[axis]);
-      const uint32 next = rows < extent ? 0 : rows / extent;  // most often one axis is left: no division
-      outer[axis] = rows - next * extent;
-      rows = next;
-    }
+    outer = OuterPlace<kArrays>(params, row);
   }
 
   // The number of this thread's first item in C order; the next vector's first is kStep on.
   __device__ __forceinline__ int64 index() const { return row * params.length + column; }
 
-  __device__ __forceinline__ int64 offset(int array) const {
-    int64 offset = params.offsets[array] + column;
-    if (row > 0) {
-#pragma unroll
-      for (int axis = 0; axis < kElementsAxes; axis++) offset += outer[axis] * params.strides[array][axis];
-    }
-    return offset;
-  }
+  __device__ __forceinline__ int64 offset(int array) const { return outer.offset(params, array) + column; }
 
   // Items beyond the row's end read as 0.
   template <typename Scalar>
   __device__ __forceinline__ LoadedItems<Traits, Scalar> load(const Scalar* array_g, int array) const {
-    const Scalar* first_g = array_g + offset(array);
+    return load_from(array_g + offset(array));
+  }
+
+  // The same columns of a row that is somewhere else.
+  template <typename Scalar>
+  __device__ __forceinline__ LoadedItems<Traits, Scalar> load_from(const Scalar* first_g) const {
     LoadedItems<Traits, Scalar> items = {};
 #pragma unroll
     for (int v = 0; v < Traits::kVectors; v++) {

@@ -10,6 +10,7 @@ from cupyattn.functional.device_info import device_info
 from cupyattn.functional.layers.activations import gelu_backward, silu_backward
 from cupyattn.functional.layers.cross_entropy import cross_entropy_backward
 from cupyattn.functional.layers.dropout import dropout_backward
+from cupyattn.functional.layers.embedding import embedding_backward
 from cupyattn.functional.layers.gated import geglu_backward, swiglu_backward
 from cupyattn.functional.layers.linear_cross_entropy import linear_cross_entropy_backward
 from cupyattn.functional.layers.log_softmax import log_softmax_backward
@@ -24,6 +25,7 @@ from cupyattn.functional.rules import (
     attention,
     cross_entropy,
     dropout,
+    embedding,
     geglu,
     gelu,
     layer_norm,
@@ -77,6 +79,8 @@ __all__ = [
     "device_info",
     "dropout",
     "dropout_backward",
+    "embedding",
+    "embedding_backward",
     "geglu",
     "geglu_backward",
     "gelu",

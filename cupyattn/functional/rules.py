@@ -10,6 +10,8 @@ from cupyattn.functional.layers.cross_entropy import cross_entropy as _cross_ent
 from cupyattn.functional.layers.cross_entropy import cross_entropy_backward
 from cupyattn.functional.layers.dropout import dropout as _dropout
 from cupyattn.functional.layers.dropout import dropout_backward
+from cupyattn.functional.layers.embedding import embedding as _embedding
+from cupyattn.functional.layers.embedding import embedding_backward
 from cupyattn.functional.layers.gated import geglu as _geglu
 from cupyattn.functional.layers.gated import geglu_backward, swiglu_backward
 from cupyattn.functional.layers.gated import swiglu as _swiglu
@@ -58,6 +60,7 @@ swiglu = differentiable(_swiglu, swiglu_backward, gradients=SwigluGrads._fields)
 geglu = differentiable(_geglu, geglu_backward, gradients=GegluGrads._fields)
 dropout = differentiable(_dropout, dropout_backward, gradients=DropoutGrads._fields)
 rope = differentiable(_rope, rope_backward, gradients=("dx",))
+embedding = differentiable(_embedding, embedding_backward, gradients=("dtable",))
 log_softmax = differentiable(_log_softmax, log_softmax_backward, gradients=("dx",))
 logsumexp = differentiable(_logsumexp, logsumexp_backward, gradients=("dx",))
 cross_entropy = differentiable(

@@ -232,7 +232,7 @@ def _plan(problem: ElementProblem, arch: int) -> Plan:
     specialisation = kernel.specialise(arch, dtype, loads, vec, **problem.decided)
     unset = (kind(0) for kind in kernel.scalars.values())
     renamed = {name: part.array for name, part in problem.parts.items()}
-    step = Step.of(specialisation, ctas, *unset, walk.params(rows, units), renamed=renamed)
+    step = Step.of(specialisation, ctas, *unset, walk.params(units), renamed=renamed)
     plan = Plan((step,), outputs, zero_new=problem.accumulate)
     plan.require_arrays(problem.layouts)
     return plan
@@ -264,14 +264,6 @@ class _Walk(NamedTuple):
         length = 1
         if shape and all(strides[-1] == 1 for strides in merged):
             length, shape, merged = shape[-1], shape[:-1], [strides[:-1] for strides in merged]
-        if len(shape) > ELEMENTS_AXES:
-            raise error(
-                ValueError,
-                f"arrays of shape {problem.shape} with strides that leave {len(shape)} axes apart",
-                f"at most {ELEMENTS_AXES} axes before the last, after merging those that lie "
-                "evenly",
-                "copy the array with ascontiguousarray(...), or reshape it",
-            )
         offsets = {name: offset for name, (_, offset) in pieces.items()}
         strides = dict(zip(pieces, merged, strict=True))
         return cls(problem, shape, strides, offsets, length)
@@ -289,15 +281,36 @@ class _Walk(NamedTuple):
                 return 1
         return items
 
-    def params(self, rows: int, units: int) -> Any:
+    def params(self, units: int) -> Any:
         """Fill the C struct ElementsParams; of an array that is absent with zeros."""
         arrays = self.problem.kernel.arrays
-        missing = ELEMENTS_AXES - len(self.shape)
-        params = np.zeros((), elements_params(len(arrays)))
-        params["shape"] = (1,) * missing + self.shape
         absent = (0,) * len(self.shape)
-        params["strides"] = [(0,) * missing + self.strides.get(name, absent) for name in arrays]
+        strides = [self.strides.get(name, absent) for name in arrays]
+        params = walk_params(self.shape, strides, self.length, units)
         params["offsets"] = [self.offsets.get(name, 0) for name in arrays]
-        params["length"] = self.length
-        params["rows"], params["units"] = rows, units
         return params[()]
+
+
+def walk_params(
+    shape: tuple[int, ...], strides: list[tuple[int, ...]], length: int, units: int
+) -> Any:
+    """Fill the C struct ElementsParams of rows along axes that do not lie evenly; an array of it.
+
+    Raises
+    ------
+    ValueError
+        If there are more axes than kernels walk.
+    """
+    if len(shape) > ELEMENTS_AXES:
+        raise error(
+            ValueError,
+            f"arrays with strides that leave axes {shape} before the last apart",
+            f"at most {ELEMENTS_AXES} axes before the last, after merging those that lie evenly",
+            "copy the array with ascontiguousarray(...), or reshape it",
+        )
+    missing = ELEMENTS_AXES - len(shape)
+    params = np.zeros((), elements_params(len(strides)))
+    params["shape"] = (1,) * missing + shape
+    params["strides"] = [(0,) * missing + axes for axes in strides]
+    params["length"], params["rows"], params["units"] = length, math.prod(shape), units
+    return params

@@ -32,6 +32,11 @@ from cupyattn.reference.layers.cross_entropy_bounds import (
     cross_entropy_bound,
 )
 from cupyattn.reference.layers.dropout import dropout, dropout_bound
+from cupyattn.reference.layers.embedding import (
+    embedding,
+    embedding_backward,
+    embedding_backward_bound,
+)
 from cupyattn.reference.layers.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_backward,
@@ -83,6 +88,9 @@ __all__ = [
     "dropout",
     "dropout_bound",
     "element_keep",
+    "embedding",
+    "embedding_backward",
+    "embedding_backward_bound",
     "error_ratio",
     "gated",
     "gated_backward",

@@ -1,0 +1,35 @@
+// Rows of a table by their numbers.
+//
+//   out_t = table[ids_t]
+//
+// Shapes    table (rows, length), its rows any number of items apart; ids of any shape and strides, out (*ids.shape,
+//           length) of any outer strides, last axis contiguous (elements.cuh, a row for each id).
+// Work      a unit of LANES threads owns VECTORS * LANES * VEC neighbouring items of a row; grid ceil(units / units of a
+//           CTA).
+// Budget    registers: VECTORS * VEC storage items, below 64 in all; no shared memory.
+// Edges     an id outside of the table gives a row of NaN, and nothing is read.
+#if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(VECTORS) || !defined(VEC) || !defined(IDS)
+#error "DTYPE, THREADS, LANES, VECTORS, VEC and IDS come from a launch-configuration table"
+#endif
+#include "../common/elements.cuh"
+
+using Traits = ElementTraits<THREADS, LANES, VECTORS, VEC>;
+enum Array { kIds, kOut, kArrays };
+using Walk = ElementWalk<Traits, kArrays>;
+static_assert(sizeof(Walk::Params) == ELEMENTS_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    embedding(const DTYPE* table_g, const IDS* ids_g, DTYPE* out_g, int64 table_rows, int64 table_stride,
+              const Walk::Params params) {
+  const Walk walk(params);
+  if (walk.rest <= 0) return;
+  const int64 id = ids_g[walk.outer.offset(params, kIds)];
+  float out[VECTORS][VEC];
+  if (id >= 0 && id < table_rows) {
+    const auto row = walk.load_from(table_g + id * table_stride + walk.column);
+    each_item<Traits>([&](int v, int i) { out[v][i] = row(v, i); });
+  } else {
+    each_item<Traits>([&](int v, int i) { out[v][i] = __int_as_float(0x7fc00000); });
+  }
+  walk.store(out_g, kOut, out);
+}

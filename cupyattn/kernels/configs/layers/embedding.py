@@ -1,0 +1,134 @@
+"""Embedding: rows of a table, and the gradient of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+
+from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
+from cupyattn.kernels.configs.elements import ELEMENTS, ElementConfig
+from cupyattn.kernels.configs.tables import cpp_bool, pairs, rows_for
+from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
+from cupyattn.kernels.structs import elements_struct
+
+_INT32, _INT64, _UINT32 = (np.dtype(kind) for kind in (np.int32, np.int64, np.uint32))
+
+FORWARD = KernelSpec(
+    "embedding",
+    "layers/embedding.cu",
+    (
+        *inputs("table", "ids"),
+        Pointer("out"),
+        Scalar("table_rows", _INT64),
+        Scalar("table_stride", _INT64),
+        elements_struct(2),
+    ),
+)
+IDS = KernelSpec(
+    "embedding_ids",
+    "layers/embedding_ids.cu",
+    (
+        *inputs("ids"),
+        Pointer("flat"),
+        Scalar("rows", _INT32),
+        Scalar("padded", _INT32),
+        elements_struct(1),
+    ),
+)
+SORT = KernelSpec(
+    "embedding_sort",
+    "layers/embedding_sort.cu",
+    (*inputs("ids"), Pointer("order"), Pointer("rows"), Scalar("count", _INT32)),
+)
+SUM = KernelSpec(
+    "embedding_backward",
+    "layers/embedding_backward.cu",
+    (
+        *inputs("dout", "order", "rows"),
+        Pointer("dtable"),
+        Pointer("partials"),
+        Scalar("table_rows", _INT32),
+        Scalar("table_stride", _INT64),
+        elements_struct(1),
+    ),
+)
+COMBINE = KernelSpec(
+    "embedding_combine",
+    "layers/embedding_combine.cu",
+    (
+        *inputs("rows", "partials"),
+        Pointer("dtable"),
+        Scalar("count", _INT32),
+        Scalar("table_rows", _INT32),
+        Scalar("table_stride", _INT64),
+        Scalar("length", _INT64),
+        Scalar("column_blocks", _UINT32),
+    ),
+)
+KERNELS = (FORWARD, IDS, SORT, SUM, COMBINE)
+
+_IDS = {"int32": "int", "int64": "int64"}
+"""Dtypes of ids, with their names in C."""
+
+THREADS = 256
+SORT_READS = 4
+"""Ids that a thread of the sorting kernel reads at a time: they are padded to that of a CTA."""
+CHUNK = 32
+"""Sorted tokens of a warp: a lane knows one."""
+_WARP = 32
+
+
+def forward_config(arch: int, loads: int) -> ElementConfig:
+    """Return the row for rows of that many loads: the table is that of element-wise kernels."""
+    rows = rows_for(ELEMENTS, arch).items()
+    return next(row for limit, row in rows if limit is None or loads <= limit)
+
+
+@cache
+def specialise_forward(config: ElementConfig, dtype: str, vec: int, ids: str) -> Specialisation:
+    """Specialise the lookup; `vec` is the items of one load, 1 or 16 bytes' worth."""
+    return FORWARD.specialise(
+        threads=config.threads,
+        DTYPE=dtype,
+        LANES=config.lanes,
+        VECTORS=config.loads(vec),
+        VEC=vec,
+        IDS=_IDS[ids],
+    )
+
+
+@cache
+def specialise_ids(ids: str) -> Specialisation:
+    """Specialise what makes ids int32 and contiguous."""
+    return IDS.specialise(threads=THREADS, IDS=_IDS[ids])
+
+
+@cache
+def specialise_sort() -> Specialisation:
+    """Specialise the counting sort."""
+    words = THREADS + 1 + THREADS // _WARP + 2 * SORT_READS * THREADS
+    return SORT.specialise(threads=THREADS, static_shared_bytes=4 * words)
+
+
+@cache
+def specialise_sums(spec: KernelSpec, dtype: str, vec: int, accumulate: bool) -> Specialisation:
+    """Specialise SUM or COMBINE."""
+    return spec.specialise(
+        threads=THREADS, DTYPE=dtype, VEC=vec, CHUNK=CHUNK, ACCUMULATE=cpp_bool(accumulate)
+    )
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield every row of the table, dtypes, loads and ids in pairs, and the backward's steps."""
+    rows = rows_for(ELEMENTS, arch)
+    for dtype, limit, whole, ids in pairs(STORAGE, rows, (True, False), _IDS):
+        yield specialise_forward(rows[limit], dtype, vector_items(dtype) if whole else 1, ids)
+    yield from map(specialise_ids, _IDS)
+    yield specialise_sort()
+    for dtype, whole, accumulate in pairs(STORAGE, (True, False), (False, True)):
+        for spec in (SUM, COMBINE):
+            vec = vector_items(dtype) if whole else 1
+            yield specialise_sums(spec, dtype, vec, accumulate)

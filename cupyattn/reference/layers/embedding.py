@@ -1,0 +1,56 @@
+"""Embedding, the gradient of its table, and the bound of that gradient's kernel."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from cupyattn.reference.attention.bounds import TINY32, U32, precision_of
+
+Float64 = NDArray[np.float64]
+
+
+def embedding(table: ArrayLike, ids: ArrayLike) -> Float64:
+    """Return the rows of a table by their numbers.
+
+    Examples
+    --------
+    >>> embedding([[1.0, 2.0], [3.0, 4.0]], [1, 1, 0])
+    array([[3., 4.],
+           [3., 4.],
+           [1., 2.]])
+    """
+    return np.asarray(np.asarray(table)[np.asarray(ids)], dtype=np.float64)
+
+
+def embedding_backward(dout: ArrayLike, rows: int, ids: ArrayLike) -> Float64:
+    """Gradient of a table of that many rows: each the sum of dout where its number stands.
+
+    Examples
+    --------
+    >>> embedding_backward([[1.0], [2.0], [4.0]], 3, [2, 0, 2])
+    array([[2.],
+           [0.],
+           [5.]])
+    """
+    ids, dout = np.asarray(ids), np.asarray(dout, dtype=np.float64)
+    dtable = np.zeros((rows, dout.shape[-1]))
+    with np.errstate(invalid="ignore", over="ignore"):
+        np.add.at(dtable, ids, dout)
+    return dtable
+
+
+def embedding_backward_bound(
+    dout: ArrayLike, rows: int, ids: ArrayLike, *, dtype: DTypeLike, present: ArrayLike = 0.0
+) -> Float64:
+    """Error bound of `embedding_backward`; `present` is what it is added to.
+
+    A row of n tokens is a sum of n + 1 terms in some order, each addition rounded once: n u32 of
+    the sum of their sizes.
+    """
+    ids, present = np.asarray(ids), np.asarray(present, dtype=np.float64)
+    count = np.bincount(ids.reshape(-1), minlength=rows)[:, None]
+    sizes = embedding_backward(np.abs(np.asarray(dout, np.float64)), rows, ids) + np.abs(present)
+    error = count * (U32 * sizes + TINY32)
+    exact = embedding_backward(dout, rows, ids) + present
+    return error + precision_of(dtype).store(np.abs(exact) + error)
