@@ -16,6 +16,7 @@ from cupyattn.functional.layers.linear_cross_entropy import linear_cross_entropy
 from cupyattn.functional.layers.log_softmax import log_softmax_backward
 from cupyattn.functional.layers.logsumexp import logsumexp_backward
 from cupyattn.functional.layers.norms import layer_norm_backward, rms_norm_backward
+from cupyattn.functional.layers.optimizer import adamw_step, global_norm
 from cupyattn.functional.layers.rope import rope_backward
 from cupyattn.functional.layers.rope_tables import rope_tables
 from cupyattn.functional.layers.softmax import softmax_backward
@@ -71,6 +72,7 @@ __all__ = [
     "RMSNormGrads",
     "SwigluGrads",
     "YarnScaling",
+    "adamw_step",
     "attention",
     "attention_backward",
     "backend",
@@ -85,6 +87,7 @@ __all__ = [
     "geglu_backward",
     "gelu",
     "gelu_backward",
+    "global_norm",
     "layer_norm",
     "layer_norm_backward",
     "linear",

@@ -8,10 +8,12 @@ from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.attention import float32, teaching, tensor_core
 from cupyattn.kernels.configs.layers import (
     activations,
+    adamw,
     column_sums,
     cross_entropy,
     dropout,
     embedding,
+    global_norm,
     norms,
     rope,
     softmax,
@@ -32,6 +34,8 @@ _MODULES = (
     softmax,
     activations,
     dropout,
+    adamw,
+    global_norm,
     embedding,
     rope,
     cross_entropy,

@@ -77,6 +77,19 @@ DBIAS_PARAMS = np.dtype(
     align=True,
 )
 
+NORM_ARRAYS = 8
+"""Arrays that one launch of norm_partials takes."""
+
+# NormParams in cuda_src/layers/norm_partials.cu
+NORM_PARAMS = np.dtype(
+    [
+        *((field, np.int64, (NORM_ARRAYS,)) for field in ("length", "stride", "units", "rows")),
+        ("first_cta", np.uint32, (NORM_ARRAYS + 1,)),
+        ("first_partial", np.uint32),
+    ],
+    align=True,
+)
+
 # RopeParams in cuda_src/layers/rope.cu
 ROPE_PARAMS = np.dtype(
     [
@@ -167,6 +180,7 @@ def elements_params(arrays: int) -> np.dtype:
 
 ATTENTION_STRUCT = Struct("params", ATTENTION_PARAMS, "AttentionParams")
 BACKWARD_STRUCT = Struct("params", BACKWARD_PARAMS, "BackwardParams", (ATTENTION_STRUCT,))
+NORM_STRUCT = Struct("params", NORM_PARAMS, "NormParams")
 ROPE_STRUCT = Struct("params", ROPE_PARAMS, "RopeParams")
 FLOAT_PRODUCT_STRUCT = Struct("params", FLOAT_PRODUCT_PARAMS, "FloatProductParams")
 THIN_STRUCT = Struct("params", THIN_PARAMS, "ThinParams")

@@ -157,6 +157,10 @@ def _cached_problem(
             require_output(part.array, layout, layout.shape, layout.dtype)
         else:
             require_contiguous_rows(part.array, layout)
+    for name in kernel.numbers:
+        if name in layouts:
+            require_dtype(name, layouts[name], ("float32",))
+            require_shape(name, layouts[name], (), "an array of one number")
     of_dtype = [parts[name].array for name in read if name not in kernel.float32]
     require_same_dtype(layouts, dict.fromkeys(of_dtype))
     decisions = dict(given_decisions)

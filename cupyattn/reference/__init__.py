@@ -45,6 +45,12 @@ from cupyattn.reference.layers.linear_cross_entropy import (
 )
 from cupyattn.reference.layers.norms import norm, norm_backward
 from cupyattn.reference.layers.norms_bounds import norm_backward_bound, norm_bound
+from cupyattn.reference.layers.optimizer import (
+    adamw_step,
+    adamw_step_bound,
+    global_norm,
+    global_norm_bound,
+)
 from cupyattn.reference.layers.rope import rope, rope_backward
 from cupyattn.reference.layers.rope_bounds import rope_bound
 from cupyattn.reference.layers.rope_tables import rope_frequencies, rope_tables
@@ -75,6 +81,8 @@ __all__ = [
     "activation_bound",
     "activation_derivative",
     "activation_error",
+    "adamw_step",
+    "adamw_step_bound",
     "attention",
     "attention_backward",
     "attention_backward_bound",
@@ -96,6 +104,8 @@ __all__ = [
     "gated_backward",
     "gated_backward_bound",
     "gated_bound",
+    "global_norm",
+    "global_norm_bound",
     "linear",
     "linear_backward",
     "linear_backward_bound",

@@ -17,7 +17,7 @@ import numpy as np
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES
 from cupyattn.kernels.configs.tables import cpp_bool, pairs, rows_for
-from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation
+from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
 from cupyattn.kernels.structs import elements_struct
 
 
@@ -73,6 +73,8 @@ class ElementKernel:
         there.
     float32 : tuple of str
         Arrays that have this dtype whatever that of the others (DTYPE).
+    numbers : tuple of str
+        float32 arrays of one item that may be absent: numbers that only the device knows.
     scalars : mapping
         Numbers passed by value, with their dtypes.
     choices : mapping
@@ -92,6 +94,7 @@ class ElementKernel:
     updated: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     float32: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
     scalars: Mapping[str, type[np.generic]] = field(default_factory=dict)
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     accumulates: bool = False
@@ -114,6 +117,7 @@ class ElementKernel:
                     Pointer(name, const=name in self.inputs, optional=name in self.optional)
                     for name in self.arrays
                 ),
+                *inputs(*self.numbers, optional=True),
                 *(Scalar(name, np.dtype(kind)) for name, kind in self.scalars.items()),
                 elements_struct(len(self.arrays)),
             ),

@@ -1,0 +1,81 @@
+// The norm of many arrays, first step: sums of squares, one for each CTA (cooperative thread array, a block of threads).
+//
+//   partials_c = sum of x^2 over the items of CTA c
+//
+// Shapes    up to ARRAYS arrays x0, x1, ... of one dtype, each as rows of neighbouring items, any number apart; partials
+//           from params.first_partial on, one float32 for each CTA.
+// Work      array a has the CTAs from params.first_cta[a] on. Rows are cut into units of THREADS vectors; the CTAs of an
+//           array take its units in turn. The order of all additions is fixed.
+// Budget    one float per warp of shared memory; VECTORS * VEC storage items, below 64 registers in all.
+// Edges     squares are float32: of items beyond 1.8e19 infinite, below 1.1e-19 zero. NaN and infinities come through.
+#if !defined(DTYPE) || !defined(THREADS) || !defined(VEC) || !defined(VECTORS) || !defined(ARRAYS)
+#error "DTYPE, THREADS, VEC, VECTORS and ARRAYS come from a launch-configuration table"
+#endif
+#include "../common/reduce.cuh"
+#include "../common/vec.cuh"
+
+// Field for field the structured dtype NORM_PARAMS of cupyattn/kernels/structs.py.
+struct NormParams {
+  int64 length[ARRAYS], stride[ARRAYS];  // of a row, and from one to the next
+  int64 units[ARRAYS], rows[ARRAYS];     // units of a row
+  uint32 first_cta[ARRAYS + 1];
+  uint32 first_partial;
+};
+static_assert(sizeof(NormParams) == NORM_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
+static_assert(ARRAYS == 8, "the entry has eight pointers");
+
+constexpr int kUnitItems = THREADS * VECTORS * VEC;
+
+// The sum of the squares of this thread's vectors in a stretch of at most kUnitItems.
+__device__ __forceinline__ float squares(const DTYPE* first_g, int64 left) {
+  Vec<DTYPE, VEC> loaded[VECTORS];
+#pragma unroll
+  for (int v = 0; v < VECTORS; v++) {
+    const int at = (v * THREADS + threadIdx.x) * VEC;
+    loaded[v] = {};
+    if (at + VEC <= left) {
+      loaded[v] = *reinterpret_cast<const Vec<DTYPE, VEC>*>(first_g + at);
+    } else {
+#pragma unroll
+      for (int i = 0; i < VEC; i++) {
+        if (at + i < left) loaded[v].item[i] = first_g[at + i];
+      }
+    }
+  }
+  float sum = 0.f;
+#pragma unroll
+  for (int v = 0; v < VECTORS; v++) {
+#pragma unroll
+    for (int i = 0; i < VEC; i++) sum += to_float(loaded[v].item[i]) * to_float(loaded[v].item[i]);
+  }
+  return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    norm_partials(const DTYPE* x0_g, const DTYPE* x1_g, const DTYPE* x2_g, const DTYPE* x3_g, const DTYPE* x4_g,
+                  const DTYPE* x5_g, const DTYPE* x6_g, const DTYPE* x7_g, float* partials_g, const NormParams params) {
+  __shared__ float partial_s[THREADS / kWarpSize];
+  // Phase 1: which array is this CTA's. Selected, not indexed: parameters have no index.
+  const DTYPE* const arrays_g[ARRAYS] = {x0_g, x1_g, x2_g, x3_g, x4_g, x5_g, x6_g, x7_g};
+  const DTYPE* x_g = nullptr;
+  int64 length = 0, stride = 0, units = 0, rows = 0;
+  uint32 cta = 0, ctas = 1;
+#pragma unroll
+  for (int a = 0; a < ARRAYS; a++) {
+    if (blockIdx.x >= params.first_cta[a] && blockIdx.x < params.first_cta[a + 1]) {
+      x_g = arrays_g[a], length = params.length[a], stride = params.stride[a];
+      units = params.units[a], rows = params.rows[a];
+      cta = blockIdx.x - params.first_cta[a], ctas = params.first_cta[a + 1] - params.first_cta[a];
+    }
+  }
+
+  // Phase 2: its units in turn, then the sum over the CTA.
+  float sum = 0.f;
+  for (int64 unit = cta; unit < rows * units; unit += ctas) {
+    const int64 row = rows == 1 ? 0 : unit / units;
+    const int64 column = (unit - row * units) * kUnitItems;
+    sum += squares(x_g + row * stride + column, length - column);
+  }
+  sum = cta_reduce<Sum, THREADS>(sum, partial_s);
+  if (threadIdx.x == 0) partials_g[params.first_partial + blockIdx.x] = sum;
+}

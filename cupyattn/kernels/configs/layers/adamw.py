@@ -1,0 +1,32 @@
+"""AdamW, item by item and in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.configs.elements import ElementKernel
+from cupyattn.kernels.spec import Specialisation
+
+NUMBERS = (
+    "scale", "beta1", "rest1", "beta2", "rest2", "step_size", "inverse_bias2", "eps", "decay",
+)  # fmt: skip
+"""What the kernel is passed by value."""
+
+ADAMW = ElementKernel(
+    "adamw",
+    "layers/adamw.cu",
+    updated=("param", "m", "v"),
+    inputs=("grad",),
+    float32=("m", "v"),
+    numbers=("grad_scale",),
+    scalars=dict.fromkeys(NUMBERS, np.float32),
+)
+KERNELS = (ADAMW.spec,)
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield every row of the table, dtypes and loads in pairs."""
+    return ADAMW.catalogue(arch)

@@ -1,0 +1,62 @@
+"""The norm of many arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+
+from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
+from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
+from cupyattn.kernels.structs import NORM_ARRAYS, NORM_STRUCT
+
+PARTIALS = KernelSpec(
+    "norm_partials",
+    "layers/norm_partials.cu",
+    (
+        *inputs("x0"),
+        *inputs(*(f"x{i}" for i in range(1, NORM_ARRAYS)), optional=True),
+        Pointer("partials"),
+        NORM_STRUCT,
+    ),
+)
+ROOT = KernelSpec(
+    "global_norm",
+    "layers/global_norm.cu",
+    (*inputs("partials"), Pointer("out"), Scalar("count", np.dtype(np.int64))),
+)
+KERNELS = (PARTIALS, ROOT)
+
+THREADS = 256
+MOST_CTAS = 1024
+"""Of one array: more would leave a thread little to add, and the second step much."""
+
+
+def loads(vec: int) -> int:
+    """Return how many loads of `vec` items a thread has in flight: 32 bytes, or 8 single items."""
+    return 2 if vec > 1 else 8
+
+
+@cache
+def specialise_partials(dtype: str, vec: int) -> Specialisation:
+    """Specialise the sums of squares; `vec` is the items of one load, 1 or 16 bytes' worth."""
+    return PARTIALS.specialise(
+        threads=THREADS, DTYPE=dtype, VEC=vec, VECTORS=loads(vec), ARRAYS=NORM_ARRAYS
+    )
+
+
+@cache
+def specialise_root() -> Specialisation:
+    """Specialise the root of their sum."""
+    return ROOT.specialise(threads=THREADS)
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield each dtype with loads of both kinds, and the root."""
+    del arch  # one row serves all
+    for dtype in STORAGE:
+        for vec in (vector_items(dtype), 1):
+            yield specialise_partials(dtype, vec)
+    yield specialise_root()
