@@ -10,13 +10,14 @@
 // Work      THREADS rows a CTA, one a thread; grid ceil(rows / THREADS).
 // Budget    shared memory: 2 * THREADS + THREADS / 32 words of counts and 2 * 4 * THREADS of found ids; 30 registers.
 // Edges     a CTA without ids of its rows returns after the first pass.
-#if !defined(THREADS) || !defined(SHARED_BYTES)
-#error "THREADS and SHARED_BYTES come from a launch-configuration table"
+#if !defined(THREADS) || !defined(READS) || !defined(SHARED_BYTES)
+#error "THREADS, READS and SHARED_BYTES come from a launch-configuration table"
 #endif
 #include "../common/config.cuh"
 
-constexpr int kRead = 4;  // ids that a thread reads at a time
+constexpr int kRead = READS;  // ids that a thread reads at a time
 constexpr int kWarps = THREADS / kWarpSize;
+static_assert(kRead * sizeof(int) == kVectorBytes, "one load");
 static_assert(THREADS % kWarpSize == 0 && kWarps <= kWarpSize, "whole warps, at most 32 of them");
 
 struct Smem {

@@ -35,7 +35,7 @@ _OWN = ("out", "workspace")
 class Rows(NamedTuple):
     """An array as rows of neighbouring items, in the order of memory: a norm asks for no other."""
 
-    count: int
+    rows: int
     stride: int
     """From row to row, in items."""
     length: int
@@ -154,12 +154,12 @@ def _partials(dtype: str, vec: int, arrays: list[tuple[str, Rows]], before: int)
     """Make the launch that sums the squares of up to eight arrays."""
     unit = configs.THREADS * configs.loads(vec) * vec
     params = np.zeros((), NORM_PARAMS)
-    ends = []
+    ends: list[int] = []
     for i, (_, rows) in enumerate(arrays):
         units = -(-rows.length // unit)
-        ends.append((ends[-1] if ends else 0) + min(rows.count * units, configs.MOST_CTAS))
+        ends.append((ends[-1] if ends else 0) + min(rows.rows * units, configs.MOST_CTAS))
         params["length"][i], params["stride"][i] = rows.length, rows.stride
-        params["units"][i], params["rows"][i] = units, rows.count
+        params["units"][i], params["rows"][i] = units, rows.rows
     params["first_cta"] = [0, *ends, *[ends[-1]] * (NORM_ARRAYS - len(ends))]
     params["first_partial"] = before
     renamed = {f"x{i}": name for i, (name, _) in enumerate(arrays)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -65,7 +66,13 @@ def adamw_step_bound(
     and four roundings of its own; the quotient, its factor and the sum four more.
     """
     param, grad, m, v = (np.asarray(each, dtype=np.float64) for each in (param, grad, m, v))
-    numbers = {"step": step, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    numbers: dict[str, Any] = {
+        "step": step,
+        "lr": lr,
+        "betas": betas,
+        "eps": eps,
+        "weight_decay": weight_decay,
+    }
     beta1, beta2 = betas
     with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
         new_param, new_m, new_v = adamw_step(param, grad, m, v, **numbers, grad_scale=grad_scale)

@@ -110,7 +110,7 @@ def specialise_ids(ids: str) -> Specialisation:
 def specialise_sort() -> Specialisation:
     """Specialise the counting sort."""
     words = THREADS + 1 + THREADS // _WARP + 2 * SORT_READS * THREADS
-    return SORT.specialise(threads=THREADS, static_shared_bytes=4 * words)
+    return SORT.specialise(threads=THREADS, static_shared_bytes=4 * words, READS=SORT_READS)
 
 
 @cache

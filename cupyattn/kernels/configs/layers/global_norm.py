@@ -50,7 +50,7 @@ def specialise_partials(dtype: str, vec: int) -> Specialisation:
 @cache
 def specialise_root() -> Specialisation:
     """Specialise the root of their sum."""
-    return ROOT.specialise(threads=THREADS)
+    return ROOT.specialise(threads=THREADS, DTYPE="float32")
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
