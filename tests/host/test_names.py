@@ -54,6 +54,38 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
          "implementation": "flash", "grads": None,
          "accumulate": False, "workspace": None},
     ),
+    cupyattn.gelu: (("x",), {"approximate": "none", "out": None}),
+    cupyattn.gelu_backward: (
+        ("dout", "x"), {"approximate": "none", "dx": None, "accumulate": False},
+    ),
+    cupyattn.silu: (("x",), {"out": None}),
+    cupyattn.silu_backward: (("dout", "x"), {"dx": None, "accumulate": False}),
+    cupyattn.swiglu: (("gate", "up"), {"out": None}),
+    cupyattn.swiglu_backward: (("dout", "gate", "up"), {"grads": None, "accumulate": False}),
+    cupyattn.geglu: (("gate", "up"), {"approximate": "none", "out": None}),
+    cupyattn.geglu_backward: (
+        ("dout", "gate", "up"), {"approximate": "none", "grads": None, "accumulate": False},
+    ),
+    cupyattn.dropout: (("x", "p", "seed"), {"residual": None, "out": None}),
+    cupyattn.dropout_backward: (("dout", "p", "seed"), {"dx": None, "accumulate": False}),
+    cupyattn.rope: (
+        ("x", "cos", "sin"),
+        {"positions": None, "interleaved": False, "inverse": False, "out": None},
+    ),
+    cupyattn.rope_backward: (
+        ("dout", "cos", "sin"),
+        {"positions": None, "interleaved": False, "inverse": False, "dx": None,
+         "accumulate": False},
+    ),
+    cupyattn.embedding: (("table", "ids"), {"out": None}),
+    cupyattn.embedding_backward: (
+        ("dout", "table", "ids"), {"dtable": None, "accumulate": False, "workspace": None},
+    ),
+    cupyattn.adamw_step: (
+        ("param", "grad", "m", "v"),
+        {**dict.fromkeys(("step", "lr", "betas", "eps", "weight_decay"), inspect.Parameter.empty),
+         "grad_scale": 1.0},
+    ),
     **dict.fromkeys(
         (softmax_forward, log_softmax, logsumexp), (("x",), {**SCORE_OPTIONS, "out": None})
     ),

@@ -21,6 +21,8 @@ from cupyattn.kernels.structs import (
     BACKWARD_PARAMS,
     BACKWARD_STRUCT,
     UNBOUNDED,
+    elements_params,
+    elements_struct,
     rows_params,
     rows_struct,
 )
@@ -389,3 +391,51 @@ def test_rows_params_give_each_row_its_offset():
     assert fields.tolist() == [*shape, 1000, 100, 10, 1, -7, 0, 5, 70, 24, 9]
     index = np.indices(shape).reshape(4, -1).T
     assert_array_equal(offsets, (index @ params["strides"].T).T)
+
+
+def test_elements_params_give_each_row_its_offset():
+    arrays, shape = 2, (2, 3, 1, 4)
+    params = np.zeros((), elements_params(arrays))
+    params["shape"] = shape
+    params["strides"] = [(1000, 100, 10, 1), (-7, 0, 5, 70)]
+    params["offsets"] = [3, 500]
+    params["length"], params["rows"], params["units"] = 9, 24, 2
+    probe = Probe(
+        "elements_params",
+        Pointer("fields"),
+        Pointer("offsets"),
+        elements_struct(arrays),
+        threads=1,
+        ARRAYS=arrays,
+    )
+    fields = np.zeros(4 + 5 * arrays + 3, np.int64)
+    fields, offsets = probe.run(1, fields, np.zeros((arrays, 24), np.int64), params)
+
+    assert fields.tolist() == [*shape, 1000, 100, 10, 1, -7, 0, 5, 70, 3, 500, 9, 24, 2]
+    index = np.indices(shape).reshape(4, -1).T
+    assert_array_equal(offsets, (index @ params["strides"].T + params["offsets"]).T)
+
+
+ACTIVATIONS = {"gelu": "Gelu", "gelu_tanh": "GeluTanh", "silu": "Silu", "relu": "Relu"}
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activations_and_their_derivatives(kind):
+    """Within their derived errors, densely and to both ends of float32."""
+    far = np.geomspace(2.0**-126, 3e38, 1000)
+    edges = [0, -0.0, np.inf, -np.inf, np.nan]
+    x = np.concatenate([np.linspace(-15, 15, 6001), np.linspace(-120, 120, 2001), far, -far, edges])
+    x = x.astype(np.float32)
+    outputs = Pointer("value"), Pointer("derivative")
+    probe = Probe(
+        "activations",
+        Pointer("x", const=True),
+        *outputs,
+        Scalar("count", INT32),
+        ACTIVATION=ACTIVATIONS[kind],
+    )
+    value, derivative = probe.run(-(-x.size // 128), x, *np.zeros((2, x.size), np.float32), x.size)
+    error = reference.activation_error(x, kind)
+    assert reference.error_ratio(value, reference.activation(x, kind), error) <= 1
+    error = reference.derivative_error(x, kind)
+    assert reference.error_ratio(derivative, reference.activation_derivative(x, kind), error) <= 1

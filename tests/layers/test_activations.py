@@ -42,6 +42,7 @@ GATED = {
     "silu": Activation("swiglu", {}),
 }
 KINDS = tuple(PLAIN)
+EDGES = [0.0, -0.0, np.inf, -np.inf, np.nan, 65504.0, -65504.0, 3e38, -3e38, 1e19, -1e19, 1e-38]
 
 # Each pair is some kernels to compile.
 CASES = wider(
@@ -122,9 +123,6 @@ def test_every_float16(kind):
     dx = PLAIN[kind].backward(KERNELS.put(np.ones_like(x)), KERNELS.put(x))
     bound = reference.activation_backward_bound(np.ones_like(x), x, kind, dtype="float16")
     assert ratio(dx, reference.activation_backward(1.0, x, kind), bound) <= 1
-
-
-EDGES = [0.0, -0.0, np.inf, -np.inf, np.nan, 65504.0, -65504.0, 3e38, -3e38, 1e19, -1e19, 1e-38]
 
 
 @everywhere
