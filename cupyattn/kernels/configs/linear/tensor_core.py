@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -327,7 +327,7 @@ def preactivation_gradient(vec: int, activation: str | None, *, paired: bool) ->
 
 
 def _specialise(
-    kernel: KernelSpec, row: ProductConfig, vec: int, out_vec: int, **macros: int | str
+    kernel: KernelSpec, row: ProductConfig, vec: int, out_vec: int, **macros: Any
 ) -> Specialisation:
     return kernel.specialise(
         threads=row.threads,
