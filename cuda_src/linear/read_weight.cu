@@ -1,16 +1,16 @@
 // Reads an array and does nothing with it: the time that any kernel takes which needs all of a weight.
 //
 // Shapes    words of 16 bytes.
-// Work      a thread has eight loads in flight; CTAs walk the array together.
-// Budget    registers: eight words; no shared memory.
+// Work      a thread has IN_FLIGHT loads on their way; CTAs walk the array together.
+// Budget    registers: IN_FLIGHT words; no shared memory.
 // Edges     words beyond the array are not read. A thread writes only if what it read XORs to a number that random weights
 //           do not: so the compiler cannot leave the reads out.
-#if !defined(THREADS)
-#error "THREADS comes from a launch-configuration table"
+#if !defined(THREADS) || !defined(IN_FLIGHT)
+#error "THREADS and IN_FLIGHT come from a launch-configuration table"
 #endif
 #include "../common/memory.cuh"
 
-constexpr int kInFlight = 8;
+constexpr int kInFlight = IN_FLIGHT;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     read_weight(const uint4* __restrict__ words, uint32* __restrict__ sink, int64 count) {

@@ -64,6 +64,9 @@ def row_of(specialisation: Specialisation) -> str:
         sizes += [f"{macros['TILE_ROWS']} x {macros['TILE_COLUMNS']}", *lines]
     if "ONE_PASS" in macros:
         sizes += ["one pass" if macros["ONE_PASS"] == "true" else "deterministic"]
+    if specialisation.spec.entry.startswith("linear_"):  # what their shared memory follows from
+        names = ("TILE_M", "TILE_N", "ROWS", "W_ALONG", "DTYPE")
+        sizes += [str(macros[name]) for name in names if name in macros]
     options = [name for name, absent in NO_OPTIONS.items() if macros.get(name, absent) != absent]
     return " ".join([specialisation.spec.entry, *sizes, *options])
 

@@ -110,7 +110,7 @@ def forward_ratio(case: LinearCase) -> tuple[float, Array | None]:
         return_preactivation=True,
     )  # fmt: skip
     out, z = KERNELS.get(out), None if z is None else KERNELS.get(z)
-    options = {"activation": case.activation}
+    options: Any = {"activation": case.activation}
     results = reference.linear(*map(exact, (x, w, b, residual)), **options)
     bounds = reference.linear_bound(x, w, b, residual, dtype=case.dtype, **options)
     ratio = error_ratio(out, results[0], bounds[0])
@@ -133,7 +133,7 @@ def backward_ratio(case: LinearCase) -> float:
         *map(put, (dout, x, w, b)), activation=case.activation, preactivation=put(z),
         grads=placed, accumulate=case.accumulate,
     )  # fmt: skip
-    options = {"activation": case.activation}
+    options: Any = {"activation": case.activation}
     results = reference.linear_backward(
         *map(exact, (dout, x, w, b)), preactivation=exact(z), **options
     )

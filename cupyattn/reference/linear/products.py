@@ -35,9 +35,9 @@ def linear(
 
     Examples
     --------
-    >>> x, w = np.array([[1.0, -2.0]]), np.eye(2)
-    >>> linear(x, w, np.ones(2), activation="relu")
-    (array([[2., 0.]]), array([[ 2., -1.]]))
+    >>> x, w = np.array([[1.0, 2.0]]), np.eye(2)
+    >>> linear(x, w, np.ones(2), residual=x, activation="relu")
+    (array([[3., 5.]]), array([[2., 3.]]))
     """
     preactivation = _product(x, w)
     if b is not None:

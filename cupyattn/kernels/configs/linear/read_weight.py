@@ -17,13 +17,14 @@ KERNEL = KernelSpec(
 )
 KERNELS = (KERNEL,)
 THREADS = 256
-CTAS_PER_SM = 8
+CTAS_PER_SM = 4
+_IN_FLIGHT = 8
 
 
 @cache
 def read_weight() -> Specialisation:
     """Specialise the kernel."""
-    return KERNEL.specialise(threads=THREADS)
+    return KERNEL.specialise(threads=THREADS, IN_FLIGHT=_IN_FLIGHT)
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
