@@ -10,10 +10,10 @@
 //           is an exponent's rounding); of a derivative, relative to p + |x p'|: 14 + 2 |x|, 20 + 7 |z|, 33 + 1.5 x^2.
 //           Numbers below 2^-118 may vanish: the exponential is flushed there.
 //           cupyattn/reference/layers/activations.py derives all of it.
-// Edges     value(-inf) = -0 and value(inf) = inf, derivative(-inf) = 0 and derivative(inf) = 1, their limits; NaN gives
-//           NaN. No intermediate is inf * 0.
-// Cost      one ex2 and one rcp each, beside them about 8 instructions for silu, 11 for gelu_tanh and 18 for gelu. Where
-//           a kernel needs value and derivative of one x, the compiler computes what they share once.
+// Edges     value(-inf) = -0 and value(inf) = inf, derivative(-inf) = 0 and derivative(inf) = 1, their limits; NaN
+//           gives NaN. No intermediate is inf * 0.
+// Cost      one ex2 and one rcp each, beside them about 8 instructions for silu, 11 for gelu_tanh and 18 for gelu.
+//           Where a kernel needs value and derivative of one x, the compiler computes what they share once.
 #pragma once
 
 #include "numeric.cuh"
@@ -68,9 +68,9 @@ struct GeluTanh {
   }
 };
 
-// Phi(x) and its density. Phi(-a) = e^(-a^2/2) R(a) for a >= 0, and R(a) = s P(s) with s = 1 / (1 + c a): the polynomial
-// P, of degree 7, is the minimax fit in relative error over 0 <= a <= 14.5 (2^-23.1 with rounded coefficients), beyond
-// which the exponential vanishes.
+// Phi(x) and its density. Phi(-a) = e^(-a^2/2) R(a) for a >= 0, and R(a) = s P(s) with s = 1 / (1 + c a): the
+// polynomial P, of degree 7, is the minimax fit in relative error over 0 <= a <= 14.5 (2^-23.1 with rounded
+// coefficients), beyond which the exponential vanishes.
 struct Normal {
   float probability, density;
 

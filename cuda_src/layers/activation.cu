@@ -2,9 +2,10 @@
 //
 //   out = f(x)
 //
-// Shapes    x and out of one shape, any rank and any outer strides, last axis contiguous (ElementsParams, elements.cuh).
-// Work      a unit of LANES threads owns VECTORS * LANES * VEC neighbouring items of a row; grid ceil(units / units of a
-//           CTA).
+// Shapes    x and out of one shape, any rank and any outer strides, last axis contiguous (ElementsParams,
+//           elements.cuh).
+// Work      a unit of LANES threads owns VECTORS * LANES * VEC neighbouring items of a row; grid ceil(units / units of
+//           a CTA).
 // Budget    registers: VECTORS * VEC floats, below 64 in all; no shared memory.
 // Edges     f's limits at -inf and inf; NaN stays NaN. out may be x itself.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(VECTORS) || !defined(VEC)

@@ -3,8 +3,8 @@
 //   dx = dout f'(x)   (+ what is there, with ACCUMULATE)
 //
 // Shapes    dout, x and dx of one shape, any rank and any outer strides, last axis contiguous (elements.cuh).
-// Work      a unit of LANES threads owns VECTORS * LANES * VEC neighbouring items of a row; grid ceil(units / units of a
-//           CTA).
+// Work      a unit of LANES threads owns VECTORS * LANES * VEC neighbouring items of a row; grid ceil(units / units of
+//           a CTA).
 // Budget    registers: 2 * VECTORS * VEC floats, below 80 in all; no shared memory.
 // Edges     f's limits at -inf and inf; NaN stays NaN. dx may be dout or x itself.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(VECTORS) || !defined(VEC)

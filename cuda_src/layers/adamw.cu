@@ -7,10 +7,10 @@
 // computes. grad_scale is scale times *scale_g, where there is one: a number that only the device knows, such as that
 // which clips a gradient's norm.
 //
-// Shapes    param, grad, m and v of one shape, any rank and any outer strides, last axis contiguous (elements.cuh); m and
-//           v float32.
-// Work      a unit of LANES threads owns VECTORS * LANES * VEC neighbouring items of a row; grid ceil(units / units of a
-//           CTA).
+// Shapes    param, grad, m and v of one shape, any rank and any outer strides, last axis contiguous (elements.cuh); m
+//           and v float32.
+// Work      a unit of LANES threads owns VECTORS * LANES * VEC neighbouring items of a row; grid ceil(units / units of
+//           a CTA).
 // Budget    registers: 4 * VECTORS * VEC floats, below 96 in all; no shared memory.
 // Edges     NaN and infinities of a gradient reach m, v and param.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(VECTORS) || !defined(VEC)

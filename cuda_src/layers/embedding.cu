@@ -4,8 +4,8 @@
 //
 // Shapes    table (rows, length), its rows any number of items apart; ids of any shape and strides, out (*ids.shape,
 //           length) of any outer strides, last axis contiguous (elements.cuh, a row for each id).
-// Work      a unit of LANES threads owns VECTORS * LANES * VEC neighbouring items of a row; grid ceil(units / units of a
-//           CTA).
+// Work      a unit of LANES threads owns VECTORS * LANES * VEC neighbouring items of a row; grid ceil(units / units of
+//           a CTA).
 // Budget    registers: VECTORS * VEC storage items, below 64 in all; no shared memory.
 // Edges     an id outside of the table gives a row of NaN, and nothing is read.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(VECTORS) || !defined(VEC) || !defined(IDS)

@@ -4,8 +4,8 @@
 //   ACCUMULATE)
 //
 // Shapes    as in embedding_backward.cu.
-// Work      a warp owns the run that begins in a chunk and goes on behind it, if there is one, and 32 * VEC columns, one
-//           vector a lane; grid ceil(chunks * column blocks / warps of a CTA).
+// Work      a warp owns the run that begins in a chunk and goes on behind it, if there is one, and 32 * VEC columns,
+//           one vector a lane; grid ceil(chunks * column blocks / warps of a CTA).
 // Budget    registers: VEC floats, below 48 in all; no shared memory.
 // Edges     rows that begin and end within a chunk were written before and stay.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(VEC) || !defined(CHUNK) || !defined(ACCUMULATE)

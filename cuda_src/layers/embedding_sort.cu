@@ -6,7 +6,8 @@
 // is the number of smaller ids, which it counts as it reads: no CTA waits for another, and nothing depends on their
 // order. With T ids and R rows that is T R / THREADS reads, from the level-2 cache.
 //
-// Shapes    ids (count,) int32, a multiple of THREADS * 4, padded with what is larger than any row; order and rows (T,).
+// Shapes    ids (count,) int32, a multiple of THREADS * 4, padded with what is larger than any row; order and rows
+//           (T,).
 // Work      THREADS rows a CTA, one a thread; grid ceil(rows / THREADS).
 // Budget    shared memory: 2 * THREADS + THREADS / 32 words of counts and 2 * 4 * THREADS of found ids; 30 registers.
 // Edges     a CTA without ids of its rows returns after the first pass.

@@ -2,10 +2,10 @@
 //
 //   out = f(gate) up
 //
-// Shapes    gate, up and out of one shape, any rank and any outer strides, last axis contiguous (elements.cuh): gate and
-//           up may be the halves of one array.
-// Work      a unit of LANES threads owns VECTORS * LANES * VEC neighbouring items of a row; grid ceil(units / units of a
-//           CTA).
+// Shapes    gate, up and out of one shape, any rank and any outer strides, last axis contiguous (elements.cuh): gate
+//           and up may be the halves of one array.
+// Work      a unit of LANES threads owns VECTORS * LANES * VEC neighbouring items of a row; grid ceil(units / units of
+//           a CTA).
 // Budget    registers: 2 * VECTORS * VEC floats, below 80 in all; no shared memory.
 // Edges     f's limits at -inf and inf, times up: f(-inf) = -0 gives NaN with an infinite up. out may be gate or up.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(VECTORS) || !defined(VEC)

@@ -4,8 +4,8 @@
 //
 // Shapes    dout, gate, up, dgate and dup of one shape, any rank and any outer strides, last axis contiguous
 //           (elements.cuh): gate and up, and so dgate and dup, may be the halves of one array.
-// Work      a unit of LANES threads owns VECTORS * LANES * VEC neighbouring items of a row; grid ceil(units / units of a
-//           CTA).
+// Work      a unit of LANES threads owns VECTORS * LANES * VEC neighbouring items of a row; grid ceil(units / units of
+//           a CTA).
 // Budget    registers: 3 * VECTORS * VEC floats, below 72 in all, 104 with ACCUMULATE; no shared memory.
 // Edges     f's limits at -inf and inf; NaN stays NaN. dgate and dup may be any two of the inputs.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(VECTORS) || !defined(VEC)

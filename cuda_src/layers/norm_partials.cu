@@ -1,11 +1,12 @@
-// The norm of many arrays, first step: sums of squares, one for each CTA (cooperative thread array, a block of threads).
+// The norm of many arrays, first step: sums of squares, one for each CTA (cooperative thread array, a block of
+// threads).
 //
 //   partials_c = sum of x^2 over the items of CTA c
 //
-// Shapes    up to ARRAYS arrays x0, x1, ... of one dtype, each as rows of neighbouring items, any number apart; partials
-//           from params.first_partial on, one float32 for each CTA.
-// Work      array a has the CTAs from params.first_cta[a] on. Rows are cut into units of THREADS vectors; the CTAs of an
-//           array take its units in turn. The order of all additions is fixed.
+// Shapes    up to ARRAYS arrays x0, x1, ... of one dtype, each as rows of neighbouring items, any number apart;
+//           partials from params.first_partial on, one float32 for each CTA.
+// Work      array a has the CTAs from params.first_cta[a] on. Rows are cut into units of THREADS vectors; the CTAs of
+//           an array take its units in turn. The order of all additions is fixed.
 // Budget    one float per warp of shared memory; VECTORS * VEC storage items, below 64 registers in all.
 // Edges     squares are float32: of items beyond 1.8e19 infinite, below 1.1e-19 zero. NaN and infinities come through.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(VEC) || !defined(VECTORS) || !defined(ARRAYS)

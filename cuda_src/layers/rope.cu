@@ -2,8 +2,8 @@
 //
 //   (x_a, x_b) -> (x_a cos - x_b sin, x_b cos + x_a sin)   (+ what is there, with ACCUMULATE)
 //
-// for each pair (a, b) of the first R features, with the cosine and sine of the token's position and the pair; sin times
-// `sign` -1 is the inverse rotation. Pair m is (m, m + R/2), or (2 m, 2 m + 1) where INTERLEAVED (Su et al.,
+// for each pair (a, b) of the first R features, with the cosine and sine of the token's position and the pair; sin
+// times `sign` -1 is the inverse rotation. Pair m is (m, m + R/2), or (2 m, 2 m + 1) where INTERLEAVED (Su et al.,
 // arXiv:2104.09864, equation 34, has the latter; GPT-NeoX brought the former). Features from R on are copied.
 //
 // Shapes    x (B, S, heads, D) of any outer strides, out alike; cos and sin (positions, R/2) of TABLE; positions (B, S)
