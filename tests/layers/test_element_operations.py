@@ -91,7 +91,7 @@ def test_rows_that_are_too_many_are_refused():
     x = np.zeros((3, 5, 3, 5, 3, 4), np.float16)[::2, ::2, ::2, ::2, ::2]
     with (
         cupyattn.backend("emulator"),
-        pytest.raises(ValueError, match="leave axes .* apart; at most 4"),
+        pytest.raises(ValueError, match=r"leave axes .* apart; at most 4"),
     ):
         cupyattn.silu(x)
 
