@@ -24,7 +24,7 @@ class Scheduler:
 
     Parameters
     ----------
-    cache : PagedKVCache, or what else has `SchedulerCache`'s attributes
+    cache : object with the attributes of `cupyattn.kv_cache.SchedulerCache`
         An allocator, and the copies of its blocks.
     max_batch : int
         The most sequences in a step.
@@ -320,7 +320,7 @@ class Scheduler:
         return tokens
 
     def _run_copies(self) -> None:
-        """Run the copies so far, before swaps too, which may give away their blocks."""
+        """Run the copies so far; before swaps too, since all run in the order of their calls."""
         if self._copies:
             self._cache.copy(tuple(self._copies))
             self._copies = []
