@@ -1,0 +1,135 @@
+"""What the allocator and its sequences refuse, and that they are as before then."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+
+import numpy as np
+import pytest
+
+from cupyattn import BlockAllocator
+
+
+@pytest.mark.parametrize(
+    ("block", "passed"),
+    [
+        (4, "got block 4"),
+        (-1, "got block -1"),
+        ("0", "got block '0'"),
+        (None, "got block None"),
+        (2.0, "got block 2.0"),
+        (3, "block 3, which is free already"),
+        (0, "block 0, which a sequence uses"),
+    ],
+)
+def test_foreign_and_free_blocks_are_refused(block, passed):
+    allocator = BlockAllocator(4, 2)
+    sequence = allocator.add([1, 2])
+    allocator.free(allocator.allocate())
+    with pytest.raises(ValueError, match=passed):
+        allocator.free(block)
+    if "which" not in passed:
+        with pytest.raises(ValueError, match=passed):
+            allocator.ref_count(block)
+    assert (allocator.num_free, sequence.block_ids.tolist()) == (3, [0])
+    allocator.check()
+
+
+CALLS = {
+    "append": lambda sequence: sequence.append([1]),
+    "fork": lambda sequence: sequence.fork(),
+    "truncate": lambda sequence: sequence.truncate(0),
+    "evict_before": lambda sequence: sequence.evict_before(0),
+    "swap_out": lambda sequence: sequence.swap_out(),
+    "block_ids": lambda sequence: sequence.block_ids,
+}
+ALIVE = {
+    "free": lambda sequence: sequence.free(),
+    "len": len,
+    "num_cached_tokens": lambda sequence: sequence.num_cached_tokens,
+    "is_swapped": lambda sequence: sequence.is_swapped,
+    "swap_in": lambda sequence: sequence.swap_in(),
+}
+
+
+@pytest.mark.parametrize("call", [*CALLS, *ALIVE])
+def test_a_freed_sequence_is_refused(call):
+    allocator = BlockAllocator(4, 2, num_host_blocks=4)
+    sequence = allocator.add([1, 2, 3])
+    sequence.free()
+    with pytest.raises(ValueError, match=r"the sequence is freed; .*; add its tokens anew"):
+        {**CALLS, **ALIVE}[call](sequence)
+    assert repr(sequence) == "<Sequence, freed>"
+    assert allocator.num_free == 4
+    allocator.check()
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_swapped_sequence_is_refused(call):
+    allocator = BlockAllocator(4, 2, num_host_blocks=4)
+    sequence = allocator.add([1, 2, 3])
+    sequence.swap_out()
+    with pytest.raises(ValueError, match=r"the sequence is swapped out; .*; call swap_in first"):
+        CALLS[call](sequence)
+    allocator.check()
+
+
+def test_swap_in_of_what_is_there_is_refused():
+    with pytest.raises(ValueError, match="in the device's pool; swap_in moves"):
+        BlockAllocator(4, 2).add([1]).swap_in()
+
+
+@pytest.mark.parametrize("tokens", [None, 5, [1.5], ["a"], "ab", [[1, 2]], np.ones(2), np.ones(())])
+@pytest.mark.parametrize("call", ["add", "append", "find"])
+def test_what_is_no_token_is_refused(call, tokens):
+    allocator = BlockAllocator(4, 2, prefix_caching=True)
+    sequence = allocator.add([1])
+    method = sequence.append if call == "append" else getattr(allocator, call)
+    with pytest.raises(TypeError, match="tokens are integers"):
+        method(tokens)
+    assert (len(sequence), allocator.num_used) == (1, 1)
+
+
+@pytest.mark.parametrize("method", ["truncate", "evict_before"])
+@pytest.mark.parametrize(
+    ("length", "kind"), [(-1, ValueError), (4, ValueError), (1.0, TypeError), (None, TypeError)]
+)
+def test_lengths_out_of_range_are_refused(method, length, kind):
+    sequence = BlockAllocator(4, 2).add([1, 2, 3])
+    with pytest.raises(kind, match=f"got (length = |position = )?{length}"):
+        getattr(sequence, method)(length)
+    assert len(sequence) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "passed"),
+    [
+        ({"num_blocks": 0}, ValueError, "num_blocks = 0"),
+        ({"num_blocks": 2**31}, ValueError, "num_blocks = 2147483648"),
+        ({"num_blocks": 2.0}, TypeError, "num_blocks = 2.0"),
+        ({"block_size": 0}, ValueError, "block_size = 0"),
+        ({"block_size": "16"}, TypeError, "block_size = '16'"),
+        ({"watermark": -1}, ValueError, "watermark = -1"),
+        ({"watermark": 5}, ValueError, "watermark = 5"),
+        ({"num_host_blocks": -1}, ValueError, "num_host_blocks = -1"),
+    ],
+)
+def test_bad_pools_are_refused(changes, kind, passed):
+    with pytest.raises(kind, match=passed):
+        BlockAllocator(**{"num_blocks": 4, "block_size": 16, **changes})
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_sequence_has_no_copies_but_forks(how):
+    with pytest.raises(TypeError, match="call its fork"):
+        how(BlockAllocator(4, 2).add([1]))
+
+
+def test_a_sequence_that_was_dropped_is_reported():
+    allocator = BlockAllocator(4, 2, prefix_caching=True)
+    allocator.add([1, 2, 3])
+    gc.collect()
+    with pytest.raises(RuntimeError, match="has a count of 1 and 0 owners"):
+        allocator.check()
