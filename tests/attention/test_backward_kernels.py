@@ -40,7 +40,7 @@ SETS_OF = {
 }
 
 
-@examples(6)
+@examples(6, deep=24)
 @given(
     problem=attention_problems(
         head_dims=HEAD_DIMS,
@@ -53,7 +53,7 @@ def test_naive_within_bounds_of_the_reference(problem: AttentionProblem):
     check(problem, "naive")
 
 
-@examples(8)
+@examples(8, deep=36)
 @given(
     problem=attention_problems(
         head_dims=((24, 40),),
@@ -102,7 +102,7 @@ def test_flash_options_within_bounds_of_the_reference(deterministic: bool, data:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@examples(6)
+@examples(6, deep=24)
 @given(
     problem=attention_problems(
         head_dims=FLOAT_HEAD_DIMS,
@@ -117,7 +117,7 @@ def test_float_flash_within_bounds_of_the_reference(deterministic: bool, problem
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@examples(8)
+@examples(8, deep=30)
 @given(data=st.data())
 def test_float_flash_options_within_bounds_of_the_reference(
     deterministic: bool, data: st.DataObject
@@ -138,7 +138,7 @@ def test_float_flash_options_within_bounds_of_the_reference(
 @pytest.mark.parametrize("head_dim", mostly_deep(DKDV_F32[75], [256]))
 def test_every_row_of_the_float_tables(head_dim: int, deterministic: bool, dtype: str):
     problem = AttentionProblem(
-        B=1, Sq=40, Sk=70, H=2, G=1, D=head_dim, Dv=head_dim, dtype=dtype,
+        B=1, Sq=80, Sk=100, H=2, G=1, D=head_dim, Dv=head_dim, dtype=dtype,
         drawn=(("causal", True),),
     )  # fmt: skip
     check(problem, "flash", deterministic=deterministic)

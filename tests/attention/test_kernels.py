@@ -54,7 +54,7 @@ def test_flash_within_bounds_of_the_reference(problem: AttentionProblem):
     check(problem, "flash")
 
 
-@examples(16)
+@examples(16, deep=60)
 @given(
     problem=attention_problems(
         head_dims=wider([(64, 64)], [(128, 96)]),
@@ -82,7 +82,7 @@ def test_float32_flash_within_bounds_of_the_reference(problem: AttentionProblem)
     check(problem, "flash")
 
 
-@examples(12)
+@examples(12, deep=48)
 @given(
     problem=attention_problems(
         head_dims=wider([(24, 40)], [(64, 64), (128, 96), (256, 8)]),
@@ -145,7 +145,7 @@ def test_padding_hidden_by_a_large_finite_bias(dtype: str):
 
 
 @pytest.mark.parametrize("implementation", TEACHING)
-@examples(6)
+@examples(6, deep=24)
 @given(
     problem=attention_problems(
         head_dims=HEAD_DIMS, dtypes=PLAIN_DTYPES, options=RUN_TIME_OPTIONS, **FRUGAL
@@ -183,7 +183,7 @@ def test_more_heads_than_the_grid_has_rows(implementation: str):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@examples(5)
+@examples(5, deep=24)
 @given(
     problem=attention_problems(
         head_dims=((64, 64),),
@@ -222,7 +222,7 @@ def test_batch_integers_of_any_width_and_stride(
 
 
 @pytest.mark.parametrize("implementation", ["tiled", "flash"])
-@examples(8)
+@examples(8, deep=30)
 @given(
     problem=attention_problems(
         head_dims=((64, 64),), dtypes=PLAIN_DTYPES, options=RUN_TIME_OPTIONS, crowd=FRUGAL["crowd"]
@@ -244,7 +244,7 @@ def test_views_equal_copies_bit_for_bit(implementation: str, problem: AttentionP
 
 
 @pytest.mark.parametrize("implementation", ["tiled", "flash"])
-@examples(6)
+@examples(6, deep=30)
 @given(
     problem=attention_problems(
         head_dims=((64, 64),), dtypes=PLAIN_DTYPES, options=RUN_TIME_OPTIONS, **FRUGAL
@@ -278,7 +278,7 @@ def test_results_are_written_into_any_strides(implementation: str, problem: Atte
     assert (lse_memory == SENTINEL).all()
 
 
-@examples(5)
+@examples(5, deep=24)
 @given(
     problem=attention_problems(
         head_dims=((64, 64),), dtypes=("float32",), options=RUN_TIME_OPTIONS, **FRUGAL

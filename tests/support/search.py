@@ -11,7 +11,7 @@ from hypothesis import settings
 from cupyattn.functional.device_info import device_count
 
 DEEPER = 3
-"""How many times the examples of a plain run ``--deep`` tries."""
+"""How many times the examples of a plain run ``--deep`` tries, where a test does not say."""
 
 # How long a run of everything takes on two cores, kernels compiled anew, and what it is called.
 DURATIONS = {
@@ -88,15 +88,15 @@ def begin(config: pytest.Config, *, reproducible: bool) -> None:
     settings.load_profile("suite")
 
 
-def examples(number: int) -> Callable[[_Test], _Test]:
-    """Limit hypothesis to a number of examples, of ``--deep`` to more.
+def examples(number: int, deep: int | None = None) -> Callable[[_Test], _Test]:
+    """Limit hypothesis to a number of examples, of ``--deep`` to more: `DEEPER` times as many.
 
     For tests that run kernels: the emulator takes milliseconds where a GPU takes microseconds,
     so a GPU tries as many as of a property of NumPy.
     """
     if device_count() or Search.examples:
         return lambda test: test
-    return settings(max_examples=number * (DEEPER if Search.deep else 1))
+    return settings(max_examples=(deep or number * DEEPER) if Search.deep else number)
 
 
 def wider(plain: Iterable[_Value], deep: Iterable[_Value]) -> tuple[_Value, ...]:
