@@ -123,20 +123,6 @@ def test_compile_without_a_compiler(monkeypatch, capsys):
     assert "NVRTC is not here" in printed.err
 
 
-@pytest.fixture
-def uncompiled(monkeypatch):
-    """The command with a compiler that only says what it was given."""
-
-    def pretend(row, arch):
-        sizes = {"registers": 32, "spill_store_bytes": 0, "spill_load_bytes": 0, "ctas_per_sm": 4}
-        sizes |= {"threads": row.threads, "shared_bytes": row.shared_bytes}
-        told = {"cached": True, "seconds": 0.0, "macros": dict(row.macros)}
-        return {"kernel": row.spec.entry, "row": table_rows.row_name(row), **sizes, **told}
-
-    monkeypatch.setattr(compile, "nvrtc_version", lambda: (12, 9))
-    monkeypatch.setattr(compile, "compiled_kernel", pretend)
-
-
 def test_kernels_and_head_dims_that_are_asked_for(uncompiled, capsys):
     result = asked(capsys, "--kernel", "attention_forward", "--kernel", "attention_backward_delta")
     kernels = {"attention_forward", "attention_backward_delta"}
