@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.backward_runs import run
 from support.devices import KERNELS
-from support.search import examples
+from support.search import deep, examples
 from support.strategies import AttentionProblem
 
 import cupyattn
@@ -36,9 +36,13 @@ def without_digits() -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
-    ("implementation", "dtype"), [("naive", "float16"), ("flash", "float16"), ("flash", "float32")]
+    ("implementation", "dtype", "deterministic"),
+    [
+        *(("naive", "float16", False), ("flash", "float16", False), ("flash", "float16", True)),
+        *(("flash", "float32", False), ("flash", "float32", True)),
+        *deep(("naive", "float16", True)),
+    ],
 )
 @examples(5)
 @given(options=without_digits())

@@ -134,7 +134,7 @@ FAULTS = {
 
 PLAIN_FAULTS = (
     *("dq: after ds", "dkdv: after p", "dq: one key too many", "dbias: one item too many"),
-    *("dsinks: one row too many", "f32: before P", "f32: one row too many is stored"),
+    *("dsinks: one row too many", "f32: after P and after dS", "f32: one row too many is stored"),
 )
 
 
@@ -232,7 +232,7 @@ MISTAKES = {
 PLAIN_MISTAKES = (
     *("dlse is forgotten", "the softcap's slope in dbias", "one head of the group"),
     *("dk without its scale", "dq with a scale one per cent off", "the sink adds"),
-    *("f32: no dropout in p", "f32: dS of the neighbouring row"),
+    "f32: dS of the neighbouring row",
 )
 
 

@@ -187,10 +187,14 @@ OPTIONS = {
     "--sinks": {"sinks": (2,)},
     "--sinks --softcap 5 --causal": {"sinks": (2,), "softcap": 5.0, "causal": True},
 }
+PLAIN_OPTIONS = (
+    *("--causal", "--window-size 16 0", "--window-size none 3", "--dropout-p 0.1 --seed 7"),
+    *("--bias", "--sinks --softcap 5 --causal"),
+)
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", mostly_deep(OPTIONS, PLAIN_OPTIONS))
 def test_options_of_attention_backward(options, monkeypatch, capsys):
     """The forward, which the reference runs, and the backward are given the same."""
     given = {}
@@ -216,7 +220,7 @@ def test_options_of_attention_backward(options, monkeypatch, capsys):
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("implementation", ["flash", "tiled"])
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", mostly_deep(OPTIONS, PLAIN_OPTIONS))
 def test_options_of_attention(options, implementation, monkeypatch, capsys):
     """They reach the library by the same names, arrays in shapes that broadcast to the scores."""
     given = {}
