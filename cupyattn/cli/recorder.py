@@ -47,7 +47,8 @@ class LaunchRecorder:
         return np.empty(shape, dtype)
 
     def zero(self, array: Array) -> None:
-        """Leave the array as it is."""
+        """Fill an array with zeros."""
+        array.fill(0)
 
     def load(self, specialisation: Specialisation) -> RecordedKernel:
         """Return a kernel that records its starts here."""
