@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array, Layout, Operands, layouts_of
+from cupyattn.arrays import Array, Description, Layout, Operands, layouts_of
 from cupyattn.errors import error, shown
 from cupyattn.kernels.configs.layers.cross_entropy import reduction
 from cupyattn.kernels.device import Device
@@ -86,10 +86,15 @@ def check_labels(labels: Array, classes: int, ignore_index: int) -> None:
 
 def require_scalar_output(operands: Operands, dtype: np.dtype) -> None:
     """Raise unless `out`, where it is given, is one number that no other array holds."""
-    layouts = layouts_of(operands.description)
-    if "out" in layouts:
-        require_output("out", layouts["out"], (), dtype)
-        Overlaps.of(layouts, ("out",)).check(operands)
+    if "out" in operands.arrays:
+        _scalar_output(operands.description, dtype).check(operands)
+
+
+@lru_cache(maxsize=4096)
+def _scalar_output(description: Description, dtype: np.dtype) -> Overlaps:
+    layouts = layouts_of(description)
+    require_output("out", layouts["out"], (), dtype)
+    return Overlaps.of(layouts, ("out",))
 
 
 def reduce_losses(device: Device, arrays: dict[str, Array], ignore_index: int, mean: bool) -> Array:

@@ -16,6 +16,8 @@ _NO_NUMBERS = (bool, np.timedelta64)  # integers to Python's and NumPy's classes
 
 def real(name: str, value: Any) -> float:
     """Return an option as a float, or raise TypeError."""
+    if type(value) is float:  # most are: asking for the class Real takes a microsecond
+        return value
     if isinstance(value, Real) and not isinstance(value, _NO_NUMBERS):
         try:
             return float(value)

@@ -217,20 +217,21 @@ def test_the_gradient_of_lse(side):
     ("label", "where"), [(8, r"labels\[1, 2\] = 8"), (-1, r"labels\[1, 2\] = -1")]
 )
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("name", ["reference", "emulator"])
-def test_the_first_label_out_of_range_is_named(label, where, backward, name):
+@everywhere
+def test_the_first_label_out_of_range_is_named(label, where, backward, side):
     labels = np.zeros((2, 3), np.int64)
     labels[1, 2] = label
     labels[0, 1] = IGNORED
-    logits, lse = np.zeros((2, 3, 8), np.float32), np.zeros((2, 3), np.float32)
-    one = np.ones((), np.float32)
-    with cupyattn.backend(name):
-        if backward:
-            call = partial(cupyattn.cross_entropy_backward, one, logits, labels, lse)
-        else:
-            call = partial(cupyattn.cross_entropy, logits, labels)
-        with pytest.raises(ValueError, match=f"{where}; .*0 and below 8"):
-            call()
+    given = side.put(np.zeros((2, 3, 8), np.float32)), side.put(labels)
+    one, lse = side.put(np.ones((), np.float32)), side.put(np.zeros((2, 3), np.float32))
+    call = partial(cupyattn.cross_entropy, *given)
+    if backward:
+        call = partial(cupyattn.cross_entropy_backward, one, *given, lse)
+    with (
+        cupyattn.backend(checks=True),
+        pytest.raises(ValueError, match=f"{where}; .*0 and below 8"),
+    ):
+        call()
 
 
 @kernels_only

@@ -174,7 +174,8 @@ def cross_entropy_backward(
     Notes
     -----
     On a GPU each row is read and written once; a row with a label that is no column becomes NaN.
-    With dlogits=logits no memory is taken beside 4 bytes.
+    With dlogits=logits no memory is taken beside 4 bytes. A gradient in float16 is 0 below 6e-8,
+    which most are after a mean over thousands of rows: pass dloss times a loss scale there.
 
     Examples
     --------
