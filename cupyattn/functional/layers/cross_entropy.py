@@ -96,7 +96,7 @@ def cross_entropy(
     >>> cupyattn.cross_entropy(logits, labels, reduction="none")
     array([0.12692802, 0.        , 0.6931472 ], dtype=float32)
     >>> cupyattn.cross_entropy(logits, labels)
-    array(0.41003758, dtype=float32)
+    array(0.4100376, dtype=float32)
     """
     options = checked_options(ignore_index, label_smoothing, z_loss)
     require_reduction(reduction)

@@ -50,7 +50,7 @@ def cross_entropy(
     Examples
     --------
     >>> loss, lse = cross_entropy([[0.0, 0.0], [5.0, 1.0]], [1, -100])
-    >>> float(loss) == float(lse[0]) == np.log(2)
+    >>> float(loss) == float(lse[0]) == float(np.log(2))
     True
     """
     labels = np.asarray(labels)
