@@ -17,8 +17,8 @@ __device__ __forceinline__ uint32 pack_halves(float x, float y) {
 
 // The two numbers of a word.
 __device__ __forceinline__ float2 unpack_halves(uint32 word) {
-  return __half22float2(__halves2half2(__ushort_as_half(static_cast<uint16>(word)),
-                                       __ushort_as_half(static_cast<uint16>(word >> 16))));
+  return __half22float2(
+      __halves2half2(__ushort_as_half(static_cast<uint16>(word)), __ushort_as_half(static_cast<uint16>(word >> 16))));
 }
 
 // x * 2^112 and y * 2^112 for 0 <= x, y <= 65504 * 2^-112: so scaled, the exponent field of float32 is that of float16,

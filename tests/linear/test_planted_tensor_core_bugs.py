@@ -101,7 +101,7 @@ FAULTS: dict[str, tuple[LinearCase, bool, Bug]] = {
         ITEMS, False, Bug(FEED, "item[i] = i < valid", "item[i] = i <= valid"),
     ),
     "a row too many is stored": (
-        PLAIN, False, Bug(EPILOGUE, "Rows::item(place) < rows", "Rows::item(place) <= rows"),
+        PLAIN, False, Bug(EPILOGUE, "exists = row < place.rows", "exists = row <= place.rows"),
     ),
     "a column too many is stored": (
         ITEMS, False,

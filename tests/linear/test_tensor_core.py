@@ -16,12 +16,14 @@ from support.tensor_core_linear import tensor_core_alone
 
 import cupyattn
 from cupyattn import emulator
+from cupyattn.arrays import adopt
 from cupyattn.kernels.arch import TURING, arch_of
 from cupyattn.kernels.compile import compile_ptx
 from cupyattn.kernels.configs.linear import tensor_core as configs
 from cupyattn.kernels.device import emulated
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.ops.linear import tensor_core
+from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.ops.linear.problem import Matrix
 from cupyattn.ops.linear.tiles import Product, Tiling
 
@@ -53,6 +55,23 @@ FORWARD = [
 @pytest.mark.parametrize(("shape", "problem"), FORWARD, ids=str)
 def test_forward(shape, problem):
     with KERNELS.running(), tensor_core_alone(shape):
+        assert 0 < forward_ratio(problem)[0] <= 1
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        case(70, 72, 2048, "geglu", residual=True),
+        case(65, 33, 2050, "silu", turned=True),
+        *deep(case(130, 264, 2056, turned=True, residual=True, biased=False)),
+    ],
+    ids=str,
+)
+def test_a_forward_of_few_results_and_a_long_sum_is_split(problem):
+    x, w, b = problem.inputs()
+    checked = forward_problem(adopt({"x": x, "w": w, "b": b}), problem.activation, False)
+    assert len(tensor_core.forward_launches(checked, 75).steps) == 2
+    with KERNELS.running(), tensor_core_alone():
         assert 0 < forward_ratio(problem)[0] <= 1
 
 
@@ -148,6 +167,9 @@ def test_the_tile_follows_from_the_sizes(rows, columns, inner, shape):
 def test_single_items_go_to_the_tile_that_has_registers_for_them():
     x, w = Matrix(8192, 4095, 4095, 1, 2, 0), Matrix(4095, 16384, 1, 4095, 2, 0)
     assert Product(configs.FORWARD, x, w).tiling(75).shape == "narrow"
+    x, w = Matrix(8192, 4096, 4096, 1, 2, 0), Matrix(4096, 16384, 16384, 1, 2, 0)
+    assert Product(configs.FORWARD, x, w, out_vec=8).tiling(75).shape == "wide"
+    assert Product(configs.FORWARD, x, w, out_vec=1).tiling(75).shape != "wide"
 
 
 @pytest.mark.parametrize(

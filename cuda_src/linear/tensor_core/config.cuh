@@ -2,8 +2,7 @@
 #pragma once
 
 #if !defined(TILE_ROWS) || !defined(TILE_COLUMNS) || !defined(TILE_INNER) || !defined(WARP_ROWS) || \
-    !defined(WARP_COLUMNS) || !defined(MIN_CTAS) || !defined(VEC) || \
-    !defined(SHARED_BYTES) || !defined(THREADS)
+    !defined(WARP_COLUMNS) || !defined(MIN_CTAS) || !defined(VEC) || !defined(SHARED_BYTES) || !defined(THREADS)
 #error \
     "TILE_ROWS, TILE_COLUMNS, TILE_INNER, WARP_ROWS, WARP_COLUMNS, MIN_CTAS, VEC, SHARED_BYTES and THREADS come from a launch-configuration table"
 #endif
@@ -25,8 +24,8 @@ template <Lines kLines>
 using TileOfB = OperandTile<kLines, CtaShape::kTileColumns, CtaShape::kInner>;
 
 // Where this warp's part of a CTA's tile lies in the result.
-template <typename Product, typename Rows, typename Columns>
-__device__ __forceinline__ WarpPlace<Rows, Columns> warp_place(const Place& cta, const ProductParams& params) {
+template <typename Product, typename Columns>
+__device__ __forceinline__ WarpPlace<Columns> warp_place(const Place& cta, const ProductParams& params) {
   const int row = warp_index() / Product::kWarpsAcross * WARP_ROWS;
   const int column = warp_index() % Product::kWarpsAcross * WARP_COLUMNS;
   return {cta.row_tile * CtaShape::kTileRows + row, cta.column_tile * CtaShape::kTileColumns + column, params.rows,

@@ -80,44 +80,37 @@ __device__ __forceinline__ void store_words(float16* row_g, const uint32 (&words
   }
 }
 
-// A matrix of the results' shape: where its lines begin. Of paired axes `rows` and `columns` are those of one half.
+// A matrix that is written, or added.
 struct Matrix {
   float16* array_g;
-  int64 stride;
+  int64 stride;  // from row to row, in items
 };
 
-// A warp's rows and columns of the result, `first_row` and `first_column` being places in the axes.
-template <typename Rows, typename Columns>
+// Where a warp's sums lie in the result: its first row, its first place in the axis of columns, and how many of either
+// there are (of paired columns in each half).
+template <typename Columns_>
 struct WarpPlace {
-  using ColumnAxis = Columns;
-  int first_row, first_column;
+  using Columns = Columns_;
+  int first_row, first_place;
   int rows, columns;
 
-  __device__ __forceinline__ int row_place(int m_tile, int half) const {
+  __device__ __forceinline__ int row(int m_tile, int half) const {
     return first_row + 16 * m_tile + 8 * half + lane_index() / 4;
   }
-  __device__ __forceinline__ bool has_row(int place) const { return Rows::item(place) < rows; }
-  __device__ __forceinline__ int64 row(int place) const {
-    return Rows::item(place) + static_cast<int64>(Rows::half(place)) * rows;
-  }
-  // Of the half that a column lies in, the first.
-  __device__ __forceinline__ int half_column(int place) const { return Columns::half(place) * columns; }
 };
 
-// kWords neighbouring tiles of columns of one row, from the tile at `first_tile` on: each lane has two columns of each.
-// Rounded once, with the addend, if there is one.
+// One row of kWords neighbouring tiles of columns, the first of which begins at `first_place`; a lane has two columns of
+// each. They are rounded once, with the addend, if there is one.
 template <int kWords, typename Place>
 __device__ __forceinline__ void write_columns(const Matrix& to, const Matrix& addend, float (&values)[kWords][2],
-                                              const Place& place, int row_place, int column_place) {
-  using Columns = typename Place::ColumnAxis;
-  const bool exists = place.has_row(row_place);
-  const int own = column_place + column_in_quad<kWords>();
-  const int column = Columns::item(own), half_column = place.half_column(own);
-  const int64 row = place.row(row_place);
+                                              const Place& place, int row, int first_place) {
+  using Columns = typename Place::Columns;
+  const bool exists = row < place.rows;
+  const int own = first_place + column_in_quad<kWords>();
+  const int column = Columns::item(own), half_column = Columns::half(own) * place.columns;
   uint32 words[kWords];
   if (addend.array_g != nullptr) {
-    const int columns = exists ? place.columns : 0;
-    load_words(words, addend.array_g + row * addend.stride + half_column, column, columns);
+    load_words(words, addend.array_g + row * addend.stride + half_column, column, exists ? place.columns : 0);
     transpose_in_quad(words);
 #pragma unroll
     for (int i = 0; i < kWords; i++) {
@@ -132,21 +125,22 @@ __device__ __forceinline__ void write_columns(const Matrix& to, const Matrix& ad
   if (exists) store_words(to.array_g + row * to.stride + half_column, words, column, place.columns);
 }
 
-// One row of tiles, 4 at a time and what is left: values(tile, x) gives two columns.
+// One row of a warp's tiles of columns from kFirst on, 4 at a time and what is left; values_of(n, values) gives the two
+// columns of tile n that this lane has.
 template <int kFirst, int kTiles, typename Place, typename Values>
-__device__ __forceinline__ void write_row(const Matrix& to, const Matrix& addend, const Place& place, int row_place,
+__device__ __forceinline__ void write_row(const Matrix& to, const Matrix& addend, const Place& place, int row,
                                           const Values& values_of) {
   if constexpr (kFirst < kTiles) {
     constexpr int kWords = kTiles - kFirst >= 4 ? 4 : 2;
     float values[kWords][2];
 #pragma unroll
     for (int i = 0; i < kWords; i++) values_of(kFirst + i, values[i]);
-    write_columns<kWords>(to, addend, values, place, row_place, place.first_column + kFirst * 8);
-    write_row<kFirst + kWords, kTiles>(to, addend, place, row_place, values_of);
+    write_columns<kWords>(to, addend, values, place, row, place.first_place + kFirst * 8);
+    write_row<kFirst + kWords, kTiles>(to, addend, place, row, values_of);
   }
 }
 
-// Two columns of each tile of a row, as they were summed up.
+// The sums of a row themselves.
 template <int kTiles>
 struct SumsOfRow {
   const float (&acc)[kTiles][4];
@@ -167,7 +161,7 @@ __device__ __forceinline__ void store_sums(const Matrix& to, const Matrix& adden
   for (int m = 0; m < kMTiles; m++) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      write_row<0, kTiles>(to, addend, place, place.row_place(m, half), SumsOfRow<kTiles>(acc[m], half));
+      write_row<0, kTiles>(to, addend, place, place.row(m, half), SumsOfRow<kTiles>(acc[m], half));
     }
   }
 }
@@ -176,28 +170,23 @@ __device__ __forceinline__ void store_sums(const Matrix& to, const Matrix& adden
 template <int kMTiles, int kTiles, typename Place>
 __device__ __forceinline__ void store_partials(float* sums_g, const float (&acc)[kMTiles][kTiles][4],
                                                const Place& place) {
-  using Columns = typename Place::ColumnAxis;
+  static_assert(!Place::Columns::kPaired, "columns in their order");
 #pragma unroll
   for (int m = 0; m < kMTiles; m++) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const int row_place = place.row_place(m, half);
-      if (!place.has_row(row_place)) continue;
-      float* row_g = sums_g + place.row(row_place) * (static_cast<int64>(place.columns) * Columns::kHalves);
+      const int row = place.row(m, half);
+      if (row >= place.rows) continue;
 #pragma unroll
       for (int n = 0; n < kTiles; n++) {
-        const int own = place.first_column + 8 * n + lane_index() % 4 * 2;
-        const int column = Columns::item(own);
-        float* pair_g = row_g + place.half_column(own) + column;
-        if (OUT_VEC > 1) {
-          if (column < place.columns) {
-            *reinterpret_cast<float2*>(pair_g) = make_float2(acc[m][n][2 * half], acc[m][n][2 * half + 1]);
-          }
+        const int column = place.first_place + 8 * n + lane_index() % 4 * 2;
+        float* pair_g = sums_g + static_cast<int64>(row) * place.columns + column;
+        const float* pair = acc[m][n] + 2 * half;
+        if constexpr (OUT_VEC > 1) {
+          if (column < place.columns) *reinterpret_cast<float2*>(pair_g) = make_float2(pair[0], pair[1]);
         } else {
-#pragma unroll
-          for (int e = 0; e < 2; e++) {
-            if (column + e < place.columns) pair_g[e] = acc[m][n][2 * half + e];
-          }
+          if (column < place.columns) pair_g[0] = pair[0];
+          if (column + 1 < place.columns) pair_g[1] = pair[1];
         }
       }
     }

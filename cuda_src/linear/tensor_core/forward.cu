@@ -6,9 +6,9 @@
 // Tiles     TILE_ROWS x TILE_COLUMNS of the result a CTA (cooperative thread array: a block of threads), WARP_ROWS x
 //           WARP_COLUMNS a warp, TILE_INNER items of the sum at a time. Turing's shared memory delivers half of what its
 //           tensor cores could consume, so a warp's tile is as large as its registers allow: 64 x 96.
-// Grid      one CTA for each tile, which share operands in L2 with their neighbours (params.cuh).
-// Budget    shared memory: two stages of both operands; registers: WARP_ROWS * WARP_COLUMNS / 32 accumulators, of the
-//           next k-tile B's chunks and half of A's, fragments.
+// Grid      one CTA for each tile, and a few without one (params.cuh): neighbours share operands in L2.
+// Budget    shared memory: two stages of both operands; registers: WARP_ROWS * WARP_COLUMNS / 32 accumulators, fragments
+//           of one or two steps, A_RING + B_RING quads on their way.
 // Barriers  one per k-tile.
 // Edges     rows and columns beyond the arrays are computed of others and not stored; items of the sum beyond K are
 //           zeros, in the first k-tile.
@@ -19,10 +19,9 @@
 #include "config.cuh"
 
 struct Traits {
-  using Rows = Axis<false>;
   using Columns = Axis<PAIRED>;
   using Activation = ACTIVATION;
-  using FeedX = ArrayFeed<Chunks<TileOfA<Lines::kAlong>, Rows, CtaShape::kThreads>, VEC>;
+  using FeedX = ArrayFeed<Chunks<TileOfA<Lines::kAlong>, Axis<false>, CtaShape::kThreads>, VEC>;
   using FeedW = ArrayFeed<Chunks<TileOfB<Lines::W_LINES>, Columns, CtaShape::kThreads>, VEC>;
   using Product = TileProduct<FeedX, FeedW, WARP_ROWS, WARP_COLUMNS>;
   static constexpr int kOutTiles = Product::kNTiles / Columns::kHalves;
@@ -32,14 +31,14 @@ using Product = Traits::Product;
 static_assert(2 * Product::kStageBytes == SHARED_BYTES, "the table counts other shared memory");
 
 // Every row starts from the bias.
-__device__ __forceinline__ void start_from_bias(Product::Accumulators& acc, const float16* b_g, int first_column,
+__device__ __forceinline__ void start_from_bias(Product::Accumulators& acc, const float16* b_g, int first_place,
                                                 int columns) {
   using Columns = Traits::Columns;
 #pragma unroll
   for (int n = 0; n < Product::kNTiles; n++) {
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-      const int place = first_column + 8 * n + lane_index() % 4 * 2 + e;
+      const int place = first_place + 8 * n + lane_index() % 4 * 2 + e;
       const int column = Columns::item(place);
       const bool given = b_g != nullptr && column < columns;
       const float bias = given ? to_float(b_g[Columns::half(place) * columns + column]) : 0.f;
@@ -58,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
   // Phase 1: the place of this CTA.
   const Place cta = place_of_cta(params);
   const int first_row = cta.row_tile * CtaShape::kTileRows;
-  const int first_column = cta.column_tile * (CtaShape::kTileColumns / Traits::Columns::kHalves);
+  const int first_column = cta.column_tile * (CtaShape::kTileColumns / Columns::kHalves);
   if (first_row >= params.rows) return;
 
   // Phase 2: the product. The first k-tile is the ragged one.
@@ -67,13 +66,12 @@ extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
   const int k_tiles = div_up(params.inner, CtaShape::kInner);
   Product product(x, w, shared_address(shared_bytes), k_tiles, params.inner - (k_tiles - 1) * CtaShape::kInner);
   Product::Accumulators acc;
-  const auto sums = warp_place<Product, Traits::Rows, Columns>(cta, params);
-  start_from_bias(acc, b_g, sums.first_column, params.columns);
+  const auto sums = warp_place<Product, Columns>(cta, params);
+  start_from_bias(acc, b_g, sums.first_place, params.columns);
   product.add_to(acc);
 
   // Phase 3: activation, residual, store. Of a gate and what it is multiplied with the result is one column.
-  const WarpPlace<Traits::Rows, Axis<false>> results = {sums.first_row, Columns::item(sums.first_column), params.rows,
-                                                        params.columns};
+  const WarpPlace<Axis<false>> results = {sums.first_row, Columns::item(sums.first_place), params.rows, params.columns};
   const Matrix out = {out_g, params.out_stride}, none = {nullptr, 0};
   const Matrix preactivation = {preactivation_g, params.preactivation_stride};
   const Matrix residual = {const_cast<float16*>(residual_g), params.addend_stride};
@@ -81,11 +79,11 @@ extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
   for (int m = 0; m < Product::kMTiles; m++) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const int row = sums.row_place(m, half);
+      const int row = sums.row(m, half);
       if (preactivation_g != nullptr) {
         write_row<0, Product::kNTiles>(preactivation, none, sums, row, SumsOfRow{acc[m], half});
       }
-      write_row<0, Traits::kOutTiles>(out, residual, results, row, [&](int n, float(&values)[2]) {
+      write_row<0, Traits::kOutTiles>(out, residual, results, row, [&](int n, float (&values)[2]) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           if constexpr (PAIRED) {

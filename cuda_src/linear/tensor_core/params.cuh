@@ -13,8 +13,8 @@
 struct ProductParams {
   int64 a_stride, b_stride, preactivation_stride, out_stride, addend_stride;
   int rows, columns, inner;
-  int split_inner;                 // of the sum, in each of its parts but the last
-  int group_log2, splits_log2;     // tiles of rows that neighbouring CTAs go down; parts of the sum
+  int split_inner;              // of the sum, in each of its parts but the last
+  int group_log2, splits_log2;  // tiles of rows that neighbouring CTAs go down; parts of the sum
   int column_tiles;
   uint32 column_tiles_reciprocal;  // ceil(2^31 / column_tiles)
 };
@@ -47,7 +47,8 @@ struct Place {
 __device__ __forceinline__ Place place_of_cta(const ProductParams& params) {
   const int group_rows = 1 << params.group_log2, splits = 1 << params.splits_log2;
   const int column_of_group = blockIdx.x >> (params.group_log2 + params.splits_log2);
-  const int group = __umulhi(2 * column_of_group + 1, params.column_tiles_reciprocal);  // a half more, against its rounding
+  const int group =
+      __umulhi(2 * column_of_group + 1, params.column_tiles_reciprocal);  // a half more, against its rounding
   return {group * group_rows + static_cast<int>(blockIdx.x & (group_rows - 1)),
           column_of_group - group * params.column_tiles,
           static_cast<int>(blockIdx.x >> params.group_log2 & (splits - 1))};

@@ -13,10 +13,8 @@
 #include "config.cuh"
 
 struct Traits {
-  using Rows = Axis<false>;
-  using Columns = Axis<false>;
-  using FeedA = ArrayFeed<Chunks<TileOfA<Lines::A_LINES>, Rows, CtaShape::kThreads>, VEC>;
-  using FeedB = ArrayFeed<Chunks<TileOfB<Lines::B_LINES>, Columns, CtaShape::kThreads>, VEC>;
+  using FeedA = ArrayFeed<Chunks<TileOfA<Lines::A_LINES>, Axis<false>, CtaShape::kThreads>, VEC>;
+  using FeedB = ArrayFeed<Chunks<TileOfB<Lines::B_LINES>, Axis<false>, CtaShape::kThreads>, VEC>;
   using Product = TileProduct<FeedA, FeedB, WARP_ROWS, WARP_COLUMNS>;
 };
 
@@ -45,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
   product.add_to(acc);
 
   // Phase 3: store.
-  const auto place = warp_place<Product, Traits::Rows, Traits::Columns>(cta, params);
+  const auto place = warp_place<Product, Axis<false>>(cta, params);
   if constexpr (SPLIT) {
     store_partials(partials_g + cta.split * (static_cast<int64>(params.rows) * params.columns), acc, place);
   } else {

@@ -1,26 +1,28 @@
 // The main loop: a CTA's tile of a product, of two operands that come by their feeds (operand_feed.cuh).
 //
-// A warp owns kWarpRows x kWarpColumns of the tile. Two stages in shared memory: one k-tile is multiplied, the next one
-// stored. Registers hold what comes after that: a thread stores a chunk that it asked for a k-tile ago and at once asks
-// for the next one, in slots spread over the loop. A slot is 8 products (two m16 tiles by 32 columns). Fragments are
-// read a step ahead: B's into registers whose products have just been issued, A's too (A_SETS is 1) or into a second set.
+// A warp owns kWarpRows x kWarpColumns of the tile. Of two stages in shared memory one is multiplied, the other filled
+// with the next k-tile. What comes after that is on its way in registers: a thread stores a piece that it asked for up to
+// a k-tile ago and at once asks for another, in slots spread over the loop. A slot is the products of 32 rows and 32
+// columns in one step, 8 instructions. Fragments are read a step ahead: B's into registers whose products have just been
+// issued, and A's likewise (A_SETS is 1) or into a second set.
 #pragma once
 
-#if !defined(MMA_K) || !defined(A_SETS) || !defined(A_SLOT) || !defined(A_STEP) || !defined(A_RING) || !defined(B_SLOT) || \
-    !defined(B_STEP) || !defined(B_RING)
-#error "MMA_K, A_SETS and the slots A_SLOT, A_STEP, A_RING, B_SLOT, B_STEP, B_RING come from a launch-configuration table"
+#if !defined(MMA_K) || !defined(A_SETS) || !defined(A_SLOT) || !defined(A_STEP) || !defined(A_RING) || \
+    !defined(B_SLOT) || !defined(B_STEP) || !defined(B_RING)
+#error \
+    "MMA_K, A_SETS and the slots A_SLOT, A_STEP, A_RING, B_SLOT, B_STEP, B_RING come from a launch-configuration table"
 #endif
 #include "operand_feed.cuh"
 
 static_assert(A_SETS == 1 || A_SETS == 2, "one step's fragments, or two");
 static_assert(MMA_K == 8 || MMA_K == 16, "mma.m16n8k8, or from sm_80 on m16n8k16");
 
-// When a feed's chunk i moves on: in slot kFirst + i * kStep; kRing chunks are on their way at a time.
-template <int kFirst_, int kStep_, int kRing_, int kChunks_>
+// When piece i of a feed moves on: in slot kFirst + i * kStep. kRing pieces are on their way at a time.
+template <int kFirst_, int kStep_, int kRing_, int kPieces_>
 struct Moves {
-  static constexpr int kFirst = kFirst_, kStep = kStep_, kRing = kRing_, kChunks = kChunks_;
-  static constexpr int kLast = kFirst + (kChunks - 1) * kStep;
-  static_assert(kRing <= kChunks, "a chunk's registers are the same in every k-tile");
+  static constexpr int kFirst = kFirst_, kStep = kStep_, kRing = kRing_, kPieces = kPieces_;
+  static constexpr int kLast = kFirst + (kPieces - 1) * kStep;
+  static_assert(kRing <= kPieces, "a piece is asked for a k-tile ahead at the most");
 };
 
 template <typename FeedA_, typename FeedB_, int kWarpRows, int kWarpColumns>
@@ -37,14 +39,14 @@ struct TileProduct {
   static constexpr int kSub = MMA_K / 8;  // k8 fragments of one instruction
   static constexpr int kSteps = kInner / MMA_K;
   static constexpr int kWarpsAcross = TileB::kOuter / kWarpColumns;
-  static constexpr int kSlots = kSteps * kColumnGroups * kRowGroups;
   static constexpr uint32 kStageBytes = TileA::kBytes + TileB::kBytes;
-  static constexpr int kBarrierSlot = (kSteps - 1) * kColumnGroups * kRowGroups + kRowGroups;
+  static constexpr int kBarrierSlot = (kSteps - 1) * kColumnGroups * kRowGroups + kRowGroups;  // the first behind it
   using MovesA = Moves<A_SLOT, A_STEP, A_RING, FeedA::kCount>;
   using MovesB = Moves<B_SLOT, B_STEP, B_RING, FeedB::kCount>;
   static_assert(MovesA::kLast < kBarrierSlot && MovesB::kLast < kBarrierSlot, "every store precedes the barrier");
   static_assert(kWarpRows % kFragmentOuter == 0 && kWarpColumns % kFragmentOuter == 0, "whole ldmatrix.x4");
   static_assert(TileA::kInner == TileB::kInner && kSteps >= 2, "fragments are read a step ahead");
+  static_assert(A_SETS == 2 || kColumnGroups > 1, "the next k-tile's are read behind the barrier");
 
   using Accumulators = float[kMTiles][kNTiles][4];
 
@@ -59,12 +61,12 @@ struct TileProduct {
   uint4 ring_b[MovesB::kRing];
   FragmentPlace<TileA> place_a;
   FragmentPlace<TileB> place_b;
-  uint32 store_a, store_b;  // where this thread's chunks go: the other stage
+  uint32 store_a, store_b;  // where this thread's pieces go: the other stage
   uint32 other_stage;       // the distance to it
   int tiles;                // that are still to be multiplied
   Fragments fragments;
 
-  // The first k-tile, of which `first_items` items of the sum exist, into the first stage.
+  // Brings the first k-tile, of which `first_items` items of the sum exist, to the first stage.
   __device__ __forceinline__ TileProduct(FeedA& a, FeedB& b, uint32 stages_s, int k_tiles, int first_items)
       : feed_a(a),
         feed_b(b),
@@ -106,14 +108,14 @@ struct TileProduct {
     feed.advance(kInner);
   }
 
-  // Chunk i to shared memory, and the one that takes its registers from global memory.
+  // What moves in a slot: a piece to shared memory, and into its registers the next that goes through them.
   template <typename FeedMoves, typename Feed, int kRing>
   __device__ __forceinline__ void move(int slot, Feed& feed, uint4 (&ring)[kRing], uint32 to_s) const {
 #pragma unroll
-    for (int i = 0; i < FeedMoves::kChunks; i++) {
+    for (int i = 0; i < FeedMoves::kPieces; i++) {
       if (slot != FeedMoves::kFirst + i * FeedMoves::kStep) continue;
       feed.store(to_s, ring[i % kRing], i);
-      const bool wraps = i + kRing >= FeedMoves::kChunks;  // into the k-tile after the next
+      const bool wraps = i + kRing >= FeedMoves::kPieces;  // into the k-tile after the next
       const int next = wraps ? i % kRing : i + kRing;
       feed.template load<false>(ring[i % kRing], next, wraps ? 0 : -1, tiles > (wraps ? 2 : 1) ? kInner : 0);
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import numpy as np
@@ -11,12 +12,13 @@ from cupyattn.kernels.configs.rows import COLUMN_SUMS_COLUMNS, column_sums
 from cupyattn.kernels.structs import PREACTIVATION_GRADIENT_PARAMS
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem, Matrix
-from cupyattn.ops.linear.tiles import VECTOR, Product, whole_vector
+from cupyattn.ops.linear.tiles import VECTOR, Product, Tiling, whole_vector
 from cupyattn.ops.plan import SCRATCH_DTYPE, Step
 
 _OFFSET_BYTES = 2**32  # from the lowest item of a tile to its highest
 _MOST_TILE_LINES = 256
 _GRADIENT_ROWS = 64  # of a CTA that forms dz
+_WORTH_SPLITTING = 0.9  # of the forward's time, as the model sees both ways
 _ABSENT = "none"  # names no array
 
 
@@ -38,16 +40,21 @@ def forward_launches(problem: LinearProblem, arch: int) -> Launches:
     """Plan the forward."""
     matrices = problem.matrices
     results = [name for name in ("out", "residual", "preactivation") if name in matrices]
-    product = Product(configs.FORWARD, matrices["x"], matrices["w"], 2 if problem.gated else 1)
-    # Of halves each has to start at a whole vector.
-    halves = problem.outer if problem.gated else VECTOR
-    vec = product.vec if product.lines.b else whole_vector(product.vec, halves)
+    half = problem.outer if problem.gated else VECTOR  # of preactivation, at a whole vector too
+    out_vec = whole_vector(problem.vector(*results), half)
+    halves = 2 if problem.gated else 1
+    product = Product(configs.FORWARD, matrices["x"], matrices["w"], halves, out_vec)
     tiling = product.tiling(arch)
+    in_parts = Product(configs.PRODUCT, matrices["x"], matrices["w"])
+    parts = in_parts.tiling(arch, may_split=True)
+    whole = product.duration(arch, tiling)
+    if parts.splits_log2 and in_parts.duration(arch, parts) < _WORTH_SPLITTING * whole:
+        return _forward_in_parts(problem, in_parts, parts, arch)
     specialisation = configs.forward(
         arch,
         tiling.shape,
-        vec,
-        whole_vector(problem.vector(*results), halves),
+        product.vec,
+        out_vec,
         w_along=product.lines.b,
         activation=problem.scalar_activation,
         paired=problem.gated,
@@ -59,16 +66,47 @@ def forward_launches(problem: LinearProblem, arch: int) -> Launches:
     return Launches((Step.of(specialisation, ctas, params[()]),))
 
 
+def _forward_in_parts(
+    problem: LinearProblem, product: Product, tiling: Tiling, arch: int
+) -> Launches:
+    """Plan the forward of few rows and a long sum: its parts, then all that follows their sum."""
+    matrices, columns = problem.matrices, problem.outer
+    ctas, params = product.geometry(arch, tiling)
+    vec = whole_vector(problem.weight_columns)
+    specialisation = configs.product(
+        arch, tiling.shape, product.lines, product.vec, vec, split=True
+    )
+    renamed = {"a": "x", "b": "w", "partials": "forward_partials"}
+    absent = dict.fromkeys(("result", "addend"), _ABSENT)
+    step = Step.of(specialisation, ctas, params[()], renamed={**renamed, **absent})
+    items = math.gcd(columns, problem.vector("out", "residual", "preactivation", "b"))
+    vec = configs.SPLIT_VEC if items % configs.SPLIT_VEC == 0 else 1
+    strides = [
+        matrices[name].leading if name in matrices else 0
+        for name in ("residual", "preactivation", "out")
+    ]
+    sums = configs.split_sums(vec, problem.scalar_activation, paired=problem.gated)
+    threads = -(-problem.rows * columns // vec)
+    last = Step.of(
+        sums,
+        -(-threads // sums.threads),
+        *(problem.rows, columns, 1 << tiling.splits_log2, *strides),
+        renamed={"partials": "forward_partials", "addend": "residual", "result": "out"},
+    )
+    size = product.a.rows * product.b.columns << tiling.splits_log2
+    return Launches((step, last), {"forward_partials": size})
+
+
 def dx_launches(problem: LinearProblem, arch: int) -> Launches:
     """Plan dx = dz w^T."""
     gradient = _gradient(problem)
-    product = Product(configs.PRODUCT, _dz(problem), problem.matrices["w"].transposed)
+    dx, w = problem.matrices["dx"], problem.matrices["w"].transposed
+    product = Product(configs.PRODUCT, _dz(problem), w, out_vec=whole_vector(dx.vector))
     tiling = product.tiling(arch)
-    dx = problem.matrices["dx"]
     ctas, params = product.geometry(arch, tiling)
     params["out_stride"] = params["addend_stride"] = dx.leading
     specialisation = configs.product(
-        arch, tiling.shape, product.lines, product.vec, whole_vector(dx.vector)
+        arch, tiling.shape, product.lines, product.vec, product.out_vec
     )
     names = {"a": _dz_name(problem), "b": "w", "result": "dx", "partials": _ABSENT}
     step = Step.of(
@@ -102,12 +140,14 @@ def dw_launches(problem: LinearProblem, arch: int) -> Launches:
         names |= {"partials": _ABSENT, **last}
     steps.append(Step.of(specialisation, ctas, params[()], renamed=names))
     if split:
-        sizes = product.a.rows, product.b.columns, 1 << tiling.splits_log2, dw.leading, dw.leading
+        sizes = product.a.rows, product.b.columns, 1 << tiling.splits_log2
         vec = configs.SPLIT_VEC if out_vec > 1 else 1
         sums = configs.split_sums(vec)
         threads = -(-product.a.rows * product.b.columns // vec)
-        renamed = {"partials": "dw_partials", **last}
-        steps.append(Step.of(sums, -(-threads // sums.threads), *sizes, renamed=renamed))
+        strides = dw.leading, 0, dw.leading
+        absent = dict.fromkeys(("b", "preactivation"), _ABSENT)
+        renamed = {"partials": "dw_partials", **last, **absent}
+        steps.append(Step.of(sums, -(-threads // sums.threads), *sizes, *strides, renamed=renamed))
     if problem.biased:
         width = problem.weight_columns
         counts = (_gradient_blocks(problem), width, problem.accumulate)

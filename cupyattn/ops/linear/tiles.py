@@ -51,6 +51,8 @@ class Product(NamedTuple):
     b: Matrix
     halves: int = 1
     """Of the columns, which lie in turn."""
+    out_vec: int = VECTOR
+    """Items of an access to the result."""
 
     @property
     def lines(self) -> Lines:
@@ -59,8 +61,9 @@ class Product(NamedTuple):
 
     @property
     def vec(self) -> int:
-        """Items of a load."""
-        return whole_vector(self.a.vector, self.b.vector)
+        """Items of a load. Where lines hold halves, each has to start at a whole vector."""
+        half = VECTOR if self.lines.b else self.b.columns // self.halves
+        return whole_vector(self.a.vector, self.b.vector, *([half] if self.halves > 1 else []))
 
     def row(self, arch: int, shape: Shape) -> ProductConfig:
         """Return the table row of a tile."""
@@ -76,12 +79,12 @@ class Product(NamedTuple):
         longest = max(self.a.columns.bit_length() - 1 - _LEAST_PART_LOG2, 0) if may_split else 0
         choices = [
             Tiling(shape, splits_log2)
-            for shape in shapes_for(self.vec)
+            for shape in shapes_for(self.vec, self.out_vec, self.lines)
             for splits_log2 in range(min(longest, _MOST_SPLITS_LOG2) + 1)
         ]
-        return min(choices, key=lambda tiling: self._duration(arch, tiling))
+        return min(choices, key=lambda tiling: self.duration(arch, tiling))
 
-    def _duration(self, arch: int, tiling: Tiling) -> float:
+    def duration(self, arch: int, tiling: Tiling) -> float:
         """Return the sum over cards of the time, in items of the sum of an item of the result."""
         row = self.row(arch, tiling.shape)
         down, across = self.tiles(arch, tiling.shape)

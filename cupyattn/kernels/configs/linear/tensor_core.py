@@ -41,11 +41,13 @@ SPLIT_SUMS = KernelSpec(
     "linear/tensor_core/split_sums.cu",
     (
         *inputs("partials"),
-        *inputs("addend", optional=True),
+        *inputs("b", "addend", optional=True),
+        Pointer("preactivation", optional=True),
         Pointer("result"),
+        *(Scalar(name, np.dtype(np.int64)) for name in ("rows", "columns", "parts")),
         *(
-            Scalar(name, np.dtype(np.int64))
-            for name in ("rows", "columns", "parts", "addend_stride", "result_stride")
+            Scalar(f"{name}_stride", np.dtype(np.int64))
+            for name in ("addend", "preactivation", "result")
         ),
     ),
 )
@@ -145,7 +147,7 @@ _TURING_FORWARD: _Table = {
         *_WIDE, Moves(0, 5, 2), Moves(2, 5, 2), 1, 0.965, "shared memory is busy for 0.71 of it"
     ),
     ("wide", _B_ACROSS): ProductConfig(
-        *_WIDE, Moves(3, 1, 2), Moves(2, 5, 2), 1, 0.949, "the same"
+        *_WIDE, Moves(3, 1, 2), Moves(1, 5, 2), 1, 0.956, "the same"
     ),
     ("narrow", _ALONG): ProductConfig(
         *_NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.916, "shared memory is busy for 0.88 of it"
@@ -232,12 +234,15 @@ def row_of(kernel: KernelSpec, arch: int, shape: Shape, lines: Lines) -> Product
     return rows_for(FORWARDS if kernel is FORWARD else PRODUCTS, arch)[shape, lines]
 
 
-def shapes_for(vec: int) -> tuple[Shape, ...]:
-    """Return the tiles for arrays that are read `vec` items at a time.
+def shapes_for(vec: int, out_vec: int, lines: Lines) -> tuple[Shape, ...]:
+    """Return the tiles for arrays that are read `vec` and written `out_vec` items at a time.
 
-    Single items are put together in registers that the largest tiles do not leave.
+    Single items take registers that the largest tiles do not have: they would spill.
     """
-    return ("narrow",) if vec == 1 else ("wide", "narrow", "small", "short")
+    if vec == 1:
+        return ("narrow",)
+    fitting: tuple[Shape, ...] = ("narrow", "small", "short")
+    return fitting if out_vec == 1 and not lines.b else ("wide", *fitting)
 
 
 @cache
@@ -307,9 +312,11 @@ SPLIT_VEC = 4
 
 
 @cache
-def split_sums(vec: int) -> Specialisation:
+def split_sums(vec: int, activation: str | None = None, *, paired: bool = False) -> Specialisation:
     """Specialise the kernel that adds the parts of a product; `vec` columns a thread, 4 or 1."""
-    return SPLIT_SUMS.specialise(threads=_THREADS, VEC=vec)
+    return SPLIT_SUMS.specialise(
+        threads=_THREADS, ACTIVATION=ACTIVATIONS[activation], PAIRED=cpp_bool(paired), VEC=vec
+    )
 
 
 @cache
@@ -369,8 +376,10 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     for lines in (_ALONG, _B_ACROSS, _ACROSS):
         yield product(arch, "narrow", lines, 1, 1)
     yield product(arch, "wide", _ACROSS, vec, vec, split=True)
-    yield from map(split_sums, (1, SPLIT_VEC))
-    for items in (1, vec):
-        for activation, paired in pairs(ACTIVATIONS, (False, True)):
-            if activation or not paired:
+    yield product(arch, "small", _ALONG, vec, vec, split=True)
+    for activation, paired in pairs(ACTIVATIONS, (False, True)):
+        if activation or not paired:
+            for items in (1, SPLIT_VEC):
+                yield split_sums(items, activation, paired=paired)
+            for items in (1, vec):
                 yield preactivation_gradient(items, activation, paired=paired)
