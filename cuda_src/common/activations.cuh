@@ -102,3 +102,14 @@ struct Relu {
   static __device__ __forceinline__ float value(float x) { return x < 0.f ? 0.f : x; }
   static __device__ __forceinline__ float derivative(float x) { return x > 0.f ? 1.f : x <= 0.f ? 0.f : x; }
 };
+
+// No activation, where one could be.
+struct Identity {
+  static __device__ __forceinline__ float value(float x) { return x; }
+  static __device__ __forceinline__ float derivative(float) { return 1.f; }
+};
+
+template <typename Activation>
+constexpr bool kIsIdentity = false;
+template <>
+constexpr bool kIsIdentity<Identity> = true;

@@ -24,12 +24,6 @@ constexpr int kStepDepth = 2 * kLoadItems<Scalar>;
 
 constexpr int kPairedLines = 32;  // columns of a gate, and then of what it multiplies, side by side in a tile
 
-// Without an activation.
-struct Identity {
-  static __device__ __forceinline__ float value(float x) { return x; }
-  static __device__ __forceinline__ float derivative(float) { return 1.f; }
-};
-
 template <bool kFirst, typename First, typename Second>
 struct Choice {
   using Type = First;
@@ -38,11 +32,6 @@ template <typename First, typename Second>
 struct Choice<false, First, Second> {
   using Type = Second;
 };
-
-template <typename Activation>
-constexpr bool kIsIdentity = false;
-template <>
-constexpr bool kIsIdentity<Identity> = true;
 
 // `count` of the items from `source_g` on; the others are zeros and not read. kVec is all of them, or 1.
 template <int kVec, typename Scalar, int kItems>

@@ -15,7 +15,7 @@
 #if !defined(W_LINES) || !defined(ACTIVATION) || !defined(PAIRED)
 #error "W_LINES, ACTIVATION and PAIRED come from a launch-configuration table"
 #endif
-#include "activation.cuh"
+#include "../../common/activations.cuh"
 #include "config.cuh"
 
 struct Traits {

@@ -19,7 +19,7 @@
 #error "ACTIVATION, PAIRED, VEC, THREADS and SHARED_BYTES come from a launch-configuration table"
 #endif
 #include "../../common/vec.cuh"
-#include "activation.cuh"
+#include "../../common/activations.cuh"
 
 // Field for field PREACTIVATION_GRADIENT_PARAMS of cupyattn/kernels/structs.py. Strides are in items.
 struct PreactivationGradientParams {
@@ -48,7 +48,7 @@ __device__ __forceinline__ void form_gradient(float (&dz)[kHalves][VEC], const f
                                               int columns) {
   float dout[VEC], z[VEC] = {}, up[VEC];
   load_vec(dout, dout_g);
-  if constexpr (kReadsInput<ACTIVATION>) load_vec(z, z_g);
+  if constexpr (!kIsIdentity<ACTIVATION>) load_vec(z, z_g);
   if constexpr (PAIRED) load_vec(up, z_g + columns);
 #pragma unroll
   for (int i = 0; i < VEC; i++) {

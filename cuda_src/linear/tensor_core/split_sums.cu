@@ -13,7 +13,7 @@
 #error "ACTIVATION, PAIRED, VEC and THREADS come from a launch-configuration table"
 #endif
 #include "../../common/vec.cuh"
-#include "activation.cuh"
+#include "../../common/activations.cuh"
 
 static_assert(VEC == 1 || VEC * sizeof(float) == kVectorBytes, "single items or whole vectors");
 

@@ -84,11 +84,6 @@ __device__ __forceinline__ uint16 load_bias(const float16* b_g, int64 column, bo
 }
 __device__ __forceinline__ float bias_of(uint16 bits) { return __half2float(__ushort_as_half(bits)); }
 
-// No activation.
-struct Identity {
-  static __device__ __forceinline__ float value(float x) { return x; }
-};
-
 // What is written for one item of out. Absent arrays are null.
 template <typename Activation, bool kGated, typename Result>
 struct Epilogue {
