@@ -39,16 +39,18 @@ def case(rows, outer, inner, activation=None, **options) -> LinearCase:
 # apart, and backwards.
 FORWARD = [
     ("wide", case(257, 200, 72, "gelu_tanh", turned=True, residual=True)),
-    ("wide", case(256, 193, 64, turned=True, residual=True)),
     ("wide", case(255, 96, 104, "swiglu", residual=True)),
-    ("wide", case(3, 104, 24, "geglu", turned=True, view="padded")),
-    ("narrow", case(257, 129, 33, "silu", biased=False)),
     ("narrow", case(255, 127, 31, "relu", turned=True, view="odd", residual=True)),
-    ("narrow", case(31, 33, 1, "swiglu", view="odd")),
     ("small", case(129, 136, 40, "gelu", turned=True, biased=False)),
-    ("small", case(127, 56, 96, "geglu", residual=True)),
-    ("short", case(129, 200, 88, "silu", turned=True, residual=True)),
     ("short", case(127, 192, 16, "relu", view="padded")),
+    *deep(
+        ("wide", case(256, 193, 64, turned=True, residual=True)),
+        ("wide", case(3, 104, 24, "geglu", turned=True, view="padded")),
+        ("narrow", case(257, 129, 33, "silu", biased=False)),
+        ("narrow", case(31, 33, 1, "swiglu", view="odd")),
+        ("small", case(127, 56, 96, "geglu", residual=True)),
+        ("short", case(129, 200, 88, "silu", turned=True, residual=True)),
+    ),
 ]
 
 
@@ -77,12 +79,14 @@ def test_a_forward_of_few_results_and_a_long_sum_is_split(problem):
 
 BACKWARD = [
     ("wide", case(64, 200, 264, "gelu", turned=True)),
-    ("wide", case(33, 264, 193, accumulate=True)),
     ("narrow", case(70, 129, 65, "silu", turned=True, accumulate=True)),
-    ("narrow", case(40, 128, 264, biased=False)),
     ("small", case(130, 136, 40, "swiglu", accumulate=True)),
-    ("small", case(31, 33, 7, "geglu", turned=True, view="odd")),
-    ("short", case(16, 136, 200, "gelu_tanh", view="padded")),
+    *deep(
+        ("wide", case(33, 264, 193, accumulate=True)),
+        ("narrow", case(40, 128, 264, biased=False)),
+        ("small", case(31, 33, 7, "geglu", turned=True, view="odd")),
+        ("short", case(16, 136, 200, "gelu_tanh", view="padded")),
+    ),
 ]
 
 
@@ -112,7 +116,7 @@ def test_drawn_problems(shape, data):
         assert backward_ratio(problem) <= 1
 
 
-@pytest.mark.parametrize("name", ["x", "w", "residual", "out"])
+@pytest.mark.parametrize("name", ["x", "out", *deep("w", "residual")])
 def test_rows_from_the_last_to_the_first(name):
     """Strides below zero: offsets are counted from the lowest address of a tile."""
     problem = case(130, 72, 40, residual=True)
@@ -217,7 +221,7 @@ def test_rows_too_far_apart_for_offsets_are_left_to_other_kernels():
 # --- newer GPUs
 
 
-@pytest.mark.parametrize(("arch", "shape"), [(TURING, "m16n8k8"), (arch_of(80), "m16n8k16")])
+@pytest.mark.parametrize(("arch", "shape"), [(arch_of(80), "m16n8k16"), *deep((TURING, "m16n8k8"))])
 def test_products_take_two_steps_at_once_from_sm_80_on(arch, shape, monkeypatch):
     """On the emulator: the loop over a k-tile has half the steps, in other slots."""
     shapes: dict[str, set[str]] = {}

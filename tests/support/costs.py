@@ -67,6 +67,8 @@ def row_of(specialisation: Specialisation) -> str:
     if specialisation.spec.entry.startswith("linear_"):  # what their shared memory follows from
         names = ("TILE_M", "TILE_N", "ROWS", "W_ALONG", "DTYPE")
         sizes += [str(macros[name]) for name in names if name in macros]
+    if "PAIRED" in macros and "TILE_INNER" not in macros:  # whose shared memory follows from both
+        sizes += [f"{macros['VEC']} items", *(["paired"] if macros["PAIRED"] == "true" else [])]
     options = [name for name, absent in NO_OPTIONS.items() if macros.get(name, absent) != absent]
     return " ".join([specialisation.spec.entry, *sizes, *options])
 
