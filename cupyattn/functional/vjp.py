@@ -22,9 +22,9 @@ def vjp(
     Parameters
     ----------
     function : callable
-        `cupyattn.attention`, `cupyattn.softmax`, `cupyattn.layer_norm` or `cupyattn.rms_norm`; a
-        `functools.partial` of one; or a function that makes one call of one of these: its arguments
-        go there as they are, and it returns the call's result.
+        One of the library's that has a backward, such as `cupyattn.attention`, `cupyattn.linear` or
+        `cupyattn.rms_norm`; a `functools.partial` of one; or a function that makes one call of one
+        of these: its arguments go there as they are, and it returns the call's result.
     arrays : arrays
         What the function takes by position.
     wrt : tuple of str, optional
@@ -48,8 +48,7 @@ def vjp(
 
         It takes the options that are the backward's alone, ``pullback(dout, deterministic=True)``:
         for attention deterministic, grads, accumulate, workspace and implementation, as
-        `attention_backward` documents them; for softmax dx; for the norms grads, accumulate and
-        workspace.
+        `attention_backward` documents them; for others those that their backward documents.
 
     Raises
     ------

@@ -113,7 +113,8 @@ SOFTMAX_FAULTS = {
         OutOfBoundsError,
     ),
     "vectors begin one item late": (
-        2048, Bug(ROWS_CUH, "load_vec(values, row_g + column);", "load_vec(values, row_g + column + 1);"),
+        2048,
+        Bug(ROWS_CUH, "load_vec(values, row_g + column)", "load_vec(values, row_g + column + 1)"),
         MisalignedAccessError,
     ),
 }  # fmt: skip
