@@ -55,8 +55,9 @@ __device__ __forceinline__ int64 batch_integer(const void* items, BatchIntegers 
                          : static_cast<const int*>(items)[batch * layout.stride];
 }
 
-// Where one CTA (cooperative thread array, a block of threads) works: a run of query rows of one head of one sequence. The grid is flat, so that neither batch nor
-// head count meets the 65,535 of the grid's y and z; rows of one head are neighbours and share its keys in L2.
+// Where one CTA (cooperative thread array, a block of threads) works: a run of query rows of one head of one sequence.
+// The grid is flat, so that neither batch nor head count meets the 65,535 of the grid's y and z; rows of one head are
+// neighbours and share its keys in L2.
 struct Place {
   int batch, head, kv_head, first_row;
 };

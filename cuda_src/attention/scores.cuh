@@ -43,8 +43,8 @@ __device__ __forceinline__ float dropout_factor(const ScoreParams& params, int b
   return dropout_field(words, key) >= params.keep_from ? params.keep_scale : 0.f;
 }
 
-// How far a query stands behind a key: an integer, rounded once. A float has 24 bits, and positions may have more; so what
-// is common to a thread's scores is kept as a multiple of 2^16 and a rest, which both are exact (below 2^40).
+// How far a query stands behind a key: an integer, rounded once. A float has 24 bits, and positions may have more; so
+// what is common to a thread's scores is kept as a multiple of 2^16 and a rest, which both are exact (below 2^40).
 struct Distance {
   float far, near;
 
@@ -150,8 +150,8 @@ struct ItemsInPlace {
 
 // A pass over a fragment of products that makes scores of them; what is hidden becomes -inf.
 //
-// A fragment has for_each_pair: body(pair, row, key) for each two scores of neighbouring keys; lane_row and lane_key are
-// those of the thread's first.
+// A fragment has for_each_pair: body(pair, row, key) for each two scores of neighbouring keys; lane_row and lane_key
+// are those of the thread's first.
 template <typename Options_, int kBiasVec_ = 1, int kMaskVec_ = 1>
 struct ScorePass {
   using Options = Options_;

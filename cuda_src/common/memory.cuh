@@ -57,8 +57,8 @@ __device__ __forceinline__ uint4 ld_global_v4(const void* source) {
   return v;
 }
 
-// Read-only data, where `wanted`: otherwise v stays as it is, and there is no branch around which loads could not move. L2
-// fetches the line's 128 bytes, of which neighbouring lines' loads want the rest.
+// Read-only data, where `wanted`: otherwise v stays as it is, and there is no branch around which loads could not move.
+// L2 fetches the line's 128 bytes, of which neighbouring lines' loads want the rest.
 __device__ __forceinline__ void ld_global_v4_if(uint4& v, const void* source, bool wanted) {
   asm volatile(
       "{\n"

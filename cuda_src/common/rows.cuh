@@ -1,7 +1,8 @@
 // Row-wise kernels: arrays of any rank whose last axis is contiguous, as rows of `length` items.
 //
-// A row belongs to LANES neighbouring threads: part of a warp, or whole warps. They walk it in strips of LANES vectors; a thread owns one vector of each strip. A resident row (up to STRIPS strips) stays in registers
-// between the passes over it; a longer one is read again in each pass.
+// A row belongs to LANES neighbouring threads: part of a warp, or whole warps. They walk it in strips of LANES vectors;
+// a thread owns one vector of each strip. A resident row (up to STRIPS strips) stays in registers between the passes
+// over it; a longer one is read again in each pass.
 #pragma once
 
 #include "reduce.cuh"
@@ -131,8 +132,9 @@ __device__ __forceinline__ void store_strip(Scalar* row_g, const float (&values)
   if (column < length) store_vec(row_g + column, values);
 }
 
-// A strip as it lies in memory, zeros from `length` on: the loads of several strips, and of the next row's, are under way
-// before the first is converted. (A load and its conversion under one condition are a branch, which waits for the load.)
+// A strip as it lies in memory, zeros from `length` on: the loads of several strips, and of the next row's, are under
+// way before the first is converted. (A load and its conversion under one condition are a branch, which waits for the
+// load.)
 template <typename Rows, typename Scalar>
 struct HeldStrip {
   using Items = Vec<Scalar, Rows::kVec>;
@@ -212,8 +214,8 @@ struct RowSums {
 
 // Sums over rows: a CTA walks rows gridDim.x * kRowsPerCta apart and leaves its sum of each column in its row of
 // partials_g (gridDim.x, length), which column_sums.cu adds up. The same thread owns the same columns of every row, and
-// the order of the additions is fixed. Resident rows are summed in registers; of longer ones, of which a CTA has one at a
-// time, each thread adds to its own columns of partials_g.
+// the order of the additions is fixed. Resident rows are summed in registers; of longer ones, of which a CTA has one at
+// a time, each thread adds to its own columns of partials_g.
 template <typename Rows>
 struct ColumnSums {
   float sum[Rows::kHeldStrips][Rows::kVec];

@@ -1,6 +1,7 @@
 // Tiles of 16-bit items in shared memory, addressed in chunks of 8 items (16 bytes), without bank conflicts.
 //
-// ldmatrix reads 8 rows of one chunk at a time, a store of fetched rows 8 chunks of a row: both must touch all 32 banks once.
+// ldmatrix reads 8 rows of one chunk at a time, a store of fetched rows 8 chunks of a row: both must touch all 32 banks
+// once.
 // The chunk index is therefore XORed with row bits, as many as divide the number of chunks in a row; with an odd number
 // the rows are skewed against the banks by themselves. No row is padded.
 #pragma once

@@ -1,5 +1,5 @@
-// A tile: kRows consecutive rows of a strided global matrix, in shared memory as float32, brought there by the whole CTA
-// (cooperative thread array: a block of threads).
+// A tile: kRows consecutive rows of a strided global matrix, in shared memory as float32, brought there by the whole
+// CTA (cooperative thread array: a block of threads).
 //
 // Rows from `valid_rows` on and columns from kCols to kPaddedCols become zero and are never read from memory, so a
 // ragged edge costs a predicate, not a second loop, and whatever lies behind the array (NaN too) stays out.

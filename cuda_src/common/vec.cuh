@@ -49,8 +49,8 @@ __device__ __forceinline__ void load_vec(float (&values)[kItems], const Scalar* 
   }
 }
 
-// Round to Scalar and write to global memory, 16 bytes at a time at the most. `target` must be aligned to the smaller of 16 bytes and
-// kItems * sizeof(Scalar).
+// Round to Scalar and write to global memory, 16 bytes at a time at the most. `target` must be aligned to the smaller
+// of 16 bytes and kItems * sizeof(Scalar).
 template <int kItems, typename Scalar>
 __device__ __forceinline__ void store_vec(Scalar* target, const float (&values)[kItems]) {
   constexpr int kPiece = kItems * sizeof(Scalar) <= kVectorBytes ? kItems : kVectorBytes / sizeof(Scalar);

@@ -8,7 +8,8 @@
 //           dloss, lse and dlse one a row of any strides, 0 where one dloss serves all (RowsParams, rows.cuh).
 // Work      LANES threads own a row; THREADS / LANES rows a CTA; grid ceil(rows / rows per CTA).
 // Budget    registers: STRIPS * VEC floats, whose loads are in flight together.
-// Edges     the row of an ignored label gets zeros, or what dlse gives it; that of a label outside of the vocabulary NaN.
+// Edges     the row of an ignored label gets zeros, or what dlse gives it; that of a label outside of the vocabulary
+//           NaN.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
     !defined(RESIDENT) || !defined(LABELS_DTYPE) || !defined(WITH_DLSE)
 #error "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, LABELS_DTYPE and WITH_DLSE come from a launch-configuration table"

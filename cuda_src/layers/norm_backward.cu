@@ -11,9 +11,9 @@
 //           weight (length,); mean and rstd one float for each row; partial sums (CTAs, length) float32.
 // Work      LANES threads own a row; a CTA walks rows gridDim.x * kRowsPerCta apart. While it computes a row, the next
 //           one's loads are under way, where registers hold both. column_sums.cu adds up what the CTAs leave.
-// Budget    registers, for STRIPS * VEC items a thread: x, dout and dresidual of one row or two and the weight, in their
-//           own dtype, and float sums of dweight and dbias; a row that is not RESIDENT: VEC of each, a second read, and
-//           sums in global memory. Shared memory: two floats per warp, twice; a strip of column sums.
+// Budget    registers, for STRIPS * VEC items a thread: x, dout and dresidual of one row or two and the weight, in
+//           their own dtype, and float sums of dweight and dbias; a row that is not RESIDENT: VEC of each, a second
+//           read, and sums in global memory. Shared memory: two floats per warp, twice; a strip of column sums.
 // Edges     columns beyond the row count as none.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) ||   \
     !defined(RESIDENT) || !defined(WITH_DRESIDUAL) || !defined(WITH_WEIGHT) || !defined(WITH_BIAS) || \

@@ -2,7 +2,7 @@
 //
 //   s = round(x + residual),   out_i = (s_i - mean) rstd (weight_offset + weight_i) + bias_i
 //   layer norm: mean = mean_j s_j,  rstd = (mean_j (s_j - mean)^2 + eps)^(-1/2)   (Ba et al., arXiv:1607.06450)
-//   RMS norm:   mean = 0,           rstd = (mean_j s_j^2 + eps)^(-1/2)            (Zhang and Sennrich, arXiv:1910.07467)
+//   RMS norm:   mean = 0,           rstd = (mean_j s_j^2 + eps)^(-1/2)       (Zhang, Sennrich, arXiv:1910.07467)
 //
 // Statistics are those of the sum as it is stored, so that a backward that reads it computes with the same numbers.
 //

@@ -2,9 +2,9 @@
 //
 //   y_j = exp(s_j - m) / l   or with LOGARITHM   y_j = (s_j - m) - log l,     m = max_j s_j,   l = sum_j exp(s_j - m)
 //
-// Scores s are what the options make of x (row_scores.cuh). Each thread runs the online softmax (Milakov and Gimelshein,
-// arXiv:1805.02867, algorithm 3) over its part of the row, and the threads' m and l are merged. Of RESIDENT rows the
-// weights (the scores, with LOGARITHM) stay in registers in between; longer ones are read twice.
+// Scores s are what the options make of x (row_scores.cuh). Each thread runs the online softmax (Milakov and
+// Gimelshein, arXiv:1805.02867, algorithm 3) over its part of the row, and the threads' m and l are merged. Of RESIDENT
+// rows the weights (the scores, with LOGARITHM) stay in registers in between; longer ones are read twice.
 //
 // Shapes    x and y of any rank and any outer strides, last axis contiguous (RowsParams, rows.cuh).
 // Work      LANES threads own a row; THREADS / LANES rows a CTA; grid ceil(rows / rows per CTA).

@@ -3,8 +3,8 @@
 // Shapes    words of 16 bytes.
 // Work      a thread has IN_FLIGHT loads on their way; CTAs walk the array together.
 // Budget    registers: IN_FLIGHT words; no shared memory.
-// Edges     words beyond the array are not read. A thread writes only if what it read XORs to a number that random weights
-//           do not: so the compiler cannot leave the reads out.
+// Edges     words beyond the array are not read. A thread writes only if what it read XORs to a number that random
+//           weights do not: so the compiler cannot leave the reads out.
 #if !defined(THREADS) || !defined(IN_FLIGHT)
 #error "THREADS and IN_FLIGHT come from a launch-configuration table"
 #endif

@@ -82,7 +82,8 @@ __device__ __forceinline__ Traits::KPanels k_panels(const Rows<Traits::Scalar>& 
   return {{k.first_g + kFirst, k.stride, k.rows}, Traits::kHeadDim - kFirst};
 }
 
-// dQ += softmax_scale * dS K for the tile, from column kFirst on; the present buffer has the first of these columns of K.
+// dQ += softmax_scale * dS K for the tile, from column kFirst on; the present buffer has the first of these columns of
+// K.
 // Other CTAs add their keys' parts.
 template <int kFirst = 0, typename Next>
 __device__ __forceinline__ void add_dq(Buffers& buffers, uint32 weights_s, const ScoreTile& ds, float* dq_rows_g,

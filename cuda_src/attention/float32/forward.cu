@@ -6,8 +6,8 @@
 // FlashAttention-2's loop (Dao, arXiv:2307.08691, algorithm 1) as two register-tiled matrix products. A thread owns 8
 // rows by 2 PAIRS keys of S and 8 rows by Dv / COLUMN_LANES columns of the output, so that 16 loads of 16 bytes from
 // shared memory feed 256 multiplications: shared memory would bind with less. Q and K of that many rows do not fit
-// beside each other; they pass through shared memory in slices of 16 columns, Q again for each key tile, and V in panels
-// of 16 keys.
+// beside each other; they pass through shared memory in slices of 16 columns, Q again for each key tile, and V in
+// panels of 16 keys.
 //
 // Shapes    AttentionParams (params.cuh); HEAD_DIM and HEAD_DIM_V from 1 to 256. float32 inside, one rounding at the
 //           store.
@@ -130,8 +130,8 @@ __device__ __forceinline__ void turn(Thread& thread, const Cta& cta) {
   thread.buffer_s = thread.other_buffer_s(cta.smem);
 }
 
-// One key tile, whose first slice is in the present buffer. At the end it holds the first slice of the tile at next_key,
-// if there is one.
+// One key tile, whose first slice is in the present buffer. At the end it holds the first slice of the tile at
+// next_key, if there is one.
 __device__ __forceinline__ void key_tile(Thread& thread, const Cta& cta, int first_key, bool masked, bool more,
                                          int next_key) {
   Traits::Feed& feed = thread.feed;

@@ -1,9 +1,9 @@
-// How a CTA of the float32 kernel brings Q, K and V to shared memory: one buffer ahead of the arithmetic, each thread its
-// share, from global memory to registers as they are and later from there, widened to float32, to shared memory; so
+// How a CTA of the float32 kernel brings Q, K and V to shared memory: one buffer ahead of the arithmetic, each thread
+// its share, from global memory to registers as they are and later from there, widened to float32, to shared memory; so
 // the latency of the loads passes under the arithmetic in between.
 //
-// A buffer holds a slice of Q and K (16 columns of all rows of the tile) or a panel of V (16 keys, all columns). Keys stand
-// in the order in which the lanes read them (score_tile.cuh). That order permutes the bits of a key's number, so
+// A buffer holds a slice of Q and K (16 columns of all rows of the tile) or a panel of V (16 keys, all columns). Keys
+// stand in the order in which the lanes read them (score_tile.cuh). That order permutes the bits of a key's number, so
 // that the keys of one thread lie a constant apart.
 #pragma once
 

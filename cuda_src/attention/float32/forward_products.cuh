@@ -22,8 +22,8 @@ struct OutputColumns {
   static constexpr bool kWhole = kColumnLanes * kItems == kHeadDimV;
 };
 
-// S += Q K^T over at most `chunks` chunks of four columns of a slice, kUnrolled columns at a time: those beyond the last
-// are zeros. q_s and k_s: the thread's first group of rows and of keys in column 0 of the buffer.
+// S += Q K^T over at most `chunks` chunks of four columns of a slice, kUnrolled columns at a time: those beyond the
+// last are zeros. q_s and k_s: the thread's first group of rows and of keys in column 0 of the buffer.
 template <int kUnrolled, typename Slice, typename Scores>
 __device__ __forceinline__ void multiply_q_k(Scores& scores, uint32 q_s, uint32 k_s, int chunks) {
   using Grid = typename Scores::Grid;

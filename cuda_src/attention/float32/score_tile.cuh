@@ -55,8 +55,8 @@ struct ScoreTile {
   }
   __device__ __forceinline__ static int key_of(int pair) { return key_at(Grid::column_lane(), pair, 0); }
 
-  // body(pair, row, key) for each two neighbouring scores of a row: row of the warp, first key of the tile. One group of
-  // rows after the other, in all lanes: what is loaded for all rows at once has no registers.
+  // body(pair, row, key) for each two neighbouring scores of a row: row of the warp, first key of the tile. One group
+  // of rows after the other, in all lanes: what is loaded for all rows at once has no registers.
   template <typename Body>
   __device__ __forceinline__ void for_each_pair(Body body) {
 #pragma unroll

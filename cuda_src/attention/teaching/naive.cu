@@ -7,8 +7,9 @@
 // stored. Keys and values are read again by every row: that is what tiles are for.
 //
 // Shapes    AttentionParams (params.cuh). float16, bfloat16 or float32 in, float32 inside, one rounding at the store.
-// Work      one CTA (cooperative thread array, a block) of THREADS threads owns one query row: grid B * H * Sq. In a strip of THREADS keys each thread owns
-//           one score; then it owns the output columns threadIdx.x, threadIdx.x + THREADS, ...
+// Work      one CTA (cooperative thread array, a block) of THREADS threads owns one query row: grid B * H * Sq. In a
+//           strip of THREADS keys each thread owns one score; then it owns the output columns threadIdx.x, threadIdx.x
+//           + THREADS, ...
 // Budget    shared memory (HEAD_DIM + THREADS + one per warp) floats; about 40 registers.
 // Edges     the last strip by predicate; a row without keys gives out = 0 and lse = -inf; lse may be null.
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(THREADS) || !defined(SHARED_BYTES)

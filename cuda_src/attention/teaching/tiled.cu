@@ -3,9 +3,9 @@
 //
 //   s_ij = softmax_scale * q_i . k_j,   lse_i = log sum_j exp(s_ij),   out_i = sum_j exp(s_ij - lse_i) v_j
 //
-// A tile of keys and values is brought to shared memory once for kTileQ query rows, and each row keeps the running maximum m and sum l of
-// the online softmax (arXiv:1805.02867), so that one walk over the keys suffices: FlashAttention's algorithm
-// (Dao et al., arXiv:2205.14135, algorithm 1) on ordinary float32 arithmetic.
+// A tile of keys and values is brought to shared memory once for kTileQ query rows, and each row keeps the running
+// maximum m and sum l of the online softmax (arXiv:1805.02867), so that one walk over the keys suffices:
+// FlashAttention's algorithm (Dao et al., arXiv:2205.14135, algorithm 1) on ordinary float32 arithmetic.
 //
 // Shapes    AttentionParams (params.cuh). float16, bfloat16 or float32 in, float32 inside, one rounding at the store.
 // Tiles     kTileQ = WARPS * ROWS query rows by 32 keys. A warp owns ROWS rows, alone: their m and l, and their part of

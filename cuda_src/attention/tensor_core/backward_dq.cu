@@ -106,8 +106,8 @@ __device__ __forceinline__ void add_dq(Warp& warp, const Cta& cta, const uint32 
   if constexpr (kGroup + 1 < chunk_groups(Traits::kSteps)) add_dq<kGroup + 1>(warp, cta, ds, k_s);
 }
 
-// One key tile, from one half of the K and V buffers, while the next one is brought to the other half. kRagged: that may
-// have fewer keys than a tile.
+// One key tile, from one half of the K and V buffers, while the next one is brought to the other half. kRagged: that
+// may have fewer keys than a tile.
 template <bool kRagged>
 __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Traits::Feed& feed,
                                          const RowStatistics<Traits::kMTiles>& statistics, int first_key, bool masked,

@@ -1,5 +1,5 @@
-// Dropout's mask for a tile of scores: the forward cuts it out of the packed probabilities of a warp, the backward keeps
-// it as AND masks of packed fragments.
+// Dropout's mask for a tile of scores: the forward cuts it out of the packed probabilities of a warp, the backward
+// keeps it as AND masks of packed fragments.
 #pragma once
 
 #include "../../common/pack.cuh"
@@ -7,8 +7,8 @@
 #include "score_items.cuh"
 
 // A tile begins at a multiple of its length. Where that is a multiple of 32 keys, the four words of one Philox call
-// serve the eight scores that a thread holds of one row in 32 keys: word n % 4 the pair of n8 tile n. Otherwise a tile may
-// begin in the middle of 32 keys, not of 16, and a call serves four scores.
+// serve the eight scores that a thread holds of one row in 32 keys: word n % 4 the pair of n8 tile n. Otherwise a tile
+// may begin in the middle of 32 keys, not of 16, and a call serves four scores.
 template <typename Tile>
 __device__ __forceinline__ void drop(typename Tile::Packed& packed, const ScoreParams& params, const Place& place,
                                      int first_row, int first_key) {

@@ -5,8 +5,8 @@
 //
 // FlashAttention-2's loop (Dao, arXiv:2307.08691, algorithm 1), shaped for Turing, whose shared memory delivers half of
 // what its tensor cores could consume: a warp owns 32 query rows (two m16 tiles), so that each fragment of K and V
-// read from shared memory feeds two products; Q stays in registers; the softmax takes no maximum in the common case (softmax.cuh); tiles that
-// need a mask are walked first (key_walk.cuh).
+// read from shared memory feeds two products; Q stays in registers; the softmax takes no maximum in the common case
+// (softmax.cuh); tiles that need a mask are walked first (key_walk.cuh).
 //
 // Shapes    AttentionParams (params.cuh); HEAD_DIM and HEAD_DIM_V from 1 to 256 in steps of 8 columns, zero-filled.
 // Tiles     kTileQ = WARPS * M_TILES * 16 query rows by TILE_K keys; a warp owns its rows alone.
@@ -157,7 +157,8 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Trait
   Scores<Traits::Tile> scores;
   Traits::Feed::Quads quads;
   if (more) feed.fetch_k<kMasked>(quads, next, next_keys);
-  // No buffer: ptxas would otherwise sink K's loads. (With 32 rows a warp it does not, and this made it place V's worse.)
+  // No buffer: ptxas would otherwise sink K's loads. (With 32 rows a warp it does not, and this made it place V's
+  // worse.)
   if (Traits::kMTiles == 1) __syncwarp();
   if (active) {
     if (!kMasked) items.template load<false>(cta.pass, warp.first_row, first_key);

@@ -1,9 +1,10 @@
 // The online softmax of a warp's rows on tensor-core fragments: no maximum, no shuffle and no conversion in the
 // common case.
 //
-// - Stale maximum. A row keeps the maximum of an earlier tile while nothing overflows: P carries 2^kHeadroomLog2 of what
-//   float16 could hold, and a thread's sum of the tile's P tells whether any exceeds it. Only then is the maximum
-//   raised, and what was accumulated rescaled. (Masked tiles, where rows see their first keys, look at the scores.)
+// - Stale maximum. A row keeps the maximum of an earlier tile while nothing overflows: P carries 2^kHeadroomLog2 of
+//   what float16 could hold, and a thread's sum of the tile's P tells whether any exceeds it. Only then is the
+//   maximum raised, and what was accumulated rescaled. (Masked tiles, where rows see their first keys, look at the
+//   scores.)
 // - Exponent shift. P is kept times 2^-112 in float32, and packed without a conversion (pack_shifted).
 // - Row sums stay per thread until the end.
 //

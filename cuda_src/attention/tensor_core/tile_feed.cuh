@@ -93,8 +93,8 @@ struct TileFeed {
   __device__ __forceinline__ void load(uint4 (&quads)[kRoom], const char* lowest_g, int64 row_stride,
                                        int valid_rows) const {
     static_assert(kQuads <= kRoom, "every chunk has a quad");
-    // Otherwise ptxas keeps an offset for each pass: too many registers at head dims 80 and 160, whose rows keep few threads
-    // busy. Elsewhere the same made it place the loads worse.
+    // Otherwise ptxas keeps an offset for each pass: too many registers at head dims 80 and 160, whose rows keep few
+    // threads busy. Elsewhere the same made it place the loads worse.
     constexpr bool kRegistersShort = !kRagged && kPasses > 2 && kPassRows * kRowLanes != kThreads;
     const uint32 from = kRegistersShort ? not_hoisted(global_offset) : global_offset;
 #pragma unroll

@@ -3,8 +3,8 @@
 // multiplied.
 //
 // A factor is a number of lines (rows of A, columns of B) by the depth of the sum. In memory its neighbours lie along
-// either; in shared memory the lines of one depth lie side by side. A step is two loads of 16 bytes deep, so that the 32
-// bytes of a line, a sector, come at once.
+// either; in shared memory the lines of one depth lie side by side. A step is two loads of 16 bytes deep, so that the
+// 32 bytes of a line, a sector, come at once.
 //
 // Banks     a load along the depth is stored item by item: two threads to a line, 16 lines of a warp. XORing the lines
 //           of the second load's depths with 16 keeps both out of each other's banks; readers take four lines at once,

@@ -2,9 +2,9 @@
 //
 // Shapes    as forward.cu, M <= ROWS <= 16.
 // Work      a CTA computes 32 columns of x w (GATED: 16 of a gate and the 16 that it multiplies) with 8 warps. W_ALONG
-//           kDepth: a warp takes four columns, its lanes neighbouring vectors of K. W_ALONG kLines: eight lanes take four
-//           columns each, the others and the other warps other rows of w, four at a time. Their sums meet in shared
-//           memory, where all threads finish the results.
+//           kDepth: a warp takes four columns, its lanes neighbouring vectors of K. W_ALONG kLines: eight lanes take
+//           four columns each, the others and the other warps other rows of w, four at a time. Their sums meet in
+//           shared memory, where all threads finish the results.
 // Budget    bytes of w in flight are everything: four loads of 16 (kLines, of narrow items: 8) bytes a thread, 16 warps
 //           an SM; x comes through L1, each item for 32 columns. Registers: 4 * ROWS sums. Shared memory: 32 * ROWS
 //           floats, of kLines for each warp.

@@ -10,7 +10,8 @@
 
 static_assert(OUT_VEC == 1 || OUT_VEC == kPairItems, "single items or whole chunks");
 
-// kWords tiles of 8 columns, of each of which a quad's lane q has word q; becomes kWords neighbouring words of one tile.
+// kWords tiles of 8 columns, of each of which a quad's lane q has word q; becomes kWords neighbouring words of one
+// tile.
 // Doing so twice changes nothing.
 template <int kWords>
 __device__ __forceinline__ void transpose_in_quad(uint32 (&words)[kWords]) {
@@ -99,8 +100,8 @@ struct WarpPlace {
   }
 };
 
-// One row of kWords neighbouring tiles of columns, the first of which begins at `first_place`; a lane has two columns of
-// each. They are rounded once, with the addend, if there is one.
+// One row of kWords neighbouring tiles of columns, the first of which begins at `first_place`; a lane has two columns
+// of each. They are rounded once, with the addend, if there is one.
 template <int kWords, typename Place>
 __device__ __forceinline__ void write_columns(const Matrix& to, const Matrix& addend, float (&values)[kWords][2],
                                               const Place& place, int row, int first_place) {

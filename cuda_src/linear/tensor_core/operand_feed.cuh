@@ -1,8 +1,8 @@
 // The way of an operand: global memory to registers, and k-tiles later from there to shared memory.
 //
-// A thread owns pieces of one chunk (8 items): those of every kPassLines-th line, in kGroups groups of neighbouring lanes'
-// chunks. Where there is no row (or column) any more, the last one is read again: what becomes of it is not stored. Items
-// of the sum beyond the array are zeros; the first k-tile has them, all others are whole.
+// A thread owns pieces of one chunk (8 items): those of every kPassLines-th line, in kGroups groups of neighbouring
+// lanes' chunks. Where there is no row (or column) any more, the last one is read again: what becomes of it is not
+// stored. Items of the sum beyond the array are zeros; the first k-tile has them, all others are whole.
 #pragma once
 
 #include "../../common/numeric.cuh"

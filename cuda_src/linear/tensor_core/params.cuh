@@ -41,8 +41,9 @@ struct Place {
   int row_tile, column_tile, split;
 };
 
-// Neighbouring CTAs share rows of A and columns of B in L2: they go down a group of row tiles, then through the parts of
-// the sum, then to the next tile of columns. The last group may have places without a tile. All by shifts and one product:
+// Neighbouring CTAs share rows of A and columns of B in L2: they go down a group of row tiles, then through the parts
+// of the sum, then to the next tile of columns. The last group may have places without a tile. All by shifts and one
+// product:
 // a division would leave uniform registers, and with it every address.
 __device__ __forceinline__ Place place_of_cta(const ProductParams& params) {
   const int group_rows = 1 << params.group_log2, splits = 1 << params.splits_log2;

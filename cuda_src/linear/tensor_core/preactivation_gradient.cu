@@ -3,10 +3,10 @@
 //   out = f(z):           dz = dout f'(z)
 //   out = f(gate) up:     dgate = dout up f'(gate),   dup = dout f(gate)        (z = gate and up)
 //
-// It is formed once, for dx = dz w^T and for dw = x^T dz. Formed in the products instead, on the way to shared memory, it
-// is formed again for every tile beside it, on Turing's slowest pipe: by the static model both products then keep tensor
-// cores at 0.65, where they have 0.93 of plain operands. That costs more than this pass, whose reads db needs anyway, from
-// K = 800 on.
+// It is formed once, for dx = dz w^T and for dw = x^T dz. Formed in the products instead, on the way to shared memory,
+// it is formed again for every tile beside it, on Turing's slowest pipe: by the static model both products then keep
+// tensor cores at 0.65, where they have 0.93 of plain operands. That costs more than this pass, whose reads db needs
+// anyway, from K = 800 on.
 //
 // Shapes    dout (rows, columns), z (rows, columns), with PAIRED (rows, 2 columns), rows of both contiguous; dz like z,
 //           contiguous; partials (row blocks, columns or 2 columns). Null: dz without an activation (then it is dout),

@@ -4,8 +4,8 @@
 // Shapes    A (rows, inner) and B (inner, columns), each with lines along the sum (A_LINES is kAlong: rows of A are
 //           contiguous; B_LINES: columns of B) or across it. result (rows, columns), rows contiguous. addend, if given,
 //           is added before the rounding: the result itself, to accumulate.
-// Split     where the result has few tiles, 2^splits_log2 CTAs share each: every one adds up a part of the sum and leaves
-//           it in float32 in partials (parts, rows, columns), which column_sums.cu adds in order (SPLIT).
+// Split     where the result has few tiles, 2^splits_log2 CTAs share each: every one adds up a part of the sum and
+//           leaves it in float32 in partials (parts, rows, columns), which column_sums.cu adds in order (SPLIT).
 // Tiles, grid, budget, barriers, edges: as in forward.cu.
 #if !defined(A_LINES) || !defined(B_LINES) || !defined(SPLIT)
 #error "A_LINES, B_LINES and SPLIT come from a launch-configuration table"

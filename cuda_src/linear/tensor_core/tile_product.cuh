@@ -1,10 +1,10 @@
 // The main loop: a CTA's tile of a product, of two operands that come by their feeds (operand_feed.cuh).
 //
 // A warp owns kWarpRows x kWarpColumns of the tile. Of two stages in shared memory one is multiplied, the other filled
-// with the next k-tile. What comes after that is on its way in registers: a thread stores a piece that it asked for up to
-// a k-tile ago and at once asks for another, in slots spread over the loop. A slot is the products of 32 rows and 32
-// columns in one step, 8 instructions. Fragments are read a step ahead: B's into registers whose products have just been
-// issued, and A's likewise (A_SETS is 1) or into a second set.
+// with the next k-tile. What comes after that is on its way in registers: a thread stores a piece that it asked for up
+// to a k-tile ago and at once asks for another, in slots spread over the loop. A slot is the products of 32 rows and 32
+// columns in one step, 8 instructions. Fragments are read a step ahead: B's into registers whose products have just
+// been issued, and A's likewise (A_SETS is 1) or into a second set.
 #pragma once
 
 #if !defined(MMA_K) || !defined(A_SETS) || !defined(A_SLOT) || !defined(A_STEP) || !defined(A_RING) || \

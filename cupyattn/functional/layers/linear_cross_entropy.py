@@ -222,7 +222,7 @@ def linear_cross_entropy_backward(
     if dx is None:
         dx = call.empty(arrays["x"].shape, arrays["x"].dtype)
         if accumulate:
-            dx.fill(0)
+            call.zero(dx)
     else:
         call.require_flat("dx")
     flat: dict[str, Array] = {
@@ -243,7 +243,7 @@ def linear_cross_entropy_backward(
         )
         adds = accumulate or rows.start > 0
         if adds and not accumulate:
-            flat_dx[rows].fill(0)  # what the product with w is added to
+            call.zero(flat_dx[rows])  # what the product with w is added to
         target = LinearGrads(dx=flat_dx[rows], dw=dw)
         dw = linear_backward(logits, chunk.x, arrays["w"], grads=target, accumulate=adds).dw
     return LinearCrossEntropyGrads(dx, dw)
@@ -299,6 +299,13 @@ class _Call(NamedTuple):
     def empty(self, shape: tuple[int, ...], dtype: np.dtype | None = None) -> Array:
         dtype = dtype or self.statistics
         return np.empty(shape, dtype) if self.device is None else self.device.empty(shape, dtype)
+
+    def zero(self, array: Array) -> None:
+        """Fill an array with zeros where it is."""
+        if self.device is None:
+            array.fill(0)
+        else:
+            self.device.zero(array)
 
     def require_rows(self, name: str, dtype: np.dtype) -> None:
         """Raise unless a result with an item for each row, if it is given, can be written flat."""
