@@ -70,6 +70,15 @@ __device__ __forceinline__ void ld_global_v4_if(uint4& v, const void* source, bo
       : "l"(source), "r"(static_cast<uint32>(wanted)));
 }
 
+// Read-only data that is read once: it does not stay in L1, and L2 fetches the line's 128 bytes.
+__device__ __forceinline__ uint4 ld_global_stream_v4(const void* source) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(source));
+  return v;
+}
+
 __device__ __forceinline__ uint2 ld_global_v2(const void* source) {
   uint2 v;
   asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(source));

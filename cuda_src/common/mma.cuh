@@ -64,6 +64,13 @@ __device__ __forceinline__ void ldmatrix_trans(uint32 (&r)[kCount], uint32 addre
   }
 }
 
+// An 8x8 matrix of 16-bit items across the lanes, as C fragments packed to float16 have it, turned.
+__device__ __forceinline__ uint32 movmatrix_trans(uint32 a) {
+  uint32 d;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
+  return d;
+}
+
 // A value that the compiler cannot recompute from others, and so keeps in its register.
 template <typename Scalar>
 __device__ __forceinline__ Scalar kept_in_register(Scalar x) {

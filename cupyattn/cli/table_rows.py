@@ -108,7 +108,9 @@ def row_name(row: Specialisation) -> str:
     parts = [str(macros["DTYPE"])] if "DTYPE" in macros else []
     dims = {"D": head_dim, "Dv": None if head_dim_v == head_dim else head_dim_v}
     parts += [f"{letter} {dim}" for letter, dim in dims.items() if dim is not None]
-    if "LANES" in macros:
+    if "QUERY_ROWS" in macros:
+        parts.append(f"{macros['QUERY_ROWS']} rows")
+    if macros.get("LANES"):
         parts.append(f"{macros['LANES']} lanes")
     if "TILE_INNER" in macros:  # of a product's tiles its caller chose one by its sizes
         parts.append(f"{macros['TILE_ROWS']} x {macros['TILE_COLUMNS']}")

@@ -5,6 +5,8 @@ CuPy arrays go to `cupyattn.ops` and its kernels, NumPy arrays to `cupyattn.refe
 """
 
 from cupyattn.functional.attention.backward import attention_backward
+from cupyattn.functional.attention.merge import merge_attention
+from cupyattn.functional.attention.paged import paged_attention
 from cupyattn.functional.backend import backend
 from cupyattn.functional.device_info import device_info
 from cupyattn.functional.layers.activations import gelu_backward, silu_backward
@@ -100,6 +102,8 @@ __all__ = [
     "log_softmax_backward",
     "logsumexp",
     "logsumexp_backward",
+    "merge_attention",
+    "paged_attention",
     "rms_norm",
     "rms_norm_backward",
     "rope",

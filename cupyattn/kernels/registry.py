@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.attention import float32, teaching, tensor_core
+from cupyattn.kernels.configs.attention import decode, float32, merge, teaching, tensor_core
 from cupyattn.kernels.configs.layers import (
     activations,
     adamw,
@@ -31,6 +31,8 @@ _MODULES = (
     tensor_core.passes,
     float32.backward,
     teaching.backward,
+    decode,
+    merge,
     softmax,
     activations,
     dropout,

@@ -52,6 +52,26 @@ ATTENTION_PARAMS = np.dtype(
     align=True,
 )
 
+# DecodeParams in cuda_src/attention/decode/params.cuh
+DECODE_PARAMS = np.dtype(
+    [
+        ("attention", ATTENTION_PARAMS),
+        *((f"table_{axis}", np.int64) for axis in ("batch", "block")),
+        *((field, np.int32) for field in ("batch", "kv_heads", "block_tiles", "row_tiles", "ctas")),
+    ],
+    align=True,
+)
+
+# MergeParams in cuda_src/attention/merge.cu
+MERGE_PARAMS = np.dtype(
+    [
+        *((array, _STRIDES) for array in ("out_a", "lse_a", "out_b", "lse_b", "out", "lse")),
+        ("rows", np.int64),
+        *((field, np.int32) for field in ("heads", "seq", "dim")),
+    ],
+    align=True,
+)
+
 # BackwardParams in cuda_src/attention/backward_params.cuh
 BACKWARD_PARAMS = np.dtype(
     [
@@ -180,6 +200,8 @@ def elements_params(arrays: int) -> np.dtype:
 
 ATTENTION_STRUCT = Struct("params", ATTENTION_PARAMS, "AttentionParams")
 BACKWARD_STRUCT = Struct("params", BACKWARD_PARAMS, "BackwardParams", (ATTENTION_STRUCT,))
+DECODE_STRUCT = Struct("params", DECODE_PARAMS, "DecodeParams", (ATTENTION_STRUCT,))
+MERGE_STRUCT = Struct("params", MERGE_PARAMS, "MergeParams", (ATTENTION_STRUCT,))
 NORM_STRUCT = Struct("params", NORM_PARAMS, "NormParams")
 ROPE_STRUCT = Struct("params", ROPE_PARAMS, "RopeParams")
 FLOAT_PRODUCT_STRUCT = Struct("params", FLOAT_PRODUCT_PARAMS, "FloatProductParams")

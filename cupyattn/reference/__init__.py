@@ -8,6 +8,11 @@ need be.
 from cupyattn.reference.attention.backward_bounds import attention_backward_bound
 from cupyattn.reference.attention.bounds import attention_bound, error_ratio
 from cupyattn.reference.attention.dense import attention, attention_backward
+from cupyattn.reference.attention.paged import (
+    merge_attention,
+    merge_attention_bound,
+    paged_attention,
+)
 from cupyattn.reference.layers.activations import (
     activation,
     activation_backward,
@@ -122,10 +127,13 @@ __all__ = [
     "logsumexp_backward",
     "logsumexp_backward_bound",
     "logsumexp_bound",
+    "merge_attention",
+    "merge_attention_bound",
     "norm",
     "norm_backward",
     "norm_backward_bound",
     "norm_bound",
+    "paged_attention",
     "philox4x32_10",
     "reduced",
     "rope",

@@ -17,7 +17,7 @@ from support.search import Search, deep
 
 from cupyattn.kernels.arch import TURING, Arch, arch_of
 from cupyattn.kernels.compile import nvrtc_version
-from cupyattn.kernels.configs.attention import float32, tensor_core
+from cupyattn.kernels.configs.attention import decode, float32, tensor_core
 from cupyattn.kernels.configs.attention.teaching import forward as teaching
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
 from cupyattn.kernels.spec import Specialisation
@@ -55,6 +55,11 @@ PROMISED_CTAS = {
             ("deterministic", tensor_core.backward.DETERMINISTIC[75]),
         )
         for dim, row in table.items()
+    },
+    **{
+        f"attention_decode {dim} {row.rows} rows": row.ctas_per_sm
+        for dim, rows_of_dim in decode.TENSOR_CORES[75].items()
+        for row in rows_of_dim.values()
     },
     **{
         f"attention_backward_dq {dim}": row.ctas_per_sm

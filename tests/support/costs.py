@@ -51,8 +51,10 @@ def row_of(specialisation: Specialisation) -> str:
     """The kernel and its table row."""
     macros = dict(specialisation.macros)
     sizes = [str(macros[name]) for name in ("HEAD_DIM", "HEAD_DIM_V") if name in macros][:1]
-    if "LANES" in macros:
+    if macros.get("LANES"):
         sizes.append(f"{macros['LANES']} lanes")
+    if "QUERY_ROWS" in macros:
+        sizes.append(f"{macros['QUERY_ROWS']} rows")
     if "W_ALONG_K" in macros:  # products with few rows
         sizes.append(f"{8 * int(macros.get('X_TILES', 0)) or 1} rows")
         sizes.append("along K" if macros["W_ALONG_K"] == "true" else "along N")

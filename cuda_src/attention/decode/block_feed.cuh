@@ -1,0 +1,52 @@
+// Where a warp's tiles of keys lie: block ids are fetched one a lane, for 32 tiles at once, and 32 tiles ahead.
+#pragma once
+
+#include "params.cuh"
+
+// The first slot of a tile in the caches.
+struct TilePlace {
+  int block, token;
+};
+
+// Of the tiles `first`, `first + step`, ... of one sequence, `count` in all. Nothing else of its table is read.
+struct BlockFeed {
+  const int* table_g;  // of the sequence
+  int64 table_block;
+  int first, step, count, block_tiles;
+  TilePlace now, ahead;  // of lane i: tile i of the present 32, and of the next
+
+  __device__ __forceinline__ BlockFeed(const DecodeParams& params, const int* block_table_g, int batch, int first_,
+                                       int step_, int count_)
+      : table_g(block_table_g + batch * params.table_batch),
+        table_block(params.table_block),
+        first(first_),
+        step(step_),
+        count(count_),
+        block_tiles(params.block_tiles) {
+    if (count > 0) now = fetch(0);
+    if (count > kWarpSize) ahead = fetch(kWarpSize);
+  }
+
+  __device__ __forceinline__ int tile(int j) const { return first + j * step; }
+
+  // In order from 0: all lanes ask for the same one.
+  __device__ __forceinline__ TilePlace place(int j) {
+    const int lane = j % kWarpSize;
+    if (j > 0 && lane == 0) {
+      now = ahead;
+      if (j + kWarpSize < count) ahead = fetch(j + kWarpSize);
+    }
+    return {__shfl_sync(kFullWarp, now.block, lane), __shfl_sync(kFullWarp, now.token, lane)};
+  }
+
+ private:
+  __device__ __forceinline__ TilePlace fetch(int j) const {
+    const int mine = tile(min(j + lane_index(), count - 1));
+    return {table_g[mine / block_tiles * table_block], mine % block_tiles * kTileKeys};
+  }
+};
+
+// The item of a cache at which a tile begins.
+__device__ __forceinline__ int64 tile_offset(const Strides& strides, const TilePlace& place, int kv_head) {
+  return place.block * strides.batch + place.token * strides.seq + kv_head * strides.head;
+}

@@ -1,0 +1,236 @@
+// Products of one warp's rows with tiles of 16 keys, in float32 arithmetic: any dtype, head dim and alignment.
+//
+// A row of K or V is spread over LANES neighbouring lanes, VEC items each, so that a load brings 32 / LANES rows, and
+// a lane holds a part of every query row. The parts of the products are summed over the row's lanes by halving: in each
+// step a lane keeps one half of its sums and gives the other away, until it has two scores.
+#pragma once
+
+#include "../../common/vec.cuh"
+#include "block_feed.cuh"
+#include "query_rows.cuh"
+
+template <typename Scalar_, int kHeadDim, int kVec, int kLanes, int kRows_>
+struct FloatRows {
+  using Scalar = Scalar_;
+  using Items = Vec<Scalar, kVec>;
+  static constexpr int kTogether = 4;  // rows whose products are summed over lanes at once
+  static constexpr int kRows = kRows_, kGroups = kRows / kTogether;
+  static constexpr int kPassRows = kRows, kPasses = 1;
+  static constexpr int kLaneRows = 2 * kGroups, kLaneKeys = 1;
+  static constexpr int kRowLanes = 2;
+  static constexpr int kKeysAtOnce = kWarpSize / kLanes;
+  static constexpr int kLoads = kTileKeys / kKeysAtOnce;
+  static constexpr int kChunks = div_up(kHeadDim, kVec* kLanes);
+  // Longer tiles are loaded when they are used: what waits would not fit into registers.
+  static constexpr bool kAhead = kChunks == 1 && kLoads * sizeof(Items) <= 128;
+  static_assert(kLanes >= 4 && kLanes <= kWarpSize && (kLanes & (kLanes - 1)) == 0, "a power of two lanes");
+  static_assert(kRows % kTogether == 0, "whole groups of rows");
+  static_assert(kHeadDim % kVec == 0, "a row is a whole number of vectors");
+
+  float q[kRows][kChunks][kVec];
+  Items k[kAhead ? kLoads : 1], v[kAhead ? kLoads : 1];
+  float s[kGroups][2];
+  float acc[kRows][kChunks][kVec];
+
+  // Of the lanes that hold one row, and of the rows that lie side by side in a load.
+  __device__ __forceinline__ static int row_lane() { return lane_index() % kLanes; }
+  __device__ __forceinline__ static int key_lane() { return lane_index() / kLanes; }
+  __device__ __forceinline__ static int item_of(int chunk) { return (chunk * kLanes + row_lane()) * kVec; }
+  __device__ __forceinline__ static bool has(int chunk) {
+    return (chunk + 1) * kLanes * kVec <= kHeadDim || item_of(chunk) < kHeadDim;
+  }
+  __device__ __forceinline__ static int row_of(int i) { return i / 2 * kTogether + row_lane() % 2 * 2 + i % 2; }
+  __device__ __forceinline__ static int key_of(int) { return row_lane() / 2 * kKeysAtOnce + key_lane(); }
+  __device__ __forceinline__ float& score(int i, int) { return s[i / 2][i % 2]; }
+
+  __device__ __forceinline__ void begin(const SegmentRows& rows, const Scalar* q_g) {
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+      const Scalar* row_g = rows.q(q_g, min(r, rows.count - 1));
+#pragma unroll
+      for (int c = 0; c < kChunks; c++) {
+        const Items items = load(row_g, c, r < rows.count);
+#pragma unroll
+        for (int x = 0; x < kVec; x++) {
+          q[r][c][x] = to_float(items.item[x]);
+          acc[r][c][x] = 0.f;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_k(const Scalar* tile_g, int64 row_stride) {
+    if constexpr (kAhead) load_rows(k, tile_g, row_stride);
+  }
+  __device__ __forceinline__ void load_v(const Scalar* tile_g, int64 row_stride) {
+    if constexpr (kAhead) load_rows(v, tile_g, row_stride);
+  }
+
+  // Rows of V from `keys` on become zeros: a slot that is not used may hold NaN, of which 0 times would be NaN.
+  __device__ __forceinline__ void clear_v(int keys) {
+    if constexpr (kAhead) {
+#pragma unroll
+      for (int n = 0; n < kLoads; n++) {
+        if (n * kKeysAtOnce + key_lane() >= keys) v[n] = zeros();
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply_keys(const Scalar* tile_g, int64 row_stride) {
+    float sums[kGroups][kLoads * kTogether];
+#pragma unroll
+    for (int c = 0; c < kChunks; c++) {
+      if constexpr (kAhead) {
+        add_products(sums, k, c);
+      } else {
+        Items loaded[kLoads];
+        load_rows(loaded, tile_g, row_stride, c);
+        add_products(sums, loaded, c);
+      }
+    }
+#pragma unroll
+    for (int group = 0; group < kGroups; group++) {
+      halve<kLanes>(sums[group]);
+      s[group][0] = sums[group][0];
+      s[group][1] = sums[group][1];
+    }
+  }
+
+  __device__ __forceinline__ void rescale(const float (&factor)[kLaneRows]) {
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+      const float own = factor[r / kTogether * 2 + r % 2];
+      const float row_factor = __shfl_sync(kFullWarp, own, holder(0, r));
+#pragma unroll
+      for (int c = 0; c < kChunks; c++) {
+#pragma unroll
+        for (int x = 0; x < kVec; x++) acc[r][c][x] *= row_factor;
+      }
+    }
+  }
+
+  // acc += P V, with P in place of the scores; of the tile's keys `keys` are in use.
+  __device__ __forceinline__ void add_values(const Scalar* tile_g, int64 row_stride, int keys) {
+#pragma unroll
+    for (int c = 0; c < kChunks; c++) {
+      if constexpr (kAhead) {
+        add_weighted(v, c);
+      } else {
+        Items loaded[kLoads];
+        load_rows(loaded, tile_g, row_stride, c, keys);
+        add_weighted(loaded, c);
+      }
+    }
+  }
+
+  // Sum over the keys that lay side by side.
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+#pragma unroll
+      for (int c = 0; c < kChunks; c++) {
+#pragma unroll
+        for (int x = 0; x < kVec; x++) {
+#pragma unroll
+          for (int distance = kLanes; distance < kWarpSize; distance *= 2) {
+            acc[r][c][x] += __shfl_xor_sync(kFullWarp, acc[r][c][x], distance);
+          }
+        }
+      }
+    }
+  }
+
+  // All rows to shared memory, kStride floats from one to the next.
+  template <int kStride>
+  __device__ __forceinline__ void store(int, float* rows_s) const {
+    if (key_lane() != 0) return;
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+#pragma unroll
+      for (int c = 0; c < kChunks; c++) {
+        if (!has(c)) continue;
+        constexpr int kPiece = kVec % 4 == 0 ? 4 : 1;
+#pragma unroll
+        for (int x = 0; x < kVec; x += kPiece) {
+          Vec<float, kPiece> piece;
+#pragma unroll
+          for (int y = 0; y < kPiece; y++) piece.item[y] = acc[r][c][x + y];
+          *reinterpret_cast<Vec<float, kPiece>*>(rows_s + r * kStride + item_of(c) + x) = piece;
+        }
+      }
+    }
+  }
+
+ private:
+  // The lane that has the score of row r with key n * kKeysAtOnce + key_lane().
+  __device__ __forceinline__ static int holder(int n, int r) { return key_lane() * kLanes + 2 * n + r % kTogether / 2; }
+
+  __device__ __forceinline__ static Items zeros() {
+    Items items;
+#pragma unroll
+    for (int x = 0; x < kVec; x++) items.item[x] = from_float<Scalar>(0.f);
+    return items;
+  }
+
+  __device__ __forceinline__ static Items load(const Scalar* row_g, int chunk, bool wanted) {
+    Items items = zeros();
+    if (!wanted || !has(chunk)) return items;
+    const Scalar* items_g = row_g + item_of(chunk);
+    if constexpr (sizeof(Items) == kVectorBytes) {
+      const uint4 words = ld_global_stream_v4(items_g);
+      items = *reinterpret_cast<const Items*>(&words);
+    } else {
+      items = *reinterpret_cast<const Items*>(items_g);
+    }
+    return items;
+  }
+
+  __device__ __forceinline__ static void load_rows(Items (&rows)[kLoads], const Scalar* tile_g, int64 row_stride,
+                                                   int chunk = 0, int keys = kTileKeys) {
+#pragma unroll
+    for (int n = 0; n < kLoads; n++) {
+      const int key = n * kKeysAtOnce + key_lane();
+      rows[n] = load(tile_g + key * row_stride, chunk, key < keys);
+    }
+  }
+
+  __device__ __forceinline__ void add_products(float (&sums)[kGroups][kLoads * kTogether], const Items (&rows)[kLoads],
+                                               int chunk) const {
+#pragma unroll
+    for (int n = 0; n < kLoads; n++) {
+#pragma unroll
+      for (int r = 0; r < kRows; r++) {
+        float& sum = sums[r / kTogether][n * kTogether + r % kTogether];
+        if (chunk == 0) sum = 0.f;
+#pragma unroll
+        for (int x = 0; x < kVec; x++) sum = __fmaf_rn(q[r][chunk][x], to_float(rows[n].item[x]), sum);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add_weighted(const Items (&rows)[kLoads], int chunk) {
+#pragma unroll
+    for (int n = 0; n < kLoads; n++) {
+#pragma unroll
+      for (int r = 0; r < kRows; r++) {
+        const float p = __shfl_sync(kFullWarp, s[r / kTogether][r % 2], holder(n, r));
+#pragma unroll
+        for (int x = 0; x < kVec; x++) {
+          acc[r][chunk][x] = __fmaf_rn(p, to_float(rows[n].item[x]), acc[r][chunk][x]);
+        }
+      }
+    }
+  }
+
+  // A template: a loop over kHalf would be unrolled too late, and the sums go to local memory.
+  template <int kHalf>
+  __device__ __forceinline__ static void halve(float (&sums)[kLoads * kTogether]) {
+    const bool upper = row_lane() & (kHalf / 2);
+#pragma unroll
+    for (int i = 0; i < kHalf; i++) {
+      const float kept = upper ? sums[i + kHalf] : sums[i], given = upper ? sums[i] : sums[i + kHalf];
+      sums[i] = kept + __shfl_xor_sync(kFullWarp, given, kHalf / 2);
+    }
+    if constexpr (kHalf > 2) halve<kHalf / 2>(sums);
+  }
+};

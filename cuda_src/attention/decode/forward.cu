@@ -1,0 +1,283 @@
+// Attention of a few query tokens over a paged key-value cache, for decoding: as fast as memory brings K and V.
+//
+//   s_ij = softmax_scale * q_i . k_j (+ options),   lse_i = log sum_j exp(s_ij),   out_i = sum_j exp(s_ij - lse_i) v_j
+//
+// Flash-decoding's split of the keys (Dao et al., 2023) over the blocks of PagedAttention (Kwon et al.,
+// arXiv:2309.06180), in equal shares: each CTA takes as many units of keys as every other (shares.cuh). A segment that
+// lies within one share is finished here; of one that shares cut, each CTA leaves its part in scratch memory, and
+// combine.cu merges them.
+//
+// Shapes    DecodeParams (params.cuh). All query rows of a key-value head, tokens times heads of its group, read one
+//           pass over K and V; more than kRows of them are cut into tiles, with a pass each.
+// Work      WARPS warps take the tiles of 16 keys of a unit, one each, with a maximum, sum and accumulator of their own.
+//           Loads go straight to registers, K's of the next tile as soon as those of this one are consumed, and V's.
+// Grid      `ctas` of DecodeParams, whatever the lengths are.
+// Budget    registers for MIN_CTAS CTAs an SM; shared memory for 8 rows of each warp, where a segment's parts meet.
+// Edges     of a block's slots from the sequence's end on, K is masked and V cleared: they may hold NaN. Tiles that
+//           no row sees are not read, and neither are their entries of the table. A row without keys gives out = 0 and
+//           lse = -inf, or its sink.
+#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(QUERY_ROWS) || !defined(WARPS) || !defined(VEC) || \
+    !defined(LANES) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
+#error "DTYPE, HEAD_DIM, QUERY_ROWS, WARPS, VEC, LANES, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
+#endif
+#if !defined(SLOPES) || !defined(SOFTCAP) || !defined(SINKS)
+#error "SLOPES, SOFTCAP and SINKS come from a launch-configuration table"
+#endif
+#if LANES == 0  // no lanes share a row: tensor cores
+#include "tensor_core_rows.cuh"
+#else
+#include "float_rows.cuh"
+#endif
+#include "row_end.cuh"
+#include "shares.cuh"
+
+struct Traits {
+  using Scalar = DTYPE;
+#if LANES == 0
+  using Rows = TensorCoreRows<HEAD_DIM, QUERY_ROWS>;
+#else
+  using Rows = FloatRows<DTYPE, HEAD_DIM, VEC, LANES, QUERY_ROWS>;
+#endif
+  using Options = ScoreOptions<void, false, SLOPES, SOFTCAP, false>;
+  using Scores = LaneScores<Options, Rows::kLaneRows>;
+  using End = RowSum<HEAD_DIM>;
+  // A maximum is kept until a score exceeds it by so much: P reaches 2^8, of which float16 holds 2^16.
+  static constexpr float kSlackLog2 = 8.f;
+  static constexpr int kStride = round_up(HEAD_DIM, 4) + 4;  // of a row in shared memory: rows 2 t are 8 banks apart
+};
+
+struct Smem {
+  alignas(16) float rows[WARPS][Traits::Rows::kPassRows][Traits::kStride];
+  float2 sums[WARPS][Traits::Rows::kPassRows];  // m and l
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
+
+// Over the lanes that share rows; all of them receive the result.
+template <typename Op>
+__device__ __forceinline__ float reduce_row(float x, Op op = Op()) {
+#pragma unroll
+  for (int distance = Traits::Rows::kRowLanes; distance < kWarpSize; distance *= 2) {
+    x = op(x, __shfl_xor_sync(kFullWarp, x, distance));
+  }
+  return x;
+}
+
+// What one warp has of a segment's rows.
+struct Warp {
+  static constexpr int kLaneRows = Traits::Rows::kLaneRows, kLaneKeys = Traits::Rows::kLaneKeys;
+
+  Traits::Rows rows;
+  float m[kLaneRows], l[kLaneRows];
+
+  __device__ __forceinline__ void begin(const SegmentRows& segment, const Traits::Scalar* q_g) {
+    rows.begin(segment, q_g);
+#pragma unroll
+    for (int i = 0; i < kLaneRows; i++) {
+      m[i] = Traits::End::kLowest;
+      l[i] = 0.f;
+    }
+  }
+
+  // Products to scores; at an edge those of keys that a row does not see become -inf.
+  __device__ __forceinline__ void score(Traits::Scores& scores, int first_key, bool edge) {
+#pragma unroll
+    for (int i = 0; i < kLaneRows; i++) {
+#pragma unroll
+      for (int j = 0; j < kLaneKeys; j++) {
+        float& s = rows.score(i, j);
+        s = scores.score(s, i, first_key + rows.key_of(j));
+      }
+    }
+    if (!edge) return;
+#pragma unroll
+    for (int i = 0; i < kLaneRows; i++) {
+#pragma unroll
+      for (int j = 0; j < kLaneKeys; j++) {
+        if (!scores.sees(i, first_key + rows.key_of(j))) rows.score(i, j) = -kInfinity;
+      }
+    }
+  }
+
+  // Scores to weights. Maxima stay as they are while they will do, and so does the accumulator.
+  __device__ __forceinline__ void weigh() {
+    float top[kLaneRows];
+    bool exceeded = false;
+#pragma unroll
+    for (int i = 0; i < kLaneRows; i++) {
+      top[i] = rows.score(i, 0);
+#pragma unroll
+      for (int j = 1; j < kLaneKeys; j++) top[i] = fmaxf(top[i], rows.score(i, j));
+      exceeded |= top[i] > m[i] + Traits::kSlackLog2;
+    }
+    if (__any_sync(kFullWarp, exceeded)) {
+      float factor[kLaneRows];
+#pragma unroll
+      for (int i = 0; i < kLaneRows; i++) {
+        const float next = fmaxf(m[i], reduce_row<Max>(top[i]));
+        factor[i] = ex2_approx(m[i] - next);
+        l[i] *= factor[i];
+        m[i] = next;
+      }
+      rows.rescale(factor);
+    }
+#pragma unroll
+    for (int i = 0; i < kLaneRows; i++) {
+#pragma unroll
+      for (int j = 0; j < kLaneKeys; j++) {
+        float& s = rows.score(i, j);
+        s = ex2_approx(s - m[i]);
+        l[i] += s;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish() {
+    rows.finish();
+#pragma unroll
+    for (int i = 0; i < kLaneRows; i++) l[i] = reduce_row<Sum>(l[i]);
+  }
+
+  __device__ __forceinline__ void store(Smem& smem, int pass) const {
+    const int warp = warp_index();
+    rows.template store<Traits::kStride>(pass, smem.rows[warp][0]);
+    if (lane_index() >= Traits::Rows::kRowLanes) return;
+#pragma unroll
+    for (int i = 0; i < kLaneRows; i++) {
+      const int row = rows.row_of(i) - pass * Traits::Rows::kPassRows;
+      if (row >= 0 && row < Traits::Rows::kPassRows) smem.sums[warp][row] = make_float2(m[i], l[i]);
+    }
+  }
+};
+
+struct Caches {
+  const Traits::Scalar *k_g, *v_g;
+  const DecodeParams& params;
+  int kv_head;
+
+  __device__ __forceinline__ const Traits::Scalar* k(const TilePlace& place) const {
+    return k_g + tile_offset(params.attention.k, place, kv_head);
+  }
+  __device__ __forceinline__ const Traits::Scalar* v(const TilePlace& place) const {
+    return v_g + tile_offset(params.attention.v, place, kv_head);
+  }
+};
+
+// One warp's tiles of a segment.
+__device__ __forceinline__ void walk(Warp& warp, const Caches& caches, BlockFeed& feed, const KeyWindow& window,
+                                     Traits::Scores& scores, int sq) {
+  if (feed.count <= 0) return;
+  const int64 k_row = caches.params.attention.k.seq, v_row = caches.params.attention.v.seq;
+  const int seen_by_all = window.of_row(sq - 1).begin, seen_to = window.of_row(0).end;
+  constexpr bool kAhead = Traits::Rows::kAhead;
+  TilePlace place = feed.place(0);
+  if (kAhead) warp.rows.load_k(caches.k(place), k_row);
+  if (kAhead) warp.rows.load_v(caches.v(place), v_row);
+#pragma unroll 1
+  for (int j = 0; j < feed.count; j++) {
+    const bool more = j + 1 < feed.count;
+    TilePlace next = place;
+    if (more) next = feed.place(j + 1);
+    const int first_key = feed.tile(j) * kTileKeys;
+    if (!kAhead) warp.rows.load_k(caches.k(place), k_row);
+    warp.rows.multiply_keys(caches.k(place), k_row);
+    if (kAhead && more) warp.rows.load_k(caches.k(next), k_row);
+    if (!kAhead) warp.rows.load_v(caches.v(place), v_row);
+    const bool edge = first_key < seen_by_all || first_key + kTileKeys > seen_to;
+    warp.score(scores, first_key, edge);
+    if (edge) warp.rows.clear_v(window.keys - first_key);
+    warp.weigh();
+    warp.rows.add_values(caches.v(place), v_row, window.keys - first_key);
+    if (kAhead && more) warp.rows.load_v(caches.v(next), v_row);
+    place = next;
+  }
+}
+
+// Where the warps' parts of a row go.
+struct Results {
+  const void* sinks_g;
+  Traits::Scalar* out_g;
+  float* lse_g;
+  float *partial_out_g, *partial_sums_g;
+  bool whole;
+  int slot;
+
+  // Each warp merges rows of the pass.
+  __device__ __forceinline__ void merge(const Smem& smem, const SegmentRows& segment, int pass) const {
+    const int first = pass * Traits::Rows::kPassRows;
+    for (int row = warp_index(); row < min(Traits::Rows::kPassRows, segment.count - first); row += WARPS) {
+      Traits::End sum;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) sum.m = fmaxf(sum.m, smem.sums[w][row].x);
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) {
+        const float weight = ex2_approx(smem.sums[w][row].x - sum.m);
+        sum.l = __fmaf_rn(weight, smem.sums[w][row].y, sum.l);
+        sum.add(smem.rows[w][row], weight);
+      }
+      if (whole) {
+        sum.write<SINKS>(segment.params, segment.batch, segment.head(first + row), segment.token(first + row), sinks_g,
+                         out_g, lse_g);
+      } else {
+        leave(sum, slot * Traits::Rows::kRows + first + row);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void leave(const Traits::End& sum, int row) const {
+    float* row_g = partial_out_g + static_cast<int64>(row) * HEAD_DIM;
+#pragma unroll
+    for (int i = 0; i < Traits::End::kColumns; i++) {
+      if (Traits::End::has(i)) row_g[Traits::End::column(i)] = sum.acc[i];
+    }
+    if (lane_index() == 0) reinterpret_cast<float2*>(partial_sums_g)[row] = make_float2(sum.m, sum.l);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
+    attention_decode(const DTYPE* __restrict__ q_g, const DTYPE* __restrict__ k_cache_g,
+                     const DTYPE* __restrict__ v_cache_g, const int* __restrict__ block_table_g,
+                     const void* __restrict__ seqlens_k_g, const void* __restrict__ alibi_slopes_g,
+                     const void* __restrict__ sinks_g, DTYPE* __restrict__ out_g, float* __restrict__ lse_g,
+                     float* __restrict__ partial_out_g, float* __restrict__ partial_sums_g, const DecodeParams params) {
+  __shared__ Smem smem;
+  const int cta = blockIdx.x, sq = params.attention.sq;
+  const Shares shares = shares_of<WARPS>(params, seqlens_k_g);
+  const int end = shares.begin(cta + 1);
+  int unit = shares.begin(cta);
+  if (unit >= end) return;
+  Segment segment = segment_at<WARPS>(params, seqlens_k_g, unit);
+
+#pragma unroll 1
+  while (true) {
+    const int stop = min(end, segment.first + segment.units);
+    const KeyWindow window = window_of(params, seqlens_k_g, segment.batch);
+    const SegmentRows rows(params, segment.batch, segment.index, Traits::Rows::kRows);
+    const TileSpan span(window, sq);
+    const int first = (unit - segment.first) * WARPS + warp_index();
+    const int count = div_up(max(min(span.count, (stop - segment.first) * WARPS) - first, 0), WARPS);
+
+    Warp warp;
+    warp.begin(rows, q_g);
+    {
+      BlockFeed feed(params, block_table_g, segment.batch, span.first + first, WARPS, count);
+      Traits::Scores scores(rows, window, alibi_slopes_g, seqlens_k_g, Traits::Rows::row_of);
+      walk(warp, Caches{k_cache_g, v_cache_g, params, rows.kv_head}, feed, window, scores, sq);
+    }
+    warp.finish();
+
+    const int first_cta = shares.cta_of(segment.first);
+    const bool whole = first_cta == shares.cta_of(segment.first + segment.units - 1);
+    const Results results{sinks_g, out_g, lse_g, partial_out_g, partial_sums_g, whole, Segment::slot(cta, first_cta)};
+#pragma unroll
+    for (int pass = 0; pass < Traits::Rows::kPasses; pass++) {
+      warp.store(smem, pass);
+      __syncthreads();  // smem: written by every warp
+      results.merge(smem, rows, pass);
+      __syncthreads();  // smem: read by every warp, before the next pass or segment writes it
+    }
+    if (stop == end) return;
+    unit = stop;
+    segment = segment_behind<WARPS>(params, seqlens_k_g, segment);
+  }
+}

@@ -1,0 +1,21 @@
+// What the kernels of decoding are told besides their array pointers.
+//
+// Shapes: q and out (B, Sq, H, D), lse (B, H, Sq), caches (num_blocks, block_size, G, D), block_table (B, max_blocks),
+// seqlens_k (B,). The last axis of each is contiguous but for the table's, which may have any stride as all others.
+#pragma once
+
+#include "../params.cuh"
+
+constexpr int kTileKeys = 16;  // what a warp takes at a time: within one block, whose size is a multiple of it
+
+// Field for field the structured dtype DECODE_PARAMS of cupyattn/kernels/structs.py.
+struct DecodeParams {
+  AttentionParams
+      attention;  // of k and v the strides of a block, a token in it and a head; sk is max_blocks * block_size
+  int64 table_batch, table_block;
+  int batch, kv_heads;
+  int block_tiles;  // tiles of a block
+  int row_tiles;    // parts of the rows that share a key-value head, each with a walk over the keys
+  int ctas;         // of the forward
+};
+static_assert(sizeof(DecodeParams) == DECODE_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");

@@ -1,0 +1,48 @@
+// The end of a row: a warp normalises it, its sink included, and writes it and its log-sum-exp. A lane has the columns
+// lane, lane + 32, ...
+#pragma once
+
+#include "../../common/reduce.cuh"
+#include "../sinks.cuh"
+#include "query_rows.cuh"
+
+template <int kHeadDim>
+struct RowSum {
+  static constexpr int kColumns = div_up(kHeadDim, kWarpSize);
+  static constexpr float kLowest = -1e30f;  // below every score: finite, so that differences are numbers
+
+  float m = kLowest, l = 0.f, acc[kColumns] = {};
+
+  __device__ __forceinline__ static int column(int i) { return i * kWarpSize + lane_index(); }
+  __device__ __forceinline__ static bool has(int i) { return (i + 1) * kWarpSize <= kHeadDim || column(i) < kHeadDim; }
+
+  // A part of the row times `weight`, from where its first column is.
+  __device__ __forceinline__ void add(const float* part, float weight) {
+#pragma unroll
+    for (int i = 0; i < kColumns; i++) {
+      if (has(i)) acc[i] = __fmaf_rn(weight, part[column(i)], acc[i]);
+    }
+  }
+
+  template <typename Sinks, typename Scalar>
+  __device__ __forceinline__ void write(const AttentionParams& params, int batch, int head, int token,
+                                        const void* sinks_g, Scalar* out_g, float* lse_g) const {
+    float total = l, scale = 1.f, top = m;
+    if constexpr (kGiven<Sinks>) {  // one more term of the denominator
+      const float sink = sink_log2<Sinks>(sinks_g, params, head);
+      top = fmaxf(m, sink);
+      scale = ex2_approx(m - top);
+      total = l * scale + ex2_approx(sink - top);
+    }
+    const float normaliser = total == 0.f ? 0.f : scale / total;  // no key: 0; a NaN stays one
+    Scalar* row_g = head_rows(out_g, params.out, batch, head, token);
+#pragma unroll
+    for (int i = 0; i < kColumns; i++) {
+      if (has(i)) row_g[column(i)] = from_float<Scalar>(acc[i] * normaliser);
+    }
+    if (lse_g != nullptr && lane_index() == 0) {
+      const float lse = total == 0.f ? -kInfinity : (top + lg2_approx(total)) * kLn2;
+      *head_rows(lse_g, params.lse, batch, head, token) = lse;
+    }
+  }
+};

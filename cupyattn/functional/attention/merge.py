@@ -1,0 +1,91 @@
+"""Exact merge of two results of attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cupyattn import reference
+from cupyattn.arrays import Array, adopt
+from cupyattn.functional.backend import device_of
+from cupyattn.functional.outputs import named_out
+from cupyattn.functional.rounding import round_into
+from cupyattn.ops.attention.merge import merge_problem, run_merge
+
+
+def merge_attention(
+    out_a: Array,
+    lse_a: Array,
+    out_b: Array,
+    lse_b: Array,
+    /,
+    *,
+    out: tuple[Array, Array] | None = None,
+) -> Any:
+    r"""Merge two results of attention of the same queries to different keys, exactly.
+
+    The result is what one attention to the keys of both parts gives: sequences that share a prefix
+    attend to it once, together, and to the rest each for itself. Of sinks one part alone may have
+    them.
+
+    Parameters
+    ----------
+    out_a : array (B, S, H, D)
+        Result of one part; float16, float32 or bfloat16, on NumPy arrays outside of the emulator
+        float64 too. Its last axis is contiguous, the others may have any stride.
+    lse_a : array (B, H, S), float32 (float64 for float64 arrays)
+        The log-sum-exp that belongs to it, as ``return_lse=True`` gives it. Where it is -inf the
+        part saw no key, and out_a is not read.
+    out_b, lse_b : array
+        The same of the other part.
+    out : (out, lse), optional
+        Where to write the results; must not overlap the inputs.
+
+    Returns
+    -------
+    out : array (B, S, H, D), dtype of out_a
+    lse : array (B, H, S)
+
+    Raises
+    ------
+    TypeError
+        For something that is no array, NumPy and CuPy arrays mixed, or a dtype that is not allowed.
+    ValueError
+        For shapes or strides that do not fit, or an out that overlaps an input.
+    RuntimeError
+        On a GPU, as `attention`.
+
+    Notes
+    -----
+    With lse = log(exp(lse_a) + exp(lse_b)) the weights of the parts are exp(lse_a - lse) and
+    exp(lse_b - lse) (Rabe and Staats, arXiv:2112.05682, section 3). A call runs on the current
+    stream of its arrays' device and does not synchronise.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyattn
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.standard_normal((1, 2, 4, 8), dtype=np.float32)
+    >>> k, v = rng.standard_normal((2, 1, 9, 4, 8), dtype=np.float32)
+    >>> head = cupyattn.attention(q, k[:, :5], v[:, :5], return_lse=True)
+    >>> tail = cupyattn.attention(q, k[:, 5:], v[:, 5:], return_lse=True)
+    >>> out, lse = cupyattn.merge_attention(*head, *tail)
+    >>> np.allclose(out, cupyattn.attention(q, k, v), atol=1e-6)
+    True
+    """
+    operands = adopt(
+        {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+        | named_out(out, ("out", "lse"))
+    )
+    problem = merge_problem(operands)
+    device = device_of(operands)
+    if device is not None:
+        results = run_merge(device, problem, operands)
+        return results["out"], results["lse"]
+    arrays = operands.arrays
+    merged, lse = reference.merge_attention(
+        *(arrays[name] for name in ("out_a", "lse_a", "out_b", "lse_b"))
+    )
+    return (
+        round_into(arrays.get("out"), merged, problem.out.dtype),
+        round_into(arrays.get("lse"), lse, problem.lse.dtype),
+    )

@@ -1,0 +1,115 @@
+"""Merging two results of attention: exact, on the CPU and by the kernel."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.dtypes import dtype_of
+from support.search import examples, wider
+
+import cupyattn
+from cupyattn import reference
+
+pytestmark = pytest.mark.nvrtc
+
+Parts = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def parts(shape: tuple[int, ...], dtype: str, seed: int = 0, spread: float = 3.0) -> Parts:
+    """Two parts; some rows of either have no keys, and then NaN in out."""
+    rng, kind = np.random.default_rng(seed), dtype_of(dtype)
+    batch, seq, heads, _ = shape
+    arrays = []
+    for _ in range(2):
+        out = rng.standard_normal(shape).astype(kind)
+        lse = (spread * rng.standard_normal((batch, heads, seq))).astype(np.float32)
+        none = rng.random(lse.shape) < 0.3
+        lse[none] = -np.inf
+        out[np.swapaxes(none, 1, 2)] = np.nan
+        arrays += [out, lse]
+    return tuple(arrays)
+
+
+@given(
+    shape=st.tuples(
+        st.integers(1, 3),
+        st.integers(0, 5),
+        st.integers(1, 3),
+        st.sampled_from((1, 31, 32, 33, 256)),
+    ),
+    dtype=st.sampled_from(wider(("float16",), ("float32", "bfloat16"))),
+    spread=st.sampled_from((0.0, 3.0, 60.0)),
+    seed=st.integers(0, 999),
+)
+@examples(15)
+def test_within_the_bound(shape, dtype, spread, seed):
+    arrays = parts(shape, dtype, seed, spread)
+    with cupyattn.backend("emulator"):
+        found = cupyattn.merge_attention(*arrays)
+    exact, bounds = reference.merge_attention(*arrays), reference.merge_attention_bound(*arrays)
+    for result, right, bound in zip(found, exact, bounds, strict=True):
+        assert reference.error_ratio(result, right, bound) <= 1
+
+
+def test_a_split_of_the_keys_is_merged_exactly():
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 3, 4, 8))
+    k, v = rng.standard_normal((2, 2, 20, 2, 8))
+    whole = cupyattn.attention(q, k, v, return_lse=True)
+    for cut in (0, 1, 13, 20):
+        first = cupyattn.attention(q, k[:, :cut], v[:, :cut], return_lse=True)
+        second = cupyattn.attention(q, k[:, cut:], v[:, cut:], return_lse=True)
+        for merged in (
+            cupyattn.merge_attention(*first, *second),
+            cupyattn.merge_attention(*second, *first),
+        ):
+            assert all(np.allclose(a, b, atol=1e-13) for a, b in zip(merged, whole, strict=True))
+
+
+def test_of_two_parts_without_keys_nothing_comes():
+    out_a, lse_a, out_b, lse_b = parts((1, 2, 2, 8), "float16")
+    lse_a[...] = lse_b[...] = -np.inf
+    with cupyattn.backend("emulator"):
+        out, lse = cupyattn.merge_attention(out_a, lse_a, out_b, lse_b)
+    assert not out.any()
+    assert np.isneginf(lse).all()
+
+
+def test_views_and_given_results():
+    arrays = parts((2, 3, 4, 8), "float16")
+    with cupyattn.backend("emulator"):
+        expected = cupyattn.merge_attention(*arrays)
+        out, lse = (np.zeros((*x.shape[:2], 2, *x.shape[2:]), x.dtype) for x in expected)
+        views = [np.repeat(x[:, :, None], 2, axis=2)[:, :, 1] for x in arrays]
+        cupyattn.merge_attention(*views, out=(out[:, :, 1], lse[:, :, 1]))
+    for given_, right in ((out, expected[0]), (lse, expected[1])):
+        assert np.array_equal(given_[:, :, 1], right)
+        assert not given_[:, :, 0].any()
+
+
+@pytest.mark.parametrize(
+    ("index", "change", "kind", "message"),
+    [
+        (0, lambda x: x[0], ValueError, "out_a has shape (3, 4, 8)"),
+        (2, lambda x: x[..., :4], ValueError, "out_b has shape (2, 3, 4, 4)"),
+        (1, lambda x: x.astype("float16"), TypeError, "lse_a has dtype float16"),
+        (3, lambda x: np.swapaxes(x, 1, 2), ValueError, "lse_b has shape (2, 3, 4)"),
+        (2, lambda x: x.astype("float32"), TypeError, "out_b has float32"),
+        (0, lambda x: None, TypeError, "out_a is None"),
+    ],
+)
+def test_refusals(index, change, kind, message):
+    arrays = list(parts((2, 3, 4, 8), "float16"))
+    arrays[index] = change(arrays[index])
+    with pytest.raises(kind, match=re.escape(message)):
+        cupyattn.merge_attention(*arrays)
+
+
+def test_results_must_not_lie_in_the_inputs():
+    out_a, lse_a, out_b, lse_b = parts((2, 3, 4, 8), "float16")
+    with pytest.raises(ValueError, match="out overlaps out_a"):
+        cupyattn.merge_attention(out_a, lse_a, out_b, lse_b, out=(out_a, lse_a.copy()))

@@ -1,0 +1,109 @@
+"""What paged attention refuses, and how it says so."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from support.paged import PagedProblem
+
+import cupyattn
+
+PROBLEM = PagedProblem(lengths=(20, 40), Sq=2, G=2, group=2, D=8, dtype="float32")
+NAMES = ("q", "k_cache", "v_cache", "block_table", "seqlens_k")
+
+
+def call(options: dict[str, Any] | None = None, **changed: Any) -> Any:
+    arrays = dict(zip(NAMES, PROBLEM.arrays(), strict=True))
+    for name, change in changed.items():
+        arrays[name] = change(arrays[name])
+    return cupyattn.paged_attention(*arrays.values(), **(options or {}))
+
+
+def with_item(index: Any, value: Any) -> Any:
+    def change(array: np.ndarray) -> np.ndarray:
+        array[index] = value
+        return array
+
+    return change
+
+
+def test_the_call_itself_is_right():
+    assert call().shape == (2, 2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "message"),
+    [
+        ({"q": lambda x: None}, TypeError, "q is None"),
+        ({"q": lambda x: x[0]}, ValueError, "q has shape (2, 4, 8)"),
+        ({"q": lambda x: x.astype("float16")}, TypeError, "q has float16"),
+        ({"q": lambda x: x[:, :, :3]}, ValueError, "q has H = 3 heads, the caches have G = 2"),
+        ({"q": lambda x: x[..., :4]}, ValueError, "k_cache has shape"),
+        ({"q": lambda x: np.repeat(x, 9, axis=1)}, NotImplementedError, "q has Sq = 18"),
+        ({"q": lambda x: x[:, :0]}, NotImplementedError, "q has Sq = 0"),
+        ({"k_cache": lambda x: x[:, :15], "v_cache": lambda x: x[:, :15]}, ValueError,
+         "k_cache has blocks of 15 tokens"),
+        ({"v_cache": lambda x: x[1:]}, ValueError, "v_cache has shape"),
+        ({"v_cache": lambda x: np.swapaxes(x, 2, 3).copy().swapaxes(2, 3)}, ValueError,
+         "v_cache has strides"),
+        ({"block_table": lambda x: x.astype("int64")}, TypeError, "block_table has dtype int64"),
+        ({"block_table": lambda x: x[:1]}, ValueError, "block_table has shape (1, 4)"),
+        ({"block_table": lambda x: x[0]}, ValueError, "block_table has shape (4,)"),
+        ({"seqlens_k": lambda x: x.astype("float32")}, TypeError, "seqlens_k has dtype float32"),
+        ({"seqlens_k": lambda x: x[:1]}, ValueError, "seqlens_k has shape (1,)"),
+        ({"seqlens_k": with_item(1, 65)}, ValueError, "seqlens_k[1] = 65"),
+        ({"seqlens_k": with_item(0, -1)}, ValueError, "seqlens_k[0] = -1"),
+        ({"block_table": with_item((1, 2), -1)}, ValueError, "block_table[1, 2] = -1"),
+        ({"block_table": with_item((0, 1), 9)}, ValueError, "block_table[0, 1] = 9"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("backend", ["reference", "emulator"])
+def test_arrays(changed, kind, message, backend):
+    with cupyattn.backend(backend), pytest.raises(kind, match=re.escape(message)):
+        call(**changed)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"cu_seqlens_q": np.array([0, 2, 4], np.int32)}, NotImplementedError, "cu_seqlens_q"),
+        ({"k_scales": np.ones(3)}, NotImplementedError, "k_scales was given"),
+        ({"v_scales": np.ones(3)}, NotImplementedError, "v_scales was given"),
+        ({"max_seqlen_q": 2}, ValueError, "max_seqlen_q = 2 without cu_seqlens_q"),
+        ({"causal": 1}, TypeError, "causal = 1"),
+        ({"window_size": 3}, TypeError, "window_size = 3"),
+        ({"window_size": [3, 0]}, TypeError, "window_size = [3, 0]"),
+        ({"window_size": (-1, 0)}, ValueError, "window_size = (-1, 0)"),
+        ({"softcap": 0.0}, ValueError, "softcap = 0.0"),
+        ({"softmax_scale": float("inf")}, ValueError, "softmax_scale = inf"),
+        ({"sinks": np.zeros(3, np.float32)}, ValueError, "sinks has shape (3,)"),
+        ({"sinks": np.full(4, 3e38, np.float32)}, ValueError, "sinks has values up to"),
+        ({"alibi_slopes": np.zeros((1, 4), np.float32)}, ValueError, "alibi_slopes has shape"),
+        ({"alibi_slopes": np.zeros(4, int)}, TypeError, "alibi_slopes has dtype int64"),
+        ({"return_lse": 1}, TypeError, "return_lse = 1"),
+        ({"out": np.zeros((2, 2, 4, 8), np.float16)}, TypeError, "out is float16"),
+        ({"out": (np.zeros(3), np.zeros(3))}, TypeError, "out is a tuple of 2"),
+        ({"workspace": np.zeros((4, 4))[:, ::2]}, ValueError, "workspace has strides"),
+    ],
+)  # fmt: skip
+def test_options(options, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        call(options)
+
+
+def test_a_result_within_the_cache():
+    arrays = PROBLEM.arrays()
+    inside = arrays[1].reshape(-1)[: arrays[0].size].reshape(arrays[0].shape)
+    with pytest.raises(ValueError, match="out overlaps k_cache"):
+        cupyattn.paged_attention(*arrays, out=inside)
+
+
+def test_entries_that_a_window_hides_may_be_absent():
+    """Those of block 0 of sequence 1: of 40 tokens the queries see 22 and more."""
+    call({"window_size": (15, 0)}, block_table=with_item((1, 0), -1))
+    with pytest.raises(ValueError, match=re.escape("block_table[1, 0] = -1")):
+        call({"window_size": (23, 0)}, block_table=with_item((1, 0), -1))
+    call({"window_size": (22, 0)}, block_table=with_item((1, 0), -1))

@@ -1,0 +1,125 @@
+"""Paged caches for tests: random lengths, blocks anywhere in the pool, NaN in what is not used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from support.dtypes import dtype_of
+
+import cupyattn
+from cupyattn import reference
+from cupyattn.kernels.device.emulated import EmulatedDevice
+from cupyattn.reference.attention.paged import gathered
+
+# One token, a tile's and a block's ends, a CTA's unit, and past a few of them.
+LENGTHS = (0, 1, 2, 15, 16, 17, 31, 63, 64, 65, 127, 129, 300)
+
+
+@dataclass(frozen=True)
+class PagedProblem:
+    """A call of paged attention, its data drawn by `seed`.
+
+    A sequence's slots are anywhere in the pool; all others hold NaN, and entries of the table that
+    may not be read are wild.
+    """
+
+    lengths: tuple[int, ...]
+    Sq: int
+    G: int
+    group: int
+    D: int
+    dtype: str
+    block_size: int = 16
+    options: tuple[tuple[str, Any], ...] = ()
+    seed: int = 0
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        return self.G * self.group
+
+    def keywords(self) -> dict[str, Any]:
+        """The options; slopes and sinks are drawn."""
+        rng = np.random.default_rng(self.seed + 1)
+        keywords = dict(self.options)
+        for name in ("alibi_slopes", "sinks"):
+            if name in keywords:
+                keywords[name] = rng.standard_normal(self.heads).astype(np.float32)
+        return keywords
+
+    def arrays(self, order: int = 0) -> tuple[np.ndarray, ...]:
+        """q, k_cache, v_cache, block_table, seqlens_k; `order` draws another place in the pool."""
+        rng, dtype = np.random.default_rng(self.seed), dtype_of(self.dtype)
+        size, batch = self.block_size, len(self.lengths)
+        columns = max(1, *(-(-length // size) for length in self.lengths)) + 1
+        num_blocks = batch * columns + 1
+        q = rng.standard_normal((batch, self.Sq, self.heads, self.D)).astype(dtype)
+        ids = np.random.default_rng((self.seed, order)).permutation(num_blocks)
+        table = np.full((batch, columns), 2**30, np.int32)
+        caches = np.full((2, num_blocks, size, self.G, self.D), np.nan, dtype)
+        left = (dict(self.options).get("window_size") or (None, None))[0]
+        for b, length in enumerate(self.lengths):
+            seen_from = 0 if left is None else max(0, length - self.Sq - left)
+            tokens = rng.standard_normal((2, length, self.G, self.D)).astype(dtype)
+            for column in range(-(-length // size)):
+                at, end = column * size, min((column + 1) * size, length)
+                if end <= seen_from:
+                    table[b, column] = -1
+                    continue
+                table[b, column] = block = ids[b * columns + column]
+                caches[:, block, : end - at] = tokens[:, at:end]
+        return q, *caches, table, np.array(self.lengths, np.int32)
+
+    def ratio(self, out: np.ndarray, lse: np.ndarray, arrays: tuple[np.ndarray, ...]) -> float:
+        """The largest error over its bound."""
+        exact = reference.paged_attention(*arrays, **self.keywords())
+        k, v = (gathered(cache, *arrays[3:]) for cache in arrays[1:3])
+        bounds = reference.attention_bound(
+            arrays[0], k, v, dtype=self.dtype, tile_k=16, seqused_k=arrays[4], **self.keywords()
+        )
+        return max(
+            reference.error_ratio(*each) for each in zip((out, lse), exact, bounds, strict=True)
+        )
+
+
+def on_emulator(problem: PagedProblem, arrays: tuple[np.ndarray, ...], **more: Any) -> Any:
+    """Run the kernels with all checks; returns out and lse."""
+    with cupyattn.backend("emulator"):
+        return cupyattn.paged_attention(*arrays, **problem.keywords(), return_lse=True, **more)
+
+
+@contextmanager
+def multiprocessors(count: int) -> Iterator[None]:
+    """Give the emulator so many: the shares of CTAs end elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EmulatedDevice, "multiprocessors", count)
+        yield
+
+
+@st.composite
+def paged_problems(draw: st.DrawFn, kernels: tuple[tuple[str, int, int, int], ...]) -> PagedProblem:
+    """Draw problems of these kernels: (dtype, D, most groups, most tokens)."""
+    dtype, head_dim, most_group, most_tokens = draw(st.sampled_from(kernels))
+    options: list[tuple[str, Any]] = []
+    if draw(st.booleans()):
+        options.append(("causal", True))
+    if draw(st.booleans()):
+        left = draw(st.sampled_from((0, 1, 15, 16, 40, 100, None)))
+        options.append(("window_size", (left, draw(st.sampled_from((0, 2, None))))))
+    return PagedProblem(
+        lengths=tuple(draw(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=5))),
+        Sq=draw(st.integers(1, most_tokens)),
+        G=draw(st.integers(1, 2)),
+        group=draw(st.integers(1, most_group)),
+        D=head_dim,
+        dtype=dtype,
+        block_size=draw(st.sampled_from((16, 32, 48, 256))),
+        options=tuple(options),
+        seed=draw(st.integers(0, 2**16)),
+    )
