@@ -27,7 +27,7 @@ KERNELS = wider(
 
 
 @given(problem=paged_problems(KERNELS), count=st.integers(1, 4))
-@examples(14)
+@examples(10)
 def test_paged_is_dense(problem: PagedProblem, count: int):
     """Whatever the lengths are, wherever blocks lie and shares cut: within the dense bounds."""
     arrays = problem.arrays()

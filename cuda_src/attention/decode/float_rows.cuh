@@ -21,8 +21,10 @@ struct FloatRows {
   static constexpr int kKeysAtOnce = kWarpSize / kLanes;
   static constexpr int kLoads = kTileKeys / kKeysAtOnce;
   static constexpr int kChunks = div_up(kHeadDim, kVec* kLanes);
-  // Longer tiles are loaded when they are used: what waits would not fit into registers.
-  static constexpr bool kAhead = kChunks == 1 && kLoads * sizeof(Items) <= 128;
+  // Registers that K and V of the next tile, q, acc and the sums take: with more, tiles are loaded when they are used.
+  static constexpr int kAheadRegisters = kLoads * (2 * static_cast<int>(sizeof(Items)) / 4 + kRows) + 2 * kRows * kVec;
+  static constexpr bool kAhead = kChunks == 1 && kAheadRegisters <= 120;
+  static constexpr int kBurst = kChunks > 4 ? 4 : kVec * kChunks > 4 && kLoads > 8 ? 8 : kLoads;  // loads at once, if not ahead
   static_assert(kLanes >= 4 && kLanes <= kWarpSize && (kLanes & (kLanes - 1)) == 0, "a power of two lanes");
   static_assert(kRows % kTogether == 0, "whole groups of rows");
   static_assert(kHeadDim % kVec == 0, "a row is a whole number of vectors");
@@ -83,9 +85,13 @@ struct FloatRows {
       if constexpr (kAhead) {
         add_products(sums, k, c);
       } else {
-        Items loaded[kLoads];
-        load_rows(loaded, tile_g, row_stride, c);
-        add_products(sums, loaded, c);
+#pragma unroll
+        for (int first = 0; first < kLoads; first += kBurst) {
+          if (kChunks > 4) __syncwarp();  // what is loaded in all bursts at once has no registers
+          Items loaded[kBurst];
+          load_rows(loaded, tile_g, row_stride, c, first);
+          add_products(sums, loaded, c, first);
+        }
       }
     }
 #pragma unroll
@@ -116,9 +122,13 @@ struct FloatRows {
       if constexpr (kAhead) {
         add_weighted(v, c);
       } else {
-        Items loaded[kLoads];
-        load_rows(loaded, tile_g, row_stride, c, keys);
-        add_weighted(loaded, c);
+#pragma unroll
+        for (int first = 0; first < kLoads; first += kBurst) {
+          if (kChunks > 4) __syncwarp();  // what is loaded in all bursts at once has no registers
+          Items loaded[kBurst];
+          load_rows(loaded, tile_g, row_stride, c, first, keys);
+          add_weighted(loaded, c, first);
+        }
       }
     }
   }
@@ -185,22 +195,25 @@ struct FloatRows {
     return items;
   }
 
-  __device__ __forceinline__ static void load_rows(Items (&rows)[kLoads], const Scalar* tile_g, int64 row_stride,
-                                                   int chunk = 0, int keys = kTileKeys) {
+  // Rows of the tile from that of load `first` on.
+  template <int kCount>
+  __device__ __forceinline__ static void load_rows(Items (&rows)[kCount], const Scalar* tile_g, int64 row_stride,
+                                                   int chunk = 0, int first = 0, int keys = kTileKeys) {
 #pragma unroll
-    for (int n = 0; n < kLoads; n++) {
-      const int key = n * kKeysAtOnce + key_lane();
+    for (int n = 0; n < kCount; n++) {
+      const int key = (first + n) * kKeysAtOnce + key_lane();
       rows[n] = load(tile_g + key * row_stride, chunk, key < keys);
     }
   }
 
-  __device__ __forceinline__ void add_products(float (&sums)[kGroups][kLoads * kTogether], const Items (&rows)[kLoads],
-                                               int chunk) const {
+  template <int kCount>
+  __device__ __forceinline__ void add_products(float (&sums)[kGroups][kLoads * kTogether], const Items (&rows)[kCount],
+                                               int chunk, int first = 0) const {
 #pragma unroll
-    for (int n = 0; n < kLoads; n++) {
+    for (int n = 0; n < kCount; n++) {
 #pragma unroll
       for (int r = 0; r < kRows; r++) {
-        float& sum = sums[r / kTogether][n * kTogether + r % kTogether];
+        float& sum = sums[r / kTogether][(first + n) * kTogether + r % kTogether];
         if (chunk == 0) sum = 0.f;
 #pragma unroll
         for (int x = 0; x < kVec; x++) sum = __fmaf_rn(q[r][chunk][x], to_float(rows[n].item[x]), sum);
@@ -208,12 +221,13 @@ struct FloatRows {
     }
   }
 
-  __device__ __forceinline__ void add_weighted(const Items (&rows)[kLoads], int chunk) {
+  template <int kCount>
+  __device__ __forceinline__ void add_weighted(const Items (&rows)[kCount], int chunk, int first = 0) {
 #pragma unroll
-    for (int n = 0; n < kLoads; n++) {
+    for (int n = 0; n < kCount; n++) {
 #pragma unroll
       for (int r = 0; r < kRows; r++) {
-        const float p = __shfl_sync(kFullWarp, s[r / kTogether][r % 2], holder(n, r));
+        const float p = __shfl_sync(kFullWarp, s[r / kTogether][r % 2], holder(first + n, r));
 #pragma unroll
         for (int x = 0; x < kVec; x++) {
           acc[r][chunk][x] = __fmaf_rn(p, to_float(rows[n].item[x]), acc[r][chunk][x]);
