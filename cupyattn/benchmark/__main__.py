@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from cupyattn.benchmark import allocator, emulator, host, training_step
+from cupyattn.benchmark import allocator, decode, emulator, host, training_step
 from cupyattn.benchmark.attention import backward as attention_backward
 from cupyattn.benchmark.attention import forward as attention
 from cupyattn.benchmark.layers import command as layers
@@ -18,6 +18,7 @@ _BENCHMARKS = (
     attention,
     attention_backward,
     layers,
+    decode,
     linear,
     training_step,
     allocator,

@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     sum.m = fmaxf(sum.m, sums_g[row_of(cta)].x);
   }
   sum.m = warp_reduce<Max>(sum.m);
-#pragma unroll 4
+#pragma unroll 8
   for (int cta = first_cta; cta <= last_cta; cta++) {
     const int64 row = row_of(cta);
     const float2 part = sums_g[row];
