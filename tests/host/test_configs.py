@@ -13,7 +13,7 @@ import pytest
 from support.strategies import dtype_of
 
 from cupyattn.kernels.arch import ARCHS, TURING, WARP_SIZE, arch_of
-from cupyattn.kernels.configs.attention import float32, tensor_core
+from cupyattn.kernels.configs.attention import decode, float32, tensor_core
 from cupyattn.kernels.configs.attention.options import PLAIN, FlashOptions
 from cupyattn.kernels.configs.attention.teaching import backward as naive_backward
 from cupyattn.kernels.configs.attention.teaching import forward as teaching
@@ -28,6 +28,8 @@ from cupyattn.kernels.structs import (
     ATTENTION_PARAMS,
     BACKWARD_PARAMS,
     DBIAS_PARAMS,
+    DECODE_PARAMS,
+    MERGE_PARAMS,
     THIN_PARAMS,
     rows_params,
 )
@@ -264,6 +266,8 @@ def test_structs_are_laid_out_as_c_does():
         ATTENTION_PARAMS,
         BACKWARD_PARAMS,
         DBIAS_PARAMS,
+        DECODE_PARAMS,
+        MERGE_PARAMS,
         THIN_PARAMS,
         rows_params(2),
         rows_params(3),
@@ -331,3 +335,38 @@ def test_an_unknown_architecture_is_named():
     with pytest.raises(ValueError, match=r"13\.0 \(sm_130\); known are 75, 80.*; .*CUPYATTN_ARCH"):
         arch_of(130)
     assert all(arch_of(number) is arch for number, arch in ARCHS.items())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "rows", "vec", "chosen"),
+    [
+        # On tensor cores (no lanes): float16 of whole vectors, of three head dims.
+        ("float16", 64, 8, 8, (0, 8)),
+        ("float16", 64, 9, 8, (0, 16)),
+        ("float16", 128, 256, 8, (0, 16)),
+        ("float16", 256, 16, 8, (0, 8)),
+        ("float16", 64, 8, 1, (32, 8)),
+        ("float16", 80, 4, 8, (16, 4)),
+        ("bfloat16", 64, 4, 8, (8, 4)),
+        ("float32", 128, 4, 4, (32, 4)),
+        ("float32", 128, 5, 4, (32, 8)),
+        ("float32", 1, 1, 1, (4, 4)),
+        ("float32", 256, 8, 4, (32, 4)),
+    ],
+)
+def test_decoding_chooses_by_head_dim_rows_and_loads(dtype, head_dim, rows, vec, chosen):
+    launch = decode.decode_launch(75, dtype, head_dim, rows, vec)
+    assert (launch.lanes, launch.config.rows) == chosen
+
+
+@pytest.mark.parametrize("dtype", STORAGE)
+def test_every_decode_launch_fits_an_sm_as_often_as_its_row_says(dtype):
+    for head_dim in range(1, MAX_HEAD_DIM + 1):
+        for rows in (1, 256):
+            for vec in {1, vector_items(dtype)}:
+                if head_dim % vec:
+                    continue
+                launch = decode.decode_launch(75, dtype, head_dim, rows, vec)
+                found = decode.forward(launch, FlashOptions())
+                assert found.defines["SHARED_BYTES"] * launch.config.ctas_per_sm <= 65_536
+                assert launch.lanes == 0 or launch.lanes * vec * 8 >= head_dim

@@ -28,6 +28,8 @@ from cupyattn import (
     log_softmax_backward,
     logsumexp,
     logsumexp_backward,
+    merge_attention,
+    paged_attention,
     softmax_backward,
 )
 from cupyattn import softmax as softmax_forward
@@ -54,6 +56,13 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
          "implementation": "flash", "grads": None,
          "accumulate": False, "workspace": None},
     ),
+    paged_attention: (
+        ("q", "k_cache", "v_cache", "block_table", "seqlens_k"),
+        {"cu_seqlens_q": None, "max_seqlen_q": 1, "causal": False, "softmax_scale": None,
+         "window_size": None, "softcap": None, "sinks": None, "alibi_slopes": None,
+         "k_scales": None, "v_scales": None, "return_lse": False, "out": None, "workspace": None},
+    ),
+    merge_attention: (("out_a", "lse_a", "out_b", "lse_b"), {"out": None}),
     cupyattn.gelu: (("x",), {"approximate": "none", "out": None}),
     cupyattn.gelu_backward: (
         ("dout", "x"), {"approximate": "none", "dx": None, "accumulate": False},

@@ -45,6 +45,8 @@ NOT_QUICK = (
     "host/test_results",
     "host/test_suite",
     "host/test_two_gpus",
+    "kv_cache/test_paged_attention.py",
+    "kv_cache/test_planted",
     "host/test_vjp.py::test_options_get_their_gradients",
     "host/test_vjp_functions.py::test_functions_that_make_one_call_of_kernels",
 )
