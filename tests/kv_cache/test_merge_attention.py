@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.devices import KERNELS
 from support.dtypes import dtype_of
 from support.search import examples, wider
 
@@ -48,8 +49,9 @@ def parts(shape: tuple[int, ...], dtype: str, seed: int = 0, spread: float = 3.0
 @examples(15)
 def test_within_the_bound(shape, dtype, spread, seed):
     arrays = parts(shape, dtype, seed, spread)
-    with cupyattn.backend("emulator"):
-        found = cupyattn.merge_attention(*arrays)
+    with KERNELS.running():
+        found = cupyattn.merge_attention(*map(KERNELS.put, arrays))
+    found = tuple(map(KERNELS.get, found))
     exact, bounds = reference.merge_attention(*arrays), reference.merge_attention_bound(*arrays)
     for result, right, bound in zip(found, exact, bounds, strict=True):
         assert reference.error_ratio(result, right, bound) <= 1

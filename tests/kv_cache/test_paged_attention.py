@@ -1,4 +1,4 @@
-"""Paged attention on the emulator, with all checks, against the dense reference and its bounds."""
+"""Paged attention against the dense reference and its bounds: the emulator runs all checks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.paged import PagedProblem, multiprocessors, on_emulator, paged_problems
+from support.paged import PagedProblem, multiprocessors, on_emulator, on_kernels, paged_problems
 from support.search import deep, examples, mostly_deep, wider
 
 import cupyattn
@@ -32,7 +32,7 @@ def test_paged_is_dense(problem: PagedProblem, count: int):
     """Whatever the lengths are, wherever blocks lie and shares cut: within the dense bounds."""
     arrays = problem.arrays()
     with multiprocessors(count):
-        out, lse = on_emulator(problem, arrays)
+        out, lse = on_kernels(problem, arrays)
     assert problem.ratio(out, lse, arrays) <= 1
 
 
@@ -56,14 +56,14 @@ OPTIONS = (
 def test_options(options, dtype, head_dim):
     problem = replace(RAGGED, dtype=dtype, D=head_dim, options=(("causal", True), *options))
     arrays = problem.arrays()
-    out, lse = on_emulator(problem, arrays)
+    out, lse = on_kernels(problem, arrays)
     assert problem.ratio(out, lse, arrays) <= 1
 
 
 def test_every_option_at_once_in_float32():
     problem = replace(RAGGED, dtype="float32", D=24, options=(("causal", True), *OPTIONS[-1]))
     arrays = problem.arrays()
-    assert problem.ratio(*on_emulator(problem, arrays), arrays) <= 1
+    assert problem.ratio(*on_kernels(problem, arrays), arrays) <= 1
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -74,20 +74,20 @@ def test_shares_cut_sequences_anywhere(dtype):
     results = []
     for count in (1, 2, 3, 5, 40):
         with multiprocessors(count):
-            results.append(on_emulator(problem, arrays))
+            results.append(on_kernels(problem, arrays))
         assert problem.ratio(*results[-1], arrays) <= 1, count
     assert any(not np.array_equal(out, results[0][0]) for out, _ in results), "nothing was split"
 
 
 def test_any_place_in_the_pool_gives_the_same_bits():
-    first = on_emulator(RAGGED, RAGGED.arrays())
+    first = on_kernels(RAGGED, RAGGED.arrays())
     for order in (1, 2):
-        again = on_emulator(RAGGED, RAGGED.arrays(order))
+        again = on_kernels(RAGGED, RAGGED.arrays(order))
         assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 def test_a_sequence_without_tokens_gives_zeros():
-    out, lse = on_emulator(RAGGED, RAGGED.arrays())
+    out, lse = on_kernels(RAGGED, RAGGED.arrays())
     assert not out[0].any()
     assert np.isneginf(lse[0]).all()
     assert np.isfinite(lse[1]).all()
@@ -96,7 +96,7 @@ def test_a_sequence_without_tokens_gives_zeros():
 def test_queries_before_the_first_token_see_nothing():
     """More queries than tokens: the first ones stand before the sequence."""
     problem = replace(RAGGED, lengths=(2, 1), Sq=3)
-    out, lse = on_emulator(problem, problem.arrays())
+    out, lse = on_kernels(problem, problem.arrays())
     assert not out[0, 0].any()
     assert np.isneginf(lse[1, :, :2]).all()
     assert np.isfinite(lse[:, :, 2]).all()
@@ -128,7 +128,7 @@ def test_rows_that_are_not_aligned_are_read_item_by_item():
     q, k, v, table, lengths = problem.arrays()
     odd = np.zeros(k.size + 1, k.dtype)[1:].reshape(k.shape)
     odd[...] = k
-    out, lse = on_emulator(problem, (q, odd, v, table, lengths))
+    out, lse = on_kernels(problem, (q, odd, v, table, lengths))
     assert problem.ratio(out, lse, (q, k, v, table, lengths)) <= 1
 
 
@@ -147,7 +147,7 @@ def test_nan_in_use_stays_in_its_sequence(dtype):
     problem = replace(RAGGED, dtype=dtype)
     q, k, v, table, lengths = problem.arrays()
     v[table[2, 0], 0] = np.nan  # a token of sequence 2
-    out, _ = on_emulator(problem, (q, k, v, table, lengths))
+    out, _ = on_kernels(problem, (q, k, v, table, lengths))
     assert np.isnan(out[2]).all()
     assert np.isfinite(np.delete(out, 2, axis=0)).all()
 

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from support.devices import KERNELS
 from support.dtypes import dtype_of
 
 import cupyattn
 from cupyattn import reference
+from cupyattn.functional.device_info import device_count
 from cupyattn.kernels.device.emulated import EmulatedDevice
 from cupyattn.reference.attention.paged import gathered
 
@@ -94,11 +96,23 @@ def on_emulator(problem: PagedProblem, arrays: tuple[np.ndarray, ...], **more: A
         return cupyattn.paged_attention(*arrays, **problem.keywords(), return_lse=True, **more)
 
 
+def on_kernels(problem: PagedProblem, arrays: tuple[np.ndarray, ...]) -> Any:
+    """Run the kernels on the GPU, if there is one, otherwise on the emulator."""
+    keywords = {
+        name: KERNELS.put(value) if isinstance(value, np.ndarray) else value
+        for name, value in problem.keywords().items()
+    }
+    with KERNELS.running():
+        results = cupyattn.paged_attention(*map(KERNELS.put, arrays), **keywords, return_lse=True)
+    return tuple(map(KERNELS.get, results))
+
+
 @contextmanager
 def multiprocessors(count: int) -> Iterator[None]:
-    """Give the emulator so many: the shares of CTAs end elsewhere."""
+    """Let the device of the kernels have so many: the shares of CTAs end elsewhere."""
+    device = KERNELS.device if device_count() else EmulatedDevice
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EmulatedDevice, "multiprocessors", count)
+        patch.setattr(device, "multiprocessors", count)
         yield
 
 
