@@ -19,7 +19,7 @@ from mutation.bugs import draw
 from mutation.coverage import Coverage, measure
 from mutation.trial import CAUGHT, SURVIVED, UNFINISHED, Outcome, run, screen
 
-TESTS = ["tests/attention", "tests/layers"]
+TESTS = ["tests/attention", "tests/kv_cache", "tests/layers"]
 
 
 def parser() -> argparse.ArgumentParser:

@@ -24,7 +24,8 @@ struct FloatRows {
   // Registers that K and V of the next tile, q, acc and the sums take: with more, tiles are loaded when they are used.
   static constexpr int kAheadRegisters = kLoads * (2 * static_cast<int>(sizeof(Items)) / 4 + kRows) + 2 * kRows * kVec;
   static constexpr bool kAhead = kChunks == 1 && kAheadRegisters <= 120;
-  static constexpr int kBurst = kChunks > 4 ? 4 : kVec * kChunks > 4 && kLoads > 8 ? 8 : kLoads;  // loads at once, if not ahead
+  // Loads at once where they are not ahead.
+  static constexpr int kBurst = kChunks > 4 ? 4 : kVec * kChunks > 4 && kLoads > 8 ? 8 : kLoads;
   static_assert(kLanes >= 4 && kLanes <= kWarpSize && (kLanes & (kLanes - 1)) == 0, "a power of two lanes");
   static_assert(kRows % kTogether == 0, "whole groups of rows");
   static_assert(kHeadDim % kVec == 0, "a row is a whole number of vectors");
