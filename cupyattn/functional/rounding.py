@@ -7,9 +7,16 @@ import numpy as np
 from cupyattn.arrays import Array
 
 
-def round_into(given: Array | None, exact: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Round once, into the array given or a new one. Too large for the dtype becomes inf."""
-    target = np.empty(exact.shape, dtype) if given is None else given
+def round_into(
+    given: Array | None, exact: np.ndarray, dtype: np.dtype, *, transposed: bool = False
+) -> np.ndarray:
+    """Round once, into the array given or a new one. Too large for the dtype becomes inf.
+
+    A new array is in C order, or with `transposed` the transpose of one that is.
+    """
+    target = given
+    if target is None:
+        target = np.empty(exact.shape, dtype, order="F" if transposed else "C")
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         if dtype.name == "bfloat16":  # ml_dtypes goes through float32, which would round twice
             exact = _float32_to_odd(exact)

@@ -88,6 +88,8 @@ class Plan(NamedTuple):
     """Results that have to be zero before the first launch."""
     zero_new: bool = False
     """Whether results that are allocated start from zero, because kernels add to them."""
+    transposed: tuple[str, ...] = ()
+    """Results that, where they are allocated, are transposes of arrays in C order."""
 
     def require_arrays(self, given: Iterable[str]) -> None:
         """Raise TypeError if a kernel would be passed null for an array that it needs.
@@ -120,7 +122,10 @@ def run(device: Device, plan: Plan, arrays: Mapping[str, Array]) -> dict[str, Ar
     for name, output in plan.outputs:
         result = named.get(name)
         if result is None:
-            named[name] = result = device.empty(*output)
+            shape, dtype = output
+            turned = name in plan.transposed
+            result = device.empty(shape[::-1], dtype).T if turned else device.empty(shape, dtype)
+            named[name] = result
             if plan.zero_new:
                 to_zero.append(name)
         results[name] = result

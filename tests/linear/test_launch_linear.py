@@ -104,6 +104,20 @@ def test_a_workspace_makes_allocations_unnecessary():
     assert not recorder.made
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_dw_is_made_in_the_memory_that_w_would_have(dtype, accumulate):
+    """Where w is the transpose of an array (N, K), dw is; an array that is given stays."""
+    case = LinearCase((40,), 64, 32, dtype, turned=True, accumulate=accumulate)
+    recorder, results = backward(case)
+    assert recorder.made[:3] == [((40, 64), dtype), ((32, 64), dtype), ((32,), dtype)]
+    assert results["dw"].shape == (64, 32)
+    assert results["dw"].T.flags.c_contiguous
+    dw = np.zeros((64, 32), results["dw"].dtype)
+    _, results = backward(case, dw=dw)
+    assert results["dw"] is dw
+
+
 def test_what_is_added_to_begins_at_zero_where_it_is_new():
     case = LinearCase((5,), 8, 8, accumulate=True)
     dw = np.ones((8, 8), np.float32)

@@ -52,10 +52,15 @@ def test_forward(shape, activation, turned):
     [("wide", True), *deep(("wide", False), ("small", True), ("narrow", False), ("short", True))],
 )
 def test_backward(shape, turned):
-    """dx, dw, the pass that forms dz, and the sums that become db."""
-    case = LinearCase((96,), 256, 192, "float16", "silu", turned)
+    """dx, dw, the pass that forms dz, and the sums that become db.
+
+    dw lies as w does. Either way round its memory is 256 rows of 192 items: whole tiles, as lanes
+    beyond a tile's last row read a part of a sector.
+    """
+    inner, outer = (192, 256) if turned else (256, 192)
+    case = LinearCase((96,), inner, outer, "float16", "silu", turned)
     x, w, b = case.inputs()
-    dout, z = (case.normal(name, 96, 192) for name in ("dout", "z"))
+    dout, z = (case.normal(name, 96, outer) for name in ("dout", "z"))
     report = Report()
     with cupyattn.backend("emulator", report=report), tensor_core_alone(shape):
         cupyattn.linear_backward(dout, x, w, b, activation="silu", preactivation=z)

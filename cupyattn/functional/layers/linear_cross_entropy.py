@@ -177,7 +177,8 @@ def linear_cross_entropy_backward(
     Returns
     -------
     LinearCrossEntropyGrads
-        ``(dx, dw)``, each like its array.
+        ``(dx, dw)``, each like its array. A new dw lies in memory as w does, as
+        `linear_backward` says.
 
     Raises
     ------

@@ -47,8 +47,8 @@ def linear_backward(
         and as much scratch memory.
     grads : LinearGrads, optional
         Arrays to write the gradients into, each of the shape and dtype of what it belongs to. dw
-        may lie either way round, as w does; otherwise the last axis is contiguous. A field that is
-        None makes a new array.
+        may lie either way round; otherwise the last axis is contiguous. A field that is None makes
+        a new array, as Returns says.
     accumulate : bool
         Add to the contents of grads instead of replacing them, before the one rounding.
     workspace : array, optional
@@ -60,7 +60,9 @@ def linear_backward(
     -------
     LinearGrads
         ``(dx, dw, db)``, each like its array; dw and db are sums over all rows of x. The same bits
-        from run to run.
+        from run to run. New arrays are in C order, but dw lies as w does: for ``w = weight.T``
+        with a weight (N, K) in C order, ``dw.T`` is in C order too, so that `adamw_step` takes it
+        with weight.
 
     Raises
     ------
@@ -136,5 +138,6 @@ def _on_cpu(operands: Operands, problem: LinearProblem) -> LinearGrads:
         if problem.accumulate and target is not None:
             with np.errstate(invalid="ignore", over="ignore"):  # inf - inf is NaN, as on a GPU
                 gradient = gradient + target.astype(np.float64)
-        rounded[name] = round_into(target, gradient, output.dtype)
+        turned = name in problem.transposed
+        rounded[name] = round_into(target, gradient, output.dtype, transposed=turned)
     return LinearGrads(**rounded)

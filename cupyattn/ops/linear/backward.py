@@ -25,7 +25,13 @@ def _plan(problem: LinearProblem, arch: int) -> Plan:
     outputs = tuple(problem.outputs.items())
     if problem.rows * problem.outer == 0:  # nothing to add up: no kernel runs
         names = () if problem.accumulate else tuple(problem.outputs)
-        return Plan((), outputs, zero_first=names, zero_new=problem.accumulate)
+        return Plan(
+            (),
+            outputs,
+            zero_first=names,
+            zero_new=problem.accumulate,
+            transposed=problem.transposed,
+        )
     parts = [launches_for(product, problem, arch) for product in ("dx", "dw")]
     if problem.activation is not None and "preactivation" not in problem.layouts:
         parts.insert(0, _preactivation(problem, arch))
@@ -37,6 +43,7 @@ def _plan(problem: LinearProblem, arch: int) -> Plan:
         lay_out_scratch({name: n for part in parts for name, n in part.scratch.items()}),
         zero_first=tuple(name for part in parts for name in part.zero_first),
         zero_new=problem.accumulate,
+        transposed=problem.transposed,
     )
     plan.require_arrays(problem.layouts)
     return plan

@@ -156,11 +156,17 @@ def _require_results(problem: LinearProblem) -> None:
         if name in layouts:
             require_output(SHOWN_AS[name], layouts[name], *outputs[name])
     matrices["dx"] = _as_rows("dx", layouts, problem, outputs["dx"])
-    dw = layouts.get("dw") or contiguous(*outputs["dw"])
-    if "dw" in layouts:
+    shape, dtype = outputs["dw"]
+    dw = layouts.get("dw")
+    if dw is None and "dw" in problem.transposed:
+        matrices["dw"] = _as_matrix(contiguous(shape[::-1], dtype), 0).transposed
+        return
+    if dw is None:
+        dw = contiguous(shape, dtype)
+    else:
         fix = made_beforehand(SHOWN_AS["dw"])
-        if dw.shape != outputs["dw"].shape or dw.dtype != problem.dtype or overlaps_itself(dw):
-            require_output(SHOWN_AS["dw"], dw, *outputs["dw"])
+        if dw.shape != shape or dw.dtype != dtype or overlaps_itself(dw):
+            require_output(SHOWN_AS["dw"], dw, shape, dtype)
         _require_a_contiguous_axis(SHOWN_AS["dw"], dw, fix)
     matrices["dw"] = _as_matrix(dw, problem.starts.get("dw", 0))
 

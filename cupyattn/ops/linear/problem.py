@@ -122,6 +122,17 @@ class LinearProblem:
         return self.outer * (2 if self.gated else 1)
 
     @property
+    def transposed(self) -> tuple[str, ...]:
+        """The results that are made as transposes of arrays in C order: dw of such a w.
+
+        So an optimizer that keeps w.T finds the last axis of dw.T contiguous, as it is of w.T. A w
+        of one row or one column may be taken for either; C order it is.
+        """
+        w = self.matrices["w"]
+        turned = not w.along_columns and min(w.rows, w.columns) > 1
+        return ("dw",) if turned and "dw" in self.outputs else ()
+
+    @property
     def biased(self) -> bool:
         """Whether there is a b (in the backward: whether db is wanted)."""
         return "b" in self.layouts
