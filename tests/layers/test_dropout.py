@@ -79,6 +79,35 @@ def test_fields_are_random_and_each_item_has_its_own():
 
 
 @everywhere
+@pytest.mark.parametrize("p", [0.1, 1e-3, 1 - 1 / 65536, 0.9999])
+def test_the_scale_is_that_of_the_rounded_probability(side, p):
+    """So the average over all fields is x: 65536 of them, of which round(65536 p) drop."""
+    dropped = round(65536 * p)
+    x = np.ones((4, 1024), np.float32)
+    expected = np.float32(65536 / (65536 - dropped))
+    for found in (
+        side.get(cupyattn.dropout(side.put(x), p, 3)),
+        side.get(cupyattn.dropout_backward(side.put(x), p, 3).dx),
+    ):
+        assert (set(np.unique(found)) - {np.float32(0)}) <= {expected}
+    assert expected != np.float32(1 / (1 - p)) or p == 1 - 1 / 65536
+
+
+@everywhere
+def test_probabilities_that_round_to_0_and_to_1(side):
+    x = np.full((3, 8), 3.0, np.float32)
+    x[1] = np.nan
+    assert_array_equal(side.get(cupyattn.dropout(side.put(x), 2.0**-18, 3)), x)
+    almost = 1 - 2.0**-18
+    zeros = np.zeros((3, 8))
+    assert_array_equal(side.get(cupyattn.dropout(side.put(x), almost, 3)), zeros)
+    assert_array_equal(side.get(cupyattn.dropout_backward(side.put(x), almost, 3).dx), zeros)
+    residual = side.put(np.full((3, 8), 2.0, np.float32))
+    found = cupyattn.dropout(side.put(x), almost, 3, residual=residual)
+    assert_array_equal(side.get(found), np.full((3, 8), 2.0))
+
+
+@everywhere
 def test_gradients(side):
     x, dout, there = np.random.default_rng(0).standard_normal((3, 3, 24), dtype=np.float32)
     put = [side.put(a.copy()) for a in (x, dout, there)]

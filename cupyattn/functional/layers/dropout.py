@@ -34,7 +34,9 @@ def dropout(
         float16, float32 or bfloat16, CuPy or NumPy; float64 on NumPy arrays outside of the
         emulator. The last axis is contiguous; the others may have any stride.
     p : float
-        Probability of dropping an item, at least 0 and below 1; rounded to a multiple of 1/65536.
+        Probability of dropping an item, at least 0 and below 1. It is rounded to a multiple of
+        1/65536, and the scale is that of the rounded p, so that the result is x on average. A p
+        that rounds to 1 drops everything: the result is zeros (or the residual).
     seed : int or None
         What the mask is drawn from, 0 to 2**64 - 1: another one each call. None only with p = 0.
     residual : array (..., N), dtype of x, optional

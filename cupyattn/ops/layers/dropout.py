@@ -61,5 +61,5 @@ class Draw(NamedTuple):
         return {
             "seed": self.seed,
             "keep_from": keep_from,
-            "keep_scale": 1 / (1 - self.p) if keep_from < FIELDS else 0.0,
+            "keep_scale": FIELDS / (FIELDS - keep_from) if keep_from < FIELDS else 0.0,
         }

@@ -14,7 +14,7 @@ Float64 = NDArray[np.float64]
 def dropout(x: ArrayLike, p: float, seed: int, residual: ArrayLike | None = None) -> Float64:
     """Return x / (1 - p) where an item is kept and 0 where not, plus the residual.
 
-    It is its own gradient: that of x is ``dropout(dout, p, seed)``.
+    p is first rounded to what the mask drops, a multiple of 1/65536; of 1 nothing is kept. It is its own gradient: that of x is ``dropout(dout, p, seed)``.
 
     Examples
     --------
@@ -25,8 +25,9 @@ def dropout(x: ArrayLike, p: float, seed: int, residual: ArrayLike | None = None
     kept = (
         element_keep(seed, p, np.arange(x.size)).reshape(x.shape) if p else np.ones(x.shape, bool)
     )
+    kept_share = 1 - round(65536 * p) / 65536  # that of `element_keep`: the expectation is x
     with np.errstate(over="ignore", invalid="ignore"):
-        out: Float64 = np.where(kept, x / (1 - p), 0.0)
+        out: Float64 = np.where(kept, x / (kept_share or 1.0), 0.0)
         return out if residual is None else out + np.asarray(residual, dtype=np.float64)
 
 
