@@ -219,8 +219,8 @@ def _no_array(name: str, candidate: Any, fixes: Mapping[str, str]) -> TypeError:
     elif isinstance(candidate, np.ma.MaskedArray):
         fix = (
             f"pass {name}.filled(...) of a value that you choose ({name}.data, if it is a result); "
-            "what attention is to leave out, say with mask= (True = attend: a numpy.ma mask is the "
-            "opposite)"
+            "what a function is to leave out, say with mask= where it takes one (True = keep: a "
+            "numpy.ma mask is the opposite)"
         )
     else:
         fix = fixes.get(name, fix)

@@ -74,15 +74,20 @@ def require_finite(name: str, value: Any, *, least: float = -math.inf) -> None:
         )
 
 
-def require_dtype(name: str, layout: Layout, allowed: tuple[str, ...]) -> None:
-    """Raise TypeError unless the array has one of the dtypes, in native byte order."""
+def require_dtype(
+    name: str, layout: Layout, allowed: tuple[str, ...], fix: str | None = None
+) -> None:
+    """Raise TypeError unless the array has one of the dtypes, in native byte order.
+
+    `fix` says what to do, where a converted copy would not do.
+    """
     dtype = layout.dtype
     if dtype.name not in allowed or not dtype.isnative:
         raise error(
             TypeError,
             f"{name} has dtype {layout.dtype_text}",
             f"allowed are {', '.join(allowed)}",
-            f"convert it, for example {name}.astype({_nearest(dtype, allowed)!r})",
+            fix or f"convert it, for example {name}.astype({_nearest(dtype, allowed)!r})",
         )
 
 

@@ -150,7 +150,16 @@ def _cached_problem(
     for name in read:
         part = parts[name]
         layout = layouts[part.array]
-        require_dtype(part.array, layout, ("float32",) if name in kernel.float32 else CPU_FLOATS)
+        if name in kernel.float32 and name in kernel.updated:
+            # A copy would take the update, and be thrown away with it.
+            fix = (
+                f"make {part.array} once before the first step, zeros of float32 of "
+                f"{parts[read[0]].array}'s shape, and keep it"
+            )
+            require_dtype(part.array, layout, ("float32",), fix)
+        else:
+            dtypes = ("float32",) if name in kernel.float32 else CPU_FLOATS
+            require_dtype(part.array, layout, dtypes)
         meaning = f"shaped like {parts[read[0]].array}"
         require_shape(part.array, layout, part.shape_of_whole(shape), meaning)
         if name in kernel.updated:
@@ -230,7 +239,7 @@ def _plan(problem: ElementProblem, arch: int) -> Plan:
         raise error(
             ValueError,
             f"{rows} rows of {walk.length} items",
-            f"a launch of {kernel.entry} takes at most {_MOST_UNITS // units} such rows",
+            f"a call takes at most {_MOST_UNITS // units} such rows",
             "split the arrays over several calls, or copy them to contiguous ones",
         )
     specialisation = kernel.specialise(arch, dtype, loads, vec, **problem.decided)

@@ -241,7 +241,7 @@ def _check_inputs(problem: RowProblem) -> None:
         raise error(
             ValueError,
             f"{first} has no axes",
-            f"{kernel.entry} runs over the last axis",
+            "it runs over the last axis",
             f"pass {first}[None]",
         )
     for name in given:

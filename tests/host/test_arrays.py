@@ -344,7 +344,8 @@ def test_a_masked_array_is_not_told_to_drop_its_mask(name: str):
     assert passed == f"{name} is a numpy.ma.MaskedArray"
     assert f"{name}.filled(" in fix
     assert f"{name}.data, if it is a result" in fix
-    assert "mask= (True = attend" in fix
+    assert "what a function is to leave out, say with mask= where it takes one (True = keep" in fix
+    assert "attention" not in fix
     assert "asarray" not in fix
 
 

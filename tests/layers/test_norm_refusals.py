@@ -20,7 +20,7 @@ BACK = (X, X, W, STATS, STATS)
 
 REFUSED: list[tuple[Any, tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     (LAYER, (None,), {}, TypeError, "x is None; it is not optional"),
-    (LAYER, (np.zeros((), F32),), {}, ValueError, "x has no axes; norm_forward runs"),
+    (LAYER, (np.zeros((), F32),), {}, ValueError, "x has no axes; it runs over the last axis"),
     (LAYER, (X.T,), {}, ValueError, "x has strides .*the last axis must be contiguous"),
     (LAYER, (np.zeros((3, 8), np.int32),), {}, TypeError, "x has dtype int32"),
     (LAYER, (X, W.astype(F16)), {}, TypeError, "x has float32, weight has float16; .*share one"),

@@ -251,6 +251,7 @@ def step(arrays: dict[str, Any], side: Any, **changes: Any) -> None:
         ({"m": np.zeros((2, 7), np.float32)}, {}, ValueError, "m has shape .* shaped like param"),
         ({"v": np.zeros((8, 2), np.float32)}, {}, ValueError, "v has shape"),
         ({"m": np.zeros((2, 8), np.float16)}, {}, TypeError, "m has dtype float16; allowed are fl"),
+        ({"v": np.zeros((2, 8), np.float64)}, {}, TypeError, "make v once before the .*, and keep"),
         ({"grad": np.zeros((2, 8), np.float16)}, {}, TypeError, "share one dtype"),
         ({"grad": None}, {}, TypeError, "grad is None"),
         ({"param": np.zeros((2, 16), np.float32)[:, ::2]}, {}, ValueError, "param has strides"),
@@ -264,7 +265,9 @@ def step(arrays: dict[str, Any], side: Any, **changes: Any) -> None:
         ({}, {"lr": float("nan")}, ValueError, "lr = nan"),
         ({}, {"eps": "1"}, TypeError, "eps is a str"),
         ({}, {"weight_decay": -0.1}, ValueError, "weight_decay = -0.1"),
-        ({}, {"grad_scale": float("inf")}, ValueError, "grad_scale = inf"),
+        ({}, {"grad_scale": float("inf")}, ValueError, "grad_scale = inf; .* skip this step"),
+        ({}, {"grad_scale": np.float32("nan")}, ValueError, "= nan; .*gradients are not finite"),
+        ({}, {"grad_scale": 1e39}, ValueError, r"grad_scale = 1e\+39; it is a finite number up to"),
         ({}, {"grad_scale": None}, TypeError, "grad_scale is a NoneType"),
     ],
 )

@@ -40,7 +40,8 @@ def adamw_step(
     grad : array (..., N), dtype of param
         Their gradient.
     m, v : array (..., N), float32
-        Running means of the gradient and of its square: zeros before the first step.
+        Running means of the gradient and of its square: made once, zeros before the first step,
+        and kept.
     step : int
         The number of this step, from 1 on.
     lr : float
@@ -53,7 +54,8 @@ def adamw_step(
         param loses ``lr * weight_decay`` of itself.
     grad_scale : float or array of one float32, shape ()
         Multiplies the gradient: 1 over a loss scale, or what clips the norm. An array is a number
-        that stays on the GPU, as ``cupy.minimum(1, limit / global_norm(*gradients))``.
+        that stays on the GPU, as ``cupy.minimum(1, limit / global_norm(*gradients))``. A number is
+        finite; where it is not, nor are the gradients: skip the step.
 
     Returns
     -------

@@ -57,7 +57,15 @@ class AdamwNumbers(NamedTuple):
                 "it is 0 or more",
                 "pass a number that is not negative",
             )
-        scale = factor("grad_scale", grad_scale)
+        scale = real("grad_scale", grad_scale)
+        _require(
+            math.isfinite(scale),
+            f"grad_scale = {scale}",
+            "it is finite: one that is not, of a norm for example, says that the gradients are not "
+            "finite",
+            "skip this step, and lower the loss scale if there is one",
+        )
+        scale = factor("grad_scale", scale)
         return cls(count, rates["lr"], beta1, beta2, rates["eps"], rates["weight_decay"], scale)
 
     @property

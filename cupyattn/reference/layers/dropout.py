@@ -14,7 +14,9 @@ Float64 = NDArray[np.float64]
 def dropout(x: ArrayLike, p: float, seed: int, residual: ArrayLike | None = None) -> Float64:
     """Return x / (1 - p) where an item is kept and 0 where not, plus the residual.
 
-    p is first rounded to what the mask drops, a multiple of 1/65536; of 1 nothing is kept. It is its own gradient: that of x is ``dropout(dout, p, seed)``.
+    p is first rounded to what the mask drops, a multiple of 1/65536; of 1 nothing is kept.
+
+    It is its own gradient: that of x is ``dropout(dout, p, seed)``.
 
     Examples
     --------
