@@ -213,6 +213,30 @@ def test_the_gradient_of_lse(side):
     np.testing.assert_allclose(side.get(dx), expected, rtol=1e-5)
 
 
+@everywhere
+def test_scalars_of_numpy_are_arrays_without_axes(side):
+    """As `loss * 1024` is one; Python's numbers are not, and a scalar's dtype counts."""
+    logits = side.put(np.zeros(4, np.float32))
+    if not isinstance(logits, np.ndarray):
+        pytest.skip("NumPy's scalars go with NumPy's arrays")
+    loss, lse = cupyattn.cross_entropy(logits, np.int32(3), return_lse=True)
+    np.testing.assert_allclose(loss, np.log(4), rtol=1e-6)
+    scaled, dlse = loss * 1024, np.float32(4)
+    assert isinstance(scaled, np.float32)
+    for reduction in ("mean", "sum", "none"):
+        found = cupyattn.cross_entropy_backward(
+            scaled, logits, np.int64(3), lse * 1, reduction=reduction, dlse=dlse
+        )
+        expected = scaled * np.array([0.25, 0.25, 0.25, -0.75]) + 1
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    with pytest.raises(TypeError, match=r"dloss is a builtins\.float"):
+        cupyattn.cross_entropy_backward(1.0, logits, np.int32(3), lse)
+    with pytest.raises(TypeError, match="dloss has dtype float64"):
+        cupyattn.cross_entropy_backward(np.float64(1), logits, np.int32(3), lse)
+    with pytest.raises(ValueError, match=r"labels has shape \(\)"):
+        cupyattn.cross_entropy(logits[None], np.int32(3))
+
+
 @pytest.mark.parametrize(
     ("label", "where"), [(8, r"labels\[1, 2\] = 8"), (-1, r"labels\[1, 2\] = -1")]
 )

@@ -123,6 +123,40 @@ def test_results_are_written_in_place_and_added_to(side, rows):
             np.testing.assert_allclose(side.get(gradient), wanted, rtol=1e-5, atol=1e-5)
 
 
+@everywhere
+@pytest.mark.parametrize("rows", [(), (0,), (2, 3)])
+def test_without_features_all_logits_are_zero(side, rows):
+    x, w, labels = (
+        np.zeros((*rows, 0), np.float32),
+        np.zeros((0, 5), np.float32),
+        np.zeros(rows, int),
+    )
+    given = [side.put(array) for array in (x, w, labels)]
+    options: dict[str, Any] = {"reduction": "none", "logits_bytes": 4 * 5 * 4}
+    loss, lse = cupyattn.linear_cross_entropy(*given, **options, return_lse=True)
+    for found in (loss, lse):
+        np.testing.assert_allclose(side.get(found), np.full(rows, np.log(5)), rtol=1e-6)
+    dloss = side.put(np.ones(rows, np.float32))
+    grads = cupyattn.linear_cross_entropy_backward(dloss, *given, lse, **options)
+    assert [gradient.shape for gradient in grads] == [x.shape, w.shape]
+
+
+@everywhere
+def test_scalars_of_numpy_are_arrays_without_axes(side):
+    x, w = side.put(np.ones(3, np.float32)), side.put(np.zeros((3, 4), np.float32))
+    if not isinstance(x, np.ndarray):
+        pytest.skip("NumPy's scalars go with NumPy's arrays")
+    loss, lse = cupyattn.linear_cross_entropy(x, w, np.int32(3), return_lse=True)
+    found = cupyattn.linear_cross_entropy_backward(
+        np.float32(1024), x, w, np.int64(3), lse * 1, dlse=np.float32(0)
+    )
+    np.testing.assert_allclose(loss, np.log(4), rtol=1e-6)
+    expected = np.outer(np.ones(3), [256, 256, 256, -768])
+    np.testing.assert_allclose(found.dw, expected, rtol=1e-6)
+    _, pullback = vjp(cupyattn.linear_cross_entropy, x, w, np.int32(3))
+    np.testing.assert_array_equal(pullback(np.float32(1024))[1], found.dw)
+
+
 def test_the_logits_are_never_all_there(monkeypatch):
     """Nothing larger than the chunk is made, beside the results."""
     from cupyattn.functional.layers import linear_cross_entropy as module

@@ -12,6 +12,7 @@ from cupyattn.functional.layers.losses import (
     require_dloss,
     spread,
     targets,
+    without_scalars,
 )
 from cupyattn.functional.layers.rows import call_rows
 from cupyattn.kernels.configs.layers import cross_entropy as kernels
@@ -44,7 +45,8 @@ def cross_entropy(
         float16, float32 or bfloat16, CuPy or NumPy; float64 on NumPy arrays outside of the
         emulator. The last axis is contiguous, the others may have any stride; V may be any number.
     labels : array (...)
-        int32 or int64, of any strides: the column of each row that is right, or `ignore_index`.
+        int32 or int64, of any strides: the column of each row that is right, or `ignore_index`. Of
+        one row it may be NumPy's scalar.
     ignore_index : int
         The label of rows that do not count: their loss is 0, and so is their gradient.
     label_smoothing : float
@@ -103,7 +105,8 @@ def cross_entropy(
     require_bool("return_lse", return_lse)
     loss, lse = targets(out, bool(return_lse))
     reduces = reduction != "none"
-    arrays = {"logits": logits, "labels": labels}
+    arrays = without_scalars({"logits": logits, "labels": labels})
+    labels = arrays["labels"]
     if reduces and loss is not None:
         operands = adopt({**arrays, "lse": lse, "out": loss})
         require_scalar_output(operands, statistics_dtype(operands.arrays["logits"].dtype))
@@ -146,8 +149,8 @@ def cross_entropy_backward(
     Parameters
     ----------
     dloss : array () or (...), float32
-        Gradient with respect to the loss, of its shape: one number for "mean" and "sum". float64
-        for logits of float64.
+        Gradient with respect to the loss, of its shape: one number for "mean" and "sum", which may
+        be NumPy's scalar. float64 for logits of float64.
     logits : array (..., V)
         As `cross_entropy` was given it.
     labels : array (...)
@@ -187,12 +190,13 @@ def cross_entropy_backward(
     """
     options = checked_options(ignore_index, label_smoothing, z_loss)
     require_reduction(reduction)
-    arrays = {"logits": logits, "labels": labels, "lse": lse, "dlse": dlse, "dlogits": dlogits}
-    taken = adopt({"dloss": dloss, **arrays})
-    each = dloss
+    read = {"dloss": dloss, "logits": logits, "labels": labels, "lse": lse, "dlse": dlse}
+    arrays = {**without_scalars(read), "dlogits": dlogits}
+    taken = adopt(arrays)
+    each, labels = arrays.pop("dloss"), arrays["labels"]
     if "logits" in taken.arrays:
         rows = taken.arrays["logits"]
-        each = require_dloss(dloss, rows.shape[:-1], statistics_dtype(rows.dtype), reduction)
+        each = require_dloss(each, rows.shape[:-1], statistics_dtype(rows.dtype), reduction)
     if reduction == "mean":
         whole = adopt({**arrays, "dloss": each})
         row_problem(kernels.BACKWARD, whole, **options._asdict())  # before anything is launched

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,7 +12,13 @@ from cupyattn.arrays import Array, Layout, adopt, is_contiguous
 from cupyattn.errors import error
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.layers.cross_entropy import cross_entropy, cross_entropy_backward
-from cupyattn.functional.layers.losses import reduced, require_dloss, spread, targets
+from cupyattn.functional.layers.losses import (
+    reduced,
+    require_dloss,
+    spread,
+    targets,
+    without_scalars,
+)
 from cupyattn.functional.linear.backward import linear_backward
 from cupyattn.functional.linear.forward import linear
 from cupyattn.gradients import LinearCrossEntropyGrads, LinearGrads
@@ -107,7 +114,8 @@ def linear_cross_entropy(
     require_reduction(reduction)
     require_bool("return_lse", return_lse)
     loss, lse = targets(out, bool(return_lse))
-    call = _Call.of({"x": x, "w": w, "labels": labels, "out": loss, "lse": lse}, options)
+    read = without_scalars({"x": x, "w": w, "labels": labels})
+    call = _Call.of({**read, "out": loss, "lse": lse}, options)
     arrays, reduces = call.arrays, reduction != "none"
     if reduces:
         require_scalar_output(call.operands, call.statistics)
@@ -158,7 +166,7 @@ def linear_cross_entropy_backward(
     Parameters
     ----------
     dloss : array () or (...), float32
-        Gradient with respect to the loss, of its shape.
+        Gradient with respect to the loss, of its shape; one number may be NumPy's scalar.
     x, w, labels
         As `linear_cross_entropy` was given them.
     lse : array (...), float32
@@ -168,7 +176,8 @@ def linear_cross_entropy_backward(
     dlse : array (...), float32, optional
         Gradient with respect to lse, for those who use it.
     logits_bytes : int
-        As of `linear_cross_entropy`; the two need not be the same.
+        As of `linear_cross_entropy`; the two need not be the same (a pullback of `vjp` keeps the
+        call's, and takes no other).
     grads : LinearCrossEntropyGrads, optional
         Arrays to write the gradients into; a field that is None makes a new array.
     accumulate : bool
@@ -206,9 +215,11 @@ def linear_cross_entropy_backward(
     require_reduction(reduction)
     require_bool("accumulate", accumulate)
     given = _given(grads, accumulate)
-    call = _Call.of(
-        {"x": x, "w": w, "labels": labels, "lse": lse, "dlse": dlse, **given._asdict()}, options
+    read = without_scalars(
+        {"dloss": dloss, "x": x, "w": w, "labels": labels, "lse": lse, "dlse": dlse}
     )
+    dloss = read.pop("dloss")
+    call = _Call.of({**read, **given._asdict()}, options)
     arrays, labels = call.arrays, call.arrays["labels"]
     for name in ("lse", "dlse"):
         call.require_per_row(name)
@@ -229,7 +240,7 @@ def linear_cross_entropy_backward(
     flat: dict[str, Array] = {
         name: arrays[name].reshape(-1) for name in ("lse", "dlse") if name in arrays
     }
-    flat["dloss"], flat_dx = each.reshape(-1), dx.reshape(-1, dx.shape[-1])
+    flat["dloss"], flat_dx = each.reshape(-1), _as_rows(dx)
     for chunk in call.chunks(logits_bytes):
         rows, logits = chunk.rows, chunk.compute()
         cross_entropy_backward(
@@ -343,7 +354,7 @@ class _Call(NamedTuple):
                 "pass for example 2**28",
             )
         x, w = self.arrays["x"], self.arrays["w"]
-        flat_x, labels = x.reshape(-1, x.shape[-1]), self.arrays["labels"].reshape(-1)
+        flat_x, labels = _as_rows(x), self.arrays["labels"].reshape(-1)
         count, columns = labels.size, w.shape[1]
         step = min(max(budget // max(columns * x.dtype.itemsize, 1), 1), max(count, 1))
         if _ROWS_TOGETHER < step < count:
@@ -353,6 +364,11 @@ class _Call(NamedTuple):
             rows = slice(first, min(first + step, count))
             logits = memory[: rows.stop - rows.start]
             yield _Chunk(rows, flat_x[rows], w, labels[rows], logits)
+
+
+def _as_rows(array: Array) -> Array:
+    """Return an array with its outer axes merged; -1 says not how many where a row is empty."""
+    return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 
 def _given(grads: Any, accumulate: bool) -> LinearCrossEntropyGrads:

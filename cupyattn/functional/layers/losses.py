@@ -16,6 +16,17 @@ from cupyattn.ops.checks import require_dtype, require_shape
 from cupyattn.ops.cross_entropy import LossOptions, check_labels, layout_of, reduce_losses
 
 
+def without_scalars(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays of a call with NumPy's scalars as arrays without axes.
+
+    NumPy makes a scalar of every sum and product of such arrays, of a loss times a loss scale too.
+    """
+    return {
+        name: np.asarray(array) if isinstance(array, np.generic) else array
+        for name, array in arrays.items()
+    }
+
+
 def reduced(
     losses: Array, labels: Array, target: Any, options: LossOptions, reduction: str
 ) -> Array:
