@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from operator import index as as_int
 
 from cupyattn.errors import error, shown
-from cupyattn.kv_cache.arguments import as_count, as_tokens
+from cupyattn.kv_cache.arguments import as_count, as_switch, as_tokens
 from cupyattn.kv_cache.invariants import require_sound
 from cupyattn.kv_cache.pool import HELD, Pools
 from cupyattn.kv_cache.prefix_index import Prefix
@@ -33,14 +33,15 @@ class BlockAllocator:
         Find the full blocks of a new sequence's prefix among those of all others, of freed ones
         too while their room is not needed: the least recently used are evicted first.
     watermark : int
-        How many blocks `add` leaves free or cached: what running sequences can grow by.
+        How many blocks `add` leaves free or cached: what running sequences can grow by. At most
+        num_blocks - 1, so that a sequence can begin.
     num_host_blocks : int
         Blocks of host memory, for `Sequence.swap_out`.
 
     Raises
     ------
     TypeError
-        If a number is no integer.
+        If a number is no integer (a bool is none), or prefix_caching no bool.
     ValueError
         If a number is out of range.
 
@@ -80,9 +81,9 @@ class BlockAllocator:
     ) -> None:
         self._num_blocks = as_count("num_blocks", num_blocks, 1, MOST_BLOCKS)
         self._block_size = as_count("block_size", block_size, 1)
-        self._watermark = as_count("watermark", watermark, 0, self._num_blocks)
+        self._watermark = as_count("watermark", watermark, 0, self._num_blocks - 1)
         self._num_host_blocks = as_count("num_host_blocks", num_host_blocks, 0, MOST_BLOCKS)
-        self._prefix_caching = bool(prefix_caching)
+        self._prefix_caching = as_switch("prefix_caching", prefix_caching)
         self._pools = Pools(
             self._num_blocks, self._block_size, self._prefix_caching, self._num_host_blocks
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from cupyattn.errors import error, shown
 from cupyattn.kv_cache.allocator import BlockAllocator
@@ -30,6 +30,22 @@ class SchedulerCache(Protocol):
 
     def copy_from_host(self, copies: tuple[Copy, ...], /) -> None:
         """Copy blocks of host memory to blocks of the device."""
+
+
+def require_cache(cache: Any, *, swaps: bool) -> None:
+    """Raise TypeError unless it has what `Scheduler` needs; copies with the host only to swap."""
+    copies = ("copy", "copy_to_host", "copy_from_host") if swaps else ("copy",)
+    missing = [] if hasattr(cache, "allocator") else ["allocator"]
+    missing += [name for name in copies if not callable(getattr(cache, name, None))]
+    if missing:
+        raise error(
+            TypeError,
+            f"cache is {shown(cache)}, a {type(cache).__name__} without {', '.join(missing)}",
+            "it has the BlockAllocator of its blocks as .allocator, and the methods copy, "
+            "copy_to_host and copy_from_host that move their contents",
+            "pass an object that owns the arrays of keys and values, with "
+            "allocator=BlockAllocator(...) in it",
+        )
 
 
 class Request:
@@ -145,7 +161,16 @@ class Run:
 
 def as_sampled(batch: list[Work], returned: Iterable[Iterable[int]]) -> list[list[int]]:
     """Read what a `forward` returned: the next tokens of each work."""
-    sampled = [as_tokens(tokens) for tokens in returned]
+    try:
+        works = iter(returned)
+    except TypeError:
+        raise error(
+            TypeError,
+            f"forward returned {shown(returned)}, a {type(returned).__name__}",
+            "it returns the next tokens of each work, in the works' order",
+            "return a list for each work, of a token for each of its samples: [[7], [], [3]]",
+        ) from None
+    sampled = [as_tokens(tokens) for tokens in works]
     counts = [len(tokens) for tokens in sampled]
     wanted = [len(work.samples) for work in batch]
     if counts != wanted:

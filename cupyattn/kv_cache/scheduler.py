@@ -10,7 +10,14 @@ from typing import Literal
 from cupyattn.errors import error, shown
 from cupyattn.kv_cache.arguments import as_count, as_tokens
 from cupyattn.kv_cache.pool import Copy, OutOfBlocksError
-from cupyattn.kv_cache.requests import Request, Run, SchedulerCache, Work, as_sampled
+from cupyattn.kv_cache.requests import (
+    Request,
+    Run,
+    SchedulerCache,
+    Work,
+    as_sampled,
+    require_cache,
+)
 
 Forward = Callable[[tuple[Work, ...]], Items[Iterable[int]]]
 
@@ -39,7 +46,7 @@ class Scheduler:
     ValueError
         If a number is out of range, or `preempt` is something else.
     TypeError
-        If a number is no integer.
+        If a number is no integer, or the cache has no allocator or no copies.
 
     Notes
     -----
@@ -83,6 +90,7 @@ class Scheduler:
                 "allowed are 'recompute' and 'swap'",
                 "'recompute' needs no host memory",
             )
+        require_cache(cache, swaps=preempt == "swap")
         self._cache = cache
         self._allocator = cache.allocator
         self._max_batch = as_count("max_batch", max_batch, 1)
@@ -213,6 +221,8 @@ class Scheduler:
             If blocks that others took from the allocator leave no room for even one sequence.
         ValueError
             If `forward` returned other than as many tokens as were asked for.
+        TypeError
+            If it returned no list for each work, as None or one number is, or what is no token.
         Exception
             Whatever `forward` or a copy raises. Nothing is lost then: a later step computes what
             this one should have.

@@ -112,7 +112,12 @@ def test_lengths_out_of_range_are_refused(method, length, kind):
         ({"block_size": 0}, ValueError, "block_size = 0"),
         ({"block_size": "16"}, TypeError, "block_size = '16'"),
         ({"watermark": -1}, ValueError, "watermark = -1"),
-        ({"watermark": 5}, ValueError, "watermark = 5"),
+        ({"watermark": 4}, ValueError, "watermark = 4; allowed is 0 to 3"),
+        ({"watermark": False}, TypeError, "watermark = False"),
+        ({"num_blocks": True}, TypeError, "num_blocks = True; it is an integer"),
+        ({"block_size": True}, TypeError, "block_size = True; it is an integer"),
+        ({"prefix_caching": 16}, TypeError, "prefix_caching = 16; it is True or False"),
+        ({"prefix_caching": "no"}, TypeError, "prefix_caching = 'no'"),
         ({"num_host_blocks": -1}, ValueError, "num_host_blocks = -1"),
     ],
 )

@@ -50,7 +50,7 @@ class Machine(RuleBasedStateMachine):
                 blocks,
                 block_size,
                 prefix_caching=caching,
-                watermark=watermark,
+                watermark=min(watermark, blocks - 1),
                 num_host_blocks=host,
             )
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -278,6 +279,33 @@ def test_wrong_numbers_of_tokens_are_refused(memory, returned):
         scheduler.step(lambda batch: [[1.5]])
     finish(scheduler, memory)
     assert request.outputs == (alone(range(4), 2, 0),)
+
+
+@pytest.mark.parametrize("returned", [None, 7, np.array(7)])
+def test_what_is_no_list_of_tokens_is_refused(memory, returned):
+    scheduler = Scheduler(memory, max_batch=2, max_tokens=64)
+    request = scheduler.submit(range(4), max_new_tokens=2)
+    with pytest.raises(TypeError, match=r"forward returned .*; return a list for each work"):
+        scheduler.step(lambda batch: returned)
+    finish(scheduler, memory)
+    assert request.outputs == (alone(range(4), 2, 0),)
+
+
+class CopiesOnTheDevice:
+    def __init__(self, allocator: BlockAllocator) -> None:
+        self.allocator = allocator
+
+    def copy(self, copies) -> None: ...
+
+
+def test_what_is_no_cache_is_refused():
+    allocator = BlockAllocator(8, 4)
+    with pytest.raises(TypeError, match=r"without allocator, copy; .*as \.allocator"):
+        Scheduler(allocator, max_batch=4, max_tokens=64)
+    cache = CopiesOnTheDevice(allocator)
+    with pytest.raises(TypeError, match="without copy_to_host, copy_from_host; "):
+        Scheduler(cache, max_batch=4, max_tokens=64, preempt="swap")
+    assert Scheduler(cache, max_batch=4, max_tokens=64).idle
 
 
 @pytest.mark.parametrize(
