@@ -133,6 +133,20 @@ def test_rows_that_are_constant_zero_or_not_finite(length):
     assert [np.isnan(row).sum() for row in out[3:]] == [1, 1, 0]  # inf / inf, and 0 / inf
 
 
+@pytest.mark.parametrize("norm", [cupyattn.layer_norm, cupyattn.rms_norm])
+def test_squares_that_leave_float32(norm):
+    """As the documentation says: zeros for what is too large, eps alone for what is too small."""
+    x = np.tile(np.array([[-1, 1]], np.float32), 32)
+    with cupyattn.backend("emulator"):
+        found = {size: norm(x * np.float32(size), eps=0.0) for size in (1e18, 1e-18, 3e19)}
+        tiny = norm(x * np.float32(4e-20), eps=2e-38)
+    for size in (1e18, 1e-18):
+        np.testing.assert_allclose(found[size], norm(x, eps=0.0), rtol=1e-5)
+    assert_array_equal(found[3e19], np.zeros((1, 64)))
+    expected = x * (4e-20 / 2e-38**0.5)  # 4% less with the mean square, 1.6e-39
+    np.testing.assert_allclose(tiny, expected, rtol=1e-2)
+
+
 def test_no_items_in_a_row_and_no_rows():
     out, mean, rstd = cupyattn.layer_norm(
         KERNELS.put(np.zeros((3, 0), np.float32)), eps=0.25, return_stats=True

@@ -167,6 +167,25 @@ def test_rows_of_which_nothing_is_kept(side):
     assert (side.get(cupyattn.logsumexp_backward(ones, x, lse, mask=mask)) == 0).all()
 
 
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
+@pytest.mark.parametrize("offset", [1e4, 1e6])
+def test_what_an_offset_of_all_scores_costs(offset):
+    """As the documentation says: nothing as it is, offset * 2**-24 where scores are rounded."""
+    rng = np.random.default_rng(0)
+    x = (offset + 3 * rng.standard_normal((4, 64))).astype(np.float32)
+    placed_x, step = KERNELS.put(x), offset * 2.0**-24
+
+    def off(weights, scale=1.0):
+        exact = reference.softmax(x, scale=scale)
+        return np.max(np.abs(KERNELS.get(weights) - exact) / exact)
+
+    assert off(cupyattn.softmax(placed_x)) < 4e-6
+    assert 0.1 * step < off(cupyattn.softmax(placed_x, scale=0.37), 0.37) < 2 * step + 4e-6
+    lse, ones = cupyattn.logsumexp(placed_x), KERNELS.put(np.ones(4, np.float32))
+    assert 0.1 * step < off(cupyattn.logsumexp_backward(ones, placed_x, lse)) < step + 4e-6
+
+
 @everywhere
 @pytest.mark.parametrize("odd", [np.nan, np.inf])
 def test_nan_and_infinity_fill_their_row_alone(side, odd):

@@ -107,7 +107,8 @@ def attention(
         textbook) and "tiled" (shared-memory tiles with the online softmax) are there to be read
         and compared. On the reference it makes no difference.
     out : array, or (out, lse) with return_lse, optional
-        Where to write the result; must not overlap the inputs.
+        Where to write the result: the last axis of each array is contiguous, the others may have
+        any stride, and they overlap no input.
     workspace : array, optional
         Scratch memory for implementations that need it; those of today need none.
 

@@ -38,7 +38,7 @@ def merge_attention(
     out_b, lse_b : array
         The same of the other part.
     out : (out, lse), optional
-        Where to write the results; must not overlap the inputs.
+        Where to write the results: the last axis of each is contiguous, and they overlap no input.
 
     Returns
     -------

@@ -77,7 +77,8 @@ def paged_attention(
     return_lse : bool
         Return the log-sum-exp of the scores too.
     out : array, or (out, lse) with return_lse, optional
-        Where to write the result; must not overlap the inputs.
+        Where to write the result: the last axis of each array is contiguous, the others may have
+        any stride, and they overlap no input.
     workspace : array, optional
         Scratch memory for the parts of sequences that several CTAs share: of any dtype, from a
         multiple of 16 bytes on. If it is too small the error says how many bytes there have to be.

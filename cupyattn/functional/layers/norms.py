@@ -68,6 +68,9 @@ def layer_norm(
     values that are normalised: of the sum as it is returned. The variance is the mean square of
     differences (Chan, Golub, LeVeque, The American Statistician 37, 1983), so rows with a large
     mean lose nothing. On a GPU a row of up to 16,384 items is read once; a longer one twice.
+    Squares are float32 there: a row whose squared differences sum to more than 3e38 (items of about
+    1e19) gives zeros, and differences below 1.1e-19 count as 0, which with eps = 0 may divide by
+    it.
 
     Examples
     --------
@@ -129,7 +132,8 @@ def rms_norm(
     Notes
     -----
     Zhang and Sennrich, arXiv:1910.07467. float32 inside, one rounding; on a GPU a float32 row
-    whose squares pass 3e38 gives zeros.
+    whose squares sum to more than 3e38 (items of about 1e19) gives zeros, and items below 1.1e-19
+    count as 0 in the mean square, which with eps = 0 may divide by it.
 
     Examples
     --------
