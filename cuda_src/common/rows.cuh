@@ -23,7 +23,8 @@ template <int kArrays>
 __device__ __forceinline__ int64 row_offset(const RowsParams<kArrays>& params, int array, int64 row) {
   if (params.shape[1] == 1) return row * params.strides[array][0];  // axes that are there come first
   int64 offset = 0;
-#pragma unroll 1
+  constexpr int kUnrolled = kArrays == 1 ? kOuterAxes : 1;  // small parameters that a loop indexes go to the stack
+#pragma unroll kUnrolled
   for (int axis = kOuterAxes - 1; axis > 0; axis--) {
     if (params.shape[axis] == 1) continue;
     offset += row % params.shape[axis] * params.strides[array][axis];

@@ -63,7 +63,8 @@ def vjp(
     Notes
     -----
     The pullback keeps the arrays of the call and its results themselves, no copies: they must not
-    be written to before it is called. It may be called any number of times. It calls the function's
+    be written to before it is called. Gradients that are equal, such as those of the two terms of a
+    sum, may be one array. It may be called any number of times. It calls the function's
     backward, such as `attention_backward`, with what the call was given, dropout's seed and
     `implementation` included; "tiled" has no backward on a GPU: there pass
     ``pullback(dout, implementation="naive")``.
@@ -177,6 +178,7 @@ class Pullback:
             return {names[0]: tuple([_zeros_like(r) if g is None else g for g, r in pairs])}
         values = given[0] if several else given
         gradients = dict(zip(names, values, strict=True))
+        _require_taken(call, gradients)
         for name, result in zip(names, call.visible, strict=True):
             if several and gradients[name] is None and name in call.rule.required:
                 gradients[name] = _zeros_like(call.results[result])
@@ -211,6 +213,19 @@ class Pullback:
                 "give vjp those of the call",
             )
         return options
+
+
+def _require_taken(call: Call, gradients: dict[str, Any]) -> None:
+    """Raise TypeError for the gradient of a result that the backward does not go through."""
+    taken = {parameter.name for parameter in call.rule.backward_parameters}
+    lost = [name for name, value in gradients.items() if value is not None and name not in taken]
+    if lost:
+        raise error(
+            TypeError,
+            f"the pullback of {call.rule.name} was given {', '.join(lost)}",
+            f"{call.rule.name} is not differentiated through {', '.join(n[1:] for n in lost)}",
+            "pass None there",
+        )
 
 
 def _zeros_like(result: Array) -> Array:

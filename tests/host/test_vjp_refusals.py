@@ -12,7 +12,7 @@ import pytest
 from support.recording_device import device_array
 from support.strategies import AttentionProblem
 
-from cupyattn import attention, softmax, softmax_backward, vjp
+from cupyattn import attention, layer_norm, rms_norm, softmax, softmax_backward, vjp
 from cupyattn.functional import differentiable as rules
 
 PROBLEM = AttentionProblem(B=2, Sq=5, Sk=7, H=4, G=2, D=8, Dv=6)
@@ -195,3 +195,16 @@ def test_exceptions_of_the_function_are_its_own():
     with pytest.raises(ValueError, match="k has shape"):
         vjp(lambda q: attention(q, K[..., :3], V), Q)
     assert_nothing_is_recorded()
+
+
+@pytest.mark.parametrize(
+    ("function", "saved"), [("rms_norm", "rstd"), ("layer_norm", "mean, drstd")]
+)
+def test_what_a_norm_saves_has_no_gradient(function, saved):
+    """A gradient of it would be lost in silence."""
+    x = np.ones((2, 3), np.float32)
+    results, pullback = vjp(function, x, return_stats=True)
+    of_saved = [np.ones(2, np.float32) for _ in results[1:]]
+    assert len(pullback((x, *[None] * len(of_saved)))) == 1
+    with pytest.raises(TypeError, match=f"was given d{saved}; .*not differentiated.*; pass None"):
+        pullback((x, *of_saved))

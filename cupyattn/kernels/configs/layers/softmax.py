@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,12 @@ STREAMED: RowTable = {
     }
 }
 """For kernels that read a row once, from its beginning to its end."""
+
+STREAMED_BACKWARD: RowTable = {
+    arch: {limit: replace(row, in_flight=16) for limit, row in rows.items()}
+    for arch, rows in STREAMED.items()
+}
+"""The same where rows are written too: with a mask and a bias 32 items in flight spill."""
 
 _SCORES: dict[str, Any] = {
     "broadcast": {"mask": ("bool",), "bias": tuple(STORAGE)},
@@ -77,7 +84,7 @@ LOGSUMEXP_BACKWARD = RowKernel(
     per_row=("dout", "out"),
     results={"dx": Result.ROW},
     optional=("mask", "bias"),
-    table=STREAMED,
+    table=STREAMED_BACKWARD,
     **_SCORES,
 )
 _ALL = (FORWARD, BACKWARD, LOGSUMEXP, LOGSUMEXP_BACKWARD)
