@@ -197,9 +197,7 @@ def test_exceptions_of_the_function_are_its_own():
     assert_nothing_is_recorded()
 
 
-@pytest.mark.parametrize(
-    ("function", "saved"), [("rms_norm", "rstd"), ("layer_norm", "mean, drstd")]
-)
+@pytest.mark.parametrize(("function", "saved"), [(rms_norm, "rstd"), (layer_norm, "mean, drstd")])
 def test_what_a_norm_saves_has_no_gradient(function, saved):
     """A gradient of it would be lost in silence."""
     x = np.ones((2, 3), np.float32)
