@@ -11,7 +11,7 @@
 #error "DTYPE, THREADS, LANES, VECTORS and VEC come from a launch-configuration table"
 #endif
 #if !defined(ACTIVATION) || !defined(ACCUMULATE)
-#error "ACTIVATION (one of activations.cuh) and ACCUMULATE are the kernel's choices"
+#error "ACTIVATION, one of activations.cuh, and ACCUMULATE come from a launch-configuration table"
 #endif
 #include "../common/activations.cuh"
 #include "../common/elements.cuh"

@@ -13,7 +13,7 @@
 #error "DTYPE, THREADS, LANES, VECTORS and VEC come from a launch-configuration table"
 #endif
 #if !defined(WITH_RESIDUAL)
-#error "WITH_RESIDUAL says whether there is one"
+#error "WITH_RESIDUAL comes from a launch-configuration table"
 #endif
 #include "../common/elements.cuh"
 #include "../common/philox.cuh"

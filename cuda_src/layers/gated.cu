@@ -12,7 +12,7 @@
 #error "DTYPE, THREADS, LANES, VECTORS and VEC come from a launch-configuration table"
 #endif
 #if !defined(ACTIVATION)
-#error "ACTIVATION is the kernel's choice: one of activations.cuh"
+#error "ACTIVATION, one of activations.cuh, comes from a launch-configuration table"
 #endif
 #include "../common/activations.cuh"
 #include "../common/elements.cuh"

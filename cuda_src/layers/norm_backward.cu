@@ -18,7 +18,8 @@
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) ||   \
     !defined(RESIDENT) || !defined(WITH_DRESIDUAL) || !defined(WITH_WEIGHT) || !defined(WITH_BIAS) || \
     !defined(WITH_MEAN)
-#error "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT and WITH_<array> come from a launch-configuration table"
+#error \
+    "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, WITH_DRESIDUAL, WITH_WEIGHT, WITH_BIAS, WITH_MEAN come from a launch-configuration table"
 #endif
 #include "../common/rows.cuh"
 

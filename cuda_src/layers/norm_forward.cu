@@ -17,7 +17,8 @@
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
     !defined(RESIDENT) || !defined(CENTRED) || !defined(WITH_RESIDUAL) || !defined(WITH_WEIGHT) ||  \
     !defined(WITH_BIAS) || !defined(WITH_MEAN) || !defined(WITH_RSTD)
-#error "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, CENTRED and WITH_<array> come from a launch-configuration table"
+#error \
+    "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, CENTRED, WITH_RESIDUAL, WITH_WEIGHT, WITH_BIAS, WITH_MEAN, WITH_RSTD come from a launch-configuration table"
 #endif
 #include "moments.cuh"
 

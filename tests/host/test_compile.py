@@ -130,7 +130,7 @@ def test_table_and_source_cannot_drift(empty_cache, specialisation, name, messag
         (teaching.naive("float16", 64, 64), {"THREADS": 100}, "whole warps"),
         (teaching.naive("float16", 64, 64), {"HEAD_DIM": 257}, "head dims are 1 to 256"),
         (SMALL, {"THREADS": 100}, "whole warps"),
-        (SMALL, {"LANES": 64}, "a part of a warp or to the whole CTA"),
+        (SMALL, {"LANES": 64}, "of several rows in a CTA, each of many warps"),
     ],
 )
 def test_tiles_that_cannot_be_are_refused(empty_cache, specialisation, macros, message):
