@@ -23,12 +23,15 @@ class Cost(NamedTuple):
 # The flash kernels fill the register file: some rows of the tensor-core kernels spill, the
 # forward's mostly in the loop over masked tiles, and the float32 kernel spills around the options
 # of the scores. What they spill is pinned and must not grow. Decoding and the norms' backward spill
-# nothing on Turing, and on sm_90 a few bytes: of single items of head dim 256, of bfloat16.
+# nothing on Turing, and on sm_90 a few bytes: of single items of head dim 256, of bfloat16. So do
+# the products of linear, of which newer GPUs have rows of their own.
 MAY_SPILL = (
     "attention_forward",
     "attention_forward_f32",
     "attention_decode",
     "norm_backward",
+    "linear_forward",
+    "linear_product",
     "attention_backward_dkdv",
     "attention_backward_dkdv_paired",
     "attention_backward_dq",
