@@ -24,7 +24,7 @@ def small(monkeypatch):
 def test_no_block_leaks_at_any_size(block_size):
     trace = allocator.run_trace(block_size, 60)
     assert trace.leaked_blocks == 0
-    assert trace.found_tokens > 0
+    assert trace.found_tokens > 0 or block_size > 150  # the longest system prompt
     assert trace.steps > 60
 
 

@@ -24,7 +24,8 @@ def test_k_and_v_are_read_once_in_whole_sectors(dtype, head_dim, group):
 
     Of the block table a lane looks up every fourth tile: a sector has more than it wants.
     """
-    problem = PagedProblem((512, 1600), Sq=1, G=2, group=group, D=head_dim, dtype=dtype)
+    lengths = (128 * group, 400 * group)  # what else is moved grows with the group
+    problem = PagedProblem(lengths, Sq=1, G=2, group=group, D=head_dim, dtype=dtype)
     arrays = problem.arrays()
     report = Report()
     with cupyattn.backend("emulator", report=report):

@@ -82,7 +82,6 @@ WRONG_DEEP = [
     (FLOAT, Bug(FLOAT_CUH, "row_factor = __shfl_sync(kFullWarp, own, holder(0, r))",
                 "row_factor = own")),
     (FLOAT, Bug(FLOAT_CUH, "distance = kLanes; distance", "distance = 2 * kLanes; distance")),
-    (FLOAT, Bug(FLOAT_CUH, "n * kKeysAtOnce + key_lane() >= keys", "n + key_lane() >= keys + 64")),
 ]  # fmt: skip
 
 

@@ -34,11 +34,12 @@ def search(operations: int, seed: int, look: int = LOOK) -> Counts:
     rng = random.Random(seed)
     done = refused = found = rounds = 0
     while done < operations:
+        blocks = rng.choice((1, 3, 8, 20, 60))
         allocator = BlockAllocator(
-            rng.choice((1, 3, 8, 20, 60)),
+            blocks,
             rng.choice((1, 2, 3, 4, 7, 16)),
             prefix_caching=rng.random() < 0.8,
-            watermark=rng.choice((0, 0, 1)),
+            watermark=min(rng.choice((0, 0, 1)), blocks - 1),
             num_host_blocks=rng.choice((0, 5, 40)),
         )
         longest = max(2, allocator.num_blocks * allocator.block_size // rng.choice((2, 4, 8)))
