@@ -91,7 +91,7 @@ def test_inline_assembly_is_named_by_its_instruction(capsys):
 def test_instruction_of_a_statement():
     source = (source_root() / "common" / "mma.cuh").read_text().splitlines()
     found = {instruction_at(tuple(source), line) for line in range(len(source) + 2)}
-    wrappers = {"mma.sync", "ldmatrix.sync"}
+    wrappers = {"mma.sync", "movmatrix.sync", "ldmatrix.sync"}
     assert {name and ".".join(name.split(".")[:2]) for name in found} == {None, *wrappers}
     before_asm = ("float y;", 'asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));', "f(")
     assert [instruction_at(before_asm, line) for line in (1, 2, 3)] == [
