@@ -69,6 +69,12 @@ class PlantedDevice(EmulatedDevice):
         super().__init__(checks)
         self.folder = folder
 
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return an array of NaN: memory of a run before could hold what a bug does not write."""
+        array = super().empty(shape, dtype)
+        array.reshape(-1).view(np.uint8).fill(0xFF)
+        return array
+
     def load(self, specialisation: Specialisation) -> EmulatedKernel:
         spec = specialisation.spec
         source = self.folder / spec.source
