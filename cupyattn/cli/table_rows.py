@@ -112,6 +112,11 @@ def row_name(row: Specialisation) -> str:
         parts.append(f"{macros['QUERY_ROWS']} rows")
     if macros.get("LANES"):
         parts.append(f"{macros['LANES']} lanes")
+    if "STRIPS" in macros:
+        parts.append(f"{macros['STRIPS']} strips")
+    if "K_WARPS" in macros:  # of few rows' tiles likewise
+        names = ("X_TILES", "W_TILES", "GROUPS", "K_WARPS", "MIN_CTAS")
+        parts.append(" x ".join(str(macros[name]) for name in names if name in macros))
     if "TILE_INNER" in macros:  # of a product's tiles its caller chose one by its sizes
         parts.append(f"{macros['TILE_ROWS']} x {macros['TILE_COLUMNS']}")
     if macros.get("VEC") == 1:
