@@ -16,8 +16,8 @@ DEEPER = 3
 # How long a run of everything takes on two cores, kernels compiled anew, and what it is called.
 DURATIONS = {
     "quick": "about a minute",
-    "plain": "5 to 7 minutes",
-    "deep": "15 to 20 minutes",
+    "plain": "7 to 9 minutes",
+    "deep": "about half an hour",
 }
 
 # What is marked quick: files and tests by how their names begin, but for those of the second list.
