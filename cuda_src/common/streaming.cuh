@@ -1,9 +1,8 @@
 // Loads of a stream, each wrapper named as its instruction: asked for under a predicate, zeros where it does not hold.
 //
 // No branch stands between such a load and its use. ptxas gives all loads that live across a branch or a loop's back
-// edge one scoreboard, so that the first use waits for the newest load: rings of loads with branches in them ran at 2.0
-// to 3.2 TB/s on an H200, bursts of 8 loads under predicates at 3.6 to 4.2 (compute_75 PTX, 2026-11-22). The *_once
-// loads leave L1 to what is read again, and bring the other half of their 128-byte line to L2.
+// edge one scoreboard, so that the first use waits for the newest load. The *_once loads leave L1 to what is read
+// again, and bring the other half of their 128-byte line to L2.
 #pragma once
 
 #include "config.cuh"

@@ -18,7 +18,7 @@ from cupyattn.emulator import KernelFault, OutOfBoundsError
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.layers import cross_entropy, softmax
 from cupyattn.kernels.configs.rows import RowKernel
-from cupyattn.ops.cross_entropy import reduce_losses
+from cupyattn.ops.layers.cross_entropy import reduce_losses
 from cupyattn.ops.rows import row_problem, run_rows
 
 pytestmark = pytest.mark.nvrtc

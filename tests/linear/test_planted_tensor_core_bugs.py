@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
-from support import linear_problems
-from support.devices import EMULATED
-from support.linear_problems import LinearCase, backward_ratio, forward_ratio
-from support.planted_bugs import Bug, PlantedDevice, plant, without_barrier
+from support.linear_problems import LinearCase
+from support.planted_bugs import Bug, without_barrier
 from support.search import deep
 from support.tensor_core_linear import tensor_core_alone
 
-from cupyattn.emulator import Checks, KernelFault, OutOfBoundsError, SharedMemoryRaceError
+from cupyattn.emulator import KernelFault, OutOfBoundsError, SharedMemoryRaceError
 
 pytestmark = pytest.mark.nvrtc
 
@@ -27,19 +24,13 @@ FEED, LOOP, EPILOGUE, PARAMS, FORWARD, PRODUCT, GRADIENT, SUMS = (
 
 
 @pytest.fixture
-def ratio_with(tmp_path, monkeypatch):
-    """The largest error over its bound of a problem, forward or backward, with bugs planted."""
+def small_ratio_with(ratio_with):
+    """The same by these kernels alone, in their smallest tile or, for long sums, in parts."""
 
     def ratio(case: LinearCase, backward: bool, *bugs: Bug) -> float:
-        plant(tmp_path / "cuda_src", *bugs)
-        device = PlantedDevice(tmp_path / "cuda_src", Checks.all())
-        for name in ("forward", "backward"):
-            module = sys.modules[f"cupyattn.functional.linear.{name}"]
-            monkeypatch.setattr(module, "device_of", lambda operands: device)
-        monkeypatch.setattr(linear_problems, "KERNELS", EMULATED)
         split = backward and case.M[0] >= 2048
         with tensor_core_alone(None if split else "small"):
-            return backward_ratio(case) if backward else forward_ratio(case)[0]
+            return ratio_with(case, backward, *bugs)
 
     return ratio
 
@@ -61,8 +52,8 @@ LONG = case(2048, 40, 72, biased=False)
     [(PLAIN, False), (GATED, False), (ITEMS, False), (ADDED, True), (LONG, True)],
     ids=["plain", "gated", "items", "backward", "split"],
 )
-def test_a_clean_copy_is_right(problem, backward, ratio_with):
-    assert 0 < ratio_with(problem, backward) <= 1
+def test_a_clean_copy_is_right(problem, backward, small_ratio_with):
+    assert 0 < small_ratio_with(problem, backward) <= 1
 
 
 @pytest.mark.parametrize(
@@ -73,9 +64,9 @@ def test_a_clean_copy_is_right(problem, backward, ratio_with):
         (case(70, 72, 40, "silu"), True, GRADIENT, "smem_s.sums: written by every warp"),
     ],
 )
-def test_a_barrier_dropped_is_found(problem, backward, file, comment, ratio_with):
+def test_a_barrier_dropped_is_found(problem, backward, file, comment, small_ratio_with):
     with pytest.raises((SharedMemoryRaceError, KernelFault)):
-        ratio_with(problem, backward, without_barrier(file, comment))
+        small_ratio_with(problem, backward, without_barrier(file, comment))
 
 
 # the problem, whether it is the backward's, the bug
@@ -133,10 +124,10 @@ def some_now(bugs: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", some_now(FAULTS))
-def test_an_access_out_of_bounds_is_found(name, ratio_with):
+def test_an_access_out_of_bounds_is_found(name, small_ratio_with):
     problem, backward, bug = FAULTS[name]
     with pytest.raises(OutOfBoundsError):
-        ratio_with(problem, backward, bug)
+        small_ratio_with(problem, backward, bug)
 
 
 MISTAKES: dict[str, tuple[LinearCase, bool, Bug]] = {
@@ -190,10 +181,10 @@ MISTAKES: dict[str, tuple[LinearCase, bool, Bug]] = {
 
 
 @pytest.mark.parametrize("name", some_now(MISTAKES))
-def test_a_mistake_is_outside_the_bound(name, ratio_with):
+def test_a_mistake_is_outside_the_bound(name, small_ratio_with):
     problem, backward, bug = MISTAKES[name]
     try:
-        ratio = ratio_with(problem, backward, bug)
+        ratio = small_ratio_with(problem, backward, bug)
     except KernelFault:
         return  # found even sooner
     assert not ratio <= 1.5

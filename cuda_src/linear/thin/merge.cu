@@ -4,7 +4,7 @@
 //
 // Shapes    partials (splits, M, W) float32, as product.cu and row.cu leave them; the others as in tile.cuh.
 // Work      A thread finishes one item of out; neighbours own neighbouring columns. Grid: ceil(M N / THREADS).
-// Budget    no shared memory. What two launches cost, 1.5 to 2 us, is why K is split only where CTAs are few.
+// Budget    no shared memory. A second launch costs time: K is split only where CTAs are few.
 // Edges     M N need not be a multiple of THREADS.
 #if !defined(ACTIVATION) || !defined(GATED) || !defined(THREADS)
 #error "ACTIVATION, GATED and THREADS come from a launch-configuration table"

@@ -17,7 +17,7 @@ from cupyattn.functional.layers.losses import (
 from cupyattn.functional.layers.rows import call_rows
 from cupyattn.kernels.configs.layers import cross_entropy as kernels
 from cupyattn.ops.checks import require_bool
-from cupyattn.ops.cross_entropy import (
+from cupyattn.ops.layers.cross_entropy import (
     checked_options,
     require_reduction,
     require_scalar_output,

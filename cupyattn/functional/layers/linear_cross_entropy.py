@@ -31,7 +31,7 @@ from cupyattn.ops.checks import (
     require_shape,
     require_whole_item_strides,
 )
-from cupyattn.ops.cross_entropy import (
+from cupyattn.ops.layers.cross_entropy import (
     LossOptions,
     check_labels,
     checked_options,

@@ -28,7 +28,7 @@ _SMS = (40, 68, 132)
 # count of its instructions; where two CTAs share an SM, half of it passes under the other's loop.
 _OUTSIDE_LOOP = 100
 # Operands come from L2, which a T4 keeps busy for 51 (1/rows + 1/columns) of its products' time: a
-# part of that shows. (Of 128 x 128 tiles an H200 made 0.79 of what it made of 256 x 192.)
+# part of that shows: an estimate, which no GPU has confirmed.
 _FROM_L2 = 20
 _STORING_PARTS = 1000  # the same of float32 parts, written and read once more at a T4's 240 GB/s
 _LEAST_PART_LOG2 = 9  # items of the sum for a CTA

@@ -75,8 +75,8 @@ class DecodeConfig:
     reason: str
 
 
-# By the head dim and the most rows; others of float16 run as other dtypes do. The figures are of a
-# prototype of this kernel on an H200 as compute_75 code, paged, 32/8 heads, 2026-11.
+# By the head dim and the most rows; others of float16 run as other dtypes do. Chosen by what
+# registers hold; no row has been timed yet (python -m cupyattn.benchmark decode).
 TENSOR_CORES: Mapping[int, Mapping[int, Mapping[int | None, DecodeConfig]]] = {
     75: {
         64: {
@@ -84,8 +84,8 @@ TENSOR_CORES: Mapping[int, Mapping[int, Mapping[int | None, DecodeConfig]]] = {
             None: DecodeConfig(16, 3, "two tiles of rows share what is read of K and V"),
         },
         128: {
-            8: DecodeConfig(8, 3, "12 warps, one tile ahead: 4.4 TB/s of 4.65 at 64 x 4k"),
-            None: DecodeConfig(16, 2, "4 tokens of a group of 4 in one pass: 4.2 TB/s"),
+            8: DecodeConfig(8, 3, "12 warps an SM, each with one tile ahead"),
+            None: DecodeConfig(16, 2, "4 tokens of a group of 4 in one pass"),
         },
         256: {None: DecodeConfig(8, 2, "64 registers of K or V on the way, 96 of q and out")},
     }

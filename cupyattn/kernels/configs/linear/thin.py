@@ -80,8 +80,8 @@ class ThinConfig:
 Table = Mapping[bool, Mapping[int, Mapping[int | None, ThinConfig]]]
 """By whether w lies along K, by the most rows of x, by the most columns of the result."""
 
-# Measured on an H200 as compute_75 code with prototypes of these kernels, cold L2, 2026-11-22; rows
-# for 17 rows of x and more, and for few columns along N, follow from bytes in flight and registers.
+# Up to 16 rows of x along K chosen by the times of prototypes, the others by bytes in flight and
+# registers; no row has been timed yet itself (python -m cupyattn.benchmark linear --kind thin).
 _FEW = "few columns: warps share them, or a multiprocessor has too little in flight"
 _WHOLE = "columns for two CTAs a multiprocessor; more would split K"
 _TURING: Table = {
@@ -89,9 +89,9 @@ _TURING: Table = {
         1: {
             2048: ThinConfig(1, (5, 4), 1, 4, 5, _FEW),
             4096: ThinConfig(1, (5, 4), 2, 2, 5, "2560 x 2560: a warp's whole K is one burst"),
-            None: ThinConfig(1, (5, 4), 4, 1, 5, "0.90 of the best of 16 variants and more"),
+            None: ThinConfig(1, (5, 4), 4, 1, 5, "the rows of w of four warps, each a burst"),
         },
-        8: {None: ThinConfig(1, (5, 4), 1, 8, 2, "0.92 of the best of 16 variants and more")},
+        8: {None: ThinConfig(1, (5, 4), 1, 8, 2, "16 columns: eight warps share a long K")},
         16: {None: ThinConfig(2, (2,), 1, 8, 2, "32 columns: x costs half of what w does")},
         32: {
             4096: ThinConfig(2, (2,), 1, 8, 2, _WHOLE),
