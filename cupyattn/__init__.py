@@ -1,4 +1,4 @@
-"""Exact attention for array code: CUDA kernels for Turing GPUs behind a NumPy-like API.
+"""Exact attention, layers and a paged KV cache for array code: CUDA kernels for Turing GPUs.
 
 >>> import numpy as np, cupyattn
 >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 5, 2, 8), dtype=np.float32)
@@ -26,12 +26,16 @@ from cupyattn.functional import (
     Llama3Scaling,
     NTKScaling,
     RMSNormGrads,
+    Rotary,
+    SoftmaxGrads,
     SwigluGrads,
     YarnScaling,
     adamw_step,
+    append_kv,
     attention,
     attention_backward,
     backend,
+    copy_blocks,
     cross_entropy,
     cross_entropy_backward,
     device_info,
@@ -39,6 +43,7 @@ from cupyattn.functional import (
     dropout_backward,
     embedding,
     embedding_backward,
+    gather,
     geglu,
     geglu_backward,
     gelu,
@@ -71,7 +76,14 @@ from cupyattn.functional import (
     swiglu_backward,
     vjp,
 )
-from cupyattn.kv_cache import BlockAllocator, Copy, OutOfBlocksError, Scheduler, Sequence
+from cupyattn.kv_cache import (
+    BlockAllocator,
+    Copy,
+    OutOfBlocksError,
+    PagedKVCache,
+    Scheduler,
+    Sequence,
+)
 
 __version__ = "0.1.0"
 
@@ -88,16 +100,21 @@ __all__ = [
     "Llama3Scaling",
     "NTKScaling",
     "OutOfBlocksError",
+    "PagedKVCache",
     "RMSNormGrads",
+    "Rotary",
     "Scheduler",
     "Sequence",
+    "SoftmaxGrads",
     "SwigluGrads",
     "YarnScaling",
     "__version__",
     "adamw_step",
+    "append_kv",
     "attention",
     "attention_backward",
     "backend",
+    "copy_blocks",
     "cross_entropy",
     "cross_entropy_backward",
     "device_info",
@@ -105,6 +122,7 @@ __all__ = [
     "dropout_backward",
     "embedding",
     "embedding_backward",
+    "gather",
     "geglu",
     "geglu_backward",
     "gelu",

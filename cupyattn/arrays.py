@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ _ARRAYS = (
     "__dlpack__"
 )
 
+_SOMEWHERE = 1 << 62
+"""An address in the middle of all there may be."""
 _MOST_CANDIDATES: Any = 100_000  # Any: to the stubs of NumPy 2.4 max_work is 0 or -1
 
 
@@ -98,10 +101,15 @@ def starts_of(description: Description) -> dict[str, int]:
     return {name: start for name, *_, start in description}
 
 
-def adopt(candidates: dict[str, Any], fixes: Mapping[str, str] = MappingProxyType({})) -> Operands:
+def adopt(
+    candidates: dict[str, Any],
+    fixes: Mapping[str, str] = MappingProxyType({}),
+    shown_as: Mapping[str, str] = MappingProxyType({}),
+) -> Operands:
     """Take the arrays of a call, by name; None stands for an option that was not given.
 
-    `fixes` has what to pass, where converting what is no array would not do.
+    `fixes` has what to pass, where converting what is no array would not do; `shown_as` what
+    errors call an array that callers know by another name.
 
     Raises
     ------
@@ -119,7 +127,7 @@ def adopt(candidates: dict[str, Any], fixes: Mapping[str, str] = MappingProxyTyp
         if array is None:
             continue
         if type(array) not in _own_kinds:
-            array = _adopt_one(name, array, fixes)
+            array = _adopt_one(shown_as.get(name, name), array, fixes)
         if type(array) is np.ndarray:
             device_id, place = None, array.ctypes.data
         else:
@@ -130,7 +138,8 @@ def adopt(candidates: dict[str, Any], fixes: Mapping[str, str] = MappingProxyTyp
         places.append(place)
         description.append((name, array.shape, array.strides, array.dtype, place % ALIGNMENT))
     if len(devices) > 1:
-        raise _mixed_libraries(arrays) if None in devices else _mixed_devices(arrays)
+        shown = {shown_as.get(name, name): array for name, array in arrays.items()}
+        raise _mixed_libraries(shown) if None in devices else _mixed_devices(shown)
     return Operands(devices.pop() if devices else None, arrays, places, tuple(description))
 
 
@@ -294,14 +303,17 @@ def span(layout: Layout) -> Span:
     )
 
 
-def share_an_item(a: Array, b: Array) -> bool:
-    """Tell whether two arrays have an item in common; exact, for device memory too.
+@lru_cache(maxsize=4096)
+def share_an_item(a: Layout, b: Layout, distance: int) -> bool:
+    """Tell whether two arrays have an item in common, b's first that many bytes behind a's.
 
     NumPy solves for a common address on stand-ins, whose memory it never touches. For operations to
-    ask where `span` says that two arrays meet, as two slices of one packed array do.
+    ask where `span` says that two arrays meet, as two slices of one packed array do: those are as
+    far apart in the next call, so answers are remembered.
     """
+    first, second = _StandIn(a, _SOMEWHERE), _StandIn(b, _SOMEWHERE + distance)
     try:
-        return np.shares_memory(_stand_in(a), _stand_in(b), max_work=_MOST_CANDIDATES)
+        return np.shares_memory(np.asarray(first), np.asarray(second), max_work=_MOST_CANDIDATES)
     except np.exceptions.TooHardError:
         return True
 
@@ -327,17 +339,13 @@ def overlaps_itself(layout: Layout) -> bool:
 
 
 class _StandIn:
-    """An array of the same addresses, for questions about addresses alone."""
+    """An array of that layout at an address, for questions about addresses alone."""
 
-    def __init__(self, array: Array) -> None:
+    def __init__(self, layout: Layout, place: int) -> None:
         self.__array_interface__ = {
-            "data": (address(array), True),
-            "shape": array.shape,
-            "strides": array.strides,
-            "typestr": f"|V{array.dtype.itemsize}",
+            "data": (place, True),
+            "shape": layout.shape,
+            "strides": layout.strides,
+            "typestr": f"|V{layout.dtype.itemsize}",
             "version": 3,
         }
-
-
-def _stand_in(array: Array) -> np.ndarray:
-    return np.asarray(_StandIn(array))

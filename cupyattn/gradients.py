@@ -139,6 +139,23 @@ class LinearGrads(NamedTuple):
     db: Array | None = None
 
 
+class SoftmaxGrads(NamedTuple):
+    """Gradients of softmax's inputs, or of log_softmax's, each of its input's shape.
+
+    As ``grads=`` None, the default, stands for an array that is to be made.
+
+    Attributes
+    ----------
+    dx : array (..., N)
+        Of x.
+    dbias : array of bias's shape
+        Of the bias, summed over the axes that it broadcast along.
+    """
+
+    dx: Array = None
+    dbias: Array = None
+
+
 class LinearCrossEntropyGrads(NamedTuple):
     """Gradients of linear_cross_entropy's inputs, each of its input's shape.
 

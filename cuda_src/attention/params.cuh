@@ -60,6 +60,8 @@ __device__ __forceinline__ int64 batch_integer(const void* items, BatchIntegers 
 // neighbours and share its keys in L2.
 struct Place {
   int batch, head, kv_head, first_row;
+  int sq;     // queries of the sequence
+  int begin;  // of packed sequences the row of this one's first query
 };
 
 __device__ __forceinline__ Place place_of_cta(const AttentionParams& params, int rows_per_cta,
@@ -72,12 +74,20 @@ __device__ __forceinline__ Place place_of_cta(const AttentionParams& params, int
   place.head = sequence % params.heads;
   place.batch = sequence / params.heads;
   place.kv_head = place.head / params.group;
+  place.sq = params.sq;
+  place.begin = 0;
   return place;
 }
 
 template <typename Scalar>
 __device__ __forceinline__ Scalar* head_rows(Scalar* array, const Strides& strides, int batch, int head, int row) {
   return array + batch * strides.batch + head * strides.head + row * strides.seq;
+}
+
+// A query's row of q, out or lse.
+template <typename Scalar>
+__device__ __forceinline__ Scalar* query_row(Scalar* array, const Strides& strides, const Place& place, int row) {
+  return head_rows(array, strides, place.batch, place.head, place.begin + row);
 }
 
 // The keys from there on do not exist.

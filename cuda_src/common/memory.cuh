@@ -79,6 +79,21 @@ __device__ __forceinline__ uint4 ld_global_stream_v4(const void* source) {
   return v;
 }
 
+// The same for 1, 2 or 4 words of short rows: L2 fetches 64 bytes, the least that memory brings.
+template <int kWords>
+__device__ __forceinline__ void ld_global_stream(uint32 (&x)[kWords], const void* source) {
+  static_assert(kWords == 1 || kWords == 2 || kWords == 4, "u32, v2, v4");
+  if constexpr (kWords == 4) {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::64B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "l"(source));
+  } else if constexpr (kWords == 2) {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::64B.v2.u32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "l"(source));
+  } else {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::64B.u32 %0, [%1];" : "=r"(x[0]) : "l"(source));
+  }
+}
+
 __device__ __forceinline__ uint2 ld_global_v2(const void* source) {
   uint2 v;
   asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(source));
@@ -112,6 +127,19 @@ __device__ __forceinline__ float4 ld_global_v4(const float* source) {
 
 __device__ __forceinline__ void red_global_add(float* target, float x) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(target), "f"(x) : "memory");
+}
+
+// c + a * b in one instruction: of int64 factors that are known to fit 32 bits the compiler makes four.
+__device__ __forceinline__ int64 mad_wide(int a, int b, int64 c) {
+  int64 d;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(d) : "r"(a), "r"(b), "l"(c));
+  return d;
+}
+
+__device__ __forceinline__ int64 mad_wide(uint32 a, uint32 b, int64 c) {
+  int64 d;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(d) : "r"(a), "r"(b), "l"(c));
+  return d;
 }
 
 // A value of which the compiler computes nothing ahead of the loop that it is used in: what rarely runs shall not

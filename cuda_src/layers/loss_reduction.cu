@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   float sum = 0.f;
   int counted = 0;
   for (int64 row = threadIdx.x; row < params.rows; row += THREADS) {
-    if (losses_g) sum += losses_g[row];
+    if (!dloss_g) sum += losses_g[row];
     if (MEAN) counted += labels_g[row_offset(params, kLabels, row)] != ignore_index;
   }
   sum = cta_reduce<Sum, THREADS>(sum, partial_s);
@@ -32,6 +32,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const float low = cta_reduce<Sum, THREADS>(static_cast<float>(counted & 0xfff), partial_s);
   const float high = cta_reduce<Sum, THREADS>(static_cast<float>(counted >> 12), partial_s);
   if (threadIdx.x != 0) return;
-  const float numerator = losses_g ? sum : *dloss_g;
+  const float numerator = dloss_g ? *dloss_g : sum;  // losses of no rows have no address
   *result_g = MEAN ? numerator / (high * 4096.f + low) : numerator;
 }

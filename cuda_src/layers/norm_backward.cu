@@ -1,25 +1,24 @@
 // Layer norm (WITH_MEAN) and RMS norm over the last axis, backward: from dout (dL/dout) and what was normalised, x.
 //
 //   n_i = (x_i - mean) rstd,   g_i = dout_i (weight_offset + weight_i)
-//   dx_i = rstd (g_i - mean_j g_j - n_i mean_j (g_j n_j)) + dresidual_i
+//   dx_i = rstd (g_i - mean_j g_j - n_i mean_j (g_j n_j)) + dtotal_i
 //   dweight_i = sum over rows of dout_i n_i,   dbias_i = sum over rows of dout_i
 //
-// RMS norm has mean 0 and no mean_j g_j. dresidual is the gradient of the sum that was normalised, where that is a
+// RMS norm has mean 0 and no mean_j g_j. dtotal is the gradient of the sum that was normalised, where that is a
 // result of the forward too; then x is that sum, and dx the gradient of both of its terms.
 //
-// Shapes    dout, x, dresidual and dx of any rank and any outer strides, last axis contiguous (RowsParams, rows.cuh);
+// Shapes    dout, x, dtotal and dx of any rank and any outer strides, last axis contiguous (RowsParams, rows.cuh);
 //           weight (length,); mean and rstd one float for each row; partial sums (CTAs, length) float32.
 // Work      LANES threads own a row; a CTA walks rows gridDim.x * kRowsPerCta apart. While it computes a row, the next
 //           one's loads are under way, where registers hold both. column_sums.cu adds up what the CTAs leave.
-// Budget    registers, for STRIPS * VEC items a thread: x, dout and dresidual of one row or two and the weight, in
+// Budget    registers, for STRIPS * VEC items a thread: x, dout and dtotal of one row or two and the weight, in
 //           their own dtype, and float sums of dweight and dbias; a row that is not RESIDENT: VEC of each, a second
 //           read, and sums in global memory. Shared memory: two floats per warp, twice; a strip of column sums.
 // Edges     columns beyond the row count as none.
-#if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) ||   \
-    !defined(RESIDENT) || !defined(WITH_DRESIDUAL) || !defined(WITH_WEIGHT) || !defined(WITH_BIAS) || \
-    !defined(WITH_MEAN)
+#if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
+    !defined(RESIDENT) || !defined(WITH_DTOTAL) || !defined(WITH_WEIGHT) || !defined(WITH_BIAS) || !defined(WITH_MEAN)
 #error \
-    "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, WITH_DRESIDUAL, WITH_WEIGHT, WITH_BIAS, WITH_MEAN come from a launch-configuration table"
+    "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, WITH_DTOTAL, WITH_WEIGHT, WITH_BIAS, WITH_MEAN come from a launch-configuration table"
 #endif
 #include "../common/rows.cuh"
 
@@ -27,12 +26,12 @@ using Scalar = DTYPE;
 using Rows = RowTraits<THREADS, LANES, STRIPS, VEC, RESIDENT>;
 using Params = RowsParams<6>;
 using Held = HeldStrip<Rows, Scalar>;
-enum Array { kDout, kX, kDresidual, kMean, kRstd, kDx };
+enum Array { kDout, kX, kDtotal, kMean, kRstd, kDx };
 static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
 
 // What fits in a thread's registers beside the float sums, and as many floats on their way: the weight, one row or two.
 constexpr int kWeight = WITH_WEIGHT * kHeldRegisters<Rows, Scalar>;
-constexpr int kRow = (WITH_DRESIDUAL ? 3 : 2) * kHeldRegisters<Rows, Scalar>;
+constexpr int kRow = (WITH_DTOTAL ? 3 : 2) * kHeldRegisters<Rows, Scalar>;
 constexpr int kFree = kFreeRegisters<Rows> - (1 + WITH_WEIGHT + WITH_BIAS) * Rows::kHeldStrips * Rows::kVec;
 constexpr bool kAhead = Rows::kResident && kWeight + 2 * kRow <= kFree;
 constexpr bool kHoldWeight = Rows::kResident && kWeight + kRow <= kFree;
@@ -43,22 +42,22 @@ struct Smem {
 };
 
 struct Arrays {
-  const Scalar *dout_g, *x_g, *dresidual_g;
+  const Scalar *dout_g, *x_g, *dtotal_g;
   const float *mean_g, *rstd_g;
   Scalar* dx_g;
 };
 
 // A row: where it lies, its statistics, and the strips that this thread holds of it.
 struct Row {
-  Held dout[Rows::kHeldStrips], x[Rows::kHeldStrips], dresidual[Rows::kHeldStrips];
-  const Scalar *dout_g, *x_g, *dresidual_g;
+  Held dout[Rows::kHeldStrips], x[Rows::kHeldStrips], dtotal[Rows::kHeldStrips];
+  const Scalar *dout_g, *x_g, *dtotal_g;
   int64 length;  // 0 of a row beyond the last, which takes part with no columns
   float mean, rstd;
 
   __device__ __forceinline__ void load_strip(int held, int64 strip) {
     dout[held].load(dout_g, strip, length);
     x[held].load(x_g, strip, length);
-    if constexpr (WITH_DRESIDUAL) dresidual[held].load(dresidual_g, strip, length);
+    if constexpr (WITH_DTOTAL) dtotal[held].load(dtotal_g, strip, length);
   }
 
   // Its loads begin here. A row beyond the last has none.
@@ -69,7 +68,7 @@ struct Row {
     length = exists ? params.length : 0;
     dout_g = arrays.dout_g + offsets[kDout];
     x_g = arrays.x_g + offsets[kX];
-    if constexpr (WITH_DRESIDUAL) dresidual_g = arrays.dresidual_g + offsets[kDresidual];
+    if constexpr (WITH_DTOTAL) dtotal_g = arrays.dtotal_g + offsets[kDtotal];
     mean = rstd = 0.f;
     if (exists) rstd = arrays.rstd_g[offsets[kRstd]];
     if (WITH_MEAN && exists) mean = arrays.mean_g[offsets[kMean]];
@@ -101,8 +100,8 @@ __device__ __forceinline__ void store_dx(const Row& row, const Terms& terms, int
   float dx[Rows::kVec], more[Rows::kVec];
 #pragma unroll
   for (int i = 0; i < Rows::kVec; i++) dx[i] = row.rstd * terms.g[i] - g_shift - terms.normal[i] * n_slope;
-  if constexpr (WITH_DRESIDUAL) {
-    row.dresidual[held].get(more);
+  if constexpr (WITH_DTOTAL) {
+    row.dtotal[held].get(more);
 #pragma unroll
     for (int i = 0; i < Rows::kVec; i++) dx[i] += more[i];
   }
@@ -115,11 +114,11 @@ __device__ __forceinline__ void store_dx(const Row& row, const Terms& terms, int
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    norm_backward(const Scalar* dout_g, const Scalar* x_g, const Scalar* dresidual_g, const Scalar* weight_g,
+    norm_backward(const Scalar* dout_g, const Scalar* x_g, const Scalar* dtotal_g, const Scalar* weight_g,
                   const Scalar*, const float* mean_g, const float* rstd_g, Scalar* dx_g, float* dweight_g,
                   float* dbias_g, float weight_offset, int accumulate, const Params params) {
   __shared__ Smem smem_s;
-  const Arrays arrays = {dout_g, x_g, dresidual_g, mean_g, rstd_g, dx_g};
+  const Arrays arrays = {dout_g, x_g, dtotal_g, mean_g, rstd_g, dx_g};
   const int64 step = static_cast<int64>(gridDim.x) * Rows::kRowsPerCta;
   const int64 first = blockIdx.x * static_cast<int64>(Rows::kRowsPerCta);
   const float each = 1.f / static_cast<float>(params.length);

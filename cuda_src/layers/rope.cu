@@ -17,7 +17,7 @@
     !defined(POSITION) || !defined(INTERLEAVED) || !defined(ACCUMULATE)
 #error "DTYPE, THREADS, HEADS, VEC, TABLE, POSITION, INTERLEAVED and ACCUMULATE come from a launch-configuration table"
 #endif
-#include "../common/vec.cuh"
+#include "rotation.cuh"
 
 constexpr int kRopeArrays = 2;
 
@@ -105,19 +105,6 @@ struct Place {
   }
 };
 
-// kPairs neighbouring items of a table, at most 16 bytes at a time; item by item where rows are not aligned.
-__device__ __forceinline__ void load_table(float (&values)[kPairs], const TABLE* source) {
-  constexpr int kMost = VEC == 1 ? 1 : kVectorBytes / static_cast<int>(sizeof(TABLE));
-  constexpr int kItems = kPairs < kMost ? kPairs : kMost;
-#pragma unroll
-  for (int first = 0; first < kPairs; first += kItems) {
-    float piece[kItems];
-    load_vec(piece, source + first);
-#pragma unroll
-    for (int i = 0; i < kItems; i++) values[first + i] = piece[i];
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS)
     rope(const DTYPE* x0_g, const DTYPE* x1_g, const TABLE* cos_g, const TABLE* sin_g, const POSITION* positions_g,
          DTYPE* out0_g, DTYPE* out1_g, const RopeParams params) {
@@ -150,8 +137,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int64 position =
       positions_g == nullptr ? s : positions_g[batch * params.positions_batch + s * params.positions_seq];
   if (rotates && position >= 0 && position < params.table_length) {
-    load_table(cos, cos_g + position * params.cos_stride + slot * kPairs);
-    load_table(sin, sin_g + position * params.sin_stride + slot * kPairs);
+    load_table<(VEC > 1)>(cos, cos_g + position * params.cos_stride + slot * kPairs);
+    load_table<(VEC > 1)>(sin, sin_g + position * params.sin_stride + slot * kPairs);
   } else {
     const float identity = rotates ? __int_as_float(0x7fc00000) : 1.f;  // NaN where there is no such position
 #pragma unroll
@@ -165,8 +152,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int i = 0; i < kPairs; i++) {
       const float a = x[h].first(i), b = x[h].second(i), turn = params.sign * sin[i];
-      float first = rotates ? a * cos[i] - b * turn : a;
-      float second = rotates ? b * cos[i] + a * turn : b;
+      float first = rotates ? rotated(a, b, cos[i], -turn) : a;
+      float second = rotates ? rotated(b, a, cos[i], turn) : b;
       if constexpr (ACCUMULATE) first += present[h].first(i), second += present[h].second(i);
       out.set(i, first, second);
     }

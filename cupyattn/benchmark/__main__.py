@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from cupyattn.benchmark import allocator, decode, emulator, host, training_step
+from cupyattn.benchmark import allocator, decode, emulator, host, kv_cache, prefill, training_step
 from cupyattn.benchmark.attention import backward as attention_backward
 from cupyattn.benchmark.attention import forward as attention
 from cupyattn.benchmark.layers import command as layers
@@ -19,6 +19,8 @@ _BENCHMARKS = (
     attention_backward,
     layers,
     decode,
+    prefill,
+    kv_cache,
     linear,
     training_step,
     allocator,

@@ -19,7 +19,7 @@ import numpy as np
 import cupyattn
 from cupyattn.cli.arguments import add_json_option, integer
 from cupyattn.cli.terminal import Result, Terminal, emit
-from cupyattn.kv_cache import BlockAllocator, Copy, Scheduler, Work
+from cupyattn.kv_cache import BlockAllocator, Copy, PagedKVCache, Scheduler, Work
 
 PAIRS_GOAL = 1_000_000  # allocate and free, a second
 TABLE_GOAL_MS = 1.0
@@ -149,17 +149,11 @@ def append_microseconds(tokens: int = 20_000) -> float:
 
 
 def table_milliseconds(sequences: int = MAX_BATCH, length: int = 4096) -> float:
-    """Time the copy of the block ids of as many sequences into an int32 table."""
-    allocator = BlockAllocator(sequences * (length // 16), 16)
-    every = [allocator.add(range(length)) for _ in range(sequences)]
-    table = np.full((sequences, length // 16), -1, np.int32)
-
-    def call() -> None:
-        for row, sequence in zip(table, every, strict=True):
-            ids = sequence.block_ids
-            row[: len(ids)] = ids
-
-    taken = fastest(call) * 1e3
+    """Time a step's tables of as many sequences, one new token each, without their upload."""
+    cache = PagedKVCache(1, sequences * (length // 16), 16, 1, 1, dtype="float16", xp=np)
+    every = [cache.allocator.add(range(length)) for _ in range(sequences)]
+    tables = cache.step_tables(every)
+    taken = fastest(lambda: tables.update(every)) * 1e3
     for sequence in every:
         sequence.free()
     return taken

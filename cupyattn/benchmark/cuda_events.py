@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import statistics
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -79,40 +80,53 @@ def graph_timer(rounds: int, warm_up: int) -> RoundTimer:
 
 def _graph(calls: Round) -> Callable[[], None]:
     cupy = load_cupy()
+    cupy.cuda.get_current_stream().synchronize()  # the stream below does not wait for this one
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        for call in calls:  # compiles, and leaves the memory pool what the capture takes from it
-            call()
-            call()
+        for _ in range(2):  # compiles, and leaves the memory pool what the capture takes from it
+            _each_result(calls)
         stream.synchronize()
         stream.begin_capture()
-        for call in calls:
-            call()
+        _each_result(calls)
         graph = stream.end_capture()
     return lambda: graph.launch(cupy.cuda.get_current_stream())
 
 
 def _torch_graph(torch: Any, calls: Round) -> Callable[[], None]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls:
-            call()
-            call()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch_stream(torch)):
+        for _ in range(2):
+            _each_result(calls)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+    with torch.cuda.graph(graph, stream=torch_stream(torch)):
+        _each_result(calls)
     return graph.replay
 
 
-def copy_rate(timer: RoundTimer) -> float:
-    """Return the GB/s, read and written, of copies of a gibibyte on the current device."""
+def _each_result(calls: Round) -> None:
+    """Make the calls, with memory of its own for the result of each, which no cache holds then."""
+    _ = [call() for call in calls]
+
+
+@cache
+def torch_stream(torch: Any) -> Any:
+    """Return the stream that PyTorch's calls are captured on.
+
+    Gradients are computed on the stream of their forward: that has to be this one.
+    """
+    return torch.cuda.Stream()
+
+
+def copy_rate(calls: int, warm_up: int) -> float:
+    """Return the GB/s, read and written, of copies of a gibibyte on the current device.
+
+    Not as a graph, in which a copy goes through an engine that is slower than the multiprocessors.
+    """
     cupy = load_cupy()
     source, target = cupy.zeros(2**30, np.uint8), cupy.empty(2**30, np.uint8)
-    seconds = timer([lambda: cupy.copyto(target, source)], None)
-    return 2 * source.nbytes / statistics.median(seconds) / 1e9
+    copy = partial(target.data.copy_from_device_async, source.data, source.nbytes)
+    return 2 * source.nbytes / statistics.median(event_timer(calls, warm_up)(copy)) / 1e9
 
 
 def measured_on(device: CudaDevice) -> dict[str, Any]:

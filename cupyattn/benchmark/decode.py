@@ -1,12 +1,15 @@
-"""``python -m cupyattn.benchmark decode``: a step of decoding over a paged cache, on a GPU.
+"""``python -m cupyattn.benchmark decode``: a step of decoding, paged and dense, on a GPU.
 
-Its measure is the memory's speed: GB/s of the K and V in use, beside those of a copy.
+Its measure is the memory's speed: GB/s of the K and V in use, beside those of a copy. Of caches of
+integers it is what they are for: tokens a second beside those of floats.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,12 +26,20 @@ from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 from cupyattn.kernels.device.cuda import cuda_device
 from cupyattn.ops.attention.decode_problem import MAX_QUERIES
+from cupyattn.reference.kv_cache.quantisation import quantise
 
+LAYOUTS = ("paged", "dense")
+CACHES = {"float": None, "int8": 8, "int4": 4}
+"""What paged caches hold, and bits of an integer."""
+_SCALE_BYTES = 4
 _SHORTEST = 256  # of ragged sequences
 
 
 class Case(NamedTuple):
-    """One step; `ragged` draws lengths from 256 to the context instead of taking that."""
+    """One step; `ragged` draws lengths from 256 to the context instead of taking that.
+
+    Without a block_size keys and values are dense, and the step is a call of `attention`.
+    """
 
     batch: int
     context: int
@@ -37,8 +48,11 @@ class Case(NamedTuple):
     kv_heads: int
     head_dim: int
     queries: int
-    block_size: int
+    block_size: int | None
     dtype: str
+    cache: str = "float"
+    heads_first: bool = False
+    """In memory a block's slots of one head lie side by side, not a slot's heads."""
 
     def lengths(self) -> np.ndarray:
         """Tokens of each sequence."""
@@ -49,27 +63,57 @@ class Case(NamedTuple):
         return drawn.astype(np.int32)
 
     def bytes_of(self, lengths: np.ndarray) -> int:
-        """K and V of all tokens."""
-        token = 2 * self.kv_heads * self.head_dim * STORAGE[self.dtype]
-        return int(lengths.sum()) * token
+        """K and V of all tokens, and their scales."""
+        bits = CACHES[self.cache]
+        row = self.head_dim * (STORAGE[self.dtype] if bits is None else bits / 8)
+        row += 0 if bits is None else _SCALE_BYTES
+        return int(lengths.sum() * 2 * self.kv_heads * row)
 
     def arrays(self, xp: Any) -> tuple[Any, ...]:
-        """Return q, the caches, the table and lengths; blocks lie anywhere in the pool."""
+        """Return q, the caches, the table and lengths; blocks lie anywhere in the pool.
+
+        Dense keys and values are blocks as long as the longest sequence, without a table. Caches of
+        integers are followed by their scales, each head's side by side.
+        """
         lengths = self.lengths()
-        columns = -(-int(lengths.max()) // self.block_size)
+        block_size = self.block_size or int(lengths.max())
+        columns = -(-int(lengths.max()) // block_size)
         num_blocks = self.batch * columns
         ids = np.random.default_rng(1).permutation(num_blocks).astype(np.int32)
         dtype = numpy_dtype(self.dtype)
-        pool = (num_blocks, self.block_size, self.kv_heads, self.head_dim)
+        pool = (num_blocks, block_size, self.kv_heads, self.head_dim)
         rng = np.random.default_rng(2)
         some = rng.standard_normal((1, *pool[1:]), dtype=np.float32).astype(dtype)
+        bits = CACHES[self.cache]
+        stored, *scales = (some,) if bits is None else quantise(some, bits)
         q = rng.standard_normal(
             (self.batch, self.queries, self.heads, self.head_dim), dtype=np.float32
         ).astype(dtype)
-        caches = [xp.empty(pool, dtype) for _ in range(2)]
-        for cache in caches:
-            cache[...] = xp.asarray(some)
-        return xp.asarray(q), *caches, xp.asarray(ids.reshape(self.batch, -1)), xp.asarray(lengths)
+        caches = [self._pool(xp, stored, num_blocks, self.heads_first) for _ in range(2)]
+        all_scales = [self._pool(xp, each, num_blocks, True) for each in (*scales, *scales)]
+        table = [] if self.block_size is None else [xp.asarray(ids.reshape(self.batch, -1))]
+        return xp.asarray(q), *caches, *table, xp.asarray(lengths), *all_scales
+
+    def _pool(self, xp: Any, block: np.ndarray, num_blocks: int, heads_first: bool) -> Any:
+        """Return that many copies of a block (1, block_size, G, ...)."""
+        shape = (num_blocks, *block.shape[1:])
+        if heads_first:
+            pool = xp.empty((shape[0], shape[2], shape[1], *shape[3:]), block.dtype).swapaxes(1, 2)
+        else:
+            pool = xp.empty(shape, block.dtype)
+        pool[...] = xp.asarray(block)
+        return pool
+
+    def step(self, xp: Any) -> Callable[[], Any]:
+        """Return the call, into an array of its own."""
+        arrays = self.arrays(xp)
+        out = xp.empty(arrays[0].shape, arrays[0].dtype)
+        if self.block_size is not None:
+            scales = dict(zip(("k_scales", "v_scales"), arrays[5:], strict=False))
+            return partial(cupyattn.paged_attention, *arrays[:5], **scales, causal=True, out=out)
+        q, k, v, lengths = arrays
+        used = lengths if self.ragged else None
+        return partial(cupyattn.attention, q, k, v, causal=True, seqused_k=used, out=out)
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -82,17 +126,11 @@ def numpy_dtype(name: str) -> np.dtype:
 
 
 def time_cases(cases: list[Case], xp: Any, timer: RoundTimer) -> list[dict[str, Any]]:
-    """Return a row for each case: the median ``seconds`` of a step, ``bytes``, ``gb_per_s``."""
+    """Return a row for each case: the median ``seconds`` of a step, ``bytes``, rates a second."""
     rows = []
     with progress("timing", len(cases)) as step:
         for case in cases:
-            arrays = case.arrays(xp)
-            out = xp.empty(arrays[0].shape, arrays[0].dtype)
-
-            def call(arrays: tuple[Any, ...] = arrays, out: Any = out) -> Any:
-                return cupyattn.paged_attention(*arrays, causal=True, out=out)
-
-            seconds = statistics.median(timer([call], None))
+            seconds = statistics.median(timer([case.step(xp)], None))
             traffic = case.bytes_of(case.lengths())
             rows.append(
                 {
@@ -100,6 +138,7 @@ def time_cases(cases: list[Case], xp: Any, timer: RoundTimer) -> list[dict[str, 
                     "seconds": seconds,
                     "bytes": traffic,
                     "gb_per_s": traffic / seconds / 1e9,
+                    "tokens_per_s": case.batch * case.queries / seconds,
                 }
             )
             step()
@@ -110,10 +149,10 @@ def add_parser(benchmarks: Any) -> None:
     """Add the benchmark to the command line."""
     parser = benchmarks.add_parser(
         "decode",
-        help="GB/s of K and V in a step of decoding over a paged cache on a GPU",
-        description="Time paged_attention by CUDA events around CUDA graphs of one call each, "
-        "beside a copy on the same device. Needs a GPU; CUPYATTN_ARCH=75 times the Turing code on "
-        "a newer one.",
+        help="GB/s of K and V in a step of decoding, over a paged cache or dense, on a GPU",
+        description="Time paged_attention, and attention over dense keys, by CUDA events around "
+        "CUDA graphs of one call each, beside a copy on the same device. Needs a GPU; "
+        "CUPYATTN_ARCH=75 times the Turing code on a newer one.",
         epilog="K and V of a case count once. Cases smaller than the cache of the GPU are read "
         "from there. Exit code 1 without a GPU.",
     )
@@ -131,6 +170,13 @@ def add_parser(benchmarks: Any) -> None:
             metavar="N",
             help=f"{what} (default: {' '.join(map(str, default))})",
         )
+    parser.add_argument(
+        "--layout",
+        nargs="+",
+        choices=LAYOUTS,
+        default=LAYOUTS,
+        help=f"of keys and values (default: {' '.join(LAYOUTS)})",
+    )
     numbers = (
         ("heads", 32, integer(1), "query heads"),
         ("kv-heads", 8, integer(1), "key-value heads"),
@@ -153,6 +199,18 @@ def add_parser(benchmarks: Any) -> None:
     parser.add_argument(
         "--dtype", choices=STORAGE, default="float16", help="of the arrays (default: %(default)s)"
     )
+    parser.add_argument(
+        "--cache",
+        nargs="+",
+        choices=CACHES,
+        default=["float"],
+        help="of paged caches: q's dtype, or integers with scales (default: float)",
+    )
+    parser.add_argument(
+        "--heads-first",
+        action="store_true",
+        help="lay out a block of paged caches in memory as (heads, slots), not as (slots, heads)",
+    )
     add_timing_options(parser, calls=30, warm_up=5)
     parser.set_defaults(run=run)
 
@@ -170,10 +228,14 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
             arguments.queries,
             block_size,
             arguments.dtype,
+            cache,
+            arguments.heads_first and layout == "paged",
         )
         for context in arguments.context
         for batch in arguments.batch
-        for block_size in arguments.block_size
+        for layout in arguments.layout
+        for block_size in (arguments.block_size if layout == "paged" else [None])
+        for cache in (arguments.cache if layout == "paged" else ["float"])
     ]
 
 
@@ -188,7 +250,7 @@ def measure(arguments: argparse.Namespace) -> Result:
     device = cuda_device(0)
     with cupy.cuda.Device(device.ordinal):
         timer = graph_timer(arguments.calls, arguments.warm_up)
-        copied = copy_rate(timer)
+        copied = copy_rate(arguments.calls, arguments.warm_up)
         rows = time_cases(cases_of(arguments), cupy, timer)
     return {
         "command": "decode",
@@ -211,15 +273,28 @@ def show(result: Result, terminal: Terminal) -> None:
         f"{first['queries']} query tokens{', ragged' if first['ragged'] else ''}"
     )
     terminal.table(
-        ("batch", "context", "block", "median", "GB/s", "of a copy"),
+        (
+            "batch",
+            "context",
+            "block",
+            "cache",
+            "median",
+            "GB/s",
+            "of a copy",
+            "tokens/s",
+            "x float",
+        ),
         [
             (
                 str(row["batch"]),
                 str(row["context"]),
-                str(row["block_size"]),
+                "dense" if row["block_size"] is None else str(row["block_size"]),
+                row["cache"],
                 f"{row['seconds'] * 1e6:.1f} us",
                 f"{row['gb_per_s']:.0f}",
                 f"{row['gb_per_s'] / copied:.2f}",
+                f"{row['tokens_per_s']:,.0f}",
+                _beside_floats(row, result["rows"]),
             )
             for row in result["rows"]
         ],
@@ -228,3 +303,12 @@ def show(result: Result, terminal: Terminal) -> None:
         f"  Median of {result['calls']} calls after {result['warm_up']}; GB/s of the K and V in "
         "use, read once."
     )
+
+
+def _beside_floats(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """Return how many times faster a step is than that of floats, if there is one."""
+    same = ("batch", "context", "block_size")
+    for other in rows:
+        if other["cache"] == "float" and all(other[name] == row[name] for name in same):
+            return f"{other['seconds'] / row['seconds']:.2f}"
+    return ""

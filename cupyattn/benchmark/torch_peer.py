@@ -40,6 +40,12 @@ def load_torch() -> Any:
             "a build for CUDA is needed",
             "install one, or leave --peer out",
         )
+    import torch._dynamo.config
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False  # gradients are taken again and again
+    torch._dynamo.config.recompile_limit = 10_000  # of one function, for every size that is timed
+    torch._dynamo.config.accumulated_recompile_limit = 10_000
     return torch
 
 

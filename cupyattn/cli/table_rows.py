@@ -112,6 +112,10 @@ def row_name(row: Specialisation) -> str:
         parts.append(f"{macros['QUERY_ROWS']} rows")
     if macros.get("LANES"):
         parts.append(f"{macros['LANES']} lanes")
+    if "CHUNKS" in macros:  # heads that a lane has a chunk of
+        parts.append(f"{macros['HEADS']} heads")
+    if "WORD" in macros:
+        parts.append(f"{macros['WORD']} bytes")
     if "STRIPS" in macros:
         parts.append(f"{macros['STRIPS']} strips")
     if "K_WARPS" in macros:  # of few rows' tiles likewise

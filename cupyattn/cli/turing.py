@@ -19,6 +19,7 @@ from cupyattn.turing import MARGIN, LoopFigures, analyse, disassembler_version
 
 TUNED = (
     "attention_forward",
+    "attention_forward_paged",
     "attention_backward_dkdv",
     "attention_backward_dkdv_paired",
     "attention_backward_dq",

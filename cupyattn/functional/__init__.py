@@ -9,6 +9,9 @@ from cupyattn.functional.attention.merge import merge_attention
 from cupyattn.functional.attention.paged import paged_attention
 from cupyattn.functional.backend import backend
 from cupyattn.functional.device_info import device_info
+from cupyattn.functional.kv_cache.append import append_kv
+from cupyattn.functional.kv_cache.copies import copy_blocks
+from cupyattn.functional.kv_cache.gather import gather
 from cupyattn.functional.layers.activations import gelu_backward, silu_backward
 from cupyattn.functional.layers.cross_entropy import cross_entropy_backward
 from cupyattn.functional.layers.dropout import dropout_backward
@@ -19,7 +22,7 @@ from cupyattn.functional.layers.log_softmax import log_softmax_backward
 from cupyattn.functional.layers.logsumexp import logsumexp_backward
 from cupyattn.functional.layers.norms import layer_norm_backward, rms_norm_backward
 from cupyattn.functional.layers.optimizer import adamw_step, global_norm
-from cupyattn.functional.layers.rope import rope_backward
+from cupyattn.functional.layers.rope import Rotary, rope_backward
 from cupyattn.functional.layers.rope_tables import rope_tables
 from cupyattn.functional.layers.softmax import softmax_backward
 from cupyattn.functional.linear.backward import linear_backward
@@ -52,6 +55,7 @@ from cupyattn.gradients import (
     LinearCrossEntropyGrads,
     LinearGrads,
     RMSNormGrads,
+    SoftmaxGrads,
     SwigluGrads,
 )
 from cupyattn.reference.layers.rope_tables import (
@@ -72,12 +76,16 @@ __all__ = [
     "Llama3Scaling",
     "NTKScaling",
     "RMSNormGrads",
+    "Rotary",
+    "SoftmaxGrads",
     "SwigluGrads",
     "YarnScaling",
     "adamw_step",
+    "append_kv",
     "attention",
     "attention_backward",
     "backend",
+    "copy_blocks",
     "cross_entropy",
     "cross_entropy_backward",
     "device_info",
@@ -85,6 +93,7 @@ __all__ = [
     "dropout_backward",
     "embedding",
     "embedding_backward",
+    "gather",
     "geglu",
     "geglu_backward",
     "gelu",

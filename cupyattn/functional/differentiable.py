@@ -27,6 +27,7 @@ class Rule:
         saved_by: str | None,
         taken_from: Mapping[str, str],
         same: Mapping[str, str],
+        on_demand: tuple[str, ...],
     ) -> None:
         self.function = function
         self.backward = backward
@@ -37,6 +38,7 @@ class Rule:
         self.saved_by = saved_by
         self.taken_from = taken_from
         self.same = same
+        self.on_demand = on_demand
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
@@ -91,6 +93,7 @@ def differentiable(
     saved_by: str | None = None,
     taken_from: Mapping[str, str] = MappingProxyType({}),
     same: Mapping[str, str] = MappingProxyType({}),
+    on_demand: tuple[str, ...] = (),
 ) -> Callable[_Parameters, _Returned]:
     """Return the function, its calls going through the recorder where there is one.
 
@@ -113,6 +116,8 @@ def differentiable(
         Parameters of the backward, each with the result that it takes where that is returned.
     same : mapping, optional
         Further gradients, each with the one among `gradients` that it is.
+    on_demand : tuple of str, optional
+        Arrays that the backward is given only where their gradients are asked for, which come last.
     """
     rule = Rule(
         function,
@@ -123,6 +128,7 @@ def differentiable(
         saved_by=saved_by,
         taken_from=taken_from,
         same=same,
+        on_demand=on_demand,
     )
     names.append(rule.name)
 

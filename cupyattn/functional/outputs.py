@@ -34,8 +34,12 @@ def named_out(out: Any, names: tuple[str, ...]) -> dict[str, Any]:
     )
 
 
-def named_grads(kind: type[Any], grads: Any, accumulate: bool) -> dict[str, Any]:
+def named_grads(
+    kind: type[Any], grads: Any, accumulate: bool, fields: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """Return the arrays of grads=, a named tuple of this kind, by name.
+
+    `fields` are those that errors propose, by default all.
 
     Raises
     ------
@@ -44,13 +48,18 @@ def named_grads(kind: type[Any], grads: Any, accumulate: bool) -> dict[str, Any]
     ValueError
         If there is nothing to add to.
     """
-    fix = f"pass grads={kind.__name__}({', '.join(kind._fields)})"
+    fix = f"pass grads={kind.__name__}({', '.join(fields or kind._fields)})"
     if isinstance(grads, kind):
         return dict(grads._asdict())
     if grads is not None:
         passed, allowed = f"grads is a {type(grads).__name__}", "arrays or None"
         raise error(TypeError, passed, f"it is a {kind.__name__} of {allowed}", fix)
-    if accumulate:
-        passed = "accumulate=True without grads"
-        raise error(ValueError, passed, "it adds to the arrays of grads", fix)
+    require_grads(grads, accumulate, fix)
     return {}
+
+
+def require_grads(grads: Any, accumulate: bool, fix: str = "pass an array to add to") -> None:
+    """Raise ValueError if there is nothing to add to."""
+    if accumulate and grads is None:
+        passed = "accumulate=True without grads"
+        raise error(ValueError, passed, "it adds to what is in grads", fix)

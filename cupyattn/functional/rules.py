@@ -43,6 +43,7 @@ from cupyattn.gradients import (
     LinearCrossEntropyGrads,
     LinearGrads,
     RMSNormGrads,
+    SoftmaxGrads,
     SwigluGrads,
 )
 
@@ -53,7 +54,9 @@ attention = differentiable(
     saved_by="return_lse",
     gradients=AttentionGrads._fields,
 )
-softmax = differentiable(_softmax, softmax_backward, gradients=("dx",))
+softmax = differentiable(
+    _softmax, softmax_backward, gradients=SoftmaxGrads._fields, on_demand=("bias",)
+)
 gelu = differentiable(_gelu, gelu_backward, gradients=("dx",))
 silu = differentiable(_silu, silu_backward, gradients=("dx",))
 swiglu = differentiable(_swiglu, swiglu_backward, gradients=SwigluGrads._fields)
@@ -61,7 +64,9 @@ geglu = differentiable(_geglu, geglu_backward, gradients=GegluGrads._fields)
 dropout = differentiable(_dropout, dropout_backward, gradients=DropoutGrads._fields)
 rope = differentiable(_rope, rope_backward, gradients=("dx",))
 embedding = differentiable(_embedding, embedding_backward, gradients=("dtable",))
-log_softmax = differentiable(_log_softmax, log_softmax_backward, gradients=("dx",))
+log_softmax = differentiable(
+    _log_softmax, log_softmax_backward, gradients=SoftmaxGrads._fields, on_demand=("bias",)
+)
 logsumexp = differentiable(_logsumexp, logsumexp_backward, gradients=("dx",))
 cross_entropy = differentiable(
     _cross_entropy,
@@ -72,26 +77,26 @@ cross_entropy = differentiable(
     gradients=("dlogits",),
 )
 
-# With a residual the second result, the sum, is what the backward takes as x, and dx is the
+# With a residual the second result, x + residual, is what the backward takes as x, and dx is the
 # gradient of both terms.
 layer_norm = differentiable(
     _layer_norm,
     layer_norm_backward,
-    results=("out", "residual"),
+    results=("out", "total"),
     saved=("mean", "rstd"),
     saved_by="return_stats",
     gradients=LayerNormGrads._fields,
-    taken_from={"x": "residual"},
+    taken_from={"x": "total"},
     same={"dresidual": "dx"},
 )
 rms_norm = differentiable(
     _rms_norm,
     rms_norm_backward,
-    results=("out", "residual"),
+    results=("out", "total"),
     saved=("rstd",),
     saved_by="return_stats",
     gradients=RMSNormGrads._fields,
-    taken_from={"x": "residual"},
+    taken_from={"x": "total"},
     same={"dresidual": "dx"},
 )
 linear = differentiable(

@@ -122,6 +122,13 @@ class Pullback:
         self._call = call
         self._places = places
         self._wrt = wrt
+        self._asked: set[str] = set()
+        for place in (*places, *wrt.values()):
+            each(self._ask, place)
+
+    def _ask(self, place: Place | None) -> None:
+        if place is not None:
+            self._asked.add(place.gradient)
 
     def __call__(self, *result_gradients: Any, **backward_options: Any) -> tuple[Any, ...]:
         """Return the gradients: `vjp` says which, and what may be given."""
@@ -151,15 +158,18 @@ class Pullback:
         known.pop("workspace", None)  # the forward's: the backward's is another size
         known |= backward_options
         args, options = [], {}
+        for name in rule.on_demand:
+            if f"d{name}" not in self._asked:
+                known.pop(name, None)
         for parameter in rule.backward_parameters:
             if parameter.kind is parameter.POSITIONAL_ONLY:
                 args.append(known.get(parameter.name, parameter.default))
             elif parameter.name in known:
                 options[parameter.name] = known[parameter.name]
         returned = rule.backward(*args, **options)
-        several = len(rule.gradients) > 1 or hasattr(returned, "_fields")
-        values = returned if several else (returned,)
-        gradients = dict(zip(rule.gradients, values, strict=True))
+        several = len(rule.gradients) > 1 and isinstance(returned, tuple)
+        values = returned if several or hasattr(returned, "_fields") else (returned,)
+        gradients = dict(zip(rule.gradients, values, strict=not rule.on_demand))
         return gradients | {name: gradients[other] for name, other in rule.same.items()}
 
     def _by_name(self, given: tuple[Any, ...]) -> dict[str, Any]:
@@ -245,7 +255,7 @@ def _require_wrt(wrt: Any, options: dict[str, Any]) -> None:
             TypeError,
             f"wrt is a {type(wrt).__name__}{of}",
             "it is a tuple of names of options",
-            'pass for example wrt=("bias",)',
+            f"pass wrt=({wrt!r},)" if isinstance(wrt, str) else 'pass for example wrt=("bias",)',
         )
     for name in wrt:
         value = options.get(name)

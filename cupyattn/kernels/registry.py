@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.configs import kv_cache
 from cupyattn.kernels.configs.attention import decode, float32, merge, teaching, tensor_core
 from cupyattn.kernels.configs.layers import (
     activations,
     adamw,
+    broadcast_sums,
     column_sums,
     cross_entropy,
     dropout,
@@ -33,6 +35,7 @@ _MODULES = (
     teaching.backward,
     decode,
     merge,
+    kv_cache,
     softmax,
     activations,
     dropout,
@@ -43,6 +46,7 @@ _MODULES = (
     cross_entropy,
     norms,
     column_sums,
+    broadcast_sums,
     linear_float32,
     read_weight,
     thin,

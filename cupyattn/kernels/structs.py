@@ -56,8 +56,25 @@ ATTENTION_PARAMS = np.dtype(
 DECODE_PARAMS = np.dtype(
     [
         ("attention", ATTENTION_PARAMS),
+        *((array, _STRIDES) for array in ("k_scales", "v_scales")),
         *((f"table_{axis}", np.int64) for axis in ("batch", "block")),
         *((field, np.int32) for field in ("batch", "kv_heads", "block_tiles", "row_tiles", "ctas")),
+    ],
+    align=True,
+)
+
+_CACHE_UNITS = np.dtype([(field, np.int32) for field in ("bytes", "block", "group")], align=True)
+
+# PagedParams in cuda_src/attention/paged_params.cuh
+PAGED_PARAMS = np.dtype(
+    [
+        ("attention", ATTENTION_PARAMS),
+        ("cu_seqlens_q", _BATCH_INTEGERS),
+        ("table_batch", np.int64),
+        *((field, np.int32) for field in ("table_block", "batch", "total")),
+        ("block_reciprocal", np.uint32),
+        *((field, np.int32) for field in ("block_shift", "block_span")),
+        ("units", _CACHE_UNITS),
     ],
     align=True,
 )
@@ -68,6 +85,63 @@ MERGE_PARAMS = np.dtype(
         *((array, _STRIDES) for array in ("out_a", "lse_a", "out_b", "lse_b", "out", "lse")),
         ("rows", np.int64),
         *((field, np.int32) for field in ("heads", "seq", "dim")),
+    ],
+    align=True,
+)
+
+_SLOT_STRIDES = np.dtype([(axis, np.int64) for axis in ("outer", "inner", "head")], align=True)
+
+# AppendParams in cuda_src/kv_cache/append.cu
+APPEND_PARAMS = np.dtype(
+    [
+        *(
+            (array, _SLOT_STRIDES)
+            for array in ("q", "k", "v", "k_cache", "v_cache", "k_scales", "v_scales")
+        ),
+        *(
+            (f"{array}_{axis}", np.int64)
+            for array in ("slots", "positions")
+            for axis in ("batch", "seq")
+        ),
+        *((field, np.int64) for field in ("cos_stride", "sin_stride", "table_length", "slots")),
+        *((field, np.uint32) for field in ("tokens", "seq", "heads", "groups", "kv_heads")),
+        *((field, np.uint32) for field in ("kv_groups", "half", "dim", "block_size")),
+    ],
+    align=True,
+)
+
+COPY_ARRAYS = 4
+"""Arrays that one launch of copy_blocks takes."""
+COPY_AXES = 4
+"""Axes of a block's words (kCopyAxes in copy_blocks.cu)."""
+COPIES_PASSED = 32
+"""Copies that a launch is passed by value (kPassed in copy_blocks.cu)."""
+
+# CopyBlocksParams in cuda_src/kv_cache/copy_blocks.cu
+COPY_BLOCKS_PARAMS = np.dtype(
+    [
+        ("block_stride", np.int64, (COPY_ARRAYS,)),
+        ("strides", np.int64, (COPY_ARRAYS, COPY_AXES)),
+        *((field, np.int64) for field in ("copy_stride", "end_stride", "copies")),
+        ("shape", np.uint32, (COPY_ARRAYS, COPY_AXES)),
+        ("first_thread", np.uint32, (COPY_ARRAYS + 1,)),
+        ("num_blocks", np.int32),
+        ("passed", np.int32),
+        *((end, np.int32, (COPIES_PASSED,)) for end in ("src", "dst")),
+    ],
+    align=True,
+)
+
+# GatherParams in cuda_src/kv_cache/gather.cu
+GATHER_PARAMS = np.dtype(
+    [
+        *(
+            (array, _SLOT_STRIDES)
+            for array in ("k_cache", "v_cache", "k_scales", "v_scales", "k", "v")
+        ),
+        *((field, np.int64) for field in ("table_batch", "table_block", "seqlens_stride")),
+        *((field, np.uint32) for field in ("tokens", "length", "heads", "units", "block_size")),
+        *((field, np.int32) for field in ("num_blocks", "max_blocks")),
     ],
     align=True,
 )
@@ -201,7 +275,11 @@ def elements_params(arrays: int) -> np.dtype:
 ATTENTION_STRUCT = Struct("params", ATTENTION_PARAMS, "AttentionParams")
 BACKWARD_STRUCT = Struct("params", BACKWARD_PARAMS, "BackwardParams", (ATTENTION_STRUCT,))
 DECODE_STRUCT = Struct("params", DECODE_PARAMS, "DecodeParams", (ATTENTION_STRUCT,))
+PAGED_STRUCT = Struct("params", PAGED_PARAMS, "PagedParams", (ATTENTION_STRUCT,))
 MERGE_STRUCT = Struct("params", MERGE_PARAMS, "MergeParams", (ATTENTION_STRUCT,))
+APPEND_STRUCT = Struct("params", APPEND_PARAMS, "AppendParams")
+COPY_BLOCKS_STRUCT = Struct("params", COPY_BLOCKS_PARAMS, "CopyBlocksParams")
+GATHER_STRUCT = Struct("params", GATHER_PARAMS, "GatherParams")
 NORM_STRUCT = Struct("params", NORM_PARAMS, "NormParams")
 ROPE_STRUCT = Struct("params", ROPE_PARAMS, "RopeParams")
 FLOAT_PRODUCT_STRUCT = Struct("params", FLOAT_PRODUCT_PARAMS, "FloatProductParams")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from operator import index as as_int
+from typing import Literal
 
 from cupyattn.errors import error, shown
 from cupyattn.kv_cache.arguments import as_count, as_switch, as_tokens
@@ -90,6 +91,12 @@ class BlockAllocator:
         self._pool = self._pools.device
         self._lock = self._pools.lock
         self._refs, self._free = self._pool.refs, self._pool.free
+        self._num_added_tokens = self._num_found_tokens = 0
+
+    def __contains__(self, sequence: object) -> bool:
+        """Tell whether something is a sequence of this allocator that is not freed."""
+        known = self._pools.sequences.get(id(sequence))
+        return known is not None and known() is sequence
 
     def __repr__(self) -> str:
         return (
@@ -144,6 +151,22 @@ class BlockAllocator:
         return len(self._pools.host.free)
 
     @property
+    def num_added_tokens(self) -> int:
+        """Tokens of all sequences that `add` has made."""
+        return self._num_added_tokens
+
+    @property
+    def num_found_tokens(self) -> int:
+        """Those of them that `add` found cached: over `num_added_tokens` it is the hit rate."""
+        return self._num_found_tokens
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """The sequences that are not freed, the earliest first."""
+        with self._lock:
+            return tuple(self._pools.living())
+
+    @property
     def num_unused_slots(self) -> int:
         """Slots for tokens in used blocks that hold none: at the ends of sequences, so it is exact.
 
@@ -173,6 +196,20 @@ class BlockAllocator:
             If the pool has no such block.
         """
         return abs(self._refs[self._known(block)])
+
+    def state(self, block: int) -> Literal["used", "free", "cached"]:
+        """Return what a block is, as `num_used`, `num_free` and `num_cached` count it.
+
+        Raises
+        ------
+        ValueError
+            If the pool has no such block.
+        """
+        block = self._known(block)
+        with self._lock:
+            if self._refs[block]:
+                return "used"
+            return "cached" if block in self._pool.cached else "free"
 
     def allocate(self) -> int:
         """Return a block for whatever use of the caller's, who gives it back by `free`.
@@ -276,6 +313,8 @@ class BlockAllocator:
             if index is not None:
                 prefix = Prefix(index, nodes[-1] if nodes else index.root, len(nodes), [])
                 prefix.append(values[cached:], ids)
+            self._num_added_tokens += len(values)
+            self._num_found_tokens += cached
             return Sequence(pools, ids, len(values), cached, prefix)
 
     def check(self) -> None:

@@ -43,8 +43,8 @@ def require_cache(cache: Any, *, swaps: bool) -> None:
             f"cache is {shown(cache)}, a {type(cache).__name__} without {', '.join(missing)}",
             "it has the BlockAllocator of its blocks as .allocator, and the methods copy, "
             "copy_to_host and copy_from_host that move their contents",
-            "pass an object that owns the arrays of keys and values, with "
-            "allocator=BlockAllocator(...) in it",
+            "pass a PagedKVCache, or an object that owns the arrays of keys and values and has a "
+            "BlockAllocator in it",
         )
 
 

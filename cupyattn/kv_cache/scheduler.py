@@ -8,6 +8,7 @@ from heapq import heapify, heappop, heappush
 from typing import Literal
 
 from cupyattn.errors import error, shown
+from cupyattn.kv_cache.admission import Admission, as_left
 from cupyattn.kv_cache.arguments import as_count, as_tokens
 from cupyattn.kv_cache.pool import Copy, OutOfBlocksError
 from cupyattn.kv_cache.requests import (
@@ -31,7 +32,7 @@ class Scheduler:
 
     Parameters
     ----------
-    cache : object with the attributes of `cupyattn.kv_cache.SchedulerCache`
+    cache : PagedKVCache, or an object with the attributes of `cupyattn.kv_cache.SchedulerCache`
         An allocator, and the copies of its blocks.
     max_batch : int
         The most sequences in a step.
@@ -40,13 +41,16 @@ class Scheduler:
     preempt : {"recompute", "swap"}
         What becomes of the sequence that makes room: its blocks are given back, and later computed
         anew, or they move to host memory while that has room.
+    window_size : (left, right), optional
+        The window of the model's attention, if all of its layers have one (the largest): blocks
+        that no later token of a sequence sees are given back after each step.
 
     Raises
     ------
     ValueError
         If a number is out of range, or `preempt` is something else.
     TypeError
-        If a number is no integer, or the cache has no allocator or no copies.
+        If a number is no integer, window_size no pair, or the cache has no allocator or no copies.
 
     Notes
     -----
@@ -82,6 +86,7 @@ class Scheduler:
         max_batch: int,
         max_tokens: int,
         preempt: Literal["recompute", "swap"] = "recompute",
+        window_size: tuple[int | None, int | None] | None = None,
     ) -> None:
         if preempt not in ("recompute", "swap"):
             raise error(
@@ -96,6 +101,7 @@ class Scheduler:
         self._max_batch = as_count("max_batch", max_batch, 1)
         self._max_tokens = as_count("max_tokens", max_tokens, self._max_batch)
         self._swaps = preempt == "swap"
+        self._admission = Admission(self._allocator, as_left(window_size), self._max_tokens)
         self._submitted = 0
         self._num_preempted = 0
         self._running: list[Run] = []  # the earliest first
@@ -167,7 +173,8 @@ class Scheduler:
                 "begin with the token that the model begins texts with",
             )
         # The last new token is not computed.
-        blocks = self._blocks(len(prompt) + max_new_tokens - 1) + self._allocator.watermark
+        needed = self._admission.most_blocks(len(prompt) + max_new_tokens - 1)
+        blocks = needed + self._allocator.watermark
         if blocks > self._allocator.num_blocks:
             raise error(
                 ValueError,
@@ -298,35 +305,21 @@ class Scheduler:
 
     def _begin(self, run: Run, budget: int) -> list[int]:
         """Give a run its blocks, and return the tokens to compute in this step."""
-        allocator, sequence = self._allocator, run.sequence
-        blocks, done = self._blocks(len(run.tokens)), run.written
+        sequence = run.sequence
         if sequence is None:
-            done = allocator.find(run.tokens)
-            blocks -= self._blocks(done)
-        # Parts of a prompt come later, but are not begun without room for all of it.
-        available = allocator.num_free + allocator.num_cached
-        if blocks + allocator.watermark > available:
-            raise error(
-                OutOfBlocksError,
-                f"the next sequence needs {blocks} blocks beside a watermark of "
-                f"{allocator.watermark}, and {available} are free or cached",
-                "a sequence begins when all of its tokens have room",
-                "give back blocks that others took from the allocator",
-            )
-        tokens = run.tokens[done : done + budget]
-        if sequence is None:
-            run.sequence = allocator.add(run.tokens[: done + len(tokens)])
-        else:
-            try:
-                copies = sequence.swap_in()
-                self._run_copies()
-                self._cache.copy_from_host(copies)
-                self._copies += sequence.append(tokens)
-            except BaseException:
-                if not sequence.is_swapped:
-                    sequence.truncate(0)  # its blocks are found already, and hold nothing
-                run.drop()
-                raise
+            return self._admission.begin(run, budget, alone=not self._running)
+        self._admission.require_room(run)
+        tokens = run.tokens[run.written : run.written + budget]
+        try:
+            copies = sequence.swap_in()
+            self._run_copies()
+            self._cache.copy_from_host(copies)
+            self._copies += sequence.append(tokens)
+        except BaseException:
+            if not sequence.is_swapped:
+                sequence.truncate(0)  # its blocks are found already, and hold nothing
+            run.drop()
+            raise
         return tokens
 
     def _run_copies(self) -> None:
@@ -382,7 +375,7 @@ class Scheduler:
                 if run.request.finished:
                     finished.append(run.request)
         self._running = running
+        for run in running:
+            assert run.sequence is not None
+            self._admission.evict(run.sequence)
         return tuple(finished)
-
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self._allocator.block_size)

@@ -23,7 +23,7 @@ class Sequence:
     block ``block_ids[i // block_size]``. A block may belong to several sequences; `append` gives
     this one a block of its own before a shared one would be written.
 
-    Every sequence ends by `free`; from then on each of its methods raises ValueError, `free` too.
+    Every sequence ends by `free`; from then on all of its methods but `is_freed` raise ValueError.
     Each call is atomic: see `BlockAllocator` about threads.
 
     Examples
@@ -101,6 +101,11 @@ class Sequence:
         """
         self._require_alive()
         return self._cached
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether it has ended: this alone can be asked of it then."""
+        return self._state is FREED
 
     @property
     def is_swapped(self) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -98,8 +99,9 @@ def _nearest(dtype: np.dtype, allowed: tuple[str, ...]) -> str:
     return "float32" if "float32" in allowed else allowed[-1]
 
 
-def require_same_dtype(layouts: dict[str, Layout], names: Iterable[str]) -> None:
-    """Raise TypeError unless all named arrays that are present have one dtype."""
+def require_same_dtype(layouts: dict[str, Layout], names: Iterable[str] | None = None) -> None:
+    """Raise TypeError unless all arrays, or those of the named that are present, have one dtype."""
+    names = layouts if names is None else names
     present = {name: layouts[name].dtype for name in names if name in layouts}
     if len(set(present.values())) > 1:
         listed = ", ".join(f"{name} has {dtype.name}" for name, dtype in present.items())
@@ -148,7 +150,7 @@ def require_contiguous_axis(name: str, layout: Layout, axis: Any) -> None:
             ValueError,
             f"axis {axis} of {name} has a stride of {stride} bytes",
             f"the axis to run over is contiguous, {layout.dtype.itemsize} bytes an item",
-            "pass an array whose contiguous axis that is, for example a transposed copy",
+            "pass an array in which it is, for example a copy with that axis moved to the end",
         )
 
 
@@ -190,14 +192,20 @@ def require_whole_item_strides(name: str, layout: Layout, fix: str = "") -> None
         )
 
 
-def require_item_alignment(layouts: dict[str, Layout], starts: dict[str, int]) -> None:
+def require_item_alignment(
+    layouts: dict[str, Layout],
+    starts: dict[str, int],
+    shown_as: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Raise ValueError if an array starts within an item: a GPU faults when it reads that.
 
-    `starts` says by how many bytes each array starts beyond a multiple of 16.
+    `starts` says by how many bytes each array starts beyond a multiple of 16; `shown_as` has names
+    for people.
     """
     for name, start in starts.items():
         itemsize = layouts[name].dtype.itemsize
         if start % itemsize:
+            name = shown_as.get(name, name)
             raise error(
                 ValueError,
                 f"{name} starts {start % itemsize} bytes into an item of {itemsize}",
@@ -216,6 +224,11 @@ def require_output(name: str, layout: Layout, shape: tuple[int, ...], dtype: np.
             "pass an array of that shape and dtype, or none",
         )
     require_contiguous_rows(name, layout, made_beforehand(name))
+    require_own_items(name, layout)
+
+
+def require_own_items(name: str, layout: Layout) -> None:
+    """Raise ValueError if two items of an array to be written are one in memory."""
     if overlaps_itself(layout):
         raise error(
             ValueError,

@@ -27,7 +27,7 @@ from cupyattn.errors import error
 from cupyattn.kernels.configs.elements import ElementKernel
 from cupyattn.kernels.configs.tables import cpp_bool
 from cupyattn.kernels.device import Device
-from cupyattn.kernels.structs import ELEMENTS_AXES, elements_params
+from cupyattn.ops.axes import merge_axes, walk_params
 from cupyattn.ops.checks import (
     CPU_FLOATS,
     require_arrays,
@@ -41,7 +41,6 @@ from cupyattn.ops.checks import (
 )
 from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.plan import Output, Plan, Step, run
-from cupyattn.ops.rows import merge_axes
 
 _FLOAT32 = np.dtype(np.float32)
 _MOST_UNITS = 2**32 - 1
@@ -298,32 +297,8 @@ class _Walk(NamedTuple):
         """Fill the C struct ElementsParams; of an array that is absent with zeros."""
         arrays = self.problem.kernel.arrays
         absent = (0,) * len(self.shape)
-        strides = [self.strides.get(name, absent) for name in arrays]
-        params = walk_params(self.shape, strides, self.length, units)
+        strides = {name: self.strides.get(name, absent) for name in arrays}
+        shown_as = {name: part.array for name, part in self.problem.parts.items()}
+        params = walk_params(self.shape, strides, self.length, units, shown_as)
         params["offsets"] = [self.offsets.get(name, 0) for name in arrays]
         return params[()]
-
-
-def walk_params(
-    shape: tuple[int, ...], strides: list[tuple[int, ...]], length: int, units: int
-) -> Any:
-    """Fill the C struct ElementsParams of rows along axes that do not lie evenly; an array of it.
-
-    Raises
-    ------
-    ValueError
-        If there are more axes than kernels walk.
-    """
-    if len(shape) > ELEMENTS_AXES:
-        raise error(
-            ValueError,
-            f"arrays with strides that leave axes {shape} before the last apart",
-            f"at most {ELEMENTS_AXES} axes before the last, after merging those that lie evenly",
-            "copy the array with ascontiguousarray(...), or reshape it",
-        )
-    missing = ELEMENTS_AXES - len(shape)
-    params = np.zeros((), elements_params(len(strides)))
-    params["shape"] = (1,) * missing + shape
-    params["strides"] = [(0,) * missing + axes for axes in strides]
-    params["length"], params["rows"], params["units"] = length, math.prod(shape), units
-    return params

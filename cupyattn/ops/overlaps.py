@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array, Layout, Operands, share_an_item, span
+from cupyattn.arrays import (
+    Array,
+    Description,
+    Layout,
+    Operands,
+    layouts_of,
+    share_an_item,
+    span,
+)
 from cupyattn.errors import error
-from cupyattn.ops.checks import made_beforehand
+from cupyattn.ops.checks import made_beforehand, require_output, require_workspace
+from cupyattn.ops.plan import Output
 
 
 class Pair(NamedTuple):
@@ -85,8 +95,13 @@ class Overlaps(NamedTuple):
                 _require_writable(self._shown(result), operands.arrays[self.names[result]])
 
     def _check_items(self, operands: Operands, result: int, other: int) -> None:
-        arrays = operands.arrays
-        if share_an_item(arrays[self.names[result]], arrays[self.names[other]]):
+        first, second = (
+            Layout(shape, strides, dtype)
+            for _, shape, strides, dtype, _ in map(
+                operands.description.__getitem__, (result, other)
+            )
+        )
+        if share_an_item(first, second, operands.places[other] - operands.places[result]):
             shown = self._shown(result)
             raise error(
                 ValueError,
@@ -99,6 +114,35 @@ class Overlaps(NamedTuple):
 
     def _shown(self, index: int) -> str:
         return self.shown_as.get(self.names[index], self.names[index])
+
+
+def require_apart(
+    operands: Operands,
+    writes: Mapping[str, Output | None],
+    shown_as: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Raise unless what is written, or is scratch memory, fits and shares no item with the rest.
+
+    `writes` has the arrays that are written, where they are given, each with the result that it has
+    to be, or None where others check that; `shown_as` has names for people.
+    """
+    names = tuple(shown_as.items())
+    _apart(operands.description, tuple(writes.items()), names).check(operands)
+
+
+@lru_cache(maxsize=4096)
+def _apart(
+    description: Description,
+    writes: tuple[tuple[str, Output | None], ...],
+    shown_as: tuple[tuple[str, str], ...],
+) -> Overlaps:
+    layouts = layouts_of(description)
+    for name, output in writes:
+        if output is not None and name in layouts:
+            require_output(dict(shown_as).get(name, name), layouts[name], *output)
+    if "workspace" in layouts:
+        require_workspace(layouts["workspace"])
+    return Overlaps.of(layouts, ("workspace", *dict(writes)), dict(shown_as))
 
 
 def _require_writable(name: str, result: Array) -> None:

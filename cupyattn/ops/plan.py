@@ -6,6 +6,7 @@ so it is made once and remembered. `run` alone allocates, zeroes and launches.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -130,7 +131,7 @@ def run(device: Device, plan: Plan, arrays: Mapping[str, Array]) -> dict[str, Ar
                 to_zero.append(name)
         results[name] = result
     if plan.scratch:
-        workspace = _workspace(device, plan, named.get("workspace"))
+        workspace = _workspace(device, plan.workspace_bytes, named.get("workspace"))
         for piece in plan.scratch:
             named[piece.name] = piece.within(workspace)
     if len(plan.steps) > 1 or plan.zero_first:
@@ -144,11 +145,36 @@ def run(device: Device, plan: Plan, arrays: Mapping[str, Array]) -> dict[str, Ar
     return results
 
 
-def _workspace(device: Device, plan: Plan, given: Array | None) -> Array:
+def allot(
+    device: Device | None, arrays: Mapping[str, Output], given: Array | None
+) -> dict[str, Array]:
+    """Return scratch arrays of a call that runs several plans, in what was given or in new memory.
+
+    Without a device they are NumPy's, and a workspace is left as it is.
+
+    Raises
+    ------
+    ValueError
+        If a workspace was given that does not fit.
+    """
+    if device is None:
+        return {name: np.empty(*output) for name, output in arrays.items()}
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in arrays.items()}
+    pieces = lay_out_scratch({n: -(-s // SCRATCH_DTYPE.itemsize) for n, s in sizes.items()})
+    workspace = _workspace(device, max((piece.end for piece in pieces), default=0), given)
+    return {
+        name: workspace[offset : offset + sizes[name]]
+        .view(arrays[name].dtype)
+        .reshape(arrays[name].shape)
+        for name, offset, _ in pieces
+    }
+
+
+def _workspace(device: Device, needed: int, given: Array | None) -> Array:
     """Return the scratch memory of a call as flat bytes: what was given, or new."""
     if given is None:
-        return device.empty((plan.workspace_bytes,), _BYTES)
-    needed, beyond = plan.workspace_bytes, address(given) % VECTOR_BYTES
+        return device.empty((needed,), _BYTES)
+    beyond = address(given) % VECTOR_BYTES
     if given.nbytes < needed or beyond:
         start = f", {beyond} beyond a multiple of {VECTOR_BYTES}" if beyond else ""
         library = "numpy" if isinstance(given, np.ndarray) else "cupy"

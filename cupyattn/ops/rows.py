@@ -35,7 +35,7 @@ from cupyattn.kernels.configs.rows import (
     column_sums,
 )
 from cupyattn.kernels.device import Device
-from cupyattn.kernels.structs import OUTER_AXES, rows_params
+from cupyattn.ops.axes import row_params
 from cupyattn.ops.checks import (
     CPU_FLOATS,
     INTEGERS,
@@ -183,20 +183,20 @@ def _cached_problem(
         layouts,
         starts_of(description),
         wanted,
-        Overlaps.of(layouts, (*kernel.results, "workspace"), in_place=kernel.in_place),
+        Overlaps.of(layouts, (*kernel.results, "workspace"), kernel.shown_as, kernel.in_place),
     )
     _check_inputs(problem)
     for name in kernel.results:
         if name in layouts and not problem.is_there(name):
             raise error(
                 ValueError,
-                f"{name} was given without {kernel.follows[name]}",
+                f"{kernel.shown_as.get(name, name)} was given without {kernel.follows[name]}",
                 "there is one exactly if there is the other",
-                f"leave {name} out, or pass {kernel.follows[name]}",
+                f"leave it out, or pass {kernel.follows[name]}",
             )
     for name, output in problem.outputs.items():
         if name in layouts:
-            require_output(name, layouts[name], *output)
+            require_output(kernel.shown_as.get(name, name), layouts[name], *output)
     if "workspace" in layouts:
         require_workspace(layouts["workspace"])
     return problem
@@ -245,11 +245,11 @@ def _check_inputs(problem: RowProblem) -> None:
             f"pass {first}[None]",
         )
     for name in given:
-        layout = layouts[name]
+        layout, shown = layouts[name], kernel.shown_as.get(name, name)
         if name in kernel.rows:
-            require_dtype(name, layout, CPU_FLOATS)
-            require_shape(name, layout, problem.shape, f"shaped like {first}")
-            require_contiguous_rows(name, layout)
+            require_dtype(shown, layout, CPU_FLOATS)
+            require_shape(shown, layout, problem.shape, f"shaped like {first}")
+            require_contiguous_rows(shown, layout)
         elif name in kernel.columns:
             require_dtype(name, layout, CPU_FLOATS)
             require_shape(name, layout, problem.shape[-1:], "(N,), an item for each column")
@@ -261,7 +261,8 @@ def _check_inputs(problem: RowProblem) -> None:
             require_dtype(name, layout, allowed)
             require_shape(name, layout, problem.shape[:-1], "an item for each row")
             require_whole_item_strides(name, layout)
-    require_same_dtype(layouts, (*kernel.rows, *kernel.columns))
+    same = [name for name in (*kernel.rows, *kernel.columns) if name in layouts]
+    require_same_dtype({kernel.shown_as.get(name, name): layouts[name] for name in same})
 
 
 def run_rows(
@@ -275,7 +276,7 @@ def run_rows(
 @lru_cache(maxsize=4096)
 def _plan(problem: RowProblem, arch: int, multiprocessors: int, accumulate: bool) -> Plan:
     kernel, dtype, found = problem.kernel, problem.dtype.name, problem.outputs
-    require_item_alignment(problem.layouts, problem.starts)
+    require_item_alignment(problem.layouts, problem.starts, kernel.shown_as)
     require_kernel_dtype(kernel.rows[0], problem.dtype)
     outputs = tuple(found.items())
     sums = [name for name in kernel.results_of(Result.COLUMN_SUM) if name in found]
@@ -328,60 +329,13 @@ def _vector(problem: RowProblem, layouts: Mapping[str, Layout]) -> int:
 
 def _params(problem: RowProblem, layouts: Mapping[str, Layout]) -> Any:
     """Fill the C struct RowsParams; what is absent has strides of 0."""
-    outer = len(problem.shape) - 1
-    strides = [
-        tuple(stride // layouts[name].dtype.itemsize for stride in layouts[name].strides[:outer])
-        if name in layouts
-        else (0,) * outer
-        for name in problem.kernel.strided
-    ]
-    return params_of(problem.shape, strides)
-
-
-def params_of(rows: tuple[int, ...], strides: list[tuple[int, ...]]) -> Any:
-    """Fill the C struct RowsParams for rows of a shape, and the outer strides of each array."""
-    shape, merged = merge_axes(rows[:-1], strides)
-    missing = OUTER_AXES - len(shape)
-    if missing < 0:
-        raise error(
-            ValueError,
-            f"arrays of shape {rows} with strides that leave {len(shape)} axes apart",
-            f"at most {OUTER_AXES} axes before the last, after merging those that lie evenly",
-            "copy the array with ascontiguousarray(...), or reshape it",
+    *rows, length = problem.shape
+    strides = {
+        name: (
+            tuple(n // layouts[name].dtype.itemsize for n in layouts[name].strides[: len(rows)])
+            if name in layouts
+            else (0,) * len(rows)
         )
-    params = np.zeros((), rows_params(len(strides)))
-    params["shape"] = shape + (1,) * missing
-    params["strides"] = [axes + (0,) * missing for axes in merged]
-    params["rows"] = math.prod(rows[:-1])
-    params["length"] = rows[-1]
-    return params[()]
-
-
-def merge_axes(
-    shape: tuple[int, ...], strides: list[tuple[int, ...]]
-) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """Merge neighbouring axes that every array steps through evenly, and drop axes of one.
-
-    Examples
-    --------
-    >>> merge_axes((2, 3, 4), [(12, 4, 1), (24, 8, 2)])
-    ((24,), [(1,), (2,)])
-    >>> merge_axes((2, 3), [(3, 1), (1, 2)])
-    ((2, 3), [(3, 1), (1, 2)])
-    """
-    merged_shape: list[int] = []
-    merged: list[list[int]] = [[] for _ in strides]
-    for axis, extent in enumerate(shape):
-        if extent == 1:
-            continue
-        if merged_shape and all(
-            outer[-1] == array[axis] * extent for outer, array in zip(merged, strides, strict=True)
-        ):
-            merged_shape[-1] *= extent
-            for outer, array in zip(merged, strides, strict=True):
-                outer[-1] = array[axis]
-        else:
-            merged_shape.append(extent)
-            for outer, array in zip(merged, strides, strict=True):
-                outer.append(array[axis])
-    return tuple(merged_shape), [tuple(axes) for axes in merged]
+        for name in problem.kernel.strided
+    }
+    return row_params(tuple(rows), length, strides, problem.kernel.shown_as)

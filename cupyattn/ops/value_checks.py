@@ -7,6 +7,7 @@ from contextvars import ContextVar
 import numpy as np
 
 from cupyattn.arrays import Array, Operands
+from cupyattn.errors import error
 
 on_gpu: ContextVar[bool] = ContextVar("cupyattn_value_checks_on_gpu", default=False)
 """Set by `backend`."""
@@ -23,6 +24,24 @@ def checks_values(operands: Operands) -> bool:
     True
     """
     return operands.device_id is None or on_gpu.get()
+
+
+def require_within(name: str, numbers: Array, count: int, allowed: str, fix: str) -> None:
+    """Raise ValueError for the first of an array's numbers that is not 0 to count - 1.
+
+    Those of an array on a GPU are waited for. `allowed` is what has so many, with a verb.
+    """
+    outside = (numbers < 0) | (numbers >= count)
+    if not bool(outside.any()):
+        return
+    at = np.unravel_index(int(outside.argmax()), numbers.shape)
+    index = ", ".join(str(int(i)) for i in at)
+    raise error(
+        ValueError,
+        f"{name}[{index}] is {int(numbers[tuple(at)])}",
+        f"{allowed} rows 0 to {count - 1}" if count else f"{allowed} no rows",
+        fix,
+    )
 
 
 def on_host(array: Array) -> np.ndarray:

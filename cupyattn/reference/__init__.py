@@ -13,6 +13,15 @@ from cupyattn.reference.attention.paged import (
     merge_attention_bound,
     paged_attention,
 )
+from cupyattn.reference.kv_cache.paged import (
+    append_kv,
+    append_kv_bound,
+    copy_blocks,
+    gather,
+    gather_bound,
+    rotated,
+)
+from cupyattn.reference.kv_cache.quantisation import dequantise, quantisation_bound, quantise
 from cupyattn.reference.layers.activations import (
     activation,
     activation_backward,
@@ -60,6 +69,7 @@ from cupyattn.reference.layers.rope import rope, rope_backward
 from cupyattn.reference.layers.rope_bounds import rope_bound
 from cupyattn.reference.layers.rope_tables import rope_frequencies, rope_tables
 from cupyattn.reference.layers.softmax import (
+    broadcast_sums,
     log_softmax,
     log_softmax_backward,
     logsumexp,
@@ -68,6 +78,7 @@ from cupyattn.reference.layers.softmax import (
     softmax_backward,
 )
 from cupyattn.reference.layers.softmax_bounds import (
+    broadcast_sums_bound,
     log_softmax_backward_bound,
     log_softmax_bound,
     logsumexp_backward_bound,
@@ -88,15 +99,21 @@ __all__ = [
     "activation_error",
     "adamw_step",
     "adamw_step_bound",
+    "append_kv",
+    "append_kv_bound",
     "attention",
     "attention_backward",
     "attention_backward_bound",
     "attention_bound",
     "attention_keep",
+    "broadcast_sums",
+    "broadcast_sums_bound",
+    "copy_blocks",
     "cross_entropy",
     "cross_entropy_backward",
     "cross_entropy_backward_bound",
     "cross_entropy_bound",
+    "dequantise",
     "derivative_error",
     "dropout",
     "dropout_bound",
@@ -109,6 +126,8 @@ __all__ = [
     "gated_backward",
     "gated_backward_bound",
     "gated_bound",
+    "gather",
+    "gather_bound",
     "global_norm",
     "global_norm_bound",
     "linear",
@@ -135,12 +154,15 @@ __all__ = [
     "norm_bound",
     "paged_attention",
     "philox4x32_10",
+    "quantisation_bound",
+    "quantise",
     "reduced",
     "rope",
     "rope_backward",
     "rope_bound",
     "rope_frequencies",
     "rope_tables",
+    "rotated",
     "softmax",
     "softmax_backward",
     "softmax_backward_bound",

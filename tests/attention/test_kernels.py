@@ -167,7 +167,7 @@ def test_head_dims(implementation: str, dtype: str, head_dim: int):
 @pytest.mark.parametrize(("implementation", "dtype"), KERNELS_OF_DTYPES)
 def test_long_sequences(implementation: str, dtype: str):
     """Thousands of keys (hundreds on the emulator): many tiles, sums of many terms."""
-    sq, sk = (129, 5000) if isinstance(KERNELS, GpuArrays) else (9, 700)
+    sq, sk = (129, 5000) if isinstance(KERNELS, GpuArrays) else (17, 700)
     problem = AttentionProblem(
         B=1, Sq=sq, Sk=sk, H=2, G=1, D=64, Dv=64, dtype=dtype, drawn=(("causal", True),)
     )

@@ -7,10 +7,11 @@ import pytest
 from support.planted_bugs import (
     EPILOGUE_CUH,
     F32_CU,
+    F32_CUH,
     F32_EPILOGUE_CUH,
     F32_FEED_CUH,
     FEED_CUH,
-    FORWARD_CU,
+    FORWARD_CUH,
     KEY_FEED_CUH,
     NAIVE_CU,
     ROWS_CUH,
@@ -122,18 +123,18 @@ FAULTS = {
         ConstWriteError,
     ),
     # flash: no barrier ...
-    "flash: after Q": (without_barrier(FORWARD_CU, "q: written"), SharedMemoryRaceError),
-    "flash: between Q and K": (without_barrier(FORWARD_CU, "q: read"), SharedMemoryRaceError),
+    "flash: after Q": (without_barrier(FORWARD_CUH, "q: written"), SharedMemoryRaceError),
+    "flash: between Q and K": (without_barrier(FORWARD_CUH, "q: read"), SharedMemoryRaceError),
     "flash: after the first tile": (
-        without_barrier(FORWARD_CU, "K and V: the first"),
+        without_barrier(FORWARD_CUH, "K and V: the first"),
         SharedMemoryRaceError,
     ),
     "flash: after each tile": (
-        without_barrier(FORWARD_CU, "K and V: this half"),
+        without_barrier(FORWARD_CUH, "K and V: this half"),
         SharedMemoryRaceError,
     ),
     "flash: inside the warp, before the store": (
-        without_barrier(FORWARD_CU, "out: each warp", "__syncwarp();"),
+        without_barrier(FORWARD_CUH, "out: each warp", "__syncwarp();"),
         SharedMemoryRaceError,
     ),
     "flash: one query too many is loaded": (
@@ -141,15 +142,15 @@ FAULTS = {
         OutOfBoundsError,
     ),
     "flash: one key too many is loaded": (
-        Bug(FEED_CUH, "key_of_pass(pass) >= valid_rows", "key_of_pass(pass) > valid_rows"),
+        Bug(FEED_CUH, "return key < valid_rows;", "return key <= valid_rows;"),
         OutOfBoundsError,
     ),
     "flash: one row too many is stored": (
-        Bug(EPILOGUE_CUH, "+ row >= params.sq) break;", "+ row > params.sq) break;"),
+        Bug(EPILOGUE_CUH, "+ row >= place.sq) break;", "+ row > place.sq) break;"),
         OutOfBoundsError,
     ),
     "flash: one lse too many is stored": (
-        Bug(EPILOGUE_CUH, "&& query < params.sq)", "&& query <= params.sq)"),
+        Bug(EPILOGUE_CUH, "&& query < place.sq)", "&& query <= place.sq)"),
         OutOfBoundsError,
     ),
     "flash: the query head in place of the key-value head": (
@@ -162,35 +163,35 @@ FAULTS = {
     ),
     "flash: the result overwrites q": (
         Bug(
-            FORWARD_CU,
-            "output.store(smem.out, out_g);",
-            "output.store(smem.out, const_cast<float16*>(q_g));",
+            FORWARD_CUH,
+            "output.store(smem.out, arrays.out_g);",
+            "output.store(smem.out, const_cast<float16*>(arrays.q_g));",
         ),
         ConstWriteError,
     ),
     # flash in float32: no barrier ...
     "flash f32: after the first slice": (
-        without_barrier(F32_CU, "buffer: the first"),
+        without_barrier(F32_CUH, "buffer: the first"),
         SharedMemoryRaceError,
     ),
     "flash f32: after each stage": (
-        without_barrier(F32_CU, "buffer: this one"),
+        without_barrier(F32_CUH, "buffer: this one"),
         SharedMemoryRaceError,
     ),
     "flash f32: inside the warp, before P V": (
-        without_barrier(F32_CU, "p: written", "__syncwarp();"),
+        without_barrier(F32_CUH, "p: written", "__syncwarp();"),
         SharedMemoryRaceError,
     ),
     "flash f32: the stage that is computed is filled": (
         Bug(
-            F32_CU,
+            F32_CUH,
             "} else {\n      feed.store_slice(thread.other_buffer_s(cta.smem));",
             "} else {\n      feed.store_slice(thread.buffer_s);",
         ),
         SharedMemoryRaceError,
     ),
     "flash f32: all warps write P of the first": (
-        Bug(F32_CU, "smem.p[warp_index()]", "smem.p[0]"),
+        Bug(F32_CUH, "smem.p[warp_index()]", "smem.p[0]"),
         SharedMemoryRaceError,
     ),
     "flash f32: one query too many is loaded": (
@@ -210,7 +211,7 @@ FAULTS = {
         OutOfBoundsError,
     ),
     "flash f32: one row too many is stored": (
-        Bug(F32_EPILOGUE_CUH, "(query >= params.sq) continue;", "(query > params.sq) continue;"),
+        Bug(F32_EPILOGUE_CUH, "(query >= place.sq) continue;", "(query > place.sq) continue;"),
         OutOfBoundsError,
     ),
     "flash f32: the query head in place of the key-value head": (
@@ -227,9 +228,9 @@ FAULTS = {
     ),
     "flash f32: the result overwrites q": (
         Bug(
-            F32_CU,
-            "place.head), out_g, lse_g);",
-            "place.head), const_cast<Traits::Scalar*>(q_g), lse_g);",
+            F32_CUH,
+            "place.head), arrays.out_g, arrays.lse_g);",
+            "place.head), const_cast<Traits::Scalar*>(arrays.q_g), arrays.lse_g);",
         ),
         ConstWriteError,
     ),
@@ -271,10 +272,10 @@ def test_a_bug_in_an_attention_kernel_is_found(name, start_with):
     ("implementation", "file", "comment", "condition"),
     [
         ("tiled", TILED_CU, "key_value: K has", "lane_index() < 16"),
-        ("flash", FORWARD_CU, "K and V: this half", "active"),  # warps that see no key pass by
+        ("flash", FORWARD_CUH, "K and V: this half", "active"),  # warps that see no key pass by
         *deep(
             ("tiled", TILED_CU, "key_value: K has", "warp_index() != 2"),
-            ("flash f32", F32_CU, "buffer: this one", "warp_index() != 2"),
+            ("flash f32", F32_CUH, "buffer: this one", "warp_index() != 2"),
         ),
     ],
 )

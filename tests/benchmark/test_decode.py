@@ -24,6 +24,28 @@ def test_a_case_is_a_valid_call(dtype):
     assert len(set(arrays[3].ravel())) == arrays[3].size
 
 
+@pytest.mark.parametrize("cache", ["int8", "int4"])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_a_case_of_integers_is_a_valid_call(cache, heads_first):
+    case = CASE._replace(cache=cache, heads_first=heads_first)
+    _, k, _, _, _, *scales = case.arrays(np)
+    assert all(each.strides[1] == 4 for each in scales)
+    assert (k.strides[1] < k.strides[2]) == heads_first
+    assert np.isfinite(case.step(np)()).all()
+    row = 8 + 4 if cache == "int8" else 4 + 4
+    assert case.bytes_of(np.array([300, 20, 0])) == 320 * 2 * 2 * row
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_dense_case_is_the_same_step(ragged):
+    case = CASE._replace(dtype="float32", ragged=ragged, block_size=None)
+    q, k, v, lengths = case.arrays(np)
+    assert k.shape == v.shape == (3, lengths.max(), 2, 8)
+    assert np.array_equal(lengths, case._replace(block_size=16).arrays(np)[4])
+    alone = cupyattn.attention(q[2:], k[2:, : lengths[2]], v[2:, : lengths[2]], causal=True)
+    assert np.allclose(case.step(np)()[2:], alone)
+
+
 def test_what_is_counted():
     assert CASE._replace(ragged=False).bytes_of(np.array([300] * 3)) == 3 * 300 * 2 * 2 * 8 * 2
 
@@ -54,8 +76,32 @@ def test_text_and_json(a_gpu, capsys, tmp_path):
     printed = " ".join(capsys.readouterr().out.split())
     assert "4/2 heads, D 8, float16, 1 query tokens" in printed
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    assert [row["bytes"] for row in rows] == [40 * 2 * 2 * 8 * 2, 80 * 2 * 2 * 8 * 2]
-    assert f"1 40 16 2.0 us {rows[0]['gb_per_s']:.0f} " in printed
+    assert [row["bytes"] for row in rows] == [n * 2 * 2 * 8 * 2 for n in (40, 40, 80, 80)]
+    assert [row["block_size"] for row in rows] == [16, None, 16, None]
+    assert f"1 40 16 float 2.0 us {rows[0]['gb_per_s']:.0f} " in printed
+    assert f"2 40 dense float 2.0 us {rows[3]['gb_per_s']:.0f} " in printed
+
+
+def test_integers_beside_floats(a_gpu, capsys, tmp_path):
+    file = tmp_path / "decode.json"
+    call = ["decode", "--batch", "2", "--context", "40", "--heads", "2", "--kv-heads", "1",
+            "--head-dim", "8", "--block-size", "16", "--cache", "float", "int4",
+            "--json", str(file)]  # fmt: skip
+    assert main(call) == 0
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert [row["cache"] for row in rows] == ["float", "int4", "float"]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "2 40 16 int4 2.0 us 1 0.16 1,000,000 1.00" in printed
+
+
+@pytest.mark.parametrize(("layout", "blocks"), [("paged", [16, 256]), ("dense", [None])])
+def test_one_layout_alone(a_gpu, tmp_path, layout, blocks):
+    file = tmp_path / "decode.json"
+    call = ["decode", "--batch", "1", "--context", "40", "--heads", "2", "--kv-heads", "1",
+            "--head-dim", "8", "--layout", layout, "--json", str(file)]  # fmt: skip
+    assert main(call) == 0
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert [row["block_size"] for row in rows] == blocks
 
 
 def test_without_a_gpu(capsys):

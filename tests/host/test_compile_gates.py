@@ -18,6 +18,7 @@ from support.search import Search, deep
 from cupyattn.kernels.arch import TURING, Arch, arch_of
 from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.kernels.configs.attention import decode, float32, tensor_core
+from cupyattn.kernels.configs.attention.options import FlashOptions
 from cupyattn.kernels.configs.attention.teaching import forward as teaching
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
 from cupyattn.kernels.spec import Specialisation
@@ -41,11 +42,13 @@ PROMISED_CTAS = {
     },
     **{f"attention_tiled {dim}": row.ctas_per_sm for dim, row in teaching.TILED[75].items()},
     **{
-        f"attention_forward {dim}": row.ctas_per_sm
+        f"attention_forward{keys} {dim}": row.ctas_per_sm
+        for keys in ("", "_paged")
         for dim, row in tensor_core.forward.FLASH[75].items()
     },
     **{
-        f"attention_forward_f32 {dim}": row.ctas_per_sm
+        f"attention_forward{keys}_f32 {dim}": row.ctas_per_sm
+        for keys in ("", "_paged")
         for dim, row in float32.forward.FLASH[75].items()
     },
     **{
@@ -59,6 +62,12 @@ PROMISED_CTAS = {
     **{
         f"attention_decode {dim} {row.rows} rows": row.ctas_per_sm
         for dim, rows_of_dim in decode.TENSOR_CORES[75].items()
+        for row in rows_of_dim.values()
+    },
+    **{
+        f"attention_decode {dim} {row.rows} rows of {cache}": row.ctas_per_sm
+        for cache, by_head_dim in decode.INTEGER_TENSOR_CORES[75].items()
+        for dim, rows_of_dim in by_head_dim.items()
         for row in rows_of_dim.values()
     },
     **{
@@ -110,6 +119,19 @@ def test_turing_figures_are_the_pinned_ones(row):
         assert found.ctas_per_sm == pinned.ctas_per_sm, found
     assert found.ctas_per_sm >= pinned.ctas_per_sm, found
     assert found.spill_bytes <= pinned.spill_bytes, found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "rows"),
+    [("float16", 128, 8), *deep(("float16", 128, 16), ("float32", 128, 8))],
+)
+def test_dense_keys_with_alibi_spill_nothing(dtype, head_dim, rows):
+    """Slopes and tokens of a lane's rows stay in registers for the whole walk."""
+    require_pinned_compiler()
+    launch = decode.decode_launch(75, dtype, head_dim, rows, vector_items(dtype))
+    found = cost(decode.forward(launch, FlashOptions(slopes="float32"), "DenseFeed"), TURING)
+    assert found.spill_bytes == 0
+    assert found.ctas_per_sm >= launch.config.ctas_per_sm
 
 
 def test_every_row_is_pinned():

@@ -25,11 +25,15 @@ from cupyattn.kernels.registry import KERNELS, catalogue
 from cupyattn.kernels.source import source_root
 from cupyattn.kernels.spec import Specialisation, Struct
 from cupyattn.kernels.structs import (
+    APPEND_PARAMS,
     ATTENTION_PARAMS,
     BACKWARD_PARAMS,
+    COPY_BLOCKS_PARAMS,
     DBIAS_PARAMS,
     DECODE_PARAMS,
+    GATHER_PARAMS,
     MERGE_PARAMS,
+    PAGED_PARAMS,
     THIN_PARAMS,
     rows_params,
 )
@@ -263,11 +267,15 @@ def test_specialisations_say_what_their_kernel_needs():
 def test_structs_are_laid_out_as_c_does():
     """Every field aligned to its size, and the whole to the largest."""
     for dtype in (
+        APPEND_PARAMS,
         ATTENTION_PARAMS,
         BACKWARD_PARAMS,
+        COPY_BLOCKS_PARAMS,
         DBIAS_PARAMS,
         DECODE_PARAMS,
+        GATHER_PARAMS,
         MERGE_PARAMS,
+        PAGED_PARAMS,
         THIN_PARAMS,
         rows_params(2),
         rows_params(3),

@@ -9,8 +9,20 @@ import pytest
 from support.attention_options import RUN_TIME_OPTIONS
 from support.base_problem import BASE, DV, EVERY_OPTION, SQ, B, D, H
 from support.devices import CUPY, SENTINEL, kernels_only, placed
+from support.recording_device import device_array
 
-from cupyattn import AttentionGrads, attention, attention_backward, reference
+import cupyattn
+from cupyattn import (
+    AttentionGrads,
+    SwigluGrads,
+    attention,
+    attention_backward,
+    cross_entropy_backward,
+    reference,
+    rms_norm,
+    rms_norm_backward,
+    softmax_backward,
+)
 from cupyattn import softmax as softmax_forward
 
 
@@ -56,6 +68,40 @@ def test_backward_options_without_a_kernel_say_so(side, name):
             *map(side.put, backward_arrays()), **options, implementation="naive", grads=grads
         )
     assert (side.get(dq) == SENTINEL).all()
+
+
+def test_arrays_that_leave_too_many_axes_apart_are_named(recorder):
+    """Before anything is launched; without gaps, and on NumPy's arrays, any number of axes do."""
+    gaps = device_array((6, 6, 6, 6, 6, 8))[::2, ::2, ::2, ::2, ::2]
+    whole, labels = device_array((3, 3, 3, 3, 3, 8)), device_array((6,) * 5, int)
+    labels = labels[::2, ::2, ::2, ::2, ::2]
+    one, weight, rows = device_array((), "f4"), device_array((8,)), device_array((3,) * 5, "f4")
+    refused = {
+        "x": lambda: softmax_forward(gaps),
+        "grads": lambda: softmax_backward(whole, whole, grads=gaps),
+        "x, residual": lambda: rms_norm(gaps, residual=gaps),
+        "dtotal": lambda: rms_norm_backward(whole, whole, weight, rows, dtotal=gaps),
+        "gate": lambda: cupyattn.swiglu(gaps),
+        "grads.dgate": lambda: cupyattn.swiglu_backward(
+            whole, whole, whole, grads=SwigluGrads(gaps)
+        ),
+        "labels": lambda: cross_entropy_backward(one, whole, labels, rows),
+        "ids": lambda: cupyattn.embedding(weight[None], labels),
+        "dout": lambda: cupyattn.embedding_backward(
+            gaps, weight[None], device_array((3,) * 5, int)
+        ),
+    }
+    for name, call in refused.items():
+        with pytest.raises(
+            ValueError, match=rf"the strides of {name} leave \d axes apart; at most 4"
+        ):
+            call()
+    mask = device_array((3, 1, 3, 1, 3, 1), bool)
+    with pytest.raises(ValueError, match=r"strides of mask leave 5 .*whole shape what broadcasts"):
+        softmax_forward(whole, mask=mask)
+    turned = device_array((3, 3, 3, 3, 8)).transpose(1, 0, 3, 2, 4), device_array((3, 3, 3, 3, 8))
+    softmax_forward(turned[0], out=turned[1])
+    assert len(recorder.started) == 1
 
 
 @pytest.mark.gpu

@@ -62,13 +62,24 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
          "window_size": None, "softcap": None, "sinks": None, "alibi_slopes": None,
          "k_scales": None, "v_scales": None, "return_lse": False, "out": None, "workspace": None},
     ),
+    cupyattn.append_kv: (
+        ("k_cache", "v_cache", "k", "v", "slot_mapping"),
+        {"q": None, "rotary": None, "positions": None, "k_scales": None, "v_scales": None},
+    ),
+    cupyattn.copy_blocks: (
+        ("k_cache", "v_cache", "copies"), {"k_scales": None, "v_scales": None},
+    ),
+    cupyattn.gather: (
+        ("k_cache", "v_cache", "block_table", "seqlens_k"),
+        {"max_seqlen_k": None, "k_scales": None, "v_scales": None, "dtype": None, "out": None},
+    ),
     merge_attention: (("out_a", "lse_a", "out_b", "lse_b"), {"out": None}),
     cupyattn.gelu: (("x",), {"approximate": "none", "out": None}),
     cupyattn.gelu_backward: (
-        ("dout", "x"), {"approximate": "none", "dx": None, "accumulate": False},
+        ("dout", "x"), {"approximate": "none", "grads": None, "accumulate": False},
     ),
     cupyattn.silu: (("x",), {"out": None}),
-    cupyattn.silu_backward: (("dout", "x"), {"dx": None, "accumulate": False}),
+    cupyattn.silu_backward: (("dout", "x"), {"grads": None, "accumulate": False}),
     cupyattn.swiglu: (("gate", "up"), {"out": None}),
     cupyattn.swiglu_backward: (("dout", "gate", "up"), {"grads": None, "accumulate": False}),
     cupyattn.geglu: (("gate", "up"), {"approximate": "none", "out": None}),
@@ -76,19 +87,19 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
         ("dout", "gate", "up"), {"approximate": "none", "grads": None, "accumulate": False},
     ),
     cupyattn.dropout: (("x", "p", "seed"), {"residual": None, "out": None}),
-    cupyattn.dropout_backward: (("dout", "p", "seed"), {"dx": None, "accumulate": False}),
+    cupyattn.dropout_backward: (("dout", "p", "seed"), {"grads": None, "accumulate": False}),
     cupyattn.rope: (
         ("x", "cos", "sin"),
         {"positions": None, "interleaved": False, "inverse": False, "out": None},
     ),
     cupyattn.rope_backward: (
         ("dout", "cos", "sin"),
-        {"positions": None, "interleaved": False, "inverse": False, "dx": None,
+        {"positions": None, "interleaved": False, "inverse": False, "grads": None,
          "accumulate": False},
     ),
     cupyattn.embedding: (("table", "ids"), {"out": None}),
     cupyattn.embedding_backward: (
-        ("dout", "table", "ids"), {"dtable": None, "accumulate": False, "workspace": None},
+        ("dout", "table", "ids"), {"grads": None, "accumulate": False, "workspace": None},
     ),
     cupyattn.adamw_step: (
         ("param", "grad", "m", "v"),
@@ -100,28 +111,37 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     **dict.fromkeys(
         (softmax_backward, log_softmax_backward),
-        (("dout", "out"), {"axis": -1, "scale": 1.0, "dx": None}),
+        (
+            ("dout", "out"),
+            {"axis": -1, "scale": 1.0, "bias": None, "grads": None, "workspace": None},
+        ),
     ),
-    cross_entropy: (("logits", "labels"), {**LOSS_OPTIONS, "return_lse": False, "out": None}),
+    cross_entropy: (
+        ("logits", "labels"),
+        {**LOSS_OPTIONS, "return_lse": False, "out": None, "workspace": None},
+    ),
     cross_entropy_backward: (
-        ("dloss", "logits", "labels", "lse"), {**LOSS_OPTIONS, "dlse": None, "dlogits": None}
+        ("dloss", "logits", "labels", "lse"),
+        {**LOSS_OPTIONS, "dlse": None, "dlogits": None, "workspace": None},
     ),
     linear_cross_entropy: (
         ("x", "w", "labels"),
-        {**LOSS_OPTIONS, "return_lse": False, "logits_bytes": 2**28, "out": None},
+        {**LOSS_OPTIONS, "return_lse": False, "logits_bytes": 2**28, "out": None,
+         "workspace": None},
     ),
     linear_cross_entropy_backward: (
         ("dloss", "x", "w", "labels", "lse"),
-        {**LOSS_OPTIONS, "dlse": None, "logits_bytes": 2**28, "grads": None, "accumulate": False},
+        {**LOSS_OPTIONS, "dlse": None, "logits_bytes": 2**28, "grads": None, "accumulate": False,
+         "workspace": None},
     ),
-    logsumexp_backward: (("dout", "x", "out"), {**SCORE_OPTIONS, "dx": None}),
+    logsumexp_backward: (("dout", "x", "out"), {**SCORE_OPTIONS, "grads": None}),
     cupyattn.layer_norm: (
         ("x", "weight", "bias"),
         {"residual": None, "eps": 1e-5, "return_stats": False, "out": None},
     ),
     cupyattn.layer_norm_backward: (
         ("dout", "x", "weight", "mean", "rstd"),
-        {"bias": None, "dresidual": None, "grads": None, "accumulate": False, "workspace": None},
+        {"bias": None, "dtotal": None, "grads": None, "accumulate": False, "workspace": None},
     ),
     cupyattn.rms_norm: (
         ("x", "weight"),
@@ -129,7 +149,7 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     cupyattn.rms_norm_backward: (
         ("dout", "x", "weight", "rstd"),
-        {"weight_offset": 0.0, "dresidual": None, "grads": None, "accumulate": False,
+        {"weight_offset": 0.0, "dtotal": None, "grads": None, "accumulate": False,
          "workspace": None},
     ),
     linear: (

@@ -36,7 +36,7 @@ def text_of(document) -> str:
 
 def prose(text: str) -> str:
     """All but code, tables, comments and tags."""
-    lines = CODE.sub("", re.sub(r"<.*?>", "", text, flags=re.DOTALL)).splitlines()
+    lines = re.sub(r"<.*?>", "", CODE.sub("", text), flags=re.DOTALL).splitlines()
     return "\n".join(line for line in lines if not line.startswith("|"))
 
 

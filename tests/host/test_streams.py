@@ -13,7 +13,15 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from support.dtypes import dtype_of
 
-from cupyattn import AttentionGrads, attention, attention_backward, softmax, softmax_backward
+import cupyattn
+from cupyattn import (
+    AttentionGrads,
+    LinearCrossEntropyGrads,
+    attention,
+    attention_backward,
+    softmax,
+    softmax_backward,
+)
 
 SPIN = r"""
 extern "C" __global__ void spin(unsigned long long nanoseconds) {
@@ -87,7 +95,7 @@ class Work:
         if name == "softmax":
             return softmax(self.q, out=out)
         if name == "softmax_backward":
-            return softmax_backward(self.dout, self.q, dx=out)
+            return softmax_backward(self.dout, self.q, grads=out)
         options = {"causal": True, "seqused_k": self.used}
         if name == "attention_backward":
             grads = attention_backward(
@@ -273,6 +281,57 @@ def test_a_backward_can_be_captured_and_allocates_nothing(stream, implementation
     stream.synchronize()
     for gradient, wanted in zip(options["grads"], expected, strict=True):
         assert_array_equal(cupy.asnumpy(gradient), cupy.asnumpy(wanted))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+def test_a_loss_and_its_gradient_can_be_captured_and_allocate_nothing(stream, function):
+    """With out, grads and a workspace; in several chunks, where logits are made."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    x, w = (
+        cupy.asarray(rng.standard_normal(shape).astype(np.float16))
+        for shape in ((300, 64), (64, 520))
+    )
+    labels = cupy.asarray(rng.integers(0, 520, 300))
+    loss, lse = cupy.empty((), np.float32), cupy.empty(300, np.float32)
+    workspace = cupy.empty(2**22, np.uint8)
+    more: dict[str, Any] = {"workspace": workspace}
+    if function == "cross_entropy":
+        logits = cupy.asarray(rng.standard_normal((300, 520)).astype(np.float16))
+        arrays: tuple[Any, ...] = (logits, labels)
+        results: tuple[Any, ...] = (cupy.empty_like(arrays[0]),)
+        into: dict[str, Any] = {"dlogits": results[0]}
+    else:
+        arrays = (x, w, labels)
+        results = (cupy.empty_like(x), cupy.empty_like(w))
+        into = {"grads": LinearCrossEntropyGrads(*results)}
+        more["logits_bytes"] = 2 * 520 * 128
+    forward, backward = (getattr(cupyattn, function + suffix) for suffix in ("", "_backward"))
+    dloss = cupy.ones((), np.float32)
+
+    def call() -> None:
+        forward(*arrays, return_lse=True, out=(loss, lse), **more)
+        backward(dloss, *arrays, lse, **into, **more)
+
+    call()
+    cupy.cuda.Device().synchronize()
+    expected = [cupy.asnumpy(result) for result in (loss, lse, *results)]
+    with stream, count_allocations() as sizes:
+        stream.begin_capture()
+        try:
+            call()
+        finally:
+            graph = stream.end_capture()
+    assert sizes == []
+    for result in (loss, lse, *results):
+        result.fill(7)
+    cupy.cuda.Device().synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    for result, wanted in zip((loss, lse, *results), expected, strict=True):
+        assert_array_equal(cupy.asnumpy(result), wanted)
 
 
 @pytest.mark.gpu

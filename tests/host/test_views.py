@@ -1,4 +1,4 @@
-"""Where the arrays of a call may lie: views, out= and dx=, one buffer for several."""
+"""Where the arrays of a call may lie: views, out= and grads=, one buffer for several."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_softmax_writes_into_out(side):
     with unchanged(x, dout, expected):
         assert softmax_forward(x, out=into) is into
         assert_array_equal(side.get(into), side.get(expected))
-        assert softmax_backward(dout, expected, dx=into) is into
+        assert softmax_backward(dout, expected, grads=into) is into
         assert_array_equal(side.get(into), side.get(softmax_backward(dout, expected)))
     into[...] = SENTINEL
     assert (side.get(memory) == SENTINEL).all()

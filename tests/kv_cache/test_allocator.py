@@ -28,6 +28,38 @@ def test_one_token_is_always_computed(length):
     assert second.fork().num_cached_tokens == second.num_cached_tokens
 
 
+def test_states_of_blocks_and_what_lives():
+    allocator = BlockAllocator(5, 4, prefix_caching=True)
+    first, second = allocator.add(range(9)), allocator.add(range(9))
+    held = allocator.allocate()
+    assert allocator.sequences == (first, second)
+    assert first in allocator and "first" not in allocator
+    assert BlockAllocator(5, 4).add([1]) not in allocator
+    first.free()
+    assert (first.is_freed, second.is_freed) == (True, False)
+    assert first not in allocator and allocator.sequences == (second,)
+    second.free()
+    assert [allocator.state(block) for block in range(5)] == ["cached"] * 2 + ["free"] * 2 + [
+        "used"
+    ]
+    assert held == 4
+    for block in (-1, 5, None):
+        with pytest.raises(ValueError, match="the pool's blocks are 0 to 4"):
+            allocator.state(block)
+
+
+def test_what_was_found_is_counted():
+    allocator = BlockAllocator(5, 4, prefix_caching=True)
+    assert (allocator.num_added_tokens, allocator.num_found_tokens) == (0, 0)
+    sequences = [allocator.add(range(9)) for _ in range(2)]
+    assert (allocator.num_added_tokens, allocator.num_found_tokens) == (18, 8)
+    with pytest.raises(OutOfBlocksError):
+        allocator.add(range(100))
+    for sequence in sequences:
+        sequence.free()
+    assert (allocator.num_added_tokens, allocator.num_found_tokens) == (18, 8)
+
+
 def test_equal_blocks_after_different_prefixes_differ():
     allocator = BlockAllocator(8, 2, prefix_caching=True)
     allocator.add([1, 1, 7, 7])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from support.packed import PackedProblem
 from support.paged import PagedProblem
 
 import cupyattn
@@ -42,8 +44,6 @@ def test_the_call_itself_is_right():
         ({"q": lambda x: x.astype("float16")}, TypeError, "q has float16"),
         ({"q": lambda x: x[:, :, :3]}, ValueError, "q has H = 3 heads, the caches have G = 2"),
         ({"q": lambda x: x[..., :4]}, ValueError, "k_cache has shape"),
-        ({"q": lambda x: np.repeat(x, 9, axis=1)}, NotImplementedError, "q has Sq = 18"),
-        ({"q": lambda x: x[:, :0]}, NotImplementedError, "q has Sq = 0"),
         ({"k_cache": lambda x: x[:, :15], "v_cache": lambda x: x[:, :15]}, ValueError,
          "k_cache has blocks of 15 tokens"),
         ({"v_cache": lambda x: x[1:]}, ValueError, "v_cache has shape"),
@@ -69,9 +69,9 @@ def test_arrays(changed, kind, message, backend):
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"cu_seqlens_q": np.array([0, 2, 4], np.int32)}, NotImplementedError, "cu_seqlens_q"),
-        ({"k_scales": np.ones(3)}, NotImplementedError, "k_scales was given"),
-        ({"v_scales": np.ones(3)}, NotImplementedError, "v_scales was given"),
+        ({"cu_seqlens_q": np.array([0, 2, 4], np.int32)}, ValueError, "q has shape (2, 2, 4, 8)"),
+        ({"k_scales": np.ones(3)}, ValueError, "k_scales was given with caches of float32"),
+        ({"v_scales": np.ones(3)}, ValueError, "v_scales was given with caches of float32"),
         ({"max_seqlen_q": 2}, ValueError, "max_seqlen_q = 2 without cu_seqlens_q"),
         ({"causal": 1}, TypeError, "causal = 1"),
         ({"window_size": 3}, TypeError, "window_size = 3"),
@@ -94,6 +94,54 @@ def test_options(options, kind, message):
         call(options)
 
 
+PACKED = PackedProblem(lengths=(20, 40), Sq=20, queries=(0, 20), G=2, group=2, D=8, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"cu_seqlens_q": np.zeros((3, 1), np.int32)}, ValueError, "cu_seqlens_q has shape (3, 1)"),
+        ({"cu_seqlens_q": np.zeros(3)}, TypeError, "cu_seqlens_q has dtype float64"),
+        ({"cu_seqlens_q": [0, 0, 20]}, TypeError, "cu_seqlens_q is a builtins.list"),
+        ({"cu_seqlens_q": np.zeros(0, int)}, ValueError, "cu_seqlens_q has no items"),
+        ({"cu_seqlens_q": np.array([0, 20])}, ValueError, "block_table has shape (2, 4)"),
+        ({"cu_seqlens_q": np.array([1, 1, 20])}, ValueError, "cu_seqlens_q = [1, 1, 20]"),
+        ({"cu_seqlens_q": np.array([0, 9, 5])}, ValueError, "cu_seqlens_q = [0, 9, 5]"),
+        ({"cu_seqlens_q": np.array([0, 1, 21])}, ValueError, "cu_seqlens_q = [0, 1, 21]"),
+        ({"cu_seqlens_q": None}, ValueError, "max_seqlen_q = 20 without cu_seqlens_q"),
+        ({"max_seqlen_q": 19}, ValueError, "sequence 1 of cu_seqlens_q has 20 query tokens"),
+        ({"max_seqlen_q": -1}, ValueError, "max_seqlen_q = -1"),
+        ({"max_seqlen_q": 2.0}, TypeError, "max_seqlen_q is 2.0"),
+        ({"out": np.zeros((1, 20, 4, 8), np.float32)}, ValueError, "out is float32 (1, 20, 4, 8)"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("backend", ["reference", "emulator"])
+def test_packed_queries(options, kind, message, backend):
+    right = {"cu_seqlens_q": PACKED.bounds, "max_seqlen_q": 20}
+    with cupyattn.backend(backend), pytest.raises(kind, match=re.escape(message)):
+        cupyattn.paged_attention(*PACKED.arrays(), **{**right, **options})
+
+
+def test_packed_queries_of_caches_that_are_not_alike():
+    q, k, v, *others = PACKED.arrays()
+    wide = np.repeat(v, 2, axis=1)[:, ::2]
+    options = {"cu_seqlens_q": PACKED.bounds, "max_seqlen_q": 20}
+    cupyattn.paged_attention(q, k, wide, *others, **options)
+    with cupyattn.backend("emulator"), pytest.raises(ValueError, match="caches of equal strides"):
+        cupyattn.paged_attention(q, k, wide, *others, **options)
+
+
+def test_a_place_beyond_32_bits():
+    """Of rows that are odd bytes apart nothing larger than two bytes divides the strides."""
+    problem = PagedProblem(lengths=(20,), Sq=20, G=1, group=1, D=8, dtype="float16")
+    q, k, v, table, lengths = problem.arrays()
+    far = [
+        np.lib.stride_tricks.as_strided(x, (2**28, *x.shape[1:]), (34, 16, 16, 2)) for x in (k, v)
+    ]
+    with cupyattn.backend("emulator"), pytest.raises(ValueError, match="units of 2 bytes"):
+        cupyattn.paged_attention(q, *far, table % 3, lengths)
+
+
 def test_a_result_within_the_cache():
     arrays = PROBLEM.arrays()
     inside = arrays[1].reshape(-1)[: arrays[0].size].reshape(arrays[0].shape)
@@ -107,3 +155,33 @@ def test_entries_that_a_window_hides_may_be_absent():
     with pytest.raises(ValueError, match=re.escape("block_table[1, 0] = -1")):
         call({"window_size": (23, 0)}, block_table=with_item((1, 0), -1))
     call({"window_size": (22, 0)}, block_table=with_item((1, 0), -1))
+
+
+STORED = replace(PROBLEM, bits=4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "message"),
+    [
+        ({"k_scales": lambda x: None}, ValueError, "caches of uint8 without k_scales"),
+        ({"v_scales": lambda x: None}, ValueError, "caches of uint8 without v_scales"),
+        ({"k_scales": lambda x: x.astype("float16")}, TypeError, "k_scales has dtype float16"),
+        ({"v_scales": lambda x: x[:, :, :1]}, ValueError, "v_scales has shape (9, 16, 1)"),
+        ({"v_scales": lambda x: x[..., None]}, ValueError, "v_scales has shape (9, 16, 2, 1)"),
+        ({"k_cache": lambda x: x.view("int8")}, TypeError, "k_cache has int8, v_cache has uint8"),
+        ({"k_cache": lambda x: x.view("int8"), "v_cache": lambda x: x.view("int8")}, ValueError,
+         "k_cache has shape (9, 16, 2, 4)"),
+        ({"k_cache": lambda x: x.astype("int16")}, TypeError, "k_cache has dtype int16"),
+        ({"q": lambda x: x[..., :7]}, ValueError, "D = 7 with caches of uint8"),
+        ({"q": lambda x: x.view("int32")}, TypeError, "q has dtype int32"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("backend", ["reference", "emulator"])
+def test_caches_of_integers(changed, kind, message, backend):
+    names = (*NAMES, "k_scales", "v_scales")
+    arrays = dict(zip(names, STORED.arrays(), strict=True))
+    for name, change in changed.items():
+        arrays[name] = change(arrays[name])
+    scales = {name: arrays.pop(name) for name in names[5:]}
+    with cupyattn.backend(backend), pytest.raises(kind, match=re.escape(message)):
+        cupyattn.paged_attention(*arrays.values(), **scales)

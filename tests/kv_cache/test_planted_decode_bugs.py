@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.paged import PagedProblem
+from support.paged import PagedProblem, scales_of
 from support.planted_bugs import Bug, PlantedDevice, plant, without_barrier
 from support.search import deep
 
@@ -26,6 +26,7 @@ TENSOR_CUH, FLOAT_CUH = (
     "attention/decode/tensor_core_rows.cuh",
     "attention/decode/float_rows.cuh",
 )
+ITEMS_CUH = "attention/decode/cache_items.cuh"
 # Several units a sequence and CTA; rows of a second tile; every option.
 HALF = PagedProblem(
     lengths=(0, 700, 37, 130), Sq=3, G=1, group=6, D=64, dtype="float16", block_size=32,
@@ -35,6 +36,9 @@ HALF = PagedProblem(
 FLOAT = replace(HALF, dtype="float32", D=24, group=4, lengths=(0, 300, 37, 130))
 # More than two times the 32 tiles whose blocks a warp looks up at once, in each of four CTAs.
 LONG = PagedProblem(lengths=(17_000,), Sq=1, G=1, group=8, D=24, dtype="float32")
+INT8 = PagedProblem(lengths=(0, 700, 37, 130), Sq=1, G=2, group=3, D=64, dtype="float16", bits=8)
+INT4 = replace(INT8, bits=4)
+FLOAT_INT4 = replace(INT8, bits=4, D=24, dtype="float32", lengths=(0, 300, 37, 130))
 MULTIPROCESSORS = 2
 
 
@@ -50,13 +54,24 @@ def ratio_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         monkeypatch.setattr(module, "device_of", lambda _: device)
         monkeypatch.setattr(PlantedDevice, "multiprocessors", MULTIPROCESSORS)
         arrays = problem.arrays()
-        out, lse = cupyattn.paged_attention(*arrays, **problem.keywords(), return_lse=True)
+        keywords = problem.keywords() | scales_of(arrays)
+        out, lse = cupyattn.paged_attention(*arrays[:5], **keywords, return_lse=True)
         return problem.ratio(out, lse, arrays)
 
     return run
 
 
-@pytest.mark.parametrize("problem", [HALF, FLOAT, LONG], ids=["half", "float", "long"])
+CLEAN = {
+    "half": HALF,
+    "float": FLOAT,
+    "long": LONG,
+    "int8": INT8,
+    "int4": INT4,
+    "lanes": FLOAT_INT4,
+}
+
+
+@pytest.mark.parametrize("problem", CLEAN.values(), ids=CLEAN)
 def test_a_clean_copy_is_right(problem, ratio_with):
     assert 0 < ratio_with(problem) <= 1
 
@@ -65,14 +80,20 @@ WRONG = [
     (HALF, Bug(FORWARD_CU, "first_key + kTileKeys > seen_to", "first_key > seen_to")),
     (HALF, Bug(SHARES_CUH, "cta * each + min(cta, longer)", "cta * each + min(cta, longer - 1)")),
     (HALF, Bug(SHARES_CUH, "2 * cta + (cta == first_cta)", "2 * cta")),
-    (HALF, Bug(COMBINE_CU, "sum.l = __fmaf_rn(weight, part.y, sum.l)", "sum.l += part.y")),
+    (HALF, Bug(END_CUH, "l = __fmaf_rn(weight, maximum_and_sum.y, l)", "l += maximum_and_sum.y")),
     (LONG, Bug(FEED_CUH, "if (j + kWarpSize < count) ahead", "if (j < 0) ahead")),
     (HALF, Bug(FORWARD_CU, "if (edge) warp.rows.clear_v", "if (first_key < 0) warp.rows.clear_v")),
-    (HALF, Bug(TENSOR_CUH, "first, second, 0x7632", "second, first, 0x7632")),
+    (HALF, Bug(ITEMS_CUH, "__byte_perm(x, y, 0x7632)", "__byte_perm(y, x, 0x7632)")),
+    (INT8, Bug(ITEMS_CUH, "^ 0x00800080u", "^ 0x00000080u")),
+    (INT4, Bug(ITEMS_CUH, "without_bias<16 * kBias>", "without_bias<kBias>")),
+    (INT4, Bug(TENSOR_CUH, "if (key_of(half) >= keys) v_scales", "if (keys < 0) v_scales")),
+    (INT4, Bug(TENSOR_CUH, "    rescale(factor);\n    unit", "    unit")),
+    (INT4, Bug(FORWARD_CU, "load_v(j, caches.v(place))", "load_v(0, caches.v(place))")),
+    (FLOAT_INT4, Bug(FLOAT_CUH, "if (key_of(0) >= keys) v_scale", "if (keys < 0) v_scale")),
 ]
 WRONG_DEEP = [
-    (HALF, Bug(SHARES_CUH, "(params, seqlens_g, next.batch)", "(params, seqlens_g, 0)")),
-    (HALF, Bug(COMBINE_CU, "cta <= last_cta; cta++", "cta < last_cta; cta++")),
+    (HALF, Bug(SHARES_CUH, "(params, lengths, next.batch)", "(params, lengths, 0)")),
+    (HALF, Bug(COMBINE_CU, "cta <= last_cta; cta += kWarps)", "cta < last_cta; cta += kWarps)")),
     (HALF, Bug(FEED_CUH, "mine % block_tiles * kTileKeys", "0")),
     (HALF, Bug(ROWS_CUH, "return (first + row) / params.group", "return row / params.group")),
     (HALF, Bug(END_CUH, "total = l * scale + ex2", "total = l + ex2")),
@@ -82,6 +103,16 @@ WRONG_DEEP = [
     (FLOAT, Bug(FLOAT_CUH, "row_factor = __shfl_sync(kFullWarp, own, holder(0, r))",
                 "row_factor = own")),
     (FLOAT, Bug(FLOAT_CUH, "distance = kLanes; distance", "distance = 2 * kLanes; distance")),
+    (INT8, Bug(ITEMS_CUH, "^ 0x64806480u", "^ 0x64006480u")),
+    (INT8, Bug(TENSOR_CUH, "k_scales[slot][half] = tile.scale(8 * half)",
+               "k_scales[slot][half] = tile.scale(0)")),
+    (INT8, Bug(TENSOR_CUH, "even[n][e] = kScaled ? bias[n][e % 2] : 0.f", "even[n][e] = 0.f")),
+    (INT8, Bug(TENSOR_CUH, "even = kScaled ? unit : 1.f", "even = 1.f")),
+    (INT4, Bug(TENSOR_CUH, "odd = Format::kOdd * even", "odd = even")),
+    (INT4, Bug(TENSOR_CUH, "top >= 2.f * unit", "top < 0.f")),
+    (INT4, Bug(ITEMS_CUH, "items[2 + x / 2]", "items[3 - x / 2]")),
+    (FLOAT_INT4, Bug(ITEMS_CUH, "- (8388608.f + 8.f)", "- 8388608.f")),
+    (FLOAT_INT4, Bug(FLOAT_CUH, "sums[group][i] * k_scale", "sums[group][i] * v_scale")),
 ]  # fmt: skip
 
 
@@ -92,15 +123,18 @@ def test_wrong_results_are_found(problem, bug, ratio_with):
 
 
 @pytest.mark.parametrize(
-    "comment",
+    ("file", "comment"),
     [
-        "smem: written by every warp",
-        *deep("smem: read by every warp, before the next pass or segment writes it"),
+        (FORWARD_CU, "smem: written by every warp"),
+        *deep(
+            (FORWARD_CU, "smem: read by every warp, before the next pass or segment writes it"),
+            (COMBINE_CU, "smem: written by every warp"),
+        ),
     ],
 )
-def test_barriers_that_are_missing_are_found(comment, ratio_with):
+def test_barriers_that_are_missing_are_found(file, comment, ratio_with):
     with pytest.raises(SharedMemoryRaceError):
-        ratio_with(HALF, without_barrier(FORWARD_CU, comment))
+        ratio_with(HALF, without_barrier(file, comment))
 
 
 def test_an_entry_read_past_a_sequence_is_found(ratio_with):

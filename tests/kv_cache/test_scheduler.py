@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.block_memory import VOCABULARY, BlockMemory, FaultError, alone
+from support.search import examples
 
 from cupyattn import BlockAllocator, OutOfBlocksError, Scheduler
 from cupyattn.kv_cache import scheduler as scheduler_module
+from cupyattn.kv_cache.admission import Admission
 
 
 def finish(scheduler, memory, arrivals=()):
@@ -38,7 +40,7 @@ def require_empty(allocator):
     assert allocator.num_free_host == allocator.num_host_blocks
 
 
-def trial(seed, *, faulty=False):
+def trial(seed, *, faulty=False, windowed=False):
     """One pool of a random shape, and requests that share prompts; return what it came to."""
     rng = random.Random(seed)
     allocator = BlockAllocator(
@@ -48,11 +50,18 @@ def trial(seed, *, faulty=False):
         watermark=rng.choice((0, 0, 1)),
         num_host_blocks=rng.choice((0, 4, 30)),
     )
-    memory = BlockMemory(allocator, random.Random(seed) if faulty else None)
+    left = rng.choice((1, 2, 5, 12)) if windowed else None
+    memory = BlockMemory(allocator, random.Random(seed) if faulty else None, left)
     max_batch = rng.choice((1, 3, 8))
     max_tokens = max_batch + rng.choice((0, 3, 20))
     preempt = rng.choice(("recompute", "swap"))
-    scheduler = Scheduler(memory, max_batch=max_batch, max_tokens=max_tokens, preempt=preempt)
+    scheduler = Scheduler(
+        memory,
+        max_batch=max_batch,
+        max_tokens=max_tokens,
+        preempt=preempt,
+        window_size=None if left is None else (left, 0),
+    )
     room = (allocator.num_blocks - allocator.watermark) * allocator.block_size
     system = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(room // 3 + 1))]
     requests, expected = [], []
@@ -61,12 +70,16 @@ def trial(seed, *, faulty=False):
         prompt = system[: rng.choice((0, len(system)))]
         prompt = prompt + [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, room // 3))]
         new = rng.randint(1, min(room - len(prompt) + 1, 12))
+        if left is not None:  # longer than the pool
+            window_blocks = -(-(left + max_tokens - 1) // allocator.block_size) + 1
+            if window_blocks + allocator.watermark <= allocator.num_blocks:
+                new = rng.randint(1, 2 * room)
         n = rng.randint(1, max_batch)
         stop = rng.sample(range(VOCABULARY), rng.choice((0, 0, 1)))
 
         def submit():
             requests.append(scheduler.submit(prompt, max_new_tokens=new, n=n, stop=stop))
-            expected.append(tuple(alone(prompt, new, sample, stop) for sample in range(n)))
+            expected.append(tuple(alone(prompt, new, sample, stop, left) for sample in range(n)))
 
         return submit
 
@@ -89,6 +102,12 @@ def test_every_request_gives_what_it_gives_alone(seed):
 @given(seed=st.integers(0, 2**32))
 def test_a_step_that_fails_loses_nothing(seed):
     trial(seed, faulty=True)
+
+
+@given(seed=st.integers(0, 2**32), faulty=st.booleans())
+@examples(40)
+def test_a_window_gives_back_what_no_token_sees(seed, faulty):
+    trial(seed, faulty=faulty, windowed=True)
 
 
 def test_the_trials_above_meet_what_they_are_for():
@@ -146,9 +165,23 @@ def leaks_what_ends(monkeypatch):
     monkeypatch.setattr(scheduler_module.Run, "drop", lambda self: setattr(self, "sequence", None))
 
 
+def gives_back_what_the_next_token_sees(monkeypatch):
+    def wrong(self, sequence):
+        if self._left is not None:
+            sequence.evict_before(max(0, len(sequence) - self._left + 1))
+
+    monkeypatch.setattr(Admission, "evict", wrong)
+
+
+def gives_back_nothing(monkeypatch):
+    monkeypatch.setattr(Admission, "evict", lambda self, sequence: None)
+
+
 @pytest.mark.parametrize(
     "bug",
     [
+        gives_back_nothing,
+        gives_back_what_the_next_token_sees,
         writes_before_it_copies,
         keeps_what_found_unwritten_blocks,
         keeps_what_lost_its_copies,
@@ -162,6 +195,7 @@ def test_planted_bugs_are_found(bug, monkeypatch):
     def trials():
         for seed in range(300):
             trial(seed, faulty=seed % 2 == 0)
+            trial(seed, windowed=True)
 
     bug(monkeypatch)
     with pytest.raises(Exception):  # noqa: B017, PT011
@@ -315,6 +349,9 @@ def test_what_is_no_cache_is_refused():
         ({"max_batch": 1.0}, TypeError, "max_batch = 1.0"),
         ({"max_tokens": 3}, ValueError, "max_tokens = 3"),
         ({"preempt": "drop"}, ValueError, "preempt = 'drop'"),
+        ({"window_size": 8}, TypeError, "window_size = 8"),
+        ({"window_size": (-1, 0)}, ValueError, "left = -1"),
+        ({"window_size": (2.0, 0)}, TypeError, r"left = 2\.0"),
     ],
 )
 def test_bad_schedulers_are_refused(memory, changes, kind, passed):
@@ -347,3 +384,49 @@ def test_it_says_what_it_is(memory):
     assert repr(request) == "<Request of 2 tokens, 0, 0 new ones, not finished>"
     scheduler.step(memory.forward)
     assert repr(request) == "<Request of 2 tokens, 1, 1 new ones, finished>"
+
+
+def test_a_window_bounds_what_a_sequence_holds():
+    """A generation goes on for longer than the pool has room."""
+    memory = BlockMemory(BlockAllocator(3, 4), left=3)
+    scheduler = Scheduler(memory, max_batch=2, max_tokens=5, window_size=(3, 0))
+    request = scheduler.submit(range(16), max_new_tokens=50)
+    used = []
+
+    def forward(batch):
+        used.append(memory.allocator.num_used)
+        return memory.forward(batch)
+
+    while not scheduler.idle:
+        scheduler.step(forward)
+    assert max(used) == 3, "positions 2 to 9, for one"
+    assert max(used[4:]) == 2, "positions 2 to 5, for one"
+    assert request.outputs == (alone(range(16), 50, 0, left=3),)
+    require_empty(memory.allocator)
+
+
+def test_without_a_window_such_a_request_is_refused():
+    for window_size in (None, (None, 0)):
+        scheduler = Scheduler(
+            BlockMemory(BlockAllocator(3, 4)), max_batch=2, max_tokens=5, window_size=window_size
+        )
+        with pytest.raises(ValueError, match="need 17 blocks"):
+            scheduler.submit(range(16), max_new_tokens=50)
+    scheduler = Scheduler(
+        BlockMemory(BlockAllocator(2, 4)), max_batch=2, max_tokens=5, window_size=(3, 0)
+    )
+    with pytest.raises(ValueError, match="need 3 blocks"):
+        scheduler.submit(range(16), max_new_tokens=50)
+
+
+def test_a_cached_prefix_that_fills_the_pool_is_begun_in_part():
+    memory = BlockMemory(BlockAllocator(4, 4, prefix_caching=True), left=3)
+    scheduler = Scheduler(memory, max_batch=1, max_tokens=4, window_size=(3, 0))
+    prompt = list(range(16))
+    scheduler.submit(prompt, max_new_tokens=1)
+    finish(scheduler, memory)
+    assert memory.allocator.find([*prompt, 9]) == 16
+    request = scheduler.submit([*prompt, 9], max_new_tokens=3)
+    finish(scheduler, memory)
+    assert request.outputs == (alone([*prompt, 9], 3, 0, left=3),)
+    require_empty(memory.allocator)

@@ -12,7 +12,7 @@ from support.dtypes import DTYPES, dtype_of
 from support.search import examples, wider
 
 import cupyattn
-from cupyattn import reference
+from cupyattn import DropoutGrads, reference
 from cupyattn.emulator import Report
 
 LENGTHS = (1, 4, 7, 8, 12, 33, 256, 1021)
@@ -115,7 +115,9 @@ def test_gradients(side):
     dx, dresidual = cupyattn.dropout_backward(put[1], 0.3, 5)
     assert_allclose(side.get(dx), expected, rtol=1e-6)
     assert dresidual is put[1]
-    added = cupyattn.dropout_backward(put[1], 0.3, 5, dx=put[2], accumulate=True).dx
+    added = cupyattn.dropout_backward(
+        put[1], 0.3, 5, grads=DropoutGrads(put[2]), accumulate=True
+    ).dx
     assert added is put[2]
     assert_allclose(side.get(added), there + expected, rtol=1e-6, atol=1e-6)
     out, pullback = cupyattn.vjp(
@@ -182,9 +184,27 @@ X = np.ones((2, 8), np.float32)
         (lambda x: cupyattn.dropout(x, 0.1, 2**64), ValueError, "seed = 18446744073709551616; "),
         (lambda x: cupyattn.dropout(x, 0.1, 1, residual=x[:1]), ValueError, "residual has shape"),
         (lambda x: cupyattn.dropout(None, 0.1, 1), TypeError, "x is None"),
-        (lambda x: cupyattn.dropout_backward(x, 0.1, 1, accumulate=True), ValueError, "without dx"),
+        (
+            lambda x: cupyattn.dropout_backward(x, 0.1, 1, accumulate=True),
+            ValueError,
+            "without grads",
+        ),
         (lambda x: cupyattn.dropout_backward(x, 0.1, 1, accumulate=2), TypeError, "accumulate = 2"),
-        (lambda x: cupyattn.dropout_backward(x, 0.1, 1, dx=x[:1]), ValueError, r"dx is float32"),
+        (
+            lambda x: cupyattn.dropout_backward(x, 0.1, 1, grads=DropoutGrads(x[:1])),
+            ValueError,
+            r"grads\.dx is float32",
+        ),
+        (
+            lambda x: cupyattn.dropout_backward(x, 0.1, 1, grads=DropoutGrads(x, x)),
+            ValueError,
+            r"grads\.dresidual was given; .*dout itself",
+        ),
+        (
+            lambda x: cupyattn.dropout_backward(x, 0.1, 1, grads=x),
+            TypeError,
+            "grads is a .*; it is a DropoutGrads",
+        ),
     ],
 )
 def test_bad_input(side, call, kind, message):

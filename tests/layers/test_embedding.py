@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.testing import assert_array_equal
+from numpy.testing import assert_allclose, assert_array_equal
 from support.devices import KERNELS, everywhere
 from support.dtypes import DTYPES, dtype_of
 from support.search import examples, wider
@@ -52,12 +52,12 @@ def test_lookup_and_gradient(dtype, rows, shape, length, ids, spread, accumulate
         floats(2, dtype, rows, length) if accumulate else np.zeros((rows, length), table.dtype)
     )
     given_dtable = KERNELS.put(present.copy()) if accumulate else None
-    found = cupyattn.embedding_backward(*placed, dtable=given_dtable, accumulate=accumulate)
+    found = cupyattn.embedding_backward(*placed, grads=given_dtable, accumulate=accumulate)
     exact = reference.embedding_backward(dout, rows, numbers) + present.astype(float)
     bound = reference.embedding_backward_bound(dout, rows, numbers, dtype=dtype, present=present)
     assert reference.error_ratio(KERNELS.get(found), exact, bound) <= 1
     again = cupyattn.embedding_backward(
-        *placed, dtable=KERNELS.put(present.copy()) if accumulate else None, accumulate=accumulate
+        *placed, grads=KERNELS.put(present.copy()) if accumulate else None, accumulate=accumulate
     )
     assert KERNELS.get(again).tobytes() == KERNELS.get(found).tobytes()
 
@@ -75,7 +75,7 @@ def test_views(margin):
     assert cupyattn.embedding(*placed[1:], out=out) is out
     assert_array_equal(KERNELS.get(out), table[numbers])
     memory = KERNELS.put(np.full((20, 40), 77, np.float16))
-    dtable = cupyattn.embedding_backward(*placed, dtable=memory[:, margin : margin + 24])
+    dtable = cupyattn.embedding_backward(*placed, grads=memory[:, margin : margin + 24])
     expected = cupyattn.embedding_backward(
         *(KERNELS.put(np.ascontiguousarray(array)) for array in (dout, table, numbers))
     )
@@ -117,7 +117,7 @@ def test_vjp_and_rows_that_no_id_names(side):
     d = side.get(dout)
     assert_array_equal(rows[3], (d[0].astype(float) + d[1]).astype(np.float32))
     there = side.put(np.full((9, 8), np.nan, np.float32))
-    found = cupyattn.embedding_backward(dout, table, ids, dtable=there)
+    found = cupyattn.embedding_backward(dout, table, ids, grads=there)
     assert found is there
     assert_array_equal(side.get(found), rows)
 
@@ -161,15 +161,15 @@ D = np.zeros((2, 3, 8), np.float32)
         (lambda t, i, d: cupyattn.embedding_backward(d[0], t, i), ValueError, "dout has shape"),
         (
             lambda t, i, d: cupyattn.embedding_backward(d, t, i, accumulate=True),
-            ValueError, "accumulate=True without dtable",
+            ValueError, "accumulate=True without grads",
         ),
         (
-            lambda t, i, d: cupyattn.embedding_backward(d, t, i, dtable=t[:4]),
-            ValueError, "dtable is float32",
+            lambda t, i, d: cupyattn.embedding_backward(d, t, i, grads=t[:4]),
+            ValueError, "grads is float32",
         ),
         (
-            lambda t, i, d: cupyattn.embedding_backward(d, t, i, dtable=t),
-            ValueError, "dtable overlaps table",
+            lambda t, i, d: cupyattn.embedding_backward(d, t, i, grads=t),
+            ValueError, "grads overlaps table",
         ),
     ],
 )  # fmt: skip
@@ -200,3 +200,15 @@ def test_empty(side, rows, shape, length):
     dtable = cupyattn.embedding_backward(out, table, ids)
     assert dtable.shape == (rows, length)
     assert not side.get(dtable).any()
+
+
+def test_torch_says_the_same():
+    torch = pytest.importorskip("torch")
+    table, dout = floats(0, "float32", 9, 5), floats(1, "float32", 4, 30, 5)
+    ids = ids_of(9, (4, 30), "int64", "padding")
+    given = torch.tensor(table, requires_grad=True)
+    expected = torch.nn.functional.embedding(torch.tensor(ids), given)
+    out, pullback = cupyattn.vjp(cupyattn.embedding, table, ids)
+    assert_array_equal(out, expected.detach().numpy())
+    (gradient,) = torch.autograd.grad(expected, given, torch.tensor(dout))
+    assert_allclose(pullback(dout)[0], gradient.numpy(), rtol=1e-5, atol=1e-5)

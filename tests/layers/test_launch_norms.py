@@ -21,8 +21,8 @@ def test_what_the_forward_passes(recorder):
     assert kernel.spec.entry == "norm_forward"
     assert macros["CENTRED"] == macros["WITH_BIAS"] == macros["WITH_MEAN"] == "false"
     assert macros["WITH_RESIDUAL"] == macros["WITH_WEIGHT"] == macros["WITH_RSTD"] == "true"
-    assert (macros["VEC"], macros["STRIPS"], macros["LANES"]) == (8, 4, 64)
-    assert grid == (-(-12 // (kernel.threads // 64)), 1, 1)
+    assert (macros["VEC"], macros["STRIPS"], macros["LANES"]) == (8, 2, 128)
+    assert grid == (-(-12 // (kernel.threads // 128)), 1, 1)
     *arrays, eps, offset, params = arguments
     for passed, expected in zip(
         arrays, (x, residual, weight, None, out, total, None, rstd), strict=True

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.devices import KERNELS, everywhere
-from support.search import deep
-from support.strategies import dtype_of
+from support.dtypes import DTYPES, dtype_of
+from support.search import deep, examples, wider
 
 import cupyattn
 from cupyattn import LinearCrossEntropyGrads, reference, vjp
+from cupyattn.ops.plan import allot
 from cupyattn.reference import error_ratio
 
 RNG = np.random.default_rng(0)
@@ -61,37 +67,110 @@ def test_gradients_are_those_of_finite_differences():
     np.testing.assert_allclose((dx * steps[0]).sum() + (dw * steps[1]).sum(), difference, rtol=1e-7)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_torch_says_the_same(reduction):
+    torch = pytest.importorskip("torch")
+    x, w, labels = problem((11,), 4, 9)
+    given = [torch.tensor(array, requires_grad=True) for array in (x, w)]
+    options: dict[str, Any] = {"reduction": reduction, "label_smoothing": 0.1}
+    expected = torch.nn.functional.cross_entropy(
+        given[0] @ given[1], torch.tensor(labels), **options
+    )
+    loss, pullback = vjp(cupyattn.linear_cross_entropy, x, w, labels, logits_bytes=300, **options)
+    np.testing.assert_allclose(loss, expected.detach().numpy(), rtol=1e-12)
+    dloss = np.asarray(RNG.standard_normal(np.shape(loss)))
+    gradients = torch.autograd.grad(expected, given, torch.tensor(dloss))
+    for found, right in zip(pullback(dloss)[:2], gradients, strict=True):
+        np.testing.assert_allclose(found, right.numpy(), rtol=1e-9, atol=1e-12)
+
+
+class Case(NamedTuple):
+    """A problem whose rows come in about so many chunks."""
+
+    rows: tuple[int, ...]
+    inner: int
+    vocabulary: int
+    dtype: str = "float32"
+    chunks: int = 3
+    transposed: bool = False
+    options: Mapping[str, Any] = MappingProxyType({**OPTIONS, "reduction": "none"})
+    labels_dtype: str = "int64"
+    seed: int = 0
+
+
+def require_within_bounds(case: Case) -> None:
+    """Losses, lse and gradients against the reference; the backward in chunks of its own."""
+    rng = np.random.default_rng(case.seed)
+    dtype, count = dtype_of(case.dtype), math.prod(case.rows)
+    x = rng.standard_normal((*case.rows, case.inner)).astype(dtype)
+    w = rng.standard_normal((case.inner, case.vocabulary)) * max(case.inner, 1) ** -0.5
+    w = w.astype(dtype, order="F" if case.transposed else "C")
+    labels = rng.integers(0, case.vocabulary, case.rows)
+    labels = np.where(rng.random(case.rows) < 0.2, -100, labels).astype(case.labels_dtype)
+    step = max(-(-count // case.chunks), 1)
+    budget = step * case.vocabulary * dtype.itemsize
+    on_device = [KERNELS.put(array) for array in (x, w, labels)]
+    found = cupyattn.linear_cross_entropy(
+        *on_device, **case.options, logits_bytes=budget, return_lse=True
+    )
+    loss, lse = map(KERNELS.get, found)
+    exact = reference.linear_cross_entropy(x, w, labels, **case.options)
+    each = {name: value for name, value in case.options.items() if name != "reduction"}
+    bounds = reference.linear_cross_entropy_bound(x, w, labels, dtype=case.dtype, **each)
+    if case.options["reduction"] == "none":
+        assert error_ratio(loss, exact[0], bounds[0]) <= 1
+    assert error_ratio(lse, exact[1], bounds[1]) <= 1
+
+    dloss = np.asarray(rng.standard_normal(loss.shape), np.float32)
+    grads = cupyattn.linear_cross_entropy_backward(
+        KERNELS.put(dloss), *on_device, found[1], **case.options, logits_bytes=budget
+    )
+    counted = max(int((labels != -100).sum()), 1) if case.options["reduction"] == "mean" else 1
+    dloss = np.broadcast_to((dloss / counted).astype(np.float32), case.rows)
+    arguments = (dloss, x, w, labels, lse)
+    exact_grads = reference.linear_cross_entropy_backward(*arguments, **each, reduction="none")
+    bounds = reference.linear_cross_entropy_backward_bound(
+        *arguments, dtype=case.dtype, chunks=-(-count // step), **each
+    )
+    for result, expected, bound in zip(grads, exact_grads, bounds, strict=True):
+        assert error_ratio(KERNELS.get(result), expected, bound) <= 1
+
+
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
 @pytest.mark.parametrize(
     ("dtype", "transposed"), [("float32", False), ("float16", True), *deep(("bfloat16", True))]
 )
 def test_kernels_are_within_the_bounds(dtype, transposed):
-    x, w, labels = problem((70,), 24, 40, dtype)
-    w = np.ascontiguousarray(w.T).T if transposed else w
-    budget = 30 * 40 * dtype_of(dtype).itemsize  # three chunks
-    options: dict[str, Any] = {**OPTIONS, "reduction": "none"}
-    on_device = [KERNELS.put(array) for array in (x, w, labels)]
-    found = cupyattn.linear_cross_entropy(
-        *on_device, **options, logits_bytes=budget, return_lse=True
-    )
-    loss, lse = map(KERNELS.get, found)
-    exact = reference.linear_cross_entropy(x, w, labels, **options)
-    bounds = reference.linear_cross_entropy_bound(x, w, labels, dtype=dtype, **OPTIONS)
-    for result, expected, bound in zip((loss, lse), exact, bounds, strict=True):
-        assert error_ratio(result, expected, bound) <= 1
+    require_within_bounds(Case((70,), 24, 40, dtype, transposed=transposed))
 
-    dloss = RNG.standard_normal(70).astype(np.float32)
-    grads = cupyattn.linear_cross_entropy_backward(
-        KERNELS.put(dloss), *on_device, found[1], **options, logits_bytes=budget
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    options = {
+        "label_smoothing": draw(st.sampled_from((0.0, 0.1))),
+        "z_loss": draw(st.sampled_from((0.0, 1e-2))),
+        "reduction": draw(st.sampled_from(("mean", "sum", "none"))),
+    }
+    return Case(
+        draw(st.sampled_from(((), (0,), (1,), (2, 3), (5, 1, 7), (16,), (17,), (33,), (70,)))),
+        draw(st.sampled_from(wider((24,), (1, 8, 33, 72)))),
+        draw(st.sampled_from(wider((40,), (1, 7, 33, 264)))),
+        draw(st.sampled_from(wider(("float32",), DTYPES))),
+        draw(st.integers(1, 4)),
+        draw(st.booleans()),
+        options,
+        draw(st.sampled_from(("int32", "int64"))),
+        draw(st.integers(0, 2**32 - 1)),
     )
-    arguments = (dloss, x, w, labels, lse)
-    exact_grads = reference.linear_cross_entropy_backward(*arguments, **options)
-    bounds = reference.linear_cross_entropy_backward_bound(
-        *arguments, dtype=dtype, chunks=3, **OPTIONS
-    )
-    for result, expected, bound in zip(grads, exact_grads, bounds, strict=True):
-        assert error_ratio(KERNELS.get(result), expected, bound) <= 1
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
+@examples(8)
+@given(case=cases())
+def test_any_case_is_within_the_bounds(case):
+    require_within_bounds(case)
 
 
 @everywhere
@@ -159,25 +238,22 @@ def test_scalars_of_numpy_are_arrays_without_axes(side):
 
 def test_the_logits_are_never_all_there(monkeypatch):
     """Nothing larger than the chunk is made, beside the results."""
-    from cupyattn.functional.layers import linear_cross_entropy as module
+    from cupyattn.functional.layers import logit_chunks
 
     x, w, labels = problem((1000,), 4, 64, "float32")
     made: list[int] = []
-    monkeypatch.setattr(
-        module._Call, "empty", lambda self, shape, dtype=None: _noted(made, shape, dtype or "f4")
-    )
+
+    def noted(*given: Any) -> Any:
+        scratch = allot(*given)
+        made.append(sum(array.nbytes for array in scratch.values()))
+        return scratch
+
+    monkeypatch.setattr(logit_chunks, "allot", noted)
     loss, lse = cupyattn.linear_cross_entropy(x, w, labels, logits_bytes=2**16, return_lse=True)
-    assert max(made) == 2**16  # 256 rows
     cupyattn.linear_cross_entropy_backward(
         np.ones_like(loss), x, w, labels, lse, logits_bytes=2**15
     )
-    assert max(made[3:]) == 2**15
-
-
-def _noted(made: list[int], shape: Any, dtype: Any) -> np.ndarray:
-    array = np.empty(shape, dtype)
-    made.append(array.nbytes)
-    return array
+    assert made == [2**16 + 4 * 1000, 2**15 + 4]  # 256 and 128 rows, and the losses or dloss
 
 
 X, W, LABELS = np.zeros((2, 3, 4), np.float32), np.zeros((4, 8), np.float32), np.zeros((2, 3), int)
@@ -219,12 +295,12 @@ def test_targets_that_do_not_fit_are_refused(side):
         cupyattn.linear_cross_entropy(*given, reduction="none", out=strided)
     with pytest.raises(TypeError, match="grads is a tuple; it is a LinearCrossEntropyGrads"):
         backward(dloss, *given, lse, grads=(None, None))
-    with pytest.raises(ValueError, match=r"grads is a NoneType.*accumulate=True"):
+    with pytest.raises(ValueError, match="accumulate=True without grads"):
         backward(dloss, *given, lse, accumulate=True)
     with pytest.raises(ValueError, match=r"lse has shape \(2,\)"):
         backward(dloss, *given, lse[:, 0])
     with pytest.raises(ValueError, match=r"dloss has shape \(2, 3\)"):
         backward(lse, *given, lse)
     uneven = side.put(np.zeros((2, 4, 4), np.float32))[:, :3]
-    with pytest.raises(ValueError, match=r"dx has strides .*evenly"):
+    with pytest.raises(ValueError, match=r"grads\.dx has strides .*evenly"):
         backward(dloss, *given, lse, grads=LinearCrossEntropyGrads(dx=uneven))

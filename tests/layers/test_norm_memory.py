@@ -25,7 +25,7 @@ def reported(problem: NormProblem) -> Report:
             x, weight, bias, residual=residual, return_stats=True
         )
         cupyattn.layer_norm_backward(
-            dout, total, weight, mean, rstd, bias=bias, dresidual=problem.array("dresidual")
+            dout, total, weight, mean, rstd, bias=bias, dtotal=problem.array("dtotal")
         )
     return report
 
@@ -41,9 +41,7 @@ def test_rows_in_registers_waste_no_sectors_and_have_no_bank_conflicts(rows, len
     wide = [
         a for a in report.accesses if a.space == "global" and a.instruction.opcode[-6:] == "v4.u32"
     ]
-    assert (
-        len(wide) >= 8
-    )  # x, residual, weight, bias, out and total; dout, x, dresidual, weight, dx
+    assert len(wide) >= 8  # x, residual, weight, bias, out and total; dout, x, dtotal, weight, dx
     assert {access.worst for access in report.accesses if access.space == "shared"} == {1.0}
 
 

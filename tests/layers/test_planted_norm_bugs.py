@@ -54,7 +54,7 @@ def backward_of(problem: NormProblem, device: PlantedDevice) -> dict[str, float]
     _, _, mean, rstd = reference.norm(total, centred=problem.centred, eps=eps)
     mean = mean.astype(np.float32) if problem.centred else None
     given: dict[str, Any] = {"x": total, "mean": mean, "rstd": rstd.astype(np.float32)}
-    given |= {name: problem.array(name) for name in ("dout", "dresidual", "weight", "bias")}
+    given |= {name: problem.array(name) for name in ("dout", "dtotal", "weight", "bias")}
     operands = adopt({**given, "dx": np.full_like(total, np.nan)})
     described = row_problem(norms.BACKWARD, operands, weight_offset=problem.weight_offset)
     found = run_rows(device, described, operands)
@@ -163,7 +163,7 @@ BACKWARD_MISTAKES = {
     "no rstd": (RMS, Bug(BACKWARD_CU, "dx[i] = row.rstd *", "dx[i] =")),
     "no offset": (RMS, Bug(BACKWARD_CU, ": weight_offset + g[i]", ": g[i]")),
     "the sum's gradient is left out": (LAYER, Bug(BACKWARD_CU,
-        "    row.dresidual[held].get(more);\n",
+        "    row.dtotal[held].get(more);\n",
         "    for (int i = 0; i < Rows::kVec; i++) more[i] = 0.f;\n")),
     "rows side by side are not added": (LAYER, Bug(ROWS_CUH, "row < Rows::kRowsPerCta; row++",
                                                    "row < 1; row++")),

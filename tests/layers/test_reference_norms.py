@@ -28,10 +28,10 @@ def drawn(centred, arrays, length, rows, seed):
     rng = np.random.default_rng(seed)
     shapes = {"x": (rows, length), "dout": (rows, length)}
     shapes |= dict.fromkeys(("weight", "bias"), (length,))
-    shapes |= dict.fromkeys(("residual", "dresidual"), (rows, length))
+    shapes |= dict.fromkeys(("residual", "dtotal"), (rows, length))
     found = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
     absent = {"weight", "bias", "residual"} - arrays | ({"bias"} if not centred else set())
-    return found | dict.fromkeys(absent) | ({"dresidual": None} if "residual" in absent else {})
+    return found | dict.fromkeys(absent) | ({"dtotal": None} if "residual" in absent else {})
 
 
 def call(centred, given_arrays, **options):
@@ -79,13 +79,13 @@ def test_gradients_match_finite_differences(options):
     result, pullback = vjp(function, *(arrays[name] for name in names), wrt=wrt, **named)
     out = result[0] if wrt else result
     assert out.shape == arrays["x"].shape
-    found = pullback((arrays["dout"], arrays["dresidual"]) if wrt else arrays["dout"])
+    found = pullback((arrays["dout"], arrays["dtotal"]) if wrt else arrays["dout"])
     gradients = dict(zip(names, found, strict=False)) | (found[-1] if wrt else {})
 
     def loss(name, step):
         moved = arrays | {name: arrays[name] + step}
         out, total = call(centred, moved)
-        more = 0.0 if arrays["dresidual"] is None else (arrays["dresidual"] * total).sum()
+        more = 0.0 if arrays["dtotal"] is None else (arrays["dtotal"] * total).sum()
         return (arrays["dout"] * out).sum() + more
 
     for name, gradient in gradients.items():

@@ -1,6 +1,8 @@
 import numpy as np
 import pytest
 
+import cupyattn
+from cupyattn import vjp
 from cupyattn.reference import rope, rope_backward
 
 
@@ -58,3 +60,27 @@ def test_float16_comes_out_as_float64_and_the_input_is_untouched():
 def test_positions_outside_the_tables_raise(position):
     with pytest.raises(IndexError, match="within the 2 rows"):
         rope(np.ones((1, 1, 1, 4)), *tables(2, 2), [position])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_product_of_torchs_complex_numbers_is_the_same(interleaved):
+    """A pair of features is a complex number; features beyond the pairs stay."""
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(3)
+    x, dout = rng.standard_normal((2, 2, 5, 3, 10))
+    cos, sin = tables(9, 4)
+    positions = rng.integers(0, 9, (2, 5))
+    given = torch.tensor(x, requires_grad=True)
+    rotated, rest = given[..., :8], given[..., 8:]
+    axes = (4, 2) if interleaved else (2, 4)
+    pairs = rotated.reshape(2, 5, 3, *axes)
+    pairs = pairs if interleaved else pairs.transpose(-1, -2)
+    turns = torch.complex(torch.tensor(cos), torch.tensor(sin))[torch.tensor(positions)]
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns[:, :, None])
+    turned = turned if interleaved else turned.transpose(-1, -2)
+    expected = torch.cat((turned.reshape(2, 5, 3, 8), rest), dim=-1)
+    options = {"positions": positions, "interleaved": interleaved}
+    out, pullback = vjp(cupyattn.rope, x, cos, sin, **options)
+    np.testing.assert_allclose(out, expected.detach().numpy(), rtol=1e-12, atol=1e-15)
+    (gradient,) = torch.autograd.grad(expected, given, torch.tensor(dout))
+    np.testing.assert_allclose(pullback(dout)[0], gradient.numpy(), rtol=1e-12, atol=1e-15)

@@ -102,10 +102,43 @@ def test_gradients_are_those_of_finite_differences(function, name):
         np.testing.assert_allclose(backward(dout, out), dx / OPTIONS[name]["scale"], atol=1e-12)
 
 
-def test_a_bias_has_no_gradient_of_its_own():
+def test_a_bias_of_logsumexp_has_no_gradient_of_its_own():
     x = RNG.standard_normal((3, 5))
-    with pytest.raises(TypeError, match=r"wrt names 'bias'.*softmax has gradients of x"):
-        vjp(cupyattn.softmax, x, bias=x, wrt=("bias",))
+    with pytest.raises(TypeError, match=r"wrt names 'bias'.*logsumexp has gradients of x"):
+        vjp(cupyattn.logsumexp, x, bias=x, wrt=("bias",))
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (3, 1), (2, 1, 5), (1, 1, 1), (2, 3, 5)])
+def test_the_gradient_of_a_bias_is_that_of_finite_differences(name, shape):
+    rng = np.random.default_rng(0)
+    x, dout = rng.standard_normal((2, 2, 3, 5))
+    bias, direction = rng.standard_normal((2, *shape))
+    options = {"scale": -1.5, "mask": rng.random((3, 5)) < 0.7}
+    function = getattr(cupyattn, name)
+
+    def total(step):
+        out = function(x, bias=bias + step * direction, **options)
+        return float((np.where(np.isneginf(out), 0.0, out) * dout).sum())
+
+    _, pullback = vjp(lambda b: function(x, bias=b, **options), bias)
+    (dbias,) = pullback(dout)
+    assert dbias.shape == shape
+    difference = (total(1e-5) - total(-1e-5)) / 2e-5
+    np.testing.assert_allclose((dbias * direction).sum(), difference, rtol=1e-6, atol=1e-8)
+
+
+def test_torch_has_the_same_gradient_of_a_bias():
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    x, dout = rng.standard_normal((2, 2, 3, 5))
+    bias = rng.standard_normal((3, 1, 5))
+    x, dout = (np.stack([array] * 3, axis=1) for array in (x, dout))
+    given_bias = torch.tensor(bias, requires_grad=True)
+    expected = torch.softmax(0.5 * torch.tensor(x) + given_bias, dim=-1)
+    (gradient,) = torch.autograd.grad(expected, given_bias, torch.tensor(dout))
+    _, pullback = vjp(cupyattn.softmax, x, bias=bias, scale=0.5, wrt=("bias",))
+    np.testing.assert_allclose(pullback(dout)[1]["bias"], gradient.numpy(), rtol=1e-9, atol=1e-12)
 
 
 def test_all_of_it_is_what_torch_computes():

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.testing import assert_allclose
+from support.dtypes import DTYPES, dtype_of
 
 import cupyattn
 from cupyattn import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling, reference
@@ -142,3 +146,47 @@ def test_bad_input(args, options, kind, message):
 def test_no_positions_and_no_features():
     assert cupyattn.rope_tables(0, 8)[0].shape == (0, 4)
     assert cupyattn.rope_tables(4, 0)[0].shape == (4, 0)
+
+
+FACTORS, LENGTHS = st.floats(1, 64), st.integers(16, 40_000)
+SCALINGS = st.one_of(
+    st.none(),
+    FACTORS.map(LinearScaling),
+    FACTORS.map(NTKScaling),
+    st.tuples(FACTORS, LENGTHS).map(lambda drawn: YarnScaling(*drawn)),
+    st.tuples(FACTORS, LENGTHS).map(
+        lambda drawn: Llama3Scaling(drawn[0], original_length=drawn[1])
+    ),
+)
+"""Those of models, which make a context longer."""
+
+
+@given(
+    length=st.integers(0, 300),
+    pairs=st.integers(0, 70),
+    base=st.floats(1.001, 1e7),
+    scaling=SCALINGS,
+    dtype=st.sampled_from(DTYPES),
+)
+def test_any_tables_are_turns_that_no_scaling_makes_faster(length, pairs, base, scaling, dtype):
+    """Of one length; the first at 0, each pair by its own even step, slower than without scaling.
+
+    Rounding is the dtype's, once; angles are exact to about 1e-13 at these positions.
+    """
+    plain = reference.rope_frequencies(2 * pairs, base=base)
+    frequencies = reference.rope_frequencies(2 * pairs, base=base, scaling=scaling)
+    assert (frequencies > 0).all()
+    assert (frequencies <= plain * (1 + 1e-12)).all()
+    slowest = 1.0 if scaling is None else scaling.factor
+    assert (frequencies >= plain / slowest * (1 - 1e-12)).all()
+
+    cos, sin = cupyattn.rope_tables(length, 2 * pairs, base=base, scaling=scaling, dtype=dtype)
+    assert cos.shape == sin.shape == (length, pairs)
+    assert cos.dtype == sin.dtype == dtype_of(dtype)
+    scale = 1.0 if scaling is None else scaling.attention_scale
+    unit = float(ml_dtypes.finfo(dtype_of(dtype)).eps) / 2
+    least = float(ml_dtypes.finfo(dtype_of(dtype)).smallest_subnormal)
+    angles = np.outer(np.arange(length), frequencies)
+    for table, exact in ((cos, np.cos(angles)), (sin, np.sin(angles))):
+        error = np.abs(table.astype(np.float64) - scale * exact)
+        assert (error <= unit * np.abs(scale * exact) + least + 1e-13).all()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.linear_problems import LinearCase
 from support.planted_bugs import Bug, without_barrier
-from support.search import deep
+from support.search import mostly_deep
 from support.tensor_core_linear import tensor_core_alone
 
 from cupyattn.emulator import KernelFault, OutOfBoundsError, SharedMemoryRaceError
@@ -117,13 +117,7 @@ FAULTS: dict[str, tuple[LinearCase, bool, Bug]] = {
 }  # fmt: skip
 
 
-def some_now(bugs: dict[str, Any]) -> list[Any]:
-    """Every fourth in a plain run, the others with --deep: each is a kernel to compile."""
-    names = list(bugs)
-    return [*names[::4], *deep(*(name for name in names if name not in names[::4]))]
-
-
-@pytest.mark.parametrize("name", some_now(FAULTS))
+@pytest.mark.parametrize("name", mostly_deep(FAULTS, [*FAULTS][::4]))
 def test_an_access_out_of_bounds_is_found(name, small_ratio_with):
     problem, backward, bug = FAULTS[name]
     with pytest.raises(OutOfBoundsError):
@@ -180,7 +174,7 @@ MISTAKES: dict[str, tuple[LinearCase, bool, Bug]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some_now(MISTAKES))
+@pytest.mark.parametrize("name", mostly_deep(MISTAKES, [*MISTAKES][::4]))
 def test_a_mistake_is_outside_the_bound(name, small_ratio_with):
     problem, backward, bug = MISTAKES[name]
     try:

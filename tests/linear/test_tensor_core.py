@@ -24,10 +24,13 @@ from cupyattn.kernels.device import emulated
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.ops.linear import tensor_core
 from cupyattn.ops.linear.checks import forward_problem
+from cupyattn.ops.linear.implementations import Card
 from cupyattn.ops.linear.problem import Matrix
 from cupyattn.ops.linear.tiles import Product, Tiling
 
 pytestmark = pytest.mark.nvrtc
+
+T4 = Card(75, 40)
 
 
 def case(rows, outer, inner, activation=None, **options) -> LinearCase:
@@ -72,7 +75,7 @@ def test_forward(shape, problem):
 def test_a_forward_of_few_results_and_a_long_sum_is_split(problem):
     x, w, b = problem.inputs()
     checked = forward_problem(adopt({"x": x, "w": w, "b": b}), problem.activation, False)
-    assert len(tensor_core.forward_launches(checked, 75).steps) == 2
+    assert len(tensor_core.forward_launches(checked, T4).steps) == 2
     with KERNELS.running(), tensor_core_alone():
         assert 0 < forward_ratio(problem)[0] <= 1
 
@@ -159,31 +162,37 @@ def test_what_lies_beyond_a_row_or_column_stays_out():
         (8192, 16384, 4096, "wide"),
         (8192, 3072, 768, "wide"),
         (8192, 2560, 10240, "narrow"),
-        (512, 10240, 2560, "wide"),
+        (512, 10240, 2560, "narrow"),
         (128, 10240, 2560, "small"),
     ],
 )
 def test_the_tile_follows_from_the_sizes(rows, columns, inner, shape):
     x, w = Matrix(rows, inner, inner, 1, 2, 0), Matrix(inner, columns, 1, inner, 2, 0)
-    assert Product(configs.FORWARD, x, w).tiling(75).shape == shape
+    assert Product(configs.FORWARD, x, w).tiling(T4).shape == shape
 
 
 def test_single_items_go_to_the_tile_that_has_registers_for_them():
     x, w = Matrix(8192, 4095, 4095, 1, 2, 0), Matrix(4095, 16384, 1, 4095, 2, 0)
-    assert Product(configs.FORWARD, x, w).tiling(75).shape == "narrow"
+    assert Product(configs.FORWARD, x, w).tiling(T4).shape == "narrow"
     x, w = Matrix(8192, 4096, 4096, 1, 2, 0), Matrix(4096, 16384, 16384, 1, 2, 0)
-    assert Product(configs.FORWARD, x, w, out_vec=8).tiling(75).shape == "wide"
-    assert Product(configs.FORWARD, x, w, out_vec=1).tiling(75).shape != "wide"
+    assert Product(configs.FORWARD, x, w, out_vec=8).tiling(T4).shape == "wide"
+    assert Product(configs.FORWARD, x, w, out_vec=1).tiling(T4).shape != "wide"
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "inner", "splits_log2"),
-    [(768, 3072, 8192, 2), (768, 768, 32768, 4), (4096, 16384, 8192, 0), (768, 768, 1000, 0)],
+    ("rows", "columns", "inner", "multiprocessors", "splits_log2"),
+    [
+        (768, 3072, 8192, 68, 2),
+        (768, 768, 32768, 68, 4),
+        (768, 768, 32768, 40, 1),
+        (4096, 16384, 8192, 68, 0),
+        (768, 768, 1000, 68, 0),
+    ],
 )
-def test_long_sums_of_few_results_are_split(rows, columns, inner, splits_log2):
+def test_long_sums_of_few_results_are_split(rows, columns, inner, multiprocessors, splits_log2):
     x, dz = Matrix(rows, inner, 1, rows, 2, 0), Matrix(inner, columns, columns, 1, 2, 0)
     product = Product(configs.PRODUCT, x, dz)
-    tiling = product.tiling(75, may_split=True)
+    tiling = product.tiling(Card(75, multiprocessors), may_split=True)
     assert tiling.splits_log2 == splits_log2
     assert product.part(splits_log2) * ((1 << splits_log2) - 1) < inner, "a part has nothing"
 

@@ -86,7 +86,7 @@ def test_a_row_fits_turing(along_k, limit, columns, config):
     assert config.threads * config.ctas_per_sm <= TURING.threads_per_sm
     for gated in (False, True):
         launch = thin.thin_launch(
-            75, 8, along_k=along_k, rows=limit, inner=4096, outer=columns or 8192, gated=gated
+            75, 40, 8, along_k=along_k, rows=limit, inner=4096, outer=columns or 2**20, gated=gated
         )
         assert launch.config is config
         shared = thin.thin(launch, "silu", gated).static_shared_bytes
@@ -99,7 +99,9 @@ def test_a_row_fits_turing(along_k, limit, columns, config):
 )
 def test_a_burst_is_the_one_that_covers_k_with_the_fewest_zeros(inner, steps):
     """Of 4 and 5 steps of 32, for eight warps; of two the longer."""
-    launch = thin.thin_launch(75, 8, along_k=True, rows=8, inner=inner, outer=10_000, gated=False)
+    launch = thin.thin_launch(
+        75, 40, 8, along_k=True, rows=8, inner=inner, outer=10_000, gated=False
+    )
     assert launch.steps == steps
 
 
@@ -108,14 +110,16 @@ def test_a_burst_is_the_one_that_covers_k_with_the_fewest_zeros(inner, steps):
     [
         (16384, 4096, 1),
         (2560, 10240, 1),
-        (2048, 2**20, 1),  # 128 CTAs fill a GPU
+        (2048, 2**20, 1),  # 128 CTAs fill a T4
         (256, 2048, 1),  # two turns round the warps: nothing to save
         (256, 8192, 4),
-        (16, 2**20, 136),
+        (16, 2**20, 80),
     ],
 )
 def test_k_is_split_only_where_ctas_are_few_and_k_is_long(outer, inner, splits):
-    launch = thin.thin_launch(75, 8, along_k=True, rows=8, inner=inner, outer=outer, gated=False)
+    launch = thin.thin_launch(
+        75, 40, 8, along_k=True, rows=8, inner=inner, outer=outer, gated=False
+    )
     assert launch.splits == splits
 
 
@@ -124,7 +128,7 @@ def test_a_gated_product_has_a_cta_for_half_as_many_results():
         for rows in (1, 8, 64):
             plain, gated = (
                 thin.thin_launch(
-                    75, 8, along_k=along_k, rows=rows, inner=64, outer=1000, gated=gated
+                    75, 40, 8, along_k=along_k, rows=rows, inner=64, outer=1000, gated=gated
                 )
                 for gated in (False, True)
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from numpy.testing import assert_array_equal
+from numpy.testing import assert_allclose, assert_array_equal
 
 import cupyattn
 from cupyattn import LinearGrads, linear, linear_backward, linear_gelu, linear_gelu_backward, vjp
@@ -60,3 +60,33 @@ def test_of_a_part_of_the_arrays():
     (dw,) = pullback(DOUT)
     np.testing.assert_allclose(dw, X.T @ DOUT, rtol=1e-5)
     assert out.shape == DOUT.shape
+
+
+@pytest.mark.parametrize(
+    "activation", [None, "gelu", "gelu_tanh", "silu", "relu", "swiglu", "geglu"]
+)
+def test_torch_says_the_same(activation):
+    torch = pytest.importorskip("torch")
+    functional = torch.nn.functional
+    gated = activation in ("swiglu", "geglu")
+    x, residual, dout = RNG.standard_normal((3, 2, 5, 6))
+    weight, b = RNG.standard_normal((12 if gated else 6, 6)), RNG.standard_normal(6 + 6 * gated)
+    given = [torch.tensor(array, requires_grad=True) for array in (x, weight, b, residual)]
+    z = functional.linear(*given[:3])
+    act = {
+        None: lambda z: z,
+        "gelu": functional.gelu,
+        "gelu_tanh": lambda z: functional.gelu(z, approximate="tanh"),
+        "silu": functional.silu,
+        "relu": functional.relu,
+        "swiglu": lambda z: functional.silu(z[..., :6]) * z[..., 6:],
+        "geglu": lambda z: functional.gelu(z[..., :6]) * z[..., 6:],
+    }[activation]
+    expected = act(z) + given[3]
+    options = {"activation": activation, "residual": residual, "wrt": ("residual",)}
+    out, pullback = vjp(linear, x, weight.T, b, **options)
+    assert_allclose(out, expected.detach().numpy(), rtol=1e-9, atol=1e-12)
+    dx, dw, db, more = pullback(dout)
+    gradients = torch.autograd.grad(expected, given, torch.tensor(dout))
+    for found, right in zip((dx, dw.T, db, more["residual"]), gradients, strict=True):
+        assert_allclose(found, right.numpy(), rtol=1e-9, atol=1e-12)

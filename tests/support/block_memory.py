@@ -20,11 +20,18 @@ class FaultError(Exception):
 class BlockMemory:
     """Blocks of slots, each with a number made of all tokens up to its own.
 
-    With a generator of faults, one in ten calls fails: before, within or after its work.
+    With a generator of faults, one in ten calls fails: before, within or after its work. With a
+    window a token sees no more than `left` tokens before its own.
     """
 
-    def __init__(self, allocator: BlockAllocator, faults: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        faults: random.Random | None = None,
+        left: int | None = None,
+    ) -> None:
         self.allocator = allocator
+        self.left = left
         size = allocator.block_size
         self.device = [[NEVER_WRITTEN] * size for _ in range(allocator.num_blocks)]
         self.host = [[NEVER_WRITTEN] * size for _ in range(allocator.num_host_blocks)]
@@ -76,14 +83,26 @@ class BlockMemory:
         before = self.device[ids[(start - 1) // size]][(start - 1) % size] if start else 0
         for position, token in enumerate(work.tokens, start):
             block = ids[position // size]
-            assert self.allocator.ref_count(block) == 1 or position % size >= start % size
+            # A block that this step fills may have been found already, by who begins in it too.
+            shared = self.allocator.ref_count(block) > 1
+            assert not shared or position // size < len(work.sequence) // size
             before = self.device[block][position % size] = content(before, token)
         self.computed += len(work.tokens)
 
     def read(self, work: Work) -> list[int]:
-        """What a sequence holds."""
-        slots = [slot for block in work.sequence.block_ids for slot in self.device[block]]
-        return slots[: len(work.sequence)]
+        """What the last token of a sequence sees; what the first new one does has to be there."""
+        length, size = len(work.sequence), self.allocator.block_size
+        ids = work.sequence.block_ids
+        if self.left is not None:
+            first = max(0, length - len(work.tokens) - self.left)
+            assert all(block >= 0 for block in ids[first // size :])
+        slots = [slot for block in ids for slot in self.device[block]]
+        return seen(slots[:length], self.left)
+
+
+def seen(contents: Sequence[int], left: int | None) -> Sequence[int]:
+    """The last of the contents, and `left` before it."""
+    return contents if left is None else contents[-1 - left :]
 
 
 def next_token(prompt: Sequence[int], contents: Sequence[int], sample: int) -> int:
@@ -92,7 +111,11 @@ def next_token(prompt: Sequence[int], contents: Sequence[int], sample: int) -> i
 
 
 def alone(
-    prompt: Sequence[int], max_new_tokens: int, sample: int, stop: Sequence[int] = ()
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    sample: int,
+    stop: Sequence[int] = (),
+    left: int | None = None,
 ) -> list[int]:
     """What a request gives that has a memory of its own."""
     contents: list[int] = []
@@ -100,6 +123,6 @@ def alone(
         contents.append(content(contents[-1] if contents else 0, token))
     output: list[int] = []
     while len(output) < max_new_tokens and not (output and output[-1] in stop):
-        output.append(next_token(prompt, contents, sample))
+        output.append(next_token(prompt, seen(contents, left), sample))
         contents.append(content(contents[-1], output[-1]))
     return output

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from cupyattn.kernels.arch import Arch
 from cupyattn.kernels.compile import compile_cubin
+from cupyattn.kernels.configs.attention.decode import INTEGER_BITS
 from cupyattn.kernels.registry import catalogue
 from cupyattn.kernels.spec import Specialisation
 
@@ -28,6 +29,8 @@ class Cost(NamedTuple):
 MAY_SPILL = (
     "attention_forward",
     "attention_forward_f32",
+    "attention_forward_paged",
+    "attention_forward_paged_f32",
     "attention_decode",
     "norm_backward",
     "linear_forward",
@@ -61,6 +64,8 @@ def row_of(specialisation: Specialisation) -> str:
         sizes.append(f"{macros['LANES']} lanes")
     if "QUERY_ROWS" in macros:
         sizes.append(f"{macros['QUERY_ROWS']} rows")
+    if macros.get("CACHE") in INTEGER_BITS:
+        sizes.append(f"of {macros['CACHE']}")
     if "W_ALONG_K" in macros:  # products with few rows
         sizes.append(f"{8 * int(macros.get('X_TILES', 0)) or 1} rows")
         sizes.append("along K" if macros["W_ALONG_K"] == "true" else "along N")

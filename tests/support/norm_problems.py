@@ -58,8 +58,8 @@ class NormProblem:
 
     def array(self, name: str) -> Array | None:
         """One of the arrays, None if the problem is without it."""
-        optional = name in ("residual", "dresidual", "weight", "bias")
-        if optional and name.removeprefix("d") not in self.arrays:
+        needs = {"dtotal": "residual"}.get(name, name)
+        if needs in ("residual", "weight", "bias") and needs not in self.arrays:
             return None
         rng = np.random.default_rng([self.seed, *name.encode()])
         if name in ("weight", "bias"):
@@ -85,8 +85,8 @@ class NormProblem:
 
     def backward(self, total: Array, mean: Array | None, rstd: Array, **options: Any) -> Any:
         """The gradients that the kernels give."""
-        dout, weight, bias, more = map(self.array, ("dout", "weight", "bias", "dresidual"))
-        options["dresidual"] = _put(more)
+        dout, weight, bias, more = map(self.array, ("dout", "weight", "bias", "dtotal"))
+        options["dtotal"] = _put(more)
         start = _put(dout), _put(total), _put(weight)
         if self.centred:
             options["bias"] = _put(bias)
@@ -123,9 +123,9 @@ def backward_ratios(
     problem: NormProblem, total: Array, mean: Array | None, rstd: Array, found: Any
 ) -> dict[str, float]:
     """The same of the gradients, for what the backward was given."""
-    names = ("dout", "dresidual", "weight", "bias")
-    dout, dresidual, weight, bias = map(problem.array, names)
-    given = (dout, total, dresidual, weight, bias, mean, rstd)
+    names = ("dout", "dtotal", "weight", "bias")
+    dout, dtotal, weight, bias = map(problem.array, names)
+    given = (dout, total, dtotal, weight, bias, mean, rstd)
     exact = reference.norm_backward(*given, weight_offset=problem.weight_offset)
     bounds = reference.norm_backward_bound(
         *given, dtype=problem.dtype, weight_offset=problem.weight_offset

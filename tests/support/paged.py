@@ -18,6 +18,8 @@ from cupyattn import reference
 from cupyattn.functional.device_info import device_count
 from cupyattn.kernels.device.emulated import EmulatedDevice
 from cupyattn.reference.attention.paged import gathered
+from cupyattn.reference.attention.quantised import stored_attention_bound
+from cupyattn.reference.kv_cache.quantisation import quantise
 
 # One token, a tile's and a block's ends, a CTA's unit, and past a few of them.
 LENGTHS = (0, 1, 2, 15, 16, 17, 31, 63, 64, 65, 127, 129, 300)
@@ -28,7 +30,9 @@ class PagedProblem:
     """A call of paged attention, its data drawn by `seed`.
 
     A sequence's slots are anywhere in the pool; all others hold NaN, and entries of the table that
-    may not be read are wild.
+    may not be read are wild. With `bits` the caches are integers, of values of V whose size differs
+    from token to token, those of unused slots random, and scales NaN there; scales of one head lie
+    side by side.
     """
 
     lengths: tuple[int, ...]
@@ -40,11 +44,16 @@ class PagedProblem:
     block_size: int = 16
     options: tuple[tuple[str, Any], ...] = ()
     seed: int = 0
+    bits: int | None = None
 
     @property
     def heads(self) -> int:
         """H."""
         return self.G * self.group
+
+    def queries_of(self, b: int) -> int:
+        """Query tokens of a sequence."""
+        return self.Sq
 
     def keywords(self) -> dict[str, Any]:
         """The options; slopes and sinks are drawn."""
@@ -56,7 +65,10 @@ class PagedProblem:
         return keywords
 
     def arrays(self, order: int = 0) -> tuple[np.ndarray, ...]:
-        """q, k_cache, v_cache, block_table, seqlens_k; `order` draws another place in the pool."""
+        """q, k_cache, v_cache, block_table, seqlens_k; `order` draws another place in the pool.
+
+        With `bits` k_scales and v_scales follow.
+        """
         rng, dtype = np.random.default_rng(self.seed), dtype_of(self.dtype)
         size, batch = self.block_size, len(self.lengths)
         columns = max(1, *(-(-length // size) for length in self.lengths)) + 1
@@ -67,8 +79,13 @@ class PagedProblem:
         caches = np.full((2, num_blocks, size, self.G, self.D), np.nan, dtype)
         left = (dict(self.options).get("window_size") or (None, None))[0]
         for b, length in enumerate(self.lengths):
-            seen_from = 0 if left is None else max(0, length - self.Sq - left)
+            queries = self.queries_of(b)
+            seen_from = 0 if left is None else max(0, length - queries - left)
+            if queries == 0:
+                continue
             tokens = rng.standard_normal((2, length, self.G, self.D)).astype(dtype)
+            if self.bits is not None:
+                tokens[1] *= np.exp2(rng.integers(-12, 4, (length, self.G, 1))).astype(dtype)
             for column in range(-(-length // size)):
                 at, end = column * size, min((column + 1) * size, length)
                 if end <= seen_from:
@@ -76,34 +93,64 @@ class PagedProblem:
                     continue
                 table[b, column] = block = ids[b * columns + column]
                 caches[:, block, : end - at] = tokens[:, at:end]
-        return q, *caches, table, np.array(self.lengths, np.int32)
+        lengths = np.array(self.lengths, np.int32)
+        if self.bits is None:
+            return q, *caches, table, lengths
+        return self._stored(q, caches, table, lengths)
+
+    def _stored(self, q: np.ndarray, caches: np.ndarray, *others: np.ndarray) -> Any:
+        """Quantise the caches; what is not used is NaN, and becomes anything."""
+        assert self.bits is not None
+        used = ~np.isnan(caches).any(axis=-1)
+        stored, scales = quantise(np.where(used[..., None], caches, 0), self.bits)
+        least, most = (-127, 128) if self.bits == 8 else (0, 256)
+        wild = np.random.default_rng(self.seed + 2).integers(least, most, stored.shape)
+        stored = np.where(used[..., None], stored, wild.astype(stored.dtype))
+        side_by_side = np.full(scales.swapaxes(2, 3).shape, np.nan, np.float32).swapaxes(2, 3)
+        side_by_side[...] = np.where(used, scales, np.float32(np.nan))
+        return q, *stored, *others, *side_by_side
 
     def ratio(self, out: np.ndarray, lse: np.ndarray, arrays: tuple[np.ndarray, ...]) -> float:
         """The largest error over its bound."""
-        exact = reference.paged_attention(*arrays, **self.keywords())
-        k, v = (gathered(cache, *arrays[3:]) for cache in arrays[1:3])
-        bounds = reference.attention_bound(
-            arrays[0], k, v, dtype=self.dtype, tile_k=16, seqused_k=arrays[4], **self.keywords()
+        exact = reference.paged_attention(*arrays[:5], **scales_of(arrays), **self.keywords())
+        caches = [(arrays[1], *arrays[5:6]), (arrays[2], *arrays[6:])]
+        k, v = (gathered(cache, *arrays[3:5], *scales) for cache, *scales in caches)
+        options = {"seqused_k": arrays[4], **self.keywords()}
+        bounds: Any = reference.attention_bound(
+            arrays[0], k, v, dtype=self.dtype, tile_k=16, **options
         )
+        if self.bits is not None:
+            stored = (gathered(arrays[i], *arrays[3:5]) for i in (1, 2, 5, 6))
+            more = stored_attention_bound(arrays[0], *stored, **options)
+            bounds = tuple(a + b for a, b in zip(bounds, more, strict=True))
         return max(
             reference.error_ratio(*each) for each in zip((out, lse), exact, bounds, strict=True)
         )
 
 
+def scales_of(arrays: tuple[np.ndarray, ...]) -> dict[str, np.ndarray]:
+    """Name what follows the first five arrays."""
+    return dict(zip(("k_scales", "v_scales"), arrays[5:], strict=False))
+
+
 def on_emulator(problem: PagedProblem, arrays: tuple[np.ndarray, ...], **more: Any) -> Any:
     """Run the kernels with all checks; returns out and lse."""
     with cupyattn.backend("emulator"):
-        return cupyattn.paged_attention(*arrays, **problem.keywords(), return_lse=True, **more)
+        return cupyattn.paged_attention(
+            *arrays[:5], **scales_of(arrays), **problem.keywords(), return_lse=True, **more
+        )
 
 
-def on_kernels(problem: PagedProblem, arrays: tuple[np.ndarray, ...]) -> Any:
+def on_kernels(problem: PagedProblem, arrays: tuple[np.ndarray, ...], **more: Any) -> Any:
     """Run the kernels on the GPU, if there is one, otherwise on the emulator."""
     keywords = {
         name: KERNELS.put(value) if isinstance(value, np.ndarray) else value
-        for name, value in problem.keywords().items()
+        for name, value in (problem.keywords() | scales_of(arrays) | more).items()
     }
     with KERNELS.running():
-        results = cupyattn.paged_attention(*map(KERNELS.put, arrays), **keywords, return_lse=True)
+        results = cupyattn.paged_attention(
+            *map(KERNELS.put, arrays[:5]), **keywords, return_lse=True
+        )
     return tuple(map(KERNELS.get, results))
 
 
@@ -117,7 +164,9 @@ def multiprocessors(count: int) -> Iterator[None]:
 
 
 @st.composite
-def paged_problems(draw: st.DrawFn, kernels: tuple[tuple[str, int, int, int], ...]) -> PagedProblem:
+def paged_problems(
+    draw: st.DrawFn, kernels: tuple[tuple[str, int, int, int], ...], bits: int | None = None
+) -> PagedProblem:
     """Draw problems of these kernels: (dtype, D, most groups, most tokens)."""
     dtype, head_dim, most_group, most_tokens = draw(st.sampled_from(kernels))
     options: list[tuple[str, Any]] = []
@@ -136,4 +185,5 @@ def paged_problems(draw: st.DrawFn, kernels: tuple[tuple[str, int, int, int], ..
         block_size=draw(st.sampled_from((16, 32, 48, 256))),
         options=tuple(options),
         seed=draw(st.integers(0, 2**16)),
+        bits=bits,
     )

@@ -7,15 +7,18 @@ plant their bugs in is recorded here, with the error of its results.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 
 from cupyattn import reference
 from cupyattn.cli.recorder import Launch, attention_launch
-from cupyattn.emulator import Checks
+from cupyattn.emulator import Checks, KernelFault
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.attention.teaching.forward import TILED_TILE_K
 from cupyattn.kernels.device.emulated import EmulatedDevice, EmulatedKernel
@@ -24,14 +27,18 @@ from cupyattn.kernels.spec import Specialisation
 from cupyattn.ops.attention.options import AttentionOptions
 
 NAIVE_CU, TILED_CU = "attention/teaching/naive.cu", "attention/teaching/tiled.cu"
-FORWARD_CU, ROWS_CUH = "attention/tensor_core/forward.cu", "attention/tensor_core/resident_rows.cuh"
+FORWARD_CUH, ROWS_CUH = (
+    "attention/tensor_core/forward.cuh",
+    "attention/tensor_core/resident_rows.cuh",
+)
 PRODUCTS_CUH, EPILOGUE_CUH = (
     "attention/tensor_core/products.cuh",
     "attention/tensor_core/epilogue.cuh",
 )
 KEY_FEED_CUH = "attention/tensor_core/key_feed.cuh"
-F32_CU, F32_FEED_CUH = "attention/float32/forward.cu", "attention/float32/forward_feed.cuh"
+F32_CUH, F32_FEED_CUH = "attention/float32/forward.cuh", "attention/float32/forward_feed.cuh"
 F32_PRODUCTS_CUH = "attention/float32/forward_products.cuh"
+F32_CU = "attention/float32/forward.cu"
 F32_EPILOGUE_CUH = "attention/float32/epilogue.cuh"
 TILE_CUH, FEED_CUH, REDUCE_CUH = (
     "common/tile.cuh",
@@ -51,6 +58,15 @@ class Bug(NamedTuple):
 def without_barrier(file: str, comment: str, barrier: str = "__syncthreads();") -> Bug:
     """The barrier with that comment is gone."""
     return Bug(file, f"{barrier}  // {comment}", f"// {comment}")
+
+
+@contextmanager
+def found_by(fault: type[KernelFault]) -> Iterator[None]:
+    """Expect that a kernel with a bug stops with this very fault, and says at which line."""
+    with pytest.raises(fault) as found:
+        yield
+    assert type(found.value) is fault
+    assert found.value.line > 0
 
 
 def plant(folder: Path, *bugs: Bug) -> None:

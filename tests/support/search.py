@@ -10,7 +10,7 @@ from hypothesis import settings
 
 from cupyattn.functional.device_info import device_count
 
-DEEPER = 3
+DEEPER = 2
 """How many times the examples of a plain run ``--deep`` tries, where a test does not say."""
 
 # How long a run of everything takes on two cores, kernels compiled anew, and what it is called.
@@ -45,7 +45,13 @@ NOT_QUICK = (
     "host/test_results",
     "host/test_suite",
     "host/test_two_gpus",
+    "kv_cache/test_generation.py::test_the_kernels",
+    "kv_cache/test_append_kv",
+    "kv_cache/test_copy_blocks",
+    "kv_cache/test_gather",
+    "kv_cache/test_kv_cache_memory",
     "kv_cache/test_paged_attention.py",
+    "kv_cache/test_paged_cache.py::test_the_kernels",
     "kv_cache/test_planted",
     "host/test_vjp.py::test_options_get_their_gradients",
     "host/test_vjp_functions.py::test_functions_that_make_one_call_of_kernels",
@@ -87,7 +93,7 @@ def begin(config: pytest.Config, *, reproducible: bool) -> None:
         deadline=None,
         derandomize=reproducible,
         print_blob=True,
-        max_examples=Search.examples or (200 if Search.deep else 40),
+        max_examples=Search.examples or (100 if Search.deep else 40),
     )
     settings.load_profile("suite")
 

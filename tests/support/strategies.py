@@ -202,10 +202,10 @@ class SoftmaxProblem:
         return rng.standard_normal(self.shape).astype(dtype_of(self.dtype))
 
 
-def lengths(largest: int = TWO_TILES) -> st.SearchStrategy[int]:
+def lengths(largest: int = TWO_TILES, least: int = 0) -> st.SearchStrategy[int]:
     """Sequence lengths: tile edges and primes more often than the rest."""
-    edges = [length for length in LENGTHS if length <= largest]
-    return st.one_of(st.sampled_from(edges), st.integers(1, largest))
+    edges = [length for length in LENGTHS if least <= length <= largest]
+    return st.one_of(st.sampled_from(edges), st.integers(max(1, least), largest))
 
 
 def window_sides(longest: int) -> st.SearchStrategy[int | None]:
@@ -279,6 +279,8 @@ def attention_problems(
     views: Sequence[str] = VIEWS,
     option_views: Sequence[str] = OPTION_VIEWS,
     largest: int = TWO_TILES,
+    queries: tuple[int, int] | None = None,
+    least_keys: int = 0,
     spreads: Sequence[float] = (1.0, 8.0),
     crowd: int = 3,
 ) -> AttentionProblem:
@@ -289,6 +291,8 @@ def attention_problems(
     head_dims : pairs (D, Dv)
     dtypes, views, option_views, spreads
         Lists to draw from.
+    queries, least_keys
+        The fewest and most queries, and the fewest keys, where they are not any.
     options : names from OPTIONS
         What may be drawn ("dropout_p" brings a seed); each problem has a subset of them,
     option_sets
@@ -302,8 +306,8 @@ def attention_problems(
     kv_heads = draw(st.integers(1, 2))
     sizes = {
         "B": draw(st.integers(1, crowd)),
-        "Sq": draw(lengths(largest)),
-        "Sk": draw(lengths(largest)),
+        "Sq": draw(lengths(largest) if queries is None else st.integers(*queries)),
+        "Sk": draw(lengths(largest, least_keys)),
         "H": kv_heads * draw(st.integers(1, crowd)),
         "G": kv_heads,
         "D": head_dim,

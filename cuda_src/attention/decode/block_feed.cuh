@@ -3,7 +3,7 @@
 
 #include "params.cuh"
 
-// The first slot of a tile in the caches.
+// The first slot of a tile in the caches; of dense keys a sequence is one block.
 struct TilePlace {
   int block, token;
 };
@@ -28,6 +28,8 @@ struct BlockFeed {
   }
 
   __device__ __forceinline__ int tile(int j) const { return first + j * step; }
+  // Of what is loaded: in a block a tile is whole.
+  __device__ __forceinline__ int first_key(int j) const { return tile(j) * kTileKeys; }
 
   // In order from 0: all lanes ask for the same one.
   __device__ __forceinline__ TilePlace place(int j) {
@@ -46,7 +48,14 @@ struct BlockFeed {
   }
 };
 
-// The item of a cache at which a tile begins.
-__device__ __forceinline__ int64 tile_offset(const Strides& strides, const TilePlace& place, int kv_head) {
-  return place.block * strides.batch + place.token * strides.seq + kv_head * strides.head;
+// How far a tile begins behind the first of all. Blocks and tokens are not negative: without a sign to extend, a product
+// is two instructions.
+__device__ __forceinline__ int64 tile_offset(const Strides& strides, const TilePlace& place) {
+  return static_cast<int64>(static_cast<uint64>(static_cast<uint32>(place.block)) * strides.batch +
+                            static_cast<uint64>(static_cast<uint32>(place.token)) * strides.seq);
 }
+
+// A lane's first row of a tile, and its first item there.
+struct LanePlace {
+  int row, item;
+};

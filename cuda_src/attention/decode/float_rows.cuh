@@ -2,17 +2,21 @@
 //
 // A row of K or V is spread over LANES neighbouring lanes, VEC items each, so that a load brings 32 / LANES rows, and
 // a lane holds a part of every query row. The parts of the products are summed over the row's lanes by halving: in each
-// step a lane keeps one half of its sums and gives the other away, until it has two scores.
+// step a lane keeps one half of its sums and gives the other away, until it has two scores, of one key: whose scales of
+// K and V, where caches have them, are factors of the scores and of their weights.
 #pragma once
 
-#include "../../common/vec.cuh"
 #include "block_feed.cuh"
+#include "cache_items.cuh"
 #include "query_rows.cuh"
 
-template <typename Scalar_, int kHeadDim, int kVec, int kLanes, int kRows_>
+template <typename Scalar_, typename Item, int kHeadDim, int kVec, int kLanes, int kRows_>
 struct FloatRows {
   using Scalar = Scalar_;
-  using Items = Vec<Scalar, kVec>;
+  using Tile = CacheTile<Item>;
+  using Items = StoredItems<Item, kVec>;
+  static constexpr int kBits = CacheFormat<Item>::kBits;
+  static constexpr bool kScaled = CacheFormat<Item>::kScaled;
   static constexpr int kTogether = 4;  // rows whose products are summed over lanes at once
   static constexpr int kRows = kRows_, kGroups = kRows / kTogether;
   static constexpr int kPassRows = kRows, kPasses = 1;
@@ -23,7 +27,9 @@ struct FloatRows {
   static constexpr int kChunks = div_up(kHeadDim, kVec* kLanes);
   // Registers that K and V of the next tile, q, acc and the sums take: with more, tiles are loaded when they are used.
   static constexpr int kAheadRegisters = kLoads * (2 * static_cast<int>(sizeof(Items)) / 4 + kRows) + 2 * kRows * kVec;
-  static constexpr bool kAhead = kChunks == 1 && kAheadRegisters <= 120;
+  // Single bytes, of rows that begin anywhere, are 32-bit registers each.
+  static constexpr bool kAhead = kChunks == 1 && kAheadRegisters <= 120 && kVec * kBits > 8;
+  static constexpr int kTilesAhead = kAhead ? 1 : 0, kSlots = 1;
   // Loads at once where they are not ahead.
   static constexpr int kBurst = kChunks > 4 ? 4 : kVec * kChunks > 4 && kLoads > 8 ? 8 : kLoads;
   static_assert(kLanes >= 4 && kLanes <= kWarpSize && (kLanes & (kLanes - 1)) == 0, "a power of two lanes");
@@ -32,12 +38,15 @@ struct FloatRows {
 
   float q[kRows][kChunks][kVec];
   Items k[kAhead ? kLoads : 1], v[kAhead ? kLoads : 1];
+  float k_scale, v_scale;
   float s[kGroups][2];
   float acc[kRows][kChunks][kVec];
 
   // Of the lanes that hold one row, and of the rows that lie side by side in a load.
   __device__ __forceinline__ static int row_lane() { return lane_index() % kLanes; }
   __device__ __forceinline__ static int key_lane() { return lane_index() / kLanes; }
+  __device__ __forceinline__ static LanePlace k_place() { return {key_lane(), stored(row_lane() * kVec)}; }
+  __device__ __forceinline__ static LanePlace v_place() { return k_place(); }
   __device__ __forceinline__ static int item_of(int chunk) { return (chunk * kLanes + row_lane()) * kVec; }
   __device__ __forceinline__ static bool has(int chunk) {
     return (chunk + 1) * kLanes * kVec <= kHeadDim || item_of(chunk) < kHeadDim;
@@ -52,34 +61,36 @@ struct FloatRows {
       const Scalar* row_g = rows.q(q_g, min(r, rows.count - 1));
 #pragma unroll
       for (int c = 0; c < kChunks; c++) {
-        const Items items = load(row_g, c, r < rows.count);
 #pragma unroll
-        for (int x = 0; x < kVec; x++) {
-          q[r][c][x] = to_float(items.item[x]);
-          acc[r][c][x] = 0.f;
-        }
+        for (int x = 0; x < kVec; x++) q[r][c][x] = acc[r][c][x] = 0.f;
+        if (r < rows.count && has(c)) load_query(q[r][c], row_g + item_of(c));
       }
     }
   }
 
-  __device__ __forceinline__ void load_k(const Scalar* tile_g, int64 row_stride) {
-    if constexpr (kAhead) load_rows(k, tile_g, row_stride);
+  __device__ __forceinline__ void load_k(int, const Tile& tile) {
+    if constexpr (kAhead) load_rows(k, tile);
+    if constexpr (kScaled) k_scale = tile.scale(0);
   }
-  __device__ __forceinline__ void load_v(const Scalar* tile_g, int64 row_stride) {
-    if constexpr (kAhead) load_rows(v, tile_g, row_stride);
+  __device__ __forceinline__ void load_v(int, const Tile& tile) {
+    if constexpr (kAhead) load_rows(v, tile);
+    if constexpr (kScaled) v_scale = tile.scale(0);
   }
 
-  // Rows of V from `keys` on become zeros: a slot that is not used may hold NaN, of which 0 times would be NaN.
-  __device__ __forceinline__ void clear_v(int keys) {
-    if constexpr (kAhead) {
+  // Rows of V from `keys` on become zeros: a slot that is not used may hold NaN, of which 0 times would be NaN. Of
+  // integers only the scale can be one.
+  __device__ __forceinline__ void clear_v(int, int keys) {
+    if constexpr (kScaled) {
+      if (key_of(0) >= keys) v_scale = 0.f;
+    } else if constexpr (kAhead) {
 #pragma unroll
       for (int n = 0; n < kLoads; n++) {
-        if (n * kKeysAtOnce + key_lane() >= keys) v[n] = zeros();
+        if (n * kKeysAtOnce + key_lane() >= keys) v[n].clear();
       }
     }
   }
 
-  __device__ __forceinline__ void multiply_keys(const Scalar* tile_g, int64 row_stride) {
+  __device__ __forceinline__ void multiply_keys(int, const Tile& tile) {
     float sums[kGroups][kLoads * kTogether];
 #pragma unroll
     for (int c = 0; c < kChunks; c++) {
@@ -90,7 +101,7 @@ struct FloatRows {
         for (int first = 0; first < kLoads; first += kBurst) {
           if (kChunks > 4) __syncwarp();  // what is loaded in all bursts at once has no registers
           Items loaded[kBurst];
-          load_rows(loaded, tile_g, row_stride, c, first);
+          load_rows(loaded, tile, c, first);
           add_products(sums, loaded, c, first);
         }
       }
@@ -98,8 +109,8 @@ struct FloatRows {
 #pragma unroll
     for (int group = 0; group < kGroups; group++) {
       halve<kLanes>(sums[group]);
-      s[group][0] = sums[group][0];
-      s[group][1] = sums[group][1];
+#pragma unroll
+      for (int i = 0; i < 2; i++) s[group][i] = kScaled ? sums[group][i] * k_scale : sums[group][i];
     }
   }
 
@@ -117,7 +128,14 @@ struct FloatRows {
   }
 
   // acc += P V, with P in place of the scores; of the tile's keys `keys` are in use.
-  __device__ __forceinline__ void add_values(const Scalar* tile_g, int64 row_stride, int keys) {
+  __device__ __forceinline__ void add_values(int, const Tile& tile, int keys) {
+    if constexpr (kScaled) {
+#pragma unroll
+      for (int group = 0; group < kGroups; group++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) s[group][i] *= v_scale;
+      }
+    }
 #pragma unroll
     for (int c = 0; c < kChunks; c++) {
       if constexpr (kAhead) {
@@ -127,7 +145,7 @@ struct FloatRows {
         for (int first = 0; first < kLoads; first += kBurst) {
           if (kChunks > 4) __syncwarp();  // what is loaded in all bursts at once has no registers
           Items loaded[kBurst];
-          load_rows(loaded, tile_g, row_stride, c, first, keys);
+          load_rows(loaded, tile, c, first, keys);
           add_weighted(loaded, c, first);
         }
       }
@@ -176,34 +194,30 @@ struct FloatRows {
   // The lane that has the score of row r with key n * kKeysAtOnce + key_lane().
   __device__ __forceinline__ static int holder(int n, int r) { return key_lane() * kLanes + 2 * n + r % kTogether / 2; }
 
-  __device__ __forceinline__ static Items zeros() {
-    Items items;
-#pragma unroll
-    for (int x = 0; x < kVec; x++) items.item[x] = from_float<Scalar>(0.f);
-    return items;
+  // As pointers count.
+  __device__ __forceinline__ static int stored(int items) {
+    return items * kBits / (8 * static_cast<int>(sizeof(Item)));
   }
 
-  __device__ __forceinline__ static Items load(const Scalar* row_g, int chunk, bool wanted) {
-    Items items = zeros();
-    if (!wanted || !has(chunk)) return items;
-    const Scalar* items_g = row_g + item_of(chunk);
-    if constexpr (sizeof(Items) == kVectorBytes) {
-      const uint4 words = ld_global_stream_v4(items_g);
-      items = *reinterpret_cast<const Items*>(&words);
+  // A pair of items may start at any of q's.
+  __device__ __forceinline__ static void load_query(float (&items)[kVec], const Scalar* source) {
+    if constexpr (kVec * kBits > 8) {
+      load_vec(items, source);
     } else {
-      items = *reinterpret_cast<const Items*>(items_g);
+#pragma unroll
+      for (int x = 0; x < kVec; x++) items[x] = to_float(source[x]);
     }
-    return items;
   }
 
   // Rows of the tile from that of load `first` on.
   template <int kCount>
-  __device__ __forceinline__ static void load_rows(Items (&rows)[kCount], const Scalar* tile_g, int64 row_stride,
-                                                   int chunk = 0, int first = 0, int keys = kTileKeys) {
+  __device__ __forceinline__ static void load_rows(Items (&rows)[kCount], const Tile& tile, int chunk = 0,
+                                                   int first = 0, int keys = kTileKeys) {
 #pragma unroll
     for (int n = 0; n < kCount; n++) {
       const int key = (first + n) * kKeysAtOnce + key_lane();
-      rows[n] = load(tile_g + key * row_stride, chunk, key < keys);
+      rows[n].clear();
+      if (key < keys && has(chunk)) rows[n].load(tile.row((first + n) * kKeysAtOnce) + stored(chunk * kLanes * kVec));
     }
   }
 
@@ -217,7 +231,7 @@ struct FloatRows {
         float& sum = sums[r / kTogether][(first + n) * kTogether + r % kTogether];
         if (chunk == 0) sum = 0.f;
 #pragma unroll
-        for (int x = 0; x < kVec; x++) sum = __fmaf_rn(q[r][chunk][x], to_float(rows[n].item[x]), sum);
+        for (int x = 0; x < kVec; x++) sum = __fmaf_rn(q[r][chunk][x], rows[n].item(x), sum);
       }
     }
   }
@@ -231,7 +245,7 @@ struct FloatRows {
         const float p = __shfl_sync(kFullWarp, s[r / kTogether][r % 2], holder(first + n, r));
 #pragma unroll
         for (int x = 0; x < kVec; x++) {
-          acc[r][chunk][x] = __fmaf_rn(p, to_float(rows[n].item[x]), acc[r][chunk][x]);
+          acc[r][chunk][x] = __fmaf_rn(p, rows[n].item(x), acc[r][chunk][x]);
         }
       }
     }

@@ -1,4 +1,4 @@
-// Attention of a few query tokens over a paged key-value cache, for decoding: as fast as memory brings K and V.
+// Attention of a few query tokens over a paged key-value cache, or over dense keys: as fast as memory brings K and V.
 //
 //   s_ij = softmax_scale * q_i . k_j (+ options),   lse_i = log sum_j exp(s_ij),   out_i = sum_j exp(s_ij - lse_i) v_j
 //
@@ -12,13 +12,18 @@
 // Work      WARPS warps take the tiles of 16 keys of a unit, one each, with a maximum, sum and accumulator of their own.
 //           Loads go straight to registers, K's of the next tile as soon as those of this one are consumed, and V's.
 // Grid      `ctas` of DecodeParams, whatever the lengths are.
+// Caches    floats, or integers with a scale for each token and head (cache_items.cuh).
 // Budget    registers for MIN_CTAS CTAs an SM; shared memory for 8 rows of each warp, where a segment's parts meet.
-// Edges     of a block's slots from the sequence's end on, K is masked and V cleared: they may hold NaN. Tiles that
-//           no row sees are not read, and neither are their entries of the table. A row without keys gives out = 0 and
-//           lse = -inf, or its sink.
-#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(QUERY_ROWS) || !defined(WARPS) || !defined(VEC) || \
-    !defined(LANES) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
-#error "DTYPE, HEAD_DIM, QUERY_ROWS, WARPS, VEC, LANES, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
+// Feed      says where a tile lies: BlockFeed looks its block up in a table, DenseFeed counts.
+// Edges     of a block's slots from the sequence's end on, K is masked and V cleared, or their scales: they may hold
+//           NaN. Tiles that no row sees are not read, and neither are their entries of the table. The last tile of
+//           dense keys ends with them. A row without keys gives out = 0 and lse = -inf, or its sink.
+#if !defined(DTYPE) || !defined(CACHE) || !defined(HEAD_DIM) || !defined(QUERY_ROWS) || !defined(WARPS) || \
+    !defined(VEC) || !defined(LANES) || !defined(SHARED_BYTES)
+#error "DTYPE, CACHE, HEAD_DIM, QUERY_ROWS, WARPS, VEC, LANES, SHARED_BYTES come from a launch-configuration table"
+#endif
+#if !defined(FEED) || !defined(TILES_AHEAD) || !defined(MIN_CTAS)
+#error "FEED, TILES_AHEAD and MIN_CTAS come from a launch-configuration table"
 #endif
 #if !defined(SLOPES) || !defined(SOFTCAP) || !defined(SINKS)
 #error "SLOPES, SOFTCAP and SINKS come from a launch-configuration table"
@@ -28,15 +33,17 @@
 #else
 #include "float_rows.cuh"
 #endif
+#include "dense_feed.cuh"
 #include "row_end.cuh"
 #include "shares.cuh"
 
 struct Traits {
   using Scalar = DTYPE;
+  using Feed = FEED;
 #if LANES == 0
-  using Rows = TensorCoreRows<HEAD_DIM, QUERY_ROWS>;
+  using Rows = TensorCoreRows<CACHE, HEAD_DIM, QUERY_ROWS, TILES_AHEAD>;
 #else
-  using Rows = FloatRows<DTYPE, HEAD_DIM, VEC, LANES, QUERY_ROWS>;
+  using Rows = FloatRows<DTYPE, CACHE, HEAD_DIM, VEC, LANES, QUERY_ROWS>;
 #endif
   using Options = ScoreOptions<void, false, SLOPES, SOFTCAP, false>;
   using Scores = LaneScores<Options, Rows::kLaneRows>;
@@ -78,8 +85,8 @@ struct Warp {
     }
   }
 
-  // Products to scores; at an edge those of keys that a row does not see become -inf.
-  __device__ __forceinline__ void score(Traits::Scores& scores, int first_key, bool edge) {
+  // Products to scores; at an edge those of keys that a row does not see, or another tile has, become -inf.
+  __device__ __forceinline__ void score(Traits::Scores& scores, int first_key, int own_key, bool edge) {
 #pragma unroll
     for (int i = 0; i < kLaneRows; i++) {
 #pragma unroll
@@ -93,7 +100,8 @@ struct Warp {
     for (int i = 0; i < kLaneRows; i++) {
 #pragma unroll
       for (int j = 0; j < kLaneKeys; j++) {
-        if (!scores.sees(i, first_key + rows.key_of(j))) rows.score(i, j) = -kInfinity;
+        const int key = first_key + rows.key_of(j);
+        if (key < own_key || !scores.sees(i, key)) rows.score(i, j) = -kInfinity;
       }
     }
   }
@@ -149,46 +157,72 @@ struct Warp {
   }
 };
 
+// What a lane reads of the caches: from its own first row and items of a tile on.
 struct Caches {
-  const Traits::Scalar *k_g, *v_g;
-  const DecodeParams& params;
-  int kv_head;
+  using Rows = Traits::Rows;
+  using Tile = CacheTile<CACHE>;
 
-  __device__ __forceinline__ const Traits::Scalar* k(const TilePlace& place) const {
-    return k_g + tile_offset(params.attention.k, place, kv_head);
+  const DecodeParams& params;
+  const CACHE *k_g, *v_g;
+  const float *k_scales_g, *v_scales_g;
+
+  __device__ __forceinline__ Caches(const CACHE* k_cache_g, const CACHE* v_cache_g, const float* k_all_scales_g,
+                                    const float* v_all_scales_g, const DecodeParams& params_, int kv_head)
+      : params(params_),
+        k_g(head_rows(k_cache_g, params.attention.k, 0, kv_head, Rows::k_place().row) + Rows::k_place().item),
+        v_g(head_rows(v_cache_g, params.attention.v, 0, kv_head, Rows::v_place().row) + Rows::v_place().item),
+        k_scales_g(head_rows(k_all_scales_g, params.k_scales, 0, kv_head, Rows::key_of(0))),
+        v_scales_g(head_rows(v_all_scales_g, params.v_scales, 0, kv_head, Rows::key_of(0))) {}
+
+  __device__ __forceinline__ Tile k(const TilePlace& place) const {
+    return tile(k_g, params.attention.k, k_scales_g, params.k_scales, place);
   }
-  __device__ __forceinline__ const Traits::Scalar* v(const TilePlace& place) const {
-    return v_g + tile_offset(params.attention.v, place, kv_head);
+  __device__ __forceinline__ Tile v(const TilePlace& place) const {
+    return tile(v_g, params.attention.v, v_scales_g, params.v_scales, place);
+  }
+
+ private:
+  __device__ __forceinline__ static Tile tile(const CACHE* lane_g, const Strides& strides, const float* scales_g,
+                                              const Strides& scale_strides, const TilePlace& place) {
+    return {lane_g + tile_offset(strides, place), strides.seq, scales_g + tile_offset(scale_strides, place),
+            scale_strides.seq};
   }
 };
 
-// One warp's tiles of a segment.
-__device__ __forceinline__ void walk(Warp& warp, const Caches& caches, BlockFeed& feed, const KeyWindow& window,
+// One warp's tiles of a segment, of which kTilesAhead are on the way.
+__device__ __forceinline__ void walk(Warp& warp, const Caches& caches, Traits::Feed& feed, const KeyWindow& window,
                                      Traits::Scores& scores, int sq) {
   if (feed.count <= 0) return;
-  const int64 k_row = caches.params.attention.k.seq, v_row = caches.params.attention.v.seq;
   const int seen_by_all = window.of_row(sq - 1).begin, seen_to = window.of_row(0).end;
-  constexpr bool kAhead = Traits::Rows::kAhead;
-  TilePlace place = feed.place(0);
-  if (kAhead) warp.rows.load_k(caches.k(place), k_row);
-  if (kAhead) warp.rows.load_v(caches.v(place), v_row);
+  constexpr int kAhead = Traits::Rows::kTilesAhead, kSlots = Traits::Rows::kSlots;
+#pragma unroll
+  for (int j = 0; j < kAhead; j++) {
+    if (j >= feed.count) break;
+    const TilePlace place = feed.place(j);
+    warp.rows.load_k(j, caches.k(place));
+    warp.rows.load_v(j, caches.v(place));
+  }
 #pragma unroll 1
-  for (int j = 0; j < feed.count; j++) {
-    const bool more = j + 1 < feed.count;
-    TilePlace next = place;
-    if (more) next = feed.place(j + 1);
-    const int first_key = feed.tile(j) * kTileKeys;
-    if (!kAhead) warp.rows.load_k(caches.k(place), k_row);
-    warp.rows.multiply_keys(caches.k(place), k_row);
-    if (kAhead && more) warp.rows.load_k(caches.k(next), k_row);
-    if (!kAhead) warp.rows.load_v(caches.v(place), v_row);
-    const bool edge = first_key < seen_by_all || first_key + kTileKeys > seen_to;
-    warp.score(scores, first_key, edge);
-    if (edge) warp.rows.clear_v(window.keys - first_key);
-    warp.weigh();
-    warp.rows.add_values(caches.v(place), v_row, window.keys - first_key);
-    if (kAhead && more) warp.rows.load_v(caches.v(next), v_row);
-    place = next;
+  for (int first = 0; first < feed.count; first += kSlots) {
+#pragma unroll
+    for (int slot = 0; slot < kSlots; slot++) {
+      const int j = first + slot;
+      if (j >= feed.count) break;
+      const bool more = j + kAhead < feed.count;
+      TilePlace place{};  // of the tile to load: kAhead behind this one, or this one
+      if (more) place = feed.place(j + kAhead);
+      const int first_key = feed.first_key(j), own_key = feed.tile(j) * kTileKeys;
+      if (kAhead == 0) warp.rows.load_k(slot, caches.k(place));
+      warp.rows.multiply_keys(slot, caches.k(place));
+      if (kAhead > 0 && more) warp.rows.load_k(slot, caches.k(place));
+      if (kAhead == 0) warp.rows.load_v(slot, caches.v(place));
+      const bool edge = first_key < max(seen_by_all, own_key) || first_key + kTileKeys > seen_to;
+      warp.score(scores, first_key, own_key, edge);
+      if (edge) warp.rows.clear_v(slot, window.keys - first_key);
+      warp.weigh();
+      warp.rows.add_values(slot, caches.v(place), window.keys - first_key);
+      if (kAhead > 0 && more) warp.rows.load_v(slot, caches.v(place));
+    }
   }
 }
 
@@ -235,23 +269,26 @@ struct Results {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
-    attention_decode(const DTYPE* __restrict__ q_g, const DTYPE* __restrict__ k_cache_g,
-                     const DTYPE* __restrict__ v_cache_g, const int* __restrict__ block_table_g,
-                     const void* __restrict__ seqlens_k_g, const void* __restrict__ alibi_slopes_g,
-                     const void* __restrict__ sinks_g, DTYPE* __restrict__ out_g, float* __restrict__ lse_g,
-                     float* __restrict__ partial_out_g, float* __restrict__ partial_sums_g, const DecodeParams params) {
+    attention_decode(const DTYPE* __restrict__ q_g, const CACHE* __restrict__ k_cache_g,
+                     const CACHE* __restrict__ v_cache_g, const int* __restrict__ block_table_g,
+                     const void* __restrict__ seqlens_k_g, const void* __restrict__ q_offset_g,
+                     const float* __restrict__ k_scales_g, const float* __restrict__ v_scales_g,
+                     const void* __restrict__ alibi_slopes_g, const void* __restrict__ sinks_g,
+                     DTYPE* __restrict__ out_g, float* __restrict__ lse_g, float* __restrict__ partial_out_g,
+                     float* __restrict__ partial_sums_g, const DecodeParams params) {
   __shared__ Smem smem;
+  const Lengths lengths{seqlens_k_g, q_offset_g};
   const int cta = blockIdx.x, sq = params.attention.sq;
-  const Shares shares = shares_of<WARPS>(params, seqlens_k_g);
+  const Shares shares = shares_of<WARPS>(params, lengths);
   const int end = shares.begin(cta + 1);
   int unit = shares.begin(cta);
   if (unit >= end) return;
-  Segment segment = segment_at<WARPS>(params, seqlens_k_g, unit);
+  Segment segment = segment_at<WARPS>(params, lengths, unit);
 
 #pragma unroll 1
   while (true) {
     const int stop = min(end, segment.first + segment.units);
-    const KeyWindow window = window_of(params, seqlens_k_g, segment.batch);
+    const KeyWindow window = window_of(params, lengths, segment.batch);
     const SegmentRows rows(params, segment.batch, segment.index, Traits::Rows::kRows);
     const TileSpan span(window, sq);
     const int first = (unit - segment.first) * WARPS + warp_index();
@@ -260,9 +297,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     Warp warp;
     warp.begin(rows, q_g);
     {
-      BlockFeed feed(params, block_table_g, segment.batch, span.first + first, WARPS, count);
-      Traits::Scores scores(rows, window, alibi_slopes_g, seqlens_k_g, Traits::Rows::row_of);
-      walk(warp, Caches{k_cache_g, v_cache_g, params, rows.kv_head}, feed, window, scores, sq);
+      Traits::Feed feed(params, block_table_g, segment.batch, span.first + first, WARPS, count);
+      Traits::Scores scores(rows, window, alibi_slopes_g, lengths, Traits::Rows::row_of);
+      const Caches caches(k_cache_g, v_cache_g, k_scales_g, v_scales_g, params, rows.kv_head);
+      walk(warp, caches, feed, window, scores, sq);
     }
     warp.finish();
 
@@ -278,6 +316,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     }
     if (stop == end) return;
     unit = stop;
-    segment = segment_behind<WARPS>(params, seqlens_k_g, segment);
+    segment = segment_behind<WARPS>(params, lengths, segment);
   }
 }

@@ -1,7 +1,8 @@
 // What the kernels of decoding are told besides their array pointers.
 //
 // Shapes: q and out (B, Sq, H, D), lse (B, H, Sq), caches (num_blocks, block_size, G, D), block_table (B, max_blocks),
-// seqlens_k (B,). The last axis of each is contiguous but for the table's, which may have any stride as all others.
+// seqlens_k and q_offset (B,). The last axis of each is contiguous but for the table's, which may have any stride as all
+// others. Of dense keys and values (B, Sk, G, D) there is no table, and no array of lengths or offsets need be there.
 #pragma once
 
 #include "../params.cuh"
@@ -11,7 +12,8 @@ constexpr int kTileKeys = 16;  // what a warp takes at a time: within one block,
 // Field for field the structured dtype DECODE_PARAMS of cupyattn/kernels/structs.py.
 struct DecodeParams {
   AttentionParams
-      attention;  // of k and v the strides of a block, a token in it and a head; sk is max_blocks * block_size
+      attention;  // of paged k and v the strides of a block, a token in it, a head; sk is max_blocks * block_size
+  Strides k_scales, v_scales;  // the same of scales (num_blocks, block_size, G), where caches of integers have them
   int64 table_batch, table_block;
   int batch, kv_heads;
   int block_tiles;  // tiles of a block
@@ -19,3 +21,8 @@ struct DecodeParams {
   int ctas;         // of the forward
 };
 static_assert(sizeof(DecodeParams) == DECODE_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
+
+// How many keys each sequence has, and where its queries stand; null where DecodeParams says that of all.
+struct Lengths {
+  const void *used_g, *q_offset_g;
+};

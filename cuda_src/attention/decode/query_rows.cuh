@@ -40,9 +40,9 @@ struct LaneScores {
 
   template <typename RowOf>
   __device__ __forceinline__ LaneScores(const SegmentRows& rows, const KeyWindow& window_, const void* slopes_g,
-                                        const void* seqlens_g, RowOf row_of)
+                                        const Lengths& lengths, RowOf row_of)
       : window(window_),
-        q_offset(query_offset(rows.params, seqlens_g, rows.batch)),
+        q_offset(query_offset(rows.params, lengths.q_offset_g, rows.batch)),
         rule(rows.params, slopes_g, rows.batch, rows.head(0)) {
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
@@ -56,7 +56,7 @@ struct LaneScores {
     float score = rule.of_product(product);
     if constexpr (kAlibi) {
       rule.slope = slopes[i];
-      score = rule.with_alibi(score, Distance(tokens[i] + q_offset - key).plus(0, 0));
+      score = rule.with_alibi(score, Distance(q_offset - key).plus(tokens[i], 0));
     }
     return score;
   }

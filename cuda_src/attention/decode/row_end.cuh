@@ -9,7 +9,7 @@
 template <int kHeadDim>
 struct RowSum {
   static constexpr int kColumns = div_up(kHeadDim, kWarpSize);
-  static constexpr float kLowest = -1e30f;  // below every score: finite, so that differences are numbers
+  static constexpr float kLowest = -3.402823466e38f;  // no score is below it: finite, so that differences are numbers
 
   float m = kLowest, l = 0.f, acc[kColumns] = {};
 
@@ -21,6 +21,20 @@ struct RowSum {
 #pragma unroll
     for (int i = 0; i < kColumns; i++) {
       if (has(i)) acc[i] = __fmaf_rn(weight, part[column(i)], acc[i]);
+    }
+  }
+
+  // A part with its maximum and sum, none of which exceeds m.
+  __device__ __forceinline__ void add(const float* part, float2 maximum_and_sum) {
+    const float weight = ex2_approx(maximum_and_sum.x - m);
+    l = __fmaf_rn(weight, maximum_and_sum.y, l);
+    add(part, weight);
+  }
+
+  __device__ __forceinline__ void store(float* part) const {
+#pragma unroll
+    for (int i = 0; i < kColumns; i++) {
+      if (has(i)) part[column(i)] = acc[i];
     }
   }
 

@@ -19,15 +19,15 @@ struct TileSpan {
   }
 };
 
-__device__ __forceinline__ KeyWindow window_of(const DecodeParams& params, const void* seqlens_g, int batch) {
-  return sequence_window(params.attention, seqlens_g, seqlens_g, batch);
+__device__ __forceinline__ KeyWindow window_of(const DecodeParams& params, const Lengths& lengths, int batch) {
+  return sequence_window(params.attention, lengths.q_offset_g, lengths.used_g, batch);
 }
 
 // Units of a segment of the sequence; none beyond the last sequence.
 template <int kWarps>
-__device__ __forceinline__ int units_of(const DecodeParams& params, const void* seqlens_g, int batch) {
+__device__ __forceinline__ int units_of(const DecodeParams& params, const Lengths& lengths, int batch) {
   if (batch >= params.batch) return 0;
-  return max(1, div_up(TileSpan(window_of(params, seqlens_g, batch), params.attention.sq).count, kWarps));
+  return max(1, div_up(TileSpan(window_of(params, lengths, batch), params.attention.sq).count, kWarps));
 }
 
 __device__ __forceinline__ int warp_sum(int x) {
@@ -64,19 +64,19 @@ __device__ __forceinline__ int segments_of_sequence(const DecodeParams& params) 
 }
 
 template <int kWarps>
-__device__ __forceinline__ Shares shares_of(const DecodeParams& params, const void* seqlens_g) {
+__device__ __forceinline__ Shares shares_of(const DecodeParams& params, const Lengths& lengths) {
   int units = 0;
-  for (int b = lane_index(); b < params.batch; b += kWarpSize) units += units_of<kWarps>(params, seqlens_g, b);
+  for (int b = lane_index(); b < params.batch; b += kWarpSize) units += units_of<kWarps>(params, lengths, b);
   return Shares(warp_sum(units) * segments_of_sequence(params), params.ctas);
 }
 
 // The segment that holds a unit of the list.
 template <int kWarps>
-__device__ __forceinline__ Segment segment_at(const DecodeParams& params, const void* seqlens_g, int unit) {
+__device__ __forceinline__ Segment segment_at(const DecodeParams& params, const Lengths& lengths, int unit) {
   const int segments = segments_of_sequence(params);
   int before = 0;  // units of one segment each of the sequences before
   for (int first = 0;; first += kWarpSize) {
-    const int units = units_of<kWarps>(params, seqlens_g, first + lane_index());
+    const int units = units_of<kWarps>(params, lengths, first + lane_index());
     int up_to = units;
 #pragma unroll
     for (int distance = 1; distance < kWarpSize; distance *= 2) {
@@ -100,22 +100,23 @@ __device__ __forceinline__ Segment segment_at(const DecodeParams& params, const 
 
 // A segment of a sequence that is known by its number.
 template <int kWarps>
-__device__ __forceinline__ Segment segment_of(const DecodeParams& params, const void* seqlens_g, int batch, int index) {
+__device__ __forceinline__ Segment segment_of(const DecodeParams& params, const Lengths& lengths, int batch,
+                                              int index) {
   int before = 0;
-  for (int b = lane_index(); b < batch; b += kWarpSize) before += units_of<kWarps>(params, seqlens_g, b);
+  for (int b = lane_index(); b < batch; b += kWarpSize) before += units_of<kWarps>(params, lengths, b);
   before = warp_sum(before) * segments_of_sequence(params);
-  const int units = units_of<kWarps>(params, seqlens_g, batch);
+  const int units = units_of<kWarps>(params, lengths, batch);
   return {batch, index, before + index * units, units};
 }
 
 template <int kWarps>
-__device__ __forceinline__ Segment segment_behind(const DecodeParams& params, const void* seqlens_g,
+__device__ __forceinline__ Segment segment_behind(const DecodeParams& params, const Lengths& lengths,
                                                   const Segment& segment) {
   Segment next{segment.batch, segment.index + 1, segment.first + segment.units, segment.units};
   if (next.index == segments_of_sequence(params)) {
     next.index = 0;
     next.batch++;
-    next.units = units_of<kWarps>(params, seqlens_g, next.batch);
+    next.units = units_of<kWarps>(params, lengths, next.batch);
   }
   return next;
 }

@@ -1,38 +1,78 @@
 // Products of one warp's rows with tiles of 16 keys, on tensor cores: S^T = K Q^T and O^T = V^T P^T, so that keys (then
 // columns of V) fill the m16 side of mma.m16n8k8 and the few query rows its n8 side.
 //
-// K comes by loads of 16 bytes straight into A fragments: lane (g, t) has items 8 t to 8 t + 7 of each 32 of rows g and
-// g + 8, so the k of a product is permuted, and q's alike. V comes by loads of 16 bytes too, two rows a lane, and a byte
-// permute pairs them: the rows of O^T are permuted so that a lane has eight neighbouring columns. P^T is turned by one
-// movmatrix per 8 keys. S^T and O^T have one map from rows to lanes, so a rescale needs no shuffle. No shared memory.
+// K comes by wide loads straight into A fragments: lane (g, t) has units of 8 neighbouring items of rows g and g + 8, so
+// the k of a product is permuted, and q's alike. V comes by wide loads too, two rows a lane, and a byte permute pairs
+// them: the rows of O^T are permuted so that a lane has units of 8 neighbouring columns. P^T is turned by one movmatrix
+// per 8 keys. S^T and O^T have one map from rows to lanes, so a rescale needs no shuffle. No shared memory.
+//
+// Where caches have scales, that of a key of K is a factor of its scores (below 2^104: it takes kKeyUnit with it), and
+// that of V one of its weights, which are float16: so it counts in units of the largest so far, rounded down to a power
+// of two, and acc counts in that unit.
 #pragma once
 
 #include "../../common/mma.cuh"
-#include "../../common/pack.cuh"
+#include "../../common/reduce.cuh"
 #include "block_feed.cuh"
+#include "cache_items.cuh"
 #include "query_rows.cuh"
 
-__device__ __forceinline__ uint32 word_of(const uint4& v, int i) {
-  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
-}
+// A lane's part of a row that kSharers lanes share, in loads as wide as can be.
+template <int kSharers, int kWords_>
+struct RowWords {
+  static constexpr int kWords = kWords_, kPiece = kWords < 4 ? kWords : 4;
 
-template <int kHeadDim, int kRows_>
+  uint32 word[kWords];
+
+  // The word of the row at which a piece of a lane begins.
+  __device__ __forceinline__ static int place(int piece, int sharer) { return (piece * kSharers + sharer) * kPiece; }
+
+  // From the lane's first word of the row on.
+  __device__ __forceinline__ void load(const void* lane_g) {
+#pragma unroll
+    for (int i = 0; i < kWords / kPiece; i++) {
+      const uint32* piece_g = static_cast<const uint32*>(lane_g) + place(i, 0);
+      if constexpr (kPiece == 4 && kWords * kSharers * 4 >= 128) {
+        const uint4 loaded = ld_global_stream_v4(piece_g);
+        word[4 * i] = loaded.x, word[4 * i + 1] = loaded.y, word[4 * i + 2] = loaded.z, word[4 * i + 3] = loaded.w;
+      } else {
+        uint32 loaded[kPiece];
+        ld_global_stream(loaded, piece_g);
+#pragma unroll
+        for (int x = 0; x < kPiece; x++) word[kPiece * i + x] = loaded[x];
+      }
+    }
+  }
+};
+
+template <typename Item, int kHeadDim, int kRows_, int kTilesAhead_>
 struct TensorCoreRows {
   using Scalar = float16;
+  using Tile = CacheTile<Item>;
+  using Format = CacheFormat<Item>;
   static constexpr int kRows = kRows_, kRowTiles = kRows / 8;
   static constexpr int kPassRows = kHeadDim <= 128 ? 8 : 4;  // that pass through shared memory at once
   static constexpr int kPasses = kRows / kPassRows;
   static constexpr int kLaneRows = 2 * kRowTiles, kLaneKeys = 2;
   static constexpr int kRowLanes = 4;  // neighbouring lanes that have different rows
   static constexpr int kColumnTiles = kHeadDim / 16;
-  // Of longer rows only one of K and V fits into registers: loads do not run ahead into the next tile.
-  static constexpr bool kAhead = kHeadDim <= 128;
+  static constexpr int kTilesAhead = kTilesAhead_, kSlots = kTilesAhead > 0 ? kTilesAhead : 1;
+  static constexpr int kUnitWords = Format::kBits / 4;  // of 8 items
+  static constexpr int kRowWords = kHeadDim * Format::kBits / 32;
+  static constexpr int kWordItems = 4 / sizeof(Item);  // as pointers count
+  static constexpr bool kScaled = Format::kScaled;
   static_assert(kRows % 8 == 0, "whole tiles of rows");
-  static_assert(kHeadDim % 64 == 0, "lanes load V in pieces of 8 columns, eight side by side");
+  static_assert(kHeadDim % 64 == 0, "eight lanes share a row of V in units of 8 columns");
+  using KeyWords = RowWords<4, kRowWords / 4>;
+  using ValueWords = RowWords<8, kRowWords / 8>;
 
   uint32 q[kRowTiles][kHeadDim / 8];
-  uint4 k[2][kHeadDim / 32];     // rows g and g + 8
-  uint4 v[2][2][kHeadDim / 64];  // rows 8 half + 2 t + e
+  KeyWords k[kSlots][2];       // rows g and g + 8
+  ValueWords v[kSlots][2][2];  // rows 8 half + 2 t + e
+  float k_scales[kSlots][2], v_scales[kSlots][2];
+  uint32 operand;            // of Format
+  float bias[kRowTiles][2];  // of a product: what items of K are too large by, times q
+  float unit, per_unit;      // of acc, a power of two, and 1 / unit
   float s[kRowTiles][4];
   float acc[kRowTiles][kColumnTiles][4];
 
@@ -40,19 +80,26 @@ struct TensorCoreRows {
   __device__ __forceinline__ static int t() { return lane_index() % 4; }
   __device__ __forceinline__ static int row_of(int i) { return i / 2 * 8 + 2 * t() + i % 2; }
   __device__ __forceinline__ static int key_of(int j) { return g() + 8 * j; }
+  __device__ __forceinline__ static LanePlace k_place() { return {g(), KeyWords::place(0, t()) * kWordItems}; }
+  __device__ __forceinline__ static LanePlace v_place() { return {2 * t(), ValueWords::place(0, g()) * kWordItems}; }
   __device__ __forceinline__ float& score(int i, int j) { return s[i / 2][2 * j + i % 2]; }
 
   __device__ __forceinline__ void begin(const SegmentRows& rows, const Scalar* q_g) {
+    constexpr int kPieceUnits = KeyWords::kPiece / kUnitWords;
+    constexpr int kItems = 32 / Format::kBits;  // of a word
 #pragma unroll
     for (int n = 0; n < kRowTiles; n++) {
       const int row = 8 * n + g();
-      const Scalar* lane_g = rows.q(q_g, min(row, rows.count - 1)) + 8 * t();
+      const Scalar* row_g = rows.q(q_g, min(row, rows.count - 1));
 #pragma unroll
       for (int i = 0; i < kHeadDim / 32; i++) {
+        const int first = KeyWords::place(i / kPieceUnits, t()) * kItems + i % kPieceUnits * 8;
         uint4 items = make_uint4(0, 0, 0, 0);
-        if (row < rows.count) items = ld_global_v4(reinterpret_cast<const void*>(lane_g + 32 * i));
+        if (row < rows.count) items = ld_global_v4(reinterpret_cast<const void*>(row_g + first));
+        uint32 words[4] = {items.x, items.y, items.z, items.w};
+        Format::queries(words);
 #pragma unroll
-        for (int x = 0; x < 4; x++) q[n][4 * i + x] = word_of(items, x);
+        for (int x = 0; x < 4; x++) q[n][4 * i + x] = words[x];
       }
 #pragma unroll
       for (int c = 0; c < kColumnTiles; c++) {
@@ -60,56 +107,78 @@ struct TensorCoreRows {
         for (int e = 0; e < 4; e++) acc[n][c][e] = 0.f;
       }
     }
-  }
-
-  __device__ __forceinline__ void load_k(const Scalar* tile_g, int64 row_stride) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const Scalar* lane_g = tile_g + (8 * half + g()) * row_stride + 8 * t();
-#pragma unroll
-      for (int i = 0; i < kHeadDim / 32; i++) k[half][i] = ld_global_stream_v4(lane_g + 32 * i);
+    if constexpr (kScaled) {
+      operand = kept_in_register(Format::kOperand);
+      sum_bias();
+      unit = kLeastUnit;
+      per_unit = kMostUnit;
     }
   }
 
-  __device__ __forceinline__ void load_v(const Scalar* tile_g, int64 row_stride) {
+  __device__ __forceinline__ void load_k(int slot, const Tile& tile) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const Scalar* lane_g = tile_g + (8 * half + 2 * t() + e) * row_stride + 8 * g();
-#pragma unroll
-        for (int i = 0; i < kHeadDim / 64; i++) v[half][e][i] = ld_global_stream_v4(lane_g + 64 * i);
-      }
+      k[slot][half].load(tile.row(8 * half));
+      if constexpr (kScaled) k_scales[slot][half] = tile.scale(8 * half);
     }
   }
 
-  // Rows of V from `keys` on become zeros: a slot that is not used may hold NaN, of which 0 times would be NaN.
-  __device__ __forceinline__ void clear_v(int keys) {
+  __device__ __forceinline__ void load_v(int slot, const Tile& tile) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-        if (8 * half + 2 * t() + e < keys) continue;
-#pragma unroll
-        for (int i = 0; i < kHeadDim / 64; i++) v[half][e][i] = make_uint4(0, 0, 0, 0);
-      }
+      for (int e = 0; e < 2; e++) v[slot][half][e].load(tile.row(8 * half + e));
+      if constexpr (kScaled) v_scales[slot][half] = tile.scale(8 * half);
     }
   }
 
-  __device__ __forceinline__ void multiply_keys(const Scalar*, int64) {
+  // Rows of V from `keys` on become zeros: a slot that is not used may hold NaN, of which 0 times would be NaN. Of
+  // integers only the scale can be one.
+  __device__ __forceinline__ void clear_v(int slot, int keys) {
 #pragma unroll
-    for (int n = 0; n < kRowTiles; n++) {
-      float even[4] = {0.f, 0.f, 0.f, 0.f}, odd[4] = {0.f, 0.f, 0.f, 0.f};  // two chains: half the latency
+    for (int half = 0; half < 2; half++) {
+      if constexpr (kScaled) {
+        if (key_of(half) >= keys) v_scales[slot][half] = 0.f;
+      } else {
 #pragma unroll
-      for (int i = 0; i < kHeadDim / 32; i++) {
+        for (int e = 0; e < 2; e++) {
+          if (8 * half + 2 * t() + e < keys) continue;
 #pragma unroll
-        for (int x = 0; x < 4; x++) {
-          const uint32 a[2] = {word_of(k[0][i], x), word_of(k[1][i], x)};
-          mma_m16n8k8(x % 2 == 0 ? even : odd, a, q[n][4 * i + x]);
+          for (int i = 0; i < ValueWords::kWords; i++) v[slot][half][e].word[i] = 0;
         }
       }
+    }
+  }
+
+  __device__ __forceinline__ void multiply_keys(int slot, const Tile&) {
+    float even[kRowTiles][4], odd[kRowTiles][4];  // two chains: half the latency
 #pragma unroll
-      for (int e = 0; e < 4; e++) s[n][e] = even[e] + odd[e];
+    for (int n = 0; n < kRowTiles; n++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        even[n][e] = kScaled ? bias[n][e % 2] : 0.f;
+        odd[n][e] = 0.f;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 32; i++) {
+      uint32 keys[2][4];
+#pragma unroll
+      for (int half = 0; half < 2; half++) Format::keys(keys[half], k[slot][half].word + i * kUnitWords, operand);
+#pragma unroll
+      for (int x = 0; x < 4; x++) {
+        const uint32 a[2] = {keys[0][x], keys[1][x]};
+#pragma unroll
+        for (int n = 0; n < kRowTiles; n++) mma_m16n8k8(x % 2 == 0 ? even[n] : odd[n], a, q[n][4 * i + x]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kRowTiles; n++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        s[n][e] = __fmaf_rn(odd[n][e], Format::kOdd, even[n][e]);
+        if constexpr (kScaled) s[n][e] *= k_scales[slot][e / 2] * Format::kKeyUnit;
+      }
     }
   }
 
@@ -125,7 +194,8 @@ struct TensorCoreRows {
   }
 
   // acc += P V, with P in place of the scores.
-  __device__ __forceinline__ void add_values(const Scalar*, int64, int) {
+  __device__ __forceinline__ void add_values(int slot, const Tile&, int) {
+    if constexpr (kScaled) scale_weights(v_scales[slot]);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       uint32 p[kRowTiles];
@@ -133,10 +203,12 @@ struct TensorCoreRows {
       for (int n = 0; n < kRowTiles; n++) p[n] = movmatrix_trans(pack_halves(s[n][2 * half], s[n][2 * half + 1]));
 #pragma unroll
       for (int i = 0; i < kHeadDim / 64; i++) {
+        uint32 columns[8];
+        Format::values(columns, v[slot][half][0].word + i * kUnitWords, v[slot][half][1].word + i * kUnitWords,
+                       operand);
 #pragma unroll
         for (int x = 0; x < 4; x++) {
-          const uint32 first = word_of(v[half][0][i], x), second = word_of(v[half][1][i], x);
-          const uint32 a[2] = {__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632)};
+          const uint32 a[2] = {columns[2 * x], columns[2 * x + 1]};
 #pragma unroll
           for (int n = 0; n < kRowTiles; n++) mma_m16n8k8(acc[n][4 * i + x], a, p[n]);
         }
@@ -149,20 +221,66 @@ struct TensorCoreRows {
   // Rows of a pass to shared memory, kStride floats from one to the next.
   template <int kStride>
   __device__ __forceinline__ void store(int pass, float* rows_s) const {
+    constexpr int kPieceTiles = ValueWords::kPiece * 32 / Format::kBits / 2;  // a lane has two columns of a tile
+    const float even = kScaled ? unit : 1.f, odd = Format::kOdd * even;
 #pragma unroll
     for (int n = 0; n < kRowTiles; n++) {
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const int row = 8 * n + 2 * t() + e - pass * kPassRows;
         if (8 * n / kPassRows > pass || (8 * n + 7) / kPassRows < pass || row < 0 || row >= kPassRows) continue;
-        float* row_s = rows_s + row * kStride + 8 * g();
+        float* row_s = rows_s + row * kStride;
 #pragma unroll
-        for (int i = 0; i < kHeadDim / 64; i++) {
-          const float (*c)[4] = &acc[n][4 * i];
-          *reinterpret_cast<float4*>(row_s + 64 * i) = make_float4(c[0][e], c[0][e + 2], c[1][e], c[1][e + 2]);
-          *reinterpret_cast<float4*>(row_s + 64 * i + 4) = make_float4(c[2][e], c[2][e + 2], c[3][e], c[3][e + 2]);
+        for (int c = 0; c < kColumnTiles; c += 2) {
+          const int column = ((c / kPieceTiles * 8 + g()) * kPieceTiles + c % kPieceTiles) * 2;
+          const float (*tile)[4] = &acc[n][c];
+          *reinterpret_cast<float4*>(row_s + column) =
+              make_float4(tile[0][e] * even, tile[0][e + 2] * odd, tile[1][e] * even, tile[1][e + 2] * odd);
         }
       }
     }
+  }
+
+ private:
+  static constexpr float kLeastUnit = __builtin_bit_cast(float, 0x00800000u);  // 2^-126
+  static constexpr float kMostUnit = __builtin_bit_cast(float, 0x7e800000u);   // 2^126 = 1 / kLeastUnit
+
+  // By the instruction that sums products: rows and columns of its result lie as those of scores.
+  __device__ __forceinline__ void sum_bias() {
+    constexpr uint32 kLess = 0x80008000u | Format::kBias << 16 | Format::kBias;
+    const uint32 a[2] = {kLess, kLess};
+#pragma unroll
+    for (int n = 0; n < kRowTiles; n++) {
+      float sums[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 8; i++) mma_m16n8k8(sums, a, q[n][i]);
+      bias[n][0] = sums[0];
+      bias[n][1] = sums[1];
+    }
+  }
+
+  // Weights times scales: at most 2^8 of a weight, times 2.
+  __device__ __forceinline__ void scale_weights(const float (&scales)[2]) {
+    const float top = fmaxf(fabsf(scales[0]), fabsf(scales[1]));
+    if (__any_sync(kFullWarp, top >= 2.f * unit)) raise_unit(warp_reduce<Max>(top));
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const float factor = scales[half] * per_unit;
+#pragma unroll
+      for (int n = 0; n < kRowTiles; n++) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) s[n][2 * half + e] *= factor;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void raise_unit(float scale) {
+    const float next = fminf(__uint_as_float(__float_as_uint(scale) & 0x7f800000u), kMostUnit);
+    per_unit = __uint_as_float(0x7f000000u - __float_as_uint(next));  // the exponent with its sign turned
+    float factor[kLaneRows];
+#pragma unroll
+    for (int i = 0; i < kLaneRows; i++) factor[i] = unit * per_unit;
+    rescale(factor);
+    unit = next;
   }
 };

@@ -6,7 +6,7 @@
 #include "../params.cuh"
 #include "softmax.cuh"
 
-// The rows of one warp; Traits as in forward.cu.
+// The rows of one warp; Traits as in forward.cuh.
 template <typename Traits>
 struct OutputRows {
   using Scalar = typename Traits::Scalar;
@@ -35,11 +35,11 @@ struct OutputRows {
       if (Traits::kDropout) normaliser *= params.scores.keep_scale;
 
       const int query = first_row + Traits::Scores::row_of(i);
-      if (query >= params.sq) continue;
-      store_row(head_rows(out_g, params.out, place.batch, place.head, query), softmax.acc[i], normaliser);
+      if (query >= place.sq) continue;
+      store_row(query_row(out_g, params.out, place, query), softmax.acc[i], normaliser);
       if (lse_g != nullptr && Grid::column_lane() == 0) {
         const float lse = total == 0.f ? -kInfinity : (top + lg2_approx(total)) * kLn2;
-        *head_rows(lse_g, params.lse, place.batch, place.head, query) = lse;
+        *query_row(lse_g, params.lse, place, query) = lse;
       }
     }
   }

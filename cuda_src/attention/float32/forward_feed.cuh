@@ -97,9 +97,14 @@ struct PanelShape {
   static constexpr int kBytes = kKeys * kRowBytes;
 };
 
-template <typename Scalar, typename Scores, typename Slice, typename Panel, int kHeadDim, int kHeadDimV, int kVec,
-          int kThreads>
+template <typename Scalar_, typename Scores_, typename Slice_, typename Panel_, int kHeadDim_, int kHeadDimV_,
+          int kVec_, int kThreads>
 struct ForwardFeed {
+  using Scalar = Scalar_;
+  using Scores = Scores_;
+  using Slice = Slice_;
+  using Panel = Panel_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kVec = kVec_;
   // Four threads to a row of a slice, kThreads / 16 to a row of a panel.
   static constexpr int kPassRows = kThreads / Slice::kChunks;
   static constexpr int kQPasses = Slice::kTileQ / kPassRows;
@@ -124,6 +129,10 @@ struct ForwardFeed {
         v_g(v_rows_g + panel_key(0, 0, panel_row()) * all.v.seq + panel_lane() * kQuadItems),
         rows(rows_),
         keys(keys_) {}
+
+  // Nothing has to be known of a tile ahead.
+  __device__ __forceinline__ void begin(int, int) {}
+  __device__ __forceinline__ void turn(int) {}
 
   // Which key of the tile stands in a place of a slice: a thread's keys in groups of four.
   __device__ __forceinline__ static constexpr int slice_key(int at) {
@@ -179,23 +188,40 @@ struct ForwardFeed {
     }
   }
 
- private:
+ protected:
   __device__ __forceinline__ static int slice_row() { return threadIdx.x / Slice::kChunks; }
   __device__ __forceinline__ static int slice_col() { return threadIdx.x % Slice::kChunks * kQuadItems; }
   __device__ __forceinline__ static int panel_row() { return threadIdx.x / kPanelLanes; }
   __device__ __forceinline__ static int panel_lane() { return threadIdx.x % kPanelLanes; }
 
+  // How many items of its row a thread loads of a slice, four at the most; none or fewer where its columns do not exist.
+  __device__ __forceinline__ static int columns_of(int slice) {
+    return kHeadDim % Slice::kCols == 0 ? kQuadItems : kHeadDim - slice * Slice::kCols - slice_col();
+  }
+  // The same of a panel.
+  __device__ __forceinline__ static int panel_columns_of(int pass) {
+    const int col = pass * kPanelLanes * kQuadItems;
+    const bool whole = col + kPanelLanes * kQuadItems <= kHeadDimV;
+    return whole ? kQuadItems : kHeadDimV - col - panel_lane() * kQuadItems;
+  }
+
   // Addresses go from row to row: as multiples of the strides each would cost several instructions.
   template <bool kRagged>
-  __device__ __forceinline__ void fetch_slice_rows(int slice, int first_key) {
-    const int columns = kHeadDim % Slice::kCols == 0 ? kQuadItems : kHeadDim - slice * Slice::kCols - slice_col();
+  __device__ __forceinline__ void fetch_q_rows(int slice) {
+    const int columns = columns_of(slice);
     const Scalar* from_g = q_g + slice * Slice::kCols;
 #pragma unroll
     for (int pass = 0; pass < kQPasses; pass++, from_g += kPassRows * params.q.seq) {
       const bool exists = !kRagged || slice_row() + pass * kPassRows < rows;
       quads[pass] = exists ? load_quad<kVec>(from_g, columns) : RawQuad<Scalar>::zero();
     }
-    from_g = k_g + first_key * params.k.seq + slice * Slice::kCols;
+  }
+
+  template <bool kRagged>
+  __device__ __forceinline__ void fetch_slice_rows(int slice, int first_key) {
+    const int columns = columns_of(slice);
+    fetch_q_rows<kRagged>(slice);
+    const Scalar* from_g = k_g + first_key * params.k.seq + slice * Slice::kCols;
 #pragma unroll
     for (int pass = 0; pass < kKPasses; pass++) {
       if (pass > 0) from_g += (slice_key(pass * kPassRows) - slice_key((pass - 1) * kPassRows)) * params.k.seq;
@@ -211,8 +237,7 @@ struct ForwardFeed {
 #pragma unroll
     for (int pass = 0; pass < kVPasses; pass++) {
       const int col = pass * kPanelLanes * kQuadItems;
-      const bool whole = col + kPanelLanes * kQuadItems <= kHeadDimV;
-      const int columns = whole ? kQuadItems : kHeadDimV - col - panel_lane() * kQuadItems;
+      const int columns = panel_columns_of(pass);
       quads[pass] = exists ? load_quad<kVec>(v_g + key * params.v.seq + col, columns) : RawQuad<Scalar>::zero();
     }
   }

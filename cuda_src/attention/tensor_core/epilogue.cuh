@@ -8,7 +8,7 @@
 #include "../sinks.cuh"
 #include "tile_feed.cuh"
 
-// The rows of one warp; Traits as in forward.cu.
+// The rows of one warp; Traits as in forward.cuh.
 template <typename Traits>
 struct OutputRows {
   using OutTile = typename Traits::OutTile;
@@ -44,9 +44,9 @@ struct OutputRows {
           st_shared_u32(out_s + at, low | high << 16);
         }
         const int query = first_row + row;
-        if (lse_g != nullptr && lane_index() % 4 == 0 && query < params.sq) {
+        if (lse_g != nullptr && lane_index() % 4 == 0 && query < place.sq) {
           const float lse = total == 0.f ? -kInfinity : (top + lg2_approx(total) - kHeadroomLog2) * kLn2;
-          *head_rows(lse_g, params.lse, place.batch, place.head, query) = lse;
+          *query_row(lse_g, params.lse, place, query) = lse;
         }
       }
     }
@@ -57,10 +57,10 @@ struct OutputRows {
     constexpr int kChunks = OutTile::kChunks;
     for (int at = lane_index(); at < Traits::kWarpRows * kChunks; at += kWarpSize) {
       const int row = at / kChunks, chunk = at % kChunks;
-      if (first_row + row >= params.sq) break;
+      if (first_row + row >= place.sq) break;
       const auto* chunk_s = reinterpret_cast<const Vec<float16, kChunkItems>*>(
           out + OutTile::offset(warp_index() * Traits::kWarpRows + row, chunk));
-      float16* row_g = head_rows(out_g, params.out, place.batch, place.head, first_row + row);
+      float16* row_g = query_row(out_g, params.out, place, first_row + row);
       if (Traits::kVec == kChunkItems) {
         *reinterpret_cast<Vec<float16, kChunkItems>*>(row_g + chunk * kChunkItems) = *chunk_s;
       } else {

@@ -17,13 +17,20 @@ struct KeyRows {
   const char *k_g, *v_g;
 };
 
-// The one place that knows how the K and V of a head lie in memory. (Where the walk stands, its kernel says by value:
+// When in a tile the entries of the tile behind the next are looked up: before the products, with the loads of V, or
+// behind them.
+enum class LookUp { kFirst, kWithV, kBehindV };
+
+// How the K and V of a head lie in memory, where tile follows upon tile. (Where the walk stands, its kernel says by value:
 // what a feed would keep of that, the compiler has kept in memory for too long to place the loads well.)
 template <typename KTileFeed, typename VTileFeed>
 struct KeyFeed {
   using KTile = typename KTileFeed::Tile;
   using VTile = typename VTileFeed::Tile;
   using Tiles = KeyTiles<KTile, VTile>;
+  using Rows = KeyRows;
+  struct Entry {};  // nothing has to be looked up ahead
+  static constexpr LookUp kLookUp = LookUp::kFirst;
   static constexpr int kTileK = KTile::kRows;
   // On the way, of K, then of V: with registers for each, ptxas spilled.
   using Quads = uint4[KTileFeed::kQuads > VTileFeed::kQuads ? KTileFeed::kQuads : VTileFeed::kQuads];
@@ -48,29 +55,34 @@ struct KeyFeed {
         k_tile_bytes(k.seq * kTileK * sizeof(float16)),
         v_tile_bytes(v.seq * kTileK * sizeof(float16)) {}
 
-  __device__ __forceinline__ KeyRows rows(int tile) const {
+  __device__ __forceinline__ Rows rows(int tile) const {
     return {head_rows.k_g + tile * k_tile_bytes, head_rows.v_g + tile * v_tile_bytes};
   }
-  __device__ __forceinline__ KeyRows rows_behind(const KeyRows& tile) const {
+  __device__ __forceinline__ Rows rows_behind(const Rows& tile) const {
     return {tile.k_g + k_tile_bytes, tile.v_g + v_tile_bytes};
   }
+  // The forward's walk: on to a tile, and to that behind it.
+  __device__ __forceinline__ void turn_to(Rows& next, int tile) const { next = rows(tile); }
+  __device__ __forceinline__ void turn_on(Rows& next) const { next = rows_behind(next); }
+  __device__ __forceinline__ Entry look_up(int) const { return {}; }
+  __device__ __forceinline__ void keep(Rows&, Entry) const {}
   __device__ __forceinline__ uint32 k_s(int half) const { return k_both_s + half * KTile::kBytes; }
   __device__ __forceinline__ uint32 v_s(int half) const { return v_both_s + half * VTile::kBytes; }
 
   // kRagged: only `keys` keys of the tile exist.
   template <bool kRagged>
-  __device__ __forceinline__ void fetch_k(Quads& quads, const KeyRows& from, int keys) const {
+  __device__ __forceinline__ void fetch_k(Quads& quads, const Rows& from, int keys) const {
     k_feed.template load<kRagged>(quads, from.k_g, k.seq, keys);
   }
   template <bool kRagged>
-  __device__ __forceinline__ void fetch_v(Quads& quads, const KeyRows& from, int keys) const {
+  __device__ __forceinline__ void fetch_v(Quads& quads, const Rows& from, int keys) const {
     v_feed.template load<kRagged>(quads, from.v_g, v.seq, keys);
   }
   __device__ __forceinline__ void store_k(const Quads& quads, uint32 to_s) const { k_feed.store(to_s, quads); }
   __device__ __forceinline__ void store_v(const Quads& quads, uint32 to_s) const { v_feed.store(to_s, quads); }
 
   // The first tile, all the way.
-  __device__ __forceinline__ void bring(const KeyRows& from, int keys, int half) const {
+  __device__ __forceinline__ void bring(const Rows& from, int keys, int half, int = 0) const {
     Quads k_quads, v_quads;
     fetch_k<true>(k_quads, from, keys);
     store_k(k_quads, k_s(half));
@@ -82,5 +94,17 @@ struct KeyFeed {
   __device__ __forceinline__ void renew() {
     k_feed.renew();
     v_feed.renew();
+  }
+};
+
+// Of a call with dense keys.
+struct DenseKeys {
+  const AttentionParams& params;
+  const float16 *k_g, *v_g;
+
+  template <typename Traits, typename Tiles>
+  __device__ __forceinline__ auto feed(const Place& place, const KeyWindow&, int, const Tiles& tiles) const
+      -> KeyFeed<typename Traits::KTileFeed, typename Traits::VTileFeed> {
+    return {params, place, k_g, v_g, tiles};
   }
 };

@@ -53,10 +53,11 @@ struct TileFeed {
   uint32 shared_offset;
   uint32 global_offset;  // bytes from the tile's lowest address to this thread's first chunk, or to that of key 0
 
-  __device__ __forceinline__ explicit TileFeed(int64 row_stride) {
-    row = threadIdx.x / kRowLanes;
-    chunk = threadIdx.x % kRowLanes;
-    shared_offset = Tile::offset(row, chunk);
+  // Of rows whose addresses the caller knows.
+  __device__ __forceinline__ TileFeed()
+      : row(threadIdx.x / kRowLanes), chunk(threadIdx.x % kRowLanes), shared_offset(Tile::offset(row, chunk)) {}
+
+  __device__ __forceinline__ explicit TileFeed(int64 row_stride) : TileFeed() {
     const int key = kEvenPasses ? key_of_pass(0) : 0;
     const int from_lowest = row_stride < 0 ? key - (Tile::kRows - 1) : key;
     // The compiler would rather compute this again before every load than spend a register on it.
@@ -92,21 +93,30 @@ struct TileFeed {
   template <bool kRagged, int kRoom>
   __device__ __forceinline__ void load(uint4 (&quads)[kRoom], const char* lowest_g, int64 row_stride,
                                        int valid_rows) const {
-    static_assert(kQuads <= kRoom, "every chunk has a quad");
     // Otherwise ptxas keeps an offset for each pass: too many registers at head dims 80 and 160, whose rows keep few
     // threads busy. Elsewhere the same made it place the loads worse.
     constexpr bool kRegistersShort = !kRagged && kPasses > 2 && kPassRows * kRowLanes != kThreads;
     const uint32 from = kRegistersShort ? not_hoisted(global_offset) : global_offset;
+    load_rows<kRagged>(
+        quads, [&](int key) { return key < valid_rows; },
+        [&](int pass) {
+          const int keys = kEvenPasses ? pass * kPassRows : key_of_pass(pass);  // from global_offset
+          return lowest_g + (from + keys * row_bytes(row_stride));
+        });
+  }
+
+  // The same from wherever rows are: pass_g(pass) is where this thread's first chunk of its row lies.
+  template <bool kRagged, int kRoom, typename Exists, typename PassAddress>
+  __device__ __forceinline__ void load_rows(uint4 (&quads)[kRoom], Exists exists, PassAddress pass_g) const {
+    static_assert(kQuads <= kRoom, "every chunk has a quad");
 #pragma unroll
     for (int pass = 0; pass < kPasses; pass++) {
 #pragma unroll
       for (int group = 0; group < kColumnGroups; group++) {
         uint4& quad = quads[pass * kColumnGroups + group];
         if (kRagged) quad = make_uint4(0, 0, 0, 0);
-        if (!owns(pass) || (kRagged && key_of_pass(pass) >= valid_rows)) continue;
-        const int keys = kEvenPasses ? pass * kPassRows : key_of_pass(pass);  // from global_offset
-        const char* pass_g = lowest_g + (from + keys * row_bytes(row_stride));
-        quad = load_chunk<kCols, kVec>(pass_g + group * kRowLanes * kChunkBytes, chunk + group * kRowLanes);
+        if (!owns(pass) || (kRagged && !exists(key_of_pass(pass)))) continue;
+        quad = load_chunk<kCols, kVec>(pass_g(pass) + group * kRowLanes * kChunkBytes, chunk + group * kRowLanes);
       }
     }
   }

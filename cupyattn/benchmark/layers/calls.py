@@ -13,8 +13,8 @@ import numpy as np
 
 import cupyattn
 from cupyattn.arrays import Array
-from cupyattn.benchmark.cuda_events import Round
-from cupyattn.benchmark.layers.operations import Arrays, Operation
+from cupyattn.benchmark.cuda_events import Round, torch_stream
+from cupyattn.benchmark.layers.operations import Arrays, Operation, Source
 from cupyattn.benchmark.torch_peer import tensor_of
 
 
@@ -59,7 +59,10 @@ def torch_backward(
         of = [t for t in tensors if torch.is_tensor(t) and t.is_floating_point()]
         for tensor in of:
             tensor.requires_grad_()
-        result = function(*tensors)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch_stream(torch)):
+            result = function(*tensors)
+        torch.cuda.synchronize()
         results = result if isinstance(result, tuple) else (result,)
         gradients = [tensor_of(torch, _gradient(_like(out, xp), xp)) for out in results]
         calls.append(
@@ -85,8 +88,7 @@ def require_agreement(operation: Operation, ours: Round, theirs: Round) -> None:
 
 
 def _gradient(out: Array, xp: Any) -> Array:
-    numbers = np.random.default_rng(1).standard_normal(out.shape, np.float32)
-    return xp.asarray(numbers).astype(out.dtype)
+    return Source(xp, 1).normal(*out.shape, dtype=out.dtype.name)
 
 
 def _like(tensor: Any, xp: Any) -> Array:

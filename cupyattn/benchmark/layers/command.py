@@ -81,7 +81,7 @@ def measure(arguments: argparse.Namespace) -> Result:
     chosen = [operation for operation in OPERATIONS if operation.name in arguments.operation]
     with cupy.cuda.Device(device.ordinal):
         timer = graph_timer(arguments.calls, arguments.warm_up)
-        copied = copy_rate(timer)
+        copied = copy_rate(arguments.calls, arguments.warm_up)
         rows = time_operations(chosen, sizes, cupy, timer, torch)
     return {
         "command": "layers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -39,8 +40,11 @@ class Source:
 
     def normal(self, *shape: int, dtype: str) -> Array:
         """Return numbers of the standard normal distribution."""
-        numbers = self._rng.standard_normal(shape, np.float32)
-        return self._xp.asarray(numbers.astype(dtype_of(dtype)))
+        count = math.prod(shape)
+        # A million numbers again and again: NumPy takes a second for a hundred million.
+        numbers = self._rng.standard_normal(min(count, 2**20), np.float32)
+        items = self._xp.asarray(numbers.astype(dtype_of(dtype)))
+        return self._xp.resize(items, count).reshape(shape)
 
     def labels(self, count: int, classes: int) -> Array:
         """Return int64 numbers of classes."""
@@ -193,6 +197,7 @@ OPERATIONS = (
     Operation(
         "log_softmax", "log_softmax", _rows(1), lambda torch, x: torch.log_softmax(x, -1), 2, 3
     ),
+    Operation("logsumexp", "logsumexp", _rows(1), lambda torch, x: torch.logsumexp(x, -1), 1, 2),
     Operation(
         "cross_entropy",
         "cross_entropy",
@@ -223,6 +228,16 @@ OPERATIONS = (
         2,
         2,
         tolerance=np.inf,  # another generator
+    ),
+    Operation(
+        "dropout + add",
+        "dropout",
+        lambda size, source: (*_rows(1)(size, source), _DROPOUT_P, 1, *_rows(1)(size, source)),
+        lambda torch, x, p, seed, residual: torch.nn.functional.dropout(x, p) + residual,
+        3,
+        2,
+        by_name=("residual",),
+        tolerance=np.inf,
     ),
 )
 """By name in the order of the tables."""

@@ -64,7 +64,7 @@ def torch_calls(torch: Any, case: Case, arrays: Arrays, *, compiled: bool) -> Ro
     def linear(x: Any, w: Any, b: Any) -> Any:
         return activation(functional.linear(x, w, b))
 
-    function = torch.compile(linear) if compiled else linear
+    function = torch.compile(linear, dynamic=False) if compiled else linear
     x, b, dout = (tensor_of(torch, array) for array in (arrays.x, arrays.b, arrays.dout))
     weights = [tensor_of(torch, w if case.layout == "nk" else w.T) for w in arrays.weights]
     if case.kind != "backward":

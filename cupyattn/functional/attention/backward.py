@@ -8,9 +8,9 @@ import numpy as np
 
 from cupyattn import reference
 from cupyattn.arrays import Array
-from cupyattn.errors import error
 from cupyattn.functional.attention.call import AttentionCall, attention_call, reference_options
 from cupyattn.functional.backend import device_of
+from cupyattn.functional.outputs import named_grads
 from cupyattn.functional.rounding import round_into
 from cupyattn.gradients import AttentionGrads
 from cupyattn.ops.attention import backward as ops
@@ -140,11 +140,12 @@ def attention_backward(
     """
     require_bool("deterministic", deterministic)
     require_bool("accumulate", accumulate)
+    given = named_grads(AttentionGrads, grads, accumulate, ("dq", "dk", "dv"))
     call = operands, problem, seed = attention_call(
         backward_problem,
         {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse,
          "seqused_k": seqused_k, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes,
-         "sinks": sinks, "workspace": workspace, **_given_grads(grads, accumulate)},
+         "sinks": sinks, "workspace": workspace, **given},
         (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None, mask_mod,
          implementation),
         q_offset, seed, rotary, score_mod,
@@ -162,26 +163,6 @@ def attention_backward(
         accumulate=bool(accumulate),
     )
     return AttentionGrads(**results)
-
-
-def _given_grads(grads: Any, accumulate: bool) -> dict[str, Any]:
-    if grads is None:
-        if accumulate:
-            raise error(
-                ValueError,
-                "accumulate=True without grads",
-                "it adds to the arrays of grads",
-                "pass grads=AttentionGrads(dq, dk, dv)",
-            )
-        return {}
-    if not isinstance(grads, AttentionGrads):
-        raise error(
-            TypeError,
-            f"grads is a {type(grads).__name__}",
-            "it is an AttentionGrads of arrays or None",
-            "pass grads=AttentionGrads(dq, dk, dv)",
-        )
-    return grads._asdict()
 
 
 def _on_cpu(call: AttentionCall, accumulate: bool) -> AttentionGrads:

@@ -10,7 +10,7 @@ import numpy as np
 from cupyattn.arrays import Operands, adopt, exports_memory
 from cupyattn.errors import error
 from cupyattn.ops.attention.options import checked_seed
-from cupyattn.ops.attention.problem import ARRAY_FIXES, AttentionProblem
+from cupyattn.ops.attention.problem import ARRAY_FIXES, SHOWN_AS, AttentionProblem
 
 AttentionCall = tuple[Operands, AttentionProblem, int]
 """A checked call: its arrays, what it asks for, and the seed of dropout, 0 where there is none.
@@ -49,7 +49,7 @@ def attention_call(
         q_offset = None
     if rotary is not None:
         arrays["cos"], arrays["sin"] = _rotary_tables(rotary)
-    operands = adopt(arrays, ARRAY_FIXES)
+    operands = adopt(arrays, ARRAY_FIXES, SHOWN_AS)
     seed = 0 if seed is None else checked_seed(seed)
     return operands, check(operands, (*options, q_offset)), seed
 

@@ -103,14 +103,17 @@ def attention(
         Return the log-sum-exp of the scores too.
     implementation : {"flash", "tiled", "naive"}
         Which kernel runs on a GPU or the emulator. "flash" runs on tensor cores for float16, and
-        for float32 and bfloat16, which Turing's have not, in float32 arithmetic. "naive" (the
-        textbook) and "tiled" (shared-memory tiles with the online softmax) are there to be read
-        and compared. On the reference it makes no difference.
+        for float32 and bfloat16, which Turing's have not, in float32 arithmetic; where up to 16
+        queries see many keys it splits those over all multiprocessors, like `paged_attention` (see
+        Notes). "naive" (the textbook) and "tiled" (shared-memory tiles with the online softmax) are
+        there to be read and compared. On the reference it makes no difference.
     out : array, or (out, lse) with return_lse, optional
         Where to write the result: the last axis of each array is contiguous, the others may have
         any stride, and they overlap no input.
     workspace : array, optional
-        Scratch memory for implementations that need it; those of today need none.
+        Scratch memory for the parts of the keys that "flash" splits (see Notes); other calls need
+        none. Of any dtype, from a multiple of 16 bytes on. If it is too small the error says how
+        many bytes there have to be. Allocated if not given.
 
     Returns
     -------
@@ -147,6 +150,11 @@ def attention(
     on, NumPy arrays the softmax of the bias). A GPU takes a seqused_k outside of 0 to Sk as the
     nearer end; on NumPy arrays that is an error. A call runs on the current stream of its arrays'
     device and does not synchronise.
+
+    "flash" splits the keys of calls with 1 to 16 queries, 256 keys or more that a window leaves
+    them, D = Dv and none of mask, bias and dropout, as Flash-Decoding does (Dao et al., 2023); but
+    not where so many heads and sequences fill the GPU that this would be slower. The result is as
+    exact. Its last bits depend on the number of multiprocessors.
 
     Examples
     --------

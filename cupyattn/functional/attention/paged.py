@@ -10,8 +10,8 @@ from cupyattn.errors import error
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.outputs import named_out
 from cupyattn.functional.rounding import round_into
-from cupyattn.ops.attention.decode import decode_attention
 from cupyattn.ops.attention.decode_problem import DecodeProblem, decode_problem
+from cupyattn.ops.attention.paged import paged_forward
 from cupyattn.ops.attention.problem import ARRAY_FIXES
 from cupyattn.ops.checks import require_bool
 
@@ -40,19 +40,21 @@ def paged_attention(
 ) -> Any:
     r"""Attend from the last tokens of each sequence to all of its tokens, which lie in blocks.
 
-    The step of decoding: 1 to 16 query tokens a sequence, whose own keys and values are in the
-    cache already. Letters: B batch, Sq query tokens, H query heads, G key-value heads (H a multiple
-    of G), D head dim (1 to 256).
+    A step of decoding, a prompt, or a chunk of one: any number of query tokens a sequence, whose
+    own keys and values are in the cache already. Letters: B batch, Sq query tokens, H query heads,
+    G key-value heads (H a multiple of G), D head dim (1 to 256).
 
     Parameters
     ----------
-    q : array (B, Sq, H, D)
-        Queries. All arrays of a call are CuPy or all are NumPy. q and the caches share one dtype:
-        float16, float32 or bfloat16; NumPy arrays outside of the emulator may be float64. Their
-        last axis is contiguous, the others may have any stride.
+    q : array (B, Sq, H, D), or (total, H, D) with cu_seqlens_q
+        Queries: float16, float32 or bfloat16; NumPy arrays outside of the emulator may be float64.
+        All arrays of a call are CuPy or all are NumPy. The last axis of q and of the caches is
+        contiguous, the others may have any stride.
     k_cache, v_cache : array (num_blocks, block_size, G, D)
         The pools of blocks. block_size is any multiple of 16. Slots that hold no token of a
-        sequence may hold anything, NaN too.
+        sequence may hold anything, NaN too. They have q's dtype, or are integers: int8, or uint8
+        (num_blocks, block_size, G, D / 2) with two items of 4 bits in a byte, of which item 2 i is
+        the low nibble of byte i, and 8 is added to each.
     block_table : int32 array (B, max_blocks)
         The blocks of each sequence: token j is in slot ``j % block_size`` of block
         ``block_table[b, j // block_size]``. Entries behind a sequence's last block are not read,
@@ -61,8 +63,14 @@ def paged_attention(
     seqlens_k : int32 or int64 array (B,)
         Tokens of each sequence, those of q included: query i stands at position
         ``seqlens_k - Sq + i``. A sequence of 0 gives zeros and a lse of -inf.
-    cu_seqlens_q, max_seqlen_q : optional
-        Not available yet, but for their defaults: sequences with different numbers of queries.
+    cu_seqlens_q : int32 or int64 array (B + 1,), optional
+        For sequences with different numbers of queries, none at all too: those of sequence b are
+        rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q. It begins with 0. Rows from its
+        last item on belong to no sequence: they are not read, and of results that are given theirs
+        stay as they are (so arrays may keep their shape in a CUDA graph).
+    max_seqlen_q : int
+        With cu_seqlens_q: the most queries of a sequence, or a larger number. What runs is chosen
+        by it, so it is cheaper the nearer it is.
     causal : bool
         Keep only keys up to the query's own position; with one query token that is all.
     softmax_scale : float, optional
@@ -72,8 +80,10 @@ def paged_attention(
         side is unbounded. Blocks that all queries have left behind are not read.
     softcap, sinks, alibi_slopes : optional
         As in `attention`.
-    k_scales, v_scales : optional
-        Not available yet: caches of integers.
+    k_scales, v_scales : float32 array (num_blocks, block_size, G)
+        What an integer 1 of each token and head is worth. They come with caches of integers, and
+        only with these. Any strides; where slots of one head lie side by side in memory, as in
+        ``zeros((num_blocks, G, block_size)).swapaxes(1, 2)``, no more is read than is wanted.
     return_lse : bool
         Return the log-sum-exp of the scores too.
     out : array, or (out, lse) with return_lse, optional
@@ -86,8 +96,8 @@ def paged_attention(
 
     Returns
     -------
-    out : array (B, Sq, H, D), dtype of q
-    lse : array (B, H, Sq), float32 (float64 for float64 arrays)
+    out : array, shape and dtype of q
+    lse : array (B, H, Sq), or (H, total) with cu_seqlens_q; float32 (float64 for float64 arrays)
         Only with return_lse: natural log of the softmax denominator.
 
     Raises
@@ -95,21 +105,32 @@ def paged_attention(
     TypeError
         For something that is no array, NumPy and CuPy arrays mixed, or a dtype that is not allowed.
     ValueError
-        For shapes, strides or options that do not fit, or an out that overlaps an input; and where
+        For shapes, strides or options that do not fit, scales that are missing or have no cache of
+        integers, or an out that overlaps an input; and where
         values are checked (`backend`; NumPy arrays always) for lengths beyond what the table can
-        hold and for ids of blocks that do not exist. A GPU takes such a length as the nearest that
-        is allowed, and reads wherever a wrong id says.
+        hold, for ids of blocks that do not exist and for a cu_seqlens_q that does not fit. A GPU
+        takes such a length as the nearest that is allowed, and reads wherever a wrong id says.
     NotImplementedError
-        For more than 16 query tokens a sequence, and for what is not available yet.
+        On a GPU or the emulator for caches of integers with packed queries.
     RuntimeError
         On a GPU, as `attention`.
 
     Notes
     -----
-    PagedAttention (Kwon et al., arXiv:2309.06180) with the keys split over all multiprocessors as
-    in Flash-Decoding, in equal shares that the device works out from seqlens_k: no length is read
-    by the host, and a call runs on the current stream without synchronising. Within a block that
-    a window hides in part, tokens are read and get a weight of 0, so they may not hold NaN.
+    PagedAttention (Kwon et al., arXiv:2309.06180). Up to 16 query tokens a sequence are decoded:
+    the keys are split over all multiprocessors as in Flash-Decoding, in equal shares that the
+    device works out from seqlens_k; so are more of them over caches of integers. Others, and packed
+    ones, are computed by the forward of `attention`, with keys that come from blocks. No length is
+    read by the host, and a call runs on the current stream without synchronising. Within a block
+    that a window hides in part, tokens are read and get a weight of 0, so they may not hold NaN.
+
+    On a GPU packed queries need caches whose strides are equal; other calls are decoded where they
+    are not, which is slower for many query tokens.
+
+    Caches of integers are multiplied as integers, and scores and weights are scaled by the token's
+    scale. Kernels keep weights times scales in float16, relative to the largest scale of V that a
+    warp has met; what that and the integers' own rounding do to the result is derived in
+    ``cupyattn/reference/attention/quantised.py``.
 
     Examples
     --------
@@ -127,10 +148,19 @@ def paged_attention(
     >>> dense = cupyattn.attention(q[:1], k_cache[2:3, :3], v_cache[2:3, :3])
     >>> np.allclose(out[:1], dense)
     True
+
+    Both in one call, the first with two query tokens, the second with one:
+
+    >>> packed = rng.standard_normal((3, 4, 8), dtype=np.float32)
+    >>> out = cupyattn.paged_attention(
+    ...     packed, k_cache, v_cache, table, np.array([3, 20], np.int32), causal=True,
+    ...     cu_seqlens_q=np.array([0, 2, 3], np.int32), max_seqlen_q=2,
+    ... )
+    >>> keys, values = k_cache[2:3, :3], v_cache[2:3, :3]
+    >>> dense = cupyattn.attention(packed[None, :2], keys, values, causal=True)
+    >>> np.allclose(out[:2], dense[0])
+    True
     """
-    _refuse("cu_seqlens_q", cu_seqlens_q, "sequences with different numbers of queries are")
-    for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
-        _refuse(name, scales, "caches of integers are")
     if cu_seqlens_q is None and max_seqlen_q != 1:
         raise error(
             ValueError,
@@ -141,28 +171,20 @@ def paged_attention(
     require_bool("return_lse", return_lse)
     operands = adopt(
         {"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table,
-         "seqlens_k": seqlens_k, "alibi_slopes": alibi_slopes, "sinks": sinks,
+         "seqlens_k": seqlens_k, "cu_seqlens_q": cu_seqlens_q, "k_scales": k_scales,
+         "v_scales": v_scales, "alibi_slopes": alibi_slopes, "sinks": sinks,
          "workspace": workspace}
         | named_out(out, ("out", "lse") if return_lse else ("out",)),
         ARRAY_FIXES,
     )  # fmt: skip
-    problem = decode_problem(operands, (causal, softmax_scale, window_size, softcap))
+    options = (causal, softmax_scale, window_size, softcap, max_seqlen_q)
+    problem = decode_problem(operands, options)
     device = device_of(operands)
     if device is None:
         results = _on_cpu(problem, operands)
     else:
-        results = decode_attention(device, problem, operands, return_lse=return_lse)
+        results = paged_forward(device, problem, operands, return_lse=return_lse)
     return (results["out"], results["lse"]) if return_lse else results["out"]
-
-
-def _refuse(name: str, given: Any, what: str) -> None:
-    if given is not None:
-        raise error(
-            NotImplementedError,
-            f"{name} was given",
-            f"{what} not there yet, neither on a GPU nor on the CPU",
-            "leave it out",
-        )
 
 
 def _on_cpu(problem: DecodeProblem, operands: Operands) -> dict[str, Array]:
@@ -170,12 +192,21 @@ def _on_cpu(problem: DecodeProblem, operands: Operands) -> dict[str, Array]:
     names = ("q", "k_cache", "v_cache", "block_table", "seqlens_k")
     exact, lse = reference.paged_attention(
         *(arrays[name] for name in names),
+        cu_seqlens_q=arrays.get("cu_seqlens_q"),
         softmax_scale=attention.softmax_scale,
         window_size=attention.window,
         softcap=attention.softcap,
         alibi_slopes=arrays.get("alibi_slopes"),
         sinks=arrays.get("sinks"),
+        k_scales=arrays.get("k_scales"),
+        v_scales=arrays.get("v_scales"),
     )
+    if problem.packed:  # rows behind the last sequence stay as they are
+        behind = int(arrays["cu_seqlens_q"][-1])
+        if "out" in arrays:
+            exact[behind:] = arrays["out"][behind:]
+        if "lse" in arrays:
+            lse[:, behind:] = arrays["lse"][:, behind:]
     return {
         "out": round_into(arrays.get("out"), exact, attention.dtype),
         "lse": round_into(arrays.get("lse"), lse, attention.lse_dtype),

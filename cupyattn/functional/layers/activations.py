@@ -9,7 +9,9 @@ from cupyattn.arrays import Array
 from cupyattn.errors import error, shown
 from cupyattn.functional.layers.elements import call_elements
 from cupyattn.kernels.configs.layers.activations import ACTIVATIONS, BACKWARD, FORWARD
+from cupyattn.ops.elements import Part
 
+_GRADS = {"dx": Part("grads")}
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
@@ -67,7 +69,7 @@ def gelu_backward(
     /,
     *,
     approximate: str = "none",
-    dx: Array | None = None,
+    grads: Array | None = None,
     accumulate: bool = False,
 ) -> Array:
     r"""Gradient of `gelu`.
@@ -80,10 +82,10 @@ def gelu_backward(
         As given to `gelu`.
     approximate : {"none", "tanh"}
         As given to `gelu`.
-    dx : array (..., N), optional
+    grads : array (..., N), optional
         Where to write the gradient: dout or x itself, or memory that overlaps neither.
     accumulate : bool
-        Add to the contents of dx instead of replacing them, before the one rounding.
+        Add to the contents of grads instead of replacing them, before the one rounding.
 
     Returns
     -------
@@ -93,7 +95,7 @@ def gelu_backward(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As `gelu`; for shapes or dtypes of dout and x that differ; and for accumulate without dx.
+        As `gelu`; for shapes or dtypes of dout and x that differ; and for accumulate without grads.
 
     Examples
     --------
@@ -102,7 +104,7 @@ def gelu_backward(
     >>> cupyattn.gelu_backward(np.ones_like(x), x).round(4)
     array([-0.0833,  0.5   ,  1.0833], dtype=float32)
     """
-    return _backward(gelu_kind(approximate), dout, x, dx, accumulate)
+    return _backward(gelu_kind(approximate), dout, x, grads, accumulate)
 
 
 def silu(x: Array, /, *, out: Array | None = None) -> Array:
@@ -140,7 +142,7 @@ def silu(x: Array, /, *, out: Array | None = None) -> Array:
 
 
 def silu_backward(
-    dout: Array, x: Array, /, *, dx: Array | None = None, accumulate: bool = False
+    dout: Array, x: Array, /, *, grads: Array | None = None, accumulate: bool = False
 ) -> Array:
     r"""Gradient of `silu`.
 
@@ -150,10 +152,10 @@ def silu_backward(
         Gradient with respect to the result.
     x : array (..., N), dtype of dout
         As given to `silu`.
-    dx : array (..., N), optional
+    grads : array (..., N), optional
         Where to write the gradient: dout or x itself, or memory that overlaps neither.
     accumulate : bool
-        Add to the contents of dx instead of replacing them, before the one rounding.
+        Add to the contents of grads instead of replacing them, before the one rounding.
 
     Returns
     -------
@@ -172,7 +174,7 @@ def silu_backward(
     >>> cupyattn.silu_backward(np.ones_like(x), x).round(4)
     array([0.0723, 0.5   , 0.9277], dtype=float32)
     """
-    return _backward("silu", dout, x, dx, accumulate)
+    return _backward("silu", dout, x, grads, accumulate)
 
 
 def gelu_kind(approximate: object) -> str:
@@ -200,8 +202,11 @@ def _activation(kind: str, x: Array, out: Array | None) -> Array:
     return call_elements(FORWARD, arrays, exact, decided=decided)["out"]
 
 
-def _backward(kind: str, dout: Array, x: Array, dx: Array | None, accumulate: bool) -> Array:
+def _backward(kind: str, dout: Array, x: Array, grads: Array | None, accumulate: bool) -> Array:
     exact = partial(reference.activation_backward, kind=kind)
-    arrays = {"dout": dout, "x": x, "dx": dx}
+    arrays = {"dout": dout, "x": x, "grads": grads}
     decided = {"ACTIVATION": ACTIVATIONS[kind]}
-    return call_elements(BACKWARD, arrays, exact, decided=decided, accumulate=accumulate)["dx"]
+    results = call_elements(
+        BACKWARD, arrays, exact, parts=_GRADS, decided=decided, accumulate=accumulate
+    )
+    return results["grads"]

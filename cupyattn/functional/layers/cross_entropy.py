@@ -6,6 +6,7 @@ from typing import Any
 
 from cupyattn import reference
 from cupyattn.arrays import Array, adopt
+from cupyattn.functional.backend import device_of
 from cupyattn.functional.layers.losses import (
     label_check,
     reduced,
@@ -16,12 +17,13 @@ from cupyattn.functional.layers.losses import (
 )
 from cupyattn.functional.layers.rows import call_rows
 from cupyattn.kernels.configs.layers import cross_entropy as kernels
-from cupyattn.ops.checks import require_bool
+from cupyattn.ops.checks import require_bool, require_given
 from cupyattn.ops.layers.cross_entropy import (
     checked_options,
     require_reduction,
-    require_scalar_output,
 )
+from cupyattn.ops.overlaps import require_apart
+from cupyattn.ops.plan import Output, allot
 from cupyattn.ops.rows import row_problem, statistics_dtype
 
 
@@ -36,6 +38,7 @@ def cross_entropy(
     reduction: str = "mean",
     return_lse: bool = False,
     out: Any = None,
+    workspace: Array | None = None,
 ) -> Any:
     r"""Cross-entropy of logits with labels: ``log(sum(exp(logits))) - logits[label]`` of each row.
 
@@ -63,6 +66,10 @@ def cross_entropy(
     out : array or tuple, optional
         Where to write the loss, with `return_lse` a tuple (loss, lse); the last axis of each is
         contiguous.
+    workspace : array, optional
+        Scratch memory for kernels, of any plain dtype, in C order and aligned to 16 bytes;
+        otherwise it is allocated: 4 bytes a row for "mean" and "sum", and none for "none". With out
+        and workspace a call allocates nothing, and can be captured in a CUDA graph.
 
     Returns
     -------
@@ -78,9 +85,10 @@ def cross_entropy(
         option of another type, or an out that is no tuple with `return_lse`.
     ValueError
         For labels of another shape than the rows, a label_smoothing outside of 0 to 1, an unknown
-        reduction, or an out that does not fit or overlaps another array. For a label that is no
-        column, naming the first: always on NumPy arrays, on a GPU inside of
-        ``backend(checks=True)``; otherwise there the loss of such a row is NaN.
+        reduction, or an out or workspace that does not fit or overlaps another array. For a label
+        that is no column, naming the first: always on NumPy arrays, on a GPU inside of
+        ``backend(checks=True)``; otherwise there the loss of such a row is NaN. For kernels also if
+        more than four axes of rows lie unevenly in memory.
     RuntimeError
         As `attention`.
 
@@ -111,12 +119,12 @@ def cross_entropy(
     require_bool("return_lse", return_lse)
     loss, lse = targets(out, bool(return_lse))
     reduces = reduction != "none"
+    require_given("logits", logits)
     arrays = without_scalars({"logits": logits, "labels": labels})
     labels = arrays["labels"]
-    if reduces and loss is not None:
-        operands = adopt({**arrays, "lse": lse, "out": loss})
-        require_scalar_output(operands, statistics_dtype(operands.arrays["logits"].dtype))
-    given = {**arrays, "lse": lse, "out": None if reduces else loss}
+    given = {**arrays, "lse": lse, "out": loss, "workspace": workspace}
+    if reduces:
+        given |= _losses_apart(given)
 
     def exact(logits: Array, labels: Array, *, smoothed: bool, **numbers: Any) -> Any:
         return reference.cross_entropy(logits, labels, reduction="none", **numbers)
@@ -149,6 +157,7 @@ def cross_entropy_backward(
     reduction: str = "mean",
     dlse: Array | None = None,
     dlogits: Array | None = None,
+    workspace: Array | None = None,
 ) -> Array:
     r"""Gradient of `cross_entropy`: ``dloss * (exp(logits - lse) - [j = label])`` without options.
 
@@ -169,6 +178,9 @@ def cross_entropy_backward(
         Gradient with respect to lse, for those who use it.
     dlogits : array (..., V), optional
         Where to write the gradient: it may be logits itself, and must not overlap another array.
+    workspace : array, optional
+        As of `cross_entropy`: 4 bytes for "mean", and none otherwise. With dlogits and workspace a
+        call allocates nothing, and can be captured in a CUDA graph.
 
     Returns
     -------
@@ -197,7 +209,7 @@ def cross_entropy_backward(
     options = checked_options(ignore_index, label_smoothing, z_loss)
     require_reduction(reduction)
     read = {"dloss": dloss, "logits": logits, "labels": labels, "lse": lse, "dlse": dlse}
-    arrays = {**without_scalars(read), "dlogits": dlogits}
+    arrays = {**without_scalars(read), "dlogits": dlogits, "workspace": workspace}
     taken = adopt(arrays)
     each, labels = arrays.pop("dloss"), arrays["labels"]
     if "logits" in taken.arrays:
@@ -206,7 +218,12 @@ def cross_entropy_backward(
     if reduction == "mean":
         whole = adopt({**arrays, "dloss": each})
         row_problem(kernels.BACKWARD, whole, **options._asdict())  # before anything is launched
-        each = spread(each, labels, options, reduction)
+        one = None
+        if workspace is not None:
+            number = {"dloss": Output((), whole.arrays["dloss"].dtype)}
+            one = allot(device_of(whole), number, whole.arrays["workspace"])["dloss"]
+            arrays["workspace"] = None
+        each = spread(each, labels, options, reduction, one)
 
     def exact(
         logits: Array, dloss: Array, lse: Array, dlse: Array | None, labels: Array, **numbers: Any
@@ -222,3 +239,21 @@ def cross_entropy_backward(
         check_values=label_check(options),
         **options._asdict(),
     )["dlogits"]
+
+
+def _losses_apart(given: dict[str, Any]) -> dict[str, Any]:
+    """Check what a reduced loss is written into, and say where those of the rows go: scratch.
+
+    Without a workspace they are allocated as a result would be.
+    """
+    if given["out"] is None and given["workspace"] is None:
+        return {}
+    operands = adopt(given)
+    logits = operands.arrays["logits"]
+    dtype = statistics_dtype(logits.dtype)
+    require_apart(operands, {"out": Output((), dtype), "lse": None})
+    losses, device = None, device_of(operands)
+    if device is not None and given["workspace"] is not None:
+        rows = {"losses": Output(logits.shape[:-1], dtype)}
+        losses = allot(device, rows, operands.arrays["workspace"])["losses"]
+    return {"out": losses, "workspace": None}

@@ -10,6 +10,7 @@ from cupyattn import reference
 from cupyattn.arrays import Array
 from cupyattn.errors import error
 from cupyattn.functional.layers.elements import call_elements
+from cupyattn.functional.outputs import named_grads, require_grads
 from cupyattn.gradients import DropoutGrads
 from cupyattn.kernels.configs.layers.dropout import DROPOUT
 from cupyattn.ops.checks import require_bool
@@ -79,7 +80,7 @@ def dropout_backward(
     seed: int | None,
     /,
     *,
-    dx: Array | None = None,
+    grads: DropoutGrads | None = None,
     accumulate: bool = False,
 ) -> DropoutGrads:
     r"""Gradients of `dropout`: the same mask and scale, applied to dout.
@@ -90,10 +91,11 @@ def dropout_backward(
         Gradient with respect to the result.
     p, seed : float, int or None
         As given to `dropout`.
-    dx : array (..., N), optional
-        Where to write the gradient of x: dout itself, or memory that does not overlap it.
+    grads : DropoutGrads, optional
+        Its dx is where to write the gradient of x: dout itself, or memory that does not overlap it.
+        It has no dresidual, which is dout.
     accumulate : bool
-        Add to the contents of dx instead of replacing them, before the one rounding.
+        Add to the contents of grads instead of replacing them, before the one rounding.
 
     Returns
     -------
@@ -104,7 +106,7 @@ def dropout_backward(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As `dropout`; for a dx that does not fit; and for accumulate without dx.
+        As `dropout`; for grads that do not fit; and for accumulate without grads.
 
     Examples
     --------
@@ -114,17 +116,21 @@ def dropout_backward(
     """
     draw = Draw.of(p, seed)
     require_bool("accumulate", accumulate)
-    if accumulate and dx is None:
+    given = named_grads(DropoutGrads, grads, accumulate, ("dx",))
+    if given.get("dresidual") is not None:
         raise error(
             ValueError,
-            "accumulate=True without dx",
-            "it adds to what is in dx",
-            "pass an array to add to",
+            "grads.dresidual was given",
+            "the gradient of a residual is dout itself, and is not written",
+            "pass grads=DropoutGrads(dx)",
         )
-    parts = {"x": Part("dout"), "out": Part("dx"), "residual": Part("dx" if accumulate else "none")}
-    arrays = {"dout": dout, "dx": dx}
+    dx = given.get("dx")
+    require_grads(dx, accumulate, "pass grads=DropoutGrads(dx)")
+    added_to = "grads.dx" if accumulate else "none"
+    parts = {"x": Part("dout"), "out": Part("grads.dx"), "residual": Part(added_to)}
+    arrays = {"dout": dout, "grads.dx": dx}
     results = call_elements(DROPOUT, arrays, _exact(draw), parts=parts, scalars=draw.scalars)
-    return DropoutGrads(results["dx"], dout)
+    return DropoutGrads(results["grads.dx"], dout)
 
 
 def _exact(draw: Draw) -> Any:

@@ -6,8 +6,8 @@ import numpy as np
 
 from cupyattn import reference
 from cupyattn.arrays import Array, adopt
-from cupyattn.errors import error
 from cupyattn.functional.backend import device_of
+from cupyattn.functional.outputs import require_grads
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.checks import require_bool
 from cupyattn.ops.layers.embedding import embedding_problem, run_embedding
@@ -37,7 +37,8 @@ def embedding(table: Array, ids: Array, /, *, out: Array | None = None) -> Array
     ValueError
         For a table that has not two axes, or an out that does not fit. For an id that is no row, on
         the CPU and with ``backend(checks=True)``; otherwise its row is NaN, and nothing beyond the
-        table is read.
+        table is read. For kernels also if more than four axes of ids, or of the result's before its
+        last, lie unevenly in memory.
     RuntimeError
         As `attention`.
 
@@ -66,7 +67,7 @@ def embedding_backward(
     ids: Array,
     /,
     *,
-    dtable: Array | None = None,
+    grads: Array | None = None,
     accumulate: bool = False,
     workspace: Array | None = None,
 ) -> Array:
@@ -80,10 +81,10 @@ def embedding_backward(
         As given to `embedding`. Only its shape and dtype matter.
     ids : array of integers
         As given to `embedding`.
-    dtable : array (V, N), optional
+    grads : array (V, N), optional
         Where to write the gradient; must not overlap the others.
     accumulate : bool
-        Add to the contents of dtable instead of replacing them, before the one rounding. Rows that
+        Add to the contents of grads instead of replacing them, before the one rounding. Rows that
         no id names are not touched then: with few ids of a large table that is much less work.
     workspace : array, optional
         Scratch memory for kernels, of any plain dtype, in C order and aligned to 16 bytes;
@@ -97,8 +98,8 @@ def embedding_backward(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As `embedding`; for a dout or dtable that does not fit; for accumulate without dtable; and
-        for a workspace that is too small.
+        As `embedding`; for a dout or grads that do not fit; for accumulate without grads; and for a
+        workspace that is too small.
 
     Notes
     -----
@@ -116,15 +117,9 @@ def embedding_backward(
            [5.]], dtype=float32)
     """
     require_bool("accumulate", accumulate)
-    if accumulate and dtable is None:
-        raise error(
-            ValueError,
-            "accumulate=True without dtable",
-            "it adds to what is in dtable",
-            "pass an array to add to",
-        )
+    require_grads(grads, accumulate)
     operands = adopt(
-        {"dout": dout, "table": table, "ids": ids, "dtable": dtable, "workspace": workspace}
+        {"dout": dout, "table": table, "ids": ids, "grads": grads, "workspace": workspace}
     )
     problem = embedding_problem(operands, backward=True, accumulate=bool(accumulate))
     device = device_of(operands)
@@ -133,5 +128,5 @@ def embedding_backward(
     arrays = operands.arrays
     exact = reference.embedding_backward(arrays["dout"], len(arrays["table"]), arrays["ids"])
     if accumulate:
-        exact = exact + arrays["dtable"].astype(np.float64)
-    return round_into(arrays.get("dtable"), exact, problem.output[1].dtype)
+        exact = exact + arrays["grads"].astype(np.float64)
+    return round_into(arrays.get("grads"), exact, problem.output[1].dtype)

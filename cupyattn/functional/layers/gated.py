@@ -10,8 +10,10 @@ from cupyattn.arrays import Array
 from cupyattn.errors import error
 from cupyattn.functional.layers.activations import gelu_kind
 from cupyattn.functional.layers.elements import call_elements
+from cupyattn.functional.outputs import named_grads
 from cupyattn.gradients import GegluGrads, SwigluGrads
 from cupyattn.kernels.configs.layers.activations import ACTIVATIONS, GATED, GATED_BACKWARD
+from cupyattn.ops.checks import require_bool
 from cupyattn.ops.elements import Part
 
 _Grads = TypeVar("_Grads", SwigluGrads, GegluGrads)
@@ -19,9 +21,10 @@ _Grads = TypeVar("_Grads", SwigluGrads, GegluGrads)
 _PACKED = {
     "gate": Part("gate", 0, 2),
     "up": Part("gate", 1, 2),
-    "dgate": Part("dgate", 0, 2),
-    "dup": Part("dgate", 1, 2),
+    "dgate": Part("grads.dgate", 0, 2),
+    "dup": Part("grads.dgate", 1, 2),
 }
+_APART = {"dgate": Part("grads.dgate"), "dup": Part("grads.dup")}
 
 
 def swiglu(gate: Array, up: Array | None = None, /, *, out: Array | None = None) -> Array:
@@ -217,33 +220,26 @@ def _gated_backward(
     grads: Any,
     accumulate: bool,
 ) -> _Grads:
-    given = _given(form, grads, packed=up is None)
-    results = call_elements(
-        GATED_BACKWARD,
-        {"dout": dout, "gate": gate, "up": up, **given},
-        partial(reference.gated_backward, kind=kind),
-        parts=_PACKED if up is None else None,
-        decided={"ACTIVATION": ACTIVATIONS[kind]},
-        accumulate=accumulate,
-    )
-    return form(results["dgate"], results.get("dup"))
-
-
-def _given(form: type[_Grads], grads: Any, *, packed: bool) -> dict[str, Any]:
-    if grads is None:
-        return {}
-    if not isinstance(grads, form):
-        raise error(
-            TypeError,
-            f"grads is a {type(grads).__name__}",
-            f"it is a {form.__name__} of arrays or None",
-            f"pass grads={form.__name__}(dgate, dup)",
-        )
-    if packed and grads.dup is not None:
+    require_bool("accumulate", accumulate)
+    given = named_grads(form, grads, accumulate)
+    if up is None and given.get("dup") is not None:
         raise error(
             ValueError,
             "grads.dup was given for packed gate and up",
             "dgate then has both gradients, packed",
             f"pass grads={form.__name__}(dgate)",
         )
-    return grads._asdict()
+    results = call_elements(
+        GATED_BACKWARD,
+        {
+            "dout": dout,
+            "gate": gate,
+            "up": up,
+            **{f"grads.{name}": array for name, array in given.items()},
+        },
+        partial(reference.gated_backward, kind=kind),
+        parts=_PACKED if up is None else _APART,
+        decided={"ACTIVATION": ACTIVATIONS[kind]},
+        accumulate=accumulate,
+    )
+    return form(results["grads.dgate"], results.get("grads.dup"))

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from cupyattn.arrays import Array, Layout, adopt, is_contiguous
-from cupyattn.errors import error
-from cupyattn.functional.backend import device_of
+from cupyattn.arrays import Array
 from cupyattn.functional.layers.cross_entropy import cross_entropy, cross_entropy_backward
+from cupyattn.functional.layers.logit_chunks import ChunkedCall, as_rows
 from cupyattn.functional.layers.losses import (
     reduced,
     require_dloss,
@@ -20,32 +15,11 @@ from cupyattn.functional.layers.losses import (
     without_scalars,
 )
 from cupyattn.functional.linear.backward import linear_backward
-from cupyattn.functional.linear.forward import linear
+from cupyattn.functional.outputs import named_grads
 from cupyattn.gradients import LinearCrossEntropyGrads, LinearGrads
-from cupyattn.kernels.device import Device
-from cupyattn.ops.checks import (
-    INTEGERS,
-    require_bool,
-    require_dtype,
-    require_output,
-    require_shape,
-    require_whole_item_strides,
-)
-from cupyattn.ops.layers.cross_entropy import (
-    LossOptions,
-    check_labels,
-    checked_options,
-    layout_of,
-    require_reduction,
-    require_scalar_output,
-)
-from cupyattn.ops.linear.checks import forward_problem
-from cupyattn.ops.numbers import integer
-from cupyattn.ops.rows import merge_axes, statistics_dtype
-from cupyattn.ops.value_checks import checks_values
-
-_ROWS_TOGETHER = 128
-"""A chunk is whole tiles of the products, where it has several."""
+from cupyattn.ops.checks import require_bool, require_dtype, require_given, require_shape
+from cupyattn.ops.layers.cross_entropy import checked_options, layout_of, require_reduction
+from cupyattn.ops.plan import Output
 
 
 def linear_cross_entropy(
@@ -61,6 +35,7 @@ def linear_cross_entropy(
     return_lse: bool = False,
     logits_bytes: int = 2**28,
     out: Any = None,
+    workspace: Array | None = None,
 ) -> Any:
     r"""Cross-entropy of the logits ``x @ w`` with labels, a chunk of rows at a time.
 
@@ -81,6 +56,11 @@ def linear_cross_entropy(
     out : array or tuple, optional
         Where to write the loss, with `return_lse` a tuple (loss, lse). What has an item for each
         row is C-contiguous.
+    workspace : array, optional
+        Scratch memory for kernels, of any plain dtype, in C order and aligned to 16 bytes;
+        otherwise it is allocated: the logits of a chunk, and what Notes says. An error says how
+        many bytes a call needs. With out and workspace, and labels that lie evenly in memory, a
+        call allocates nothing, and can be captured in a CUDA graph.
 
     Returns
     -------
@@ -115,20 +95,20 @@ def linear_cross_entropy(
     require_bool("return_lse", return_lse)
     loss, lse = targets(out, bool(return_lse))
     read = without_scalars({"x": x, "w": w, "labels": labels})
-    call = _Call.of({**read, "out": loss, "lse": lse}, options)
+    given = {**read, "out": loss, "lse": lse, "workspace": workspace}
+    call = ChunkedCall.of(given, options)
     arrays, reduces = call.arrays, reduction != "none"
-    if reduces:
-        require_scalar_output(call.operands, call.statistics)
-    else:
-        call.require_rows("out", call.statistics)
-    call.require_rows("lse", call.statistics)
-    losses = None if reduces else arrays.get("out")
-    losses = call.empty(call.rows) if losses is None else losses
+    of_rows = Output(call.rows, call.statistics)
+    call.require_rows("lse") if reduces else call.require_rows("out", "lse")
+    call.require_apart({"out": Output((), call.statistics) if reduces else None, "lse": None})
+    memory, chunks = call.chunks(logits_bytes, {"losses": of_rows} if reduces else {})
+    losses = memory["losses"] if reduces else arrays.get("out")
+    losses = call.empty(*of_rows) if losses is None else losses
     lse = arrays.get("lse")
-    lse = call.empty(call.rows) if lse is None and return_lse else lse
+    lse = call.empty(*of_rows) if lse is None and return_lse else lse
 
     flat_losses, flat_lse = losses.reshape(-1), None if lse is None else lse.reshape(-1)
-    for chunk in call.chunks(logits_bytes):
+    for chunk in chunks:
         target = flat_losses[chunk.rows], None if flat_lse is None else flat_lse[chunk.rows]
         cross_entropy(
             chunk.compute(),
@@ -160,6 +140,7 @@ def linear_cross_entropy_backward(
     logits_bytes: int = 2**28,
     grads: LinearCrossEntropyGrads | None = None,
     accumulate: bool = False,
+    workspace: Array | None = None,
 ) -> LinearCrossEntropyGrads:
     r"""Gradients of `linear_cross_entropy`, which computes the logits of each chunk again.
 
@@ -182,6 +163,9 @@ def linear_cross_entropy_backward(
         Arrays to write the gradients into; a field that is None makes a new array.
     accumulate : bool
         Add to the contents of grads instead of replacing them.
+    workspace : array, optional
+        As of `linear_cross_entropy`; this call needs another size. With grads and workspace, and
+        dloss, labels, lse and dlse that lie evenly in memory, a call allocates nothing.
 
     Returns
     -------
@@ -214,34 +198,35 @@ def linear_cross_entropy_backward(
     options = checked_options(ignore_index, label_smoothing, z_loss)
     require_reduction(reduction)
     require_bool("accumulate", accumulate)
-    given = _given(grads, accumulate)
+    given = named_grads(LinearCrossEntropyGrads, grads, accumulate)
     read = without_scalars(
         {"dloss": dloss, "x": x, "w": w, "labels": labels, "lse": lse, "dlse": dlse}
     )
-    dloss = read.pop("dloss")
-    call = _Call.of({**read, **given._asdict()}, options)
+    require_given("dloss", dloss)
+    call = ChunkedCall.of({**read, **given, "workspace": workspace}, options)
     arrays, labels = call.arrays, call.arrays["labels"]
-    for name in ("lse", "dlse"):
-        call.require_per_row(name)
-    each = require_dloss(dloss, call.rows, call.statistics, reduction)
+    call.require_per_row("lse", "dlse")
+    call.require_flat_dx()
+    call.require_apart({"dx": None, "dw": None})
+    each = require_dloss(arrays["dloss"], call.rows, call.statistics, reduction)
     if reduction == "none":
-        adopt({"dloss": each, "x": arrays["x"]})
         require_dtype("dloss", layout_of(each), (call.statistics.name,))
         require_shape("dloss", layout_of(each), call.rows, "an item for each row")
-    each = spread(each, labels, options, reduction)
 
     dx, dw = arrays.get("dx"), arrays.get("dw")
     if dx is None:
         dx = call.empty(arrays["x"].shape, arrays["x"].dtype)
         if accumulate:
             call.zero(dx)
-    else:
-        call.require_flat("dx")
+    flat_dx = as_rows(dx)
+    one = {"dloss": Output((), call.statistics)}
+    memory, chunks = call.chunks(logits_bytes, one, flat_dx, accumulate)
+    each = spread(each, labels, options, reduction, memory["dloss"])
     flat: dict[str, Array] = {
         name: arrays[name].reshape(-1) for name in ("lse", "dlse") if name in arrays
     }
-    flat["dloss"], flat_dx = each.reshape(-1), _as_rows(dx)
-    for chunk in call.chunks(logits_bytes):
+    flat["dloss"] = each.reshape(-1)
+    for chunk in chunks:
         rows, logits = chunk.rows, chunk.compute()
         cross_entropy_backward(
             flat["dloss"][rows],
@@ -257,137 +242,7 @@ def linear_cross_entropy_backward(
         if adds and not accumulate:
             call.zero(flat_dx[rows])  # what the product with w is added to
         target = LinearGrads(dx=flat_dx[rows], dw=dw)
-        dw = linear_backward(logits, chunk.x, arrays["w"], grads=target, accumulate=adds).dw
+        dw = linear_backward(
+            logits, chunk.x, chunk.w, grads=target, accumulate=adds, workspace=chunk.workspace
+        ).dw
     return LinearCrossEntropyGrads(dx, dw)
-
-
-class _Chunk(NamedTuple):
-    rows: slice
-    x: Array
-    w: Array
-    labels: Array
-    logits: Array
-
-    def compute(self) -> Array:
-        """Return the logits of these rows, written over those of the chunk before."""
-        return linear(self.x, self.w, out=self.logits)
-
-
-class _Call(NamedTuple):
-    """A call whose x, w and labels are checked."""
-
-    operands: Any
-    device: Device | None
-
-    @classmethod
-    def of(cls, given: dict[str, Any], options: LossOptions) -> _Call:
-        operands = adopt(given)
-        arrays = operands.arrays
-        forward_problem(adopt({name: arrays.get(name) for name in ("x", "w")}), None, False)
-        if "labels" not in arrays:
-            raise error(
-                TypeError, "labels is None", "they are the right columns", "pass an array of int32"
-            )
-        call, labels = cls(operands, device_of(operands)), layout_of(arrays["labels"])
-        require_dtype("labels", labels, INTEGERS)
-        require_shape("labels", labels, call.rows, "an item for each row of x")
-        require_whole_item_strides("labels", labels)
-        if checks_values(operands):
-            check_labels(arrays["labels"], arrays["w"].shape[1], options.ignore_index)
-        return call
-
-    @property
-    def arrays(self) -> dict[str, Array]:
-        return self.operands.arrays
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        return self.arrays["x"].shape[:-1]
-
-    @property
-    def statistics(self) -> np.dtype:
-        return statistics_dtype(self.arrays["x"].dtype)
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype | None = None) -> Array:
-        dtype = dtype or self.statistics
-        return np.empty(shape, dtype) if self.device is None else self.device.empty(shape, dtype)
-
-    def zero(self, array: Array) -> None:
-        """Fill an array with zeros where it is."""
-        if self.device is None:
-            array.fill(0)
-        else:
-            self.device.zero(array)
-
-    def require_rows(self, name: str, dtype: np.dtype) -> None:
-        """Raise unless a result with an item for each row, if it is given, can be written flat."""
-        if name in self.arrays:
-            layout = layout_of(self.arrays[name])
-            require_output(name, layout, self.rows, dtype)
-            if not is_contiguous(layout):
-                raise _uneven(name, layout, "it is contiguous in C order")
-
-    def require_per_row(self, name: str) -> None:
-        """Raise unless what is read of each row has an item for each."""
-        if name == "lse" and name not in self.arrays:
-            raise error(TypeError, "lse is None", "it is what return_lse=True returns", "pass that")
-        if name in self.arrays:
-            layout = layout_of(self.arrays[name])
-            require_dtype(name, layout, (self.statistics.name,))
-            require_shape(name, layout, self.rows, "an item for each row of x")
-
-    def require_flat(self, name: str) -> None:
-        """Raise unless the rows of a gradient lie evenly in memory."""
-        layout = layout_of(self.arrays[name])
-        require_output(name, layout, self.arrays["x"].shape, self.arrays["x"].dtype)
-        if len(merge_axes(layout.shape[:-1], [layout.strides[:-1]])[0]) > 1:
-            raise _uneven(name, layout, "its rows lie evenly in memory")
-
-    def chunks(self, logits_bytes: Any) -> Iterator[_Chunk]:
-        """Yield the rows in chunks, which share the memory of their logits."""
-        budget = integer("logits_bytes", logits_bytes)
-        if budget < 1:
-            raise error(
-                ValueError,
-                f"logits_bytes = {budget}",
-                "it is how much memory logits may take, at least a byte",
-                "pass for example 2**28",
-            )
-        x, w = self.arrays["x"], self.arrays["w"]
-        flat_x, labels = _as_rows(x), self.arrays["labels"].reshape(-1)
-        count, columns = labels.size, w.shape[1]
-        step = min(max(budget // max(columns * x.dtype.itemsize, 1), 1), max(count, 1))
-        if _ROWS_TOGETHER < step < count:
-            step -= step % _ROWS_TOGETHER
-        memory = self.empty((step, columns), x.dtype)
-        for first in range(0, max(count, 1), step):
-            rows = slice(first, min(first + step, count))
-            logits = memory[: rows.stop - rows.start]
-            yield _Chunk(rows, flat_x[rows], w, labels[rows], logits)
-
-
-def _as_rows(array: Array) -> Array:
-    """Return an array with its outer axes merged; -1 says not how many where a row is empty."""
-    return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
-
-
-def _given(grads: Any, accumulate: bool) -> LinearCrossEntropyGrads:
-    if grads is None and not accumulate:
-        return LinearCrossEntropyGrads()
-    if not isinstance(grads, LinearCrossEntropyGrads):
-        raise error(
-            TypeError if grads is not None else ValueError,
-            f"grads is a {type(grads).__name__}",
-            "it is a LinearCrossEntropyGrads of arrays, with accumulate=True those to add to",
-            "pass grads=LinearCrossEntropyGrads(dx, dw)",
-        )
-    return grads
-
-
-def _uneven(name: str, layout: Layout, allowed: str) -> ValueError:
-    return error(
-        ValueError,
-        f"{name} has strides {layout.strides}",
-        allowed,
-        "pass a contiguous array, or none",
-    )

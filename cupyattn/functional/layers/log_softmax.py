@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from cupyattn import reference
 from cupyattn.arrays import Array
+from cupyattn.functional.layers.bias_gradient import gradients_with_bias
 from cupyattn.functional.layers.scores import call_along
+from cupyattn.gradients import SoftmaxGrads
 from cupyattn.kernels.configs.layers import softmax as kernels
 
 
@@ -72,8 +76,10 @@ def log_softmax_backward(
     *,
     axis: int = -1,
     scale: float = 1.0,
-    dx: Array | None = None,
-) -> Array:
+    bias: Array | None = None,
+    grads: Array | SoftmaxGrads | None = None,
+    workspace: Array | None = None,
+) -> Any:
     r"""Gradient of `log_softmax`: ``dx = scale * (dout - exp(out) * sum(dout))`` over an axis.
 
     Parameters
@@ -83,16 +89,15 @@ def log_softmax_backward(
     out : array (..., N), dtype of dout
         The result of `log_softmax`.
     axis, scale : int, float
-        Those that `log_softmax` was given. With a scale of 1 the result is the gradient of a bias
-        of x's shape.
-    dx : array (..., N), optional
-        Where to write the gradient; must not overlap dout or out.
+        Those that `log_softmax` was given.
+    bias, grads, workspace : optional
+        As of `softmax_backward`.
 
     Returns
     -------
-    array (..., N), dtype of dout
-        Gradient with respect to x. Where out is -inf it is 0, and dout does not count, whatever it
-        is: so rows of which nothing is kept give zeros.
+    array (..., N), dtype of dout, or SoftmaxGrads
+        Gradient with respect to x; with a bias ``(dx, dbias)``. Where out is -inf it is 0, and dout
+        does not count, whatever it is: so rows of which nothing is kept give zeros.
 
     Raises
     ------
@@ -106,10 +111,14 @@ def log_softmax_backward(
     >>> cupyattn.log_softmax_backward(np.array([[1.0, 0.0]], np.float32), out)
     array([[ 0.5, -0.5]], dtype=float32)
     """
+    if bias is not None:
+        arrays = {"dout": dout, "out": out, "bias": bias, "workspace": workspace}
+        exact = reference.log_softmax_backward
+        return gradients_with_bias(log_softmax_backward, exact, arrays, grads, axis, scale)
     return call_along(
         axis,
         kernels.BACKWARD,
-        {"dout": dout, "out": out, "dx": dx},
+        {"dout": dout, "out": out, "dx": grads},
         reference.log_softmax_backward,
         scale=scale,
         logarithm=True,

@@ -82,7 +82,7 @@ def logsumexp_backward(
     mask: Array | None = None,
     bias: Array | None = None,
     causal: bool = False,
-    dx: Array | None = None,
+    grads: Array | None = None,
 ) -> Array:
     r"""Gradient of `logsumexp`: ``dx = scale * dout * exp(s - out)``.
 
@@ -96,7 +96,7 @@ def logsumexp_backward(
         Its result.
     axis, scale, mask, bias, causal
         Its options. dx / scale is the gradient of a bias of x's shape.
-    dx : array (..., N), optional
+    grads : array (..., N), optional
         Where to write the gradient; must not overlap another array.
 
     Returns
@@ -116,7 +116,7 @@ def logsumexp_backward(
     >>> cupyattn.logsumexp_backward(np.ones(1, np.float32), x, cupyattn.logsumexp(x))
     array([[0.5, 0.5]], dtype=float32)
     """
-    arrays = {"x": x, "dout": dout, "out": out, "mask": mask, "bias": bias, "dx": dx}
+    arrays = {"x": x, "dout": dout, "out": out, "mask": mask, "bias": bias, "dx": grads}
 
     def exact(x: Array, dout: Array, out: Array, **options: Any) -> Array:
         return reference.logsumexp_backward(dout, x, out, **options)

@@ -50,8 +50,13 @@ def require_dloss(dloss: Any, rows: tuple[int, ...], dtype: np.dtype, reduction:
     return np.broadcast_to(one, rows)
 
 
-def spread(dloss: Array, labels: Array, options: LossOptions, reduction: str) -> Array:
-    """Return the gradient of each row's loss; `dloss` is what `require_dloss` returned."""
+def spread(
+    dloss: Array, labels: Array, options: LossOptions, reduction: str, one: Array | None = None
+) -> Array:
+    """Return the gradient of each row's loss; `dloss` is what `require_dloss` returned.
+
+    A device writes it into `one`, an array of one number, or into a new one.
+    """
     if reduction != "mean":
         return dloss
     operands = adopt({"dloss": dloss, "labels": labels})
@@ -60,11 +65,13 @@ def spread(dloss: Array, labels: Array, options: LossOptions, reduction: str) ->
     if 0 in rows:
         return dloss
     first = (*(0 for _ in rows), ...)
-    one = {"dloss": dloss[first], "labels": labels}
+    given = {"dloss": dloss[first], "labels": labels}
     if device is not None:
-        return np.broadcast_to(reduce_losses(device, one, options.ignore_index, True), rows)
+        target = {} if one is None else {"result": one}
+        divided = reduce_losses(device, given | target, options.ignore_index, True)
+        return np.broadcast_to(divided, rows)
     exact = reference.spread(
-        one["dloss"], labels, ignore_index=options.ignore_index, reduction=reduction
+        given["dloss"], labels, ignore_index=options.ignore_index, reduction=reduction
     )
     return round_into(None, exact, dloss.dtype)
 

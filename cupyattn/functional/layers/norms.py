@@ -41,13 +41,13 @@ def layer_norm(
         Whether to return mean and rstd too, which `layer_norm_backward` takes.
     out : array or tuple of arrays, optional
         Where to write the results: an array, or a tuple of as many as are returned. The first may
-        be x, and the sum may be residual, item for item; otherwise they overlap no input.
+        be x, and total may be residual, item for item; otherwise they overlap no input.
 
     Returns
     -------
     array (..., N), dtype of x, or a tuple
-        ``out``; with a residual ``(out, x + residual)``; with return_stats mean and rstd behind
-        them, float32 (...) (float64 of float64 arrays): of each row its mean, and
+        ``out``; with a residual ``(out, total)``, total being x + residual; with return_stats mean
+        and rstd behind them, float32 (...) (float64 of float64 arrays): of each row its mean, and
         ``1 / sqrt(var + eps)``. A row with a NaN or an infinity gives NaN.
 
     Raises
@@ -65,7 +65,7 @@ def layer_norm(
     Notes
     -----
     Ba, Kiros, Hinton, arXiv:1607.06450. float32 inside, one rounding. Statistics are those of the
-    values that are normalised: of the sum as it is returned. The variance is the mean square of
+    values that are normalised: of total as it is returned. The variance is the mean square of
     differences (Chan, Golub, LeVeque, The American Statistician 37, 1983), so rows with a large
     mean lose nothing. On a GPU a row of up to 16,384 items is read once; a longer one twice.
     Squares are float32 there: a row whose squared differences sum to more than 3e38 (items of about
@@ -121,8 +121,8 @@ def rms_norm(
     Returns
     -------
     array (..., N), dtype of x, or a tuple
-        ``out``; with a residual ``(out, x + residual)``; with return_stats rstd behind them,
-        float32 (...) (float64 of float64 arrays): ``1 / sqrt(mean(x**2) + eps)`` of each row.
+        ``out``; with a residual ``(out, total)`` as of `layer_norm`; with return_stats rstd behind
+        them, float32 (...) (float64 of float64 arrays): ``1 / sqrt(mean(x**2) + eps)`` of each row.
 
     Raises
     ------
@@ -183,7 +183,7 @@ def layer_norm_backward(
     /,
     *,
     bias: Array | None = None,
-    dresidual: Array | None = None,
+    dtotal: Array | None = None,
     grads: LayerNormGrads | None = None,
     accumulate: bool = False,
     workspace: Array | None = None,
@@ -195,15 +195,15 @@ def layer_norm_backward(
     dout : array (..., N), dtype of x
         Gradient with respect to out.
     x : array (..., N)
-        What was normalised: the x of `layer_norm`, or **with a residual the sum that it returned**.
+        What was normalised: the x of `layer_norm`, or **with a residual total, which it returned**.
     weight : array (N,), dtype of x, or None
         As given to `layer_norm`.
     mean, rstd : array (...), float32 (float64 beside float64 arrays)
         What it returned with ``return_stats=True``.
     bias : array (N,), dtype of x, optional
         As given to `layer_norm`: then there is a dbias. It is not read.
-    dresidual : array (..., N), dtype of x, optional
-        With a residual, the gradient with respect to the sum as a result, where that was used.
+    dtotal : array (..., N), dtype of x, optional
+        With a residual, the gradient with respect to total, where that was used.
     grads : LayerNormGrads, optional
         Arrays to write the gradients into, each with the shape and dtype of what it belongs to; the
         last axis is contiguous. A field that is None makes a new one. dx overlaps no input.
@@ -229,7 +229,7 @@ def layer_norm_backward(
     Notes
     -----
     With n = (x - mean) * rstd and g = dout * weight: dx = rstd * (g - mean(g) - n * mean(g * n)) +
-    dresidual, dweight = sum(dout * n) and dbias = sum(dout) over rows, in a fixed order: the same
+    dtotal, dweight = sum(dout * n) and dbias = sum(dout) over rows, in a fixed order: the same
     from run to run.
 
     Examples
@@ -243,7 +243,7 @@ def layer_norm_backward(
     (True, True)
     """
     require_given("mean", mean)
-    arrays = {"dout": dout, "x": x, "dresidual": dresidual, "weight": weight, "bias": bias}
+    arrays = {"dout": dout, "x": x, "dtotal": dtotal, "weight": weight, "bias": bias}
     arrays |= {"mean": mean, "rstd": rstd, "workspace": workspace}
     return LayerNormGrads(**_backward(LayerNormGrads, arrays, grads, accumulate))
 
@@ -256,7 +256,7 @@ def rms_norm_backward(
     /,
     *,
     weight_offset: float = 0.0,
-    dresidual: Array | None = None,
+    dtotal: Array | None = None,
     grads: RMSNormGrads | None = None,
     accumulate: bool = False,
     workspace: Array | None = None,
@@ -268,15 +268,15 @@ def rms_norm_backward(
     dout : array (..., N), dtype of x
         Gradient with respect to out.
     x : array (..., N)
-        What was normalised: the x of `rms_norm`, or **with a residual the sum that it returned**.
+        What was normalised: the x of `rms_norm`, or **with a residual total, which it returned**.
     weight : array (N,), dtype of x, or None
         As given to `rms_norm`.
     rstd : array (...), float32 (float64 beside float64 arrays)
         What it returned with ``return_stats=True``.
     weight_offset : float
         As given to `rms_norm`.
-    dresidual : array (..., N), dtype of x, optional
-        With a residual, the gradient with respect to the sum as a result, where that was used.
+    dtotal : array (..., N), dtype of x, optional
+        With a residual, the gradient with respect to total, where that was used.
     grads : RMSNormGrads, optional
         As for `layer_norm_backward`.
     accumulate : bool
@@ -298,7 +298,7 @@ def rms_norm_backward(
     Notes
     -----
     With n = x * rstd and g = dout * (weight_offset + weight): dx = rstd * (g - n * mean(g * n)) +
-    dresidual, and dweight = sum(dout * n) over rows, in a fixed order.
+    dtotal, and dweight = sum(dout * n) over rows, in a fixed order.
 
     Examples
     --------
@@ -310,7 +310,7 @@ def rms_norm_backward(
     (True, None)
     """
     require_finite("weight_offset", weight_offset)
-    arrays = {"dout": dout, "x": x, "dresidual": dresidual, "weight": weight, "rstd": rstd}
+    arrays = {"dout": dout, "x": x, "dtotal": dtotal, "weight": weight, "rstd": rstd}
     arrays["workspace"] = workspace
     return RMSNormGrads(
         **_backward(RMSNormGrads, arrays, grads, accumulate, weight_offset=weight_offset)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,9 +10,26 @@ from cupyattn import reference
 from cupyattn.arrays import Array, adopt
 from cupyattn.errors import error
 from cupyattn.functional.backend import device_of
+from cupyattn.functional.outputs import require_grads
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.checks import require_bool
 from cupyattn.ops.layers.rope import RopeProblem, rope_problem, run_rope
+
+
+class Rotary(NamedTuple):
+    """The tables of a rotary position embedding, for functions that rotate on the way.
+
+    Attributes
+    ----------
+    cos, sin : array (positions, R/2)
+        As `rope_tables` makes them, and `rope` takes them.
+    interleaved : bool
+        Pair features 2m and 2m + 1, not m and m + R/2.
+    """
+
+    cos: Array
+    sin: Array
+    interleaved: bool = False
 
 
 def rope(
@@ -97,7 +114,7 @@ def rope_backward(
     positions: Array | None = None,
     interleaved: bool = False,
     inverse: bool = False,
-    dx: Array | tuple[Array, Array] | None = None,
+    grads: Array | tuple[Array, Array] | None = None,
     accumulate: bool = False,
 ) -> Any:
     r"""Gradient of `rope`: the inverse rotation of dout.
@@ -108,10 +125,10 @@ def rope_backward(
         Gradient with respect to the result, or results.
     cos, sin, positions, interleaved, inverse : optional
         As given to `rope`.
-    dx : array or tuple of two, optional
+    grads : array or tuple of two, optional
         Where to write the gradient: dout itself, or memory that does not overlap it.
     accumulate : bool
-        Add to the contents of dx instead of replacing them, before the one rounding.
+        Add to the contents of grads instead of replacing them, before the one rounding.
 
     Returns
     -------
@@ -122,7 +139,7 @@ def rope_backward(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As `rope`; and for accumulate without dx.
+        As `rope`; and for accumulate without grads.
 
     Examples
     --------
@@ -134,16 +151,10 @@ def rope_backward(
            [ 0.5403, -0.8415]], dtype=float32)
     """
     require_bool("accumulate", accumulate)
-    if accumulate and dx is None:
-        raise error(
-            ValueError,
-            "accumulate=True without dx",
-            "it adds to what is in dx",
-            "pass an array to add to",
-        )
+    require_grads(grads, accumulate)
     require_bool("inverse", inverse)
-    names = "dout", "dx"
-    return _rotated(dout, cos, sin, positions, interleaved, not inverse, names, dx, accumulate)
+    names = "dout", "grads"
+    return _rotated(dout, cos, sin, positions, interleaved, not inverse, names, grads, accumulate)
 
 
 def _rotated(

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from cupyattn import reference
-from cupyattn.errors import error, shown
+from cupyattn.errors import error
+from cupyattn.functional.dtypes import float_dtype
 from cupyattn.functional.rounding import round_into
-from cupyattn.ops.checks import CPU_FLOATS
 from cupyattn.ops.numbers import integer, real
 from cupyattn.reference.layers.rope_tables import (
     LinearScaling,
@@ -90,7 +90,7 @@ def rope_tables(
         "pass the model's, 10000.0 most often",
     )
     _check_scaling(scaling)
-    kind = _dtype(dtype)
+    kind = float_dtype(dtype)
     exact = reference.rope_tables(length, rotary_dim, base=base, scaling=scaling)
     cos, sin = (round_into(None, table, kind) for table in exact)
     return cos, sin
@@ -124,25 +124,6 @@ def _check_scaling(scaling: Any) -> None:
             f"it is above low_freq_factor = {scaling.low_freq_factor}",
             "pass the model's",
         )
-
-
-def _dtype(given: Any) -> np.dtype:
-    if isinstance(given, str) and given == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    try:
-        dtype = np.dtype(given)
-    except TypeError:
-        dtype = np.dtype(object)
-    if dtype.name not in CPU_FLOATS:
-        raise error(
-            TypeError,
-            f"dtype = {shown(given)}",
-            f"allowed are {', '.join(CPU_FLOATS)}",
-            "pass one of them, 'float32' most often",
-        )
-    return dtype
 
 
 def _require(holds: bool, passed: str, allowed: str, fix: str) -> None:

@@ -48,7 +48,7 @@ def call_rows(
     choices, **scalars
         The kernel's.
     """
-    operands = adopt(arrays)
+    operands = adopt(arrays, shown_as=kernel.shown_as)
     problem = row_problem(kernel, operands, wanted=wanted, choices=choices, **scalars)
     if check_values is not None and checks_values(operands):
         check_values(operands.arrays)

@@ -60,10 +60,10 @@ def call_along(
 
     if type(axis) is int and axis == -1:  # -1.0 equals it, and is no axis
         return call(arrays)[1]
-    operands = adopt(arrays).arrays
+    operands = adopt(arrays, shown_as=kernel.shown_as).arrays
     for name in kernel.whole_rows:
         if name in operands:
-            require_contiguous_axis(name, _layout(operands[name]), axis)
+            require_contiguous_axis(kernel.shown_as.get(name, name), _layout(operands[name]), axis)
     first = _layout(operands[kernel.rows[0]])
     moved = dict(operands)
     for name, array in operands.items():

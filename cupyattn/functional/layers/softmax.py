@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from cupyattn import reference
 from cupyattn.arrays import Array
+from cupyattn.functional.layers.bias_gradient import gradients_with_bias
 from cupyattn.functional.layers.scores import call_along
+from cupyattn.gradients import SoftmaxGrads
 from cupyattn.kernels.configs.layers import softmax as kernels
 
 
@@ -96,8 +100,10 @@ def softmax_backward(
     *,
     axis: int = -1,
     scale: float = 1.0,
-    dx: Array | None = None,
-) -> Array:
+    bias: Array | None = None,
+    grads: Array | SoftmaxGrads | None = None,
+    workspace: Array | None = None,
+) -> Any:
     r"""Gradient of `softmax`: ``dx = scale * out * (dout - sum(out * dout))`` over an axis.
 
     Parameters
@@ -109,20 +115,31 @@ def softmax_backward(
     axis : int
         The one that `softmax` was given.
     scale : float
-        The one that `softmax` was given. With 1 the result is the gradient of a bias of x's shape;
-        that of a bias which broadcasts is its sum over the axes along which it does.
-    dx : array (..., N), optional
-        Where to write the gradient; must not overlap dout or out.
+        The one that `softmax` was given.
+    bias : array, optional
+        As given to `softmax`, over its last axis: then there is a dbias. It is not read.
+    grads : array (..., N), or with a bias SoftmaxGrads, optional
+        Where to write the gradients; must not overlap another array. A dbias is contiguous.
+    workspace : array, optional
+        Scratch memory for kernels, of any plain dtype, in C order and aligned to 16 bytes;
+        otherwise it is allocated. There is some only with a bias. An error says how many bytes.
 
     Returns
     -------
-    array (..., N), dtype of dout
-        Gradient with respect to x; 0 where the mask hides.
+    array (..., N), dtype of dout, or SoftmaxGrads
+        Gradient with respect to x; 0 where the mask hides. With a bias ``(dx, dbias)``.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As `softmax`; and for shapes or dtypes of dout and out that differ.
+        As `softmax`; for shapes or dtypes of dout and out that differ; and with a bias for another
+        axis than the last, and for a workspace that is too small.
+
+    Notes
+    -----
+    dbias is the gradient of the scores, dx with a scale of 1, summed over the axes along which bias
+    broadcast, in a fixed order: the same from run to run. On a GPU its terms are rounded to the
+    dtype of dout first. A bias that is one number for all columns moves no weight: its dbias is 0.
 
     Examples
     --------
@@ -131,10 +148,14 @@ def softmax_backward(
     >>> cupyattn.softmax_backward(np.array([[1.0, 0.0]], np.float32), out)
     array([[ 0.25, -0.25]], dtype=float32)
     """
+    if bias is not None:
+        arrays = {"dout": dout, "out": out, "bias": bias, "workspace": workspace}
+        exact = reference.softmax_backward
+        return gradients_with_bias(softmax_backward, exact, arrays, grads, axis, scale)
     return call_along(
         axis,
         kernels.BACKWARD,
-        {"dout": dout, "out": out, "dx": dx},
+        {"dout": dout, "out": out, "dx": grads},
         reference.softmax_backward,
         scale=scale,
         logarithm=False,

@@ -8,14 +8,14 @@ import numpy as np
 
 from cupyattn import reference
 from cupyattn.arrays import Array, Operands, adopt
-from cupyattn.errors import error
 from cupyattn.functional.backend import device_of
+from cupyattn.functional.outputs import named_grads
 from cupyattn.functional.rounding import round_into
 from cupyattn.gradients import LinearGrads
 from cupyattn.ops.checks import require_bool
 from cupyattn.ops.linear import backward as ops
 from cupyattn.ops.linear.checks import backward_problem
-from cupyattn.ops.linear.problem import LinearProblem
+from cupyattn.ops.linear.problem import SHOWN_AS, LinearProblem
 
 
 def linear_backward(
@@ -97,33 +97,14 @@ def linear_backward(
     require_bool("accumulate", accumulate)
     operands = adopt(
         {"dout": dout, "x": x, "w": w, "b": b, "preactivation": preactivation,
-         "workspace": workspace, **_given_grads(grads, accumulate)}
+         "workspace": workspace, **named_grads(LinearGrads, grads, accumulate)},
+        shown_as=SHOWN_AS,
     )  # fmt: skip
     problem = backward_problem(operands, activation, bool(accumulate))
     device = device_of(operands)
     if device is None:
         return _on_cpu(operands, problem)
     return LinearGrads(**ops.linear_backward(device, problem, operands))
-
-
-def _given_grads(grads: Any, accumulate: bool) -> dict[str, Any]:
-    if grads is None:
-        if accumulate:
-            raise error(
-                ValueError,
-                "accumulate=True without grads",
-                "it adds to the arrays of grads",
-                "pass grads=LinearGrads(dx, dw, db)",
-            )
-        return {}
-    if not isinstance(grads, LinearGrads):
-        raise error(
-            TypeError,
-            f"grads is a {type(grads).__name__}",
-            "it is a LinearGrads of arrays or None",
-            "pass grads=LinearGrads(dx, dw, db)",
-        )
-    return grads._asdict()
 
 
 def _on_cpu(operands: Operands, problem: LinearProblem) -> LinearGrads:

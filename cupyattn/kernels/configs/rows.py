@@ -110,6 +110,8 @@ class RowKernel:
         Arrays that may be absent, results too; the macro WITH_<NAME> says whether one is there.
     follows : mapping
         Results that are there exactly if an optional input is, whose macro speaks for both.
+    shown_as : mapping
+        What errors call an array that callers know by another name.
     in_place : mapping
         Results that may be an input itself, because each item is read before it is written.
     choices : mapping
@@ -130,6 +132,7 @@ class RowKernel:
     broadcast: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
     follows: Mapping[str, str] = field(default_factory=dict)
+    shown_as: Mapping[str, str] = field(default_factory=dict)
     in_place: Mapping[str, str] = field(default_factory=dict)
     choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     scalars: Mapping[str, type[np.generic]] = field(default_factory=dict)

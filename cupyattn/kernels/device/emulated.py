@@ -72,7 +72,10 @@ class EmulatedKernel:
     def start(
         self, grid: tuple[int, int, int], arrays: Sequence[Any], values: tuple[Any, ...]
     ) -> None:
-        """Run it to its end, writing into the arrays themselves."""
+        """Run it to its end, writing into the arrays themselves.
+
+        An array without items has no address here, as it has none on a GPU.
+        """
         spec = self.specialisation.spec
         emulator.launch(
             self._module,
@@ -80,12 +83,16 @@ class EmulatedKernel:
             grid,
             self.specialisation.threads,
             [
-                emulator.Argument(argument, parameter.name, parameter.const)
-                if isinstance(parameter, Pointer) and isinstance(argument, np.ndarray)
-                else argument
+                _pointer(parameter, argument) if isinstance(parameter, Pointer) else argument
                 for parameter, argument in zip(spec.parameters, (*arrays, *values), strict=True)
             ],
             shared_bytes=self.specialisation.shared_bytes,
             checks=self._device.checks,
             report=self._device.report,
         )
+
+
+def _pointer(parameter: Pointer, array: np.ndarray | None) -> emulator.Argument | None:
+    if array is None or not array.size:
+        return None
+    return emulator.Argument(array, parameter.name, parameter.const)

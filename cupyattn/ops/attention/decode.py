@@ -1,7 +1,11 @@
-"""Decoding on a device: the keys of all sequences in equal shares, then the shared rows merged."""
+"""Decoding on a device: the keys of all sequences in equal shares, then the shared rows merged.
+
+Plans are those of paged attention; `few_queries` makes the same of dense keys.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -10,18 +14,19 @@ import numpy as np
 from cupyattn.arrays import Array, Layout, Operands
 from cupyattn.errors import error
 from cupyattn.kernels.configs.attention import decode
-from cupyattn.kernels.configs.dtypes import vector_items
+from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.structs import DECODE_PARAMS
 from cupyattn.ops.attention.decode_problem import DecodeProblem
 from cupyattn.ops.attention.layouts import require_lengths, score_options, whole_vectors
 from cupyattn.ops.attention.params import attention_params
 from cupyattn.ops.attention.problem import AttentionProblem
-from cupyattn.ops.attention.results import forward_outputs, result_layouts
+from cupyattn.ops.attention.results import Outputs, forward_outputs, result_layouts
 from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.ops.plan import Plan, Step, lay_out_scratch, run
 
-_MOST_UNITS = 2**31 - 1
+MOST_UNITS = 2**31 - 1
+"""That kernels count."""
 _PARTIAL_OUT, _PARTIAL_SUMS = "partial_out", "partial_sums"
 
 
@@ -42,21 +47,45 @@ def _plan(problem: DecodeProblem, arch: int, multiprocessors: int, return_lse: b
     outputs = forward_outputs(attention, return_lse)
     if attention.batch == 0 or attention.heads == 0:
         return Plan((), outputs)
-    launch = _launch(attention, arch)
-    row_tiles = -(-attention.sq * _group(attention) // launch.config.rows)
-    segments = attention.batch * attention.kv_heads * row_tiles
-    units = segments * max(1, -(-attention.sk // (decode.TILE_KEYS * decode.WARPS)))
-    _require_units(problem, units)
-    ctas = min(units, multiprocessors * launch.config.ctas_per_sm)
-    params = _params(problem, result_layouts(attention, outputs), row_tiles, ctas)
+    launch = launch_of(attention, arch)
+    _require_units(problem, units_of(attention, launch))
+    plan = shared_keys_plan(
+        attention,
+        launch,
+        multiprocessors,
+        outputs,
+        feed="BlockFeed",
+        fields=_table_fields(problem),
+        renamed={"q_offset": "seqlens_k"},
+    )
+    plan.require_arrays(problem.layouts)
+    return plan
+
+
+def shared_keys_plan(
+    attention: AttentionProblem,
+    launch: decode.DecodeLaunch,
+    multiprocessors: int,
+    outputs: Outputs,
+    *,
+    feed: str,
+    fields: Mapping[str, Any],
+    renamed: Mapping[str, str],
+) -> Plan:
+    """Plan both kernels: the keys in equal shares, then the rows that several CTAs shared.
+
+    `fields` of DecodeParams say where the feed finds keys; `renamed` is as in `Step.of`.
+    """
+    ctas = min(units_of(attention, launch), multiprocessors * launch.config.ctas_per_sm)
+    params = _params(attention, result_layouts(attention, outputs), fields, launch, ctas)
     options = score_options(attention)
     rows = attention.batch * attention.heads * attention.sq
-    plan = Plan(
+    forward = decode.forward(launch, options, feed)
+    combine = decode.combine(launch, options.sinks)
+    return Plan(
         (
-            Step.of(decode.forward(launch, options), ctas, params),
-            Step.of(
-                decode.combine(launch, options.sinks), -(-rows // decode.COMBINE_WARPS), params
-            ),
+            Step.of(forward, ctas, params, renamed=renamed),
+            Step.of(combine, rows, params, renamed=renamed),
         ),
         outputs,
         lay_out_scratch(
@@ -66,42 +95,87 @@ def _plan(problem: DecodeProblem, arch: int, multiprocessors: int, return_lse: b
             }
         ),
     )
-    plan.require_arrays(problem.layouts)
-    return plan
 
 
-def _group(problem: AttentionProblem) -> int:
-    return problem.heads // problem.kv_heads
-
-
-def _launch(problem: AttentionProblem, arch: int) -> decode.DecodeLaunch:
+def launch_of(problem: AttentionProblem, arch: int) -> decode.DecodeLaunch:
     """Choose the kernels by the rows that share a key-value head and how the arrays lie."""
-    items = vector_items(problem.dtype.name)
+    dtype, cache = problem.dtype.name, problem.layouts["k"].dtype.name
+    together = problem.sq * (problem.heads // problem.kv_heads)
+    vec = _integer_items(problem, cache) if cache in decode.INTEGER_BITS else _floats(problem)
+    return decode.decode_launch(arch, dtype, problem.head_dim, together, vec, cache)
+
+
+def _floats(problem: AttentionProblem) -> int:
+    """Return how many items of rows can be loaded at once: 16 bytes' worth, or 1."""
     rows = [(problem.starts[name], problem.layouts[name].strides) for name in ("q", "k", "v")]
-    vec = whole_vectors(items, problem, rows)
-    together = problem.sq * _group(problem)
-    return decode.decode_launch(arch, problem.dtype.name, problem.head_dim, together, vec)
+    return whole_vectors(vector_items(problem.dtype.name), problem, rows)
+
+
+def _integer_items(problem: AttentionProblem, cache: str) -> int:
+    """Return the same of caches of integers: of so many q's are whole vectors anyway."""
+    bits = decode.INTEGER_BITS[cache]
+    for items in (8 * VECTOR_BYTES // bits, decode.INTEGER_ITEMS):
+        needed = {"q": VECTOR_BYTES, "k": items * bits // 8, "v": items * bits // 8}
+        if problem.head_dim % items == 0 and all(
+            _starts_at_multiples(problem, name, size) for name, size in needed.items()
+        ):
+            return items
+    return 8 // bits
+
+
+def _starts_at_multiples(problem: AttentionProblem, name: str, size: int) -> bool:
+    """Whether every row of an array starts at a multiple of so many bytes."""
+    places = (problem.starts[name], *problem.layouts[name].strides[:-1])
+    return all(place % size == 0 for place in places)
+
+
+def row_tiles_of(problem: AttentionProblem, launch: decode.DecodeLaunch) -> int:
+    """Return how many passes over a key-value head's keys all of its query rows take."""
+    return -(-problem.sq * (problem.heads // problem.kv_heads) // launch.config.rows)
+
+
+def units_of(problem: AttentionProblem, launch: decode.DecodeLaunch) -> int:
+    """Return how many parts of the work there are at the most."""
+    segments = problem.batch * problem.kv_heads * row_tiles_of(problem, launch)
+    return segments * max(1, -(-problem.sk // (decode.TILE_KEYS * decode.WARPS)))
 
 
 def _require_units(problem: DecodeProblem, units: int) -> None:
-    if units > _MOST_UNITS:
+    if units > MOST_UNITS:
         keys = decode.TILE_KEYS * decode.WARPS
         raise error(
             ValueError,
             f"{problem.attention.batch} sequences of up to {problem.attention.sk} tokens",
-            f"kernels count at most {_MOST_UNITS} parts of {keys} tokens of all heads",
+            f"kernels count at most {MOST_UNITS} parts of {keys} tokens of all heads",
             "pass fewer sequences in a call, or a block_table with fewer columns",
         )
 
 
-def _params(problem: DecodeProblem, results: dict[str, Layout], row_tiles: int, ctas: int) -> Any:
-    """Fill the C struct DecodeParams."""
-    params = np.zeros((), DECODE_PARAMS)
-    params["attention"] = attention_params(problem.attention, results)
+def _table_fields(problem: DecodeProblem) -> dict[str, Any]:
+    """Name where the feed of blocks finds a tile, and its scales."""
     table = problem.layouts["block_table"]
     batch, block = (stride // table.dtype.itemsize for stride in table.strides)
-    params["table_batch"], params["table_block"] = batch, block
-    params["batch"], params["kv_heads"] = problem.attention.batch, problem.attention.kv_heads
-    params["block_tiles"] = problem.block_size // decode.TILE_KEYS
-    params["row_tiles"], params["ctas"] = row_tiles, ctas
+    tiles = problem.block_size // decode.TILE_KEYS
+    scales = {
+        name: tuple(stride // layout.dtype.itemsize for stride in layout.strides)
+        for name, layout in problem.layouts.items()
+        if name in ("k_scales", "v_scales")
+    }
+    return {"table_batch": batch, "table_block": block, "block_tiles": tiles, **scales}
+
+
+def _params(
+    problem: AttentionProblem,
+    results: dict[str, Layout],
+    fields: Mapping[str, Any],
+    launch: decode.DecodeLaunch,
+    ctas: int,
+) -> Any:
+    """Fill the C struct DecodeParams."""
+    params = np.zeros((), DECODE_PARAMS)
+    params["attention"] = attention_params(problem, results)
+    for name, value in fields.items():
+        params[name] = value
+    params["batch"], params["kv_heads"] = problem.batch, problem.kv_heads
+    params["row_tiles"], params["ctas"] = row_tiles_of(problem, launch), ctas
     return params[()]

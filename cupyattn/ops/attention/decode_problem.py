@@ -8,16 +8,25 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
-from cupyattn.errors import error
-from cupyattn.kernels.configs.attention.decode import TILE_KEYS
+from cupyattn.arrays import (
+    Array,
+    Description,
+    Layout,
+    Operands,
+    contiguous,
+    layouts_of,
+    starts_of,
+)
+from cupyattn.errors import error, shown
+from cupyattn.kernels.configs.attention.decode import INTEGER_BITS, TILE_KEYS
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 from cupyattn.ops.attention.options import (
     checked_softcap,
     checked_softmax_scale,
     checked_window,
 )
-from cupyattn.ops.attention.problem import FORWARD_RESULTS, AttentionProblem
+from cupyattn.ops.attention.problem import FORWARD_RESULTS, LSE_DTYPE, AttentionProblem
+from cupyattn.ops.attention.results import Outputs, forward_outputs, result_layouts
 from cupyattn.ops.attention.values import MAX_SINK
 from cupyattn.ops.checks import (
     CPU_FLOATS,
@@ -33,11 +42,13 @@ from cupyattn.ops.checks import (
     require_whole_item_strides,
     require_workspace,
 )
+from cupyattn.ops.numbers import integer
 from cupyattn.ops.overlaps import Overlaps
+from cupyattn.ops.plan import Output
 from cupyattn.ops.value_checks import checks_values, on_host
 
 MAX_QUERIES = 16
-"""Query tokens of a sequence."""
+"""Query tokens of a sequence that are decoded although a forward has the caches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +56,43 @@ class DecodeProblem:
     """A valid call of paged attention."""
 
     attention: AttentionProblem
-    """With the caches as k and v, seqlens_k as seqused_k, and what the table can hold as Sk."""
+    """With the caches as k and v, seqlens_k as seqused_k, and what the table can hold as Sk.
+
+    Packed queries stand there as (B, max_seqlen_q, H, D) with a batch stride of 0.
+    """
     layouts: dict[str, Layout]
     """By the names of the public function."""
     num_blocks: int
     block_size: int
+
+    @property
+    def packed(self) -> bool:
+        """Whether q is (total, H, D)."""
+        return "cu_seqlens_q" in self.layouts
+
+    def outputs(self, return_lse: bool) -> Outputs:
+        """Return what a call writes."""
+        q, attention = self.layouts["q"], self.attention
+        if not self.packed:
+            return forward_outputs(attention, return_lse)
+        out = ("out", Output(q.shape, q.dtype))
+        lse = ("lse", Output((attention.heads, q.shape[0]), LSE_DTYPE))
+        return (out, lse) if return_lse else (out,)
+
+    def result_layouts(self, outputs: Outputs) -> dict[str, Layout]:
+        """Return how the results lie, packed ones as those of `attention` do."""
+        if not self.packed:
+            return result_layouts(self.attention, outputs)
+        attention = self.attention
+        return {
+            name: _unpacked(
+                name,
+                self.layouts.get(name) or contiguous(output.shape, output.dtype),
+                attention.batch,
+                attention.sq,
+            )
+            for name, output in outputs
+        }
 
     @property
     def max_blocks(self) -> int:
@@ -60,7 +103,7 @@ class DecodeProblem:
 def decode_problem(operands: Operands, options: tuple[Any, ...]) -> DecodeProblem:
     """Check a call; its description, unless that was checked before, and its values.
 
-    `options` are causal, softmax_scale, window_size and softcap.
+    `options` are causal, softmax_scale, window_size, softcap and max_seqlen_q.
 
     Raises
     ------
@@ -87,32 +130,46 @@ def _checked(
     softmax_scale: Any,
     window_size: Any,
     softcap: Any,
+    max_seqlen_q: Any,
 ) -> DecodeProblem:
     layouts = layouts_of(description)
     require_arrays(layouts, ("q", "k_cache", "v_cache", "block_table", "seqlens_k"))
     q, k, v = layouts["q"], layouts["k_cache"], layouts["v_cache"]
     table, seqlens = layouts["block_table"], layouts["seqlens_k"]
-    for name, axes in (
-        ("q", "B Sq H D"),
-        ("k_cache", "num_blocks block_size G D"),
-        ("v_cache", "num_blocks block_size G D"),
-    ):
-        require_dtype(name, layouts[name], CPU_FLOATS)
-        require_rank(name, layouts[name], axes)
+    packed = "cu_seqlens_q" in layouts
+    require_dtype("q", q, CPU_FLOATS)
+    require_rank("q", q, "total H D" if packed else "B Sq H D")
+    for name in ("k_cache", "v_cache"):
+        require_dtype(name, layouts[name], (*CPU_FLOATS, *INTEGER_BITS))
+        require_rank(name, layouts[name], "num_blocks block_size G D")
+    for name in ("q", "k_cache", "v_cache"):
         require_contiguous_rows(name, layouts[name])
-    require_same_dtype(layouts, ("q", "k_cache", "v_cache"))
-    batch, sq, heads, head_dim = q.shape
+    require_same_dtype(layouts, ("k_cache", "v_cache"))
+    if k.dtype.name not in INTEGER_BITS:
+        require_same_dtype(layouts, ("q", "k_cache", "v_cache"))
+    _require_scales(layouts)
+    *_, heads, head_dim = q.shape
     num_blocks, block_size, kv_heads, _ = k.shape
+    batch, sq = _queries(layouts, max_seqlen_q)
     _require_caches(q, k, v)
+    of = "cu_seqlens_q" if packed else "q"
+    _require_scale_shapes(layouts)
     require_dtype("block_table", table, ("int32",))
     require_rank("block_table", table, "B max_blocks")
-    require_shape("block_table", table, (batch, table.shape[1]), "(B, max_blocks) with q's B")
+    require_shape("block_table", table, (batch, table.shape[1]), f"(B, max_blocks) with {of}'s B")
     require_dtype("seqlens_k", seqlens, INTEGERS)
-    require_shape("seqlens_k", seqlens, (batch,), "(B,) with q's B")
-    for name in ("block_table", "seqlens_k"):
-        require_whole_item_strides(name, layouts[name])
+    require_shape("seqlens_k", seqlens, (batch,), f"(B,) with {of}'s B")
+    for name in ("block_table", "seqlens_k", "k_scales", "v_scales"):
+        if name in layouts:
+            require_whole_item_strides(name, layouts[name])
     scale = checked_softmax_scale(softmax_scale, head_dim)
     renamed = {"k_cache": "k", "v_cache": "v", "seqlens_k": "seqused_k"}
+    placed = {
+        name: _unpacked(name, layout, batch, sq)
+        if packed and name in ("q", *FORWARD_RESULTS)
+        else layout
+        for name, layout in layouts.items()
+    }
     attention = AttentionProblem(
         batch=batch,
         sq=sq,
@@ -122,7 +179,7 @@ def _checked(
         head_dim=head_dim,
         head_dim_v=head_dim,
         dtype=q.dtype,
-        layouts={renamed.get(name, name): layout for name, layout in layouts.items()},
+        layouts={renamed.get(name, name): layout for name, layout in placed.items()},
         starts={renamed.get(name, name): start for name, start in starts_of(description).items()},
         softmax_scale=scale,
         q_offset=None,
@@ -134,10 +191,8 @@ def _checked(
         overlaps=Overlaps.of(layouts, (*FORWARD_RESULTS, "workspace")),
     )
     _require_option_arrays(attention)
-    results = {
-        "out": (attention.out_shape, attention.dtype),
-        "lse": (attention.lse_shape, attention.lse_dtype),
-    }
+    lse_shape = (heads, q.shape[0]) if packed else attention.lse_shape
+    results = {"out": (q.shape, attention.dtype), "lse": (lse_shape, attention.lse_dtype)}
     for name in FORWARD_RESULTS:
         if name in layouts:
             require_output(name, layouts[name], *results[name])
@@ -146,12 +201,50 @@ def _checked(
     return DecodeProblem(attention, layouts, num_blocks, block_size)
 
 
+def _queries(layouts: dict[str, Layout], max_seqlen_q: Any) -> tuple[int, int]:
+    """Return B, and the most query tokens of a sequence."""
+    if "cu_seqlens_q" not in layouts:
+        batch, sq, *_ = layouts["q"].shape
+        return batch, sq
+    bounds = layouts["cu_seqlens_q"]
+    require_dtype("cu_seqlens_q", bounds, INTEGERS)
+    require_rank("cu_seqlens_q", bounds, "B+1")
+    require_whole_item_strides("cu_seqlens_q", bounds)
+    if bounds.shape[0] == 0:
+        raise error(
+            ValueError,
+            "cu_seqlens_q has no items",
+            "it has B + 1: where the rows of each sequence begin in q, and where the last one's "
+            "end",
+            "pass numpy.array([0], 'int32') for no sequence",
+        )
+    most = integer("max_seqlen_q", max_seqlen_q)
+    if most < 0:
+        raise error(
+            ValueError,
+            f"max_seqlen_q = {most}",
+            "it is the most query tokens of a sequence, 0 or more",
+            "pass that number, or a larger one",
+        )
+    return bounds.shape[0] - 1, most
+
+
+def _unpacked(name: str, layout: Layout, batch: int, most: int) -> Layout:
+    """Return packed rows as those of a batch whose sequences all begin at the first one."""
+    shape, strides, dtype = layout
+    if name == "lse":
+        return Layout((batch, shape[0], most), (0, *strides), dtype)
+    return Layout((batch, most, *shape[1:]), (0, *strides), dtype)
+
+
 def _require_caches(q: Layout, k: Layout, v: Layout) -> None:
-    _, sq, heads, head_dim = q.shape
+    *_, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k.shape
-    require_shape(
-        "k_cache", k, (*k.shape[:3], head_dim), "(num_blocks, block_size, G, D) with q's D"
-    )
+    stored, meaning = head_dim, "(num_blocks, block_size, G, D) with q's D"
+    if k.dtype == np.uint8:
+        _require_pairs(head_dim)
+        stored, meaning = head_dim // 2, "(num_blocks, block_size, G, D / 2): two items a byte"
+    require_shape("k_cache", k, (*k.shape[:3], stored), meaning)
     require_shape("v_cache", v, k.shape, "shaped like k_cache")
     if (kv_heads == 0 and heads) or (kv_heads and heads % kv_heads):
         raise error(
@@ -174,13 +267,47 @@ def _require_caches(q: Layout, k: Layout, v: Layout) -> None:
             f"block sizes are multiples of {TILE_KEYS}",
             f"make the caches with a block_size of {TILE_KEYS} or 256, say",
         )
-    if not 1 <= sq <= MAX_QUERIES:
+
+
+def _require_pairs(head_dim: int) -> None:
+    if head_dim % 2:
         raise error(
-            NotImplementedError,
-            f"q has Sq = {sq} query tokens a sequence",
-            f"1 to {MAX_QUERIES} are decoded at once; longer prompts are not there yet",
-            "pass the tokens in parts, in their order, or use attention() for a prompt",
+            ValueError,
+            f"D = {head_dim} with caches of uint8",
+            "a byte holds two items of 4 bits: D is even",
+            "pad the head by an item of 0, or use caches of int8",
         )
+
+
+def _require_scales(layouts: dict[str, Layout]) -> None:
+    """Raise unless caches of integers, and only these, come with scales."""
+    cache = layouts["k_cache"].dtype.name
+    for name in ("k_scales", "v_scales"):
+        if (name in layouts) == (cache in INTEGER_BITS):
+            continue
+        if name in layouts:
+            raise error(
+                ValueError,
+                f"{name} was given with caches of {cache}",
+                f"only caches of {' and '.join(INTEGER_BITS)} have scales",
+                "leave it out, or pass the caches that the scales belong to",
+            )
+        raise error(
+            ValueError,
+            f"caches of {cache} without {name}",
+            "an integer is worth as much as its token and head's scale says",
+            f"pass {name}, float32 (num_blocks, block_size, G), as append_kv has filled it",
+        )
+
+
+def _require_scale_shapes(layouts: dict[str, Layout]) -> None:
+    shape = layouts["k_cache"].shape[:3]
+    for name in ("k_scales", "v_scales"):
+        if name in layouts:
+            require_dtype(name, layouts[name], ("float32",))
+            require_shape(
+                name, layouts[name], shape, "(num_blocks, block_size, G), as the caches are"
+            )
 
 
 def _require_option_arrays(problem: AttentionProblem) -> None:
@@ -201,6 +328,7 @@ def _require_option_arrays(problem: AttentionProblem) -> None:
 
 def _check_values(problem: DecodeProblem, arrays: dict[str, Array]) -> None:
     """Check lengths and the block ids that will be read, and sinks."""
+    queries = _query_counts(problem, arrays)
     lengths = on_host(arrays["seqlens_k"]).astype(np.int64)
     capacity, size = problem.attention.sk, problem.block_size
     if ((lengths < 0) | (lengths > capacity)).any():
@@ -215,9 +343,10 @@ def _check_values(problem: DecodeProblem, arrays: dict[str, Array]) -> None:
     left = problem.attention.window[0]
     first = np.zeros_like(lengths)
     if left is not None:  # of the first query's window
-        first = np.clip(lengths - problem.attention.sq - left, 0, lengths) // size
+        first = np.clip(lengths - queries - left, 0, lengths) // size
     columns = np.arange(table.shape[1])
     read = (columns >= first[:, None]) & (columns < -(-lengths // size)[:, None])
+    read &= (queries > 0)[:, None]
     wrong = read & ((table < 0) | (table >= problem.num_blocks))
     if wrong.any():
         b, column = (int(axis[0]) for axis in np.nonzero(wrong))
@@ -236,3 +365,28 @@ def _check_values(problem: DecodeProblem, arrays: dict[str, Array]) -> None:
             f"each is at most {MAX_SINK:g}: times log2(e) it is still a float32",
             "pass smaller ones; -inf is no sink",
         )
+
+
+def _query_counts(problem: DecodeProblem, arrays: dict[str, Array]) -> np.ndarray:
+    """Return the query tokens of each sequence."""
+    attention = problem.attention
+    if not problem.packed:
+        return np.full(attention.batch, attention.sq, np.int64)
+    bounds = on_host(arrays["cu_seqlens_q"]).astype(np.int64)
+    total, counts = problem.layouts["q"].shape[0], np.diff(bounds)
+    if bounds[0] != 0 or bounds[-1] > total or (counts < 0).any():
+        raise error(
+            ValueError,
+            f"cu_seqlens_q = {shown(bounds.tolist())}",
+            f"it begins with 0, never falls, and ends at {total} at the most: the rows of q",
+            "pass numpy.cumsum of the numbers of query tokens, with a 0 in front",
+        )
+    if (counts > attention.sq).any():
+        at = int(np.argmax(counts > attention.sq))
+        raise error(
+            ValueError,
+            f"sequence {at} of cu_seqlens_q has {counts[at]} query tokens",
+            f"each has at most max_seqlen_q = {attention.sq}",
+            "pass the largest number as max_seqlen_q",
+        )
+    return counts

@@ -8,7 +8,7 @@ from cupyattn.arrays import Array, Operands
 from cupyattn.kernels.configs.attention.float32.forward import DTYPES as FLOAT32_DTYPES
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.device import Device
-from cupyattn.ops.attention import float32, teaching, tensor_core
+from cupyattn.ops.attention import few_queries, float32, teaching, tensor_core
 from cupyattn.ops.attention.implementations import implementation_of, register
 from cupyattn.ops.attention.layouts import require_lengths
 from cupyattn.ops.attention.options import POSITION_OPTIONS, SCORE_OPTIONS
@@ -34,18 +34,22 @@ def attention_forward(
     return_lse: bool,
 ) -> dict[str, Array]:
     """Run dense attention forward, into `out` and `lse` where they are given."""
-    plan = _plan(problem, device.arch.number, return_lse)
+    plan = _plan(problem, device.arch.number, device.multiprocessors, return_lse)
     if problem.dropout_p:
         plan = seeded(plan, seed)
     return run(device, plan, operands.arrays)
 
 
 @lru_cache(maxsize=4096)
-def _plan(problem: AttentionProblem, arch: int, return_lse: bool) -> Plan:
-    """Choose the kernel and the grid, and fill in its parameters."""
+def _plan(problem: AttentionProblem, arch: int, multiprocessors: int, return_lse: bool) -> Plan:
+    """Choose the kernels and their grids, and fill in their parameters."""
     chosen = implementation_of(problem, IMPLEMENTATIONS, "attention")
     require_lengths(problem)
     require_item_alignment(problem.layouts, problem.starts)
-    plan = placed(chosen.plan(problem, problem.starts, arch, return_lse=return_lse), problem)
+    if few_queries.suits(problem, arch, multiprocessors):
+        plan = few_queries.few_queries_plan(problem, arch, multiprocessors, return_lse=return_lse)
+    else:
+        plan = chosen.plan(problem, problem.starts, arch, return_lse=return_lse)
+    plan = placed(plan, problem)
     plan.require_arrays(problem.layouts)
     return plan

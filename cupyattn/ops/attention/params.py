@@ -18,14 +18,14 @@ from cupyattn.ops.plan import Plan
 def attention_params(problem: AttentionProblem, results: Mapping[str, Layout]) -> Any:
     """Fill the C struct AttentionParams, all but the seed; `results` are out and perhaps lse."""
     params = np.zeros((), ATTENTION_PARAMS)
-    itemsize = problem.dtype.itemsize
     for name in ("q", "k", "v"):
-        params[name] = row_strides(problem.layouts[name].strides, itemsize)
-    params["out"] = row_strides(results["out"].strides, itemsize)
+        layout = problem.layouts[name]
+        params[name] = row_strides(layout.strides, layout.dtype.itemsize)
+    params["out"] = row_strides(results["out"].strides, problem.dtype.itemsize)
     if "lse" in results:
         params["lse"] = sum_strides(results["lse"].strides)
     if "seqused_k" in problem.layouts:
-        params["seqused_k"] = _batch_integers(problem.layouts["seqused_k"])
+        params["seqused_k"] = batch_integers(problem.layouts["seqused_k"])
     _fill_offsets(params, problem)
     params["heads"] = problem.heads
     params["group"] = problem.heads // max(problem.kv_heads, 1)
@@ -43,7 +43,7 @@ def _fill_offsets(params: Any, problem: AttentionProblem) -> None:
     layouts = problem.layouts
     params["offset_least"], params["offset_most"] = -MAX_OFFSET, MAX_OFFSET
     if "q_offset" in layouts:
-        params["q_offsets"] = _batch_integers(layouts["q_offset"])
+        params["q_offsets"] = batch_integers(layouts["q_offset"])
     elif problem.ends_with_keys_in_use:
         params["q_offsets"] = params["seqused_k"]
         params["offset_least"], params["offset_most"] = 0, problem.sk
@@ -136,5 +136,6 @@ def sum_strides(strides: tuple[int, ...]) -> tuple[int, int, int]:
     return batch, seq, head
 
 
-def _batch_integers(layout: Layout) -> tuple[int, int]:
+def batch_integers(layout: Layout) -> tuple[int, int]:
+    """Return what the C struct BatchIntegers says of an array."""
     return layout.strides[0] // layout.dtype.itemsize, int(layout.dtype.itemsize == 8)

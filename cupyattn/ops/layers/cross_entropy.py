@@ -7,15 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array, Description, Layout, Operands, layouts_of
+from cupyattn.arrays import Array, Layout
 from cupyattn.errors import error, shown
 from cupyattn.kernels.configs.layers.cross_entropy import reduction
 from cupyattn.kernels.device import Device
-from cupyattn.ops.checks import require_output
+from cupyattn.ops.axes import row_params
 from cupyattn.ops.numbers import factor, integer, real
-from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.plan import Output, Plan, Step, run
-from cupyattn.ops.rows import params_of
 from cupyattn.ops.value_checks import on_host
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -84,19 +82,6 @@ def check_labels(labels: Array, classes: int, ignore_index: int) -> None:
         )
 
 
-def require_scalar_output(operands: Operands, dtype: np.dtype) -> None:
-    """Raise unless `out`, where it is given, is one number that no other array holds."""
-    if "out" in operands.arrays:
-        _scalar_output(operands.description, dtype).check(operands)
-
-
-@lru_cache(maxsize=4096)
-def _scalar_output(description: Description, dtype: np.dtype) -> Overlaps:
-    layouts = layouts_of(description)
-    require_output("out", layouts["out"], (), dtype)
-    return Overlaps.of(layouts, ("out",))
-
-
 def reduce_losses(device: Device, arrays: dict[str, Array], ignore_index: int, mean: bool) -> Array:
     """Reduce `losses` to one number, or divide the one number `dloss`; by labels that count.
 
@@ -125,7 +110,7 @@ def _reduction_plan(
     mean: bool,
 ) -> Plan:
     items = tuple(stride // dtype.itemsize for stride in strides)
-    params = params_of((*shape, 1), [items])
+    params = row_params(shape, 1, {"labels": items})
     step = Step.of(reduction(dtype.name, mean), 1, ignore_index, params)
     return Plan((step,), (("result", Output((), _FLOAT32)),))
 

@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
-
 from cupyattn.arrays import (
     Array,
     Description,
@@ -21,6 +19,7 @@ from cupyattn.errors import error
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.configs.layers import embedding as configs
 from cupyattn.kernels.device import Device
+from cupyattn.ops.axes import Strides, merge_axes, walk_params
 from cupyattn.ops.checks import (
     CPU_FLOATS,
     INTEGERS,
@@ -36,12 +35,11 @@ from cupyattn.ops.checks import (
     require_whole_item_strides,
     require_workspace,
 )
-from cupyattn.ops.elements import walk_params
 from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.plan import Output, Plan, Step, lay_out_scratch, run
-from cupyattn.ops.rows import merge_axes
-from cupyattn.ops.value_checks import checks_values
+from cupyattn.ops.value_checks import checks_values, require_within
 
+_GRADS = {"dtable": "grads"}
 _MOST_UNITS = 2**32 - 1
 _MOST = 2**31 - 2**16
 """Tokens, and rows of a table, that the backward numbers with 32 bits."""
@@ -63,7 +61,7 @@ class EmbeddingProblem:
         """What is written."""
         table = self.layouts["table"]
         if self.backward:
-            return "dtable", Output(table.shape, table.dtype)
+            return "grads", Output(table.shape, table.dtype)
         return "out", Output((*self.layouts["ids"].shape, table.shape[1]), table.dtype)
 
     @property
@@ -75,16 +73,16 @@ class EmbeddingProblem:
 
     @property
     def target(self) -> Layout:
-        """The layout of table, or of dtable."""
+        """The layout of table, or of its gradient."""
         if not self.backward:
             return self.layouts["table"]
-        return self.layouts.get("dtable") or contiguous(*self.output[1])
+        return self.layouts.get("grads") or contiguous(*self.output[1])
 
     @property
     def vec(self) -> int:
         """How many items one load brings: a vector's where every row starts at one, or 1."""
         items = vector_items(self.target.dtype.name)
-        names = ("dout", "dtable") if self.backward else ("out", "table")
+        names = ("dout", "grads") if self.backward else ("out", "table")
         strides = [
             stride
             for layout in (self.rows, self.target)
@@ -109,7 +107,8 @@ def embedding_problem(
     problem = _cached_problem(operands.description, backward, accumulate)
     problem.overlaps.check(operands)
     if checks_values(operands):
-        _require_ids(operands.arrays["ids"], problem.layouts["table"].shape[0])
+        ids, rows = operands.arrays["ids"], problem.layouts["table"].shape[0]
+        require_within("ids", ids, rows, "the table has", "pass other ids, or a larger table")
     return problem
 
 
@@ -131,28 +130,13 @@ def _cached_problem(description: Description, backward: bool, accumulate: bool) 
         require_same_dtype(layouts, ("dout", "table"))
     if "workspace" in layouts:
         require_workspace(layouts["workspace"])
-    writes = ("dtable", "workspace") if backward else ("out",)
+    writes = ("grads", "workspace") if backward else ("out",)
     overlaps = Overlaps.of(layouts, writes)
     problem = EmbeddingProblem(layouts, starts_of(description), backward, accumulate, overlaps)
     name, output = problem.output
     if name in layouts:
         require_output(name, layouts[name], *output)
     return problem
-
-
-def _require_ids(ids: Array, rows: int) -> None:
-    """Raise ValueError if an id is no row of the table. Waits for arrays on a GPU."""
-    outside = (ids < 0) | (ids >= rows)
-    if not bool(outside.any()):
-        return
-    at = np.unravel_index(int(outside.argmax()), ids.shape)
-    index = ", ".join(str(int(i)) for i in at)
-    raise error(
-        ValueError,
-        f"ids[{index}] is {int(ids[tuple(at)])}",
-        f"the table has rows 0 to {rows - 1}",
-        "pass other ids, or a larger table",
-    )
 
 
 def run_embedding(device: Device, problem: EmbeddingProblem, operands: Operands) -> Array:
@@ -167,13 +151,15 @@ def _require_for_kernels(problem: EmbeddingProblem) -> None:
     require_kernel_dtype("table", problem.layouts["table"].dtype)
 
 
-def _merged(*layouts: Layout, axes: int) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+def _merged(axes: int, **layouts: Layout) -> tuple[tuple[int, ...], dict[str, Strides]]:
     """Merge the first axes of arrays, with strides in items."""
     strides = [
         tuple(stride // layout.dtype.itemsize for stride in layout.strides[:axes])
-        for layout in layouts
+        for layout in layouts.values()
     ]
-    return merge_axes(layouts[0].shape[:axes], strides)
+    first = next(iter(layouts.values()))
+    shape, merged = merge_axes(first.shape[:axes], strides)
+    return shape, dict(zip(layouts, merged, strict=True))
 
 
 @lru_cache(maxsize=4096)
@@ -196,7 +182,7 @@ def _forward_plan(problem: EmbeddingProblem, arch: int) -> Plan:
             f"a launch of embedding takes at most {_MOST_UNITS // units} of {table.shape[1]}",
             "split them over several calls",
         )
-    shape, strides = _merged(ids, problem.rows, axes=len(ids.shape))
+    shape, strides = _merged(len(ids.shape), ids=ids, out=problem.rows)
     params = walk_params(shape, strides, table.shape[1], units)
     specialisation = configs.specialise_forward(config, table.dtype.name, vec, ids.dtype.name)
     stride = table.strides[0] // table.dtype.itemsize
@@ -214,7 +200,7 @@ def _backward_plan(problem: EmbeddingProblem, arch: int) -> Plan:
     ids, dtype, accumulate = layouts["ids"], problem.target.dtype.name, problem.accumulate
     tokens = math.prod(ids.shape)
     outputs = (problem.output,)
-    zero_first = () if accumulate else ("dtable",)
+    zero_first = () if accumulate else ("grads",)
     if tokens == 0 or rows * length == 0:
         return Plan((), outputs, zero_first=zero_first, zero_new=accumulate)
     if max(tokens, rows) > _MOST:
@@ -231,8 +217,8 @@ def _backward_plan(problem: EmbeddingProblem, arch: int) -> Plan:
     blocks = -(-length // (32 * vec))
     warps = configs.THREADS // 32
     stride = problem.target.strides[0] // problem.target.dtype.itemsize
-    ids_shape, ids_strides = _merged(ids, axes=len(ids.shape))
-    dout_shape, dout_strides = _merged(layouts["dout"], axes=len(ids.shape))
+    ids_shape, ids_strides = _merged(len(ids.shape), ids=ids)
+    dout_shape, dout_strides = _merged(len(ids.shape), dout=layouts["dout"])
     of_ids = walk_params(ids_shape, ids_strides, 1, 1)
     of_dout = walk_params(dout_shape, dout_strides, length, blocks)
     sums, combine = (
@@ -248,8 +234,8 @@ def _backward_plan(problem: EmbeddingProblem, arch: int) -> Plan:
         Step.of(
             configs.specialise_sort(), rows // configs.THREADS + 1, padded, renamed={"ids": "flat"}
         ),
-        Step.of(sums, ctas, rows, stride, of_dout[()]),
-        Step.of(combine, ctas, tokens, rows, stride, length, blocks),
+        Step.of(sums, ctas, rows, stride, of_dout[()], renamed=_GRADS),
+        Step.of(combine, ctas, tokens, rows, stride, length, blocks, renamed=_GRADS),
     )  # fmt: skip
     sizes = {"flat": padded, "order": tokens, "rows": tokens, "partials": 2 * chunks * length}
     plan = Plan(steps, outputs, lay_out_scratch(sizes), zero_first, zero_new=accumulate)

@@ -15,6 +15,7 @@ from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.configs.layers import global_norm as configs
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.structs import NORM_ARRAYS, NORM_PARAMS
+from cupyattn.ops.axes import merge_axes
 from cupyattn.ops.checks import (
     CPU_FLOATS,
     require_dtype,
@@ -26,7 +27,6 @@ from cupyattn.ops.checks import (
 )
 from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.plan import Output, Plan, Step, lay_out_scratch, run
-from cupyattn.ops.rows import merge_axes
 
 OUTPUT = Output((), np.dtype(np.float32))
 _OWN = ("out", "workspace")

@@ -38,7 +38,7 @@ from cupyattn.ops.checks import (
 )
 from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.plan import Output, Plan, Step, run
-from cupyattn.ops.value_checks import checks_values
+from cupyattn.ops.value_checks import checks_values, require_within
 
 _MOST_THREADS = 2**32 - 1
 
@@ -93,7 +93,9 @@ def rope_problem(
     problem = _cached_problem(operands.description, rotated, *flags)
     problem.overlaps.check(operands)
     if "positions" in operands.arrays and checks_values(operands):
-        _require_positions(operands.arrays["positions"], len(operands.arrays["cos"]))
+        positions, rows = operands.arrays["positions"], len(operands.arrays["cos"])
+        fix = "pass longer tables, or other positions"
+        require_within("positions", positions, rows, "cos and sin have", fix)
     return problem
 
 
@@ -168,21 +170,6 @@ def _check_tables(layouts: dict[str, Layout], name: str, batch: int, length: int
             f"cos and sin have {cos.shape[0]} rows",
             "pass longer tables, or positions=",
         )
-
-
-def _require_positions(positions: Array, length: int) -> None:
-    """Raise ValueError if a position is outside of the tables. Waits for arrays on a GPU."""
-    outside = (positions < 0) | (positions >= length)
-    if not bool(outside.any()):
-        return
-    at = np.unravel_index(int(outside.argmax()), positions.shape)
-    index = ", ".join(str(int(i)) for i in at)
-    raise error(
-        ValueError,
-        f"positions[{index}] is {int(positions[tuple(at)])}",
-        f"cos and sin have rows 0 to {length - 1}",
-        "pass longer tables, or other positions",
-    )
 
 
 def run_rope(device: Device, problem: RopeProblem, operands: Operands) -> dict[str, Array]:

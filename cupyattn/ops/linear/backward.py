@@ -8,18 +8,23 @@ from cupyattn.arrays import Array, Operands
 from cupyattn.kernels.device import Device
 from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.ops.linear.choice import launches_for
-from cupyattn.ops.linear.implementations import Launches
+from cupyattn.ops.linear.implementations import Card, Launches
 from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.plan import SCRATCH_DTYPE, Plan, lay_out_scratch, run
 
 
 def linear_backward(device: Device, problem: LinearProblem, operands: Operands) -> dict[str, Array]:
     """Run the backward of linear, into the results and scratch that are given."""
-    return run(device, _plan(problem, device.arch.number), operands.arrays)
+    return run(device, _plan(problem, Card.of(device)), operands.arrays)
+
+
+def scratch_bytes(device: Device, problem: LinearProblem) -> int:
+    """Return the bytes of scratch memory that it takes."""
+    return _plan(problem, Card.of(device)).workspace_bytes
 
 
 @lru_cache(maxsize=4096)
-def _plan(problem: LinearProblem, arch: int) -> Plan:
+def _plan(problem: LinearProblem, card: Card) -> Plan:
     require_kernel_dtype("x", problem.dtype)
     require_item_alignment(problem.layouts, problem.starts)
     outputs = tuple(problem.outputs.items())
@@ -32,9 +37,9 @@ def _plan(problem: LinearProblem, arch: int) -> Plan:
             zero_new=problem.accumulate,
             transposed=problem.transposed,
         )
-    parts = [launches_for(product, problem, arch) for product in ("dx", "dw")]
+    parts = [launches_for(product, problem, card) for product in ("dx", "dw")]
     if problem.activation is not None and "preactivation" not in problem.layouts:
-        parts.insert(0, _preactivation(problem, arch))
+        parts.insert(0, _preactivation(problem, card))
     # A step that two products share, such as forming dz, is one object and runs once.
     steps = {id(step): step for part in parts for step in part.steps}
     plan = Plan(
@@ -49,9 +54,9 @@ def _plan(problem: LinearProblem, arch: int) -> Plan:
     return plan
 
 
-def _preactivation(problem: LinearProblem, arch: int) -> Launches:
+def _preactivation(problem: LinearProblem, card: Card) -> Launches:
     """Return what computes x w + b into scratch memory that takes the place of an array."""
-    steps, scratch, zero_first = launches_for("forward", problem.plain_preactivation(), arch)
+    steps, scratch, zero_first = launches_for("forward", problem.plain_preactivation(), card)
     renamed = {"out": "preactivation", "preactivation": "none", "residual": "none"}
     steps = tuple(
         step._replace(

@@ -16,6 +16,7 @@ from cupyattn.arrays import (
     starts_of,
 )
 from cupyattn.errors import error, shown
+from cupyattn.ops.axes import merge_axes
 from cupyattn.ops.checks import (
     CPU_FLOATS,
     made_beforehand,
@@ -40,7 +41,6 @@ from cupyattn.ops.linear.problem import (
 )
 from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.plan import Output
-from cupyattn.ops.rows import merge_axes
 
 MAX_EXTENT = 2**31 - 1024
 """Of M, K and the columns of w: kernels count them, tile by tile, in 32 bits."""
@@ -57,7 +57,7 @@ def forward_problem(
         As the public functions document.
     """
     _require_activation(activation)
-    problem = _cached_forward_problem(operands.description, activation, return_preactivation)
+    problem = described_forward(operands.description, activation, return_preactivation)
     problem.overlaps.check(operands)
     return problem
 
@@ -71,7 +71,7 @@ def backward_problem(operands: Operands, activation: Any, accumulate: bool) -> L
         As the public functions document.
     """
     _require_activation(activation)
-    problem = _cached_backward_problem(operands.description, activation, accumulate)
+    problem = described_backward(operands.description, activation, accumulate)
     problem.overlaps.check(operands)
     return problem
 
@@ -88,9 +88,10 @@ def _require_activation(activation: Any) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _cached_forward_problem(
+def described_forward(
     description: Description, activation: str | None, return_preactivation: bool
 ) -> LinearProblem:
+    """Check what is known of a forward call without its memory."""
     layouts = layouts_of(description)
     kept = return_preactivation and activation is not None
     problem = _problem(description, activation, ("x", "w", "b", "residual"), FORWARD_RESULTS)
@@ -111,9 +112,10 @@ def _cached_forward_problem(
 
 
 @lru_cache(maxsize=4096)
-def _cached_backward_problem(
+def described_backward(
     description: Description, activation: str | None, accumulate: bool
 ) -> LinearProblem:
+    """Check what is known of a backward call without its memory."""
     layouts = layouts_of(description)
     require_arrays(layouts, ("dout",))
     require_dtype("dout", layouts["dout"], CPU_FLOATS)

@@ -10,16 +10,16 @@ from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
 from cupyattn.kernels.configs.linear import float32 as configs
 from cupyattn.kernels.configs.rows import COLUMN_SUMS_COLUMNS, column_sums
 from cupyattn.kernels.structs import FLOAT_PRODUCT_PARAMS
-from cupyattn.ops.linear.implementations import Launches, LinearPlan
+from cupyattn.ops.linear.implementations import Card, Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem, Matrix
 from cupyattn.ops.plan import Step
 
 
-def forward_plan(problem: LinearProblem, arch: int) -> Launches:
+def forward_plan(problem: LinearProblem, card: Card) -> Launches:
     """Plan out and preactivation: one launch."""
     matrices = problem.matrices
     x, w, out = matrices["x"], matrices["w"], matrices["out"]
-    row = configs.product_row(arch, problem.rows, problem.weight_columns)
+    row = configs.product_row(card.arch, problem.rows, problem.weight_columns)
     columns = row.tile_n // 2 if problem.gated else row.tile_n
     kernel = configs.forward(
         problem.dtype.name,
@@ -42,9 +42,9 @@ def forward_plan(problem: LinearProblem, arch: int) -> Launches:
     return Launches((Step.of(kernel, ctas, params),))
 
 
-def thin_plan(problem: LinearProblem, arch: int) -> Launches:
+def thin_plan(problem: LinearProblem, card: Card) -> Launches:
     """Plan out and preactivation of few rows: one launch that reads the weight once."""
-    del arch  # one configuration
+    del card  # one configuration
     matrices = problem.matrices
     w, out = matrices["w"], matrices["out"]
     kernel = configs.thin(
@@ -71,11 +71,11 @@ def _is_thin(problem: LinearProblem) -> bool:
     return problem.rows <= configs.THIN_ROWS[-1]
 
 
-def dx_plan(problem: LinearProblem, arch: int) -> Launches:
+def dx_plan(problem: LinearProblem, card: Card) -> Launches:
     """Plan dx: one launch."""
     matrices = problem.matrices
     w, result = matrices["w"], matrices["dx"]
-    row = configs.product_row(arch, problem.rows, problem.inner, configs.GRADIENT_ROWS)
+    row = configs.product_row(card.arch, problem.rows, problem.inner, configs.GRADIENT_ROWS)
     kernel = configs.dx(
         problem.dtype.name,
         row,
@@ -98,7 +98,7 @@ def dx_plan(problem: LinearProblem, arch: int) -> Launches:
     return Launches((Step.of(kernel, ctas, params),))
 
 
-def dw_plan(problem: LinearProblem, arch: int) -> Launches:
+def dw_plan(problem: LinearProblem, card: Card) -> Launches:
     """Plan dw, in one launch, and db, in two more."""
     matrices = problem.matrices
     result = matrices["dw"]
@@ -109,7 +109,7 @@ def dw_plan(problem: LinearProblem, arch: int) -> Launches:
     if problem.inner == 0:
         return launches
     table = configs.GRADIENT_ROWS if transposed else configs.PRODUCTS
-    row = configs.product_row(arch, result.rows, result.columns, table)
+    row = configs.product_row(card.arch, result.rows, result.columns, table)
     kernel = configs.dw(
         problem.dtype.name,
         row,

@@ -8,23 +8,29 @@ from cupyattn.arrays import Array, Operands
 from cupyattn.kernels.device import Device
 from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.ops.linear.choice import launches_for
+from cupyattn.ops.linear.implementations import Card
 from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.plan import Plan, lay_out_scratch, run
 
 
 def linear_forward(device: Device, problem: LinearProblem, operands: Operands) -> dict[str, Array]:
     """Run linear, into `out` and `preactivation` where they are given."""
-    return run(device, _plan(problem, device.arch.number), operands.arrays)
+    return run(device, _plan(problem, Card.of(device)), operands.arrays)
+
+
+def scratch_bytes(device: Device, problem: LinearProblem) -> int:
+    """Return the bytes of scratch memory that it takes."""
+    return _plan(problem, Card.of(device)).workspace_bytes
 
 
 @lru_cache(maxsize=4096)
-def _plan(problem: LinearProblem, arch: int) -> Plan:
+def _plan(problem: LinearProblem, card: Card) -> Plan:
     require_kernel_dtype("x", problem.dtype)
     require_item_alignment(problem.layouts, problem.starts)
     outputs = tuple(problem.outputs.items())
     if problem.rows * problem.outer == 0:
         return Plan((), outputs)
-    steps, scratch, zero_first = launches_for("forward", problem, arch)
+    steps, scratch, zero_first = launches_for("forward", problem, card)
     plan = Plan(steps, outputs, lay_out_scratch(scratch), zero_first)
     plan.require_arrays(problem.layouts)
     return plan

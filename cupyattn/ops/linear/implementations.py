@@ -9,8 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from cupyattn.kernels.device import Device
 from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.plan import Step
+
+
+class Card(NamedTuple):
+    """What plans depend on of the device: tables go by its architecture, grids by its size."""
+
+    arch: int
+    """75, 80, ..."""
+    multiprocessors: int
+
+    @classmethod
+    def of(cls, device: Device) -> Card:
+        """Describe a device."""
+        return cls(device.arch.number, device.multiprocessors)
 
 
 class Launches(NamedTuple):
@@ -24,8 +38,8 @@ class Launches(NamedTuple):
     """Scratch (or results) that must be zero before the first step. Mostly there is none."""
 
 
-PlanFunction = Callable[[LinearProblem, int], Launches]
-"""From a problem and the number of an architecture (75, 80, ...) to the launches of one product.
+PlanFunction = Callable[[LinearProblem, Card], Launches]
+"""From a problem and a card to the launches of one product.
 
 What it receives
     A problem with M, N and K at least 1 and item-aligned arrays, of a dtype in `LinearPlan.dtypes`

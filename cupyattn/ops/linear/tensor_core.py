@@ -10,7 +10,7 @@ import numpy as np
 from cupyattn.kernels.configs.linear import tensor_core as configs
 from cupyattn.kernels.configs.rows import COLUMN_SUMS_COLUMNS, column_sums
 from cupyattn.kernels.structs import PREACTIVATION_GRADIENT_PARAMS
-from cupyattn.ops.linear.implementations import Launches, LinearPlan
+from cupyattn.ops.linear.implementations import Card, Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem, Matrix
 from cupyattn.ops.linear.tiles import VECTOR, Product, Tiling, whole_vector
 from cupyattn.ops.plan import SCRATCH_DTYPE, Step
@@ -36,7 +36,7 @@ def _spans(matrix: Matrix, gated: bool) -> int:
     return reached * abs(matrix.leading) * matrix.itemsize
 
 
-def forward_launches(problem: LinearProblem, arch: int) -> Launches:
+def forward_launches(problem: LinearProblem, card: Card) -> Launches:
     """Plan the forward."""
     matrices = problem.matrices
     results = [name for name in ("out", "residual", "preactivation") if name in matrices]
@@ -44,14 +44,14 @@ def forward_launches(problem: LinearProblem, arch: int) -> Launches:
     out_vec = whole_vector(problem.vector(*results), half)
     halves = 2 if problem.gated else 1
     product = Product(configs.FORWARD, matrices["x"], matrices["w"], halves, out_vec)
-    tiling = product.tiling(arch)
+    tiling = product.tiling(card)
     in_parts = Product(configs.PRODUCT, matrices["x"], matrices["w"])
-    parts = in_parts.tiling(arch, may_split=True)
-    whole = product.duration(arch, tiling)
-    if parts.splits_log2 and in_parts.duration(arch, parts) < _WORTH_SPLITTING * whole:
-        return _forward_in_parts(problem, in_parts, parts, arch)
+    parts = in_parts.tiling(card, may_split=True)
+    whole = product.duration(card, tiling)
+    if parts.splits_log2 and in_parts.duration(card, parts) < _WORTH_SPLITTING * whole:
+        return _forward_in_parts(problem, in_parts, parts, card)
     specialisation = configs.forward(
-        arch,
+        card.arch,
         tiling.shape,
         product.vec,
         out_vec,
@@ -59,7 +59,7 @@ def forward_launches(problem: LinearProblem, arch: int) -> Launches:
         activation=problem.scalar_activation,
         paired=problem.gated,
     )
-    ctas, params = product.geometry(arch, tiling)
+    ctas, params = product.geometry(card.arch, tiling)
     for name, stride in {**dict(zip(results, results, strict=True)), "residual": "addend"}.items():
         if name in matrices:
             params[f"{stride}_stride"] = matrices[name].leading
@@ -67,14 +67,14 @@ def forward_launches(problem: LinearProblem, arch: int) -> Launches:
 
 
 def _forward_in_parts(
-    problem: LinearProblem, product: Product, tiling: Tiling, arch: int
+    problem: LinearProblem, product: Product, tiling: Tiling, card: Card
 ) -> Launches:
     """Plan the forward of few rows and a long sum: its parts, then all that follows their sum."""
     matrices, columns = problem.matrices, problem.outer
-    ctas, params = product.geometry(arch, tiling)
+    ctas, params = product.geometry(card.arch, tiling)
     vec = whole_vector(problem.weight_columns)
     specialisation = configs.product(
-        arch, tiling.shape, product.lines, product.vec, vec, split=True
+        card.arch, tiling.shape, product.lines, product.vec, vec, split=True
     )
     renamed = {"a": "x", "b": "w", "partials": "forward_partials"}
     absent = dict.fromkeys(("result", "addend"), _ABSENT)
@@ -97,16 +97,16 @@ def _forward_in_parts(
     return Launches((step, last), {"forward_partials": size})
 
 
-def dx_launches(problem: LinearProblem, arch: int) -> Launches:
+def dx_launches(problem: LinearProblem, card: Card) -> Launches:
     """Plan dx = dz w^T."""
     gradient = _gradient(problem)
     dx, w = problem.matrices["dx"], problem.matrices["w"].transposed
     product = Product(configs.PRODUCT, _dz(problem), w, out_vec=whole_vector(dx.vector))
-    tiling = product.tiling(arch)
-    ctas, params = product.geometry(arch, tiling)
+    tiling = product.tiling(card)
+    ctas, params = product.geometry(card.arch, tiling)
     params["out_stride"] = params["addend_stride"] = dx.leading
     specialisation = configs.product(
-        arch, tiling.shape, product.lines, product.vec, product.out_vec
+        card.arch, tiling.shape, product.lines, product.vec, product.out_vec
     )
     names = {"a": _dz_name(problem), "b": "w", "result": "dx", "partials": _ABSENT}
     step = Step.of(
@@ -116,7 +116,7 @@ def dx_launches(problem: LinearProblem, arch: int) -> Launches:
     return Launches((*formed, step), gradient.scratch if formed else {})
 
 
-def dw_launches(problem: LinearProblem, arch: int) -> Launches:
+def dw_launches(problem: LinearProblem, card: Card) -> Launches:
     """Plan dw = x^T dz, and db."""
     gradient = _gradient(problem)
     dw, names = problem.matrices["dw"], {"a": "x", "b": _dz_name(problem)}
@@ -125,12 +125,12 @@ def dw_launches(problem: LinearProblem, arch: int) -> Launches:
         dw, names = dw.transposed, {"a": names["b"], "b": names["a"]}
         product = Product(configs.PRODUCT, product.b.transposed, product.a.transposed)
     steps, scratch = [*gradient.steps], dict(gradient.scratch)
-    tiling = product.tiling(arch, may_split=True)
+    tiling = product.tiling(card, may_split=True)
     split, out_vec = tiling.splits_log2 > 0, whole_vector(dw.vector)
-    ctas, params = product.geometry(arch, tiling)
+    ctas, params = product.geometry(card.arch, tiling)
     params["out_stride"] = params["addend_stride"] = dw.leading
     specialisation = configs.product(
-        arch, tiling.shape, product.lines, product.vec, out_vec, split=split
+        card.arch, tiling.shape, product.lines, product.vec, out_vec, split=split
     )
     last = {"result": "dw", "addend": _addend(problem, "dw")}
     if split:

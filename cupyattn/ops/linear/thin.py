@@ -9,7 +9,7 @@ import numpy as np
 from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.configs.linear.thin import MAX_ROWS, merge, merge_ctas, thin, thin_launch
 from cupyattn.kernels.structs import THIN_PARAMS
-from cupyattn.ops.linear.implementations import Launches, LinearPlan
+from cupyattn.ops.linear.implementations import Card, Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.plan import Step
 
@@ -23,11 +23,12 @@ def _takes(problem: LinearProblem) -> bool:
     return all(size <= most for size, most in zip(sizes, _MOST, strict=True))
 
 
-def _forward(problem: LinearProblem, arch: int) -> Launches:
+def _forward(problem: LinearProblem, card: Card) -> Launches:
     """Return the product, and behind a split K the launch that adds its parts."""
     w = problem.matrices["w"]
     launch = thin_launch(
-        arch,
+        card.arch,
+        card.multiprocessors,
         _vector(problem),
         along_k=not w.along_columns,
         rows=problem.rows,

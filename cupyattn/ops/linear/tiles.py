@@ -16,14 +16,13 @@ from cupyattn.kernels.configs.linear.tensor_core import (
 )
 from cupyattn.kernels.spec import KernelSpec
 from cupyattn.kernels.structs import PRODUCT_PARAMS
+from cupyattn.ops.linear.implementations import Card
 from cupyattn.ops.linear.problem import Matrix
 
 VECTOR = vector_items("float16")
 _GROUP_LOG2 = 3  # tiles of rows that neighbouring CTAs go down
 _RECIPROCAL_REACH = 2**30  # groups of CTAs times tiles of columns squared (params.cuh)
 
-# Of the cards that the tiles are chosen for: a T4, an RTX 2080 Ti, an H200.
-_SMS = (40, 68, 132)
 # What a CTA does before and behind its loop takes about as long as so many items of the sum, by a
 # count of its instructions; where two CTAs share an SM, half of it passes under the other's loop.
 _OUTSIDE_LOOP = 100
@@ -74,26 +73,26 @@ class Product(NamedTuple):
         row = self.row(arch, shape)
         return -(-self.a.rows // row.tile_rows), -(-self.b.columns // row.tile_columns)
 
-    def tiling(self, arch: int, *, may_split: bool = False) -> Tiling:
-        """Choose what takes the least time on the cards together, as the model sees it."""
+    def tiling(self, card: Card, *, may_split: bool = False) -> Tiling:
+        """Choose what takes the least time on a card, as the model of Turing sees it."""
         longest = max(self.a.columns.bit_length() - 1 - _LEAST_PART_LOG2, 0) if may_split else 0
         choices = [
             Tiling(shape, splits_log2)
             for shape in shapes_for(self.vec, self.out_vec, self.lines)
             for splits_log2 in range(min(longest, _MOST_SPLITS_LOG2) + 1)
         ]
-        return min(choices, key=lambda tiling: self.duration(arch, tiling))
+        return min(choices, key=lambda tiling: self.duration(card, tiling))
 
-    def duration(self, arch: int, tiling: Tiling) -> float:
-        """Return the sum over cards of the time, in items of the sum of an item of the result."""
-        row = self.row(arch, tiling.shape)
-        down, across = self.tiles(arch, tiling.shape)
+    def duration(self, card: Card, tiling: Tiling) -> float:
+        """Return the time on a card, in items of the sum of an item of the result."""
+        row = self.row(card.arch, tiling.shape)
+        down, across = self.tiles(card.arch, tiling.shape)
         ctas = down * across << tiling.splits_log2
         outside = _STORING_PARTS if tiling.splits_log2 else _OUTSIDE_LOOP
         item = 1 / row.models + _FROM_L2 * (1 / row.tile_rows + 1 / row.tile_columns)
         items = self.part(tiling.splits_log2) * item + outside / row.ctas_per_sm
         wave = row.ctas_per_sm * row.tile_rows * row.tile_columns * items
-        return sum(-(-ctas // (sms * row.ctas_per_sm)) * sms * wave for sms in _SMS)
+        return -(-ctas // (card.multiprocessors * row.ctas_per_sm)) * wave
 
     def geometry(self, arch: int, tiling: Tiling) -> tuple[int, Any]:
         """Return how many CTAs it takes, and the C struct ProductParams without the results."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,15 +11,24 @@ from numpy.typing import NDArray
 from cupyattn.reference.attention.bounds import U32, precision_of
 from cupyattn.reference.attention.dense import attention
 from cupyattn.reference.attention.scores import Float64
+from cupyattn.reference.kv_cache.quantisation import dequantise
 
 
 def gathered(
-    cache: NDArray[Any], block_table: NDArray[Any], seqlens_k: NDArray[Any], /
+    cache: NDArray[Any],
+    block_table: NDArray[Any],
+    seqlens_k: NDArray[Any],
+    /,
+    scales: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
     """Take the tokens of each sequence, (B, longest, G, D) in the cache's dtype, zeros behind them.
 
-    Entries of the table below 0 give zeros, too: blocks that a window has left behind.
+    Entries of the table below 0 give zeros, too: blocks that a window has left behind. With scales
+    the cache is of integers, and the tokens are float64.
     """
+    if scales is not None:
+        stored = (gathered(each, block_table, seqlens_k) for each in (cache, scales))
+        return dequantise(*stored)
     block_size = cache.shape[1]
     longest = int(np.max(seqlens_k, initial=0))
     tokens = np.zeros((len(seqlens_k), longest, *cache.shape[2:]), cache.dtype)
@@ -38,24 +48,56 @@ def paged_attention(
     block_table: NDArray[Any],
     seqlens_k: NDArray[Any],
     /,
+    *,
+    cu_seqlens_q: NDArray[Any] | None = None,
+    k_scales: NDArray[Any] | None = None,
+    v_scales: NDArray[Any] | None = None,
     **options: Any,
 ) -> tuple[Float64, Float64]:
     """Attention of each sequence's last tokens to all of its tokens.
 
     Parameters
     ----------
-    q : (B, Sq, H, D), k_cache, v_cache : (num_blocks, block_size, G, D) floats
+    q : (B, Sq, H, D), or packed (total, H, D)
+    k_cache, v_cache : (num_blocks, block_size, G, D) floats
+        Or what `quantise` has stored, with k_scales, v_scales : (num_blocks, block_size, G).
     block_table : (B, max_blocks), seqlens_k : (B,) ints
+    cu_seqlens_q : (B + 1,) ints
+        Where the packed rows of each sequence begin, and where the last one's end; rows behind
+        that give zeros.
     **options
         See `scores.ScoreBlocks`.
 
     Returns
     -------
-    out : (B, Sq, H, D) float64
-    lse : (B, H, Sq) float64
+    out : (B, Sq, H, D) or (total, H, D) float64
+    lse : (B, H, Sq) or (H, total) float64
     """
-    k, v = (gathered(cache, block_table, seqlens_k) for cache in (k_cache, v_cache))
-    return attention(q, k, v, seqused_k=seqlens_k, **options)
+    caches = (k_cache, k_scales), (v_cache, v_scales)
+    if cu_seqlens_q is None:
+        k, v = (gathered(cache, block_table, seqlens_k, scales) for cache, scales in caches)
+        return attention(q, k, v, seqused_k=seqlens_k, **options)
+    out, lse = np.zeros(q.shape), np.zeros((q.shape[1], q.shape[0]))
+    for b, (begin, end) in enumerate(pairwise(cu_seqlens_q)):
+        if begin == end:  # its table may have nothing
+            continue
+        own = slice(b, b + 1)
+        slopes = options.get("alibi_slopes")
+        each = dict(options)
+        if slopes is not None and slopes.ndim == 2:
+            each["alibi_slopes"] = slopes[own]
+        results = paged_attention(
+            q[None, begin:end],
+            k_cache,
+            v_cache,
+            block_table[own],
+            seqlens_k[own],
+            k_scales=k_scales,
+            v_scales=v_scales,
+            **each,
+        )
+        out[begin:end], lse[:, begin:end] = (result[0] for result in results)
+    return out, lse
 
 
 def merge_attention(

@@ -80,7 +80,7 @@ def rounded_sum(x: NDArray[Any], residual: NDArray[Any]) -> Float64:
 def norm_backward(
     dout: NDArray[Any],
     x: NDArray[Any],
-    dresidual: NDArray[Any] | None = None,
+    dtotal: NDArray[Any] | None = None,
     weight: NDArray[Any] | None = None,
     bias: NDArray[Any] | None = None,
     mean: NDArray[Any] | None = None,
@@ -96,7 +96,7 @@ def norm_backward(
         Gradient of out.
     x : (..., N) floats
         What was normalised: the sum, where there was one.
-    dresidual : (..., N) floats, optional
+    dtotal : (..., N) floats, optional
         Gradient of the sum as a result.
     weight, bias : (N,) floats, optional
         Of the bias only whether it is there counts.
@@ -117,8 +117,8 @@ def norm_backward(
         if mean is not None:
             inner = inner - _mean(g)[..., None]
         dx = rstd[..., None] * inner
-        if dresidual is not None:
-            dx = dx + dresidual
+        if dtotal is not None:
+            dx = dx + dtotal
         dweight = None if weight is None else column_sum(dout * normal)
         dbias = None if bias is None else column_sum(dout)
     return dx, dweight, dbias

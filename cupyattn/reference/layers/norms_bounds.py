@@ -17,7 +17,7 @@ no pivot: its mean of squares errs by (h + 4) u of itself. Both multiply and add
 
 Backward, from the statistics as given. n = (x - mean) rstd errs by 2 u |n|, g = dout (offset + w)
 by 2 u |g|, a mean of terms by (h + 6) u of the mean of their sizes; dx = rstd (g - G - n C) +
-dresidual adds four roundings of its largest partial result. A sum over R rows takes at most R
+dtotal adds four roundings of its largest partial result. A sum over R rows takes at most R
 additions and a few for CTAs and warps: (R + 16) u of the sum of the sizes.
 """
 
@@ -96,7 +96,7 @@ def norm_bound(
 def norm_backward_bound(
     dout: NDArray[Any],
     x: NDArray[Any],
-    dresidual: NDArray[Any] | None = None,
+    dtotal: NDArray[Any] | None = None,
     weight: NDArray[Any] | None = None,
     bias: NDArray[Any] | None = None,
     mean: NDArray[Any] | None = None,
@@ -107,7 +107,7 @@ def norm_backward_bound(
 ) -> tuple[Float64, Float64 | None, Float64 | None]:
     """Error bounds of dx, dweight and dbias; the arguments are those of `norm_backward`."""
     gradients = norm_backward(
-        dout, x, dresidual, weight, bias, mean, rstd, weight_offset=weight_offset
+        dout, x, dtotal, weight, bias, mean, rstd, weight_offset=weight_offset
     )
     precision = precision_of(dtype)
     items, rows = x.shape[-1], x.size // max(x.shape[-1], 1)
@@ -123,8 +123,8 @@ def norm_backward_bound(
         inner = g + plain + normal * product
         error = (6 * g + h * plain + (h + 4) * normal * product + 4 * inner) * U32
         error = rstd[..., None] * (error + flushed * (1 + normal)) + TINY32
-        if dresidual is not None:
-            error = error + U32 * (rstd[..., None] * inner + np.abs(dresidual.astype(np.float64)))
+        if dtotal is not None:
+            error = error + U32 * (rstd[..., None] * inner + np.abs(dtotal.astype(np.float64)))
         dx = error + precision.store(gradients[0])
         sums: list[Float64 | None] = []
         for gradient, term in zip(gradients[1:], (dout * normal, dout), strict=True):

@@ -131,6 +131,27 @@ def log_softmax_backward(dout: ArrayLike, out: ArrayLike, *, scale: float = 1.0)
     return by_rows(gradient, _float64(dout), _float64(out))
 
 
+def broadcast_sums(gradient: ArrayLike, shape: tuple[int, ...]) -> Float64:
+    """Sum the gradient of scores over the axes that a bias of this shape broadcasts along.
+
+    Along a row they sum to 0: scores that move together move no weight.
+
+    Examples
+    --------
+    >>> broadcast_sums([[1.0, -1.0], [2.0, -2.0]], (2,))
+    array([ 3., -3.])
+    >>> broadcast_sums([[1.0, -1.0], [2.0, -2.0]], (2, 1))
+    array([[0.],
+           [0.]])
+    """
+    gradient = _float64(gradient)
+    extents = (1,) * (gradient.ndim - len(shape)) + shape
+    if extents[-1] != gradient.shape[-1]:
+        return np.zeros(shape)
+    over = tuple(axis for axis, n in enumerate(extents) if n != gradient.shape[axis])
+    return np.asarray(gradient.sum(axis=over)).reshape(shape)
+
+
 def logsumexp_backward(
     dout: ArrayLike,
     x: ArrayLike,

@@ -26,6 +26,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from cupyattn.reference.attention.bounds import TINY32, U32, precision_of
 from cupyattn.reference.layers.softmax import (
     Float64,
+    broadcast_sums,
     kept_columns,
     log_softmax,
     log_softmax_backward,
@@ -163,6 +164,23 @@ def log_softmax_backward_bound(
         flushed = TINY32 * (1 + total) * max(abs(scale), 1.0)
         store = precision_of(dtype).store(log_softmax_backward(dout, out, scale=scale))
         bound: Float64 = np.where(hidden, 0.0, abs(scale) * error + flushed + store)
+    return bound
+
+
+def broadcast_sums_bound(
+    gradient: ArrayLike, error: ArrayLike, shape: tuple[int, ...], *, dtype: DTypeLike
+) -> Float64:
+    """Error bound of `broadcast_sums`, of terms that err by `error`, rounded to dtype.
+
+    n terms are added in float32, in whatever order: n u sum|gradient|, and u more for the errors.
+    """
+    gradient, error = np.asarray(gradient, np.float64), np.asarray(error, np.float64)
+    with np.errstate(**QUIET):
+        exact = broadcast_sums(gradient, shape)
+        terms = gradient.size // max(exact.size, 1)
+        size = broadcast_sums(np.abs(gradient) + error, shape)
+        summed = broadcast_sums(error, shape) + (terms + 1) * U32 * size
+        bound: Float64 = summed + precision_of(dtype).store(np.abs(exact) + summed)
     return bound
 
 

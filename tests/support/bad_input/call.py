@@ -110,4 +110,4 @@ def softmax() -> Call:
 
 def softmax_backward() -> Call:
     arrays = {"dout": normal(2, 3, 8), "out": normal(2, 3, 8)}
-    return Call(cupyattn.softmax_backward, arrays, dx=full(2, 3, 8))
+    return Call(cupyattn.softmax_backward, arrays, grads=full(2, 3, 8))

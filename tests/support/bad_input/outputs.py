@@ -117,10 +117,10 @@ def backward_rows() -> Iterator[Row]:
     yield from of("accumulate", TypeError, "accumulate", BOOL, 1, "yes", None, np.array([1, 2]))
     yield from of("deterministic", TypeError, "deterministic", BOOL, 1, "yes", None)
     alone = {"grads": None, "accumulate": True}
-    yield "accumulate alone", alone, ValueError, "accumulate=True without grads", "arrays of grads"
+    yield "accumulate alone", alone, ValueError, "accumulate=True without grads", "what is in grads"
     dq, dk, dv = "float32 (2, 3, 4, 8)", "float32 (2, 5, 2, 8)", "float32 (2, 5, 2, 6)"
     for id, grads, kind, passed, allowed in (
-        ("number", {"dq": 1.0}, TypeError, "dq is a builtins.float", ARRAYS),
+        ("number", {"dq": 1.0}, TypeError, "grads.dq is a builtins.float", ARRAYS),
         ("shape", {"dk": full(2, 3, 4, 8)}, ValueError, f"dk is {dq}", dk),
         ("dtype", {"dv": full(2, 5, 2, 6, dtype=float)}, TypeError, "dv is float64", dv),
         ("stepped", {"dv": full(2, 5, 2, 12)[..., ::2]}, ValueError, "dv has", "contiguous"),
@@ -193,6 +193,6 @@ def softmax_backward_rows() -> Iterator[Row]:
     half, shorter = {"out": lambda a: a.astype(np.float16)}, {"out": lambda a: a[:, :2]}
     yield "dtypes", half, TypeError, "out has float16", "share one dtype"
     yield "shapes", shorter, ValueError, "out has shape (2, 2, 8)", "(2, 3, 8)"
-    yield "dx", {"dx": full(2, 3, 7)}, ValueError, "dx is float32 (2, 3, 7)", "(2, 3, 8)"
-    into = {PLACED: lambda call: call.options.update(dx=call.arrays["out"][:, ::-1])}
-    yield "dx in out", into, ValueError, "dx overlaps out", "while inputs are still read"
+    yield "grads", {"grads": full(2, 3, 7)}, ValueError, "grads is float32 (2, 3, 7)", "(2, 3, 8)"
+    into = {PLACED: lambda call: call.options.update(grads=call.arrays["out"][:, ::-1])}
+    yield "grads in out", into, ValueError, "grads overlaps out", "while inputs are still read"

@@ -1,7 +1,7 @@
-"""Launch configurations of decoding: a few query tokens over a paged cache, for sm_75.
+"""Launch configurations of decoding: few query tokens over a paged cache or dense keys, for sm_75.
 
 What is wanted is bytes in flight: warps that load a tile's K and V ahead, and as many of them as
-registers allow.
+registers allow. Caches of integers have fewer bytes a tile, so that more tiles are ahead.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.attention.options import FlashOptions
-from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
+from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES
 from cupyattn.kernels.configs.tables import (
     FLOAT_BYTES,
     option_macros,
@@ -28,8 +28,9 @@ FORWARD = KernelSpec(
     "attention_decode",
     "attention/decode/forward.cu",
     (
-        *inputs("q", "k_cache", "v_cache", "block_table", "seqlens_k"),
-        *inputs("alibi_slopes", "sinks", optional=True),
+        *inputs("q", "k_cache", "v_cache"),
+        *inputs("block_table", "seqlens_k", "q_offset", optional=True),
+        *inputs("k_scales", "v_scales", "alibi_slopes", "sinks", optional=True),
         Pointer("out"),
         Pointer("lse", optional=True),
         *(Pointer(name) for name in ("partial_out", "partial_sums")),
@@ -40,8 +41,7 @@ COMBINE = KernelSpec(
     "attention_decode_combine",
     "attention/decode/combine.cu",
     (
-        *inputs("seqlens_k"),
-        *inputs("sinks", optional=True),
+        *inputs("seqlens_k", "q_offset", "sinks", optional=True),
         *inputs("partial_out", "partial_sums"),
         Pointer("out"),
         Pointer("lse", optional=True),
@@ -55,6 +55,13 @@ TILE_KEYS = 16
 """Keys that a warp takes at a time (kTileKeys in params.cuh); block sizes are multiples of it."""
 WARPS = 4
 COMBINE_WARPS = 4
+FEEDS = ("BlockFeed", "DenseFeed")
+"""Where tiles of keys lie: in blocks that a table names, or one behind the other."""
+
+INTEGER_BITS = {"int8": 8, "uint8": 4}
+"""Bits of an item of caches of integers, by the dtype of their arrays."""
+INTEGER_ITEMS = 8
+"""Items of such a cache that a lane loads at once without tensor cores, where rows allow it."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +75,20 @@ class DecodeConfig:
         cores, 4 otherwise.
     ctas_per_sm : int
         What the compiler keeps registers for, and what the grid is chosen by.
+    tiles_ahead : int
+        Tiles of 16 keys that a warp loads ahead on tensor cores; 0 loads them as they are used.
+        Without tensor cores it is one, where the registers do (FloatRows).
     """
 
     rows: int
     ctas_per_sm: int
     reason: str
+    tiles_ahead: int = 1
 
 
 # By the head dim and the most rows; others of float16 run as other dtypes do. Chosen by what
-# registers hold; no row has been timed yet (python -m cupyattn.benchmark decode).
+# registers hold; of D 128 and 8 rows others were timed on an H200 as compute_75 code (2026-11-22):
+# two CTAs an SM, or two tiles ahead, are within 1 % on long work, 5 % faster on one sequence alone.
 TENSOR_CORES: Mapping[int, Mapping[int, Mapping[int | None, DecodeConfig]]] = {
     75: {
         64: {
@@ -87,7 +99,40 @@ TENSOR_CORES: Mapping[int, Mapping[int, Mapping[int | None, DecodeConfig]]] = {
             8: DecodeConfig(8, 3, "12 warps an SM, each with one tile ahead"),
             None: DecodeConfig(16, 2, "4 tokens of a group of 4 in one pass"),
         },
-        256: {None: DecodeConfig(8, 2, "64 registers of K or V on the way, 96 of q and out")},
+        256: {None: DecodeConfig(8, 2, "64 registers of K or V on the way, 96 of q and out", 0)},
+    }
+}
+
+# The same of caches of integers and float16 queries, by their dtype first. For each item of 8 rows
+# of D 128 a lane runs 2.7 instructions of int8 and 2.4 of 4 bits, 1.7 of float16, products and
+# softmax included. By the model of `python -m cupyattn turing` an SM of a T4 could so take 27 and
+# 15 bytes a cycle; the card's memory brings 5.
+INTEGER_TENSOR_CORES: Mapping[
+    int, Mapping[str, Mapping[int, Mapping[int | None, DecodeConfig]]]
+] = {
+    75: {
+        "int8": {
+            64: {
+                8: DecodeConfig(8, 4, "16 warps an SM; two tiles ahead would spill"),
+                None: DecodeConfig(16, 3, "as of 8 rows"),
+            },
+            128: {
+                8: DecodeConfig(8, 3, "12 warps an SM; two tiles ahead would spill"),
+                None: DecodeConfig(16, 2, "as of 8 rows"),
+            },
+            256: {None: DecodeConfig(8, 2, "64 registers of K and V on the way")},
+        },
+        "uint8": {
+            64: {
+                8: DecodeConfig(8, 4, "a quarter of float16's bytes a tile: two of them", 2),
+                None: DecodeConfig(16, 3, "two tiles ahead would spill"),
+            },
+            128: {
+                8: DecodeConfig(8, 3, "timed on an H200: two tiles ahead are 4 % slower"),
+                None: DecodeConfig(16, 2, "a quarter of float16's bytes: two tiles", 2),
+            },
+            256: {None: DecodeConfig(8, 2, "two tiles ahead would spill with options")},
+        },
     }
 }
 
@@ -108,6 +153,7 @@ class DecodeLaunch:
     """A call's kernels, but for its options."""
 
     dtype: str
+    cache: str
     head_dim: int
     tensor_cores: bool
     vec: int
@@ -126,17 +172,37 @@ def _lanes(head_dim: int, vec: int) -> int:
 
 
 @cache
-def decode_launch(arch: int, dtype: str, head_dim: int, rows: int, vec: int) -> DecodeLaunch:
-    """Choose for so many query rows a key-value head; `vec` is 16 bytes' worth of items, or 1."""
-    matching = rows_for(TENSOR_CORES, arch).get(head_dim)
-    tensor_cores = dtype == "float16" and vec > 1 and matching is not None
+def decode_launch(
+    arch: int, dtype: str, head_dim: int, rows: int, vec: int, cache: str | None = None
+) -> DecodeLaunch:
+    """Choose for so many query rows a key-value head.
+
+    `cache` is the dtype of the caches, q's by default. `vec` is 16 bytes' worth of their items,
+    where every row starts at a multiple of that and q's too; of integers INTEGER_ITEMS, where rows
+    allow no more; otherwise what a byte or an item has.
+    """
+    cache = dtype if cache is None else cache
+    matching = _tensor_cores(arch).get(cache, {}).get(head_dim)
+    whole = vec * cache_bits(cache) == 8 * VECTOR_BYTES
+    tensor_cores = dtype == "float16" and whole and matching is not None
     if tensor_cores and matching is not None:
         by_rows = matching
     else:
+        vec = min(vec, INTEGER_ITEMS)
         lanes = _lanes(head_dim, vec)
         items = -(-head_dim // (lanes * vec)) * vec
         by_rows = _first(rows_for(LANES, arch), items)
-    return DecodeLaunch(dtype, head_dim, tensor_cores, vec, _first(by_rows, rows))
+    return DecodeLaunch(dtype, cache, head_dim, tensor_cores, vec, _first(by_rows, rows))
+
+
+def _tensor_cores(arch: int) -> Mapping[str, Mapping[int, Mapping[int | None, DecodeConfig]]]:
+    """Return the rows of float16 queries by the dtype of the caches."""
+    return {"float16": rows_for(TENSOR_CORES, arch), **rows_for(INTEGER_TENSOR_CORES, arch)}
+
+
+def cache_bits(cache: str) -> int:
+    """Return how many bits an item has in caches of a dtype."""
+    return INTEGER_BITS[cache] if cache in INTEGER_BITS else 8 * STORAGE[cache]
 
 
 def _first(rows: Mapping[int | None, _Row], size: int) -> _Row:
@@ -145,8 +211,8 @@ def _first(rows: Mapping[int | None, _Row], size: int) -> _Row:
 
 
 @cache
-def forward(launch: DecodeLaunch, options: FlashOptions) -> Specialisation:
-    """Specialise the kernel that walks over the keys."""
+def forward(launch: DecodeLaunch, options: FlashOptions, feed: str = "BlockFeed") -> Specialisation:
+    """Specialise the kernel that walks over the keys; `feed` is one of `FEEDS`."""
     tensor_core_rows = 8 if launch.head_dim <= 128 else 4
     pass_rows = tensor_core_rows if launch.tensor_cores else launch.config.rows
     row_bytes = (round_up(launch.head_dim, 4) + 4) * FLOAT_BYTES
@@ -154,11 +220,14 @@ def forward(launch: DecodeLaunch, options: FlashOptions) -> Specialisation:
         threads=WARPS * WARP_SIZE,
         static_shared_bytes=round_up(WARPS * pass_rows * (row_bytes + 2 * FLOAT_BYTES), 16),
         DTYPE=launch.dtype,
+        CACHE=launch.cache,
         HEAD_DIM=launch.head_dim,
         QUERY_ROWS=launch.config.rows,
         WARPS=WARPS,
         VEC=launch.vec,
         LANES=launch.lanes,
+        FEED=feed,
+        TILES_AHEAD=launch.config.tiles_ahead,
         MIN_CTAS=launch.config.ctas_per_sm,
         **option_macros(options, ("slopes", "softcap", "sinks")),
     )
@@ -169,6 +238,7 @@ def combine(launch: DecodeLaunch, sinks: str) -> Specialisation:
     """Specialise the kernel that merges the parts of rows whose keys several CTAs shared."""
     return COMBINE.specialise(
         threads=COMBINE_WARPS * WARP_SIZE,
+        static_shared_bytes=COMBINE_WARPS * (launch.head_dim + 2) * FLOAT_BYTES,
         DTYPE=launch.dtype,
         HEAD_DIM=launch.head_dim,
         SINKS=sinks,
@@ -185,22 +255,37 @@ _EACH_OPTION = (
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
-    """Yield rows with and without tensor cores, dtypes, head dims and loads in pairs; options."""
+    """Yield rows with and without tensor cores, dtypes, head dims and loads in pairs; options.
+
+    Each launch in both feeds: that of blocks holds their ids, and needs more registers. Integers
+    lie in blocks.
+    """
     plain = FlashOptions()
     launches = [
-        decode_launch(arch, "float16", head_dim, rows, vector_items("float16"))
-        for head_dim in rows_for(TENSOR_CORES, arch)
+        decode_launch(arch, "float16", head_dim, rows, 8 * VECTOR_BYTES // cache_bits(cache), cache)
+        for cache, by_head_dim in _tensor_cores(arch).items()
+        for head_dim in by_head_dim
         for rows in (8, 16)
     ]
     launches += [
-        decode_launch(arch, dtype, head_dim, rows, vector_items(dtype) if whole else 1)
+        decode_launch(
+            arch, dtype, head_dim, rows, INTEGER_ITEMS if whole else 8 // INTEGER_BITS[cache], cache
+        )
+        for dtype, cache, head_dim, rows, whole in pairs(
+            STORAGE, INTEGER_BITS, (32, 80, 128, 256), (4, 8), (True, False)
+        )
+    ]
+    launches += [
+        decode_launch(arch, dtype, head_dim, rows, VECTOR_BYTES // STORAGE[dtype] if whole else 1)
         for dtype, head_dim, rows, whole in pairs(
             STORAGE, (32, 80, 128, 256), (4, 8), (True, False)
         )
     ]
     for launch in dict.fromkeys(launches):
-        yield forward(launch, plain)
+        for feed in FEEDS if launch.cache in STORAGE else FEEDS[:1]:
+            yield forward(launch, plain, feed)
     for launch in (launches[0], launches[-1]):
         yield combine(launch, "void")
         for options in _EACH_OPTION:
-            yield forward(launch, options)
+            for feed in FEEDS:
+                yield forward(launch, options, feed)

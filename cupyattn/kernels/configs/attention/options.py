@@ -37,3 +37,10 @@ EACH_OPTION = (
     FlashOptions(dropout=True),
 )
 """One option each: what the resource gates hold beside the plain kernels."""
+
+EACH_PAGED_OPTION = (
+    FlashOptions(slopes="float32"),
+    FlashOptions(softcap=True),
+    FlashOptions(sinks="float32"),
+)
+"""The same of the kernels over a paged cache."""

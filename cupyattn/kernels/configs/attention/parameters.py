@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cupyattn.kernels.spec import Parameter, Pointer, inputs
-from cupyattn.kernels.structs import ATTENTION_STRUCT
+from cupyattn.kernels.structs import ATTENTION_STRUCT, PAGED_STRUCT
 
 POSITIONS = inputs("q_offset", "seqused_k", optional=True)
 SCORE_INPUTS = inputs("bias", "mask", "alibi_slopes", optional=True)
@@ -23,6 +23,15 @@ FLASH: tuple[Parameter, ...] = (
     ATTENTION_STRUCT,
 )
 """Of the forward kernels with every option."""
+
+PAGED: tuple[Parameter, ...] = (
+    *inputs("q", "k_cache", "v_cache", "block_table", "seqlens_k"),
+    *inputs("cu_seqlens_q", "alibi_slopes", "sinks", optional=True),
+    Pointer("out"),
+    Pointer("lse", optional=True),
+    PAGED_STRUCT,
+)
+"""Of the forward kernels over a paged cache."""
 
 FLOAT_GRADIENT = inputs("dout", "q", "k", "v", "lse", "delta")
 """What the float32 and the naive backward read once delta is known."""

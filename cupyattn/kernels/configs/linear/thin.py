@@ -80,48 +80,51 @@ class ThinConfig:
 Table = Mapping[bool, Mapping[int, Mapping[int | None, ThinConfig]]]
 """By whether w lies along K, by the most rows of x, by the most columns of the result."""
 
-# Up to 16 rows of x along K chosen by the times of prototypes, the others by bytes in flight and
-# registers; no row has been timed yet itself (python -m cupyattn.benchmark linear --kind thin).
-_FEW = "few columns: warps share them, or a multiprocessor has too little in flight"
-_WHOLE = "columns for two CTAs a multiprocessor; more would split K"
+# Chosen among a dozen for each, timed on an H200 as compute_75 code, 2026-11-22, in a sweep
+# that is not kept; `benchmark linear --kind thin` times the rows as they are. Numbers are shares of
+# the speed of a kernel that only reads w, over the benchmark's sizes. What binds is how many bytes
+# are in flight, as on a T4, which has a quarter of that speed a multiprocessor.
 _TURING: Table = {
     True: {
         1: {
-            2048: ThinConfig(1, (5, 4), 1, 4, 5, _FEW),
-            4096: ThinConfig(1, (5, 4), 2, 2, 5, "2560 x 2560: a warp's whole K is one burst"),
-            None: ThinConfig(1, (5, 4), 4, 1, 5, "the rows of w of four warps, each a burst"),
+            2048: ThinConfig(1, (4, 1), 1, 8, 3, "2048 x 8192: eight warps a column pair, 0.93"),
+            None: ThinConfig(1, (5, 4, 2), 1, 4, 5, "CTAs are done at once: 0.92 to 0.99"),
         },
         8: {None: ThinConfig(1, (5, 4), 1, 8, 2, "16 columns: eight warps share a long K")},
-        16: {None: ThinConfig(2, (2,), 1, 8, 2, "32 columns: x costs half of what w does")},
+        16: {
+            4096: ThinConfig(1, (5, 4), 1, 8, 2, "2560 x 2560 fill the GPU: 0.73 instead of 0.65"),
+            None: ThinConfig(2, (1,), 1, 8, 3, "a third CTA and short bursts: 0.83 to 0.91"),
+        },
         32: {
-            4096: ThinConfig(2, (2,), 1, 8, 2, _WHOLE),
-            None: ThinConfig(2, (2,), 4, 2, 2, "128 columns a CTA: x costs a quarter of w"),
+            4096: ThinConfig(2, (2,), 1, 8, 2, "32 columns a CTA, and K in parts where it is long"),
+            None: ThinConfig(2, (2,), 2, 4, 2, "two warps share what x costs: 0.64 to 0.79"),
         },
         64: {
-            4096: ThinConfig(2, (2,), 1, 8, 1, _WHOLE),
-            None: ThinConfig(2, (2,), 4, 2, 1, "128 columns a CTA; for two it would spill"),
+            4096: ThinConfig(2, (2,), 1, 8, 1, "32 columns a CTA, and K in parts where it is long"),
+            None: ThinConfig(2, (1,), 4, 3, 1, "twelve warps: 0.40 to 0.58, x from L1 binds"),
         },
     },
     False: {
         1: {
-            4096: ThinConfig(4, (1,), 1, 16, 1, "32 columns a CTA: 2560 are 80 CTAs"),
-            None: ThinConfig(4, (1,), 1, 8, 3, "64 bytes of a row; L2 has the rest for others"),
+            4096: ThinConfig(4, (1,), 1, 20, 1, "32 columns a CTA: 2560 are 80 CTAs, 0.93"),
+            32768: ThinConfig(4, (1,), 1, 8, 3, "64 bytes of a row; L2 has the rest for others"),
+            None: ThinConfig(4, (1,), 2, 4, 3, "128 bytes of a row: 128256 x 2048 0.95, not 0.81"),
         },
         8: {
             4096: ThinConfig(2, (2,), 1, 16, 1, "32 columns a CTA instead of a split K"),
-            None: ThinConfig(4, (1,), 1, 8, 2, "128 bytes of a row at once"),
+            None: ThinConfig(4, (1,), 1, 8, 2, "128 bytes of a row at once: 0.81 to 0.94"),
         },
         16: {
             4096: ThinConfig(2, (2,), 1, 16, 1, "as 8 rows"),
-            None: ThinConfig(4, (1,), 1, 8, 2, "as 8 rows"),
+            None: ThinConfig(4, (1,), 1, 8, 2, "as 8 rows: 0.78 to 0.89"),
         },
         32: {
-            4096: ThinConfig(2, (1,), 1, 8, 2, _WHOLE),
-            None: ThinConfig(2, (1,), 2, 4, 2, "64 columns a CTA read x once, from L1"),
+            4096: ThinConfig(2, (1,), 1, 8, 2, "32 columns a CTA, and K in parts where it is long"),
+            None: ThinConfig(4, (1,), 1, 6, 2, "128 bytes of a row at once: 0.62 to 0.81"),
         },
         64: {
-            4096: ThinConfig(2, (1,), 1, 8, 1, _WHOLE),
-            None: ThinConfig(2, (1,), 2, 4, 1, "as 32 rows; for two CTAs it would spill"),
+            4096: ThinConfig(2, (1,), 1, 12, 1, "32 columns a CTA: 0.37 to 0.40"),
+            None: ThinConfig(2, (1,), 4, 3, 1, "as along K: 0.39 to 0.56"),
         },
     },
 }  # fmt: skip
@@ -132,9 +135,7 @@ SHARED_BYTES = 32_768
 _STEP_ITEMS = 32  # k of a step on the tensor cores
 _LANE_ITEMS = 8  # k of one load
 _TILES_IN_FLIGHT = 8  # tiles of x that wait with a burst of w
-_FILLED = 136
-"""CTAs that fill a GPU: two on each multiprocessor of the largest Turing, one on an H200's."""
-_SPLIT_TURNS = 4
+_SPLIT_TURNS = 8
 """Turns of a CTA round its warps, below which a split of K costs more than it saves."""
 
 
@@ -155,11 +156,20 @@ class ThinLaunch:
 
 
 def thin_launch(
-    arch: int, vec: int, *, along_k: bool, rows: int, inner: int, outer: int, gated: bool
+    arch: int,
+    multiprocessors: int,
+    vec: int,
+    *,
+    along_k: bool,
+    rows: int,
+    inner: int,
+    outer: int,
+    gated: bool,
 ) -> ThinLaunch:
     """Choose for x (rows, inner) and a result of `outer` columns; w has twice as many if gated.
 
-    `vec` is 8 where all rows of x and w are aligned to 16 bytes, or 1.
+    `vec` is 8 where all rows of x and w are aligned to 16 bytes, or 1. K is split where columns
+    alone would leave multiprocessors without their CTAs.
     """
     by_rows = rows_for(TABLE, arch)[along_k]
     limit = next(limit for limit in by_rows if rows <= limit)
@@ -172,7 +182,11 @@ def thin_launch(
     steps = config.steps_for(inner, step) if vec > 1 else 1
     tiles = -(-outer // (cta_columns(config, along_k, x_tiles) // (1 + gated)))
     turns = -(-inner // (step * steps * config.k_warps))
-    splits = min(_FILLED // tiles, turns // 2) if turns >= _SPLIT_TURNS else 1
+    splits = (
+        min(multiprocessors * config.ctas_per_sm // tiles, turns // 2)
+        if turns >= _SPLIT_TURNS
+        else 1
+    )
     return ThinLaunch(config, along_k, vec, x_tiles, steps, tiles, max(splits, 1))
 
 

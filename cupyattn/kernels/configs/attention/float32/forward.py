@@ -8,12 +8,20 @@ from functools import cache
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.attention import parameters
-from cupyattn.kernels.configs.attention.options import EACH_OPTION, PLAIN, FlashOptions
+from cupyattn.kernels.configs.attention.options import (
+    EACH_OPTION,
+    EACH_PAGED_OPTION,
+    PLAIN,
+    FlashOptions,
+)
 from cupyattn.kernels.configs.tables import FLOAT_BYTES, option_macros, pairs, row_of, rows_for
 from cupyattn.kernels.spec import KernelSpec, Specialisation
 
 KERNEL = KernelSpec("attention_forward_f32", "attention/float32/forward.cu", parameters.FLASH)
-KERNELS = (KERNEL,)
+PAGED = KernelSpec(
+    "attention_forward_paged_f32", "attention/float32/forward_paged.cu", parameters.PAGED
+)
+KERNELS = (KERNEL, PAGED)
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,28 @@ def flash(
 ) -> Specialisation:
     """Specialise the float32 flash kernel; `vec` is 4 where rows are aligned to it, otherwise 1."""
     row = flash_row(arch, head_dim, head_dim_v)
-    return KERNEL.specialise(
+    return _specialise(KERNEL, row, dtype, (head_dim, head_dim_v), vec, options)
+
+
+@cache
+def paged(
+    arch: int, dtype: str, head_dim: int, vec: int, options: FlashOptions = PLAIN
+) -> Specialisation:
+    """Specialise the kernel over a paged cache."""
+    row = flash_row(arch, head_dim, head_dim)
+    return _specialise(PAGED, row, dtype, (head_dim, head_dim), vec, options)
+
+
+def _specialise(
+    spec: KernelSpec,
+    row: FlashConfig,
+    dtype: str,
+    dims: tuple[int, int],
+    vec: int,
+    options: FlashOptions,
+) -> Specialisation:
+    head_dim, head_dim_v = dims
+    return spec.specialise(
         threads=row.warps * WARP_SIZE,
         shared_bytes=_flash_shared_bytes(row, head_dim_v),
         DTYPE=dtype,
@@ -102,3 +131,7 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield flash(arch, dtype, head_dim, head_dim, vec)
     for options in EACH_OPTION:
         yield flash(arch, "float32", 64, 64, VECTOR_ITEMS, options)
+    for number, head_dim in enumerate(rows_for(FLASH, arch)):  # in turns
+        yield paged(arch, DTYPES[number % 2], head_dim, VECTOR_ITEMS if number % 3 else 1)
+    for options in EACH_PAGED_OPTION:
+        yield paged(arch, "float32", 64, VECTOR_ITEMS, options)

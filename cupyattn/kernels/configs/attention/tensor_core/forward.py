@@ -8,13 +8,21 @@ from functools import cache
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.attention import parameters
-from cupyattn.kernels.configs.attention.options import EACH_OPTION, PLAIN, FlashOptions
+from cupyattn.kernels.configs.attention.options import (
+    EACH_OPTION,
+    EACH_PAGED_OPTION,
+    PLAIN,
+    FlashOptions,
+)
 from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.configs.tables import limit_of, option_macros, round_up, rows_for, with_mma_k
 from cupyattn.kernels.spec import KernelSpec, Specialisation
 
 KERNEL = KernelSpec("attention_forward", "attention/tensor_core/forward.cu", parameters.FLASH)
-KERNELS = (KERNEL,)
+PAGED = KernelSpec(
+    "attention_forward_paged", "attention/tensor_core/forward_paged.cu", parameters.PAGED
+)
+KERNELS = (KERNEL, PAGED)
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,25 @@ def flash(
 ) -> Specialisation:
     """Specialise the tensor-core kernel; `vec` is 8 where rows are aligned to 16 bytes, or 1."""
     row = flash_row(arch, head_dim, head_dim_v, options)
-    return KERNEL.specialise(
+    return _specialise(KERNEL, row, head_dim, head_dim_v, vec, options)
+
+
+@cache
+def paged(arch: int, head_dim: int, vec: int, options: FlashOptions = PLAIN) -> Specialisation:
+    """Specialise the kernel over a paged cache."""
+    row = flash_row(arch, head_dim, head_dim)
+    return _specialise(PAGED, row, head_dim, head_dim, vec, options)
+
+
+def _specialise(
+    spec: KernelSpec,
+    row: FlashConfig,
+    head_dim: int,
+    head_dim_v: int,
+    vec: int,
+    options: FlashOptions,
+) -> Specialisation:
+    return spec.specialise(
         threads=row.warps * WARP_SIZE,
         shared_bytes=_flash_shared_bytes(row, head_dim, head_dim_v),
         HEAD_DIM=head_dim,
@@ -145,3 +171,8 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
             yield flash(arch, head_dim, head_dim, vec, options)
     for options in EACH_OPTION:
         yield flash(arch, 64, 64, vec, options)
+    for head_dim in rows_for(FLASH, arch):
+        yield paged(arch, head_dim, vec)
+    yield paged(arch, 64, 1)
+    for options in EACH_PAGED_OPTION:
+        yield paged(arch, 64, vec, options)

@@ -1,0 +1,196 @@
+// How the caches keep their items, and what becomes of them: the only place that knows the storage.
+//
+// Floats are themselves. int8 is an integer, uint8 two of 4 bits: item 2 i in the low nibble of byte i, item 2 i + 1 in
+// the high one, each with 8 added. Of a token and head all integers have one float32 scale, and none of this concerns
+// it: products with integers are scaled, not the integers.
+//
+// For tensor cores 8 items are a unit. Bits of an integer in the low bits of a float16 are that many 2^-24, and a byte
+// above 0x6400 counts from 1024: one logical operation makes two numbers, where a conversion would take Turing's
+// slowest pipe one by one. K is taken in the first form. Its items are too large by kBias, for which a product is set
+// right where it starts. V is not: its sums run over all keys, and would lose to rounding what they are too large by.
+// So V is taken in the second form and 1024 + kBias subtracted, which is exact. A nibble may stand one nibble too high;
+// then its products count 16 times (kOdd).
+#pragma once
+
+#include "../../common/pack.cuh"
+#include "../../common/vec.cuh"
+
+using int8 = signed char;
+using uint8 = unsigned char;
+
+// kItems neighbours of a row in registers.
+template <typename Item, int kItems>
+struct StoredItems {
+  Vec<Item, kItems> items;
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int x = 0; x < kItems; x++) items.item[x] = from_float<Item>(0.f);
+  }
+  __device__ __forceinline__ void load(const Item* source) {
+    if constexpr (sizeof(items) == kVectorBytes) {
+      const uint4 words = ld_global_stream_v4(source);
+      items = *reinterpret_cast<const Vec<Item, kItems>*>(&words);
+    } else {
+      items = *reinterpret_cast<const Vec<Item, kItems>*>(source);
+    }
+  }
+  __device__ __forceinline__ float item(int x) const { return to_float(items.item[x]); }
+};
+
+// A word of bytes, or one byte.
+template <int kBytes>
+struct StoredBytes {
+  static constexpr int kWords = div_up(kBytes, 4);
+  static_assert(kBytes == 1 || kBytes % 4 == 0, "a byte, or words");
+
+  uint32 word[kWords];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kWords; i++) word[i] = 0;
+  }
+  __device__ __forceinline__ void load(const void* source) {
+    if constexpr (kBytes == 1) {
+      word[0] = *static_cast<const uint8*>(source);
+    } else {
+      ld_global_stream(word, source);
+    }
+  }
+};
+
+constexpr uint32 kTwoTo23 = 0x4b000000u;  // a float32 of which the low bits count units
+
+template <int kItems>
+struct StoredItems<int8, kItems> : StoredBytes<kItems> {
+  __device__ __forceinline__ float item(int x) const {
+    const uint32 unsigned_word = this->word[x / 4] ^ 0x80808080u;
+    return __uint_as_float(__byte_perm(unsigned_word, kTwoTo23, 0x7650 + x % 4)) - (8388608.f + 128.f);
+  }
+};
+
+template <int kItems>
+struct StoredItems<uint8, kItems> : StoredBytes<kItems / 2> {
+  __device__ __forceinline__ float item(int x) const {
+    const uint32 nibble = this->word[x / 8] >> 4 * (x % 8) & 0xfu;
+    return __uint_as_float(nibble | kTwoTo23) - (8388608.f + 8.f);
+  }
+};
+
+__device__ __forceinline__ uint32 low_halves(uint32 x, uint32 y) { return __byte_perm(x, y, 0x5410); }
+__device__ __forceinline__ uint32 high_halves(uint32 x, uint32 y) { return __byte_perm(x, y, 0x7632); }
+
+// Two float16 less 1024 + bias each.
+template <int kBias>
+__device__ __forceinline__ uint32 without_bias(uint32 halves) {
+  constexpr uint32 kAbove = 0x6400u + kBias;  // of a float16 from 1024 on a unit is one bit
+  const __half2 less = __hsub2(*reinterpret_cast<const __half2*>(&halves), __half2half2(__ushort_as_half(kAbove)));
+  return *reinterpret_cast<const uint32*>(&less);
+}
+
+// What a format is: bits of an item, whether there are scales, and for tensor cores
+//   queries   8 items of q as they meet what keys gives: each word two items of one step of k
+//   keys      8 items of a row of K, the words of odd numbers times 1 / kOdd; all times 1 / kKeyUnit, plus kBias
+//   values    8 columns of two rows of V: word x has both rows' items of column x, those of odd columns times 1 / kOdd
+// kOperand is a constant of these that the kernel keeps in a register: an instruction holds only one other.
+template <typename Item>
+struct CacheFormat {
+  static constexpr int kBits = 8 * static_cast<int>(sizeof(Item)), kBias = 0;
+  static constexpr uint32 kOperand = 0;
+  static constexpr bool kScaled = false;
+  static constexpr float kKeyUnit = 1.f, kOdd = 1.f;
+
+  __device__ __forceinline__ static void queries(uint32 (&)[4]) {}
+  __device__ __forceinline__ static void keys(uint32 (&halves)[4], const uint32* words, uint32) {
+#pragma unroll
+    for (int x = 0; x < 4; x++) halves[x] = words[x];
+  }
+  __device__ __forceinline__ static void values(uint32 (&halves)[8], const uint32* first, const uint32* second,
+                                                uint32) {
+#pragma unroll
+    for (int x = 0; x < 4; x++) {
+      halves[2 * x] = low_halves(first[x], second[x]);
+      halves[2 * x + 1] = high_halves(first[x], second[x]);
+    }
+  }
+};
+
+template <>
+struct CacheFormat<int8> {
+  static constexpr int kBits = 8, kBias = 128;
+  static constexpr uint32 kOperand = 0x00ff00ffu;
+  static constexpr bool kScaled = true;
+  static constexpr float kKeyUnit = 16777216.f, kOdd = 1.f;
+
+  // Bytes 0 and 2 of a word, then 1 and 3.
+  __device__ __forceinline__ static void queries(uint32 (&q)[4]) {
+#pragma unroll
+    for (int x = 0; x < 4; x += 2) {
+      const uint32 first = q[x], second = q[x + 1];
+      q[x] = low_halves(first, second);
+      q[x + 1] = high_halves(first, second);
+    }
+  }
+  __device__ __forceinline__ static void keys(uint32 (&halves)[4], const uint32* words, uint32 low_bytes) {
+#pragma unroll
+    for (int x = 0; x < 4; x++) halves[x] = (words[x / 2] >> 8 * (x % 2) & low_bytes) ^ 0x00800080u;
+  }
+  __device__ __forceinline__ static void values(uint32 (&halves)[8], const uint32* first, const uint32* second,
+                                                uint32 low_bytes) {
+#pragma unroll
+    for (int x = 0; x < 8; x += 2) {
+      const uint32 a = first[x / 4], b = second[x / 4];
+      const uint32 pairs = x % 4 == 0 ? low_halves(a, b) : high_halves(a, b);
+#pragma unroll
+      for (int odd = 0; odd < 2; odd++) {
+        halves[x + odd] = without_bias<kBias>((pairs >> 8 * odd & low_bytes) ^ 0x64806480u);
+      }
+    }
+  }
+};
+
+template <>
+struct CacheFormat<uint8> {
+  static constexpr int kBits = 4, kBias = 8;
+  static constexpr uint32 kOperand = 0x64006400u;
+  static constexpr bool kScaled = true;
+  static constexpr float kKeyUnit = 16777216.f, kOdd = 1.f / 16.f;
+
+  // Nibbles 0 and 4 of a word, 1 and 5, 2 and 6, 3 and 7.
+  __device__ __forceinline__ static void queries(uint32 (&q)[4]) {
+    const uint32 items[4] = {q[0], q[1], q[2], q[3]};
+#pragma unroll
+    for (int x = 0; x < 4; x++) {
+      const uint32 first = items[x / 2], second = items[2 + x / 2];
+      q[x] = x % 2 == 0 ? low_halves(first, second) : high_halves(first, second);
+    }
+  }
+  __device__ __forceinline__ static void keys(uint32 (&halves)[4], const uint32* words, uint32) {
+#pragma unroll
+    for (int x = 0; x < 4; x++) halves[x] = words[0] >> 8 * (x / 2) & nibbles(x);
+  }
+  __device__ __forceinline__ static void values(uint32 (&halves)[8], const uint32* first, const uint32* second,
+                                                uint32 thousands) {
+#pragma unroll
+    for (int x = 0; x < 8; x++) {
+      const uint32 pairs = x < 4 ? low_halves(first[0], second[0]) : high_halves(first[0], second[0]);
+      const uint32 numbers = (pairs >> 8 * (x / 2 % 2) & nibbles(x)) | thousands;
+      halves[x] = x % 2 == 0 ? without_bias<kBias>(numbers) : without_bias<16 * kBias>(numbers);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static uint32 nibbles(int x) { return x % 2 == 0 ? 0x000f000fu : 0x00f000f0u; }
+};
+
+// What a lane reads of a tile: rows from its first on, from its first item on, and scales from that of its first key on.
+template <typename Item>
+struct CacheTile {
+  const Item* lane_g;
+  int64 row_stride;
+  const float* scales_g;
+  int64 scale_stride;
+
+  __device__ __forceinline__ const Item* row(int behind) const { return lane_g + behind * row_stride; }
+  __device__ __forceinline__ float scale(int behind) const { return __ldg(scales_g + behind * scale_stride); }
+};

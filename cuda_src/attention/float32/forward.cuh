@@ -1,0 +1,237 @@
+// The walk of the float32 forward, whatever its keys are fed from: forward.cu says what is computed and how.
+#pragma once
+
+#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(WARPS) || !defined(COLUMN_LANES) || \
+    !defined(PAIRS) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
+#error \
+    "DTYPE, HEAD_DIM, HEAD_DIM_V, WARPS, COLUMN_LANES, PAIRS, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
+#endif
+#if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(MASK_VEC) || !defined(SLOPES) || \
+    !defined(SOFTCAP) || !defined(SINKS) || !defined(DROPOUT)
+#error "BIAS, BIAS_VEC, MASK, MASK_VEC, SLOPES, SOFTCAP, SINKS and DROPOUT come from a launch-configuration table"
+#endif
+#include "forward_products.cuh"
+#include "../key_walk.cuh"
+#include "dropout.cuh"
+#include "epilogue.cuh"
+#include "../scores.cuh"
+#include "../sinks.cuh"
+
+struct Traits {
+  using Scalar = DTYPE;
+  static constexpr int kHeadDim = HEAD_DIM;
+  static constexpr int kHeadDimV = HEAD_DIM_V;
+  static constexpr int kVec = VEC;
+  static constexpr int kThreads = WARPS * kWarpSize;
+  static constexpr bool kSinks = kGiven<SINKS>, kDropout = DROPOUT;
+
+  using Grid = LaneGrid<COLUMN_LANES>;
+  using Scores = ScoreTile<Grid, 8, PAIRS>;
+  static constexpr int kRows = Scores::kRows;  // per thread
+  using Probabilities = ProbabilityPanel<Scores>;
+  static constexpr int kWarpRows = Scores::kWarpRows;
+  static constexpr int kTileQ = WARPS * kWarpRows;
+  static constexpr int kTileK = Scores::kTileK;
+
+  using Slice = SliceShape<kTileQ, kTileK>;
+  static constexpr int kChunks = div_up(kHeadDim, kQuadItems);
+  static constexpr int kSlices = div_up(kChunks, Slice::kChunks);
+
+  using Columns = OutputColumns<kHeadDimV, COLUMN_LANES>;
+  static constexpr int kColumns = Columns::kItems;
+  using Panel = PanelShape<kColumns, COLUMN_LANES>;
+  static constexpr int kPanels = COLUMN_LANES / 8;  // to a pair of each column lane
+
+  using DenseFeed = ForwardFeed<Scalar, Scores, Slice, Panel, kHeadDim, kHeadDimV, kVec, kThreads>;
+  using Softmax = ::Softmax<Scores, kColumns>;
+  using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT>;
+  using Pass = ScorePass<Options, BIAS_VEC, MASK_VEC>;
+  // Outer products in one copy of the code. 8 and 4 wherever it spills less gave 38.4 TFLOP/s at D 64 and 40.1 at 128,
+  // an earlier form with 4 gave 37.2 and 37.3 (H200, 2026-11-20).
+  static constexpr int kUnrolled = kColumns > 8 || Pass::kNeeded ? 4 : 8;
+
+  static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
+  static_assert(kThreads <= 1024, "a CTA has at most 1,024 threads");
+};
+
+struct Smem {
+  union Buffer {
+    unsigned char slice[Traits::Slice::kBytes];
+    unsigned char panel[Traits::Panel::kBytes];
+  };
+  alignas(128) Buffer buffers[2];
+  // Of each warp, one pair of every lane.
+  alignas(128) unsigned char p[WARPS][Traits::kPanels][Traits::Probabilities::kBytes];
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
+static_assert(sizeof(Smem::Buffer) % 128 == 0, "both buffers begin at bank 0");
+
+// What a thread keeps through the walk.
+template <typename Feed_>
+struct Thread {
+  using Feed = Feed_;
+
+  Traits::Softmax softmax;
+  Feed feed;
+  int first_row;      // of the warp, in the sequence
+  uint32 buffer_s;    // the buffer to compute
+  uint32 q_at, k_at;  // where in a slice this thread's rows and keys begin
+  uint32 p_s;         // its warp's P
+
+  __device__ __forceinline__ uint32 other_buffer_s(const Smem& smem) const {
+    return shared_address(&smem.buffers[0]) + shared_address(&smem.buffers[1]) - buffer_s;
+  }
+};
+
+struct Cta {
+  const Smem& smem;
+  const AttentionParams& params;
+  const KeyWindow& window;
+  const Traits::Pass& pass;
+  Place place;
+};
+
+// Scores to probabilities; m and l are kept right.
+template <typename Thread>
+__device__ __forceinline__ void softmax_tile(Traits::Scores& scores, Thread& thread, const Cta& cta, int first_key,
+                                             bool masked) {
+  float scale_log2 = cta.params.scale_log2;
+  const int first_row = not_hoisted(thread.first_row);
+  if (masked) {
+    cta.pass.template apply<true>(scores, first_row, first_key);
+    scores.mask([&](int row) { return cta.window.of_row(first_row + row); }, first_key);
+    scale_log2 = kLog2E;
+  } else if (Traits::Pass::kNeeded || scale_log2 <= 0.f) {  // the largest score is that of the largest product
+    cta.pass.template apply<false>(scores, first_row, first_key);
+    scale_log2 = kLog2E;
+  }
+  thread.softmax.exponentiate(scores, scale_log2);
+  if (Traits::kDropout) drop(scores, cta.params.scores, cta.place, thread.first_row, first_key);
+}
+
+// The other buffer has been filled: compute that one next.
+template <typename Thread>
+__device__ __forceinline__ void turn(Thread& thread, const Cta& cta) {
+  __syncthreads();  // buffer: this one has been read, the other one written
+  thread.buffer_s = thread.other_buffer_s(cta.smem);
+}
+
+// One key tile, whose first slice is in the present buffer. At the end it holds the first slice of the tile at
+// next_key, if there is one; and what the feed looks up ahead is that of the tile behind it.
+template <typename Thread>
+__device__ __forceinline__ void key_tile(Thread& thread, const Cta& cta, int first_key, bool masked, bool more,
+                                         int next_key, int key_behind_next) {
+  typename Thread::Feed& feed = thread.feed;
+  bool active = thread.first_row < cta.place.sq;
+  if (masked) {  // a warp may see nothing
+    const KeyRange top = cta.window.of_row(thread.first_row);
+    const KeyRange bottom = cta.window.of_row(thread.first_row + Traits::kWarpRows - 1);
+    active = active && first_key < bottom.end && first_key + Traits::kTileK > top.begin;
+  }
+
+  Traits::Scores scores;
+  scores.clear();
+#pragma unroll 1
+  for (int slice = 0; slice < Traits::kSlices; slice++) {
+    const bool last = slice + 1 == Traits::kSlices;
+    if (last) {
+      feed.fetch_panel(0, 0, first_key);
+    } else {
+      feed.fetch_slice(slice + 1, first_key);
+    }
+    if (active) {
+      multiply_q_k<Traits::kUnrolled, Traits::Slice>(scores, thread.buffer_s + thread.q_at,
+                                                     thread.buffer_s + thread.k_at,
+                                                     Traits::kChunks - slice * Traits::Slice::kChunks);
+    }
+    if (last) {
+      feed.store_panel(thread.other_buffer_s(cta.smem));
+    } else {
+      feed.store_slice(thread.other_buffer_s(cta.smem));
+    }
+    turn(thread, cta);
+  }
+
+  if (active) softmax_tile(scores, thread, cta, first_key, masked);
+
+  // Rolled into one copy of the code, it was 2 % slower at D 64 and 7 % at 256 (H200, 2026-11-20), and spilled.
+#pragma unroll
+  for (int pair = 0; pair < PAIRS; pair++) {
+    if (active) Traits::Probabilities::store(scores, thread.p_s, pair);
+    __syncwarp();  // p: written
+#pragma unroll
+    for (int panel = 0; panel < Traits::kPanels; panel++) {
+      const bool next_panel = panel + 1 < Traits::kPanels, last = !next_panel && pair + 1 == PAIRS;
+      if (!last) {
+        feed.fetch_panel(next_panel ? pair : pair + 1, next_panel ? panel + 1 : 0, first_key);
+      } else if (more) {
+        feed.turn(key_behind_next);
+        feed.fetch_slice(0, next_key);
+      }
+      if (active) {
+        multiply_p_v<Traits::kUnrolled, Traits::Scores, Traits::Panel, Traits::Columns>(
+            thread.softmax.acc, thread.p_s + panel * Traits::Probabilities::kBytes, thread.buffer_s);
+      }
+      if (!last) {
+        feed.store_panel(thread.other_buffer_s(cta.smem));
+      } else if (more) {
+        feed.store_slice(thread.other_buffer_s(cta.smem));
+      }
+      turn(thread, cta);  // p: read
+    }
+  }
+}
+
+// What a walk reads and writes besides keys.
+struct Arrays {
+  const Traits::Scalar* q_g;
+  Traits::Scalar* out_g;
+  float* lse_g;
+  const void *bias_g, *mask_g, *slopes_g, *sinks_g;
+};
+
+// The query rows of one CTA; `keys` makes the feed of a head from the rows of Q.
+template <typename Keys>
+__device__ __forceinline__ void attend(const AttentionParams& params, const Arrays& arrays, const Place& place,
+                                       const KeyWindow& window, int64 q_offset, const Keys& keys) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+
+  // Phase 1: which keys are walked over, and where each thread stands.
+  const int rows = min(Traits::kTileQ, place.sq - place.first_row);
+  const KeyWalk<Traits::kTileK> walk(window, place.first_row, rows);
+  const Traits::Pass pass(params, arrays.bias_g, arrays.mask_g, arrays.slopes_g, place, q_offset);
+  const Cta cta = {smem, params, window, pass, place};
+
+  const int row_lane = Traits::Grid::row_lane(), column_lane = Traits::Grid::column_lane();
+  const int warp_row = warp_index() * Traits::kWarpRows;
+  Thread<typename Keys::Feed> thread = {
+      {},
+      keys.feed(place, window, query_row(arrays.q_g, params.q, place, place.first_row), rows),
+      place.first_row + warp_row,
+      shared_address(&smem.buffers[0]),
+      static_cast<uint32>(warp_row * sizeof(float) + row_lane * kQuadBytes),
+      static_cast<uint32>(Traits::Slice::kKeysAt + column_lane * kQuadBytes),
+      shared_address(&smem.p[warp_index()])};
+  thread.softmax.clear();
+
+  // Phase 2: the walk over the keys, masked tiles first.
+  int tile = walk.first;
+  if (walk.tiles() > 0) {
+    thread.feed.begin(tile * Traits::kTileK, walk.after(tile) * Traits::kTileK);
+    thread.feed.fetch_slice(0, tile * Traits::kTileK);
+    thread.feed.store_slice(thread.buffer_s);
+  }
+  __syncthreads();  // buffer: the first slice has been written
+#pragma unroll 1
+  for (int done = 0; done < walk.tiles(); done++) {
+    const int next = walk.after(tile);
+    key_tile(thread, cta, tile * Traits::kTileK, done < walk.masked, done + 1 < walk.tiles(), next * Traits::kTileK,
+             walk.after(next) * Traits::kTileK);
+    tile = next;
+  }
+
+  // Phase 3: normalise and store.
+  const OutputRows<Traits> result = {params, place, thread.first_row};
+  result.store(thread.softmax, sink_log2<SINKS>(arrays.sinks_g, params, place.head), arrays.out_g, arrays.lse_g);
+}

@@ -1,0 +1,236 @@
+// The walk of the tensor-core forward, whatever its keys are fed from: forward.cu says what is computed and how.
+#pragma once
+
+#if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || !defined(TILE_K) || \
+    !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
+#error \
+    "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
+#endif
+#if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(MASK_VEC) || !defined(SLOPES) || \
+    !defined(SOFTCAP) || !defined(SINKS) || !defined(DROPOUT)
+#error "BIAS, BIAS_VEC, MASK, MASK_VEC, SLOPES, SOFTCAP, SINKS and DROPOUT come from a launch-configuration table"
+#endif
+#include "../key_walk.cuh"
+#include "dropout.cuh"
+#include "epilogue.cuh"
+#include "key_feed.cuh"
+#include "products.cuh"
+#include "resident_rows.cuh"
+#include "score_items.cuh"
+#include "softmax.cuh"
+
+struct Traits {
+  static constexpr int kHeadDim = HEAD_DIM;
+  static constexpr int kHeadDimV = HEAD_DIM_V;
+  static constexpr int kVec = VEC;
+  static constexpr int kMTiles = M_TILES;
+  static constexpr int kTileK = TILE_K;
+  static constexpr int kThreads = WARPS * kWarpSize;
+  static constexpr int kWarpRows = kMTiles * 16;
+  static constexpr int kTileQ = WARPS * kWarpRows;
+  static constexpr int kSteps = div_up(kHeadDim, 8);      // k8 steps of Q K^T
+  static constexpr int kOutTiles = div_up(kHeadDimV, 8);  // n8 tiles of the output
+  static constexpr int kKeyTiles = kTileK / 8;            // n8 tiles of the scores, k8 steps of P V
+
+  using QTile = SwizzledTile<kTileQ, kSteps>;
+  using KTile = SwizzledTile<kTileK, kSteps>;
+  using VTile = SwizzledTile<kTileK, kOutTiles>;
+  using OutTile = SwizzledTile<kTileQ, kOutTiles>;
+  using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT>;
+  using Pass = ScorePass<Options, BIAS_VEC, MASK_VEC>;
+  // Arrays that are read four keys at a time want threads that hold four neighbouring keys.
+  static constexpr int kRun = BIAS_VEC == 4 || MASK_VEC == 4 ? 4 : 1;
+  using Tile = ScoreTile<kMTiles, kKeyTiles, Along::kN8, kRun>;
+  using Items = ForwardItems<Pass, Tile>;
+  using KTileFeed = TileFeed<KTile, kHeadDim, kVec, kThreads, Tile>;
+  using VTileFeed = TileFeed<VTile, kHeadDimV, kVec, kThreads, Tile>;
+  using Softmax = ::Softmax<kMTiles, kOutTiles>;
+
+  static constexpr bool kSinks = kGiven<SINKS>;
+  static constexpr bool kDropout = DROPOUT;
+  static constexpr bool kPass = Pass::kNeeded;
+
+  static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
+  static_assert(kTileK % 16 == 0, "dropout draws for 16 keys at least");
+  static_assert(kThreads <= 1024, "a CTA has at most 1,024 threads");
+};
+
+union Smem {
+  KeyTiles<Traits::KTile, Traits::VTile> keys;
+  alignas(128) unsigned char q[Traits::QTile::kBytes];
+  alignas(128) unsigned char out[Traits::OutTile::kBytes];
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
+
+// What a warp keeps in registers through the walk.
+struct Warp {
+  uint32 q[Traits::kMTiles][Traits::kSteps][2];  // A fragments
+  Traits::Softmax softmax;
+  int first_row;  // of the sequence
+};
+
+// What every thread of the CTA knows of the walk.
+struct Cta {
+  FragmentAddress<Traits::KTile> k_fragment;
+  FragmentAddress<Traits::VTile> v_fragment;
+  const AttentionParams& params;
+  const KeyWindow& window;
+  const Traits::Pass& pass;
+  Place place;
+};
+
+// S += Q K^T over the columns of a group and those behind it, group by group.
+template <int kGroup = 0>
+__device__ __forceinline__ void add_scores(Scores<Traits::Tile>& scores, const Warp& warp, const Cta& cta, uint32 k_s) {
+#pragma unroll
+  for (int n = 0; n < Traits::kKeyTiles; n++) {
+    add_product_nt<kGroup>(scores.s[n], warp.q, k_s + n * 8 * Traits::KTile::kRowBytes, cta.k_fragment);
+  }
+  if constexpr (kGroup + 1 < chunk_groups(Traits::kSteps)) add_scores<kGroup + 1>(scores, warp, cta, k_s);
+}
+
+// O += P V for 8 keys, likewise.
+template <int kGroup = 0>
+__device__ __forceinline__ void add_output(Warp& warp, const Cta& cta, const uint32 (&p)[Traits::kMTiles][2],
+                                           uint32 v_s) {
+  add_product_nn<kGroup>(warp.softmax.acc, p, v_s, cta.v_fragment);
+  if constexpr (kGroup + 1 < chunk_groups(Traits::kOutTiles)) add_output<kGroup + 1>(warp, cta, p, v_s);
+}
+
+// Scores to packed probabilities; m and l are kept right.
+template <bool kMasked>
+__device__ __forceinline__ void softmax_tile(Traits::Tile::Packed& p, Scores<Traits::Tile>& scores, Warp& warp,
+                                             const Traits::Items& items, const Cta& cta, int first_key, bool whole) {
+  constexpr bool kPass = kMasked || Traits::kPass;
+  float sum[Traits::kMTiles][2];
+  if (kPass) cta.pass.template apply<kMasked>(scores, warp.first_row, first_key, items);
+  if (kMasked && !whole) scores.mask([&](int row) { return cta.window.of_row(warp.first_row + row); }, first_key);
+  if (kMasked) {
+    warp.softmax.raise(scores.s);
+    warp.softmax.exponentiate(p, sum, scores.s, kLog2E);
+  } else {
+    warp.softmax.exponentiate(p, sum, scores.s, kPass ? kLog2E : cta.params.scale_log2);
+    if (warp.softmax.overflows(sum)) {  // rare: a score rose far above the stale maximum
+      if (!kPass) cta.pass.template apply<false>(scores, warp.first_row, first_key, items);
+      warp.softmax.raise(scores.s);
+      warp.softmax.exponentiate(p, sum, scores.s, kLog2E);
+    }
+  }
+  warp.softmax.add(sum);
+}
+
+// One key tile, from one half of the K and V buffers, while the next one is brought to the other half; and what the feed
+// looks up ahead is that of the tile behind the next.
+template <bool kMasked, typename Feed>
+__device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Feed& feed, int first_key, int half,
+                                         bool more, typename Feed::Rows& next, int next_keys, int behind_next) {
+  const uint32 k_s = feed.k_s(half), v_s = feed.v_s(half);
+  // Formed here: where there may be no next tile, each use would form its own.
+  const uint32 next_k_s = feed.k_s(half ^ 1), next_v_s = feed.v_s(half ^ 1);
+
+  // In a masked tile a warp may see nothing, or everything.
+  bool active = true, whole = true;
+  if (kMasked) {
+    const KeyRange top = cta.window.of_row(warp.first_row);
+    const KeyRange bottom = cta.window.of_row(warp.first_row + Traits::kWarpRows - 1);
+    active = first_key < bottom.end && first_key + Traits::kTileK > top.begin;
+    whole = first_key + Traits::kTileK <= top.end && first_key >= bottom.begin;
+  }
+
+  Traits::Items items;
+  Scores<Traits::Tile> scores;
+  typename Feed::Quads quads;
+  if (more) feed.template fetch_k<kMasked>(quads, next, next_keys);
+  typename Feed::Entry ahead;
+  if (Feed::kLookUp == LookUp::kFirst) ahead = feed.look_up(behind_next);
+  // No buffer: ptxas would otherwise sink K's loads. (With 32 rows a warp it does not, and this made it place V's
+  // worse.)
+  if (Traits::kMTiles == 1) __syncwarp();
+  if (active) {
+    if (!kMasked) items.template load<false>(cta.pass, warp.first_row, first_key);
+    clear(scores.s);
+    add_scores(scores, warp, cta, k_s);
+  }
+  if (more) {
+    feed.store_k(quads, next_k_s);
+    __syncwarp();  // no buffer: ptxas would otherwise load V first, and the stores of K then wait for V
+    feed.template fetch_v<kMasked>(quads, next, next_keys);
+    if (Feed::kLookUp == LookUp::kWithV) ahead = feed.look_up(behind_next);
+  }
+  if (Feed::kLookUp == LookUp::kBehindV) ahead = feed.look_up(behind_next);
+  if (active) {
+    if (kMasked) items.template load<true>(cta.pass, warp.first_row, first_key);
+    Traits::Tile::Packed p;
+    softmax_tile<kMasked>(p, scores, warp, items, cta, first_key, whole);
+    if constexpr (DROPOUT) drop<Traits::Tile>(p, cta.params.scores, cta.place, warp.first_row, first_key);
+#pragma unroll
+    for (int n = 0; n < Traits::kKeyTiles; n++) {
+      add_output(warp, cta, p[n], v_s + n * 8 * Traits::VTile::kRowBytes);
+    }
+  }
+  if (more) feed.store_v(quads, next_v_s);
+  feed.keep(next, ahead);
+  __syncthreads();  // K and V: this half has been read, the other one written
+}
+
+// What a walk reads and writes besides keys.
+struct Arrays {
+  const float16* q_g;
+  float16* out_g;
+  float* lse_g;
+  const void *bias_g, *mask_g, *slopes_g, *sinks_g;
+};
+
+// The query rows of one CTA; `keys` makes the feed of a head.
+template <typename Keys>
+__device__ __forceinline__ void attend(const AttentionParams& params, const Arrays& arrays, const Place& place,
+                                       const KeyWindow& window, int64 q_offset, const Keys& keys) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+
+  // Phase 1: which keys are walked over.
+  const int rows = min(Traits::kTileQ, place.sq - place.first_row);
+  const KeyWalk<Traits::kTileK> walk(window, place.first_row, rows);
+  const Traits::Pass pass(params, arrays.bias_g, arrays.mask_g, arrays.slopes_g, place, q_offset);
+
+  // Phase 2: Q, through shared memory into registers.
+  Warp warp;
+  warp.first_row = place.first_row + warp_index() * Traits::kWarpRows;
+  load_rows<Traits::QTile, Traits::kHeadDim, Traits::kVec, Traits::kThreads>(
+      shared_address(smem.q), query_row(arrays.q_g, params.q, place, place.first_row), params.q.seq, rows);
+  __syncthreads();  // q: written
+  load_a_fragments<Traits::QTile>(warp.q, shared_address(smem.q), warp_index() * Traits::kWarpRows);
+  warp.softmax.clear();
+  __syncthreads();  // q: read; K and V take its place
+
+  // Phase 3: the walk over the keys, masked tiles first.
+  const Cta cta = {{}, {}, params, window, pass, place};
+  auto feed = keys.template feed<Traits>(place, window, rows, smem.keys);
+  int tile = walk.first, left = walk.tiles();
+  const int full = left - walk.masked;
+  auto next = feed.rows(tile);
+  if (left > 0) feed.bring(next, window.keys - tile * Traits::kTileK, left & 1, walk.after(tile));
+  __syncthreads();  // K and V: the first tile has been written
+#pragma unroll 1
+  for (; left > full; left--) {
+    const int next_tile = walk.after(tile);
+    feed.turn_to(next, next_tile);
+    key_tile<true>(warp, cta, feed, tile * Traits::kTileK, left & 1, left > 1, next,
+                   window.keys - next_tile * Traits::kTileK, walk.after(next_tile));
+    tile = next_tile;
+  }
+  warp.softmax.renew();
+  feed.renew();
+#pragma unroll 1
+  for (; left > 0; left--, tile++) {
+    feed.turn_on(next);
+    key_tile<false>(warp, cta, feed, tile * Traits::kTileK, left & 1, left > 1, next, Traits::kTileK, tile + 2);
+  }
+
+  // Phase 4: normalise, and store through shared memory: fragments hold 4 bytes of a row each.
+  const OutputRows<Traits> output = {params, place, warp.first_row};
+  output.finish(warp.softmax, shared_address(smem.out), sink_log2<SINKS>(arrays.sinks_g, params, place.head),
+                arrays.lse_g);
+  __syncwarp();  // out: each warp reads what it wrote itself
+  output.store(smem.out, arrays.out_g);
+}

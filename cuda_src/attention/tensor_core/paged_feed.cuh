@@ -1,0 +1,137 @@
+// The feed of a paged cache: a tile's rows lie in groups of 16, each wherever the block table says.
+#pragma once
+
+#include "../paged_keys.cuh"
+#include "key_feed.cuh"
+
+// As KeyFeed; its rows are what was looked up of them. K and V have the same strides, so one place serves both.
+template <typename KTileFeed, typename VTileFeed, int kMTiles>
+struct PagedKeyFeed {
+  using KTile = typename KTileFeed::Tile;
+  using VTile = typename VTileFeed::Tile;
+  using Groups = GroupTable<KTile::kRows>;
+  static constexpr int kPassRows = KTileFeed::kPassRows, kPasses = KTileFeed::kPasses;
+  // Of a thread's rows either all stand at one place in their groups, or their addresses go on from row to row; then
+  // each lane counts its group's place from where the tile would begin.
+  static constexpr bool kEven = kPassRows % kGroupKeys == 0;
+
+  // Chosen by the model of sm_75 (python -m cupyattn turing), because of where ptxas then puts the loads: utilisation
+  // 0.86, 0.85 and 0.84 at head dims 64, 96 and 128, where other choices had 0.78, 0.77 and 0.80 (2026-11-22).
+  static constexpr bool kAskOnce = kMTiles == 1 || kPasses == 1;
+  static constexpr LookUp kLookUp = kMTiles == 1 ? LookUp::kFirst : kEven ? LookUp::kBehindV : LookUp::kWithV;
+
+  struct Rows {
+    int places[kAskOnce ? kPasses : 1];  // of the groups of this thread's rows; or of group i in lane i
+  };
+  using Entry = GroupEntry;
+  using Quads = uint4[KTileFeed::kQuads];
+  static_assert(KTile::kChunks == VTile::kChunks, "K and V have the same head dim");
+
+  uint32 k_both_s, v_both_s;  // both halves
+  KTileFeed k_feed;
+  VTileFeed v_feed;
+  Groups groups;
+  const PagedParams& params;
+  const char *k_g, *v_g;  // of the head
+  uint32 lane_bytes;      // to this thread's chunk of its row in a group or tile
+
+  template <typename Tiles>
+  __device__ __forceinline__ PagedKeyFeed(const PagedParams& all, const Groups& groups_, const Place& place,
+                                          const float16* k_cache_g, const float16* v_cache_g, const Tiles& tiles)
+      : k_both_s(shared_address(tiles.k)),
+        v_both_s(shared_address(tiles.v)),
+        groups(groups_),
+        params(all),
+        k_g(reinterpret_cast<const char*>(k_cache_g + place.kv_head * all.attention.k.head)),
+        v_g(reinterpret_cast<const char*>(v_cache_g + place.kv_head * all.attention.v.head)),
+        lane_bytes(kept_in_register(k_feed.chunk * kChunkBytes +
+                                    (kEven ? k_feed.row % kGroupKeys : k_feed.row) * row_bytes())) {}
+
+  // Only where there are keys: a sequence without any has no entries either.
+  __device__ __forceinline__ Rows rows(int tile) const { return groups.last < 0 ? Rows{} : find(groups.look_up(tile)); }
+  __device__ __forceinline__ void turn_to(Rows&, int) const {}
+  __device__ __forceinline__ void turn_on(Rows&) const {}
+  __device__ __forceinline__ Entry look_up(int tile) const { return groups.look_up(tile); }
+  __device__ __forceinline__ void keep(Rows& next, const Entry& ahead) const { next = find(ahead); }
+  __device__ __forceinline__ uint32 k_s(int half) const { return k_both_s + half * KTile::kBytes; }
+  __device__ __forceinline__ uint32 v_s(int half) const { return v_both_s + half * VTile::kBytes; }
+
+  template <bool kRagged>
+  __device__ __forceinline__ void fetch_k(Quads& quads, const Rows& from, int keys) const {
+    fetch<kRagged>(quads, k_feed, k_g, from, keys);
+  }
+  template <bool kRagged>
+  __device__ __forceinline__ void fetch_v(Quads& quads, const Rows& from, int keys) const {
+    fetch<kRagged>(quads, v_feed, v_g, from, keys);
+  }
+  __device__ __forceinline__ void store_k(const Quads& quads, uint32 to_s) const { k_feed.store(to_s, quads); }
+  __device__ __forceinline__ void store_v(const Quads& quads, uint32 to_s) const { v_feed.store(to_s, quads); }
+
+  // The first tile, all the way; and the next one is looked up.
+  __device__ __forceinline__ void bring(Rows& from, int keys, int half, int next_tile) const {
+    Quads k_quads, v_quads;
+    const Entry ahead = look_up(next_tile);
+    fetch_k<true>(k_quads, from, keys);
+    store_k(k_quads, k_s(half));
+    fetch_v<true>(v_quads, from, keys);
+    store_v(v_quads, v_s(half));
+    keep(from, ahead);
+  }
+
+  // See Softmax::renew.
+  __device__ __forceinline__ void renew() { lane_bytes = kept_in_register(lane_bytes); }
+
+ private:
+  __device__ __forceinline__ uint32 row_bytes() const { return KTileFeed::row_bytes(params.attention.k.seq); }
+
+  __device__ __forceinline__ Rows find(const Entry& entry) const {
+    int own = entry.place(params.units);
+    if (!kEven && Groups::kGroups > 1) own -= lane_index() * params.units.group;
+    Rows rows{own};
+    if (kAskOnce) ask(rows.places, own);
+    return rows;
+  }
+
+  // In all lanes: some threads may have no row.
+  template <int kCount>
+  __device__ __forceinline__ void ask(int (&places)[kCount], int own) const {
+#pragma unroll
+    for (int pass = 0; pass < kCount; pass++) places[pass] = Groups::of_group(own, group_of(k_feed.row, pass));
+  }
+
+  __device__ __forceinline__ static int group_of(int row, int pass) {
+    if (kPassRows == kGroupKeys) return pass;
+    return (row + pass * kPassRows) / kGroupKeys;
+  }
+
+  template <bool kRagged, typename TileFeed>
+  __device__ __forceinline__ void fetch(Quads& quads, const TileFeed& feed, const char* head_g, const Rows& from,
+                                        int keys) const {
+    int places[kPasses];
+    if (kAskOnce) {
+#pragma unroll
+      for (int pass = 0; pass < kPasses; pass++) places[pass] = from.places[kAskOnce ? pass : 0];
+    } else {
+      ask(places, from.places[0]);
+    }
+    feed.template load_rows<kRagged>(
+        quads, [&](int key) { return groups.exists(key, keys); },
+        [&](int pass) {
+          const uint32 lane = kEven ? lane_bytes : lane_bytes + pass * kPassRows * row_bytes();
+          return head_g + mad_wide(lane, 1u, mad_wide(places[pass], params.units.bytes, 0));
+        });
+  }
+};
+
+// Of a call with a paged cache.
+struct PagedKeys {
+  const PagedParams& params;
+  const float16 *k_g, *v_g;
+  const int* table_g;
+
+  template <typename Traits, typename Tiles>
+  __device__ __forceinline__ auto feed(const Place& place, const KeyWindow& window, int rows, const Tiles& tiles) const
+      -> PagedKeyFeed<typename Traits::KTileFeed, typename Traits::VTileFeed, Traits::kMTiles> {
+    return {params, {params, table_g, place, window, rows}, place, k_g, v_g, tiles};
+  }
+};

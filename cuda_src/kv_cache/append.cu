@@ -1,0 +1,268 @@
+// New tokens into a paged cache: keys and values to their slots, with the rotary embedding of keys (and of queries, in
+// place) and the quantisation of what is stored in the same pass.
+//
+// Shapes    k and v (B, S, G, D), q (B, S, H, D) or null, of any outer strides; slot_mapping and positions (B, S); the
+//           caches (num_blocks, block_size, G, D) of CACHE, their scales (num_blocks, block_size, G); cos and sin
+//           (table length, R/2) of TABLE, which is void without a rotation.
+// Work      LANES lanes of a warp own HEADS neighbouring heads of one token's q, k or v: a lane has CHUNKS chunks of
+//           each head's columns, and reads cosines and sines once for all. The other features of its pairs, which
+//           other lanes hold, it reads again: they are in L1. Neighbouring rows of lanes have neighbouring heads, then
+//           q, k and v, then tokens. Grid ceil(rows of lanes / those of a CTA).
+// Budget    registers: 2 * HEADS * CHUNKS vectors and their cosines and sines, below 128 in all; no shared memory.
+// Edges     a slot that is not in the caches is skipped (-1 says so); a position outside of the tables gives NaN in the
+//           R features, and nothing is read there. Two tokens with one slot leave parts of either.
+#if !defined(DTYPE) || !defined(CACHE) || !defined(THREADS) || !defined(LANES) || !defined(CHUNKS) || \
+    !defined(HEADS) || !defined(VEC) || !defined(SLOT) || !defined(TABLE) || !defined(POSITION) ||    \
+    !defined(INTERLEAVED)
+#error \
+    "DTYPE, CACHE, THREADS, LANES, CHUNKS, HEADS, VEC, SLOT, TABLE, POSITION and INTERLEAVED come from a launch-configuration table"
+#endif
+#include "../layers/rotation.cuh"
+#include "formats.cuh"
+
+// Field for field the structured dtype APPEND_PARAMS of cupyattn/kernels/structs.py. Strides are in items.
+struct RowStrides {
+  int64 outer, inner, head;  // of a batch element and a token of it, or of a block and a token in it
+};
+struct AppendParams {
+  RowStrides q, k, v, k_cache, v_cache, k_scales, v_scales;
+  int64 slots_batch, slots_seq, positions_batch, positions_seq;  // strides
+  int64 cos_stride, sin_stride;                                  // of a position
+  int64 table_length;
+  int64 slots;           // of the caches
+  uint32 tokens, seq;    // of all batch elements, and of one
+  uint32 heads, groups;  // of q: HEADS heads are a group
+  uint32 kv_heads, kv_groups;
+  uint32 half, dim;  // R/2 and D
+  uint32 block_size;
+};
+static_assert(sizeof(AppendParams) == APPEND_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
+
+template <typename Table>
+struct Rotation {
+  static constexpr bool kThere = true;
+  using Item = Table;
+};
+template <>
+struct Rotation<void> {
+  static constexpr bool kThere = false;
+  using Item = float;
+};
+
+struct Traits {
+  using Stored = Format<CACHE>;
+  static constexpr bool kRotates = Rotation<TABLE>::kThere;
+  // What is stored at once fills a byte: of single items of four bits a lane has two.
+  static constexpr int kChunk = VEC < Stored::kPerByte ? Stored::kPerByte : VEC;
+  static constexpr int kLoads = CHUNKS * (kChunk / VEC);                 // of a head
+  static constexpr int kTable = INTERLEAVED && VEC > 1 ? VEC / 2 : VEC;  // pairs that a load has features of
+  static constexpr bool kPairInLoad = INTERLEAVED && VEC > 1;
+  static_assert(LANES >= 1 && LANES <= kWarpSize && (LANES & (LANES - 1)) == 0, "a row of lanes is in one warp");
+  static_assert(THREADS % kWarpSize == 0, "whole warps");
+};
+
+enum class Role { kQuery, kKey, kValue };
+
+// The columns of load `load` of this lane.
+__device__ __forceinline__ uint32 column_of(int load) {
+  constexpr int kPerChunk = Traits::kChunk / VEC;
+  const uint32 lane = threadIdx.x % LANES;
+  return (lane + load / kPerChunk * LANES) * Traits::kChunk + load % kPerChunk * VEC;
+}
+
+// Where the pairs of a load's features are: the first of the other features, and the first pair.
+struct Pairing {
+  uint32 other, pair;
+  bool second;  // these are the second features of their pairs
+
+  __device__ __forceinline__ Pairing(uint32 column, uint32 half) {
+    if constexpr (INTERLEAVED) {
+      other = column ^ 1, pair = column / 2, second = column % 2;
+    } else {
+      second = column >= half;
+      other = second ? column - half : column + half;
+      pair = second ? other : column;
+    }
+  }
+};
+
+// The cosines and sines of a lane's features: 1 and 0 where nothing is rotated.
+struct Angles {
+  float cos[Traits::kLoads][Traits::kTable], sin[Traits::kLoads][Traits::kTable];
+
+  __device__ __forceinline__ void load(const AppendParams& params, const Rotation<TABLE>::Item* cos_g,
+                                       const Rotation<TABLE>::Item* sin_g, int64 position) {
+    const bool known = position >= 0 && position < params.table_length;
+#pragma unroll
+    for (int i = 0; i < Traits::kLoads; i++) {
+      const uint32 column = column_of(i);
+      const Pairing pairing(column, params.half);
+      if (column < 2 * params.half && known) {
+        load_table<(VEC > 1)>(cos[i], cos_g + position * params.cos_stride + pairing.pair);
+        load_table<(VEC > 1)>(sin[i], sin_g + position * params.sin_stride + pairing.pair);
+      } else {
+#pragma unroll
+        for (int t = 0; t < Traits::kTable; t++) cos[i][t] = kNaN, sin[i][t] = 0.f;  // there is no such position
+      }
+    }
+  }
+};
+
+using Loaded = Vec<DTYPE, VEC>;
+
+// A lane's part of one head, in float32, rotated where `rotates` says so. What is only copied is no product: 0 times
+// infinity is none.
+struct Head {
+  float x[Traits::kLoads][VEC];
+
+  __device__ __forceinline__ Head(const Loaded (&own)[Traits::kLoads], const Loaded (&others)[Traits::kLoads],
+                                  const Angles& angles, bool rotates, uint32 half) {
+#pragma unroll
+    for (int load = 0; load < Traits::kLoads; load++) {
+      const uint32 column = column_of(load);
+      const Pairing pairing(column, half);
+#pragma unroll
+      for (int i = 0; i < VEC; i++) {
+        x[load][i] = to_float(own[load].item[i]);
+        if constexpr (Traits::kRotates) {
+          const float other = to_float(Traits::kPairInLoad ? own[load].item[i ^ 1] : others[load].item[i]);
+          const int pair = Traits::kPairInLoad ? i / 2 : i;
+          const bool second = Traits::kPairInLoad ? i % 2 : pairing.second;
+          const float sin = angles.sin[load][pair];
+          if (rotates && column < 2 * half) {
+            x[load][i] = rotated(x[load][i], other, angles.cos[load][pair], second ? sin : -sin);
+          }
+        }
+      }
+    }
+  }
+
+  template <typename Scalar>
+  __device__ __forceinline__ void store(Scalar* head_g, uint32 dim) const {
+#pragma unroll
+    for (int load = 0; load < Traits::kLoads; load++) {
+      if (column_of(load) < dim) store_vec(head_g + column_of(load), x[load]);
+    }
+  }
+
+  // To a cache, where `wanted`; every lane of the warp calls this.
+  template <typename Cache>
+  __device__ __forceinline__ void store_as(typename Format<Cache>::Item* head_g, float* scale_g, uint32 dim,
+                                           bool wanted) const {
+    if constexpr (Format<Cache>::kQuantised) {
+      const float scale = scale_of<Cache>(largest_bits());
+      if (wanted && threadIdx.x % LANES == 0) *scale_g = scale;
+      const Divisor divisor(scale);
+#pragma unroll
+      for (int chunk = 0; chunk < CHUNKS; chunk++) {
+        constexpr int kPerChunk = Traits::kChunk / VEC;
+        float items[Traits::kChunk];
+#pragma unroll
+        for (int i = 0; i < Traits::kChunk; i++) items[i] = x[chunk * kPerChunk + i / VEC][i % VEC];
+        const uint32 column = column_of(chunk * kPerChunk);
+        const Packed<Cache, Traits::kChunk> packed(items, divisor);
+        if (wanted && column < dim) packed.store(head_g + stored_column<Cache>(column));
+      }
+    } else {
+      if (wanted) store(head_g, dim);
+    }
+  }
+
+ private:
+  // Of the head's items, which LANES lanes hold, with zeros behind them: a NaN is above infinity.
+  __device__ __forceinline__ uint32 largest_bits() const {
+    uint32 largest = 0;
+#pragma unroll
+    for (int load = 0; load < Traits::kLoads; load++) {
+#pragma unroll
+      for (int i = 0; i < VEC; i++) largest = max(largest, __float_as_uint(fabsf(x[load][i])));
+    }
+#pragma unroll
+    for (int distance = LANES / 2; distance > 0; distance /= 2) {
+      largest = max(largest, __shfl_xor_sync(kFullWarp, largest, distance));
+    }
+    return largest;
+  }
+};
+
+// The item at which a head begins.
+__device__ __forceinline__ int64 place_of(const RowStrides& strides, uint32 outer, uint32 inner, uint32 head) {
+  return outer * strides.outer + inner * strides.inner + head * strides.head;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    append_kv(Traits::Stored::Item* k_cache_g, Traits::Stored::Item* v_cache_g, float* k_scales_g, float* v_scales_g,
+              DTYPE* q_g, const DTYPE* k_g, const DTYPE* v_g, const SLOT* slot_mapping_g,
+              const Rotation<TABLE>::Item* cos_g, const Rotation<TABLE>::Item* sin_g, const POSITION* positions_g,
+              const AppendParams params) {
+  // Phase 1: which token and heads are this row's, and where they go.
+  const uint32 row = blockIdx.x * static_cast<uint32>(THREADS / LANES) + threadIdx.x / LANES;
+  const uint32 all_groups = params.groups + 2 * params.kv_groups;
+  const uint32 token = row / all_groups, group = row - token * all_groups;
+  const uint32 batch = token / params.seq, s = token - batch * params.seq;
+  const Role role = group < params.groups                      ? Role::kQuery
+                    : group < params.groups + params.kv_groups ? Role::kKey
+                                                               : Role::kValue;
+  const uint32 first_group = role == Role::kQuery ? 0
+                             : role == Role::kKey ? params.groups
+                                                  : params.groups + params.kv_groups;
+  const uint32 head = (group - first_group) * HEADS;
+  const uint32 heads = role == Role::kQuery ? params.heads : params.kv_heads;
+  int64 slot = 0;
+  bool exists = token < params.tokens;
+  if (exists && role != Role::kQuery) {
+    slot = slot_mapping_g[batch * params.slots_batch + s * params.slots_seq];
+    exists = slot >= 0 && slot < params.slots;
+  }
+  const bool rotates = Traits::kRotates && role != Role::kValue;
+  const uint32 dim = role == Role::kQuery ? 2 * params.half : params.dim;  // the rest of q stays as it is
+
+  // Phase 2: all loads.
+  Loaded own[HEADS][Traits::kLoads] = {}, others[HEADS][Traits::kLoads] = {};
+  Angles angles;
+  const RowStrides strides = role == Role::kQuery ? params.q : role == Role::kKey ? params.k : params.v;
+  const DTYPE* rows_g = role == Role::kQuery ? q_g : role == Role::kKey ? k_g : v_g;
+  if (exists) {
+    rows_g += place_of(strides, batch, s, head);
+#pragma unroll
+    for (int h = 0; h < HEADS; h++) {
+      const DTYPE* head_g = rows_g + h * strides.head;
+#pragma unroll
+      for (int load = 0; load < Traits::kLoads; load++) {
+        const uint32 column = column_of(load);
+        if (head + h < heads && column < dim) {
+          own[h][load] = *reinterpret_cast<const Loaded*>(head_g + column);
+        }
+        if (Traits::kRotates && !Traits::kPairInLoad && rotates && head + h < heads && column < 2 * params.half) {
+          const Pairing pairing(column, params.half);
+          others[h][load] = *reinterpret_cast<const Loaded*>(head_g + pairing.other);
+        }
+      }
+    }
+    if constexpr (Traits::kRotates) {
+      if (rotates) {
+        const int64 position = positions_g[batch * params.positions_batch + s * params.positions_seq];
+        angles.load(params, cos_g, sin_g, position);
+      }
+    }
+  }
+  if constexpr (Traits::kRotates) __syncwarp();  // q: its other features are read by every lane before one is written
+
+  // Phase 3: rotate and store, head by head.
+  const uint32 block = static_cast<uint32>(slot) / params.block_size;
+  const uint32 place = static_cast<uint32>(slot) - block * params.block_size;
+  const RowStrides cache_strides = role == Role::kKey ? params.k_cache : params.v_cache;
+  const RowStrides scale_strides = role == Role::kKey ? params.k_scales : params.v_scales;
+#pragma unroll
+  for (int h = 0; h < HEADS; h++) {
+    const Head values(own[h], others[h], angles, rotates, params.half);
+    const bool there = exists && head + h < heads;
+    if (Traits::kRotates && role == Role::kQuery) {
+      if (there) values.store(q_g + place_of(params.q, batch, s, head + h), dim);
+    }
+    const bool cached = there && role != Role::kQuery;
+    auto* cache_g = (role == Role::kKey ? k_cache_g : v_cache_g) + place_of(cache_strides, block, place, head + h);
+    float* scale_g = (role == Role::kKey ? k_scales_g : v_scales_g) + place_of(scale_strides, block, place, head + h);
+    values.store_as<CACHE>(cache_g, scale_g, params.dim, cached);
+  }
+}

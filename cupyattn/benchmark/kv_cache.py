@@ -1,0 +1,274 @@
+"""``python -m cupyattn.benchmark kv_cache``: append_kv, copy_blocks and gather, on a GPU.
+
+Their measure is the memory's speed: GB/s of what has to be read and written, beside a copy's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import cupyattn
+from cupyattn.benchmark.cuda_events import RoundTimer, copy_rate, graph_timer, measured_on
+from cupyattn.benchmark.decode import numpy_dtype
+from cupyattn.benchmark.gpu_command import add_timing_options, run_on_gpu, show_machine
+from cupyattn.cli.arguments import integer
+from cupyattn.cli.progress import progress
+from cupyattn.cli.terminal import Result, Terminal
+from cupyattn.cupy_library import load_cupy
+from cupyattn.kernels.configs.dtypes import STORAGE
+from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
+from cupyattn.kernels.device.cuda import cuda_device
+
+OPERATIONS = ("append", "copy", "gather")
+FORMATS = ("float", "int8", "int4")
+_LAYERS = 8  # whose blocks are copied at once
+_TABLE = 4096  # positions of the rotary tables
+
+
+class Call(NamedTuple):
+    """One call, made ready, and the bytes that it cannot do without."""
+
+    run: Callable[[], Any]
+    bytes: int
+
+
+class Case(NamedTuple):
+    """An operation on so many tokens; `cache` is a storage format, float the tokens' dtype."""
+
+    operation: str
+    cache: str
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+
+    @property
+    def stored_bytes(self) -> int:
+        """A token's K and V in a cache, with scales."""
+        bits = {"int8": 8, "int4": 4}.get(self.cache, 8 * STORAGE[self.dtype])
+        scale = 0 if self.cache == "float" else 4
+        return 2 * self.kv_heads * (self.head_dim * bits // 8 + scale)
+
+    @property
+    def num_blocks(self) -> int:
+        """The blocks of all tokens."""
+        return -(-self.tokens // self.block_size)
+
+    def call(self, xp: Any) -> Call:
+        """Make the arrays, and the call on them."""
+        make = {"append": self._append, "copy": self._copy, "gather": self._gather}
+        return make[self.operation](xp)
+
+    def _caches(self, xp: Any, *shape: int) -> tuple[list[Any], dict[str, Any]]:
+        """K and V of zeros, and their scales."""
+        stored = self.head_dim // 2 if self.cache == "int4" else self.head_dim
+        names = {"int8": "int8", "int4": "uint8"}
+        dtype = np.dtype(names[self.cache]) if self.cache in names else numpy_dtype(self.dtype)
+        axes = (*shape, self.block_size, self.kv_heads)
+        caches = [xp.zeros((*axes, stored), dtype) for _ in range(2)]
+        if self.cache == "float":
+            return caches, {}
+        return caches, {name: xp.zeros(axes, np.float32) for name in ("k_scales", "v_scales")}
+
+    def _ids(self) -> np.ndarray:
+        """Blocks in any order."""
+        return np.random.default_rng(0).permutation(self.num_blocks).astype(np.int32)
+
+    def _append(self, xp: Any) -> Call:
+        """Slices of packed q, k and v, rotated, to blocks anywhere in the pool."""
+        heads = self.heads + 2 * self.kv_heads
+        dtype = numpy_dtype(self.dtype)
+        packed = xp.empty((self.tokens, heads, self.head_dim), dtype)
+        some = np.random.default_rng(1).standard_normal(packed.shape[1:], dtype=np.float32)
+        packed[...] = xp.asarray(some.astype(dtype))
+        k_from, v_from = self.heads, self.heads + self.kv_heads
+        q, k, v = packed[:, :k_from], packed[:, k_from:v_from], packed[:, v_from:]
+        (k_cache, v_cache), scales = self._caches(xp, self.num_blocks)
+        token = np.arange(self.tokens)
+        slots = self._ids()[token // self.block_size] * self.block_size + token % self.block_size
+        rotary_dim = self.head_dim // 2 * 2
+        cos, sin = cupyattn.rope_tables(_TABLE, rotary_dim)
+        options: dict[str, Any] = {
+            "q": q,
+            "rotary": (xp.asarray(cos), xp.asarray(sin)),
+            "positions": xp.asarray((token % _TABLE).astype(np.int32)),
+            **scales,
+        }
+        slot_mapping = xp.asarray(slots.astype(np.int32))
+
+        def run() -> None:
+            cupyattn.append_kv(k_cache, v_cache, k, v, slot_mapping, **options)
+
+        item = STORAGE[self.dtype]
+        moved = (2 * self.heads + 2 * self.kv_heads) * self.head_dim * item + self.stored_bytes
+        return Call(run, self.tokens * moved)
+
+    def _copy(self, xp: Any) -> Call:
+        """Half of the pool's blocks to the other half, in all layers."""
+        count = max(self.num_blocks // 2, 1)
+        (k_cache, v_cache), scales = self._caches(xp, _LAYERS, 2 * count)
+        ids = np.random.default_rng(0).permutation(2 * count).astype(np.int32)
+        copies = xp.asarray(np.ascontiguousarray(ids.reshape(2, count).T))
+
+        def run() -> None:
+            cupyattn.copy_blocks(k_cache, v_cache, copies, **scales)
+
+        return Call(run, 2 * _LAYERS * count * self.block_size * self.stored_bytes)
+
+    def _gather(self, xp: Any) -> Call:
+        """One long sequence, of blocks anywhere in the pool."""
+        (k_cache, v_cache), scales = self._caches(xp, self.num_blocks)
+        table, lengths = xp.asarray(self._ids()[None]), xp.asarray(np.array([self.tokens]))
+        dtype = numpy_dtype(self.dtype)
+        shape = 1, self.tokens, self.kv_heads, self.head_dim
+        out = xp.empty(shape, dtype), xp.empty(shape, dtype)
+
+        def run() -> None:
+            cupyattn.gather(
+                k_cache, v_cache, table, lengths, max_seqlen_k=self.tokens, out=out, **scales
+            )
+
+        written = 2 * self.kv_heads * self.head_dim * STORAGE[self.dtype]
+        return Call(run, self.tokens * (self.stored_bytes + written))
+
+
+def time_cases(cases: list[Case], xp: Any, timer: RoundTimer) -> list[dict[str, Any]]:
+    """Return a row for each case: the median ``seconds`` of a call, ``bytes``, ``gb_per_s``."""
+    rows = []
+    with progress("timing", len(cases)) as step:
+        for case in cases:
+            call = case.call(xp)
+            call.run()  # compiled before it is captured
+            seconds = statistics.median(timer([call.run], None))
+            rate = call.bytes / seconds / 1e9
+            rows.append(
+                {**case._asdict(), "seconds": seconds, "bytes": call.bytes, "gb_per_s": rate}
+            )
+            step()
+    return rows
+
+
+def add_parser(benchmarks: Any) -> None:
+    """Add the benchmark to the command line."""
+    parser = benchmarks.add_parser(
+        "kv_cache",
+        help="GB/s of append_kv, copy_blocks and gather on a GPU",
+        description="Time what writes, copies and gathers the blocks of a paged cache by CUDA "
+        "events around CUDA graphs of one call each, beside a copy on the same device. Needs a "
+        "GPU; CUPYATTN_ARCH=75 times the Turing code on a newer one.",
+        epilog="Bytes are those that a call has to read and to write, each once. Few tokens stay "
+        "in the GPU's cache, and their time is a launch's. Exit code 1 without a GPU.",
+    )
+    parser.add_argument(
+        "--tokens",
+        nargs="+",
+        type=integer(1),
+        default=[64, 65536],
+        metavar="N",
+        help="tokens of a call (default: 64 65536)",
+    )
+    parser.add_argument(
+        "--cache",
+        nargs="+",
+        choices=FORMATS,
+        default=list(FORMATS),
+        help="storage formats; float is the tokens' dtype (default: all)",
+    )
+    numbers = (
+        ("heads", 32, integer(1), "query heads, which append_kv rotates"),
+        ("kv-heads", 8, integer(1), "key-value heads"),
+        ("head-dim", 128, integer(2, MAX_HEAD_DIM), "head dim, even"),
+        ("block-size", 16, integer(1), "tokens of a block"),
+    )
+    for name, default, kind, what in numbers:
+        parser.add_argument(
+            f"--{name}",
+            type=kind,
+            default=default,
+            metavar="N",
+            help=f"{what} (default: %(default)s)",
+        )
+    parser.add_argument(
+        "--dtype", choices=STORAGE, default="float16", help="of the tokens (default: %(default)s)"
+    )
+    add_timing_options(parser, calls=30, warm_up=5)
+    parser.set_defaults(run=run)
+
+
+def cases_of(arguments: argparse.Namespace) -> list[Case]:
+    """Return every combination that was asked for."""
+    return [
+        Case(
+            operation,
+            cache,
+            tokens,
+            arguments.heads,
+            arguments.kv_heads,
+            arguments.head_dim,
+            arguments.block_size,
+            arguments.dtype,
+        )
+        for operation in OPERATIONS
+        for cache in arguments.cache
+        for tokens in arguments.tokens
+    ]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the benchmark."""
+    return run_on_gpu("kv_cache", arguments, measure, show)
+
+
+def measure(arguments: argparse.Namespace) -> Result:
+    """Measure every case on the first GPU."""
+    cupy = load_cupy()
+    device = cuda_device(0)
+    with cupy.cuda.Device(device.ordinal):
+        timer = graph_timer(arguments.calls, arguments.warm_up)
+        copied = copy_rate(arguments.calls, arguments.warm_up)
+        rows = time_cases(cases_of(arguments), cupy, timer)
+    return {
+        "command": "kv_cache",
+        **measured_on(device),
+        "calls": arguments.calls,
+        "warm_up": arguments.warm_up,
+        "copy_gb_per_s": copied,
+        "rows": rows,
+    }
+
+
+def show(result: Result, terminal: Terminal) -> None:
+    """Print it for people."""
+    show_machine("Paged caches", result, terminal)
+    copied = result["copy_gb_per_s"]
+    terminal.facts({"a copy on the device": f"{copied:.0f} GB/s"})
+    first = result["rows"][0]
+    terminal.title(
+        f"{first['heads']}/{first['kv_heads']} heads, D {first['head_dim']}, {first['dtype']}, "
+        f"blocks of {first['block_size']}"
+    )
+    terminal.table(
+        ("operation", "cache", "tokens", "median", "GB/s", "of a copy"),
+        [
+            (
+                row["operation"],
+                row["cache"],
+                str(row["tokens"]),
+                f"{row['seconds'] * 1e6:.1f} us",
+                f"{row['gb_per_s']:.0f}",
+                f"{row['gb_per_s'] / copied:.2f}",
+            )
+            for row in result["rows"]
+        ],
+    )
+    terminal.text(
+        f"  Median of {result['calls']} calls after {result['warm_up']}; append rotates q and k, "
+        f"copy is of half of the tokens' blocks in {_LAYERS} layers."
+    )

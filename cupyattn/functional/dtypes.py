@@ -1,0 +1,36 @@
+"""The option dtype: what a result is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupyattn.errors import error, shown
+from cupyattn.ops.checks import CPU_FLOATS
+
+
+def float_dtype(given: Any) -> np.dtype:
+    """Return a floating-point dtype that is given as NumPy's, its name or its type.
+
+    Raises
+    ------
+    TypeError
+        For any other.
+    """
+    if isinstance(given, str) and given == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    try:
+        dtype = np.dtype(given)
+    except TypeError:
+        dtype = np.dtype(object)
+    if dtype.name not in CPU_FLOATS:
+        raise error(
+            TypeError,
+            f"dtype = {shown(given)}",
+            f"allowed are {', '.join(CPU_FLOATS)}",
+            "pass one of them, 'float32' most often",
+        )
+    return dtype

@@ -1,0 +1,93 @@
+"""The gradient of a bias of softmax or its logarithm, beside that of x."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from cupyattn import reference
+from cupyattn.arrays import Array, adopt, contiguous, is_contiguous, layouts_of
+from cupyattn.errors import error
+from cupyattn.functional.backend import device_of
+from cupyattn.functional.outputs import named_grads
+from cupyattn.functional.rounding import round_into
+from cupyattn.gradients import SoftmaxGrads
+from cupyattn.kernels.configs.layers.softmax import FORWARD
+from cupyattn.ops.checks import made_beforehand, require_arrays, require_kernel_dtype
+from cupyattn.ops.layers.broadcast_sums import broadcast_sums, scratch_bytes
+from cupyattn.ops.numbers import factor
+from cupyattn.ops.overlaps import require_apart
+from cupyattn.ops.plan import Output, allot
+from cupyattn.ops.rows import broadcast_layout
+
+_SHOWN_AS = {name: f"grads.{name}" for name in SoftmaxGrads._fields}
+_BYTES = np.dtype(np.uint8)
+
+
+def gradients_with_bias(
+    backward: Callable[..., Array],
+    exact: Callable[..., np.ndarray],
+    arrays: dict[str, Any],
+    grads: Any,
+    axis: Any,
+    scale: Any,
+) -> SoftmaxGrads:
+    """Return dx, and dbias as the sum of the scores' gradient over the axes that bias has not.
+
+    Parameters
+    ----------
+    backward : callable
+        The public backward without a bias, for an axis and a scale.
+    exact : callable
+        The same of the reference.
+    arrays : dict
+        dout, out and bias, and workspace or None.
+    """
+    scale = factor("scale", scale)
+    operands = adopt({**arrays, **named_grads(SoftmaxGrads, grads, False)}, shown_as=_SHOWN_AS)
+    layouts, given = layouts_of(operands.description), operands.arrays
+    require_arrays(layouts, ("dout", "out", "bias"))
+    out, bias = layouts["out"], layouts["bias"]
+    if type(axis) is not int or axis not in (-1, len(out.shape) - 1):
+        raise error(
+            ValueError,
+            f"axis = {axis!r} with a bias",
+            "the gradient of a bias is that of scores along the last axis",
+            "pass transposed views, or sum the gradient with a scale of 1 over the bias's axes",
+        )
+    broadcast_layout(FORWARD, "bias", bias, out)
+    results = {"dx": Output(out.shape, out.dtype), "dbias": Output(bias.shape, bias.dtype)}
+    require_apart(operands, results, _SHOWN_AS)
+    if "dbias" in layouts and not is_contiguous(layouts["dbias"]):
+        raise error(
+            ValueError,
+            f"grads.dbias has strides {layouts['dbias'].strides}",
+            "it is contiguous in C order",
+            made_beforehand("grads.dbias"),
+        )
+    device = device_of(operands)
+    call = partial(backward, given["dout"], given["out"])
+    if device is None:
+        dx = call(scale=scale, grads=given.get("dx"))
+        sums = reference.broadcast_sums(exact(given["dout"], given["out"]), bias.shape)
+        return SoftmaxGrads(dx, round_into(given.get("dbias"), sums, bias.dtype))
+
+    require_kernel_dtype("dout", layouts["dout"].dtype)
+    into = given.get("dx")
+    dx = device.empty(*results["dx"]) if into is None else into
+    like = {"like": given["bias"]}
+    scratch = {"ds": results["dx"]} if scale != 1 else {}
+    description = adopt({"x": dx, **like}).description
+    if scale != 1:  # the scores' gradient is scratch, which starts at a vector
+        description = (("x", *contiguous(*results["dx"]), 0), *description[1:])
+    needed = scratch_bytes(device, description, bias.dtype)
+    memory = allot(device, {**scratch, "sums": Output((needed,), _BYTES)}, given.get("workspace"))
+    ds = call(scale=1.0, grads=memory.get("ds", dx))
+    summed = adopt({"x": ds, **like, "result": given.get("dbias"), "workspace": memory["sums"]})
+    dbias = broadcast_sums(device, summed, bias.dtype)
+    if scale != 1:
+        call(scale=scale, grads=dx)
+    return SoftmaxGrads(dx, dbias)

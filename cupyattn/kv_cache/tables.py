@@ -1,0 +1,261 @@
+"""What a step of the model reads of its sequences: int32 arrays, uploaded in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays import Array
+from cupyattn.errors import error, shown
+from cupyattn.kv_cache.allocator import BlockAllocator
+from cupyattn.kv_cache.arguments import as_count
+from cupyattn.kv_cache.sequence import Sequence
+
+UNUSED = -1
+"""An entry of the block table, or of the slot mapping, that stands for nothing."""
+
+
+class StepTables:
+    """The tables of a step, at the same place in memory from step to step.
+
+    `PagedKVCache.step_tables` makes them, `update` fills them anew in place. So a decode step that
+    was captured in a CUDA graph with them runs on other sequences: update, then launch the graph.
+
+    Attributes
+    ----------
+    block_table : int32 array (max_batch, max_blocks)
+        The blocks of each sequence; -1 behind them, in rows without a sequence, and where a window
+        has given a block back.
+    seqlens_k : int32 array (max_batch,)
+        The tokens of each sequence, 0 in rows without one.
+    cu_seqlens_q : int32 array (max_batch + 1,)
+        Where each sequence's new tokens begin among all new ones; the last is their number.
+    slot_mapping : int32 array (max_tokens,)
+        The slot ``block * block_size + offset`` of each new token, one sequence's behind the
+        other's; -1 behind the last.
+    positions : int32 array (max_tokens,)
+        The position of each new token in its sequence; 0 behind the last.
+    num_sequences, num_tokens, max_seqlen_q : int
+        How many sequences, how many new tokens, and the most new tokens of a sequence.
+    """
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        xp: Any,
+        *,
+        max_batch: int,
+        max_blocks: int,
+        max_tokens: int,
+    ) -> None:
+        self._allocator = allocator
+        self._xp = xp
+        shapes = {
+            "block_table": (max_batch, max_blocks),
+            "seqlens_k": (max_batch,),
+            "cu_seqlens_q": (max_batch + 1,),
+            "slot_mapping": (max_tokens,),
+            "positions": (max_tokens,),
+        }
+        starts, end = {}, 0
+        for name, shape in shapes.items():
+            starts[name] = end
+            end += -(-int(np.prod(shape)) // 4) * 4  # each begins at a multiple of 16 bytes
+        self._buffer: Array = xp.zeros(end, np.int32)
+        self._staged = np.zeros(end, np.int32)
+
+        def pieces(flat: Array) -> dict[str, Array]:
+            return {
+                name: flat[starts[name] : starts[name] + int(np.prod(shape))].reshape(shape)
+                for name, shape in shapes.items()
+            }
+
+        self._on_host = pieces(self._staged)
+        placed = pieces(self._buffer)
+        self.block_table: Array = placed["block_table"]
+        self.seqlens_k: Array = placed["seqlens_k"]
+        self.cu_seqlens_q: Array = placed["cu_seqlens_q"]
+        self.slot_mapping: Array = placed["slot_mapping"]
+        self.positions: Array = placed["positions"]
+        self.num_sequences = self.num_tokens = self.max_seqlen_q = 0
+        self.update((), ())
+
+    def __repr__(self) -> str:
+        (batch, blocks), tokens = self.block_table.shape, len(self.slot_mapping)
+        return (
+            f"<StepTables of {self.num_sequences} sequences and {self.num_tokens} new tokens, with "
+            f"room for {batch} of {blocks} blocks and {tokens} tokens>"
+        )
+
+    def decodes(self, rows: int) -> bool:
+        """Tell whether row b of as many new tokens is the one new token of sequence b."""
+        one_each = self.max_seqlen_q == 1 and self.num_tokens == self.num_sequences
+        return one_each and self.num_sequences <= rows <= len(self.seqlens_k)
+
+    def spans(self) -> list[tuple[int, int, int]]:
+        """Return where each sequence's new tokens begin and end among all, and its length."""
+        starts = self._on_host["cu_seqlens_q"][: self.num_sequences + 1].tolist()
+        lengths = self._on_host["seqlens_k"][: self.num_sequences].tolist()
+        return list(zip(starts, starts[1:], lengths, strict=False))
+
+    def require_of(self, allocator: BlockAllocator) -> None:
+        """Raise ValueError if the ids are those of another pool."""
+        if allocator is not self._allocator:
+            raise error(
+                ValueError,
+                f"got {self!r} of another cache",
+                "its block ids are those of another pool",
+                "pass tables that this cache's step_tables made",
+            )
+
+    def require_seen(self, left: int | None) -> None:
+        """Raise ValueError if a block is evicted that new tokens see, so many tokens back."""
+        size, table = self._allocator.block_size, self._on_host["block_table"]
+        for row, (begin, end, length) in enumerate(self.spans()):
+            first = 0 if left is None else max(length - (end - begin) - left, 0) // size
+            evicted = table[row, first : -(-length // size)] == UNUSED
+            if begin < end and evicted.any():
+                raise error(
+                    ValueError,
+                    f"block {first + int(evicted.argmax())} of sequence {row} is evicted",
+                    "new tokens see it" if left is None else f"new tokens see {left} tokens back",
+                    "pass the window_size by which its blocks were given back",
+                )
+
+    def update(self, sequences: Items[Sequence], new_tokens: int | Iterable[int] = 1) -> None:
+        """Fill the tables for other sequences, or for the same ones that have grown, in place.
+
+        The upload is queued on the current stream, behind the work that still reads the tables. It
+        comes before a graph is launched: it is no part of what a graph captures.
+
+        Parameters
+        ----------
+        sequences : sequence of Sequence
+            The batch, at most max_batch of them; rows behind them are empty.
+        new_tokens : int, or an int for each sequence
+            How many of each one's last tokens the step computes.
+
+        Raises
+        ------
+        TypeError
+            If something is no sequence, or a number no integer.
+        ValueError
+            If a sequence is freed, swapped out, of another cache or longer than the tables, or
+            there are too many; or if it has fewer tokens than are called new. The tables are as
+            before then.
+        """
+        tables, size = self._on_host, self._allocator.block_size
+        lengths = lengths_of(self._allocator, sequences)
+        counts = as_counts(sequences, new_tokens)
+        self._require_room(lengths, counts)
+        table = tables["block_table"]
+        table.fill(UNUSED)
+        for row, sequence in zip(table, sequences, strict=False):
+            ids = sequence.block_ids
+            row[: len(ids)] = ids
+        ends = np.cumsum(counts)
+        total = int(counts.sum())
+        rows = np.repeat(np.arange(len(counts)), counts)
+        positions = np.arange(total) + np.repeat(lengths - ends, counts)
+        blocks = table[rows, positions // size].astype(np.int64)
+        if (blocks == UNUSED).any():
+            row = int(rows[np.argmax(blocks == UNUSED)])
+            raise error(
+                ValueError,
+                f"the {counts[row]} new tokens of sequence {row} stand in blocks that are evicted",
+                "what is computed in a step needs its slots",
+                "evict after the step, and only what the next one does not see",
+            )
+        for name, values, rest in (
+            ("seqlens_k", lengths, 0),
+            ("cu_seqlens_q", np.concatenate(([0], ends)), total),
+            ("slot_mapping", blocks * size + positions % size, UNUSED),
+            ("positions", positions, 0),
+        ):
+            tables[name][: len(values)] = values
+            tables[name][len(values) :] = rest
+        upload(self._xp, self._buffer, self._staged)
+        self.num_sequences, self.num_tokens = len(counts), total
+        self.max_seqlen_q = int(counts.max(initial=0))
+
+    def _require_room(self, lengths: np.ndarray, counts: np.ndarray) -> None:
+        """Refuse what has no place, before anything is written."""
+        size, (batch, blocks) = self._allocator.block_size, self.block_table.shape
+        longest = int(lengths.max(initial=0))
+        for passed, there, what in (
+            (len(lengths), batch, "sequences"),
+            (-(-longest // size), blocks, "blocks of a sequence"),
+            (int(counts.sum()), len(self.slot_mapping), "new tokens"),
+        ):
+            if passed > there:
+                raise error(
+                    ValueError,
+                    f"got {passed} {what}",
+                    f"the tables have room for {there}",
+                    "make tables with a larger max_batch, max_blocks or max_tokens",
+                )
+        if (counts > lengths).any():
+            row = int(np.argmax(counts > lengths))
+            raise error(
+                ValueError,
+                f"got {counts[row]} new tokens of sequence {row}, which has {lengths[row]} tokens",
+                "new tokens are its last ones",
+                "append them to the sequence first",
+            )
+
+
+def upload(xp: Any, target: Array, staged: np.ndarray) -> None:
+    """Queue the copy of an array of the host; it may change as soon as this has returned."""
+    if xp is np:
+        target[...] = staged
+        return
+    with target.device:
+        # From memory that is not pinned the driver takes what it reads before the call returns.
+        target.set(staged, stream=xp.cuda.get_current_stream())
+
+
+def lengths_of(allocator: BlockAllocator, sequences: Items[Sequence]) -> np.ndarray:
+    """Return the tokens of sequences, or refuse what is none of the allocator's."""
+    if isinstance(sequences, Sequence):
+        raise error(
+            TypeError,
+            f"got {sequences!r}",
+            "the sequences of a batch are a list, of one too",
+            "pass [sequence]",
+        )
+    lengths = []
+    for sequence in sequences:
+        if not isinstance(sequence, Sequence):
+            raise error(
+                TypeError,
+                f"got {shown(sequence)} among the sequences",
+                "they are Sequences of this cache's allocator, in a list",
+                "pass [sequence] for one",
+            )
+        lengths.append(len(sequence))  # a freed one says so
+        if sequence not in allocator:
+            raise error(
+                ValueError,
+                f"got {sequence!r} of another allocator",
+                "its block ids are those of another pool",
+                "pass sequences that this cache's allocator made",
+            )
+    return np.array(lengths, np.int64)
+
+
+def as_counts(sequences: Items[Sequence], new_tokens: int | Iterable[int]) -> np.ndarray:
+    """Read how many tokens of each sequence are new."""
+    if not isinstance(new_tokens, Iterable):
+        return np.full(len(sequences), as_count("new_tokens", new_tokens, 0), np.int64)
+    given = list(new_tokens)
+    if len(given) != len(sequences):
+        raise error(
+            ValueError,
+            f"got {len(given)} numbers of new tokens for {len(sequences)} sequences",
+            "each sequence has one",
+            "pass one number for all, or a list as long as that of the sequences",
+        )
+    return np.array([as_count("new_tokens", each, 0) for each in given], np.int64)

@@ -1,0 +1,93 @@
+"""Which calls of dense attention the kernels of decoding take, and their plan.
+
+flash gives each head of each sequence a CTA that walks over all of its keys, with a tile of 64 to
+128 query rows of which a few have a query. The kernels of decoding cut the keys into equal shares
+for all multiprocessors, and the query rows of a key-value head share what is read.
+"""
+
+from __future__ import annotations
+
+from cupyattn.kernels.configs.attention.decode import TILE_KEYS
+from cupyattn.ops.attention.decode import (
+    MOST_UNITS,
+    launch_of,
+    row_tiles_of,
+    shared_keys_plan,
+    units_of,
+)
+from cupyattn.ops.attention.problem import AttentionProblem
+from cupyattn.ops.attention.results import forward_outputs
+from cupyattn.ops.plan import Plan
+
+MOST_QUERIES = 16
+"""Query tokens of a sequence: a tile of flash has at least four times as many rows."""
+
+LEAST_KEYS = 256
+"""Keys that a query may see. Timed on an H200 as compute_75 code (2026-11-22, CUDA graphs of one
+call, head dim 128, 32 heads on 8, one query), decoding took 9.7 us for 256 keys and flash 15.4, for
+64 sequences 30 and 171. For 128 keys of one sequence they took 9.6 and 10.9, and the second launch
+weighs on the host."""
+
+_OPTIONS = frozenset({"alibi_slopes", "softcap", "sinks"})
+
+# Passes over K and V that take as long as flash's walk for one head where its grid fills the card.
+# Of a T4 (320 GB/s; 65 and 8.1 TFLOP/s, of which flash reaches about 0.8) at head dim 128: 1.6 ns
+# a key and pass of float16, 1.26 a key and head; 3.2 and 8 of float32. An H200 ran 64 sequences of
+# 4,096 tokens at 0.28 ns a key and head, and reads K and V of a key in 0.12.
+_PASSES_OF_A_WALK = {"float16": 0.75}
+_PASSES_OF_A_FLOAT_WALK = 2.0
+_FLASH_CTAS_PER_SM = 2
+
+
+def suits(problem: AttentionProblem, arch: int, multiprocessors: int) -> bool:
+    """Return whether the kernels of decoding have what a call asks for, and are faster."""
+    return _has_kernels(problem) and _is_faster(problem, arch, multiprocessors)
+
+
+def _has_kernels(problem: AttentionProblem) -> bool:
+    return (
+        problem.implementation == "flash"
+        and problem.head_dim == problem.head_dim_v
+        and not problem.refusable_options - _OPTIONS
+        and problem.batch * problem.heads * problem.sq > 0
+        and problem.sk >= TILE_KEYS
+    )
+
+
+def _is_faster(problem: AttentionProblem, arch: int, multiprocessors: int) -> bool:
+    """Compare passes over K and V with flash's walks, of which there are as many as heads.
+
+    Those use no more of the card than their grid fills.
+    """
+    if problem.sq > MOST_QUERIES or _keys_seen(problem) < LEAST_KEYS:
+        return False
+    launch = launch_of(problem, arch)
+    if units_of(problem, launch) > MOST_UNITS:
+        return False
+    filled = min(1.0, problem.batch * problem.heads / (multiprocessors * _FLASH_CTAS_PER_SM))
+    walk = _PASSES_OF_A_WALK.get(problem.dtype.name, _PASSES_OF_A_FLOAT_WALK)
+    group = problem.heads // problem.kv_heads
+    return row_tiles_of(problem, launch) * filled <= max(1.0, walk * group)
+
+
+def _keys_seen(problem: AttentionProblem) -> int:
+    """Return how many keys the window leaves for all queries together, at the most."""
+    left, right = problem.window
+    if left is None or right is None:
+        return problem.sk
+    return min(problem.sk, left + problem.sq + right)
+
+
+def few_queries_plan(
+    problem: AttentionProblem, arch: int, multiprocessors: int, *, return_lse: bool
+) -> Plan:
+    """Plan a call that `suits`."""
+    return shared_keys_plan(
+        problem,
+        launch_of(problem, arch),
+        multiprocessors,
+        forward_outputs(problem, return_lse),
+        feed="DenseFeed",
+        fields={},
+        renamed={"k_cache": "k", "v_cache": "v", "seqlens_k": "seqused_k"},
+    )

@@ -1,0 +1,131 @@
+"""Many query tokens over a paged cache: the forward kernels, with keys from blocks."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays import Array, Layout, Operands
+from cupyattn.errors import error
+from cupyattn.kernels.configs.attention import float32, tensor_core
+from cupyattn.kernels.configs.dtypes import vector_items
+from cupyattn.kernels.device import Device
+from cupyattn.kernels.spec import Specialisation
+from cupyattn.kernels.structs import PAGED_PARAMS
+from cupyattn.ops.attention.decode_problem import DecodeProblem
+from cupyattn.ops.attention.layouts import require_lengths, score_options, whole_vectors
+from cupyattn.ops.attention.params import attention_params, batch_integers
+from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
+from cupyattn.ops.plan import Plan, Step, run
+
+_GROUP_KEYS = 16  # kGroupKeys in paged_keys.cuh: blocks are whole groups of tokens
+_LARGEST_UNIT = 2**20
+_INT32 = 2**31
+_FARTHEST_TOKENS = (
+    2**26
+)  # bytes from token to token of a block: those of a tile have 32-bit offsets
+
+
+def has_prefill(problem: DecodeProblem) -> bool:
+    """Tell whether the kernels read the caches: floats, where one place serves K and V."""
+    if problem.layouts["k_cache"].dtype != problem.attention.dtype:
+        return False
+    k, v = (problem.layouts[name].strides for name in ("k_cache", "v_cache"))
+    alike = k[1] == v[1] and (k[0] == v[0] or problem.num_blocks <= 1)
+    return alike and 0 <= k[1] < _FARTHEST_TOKENS
+
+
+def prefill_attention(
+    device: Device, problem: DecodeProblem, operands: Operands, *, return_lse: bool
+) -> dict[str, Array]:
+    """Run paged attention by the forward kernels, into `out` and `lse` where they are given."""
+    return run(device, _plan(problem, device.arch.number, return_lse), operands.arrays)
+
+
+@lru_cache(maxsize=4096)
+def _plan(problem: DecodeProblem, arch: int, return_lse: bool) -> Plan:
+    attention = problem.attention
+    require_kernel_dtype("q", attention.dtype)
+    require_lengths(attention)
+    require_item_alignment(attention.layouts, attention.starts)
+    outputs = problem.outputs(return_lse)
+    results = problem.result_layouts(outputs)
+    kernel, tile_q = _kernel(problem, results["out"], arch)
+    step = Step.of(kernel, attention.heads * _tiles(problem, tile_q), _params(problem, results))
+    plan = Plan((step,), outputs)
+    plan.require_arrays(problem.layouts)
+    return plan
+
+
+def _kernel(problem: DecodeProblem, out: Layout, arch: int) -> tuple[Specialisation, int]:
+    """Choose the kernel by dtype, head dim, options and how rows lie; and say its query rows."""
+    attention = problem.attention
+    dtype, dim = attention.dtype.name, attention.head_dim
+    rows = [(attention.starts[name], attention.layouts[name].strides) for name in ("q", "k", "v")]
+    rows += [(attention.starts.get("out", 0), out.strides)]
+    options = score_options(attention)
+    if dtype == "float16":
+        vec = whole_vectors(vector_items(dtype), attention, rows)
+        row = tensor_core.forward.flash_row(arch, dim, dim, options)
+        return tensor_core.forward.paged(arch, dim, vec, options), row.tile_q
+    vec = whole_vectors(float32.forward.VECTOR_ITEMS, attention, rows)
+    tile_q = float32.forward.flash_row(arch, dim, dim).tile_q
+    return float32.forward.paged(arch, dtype, dim, vec, options), tile_q
+
+
+def _tiles(problem: DecodeProblem, tile_q: int) -> int:
+    """Return how many tiles of query rows the sequences have, or packed ones could have."""
+    attention = problem.attention
+    tiles = attention.batch * -(-attention.sq // tile_q)
+    if not problem.packed:
+        return tiles
+    total = problem.layouts["q"].shape[0]
+    return min(tiles, (total + attention.batch * (tile_q - 1)) // tile_q)
+
+
+def _params(problem: DecodeProblem, results: dict[str, Layout]) -> Any:
+    """Fill the C struct PagedParams."""
+    params = np.zeros((), PAGED_PARAMS)
+    params["attention"] = attention_params(problem.attention, results)
+    if problem.packed:
+        params["cu_seqlens_q"] = batch_integers(problem.layouts["cu_seqlens_q"])
+        params["total"] = problem.layouts["q"].shape[0]
+    table = problem.layouts["block_table"]
+    batch, block = table.strides
+    if abs(block) >= _INT32:
+        raise error(
+            ValueError,
+            f"block_table has {block} bytes from one entry of a row to the next",
+            f"a GPU takes less than {_INT32}",
+            "copy it with ascontiguousarray(block_table)",
+        )
+    params["table_batch"], params["table_block"] = batch // table.dtype.itemsize, block
+    params["batch"] = problem.attention.batch
+    groups = problem.block_size // _GROUP_KEYS
+    params["block_shift"] = shift = (groups - 1).bit_length()
+    params["block_reciprocal"] = -(-(2 ** (31 + shift)) // groups)
+    params["units"] = *_, group = _cache_units(problem)
+    params["block_span"] = groups * group
+    return params[()]
+
+
+def _cache_units(problem: DecodeProblem) -> tuple[int, int, int]:
+    """Return a unit in bytes, and how many of it blocks and groups of tokens lie apart."""
+    layout = problem.layouts["k_cache"]
+    block, group = layout.strides[0], _GROUP_KEYS * layout.strides[1]
+    unit = math.gcd(block, group, _LARGEST_UNIT)
+    groups = problem.block_size // _GROUP_KEYS
+    reach = problem.num_blocks * abs(block // unit) + groups * abs(group // unit)
+    if reach >= _INT32:
+        raise error(
+            ValueError,
+            f"k_cache has strides {layout.strides}: its last block lies {reach} units of {unit} "
+            "bytes from the first one",
+            f"a GPU counts less than {_INT32} units of what divides the strides of blocks and of "
+            f"{_GROUP_KEYS} tokens",
+            "make the caches with strides that are multiples of 16 bytes",
+        )
+    return unit, block // unit, group // unit

@@ -1,0 +1,1 @@
+"""Paged KV caches, on a device."""

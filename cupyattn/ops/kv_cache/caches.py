@@ -1,0 +1,163 @@
+"""The caches of a call: storage formats, shapes, scales; and checks of what names their slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from cupyattn.arrays import Array, Layout
+from cupyattn.errors import error
+from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
+from cupyattn.ops.checks import (
+    CPU_FLOATS,
+    require_arrays,
+    require_contiguous_rows,
+    require_dtype,
+    require_own_items,
+    require_rank,
+    require_same_dtype,
+    require_shape,
+    require_whole_item_strides,
+)
+from cupyattn.ops.value_checks import on_host
+
+CACHES = ("k_cache", "v_cache")
+SCALES = ("k_scales", "v_scales")
+SCALES_DTYPE = np.dtype(np.float32)
+_FORMATS = {"int8": "int8", "uint8": "int4"}
+"""Quantised formats by the dtype of the array: two items of 4 bits share an unsigned byte."""
+LAYER_AXES = "num_blocks block_size G D"
+POOL_AXES = f"num_layers {LAYER_AXES}"
+
+
+class Caches(NamedTuple):
+    """What the caches of a call are."""
+
+    num_blocks: int
+    block_size: int
+    kv_heads: int
+    head_dim: int
+    dtype: np.dtype
+
+    @property
+    def quantised(self) -> bool:
+        """Whether there are scales."""
+        return self.dtype.name in _FORMATS
+
+    @property
+    def format(self) -> str:
+        """Name of the storage format: that of the dtype, int4 for nibbles."""
+        return _FORMATS.get(self.dtype.name, self.dtype.name)
+
+
+def require_caches(
+    layouts: dict[str, Layout], *, written: bool = False, pools: bool = False
+) -> Caches:
+    """Check k_cache and v_cache, and their scales, which quantised ones have.
+
+    `pools`: they may have an axis of layers before the others.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As the public functions document.
+    """
+    require_arrays(layouts, CACHES)
+    k = layouts["k_cache"]
+    axes = POOL_AXES if pools and len(k.shape) == len(POOL_AXES.split()) else LAYER_AXES
+    for name in CACHES:
+        require_dtype(name, layouts[name], (*CPU_FLOATS, *_FORMATS))
+        require_rank(name, layouts[name], axes)
+        require_contiguous_rows(name, layouts[name])
+    require_same_dtype(layouts, CACHES)
+    require_shape("v_cache", layouts["v_cache"], k.shape, "shaped like k_cache")
+    num_blocks, block_size, kv_heads, items = k.shape[-4:]
+    head_dim = 2 * items if _FORMATS.get(k.dtype.name) == "int4" else items
+    caches = Caches(num_blocks, block_size, kv_heads, head_dim, k.dtype)
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise error(
+            ValueError,
+            f"k_cache has shape {k.shape}, D = {head_dim}",
+            f"head dims are 1 to {MAX_HEAD_DIM}",
+            "check that the last axis is the head dim",
+        )
+    if block_size == 0:
+        raise error(
+            ValueError,
+            f"k_cache has shape {k.shape}: blocks of no token",
+            "a block has at least one",
+            f"check the axes: caches are ({', '.join(axes.split())})",
+        )
+    _require_scales(layouts, caches, k.shape[:-1], axes.split()[:-1])
+    if written:
+        for name in (*CACHES, *SCALES):
+            if name in layouts:
+                require_own_items(name, layouts[name])
+    return caches
+
+
+def _require_scales(
+    layouts: dict[str, Layout], caches: Caches, shape: tuple[int, ...], axes: list[str]
+) -> None:
+    for name in SCALES:
+        if not caches.quantised:
+            if name in layouts:
+                raise error(
+                    ValueError,
+                    f"{name} was given with caches of {caches.dtype.name}",
+                    "only caches of int8 and uint8 (two items of 4 bits) have scales",
+                    "leave it out",
+                )
+            continue
+        if name not in layouts:
+            raise error(
+                TypeError,
+                f"{name} is None, and the caches have dtype {caches.dtype.name}",
+                f"quantised caches have a float32 scale for each token and head, "
+                f"({', '.join(axes)})",
+                f"pass {name}, here of shape {shape}",
+            )
+        require_dtype(name, layouts[name], (SCALES_DTYPE.name,))
+        require_shape(name, layouts[name], shape, f"({', '.join(axes)}) as its cache")
+        require_whole_item_strides(name, layouts[name])
+
+
+def require_slots(slot_mapping: Array, caches: Caches) -> None:
+    """Raise ValueError for a slot that is neither in the caches nor -1. Waits for a GPU."""
+    slots = on_host(slot_mapping)
+    count = caches.num_blocks * caches.block_size
+    at = first_where((slots < -1) | (slots >= count))
+    if at is not None:
+        raise error(
+            ValueError,
+            f"slot_mapping[{_index(at)}] is {slots[at]}",
+            f"the caches have slots 0 to {count - 1} ({caches.num_blocks} blocks of "
+            f"{caches.block_size}), and -1 leaves a token out",
+            "pass block * block_size + offset of a block that there is",
+        )
+
+
+def require_positions(positions: Array, slot_mapping: Array, length: int) -> None:
+    """Raise ValueError if a token that is not left out stands outside of the tables."""
+    places = on_host(positions)
+    at = first_where(((places < 0) | (places >= length)) & (on_host(slot_mapping) >= 0))
+    if at is not None:
+        raise error(
+            ValueError,
+            f"positions[{_index(at)}] is {places[at]}",
+            f"the tables of rotary have rows 0 to {length - 1}",
+            "pass longer tables, or other positions",
+        )
+
+
+def first_where(wrong: np.ndarray) -> tuple[int, ...] | None:
+    """Return the index of the first item that is true, None if none is."""
+    if not wrong.any():
+        return None
+    return tuple(int(i) for i in np.unravel_index(int(wrong.argmax()), wrong.shape))
+
+
+def _index(at: Iterable[int]) -> str:
+    return ", ".join(map(str, at))

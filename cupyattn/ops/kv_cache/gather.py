@@ -1,0 +1,99 @@
+"""The tokens of sequences out of a paged cache, on a device."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays import Array, Layout, Operands, contiguous
+from cupyattn.errors import error
+from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
+from cupyattn.kernels.configs.kv_cache import THREADS, specialise_gather, stored_bytes
+from cupyattn.kernels.device import Device
+from cupyattn.kernels.structs import GATHER_PARAMS
+from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
+from cupyattn.ops.kv_cache.caches import CACHES, SCALES
+from cupyattn.ops.kv_cache.gather_problem import RESULTS, GatherProblem
+from cupyattn.ops.kv_cache.strides import rows_aligned, scale_strides, slot_strides
+from cupyattn.ops.plan import Plan, Step, run
+
+_MOST_THREADS = 2**32 - 1
+
+
+def run_gather(device: Device, problem: GatherProblem, operands: Operands) -> dict[str, Array]:
+    """Gather k and v, into what is given."""
+    return run(device, _plan(problem), operands.arrays)
+
+
+@lru_cache(maxsize=4096)
+def _plan(problem: GatherProblem) -> Plan:
+    require_item_alignment(problem.layouts, problem.starts)
+    computed = "k" if problem.caches.quantised else "k_cache"
+    require_kernel_dtype(computed, problem.output.dtype)
+    outputs = tuple((name, problem.output) for name in RESULTS)
+    layouts = {name: contiguous(*problem.output) for name in RESULTS} | problem.layouts
+    vec = _vector(problem, layouts)
+    # Heads that lie one behind the other everywhere are one; scales are of each.
+    heads, dim = problem.caches.kv_heads, problem.caches.head_dim
+    if not problem.caches.quantised and all(
+        layouts[name].strides[2] == dim * problem.output.dtype.itemsize or heads == 1
+        for name in (*CACHES, *RESULTS)
+    ):
+        heads, dim = 1, heads * dim
+    batch, length = problem.output.shape[:2]
+    units = dim // vec
+    threads = batch * length * heads * units
+    if threads == 0:
+        return Plan((), outputs)
+    if threads > _MOST_THREADS - THREADS:
+        raise error(
+            ValueError,
+            f"results of {batch} * {length} tokens",
+            f"a launch of gather takes at most {_MOST_THREADS // (heads * units)} such tokens",
+            "gather fewer sequences in a call",
+        )
+    params = _params(problem, layouts)
+    params["heads"], params["units"] = heads, units
+    specialisation = specialise_gather(
+        problem.output.dtype.name, problem.caches.format, vec, layouts["seqlens_k"].dtype.name
+    )
+    plan = Plan((Step.of(specialisation, -(-threads // THREADS), params[()]),), outputs)
+    plan.require_arrays(problem.layouts)
+    return plan
+
+
+def _params(problem: GatherProblem, layouts: dict[str, Layout]) -> Any:
+    params = np.zeros((), GATHER_PARAMS)
+    for name in (*CACHES, *RESULTS):
+        params[name] = slot_strides(layouts[name])
+    for name in SCALES:
+        if name in layouts:
+            params[name] = scale_strides(layouts[name])
+    table, seqlens = layouts["block_table"], layouts["seqlens_k"]
+    params["table_batch"], params["table_block"] = (
+        s // table.dtype.itemsize for s in table.strides
+    )
+    params["seqlens_stride"] = seqlens.strides[0] // seqlens.dtype.itemsize
+    params["tokens"], params["length"] = (
+        math.prod(problem.output.shape[:2]),
+        problem.output.shape[1],
+    )
+    params["block_size"] = problem.caches.block_size
+    params["num_blocks"], params["max_blocks"] = problem.caches.num_blocks, table.shape[1]
+    return params
+
+
+def _vector(problem: GatherProblem, layouts: dict[str, Layout]) -> int:
+    """Return how many items a thread has of k: a vector's where every row starts at one, or 1."""
+    dtype, starts = problem.output.dtype.name, problem.starts
+    items = vector_items(dtype)
+    stored = stored_bytes(dtype, problem.caches.format, items)
+    aligned = (
+        rows_aligned(layouts, starts, RESULTS, VECTOR_BYTES)
+        and rows_aligned(layouts, starts, CACHES, stored)
+        and problem.caches.head_dim % items == 0
+    )
+    return items if aligned else 1

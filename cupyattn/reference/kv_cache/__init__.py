@@ -1,0 +1,1 @@
+"""Paged KV caches: their storage formats, and what is done to them."""

@@ -1,0 +1,136 @@
+"""What is done to the blocks of a paged cache: append tokens, copy blocks, gather sequences.
+
+Caches are (num_blocks, block_size, G, D), or stored as `quantisation` has it, with scales
+(num_blocks, block_size, G). Caches and scales are written in place, whatever their strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupyattn.reference.attention.bounds import U32, precision_of
+from cupyattn.reference.attention.paged import gathered
+from cupyattn.reference.kv_cache.quantisation import (
+    STORED_BITS,
+    dequantise,
+    quantisation_bound,
+    quantise,
+)
+from cupyattn.reference.layers.rope import rotate
+from cupyattn.reference.layers.rope_bounds import rope_bound
+
+
+def rotated(
+    x: NDArray[Any],
+    cos: NDArray[Any],
+    sin: NDArray[Any],
+    positions: NDArray[Any],
+    *,
+    interleaved: bool = False,
+) -> NDArray[np.float64]:
+    """Rotate tokens x (..., heads, D) to their positions (...).
+
+    The rotated features of a token whose position is no row of the tables are NaN.
+    """
+    known = (positions >= 0) & (positions < len(cos))
+    tables = []
+    for table in (cos, sin):
+        rows = np.full((*positions.shape, table.shape[1]), np.nan)
+        rows[known] = table[positions[known]]
+        tables.append(rows[..., None, :])
+    return rotate(x, *tables, interleaved=interleaved)
+
+
+def append_kv(
+    cache: NDArray[Any],
+    exact: NDArray[np.floating],
+    slot_mapping: NDArray[Any],
+    scales: NDArray[np.float32] | None = None,
+) -> None:
+    """Write tokens (..., G, D) to their slots (...), rounded or quantised; others are skipped.
+
+    Of two tokens with one slot the later one stays.
+    """
+    num_blocks, block_size = cache.shape[:2]
+    written = (slot_mapping >= 0) & (slot_mapping < num_blocks * block_size)
+    blocks, places = np.divmod(slot_mapping[written], max(block_size, 1))
+    items = exact[written]
+    bits = STORED_BITS.get(cache.dtype.name)
+    if bits is not None:
+        assert scales is not None
+        items, scales[blocks, places] = quantise(items, bits)
+    with np.errstate(over="ignore"):
+        cache[blocks, places] = items.astype(cache.dtype)
+
+
+def append_kv_bound(
+    x: NDArray[Any],
+    dtype: str,
+    rotary: tuple[NDArray[Any], NDArray[Any]] | None = None,
+    positions: NDArray[Any] | None = None,
+    *,
+    interleaved: bool = False,
+) -> NDArray[np.float64]:
+    """Error bound of what append_kv stores of tokens x (total, heads, D), read back as numbers.
+
+    `dtype` is the cache's: what is not rotated is stored exactly in the dtype that it has, and
+    what is, with `rope_bound`, whose rounding of the store a quantised cache has not.
+    """
+    error: Any = 0.0
+    if rotary is not None:
+        stored_as = "float32" if dtype in STORED_BITS else dtype
+        tokens = np.asarray(x)[None]
+        error = rope_bound(
+            tokens, *rotary, positions, dtype=stored_as, interleaved=interleaved  # type: ignore[arg-type]
+        )[0]  # fmt: skip
+        exact = rotated(x, *rotary, positions, interleaved=interleaved)  # type: ignore[arg-type]
+    else:
+        exact = np.asarray(x, np.float64)
+    if dtype in STORED_BITS:
+        return quantisation_bound(exact, STORED_BITS[dtype], error=error)[0]
+    return np.broadcast_to(error, exact.shape)
+
+
+def copy_blocks(arrays: Iterable[NDArray[Any]], copies: Iterable[tuple[int, int]]) -> None:
+    """Copy blocks in order: array (num_blocks, ...), for each (src, dst); others are skipped."""
+    pairs = [(int(src), int(dst)) for src, dst in copies]
+    for array in arrays:
+        for src, dst in pairs:
+            if 0 <= src < len(array) and 0 <= dst < len(array):
+                array[dst] = array[src]
+
+
+def gather(
+    cache: NDArray[Any],
+    block_table: NDArray[Any],
+    seqlens_k: NDArray[Any],
+    length: int,
+    scales: NDArray[np.float32] | None = None,
+) -> NDArray[Any]:
+    """Take the first `length` tokens of each sequence, (B, length, G, D), zeros behind its own.
+
+    float64 of a quantised cache, its own dtype otherwise. Blocks of the table that do not exist
+    give zeros.
+    """
+    num_blocks, block_size = cache.shape[:2]
+    lengths = np.clip(seqlens_k, 0, min(length, block_table.shape[1] * block_size))
+    table = np.where(block_table < num_blocks, block_table, -1)
+    tokens = gathered(cache, table, lengths)
+    if scales is not None:
+        tokens = dequantise(tokens, gathered(scales, table, lengths))
+    found = np.zeros((len(lengths), length, *tokens.shape[2:]), tokens.dtype)
+    found[:, : tokens.shape[1]] = tokens
+    return found
+
+
+def gather_bound(exact: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
+    """Error bound of gathered values of a quantised cache.
+
+    The product rounds in float32, and at the store.
+    """
+    error = U32 * np.abs(exact)
+    return error + precision_of(dtype).store(np.abs(exact) + error)

@@ -1,0 +1,266 @@
+"""append_kv against the reference and its bounds: the emulator runs all checks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from numpy.testing import assert_array_equal
+from support.appends import POSITIONS, AppendProblem, append_problems
+from support.devices import KERNELS, everywhere
+from support.dtypes import dtype_of
+from support.search import deep, examples, mostly_deep
+
+import cupyattn
+from cupyattn import reference
+from cupyattn.ops.kv_cache import append_problem as checks
+
+pytestmark = pytest.mark.nvrtc
+
+PLAIN = AppendProblem((9,), H=5, G=3, D=64, dtype="float16")
+ROTATED = replace(PLAIN, half=32)
+STORED = [None, 8, 4]
+
+
+@given(problem=append_problems())
+@examples(25)
+def test_tokens_are_in_their_slots(problem):
+    """Within the bounds, bit for bit where nothing is rotated; and nothing else is written."""
+    given = problem.memory()
+    assert problem.ratio(problem.appended(given), given) <= 1
+
+
+@everywhere
+@pytest.mark.parametrize("bits", STORED)
+def test_writes_go_through_to_the_callers_arrays(side, bits):
+    """Slices of packed tokens and of a pool of layers, on every side."""
+    problem = replace(ROTATED, bits=bits)
+    given = problem.memory()
+    placed = {name: side.put(array.copy()) for name, array in given.items()}
+    with side.running():
+        problem.call(placed)
+    assert problem.ratio({n: side.get(a) for n, a in placed.items()}, given) <= 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "half", "interleaved"),
+    mostly_deep(
+        [("float16", 64, 32, False), ("float32", 24, 8, True), ("float16", 34, 15, False),
+         ("bfloat16", 64, 24, True)],
+        [("float16", 64, 32, False), ("float32", 24, 8, True)],
+    ),
+)  # fmt: skip
+def test_the_rotation_is_that_of_rope_bit_for_bit(dtype, head_dim, half, interleaved):
+    problem = AppendProblem(
+        (2, 9), H=5, G=3, D=head_dim, dtype=dtype, half=half, interleaved=interleaved
+    )
+    given = problem.memory()
+    found = problem.appended(given)
+    (_, _, k, _, slots), options = problem.views(given)
+    tables = map(KERNELS.put, options["rotary"][:2])
+    with KERNELS.running():
+        turned = cupyattn.rope(
+            (KERNELS.put(options["q"].copy()), KERNELS.put(k.copy())), *tables,
+            positions=KERNELS.put(options["positions"]), interleaved=interleaved,
+        )  # fmt: skip
+    q, k = map(KERNELS.get, turned)
+    (k_cache, *_), options = problem.views(found)
+    assert_array_equal(options["q"], q)
+    at = np.divmod(slots[slots >= 0], problem.block_size)
+    assert_array_equal(k_cache[at], k[slots >= 0])
+
+
+@pytest.mark.parametrize("bits", STORED)
+def test_what_is_quantised_is_the_rotated_float32(bits):
+    """Not what float16 would keep of it: a bound of half a scale would not see that."""
+    problem = replace(ROTATED, bits=bits or 8, dtype="float16", D=64)
+    given = problem.memory()
+    found = problem.appended(given)
+    (_, _, k, _, slots), options = problem.views(given)
+    exact = reference.rotated(k, *options["rotary"][:2], options["positions"])
+    scales = found["scales"][:, 0][np.divmod(slots[slots >= 0], problem.block_size)]
+    bound = reference.quantisation_bound(exact, problem.bits, error=1e-6)[1][slots >= 0]
+    largest = {8: 127, 4: 7}[problem.bits]
+    expected = np.abs(exact).max(axis=-1)[slots >= 0] / largest
+    assert reference.error_ratio(scales, expected, bound) <= 1
+    rounded = np.abs(exact.astype(np.float16)).max(axis=-1)[slots >= 0] / largest
+    assert reference.error_ratio(rounded, expected, bound) > 1
+
+
+@pytest.mark.parametrize("bits", STORED)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_not_finite_stay_in_their_head(bits, value):
+    problem = replace(PLAIN, bits=bits)
+    given = problem.memory()
+    slots = given["slot_mapping"]
+    slots[4] = np.setdiff1d(np.arange(slots.size), slots)[0]
+    (_, _, k, v, _), _ = problem.views(given)
+    k[4, 1, 7] = v[4, 2, 60] = value
+    found = problem.appended(given)
+    assert problem.ratio(found, given) <= 1
+    if bits:
+        assert np.flatnonzero(~np.isfinite(found["scales"])).size == 2
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantisation_is_bit_for_bit_at_any_size(bits):
+    """Scales from what is flushed to the largest; quotients beside ties."""
+    rng = np.random.default_rng(bits)
+    problem = AppendProblem((64,), H=0, G=4, D=24, dtype="float32", bits=bits)
+    given = problem.memory()
+    (_, _, k, v, slots), _ = problem.views(given)
+    slots[:] = rng.permutation(slots.size)
+    for tokens in (k, v):
+        sizes = 2.0 ** rng.integers(-149, 127, (*tokens.shape[:2], 1))
+        tokens *= sizes
+        scale = np.abs(tokens).max(axis=-1, keepdims=True) / np.float32({8: 127, 4: 7}[bits])
+        halves = rng.integers(-7, 7, (*tokens.shape[:2], 12)) + 0.5
+        tokens[..., 6:18] = halves.astype(np.float32) * scale
+    assert problem.ratio(problem.appended(given), given) <= 1
+
+
+@pytest.mark.parametrize("integers", ["int64", *deep("int32")])
+def test_slots_that_do_not_exist_are_skipped(integers, monkeypatch):
+    """Where values are not checked, as on a GPU; and rotated features without a row are NaN."""
+    monkeypatch.setattr(checks, "checks_values", lambda _: False)
+    problem = replace(ROTATED, integers=integers, bits=8)
+    given = problem.memory()
+    count = given["pool"].shape[0] * problem.block_size
+    largest = np.iinfo(integers).max
+    given["slot_mapping"][:] = (0, count, -2, count - 1, largest, -largest, -1, 5, 2**31 - 1)
+    given["positions"][3], given["positions"][6] = -1, POSITIONS
+    found = problem.appended(given)
+    kept = np.isin(np.arange(count), (0, count - 1, 5))
+    scales = found["scales"].swapaxes(1, 2).reshape(count, 2, -1)
+    assert_array_equal((scales != 77).all(axis=(1, 2)), kept)
+    assert_array_equal((scales == 77).all(axis=(1, 2)), ~kept)
+    assert np.isnan(scales[count - 1, 0]).all()
+    assert np.isfinite(scales[count - 1, 1]).all()
+    _, options = problem.views(found)
+    assert_array_equal(np.isnan(options["q"].astype(float)).all(axis=(1, 2)),
+                       np.isin(np.arange(9), (3, 6)))  # fmt: skip
+
+
+def strided(array: np.ndarray) -> np.ndarray:
+    """The same numbers, every second item of each axis but the last, or of the only one."""
+    axes = tuple(2 * extent for extent in array.shape[:-1]) or (2 * array.size,)
+    wide = np.zeros((*axes, *array.shape[len(axes) :]), array.dtype)
+    every = (slice(None, None, 2),) * len(axes)
+    wide[every] = array
+    return wide[every]
+
+
+@everywhere
+def test_slots_positions_and_tables_of_any_strides(side):
+    given = ROTATED.memory()
+    placed = {name: side.put(array.copy()) for name, array in given.items()}
+    for name in ("slot_mapping", "positions", "cos", "sin"):
+        placed[name] = side.put(strided(given[name]))
+    with side.running():
+        ROTATED.call(placed)
+    found = {name: side.get(array) for name, array in placed.items()}
+    assert ROTATED.ratio(found, given) <= 1
+
+
+def test_every_array_has_strides_of_its_own():
+    """Padded by another number of heads each, and of tokens in a block."""
+    problem = replace(ROTATED, tokens=(2, 5), bits=8)
+    given = problem.memory()
+    (k_cache, v_cache, k, v, slots), options = problem.views(given)
+    names = ("k_cache", "v_cache", "k", "v", "q", "k_scales", "v_scales")
+    arrays = (k_cache, v_cache, k, v, *(options[name] for name in names[4:]))
+    padded = {}
+    for pad, (name, array) in enumerate(zip(names, arrays, strict=True), 1):
+        axis = 2  # of heads
+        shape = [extent + pad * (place in (1, axis)) for place, extent in enumerate(array.shape)]
+        wide = KERNELS.put(np.zeros(shape, array.dtype))
+        padded[name] = wide[:, : array.shape[1], : array.shape[2]]
+        padded[name][...] = KERNELS.put(array)
+    rotary = tuple(map(KERNELS.put, options["rotary"][:2]))
+    with KERNELS.running():
+        cupyattn.append_kv(
+            *(padded[name] for name in names[:4]), KERNELS.put(slots), rotary=rotary,
+            positions=KERNELS.put(options["positions"]),
+            **{name: padded[name] for name in names[4:]},
+        )  # fmt: skip
+    expected = problem.views(problem.appended(given))
+    for name, array in zip(names[:2], expected[0], strict=False):
+        assert_array_equal(KERNELS.get(padded[name]), array)
+    for name in names[4:]:
+        assert_array_equal(KERNELS.get(padded[name]), expected[1][name])
+
+
+def test_queries_of_tokens_that_are_left_out_are_rotated():
+    given = ROTATED.memory()
+    given["slot_mapping"][:] = -1
+    found = ROTATED.appended(given)
+    assert ROTATED.ratio(found, given) <= 1
+    assert (found["flat"] != given["flat"]).any()
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+def test_keys_alone_are_rotated(side, dtype):
+    """Without q."""
+    problem = replace(ROTATED, dtype=dtype)
+    given = problem.memory()
+    placed = {name: side.put(array.copy()) for name, array in given.items()}
+    arguments, options = problem.views(placed)
+    with side.running():
+        cupyattn.append_kv(*arguments, rotary=options["rotary"], positions=options["positions"])
+    assert_array_equal(side.get(placed["flat"]), given["flat"])
+    with_q = problem.appended(given)
+    difference = with_q["pool"].astype(float) - side.get(placed["pool"]).astype(float)
+    assert np.abs(difference).max() <= 2.0**-6  # the reference rounds otherwise here and there
+
+
+@everywhere
+@pytest.mark.parametrize("tokens", [(0,), (0, 3), (3, 0)])
+def test_no_tokens(side, tokens):
+    problem = replace(ROTATED, tokens=tokens)
+    given = problem.memory()
+    placed = {name: side.put(array.copy()) for name, array in given.items()}
+    with side.running():
+        problem.call(placed)
+    assert_array_equal(side.get(placed["pool"]), given["pool"])
+
+
+def test_a_rotation_of_no_features_copies():
+    problem = replace(ROTATED, half=0)
+    given = problem.memory()
+    assert problem.ratio(problem.appended(given), given) == 0
+
+
+@pytest.mark.parametrize("bits", STORED)
+def test_float64_on_the_cpu(bits):
+    problem = replace(ROTATED, dtype="float64", bits=bits)
+    found = problem.memory()
+    before = problem.views({**found, "flat": found["flat"].copy()})[1]["q"].copy()
+    problem.call(found)
+    (k_cache, _, k, _, slots), options = problem.views(found)
+    tables, where = options["rotary"][:2], options["positions"]
+    assert_array_equal(options["q"], reference.rotated(before, *tables, where))
+    at = np.divmod(slots[slots >= 0], problem.block_size)
+    exact = reference.rotated(k, *tables, where)[slots >= 0]
+    if bits is None:
+        assert_array_equal(k_cache[at], exact)
+    else:
+        stored, scales = reference.quantise(exact, bits)
+        assert_array_equal(k_cache[at], stored)
+        assert_array_equal(options["k_scales"][at], scales)
+
+
+def test_a_cache_of_bfloat16_rounds_once():
+    """Through float32, as ml_dtypes converts, some of the rotated numbers would round twice."""
+    problem = AppendProblem((500,), H=1, G=4, D=64, dtype="bfloat16", half=32)
+    found = problem.memory()
+    (_, _, k, _, slots), options = problem.views(found)
+    exact = reference.rotated(k, *options["rotary"][:2], options["positions"])[slots >= 0]
+    problem.call(found)
+    stored = problem.views(found)[0][0][np.divmod(slots[slots >= 0], problem.block_size)]
+    neighbours = [np.nextafter(stored, dtype_of("bfloat16").type(side)).astype(float)
+                  for side in (-np.inf, np.inf)]  # fmt: skip
+    off = np.abs(stored.astype(float) - exact)
+    assert all((off <= np.abs(other - exact)).all() for other in neighbours)

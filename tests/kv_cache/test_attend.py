@@ -1,0 +1,103 @@
+"""What `PagedKVCache.attend` makes of packed queries, over floats and integers alike."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cupyattn import PagedKVCache, attention
+from cupyattn.reference import dequantise
+
+G, H, D = 2, 4, 8
+DTYPES = ("float32", "int8", "int4")
+
+
+def filled(dtype, lengths, seed=0, block_size=16):
+    """A cache of sequences of random keys and values, and what was stored of them."""
+    cache = PagedKVCache(1, 32, block_size, G, D, dtype=dtype, xp=np)
+    sequences = [cache.allocator.add(list(range(length))) for length in lengths]
+    rng = np.random.default_rng(seed)
+    k, v = rng.standard_normal((2, sum(lengths), G, D), dtype=np.float32)
+    cache.append(0, k, v, cache.step_tables(sequences, lengths))
+    return cache, sequences, rng
+
+
+def stored(cache, sequence):
+    """Keys and values of a sequence, as they are read back."""
+    slots = [(block, slot) for block in sequence.block_ids for slot in range(16)][: len(sequence)]
+    found = []
+    for pool, scales in ((cache.k, cache.k_scales), (cache.v, cache.v_scales)):
+        rows = np.stack([pool[0][place] for place in slots])
+        if scales is not None:
+            rows = dequantise(rows, np.stack([scales[0][place] for place in slots]))
+        found.append(rows[None].astype(np.float32))
+    return found
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (3, 1), (0, 2)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_queries_see_what_each_sequence_stores(dtype, counts):
+    cache, sequences, rng = filled(dtype, (40, 21))
+    tables = cache.step_tables(sequences, counts)
+    q = rng.standard_normal((sum(counts), H, D), dtype=np.float32)
+    slopes = np.array([0.5, 0.25, 0.125, 0.1], np.float32)
+    options = {"causal": True, "window_size": (17, None), "softcap": 5.0, "alibi_slopes": slopes}
+    given = np.full_like(q, 7), np.full((H, len(q)), 7, np.float32)
+    for out in (None, given):
+        found, lse = cache.attend(0, q, tables, return_lse=True, out=out, **options)
+        alone = cache.attend(0, q, tables, out=None if out is None else out[0], **options)
+        np.testing.assert_array_equal(alone, found)
+        for (begin, end, _), sequence in zip(tables.spans(), sequences, strict=True):
+            k, v = stored(cache, sequence)
+            expected = attention(q[None, begin:end], k, v, return_lse=True, **options)
+            np.testing.assert_allclose(found[begin:end], expected[0][0], rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(lse[:, begin:end], expected[1][0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(found, given[0])
+    np.testing.assert_array_equal(lse, given[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_evicted_blocks_are_missed_where_they_are_seen(dtype):
+    cache, (sequence,), rng = filled(dtype, (40,))
+    sequence.evict_before(16)
+    tables, q = cache.step_tables([sequence], 2), rng.standard_normal((2, H, D), dtype=np.float32)
+    cache.attend(0, q, tables, causal=True, window_size=(22, None))
+    for window in (None, (23, None)):
+        with pytest.raises(ValueError, match=r"block 0 of|block_table\[0, 0\]"):
+            cache.attend(0, q, tables, causal=True, window_size=window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_does_not_fit_the_tables_is_refused(dtype):
+    cache, sequences, _ = filled(dtype, (20, 5))
+    other = filled(dtype, (20, 5))[0]
+    tables, q = cache.step_tables(sequences, 2), np.zeros((4, H, D), np.float32)
+    k = np.zeros((4, G, D), np.float32)
+    with pytest.raises(ValueError, match=r"StepTables .* of another cache"):
+        other.attend(0, q, tables)
+    with pytest.raises(ValueError, match=r"StepTables .* of another cache"):
+        other.append(0, k, k, tables)
+    with pytest.raises(ValueError, match=r"q \(3, 4, 8\) has 3 tokens.*tables have 4"):
+        cache.attend(0, q[:3], tables)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'dropout_p'"):
+        cache.attend(0, q, tables, dropout_p=0.5, seed=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_that_do_not_fit_are_refused_before_anything_is_written(dtype):
+    cache, sequences, _ = filled(dtype, (20, 5))
+    tables, q = cache.step_tables(sequences, [3, 1]), np.zeros((4, H, D), np.float32)
+    with pytest.raises(TypeError, match="out is a"):
+        cache.attend(0, q, tables, return_lse=True, out=np.zeros_like(q))
+    with pytest.raises(TypeError, match="out is"):
+        cache.attend(0, q, tables, out="x")
+    short = np.full((3, H, D), 7, np.float32)
+    with pytest.raises(ValueError, match=r"out (has shape|is float32) \(3, 4, 8\)"):
+        cache.attend(0, q, tables, out=short)
+    assert (short == 7).all()
+
+
+def test_one_sequence_is_no_list():
+    cache, (sequence,), _ = filled("float32", (5,))
+    with pytest.raises(TypeError, match=r"pass \[sequence\]"):
+        cache.step_tables(sequence)

@@ -1,0 +1,248 @@
+"""README's generator, whose cache is paged, against the same model without a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.devices import EMULATED, KERNELS, NUMPY
+from support.generation import dense_logits, readme_names
+
+from cupyattn import PagedKVCache, Scheduler
+from cupyattn.kv_cache.tables import StepTables
+
+REQUESTS, NEW_TOKENS = 32, 12
+WINDOW = (21, 0)
+
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, Any]:
+    return readme_names()
+
+
+class Windowed(PagedKVCache):
+    """README's model gets a sliding window."""
+
+    def attend(self, layer, q, tables, /, **options):
+        return super().attend(layer, q, tables, window_size=WINDOW, **options)
+
+
+def generate(
+    names: dict[str, Any],
+    preempt: str = "recompute",
+    num_blocks: int = 200,
+    requests: int = REQUESTS,
+    new_tokens: int = NEW_TOKENS,
+    max_tokens: int = 96,
+    samples: int = 1,
+    side: Any = NUMPY,
+    dtype: str = "float32",
+    **window: Any,
+) -> Any:
+    """Run ragged requests, some sharing a prefix, one with samples; note every step's logits.
+
+    Returns the scheduler, the cache, the requests, and of each sample its logits by length.
+    """
+    rng = np.random.default_rng(1)
+    G, D, vocabulary = names["G"], names["D"], names["VOCABULARY"]  # noqa: N806
+    cache = (Windowed if window else PagedKVCache)(
+        names["LAYERS"], num_blocks, 16, G, D, dtype=dtype, xp=names["np"],
+        prefix_caching=True, num_host_blocks=num_blocks,
+    )  # fmt: skip
+    scheduler = Scheduler(cache, max_batch=24, max_tokens=max_tokens, preempt=preempt, **window)
+    logits: dict[tuple[int, int], dict[int, np.ndarray]] = {}
+    linear = names["linear"]
+    seen: list[np.ndarray] = []
+
+    def watching(x, w, *others, **options):
+        out = linear(x, w, *others, **options)
+        if w is names["head"]:
+            seen[:] = [out]
+        return out
+
+    def forward(batch):
+        drawn = names["forward"](batch)
+        for row, work in zip(side.get(seen[0]), batch, strict=True):
+            for sample in work.samples:
+                of_sample = logits.setdefault((work.request.number, sample), {})
+                of_sample[len(work.sequence)] = row
+        return drawn
+
+    shared = rng.integers(0, vocabulary, 50).tolist()
+    submitted = []
+    patches = {"cache": cache, "linear": watching}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in patches.items():
+            patch.setitem(names, name, value)
+        for number in range(requests):
+            own = rng.integers(0, vocabulary, int(rng.integers(1, 70))).tolist()
+            prompt = shared[: 10 * (number % 6)] + own
+            n = 2 if number == 3 else samples
+            submitted.append(scheduler.submit(prompt, max_new_tokens=new_tokens, n=n))
+        while not scheduler.idle:
+            scheduler.step(forward)
+    cache.allocator.check()
+    assert cache.allocator.num_used == 0
+    return scheduler, cache, submitted, logits
+
+
+def worst_of(names, requests, logits, **window):
+    """The largest distance of the logits from those of float64, paged and dense in float32.
+
+    The tokens have to be those that these logits choose, one after the other.
+    """
+    worst = {"paged": 0.0, "dense": 0.0}
+    for (number, sample), found in logits.items():
+        request = requests[number]
+        tokens = [*request.tokens, *request.outputs[sample]]
+        assert sorted(found) == list(range(len(request.tokens), len(tokens)))
+        exact = dense_logits(names, tokens[:-1], np.float64, **window)
+        dense = dense_logits(names, tokens[:-1], **window)
+        for length, row in found.items():
+            worst["paged"] = max(worst["paged"], np.abs(row - exact[length - 1]).max())
+            assert tokens[length] == row.argmax()
+        worst["dense"] = max(worst["dense"], np.abs(dense - exact).max())
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("preempt", "num_blocks"), [("recompute", 200), ("recompute", 30), ("swap", 30)]
+)
+def test_32_ragged_sequences_are_dense_attention_step_by_step(names, preempt, num_blocks):
+    """As far from float64 as the dense model in float32 is, and the tokens are its own."""
+    scheduler, cache, requests, logits = generate(names, preempt, num_blocks)
+    assert (scheduler.num_preempted > 0) == (num_blocks == 30)
+    assert cache.statistics().prefix_hit_rate > 0.2
+    assert len(logits) == sum(request.n for request in requests) == REQUESTS + 1
+    for request in requests:
+        for output in request.outputs:
+            dense = dense_logits(names, [*request.tokens, *output][:-1]).argmax(axis=-1)
+            assert output == dense[len(request.tokens) - 1 :].tolist()
+    worst = worst_of(names, requests, logits)
+    assert worst["paged"] <= 2 * worst["dense"] < 1e-4
+
+
+def test_caches_of_integers_generate_too(names):
+    """Each format is further from the float64 model than the last, and as near as its bits are."""
+    worst = {}
+    for dtype in ("float32", "int8", "int4"):
+        _, _, requests, logits = generate(names, num_blocks=30, dtype=dtype)
+        worst[dtype] = worst_of(names, requests, logits)["paged"]
+    assert worst["float32"] < 1e-4 < worst["int8"] < 0.1 < worst["int4"] < 1.5
+
+
+class FaultError(Exception):
+    """What a copy or the model raises at times."""
+
+
+@pytest.mark.parametrize("preempt", ["recompute", "swap"])
+def test_steps_that_fail_lose_nothing(names, preempt, monkeypatch):
+    """Copies and the model fail before, after and within their work; the tokens are the same."""
+    rng = np.random.default_rng(2)
+    faults = []
+
+    def failing(work, share):
+        def call(*arguments, **options):
+            for when in range(2):
+                if rng.random() < share:
+                    faults.append(work.__name__)
+                    raise FaultError
+                if not when:
+                    result = work(*arguments, **options)
+            return result
+
+        return call
+
+    for name in ("copy", "copy_to_host", "copy_from_host"):
+        monkeypatch.setattr(PagedKVCache, name, failing(getattr(PagedKVCache, name), 0.3))
+    monkeypatch.setattr(PagedKVCache, "attend", failing(PagedKVCache.attend, 0.02))
+    step = Scheduler.step
+
+    def until_it_runs(self, forward):
+        while True:
+            try:
+                return step(self, forward)
+            except FaultError:
+                self._cache.allocator.check()
+
+    monkeypatch.setattr(Scheduler, "step", until_it_runs)
+    _, _, requests, logits = generate(names, preempt, num_blocks=30, samples=3)
+    worst = worst_of(names, requests, logits)
+    assert worst["paged"] <= 2 * worst["dense"] < 1e-4
+    kinds = {"copy", "copy_to_host", "copy_from_host"} if preempt == "swap" else {"copy"}
+    assert {*kinds, "attend"} <= set(faults)
+
+
+@pytest.mark.nvrtc
+def test_the_kernels_generate_it_too(names):
+    """README's code as it is: on a GPU with CuPy's arrays, otherwise on the emulator."""
+    on_gpu = KERNELS is not EMULATED
+    names = readme_names("cupy") if on_gpu else names
+    size = {} if on_gpu else {"requests": 4, "new_tokens": 2}
+    with KERNELS.running():
+        _, _, requests, logits = generate(names, side=KERNELS, **size)
+    worst = worst_of(names, requests, logits)
+    assert worst["paged"] <= 16 * worst["dense"] < 1e-3
+
+
+def test_a_window_gives_back_blocks_while_it_generates(names):
+    """Sequences of 8 blocks in a pool of 7, which stand as -1 in the tables."""
+    window = {"window_size": WINDOW}
+    _, _, requests, logits = generate(names, num_blocks=7, max_tokens=40, **window)
+    assert max(len(each.tokens) for each in requests) + NEW_TOKENS > 7 * 16
+    worst = worst_of(names, requests, logits, **window)
+    assert worst["paged"] <= 2 * worst["dense"] < 1e-4
+    assert worst_of(names, requests, logits)["paged"] > 1e-2, "without the window it is another"
+
+
+def test_readmes_requests_are_those_of_the_dense_model(names):
+    for request in names["requests"]:
+        tokens = [*request.tokens, *request.outputs[0]]
+        dense = dense_logits(names, tokens[:-1]).argmax(axis=-1)
+        assert request.outputs[0] == dense[len(request.tokens) - 1 :].tolist()
+
+
+def slots_one_too_far(monkeypatch):
+    update = StepTables.update
+
+    def wrong(self, *arguments):
+        update(self, *arguments)
+        self.slot_mapping[: self.num_tokens] ^= 1
+
+    monkeypatch.setattr(StepTables, "update", wrong)
+
+
+def tables_of_others(monkeypatch):
+    update = StepTables.update
+
+    def wrong(self, *arguments):
+        update(self, *arguments)
+        self.block_table[...] = self.block_table[::-1].copy()
+
+    monkeypatch.setattr(StepTables, "update", wrong)
+
+
+def positions_from_zero(monkeypatch):
+    update = StepTables.update
+
+    def wrong(self, *arguments):
+        update(self, *arguments)
+        self.positions[...] = 0
+
+    monkeypatch.setattr(StepTables, "update", wrong)
+
+
+def copies_forgotten(monkeypatch):
+    monkeypatch.setattr(PagedKVCache, "copy", lambda self, copies: None)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [slots_one_too_far, tables_of_others, positions_from_zero, copies_forgotten],
+    ids=lambda bug: bug.__name__,
+)
+def test_planted_bugs_are_found(names, bug, monkeypatch):
+    bug(monkeypatch)
+    with pytest.raises((AssertionError, ValueError)):
+        test_32_ragged_sequences_are_dense_attention_step_by_step(names, "recompute", 200)

@@ -1,0 +1,105 @@
+"""Bugs planted in the paged feed of the forward kernels are found: by checks, or by the bounds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.packed import PackedProblem
+from support.planted_bugs import Bug, PlantedDevice, plant
+from support.search import deep
+
+import cupyattn
+from cupyattn.emulator import Checks, KernelFault
+
+pytestmark = pytest.mark.nvrtc
+
+PARAMS_CUH, KEYS_CUH = "attention/paged_params.cuh", "attention/paged_keys.cuh"
+TENSOR_CUH, FLOAT_CUH = (
+    "attention/tensor_core/paged_feed.cuh",
+    "attention/float32/paged_feed.cuh",
+)
+FORWARD_CUH, PLACES_CUH = "attention/tensor_core/forward.cuh", "attention/params.cuh"
+# Blocks of three groups; a window that leaves blocks behind and hides a tile in part; a sequence
+# without queries.
+HALF = PackedProblem(
+    lengths=(330, 50, 147), Sq=140, queries=(140, 0, 33), G=2, group=2, D=64, dtype="float16",
+    block_size=48, options=(("causal", True), ("window_size", (70, 0))), spare=2,
+)  # fmt: skip
+ODD = replace(HALF, D=40)  # passes that cross groups
+ONE = replace(HALF, D=128)  # one group a tile
+FLOAT = replace(HALF, dtype="float32", D=24)
+
+
+@pytest.fixture
+def ratio_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., float]:
+    """Run a problem from sources with bugs in them; returns its error over the bound."""
+
+    def run(problem: PackedProblem, *bugs: Bug) -> float:
+        folder = tmp_path / "cuda_src"
+        plant(folder, *bugs)
+        device = PlantedDevice(folder, Checks.all())
+        module = sys.modules["cupyattn.functional.attention.paged"]
+        monkeypatch.setattr(module, "device_of", lambda _: device)
+        arrays = problem.arrays()
+        out, lse = cupyattn.paged_attention(
+            *arrays, cu_seqlens_q=problem.bounds, max_seqlen_q=problem.Sq, return_lse=True,
+            **problem.keywords(),
+        )  # fmt: skip
+        return problem.ratio(out, lse, arrays)
+
+    return run
+
+
+@pytest.mark.parametrize("problem", [HALF, ODD, FLOAT], ids=["half", "odd", "float"])
+def test_a_clean_copy_is_right(problem, ratio_with):
+    assert 0 < ratio_with(problem) <= 1
+
+
+WRONG = [
+    (HALF, Bug(KEYS_CUH, "- column * params.block_span", "")),
+    (HALF, Bug(KEYS_CUH, "return kGroups > 1 ? __shfl_sync(kFullWarp, place, group) : place;",
+               "return place;")),
+    (HALF, Bug(KEYS_CUH, "static_cast<uint32>(keys - 1 - key) < static_cast<uint32>(seen_keys)",
+               "key < keys")),
+    (HALF, Bug(PARAMS_CUH, "place.begin = __shfl_sync(kFullWarp, span.begin, lane);",
+               "place.begin = 0;")),
+    (ODD, Bug(TENSOR_CUH, "own -= lane_index() * params.units.group;", ";")),
+    (FLOAT, Bug(FLOAT_CUH, "(own + further) / kGroupKeys", "further / kGroupKeys")),
+]  # fmt: skip
+WRONG_DEEP = [
+    (HALF, Bug(PARAMS_CUH, "(own_tiles - 1 - index % own_tiles)", "(index % own_tiles + 1)")),
+    (HALF, Bug(PARAMS_CUH, "count = min(end - begin, params.attention.sq);",
+               "count = params.attention.sq;")),
+    (HALF, Bug(PARAMS_CUH, "place.batch) - place.sq;", "place.batch) - params.attention.sq;")),
+    (HALF, Bug(PARAMS_CUH, "if (lane_index() >= distance) up_to += other;", "up_to += other;")),
+    (HALF, Bug(PLACES_CUH, "place.head, place.begin + row)", "place.head, row)")),
+    (HALF, Bug(TENSOR_CUH, "(kEven ? k_feed.row % kGroupKeys : k_feed.row)", "0")),
+    (HALF, Bug(FORWARD_CUH, "feed.keep(next, ahead);", "")),
+    (ONE, Bug(FORWARD_CUH, "window.keys - next_tile * Traits::kTileK, walk.after(next_tile));",
+              "window.keys - next_tile * Traits::kTileK, next_tile + 1);")),
+    (FLOAT, Bug(FLOAT_CUH, "further % kGroupKeys * paged", "0 * paged")),
+    (FLOAT, Bug(FLOAT_CUH, "&& groups.exists(0, keys - first_key)", "")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("problem", "bug"), [*WRONG, *deep(*WRONG_DEEP)])
+def test_wrong_results_are_found(problem, bug, ratio_with):
+    with suppress(KernelFault):  # which is as good
+        assert not ratio_with(problem, bug) <= 1  # NaN too
+
+
+@pytest.mark.parametrize("problem", [HALF, *deep(FLOAT)], ids=lambda problem: problem.dtype)
+def test_an_entry_read_past_a_sequence_is_found(problem, ratio_with):
+    """It is wild: the block that it names lies outside of the cache."""
+    bugs = (
+        Bug(KEYS_CUH, "lane_index() : 0), last)", "lane_index() : 0), last + 1)"),
+        Bug(KEYS_CUH, "static_cast<uint32>(keys - 1 - key) < static_cast<uint32>(seen_keys)",
+            "true"),
+    )  # fmt: skip
+    with pytest.raises(KernelFault):
+        ratio_with(problem, *bugs)

@@ -1,0 +1,254 @@
+"""The gradient of a bias of softmax and its logarithm: within its bound, in one order, refused."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+from support.devices import KERNELS, everywhere
+from support.dtypes import DTYPES, dtype_of
+from support.planted_bugs import Bug, PlantedDevice, found_by, plant, without_barrier
+from support.recording_device import device_array
+from support.search import deep, examples, wider
+
+import cupyattn
+from cupyattn import SoftmaxGrads, reference, vjp
+from cupyattn.arrays import adopt
+from cupyattn.emulator import Checks, OutOfBoundsError, Report, SharedMemoryRaceError
+from cupyattn.ops.layers.broadcast_sums import broadcast_sums
+
+SUMS = "layers/broadcast_sums.cu"
+
+
+class Case(NamedTuple):
+    """Rows and a bias, which has the axes of the rows where `varies` says so, and 1 elsewhere."""
+
+    shape: tuple[int, ...]
+    varies: tuple[bool, ...]
+    dtype: str = "float32"
+    bias_dtype: str = "float32"
+    scale: float = 0.5
+    logarithm: bool = False
+    dropped: int = 0
+    """Leading axes of 1 that the bias has not at all."""
+    seed: int = 0
+
+    @property
+    def bias_shape(self) -> tuple[int, ...]:
+        kept = [n if varies else 1 for n, varies in zip(self.shape, self.varies, strict=True)]
+        while self.dropped and len(kept) > 1 and kept[0] == 1:
+            kept = kept[1:]
+        return tuple(kept)
+
+    @property
+    def name(self) -> str:
+        return "log_softmax" if self.logarithm else "softmax"
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        rng = np.random.default_rng(self.seed)
+        x, dout = (rng.standard_normal(self.shape).astype(dtype_of(self.dtype)) for _ in range(2))
+        bias = rng.standard_normal(self.bias_shape).astype(dtype_of(self.bias_dtype))
+        hidden = rng.random(self.bias_shape) < 0.1
+        return x, np.where(hidden, -np.inf, bias).astype(bias.dtype), dout
+
+
+def require_within_bounds(case: Case) -> None:
+    """dbias through vjp, and dx as it is without."""
+    x, bias, dout = case.arrays()
+    function = getattr(cupyattn, case.name)
+    placed = [KERNELS.put(array) for array in (x, bias, dout)]
+    options: dict[str, Any] = {"bias": placed[1], "scale": case.scale}
+    out, pullback = vjp(function, placed[0], **options, wrt=("bias",))
+    dx, more = pullback(placed[2])
+    _, plain = vjp(function, placed[0], **options)
+    assert_array_equal(KERNELS.get(dx), KERNELS.get(plain(placed[2])[0]))
+    exact = getattr(reference, f"{case.name}_backward")
+    error = getattr(reference, f"{case.name}_backward_bound")
+    out = KERNELS.get(out)
+    ds, terms = exact(dout, out), error(dout, out, dtype=case.dtype)
+    bound = reference.broadcast_sums_bound(ds, terms, bias.shape, dtype=case.bias_dtype)
+    dbias = KERNELS.get(more["bias"])
+    assert dbias.dtype == bias.dtype
+    assert reference.error_ratio(dbias, reference.broadcast_sums(ds, bias.shape), bound) <= 1
+    assert_array_equal(dbias, KERNELS.get(pullback(placed[2])[1]["bias"]))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    rank = draw(st.integers(1, 4))
+    length = draw(st.sampled_from(wider((24, 33), (1, 7, 264))))
+    return Case(
+        (*draw(st.lists(st.integers(0, 5), min_size=rank - 1, max_size=rank - 1)), length),
+        tuple(draw(st.lists(st.booleans(), min_size=rank, max_size=rank))),
+        draw(st.sampled_from(wider(("float32",), DTYPES))),
+        draw(st.sampled_from(wider(("float32",), DTYPES))),
+        draw(st.sampled_from((1.0, 0.5, -2.0))),
+        draw(st.booleans()),
+        draw(st.integers(0, 1)),
+        draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
+@examples(16)
+@given(case=cases())
+def test_any_bias_is_within_its_bound(case):
+    require_within_bounds(case)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((2, 3, 70, 520), (False, True, False, True), "float16"),
+        *deep((Case((3000, 264), (False, True), "float16", "bfloat16"),)),
+        *deep((Case((2, 3, 2, 3, 40), (True, False, True, False, True), "bfloat16"),)),
+    ],
+)
+def test_many_rows_and_axes_are_within_the_bound(case):
+    require_within_bounds(case)
+
+
+@everywhere
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_gradients_are_written_where_they_are_wanted(side, scale):
+    rng = np.random.default_rng(0)
+    x, dout = (side.put(rng.standard_normal((4, 6, 24)).astype(np.float16)) for _ in range(2))
+    bias = side.put(rng.standard_normal((6, 24)).astype(np.float32))
+    out = cupyattn.softmax(x, bias=bias, scale=scale)
+    expected = cupyattn.softmax_backward(dout, out, bias=bias, scale=scale)
+    wide = side.put(np.full((4, 6, 32), 7, np.float16))
+    grads = SoftmaxGrads(wide[..., :24], side.put(np.full((6, 24), 7, np.float32)))
+    room = side.put(np.full(2**16, 255, np.uint8))
+    found = cupyattn.softmax_backward(
+        dout, out, bias=bias, scale=scale, grads=grads, workspace=room
+    )
+    assert found.dx is grads.dx
+    assert found.dbias is grads.dbias
+    for result, wanted in zip(found, expected, strict=True):
+        assert_array_equal(side.get(result), side.get(wanted))
+    assert (side.get(wide)[..., 24:] == 7).all()
+
+
+def test_with_grads_and_a_workspace_nothing_is_allocated(recorder):
+    dout, bias = device_array((4, 600, 24)), device_array((600, 24), np.float32)
+    grads = SoftmaxGrads(device_array((4, 600, 24)), device_array((600, 24), np.float32))
+    out, items = device_array((4, 600, 24)), 600 * 24
+    for scale, needed in ((1.0, 4 * items), (0.5, (4 + 2 * 4) * items)):
+        call = {"bias": bias, "scale": scale, "grads": grads}
+        with pytest.raises(ValueError, match=rf"workspace has 16 bytes; .* needs {needed},"):
+            cupyattn.softmax_backward(dout, out, **call, workspace=device_array((16,), np.uint8))
+        assert not recorder.started
+        room = device_array((needed,), np.uint8)
+        cupyattn.softmax_backward(dout, out, **call, workspace=room)
+        assert recorder.allocated == []
+        recorder.launches.clear()
+
+
+BACK: tuple[Any, ...] = (np.zeros((2, 3, 8), np.float32), np.zeros((2, 3, 8), np.float32))
+BIAS = np.zeros((3, 8), np.float32)
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "an axis": ({"bias": BIAS, "axis": 1}, ValueError, "axis = 1 with a bias; .*last axis"),
+    "a shape": ({"bias": BIAS[:2]}, ValueError, r"bias has shape \(2, 8\); it broadcasts"),
+    "a dtype": ({"bias": BIAS.astype(int)}, TypeError, "bias has dtype int64"),
+    "an array alone": ({"bias": BIAS, "grads": BACK[0] + 1}, TypeError, "it is a SoftmaxGrads of"),
+    "dbias": (
+        {"bias": BIAS, "grads": SoftmaxGrads(dbias=BIAS[0])}, ValueError, r"grads\.dbias is float",
+    ),
+    "dx": (
+        {"bias": BIAS, "grads": SoftmaxGrads(np.zeros((2, 3, 8)))}, TypeError, r"grads\.dx is",
+    ),
+    "lines apart": (
+        {"bias": BIAS, "grads": SoftmaxGrads(dbias=np.zeros((3, 9), np.float32)[:, :8])},
+        ValueError, r"grads\.dbias has strides .*contiguous in C order",
+    ),
+    "a scale": ({"bias": BIAS, "scale": "2"}, TypeError, "scale is"),
+    "a workspace": ({"bias": BIAS, "workspace": np.zeros((4, 4))[:, 1:]}, ValueError, "workspace"),
+}  # fmt: skip
+
+
+@everywhere
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(side, name):
+    options, kind, message = REFUSED[name]
+
+    def put(value: Any) -> Any:
+        if isinstance(value, SoftmaxGrads):
+            return SoftmaxGrads(*map(put, value))
+        return side.put(value) if isinstance(value, np.ndarray) else value
+
+    with pytest.raises(kind, match=message):
+        cupyattn.softmax_backward(
+            *map(side.put, BACK), **{key: put(value) for key, value in options.items()}
+        )
+
+
+@pytest.mark.nvrtc
+def test_whole_sectors_and_no_bank_conflicts():
+    """16 bytes a load; each item is read once, and a partial sum for each column is written."""
+    x, like = np.zeros((3, 64, 512), np.float16), np.zeros((3, 1, 512), np.float32)
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.softmax_backward(x, x, bias=like)
+    loads = [a for a in report.accesses if a.instruction.opcode.startswith("ld.global")]
+    assert sum(a.instruction.opcode.endswith("v4.u32") for a in loads) >= 3  # dout, out and ds
+    assert report.sector_efficiency == 1.0
+    assert report.bank_conflict_ways == 1.0
+
+
+def ratio(folder: Any, *bugs: Bug) -> float:
+    """The kernel's largest error over its bound, with bugs in it; its operands lie apart."""
+    plant(folder / "cuda_src", *bugs)
+    x = np.random.default_rng(0).standard_normal((3, 200, 2, 40), np.float32).astype(np.float16)
+    wide = np.full((3, 201, 2, 48), np.nan, np.float16)
+    wide[:, :200, :, :40] = x
+    like = np.zeros((3, 1, 2, 40), np.float32)
+    device = PlantedDevice(folder / "cuda_src", Checks.all())
+    found = broadcast_sums(device, adopt({"x": wide[:, :200, :, :40], "like": like}), like.dtype)
+    bound = reference.broadcast_sums_bound(x, np.zeros(x.shape), like.shape, dtype="float32")
+    return reference.error_ratio(found, reference.broadcast_sums(x, like.shape), bound)
+
+
+@pytest.mark.nvrtc
+def test_a_clean_copy_is_right(tmp_path):
+    assert 0 < ratio(tmp_path) <= 1
+
+
+MISTAKES = {
+    "the last row": Bug(SUMS, "r < summed.rows;", "r < summed.rows - 1;"),
+    "a warp's rows": Bug(SUMS, "int warp = 0; warp < kWarps", "int warp = 1; warp < kWarps"),
+    "a split's rows": Bug(SUMS, "split * kWarps + warp_index()", "warp_index()"),
+    "columns change places": Bug(SUMS, "at % VEC * kPitch + at / VEC]", "at % VEC * kPitch]"),
+    "all are the first": Bug(SUMS, "row_offset(kept, 0, k)", "row_offset(kept, 0, 0)"),
+    "splits overwrite each other": Bug(SUMS, "(split * rows + k)", "k"),
+}
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_outside_of_the_bound(name, tmp_path):
+    assert not ratio(tmp_path, MISTAKES[name]) <= 3
+
+
+FAULTS = {
+    "sums are read while others are written": (
+        without_barrier(SUMS, "smem_s.sum: written by every warp"), SharedMemoryRaceError,
+    ),
+    "a column too many is written": (
+        Bug(SUMS, "&& first_column + at < kept.length", ""), OutOfBoundsError,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(name, tmp_path):
+    bug, fault = FAULTS[name]
+    with found_by(fault):
+        ratio(tmp_path, bug)
