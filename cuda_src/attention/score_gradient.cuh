@@ -35,7 +35,7 @@ struct RowSums {
 
 struct ScoreGradient {
   float p;         // the weight of the key's value, dropout's factor included
-  float ds;        // of the score that enters the softmax: a term of dbias
+  float ds;        // of the score before score_mod: a term of dbias
   float dproduct;  // of softmax_scale * q . k: ds times the softcap's slope
 };
 
@@ -44,17 +44,21 @@ __device__ __forceinline__ ScoreGradient score_gradient(const Pass& pass, const 
                                                         float product, float dp) {
   using Options = typename Pass::Options;
   const ScoreParams& params = pass.params.scores;
-  float s_log2 = product * pass.params.scale_log2;
+  float s_log2 = product * pass.params.scale_log2, unmodified = 0.f;
   if constexpr (Pass::kNeeded) {
     SingleScore score = {{product, 0.f}};
-    pass.template apply<true>(score, row, key);
+    pass.template apply_options<true>(score, row, key);
+    unmodified = score.pair[0];
+    pass.modify(score, row, key);
+    pass.template hide<true>(score, row, key);
     s_log2 = score.pair[0] * kLog2E;
   }
   if (s_log2 == -kInfinity) return {};
 
   const float keep = Options::kDropout ? dropout_factor(params, pass.batch, pass.head, row, key) : 1.f;
   const float p = sums.weight(s_log2);
-  const float ds = p * (keep * dp - sums.delta);
+  float ds = p * (keep * dp - sums.delta);
+  if constexpr (Options::Modifiers::kScore) ds = pass.gradient(unmodified, ds, row, key);
   return {p * keep, ds, Options::kSoftcap ? ds * softcap_slope(product, params) : ds};
 }
 

@@ -1,7 +1,8 @@
 // What each option does to a score, forward and backward: said here once, for every attention kernel.
 //
 //   s = softmax_scale * q . k, or softcap * tanh(softmax_scale * q . k / softcap)
-//       + bias - slope * |position of the query - position of the key|;   a mask of bools hides scores
+//       + bias - slope * |position of the query - position of the key|, then the user's score_mod (modifiers.cuh);
+//   a mask of bools hides scores, and so does the user's mask_mod
 //   ds / d(softmax_scale * q . k) = 1, or 1 - tanh^2;   ds / dbias = 1;   dropout keeps p / (1 - dropout_p), or 0
 //
 // Each option is a compile-time switch; an absent array's dtype is void.
@@ -16,13 +17,32 @@ constexpr bool kGiven = true;
 template <>
 constexpr bool kGiven<void> = false;
 
-template <typename Bias_, bool kMask_, typename Slopes_, bool kSoftcap_, bool kDropout_>
+// Of a call without expressions of the user's.
+struct NoModifiers {
+  static constexpr bool kScore = false, kMask = false;
+
+  __device__ __forceinline__ float score(float score, int, int, int, int) const { return score; }
+  __device__ __forceinline__ float gradient(float, float grad, int, int, int, int) const { return grad; }
+  __device__ __forceinline__ bool mask(int, int, int, int) const { return true; }
+};
+
+template <typename Bias_, bool kMask_, typename Slopes_, bool kSoftcap_, bool kDropout_,
+          typename Modifiers_ = NoModifiers>
 struct ScoreOptions {
   using Bias = Bias_;
   using Slopes = Slopes_;
+  using Modifiers = Modifiers_;
   static constexpr bool kMask = kMask_, kSoftcap = kSoftcap_, kDropout = kDropout_;
   // Whether a score is more than its scaled product; if not, the scale rides on the exponential's FMA.
-  static constexpr bool kBeyondScale = kGiven<Bias> || kGiven<Slopes> || kSoftcap;
+  static constexpr bool kBeyondScale = kGiven<Bias> || kGiven<Slopes> || kSoftcap || Modifiers::kScore;
+};
+
+// Of which score an expression is told: rows and keys that do not exist, which kernels compute and drop, as the last.
+struct ScoreIndices {
+  int batch, head, row, key;
+
+  __device__ __forceinline__ ScoreIndices(const AttentionParams& params, int batch_, int head_, int row_, int key_)
+      : batch(batch_), head(head_), row(min(row_, params.sq - 1)), key(min(key_, params.sk - 1)) {}
 };
 
 // tanh y = 1 - 2 r and 1 - tanh^2 y = 4 r (1 - r) with r = 1 / (1 + exp(2 y)), right to a few ulp: tanh.approx errs by
@@ -157,17 +177,20 @@ struct ScorePass {
   using Options = Options_;
   static constexpr int kBiasVec = kBiasVec_, kMaskVec = kMaskVec_;  // neighbouring keys that are read at once
   using Bias = typename Options::Bias;
+  using Modifiers = typename Options::Modifiers;
   // Whether there is anything to do but to scale.
-  static constexpr bool kNeeded = Options::kBeyondScale || Options::kMask;
+  static constexpr bool kNeeded = Options::kBeyondScale || Options::kMask || Modifiers::kMask;
 
   const AttentionParams& params;
   const void *bias_g, *mask_g;
   ScoreRule<Options, Unit::kNatural> rule;
   int batch, head, cta_row;
   int64 q_offset;
+  Modifiers modifiers;
 
   __device__ __forceinline__ ScorePass(const AttentionParams& all, const void* bias, const void* mask,
-                                       const void* slopes, const Place& place, int64 offset)
+                                       const void* slopes, const Place& place, int64 offset,
+                                       const Modifiers& of_user = {})
       : params(all),
         bias_g(bias),
         mask_g(mask),
@@ -175,7 +198,8 @@ struct ScorePass {
         batch(place.batch),
         head(place.head),
         cta_row(place.first_row),
-        q_offset(offset) {}
+        q_offset(offset),
+        modifiers(of_user) {}
 
   __device__ __forceinline__ ScoreMatrix<Bias> bias() const {
     return {bias_g, params.scores.bias, batch, head, params.sq, params.sk, from_float<Bias>(0.f)};
@@ -188,6 +212,15 @@ struct ScorePass {
   template <bool kRagged, typename Fragment, typename Items = ItemsInPlace>
   __device__ __forceinline__ void apply(Fragment& fragment, int first_row, int first_key,
                                         const Items& items = Items()) const {
+    apply_options<kRagged>(fragment, first_row, first_key, items);
+    modify(fragment, first_row, first_key);
+    hide<kRagged>(fragment, first_row, first_key, items);
+  }
+
+  // The steps of `apply`. The library's own options, up to what score_mod is given:
+  template <bool kRagged, typename Fragment, typename Items = ItemsInPlace>
+  __device__ __forceinline__ void apply_options(Fragment& fragment, int first_row, int first_key,
+                                                const Items& items = Items()) const {
     fragment.for_each_pair([&](float* pair, int, int) {
       pair[0] = rule.of_product(pair[0]);
       pair[1] = rule.of_product(pair[1]);
@@ -205,11 +238,49 @@ struct ScorePass {
         pair[1] = rule.with_alibi(pair[1], distance.plus(row - lane_row, key - lane_key + 1));
       });
     }
+  }
+
+  // The user's score_mod:
+  template <typename Fragment>
+  __device__ __forceinline__ void modify(Fragment& fragment, int first_row, int first_key) const {
+    if constexpr (Modifiers::kScore) {
+      for_each_score(fragment, first_row, first_key, [&](float& score, const ScoreIndices& at) {
+        score = modifiers.score(score, at.batch, at.head, at.row, at.key);
+      });
+    }
+  }
+
+  // The masks:
+  template <bool kRagged, typename Fragment, typename Items = ItemsInPlace>
+  __device__ __forceinline__ void hide(Fragment& fragment, int first_row, int first_key,
+                                       const Items& items = Items()) const {
     if constexpr (Options::kMask) {
       items.template for_each_mask<kRagged>(*this, fragment, first_row, first_key,
                                             [](float& score, unsigned char attend) {
                                               if (!attend) score = -kInfinity;
                                             });
     }
+    if constexpr (Modifiers::kMask) {
+      for_each_score(fragment, first_row, first_key, [&](float& score, const ScoreIndices& at) {
+        if (!modifiers.mask(at.batch, at.head, at.row, at.key)) score = -kInfinity;
+      });
+    }
+  }
+
+  // From the gradient of what score_mod makes of a score to that of the score.
+  __device__ __forceinline__ float gradient(float score, float ds, int row, int key) const {
+    const ScoreIndices at(params, batch, head, row, key);
+    return modifiers.gradient(score, ds, at.batch, at.head, at.row, at.key);
+  }
+
+ private:
+  template <typename Fragment, typename Body>
+  __device__ __forceinline__ void for_each_score(Fragment& fragment, int first_row, int first_key, Body body) const {
+    fragment.for_each_pair([&](float* pair, int row, int key) {
+#pragma unroll
+      for (int at = 0; at < 2; at++) {
+        body(pair[at], ScoreIndices(params, batch, head, first_row + row, first_key + key + at));
+      }
+    });
   }
 };

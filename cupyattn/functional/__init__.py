@@ -6,6 +6,7 @@ CuPy arrays go to `cupyattn.ops` and its kernels, NumPy arrays to `cupyattn.refe
 
 from cupyattn.functional.attention.backward import attention_backward
 from cupyattn.functional.attention.merge import merge_attention
+from cupyattn.functional.attention.modifiers import MaskMod, ScoreMod
 from cupyattn.functional.attention.paged import paged_attention
 from cupyattn.functional.backend import backend
 from cupyattn.functional.device_info import device_info
@@ -74,9 +75,11 @@ __all__ = [
     "LinearGrads",
     "LinearScaling",
     "Llama3Scaling",
+    "MaskMod",
     "NTKScaling",
     "RMSNormGrads",
     "Rotary",
+    "ScoreMod",
     "SoftmaxGrads",
     "SwigluGrads",
     "YarnScaling",

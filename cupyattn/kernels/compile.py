@@ -28,6 +28,8 @@ from cupyattn.kernels.spec import Specialisation
 # instruction. -lineinfo: profilers and the sanitizer name lines of the .cu file.
 _OPTIONS = ("-std=c++17", "-ftz=true", "-lineinfo")
 
+Headers = tuple[tuple[str, str], ...]
+
 _TOOLKITS = ("CUDA_PATH", "CUDA_HOME")
 
 _locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
@@ -36,7 +38,17 @@ _compiling = NoForkWithin()
 
 
 class CompilationError(RuntimeError):
-    """NVRTC rejected a kernel: an error in this library, not in the caller's input."""
+    """NVRTC rejected a kernel: an error in this library, or in an expression of the user's.
+
+    Attributes
+    ----------
+    log : str
+        What the compiler said.
+    """
+
+    def __init__(self, message: str, log: str) -> None:
+        super().__init__(f"{message}:\n{log}")
+        self.log = log
 
 
 @dataclass(frozen=True)
@@ -83,7 +95,8 @@ def _compile(specialisation: Specialisation, target: str) -> Artifact:
         *_OPTIONS,
         *(f"-D{name}={value}" for name, value in specialisation.defines.items()),
     )
-    key = _cache_key(source, options)
+    headers = specialisation.spec.headers
+    key = _cache_key(source, options, headers)
     is_ptx = target.startswith("compute_")
     name = f"{specialisation.spec.entry}-{key}.{'ptx' if is_ptx else 'cubin'}"
     with _compiling():
@@ -93,7 +106,7 @@ def _compile(specialisation: Specialisation, target: str) -> Artifact:
             found = _find(name)
             if found is not None:
                 return found
-            code, log = _run_nvrtc(source, options, is_ptx=is_ptx)
+            code, log = _run_nvrtc(source, options, headers, is_ptx=is_ptx)
             resources = None if is_ptx else parse_ptxas_log(log)
             path = cache.keep(name, code, None if resources is None else asdict(resources))
             return Artifact(path, resources, was_cached=False)
@@ -110,25 +123,30 @@ def _find(name: str) -> Artifact | None:
     return Artifact(entry.path, resources, was_cached=True)
 
 
-def _cache_key(source: Path, options: tuple[str, ...]) -> str:
-    parts = (*options, f"nvrtc {nvrtc_version()}", source_digest(source))
+def _cache_key(source: Path, options: tuple[str, ...], headers: Headers) -> str:
+    texts = (part for header in headers for part in header)
+    parts = (*options, f"nvrtc {nvrtc_version()}", source_digest(source), *texts)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _run_nvrtc(source: Path, options: tuple[str, ...], *, is_ptx: bool) -> tuple[bytes, str]:
+def _run_nvrtc(
+    source: Path, options: tuple[str, ...], headers: Headers, *, is_ptx: bool
+) -> tuple[bytes, str]:
     nvrtc = _nvrtc()
     paths = (f"-I{source.parent}", f"-I{source_root()}", f"-I{_toolkit_headers()}")
     report = [] if is_ptx else ["--ptxas-options=-v"]
     if report and nvrtc_version() >= (12, 9):
         # From 12.9 on NVRTC has a cache of its own where there is a driver; a hit has no log.
         report.append("--no-cache")
-    program = nvrtc.createProgram(source.read_text(encoding="utf-8"), str(source), [], [])
+    names, texts = ([header[i].encode() for header in headers] for i in range(2))
+    text = source.read_text(encoding="utf-8")
+    program = nvrtc.createProgram(text, str(source), texts, names)
     try:
         try:
             nvrtc.compileProgram(program, [*options, *paths, *report])
         except nvrtc.NVRTCError as error:
             log = nvrtc.getProgramLog(program)
-            raise CompilationError(f"NVRTC rejected {source.name} {options}:\n{log}") from error
+            raise CompilationError(f"NVRTC rejected {source.name} {options}", log) from error
         code = nvrtc.getPTX(program) if is_ptx else nvrtc.getCUBIN(program)
         log = nvrtc.getProgramLog(program)
     finally:

@@ -84,11 +84,14 @@ class KernelSpec:
         The ``.cu`` file, relative to the folder of CUDA sources, or an absolute path.
     parameters : tuple of Parameter
         In the order of the C declaration.
+    headers : tuple of (str, str)
+        What the source includes in angle brackets that is no file: names, and texts.
     """
 
     entry: str
     source: str
     parameters: tuple[Parameter, ...]
+    headers: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def pointers(self) -> tuple[Pointer, ...]:

@@ -111,8 +111,9 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
     attention_backward_f32_dkdv(const Traits::Scalar* dout_g, const Traits::Scalar* q_g, const Traits::Scalar* k_g,
                                 const Traits::Scalar* v_g, const float* lse_g, const float* delta_g,
                                 const void* q_offsets_g, const void* seqused_k_g, const void* bias_g,
-                                const void* mask_g, const void* slopes_g, float* dq_g, Traits::Scalar* dk_g,
-                                Traits::Scalar* dv_g, void* dbias_g, const BackwardParams params) {
+                                const void* mask_g, const void* slopes_g MODIFIER_ARRAYS, float* dq_g,
+                                Traits::Scalar* dk_g, Traits::Scalar* dv_g, void* dbias_g,
+                                const BackwardParams params MODIFIER_STRIDES) {
   __shared__ Smem smem;
   const AttentionParams& forward = params.attention;
 
@@ -151,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
     const Traits::DoutPanels dout_panels = {dout, Traits::kHeadDimV};
     const Traits::QPanels q_panels = {q, Traits::kHeadDim};
     const Traits::QKSlices next = {{q_of(next_tile)}, {k}};
-    const Traits::Pass pass(forward, bias_g, mask_g, slopes_g, Place{batch, head, kv_head, 0}, q_offset);
+    const Traits::Pass pass(forward, bias_g, mask_g, slopes_g, Place{batch, head, kv_head, 0}, q_offset, MODIFIERS);
     const HeadScores head_scores = {params, window, pass, head_rows(lse_g, forward.lse, batch, head, 0),
                                     delta_g + (static_cast<int64>(batch) * forward.heads + head) * forward.sq};
 

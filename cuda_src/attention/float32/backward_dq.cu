@@ -33,7 +33,8 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
     attention_backward_f32_dq(const Traits::Scalar* dout_g, const Traits::Scalar* q_g, const Traits::Scalar* k_g,
                               const Traits::Scalar* v_g, const float* lse_g, const float* delta_g,
                               const void* q_offsets_g, const void* seqused_k_g, const void* bias_g, const void* mask_g,
-                              const void* slopes_g, Traits::Scalar* dq_g, const BackwardParams params) {
+                              const void* slopes_g MODIFIER_ARRAYS, Traits::Scalar* dq_g,
+                              const BackwardParams params MODIFIER_STRIDES) {
   __shared__ Smem smem;
   const AttentionParams& forward = params.attention;
 
@@ -46,7 +47,8 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
   const int end = window.of_row(first_row + rows - 1).end;
   const Rows<Traits::Scalar> q = {head_rows(q_g, forward.q, batch, head, first_row), forward.q.seq, rows};
   const Rows<Traits::Scalar> dout = {head_rows(dout_g, params.dout, batch, head, first_row), params.dout.seq, rows};
-  const Traits::Pass pass(forward, bias_g, mask_g, slopes_g, place, query_offset(forward, q_offsets_g, batch));
+  const Traits::Pass pass(forward, bias_g, mask_g, slopes_g, place, query_offset(forward, q_offsets_g, batch),
+                          MODIFIERS);
   const HeadScores head_scores = {params, window, pass, head_rows(lse_g, forward.lse, batch, head, 0),
                                   delta_g + (static_cast<int64>(batch) * forward.heads + head) * forward.sq};
 

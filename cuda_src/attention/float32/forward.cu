@@ -43,11 +43,11 @@ struct DenseKeys {
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
     attention_forward_f32(const Traits::Scalar* q_g, const Traits::Scalar* k_g, const Traits::Scalar* v_g,
                           Traits::Scalar* out_g, float* lse_g, const void* q_offsets_g, const void* seqused_k_g,
-                          const void* bias_g, const void* mask_g, const void* slopes_g, const void* sinks_g,
-                          const AttentionParams params) {
+                          const void* bias_g, const void* mask_g, const void* slopes_g MODIFIER_ARRAYS,
+                          const void* sinks_g, const AttentionParams params MODIFIER_STRIDES) {
   // Under causal order later rows see more keys: they start first.
   const Place place = place_of_cta(params, Traits::kTileQ, /*last_rows_first=*/true);
   const KeyWindow window = sequence_window(params, q_offsets_g, seqused_k_g, place.batch);
-  attend(params, {q_g, out_g, lse_g, bias_g, mask_g, slopes_g, sinks_g}, place, window,
+  attend(params, {q_g, out_g, lse_g, bias_g, mask_g, slopes_g, sinks_g, MODIFIERS}, place, window,
          query_offset(params, q_offsets_g, place.batch), DenseKeys{params, k_g, v_g});
 }

@@ -7,11 +7,13 @@
     "DTYPE, HEAD_DIM, HEAD_DIM_V, WARPS, COLUMN_LANES, PAIRS, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(MASK_VEC) || !defined(SLOPES) || \
-    !defined(SOFTCAP) || !defined(SINKS) || !defined(DROPOUT)
-#error "BIAS, BIAS_VEC, MASK, MASK_VEC, SLOPES, SOFTCAP, SINKS and DROPOUT come from a launch-configuration table"
+    !defined(SOFTCAP) || !defined(SINKS) || !defined(DROPOUT) || !defined(MODIFIED)
+#error \
+    "BIAS, BIAS_VEC, MASK, MASK_VEC, SLOPES, SOFTCAP, SINKS, DROPOUT, MODIFIED come from a launch-configuration table"
 #endif
 #include "forward_products.cuh"
 #include "../key_walk.cuh"
+#include "../modifiers.cuh"
 #include "dropout.cuh"
 #include "epilogue.cuh"
 #include "../scores.cuh"
@@ -44,7 +46,7 @@ struct Traits {
 
   using DenseFeed = ForwardFeed<Scalar, Scores, Slice, Panel, kHeadDim, kHeadDimV, kVec, kThreads>;
   using Softmax = ::Softmax<Scores, kColumns>;
-  using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT>;
+  using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, Modifiers>;
   using Pass = ScorePass<Options, BIAS_VEC, MASK_VEC>;
   // Outer products in one copy of the code. 8 and 4 wherever it spills less gave 38.4 TFLOP/s at D 64 and 40.1 at 128,
   // an earlier form with 4 gave 37.2 and 37.3 (H200, 2026-11-20).
@@ -188,6 +190,7 @@ struct Arrays {
   Traits::Scalar* out_g;
   float* lse_g;
   const void *bias_g, *mask_g, *slopes_g, *sinks_g;
+  Modifiers modifiers;
 };
 
 // The query rows of one CTA; `keys` makes the feed of a head from the rows of Q.
@@ -200,7 +203,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
   // Phase 1: which keys are walked over, and where each thread stands.
   const int rows = min(Traits::kTileQ, place.sq - place.first_row);
   const KeyWalk<Traits::kTileK> walk(window, place.first_row, rows);
-  const Traits::Pass pass(params, arrays.bias_g, arrays.mask_g, arrays.slopes_g, place, q_offset);
+  const Traits::Pass pass(params, arrays.bias_g, arrays.mask_g, arrays.slopes_g, place, q_offset, arrays.modifiers);
   const Cta cta = {smem, params, window, pass, place};
 
   const int row_lane = Traits::Grid::row_lane(), column_lane = Traits::Grid::column_lane();

@@ -5,18 +5,19 @@
 // (Dao et al., arXiv:2205.14135, appendix B.2; score_gradient.cuh has the same for one score.)
 #pragma once
 
-#if !defined(BIAS) || !defined(MASK) || !defined(SLOPES) || !defined(SOFTCAP) || !defined(DROPOUT)
-#error "BIAS, MASK, SLOPES, SOFTCAP and DROPOUT come from a launch-configuration table"
+#if !defined(BIAS) || !defined(MASK) || !defined(SLOPES) || !defined(SOFTCAP) || !defined(DROPOUT) || !defined(MODIFIED)
+#error "BIAS, MASK, SLOPES, SOFTCAP, DROPOUT and MODIFIED come from a launch-configuration table"
 #endif
 #include "../backward_params.cuh"
 #include "backward_feed.cuh"
+#include "../modifiers.cuh"
 #include "../score_gradient.cuh"
 
 constexpr int kPartFloats = 4096;  // of P or dS, in shared memory
 
 struct BackwardTraits {
   using Scalar = DTYPE;
-  using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT>;
+  using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, Modifiers>;
   using Pass = ScorePass<Options>;
   static constexpr int kHeadDim = HEAD_DIM;
   static constexpr int kHeadDimV = HEAD_DIM_V;
@@ -99,7 +100,13 @@ struct HeadScores {
       });
     }
     const float scale_log2 = BackwardTraits::Pass::kNeeded ? kLog2E : params.attention.scale_log2;
-    if (BackwardTraits::Pass::kNeeded) pass.template apply<true>(s, first_row, first_key);
+    ScoreTile unmodified;
+    if (BackwardTraits::Pass::kNeeded) {
+      pass.template apply_options<true>(s, first_row, first_key);
+      if (Modifiers::kScore) unmodified = s;
+      pass.modify(s, first_row, first_key);
+      pass.template hide<true>(s, first_row, first_key);
+    }
     hide(s, first_row, first_key);
 #pragma unroll
     for (int m = 0; m < ScoreTile::kThreadM; m++) {
@@ -111,7 +118,8 @@ struct HeadScores {
         const float p_log2 = __fmaf_rn(s.c[m][n], scale_log2, -lse_log2);
         const float p = ex2_approx(p_log2 > 0.f ? 0.f : p_log2);  // a NaN stays one
         const float keep = DROPOUT ? dropout_factor(scores, pass.batch, pass.head, row, key) : 1.f;
-        const float ds = p * (keep * dp.c[m][n] - delta);
+        float ds = p * (keep * dp.c[m][n] - delta);
+        if constexpr (Modifiers::kScore) ds = pass.gradient(unmodified.c[m][n], ds, row, key);
         const bool seen = s.c[m][n] != -kInfinity && row < params.attention.sq;
         if (seen) write(ds, row, key);
         s.c[m][n] = seen ? p * keep : 0.f;

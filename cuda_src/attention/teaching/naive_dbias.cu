@@ -49,6 +49,7 @@ struct Arrays {
   const Traits::Scalar *dout_g, *q_g, *k_g, *v_g;
   const float *lse_g, *delta_g;
   const void *q_offsets_g, *seqused_k_g, *bias_g, *mask_g, *slopes_g;
+  Modifiers modifiers;
 };
 
 __device__ __forceinline__ float score_ds(const Arrays& arrays, const ScoreIndex& at, const BackwardParams& params) {
@@ -58,7 +59,7 @@ __device__ __forceinline__ float score_ds(const Arrays& arrays, const ScoreIndex
   const int kv_head = at.head / forward.group;
   const Traits::Pass pass(forward, arrays.bias_g, arrays.mask_g, arrays.slopes_g,
                           Place{at.batch, at.head, kv_head, at.row},
-                          query_offset(forward, arrays.q_offsets_g, at.batch));
+                          query_offset(forward, arrays.q_offsets_g, at.batch), arrays.modifiers);
   const RowSums sums(*head_rows(arrays.lse_g, forward.lse, at.batch, at.head, at.row),
                      delta_rows(arrays.delta_g, forward, at.batch, at.head)[at.row]);
   const float product = dot<Traits::kHeadDim>(head_rows(arrays.q_g, forward.q, at.batch, at.head, at.row),
@@ -72,12 +73,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     attention_backward_naive_dbias(const Traits::Scalar* dout_g, const Traits::Scalar* q_g, const Traits::Scalar* k_g,
                                    const Traits::Scalar* v_g, const float* lse_g, const float* delta_g,
                                    const void* q_offsets_g, const void* seqused_k_g, const void* bias_g,
-                                   const void* mask_g, const void* slopes_g, BIAS* dbias_g,
-                                   const BackwardParams params) {
+                                   const void* mask_g, const void* slopes_g MODIFIER_ARRAYS, BIAS* dbias_g,
+                                   const BackwardParams params MODIFIER_STRIDES) {
   const AttentionParams& forward = params.attention;
   const ScoreStrides& strides = params.dbias;
   const int lane = threadIdx.x % Traits::kLanes;
-  const Arrays arrays = {dout_g, q_g, k_g, v_g, lse_g, delta_g, q_offsets_g, seqused_k_g, bias_g, mask_g, slopes_g};
+  const Arrays arrays = {dout_g,      q_g,         k_g,    v_g,    lse_g,    delta_g,
+                         q_offsets_g, seqused_k_g, bias_g, mask_g, slopes_g, MODIFIERS};
 
   // Phase 1: the item, and the scores that it was added to.
   const ScoreIndex scores = {params.batch, forward.heads, forward.sq, forward.sk};

@@ -58,8 +58,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     attention_backward_naive_dkdv(const Traits::Scalar* dout_g, const Traits::Scalar* q_g, const Traits::Scalar* k_g,
                                   const Traits::Scalar* v_g, const float* lse_g, const float* delta_g,
                                   const void* q_offsets_g, const void* seqused_k_g, const void* bias_g,
-                                  const void* mask_g, const void* slopes_g, Traits::Scalar* dk_g, Traits::Scalar* dv_g,
-                                  const BackwardParams params) {
+                                  const void* mask_g, const void* slopes_g MODIFIER_ARRAYS, Traits::Scalar* dk_g,
+                                  Traits::Scalar* dv_g, const BackwardParams params MODIFIER_STRIDES) {
   __shared__ Smem smem;
   const AttentionParams& forward = params.attention;
   const int thread = threadIdx.x;
@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   ColumnSums<Traits::kHeadDim> dk;
   ColumnSums<Traits::kHeadDimV> dv;
   for (int head = kv_head * forward.group; head < (kv_head + 1) * forward.group; head++) {
-    const Traits::Pass pass(forward, bias_g, mask_g, slopes_g, Place{batch, head, kv_head, 0}, q_offset);
+    const Traits::Pass pass(forward, bias_g, mask_g, slopes_g, Place{batch, head, kv_head, 0}, q_offset, MODIFIERS);
     const Traits::Scalar* q_rows_g = head_rows(q_g, forward.q, batch, head, 0);
     const Traits::Scalar* dout_rows_g = head_rows(dout_g, params.dout, batch, head, 0);
     for (int first = seeing.begin; first < seeing.end; first += Traits::kStrip) {

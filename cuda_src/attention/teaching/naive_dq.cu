@@ -41,8 +41,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     attention_backward_naive_dq(const Traits::Scalar* dout_g, const Traits::Scalar* q_g, const Traits::Scalar* k_g,
                                 const Traits::Scalar* v_g, const Traits::Scalar* out_g, const float* lse_g,
                                 const float* dlse_g, const void* q_offsets_g, const void* seqused_k_g,
-                                const void* bias_g, const void* mask_g, const void* slopes_g, float* delta_g,
-                                Traits::Scalar* dq_g, const BackwardParams params) {
+                                const void* bias_g, const void* mask_g, const void* slopes_g MODIFIER_ARRAYS,
+                                float* delta_g, Traits::Scalar* dq_g, const BackwardParams params MODIFIER_STRIDES) {
   __shared__ Smem smem;
   const AttentionParams& forward = params.attention;
   const int thread = threadIdx.x;
@@ -68,7 +68,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const RowSums sums(*head_rows(lse_g, forward.lse, place.batch, place.head, row), delta);
 
   // Phase 3: ds, and its product with the keys, one strip of keys after the other.
-  const Traits::Pass pass(forward, bias_g, mask_g, slopes_g, place, query_offset(forward, q_offsets_g, place.batch));
+  const Traits::Pass pass(forward, bias_g, mask_g, slopes_g, place, query_offset(forward, q_offsets_g, place.batch),
+                          MODIFIERS);
   float acc[Traits::kColumns] = {};
   for (int first = visible.begin; first < visible.end; first += Traits::kStrip) {
     const int key = first + thread;

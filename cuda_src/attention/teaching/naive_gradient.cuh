@@ -1,15 +1,16 @@
 // What the naive backward kernels have in common: their macros, and the delta that one leaves for the others.
 #pragma once
 
-#if !defined(BIAS) || !defined(MASK) || !defined(SLOPES) || !defined(SOFTCAP) || !defined(DROPOUT)
-#error "BIAS, MASK, SLOPES, SOFTCAP and DROPOUT come from a launch-configuration table"
+#if !defined(BIAS) || !defined(MASK) || !defined(SLOPES) || !defined(SOFTCAP) || !defined(DROPOUT) || !defined(MODIFIED)
+#error "BIAS, MASK, SLOPES, SOFTCAP, DROPOUT and MODIFIED come from a launch-configuration table"
 #endif
 #include "../backward_params.cuh"
+#include "../modifiers.cuh"
 #include "../score_gradient.cuh"
 
 struct NaiveTraits {
   using Scalar = DTYPE;
-  using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT>;
+  using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, Modifiers>;
   using Pass = ScorePass<Options>;
   static constexpr int kHeadDim = HEAD_DIM;
   static constexpr int kHeadDimV = HEAD_DIM_V;

@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
     attention_backward_dkdv(const float16* q_g, const float16* k_g, const float16* v_g, const float16* dout_g,
                             const float* statistics_g, float* dq_acc_g, float16* dk_g, float16* dv_g, void* dbias_g,
                             const void* q_offsets_g, const void* seqused_k_g, const void* bias_g, const void* mask_g,
-                            const void* slopes_g, const BackwardParams params) {
+                            const void* slopes_g MODIFIER_ARRAYS, const BackwardParams params MODIFIER_STRIDES) {
   using T = Traits;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   const KeyPlace place(attention, T::kKeys);
   const KeyWindow window = sequence_window(attention, q_offsets_g, seqused_k_g, place.batch);
   const T::Walk walk(window, place.first_key, T::kKeys, attention.sq);
-  const OptionArrays arrays = {bias_g, mask_g, slopes_g, dbias_g};
+  const OptionArrays arrays = {bias_g, mask_g, slopes_g, dbias_g, MODIFIERS};
 
   // Phase 2: V and K, through shared memory into registers.
   const int warp_row = warp_index() * T::kWarpKeys;

@@ -239,13 +239,14 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
     attention_backward_dkdv_paired(const float16* q_g, const float16* k_g, const float16* v_g, const float16* dout_g,
                                    const float* statistics_g, float* dq_acc_g, float16* dk_g, float16* dv_g,
                                    void* dbias_g, const void* q_offsets_g, const void* seqused_k_g, const void* bias_g,
-                                   const void* mask_g, const void* slopes_g, const BackwardParams params) {
+                                   const void* mask_g, const void* slopes_g MODIFIER_ARRAYS,
+                                   const BackwardParams params MODIFIER_STRIDES) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
 
   // Phase 1: the keys, and the part that this warp has.
   const KeyPlace place(params.attention, Traits::kKeys);
   const KeyWindow window = sequence_window(params.attention, q_offsets_g, seqused_k_g, place.batch);
-  const OptionArrays arrays = {bias_g, mask_g, slopes_g, dbias_g};
+  const OptionArrays arrays = {bias_g, mask_g, slopes_g, dbias_g, MODIFIERS};
   const Cta cta = {*reinterpret_cast<Smem*>(shared_bytes),
                    params,
                    window,

@@ -21,8 +21,8 @@
     "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, FULL_LOOP, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(MASK) || !defined(SCORE_VEC) || !defined(SLOPES) || !defined(SOFTCAP) || \
-    !defined(DROPOUT)
-#error "BIAS, MASK, SCORE_VEC, SLOPES, SOFTCAP and DROPOUT come from a launch-configuration table"
+    !defined(DROPOUT) || !defined(MODIFIED)
+#error "BIAS, MASK, SCORE_VEC, SLOPES, SOFTCAP, DROPOUT and MODIFIED come from a launch-configuration table"
 #endif
 #include "../key_walk.cuh"
 #include "key_feed.cuh"
@@ -53,7 +53,7 @@ struct Traits {
   using KTileFeed = TileFeed<KTile, kHeadDim, kVec, kThreads, Tile>;
   using VTileFeed = TileFeed<VTile, kHeadDimV, kVec, kThreads, Tile>;
   using Feed = KeyFeed<KTileFeed, VTileFeed>;
-  using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT>;
+  using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, Modifiers>;
   using Dbias = DbiasOptions<void, false, false>;
   using Walk = KeyWalk<kTileK>;
 
@@ -140,7 +140,8 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Trait
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
     attention_backward_dq(const float16* q_g, const float16* k_g, const float16* v_g, const float16* dout_g,
                           const float* statistics_g, float16* dq_g, const void* q_offsets_g, const void* seqused_k_g,
-                          const void* bias_g, const void* mask_g, const void* slopes_g, const BackwardParams params) {
+                          const void* bias_g, const void* mask_g, const void* slopes_g MODIFIER_ARRAYS,
+                          const BackwardParams params MODIFIER_STRIDES) {
   using T = Traits;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
@@ -151,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   const KeyWindow window = sequence_window(attention, q_offsets_g, seqused_k_g, place.batch);
   const int rows = min(T::kRows, attention.sq - place.first_row), warp_row = warp_index() * T::kWarpRows;
   const T::Walk walk(window, place.first_row, rows);
-  const OptionArrays arrays = {bias_g, mask_g, slopes_g, nullptr};
+  const OptionArrays arrays = {bias_g, mask_g, slopes_g, nullptr, MODIFIERS};
 
   // Phase 2: Q and dout, through shared memory into registers.
   Warp warp;

@@ -8,9 +8,9 @@
     "HEAD_DIM, HEAD_DIM_V, WARPS, TILE_Q, ONE_PASS, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(MASK) || !defined(SCORE_VEC) || !defined(SLOPES) || !defined(SOFTCAP) || \
-    !defined(DROPOUT) || !defined(DBIAS) || !defined(DBIAS_ADD) || !defined(DBIAS_ACCUMULATE)
+    !defined(DROPOUT) || !defined(MODIFIED) || !defined(DBIAS) || !defined(DBIAS_ADD) || !defined(DBIAS_ACCUMULATE)
 #error \
-    "BIAS, MASK, SCORE_VEC, SLOPES, SOFTCAP, DROPOUT, DBIAS, DBIAS_ADD, DBIAS_ACCUMULATE come from a launch-configuration table"
+    "BIAS, MASK, SCORE_VEC, SLOPES, SOFTCAP, DROPOUT, MODIFIED, DBIAS, DBIAS_ADD, DBIAS_ACCUMULATE come from a launch-configuration table"
 #endif
 #include "dq_product.cuh"
 #include "query_feed.cuh"
@@ -45,7 +45,7 @@ struct DkdvTraits {
   using DoutTileFeed = TileFeed<DoutTile, kHeadDimV, kVec, kThreads>;
   static constexpr int kRun = SCORE_VEC < 2 * kMTiles ? SCORE_VEC : 2 * kMTiles;
   using Tile = ScoreTile<kMTiles, kSubTiles, Along::kM16, kRun>;
-  using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT>;
+  using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, Modifiers>;
   using Dbias = DbiasOptions<DBIAS, DBIAS_ADD, DBIAS_ACCUMULATE>;
   using Walk = QueryWalk<kTileQ>;
   using Feed = QueryFeed<QTileFeed, DoutTileFeed, kBuffers>;

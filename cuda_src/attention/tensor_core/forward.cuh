@@ -7,10 +7,12 @@
     "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(MASK_VEC) || !defined(SLOPES) || \
-    !defined(SOFTCAP) || !defined(SINKS) || !defined(DROPOUT)
-#error "BIAS, BIAS_VEC, MASK, MASK_VEC, SLOPES, SOFTCAP, SINKS and DROPOUT come from a launch-configuration table"
+    !defined(SOFTCAP) || !defined(SINKS) || !defined(DROPOUT) || !defined(MODIFIED)
+#error \
+    "BIAS, BIAS_VEC, MASK, MASK_VEC, SLOPES, SOFTCAP, SINKS, DROPOUT, MODIFIED come from a launch-configuration table"
 #endif
 #include "../key_walk.cuh"
+#include "../modifiers.cuh"
 #include "dropout.cuh"
 #include "epilogue.cuh"
 #include "key_feed.cuh"
@@ -36,7 +38,7 @@ struct Traits {
   using KTile = SwizzledTile<kTileK, kSteps>;
   using VTile = SwizzledTile<kTileK, kOutTiles>;
   using OutTile = SwizzledTile<kTileQ, kOutTiles>;
-  using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT>;
+  using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, Modifiers>;
   using Pass = ScorePass<Options, BIAS_VEC, MASK_VEC>;
   // Arrays that are read four keys at a time want threads that hold four neighbouring keys.
   static constexpr int kRun = BIAS_VEC == 4 || MASK_VEC == 4 ? 4 : 1;
@@ -179,6 +181,7 @@ struct Arrays {
   float16* out_g;
   float* lse_g;
   const void *bias_g, *mask_g, *slopes_g, *sinks_g;
+  Modifiers modifiers;
 };
 
 // The query rows of one CTA; `keys` makes the feed of a head.
@@ -191,7 +194,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
   // Phase 1: which keys are walked over.
   const int rows = min(Traits::kTileQ, place.sq - place.first_row);
   const KeyWalk<Traits::kTileK> walk(window, place.first_row, rows);
-  const Traits::Pass pass(params, arrays.bias_g, arrays.mask_g, arrays.slopes_g, place, q_offset);
+  const Traits::Pass pass(params, arrays.bias_g, arrays.mask_g, arrays.slopes_g, place, q_offset, arrays.modifiers);
 
   // Phase 2: Q, through shared memory into registers.
   Warp warp;

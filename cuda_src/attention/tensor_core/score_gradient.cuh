@@ -10,6 +10,7 @@
 #pragma once
 
 #include "../../common/pack.cuh"
+#include "../modifiers.cuh"
 #include "dropout.cuh"
 #include "resident_rows.cuh"
 #include "row_statistics.cuh"
@@ -25,6 +26,7 @@ struct DbiasOptions {
 struct OptionArrays {
   const void *bias_g, *mask_g, *slopes_g;
   void* dbias_g;
+  Modifiers modifiers;
 };
 
 template <bool kMask>
@@ -44,6 +46,7 @@ struct TileOptions {
   using Dbias = Dbias_;
   using Bias = typename Options::Bias;
   using Mask = typename MaskItem<Options::kMask>::Type;
+  using Modifiers = typename Options::Modifiers;
 
   const BackwardParams& params;
   const KeyWindow& window;
@@ -69,9 +72,8 @@ struct TileOptions {
     return window.of_row(place.first_row + Tile::row_of(n, i, e)).contains(place.first_key + Tile::key_of(n, i, e));
   }
 
-  // The exponent of P * 2^kShiftedLog2, for a row with statistic l.
-  __device__ __forceinline__ float exponent(float product, int n, int i, int e, float l) const {
-    if constexpr (!Options::kBeyondScale) return __fmaf_rn(product, params.attention.scale_log2, -l);
+  // A score in base 2, before score_mod.
+  __device__ __forceinline__ float score_log2(float product, int n, int i, int e) const {
     float s_log2 = rule.of_product(product);
     if constexpr (kGiven<Bias>) s_log2 = rule.with_bias(s_log2, to_float(bias.of(n, i, e)));
     if constexpr (kGiven<typename Options::Slopes>) {
@@ -80,10 +82,32 @@ struct TileOptions {
                 keys = Tile::key_of(n, i, e) - Tile::key_of(0, 0, 0);
       s_log2 = rule.with_alibi(s_log2, distance.plus(rows, keys));
     }
+    return s_log2;
+  }
+
+  // The exponent of P * 2^kShiftedLog2, for a row with statistic l.
+  __device__ __forceinline__ float exponent(float product, int n, int i, int e, float l) const {
+    if constexpr (!Options::kBeyondScale) return __fmaf_rn(product, params.attention.scale_log2, -l);
+    float s_log2 = score_log2(product, n, i, e);
+    if constexpr (Modifiers::kScore) {
+      const ScoreIndices at = indices(n, i, e);
+      s_log2 = kLog2E * arrays.modifiers.score(kLn2 * s_log2, at.batch, at.head, at.row, at.key);
+    }
     // Scores beyond 1e7 leave no digits to lse: P is held to 1. (Those of products alone are not that large.)
-    if constexpr (kGiven<Bias>) return at_most(s_log2 - l, kShiftedLog2);  // a NaN stays one
+    if constexpr (kGiven<Bias> || Modifiers::kScore) return at_most(s_log2 - l, kShiftedLog2);  // a NaN stays one
     if constexpr (kGiven<typename Options::Slopes>) return fminf(s_log2 - l, kShiftedLog2);
     return s_log2 - l;
+  }
+
+  // From the gradient of what score_mod makes of a score to that of the score.
+  __device__ __forceinline__ float gradient(float product, float ds, int n, int i, int e) const {
+    const ScoreIndices at = indices(n, i, e);
+    return arrays.modifiers.gradient(kLn2 * score_log2(product, n, i, e), ds, at.batch, at.head, at.row, at.key);
+  }
+
+  __device__ __forceinline__ bool attends(int n, int i, int e) const {
+    const ScoreIndices at = indices(n, i, e);
+    return arrays.modifiers.mask(at.batch, at.head, at.row, at.key);
   }
 
   // Of all scores; those that are hidden have ds = 0.
@@ -107,6 +131,12 @@ struct TileOptions {
       }
     });
   }
+
+ private:
+  __device__ __forceinline__ ScoreIndices indices(int n, int i, int e) const {
+    return {params.attention, place.batch, place.head, place.first_row + Tile::row_of(n, i, e),
+            place.first_key + Tile::key_of(n, i, e)};
+  }
 };
 
 // `statistics` has l(n, i, e) and delta(n, i, e). `s` and `dp` come as products and are used up.
@@ -115,6 +145,7 @@ __device__ __forceinline__ void score_gradients(typename Tile::Packed& p, typena
                                                 typename Tile::Fragment& s, typename Tile::Fragment& dp,
                                                 const Statistics& statistics,
                                                 const TileOptions<Options, Dbias, Tile>& tile, bool masked) {
+  using Modifiers = typename Options::Modifiers;
   const ScoreParams& scores = tile.params.attention.scores;
   typename Tile::Packed kept;
   if constexpr (Options::kDropout) draw_kept<Tile>(kept, scores, tile.place);
@@ -132,8 +163,9 @@ __device__ __forceinline__ void score_gradients(typename Tile::Packed& p, typena
         unshift = keeps ? kUnshifted * scores.keep_scale : 0.f;
       }
       dp[n][i][e] = shifted_p[at] * __fmaf_rn(dp[n][i][e], unshift, -statistics.delta(n, i, e));
+      if constexpr (Modifiers::kScore) dp[n][i][e] = tile.gradient(s[n][i][e], dp[n][i][e], n, i, e);
     }
-    p[n][i][half] = pack_shifted<kGiven<typename Options::Bias>>(shifted_p[0], shifted_p[1]);
+    p[n][i][half] = pack_shifted < kGiven<typename Options::Bias> || Modifiers::kScore > (shifted_p[0], shifted_p[1]);
     if (Options::kDropout) p[n][i][half] &= kept[n][i][half];
     ds[n][i][half] = pack_halves(dp[n][i][2 * half] * slope[0], dp[n][i][2 * half + 1] * slope[1]);
   });
@@ -155,6 +187,11 @@ __device__ __forceinline__ void score_gradients(typename Tile::Packed& p, typena
   if constexpr (Options::kMask) {
     Tile::for_each_pair([&](int n, int i, int half) {
       hide(n, i, half, tile.mask.of(n, i, 2 * half), tile.mask.of(n, i, 2 * half + 1));
+    });
+  }
+  if constexpr (Modifiers::kMask) {
+    Tile::for_each_pair([&](int n, int i, int half) {
+      hide(n, i, half, tile.attends(n, i, 2 * half), tile.attends(n, i, 2 * half + 1));
     });
   }
   if constexpr (kGiven<typename Dbias::Dtype>) tile.write_dbias(dp);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from cupyattn import reference
 from cupyattn.arrays import Array
 from cupyattn.functional.attention.call import AttentionCall, attention_call, reference_options
+from cupyattn.functional.attention.modifiers import MaskMod, ScoreMod, python_gradient
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.outputs import named_grads
 from cupyattn.functional.rounding import round_into
@@ -40,8 +42,8 @@ def attention_backward(
     dropout_p: float = 0.0,
     seed: int | None = None,
     rotary: tuple[Array, Array] | None = None,
-    score_mod: Any = None,
-    mask_mod: Any = None,
+    score_mod: ScoreMod | Callable[..., Any] | None = None,
+    mask_mod: MaskMod | Callable[..., Any] | None = None,
     dlse: Array | None = None,
     deterministic: bool = False,
     implementation: str = "flash",
@@ -67,7 +69,8 @@ def attention_backward(
     mask, bias, alibi_slopes, softcap, sinks : optional
         As given to `attention`.
     dropout_p, seed, rotary, score_mod, mask_mod : optional
-        As given to `attention`. Dropout draws the same mask again from the seed.
+        As given to `attention`. Dropout draws the same mask again from the seed; a score_mod needs
+        its gradient, and its arrays get none.
     dlse : array (B, H, Sq), dtype of lse, optional
         Gradient with respect to lse, where it was used.
     deterministic : bool
@@ -105,8 +108,8 @@ def attention_backward(
         As `attention`; for out, lse, dout or dlse whose shapes or dtypes disagree with q, k, v; for
         grads that do not fit their arrays; and for a workspace that is too small.
     NotImplementedError
-        On a GPU or the emulator, for an implementation that has no backward kernel and for rotary
-        and mask_mod: NumPy arrays on the reference have them all.
+        On a GPU or the emulator, for an implementation that has no backward kernel and for rotary:
+        NumPy arrays on the reference have them all.
     RuntimeError
         As `attention`.
 
@@ -141,15 +144,15 @@ def attention_backward(
     require_bool("deterministic", deterministic)
     require_bool("accumulate", accumulate)
     given = named_grads(AttentionGrads, grads, accumulate, ("dq", "dk", "dv"))
-    call = operands, problem, seed = attention_call(
+    call = attention_call(
         backward_problem,
         {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse,
          "seqused_k": seqused_k, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes,
          "sinks": sinks, "workspace": workspace, **given},
-        (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None, mask_mod,
-         implementation),
-        q_offset, seed, rotary, score_mod,
+        (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None, implementation),
+        q_offset, seed, rotary, score_mod, mask_mod,
     )  # fmt: skip
+    operands, problem = call.operands, call.problem
     device = device_of(operands)
     if device is None:
         return _on_cpu(call, accumulate)
@@ -158,7 +161,7 @@ def attention_backward(
         device,
         problem,
         operands,
-        seed=seed,
+        seed=call.seed,
         deterministic=bool(deterministic),
         accumulate=bool(accumulate),
     )
@@ -166,11 +169,13 @@ def attention_backward(
 
 
 def _on_cpu(call: AttentionCall, accumulate: bool) -> AttentionGrads:
-    operands, problem, _ = call
-    arrays = operands.arrays
+    problem, arrays = call.problem, call.operands.arrays
     positional = (arrays[name] for name in ("dout", "q", "k", "v", "out", "lse"))
     exact = reference.attention_backward(
-        *positional, dlse=arrays.get("dlse"), **reference_options(call)
+        *positional,
+        dlse=arrays.get("dlse"),
+        score_mod_gradient=python_gradient(call.score_mod, arrays),
+        **reference_options(call),
     )
     rounded: dict[str, Any] = {}
     for name, gradient in exact._asdict().items():

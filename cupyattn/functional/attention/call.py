@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from cupyattn.arrays import Operands, adopt, exports_memory
 from cupyattn.errors import error
+from cupyattn.functional.attention.modifiers import arrays_of, python_function, user_function
+from cupyattn.ops.attention.modifiers import UserFunction, shown_names
 from cupyattn.ops.attention.options import checked_seed
 from cupyattn.ops.attention.problem import ARRAY_FIXES, SHOWN_AS, AttentionProblem
 
-AttentionCall = tuple[Operands, AttentionProblem, int]
-"""A checked call: its arrays, what it asks for, and the seed of dropout, 0 where there is none.
 
-A training step has another seed, and the same problem.
-"""
+class AttentionCall(NamedTuple):
+    """A checked call.
+
+    A training step has another seed, and the same problem.
+    """
+
+    operands: Operands
+    problem: AttentionProblem
+    seed: int
+    """Of dropout, 0 where there is none."""
+    score_mod: Any
+    mask_mod: Any
 
 
 def attention_call(
@@ -27,6 +35,7 @@ def attention_call(
     seed: Any,
     rotary: Any,
     score_mod: Any,
+    mask_mod: Any,
 ) -> AttentionCall:
     """Take the arrays (None for those not given) and `check` the call, forward or backward.
 
@@ -37,21 +46,24 @@ def attention_call(
     TypeError, ValueError, NotImplementedError
         As the public functions document.
     """
-    if score_mod is not None:
-        raise error(
-            NotImplementedError,
-            "score_mod was given",
-            "neither a kernel nor the CPU path has it yet",
-            "use bias=, softcap= or mask_mod= where they can say the same",
-        )
     if q_offset is not None and exports_memory(q_offset):
         arrays["q_offset"] = q_offset
         q_offset = None
     if rotary is not None:
         arrays["cos"], arrays["sin"] = _rotary_tables(rotary)
-    operands = adopt(arrays, ARRAY_FIXES, SHOWN_AS)
+    shown_as = SHOWN_AS
+    functions: tuple[UserFunction | None, ...] = (None, None)
+    if score_mod is not None or mask_mod is not None:
+        given = {"score_mod": score_mod, "mask_mod": mask_mod}
+        described = {option: user_function(option, value) for option, value in given.items()}
+        for option, value in given.items():
+            arrays |= arrays_of(option, value)
+        shown_as = {**SHOWN_AS, **shown_names(described)}
+        functions = (described["score_mod"], described["mask_mod"])
+    operands = adopt(arrays, ARRAY_FIXES, shown_as)
     seed = 0 if seed is None else checked_seed(seed)
-    return operands, check(operands, (*options, q_offset)), seed
+    problem = check(operands, (*options, q_offset, *functions))
+    return AttentionCall(operands, problem, seed, score_mod, mask_mod)
 
 
 def _rotary_tables(rotary: Any) -> tuple[Any, Any]:
@@ -67,8 +79,7 @@ def _rotary_tables(rotary: Any) -> tuple[Any, Any]:
 
 def reference_options(call: AttentionCall) -> dict[str, Any]:
     """Return the call's options in the words of `cupyattn.reference`."""
-    operands, problem, seed = call
-    arrays = operands.arrays
+    problem, arrays = call.problem, call.operands.arrays
     return {
         "softmax_scale": problem.softmax_scale,
         "window_size": problem.window,
@@ -80,33 +91,8 @@ def reference_options(call: AttentionCall) -> dict[str, Any]:
         "softcap": problem.softcap,
         "sinks": arrays.get("sinks"),
         "dropout_p": problem.dropout_p,
-        "seed": seed,
+        "seed": call.seed,
         "rotary": (arrays["cos"], arrays["sin"]) if "cos" in arrays else None,
-        "mask_mod": problem.mask_mod and _checked(problem.mask_mod),
+        "score_mod": python_function("score_mod", call.score_mod, arrays),
+        "mask_mod": python_function("mask_mod", call.mask_mod, arrays),
     }
-
-
-def _checked(mask_mod: Callable[..., Any]) -> Callable[..., np.ndarray]:
-    """Wrap mask_mod so that what it returns is checked."""
-
-    def checked(b: np.ndarray, h: np.ndarray, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        result = np.asarray(mask_mod(b, h, i, j))
-        if result.dtype != np.bool_:
-            raise error(
-                TypeError,
-                f"mask_mod returned {result.dtype.name}",
-                "it returns bool, True to attend",
-                "return a comparison, for example i >= j",
-            )
-        block = np.broadcast_shapes(i.shape, j.shape)
-        try:
-            return np.broadcast_to(result, block)
-        except ValueError:
-            raise error(
-                ValueError,
-                f"mask_mod returned shape {result.shape} for i {i.shape} and j {j.shape}",
-                f"what it returns broadcasts to {block}",
-                "compute it from i and j by elementwise operations",
-            ) from None
-
-    return checked

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from cupyattn import reference
 from cupyattn.arrays import Array
 from cupyattn.errors import error
 from cupyattn.functional.attention.call import AttentionCall, attention_call, reference_options
+from cupyattn.functional.attention.modifiers import MaskMod, ScoreMod
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.attention.checks import forward_problem
@@ -34,8 +36,8 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | None = None,
     rotary: tuple[Array, Array] | None = None,
-    score_mod: Any = None,
-    mask_mod: Any = None,
+    score_mod: ScoreMod | Callable[..., Any] | None = None,
+    mask_mod: MaskMod | Callable[..., Any] | None = None,
     return_lse: bool = False,
     implementation: str = "flash",
     out: Array | tuple[Array, Array] | None = None,
@@ -95,10 +97,12 @@ def attention(
         Tables (positions, R/2) with R <= D: rotates the first R features of q (at position
         ``i + q_offset``) and k (at position j), feature d paired with d + R/2 (Su et al.,
         arXiv:2104.09864, equation 34).
-    score_mod : optional
-        Not available yet.
-    mask_mod : callable, optional
-        ``mask_mod(b, h, i, j)`` of integer index arrays that broadcast together; True to attend.
+    score_mod : ScoreMod, optional
+        The user's own expression of a score, after bias and ALiBi: see `ScoreMod`. On NumPy arrays
+        also a function ``score_mod(score, b, h, q_idx, k_idx)`` of arrays that broadcast together.
+    mask_mod : MaskMod, optional
+        The user's own mask: see `MaskMod`. On NumPy arrays also a function
+        ``mask_mod(b, h, q_idx, k_idx)`` of integer arrays that broadcast together, True to attend.
     return_lse : bool
         Return the log-sum-exp of the scores too.
     implementation : {"flash", "tiled", "naive"}
@@ -179,20 +183,22 @@ def attention(
     """
     require_bool("return_lse", return_lse)
     given_out, given_lse = _split_out(out, return_lse)
-    call = operands, problem, seed = attention_call(
+    call = attention_call(
         forward_problem,
         {"q": q, "k": k, "v": v, "seqused_k": seqused_k, "mask": mask, "bias": bias,
          "alibi_slopes": alibi_slopes, "sinks": sinks, "out": given_out, "lse": given_lse,
          "workspace": workspace},
-        (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None, mask_mod,
-         implementation),
-        q_offset, seed, rotary, score_mod,
+        (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None, implementation),
+        q_offset, seed, rotary, score_mod, mask_mod,
     )  # fmt: skip
+    operands, problem = call.operands, call.problem
     device = device_of(operands)
     if device is None:
         results = _on_cpu(call)
     else:
-        results = attention_forward(device, problem, operands, seed=seed, return_lse=return_lse)
+        results = attention_forward(
+            device, problem, operands, seed=call.seed, return_lse=return_lse
+        )
     return (results["out"], results["lse"]) if return_lse else results["out"]
 
 
@@ -219,8 +225,7 @@ def _split_out(out: Any, return_lse: bool) -> tuple[Any, Any]:
 
 
 def _on_cpu(call: AttentionCall) -> dict[str, Array]:
-    operands, problem, _ = call
-    arrays = operands.arrays
+    problem, arrays = call.problem, call.operands.arrays
     out, lse = reference.attention(arrays["q"], arrays["k"], arrays["v"], **reference_options(call))
     return {
         "out": round_into(arrays.get("out"), out, problem.dtype),

@@ -66,10 +66,12 @@ def cpp_bool(value: bool) -> str:
 def option_macros(options: Any, names: Sequence[str] | None = None) -> dict[str, Any]:
     """Return options (a named tuple), all or those named, as the macros of their names."""
     given = options._asdict()
-    return {
-        name.upper(): cpp_bool(given[name]) if isinstance(given[name], bool) else given[name]
-        for name in (given if names is None else names)
-    }
+    return {name.upper(): _macro(given[name]) for name in (given if names is None else names)}
+
+
+def _macro(value: Any) -> int | str:
+    """Return a dtype's name or a number as it is, of all else whether it is there."""
+    return value if isinstance(value, str) or type(value) is int else cpp_bool(bool(value))
 
 
 def pairs(*axes: Iterable[Any]) -> Iterator[tuple[Any, ...]]:

@@ -5,20 +5,22 @@ from __future__ import annotations
 from functools import lru_cache
 
 from cupyattn.arrays import Array, Operands
+from cupyattn.kernels.compile import CompilationError
 from cupyattn.kernels.configs.attention.float32.backward import DTYPES as FLOAT32_DTYPES
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.device import Device
 from cupyattn.ops.attention import float32, teaching, tensor_core_backward
 from cupyattn.ops.attention.implementations import implementation_of, register
 from cupyattn.ops.attention.layouts import require_lengths
-from cupyattn.ops.attention.options import POSITION_OPTIONS, SCORE_OPTIONS
+from cupyattn.ops.attention.modifiers import expression_error
+from cupyattn.ops.attention.options import POSITION_OPTIONS, SCORE_OPTIONS, USER_FUNCTIONS
 from cupyattn.ops.attention.params import placed, seeded
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import gradient_outputs
 from cupyattn.ops.checks import require_item_alignment
 from cupyattn.ops.plan import Plan, run
 
-_OPTIONS = POSITION_OPTIONS | SCORE_OPTIONS
+_OPTIONS = POSITION_OPTIONS | SCORE_OPTIONS | USER_FUNCTIONS
 IMPLEMENTATIONS = register(
     ("flash", ("float16",), tensor_core_backward.backward_plan, _OPTIONS),
     ("flash", FLOAT32_DTYPES, float32.backward_plan, _OPTIONS),
@@ -45,7 +47,10 @@ def attention_backward(
     plan = _plan(problem, device.arch.number, deterministic, accumulate)
     if problem.dropout_p:
         plan = seeded(plan, seed)
-    return run(device, plan, operands.arrays)
+    try:
+        return run(device, plan, operands.arrays)
+    except CompilationError as failure:
+        raise expression_error(failure, problem.functions) from failure
 
 
 @lru_cache(maxsize=4096)

@@ -10,6 +10,7 @@ import numpy as np
 from cupyattn.arrays import Description, Layout, Operands, layouts_of, starts_of
 from cupyattn.errors import error
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
+from cupyattn.ops.attention.modifiers import require_valid_arrays
 from cupyattn.ops.attention.options import (
     AttentionOptions,
     checked_dropout_p,
@@ -44,7 +45,7 @@ from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.value_checks import checks_values
 
 _CACHED_PROBLEMS = 4096
-_WINDOW_SIZE, _MASK_MOD = map(AttentionOptions._fields.index, ("window_size", "mask_mod"))
+_WINDOW_SIZE = AttentionOptions._fields.index("window_size")
 
 
 def forward_problem(operands: Operands, options: tuple[Any, ...]) -> AttentionProblem:
@@ -77,14 +78,13 @@ def _checked(check: Any, operands: Operands, options: tuple[Any, ...]) -> Attent
     # The options go one by one, because a typed cache tells True from 1 and 1 from 1.0.
     window = options[_WINDOW_SIZE]
     sides = (*map(type, window),) if isinstance(window, tuple) else None
-    problem: AttentionProblem | None = None
-    if options[_MASK_MOD] is None:  # a cache would keep it, and the arrays that it closes over
-        try:
-            problem = check(operands.description, sides, *options)
-        except TypeError:
-            if _hashable(options):
-                raise
-    if problem is None:  # also for what has no hash: of a wrong type, as its check says
+    problem: AttentionProblem
+    try:
+        problem = check(operands.description, sides, *options)
+    except TypeError:
+        if _hashable(options):
+            raise
+        # What has no hash is of a wrong type, as its check says.
         problem = check.__wrapped__(operands.description, sides, *options)
     if checks_values(operands):
         check_values(problem, operands.arrays)
@@ -176,7 +176,7 @@ def _problem(
         window=checked_window(options.window_size, options.causal),
         softcap=checked_softcap(options.softcap, softmax_scale),
         dropout_p=checked_dropout_p(options.dropout_p, options.seeded),
-        mask_mod=options.mask_mod,
+        functions={"score_mod": options.score_mod, "mask_mod": options.mask_mod},
         implementation=options.implementation,
         overlaps=Overlaps.of(layouts, (*results, "workspace"), SHOWN_AS),
     )
@@ -237,6 +237,7 @@ def _require_valid_option_arrays(problem: AttentionProblem) -> None:
     for name in ("bias", "alibi_slopes", "sinks"):
         if name in layouts:
             require_whole_item_strides(name, layouts[name])
+    require_valid_arrays(problem.functions, layouts, on_cpu=problem.dtype == np.float64)
     if "cos" in layouts:
         _require_rotary_tables(layouts["cos"], layouts["sin"], problem.head_dim)
 

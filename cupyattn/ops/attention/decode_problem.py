@@ -186,7 +186,7 @@ def _checked(
         window=checked_window(window_size, causal),
         softcap=checked_softcap(softcap, scale),
         dropout_p=0.0,
-        mask_mod=None,
+        functions={},
         implementation="flash",
         overlaps=Overlaps.of(layouts, (*FORWARD_RESULTS, "workspace")),
     )

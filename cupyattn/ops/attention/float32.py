@@ -31,9 +31,9 @@ def forward_plan(
     options = flash_options(problem, start_of, _SCORES_TOGETHER)
     kernel = forward.flash(arch, problem.dtype.name, *dims, vec, options)
     tiles = -(-problem.sq // forward.flash_row(arch, *dims).tile_q)
-    step = Step.of(
-        kernel, problem.batch * problem.heads * tiles, attention_params(problem, results)
-    )
+    ctas = problem.batch * problem.heads * tiles
+    params = attention_params(problem, results)
+    step = Step.of(kernel, ctas, params, *problem.modifier_strides)
     return Plan((step,), outputs)
 
 
@@ -63,15 +63,16 @@ def backward_plan(
     one_pass = not deterministic and problem.dtype == np.float32
     key_tiles = -(-problem.sk // backward.dkdv_row(arch, *dims, options).tile_k)
     row_tiles = -(-problem.sq // backward.dq_row(arch, *dims, options).tile_q)
+    strides = problem.modifier_strides
     delta = backward.delta(problem.dtype.name, problem.head_dim_v)
     dkdv = backward.dkdv(arch, *shape, vec, one_pass, options, dbias)
     steps = [
         Step.of(delta, -(-rows // backward.DELTA_ROWS), params),
-        Step.of(dkdv, problem.batch * problem.kv_heads * key_tiles, params),
+        Step.of(dkdv, problem.batch * problem.kv_heads * key_tiles, params, *strides),
     ]
     if not one_pass:
         dq = backward.dq(arch, *shape, vec, options)
-        steps.append(Step.of(dq, heads * row_tiles, params))
+        steps.append(Step.of(dq, heads * row_tiles, params, *strides))
     if "dbias" in results and not every_score:
         steps.append(dbias_step(problem, results["dbias"], arch, options, params))
     if "dsinks" in results:

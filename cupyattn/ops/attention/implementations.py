@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from cupyattn.errors import error
+from cupyattn.ops.attention.modifiers import require_expressions
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.checks import require_kernel_dtype
 from cupyattn.ops.plan import Plan
@@ -57,6 +58,7 @@ def implementation_of(
             f"kernels are {' and '.join(map(repr, others))}; the CPU path has every implementation",
             f"pass implementation={others[-1]!r} or {others[0]!r}, or {_CPU}",
         )
+    require_expressions(problem.functions, with_gradient=function == "attention_backward")
     missing = sorted(problem.refusable_options - chosen.options)
     if missing:
         having = [

@@ -75,6 +75,7 @@ def score_options(problem: AttentionProblem) -> FlashOptions:
         softcap=problem.softcap is not None,
         sinks=dtype("sinks"),
         dropout=problem.dropout_p > 0,
+        modified=problem.modifiers,
     )
 
 

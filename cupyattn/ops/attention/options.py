@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from cupyattn.errors import error, shown
+from cupyattn.ops.attention.modifiers import UserFunction
 from cupyattn.ops.checks import require_bool
 from cupyattn.ops.numbers import integer, real
 
@@ -13,7 +13,9 @@ POSITION_OPTIONS = frozenset({"causal", "softmax_scale", "window_size", "q_offse
 """What decides which keys a query sees and how scores are scaled: every kernel has these."""
 SCORE_OPTIONS = frozenset({"mask", "bias", "alibi_slopes", "softcap", "sinks", "dropout_p"})
 """What is done to single scores: some kernels have these."""
-CPU_OPTIONS = frozenset({"rotary", "mask_mod"})
+USER_FUNCTIONS = frozenset({"score_mod", "mask_mod"})
+"""The user's own expressions: the same kernels have these, but those of decoding."""
+CPU_OPTIONS = frozenset({"rotary"})
 """What no kernel has."""
 
 IMPLEMENTATIONS = ("flash", "tiled", "naive")
@@ -36,10 +38,11 @@ class AttentionOptions(NamedTuple):
     dropout_p: float = 0.0
     seeded: bool = False
     """Whether there is a seed: calls that differ in it alone share their checks."""
-    mask_mod: Callable[..., Any] | None = None
     implementation: str = "flash"
     q_offset: int | None = None
     """None too where q_offset is an array, which is among the layouts then."""
+    score_mod: UserFunction | None = None
+    mask_mod: UserFunction | None = None
 
 
 def checked_softmax_scale(given: Any, head_dim: int) -> float:
@@ -163,7 +166,7 @@ def checked_seed(given: Any) -> int:
 
 
 def require_valid_choices(options: AttentionOptions) -> None:
-    """Raise unless implementation and mask_mod are what they can be."""
+    """Raise unless implementation is what it can be."""
     chosen = options.implementation
     if not isinstance(chosen, str) or chosen not in IMPLEMENTATIONS:
         raise error(
@@ -171,11 +174,4 @@ def require_valid_choices(options: AttentionOptions) -> None:
             f"implementation = {shown(chosen)}",
             f"allowed are {', '.join(map(repr, IMPLEMENTATIONS))}",
             "leave it out for the fastest",
-        )
-    if options.mask_mod is not None and not callable(options.mask_mod):
-        raise error(
-            TypeError,
-            f"mask_mod is a {type(options.mask_mod).__name__}",
-            "it is a function mask_mod(b, h, i, j) of index arrays that returns True to attend",
-            "pass a function, or an array as mask=",
         )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cupyattn.arrays import Layout
-from cupyattn.ops.attention.options import CPU_OPTIONS, SCORE_OPTIONS
+from cupyattn.kernels.configs.attention.modifiers import Modifiers
+from cupyattn.ops.attention.modifiers import UserFunction, modifiers_of, strides_of
+from cupyattn.ops.attention.options import CPU_OPTIONS, SCORE_OPTIONS, USER_FUNCTIONS
 from cupyattn.ops.overlaps import Overlaps
 
 LSE_DTYPE = np.dtype(np.float32)
@@ -40,7 +41,8 @@ class AttentionProblem:
     """Keys to the left and right that a query sees, causality included; None is unbounded."""
     softcap: float | None
     dropout_p: float
-    mask_mod: Callable[..., Any] | None
+    functions: dict[str, UserFunction | None]
+    """score_mod and mask_mod."""
     implementation: str
     overlaps: Overlaps
 
@@ -71,8 +73,18 @@ class AttentionProblem:
         used = {"rotary" if name == "cos" else name for name in self.layouts}
         used |= {"softcap"} if self.softcap is not None else set()
         used |= {"dropout_p"} if self.dropout_p else set()
-        used |= {"mask_mod"} if self.mask_mod is not None else set()
-        return frozenset(used & {*SCORE_OPTIONS, *CPU_OPTIONS})
+        used |= {name for name, function in self.functions.items() if function is not None}
+        return frozenset(used & {*SCORE_OPTIONS, *USER_FUNCTIONS, *CPU_OPTIONS})
+
+    @property
+    def modifiers(self) -> Modifiers | None:
+        """The user's expressions, as kernels compile them."""
+        return modifiers_of(self.functions, self.layouts)
+
+    @property
+    def modifier_strides(self) -> tuple[Any, ...]:
+        """What kernels take by value for them."""
+        return strides_of(self.modifiers, self.layouts)
 
     @property
     def scores_shape(self) -> tuple[int, ...]:

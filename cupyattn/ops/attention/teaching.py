@@ -57,8 +57,8 @@ def naive_backward_plan(
     keys = problem.batch * problem.kv_heads * problem.sk
     params = backward_params(problem, results, accumulate=accumulate, dbias=results.get("dbias"))
     steps = [
-        Step.of(backward.dq(*shape, options), rows, params),
-        Step.of(backward.dkdv(*shape, options), keys, params),
+        Step.of(backward.dq(*shape, options), rows, params, *problem.modifier_strides),
+        Step.of(backward.dkdv(*shape, options), keys, params, *problem.modifier_strides),
     ]
     if "dbias" in results:
         steps.append(dbias_step(problem, results["dbias"], arch, options, params))
@@ -80,7 +80,8 @@ def dbias_step(
     row = backward.dbias_row(arch, math.prod(problem.scores_shape) // max(items, 1))
     shape = problem.dtype.name, problem.head_dim, problem.head_dim_v
     ctas = -(-items * row.lanes // row.threads)
-    return Step.of(backward.dbias(*shape, options, row), ctas, params)
+    kernel = backward.dbias(*shape, options, row)
+    return Step.of(kernel, ctas, params, *problem.modifier_strides)
 
 
 def dsinks_step(problem: AttentionProblem, dsinks: Layout, params: Any) -> Step:

@@ -34,5 +34,6 @@ def forward_plan(
         forward.flash(arch, *dims, vec, options),
         problem.batch * problem.heads * tiles,
         attention_params(problem, results),
+        *problem.modifier_strides,
     )
     return Plan((step,), outputs)

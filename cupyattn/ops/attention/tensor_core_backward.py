@@ -141,6 +141,7 @@ def _gradient_steps(
             flash.dkdv(arch, *dims, vec, one_pass, options.dkdv),
             problem.batch * problem.kv_heads * key_tiles,
             params,
+            *problem.modifier_strides,
             renamed=options.renamed,
         ),
     ]
@@ -149,7 +150,8 @@ def _gradient_steps(
         return [*steps, Step.of(passes.convert(problem.head_dim, vec), convert_ctas, params)]
     row_tiles = -(-problem.sq // flash.dq_row(arch, *dims, options.dq).tile_rows)
     dq_ctas = problem.batch * problem.heads * row_tiles
-    return [*steps, Step.of(flash.dq(arch, *dims, vec, options.dq), dq_ctas, params)]
+    dq = flash.dq(arch, *dims, vec, options.dq)
+    return [*steps, Step.of(dq, dq_ctas, params, *problem.modifier_strides)]
 
 
 def _options(
@@ -165,6 +167,7 @@ def _options(
         slopes=scores.slopes,
         softcap=scores.softcap,
         dropout=scores.dropout,
+        modified=scores.modified,
     )
     if dbias is None:
         return _Options(dq, dq)

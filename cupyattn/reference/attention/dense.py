@@ -113,6 +113,7 @@ def attention_backward(
                 kept_p, dp = p * block.kept, dp * block.kept
             # A NaN in a query's row reaches the keys that the query sees, and no other.
             ds = np.where(block.hidden, 0.0, p * (dp - delta[:, None]))
+            ds = blocks.before_score_mod(block, ds)
             dv[block.b, block.keys, block.g] += kept_p.T @ block_dout
             if dbias is not None:
                 add_broadcast(dbias, block, ds)

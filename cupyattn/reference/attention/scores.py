@@ -49,6 +49,8 @@ class ScoreBlock:
         The scores that enter the softmax; -inf where the query does not see the key.
     kept : (rows, keys) or None
         Dropout's factor of each probability, 0 or 1 / (1 - p); None without dropout.
+    unmodified : (rows, keys)
+        The scores before score_mod and the masks.
     """
 
     b: int
@@ -65,6 +67,7 @@ class ScoreBlock:
     alibi: Float64 | None
     scores: Float64
     kept: Float64 | None
+    unmodified: Float64
 
     @property
     def at(self) -> tuple[int, int, slice]:
@@ -115,6 +118,11 @@ class ScoreBlocks:
         See `philox.attention_keep`.
     rotary : (cos, sin), optional
         Tables (P, R/2). Query i is rotated by row i + q_offset, key j by row j.
+    score_mod : callable, optional
+        score_mod(score, b, h, i, j): what becomes of a score, after bias and ALiBi.
+    score_mod_gradient : callable, optional
+        score_mod_gradient(score, gradient, b, h, i, j): from the gradient of what score_mod returns
+        to that of the score.
     mask_mod : callable, optional
         mask_mod(b, h, i, j) of integer arrays that broadcast to the block; True = attend.
     """
@@ -136,6 +144,8 @@ class ScoreBlocks:
     dropout_p: float = 0.0
     seed: int | None = None
     rotary: tuple[NDArray[Any], NDArray[Any]] | None = None
+    score_mod: Callable[..., Any] | None = None
+    score_mod_gradient: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
     scale: float = field(init=False)
     offsets: NDArray[np.int64] = field(init=False)
@@ -205,6 +215,9 @@ class ScoreBlocks:
             slopes = np.broadcast_to(np.asarray(self.alibi_slopes, np.float64), self.full_shape[:2])
             alibi = -slopes[b, h] * np.abs(distance)
             scores = scores + alibi
+        unmodified = scores
+        if self.score_mod is not None:
+            scores = self.score_mod(scores, *self._indices(b, h, rows, keys))
         scores = np.where(self._visible(b, h, rows, keys, distance), scores, -np.inf)
 
         kept = None
@@ -212,7 +225,9 @@ class ScoreBlocks:
             assert self.seed is not None
             keep = attention_keep(self.seed, self.dropout_p, b, h, i, j)
             kept = keep / (1.0 - self.dropout_p)
-        return ScoreBlock(b, h, g, rows, keys, q, k, v, capped, slope, bias, alibi, scores, kept)
+        return ScoreBlock(
+            b, h, g, rows, keys, q, k, v, capped, slope, bias, alibi, scores, kept, unmodified
+        )
 
     def _keys(self, b: int, positions: NDArray[np.int64]) -> slice:
         """Find the keys that causal and window_size leave to any of these queries."""
@@ -234,9 +249,23 @@ class ScoreBlocks:
         if self.mask is not None:
             visible &= np.broadcast_to(self.mask, self.full_shape)[b, h, rows, keys]
         if self.mask_mod is not None:
-            i, j = np.arange(rows.start, rows.stop), np.arange(keys.start, keys.stop)
-            visible &= self.mask_mod(np.asarray(b), np.asarray(h), i[:, None], j[None, :])
+            visible &= self.mask_mod(*self._indices(b, h, rows, keys))
         return visible
+
+    @staticmethod
+    def _indices(b: int, h: int, rows: slice, keys: slice) -> tuple[NDArray[np.int64], ...]:
+        """Return what the user's functions are told of a block."""
+        i, j = np.arange(rows.start, rows.stop), np.arange(keys.start, keys.stop)
+        return np.asarray(b), np.asarray(h), i[:, None], j[None, :]
+
+    def before_score_mod(self, block: ScoreBlock, ds: Float64) -> Float64:
+        """Turn gradients of scores that enter the softmax into those of what score_mod is given."""
+        if self.score_mod is None:
+            return ds
+        assert self.score_mod_gradient is not None
+        at = self._indices(block.b, block.h, block.rows, block.keys)
+        gradient = self.score_mod_gradient(block.unmodified, ds, *at)
+        return np.where(block.hidden, 0.0, gradient)
 
 
 def normalised(scores: Float64, sink: float | None = None) -> tuple[Float64, Float64]:

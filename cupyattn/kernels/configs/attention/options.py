@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from cupyattn.kernels.configs.attention.modifiers import Modifiers
+
 
 class FlashOptions(NamedTuple):
     """Which options a call has; dtype names of arrays, "void" for those it has not."""
@@ -18,11 +20,13 @@ class FlashOptions(NamedTuple):
     softcap: bool = False
     sinks: str = "void"
     dropout: bool = False
+    modified: Modifiers | None = None
+    """The expressions of score_mod and mask_mod."""
 
 
 PLAIN = FlashOptions()
 
-SCORE_MACROS = ("bias", "mask", "slopes", "softcap", "dropout")
+SCORE_MACROS = ("bias", "mask", "slopes", "softcap", "dropout", "modified")
 """The options that every backward kernel of the scores is told."""
 
 EACH_OPTION = (

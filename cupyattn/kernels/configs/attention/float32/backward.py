@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
+from cupyattn.kernels.configs.attention.modifiers import modified
 from cupyattn.kernels.configs.attention.options import PLAIN, SCORE_MACROS, FlashOptions
 from cupyattn.kernels.configs.attention.parameters import (
     FLOAT_GRADIENT,
@@ -107,8 +108,10 @@ def _row(
     table: ByArch[FloatConfig], arch: int, head_dim: int, head_dim_v: int, options: FlashOptions
 ) -> FloatConfig:
     largest = max(head_dim, head_dim_v)
-    # The softcap's slopes and dropout's random words take the registers of four scores in eight.
-    most = _SCORES // 2 if options.softcap or options.dropout else _SCORES
+    # The softcap's slopes, dropout's random words and the scores that score_mod was given take the
+    # registers of four scores in eight.
+    crowded = options.softcap or options.dropout or options.modified is not None
+    most = _SCORES // 2 if crowded else _SCORES
     return next(
         row
         for limit, row in rows_for(table, arch).items()
@@ -145,7 +148,7 @@ def dkdv(
     writes, or "void".
     """
     row = dkdv_row(arch, head_dim, head_dim_v, options)
-    return DKDV_KERNEL.specialise(
+    return modified(DKDV_KERNEL, options.modified).specialise(
         threads=_THREADS,
         static_shared_bytes=_shared_bytes(row),
         ONE_PASS=cpp_bool(one_pass),
@@ -160,7 +163,7 @@ def dq(
 ) -> Specialisation:
     """Specialise the kernel of dq."""
     row = dq_row(arch, head_dim, head_dim_v, options)
-    return DQ_KERNEL.specialise(
+    return modified(DQ_KERNEL, options.modified).specialise(
         threads=_THREADS,
         static_shared_bytes=_shared_bytes(row),
         **_macros(dtype, head_dim, head_dim_v, vec, options, row),

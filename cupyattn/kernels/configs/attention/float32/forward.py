@@ -8,6 +8,7 @@ from functools import cache
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.attention import parameters
+from cupyattn.kernels.configs.attention.modifiers import modified
 from cupyattn.kernels.configs.attention.options import (
     EACH_OPTION,
     EACH_PAGED_OPTION,
@@ -99,7 +100,7 @@ def _specialise(
     options: FlashOptions,
 ) -> Specialisation:
     head_dim, head_dim_v = dims
-    return spec.specialise(
+    return modified(spec, options.modified).specialise(
         threads=row.warps * WARP_SIZE,
         shared_bytes=_flash_shared_bytes(row, head_dim_v),
         DTYPE=dtype,

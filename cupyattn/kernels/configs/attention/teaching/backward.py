@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
+from cupyattn.kernels.configs.attention.modifiers import modified
 from cupyattn.kernels.configs.attention.options import PLAIN, SCORE_MACROS, FlashOptions
 from cupyattn.kernels.configs.attention.parameters import (
     FLOAT_GRADIENT,
@@ -84,7 +85,7 @@ def dbias_row(arch: int, terms: int) -> NaiveConfig:
 def dq(dtype: str, head_dim: int, head_dim_v: int, options: FlashOptions) -> Specialisation:
     """Specialise the kernel of dq, which leaves delta for the others."""
     floats = head_dim + head_dim_v + DQ.threads + DQ.threads // WARP_SIZE
-    return DQ_KERNEL.specialise(
+    return modified(DQ_KERNEL, options.modified).specialise(
         threads=DQ.threads,
         static_shared_bytes=FLOAT_BYTES * floats,
         **_macros(dtype, head_dim, head_dim_v, options),
@@ -94,7 +95,7 @@ def dq(dtype: str, head_dim: int, head_dim_v: int, options: FlashOptions) -> Spe
 @cache
 def dkdv(dtype: str, head_dim: int, head_dim_v: int, options: FlashOptions) -> Specialisation:
     """Specialise the kernel of dk and dv."""
-    return DKDV_KERNEL.specialise(
+    return modified(DKDV_KERNEL, options.modified).specialise(
         threads=DKDV.threads,
         static_shared_bytes=FLOAT_BYTES * (head_dim + head_dim_v + 2 * DKDV.threads),
         **_macros(dtype, head_dim, head_dim_v, options),
@@ -107,7 +108,9 @@ def dbias(
 ) -> Specialisation:
     """Specialise the kernel of dbias."""
     macros = _macros(dtype, head_dim, head_dim_v, options)
-    return DBIAS_KERNEL.specialise(threads=row.threads, LANES=row.lanes, **macros)
+    return modified(DBIAS_KERNEL, options.modified).specialise(
+        threads=row.threads, LANES=row.lanes, **macros
+    )
 
 
 def _macros(dtype: str, head_dim: int, head_dim_v: int, options: FlashOptions) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
+from cupyattn.kernels.configs.attention.modifiers import Modifiers, modified
 from cupyattn.kernels.configs.attention.parameters import POSITIONS, SCORE_INPUTS
 from cupyattn.kernels.configs.tables import (
     FLOAT_BYTES,
@@ -68,6 +69,7 @@ class BackwardOptions(NamedTuple):
     slopes: str = "void"
     softcap: bool = False
     dropout: bool = False
+    modified: Modifiers | None = None
     dbias: str = "void"
     dbias_add: bool = False
     dbias_accumulate: bool = False
@@ -166,7 +168,8 @@ def dkdv(
     """Specialise the dK/dV kernel, which gathers dQ as well with `one_pass`."""
     row = dkdv_row(arch, head_dim, head_dim_v, one_pass)
     paired = isinstance(row, PairedConfig)
-    return (DKDV_PAIRED_KERNEL if paired else DKDV_KERNEL).specialise(
+    kernel = DKDV_PAIRED_KERNEL if paired else DKDV_KERNEL
+    return modified(kernel, options.modified).specialise(
         threads=row.warps * WARP_SIZE,
         shared_bytes=_dkdv_shared_bytes(row, head_dim, head_dim_v, one_pass),
         HEAD_DIM=head_dim,
@@ -256,7 +259,7 @@ def dq_row(arch: int, head_dim: int, head_dim_v: int, options: BackwardOptions =
     return rows[limit]
 
 
-_DQ_OPTIONS = ("bias", "mask", "score_vec", "slopes", "softcap", "dropout")
+_DQ_OPTIONS = ("bias", "mask", "score_vec", "slopes", "softcap", "dropout", "modified")
 
 
 @cache
@@ -265,7 +268,7 @@ def dq(
 ) -> Specialisation:
     """Specialise the deterministic dQ kernel, which writes no dbias."""
     row = dq_row(arch, head_dim, head_dim_v, options)
-    return DQ_KERNEL.specialise(
+    return modified(DQ_KERNEL, options.modified).specialise(
         threads=row.warps * WARP_SIZE,
         shared_bytes=_dq_shared_bytes(row, head_dim, head_dim_v),
         HEAD_DIM=head_dim,

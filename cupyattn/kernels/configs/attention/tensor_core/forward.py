@@ -8,6 +8,7 @@ from functools import cache
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.attention import parameters
+from cupyattn.kernels.configs.attention.modifiers import modified
 from cupyattn.kernels.configs.attention.options import (
     EACH_OPTION,
     EACH_PAGED_OPTION,
@@ -123,7 +124,7 @@ def _specialise(
     vec: int,
     options: FlashOptions,
 ) -> Specialisation:
-    return spec.specialise(
+    return modified(spec, options.modified).specialise(
         threads=row.warps * WARP_SIZE,
         shared_bytes=_flash_shared_bytes(row, head_dim, head_dim_v),
         HEAD_DIM=head_dim,

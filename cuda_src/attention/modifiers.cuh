@@ -1,0 +1,44 @@
+// What a user's own expressions do to a score, where a call has any: Modifiers.
+//
+// With MODIFIED the library writes the header below from the expressions (kernels/configs/attention/modifiers.py):
+// Modifiers holds the arrays that they name. An entry takes these behind its other arrays, MODIFIER_ARRAYS, with their
+// strides behind all else, MODIFIER_STRIDES, and passes on MODIFIERS, which is made of both.
+#pragma once
+
+#include "scores.cuh"
+
+// An array with kAxes axes as an expression indexes it: slopes[b][h]. An item of a float dtype is read as a float.
+template <typename Item>
+__device__ __forceinline__ Item value_of(Item item) {
+  return item;
+}
+__device__ __forceinline__ float value_of(float16 item) { return to_float(item); }
+__device__ __forceinline__ float value_of(bfloat16 item) { return to_float(item); }
+
+template <typename Item, int kAxes>
+struct Indexed {
+  const Item* items_g;
+  const int64* strides;
+
+  // Of an array without axes.
+  __device__ __forceinline__ auto item() const { return value_of(*items_g); }
+  __device__ __forceinline__ auto operator[](int64 index) const {
+    const Item* from_g = items_g + index * strides[0];
+    if constexpr (kAxes == 1) {
+      return value_of(*from_g);
+    } else {
+      return Indexed<Item, kAxes - 1>{from_g, strides + 1};
+    }
+  }
+};
+
+#if MODIFIED
+#include <cupyattn/modifiers>
+#else
+#define MODIFIER_ARRAYS
+#define MODIFIER_STRIDES
+#define MODIFIERS \
+  {               \
+  }
+using Modifiers = NoModifiers;
+#endif

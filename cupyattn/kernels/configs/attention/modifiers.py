@@ -1,0 +1,169 @@
+"""What a user's expressions add to the kernels of attention: a header, and parameters.
+
+`cuda_src/attention/modifiers.cuh` says how kernels take them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from cupyattn.kernels.configs.tables import cpp_bool
+from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Struct
+
+SCORE_NAMES = ("score", "b", "h", "q_idx", "k_idx")
+"""What an expression for a score may name besides its arrays."""
+GRADIENT_NAMES = ("score", "grad", "b", "h", "q_idx", "k_idx")
+"""The same of one for a gradient."""
+MASK_NAMES = ("b", "h", "q_idx", "k_idx")
+"""The same of one for a mask."""
+SHOWN_AS = {"score": "score_mod", "gradient": "score_mod's gradient", "mask": "mask_mod"}
+"""What the compiler and errors call each expression."""
+END = " (end)"
+"""Of the same, what the compiler calls the lines behind an expression."""
+ITEMS = {
+    "float16": "float16",
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "bool": "bool",
+    "uint8": "unsigned char",
+    "int32": "int",
+    "int64": "int64",
+}
+"""The dtypes of arrays that expressions name, as C++ names them."""
+
+_HEADER = "cupyattn/modifiers"  # as modifiers.cuh includes it
+_BEHIND = "alibi_slopes"  # the arrays stand there among a kernel's
+
+
+class ModifierArray(NamedTuple):
+    """An array that an expression names."""
+
+    name: str
+    dtype: str
+    axes: int
+
+
+class Modifier(NamedTuple):
+    """A score_mod or a mask_mod as kernels have it."""
+
+    expression: str
+    gradient: str | None
+    """Of a score_mod that is differentiated."""
+    arrays: tuple[ModifierArray, ...]
+
+
+class Modifiers(NamedTuple):
+    """The expressions of a call; at least one is there."""
+
+    score: Modifier | None
+    mask: Modifier | None
+
+    @property
+    def parameters(self) -> tuple[tuple[str, ModifierArray], ...]:
+        """The arrays of both, each with the name that its parameter has."""
+        return tuple(
+            (parameter_name(option, array.name), array)
+            for option, modifier in (("score_mod", self.score), ("mask_mod", self.mask))
+            for array in (modifier.arrays if modifier else ())
+        )
+
+
+def parameter_name(option: str, array: str) -> str:
+    """Name an array of an option's expression among all arrays of a call.
+
+    Examples
+    --------
+    >>> parameter_name("score_mod", "slopes")
+    'score_mod_slopes'
+    """
+    return f"{option}_{array}"
+
+
+@lru_cache(maxsize=256)
+def modified(spec: KernelSpec, modifiers: Modifiers | None) -> KernelSpec:
+    """Return the kernel that takes what these expressions need; the same for the same ones."""
+    if modifiers is None:
+        return spec
+    arrays = tuple(Pointer(name, const=True) for name, _ in modifiers.parameters)
+    at = [parameter.name for parameter in spec.parameters].index(_BEHIND) + 1
+    parameters: tuple[Parameter, ...] = (*spec.parameters[:at], *arrays, *spec.parameters[at:])
+    strides = modified_strides(modifiers)
+    if strides is not None:
+        parameters += (strides,)
+    return KernelSpec(spec.entry, spec.source, parameters, ((_HEADER, _header(modifiers)),))
+
+
+@lru_cache(maxsize=256)
+def modified_strides(modifiers: Modifiers) -> Struct | None:
+    """Return the struct of the strides of the arrays that have axes; None without such."""
+    fields = [(name, np.int64, (x.axes,)) for name, x in modifiers.parameters if x.axes]
+    dtype = np.dtype(fields, align=True)
+    return Struct("modifier_strides", dtype, "ModifierStrides") if fields else None
+
+
+def _header(modifiers: Modifiers) -> str:
+    parameters = modifiers.parameters
+    strides = [(name, array.axes) for name, array in parameters if array.axes]
+    pointers = "".join(
+        f", const {ITEMS[array.dtype]}* __restrict__ {name}_g" for name, array in parameters
+    )
+    arguments = ", ".join(
+        f"{{{name}_g, modifier_strides.{name}}}" if array.axes else f"{{{name}_g, nullptr}}"
+        for name, array in parameters
+    )
+    lines = [
+        f"#define MODIFIER_ARRAYS {pointers}",
+        f"#define MODIFIER_STRIDES {', const ModifierStrides modifier_strides' if strides else ''}",
+        f"#define MODIFIERS Modifiers{{{arguments}}}",
+    ]
+    if strides:
+        lines += [
+            "struct ModifierStrides {",
+            *(f"  int64 {name}[{axes}];" for name, axes in strides),
+            "};",
+            'static_assert(sizeof(ModifierStrides) == MODIFIER_STRIDES_BYTES, "another struct");',
+        ]
+    score, mask = modifiers.score, modifiers.mask
+    lines += [
+        "struct Modifiers {",
+        f"  static constexpr bool kScore = {cpp_bool(score is not None)};",
+        f"  static constexpr bool kMask = {cpp_bool(mask is not None)};",
+        *(f"  Indexed<{ITEMS[array.dtype]}, {array.axes}> {name};" for name, array in parameters),
+        *_function("score", "score_mod", score and score.expression, score),
+        *_function("gradient", "score_mod", score and score.gradient, score),
+        *_function("mask", "mask_mod", mask and mask.expression, mask),
+    ]
+    return "\n".join([*lines, "};", ""])
+
+
+_RESULTS = {"score": "float", "gradient": "float", "mask": "bool"}
+_NAMES = {"score": SCORE_NAMES, "gradient": GRADIENT_NAMES, "mask": MASK_NAMES}
+_ABSENT = {"score": "score", "gradient": "grad", "mask": "true"}
+_FLOATS = ("score", "grad")
+
+
+def _function(
+    name: str, option: str, expression: str | None, modifier: Modifier | None
+) -> list[str]:
+    """Return a function around an expression, whose lines the compiler counts on their own."""
+    declared = ", ".join(f"{'float' if n in _FLOATS else 'int'} {n}" for n in _NAMES[name])
+    head = f"  __device__ __forceinline__ {_RESULTS[name]} {name}({declared}) const {{"
+    if expression is None or modifier is None:
+        return [head, f"    return {_ABSENT[name]};", "  }"]
+    return [
+        head,
+        *(
+            f"    const auto {array.name} = {parameter_name(option, array.name)}"
+            f"{'' if array.axes else '.item()'};"
+            for array in modifier.arrays
+        ),
+        f"    return static_cast<{_RESULTS[name]}>(",
+        f'#line 1 "{SHOWN_AS[name]}"',
+        expression,
+        f'#line 1 "{SHOWN_AS[name]}{END}"',
+        "    );",
+        "  }",
+    ]

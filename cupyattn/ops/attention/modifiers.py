@@ -1,0 +1,165 @@
+"""score_mod and mask_mod: what a problem knows of them, their checks, and what kernels take."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyattn.arrays import Layout
+from cupyattn.errors import error
+from cupyattn.kernels.compile import CompilationError
+from cupyattn.kernels.configs.attention.modifiers import (
+    END,
+    GRADIENT_NAMES,
+    ITEMS,
+    MASK_NAMES,
+    SCORE_NAMES,
+    SHOWN_AS,
+    Modifier,
+    ModifierArray,
+    Modifiers,
+    modified_strides,
+    parameter_name,
+)
+from cupyattn.ops.checks import require_dtype, require_whole_item_strides
+
+_MOST_AXES = 4
+
+
+class UserFunction(NamedTuple):
+    """A score_mod or mask_mod apart from its arrays and its Python functions."""
+
+    expression: str | None
+    """None of a Python function alone, which no kernel runs."""
+    gradient: str | None = None
+    arrays: tuple[str, ...] = ()
+    """Their names, as the expressions have them."""
+
+
+def shown_names(functions: Mapping[str, UserFunction | None]) -> dict[str, str]:
+    """Return what errors call the arrays of expressions, by their names among a call's arrays.
+
+    Examples
+    --------
+    >>> shown_names({"score_mod": UserFunction("score * t[h]", arrays=("t",)), "mask_mod": None})
+    {'score_mod_t': "score_mod's t"}
+    """
+    return {
+        parameter_name(option, array): f"{option}'s {array}"
+        for option, function in functions.items()
+        if function is not None
+        for array in function.arrays
+    }
+
+
+def require_valid_arrays(
+    functions: Mapping[str, UserFunction | None], layouts: Mapping[str, Layout], *, on_cpu: bool
+) -> None:
+    """Raise unless kernels, or the CPU, can read the arrays of the expressions."""
+    for name, shown in shown_names(functions).items():
+        require_dtype(shown, layouts[name], (*ITEMS, *(("float64",) if on_cpu else ())))
+        require_whole_item_strides(shown, layouts[name])
+        if len(layouts[name].shape) > _MOST_AXES:
+            raise error(
+                ValueError,
+                f"{shown} has {len(layouts[name].shape)} axes",
+                f"arrays of expressions have at most {_MOST_AXES}",
+                "merge axes by reshape, and index the result",
+            )
+
+
+def require_expressions(
+    functions: Mapping[str, UserFunction | None], *, with_gradient: bool
+) -> None:
+    """Raise unless kernels can be compiled of the functions.
+
+    Raises
+    ------
+    NotImplementedError
+        For a Python function alone.
+    ValueError
+        For a score_mod without its gradient, where that is needed.
+    """
+    for option, function in functions.items():
+        kind = "ScoreMod" if option == "score_mod" else "MaskMod"
+        if function is not None and function.expression is None:
+            raise error(
+                NotImplementedError,
+                f"{option} is a Python function on a GPU or the emulator",
+                f"kernels are compiled of a {kind}, an expression in CUDA C++",
+                f"pass {option}=cupyattn.{kind}(...), or NumPy arrays outside of the emulator",
+            )
+    score_mod = functions.get("score_mod")
+    if with_gradient and score_mod is not None and score_mod.gradient is None:
+        raise error(
+            ValueError,
+            "score_mod has no gradient",
+            "the backward needs the expression of its derivative",
+            "give ScoreMod gradient=, an expression of grad and score: 'grad' where a term is "
+            "added to the score",
+        )
+
+
+_COMPLAINT = re.compile(
+    rf"^({'|'.join(SHOWN_AS.values())})({re.escape(END)})?\((\d+)\): error: (.*(?:\n {{9,}}.*)*)\n"
+    r"(.*)\n( *)\^",
+    re.MULTILINE,
+)
+_INDENT = 2  # NVRTC's, of the line that it quotes
+
+
+def expression_error(
+    failure: CompilationError, functions: Mapping[str, UserFunction | None]
+) -> Exception:
+    """Return what to raise where kernels did not compile: of an expression, where it is wrong."""
+    found = _COMPLAINT.search(failure.log)
+    if found is None:
+        return failure
+    name, behind, line, complaint, text, margin = found.groups()
+    complaint = " ".join(complaint.split())
+    function = functions["mask_mod" if name == "mask_mod" else "score_mod"]
+    known = {"score_mod": SCORE_NAMES, "mask_mod": MASK_NAMES}.get(name, GRADIENT_NAMES)
+    names = ", ".join((*known, *(function.arrays if function else ())))
+    place = "its end" if behind else f"line {line}, column {len(margin) - _INDENT + 1}"
+    mark = "" if behind else f":\n{text}\n{margin}^"
+    return error(
+        ValueError,
+        f"{name} does not compile: {place}: {complaint}",
+        f"it is an expression in CUDA C++, of {names}",
+        f"mend it there{mark}",
+    )
+
+
+def modifiers_of(
+    functions: Mapping[str, UserFunction | None], layouts: Mapping[str, Layout]
+) -> Modifiers | None:
+    """Return what kernels compile of a call's expressions; None without any."""
+    given = {
+        option: _modifier(option, function, layouts)
+        for option, function in functions.items()
+        if function is not None
+    }
+    if not given:
+        return None
+    return Modifiers(given.get("score_mod"), given.get("mask_mod"))
+
+
+def _modifier(option: str, function: UserFunction, layouts: Mapping[str, Layout]) -> Modifier:
+    of = {name: layouts[parameter_name(option, name)] for name in function.arrays}
+    arrays = (ModifierArray(name, x.dtype.name, len(x.shape)) for name, x in of.items())
+    return Modifier(str(function.expression), function.gradient, tuple(arrays))
+
+
+def strides_of(modifiers: Modifiers | None, layouts: Mapping[str, Layout]) -> tuple[Any, ...]:
+    """Return the C struct of the arrays' strides in items, for kernels that take one."""
+    struct = None if modifiers is None else modified_strides(modifiers)
+    if struct is None:
+        return ()
+    strides = np.zeros((), struct.dtype)
+    for name in struct.dtype.names or ():
+        layout = layouts[name]
+        strides[name] = [stride // layout.dtype.itemsize for stride in layout.strides]
+    return (strides[()],)

@@ -1,0 +1,214 @@
+"""score_mod and mask_mod through the kernels: expressions that say what built-in options say."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+from support.devices import KERNELS
+from support.modifiers import Case
+from support.search import deep
+
+import cupyattn
+from cupyattn import MaskMod, ScoreMod, attention, attention_backward, vjp
+
+pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
+
+HALF, FLOAT, BFLOAT = ("float16", 24), ("float32", 24), ("bfloat16", 8)
+WIDE = ("float16", 136)  # whose keys and values are kept by pairs of warps in the backward
+
+
+@cache
+def case(dtype: str, head_dim: int) -> Case:
+    return Case(dtype, head_dim)
+
+
+def both(x: Case) -> tuple[dict[str, Any], dict[str, Any]]:
+    own = {"score_mod": x.score_mod(KERNELS.put), "mask_mod": x.mask_mod(KERNELS.put)}
+    return own, {**x.score_options(), **x.mask_options()}
+
+
+@pytest.mark.parametrize("of", [HALF, FLOAT, *deep((WIDE,), (BFLOAT,))], ids=str)
+def test_both_within_the_bounds_of_what_they_stand_for(of):
+    own, alike = both(case(*of))
+    ratios = case(*of).forward_ratios(own, alike)
+    assert max(ratios.values()) <= 1, ratios
+
+
+@pytest.mark.parametrize(
+    ("of", "options"),
+    [
+        (HALF, {}),
+        (FLOAT, {}),
+        (FLOAT, {"deterministic": True}),
+        *deep(
+            (HALF, {"deterministic": True}),
+            (HALF, {"implementation": "naive"}),
+            (WIDE, {}),
+            (WIDE, {"deterministic": True}),
+            (BFLOAT, {}),
+        ),
+    ],
+    ids=str,
+)
+def test_gradients_within_the_bounds_of_what_they_stand_for(of, options):
+    own, alike = both(case(*of))
+    ratios = case(*of).backward_ratios(own, alike, **options)
+    assert max(ratios.values()) <= 1, ratios
+
+
+def small(dtype: str, *shape: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(1)
+    return [rng.standard_normal(shape).astype(dtype) for _ in range(4)]
+
+
+SCALED = ScoreMod(
+    "0.5f * score",
+    gradient="0.5f * grad",
+    python=(lambda s, b, h, i, j: 0.5 * s, lambda s, grad, b, h, i, j: 0.5 * grad),
+)
+BIASES = {"every score": (1, 2, 20, 33), "broadcast": (1, 2, 1, 33)}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        ("float16", "every score"),
+        ("float32", "broadcast"),
+        *deep(("float16", "broadcast"), ("float32", "every score")),
+    ],
+)
+def test_a_bias_gets_the_gradient_of_the_score_before_score_mod(dtype, shape):
+    """Half of the scores with bias is half of the scale and half of the bias."""
+    q, dout = (x[:, :20] for x in small(dtype, 1, 33, 2, 8)[:2])
+    _, _, k, v = small(dtype, 1, 33, 2, 8)
+    bias = np.random.default_rng(2).standard_normal(BIASES[shape]).astype(np.float32)
+    halved = {"softmax_scale": 0.5 * 8**-0.5, "bias": 0.5 * bias}
+    results = attention(*map(KERNELS.put, (q, k, v)), **placed(halved), return_lse=True)
+    arrays = (*map(KERNELS.put, (dout, q, k, v)), *results)
+    expected = attention_backward(*arrays, **placed(halved))
+    found = attention_backward(*arrays, **placed({"bias": bias}), score_mod=SCALED)
+    for name in ("dq", "dk", "dv"):
+        assert_allclose(*both_of(name, found, expected), rtol=1e-2, atol=3e-3)
+    dbias, half = both_of("dbias", found, expected)
+    assert_allclose(dbias, 0.5 * half, rtol=1e-4, atol=1e-5)
+
+
+def placed(options: dict[str, Any]) -> dict[str, Any]:
+    return {n: KERNELS.put(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+
+
+def both_of(name: str, *results: Any) -> list[np.ndarray]:
+    return [KERNELS.get(getattr(result, name)).astype(np.float64) for result in results]
+
+
+def test_score_mod_comes_before_the_masks():
+    """What it makes of a hidden score stays hidden; what it makes -inf is hidden as well."""
+    q, k, v, dout = small("float16", 1, 40, 2, 8)
+    mask = np.random.default_rng(3).random((40, 40)) > 0.5
+    far = ScoreMod("q_idx - k_idx > 9 ? -1.f / 0.f : score + 3", gradient="grad")
+    own = {"mask": mask, "causal": True, "score_mod": far}
+    alike = {"mask": mask, "causal": True, "window_size": (9, 0)}
+    arrays = [*map(KERNELS.put, (q, k, v))]
+    out, lse = attention(*arrays, **placed(alike), return_lse=True)
+    found, found_lse = attention(*arrays, **placed(own), return_lse=True)
+    assert_allclose(KERNELS.get(found), KERNELS.get(out), rtol=1e-2, atol=1e-3)
+    assert_allclose(KERNELS.get(found_lse), KERNELS.get(lse) + 3, rtol=1e-5, atol=1e-5)
+    given = KERNELS.put(dout), *arrays, found, found_lse
+    grads = attention_backward(*given, **placed(own))
+    expected = attention_backward(KERNELS.put(dout), *arrays, out, lse, **placed(alike))
+    for name in ("dq", "dk", "dv"):
+        assert_allclose(*both_of(name, grads, expected), rtol=1e-2, atol=3e-3)
+
+
+def test_rows_that_a_mask_mod_hides_whole_are_zeros():
+    q, k, v, dout = (KERNELS.put(x) for x in small("float32", 1, 40, 2, 8))
+    some = MaskMod("q_idx % 3 != 0")
+    out, lse = attention(q, k, v, mask_mod=some, return_lse=True)
+    assert not KERNELS.get(out)[:, ::3].any()
+    assert np.isneginf(KERNELS.get(lse)[..., ::3]).all()
+    assert np.isfinite(KERNELS.get(lse)[..., 1::3]).all()
+    grads = attention_backward(dout, q, k, v, out, lse, mask_mod=some)
+    assert not KERNELS.get(grads.dq)[:, ::3].any()
+    assert np.isfinite(KERNELS.get(grads.dk)).all()
+
+
+def test_arrays_may_change_without_another_kernel():
+    """Their contents, shapes and strides are arguments."""
+    q, k, v, _ = (KERNELS.put(x) for x in small("float32", 1, 20, 2, 8))
+    outs = []
+    for table in (np.zeros((3, 20), np.float32)[::2], np.ones((2, 20), np.float32).T.copy().T):
+        shift = ScoreMod("score + table[h][k_idx] * k_idx", table=KERNELS.put(table))
+        outs.append(KERNELS.get(attention(q, k, v, score_mod=shift)))
+    plain = KERNELS.get(attention(q, k, v))
+    assert_allclose(outs[0], plain, rtol=1e-6, atol=1e-7)
+    assert abs(outs[1] - plain).max() > 0.1
+
+
+def test_vjp_takes_them():
+    q, k, v, dout = (KERNELS.put(x) for x in small("float32", 1, 20, 2, 8))
+    causal = MaskMod("q_idx >= k_idx")
+    out, pullback = vjp(attention, q, k, v, mask_mod=causal, score_mod=SCALED)
+    expected, alike = vjp(attention, q, k, v, causal=True, softmax_scale=0.5 * 8**-0.5)
+    assert_allclose(KERNELS.get(out), KERNELS.get(expected), rtol=1e-5, atol=1e-6)
+    for left, right in zip(pullback(dout), alike(dout), strict=True):
+        assert_allclose(KERNELS.get(left), KERNELS.get(right), rtol=1e-4, atol=1e-5)
+
+
+def test_few_queries_take_the_kernels_that_have_expressions():
+    q, k, v, _ = small("float16", 1, 300, 2, 16)
+    arrays = [KERNELS.put(x) for x in (q[:, :1], k, v)]
+    out = attention(*arrays, mask_mod=MaskMod("k_idx % 2 == 0"))
+    even = attention(*(KERNELS.put(x) for x in (q[:, :1], k[:, ::2], v[:, ::2])))
+    assert_allclose(KERNELS.get(out), KERNELS.get(even), rtol=2e-3, atol=1e-3)
+
+
+def test_no_scores_at_all():
+    q, k, v, _ = small("float16", 1, 4, 2, 8)
+    out = attention(
+        *(KERNELS.put(x) for x in (q, k[:, :0], v[:, :0])), mask_mod=MaskMod("q_idx >= k_idx")
+    )
+    assert_array_equal(KERNELS.get(out), np.zeros_like(q))
+
+
+WRONG = {
+    "unknown name": (ScoreMod("score - slop[h]"), "score_mod", "column 9", '"slop" is undefined'),
+    "second line": (ScoreMod("score -\n   * score"), "score_mod", "line 2, column 6", "pointer"),
+    "not ended": (MaskMod("(q_idx > k_idx"), "mask_mod", "its end", 'expected a ")"'),
+    "a statement": (MaskMod("q_idx > k_idx;"), "mask_mod", "column 14", 'expected a ")"'),
+    "gradient": (
+        ScoreMod("score", gradient="gard"), "score_mod's gradient", "column 1", "gard",
+    ),
+    "index left out": (
+        MaskMod("seen > 0", seen=np.zeros(4, bool)), "mask_mod", "column 6", "Indexed<",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_expression_that_does_not_compile_is_shown_where_it_is_wrong(name):
+    expression, *words = WRONG[name]
+    option = "score_mod" if isinstance(expression, ScoreMod) else "mask_mod"
+    if expression.arrays:
+        expression.arrays = placed(expression.arrays)
+    q, k, v, _ = (KERNELS.put(x) for x in small("float16", 1, 4, 2, 8))
+    with pytest.raises(ValueError, match="does not compile") as failure:
+        attention(q, k, v, **{option: expression})
+    assert all(word in str(failure.value) for word in words), str(failure.value)
+
+
+def test_a_score_mod_without_gradient_has_no_backward():
+    q, k, v, dout = (KERNELS.put(x) for x in small("float16", 1, 4, 2, 8))
+    out, lse = attention(q, k, v, return_lse=True)
+    with pytest.raises(ValueError, match="give ScoreMod gradient="):
+        attention_backward(dout, q, k, v, out, lse, score_mod=ScoreMod("score + 1"))
+
+
+@pytest.mark.parametrize("implementation", ["naive", "tiled"])
+def test_teaching_kernels_refuse_them(implementation):
+    q, k, v, _ = (KERNELS.put(x) for x in small("float16", 1, 4, 2, 8))
+    with pytest.raises(NotImplementedError, match="mask_mod in attention"):
+        cupyattn.attention(q, k, v, mask_mod=MaskMod("true"), implementation=implementation)
