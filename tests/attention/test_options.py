@@ -18,7 +18,7 @@ from support.base_problem import ANGLES, BASE, DV, EVERY_OPTION, POSITIONS, SK, 
 from support.devices import unchanged
 from support.strategies import AttentionProblem
 
-from cupyattn import AttentionGrads, attention, attention_backward, reference
+from cupyattn import AttentionGrads, ScoreMod, attention, attention_backward, reference
 
 PLAIN = reference.attention(*BASE.arrays())[0].astype(np.float32)
 
@@ -102,6 +102,24 @@ EQUIVALENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         EVERY_OPTION["alibi_slopes"],
         {"bias": -np.array([0.5, 0.25, 0.125, 0.0625], np.float32)[:, None, None]
          * abs(POSITIONS - np.arange(SK)).astype(np.float32)},
+    ),
+    "alibi_slopes, score_mod": (
+        EVERY_OPTION["alibi_slopes"],
+        {"score_mod": ScoreMod(
+            "score - slopes[h] * abs(q_idx + offset - k_idx)",
+            python=(lambda score, b, h, i, j, slopes, offset:
+                    score - slopes[h] * abs(i + offset - j),
+                    lambda score, grad, b, h, i, j, slopes, offset: grad),
+            slopes=np.array([0.5, 0.25, 0.125, 0.0625], np.float32), offset=np.array(SK - SQ),
+        )},
+    ),
+    "softcap, score_mod": (
+        {"softcap": 1.5},
+        {"score_mod": ScoreMod(
+            "1.5f * tanhf(score / 1.5f)",
+            python=(lambda score, *_: 1.5 * np.tanh(score / 1.5),
+                    lambda score, grad, *_: grad * (1 - np.tanh(score / 1.5) ** 2)),
+        )},
     ),
     "alibi_slopes of each batch element": (
         EVERY_OPTION["alibi_slopes"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -59,12 +60,8 @@ FORWARD = [
 
 @pytest.mark.parametrize("bug", FORWARD[:2] + list(deep(*((bug,) for bug in FORWARD[2:]))), ids=str)
 def test_wrong_scores_are_found(bug, ratio_with):
-    with_fault = False
-    try:
-        ratio = ratio_with("float16", bug)
-    except OutOfBoundsError:
-        with_fault = True
-    assert with_fault or ratio > 1
+    with suppress(OutOfBoundsError):  # then the emulator has found it
+        assert ratio_with("float16", bug) > 1
 
 
 @pytest.mark.parametrize(

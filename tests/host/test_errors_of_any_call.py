@@ -34,7 +34,7 @@ WRONG_OPTIONS: dict[str, tuple[Any, ...]] = {
     "dropout_p": (1.0, -0.1, NAN, "0.1", None, True, HUGE, np.float32(1)),
     "seed": (1.5, "1", True, -1, 2**64, [1], np.bool_(True), np.int8(-1), np.timedelta64(1, "s")),
     "rotary": ((), TABLE, (TABLE,), (None, None), (TABLE, None), (1, 2), (full(9, 999),) * 2),
-    "score_mod": (abs, 1),
+    "score_mod": (1, "score", lambda score, b, h, i, j: True),
     "mask_mod": (3, "causal", lambda b, h, i, j: 1.0, lambda b, h, i, j: np.ones((1, 1, 1), bool)),
     "workspace": (1024, "w"),
 }
@@ -87,9 +87,9 @@ def wrong_calls(draw: st.DrawFn) -> tuple[Call, str]:
         call.options[name] = value
         if name == "dropout_p":
             call.options["seed"] = 1
-        # What mask_mod returns is seen only where there are scores.
-        assume(name != "mask_mod" or not callable(value) or problem.Sq * problem.Sk)
-        assume(name != "mask_mod" or options.keys().isdisjoint({"seqused_k", "window_size"}))
+        # What functions return is seen only where there are scores.
+        assume(not callable(value) or problem.Sq * problem.Sk)
+        assume(not callable(value) or options.keys().isdisjoint({"seqused_k", "window_size"}))
     elif kind == "type":
         assume(array.size)  # an array that is empty already may lose its last axis
         call.arrays[name] = OTHER_TYPES[draw(st.sampled_from(tuple(OTHER_TYPES)))](array)

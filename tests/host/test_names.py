@@ -221,7 +221,7 @@ def test_public_names_are_documented(name):
         wanted = list(inspect.signature(public).parameters)
         described = found.get("Parameters", "")
         assert not wanted or "Raises" in found
-    names = re.findall(r"^([\w, ]+?)(?: : .*)?$", described, re.MULTILINE)
+    names = re.findall(r"^\*{0,2}([\w, ]+?)(?: : .*)?$", described, re.MULTILINE)
     assert [n.strip() for line in names for n in line.split(",") if n.strip()] == wanted
 
 

@@ -9,7 +9,7 @@ SCORE_OPTIONS = ("mask", "bias", "alibi_slopes", "softcap", "sinks", "dropout_p"
 """Compiled into the flash kernels: each combination is a specialisation."""
 
 REFERENCE_OPTIONS = ("rotary", "mask_mod")
-"""What no kernel has."""
+"""What no kernel has: nor of mask_mod a Python function, which stands for it here."""
 
 OPTIONS = (*RUN_TIME_OPTIONS, *SCORE_OPTIONS, *REFERENCE_OPTIONS)
 

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from support.strategies import AttentionProblem
 
+from cupyattn import ScoreMod
+
 B, SQ, SK, H, G, D, DV = 2, 5, 7, 4, 2, 8, 6
 BASE = AttentionProblem(B=B, Sq=SQ, Sk=SK, H=H, G=G, D=D, Dv=DV)
 ANGLES = np.outer(np.arange(20), [1.0, 0.3]).astype(np.float32)
@@ -25,5 +27,15 @@ EVERY_OPTION: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": BASE.normal("sinks", (H,))},
     "dropout_p": {"dropout_p": 0.3, "seed": 5},
     "rotary": {"rotary": (np.cos(ANGLES), np.sin(ANGLES))},
+    "score_mod": {
+        "score_mod": ScoreMod(
+            "1.5f * score + turn[h] * (q_idx - k_idx)",
+            python=(
+                lambda score, b, h, i, j, turn: 1.5 * score + turn[h] * (i - j),
+                lambda score, grad, b, h, i, j, turn: 1.5 * grad,
+            ),
+            turn=np.array([0.5, -0.25, 0.125, 0.5], np.float32),
+        )
+    },
     "mask_mod": {"mask_mod": lambda b, h, i, j: (i + j + h + b) % 4 != 0},
 }

@@ -12,7 +12,7 @@ from cupyattn.kernels.device import Device
 from cupyattn.ops.attention import float32, teaching, tensor_core_backward
 from cupyattn.ops.attention.implementations import implementation_of, register
 from cupyattn.ops.attention.layouts import require_lengths
-from cupyattn.ops.attention.modifiers import expression_error
+from cupyattn.ops.attention.modifiers import expression_error, require_gradient
 from cupyattn.ops.attention.options import POSITION_OPTIONS, SCORE_OPTIONS, USER_FUNCTIONS
 from cupyattn.ops.attention.params import placed, seeded
 from cupyattn.ops.attention.problem import AttentionProblem
@@ -62,6 +62,7 @@ def _plan(
 ) -> Plan:
     """Choose the kernels and fill in their parameters."""
     chosen = implementation_of(problem, IMPLEMENTATIONS, "attention_backward")
+    require_gradient(problem.functions)
     require_lengths(problem)
     require_item_alignment(problem.layouts, problem.starts)
     if problem.batch * problem.heads == 0:  # nothing to add up: no kernel runs

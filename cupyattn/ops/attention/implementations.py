@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from cupyattn.errors import error
-from cupyattn.ops.attention.modifiers import require_expressions
+from cupyattn.ops.attention.modifiers import without_expression
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.checks import require_kernel_dtype
 from cupyattn.ops.plan import Plan
@@ -58,7 +58,6 @@ def implementation_of(
             f"kernels are {' and '.join(map(repr, others))}; the CPU path has every implementation",
             f"pass implementation={others[-1]!r} or {others[0]!r}, or {_CPU}",
         )
-    require_expressions(problem.functions, with_gradient=function == "attention_backward")
     missing = sorted(problem.refusable_options - chosen.options)
     if missing:
         having = [
@@ -73,5 +72,13 @@ def implementation_of(
             f"implementation={problem.implementation!r}",
             "its kernels do not have it; the CPU path has every option",
             _CPU + instead,
+        )
+    for option in without_expression(problem.functions):
+        kind = "ScoreMod" if option == "score_mod" else "MaskMod"
+        raise error(
+            NotImplementedError,
+            f"{option} in {function} on a GPU or the emulator, a Python function",
+            f"kernels are compiled of a {kind}; the CPU path has every option",
+            f"pass {option}=cupyattn.{kind}(...), an expression in CUDA C++, or {_CPU}",
         )
     return chosen

@@ -71,29 +71,15 @@ def require_valid_arrays(
             )
 
 
-def require_expressions(
-    functions: Mapping[str, UserFunction | None], *, with_gradient: bool
-) -> None:
-    """Raise unless kernels can be compiled of the functions.
+def without_expression(functions: Mapping[str, UserFunction | None]) -> list[str]:
+    """Return the options that are Python functions alone, of which no kernel can be compiled."""
+    return [name for name, each in functions.items() if each is not None and not each.expression]
 
-    Raises
-    ------
-    NotImplementedError
-        For a Python function alone.
-    ValueError
-        For a score_mod without its gradient, where that is needed.
-    """
-    for option, function in functions.items():
-        kind = "ScoreMod" if option == "score_mod" else "MaskMod"
-        if function is not None and function.expression is None:
-            raise error(
-                NotImplementedError,
-                f"{option} is a Python function on a GPU or the emulator",
-                f"kernels are compiled of a {kind}, an expression in CUDA C++",
-                f"pass {option}=cupyattn.{kind}(...), or NumPy arrays outside of the emulator",
-            )
+
+def require_gradient(functions: Mapping[str, UserFunction | None]) -> None:
+    """Raise ValueError for a score_mod that a kernel cannot differentiate."""
     score_mod = functions.get("score_mod")
-    if with_gradient and score_mod is not None and score_mod.gradient is None:
+    if score_mod is not None and score_mod.gradient is None:
         raise error(
             ValueError,
             "score_mod has no gradient",

@@ -8,6 +8,8 @@ import numpy as np
 from support.bad_input.call import full
 from support.bad_input.row import ARRAYS, BOOL, FLOATS, HUGE, INF, NAN, Row, of, shaped
 
+from cupyattn import MaskMod
+
 TABLE = np.ones((9, 2), np.float32)
 MASK, BIAS = np.ones((4, 3, 5), bool), np.zeros((4, 3, 5), np.float32)
 SCORES = "(B, H, Sq, Sk) = (2, 4, 3, 5)"
@@ -74,9 +76,18 @@ def option_rows() -> Iterator[Row]:
         ("wide", (full(9, 5), full(9, 5)), ValueError, "5 columns", "D = 8"),
     ):
         yield f"rotary {id}", {"rotary": bad}, kind, passed, allowed
-    yield from of("score_mod", NotImplementedError, "score_mod", "CPU path", abs, 3)
-    call = "mask_mod(b, h, i, j)"
+    call = "score_mod(score, b, h, q_idx, k_idx)"
+    masks = MaskMod("q_idx > k_idx")
+    yield from of("score_mod", TypeError, "score_mod is a ", call, 3, "score", [abs], masks)
+    call = "mask_mod(b, h, q_idx, k_idx)"
     yield from of("mask_mod", TypeError, "mask_mod is a ", call, 3, "causal", [abs])
+    for id, bad, kind, passed, allowed in (
+        ("list", [1.0], TypeError, "mask_mod's t is a builtins.list", ARRAYS),
+        ("dtype", full(3).astype(complex), TypeError, "mask_mod's t has dtype", "float16"),
+        ("axes", full(1, 1, 1, 1, 1), ValueError, "mask_mod's t has 5 axes", "at most 4"),
+    ):
+        changes = {"mask_mod": MaskMod("t[h] > 0", python=lambda *_, t: True, t=bad)}
+        yield f"mask_mod of {id}", changes, kind, passed, allowed
     yield from of("workspace", TypeError, "workspace is a ", ARRAYS, 1024, [1], "w")
 
 

@@ -96,6 +96,13 @@ def numpy_forward_rows() -> Iterator[Row]:
         ("masked", (np.ma.array(out), lse), TypeError, "out is a numpy.ma.", ARRAYS),
     ):
         yield f"out {id}", {"out": given_out}, kind, passed, allowed
+    for id, result, kind, allowed in (
+        ("bools", np.ones(5, bool), TypeError, "floats"),
+        ("text", "yes", TypeError, "floats"),
+        ("another shape", np.ones((7, 7)), ValueError, "broadcast"),
+    ):
+        changes = {"score_mod": lambda score, b, h, i, j, result=result: result}
+        yield f"score_mod returns {id}", changes, kind, "score_mod", allowed
 
 
 def some_grads(**fields: Any) -> AttentionGrads:
