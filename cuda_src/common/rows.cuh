@@ -126,11 +126,20 @@ __device__ __forceinline__ void load_broadcast(float (&values)[Rows::kVec], cons
   }
 }
 
-template <typename Rows, typename Scalar>
+// With kAccumulate values are added to what is there, before the one rounding.
+template <typename Rows, bool kAccumulate = false, typename Scalar>
 __device__ __forceinline__ void store_strip(Scalar* row_g, const float (&values)[Rows::kVec], int64 strip,
                                             int64 length) {
   const int64 column = strip_column<Rows>(strip);
-  if (column < length) store_vec(row_g + column, values);
+  if constexpr (kAccumulate) {
+    float total[Rows::kVec];
+    load_strip<Rows>(total, row_g, strip, length, 0.f);
+#pragma unroll
+    for (int i = 0; i < Rows::kVec; i++) total[i] += values[i];
+    store_strip<Rows>(row_g, total, strip, length);
+  } else {
+    if (column < length) store_vec(row_g + column, values);
+  }
 }
 
 // A strip as it lies in memory, zeros from `length` on: the loads of several strips, and of the next row's, are under

@@ -2,17 +2,19 @@
 //
 //   dx_j = dloss ((1 + 2 z lse) exp(x_j - lse) - (1 - e) [j = y] - e / V) + dlse exp(x_j - lse)
 //
-// for the label y, label smoothing e, the weight z of the z loss, and dlse for those who use lse itself.
+// for the label y, label smoothing e, the weight z of the z loss, and dlse for those who use lse itself. With ACCUMULATE
+// that is added to what dlogits holds.
 //
-// Shapes    logits and dlogits (..., V) of any outer strides, last axis contiguous, which may be one array; labels,
-//           dloss, lse and dlse one a row of any strides, 0 where one dloss serves all (RowsParams, rows.cuh).
+// Shapes    logits and dlogits (..., V) of any outer strides, last axis contiguous, which may be one array without
+//           ACCUMULATE; labels, dloss, lse and dlse one a row of any strides, 0 where one dloss serves all (RowsParams, rows.cuh).
 // Work      LANES threads own a row; THREADS / LANES rows a CTA; grid ceil(rows / rows per CTA).
 // Budget    registers: STRIPS * VEC floats, whose loads are in flight together.
 // Edges     the row of an ignored label gets zeros, or what dlse gives it; that of a label outside of the vocabulary
 //           NaN.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
-    !defined(RESIDENT) || !defined(LABELS_DTYPE) || !defined(WITH_DLSE)
-#error "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, LABELS_DTYPE and WITH_DLSE come from a launch-configuration table"
+    !defined(RESIDENT) || !defined(LABELS_DTYPE) || !defined(WITH_DLSE) || !defined(ACCUMULATE)
+#error \
+    "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, LABELS_DTYPE, WITH_DLSE, ACCUMULATE come from a launch-configuration table"
 #endif
 #include "../common/rows.cuh"
 
@@ -62,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int i = 0; i < Rows::kVec; i++) x[strip][i] -= column + i == label ? of_label : 0.f;
       }
-      store_strip<Rows>(dlogits_row_g, x[strip], batch * Rows::kStrips + strip, params.length);
+      store_strip<Rows, ACCUMULATE>(dlogits_row_g, x[strip], batch * Rows::kStrips + strip, params.length);
     }
   }
 }

@@ -2,15 +2,16 @@
 //
 //   dx_j = scale dlse exp(s_j - lse)
 //
-// Scores s are what the options make of x (row_scores.cuh).
+// With ACCUMULATE that is added to what dx holds. Scores s are what the options make of x (row_scores.cuh).
 //
 // Shapes    x and dx of any rank and any outer strides, last axis contiguous; dlse and lse one float32 a row of any
 //           strides (RowsParams, rows.cuh).
 // Work      LANES threads own a row; THREADS / LANES rows a CTA; grid ceil(rows / rows per CTA).
 // Budget    registers: STRIPS * VEC floats, whose loads are in flight together.
 // Edges     what is not kept gets 0, and so does a row whose lse is -inf.
-#if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || !defined(RESIDENT)
-#error "DTYPE, THREADS, LANES, STRIPS, VEC and RESIDENT come from a launch-configuration table"
+#if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
+    !defined(RESIDENT) || !defined(ACCUMULATE)
+#error "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT and ACCUMULATE come from a launch-configuration table"
 #endif
 #include "row_scores.cuh"
 
@@ -45,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const float weight = ex2_approx((s[strip][i] - shift) * kLog2E);
         s[strip][i] = s[strip][i] == -kInfinity ? 0.f : factor * weight;
       }
-      store_strip<Rows>(dx_row_g, s[strip], batch * Rows::kStrips + strip, params.length);
+      store_strip<Rows, ACCUMULATE>(dx_row_g, s[strip], batch * Rows::kStrips + strip, params.length);
     }
   }
 }

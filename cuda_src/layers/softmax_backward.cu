@@ -2,15 +2,16 @@
 //
 //   dx_j = scale y_j (dout_j - sum_i y_i dout_i)   or with LOGARITHM   dx_j = scale (dout_j - exp(y_j) sum_i dout_i)
 //
-// The mask and the bias of the forward are in y: what it hid is 0, or with LOGARITHM -inf, whose dout does not count.
+// With ACCUMULATE that is added to what dx holds. The mask and the bias of the forward are in y: what it hid is 0, or
+// with LOGARITHM -inf, whose dout does not count.
 //
 // Shapes    dout, y and dx of any rank and any outer strides, last axis contiguous (RowsParams, rows.cuh).
 // Work      LANES threads own a row; THREADS / LANES rows a CTA; grid ceil(rows / rows per CTA).
 // Budget    registers: 2 * STRIPS * VEC floats of the row; shared memory: one float per warp.
 // Edges     columns beyond the row count as zeros; a row of zeros (-inf, with LOGARITHM) in y gives zeros.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
-    !defined(RESIDENT) || !defined(LOGARITHM)
-#error "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT and LOGARITHM come from a launch-configuration table"
+    !defined(RESIDENT) || !defined(LOGARITHM) || !defined(ACCUMULATE)
+#error "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, LOGARITHM and ACCUMULATE come from a launch-configuration table"
 #endif
 #include "../common/rows.cuh"
 
@@ -56,7 +57,7 @@ struct Batch {
       float dx[Rows::kVec];
 #pragma unroll
       for (int i = 0; i < Rows::kVec; i++) dx[i] = scale * gradient(dout[strip][i], y[strip][i], row_sum);
-      store_strip<Rows>(dx_row_g, dx, batch * Rows::kStrips + strip, length);
+      store_strip<Rows, ACCUMULATE>(dx_row_g, dx, batch * Rows::kStrips + strip, length);
     }
   }
 

@@ -58,8 +58,10 @@ def named_grads(
     return {}
 
 
-def require_grads(grads: Any, accumulate: bool, fix: str = "pass an array to add to") -> None:
-    """Raise ValueError if there is nothing to add to."""
+def require_grads(
+    grads: Any, accumulate: bool, fix: str = "pass an array to add to", shown: str = "grads"
+) -> None:
+    """Raise ValueError if there is nothing to add to; `shown` is what callers call it."""
     if accumulate and grads is None:
-        passed = "accumulate=True without grads"
-        raise error(ValueError, passed, "it adds to what is in grads", fix)
+        passed = f"accumulate=True without {shown}"
+        raise error(ValueError, passed, f"it adds to what is in {shown}", fix)

@@ -66,6 +66,8 @@ class RowProblem:
     dtype: np.dtype
     scalars: Mapping[str, Any]
     choices: Mapping[str, Any]
+    accumulate: bool
+    """Whether gradients are added to what is there."""
     layouts: dict[str, Layout]
     starts: dict[str, int]
     """By how many bytes each array misses a vector's alignment."""
@@ -105,7 +107,8 @@ class RowProblem:
         typed = [name for name in (*kernel.integers, *kernel.broadcast) if name in layouts]
         dtypes = {name: layouts[name].dtype.name for name in typed}
         whole = [name for name in kernel.broadcast if name in layouts and self._whole(name, vec)]
-        return kernel.macros_of(present, dtypes, self.choices, whole)
+        choices = {**self.choices, "accumulate": self.accumulate}
+        return kernel.macros_of(present, dtypes, choices, whole)
 
     def _whole(self, name: str, vec: int) -> bool:
         """Whether an array that broadcasts comes in vectors, of at most 16 bytes each."""
@@ -127,6 +130,7 @@ def row_problem(
     *,
     wanted: Iterable[str] = (),
     choices: Mapping[str, Any] = _NOTHING,
+    accumulate: bool = False,
     **scalars: Any,
 ) -> RowProblem:
     """Check the arrays of a call, or find that they were checked before.
@@ -139,6 +143,8 @@ def row_problem(
         Its arrays, by the names of the kernel's parameters.
     wanted : iterable of str
         Optional results to make where none was given.
+    accumulate : bool
+        Add gradients to what is there.
     choices, **scalars
         A value for each choice and each scalar of the kernel, but for those of the plan.
 
@@ -152,9 +158,9 @@ def row_problem(
         for name, kind in kernel.scalars.items()
         if name not in OF_THE_PLAN
     ]
-    decided = tuple((name, choices[name]) for name in kernel.choices)
+    decided = tuple((name, choices[name]) for name in kernel.choices if name not in OF_THE_PLAN)
     problem = _cached_problem(
-        kernel, operands.description, tuple(values), decided, frozenset(wanted)
+        kernel, operands.description, tuple(values), decided, accumulate, frozenset(wanted)
     )
     problem.overlaps.check(operands)
     return problem
@@ -166,6 +172,7 @@ def _cached_problem(
     description: Description,
     scalars: tuple[tuple[str, Any], ...],
     choices: tuple[tuple[str, Any], ...],
+    accumulate: bool,
     wanted: frozenset[str],
 ) -> RowProblem:
     layouts = layouts_of(description)
@@ -174,16 +181,18 @@ def _cached_problem(
     for name in kernel.broadcast:
         if name in layouts:
             layouts[name] = broadcast_layout(kernel, name, layouts[name], first)
+    in_place = {} if accumulate else kernel.in_place  # an input is no gradient to add to
     problem = RowProblem(
         kernel,
         first.shape,
         first.dtype,
         dict(scalars),
         dict(choices),
+        accumulate,
         layouts,
         starts_of(description),
         wanted,
-        Overlaps.of(layouts, (*kernel.results, "workspace"), kernel.shown_as, kernel.in_place),
+        Overlaps.of(layouts, (*kernel.results, "workspace"), kernel.shown_as, in_place),
     )
     _check_inputs(problem)
     for name in kernel.results:
@@ -265,17 +274,16 @@ def _check_inputs(problem: RowProblem) -> None:
     require_same_dtype({kernel.shown_as.get(name, name): layouts[name] for name in same})
 
 
-def run_rows(
-    device: Device, problem: RowProblem, operands: Operands, *, accumulate: bool = False
-) -> dict[str, Array]:
-    """Run a row operation; with `accumulate` gradients are added to what is there."""
-    plan = _plan(problem, device.arch.number, device.multiprocessors, accumulate)
+def run_rows(device: Device, problem: RowProblem, operands: Operands) -> dict[str, Array]:
+    """Run a row operation."""
+    plan = _plan(problem, device.arch.number, device.multiprocessors)
     return run(device, plan, operands.arrays)
 
 
 @lru_cache(maxsize=4096)
-def _plan(problem: RowProblem, arch: int, multiprocessors: int, accumulate: bool) -> Plan:
+def _plan(problem: RowProblem, arch: int, multiprocessors: int) -> Plan:
     kernel, dtype, found = problem.kernel, problem.dtype.name, problem.outputs
+    accumulate = problem.accumulate
     require_item_alignment(problem.layouts, problem.starts, kernel.shown_as)
     require_kernel_dtype(kernel.rows[0], problem.dtype)
     outputs = tuple(found.items())

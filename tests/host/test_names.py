@@ -113,7 +113,8 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
         (softmax_backward, log_softmax_backward),
         (
             ("dout", "out"),
-            {"axis": -1, "scale": 1.0, "bias": None, "grads": None, "workspace": None},
+            {"axis": -1, "scale": 1.0, "bias": None, "grads": None, "accumulate": False,
+             "workspace": None},
         ),
     ),
     cross_entropy: (
@@ -122,7 +123,7 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     cross_entropy_backward: (
         ("dloss", "logits", "labels", "lse"),
-        {**LOSS_OPTIONS, "dlse": None, "dlogits": None, "workspace": None},
+        {**LOSS_OPTIONS, "dlse": None, "dlogits": None, "accumulate": False, "workspace": None},
     ),
     linear_cross_entropy: (
         ("x", "w", "labels"),
@@ -134,7 +135,9 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
         {**LOSS_OPTIONS, "dlse": None, "logits_bytes": 2**28, "grads": None, "accumulate": False,
          "workspace": None},
     ),
-    logsumexp_backward: (("dout", "x", "out"), {**SCORE_OPTIONS, "grads": None}),
+    logsumexp_backward: (
+        ("dout", "x", "out"), {**SCORE_OPTIONS, "grads": None, "accumulate": False},
+    ),
     cupyattn.layer_norm: (
         ("x", "weight", "bias"),
         {"residual": None, "eps": 1e-5, "return_stats": False, "out": None},

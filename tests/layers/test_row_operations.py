@@ -95,8 +95,8 @@ def test_sums_may_be_added_to_what_is_there():
     dweight = KERNELS.put(np.arange(129, dtype=np.float32))
     named = dict(zip(("dout", "x", "weight"), map(KERNELS.put, (dout, x, weight)), strict=True))
     operands = adopt({**named, "dweight": dweight})
-    described = row_problem(CENTRE_BACKWARD, operands, scale=0.5)
-    found = run_rows(KERNELS.device, described, operands, accumulate=True)
+    described = row_problem(CENTRE_BACKWARD, operands, accumulate=True, scale=0.5)
+    found = run_rows(KERNELS.device, described, operands)
     assert found["dweight"] is dweight
     expected = reference(dout, x, weight, scale=0.5)[2] + np.arange(129)
     np.testing.assert_allclose(KERNELS.get(dweight), expected, rtol=1e-5, atol=1e-5)

@@ -16,7 +16,7 @@ from cupyattn.functional.outputs import named_grads
 from cupyattn.functional.rounding import round_into
 from cupyattn.gradients import SoftmaxGrads
 from cupyattn.kernels.configs.layers.softmax import FORWARD
-from cupyattn.ops.checks import made_beforehand, require_arrays, require_kernel_dtype
+from cupyattn.ops.checks import made_beforehand, require_arrays, require_bool, require_kernel_dtype
 from cupyattn.ops.layers.broadcast_sums import broadcast_sums, scratch_bytes
 from cupyattn.ops.numbers import factor
 from cupyattn.ops.overlaps import require_apart
@@ -34,6 +34,7 @@ def gradients_with_bias(
     grads: Any,
     axis: Any,
     scale: Any,
+    accumulate: Any,
 ) -> SoftmaxGrads:
     """Return dx, and dbias as the sum of the scores' gradient over the axes that bias has not.
 
@@ -47,7 +48,9 @@ def gradients_with_bias(
         dout, out and bias, and workspace or None.
     """
     scale = factor("scale", scale)
-    operands = adopt({**arrays, **named_grads(SoftmaxGrads, grads, False)}, shown_as=_SHOWN_AS)
+    require_bool("accumulate", accumulate)
+    into = named_grads(SoftmaxGrads, grads, accumulate)
+    operands = adopt({**arrays, **into}, shown_as=_SHOWN_AS)
     layouts, given = layouts_of(operands.description), operands.arrays
     require_arrays(layouts, ("dout", "out", "bias"))
     out, bias = layouts["out"], layouts["bias"]
@@ -71,23 +74,26 @@ def gradients_with_bias(
     device = device_of(operands)
     call = partial(backward, given["dout"], given["out"])
     if device is None:
-        dx = call(scale=scale, grads=given.get("dx"))
+        dx = call(scale=scale, grads=given.get("dx"), accumulate=accumulate and "dx" in given)
         sums = reference.broadcast_sums(exact(given["dout"], given["out"]), bias.shape)
+        if accumulate and "dbias" in given:
+            sums = sums + given["dbias"].astype(sums.dtype)
         return SoftmaxGrads(dx, round_into(given.get("dbias"), sums, bias.dtype))
 
     require_kernel_dtype("dout", layouts["dout"].dtype)
-    into = given.get("dx")
-    dx = device.empty(*results["dx"]) if into is None else into
+    dx = given.get("dx")
+    adds, apart = accumulate and dx is not None, accumulate or scale != 1
+    dx = device.empty(*results["dx"]) if dx is None else dx
     like = {"like": given["bias"]}
-    scratch = {"ds": results["dx"]} if scale != 1 else {}
+    scratch = {"ds": results["dx"]} if apart else {}
     description = adopt({"x": dx, **like}).description
-    if scale != 1:  # the scores' gradient is scratch, which starts at a vector
+    if apart:  # the scores' gradient is scratch, which starts at a vector
         description = (("x", *contiguous(*results["dx"]), 0), *description[1:])
     needed = scratch_bytes(device, description, bias.dtype)
     memory = allot(device, {**scratch, "sums": Output((needed,), _BYTES)}, given.get("workspace"))
     ds = call(scale=1.0, grads=memory.get("ds", dx))
     summed = adopt({"x": ds, **like, "result": given.get("dbias"), "workspace": memory["sums"]})
-    dbias = broadcast_sums(device, summed, bias.dtype)
-    if scale != 1:
-        call(scale=scale, grads=dx)
+    dbias = broadcast_sums(device, summed, bias.dtype, accumulate)
+    if apart:
+        call(scale=scale, grads=dx, accumulate=adds)
     return SoftmaxGrads(dx, dbias)

@@ -16,6 +16,7 @@ from cupyattn.functional.layers.losses import (
     without_scalars,
 )
 from cupyattn.functional.layers.rows import call_rows
+from cupyattn.functional.outputs import require_grads
 from cupyattn.kernels.configs.layers import cross_entropy as kernels
 from cupyattn.ops.checks import require_bool, require_given
 from cupyattn.ops.layers.cross_entropy import (
@@ -157,6 +158,7 @@ def cross_entropy_backward(
     reduction: str = "mean",
     dlse: Array | None = None,
     dlogits: Array | None = None,
+    accumulate: bool = False,
     workspace: Array | None = None,
 ) -> Array:
     r"""Gradient of `cross_entropy`: ``dloss * (exp(logits - lse) - [j = label])`` without options.
@@ -178,6 +180,8 @@ def cross_entropy_backward(
         Gradient with respect to lse, for those who use it.
     dlogits : array (..., V), optional
         Where to write the gradient: it may be logits itself, and must not overlap another array.
+    accumulate : bool
+        Add to the contents of dlogits, which then is not logits, before the one rounding.
     workspace : array, optional
         As of `cross_entropy`: 4 bytes for "mean", and none otherwise. With dlogits and workspace a
         call allocates nothing, and can be captured in a CUDA graph.
@@ -208,6 +212,8 @@ def cross_entropy_backward(
     """
     options = checked_options(ignore_index, label_smoothing, z_loss)
     require_reduction(reduction)
+    require_bool("accumulate", accumulate)
+    require_grads(dlogits, accumulate, shown="dlogits")
     read = {"dloss": dloss, "logits": logits, "labels": labels, "lse": lse, "dlse": dlse}
     arrays = {**without_scalars(read), "dlogits": dlogits, "workspace": workspace}
     taken = adopt(arrays)
@@ -217,7 +223,8 @@ def cross_entropy_backward(
         each = require_dloss(each, rows.shape[:-1], statistics_dtype(rows.dtype), reduction)
     if reduction == "mean":
         whole = adopt({**arrays, "dloss": each})
-        row_problem(kernels.BACKWARD, whole, **options._asdict())  # before anything is launched
+        # Before anything is launched.
+        row_problem(kernels.BACKWARD, whole, accumulate=bool(accumulate), **options._asdict())
         one = None
         if workspace is not None:
             number = {"dloss": Output((), whole.arrays["dloss"].dtype)}
@@ -236,6 +243,7 @@ def cross_entropy_backward(
         kernels.BACKWARD,
         {**arrays, "dloss": each},
         exact,
+        accumulate=bool(accumulate),
         check_values=label_check(options),
         **options._asdict(),
     )["dlogits"]

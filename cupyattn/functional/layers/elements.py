@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays import Array, adopt
-from cupyattn.errors import error
 from cupyattn.functional.backend import device_of
+from cupyattn.functional.outputs import require_grads
 from cupyattn.functional.rounding import round_into
 from cupyattn.kernels.configs.elements import ElementKernel
 from cupyattn.ops.checks import require_bool
@@ -37,13 +37,7 @@ def call_elements(
         kernel, operands, parts=parts, decided=decided, accumulate=bool(accumulate)
     )
     if accumulate and not any(name in operands.arrays for name in problem.outputs):
-        names = ", ".join(problem.outputs)
-        raise error(
-            ValueError,
-            f"accumulate=True without {names}",
-            f"it adds to what is in {names}",
-            "pass an array to add to",
-        )
+        require_grads(None, True, shown=", ".join(problem.outputs))
     device = device_of(operands)
     if device is not None:
         return run_elements(device, problem, operands, **(scalars or {}))

@@ -78,6 +78,7 @@ def log_softmax_backward(
     scale: float = 1.0,
     bias: Array | None = None,
     grads: Array | SoftmaxGrads | None = None,
+    accumulate: bool = False,
     workspace: Array | None = None,
 ) -> Any:
     r"""Gradient of `log_softmax`: ``dx = scale * (dout - exp(out) * sum(dout))`` over an axis.
@@ -90,7 +91,7 @@ def log_softmax_backward(
         The result of `log_softmax`.
     axis, scale : int, float
         Those that `log_softmax` was given.
-    bias, grads, workspace : optional
+    bias, grads, accumulate, workspace : optional
         As of `softmax_backward`.
 
     Returns
@@ -114,12 +115,15 @@ def log_softmax_backward(
     if bias is not None:
         arrays = {"dout": dout, "out": out, "bias": bias, "workspace": workspace}
         exact = reference.log_softmax_backward
-        return gradients_with_bias(log_softmax_backward, exact, arrays, grads, axis, scale)
+        return gradients_with_bias(
+            log_softmax_backward, exact, arrays, grads, axis, scale, accumulate
+        )
     return call_along(
         axis,
         kernels.BACKWARD,
         {"dout": dout, "out": out, "dx": grads},
         reference.log_softmax_backward,
         scale=scale,
+        accumulate=accumulate,
         logarithm=True,
     )

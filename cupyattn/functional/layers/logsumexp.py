@@ -83,6 +83,7 @@ def logsumexp_backward(
     bias: Array | None = None,
     causal: bool = False,
     grads: Array | None = None,
+    accumulate: bool = False,
 ) -> Array:
     r"""Gradient of `logsumexp`: ``dx = scale * dout * exp(s - out)``.
 
@@ -98,6 +99,8 @@ def logsumexp_backward(
         Its options. dx / scale is the gradient of a bias of x's shape.
     grads : array (..., N), optional
         Where to write the gradient; must not overlap another array.
+    accumulate : bool
+        Add to the contents of grads instead of replacing them, before the one rounding.
 
     Returns
     -------
@@ -121,4 +124,12 @@ def logsumexp_backward(
     def exact(x: Array, dout: Array, out: Array, **options: Any) -> Array:
         return reference.logsumexp_backward(dout, x, out, **options)
 
-    return call_along(axis, kernels.LOGSUMEXP_BACKWARD, arrays, exact, causal=causal, scale=scale)
+    return call_along(
+        axis,
+        kernels.LOGSUMEXP_BACKWARD,
+        arrays,
+        exact,
+        causal=causal,
+        scale=scale,
+        accumulate=accumulate,
+    )

@@ -9,6 +9,7 @@ import numpy as np
 
 from cupyattn.arrays import Array, Layout, adopt
 from cupyattn.functional.layers.rows import call_rows
+from cupyattn.functional.outputs import require_grads
 from cupyattn.kernels.configs.rows import Result, RowKernel
 from cupyattn.ops.checks import require_bool, require_contiguous_axis
 from cupyattn.ops.numbers import factor
@@ -23,6 +24,7 @@ def call_along(
     *,
     causal: Any = None,
     scale: Any = 1.0,
+    accumulate: Any = False,
     **choices: Any,
 ) -> Array:
     """Run a row kernel with one result over an axis, which is the last of what the kernel sees.
@@ -37,10 +39,15 @@ def call_along(
         Of kernels that have the choice.
     scale : float
         Of scores.
+    accumulate : bool
+        Of gradients.
     **choices
         The kernel's others, which the reference does not take: it is one for each of them.
     """
     scale = factor("scale", scale)
+    require_bool("accumulate", accumulate)
+    if accumulate:
+        require_grads(arrays["dx"], accumulate)
     options: dict[str, Any] = {}
     if causal is not None:
         require_bool("causal", causal)
@@ -54,7 +61,12 @@ def call_along(
 
     def call(arrays: dict[str, Any]) -> tuple[str, Array]:
         ((name, result),) = call_rows(
-            kernel, arrays, reference, choices={**options, **choices}, scale=scale
+            kernel,
+            arrays,
+            reference,
+            choices={**options, **choices},
+            accumulate=bool(accumulate),
+            scale=scale,
         ).items()
         return name, result
 

@@ -102,6 +102,7 @@ def softmax_backward(
     scale: float = 1.0,
     bias: Array | None = None,
     grads: Array | SoftmaxGrads | None = None,
+    accumulate: bool = False,
     workspace: Array | None = None,
 ) -> Any:
     r"""Gradient of `softmax`: ``dx = scale * out * (dout - sum(out * dout))`` over an axis.
@@ -120,6 +121,8 @@ def softmax_backward(
         As given to `softmax`, over its last axis: then there is a dbias. It is not read.
     grads : array (..., N), or with a bias SoftmaxGrads, optional
         Where to write the gradients; must not overlap another array. A dbias is contiguous.
+    accumulate : bool
+        Add to the contents of grads instead of replacing them, before the one rounding.
     workspace : array, optional
         Scratch memory for kernels, of any plain dtype, in C order and aligned to 16 bytes;
         otherwise it is allocated. There is some only with a bias. An error says how many bytes.
@@ -151,12 +154,13 @@ def softmax_backward(
     if bias is not None:
         arrays = {"dout": dout, "out": out, "bias": bias, "workspace": workspace}
         exact = reference.softmax_backward
-        return gradients_with_bias(softmax_backward, exact, arrays, grads, axis, scale)
+        return gradients_with_bias(softmax_backward, exact, arrays, grads, axis, scale, accumulate)
     return call_along(
         axis,
         kernels.BACKWARD,
         {"dout": dout, "out": out, "dx": grads},
         reference.softmax_backward,
         scale=scale,
+        accumulate=accumulate,
         logarithm=False,
     )

@@ -76,8 +76,8 @@ ROWS: RowTable = {
 }
 
 OF_THE_PLAN = ("accumulate", "queries")
-"""Numbers that a plan knows by itself: whether a call adds to what its results hold (sums over
-columns need not be told), and the extent of the axis before the last."""
+"""What a plan knows by itself: whether a call adds to what its results hold (sums over columns need
+not be told), a choice or a number of the kernel, and the extent of the axis before the last."""
 
 INTEGERS = ("int32", "int64")
 """Of arrays such as labels, by the names that the kernels have for them."""
@@ -117,7 +117,8 @@ class RowKernel:
     choices : mapping
         Macros that a call decides, each with its values.
     scalars : mapping
-        Numbers passed by value, with their dtypes. Those of `OF_THE_PLAN` follow from the call.
+        Numbers passed by value, with their dtypes. Those of `OF_THE_PLAN` follow from the call, and
+        so do such choices.
     table : RowTable
         By architecture and length.
     """

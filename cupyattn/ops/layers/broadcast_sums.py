@@ -16,7 +16,9 @@ from cupyattn.ops.axes import Strides, row_params
 from cupyattn.ops.plan import Output, Plan, Step, lay_out_scratch, run
 
 
-def broadcast_sums(device: Device, operands: Operands, dtype: np.dtype) -> Array:
+def broadcast_sums(
+    device: Device, operands: Operands, dtype: np.dtype, accumulate: bool = False
+) -> Array:
     """Return the sums of `x` over axes, in the shape `shape` of the call and a dtype.
 
     Parameters
@@ -26,25 +28,30 @@ def broadcast_sums(device: Device, operands: Operands, dtype: np.dtype) -> Array
         broadcasts to x and is not read, and perhaps `result` and `workspace`.
     dtype : dtype
         Of the sums.
+    accumulate : bool
+        Add them to what `result` holds.
     """
-    plan = _plan(operands.description, dtype, device.multiprocessors)
+    plan = _plan(operands.description, dtype, device.multiprocessors, accumulate)
     return run(device, plan, operands.arrays)["result"]
 
 
 def scratch_bytes(device: Device, description: Description, dtype: np.dtype) -> int:
     """Return the bytes of scratch memory that it takes."""
-    return _plan(description, dtype, device.multiprocessors).workspace_bytes
+    return _plan(description, dtype, device.multiprocessors, False).workspace_bytes
 
 
 @lru_cache(maxsize=4096)
-def _plan(description: Description, dtype: np.dtype, multiprocessors: int) -> Plan:
+def _plan(
+    description: Description, dtype: np.dtype, multiprocessors: int, accumulate: bool
+) -> Plan:
     layouts = layouts_of(description)
     x, shape = layouts["x"], layouts["like"].shape
     outputs = (("result", Output(shape, dtype)),)
     extents = (1,) * (len(x.shape) - len(shape)) + shape
     # Scores that move together along a row move no weight: those sums are 0.
     if 0 in x.shape or extents[-1] != x.shape[-1]:
-        return Plan((), outputs, zero_first=("result",))
+        zero_first = () if accumulate else ("result",)
+        return Plan((), outputs, zero_first=zero_first, zero_new=accumulate)
     vec = _vector(x, starts_of(description)["x"])
     kept, summed = (_rows(x, extents, keep) for keep in (True, False))
     blocks = -(-x.shape[-1] // config.columns(vec))
@@ -57,11 +64,12 @@ def _plan(description: Description, dtype: np.dtype, multiprocessors: int) -> Pl
     steps = (
         Step.of(config.broadcast_sums(x.dtype.name, vec), ctas * splits, splits, *params),
         Step.of(
-            column_sums(dtype.name), -(-count // COLUMN_SUMS_COLUMNS), splits, count, False,
+            column_sums(dtype.name), -(-count // COLUMN_SUMS_COLUMNS), splits, count, accumulate,
             renamed={"sums": "result", "more_partials": "none", "more_sums": "none"},
         ),
     )  # fmt: skip
-    return Plan(steps, outputs, lay_out_scratch({"partials": splits * count}))
+    scratch = lay_out_scratch({"partials": splits * count})
+    return Plan(steps, outputs, scratch, zero_new=accumulate)
 
 
 def _rows(x: Layout, extents: tuple[int, ...], keep: bool) -> tuple[tuple[int, ...], Strides]:

@@ -39,6 +39,7 @@ BACKWARD = RowKernel(
     optional=("dlse",),
     results={"dlogits": Result.ROW},
     in_place={"dlogits": "logits"},
+    choices={"accumulate": (False, True)},
     **_LOSS,
 )
 REDUCTION = KernelSpec(

@@ -49,6 +49,7 @@ _SCORES: dict[str, Any] = {
 }
 """What the kernels that see scores take beside x."""
 _LOGARITHM = {"logarithm": (False, True)}
+_ACCUMULATE = {"accumulate": (False, True)}
 
 FORWARD = RowKernel(
     "softmax_forward",
@@ -65,7 +66,7 @@ BACKWARD = RowKernel(
     rows=("dout", "out"),
     results={"dx": Result.ROW},
     shown_as={"dx": "grads"},
-    choices=_LOGARITHM,
+    choices=_LOGARITHM | _ACCUMULATE,
     scalars={"scale": np.float32},
     table=HELD,
 )
@@ -87,7 +88,7 @@ LOGSUMEXP_BACKWARD = RowKernel(
     shown_as={"dx": "grads"},
     optional=("mask", "bias"),
     table=STREAMED_BACKWARD,
-    **_SCORES,
+    **{**_SCORES, "choices": _SCORES["choices"] | _ACCUMULATE},
 )
 _ALL = (FORWARD, BACKWARD, LOGSUMEXP, LOGSUMEXP_BACKWARD)
 KERNELS = tuple(kernel.spec for kernel in _ALL)
