@@ -21,10 +21,12 @@ from cupyattn.benchmark.torch_peer import tensor_of
 def our_forward(operation: Operation, sets: Sequence[Arrays]) -> Round:
     """Return a call for each set of arrays."""
     function = getattr(cupyattn, operation.function)
-    return [
-        partial(function, *operation.positional(arrays), **operation.named(arrays))
-        for arrays in sets
-    ]
+
+    def call(arrays: Arrays) -> Any:
+        result = function(*operation.positional(arrays), **operation.named(arrays))
+        return tuple([arrays[i] for i in operation.changes]) if operation.changes else result
+
+    return [partial(call, arrays) for arrays in sets]
 
 
 def our_backward(operation: Operation, sets: Sequence[Arrays], xp: Any) -> Round:
@@ -73,11 +75,19 @@ def torch_backward(
     return calls
 
 
-def require_agreement(operation: Operation, ours: Round, theirs: Round) -> None:
-    """Raise RuntimeError if the forward's results differ by more than the operation allows."""
-    for index, (mine, other) in enumerate(zip(_tuple(ours[0]()), _tuple(theirs[0]()), strict=True)):
+def require_agreement(operation: Operation, arrays: Arrays, ours: Round, theirs: Round) -> None:
+    """Raise RuntimeError if the forward's results differ by more than the operation allows.
+
+    `arrays` are those of the first calls, which share their memory: what ours changes in place is
+    put back before theirs.
+    """
+    changed = [arrays[i] for i in operation.changes]
+    before = [array.copy() for array in changed]
+    found = [np.asarray(result.get(), dtype=np.float32) for result in _tuple(ours[0]())]
+    for array, contents in zip(changed, before, strict=True):
+        array[...] = contents
+    for index, (mine, other) in enumerate(zip(found, _tuple(theirs[0]()), strict=True)):
         other = other.float().cpu().numpy()
-        mine = np.asarray(mine.get(), dtype=np.float32)
         largest = max(float(np.abs(other).max(initial=0)), 1e-6)
         error = float(np.abs(mine - other).max(initial=0)) / largest
         if not error <= operation.tolerance:

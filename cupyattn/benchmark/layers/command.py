@@ -29,12 +29,12 @@ def add_parser(benchmarks: Any) -> None:
     names = [operation.name for operation in OPERATIONS]
     parser = benchmarks.add_parser(
         "layers",
-        help="GB/s of norms, softmax, cross entropy, rope, activations and dropout on a GPU",
+        help="GB/s of norms, softmax, losses, embedding, rope, activations, dropout and AdamW",
         description="Time the memory-bound layers, forward and backward, by CUDA events around "
         "CUDA graphs of calls with arrays that no cache holds, beside a copy on the same device. "
         "Needs a GPU; CUPYATTN_ARCH=75 times the Turing code on a newer one.",
-        epilog="GB/s count each array of rows once that has to be read or written. Exit code 1 "
-        "without a GPU.",
+        epilog="GB/s count each array once that has to be read or written; where products take the "
+        "time, TFLOP/s stand instead. Exit code 1 without a GPU.",
     )
     parser.add_argument(
         "--operation",
@@ -127,8 +127,11 @@ def _cells(rows: list[dict[str, Any]], copied: float) -> list[tuple[str, ...]]:
             row["direction"],
             row["contender"],
             f"{row['seconds'] * 1e6:.1f} us",
-            f"{row['gb_per_s']:.0f}",
-            f"{row['gb_per_s'] / copied:.2f}",
+            *(
+                (f"{row['tflops']:.3g} TFLOP/s", "")
+                if "tflops" in row
+                else (f"{row['gb_per_s']:.0f}", f"{row['gb_per_s'] / copied:.2f}")
+            ),
             "" if row["contender"] == "cupyattn" else f"{np.divide(row['seconds'], ours):.2f}",
         )
         for row in rows

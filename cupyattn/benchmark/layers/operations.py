@@ -15,6 +15,8 @@ from cupyattn.benchmark.attention.cases import dtype_of
 HEAD_DIM = 128
 _DROPOUT_P = 0.1
 _VOCABULARY = (2048, 128_256)  # tokens, and classes of Llama 3
+_FEATURES = 2048  # of a token whose classes a product gives
+_TABLE_ROWS = 50_257  # tokens of GPT-2's vocabulary, for embedding
 _POSITIONS = 2048  # tokens of a sequence, for rope
 
 
@@ -28,7 +30,12 @@ class Size(NamedTuple):
     @property
     def array_bytes(self) -> int:
         """Bytes of one array of rows."""
-        return self.rows * self.width * dtype_of(self.dtype).itemsize
+        return self.rows * self.width * self.item_bytes
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one of their items."""
+        return dtype_of(self.dtype).itemsize
 
 
 class Source:
@@ -76,6 +83,12 @@ class Operation:
     """How many arrays of rows the forward reads and writes."""
     backward_arrays: int | None
     """The same of the backward, from the gradient of the result; None where there is none."""
+    more_bytes: Callable[[Size], tuple[int, int]] = lambda size: (0, 0)
+    """Bytes of other arrays that the forward, and the backward, read and write."""
+    flops: Callable[[Size], tuple[int, int]] | None = None
+    """Of forward and backward, where products take the time."""
+    changes: tuple[int, ...] = ()
+    """Which of `arrays` are changed in place, and are the results."""
     options: Mapping[str, Any] = field(default_factory=dict)
     by_name: tuple[str, ...] = ()
     """Options that take the last of `arrays`."""
@@ -87,6 +100,12 @@ class Operation:
     def size(self, size: Size) -> Size:
         """Return the size that stands for one of the other operations."""
         return size if self.shape is None else Size(*self.shape, size.dtype)
+
+    def traffic(self, size: Size, direction: str) -> int:
+        """Return the least bytes that a call moves."""
+        backward = direction == "backward"
+        rows = self.backward_arrays if backward else self.forward_arrays
+        return (rows or 0) * size.array_bytes + self.more_bytes(size)[backward]
 
     def positional(self, arrays: Arrays) -> Arrays:
         """Return those of the arrays that are passed by position."""
@@ -123,6 +142,35 @@ def _logits(size: Size, source: Source) -> Arrays:
     return logits, source.labels(size.rows, size.width)
 
 
+def _features(size: Size, source: Source) -> Arrays:
+    x = source.normal(size.rows, _FEATURES, dtype=size.dtype)
+    w = source.normal(size.width, _FEATURES, dtype=size.dtype)
+    return x, w.T, source.labels(size.rows, size.width)
+
+
+def _feature_bytes(size: Size) -> tuple[int, int]:
+    """Return the bytes of x and w, and of these and their gradients."""
+    read = (size.rows + size.width) * _FEATURES * size.item_bytes
+    return read, 2 * read
+
+
+def _feature_flops(size: Size) -> tuple[int, int]:
+    """Return those of one product, and of two; to compute the logits again counts as nothing."""
+    product = 2 * size.rows * size.width * _FEATURES
+    return product, 2 * product
+
+
+def _embedding(size: Size, source: Source) -> Arrays:
+    table = source.normal(_TABLE_ROWS, size.width, dtype=size.dtype)
+    return table, source.labels(size.rows, _TABLE_ROWS)
+
+
+def _adamw(size: Size, source: Source) -> Arrays:
+    param, grad = _rows(2)(size, source)
+    m, v = (source.normal(size.rows, size.width, dtype="float32") for _ in range(2))
+    return param, grad, m, v**2 + 1
+
+
 def _rope(size: Size, source: Source) -> Arrays:
     positions = min(_POSITIONS, size.rows)
     heads = max(size.width // HEAD_DIM, 1)
@@ -156,6 +204,29 @@ def _torch_add_layer_norm(torch: Any, x: Any, weight: Any, bias: Any, residual: 
 def _torch_add_rms_norm(torch: Any, x: Any, weight: Any, residual: Any) -> Any:
     total = x + residual
     return torch.nn.functional.rms_norm(total, total.shape[-1:], weight, 1e-6), total
+
+
+_ADAMW: dict[str, Any] = {
+    "step": 1000,
+    "lr": 1.0,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+}
+"""A step so large that it shows beside the parameters."""
+
+
+def _torch_adamw(torch: Any, param: Any, grad: Any, m: Any, v: Any) -> Any:
+    """Step in place with means in float32, which ``torch.optim`` has in the parameters' dtype."""
+    beta1, beta2 = _ADAMW["betas"]
+    grad = grad.float()
+    m.mul_(beta1).add_(grad, alpha=1 - beta1)
+    v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    mean = m / (1 - beta1 ** _ADAMW["step"])
+    root = (v / (1 - beta2 ** _ADAMW["step"])).sqrt() + _ADAMW["eps"]
+    kept = param.float() * (1 - _ADAMW["lr"] * _ADAMW["weight_decay"])
+    param.copy_(kept - _ADAMW["lr"] * mean / root)
+    return param, m, v
 
 
 OPERATIONS = (
@@ -207,6 +278,26 @@ OPERATIONS = (
         2,
         shape=_VOCABULARY,
     ),
+    Operation(
+        "linear_cross_entropy",
+        "linear_cross_entropy",
+        _features,
+        lambda torch, x, w, labels: torch.nn.functional.cross_entropy((x @ w).float(), labels),
+        0,
+        0,
+        more_bytes=_feature_bytes,
+        flops=_feature_flops,
+        shape=_VOCABULARY,
+    ),
+    Operation(
+        "embedding",
+        "embedding",
+        _embedding,
+        lambda torch, table, ids: torch.nn.functional.embedding(ids, table),
+        2,
+        1,
+        more_bytes=lambda size: (0, _TABLE_ROWS * size.width * size.item_bytes),
+    ),
     Operation("rope", "rope", _rope, _torch_rope, 2, 2),
     Operation(
         "gelu",
@@ -238,6 +329,25 @@ OPERATIONS = (
         2,
         by_name=("residual",),
         tolerance=np.inf,
+    ),
+    Operation(
+        "adamw_step",
+        "adamw_step",
+        _adamw,
+        _torch_adamw,
+        3,
+        None,
+        more_bytes=lambda size: (4 * 4 * size.rows * size.width, 0),  # m and v, read and written
+        changes=(0, 2, 3),
+        options=_ADAMW,
+    ),
+    Operation(
+        "global_norm",
+        "global_norm",
+        _rows(1),
+        lambda torch, x: torch.linalg.vector_norm(x, dtype=torch.float32),
+        1,
+        None,
     ),
 )
 """By name in the order of the tables."""
