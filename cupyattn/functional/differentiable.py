@@ -13,6 +13,9 @@ _Parameters = ParamSpec("_Parameters")
 _Returned = TypeVar("_Returned")
 
 
+OnDemand = Mapping[str, Callable[[Mapping[str, Any]], None]]
+
+
 class Rule:
     """How a function is differentiated: see `differentiable`."""
 
@@ -27,7 +30,7 @@ class Rule:
         saved_by: str | None,
         taken_from: Mapping[str, str],
         same: Mapping[str, str],
-        on_demand: tuple[str, ...],
+        on_demand: OnDemand,
     ) -> None:
         self.function = function
         self.backward = backward
@@ -93,7 +96,7 @@ def differentiable(
     saved_by: str | None = None,
     taken_from: Mapping[str, str] = MappingProxyType({}),
     same: Mapping[str, str] = MappingProxyType({}),
-    on_demand: tuple[str, ...] = (),
+    on_demand: OnDemand = MappingProxyType({}),
 ) -> Callable[_Parameters, _Returned]:
     """Return the function, its calls going through the recorder where there is one.
 
@@ -116,8 +119,10 @@ def differentiable(
         Parameters of the backward, each with the result that it takes where that is returned.
     same : mapping, optional
         Further gradients, each with the one among `gradients` that it is.
-    on_demand : tuple of str, optional
+    on_demand : mapping, optional
         Arrays that the backward is given only where their gradients are asked for, which come last.
+        Each with what is called then, before the backward: it takes the call's arguments and
+        results by name, and raises if there is no such gradient.
     """
     rule = Rule(
         function,

@@ -6,6 +6,7 @@ from cupyattn.functional.differentiable import differentiable
 from cupyattn.functional.layers.activations import gelu as _gelu
 from cupyattn.functional.layers.activations import gelu_backward, silu_backward
 from cupyattn.functional.layers.activations import silu as _silu
+from cupyattn.functional.layers.bias_gradient import require_bias_gradient
 from cupyattn.functional.layers.cross_entropy import cross_entropy as _cross_entropy
 from cupyattn.functional.layers.cross_entropy import cross_entropy_backward
 from cupyattn.functional.layers.dropout import dropout as _dropout
@@ -55,7 +56,10 @@ attention = differentiable(
     gradients=AttentionGrads._fields,
 )
 softmax = differentiable(
-    _softmax, softmax_backward, gradients=SoftmaxGrads._fields, on_demand=("bias",)
+    _softmax,
+    softmax_backward,
+    gradients=SoftmaxGrads._fields,
+    on_demand={"bias": require_bias_gradient},
 )
 gelu = differentiable(_gelu, gelu_backward, gradients=("dx",))
 silu = differentiable(_silu, silu_backward, gradients=("dx",))
@@ -65,7 +69,10 @@ dropout = differentiable(_dropout, dropout_backward, gradients=DropoutGrads._fie
 rope = differentiable(_rope, rope_backward, gradients=("dx",))
 embedding = differentiable(_embedding, embedding_backward, gradients=("dtable",))
 log_softmax = differentiable(
-    _log_softmax, log_softmax_backward, gradients=SoftmaxGrads._fields, on_demand=("bias",)
+    _log_softmax,
+    log_softmax_backward,
+    gradients=SoftmaxGrads._fields,
+    on_demand={"bias": require_bias_gradient},
 )
 logsumexp = differentiable(_logsumexp, logsumexp_backward, gradients=("dx",))
 cross_entropy = differentiable(

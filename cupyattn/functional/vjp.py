@@ -57,6 +57,8 @@ def vjp(
         pullback is called; and for a name in `wrt` that is no array among the options or has no
         gradient. From the pullback for an argument of another form than the result, and for options
         that are not the backward's alone.
+    ValueError
+        For the gradient of a bias of softmax along another axis than the last.
     TypeError, ValueError, NotImplementedError, RuntimeError
         Those of the function, and from the pullback those of its backward.
 
@@ -125,6 +127,9 @@ class Pullback:
         self._asked: set[str] = set()
         for place in (*places, *wrt.values()):
             each(self._ask, place)
+        for name, require in call.rule.on_demand.items():
+            if f"d{name}" in self._asked:
+                require({**call.rule.defaults, **call.arguments, **call.results})
 
     def _ask(self, place: Place | None) -> None:
         if place is not None:

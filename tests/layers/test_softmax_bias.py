@@ -252,3 +252,20 @@ def test_a_fault_is_found(name, tmp_path):
     bug, fault = FAULTS[name]
     with found_by(fault):
         ratio(tmp_path, bug)
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_vjp_refuses_another_axis_at_once(name):
+    """Where x alone is differentiated, any axis will do, and the last may be counted from 0."""
+    function = getattr(cupyattn, name)
+    x, bias = np.ones((3, 8), np.float32).T, np.zeros((8, 1), np.float32)
+    for ask in (
+        lambda: vjp(function, x, axis=0, bias=bias, wrt=("bias",)),
+        lambda: vjp(lambda b: function(x, axis=0, bias=b), bias),
+    ):
+        with pytest.raises(ValueError, match=r"axis = 0 with a bias; .*last axis; pass transposed"):
+            ask()
+    out, pullback = vjp(function, x, axis=0, bias=bias)
+    assert pullback(out)[0].shape == x.shape
+    _, pullback = vjp(function, x.T, axis=1, bias=bias.T, wrt=("bias",))
+    assert pullback(out.T)[1]["bias"].shape == (1, 8)

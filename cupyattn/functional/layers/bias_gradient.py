@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -54,13 +54,7 @@ def gradients_with_bias(
     layouts, given = layouts_of(operands.description), operands.arrays
     require_arrays(layouts, ("dout", "out", "bias"))
     out, bias = layouts["out"], layouts["bias"]
-    if type(axis) is not int or axis not in (-1, len(out.shape) - 1):
-        raise error(
-            ValueError,
-            f"axis = {axis!r} with a bias",
-            "the gradient of a bias is that of scores along the last axis",
-            "pass transposed views, or sum the gradient with a scale of 1 over the bias's axes",
-        )
+    _require_last(axis, len(out.shape))
     broadcast_layout(FORWARD, "bias", bias, out)
     results = {"dx": Output(out.shape, out.dtype), "dbias": Output(bias.shape, bias.dtype)}
     require_apart(operands, results, _SHOWN_AS)
@@ -97,3 +91,18 @@ def gradients_with_bias(
     if apart:
         call(scale=scale, grads=dx, accumulate=adds)
     return SoftmaxGrads(dx, dbias)
+
+
+def require_bias_gradient(call: Mapping[str, Any]) -> None:
+    """Raise ValueError if a call of softmax, by names, has no gradient of its bias."""
+    _require_last(call["axis"], call["out"].ndim)
+
+
+def _require_last(axis: Any, rank: int) -> None:
+    if type(axis) is not int or axis not in (-1, rank - 1):
+        raise error(
+            ValueError,
+            f"axis = {axis!r} with a bias",
+            "the gradient of a bias is that of scores along the last axis",
+            "pass transposed views, or sum the gradient with a scale of 1 over the bias's axes",
+        )
