@@ -5,20 +5,23 @@
 // With ACCUMULATE that is added to what dx holds. The mask and the bias of the forward are in y: what it hid is 0, or
 // with LOGARITHM -inf, whose dout does not count.
 //
-// Shapes    dout, y and dx of any rank and any outer strides, last axis contiguous (RowsParams, rows.cuh).
+// Shapes    dout, y and dx of any rank and any outer strides, last axis contiguous; the sum over i, one float32 a row,
+//           if it is wanted (RowsParams, rows.cuh).
 // Work      LANES threads own a row; THREADS / LANES rows a CTA; grid ceil(rows / rows per CTA).
 // Budget    registers: 2 * STRIPS * VEC floats of the row; shared memory: one float per warp.
 // Edges     columns beyond the row count as zeros; a row of zeros (-inf, with LOGARITHM) in y gives zeros.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
-    !defined(RESIDENT) || !defined(LOGARITHM) || !defined(ACCUMULATE)
-#error "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, LOGARITHM and ACCUMULATE come from a launch-configuration table"
+    !defined(RESIDENT) || !defined(LOGARITHM) || !defined(ACCUMULATE) || !defined(WITH_ROW_SUM)
+#error \
+    "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, LOGARITHM, ACCUMULATE, WITH_ROW_SUM come from a launch-configuration table"
 #endif
 #include "../common/rows.cuh"
+#include "softmax_gradient.cuh"
 
 using Scalar = DTYPE;
 using Rows = RowTraits<THREADS, LANES, STRIPS, VEC, RESIDENT>;
-using Params = RowsParams<3>;
-enum Array { kDout, kY, kDx };
+using Params = RowsParams<4>;
+enum Array { kDout, kY, kDx, kRowSum };
 static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
 
 constexpr float kAbsent = LOGARITHM ? -kInfinity : 0.f;  // y of a column beyond the row
@@ -56,20 +59,17 @@ struct Batch {
     for (int strip = 0; strip < Rows::kStrips; strip++) {
       float dx[Rows::kVec];
 #pragma unroll
-      for (int i = 0; i < Rows::kVec; i++) dx[i] = scale * gradient(dout[strip][i], y[strip][i], row_sum);
+      for (int i = 0; i < Rows::kVec; i++) {
+        dx[i] = scale * softmax_gradient<LOGARITHM>(dout[strip][i], y[strip][i], row_sum);
+      }
       store_strip<Rows, ACCUMULATE>(dx_row_g, dx, batch * Rows::kStrips + strip, length);
     }
-  }
-
-  // With respect to a score.
-  static __device__ __forceinline__ float gradient(float dout, float y, float row_sum) {
-    if (LOGARITHM) return y == -kInfinity ? 0.f : dout - ex2_approx(y * kLog2E) * row_sum;
-    return y * (dout - row_sum);
   }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    softmax_backward(const Scalar* dout_g, const Scalar* y_g, Scalar* dx_g, float scale, const Params params) {
+    softmax_backward(const Scalar* dout_g, const Scalar* y_g, Scalar* dx_g, float* row_sum_g, float scale,
+                     const Params params) {
   __shared__ float partial_s[THREADS / kWarpSize];
   const int64 row = blockIdx.x * static_cast<int64>(Rows::kRowsPerCta) + threadIdx.x / Rows::kLanes;
   const bool exists = row < params.rows;  // a warp may hold rows beyond the last: they take part with no columns
@@ -86,6 +86,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     row_sum += batch_r.sum();
   }
   row_sum = row_reduce<Sum, Rows>(row_sum, partial_s);
+  if constexpr (WITH_ROW_SUM) {
+    if (exists && threadIdx.x % Rows::kLanes == 0) row_sum_g[row_offset(params, kRowSum, row)] = row_sum;
+  }
 
   // Phase 2: dx, from the registers or a second read.
   for (int64 batch = 0; batch < Rows::batches(length); batch++) {

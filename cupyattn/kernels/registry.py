@@ -10,7 +10,6 @@ from cupyattn.kernels.configs.attention import decode, float32, merge, teaching,
 from cupyattn.kernels.configs.layers import (
     activations,
     adamw,
-    broadcast_sums,
     column_sums,
     cross_entropy,
     dropout,
@@ -19,6 +18,7 @@ from cupyattn.kernels.configs.layers import (
     norms,
     rope,
     softmax,
+    softmax_dbias,
 )
 from cupyattn.kernels.configs.linear import float32 as linear_float32
 from cupyattn.kernels.configs.linear import read_weight, thin
@@ -46,7 +46,7 @@ _MODULES = (
     cross_entropy,
     norms,
     column_sums,
-    broadcast_sums,
+    softmax_dbias,
     linear_float32,
     read_weight,
     thin,

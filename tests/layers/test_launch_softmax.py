@@ -28,4 +28,5 @@ def test_what_softmax_passes_to_its_kernel(recorder):
         [960, -240, 48, 0],
         [480, 120, 24, 0],
         [480, 120, 24, 0],
+        [0, 0, 0, 0],
     ]

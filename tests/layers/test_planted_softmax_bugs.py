@@ -170,8 +170,8 @@ BACKWARD_MISTAKES = {
         Bug(SOFTMAX_BACKWARD_CU, "row < params.rows;", "row < params.rows - 1;"), 24,
     ),
     "y of the neighbouring column": (
-        Bug(SOFTMAX_BACKWARD_CU, "gradient(dout[strip][i], y[strip][i],",
-            "gradient(dout[strip][i], y[strip][i ^ 1],"), 2048,
+        Bug(SOFTMAX_BACKWARD_CU, "(dout[strip][i], y[strip][i], row_sum)",
+            "(dout[strip][i], y[strip][i ^ 1], row_sum)"), 2048,
     ),
     "the dot product of the neighbouring columns": (
         Bug(SOFTMAX_BACKWARD_CU, "y[strip][i] * dout[strip][i];",

@@ -19,9 +19,9 @@ import cupyattn
 from cupyattn import SoftmaxGrads, reference, vjp
 from cupyattn.arrays import adopt
 from cupyattn.emulator import Checks, OutOfBoundsError, Report, SharedMemoryRaceError
-from cupyattn.ops.layers.broadcast_sums import broadcast_sums
+from cupyattn.ops.layers.softmax_dbias import softmax_dbias
 
-SUMS = "layers/broadcast_sums.cu"
+SUMS, GRADIENT = "layers/softmax_dbias.cu", "layers/softmax_gradient.cuh"
 
 
 class Case(NamedTuple):
@@ -57,7 +57,7 @@ class Case(NamedTuple):
 
 
 def require_within_bounds(case: Case) -> None:
-    """dbias through vjp, and dx as it is without."""
+    """dbias through vjp, of terms that are float32 whatever x is; and dx as it is without."""
     x, bias, dout = case.arrays()
     function = getattr(cupyattn, case.name)
     placed = [KERNELS.put(array) for array in (x, bias, dout)]
@@ -69,7 +69,7 @@ def require_within_bounds(case: Case) -> None:
     exact = getattr(reference, f"{case.name}_backward")
     error = getattr(reference, f"{case.name}_backward_bound")
     out = KERNELS.get(out)
-    ds, terms = exact(dout, out), error(dout, out, dtype=case.dtype)
+    ds, terms = exact(dout, out), error(dout, out, dtype="float32")
     bound = reference.broadcast_sums_bound(ds, terms, bias.shape, dtype=case.bias_dtype)
     dbias = KERNELS.get(more["bias"])
     assert dbias.dtype == bias.dtype
@@ -139,8 +139,9 @@ def test_gradients_are_written_where_they_are_wanted(side, scale):
 def test_with_grads_and_a_workspace_nothing_is_allocated(recorder):
     dout, bias = device_array((4, 600, 24)), device_array((600, 24), np.float32)
     grads = SoftmaxGrads(device_array((4, 600, 24)), device_array((600, 24), np.float32))
-    out, items = device_array((4, 600, 24)), 600 * 24
-    for scale, needed in ((1.0, 4 * items), (0.5, (4 + 2 * 4) * items)):
+    out, sums, rows = device_array((4, 600, 24)), 4 * 600 * 24, 4 * 4 * 600
+    needed = sums + -(-rows // 256) * 256  # the row sums begin a piece of 256 bytes
+    for scale in (1.0, 0.5):
         call = {"bias": bias, "scale": scale, "grads": grads}
         with pytest.raises(ValueError, match=rf"workspace has 16 bytes; .* needs {needed},"):
             cupyattn.softmax_backward(dout, out, **call, workspace=device_array((16,), np.uint8))
@@ -197,35 +198,53 @@ def test_whole_sectors_and_no_bank_conflicts():
     with cupyattn.backend("emulator", report=report):
         cupyattn.softmax_backward(x, x, bias=like)
     loads = [a for a in report.accesses if a.instruction.opcode.startswith("ld.global")]
-    assert sum(a.instruction.opcode.endswith("v4.u32") for a in loads) >= 3  # dout, out and ds
+    # dout and out, by each of two kernels
+    assert sum(a.instruction.opcode.endswith("v4.u32") for a in loads) >= 4
     assert report.sector_efficiency == 1.0
     assert report.bank_conflict_ways == 1.0
 
 
-def ratio(folder: Any, *bugs: Bug) -> float:
+def ratio(folder: Any, *bugs: Bug, logarithm: bool = False) -> float:
     """The kernel's largest error over its bound, with bugs in it; its operands lie apart."""
     plant(folder / "cuda_src", *bugs)
-    x = np.random.default_rng(0).standard_normal((3, 200, 2, 40), np.float32).astype(np.float16)
+    name = "log_softmax" if logarithm else "softmax"
+    rng = np.random.default_rng(0)
+    x, dout = rng.standard_normal((2, 3, 200, 2, 40), np.float32).astype(np.float16)
     wide = np.full((3, 201, 2, 48), np.nan, np.float16)
-    wide[:, :200, :, :40] = x
-    like = np.zeros((3, 1, 2, 40), np.float32)
+    out = wide[:, :200, :, :40]
+    out[...] = getattr(reference, name)(x, mask=rng.random(x.shape) < 0.9)
+    given, y = dout.astype(np.float32), out.astype(np.float32)
+    kept = np.where(np.isneginf(y), 0, given) if logarithm else y * given
+    row_sum, bias = kept.sum(axis=-1, dtype=np.float32), np.zeros((3, 1, 2, 40), np.float32)
     device = PlantedDevice(folder / "cuda_src", Checks.all())
-    found = broadcast_sums(device, adopt({"x": wide[:, :200, :, :40], "like": like}), like.dtype)
-    bound = reference.broadcast_sums_bound(x, np.zeros(x.shape), like.shape, dtype="float32")
-    return reference.error_ratio(found, reference.broadcast_sums(x, like.shape), bound)
+    operands = adopt({"dout": dout, "out": out, "row_sum": row_sum, "bias": bias})
+    found = softmax_dbias(device, operands, logarithm=logarithm)
+    ds = getattr(reference, f"{name}_backward")(dout, out)
+    error = getattr(reference, f"{name}_backward_bound")(dout, out, dtype="float32")
+    bound = reference.broadcast_sums_bound(ds, error, bias.shape, dtype="float32")
+    return reference.error_ratio(found, reference.broadcast_sums(ds, bias.shape), bound)
 
 
 @pytest.mark.nvrtc
-def test_a_clean_copy_is_right(tmp_path):
-    assert 0 < ratio(tmp_path) <= 1
+@pytest.mark.parametrize("logarithm", [False, True])
+def test_a_clean_copy_is_right(logarithm, tmp_path):
+    assert 0 < ratio(tmp_path, logarithm=logarithm) <= 1
 
 
 MISTAKES = {
-    "the last row": Bug(SUMS, "r < summed.rows;", "r < summed.rows - 1;"),
+    "the last row": Bug(SUMS, "first < summed.rows;", "first < summed.rows - 1;"),
+    "a row beyond the last counts": Bug(SUMS, "exists ? ds : 0.f", "ds"),
     "a warp's rows": Bug(SUMS, "int warp = 0; warp < kWarps", "int warp = 1; warp < kWarps"),
     "a split's rows": Bug(SUMS, "split * kWarps + warp_index()", "warp_index()"),
     "columns change places": Bug(SUMS, "at % VEC * kPitch + at / VEC]", "at % VEC * kPitch]"),
-    "all are the first": Bug(SUMS, "row_offset(kept, 0, k)", "row_offset(kept, 0, 0)"),
+    "all are the first": Bug(SUMS, "row_offsets(of_k, kept, k)", "row_offsets(of_k, kept, 0)"),
+    "the sum of another row": Bug(SUMS, "of_k[kRowSum] + of_r[ahead][kRowSum]", "of_k[kRowSum]"),
+    "the row's sum is left out": Bug(GRADIENT, "y * (dout - row_sum)", "y * dout"),
+    "terms are rounded": Bug(
+        GRADIENT,
+        "return y * (dout - row_sum);",
+        "return __half2float(__float2half(y * (dout - row_sum)));",
+    ),
     "splits overwrite each other": Bug(SUMS, "(split * rows + k)", "k"),
 }
 
@@ -233,10 +252,21 @@ MISTAKES = {
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_outside_of_the_bound(name, tmp_path):
+    """The bound is that of float32 terms: to round them to float16 first is a mistake."""
     assert not ratio(tmp_path, MISTAKES[name]) <= 3
 
 
+@pytest.mark.nvrtc
+def test_of_the_logarithm_too(tmp_path):
+    hidden = Bug(GRADIENT, "y == -kInfinity ? 0.f : dout", "dout")
+    assert not ratio(tmp_path, hidden, logarithm=True) <= 3
+
+
 FAULTS = {
+    "y lies as dout does": (
+        Bug(SUMS, "of_k[kY] + of_r[ahead][kY]", "of_k[kDout] + of_r[ahead][kDout]"),
+        OutOfBoundsError,
+    ),
     "sums are read while others are written": (
         without_barrier(SUMS, "smem_s.sum: written by every warp"), SharedMemoryRaceError,
     ),

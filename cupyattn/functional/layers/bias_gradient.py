@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from cupyattn import reference
-from cupyattn.arrays import Array, adopt, contiguous, is_contiguous, layouts_of
+from cupyattn.arrays import Array, adopt, is_contiguous, layouts_of
 from cupyattn.errors import error
 from cupyattn.functional.backend import device_of
+from cupyattn.functional.layers.scores import call_along
 from cupyattn.functional.outputs import named_grads
 from cupyattn.functional.rounding import round_into
 from cupyattn.gradients import SoftmaxGrads
-from cupyattn.kernels.configs.layers.softmax import FORWARD
+from cupyattn.kernels.configs.layers.softmax import BACKWARD, FORWARD
 from cupyattn.ops.checks import made_beforehand, require_arrays, require_bool, require_kernel_dtype
-from cupyattn.ops.layers.broadcast_sums import broadcast_sums, scratch_bytes
+from cupyattn.ops.layers.softmax_dbias import ROW_SUM_DTYPE, scratch_bytes, softmax_dbias
 from cupyattn.ops.numbers import factor
 from cupyattn.ops.overlaps import require_apart
 from cupyattn.ops.plan import Output, allot
@@ -28,24 +28,25 @@ _BYTES = np.dtype(np.uint8)
 
 
 def gradients_with_bias(
-    backward: Callable[..., Array],
     exact: Callable[..., np.ndarray],
     arrays: dict[str, Any],
     grads: Any,
     axis: Any,
     scale: Any,
     accumulate: Any,
+    *,
+    logarithm: bool,
 ) -> SoftmaxGrads:
     """Return dx, and dbias as the sum of the scores' gradient over the axes that bias has not.
 
     Parameters
     ----------
-    backward : callable
-        The public backward without a bias, for an axis and a scale.
     exact : callable
-        The same of the reference.
+        The reference of the gradient without a bias.
     arrays : dict
         dout, out and bias, and workspace or None.
+    logarithm : bool
+        Of the logarithm of softmax.
     """
     scale = factor("scale", scale)
     require_bool("accumulate", accumulate)
@@ -66,30 +67,44 @@ def gradients_with_bias(
             made_beforehand("grads.dbias"),
         )
     device = device_of(operands)
-    call = partial(backward, given["dout"], given["out"])
+    read = {name: given[name] for name in ("dout", "out")}
+
+    def gradient(**scratch: Array) -> Array:
+        return call_along(
+            -1,
+            BACKWARD,
+            {**read, "dx": given.get("dx"), **scratch},
+            exact,
+            scale=scale,
+            accumulate=accumulate and "dx" in given,
+            logarithm=logarithm,
+        )
+
     if device is None:
-        dx = call(scale=scale, grads=given.get("dx"), accumulate=accumulate and "dx" in given)
         sums = reference.broadcast_sums(exact(given["dout"], given["out"]), bias.shape)
         if accumulate and "dbias" in given:
             sums = sums + given["dbias"].astype(sums.dtype)
-        return SoftmaxGrads(dx, round_into(given.get("dbias"), sums, bias.dtype))
+        return SoftmaxGrads(gradient(), round_into(given.get("dbias"), sums, bias.dtype))
 
     require_kernel_dtype("dout", layouts["dout"].dtype)
-    dx = given.get("dx")
-    adds, apart = accumulate and dx is not None, accumulate or scale != 1
-    dx = device.empty(*results["dx"]) if dx is None else dx
-    like = {"like": given["bias"]}
-    scratch = {"ds": results["dx"]} if apart else {}
-    description = adopt({"x": dx, **like}).description
-    if apart:  # the scores' gradient is scratch, which starts at a vector
-        description = (("x", *contiguous(*results["dx"]), 0), *description[1:])
-    needed = scratch_bytes(device, description, bias.dtype)
-    memory = allot(device, {**scratch, "sums": Output((needed,), _BYTES)}, given.get("workspace"))
-    ds = call(scale=1.0, grads=memory.get("ds", dx))
-    summed = adopt({"x": ds, **like, "result": given.get("dbias"), "workspace": memory["sums"]})
-    dbias = broadcast_sums(device, summed, bias.dtype, accumulate)
-    if apart:
-        call(scale=scale, grads=dx, accumulate=adds)
+    read_by_sums = {**read, "bias": given["bias"]}
+    needed = scratch_bytes(device, adopt(read_by_sums).description)
+    scratch = {
+        "row_sum": Output(out.shape[:-1], ROW_SUM_DTYPE),
+        "sums": Output((needed,), _BYTES),
+    }
+    memory = allot(device, scratch, given.get("workspace"))
+    row_sum = memory["row_sum"]
+    dx = gradient(row_sum=row_sum)
+    summed = adopt(
+        {
+            **read_by_sums,
+            "row_sum": row_sum,
+            "dbias": given.get("dbias"),
+            "workspace": memory["sums"],
+        }
+    )
+    dbias = softmax_dbias(device, summed, logarithm=logarithm, accumulate=bool(accumulate))
     return SoftmaxGrads(dx, dbias)
 
 

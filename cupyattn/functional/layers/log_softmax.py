@@ -114,9 +114,14 @@ def log_softmax_backward(
     """
     if bias is not None:
         arrays = {"dout": dout, "out": out, "bias": bias, "workspace": workspace}
-        exact = reference.log_softmax_backward
         return gradients_with_bias(
-            log_softmax_backward, exact, arrays, grads, axis, scale, accumulate
+            reference.log_softmax_backward,
+            arrays,
+            grads,
+            axis,
+            scale,
+            accumulate,
+            logarithm=True,
         )
     return call_along(
         axis,

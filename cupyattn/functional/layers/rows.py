@@ -59,10 +59,12 @@ def call_rows(
         return run_rows(device, problem, operands)
     given = operands.arrays
     exact = reference(*map(given.get, kernel.inputs), **choices, **scalars)
-    exacts = dict(zip(kernel.results, exact if isinstance(exact, tuple) else (exact,), strict=True))
+    # Results behind the reference's are between kernels, and none of a call on the CPU.
+    values = exact if isinstance(exact, tuple) else (exact,)
+    exacts = dict(zip(kernel.results, values, strict=False))
     results = {}
     for name, output in problem.outputs.items():
-        target, result = given.get(name), exacts[name]
+        target, result = given.get(name), exacts.get(name)
         assert result is not None, f"the reference gives no {name}"
         if accumulate and target is not None:
             with np.errstate(invalid="ignore"):  # inf - inf is NaN, as on a GPU

@@ -27,7 +27,7 @@ def call_along(
     accumulate: Any = False,
     **choices: Any,
 ) -> Array:
-    """Run a row kernel with one result over an axis, which is the last of what the kernel sees.
+    """Run a row kernel over an axis, the last of what it sees, and return its first result.
 
     Parameters
     ----------
@@ -60,15 +60,15 @@ def call_along(
         return exact(*inputs[:given], **named, **numbers)
 
     def call(arrays: dict[str, Any]) -> tuple[str, Array]:
-        ((name, result),) = call_rows(
+        found = call_rows(
             kernel,
             arrays,
             reference,
             choices={**options, **choices},
             accumulate=bool(accumulate),
             scale=scale,
-        ).items()
-        return name, result
+        )
+        return next(iter(found.items()))
 
     if type(axis) is int and axis == -1:  # -1.0 equals it, and is no axis
         return call(arrays)[1]

@@ -141,8 +141,9 @@ def softmax_backward(
     Notes
     -----
     dbias is the gradient of the scores, dx with a scale of 1, summed over the axes along which bias
-    broadcast, in a fixed order: the same from run to run. On a GPU its terms are rounded to the
-    dtype of dout first. A bias that is one number for all columns moves no weight: its dbias is 0.
+    broadcast, in a fixed order: the same from run to run. On a GPU its terms are float32, computed
+    once more, so that no array holds them. A bias that is one number for all columns moves no
+    weight: its dbias is 0.
 
     Examples
     --------
@@ -153,8 +154,15 @@ def softmax_backward(
     """
     if bias is not None:
         arrays = {"dout": dout, "out": out, "bias": bias, "workspace": workspace}
-        exact = reference.softmax_backward
-        return gradients_with_bias(softmax_backward, exact, arrays, grads, axis, scale, accumulate)
+        return gradients_with_bias(
+            reference.softmax_backward,
+            arrays,
+            grads,
+            axis,
+            scale,
+            accumulate,
+            logarithm=False,
+        )
     return call_along(
         axis,
         kernels.BACKWARD,

@@ -64,12 +64,14 @@ BACKWARD = RowKernel(
     "softmax_backward",
     "layers/softmax_backward.cu",
     rows=("dout", "out"),
-    results={"dx": Result.ROW},
+    results={"dx": Result.ROW, "row_sum": Result.PER_ROW},
+    optional=("row_sum",),
     shown_as={"dx": "grads"},
     choices=_LOGARITHM | _ACCUMULATE,
     scalars={"scale": np.float32},
     table=HELD,
 )
+"""`row_sum` is for the gradient of a bias, which softmax_dbias computes."""
 LOGSUMEXP = RowKernel(
     "logsumexp",
     "layers/logsumexp.cu",

@@ -1,4 +1,4 @@
-"""Sums over the axes along which an array had been broadcast: the gradient of a bias."""
+"""The gradient of a bias of softmax: sums over the axes along which it had been broadcast."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
-from cupyattn.kernels.configs.tables import FLOAT_BYTES
-from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation
+from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool
+from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
 from cupyattn.kernels.structs import Struct, rows_params
 
 WARP = 32
@@ -22,17 +22,17 @@ ROWS_OF_A_WARP = 8
 SUMMING_CTAS = 4
 """For each multiprocessor, where there are rows enough to split."""
 
-SUMS = KernelSpec(
-    "broadcast_sums",
-    "layers/broadcast_sums.cu",
+DBIAS = KernelSpec(
+    "softmax_dbias",
+    "layers/softmax_dbias.cu",
     (
-        Pointer("x", const=True),
+        *inputs("dout", "out", "row_sum"),
         Pointer("partials"),
         Scalar("splits", np.dtype(np.int64)),
-        *(Struct(name, rows_params(1), "RowsParams") for name in ("kept", "summed")),
+        *(Struct(name, rows_params(3), "RowsParams") for name in ("kept", "summed")),
     ),
 )
-KERNELS = (SUMS,)
+KERNELS = (DBIAS,)
 
 
 def columns(vec: int) -> int:
@@ -41,19 +41,20 @@ def columns(vec: int) -> int:
 
 
 @cache
-def broadcast_sums(dtype: str, vec: int) -> Specialisation:
-    """Specialise the kernel for an array of a dtype; `vec` is the items of one load."""
+def softmax_dbias(dtype: str, vec: int, logarithm: bool) -> Specialisation:
+    """Specialise the kernel for arrays of a dtype; `vec` is the items of one load."""
     pitch = WARP + WARP // vec
-    return SUMS.specialise(
+    return DBIAS.specialise(
         threads=THREADS,
         static_shared_bytes=THREADS // WARP * vec * pitch * FLOAT_BYTES,
         DTYPE=dtype,
         VEC=vec,
+        LOGARITHM=cpp_bool(logarithm),
     )
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
-    """Yield the kernel for each dtype and load."""
+    """Yield the kernel for each dtype and load, of softmax and of its logarithm."""
     del arch  # one row serves all
-    for dtype, whole in itertools.product(STORAGE, (True, False)):
-        yield broadcast_sums(dtype, vector_items(dtype) if whole else 1)
+    for dtype, whole, logarithm in itertools.product(STORAGE, (True, False), (False, True)):
+        yield softmax_dbias(dtype, vector_items(dtype) if whole else 1, logarithm)
