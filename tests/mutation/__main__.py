@@ -10,16 +10,23 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
 
+from cupyattn.kernels.registry import KERNELS
 from cupyattn.kernels.source import source_root
 from mutation.bugs import draw
-from mutation.coverage import Coverage, measure
-from mutation.trial import CAUGHT, SURVIVED, UNFINISHED, Outcome, run, screen
-
-TESTS = ["tests/attention", "tests/kv_cache", "tests/layers"]
+from mutation.coverage import Coverage, folder_of_tests, measure
+from mutation.trial import (
+    CAUGHT,
+    NOT_COMPILED,
+    SURVIVED,
+    UNFINISHED,
+    WITHOUT_EFFECT,
+    Outcome,
+    attempt,
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,49 +39,53 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--count", type=int, default=60, help="bugs with an effect (default: 60)")
     made.add_argument("--seed", type=int, default=1, help="of the drawing (default: 1)")
-    made.add_argument("--kernel", help="only files of kernels with this in their name")
+    made.add_argument("--kernel", help="only kernels with this in their name")
     made.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
     made.add_argument("--seconds", type=float, default=600, help="for each bug (default: 600)")
     made.add_argument("--within", type=float, default=float("inf"), help="seconds for all of it")
     made.add_argument("--work", type=Path, help="a folder to keep; what is measured is reused")
-    made.add_argument("--tests", nargs="+", default=TESTS, help=f"default: {' '.join(TESTS)}")
+    made.add_argument("--tests", nargs="+", help="default: the folders of the kernels' families")
     return made
 
 
 def outcomes(arguments: argparse.Namespace, work: Path) -> list[Outcome]:
-    """Draw, screen and run until as many bugs with an effect as were asked for are tried."""
+    """Draw and try until as many bugs with an effect as were asked for are tried."""
     until = time.time() + arguments.within
+    entries = [entry for entry in KERNELS if (arguments.kernel or "") in entry]
+    if not entries:
+        raise SystemExit(f"no kernel has {arguments.kernel!r} in its name; there are {[*KERNELS]}")
     measured = work / "coverage.json"
     if not measured.exists():
-        measure(arguments.tests, measured, arguments.jobs)
-    coverage = Coverage.read(measured)
-    files = coverage.all_files(arguments.kernel)
+        folders = {folder_of_tests(KERNELS[entry].source) for entry in entries}
+        measure(arguments.tests or sorted(folders), measured, arguments.jobs)
+    coverage = Coverage.read(measured, entries)
+    files = coverage.all_files()
     if not files:
-        raise SystemExit(f"no test loads a kernel named {arguments.kernel!r}")
+        raise SystemExit(f"no test in {measured} loads any of {entries}")
     texts = {file: (source_root() / file).read_text(encoding="utf-8") for file in files}
     drawn = draw(texts, random.Random(arguments.seed))
     kernels = {file: coverage.kernels_with(file) for file in files}
     tests = {file: coverage.tests_of(file) for file in files}
     found: list[Outcome] = []
-    live = 0
     with ProcessPoolExecutor(arguments.jobs) as pool:
-        trials = []
-        while live < arguments.count and (batch := list(islice(drawn, arguments.count - live))):
-            screened = [pool.submit(screen, bug, kernels[bug.file], work) for bug in batch]
-            for future in as_completed(screened):
-                outcome = future.result()
-                if outcome.result:
-                    found.append(outcome)
+
+        def tried(number: int) -> set[Future[Outcome]]:
+            limits = (arguments.seconds, until)
+            return {
+                pool.submit(attempt, bug, kernels[bug.file], tests[bug.file], work, *limits)
+                for bug in islice(drawn, number)
+            }
+
+        trials = tried(arguments.count)
+        while trials:
+            done, trials = wait(trials, return_when=FIRST_COMPLETED)
+            for outcome in (future.result() for future in done):
+                found.append(outcome)
+                if outcome.result in (WITHOUT_EFFECT, NOT_COMPILED):
+                    trials |= tried(1)
                     continue
-                live += 1
                 bug = outcome.bug
-                limits = (arguments.seconds, until)
-                trials.append(pool.submit(run, bug, tests[bug.file], work, *limits))
-        for future in as_completed(trials):
-            outcome = future.result()
-            found.append(outcome)
-            bug = outcome.bug
-            print(f"{outcome.result} {bug.file}:{bug.line} {bug.kind} {outcome.by}", flush=True)
+                print(f"{outcome.result} {bug.file}:{bug.line} {bug.kind} {outcome.by}", flush=True)
             (work / "outcomes.json").write_text(json.dumps(found, indent=1))
     return found
 

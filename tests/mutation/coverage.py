@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -51,26 +51,21 @@ class Coverage:
         }
 
     @classmethod
-    def read(cls, file: Path) -> Coverage:
-        """Read what `measure` has written."""
+    def read(cls, file: Path, entries: Collection[str]) -> Coverage:
+        """Read what `measure` has written of some kernels."""
         loads = {}
         for test, notes in json.loads(file.read_text()).items():
             kernels = tuple(
                 Kernel(entry, source, tuple((name, value) for name, value in defines))
                 for entry, source, defines in notes["kernels"]
+                if entry in entries
             )
             loads[test] = Load(kernels, notes["seconds"], notes["draws"])
         return cls(loads)
 
-    def all_files(self, kernel: str | None = None) -> list[str]:
-        """The files of all kernels, or of those with a part of their entry's name."""
-        sources = {
-            each.source
-            for load in self.loads.values()
-            for each in load.kernels
-            if kernel is None or kernel in each.entry
-        }
-        return sorted(set().union(*(self.files[source] for source in sources)))
+    def all_files(self) -> list[str]:
+        """The files of all kernels."""
+        return sorted(set().union(*self.files.values()))
 
     def kernels_with(self, file: str) -> list[Kernel]:
         """Specialisations with a file in them, the most different ones first."""
@@ -99,6 +94,12 @@ class Coverage:
         }
         seconds = {test: 0.2 + self.loads[test].seconds for test in chosen}
         return most_new_first(chosen, seconds)
+
+
+def folder_of_tests(source: str) -> str:
+    """Where the tests of a kernel are, by its source: attention over a cache's has the cache's."""
+    of_a_cache = "paged" in source or source.startswith(("attention/decode/", "attention/merge"))
+    return "tests/kv_cache" if of_a_cache else f"tests/{source.partition('/')[0]}"
 
 
 def most_new_first(features: Mapping[_Key, set], costs: Mapping[_Key, float]) -> list[_Key]:

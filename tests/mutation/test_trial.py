@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from support.search import deep
 
+from cupyattn.kernels.registry import KERNELS
 from cupyattn.kernels.source import source_root
 from mutation.bugs import Bug
-from mutation.coverage import Coverage, measure, most_new_first
+from mutation.coverage import ROOT, Coverage, folder_of_tests, measure, most_new_first
 from mutation.trial import (
     CAUGHT,
     NOT_COMPILED,
@@ -40,19 +41,36 @@ WRONG_SIGN = bug_in("y * (dout - row_sum)", "y * (dout + row_sum)")
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Coverage:
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("coverage") / "coverage.json"
     measure([OF_NUMBERS, OF_STRIDES], file, jobs=2)
-    return Coverage.read(file)
+    return file
+
+
+@pytest.fixture(scope="module")
+def measured(file: Path) -> Coverage:
+    return Coverage.read(file, KERNELS)
 
 
 def test_coverage_says_what_loads_a_file(measured: Coverage):
     assert set(measured.tests_of(FILE)) == {OF_NUMBERS, OF_STRIDES}
     assert measured.tests_of("attention/params.cuh") == []
     assert {kernel.entry for kernel in measured.kernels_with(FILE)} == {"softmax_backward"}
-    assert FILE in measured.all_files("softmax_backward")
-    assert FILE not in measured.all_files("softmax_forward")
-    assert "common/rows.cuh" in measured.all_files("softmax_forward")
+    assert FILE in measured.all_files()
+
+
+def test_coverage_of_one_kernel(file: Path):
+    forward = Coverage.read(file, ["softmax_forward"])
+    assert FILE not in forward.all_files()
+    entries = {kernel.entry for kernel in forward.kernels_with("common/rows.cuh")}
+    assert entries == {"softmax_forward"}
+
+
+def test_every_kernel_has_a_folder_of_tests():
+    folders = {entry: folder_of_tests(kernel.source) for entry, kernel in KERNELS.items()}
+    assert all((ROOT / folder).is_dir() for folder in folders.values())
+    assert folders["attention_decode"] == folders["append_kv"] == "tests/kv_cache"
+    assert folders["attention_forward"] == "tests/attention"
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,14 @@ def screen(bug: Bug, kernels: list[Kernel], work: Path) -> Outcome:
     return Outcome(bug, "" if differs else WITHOUT_EFFECT)
 
 
+def attempt(
+    bug: Bug, kernels: list[Kernel], tests: list[str], work: Path, seconds: float, until: float
+) -> Outcome:
+    """Screen a bug, and run what has an effect."""
+    outcome = screen(bug, kernels, work) if time.time() < until else Outcome(bug, NOT_TRIED)
+    return outcome if outcome.result else run(bug, tests, work, seconds, until)
+
+
 def run(bug: Bug, tests: list[str], work: Path, seconds: float, until: float = math.inf) -> Outcome:
     """Run the tests to the first failure, for some seconds at most, and not beyond a time."""
     seconds = min(seconds, until - time.time())
