@@ -15,6 +15,9 @@ from support.search import deep, examples, mostly_deep
 
 import cupyattn
 from cupyattn import reference
+from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.compile import compile_ptx
+from cupyattn.kernels.configs.kv_cache import AppendLaunch, append_config, specialise_append
 from cupyattn.ops.kv_cache import append_problem as checks
 
 pytestmark = pytest.mark.nvrtc
@@ -121,6 +124,13 @@ def test_quantisation_is_bit_for_bit_at_any_size(bits):
     assert problem.ratio(problem.appended(given), given) <= 1
 
 
+@pytest.mark.parametrize("bits", STORED)
+def test_a_head_that_one_lane_holds(bits):
+    problem = replace(PLAIN, D=8, bits=bits)
+    given = problem.memory()
+    assert problem.ratio(problem.appended(given), given) <= 1
+
+
 @pytest.mark.parametrize("integers", ["int64", *deep("int32")])
 def test_slots_that_do_not_exist_are_skipped(integers, monkeypatch):
     """Where values are not checked, as on a GPU; and rotated features without a row are NaN."""
@@ -190,6 +200,15 @@ def test_every_array_has_strides_of_its_own():
         assert_array_equal(KERNELS.get(padded[name]), array)
     for name in names[4:]:
         assert_array_equal(KERNELS.get(padded[name]), expected[1][name])
+
+
+@pytest.mark.parametrize("vec", [8, 1])
+def test_a_warp_has_read_its_queries_before_it_writes_them(vec):
+    """Lanes read what others overwrite. Those of the emulator go together, a GPU's need not."""
+    launch = AppendLaunch("float16", "float16", 64, vec, "int32", "float32", "int32", False)
+    specialisation = specialise_append(append_config(75, ROTATED.H, launch.chunks), launch)
+    ptx = compile_ptx(specialisation, TURING).path.read_text(encoding="utf-8")
+    assert ptx.rindex("ld.global") < ptx.index("bar.warp.sync") < ptx.index("st.global")
 
 
 def test_queries_of_tokens_that_are_left_out_are_rotated():

@@ -1,4 +1,4 @@
-"""A plugin of pytest: the library compiles from another folder, and what each test loads is noted.
+"""A plugin of pytest: the library compiles from another folder, and what each test loads or compiles is noted.
 
 MUTATION_SOURCES names the folder; MUTATION_NOTES the file for what was loaded.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +40,29 @@ def compile_from(folder: Path) -> None:
 
 
 def note_loads() -> None:
-    """Note under the running test each kernel that a device loads."""
+    """Note under the running test each kernel that it compiles, or loads compiled."""
+    from cupyattn.kernels import compile
     from cupyattn.kernels.device.cuda import CudaDevice
     from cupyattn.kernels.device.emulated import EmulatedDevice
 
-    for device in (CudaDevice, EmulatedDevice):
+    for owner, name in ((CudaDevice, "load"), (EmulatedDevice, "load"), (compile, "_compile")):
+        setattr(owner, name, noting(getattr(owner, name)))
 
-        def noting(self: Any, specialisation: Any, load: Any = device.load) -> Any:
-            test = NOTES.get(os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0])
-            if test is not None and not Path(specialisation.spec.source).is_absolute():
-                spec = specialisation.spec
-                kernel = [spec.entry, spec.source, sorted(specialisation.defines.items())]
-                if kernel not in test["kernels"]:
-                    test["kernels"].append(kernel)
-            return load(self, specialisation)
 
-        device.load = noting
+def noting(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that notes the specialisation among its arguments, and calls the given one."""
+    from cupyattn.kernels.spec import Specialisation
+
+    def noted(*arguments: Any) -> Any:
+        test = NOTES.get(os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0])
+        (specialisation,) = (each for each in arguments if isinstance(each, Specialisation))
+        spec = specialisation.spec
+        kernel = [spec.entry, spec.source, sorted(specialisation.defines.items())]
+        if test and not Path(spec.source).is_absolute() and kernel not in test["kernels"]:
+            test["kernels"].append(kernel)
+        return call(*arguments)
+
+    return noted
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
