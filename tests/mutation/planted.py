@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,7 +46,7 @@ def makes_a_difference(folder: Path, kernels: list[Kernel]) -> bool | None:
 
 
 def instructions(folder: Path, kernel: Kernel) -> str:
-    """The PTX of a kernel, but for where its lines stood."""
+    """The PTX of a kernel, but for where its lines stood, and constants that it does not read."""
     defines = dict(kernel.defines)
     spec = KernelSpec(kernel.entry, str(folder / kernel.source), ())
     specialisation = Specialisation(
@@ -53,4 +54,11 @@ def instructions(folder: Path, kernel: Kernel) -> str:
     )
     ptx = compile_ptx(specialisation, TURING).path.read_text(encoding="utf-8")
     code = re.sub(r"//.*", "", ptx.partition("\t.section")[0])
-    return re.sub(r"^\s*\.(?:loc|file)\b.*$", "", code, flags=re.MULTILINE)
+    code = re.sub(r"^\s*\.(?:loc|file)\b.*$", "", code, flags=re.MULTILINE)
+    names = Counter(re.findall(r"\w+", code))
+    return re.sub(
+        r"^\.global .*?(\w+)(?:\[\d+\])?(?: = .*)?;$",
+        lambda constant: constant[0] if names[constant[1]] > 1 else "",
+        code,
+        flags=re.MULTILINE,
+    )

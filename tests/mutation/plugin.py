@@ -1,6 +1,6 @@
-"""A plugin of pytest: the library compiles from another folder, and what each test loads or compiles is noted.
+"""A plugin of pytest: the library compiles from another folder; what each test loads is noted.
 
-MUTATION_SOURCES names the folder; MUTATION_NOTES the file for what was loaded.
+MUTATION_SOURCES names the folder; MUTATION_NOTES the file for what was loaded or compiled.
 """
 
 from __future__ import annotations
