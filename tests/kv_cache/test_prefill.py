@@ -88,6 +88,15 @@ def test_packed_queries_are_a_loop_over_sequences(problem: PackedProblem):
     assert (lse[:, problem.bounds[-1] :] == 7).all()
 
 
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 64), ("float32", 24)])
+def test_packed_queries_of_several_tiles(dtype, head_dim):
+    problem = PackedProblem(
+        lengths=(150, 20, 70), Sq=150, queries=(150, 20, 65), G=1, group=1, D=head_dim, dtype=dtype
+    )
+    arrays = problem.arrays()
+    assert problem.ratio(*problem.call(arrays), arrays) <= 1
+
+
 CHUNK = PagedProblem(
     lengths=(150, 64), Sq=40, G=1, group=2, D=64, dtype="float16", options=(("causal", True),)
 )
