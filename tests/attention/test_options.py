@@ -18,7 +18,15 @@ from support.base_problem import ANGLES, BASE, DV, EVERY_OPTION, POSITIONS, SK, 
 from support.devices import unchanged
 from support.strategies import AttentionProblem
 
-from cupyattn import AttentionGrads, ScoreMod, attention, attention_backward, reference
+from cupyattn import (
+    AttentionGrads,
+    Rotary,
+    ScoreMod,
+    attention,
+    attention_backward,
+    reference,
+    rope,
+)
 
 PLAIN = reference.attention(*BASE.arrays())[0].astype(np.float32)
 
@@ -178,6 +186,69 @@ def test_rotary_is_attention_of_rotated_arrays():
         expected = attention(turned_q, turned_k, v)
         actual = attention(q, k, v, rotary=(cos, sin), q_offset=q_offset)
         assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_is_taken_by_its_name(interleaved):
+    """A Rotary does what the tuple does, and its pairs may be neighbours, forward and backward."""
+    q, k, v = BASE.arrays()
+    cos, sin = np.cos(ANGLES), np.sin(ANGLES)
+    rotary = Rotary(cos, sin, interleaved)
+    positions = np.arange(SQ)[None], np.arange(SK)[None]
+
+    def turned(x, where, **options):
+        where = np.broadcast_to(where, x.shape[:2])
+        return rope(x, cos, sin, positions=where, interleaved=interleaved, **options)
+
+    arrays = turned(q, positions[0]), turned(k, positions[1]), v
+    expected = attention(*arrays, q_offset=0, return_lse=True)
+    found = attention(q, k, v, rotary=rotary, q_offset=0, return_lse=True)
+    for actual, wanted in zip(found, expected, strict=True):
+        assert_allclose(actual, wanted, rtol=1e-5, atol=1e-6)
+    if not interleaved:
+        assert_array_equal(attention(q, k, v, rotary=(cos, sin), q_offset=0), found[0])
+    dout, _ = BASE.gradients()
+    wanted = attention_backward(dout, *arrays, *expected, q_offset=0)
+    dq, dk, dv, *_ = attention_backward(dout, q, k, v, *found, q_offset=0, rotary=rotary)
+    assert_allclose(dq, turned(wanted.dq, positions[0], inverse=True), rtol=1e-4, atol=1e-5)
+    assert_allclose(dk, turned(wanted.dk, positions[1], inverse=True), rtol=1e-4, atol=1e-5)
+    assert_allclose(dv, wanted.dv, rtol=1e-4, atol=1e-5)
+
+
+def test_bounds_know_which_features_are_a_pair():
+    """Neighbouring pairs are halves of arrays whose features stand in another order."""
+    q, k, v = BASE.arrays()
+    dout, _ = BASE.gradients()
+    half = ANGLES.shape[-1]
+    order = [*range(0, 2 * half, 2), *range(1, 2 * half, 2), *range(2 * half, D)]
+    cos, sin = np.cos(ANGLES), np.sin(ANGLES)
+    found = []
+    for *arrays, rotary in ((q, k, (cos, sin, True)), (q[..., order], k[..., order], (cos, sin))):
+        out, lse = reference.attention(*arrays, v, rotary=rotary, q_offset=0)
+        options = {"rotary": rotary, "q_offset": 0, "dtype": "float16"}
+        bounds = reference.attention_bound(*arrays, v, tile_k=32, **options)
+        gradients = reference.attention_backward_bound(dout, *arrays, v, out, lse, **options)
+        found.append((*bounds, gradients.dq, gradients.dk, gradients.dv))
+    for index, (neighbours, halves) in enumerate(zip(*found, strict=True)):
+        turned = neighbours[..., order] if index in (2, 3) else neighbours
+        assert_allclose(turned, halves, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rotary", "message"),
+    [
+        (
+            (ANGLES, ANGLES, True),
+            r"rotary is a tuple of 3; .*Rotary\(cos, sin, interleaved=False\)",
+        ),
+        (Rotary(ANGLES, None), "rotary is a Rotary of 3; .*pass rotary="),
+        (Rotary(ANGLES, ANGLES, 1), "rotary's interleaved = 1"),
+        (ANGLES, "rotary is a ndarray; it is a tuple"),
+    ],
+)
+def test_what_is_no_rotary_is_refused(rotary, message):
+    with pytest.raises(TypeError, match=message):
+        attention(*BASE.arrays(), rotary=rotary)
 
 
 def test_dropout_drops_what_the_seed_says():

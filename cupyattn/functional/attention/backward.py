@@ -12,6 +12,7 @@ from cupyattn.arrays import Array
 from cupyattn.functional.attention.call import AttentionCall, attention_call, reference_options
 from cupyattn.functional.attention.modifiers import MaskMod, ScoreMod, python_gradient
 from cupyattn.functional.backend import device_of
+from cupyattn.functional.layers.rope import Rotary
 from cupyattn.functional.outputs import named_grads
 from cupyattn.functional.rounding import round_into
 from cupyattn.gradients import AttentionGrads
@@ -41,7 +42,7 @@ def attention_backward(
     sinks: Array | None = None,
     dropout_p: float = 0.0,
     seed: int | None = None,
-    rotary: tuple[Array, Array] | None = None,
+    rotary: tuple[Array, Array] | Rotary | None = None,
     score_mod: ScoreMod | Callable[..., Any] | None = None,
     mask_mod: MaskMod | Callable[..., Any] | None = None,
     dlse: Array | None = None,

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from cupyattn.arrays import Operands, adopt, exports_memory
-from cupyattn.errors import error
 from cupyattn.functional.attention.modifiers import arrays_of, python_function, user_function
+from cupyattn.functional.layers.rope import checked_rotary
 from cupyattn.ops.attention.modifiers import UserFunction, shown_names
 from cupyattn.ops.attention.options import checked_seed
 from cupyattn.ops.attention.problem import ARRAY_FIXES, SHOWN_AS, AttentionProblem
@@ -49,8 +49,9 @@ def attention_call(
     if q_offset is not None and exports_memory(q_offset):
         arrays["q_offset"] = q_offset
         q_offset = None
+    interleaved = False
     if rotary is not None:
-        arrays["cos"], arrays["sin"] = _rotary_tables(rotary)
+        arrays["cos"], arrays["sin"], interleaved = checked_rotary(rotary)
     shown_as = SHOWN_AS
     functions: tuple[UserFunction | None, ...] = (None, None)
     if score_mod is not None or mask_mod is not None:
@@ -62,19 +63,8 @@ def attention_call(
         functions = (described["score_mod"], described["mask_mod"])
     operands = adopt(arrays, ARRAY_FIXES, shown_as)
     seed = 0 if seed is None else checked_seed(seed)
-    problem = check(operands, (*options, q_offset, *functions))
+    problem = check(operands, (*options, q_offset, interleaved, *functions))
     return AttentionCall(operands, problem, seed, score_mod, mask_mod)
-
-
-def _rotary_tables(rotary: Any) -> tuple[Any, Any]:
-    if isinstance(rotary, tuple) and len(rotary) == 2 and not any(t is None for t in rotary):
-        return rotary
-    raise error(
-        TypeError,
-        f"rotary is a {type(rotary).__name__}",
-        "it is a tuple (cos, sin) of tables (positions, R/2)",
-        "pass rotary=(cos, sin)",
-    )
 
 
 def reference_options(call: AttentionCall) -> dict[str, Any]:
@@ -92,7 +82,7 @@ def reference_options(call: AttentionCall) -> dict[str, Any]:
         "sinks": arrays.get("sinks"),
         "dropout_p": problem.dropout_p,
         "seed": call.seed,
-        "rotary": (arrays["cos"], arrays["sin"]) if "cos" in arrays else None,
+        "rotary": (arrays["cos"], arrays["sin"], problem.interleaved) if "cos" in arrays else None,
         "score_mod": python_function("score_mod", call.score_mod, arrays),
         "mask_mod": python_function("mask_mod", call.mask_mod, arrays),
     }

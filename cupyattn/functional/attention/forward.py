@@ -11,6 +11,7 @@ from cupyattn.errors import error
 from cupyattn.functional.attention.call import AttentionCall, attention_call, reference_options
 from cupyattn.functional.attention.modifiers import MaskMod, ScoreMod
 from cupyattn.functional.backend import device_of
+from cupyattn.functional.layers.rope import Rotary
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.attention.checks import forward_problem
 from cupyattn.ops.attention.forward import attention_forward
@@ -35,7 +36,7 @@ def attention(
     sinks: Array | None = None,
     dropout_p: float = 0.0,
     seed: int | None = None,
-    rotary: tuple[Array, Array] | None = None,
+    rotary: tuple[Array, Array] | Rotary | None = None,
     score_mod: ScoreMod | Callable[..., Any] | None = None,
     mask_mod: MaskMod | Callable[..., Any] | None = None,
     return_lse: bool = False,
@@ -93,10 +94,11 @@ def attention(
     seed : int, optional
         0 to 2**64 - 1, required with dropout. The mask is a function of the seed and of
         (b, h, i, j) alone: Philox4x32-10 (Salmon et al., SC 2011).
-    rotary : (cos, sin), optional
+    rotary : (cos, sin) or Rotary, optional
         Tables (positions, R/2) with R <= D: rotates the first R features of q (at position
-        ``i + q_offset``) and k (at position j), feature d paired with d + R/2 (Su et al.,
-        arXiv:2104.09864, equation 34).
+        ``i + q_offset``) and k (at position j), feature d paired with d + R/2, or with
+        ``Rotary(cos, sin, interleaved=True)`` 2d with 2d + 1 (Su et al., arXiv:2104.09864,
+        equation 34).
     score_mod : ScoreMod, optional
         The user's own expression of a score, after bias and ALiBi: see `ScoreMod`. On NumPy arrays
         also a function ``score_mod(score, b, h, q_idx, k_idx)`` of arrays that broadcast together.

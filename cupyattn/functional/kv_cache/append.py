@@ -8,11 +8,9 @@ import numpy as np
 
 from cupyattn import reference
 from cupyattn.arrays import Array, Operands, adopt
-from cupyattn.errors import error
 from cupyattn.functional.backend import device_of
-from cupyattn.functional.layers.rope import Rotary
+from cupyattn.functional.layers.rope import Rotary, checked_rotary
 from cupyattn.functional.rounding import round_into
-from cupyattn.ops.checks import require_bool
 from cupyattn.ops.kv_cache.append import run_append
 from cupyattn.ops.kv_cache.append_problem import AppendProblem, append_problem
 
@@ -129,20 +127,8 @@ def append_kv(
 def _adopted(arrays: dict[str, Any], rotary: Any) -> tuple[Operands, bool]:
     if rotary is None:
         return adopt(arrays), False
-    fits = isinstance(rotary, tuple) and (len(rotary) == 2 or isinstance(rotary, Rotary))
-    if not fits or rotary[0] is None or rotary[1] is None:
-        raise error(
-            TypeError,
-            f"rotary is a {type(rotary).__name__}"
-            + (f" of {len(rotary)}" if isinstance(rotary, tuple) else ""),
-            "it is a tuple (cos, sin) of arrays (positions, R/2), or Rotary(cos, sin, "
-            "interleaved=False)",
-            "pass rotary=(cos, sin)",
-        )
-    tables = Rotary(*rotary)
-    require_bool("rotary's interleaved", tables.interleaved)
-    operands = adopt({**arrays, "cos": tables.cos, "sin": tables.sin})
-    return operands, bool(tables.interleaved)
+    tables = checked_rotary(rotary)
+    return adopt({**arrays, "cos": tables.cos, "sin": tables.sin}), tables.interleaved
 
 
 def _on_cpu(problem: AppendProblem, arrays: dict[str, Array]) -> None:

@@ -32,6 +32,29 @@ class Rotary(NamedTuple):
     interleaved: bool = False
 
 
+def checked_rotary(rotary: Any) -> Rotary:
+    """Take what functions that rotate on the way are given: (cos, sin), or a `Rotary`.
+
+    Raises
+    ------
+    TypeError
+        If it is anything else.
+    """
+    fits = isinstance(rotary, tuple) and (len(rotary) == 2 or isinstance(rotary, Rotary))
+    if not fits or rotary[0] is None or rotary[1] is None:
+        raise error(
+            TypeError,
+            f"rotary is a {type(rotary).__name__}"
+            + (f" of {len(rotary)}" if isinstance(rotary, tuple) else ""),
+            "it is a tuple (cos, sin) of arrays (positions, R/2), or Rotary(cos, sin, "
+            "interleaved=False)",
+            "pass rotary=(cos, sin)",
+        )
+    tables = Rotary(*rotary)
+    require_bool("rotary's interleaved", tables.interleaved)
+    return tables._replace(interleaved=bool(tables.interleaved))
+
+
 def rope(
     x: Array | tuple[Array, Array],
     cos: Array,

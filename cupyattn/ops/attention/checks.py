@@ -176,6 +176,7 @@ def _problem(
         window=checked_window(options.window_size, options.causal),
         softcap=checked_softcap(options.softcap, softmax_scale),
         dropout_p=checked_dropout_p(options.dropout_p, options.seeded),
+        interleaved=options.interleaved,
         functions={"score_mod": options.score_mod, "mask_mod": options.mask_mod},
         implementation=options.implementation,
         overlaps=Overlaps.of(layouts, (*results, "workspace"), SHOWN_AS),

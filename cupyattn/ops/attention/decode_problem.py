@@ -186,6 +186,7 @@ def _checked(
         window=checked_window(window_size, causal),
         softcap=checked_softcap(softcap, scale),
         dropout_p=0.0,
+        interleaved=False,
         functions={},
         implementation="flash",
         overlaps=Overlaps.of(layouts, (*FORWARD_RESULTS, "workspace")),

@@ -41,6 +41,8 @@ class AttentionOptions(NamedTuple):
     implementation: str = "flash"
     q_offset: int | None = None
     """None too where q_offset is an array, which is among the layouts then."""
+    interleaved: bool = False
+    """Of rotary, whose tables are arrays."""
     score_mod: UserFunction | None = None
     mask_mod: UserFunction | None = None
 

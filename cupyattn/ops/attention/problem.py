@@ -41,6 +41,8 @@ class AttentionProblem:
     """Keys to the left and right that a query sees, causality included; None is unbounded."""
     softcap: float | None
     dropout_p: float
+    interleaved: bool
+    """Whether rotary pairs neighbouring features."""
     functions: dict[str, UserFunction | None]
     """score_mod and mask_mod."""
     implementation: str

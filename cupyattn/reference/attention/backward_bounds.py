@@ -44,7 +44,7 @@ from cupyattn.reference.attention.bounds import (
 )
 from cupyattn.reference.attention.dense import add_broadcast, attention_backward, row_delta
 from cupyattn.reference.attention.scores import Float64, ScoreBlock, ScoreBlocks, probabilities
-from cupyattn.reference.layers.rope import table_rows
+from cupyattn.reference.layers.rope import pairs_of, table_rows
 
 
 def sum_error(terms: Any, size: Any) -> Any:
@@ -250,8 +250,8 @@ def _turn(blocks: ScoreBlocks, grads: AttentionGrads, dq_bound: Float64, dk_boun
     """Bound the errors of gradients of rotated q and k after the inverse rotation, in place."""
     if blocks.rotary is None:
         return
-    cos, sin = blocks.rotary
-    pairs = cos.shape[-1]
+    cos, sin = blocks.rotary[:2]
+    pairs = pairs_of(cos.shape[-1], interleaved=blocks.interleaved)
     for b, (offset, used) in enumerate(zip(blocks.offsets, blocks.used, strict=True)):
         for bound, grad, positions in (
             (dq_bound[b], grads.dq[b], np.arange(dq_bound.shape[1]) + offset),
@@ -259,7 +259,8 @@ def _turn(blocks: ScoreBlocks, grads: AttentionGrads, dq_bound: Float64, dk_boun
         ):
             length = np.hypot(table_rows(cos, positions), table_rows(sin, positions))
             bound[...] = pair_norms(bound, pairs)
-            bound[..., : 2 * pairs] *= np.tile(length, 2)[:, None, :]
+            for features in pairs:
+                bound[..., features] *= length[:, None, :]
             bound += ROTATION * pair_norms(grad, pairs)
 
 

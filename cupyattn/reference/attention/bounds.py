@@ -51,6 +51,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from cupyattn.reference.attention.dense import attention
 from cupyattn.reference.attention.scores import Float64, ScoreBlock, ScoreBlocks, probabilities
+from cupyattn.reference.layers.rope import pairs_of
 
 U32 = 2.0**-24  # unit round-off of float32
 TINY32 = 2.0**-126
@@ -167,7 +168,7 @@ class ScoreErrors:
         dot = (blocks.q.shape[-1] + 2) * U32
         q, k = np.abs(block.q), np.abs(block.k)
         if blocks.rotary is not None:
-            pairs = blocks.rotary[0].shape[-1]
+            pairs = pairs_of(blocks.rotary[0].shape[-1], interleaved=blocks.interleaved)
             q, k = pair_norms(q, pairs), pair_norms(k, pairs)
             dot += 2 * precision.u_in + ROTATION
         magnitude = np.abs(block.capped)
@@ -191,11 +192,10 @@ def sink_magnitude(sink: float, lse: Float64) -> Float64:
     return np.where(probabilities(np.full((len(lse), 1), sink), lse)[:, 0] < TINY32, 0.0, abs(sink))
 
 
-def pair_norms(x: Float64, pairs: int) -> Float64:
+def pair_norms(x: Float64, pairs: tuple[slice, slice]) -> Float64:
     """Take absolute values of x (..., D), of both features of a rotary pair the pair's norm."""
-    result = np.abs(x)
-    norms = np.hypot(x[..., :pairs], x[..., pairs : 2 * pairs])
-    result[..., :pairs] = result[..., pairs : 2 * pairs] = norms
+    result, (firsts, seconds) = np.abs(x), pairs
+    result[..., firsts] = result[..., seconds] = np.hypot(x[..., firsts], x[..., seconds])
     return result
 
 

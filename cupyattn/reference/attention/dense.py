@@ -154,7 +154,7 @@ def _rotate_back(blocks: ScoreBlocks, dq: Float64, dk: Float64) -> None:
     """Turn gradients of the rotated q and k into gradients of q and k, in place."""
     if blocks.rotary is None:
         return
-    cos, sin = blocks.rotary
+    cos, sin = blocks.rotary[:2]
     for b, (offset, used) in enumerate(zip(blocks.offsets, blocks.used, strict=True)):
         for x, positions in (
             (dq[b], np.arange(dq.shape[1]) + offset),
@@ -162,4 +162,4 @@ def _rotate_back(blocks: ScoreBlocks, dq: Float64, dk: Float64) -> None:
         ):
             angles = (table_rows(table, positions)[:, None, :] for table in (cos, sin))
             c, s = angles
-            x[...] = rotate(x, c, -s)
+            x[...] = rotate(x, c, -s, interleaved=blocks.interleaved)

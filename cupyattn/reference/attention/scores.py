@@ -116,7 +116,7 @@ class ScoreBlocks:
         One more logit per head that joins the softmax denominator. Not a score: the caller adds it.
     dropout_p, seed : float, int
         See `philox.attention_keep`.
-    rotary : (cos, sin), optional
+    rotary : (cos, sin) or (cos, sin, interleaved), optional
         Tables (P, R/2). Query i is rotated by row i + q_offset, key j by row j.
     score_mod : callable, optional
         score_mod(score, b, h, i, j): what becomes of a score, after bias and ALiBi.
@@ -143,7 +143,7 @@ class ScoreBlocks:
     sinks: ArrayLike | None = None
     dropout_p: float = 0.0
     seed: int | None = None
-    rotary: tuple[NDArray[Any], NDArray[Any]] | None = None
+    rotary: tuple[Any, ...] | None = None
     score_mod: Callable[..., Any] | None = None
     score_mod_gradient: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
@@ -190,10 +190,16 @@ class ScoreBlocks:
                         rows = slice(start, min(start + rows_per_block, sq))
                         yield self._block(b, h, g, rows, k, v)
 
+    @property
+    def interleaved(self) -> bool:
+        """Whether rotary pairs features 2m and 2m + 1, not m and m + R/2."""
+        return self.rotary is not None and len(self.rotary) == 3 and self.rotary[2]
+
     def _rotated(self, x: NDArray[Any], positions: NDArray[np.int64]) -> Float64:
         if self.rotary is None:
             return np.asarray(x, dtype=np.float64)
-        return rotate(x, *(table_rows(table, positions) for table in self.rotary))
+        angles = (table_rows(table, positions) for table in self.rotary[:2])
+        return rotate(x, *angles, interleaved=self.interleaved)
 
     def _block(self, b: int, h: int, g: int, rows: slice, k: Float64, v: Float64) -> ScoreBlock:
         i = np.arange(rows.start, rows.stop)
