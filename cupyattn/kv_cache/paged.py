@@ -68,6 +68,12 @@ class PagedKVCache:
     ValueError
         If a number is out of range.
 
+    See Also
+    --------
+    cupyattn.kv_cache.StepTables : the tables of a step, which the methods take.
+    cupyattn.kv_cache.Copy : what tells `copy` which blocks to copy.
+    cupyattn.Scheduler : a loop over it; its requests are in `cupyattn.kv_cache` as well.
+
     Notes
     -----
     A step is: append tokens to sequences, `copy` what that returns, make or update the

@@ -52,6 +52,12 @@ class Scheduler:
     TypeError
         If a number is no integer, window_size no pair, or the cache has no allocator or no copies.
 
+    See Also
+    --------
+    cupyattn.kv_cache.Request : what `submit` returns.
+    cupyattn.kv_cache.Work : a request's part of a step, of which `step` gives the model a list.
+    cupyattn.kv_cache.StepTables : the tables of a step of a `PagedKVCache`.
+
     Notes
     -----
     The earliest request always goes on, so each one ends. Batches are those of Orca (Yu et al.,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import re
 from collections.abc import Callable
 from typing import Any, get_args, get_type_hints
@@ -33,6 +34,7 @@ from cupyattn import (
     softmax_backward,
 )
 from cupyattn import softmax as softmax_forward
+from cupyattn.kv_cache import Request, StepTables, Work
 
 SHARED_OPTIONS = {
     "causal": False, "softmax_scale": None, "window_size": None, "q_offset": None,
@@ -230,3 +232,14 @@ def test_public_names_are_documented(name):
 
 def test_version_is_a_release():
     assert re.fullmatch(r"\d+\.\d+\.\d+", cupyattn.__version__)
+
+
+@pytest.mark.parametrize(
+    ("public", "types"),
+    [(cupyattn.PagedKVCache, {StepTables}), (cupyattn.Scheduler, {Request, Work})],
+)
+def test_help_says_where_the_types_of_the_cache_are(public, types):
+    seen = sections(public.__doc__)["See Also"]
+    named = re.findall(r"^(cupyattn[.\w]+) : \w.*\.$", seen, re.MULTILINE)
+    assert len(named) == len(seen.strip().splitlines())
+    assert types <= {pkgutil.resolve_name(name) for name in named}
