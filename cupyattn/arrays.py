@@ -349,3 +349,18 @@ class _StandIn:
             "typestr": f"|V{layout.dtype.itemsize}",
             "version": 3,
         }
+
+
+def dtype_of(name: str) -> np.dtype:
+    """Return the dtype of a name; NumPy alone does not know bfloat16.
+
+    Examples
+    --------
+    >>> dtype_of("bfloat16").itemsize
+    2
+    """
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)

@@ -37,23 +37,8 @@ class AttentionGrads(NamedTuple):
     dsinks: Array | None = None
 
 
-class SwigluGrads(NamedTuple):
-    """Gradients of swiglu's inputs.
-
-    Attributes
-    ----------
-    dgate : array (..., N), or (..., 2N) where gate and up were packed
-        Of gate, or of the packed array.
-    dup : array (..., N), or None
-        Of up, where it was given by itself.
-    """
-
-    dgate: Array = None
-    dup: Array | None = None
-
-
-class GegluGrads(NamedTuple):
-    """Gradients of geglu's inputs.
+class GatedGrads(NamedTuple):
+    """Gradients of the inputs of swiglu or geglu.
 
     Attributes
     ----------

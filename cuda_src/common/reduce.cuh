@@ -13,7 +13,10 @@ __device__ __forceinline__ void bar_sync(int id, int threads) {
 
 struct Sum {
   static constexpr float kIdentity = 0.f;
-  __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
+  template <typename T>
+  __device__ __forceinline__ T operator()(T a, T b) const {
+    return a + b;
+  }
 };
 
 struct Max {
@@ -22,8 +25,8 @@ struct Max {
 };
 
 // A butterfly over kWidth neighbouring lanes, a power of two.
-template <typename Op, int kWidth = kWarpSize>
-__device__ __forceinline__ float warp_reduce(float x, Op op = Op()) {
+template <typename Op, int kWidth = kWarpSize, typename T = float>
+__device__ __forceinline__ T warp_reduce(T x, Op op = Op()) {
   static_assert(kWidth >= 1 && kWidth <= kWarpSize && (kWidth & (kWidth - 1)) == 0, "a power of two lanes");
 #pragma unroll
   for (int distance = kWidth / 2; distance > 0; distance /= 2) {

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupyattn
+from cupyattn.arrays import dtype_of
 from cupyattn.benchmark.cuda_events import RoundTimer, copy_rate, graph_timer, measured_on
 from cupyattn.benchmark.gpu_command import add_timing_options, run_on_gpu, show_machine
 from cupyattn.cli.arguments import integer
@@ -80,7 +81,7 @@ class Case(NamedTuple):
         columns = -(-int(lengths.max()) // block_size)
         num_blocks = self.batch * columns
         ids = np.random.default_rng(1).permutation(num_blocks).astype(np.int32)
-        dtype = numpy_dtype(self.dtype)
+        dtype = dtype_of(self.dtype)
         pool = (num_blocks, block_size, self.kv_heads, self.head_dim)
         rng = np.random.default_rng(2)
         some = rng.standard_normal((1, *pool[1:]), dtype=np.float32).astype(dtype)
@@ -114,15 +115,6 @@ class Case(NamedTuple):
         q, k, v, lengths = arrays
         used = lengths if self.ragged else None
         return partial(cupyattn.attention, q, k, v, causal=True, seqused_k=used, out=out)
-
-
-def numpy_dtype(name: str) -> np.dtype:
-    """Return NumPy's dtype of that name, bfloat16 included."""
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
 
 
 def time_cases(cases: list[Case], xp: Any, timer: RoundTimer) -> list[dict[str, Any]]:

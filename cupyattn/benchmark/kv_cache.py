@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupyattn
+from cupyattn.arrays import dtype_of
 from cupyattn.benchmark.cuda_events import RoundTimer, copy_rate, graph_timer, measured_on
-from cupyattn.benchmark.decode import numpy_dtype
 from cupyattn.benchmark.gpu_command import add_timing_options, run_on_gpu, show_machine
 from cupyattn.cli.arguments import integer
 from cupyattn.cli.progress import progress
@@ -70,7 +70,7 @@ class Case(NamedTuple):
         """K and V of zeros, and their scales."""
         stored = self.head_dim // 2 if self.cache == "int4" else self.head_dim
         names = {"int8": "int8", "int4": "uint8"}
-        dtype = np.dtype(names[self.cache]) if self.cache in names else numpy_dtype(self.dtype)
+        dtype = np.dtype(names[self.cache]) if self.cache in names else dtype_of(self.dtype)
         axes = (*shape, self.block_size, self.kv_heads)
         caches = [xp.zeros((*axes, stored), dtype) for _ in range(2)]
         if self.cache == "float":
@@ -84,7 +84,7 @@ class Case(NamedTuple):
     def _append(self, xp: Any) -> Call:
         """Slices of packed q, k and v, rotated, to blocks anywhere in the pool."""
         heads = self.heads + 2 * self.kv_heads
-        dtype = numpy_dtype(self.dtype)
+        dtype = dtype_of(self.dtype)
         packed = xp.empty((self.tokens, heads, self.head_dim), dtype)
         some = np.random.default_rng(1).standard_normal(packed.shape[1:], dtype=np.float32)
         packed[...] = xp.asarray(some.astype(dtype))
@@ -126,7 +126,7 @@ class Case(NamedTuple):
         """One long sequence, of blocks anywhere in the pool."""
         (k_cache, v_cache), scales = self._caches(xp, self.num_blocks)
         table, lengths = xp.asarray(self._ids()[None]), xp.asarray(np.array([self.tokens]))
-        dtype = numpy_dtype(self.dtype)
+        dtype = dtype_of(self.dtype)
         shape = 1, self.tokens, self.kv_heads, self.head_dim
         out = xp.empty(shape, dtype), xp.empty(shape, dtype)
 

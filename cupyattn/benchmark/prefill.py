@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupyattn
+from cupyattn.arrays import dtype_of
 from cupyattn.benchmark.cuda_events import RoundTimer, graph_timer, measured_on
-from cupyattn.benchmark.decode import numpy_dtype
 from cupyattn.benchmark.gpu_command import add_timing_options, run_on_gpu, show_machine
 from cupyattn.cli.arguments import integer
 from cupyattn.cli.progress import progress
@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
     def dense(self, xp: Any) -> tuple[Any, Any, Any]:
         """Return q, k and v."""
-        rng, dtype = np.random.default_rng(2), numpy_dtype(self.dtype)
+        rng, dtype = np.random.default_rng(2), dtype_of(self.dtype)
 
         def drawn(*shape: int) -> Any:
             return xp.asarray(rng.standard_normal(shape, dtype=np.float32).astype(dtype))

@@ -51,13 +51,12 @@ from cupyattn.functional.vjp import vjp
 from cupyattn.gradients import (
     AttentionGrads,
     DropoutGrads,
-    GegluGrads,
+    GatedGrads,
     LayerNormGrads,
     LinearCrossEntropyGrads,
     LinearGrads,
     RMSNormGrads,
     SoftmaxGrads,
-    SwigluGrads,
 )
 from cupyattn.reference.layers.rope_tables import (
     LinearScaling,
@@ -69,7 +68,7 @@ from cupyattn.reference.layers.rope_tables import (
 __all__ = [
     "AttentionGrads",
     "DropoutGrads",
-    "GegluGrads",
+    "GatedGrads",
     "LayerNormGrads",
     "LinearCrossEntropyGrads",
     "LinearGrads",
@@ -81,7 +80,6 @@ __all__ = [
     "Rotary",
     "ScoreMod",
     "SoftmaxGrads",
-    "SwigluGrads",
     "YarnScaling",
     "adamw_step",
     "append_kv",

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays import dtype_of
 from cupyattn.errors import error, shown
 from cupyattn.ops.checks import CPU_FLOATS
 
@@ -18,12 +19,8 @@ def float_dtype(given: Any) -> np.dtype:
     TypeError
         For any other.
     """
-    if isinstance(given, str) and given == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
     try:
-        dtype = np.dtype(given)
+        dtype = dtype_of(given) if isinstance(given, str) else np.dtype(given)
     except TypeError:
         dtype = np.dtype(object)
     if dtype.name not in CPU_FLOATS:

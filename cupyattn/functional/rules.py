@@ -39,13 +39,12 @@ from cupyattn.functional.linear.gelu import linear_gelu_backward
 from cupyattn.gradients import (
     AttentionGrads,
     DropoutGrads,
-    GegluGrads,
+    GatedGrads,
     LayerNormGrads,
     LinearCrossEntropyGrads,
     LinearGrads,
     RMSNormGrads,
     SoftmaxGrads,
-    SwigluGrads,
 )
 
 attention = differentiable(
@@ -63,8 +62,8 @@ softmax = differentiable(
 )
 gelu = differentiable(_gelu, gelu_backward, gradients=("dx",))
 silu = differentiable(_silu, silu_backward, gradients=("dx",))
-swiglu = differentiable(_swiglu, swiglu_backward, gradients=SwigluGrads._fields)
-geglu = differentiable(_geglu, geglu_backward, gradients=GegluGrads._fields)
+swiglu = differentiable(_swiglu, swiglu_backward, gradients=GatedGrads._fields)
+geglu = differentiable(_geglu, geglu_backward, gradients=GatedGrads._fields)
 dropout = differentiable(_dropout, dropout_backward, gradients=DropoutGrads._fields)
 rope = differentiable(_rope, rope_backward, gradients=("dx",))
 embedding = differentiable(_embedding, embedding_backward, gradients=("dtable",))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array, address
+from cupyattn.arrays import Array, address, dtype_of
 from cupyattn.errors import error, shown
 from cupyattn.kv_cache.pool import Copy
 
@@ -90,7 +90,7 @@ class Storage:
         xp: Any,
     ) -> None:
         block_size, heads, head_dim = slots
-        item, on_gpu = _dtype(form.item), xp.__name__ != "numpy"
+        item, on_gpu = dtype_of(form.item), xp.__name__ != "numpy"
         of_block: dict[str, tuple[tuple[int, ...], np.dtype]] = {
             "k": ((heads, block_size, head_dim // form.packed), item)
         }
@@ -167,14 +167,6 @@ def _pairs(copies: Iterable[Copy], sources: int, targets: int) -> list[tuple[int
                 "pass the copies that this cache's sequences returned",
             )
     return pairs
-
-
-def _dtype(name: str) -> np.dtype:
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
 
 
 def _pinned(xp: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -14,7 +14,7 @@ from support.recording_device import device_array
 import cupyattn
 from cupyattn import (
     AttentionGrads,
-    SwigluGrads,
+    GatedGrads,
     attention,
     attention_backward,
     cross_entropy_backward,
@@ -83,7 +83,7 @@ def test_arrays_that_leave_too_many_axes_apart_are_named(recorder):
         "dtotal": lambda: rms_norm_backward(whole, whole, weight, rows, dtotal=gaps),
         "gate": lambda: cupyattn.swiglu(gaps),
         "grads.dgate": lambda: cupyattn.swiglu_backward(
-            whole, whole, whole, grads=SwigluGrads(gaps)
+            whole, whole, whole, grads=GatedGrads(gaps)
         ),
         "labels": lambda: cross_entropy_backward(one, whole, labels, rows),
         "ids": lambda: cupyattn.embedding(weight[None], labels),

@@ -15,7 +15,7 @@ from support.dtypes import DTYPES, dtype_of
 from support.search import examples, wider
 
 import cupyattn
-from cupyattn import GegluGrads, SwigluGrads, reference
+from cupyattn import GatedGrads, reference
 
 
 class Activation(NamedTuple):
@@ -148,13 +148,13 @@ def test_gradients_may_be_added_and_written_over_their_inputs(side, packed):
     shapes = [(g, s) for g, s in zip(once, start, strict=True) if g is not None]
     there = [side.put(np.ascontiguousarray(s[:, : g.shape[1]])) for g, s in shapes]
     before = [side.get(array).copy() for array in there]
-    grads = SwigluGrads(*there)
+    grads = GatedGrads(*there)
     added = cupyattn.swiglu_backward(dout, gate, up, grads=grads, accumulate=True)
     for total, first, add, array in zip(added, before, once, there, strict=False):
         assert total is array
         assert_allclose(side.get(total), first + side.get(add), rtol=1e-6, atol=1e-6)
     once = [gradient if gradient is None else side.get(gradient).copy() for gradient in once]
-    into = SwigluGrads(gate, up)
+    into = GatedGrads(gate, up)
     over = cupyattn.swiglu_backward(dout, gate, up, grads=into)
     assert over.dgate is gate and over.dup is up
     for found, right in zip(over, once, strict=True):
@@ -243,11 +243,11 @@ X = np.zeros((3, 8), np.float32)
         (lambda x: cupyattn.silu_backward(x, x, accumulate=1), TypeError, "accumulate = 1"),
         (lambda x: cupyattn.swiglu_backward(x, x, x, grads=(x, x)), TypeError, "grads is a tuple"),
         (
-            lambda x: cupyattn.swiglu_backward(x[:, :4], x, grads=SwigluGrads(None, x)),
+            lambda x: cupyattn.swiglu_backward(x[:, :4], x, grads=GatedGrads(None, x)),
             ValueError, "grads.dup was given for packed",
         ),
         (
-            lambda x: cupyattn.geglu_backward(x, x, x, grads=GegluGrads(x, x)),
+            lambda x: cupyattn.geglu_backward(x, x, x, grads=GatedGrads(x, x)),
             ValueError, r"grads\.dgate overlaps grads\.dup in memory; both are written",
         ),
     ],

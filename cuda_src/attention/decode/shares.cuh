@@ -6,6 +6,7 @@
 // without keys has one unit, in which zeros are written.
 #pragma once
 
+#include "../../common/reduce.cuh"
 #include "params.cuh"
 
 // The tiles that hold what some row of the sequence sees.
@@ -28,12 +29,6 @@ template <int kWarps>
 __device__ __forceinline__ int units_of(const DecodeParams& params, const Lengths& lengths, int batch) {
   if (batch >= params.batch) return 0;
   return max(1, div_up(TileSpan(window_of(params, lengths, batch), params.attention.sq).count, kWarps));
-}
-
-__device__ __forceinline__ int warp_sum(int x) {
-#pragma unroll
-  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(kFullWarp, x, distance);
-  return x;
 }
 
 // Who takes which units: of CTAs with a unit more than others come the first ones.
@@ -67,7 +62,7 @@ template <int kWarps>
 __device__ __forceinline__ Shares shares_of(const DecodeParams& params, const Lengths& lengths) {
   int units = 0;
   for (int b = lane_index(); b < params.batch; b += kWarpSize) units += units_of<kWarps>(params, lengths, b);
-  return Shares(warp_sum(units) * segments_of_sequence(params), params.ctas);
+  return Shares(warp_reduce<Sum>(units) * segments_of_sequence(params), params.ctas);
 }
 
 // The segment that holds a unit of the list.
@@ -104,7 +99,7 @@ __device__ __forceinline__ Segment segment_of(const DecodeParams& params, const 
                                               int index) {
   int before = 0;
   for (int b = lane_index(); b < batch; b += kWarpSize) before += units_of<kWarps>(params, lengths, b);
-  before = warp_sum(before) * segments_of_sequence(params);
+  before = warp_reduce<Sum>(before) * segments_of_sequence(params);
   const int units = units_of<kWarps>(params, lengths, batch);
   return {batch, index, before + index * units, units};
 }

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array
+from cupyattn.arrays import Array, dtype_of
 
 PLAIN = "plain"
 _DROPOUT_P = 0.1
@@ -187,15 +187,6 @@ class Pool:
         out = self._xp.empty(case.v_shape, self._dtype)
         lse = self._xp.empty((case.batch, case.heads, case.seqlen), np.float32)
         return Arrays(q, k, v, dout, out, lse)
-
-
-def dtype_of(name: str) -> np.dtype:
-    """Return the dtype of that name, bfloat16 included."""
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
 
 
 def items(case: Case) -> int:

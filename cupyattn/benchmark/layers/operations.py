@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array
-from cupyattn.benchmark.attention.cases import dtype_of
+from cupyattn.arrays import Array, dtype_of
 
 HEAD_DIM = 128
 _DROPOUT_P = 0.1

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array
-from cupyattn.benchmark.attention.cases import dtype_of
+from cupyattn.arrays import Array, dtype_of
 
 LARGE = ((8192, 16384, 4096), (8192, 2560, 10240), (8192, 3072, 768), (512, 16384, 4096))
 """(M, N, K) of products that arithmetic bounds."""

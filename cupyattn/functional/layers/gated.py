@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from cupyattn import reference
 from cupyattn.arrays import Array
@@ -11,12 +11,10 @@ from cupyattn.errors import error
 from cupyattn.functional.layers.activations import gelu_kind
 from cupyattn.functional.layers.elements import call_elements
 from cupyattn.functional.outputs import named_grads
-from cupyattn.gradients import GegluGrads, SwigluGrads
+from cupyattn.gradients import GatedGrads
 from cupyattn.kernels.configs.layers.activations import ACTIVATIONS, GATED, GATED_BACKWARD
 from cupyattn.ops.checks import require_bool
 from cupyattn.ops.elements import Part
-
-_Grads = TypeVar("_Grads", SwigluGrads, GegluGrads)
 
 _PACKED = {
     "gate": Part("gate", 0, 2),
@@ -75,9 +73,9 @@ def swiglu_backward(
     up: Array | None = None,
     /,
     *,
-    grads: SwigluGrads | None = None,
+    grads: GatedGrads | None = None,
     accumulate: bool = False,
-) -> SwigluGrads:
+) -> GatedGrads:
     r"""Gradients of `swiglu`.
 
     Parameters
@@ -86,7 +84,7 @@ def swiglu_backward(
         Gradient with respect to the result.
     gate, up : array
         As given to `swiglu`.
-    grads : SwigluGrads, optional
+    grads : GatedGrads, optional
         Arrays to write the gradients into: any of the inputs itself, of the same shape, or memory
         that overlaps none. A field that is None makes a new one.
     accumulate : bool
@@ -94,7 +92,7 @@ def swiglu_backward(
 
     Returns
     -------
-    SwigluGrads
+    GatedGrads
         ``(dgate, dup)``. Where gate is packed so is dgate, and dup is None.
 
     Raises
@@ -110,7 +108,7 @@ def swiglu_backward(
     >>> dgate.round(4), dup.round(4)
     (array([1.5   , 1.8553], dtype=float32), array([0.    , 0.7311], dtype=float32))
     """
-    return _gated_backward("silu", dout, gate, up, SwigluGrads, grads, accumulate)
+    return _gated_backward("silu", dout, gate, up, grads, accumulate)
 
 
 def geglu(
@@ -164,9 +162,9 @@ def geglu_backward(
     /,
     *,
     approximate: str = "none",
-    grads: GegluGrads | None = None,
+    grads: GatedGrads | None = None,
     accumulate: bool = False,
-) -> GegluGrads:
+) -> GatedGrads:
     r"""Gradients of `geglu`.
 
     Parameters
@@ -177,14 +175,14 @@ def geglu_backward(
         As given to `geglu`.
     approximate : {"none", "tanh"}
         As given to `geglu`.
-    grads : GegluGrads, optional
+    grads : GatedGrads, optional
         Arrays to write the gradients into, as of `swiglu_backward`.
     accumulate : bool
         Add to the contents of grads instead of replacing them, before the one rounding.
 
     Returns
     -------
-    GegluGrads
+    GatedGrads
         ``(dgate, dup)``. Where gate is packed so is dgate, and dup is None.
 
     Raises
@@ -200,7 +198,7 @@ def geglu_backward(
     >>> dpacked.round(4)
     array([1.5   , 2.1666, 0.    , 0.8413], dtype=float32)
     """
-    return _gated_backward(gelu_kind(approximate), dout, gate, up, GegluGrads, grads, accumulate)
+    return _gated_backward(gelu_kind(approximate), dout, gate, up, grads, accumulate)
 
 
 def _gated(kind: str, gate: Array, up: Array | None, out: Array | None) -> Array:
@@ -216,18 +214,17 @@ def _gated_backward(
     dout: Array,
     gate: Array,
     up: Array | None,
-    form: type[_Grads],
     grads: Any,
     accumulate: bool,
-) -> _Grads:
+) -> GatedGrads:
     require_bool("accumulate", accumulate)
-    given = named_grads(form, grads, accumulate)
+    given = named_grads(GatedGrads, grads, accumulate)
     if up is None and given.get("dup") is not None:
         raise error(
             ValueError,
             "grads.dup was given for packed gate and up",
             "dgate then has both gradients, packed",
-            f"pass grads={form.__name__}(dgate)",
+            "pass grads=GatedGrads(dgate)",
         )
     results = call_elements(
         GATED_BACKWARD,
@@ -242,4 +239,4 @@ def _gated_backward(
         decided={"ACTIVATION": ACTIVATIONS[kind]},
         accumulate=accumulate,
     )
-    return form(results["grads.dgate"], results.get("grads.dup"))
+    return GatedGrads(results["grads.dgate"], results.get("grads.dup"))
