@@ -79,6 +79,16 @@ def test_shares_cut_sequences_anywhere(dtype):
     assert any(not np.array_equal(out, results[0][0]) for out, _ in results), "nothing was split"
 
 
+@pytest.mark.parametrize("count", [5, 30])
+def test_more_than_32_sequences_find_their_shares(count):
+    """Warps add up the work 32 sequences at a time; some of the late ones are cut."""
+    lengths = tuple(300 if b in (3, 40, 69) else b % 3 for b in range(70))
+    problem = replace(RAGGED, lengths=lengths, Sq=1, G=1)
+    arrays = problem.arrays()
+    with multiprocessors(count):
+        assert problem.ratio(*on_kernels(problem, arrays), arrays) <= 1
+
+
 def test_any_place_in_the_pool_gives_the_same_bits():
     first = on_kernels(RAGGED, RAGGED.arrays())
     for order in (1, 2):
