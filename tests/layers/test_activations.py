@@ -163,6 +163,15 @@ def test_gradients_may_be_added_and_written_over_their_inputs(side, packed):
 
 
 @everywhere
+def test_a_plain_gradient_may_be_added(side):
+    x, dout, start = (side.put(x) for x in values(4, 3, 2, 33, dtype="float32"))
+    once, before = side.get(cupyattn.silu_backward(dout, x)).copy(), side.get(start).copy()
+    added = cupyattn.silu_backward(dout, x, grads=start, accumulate=True)
+    assert added is start
+    assert_allclose(side.get(added), once + before, rtol=1e-6, atol=1e-6)
+
+
+@everywhere
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_place(side, kind):
     (x,) = values(3, 1, 3, 40, dtype="float16")
