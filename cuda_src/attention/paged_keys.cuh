@@ -8,15 +8,19 @@
 
 constexpr int kGroupKeys = 16;
 
-// What a lane has looked up: the block of a group, and how far into a block the group begins.
+// What a lane has looked up: the block of a group, and how far into a block the group begins. Where scales have places
+// too, it is groups that this counts: one register for both.
+template <bool kScaled>
 struct GroupEntry {
   int block, within;
 
-  __device__ __forceinline__ int place(const CacheUnits& units) const { return block * units.block + within; }
+  __device__ __forceinline__ int place(const CacheUnits& units) const {
+    return block * units.block + (kScaled ? within * units.group : within);
+  }
 };
 
 // The entries of one sequence that hold keys which some row of the CTA sees, and no others behind them.
-template <int kTileK>
+template <int kTileK, bool kScaled>
 struct GroupTable {
   static constexpr int kGroups = kTileK / kGroupKeys;  // of a tile
   static_assert(kTileK % kGroupKeys == 0 && kGroups <= kWarpSize, "whole groups, a lane each");
@@ -34,12 +38,13 @@ struct GroupTable {
   }
 
   // The groups of a tile; those behind the last one repeat it.
-  __device__ __forceinline__ GroupEntry look_up(int tile) const {
+  __device__ __forceinline__ GroupEntry<kScaled> look_up(int tile) const {
     const int group = min(tile * kGroups + (kGroups > 1 ? lane_index() : 0), last);
     const int column = __umulhi(2 * group, params.block_reciprocal) >> params.block_shift;
     const int64 entry_g = mad_wide(column, params.table_block, reinterpret_cast<int64>(table_g));
     return {static_cast<int>(ld_global_u32(reinterpret_cast<const void*>(entry_g))),
-            group * params.units.group - column * params.block_span};
+            kScaled ? group - column * params.scales.block_groups
+                    : group * params.units.group - column * params.block_span};
   }
 
   // What lane `group` has, for all lanes.

@@ -2,8 +2,9 @@
 // CTA has.
 //
 // Shapes: q and out (B, Sq, H, D), lse (B, H, Sq); or packed, sequence behind sequence, (total, H, D) and (H, total) with
-// cu_seqlens_q (B + 1,). Caches (num_blocks, block_size, G, D), block_table (B, max_blocks), seqlens_k (B,). The last
-// axis of q, out and the caches is contiguous; all others may have any stride.
+// cu_seqlens_q (B + 1,). Caches (num_blocks, block_size, G, D), those of integers with scales (num_blocks, block_size, G);
+// block_table (B, max_blocks), seqlens_k (B,). The last axis of q, out and the caches is contiguous; all others may have
+// any stride.
 #pragma once
 
 #include "params.cuh"
@@ -12,6 +13,14 @@
 // then fits 32 bits, and one instruction makes an address of it.
 struct CacheUnits {
   int bytes, block, group;
+};
+
+// How scales lie, of K and V alike.
+struct ScaleLayout {
+  int64 head;  // in bytes
+  int token;   // in bytes
+  int block_groups;
+  CacheUnits units;
 };
 
 // Field for field the structured dtype PAGED_PARAMS of cupyattn/kernels/structs.py.
@@ -27,6 +36,7 @@ struct PagedParams {
   int block_shift;
   int block_span;  // what the groups of a block take together
   CacheUnits units;
+  ScaleLayout scales;  // of caches of integers
 };
 static_assert(sizeof(PagedParams) == PAGED_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
 

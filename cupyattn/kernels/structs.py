@@ -65,6 +65,15 @@ DECODE_PARAMS = np.dtype(
 
 _CACHE_UNITS = np.dtype([(field, np.int32) for field in ("bytes", "block", "group")], align=True)
 
+_SCALE_LAYOUT = np.dtype(
+    [
+        ("head", np.int64),
+        *((field, np.int32) for field in ("token", "block_groups")),
+        ("units", _CACHE_UNITS),
+    ],
+    align=True,
+)
+
 # PagedParams in cuda_src/attention/paged_params.cuh
 PAGED_PARAMS = np.dtype(
     [
@@ -75,6 +84,7 @@ PAGED_PARAMS = np.dtype(
         ("block_reciprocal", np.uint32),
         *((field, np.int32) for field in ("block_shift", "block_span")),
         ("units", _CACHE_UNITS),
+        ("scales", _SCALE_LAYOUT),
     ],
     align=True,
 )

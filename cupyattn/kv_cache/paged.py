@@ -12,7 +12,6 @@ from cupyattn.errors import error
 from cupyattn.functional import append_kv, copy_blocks, paged_attention
 from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.arguments import as_count
-from cupyattn.kv_cache.gathered import attend_gathered
 from cupyattn.kv_cache.picture import draw
 from cupyattn.kv_cache.pool import Copy
 from cupyattn.kv_cache.sequence import Sequence
@@ -372,11 +371,6 @@ class PagedKVCache:
             queries.
         TypeError, ValueError
             As `paged_attention`.
-
-        Notes
-        -----
-        Packed queries that are not one a sequence have no kernel that reads integers. Of such a
-        cache the sequences are gathered one after the other, in q's dtype, for `attention`.
         """
         tables.require_of(self.allocator)
         arrays, batch = self._layer(layer), len(tables.seqlens_k)
@@ -391,8 +385,6 @@ class PagedKVCache:
         given, decoded = options.get("out"), packed and tables.decodes(len(q))
         if decoded:  # the kernels that decode are made for one token a sequence
             q, options = q[:, None], _one_token_each(options)
-        elif packed and self.k_scales is not None:
-            return attend_gathered(q, arrays, tables, self._xp, options)
         elif packed:
             queries = {"cu_seqlens_q": tables.cu_seqlens_q, "max_seqlen_q": tables.max_seqlen_q}
             options = queries | options

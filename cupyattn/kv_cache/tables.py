@@ -111,20 +111,6 @@ class StepTables:
                 "pass tables that this cache's step_tables made",
             )
 
-    def require_seen(self, left: int | None) -> None:
-        """Raise ValueError if a block is evicted that new tokens see, so many tokens back."""
-        size, table = self._allocator.block_size, self._on_host["block_table"]
-        for row, (begin, end, length) in enumerate(self.spans()):
-            first = 0 if left is None else max(length - (end - begin) - left, 0) // size
-            evicted = table[row, first : -(-length // size)] == UNUSED
-            if begin < end and evicted.any():
-                raise error(
-                    ValueError,
-                    f"block {first + int(evicted.argmax())} of sequence {row} is evicted",
-                    "new tokens see it" if left is None else f"new tokens see {left} tokens back",
-                    "pass the window_size by which its blocks were given back",
-                )
-
     def update(self, sequences: Items[Sequence], new_tokens: int | Iterable[int] = 1) -> None:
         """Fill the tables for other sequences, or for the same ones that have grown, in place.
 

@@ -47,6 +47,16 @@ PROMISED_CTAS = {
         for dim, row in tensor_core.forward.FLASH[75].items()
     },
     **{
+        f"attention_forward_paged {dim} of {cache}": row.ctas_per_sm
+        for cache in decode.INTEGER_BITS
+        for dim, row in tensor_core.forward.FLASH_INTEGERS[75].items()
+    },
+    **{
+        f"attention_forward_paged_f32 {dim} of {cache}": row.ctas_per_sm
+        for cache in decode.INTEGER_BITS
+        for dim, row in float32.forward.FLASH[75].items()
+    },
+    **{
         f"attention_forward{keys}_f32 {dim}": row.ctas_per_sm
         for keys in ("", "_paged")
         for dim, row in float32.forward.FLASH[75].items()

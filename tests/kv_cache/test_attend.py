@@ -63,7 +63,7 @@ def test_evicted_blocks_are_missed_where_they_are_seen(dtype):
     tables, q = cache.step_tables([sequence], 2), rng.standard_normal((2, H, D), dtype=np.float32)
     cache.attend(0, q, tables, causal=True, window_size=(22, None))
     for window in (None, (23, None)):
-        with pytest.raises(ValueError, match=r"block 0 of|block_table\[0, 0\]"):
+        with pytest.raises(ValueError, match=r"block_table\[0, 0\]"):
             cache.attend(0, q, tables, causal=True, window_size=window)
 
 

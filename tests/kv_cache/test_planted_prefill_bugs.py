@@ -13,7 +13,6 @@ from support.packed import PackedProblem
 from support.planted_bugs import Bug, PlantedDevice, plant
 from support.search import deep
 
-import cupyattn
 from cupyattn.emulator import Checks, KernelFault
 
 pytestmark = pytest.mark.nvrtc
@@ -23,6 +22,7 @@ TENSOR_CUH, FLOAT_CUH = (
     "attention/tensor_core/paged_feed.cuh",
     "attention/float32/paged_feed.cuh",
 )
+STORED_CUH, QUAD_CUH = "attention/stored_items.cuh", "attention/float32/stored_quad.cuh"
 FORWARD_CUH, PLACES_CUH = "attention/tensor_core/forward.cuh", "attention/params.cuh"
 # Blocks of three groups; a window that leaves blocks behind and hides a tile in part; a sequence
 # without queries.
@@ -33,6 +33,8 @@ HALF = PackedProblem(
 ODD = replace(HALF, D=40)  # passes that cross groups
 ONE = replace(HALF, D=128)  # one group a tile
 FLOAT = replace(HALF, dtype="float32", D=24)
+INT8, INT4 = replace(HALF, bits=8), replace(HALF, bits=4)
+ODD_INT8, FLOAT_INT4 = replace(ODD, bits=8), replace(FLOAT, bits=4)
 
 
 @pytest.fixture
@@ -46,16 +48,15 @@ def ratio_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         module = sys.modules["cupyattn.functional.attention.paged"]
         monkeypatch.setattr(module, "device_of", lambda _: device)
         arrays = problem.arrays()
-        out, lse = cupyattn.paged_attention(
-            *arrays, cu_seqlens_q=problem.bounds, max_seqlen_q=problem.Sq, return_lse=True,
-            **problem.keywords(),
-        )  # fmt: skip
-        return problem.ratio(out, lse, arrays)
+        return problem.ratio(*problem.on_arrays(arrays), arrays)
 
     return run
 
 
-@pytest.mark.parametrize("problem", [HALF, ODD, FLOAT], ids=["half", "odd", "float"])
+@pytest.mark.parametrize(
+    "problem", [HALF, ODD, FLOAT, INT8, ODD_INT8, INT4, FLOAT_INT4],
+    ids=["half", "odd", "float", "int8", "odd int8", "int4", "float int4"],
+)  # fmt: skip
 def test_a_clean_copy_is_right(problem, ratio_with):
     assert 0 < ratio_with(problem) <= 1
 
@@ -68,8 +69,16 @@ WRONG = [
                "key < keys")),
     (HALF, Bug(PARAMS_CUH, "place.begin = __shfl_sync(kFullWarp, span.begin, lane);",
                "place.begin = 0;")),
-    (ODD, Bug(TENSOR_CUH, "own -= lane_index() * params.units.group;", ";")),
-    (FLOAT, Bug(FLOAT_CUH, "(own + further) / kGroupKeys", "further / kGroupKeys")),
+    (ODD, Bug(TENSOR_CUH, "own -= lane_index() * units.group;", ";")),
+    (FLOAT, Bug(FLOAT_CUH, "(places, (own + further) / kGroupKeys",
+                "(places, further / kGroupKeys")),
+    (INT8, Bug(KEYS_CUH, "- column * params.scales.block_groups", "")),
+    (INT8, Bug(TENSOR_CUH, "+ first_row() * all.scales.token", "")),
+    (INT8, Bug(STORED_CUH, "0x4140 : 0x4342", "0x4140 : 0x4243")),
+    (INT4, Bug(STORED_CUH, "1.f / 16.f, -18.f", "1.f / 16.f, -17.f")),
+    (INT4, Bug(TENSOR_CUH, "quads.scales[pass] = 0.f", "quads.scales[pass] = __int_as_float(-1)")),
+    (FLOAT_INT4, Bug(FLOAT_CUH, "mad_wide((own + further) % kGroupKeys, paged.scales",
+                     "mad_wide(further % kGroupKeys, paged.scales")),
 ]  # fmt: skip
 WRONG_DEEP = [
     (HALF, Bug(PARAMS_CUH, "(own_tiles - 1 - index % own_tiles)", "(index % own_tiles + 1)")),
@@ -78,12 +87,23 @@ WRONG_DEEP = [
     (HALF, Bug(PARAMS_CUH, "place.batch) - place.sq;", "place.batch) - params.attention.sq;")),
     (HALF, Bug(PARAMS_CUH, "if (lane_index() >= distance) up_to += other;", "up_to += other;")),
     (HALF, Bug(PLACES_CUH, "place.head, place.begin + row)", "place.head, row)")),
-    (HALF, Bug(TENSOR_CUH, "(kEven ? k_feed.row % kGroupKeys : k_feed.row)", "0")),
+    (HALF, Bug(TENSOR_CUH, "kEven ? k_feed.row % kGroupKeys : k_feed.row;", "0;")),
     (HALF, Bug(FORWARD_CUH, "feed.keep(next, ahead);", "")),
     (ONE, Bug(FORWARD_CUH, "window.keys - next_tile * Traits::kTileK, walk.after(next_tile));",
               "window.keys - next_tile * Traits::kTileK, next_tile + 1);")),
     (FLOAT, Bug(FLOAT_CUH, "further % kGroupKeys * paged", "0 * paged")),
     (FLOAT, Bug(FLOAT_CUH, "&& groups.exists(0, keys - first_key)", "")),
+    (INT8, Bug(TENSOR_CUH, "place.kv_head * all.scales.head", "0")),
+    (INT8, Bug(STORED_CUH, "^ 0x80808080u;\n      halves", ";\n      halves")),
+    (INT8, Bug(STORED_CUH, "scale * HalfPairs<Item>::kUnit", "scale")),
+    (INT4, Bug(STORED_CUH, "halves[2 + x] =", "halves[3 - x] =")),
+    (INT4, Bug(TENSOR_CUH, "fetch<kRagged>(quads, v_feed, v_g, v_scales_g",
+               "fetch<kRagged>(quads, v_feed, v_g, k_scales_g")),
+    (ODD_INT8, Bug(TENSOR_CUH, "scale_bytes + pass * kPassRows * params.scales.token",
+                   "scale_bytes")),
+    (ODD_INT8, Bug(TENSOR_CUH, "from.scale_places);", "from.places);")),
+    (FLOAT_INT4, Bug(FLOAT_CUH, "next.place(paged.scales.units)", "next.place(paged.units)")),
+    (FLOAT_INT4, Bug(QUAD_CUH, "quad.items.item(2) * quad.scale", "quad.items.item(2)")),
 ]  # fmt: skip
 
 

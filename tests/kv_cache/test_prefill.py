@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from support.packed import PackedProblem
 from support.paged import PagedProblem, on_emulator, on_kernels
+from support.prompts import BLOCK_SIZES, CHUNK, EVERY_OPTION, packed_prompts, prompts
 from support.search import examples, mostly_deep, wider
 
 import cupyattn
@@ -25,32 +25,9 @@ HEAD_DIMS = wider(
         ("float16", 256), ("float16", 33), ("bfloat16", 72), ("float32", 130), ("float32", 256),
     ),
 )  # fmt: skip
-BLOCK_SIZES = (16, 32, 48, 64, 80, 128, 256)
-# Tokens of a sequence: none, around a group's and a tile's ends, and several tiles.
-LENGTHS = (0, 1, 15, 16, 17, 47, 48, 49, 63, 64, 65, 127, 130, 200)
-WINDOWS = (None, (0, 0), (15, 0), (16, 2), (40, 0), (100, None))
 
 
-@st.composite
-def prefills(draw: st.DrawFn) -> PagedProblem:
-    dtype, head_dim = draw(st.sampled_from(HEAD_DIMS))
-    options = [("causal", draw(st.booleans()))]
-    if (window := draw(st.sampled_from(WINDOWS))) is not None:
-        options.append(("window_size", window))
-    return PagedProblem(
-        lengths=tuple(draw(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=3))),
-        Sq=draw(st.sampled_from((17, 33, 130))),
-        G=draw(st.integers(1, 2)),
-        group=draw(st.integers(1, 2)),
-        D=head_dim,
-        dtype=dtype,
-        block_size=draw(st.sampled_from(BLOCK_SIZES)),
-        options=tuple(options),
-        seed=draw(st.integers(0, 2**16)),
-    )
-
-
-@given(problem=prefills())
+@given(problem=prompts(HEAD_DIMS))
 @examples(12)
 def test_paged_is_dense(problem: PagedProblem):
     """Within the dense bounds, for any lengths, table and block size: also more queries than keys.
@@ -61,16 +38,7 @@ def test_paged_is_dense(problem: PagedProblem):
     assert problem.ratio(*on_kernels(problem, arrays), arrays) <= 1
 
 
-@st.composite
-def packed(draw: st.DrawFn) -> PackedProblem:
-    plain = draw(prefills())
-    most = draw(st.sampled_from((1, 16, 40, 130)))
-    queries = tuple(draw(st.integers(0, min(most, length))) for length in plain.lengths)
-    fields = {**vars(plain), "Sq": most, "queries": queries}
-    return PackedProblem(**fields, spare=draw(st.sampled_from((0, 3))))
-
-
-@given(problem=packed())
+@given(problem=packed_prompts(HEAD_DIMS))
 @examples(12)
 def test_packed_queries_are_a_loop_over_sequences(problem: PackedProblem):
     """Any number of queries a sequence, none too; rows behind the last one stay as they are."""
@@ -97,12 +65,6 @@ def test_packed_queries_of_several_tiles(dtype, head_dim):
     assert problem.ratio(*problem.call(arrays), arrays) <= 1
 
 
-CHUNK = PagedProblem(
-    lengths=(150, 64), Sq=40, G=1, group=2, D=64, dtype="float16", options=(("causal", True),)
-)
-OPTIONS = (("alibi_slopes", True), ("softcap", 5.0), ("sinks", True), ("window_size", (37, None)))
-
-
 @pytest.mark.parametrize(("dtype", "head_dim"), HEAD_DIMS)
 @pytest.mark.parametrize("block_size", mostly_deep(BLOCK_SIZES, [32]))
 def test_the_bits_are_those_of_dense_attention(dtype, head_dim, block_size):
@@ -124,7 +86,7 @@ def test_the_bits_are_those_of_dense_attention(dtype, head_dim, block_size):
     mostly_deep([("float16", 64), ("float32", 24), ("bfloat16", 72)], [("float16", 64)]),
 )
 def test_every_option(dtype, head_dim):
-    problem = replace(CHUNK, dtype=dtype, D=head_dim, options=(("causal", True), *OPTIONS))
+    problem = replace(CHUNK, dtype=dtype, D=head_dim, options=EVERY_OPTION)
     arrays = problem.arrays()
     assert problem.ratio(*on_kernels(problem, arrays), arrays) <= 1
 
@@ -146,6 +108,23 @@ def test_slopes_of_each_sequence():
         alone, alone_lse = on_kernels(problem, own, alibi_slopes=slopes[b : b + 1])
         assert np.array_equal(out[rows], alone[0])
         assert np.array_equal(lse[:, rows], alone_lse[0])
+
+
+@pytest.mark.parametrize("backend", ["reference", "emulator"])
+def test_rows_before_the_first_sequence_belong_to_none(backend):
+    """So that another call may write them."""
+    problem = PackedProblem(**vars(CHUNK), queries=(20, 3))
+    q, *others = problem.arrays()
+    behind = np.concatenate([np.full_like(q[:5], np.nan), q])
+    out = np.full_like(behind, 7)
+    lse = np.full((problem.heads, len(behind)), 7, np.float32)
+    with cupyattn.backend(backend):
+        expected, expected_lse = problem.on_arrays((q, *others))
+        problem.on_arrays((behind, *others), cu_seqlens_q=problem.bounds + 5, out=(out, lse))
+    assert (out[:5] == 7).all()
+    assert (lse[:, :5] == 7).all()
+    assert np.array_equal(out[5:], expected)
+    assert np.array_equal(lse[:, 5:], expected_lse)
 
 
 def test_more_than_32_sequences_find_their_rows():

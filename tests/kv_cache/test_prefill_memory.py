@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.paged import PagedProblem, on_emulator
+from support.paged import PagedProblem, on_emulator, scales_of
 from support.search import deep
 
 import cupyattn
@@ -32,7 +32,7 @@ def report_of(run: Callable[[], object]) -> Report:
 
 def call(problem: PagedProblem, arrays: tuple[np.ndarray, ...]) -> None:
     """Within the present report."""
-    cupyattn.paged_attention(*arrays, **problem.keywords())
+    cupyattn.paged_attention(*arrays[:5], **scales_of(arrays), **problem.keywords())
 
 
 def key_loads(report: Report) -> list[Access]:
@@ -69,12 +69,29 @@ def test_as_many_bytes_as_dense_in_whole_sectors(head_dim, block_size):
     assert 0 < more <= 4 * 32 * row.warps * (tiles + 4)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("head_dim", [64, *deep(128, 96, 256, 48)])
+def test_integers_are_read_as_they_are_kept(head_dim, bits):
+    """Of the one CTA each item once, in whole sectors."""
+    problem = PagedProblem(**{**vars(CHUNK), "D": head_dim, "bits": bits, "options": ()})
+    report = report_of(lambda: call(problem, problem.arrays()))
+    loads = [a for a in report.accesses if "no_allocate" in a.instruction.opcode]
+    assert all(access.efficiency == 1 for access in loads)
+    assert sum(a.bytes for a in loads) == 2 * problem.lengths[0] * head_dim * bits // 8
+
+
 @pytest.mark.parametrize(
-    ("dtype", "head_dim"),
-    [("float16", 64), *deep(("float16", 40), ("float16", 80), ("float16", 256), ("float32", 128))],
-)
-def test_no_bank_conflicts(dtype, head_dim):
-    problem = PagedProblem(**{**vars(CHUNK), "D": head_dim, "dtype": dtype})
+    ("dtype", "head_dim", "bits"),
+    [
+        ("float16", 64, None), ("float16", 64, 8),
+        *deep(
+            ("float16", 40, None), ("float16", 80, None), ("float16", 256, None),
+            ("float32", 128, None), ("float16", 96, 4), ("float16", 256, 8), ("float32", 128, 4),
+        ),
+    ],
+)  # fmt: skip
+def test_no_bank_conflicts(dtype, head_dim, bits):
+    problem = PagedProblem(**{**vars(CHUNK), "D": head_dim, "dtype": dtype, "bits": bits})
     report = report_of(lambda: call(problem, problem.arrays()))
     shared = [access for access in report.accesses if access.space == "shared"]
     assert shared

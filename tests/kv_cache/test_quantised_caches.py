@@ -157,22 +157,3 @@ def test_the_bound_of_the_format_is_not_far_from_what_is_measured(bits, most):
     error = np.abs(found - reference.attention(q, k, v)[0]).max()
     bound = quantisation_error(q, k, v, bits)[0].max()
     assert error <= bound <= most * error
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_prompts_are_decoded_too(bits):
-    """More queries than the kernels of decoding are chosen for: the others read no integers."""
-    problem = replace(RAGGED, lengths=(20, 131), Sq=20, bits=bits)
-    arrays = problem.arrays()
-    assert problem.ratio(*on_kernels(problem, arrays), arrays) <= 1
-
-
-def test_packed_queries_are_refused_by_kernels():
-    q, k, v, table, lengths, *scales = replace(RAGGED, Sq=1, bits=8).arrays()
-    packed = {"cu_seqlens_q": np.arange(len(q) + 1, dtype=np.int32), "max_seqlen_q": 1}
-    named = dict(zip(("k_scales", "v_scales"), scales, strict=True))
-    with (
-        cupyattn.backend("emulator"),
-        pytest.raises(NotImplementedError, match="caches of int8 with cu_seqlens_q"),
-    ):
-        cupyattn.paged_attention(q[:, 0], k, v, table, lengths, **packed, **named)

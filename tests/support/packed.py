@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from support.devices import KERNELS
-from support.paged import PagedProblem
+from support.paged import PagedProblem, scales_of
 
 import cupyattn
 
@@ -18,6 +18,10 @@ class PackedProblem(PagedProblem):
 
     queries: tuple[int, ...] = ()
     spare: int = 0
+
+    @property
+    def decoded(self) -> bool:
+        return False
 
     def queries_of(self, b: int) -> int:
         return self.queries[b]
@@ -35,11 +39,12 @@ class PackedProblem(PagedProblem):
 
     def sequences(self, arrays: tuple[np.ndarray, ...]) -> Any:
         """Each sequence's own rows, and its arrays as a call of one sequence."""
-        q, k, v, table, lengths = arrays
+        q, k, v, table, lengths, *scales = arrays
         for b, (begin, end) in enumerate(zip(self.bounds, self.bounds[1:], strict=False)):
             if begin < end:
                 own = slice(b, b + 1)
-                yield slice(begin, end), (q[None, begin:end], k, v, table[own], lengths[own])
+                rows = slice(begin, end)
+                yield rows, (q[None, rows], k, v, table[own], lengths[own], *scales)
 
     def ratio(self, out: np.ndarray, lse: np.ndarray, arrays: tuple[np.ndarray, ...]) -> float:
         """The largest error of any sequence over its bound."""
@@ -53,13 +58,15 @@ class PackedProblem(PagedProblem):
 
     def call(self, arrays: tuple[np.ndarray, ...], **more: Any) -> Any:
         """Run the kernels on the GPU, if there is one, otherwise on the emulator."""
-        keywords = {**self.keywords(), "cu_seqlens_q": self.bounds, **more}
         there = {
             name: KERNELS.put(value) if isinstance(value, np.ndarray) else value
-            for name, value in keywords.items()
+            for name, value in {"cu_seqlens_q": self.bounds, **self.keywords(), **more}.items()
         }
         with KERNELS.running():
-            results = cupyattn.paged_attention(
-                *map(KERNELS.put, arrays), max_seqlen_q=self.Sq, return_lse=True, **there
-            )
+            results = self.on_arrays(tuple(map(KERNELS.put, arrays)), **there)
         return tuple(map(KERNELS.get, results))
+
+    def on_arrays(self, arrays: tuple[Any, ...], **more: Any) -> Any:
+        """Call paged_attention where the arrays are; out and lse."""
+        given = {"cu_seqlens_q": self.bounds, **self.keywords(), **scales_of(arrays), **more}
+        return cupyattn.paged_attention(*arrays[:5], max_seqlen_q=self.Sq, return_lse=True, **given)

@@ -17,8 +17,12 @@ import cupyattn
 from cupyattn import reference
 from cupyattn.functional.device_info import device_count
 from cupyattn.kernels.device.emulated import EmulatedDevice
+from cupyattn.ops.attention.decode_problem import MAX_QUERIES
 from cupyattn.reference.attention.paged import gathered
-from cupyattn.reference.attention.quantised import stored_attention_bound
+from cupyattn.reference.attention.quantised import (
+    dequantised_attention_bound,
+    stored_attention_bound,
+)
 from cupyattn.reference.kv_cache.quantisation import quantise
 
 # One token, a tile's and a block's ends, a CTA's unit, and past a few of them.
@@ -50,6 +54,11 @@ class PagedProblem:
     def heads(self) -> int:
         """H."""
         return self.G * self.group
+
+    @property
+    def decoded(self) -> bool:
+        """Whether few queries are."""
+        return self.Sq <= MAX_QUERIES
 
     def queries_of(self, b: int) -> int:
         """Query tokens of a sequence."""
@@ -121,7 +130,8 @@ class PagedProblem:
         )
         if self.bits is not None:
             stored = (gathered(arrays[i], *arrays[3:5]) for i in (1, 2, 5, 6))
-            more = stored_attention_bound(arrays[0], *stored, **options)
+            bound_of = stored_attention_bound if self.decoded else dequantised_attention_bound
+            more = bound_of(arrays[0], *stored, **options)
             bounds = tuple(a + b for a, b in zip(bounds, more, strict=True))
         return max(
             reference.error_ratio(*each) for each in zip((out, lse), exact, bounds, strict=True)

@@ -1,10 +1,6 @@
-// How the caches keep their items, and what becomes of them: the only place that knows the storage.
+// How tensor cores take what caches keep (../stored_items.cuh): products with integers are scaled, not the integers.
 //
-// Floats are themselves. int8 is an integer, uint8 two of 4 bits: item 2 i in the low nibble of byte i, item 2 i + 1 in
-// the high one, each with 8 added. Of a token and head all integers have one float32 scale, and none of this concerns
-// it: products with integers are scaled, not the integers.
-//
-// For tensor cores 8 items are a unit. Bits of an integer in the low bits of a float16 are that many 2^-24, and a byte
+// 8 items are a unit. Bits of an integer in the low bits of a float16 are that many 2^-24, and a byte
 // above 0x6400 counts from 1024: one logical operation makes two numbers, where a conversion would take Turing's
 // slowest pipe one by one. K is taken in the first form. Its items are too large by kBias, for which a product is set
 // right where it starts. V is not: its sums run over all keys, and would lose to rounding what they are too large by.
@@ -13,69 +9,7 @@
 #pragma once
 
 #include "../../common/pack.cuh"
-#include "../../common/vec.cuh"
-
-using int8 = signed char;
-using uint8 = unsigned char;
-
-// kItems neighbours of a row in registers.
-template <typename Item, int kItems>
-struct StoredItems {
-  Vec<Item, kItems> items;
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int x = 0; x < kItems; x++) items.item[x] = from_float<Item>(0.f);
-  }
-  __device__ __forceinline__ void load(const Item* source) {
-    if constexpr (sizeof(items) == kVectorBytes) {
-      const uint4 words = ld_global_stream_v4(source);
-      items = *reinterpret_cast<const Vec<Item, kItems>*>(&words);
-    } else {
-      items = *reinterpret_cast<const Vec<Item, kItems>*>(source);
-    }
-  }
-  __device__ __forceinline__ float item(int x) const { return to_float(items.item[x]); }
-};
-
-// A word of bytes, or one byte.
-template <int kBytes>
-struct StoredBytes {
-  static constexpr int kWords = div_up(kBytes, 4);
-  static_assert(kBytes == 1 || kBytes % 4 == 0, "a byte, or words");
-
-  uint32 word[kWords];
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < kWords; i++) word[i] = 0;
-  }
-  __device__ __forceinline__ void load(const void* source) {
-    if constexpr (kBytes == 1) {
-      word[0] = *static_cast<const uint8*>(source);
-    } else {
-      ld_global_stream(word, source);
-    }
-  }
-};
-
-constexpr uint32 kTwoTo23 = 0x4b000000u;  // a float32 of which the low bits count units
-
-template <int kItems>
-struct StoredItems<int8, kItems> : StoredBytes<kItems> {
-  __device__ __forceinline__ float item(int x) const {
-    const uint32 unsigned_word = this->word[x / 4] ^ 0x80808080u;
-    return __uint_as_float(__byte_perm(unsigned_word, kTwoTo23, 0x7650 + x % 4)) - (8388608.f + 128.f);
-  }
-};
-
-template <int kItems>
-struct StoredItems<uint8, kItems> : StoredBytes<kItems / 2> {
-  __device__ __forceinline__ float item(int x) const {
-    const uint32 nibble = this->word[x / 8] >> 4 * (x % 8) & 0xfu;
-    return __uint_as_float(nibble | kTwoTo23) - (8388608.f + 8.f);
-  }
-};
+#include "../stored_items.cuh"
 
 __device__ __forceinline__ uint32 low_halves(uint32 x, uint32 y) { return __byte_perm(x, y, 0x5410); }
 __device__ __forceinline__ uint32 high_halves(uint32 x, uint32 y) { return __byte_perm(x, y, 0x7632); }
@@ -88,16 +22,15 @@ __device__ __forceinline__ uint32 without_bias(uint32 halves) {
   return *reinterpret_cast<const uint32*>(&less);
 }
 
-// What a format is: bits of an item, whether there are scales, and for tensor cores
+// What tensor cores make of a format:
 //   queries   8 items of q as they meet what keys gives: each word two items of one step of k
 //   keys      8 items of a row of K, the words of odd numbers times 1 / kOdd; all times 1 / kKeyUnit, plus kBias
 //   values    8 columns of two rows of V: word x has both rows' items of column x, those of odd columns times 1 / kOdd
 // kOperand is a constant of these that the kernel keeps in a register: an instruction holds only one other.
 template <typename Item>
-struct CacheFormat {
-  static constexpr int kBits = 8 * static_cast<int>(sizeof(Item)), kBias = 0;
+struct CacheFormat : StoredFormat<Item> {
+  static constexpr int kBias = 0;
   static constexpr uint32 kOperand = 0;
-  static constexpr bool kScaled = false;
   static constexpr float kKeyUnit = 1.f, kOdd = 1.f;
 
   __device__ __forceinline__ static void queries(uint32 (&)[4]) {}
@@ -116,10 +49,9 @@ struct CacheFormat {
 };
 
 template <>
-struct CacheFormat<int8> {
-  static constexpr int kBits = 8, kBias = 128;
+struct CacheFormat<int8> : StoredFormat<int8> {
+  static constexpr int kBias = 128;
   static constexpr uint32 kOperand = 0x00ff00ffu;
-  static constexpr bool kScaled = true;
   static constexpr float kKeyUnit = 16777216.f, kOdd = 1.f;
 
   // Bytes 0 and 2 of a word, then 1 and 3.
@@ -150,10 +82,9 @@ struct CacheFormat<int8> {
 };
 
 template <>
-struct CacheFormat<uint8> {
-  static constexpr int kBits = 4, kBias = 8;
+struct CacheFormat<uint8> : StoredFormat<uint8> {
+  static constexpr int kBias = 8;
   static constexpr uint32 kOperand = 0x64006400u;
-  static constexpr bool kScaled = true;
   static constexpr float kKeyUnit = 16777216.f, kOdd = 1.f / 16.f;
 
   // Nibbles 0 and 4 of a word, 1 and 5, 2 and 6, 3 and 7.

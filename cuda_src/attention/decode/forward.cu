@@ -12,7 +12,7 @@
 // Work      WARPS warps take the tiles of 16 keys of a unit, one each, with a maximum, sum and accumulator of their own.
 //           Loads go straight to registers, K's of the next tile as soon as those of this one are consumed, and V's.
 // Grid      `ctas` of DecodeParams, whatever the lengths are.
-// Caches    floats, or integers with a scale for each token and head (cache_items.cuh).
+// Caches    floats, or integers with a scale for each token and head (../stored_items.cuh).
 // Budget    registers for MIN_CTAS CTAs an SM; shared memory for 8 rows of each warp, where a segment's parts meet.
 // Feed      says where a tile lies: BlockFeed looks its block up in a table, DenseFeed counts.
 // Edges     of a block's slots from the sequence's end on, K is masked and V cleared, or their scales: they may hold

@@ -53,19 +53,23 @@ __device__ __forceinline__ RawQuad<Scalar> load_quad(const Scalar* from_g, int c
 }
 
 template <typename Scalar>
-__device__ __forceinline__ void store_quad(uint32 address, const RawQuad<Scalar>& quad) {
+__device__ __forceinline__ Vec<float, kQuadItems> as_floats(const RawQuad<Scalar>& quad) {
   const auto items = __builtin_bit_cast(Vec<Scalar, kQuadItems>, quad);
-  st_shared_v4(address, make_uint4(__float_as_uint(to_float(items.item[0])), __float_as_uint(to_float(items.item[1])),
-                                   __float_as_uint(to_float(items.item[2])), __float_as_uint(to_float(items.item[3]))));
+  return {to_float(items.item[0]), to_float(items.item[1]), to_float(items.item[2]), to_float(items.item[3])};
+}
+
+template <typename Quad>
+__device__ __forceinline__ void store_quad(uint32 address, const Quad& quad) {
+  st_shared_v4(address, __builtin_bit_cast(uint4, as_floats(quad)));
 }
 
 // Each item to a column of its own.
-template <uint32 kColumnBytes, typename Scalar>
-__device__ __forceinline__ void store_column_quad(uint32 address, const RawQuad<Scalar>& quad) {
-  const auto items = __builtin_bit_cast(Vec<Scalar, kQuadItems>, quad);
+template <uint32 kColumnBytes, typename Quad>
+__device__ __forceinline__ void store_column_quad(uint32 address, const Quad& quad) {
+  const auto items = as_floats(quad);
 #pragma unroll
   for (int i = 0; i < kQuadItems; i++) {
-    st_shared_u32(address + i * kColumnBytes, __float_as_uint(to_float(items.item[i])));
+    st_shared_u32(address + i * kColumnBytes, __float_as_uint(items.item[i]));
   }
 }
 
@@ -163,7 +167,13 @@ struct ForwardFeed {
   }
 
   // What was fetched last, to shared memory.
-  __device__ __forceinline__ void store_slice(uint32 buffer_s) const {
+  __device__ __forceinline__ void store_slice(uint32 buffer_s) const { store_slice(buffer_s, quads + kQPasses); }
+  __device__ __forceinline__ void store_panel(uint32 buffer_s) const { store_panel(buffer_s, quads); }
+
+ protected:
+  // The same with K and V from elsewhere.
+  template <typename Quad>
+  __device__ __forceinline__ void store_slice(uint32 buffer_s, const Quad* k_quads) const {
     constexpr uint32 kPassBytes = kPassRows * sizeof(float);
     const uint32 row_s = buffer_s + (slice_row() * sizeof(float) ^ Slice::flip(threadIdx.x));
     const uint32 q_s = row_s + slice_col() * Slice::kQColumnBytes;
@@ -174,21 +184,21 @@ struct ForwardFeed {
     }
 #pragma unroll
     for (int pass = 0; pass < kKPasses; pass++) {
-      store_column_quad<Slice::kKColumnBytes>(k_s + pass * kPassBytes, quads[kQPasses + pass]);
+      store_column_quad<Slice::kKColumnBytes>(k_s + pass * kPassBytes, k_quads[pass]);
     }
   }
 
-  __device__ __forceinline__ void store_panel(uint32 buffer_s) const {
+  template <typename Quad>
+  __device__ __forceinline__ void store_panel(uint32 buffer_s, const Quad* v_quads) const {
     const uint32 v_s = buffer_s + panel_row() * Panel::kRowBytes + panel_lane() * kQuadBytes;
 #pragma unroll
     for (int pass = 0; pass < kVPasses; pass++) {
       if ((pass + 1) * kPanelLanes > Panel::kRowQuads && pass * kPanelLanes + panel_lane() >= Panel::kRowQuads)
         continue;
-      store_quad(v_s + pass * kPanelLanes * kQuadBytes, quads[pass]);
+      store_quad(v_s + pass * kPanelLanes * kQuadBytes, v_quads[pass]);
     }
   }
 
- protected:
   __device__ __forceinline__ static int slice_row() { return threadIdx.x / Slice::kChunks; }
   __device__ __forceinline__ static int slice_col() { return threadIdx.x % Slice::kChunks * kQuadItems; }
   __device__ __forceinline__ static int panel_row() { return threadIdx.x / kPanelLanes; }

@@ -2,30 +2,36 @@
 #pragma once
 
 #include "../paged_keys.cuh"
-#include "forward_feed.cuh"
+#include "stored_quad.cuh"
 
-template <typename Dense>
+template <typename Dense, typename Item>
 struct PagedFeed : Dense {
   using Scalar = typename Dense::Scalar;
   using Slice = typename Dense::Slice;
-  using Groups = GroupTable<Slice::kTileK>;
-  using Quad = RawQuad<Scalar>;
+  using Quad = typename StoredQuad<Item>::Type;
+  static constexpr bool kScaled = StoredFormat<Item>::kScaled;
+  using Groups = GroupTable<Slice::kTileK, kScaled>;
+  static constexpr int kKeyQuads = Dense::kKPasses > Dense::kVPasses ? Dense::kKPasses : Dense::kVPasses;
   using Dense::keys;
-  using Dense::quads;
 
   const PagedParams& paged;
   Groups groups;
-  GroupEntry next;                  // of the tile behind the present one
-  int places;                       // of lane i: group i of the present tile
-  const Scalar *k_row_g, *v_row_g;  // where this thread begins in a group of K, and of V
+  GroupEntry<kScaled> next;             // of the tile behind the present one
+  int places, scale_places;             // of lane i: group i of the present tile
+  const Item *k_row_g, *v_row_g;        // where this thread begins in a group of K, and of V
+  const char *k_scales_g, *v_scales_g;  // of the head
+  Quad key_quads[kKeyQuads];            // of K or V, on the way
 
   __device__ __forceinline__ PagedFeed(const PagedParams& all, const Groups& groups_, const Scalar* q_rows_g,
-                                       const Scalar* k_head_g, const Scalar* v_head_g, int rows, int keys_)
-      : Dense(all.attention, q_rows_g, k_head_g, v_head_g, rows, keys_),
+                                       const Item* k_head_g, const Item* v_head_g, const char* k_scales_g_,
+                                       const char* v_scales_g_, int rows, int keys_)
+      : Dense(all.attention, q_rows_g, nullptr, nullptr, rows, keys_),
         paged(all),
         groups(groups_),
-        k_row_g(k_head_g + slice_key() % kGroupKeys * all.attention.k.seq + Dense::slice_col()),
-        v_row_g(v_head_g + panel_key() % kGroupKeys * all.attention.k.seq + Dense::panel_lane() * kQuadItems) {}
+        k_row_g(on(k_head_g + slice_key() % kGroupKeys * all.attention.k.seq, Dense::slice_col())),
+        v_row_g(on(v_head_g + panel_key() % kGroupKeys * all.attention.k.seq, Dense::panel_lane() * kQuadItems)),
+        k_scales_g(k_scales_g_),
+        v_scales_g(v_scales_g_) {}
 
   __device__ __forceinline__ void begin(int first_key, int next_key) {
     next = groups.look_up(first_key / Slice::kTileK);
@@ -34,6 +40,7 @@ struct PagedFeed : Dense {
   // On to the tile that was looked up.
   __device__ __forceinline__ void turn(int key_behind) {
     places = next.place(paged.units);
+    if (kScaled) scale_places = next.place(paged.scales.units);
     next = groups.look_up(key_behind / Slice::kTileK);
   }
 
@@ -53,8 +60,15 @@ struct PagedFeed : Dense {
       fetch_v_rows<true>(pair, panel, first_key);
     }
   }
+  __device__ __forceinline__ void store_slice(uint32 buffer_s) const { Dense::store_slice(buffer_s, key_quads); }
+  __device__ __forceinline__ void store_panel(uint32 buffer_s) const { Dense::store_panel(buffer_s, key_quads); }
 
  private:
+  // So many items on.
+  __device__ __forceinline__ static const Item* on(const Item* row_g, int items) {
+    return kScaled ? row_g + items * StoredFormat<Item>::kBits / 8 : row_g + items;
+  }
+
   // This thread's key of the first rows of a slice and of a panel: others lie a constant behind it.
   __device__ __forceinline__ static int slice_key() { return Dense::slice_key(Dense::slice_row()); }
   __device__ __forceinline__ static int panel_key() { return Dense::panel_key(0, 0, Dense::panel_row()); }
@@ -65,10 +79,18 @@ struct PagedFeed : Dense {
   }
 
   // A key's row, this thread's own key the given constant further.
-  __device__ __forceinline__ const Scalar* row(const Scalar* row_g, int own, int further) const {
+  __device__ __forceinline__ const Item* row(const Item* row_g, int own, int further) const {
     const int place = Groups::of_group(places, (own + further) / kGroupKeys);
     const int64 group_g = mad_wide(place, paged.units.bytes, reinterpret_cast<int64>(row_g));
-    return reinterpret_cast<const Scalar*>(group_g) + further % kGroupKeys * paged.attention.k.seq;
+    return reinterpret_cast<const Item*>(group_g) + further % kGroupKeys * paged.attention.k.seq;
+  }
+  // Its scale, if it exists and has one.
+  __device__ __forceinline__ float scale(const char* scales_g, int own, int further, bool exists) const {
+    if constexpr (!kScaled) return 1.f;
+    const int place = Groups::of_group(scale_places, (own + further) / kGroupKeys);
+    const int64 group_g = mad_wide(place, paged.scales.units.bytes, reinterpret_cast<int64>(scales_g));
+    const int64 at_g = mad_wide((own + further) % kGroupKeys, paged.scales.token, group_g);
+    return exists ? __ldg(reinterpret_cast<const float*>(at_g)) : 0.f;
   }
 
   template <bool kRagged>
@@ -77,23 +99,25 @@ struct PagedFeed : Dense {
 #pragma unroll
     for (int pass = 0; pass < Dense::kKPasses; pass++) {
       const int further = Dense::slice_key(pass * Dense::kPassRows);
-      const Scalar* from_g = row(k_row_g, slice_key(), further);
+      const Item* from_g = row(k_row_g, slice_key(), further);
       const bool exists = !kRagged || groups.exists(slice_key() + further, keys - first_key);
-      quads[Dense::kQPasses + pass] =
-          exists ? load_quad<Dense::kVec>(from_g + slice * Slice::kCols, columns) : Quad::zero();
+      const float key_scale = scale(k_scales_g, slice_key(), further, exists);
+      key_quads[pass] =
+          exists ? load_stored_quad<Dense::kVec>(on(from_g, slice * Slice::kCols), columns, key_scale) : Quad{};
     }
   }
 
   template <bool kRagged>
   __device__ __forceinline__ void fetch_v_rows(int pair, int panel, int first_key) {
     const int further = Dense::panel_key(pair, panel, 0);
-    const Scalar* from_g = row(v_row_g, panel_key(), further);
+    const Item* from_g = row(v_row_g, panel_key(), further);
     const bool exists = !kRagged || groups.exists(panel_key() + further, keys - first_key);
+    const float key_scale = scale(v_scales_g, panel_key(), further, exists);
 #pragma unroll
     for (int pass = 0; pass < Dense::kVPasses; pass++) {
-      quads[pass] = exists ? load_quad<Dense::kVec>(from_g + pass * Dense::kPanelLanes * kQuadItems,
-                                                    Dense::panel_columns_of(pass))
-                           : Quad::zero();
+      key_quads[pass] = exists ? load_stored_quad<Dense::kVec>(on(from_g, pass * Dense::kPanelLanes * kQuadItems),
+                                                               Dense::panel_columns_of(pass), key_scale)
+                               : Quad{};
     }
   }
 };

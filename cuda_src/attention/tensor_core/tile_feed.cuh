@@ -25,6 +25,11 @@ __device__ __forceinline__ uint4 load_chunk(const void* chunk_g, int chunk) {
   }
 }
 
+template <int kCols, int kVec>
+__device__ __forceinline__ void load_chunk(uint4& quad, const void* chunk_g, int chunk) {
+  quad = load_chunk<kCols, kVec>(chunk_g, chunk);
+}
+
 // Row `row` of a tile in shared memory is item `item_of_row(row)` of its array: here the same.
 struct RowsInOrder {
   static constexpr bool kInOrder = true;
@@ -105,24 +110,32 @@ struct TileFeed {
         });
   }
 
-  // The same from wherever rows are: pass_g(pass) is where this thread's first chunk of its row lies.
-  template <bool kRagged, int kRoom, typename Exists, typename PassAddress>
-  __device__ __forceinline__ void load_rows(uint4 (&quads)[kRoom], Exists exists, PassAddress pass_g) const {
-    static_assert(kQuads <= kRoom, "every chunk has a quad");
+  // The same from wherever rows are: pass_g(pass) is where this thread's first chunk of its row lies. A chunk is a quad,
+  // or as many bytes as it has in memory.
+  template <bool kRagged, typename Chunk, int kRoom, typename Exists, typename PassAddress>
+  __device__ __forceinline__ void load_rows(Chunk (&chunks)[kRoom], Exists exists, PassAddress pass_g) const {
+    static_assert(kQuads <= kRoom, "every chunk has a place");
 #pragma unroll
     for (int pass = 0; pass < kPasses; pass++) {
 #pragma unroll
       for (int group = 0; group < kColumnGroups; group++) {
-        uint4& quad = quads[pass * kColumnGroups + group];
-        if (kRagged) quad = make_uint4(0, 0, 0, 0);
+        Chunk& loaded = chunks[pass * kColumnGroups + group];
+        if (kRagged) loaded = Chunk{};
         if (!owns(pass) || (kRagged && !exists(key_of_pass(pass)))) continue;
-        quad = load_chunk<kCols, kVec>(pass_g(pass) + group * kRowLanes * kChunkBytes, chunk + group * kRowLanes);
+        load_chunk<kCols, kVec>(loaded, pass_g(pass) + group * kRowLanes * static_cast<int>(sizeof(Chunk)),
+                                chunk + group * kRowLanes);
       }
     }
   }
 
   template <int kRoom>
   __device__ __forceinline__ void store(uint32 tile_s, const uint4 (&quads)[kRoom]) const {
+    store_made(tile_s, [&](int pass, int group) { return quads[pass * kColumnGroups + group]; });
+  }
+
+  // The same of quads that are made here.
+  template <typename Quad>
+  __device__ __forceinline__ void store_made(uint32 tile_s, Quad quad) const {
 #pragma unroll
     for (int pass = 0; pass < kPasses; pass++) {
       const uint32 flip = Tile::flip(pass * kPassRows % 8) * kChunkBytes;
@@ -130,7 +143,7 @@ struct TileFeed {
       for (int group = 0; group < kColumnGroups; group++) {
         if (!owns(pass)) continue;
         const uint32 at = ((tile_s + shared_offset) ^ flip) + pass * kPassRows * Tile::kRowBytes;
-        st_shared_v4(at + group * kRowLanes * kChunkBytes, quads[pass * kColumnGroups + group]);
+        st_shared_v4(at + group * kRowLanes * kChunkBytes, quad(pass, group));
       }
     }
   }

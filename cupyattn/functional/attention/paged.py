@@ -65,9 +65,10 @@ def paged_attention(
         ``seqlens_k - Sq + i``. A sequence of 0 gives zeros and a lse of -inf.
     cu_seqlens_q : int32 or int64 array (B + 1,), optional
         For sequences with different numbers of queries, none at all too: those of sequence b are
-        rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q. It begins with 0. Rows from its
-        last item on belong to no sequence: they are not read, and of results that are given theirs
-        stay as they are (so arrays may keep their shape in a CUDA graph).
+        rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q. Rows before its first item, which
+        is most often 0, and from its last one on belong to no sequence: they are not read, and of
+        results that are given theirs stay as they are (so arrays may keep their shape in a CUDA
+        graph, and several calls may write to one).
     max_seqlen_q : int
         With cu_seqlens_q: the most queries of a sequence, or a larger number. What runs is chosen
         by it, so it is cheaper the nearer it is.
@@ -110,8 +111,6 @@ def paged_attention(
         values are checked (`backend`; NumPy arrays always) for lengths beyond what the table can
         hold, for ids of blocks that do not exist and for a cu_seqlens_q that does not fit. A GPU
         takes such a length as the nearest that is allowed, and reads wherever a wrong id says.
-    NotImplementedError
-        On a GPU or the emulator for caches of integers with packed queries.
     RuntimeError
         On a GPU, as `attention`.
 
@@ -119,18 +118,19 @@ def paged_attention(
     -----
     PagedAttention (Kwon et al., arXiv:2309.06180). Up to 16 query tokens a sequence are decoded:
     the keys are split over all multiprocessors as in Flash-Decoding, in equal shares that the
-    device works out from seqlens_k; so are more of them over caches of integers. Others, and packed
-    ones, are computed by the forward of `attention`, with keys that come from blocks. No length is
-    read by the host, and a call runs on the current stream without synchronising. Within a block
-    that a window hides in part, tokens are read and get a weight of 0, so they may not hold NaN.
+    device works out from seqlens_k. Others, and packed ones, are computed by the forward of
+    `attention`, with keys that come from blocks. No length is read by the host, and a call runs on
+    the current stream without synchronising. Within a block that a window hides in part, tokens are
+    read and get a weight of 0, so they may not hold NaN.
 
-    On a GPU packed queries need caches whose strides are equal; other calls are decoded where they
-    are not, which is slower for many query tokens.
+    On a GPU packed queries need caches whose strides are equal, and so those of scales; other calls
+    are decoded where they are not, which is slower for many query tokens.
 
-    Caches of integers are multiplied as integers, and scores and weights are scaled by the token's
-    scale. Kernels keep weights times scales in float16, relative to the largest scale of V that a
-    warp has met; what that and the integers' own rounding do to the result is derived in
-    ``cupyattn/reference/attention/quantised.py``.
+    Decoding multiplies integers as they are, and scales scores and weights by the token's scale.
+    With float16 queries it keeps weights times scales in float16, relative to the largest scale of
+    V that a warp has met. The forward makes floats of q's dtype of integers first, in float32
+    where q is bfloat16: a float16 holds numbers up to 65,504. What that does to the result is
+    derived in ``cupyattn/reference/attention/quantised.py``.
 
     Examples
     --------
@@ -201,12 +201,13 @@ def _on_cpu(problem: DecodeProblem, operands: Operands) -> dict[str, Array]:
         k_scales=arrays.get("k_scales"),
         v_scales=arrays.get("v_scales"),
     )
-    if problem.packed:  # rows behind the last sequence stay as they are
-        behind = int(arrays["cu_seqlens_q"][-1])
-        if "out" in arrays:
-            exact[behind:] = arrays["out"][behind:]
-        if "lse" in arrays:
-            lse[:, behind:] = arrays["lse"][:, behind:]
+    if problem.packed:  # rows of no sequence stay as they are
+        bounds = arrays["cu_seqlens_q"]
+        for others in (slice(0, int(bounds[0])), slice(int(bounds[-1]), None)):
+            if "out" in arrays:
+                exact[others] = arrays["out"][others]
+            if "lse" in arrays:
+                lse[:, others] = arrays["lse"][:, others]
     return {
         "out": round_into(arrays.get("out"), exact, attention.dtype),
         "lse": round_into(arrays.get("lse"), lse, attention.lse_dtype),

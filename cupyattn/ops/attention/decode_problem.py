@@ -375,11 +375,12 @@ def _query_counts(problem: DecodeProblem, arrays: dict[str, Array]) -> np.ndarra
         return np.full(attention.batch, attention.sq, np.int64)
     bounds = on_host(arrays["cu_seqlens_q"]).astype(np.int64)
     total, counts = problem.layouts["q"].shape[0], np.diff(bounds)
-    if bounds[0] != 0 or bounds[-1] > total or (counts < 0).any():
+    if bounds[0] < 0 or bounds[-1] > total or (counts < 0).any():
         raise error(
             ValueError,
             f"cu_seqlens_q = {shown(bounds.tolist())}",
-            f"it begins with 0, never falls, and ends at {total} at the most: the rows of q",
+            f"it begins with 0 or more, never falls, and ends at {total} at the most: the rows "
+            "of q",
             "pass numpy.cumsum of the numbers of query tokens, with a 0 in front",
         )
     if (counts > attention.sq).any():

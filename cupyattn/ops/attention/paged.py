@@ -17,24 +17,20 @@ def paged_forward(
 
     A forward has a CTA for every 64 to 128 query rows of a head, and computes those rows whole;
     decoding takes the rows of a group of heads together, in passes of 4 to 16, and cuts the keys.
-    It also has what the forward has not: caches of integers, or with different strides.
+    It also has what the forward has not: caches whose strides are different.
     """
-    if problem.packed and "k_scales" in problem.layouts:
-        raise error(
-            NotImplementedError,
-            f"caches of {problem.layouts['k_cache'].dtype.name} with cu_seqlens_q",
-            "caches of integers are decoded: q is (B, Sq, H, D)",
-            "pass what gather returns to attention(), as PagedKVCache.attend does",
-        )
+    layouts = problem.layouts
     few, has = problem.attention.sq <= MAX_QUERIES, has_prefill(problem)
     if problem.packed and not has:
-        strides = [problem.layouts[name].strides for name in ("k_cache", "v_cache")]
+        arrays = [
+            name for name in ("k_cache", "v_cache", "k_scales", "v_scales") if name in layouts
+        ]
         raise error(
             ValueError,
-            f"k_cache has strides {strides[0]}, v_cache {strides[1]}",
+            ", ".join(f"{name} has strides {layouts[name].strides}" for name in arrays),
             "with cu_seqlens_q a GPU takes caches of equal strides, those of tokens less than "
-            "64 MiB",
-            "make both caches alike, for example as halves of one array",
+            "64 MiB, and so their scales",
+            "make both alike, for example as halves of one array",
         )
     attend = decode_attention if (few or not has) and not problem.packed else prefill_attention
     return attend(device, problem, operands, return_lse=return_lse)

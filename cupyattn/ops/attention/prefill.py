@@ -11,13 +11,15 @@ import numpy as np
 from cupyattn.arrays import Array, Layout, Operands
 from cupyattn.errors import error
 from cupyattn.kernels.configs.attention import float32, tensor_core
+from cupyattn.kernels.configs.attention.decode import cache_bits
 from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.kernels.structs import PAGED_PARAMS
 from cupyattn.ops.attention.decode_problem import DecodeProblem
-from cupyattn.ops.attention.layouts import require_lengths, score_options, whole_vectors
+from cupyattn.ops.attention.layouts import require_lengths, score_options
 from cupyattn.ops.attention.params import attention_params, batch_integers
+from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.ops.plan import Plan, Step, run
 
@@ -30,12 +32,18 @@ _FARTHEST_TOKENS = (
 
 
 def has_prefill(problem: DecodeProblem) -> bool:
-    """Tell whether the kernels read the caches: floats, where one place serves K and V."""
-    if problem.layouts["k_cache"].dtype != problem.attention.dtype:
+    """Tell whether the kernels read the caches: one place serves K and V, and one their scales."""
+    layouts, blocks = problem.layouts, problem.num_blocks
+    if not _alike(layouts["k_cache"].strides[:2], layouts["v_cache"].strides[:2], blocks):
         return False
-    k, v = (problem.layouts[name].strides for name in ("k_cache", "v_cache"))
-    alike = k[1] == v[1] and (k[0] == v[0] or problem.num_blocks <= 1)
-    return alike and 0 <= k[1] < _FARTHEST_TOKENS
+    if "k_scales" not in layouts:
+        return True
+    return _alike(layouts["k_scales"].strides, layouts["v_scales"].strides, blocks)
+
+
+def _alike(k: tuple[int, ...], v: tuple[int, ...], blocks: int) -> bool:
+    """Tell whether blocks and what follows lie equally far apart in both."""
+    return k[1:] == v[1:] and (k[0] == v[0] or blocks <= 1) and 0 <= k[1] < _FARTHEST_TOKENS
 
 
 def prefill_attention(
@@ -63,17 +71,29 @@ def _plan(problem: DecodeProblem, arch: int, return_lse: bool) -> Plan:
 def _kernel(problem: DecodeProblem, out: Layout, arch: int) -> tuple[Specialisation, int]:
     """Choose the kernel by dtype, head dim, options and how rows lie; and say its query rows."""
     attention = problem.attention
-    dtype, dim = attention.dtype.name, attention.head_dim
-    rows = [(attention.starts[name], attention.layouts[name].strides) for name in ("q", "k", "v")]
-    rows += [(attention.starts.get("out", 0), out.strides)]
-    options = score_options(attention)
+    dtype, cache = attention.dtype.name, attention.layouts["k"].dtype.name
+    dim, options = attention.head_dim, score_options(attention)
     if dtype == "float16":
-        vec = whole_vectors(vector_items(dtype), attention, rows)
-        row = tensor_core.forward.flash_row(arch, dim, dim, options)
-        return tensor_core.forward.paged(arch, dim, vec, options), row.tile_q
-    vec = whole_vectors(float32.forward.VECTOR_ITEMS, attention, rows)
+        vec = _together(attention, out, vector_items(dtype))
+        row = tensor_core.forward.paged_row(arch, dim, cache)
+        return tensor_core.forward.paged(arch, dim, vec, options, cache), row.tile_q
+    vec = _together(attention, out, float32.forward.VECTOR_ITEMS)
     tile_q = float32.forward.flash_row(arch, dim, dim).tile_q
-    return float32.forward.paged(arch, dtype, dim, vec, options), tile_q
+    return float32.forward.paged(arch, dtype, dim, vec, options, cache), tile_q
+
+
+def _together(attention: AttentionProblem, out: Layout, items: int) -> int:
+    """Return `items` if every row of every array starts at a multiple of so many, otherwise 1."""
+    layouts = {**attention.layouts, "out": out}
+    sizes = {
+        name: items * cache_bits(layouts[name].dtype.name) // 8 for name in ("q", "k", "v", "out")
+    }
+    aligned = all(
+        place % size == 0
+        for name, size in sizes.items()
+        for place in (attention.starts.get(name, 0), *layouts[name].strides[:-1])
+    )
+    return items if aligned and attention.head_dim % items == 0 else 1
 
 
 def _tiles(problem: DecodeProblem, tile_q: int) -> int:
@@ -107,14 +127,18 @@ def _params(problem: DecodeProblem, results: dict[str, Layout]) -> Any:
     groups = problem.block_size // _GROUP_KEYS
     params["block_shift"] = shift = (groups - 1).bit_length()
     params["block_reciprocal"] = -(-(2 ** (31 + shift)) // groups)
-    params["units"] = *_, group = _cache_units(problem)
+    params["units"] = *_, group = _units(problem, "k_cache")
     params["block_span"] = groups * group
+    if "k_scales" in problem.layouts:
+        scales = params["scales"]
+        _, scales["token"], scales["head"] = problem.layouts["k_scales"].strides
+        scales["block_groups"], scales["units"] = groups, _units(problem, "k_scales")
     return params[()]
 
 
-def _cache_units(problem: DecodeProblem) -> tuple[int, int, int]:
+def _units(problem: DecodeProblem, name: str) -> tuple[int, int, int]:
     """Return a unit in bytes, and how many of it blocks and groups of tokens lie apart."""
-    layout = problem.layouts["k_cache"]
+    layout = problem.layouts[name]
     block, group = layout.strides[0], _GROUP_KEYS * layout.strides[1]
     unit = math.gcd(block, group, _LARGEST_UNIT)
     groups = problem.block_size // _GROUP_KEYS
@@ -122,10 +146,10 @@ def _cache_units(problem: DecodeProblem) -> tuple[int, int, int]:
     if reach >= _INT32:
         raise error(
             ValueError,
-            f"k_cache has strides {layout.strides}: its last block lies {reach} units of {unit} "
+            f"{name} has strides {layout.strides}: its last block lies {reach} units of {unit} "
             "bytes from the first one",
             f"a GPU counts less than {_INT32} units of what divides the strides of blocks and of "
             f"{_GROUP_KEYS} tokens",
-            "make the caches with strides that are multiples of 16 bytes",
+            f"make {name} with strides that are multiples of 16 bytes",
         )
     return unit, block // unit, group // unit

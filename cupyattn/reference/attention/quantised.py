@@ -1,11 +1,12 @@
 """Attention over keys and values that are kept as integers: what the kernel and the format cost.
 
-Two bounds. `stored_attention_bound` is the kernel's: how far it may be from the reference on the
-same integers, beyond what `bounds` says of keys and values that are floats. `quantisation_error`
-is the format's: how far exact attention over what was stored may be from that over what was given.
-Letters as in `bounds`; s_j and t_j are the scales of key and value j, c is `BIAS`.
+Three bounds. `stored_attention_bound` and `dequantised_attention_bound` are the kernels', those
+that decode and those of prompts: how far they may be from the reference on the same integers,
+beyond what `bounds` says of keys and values that are floats. `quantisation_error` is the format's:
+how far exact attention over what was stored may be from that over what was given. Letters as in
+`bounds`; s_j and t_j are the scales of key and value j, c is `BIAS`.
 
-The kernel, for one row (kernels in float32 have no bias, and no weights in float16):
+Decoding, for one row (kernels in float32 have no bias, and no weights in float16):
 
     ds  = (D + 4) u32 |softmax_scale| max_j s_j sum_d |q_d| (|K_jd| + 2 c)
     |out - ref| <= 4 ds (P |V|) + 4 u32 (P |V|) + 2**-24 max_j t_j sum_j |V_j / t_j|
@@ -17,6 +18,16 @@ The kernel, for one row (kernels in float32 have no bias, and no weights in floa
   The row's largest weight is at least 1. So what a weight loses below 2**-14 of the unit is 2**-25
   of it; then it meets an integer. Its other roundings are those of any weight, and 2 u32 of the
   scaling.
+
+Prompts: K and V become floats of the kernel's dtype first, off by r |K| + t and r |V| + t at most.
+
+    ds  = |softmax_scale| max_j sum_d |q_d| (r |K_jd| + t)
+    |out - ref| <= (4 ds + r) (P |V|) + t
+    |lse - ref| <= 2 ds
+
+- In float32 an integer times its scale is rounded once: r = u32, t = 2**-126.
+- In float16 the scale is rounded first, times 64 or 4 and the integer by as much less. So r is
+  2 u16 and u16**2 more; and where the one or the other is subnormal, t = (2 + 1) 2**-25.
 
 The format: with e_j a bound of the error of score j, P exact and p = exp(s) / sum exp(s) of the
 quantised scores, p_j / P_j lies within exp(-e_j) / up and exp(e_j) / down, where up and down are
@@ -33,7 +44,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyattn.reference.attention.bounds import U32
+from cupyattn.reference.attention.bounds import TINY32, U32
 from cupyattn.reference.attention.dense import attention
 from cupyattn.reference.attention.scores import Float64, ScoreBlocks, probabilities
 from cupyattn.reference.kv_cache.quantisation import dequantise, quantisation_bound
@@ -85,6 +96,30 @@ def stored_attention_bound(
         unit = np.max(v_scales, axis=1, initial=0.0)[..., None]
         out_bound += _heads(2.0**-24 * unit * integers[1].sum(axis=1), group)[:, None]
     return out_bound, 2 * ds
+
+
+def dequantised_attention_bound(
+    q: NDArray[Any],
+    k: NDArray[Any],
+    v: NDArray[Any],
+    k_scales: NDArray[Any],
+    v_scales: NDArray[Any],
+    /,
+    **options: Any,
+) -> tuple[Float64, Float64]:
+    """Bound what integers that become floats first add to `attention_bound`.
+
+    Parameters and results are those of `stored_attention_bound`.
+    """
+    group = q.shape[2] // max(k.shape[2], 1)
+    relative, least = (2.001 * 2.0**-11, 3 * 2.0**-25) if q.dtype == np.float16 else (U32, TINY32)
+    keys, values = dequantise(k, k_scales), dequantise(v, v_scales)
+    off = _heads(relative * np.abs(keys) + least, group)
+    reach = np.einsum("bihd,bjhd->bhij", np.abs(q).astype(np.float64), off)
+    scale = options.get("softmax_scale") or q.shape[-1] ** -0.5
+    ds = abs(scale) * np.max(reach, axis=-1, initial=0.0)
+    weighted, _ = attention(q, keys, np.abs(values), **options)
+    return (4 * np.swapaxes(ds, 1, 2)[..., None] + relative) * weighted + least, 2 * ds
 
 
 def _heads(x: NDArray[Any], group: int, axis: int = -2) -> Float64:

@@ -26,7 +26,7 @@ FLASH: tuple[Parameter, ...] = (
 
 PAGED: tuple[Parameter, ...] = (
     *inputs("q", "k_cache", "v_cache", "block_table", "seqlens_k"),
-    *inputs("cu_seqlens_q", "alibi_slopes", "sinks", optional=True),
+    *inputs("cu_seqlens_q", "k_scales", "v_scales", "alibi_slopes", "sinks", optional=True),
     Pointer("out"),
     Pointer("lse", optional=True),
     PAGED_STRUCT,

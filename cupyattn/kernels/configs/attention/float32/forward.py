@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.attention import parameters
+from cupyattn.kernels.configs.attention.decode import INTEGER_BITS
 from cupyattn.kernels.configs.attention.modifiers import modified
 from cupyattn.kernels.configs.attention.options import (
     EACH_OPTION,
@@ -84,11 +86,17 @@ def flash(
 
 @cache
 def paged(
-    arch: int, dtype: str, head_dim: int, vec: int, options: FlashOptions = PLAIN
+    arch: int,
+    dtype: str,
+    head_dim: int,
+    vec: int,
+    options: FlashOptions = PLAIN,
+    cache: str | None = None,
 ) -> Specialisation:
-    """Specialise the kernel over a paged cache."""
+    """Specialise the kernel over a paged cache: of `dtype`, or of that of integers."""
     row = flash_row(arch, head_dim, head_dim)
-    return _specialise(PAGED, row, dtype, (head_dim, head_dim), vec, options)
+    dims = head_dim, head_dim
+    return _specialise(PAGED, row, dtype, dims, vec, options, CACHE=cache or dtype)
 
 
 def _specialise(
@@ -98,6 +106,7 @@ def _specialise(
     dims: tuple[int, int],
     vec: int,
     options: FlashOptions,
+    **macros: Any,
 ) -> Specialisation:
     head_dim, head_dim_v = dims
     return modified(spec, options.modified).specialise(
@@ -111,6 +120,7 @@ def _specialise(
         PAIRS=row.pairs,
         VEC=vec,
         MIN_CTAS=row.ctas_per_sm,
+        **macros,
         **option_macros(options),
     )
 
@@ -136,3 +146,7 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield paged(arch, DTYPES[number % 2], head_dim, VECTOR_ITEMS if number % 3 else 1)
     for options in EACH_PAGED_OPTION:
         yield paged(arch, "float32", 64, VECTOR_ITEMS, options)
+    for dtype, head_dim, vec, integers in pairs(
+        DTYPES, rows_for(FLASH, arch), (VECTOR_ITEMS, 1), INTEGER_BITS
+    ):
+        yield paged(arch, dtype, head_dim, vec, cache=integers)
