@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Items
 from typing import Any
 
 from cupyattn.arrays import Array
 from cupyattn.errors import error
-from cupyattn.functional import append_kv, copy_blocks, paged_attention
+from cupyattn.functional import copy_blocks
 from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.arguments import as_count
 from cupyattn.kv_cache.picture import draw
 from cupyattn.kv_cache.pool import Copy
 from cupyattn.kv_cache.sequence import Sequence
 from cupyattn.kv_cache.statistics import CacheStatistics, statistics_of
+from cupyattn.kv_cache.steps import CacheSteps
 from cupyattn.kv_cache.storage import Storage, as_format, require_library
-from cupyattn.kv_cache.tables import StepTables, as_counts, lengths_of
 
 SLOTS_OF_A_LOAD = 16
 """Block sizes are multiples of it: so many tokens the kernels take at once."""
@@ -25,7 +23,7 @@ MOST_SLOTS = 2**31 - 1  # they are int32
 MOST_HEAD_DIM = 256
 
 
-class PagedKVCache:
+class PagedKVCache(CacheSteps):
     """Keys and values of all layers of a model, in blocks that sequences share.
 
     It owns the arrays; which blocks belong to whom says its `BlockAllocator`. `Scheduler` takes it
@@ -172,9 +170,6 @@ class PagedKVCache:
         arrays = self._layer(layer)
         return {name: array for name, array in arrays.items() if name.endswith("scales")}
 
-    def _layer(self, layer: int) -> dict[str, Array]:
-        return self._layers[as_count("layer", layer, 0, len(self._layers) - 1)]
-
     def copy(self, copies: Iterable[Copy], /) -> None:
         """Copy blocks in all layers: what `Sequence.append` returned, in the order of the calls.
 
@@ -222,192 +217,6 @@ class PagedKVCache:
         """
         self._storage.from_host(copies)
 
-    def step_tables(
-        self,
-        sequences: Items[Sequence] = (),
-        new_tokens: int | Iterable[int] = 1,
-        *,
-        max_batch: int | None = None,
-        max_blocks: int | None = None,
-        max_tokens: int | None = None,
-    ) -> StepTables:
-        """Make the tables of a step, which `StepTables.update` fills anew in the same place.
-
-        Parameters
-        ----------
-        sequences : sequence of Sequence
-            The batch.
-        new_tokens : int, or an int for each sequence
-            How many of each one's last tokens the step computes.
-        max_batch, max_blocks, max_tokens : int, optional
-            Room for so many sequences, blocks of a sequence and new tokens, for later updates; by
-            default what `sequences` need. What is unused says so to the kernels: a step can be
-            captured for a largest batch, and run on fewer sequences.
-
-        Returns
-        -------
-        StepTables
-
-        Raises
-        ------
-        TypeError, ValueError
-            As `StepTables.update`.
-        """
-        lengths = lengths_of(self.allocator, sequences)
-        counts = as_counts(sequences, new_tokens)
-        most_blocks = -(-int(lengths.max(initial=0)) // self.allocator.block_size)
-        tables = StepTables(
-            self.allocator,
-            self._xp,
-            max_batch=_room("max_batch", max_batch, len(lengths)),
-            max_blocks=_room("max_blocks", max_blocks, most_blocks),
-            max_tokens=_room("max_tokens", max_tokens, int(counts.sum())),
-        )
-        tables.update(sequences, counts.tolist())
-        return tables
-
-    def block_table(self, sequences: Items[Sequence], /) -> Array:
-        """Return the blocks of sequences, int32 (B, most blocks), -1 behind each one's last.
-
-        It alone; `step_tables` uploads all that a step needs at once.
-        """
-        return self.step_tables(sequences, 0).block_table
-
-    def seqlens_k(self, sequences: Items[Sequence], /) -> Array:
-        """Return the tokens of sequences, int32 (B,)."""
-        return self.step_tables(sequences, 0).seqlens_k
-
-    def slot_mapping(
-        self, sequences: Items[Sequence], new_tokens: int | Iterable[int] = 1, /
-    ) -> Array:
-        """Return the slots of the last tokens of sequences, int32 (total,), one behind the other.
-
-        Slot ``block * block_size + offset`` is that of a token in the block's place `offset`.
-        """
-        return self.step_tables(sequences, new_tokens).slot_mapping
-
-    def append(
-        self,
-        layer: int,
-        k: Array,
-        v: Array,
-        tables: StepTables,
-        /,
-        *,
-        q: Array | None = None,
-        rotary: Any = None,
-    ) -> None:
-        """Write the keys and values of a step's new tokens in a layer: `append_kv`.
-
-        Parameters
-        ----------
-        layer : int
-            Which layer's.
-        k, v : array (total, G, D), or (B, S, G, D)
-            The new tokens in the order of the tables: as many as these have, or have room for.
-        tables : StepTables
-            Those of the step.
-        q : array (total, H, D), or (B, S, H, D), optional
-            Queries to be rotated in place; only with rotary.
-        rotary : Rotary or (cos, sin), optional
-            Tables by which k and q are rotated to their positions.
-
-        Raises
-        ------
-        ValueError
-            If the tables have another number of tokens. Nothing is written then.
-        TypeError, ValueError
-            As `append_kv`, for dtypes, heads and whatever else does not fit.
-        """
-        tables.require_of(self.allocator)
-        tokens = k.shape[:-2]
-        count = math.prod(tokens)
-        if not tables.num_tokens <= count <= len(tables.slot_mapping):
-            raise error(
-                ValueError,
-                f"k {tuple(k.shape)} has {count} tokens",
-                f"the step's tables have {tables.num_tokens}, and room for "
-                f"{len(tables.slot_mapping)}",
-                "pass the new tokens of all sequences, one sequence's behind the other's",
-            )
-        arrays = self._layer(layer)
-        append_kv(
-            arrays["k"],
-            arrays["v"],
-            k,
-            v,
-            tables.slot_mapping[:count].reshape(tokens),
-            q=q,
-            rotary=rotary,
-            positions=None if rotary is None else tables.positions[:count].reshape(tokens),
-            k_scales=arrays.get("k_scales"),
-            v_scales=arrays.get("v_scales"),
-        )
-
-    def attend(self, layer: int, q: Array, tables: StepTables, /, **options: Any) -> Any:
-        """Let the new tokens of a step see all tokens of their sequences in a layer.
-
-        Parameters
-        ----------
-        layer : int
-            Which layer's keys and values.
-        q : array (B, Sq, H, D), or (total, H, D)
-            The queries of the new tokens, as `paged_attention` takes them: packed for sequences
-            with different numbers of them. A step that a CUDA graph captures has (B, 1, H, D).
-        tables : StepTables
-            Those of the step.
-        **options
-            As of `paged_attention`: causal, softmax_scale, window_size, out and so on.
-
-        Returns
-        -------
-        out or (out, lse)
-            As of `paged_attention`.
-
-        Raises
-        ------
-        ValueError
-            If the tables are another cache's, or have more new tokens than there are packed
-            queries.
-        TypeError, ValueError
-            As `paged_attention`.
-        """
-        tables.require_of(self.allocator)
-        arrays, batch = self._layer(layer), len(tables.seqlens_k)
-        packed = len(q.shape) == 3
-        if packed and tables.num_tokens > len(q):
-            raise error(
-                ValueError,
-                f"q {tuple(q.shape)} has {len(q)} tokens",
-                f"the step's tables have {tables.num_tokens}",
-                "pass the queries of all new tokens, one sequence's behind the other's",
-            )
-        given, decoded = options.get("out"), packed and tables.decodes(len(q))
-        if decoded:  # the kernels that decode are made for one token a sequence
-            q, options = q[:, None], _one_token_each(options)
-        elif packed:
-            queries = {"cu_seqlens_q": tables.cu_seqlens_q, "max_seqlen_q": tables.max_seqlen_q}
-            options = queries | options
-        if len(q.shape) == 4 and tables.num_sequences <= len(q) <= batch:
-            batch = len(q)
-        results = paged_attention(
-            q,
-            arrays["k"],
-            arrays["v"],
-            tables.block_table[:batch],
-            tables.seqlens_k[:batch],
-            k_scales=arrays.get("k_scales"),
-            v_scales=arrays.get("v_scales"),
-            **options,
-        )
-        if not decoded:
-            return results
-        if given is not None:
-            return given
-        if options.get("return_lse"):
-            return results[0][:, 0], results[1][:, :, 0].T
-        return results[:, 0]
-
     def statistics(self) -> CacheStatistics:
         """Count blocks and slots: see `CacheStatistics`."""
         return statistics_of(self.allocator)
@@ -448,15 +257,3 @@ class PagedKVCache:
             If matplotlib is not installed.
         """
         return draw(self.allocator, sequences, axes, as_count("columns", columns, 1))
-
-
-def _one_token_each(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of packed queries as those of queries with an axis of one token."""
-    out: Any = options.get("out")
-    if isinstance(out, tuple) and len(out) == 2:
-        return {**options, "out": (out[0][:, None], out[1].T[:, :, None])}
-    return options if out is None else {**options, "out": out[:, None]}
-
-
-def _room(name: str, given: int | None, needed: int) -> int:
-    return needed if given is None else as_count(name, given, needed)

@@ -40,6 +40,8 @@ class StepTables:
         The position of each new token in its sequence; 0 behind the last.
     num_sequences, num_tokens, max_seqlen_q : int
         How many sequences, how many new tokens, and the most new tokens of a sequence.
+    num_decoding : int
+        How many sequences from the first on have one new token: those before any other.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class StepTables:
         self.cu_seqlens_q: Array = placed["cu_seqlens_q"]
         self.slot_mapping: Array = placed["slot_mapping"]
         self.positions: Array = placed["positions"]
-        self.num_sequences = self.num_tokens = self.max_seqlen_q = 0
+        self.num_sequences = self.num_tokens = self.max_seqlen_q = self.num_decoding = 0
         self.update((), ())
 
     def __repr__(self) -> str:
@@ -92,7 +94,7 @@ class StepTables:
 
     def decodes(self, rows: int) -> bool:
         """Tell whether row b of as many new tokens is the one new token of sequence b."""
-        one_each = self.max_seqlen_q == 1 and self.num_tokens == self.num_sequences
+        one_each = 0 < self.num_decoding == self.num_sequences
         return one_each and self.num_sequences <= rows <= len(self.seqlens_k)
 
     def spans(self) -> list[tuple[int, int, int]]:
@@ -166,6 +168,7 @@ class StepTables:
         upload(self._xp, self._buffer, self._staged)
         self.num_sequences, self.num_tokens = len(counts), total
         self.max_seqlen_q = int(counts.max(initial=0))
+        self.num_decoding = int(np.argmax(np.append(counts, 0) != 1))
 
     def _require_room(self, lengths: np.ndarray, counts: np.ndarray) -> None:
         """Refuse what has no place, before anything is written."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupyattn import PagedKVCache, attention
+from cupyattn import PagedKVCache, attention, backend
+from cupyattn.kv_cache import steps
 from cupyattn.reference import dequantise
 
 G, H, D = 2, 4, 8
@@ -34,7 +35,7 @@ def stored(cache, sequence):
     return found
 
 
-@pytest.mark.parametrize("counts", [(1, 1), (3, 1), (0, 2)])
+@pytest.mark.parametrize("counts", [(1, 1), (3, 1), (0, 2), (1, 3), (1, 0)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_packed_queries_see_what_each_sequence_stores(dtype, counts):
     cache, sequences, rng = filled(dtype, (40, 21))
@@ -54,6 +55,47 @@ def test_packed_queries_see_what_each_sequence_stores(dtype, counts):
             np.testing.assert_allclose(lse[:, begin:end], expected[1][0], rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(found, given[0])
     np.testing.assert_array_equal(lse, given[1])
+
+
+@pytest.mark.parametrize(
+    ("counts", "calls"),
+    [
+        ((1, 1, 1), [(3, 1, H, D)]),
+        ((1, 1, 7), [(2, 1, H, D), (9, H, D)]),
+        ((1, 7, 1), [(1, 1, H, D), (9, H, D)]),
+        ((7, 1, 1), [(9, H, D)]),
+        ((0, 1, 1), [(2, H, D)]),
+    ],
+)
+def test_sequences_that_generate_are_decoded_if_they_come_first(counts, calls, monkeypatch):
+    cache, sequences, rng = filled("float32", (40, 21, 9))
+    found, attend = [], steps.paged_attention
+
+    def recorded(q, *arrays, **options):
+        found.append(q.shape)
+        return attend(q, *arrays, **options)
+
+    monkeypatch.setattr(steps, "paged_attention", recorded)
+    q = rng.standard_normal((sum(counts), H, D), dtype=np.float32)
+    cache.attend(0, q, cache.step_tables(sequences, counts), causal=True)
+    assert found == calls
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_both_calls_of_a_step_are_one_on_kernels(dtype):
+    """Rows of the one call are not touched by the other; slopes of each sequence go with it."""
+    lengths, counts = (40, 33, 21, 50), (1, 1, 20, 4)
+    cache, sequences, rng = filled(dtype, lengths)
+    tables = cache.step_tables(sequences, counts, max_batch=6, max_tokens=30)
+    q = rng.standard_normal((sum(counts), H, D), dtype=np.float32)
+    slopes = rng.random((6, H), dtype=np.float32)
+    expected = cache.attend(0, q, tables, causal=True, return_lse=True, alibi_slopes=slopes)
+    results = np.full_like(q, 7), np.full((H, len(q)), 7, np.float32)
+    with backend("emulator"):
+        cache.attend(0, q, tables, causal=True, return_lse=True, alibi_slopes=slopes, out=results)
+    for result, right in zip(results, expected, strict=True):
+        np.testing.assert_allclose(result, right, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -86,15 +128,17 @@ def test_what_does_not_fit_the_tables_is_refused(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_that_do_not_fit_are_refused_before_anything_is_written(dtype):
     cache, sequences, _ = filled(dtype, (20, 5))
-    tables, q = cache.step_tables(sequences, [3, 1]), np.zeros((4, H, D), np.float32)
-    with pytest.raises(TypeError, match="out is a"):
-        cache.attend(0, q, tables, return_lse=True, out=np.zeros_like(q))
-    with pytest.raises(TypeError, match="out is"):
-        cache.attend(0, q, tables, out="x")
-    short = np.full((3, H, D), 7, np.float32)
-    with pytest.raises(ValueError, match=r"out (has shape|is float32) \(3, 4, 8\)"):
-        cache.attend(0, q, tables, out=short)
-    assert (short == 7).all()
+    q = np.zeros((4, H, D), np.float32)
+    for counts in ([3, 1], [1, 3]):
+        tables = cache.step_tables(sequences, counts)
+        with pytest.raises(TypeError, match="out is a"):
+            cache.attend(0, q, tables, return_lse=True, out=np.zeros_like(q))
+        with pytest.raises(TypeError, match="out is"):
+            cache.attend(0, q, tables, out="x")
+        short = np.full((3, H, D), 7, np.float32)
+        with pytest.raises(ValueError, match=r"out (has shape|is float32) \(3, 4, 8\)"):
+            cache.attend(0, q, tables, out=short)
+        assert (short == 7).all()
 
 
 def test_one_sequence_is_no_list():
