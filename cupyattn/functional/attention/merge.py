@@ -71,6 +71,35 @@ def merge_attention(
     >>> out, lse = cupyattn.merge_attention(*head, *tail)
     >>> np.allclose(out, cupyattn.attention(q, k, v), atol=1e-6)
     True
+
+    Three continuations of a prompt of 32 tokens, whose two blocks they share (cascade attention):
+
+    >>> cache = cupyattn.PagedKVCache(1, 8, 16, 4, 8, dtype="float32", xp=np)
+    >>> prompt = cache.allocator.add(range(32))
+    >>> keys, values = rng.standard_normal((2, 32, 4, 8), dtype=np.float32)
+    >>> cache.append(0, keys, values, cache.step_tables([prompt], 32))
+    >>> sequences = [prompt, prompt.fork(), prompt.fork()]
+    >>> for token, sequence in enumerate(sequences):
+    ...     cache.copy(sequence.append([token]))
+    >>> step = cache.step_tables(sequences)
+    >>> q, k, v = rng.standard_normal((3, 3, 1, 4, 8), dtype=np.float32)
+    >>> cache.append(0, k, v, step)
+
+    Their queries attend to the prompt as those of one sequence, which reads it once, and each to
+    its own tail:
+
+    >>> k_cache, v_cache = cache.k[0], cache.v[0]
+    >>> out, lse = cupyattn.paged_attention(
+    ...     q.reshape(1, 3, 4, 8), k_cache, v_cache, step.block_table[:1, :2],
+    ...     np.array([32], np.int32), return_lse=True,
+    ... )
+    >>> prefix = out.reshape(3, 1, 4, 8), lse.T  # (1, H, 3) to (3, H, 1)
+    >>> tails = cupyattn.paged_attention(
+    ...     q, k_cache, v_cache, step.block_table[:, 2:], step.seqlens_k - 32, return_lse=True
+    ... )
+    >>> out, lse = cupyattn.merge_attention(*prefix, *tails)
+    >>> np.allclose(out, cache.attend(0, q, step), atol=1e-6)
+    True
     """
     operands = adopt(
         {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
