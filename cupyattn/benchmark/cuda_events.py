@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import statistics
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 import cupyattn
 from cupyattn.cupy_library import load_cupy
 from cupyattn.kernels.compile import nvrtc_version
-from cupyattn.kernels.device.cuda import CudaDevice
+from cupyattn.kernels.device.cuda import CudaDevice, cuda_device
 from cupyattn.kernels.target import arch_override, target_of
 
 Round = Sequence[Callable[[], Any]]
@@ -127,6 +128,34 @@ def copy_rate(calls: int, warm_up: int) -> float:
     source, target = cupy.zeros(2**30, np.uint8), cupy.empty(2**30, np.uint8)
     copy = partial(target.data.copy_from_device_async, source.data, source.nbytes)
     return 2 * source.nbytes / statistics.median(event_timer(calls, warm_up)(copy)) / 1e9
+
+
+def measured_rows(
+    command: str,
+    arguments: argparse.Namespace,
+    time: Callable[[Any, RoundTimer], list[dict[str, Any]]],
+    *,
+    beside_a_copy: bool = False,
+) -> dict[str, Any]:
+    """Return a command's result: the rows that `time` makes on the first GPU, and what it is.
+
+    `time` is called with the array module and a timer of graphs; ``copy_gb_per_s`` is there if
+    wanted.
+    """
+    cupy = load_cupy()
+    device = cuda_device(0)
+    with cupy.cuda.Device(device.ordinal):
+        timer = graph_timer(arguments.calls, arguments.warm_up)
+        copied = copy_rate(arguments.calls, arguments.warm_up) if beside_a_copy else None
+        rows = time(cupy, timer)
+    return {
+        "command": command,
+        **measured_on(device),
+        "calls": arguments.calls,
+        "warm_up": arguments.warm_up,
+        **({} if copied is None else {"copy_gb_per_s": copied}),
+        "rows": rows,
+    }
 
 
 def measured_on(device: CudaDevice) -> dict[str, Any]:

@@ -16,16 +16,14 @@ import numpy as np
 
 import cupyattn
 from cupyattn.arrays import dtype_of
-from cupyattn.benchmark.cuda_events import RoundTimer, copy_rate, graph_timer, measured_on
+from cupyattn.benchmark.cuda_events import RoundTimer, measured_rows
 from cupyattn.benchmark.gpu_command import add_timing_options, run_on_gpu, show_machine
 from cupyattn.cli.arguments import integer
 from cupyattn.cli.progress import progress
 from cupyattn.cli.terminal import Result, Terminal
-from cupyattn.cupy_library import load_cupy
 from cupyattn.kernels.configs.attention.decode import TILE_KEYS
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
-from cupyattn.kernels.device.cuda import cuda_device
 from cupyattn.ops.attention.decode_problem import MAX_QUERIES
 from cupyattn.reference.kv_cache.quantisation import quantise
 
@@ -238,20 +236,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def measure(arguments: argparse.Namespace) -> Result:
     """Measure every case on the first GPU."""
-    cupy = load_cupy()
-    device = cuda_device(0)
-    with cupy.cuda.Device(device.ordinal):
-        timer = graph_timer(arguments.calls, arguments.warm_up)
-        copied = copy_rate(arguments.calls, arguments.warm_up)
-        rows = time_cases(cases_of(arguments), cupy, timer)
-    return {
-        "command": "decode",
-        **measured_on(device),
-        "calls": arguments.calls,
-        "warm_up": arguments.warm_up,
-        "copy_gb_per_s": copied,
-        "rows": rows,
-    }
+    time = partial(time_cases, cases_of(arguments))
+    return measured_rows("decode", arguments, time, beside_a_copy=True)
 
 
 def show(result: Result, terminal: Terminal) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays import (
-    Array,
     Description,
     Layout,
     Operands,
@@ -17,9 +16,10 @@ from cupyattn.arrays import (
     layouts_of,
     starts_of,
 )
-from cupyattn.errors import error, shown
+from cupyattn.errors import error
 from cupyattn.kernels.configs.attention.decode import INTEGER_BITS, TILE_KEYS
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
+from cupyattn.ops.attention.decode_values import check_values
 from cupyattn.ops.attention.options import (
     checked_softcap,
     checked_softmax_scale,
@@ -27,7 +27,6 @@ from cupyattn.ops.attention.options import (
 )
 from cupyattn.ops.attention.problem import FORWARD_RESULTS, LSE_DTYPE, AttentionProblem
 from cupyattn.ops.attention.results import Outputs, forward_outputs, result_layouts
-from cupyattn.ops.attention.values import MAX_SINK
 from cupyattn.ops.checks import (
     CPU_FLOATS,
     FLOATS,
@@ -45,10 +44,13 @@ from cupyattn.ops.checks import (
 from cupyattn.ops.numbers import integer
 from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.plan import Output
-from cupyattn.ops.value_checks import checks_values, on_host
+from cupyattn.ops.value_checks import checks_values
 
 MAX_QUERIES = 16
-"""Query tokens of a sequence that are decoded although a forward has the caches."""
+"""Query tokens of a sequence that are decoded although a forward has the keys, paged or dense.
+
+Its tiles have at least four times as many rows.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +119,7 @@ def decode_problem(operands: Operands, options: tuple[Any, ...]) -> DecodeProble
     except TypeError:  # perhaps of an option without a hash, of which its check says more
         problem = _checked.__wrapped__(operands.description, sides, *options)
     if checks_values(operands):
-        _check_values(problem, operands.arrays)
+        check_values(problem, operands.arrays)
     problem.attention.overlaps.check(operands)
     return problem
 
@@ -325,70 +327,3 @@ def _require_option_arrays(problem: AttentionProblem) -> None:
             meaning = "(H,) or (B, H)" if name == "alibi_slopes" else "(H,)"
             require_shape(name, layout, (heads,), meaning)
         require_whole_item_strides(name, layout)
-
-
-def _check_values(problem: DecodeProblem, arrays: dict[str, Array]) -> None:
-    """Check lengths and the block ids that will be read, and sinks."""
-    queries = _query_counts(problem, arrays)
-    lengths = on_host(arrays["seqlens_k"]).astype(np.int64)
-    capacity, size = problem.attention.sk, problem.block_size
-    if ((lengths < 0) | (lengths > capacity)).any():
-        at = int(np.argmax((lengths < 0) | (lengths > capacity)))
-        raise error(
-            ValueError,
-            f"seqlens_k[{at}] = {lengths[at]}",
-            f"each is at least 0 and at most {capacity}: {problem.max_blocks} blocks of {size}",
-            "pass a block_table with more columns, or shorter sequences",
-        )
-    table = on_host(arrays["block_table"])
-    left = problem.attention.window[0]
-    first = np.zeros_like(lengths)
-    if left is not None:  # of the first query's window
-        first = np.clip(lengths - queries - left, 0, lengths) // size
-    columns = np.arange(table.shape[1])
-    read = (columns >= first[:, None]) & (columns < -(-lengths // size)[:, None])
-    read &= (queries > 0)[:, None]
-    wrong = read & ((table < 0) | (table >= problem.num_blocks))
-    if wrong.any():
-        b, column = (int(axis[0]) for axis in np.nonzero(wrong))
-        raise error(
-            ValueError,
-            f"block_table[{b}, {column}] = {table[b, column]}",
-            f"the caches have blocks 0 to {problem.num_blocks - 1}, and sequence {b} of "
-            f"{lengths[b]} tokens reads this entry",
-            "pass the ids of blocks that hold the tokens; -1 may stand only where a window hides "
-            "all of a block",
-        )
-    if "sinks" in arrays and (on_host(arrays["sinks"]).astype(float) > MAX_SINK).any():
-        raise error(
-            ValueError,
-            f"sinks has values up to {on_host(arrays['sinks']).max()}",
-            f"each is at most {MAX_SINK:g}: times log2(e) it is still a float32",
-            "pass smaller ones; -inf is no sink",
-        )
-
-
-def _query_counts(problem: DecodeProblem, arrays: dict[str, Array]) -> np.ndarray:
-    """Return the query tokens of each sequence."""
-    attention = problem.attention
-    if not problem.packed:
-        return np.full(attention.batch, attention.sq, np.int64)
-    bounds = on_host(arrays["cu_seqlens_q"]).astype(np.int64)
-    total, counts = problem.layouts["q"].shape[0], np.diff(bounds)
-    if bounds[0] < 0 or bounds[-1] > total or (counts < 0).any():
-        raise error(
-            ValueError,
-            f"cu_seqlens_q = {shown(bounds.tolist())}",
-            f"it begins with 0 or more, never falls, and ends at {total} at the most: the rows "
-            "of q",
-            "pass numpy.cumsum of the numbers of query tokens, with a 0 in front",
-        )
-    if (counts > attention.sq).any():
-        at = int(np.argmax(counts > attention.sq))
-        raise error(
-            ValueError,
-            f"sequence {at} of cu_seqlens_q has {counts[at]} query tokens",
-            f"each has at most max_seqlen_q = {attention.sq}",
-            "pass the largest number as max_seqlen_q",
-        )
-    return counts

@@ -15,12 +15,10 @@ from cupyattn.ops.attention.decode import (
     shared_keys_plan,
     units_of,
 )
+from cupyattn.ops.attention.decode_problem import MAX_QUERIES
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs
 from cupyattn.ops.plan import Plan
-
-MOST_QUERIES = 16
-"""Query tokens of a sequence: a tile of flash has at least four times as many rows."""
 
 LEAST_KEYS = 256
 """Keys that a query may see. Timed on an H200 as compute_75 code (2026-11-22, CUDA graphs of one
@@ -59,7 +57,7 @@ def _is_faster(problem: AttentionProblem, arch: int, multiprocessors: int) -> bo
 
     Those use no more of the card than their grid fills.
     """
-    if problem.sq > MOST_QUERIES or _keys_seen(problem) < LEAST_KEYS:
+    if problem.sq > MAX_QUERIES or _keys_seen(problem) < LEAST_KEYS:
         return False
     launch = launch_of(problem, arch)
     if units_of(problem, launch) > MOST_UNITS:

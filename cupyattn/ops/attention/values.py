@@ -42,15 +42,22 @@ def check_values(problem: AttentionProblem, arrays: dict[str, Array]) -> None:
             f"each is at least 0 and at most Sk = {problem.sk}",
             "clip it, or pass longer k and v",
         )
-    if "sinks" in arrays and (on_host(arrays["sinks"]).astype(float) > MAX_SINK).any():
+    if "sinks" in arrays:
+        require_sinks(arrays["sinks"])
+    if "cos" in arrays and problem.batch:
+        _require_rotary_positions(problem, arrays["cos"].shape[0], integers)
+
+
+def require_sinks(sinks: Array) -> None:
+    """Raise ValueError unless float32 kernels can hold every sink in units of log2."""
+    values = on_host(sinks)
+    if (values.astype(float) > MAX_SINK).any():
         raise error(
             ValueError,
-            f"sinks has values up to {on_host(arrays['sinks']).max()}",
+            f"sinks has values up to {values.max()}",
             f"each is at most {MAX_SINK:g}: times log2(e) it is still a float32",
             "pass smaller ones; -inf is no sink",
         )
-    if "cos" in arrays and problem.batch:
-        _require_rotary_positions(problem, arrays["cos"].shape[0], integers)
 
 
 def _require_rotary_positions(

@@ -81,9 +81,9 @@ _TURING_FLOAT32_BIAS = {
     64: FlashConfig(2, 4, 48, 2, "models 0.69, and 0.66 with 32 keys, 0.65 with 64"),
     80: FlashConfig(2, 4, 32, 2, "models 0.76, and 0.66 with 48 keys, where 72 bytes spill"),
 }
-# Over a cache of integers, in 8 and 4 bits (the model of 2026-11-22): making floats of them takes 0.05
-# to 0.16 of the utilisation, and registers. No loop over full tiles spills; that over masked ones
-# does by 8 bytes at head dim 96, by up to 44 at 128, as over floats, and by 16 at 256.
+# Over a cache of integers, in 8 and 4 bits (the model of 2026-11-22): making floats of them takes
+# 0.05 to 0.16 of the utilisation, and registers. No loop over full tiles spills; that over masked
+# ones does by 8 bytes at head dim 96, by up to 44 at 128, as over floats, and by 16 at 256.
 _TURING_INTEGERS = {
     40: FlashConfig(2, 4, 48, 2, "models 0.60 and 0.58, and 0.55 and 0.59 with 64 keys"),
     64: FlashConfig(2, 4, 32, 2, "models 0.74 and 0.74, and 0.75 and 0.65 with 48 keys"),
