@@ -28,6 +28,20 @@ class Admission:
         seen = self._left + self._max_tokens
         return min(self._blocks(tokens), self._blocks(seen - 1) + 1)
 
+    def require_possible(self, tokens: int, new_tokens: int) -> None:
+        """Refuse a request that has no room even if it runs alone."""
+        allocator = self._allocator
+        # The last new token is not computed.
+        blocks = self.most_blocks(tokens + new_tokens - 1) + allocator.watermark
+        if blocks > allocator.num_blocks:
+            raise error(
+                ValueError,
+                f"got {tokens} tokens and max_new_tokens = {new_tokens}, which need {blocks} "
+                "blocks with the watermark",
+                f"the cache has {allocator.num_blocks}",
+                "make the cache larger or the request shorter",
+            )
+
     def evict(self, sequence: Sequence) -> None:
         """Give back what no later token of the sequence sees; its last token stays."""
         if self._left is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 from threading import Lock
@@ -13,6 +14,10 @@ from cupyattn.kv_cache.prefix_index import PrefixIndex
 
 HELD = -1
 """In place of a reference count: the block belongs to who called `BlockAllocator.allocate`."""
+
+
+EVICTED = -1
+"""In place of a block's id in a sequence: a window has given the block back."""
 
 
 class OutOfBlocksError(RuntimeError):
@@ -34,6 +39,14 @@ class Copy(NamedTuple):
 
     src: int
     dst: int
+
+
+def moved(ids: array[int], taken: list[int]) -> tuple[array[int], tuple[Copy, ...]]:
+    """Put blocks in the places of those that are there; return these ids and the copies."""
+    fresh = iter(taken)
+    placed = array("i", [EVICTED if block == EVICTED else next(fresh) for block in ids])
+    pairs = zip(ids, placed, strict=True)
+    return placed, tuple(Copy(src, dst) for src, dst in pairs if src != EVICTED)
 
 
 class Pool:

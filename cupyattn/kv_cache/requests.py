@@ -152,11 +152,43 @@ class Run:
         whole = len(self.sequence) == len(self.tokens)
         return Work(self.request, self.samples if whole else (), self.sequence, tuple(tokens))
 
+    def advance(self, drawn: Iterable[int]) -> list[Run]:
+        """Take the next token of each sample; return the runs of those that go on, this first."""
+        assert self.sequence is not None
+        going = [
+            (sample, token)
+            for sample, token in zip(self.samples, drawn, strict=True)
+            if not self.request.take(sample, token)
+        ]
+        if not going:
+            self.drop()
+            return []
+        forks = [
+            Run(self.request, (sample,), [*self.tokens, token], self.sequence.fork())
+            for sample, token in going[1:]
+        ]
+        sample, token = going[0]
+        self.samples = (sample,)
+        self.tokens.append(token)
+        return [self, *forks]
+
     def drop(self) -> None:
         """Give back its blocks: it has to be computed anew."""
         if self.sequence is not None:
             self.sequence.free()
         self.sequence, self.written = None, 0
+
+
+def as_swaps(preempt: Any) -> bool:
+    """Read whether sequences that make room move to host memory."""
+    if preempt not in ("recompute", "swap"):
+        raise error(
+            ValueError,
+            f"got preempt = {shown(preempt)}",
+            "allowed are 'recompute' and 'swap'",
+            "'recompute' needs no host memory",
+        )
+    return bool(preempt == "swap")
 
 
 def as_sampled(batch: list[Work], returned: Iterable[Iterable[int]]) -> list[list[int]]:

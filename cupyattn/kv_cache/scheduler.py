@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from heapq import heapify, heappop, heappush
 from typing import Literal
 
-from cupyattn.errors import error, shown
+from cupyattn.errors import error
 from cupyattn.kv_cache.admission import Admission, as_left
 from cupyattn.kv_cache.arguments import as_count, as_tokens
 from cupyattn.kv_cache.pool import Copy, OutOfBlocksError
@@ -17,6 +17,7 @@ from cupyattn.kv_cache.requests import (
     SchedulerCache,
     Work,
     as_sampled,
+    as_swaps,
     require_cache,
 )
 
@@ -94,22 +95,14 @@ class Scheduler:
         preempt: Literal["recompute", "swap"] = "recompute",
         window_size: tuple[int | None, int | None] | None = None,
     ) -> None:
-        if preempt not in ("recompute", "swap"):
-            raise error(
-                ValueError,
-                f"got preempt = {shown(preempt)}",
-                "allowed are 'recompute' and 'swap'",
-                "'recompute' needs no host memory",
-            )
-        require_cache(cache, swaps=preempt == "swap")
+        self._swaps = as_swaps(preempt)
+        require_cache(cache, swaps=self._swaps)
         self._cache = cache
         self._allocator = cache.allocator
         self._max_batch = as_count("max_batch", max_batch, 1)
         self._max_tokens = as_count("max_tokens", max_tokens, self._max_batch)
-        self._swaps = preempt == "swap"
         self._admission = Admission(self._allocator, as_left(window_size), self._max_tokens)
-        self._submitted = 0
-        self._num_preempted = 0
+        self._submitted = self._num_preempted = 0
         self._running: list[Run] = []  # the earliest first
         self._waiting: list[Run] = []  # a heap
         self._copies: list[Copy] = []  # those to run before anything is written
@@ -178,17 +171,7 @@ class Scheduler:
                 "the first new token follows from a token",
                 "begin with the token that the model begins texts with",
             )
-        # The last new token is not computed.
-        needed = self._admission.most_blocks(len(prompt) + max_new_tokens - 1)
-        blocks = needed + self._allocator.watermark
-        if blocks > self._allocator.num_blocks:
-            raise error(
-                ValueError,
-                f"got {len(prompt)} tokens and max_new_tokens = {max_new_tokens}, which need "
-                f"{blocks} blocks with the watermark",
-                f"the cache has {self._allocator.num_blocks}",
-                "make the cache larger or the request shorter",
-            )
+        self._admission.require_possible(len(prompt), max_new_tokens)
         request = Request(self._submitted, prompt, max_new_tokens, n, ends)
         self._submitted += 1
         heappush(self._waiting, Run(request, tuple(range(n)), prompt))
@@ -360,26 +343,10 @@ class Scheduler:
         for run, work, drawn in zip(self._running, batch, sampled, strict=True):
             assert run.sequence is not None
             run.written = len(run.sequence)
-            if not work.samples:
-                running.append(run)
-                continue
-            going = [
-                (sample, token)
-                for sample, token in zip(work.samples, drawn, strict=True)
-                if not run.request.take(sample, token)
-            ]
-            for sample, token in going[1:]:
-                tokens = [*run.tokens, token]
-                running.append(Run(run.request, (sample,), tokens, run.sequence.fork()))
-            if going:
-                sample, token = going[0]
-                run.samples = (sample,)
-                run.tokens.append(token)
-                running.insert(len(running) - len(going) + 1, run)
-            else:
-                run.drop()
-                if run.request.finished:
-                    finished.append(run.request)
+            going = run.advance(drawn) if work.samples else [run]
+            running += going
+            if not going and run.request.finished:
+                finished.append(run.request)
         self._running = running
         for run in running:
             assert run.sequence is not None

@@ -9,11 +9,10 @@ from weakref import ref
 
 from cupyattn.errors import error
 from cupyattn.kv_cache.arguments import as_count, as_tokens
-from cupyattn.kv_cache.pool import Copy, Pools
+from cupyattn.kv_cache.pool import EVICTED, Copy, Pools, moved
 from cupyattn.kv_cache.prefix_index import Prefix
 
 HERE, SWAPPED, FREED = "in the device's pool", "swapped out", "freed"
-EVICTED = -1
 
 
 class Sequence:
@@ -287,7 +286,7 @@ class Sequence:
         with self._pools.lock:
             self._require_here()
             pool = self._pools.device
-            taken, copies = self._moved_to(self._pools.host.take(self._num_present()))
+            taken, copies = moved(self._ids, self._pools.host.take(self._num_present()))
             pool.release(reversed(self._ids))
             self._ids, self._state = taken, SWAPPED
             return copies
@@ -315,7 +314,7 @@ class Sequence:
             if self._state is not SWAPPED:
                 raise self._wrong_state("swap_in moves a sequence that swap_out has moved")
             pool = self._pools.device
-            taken, copies = self._moved_to(pool.take(self._num_present()))
+            taken, copies = moved(self._ids, pool.take(self._num_present()))
             self._pools.host.release(reversed(self._ids))
             self._ids, self._state = taken, HERE
             if self._prefix is not None:
@@ -324,13 +323,6 @@ class Sequence:
 
     def _num_present(self) -> int:
         return len(self._ids) - self._ids.count(EVICTED)
-
-    def _moved_to(self, taken: list[int]) -> tuple[array[int], tuple[Copy, ...]]:
-        """Put blocks in the places of those that are there."""
-        fresh = iter(taken)
-        ids = array("i", [EVICTED if block == EVICTED else next(fresh) for block in self._ids])
-        pairs = zip(self._ids, ids, strict=True)
-        return ids, tuple(Copy(src, dst) for src, dst in pairs if src != EVICTED)
 
     def _require_within(self, length: int) -> None:
         if length > self._length:

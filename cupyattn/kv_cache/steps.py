@@ -183,7 +183,8 @@ class CacheSteps:
         -----
         Of packed queries the sequences with one new token that come before all others are decoded,
         and the rest is a second call: the kernels of prompts compute many query rows at once. So a
-        step is fastest with the sequences that generate in front, as `Scheduler` has them.
+        step is fastest with the sequences that generate in front, as `Scheduler` has them in all
+        but few steps.
         """
         tables.require_of(self.allocator)
         arrays, batch = self._layer(layer), len(tables.seqlens_k)
