@@ -166,8 +166,8 @@ def measured_on(device: CudaDevice) -> dict[str, Any]:
     dict
         ``device``, ``compute_capability``; ``code``: the targets that the loaded code itself names,
         such as "sm_90" for machine code or "compute_75" for PTX that the driver translated;
-        ``arch_override``: CUPYATTN_ARCH; ``cuda_driver``, ``cupy``, ``nvrtc``, ``numpy`` and
-        ``version`` (of the library); ``date``.
+        ``arch_override``: CUPYATTN_ARCH; ``tensor_cores``: whether float16 ran on them;
+        ``cuda_driver``, ``cupy``, ``nvrtc``, ``numpy`` and ``version`` (of the library); ``date``.
     """
     cupy = load_cupy()
 
@@ -181,6 +181,7 @@ def measured_on(device: CudaDevice) -> dict[str, Any]:
         "compute_capability": f"{device.capability / 10:.1f}",
         "code": sorted({target_of(path.read_bytes()) for path in loaded}),
         "arch_override": override and str(override.number),
+        "tensor_cores": device.tensor_cores,
         "cuda_driver": f"{driver // 1000}.{driver % 1000 // 10}",
         "cupy": cupy.__version__,
         "nvrtc": ".".join(map(str, nvrtc_version())),

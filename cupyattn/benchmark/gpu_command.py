@@ -65,6 +65,7 @@ def show_machine(what: str, result: Result, terminal: Terminal) -> None:
             "compute capability": result["compute_capability"],
             "kernels": ", ".join(map(_code_text, result["code"])) or "none ran",
             "CUPYATTN_ARCH": result["arch_override"] or "not set",
+            "float16": "on tensor cores" if result["tensor_cores"] else "in float32 arithmetic",
             "CUDA driver": result["cuda_driver"],
             "versions": f"cupyattn {result['version']}, CuPy {result['cupy']}, NVRTC "
             f"{result['nvrtc']}" + (f", PyTorch {result['torch']}" if result.get("torch") else ""),

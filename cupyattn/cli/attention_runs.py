@@ -19,6 +19,7 @@ from cupyattn.emulator import Checks, Report
 from cupyattn.kernels.arch import TURING, Arch
 from cupyattn.kernels.compile import CompilationError
 from cupyattn.kernels.device.cuda import CudaDevice, cuda_device
+from cupyattn.kernels.target import tensor_cores_override
 from cupyattn.ops.attention.options import IMPLEMENTATIONS, AttentionOptions
 
 TIMED_CALLS = 20
@@ -38,7 +39,10 @@ def on_gpu(problem: Problem) -> Result:
     runs = []
     with cupy.cuda.Device(device.ordinal):
         q, k, v = map(cupy.asarray, host)
-        for implementation, launch in kernels_of(device.arch, q, k, v, IMPLEMENTATIONS).items():
+        launches = kernels_of(
+            device.arch, q, k, v, IMPLEMENTATIONS, tensor_cores=device.tensor_cores
+        )
+        for implementation, launch in launches.items():
 
             def call(implementation: str = implementation) -> Any:
                 return _attention(q, k, v, implementation)
@@ -61,7 +65,8 @@ def on_gpu(problem: Problem) -> Result:
 
 def without_gpu(problem: Problem) -> Result:
     """Run the kernels on the emulator, or NumPy if there is nothing to compile them with."""
-    launches = kernels_of(TURING, *problem.arrays(), _ON_EMULATOR)
+    tensor_cores = tensor_cores_override() is not False
+    launches = kernels_of(TURING, *problem.arrays(), _ON_EMULATOR, tensor_cores=tensor_cores)
     try:
         described = {name: _describe(launch, TURING) for name, launch in launches.items()}
     except CompilationError:
@@ -72,14 +77,22 @@ def without_gpu(problem: Problem) -> Result:
 
 
 def kernels_of(
-    arch: Arch, q: Array, k: Array, v: Array, implementations: tuple[str, ...]
+    arch: Arch,
+    q: Array,
+    k: Array,
+    v: Array,
+    implementations: tuple[str, ...],
+    *,
+    tensor_cores: bool,
 ) -> dict[str, Launch]:
     """Return what each of the implementations would launch; those not written yet are left out."""
     launches = {}
     for implementation in implementations:
         options = AttentionOptions(causal=True, implementation=implementation)
         try:
-            launches[implementation] = attention_launch(arch, q, k, v, options)
+            launches[implementation] = attention_launch(
+                arch, q, k, v, options, tensor_cores=tensor_cores
+            )
         except NotImplementedError:
             continue
     return launches

@@ -56,6 +56,9 @@ def show(result: Result, terminal: Terminal) -> None:
             ("device", "compute capability", "memory", "kernels compiled for"),
             [_device_row(device) for device in result["devices"]],
         )
+        for device in result["devices"]:
+            if device["tensor_cores"] is not None:
+                terminal.text(f"  {device['name']}: {_float16(device)}")
     else:
         terminal.text("  no GPU: NumPy arrays run on the CPU")
     terminal.facts(
@@ -67,6 +70,7 @@ def show(result: Result, terminal: Terminal) -> None:
             "NumPy": result["numpy"],
             "Python": result["python"],
             "CUPYATTN_ARCH": result["arch_override"] or "not set",
+            "CUPYATTN_TENSOR_CORES": result["tensor_cores_override"] or "not set",
         }
     )
     cache = result["cache"]
@@ -81,6 +85,12 @@ def _device_row(device: dict[str, Any]) -> tuple[str, ...]:
     memory = f"{device['memory_bytes'] / 2**30:.1f} GiB"
     target = f"sm_{device['arch']}" if device["arch"] else f"none: {device['unusable_because']}"
     return device["name"], device["compute_capability"], memory, target
+
+
+def _float16(device: dict[str, Any]) -> str:
+    """Say what float16 runs on, and how that is known."""
+    where = "on tensor cores" if device["tensor_cores"] else "in float32 arithmetic"
+    return f"float16 runs {where} ({device['tensor_cores_because']})"
 
 
 def _cuda_version(number: int | None) -> str:

@@ -33,8 +33,9 @@ class LaunchRecorder:
     multiprocessors = 40
     """A T4's."""
 
-    def __init__(self, arch: Arch) -> None:
+    def __init__(self, arch: Arch, *, tensor_cores: bool = True) -> None:
         self.arch = arch
+        self.tensor_cores = tensor_cores
         self.launches: list[Launch] = []
 
     @property
@@ -69,14 +70,22 @@ class RecordedKernel:
         self._recorder.launches.append(Launch(self.specialisation, grid, (*arrays, *values)))
 
 
-def attention_launch(arch: Arch, q: Array, k: Array, v: Array, options: AttentionOptions) -> Launch:
+def attention_launch(
+    arch: Arch,
+    q: Array,
+    k: Array,
+    v: Array,
+    options: AttentionOptions,
+    *,
+    tensor_cores: bool = True,
+) -> Launch:
     """Return the launch that ``attention(q, k, v, return_lse=True)`` makes on a GPU of `arch`.
 
     The arrays may be NumPy's: their memory is not read.
     """
     operands = adopt({"q": q, "k": k, "v": v})
     problem = forward_problem(operands, options)
-    recorder = LaunchRecorder(arch)
+    recorder = LaunchRecorder(arch, tensor_cores=tensor_cores)
     attention_forward(recorder, problem, operands, seed=0, return_lse=True)
     (launch,) = recorder.launches
     return launch

@@ -13,7 +13,7 @@ from cupyattn.folders import cache_directory
 from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.kernels.device.cuda import cuda_device
 from cupyattn.kernels.registry import KERNELS
-from cupyattn.kernels.target import arch_override
+from cupyattn.kernels.target import arch_override, tensor_cores_override
 
 
 def device_info() -> dict[str, Any]:
@@ -22,19 +22,30 @@ def device_info() -> dict[str, Any]:
     Returns
     -------
     dict
-        ``devices``: for each GPU its ``name``, ``compute_capability``, ``memory_bytes`` and the
-        ``arch`` that kernels are compiled for, or ``unusable_because``; ``cuda_driver`` and
-        ``cuda_runtime`` (as CUDA numbers them, 12090 for 12.9), ``cupy``, ``nvrtc``, ``numpy`` and
-        ``python`` versions, None for what is not there; ``arch_override``: CUPYATTN_ARCH;
+        ``devices``: for each GPU its ``name``, ``compute_capability``, ``memory_bytes``, the
+        ``arch`` that kernels are compiled for, whether float16 runs on ``tensor_cores``, otherwise
+        in float32 arithmetic, and ``tensor_cores_because``, how that is known; or
+        ``unusable_because``. ``cuda_driver`` and ``cuda_runtime`` (as CUDA numbers them, 12090 for
+        12.9), ``cupy``, ``nvrtc``, ``numpy`` and ``python`` versions, None for what is not there;
+        ``arch_override``: CUPYATTN_ARCH; ``tensor_cores_override``: CUPYATTN_TENSOR_CORES;
         ``kernels``: the entries of the library; ``cache``: the folder, and how many ``files`` of
         how many ``bytes`` it holds.
 
     Raises
     ------
     ValueError
-        If CUPYATTN_ARCH names no architecture that the library knows.
+        If CUPYATTN_ARCH names no architecture that the library knows, or CUPYATTN_TENSOR_CORES is
+        neither 0 nor 1.
     RuntimeError
         If CuPy cannot be imported because CUPY_CACHE_DIR names what can be no folder.
+
+    Notes
+    -----
+    GPUs of compute capability 7.5 need not have tensor cores (GTX 16xx, MX450, MX550, T400 to
+    T1200, T2000). The product name tells; where it does not, a kernel of at most 0.1 ms times the
+    mma instruction once, at the first call that asks, for which the host waits. A first call
+    inside a CUDA graph capture cannot wait and takes the GPU to have them. CUPYATTN_TENSOR_CORES=0
+    or 1 says it of every GPU, and of the emulator, which has them otherwise.
 
     Examples
     --------
@@ -42,7 +53,7 @@ def device_info() -> dict[str, Any]:
     >>> "attention_tiled" in cupyattn.device_info()["kernels"]
     True
     """
-    override = arch_override()
+    override, tensor_cores = arch_override(), tensor_cores_override()
     info: dict[str, Any] = {
         "devices": [],
         "cuda_driver": None,
@@ -52,6 +63,7 @@ def device_info() -> dict[str, Any]:
         "numpy": np.__version__,
         "python": platform.python_version(),
         "arch_override": override and str(override.number),
+        "tensor_cores_override": None if tensor_cores is None else f"{tensor_cores:d}",
         "kernels": list(KERNELS),
         "cache": _cache(),
     }
@@ -77,10 +89,14 @@ def _device(ordinal: int) -> dict[str, Any]:
         "compute_capability": f"{int(device.compute_capability) / 10:.1f}",
         "memory_bytes": device.mem_info[1],
         "arch": None,
+        "tensor_cores": None,
+        "tensor_cores_because": None,
         "unusable_because": None,
     }
     try:
-        info["arch"] = cuda_device(ordinal).arch.number
+        found = cuda_device(ordinal)
+        info["arch"] = found.arch.number
+        info["tensor_cores"], info["tensor_cores_because"] = found.find_tensor_cores()
     except (RuntimeError, ValueError) as failure:  # too old or new, or below CUPYATTN_ARCH
         info["unusable_because"] = str(failure)
     return info

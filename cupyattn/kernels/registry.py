@@ -21,7 +21,7 @@ from cupyattn.kernels.configs.layers import (
     softmax_dbias,
 )
 from cupyattn.kernels.configs.linear import float32 as linear_float32
-from cupyattn.kernels.configs.linear import read_weight, thin
+from cupyattn.kernels.configs.linear import mma_rate, read_weight, thin
 from cupyattn.kernels.configs.linear import tensor_core as linear_tensor_core
 from cupyattn.kernels.spec import KernelSpec, Specialisation
 
@@ -49,6 +49,7 @@ _MODULES = (
     softmax_dbias,
     linear_float32,
     read_weight,
+    mma_rate,
     thin,
     linear_tensor_core,
 )

@@ -1,4 +1,4 @@
-"""The architecture that code is compiled for: the one asked for, and what the code itself says."""
+"""What code is compiled for: what the environment asks for, and what the code itself says."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from cupyattn.errors import error, shown
 from cupyattn.kernels.arch import ARCHS, Arch
 
 ARCH_VARIABLE = "CUPYATTN_ARCH"
+TENSOR_CORES_VARIABLE = "CUPYATTN_TENSOR_CORES"
 
 _PTX_TARGET = re.compile(rb"^\.target\s+sm_(\d+)", re.MULTILINE)
 _ELF = b"\x7fELF"
@@ -37,6 +38,25 @@ def arch_override() -> Arch | None:
             f"set {ARCH_VARIABLE}=75 to run the Turing code, or unset it",
         )
     return known[text]
+
+
+def tensor_cores_override() -> bool | None:
+    """Return what CUPYATTN_TENSOR_CORES says of every card; None where it is not set.
+
+    Raises
+    ------
+    ValueError
+        If it is neither 0 nor 1.
+    """
+    text = os.environ.get(TENSOR_CORES_VARIABLE, "").strip()
+    if text not in ("", "0", "1"):
+        raise error(
+            ValueError,
+            f"{TENSOR_CORES_VARIABLE}={shown(text)}",
+            "it is 1 to use tensor cores, 0 to compute float16 in float32 arithmetic",
+            f"set {TENSOR_CORES_VARIABLE}=0 or 1, or unset it",
+        )
+    return text == "1" if text else None
 
 
 def target_of(code: bytes) -> str:

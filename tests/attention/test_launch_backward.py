@@ -137,7 +137,10 @@ def test_what_the_flash_backward_launches(
 
 @pytest.mark.parametrize(
     ("dtype", "deterministic", "one_pass"),
-    [("float32", False, True), ("float32", True, False), ("bfloat16", False, False)],
+    [
+        *(("float32", False, True), ("float32", True, False)),
+        *(("bfloat16", False, True), ("bfloat16", True, False)),
+    ],
 )
 @pytest.mark.parametrize(
     ("bias_shape", "kernels"),
@@ -158,10 +161,12 @@ def test_what_the_float_backward_launches(
         *arrays.values(), bias=bias, sinks=sinks, deterministic=deterministic
     )
     entries = [s.spec.entry.removeprefix("attention_backward_") for s, _, _ in recorder.started]
-    gradients = ["f32_delta", "f32_dkdv", *([] if one_pass else ["f32_dq"])]
+    rounded = one_pass and dtype != "float32"
+    last = {"f32_convert": 2 * 4 * 3 // 8} if rounded else {} if one_pass else {"f32_dq": 2 * 4}
+    gradients = ["f32_delta", "f32_dkdv", *last]
     assert entries == [*gradients, *kernels, "naive_dsinks"]
     ctas = [grid[0] for _, grid, _ in recorder.started[: len(gradients)]]
-    assert ctas == [2 * 4 * 3 // 8, 2 * 2, 2 * 4][: len(gradients)]
+    assert ctas == [2 * 4 * 3 // 8, 2 * 2, *last.values()]
     specialisation, _, arguments = recorder.started[1]
     names = [parameter.name for parameter in specialisation.spec.parameters]
     macros, named = dict(specialisation.macros), dict(zip(names, arguments, strict=True))
@@ -169,9 +174,17 @@ def test_what_the_float_backward_launches(
     direct = bias_shape == (2, 4, 3, 5)
     assert macros["DBIAS"] == ("float32" if direct else "void")
     assert macros["ONE_PASS"] == ("true" if one_pass else "false")
-    filled = [grads.dq] * one_pass + [grads.dbias] * direct
+    added_to = named["dq"]
+    if rounded:  # (B, H, Sq, D) in scratch memory
+        assert (added_to.dtype, added_to.size) == (np.float32, 2 * 4 * 3 * 8)
+        assert named["params"]["dq"].tolist() == (4 * 3 * 8, 8, 3 * 8)
+        _, _, (source, target, params) = recorder.started[2]
+        assert source is added_to and target is grads.dq
+        assert params["dq"].tolist() == (3 * 4 * 8, 4 * 8, 8)
+    else:
+        assert added_to is grads.dq
+    filled = [added_to] * one_pass + [grads.dbias] * direct
     assert list(map(id, recorder.zeroed)) == list(map(id, filled))
-    assert named["dq"] is grads.dq
     if bias is not None:
         assert named["dbias"] is grads.dbias
 

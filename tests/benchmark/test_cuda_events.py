@@ -60,7 +60,7 @@ def test_the_header_names_the_target_in_the_code(monkeypatch, tmp_path):
     monkeypatch.setattr(cuda_events, "nvrtc_version", lambda: (12, 9))
     monkeypatch.setenv("CUPYATTN_ARCH", "75")
     device = types.SimpleNamespace(
-        name="A GPU", capability=90, loaded=("a", "b"),
+        name="A GPU", capability=90, loaded=("a", "b"), tensor_cores=False,
         load=lambda specialisation: types.SimpleNamespace(code=code),
     )  # fmt: skip
     header = cuda_events.measured_on(device)
@@ -68,3 +68,4 @@ def test_the_header_names_the_target_in_the_code(monkeypatch, tmp_path):
     assert header["code"] == ["compute_80"]
     assert (header["compute_capability"], header["cuda_driver"]) == ("9.0", "13.2")
     assert header["arch_override"] == "75"
+    assert header["tensor_cores"] is False

@@ -239,7 +239,7 @@ def test_float_backward_rows_and_the_options_that_take_registers(table):
 
 def test_the_catalogue_has_every_float32_flash_row_and_option():
     found = of_kernel("attention_forward_f32")
-    table, dtypes = float32.forward.FLASH[75], ("float32", "bfloat16")
+    table, dtypes = float32.forward.FLASH[75], float32.forward.DTYPES
     assert met(found, "HEAD_DIM", "COLUMN_LANES", "PAIRS") == {
         (limit, row.column_lanes, row.pairs) for limit, row in table.items()
     }

@@ -22,9 +22,9 @@ from cupyattn.kernels.compile import compile_ptx
 from cupyattn.kernels.configs.linear import tensor_core as configs
 from cupyattn.kernels.device import emulated
 from cupyattn.kernels.spec import Specialisation
+from cupyattn.ops.card import Card
 from cupyattn.ops.linear import tensor_core
 from cupyattn.ops.linear.checks import forward_problem
-from cupyattn.ops.linear.implementations import Card
 from cupyattn.ops.linear.problem import Matrix
 from cupyattn.ops.linear.tiles import Product, Tiling
 

@@ -15,9 +15,9 @@ from support.search import deep, examples, wider
 import cupyattn
 from cupyattn import reference
 from cupyattn.arrays import adopt
+from cupyattn.ops.card import Card
 from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.ops.linear.choice import launches_for
-from cupyattn.ops.linear.implementations import Card
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

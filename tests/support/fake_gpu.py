@@ -16,6 +16,7 @@ HEADER = {
     "compute_capability": "9.0",
     "code": ["compute_75"],
     "arch_override": "75",
+    "tensor_cores": True,
     "cuda_driver": "13.0",
     "cupy": "14.2.0",
     "nvrtc": "12.9",

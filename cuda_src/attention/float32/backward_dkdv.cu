@@ -1,5 +1,5 @@
-// Attention backward for float32 and bfloat16: the gradients of keys and values, and with ONE_PASS of queries as well,
-// in float32 arithmetic throughout.
+// Attention backward in float32 arithmetic throughout, of every dtype: the gradients of keys and values, and with
+// ONE_PASS of queries as well.
 //
 //   dv_j = sum_i p_ij dout_i,   dk_j = softmax_scale * sum_i ds_ij q_i,   dq_i = softmax_scale * sum_j ds_ij k_j
 //
@@ -8,7 +8,7 @@
 // they are seven.
 //
 // Shapes    AttentionParams (params.cuh), BackwardParams (backward_params.cuh); delta (B, H, Sq) float32, contiguous.
-//           ONE_PASS: dq is float32, and zero or what is added to.
+//           ONE_PASS: dq is float32, and zero or what is added to; of other dtypes it is scratch memory.
 // Tiles     TILE_K keys, which the CTA owns, by TILE_Q queries. All products, S and dP over the head dims, dV and dK
 //           over the queries, dQ over the keys, are outer products from shared memory (backward_products.cuh), a step
 //           at a time (backward_feed.cuh); a thread keeps its blocks of dK and dV in registers through the walk.

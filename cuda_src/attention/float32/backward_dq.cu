@@ -1,4 +1,4 @@
-// Attention backward for float32 and bfloat16: the gradient of the queries, in float32 arithmetic throughout.
+// Attention backward in float32 arithmetic throughout, of every dtype: the gradient of the queries.
 //
 //   dq_i = softmax_scale * sum_j ds_ij k_j      (score_gradient.cuh)
 //

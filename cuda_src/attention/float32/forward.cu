@@ -1,5 +1,5 @@
 // Attention forward in float32 arithmetic: the flash kernel of float32 and bfloat16, for which Turing has no tensor
-// cores.
+// cores, and of float16 on cards that have none.
 //
 //   s_ij = softmax_scale * q_i . k_j (+ options),   lse_i = log sum_j exp(s_ij),   out_i = sum_j exp(s_ij - lse_i) v_j
 //

@@ -75,13 +75,13 @@ def attention_backward(
     dlse : array (B, H, Sq), dtype of lse, optional
         Gradient with respect to lse, where it was used.
     deterministic : bool
-        Bitwise the same result from run to run. On a GPU "flash" then adds nothing atomically, of
-        float16 and float32, which takes longer; a bias that broadcasts takes scratch memory besides
-        in float16, see workspace. Everything else is deterministic as it is.
+        Bitwise the same result from run to run. On a GPU "flash" then adds nothing atomically,
+        which takes longer; a bias that broadcasts takes scratch memory besides on tensor cores, see
+        workspace. Everything else is deterministic as it is.
     implementation : {"flash", "naive"}
-        Which kernels run on a GPU or the emulator. "flash" runs float16 on tensor cores, and
-        float32 and bfloat16 in float32 arithmetic. "naive" (the textbook) is there to be read and
-        compared. On the reference it makes no difference.
+        Which kernels run on a GPU or the emulator. "flash" runs float16 on tensor cores, where the
+        GPU has any (`device_info`), and other dtypes in float32 arithmetic. "naive" (the textbook)
+        is there to be read and compared. On the reference it makes no difference.
     grads : AttentionGrads, optional
         Arrays to write the gradients into, each with the shape and dtype of what it belongs to; the
         last axis is contiguous. A field that is None makes a new one.
@@ -89,10 +89,12 @@ def attention_backward(
         Add to the contents of grads instead of replacing them, before the one rounding.
     workspace : array, optional
         Scratch memory for kernels, of any plain dtype, in C order and aligned to 16 bytes;
-        otherwise it is allocated. 4 * B * H * Sq bytes suffice, but for float16 "flash": with rows
-        = B * H * Sq' and Sq' and D' rounded up to multiples of 64 and 8, that needs 8 * rows bytes;
-        unless deterministic, 4 * rows * D' more; and for a bias that broadcasts 4 bytes for each of
-        its items (deterministic: for each score); each rounded up to 256. An error says how many.
+        otherwise it is allocated. 4 * B * H * Sq bytes suffice for "naive", for float32 and where
+        deterministic; "flash" in float32 arithmetic takes 4 * D times as many more for other
+        dtypes. On tensor cores, with rows = B * H * Sq' and Sq' and D' rounded up to multiples of
+        64 and 8, it needs 8 * rows bytes; unless deterministic, 4 * rows * D' more; and for a bias
+        that broadcasts 4 bytes for each of its items (deterministic: for each score); each rounded
+        up to 256. An error says how many.
         With grads and workspace a call allocates nothing, and can be captured in a CUDA graph.
 
     Returns
@@ -122,8 +124,8 @@ def attention_backward(
     A query all of whose scores are beyond 1e7 in size, by a finite bias on all its keys, has no
     digits left in lse: P is held to at most 1, its gradients are finite and mean nothing. Hide
     keys by a mask or a bias of -inf.
-    Float16 "flash" keeps ds in float16 for its products: where it passes 65504 gradients are
-    infinite or NaN, and what lies below 6e-8 of it is lost. Scale the loss accordingly, as for
+    On tensor cores "flash" keeps ds in float16 for its products: where it passes 65504 gradients
+    are infinite or NaN, and what lies below 6e-8 of it is lost. Scale the loss accordingly, as for
     dout itself, or use "naive" or float32 arrays.
 
     Examples

@@ -108,8 +108,8 @@ def attention(
     return_lse : bool
         Return the log-sum-exp of the scores too.
     implementation : {"flash", "tiled", "naive"}
-        Which kernel runs on a GPU or the emulator. "flash" runs on tensor cores for float16, and
-        for float32 and bfloat16, which Turing's have not, in float32 arithmetic; where up to 16
+        Which kernel runs on a GPU or the emulator. "flash" runs on tensor cores for float16, where
+        the GPU has any (`device_info`), and otherwise in float32 arithmetic; where up to 16
         queries see many keys it splits those over all multiprocessors, like `paged_attention` (see
         Notes). "naive" (the textbook) and "tiled" (shared-memory tiles with the online softmax) are
         there to be read and compared. On the reference it makes no difference.

@@ -78,8 +78,9 @@ def linear(
     Notes
     -----
     Products are added in float32, the activation is applied to that sum, and the result is rounded
-    once. float16 runs on tensor cores; float32, and bfloat16, which Turing's tensor cores do not
-    take, run in float32 arithmetic. Up to 64 rows run kernels that stream the weight once. On NumPy
+    once. float16 runs on tensor cores, where the GPU has any (`device_info`); float32, and
+    bfloat16, which Turing's tensor cores do not take, run in float32 arithmetic. Few rows, of
+    float16 up to 64 on tensor cores, run kernels that stream the weight once. On NumPy
     arrays of float32 the CPU computes in float32 too, by NumPy's BLAS, and otherwise in float64.
 
     Examples

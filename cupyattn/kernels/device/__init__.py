@@ -38,6 +38,10 @@ class Device(Protocol):
     """How many there are: what kernels that walk over their work choose their CTAs by."""
 
     @property
+    def tensor_cores(self) -> bool:
+        """Whether it has any that are worth using: which kernels float16 takes."""
+
+    @property
     def name(self) -> str:
         """What it is, for people."""
 

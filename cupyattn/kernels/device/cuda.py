@@ -14,6 +14,12 @@ from cupyattn.errors import error
 from cupyattn.kernels.arch import TURING, Arch, arch_of
 from cupyattn.kernels.compile import compile_cubin, compile_ptx
 from cupyattn.kernels.device.arguments import PackedArguments
+from cupyattn.kernels.device.tensor_cores import (
+    IN_CAPTURE,
+    TensorCores,
+    measured,
+    without_measuring,
+)
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.kernels.target import ARCH_VARIABLE, arch_override
 
@@ -39,6 +45,7 @@ class CudaDevice:
         self.arch = _arch_for(self.capability)
         attribute = cupy.cuda.runtime.cudaDevAttrMultiProcessorCount
         self.multiprocessors = int(cupy.cuda.runtime.deviceGetAttribute(attribute, ordinal))
+        self._tensor_cores = without_measuring(self.capability, self.name)
         self._kernels: dict[Specialisation, CudaKernel] = {}
         self._loading = threading.Lock()
 
@@ -47,6 +54,24 @@ class CudaDevice:
         """The product name, as the driver has it."""
         properties = self._cupy.cuda.runtime.getDeviceProperties(self.ordinal)
         return properties["name"].decode()
+
+    @property
+    def tensor_cores(self) -> bool:
+        """Whether products of float16 run on them; otherwise in float32 arithmetic."""
+        return (self._tensor_cores or self.find_tensor_cores()).present
+
+    def find_tensor_cores(self) -> TensorCores:
+        """Return whether it has tensor cores, and how that is known.
+
+        If its name does not tell, it is measured once: a kernel of at most 0.1 ms, for which this
+        waits. Within a CUDA graph capture nothing can wait: there it is taken to have them.
+        """
+        if self._tensor_cores is None:
+            with self._cupy.cuda.Device(self.ordinal):
+                if self._cupy.cuda.get_current_stream().is_capturing():
+                    return IN_CAPTURE
+                self._tensor_cores = measured(self)
+        return self._tensor_cores
 
     @property
     def loaded(self) -> tuple[Specialisation, ...]:

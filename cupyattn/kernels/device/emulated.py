@@ -12,7 +12,7 @@ from cupyattn import emulator
 from cupyattn.kernels.arch import TURING, Arch
 from cupyattn.kernels.compile import compile_ptx
 from cupyattn.kernels.spec import Pointer, Specialisation
-from cupyattn.kernels.target import arch_override
+from cupyattn.kernels.target import arch_override, tensor_cores_override
 
 
 class EmulatedDevice:
@@ -24,6 +24,11 @@ class EmulatedDevice:
         Which faults to look for.
     report : emulator.Report, optional
         Filled with what the launches did.
+
+    Attributes
+    ----------
+    tensor_cores : bool
+        Whether it plays a card that has any. CUPYATTN_TENSOR_CORES=0 makes it one without.
     """
 
     arch: Arch = TURING
@@ -32,6 +37,7 @@ class EmulatedDevice:
 
     def __init__(self, checks: emulator.Checks, report: emulator.Report | None = None) -> None:
         arch_override()  # it is for GPUs; one that is wrong is not passed over here either
+        self.tensor_cores = tensor_cores_override() is not False
         self.checks = checks
         self.report = report
 

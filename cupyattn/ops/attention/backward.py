@@ -6,7 +6,6 @@ from functools import lru_cache
 
 from cupyattn.arrays import Array, Operands
 from cupyattn.kernels.compile import CompilationError
-from cupyattn.kernels.configs.attention.float32.backward import DTYPES as FLOAT32_DTYPES
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.device import Device
 from cupyattn.ops.attention import float32, teaching, tensor_core_backward
@@ -17,15 +16,17 @@ from cupyattn.ops.attention.options import POSITION_OPTIONS, SCORE_OPTIONS, USER
 from cupyattn.ops.attention.params import placed, seeded
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import gradient_outputs
+from cupyattn.ops.card import Card
 from cupyattn.ops.checks import require_item_alignment
 from cupyattn.ops.plan import Plan, run
 
 _OPTIONS = POSITION_OPTIONS | SCORE_OPTIONS | USER_FUNCTIONS
 IMPLEMENTATIONS = register(
-    ("flash", ("float16",), tensor_core_backward.backward_plan, _OPTIONS),
-    ("flash", FLOAT32_DTYPES, float32.backward_plan, _OPTIONS),
+    ("flash", STORAGE, float32.backward_plan, _OPTIONS),
     ("naive", STORAGE, teaching.naive_backward_plan, _OPTIONS),
 )
+ON_TENSOR_CORES = register(("flash", ("float16",), tensor_core_backward.backward_plan, _OPTIONS))
+"""What takes their place on cards that have them."""
 
 
 def attention_backward(
@@ -44,7 +45,7 @@ def attention_backward(
     dict
         The gradients by name; dbias and dsinks only where there are bias and sinks.
     """
-    plan = _plan(problem, device.arch.number, deterministic, accumulate)
+    plan = _plan(problem, Card.of(device), deterministic, accumulate)
     if problem.dropout_p:
         plan = seeded(plan, seed)
     try:
@@ -56,12 +57,13 @@ def attention_backward(
 @lru_cache(maxsize=4096)
 def _plan(
     problem: AttentionProblem,
-    arch: int,
+    card: Card,
     deterministic: bool,
     accumulate: bool,
 ) -> Plan:
     """Choose the kernels and fill in their parameters."""
-    chosen = implementation_of(problem, IMPLEMENTATIONS, "attention_backward")
+    table = {**IMPLEMENTATIONS, **(ON_TENSOR_CORES if card.tensor_cores else {})}
+    chosen = implementation_of(problem, table, "attention_backward")
     require_gradient(problem.functions)
     require_lengths(problem)
     require_item_alignment(problem.layouts, problem.starts)
@@ -70,7 +72,7 @@ def _plan(
         names = () if accumulate else tuple(name for name, _ in outputs)
         return Plan((), outputs, zero_first=names, zero_new=accumulate)
     plan = chosen.plan(
-        problem, problem.starts, arch, deterministic=deterministic, accumulate=accumulate
+        problem, problem.starts, card.arch, deterministic=deterministic, accumulate=accumulate
     )
     plan = placed(plan, problem)
     plan.require_arrays(problem.layouts)

@@ -22,6 +22,7 @@ from cupyattn.ops.attention.layouts import require_lengths, score_options, whole
 from cupyattn.ops.attention.params import attention_params
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import Outputs, forward_outputs, result_layouts
+from cupyattn.ops.card import Card
 from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.ops.plan import Plan, Step, lay_out_scratch, run
 
@@ -34,12 +35,12 @@ def decode_attention(
     device: Device, problem: DecodeProblem, operands: Operands, *, return_lse: bool
 ) -> dict[str, Array]:
     """Run paged attention, into `out` and `lse` where they are given."""
-    plan = _plan(problem, device.arch.number, device.multiprocessors, return_lse)
+    plan = _plan(problem, Card.of(device), return_lse)
     return run(device, plan, operands.arrays)
 
 
 @lru_cache(maxsize=4096)
-def _plan(problem: DecodeProblem, arch: int, multiprocessors: int, return_lse: bool) -> Plan:
+def _plan(problem: DecodeProblem, card: Card, return_lse: bool) -> Plan:
     attention = problem.attention
     require_kernel_dtype("q", attention.dtype)
     require_lengths(attention)
@@ -47,12 +48,12 @@ def _plan(problem: DecodeProblem, arch: int, multiprocessors: int, return_lse: b
     outputs = forward_outputs(attention, return_lse)
     if attention.batch == 0 or attention.heads == 0:
         return Plan((), outputs)
-    launch = launch_of(attention, arch)
+    launch = launch_of(attention, card)
     _require_units(problem, units_of(attention, launch))
     plan = shared_keys_plan(
         attention,
         launch,
-        multiprocessors,
+        card.multiprocessors,
         outputs,
         feed="BlockFeed",
         fields=_table_fields(problem),
@@ -97,12 +98,20 @@ def shared_keys_plan(
     )
 
 
-def launch_of(problem: AttentionProblem, arch: int) -> decode.DecodeLaunch:
+def launch_of(problem: AttentionProblem, card: Card) -> decode.DecodeLaunch:
     """Choose the kernels by the rows that share a key-value head and how the arrays lie."""
     dtype, cache = problem.dtype.name, problem.layouts["k"].dtype.name
     together = problem.sq * (problem.heads // problem.kv_heads)
     vec = _integer_items(problem, cache) if cache in decode.INTEGER_BITS else _floats(problem)
-    return decode.decode_launch(arch, dtype, problem.head_dim, together, vec, cache)
+    return decode.decode_launch(
+        card.arch,
+        dtype,
+        problem.head_dim,
+        together,
+        vec,
+        cache,
+        tensor_cores=card.has_mma(dtype),
+    )
 
 
 def _floats(problem: AttentionProblem) -> int:

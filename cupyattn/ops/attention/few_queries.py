@@ -18,6 +18,7 @@ from cupyattn.ops.attention.decode import (
 from cupyattn.ops.attention.decode_problem import MAX_QUERIES
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs
+from cupyattn.ops.card import Card
 from cupyattn.ops.plan import Plan
 
 LEAST_KEYS = 256
@@ -32,14 +33,14 @@ _OPTIONS = frozenset({"alibi_slopes", "softcap", "sinks"})
 # Of a T4 (320 GB/s; 65 and 8.1 TFLOP/s, of which flash reaches about 0.8) at head dim 128: 1.6 ns
 # a key and pass of float16, 1.26 a key and head; 3.2 and 8 of float32. An H200 ran 64 sequences of
 # 4,096 tokens at 0.28 ns a key and head, and reads K and V of a key in 0.12.
-_PASSES_OF_A_WALK = {"float16": 0.75}
+_PASSES_OF_A_WALK = 0.75  # on tensor cores
 _PASSES_OF_A_FLOAT_WALK = 2.0
 _FLASH_CTAS_PER_SM = 2
 
 
-def suits(problem: AttentionProblem, arch: int, multiprocessors: int) -> bool:
+def suits(problem: AttentionProblem, card: Card) -> bool:
     """Return whether the kernels of decoding have what a call asks for, and are faster."""
-    return _has_kernels(problem) and _is_faster(problem, arch, multiprocessors)
+    return _has_kernels(problem) and _is_faster(problem, card)
 
 
 def _has_kernels(problem: AttentionProblem) -> bool:
@@ -52,18 +53,19 @@ def _has_kernels(problem: AttentionProblem) -> bool:
     )
 
 
-def _is_faster(problem: AttentionProblem, arch: int, multiprocessors: int) -> bool:
+def _is_faster(problem: AttentionProblem, card: Card) -> bool:
     """Compare passes over K and V with flash's walks, of which there are as many as heads.
 
     Those use no more of the card than their grid fills.
     """
     if problem.sq > MAX_QUERIES or _keys_seen(problem) < LEAST_KEYS:
         return False
-    launch = launch_of(problem, arch)
+    launch = launch_of(problem, card)
     if units_of(problem, launch) > MOST_UNITS:
         return False
-    filled = min(1.0, problem.batch * problem.heads / (multiprocessors * _FLASH_CTAS_PER_SM))
-    walk = _PASSES_OF_A_WALK.get(problem.dtype.name, _PASSES_OF_A_FLOAT_WALK)
+    filled = min(1.0, problem.batch * problem.heads / (card.multiprocessors * _FLASH_CTAS_PER_SM))
+    on_tensor_cores = card.has_mma(problem.dtype.name)
+    walk = _PASSES_OF_A_WALK if on_tensor_cores else _PASSES_OF_A_FLOAT_WALK
     group = problem.heads // problem.kv_heads
     return row_tiles_of(problem, launch) * filled <= max(1.0, walk * group)
 
@@ -76,14 +78,12 @@ def _keys_seen(problem: AttentionProblem) -> int:
     return min(problem.sk, left + problem.sq + right)
 
 
-def few_queries_plan(
-    problem: AttentionProblem, arch: int, multiprocessors: int, *, return_lse: bool
-) -> Plan:
+def few_queries_plan(problem: AttentionProblem, card: Card, *, return_lse: bool) -> Plan:
     """Plan a call that `suits`."""
     return shared_keys_plan(
         problem,
-        launch_of(problem, arch),
-        multiprocessors,
+        launch_of(problem, card),
+        card.multiprocessors,
         forward_outputs(problem, return_lse),
         feed="DenseFeed",
         fields={},

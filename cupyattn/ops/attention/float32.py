@@ -1,4 +1,4 @@
-"""The plans of the kernels in float32 arithmetic, which take float32 and bfloat16."""
+"""The plans of the kernels in float32 arithmetic, which take every dtype."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from cupyattn.ops.attention.results import forward_outputs, gradient_outputs, re
 from cupyattn.ops.attention.teaching import dbias_step, dsinks_step
 from cupyattn.ops.plan import Plan, Step, lay_out_scratch
 
+_FLOAT32 = np.dtype(np.float32)
 _SCORES_TOGETHER = 2  # neighbouring keys of a row that a thread holds
 
 
@@ -45,7 +46,10 @@ def backward_plan(
     deterministic: bool,
     accumulate: bool,
 ) -> Plan:
-    """Plan the backward: in one pass with atomic additions to dq, or in two kernels."""
+    """Plan the backward: in one pass with atomic additions to dq, or in two kernels.
+
+    Additions go to float32: to dq itself, or to scratch memory that is rounded to dq at the end.
+    """
     outputs = gradient_outputs(problem)
     results = result_layouts(problem, outputs)
     options = score_options(problem)._replace(sinks="void")
@@ -60,16 +64,32 @@ def backward_plan(
     dbias = results["dbias"].dtype.name if every_score else "void"
     params = backward_params(problem, results, accumulate=accumulate, dbias=results.get("dbias"))
 
-    one_pass = not deterministic and problem.dtype == np.float32
+    one_pass = not deterministic
+    rounded = one_pass and problem.dtype != _FLOAT32
+    scratch, in_one_pass, renamed = {"delta": rows}, params, {}
+    if rounded:
+        scratch["dq_acc"], renamed["dq"] = rows * problem.head_dim, "dq_acc"
+        sequence = problem.sq * problem.head_dim  # of a head: (B, H, Sq, D)
+        in_one_pass = params.copy()
+        in_one_pass["dq"] = problem.heads * sequence, problem.head_dim, sequence
     key_tiles = -(-problem.sk // backward.dkdv_row(arch, *dims, options).tile_k)
     row_tiles = -(-problem.sq // backward.dq_row(arch, *dims, options).tile_q)
     strides = problem.modifier_strides
     delta = backward.delta(problem.dtype.name, problem.head_dim_v)
     dkdv = backward.dkdv(arch, *shape, vec, one_pass, options, dbias)
     steps = [
-        Step.of(delta, -(-rows // backward.DELTA_ROWS), params),
-        Step.of(dkdv, problem.batch * problem.kv_heads * key_tiles, params, *strides),
+        Step.of(delta, -(-rows // backward.CTA_ROWS), params),
+        Step.of(
+            dkdv,
+            problem.batch * problem.kv_heads * key_tiles,
+            in_one_pass,
+            *strides,
+            renamed=renamed,
+        ),
     ]
+    if rounded:
+        convert = backward.convert(problem.dtype.name, problem.head_dim)
+        steps.append(Step.of(convert, -(-rows // backward.CTA_ROWS), params))
     if not one_pass:
         dq = backward.dq(arch, *shape, vec, options)
         steps.append(Step.of(dq, heads * row_tiles, params, *strides))
@@ -77,11 +97,11 @@ def backward_plan(
         steps.append(dbias_step(problem, results["dbias"], arch, options, params))
     if "dsinks" in results:
         steps.append(dsinks_step(problem, results["dsinks"], params))
-    added_to = (*(["dq"] if one_pass else []), *(["dbias"] if every_score else []))
+    added_to = [*(["dq"] if one_pass and not rounded else []), *(["dbias"] if every_score else [])]
     return Plan(
         tuple(steps),
         outputs,
-        lay_out_scratch({"delta": rows}),
-        zero_first=() if accumulate else added_to,
+        lay_out_scratch(scratch),
+        zero_first=(*(["dq_acc"] if rounded else []), *([] if accumulate else added_to)),
         zero_new=accumulate,
     )

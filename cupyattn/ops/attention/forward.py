@@ -6,7 +6,6 @@ from functools import lru_cache
 
 from cupyattn.arrays import Array, Operands
 from cupyattn.kernels.compile import CompilationError
-from cupyattn.kernels.configs.attention.float32.forward import DTYPES as FLOAT32_DTYPES
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.device import Device
 from cupyattn.ops.attention import few_queries, float32, teaching, tensor_core
@@ -16,16 +15,20 @@ from cupyattn.ops.attention.modifiers import expression_error
 from cupyattn.ops.attention.options import POSITION_OPTIONS, SCORE_OPTIONS, USER_FUNCTIONS
 from cupyattn.ops.attention.params import placed, seeded
 from cupyattn.ops.attention.problem import AttentionProblem
+from cupyattn.ops.card import Card
 from cupyattn.ops.checks import require_item_alignment
 from cupyattn.ops.plan import Plan, run
 
 _OPTIONS = POSITION_OPTIONS | SCORE_OPTIONS | USER_FUNCTIONS
 IMPLEMENTATIONS = register(
-    ("flash", ("float16",), tensor_core.forward_plan, _OPTIONS),
-    ("flash", FLOAT32_DTYPES, float32.forward_plan, _OPTIONS),
+    ("flash", STORAGE, float32.forward_plan, _OPTIONS),
     ("tiled", STORAGE, teaching.tiled_plan, POSITION_OPTIONS),
     ("naive", STORAGE, teaching.naive_plan, POSITION_OPTIONS),
 )
+ON_TENSOR_CORES = register(
+    ("flash", ("float16",), tensor_core.forward_plan, _OPTIONS),
+)
+"""What takes their place on cards that have them."""
 
 
 def attention_forward(
@@ -37,7 +40,7 @@ def attention_forward(
     return_lse: bool,
 ) -> dict[str, Array]:
     """Run dense attention forward, into `out` and `lse` where they are given."""
-    plan = _plan(problem, device.arch.number, device.multiprocessors, return_lse)
+    plan = _plan(problem, Card.of(device), return_lse)
     if problem.dropout_p:
         plan = seeded(plan, seed)
     try:
@@ -47,15 +50,16 @@ def attention_forward(
 
 
 @lru_cache(maxsize=4096)
-def _plan(problem: AttentionProblem, arch: int, multiprocessors: int, return_lse: bool) -> Plan:
+def _plan(problem: AttentionProblem, card: Card, return_lse: bool) -> Plan:
     """Choose the kernels and their grids, and fill in their parameters."""
-    chosen = implementation_of(problem, IMPLEMENTATIONS, "attention")
+    table = {**IMPLEMENTATIONS, **(ON_TENSOR_CORES if card.tensor_cores else {})}
+    chosen = implementation_of(problem, table, "attention")
     require_lengths(problem)
     require_item_alignment(problem.layouts, problem.starts)
-    if few_queries.suits(problem, arch, multiprocessors):
-        plan = few_queries.few_queries_plan(problem, arch, multiprocessors, return_lse=return_lse)
+    if few_queries.suits(problem, card):
+        plan = few_queries.few_queries_plan(problem, card, return_lse=return_lse)
     else:
-        plan = chosen.plan(problem, problem.starts, arch, return_lse=return_lse)
+        plan = chosen.plan(problem, problem.starts, card.arch, return_lse=return_lse)
     plan = placed(plan, problem)
     plan.require_arrays(problem.layouts)
     return plan

@@ -20,6 +20,7 @@ from cupyattn.ops.attention.decode_problem import DecodeProblem
 from cupyattn.ops.attention.layouts import require_lengths, score_options
 from cupyattn.ops.attention.params import attention_params, batch_integers
 from cupyattn.ops.attention.problem import AttentionProblem
+from cupyattn.ops.card import Card
 from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.ops.plan import Plan, Step, run
 
@@ -50,36 +51,36 @@ def prefill_attention(
     device: Device, problem: DecodeProblem, operands: Operands, *, return_lse: bool
 ) -> dict[str, Array]:
     """Run paged attention by the forward kernels, into `out` and `lse` where they are given."""
-    return run(device, _plan(problem, device.arch.number, return_lse), operands.arrays)
+    return run(device, _plan(problem, Card.of(device), return_lse), operands.arrays)
 
 
 @lru_cache(maxsize=4096)
-def _plan(problem: DecodeProblem, arch: int, return_lse: bool) -> Plan:
+def _plan(problem: DecodeProblem, card: Card, return_lse: bool) -> Plan:
     attention = problem.attention
     require_kernel_dtype("q", attention.dtype)
     require_lengths(attention)
     require_item_alignment(attention.layouts, attention.starts)
     outputs = problem.outputs(return_lse)
     results = problem.result_layouts(outputs)
-    kernel, tile_q = _kernel(problem, results["out"], arch)
+    kernel, tile_q = _kernel(problem, results["out"], card)
     step = Step.of(kernel, attention.heads * _tiles(problem, tile_q), _params(problem, results))
     plan = Plan((step,), outputs)
     plan.require_arrays(problem.layouts)
     return plan
 
 
-def _kernel(problem: DecodeProblem, out: Layout, arch: int) -> tuple[Specialisation, int]:
+def _kernel(problem: DecodeProblem, out: Layout, card: Card) -> tuple[Specialisation, int]:
     """Choose the kernel by dtype, head dim, options and how rows lie; and say its query rows."""
     attention = problem.attention
     dtype, cache = attention.dtype.name, attention.layouts["k"].dtype.name
     dim, options = attention.head_dim, score_options(attention)
-    if dtype == "float16":
+    if card.has_mma(dtype):
         vec = _together(attention, out, vector_items(dtype))
-        row = tensor_core.forward.paged_row(arch, dim, cache)
-        return tensor_core.forward.paged(arch, dim, vec, options, cache), row.tile_q
+        row = tensor_core.forward.paged_row(card.arch, dim, cache)
+        return tensor_core.forward.paged(card.arch, dim, vec, options, cache), row.tile_q
     vec = _together(attention, out, float32.forward.VECTOR_ITEMS)
-    tile_q = float32.forward.flash_row(arch, dim, dim).tile_q
-    return float32.forward.paged(arch, dtype, dim, vec, options, cache), tile_q
+    tile_q = float32.forward.flash_row(card.arch, dim, dim).tile_q
+    return float32.forward.paged(card.arch, dtype, dim, vec, options, cache), tile_q
 
 
 def _together(attention: AttentionProblem, out: Layout, items: int) -> int:

@@ -6,9 +6,10 @@ from functools import lru_cache
 
 from cupyattn.arrays import Array, Operands
 from cupyattn.kernels.device import Device
+from cupyattn.ops.card import Card
 from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.ops.linear.choice import launches_for
-from cupyattn.ops.linear.implementations import Card, Launches
+from cupyattn.ops.linear.implementations import Launches
 from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.plan import SCRATCH_DTYPE, Plan, lay_out_scratch, run
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from cupyattn.ops.card import Card
 from cupyattn.ops.linear import float32, tensor_core, thin
-from cupyattn.ops.linear.implementations import Card, Launches
+from cupyattn.ops.linear.implementations import Launches
 from cupyattn.ops.linear.problem import LinearProblem
 
 PLANS = (*thin.PLANS, *tensor_core.PLANS, *float32.PLANS)
-"""Kernels for few rows, then those on tensor cores for many, then those that take everything."""
+"""Kernels for few rows, then those on tensor cores for many, then those that take everything.
+
+The last ones compute in float32: float16 too, on cards without tensor cores.
+"""
 
 
 def launches_for(product: str, problem: LinearProblem, card: Card) -> Launches:
@@ -15,6 +19,7 @@ def launches_for(product: str, problem: LinearProblem, card: Card) -> Launches:
     dtype = problem.dtype.name
     # Without anything to sum over, K = 0, few kernels are right: those that take everything are.
     for entry in PLANS if problem.inner else float32.PLANS:
-        if entry.product == product and dtype in entry.dtypes and entry.takes(problem):
+        runs = card.tensor_cores or not entry.tensor_cores
+        if runs and entry.product == product and dtype in entry.dtypes and entry.takes(problem):
             return entry.plan(problem, card)
     raise NotImplementedError(f"no kernel has {product} of {dtype}")

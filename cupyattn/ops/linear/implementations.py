@@ -1,7 +1,7 @@
 """Which kernels compute a product of linear or of its backward, for which problems.
 
 Every module of plans has a tuple PLANS of `LinearPlan`; `choice.launches_for` takes the first that
-has the dtype and takes the problem.
+has the dtype, takes the problem and needs no tensor cores that the card lacks.
 """
 
 from __future__ import annotations
@@ -9,22 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from cupyattn.kernels.device import Device
+from cupyattn.ops.card import Card
 from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.plan import Step
-
-
-class Card(NamedTuple):
-    """What plans depend on of the device: tables go by its architecture, grids by its size."""
-
-    arch: int
-    """75, 80, ..."""
-    multiprocessors: int
-
-    @classmethod
-    def of(cls, device: Device) -> Card:
-        """Describe a device."""
-        return cls(device.arch.number, device.multiprocessors)
 
 
 class Launches(NamedTuple):
@@ -78,3 +65,5 @@ class LinearPlan(NamedTuple):
     dtypes: tuple[str, ...]
     plan: PlanFunction
     takes: Callable[[LinearProblem], bool] = _every
+    tensor_cores: bool = False
+    """Whether its kernels need them."""

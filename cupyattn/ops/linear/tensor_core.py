@@ -10,7 +10,8 @@ import numpy as np
 from cupyattn.kernels.configs.linear import tensor_core as configs
 from cupyattn.kernels.configs.rows import COLUMN_SUMS_COLUMNS, column_sums
 from cupyattn.kernels.structs import PREACTIVATION_GRADIENT_PARAMS
-from cupyattn.ops.linear.implementations import Card, Launches, LinearPlan
+from cupyattn.ops.card import Card
+from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem, Matrix
 from cupyattn.ops.linear.tiles import VECTOR, Product, Tiling, whole_vector
 from cupyattn.ops.plan import SCRATCH_DTYPE, Step
@@ -211,7 +212,7 @@ def _gradient(problem: LinearProblem) -> Launches:
 
 _DTYPES = ("float16",)
 PLANS: tuple[LinearPlan, ...] = (
-    LinearPlan("forward", _DTYPES, forward_launches, takes),
-    LinearPlan("dx", _DTYPES, dx_launches, takes),
-    LinearPlan("dw", _DTYPES, dw_launches, takes),
+    LinearPlan("forward", _DTYPES, forward_launches, takes, tensor_cores=True),
+    LinearPlan("dx", _DTYPES, dx_launches, takes, tensor_cores=True),
+    LinearPlan("dw", _DTYPES, dw_launches, takes, tensor_cores=True),
 )

@@ -9,7 +9,8 @@ import numpy as np
 from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.configs.linear.thin import MAX_ROWS, merge, merge_ctas, thin, thin_launch
 from cupyattn.kernels.structs import THIN_PARAMS
-from cupyattn.ops.linear.implementations import Card, Launches, LinearPlan
+from cupyattn.ops.card import Card
+from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.plan import Step
 
@@ -78,4 +79,13 @@ def _params(problem: LinearProblem, *, splits: int = 1, outer: int | None = None
     return params
 
 
-PLANS = (LinearPlan("forward", ("float16",), _forward, _takes),)
+def _is_row(problem: LinearProblem) -> bool:
+    """Tell whether the kernel of one row takes it, which has no use for tensor cores."""
+    return problem.rows == 1 and _takes(problem)
+
+
+_DTYPES = ("float16",)
+PLANS = (
+    LinearPlan("forward", _DTYPES, _forward, _is_row),
+    LinearPlan("forward", _DTYPES, _forward, _takes, tensor_cores=True),
+)

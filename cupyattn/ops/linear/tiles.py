@@ -16,7 +16,7 @@ from cupyattn.kernels.configs.linear.tensor_core import (
 )
 from cupyattn.kernels.spec import KernelSpec
 from cupyattn.kernels.structs import PRODUCT_PARAMS
-from cupyattn.ops.linear.implementations import Card
+from cupyattn.ops.card import Card
 from cupyattn.ops.linear.problem import Matrix
 
 VECTOR = vector_items("float16")

@@ -173,21 +173,27 @@ def _lanes(head_dim: int, vec: int) -> int:
 
 @cache
 def decode_launch(
-    arch: int, dtype: str, head_dim: int, rows: int, vec: int, cache: str | None = None
+    arch: int,
+    dtype: str,
+    head_dim: int,
+    rows: int,
+    vec: int,
+    cache: str | None = None,
+    *,
+    tensor_cores: bool = True,
 ) -> DecodeLaunch:
     """Choose for so many query rows a key-value head.
 
     `cache` is the dtype of the caches, q's by default. `vec` is 16 bytes' worth of their items,
     where every row starts at a multiple of that and q's too; of integers INTEGER_ITEMS, where rows
-    allow no more; otherwise what a byte or an item has.
+    allow no more; otherwise what a byte or an item has. `tensor_cores`: whether the card has any.
     """
     cache = dtype if cache is None else cache
-    matching = _tensor_cores(arch).get(cache, {}).get(head_dim)
-    whole = vec * cache_bits(cache) == 8 * VECTOR_BYTES
-    tensor_cores = dtype == "float16" and whole and matching is not None
-    if tensor_cores and matching is not None:
-        by_rows = matching
-    else:
+    by_rows = None
+    if tensor_cores and dtype == "float16" and vec * cache_bits(cache) == 8 * VECTOR_BYTES:
+        by_rows = _tensor_cores(arch).get(cache, {}).get(head_dim)
+    tensor_cores = by_rows is not None
+    if by_rows is None:
         vec = min(vec, INTEGER_ITEMS)
         lanes = _lanes(head_dim, vec)
         items = -(-head_dim // (lanes * vec)) * vec
@@ -276,7 +282,14 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         )
     ]
     launches += [
-        decode_launch(arch, dtype, head_dim, rows, VECTOR_BYTES // STORAGE[dtype] if whole else 1)
+        decode_launch(
+            arch,
+            dtype,
+            head_dim,
+            rows,
+            VECTOR_BYTES // STORAGE[dtype] if whole else 1,
+            tensor_cores=False,
+        )
         for dtype, head_dim, rows, whole in pairs(
             STORAGE, (32, 80, 128, 256), (4, 8), (True, False)
         )

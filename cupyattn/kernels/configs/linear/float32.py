@@ -52,8 +52,8 @@ DB = KernelSpec(
 )
 KERNELS = (FORWARD, THIN, DX, DW, DB)
 
-DTYPES = ("float32", "bfloat16")
-"""What Turing's tensor cores do not take, and these kernels do."""
+DTYPES = ("float32", "bfloat16", "float16")
+"""What Turing's tensor cores do not take; and float16, for cards that have none."""
 STRUCTS = {
     None: "Identity",
     "gelu": "Gelu",

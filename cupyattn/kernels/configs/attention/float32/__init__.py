@@ -1,4 +1,4 @@
-"""float32 and bfloat16 in float32 arithmetic."""
+"""Float32 arithmetic: float32, bfloat16, and float16 on cards without tensor cores."""
 
 from cupyattn.kernels.configs.attention.float32 import backward, forward
 

@@ -49,9 +49,14 @@ DQ_KERNEL = KernelSpec(
     "attention/float32/backward_dq.cu",
     (*FLOAT_GRADIENT, *POSITIONS, *SCORE_INPUTS, Pointer("dq"), BACKWARD_STRUCT),
 )
-KERNELS = (DELTA_KERNEL, DKDV_KERNEL, DQ_KERNEL)
+CONVERT_KERNEL = KernelSpec(
+    "attention_backward_f32_convert",
+    "attention/float32/backward_convert.cu",
+    (*inputs("dq_acc"), Pointer("dq"), BACKWARD_STRUCT),
+)
+KERNELS = (DELTA_KERNEL, DKDV_KERNEL, DQ_KERNEL, CONVERT_KERNEL)
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 VECTOR_ITEMS = 4
 """Items of one load where rows are aligned to as many."""
 
@@ -119,16 +124,20 @@ def _row(
     )
 
 
-DELTA_ROWS = 8
-"""Rows that one CTA of `delta` takes, a warp each."""
+CTA_ROWS = 8
+"""Rows that one CTA of `delta` and `convert` takes, a warp each."""
 
 
 @cache
 def delta(dtype: str, head_dim_v: int) -> Specialisation:
     """Specialise the kernel of delta."""
-    return DELTA_KERNEL.specialise(
-        threads=DELTA_ROWS * WARP_SIZE, DTYPE=dtype, HEAD_DIM_V=head_dim_v
-    )
+    return DELTA_KERNEL.specialise(threads=CTA_ROWS * WARP_SIZE, DTYPE=dtype, HEAD_DIM_V=head_dim_v)
+
+
+@cache
+def convert(dtype: str, head_dim: int) -> Specialisation:
+    """Specialise the kernel that rounds the one-pass dq, which is float32, to another dtype."""
+    return CONVERT_KERNEL.specialise(threads=CTA_ROWS * WARP_SIZE, DTYPE=dtype, HEAD_DIM=head_dim)
 
 
 @cache
@@ -144,8 +153,7 @@ def dkdv(
 ) -> Specialisation:
     """Specialise the kernel of dk and dv.
 
-    With `one_pass` it adds to dq as well, which has to be float32; `dbias` is the dtype that it
-    writes, or "void".
+    With `one_pass` it adds to a float32 dq as well; `dbias` is the dtype that it writes, or "void".
     """
     row = dkdv_row(arch, head_dim, head_dim_v, options)
     return modified(DKDV_KERNEL, options.modified).specialise(
@@ -204,7 +212,9 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     dims = rows_for(DKDV, arch)
     for dtype, head_dim in pairs(DTYPES, dims):
         yield delta(dtype, head_dim)
-    ways = (("float32", True), ("float32", False), ("bfloat16", False))
+        if dtype != "float32":
+            yield convert(dtype, head_dim)
+    ways = [(dtype, one_pass) for dtype in DTYPES for one_pass in (True, False)]
     for (dtype, one_pass), head_dim, vec in pairs(ways, dims, (VECTOR_ITEMS, 1)):
         yield dkdv(arch, dtype, head_dim, head_dim, vec, one_pass, PLAIN, "void")
     for dtype, head_dim, vec in pairs(DTYPES, rows_for(DQ, arch), (VECTOR_ITEMS, 1)):

@@ -62,8 +62,8 @@ FLASH = {
         256: FlashConfig(16, 2, 8, 1, "8 x 16 outputs a thread leave room for 8 x 4 scores"),
     }
 }
-DTYPES = ("float32", "bfloat16")
-"""What Turing's tensor cores do not take, and this kernel does."""
+DTYPES = ("float32", "bfloat16", "float16")
+"""What Turing's tensor cores do not take; and float16, for cards that have none."""
 VECTOR_ITEMS = 4
 """Items that the float32 kernel loads at once where rows are aligned to so many."""
 _PANEL_KEYS = 16  # of V at a time

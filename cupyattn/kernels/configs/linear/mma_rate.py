@@ -1,0 +1,38 @@
+"""The kernel that times mma: what tells GPUs without tensor cores from others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from cupyattn.kernels.arch import SUB_PARTITIONS, TURING, WARP_SIZE
+from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation
+
+KERNEL = KernelSpec("mma_rate", "linear/mma_rate.cu", (Pointer("cycles"),))
+KERNELS = (KERNEL,)
+
+FLOAT32_CYCLES = 16 * 8 * 8 // 16
+"""What the 16 float32 units of a sub-partition take for the multiply-adds of one mma.m16n8k8.
+
+Tensor cores of Turing take 8 cycles, or 16 on GeForce cards. Without them it is about 280 on a GTX
+1650, by the speeds of a network's float16 and float32 products (LeelaChessZero/lc0#849), and 640 on
+a GTX 1660 Super, by a matrix product's 0.5 TFLOP/s (pytorch/pytorch#121957).
+"""
+_IN_FLIGHT = 8
+_ROUNDS = 32
+PRODUCTS = _IN_FLIGHT * _ROUNDS
+"""Of each warp: 2 us on tensor cores, 100 us without."""
+
+
+@cache
+def mma_rate() -> Specialisation:
+    """Specialise the kernel."""
+    return KERNEL.specialise(
+        threads=SUB_PARTITIONS * WARP_SIZE, IN_FLIGHT=_IN_FLIGHT, ROUNDS=_ROUNDS
+    )
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield the kernel."""
+    del arch  # one row serves all
+    yield mma_rate()

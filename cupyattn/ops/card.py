@@ -1,0 +1,36 @@
+"""What plans depend on of a device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cupyattn.kernels.device import Device
+
+
+class Card(NamedTuple):
+    """A device, as plans see it: tables go by its architecture, grids by its size.
+
+    Its tensor cores decide between kernels. Cards of compute capability 7.5 need not have any.
+    """
+
+    arch: int
+    """75, 80, ..."""
+    multiprocessors: int
+    tensor_cores: bool = True
+
+    @classmethod
+    def of(cls, device: Device) -> Card:
+        """Describe a device."""
+        return cls(device.arch.number, device.multiprocessors, device.tensor_cores)
+
+    def has_mma(self, dtype: str) -> bool:
+        """Tell whether products of a dtype run on tensor cores, otherwise in float32 arithmetic.
+
+        Examples
+        --------
+        >>> [Card(75, 40).has_mma(dtype) for dtype in ("float16", "bfloat16", "float32")]
+        [True, False, False]
+        >>> Card(75, 16, tensor_cores=False).has_mma("float16")
+        False
+        """
+        return self.tensor_cores and dtype == "float16"
