@@ -15,7 +15,15 @@ from cupyattn.cli.table_rows import add_row_options, row_name, rows_of, without_
 from cupyattn.cli.terminal import Cell, Result, Terminal, emit, fail
 from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.kernels.spec import Specialisation
-from cupyattn.turing import MARGIN, LoopFigures, analyse, disassembler_version
+from cupyattn.turing import (
+    MACHINES,
+    MARGIN,
+    T4,
+    LoopFigures,
+    Machine,
+    analyse,
+    disassembler_version,
+)
 
 TUNED = (
     "attention_forward",
@@ -28,6 +36,17 @@ TUNED = (
 )
 """Kernels whose speed is that of their products: those that the model is for."""
 
+IN_FLOAT32 = (
+    "attention_forward_f32",
+    "attention_forward_paged_f32",
+    "attention_backward_f32_dkdv",
+    "attention_backward_f32_dq",
+    "linear_forward_f32",
+    "linear_dx_f32",
+    "linear_dw_f32",
+)
+"""What a card without tensor cores runs in their place."""
+
 _DIGITS = 4  # of the ratios: the simulation is not that exact
 
 
@@ -39,11 +58,20 @@ def add_parser(commands: Any) -> None:
         description="Compile rows of the launch-configuration tables for sm_75, read their machine "
         "code, and show for the main loop of each: spills, cycles of the load/store unit for each "
         "of the products (above 1 it binds), and the utilisation of the tensor cores or float32 "
-        "units that a simulation of one SM of a T4 gives. Needs NVRTC and nvdisasm, but no GPU.",
+        "units that a simulation of one SM gives. Needs NVRTC and nvdisasm, but no GPU.",
         epilog=f"Counts and ratios are exact; the utilisation is a model, +-{MARGIN}, that no "
         "Turing GPU has confirmed. Exit code 1 without a compiler or disassembler.",
     )
-    add_row_options(parser, default=", ".join(TUNED))
+    add_row_options(
+        parser, default=f"{', '.join(TUNED)}; without tensor cores {', '.join(IN_FLOAT32)}"
+    )
+    parser.add_argument(
+        "--machine",
+        choices=tuple(MACHINES),
+        default=T4.name,
+        metavar="NAME",
+        help=f"the card: {', '.join(MACHINES)} (default: %(default)s)",
+    )
     parser.add_argument(
         "--all-loops", action="store_true", help="show every loop with products, not the main alone"
     )
@@ -60,8 +88,12 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     try:
-        rows = rows_of(arguments.kernel or TUNED, arguments.head_dim)
-        result = describe(rows, simulate=arguments.simulate, all_loops=arguments.all_loops)
+        machine = MACHINES[arguments.machine]
+        usual = TUNED if machine.tensor_cores else IN_FLOAT32
+        rows = rows_of(arguments.kernel or usual, arguments.head_dim)
+        result = describe(
+            rows, simulate=arguments.simulate, all_loops=arguments.all_loops, machine=machine
+        )
         result["without_rows"] = without_rows(rows, arguments.kernel, arguments.head_dim)
     except (RuntimeError, ValueError) as failure:  # no compiler, no disassembler; no such row
         fail("turing", failure, as_json=arguments.json)
@@ -70,8 +102,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def describe(rows: list[Specialisation], *, simulate: bool, all_loops: bool) -> Result:
-    """Model the rows, one after the other."""
+def describe(
+    rows: list[Specialisation], *, simulate: bool, all_loops: bool, machine: Machine = T4
+) -> Result:
+    """Model the rows on a card, one after the other."""
     versions = {
         "nvrtc": ".".join(map(str, nvrtc_version())),
         "nvdisasm": disassembler_version(),
@@ -79,19 +113,26 @@ def describe(rows: list[Specialisation], *, simulate: bool, all_loops: bool) -> 
     described = []
     with progress("modelling", len(rows)) as step:
         for specialisation in rows:
-            described.append(kernel_row(specialisation, simulate=simulate, all_loops=all_loops))
+            described.append(
+                kernel_row(specialisation, simulate=simulate, all_loops=all_loops, machine=machine)
+            )
             step()
     return {
         "command": "turing",
         "version": cupyattn.__version__,
         "arch": "sm_75",
+        "machine": machine.name,
         **versions,
         "rows": described,
     }
 
 
 def kernel_row(
-    specialisation: Specialisation, *, simulate: bool = True, all_loops: bool = False
+    specialisation: Specialisation,
+    *,
+    simulate: bool = True,
+    all_loops: bool = False,
+    machine: Machine = T4,
 ) -> dict[str, Any]:
     """Tell what a specialisation takes of a Turing SM, and what its loops make of it.
 
@@ -102,7 +143,7 @@ def kernel_row(
         is its main loop, None for a kernel without products; with `all_loops` ``loops`` are all of
         them, with counts and cycles (`cupyattn.turing.LoopFigures` explains each).
     """
-    figures = analyse(specialisation, simulate=simulate)
+    figures = analyse(specialisation, simulate=simulate, machine=machine)
     return {
         "kernel": specialisation.spec.entry,
         "row": row_name(specialisation),
@@ -110,15 +151,16 @@ def kernel_row(
         "registers": figures.registers,
         "shared_bytes": figures.shared_bytes,
         "ctas_per_sm": figures.ctas_per_sm,
-        "main": None if figures.main is None else _summary(figures.main),
-        **({"loops": [_everything(each) for each in figures.loops]} if all_loops else {}),
+        "main": None if figures.main is None else _summary(figures.main, machine),
+        **({"loops": [_everything(each, machine) for each in figures.loops]} if all_loops else {}),
     }
 
 
-def _summary(loop: LoopFigures) -> dict[str, Any]:
+def _summary(loop: LoopFigures, machine: Machine) -> dict[str, Any]:
     utilisation = None
     if loop.utilisation is not None:
         utilisation = {name: round(x, _DIGITS) for name, x in asdict(loop.utilisation).items()}
+    rate = loop.flop_per_cycle
     return {
         "work_pipe": loop.work_pipe,
         "instructions": loop.instructions,
@@ -127,14 +169,15 @@ def _summary(loop: LoopFigures) -> dict[str, Any]:
         "bound": round(loop.bound, _DIGITS),
         "binding_pipe": loop.binding_pipe,
         "utilisation": utilisation,
+        "tflops": None if rate is None else round(machine.tflops(rate), 1),
     }
 
 
-def _everything(loop: LoopFigures) -> dict[str, Any]:
+def _everything(loop: LoopFigures, machine: Machine) -> dict[str, Any]:
     return {
         "start": loop.start,
         "end": loop.end,
-        **_summary(loop),
+        **_summary(loop, machine),
         "skipped": loop.skipped,
         "narrow_global": loop.narrow_global,
         "counts": dict(sorted(loop.counts.items())),
@@ -144,15 +187,15 @@ def _everything(loop: LoopFigures) -> dict[str, Any]:
 
 # Short, so that all but the name share a line of 80 columns.
 _COLUMNS = (
-    *("row", "regs", "shared B", "CTAs", "length", "spills", "LSU/work", "bound"),
-    "utilisation",
+    *("row", "regs", "smem", "CTAs", "length", "spills", "LSU", "bound"),
+    *("utilisation", "TFLOP/s"),
 )
 
 
 def show(result: Result, terminal: Terminal) -> None:
     """Print it for people."""
     for kernel, rows in groupby(result["rows"], key=itemgetter("kernel")):
-        terminal.title(f"{kernel} on Turing ({result['arch']}): the loop that does the work")
+        terminal.title(f"{kernel} on Turing ({result['machine']}): the loop that does the work")
         terminal.table(_COLUMNS, [cells for row in rows for cells in _cells(row)])
     terminal.title(f"NVRTC {result['nvrtc']}, nvdisasm {result['nvdisasm']}")
     terminal.text(
@@ -160,8 +203,9 @@ def show(result: Result, terminal: Terminal) -> None:
         "iteration: instructions of a warp; bytes that a thread loads from and stores to local "
         "memory; cycles of the load/store unit for each of the work's, which is products on tensor "
         "cores, or in a kernel without them in float32; the utilisation of their pipe that no "
-        "schedule exceeds, and what binds if it is another; one simulated at the rates of a T4, "
-        f"and its range over CTAs' starts: a model, +-{MARGIN}."
+        "schedule exceeds, and what binds if it is another; one simulated at the card's rates, and "
+        f"its range over CTAs' starts: a model, +-{MARGIN}; the speed of all SMs at their boost "
+        "clock."
     )
     for nothing in result["without_rows"]:
         terminal.verdict(False, f"  {nothing}")
@@ -171,7 +215,7 @@ def _cells(row: dict[str, Any]) -> list[tuple[Cell, ...]]:
     resources = (row["row"], row["registers"], row["shared_bytes"], row["ctas_per_sm"])
     loops = row.get("loops", [row["main"]] if row["main"] else [])
     if not loops:
-        return [(*resources, "no products", "", "", "", "")]
+        return [(*resources, "no products", "", "", "", "", "")]
     return [(*resources, *_loop_cells(loop)) for loop in loops]
 
 
@@ -182,7 +226,6 @@ def _loop_cells(loop: dict[str, Any]) -> tuple[Cell, ...]:
         loop["spill_bytes"],
         f"{loop['lsu_ratio']:.2f}",
         f"{loop['bound']:.2f}" + ("" if binds == loop["work_pipe"] else f" {binds}"),
-        ""
-        if played is None
-        else f"{played['mean']:.3f} ({played['low']:.2f}-{played['high']:.2f})",
+        "" if played is None else f"{played['mean']:.3f} {played['low']:.2f}-{played['high']:.2f}",
+        "" if loop["tflops"] is None else f"{loop['tflops']:.1f}",
     )

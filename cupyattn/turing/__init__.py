@@ -21,9 +21,9 @@ For the main loop of each kernel that shows:
 executes an instruction and for how long on the SM that ``machine`` describes, ``loops`` finds the
 loops that do the work, ``counts`` adds up what an iteration asks of each pipe, ``simulation`` plays
 it on one SM, and `analyse` puts the figures of a kernel together. For another card than a T4 it
-takes the rates of a `Machine`::
+takes one of `MACHINES`, as the command does (``--machine "RTX 2080 Ti"``), or any `Machine`::
 
-    analyse(specialisation, machine=Machine(hmma_f32=16))  # a GeForce: half the tensor rate
+    analyse(specialisation, machine=MACHINES["RTX 2080 Ti"])  # a GeForce: half the tensor rate
 
 How far to trust them
 ---------------------
@@ -44,10 +44,11 @@ After a change that is meant, ``python -m cupyattn turing --json`` prints them a
 from cupyattn.turing.analysis import KernelFigures, analyse
 from cupyattn.turing.counts import LoopFigures
 from cupyattn.turing.disassembler import DisassemblerError, disassembler_version
-from cupyattn.turing.machine import T4, Machine
+from cupyattn.turing.machine import MACHINES, T4, Machine
 from cupyattn.turing.simulation import MARGIN, Utilisation
 
 __all__ = [
+    "MACHINES",
     "MARGIN",
     "T4",
     "DisassemblerError",

@@ -50,6 +50,8 @@ class LoopFigures:
         unit, "issue" the sub-partitions' schedulers.
     work_cycles : float
         The work's share of those of its pipe.
+    work_flop : float
+        The floating-point operations of that work, of all resident warps.
     utilisation : Utilisation or None
         Simulated, for the main loop of a kernel.
     """
@@ -65,7 +67,15 @@ class LoopFigures:
     spill_bytes: int
     cycles: dict[str, float]
     work_cycles: float
+    work_flop: float
     utilisation: Utilisation | None = None
+
+    @property
+    def flop_per_cycle(self) -> float | None:
+        """Operations in a cycle of an SM, at the simulated utilisation; None without one."""
+        if self.utilisation is None:
+            return None
+        return self.work_flop / self.work_cycles * self.utilisation.mean
 
     @property
     def lsu_ratio(self) -> float:
@@ -115,4 +125,5 @@ def loop_figures(
             "issue": len(path) * resident / SUB_PARTITIONS,
         },
         work_cycles=busy(products),
+        work_flop=float(len(products) * resident * work.flop),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from cupyattn.kernels.arch import WARP_SIZE
 from cupyattn.turing.pipes import pipe_of
 from cupyattn.turing.sass import Instruction
 
@@ -14,12 +15,14 @@ class Work(NamedTuple):
 
     pipe: str
     does: Callable[[Instruction], bool]
+    flop: int
+    """Floating-point operations of one of them, of a warp."""
 
 
-MATRIX = Work("tensor", lambda instruction: pipe_of(instruction) == "tensor")
+MATRIX = Work("tensor", lambda instruction: pipe_of(instruction) == "tensor", 2 * 16 * 8 * 8)
 """Products on tensor cores."""
 
-FFMA = Work("fma", lambda instruction: instruction.name in ("FFMA", "FFMA32I"))
+FFMA = Work("fma", lambda instruction: instruction.name in ("FFMA", "FFMA32I"), 2 * WARP_SIZE)
 """Products in float32; the pipe's other instructions are not the work."""
 
 # A forward branch over any of these is taken to fall through: `if (more) load the next tile`.

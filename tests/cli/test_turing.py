@@ -9,7 +9,13 @@ import pytest
 from cupyattn.cli import main, turing
 from cupyattn.cli.table_rows import head_dim_of, row_name
 from cupyattn.kernels.registry import catalogue
-from cupyattn.turing import DisassemblerError, KernelFigures, LoopFigures, Utilisation
+from cupyattn.turing import (
+    MACHINES,
+    DisassemblerError,
+    KernelFigures,
+    LoopFigures,
+    Utilisation,
+)
 
 LOOP = LoopFigures(
     start=0x110,
@@ -23,19 +29,23 @@ LOOP = LoopFigures(
     spill_bytes=12,
     cycles={"tensor": 512.0, "lsu": 640.0},
     work_cycles=512.0,
+    work_flop=131_072.0,
     utilisation=Utilisation(0.625, 0.5, 0.75),
 )
-MASKED = LoopFigures(0, 0x100, "tensor", 8, 77, 0, {}, 0, 99, {"tensor": 1.0, "lsu": 2.0}, 1.0)
+MASKED = LoopFigures(0, 0x100, "tensor", 8, 77, 0, {}, 0, 99, {"tensor": 1.0, "lsu": 2.0}, 1.0, 1.0)
 PRODUCTS = KernelFigures(255, 32_768, 2, (MASKED, LOOP))
+machines: list[str] = []
 
 
 @pytest.fixture
 def modelled(monkeypatch):
     """The command with a model that has its figures ready; gives what it was asked."""
     asked = []
+    machines.clear()
 
-    def analyse(specialisation, *, simulate):
+    def analyse(specialisation, *, simulate, machine):
         asked.append((specialisation, simulate))
+        machines.append(machine.name)
         return PRODUCTS if specialisation.spec.entry != "softmax_forward" else NO_PRODUCTS
 
     monkeypatch.setattr(turing, "analyse", analyse)
@@ -100,10 +110,40 @@ def test_all_loops(modelled, capsys):
 def test_text(modelled, capsys):
     printed = output(capsys, "--head-dim", "96")
     line = next(line for line in printed.splitlines() if line.startswith("  D 96  "))
-    cells = "D 96 255 32768 2 38 12 1.25 0.80 lsu 0.625 (0.50-0.75)"
+    cells = "D 96 255 32768 2 38 12 1.25 0.80 lsu 0.625 0.50-0.75 10.2"
     assert line.split() == cells.split()
     assert "NVRTC 12.9, nvdisasm 13.5.37" in printed
     assert "a model, +-0.05" in printed
+
+
+def test_machines_by_name(modelled, capsys):
+    """Their peaks are those of the specifications."""
+    for name, tflops in (("T4", 10.2), ("RTX 2060 Super", 9.0), ("RTX 2080 Ti", 16.8)):
+        arguments = ("--machine", name, "--head-dim", "96", "--json")
+        result = json.loads(output(capsys, *arguments))
+        assert result["machine"] == name
+        assert set(machines) == {name}
+        assert {row["main"]["tflops"] for row in result["rows"]} == {tflops}
+        machines.clear()
+    assert f"on Turing ({name})" in output(capsys, *arguments[:-1])
+    with pytest.raises(SystemExit):
+        main(["turing", "--machine", "RTX 4090"])
+    assert "RTX 2080 Ti" in capsys.readouterr().err
+
+
+def test_a_card_without_tensor_cores_shows_what_it_runs(modelled, capsys):
+    output(capsys, "--machine", "GTX 1650 Ti", "--no-simulation")
+    assert {each.spec.entry for each, _ in modelled} == set(turing.IN_FLOAT32)
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
+def test_rates_of_machines(machine):
+    """Half the rate on GeForce, and without tensor cores slower than float32 units."""
+    hmma = 4 * 2 * 16 * 8 * 8 / machine.hmma_f32
+    specified = {"T4": 65, "RTX 2060 Super": 28.7, "RTX 2080 Ti": 53.8}
+    if machine.name in specified:
+        assert machine.tflops(hmma) == pytest.approx(specified[machine.name], rel=0.01)
+    assert (machine.tflops(hmma) > machine.tflops(128)) == machine.tensor_cores
 
 
 def test_a_kernel_without_products(modelled, capsys):
