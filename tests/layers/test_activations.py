@@ -171,6 +171,34 @@ def test_a_plain_gradient_may_be_added(side):
     assert_allclose(side.get(added), once + before, rtol=1e-6, atol=1e-6)
 
 
+def padded(side, array, pad):
+    """The same numbers in rows that are longer by `pad`."""
+    wide = np.zeros((*array.shape[:-1], array.shape[-1] + pad), array.dtype)
+    wide[..., : array.shape[-1]] = array
+    return side.put(wide)[..., : array.shape[-1]]
+
+
+@everywhere
+def test_every_array_has_strides_of_its_own(side):
+    arrays = values(5, 4, 3, 40, dtype="float32")
+    x, dout, up = (side.put(array) for array in arrays[:3])
+    names = "x", "dout", "up"
+    wide = {name: padded(side, arrays[i], 8 * i + 8) for i, name in enumerate(names)}
+    out, dx, gated, *grads = (padded(side, arrays[3], pad) for pad in range(32, 72, 8))
+    for found, right in (
+        (cupyattn.silu(wide["x"], out=out), cupyattn.silu(x)),
+        (
+            cupyattn.silu_backward(wide["dout"], wide["x"], grads=dx),
+            cupyattn.silu_backward(dout, x),
+        ),
+        (cupyattn.swiglu(wide["x"], wide["up"], out=gated), cupyattn.swiglu(x, up)),
+    ):
+        assert_array_equal(side.get(found), side.get(right))
+    cupyattn.swiglu_backward(wide["dout"], wide["x"], wide["up"], grads=SwigluGrads(*grads))
+    for found, right in zip(grads, cupyattn.swiglu_backward(dout, x, up), strict=True):
+        assert_array_equal(side.get(found), side.get(right))
+
+
 @everywhere
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_place(side, kind):
