@@ -48,8 +48,8 @@ struct Traits {
   using Softmax = ::Softmax<Scores, kColumns>;
   using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, Modifiers>;
   using Pass = ScorePass<Options, BIAS_VEC, MASK_VEC>;
-  // Outer products in one copy of the code. 8 and 4 wherever it spills less gave 38.4 TFLOP/s at D 64 and 40.1 at 128,
-  // an earlier form with 4 gave 37.2 and 37.3 (H200, 2026-11-20).
+  // Outer products in one copy of the code: 8, and 4 wherever that spills less. 4 throughout was slower at D 64 and 128
+  // (H200, 2026-11-20).
   static constexpr int kUnrolled = kColumns > 8 || Pass::kNeeded ? 4 : 8;
 
   static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
@@ -156,7 +156,7 @@ __device__ __forceinline__ void key_tile(Thread& thread, const Cta& cta, int fir
 
   if (active) softmax_tile(scores, thread, cta, first_key, masked);
 
-  // Rolled into one copy of the code, it was 2 % slower at D 64 and 7 % at 256 (H200, 2026-11-20), and spilled.
+  // Rolled into one copy of the code, it was slower at D 64 and at 256 (H200, 2026-11-20), and spilled.
 #pragma unroll
   for (int pair = 0; pair < PAIRS; pair++) {
     if (active) Traits::Probabilities::store(scores, thread.p_s, pair);

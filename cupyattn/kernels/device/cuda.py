@@ -128,7 +128,7 @@ class CudaKernel:
         cupy = device._cupy
         from cupy_backends.cuda.api import driver
 
-        # Looked up once: each dot of cupy.cuda.runtime.getDevice costs a launch some 0.02 us.
+        # Looked up once: each dot of cupy.cuda.runtime.getDevice would cost every launch.
         self._launch = driver.launchKernel
         self._on_device = cupy.cuda.Device
         self._current_device = cupy.cuda.runtime.getDevice

@@ -22,17 +22,15 @@ from cupyattn.ops.card import Card
 from cupyattn.ops.plan import Plan
 
 LEAST_KEYS = 256
-"""Keys that a query may see. Timed on an H200 as compute_75 code (2026-11-22, CUDA graphs of one
-call, head dim 128, 32 heads on 8, one query), decoding took 9.7 us for 256 keys and flash 15.4, for
-64 sequences 30 and 171. For 128 keys of one sequence they took 9.6 and 10.9, and the second launch
-weighs on the host."""
+"""Keys that a query may see. Timed on an H200 as compute_75 code (2026-11-22), decoding was faster
+than flash from there on, of one sequence and of many. For half as many keys of one sequence they
+took about as long, and the second launch weighs on the host."""
 
 _OPTIONS = frozenset({"alibi_slopes", "softcap", "sinks"})
 
 # Passes over K and V that take as long as flash's walk for one head where its grid fills the card.
 # Of a T4 (320 GB/s; 65 and 8.1 TFLOP/s, of which flash reaches about 0.8) at head dim 128: 1.6 ns
-# a key and pass of float16, 1.26 a key and head; 3.2 and 8 of float32. An H200 ran 64 sequences of
-# 4,096 tokens at 0.28 ns a key and head, and reads K and V of a key in 0.12.
+# a key and pass of float16, 1.26 a key and head; 3.2 and 8 of float32.
 _PASSES_OF_A_WALK = 0.75  # on tensor cores
 _PASSES_OF_A_FLOAT_WALK = 2.0
 _FLASH_CTAS_PER_SM = 2

@@ -10,8 +10,8 @@ from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.rows import Result, RowConfig, RowKernel, RowTable
 from cupyattn.kernels.spec import Specialisation
 
-# Rows of 768, 2048 and 4096 are the best of some that were timed on an H200 as compute_75 code,
-# 2026-11-22, float16, 8192 rows.
+# Rows of 768, 2048 and 4096 are the best of some that `python -m cupyattn.benchmark layers` timed,
+# on an H200 as compute_75 code, 2026-11-22, float16, 8192 rows.
 FORWARD_ROWS: RowTable = {
     75: {
         128: RowConfig(128, 8, 16, "short rows: four to a warp keep its lanes busy"),

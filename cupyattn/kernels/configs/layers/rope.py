@@ -41,7 +41,8 @@ class RopeConfig:
 
 
 # The first row that has not fewer heads than any array; None takes the rest. Timed on an H200 as
-# compute_75 code, 2026-11-22: 8192 tokens, float16.
+# compute_75 code by `python -m cupyattn.benchmark layers --operation rope`, 2026-11-22: 8192
+# tokens, float16.
 TABLE: Mapping[int, Mapping[int | None, RopeConfig]] = {
     75: {
         1: RopeConfig(256, 1, "one head: no thread has a head that is not there"),
