@@ -194,7 +194,7 @@ def test_every_array_has_strides_of_its_own(side):
         (cupyattn.swiglu(wide["x"], wide["up"], out=gated), cupyattn.swiglu(x, up)),
     ):
         assert_array_equal(side.get(found), side.get(right))
-    cupyattn.swiglu_backward(wide["dout"], wide["x"], wide["up"], grads=SwigluGrads(*grads))
+    cupyattn.swiglu_backward(wide["dout"], wide["x"], wide["up"], grads=GatedGrads(*grads))
     for found, right in zip(grads, cupyattn.swiglu_backward(dout, x, up), strict=True):
         assert_array_equal(side.get(found), side.get(right))
 
