@@ -26,7 +26,7 @@ from support.search import examples, mostly_deep
 
 import cupyattn
 from cupyattn import BlockAllocator, Copy, OutOfBlocksError, PagedKVCache
-from cupyattn.kv_cache import paged, storage
+from cupyattn.kv_cache import steps, storage
 
 DTYPES = pytest.mark.parametrize("dtype", CACHE_DTYPES)
 
@@ -382,7 +382,7 @@ def test_packed_queries_of_one_token_each_are_decoded(room, monkeypatch):
         calls.append(len(q.shape))
         return attention(q, *arrays, **options)
 
-    monkeypatch.setattr(paged, "paged_attention", watching)
+    monkeypatch.setattr(steps, "paged_attention", watching)
     out = cache.attend(1, q, tables, causal=True)
     given = np.empty_like(q)
     assert cache.attend(1, q, tables, causal=True, out=given) is given

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays import (
+    Array,
     Description,
     Layout,
     Operands,
@@ -16,10 +17,14 @@ from cupyattn.arrays import (
     layouts_of,
     starts_of,
 )
-from cupyattn.errors import error
-from cupyattn.kernels.configs.attention.decode import INTEGER_BITS, TILE_KEYS
-from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
-from cupyattn.ops.attention.decode_values import check_values
+from cupyattn.errors import error, shown
+from cupyattn.kernels.configs.attention.decode import INTEGER_BITS
+from cupyattn.ops.attention.decode_layouts import (
+    require_caches,
+    require_option_arrays,
+    require_scale_shapes,
+    require_scales,
+)
 from cupyattn.ops.attention.options import (
     checked_softcap,
     checked_softmax_scale,
@@ -27,9 +32,9 @@ from cupyattn.ops.attention.options import (
 )
 from cupyattn.ops.attention.problem import FORWARD_RESULTS, LSE_DTYPE, AttentionProblem
 from cupyattn.ops.attention.results import Outputs, forward_outputs, result_layouts
+from cupyattn.ops.attention.values import require_sinks
 from cupyattn.ops.checks import (
     CPU_FLOATS,
-    FLOATS,
     INTEGERS,
     require_arrays,
     require_contiguous_rows,
@@ -44,7 +49,7 @@ from cupyattn.ops.checks import (
 from cupyattn.ops.numbers import integer
 from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.plan import Output
-from cupyattn.ops.value_checks import checks_values
+from cupyattn.ops.value_checks import checks_values, on_host
 
 MAX_QUERIES = 16
 """Query tokens of a sequence that are decoded although a forward has the keys, paged or dense.
@@ -119,7 +124,7 @@ def decode_problem(operands: Operands, options: tuple[Any, ...]) -> DecodeProble
     except TypeError:  # perhaps of an option without a hash, of which its check says more
         problem = _checked.__wrapped__(operands.description, sides, *options)
     if checks_values(operands):
-        check_values(problem, operands.arrays)
+        _check_values(problem, operands.arrays)
     problem.attention.overlaps.check(operands)
     return problem
 
@@ -149,13 +154,13 @@ def _checked(
     require_same_dtype(layouts, ("k_cache", "v_cache"))
     if k.dtype.name not in INTEGER_BITS:
         require_same_dtype(layouts, ("q", "k_cache", "v_cache"))
-    _require_scales(layouts)
+    require_scales(layouts)
     *_, heads, head_dim = q.shape
     num_blocks, block_size, kv_heads, _ = k.shape
     batch, sq = _queries(layouts, max_seqlen_q)
-    _require_caches(q, k, v)
+    require_caches(q, k, v)
     of = "cu_seqlens_q" if packed else "q"
-    _require_scale_shapes(layouts)
+    require_scale_shapes(layouts)
     require_dtype("block_table", table, ("int32",))
     require_rank("block_table", table, "B max_blocks")
     require_shape("block_table", table, (batch, table.shape[1]), f"(B, max_blocks) with {of}'s B")
@@ -193,7 +198,7 @@ def _checked(
         implementation="flash",
         overlaps=Overlaps.of(layouts, (*FORWARD_RESULTS, "workspace")),
     )
-    _require_option_arrays(attention)
+    require_option_arrays(attention)
     lse_shape = (heads, q.shape[0]) if packed else attention.lse_shape
     results = {"out": (q.shape, attention.dtype), "lse": (lse_shape, attention.lse_dtype)}
     for name in FORWARD_RESULTS:
@@ -240,90 +245,63 @@ def _unpacked(name: str, layout: Layout, batch: int, most: int) -> Layout:
     return Layout((batch, most, *shape[1:]), (0, *strides), dtype)
 
 
-def _require_caches(q: Layout, k: Layout, v: Layout) -> None:
-    *_, heads, head_dim = q.shape
-    _, block_size, kv_heads, _ = k.shape
-    stored, meaning = head_dim, "(num_blocks, block_size, G, D) with q's D"
-    if k.dtype == np.uint8:
-        _require_pairs(head_dim)
-        stored, meaning = head_dim // 2, "(num_blocks, block_size, G, D / 2): two items a byte"
-    require_shape("k_cache", k, (*k.shape[:3], stored), meaning)
-    require_shape("v_cache", v, k.shape, "shaped like k_cache")
-    if (kv_heads == 0 and heads) or (kv_heads and heads % kv_heads):
+def _check_values(problem: DecodeProblem, arrays: dict[str, Array]) -> None:
+    """Check lengths and the block ids that will be read, and sinks."""
+    queries = _query_counts(problem, arrays)
+    lengths = on_host(arrays["seqlens_k"]).astype(np.int64)
+    capacity, size = problem.attention.sk, problem.block_size
+    if ((lengths < 0) | (lengths > capacity)).any():
+        at = int(np.argmax((lengths < 0) | (lengths > capacity)))
         raise error(
             ValueError,
-            f"q has H = {heads} heads, the caches have G = {kv_heads}",
-            "H is a multiple of G (grouped-query attention), or equal to it",
-            "check the head axis: caches are (num_blocks, block_size, heads, head dim)",
+            f"seqlens_k[{at}] = {lengths[at]}",
+            f"each is at least 0 and at most {capacity}: {problem.max_blocks} blocks of {size}",
+            "pass a block_table with more columns, or shorter sequences",
         )
-    if not 1 <= head_dim <= MAX_HEAD_DIM:
+    table = on_host(arrays["block_table"])
+    left = problem.attention.window[0]
+    first = np.zeros_like(lengths)
+    if left is not None:  # of the first query's window
+        first = np.clip(lengths - queries - left, 0, lengths) // size
+    columns = np.arange(table.shape[1])
+    read = (columns >= first[:, None]) & (columns < -(-lengths // size)[:, None])
+    read &= (queries > 0)[:, None]
+    wrong = read & ((table < 0) | (table >= problem.num_blocks))
+    if wrong.any():
+        b, column = (int(axis[0]) for axis in np.nonzero(wrong))
         raise error(
             ValueError,
-            f"D = {head_dim}",
-            f"head dims are 1 to {MAX_HEAD_DIM}",
-            "split the head, or check that the last axis is the head dim",
+            f"block_table[{b}, {column}] = {table[b, column]}",
+            f"the caches have blocks 0 to {problem.num_blocks - 1}, and sequence {b} of "
+            f"{lengths[b]} tokens reads this entry",
+            "pass the ids of blocks that hold the tokens; -1 may stand only where a window hides "
+            "all of a block",
         )
-    if block_size == 0 or block_size % TILE_KEYS:
+    if "sinks" in arrays:
+        require_sinks(arrays["sinks"])
+
+
+def _query_counts(problem: DecodeProblem, arrays: dict[str, Array]) -> np.ndarray:
+    """Return the query tokens of each sequence."""
+    attention = problem.attention
+    if not problem.packed:
+        return np.full(attention.batch, attention.sq, np.int64)
+    bounds = on_host(arrays["cu_seqlens_q"]).astype(np.int64)
+    total, counts = problem.layouts["q"].shape[0], np.diff(bounds)
+    if bounds[0] < 0 or bounds[-1] > total or (counts < 0).any():
         raise error(
             ValueError,
-            f"k_cache has blocks of {block_size} tokens",
-            f"block sizes are multiples of {TILE_KEYS}",
-            f"make the caches with a block_size of {TILE_KEYS} or 256, say",
+            f"cu_seqlens_q = {shown(bounds.tolist())}",
+            f"it begins with 0 or more, never falls, and ends at {total} at the most: the rows "
+            "of q",
+            "pass numpy.cumsum of the numbers of query tokens, with a 0 in front",
         )
-
-
-def _require_pairs(head_dim: int) -> None:
-    if head_dim % 2:
+    if (counts > attention.sq).any():
+        at = int(np.argmax(counts > attention.sq))
         raise error(
             ValueError,
-            f"D = {head_dim} with caches of uint8",
-            "a byte holds two items of 4 bits: D is even",
-            "pad the head by an item of 0, or use caches of int8",
+            f"sequence {at} of cu_seqlens_q has {counts[at]} query tokens",
+            f"each has at most max_seqlen_q = {attention.sq}",
+            "pass the largest number as max_seqlen_q",
         )
-
-
-def _require_scales(layouts: dict[str, Layout]) -> None:
-    """Raise unless caches of integers, and only these, come with scales."""
-    cache = layouts["k_cache"].dtype.name
-    for name in ("k_scales", "v_scales"):
-        if (name in layouts) == (cache in INTEGER_BITS):
-            continue
-        if name in layouts:
-            raise error(
-                ValueError,
-                f"{name} was given with caches of {cache}",
-                f"only caches of {' and '.join(INTEGER_BITS)} have scales",
-                "leave it out, or pass the caches that the scales belong to",
-            )
-        raise error(
-            ValueError,
-            f"caches of {cache} without {name}",
-            "an integer is worth as much as its token and head's scale says",
-            f"pass {name}, float32 (num_blocks, block_size, G), as append_kv has filled it",
-        )
-
-
-def _require_scale_shapes(layouts: dict[str, Layout]) -> None:
-    shape = layouts["k_cache"].shape[:3]
-    for name in ("k_scales", "v_scales"):
-        if name in layouts:
-            require_dtype(name, layouts[name], ("float32",))
-            require_shape(
-                name, layouts[name], shape, "(num_blocks, block_size, G), as the caches are"
-            )
-
-
-def _require_option_arrays(problem: AttentionProblem) -> None:
-    layouts, heads = problem.layouts, problem.heads
-    floats = CPU_FLOATS if problem.dtype == np.float64 else FLOATS
-    for name in ("alibi_slopes", "sinks"):
-        if name not in layouts:
-            continue
-        layout = layouts[name]
-        require_dtype(name, layout, floats)
-        if name == "alibi_slopes" and len(layout.shape) == 2:
-            require_shape(name, layout, (problem.batch, heads), "(H,) or (B, H)")
-        else:
-            meaning = "(H,) or (B, H)" if name == "alibi_slopes" else "(H,)"
-            require_shape(name, layout, (heads,), meaning)
-        require_whole_item_strides(name, layout)
+    return counts
