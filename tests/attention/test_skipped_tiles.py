@@ -110,7 +110,7 @@ def counts(kind: str, arrays: list[np.ndarray], options: dict[str, Any]) -> tupl
 @pytest.mark.parametrize(
     ("dtype", "shape"),
     mostly_deep(
-        itertools.product(("float16", "float32"), SHAPES),
+        [*itertools.product(("float16",), SHAPES), *itertools.product(("float32",), SHAPES[2:])],
         [("float16", (256, 640)), ("float32", (500, 333))],
     ),
     ids=str,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from support.packed import PackedProblem
 from support.paged import PagedProblem, on_emulator, on_kernels
-from support.prompts import BLOCK_SIZES, CHUNK, EVERY_OPTION, packed_prompts, prompts
-from support.search import examples, mostly_deep, wider
+from support.prompts import CHUNK, EVERY_OPTION, packed_prompts, prompts
+from support.search import deep, examples, mostly_deep, wider
 
 import cupyattn
 from cupyattn.reference.attention.paged import gathered
@@ -65,8 +65,14 @@ def test_packed_queries_of_several_tiles(dtype, head_dim):
     assert problem.ratio(*problem.call(arrays), arrays) <= 1
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), HEAD_DIMS)
-@pytest.mark.parametrize("block_size", mostly_deep(BLOCK_SIZES, [32]))
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "block_size"),
+    [
+        *((*each, 32) for each in HEAD_DIMS),
+        *deep(*((*each, 48) for each in HEAD_DIMS)),
+        *deep(*((*each, size) for each in HEAD_DIMS[:3] for size in (16, 64, 80, 128, 256))),
+    ],
+)
 def test_the_bits_are_those_of_dense_attention(dtype, head_dim, block_size):
     """The same kernel in the same order: nothing but addresses differs."""
     problem = replace(CHUNK, dtype=dtype, D=head_dim, block_size=block_size)

@@ -105,7 +105,8 @@ def test_within_bounds_of_the_reference(problem):
         (2048, "float16", 0.1),
         (2049, "bfloat16", 0.0),
         (20_000, "float16", 0.0),
-        *deep(*itertools.product((2047, 16_384, 50_257, 128_256), DTYPES, (0.0, 0.1))),
+        *deep(*itertools.product((2047, 50_257), DTYPES, (0.0, 0.1))),
+        *deep((16_384, "float32", 0.1), (128_256, "float16", 0.1), (128_256, "bfloat16", 0.0)),
         *deep((262_144, "float16", 0.0)),
     ],
 )
