@@ -23,7 +23,7 @@ from cupyattn.kernels.configs.attention.teaching.forward import TILED_TILE_K
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
-each_dtype = pytest.mark.parametrize("dtype", ["float16", "float32"])
+each_dtype = pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
 SQ, SK, GROUP = 70, 131, 2
 HEAD_DIMS = {"float16": (64, 64), "float32": (24, 40)}
 

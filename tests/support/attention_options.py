@@ -29,3 +29,9 @@ OPTION_SETS: tuple[OptionSet, ...] = (
     {"bias": "own", "softcap": "", "sinks": "float32", "dropout_p": ""},
 )
 """Of every two score options: both, either alone, and neither stand in some set."""
+
+EITHER_HALF = (
+    ((OPTION_SETS[1], OPTION_SETS[3]), (*OPTION_SETS[::2], OPTION_SETS[5])),
+    ((OPTION_SETS[2], OPTION_SETS[4]), (*OPTION_SETS[:2], *OPTION_SETS[3::2])),
+)
+"""For `search.wider`, twice: two sets in which each score option stands, and the others."""

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.attention_options import OPTIONS, OptionSet
 from support.dtypes import dtype_of
+from support.pairs import attention_kernels
 from support.search import Search
 
 from cupyattn.functional.device_info import device_count
@@ -302,7 +303,8 @@ def attention_problems(
     names = set(options)
     if unknown := names.union(*option_sets) - set(OPTIONS):
         raise ValueError(f"unknown options {sorted(unknown)}; the strategies have {OPTIONS}")
-    head_dim, value_dim = draw(st.sampled_from(tuple(head_dims)))
+    kernels = attention_kernels(head_dims, dtypes, option_sets, views, option_views)
+    (head_dim, value_dim), dtype, of_set, views, option_views = draw(st.sampled_from(kernels))
     kv_heads = draw(st.integers(1, 2))
     sizes = {
         "B": draw(st.integers(1, crowd)),
@@ -315,19 +317,17 @@ def attention_problems(
     }
     if max(sizes["Sq"], sizes["Sk"]) > TWO_TILES:
         sizes |= {"B": min(sizes["B"], 2), "H": min(sizes["H"] // kv_heads, 2), "G": 1}
-    dtype = draw(st.sampled_from(tuple(dtypes)))
     if "rotary" in names and "q_offset" not in names:
         sizes["Sq"] = min(sizes["Sq"], sizes["Sk"])
-    of_set = draw(st.sampled_from(tuple(option_sets)))
     chosen = draw(st.sets(st.sampled_from(sorted(names)))) if names else set()
     return AttentionProblem(
         **sizes,
         dtype=dtype,
-        view=draw(st.sampled_from(tuple(views))),
+        view=draw(st.sampled_from(views)),
         spread=draw(st.sampled_from(tuple(spreads))),
         seed=draw(st.integers(0, 2**32 - 1)),
         drawn=draw(_drawn_options(chosen | of_set.keys(), of_set, sizes, dtype)),
-        option_view=draw(st.sampled_from(tuple(option_views))),
+        option_view=draw(st.sampled_from(option_views)),
     )
 
 
