@@ -62,6 +62,7 @@ def test_every_activation(dtype, activation):
         ((65, 9, 129), True),
         ((1, 1, 1), False),
         ((63, 129, 40), False),
+        ((530, 72, 65), False),  # more tiles of rows than neighbouring CTAs take
         *deep(((64, 8, 64), True), ((65, 9, 129), False), ((63, 129, 40), True)),
     ],
 )
