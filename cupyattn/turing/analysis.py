@@ -10,7 +10,7 @@ from cupyattn.kernels.compile import compile_cubin
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.turing.counts import LoopFigures, loop_figures
 from cupyattn.turing.disassembler import disassemble
-from cupyattn.turing.loops import steady_path, working_loops
+from cupyattn.turing.loops import MATRIX, steady_path, working_loops
 from cupyattn.turing.machine import T4, Machine
 from cupyattn.turing.sass import Instruction, parse_listing
 from cupyattn.turing.simulation import utilisation
@@ -92,11 +92,15 @@ def code_figures(
     simulate: bool = True,
     machine: Machine = T4,
 ) -> tuple[LoopFigures, ...]:
-    """Count each working loop; with `simulate`, play the main one on an SM that holds `ctas`."""
+    """Count each working loop; with `simulate`, play the main one on an SM that holds `ctas`.
+
+    Products on tensor cores that the card lacks are not played: they bind, whatever else there is.
+    """
     warps = -(-threads // WARP_SIZE)
     work, bodies = working_loops(code)
     figures = [loop_figures(body, work, warps, ctas, machine) for body in bodies]
     main = max(range(len(figures)), key=lambda number: _importance(figures[number]), default=None)
+    simulate = simulate and (machine.tensor_cores or work is not MATRIX)
     if simulate and ctas and main is not None:
         path = steady_path(bodies[main], work)
         played = utilisation(path, work, warps, ctas, machine)

@@ -36,7 +36,7 @@ in a real launch."""
 _WARP_OFFSET = 13  # cycles between the starts of a CTA's warps
 _WARM_UP = 3  # iterations of the slowest warp before counting begins
 _ITERATIONS = 14
-_LAST_CYCLE = 8_000_000
+_LAST_CYCLE = 4_000_000
 _ENQUEUE = 4  # cycles from the issue of a memory instruction until it can be served
 _READ_SERVED, _READ_ISSUED = 6, 8  # cycles until operands of memory, of other instructions are read
 _NEVER = 1 << 60

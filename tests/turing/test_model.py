@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cupyattn.turing import T4, Machine, disassembler
+from cupyattn.turing import MACHINES, T4, Machine, disassembler
 from cupyattn.turing.analysis import code_figures
 from cupyattn.turing.counts import loop_figures
 from cupyattn.turing.disassembler import DisassemblerError, disassemble
@@ -315,3 +315,14 @@ def test_what_the_disassembler_says_is_the_error(monkeypatch):
     monkeypatch.setattr(disassembler.subprocess, "run", failing)
     with pytest.raises(DisassemblerError, match="not an ELF file"):
         disassemble(Path("kernel.cubin"))
+
+
+def test_products_of_tensor_cores_that_a_card_lacks_are_counted_and_not_played():
+    jump = Instruction(16, "BRA", "0x0", target=0, control=Control(stall=5))
+    code = [HMMA, jump]
+    (there,) = code_figures(code, 128, 2)
+    (lacking,) = code_figures(code, 128, 2, machine=MACHINES["GTX 1650 Ti"])
+    assert there.utilisation is not None and there.flop_per_cycle > 0
+    assert lacking.utilisation is None and lacking.flop_per_cycle is None
+    assert lacking.work_flop == there.work_flop == 2 * 4 * 2 * 16 * 8 * 8
+    assert lacking.work_cycles > there.work_cycles
