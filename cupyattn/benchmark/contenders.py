@@ -18,9 +18,6 @@ from cupyattn.kernels.configs.tables import round_up
 
 Call = Callable[[], Any]
 
-ONE_PASS_DTYPES = ("float16", "float32")
-"""The dtypes whose "flash" backward has one pass beside the deterministic way."""
-
 
 @dataclass(frozen=True)
 class Contender:
@@ -58,14 +55,13 @@ def _forward(
 
 def backward_contenders(
     implementations: Iterable[str],
-    dtype: str,
     deterministic: Sequence[bool],
     torch: Any = None,
 ) -> list[Contender]:
     """Return `attention_backward` by each implementation, and PyTorch's if it is given.
 
-    "flash" of `ONE_PASS_DTYPES` is there once for each item of `deterministic`. The others do the
-    same either way, and are there once, with the first.
+    "flash" is there once for each item of `deterministic`. The others do the same either way, and
+    are there once, with the first.
     """
     contenders = [
         Contender(
@@ -74,9 +70,7 @@ def backward_contenders(
             Case.backward_flops,
         )
         for name in implementations
-        for mode in (
-            deterministic if name == "flash" and dtype in ONE_PASS_DTYPES else deterministic[:1]
-        )
+        for mode in (deterministic if name == "flash" else deterministic[:1])
     ]
     if torch is not None:
         labels = {"deterministic": None}

@@ -119,7 +119,8 @@ def test_deterministic_float_kernels_hold_no_atomics(head_dim: int):
         ("flash", "float16", True, False),
         ("flash", "float32", False, True),
         ("flash", "float32", True, False),
-        ("flash", "bfloat16", False, False),
+        ("flash", "bfloat16", False, True),
+        ("flash", "bfloat16", True, False),
         ("naive", "float16", False, False),
     ],
 )

@@ -84,7 +84,7 @@ def test_what_the_benchmarks_write_is_understood():
         ]
         for contenders in (
             forward_contenders(["flash"])[:1],
-            backward_contenders(["flash"], "float16", [False]),
+            backward_contenders(["flash"], [False]),
         )
     )
     plain = [line for line in forward if not line["causal"]]

@@ -41,9 +41,8 @@ def add_parser(benchmarks: Any) -> None:
         choices=tuple(DETERMINISTIC),
         const="only",
         default="both",
-        help="of float16 and float32 flash, which have both, time the deterministic kernels beside "
-        "the one-pass kernel, only them, or never (default: %(default)s; the option alone: "
-        "%(const)s)",
+        help="of flash, which has both, time the deterministic kernels beside the one-pass kernel, "
+        "only them, or never (default: %(default)s; the option alone: %(const)s)",
     )
     add_timing_options(parser, calls=50, warm_up=10)
     parser.set_defaults(run=run)
@@ -62,7 +61,7 @@ def measure(arguments: argparse.Namespace) -> Result:
 def contenders_of(arguments: argparse.Namespace, torch: Any) -> list[Contender]:
     """Return what the command line names."""
     modes = DETERMINISTIC[arguments.deterministic]
-    return backward_contenders(arguments.implementation, arguments.dtype, modes, torch)
+    return backward_contenders(arguments.implementation, modes, torch)
 
 
 def show(result: Result, terminal: Terminal) -> None:
