@@ -39,6 +39,10 @@ __device__ __forceinline__ int64 accumulator_offset(uint32 row) {
 // causal order earlier keys are seen by more queries: they start first.
 struct KeyPlace {
   int batch, kv_head, first_key;
+  int scratch_batch;  // the sequence's number in scratch memory
+
+  __device__ __forceinline__ KeyPlace(int batch_, int kv_head_, int first_key_, int scratch_batch_)
+      : batch(batch_), kv_head(kv_head_), first_key(first_key_), scratch_batch(scratch_batch_) {}
 
   __device__ __forceinline__ KeyPlace(const AttentionParams& params, int keys_per_cta) {
     const int tiles = div_up(params.sk, keys_per_cta);
@@ -46,7 +50,7 @@ struct KeyPlace {
     const int sequence = blockIdx.x / tiles;
     first_key = blockIdx.x % tiles * keys_per_cta;
     kv_head = sequence % kv_heads;
-    batch = sequence / kv_heads;
+    batch = scratch_batch = sequence / kv_heads;
   }
 };
 

@@ -87,7 +87,7 @@ DQ, DKDV, DBIAS, DSINKS = (
     f"attention/teaching/naive_{name}.cu" for name in ("dq", "dkdv", "dbias", "dsinks")
 )
 SCORE, MASK = "attention/score_gradient.cuh", "attention/masks.cuh"
-FLOAT_DKDV = "attention/float32/backward_dkdv.cu"
+FLOAT_DKDV = "attention/float32/backward_dkdv.cuh"
 FLOAT_SCORES, PRODUCTS = (
     "attention/float32/score_gradient.cuh",
     "attention/float32/backward_products.cuh",

@@ -11,8 +11,7 @@
 #if !defined(DTYPE) || !defined(HEAD_DIM_V) || !defined(THREADS)
 #error "DTYPE, HEAD_DIM_V and THREADS come from a launch-configuration table"
 #endif
-#include "../../common/reduce.cuh"
-#include "../backward_params.cuh"
+#include "row_delta.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_backward_f32_delta(const DTYPE* dout_g, const DTYPE* out_g, const float* dlse_g, float* delta_g,
@@ -23,13 +22,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int head = static_cast<int>(flat / forward.sq % forward.heads);
   const int batch = static_cast<int>(flat / forward.sq / forward.heads);
   if (batch >= params.batch) return;  // the whole warp
-
-  const DTYPE* dout_row_g = head_rows(dout_g, params.dout, batch, head, row);
-  const DTYPE* out_row_g = head_rows(out_g, forward.out, batch, head, row);
-  float sum = 0.f;
-  for (int d = lane_index(); d < HEAD_DIM_V; d += kWarpSize) sum += to_float(dout_row_g[d]) * to_float(out_row_g[d]);
-  sum = warp_reduce<Sum>(sum);
-  if (lane_index() == 0) {
-    delta_g[flat] = dlse_g == nullptr ? sum : sum - *head_rows(dlse_g, params.dlse, batch, head, row);
-  }
+  store_delta<HEAD_DIM_V>(delta_g + flat, params, dout_g, out_g, dlse_g, batch, head, row);
 }

@@ -8,40 +8,7 @@
 //           least 1. The scratch to be zeroed is spread over the grid.
 // Budget    no shared memory; about 40 registers. Reads out and dout once.
 // Edges     rows without a key, and padding rows, get L = +inf and delta = 0.
-#if !defined(HEAD_DIM_V) || !defined(THREADS) || !defined(ROW_LANES) || !defined(VEC)
-#error "HEAD_DIM_V, THREADS, ROW_LANES and VEC come from a launch-configuration table"
-#endif
-#include "../../common/reduce.cuh"
-#include "row_statistics.cuh"
-#include "tile_feed.cuh"
-
-struct Traits {
-  static constexpr int kHeadDimV = HEAD_DIM_V;
-  static constexpr int kThreads = THREADS;
-  static constexpr int kRowLanes = ROW_LANES;
-  static constexpr int kRows = kThreads / kRowLanes;
-  static_assert(kHeadDimV >= 1 && kHeadDimV <= kRowLanes * kChunkItems, "a lane owns one chunk");
-  static_assert(kThreads % kRowLanes == 0 && kRowPad % kRows == 0, "a CTA's rows belong to one head");
-};
-
-// One chunk's part of a row's sum of products.
-__device__ __forceinline__ float chunk_product(const float16* out_g, const float16* dout_g, int chunk) {
-  const uint4 out = load_chunk<HEAD_DIM_V, VEC>(out_g, chunk), dout = load_chunk<HEAD_DIM_V, VEC>(dout_g, chunk);
-  float a[kChunkItems], b[kChunkItems], sum = 0.f;
-  load_vec(a, reinterpret_cast<const float16*>(&out));
-  load_vec(b, reinterpret_cast<const float16*>(&dout));
-#pragma unroll
-  for (int e = 0; e < kChunkItems; e++) sum = __fmaf_rn(a[e], b[e], sum);
-  return sum;
-}
-
-__device__ __forceinline__ void clear_scratch(float* scratch_g, int64 floats) {
-  const int64 step = static_cast<int64>(gridDim.x) * Traits::kThreads, quads = floats / 4;
-  const int64 thread = static_cast<int64>(blockIdx.x) * Traits::kThreads + threadIdx.x;
-  for (int64 i = thread; i < quads; i += step)
-    reinterpret_cast<float4*>(scratch_g)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-  if (thread < floats % 4) scratch_g[quads * 4 + thread] = 0.f;
-}
+#include "backward_delta.cuh"
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads)
     attention_backward_delta(const float16* out_g, const float16* dout_g, const float* lse_g, const float* dlse_g,
@@ -53,27 +20,6 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads)
   const int row = flat % params.rows_padded;
   const int64 sequence = flat / params.rows_padded;
   const int head = sequence % attention.heads, batch = sequence / attention.heads;
-  const int chunk = threadIdx.x % Traits::kRowLanes;
-  const bool exists = row < attention.sq;
-  float sum = 0.f;
-  if (exists && chunk * kChunkItems < Traits::kHeadDimV) {
-    sum = chunk_product(head_rows(out_g, attention.out, batch, head, row) + chunk * kChunkItems,
-                        head_rows(dout_g, params.dout, batch, head, row) + chunk * kChunkItems, chunk);
-  }
-  sum = warp_reduce<Sum, Traits::kRowLanes>(sum);
-  if (chunk != 0) return;
-
-  float l = kInfinity, delta = 0.f;
-  if (exists) {
-    const float lse = *head_rows(lse_g, attention.lse, batch, head, row);
-    const float shifted_log2 = __fmaf_rn(lse, kLog2E, -kShiftedLog2);
-    if (shifted_log2 != -kInfinity) {  // nor one of float32's lowest, with which a bias may hide every key
-      if (dlse_g != nullptr) sum -= *head_rows(dlse_g, params.dlse, batch, head, row);
-      l = shifted_log2;
-      delta = sum * kUnshifted;
-    }
-  }
-  float* row_g = statistics_g + statistics_offset(scratch_row(params, batch, head, row));
-  row_g[0] = l;
-  row_g[2] = delta;
+  write_statistics(params, {out_g, dout_g, lse_g, dlse_g, statistics_g}, batch, head, row, row < attention.sq,
+                   scratch_row(params, batch, head, row));
 }

@@ -55,6 +55,15 @@ struct DkdvTraits {
   static_assert(kTileQ % kSubRows == 0 && kRowPad % kTileQ == 0, "whole tiles in the padded rows");
 };
 
+// What a CTA reads and writes.
+struct GradientArrays {
+  const float16 *q_g, *k_g, *v_g, *dout_g;
+  const float* statistics_g;
+  float* dq_acc_g;
+  float16 *dk_g, *dv_g;
+  OptionArrays options;
+};
+
 // V and K, one after the other, through shared memory into registers: take_v and take_k fetch a warp's part.
 template <typename T, typename Barrier, typename Smem, typename TakeV, typename TakeK>
 __device__ __forceinline__ void load_keys(Smem& smem, const AttentionParams& params, const KeyWindow& window,

@@ -44,7 +44,7 @@ struct QueryFeed {
         left(seen.tiles() * all.attention.group),
         head(place.kv_head * all.attention.group),
         tile(seen.begin),
-        scratch_row(::scratch_row(all, place.batch, head, tile * kTileQ)),
+        scratch_row(::scratch_row(all, place.scratch_batch, head, tile * kTileQ)),
         q_s(shared_address(tiles[0].q)),
         dout_s(shared_address(tiles[0].dout)),
         q_sum(q_s + shared_address(tiles[kBuffers - 1].q)),

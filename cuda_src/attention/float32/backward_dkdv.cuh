@@ -1,0 +1,177 @@
+// What a CTA of the float32 backward's dK and dV does, wherever its sequence lies: backward_dkdv.cu says what is computed
+// and how.
+#pragma once
+
+#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(TILE_Q) || !defined(TILE_K) ||        \
+    !defined(THREAD_ROWS) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES) || !defined(ONE_PASS) || \
+    !defined(DBIAS)
+#error \
+    "DTYPE, HEAD_DIM, HEAD_DIM_V, TILE_Q, TILE_K, THREAD_ROWS, VEC, MIN_CTAS, SHARED_BYTES, ONE_PASS, DBIAS come from a launch-configuration table"
+#endif
+#include "score_gradient.cuh"
+
+struct Traits : BackwardTraits {
+  // dQ beside dK and dV: as many of its columns at a time as there are registers for.
+  static constexpr int kDqColumns = kPaddedDim < 128 ? kPaddedDim : 128;
+  using QPanels = RowPanels<Scalar, kTileQ, kPaddedDim, kVec>;
+  using DoutPanels = RowPanels<Scalar, kTileQ, kPaddedDimV, kVec>;
+  using KPanels = RowPanels<Scalar, kTileK, kDqColumns, kVec>;
+};
+
+struct Smem {
+  alignas(128) float buffers[2][kBufferFloats];
+  union {
+    TileSums sums;
+    alignas(128) float weights[Traits::kWeightFloats];  // P by query, dS by query, dS by key
+  };
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
+
+// A tile of queries of one head; no rows behind the last one.
+struct QueryTile {
+  int head, first_row, rows;
+};
+
+// The tiles that see some of a CTA's keys, head by head of its group.
+struct GroupWalk {
+  int first_head, heads, begin, end;  // heads of the group, and the rows of each
+
+  __device__ __forceinline__ QueryTile first() const { return at(first_head, begin); }
+  __device__ __forceinline__ QueryTile after(const QueryTile& tile) const {
+    const int row = tile.first_row + Traits::kTileQ;
+    const bool last = tile.head + 1 == first_head + heads;
+    return row < end || last ? at(tile.head, row) : at(tile.head + 1, begin);
+  }
+
+ private:
+  __device__ __forceinline__ QueryTile at(int head, int first_row) const {
+    return {head, first_row, min(Traits::kTileQ, end - first_row)};
+  }
+};
+
+template <typename Dbias>
+__device__ __forceinline__ void write_dbias(void* dbias_g, float ds, int batch, int head, int row, int key,
+                                            const BackwardParams& params) {
+  if constexpr (kGiven<Dbias>) {
+    const ScoreStrides& to = params.dbias;
+    Dbias* items_g = static_cast<Dbias*>(dbias_g);
+    store_gradient(items_g + batch * to.batch + head * to.head + row * to.row + key * to.key, ds, params);
+  }
+}
+
+// Columns from kFirst on, as many as dQ takes at a time.
+template <int kFirst>
+__device__ __forceinline__ Traits::KPanels k_panels(const Rows<Traits::Scalar>& k) {
+  return {{k.first_g + kFirst, k.stride, k.rows}, Traits::kHeadDim - kFirst};
+}
+
+// dQ += softmax_scale * dS K for the tile, from column kFirst on; the present buffer has the first of these columns of
+// K.
+// Other CTAs add their keys' parts.
+template <int kFirst = 0, typename Next>
+__device__ __forceinline__ void add_dq(Buffers& buffers, uint32 weights_s, const ScoreTile& ds, float* dq_rows_g,
+                                       const Rows<Traits::Scalar>& k, int rows, const BackwardParams& params,
+                                       const Next& next) {
+  constexpr int kBehind = kFirst + Traits::kDqColumns;
+  const Traits::KPanels panels = k_panels<kFirst>(k);
+  const auto write_ds = [&](int part) { ds.store_by_column<Traits::kPartK>(weights_s, part); };
+  Product<Traits::kTileQ, Traits::kDqColumns> dq;
+  dq.clear();
+  if constexpr (kBehind < Traits::kHeadDim) {
+    multiply_rows<Traits::kPartK>(dq, buffers, weights_s, panels, k_panels<kBehind>(k), write_ds);
+  } else {
+    multiply_rows<Traits::kPartK>(dq, buffers, weights_s, panels, next, write_ds);
+  }
+  dq.for_each(rows, Traits::kHeadDim - kFirst, [&](float x, int row, int col) {
+    red_global_add(dq_rows_g + row * params.dq.seq + kFirst + col, params.scale * x);
+  });
+  if constexpr (kBehind < Traits::kHeadDim) {
+    add_dq<kBehind>(buffers, weights_s, ds, dq_rows_g, k, rows, params, next);
+  }
+}
+
+// What a CTA reads and writes. Rows of delta follow one another from head to head.
+struct Arrays {
+  const Traits::Scalar *dout_g, *q_g, *k_g, *v_g;
+  const float *lse_g, *delta_g;
+  const void *bias_g, *mask_g, *slopes_g;
+  Modifiers modifiers;
+  float* dq_g;
+  Traits::Scalar *dk_g, *dv_g;
+  void* dbias_g;
+};
+
+// The keys of one CTA.
+__device__ __forceinline__ void add_up_gradients(const BackwardParams& params, const Arrays& arrays,
+                                                 const KeyPlace& place, const KeyWindow& window, int64 q_offset) {
+  __shared__ Smem smem;
+  const AttentionParams& forward = params.attention;
+
+  // Phase 1: the keys, and the queries that see any of them: both ends of their range grow with the key.
+  const int batch = place.batch, kv_head = place.kv_head, first_key = place.first_key;
+  const int keys = min(Traits::kTileK, window.keys - first_key);
+  const int begin = window.rows_of(first_key, forward.sq).begin;
+  const int end = window.rows_of(first_key + max(keys, 1) - 1, forward.sq).end;
+  const GroupWalk walk = {kv_head * forward.group, forward.group, begin, end};
+  const Rows<Traits::Scalar> k = {head_rows(arrays.k_g, forward.k, batch, kv_head, first_key), forward.k.seq, keys};
+  const Rows<Traits::Scalar> v = {head_rows(arrays.v_g, forward.v, batch, kv_head, first_key), forward.v.seq, keys};
+  const auto q_of = [&](const QueryTile& at) -> Rows<Traits::Scalar> {
+    return {head_rows(arrays.q_g, forward.q, batch, at.head, at.first_row), forward.q.seq, at.rows};
+  };
+
+  // Phase 2: one tile of queries after the other.
+  Product<Traits::kTileK, Traits::kPaddedDim> dk;
+  Product<Traits::kTileK, Traits::kPaddedDimV> dv;
+  dk.clear();
+  dv.clear();
+  Buffers buffers(smem.buffers);
+  const uint32 weights_s = shared_address(smem.weights);
+  QueryTile tile = walk.first();
+  if (tile.rows > 0) buffers.begin(Traits::QKSlices{{q_of(tile)}, {k}});
+#pragma unroll 1
+  while (tile.rows > 0) {
+    const int head = tile.head, first_row = tile.first_row;
+    const QueryTile next_tile = walk.after(tile);
+    const Rows<Traits::Scalar> q = q_of(tile);
+    const Rows<Traits::Scalar> dout = {head_rows(arrays.dout_g, params.dout, batch, head, first_row), params.dout.seq,
+                                       tile.rows};
+    const Traits::DoutVSlices dout_v = {{dout}, {v}};
+    const Traits::DoutPanels dout_panels = {dout, Traits::kHeadDimV};
+    const Traits::QPanels q_panels = {q, Traits::kHeadDim};
+    const Traits::QKSlices next = {{q_of(next_tile)}, {k}};
+    const Traits::Pass pass(forward, arrays.bias_g, arrays.mask_g, arrays.slopes_g, Place{batch, head, kv_head, 0},
+                            q_offset, arrays.modifiers);
+    const HeadScores head_scores = {
+        params, window, pass, head_rows(arrays.lse_g, forward.lse, batch, head, 0),
+        arrays.delta_g + (static_cast<int64>(place.scratch_batch) * forward.heads + head) * forward.sq};
+
+    ScoreTile s, dp;
+    const float2 sums = head_scores.fetch_sums(first_row);
+    multiply_columns<Traits::kHeadDim>(s, buffers, Traits::QKSlices{{q}, {k}}, dout_v);
+    HeadScores::store_sums(smem.sums, sums);
+    multiply_columns<Traits::kHeadDimV>(dp, buffers, dout_v, dout_panels);
+    head_scores.turn_to_gradients(s, dp, smem.sums, first_row, first_key, [&](float ds, int row, int key) {
+      write_dbias<DBIAS>(arrays.dbias_g, ds, batch, head, row, key, params);
+    });
+
+    __syncthreads();  // weights: the sums have been read
+    multiply_rows<Traits::kPartQ>(dv, buffers, weights_s, dout_panels, q_panels,
+                                  [&](int part) { s.store_by_row<Traits::kPartQ>(weights_s, part); });
+    const auto write_ds = [&](int part) { dp.store_by_row<Traits::kPartQ>(weights_s, part); };
+    if constexpr (ONE_PASS) {
+      multiply_rows<Traits::kPartQ>(dk, buffers, weights_s, q_panels, k_panels<0>(k), write_ds);
+      float* dq_rows_g = head_rows(arrays.dq_g, params.dq, batch, head, first_row);
+      add_dq(buffers, weights_s, dp, dq_rows_g, k, tile.rows, params, next);
+    } else {
+      multiply_rows<Traits::kPartQ>(dk, buffers, weights_s, q_panels, next, write_ds);
+    }
+    tile = next_tile;
+  }
+
+  // Phase 3: scale and store.
+  const int stored = forward.sk - first_key;
+  store_product<Traits::kHeadDim>(dk, head_rows(arrays.dk_g, params.dk, batch, kv_head, first_key), params.dk.seq,
+                                  stored, params.scale, params);
+  store_product<Traits::kHeadDimV>(dv, head_rows(arrays.dv_g, params.dv, batch, kv_head, first_key), params.dv.seq,
+                                   stored, 1.f, params);
+}

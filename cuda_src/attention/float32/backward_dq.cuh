@@ -1,0 +1,88 @@
+// What a CTA of the float32 backward's dQ does, wherever its sequence lies: backward_dq.cu says what is computed and how.
+#pragma once
+
+#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(TILE_Q) || !defined(TILE_K) || \
+    !defined(THREAD_ROWS) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
+#error \
+    "DTYPE, HEAD_DIM, HEAD_DIM_V, TILE_Q, TILE_K, THREAD_ROWS, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
+#endif
+#include "score_gradient.cuh"
+
+struct Traits : BackwardTraits {
+  using KPanels = RowPanels<Scalar, kTileK, kPaddedDim, kVec>;
+};
+
+struct Smem {
+  alignas(128) float buffers[2][kBufferFloats];
+  union {
+    TileSums sums;
+    alignas(128) float ds[Traits::kWeightFloats];  // by key
+  };
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
+
+// What a CTA reads and writes. Rows of delta follow one another from head to head.
+struct Arrays {
+  const Traits::Scalar *dout_g, *q_g, *k_g, *v_g;
+  const float *lse_g, *delta_g;
+  const void *bias_g, *mask_g, *slopes_g;
+  Modifiers modifiers;
+  Traits::Scalar* dq_g;
+};
+
+// dQ of the query rows of one CTA. `q_offset()` says where query 0 stands, `scratch_batch` is the sequence's number in
+// scratch memory.
+template <typename Offset>
+__device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Arrays& arrays, const Place& place,
+                                          const KeyWindow& window, Offset q_offset, int scratch_batch) {
+  __shared__ Smem smem;
+  const AttentionParams& forward = params.attention;
+
+  // Phase 1: the rows, and the keys that any of them sees.
+  const int batch = place.batch, head = place.head, first_row = place.first_row;
+  const int rows = min(Traits::kTileQ, forward.sq - first_row);
+  const int begin = window.of_row(first_row).begin / Traits::kTileK * Traits::kTileK;
+  const int end = window.of_row(first_row + rows - 1).end;
+  const Rows<Traits::Scalar> q = {head_rows(arrays.q_g, forward.q, batch, head, first_row), forward.q.seq, rows};
+  const Rows<Traits::Scalar> dout = {head_rows(arrays.dout_g, params.dout, batch, head, first_row), params.dout.seq,
+                                     rows};
+  const Traits::Pass pass(forward, arrays.bias_g, arrays.mask_g, arrays.slopes_g, place, q_offset(), arrays.modifiers);
+  const HeadScores head_scores = {
+      params, window, pass, head_rows(arrays.lse_g, forward.lse, batch, head, 0),
+      arrays.delta_g + (static_cast<int64>(scratch_batch) * forward.heads + head) * forward.sq};
+
+  const auto k_of = [&](int key) -> Rows<Traits::Scalar> {
+    return {head_rows(arrays.k_g, forward.k, batch, place.kv_head, key), forward.k.seq, min(Traits::kTileK, end - key)};
+  };
+
+  // Phase 2: one tile of keys after the other.
+  Product<Traits::kTileQ, Traits::kPaddedDim> dq;
+  dq.clear();
+  Buffers buffers(smem.buffers);
+  const uint32 ds_s = shared_address(smem.ds);
+  if (begin < end) buffers.begin(Traits::QKSlices{{q}, {k_of(begin)}});
+#pragma unroll 1
+  for (int first_key = begin; first_key < end; first_key += Traits::kTileK) {
+    const Rows<Traits::Scalar> k = k_of(first_key);
+    const Rows<Traits::Scalar> v = {head_rows(arrays.v_g, forward.v, batch, place.kv_head, first_key), forward.v.seq,
+                                    k.rows};
+    const Traits::DoutVSlices dout_v = {{dout}, {v}};
+    const Traits::KPanels k_panels = {k, Traits::kHeadDim};
+    const Traits::QKSlices next = {{q}, {k_of(first_key + Traits::kTileK)}};
+
+    ScoreTile s, dp;
+    const float2 sums = head_scores.fetch_sums(not_hoisted(first_row));
+    multiply_columns<Traits::kHeadDim>(s, buffers, Traits::QKSlices{{q}, {k}}, dout_v);
+    HeadScores::store_sums(smem.sums, sums);
+    multiply_columns<Traits::kHeadDimV>(dp, buffers, dout_v, k_panels);
+    head_scores.turn_to_gradients(s, dp, smem.sums, first_row, first_key, [](float, int, int) {});
+
+    __syncthreads();  // ds: the sums have been read
+    multiply_rows<Traits::kPartK>(dq, buffers, ds_s, k_panels, next,
+                                  [&](int part) { dp.store_by_column<Traits::kPartK>(ds_s, part); });
+  }
+
+  // Phase 3: scale and store.
+  store_product<Traits::kHeadDim>(dq, head_rows(arrays.dq_g, params.dq, batch, head, first_row), params.dq.seq, rows,
+                                  params.scale, params);
+}

@@ -1,0 +1,41 @@
+// From the accumulated dQ to dq for a CTA's rows, wherever they lie: backward_convert.cu says how.
+#pragma once
+
+#if !defined(HEAD_DIM) || !defined(THREADS) || !defined(VEC)
+#error "HEAD_DIM, THREADS and VEC come from a launch-configuration table"
+#endif
+#include "../backward_params.cuh"
+#include "resident_rows.cuh"
+
+struct Traits {
+  static constexpr int kHeadDim = HEAD_DIM;
+  static constexpr int kThreads = THREADS;
+  static constexpr int kChunks = div_up(kHeadDim, kChunkItems);
+  static constexpr int kUnits = kRowPad * kChunks;  // of 8 columns of a row
+  static_assert(kHeadDim >= 1 && kHeadDim <= 256, "head dims are 1 to 256");
+};
+
+// kRowPad rows of the scratch from `from_row` on to rows `first_row` on of the array, as far as there are `rows` in all.
+__device__ __forceinline__ void convert_rows(const BackwardParams& params, const float* dq_acc_g, float16* dq_g,
+                                             int batch, int head, int first_row, int rows, uint32 from_row) {
+  const float* rows_acc_g = dq_acc_g + accumulator_offset<Traits::kChunks>(from_row);
+#pragma unroll 2
+  for (int unit = threadIdx.x; unit < Traits::kUnits; unit += Traits::kThreads) {
+    const int chunk = unit / 8 % Traits::kChunks;
+    const int eight_rows = unit / 8 / Traits::kChunks, row = eight_rows * 8 + unit % 8;
+    if (first_row + row >= rows) break;
+    // Items e = 2 (row / 8 % 2) and the next, of lanes 4 (row % 8) to 4 (row % 8) + 3.
+    const float* even_g =
+        rows_acc_g + (eight_rows / 2 * Traits::kChunks + chunk) * 128 + eight_rows % 2 * 64 + unit % 8 * 4;
+    float even[4], odd[4], values[kChunkItems];
+    load_vec(even, even_g);
+    load_vec(odd, even_g + kWarpSize);
+#pragma unroll
+    for (int lane = 0; lane < 4; lane++) {
+      values[2 * lane] = even[lane] * params.scale;
+      values[2 * lane + 1] = odd[lane] * params.scale;
+    }
+    float16* chunk_g = head_rows(dq_g, params.dq, batch, head, first_row + row) + chunk * kChunkItems;
+    store_row_chunk<Traits::kHeadDim, VEC>(chunk_g, chunk, values, params.accumulate);
+  }
+}

@@ -1,0 +1,159 @@
+// What a CTA of the tensor-core backward's dK and dV does, wherever its sequence lies: backward_dkdv.cu says what is
+// computed and how.
+#pragma once
+
+#if !defined(M_TILES) || !defined(SUB_Q) || !defined(DQ_ROW_WARPS)
+#error "M_TILES, SUB_Q and DQ_ROW_WARPS come from a launch-configuration table, and what dkdv.cuh names"
+#endif
+#include "../../common/barrier.cuh"
+#include "dkdv.cuh"
+
+struct Traits : DkdvTraits<M_TILES, WARPS, SUB_Q, DQ_ROW_WARPS> {
+  static constexpr int kGroups = chunk_groups(kSteps > kStepsV ? kSteps : kStepsV);
+  static constexpr int kMiddleRow = (kTileQ / kSubRows - 1) / 2 * kSubRows;
+
+  static_assert(kMTiles <= 2 && kTileQ / 8 <= 8 && (kTileQ / 8 & (kTileQ / 8 - 1)) == 0, "powers of two");
+};
+
+union Smem {
+  struct {
+#if ONE_PASS
+    alignas(128) unsigned char k[Traits::KTile::kBytes];
+    alignas(128) unsigned char ds[Traits::DsTile::kBytes];
+#endif
+    Traits::Feed::Tiles queries[Traits::kBuffers];
+  } loop;
+  alignas(128) unsigned char k[Traits::KTile::kBytes];  // K before the walk (with ONE_PASS it stays), dK after it
+  alignas(128) unsigned char v[Traits::VTile::kBytes];  // V before the walk, dV after it
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
+
+// What a warp keeps in registers through the walk.
+struct Warp {
+  uint32 k[Traits::kMTiles][Traits::kSteps][2], v[Traits::kMTiles][Traits::kStepsV][2];   // A fragments
+  float dk[Traits::kMTiles][Traits::kSteps][4], dv[Traits::kMTiles][Traits::kStepsV][4];  // dK / scale, dV boosted
+  int first_key;                                                                          // of the sequence
+};
+
+// What every thread of the CTA knows of the walk.
+struct Cta {
+  uint32 ds_lane_s;  // see ds_lane_address
+  FragmentAddress<Traits::QTile> q_fragment;
+  FragmentAddress<Traits::DoutTile> dout_fragment;
+  const BackwardParams& params;
+  const KeyWindow& window;
+  const OptionArrays& arrays;
+  int64 q_offset;
+  int batch;
+};
+
+// S^T += K Q^T and dP^T += V dout^T over the columns of a group and those behind it, group by group.
+template <int kGroup = 0>
+__device__ __forceinline__ void add_scores(Traits::Tile::Fragment& s, Traits::Tile::Fragment& dp, const Warp& warp,
+                                           const Cta& cta, uint32 q_rows_s, uint32 dout_rows_s) {
+  using T = Traits;
+#pragma unroll
+  for (int n = 0; n < SUB_Q; n++) {
+    add_product_nt<kGroup>(s[n], warp.k, q_rows_s + n * 8 * T::QTile::kRowBytes, cta.q_fragment);
+    add_product_nt<kGroup>(dp[n], warp.v, dout_rows_s + n * 8 * T::DoutTile::kRowBytes, cta.dout_fragment);
+  }
+  if constexpr (kGroup + 1 < T::kGroups) add_scores<kGroup + 1>(s, dp, warp, cta, q_rows_s, dout_rows_s);
+}
+
+// dV += P^T dout and dK += dS^T Q for 8 queries, likewise.
+template <int kGroup = 0>
+__device__ __forceinline__ void add_gradients(Warp& warp, const Cta& cta, const uint32 (&p)[Traits::kMTiles][2],
+                                              const uint32 (&ds)[Traits::kMTiles][2], uint32 q_rows_s,
+                                              uint32 dout_rows_s) {
+  add_product_nn<kGroup>(warp.dv, p, dout_rows_s, cta.dout_fragment);
+  add_product_nn<kGroup>(warp.dk, ds, q_rows_s, cta.q_fragment);
+  if constexpr (kGroup + 1 < Traits::kGroups) add_gradients<kGroup + 1>(warp, cta, p, ds, q_rows_s, dout_rows_s);
+}
+
+// kSubRows queries of the tile, from its row `row` on, against the warp's keys.
+__device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Traits::Feed& feed, int row,
+                                           const float* statistics_g) {
+  using T = Traits;
+  const uint32 q_rows_s = feed.q_s + row * T::QTile::kRowBytes;
+  const uint32 dout_rows_s = feed.dout_s + row * T::DoutTile::kRowBytes;
+  const QueryStatistics<SUB_Q> statistics(statistics_g + row * 2);
+  const ScorePlace place = {cta.batch, feed.head, feed.first_row() + row, warp.first_key};
+  const TileOptions<T::Options, T::Dbias, T::Tile> tile(cta.params, cta.window, cta.arrays, place, cta.q_offset);
+
+  T::Tile::Fragment s, dp;
+  clear(s);
+  clear(dp);
+  add_scores(s, dp, warp, cta, q_rows_s, dout_rows_s);
+
+  T::Tile::Packed p, ds;
+  score_gradients<T::Tile>(p, ds, s, dp, statistics, tile, feed.masked());
+
+#pragma unroll
+  for (int n = 0; n < SUB_Q; n++) {
+    if (ONE_PASS) store_ds<T::DsTile>(cta.ds_lane_s, row / 8 + n, ds[n]);
+  }
+#pragma unroll
+  for (int n = 0; n < SUB_Q; n++) {
+    add_gradients(warp, cta, p[n], ds[n], q_rows_s + n * 8 * T::QTile::kRowBytes,
+                  dout_rows_s + n * 8 * T::DoutTile::kRowBytes);
+  }
+}
+
+// The keys of one CTA. `q_offset()` says where query 0 stands.
+template <typename Offset>
+__device__ __forceinline__ void add_up_gradients(const BackwardParams& params, const GradientArrays& arrays,
+                                                 const KeyPlace& place, const KeyWindow& window, Offset q_offset) {
+  using T = Traits;
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+  const AttentionParams& attention = params.attention;
+
+  // Phase 1: the queries that see the keys.
+  const T::Walk walk(window, place.first_key, T::kKeys, attention.sq);
+
+  // Phase 2: V and K, through shared memory into registers.
+  const int warp_row = warp_index() * T::kWarpKeys;
+  Warp warp;
+  warp.first_key = place.first_key + warp_row;
+  clear(warp.dk);
+  clear(warp.dv);
+  if (walk.tiles() > 0) {
+    load_keys<T, CtaBarrier>(
+        smem, attention, window, place, arrays.k_g, arrays.v_g,
+        [&](uint32 v_s) { load_a_fragments<T::VTile>(warp.v, v_s, warp_row); },
+        [&](uint32 k_s) { load_a_fragments<T::KTile>(warp.k, k_s, warp_row); });
+  }
+
+  // Phase 3: the walk over the query tiles.
+#if ONE_PASS
+  const uint32 k_s = shared_address(smem.loop.k), ds_s = shared_address(smem.loop.ds);
+  const uint32 ds_lane_s = ds_lane_address<T::DsTile>(ds_s, warp_row);
+#else
+  const uint32 k_s = 0, ds_s = 0, ds_lane_s = 0;
+#endif
+  const int64 offset = q_offset();
+  const Cta cta = {ds_lane_s, {}, {}, params, window, arrays.options, offset, place.batch};
+  T::Feed feed(params, walk, place, arrays.q_g, arrays.dout_g, smem.loop.queries);
+  feed.begin();
+  __syncthreads();  // Q and dout: the first tile has been written
+#pragma unroll 1
+  for (; feed.left > 0; feed.advance()) {
+    const float* tile_statistics_g = arrays.statistics_g + statistics_offset(feed.scratch_row);
+    feed.fetch_q();
+#pragma unroll
+    for (int row = 0; row < T::kTileQ; row += T::kSubRows) {
+      query_rows(warp, cta, feed, row, tile_statistics_g);
+      if (!ONE_PASS && row == T::kMiddleRow) {
+        feed.store_q();
+        feed.fetch_dout();
+      }
+    }
+    finish_tile<T, CtaBarrier>(feed, arrays.dq_acc_g, ds_s, k_s);
+  }
+
+  // Phase 4: the gradients.
+  store_gradients<T, CtaBarrier>(
+      smem, params, place, arrays.dk_g, arrays.dv_g,
+      [&](uint32 v_s, float scale) { round_to_tile<T::VTile>(v_s, warp_row, warp.dv, scale); },
+      [&](uint32 k_s, float scale) { round_to_tile<T::KTile>(k_s, warp_row, warp.dk, scale); });
+}

@@ -1,0 +1,247 @@
+// What a CTA of the tensor-core backward's dK and dV of wide heads does, wherever its sequence lies:
+// backward_dkdv_paired.cu says what is computed and how.
+#pragma once
+
+#include "../../common/barrier.cuh"
+#include "dkdv.cuh"
+
+struct Traits : DkdvTraits</*kMTiles=*/1, WARPS / 2, /*kSubTiles=*/2, /*kDqRowWarps=*/1> {
+  static constexpr int kPairs = WARPS / 2;
+  static_assert(WARPS % 2 == 0 && 2 * kPairs < 16, "two of the 16 barriers for each pair");
+};
+
+// S^T of a pair, 16 queries: one quad of each lane after the other, so that a warp's accesses are contiguous.
+struct PairScores {
+  float4 quads[Traits::kSubTiles][kWarpSize];
+};
+
+union Smem {
+  struct {
+#if ONE_PASS
+    alignas(128) unsigned char k[Traits::KTile::kBytes];
+#endif
+    alignas(128) unsigned char ds[Traits::DsTile::kBytes];
+    alignas(128) PairScores scores[Traits::kPairs];
+    Traits::Feed::Tiles queries[Traits::kBuffers];
+  } loop;
+  alignas(128) unsigned char k[Traits::KTile::kBytes];  // K before the walk (with ONE_PASS it stays), dK after it
+  alignas(128) unsigned char v[Traits::VTile::kBytes];  // V before the walk, dV after it
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
+
+// The two warps of a pair meet at barriers of their own. The CTA's is counted too: the two kinds of warps reach it from
+// different places in the code.
+struct CountedBarrier {
+  __device__ __forceinline__ static void wait() { bar_sync(0, Traits::kThreads); }
+};
+__device__ __forceinline__ int pair_index() { return warp_index() % Traits::kPairs; }
+__device__ __forceinline__ int pair_row() { return pair_index() * Traits::kWarpKeys; }
+__device__ __forceinline__ void scores_barrier() { bar_sync(1 + 2 * pair_index(), 2 * kWarpSize); }
+__device__ __forceinline__ void gradients_barrier() { bar_sync(2 + 2 * pair_index(), 2 * kWarpSize); }
+
+// What every thread of the CTA knows of the walk.
+struct Cta {
+  Smem& smem;
+  const BackwardParams& params;
+  const KeyWindow& window;
+  const OptionArrays& arrays;
+  int64 q_offset;
+  const float* statistics_g;
+  float* dq_acc_g;
+  KeyPlace place;
+};
+
+// Of the next tile a warp can hold no more than Q or dout, and that only beside its last products of this one. With
+// ONE_PASS the dQ product hides dout's way.
+__device__ __forceinline__ void fetch_next(Traits::Feed& feed) {
+#if ONE_PASS
+  feed.fetch_q();
+#else
+  feed.store_q();
+  feed.fetch_dout();
+#endif
+}
+
+// What a warp keeps through the walk, of rows of K or V: the rows as A fragments, their gradients, and where its
+// lanes read Q or dout.
+template <typename RowsTile, typename QueriesTile>
+struct PairWarp {
+  static constexpr int kSteps = RowsTile::kChunks;
+
+  uint32 rows[1][kSteps][2];
+  float gradients[1][kSteps][4];
+  FragmentAddress<QueriesTile> fragment;
+
+  __device__ __forceinline__ PairWarp() { clear(gradients); }
+  __device__ __forceinline__ void take(uint32 rows_s) { load_a_fragments<RowsTile>(rows, rows_s, pair_row()); }
+  __device__ __forceinline__ void give(uint32 rows_s, float scale) const {
+    round_to_tile<RowsTile>(rows_s, pair_row(), gradients, scale);
+  }
+
+  // S^T += K Q^T, or dP^T += V dout^T, over the columns of a group and those behind it, group by group.
+  template <int kGroup = 0>
+  __device__ __forceinline__ void add_scores(Traits::Tile::Fragment& s, uint32 queries_s) const {
+#pragma unroll
+    for (int n = 0; n < Traits::kSubTiles; n++) {
+      add_product_nt<kGroup>(s[n], rows, queries_s + n * 8 * QueriesTile::kRowBytes, fragment);
+    }
+    if constexpr (kGroup + 1 < chunk_groups(kSteps)) add_scores<kGroup + 1>(s, queries_s);
+  }
+  // dK += dS^T Q, or dV += P^T dout, for 8 queries, likewise.
+  template <int kGroup = 0>
+  __device__ __forceinline__ void add_gradients(const uint32 (&weights)[1][2], uint32 queries_s) {
+    add_product_nn<kGroup>(gradients, weights, queries_s, fragment);
+    if constexpr (kGroup + 1 < chunk_groups(kSteps)) add_gradients<kGroup + 1>(weights, queries_s);
+  }
+};
+
+// The first of each pair: K and dK / scale.
+struct KeyWarp : PairWarp<Traits::KTile, Traits::QTile> {
+  static constexpr bool kOfKeys = true;
+
+  __device__ __forceinline__ void scores(PairScores& pair, uint32 q_rows_s) const {
+    Traits::Tile::Fragment s;
+    clear(s);
+    add_scores(s, q_rows_s);
+#pragma unroll
+    for (int n = 0; n < Traits::kSubTiles; n++) {
+      pair.quads[n][lane_index()] = make_float4(s[n][0][0], s[n][0][1], s[n][0][2], s[n][0][3]);
+    }
+  }
+
+  // dS^T of 16 keys by 16 queries, two chunks, as A fragments.
+  __device__ __forceinline__ void add_dk(uint32 ds_s, int row, uint32 q_rows_s) {
+    const int lane_row = pair_row() + lane_index() % 16;
+    uint32 r[4];
+    ldmatrix<4>(r, ds_s + Traits::DsTile::offset(lane_row, row / 8 + lane_index() / 16));
+    add_gradients({{r[0], r[1]}}, q_rows_s);
+    add_gradients({{r[2], r[3]}}, q_rows_s + 8 * Traits::QTile::kRowBytes);
+  }
+
+  __device__ __forceinline__ void query_tile(const Cta& cta, Traits::Feed& feed) {
+    PairScores& pair = cta.smem.loop.scores[pair_index()];
+    scores(pair, feed.q_s);
+    scores_barrier();  // pair's S: written
+#pragma unroll
+    for (int row = 0; row < Traits::kTileQ; row += Traits::kSubRows) {
+      const uint32 q_rows_s = feed.q_s + row * Traits::QTile::kRowBytes;
+      gradients_barrier();  // pair's dS: written; S: read
+      if (row + Traits::kSubRows < Traits::kTileQ) {
+        scores(pair, q_rows_s + Traits::kSubRows * Traits::QTile::kRowBytes);
+        scores_barrier();  // pair's next S: written
+      } else {
+        fetch_next(feed);
+      }
+      add_dk(shared_address(cta.smem.loop.ds), row, q_rows_s);
+    }
+  }
+};
+
+// The second: V and dV, boosted.
+struct ValueWarp : PairWarp<Traits::VTile, Traits::DoutTile> {
+  static constexpr bool kOfKeys = false;
+
+  __device__ __forceinline__ void query_tile(const Cta& cta, Traits::Feed& feed) {
+    using T = Traits;
+    const PairScores& pair = cta.smem.loop.scores[pair_index()];
+    const uint32 ds_lane_s = ds_lane_address<T::DsTile>(shared_address(cta.smem.loop.ds), pair_row());
+    const float* rows_g = cta.statistics_g + statistics_offset(feed.scratch_row);
+#pragma unroll
+    for (int row = 0; row < T::kTileQ; row += T::kSubRows) {
+      const uint32 dout_rows_s = feed.dout_s + row * T::DoutTile::kRowBytes;
+      const QueryStatistics<T::kSubTiles> statistics(rows_g + row * 2);
+      const ScorePlace at = {cta.place.batch, feed.head, feed.first_row() + row, cta.place.first_key + pair_row()};
+      const TileOptions<T::Options, T::Dbias, T::Tile> tile(cta.params, cta.window, cta.arrays, at, cta.q_offset);
+      T::Tile::Fragment s, dp;
+      clear(dp);
+      add_scores(dp, dout_rows_s);
+
+      scores_barrier();  // pair's S: written
+#pragma unroll
+      for (int n = 0; n < T::kSubTiles; n++) {
+        const float4 quad = pair.quads[n][lane_index()];
+        s[n][0][0] = quad.x;
+        s[n][0][1] = quad.y;
+        s[n][0][2] = quad.z;
+        s[n][0][3] = quad.w;
+      }
+      T::Tile::Packed p, ds;
+      score_gradients<T::Tile>(p, ds, s, dp, statistics, tile, feed.masked());
+#pragma unroll
+      for (int n = 0; n < T::kSubTiles; n++) {
+        store_ds<T::DsTile>(ds_lane_s, row / 8 + n, ds[n]);
+      }
+      gradients_barrier();  // pair's dS: written; S: read
+      if (row + T::kSubRows == T::kTileQ) fetch_next(feed);
+#pragma unroll
+      for (int n = 0; n < T::kSubTiles; n++) add_gradients(p[n], dout_rows_s + n * 8 * T::DoutTile::kRowBytes);
+    }
+  }
+};
+
+// The CTA's way, as either kind of warp goes it.
+template <typename Warp>
+__device__ __forceinline__ void run(const Cta& cta, const float16* q_g, const float16* k_g, const float16* v_g,
+                                    const float16* dout_g, float16* dk_g, float16* dv_g) {
+  using T = Traits;
+  Smem& smem = cta.smem;
+  const BackwardParams& params = cta.params;
+  const KeyPlace& place = cta.place;
+  const T::Walk walk(cta.window, place.first_key, T::kKeys, params.attention.sq);
+
+  // Phase 2: V and K, through shared memory into registers.
+  Warp warp;
+  if (walk.tiles() > 0) {
+    load_keys<T, CountedBarrier>(
+        smem, params.attention, cta.window, place, k_g, v_g,
+        [&](uint32 v_s) {
+          if (!Warp::kOfKeys) warp.take(v_s);
+        },
+        [&](uint32 k_s) {
+          if (Warp::kOfKeys) warp.take(k_s);
+        });
+  }
+
+  // Phase 3: the walk over the query tiles.
+  T::Feed feed(params, walk, place, q_g, dout_g, smem.loop.queries);
+  feed.begin();
+  CountedBarrier::wait();  // Q and dout: the first tile has been written
+#pragma unroll 1
+  for (; feed.left > 0; feed.advance()) {
+    if (!ONE_PASS) feed.fetch_q();
+    warp.query_tile(cta, feed);
+    finish_tile<T, CountedBarrier>(feed, cta.dq_acc_g, shared_address(smem.loop.ds), shared_address(smem.k));
+  }
+
+  // Phase 4: the gradients.
+  store_gradients<T, CountedBarrier>(
+      smem, params, place, dk_g, dv_g,
+      [&](uint32 v_s, float scale) {
+        if (!Warp::kOfKeys) warp.give(v_s, scale);
+      },
+      [&](uint32 k_s, float scale) {
+        if (Warp::kOfKeys) warp.give(k_s, scale);
+      });
+}
+
+// The keys of one CTA. `q_offset()` says where query 0 stands.
+template <typename Offset>
+__device__ __forceinline__ void add_up_gradients(const BackwardParams& params, const GradientArrays& arrays,
+                                                 const KeyPlace& place, const KeyWindow& window, Offset q_offset) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+
+  // Phase 1: the part that this warp has.
+  const Cta cta = {*reinterpret_cast<Smem*>(shared_bytes),
+                   params,
+                   window,
+                   arrays.options,
+                   q_offset(),
+                   arrays.statistics_g,
+                   arrays.dq_acc_g,
+                   place};
+  if (warp_index() < Traits::kPairs) {
+    run<KeyWarp>(cta, arrays.q_g, arrays.k_g, arrays.v_g, arrays.dout_g, arrays.dk_g, arrays.dv_g);
+  } else {
+    run<ValueWarp>(cta, arrays.q_g, arrays.k_g, arrays.v_g, arrays.dout_g, arrays.dk_g, arrays.dv_g);
+  }
+}
