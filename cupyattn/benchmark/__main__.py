@@ -6,7 +6,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from cupyattn.benchmark import allocator, decode, emulator, host, kv_cache, prefill, training_step
+from cupyattn.benchmark import (
+    allocator,
+    decode,
+    emulator,
+    host,
+    kv_cache,
+    prefill,
+    training_step,
+    varlen,
+)
 from cupyattn.benchmark.attention import backward as attention_backward
 from cupyattn.benchmark.attention import forward as attention
 from cupyattn.benchmark.layers import command as layers
@@ -17,6 +26,7 @@ from cupyattn.cli import dispatch
 _BENCHMARKS = (
     attention,
     attention_backward,
+    varlen,
     layers,
     decode,
     prefill,

@@ -28,6 +28,7 @@ from cupyattn.turing import (
 TUNED = (
     "attention_forward",
     "attention_forward_paged",
+    "attention_forward_varlen",
     "attention_backward_dkdv",
     "attention_backward_dkdv_paired",
     "attention_backward_dq",

@@ -8,6 +8,7 @@ from cupyattn.functional.attention.backward import attention_backward
 from cupyattn.functional.attention.merge import merge_attention
 from cupyattn.functional.attention.modifiers import MaskMod, ScoreMod
 from cupyattn.functional.attention.paged import paged_attention
+from cupyattn.functional.attention.varlen_backward import attention_varlen_backward
 from cupyattn.functional.backend import backend
 from cupyattn.functional.device_info import device_info
 from cupyattn.functional.kv_cache.append import append_kv
@@ -30,6 +31,7 @@ from cupyattn.functional.linear.backward import linear_backward
 from cupyattn.functional.linear.gelu import linear_gelu_backward
 from cupyattn.functional.rules import (
     attention,
+    attention_varlen,
     cross_entropy,
     dropout,
     embedding,
@@ -85,6 +87,8 @@ __all__ = [
     "append_kv",
     "attention",
     "attention_backward",
+    "attention_varlen",
+    "attention_varlen_backward",
     "backend",
     "copy_blocks",
     "cross_entropy",

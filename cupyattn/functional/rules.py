@@ -2,6 +2,8 @@
 
 from cupyattn.functional.attention.backward import attention_backward
 from cupyattn.functional.attention.forward import attention as _attention
+from cupyattn.functional.attention.varlen import attention_varlen as _attention_varlen
+from cupyattn.functional.attention.varlen_backward import attention_varlen_backward
 from cupyattn.functional.differentiable import differentiable
 from cupyattn.functional.layers.activations import gelu as _gelu
 from cupyattn.functional.layers.activations import gelu_backward, silu_backward
@@ -50,6 +52,13 @@ from cupyattn.gradients import (
 attention = differentiable(
     _attention,
     attention_backward,
+    saved=("lse",),
+    saved_by="return_lse",
+    gradients=AttentionGrads._fields,
+)
+attention_varlen = differentiable(
+    _attention_varlen,
+    attention_varlen_backward,
     saved=("lse",),
     saved_by="return_lse",
     gradients=AttentionGrads._fields,

@@ -89,6 +89,20 @@ PAGED_PARAMS = np.dtype(
     align=True,
 )
 
+_PACKED_BATCH = np.dtype(
+    [
+        *((f"cu_seqlens_{side}", _BATCH_INTEGERS) for side in ("q", "k")),
+        *((field, np.int32) for field in ("batch", "total_q", "total_k", "ends_with_keys")),
+    ],
+    align=True,
+)
+
+# VarlenParams in cuda_src/attention/varlen_params.cuh
+VARLEN_PARAMS = np.dtype(
+    [("attention", ATTENTION_PARAMS), ("packed", _PACKED_BATCH)],
+    align=True,
+)
+
 # MergeParams in cuda_src/attention/merge.cu
 MERGE_PARAMS = np.dtype(
     [
@@ -166,6 +180,12 @@ BACKWARD_PARAMS = np.dtype(
         *((field, np.int32) for field in ("batch", "rows_padded", "accumulate")),
         ("scale", np.float32),
     ],
+    align=True,
+)
+
+# VarlenBackwardParams in cuda_src/attention/varlen_backward_params.cuh
+VARLEN_BACKWARD_PARAMS = np.dtype(
+    [("backward", BACKWARD_PARAMS), ("packed", _PACKED_BATCH)],
     align=True,
 )
 
@@ -286,6 +306,13 @@ ATTENTION_STRUCT = Struct("params", ATTENTION_PARAMS, "AttentionParams")
 BACKWARD_STRUCT = Struct("params", BACKWARD_PARAMS, "BackwardParams", (ATTENTION_STRUCT,))
 DECODE_STRUCT = Struct("params", DECODE_PARAMS, "DecodeParams", (ATTENTION_STRUCT,))
 PAGED_STRUCT = Struct("params", PAGED_PARAMS, "PagedParams", (ATTENTION_STRUCT,))
+VARLEN_STRUCT = Struct("params", VARLEN_PARAMS, "VarlenParams", (ATTENTION_STRUCT,))
+VARLEN_BACKWARD_STRUCT = Struct(
+    "params",
+    VARLEN_BACKWARD_PARAMS,
+    "VarlenBackwardParams",
+    (BACKWARD_STRUCT, VARLEN_STRUCT),
+)
 MERGE_STRUCT = Struct("params", MERGE_PARAMS, "MergeParams", (ATTENTION_STRUCT,))
 APPEND_STRUCT = Struct("params", APPEND_PARAMS, "AppendParams")
 COPY_BLOCKS_STRUCT = Struct("params", COPY_BLOCKS_PARAMS, "CopyBlocksParams")

@@ -13,6 +13,7 @@ from cupyattn.reference.attention.paged import (
     merge_attention_bound,
     paged_attention,
 )
+from cupyattn.reference.attention.varlen import attention_varlen, attention_varlen_backward
 from cupyattn.reference.kv_cache.paged import (
     append_kv,
     append_kv_bound,
@@ -106,6 +107,8 @@ __all__ = [
     "attention_backward_bound",
     "attention_bound",
     "attention_keep",
+    "attention_varlen",
+    "attention_varlen_backward",
     "broadcast_sums",
     "broadcast_sums_bound",
     "copy_blocks",

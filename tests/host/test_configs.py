@@ -35,6 +35,8 @@ from cupyattn.kernels.structs import (
     MERGE_PARAMS,
     PAGED_PARAMS,
     THIN_PARAMS,
+    VARLEN_BACKWARD_PARAMS,
+    VARLEN_PARAMS,
     rows_params,
 )
 
@@ -277,6 +279,8 @@ def test_structs_are_laid_out_as_c_does():
         MERGE_PARAMS,
         PAGED_PARAMS,
         THIN_PARAMS,
+        VARLEN_BACKWARD_PARAMS,
+        VARLEN_PARAMS,
         rows_params(2),
         rows_params(3),
     ):

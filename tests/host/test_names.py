@@ -42,6 +42,8 @@ SHARED_OPTIONS = {
     "sinks": None, "dropout_p": 0.0, "seed": None, "rotary": None, "score_mod": None,
     "mask_mod": None,
 }  # fmt: skip
+PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+"""By position or by name: there are so many."""
 LOSS_OPTIONS = {
     "ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "reduction": "mean",
 }  # fmt: skip
@@ -56,6 +58,14 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
         ("dout", "q", "k", "v", "out", "lse"),
         {**SHARED_OPTIONS, "dlse": None, "deterministic": False,
          "implementation": "flash", "grads": None,
+         "accumulate": False, "workspace": None},
+    ),
+    cupyattn.attention_varlen: (
+        (*("q", "k", "v"), *PACKED), {**SHARED_OPTIONS, "return_lse": False, "out": None},
+    ),
+    cupyattn.attention_varlen_backward: (
+        (*("dout", "q", "k", "v", "out", "lse"), *PACKED),
+        {**SHARED_OPTIONS, "dlse": None, "deterministic": False, "grads": None,
          "accumulate": False, "workspace": None},
     ),
     paged_attention: (
@@ -193,7 +203,9 @@ def test_gradients_may_be_of_any_library_and_left_out():
 def test_names_and_defaults(function):
     """Arrays by position alone, options by name alone."""
     parameters = inspect.signature(function).parameters.values()
-    positional = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_ONLY)
+    positional = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
+    either = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+    assert either in ((), PACKED)
     options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     assert (positional, options) == SIGNATURES[function]
     assert list(options) == list(SIGNATURES[function][1])

@@ -15,7 +15,7 @@ from typing import Any
 
 import cupyattn
 from cupyattn.benchmark.plot.figures import Figures, Panel, figures_of, results_in
-from cupyattn.ops.attention import backward, forward
+from cupyattn.ops.attention import backward, forward, varlen
 from cupyattn.reference.attention.scores import ScoreBlocks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -40,10 +40,15 @@ OPTIONS = tuple(
 
 def registered() -> dict[str, dict[Implementation, Collection[str]]]:
     """Return what the kernels have."""
-    functions = {"attention": forward, "attention_backward": backward}
+    functions = {
+        "attention": forward.IMPLEMENTATIONS,
+        "attention_backward": backward.IMPLEMENTATIONS,
+        "attention_varlen": varlen.FORWARD,
+        "attention_varlen_backward": varlen.BACKWARD,
+    }
     return {
-        function: {key: each.options for key, each in module.IMPLEMENTATIONS.items()}
-        for function, module in functions.items()
+        function: {key: each.options for key, each in implementations.items()}
+        for function, implementations in functions.items()
     }
 
 

@@ -20,25 +20,7 @@
 // Barriers  one per buffer: ceil(D / 16) + PAIRS * COLUMN_LANES / 8 a key tile, 1,024 multiplications apart.
 // Edges     rows beyond Sq are zeros and not stored; keys beyond the sequence are zeros and masked; a row without keys
 //           gives out = 0 and lse = -inf, or its sink.
-#include "forward.cuh"
-
-// Of a call with dense keys.
-struct DenseKeys {
-  using Feed = Traits::DenseFeed;
-
-  const AttentionParams& params;
-  const Traits::Scalar *k_g, *v_g;
-
-  __device__ __forceinline__ Feed feed(const Place& place, const KeyWindow& window, const Traits::Scalar* q_rows_g,
-                                       int rows) const {
-    return {params,
-            q_rows_g,
-            head_rows(k_g, params.k, place.batch, place.kv_head, 0),
-            head_rows(v_g, params.v, place.batch, place.kv_head, 0),
-            rows,
-            window.keys};
-  }
-};
+#include "dense_keys.cuh"
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
     attention_forward_f32(const Traits::Scalar* q_g, const Traits::Scalar* k_g, const Traits::Scalar* v_g,

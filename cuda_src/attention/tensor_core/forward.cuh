@@ -145,9 +145,9 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Feed&
   if (more) feed.template fetch_k<kMasked>(quads, next, next_keys);
   typename Feed::Entry ahead;
   if (Feed::kLookUp == LookUp::kFirst) ahead = feed.look_up(behind_next);
-  // No buffer: ptxas would otherwise sink K's loads. (With 32 rows a warp it does not, and this made it place V's
+  // No buffer: ptxas would otherwise sink K's loads. (With 32 rows a warp it mostly does not, and this made it place V's
   // worse.)
-  if (Traits::kMTiles == 1) __syncwarp();
+  if (Traits::kMTiles == 1 || Feed::kHoldsLoads) __syncwarp();
   if (active) {
     if (!kMasked) items.template load<false>(cta.pass, warp.first_row, first_key);
     clear(scores.s);

@@ -31,6 +31,7 @@ struct KeyFeed {
   using Rows = KeyRows;
   struct Entry {};  // nothing has to be looked up ahead
   static constexpr LookUp kLookUp = LookUp::kFirst;
+  static constexpr bool kHoldsLoads = false;  // whether K's loads have to be kept before the products
   static constexpr int kTileK = KTile::kRows;
   // On the way, of K, then of V: with registers for each, ptxas spilled.
   using Quads = uint4[KTileFeed::kQuads > VTileFeed::kQuads ? KTileFeed::kQuads : VTileFeed::kQuads];

@@ -172,7 +172,7 @@ def attention_backward(
 
 
 def _on_cpu(call: AttentionCall, accumulate: bool) -> AttentionGrads:
-    problem, arrays = call.problem, call.operands.arrays
+    arrays = call.operands.arrays
     positional = (arrays[name] for name in ("dout", "q", "k", "v", "out", "lse"))
     exact = reference.attention_backward(
         *positional,
@@ -180,6 +180,14 @@ def _on_cpu(call: AttentionCall, accumulate: bool) -> AttentionGrads:
         score_mod_gradient=python_gradient(call.score_mod, arrays),
         **reference_options(call),
     )
+    return rounded_gradients(call, exact, accumulate)
+
+
+def rounded_gradients(
+    call: AttentionCall, exact: AttentionGrads, accumulate: bool
+) -> AttentionGrads:
+    """Round the reference's gradients into what the call was given, or into new arrays."""
+    problem, arrays = call.problem, call.operands.arrays
     rounded: dict[str, Any] = {}
     for name, gradient in exact._asdict().items():
         target = arrays.get(name)

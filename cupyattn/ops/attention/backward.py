@@ -67,13 +67,18 @@ def _plan(
     require_gradient(problem.functions)
     require_lengths(problem)
     require_item_alignment(problem.layouts, problem.starts)
-    if problem.batch * problem.heads == 0:  # nothing to add up: no kernel runs
-        outputs = gradient_outputs(problem)
-        names = () if accumulate else tuple(name for name, _ in outputs)
-        return Plan((), outputs, zero_first=names, zero_new=accumulate)
+    if problem.batch * problem.heads == 0:
+        return nothing_to_add(problem, accumulate)
     plan = chosen.plan(
         problem, problem.starts, card.arch, deterministic=deterministic, accumulate=accumulate
     )
     plan = placed(plan, problem)
     plan.require_arrays(problem.layouts)
     return plan
+
+
+def nothing_to_add(problem: AttentionProblem, accumulate: bool) -> Plan:
+    """Return the plan of a call without sequences or heads: gradients are 0, and no kernel runs."""
+    outputs = gradient_outputs(problem)
+    names = () if accumulate else tuple(name for name, _ in outputs)
+    return Plan((), outputs, zero_first=names, zero_new=accumulate)

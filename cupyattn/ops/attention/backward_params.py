@@ -8,6 +8,7 @@ import numpy as np
 
 from cupyattn.arrays import Layout
 from cupyattn.kernels.structs import BACKWARD_PARAMS
+from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import attention_params, row_strides, score_strides, sum_strides
 from cupyattn.ops.attention.problem import AttentionProblem
 
@@ -51,7 +52,7 @@ def backward_params(
         dsinks = results["dsinks"]
         params["dsinks_stride"] = dsinks.strides[0] // dsinks.dtype.itemsize
     params["zeroed"], params["rows_padded"] = zeroed, rows_padded
-    params["batch"] = problem.batch
+    params["batch"] = 1 if isinstance(problem, PackedProblem) else problem.batch  # of scratch
     params["accumulate"] = accumulate
     params["scale"] = problem.softmax_scale
     return params[()]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Description, Layout, Operands, layouts_of, starts_of
+from cupyattn.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
 from cupyattn.errors import error
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 from cupyattn.ops.attention.modifiers import require_valid_arrays
@@ -58,7 +59,7 @@ def forward_problem(operands: Operands, options: tuple[Any, ...]) -> AttentionPr
     TypeError, ValueError
         As the public functions document.
     """
-    return _checked(_cached_forward_problem, operands, options)
+    return checked_problem(_cached_forward_problem, operands, options)
 
 
 def backward_problem(operands: Operands, options: tuple[Any, ...]) -> AttentionProblem:
@@ -71,10 +72,19 @@ def backward_problem(operands: Operands, options: tuple[Any, ...]) -> AttentionP
     TypeError, ValueError
         As the public functions document.
     """
-    return _checked(_cached_backward_problem, operands, options)
+    return checked_problem(_cached_backward_problem, operands, options)
 
 
-def _checked(check: Any, operands: Operands, options: tuple[Any, ...]) -> AttentionProblem:
+def checked_problem(
+    check: Any,
+    operands: Operands,
+    options: tuple[Any, ...],
+    values: Callable[[Any, dict[str, Array]], None] = check_values,
+) -> Any:
+    """Return what `check`, which has a cache, says of a description; and check values.
+
+    `options` begin with those of `AttentionOptions`, in that order.
+    """
     # The options go one by one, because a typed cache tells True from 1 and 1 from 1.0.
     window = options[_WINDOW_SIZE]
     sides = (*map(type, window),) if isinstance(window, tuple) else None
@@ -87,7 +97,7 @@ def _checked(check: Any, operands: Operands, options: tuple[Any, ...]) -> Attent
         # What has no hash is of a wrong type, as its check says.
         problem = check.__wrapped__(operands.description, sides, *options)
     if checks_values(operands):
-        check_values(problem, operands.arrays)
+        values(problem, operands.arrays)
     problem.overlaps.check(operands)
     return problem
 
@@ -103,7 +113,7 @@ def _hashable(options: tuple[Any, ...]) -> bool:
 @lru_cache(maxsize=_CACHED_PROBLEMS, typed=True)
 def _cached_forward_problem(description: Description, _: Any, *options: Any) -> AttentionProblem:
     require_arrays(layouts_of(description), ("q", "k", "v"))
-    problem = _problem(description, AttentionOptions(*options), FORWARD_RESULTS)
+    problem = described_problem(description, AttentionOptions(*options), FORWARD_RESULTS)
     results = {
         "out": (problem.out_shape, problem.dtype),
         "lse": (problem.lse_shape, problem.lse_dtype),
@@ -117,16 +127,26 @@ def _cached_forward_problem(description: Description, _: Any, *options: Any) -> 
 @lru_cache(maxsize=_CACHED_PROBLEMS, typed=True)
 def _cached_backward_problem(description: Description, _: Any, *options: Any) -> AttentionProblem:
     require_arrays(layouts_of(description), ("dout", "q", "k", "v", "out", "lse"))
-    problem = _problem(description, AttentionOptions(*options), BACKWARD_RESULTS)
-    layouts = problem.layouts
+    problem = described_problem(description, AttentionOptions(*options), BACKWARD_RESULTS)
+    require_gradients(problem, problem.layouts, "(B, Sq, H, Dv)", "(B, H, Sq)")
+    return problem
+
+
+def require_gradients(
+    problem: AttentionProblem, layouts: dict[str, Layout], out_axes: str, lse_axes: str
+) -> None:
+    """Raise unless a backward call's gradients and the forward's results fit the problem.
+
+    `layouts` are the arrays as the caller gave them, `out_axes` and `lse_axes` what errors say.
+    """
     for name in ("dout", "out"):
         require_dtype(name, layouts[name], (problem.dtype.name,))
-        require_shape(name, layouts[name], problem.out_shape, "(B, Sq, H, Dv)")
+        require_shape(name, layouts[name], problem.out_shape, out_axes)
         require_contiguous_rows(name, layouts[name])
     for name in ("lse", "dlse"):
         if name in layouts:
             require_dtype(name, layouts[name], (problem.lse_dtype.name,))
-            require_shape(name, layouts[name], problem.lse_shape, "(B, H, Sq)")
+            require_shape(name, layouts[name], problem.lse_shape, lse_axes)
             require_contiguous_rows(name, layouts[name])
     for name in BACKWARD_RESULTS:
         if name in layouts:
@@ -139,12 +159,18 @@ def _cached_backward_problem(description: Description, _: Any, *options: Any) ->
                     "leave None there",
                 )
             require_output(SHOWN_AS[name], layouts[name], of.shape, of.dtype)
-    return problem
 
 
-def _problem(
+def described_problem(
     description: Description, options: AttentionOptions, results: tuple[str, ...]
 ) -> AttentionProblem:
+    """Check what forward and backward have in common; `results` are the arrays that are written.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As the public functions document.
+    """
     layouts = layouts_of(description)
     q, k, v = layouts["q"], layouts["k"], layouts["v"]
     for name, layout in (("q", q), ("k", k), ("v", v)):

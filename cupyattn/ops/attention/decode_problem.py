@@ -17,7 +17,7 @@ from cupyattn.arrays import (
     layouts_of,
     starts_of,
 )
-from cupyattn.errors import error, shown
+from cupyattn.errors import error
 from cupyattn.kernels.configs.attention.decode import INTEGER_BITS
 from cupyattn.ops.attention.decode_layouts import (
     require_caches,
@@ -29,6 +29,12 @@ from cupyattn.ops.attention.options import (
     checked_softcap,
     checked_softmax_scale,
     checked_window,
+)
+from cupyattn.ops.attention.packed import (
+    checked_longest,
+    counts_of,
+    require_bounds,
+    unpacked,
 )
 from cupyattn.ops.attention.problem import FORWARD_RESULTS, LSE_DTYPE, AttentionProblem
 from cupyattn.ops.attention.results import Outputs, forward_outputs, result_layouts
@@ -46,7 +52,6 @@ from cupyattn.ops.checks import (
     require_whole_item_strides,
     require_workspace,
 )
-from cupyattn.ops.numbers import integer
 from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.plan import Output
 from cupyattn.ops.value_checks import checks_values, on_host
@@ -92,7 +97,7 @@ class DecodeProblem:
             return result_layouts(self.attention, outputs)
         attention = self.attention
         return {
-            name: _unpacked(
+            name: unpacked(
                 name,
                 self.layouts.get(name) or contiguous(output.shape, output.dtype),
                 attention.batch,
@@ -172,7 +177,7 @@ def _checked(
     scale = checked_softmax_scale(softmax_scale, head_dim)
     renamed = {"k_cache": "k", "v_cache": "v", "seqlens_k": "seqused_k"}
     placed = {
-        name: _unpacked(name, layout, batch, sq)
+        name: unpacked(name, layout, batch, sq)
         if packed and name in ("q", *FORWARD_RESULTS)
         else layout
         for name, layout in layouts.items()
@@ -214,35 +219,8 @@ def _queries(layouts: dict[str, Layout], max_seqlen_q: Any) -> tuple[int, int]:
     if "cu_seqlens_q" not in layouts:
         batch, sq, *_ = layouts["q"].shape
         return batch, sq
-    bounds = layouts["cu_seqlens_q"]
-    require_dtype("cu_seqlens_q", bounds, INTEGERS)
-    require_rank("cu_seqlens_q", bounds, "B+1")
-    require_whole_item_strides("cu_seqlens_q", bounds)
-    if bounds.shape[0] == 0:
-        raise error(
-            ValueError,
-            "cu_seqlens_q has no items",
-            "it has B + 1: where the rows of each sequence begin in q, and where the last one's "
-            "end",
-            "pass numpy.array([0], 'int32') for no sequence",
-        )
-    most = integer("max_seqlen_q", max_seqlen_q)
-    if most < 0:
-        raise error(
-            ValueError,
-            f"max_seqlen_q = {most}",
-            "it is the most query tokens of a sequence, 0 or more",
-            "pass that number, or a larger one",
-        )
-    return bounds.shape[0] - 1, most
-
-
-def _unpacked(name: str, layout: Layout, batch: int, most: int) -> Layout:
-    """Return packed rows as those of a batch whose sequences all begin at the first one."""
-    shape, strides, dtype = layout
-    if name == "lse":
-        return Layout((batch, shape[0], most), (0, *strides), dtype)
-    return Layout((batch, most, *shape[1:]), (0, *strides), dtype)
+    batch = require_bounds("cu_seqlens_q", layouts["cu_seqlens_q"])
+    return batch, checked_longest("max_seqlen_q", max_seqlen_q)
 
 
 def _check_values(problem: DecodeProblem, arrays: dict[str, Array]) -> None:
@@ -286,22 +264,5 @@ def _query_counts(problem: DecodeProblem, arrays: dict[str, Array]) -> np.ndarra
     attention = problem.attention
     if not problem.packed:
         return np.full(attention.batch, attention.sq, np.int64)
-    bounds = on_host(arrays["cu_seqlens_q"]).astype(np.int64)
-    total, counts = problem.layouts["q"].shape[0], np.diff(bounds)
-    if bounds[0] < 0 or bounds[-1] > total or (counts < 0).any():
-        raise error(
-            ValueError,
-            f"cu_seqlens_q = {shown(bounds.tolist())}",
-            f"it begins with 0 or more, never falls, and ends at {total} at the most: the rows "
-            "of q",
-            "pass numpy.cumsum of the numbers of query tokens, with a 0 in front",
-        )
-    if (counts > attention.sq).any():
-        at = int(np.argmax(counts > attention.sq))
-        raise error(
-            ValueError,
-            f"sequence {at} of cu_seqlens_q has {counts[at]} query tokens",
-            f"each has at most max_seqlen_q = {attention.sq}",
-            "pass the largest number as max_seqlen_q",
-        )
-    return counts
+    total = problem.layouts["q"].shape[0]
+    return counts_of("cu_seqlens_q", arrays["cu_seqlens_q"], total, attention.sq, whole=False)

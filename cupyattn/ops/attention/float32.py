@@ -6,10 +6,13 @@ import math
 
 import numpy as np
 
+from cupyattn.arrays import contiguous
 from cupyattn.kernels.configs.attention.float32 import backward, forward
 from cupyattn.ops.attention.backward_params import backward_params
+from cupyattn.ops.attention.dbias import sum_step
 from cupyattn.ops.attention.layouts import Starts, flash_options, score_options, whole_vectors
-from cupyattn.ops.attention.params import attention_params
+from cupyattn.ops.attention.packed import PackedProblem
+from cupyattn.ops.attention.params import forward_params, gradient_params
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs, gradient_outputs, result_layouts
 from cupyattn.ops.attention.teaching import dbias_step, dsinks_step
@@ -30,11 +33,11 @@ def forward_plan(
     rows += [(start_of.get("out", 0), results["out"].strides)]
     vec = whole_vectors(forward.VECTOR_ITEMS, problem, rows)
     options = flash_options(problem, start_of, _SCORES_TOGETHER)
-    kernel = forward.flash(arch, problem.dtype.name, *dims, vec, options)
-    tiles = -(-problem.sq // forward.flash_row(arch, *dims).tile_q)
-    ctas = problem.batch * problem.heads * tiles
-    params = attention_params(problem, results)
-    step = Step.of(kernel, ctas, params, *problem.modifier_strides)
+    specialise = forward.varlen if isinstance(problem, PackedProblem) else forward.flash
+    kernel = specialise(arch, problem.dtype.name, *dims, vec, options)
+    tiles = problem.query_tiles(forward.flash_row(arch, *dims).tile_q)
+    params = forward_params(problem, results)
+    step = Step.of(kernel, problem.heads * tiles, params, *problem.modifier_strides)
     return Plan((step,), outputs)
 
 
@@ -57,14 +60,21 @@ def backward_plan(
     shape = problem.dtype.name, *dims
     inputs = [(start_of[name], problem.layouts[name].strides) for name in ("dout", "q", "k", "v")]
     vec = whole_vectors(backward.VECTOR_ITEMS, problem, inputs)
-    heads, rows = problem.batch * problem.heads, problem.batch * problem.heads * problem.sq
+    packed = isinstance(problem, PackedProblem)
+    rows = math.prod(problem.lse_shape)
     every_score = "dbias" in results and (
         math.prod(results["dbias"].shape) == math.prod(problem.scores_shape)
     )
-    dbias = results["dbias"].dtype.name if every_score else "void"
-    params = backward_params(problem, results, accumulate=accumulate, dbias=results.get("dbias"))
+    # Each score's, which another kernel sums. (The textbook's has dense arrays alone.)
+    gathered = packed and "dbias" in results and not every_score
+    target = contiguous(problem.scores_shape, _FLOAT32) if gathered else results.get("dbias")
+    written = "dbias" in results and (every_score or gathered)
+    dbias = target.dtype.name if written and target is not None else "void"
+    dense = backward_params(problem, results, accumulate=accumulate, dbias=target)
+    params = gradient_params(problem, dense)
 
-    one_pass = not deterministic
+    # (What rounds the sums of one pass has dense arrays alone, too.)
+    one_pass = not deterministic and (not packed or problem.dtype == _FLOAT32)
     rounded = one_pass and problem.dtype != _FLOAT32
     scratch, in_one_pass, renamed = {"delta": rows}, params, {}
     if rounded:
@@ -72,36 +82,41 @@ def backward_plan(
         sequence = problem.sq * problem.head_dim  # of a head: (B, H, Sq, D)
         in_one_pass = params.copy()
         in_one_pass["dq"] = problem.heads * sequence, problem.head_dim, sequence
-    key_tiles = -(-problem.sk // backward.dkdv_row(arch, *dims, options).tile_k)
-    row_tiles = -(-problem.sq // backward.dq_row(arch, *dims, options).tile_q)
+    if gathered:
+        scratch["scratch"], renamed["dbias"] = math.prod(problem.scores_shape), "scratch"
+    key_tiles = problem.key_tiles(backward.dkdv_row(arch, *dims, options).tile_k)
+    row_tiles = problem.query_tiles(backward.dq_row(arch, *dims, options).tile_q)
     strides = problem.modifier_strides
-    delta = backward.delta(problem.dtype.name, problem.head_dim_v)
-    dkdv = backward.dkdv(arch, *shape, vec, one_pass, options, dbias)
+    delta = backward.delta(problem.dtype.name, problem.head_dim_v, packed)
+    dkdv = backward.dkdv(arch, *shape, vec, one_pass, options, dbias, packed)
+    key_ctas = problem.kv_heads * key_tiles
     steps = [
         Step.of(delta, -(-rows // backward.CTA_ROWS), params),
-        Step.of(
-            dkdv,
-            problem.batch * problem.kv_heads * key_tiles,
-            in_one_pass,
-            *strides,
-            renamed=renamed,
-        ),
+        Step.of(dkdv, key_ctas, in_one_pass, *strides, renamed=renamed),
     ]
     if rounded:
         convert = backward.convert(problem.dtype.name, problem.head_dim)
         steps.append(Step.of(convert, -(-rows // backward.CTA_ROWS), params))
     if not one_pass:
-        dq = backward.dq(arch, *shape, vec, options)
-        steps.append(Step.of(dq, heads * row_tiles, params, *strides))
-    if "dbias" in results and not every_score:
+        dq = backward.dq(arch, *shape, vec, options, packed)
+        steps.append(Step.of(dq, problem.heads * row_tiles, params, *strides))
+    if gathered:
+        assert target is not None
+        steps.append(sum_step(problem, results["dbias"], target, accumulate))
+    elif "dbias" in results and not every_score:
         steps.append(dbias_step(problem, results["dbias"], arch, options, params))
     if "dsinks" in results:
-        steps.append(dsinks_step(problem, results["dsinks"], params))
+        if packed:
+            dsinks = backward.dsinks_varlen(results["dsinks"].dtype.name)
+            steps.append(Step.of(dsinks, problem.heads, params))
+        else:
+            steps.append(dsinks_step(problem, results["dsinks"], params))
     added_to = [*(["dq"] if one_pass and not rounded else []), *(["dbias"] if every_score else [])]
+    first = [*(["dq_acc"] if rounded else []), *(["scratch"] if gathered else [])]
     return Plan(
         tuple(steps),
         outputs,
         lay_out_scratch(scratch),
-        zero_first=(*(["dq_acc"] if rounded else []), *([] if accumulate else added_to)),
+        zero_first=(*first, *([] if accumulate else added_to)),
         zero_new=accumulate,
     )

@@ -9,10 +9,25 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays import Layout
-from cupyattn.kernels.structs import ATTENTION_PARAMS, BACKWARD_PARAMS, UNBOUNDED
+from cupyattn.kernels.structs import (
+    ATTENTION_PARAMS,
+    BACKWARD_PARAMS,
+    UNBOUNDED,
+    VARLEN_BACKWARD_PARAMS,
+    VARLEN_PARAMS,
+)
 from cupyattn.ops.attention.options import MAX_OFFSET
+from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.problem import LSE_DTYPE, AttentionProblem
 from cupyattn.ops.plan import Plan
+
+_WITH_ATTENTION: dict[np.dtype, tuple[str, ...]] = {
+    ATTENTION_PARAMS: (),
+    VARLEN_PARAMS: ("attention",),
+    BACKWARD_PARAMS: ("attention",),
+    VARLEN_BACKWARD_PARAMS: ("backward", "attention"),
+}
+"""The C structs that hold AttentionParams, and where."""
 
 
 def attention_params(problem: AttentionProblem, results: Mapping[str, Layout]) -> Any:
@@ -36,6 +51,36 @@ def attention_params(problem: AttentionProblem, results: Mapping[str, Layout]) -
     params["softmax_scale"] = problem.softmax_scale
     _fill_scores(params["scores"], problem)
     return params[()]
+
+
+def forward_params(problem: AttentionProblem, results: Mapping[str, Layout]) -> Any:
+    """Fill the C struct of the forward kernels: AttentionParams, or VarlenParams."""
+    attention = attention_params(problem, results)
+    if not isinstance(problem, PackedProblem):
+        return attention
+    params = np.zeros((), VARLEN_PARAMS)
+    params["attention"] = attention
+    _fill_packed(params["packed"], problem)
+    return params[()]
+
+
+def gradient_params(problem: AttentionProblem, backward: Any) -> Any:
+    """Return the C struct of the backward kernels: BackwardParams, or VarlenBackwardParams."""
+    if not isinstance(problem, PackedProblem):
+        return backward
+    params = np.zeros((), VARLEN_BACKWARD_PARAMS)
+    params["backward"] = backward
+    _fill_packed(params["packed"], problem)
+    return params[()]
+
+
+def _fill_packed(packed: Any, problem: PackedProblem) -> None:
+    """Fill the C struct PackedBatch."""
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        packed[name] = batch_integers(problem.layouts[name])
+    packed["batch"] = problem.batch
+    packed["total_q"], packed["total_k"] = problem.total_q, problem.total_k
+    packed["ends_with_keys"] = problem.q_offset is None and "q_offset" not in problem.layouts
 
 
 def _fill_offsets(params: Any, problem: AttentionProblem) -> None:
@@ -100,11 +145,13 @@ def seeded(plan: Plan, seed: int) -> Plan:
 
 def _with_seed(params: Any, seed: int) -> Any:
     """Return the C struct AttentionParams, or one that holds it, with a seed; others as is."""
-    if params.dtype not in (ATTENTION_PARAMS, BACKWARD_PARAMS):
+    if params.dtype not in _WITH_ATTENTION:
         return params
     seeded = params.copy()
-    attention = seeded if params.dtype == ATTENTION_PARAMS else seeded["attention"]
-    attention["scores"]["seed"] = seed
+    part = seeded
+    for name in _WITH_ATTENTION[params.dtype]:
+        part = part[name]
+    part["scores"]["seed"] = seed
     return seeded
 
 

@@ -58,6 +58,22 @@ class AttentionProblem:
         """(B, H, Sq)."""
         return (self.batch, self.heads, self.sq)
 
+    def query_tiles(self, rows: int) -> int:
+        """Return how many tiles of query rows the sequences have together, of one head."""
+        return self.batch * -(-self.sq // rows)
+
+    def key_tiles(self, keys: int) -> int:
+        """Return the same of keys."""
+        return self.batch * -(-self.sk // keys)
+
+    def given(self, name: str) -> Layout | None:
+        """Return how an array of the call lies, as the caller gave it."""
+        return self.layouts.get(name)
+
+    def placed(self, name: str, layout: Layout) -> Layout:
+        """Return the layout of a result of that name as kernels take it."""
+        return layout
+
     @property
     def ends_with_keys_in_use(self) -> bool:
         """Whether seqused_k decides where queries stand."""

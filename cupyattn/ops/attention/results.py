@@ -21,13 +21,14 @@ def gradient_outputs(problem: AttentionProblem) -> Outputs:
     return tuple(
         (name, Output(of.shape, of.dtype))
         for name in BACKWARD_RESULTS
-        if (of := problem.layouts.get(name[1:])) is not None
+        if (of := problem.given(name[1:])) is not None
     )
 
 
 def result_layouts(problem: AttentionProblem, outputs: Outputs) -> dict[str, Layout]:
     """Return how the results lie: as the caller's arrays do, otherwise contiguous."""
     return {
-        name: problem.layouts.get(name) or contiguous(output.shape, output.dtype)
+        name: problem.layouts.get(name)
+        or problem.placed(name, contiguous(output.shape, output.dtype))
         for name, output in outputs
     }

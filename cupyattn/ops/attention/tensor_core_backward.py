@@ -15,15 +15,16 @@ from cupyattn.kernels.configs.attention.tensor_core import backward as flash
 from cupyattn.kernels.configs.attention.tensor_core import passes
 from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.configs.tables import round_up
-from cupyattn.kernels.structs import DBIAS_PARAMS
 from cupyattn.ops.attention.backward_params import backward_params
+from cupyattn.ops.attention.dbias import four_axes, sum_step
 from cupyattn.ops.attention.layouts import (
     Starts,
     require_near_rows,
     score_options,
     whole_vectors,
 )
-from cupyattn.ops.attention.params import score_strides
+from cupyattn.ops.attention.packed import PackedProblem
+from cupyattn.ops.attention.params import gradient_params, score_strides
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import gradient_outputs, result_layouts
 from cupyattn.ops.plan import Plan, Step, lay_out_scratch, spanning
@@ -65,8 +66,7 @@ def backward_plan(
     require_near_rows(problem, ("q", "k", "v", "dout"), _MOST_TILE_ROWS, "naive")
     outputs = gradient_outputs(problem)
     results = result_layouts(problem, outputs)
-    rows_padded = round_up(max(problem.sq, 1), passes.ROW_PAD)  # whole CTAs of the first kernel
-    rows = _countable_rows(problem, rows_padded)
+    rows = _countable_rows(problem)
     dbias = _dbias(problem, results, deterministic) if "dbias" in results else None
 
     to_zero = {} if deterministic else {"dq_acc": rows * round_up(problem.head_dim, 8)}
@@ -81,7 +81,7 @@ def backward_plan(
         accumulate=accumulate,
         dbias=None if dbias is None else dbias.target,
         zeroed=sum(piece.items for piece in zeroed),
-        rows_padded=rows_padded,
+        rows_padded=_scratch_rows(problem)[1],
     )
     rows_of = [(start_of[name], problem.layouts[name].strides) for name in _VECTOR_ARRAYS]
     rows_of += [(start_of.get(name, 0), results[name].strides) for name in ("dq", "dk", "dv")]
@@ -89,7 +89,7 @@ def backward_plan(
     options = _options(problem, start_of, dbias, accumulate)
     steps = _gradient_steps(problem, arch, vec, options, deterministic, rows, params)
     if dbias is not None and dbias.scratch:
-        steps.append(_dbias_step(problem, results["dbias"], dbias, accumulate))
+        steps.append(sum_step(problem, results["dbias"], dbias.target, accumulate))
     if "dsinks" in results:
         dsinks = passes.dsinks(results["dsinks"].dtype.name)
         steps.append(Step.of(dsinks, problem.heads, params))
@@ -104,9 +104,21 @@ def backward_plan(
     )
 
 
-def _countable_rows(problem: AttentionProblem, rows_padded: int) -> int:
+def _scratch_rows(problem: AttentionProblem) -> tuple[int, int]:
+    """Return the batch elements of scratch memory, and the rows that each has of a head.
+
+    Whole CTAs of the first kernel. The rows of packed sequences stand in one element, those of each
+    from a multiple of ROW_PAD on (scratch_begin in varlen_backward_params.cuh).
+    """
+    if isinstance(problem, PackedProblem):
+        return 1, (problem.total_q // passes.ROW_PAD + problem.batch) * passes.ROW_PAD
+    return problem.batch, round_up(max(problem.sq, 1), passes.ROW_PAD)
+
+
+def _countable_rows(problem: AttentionProblem) -> int:
     """Return the rows of all heads in scratch memory, or raise if kernels do not count so far."""
-    rows = problem.batch * problem.heads * rows_padded
+    batch, rows_padded = _scratch_rows(problem)
+    rows = batch * problem.heads * rows_padded
     if rows > _MAX_ROWS:
         raise error(
             ValueError,
@@ -130,28 +142,30 @@ def _gradient_steps(
     """Return the launches for the row statistics, dk, dv and dq."""
     dims = problem.head_dim, problem.head_dim_v
     one_pass = not deterministic
-    key_tiles = -(-problem.sk // flash.dkdv_row(arch, *dims, one_pass).tile_keys)
+    packed = isinstance(problem, PackedProblem)
+    key_tiles = problem.key_tiles(flash.dkdv_row(arch, *dims, one_pass).tile_keys)
+    gradient = gradient_params(problem, params)
     steps = [
         Step.of(
-            passes.delta(problem.head_dim_v, vec),
+            passes.delta(problem.head_dim_v, vec, packed),
             -(-rows // passes.delta_rows(problem.head_dim_v)),
-            params,
+            gradient,
         ),
         Step.of(
-            flash.dkdv(arch, *dims, vec, one_pass, options.dkdv),
-            problem.batch * problem.kv_heads * key_tiles,
-            params,
+            flash.dkdv(arch, *dims, vec, one_pass, options.dkdv, packed),
+            problem.kv_heads * key_tiles,
+            gradient,
             *problem.modifier_strides,
             renamed=options.renamed,
         ),
     ]
     if one_pass:
         convert_ctas = -(-rows // passes.ROW_PAD)
-        return [*steps, Step.of(passes.convert(problem.head_dim, vec), convert_ctas, params)]
-    row_tiles = -(-problem.sq // flash.dq_row(arch, *dims, options.dq).tile_rows)
-    dq_ctas = problem.batch * problem.heads * row_tiles
-    dq = flash.dq(arch, *dims, vec, options.dq)
-    return [*steps, Step.of(dq, dq_ctas, params, *problem.modifier_strides)]
+        convert = passes.convert(problem.head_dim, vec, packed)
+        return [*steps, Step.of(convert, convert_ctas, gradient)]
+    row_tiles = problem.query_tiles(flash.dq_row(arch, *dims, options.dq).tile_rows)
+    dq = flash.dq(arch, *dims, vec, options.dq, packed)
+    return [*steps, Step.of(dq, problem.heads * row_tiles, gradient, *problem.modifier_strides)]
 
 
 def _options(
@@ -199,31 +213,9 @@ def _score_items(problem: AttentionProblem, arrays: Sequence[tuple[Layout, int]]
 
 def _dbias(problem: AttentionProblem, results: dict[str, Layout], deterministic: bool) -> _Dbias:
     """Choose where the bias's gradient is gathered: by the axes that the bias broadcasts along."""
-    shape = _four_axes(results["dbias"].shape)
+    shape = four_axes(results["dbias"].shape)
     if shape == problem.scores_shape:
         return _Dbias(results["dbias"], scratch=False, adds=False)
     if deterministic:  # every score's, to be summed in a fixed order
         return _Dbias(contiguous(problem.scores_shape, _FLOAT32), scratch=True, adds=False)
     return _Dbias(contiguous(shape, _FLOAT32), scratch=True, adds=True)
-
-
-def _dbias_step(
-    problem: AttentionProblem, dbias: Layout, gathered: _Dbias, accumulate: bool
-) -> Step:
-    """Return the launch that sums the scratch to dbias."""
-    shape = _four_axes(dbias.shape)
-    params = np.zeros((), DBIAS_PARAMS)
-    params["shape"] = shape
-    params["repeats"] = [
-        1 if items == extent else extent
-        for items, extent in zip(shape, gathered.target.shape, strict=True)
-    ]
-    params["source"] = score_strides(gathered.target, problem.scores_shape)
-    params["target"] = score_strides(dbias, problem.scores_shape)
-    params["accumulate"] = accumulate
-    ctas = passes.dbias_ctas(math.prod(shape), bool(params["repeats"][3] > 1))
-    return Step.of(passes.dbias(dbias.dtype.name), ctas, params[()])
-
-
-def _four_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (1,) * (4 - len(shape)) + shape

@@ -16,10 +16,15 @@ INTEGERS = ("q_offset", "seqused_k")
 MAX_SINK = 2e38
 
 
-def check_values(problem: AttentionProblem, arrays: dict[str, Array]) -> None:
+def check_values(
+    problem: AttentionProblem,
+    arrays: dict[str, Array],
+    lengths: tuple[np.ndarray, np.ndarray] | None = None,
+) -> None:
     """Check the contents of q_offset, seqused_k and sinks, and that rotary tables reach far enough.
 
-    Arrays on a GPU are waited for and fetched.
+    `lengths` are the queries and keys of each sequence, where these differ. Arrays on a GPU are
+    waited for and fetched.
 
     Raises
     ------
@@ -35,17 +40,22 @@ def check_values(problem: AttentionProblem, arrays: dict[str, Array]) -> None:
             f"each is between -{MAX_OFFSET} and {MAX_OFFSET}",
             "pass the key positions of query 0",
         )
-    if used is not None and ((used < 0) | (used > problem.sk)).any():
+    queries, keys = lengths or (np.asarray(problem.sq), np.asarray(problem.sk))
+    if used is not None and ((used < 0) | (used > keys)).any():
+        most = f"Sk = {problem.sk}" if lengths is None else "the keys of its sequence"
         raise error(
             ValueError,
             f"seqused_k has values from {used.min()} to {used.max()}",
-            f"each is at least 0 and at most Sk = {problem.sk}",
+            f"each is at least 0 and at most {most}",
             "clip it, or pass longer k and v",
         )
     if "sinks" in arrays:
         require_sinks(arrays["sinks"])
     if "cos" in arrays and problem.batch:
-        _require_rotary_positions(problem, arrays["cos"].shape[0], integers)
+        used = np.asarray(integers.get("seqused_k", keys))
+        from_end = used - queries if problem.q_offset is None else np.asarray(problem.q_offset)
+        offsets = np.asarray(integers.get("q_offset", from_end))
+        _require_rotary_positions(arrays["cos"].shape[0], int(used.max()), offsets, queries)
 
 
 def require_sinks(sinks: Array) -> None:
@@ -61,15 +71,13 @@ def require_sinks(sinks: Array) -> None:
 
 
 def _require_rotary_positions(
-    problem: AttentionProblem, positions: int, integers: dict[str, np.ndarray]
+    positions: int, keys: int, offsets: np.ndarray, queries: np.ndarray
 ) -> None:
-    used = np.asarray(integers.get("seqused_k", problem.sk))
-    from_end = used - problem.sq if problem.q_offset is None else problem.q_offset
-    offsets = np.asarray(integers.get("q_offset", from_end))
-    keys = int(used.max())
     occupied = {"keys": (0, keys - 1)} if keys else {}
-    if problem.sq:
-        occupied["queries"] = (int(offsets.min()), int(offsets.max()) + problem.sq - 1)
+    offsets, queries = np.broadcast_arrays(offsets, queries)
+    if queries.any():
+        begin, end = offsets[queries > 0], (offsets + queries)[queries > 0]
+        occupied["queries"] = (int(begin.min()), int(end.max()) - 1)
     for name, (first, last) in occupied.items():
         if first < 0 or last >= positions:
             raise error(

@@ -125,6 +125,8 @@ class ScoreBlocks:
         to that of the score.
     mask_mod : callable, optional
         mask_mod(b, h, i, j) of integer arrays that broadcast to the block; True = attend.
+    first_batch : int
+        What dropout, score_mod and mask_mod take the first batch element for.
     """
 
     q: NDArray[Any]
@@ -147,6 +149,7 @@ class ScoreBlocks:
     score_mod: Callable[..., Any] | None = None
     score_mod_gradient: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
+    first_batch: int = 0
     scale: float = field(init=False)
     offsets: NDArray[np.int64] = field(init=False)
     used: NDArray[np.int64] = field(init=False)
@@ -229,7 +232,7 @@ class ScoreBlocks:
         kept = None
         if self.dropout_p:
             assert self.seed is not None
-            keep = attention_keep(self.seed, self.dropout_p, b, h, i, j)
+            keep = attention_keep(self.seed, self.dropout_p, b + self.first_batch, h, i, j)
             kept = keep / (1.0 - self.dropout_p)
         return ScoreBlock(
             b, h, g, rows, keys, q, k, v, capped, slope, bias, alibi, scores, kept, unmodified
@@ -258,11 +261,10 @@ class ScoreBlocks:
             visible &= self.mask_mod(*self._indices(b, h, rows, keys))
         return visible
 
-    @staticmethod
-    def _indices(b: int, h: int, rows: slice, keys: slice) -> tuple[NDArray[np.int64], ...]:
+    def _indices(self, b: int, h: int, rows: slice, keys: slice) -> tuple[NDArray[np.int64], ...]:
         """Return what the user's functions are told of a block."""
         i, j = np.arange(rows.start, rows.stop), np.arange(keys.start, keys.stop)
-        return np.asarray(b), np.asarray(h), i[:, None], j[None, :]
+        return np.asarray(b + self.first_batch), np.asarray(h), i[:, None], j[None, :]
 
     def before_score_mod(self, block: ScoreBlock, ds: Float64) -> Float64:
         """Turn gradients of scores that enter the softmax into those of what score_mod is given."""

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from cupyattn.kernels.spec import Parameter, Pointer, inputs
-from cupyattn.kernels.structs import ATTENTION_STRUCT, PAGED_STRUCT
+from cupyattn.kernels.structs import (
+    ATTENTION_STRUCT,
+    PAGED_STRUCT,
+    VARLEN_BACKWARD_STRUCT,
+    VARLEN_STRUCT,
+)
 
 POSITIONS = inputs("q_offset", "seqused_k", optional=True)
 SCORE_INPUTS = inputs("bias", "mask", "alibi_slopes", optional=True)
@@ -32,6 +37,25 @@ PAGED: tuple[Parameter, ...] = (
     PAGED_STRUCT,
 )
 """Of the forward kernels over a paged cache."""
+
+PACKED = inputs("cu_seqlens_q", "cu_seqlens_k")
+
+VARLEN: tuple[Parameter, ...] = (
+    *inputs("q", "k", "v"),
+    Pointer("out"),
+    Pointer("lse", optional=True),
+    *(*PACKED, *POSITIONS, *SCORE_INPUTS),
+    *inputs("sinks", optional=True),
+    VARLEN_STRUCT,
+)
+"""Of the forward kernels of packed sequences."""
+
+
+def of_packed(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+    """Return the parameters of a backward kernel as that of packed sequences has them."""
+    at = parameters.index(POSITIONS[0])
+    return (*parameters[:at], *PACKED, *parameters[at:-1], VARLEN_BACKWARD_STRUCT)
+
 
 FLOAT_GRADIENT = inputs("dout", "q", "k", "v", "lse", "delta")
 """What the float32 and the naive backward read once delta is known."""

@@ -14,7 +14,9 @@ from cupyattn.kernels.configs.attention.parameters import (
     FLOAT_GRADIENT,
     POSITIONS,
     SCORE_INPUTS,
+    of_packed,
 )
+from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import (
     FLOAT_BYTES,
     ByArch,
@@ -24,7 +26,7 @@ from cupyattn.kernels.configs.tables import (
     rows_for,
 )
 from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
-from cupyattn.kernels.structs import BACKWARD_STRUCT
+from cupyattn.kernels.structs import BACKWARD_STRUCT, VARLEN_BACKWARD_STRUCT
 
 DELTA_KERNEL = KernelSpec(
     "attention_backward_f32_delta",
@@ -54,7 +56,35 @@ CONVERT_KERNEL = KernelSpec(
     "attention/float32/backward_convert.cu",
     (*inputs("dq_acc"), Pointer("dq"), BACKWARD_STRUCT),
 )
-KERNELS = (DELTA_KERNEL, DKDV_KERNEL, DQ_KERNEL, CONVERT_KERNEL)
+DELTA_VARLEN_KERNEL = KernelSpec(
+    "attention_backward_f32_delta_varlen",
+    "attention/float32/backward_delta_varlen.cu",
+    (*DELTA_KERNEL.parameters[:-1], *inputs("cu_seqlens_q"), VARLEN_BACKWARD_STRUCT),
+)
+DKDV_VARLEN_KERNEL = KernelSpec(
+    "attention_backward_f32_dkdv_varlen",
+    "attention/float32/backward_dkdv_varlen.cu",
+    of_packed(DKDV_KERNEL.parameters),
+)
+DQ_VARLEN_KERNEL = KernelSpec(
+    "attention_backward_f32_dq_varlen",
+    "attention/float32/backward_dq_varlen.cu",
+    of_packed(DQ_KERNEL.parameters),
+)
+DSINKS_VARLEN_KERNEL = KernelSpec(
+    "attention_backward_f32_dsinks_varlen",
+    "attention/float32/backward_dsinks_varlen.cu",
+    (
+        *inputs("lse", "delta", "sinks"),
+        Pointer("dsinks"),
+        *inputs("cu_seqlens_q"),
+        VARLEN_BACKWARD_STRUCT,
+    ),
+)
+KERNELS = (
+    *(DELTA_KERNEL, DKDV_KERNEL, DQ_KERNEL, CONVERT_KERNEL),
+    *(DELTA_VARLEN_KERNEL, DKDV_VARLEN_KERNEL, DQ_VARLEN_KERNEL, DSINKS_VARLEN_KERNEL),
+)
 
 DTYPES = ("float32", "bfloat16", "float16")
 VECTOR_ITEMS = 4
@@ -129,9 +159,11 @@ CTA_ROWS = 8
 
 
 @cache
-def delta(dtype: str, head_dim_v: int) -> Specialisation:
+def delta(dtype: str, head_dim_v: int, packed: bool = False) -> Specialisation:
     """Specialise the kernel of delta."""
-    return DELTA_KERNEL.specialise(threads=CTA_ROWS * WARP_SIZE, DTYPE=dtype, HEAD_DIM_V=head_dim_v)
+    return (DELTA_VARLEN_KERNEL if packed else DELTA_KERNEL).specialise(
+        threads=CTA_ROWS * WARP_SIZE, DTYPE=dtype, HEAD_DIM_V=head_dim_v
+    )
 
 
 @cache
@@ -150,13 +182,15 @@ def dkdv(
     one_pass: bool,
     options: FlashOptions,
     dbias: str,
+    packed: bool = False,
 ) -> Specialisation:
     """Specialise the kernel of dk and dv.
 
     With `one_pass` it adds to a float32 dq as well; `dbias` is the dtype that it writes, or "void".
     """
     row = dkdv_row(arch, head_dim, head_dim_v, options)
-    return modified(DKDV_KERNEL, options.modified).specialise(
+    kernel = DKDV_VARLEN_KERNEL if packed else DKDV_KERNEL
+    return modified(kernel, options.modified).specialise(
         threads=_THREADS,
         static_shared_bytes=_shared_bytes(row),
         ONE_PASS=cpp_bool(one_pass),
@@ -167,15 +201,31 @@ def dkdv(
 
 @cache
 def dq(
-    arch: int, dtype: str, head_dim: int, head_dim_v: int, vec: int, options: FlashOptions
+    arch: int,
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    vec: int,
+    options: FlashOptions,
+    packed: bool = False,
 ) -> Specialisation:
     """Specialise the kernel of dq."""
     row = dq_row(arch, head_dim, head_dim_v, options)
-    return modified(DQ_KERNEL, options.modified).specialise(
+    kernel = DQ_VARLEN_KERNEL if packed else DQ_KERNEL
+    return modified(kernel, options.modified).specialise(
         threads=_THREADS,
         static_shared_bytes=_shared_bytes(row),
         **_macros(dtype, head_dim, head_dim_v, vec, options, row),
     )
+
+
+_DSINKS_THREADS = 256
+
+
+@cache
+def dsinks_varlen(dtype: str) -> Specialisation:
+    """Specialise the kernel of the gradient of sinks of that dtype, of packed sequences."""
+    return DSINKS_VARLEN_KERNEL.specialise(threads=_DSINKS_THREADS, SINKS=dtype)
 
 
 def _macros(
@@ -214,12 +264,21 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield delta(dtype, head_dim)
         if dtype != "float32":
             yield convert(dtype, head_dim)
+        yield delta(dtype, head_dim, packed=True)
     ways = [(dtype, one_pass) for dtype in DTYPES for one_pass in (True, False)]
     for (dtype, one_pass), head_dim, vec in pairs(ways, dims, (VECTOR_ITEMS, 1)):
-        yield dkdv(arch, dtype, head_dim, head_dim, vec, one_pass, PLAIN, "void")
+        for packed in (False, True):
+            yield dkdv(arch, dtype, head_dim, head_dim, vec, one_pass, PLAIN, "void", packed)
     for dtype, head_dim, vec in pairs(DTYPES, rows_for(DQ, arch), (VECTOR_ITEMS, 1)):
         yield dq(arch, dtype, head_dim, head_dim, vec, PLAIN)
+        yield dq(arch, dtype, head_dim, head_dim, vec, PLAIN, packed=True)
+    for dtype in STORAGE:
+        yield dsinks_varlen(dtype)
     for options in (_EVERYTHING, FlashOptions(bias="float32")):
         for one_pass in (True, False):
-            yield dkdv(arch, "float32", 64, 64, VECTOR_ITEMS, one_pass, options, "float32")
+            for packed in (False, True):
+                yield dkdv(
+                    arch, "float32", 64, 64, VECTOR_ITEMS, one_pass, options, "float32", packed
+                )
         yield dq(arch, "float32", 64, 64, VECTOR_ITEMS, options)
+        yield dq(arch, "float32", 64, 64, VECTOR_ITEMS, options, packed=True)

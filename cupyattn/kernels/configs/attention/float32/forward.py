@@ -24,7 +24,10 @@ KERNEL = KernelSpec("attention_forward_f32", "attention/float32/forward.cu", par
 PAGED = KernelSpec(
     "attention_forward_paged_f32", "attention/float32/forward_paged.cu", parameters.PAGED
 )
-KERNELS = (KERNEL, PAGED)
+VARLEN = KernelSpec(
+    "attention_forward_varlen_f32", "attention/float32/forward_varlen.cu", parameters.VARLEN
+)
+KERNELS = (KERNEL, PAGED, VARLEN)
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,15 @@ def flash(
     """Specialise the float32 flash kernel; `vec` is 4 where rows are aligned to it, otherwise 1."""
     row = flash_row(arch, head_dim, head_dim_v)
     return _specialise(KERNEL, row, dtype, (head_dim, head_dim_v), vec, options)
+
+
+@cache
+def varlen(
+    arch: int, dtype: str, head_dim: int, head_dim_v: int, vec: int, options: FlashOptions = PLAIN
+) -> Specialisation:
+    """Specialise the kernel of packed sequences."""
+    row = flash_row(arch, head_dim, head_dim_v)
+    return _specialise(VARLEN, row, dtype, (head_dim, head_dim_v), vec, options)
 
 
 @cache
@@ -143,10 +155,14 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     for options in EACH_OPTION:
         yield flash(arch, "float32", 64, 64, VECTOR_ITEMS, options)
     for number, head_dim in enumerate(rows_for(FLASH, arch)):  # in turns
-        yield paged(arch, DTYPES[number % 2], head_dim, VECTOR_ITEMS if number % 3 else 1)
+        turn = DTYPES[number % 2], VECTOR_ITEMS if number % 3 else 1
+        yield paged(arch, turn[0], head_dim, turn[1])
+        yield varlen(arch, turn[0], head_dim, head_dim, turn[1])
     for options in EACH_PAGED_OPTION:
         yield paged(arch, "float32", 64, VECTOR_ITEMS, options)
     for dtype, head_dim, vec, integers in pairs(
         DTYPES, rows_for(FLASH, arch), (VECTOR_ITEMS, 1), INTEGER_BITS
     ):
         yield paged(arch, dtype, head_dim, vec, cache=integers)
+    for options in EACH_OPTION:
+        yield varlen(arch, "float32", 64, 64, VECTOR_ITEMS, options)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.attention.modifiers import Modifiers, modified
-from cupyattn.kernels.configs.attention.parameters import POSITIONS, SCORE_INPUTS
+from cupyattn.kernels.configs.attention.parameters import POSITIONS, SCORE_INPUTS, of_packed
 from cupyattn.kernels.configs.tables import (
     FLOAT_BYTES,
     cpp_bool,
@@ -49,7 +49,17 @@ DQ_KERNEL = KernelSpec(
         BACKWARD_STRUCT,
     ),
 )
-KERNELS = (DKDV_KERNEL, DKDV_PAIRED_KERNEL, DQ_KERNEL)
+_DENSE = (DKDV_KERNEL, DKDV_PAIRED_KERNEL, DQ_KERNEL)
+VARLEN = {
+    kernel: KernelSpec(
+        f"{kernel.entry}_varlen",
+        kernel.source.replace(".cu", "_varlen.cu"),
+        of_packed(kernel.parameters),
+    )
+    for kernel in _DENSE
+}
+"""The same of packed sequences."""
+KERNELS = (*_DENSE, *VARLEN.values())
 
 _SMEM_UNIT = 128  # bytes: alignment of each buffer in Smem
 
@@ -164,12 +174,12 @@ def dkdv(
     vec: int,
     one_pass: bool,
     options: BackwardOptions = PLAIN,
+    packed: bool = False,
 ) -> Specialisation:
     """Specialise the dK/dV kernel, which gathers dQ as well with `one_pass`."""
     row = dkdv_row(arch, head_dim, head_dim_v, one_pass)
-    paired = isinstance(row, PairedConfig)
-    kernel = DKDV_PAIRED_KERNEL if paired else DKDV_KERNEL
-    return modified(kernel, options.modified).specialise(
+    dense = DKDV_PAIRED_KERNEL if isinstance(row, PairedConfig) else DKDV_KERNEL
+    return modified(VARLEN[dense] if packed else dense, options.modified).specialise(
         threads=row.warps * WARP_SIZE,
         shared_bytes=_dkdv_shared_bytes(row, head_dim, head_dim_v, one_pass),
         HEAD_DIM=head_dim,
@@ -264,11 +274,16 @@ _DQ_OPTIONS = ("bias", "mask", "score_vec", "slopes", "softcap", "dropout", "mod
 
 @cache
 def dq(
-    arch: int, head_dim: int, head_dim_v: int, vec: int, options: BackwardOptions = PLAIN
+    arch: int,
+    head_dim: int,
+    head_dim_v: int,
+    vec: int,
+    options: BackwardOptions = PLAIN,
+    packed: bool = False,
 ) -> Specialisation:
     """Specialise the deterministic dQ kernel, which writes no dbias."""
     row = dq_row(arch, head_dim, head_dim_v, options)
-    return modified(DQ_KERNEL, options.modified).specialise(
+    return modified(VARLEN[DQ_KERNEL] if packed else DQ_KERNEL, options.modified).specialise(
         threads=row.warps * WARP_SIZE,
         shared_bytes=_dq_shared_bytes(row, head_dim, head_dim_v),
         HEAD_DIM=head_dim,
@@ -314,8 +329,12 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield dkdv(arch, head_dim, head_dim, 8, True)
         yield dkdv(arch, head_dim, head_dim, 8, False)
         yield dkdv(arch, head_dim, head_dim, 1, number % 2 == 0)
+        yield dkdv(arch, head_dim, head_dim, 8, True, packed=True)
+        yield dkdv(arch, head_dim, head_dim, 8, False, packed=True)
     for head_dim, vec in itertools.product(rows_for(DQ, arch), (8, 1)):
         yield dq(arch, head_dim, head_dim, vec)
+    for head_dim in rows_for(DQ, arch):
+        yield dq(arch, head_dim, head_dim, 8, packed=True)
     for options in _EACH_OPTION:
         yield dkdv(arch, 64, 64, 8, True, options)
         if not options.dbias_add:

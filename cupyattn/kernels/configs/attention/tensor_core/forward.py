@@ -32,7 +32,10 @@ KERNEL = KernelSpec("attention_forward", "attention/tensor_core/forward.cu", par
 PAGED = KernelSpec(
     "attention_forward_paged", "attention/tensor_core/forward_paged.cu", parameters.PAGED
 )
-KERNELS = (KERNEL, PAGED)
+VARLEN = KernelSpec(
+    "attention_forward_varlen", "attention/tensor_core/forward_varlen.cu", parameters.VARLEN
+)
+KERNELS = (KERNEL, PAGED, VARLEN)
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,9 @@ class FlashConfig:
 # Turing card has been measured. Two CTAs of 4 warps keep an SM's tensor cores busier than one of
 # 8, whose warps go through their phases together; 32 rows a warp halve the shared-memory traffic,
 # which binds otherwise.
-# GeForce cards run mma with float16 accumulators at twice the rate. Promoted to float32 every 8 steps
-# of 8 columns, that models 1.42 to 1.62 of these rows at head dim 64 and 1.25 to 1.29 at 128 (RTX
-# 2060 Super, 2026-11-22): too little there for another error bound.
+# GeForce cards run mma with float16 accumulators at twice the rate. Promoted to float32 every 8
+# steps of 8 columns, that models 1.42 to 1.62 of these rows at head dim 64 and 1.25 to 1.29 at 128
+# (RTX 2060 Super, 2026-11-22): too little there for another error bound.
 _TURING = {
     40: FlashConfig(2, 4, 48, 2, "models 0.73, and 0.67 with 32 keys, 0.66 with 64"),
     64: FlashConfig(2, 4, 64, 2, "models 0.87, and 0.85 with 32 keys, 0.79 with 48"),
@@ -142,6 +145,15 @@ def flash(
 
 
 @cache
+def varlen(
+    arch: int, head_dim: int, head_dim_v: int, vec: int, options: FlashOptions = PLAIN
+) -> Specialisation:
+    """Specialise the kernel of packed sequences."""
+    row = flash_row(arch, head_dim, head_dim_v, options)
+    return _specialise(VARLEN, row, head_dim, head_dim_v, vec, options)
+
+
+@cache
 def paged(
     arch: int, head_dim: int, vec: int, options: FlashOptions = PLAIN, cache: str = "float16"
 ) -> Specialisation:
@@ -210,7 +222,11 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield flash(arch, 64, 64, vec, options)
     for head_dim in rows_for(FLASH, arch):
         yield paged(arch, head_dim, vec)
+        yield varlen(arch, head_dim, head_dim, vec)
     yield paged(arch, 64, 1)
+    yield varlen(arch, 64, 64, 1)
+    for options in EACH_OPTION:
+        yield varlen(arch, 64, 64, vec, options)
     for options in EACH_PAGED_OPTION:
         yield paged(arch, 64, vec, options)
     for integers in INTEGER_BITS:

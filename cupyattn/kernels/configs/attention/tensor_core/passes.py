@@ -10,7 +10,7 @@ from cupyattn.kernels.configs.attention.tensor_core.backward import ONE_PASS
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import pairs, rows_for
 from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
-from cupyattn.kernels.structs import BACKWARD_STRUCT, DBIAS_STRUCT
+from cupyattn.kernels.structs import BACKWARD_STRUCT, DBIAS_STRUCT, VARLEN_BACKWARD_STRUCT
 
 DELTA_KERNEL = KernelSpec(
     "attention_backward_delta",
@@ -26,6 +26,16 @@ CONVERT_KERNEL = KernelSpec(
     "attention/tensor_core/backward_convert.cu",
     (*inputs("dq_acc"), Pointer("dq"), BACKWARD_STRUCT),
 )
+DELTA_VARLEN_KERNEL = KernelSpec(
+    "attention_backward_delta_varlen",
+    "attention/tensor_core/backward_delta_varlen.cu",
+    (*DELTA_KERNEL.parameters[:-1], *inputs("cu_seqlens_q"), VARLEN_BACKWARD_STRUCT),
+)
+CONVERT_VARLEN_KERNEL = KernelSpec(
+    "attention_backward_convert_varlen",
+    "attention/tensor_core/backward_convert_varlen.cu",
+    (*CONVERT_KERNEL.parameters[:-1], *inputs("cu_seqlens_q"), VARLEN_BACKWARD_STRUCT),
+)
 DBIAS_KERNEL = KernelSpec(
     "attention_backward_dbias",
     "attention/tensor_core/backward_dbias.cu",
@@ -36,7 +46,14 @@ DSINKS_KERNEL = KernelSpec(
     "attention/tensor_core/backward_dsinks.cu",
     (*inputs("sinks", "stats"), Pointer("dsinks"), BACKWARD_STRUCT),
 )
-KERNELS = (DELTA_KERNEL, CONVERT_KERNEL, DBIAS_KERNEL, DSINKS_KERNEL)
+KERNELS = (
+    DELTA_KERNEL,
+    CONVERT_KERNEL,
+    DELTA_VARLEN_KERNEL,
+    CONVERT_VARLEN_KERNEL,
+    DBIAS_KERNEL,
+    DSINKS_KERNEL,
+)
 
 ROW_PAD = 64
 """Rows per head in scratch memory are a multiple of this (kRowPad in backward_params.cuh).
@@ -58,9 +75,9 @@ def delta_rows(head_dim_v: int) -> int:
 
 
 @cache
-def delta(head_dim_v: int, vec: int) -> Specialisation:
+def delta(head_dim_v: int, vec: int, packed: bool = False) -> Specialisation:
     """Specialise the kernel of the row statistics."""
-    return DELTA_KERNEL.specialise(
+    return (DELTA_VARLEN_KERNEL if packed else DELTA_KERNEL).specialise(
         threads=_THREADS,
         HEAD_DIM_V=head_dim_v,
         ROW_LANES=_row_lanes(head_dim_v),
@@ -69,9 +86,9 @@ def delta(head_dim_v: int, vec: int) -> Specialisation:
 
 
 @cache
-def convert(head_dim: int, vec: int) -> Specialisation:
+def convert(head_dim: int, vec: int, packed: bool = False) -> Specialisation:
     """Specialise the kernel that rounds the one-pass dQ."""
-    return CONVERT_KERNEL.specialise(
+    return (CONVERT_VARLEN_KERNEL if packed else CONVERT_KERNEL).specialise(
         threads=_THREADS,
         HEAD_DIM=head_dim,
         VEC=vec,
@@ -103,6 +120,9 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     for head_dim, vec in pairs(rows_for(ONE_PASS, arch), (8, 1)):
         yield delta(head_dim, vec)
         yield convert(head_dim, vec)
+    for head_dim in (64, 128, 256):  # as many lanes to a row as there can be
+        yield delta(head_dim, 8, packed=True)
+        yield convert(head_dim, 8, packed=True)
     for dtype in STORAGE:
         yield dbias(dtype)
         yield dsinks(dtype)

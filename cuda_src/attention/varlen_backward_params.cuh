@@ -1,0 +1,52 @@
+// What the backward kernels of packed sequences are told besides their array pointers, and how each sees its sequence: as
+// a batch of one, whose arrays begin at its rows.
+//
+// Shapes: as in varlen_params.cuh, and dout (total_q, H, Dv), dlse (H, total_q), dq, dk and dv like q, k and v. Scratch
+// of the tensor-core kernels as in backward_params.cuh, of one batch element: the rows of a sequence begin at a multiple
+// of kRowPad in it, behind all of those before. Scratch of the float32 kernels: delta, a (H, rows) for each sequence, one
+// behind the other.
+#pragma once
+
+#include "backward_params.cuh"
+#include "varlen_params.cuh"
+
+// Field for field the structured dtype VARLEN_BACKWARD_PARAMS of cupyattn/kernels/structs.py.
+struct VarlenBackwardParams {
+  BackwardParams backward;  // rows_padded are those of all sequences together
+  PackedBatch packed;
+};
+static_assert(sizeof(VarlenBackwardParams) == VARLEN_BACKWARD_PARAMS_BYTES,
+              "cupyattn/kernels/structs.py describes another struct");
+
+// Of one sequence.
+__device__ __forceinline__ BackwardParams of_sequence(const BackwardParams& longest, const PackedSequence& sequence) {
+  BackwardParams own = longest;
+  own.attention.sq = sequence.queries.count;
+  own.attention.sk = sequence.keys.count;
+  return own;
+}
+
+template <typename Scalar>
+__device__ __forceinline__ Scalar* rows_from(Scalar* array_g, const Strides& strides, const RowSpan& rows) {
+  return array_g + rows.begin * strides.seq;
+}
+
+// The key tile of a CTA; false where there are none left. Under causal order earlier keys are seen by more queries: they
+// start first.
+__device__ __forceinline__ bool find_keys(PackedTile& found, const PackedBatch& packed, const AttentionParams& longest,
+                                          const PackedPointers& pointers, int keys_per_cta) {
+  return packed_keys(packed, longest, pointers).find(found, longest.heads / longest.group, keys_per_cta);
+}
+__device__ __forceinline__ KeyPlace key_place(const PackedTile& tile, int keys_per_cta) {
+  return {tile.batch, tile.head, tile.tile * keys_per_cta, /*scratch_batch=*/0};
+}
+
+// Where the rows of sequence `batch` begin in the scratch of a head.
+__device__ __forceinline__ int scratch_begin(const RowSpan& queries, int batch) {
+  return (queries.begin + batch * kRowPad) / kRowPad * kRowPad;
+}
+
+// Whose rows a row of the scratch of a head is among: those of the last sequence that begins before it. There is one.
+__device__ __forceinline__ int sequence_of_scratch(const PackedRows& queries, int row) {
+  return queries.last_from(row, [&](int sequence) { return scratch_begin(queries.of(sequence), sequence); });
+}

@@ -1,0 +1,111 @@
+"""Attention over packed sequences on a device: from a checked problem to a plan that ran."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from cupyattn.arrays import Array, Operands
+from cupyattn.errors import error
+from cupyattn.kernels.configs.dtypes import STORAGE
+from cupyattn.kernels.device import Device
+from cupyattn.ops.attention import float32, tensor_core, tensor_core_backward
+from cupyattn.ops.attention.backward import nothing_to_add
+from cupyattn.ops.attention.implementations import (
+    Implementation,
+    Implementations,
+    implementation_of,
+    register,
+)
+from cupyattn.ops.attention.layouts import MAX_LENGTH, require_lengths
+from cupyattn.ops.attention.options import POSITION_OPTIONS, SCORE_OPTIONS
+from cupyattn.ops.attention.packed import PackedProblem
+from cupyattn.ops.attention.params import seeded
+from cupyattn.ops.card import Card
+from cupyattn.ops.checks import require_item_alignment
+from cupyattn.ops.plan import Plan, run
+
+_OPTIONS = POSITION_OPTIONS | SCORE_OPTIONS
+FORWARD = register(("flash", STORAGE, float32.forward_plan, _OPTIONS))
+BACKWARD = register(("flash", STORAGE, float32.backward_plan, _OPTIONS))
+ON_TENSOR_CORES = {
+    "attention_varlen": register(("flash", ("float16",), tensor_core.forward_plan, _OPTIONS)),
+    "attention_varlen_backward": register(
+        ("flash", ("float16",), tensor_core_backward.backward_plan, _OPTIONS)
+    ),
+}
+"""What takes their place on cards that have them."""
+
+
+def varlen_forward(
+    device: Device, problem: PackedProblem, operands: Operands, *, seed: int, return_lse: bool
+) -> dict[str, Array]:
+    """Run attention forward, into `out` and `lse` where they are given."""
+    plan = _forward_plan(problem, Card.of(device), return_lse)
+    if problem.dropout_p:
+        plan = seeded(plan, seed)
+    return run(device, plan, operands.arrays)
+
+
+@lru_cache(maxsize=4096)
+def _forward_plan(problem: PackedProblem, card: Card, return_lse: bool) -> Plan:
+    chosen = _implementation(problem, FORWARD, card, "attention_varlen")
+    _require_kernel_sizes(problem)
+    plan = chosen.plan(problem, problem.starts, card.arch, return_lse=return_lse)
+    plan.require_arrays(problem.layouts)
+    return plan
+
+
+def varlen_backward(
+    device: Device,
+    problem: PackedProblem,
+    operands: Operands,
+    *,
+    seed: int,
+    deterministic: bool,
+    accumulate: bool,
+) -> dict[str, Array]:
+    """Run the backward, into the results and scratch that are given.
+
+    Returns
+    -------
+    dict
+        The gradients by name; dbias and dsinks only where there are bias and sinks.
+    """
+    plan = _backward_plan(problem, Card.of(device), deterministic, accumulate)
+    if problem.dropout_p:
+        plan = seeded(plan, seed)
+    return run(device, plan, operands.arrays)
+
+
+@lru_cache(maxsize=4096)
+def _backward_plan(
+    problem: PackedProblem, card: Card, deterministic: bool, accumulate: bool
+) -> Plan:
+    chosen = _implementation(problem, BACKWARD, card, "attention_varlen_backward")
+    _require_kernel_sizes(problem)
+    if problem.batch * problem.heads == 0:
+        return nothing_to_add(problem, accumulate)
+    plan = chosen.plan(
+        problem, problem.starts, card.arch, deterministic=deterministic, accumulate=accumulate
+    )
+    plan.require_arrays(problem.layouts)
+    return plan
+
+
+def _implementation(
+    problem: PackedProblem, table: Implementations, card: Card, function: str
+) -> Implementation:
+    on_card = {**table, **(ON_TENSOR_CORES[function] if card.tensor_cores else {})}
+    return implementation_of(problem, on_card, function)
+
+
+def _require_kernel_sizes(problem: PackedProblem) -> None:
+    require_lengths(problem)
+    require_item_alignment(problem.layouts, problem.starts)
+    if max(problem.total_q, problem.total_k) > MAX_LENGTH:
+        raise error(
+            ValueError,
+            f"q has {problem.total_q} rows, k and v have {problem.total_k}, on a GPU",
+            f"packed arrays have at most {MAX_LENGTH} rows",
+            "split the batch over several calls",
+        )

@@ -1,0 +1,153 @@
+"""Bugs planted in how the kernels of packed sequences find their rows are found."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.planted_bugs import Bug, PlantedDevice, plant
+from support.search import deep
+from support.strategies import AttentionProblem
+from support.varlen import VarlenProblem
+
+import cupyattn
+from cupyattn.emulator import Checks, KernelFault
+
+pytestmark = pytest.mark.nvrtc
+
+ROWS_CUH, PARAMS_CUH = "attention/packed_rows.cuh", "attention/varlen_params.cuh"
+FEED_CUH = "attention/tensor_core/packed_key_feed.cuh"
+FLOAT_CU = "attention/float32/forward_varlen.cu"
+# Two sequences of as many tiles, one without queries, one without keys, and keys not in use.
+HALF = VarlenProblem(
+    AttentionProblem(
+        B=5, Sq=300, Sk=150, H=2, G=1, D=64, Dv=64, dtype="float16",
+        drawn=(("causal", True), ("seqused_k", (150, 9, 60, 30, 0))),
+    ),
+    queries=(5, 300, 0, 33, 260), keys=(150, 90, 70, 60, 0), spare=2,
+)  # fmt: skip
+FLOAT = replace(HALF, dense=replace(HALF.dense, dtype="float32", D=24, Dv=40))
+MANY = VarlenProblem(
+    replace(HALF.dense, B=40, Sq=130, Sk=20, drawn=()),
+    queries=(3,) * 36 + (0, 130, 3, 130), keys=(20,) * 40,
+)  # fmt: skip
+
+
+@pytest.fixture
+def ratio_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., float]:
+    """Run a problem from sources with bugs in them; returns its error over the bound."""
+
+    def run(problem: VarlenProblem, *bugs: Bug) -> float:
+        folder = tmp_path / "cuda_src"
+        plant(folder, *bugs)
+        device = PlantedDevice(folder, Checks.all())
+        module = sys.modules["cupyattn.functional.attention.varlen"]
+        monkeypatch.setattr(module, "device_of", lambda _: device)
+        out, lse = cupyattn.attention_varlen(
+            *problem.arrays(), *problem.longest, return_lse=True, **problem.options()
+        )
+        return problem.ratio(out, lse)
+
+    return run
+
+
+@pytest.mark.parametrize("problem", [HALF, FLOAT, MANY], ids=["half", "float", "many"])
+def test_a_clean_copy_is_right(problem, ratio_with):
+    assert 0 < ratio_with(problem) <= 1
+
+
+WRONG = [
+    (HALF, Bug(ROWS_CUH, "if (tiles >= least) sum += tiles;", "if (tiles > least) sum += tiles;")),
+    (HALF, Bug(ROWS_CUH, "index / length, index % length, length}", "index / length, 0, length}")),
+    (HALF, Bug(PARAMS_CUH, "(own.tiles - 1 - own.tile)", "own.tile + 1")),
+    (HALF, Bug(PARAMS_CUH, "- queries.count\n", "- longest.sq\n")),
+    (HALF, Bug(FEED_CUH, "(first_key + (TileFeed", "((TileFeed")),
+    (HALF, Bug(FEED_CUH, "next.v += KTile::kRows * v_stride;", "")),
+    (MANY, Bug(ROWS_CUH, "alike &= alike - 1;", ";")),
+    (FLOAT, Bug(FLOAT_CU, "k_g + begin * attention.k.seq", "k_g")),
+]  # fmt: skip
+WRONG_DEEP = [
+    (HALF, Bug(ROWS_CUH, "return {begin, min(end - begin, longest)};", "return {begin, longest};")),
+    (HALF, Bug(ROWS_CUH, "tiles_of_longer(length + 1, tile_rows);", "0;")),
+    (HALF, Bug(PARAMS_CUH, "seqused_k_g, batch), keys.count)", "seqused_k_g, batch), 1 << 20)")),
+    (HALF, Bug(PARAMS_CUH, "rows.count,\n           rows.begin}", "rows.count,\n           0}")),
+    (HALF, Bug(PARAMS_CUH, "own.head / longest.group", "0 * own.head + 1")),
+    (MANY, Bug(ROWS_CUH, "first += kWarpSize) {", "first += batch) {")),
+    (MANY, Bug(ROWS_CUH, "nth -= __popc(alike);", "")),
+    (FLOAT, Bug(PARAMS_CUH, "if (!queries.find(own, longest.heads, rows_per_cta)) return false;",
+                "queries.find(own, longest.heads, rows_per_cta);")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("problem", "bug"), [*WRONG, *deep(*WRONG_DEEP)])
+def test_wrong_results_are_found(problem, bug, ratio_with):
+    with suppress(KernelFault):  # which is as good
+        assert not ratio_with(problem, bug) <= 1  # NaN too
+
+
+@pytest.fixture
+def gradient_ratios_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, float]]:
+    """Run a backward from sources with bugs in them; returns errors over bounds."""
+
+    def run(problem: VarlenProblem, deterministic: bool, *bugs: Bug) -> dict[str, float]:
+        folder = tmp_path / "cuda_src"
+        plant(folder, *bugs)
+        device = PlantedDevice(folder, Checks.all())
+        module = sys.modules["cupyattn.functional.attention.varlen_backward"]
+        monkeypatch.setattr(module, "device_of", lambda _: device)
+        arrays, bounds, options = problem.backward_inputs()
+        grads = cupyattn.attention_varlen_backward(
+            *arrays, *bounds, *problem.longest, **options, deterministic=deterministic
+        )
+        return problem.backward_ratios(
+            {name: x for name, x in grads._asdict().items() if x is not None}
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("problem", [HALF, FLOAT], ids=["half", "float"])
+def test_a_clean_copy_has_right_gradients(problem, deterministic, gradient_ratios_with):
+    ratios = gradient_ratios_with(problem, deterministic)
+    assert 0 < max(ratios.values()) <= 1, ratios
+
+
+GRADIENTS_CUH = "attention/varlen_backward_params.cuh"
+DELTA_CU, CONVERT_CU, DKDV_CU, DQ_CU = (
+    f"attention/tensor_core/backward_{name}_varlen.cu"
+    for name in ("delta", "convert", "dkdv", "dq")
+)
+FLOAT_DELTA_CU, FLOAT_DKDV_CU = (
+    f"attention/float32/backward_{name}_varlen.cu" for name in ("delta", "dkdv")
+)
+WRONG_GRADIENTS = [
+    (HALF, False, Bug(GRADIENTS_CUH, "(queries.begin + batch * kRowPad)", "(queries.begin)")),
+    (HALF, False, Bug(DELTA_CU, "rows.begin + row,", "row,")),
+    (HALF, False, Bug(DKDV_CU, "rows_from(dv_g, own.dv, keys)", "dv_g")),
+    (FLOAT, False, Bug(FLOAT_DKDV_CU, "rows_from(dq_g, own.dq, queries)", "dq_g")),
+]
+WRONG_GRADIENTS_DEEP = [
+    (HALF, False, Bug(GRADIENTS_CUH, "own.attention.sq = sequence.queries.count;", "")),
+    (HALF, False, Bug(CONVERT_CU, "rows_from(dq_g, backward.dq, rows)", "dq_g")),
+    (HALF, False, Bug(DKDV_CU, "statistics_g + statistics_offset(begin)", "statistics_g")),
+    (HALF, True, Bug(DQ_CU, "rows_from(k_g, longest.k, keys)", "k_g")),
+    (HALF, True, Bug(DQ_CU, "/*scratch_batch=*/0", "place.batch")),
+    (FLOAT, True, Bug(FLOAT_DELTA_CU, "rows.begin) * forward.heads", "rows.begin)")),
+    (FLOAT, False, Bug(GRADIENTS_CUH, "tile.tile * keys_per_cta", "0 * keys_per_cta")),
+]
+
+
+@pytest.mark.parametrize(
+    ("problem", "deterministic", "bug"), [*WRONG_GRADIENTS, *deep(*WRONG_GRADIENTS_DEEP)]
+)
+def test_wrong_gradients_are_found(problem, deterministic, bug, gradient_ratios_with):
+    with suppress(KernelFault):  # which is as good
+        ratios = gradient_ratios_with(problem, deterministic, bug)
+        assert not max(ratios.values()) <= 1, ratios  # NaN too

@@ -1,0 +1,151 @@
+"""Gradients of attention over packed sequences: each one's are those of a dense call of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.attention_options import OPTION_SETS, RUN_TIME_OPTIONS
+from support.devices import KERNELS, SENTINEL, placed
+from support.search import deep, examples, wider
+from support.strategies import FRUGAL, AttentionProblem
+from support.varlen import VarlenProblem, varlen_problems
+
+import cupyattn
+from cupyattn import AttentionGrads
+
+pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
+
+KINDS = {"option_views": FRUGAL["option_views"], "spreads": (1.0,)}
+RAGGED = VarlenProblem(
+    AttentionProblem(B=4, Sq=140, Sk=150, H=4, G=2, D=64, Dv=64, dtype="float16",
+                     drawn=(("causal", True),)),
+    queries=(5, 140, 0, 33),
+    keys=(20, 150, 7, 0),
+    spare=3,
+)  # fmt: skip
+FLOAT = replace(RAGGED, dense=replace(RAGGED.dense, dtype="float32", D=24, Dv=40))
+
+
+@given(
+    problem=varlen_problems(
+        head_dims=wider([(64, 64)], [(24, 40), (88, 80), (128, 128), (256, 256)]),
+        dtypes=("float16",), options=RUN_TIME_OPTIONS,
+        option_sets=wider(OPTION_SETS[:3], OPTION_SETS[3:]), **KINDS,
+    ),
+    deterministic=st.booleans(),
+)  # fmt: skip
+@examples(10, deep=40)
+def test_each_sequence_is_within_the_dense_bounds(problem: VarlenProblem, deterministic: bool):
+    ratios = problem.backward_ratios(problem.run_backward(deterministic=deterministic))
+    assert max(ratios.values()) <= 1, ratios
+
+
+@given(
+    problem=varlen_problems(
+        head_dims=wider([(24, 40)], [(64, 64), (128, 128), (256, 8)]),
+        dtypes=wider(["float32"], ["bfloat16"]), options=RUN_TIME_OPTIONS,
+        option_sets=wider(OPTION_SETS[:2], OPTION_SETS[2:]), **KINDS,
+    ),
+    deterministic=st.booleans(),
+)  # fmt: skip
+@examples(8, deep=40)
+def test_float32(problem: VarlenProblem, deterministic: bool):
+    ratios = problem.backward_ratios(problem.run_backward(deterministic=deterministic))
+    assert max(ratios.values()) <= 1, ratios
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [("float16", 64), ("float32", 24), *deep(("float16", 160))]
+)
+def test_deterministic_bits_are_those_of_a_loop_over_sequences(dtype, head_dim):
+    dense = replace(RAGGED.dense, dtype=dtype, D=head_dim, Dv=head_dim)
+    problem = replace(RAGGED, dense=dense)
+    grads = problem.run_backward(deterministic=True)
+    (dout, q, k, v, out, lse), _, options = problem.backward_inputs()
+    for rows, keys, _ in problem.sequences():
+        if rows.start == rows.stop or keys.start == keys.stop:
+            continue
+        own = (dout[None, rows], q[None, rows], k[None, keys], v[None, keys], out[None, rows])
+        with KERNELS.running():
+            alone = cupyattn.attention_backward(
+                *map(KERNELS.put, (*own, lse[None, :, rows])), causal=True, deterministic=True,
+                dlse=KERNELS.put(np.ascontiguousarray(options["dlse"][None, :, rows])),
+            )  # fmt: skip
+        for name, place in (("dq", rows), ("dk", keys), ("dv", keys)):
+            assert np.array_equal(grads[name][place], KERNELS.get(getattr(alone, name))[0]), name
+
+
+@pytest.mark.parametrize("problem", [RAGGED, FLOAT], ids=["float16", "float32"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_are_added_to_what_is_there(problem, deterministic):
+    """In float32, before the one rounding; rows of no sequence aside."""
+    dense = replace(problem.dense, drawn=(("bias", ((4, 140, 150), problem.dense.dtype)),))
+    problem = replace(problem, dense=dense)
+    plain = problem.run_backward(deterministic=deterministic)
+    there = {name: np.full(x.shape, 0.5, x.dtype) for name, x in plain.items()}
+    grads = AttentionGrads(**{name: KERNELS.put(x) for name, x in there.items()})
+    (dout, q, k, v, out, lse), bounds, options = problem.backward_inputs()
+    with KERNELS.running():
+        found = cupyattn.attention_varlen_backward(
+            *map(KERNELS.put, (dout, q, k, v, out, lse, *bounds)), *problem.longest,
+            **{name: placed(KERNELS, value) for name, value in options.items()},
+            deterministic=deterministic, grads=grads, accumulate=True,
+        )  # fmt: skip
+    used = {"dq": bounds[0][-1], "dk": bounds[1][-1], "dv": bounds[1][-1]}
+    for name, x in plain.items():
+        rows = slice(used.get(name))
+        added = KERNELS.get(getattr(found, name))[rows]
+        assert np.allclose(added, x[rows].astype(np.float32) + 0.5, atol=4e-3), name
+
+
+def test_a_workspace_that_is_too_small_is_refused():
+    with pytest.raises(ValueError, match="this call needs"):
+        RAGGED.run_backward(workspace=np.zeros(64, np.uint8))
+
+
+def test_vjp():
+    """One entry for each argument by position: lengths have no gradient."""
+    q, k, v, *bounds = map(KERNELS.put, FLOAT.arrays())
+    dout = KERNELS.put(FLOAT.backward_inputs()[0][0])
+    with KERNELS.running():
+        out, pullback = cupyattn.vjp(
+            cupyattn.attention_varlen, q, k, v, *bounds, *FLOAT.longest, causal=True
+        )
+        dq, dk, dv, *others = pullback(dout, deterministic=True)
+    assert others == [None] * 4
+    assert out.shape == dout.shape
+    expected = replace(FLOAT).run_backward(deterministic=True, dlse=None)
+    for name, found in (("dq", dq), ("dk", dk), ("dv", dv)):
+        rows = slice(sum(FLOAT.queries if name == "dq" else FLOAT.keys))
+        assert np.allclose(KERNELS.get(found)[rows], expected[name][rows], atol=1e-5)
+
+
+@pytest.mark.parametrize("bounds", [[0, 900, -5, 178, 2**31 - 1], [7, 3, 3, 3, 3], [-9] * 5])
+@pytest.mark.parametrize("problem", [RAGGED, FLOAT], ids=["float16", "float32"])
+def test_wild_bounds_touch_nothing_outside(problem, bounds):
+    """The emulator's checks of addresses would say so; values are not looked at here."""
+    arrays, _, _ = problem.backward_inputs()
+    wild = np.array(bounds, np.int32)
+    with KERNELS.running(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cupyattn.ops.attention.checks.checks_values", lambda _: False)
+        for deterministic in (False, True):
+            cupyattn.attention_varlen_backward(
+                *map(KERNELS.put, (*arrays, wild, wild)), *problem.longest, causal=True,
+                deterministic=deterministic,
+            )  # fmt: skip
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    arrays, bounds, _ = FLOAT.backward_inputs()
+    for at, message in ((0, "dout has shape"), (4, "out has shape"), (5, "lse has shape")):
+        changed = [*arrays]
+        changed[at] = changed[at][:-1]
+        with pytest.raises(ValueError, match=message):
+            cupyattn.attention_varlen_backward(*changed, *bounds, *FLOAT.longest)
+    grads = AttentionGrads(dk=np.full((3, 2, 24), SENTINEL, np.float32))
+    with pytest.raises(ValueError, match=r"grads\.dk is"):
+        cupyattn.attention_varlen_backward(*arrays, *bounds, *FLOAT.longest, grads=grads)
