@@ -109,7 +109,7 @@ PACKED = PackedProblem(lengths=(20, 40), Sq=20, queries=(0, 20), G=2, group=2, D
         ({"cu_seqlens_q": np.array([0, 9, 5])}, ValueError, "cu_seqlens_q = [0, 9, 5]"),
         ({"cu_seqlens_q": np.array([0, 1, 21])}, ValueError, "cu_seqlens_q = [0, 1, 21]"),
         ({"cu_seqlens_q": None}, ValueError, "max_seqlen_q = 20 without cu_seqlens_q"),
-        ({"max_seqlen_q": 19}, ValueError, "sequence 1 of cu_seqlens_q has 20 query tokens"),
+        ({"max_seqlen_q": 19}, ValueError, "sequence 1 of cu_seqlens_q has 20 rows"),
         ({"max_seqlen_q": -1}, ValueError, "max_seqlen_q = -1"),
         ({"max_seqlen_q": 2.0}, TypeError, "max_seqlen_q is 2.0"),
         ({"out": np.zeros((1, 20, 4, 8), np.float32)}, ValueError, "out is float32 (1, 20, 4, 8)"),
