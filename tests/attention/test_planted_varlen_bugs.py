@@ -30,6 +30,7 @@ HALF = VarlenProblem(
     ),
     queries=(5, 300, 0, 33, 260), keys=(150, 90, 70, 60, 0), spare=2,
 )  # fmt: skip
+WHOLE = replace(HALF, dense=replace(HALF.dense, drawn=(("causal", True),)))
 FLOAT = replace(HALF, dense=replace(HALF.dense, dtype="float32", D=24, Dv=40))
 MANY = VarlenProblem(
     replace(HALF.dense, B=40, Sq=130, Sk=20, drawn=()),
@@ -73,13 +74,11 @@ WRONG = [
 WRONG_DEEP = [
     (HALF, Bug(ROWS_CUH, "return {begin, min(end - begin, longest)};", "return {begin, longest};")),
     (HALF, Bug(ROWS_CUH, "tiles_of_longer(length + 1, tile_rows);", "0;")),
-    (HALF, Bug(PARAMS_CUH, "seqused_k_g, batch), keys.count)", "seqused_k_g, batch), 1 << 20)")),
-    (HALF, Bug(PARAMS_CUH, "rows.count,\n           rows.begin}", "rows.count,\n           0}")),
+    (WHOLE, Bug(PARAMS_CUH, "seqused_k_g, batch), keys.count)", "seqused_k_g, batch), 1 << 20)")),
+    (HALF, Bug(PARAMS_CUH, "rows.begin};", "0};")),
     (HALF, Bug(PARAMS_CUH, "own.head / longest.group", "0 * own.head + 1")),
     (MANY, Bug(ROWS_CUH, "first += kWarpSize) {", "first += batch) {")),
     (MANY, Bug(ROWS_CUH, "nth -= __popc(alike);", "")),
-    (FLOAT, Bug(PARAMS_CUH, "if (!queries.find(own, longest.heads, rows_per_cta)) return false;",
-                "queries.find(own, longest.heads, rows_per_cta);")),
 ]  # fmt: skip
 
 
