@@ -127,7 +127,7 @@ def test_another_seed_is_the_same_problem(recorder, monkeypatch):
     )
     for call in calls:
         call(3)
-    monkeypatch.setattr(attention_checks, "_problem", None)
+    monkeypatch.setattr(attention_checks, "described_problem", None)
     monkeypatch.setattr(attention_params, "_fill_scores", None)
     for call in calls:
         recorder.started.clear()
