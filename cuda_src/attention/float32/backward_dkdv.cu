@@ -33,6 +33,6 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
   const int64 q_offset = query_offset(forward, q_offsets_g, place.batch);
   const KeyWindow window = sequence_window(forward, q_offsets_g, seqused_k_g, place.batch);
   add_up_gradients(
-      params, {dout_g, q_g, k_g, v_g, lse_g, delta_g, bias_g, mask_g, slopes_g, MODIFIERS, dq_g, dk_g, dv_g, dbias_g},
+      params, {dout_g, q_g, k_g, v_g, lse_g, delta_g, bias_g, mask_g, slopes_g, dq_g, dk_g, dv_g, dbias_g, MODIFIERS},
       place, window, q_offset);
 }

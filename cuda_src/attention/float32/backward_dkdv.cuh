@@ -95,10 +95,10 @@ struct Arrays {
   const Traits::Scalar *dout_g, *q_g, *k_g, *v_g;
   const float *lse_g, *delta_g;
   const void *bias_g, *mask_g, *slopes_g;
-  Modifiers modifiers;
   float* dq_g;
   Traits::Scalar *dk_g, *dv_g;
   void* dbias_g;
+  Modifiers modifiers;
 };
 
 // The keys of one CTA.

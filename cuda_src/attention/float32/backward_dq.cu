@@ -22,6 +22,6 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
   const Place place = place_of_cta(forward, Traits::kTileQ, /*last_rows_first=*/true);
   const KeyWindow window = sequence_window(forward, q_offsets_g, seqused_k_g, place.batch);
   add_up_dq(
-      params, {dout_g, q_g, k_g, v_g, lse_g, delta_g, bias_g, mask_g, slopes_g, MODIFIERS, dq_g}, place, window,
+      params, {dout_g, q_g, k_g, v_g, lse_g, delta_g, bias_g, mask_g, slopes_g, dq_g, MODIFIERS}, place, window,
       [&] { return query_offset(forward, q_offsets_g, place.batch); }, place.batch);
 }

@@ -26,8 +26,8 @@ struct Arrays {
   const Traits::Scalar *dout_g, *q_g, *k_g, *v_g;
   const float *lse_g, *delta_g;
   const void *bias_g, *mask_g, *slopes_g;
-  Modifiers modifiers;
   Traits::Scalar* dq_g;
+  Modifiers modifiers;
 };
 
 // dQ of the query rows of one CTA. `q_offset()` says where query 0 stands, `scratch_batch` is the sequence's number in
