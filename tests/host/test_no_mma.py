@@ -36,6 +36,16 @@ def attention(name: str, sq: int = 40, head_dim: int = 64, **options: Any) -> An
     return cupyattn.attention(q, k, v, **options)
 
 
+def varlen(name: str, **options: Any) -> Any:
+    """Of two sequences, of 40 rows each."""
+    q, out, dout, k, v = half(5, 80, 2, 64)
+    packed = np.array([0, 40, 80], np.int32), np.array([0, 40, 80], np.int32), 40, 40
+    if name == "attention_varlen_backward":
+        lse = single(2, 80)
+        return cupyattn.attention_varlen_backward(dout, q, k, v, out, lse, *packed, **options)
+    return cupyattn.attention_varlen(q, k, v, *packed, **options)
+
+
 TABLE = np.arange(8, dtype=np.int32).reshape(1, 8)
 LENGTHS = np.array([100], np.int32)
 
@@ -83,12 +93,18 @@ CALLS: dict[str, list[Callable[[], Any]]] = {
         lambda: attention("attention_backward", bias=half(2, 1, 300), sinks=half(2)),
         lambda: attention("attention_backward", implementation="naive"),
     ],
+    "attention_varlen": [lambda: varlen("attention_varlen", causal=True)],
+    "attention_varlen_backward": [
+        lambda: varlen("attention_varlen_backward"),
+        lambda: varlen("attention_varlen_backward", deterministic=True, sinks=half(2)),
+    ],
     "paged_attention": [
         lambda: paged(1),
         lambda: paged(12),
         lambda: paged(40),
         lambda: paged(40, packed=True),
         lambda: paged(1, integers=True),
+        lambda: paged(40, integers=True),
     ],
     "merge_attention": [
         lambda: cupyattn.merge_attention(
