@@ -179,6 +179,13 @@ WRONG = {
     "second line": (ScoreMod("score -\n   * score"), "score_mod", "line 2, column 6", "pointer"),
     "not ended": (MaskMod("(q_idx > k_idx"), "mask_mod", "its end", 'expected a ")"'),
     "a statement": (MaskMod("q_idx > k_idx;"), "mask_mod", "column 14", 'expected a ")"'),
+    "after a tab": (ScoreMod("score\n\t- slop[h]"), "score_mod", "line 2, column 4", "slop"),
+    "an assignment": (MaskMod("q_idx = k_idx"), "mask_mod", "column 1", "modifiable lvalue"),
+    "no value": (ScoreMod("void(score)"), "score_mod", "its result", "invalid type conversion"),
+    "a kernel's macro": (
+        MaskMod("WARPS > 0", WARPS=np.ones((), bool)), "mask_mod", "name of an array", "auto WARPS",
+    ),
+    "no header": (MaskMod("\n#include <mask>\ntrue"), "mask_mod", "line 2", "cannot open"),
     "gradient": (
         ScoreMod("score", gradient="gard"), "score_mod's gradient", "column 1", "gard",
     ),
@@ -198,6 +205,26 @@ def test_an_expression_that_does_not_compile_is_shown_where_it_is_wrong(name):
     with pytest.raises(ValueError, match="does not compile") as failure:
         attention(q, k, v, **{option: expression})
     assert all(word in str(failure.value) for word in words), str(failure.value)
+
+
+def test_names_of_kernels_are_free_for_arrays():
+    """Of functions, of locals, and of what it makes of another array's name."""
+    names = ("min", "row", "params", "score_mod_slopes", "slopes", "mask", "Modifiers")
+    slopes = {name: np.float32([n + 1, 2 * n]) for n, name in enumerate(names)}
+    terms = " + ".join(f"{10**n} * {name}[h]" for n, name in enumerate(names))
+    once = sum(10**n * slopes[name] for n, name in enumerate(names))
+    q, k, v, _ = (KERNELS.put(x) for x in small("float16", 1, 4, 2, 8))
+    plain = attention(q, k, v, return_lse=True)
+    named = ScoreMod(f"score + ({terms}) * 1e-6f", **placed(slopes))
+    found = attention(q, k, v, score_mod=named, return_lse=True)
+    added = KERNELS.get(found[1]) - KERNELS.get(plain[1])
+    assert_allclose(added, np.broadcast_to(once[:, None] * 1e-6, added.shape), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["grad", "int", "this", "lambda", "__x", "a b", "", "1a", "é"])
+def test_names_that_no_array_can_have(name):
+    with pytest.raises(ValueError, match=r"named .*digits and underscores.*another name"):
+        MaskMod("true", **{name: np.zeros(1)})
 
 
 def test_a_score_mod_without_gradient_has_no_backward():

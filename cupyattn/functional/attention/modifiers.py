@@ -13,7 +13,14 @@ from cupyattn.errors import error, shown
 from cupyattn.kernels.configs.attention.modifiers import GRADIENT_NAMES, parameter_name
 from cupyattn.ops.attention.modifiers import UserFunction
 
-_CPP_TYPES = frozenset({"bool", "char", "double", "float", "half", "int", "long", "short", "void"})
+_CPP_WORDS = """
+    alignas alignof and_eq asm auto bitand bitor bool case catch char char16_t char32_t compl
+    const const_cast constexpr decltype default delete do double dynamic_cast enum explicit
+    export extern false float friend goto inline int long mutable namespace new noexcept not_eq
+    nullptr operator or_eq private protected public register reinterpret_cast short signed
+    sizeof static static_assert static_cast struct switch template this thread_local throw true
+    typedef typeid typename union unsigned using virtual void volatile wchar_t xor xor_eq
+"""  # those that are not Python's as well
 
 
 class _Expression:
@@ -61,7 +68,7 @@ class ScoreMod(_Expression):
     expression : str
         CUDA C++, with the names ``score`` (a float: scaled, capped, with bias and ALiBi), ``b``,
         ``h``, ``q_idx``, ``k_idx`` (ints: batch element, query head, query, key) and those of the
-        arrays, which are indexed by them. Masks come after it.
+        arrays, which are indexed by them. Masks come after it; ``-1.f / 0.f`` is -infinity.
     gradient : str, optional
         The same for the gradient with respect to score, from ``grad``, that with respect to what
         the expression gives, and the names above. Needed for the backward. The arrays get none.
@@ -181,11 +188,13 @@ class MaskMod(_Expression):
 
 
 def _require_usable(kind: str, name: str) -> None:
-    if name in {*GRADIENT_NAMES, *_CPP_TYPES} or keyword.iskeyword(name) or not name.isascii():
+    taken = name in {*GRADIENT_NAMES, *_CPP_WORDS.split()} or keyword.iskeyword(name)
+    if taken or name.startswith("__") or not (name.isascii() and name.isidentifier()):
         raise error(
             ValueError,
             f"{kind} was given an array named {name!r}",
-            f"expressions have {', '.join(GRADIENT_NAMES)} already, and the words of C++",
+            "a name has letters, digits and underscores, not two in front; expressions have "
+            f"{', '.join(GRADIENT_NAMES)} already, and the words of C++",
             "give it another name, in the expression too",
         )
 

@@ -12,10 +12,12 @@ from cupyattn.arrays import Layout
 from cupyattn.errors import error
 from cupyattn.kernels.compile import CompilationError
 from cupyattn.kernels.configs.attention.modifiers import (
+    ARRAYS,
     END,
     GRADIENT_NAMES,
     ITEMS,
     MASK_NAMES,
+    RESULT,
     SCORE_NAMES,
     SHOWN_AS,
     Modifier,
@@ -89,9 +91,10 @@ def require_gradient(functions: Mapping[str, UserFunction | None]) -> None:
         )
 
 
+_PLACES = {ARRAYS: "the name of an array", RESULT: "its result", END: "its end"}
 _COMPLAINT = re.compile(
-    rf"^({'|'.join(SHOWN_AS.values())})({re.escape(END)})?\((\d+)\): error: (.*(?:\n {{9,}}.*)*)\n"
-    r"(.*)\n( *)\^",
+    rf"^({'|'.join(SHOWN_AS.values())})({'|'.join(map(re.escape, _PLACES))})?\((\d+)\): "
+    r"(?:catastrophic )?error: (.*(?:\n {9,}.*)*)\n(.*)\n(\s*)\^",
     re.MULTILINE,
 )
 _INDENT = 2  # NVRTC's, of the line that it quotes
@@ -104,13 +107,13 @@ def expression_error(
     found = _COMPLAINT.search(failure.log)
     if found is None:
         return failure
-    name, behind, line, complaint, text, margin = found.groups()
+    name, around, line, complaint, text, margin = found.groups()
     complaint = " ".join(complaint.split())
     function = functions["mask_mod" if name == "mask_mod" else "score_mod"]
     known = {"score_mod": SCORE_NAMES, "mask_mod": MASK_NAMES}.get(name, GRADIENT_NAMES)
     names = ", ".join((*known, *(function.arrays if function else ())))
-    place = "its end" if behind else f"line {line}, column {len(margin) - _INDENT + 1}"
-    mark = "" if behind else f":\n{text}\n{margin}^"
+    place = _PLACES.get(around, f"line {line}, column {len(margin) - _INDENT + 1}")
+    mark = "" if around in (RESULT, END) else f":\n{text}\n{margin}^"
     return error(
         ValueError,
         f"{name} does not compile: {place}: {complaint}",

@@ -21,8 +21,8 @@ MASK_NAMES = ("b", "h", "q_idx", "k_idx")
 """The same of one for a mask."""
 SHOWN_AS = {"score": "score_mod", "gradient": "score_mod's gradient", "mask": "mask_mod"}
 """What the compiler and errors call each expression."""
-END = " (end)"
-"""Of the same, what the compiler calls the lines behind an expression."""
+ARRAYS, RESULT, END = " (arrays)", " (result)", " (end)"
+"""Of the same, what the compiler calls the lines before an expression, and behind it."""
 ITEMS = {
     "float16": "float16",
     "float32": "float32",
@@ -149,17 +149,20 @@ def _function(
     name: str, option: str, expression: str | None, modifier: Modifier | None
 ) -> list[str]:
     """Return a function around an expression, whose lines the compiler counts on their own."""
-    declared = ", ".join(f"{'float' if n in _FLOATS else 'int'} {n}" for n in _NAMES[name])
+    # const: an = in the place of == is no expression then.
+    declared = ", ".join(f"const {'float' if n in _FLOATS else 'int'} {n}" for n in _NAMES[name])
     head = f"  __device__ __forceinline__ {_RESULTS[name]} {name}({declared}) const {{"
     if expression is None or modifier is None:
         return [head, f"    return {_ABSENT[name]};", "  }"]
     return [
         head,
+        f'#line 1 "{SHOWN_AS[name]}{ARRAYS}"',
         *(
-            f"    const auto {array.name} = {parameter_name(option, array.name)}"
+            f"    const auto {array.name} = this->{parameter_name(option, array.name)}"
             f"{'' if array.axes else '.item()'};"
             for array in modifier.arrays
         ),
+        f'#line 1 "{SHOWN_AS[name]}{RESULT}"',
         f"    return static_cast<{_RESULTS[name]}>(",
         f'#line 1 "{SHOWN_AS[name]}"',
         expression,
