@@ -227,6 +227,21 @@ def test_names_that_no_array_can_have(name):
         MaskMod("true", **{name: np.zeros(1)})
 
 
+def test_an_array_is_none_of_none():
+    with pytest.raises(TypeError, match="given seen = None"):
+        MaskMod("seen[h]", seen=None)
+
+
+def test_arrays_are_called_in_errors_as_the_caller_calls_them():
+    q, k, v, _ = (KERNELS.put(x) for x in small("float32", 1, 4, 2, 8))
+    written = MaskMod("seen[0][0][0][0] == 0", seen=q)
+    with pytest.raises(ValueError, match="out overlaps mask_mod's seen"):
+        attention(KERNELS.put(KERNELS.get(q)), k, v, mask_mod=written, out=q)
+    apart = KERNELS.put(np.zeros(9, np.uint8))[1:].view(np.float32)
+    with pytest.raises(ValueError, match="mask_mod's seen starts 1 bytes into"):
+        attention(q, k, v, mask_mod=MaskMod("seen[h]", seen=apart))
+
+
 def test_a_score_mod_without_gradient_has_no_backward():
     q, k, v, dout = (KERNELS.put(x) for x in small("float16", 1, 4, 2, 8))
     out, lse = attention(q, k, v, return_lse=True)

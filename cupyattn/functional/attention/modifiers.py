@@ -47,8 +47,8 @@ class _Expression:
                     "it is a string, a CUDA C++ expression",
                     f"pass for example {self.example!r}",
                 )
-        for name in arrays:
-            _require_usable(kind, name)
+        for name, array in arrays.items():
+            _require_usable(kind, name, array)
         self.expression, self.gradient = expression, gradient
         self.python, self.python_gradient = python, python_gradient
         self.arrays = dict(arrays)
@@ -187,7 +187,7 @@ class MaskMod(_Expression):
         super().__init__(expression, None, python, None, arrays)
 
 
-def _require_usable(kind: str, name: str) -> None:
+def _require_usable(kind: str, name: str, array: Any) -> None:
     taken = name in {*GRADIENT_NAMES, *_CPP_WORDS.split()} or keyword.iskeyword(name)
     if taken or name.startswith("__") or not (name.isascii() and name.isidentifier()):
         raise error(
@@ -196,6 +196,13 @@ def _require_usable(kind: str, name: str) -> None:
             "a name has letters, digits and underscores, not two in front; expressions have "
             f"{', '.join(GRADIENT_NAMES)} already, and the words of C++",
             "give it another name, in the expression too",
+        )
+    if array is None:
+        raise error(
+            TypeError,
+            f"{kind} was given {name} = None",
+            "what its expression names are arrays",
+            "pass an array, or an expression without it",
         )
 
 

@@ -66,7 +66,7 @@ def _plan(
     chosen = implementation_of(problem, table, "attention_backward")
     require_gradient(problem.functions)
     require_lengths(problem)
-    require_item_alignment(problem.layouts, problem.starts)
+    require_item_alignment(problem.layouts, problem.starts, problem.overlaps.shown_as)
     if problem.batch * problem.heads == 0:
         return nothing_to_add(problem, accumulate)
     plan = chosen.plan(

@@ -11,7 +11,7 @@ import numpy as np
 from cupyattn.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
 from cupyattn.errors import error
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
-from cupyattn.ops.attention.modifiers import require_valid_arrays
+from cupyattn.ops.attention.modifiers import require_valid_arrays, shown_names
 from cupyattn.ops.attention.options import (
     AttentionOptions,
     checked_dropout_p,
@@ -185,6 +185,8 @@ def described_problem(
     _require_matching_heads(q, k, v)
     require_valid_choices(options)
     softmax_scale = checked_softmax_scale(options.softmax_scale, head_dim)
+    functions = {"score_mod": options.score_mod, "mask_mod": options.mask_mod}
+    shown_as = {**SHOWN_AS, **shown_names(functions)}
 
     problem = AttentionProblem(
         batch=batch,
@@ -203,9 +205,9 @@ def described_problem(
         softcap=checked_softcap(options.softcap, softmax_scale),
         dropout_p=checked_dropout_p(options.dropout_p, options.seeded),
         interleaved=options.interleaved,
-        functions={"score_mod": options.score_mod, "mask_mod": options.mask_mod},
+        functions=functions,
         implementation=options.implementation,
-        overlaps=Overlaps.of(layouts, (*results, "workspace"), SHOWN_AS),
+        overlaps=Overlaps.of(layouts, (*results, "workspace"), shown_as),
     )
     _require_valid_option_arrays(problem)
     if "workspace" in layouts:

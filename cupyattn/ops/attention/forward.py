@@ -55,7 +55,7 @@ def _plan(problem: AttentionProblem, card: Card, return_lse: bool) -> Plan:
     table = {**IMPLEMENTATIONS, **(ON_TENSOR_CORES if card.tensor_cores else {})}
     chosen = implementation_of(problem, table, "attention")
     require_lengths(problem)
-    require_item_alignment(problem.layouts, problem.starts)
+    require_item_alignment(problem.layouts, problem.starts, problem.overlaps.shown_as)
     if few_queries.suits(problem, card):
         plan = few_queries.few_queries_plan(problem, card, return_lse=return_lse)
     else:
