@@ -210,7 +210,8 @@ def test_the_pullback_of_softmax_takes_no_others_either():
     x = np.zeros((2, 3), np.float32)
     _, pullback = vjp(softmax, x)
     with pytest.raises(
-        TypeError, match=r"pullback of softmax was given out; it takes .*, grads, accumulate, workspace; "
+        TypeError,
+        match=r"pullback of softmax was given out; it takes .*, grads, accumulate, workspace; ",
     ):
         pullback(x, out=x)
 

@@ -20,8 +20,8 @@ Q, K, V = (x.astype(np.float32) for x in PROBLEM.arrays())
 DOUT = PROBLEM.gradients()[0]
 BIAS = PROBLEM.normal("bias", (5, 7)).astype(np.float32)
 REFUSED = (
-    r"; a function passes its arguments on as they are, to one call of .*attention, .*softmax.*, and "
-    r"returns what that returns; compute outside"
+    r"; a function passes its arguments on as they are, to one call of .*attention, .*softmax.*, "
+    r"and returns what that returns; compute outside"
 )
 
 
