@@ -187,7 +187,7 @@ WRONG = {
     ),
     "no header": (MaskMod("\n#include <mask>\ntrue"), "mask_mod", "line 2", "cannot open"),
     "gradient": (
-        ScoreMod("score", gradient="gard"), "score_mod's gradient", "column 1", "gard",
+        ScoreMod("score", gradient="grda"), "score_mod's gradient", "column 1", "grda",
     ),
     "index left out": (
         MaskMod("seen > 0", seen=np.zeros(4, bool)), "mask_mod", "column 6", "Indexed<",
