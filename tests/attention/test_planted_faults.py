@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from support.planted_bugs import (
     EPILOGUE_CUH,
-    F32_CU,
     F32_CUH,
     F32_EPILOGUE_CUH,
     F32_FEED_CUH,
+    F32_KEYS_CUH,
     FEED_CUH,
     FORWARD_CUH,
     KEY_FEED_CUH,
@@ -216,7 +216,7 @@ FAULTS = {
     ),
     "flash f32: the query head in place of the key-value head": (
         Bug(
-            F32_CU,
+            F32_KEYS_CUH,
             "head_rows(v_g, params.v, place.batch, place.kv_head,",
             "head_rows(v_g, params.v, place.batch, place.head,",
         ),

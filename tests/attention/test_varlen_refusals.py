@@ -104,7 +104,7 @@ def test_longest_lengths(longest, kind, message):
         ({"dropout_p": 0.5}, ValueError, "dropout_p = 0.5 without a seed"),
         ({"window_size": 3}, TypeError, "window_size = 3"),
         ({"rotary": (np.ones((6, 4), "float32"),) * 2}, ValueError, "stand at positions"),
-        ({"score_mod": abs}, NotImplementedError, "score_mod was given"),
+        ({"score_mod": 3}, TypeError, "score_mod is a int"),
         ({"return_lse": 1}, TypeError, "return_lse = 1"),
         ({"out": np.zeros((2, 5, 4, 6), "float32")}, ValueError, "out is "),
         ({"out": np.zeros((8, 4, 6), "float32")}, ValueError, "out is float32 (8, 4, 6)"),
@@ -118,10 +118,14 @@ def test_options(options, kind, message, backend):
         call(options)
 
 
-@pytest.mark.parametrize("name", ["rotary", "mask_mod"])
+@pytest.mark.parametrize("name", ["rotary", "mask_mod", "score_mod"])
 def test_options_without_a_kernel(name):
     tables = np.ones((20, 4), np.float32)
-    value = {"rotary": (tables, tables), "mask_mod": lambda b, h, i, j: i >= j}[name]
+    value = {
+        "rotary": (tables, tables),
+        "mask_mod": lambda b, h, i, j: i >= j,
+        "score_mod": cupyattn.ScoreMod("2 * score"),
+    }[name]
     with (
         cupyattn.backend("emulator"),
         pytest.raises(NotImplementedError, match=f"{name} in attention_varlen"),

@@ -135,7 +135,7 @@ def test_demo_without_a_compiler_runs_numpy_and_says_so(monkeypatch, capsys):
 @NO_GPU
 def test_demo_does_not_hide_a_kernel_that_does_not_compile(monkeypatch, capsys):
     def rejected(*_):
-        raise CompilationError("NVRTC rejected tiled.cu")
+        raise CompilationError("NVRTC rejected tiled.cu", "")
 
     monkeypatch.setattr(attention_runs, "compiled_kernel", rejected)
     assert main([*SMALL_DEMO]) == 1

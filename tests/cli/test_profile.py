@@ -117,7 +117,7 @@ BACKWARDS = {
     "--implementation flash --bias --sinks --causal --window-size 8 none --dropout-p 0.1": [
         *("delta", "dkdv", "convert", "dsinks"),
     ],
-    "--implementation flash --dtype bfloat16": ["f32_delta", "f32_dkdv", "f32_dq"],
+    "--implementation flash --dtype bfloat16": ["f32_delta", "f32_dkdv", "f32_convert"],
     "--implementation naive --softcap 5 --sinks": ["naive_dq", "naive_dkdv", "naive_dsinks"],
 }
 

@@ -69,7 +69,7 @@ def test_compile_at_80_columns(shown, uncompiled):
 
 def test_turing_at_80_columns(shown, monkeypatch):
     played = Utilisation(0.625, 0.5, 0.75)
-    loop = LoopFigures(0, 9, "tensor", 8, 1038, 4, {}, 0, 1200, {"lsu": 640.0}, 512.0, played)
+    loop = LoopFigures(0, 9, "tensor", 8, 1038, 4, {}, 0, 1200, {"lsu": 640.0}, 512.0, 5e5, played)
     figures = KernelFigures(255, 32_768, 2, (loop,))
     monkeypatch.setattr(turing, "analyse", lambda *_, **__: figures)
     monkeypatch.setattr(turing, "nvrtc_version", lambda: (12, 9))
@@ -78,7 +78,7 @@ def test_turing_at_80_columns(shown, monkeypatch):
     assert max(map(len, lines)) <= WIDTH
     for row in result["rows"]:
         assert f"  {row['row']}" in lines
-    cells = "255 32768 2 1038 1200 1.25 0.80 lsu 0.625 (0.50-0.75)"
+    cells = "255 32768 2 1038 1200 1.25 0.80 lsu 0.625 0.50-0.75 38.8"
     assert sum(words([line]) == cells for line in lines) == len(result["rows"])
 
 

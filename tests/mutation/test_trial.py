@@ -37,7 +37,7 @@ def bug_in(text: str, wrong: str) -> Bug:
     return Bug(FILE, number, "", line, line.replace(text, wrong))
 
 
-WRONG_SIGN = bug_in("y * (dout - row_sum)", "y * (dout + row_sum)")
+WRONG_SIGN = bug_in("row_sum += batch_r.sum();", "row_sum -= batch_r.sum();")
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ PRODUCTS_CUH, EPILOGUE_CUH = (
 KEY_FEED_CUH = "attention/tensor_core/key_feed.cuh"
 F32_CUH, F32_FEED_CUH = "attention/float32/forward.cuh", "attention/float32/forward_feed.cuh"
 F32_PRODUCTS_CUH = "attention/float32/forward_products.cuh"
-F32_CU = "attention/float32/forward.cu"
+F32_KEYS_CUH = "attention/float32/dense_keys.cuh"
 F32_EPILOGUE_CUH = "attention/float32/epilogue.cuh"
 TILE_CUH, FEED_CUH, REDUCE_CUH = (
     "common/tile.cuh",

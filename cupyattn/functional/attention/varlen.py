@@ -106,7 +106,8 @@ def attention_varlen(
         that is longer than max_seqlen says. A GPU takes such lengths as the nearest that lie within
         the arrays and max_seqlen: it reads nothing beyond.
     NotImplementedError
-        On a GPU or the emulator, for rotary and mask_mod; NumPy arrays on the reference have them.
+        On a GPU or the emulator, for rotary, score_mod and mask_mod: NumPy arrays on the reference
+        have them.
     RuntimeError
         On a GPU, as `attention`.
 
