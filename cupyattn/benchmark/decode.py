@@ -17,7 +17,12 @@ import numpy as np
 import cupyattn
 from cupyattn.arrays import dtype_of
 from cupyattn.benchmark.cuda_events import RoundTimer, measured_rows
-from cupyattn.benchmark.gpu_command import add_timing_options, run_on_gpu, show_machine
+from cupyattn.benchmark.gpu_command import (
+    add_numbers,
+    add_timing_options,
+    run_on_gpu,
+    show_machine,
+)
 from cupyattn.cli.arguments import integer
 from cupyattn.cli.progress import progress
 from cupyattn.cli.terminal import Result, Terminal
@@ -173,14 +178,7 @@ def add_parser(benchmarks: Any) -> None:
         ("head-dim", 128, integer(1, MAX_HEAD_DIM), "head dim"),
         ("queries", 1, integer(1, MAX_QUERIES), "query tokens of each sequence"),
     )
-    for name, default_number, kind, what in numbers:
-        parser.add_argument(
-            f"--{name}",
-            type=kind,
-            default=default_number,
-            metavar="N",
-            help=f"{what} (default: %(default)s)",
-        )
+    add_numbers(parser, numbers)
     parser.add_argument(
         "--ragged",
         action="store_true",

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from cupyattn.cli.arguments import integer
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.functional.device_info import device_count
+
+Number = tuple[str, int, Callable[[str], int], str]
+"""An option of a command: its name, default, kind and what it is."""
+
+
+def add_numbers(parser: argparse.ArgumentParser, numbers: Iterable[Number]) -> None:
+    """Give a command options that are a number each."""
+    for name, default, kind, what in numbers:
+        parser.add_argument(
+            f"--{name}",
+            type=kind,
+            default=default,
+            metavar="N",
+            help=f"{what} (default: %(default)s)",
+        )
 
 
 def add_timing_options(parser: argparse.ArgumentParser, *, calls: int, warm_up: int) -> None:

@@ -16,7 +16,12 @@ import numpy as np
 import cupyattn
 from cupyattn.arrays import dtype_of
 from cupyattn.benchmark.cuda_events import RoundTimer, measured_rows
-from cupyattn.benchmark.gpu_command import add_timing_options, run_on_gpu, show_machine
+from cupyattn.benchmark.gpu_command import (
+    add_numbers,
+    add_timing_options,
+    run_on_gpu,
+    show_machine,
+)
 from cupyattn.cli.arguments import integer
 from cupyattn.cli.progress import progress
 from cupyattn.cli.terminal import Result, Terminal
@@ -186,14 +191,7 @@ def add_parser(benchmarks: Any) -> None:
         ("head-dim", 128, integer(2, MAX_HEAD_DIM), "head dim, even"),
         ("block-size", 16, integer(1), "tokens of a block"),
     )
-    for name, default, kind, what in numbers:
-        parser.add_argument(
-            f"--{name}",
-            type=kind,
-            default=default,
-            metavar="N",
-            help=f"{what} (default: %(default)s)",
-        )
+    add_numbers(parser, numbers)
     parser.add_argument(
         "--dtype", choices=STORAGE, default="float16", help="of the tokens (default: %(default)s)"
     )

@@ -16,7 +16,12 @@ import numpy as np
 import cupyattn
 from cupyattn.arrays import dtype_of
 from cupyattn.benchmark.cuda_events import RoundTimer, measured_rows
-from cupyattn.benchmark.gpu_command import add_timing_options, run_on_gpu, show_machine
+from cupyattn.benchmark.gpu_command import (
+    add_numbers,
+    add_timing_options,
+    run_on_gpu,
+    show_machine,
+)
 from cupyattn.cli.arguments import integer
 from cupyattn.cli.progress import progress
 from cupyattn.cli.terminal import Result, Terminal
@@ -144,14 +149,7 @@ def add_parser(benchmarks: Any) -> None:
         ("kv-heads", 8, integer(1), "key-value heads"),
         ("head-dim", 128, integer(1, MAX_HEAD_DIM), "head dim"),
     )
-    for name, default_number, kind, what in numbers:
-        parser.add_argument(
-            f"--{name}",
-            type=kind,
-            default=default_number,
-            metavar="N",
-            help=f"{what} (default: %(default)s)",
-        )
+    add_numbers(parser, numbers)
     parser.add_argument(
         "--dtype", choices=STORAGE, default="float16", help="of the arrays (default: %(default)s)"
     )

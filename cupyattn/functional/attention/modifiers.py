@@ -29,6 +29,8 @@ class _Expression:
     option: str
     names: str
     """What the Python function takes besides the arrays."""
+    example: str
+    """An expression, for errors."""
 
     def __init__(
         self,
@@ -52,8 +54,6 @@ class _Expression:
         self.expression, self.gradient = expression, gradient
         self.python, self.python_gradient = python, python_gradient
         self.arrays = dict(arrays)
-
-    example: str
 
     def __repr__(self) -> str:
         arrays = "".join(f", {name}=..." for name in self.arrays)
