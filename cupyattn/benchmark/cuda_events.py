@@ -25,6 +25,9 @@ RoundTimer = Callable[[Round, Any], list[float]]
 Beside the calls it takes PyTorch if they are its own, or None.
 """
 
+COLD_BYTES = 400_000_000
+"""What arrays that are taken in turn have together: several times an L2 cache."""
+
 Timer = Callable[[Callable[[], Any]], list[float]]
 """Calls something many times, and returns the seconds of each call that counts."""
 

@@ -16,7 +16,7 @@ import numpy as np
 
 import cupyattn
 from cupyattn.arrays import dtype_of
-from cupyattn.benchmark.cuda_events import RoundTimer, measured_rows
+from cupyattn.benchmark.cuda_events import COLD_BYTES, Round, RoundTimer, measured_rows
 from cupyattn.benchmark.gpu_command import (
     add_numbers,
     add_timing_options,
@@ -108,8 +108,17 @@ class Case(NamedTuple):
         pool[...] = xp.asarray(block)
         return pool
 
-    def step(self, xp: Any) -> Callable[[], Any]:
-        """Return the call, into an array of its own."""
+    def step(self, xp: Any, layers: int) -> Round:
+        """Return the calls of a step, one for each layer of a model.
+
+        Layers take caches in turn, of which all together are larger than any L2.
+        """
+        caches = -(-COLD_BYTES // max(self.bytes_of(self.lengths()), 1))
+        calls = [self.call(xp) for _ in range(min(caches, layers))]
+        return [calls[layer % len(calls)] for layer in range(layers)]
+
+    def call(self, xp: Any) -> Callable[[], Any]:
+        """Return the call of a layer, into an array of its own."""
         arrays = self.arrays(xp)
         out = xp.empty(arrays[0].shape, arrays[0].dtype)
         if self.block_size is not None:
@@ -120,12 +129,12 @@ class Case(NamedTuple):
         return partial(cupyattn.attention, q, k, v, causal=True, seqused_k=used, out=out)
 
 
-def time_cases(cases: list[Case], xp: Any, timer: RoundTimer) -> list[dict[str, Any]]:
-    """Return a row for each case: the median ``seconds`` of a step, ``bytes``, rates a second."""
+def time_cases(cases: list[Case], layers: int, xp: Any, timer: RoundTimer) -> list[dict[str, Any]]:
+    """Return a row for each case: ``seconds`` of a layer, a median, ``bytes``, rates a second."""
     rows = []
     with progress("timing", len(cases)) as step:
         for case in cases:
-            seconds = statistics.median(timer([case.step(xp)], None))
+            seconds = statistics.median(timer(case.step(xp, layers), None)) / layers
             traffic = case.bytes_of(case.lengths())
             rows.append(
                 {
@@ -146,10 +155,9 @@ def add_parser(benchmarks: Any) -> None:
         "decode",
         help="GB/s of K and V in a step of decoding, over a paged cache or dense, on a GPU",
         description="Time paged_attention, and attention over dense keys, by CUDA events around "
-        "CUDA graphs of one call each, beside a copy on the same device. Needs a GPU; "
-        "CUPYATTN_ARCH=75 times the Turing code on a newer one.",
-        epilog="K and V of a case count once. Cases smaller than the cache of the GPU are read "
-        "from there. Exit code 1 without a GPU.",
+        "CUDA graphs of a step, with a call for each layer, beside a copy on the same device. "
+        "Needs a GPU; CUPYATTN_ARCH=75 times the Turing code on a newer one.",
+        epilog="K and V of a case count once. Exit code 1 without a GPU.",
     )
     lists = (
         ("batch", [1, 8, 64], integer(1), "sequences"),
@@ -177,6 +185,7 @@ def add_parser(benchmarks: Any) -> None:
         ("kv-heads", 8, integer(1), "key-value heads"),
         ("head-dim", 128, integer(1, MAX_HEAD_DIM), "head dim"),
         ("queries", 1, integer(1, MAX_QUERIES), "query tokens of each sequence"),
+        ("layers", 16, integer(1), "calls of a step"),
     )
     add_numbers(parser, numbers)
     parser.add_argument(
@@ -234,8 +243,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def measure(arguments: argparse.Namespace) -> Result:
     """Measure every case on the first GPU."""
-    time = partial(time_cases, cases_of(arguments))
-    return measured_rows("decode", arguments, time, beside_a_copy=True)
+    time = partial(time_cases, cases_of(arguments), arguments.layers)
+    rows = measured_rows("decode", arguments, time, beside_a_copy=True)
+    return {**rows, "layers": arguments.layers}
 
 
 def show(result: Result, terminal: Terminal) -> None:
@@ -276,8 +286,8 @@ def show(result: Result, terminal: Terminal) -> None:
         ],
     )
     terminal.text(
-        f"  Median of {result['calls']} calls after {result['warm_up']}; GB/s of the K and V in "
-        "use, read once."
+        f"  Median of {result['calls']} steps after {result['warm_up']}, over their "
+        f"{result['layers']} layers; GB/s of the K and V in use, read once."
     )
 
 

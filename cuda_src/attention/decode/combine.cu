@@ -3,9 +3,10 @@
 //   m = max_c m_c,   l = sum_c exp(m_c - m) l_c,   out = sum_c exp(m_c - m) acc_c / l,   lse = m + log l
 //
 // Shapes    as forward.cu, whose shares are worked out again from the lengths.
-// Work      a CTA a row (sequence, head, token); its warps take the parts in turn, then one warp merges the warps. Rows
-//           that one CTA of the forward had whole are left alone.
-// Budget    registers for a row over the lanes; shared memory for a row of each warp.
+// Work      a CTA a row (sequence, head, token), which ends at once where one CTA of the forward had it whole. Its warps
+//           take the parts in turn, then one warp merges the warps. Of many rows a CTA has one warp, so that all of them
+//           are there at once: to wait for memory is what takes time.
+// Budget    registers for kTogether parts of a row over the lanes; shared memory for a row of each warp.
 // Edges     a part without keys has l = 0 and the lowest m, and so has a warp without parts.
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(SINKS) || !defined(FORWARD_WARPS) || !defined(QUERY_ROWS) || \
     !defined(THREADS) || !defined(SHARED_BYTES)
@@ -14,7 +15,9 @@
 #include "row_end.cuh"
 #include "shares.cuh"
 
+using Row = RowSum<HEAD_DIM>;
 constexpr int kWarps = THREADS / kWarpSize;
+constexpr int kTogether = 32 / round_up(Row::kColumns, 4);  // parts whose loads a warp has on the way: 32 registers
 
 struct Smem {
   float rows[kWarps][HEAD_DIM];
@@ -35,36 +38,35 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
   const int head_row = token * attention.group + head % attention.group;
   const int index = head / attention.group * params.row_tiles + head_row / QUERY_ROWS;
-  const Lengths lengths{seqlens_k_g, q_offset_g};
-  const Shares shares = shares_of<FORWARD_WARPS>(params, lengths);
-  const Segment segment = segment_of<FORWARD_WARPS>(params, lengths, batch, index);
+  Segment segment{batch, index};
+  const Shares shares = shares_around<FORWARD_WARPS>(params, Lengths{seqlens_k_g, q_offset_g}, segment);
   const int first_cta = shares.cta_of(segment.first), last_cta = shares.cta_of(segment.first + segment.units - 1);
   if (first_cta == last_cta) return;
 
-  const auto row_of = [&](int cta) {
-    return static_cast<int64>(Segment::slot(cta, first_cta)) * QUERY_ROWS + head_row % QUERY_ROWS;
-  };
   const auto* sums_g = reinterpret_cast<const float2*>(partial_sums_g);
   const int warp = warp_index();
-  RowSum<HEAD_DIM> part;
-  for (int cta = first_cta + warp + kWarps * lane_index(); cta <= last_cta; cta += kWarps * kWarpSize) {
-    part.m = fmaxf(part.m, sums_g[row_of(cta)].x);
-  }
-  part.m = warp_reduce<Max>(part.m);
-#pragma unroll 8
-  for (int cta = first_cta + warp; cta <= last_cta; cta += kWarps) {
-    const int64 row = row_of(cta);
-    part.add(partial_out_g + row * HEAD_DIM, sums_g[row]);
-  }
-  part.store(smem.rows[warp]);
-  if (lane_index() == 0) smem.sums[warp] = make_float2(part.m, part.l);
-  __syncthreads();  // smem: written by every warp
-  if (warp != 0) return;
-
-  RowSum<HEAD_DIM> sum;
+  Row part;
+  for (int first = first_cta + warp; first <= last_cta; first += kWarps * kTogether) {
+    Row parts[kTogether];
 #pragma unroll
-  for (int w = 0; w < kWarps; w++) sum.m = fmaxf(sum.m, smem.sums[w].x);
+    for (int i = 0; i < kTogether; i++) {
+      const int cta = first + i * kWarps;
+      if (cta > last_cta) continue;
+      const int64 row = static_cast<int64>(Segment::slot(cta, first_cta)) * QUERY_ROWS + head_row % QUERY_ROWS;
+      parts[i].load(partial_out_g + row * HEAD_DIM, sums_g[row]);
+    }
+    part.add(parts);
+  }
+  if constexpr (kWarps > 1) {
+    part.store(smem.rows[warp]);
+    if (lane_index() == 0) smem.sums[warp] = make_float2(part.m, part.l);
+    __syncthreads();  // smem: written by every warp
+    if (warp != 0) return;
+    Row parts[kWarps];
 #pragma unroll
-  for (int w = 0; w < kWarps; w++) sum.add(smem.rows[w], smem.sums[w]);
-  sum.write<SINKS>(attention, batch, head, token, sinks_g, out_g, lse_g);
+    for (int w = 0; w < kWarps; w++) parts[w].load(smem.rows[w], smem.sums[w]);
+    part = Row();
+    part.add(parts);
+  }
+  part.write<SINKS>(attention, batch, head, token, sinks_g, out_g, lse_g);
 }

@@ -24,11 +24,33 @@ struct RowSum {
     }
   }
 
-  // A part with its maximum and sum, none of which exceeds m.
-  __device__ __forceinline__ void add(const float* part, float2 maximum_and_sum) {
-    const float weight = ex2_approx(maximum_and_sum.x - m);
-    l = __fmaf_rn(weight, maximum_and_sum.y, l);
-    add(part, weight);
+  // Parts of the same row, each with a maximum and a sum of its own.
+  template <int kParts>
+  __device__ __forceinline__ void add(const RowSum (&parts)[kParts]) {
+    float top = m;
+#pragma unroll
+    for (int p = 0; p < kParts; p++) top = fmaxf(top, parts[p].m);
+    const float factor = ex2_approx(m - top);
+    m = top;
+    l *= factor;
+#pragma unroll
+    for (int i = 0; i < kColumns; i++) acc[i] *= factor;
+#pragma unroll
+    for (int p = 0; p < kParts; p++) {
+      const float weight = ex2_approx(parts[p].m - m);
+      l = __fmaf_rn(weight, parts[p].l, l);
+#pragma unroll
+      for (int i = 0; i < kColumns; i++) acc[i] = __fmaf_rn(weight, parts[p].acc[i], acc[i]);
+    }
+  }
+
+  __device__ __forceinline__ void load(const float* part, float2 maximum_and_sum) {
+    m = maximum_and_sum.x;
+    l = maximum_and_sum.y;
+#pragma unroll
+    for (int i = 0; i < kColumns; i++) {
+      if (has(i)) acc[i] = part[column(i)];
+    }
   }
 
   __device__ __forceinline__ void store(float* part) const {

@@ -93,15 +93,19 @@ __device__ __forceinline__ Segment segment_at(const DecodeParams& params, const 
   }
 }
 
-// A segment of a sequence that is known by its number.
+// The same, and the units of a segment whose sequence and index are given.
 template <int kWarps>
-__device__ __forceinline__ Segment segment_of(const DecodeParams& params, const Lengths& lengths, int batch,
-                                              int index) {
-  int before = 0;
-  for (int b = lane_index(); b < batch; b += kWarpSize) before += units_of<kWarps>(params, lengths, b);
-  before = warp_reduce<Sum>(before) * segments_of_sequence(params);
-  const int units = units_of<kWarps>(params, lengths, batch);
-  return {batch, index, before + index * units, units};
+__device__ __forceinline__ Shares shares_around(const DecodeParams& params, const Lengths& lengths, Segment& segment) {
+  int units = 0, before = 0, own = 0;  // of one segment each: of all sequences, of those before, of its own
+  for (int first = 0; first < params.batch; first += kWarpSize) {
+    const int b = first + lane_index(), of_b = units_of<kWarps>(params, lengths, b);
+    units += of_b;
+    before += b < segment.batch ? of_b : 0;
+    own += b == segment.batch ? of_b : 0;
+  }
+  segment.units = warp_reduce<Sum>(own);
+  segment.first = warp_reduce<Sum>(before) * segments_of_sequence(params) + segment.index * segment.units;
+  return Shares(warp_reduce<Sum>(units) * segments_of_sequence(params), params.ctas);
 }
 
 template <int kWarps>

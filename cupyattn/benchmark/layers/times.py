@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from cupyattn.benchmark.cuda_events import Round, RoundTimer
+from cupyattn.benchmark.cuda_events import COLD_BYTES, Round, RoundTimer
 from cupyattn.benchmark.layers.calls import (
     our_backward,
     our_forward,
@@ -17,8 +17,6 @@ from cupyattn.benchmark.layers.calls import (
 from cupyattn.benchmark.layers.operations import Operation, Size, Source
 from cupyattn.cli.progress import progress
 
-COLD_BYTES = 400_000_000
-"""What the sets of arrays take together: several times an L2 cache."""
 _MOST_SETS = 16
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.arrays import Array, dtype_of
+from cupyattn.benchmark.cuda_events import COLD_BYTES
 
 LARGE = ((8192, 16384, 4096), (8192, 2560, 10240), (8192, 3072, 768), (512, 16384, 4096))
 """(M, N, K) of products that arithmetic bounds."""
@@ -24,8 +25,6 @@ THIN = (
 THIN_ROWS = (1, 2, 4, 8, 16, 32, 64)
 LAYOUTS = ("nk", "kn")
 """How w lies: as (N, K), of which linear is given the transpose, or as (K, N)."""
-_COLD_BYTES = 2**28
-"""Weights are taken in turn from so many bytes at least: more than any L2 holds."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Case:
     @property
     def copies(self) -> int:
         """How many weights are taken in turn, so that none is in L2 still."""
-        return max(-(-_COLD_BYTES // self.weight_bytes), 2) if self.kind == "thin" else 1
+        return max(-(-COLD_BYTES // self.weight_bytes), 2) if self.kind == "thin" else 1
 
 
 class Arrays(NamedTuple):

@@ -81,8 +81,10 @@ def shared_keys_plan(
     params = _params(attention, result_layouts(attention, outputs), fields, launch, ctas)
     options = score_options(attention)
     rows = attention.batch * attention.heads * attention.sq
+    segments = attention.batch * attention.kv_heads * row_tiles_of(attention, launch)
+    parts = -(-ctas // segments) + 1  # a share begins and ends anywhere
     forward = decode.forward(launch, options, feed)
-    combine = decode.combine(launch, options.sinks)
+    combine = decode.combine(launch, options.sinks, parts)
     return Plan(
         (
             Step.of(forward, ctas, params, renamed=renamed),

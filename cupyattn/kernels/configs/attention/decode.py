@@ -54,7 +54,10 @@ _Row = TypeVar("_Row")
 TILE_KEYS = 16
 """Keys that a warp takes at a time (kTileKeys in params.cuh); block sizes are multiples of it."""
 WARPS = 4
-COMBINE_WARPS = 4
+COMBINE_WARPS = (1, 8)
+"""Of a row: one warp where few parts are to be merged, and rows are many."""
+COMBINE_PARTS = 8
+"""What one warp loads of a row at once."""
 FEEDS = ("BlockFeed", "DenseFeed")
 """Where tiles of keys lie: in blocks that a table names, or one behind the other."""
 
@@ -240,11 +243,15 @@ def forward(launch: DecodeLaunch, options: FlashOptions, feed: str = "BlockFeed"
 
 
 @cache
-def combine(launch: DecodeLaunch, sinks: str) -> Specialisation:
-    """Specialise the kernel that merges the parts of rows whose keys several CTAs shared."""
+def combine(launch: DecodeLaunch, sinks: str, parts: int) -> Specialisation:
+    """Specialise the kernel that merges the parts of rows whose keys several CTAs shared.
+
+    `parts` is how many a row has, about.
+    """
+    warps = COMBINE_WARPS[parts > COMBINE_PARTS]
     return COMBINE.specialise(
-        threads=COMBINE_WARPS * WARP_SIZE,
-        static_shared_bytes=COMBINE_WARPS * (launch.head_dim + 2) * FLOAT_BYTES,
+        threads=warps * WARP_SIZE,
+        static_shared_bytes=round_up(warps * (launch.head_dim + 2) * FLOAT_BYTES, 8),
         DTYPE=launch.dtype,
         HEAD_DIM=launch.head_dim,
         SINKS=sinks,
@@ -298,7 +305,8 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         for feed in FEEDS if launch.cache in STORAGE else FEEDS[:1]:
             yield forward(launch, plain, feed)
     for launch in (launches[0], launches[-1]):
-        yield combine(launch, "void")
+        for parts in (COMBINE_PARTS, COMBINE_PARTS + 1):
+            yield combine(launch, "void", parts)
         for options in _EACH_OPTION:
             for feed in FEEDS:
                 yield forward(launch, options, feed)
