@@ -57,6 +57,15 @@ __device__ __forceinline__ uint4 ld_global_v4(const void* source) {
   return v;
 }
 
+// Of which neighbours read the rest: L2 fetches the line's 128 bytes.
+__device__ __forceinline__ uint4 ld_global_128b_v4(const void* source) {
+  uint4 v;
+  asm volatile("ld.global.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(source));
+  return v;
+}
+
 // Read-only data, where `wanted`: otherwise v stays as it is, and there is no branch around which loads could not move.
 // L2 fetches the line's 128 bytes, of which neighbouring lines' loads want the rest.
 __device__ __forceinline__ void ld_global_v4_if(uint4& v, const void* source, bool wanted) {

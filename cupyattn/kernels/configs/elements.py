@@ -47,12 +47,12 @@ ElementTable = Mapping[int, Mapping[int | None, ElementConfig]]
 
 # The first row whose number of loads is not below that of a row of the arrays; None takes the rest.
 # Timed on an H200 as compute_75 code by `python -m cupyattn.benchmark layers`, 2026-11-22, on 8192
-# rows of 768 to 4096: one load a thread is 3 to 20 % faster than two, forward and backward, and no
-# other number of threads beats 256.
+# rows of 768 to 4096: one load a thread is 3 to 20 % faster than two, forward and backward, and 128
+# threads are 1 to 2 % faster than 256, which are faster than 512.
 ELEMENTS: ElementTable = {
     75: {
-        512: ElementConfig(256, 8, 1, 8, "rows of up to 8 KiB: units of 128 bytes leave few idle"),
-        None: ElementConfig(256, 32, 1, 8, "a warp 512 bytes; a second load a thread slows it"),
+        512: ElementConfig(128, 8, 1, 8, "rows of up to 8 KiB: units of 128 bytes leave few idle"),
+        None: ElementConfig(128, 32, 1, 8, "a warp 512 bytes; a second load a thread slows it"),
     }
 }
 
