@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from support.devices import NUMPY
 from support.modifiers import Case
 from support.planted_bugs import Bug, PlantedDevice, plant
 from support.search import deep
@@ -37,7 +38,7 @@ def ratio_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         case = CASES[dtype]
         own = {"score_mod": case.score_mod(), "mask_mod": case.mask_mod()}
         alike = {**case.score_options(), **case.mask_options()}
-        ratios = (case.backward_ratios if backward else case.forward_ratios)(own, alike)
+        ratios = (case.backward_ratios if backward else case.forward_ratios)(own, alike, NUMPY)
         return max(ratios.values())
 
     return run

@@ -8,9 +8,9 @@ import threading
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
+from support.processes import run
 
 from cupyattn import attention, backend, device_info
-from cupyattn.cli import main
 from cupyattn.kernels.arch import arch_of
 from cupyattn.kernels.device import cuda as device_module
 from cupyattn.kernels.target import arch_override
@@ -60,10 +60,10 @@ def test_what_names_no_architecture_is_refused_without_a_gpu_too(monkeypatch, te
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("command", ["info", "demo", "compile", "profile attention"])
-def test_commands_refuse_it(monkeypatch, capsys, command):
-    monkeypatch.setenv("CUPYATTN_ARCH", "abc")
-    assert main([*command.split(), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["error"].startswith("CUPYATTN_ARCH='abc'; ")
+def test_commands_refuse_it(command):
+    ran = run(*command.split(), "--json", env={"CUPYATTN_ARCH": "abc"})
+    assert ran.returncode == 1
+    assert json.loads(ran.stdout)["error"].startswith("CUPYATTN_ARCH='abc'; ")
 
 
 def test_what_is_not_set_or_known_is_no_fault(monkeypatch):

@@ -46,7 +46,8 @@ def test_options_without_a_kernel_say_so(name):
             attention(*arrays, **options, implementation=implementation, out=out)
         said, _, fix = str(failure.value).partition("; ")
         assert name in said
-        assert "the CPU path has every option; pass NumPy arrays" in fix
+        assert "the CPU path has every option" in fix
+        assert "pass NumPy arrays" in fix
     assert (CUPY.get(out) == SENTINEL).all()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.processes import run
 
 from cupyattn import backend, device_info, emulator
 from cupyattn.cli import info, main
@@ -88,10 +89,10 @@ def test_another_value_is_refused_without_a_gpu_too(monkeypatch, text):
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("command", ["info", "demo", "profile attention"])
-def test_commands_refuse_it(monkeypatch, capsys, command):
-    monkeypatch.setenv(TENSOR_CORES_VARIABLE, "yes")
-    assert main([*command.split(), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["error"].startswith("CUPYATTN_TENSOR_CORES='yes'; ")
+def test_commands_refuse_it(command):
+    ran = run(*command.split(), "--json", env={TENSOR_CORES_VARIABLE: "yes"})
+    assert ran.returncode == 1
+    assert json.loads(ran.stdout)["error"].startswith("CUPYATTN_TENSOR_CORES='yes'; ")
 
 
 class FakeCupy:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 import cupyattn
+from cupyattn import MaskMod, ScoreMod
 from cupyattn.arrays import Layout, span
 from cupyattn.emulator import Checks
 from cupyattn.functional.device_info import device_count
@@ -140,6 +142,10 @@ def placed(side: Any, value: Any) -> Any:
     """Move an option's arrays."""
     if isinstance(value, np.ndarray):
         return side.put(value)
+    if isinstance(value, ScoreMod | MaskMod):
+        moved = copy(value)
+        moved.arrays = {name: placed(side, array) for name, array in value.arrays.items()}
+        return moved
     return tuple(placed(side, item) for item in value) if type(value) is tuple else value
 
 

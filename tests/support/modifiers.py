@@ -69,10 +69,12 @@ class Case:
         same = rows == self.documents[:, None, : self.problem.Sk]
         return {"mask": same[:, None] & self.seen}
 
-    def forward_ratios(self, own: dict[str, Any], alike: dict[str, Any]) -> dict[str, float]:
+    def forward_ratios(
+        self, own: dict[str, Any], alike: dict[str, Any], side: Any = KERNELS
+    ) -> dict[str, float]:
         """Errors over bounds of out and lse."""
         arrays = self.problem.arrays()
-        found = cupyattn.attention(*map(KERNELS.put, arrays), **own, return_lse=True)
+        found = cupyattn.attention(*map(side.put, arrays), **own, return_lse=True)
         bounds = reference.attention_bound(
             *arrays,
             dtype=self.problem.dtype,
@@ -81,24 +83,24 @@ class Case:
         )
         exact = reference.attention(*arrays, **alike)
         return {
-            name: reference.error_ratio(KERNELS.get(each), *expected)
+            name: reference.error_ratio(side.get(each), *expected)
             for name, each, *expected in zip(("out", "lse"), found, exact, bounds, strict=True)
         }
 
     def backward_ratios(
-        self, own: dict[str, Any], alike: dict[str, Any], **more: Any
+        self, own: dict[str, Any], alike: dict[str, Any], side: Any = KERNELS, **more: Any
     ) -> dict[str, float]:
         """Errors over bounds of dq, dk and dv."""
         dout, _ = self.problem.gradients()
         arrays = self.problem.arrays()
         out, lse = reference.attention(*arrays, **alike)
         given = (dout, *arrays, round_into(None, out, dout.dtype), lse.astype(np.float32))
-        grads = cupyattn.attention_backward(*map(KERNELS.put, given), **own, **more)
+        grads = cupyattn.attention_backward(*map(side.put, given), **own, **more)
         exact = reference.attention_backward(*given, **alike)
         bounds = reference.attention_backward_bound(*given, dtype=self.problem.dtype, **alike)
         return {
             name: reference.error_ratio(
-                KERNELS.get(getattr(grads, name)), getattr(exact, name), getattr(bounds, name)
+                side.get(getattr(grads, name)), getattr(exact, name), getattr(bounds, name)
             )
             for name in ("dq", "dk", "dv")
         }

@@ -141,21 +141,23 @@ _Table = Mapping[tuple[Shape, Lines], ProductConfig]
 
 # `models` is by a static model of the machine code (NVRTC 12.9.86, 2026-11-22, +-0.05): no Turing
 # card has been measured. The slots are the best of some dozens that were tried: ptxas places loads
-# and stores otherwise for each. Those of the wide products are such as an H200 is fast with too:
-# A's stores side by side, B's behind them. At 8192 x 16384 x 4096 (2026-11-22) dx ran at 313 and
-# 309 TFLOP/s with them, dw at 254, where orders that model as well made 223 to 235.
+# and stores otherwise for each. Of those that model alike, those that an H200 is fastest with as
+# compute_75 code (2026-11-22, `benchmark linear`): it waits longer for memory and wants all of a
+# k-tile on its way. Many rows, wide: 335 TFLOP/s at 8192 x 16384 x 4096, where the order before made
+# 318. Narrow at 8192 x 2560 x 10240: 291, and 275 with w across; 265 and 227 before. Orders that
+# model 0.87 and 0.83 make 307 and 292 there.
 _TURING_FORWARD: _Table = {
     ("wide", _ALONG): ProductConfig(
-        *_WIDE, Moves(0, 5, 2), Moves(2, 5, 2), 1, 0.965, "shared memory is busy for 0.71 of it"
+        *_WIDE, Moves(3, 2, 2), Moves(1, 3, 2), 1, 0.976, "shared memory is busy for 0.71 of it"
     ),
     ("wide", _B_ACROSS): ProductConfig(
         *_WIDE, Moves(3, 1, 2), Moves(1, 5, 2), 1, 0.956, "the same"
     ),
     ("narrow", _ALONG): ProductConfig(
-        *_NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.916, "shared memory is busy for 0.88 of it"
+        *_NARROW, Moves(3, 1, 4), Moves(2, 1, 2), 1, 0.917, "shared memory is busy for 0.88 of it"
     ),
     ("narrow", _B_ACROSS): ProductConfig(
-        *_NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.961, "the same"
+        *_NARROW, Moves(2, 1, 3), Moves(1, 4, 2), 1, 0.915, "the same"
     ),
     ("small", _ALONG): ProductConfig(
         *_SMALL, Moves(4, 2, 4), Moves(5, 1, 4), 1, 0.932, "shared memory is busy all the time"
@@ -177,12 +179,12 @@ _TURING_PRODUCT: _Table = {
     ("wide", _B_ACROSS): ProductConfig(
         *_WIDE, Moves(4, 1, 2), Moves(11, 2, 3), 1, 0.915, "the same"
     ),
-    ("wide", _ACROSS): ProductConfig(*_WIDE, Moves(1, 1, 2), Moves(10, 1, 2), 1, 0.945, "the same"),
+    ("wide", _ACROSS): ProductConfig(*_WIDE, Moves(4, 1, 2), Moves(3, 3, 2), 1, 0.943, "the same"),
     ("narrow", _ALONG): ProductConfig(
         *_NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.87, "shared memory is busy for 0.88 of it"
     ),
     ("narrow", _B_ACROSS): ProductConfig(
-        *_NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.864, "the same"
+        *_NARROW, Moves(5, 1, 4), Moves(10, 1, 2), 1, 0.88, "the same"
     ),
     ("narrow", _ACROSS): ProductConfig(
         *_NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.917, "the same"
