@@ -13,11 +13,10 @@
 //           have neighbouring slots, then groups of heads, then tokens. Grid ceil(threads / THREADS).
 // Budget    registers: 4 * HEADS * VEC storage items and 2 * PAIRS floats, below 128 in all; no shared memory.
 // Edges     a position outside of the tables gives NaN in the R features, and nothing is read there. out may be x.
-#if !defined(DTYPE) || !defined(THREADS) || !defined(HEADS) || !defined(VEC) || !defined(TABLE) || \
-    !defined(POSITION) || !defined(INTERLEAVED) || !defined(ACCUMULATE)
-#error "DTYPE, THREADS, HEADS, VEC, TABLE, POSITION, INTERLEAVED and ACCUMULATE come from a launch-configuration table"
+#if !defined(THREADS) || !defined(POSITION)
+#error "THREADS and POSITION come from a launch-configuration table, and what rotated_slots.cuh names"
 #endif
-#include "rotation.cuh"
+#include "rotated_slots.cuh"
 
 constexpr int kRopeArrays = 2;
 
@@ -43,68 +42,6 @@ __device__ __forceinline__ RopeStrides either(bool other, const RopeStrides (&st
           other ? strides[1].head : strides[0].head};
 }
 
-// A slot is two pieces: the first and second features of its pairs, or one stretch that holds both side by side.
-constexpr int kPairs = !INTERLEAVED ? VEC : VEC > 1 ? VEC / 2 : 1;
-constexpr int kPiece = INTERLEAVED && VEC == 1 ? 1 : VEC;
-constexpr int kPieces = 2 * kPairs / kPiece;
-static_assert(kPieces == 1 || kPieces == 2, "a pair is in one vector or in two");
-
-struct Slot {
-  Vec<DTYPE, kPiece> piece[kPieces];
-
-  __device__ __forceinline__ float first(int pair) const {
-    return to_float(INTERLEAVED ? piece[2 * pair / kPiece].item[2 * pair % kPiece] : piece[0].item[pair]);
-  }
-  __device__ __forceinline__ float second(int pair) const {
-    return to_float(INTERLEAVED ? piece[(2 * pair + 1) / kPiece].item[(2 * pair + 1) % kPiece]
-                                : piece[kPieces - 1].item[pair]);
-  }
-  __device__ __forceinline__ void set(int pair, float first, float second) {
-    if constexpr (INTERLEAVED) {
-      piece[2 * pair / kPiece].item[2 * pair % kPiece] = from_float<DTYPE>(first);
-      piece[(2 * pair + 1) / kPiece].item[(2 * pair + 1) % kPiece] = from_float<DTYPE>(second);
-    } else {
-      piece[0].item[pair] = from_float<DTYPE>(first);
-      piece[kPieces - 1].item[pair] = from_float<DTYPE>(second);
-    }
-  }
-};
-
-// Where the pieces of this thread's slot begin in a head.
-struct Place {
-  uint32 column[kPieces];
-  bool exists[kPieces];  // what is copied may end within a slot
-
-  __device__ __forceinline__ Place(const RopeParams& params, uint32 slot) {
-    const bool rotates = slot < params.rotated_slots;
-    column[0] = !rotates || INTERLEAVED ? slot * (2 * kPairs) : slot * kPairs;
-    if constexpr (kPieces == 2) column[1] = column[0] + (rotates && !INTERLEAVED ? params.half : kPiece);
-#pragma unroll
-    for (int p = 0; p < kPieces; p++) exists[p] = column[p] < params.dim;
-  }
-
-  __device__ __forceinline__ Slot load(const DTYPE* head_g) const {
-    Slot slot = {};
-#pragma unroll
-    for (int p = 0; p < kPieces; p++) {
-      if (exists[p]) slot.piece[p] = *reinterpret_cast<const Vec<DTYPE, kPiece>*>(head_g + column[p]);
-    }
-    return slot;
-  }
-
-  __device__ __forceinline__ void store(DTYPE* head_g, const Slot& slot) const {
-#pragma unroll
-    for (int p = 0; p < kPieces; p++) {
-      if (!exists[p]) continue;
-      if constexpr (sizeof(slot.piece[p]) == kVectorBytes) {
-        st_global_v4(head_g + column[p], *reinterpret_cast<const uint4*>(&slot.piece[p]));
-      } else {
-        *reinterpret_cast<Vec<DTYPE, kPiece>*>(head_g + column[p]) = slot.piece[p];
-      }
-    }
-  }
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS)
     rope(const DTYPE* x0_g, const DTYPE* x1_g, const TABLE* cos_g, const TABLE* sin_g, const POSITION* positions_g,
          DTYPE* out0_g, DTYPE* out1_g, const RopeParams params) {
@@ -121,42 +58,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const RopeStrides x_strides = either(other, params.x), out_strides = either(other, params.out);
   const DTYPE* x_g = (other ? x1_g : x0_g) + batch * x_strides.batch + s * x_strides.seq + head * x_strides.head;
   DTYPE* out_g = (other ? out1_g : out0_g) + batch * out_strides.batch + s * out_strides.seq + head * out_strides.head;
-  const Place place(params, slot);
 
-  // Phase 2: all loads.
-  Slot x[HEADS] = {}, present[ACCUMULATE ? HEADS : 1];
-#pragma unroll
-  for (int h = 0; h < HEADS; h++) {
-    if (head + h < heads) x[h] = place.load(x_g + h * x_strides.head);
-    if constexpr (ACCUMULATE) {
-      if (head + h < heads) present[h] = place.load(out_g + h * out_strides.head);
-    }
-  }
-  float cos[kPairs], sin[kPairs];
-  const bool rotates = slot < params.rotated_slots;
-  const int64 position =
-      positions_g == nullptr ? s : positions_g[batch * params.positions_batch + s * params.positions_seq];
-  if (rotates && position >= 0 && position < params.table_length) {
-    load_table<(VEC > 1)>(cos, cos_g + position * params.cos_stride + slot * kPairs);
-    load_table<(VEC > 1)>(sin, sin_g + position * params.sin_stride + slot * kPairs);
-  } else {
-    const float identity = rotates ? __int_as_float(0x7fc00000) : 1.f;  // NaN where there is no such position
-#pragma unroll
-    for (int i = 0; i < kPairs; i++) cos[i] = identity, sin[i] = 0.f;
-  }
-
-  // Phase 3: rotate, and store. What is only copied is no product: 0 times infinity is none.
-#pragma unroll
-  for (int h = 0; h < HEADS; h++) {
-    Slot out = x[h];
-#pragma unroll
-    for (int i = 0; i < kPairs; i++) {
-      const float a = x[h].first(i), b = x[h].second(i), turn = params.sign * sin[i];
-      float first = rotates ? rotated(a, b, cos[i], -turn) : a;
-      float second = rotates ? rotated(b, a, cos[i], turn) : b;
-      if constexpr (ACCUMULATE) first += present[h].first(i), second += present[h].second(i);
-      out.set(i, first, second);
-    }
-    if (head + h < heads) place.store(out_g + h * out_strides.head, out);
-  }
+  // Phase 2: rotate it.
+  turn_slot(params, slot, head, heads, x_g, x_strides.head, out_g, out_strides.head, cos_g, sin_g, [&]() -> int64 {
+    return positions_g == nullptr ? s : positions_g[batch * params.positions_batch + s * params.positions_seq];
+  });
 }

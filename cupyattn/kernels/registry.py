@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs import kv_cache
-from cupyattn.kernels.configs.attention import decode, float32, merge, teaching, tensor_core
+from cupyattn.kernels.configs.attention import decode, float32, merge, rotary, teaching, tensor_core
 from cupyattn.kernels.configs.layers import (
     activations,
     adamw,
@@ -35,6 +35,7 @@ _MODULES = (
     teaching.backward,
     decode,
     merge,
+    rotary,
     kv_cache,
     softmax,
     activations,

@@ -229,6 +229,19 @@ ROPE_PARAMS = np.dtype(
     align=True,
 )
 
+# RotaryParams in cuda_src/attention/rotary.cuh
+ROTARY_PARAMS = np.dtype(
+    [
+        *((array, _STRIDES, (2,)) for array in ("x", "out")),
+        *((field, np.int64) for field in ("cos_stride", "sin_stride", "table_length")),
+        ("query_threads", np.uint32),
+        *((field, np.uint32, (2,)) for field in ("tokens", "heads", "groups")),
+        *((field, np.uint32) for field in ("slots", "rotated_slots", "half", "dim")),
+        ("sign", np.float32),
+    ],
+    align=True,
+)
+
 # FloatProductParams in cuda_src/linear/float32/product.cuh
 FLOAT_PRODUCT_PARAMS = np.dtype(
     [
@@ -319,6 +332,7 @@ COPY_BLOCKS_STRUCT = Struct("params", COPY_BLOCKS_PARAMS, "CopyBlocksParams")
 GATHER_STRUCT = Struct("params", GATHER_PARAMS, "GatherParams")
 NORM_STRUCT = Struct("params", NORM_PARAMS, "NormParams")
 ROPE_STRUCT = Struct("params", ROPE_PARAMS, "RopeParams")
+ROTARY_STRUCT = Struct("rotary", ROTARY_PARAMS, "RotaryParams")
 FLOAT_PRODUCT_STRUCT = Struct("params", FLOAT_PRODUCT_PARAMS, "FloatProductParams")
 THIN_STRUCT = Struct("params", THIN_PARAMS, "ThinParams")
 PRODUCT_STRUCT = Struct("params", PRODUCT_PARAMS, "ProductParams")

@@ -135,7 +135,7 @@ EQUIVALENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "no dropout": ({}, {"dropout_p": 0.0, "seed": 3}),
     "no sinks": ({}, {"sinks": np.full(H, -np.inf, np.float32)}),
-    "no rotation": ({}, {"rotary": (np.ones((9, 4), np.float32), np.zeros((9, 4), np.float16))}),
+    "no rotation": ({}, {"rotary": (np.ones((9, 4), np.float16), np.zeros((9, 4), np.float16))}),
     "naive": ({}, {"implementation": "naive"}),
     "tiled": ({}, {"implementation": "tiled"}),
     "workspace": ({}, {"workspace": np.empty(7, np.uint8)}),

@@ -118,11 +118,9 @@ def test_options(options, kind, message, backend):
         call(options)
 
 
-@pytest.mark.parametrize("name", ["rotary", "mask_mod", "score_mod"])
+@pytest.mark.parametrize("name", ["mask_mod", "score_mod"])
 def test_options_without_a_kernel(name):
-    tables = np.ones((20, 4), np.float32)
     value = {
-        "rotary": (tables, tables),
         "mask_mod": lambda b, h, i, j: i >= j,
         "score_mod": cupyattn.ScoreMod("2 * score"),
     }[name]

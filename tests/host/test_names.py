@@ -61,7 +61,8 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
          "accumulate": False, "workspace": None},
     ),
     cupyattn.attention_varlen: (
-        (*("q", "k", "v"), *PACKED), {**SHARED_OPTIONS, "return_lse": False, "out": None},
+        (*("q", "k", "v"), *PACKED),
+        {**SHARED_OPTIONS, "return_lse": False, "out": None, "workspace": None},
     ),
     cupyattn.attention_varlen_backward: (
         (*("dout", "q", "k", "v", "out", "lse"), *PACKED),

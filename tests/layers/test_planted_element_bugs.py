@@ -190,7 +190,8 @@ def test_a_clean_copy_is_right(name, planted):
     assert 0 < RUNS[name](planted()) <= 1
 
 
-ROPE, NORM = "layers/rope.cu", "layers/norm_partials.cu"
+ROPE, SLOTS = "layers/rope.cu", "layers/rotated_slots.cuh"
+NORM = "layers/norm_partials.cu"
 ROTATION = "layers/rotation.cuh"
 EMBEDDING, SUMS = "layers/embedding.cu", "layers/embedding_backward.cu"
 SORT, COMBINE = "layers/embedding_sort.cu", "layers/embedding_combine.cu"
@@ -209,7 +210,7 @@ FAULTS = {
     ),
     "a head too many": (
         "rope",
-        Bug(ROPE, "if (head + h < heads) x[h]", "if (head + h <= heads) x[h]"),
+        Bug(SLOTS, "if (head + h < heads) x[h]", "if (head + h <= heads) x[h]"),
         OutOfBoundsError,
     ),
     "the first id beyond the table": (
@@ -296,10 +297,10 @@ MISTAKES = {
     ),
     "k has q's strides": ("rope", Bug(ROPE, "other ? strides[1].seq", "false ? strides[1].seq")),
     "a stretch too few is copied": (
-        "rope", Bug(ROPE, "= column[p] < params.dim", "= column[p] + 1 < params.dim"),
+        "rope", Bug(SLOTS, "= column[p] < params.dim", "= column[p] + 1 < params.dim"),
     ),
     "pairs of halves among neighbours": (
-        "rope interleaved", Bug(ROPE, "slot * (2 * kPairs)", "slot * kPairs"),
+        "rope interleaved", Bug(SLOTS, "slot * (2 * kPairs)", "slot * kPairs"),
     ),
     "the neighbouring row": (
         "embedding", Bug(EMBEDDING, "id * table_stride", "(id ^ 1) * table_stride"),

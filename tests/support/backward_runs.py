@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from support import devices
 from support.devices import KERNELS
 from support.dtypes import dtype_of
 from support.strategies import AttentionProblem
@@ -34,10 +35,7 @@ def inputs(problem: AttentionProblem) -> tuple[Arrays, dict[str, Any]]:
 
 
 def placed(options: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: KERNELS.put(value) if isinstance(value, np.ndarray) else value
-        for name, value in options.items()
-    }
+    return {name: devices.placed(KERNELS, value) for name, value in options.items()}
 
 
 def fetched(grads: AttentionGrads) -> dict[str, np.ndarray]:

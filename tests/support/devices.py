@@ -146,6 +146,8 @@ def placed(side: Any, value: Any) -> Any:
         moved = copy(value)
         moved.arrays = {name: placed(side, array) for name, array in value.arrays.items()}
         return moved
+    if isinstance(value, cupyattn.Rotary):
+        return cupyattn.Rotary(*placed(side, tuple(value)))
     return tuple(placed(side, item) for item in value) if type(value) is tuple else value
 
 

@@ -76,12 +76,18 @@ class SimulatedKernel:
         return np.arange(self.problem.Sq) + int(np.broadcast_to(offset, self.problem.B)[b])
 
     def rotated(self, x, positions, back=False):
+        """Rotate, and round as kernels do: the result, and backwards what is rotated."""
         if "rotary" not in self.options:
             return x
+        x = self.rounded(x) if back else x
         cos, sin = (table[positions].astype(self.work) for table in self.options["rotary"])
         half, sin = cos.shape[1], -sin if back else sin
         a, b, rest = x[:, :half], x[:, half : 2 * half], x[:, 2 * half :]
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=1)
+        turned = np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=1)
+        return turned if back else self.rounded(turned)
+
+    def rounded(self, x):
+        return x.astype(self.out_dtype).astype(self.work)
 
     def visible(self, b, h, used):
         options, p = self.options, self.problem
@@ -108,8 +114,6 @@ class SimulatedKernel:
         k[used:] = v[used:] = 0
         q = self.rotated(q, self.positions(b))
         k[:used] = self.rotated(k[:used], np.arange(used))
-        if "rotary" in options:
-            q, k = self.read(q), self.read(k)
         s, slope = (q @ k.T) * self.scale, np.ones((p.Sq, p.Sk), work)
         if "softcap" in options:
             cap = work(options["softcap"])

@@ -71,7 +71,8 @@ def attention_backward(
         As given to `attention`.
     dropout_p, seed, rotary, score_mod, mask_mod : optional
         As given to `attention`. Dropout draws the same mask again from the seed; a score_mod needs
-        its gradient, and its arrays get none.
+        its gradient, and its arrays get none. With rotary dq and dk are those of the arrays that
+        were given, before they were rotated.
     dlse : array (B, H, Sq), dtype of lse, optional
         Gradient with respect to lse, where it was used.
     deterministic : bool
@@ -94,7 +95,8 @@ def attention_backward(
         dtypes. On tensor cores, with rows = B * H * Sq' and Sq' and D' rounded up to multiples of
         64 and 8, it needs 8 * rows bytes; unless deterministic, 4 * rows * D' more; and for a bias
         that broadcasts 4 bytes for each of its items (deterministic: for each score); each rounded
-        up to 256. An error says how many.
+        up to 256. With rotary as much as q and k more, with accumulate twice that. An error says
+        how many.
         With grads and workspace a call allocates nothing, and can be captured in a CUDA graph.
 
     Returns
@@ -111,8 +113,8 @@ def attention_backward(
         As `attention`; for out, lse, dout or dlse whose shapes or dtypes disagree with q, k, v; for
         grads that do not fit their arrays; and for a workspace that is too small.
     NotImplementedError
-        On a GPU or the emulator, for an implementation that has no backward kernel and for rotary:
-        NumPy arrays on the reference have them all.
+        On a GPU or the emulator, for an implementation that has no backward kernel: NumPy arrays on
+        the reference have them all.
     RuntimeError
         As `attention`.
 

@@ -98,7 +98,10 @@ def attention(
         Tables (positions, R/2) with R <= D: rotates the first R features of q (at position
         ``i + q_offset``) and k (at position j), feature d paired with d + R/2, or with
         ``Rotary(cos, sin, interleaved=True)`` 2d with 2d + 1 (Su et al., arXiv:2104.09864,
-        equation 34).
+        equation 34). The tables are of one dtype, any that `rope` takes. The result is that of
+        `rope` and then attention: rotated q and k are rounded to their dtype. Tables that are too
+        short are an error. On a GPU, where positions come from arrays (q_offset, seqused_k), what
+        stands outside of them has NaN for scores instead, unless values are checked (`backend`).
     score_mod : ScoreMod, optional
         The user's own expression of a score, after bias and ALiBi: see `ScoreMod`. On NumPy arrays
         also a function ``score_mod(score, b, h, q_idx, k_idx)`` of arrays that broadcast together.
@@ -117,9 +120,9 @@ def attention(
         Where to write the result: the last axis of each array is contiguous, the others may have
         any stride, and they overlap no input.
     workspace : array, optional
-        Scratch memory for the parts of the keys that "flash" splits (see Notes); other calls need
-        none. Of any dtype, from a multiple of 16 bytes on. If it is too small the error says how
-        many bytes there have to be. Allocated if not given.
+        Scratch memory for the parts of the keys that "flash" splits (see Notes), and with rotary
+        for rotated q and k; other calls need none. Of any dtype, from a multiple of 16 bytes on. If
+        it is too small the error says how many bytes there have to be. Allocated if not given.
 
     Returns
     -------

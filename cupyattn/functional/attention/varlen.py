@@ -9,6 +9,7 @@ from cupyattn import reference
 from cupyattn.arrays import Array
 from cupyattn.functional.attention.call import AttentionCall, attention_call, reference_options
 from cupyattn.functional.backend import device_of
+from cupyattn.functional.layers.rope import Rotary
 from cupyattn.functional.outputs import named_out
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.attention.packed import PackedProblem
@@ -39,11 +40,12 @@ def attention_varlen(
     sinks: Array | None = None,
     dropout_p: float = 0.0,
     seed: int | None = None,
-    rotary: tuple[Array, Array] | None = None,
+    rotary: tuple[Array, Array] | Rotary | None = None,
     score_mod: Any = None,
     mask_mod: Any = None,
     return_lse: bool = False,
     out: Array | tuple[Array, Array] | None = None,
+    workspace: Array | None = None,
 ) -> Any:
     r"""Attend within each of several sequences that stand one behind the other in one array.
 
@@ -83,12 +85,14 @@ def attention_varlen(
         As in `attention`; the b of dropout's (b, h, i, j) is the number of the sequence, i and j
         count within it.
     rotary, score_mod, mask_mod : optional
-        As in `attention`, with such b, i and j.
+        As in `attention`, with such b, i and j: positions begin anew in each sequence.
     return_lse : bool
         Return the log-sum-exp of the scores too.
     out : array, or (out, lse) with return_lse, optional
         Where to write the result: the last axis of each array is contiguous, the others may have
         any stride, and they overlap no input.
+    workspace : array, optional
+        With rotary scratch memory for rotated q and k, as in `attention`; other calls need none.
 
     Returns
     -------
@@ -106,8 +110,8 @@ def attention_varlen(
         that is longer than max_seqlen says. A GPU takes such lengths as the nearest that lie within
         the arrays and max_seqlen: it reads nothing beyond.
     NotImplementedError
-        On a GPU or the emulator, for rotary, score_mod and mask_mod: NumPy arrays on the reference
-        have them.
+        On a GPU or the emulator, for score_mod and mask_mod: NumPy arrays on the reference have
+        them.
     RuntimeError
         On a GPU, as `attention`.
 
@@ -137,7 +141,8 @@ def attention_varlen(
         partial(forward_problem, longest=(max_seqlen_q, max_seqlen_k)),
         {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
          "seqused_k": seqused_k, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes,
-         "sinks": sinks, **named_out(out, ("out", "lse") if return_lse else ("out",))},
+         "sinks": sinks, "workspace": workspace,
+         **named_out(out, ("out", "lse") if return_lse else ("out",))},
         (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None,
          "flash"),
         q_offset, seed, rotary, score_mod, mask_mod,

@@ -11,6 +11,7 @@ from cupyattn.functional.attention.backward import rounded_gradients
 from cupyattn.functional.attention.call import AttentionCall, attention_call, reference_options
 from cupyattn.functional.attention.modifiers import python_gradient
 from cupyattn.functional.backend import device_of
+from cupyattn.functional.layers.rope import Rotary
 from cupyattn.functional.outputs import named_grads
 from cupyattn.gradients import AttentionGrads
 from cupyattn.ops.attention.packed import PackedProblem
@@ -44,7 +45,7 @@ def attention_varlen_backward(
     sinks: Array | None = None,
     dropout_p: float = 0.0,
     seed: int | None = None,
-    rotary: tuple[Array, Array] | None = None,
+    rotary: tuple[Array, Array] | Rotary | None = None,
     score_mod: Any = None,
     mask_mod: Any = None,
     dlse: Array | None = None,
@@ -72,7 +73,8 @@ def attention_varlen_backward(
     mask, bias, alibi_slopes, softcap, sinks : optional
         As given to `attention_varlen`.
     dropout_p, seed, rotary, score_mod, mask_mod : optional
-        As given to `attention_varlen`.
+        As given to `attention_varlen`; with rotary dq and dk are those of the arrays before they
+        were rotated.
     dlse : array (H, total_q), dtype of lse, optional
         Gradient with respect to lse, where it was used.
     deterministic : bool
@@ -88,7 +90,8 @@ def attention_varlen_backward(
         to a multiple of 8, 8 * rows bytes, and unless deterministic 4 * rows * D' more; otherwise
         4 * H * total_q. A bias that broadcasts needs more: 4 bytes for each of its items in
         float16, and for each of B * H * max_seqlen_q * max_seqlen_k scores where it is float32 or
-        bfloat16 or deterministic. An error says how many bytes there have to be.
+        bfloat16 or deterministic; rotary as much as q and k have, with accumulate twice that. An
+        error says how many bytes there have to be.
 
     Returns
     -------

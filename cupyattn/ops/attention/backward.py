@@ -12,15 +12,16 @@ from cupyattn.ops.attention import float32, teaching, tensor_core_backward
 from cupyattn.ops.attention.implementations import implementation_of, register
 from cupyattn.ops.attention.layouts import require_lengths
 from cupyattn.ops.attention.modifiers import expression_error, require_gradient
-from cupyattn.ops.attention.options import POSITION_OPTIONS, SCORE_OPTIONS, USER_FUNCTIONS
+from cupyattn.ops.attention.options import POSITION_OPTIONS, ROTARY, SCORE_OPTIONS, USER_FUNCTIONS
 from cupyattn.ops.attention.params import placed, seeded
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import gradient_outputs
+from cupyattn.ops.attention.rotary import rotated_backward
 from cupyattn.ops.card import Card
 from cupyattn.ops.checks import require_item_alignment
 from cupyattn.ops.plan import Plan, run
 
-_OPTIONS = POSITION_OPTIONS | SCORE_OPTIONS | USER_FUNCTIONS
+_OPTIONS = POSITION_OPTIONS | SCORE_OPTIONS | USER_FUNCTIONS | ROTARY
 IMPLEMENTATIONS = register(
     ("flash", STORAGE, float32.backward_plan, _OPTIONS),
     ("naive", STORAGE, teaching.naive_backward_plan, _OPTIONS),
@@ -69,10 +70,13 @@ def _plan(
     require_item_alignment(problem.layouts, problem.starts, problem.overlaps.shown_as)
     if problem.batch * problem.heads == 0:
         return nothing_to_add(problem, accumulate)
-    plan = chosen.plan(
-        problem, problem.starts, card.arch, deterministic=deterministic, accumulate=accumulate
-    )
-    plan = placed(plan, problem)
+
+    def plan_of(turned: AttentionProblem) -> Plan:
+        return chosen.plan(
+            turned, turned.starts, card.arch, deterministic=deterministic, accumulate=accumulate
+        )
+
+    plan = placed(rotated_backward(problem, card.arch, accumulate, plan_of), problem)
     plan.require_arrays(problem.layouts)
     return plan
 

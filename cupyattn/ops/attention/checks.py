@@ -27,7 +27,7 @@ from cupyattn.ops.attention.problem import (
     SHOWN_AS,
     AttentionProblem,
 )
-from cupyattn.ops.attention.values import check_values
+from cupyattn.ops.attention.values import check_values, require_rotary_positions
 from cupyattn.ops.checks import (
     CPU_FLOATS,
     FLOATS,
@@ -114,6 +114,7 @@ def _hashable(options: tuple[Any, ...]) -> bool:
 def _cached_forward_problem(description: Description, _: Any, *options: Any) -> AttentionProblem:
     require_arrays(layouts_of(description), ("q", "k", "v"))
     problem = described_problem(description, AttentionOptions(*options), FORWARD_RESULTS)
+    require_rotary_positions(problem)
     results = {
         "out": (problem.out_shape, problem.dtype),
         "lse": (problem.lse_shape, problem.lse_dtype),
@@ -128,6 +129,7 @@ def _cached_forward_problem(description: Description, _: Any, *options: Any) -> 
 def _cached_backward_problem(description: Description, _: Any, *options: Any) -> AttentionProblem:
     require_arrays(layouts_of(description), ("dout", "q", "k", "v", "out", "lse"))
     problem = described_problem(description, AttentionOptions(*options), BACKWARD_RESULTS)
+    require_rotary_positions(problem)
     require_gradients(problem, problem.layouts, "(B, Sq, H, Dv)", "(B, H, Sq)")
     return problem
 
@@ -302,7 +304,9 @@ def _require_rotary_tables(cos: Layout, sin: Layout, head_dim: int) -> None:
     for name, table in (("cos", cos), ("sin", sin)):
         require_dtype(f"rotary's {name}", table, CPU_FLOATS)
         require_rank(f"rotary's {name}", table, "positions R/2")
+        require_contiguous_rows(f"rotary's {name}", table)
     require_shape("rotary's sin", sin, cos.shape, "(positions, R/2) like cos")
+    require_same_dtype({"cos": cos, "sin": sin}, ("cos", "sin"))
     if 2 * cos.shape[1] > head_dim:
         raise error(
             ValueError,

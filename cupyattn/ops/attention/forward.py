@@ -12,18 +12,19 @@ from cupyattn.ops.attention import few_queries, float32, teaching, tensor_core
 from cupyattn.ops.attention.implementations import implementation_of, register
 from cupyattn.ops.attention.layouts import require_lengths
 from cupyattn.ops.attention.modifiers import expression_error
-from cupyattn.ops.attention.options import POSITION_OPTIONS, SCORE_OPTIONS, USER_FUNCTIONS
+from cupyattn.ops.attention.options import POSITION_OPTIONS, ROTARY, SCORE_OPTIONS, USER_FUNCTIONS
 from cupyattn.ops.attention.params import placed, seeded
 from cupyattn.ops.attention.problem import AttentionProblem
+from cupyattn.ops.attention.rotary import rotated
 from cupyattn.ops.card import Card
 from cupyattn.ops.checks import require_item_alignment
 from cupyattn.ops.plan import Plan, run
 
-_OPTIONS = POSITION_OPTIONS | SCORE_OPTIONS | USER_FUNCTIONS
+_OPTIONS = POSITION_OPTIONS | SCORE_OPTIONS | USER_FUNCTIONS | ROTARY
 IMPLEMENTATIONS = register(
     ("flash", STORAGE, float32.forward_plan, _OPTIONS),
-    ("tiled", STORAGE, teaching.tiled_plan, POSITION_OPTIONS),
-    ("naive", STORAGE, teaching.naive_plan, POSITION_OPTIONS),
+    ("tiled", STORAGE, teaching.tiled_plan, POSITION_OPTIONS | ROTARY),
+    ("naive", STORAGE, teaching.naive_plan, POSITION_OPTIONS | ROTARY),
 )
 ON_TENSOR_CORES = register(
     ("flash", ("float16",), tensor_core.forward_plan, _OPTIONS),
@@ -56,10 +57,12 @@ def _plan(problem: AttentionProblem, card: Card, return_lse: bool) -> Plan:
     chosen = implementation_of(problem, table, "attention")
     require_lengths(problem)
     require_item_alignment(problem.layouts, problem.starts, problem.overlaps.shown_as)
-    if few_queries.suits(problem, card):
-        plan = few_queries.few_queries_plan(problem, card, return_lse=return_lse)
-    else:
-        plan = chosen.plan(problem, problem.starts, card.arch, return_lse=return_lse)
-    plan = placed(plan, problem)
+
+    def plan_of(turned: AttentionProblem) -> Plan:
+        if few_queries.suits(turned, card):
+            return few_queries.few_queries_plan(turned, card, return_lse=return_lse)
+        return chosen.plan(turned, turned.starts, card.arch, return_lse=return_lse)
+
+    plan = placed(rotated(problem, card.arch, plan_of), problem)
     plan.require_arrays(problem.layouts)
     return plan

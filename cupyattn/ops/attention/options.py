@@ -15,8 +15,8 @@ SCORE_OPTIONS = frozenset({"mask", "bias", "alibi_slopes", "softcap", "sinks", "
 """What is done to single scores: some kernels have these."""
 USER_FUNCTIONS = frozenset({"score_mod", "mask_mod"})
 """The user's own expressions: the same kernels have these, but those of decoding."""
-CPU_OPTIONS = frozenset({"rotary"})
-"""What no kernel has."""
+ROTARY = frozenset({"rotary"})
+"""What is done to q and k before: every kernel has it."""
 
 IMPLEMENTATIONS = ("flash", "tiled", "naive")
 _MAX_FACTOR = 1e38  # times log2(e) it is still a float32

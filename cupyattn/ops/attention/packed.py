@@ -6,6 +6,7 @@ as the longest and begin at the first row, (B, longest, H, D) with a batch strid
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,10 +148,16 @@ class PackedProblem(AttentionProblem):
         return self.packed.get(name)
 
     def placed(self, name: str, layout: Layout) -> Layout:
-        """Return a result's layout as `layouts` has it."""
-        if name in ("out", "lse", "dq"):
+        """Return an array's layout as `layouts` has it."""
+        if name in ("q", "out", "lse", "dq"):
             return unpacked(name, layout, self.batch, self.sq)
-        return unpacked(name, layout, self.batch, self.sk) if name in ("dk", "dv") else layout
+        keys = name in ("k", "dk", "dv")
+        return unpacked(name, layout, self.batch, self.sk) if keys else layout
+
+    def without_rotary(self, moved: Mapping[str, Layout]) -> PackedProblem:
+        """Return the call that is left when q and k are rotated: `moved` arrays lie elsewhere."""
+        left = super().without_rotary(moved)
+        return PackedProblem(**{**vars(left), "packed": {**self.packed, **moved}})
 
 
 def _most_tiles(batch: int, longest: int, total: int, rows: int) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from cupyattn.arrays import Layout
 from cupyattn.kernels.configs.attention.modifiers import Modifiers
 from cupyattn.ops.attention.modifiers import UserFunction, modifiers_of, strides_of
-from cupyattn.ops.attention.options import CPU_OPTIONS, SCORE_OPTIONS, USER_FUNCTIONS
+from cupyattn.ops.attention.options import ROTARY, SCORE_OPTIONS, USER_FUNCTIONS
 from cupyattn.ops.overlaps import Overlaps
 
 LSE_DTYPE = np.dtype(np.float32)
@@ -71,8 +72,21 @@ class AttentionProblem:
         return self.layouts.get(name)
 
     def placed(self, name: str, layout: Layout) -> Layout:
-        """Return the layout of a result of that name as kernels take it."""
+        """Return the layout of an array of that name as kernels take it."""
         return layout
+
+    def without_rotary(self, moved: Mapping[str, Layout]) -> AttentionProblem:
+        """Return the call that is left when q and k are rotated: `moved` arrays lie elsewhere.
+
+        They begin where vectors do.
+        """
+        places = {name: self.placed(name, layout) for name, layout in moved.items()}
+        others = {name: x for name, x in self.layouts.items() if name not in ("cos", "sin")}
+        return replace(
+            self,
+            layouts={**others, **places},
+            starts={**self.starts, **dict.fromkeys(moved, 0)},
+        )
 
     @property
     def ends_with_keys_in_use(self) -> bool:
@@ -92,7 +106,7 @@ class AttentionProblem:
         used |= {"softcap"} if self.softcap is not None else set()
         used |= {"dropout_p"} if self.dropout_p else set()
         used |= {name for name, function in self.functions.items() if function is not None}
-        return frozenset(used & {*SCORE_OPTIONS, *USER_FUNCTIONS, *CPU_OPTIONS})
+        return frozenset(used & {*SCORE_OPTIONS, *USER_FUNCTIONS, *ROTARY})
 
     @property
     def modifiers(self) -> Modifiers | None:

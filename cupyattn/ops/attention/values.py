@@ -51,11 +51,8 @@ def check_values(
         )
     if "sinks" in arrays:
         require_sinks(arrays["sinks"])
-    if "cos" in arrays and problem.batch:
-        used = np.asarray(integers.get("seqused_k", keys))
-        from_end = used - queries if problem.q_offset is None else np.asarray(problem.q_offset)
-        offsets = np.asarray(integers.get("q_offset", from_end))
-        _require_rotary_positions(arrays["cos"].shape[0], int(used.max()), offsets, queries)
+    if "cos" in arrays:
+        _require_rotary_positions(problem, integers, queries, keys)
 
 
 def require_sinks(sinks: Array) -> None:
@@ -70,10 +67,26 @@ def require_sinks(sinks: Array) -> None:
         )
 
 
+def require_rotary_positions(problem: AttentionProblem) -> None:
+    """Raise ValueError for tables that are too short, where no array has a say in positions."""
+    if "cos" in problem.layouts and not problem.layouts.keys() & set(INTEGERS):
+        lengths = np.asarray(problem.sq), np.asarray(problem.sk)
+        _require_rotary_positions(problem, {}, *lengths)
+
+
 def _require_rotary_positions(
-    positions: int, keys: int, offsets: np.ndarray, queries: np.ndarray
+    problem: AttentionProblem,
+    integers: dict[str, np.ndarray],
+    queries: np.ndarray,
+    keys: np.ndarray,
 ) -> None:
-    occupied = {"keys": (0, keys - 1)} if keys else {}
+    if problem.batch == 0:
+        return
+    positions = problem.layouts["cos"].shape[0]
+    used = np.asarray(integers.get("seqused_k", keys))
+    from_end = used - queries if problem.q_offset is None else np.asarray(problem.q_offset)
+    offsets = np.asarray(integers.get("q_offset", from_end))
+    occupied = {"keys": (0, int(used.max()) - 1)} if used.any() else {}
     offsets, queries = np.broadcast_arrays(offsets, queries)
     if queries.any():
         begin, end = offsets[queries > 0], (offsets + queries)[queries > 0]

@@ -17,14 +17,16 @@ from cupyattn.ops.attention.implementations import (
     register,
 )
 from cupyattn.ops.attention.layouts import MAX_LENGTH, require_lengths
-from cupyattn.ops.attention.options import POSITION_OPTIONS, SCORE_OPTIONS
+from cupyattn.ops.attention.options import POSITION_OPTIONS, ROTARY, SCORE_OPTIONS
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import seeded
+from cupyattn.ops.attention.problem import AttentionProblem
+from cupyattn.ops.attention.rotary import rotated, rotated_backward
 from cupyattn.ops.card import Card
 from cupyattn.ops.checks import require_item_alignment
 from cupyattn.ops.plan import Plan, run
 
-_OPTIONS = POSITION_OPTIONS | SCORE_OPTIONS
+_OPTIONS = POSITION_OPTIONS | SCORE_OPTIONS | ROTARY
 FORWARD = register(("flash", STORAGE, float32.forward_plan, _OPTIONS))
 BACKWARD = register(("flash", STORAGE, float32.backward_plan, _OPTIONS))
 ON_TENSOR_CORES = {
@@ -50,7 +52,11 @@ def varlen_forward(
 def _forward_plan(problem: PackedProblem, card: Card, return_lse: bool) -> Plan:
     chosen = _implementation(problem, FORWARD, card, "attention_varlen")
     _require_kernel_sizes(problem)
-    plan = chosen.plan(problem, problem.starts, card.arch, return_lse=return_lse)
+
+    def plan_of(turned: AttentionProblem) -> Plan:
+        return chosen.plan(turned, turned.starts, card.arch, return_lse=return_lse)
+
+    plan = rotated(problem, card.arch, plan_of)
     plan.require_arrays(problem.layouts)
     return plan
 
@@ -85,9 +91,13 @@ def _backward_plan(
     _require_kernel_sizes(problem)
     if problem.batch * problem.heads == 0:
         return nothing_to_add(problem, accumulate)
-    plan = chosen.plan(
-        problem, problem.starts, card.arch, deterministic=deterministic, accumulate=accumulate
-    )
+
+    def plan_of(turned: AttentionProblem) -> Plan:
+        return chosen.plan(
+            turned, turned.starts, card.arch, deterministic=deterministic, accumulate=accumulate
+        )
+
+    plan = rotated_backward(problem, card.arch, accumulate, plan_of)
     plan.require_arrays(problem.layouts)
     return plan
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -244,21 +244,31 @@ def _plan(problem: RopeProblem, arch: int, in_place: bool) -> Plan:
 
 
 def _vector(problem: RopeProblem) -> int:
-    """Return how many items one load brings: a vector's if all pieces start at one, or 1."""
-    layouts = problem.layouts
-    items = vector_items(problem.first.dtype.name)
-    rotated = 2 * problem.half if problem.interleaved else problem.half
-    rest = problem.first.shape[-1] - 2 * problem.half
     names = (*problem.rotated, *problem.rotated.values(), "cos", "sin")
-    aligned = not any(problem.starts.get(name, 0) for name in names) and all(
-        stride % VECTOR_BYTES == 0
-        for name in names
-        if name in layouts
-        for extent, stride in zip(layouts[name].shape[:-1], layouts[name].strides[:-1], strict=True)
-        if extent > 1
+    arrays = [
+        (problem.starts[name], problem.layouts[name]) for name in names if name in problem.layouts
+    ]
+    return slot_items(problem.first, problem.half, problem.interleaved, arrays)
+
+
+def slot_items(
+    x: Layout, half: int, interleaved: bool, arrays: Iterable[tuple[int, Layout]]
+) -> int:
+    """Return how many items one load brings: a vector's if all pieces start at one, or 1.
+
+    `x` is an array that is rotated, `half` its pairs; `arrays` come with what they miss of a
+    vector's alignment.
+    """
+    items = vector_items(x.dtype.name)
+    rotated = 2 * half if interleaved else half
+    rest = x.shape[-1] - 2 * half
+    aligned = all(
+        start == 0
+        and all(
+            stride % VECTOR_BYTES == 0
+            for extent, stride in zip(layout.shape[:-1], layout.strides[:-1], strict=True)
+            if extent > 1
+        )
+        for start, layout in arrays
     )
-    made = any(out not in layouts for out in problem.rotated.values())
-    whole = rotated % items == 0 and rest % items == 0
-    if made and problem.first.shape[-1] % items:
-        return 1
-    return items if aligned and whole else 1
+    return items if aligned and rotated % items == 0 and rest % items == 0 else 1

@@ -15,9 +15,10 @@ enters):
 - What a tensor core reads of P (with dropout's factor) and dS errs by u_in of itself and tiny more;
   scale may be part of dS when it is rounded, or come later.
 - dV = P^T dout, dQ = scale dS K, dK = scale dS^T Q sum those errors times |dout|, |K|, |Q|, and
-  have a sum's own error. With rotary, K and Q are the rotated ones, rounded: u_in + 8 u32 of the
-  absolute sum more; and the inverse rotation, in float32, turns the error of a pair of features
-  into at most the norm of the pair's errors, and rounds: 8 u32.
+  have a sum's own error. With rotary, K and Q are the rotated ones, rounded: u_out + 8 u32 of
+  the absolute sum more; dQ and dK are rounded, u_out of themselves and tiny more, before the
+  inverse rotation in float32, which turns the error of a pair of features into at most the norm of
+  the pair's errors, and errs by 8 u32.
 - dsinks = -sum exp(sink - lse) delta: the same with the sink as score.
 - The store: u_out |ref| + tiny, for dbias and dsinks those of their own dtype.
 """
@@ -211,7 +212,7 @@ def attention_backward_bound(
     grads = attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
     blocks = ScoreBlocks(q, k, v, **options)
     scale = abs(blocks.scale)
-    operand = 0.0 if blocks.rotary is None else precision.u_in + ROTATION
+    operand = 0.0 if blocks.rotary is None else precision.u_out + ROTATION
     dq_bound = np.zeros(q.shape)
     dk_sum, dv_sum = (_Sum.zeros(x.shape, (*x.shape[:3], 1)) for x in (k, v))
     dbias_sum = None if grads.dbias is None else _Sum.zeros(grads.dbias.shape)
@@ -236,7 +237,7 @@ def attention_backward_bound(
             if dsinks_sum is not None:
                 dsinks_sum.add((block.h,), x.sink, x.sink_error, block.rows.stop - block.rows.start)
         dk_bound = scale * dk_sum.bound()
-        _turn(blocks, grads, dq_bound, dk_bound)
+        _turn(blocks, grads, dq_bound, dk_bound, precision)
         return AttentionGrads(
             dq_bound + precision.store(grads.dq),
             dk_bound + precision.store(grads.dk),
@@ -246,7 +247,13 @@ def attention_backward_bound(
         )
 
 
-def _turn(blocks: ScoreBlocks, grads: AttentionGrads, dq_bound: Float64, dk_bound: Float64) -> None:
+def _turn(
+    blocks: ScoreBlocks,
+    grads: AttentionGrads,
+    dq_bound: Float64,
+    dk_bound: Float64,
+    precision: Precision,
+) -> None:
     """Bound the errors of gradients of rotated q and k after the inverse rotation, in place."""
     if blocks.rotary is None:
         return
@@ -258,10 +265,10 @@ def _turn(blocks: ScoreBlocks, grads: AttentionGrads, dq_bound: Float64, dk_boun
             (dk_bound[b, :used], grads.dk[b, :used], np.arange(used)),
         ):
             length = np.hypot(table_rows(cos, positions), table_rows(sin, positions))
-            bound[...] = pair_norms(bound, pairs)
+            bound[...] = pair_norms(bound + precision.tiny_out, pairs)
             for features in pairs:
                 bound[..., features] *= length[:, None, :]
-            bound += ROTATION * pair_norms(grad, pairs)
+            bound += (precision.u_out + ROTATION) * pair_norms(grad, pairs)
 
 
 def _stored(total: _Sum | None, grad: Float64 | None, given: Any) -> Float64 | None:

@@ -1,7 +1,7 @@
 """How far a right kernel may be from the reference: a bound for every element of every result.
 
 The kernel that the bounds describe reads inputs of its dtype, computes in float32, keeps what feeds
-a tensor core (P, dS, rotated q and k) in its dtype, accumulates in float32 in any order (atomics
+a tensor core (P, dS) and rotated q and k in its dtype, accumulates in float32 in any order (atomics
 too), and rounds once at the store. Tolerances are thereby computed, not chosen: a kernel outside of
 its bound has a bug, and a bound within a factor of ten or so of real errors finds bugs that
 `allclose` lets pass.
@@ -31,9 +31,9 @@ Forward, for one row with D = head dim, n keys, T tiles of keys and reach_j = |s
 - u_in is the rounding of P for the tensor core; n u32 the sums over keys, of l and of P V; 8 T u32
   each tile's exponential (ex2.approx errs by 2**-22), its rescale and the final division and
   dropout scale. Dropout's 1 / (1 - p) is part of P here.
-- With rotary, q and k are rotated in float32 and rounded to what a tensor core reads: 2 u_in + 8
-  u32 of reach more, with the norm of each rotated pair in place of its elements (it bounds |x1 cos|
-  + |x2 sin|, rounding's real operands).
+- With rotary, q and k are rotated in float32 and rounded to their dtype: 2 u_out + 8 u32 of reach
+  more, with the norm of each rotated pair in place of its elements (it bounds |x1 cos| + |x2 sin|,
+  rounding's real operands).
 - exponent_shift and flush: float16 kernels may hold P times 2**-103, which packs it without
   conversions. Exponents then carry up to 112 log 2 more, and a P below 2**-23 of the row's largest
   falls below 2**-126, that is to 0. It shows where a sink outweighs every key.
@@ -170,7 +170,7 @@ class ScoreErrors:
         if blocks.rotary is not None:
             pairs = pairs_of(blocks.rotary[0].shape[-1], interleaved=blocks.interleaved)
             q, k = pair_norms(q, pairs), pair_norms(k, pairs)
-            dot += 2 * precision.u_in + ROTATION
+            dot += 2 * precision.u_out + ROTATION
         magnitude = np.abs(block.capped)
         for added in (block.bias, block.alibi):
             if added is not None:

@@ -74,6 +74,8 @@ def option_rows() -> Iterator[Row]:
         ("1 axis", (TABLE[0], TABLE[0]), ValueError, "rotary's cos has shape (2,)", "R/2)"),
         ("lengths", (TABLE, TABLE[:8]), ValueError, "rotary's sin has shape (8, 2)", "(9, 2)"),
         ("wide", (full(9, 5), full(9, 5)), ValueError, "5 columns", "D = 8"),
+        ("two dtypes", (TABLE, TABLE.astype("f2")), TypeError, "sin has float16", "one dtype"),
+        ("apart", (full(9, 4)[:, ::2],) * 2, ValueError, "cos has strides", "contiguous"),
     ):
         yield f"rotary {id}", {"rotary": bad}, kind, passed, allowed
     call = "score_mod(score, b, h, q_idx, k_idx)"

@@ -1,0 +1,117 @@
+// A token's heads in slots: what the kernels that rotate whole arrays share. A thread has one slot of HEADS neighbouring
+// heads: PAIRS pairs of features, or a copied stretch as long, and so reads cosines and sines once for them.
+#pragma once
+
+#if !defined(DTYPE) || !defined(HEADS) || !defined(VEC) || !defined(TABLE) || !defined(INTERLEAVED) || \
+    !defined(ACCUMULATE)
+#error "DTYPE, HEADS, VEC, TABLE, INTERLEAVED and ACCUMULATE come from a launch-configuration table"
+#endif
+#include "rotation.cuh"
+
+// A slot is two pieces: the first and second features of its pairs, or one stretch that holds both side by side.
+constexpr int kPairs = !INTERLEAVED ? VEC : VEC > 1 ? VEC / 2 : 1;
+constexpr int kPiece = INTERLEAVED && VEC == 1 ? 1 : VEC;
+constexpr int kPieces = 2 * kPairs / kPiece;
+static_assert(kPieces == 1 || kPieces == 2, "a pair is in one vector or in two");
+
+struct Slot {
+  Vec<DTYPE, kPiece> piece[kPieces];
+
+  __device__ __forceinline__ float first(int pair) const {
+    return to_float(INTERLEAVED ? piece[2 * pair / kPiece].item[2 * pair % kPiece] : piece[0].item[pair]);
+  }
+  __device__ __forceinline__ float second(int pair) const {
+    return to_float(INTERLEAVED ? piece[(2 * pair + 1) / kPiece].item[(2 * pair + 1) % kPiece]
+                                : piece[kPieces - 1].item[pair]);
+  }
+  __device__ __forceinline__ void set(int pair, float first, float second) {
+    if constexpr (INTERLEAVED) {
+      piece[2 * pair / kPiece].item[2 * pair % kPiece] = from_float<DTYPE>(first);
+      piece[(2 * pair + 1) / kPiece].item[(2 * pair + 1) % kPiece] = from_float<DTYPE>(second);
+    } else {
+      piece[0].item[pair] = from_float<DTYPE>(first);
+      piece[kPieces - 1].item[pair] = from_float<DTYPE>(second);
+    }
+  }
+};
+
+// Where the pieces of this thread's slot begin in a head.
+struct SlotPlace {
+  uint32 column[kPieces];
+  bool exists[kPieces];  // what is copied may end within a slot
+
+  template <typename Params>
+  __device__ __forceinline__ SlotPlace(const Params& params, uint32 slot) {
+    const bool rotates = slot < params.rotated_slots;
+    column[0] = !rotates || INTERLEAVED ? slot * (2 * kPairs) : slot * kPairs;
+    if constexpr (kPieces == 2) column[1] = column[0] + (rotates && !INTERLEAVED ? params.half : kPiece);
+#pragma unroll
+    for (int p = 0; p < kPieces; p++) exists[p] = column[p] < params.dim;
+  }
+
+  __device__ __forceinline__ Slot load(const DTYPE* head_g) const {
+    Slot slot = {};
+#pragma unroll
+    for (int p = 0; p < kPieces; p++) {
+      if (exists[p]) slot.piece[p] = *reinterpret_cast<const Vec<DTYPE, kPiece>*>(head_g + column[p]);
+    }
+    return slot;
+  }
+
+  __device__ __forceinline__ void store(DTYPE* head_g, const Slot& slot) const {
+#pragma unroll
+    for (int p = 0; p < kPieces; p++) {
+      if (!exists[p]) continue;
+      if constexpr (sizeof(slot.piece[p]) == kVectorBytes) {
+        st_global_v4(head_g + column[p], *reinterpret_cast<const uint4*>(&slot.piece[p]));
+      } else {
+        *reinterpret_cast<Vec<DTYPE, kPiece>*>(head_g + column[p]) = slot.piece[p];
+      }
+    }
+  }
+};
+
+// The slot of the heads from `head` on of one token, whose rows begin at x_g and out_g; position_of() says where the token
+// stands. Params has slots, rotated_slots, half, dim, table_length, the strides of the tables and sign.
+template <typename Params, typename Position>
+__device__ __forceinline__ void turn_slot(const Params& params, uint32 slot, uint32 head, uint32 heads,
+                                          const DTYPE* x_g, int64 x_head, DTYPE* out_g, int64 out_head,
+                                          const TABLE* cos_g, const TABLE* sin_g, Position position_of) {
+  const SlotPlace place(params, slot);
+
+  // All loads.
+  Slot x[HEADS] = {}, present[ACCUMULATE ? HEADS : 1];
+#pragma unroll
+  for (int h = 0; h < HEADS; h++) {
+    if (head + h < heads) x[h] = place.load(x_g + h * x_head);
+    if constexpr (ACCUMULATE) {
+      if (head + h < heads) present[h] = place.load(out_g + h * out_head);
+    }
+  }
+  float cos[kPairs], sin[kPairs];
+  const bool rotates = slot < params.rotated_slots;
+  const int64 position = position_of();
+  if (rotates && position >= 0 && position < params.table_length) {
+    load_table<(VEC > 1)>(cos, cos_g + position * params.cos_stride + slot * kPairs);
+    load_table<(VEC > 1)>(sin, sin_g + position * params.sin_stride + slot * kPairs);
+  } else {
+    const float identity = rotates ? __int_as_float(0x7fc00000) : 1.f;  // NaN where there is no such position
+#pragma unroll
+    for (int i = 0; i < kPairs; i++) cos[i] = identity, sin[i] = 0.f;
+  }
+
+  // Rotate, and store. What is only copied is no product: 0 times infinity is none.
+#pragma unroll
+  for (int h = 0; h < HEADS; h++) {
+    Slot out = x[h];
+#pragma unroll
+    for (int i = 0; i < kPairs; i++) {
+      const float a = x[h].first(i), b = x[h].second(i), turn = params.sign * sin[i];
+      float first = rotates ? rotated(a, b, cos[i], -turn) : a;
+      float second = rotates ? rotated(b, a, cos[i], turn) : b;
+      if constexpr (ACCUMULATE) first += present[h].first(i), second += present[h].second(i);
+      out.set(i, first, second);
+    }
+    if (head + h < heads) place.store(out_g + h * out_head, out);
+  }
+}

@@ -1,0 +1,239 @@
+"""Rotary embedding of attention's q and k: that of rope, then attention; gradients likewise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from numpy.testing import assert_array_equal
+from support import backward_runs, forward_runs
+from support.devices import KERNELS, GpuArrays, placed
+from support.dtypes import DTYPES
+from support.rotary import RotaryProblem, rotary_problems
+from support.search import deep, examples, wider
+from support.strategies import FRUGAL
+
+import cupyattn
+from cupyattn import AttentionGrads, Rotary, reference, rope_tables
+
+pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
+
+TABLES = wider(("float32",), ("float16", "bfloat16"))
+# Whole chunks and tails, D != Dv; tables have any number of pairs.
+HALF_DIMS = wider([(64, 64), (24, 40)], [(80, 80), (128, 128), (5, 8), (256, 256)])
+FLOAT_DIMS = wider([(24, 40)], [(64, 64), (5, 8)])
+# Phi-2 turns 32 of its 80 features.
+PHI = RotaryProblem(
+    B=2, Sq=21, Sk=70, H=4, G=2, D=80, Dv=80, dtype="float16",
+    drawn=(("causal", True), ("rotary", (70, 16))),
+)  # fmt: skip
+OFFSETS = (("causal", True), ("q_offset", (3, 40)), ("seqused_k", (70, 33)), ("rotary", (70, 16)))
+FEW = replace(PHI, Sq=2, Sk=300, D=64, Dv=64, drawn=(("causal", True), ("rotary", (300, 24))))
+
+
+@examples(10)
+@given(rotary_problems(head_dims=HALF_DIMS, dtypes=("float16",), tables=TABLES, **FRUGAL))
+def test_half_within_bounds_of_the_reference(problem):
+    forward_runs.check(problem, "flash")
+
+
+@examples(6)
+@given(rotary_problems(
+    head_dims=FLOAT_DIMS, dtypes=wider(("float32",), ("bfloat16",)), tables=TABLES, **FRUGAL
+))  # fmt: skip
+def test_floats_within_bounds_of_the_reference(problem):
+    forward_runs.check(problem, "flash")
+
+
+@examples(6)
+@given(rotary_problems(head_dims=HALF_DIMS[:2], dtypes=("float16",), tables=TABLES, **FRUGAL))
+def test_half_gradients_within_bounds_of_the_reference(problem):
+    backward_runs.check(problem, "flash")
+
+
+@examples(4)
+@given(rotary_problems(
+    head_dims=FLOAT_DIMS[:1], dtypes=wider(("float32",), ("bfloat16",)), tables=TABLES, **FRUGAL
+))  # fmt: skip
+def test_float_gradients_within_bounds_of_the_reference(problem):
+    backward_runs.check(problem, "flash", deterministic=True)
+
+
+@pytest.mark.parametrize("drawn", [PHI.drawn, OFFSETS], ids=["from the end", "offsets"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "implementation"),
+    [
+        *(("float16", "flash"), ("float32", "flash")),
+        *deep(("bfloat16", "flash"), ("float16", "tiled"), ("float32", "naive")),
+    ],
+)
+def test_it_is_rope_and_then_attention(dtype, implementation, interleaved, drawn):
+    """Bit for bit: rotated q and k are rounded as rope rounds them."""
+    problem = replace(PHI, dtype=dtype, interleaved=interleaved, drawn=drawn)
+    _equals_rope_and_attention(problem, implementation)
+
+
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32", "bfloat16")])
+def test_a_few_queries_rotate_too(dtype):
+    """Which the kernels of decoding take."""
+    _equals_rope_and_attention(replace(FEW, dtype=dtype), "flash")
+    forward_runs.check(replace(FEW, dtype=dtype), "flash")
+
+
+def _equals_rope_and_attention(problem: RotaryProblem, implementation: str) -> None:
+    found = forward_runs.run(problem, implementation)
+    q, k = map(KERNELS.put, problem.turned())
+    v = KERNELS.put(problem.arrays()[2])
+    options = {name: placed(KERNELS, value) for name, value in problem.options().items()}
+    del options["rotary"]
+    expected = cupyattn.attention(
+        q, k, v, **options, return_lse=True, implementation=implementation
+    )
+    for actual, wanted in zip(found, expected, strict=True):
+        assert_array_equal(actual, KERNELS.get(wanted))
+
+
+@pytest.mark.parametrize("view", ["packed", "transposed", "reversed", *deep("sliced")])
+def test_views_are_copies(view):
+    problem = replace(PHI, view=view, beside=3)
+    wanted = forward_runs.run(PHI, "flash")
+    for actual, expected in zip(forward_runs.run(problem, "flash"), wanted, strict=True):
+        assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("implementation", ["flash", *deep("naive")])
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32", "bfloat16")])
+def test_gradients_of_phi(dtype, implementation):
+    backward_runs.check(replace(PHI, dtype=dtype), implementation)
+
+
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradients_are_added_to_what_is_there(dtype, interleaved):
+    """In arrays of any strides, in one rounding."""
+    problem = replace(PHI, dtype=dtype, interleaved=interleaved, drawn=OFFSETS)
+    arrays, options = backward_runs.inputs(problem)
+    before = {
+        name: 50 * problem.normal(name, (*x.shape[:2], 2, *x.shape[2:]))[:, :, 1]
+        for name, x in zip(("dq", "dk", "dv"), arrays[1:4], strict=True)
+    }
+    grads = AttentionGrads(**{name: KERNELS.put(x) for name, x in before.items()})
+    found = backward_runs.run(arrays, options, "flash", grads=grads, accumulate=True)
+    backward_runs.check_accumulated(found, before, arrays, options)
+
+
+def test_keys_behind_those_in_use_get_no_gradient():
+    """Also where no position of the tables is theirs."""
+    drawn = (("seqused_k", (33, 20)), ("q_offset", 3), ("rotary", (33, 16)))
+    arrays, options = backward_runs.inputs(replace(PHI, drawn=drawn))
+    grads = backward_runs.run(arrays, options, "flash")
+    assert grads["dk"][0, :33].any()
+    for b, used in enumerate((33, 20)):
+        assert not grads["dk"][b, used:].any()
+
+
+def test_a_workspace_is_all_the_memory_that_it_takes():
+    """As much as the error says; of both directions, the backward adding to what is there."""
+    q, k, v = map(KERNELS.put, PHI.arrays())
+    options = {name: placed(KERNELS, value) for name, value in PHI.options().items()}
+    size = q.nbytes + k.nbytes
+    short = KERNELS.put(np.zeros(size - 16, np.uint8))
+    with pytest.raises(ValueError, match=f"needs {size}, "):
+        cupyattn.attention(q, k, v, workspace=short, **options)
+    room = KERNELS.put(np.zeros(size, np.uint8))
+    out, lse = cupyattn.attention(q, k, v, workspace=room, return_lse=True, **options)
+    expected = forward_runs.run(PHI, "flash")
+    assert_array_equal(KERNELS.get(out), expected[0])
+    assert KERNELS.get(room).any()
+    with pytest.raises(ValueError, match="this call needs"):
+        cupyattn.attention_backward(out, q, k, v, out, lse, workspace=short, **options)
+
+
+def test_vjp_differentiates_through_the_rotation():
+    arrays, options = backward_runs.inputs(replace(PHI, dtype="float32"))
+    options = {name: placed(KERNELS, value) for name, value in options.items() if name != "dlse"}
+    dout, q, k, v, *_ = map(KERNELS.put, arrays)
+    _, pullback = cupyattn.vjp(cupyattn.attention, q, k, v, **options)
+    given = {**options, "rotary": tuple(map(KERNELS.get, options["rotary"][:2]))}
+    exact = reference.attention_backward(*arrays, **given)
+    for actual, wanted in zip(pullback(dout), exact[:3], strict=True):
+        np.testing.assert_allclose(KERNELS.get(actual), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "changed", "message"),
+    [
+        (69, {}, "keys stand at positions 0 to 69; the rotary tables have positions 0 to 68"),
+        (70, {"q_offset": 50}, "queries stand at positions 50 to 70"),
+        (70, {"q_offset": -1}, "queries stand at positions -1 to 19"),
+    ],
+)
+def test_tables_that_are_too_short(rows, changed, message):
+    """Found without a look at any value, so on a GPU too."""
+    arrays = [*map(KERNELS.put, PHI.arrays())]
+    tables = placed(KERNELS, rope_tables(rows, 32))
+    out, lse = cupyattn.attention(*arrays, return_lse=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cupyattn.ops.attention.checks.checks_values", lambda _: False)
+        with pytest.raises(ValueError, match=message):
+            cupyattn.attention(*arrays, rotary=tables, **changed)
+        with pytest.raises(ValueError, match=message):
+            cupyattn.attention_backward(out, *arrays, out, lse, rotary=tables, **changed)
+
+
+def test_positions_in_arrays_outside_of_the_tables_give_nan():
+    """Where nothing looks at values, as on a GPU, and nothing is read there."""
+    arrays = [*map(KERNELS.put, PHI.arrays())]
+    offsets = KERNELS.put(np.array([0, 60]))
+    rotary = Rotary(*placed(KERNELS, rope_tables(70, 32)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cupyattn.ops.attention.checks.checks_values", lambda _: False)
+        out = KERNELS.get(cupyattn.attention(*arrays, rotary=rotary, q_offset=offsets))
+    outside = np.isnan(out).any(axis=(2, 3))
+    assert not outside[0].any()
+    assert_array_equal(outside[1], np.arange(21) + 60 >= 70)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_pairs_are_no_rotation(dtype):
+    problem = replace(PHI, dtype=dtype, drawn=(("rotary", (70, 0)),))
+    plain = replace(problem, drawn=())
+    for actual, wanted in zip(
+        forward_runs.run(problem, "flash"), forward_runs.run(plain, "flash"), strict=True
+    ):
+        assert_array_equal(actual, wanted)
+
+
+@pytest.mark.parametrize("shape", [{"Sq": 0}, {"Sk": 0, "drawn": (("q_offset", 0), PHI.drawn[1])}])
+def test_empty_arrays(shape):
+    problem = replace(PHI, **shape)
+    out, _ = forward_runs.run(problem, "flash")
+    assert out.shape == (2, problem.Sq, 4, 80)
+    assert not out.any()
+    arrays, options = backward_runs.inputs(problem)
+    for gradient in backward_runs.run(arrays, options, "flash").values():
+        assert not gradient.any()
+
+
+@pytest.mark.gpu
+def test_a_call_can_be_captured():
+    import cupy
+
+    side = GpuArrays()
+    q, k, v = map(side.put, PHI.arrays())
+    options = {name: placed(side, value) for name, value in PHI.options().items()}
+    out, room = cupy.empty_like(q), cupy.empty(q.nbytes + k.nbytes, "uint8")
+    expected = cupyattn.attention(q, k, v, **options)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cupyattn.attention(q, k, v, out=out, workspace=room, **options)
+        stream.begin_capture()
+        cupyattn.attention(q, k, v, out=out, workspace=room, **options)
+        graph = stream.end_capture()
+        out.fill(0)
+        graph.launch()
+        stream.synchronize()
+    assert_array_equal(side.get(out), side.get(expected))
