@@ -93,6 +93,8 @@ def _backward(
         xp.empty_like(arguments[name]) if name in arguments else None for name in ("bias", "sinks")
     ))  # fmt: skip
     size = workspace_bytes(case, deterministic=deterministic, bias=arguments.get("bias"))
+    if "rotary" in arguments:
+        size += round_up(q.nbytes, 256) + round_up(k.nbytes, 256)
     workspace = xp.empty(size, np.uint8)
     return lambda: cupyattn.attention_backward(
         dout, q, k, v, out, lse, implementation=implementation, deterministic=deterministic,

@@ -242,6 +242,11 @@ ROTARY_PARAMS = np.dtype(
     align=True,
 )
 
+# RotaryTables in cuda_src/attention/tensor_core/rotated_chunks.cuh
+ROTARY_TABLES = np.dtype(
+    [(field, np.int64) for field in ("cos_stride", "sin_stride", "length", "half")], align=True
+)
+
 # FloatProductParams in cuda_src/linear/float32/product.cuh
 FLOAT_PRODUCT_PARAMS = np.dtype(
     [
@@ -333,6 +338,7 @@ GATHER_STRUCT = Struct("params", GATHER_PARAMS, "GatherParams")
 NORM_STRUCT = Struct("params", NORM_PARAMS, "NormParams")
 ROPE_STRUCT = Struct("params", ROPE_PARAMS, "RopeParams")
 ROTARY_STRUCT = Struct("rotary", ROTARY_PARAMS, "RotaryParams")
+ROTARY_TABLES_STRUCT = Struct("tables", ROTARY_TABLES, "RotaryTables")
 FLOAT_PRODUCT_STRUCT = Struct("params", FLOAT_PRODUCT_PARAMS, "FloatProductParams")
 THIN_STRUCT = Struct("params", THIN_PARAMS, "ThinParams")
 PRODUCT_STRUCT = Struct("params", PRODUCT_PARAMS, "ProductParams")

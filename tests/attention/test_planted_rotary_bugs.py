@@ -23,6 +23,8 @@ pytestmark = pytest.mark.nvrtc
 
 SHARED, DENSE, PACKED = "attention/rotary.cuh", "attention/rotary.cu", "attention/rotary_varlen.cu"
 SLOTS = "layers/rotated_slots.cuh"
+CHUNKS = "attention/tensor_core/rotated_chunks.cuh"
+FORWARD = "attention/tensor_core/forward_rotary.cu"
 OFFSETS = (("q_offset", (2, 40)), ("seqused_k", (50, 33)), ("rotary", (61, 4)))
 PROBLEM = RotaryProblem(B=2, Sq=21, Sk=50, H=2, G=1, D=24, Dv=24, dtype="float16", drawn=OFFSETS)
 VARLEN = VarlenProblem(PROBLEM, queries=(20, 13), keys=(41, 50), spare=2)
@@ -30,6 +32,12 @@ KINDS = {
     "halves": PROBLEM,
     "neighbours": replace(PROBLEM, interleaved=True),
     "outside": replace(PROBLEM, drawn=(("q_offset", (2, 41)), OFFSETS[2])),
+    # These turn in the forward kernel, in more than one tile.
+    "chunks": replace(PROBLEM, Sq=140, drawn=(*OFFSETS[:2], ("rotary", (180, 8)))),
+    "chunks of neighbours": replace(
+        PROBLEM, Sq=140, drawn=(*OFFSETS[:2], ("rotary", (180, 8))), interleaved=True
+    ),
+    "chunks outside": replace(PROBLEM, drawn=(("q_offset", (2, 41)), ("rotary", (61, 8)))),
 }
 
 
@@ -65,7 +73,11 @@ def ratio_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
 
 @pytest.mark.parametrize(
-    "name", ["halves", "neighbours", "halves, backward", "neighbours, backward", "varlen"]
+    "name",
+    [
+        *("halves", "neighbours", "halves, backward", "neighbours, backward", "varlen"),
+        *("chunks", "chunks of neighbours"),
+    ],
 )
 def test_a_clean_copy_is_right(name, ratio_with):
     assert 0 < ratio_with(name) <= 1
@@ -78,7 +90,17 @@ WRONG = [
     ("halves, backward", Bug(SLOTS, "turn = params.sign * sin[i]", "turn = sin[i]")),
     ("varlen", Bug(PACKED, "within + (keys ? 0 : sequence.q_offset)", "within")),
 ]
+WRONG += [
+    ("chunks", Bug(CHUNKS, "second ? column - half : column + half", "column + half % 8")),
+    ("chunks", Bug(FORWARD, "q_offset + place.first_row", "q_offset")),
+]
 WRONG_DEEP = [
+    ("chunks", Bug(CHUNKS, "first_position + item,", "first_position,")),
+    ("chunks", Bug(CHUNKS, "second ? partner : column)", "column)")),
+    ("chunks", Bug(CHUNKS, "if (column >= 2 * half)", "if (column >= half)")),
+    ("chunks", Bug(CHUNKS, "is_second ? sin[angle] : -sin[angle]", "sin[angle]")),
+    ("chunks of neighbours", Bug(CHUNKS, "x.item[i ^ 1]", "x.item[i]")),
+    ("chunks of neighbours", Bug(CHUNKS, "INTERLEAVED ? i / 2 : i;", "INTERLEAVED ? i / 4 : i;")),
     ("halves", Bug(DENSE, "token.row = number - token.batch * length", "token.row = number")),
     ("halves", Bug(SHARED, "keys ? strides[1].seq", "false ? strides[1].seq")),
     ("halves", Bug(SHARED, "keys ? params.heads[1]", "false ? params.heads[1]")),
@@ -100,6 +122,7 @@ def test_wrong_rotations_are_found(name, bug, ratio_with):
     ("name", "bug"),
     [
         ("halves", Bug(SHARED, "number >= (keys ? params.tokens[1] : params.tokens[0]) ||", "")),
+        ("chunks outside", Bug(CHUNKS, "position < tables.length", "position <= tables.length")),
         (
             "outside",
             Bug(SLOTS, "position < params.table_length", "position <= params.table_length"),

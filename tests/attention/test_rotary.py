@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -136,10 +137,10 @@ def test_keys_behind_those_in_use_get_no_gradient():
 
 
 def test_a_workspace_is_all_the_memory_that_it_takes():
-    """As much as the error says; of both directions, the backward adding to what is there."""
+    """As much as the error says, of both directions: on tensor cores queries turn in registers."""
     q, k, v = map(KERNELS.put, PHI.arrays())
     options = {name: placed(KERNELS, value) for name, value in PHI.options().items()}
-    size = q.nbytes + k.nbytes
+    size = k.nbytes
     short = KERNELS.put(np.zeros(size - 16, np.uint8))
     with pytest.raises(ValueError, match=f"needs {size}, "):
         cupyattn.attention(q, k, v, workspace=short, **options)
@@ -150,6 +151,31 @@ def test_a_workspace_is_all_the_memory_that_it_takes():
     assert KERNELS.get(room).any()
     with pytest.raises(ValueError, match="this call needs"):
         cupyattn.attention_backward(out, q, k, v, out, lse, workspace=short, **options)
+
+
+@pytest.mark.parametrize(
+    ("changed", "turns"),
+    [
+        ({}, True),
+        ({"dtype": "float32"}, False),
+        ({"drawn": (("rotary", (70, 12)),)}, False),  # no whole chunks, but of neighbours
+        ({"drawn": (("rotary", (70, 12)),), "interleaved": True}, True),
+        ({"beside": 3}, False),
+        ({"Sq": 2, "Sk": 300, "drawn": (("rotary", (300, 16)),)}, False),
+    ],
+)
+def test_which_kernels_turn_queries(changed, turns, monkeypatch):
+    if not KERNELS.device.tensor_cores:
+        pytest.skip("a GPU without tensor cores: float32 kernels run")
+    entries = []
+    module = sys.modules["cupyattn.ops.plan"]
+    started = module.start
+    monkeypatch.setattr(
+        module, "start", lambda d, s, *more: (entries.append(s.spec.entry), started(d, s, *more))
+    )
+    forward_runs.run(replace(PHI, **changed), "flash")
+    assert entries[0] == "attention_rotary"
+    assert (entries[1] == "attention_forward_rotary") == turns
 
 
 def test_vjp_differentiates_through_the_rotation():

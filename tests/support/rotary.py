@@ -15,6 +15,9 @@ from support.strategies import AttentionProblem, attention_problems
 import cupyattn
 from cupyattn import Rotary
 
+CHUNK = 8
+"""Items of float16 that move together: the tensor-core kernel turns whole ones itself."""
+
 
 @dataclass(frozen=True)
 class RotaryProblem(AttentionProblem):
@@ -64,8 +67,13 @@ def rotary_problems(
     drawn = draw(
         attention_problems(options=(*RUN_TIME_OPTIONS, "rotary"), option_sets=(names,), **problem)
     )
+    of = {field.name: getattr(drawn, field.name) for field in fields(drawn)}
+    if drawn.D >= 2 * CHUNK and draw(st.booleans()):
+        positions, _ = dict(drawn.drawn)["rotary"]
+        pairs = CHUNK * draw(st.integers(1, drawn.D // (2 * CHUNK)))
+        of["drawn"] = tuple({**dict(drawn.drawn), "rotary": (positions, pairs)}.items())
     return RotaryProblem(
-        **{field.name: getattr(drawn, field.name) for field in fields(drawn)},
+        **of,
         interleaved=draw(st.booleans()),
         table=draw(st.sampled_from(tables)),
         beside=draw(st.sampled_from((0, 3))),

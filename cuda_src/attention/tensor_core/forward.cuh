@@ -184,10 +184,11 @@ struct Arrays {
   Modifiers modifiers;
 };
 
-// The query rows of one CTA; `keys` makes the feed of a head.
-template <typename Keys>
+// The query rows of one CTA; `keys` makes the feed of a head, `chunks` the chunks of a query row.
+template <typename Keys, typename Chunks = StoredChunks<Traits::kHeadDim, Traits::kVec>>
 __device__ __forceinline__ void attend(const AttentionParams& params, const Arrays& arrays, const Place& place,
-                                       const KeyWindow& window, int64 q_offset, const Keys& keys) {
+                                       const KeyWindow& window, int64 q_offset, const Keys& keys,
+                                       const Chunks& chunks = {}) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
 
@@ -199,8 +200,8 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
   // Phase 2: Q, through shared memory into registers.
   Warp warp;
   warp.first_row = place.first_row + warp_index() * Traits::kWarpRows;
-  load_rows<Traits::QTile, Traits::kHeadDim, Traits::kVec, Traits::kThreads>(
-      shared_address(smem.q), query_row(arrays.q_g, params.q, place, place.first_row), params.q.seq, rows);
+  load_rows<Traits::QTile, Traits::kHeadDim, Traits::kVec, Traits::kThreads, RowsInOrder>(
+      shared_address(smem.q), query_row(arrays.q_g, params.q, place, place.first_row), params.q.seq, rows, chunks);
   __syncthreads();  // q: written
   load_a_fragments<Traits::QTile>(warp.q, shared_address(smem.q), warp_index() * Traits::kWarpRows);
   warp.softmax.clear();

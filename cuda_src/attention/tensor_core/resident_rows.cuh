@@ -5,15 +5,25 @@
 #include "../../common/pack.cuh"
 #include "tile_feed.cuh"
 
+// Rows as they are in memory: `chunk` of a row, which lies at chunk_g.
+template <int kCols, int kVec>
+struct StoredChunks {
+  __device__ __forceinline__ uint4 operator()(const float16* chunk_g, int /*item*/, int chunk) const {
+    return load_chunk<kCols, kVec>(chunk_g, chunk);
+  }
+};
+
 // Items from `valid_rows` on become zero and are not read.
-template <typename Tile, int kCols, int kVec, int kThreads, typename Order = RowsInOrder>
-__device__ __forceinline__ void load_rows(uint32 tile_s, const float16* rows_g, int64 row_stride, int valid_rows) {
+template <typename Tile, int kCols, int kVec, int kThreads, typename Order = RowsInOrder,
+          typename Chunks = StoredChunks<kCols, kVec>>
+__device__ __forceinline__ void load_rows(uint32 tile_s, const float16* rows_g, int64 row_stride, int valid_rows,
+                                          const Chunks& chunks = {}) {
 #pragma unroll 4
   for (int at = threadIdx.x; at < Tile::kRows * Tile::kChunks; at += kThreads) {
     const int row = at / Tile::kChunks, chunk = at % Tile::kChunks;
     const int item = Order::item_of_row(row);
     uint4 quad = make_uint4(0, 0, 0, 0);
-    if (item < valid_rows) quad = load_chunk<kCols, kVec>(rows_g + item * row_stride + chunk * kChunkItems, chunk);
+    if (item < valid_rows) quad = chunks(rows_g + item * row_stride + chunk * kChunkItems, item, chunk);
     st_shared_v4(tile_s + Tile::offset(row, chunk), quad);
   }
 }

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.arrays import Array, dtype_of
+from cupyattn.functional.layers.rope_tables import rope_tables
 
 PLAIN = "plain"
 _DROPOUT_P = 0.1
@@ -123,6 +124,7 @@ _ARGUMENTS: Mapping[str, Callable[[Case, Any], Arguments]] = {
     "alibi": lambda case, xp: {"alibi_slopes": _slopes(case, xp)},
     "sinks": lambda case, xp: {"sinks": xp.zeros(case.heads, np.float32)},
     "dropout": lambda case, xp: {"dropout_p": _DROPOUT_P, "seed": 1},
+    "rotary": lambda case, xp: {"rotary": _tables(case, xp)},
 }
 OPTIONS = tuple(name for name in _ARGUMENTS if name != PLAIN)
 FEWER_SCORES = ("causal", "window")
@@ -150,6 +152,12 @@ def _mask(case: Case, xp: Any) -> Array:
 def _slopes(case: Case, xp: Any) -> Array:
     """Press et al., arXiv:2108.12409: powers of two from 2**(-8 / H) to 2**-8."""
     return xp.asarray(2.0 ** (-8.0 * np.arange(1, case.heads + 1, dtype=np.float32) / case.heads))
+
+
+def _tables(case: Case, xp: Any) -> tuple[Array, Array]:
+    """Of every feature, or of all but the last."""
+    cos, sin = rope_tables(case.seqlen, case.head_dim // 2 * 2)
+    return xp.asarray(cos), xp.asarray(sin)
 
 
 class Arrays(NamedTuple):

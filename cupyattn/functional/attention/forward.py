@@ -121,8 +121,9 @@ def attention(
         any stride, and they overlap no input.
     workspace : array, optional
         Scratch memory for the parts of the keys that "flash" splits (see Notes), and with rotary
-        for rotated q and k; other calls need none. Of any dtype, from a multiple of 16 bytes on. If
-        it is too small the error says how many bytes there have to be. Allocated if not given.
+        for rotated k and mostly q; other calls need none. Of any dtype, from a multiple of 16 bytes
+        on. If it is too small the error says how many bytes there have to be. Allocated if not
+        given.
 
     Returns
     -------

@@ -26,7 +26,7 @@ LEAST_KEYS = 256
 than flash from there on, of one sequence and of many. For half as many keys of one sequence they
 took about as long, and the second launch weighs on the host."""
 
-_OPTIONS = frozenset({"alibi_slopes", "softcap", "sinks"})
+_OPTIONS = frozenset({"alibi_slopes", "softcap", "sinks", "rotary"})
 
 # Passes over K and V that take as long as flash's walk for one head where its grid fills the card.
 # Of a T4 (320 GB/s; 65 and 8.1 TFLOP/s, of which flash reaches about 0.8) at head dim 128: 1.6 ns

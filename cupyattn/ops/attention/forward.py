@@ -57,12 +57,15 @@ def _plan(problem: AttentionProblem, card: Card, return_lse: bool) -> Plan:
     chosen = implementation_of(problem, table, "attention")
     require_lengths(problem)
     require_item_alignment(problem.layouts, problem.starts, problem.overlaps.shown_as)
+    few = few_queries.suits(problem, card)
 
     def plan_of(turned: AttentionProblem) -> Plan:
-        if few_queries.suits(turned, card):
+        if few:
             return few_queries.few_queries_plan(turned, card, return_lse=return_lse)
         return chosen.plan(turned, turned.starts, card.arch, return_lse=return_lse)
 
-    plan = placed(rotated(problem, card.arch, plan_of), problem)
+    on_tensor_cores = not few and chosen.plan is tensor_core.forward_plan
+    keys_alone = on_tensor_cores and tensor_core.rotates_queries(problem)
+    plan = placed(rotated(problem, card.arch, plan_of, keys_alone=keys_alone), problem)
     plan.require_arrays(problem.layouts)
     return plan

@@ -6,7 +6,7 @@ as the longest and begin at the first row, (B, longest, H, D) with a batch strid
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,10 +154,10 @@ class PackedProblem(AttentionProblem):
         keys = name in ("k", "dk", "dv")
         return unpacked(name, layout, self.batch, self.sk) if keys else layout
 
-    def without_rotary(self, moved: Mapping[str, Layout]) -> PackedProblem:
-        """Return the call that is left when q and k are rotated: `moved` arrays lie elsewhere."""
-        left = super().without_rotary(moved)
-        return PackedProblem(**{**vars(left), "packed": {**self.packed, **moved}})
+    def moved(self, arrays: Mapping[str, Layout], without: Collection[str] = ()) -> PackedProblem:
+        """Return the call with `arrays` elsewhere, and `without` some others."""
+        left = super().moved(arrays, without)
+        return PackedProblem(**{**vars(left), "packed": {**self.packed, **arrays}})
 
 
 def _most_tiles(batch: int, longest: int, total: int, rows: int) -> int:

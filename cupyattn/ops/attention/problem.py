@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,17 +75,19 @@ class AttentionProblem:
         """Return the layout of an array of that name as kernels take it."""
         return layout
 
-    def without_rotary(self, moved: Mapping[str, Layout]) -> AttentionProblem:
-        """Return the call that is left when q and k are rotated: `moved` arrays lie elsewhere.
+    def moved(
+        self, arrays: Mapping[str, Layout], without: Collection[str] = ()
+    ) -> AttentionProblem:
+        """Return the call with `arrays` elsewhere, which begin where vectors do.
 
-        They begin where vectors do.
+        It is `without` some of its other arrays.
         """
-        places = {name: self.placed(name, layout) for name, layout in moved.items()}
-        others = {name: x for name, x in self.layouts.items() if name not in ("cos", "sin")}
+        places = {name: self.placed(name, layout) for name, layout in arrays.items()}
+        others = {name: x for name, x in self.layouts.items() if name not in without}
         return replace(
             self,
             layouts={**others, **places},
-            starts={**self.starts, **dict.fromkeys(moved, 0)},
+            starts={**self.starts, **dict.fromkeys(arrays, 0)},
         )
 
     @property

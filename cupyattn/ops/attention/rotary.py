@@ -24,20 +24,28 @@ from cupyattn.ops.layers.rope import slot_items
 from cupyattn.ops.plan import SCRATCH_ALIGNMENT, SCRATCH_DTYPE, Plan, Scratch, Step
 
 _MOST_THREADS = 2**32 - 1
+_TABLES = ("cos", "sin")
 _TURNED = {name: f"{name}_turned" for name in ("q", "k", "dq", "dk")}
 """What scratch arrays are called that stand for an array of the call."""
 
 
 def rotated(
-    problem: AttentionProblem, arch: int, plan_of: Callable[[AttentionProblem], Plan]
+    problem: AttentionProblem,
+    arch: int,
+    plan_of: Callable[[AttentionProblem], Plan],
+    *,
+    keys_alone: bool = False,
 ) -> Plan:
-    """Plan a forward call by what `plan_of` plans of one without rotary."""
+    """Plan a forward call by what `plan_of` plans of one without rotary.
+
+    keys_alone: its kernel rotates queries itself, and is told of the tables.
+    """
     if "cos" not in problem.layouts:
         return plan_of(problem)
-    scratch = _scratch_layouts(problem, ("q", "k"))
-    inner = problem.without_rotary(scratch)
+    scratch = _scratch_layouts(problem, ("k",) if keys_alone else ("q", "k"))
+    inner = problem.moved(scratch, () if keys_alone else _TABLES)
     plan = _in_scratch(plan_of(inner), scratch)
-    return plan._replace(steps=(_turn_inputs(problem, inner, arch), *plan.steps))
+    return plan._replace(steps=(_turn_inputs(problem, inner, arch, keys_alone), *plan.steps))
 
 
 def rotated_backward(
@@ -54,7 +62,7 @@ def rotated_backward(
         return plan_of(problem)
     apart = ("dq", "dk") if accumulate else ()
     scratch = _scratch_layouts(problem, ("q", "k", *apart))
-    inner = problem.without_rotary(scratch)
+    inner = problem.moved(scratch, _TABLES)
     plan = _in_scratch(plan_of(inner), scratch)
     made = {
         name: inner.layouts.get(name) or problem.placed(name, contiguous(*dict(plan.outputs)[name]))
@@ -97,9 +105,11 @@ def _in_scratch(plan: Plan, layouts: Mapping[str, Layout]) -> Plan:
     return plan._replace(steps=steps, scratch=tuple(pieces), zero_first=renamed(plan.zero_first))
 
 
-def _turn_inputs(problem: AttentionProblem, inner: AttentionProblem, arch: int) -> Step:
-    """Return the launch that rotates q and k."""
-    names = {name: name for name in ("q", "k")}
+def _turn_inputs(
+    problem: AttentionProblem, inner: AttentionProblem, arch: int, keys_alone: bool = False
+) -> Step:
+    """Return the launch that rotates q and k, or k alone: then it has k for q too, of no token."""
+    names = {"k": "k"} if keys_alone else {"q": "q", "k": "k"}
     turned = {name: _TURNED[name] for name in names}
     return _step(problem, arch, problem.layouts, inner.layouts, names, turned, None)
 
@@ -113,13 +123,13 @@ def _step(
     target_names: Mapping[str, str],
     accumulate: bool | None,
 ) -> Step:
-    """Return a launch: of q and k forwards, where `accumulate` is None; of dq and dk back.
+    """Return a launch: of q and k, or k, forwards, where `accumulate` is None; of dq and dk back.
 
     Both names go by those of the layouts, queries first.
     """
     inverse = accumulate is not None
     cos, sin = problem.layouts["cos"], problem.layouts["sin"]
-    for name in ("cos", "sin"):
+    for name in _TABLES:
         require_kernel_dtype(f"rotary's {name}", problem.layouts[name].dtype)
     half, dim = cos.shape[1], problem.head_dim
     arrays = [(problem.starts["cos"], cos), (problem.starts["sin"], sin)]
@@ -131,10 +141,11 @@ def _step(
     pairs = max(vec // 2, 1) if problem.interleaved else vec
     copied = 0 if inverse and not accumulate else dim - 2 * half
     slots = half // pairs + -(-copied // (2 * pairs))
+    both = 2 * [*names] if len(names) == 1 else [*names]
     heads = problem.heads, problem.kv_heads
-    config = rope_config(arch, max(heads))
+    config = rope_config(arch, max(heads[-len(names) :]))
     groups = [-(-count // config.heads) for count in heads]
-    tokens = _tokens(problem)
+    tokens = _tokens(problem) if len(names) > 1 else (0, _tokens(problem)[1])
     threads = [count * group * slots for count, group in zip(tokens, groups, strict=True)]
     if sum(threads) > _MOST_THREADS - config.threads:
         raise error(
@@ -144,7 +155,7 @@ def _step(
             "split the batch over several calls",
         )
     params = np.zeros((), ROTARY_PARAMS)
-    for i, name in enumerate(names):
+    for i, name in enumerate(both):
         for field, layout in (("x", sources[name]), ("out", targets[name])):
             params[field][i] = row_strides(layout.strides, layout.dtype.itemsize)
     for name, table in (("cos", cos), ("sin", sin)):
@@ -163,8 +174,8 @@ def _step(
         problem.interleaved,
         bool(accumulate),
     )
-    renamed = {f"x{i}": name for i, name in enumerate(names.values())}
-    renamed |= {f"out{i}": name for i, name in enumerate(target_names.values())}
+    renamed = {f"x{i}": names[name] for i, name in enumerate(both)}
+    renamed |= {f"out{i}": target_names[name] for i, name in enumerate(both)}
     ctas = -(-sum(threads) // config.threads)
     return Step.of(kernel, ctas, _positions(problem), params[()], renamed=renamed)
 

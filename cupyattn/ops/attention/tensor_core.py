@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from cupyattn.kernels.configs.attention.tensor_core import forward
-from cupyattn.kernels.configs.dtypes import vector_items
+from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
+from cupyattn.kernels.structs import ROTARY_TABLES
 from cupyattn.ops.attention.layouts import (
     Starts,
     flash_options,
@@ -33,12 +38,42 @@ def forward_plan(
     vec = whole_vectors(vector_items(problem.dtype.name), problem, rows)
     together = 2 if problem.dropout_p else 4  # a Philox call serves pairs of keys
     options = flash_options(problem, start_of, together)
-    specialise = forward.varlen if isinstance(problem, PackedProblem) else forward.flash
+    tables: tuple[Any, ...] = ()
+    if "cos" in problem.layouts:
+        table = problem.layouts["cos"].dtype.name
+        kernel = forward.rotary(arch, *dims, vec, options, table, problem.interleaved)
+        tables = (_tables(problem),)
+    else:
+        specialise = forward.varlen if isinstance(problem, PackedProblem) else forward.flash
+        kernel = specialise(arch, *dims, vec, options)
     tiles = problem.query_tiles(forward.flash_row(arch, *dims, options).tile_q)
     step = Step.of(
-        specialise(arch, *dims, vec, options),
+        kernel,
         problem.heads * tiles,
         forward_params(problem, results),
+        *tables,
         *problem.modifier_strides,
     )
     return Plan((step,), outputs)
+
+
+def rotates_queries(problem: AttentionProblem) -> bool:
+    """Tell whether the kernel rotates query rows as it loads them: whole chunks, dense ones."""
+    if "cos" not in problem.layouts or isinstance(problem, PackedProblem):
+        return False
+    rotated = problem.layouts["cos"].shape[1] * (2 if problem.interleaved else 1)
+    aligned = all(
+        problem.starts[name] == 0 and problem.layouts[name].strides[0] % VECTOR_BYTES == 0
+        for name in ("cos", "sin")
+    )
+    return aligned and rotated % vector_items(problem.dtype.name) == 0
+
+
+def _tables(problem: AttentionProblem) -> Any:
+    """Fill the C struct RotaryTables."""
+    tables = np.zeros((), ROTARY_TABLES)
+    tables["length"], tables["half"] = problem.layouts["cos"].shape
+    for name in ("cos", "sin"):
+        layout = problem.layouts[name]
+        tables[f"{name}_stride"] = layout.strides[0] // layout.dtype.itemsize
+    return tables[()]

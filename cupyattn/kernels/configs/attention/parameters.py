@@ -6,6 +6,7 @@ from cupyattn.kernels.spec import Parameter, Pointer, inputs
 from cupyattn.kernels.structs import (
     ATTENTION_STRUCT,
     PAGED_STRUCT,
+    ROTARY_TABLES_STRUCT,
     VARLEN_BACKWARD_STRUCT,
     VARLEN_STRUCT,
 )
@@ -28,6 +29,13 @@ FLASH: tuple[Parameter, ...] = (
     ATTENTION_STRUCT,
 )
 """Of the forward kernels with every option."""
+
+ROTARY: tuple[Parameter, ...] = (
+    *FLASH[:-1],
+    *inputs("cos", "sin"),
+    *(ATTENTION_STRUCT, ROTARY_TABLES_STRUCT),
+)
+"""The same of the kernel that rotates queries."""
 
 PAGED: tuple[Parameter, ...] = (
     *inputs("q", "k_cache", "v_cache", "block_table", "seqlens_k"),

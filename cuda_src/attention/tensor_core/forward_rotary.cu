@@ -1,0 +1,28 @@
+// Attention forward on tensor cores of a call with rotary embedding: the walk of forward.cu, whose query rows are rotated
+// as they are loaded. Keys were rotated before (../rotary.cu).
+//
+//   Of K every CTA of a head would rotate each tile anew. Done between the loads and the stores to shared memory, half
+//   the features of a pair from the same thread, by shuffles or by another load, that models 0.57, 0.56 and 0.65 at
+//   head dims 64, 80 and 128 on a T4, where forward.cu has 0.87, 0.84 and 0.89 (python -m cupyattn turing, 2026-11-22).
+//
+// Shapes    as forward.cu; cos and sin (positions, R/2) of TABLE, RotaryTables (rotated_chunks.cuh).
+// Work      as forward.cu.
+// Grid      as forward.cu.
+// Budget    as forward.cu.
+// Edges     as forward.cu; a query outside of the tables has NaN in its R features.
+#include "forward.cuh"
+#include "rotated_chunks.cuh"
+
+extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
+    attention_forward_rotary(const float16* q_g, const float16* k_g, const float16* v_g, float16* out_g, float* lse_g,
+                             const void* q_offsets_g, const void* seqused_k_g, const void* bias_g, const void* mask_g,
+                             const void* slopes_g MODIFIER_ARRAYS, const void* sinks_g, const TABLE* cos_g,
+                             const TABLE* sin_g, const AttentionParams params,
+                             const RotaryTables tables MODIFIER_STRIDES) {
+  const Place place = place_of_cta(params, Traits::kTileQ, /*last_rows_first=*/true);
+  const KeyWindow window = sequence_window(params, q_offsets_g, seqused_k_g, place.batch);
+  const int64 q_offset = query_offset(params, q_offsets_g, place.batch);
+  attend(params, {q_g, out_g, lse_g, bias_g, mask_g, slopes_g, sinks_g, MODIFIERS}, place, window, q_offset,
+         DenseKeys{params, k_g, v_g},
+         RotatedChunks<Traits::kHeadDim, Traits::kVec>{cos_g, sin_g, tables, q_offset + place.first_row});
+}
