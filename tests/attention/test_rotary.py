@@ -17,7 +17,7 @@ from support.search import deep, examples, wider
 from support.strategies import FRUGAL
 
 import cupyattn
-from cupyattn import AttentionGrads, Rotary, reference, rope_tables
+from cupyattn import AttentionGrads, Rotary, ScoreMod, reference, rope_tables
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -95,6 +95,27 @@ def _equals_rope_and_attention(problem: RotaryProblem, implementation: str) -> N
     )
     for actual, wanted in zip(found, expected, strict=True):
         assert_array_equal(actual, KERNELS.get(wanted))
+
+
+def test_other_options_go_with_it():
+    """Also those that bring arrays, a struct and a seed of their own."""
+    q, k, v = PHI.arrays()
+    turn = PHI.normal("turn", (4, 2), "float32")
+    own = {"score_mod": ScoreMod(
+        "score + turn[h][k_idx % 2]",
+        python=lambda score, b, h, i, j, turn: score + turn[h, j % 2], turn=KERNELS.put(turn),
+    )}  # fmt: skip
+    options = {**PHI.options(), "bias": PHI.normal("bias", (21, 70)), "dropout_p": 0.25, "seed": 7}
+    found = cupyattn.attention(
+        *map(KERNELS.put, (q, k, v)), return_lse=True, **own,
+        **{name: placed(KERNELS, value) for name, value in options.items()},
+    )  # fmt: skip
+    both = options["bias"] + turn[:, np.arange(70) % 2][:, None]
+    options["bias"] = both.astype("f4")
+    exact = reference.attention(q, k, v, **options)
+    bounds = reference.attention_bound(q, k, v, dtype="float16", tile_k=16, **options)
+    for actual, *expected in zip(found, exact, bounds, strict=True):
+        assert reference.error_ratio(KERNELS.get(actual), *expected) <= 1
 
 
 @pytest.mark.parametrize("view", ["packed", "transposed", "reversed", *deep("sliced")])
