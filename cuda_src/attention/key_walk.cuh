@@ -10,24 +10,52 @@
 
 template <int kTileK>
 struct KeyWalk {
-  int begin, end;  // tiles with a key that some row of the CTA sees
-  int first;       // where the walk starts
-  int masked;      // how many tiles from there on need the mask (at least one, if there is any)
+  int begin, end;            // tiles with a key that some row of the CTA sees
+  int first;                 // where the walk starts
+  int masked;                // how many tiles from there on need the mask (at least one, if there is any)
+  int full_begin, full_end;  // tiles that every row sees in full; none where they do not rise
 
   __device__ __forceinline__ KeyWalk(const KeyWindow& window, int first_row, int rows) {
     const KeyRange top = window.of_row(first_row), bottom = window.of_row(first_row + rows - 1);
     begin = top.begin / kTileK;
     end = top.begin < bottom.end ? div_up(bottom.end, kTileK) : begin;
+    // Seen in full: from where the last row's range begins to where the first row's ends.
+    full_begin = div_up(bottom.begin, kTileK);
+    full_end = top.end / kTileK;
+    put_masked_first();
+  }
+
+  // The same over those of its tiles alone that stand from `from` up to `to`; perhaps none.
+  __device__ __forceinline__ KeyWalk within(int from, int to) const {
+    KeyWalk part = *this;
+    part.begin = max(begin, from);
+    part.end = max(min(end, to), part.begin);
+    part.full_begin = max(full_begin, part.begin);
+    part.full_end = min(full_end, part.end);
+    part.put_masked_first();
+    return part;
+  }
+
+  __device__ __forceinline__ int tiles() const { return end - begin; }
+  __device__ __forceinline__ int after(int tile) const { return tile + 1 == end ? begin : tile + 1; }
+
+ private:
+  __device__ __forceinline__ void put_masked_first() {
     first = begin;
     masked = end - begin;
-    // Seen in full: from where the last row's range begins to where the first row's ends.
-    const int full_begin = div_up(bottom.begin, kTileK), full_end = top.end / kTileK;
     if (full_begin < full_end) {
       masked = max(1, (end - full_end) + (full_begin - begin));
       if (full_end < end) first = full_end;
     }
   }
+};
 
-  __device__ __forceinline__ int tiles() const { return end - begin; }
-  __device__ __forceinline__ int after(int tile) const { return tile + 1 == end ? begin : tile + 1; }
+// The share of a CTA that walks over all keys of its rows, and writes results.
+struct AllKeys {
+  static constexpr bool kAll = true;
+
+  template <typename Walk>
+  __device__ __forceinline__ const Walk& of(const Walk& walk) const {
+    return walk;
+  }
 };

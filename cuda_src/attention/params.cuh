@@ -64,11 +64,11 @@ struct Place {
   int begin;  // of packed sequences the row of this one's first query
 };
 
-__device__ __forceinline__ Place place_of_cta(const AttentionParams& params, int rows_per_cta,
-                                              bool last_rows_first = false) {
+__device__ __forceinline__ Place place_of_tile(const AttentionParams& params, uint32 index, int rows_per_cta,
+                                               bool last_rows_first) {
   const int tiles = div_up(params.sq, rows_per_cta);
-  const int sequence = blockIdx.x / tiles;
-  const int tile = blockIdx.x % tiles;
+  const int sequence = index / tiles;
+  const int tile = index % tiles;
   Place place;
   place.first_row = (last_rows_first ? tiles - 1 - tile : tile) * rows_per_cta;
   place.head = sequence % params.heads;
@@ -77,6 +77,11 @@ __device__ __forceinline__ Place place_of_cta(const AttentionParams& params, int
   place.sq = params.sq;
   place.begin = 0;
   return place;
+}
+
+__device__ __forceinline__ Place place_of_cta(const AttentionParams& params, int rows_per_cta,
+                                              bool last_rows_first = false) {
+  return place_of_tile(params, blockIdx.x, rows_per_cta, last_rows_first);
 }
 
 template <typename Scalar>

@@ -6,7 +6,15 @@ from collections.abc import Iterator
 
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs import kv_cache
-from cupyattn.kernels.configs.attention import decode, float32, merge, rotary, teaching, tensor_core
+from cupyattn.kernels.configs.attention import (
+    combine,
+    decode,
+    float32,
+    merge,
+    rotary,
+    teaching,
+    tensor_core,
+)
 from cupyattn.kernels.configs.layers import (
     activations,
     adamw,
@@ -33,6 +41,7 @@ _MODULES = (
     tensor_core.passes,
     float32.backward,
     teaching.backward,
+    combine,
     decode,
     merge,
     rotary,

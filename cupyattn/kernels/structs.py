@@ -52,6 +52,15 @@ ATTENTION_PARAMS = np.dtype(
     align=True,
 )
 
+# SplitParams in cuda_src/attention/key_parts.cuh
+SPLIT_PARAMS = np.dtype(
+    [
+        ("attention", ATTENTION_PARAMS),
+        *((field, np.int32) for field in ("splits", "least_keys", "batch")),
+    ],
+    align=True,
+)
+
 # DecodeParams in cuda_src/attention/decode/params.cuh
 DECODE_PARAMS = np.dtype(
     [
@@ -322,6 +331,7 @@ def elements_params(arrays: int) -> np.dtype:
 
 ATTENTION_STRUCT = Struct("params", ATTENTION_PARAMS, "AttentionParams")
 BACKWARD_STRUCT = Struct("params", BACKWARD_PARAMS, "BackwardParams", (ATTENTION_STRUCT,))
+SPLIT_STRUCT = Struct("params", SPLIT_PARAMS, "SplitParams", (ATTENTION_STRUCT,))
 DECODE_STRUCT = Struct("params", DECODE_PARAMS, "DecodeParams", (ATTENTION_STRUCT,))
 PAGED_STRUCT = Struct("params", PAGED_PARAMS, "PagedParams", (ATTENTION_STRUCT,))
 VARLEN_STRUCT = Struct("params", VARLEN_PARAMS, "VarlenParams", (ATTENTION_STRUCT,))

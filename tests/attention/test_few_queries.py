@@ -260,6 +260,7 @@ def launched(recorder: LaunchRecorder, sq: int, sk: int, **changed: Any) -> list
 
 DECODE = ["attention_decode", "attention_decode_combine"]
 FLASH = ["attention_forward"]
+SPLIT = ["attention_forward_split", "attention_combine_parts"]
 
 
 @pytest.mark.parametrize(
@@ -269,17 +270,17 @@ FLASH = ["attention_forward"]
         (1, LEAST_KEYS, {}, DECODE),
         (1, LEAST_KEYS - 1, {}, FLASH),
         (16, 4096, {}, DECODE),
-        (17, 4096, {}, FLASH),
+        (17, 4096, {}, SPLIT),
         (0, 4096, {}, []),
-        (1, 4096, {"Dv": 64}, FLASH),
+        (1, 4096, {"Dv": 64}, SPLIT),
         (1, 4096, {"causal": True, "window_size": (200, 5)}, FLASH),
         (1, 4096, {"causal": True, "window_size": (600, 5)}, DECODE),
         (1, 4096, {"window_size": (None, 5)}, DECODE),
         (1, 4096, {"implementation": "tiled"}, ["attention_tiled"]),
         (1, 4096, {"softcap": 5.0}, DECODE),
-        (1, 4096, {"dropout_p": 0.5, "seed": 0}, FLASH),
+        (1, 4096, {"dropout_p": 0.5, "seed": 0}, SPLIT),
         (1, 4096, {"dtype": np.float32}, DECODE),
-        (17, 4096, {"dtype": np.float32}, ["attention_forward_f32"]),
+        (17, 4096, {"dtype": np.float32}, ["attention_forward_split_f32", SPLIT[1]]),
         # A grid that fills the card: one pass over the keys always, more of them for a few tokens.
         (1, 4096, {"B": 64, "H": 2}, DECODE),
         (16, 4096, {"B": 64, "H": 2}, DECODE),
@@ -296,8 +297,8 @@ def test_which_calls_share_the_keys(recorder, sq, sk, changed, expected):
 @pytest.mark.parametrize(
     ("name", "shape", "expected"),
     [
-        ("mask", (4096,), FLASH),
-        ("bias", (4096,), FLASH),
+        ("mask", (4096,), SPLIT),
+        ("bias", (4096,), SPLIT),
         ("alibi_slopes", (8,), DECODE),
         ("sinks", (8,), DECODE),
         ("seqused_k", (1,), DECODE),

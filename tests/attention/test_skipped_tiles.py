@@ -8,11 +8,13 @@ tables. What a call without keys does, the query rows and their statistics, is l
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from support.search import mostly_deep
+from support.split_keys import split
 
 import cupyattn
 from cupyattn import reference
@@ -27,6 +29,13 @@ pytestmark = pytest.mark.nvrtc
 DIM = 64
 # Square; fewer queries than keys and the other way round; ends within tiles. Halved for float32.
 SHAPES = [(512, 512), (256, 640), (500, 333), (333, 500)]
+
+
+@pytest.fixture(autouse=True)
+def _whole_keys() -> Iterator[None]:
+    """One CTA walks over all keys of a row: parts of them would each read Q again."""
+    with split(1):
+        yield
 
 
 class Tiles(NamedTuple):

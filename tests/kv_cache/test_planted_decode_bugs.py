@@ -21,7 +21,7 @@ pytestmark = pytest.mark.nvrtc
 
 FORWARD_CU, COMBINE_CU = "attention/decode/forward.cu", "attention/decode/combine.cu"
 SHARES_CUH, FEED_CUH = "attention/decode/shares.cuh", "attention/decode/block_feed.cuh"
-ROWS_CUH, END_CUH = "attention/decode/query_rows.cuh", "attention/decode/row_end.cuh"
+ROWS_CUH, END_CUH = "attention/decode/query_rows.cuh", "attention/row_sum.cuh"
 TENSOR_CUH, FLOAT_CUH = (
     "attention/decode/tensor_core_rows.cuh",
     "attention/decode/float_rows.cuh",

@@ -29,6 +29,8 @@ class Cost(NamedTuple):
 MAY_SPILL = (
     "attention_forward",
     "attention_forward_f32",
+    "attention_forward_split",
+    "attention_forward_split_f32",
     "attention_forward_paged",
     "attention_forward_paged_f32",
     "attention_forward_rotary",

@@ -1,23 +1,20 @@
-// The rows of decoding whose keys were shared by several CTAs: their parts are merged, exactly.
-//
-//   m = max_c m_c,   l = sum_c exp(m_c - m) l_c,   out = sum_c exp(m_c - m) acc_c / l,   lse = m + log l
+// The rows of decoding whose keys were shared by several CTAs: their parts are merged (../row_sum.cuh).
 //
 // Shapes    as forward.cu, whose shares are worked out again from the lengths.
 // Work      a CTA a row (sequence, head, token), which ends at once where one CTA of the forward had it whole. Its warps
 //           take the parts in turn, then one warp merges the warps. Of many rows a CTA has one warp, so that all of them
 //           are there at once: to wait for memory is what takes time.
-// Budget    registers for kTogether parts of a row over the lanes; shared memory for a row of each warp.
+// Budget    registers for some parts of a row over the lanes; shared memory for a row of each warp.
 // Edges     a part without keys has l = 0 and the lowest m, and so has a warp without parts.
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(SINKS) || !defined(FORWARD_WARPS) || !defined(QUERY_ROWS) || \
     !defined(THREADS) || !defined(SHARED_BYTES)
 #error "DTYPE, HEAD_DIM, SINKS, FORWARD_WARPS, QUERY_ROWS, THREADS, SHARED_BYTES come from a launch-configuration table"
 #endif
-#include "row_end.cuh"
+#include "../row_sum.cuh"
 #include "shares.cuh"
 
 using Row = RowSum<HEAD_DIM>;
 constexpr int kWarps = THREADS / kWarpSize;
-constexpr int kTogether = 32 / round_up(Row::kColumns, 4);  // parts whose loads a warp has on the way: 32 registers
 
 struct Smem {
   float rows[kWarps][HEAD_DIM];
@@ -45,18 +42,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
   const auto* sums_g = reinterpret_cast<const float2*>(partial_sums_g);
   const int warp = warp_index();
+  const auto row_of = [&](int cta) {
+    return static_cast<int64>(Segment::slot(cta, first_cta)) * QUERY_ROWS + head_row % QUERY_ROWS;
+  };
   Row part;
-  for (int first = first_cta + warp; first <= last_cta; first += kWarps * kTogether) {
-    Row parts[kTogether];
-#pragma unroll
-    for (int i = 0; i < kTogether; i++) {
-      const int cta = first + i * kWarps;
-      if (cta > last_cta) continue;
-      const int64 row = static_cast<int64>(Segment::slot(cta, first_cta)) * QUERY_ROWS + head_row % QUERY_ROWS;
-      parts[i].load(partial_out_g + row * HEAD_DIM, sums_g[row]);
-    }
-    part.add(parts);
-  }
+  part.add_parts(first_cta + warp, last_cta, kWarps, row_of, partial_out_g, sums_g);
   if constexpr (kWarps > 1) {
     part.store(smem.rows[warp]);
     if (lane_index() == 0) smem.sums[warp] = make_float2(part.m, part.l);

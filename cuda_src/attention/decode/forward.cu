@@ -34,7 +34,7 @@
 #include "float_rows.cuh"
 #endif
 #include "dense_feed.cuh"
-#include "row_end.cuh"
+#include "../row_sum.cuh"
 #include "shares.cuh"
 
 struct Traits {

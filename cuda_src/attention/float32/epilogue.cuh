@@ -44,11 +44,25 @@ struct OutputRows {
     }
   }
 
+  // The sums of a part of the keys, as they are.
+  template <typename Part>
+  __device__ __forceinline__ void store_sums(const typename Traits::Softmax& softmax, const Part& part) const {
+    const float scale = Traits::kDropout ? params.scores.keep_scale : 1.f;
+#pragma unroll
+    for (int i = 0; i < Traits::kRows; i++) {
+      const float l = Grid::template reduce_row<Sum>(softmax.l[i]);
+      const int query = first_row + Traits::Scores::row_of(i);
+      if (query >= place.sq) continue;
+      const int64 row = part.row(place, query);
+      store_row(part.out_g + row * Traits::kHeadDimV, softmax.acc[i], scale);
+      if (Grid::column_lane() == 0) part.sums_g[row] = make_float2(softmax.m[i], l);
+    }
+  }
+
  private:
   // The thread's columns of a row, from quad kQuad on.
-  template <int kQuad = 0>
-  __device__ __forceinline__ static void store_row(Scalar* row_g, const float (&acc)[Columns::kItems],
-                                                   float normaliser) {
+  template <int kQuad = 0, typename Item>
+  __device__ __forceinline__ static void store_row(Item* row_g, const float (&acc)[Columns::kItems], float normaliser) {
     const int lane = Grid::column_lane();
     if constexpr (kQuad < Columns::kQuads) {
       store_columns<kQuadItems, kQuad * kQuadItems>(row_g, (lane + kQuad * Columns::kColumnLanes) * kQuadItems, acc,
@@ -61,8 +75,8 @@ struct OutputRows {
   }
 
   // Columns col to col + kItems - 1 of a row: acc[kFirst] and what follows.
-  template <int kItems, int kFirst>
-  __device__ __forceinline__ static void store_columns(Scalar* row_g, int col, const float (&acc)[Columns::kItems],
+  template <int kItems, int kFirst, typename Item>
+  __device__ __forceinline__ static void store_columns(Item* row_g, int col, const float (&acc)[Columns::kItems],
                                                        float normaliser) {
     float values[kItems];
 #pragma unroll
@@ -72,7 +86,7 @@ struct OutputRows {
     } else {
 #pragma unroll
       for (int i = 0; i < kItems; i++) {
-        if (col + i < Traits::kHeadDimV) row_g[col + i] = from_float<Scalar>(values[i]);
+        if (col + i < Traits::kHeadDimV) row_g[col + i] = from_float<Item>(values[i]);
       }
     }
   }

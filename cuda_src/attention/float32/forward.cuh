@@ -193,16 +193,19 @@ struct Arrays {
   Modifiers modifiers;
 };
 
-// The query rows of one CTA; `keys` makes the feed of a head from the rows of Q.
-template <typename Keys>
+// The query rows of one CTA; `keys` makes the feed of a head from the rows of Q, `share` says which of them are this
+// CTA's.
+template <typename Keys, typename Share = AllKeys>
 __device__ __forceinline__ void attend(const AttentionParams& params, const Arrays& arrays, const Place& place,
-                                       const KeyWindow& window, int64 q_offset, const Keys& keys) {
+                                       const KeyWindow& window, int64 q_offset, const Keys& keys,
+                                       const Share& share = {}) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
 
   // Phase 1: which keys are walked over, and where each thread stands.
   const int rows = min(Traits::kTileQ, place.sq - place.first_row);
-  const KeyWalk<Traits::kTileK> walk(window, place.first_row, rows);
+  const KeyWalk<Traits::kTileK> walk = share.of(KeyWalk<Traits::kTileK>(window, place.first_row, rows));
+  if (!Share::kAll && walk.tiles() == 0) return;
   const Traits::Pass pass(params, arrays.bias_g, arrays.mask_g, arrays.slopes_g, place, q_offset, arrays.modifiers);
   const Cta cta = {smem, params, window, pass, place};
 
@@ -234,7 +237,11 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
     tile = next;
   }
 
-  // Phase 3: normalise and store.
+  // Phase 3: normalise and store, or store sums.
   const OutputRows<Traits> result = {params, place, thread.first_row};
-  result.store(thread.softmax, sink_log2<SINKS>(arrays.sinks_g, params, place.head), arrays.out_g, arrays.lse_g);
+  if constexpr (Share::kAll) {
+    result.store(thread.softmax, sink_log2<SINKS>(arrays.sinks_g, params, place.head), arrays.out_g, arrays.lse_g);
+  } else {
+    result.store_sums(thread.softmax, share);
+  }
 }

@@ -52,6 +52,37 @@ struct OutputRows {
     }
   }
 
+  // The sums of a part of the keys, as they are: a fragment's 8 bytes of float32 fill a sector with its neighbours'.
+  template <typename Part>
+  __device__ __forceinline__ void store_sums(const typename Traits::Softmax& softmax, const Part& part) const {
+    constexpr int kColumns = Traits::kHeadDimV;
+    constexpr float kScale = 1.f / (1 << static_cast<int>(kHeadroomLog2));
+    const float acc_scale = Traits::kDropout ? kScale * params.scores.keep_scale : kScale;
+#pragma unroll
+    for (int i = 0; i < Traits::kMTiles; i++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float l = warp_reduce<Sum, 4>(softmax.l[i][half]) * kUnshift * kScale;
+        const int query = first_row + Traits::Tile::row_of(0, i, 2 * half);
+        if (query >= place.sq) continue;
+        const int64 row = part.row(place, query);
+#pragma unroll
+        for (int n = 0; n < Traits::kOutTiles; n++) {
+          const int column = n * 8 + lane_index() % 4 * 2;
+          float* out_g = part.out_g + row * kColumns + column;
+          const float x = softmax.acc[i][n][2 * half] * acc_scale, y = softmax.acc[i][n][2 * half + 1] * acc_scale;
+          if (kColumns % 2 == 0) {
+            if (column < kColumns) *reinterpret_cast<float2*>(out_g) = make_float2(x, y);
+          } else {
+            if (column < kColumns) out_g[0] = x;
+            if (column + 1 < kColumns) out_g[1] = y;
+          }
+        }
+        if (lane_index() % 4 == 0) part.sums_g[row] = make_float2(softmax.m[i][half] + kShiftLog2, l);
+      }
+    }
+  }
+
   // The rows from the output tile to memory, in whole chunks where rows are aligned.
   __device__ __forceinline__ void store(const unsigned char* out, float16* out_g) const {
     constexpr int kChunks = OutTile::kChunks;

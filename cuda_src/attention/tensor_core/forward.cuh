@@ -184,17 +184,19 @@ struct Arrays {
   Modifiers modifiers;
 };
 
-// The query rows of one CTA; `keys` makes the feed of a head, `chunks` the chunks of a query row.
-template <typename Keys, typename Chunks = StoredChunks<Traits::kHeadDim, Traits::kVec>>
+// The query rows of one CTA; `keys` makes the feed of a head, `chunks` the chunks of a query row, `share` says which
+// keys are this CTA's.
+template <typename Keys, typename Chunks = StoredChunks<Traits::kHeadDim, Traits::kVec>, typename Share = AllKeys>
 __device__ __forceinline__ void attend(const AttentionParams& params, const Arrays& arrays, const Place& place,
                                        const KeyWindow& window, int64 q_offset, const Keys& keys,
-                                       const Chunks& chunks = {}) {
+                                       const Chunks& chunks = {}, const Share& share = {}) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
 
   // Phase 1: which keys are walked over.
   const int rows = min(Traits::kTileQ, place.sq - place.first_row);
-  const KeyWalk<Traits::kTileK> walk(window, place.first_row, rows);
+  const KeyWalk<Traits::kTileK> walk = share.of(KeyWalk<Traits::kTileK>(window, place.first_row, rows));
+  if (!Share::kAll && walk.tiles() == 0) return;
   const Traits::Pass pass(params, arrays.bias_g, arrays.mask_g, arrays.slopes_g, place, q_offset, arrays.modifiers);
 
   // Phase 2: Q, through shared memory into registers.
@@ -231,10 +233,14 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
     key_tile<false>(warp, cta, feed, tile * Traits::kTileK, left & 1, left > 1, next, Traits::kTileK, tile + 2);
   }
 
-  // Phase 4: normalise, and store through shared memory: fragments hold 4 bytes of a row each.
+  // Phase 4: normalise, and store through shared memory: fragments hold 4 bytes of a row each. Or store sums.
   const OutputRows<Traits> output = {params, place, warp.first_row};
-  output.finish(warp.softmax, shared_address(smem.out), sink_log2<SINKS>(arrays.sinks_g, params, place.head),
-                arrays.lse_g);
-  __syncwarp();  // out: each warp reads what it wrote itself
-  output.store(smem.out, arrays.out_g);
+  if constexpr (Share::kAll) {
+    output.finish(warp.softmax, shared_address(smem.out), sink_log2<SINKS>(arrays.sinks_g, params, place.head),
+                  arrays.lse_g);
+    __syncwarp();  // out: each warp reads what it wrote itself
+    output.store(smem.out, arrays.out_g);
+  } else {
+    output.store_sums(warp.softmax, share);
+  }
 }

@@ -163,8 +163,10 @@ def attention(
 
     "flash" splits the keys of calls with 1 to 16 queries, 256 keys or more that a window leaves
     them, D = Dv and none of mask, bias and dropout, as Flash-Decoding does (Dao et al., 2023); but
-    not where so many heads and sequences fill the GPU that this would be slower. The result is as
-    exact. Its last bits depend on the number of multiprocessors.
+    not where so many heads and sequences fill the GPU that this would be slower. With any options
+    it splits the keys of other calls too, into parts of 256 or more, where query rows, heads and
+    sequences are too few to fill the GPU. The result is as exact, and the same in every run. Its
+    last bits depend on the number of multiprocessors.
 
     Examples
     --------

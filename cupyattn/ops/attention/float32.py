@@ -15,7 +15,9 @@ from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import forward_params, gradient_params
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs, gradient_outputs, result_layouts
+from cupyattn.ops.attention.split_keys import num_splits, split_plan
 from cupyattn.ops.attention.teaching import dbias_step, dsinks_step
+from cupyattn.ops.card import Card
 from cupyattn.ops.plan import Plan, Step, lay_out_scratch
 
 _FLOAT32 = np.dtype(np.float32)
@@ -23,19 +25,24 @@ _SCORES_TOGETHER = 2  # neighbouring keys of a row that a thread holds
 
 
 def forward_plan(
-    problem: AttentionProblem, start_of: Starts, arch: int, *, return_lse: bool
+    problem: AttentionProblem, start_of: Starts, card: Card, *, return_lse: bool
 ) -> Plan:
     """Plan the forward."""
-    dims = problem.head_dim, problem.head_dim_v
+    arch, dims = card.arch, (problem.head_dim, problem.head_dim_v)
     outputs = forward_outputs(problem, return_lse)
     results = result_layouts(problem, outputs)
     rows = [(start_of[name], problem.layouts[name].strides) for name in ("q", "k", "v")]
     rows += [(start_of.get("out", 0), results["out"].strides)]
     vec = whole_vectors(forward.VECTOR_ITEMS, problem, rows)
     options = flash_options(problem, start_of, _SCORES_TOGETHER)
+    row, dtype = forward.flash_row(arch, *dims), problem.dtype.name
+    splits = num_splits(problem, row, card)
+    if splits > 1:
+        kernel = forward.split(arch, dtype, *dims, vec, options._replace(sinks="void"))
+        return split_plan(problem, kernel, row, splits, outputs)
     specialise = forward.varlen if isinstance(problem, PackedProblem) else forward.flash
-    kernel = specialise(arch, problem.dtype.name, *dims, vec, options)
-    tiles = problem.query_tiles(forward.flash_row(arch, *dims).tile_q)
+    kernel = specialise(arch, dtype, *dims, vec, options)
+    tiles = problem.query_tiles(row.tile_q)
     params = forward_params(problem, results)
     step = Step.of(kernel, problem.heads * tiles, params, *problem.modifier_strides)
     return Plan((step,), outputs)

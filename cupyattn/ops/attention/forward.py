@@ -62,10 +62,10 @@ def _plan(problem: AttentionProblem, card: Card, return_lse: bool) -> Plan:
     def plan_of(turned: AttentionProblem) -> Plan:
         if few:
             return few_queries.few_queries_plan(turned, card, return_lse=return_lse)
-        return chosen.plan(turned, turned.starts, card.arch, return_lse=return_lse)
+        return chosen.plan(turned, turned.starts, card, return_lse=return_lse)
 
     on_tensor_cores = not few and chosen.plan is tensor_core.forward_plan
-    keys_alone = on_tensor_cores and tensor_core.rotates_queries(problem)
+    keys_alone = on_tensor_cores and tensor_core.rotates_queries(problem, card)
     plan = placed(rotated(problem, card.arch, plan_of, keys_alone=keys_alone), problem)
     plan.require_arrays(problem.layouts)
     return plan

@@ -12,6 +12,7 @@ from cupyattn.arrays import Layout
 from cupyattn.kernels.structs import (
     ATTENTION_PARAMS,
     BACKWARD_PARAMS,
+    SPLIT_PARAMS,
     UNBOUNDED,
     VARLEN_BACKWARD_PARAMS,
     VARLEN_PARAMS,
@@ -23,6 +24,7 @@ from cupyattn.ops.plan import Plan
 
 _WITH_ATTENTION: dict[np.dtype, tuple[str, ...]] = {
     ATTENTION_PARAMS: (),
+    SPLIT_PARAMS: ("attention",),
     VARLEN_PARAMS: ("attention",),
     BACKWARD_PARAMS: ("attention",),
     VARLEN_BACKWARD_PARAMS: ("backward", "attention"),

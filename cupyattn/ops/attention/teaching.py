@@ -14,12 +14,15 @@ from cupyattn.ops.attention.layouts import Starts, score_options, whole_vectors
 from cupyattn.ops.attention.params import attention_params
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs, gradient_outputs, result_layouts
+from cupyattn.ops.card import Card
 from cupyattn.ops.plan import Plan, Step, lay_out_scratch
 
 
-def naive_plan(problem: AttentionProblem, start_of: Starts, arch: int, *, return_lse: bool) -> Plan:
+def naive_plan(
+    problem: AttentionProblem, start_of: Starts, card: Card, *, return_lse: bool
+) -> Plan:
     """Plan the forward, a CTA a query."""
-    del start_of, arch  # items are read one by one, by one configuration
+    del start_of, card  # items are read one by one, by one configuration
     kernel = forward.naive(problem.dtype.name, problem.head_dim, problem.head_dim_v)
     outputs = forward_outputs(problem, return_lse)
     params = attention_params(problem, result_layouts(problem, outputs))
@@ -27,15 +30,17 @@ def naive_plan(problem: AttentionProblem, start_of: Starts, arch: int, *, return
     return Plan((Step.of(kernel, ctas, params),), outputs)
 
 
-def tiled_plan(problem: AttentionProblem, start_of: Starts, arch: int, *, return_lse: bool) -> Plan:
+def tiled_plan(
+    problem: AttentionProblem, start_of: Starts, card: Card, *, return_lse: bool
+) -> Plan:
     """Plan the forward with tiles in shared memory."""
     dtype, dims = problem.dtype.name, (problem.head_dim, problem.head_dim_v)
     inputs = [(start_of[name], problem.layouts[name].strides) for name in ("q", "k", "v")]
     vec = whole_vectors(vector_items(dtype), problem, inputs)
-    kernel = forward.tiled(arch, dtype, *dims, vec)
+    kernel = forward.tiled(card.arch, dtype, *dims, vec)
     outputs = forward_outputs(problem, return_lse)
     params = attention_params(problem, result_layouts(problem, outputs))
-    tiles = -(-problem.sq // forward.tiled_row(arch, *dims).tile_q)
+    tiles = -(-problem.sq // forward.tiled_row(card.arch, *dims).tile_q)
     return Plan((Step.of(kernel, problem.batch * problem.heads * tiles, params),), outputs)
 
 

@@ -20,14 +20,16 @@ from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import forward_params
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs, result_layouts
+from cupyattn.ops.attention.split_keys import num_splits, split_plan
+from cupyattn.ops.card import Card
 from cupyattn.ops.plan import Plan, Step
 
 
 def forward_plan(
-    problem: AttentionProblem, start_of: Starts, arch: int, *, return_lse: bool
+    problem: AttentionProblem, start_of: Starts, card: Card, *, return_lse: bool
 ) -> Plan:
     """Plan the forward."""
-    dims = problem.head_dim, problem.head_dim_v
+    arch, dims = card.arch, (problem.head_dim, problem.head_dim_v)
     require_near_rows(problem, ("k", "v"), forward.flash_longest_tile(arch, *dims), "tiled")
     if isinstance(problem, PackedProblem):
         require_countable_items(problem, ("k", "v"))
@@ -38,15 +40,19 @@ def forward_plan(
     vec = whole_vectors(vector_items(problem.dtype.name), problem, rows)
     together = 2 if problem.dropout_p else 4  # a Philox call serves pairs of keys
     options = flash_options(problem, start_of, together)
+    row = forward.flash_row(arch, *dims, options)
     tables: tuple[Any, ...] = ()
     if "cos" in problem.layouts:
         table = problem.layouts["cos"].dtype.name
         kernel = forward.rotary(arch, *dims, vec, options, table, problem.interleaved)
         tables = (_tables(problem),)
+    elif (splits := num_splits(problem, row, card)) > 1:
+        kernel = forward.split(arch, *dims, vec, options._replace(sinks="void"))
+        return split_plan(problem, kernel, row, splits, outputs)
     else:
         specialise = forward.varlen if isinstance(problem, PackedProblem) else forward.flash
         kernel = specialise(arch, *dims, vec, options)
-    tiles = problem.query_tiles(forward.flash_row(arch, *dims, options).tile_q)
+    tiles = problem.query_tiles(row.tile_q)
     step = Step.of(
         kernel,
         problem.heads * tiles,
@@ -57,9 +63,15 @@ def forward_plan(
     return Plan((step,), outputs)
 
 
-def rotates_queries(problem: AttentionProblem) -> bool:
-    """Tell whether the kernel rotates query rows as it loads them: whole chunks, dense ones."""
+def rotates_queries(problem: AttentionProblem, card: Card) -> bool:
+    """Tell whether the kernel rotates query rows as it loads them: whole chunks, dense ones.
+
+    Where keys are split several CTAs would rotate the same rows.
+    """
     if "cos" not in problem.layouts or isinstance(problem, PackedProblem):
+        return False
+    row = forward.flash_row(card.arch, problem.head_dim, problem.head_dim_v)
+    if num_splits(problem, row, card) > 1:
         return False
     rotated = problem.layouts["cos"].shape[1] * (2 if problem.interleaved else 1)
     aligned = all(

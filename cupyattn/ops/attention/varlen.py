@@ -54,7 +54,7 @@ def _forward_plan(problem: PackedProblem, card: Card, return_lse: bool) -> Plan:
     _require_kernel_sizes(problem)
 
     def plan_of(turned: AttentionProblem) -> Plan:
-        return chosen.plan(turned, turned.starts, card.arch, return_lse=return_lse)
+        return chosen.plan(turned, turned.starts, card, return_lse=return_lse)
 
     plan = rotated(problem, card.arch, plan_of)
     plan.require_arrays(problem.layouts)

@@ -7,6 +7,7 @@ from cupyattn.kernels.structs import (
     ATTENTION_STRUCT,
     PAGED_STRUCT,
     ROTARY_TABLES_STRUCT,
+    SPLIT_STRUCT,
     VARLEN_BACKWARD_STRUCT,
     VARLEN_STRUCT,
 )
@@ -36,6 +37,13 @@ ROTARY: tuple[Parameter, ...] = (
     *(ATTENTION_STRUCT, ROTARY_TABLES_STRUCT),
 )
 """The same of the kernel that rotates queries."""
+SPLIT: tuple[Parameter, ...] = (
+    *inputs("q", "k", "v"),
+    *(Pointer(name) for name in ("partial_out", "partial_sums")),
+    *(*POSITIONS, *SCORE_INPUTS),
+    SPLIT_STRUCT,
+)
+"""Of those that have a part of the keys each, with every option but sinks."""
 
 PAGED: tuple[Parameter, ...] = (
     *inputs("q", "k_cache", "v_cache", "block_table", "seqlens_k"),

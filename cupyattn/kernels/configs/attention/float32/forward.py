@@ -27,7 +27,10 @@ PAGED = KernelSpec(
 VARLEN = KernelSpec(
     "attention_forward_varlen_f32", "attention/float32/forward_varlen.cu", parameters.VARLEN
 )
-KERNELS = (KERNEL, PAGED, VARLEN)
+SPLIT = KernelSpec(
+    "attention_forward_split_f32", "attention/float32/forward_split.cu", parameters.SPLIT
+)
+KERNELS = (KERNEL, PAGED, VARLEN, SPLIT)
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,15 @@ def varlen(
 
 
 @cache
+def split(
+    arch: int, dtype: str, head_dim: int, head_dim_v: int, vec: int, options: FlashOptions = PLAIN
+) -> Specialisation:
+    """Specialise the kernel of whose CTAs several share the keys of a tile of rows."""
+    row = flash_row(arch, head_dim, head_dim_v)
+    return _specialise(SPLIT, row, dtype, (head_dim, head_dim_v), vec, options)
+
+
+@cache
 def paged(
     arch: int,
     dtype: str,
@@ -158,6 +170,7 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         turn = DTYPES[number % 2], VECTOR_ITEMS if number % 3 else 1
         yield paged(arch, turn[0], head_dim, turn[1])
         yield varlen(arch, turn[0], head_dim, head_dim, turn[1])
+        yield split(arch, turn[0], head_dim, head_dim, turn[1])
     for options in EACH_PAGED_OPTION:
         yield paged(arch, "float32", 64, VECTOR_ITEMS, options)
     for dtype, head_dim, vec, integers in pairs(

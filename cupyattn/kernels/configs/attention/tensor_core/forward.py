@@ -42,7 +42,10 @@ VARLEN = KernelSpec(
 ROTARY = KernelSpec(
     "attention_forward_rotary", "attention/tensor_core/forward_rotary.cu", parameters.ROTARY
 )
-KERNELS = (KERNEL, PAGED, VARLEN, ROTARY)
+SPLIT = KernelSpec(
+    "attention_forward_split", "attention/tensor_core/forward_split.cu", parameters.SPLIT
+)
+KERNELS = (KERNEL, PAGED, VARLEN, ROTARY, SPLIT)
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,15 @@ def rotary(
 
 
 @cache
+def split(
+    arch: int, head_dim: int, head_dim_v: int, vec: int, options: FlashOptions = PLAIN
+) -> Specialisation:
+    """Specialise the kernel of whose CTAs several share the keys of a tile of rows."""
+    row = flash_row(arch, head_dim, head_dim_v, options)
+    return _specialise(SPLIT, row, head_dim, head_dim_v, vec, options)
+
+
+@cache
 def paged(
     arch: int, head_dim: int, vec: int, options: FlashOptions = PLAIN, cache: str = "float16"
 ) -> Specialisation:
@@ -247,6 +259,8 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield paged(arch, head_dim, vec)
         yield varlen(arch, head_dim, head_dim, vec)
         yield rotary(arch, head_dim, head_dim, vec)
+        yield split(arch, head_dim, head_dim, vec)
+    yield split(arch, 64, 64, vec, FlashOptions(dropout=True))
     yield paged(arch, 64, 1)
     yield rotary(arch, 64, 64, 1, table="float16")
     yield rotary(arch, 64, 64, vec, interleaved=True)

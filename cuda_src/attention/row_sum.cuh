@@ -1,10 +1,12 @@
-// The end of a row: a warp normalises it, its sink included, and writes it and its log-sum-exp. A lane has the columns
-// lane, lane + 32, ...
+// A row whose keys were shared out: a warp adds up its parts, exactly, normalises the sum, the row's sink included, and
+// writes it and its log-sum-exp. A lane has the columns lane, lane + 32, ...
+//
+//   m = max_c m_c,   l = sum_c exp(m_c - m) l_c,   out = sum_c exp(m_c - m) acc_c / l,   lse = m + log l
 #pragma once
 
-#include "../../common/reduce.cuh"
-#include "../sinks.cuh"
-#include "query_rows.cuh"
+#include "../common/reduce.cuh"
+#include "scores.cuh"
+#include "sinks.cuh"
 
 template <int kHeadDim>
 struct RowSum {
@@ -50,6 +52,25 @@ struct RowSum {
 #pragma unroll
     for (int i = 0; i < kColumns; i++) {
       if (has(i)) acc[i] = part[column(i)];
+    }
+  }
+
+  // Every `step`th of the parts from `first` to `last`; each has a row of `parts_g` and of `sums_g`. To wait for memory
+  // is all that takes time: kTogether of them are on the way at once, in 32 registers.
+  template <typename RowOf>
+  __device__ __forceinline__ void add_parts(int first, int last, int step, RowOf row_of, const float* parts_g,
+                                            const float2* sums_g) {
+    constexpr int kTogether = 32 / round_up(kColumns, 4);
+    for (int begin = first; begin <= last; begin += step * kTogether) {
+      RowSum parts[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; i++) {
+        const int part = begin + i * step;
+        if (part > last) continue;
+        const int64 row = row_of(part);
+        parts[i].load(parts_g + row * kHeadDim, sums_g[row]);
+      }
+      add(parts);
     }
   }
 

@@ -1,0 +1,125 @@
+"""Which calls of the dense forward share the keys of a tile of query rows, and their plan.
+
+A grid of fewer tiles than the card takes at once leaves multiprocessors idle: few heads, some
+hundreds of queries, long keys. Each tile's keys are then cut into parts, a CTA each, and a second
+kernel adds the parts up (cuda_src/attention/key_parts.cuh). Every option of the forward works.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import numpy as np
+
+from cupyattn.kernels.configs.attention.combine import ROWS, combine
+from cupyattn.kernels.spec import Specialisation
+from cupyattn.kernels.structs import SPLIT_PARAMS
+from cupyattn.ops.attention.layouts import score_options
+from cupyattn.ops.attention.packed import PackedProblem
+from cupyattn.ops.attention.params import attention_params
+from cupyattn.ops.attention.problem import AttentionProblem
+from cupyattn.ops.attention.results import Outputs, result_layouts
+from cupyattn.ops.card import Card
+from cupyattn.ops.plan import Plan, Step, lay_out_scratch
+
+LEAST_KEYS = 256
+"""Of a part."""
+_CTA_KEYS = 128
+"""What a part costs beside its keys, in keys: it begins, and writes sums that are read again."""
+_COMBINE_KEYS = 128
+"""What the second launch costs, in keys."""
+_MOST_WAVES = 4
+"""Turns that CTAs take on the card, at the most: scratch memory holds sums of all of them."""
+
+
+class TileRow(Protocol):
+    """What the choice needs of a row of a table."""
+
+    @property
+    def tile_q(self) -> int:
+        """Query rows of a CTA."""
+
+    @property
+    def tile_k(self) -> int:
+        """Keys of a tile."""
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that a multiprocessor takes at once."""
+
+
+def num_splits(problem: AttentionProblem, row: TileRow, card: Card) -> int:
+    """Return into how many parts the keys of each tile of query rows are cut; 1 for none.
+
+    CTAs take turns on the card, and a turn is as long as a part: of the numbers of parts that leave
+    LEAST_KEYS to each, the one with the least turns * (keys of a part + _CTA_KEYS), if it saves
+    more than _COMBINE_KEYS. Packed sequences are not split, nor are tiles that fill the card.
+    """
+    if isinstance(problem, PackedProblem):
+        return 1
+    heads, slots = problem.batch * problem.heads, card.multiprocessors * row.ctas_per_sm
+    tiles = heads * -(-problem.sq // row.tile_q)
+    keys = _keys_of_tiles(problem, row.tile_q) if 0 < tiles < slots else ()
+    longest = max(keys, default=0)
+    best, least = 1, longest + _CTA_KEYS
+    for splits in range(2, min(longest // LEAST_KEYS, _MOST_WAVES * slots // max(tiles, 1)) + 1):
+        part = -(-longest // splits)
+        waves = -(-heads * sum(-(-each // part) for each in keys) // slots)
+        cost = waves * (part + _CTA_KEYS) + _COMBINE_KEYS
+        if cost < least:
+            best, least = splits, cost
+    return best
+
+
+def _keys_of_tiles(problem: AttentionProblem, tile_q: int) -> tuple[int, ...]:
+    """Return how many keys each tile of query rows of a head sees.
+
+    Where the device alone knows where queries stand, it is what the window leaves at the most; of
+    keys in use it is taken that all are.
+    """
+    sq, sk, (left, right) = problem.sq, problem.sk, problem.window
+    offset = sk - sq if problem.q_offset is None else problem.q_offset
+    seen = []
+    for first in range(0, sq, tile_q):
+        last = min(first + tile_q, sq) - 1
+        if "q_offset" in problem.layouts:
+            reach = sk if left is None or right is None else left + right + last - first + 1
+            seen.append(min(reach, sk))
+            continue
+        begin = 0 if left is None else max(first + offset - left, 0)
+        end = sk if right is None else min(last + offset + right + 1, sk)
+        seen.append(max(end - begin, 0))
+    return tuple(seen)
+
+
+def split_plan(
+    problem: AttentionProblem,
+    kernel: Specialisation,
+    row: TileRow,
+    splits: int,
+    outputs: Outputs,
+) -> Plan:
+    """Plan both kernels: each part of the keys, then the sum of the parts of each row."""
+    params = np.zeros((), SPLIT_PARAMS)
+    params["attention"] = attention_params(problem, result_layouts(problem, outputs))
+    params["splits"], params["least_keys"] = splits, LEAST_KEYS
+    params["batch"] = problem.batch
+    rows = math.prod(problem.lse_shape)
+    tiles = problem.heads * problem.query_tiles(row.tile_q)
+    sinks = score_options(problem).sinks
+    tile = row.tile_q, row.tile_k
+    adder = combine(problem.dtype.name, problem.head_dim_v, *tile, sinks)
+    return Plan(
+        (
+            Step.of(kernel, tiles * splits, params[()], *problem.modifier_strides),
+            Step.of(adder, -(-rows // ROWS), params[()]),
+        ),
+        outputs,
+        lay_out_scratch(
+            {
+                "partial_out": rows * splits * problem.head_dim_v,
+                "partial_sums": rows * splits * 2,
+            }
+        ),
+    )
