@@ -72,6 +72,27 @@ def test_json_is_written_beside_the_text(a_gpu, capsys, tmp_path):
     assert all(row["causal"] for row in result["rows"])
 
 
+def test_few_queries_have_a_rate_of_bytes(a_gpu, capsys, tmp_path):
+    """K and V count once, and what is as long as the queries."""
+    file = tmp_path / "attention.json"
+    arguments = ("--head-dim", "64", "--queries", "2", "16", "--options", "causal")
+    assert main([*SMALL, *arguments, "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "D 64, 2 x 2 queries of 16 tokens, 2 heads, float16" in printed
+    assert "GB/s" in printed
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["queries"], row["option"]) for row in rows] == [
+        (2, PLAIN), (2, "causal"), (16, PLAIN), (16, "causal"),
+    ]  # fmt: skip
+    few, _, all_tokens, causal = rows
+    row_bytes = 2 * 2 * 64 * 2  # of both sequences
+    assert few["gb_per_s"] == pytest.approx(row_bytes * 2 * (2 + 16) / few["seconds"] / 1e9)
+    products = 4 * 2 * 2 * 64 / 1e12
+    assert few["tflops"] == pytest.approx(products * 2 * 16 / few["seconds"])
+    assert all_tokens["tflops"] == pytest.approx(products * 16**2 / all_tokens["seconds"])
+    assert causal["tflops"] == pytest.approx(products * 16**2 / 2 / causal["seconds"])
+
+
 @pytest.mark.parametrize(
     ("text", "names"), [("all", list(OPTIONS)), ("none", []), ("bias,mask", ["bias", "mask"])]
 )

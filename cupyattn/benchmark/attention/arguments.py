@@ -108,7 +108,7 @@ def option_names(text: str) -> list[str]:
 
 
 def cases_of(arguments: argparse.Namespace) -> list[Case]:
-    """Return every head dim at every length."""
+    """Return every head dim at every length, with every number of queries where they are named."""
     return [
         Case.of_size(
             arguments.tokens,
@@ -119,7 +119,9 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
             dtype=arguments.dtype,
             causal=arguments.causal,
             window=arguments.window,
+            queries=queries,
         )
         for head_dim in arguments.head_dim
         for seqlen in arguments.seqlen
+        for queries in getattr(arguments, "queries", None) or [None]
     ]

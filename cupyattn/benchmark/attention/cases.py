@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,7 +20,10 @@ _MASKED = 0.1  # share of the scores that the mask takes out
 
 @dataclass(frozen=True)
 class Case:
-    """Self-attention of `batch` sequences of `seqlen` tokens; causal if all its calls are."""
+    """Self-attention of `batch` sequences of `seqlen` tokens; causal if all its calls are.
+
+    With `queries` the last so many tokens alone are queries.
+    """
 
     batch: int
     heads: int
@@ -29,6 +33,7 @@ class Case:
     dtype: str
     causal: bool
     window: int
+    queries: int | None = None
 
     @classmethod
     def of_size(
@@ -42,6 +47,7 @@ class Case:
         dtype: str,
         causal: bool,
         window: int,
+        queries: int | None = None,
     ) -> Case:
         """Make as many sequences of as many heads as there are tokens and features.
 
@@ -61,27 +67,55 @@ class Case:
             dtype=dtype,
             causal=causal,
             window=window,
+            queries=queries,
         )
 
     @property
+    def sq(self) -> int:
+        """How many queries a sequence has."""
+        return self.seqlen if self.queries is None else self.queries
+
+    @property
     def q_shape(self) -> tuple[int, int, int, int]:
-        """The shape of q and k, (B, S, H, D)."""
+        """The shape of q, (B, Sq, H, D)."""
+        return self.batch, self.sq, self.heads, self.head_dim
+
+    @property
+    def k_shape(self) -> tuple[int, int, int, int]:
+        """The shape of k, (B, S, H, D)."""
         return self.batch, self.seqlen, self.heads, self.head_dim
 
     @property
     def v_shape(self) -> tuple[int, int, int, int]:
-        """The shape of v and of the result, (B, S, H, Dv)."""
+        """The shape of v, (B, S, H, Dv)."""
         return self.batch, self.seqlen, self.heads, self.head_dim_v
 
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        """The shape of the result, (B, Sq, H, Dv)."""
+        return self.batch, self.sq, self.heads, self.head_dim_v
+
+    @property
+    def bytes(self) -> int:
+        """What q, k, v and the result have together.
+
+        Examples
+        --------
+        >>> Case(1, 8, 65536, 128, 128, "float16", causal=False, window=0, queries=64).bytes / 2**20
+        256.25
+        """
+        shapes = (self.q_shape, self.k_shape, self.v_shape, self.out_shape)
+        return sum(map(math.prod, shapes)) * dtype_of(self.dtype).itemsize
+
     def scores(self, option: str) -> float:
-        """Return how many scores a head has: S * S, half of that if causal, or the window's."""
+        """Return how many scores a head has: Sq * S, less Sq**2 / 2 if causal, or the window's."""
         causal = self.causal or option == "causal"
         if option == "window":
-            rows = np.arange(self.seqlen)
+            rows = np.arange(self.seqlen - self.sq, self.seqlen)
             first = np.maximum(rows - self.window, 0)
             last = rows if causal else np.minimum(rows + self.window, self.seqlen - 1)
             return float((last - first + 1).sum())
-        return self.seqlen**2 / (2 if causal else 1)
+        return self.sq * self.seqlen - (self.sq**2 / 2 if causal else 0)
 
     def flops(self, option: str) -> float:
         """Return the floating-point operations of the two products over those scores.
@@ -138,14 +172,14 @@ def arguments_of(option: str, case: Case, xp: Any) -> Arguments:
 
 def _bias(case: Case, xp: Any) -> Array:
     """One of each head, for all sequences: relative positions, say."""
-    numbers = np.random.default_rng(1).standard_normal((case.heads, case.seqlen, 1), np.float32)
+    numbers = np.random.default_rng(1).standard_normal((case.heads, case.sq, 1), np.float32)
     column = xp.asarray(numbers.astype(dtype_of(case.dtype)))
-    return xp.ascontiguousarray(xp.broadcast_to(column, (1, case.heads, case.seqlen, case.seqlen)))
+    return xp.ascontiguousarray(xp.broadcast_to(column, (1, case.heads, case.sq, case.seqlen)))
 
 
 def _mask(case: Case, xp: Any) -> Array:
     """One for all heads and sequences."""
-    numbers = np.random.default_rng(2).random((1, 1, case.seqlen, case.seqlen), np.float32)
+    numbers = np.random.default_rng(2).random((1, 1, case.sq, case.seqlen), np.float32)
     return xp.asarray(numbers >= _MASKED)
 
 
@@ -187,16 +221,17 @@ class Pool:
 
     def arrays(self, case: Case) -> Arrays:
         """Return the arrays of a case."""
-        shapes = (case.q_shape, case.q_shape, case.v_shape, case.v_shape)
+        shapes = (case.q_shape, case.k_shape, case.v_shape, case.out_shape)
         q, k, v, dout = (
             numbers[: int(np.prod(shape))].reshape(shape)
             for numbers, shape in zip(self._numbers, shapes, strict=True)
         )
-        out = self._xp.empty(case.v_shape, self._dtype)
-        lse = self._xp.empty((case.batch, case.heads, case.seqlen), np.float32)
+        out = self._xp.empty(case.out_shape, self._dtype)
+        lse = self._xp.empty((case.batch, case.heads, case.sq), np.float32)
         return Arrays(q, k, v, dout, out, lse)
 
 
 def items(case: Case) -> int:
     """Return how many items the largest array of a case has."""
-    return max(int(np.prod(case.q_shape)), int(np.prod(case.v_shape)))
+    shapes = (case.q_shape, case.k_shape, case.v_shape, case.out_shape)
+    return max(map(math.prod, shapes))

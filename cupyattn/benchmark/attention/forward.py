@@ -1,7 +1,9 @@
 """``python -m cupyattn.benchmark attention``: times and TFLOP/s of attention on a GPU.
 
 The work counted is that of the two products, over all scores, over half of them for causal
-attention, and over those that a window keeps: 4 * B * H * S * S * D where D = Dv.
+attention, and over those that a window keeps: 4 * B * H * S * S * D where D = Dv. A few queries at
+long keys, which bytes bind and not products, are ``--queries 16 64 256 --seqlen 65536 --tokens
+65536 --width 1024 --head-dim 128``: 8 heads.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from cupyattn.benchmark.attention.table import show_rows
 from cupyattn.benchmark.attention.times import measure_cases
 from cupyattn.benchmark.contenders import Contender, forward_contenders
 from cupyattn.benchmark.gpu_command import add_timing_options, run_on_gpu, show_machine
+from cupyattn.cli.arguments import integer
 from cupyattn.cli.terminal import Result, Terminal
 from cupyattn.ops.attention.options import IMPLEMENTATIONS
 
@@ -31,6 +34,14 @@ def add_parser(benchmarks: Any) -> None:
         "Exit code 1 without a GPU.",
     )
     add_case_options(parser, IMPLEMENTATIONS, "scaled_dot_product_attention")
+    parser.add_argument(
+        "--queries",
+        type=integer(1),
+        nargs="+",
+        metavar="Q",
+        help="queries of a sequence, its last tokens: adds GB/s of q, k, v and the result "
+        "(default: all tokens, and no GB/s)",
+    )
     add_timing_options(parser, calls=50, warm_up=10)
     parser.set_defaults(run=run)
 

@@ -12,11 +12,13 @@ from cupyattn.cli.terminal import Terminal
 
 def show_rows(rows: list[dict[str, Any]], terminal: Terminal) -> None:
     """Print the rows of `time_cases`."""
-    for title, of_case in groupby(rows, key=case_title):
+    for title, group in groupby(rows, key=case_title):
+        of_case = list(group)
         terminal.title(title)
+        rates = ("TFLOP/s", "GB/s") if of_case[0].get("queries") else ("TFLOP/s",)
         terminal.table(
-            ("call", "ran", "median", "TFLOP/s", "beside the plain call"),
-            list(map(_cells, of_case)),
+            ("call", "ran", "median", *rates, "beside the plain call"),
+            [_cells(row, len(rates)) for row in of_case],
         )
 
 
@@ -26,9 +28,10 @@ def case_title(row: dict[str, Any]) -> str:
     if row["head_dim_v"] != row["head_dim"]:
         dims += f", Dv {row['head_dim_v']}"
     every = ", every call causal" if row["causal"] else ""
+    queries = f"{row['queries']} queries of " if row.get("queries") else ""
     return (
-        f"{dims}, {row['batch']} x {row['seqlen']} tokens, {row['heads']} heads, {row['dtype']}"
-        f"{every}"
+        f"{dims}, {row['batch']} x {queries}{row['seqlen']} tokens, {row['heads']} heads, "
+        f"{row['dtype']}{every}"
     )
 
 
@@ -43,12 +46,12 @@ def contender_name(row: Mapping[str, Any]) -> str:
     return row["implementation"] + (" deterministic" if row.get("deterministic") else "")
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+def _cells(row: dict[str, Any], rates: int) -> tuple[str, ...]:
     option = row["option"]
     name = f"window {row['window']}" if option == "window" else option
     ran = contender_name(row)
     if "unavailable" in row:
-        return name, ran, "-", "-", row["unavailable"]
+        return name, ran, "-", *["-"] * rates, row["unavailable"]
     ratio = ""
     if option != PLAIN and row["time_ratio"] is not None:
         faster = f"{1 / row['time_ratio']:.2f} x faster"
@@ -57,6 +60,6 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         name,
         ran,
         f"{row['seconds'] * 1e3:.3f} ms",
-        f"{row['tflops']:.1f}",
+        *(f"{row['tflops']:.1f}", f"{row.get('gb_per_s', 0):.0f}")[:rates],
         ratio,
     )

@@ -76,8 +76,9 @@ def time_cases(
     -------
     list of dict
         A row for each case, option and contender, with the labels of the latter: ``seconds`` (the
-        median), ``fastest_s``, ``tflops`` and ``time_ratio``, over the plain call of the same
-        contender; or ``unavailable``, the reason why there are none.
+        median), ``fastest_s``, ``tflops``, ``gb_per_s`` where the case says how many queries, and
+        ``time_ratio``, over the plain call of the same contender; or ``unavailable``, the reason
+        why there are none.
     """
     names = [PLAIN, *(name for name in options if not (name == "causal" and cases[0].causal))]
     pool = Pool(max(map(items, cases)), cases[0].dtype, xp)
@@ -128,7 +129,10 @@ def _time_option(
         except contender.refusals as failure:
             yield index, _unavailable(failure)
         else:
-            yield index, figures_of(seconds, contender.flops(case, option))
+            figures = figures_of(seconds, contender.flops(case, option))
+            if case.queries is not None:
+                figures["gb_per_s"] = case.bytes / figures["seconds"] / 1e9
+            yield index, figures
 
 
 def figures_of(seconds: Sequence[float], flops: float) -> dict[str, float]:
