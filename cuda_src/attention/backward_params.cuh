@@ -35,8 +35,8 @@ __device__ __forceinline__ int64 accumulator_offset(uint32 row) {
   return static_cast<int64>(row) * (kChunks * 8);
 }
 
-// Where a CTA works that owns keys: a run of keys of one key-value head. The grid is flat, as for query rows. Under
-// causal order earlier keys are seen by more queries: they start first.
+// Where a CTA works that owns keys: a run of keys of one key-value head. The grid is flat and in the order of query rows'.
+// Under causal order earlier keys are seen by more queries: they start first.
 struct KeyPlace {
   int batch, kv_head, first_key;
   int scratch_batch;  // the sequence's number in scratch memory
@@ -44,11 +44,14 @@ struct KeyPlace {
   __device__ __forceinline__ KeyPlace(int batch_, int kv_head_, int first_key_, int scratch_batch_)
       : batch(batch_), kv_head(kv_head_), first_key(first_key_), scratch_batch(scratch_batch_) {}
 
-  __device__ __forceinline__ KeyPlace(const AttentionParams& params, int keys_per_cta) {
-    const int tiles = div_up(params.sk, keys_per_cta);
+  __device__ __forceinline__ KeyPlace(const AttentionParams& params, int keys_per_cta)
+      : KeyPlace(params, keys_per_cta, params.kv_together) {}
+
+  __device__ __forceinline__ KeyPlace(const AttentionParams& params, int keys_per_cta, uint32 together) {
+    const uint32 tiles = div_up(params.sk, keys_per_cta);
     const int kv_heads = params.heads / params.group;
-    const int sequence = blockIdx.x / tiles;
-    first_key = blockIdx.x % tiles * keys_per_cta;
+    const int sequence = blockIdx.x / (tiles * together) * together + blockIdx.x % together;
+    first_key = blockIdx.x / together % tiles * keys_per_cta;
     kv_head = sequence % kv_heads;
     batch = scratch_batch = sequence / kv_heads;
   }

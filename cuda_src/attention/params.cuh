@@ -46,6 +46,8 @@ struct AttentionParams {
   float scale_log2;  // softmax_scale * log2(e)
   float softmax_scale;
   ScoreParams scores;
+  int together;     // heads whose tiles of queries take turns in the grid: a divisor of B * H
+  int kv_together;  // key-value heads whose tiles of keys do: a divisor of B * G
 };
 static_assert(sizeof(AttentionParams) == ATTENTION_PARAMS_BYTES,
               "cupyattn/kernels/structs.py describes another struct");
@@ -56,8 +58,8 @@ __device__ __forceinline__ int64 batch_integer(const void* items, BatchIntegers 
 }
 
 // Where one CTA (cooperative thread array, a block of threads) works: a run of query rows of one head of one sequence.
-// The grid is flat, so that neither batch nor head count meets the 65,535 of the grid's y and z; rows of one head are
-// neighbours and share its keys in L2.
+// The grid is flat, so that neither batch nor head count meets the 65,535 of the grid's y and z. Rows of one head are
+// neighbours and share its keys in L2; or those of `together` heads are, the first tile of each before the second.
 struct Place {
   int batch, head, kv_head, first_row;
   int sq;     // queries of the sequence
@@ -66,11 +68,11 @@ struct Place {
 
 __device__ __forceinline__ Place place_of_tile(const AttentionParams& params, uint32 index, int rows_per_cta,
                                                bool last_rows_first) {
-  const int tiles = div_up(params.sq, rows_per_cta);
-  const int sequence = index / tiles;
-  const int tile = index % tiles;
+  const uint32 tiles = div_up(params.sq, rows_per_cta), together = params.together;
+  const int sequence = index / (tiles * together) * together + index % together;
+  const int tile = index / together % tiles;
   Place place;
-  place.first_row = (last_rows_first ? tiles - 1 - tile : tile) * rows_per_cta;
+  place.first_row = (last_rows_first ? static_cast<int>(tiles) - 1 - tile : tile) * rows_per_cta;
   place.head = sequence % params.heads;
   place.batch = sequence / params.heads;
   place.kv_head = place.head / params.group;

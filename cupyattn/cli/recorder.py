@@ -31,6 +31,7 @@ class LaunchRecorder:
     """
 
     multiprocessors = 40
+    l2_bytes = 4 * 2**20
     """A T4's."""
 
     def __init__(self, arch: Arch, *, tensor_cores: bool = True) -> None:

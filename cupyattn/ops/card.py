@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from cupyattn.kernels.device import Device
 
+T4_L2_BYTES = 4 * 2**20
+
 
 class Card(NamedTuple):
     """A device, as plans see it: tables go by its architecture, grids by its size.
@@ -17,11 +19,13 @@ class Card(NamedTuple):
     """75, 80, ..."""
     multiprocessors: int
     tensor_cores: bool = True
+    l2_bytes: int = T4_L2_BYTES
+    """Of the cache that all multiprocessors share."""
 
     @classmethod
     def of(cls, device: Device) -> Card:
         """Describe a device."""
-        return cls(device.arch.number, device.multiprocessors, device.tensor_cores)
+        return cls(device.arch.number, device.multiprocessors, device.tensor_cores, device.l2_bytes)
 
     def has_mma(self, dtype: str) -> bool:
         """Tell whether products of a dtype run on tensor cores, otherwise in float32 arithmetic.

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
-from support.devices import KERNELS
 from support.dtypes import DTYPES, dtype_of
+from support.probes import Probe
 
 from cupyattn import reference
 from cupyattn.kernels.configs.dtypes import vector_items
-from cupyattn.kernels.launch import launch
-from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Scalar
+from cupyattn.kernels.spec import Pointer, Scalar
 from cupyattn.kernels.structs import (
     ATTENTION_PARAMS,
     ATTENTION_STRUCT,
@@ -29,33 +27,7 @@ from cupyattn.kernels.structs import (
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
-PROBES = Path(__file__).parent / "probes"
 INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
-
-
-class Probe:
-    """A probe kernel: `run` copies NumPy arguments to the device and those it writes back."""
-
-    def __init__(self, name: str, *parameters: Parameter, threads: int = 128, **macros: Any):
-        self.spec = KernelSpec(
-            entry=f"probe_{name}",
-            source=str(PROBES / f"{name}.cu"),
-            parameters=parameters,
-        )
-        self.specialisation = self.spec.specialise(threads=threads, **macros)
-
-    def run(self, ctas: int, *arguments: Any) -> list[np.ndarray]:
-        pointers = [isinstance(parameter, Pointer) for parameter in self.spec.parameters]
-        passed = [
-            KERNELS.put(argument) if is_pointer and argument is not None else argument
-            for argument, is_pointer in zip(arguments, pointers, strict=True)
-        ]
-        launch(KERNELS.device, self.specialisation, ctas, passed)
-        return [
-            KERNELS.get(argument)
-            for argument, parameter in zip(passed, self.spec.parameters, strict=True)
-            if isinstance(parameter, Pointer) and not parameter.const
-        ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -326,7 +298,8 @@ def test_attention_params_are_read_by_the_names_they_were_written_by():
     for name in ("q_offsets", "seqused_k"):
         params[name] = tuple(len(expected) + i + 1 for i in range(2))
         expected += params[name].tolist()
-    for name in ATTENTION_PARAMS.names[ATTENTION_PARAMS.names.index("q_offset") : -3]:
+    names = ATTENTION_PARAMS.names
+    for name in (*names[names.index("q_offset") : names.index("scale_log2")], *names[-2:]):
         params[name] = len(expected) + 1
         expected.append(len(expected) + 1)
     params["scale_log2"], params["softmax_scale"] = 0.625, 0.375

@@ -104,6 +104,7 @@ class FakeCupy:
         runtime = types.SimpleNamespace(
             getDevice=lambda: 0,
             cudaDevAttrMultiProcessorCount=16,
+            cudaDevAttrL2CacheSize=38,
             deviceGetAttribute=lambda attribute, ordinal: 16,
             getDeviceProperties=lambda ordinal: {"name": name.encode()},
         )
@@ -160,7 +161,7 @@ def test_an_unknown_name_is_measured_once(gpu, cycles, present):
     device, cupy = gpu("Graphics Device", cycles)
     assert cupy.measurements == 0, "before anyone asks"
     for _ in range(3):
-        assert Card.of(device) == (75, 16, present)
+        assert Card.of(device) == (75, 16, present, 16)
     assert cupy.measurements == 1
     found = device.find_tensor_cores()
     assert found.because == (

@@ -36,6 +36,8 @@ class Device(Protocol):
     """The architecture that kernels are compiled for here."""
     multiprocessors: int
     """How many there are: what kernels that walk over their work choose their CTAs by."""
+    l2_bytes: int
+    """The size of the cache that they share."""
 
     @property
     def tensor_cores(self) -> bool:

@@ -43,8 +43,14 @@ class CudaDevice:
         self.ordinal = ordinal
         self.capability = int(cupy.cuda.Device(ordinal).compute_capability)
         self.arch = _arch_for(self.capability)
-        attribute = cupy.cuda.runtime.cudaDevAttrMultiProcessorCount
-        self.multiprocessors = int(cupy.cuda.runtime.deviceGetAttribute(attribute, ordinal))
+        runtime = cupy.cuda.runtime
+        self.multiprocessors, self.l2_bytes = (
+            int(runtime.deviceGetAttribute(attribute, ordinal))
+            for attribute in (
+                runtime.cudaDevAttrMultiProcessorCount,
+                runtime.cudaDevAttrL2CacheSize,
+            )
+        )
         self._tensor_cores = without_measuring(self.capability, self.name)
         self._kernels: dict[Specialisation, CudaKernel] = {}
         self._loading = threading.Lock()

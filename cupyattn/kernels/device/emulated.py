@@ -34,6 +34,7 @@ class EmulatedDevice:
     arch: Arch = TURING
     multiprocessors = 2
     """Few: kernels walk over small problems here as they do over large ones on a GPU."""
+    l2_bytes = 4 * 2**20
 
     def __init__(self, checks: emulator.Checks, report: emulator.Report | None = None) -> None:
         arch_override()  # it is for GPUs; one that is wrong is not passed over here either

@@ -9,11 +9,12 @@ from cupyattn.kernels.compile import CompilationError
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.device import Device
 from cupyattn.ops.attention import float32, teaching, tensor_core_backward
+from cupyattn.ops.attention.grid_order import kv_heads_together
 from cupyattn.ops.attention.implementations import implementation_of, register
 from cupyattn.ops.attention.layouts import require_lengths
 from cupyattn.ops.attention.modifiers import expression_error, require_gradient
 from cupyattn.ops.attention.options import POSITION_OPTIONS, ROTARY, SCORE_OPTIONS, USER_FUNCTIONS
-from cupyattn.ops.attention.params import placed, seeded
+from cupyattn.ops.attention.params import interleaved, placed, seeded
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import gradient_outputs
 from cupyattn.ops.attention.rotary import rotated_backward
@@ -70,11 +71,13 @@ def _plan(
     require_item_alignment(problem.layouts, problem.starts, problem.overlaps.shown_as)
     if problem.batch * problem.heads == 0:
         return nothing_to_add(problem, accumulate)
+    together = kv_heads_together(problem, card, backward=True)
 
     def plan_of(turned: AttentionProblem) -> Plan:
-        return chosen.plan(
+        plan = chosen.plan(
             turned, turned.starts, card.arch, deterministic=deterministic, accumulate=accumulate
         )
+        return interleaved(plan, together)
 
     plan = placed(rotated_backward(problem, card.arch, accumulate, plan_of), problem)
     plan.require_arrays(problem.layouts)

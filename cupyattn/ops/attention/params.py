@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,7 @@ def attention_params(problem: AttentionProblem, results: Mapping[str, Layout]) -
     params["heads"] = problem.heads
     params["group"] = problem.heads // max(problem.kv_heads, 1)
     params["sq"], params["sk"] = problem.sq, problem.sk
+    params["together"] = params["kv_together"] = 1
     for side, keys in zip(("left", "right"), problem.window, strict=True):
         params[side] = UNBOUNDED if keys is None else min(keys, UNBOUNDED)
     params["scale_log2"] = problem.softmax_scale * math.log2(math.e)
@@ -137,24 +138,47 @@ def _fill_scores(scores: Any, problem: AttentionProblem) -> None:
 
 def seeded(plan: Plan, seed: int) -> Plan:
     """Return a plan with a seed for dropout in the structs of its kernels."""
+
+    def change(attention: Any) -> None:
+        attention["scores"]["seed"] = seed
+
+    return _changed(plan, change)
+
+
+def interleaved(plan: Plan, kv_together: int) -> Plan:
+    """Return a plan in whose grids so many key-value heads, and their queries' heads, take turns.
+
+    None of them, not even those of one group, where it is 0.
+    """
+    if kv_together == 0:
+        return plan
+
+    def change(attention: Any) -> None:
+        attention["together"] = kv_together * attention["group"]
+        attention["kv_together"] = kv_together
+
+    return _changed(plan, change)
+
+
+def _changed(plan: Plan, change: Callable[[Any], None]) -> Plan:
+    """Return a plan after a change to each C struct AttentionParams, and to those within others."""
     return plan._replace(
         steps=tuple(
-            step._replace(values=tuple(_with_seed(value, seed) for value in step.values))
+            step._replace(values=tuple(_changed_params(value, change) for value in step.values))
             for step in plan.steps
         )
     )
 
 
-def _with_seed(params: Any, seed: int) -> Any:
-    """Return the C struct AttentionParams, or one that holds it, with a seed; others as is."""
+def _changed_params(params: Any, change: Callable[[Any], None]) -> Any:
     if params.dtype not in _WITH_ATTENTION:
         return params
-    seeded = params.copy()
-    part = seeded
+    changed = params.copy()
+    part = changed
     for name in _WITH_ATTENTION[params.dtype]:
         part = part[name]
-    part["scores"]["seed"] = seed
-    return seeded
+    change(part)
+    return changed
 
 
 def score_strides(layout: Layout, scores_shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -23,6 +23,8 @@ extern "C" __global__ void probe_params(long long* fields_g, float* scales_g, co
   *next++ = params.group;
   *next++ = params.sq;
   *next++ = params.sk;
+  *next++ = params.together;
+  *next++ = params.kv_together;
   scales_g[0] = params.scale_log2;
   scales_g[1] = params.softmax_scale;
 }

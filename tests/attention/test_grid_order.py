@@ -1,0 +1,167 @@
+"""In which order the CTAs of causal attention start: the rule, what it is worth, and the grid."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.backward_runs import check as check_backward
+from support.forward_runs import check
+from support.grid_order import CARDS, HEAD_DIMS, Grid, causal_problem
+from support.paged import multiprocessors
+from support.probes import Probe
+from support.recording_device import device_array
+from support.search import deep, examples
+from support.strategies import AttentionProblem
+
+import cupyattn
+from cupyattn.kernels.spec import Pointer
+from cupyattn.kernels.structs import BACKWARD_PARAMS, BACKWARD_STRUCT
+from cupyattn.ops.attention.grid_order import kv_heads_together
+from cupyattn.ops.card import Card
+
+LEAST_OF_PLAIN = 0.88  # of the TFLOP/s of a plain call, which has twice the scores
+T4 = Card(75, 40)
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("card", CARDS)
+def test_a_small_causal_call_is_nearly_twice_as_fast(card, head_dim, kind):
+    """By simulation, of 2,048 tokens and 32 heads."""
+    grid = Grid.of(CARDS[card], head_dim, 2048, 32, kind)
+    problem = causal_problem(2048, 32, head_dim)
+    together = kv_heads_together(problem, CARDS[card], backward=kind == "backward")
+    plain = grid.seconds(1, causal=False)
+    assert plain / grid.seconds(together, causal=True) >= 2 * LEAST_OF_PLAIN
+    # Never worse than one head behind the other; which on many multiprocessors wastes nearly half.
+    before = plain / grid.seconds(1, causal=True)
+    assert plain / grid.seconds(together, causal=True) >= before
+    if card == "H200" and kind == "forward":
+        assert before < 1.5
+
+
+@pytest.mark.parametrize(
+    ("changed", "card", "together"),
+    [
+        ({}, T4, 8),  # K and V of a head have 1 MiB
+        ({"length": 8192}, T4, 2),
+        ({"length": 65_536}, T4, 1),
+        ({"head_dim": 64}, T4, 16),
+        ({"head_dim": 64, "length": 512}, T4, 16),  # half as many as there are multiprocessors
+        ({}, CARDS["H200"], 32),
+        ({"batch": 8}, CARDS["H200"], 64),
+        ({"heads": 25, "kv_heads": 25}, T4, 5),
+        ({"heads": 23, "kv_heads": 23}, T4, 1),  # whose only divisors are 1 and 23
+        # Whole groups: they share their keys.
+        ({"kv_heads": 8}, T4, 4),
+        ({"kv_heads": 1}, T4, 1),
+        ({"kv_heads": 8}, Card(75, 2), 1),
+        ({"batch": 0}, T4, 0),
+        ({"heads": 0, "kv_heads": 0}, T4, 0),
+    ],
+)
+def test_how_many_heads_take_turns(changed, card, together):
+    sizes = {"length": 2048, "heads": 32, "head_dim": 128}
+    named = {name: changed.get(name, size) for name, size in sizes.items()}
+    others = {name: size for name, size in changed.items() if name not in sizes}
+    problem = causal_problem(*named.values(), **others)
+    assert kv_heads_together(problem, card) == together
+    if together:
+        assert problem.batch * problem.kv_heads % together == 0
+
+
+@pytest.mark.parametrize("window", [(None, None), (100, 0), (100, None), (0, 0)])
+def test_tiles_that_are_alike_stay_in_their_heads(window):
+    problem = causal_problem(2048, 32, 128)
+    problem.window = window
+    assert kv_heads_together(problem, T4) == 0
+
+
+def test_the_backward_counts_queries_and_their_gradients():
+    problem = causal_problem(2048, 32, 128, kv_heads=8)
+    assert [kv_heads_together(problem, T4, backward=way) for way in (False, True)] == [4, 2]
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
+@given(
+    batch=st.integers(1, 3),
+    kv_heads=st.integers(1, 6),
+    group=st.integers(1, 3),
+    tiles=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    data=st.data(),
+)
+@examples(20)
+def test_every_tile_is_had_once_and_longest_ones_first(batch, kv_heads, group, tiles, data):
+    counts = [n for n in range(1, batch * kv_heads + 1) if batch * kv_heads % n == 0]
+    together = data.draw(st.sampled_from(counts))
+    params = np.zeros((), BACKWARD_PARAMS)
+    params["batch"] = batch
+    attention = params["attention"]
+    attention["heads"], attention["group"] = kv_heads * group, group
+    attention["sq"], attention["sk"] = (16 * count - 5 for count in tiles)
+    attention["together"], attention["kv_together"] = together * group, together
+    probe = Probe(
+        "grid_order", Pointer("rows"), Pointer("keys"), BACKWARD_STRUCT, threads=1, TILE=16
+    )
+    heads = (batch * kv_heads * group, batch * kv_heads)
+    empty = [
+        np.full((number * count, 2), -1, np.int32)
+        for number, count in zip(heads, tiles, strict=True)
+    ]
+    found = probe.run(max(map(len, empty)), *empty, params)
+    for order, number, count, turns, last_first in zip(
+        found, heads, tiles, (together * group, together), (True, False), strict=True
+    ):
+        firsts = [16 * tile for tile in range(count)][:: -1 if last_first else 1]
+        expected = [
+            [head, first]
+            for begin in range(0, number, turns)
+            for first in firsts
+            for head in range(begin, begin + turns)
+        ]
+        assert order.tolist() == expected
+
+
+CAUSAL = AttentionProblem(
+    B=2, Sq=140, Sk=140, H=4, G=2, D=64, Dv=64, dtype="float16", drawn=(("causal", True),)
+)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
+@pytest.mark.parametrize(
+    "problem",
+    [
+        CAUSAL,
+        *deep(
+            replace(CAUSAL, dtype="float32"),
+            replace(CAUSAL, H=6, D=192, Dv=192, drawn=(*CAUSAL.drawn, ("sinks", "float32"))),
+        ),
+    ],
+    ids=str,
+)
+def test_results_of_heads_that_take_turns(problem):
+    with multiprocessors(40):
+        check(problem, "flash")
+        for deterministic in (False, True):
+            check_backward(problem, "flash", deterministic=deterministic)
+
+
+def test_kernels_are_told(recorder):
+    """Forward, and both kernels of the backward."""
+    q = device_array((1, 2048, 32, 128))
+    out, lse = cupyattn.attention(q, q, q, causal=True, return_lse=True)
+    cupyattn.attention_backward(q, q, q, q, out, lse, causal=True, deterministic=True)
+    cupyattn.attention(q, q, q)
+    told = {}
+    for launch in recorder.started:
+        params = launch.arguments[-1]
+        attention = params["attention"] if "attention" in params.dtype.names else params
+        told.setdefault(launch.specialisation.spec.entry, []).append(int(attention["together"]))
+    assert told["attention_forward"] == [8, 1]
+    assert told["attention_backward_dkdv"] == told["attention_backward_dq"] == [8]
