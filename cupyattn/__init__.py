@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from cupyattn.functional import (
     AttentionGrads,
+    BlockMask,
     DropoutGrads,
     GatedGrads,
     LayerNormGrads,
@@ -38,6 +39,7 @@ from cupyattn.functional import (
     attention_varlen,
     attention_varlen_backward,
     backend,
+    block_mask,
     copy_blocks,
     cross_entropy,
     cross_entropy_backward,
@@ -93,6 +95,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionGrads",
     "BlockAllocator",
+    "BlockMask",
     "Copy",
     "DropoutGrads",
     "GatedGrads",
@@ -120,6 +123,7 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "backend",
+    "block_mask",
     "copy_blocks",
     "cross_entropy",
     "cross_entropy_backward",

@@ -5,7 +5,8 @@
 // strides behind all else, MODIFIER_STRIDES, and passes on MODIFIERS, which is made of both.
 #pragma once
 
-#include "scores.cuh"
+#include "../common/numeric.cuh"
+#include "no_modifiers.cuh"
 
 // An array with kAxes axes as an expression indexes it: slopes[b][h]. An item of a float dtype is read as a float.
 template <typename Item>

@@ -50,7 +50,7 @@ __device__ __forceinline__ ScoreGradient score_gradient(const Pass& pass, const 
     pass.template apply_options<true>(score, row, key);
     unmodified = score.pair[0];
     pass.modify(score, row, key);
-    pass.template hide<true>(score, row, key);
+    pass.template hide<true>(score, row, key, /*partial=*/true);
     s_log2 = score.pair[0] * kLog2E;
   }
   if (s_log2 == -kInfinity) return {};

@@ -10,21 +10,13 @@
 
 #include "../common/philox.cuh"
 #include "../common/vec.cuh"
+#include "no_modifiers.cuh"
 #include "params.cuh"
 
 template <typename Dtype>
 constexpr bool kGiven = true;
 template <>
 constexpr bool kGiven<void> = false;
-
-// Of a call without expressions of the user's.
-struct NoModifiers {
-  static constexpr bool kScore = false, kMask = false;
-
-  __device__ __forceinline__ float score(float score, int, int, int, int) const { return score; }
-  __device__ __forceinline__ float gradient(float, float grad, int, int, int, int) const { return grad; }
-  __device__ __forceinline__ bool mask(int, int, int, int) const { return true; }
-};
 
 template <typename Bias_, bool kMask_, typename Slopes_, bool kSoftcap_, bool kDropout_,
           typename Modifiers_ = NoModifiers>
@@ -180,6 +172,9 @@ struct ScorePass {
   using Modifiers = typename Options::Modifiers;
   // Whether there is anything to do but to scale.
   static constexpr bool kNeeded = Options::kBeyondScale || Options::kMask || Modifiers::kMask;
+  // The same in tiles that a block mask says are seen in full.
+  static constexpr bool kNeededInFull =
+      Options::kBeyondScale || Options::kMask || (Modifiers::kMask && !Modifiers::kBlocks);
 
   const AttentionParams& params;
   const void *bias_g, *mask_g;
@@ -208,13 +203,13 @@ struct ScorePass {
     return {mask_g, params.scores.mask, batch, head, params.sq, params.sk, 0};
   }
 
-  // kRagged: the tile may reach beyond Sk.
+  // kRagged: the tile may reach beyond Sk, and a block mask does not say that it is seen in full.
   template <bool kRagged, typename Fragment, typename Items = ItemsInPlace>
   __device__ __forceinline__ void apply(Fragment& fragment, int first_row, int first_key,
                                         const Items& items = Items()) const {
     apply_options<kRagged>(fragment, first_row, first_key, items);
     modify(fragment, first_row, first_key);
-    hide<kRagged>(fragment, first_row, first_key, items);
+    hide<kRagged>(fragment, first_row, first_key, kRagged, items);
   }
 
   // The steps of `apply`. The library's own options, up to what score_mod is given:
@@ -250,9 +245,9 @@ struct ScorePass {
     }
   }
 
-  // The masks:
+  // The masks; of a tile that a block mask says is seen in full not the one that it is of:
   template <bool kRagged, typename Fragment, typename Items = ItemsInPlace>
-  __device__ __forceinline__ void hide(Fragment& fragment, int first_row, int first_key,
+  __device__ __forceinline__ void hide(Fragment& fragment, int first_row, int first_key, bool partial,
                                        const Items& items = Items()) const {
     if constexpr (Options::kMask) {
       items.template for_each_mask<kRagged>(*this, fragment, first_row, first_key,
@@ -261,6 +256,7 @@ struct ScorePass {
                                             });
     }
     if constexpr (Modifiers::kMask) {
+      if (Modifiers::kBlocks && !partial) return;
       for_each_score(fragment, first_row, first_key, [&](float& score, const ScoreIndices& at) {
         if (!modifiers.mask(at.batch, at.head, at.row, at.key)) score = -kInfinity;
       });

@@ -5,6 +5,7 @@ CuPy arrays go to `cupyattn.ops` and its kernels, NumPy arrays to `cupyattn.refe
 """
 
 from cupyattn.functional.attention.backward import attention_backward
+from cupyattn.functional.attention.block_mask import BlockMask, block_mask
 from cupyattn.functional.attention.merge import merge_attention
 from cupyattn.functional.attention.modifiers import MaskMod, ScoreMod
 from cupyattn.functional.attention.paged import paged_attention
@@ -69,6 +70,7 @@ from cupyattn.reference.layers.rope_tables import (
 
 __all__ = [
     "AttentionGrads",
+    "BlockMask",
     "DropoutGrads",
     "GatedGrads",
     "LayerNormGrads",
@@ -90,6 +92,7 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "backend",
+    "block_mask",
     "copy_blocks",
     "cross_entropy",
     "cross_entropy_backward",

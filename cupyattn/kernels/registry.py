@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs import kv_cache
 from cupyattn.kernels.configs.attention import (
+    block_mask,
     combine,
     decode,
     float32,
@@ -45,6 +46,7 @@ _MODULES = (
     decode,
     merge,
     rotary,
+    block_mask,
     kv_cache,
     softmax,
     activations,

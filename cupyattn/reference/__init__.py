@@ -6,6 +6,7 @@ need be.
 """
 
 from cupyattn.reference.attention.backward_bounds import attention_backward_bound
+from cupyattn.reference.attention.block_mask import block_mask
 from cupyattn.reference.attention.bounds import attention_bound, error_ratio
 from cupyattn.reference.attention.dense import attention, attention_backward
 from cupyattn.reference.attention.paged import (
@@ -109,6 +110,7 @@ __all__ = [
     "attention_keep",
     "attention_varlen",
     "attention_varlen_backward",
+    "block_mask",
     "broadcast_sums",
     "broadcast_sums_bound",
     "copy_blocks",

@@ -13,6 +13,7 @@ import pytest
 import cupyattn
 from cupyattn import (
     AttentionGrads,
+    BlockMask,
     OutOfBlocksError,
     Sequence,
     attention,
@@ -75,6 +76,7 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
          "window_size": None, "softcap": None, "sinks": None, "alibi_slopes": None,
          "k_scales": None, "v_scales": None, "return_lse": False, "out": None, "workspace": None},
     ),
+    cupyattn.block_mask: (("mask_mod", "Sq", "Sk"), {"B": 1, "H": 1, "q_offset": None}),
     cupyattn.append_kv: (
         ("k_cache", "v_cache", "k", "v", "slot_mapping"),
         {"q": None, "rotary": None, "positions": None, "k_scales": None, "v_scales": None},
@@ -188,7 +190,7 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
          "workspace": None},
     ),
 }  # fmt: skip
-MADE_BY_OTHERS = (OutOfBlocksError, Sequence)
+MADE_BY_OTHERS = (BlockMask, OutOfBlocksError, Sequence)
 """Classes whose objects a caller gets, but does not make."""
 
 

@@ -36,6 +36,10 @@ def attention(name: str, sq: int = 40, head_dim: int = 64, **options: Any) -> An
     return cupyattn.attention(q, k, v, **options)
 
 
+def causal_blocks(sq: int) -> cupyattn.BlockMask:
+    return cupyattn.block_mask(cupyattn.MaskMod("q_idx >= k_idx"), sq, 300)
+
+
 def varlen(name: str, **options: Any) -> Any:
     """Of two sequences, of 40 rows each."""
     q, out, dout, k, v = half(5, 80, 2, 64)
@@ -85,6 +89,7 @@ CALLS: dict[str, list[Callable[[], Any]]] = {
         lambda: attention("attention", sq=2),
         lambda: attention("attention", implementation="tiled"),
         lambda: attention("attention", implementation="naive"),
+        lambda: attention("attention", mask_mod=causal_blocks(40)),
     ],
     "attention_backward": [
         lambda: attention("attention_backward"),
@@ -93,6 +98,7 @@ CALLS: dict[str, list[Callable[[], Any]]] = {
         lambda: attention("attention_backward", bias=half(2, 1, 300), sinks=half(2)),
         lambda: attention("attention_backward", implementation="naive"),
     ],
+    "block_mask": [lambda: causal_blocks(40)],
     "attention_varlen": [lambda: varlen("attention_varlen", causal=True)],
     "attention_varlen_backward": [
         lambda: varlen("attention_varlen_backward"),

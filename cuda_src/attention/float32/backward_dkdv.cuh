@@ -8,6 +8,7 @@
 #error \
     "DTYPE, HEAD_DIM, HEAD_DIM_V, TILE_Q, TILE_K, THREAD_ROWS, VEC, MIN_CTAS, SHARED_BYTES, ONE_PASS, DBIAS come from a launch-configuration table"
 #endif
+#include "../block_query_walk.cuh"
 #include "score_gradient.cuh"
 
 struct Traits : BackwardTraits {
@@ -42,12 +43,48 @@ struct GroupWalk {
     const bool last = tile.head + 1 == first_head + heads;
     return row < end || last ? at(tile.head, row) : at(tile.head + 1, begin);
   }
+  __device__ __forceinline__ bool partial(const QueryTile&) const { return true; }
 
  private:
   __device__ __forceinline__ QueryTile at(int head, int first_row) const {
     return {head, first_row, min(Traits::kTileQ, end - first_row)};
   }
 };
+
+// What a block mask leaves of them.
+struct BlockGroupWalk {
+  using Blocks = BlockQueryWalk<Traits::kTileQ>;
+
+  Blocks blocks;
+  int sq;
+
+  __device__ __forceinline__ QueryTile first() const { return at(blocks.from(blocks.first_head)); }
+  __device__ __forceinline__ QueryTile after(const QueryTile& tile) const { return at(blocks.after(block_of(tile))); }
+  __device__ __forceinline__ bool partial(const QueryTile& tile) const { return blocks.masked(block_of(tile)); }
+
+ private:
+  __device__ __forceinline__ QueryTile at(Blocks::Tile block) const {
+    const int first_row = block.tile * Traits::kTileQ;
+    const bool exists = block.head < blocks.behind_heads;
+    return {block.head, first_row, exists ? min(Traits::kTileQ, sq - first_row) : 0};
+  }
+  __device__ __forceinline__ static Blocks::Tile block_of(const QueryTile& tile) {
+    return {tile.head, tile.first_row / Traits::kTileQ};
+  }
+};
+
+__device__ __forceinline__ GroupWalk group_walk(const AttentionParams& params, const KeyWindow& window,
+                                                const KeyPlace& place, NoBlocks) {
+  // Both ends of the range of queries that see a key grow with the key.
+  const int keys = min(Traits::kTileK, window.keys - place.first_key);
+  const int begin = window.rows_of(place.first_key, params.sq).begin;
+  const int end = window.rows_of(place.first_key + max(keys, 1) - 1, params.sq).end;
+  return {place.kv_head * params.group, params.group, begin, end};
+}
+__device__ __forceinline__ BlockGroupWalk group_walk(const AttentionParams& params, const KeyWindow& window,
+                                                     const KeyPlace& place, const BlockBits& bits) {
+  return {walk_of_queries<Traits::kTileQ>(params, window, place, Traits::kTileK, bits), params.sq};
+}
 
 template <typename Dbias>
 __device__ __forceinline__ void write_dbias(void* dbias_g, float ds, int batch, int head, int row, int key,
@@ -107,12 +144,10 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
   __shared__ Smem smem;
   const AttentionParams& forward = params.attention;
 
-  // Phase 1: the keys, and the queries that see any of them: both ends of their range grow with the key.
+  // Phase 1: the keys, and the queries that see any of them.
   const int batch = place.batch, kv_head = place.kv_head, first_key = place.first_key;
   const int keys = min(Traits::kTileK, window.keys - first_key);
-  const int begin = window.rows_of(first_key, forward.sq).begin;
-  const int end = window.rows_of(first_key + max(keys, 1) - 1, forward.sq).end;
-  const GroupWalk walk = {kv_head * forward.group, forward.group, begin, end};
+  const auto walk = group_walk(forward, window, place, arrays.modifiers.blocks);
   const Rows<Traits::Scalar> k = {head_rows(arrays.k_g, forward.k, batch, kv_head, first_key), forward.k.seq, keys};
   const Rows<Traits::Scalar> v = {head_rows(arrays.v_g, forward.v, batch, kv_head, first_key), forward.v.seq, keys};
   const auto q_of = [&](const QueryTile& at) -> Rows<Traits::Scalar> {
@@ -150,9 +185,9 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
     multiply_columns<Traits::kHeadDim>(s, buffers, Traits::QKSlices{{q}, {k}}, dout_v);
     HeadScores::store_sums(smem.sums, sums);
     multiply_columns<Traits::kHeadDimV>(dp, buffers, dout_v, dout_panels);
-    head_scores.turn_to_gradients(s, dp, smem.sums, first_row, first_key, [&](float ds, int row, int key) {
-      write_dbias<DBIAS>(arrays.dbias_g, ds, batch, head, row, key, params);
-    });
+    head_scores.turn_to_gradients(
+        s, dp, smem.sums, first_row, first_key, walk.partial(tile),
+        [&](float ds, int row, int key) { write_dbias<DBIAS>(arrays.dbias_g, ds, batch, head, row, key, params); });
 
     __syncthreads();  // weights: the sums have been read
     multiply_rows<Traits::kPartQ>(dv, buffers, weights_s, dout_panels, q_panels,

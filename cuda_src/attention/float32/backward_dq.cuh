@@ -6,6 +6,7 @@
 #error \
     "DTYPE, HEAD_DIM, HEAD_DIM_V, TILE_Q, TILE_K, THREAD_ROWS, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
+#include "../block_key_walk.cuh"
 #include "score_gradient.cuh"
 
 struct Traits : BackwardTraits {
@@ -20,6 +21,34 @@ struct Smem {
   };
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
+
+// The first keys of the tiles that a CTA's rows see, from the keys `begin` to `end`: each that it has to look at,
+struct KeySteps {
+  int begin;
+
+  __device__ __forceinline__ int first() const { return begin; }
+  __device__ __forceinline__ int after(int key) const { return key + Traits::kTileK; }
+  __device__ __forceinline__ bool partial(int) const { return true; }
+};
+// or what a block mask leaves of them.
+struct BlockKeySteps {
+  BlockTiles blocks;
+
+  __device__ __forceinline__ int first() const { return key_of(blocks.first()); }
+  __device__ __forceinline__ int after(int key) const { return key_of(blocks.after(key / Traits::kTileK)); }
+  __device__ __forceinline__ bool partial(int key) const { return !blocks.is_full(key / Traits::kTileK); }
+
+ private:
+  __device__ __forceinline__ int key_of(int tile) const { return tile < blocks.end ? tile * Traits::kTileK : kFar; }
+};
+__device__ __forceinline__ KeySteps key_steps(const AttentionParams&, const KeyWindow&, const Place&, int, int begin,
+                                              NoBlocks) {
+  return {begin};
+}
+__device__ __forceinline__ BlockKeySteps key_steps(const AttentionParams& params, const KeyWindow& window,
+                                                   const Place& place, int rows, int, const BlockBits& bits) {
+  return {walk_of_keys<Traits::kTileQ, Traits::kTileK>(params, window, place, rows, bits).blocks};
+}
 
 // What a CTA reads and writes. Rows of delta follow one another from head to head.
 struct Arrays {
@@ -60,22 +89,24 @@ __device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Ar
   dq.clear();
   Buffers buffers(smem.buffers);
   const uint32 ds_s = shared_address(smem.ds);
-  if (begin < end) buffers.begin(Traits::QKSlices{{q}, {k_of(begin)}});
+  const auto steps = key_steps(forward, window, Place{batch, head, 0, first_row}, rows, begin, arrays.modifiers.blocks);
+  if (steps.first() < end) buffers.begin(Traits::QKSlices{{q}, {k_of(steps.first())}});
 #pragma unroll 1
-  for (int first_key = begin; first_key < end; first_key += Traits::kTileK) {
+  for (int first_key = steps.first(); first_key < end; first_key = steps.after(first_key)) {
     const Rows<Traits::Scalar> k = k_of(first_key);
     const Rows<Traits::Scalar> v = {head_rows(arrays.v_g, forward.v, batch, place.kv_head, first_key), forward.v.seq,
                                     k.rows};
     const Traits::DoutVSlices dout_v = {{dout}, {v}};
     const Traits::KPanels k_panels = {k, Traits::kHeadDim};
-    const Traits::QKSlices next = {{q}, {k_of(first_key + Traits::kTileK)}};
+    const Traits::QKSlices next = {{q}, {k_of(steps.after(first_key))}};
 
     ScoreTile s, dp;
     const float2 sums = head_scores.fetch_sums(not_hoisted(first_row));
     multiply_columns<Traits::kHeadDim>(s, buffers, Traits::QKSlices{{q}, {k}}, dout_v);
     HeadScores::store_sums(smem.sums, sums);
     multiply_columns<Traits::kHeadDimV>(dp, buffers, dout_v, k_panels);
-    head_scores.turn_to_gradients(s, dp, smem.sums, first_row, first_key, [](float, int, int) {});
+    head_scores.turn_to_gradients(s, dp, smem.sums, first_row, first_key, steps.partial(first_key),
+                                  [](float, int, int) {});
 
     __syncthreads();  // ds: the sums have been read
     multiply_rows<Traits::kPartK>(dq, buffers, ds_s, k_panels, next,

@@ -12,7 +12,7 @@
     "BIAS, BIAS_VEC, MASK, MASK_VEC, SLOPES, SOFTCAP, SINKS, DROPOUT, MODIFIED come from a launch-configuration table"
 #endif
 #include "forward_products.cuh"
-#include "../key_walk.cuh"
+#include "../block_key_walk.cuh"
 #include "../modifiers.cuh"
 #include "dropout.cuh"
 #include "epilogue.cuh"
@@ -103,7 +103,7 @@ __device__ __forceinline__ void softmax_tile(Traits::Scores& scores, Thread& thr
     cta.pass.template apply<true>(scores, first_row, first_key);
     scores.mask([&](int row) { return cta.window.of_row(first_row + row); }, first_key);
     scale_log2 = kLog2E;
-  } else if (Traits::Pass::kNeeded || scale_log2 <= 0.f) {  // the largest score is that of the largest product
+  } else if (Traits::Pass::kNeededInFull || scale_log2 <= 0.f) {  // the largest score is that of the largest product
     cta.pass.template apply<false>(scores, first_row, first_key);
     scale_log2 = kLog2E;
   }
@@ -204,7 +204,8 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
 
   // Phase 1: which keys are walked over, and where each thread stands.
   const int rows = min(Traits::kTileQ, place.sq - place.first_row);
-  const KeyWalk<Traits::kTileK> walk = share.of(KeyWalk<Traits::kTileK>(window, place.first_row, rows));
+  const auto walk = share.of(
+      walk_of_keys<Traits::kTileQ, Traits::kTileK>(params, window, place, rows, arrays.modifiers.blocks));
   if (!Share::kAll && walk.tiles() == 0) return;
   const Traits::Pass pass(params, arrays.bias_g, arrays.mask_g, arrays.slopes_g, place, q_offset, arrays.modifiers);
   const Cta cta = {smem, params, window, pass, place};

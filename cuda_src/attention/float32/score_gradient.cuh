@@ -86,9 +86,10 @@ struct HeadScores {
   //
   // A weight is held to at most 1: where a row's lse lies beyond 1e7 (a finite bias on all its keys), its digits end
   // before the point, and exp(s - lse) would overflow.
+  // `partial`: no block mask says that the tile is seen in full.
   template <typename Write>
   __device__ __forceinline__ void turn_to_gradients(ScoreTile& s, ScoreTile& dp, const TileSums& sums, int tile_row,
-                                                    int tile_key, Write write) const {
+                                                    int tile_key, bool partial, Write write) const {
     const int first_row = not_hoisted(tile_row), first_key = not_hoisted(tile_key);
     const ScoreParams& scores = params.attention.scores;
     ScoreTile slope;
@@ -105,7 +106,7 @@ struct HeadScores {
       pass.template apply_options<true>(s, first_row, first_key);
       if (Modifiers::kScore) unmodified = s;
       pass.modify(s, first_row, first_key);
-      pass.template hide<true>(s, first_row, first_key);
+      pass.template hide<true>(s, first_row, first_key, partial);
     }
     hide(s, first_row, first_key);
 #pragma unroll

@@ -109,7 +109,7 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
   const AttentionParams& attention = params.attention;
 
   // Phase 1: the queries that see the keys.
-  const T::Walk walk(window, place.first_key, T::kKeys, attention.sq);
+  const auto walk = walk_of_queries<T::kTileQ>(attention, window, place, T::kKeys, arrays.options.modifiers.blocks);
 
   // Phase 2: V and K, through shared memory into registers.
   const int warp_row = warp_index() * T::kWarpKeys;

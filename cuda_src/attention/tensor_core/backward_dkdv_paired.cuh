@@ -187,7 +187,8 @@ __device__ __forceinline__ void run(const Cta& cta, const float16* q_g, const fl
   Smem& smem = cta.smem;
   const BackwardParams& params = cta.params;
   const KeyPlace& place = cta.place;
-  const T::Walk walk(cta.window, place.first_key, T::kKeys, params.attention.sq);
+  const auto walk =
+      walk_of_queries<T::kTileQ>(params.attention, cta.window, place, T::kKeys, cta.arrays.modifiers.blocks);
 
   // Phase 2: V and K, through shared memory into registers.
   Warp warp;

@@ -11,7 +11,7 @@
     !defined(DROPOUT) || !defined(MODIFIED)
 #error "BIAS, MASK, SCORE_VEC, SLOPES, SOFTCAP, DROPOUT and MODIFIED come from a launch-configuration table"
 #endif
-#include "../key_walk.cuh"
+#include "../block_key_walk.cuh"
 #include "key_feed.cuh"
 #include "products.cuh"
 #include "resident_rows.cuh"
@@ -42,7 +42,6 @@ struct Traits {
   using Feed = KeyFeed<KTileFeed, VTileFeed>;
   using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, Modifiers>;
   using Dbias = DbiasOptions<void, false, false>;
-  using Walk = KeyWalk<kTileK>;
 
   static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
   static_assert(kTileK % 16 == 0, "dropout draws for 16 keys at a time");
@@ -144,7 +143,7 @@ __device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Ar
 
   // Phase 1: the rows, and the keys that they see.
   const int rows = min(T::kRows, attention.sq - place.first_row), warp_row = warp_index() * T::kWarpRows;
-  const T::Walk walk(window, place.first_row, rows);
+  const auto walk = walk_of_keys<T::kRows, T::kTileK>(attention, window, place, rows, arrays.options.modifiers.blocks);
 
   // Phase 2: Q and dout, through shared memory into registers.
   Warp warp;
@@ -184,9 +183,11 @@ __device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Ar
     statistics.renew();
     feed.renew();
 #pragma unroll 1
-    for (; left > 0; left--, tile++) {
-      next = feed.rows_behind(next);
+    for (; left > 0; left--) {
+      const int next_tile = Modifiers::kBlocks ? walk.after(tile) : tile + 1;
+      next = Modifiers::kBlocks ? feed.rows(next_tile) : feed.rows_behind(next);
       key_tile<false>(warp, cta, feed, statistics, tile * T::kTileK, false, left & 1, left > 1, next, T::kTileK);
+      tile = next_tile;
     }
   }
 

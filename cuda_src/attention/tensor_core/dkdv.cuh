@@ -12,8 +12,8 @@
 #error \
     "BIAS, MASK, SCORE_VEC, SLOPES, SOFTCAP, DROPOUT, MODIFIED, DBIAS, DBIAS_ADD, DBIAS_ACCUMULATE come from a launch-configuration table"
 #endif
+#include "block_query_feed.cuh"
 #include "dq_product.cuh"
-#include "query_feed.cuh"
 #include "resident_rows.cuh"
 #include "row_statistics.cuh"
 #include "score_gradient.cuh"
@@ -47,8 +47,7 @@ struct DkdvTraits {
   using Tile = ScoreTile<kMTiles, kSubTiles, Along::kM16, kRun>;
   using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, Modifiers>;
   using Dbias = DbiasOptions<DBIAS, DBIAS_ADD, DBIAS_ACCUMULATE>;
-  using Walk = QueryWalk<kTileQ>;
-  using Feed = QueryFeed<QTileFeed, DoutTileFeed, kBuffers>;
+  using Feed = typename QueryFeedOf<Modifiers::kBlocks, QTileFeed, DoutTileFeed, kBuffers>::Type;
   using DqWarp = DqShare<DsTile, KTile, kTileQ, WARPS, kDqRowWarps>;
 
   static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");

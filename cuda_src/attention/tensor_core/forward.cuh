@@ -11,7 +11,7 @@
 #error \
     "BIAS, BIAS_VEC, MASK, MASK_VEC, SLOPES, SOFTCAP, SINKS, DROPOUT, MODIFIED come from a launch-configuration table"
 #endif
-#include "../key_walk.cuh"
+#include "../block_key_walk.cuh"
 #include "../modifiers.cuh"
 #include "dropout.cuh"
 #include "epilogue.cuh"
@@ -50,7 +50,7 @@ struct Traits {
 
   static constexpr bool kSinks = kGiven<SINKS>;
   static constexpr bool kDropout = DROPOUT;
-  static constexpr bool kPass = Pass::kNeeded;
+  static constexpr bool kPass = Pass::kNeededInFull;
 
   static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
   static_assert(kTileK % 16 == 0, "dropout draws for 16 keys at least");
@@ -195,7 +195,8 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
 
   // Phase 1: which keys are walked over.
   const int rows = min(Traits::kTileQ, place.sq - place.first_row);
-  const KeyWalk<Traits::kTileK> walk = share.of(KeyWalk<Traits::kTileK>(window, place.first_row, rows));
+  const auto walk = share.of(
+      walk_of_keys<Traits::kTileQ, Traits::kTileK>(params, window, place, rows, arrays.modifiers.blocks));
   if (!Share::kAll && walk.tiles() == 0) return;
   const Traits::Pass pass(params, arrays.bias_g, arrays.mask_g, arrays.slopes_g, place, q_offset, arrays.modifiers);
 
@@ -228,8 +229,13 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
   warp.softmax.renew();
   feed.renew();
 #pragma unroll 1
-  for (; left > 0; left--, tile++) {
-    feed.turn_on(next);
+  for (int next_tile = 0; left > 0; left--, tile = Modifiers::kBlocks ? next_tile : tile + 1) {
+    if constexpr (Modifiers::kBlocks) {
+      next_tile = walk.after(tile);
+      feed.turn_to(next, next_tile);
+    } else {
+      feed.turn_on(next);
+    }
     key_tile<false>(warp, cta, feed, tile * Traits::kTileK, left & 1, left > 1, next, Traits::kTileK, tile + 2);
   }
 

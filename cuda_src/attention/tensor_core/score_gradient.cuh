@@ -190,9 +190,11 @@ __device__ __forceinline__ void score_gradients(typename Tile::Packed& p, typena
     });
   }
   if constexpr (Modifiers::kMask) {
-    Tile::for_each_pair([&](int n, int i, int half) {
-      hide(n, i, half, tile.attends(n, i, 2 * half), tile.attends(n, i, 2 * half + 1));
-    });
+    if (!Modifiers::kBlocks || masked) {
+      Tile::for_each_pair([&](int n, int i, int half) {
+        hide(n, i, half, tile.attends(n, i, 2 * half), tile.attends(n, i, 2 * half + 1));
+      });
+    }
   }
   if constexpr (kGiven<typename Dbias::Dtype>) tile.write_dbias(dp);
 }

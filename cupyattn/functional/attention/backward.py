@@ -9,6 +9,7 @@ import numpy as np
 
 from cupyattn import reference
 from cupyattn.arrays import Array
+from cupyattn.functional.attention.block_mask import BlockMask
 from cupyattn.functional.attention.call import AttentionCall, attention_call, reference_options
 from cupyattn.functional.attention.modifiers import MaskMod, ScoreMod, python_gradient
 from cupyattn.functional.backend import device_of
@@ -44,7 +45,7 @@ def attention_backward(
     seed: int | None = None,
     rotary: tuple[Array, Array] | Rotary | None = None,
     score_mod: ScoreMod | Callable[..., Any] | None = None,
-    mask_mod: MaskMod | Callable[..., Any] | None = None,
+    mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = None,
     dlse: Array | None = None,
     deterministic: bool = False,
     implementation: str = "flash",
@@ -95,8 +96,8 @@ def attention_backward(
         dtypes. On tensor cores, with rows = B * H * Sq' and Sq' and D' rounded up to multiples of
         64 and 8, it needs 8 * rows bytes; unless deterministic, 4 * rows * D' more; and for a bias
         that broadcasts 4 bytes for each of its items (deterministic: for each score); each rounded
-        up to 256. With rotary as much as q and k more, with accumulate twice that. An error says
-        how many.
+        up to 256. A BlockMask takes 2 bits for each tile of each kernel. With rotary as much as q and
+        k more, with accumulate twice that. An error says how many.
         With grads and workspace a call allocates nothing, and can be captured in a CUDA graph.
 
     Returns

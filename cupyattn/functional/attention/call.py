@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from cupyattn.arrays import Operands, adopt, exports_memory
+from cupyattn.functional.attention.block_mask import BlockMask
 from cupyattn.functional.attention.modifiers import arrays_of, python_function, user_function
 from cupyattn.functional.layers.rope import checked_rotary
-from cupyattn.ops.attention.modifiers import UserFunction, shown_names
+from cupyattn.ops.attention.modifiers import BLOCK_MASK, UserFunction, shown_names
 from cupyattn.ops.attention.options import checked_seed
 from cupyattn.ops.attention.problem import ARRAY_FIXES, SHOWN_AS, AttentionProblem
 
@@ -54,11 +55,17 @@ def attention_call(
         arrays["cos"], arrays["sin"], interleaved = checked_rotary(rotary)
     shown_as = SHOWN_AS
     functions: tuple[UserFunction | None, ...] = (None, None)
+    blocks = None
+    if isinstance(mask_mod, BlockMask):
+        arrays[BLOCK_MASK], blocks = mask_mod.tiles_beside(arrays["q"]), mask_mod.blocks
+        mask_mod = mask_mod.mask_mod
     if score_mod is not None or mask_mod is not None:
         given = {"score_mod": score_mod, "mask_mod": mask_mod}
         described = {option: user_function(option, value) for option, value in given.items()}
         for option, value in given.items():
             arrays |= arrays_of(option, value)
+        if described["mask_mod"] is not None:
+            described["mask_mod"] = described["mask_mod"]._replace(blocks=blocks)
         shown_as = {**SHOWN_AS, **shown_names(described)}
         functions = (described["score_mod"], described["mask_mod"])
     operands = adopt(arrays, ARRAY_FIXES, shown_as)

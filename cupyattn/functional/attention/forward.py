@@ -8,6 +8,7 @@ from typing import Any
 from cupyattn import reference
 from cupyattn.arrays import Array
 from cupyattn.errors import error
+from cupyattn.functional.attention.block_mask import BlockMask
 from cupyattn.functional.attention.call import AttentionCall, attention_call, reference_options
 from cupyattn.functional.attention.modifiers import MaskMod, ScoreMod
 from cupyattn.functional.backend import device_of
@@ -38,7 +39,7 @@ def attention(
     seed: int | None = None,
     rotary: tuple[Array, Array] | Rotary | None = None,
     score_mod: ScoreMod | Callable[..., Any] | None = None,
-    mask_mod: MaskMod | Callable[..., Any] | None = None,
+    mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = None,
     return_lse: bool = False,
     implementation: str = "flash",
     out: Array | tuple[Array, Array] | None = None,
@@ -105,8 +106,9 @@ def attention(
     score_mod : ScoreMod, optional
         The user's own expression of a score, after bias and ALiBi: see `ScoreMod`. On NumPy arrays
         also a function ``score_mod(score, b, h, q_idx, k_idx)`` of arrays that broadcast together.
-    mask_mod : MaskMod, optional
-        The user's own mask: see `MaskMod`. On NumPy arrays also a function
+    mask_mod : MaskMod or BlockMask, optional
+        The user's own mask: see `MaskMod`, and `block_mask` for one whose empty tiles are skipped
+        and whose full ones are not asked for. On NumPy arrays also a function
         ``mask_mod(b, h, q_idx, k_idx)`` of integer arrays that broadcast together, True to attend.
     return_lse : bool
         Return the log-sum-exp of the scores too.
@@ -120,10 +122,10 @@ def attention(
         Where to write the result: the last axis of each array is contiguous, the others may have
         any stride, and they overlap no input.
     workspace : array, optional
-        Scratch memory for the parts of the keys that "flash" splits (see Notes), and with rotary
-        for rotated k and mostly q; other calls need none. Of any dtype, from a multiple of 16 bytes
-        on. If it is too small the error says how many bytes there have to be. Allocated if not
-        given.
+        Scratch memory for the parts of the keys that "flash" splits (see Notes), for a BlockMask,
+        and with rotary for rotated k and mostly q; other calls need none. Of any dtype, from a
+        multiple of 16 bytes on. If it is too small the error says how many bytes there have to be.
+        Allocated if not given.
 
     Returns
     -------

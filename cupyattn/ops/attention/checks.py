@@ -11,6 +11,7 @@ import numpy as np
 from cupyattn.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
 from cupyattn.errors import error
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
+from cupyattn.ops.attention.block_mask import require_fitting_blocks
 from cupyattn.ops.attention.modifiers import require_valid_arrays, shown_names
 from cupyattn.ops.attention.options import (
     AttentionOptions,
@@ -212,6 +213,8 @@ def described_problem(
         overlaps=Overlaps.of(layouts, (*results, "workspace"), shown_as),
     )
     _require_valid_option_arrays(problem)
+    if options.mask_mod is not None and options.mask_mod.blocks is not None:
+        require_fitting_blocks(problem, options.mask_mod.blocks)
     if "workspace" in layouts:
         require_workspace(layouts["workspace"])
     return problem

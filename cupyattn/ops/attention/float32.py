@@ -9,6 +9,7 @@ import numpy as np
 from cupyattn.arrays import contiguous
 from cupyattn.kernels.configs.attention.float32 import backward, forward
 from cupyattn.ops.attention.backward_params import backward_params
+from cupyattn.ops.attention.block_mask import block_bits
 from cupyattn.ops.attention.dbias import sum_step
 from cupyattn.ops.attention.layouts import Starts, flash_options, score_options, whole_vectors
 from cupyattn.ops.attention.packed import PackedProblem
@@ -42,10 +43,15 @@ def forward_plan(
         return split_plan(problem, kernel, row, splits, outputs)
     specialise = forward.varlen if isinstance(problem, PackedProblem) else forward.flash
     kernel = specialise(arch, dtype, *dims, vec, options)
-    tiles = problem.query_tiles(row.tile_q)
-    params = forward_params(problem, results)
-    step = Step.of(kernel, problem.heads * tiles, params, *problem.modifier_strides)
-    return Plan((step,), outputs)
+    bits = block_bits(problem, "bits", rows=row.tile_q, keys=row.tile_k)
+    step = Step.of(
+        kernel,
+        problem.heads * problem.query_tiles(row.tile_q),
+        forward_params(problem, results),
+        *problem.block_modifier_strides,
+        renamed=bits.renamed,
+    )
+    return Plan((*bits.steps, step), outputs, lay_out_scratch(bits.scratch))
 
 
 def backward_plan(
@@ -91,22 +97,29 @@ def backward_plan(
         in_one_pass["dq"] = problem.heads * sequence, problem.head_dim, sequence
     if gathered:
         scratch["scratch"], renamed["dbias"] = math.prod(problem.scores_shape), "scratch"
-    key_tiles = problem.key_tiles(backward.dkdv_row(arch, *dims, options).tile_k)
-    row_tiles = problem.query_tiles(backward.dq_row(arch, *dims, options).tile_q)
-    strides = problem.modifier_strides
+    in_tiles = options._replace(modified=problem.block_modifiers)
+    strides = problem.block_modifier_strides
+    row = backward.dkdv_row(arch, *dims, in_tiles)
+    bits = block_bits(problem, "key_bits", rows=row.tile_q, keys=row.tile_k, of_keys=True)
+    scratch |= bits.scratch
     delta = backward.delta(problem.dtype.name, problem.head_dim_v, packed)
-    dkdv = backward.dkdv(arch, *shape, vec, one_pass, options, dbias, packed)
-    key_ctas = problem.kv_heads * key_tiles
+    dkdv = backward.dkdv(arch, *shape, vec, one_pass, in_tiles, dbias, packed)
+    key_ctas = problem.kv_heads * problem.key_tiles(row.tile_k)
     steps = [
         Step.of(delta, -(-rows // backward.CTA_ROWS), params),
-        Step.of(dkdv, key_ctas, in_one_pass, *strides, renamed=renamed),
+        *bits.steps,
+        Step.of(dkdv, key_ctas, in_one_pass, *strides, renamed=renamed | bits.renamed),
     ]
     if rounded:
         convert = backward.convert(problem.dtype.name, problem.head_dim)
         steps.append(Step.of(convert, -(-rows // backward.CTA_ROWS), params))
     if not one_pass:
-        dq = backward.dq(arch, *shape, vec, options, packed)
-        steps.append(Step.of(dq, problem.heads * row_tiles, params, *strides))
+        dq = backward.dq(arch, *shape, vec, in_tiles, packed)
+        row = backward.dq_row(arch, *dims, in_tiles)
+        bits = block_bits(problem, "row_bits", rows=row.tile_q, keys=row.tile_k)
+        scratch |= bits.scratch
+        row_ctas = problem.heads * problem.query_tiles(row.tile_q)
+        steps += [*bits.steps, Step.of(dq, row_ctas, params, *strides, renamed=bits.renamed)]
     if gathered:
         assert target is not None
         steps.append(sum_step(problem, results["dbias"], target, accumulate))

@@ -103,6 +103,7 @@ def score_options(problem: AttentionProblem) -> FlashOptions:
 def flash_options(problem: AttentionProblem, start_of: Starts, together: int) -> FlashOptions:
     """Name the options for a kernel whose threads hold `together` neighbouring keys of a row."""
     return score_options(problem)._replace(
+        modified=problem.block_modifiers,
         bias_vec=_score_items("bias", problem, start_of, together),
         mask_vec=_score_items("mask", problem, start_of, together),
     )

@@ -13,6 +13,7 @@ from cupyattn.errors import error
 from cupyattn.kernels.compile import CompilationError
 from cupyattn.kernels.configs.attention.modifiers import (
     ARRAYS,
+    BLOCKS,
     END,
     GRADIENT_NAMES,
     ITEMS,
@@ -28,7 +29,18 @@ from cupyattn.kernels.configs.attention.modifiers import (
 )
 from cupyattn.ops.checks import require_dtype, require_whole_item_strides
 
+BLOCK_MASK = "block_mask"
+"""The name of a block mask's tiles among the arrays of a call."""
 _MOST_AXES = 4
+
+
+class Blocks(NamedTuple):
+    """What a block mask was made for."""
+
+    shape: tuple[int, int, int, int]
+    """(B, H, Sq, Sk); B and H may be 1 for any."""
+    q_offset: int | None
+    """None for any."""
 
 
 class UserFunction(NamedTuple):
@@ -39,6 +51,8 @@ class UserFunction(NamedTuple):
     gradient: str | None = None
     arrays: tuple[str, ...] = ()
     """Their names, as the expressions have them."""
+    blocks: Blocks | None = None
+    """Of a mask_mod that comes with its tiles."""
 
 
 def shown_names(functions: Mapping[str, UserFunction | None]) -> dict[str, str]:
@@ -49,10 +63,11 @@ def shown_names(functions: Mapping[str, UserFunction | None]) -> dict[str, str]:
     >>> shown_names({"score_mod": UserFunction("score * t[h]", arrays=("t",)), "mask_mod": None})
     {'score_mod_t': "score_mod's t"}
     """
-    return {
+    given = {option: function for option, function in functions.items() if function is not None}
+    tiles = {BLOCK_MASK: "mask_mod's tiles"} if any(each.blocks for each in given.values()) else {}
+    return tiles | {
         parameter_name(option, array): f"{option}'s {array}"
-        for option, function in functions.items()
-        if function is not None
+        for option, function in given.items()
         for array in function.arrays
     }
 
@@ -62,6 +77,8 @@ def require_valid_arrays(
 ) -> None:
     """Raise unless kernels, or the CPU, can read the arrays of the expressions."""
     for name, shown in shown_names(functions).items():
+        if name == BLOCK_MASK:  # made by block_mask
+            continue
         require_dtype(shown, layouts[name], (*ITEMS, *(("float64",) if on_cpu else ())))
         require_whole_item_strides(shown, layouts[name])
         if len(layouts[name].shape) > _MOST_AXES:
@@ -123,9 +140,15 @@ def expression_error(
 
 
 def modifiers_of(
-    functions: Mapping[str, UserFunction | None], layouts: Mapping[str, Layout]
+    functions: Mapping[str, UserFunction | None],
+    layouts: Mapping[str, Layout],
+    *,
+    blocks: bool = False,
 ) -> Modifiers | None:
-    """Return what kernels compile of a call's expressions; None without any."""
+    """Return what kernels compile of a call's expressions; None without any.
+
+    `blocks`: for kernels that walk the tiles of a block mask, if there is one.
+    """
     given = {
         option: _modifier(option, function, layouts)
         for option, function in functions.items()
@@ -133,7 +156,8 @@ def modifiers_of(
     }
     if not given:
         return None
-    return Modifiers(given.get("score_mod"), given.get("mask_mod"))
+    blocks = blocks and BLOCK_MASK in layouts
+    return Modifiers(given.get("score_mod"), given.get("mask_mod"), blocks)
 
 
 def _modifier(option: str, function: UserFunction, layouts: Mapping[str, Layout]) -> Modifier:
@@ -149,6 +173,10 @@ def strides_of(modifiers: Modifiers | None, layouts: Mapping[str, Layout]) -> tu
         return ()
     strides = np.zeros((), struct.dtype)
     for name in struct.dtype.names or ():
+        if name == BLOCKS:
+            batch, heads, *_ = layouts[BLOCK_MASK].shape
+            strides[name] = heads if batch > 1 else 0, int(heads > 1)
+            continue
         layout = layouts[name]
         strides[name] = [stride // layout.dtype.itemsize for stride in layout.strides]
     return (strides[()],)

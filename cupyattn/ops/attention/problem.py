@@ -97,6 +97,13 @@ class AttentionProblem:
         return "seqused_k" in self.layouts and not given
 
     @property
+    def first_position(self) -> int | None:
+        """Where query 0 stands; None where an array says it."""
+        if "q_offset" in self.layouts or self.ends_with_keys_in_use:
+            return None
+        return self.sk - self.sq if self.q_offset is None else self.q_offset
+
+    @property
     def lse_dtype(self) -> np.dtype:
         """Of lse and its gradient: float32, for float64 arrays float64."""
         return self.dtype if self.dtype == np.float64 else LSE_DTYPE
@@ -119,6 +126,16 @@ class AttentionProblem:
     def modifier_strides(self) -> tuple[Any, ...]:
         """What kernels take by value for them."""
         return strides_of(self.modifiers, self.layouts)
+
+    @property
+    def block_modifiers(self) -> Modifiers | None:
+        """The same of kernels that skip the tiles that a block mask says are empty."""
+        return modifiers_of(self.functions, self.layouts, blocks=True)
+
+    @property
+    def block_modifier_strides(self) -> tuple[Any, ...]:
+        """What those take by value."""
+        return strides_of(self.block_modifiers, self.layouts)
 
     @property
     def scores_shape(self) -> tuple[int, ...]:

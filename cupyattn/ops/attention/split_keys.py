@@ -16,6 +16,7 @@ from cupyattn.kernels.configs.attention.combine import ROWS, combine
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.kernels.structs import SPLIT_PARAMS
 from cupyattn.ops.attention.layouts import score_options
+from cupyattn.ops.attention.modifiers import BLOCK_MASK
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import attention_params
 from cupyattn.ops.attention.problem import AttentionProblem
@@ -54,9 +55,10 @@ def num_splits(problem: AttentionProblem, row: TileRow, card: Card) -> int:
 
     CTAs take turns on the card, and a turn is as long as a part: of the numbers of parts that leave
     LEAST_KEYS to each, the one with the least turns * (keys of a part + _CTA_KEYS), if it saves
-    more than _COMBINE_KEYS. Packed sequences are not split, nor are tiles that fill the card.
+    more than _COMBINE_KEYS. Packed sequences are not split, nor are tiles that fill the card, nor
+    what a block mask leaves.
     """
-    if isinstance(problem, PackedProblem):
+    if isinstance(problem, PackedProblem) or BLOCK_MASK in problem.layouts:
         return 1
     heads, slots = problem.batch * problem.heads, card.multiprocessors * row.ctas_per_sm
     tiles = heads * -(-problem.sq // row.tile_q)

@@ -9,6 +9,7 @@ import numpy as np
 from cupyattn.kernels.configs.attention.tensor_core import forward
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.structs import ROTARY_TABLES
+from cupyattn.ops.attention.block_mask import block_bits
 from cupyattn.ops.attention.layouts import (
     Starts,
     flash_options,
@@ -16,13 +17,14 @@ from cupyattn.ops.attention.layouts import (
     require_near_rows,
     whole_vectors,
 )
+from cupyattn.ops.attention.modifiers import BLOCK_MASK
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import forward_params
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs, result_layouts
 from cupyattn.ops.attention.split_keys import num_splits, split_plan
 from cupyattn.ops.card import Card
-from cupyattn.ops.plan import Plan, Step
+from cupyattn.ops.plan import Plan, Step, lay_out_scratch
 
 
 def forward_plan(
@@ -52,23 +54,25 @@ def forward_plan(
     else:
         specialise = forward.varlen if isinstance(problem, PackedProblem) else forward.flash
         kernel = specialise(arch, *dims, vec, options)
-    tiles = problem.query_tiles(row.tile_q)
+    bits = block_bits(problem, "bits", rows=row.tile_q, keys=row.tile_k)
     step = Step.of(
         kernel,
-        problem.heads * tiles,
+        problem.heads * problem.query_tiles(row.tile_q),
         forward_params(problem, results),
         *tables,
-        *problem.modifier_strides,
+        *problem.block_modifier_strides,
+        renamed=bits.renamed,
     )
-    return Plan((step,), outputs)
+    return Plan((*bits.steps, step), outputs, lay_out_scratch(bits.scratch))
 
 
 def rotates_queries(problem: AttentionProblem, card: Card) -> bool:
     """Tell whether the kernel rotates query rows as it loads them: whole chunks, dense ones.
 
-    Where keys are split several CTAs would rotate the same rows.
+    Where keys are split several CTAs would rotate the same rows. With a block mask it does not.
     """
-    if "cos" not in problem.layouts or isinstance(problem, PackedProblem):
+    dense = not isinstance(problem, PackedProblem) and BLOCK_MASK not in problem.layouts
+    if "cos" not in problem.layouts or not dense:
         return False
     row = forward.flash_row(card.arch, problem.head_dim, problem.head_dim_v)
     if num_splits(problem, row, card) > 1:

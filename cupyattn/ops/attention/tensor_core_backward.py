@@ -16,6 +16,7 @@ from cupyattn.kernels.configs.attention.tensor_core import passes
 from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.configs.tables import round_up
 from cupyattn.ops.attention.backward_params import backward_params
+from cupyattn.ops.attention.block_mask import BlockBits, block_bits
 from cupyattn.ops.attention.dbias import four_axes, sum_step
 from cupyattn.ops.attention.layouts import (
     Starts,
@@ -72,8 +73,11 @@ def backward_plan(
     to_zero = {} if deterministic else {"dq_acc": rows * round_up(problem.head_dim, 8)}
     if dbias is not None and dbias.scratch:
         to_zero["scratch"] = math.prod(dbias.target.shape)
-    stats, *others = lay_out_scratch({"stats": 2 * rows, **to_zero})
-    zeroed = spanning("zeroed", tuple(others))
+    options = _options(problem, start_of, dbias, accumulate)
+    bits = _bits(problem, arch, options, deterministic)
+    kept = {"stats": 2 * rows, **{n: x for each in bits for n, x in each.scratch.items()}}
+    scratch = lay_out_scratch({**kept, **to_zero})
+    zeroed = spanning("zeroed", scratch[len(kept) :])
 
     params = backward_params(
         problem,
@@ -86,8 +90,7 @@ def backward_plan(
     rows_of = [(start_of[name], problem.layouts[name].strides) for name in _VECTOR_ARRAYS]
     rows_of += [(start_of.get(name, 0), results[name].strides) for name in ("dq", "dk", "dv")]
     vec = whole_vectors(vector_items(problem.dtype.name), problem, rows_of)
-    options = _options(problem, start_of, dbias, accumulate)
-    steps = _gradient_steps(problem, arch, vec, options, deterministic, rows, params)
+    steps = _gradient_steps(problem, arch, vec, options, bits, rows, params)
     if dbias is not None and dbias.scratch:
         steps.append(sum_step(problem, results["dbias"], dbias.target, accumulate))
     if "dsinks" in results:
@@ -98,7 +101,7 @@ def backward_plan(
     return Plan(
         tuple(steps),
         outputs,
-        (stats, *others, *zeroed),
+        (*scratch, *zeroed),
         zero_first=("dbias",) if skipped else (),
         zero_new=accumulate,
     )
@@ -135,14 +138,15 @@ def _gradient_steps(
     arch: int,
     vec: int,
     options: _Options,
-    deterministic: bool,
+    bits: tuple[BlockBits, ...],
     rows: int,
     params: Any,
 ) -> list[Step]:
     """Return the launches for the row statistics, dk, dv and dq."""
     dims = problem.head_dim, problem.head_dim_v
-    one_pass = not deterministic
+    one_pass = len(bits) == 1
     packed = isinstance(problem, PackedProblem)
+    strides = problem.block_modifier_strides
     key_tiles = problem.key_tiles(flash.dkdv_row(arch, *dims, one_pass).tile_keys)
     gradient = gradient_params(problem, params)
     steps = [
@@ -151,12 +155,13 @@ def _gradient_steps(
             -(-rows // passes.delta_rows(problem.head_dim_v)),
             gradient,
         ),
+        *bits[0].steps,
         Step.of(
             flash.dkdv(arch, *dims, vec, one_pass, options.dkdv, packed),
             problem.kv_heads * key_tiles,
             gradient,
-            *problem.modifier_strides,
-            renamed=options.renamed,
+            *strides,
+            renamed={**options.renamed, **bits[0].renamed},
         ),
     ]
     if one_pass:
@@ -165,7 +170,22 @@ def _gradient_steps(
         return [*steps, Step.of(convert, convert_ctas, gradient)]
     row_tiles = problem.query_tiles(flash.dq_row(arch, *dims, options.dq).tile_rows)
     dq = flash.dq(arch, *dims, vec, options.dq, packed)
-    return [*steps, Step.of(dq, problem.heads * row_tiles, gradient, *problem.modifier_strides)]
+    row_ctas = problem.heads * row_tiles
+    last = Step.of(dq, row_ctas, gradient, *strides, renamed=bits[1].renamed)
+    return [*steps, *bits[1].steps, last]
+
+
+def _bits(
+    problem: AttentionProblem, arch: int, options: _Options, deterministic: bool
+) -> tuple[BlockBits, ...]:
+    """Plan a block mask's bits for the kernel of dk and dv, and for that of dq if there is one."""
+    dims = problem.head_dim, problem.head_dim_v
+    row = flash.dkdv_row(arch, *dims, not deterministic)
+    bits = block_bits(problem, "key_bits", rows=row.tile_q, keys=row.tile_keys, of_keys=True)
+    if not deterministic:
+        return (bits,)
+    dq_row = flash.dq_row(arch, *dims, options.dq)
+    return bits, block_bits(problem, "row_bits", rows=dq_row.tile_rows, keys=dq_row.tile_k)
 
 
 def _options(
@@ -181,7 +201,7 @@ def _options(
         slopes=scores.slopes,
         softcap=scores.softcap,
         dropout=scores.dropout,
-        modified=scores.modified,
+        modified=problem.block_modifiers,
     )
     if dbias is None:
         return _Options(dq, dq)

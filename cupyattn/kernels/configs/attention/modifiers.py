@@ -34,8 +34,12 @@ ITEMS = {
 }
 """The dtypes of arrays that expressions name, as C++ names them."""
 
+BLOCKS = "block_bits"
+"""The array of a block mask's tiles, as a kernel walks them."""
+
 _HEADER = "cupyattn/modifiers"  # as modifiers.cuh includes it
-_BEHIND = "alibi_slopes"  # the arrays stand there among a kernel's
+_BEHIND = ("alibi_slopes", "tiles")  # the arrays stand there among a kernel's
+_BLOCK_AXES = 2  # batch elements and heads
 
 
 class ModifierArray(NamedTuple):
@@ -60,6 +64,8 @@ class Modifiers(NamedTuple):
 
     score: Modifier | None
     mask: Modifier | None
+    blocks: bool = False
+    """Whether the mask comes with the tiles that it leaves."""
 
     @property
     def parameters(self) -> tuple[tuple[str, ModifierArray], ...]:
@@ -87,8 +93,9 @@ def modified(spec: KernelSpec, modifiers: Modifiers | None) -> KernelSpec:
     """Return the kernel that takes what these expressions need; the same for the same ones."""
     if modifiers is None:
         return spec
-    arrays = tuple(Pointer(name, const=True) for name, _ in modifiers.parameters)
-    at = [parameter.name for parameter in spec.parameters].index(_BEHIND) + 1
+    names = [*dict(modifiers.parameters), *([BLOCKS] if modifiers.blocks else [])]
+    arrays = tuple(Pointer(name, const=True) for name in names)
+    at = 1 + next(n for n, each in enumerate(spec.parameters) if each.name in _BEHIND)
     parameters: tuple[Parameter, ...] = (*spec.parameters[:at], *arrays, *spec.parameters[at:])
     strides = modified_strides(modifiers)
     if strides is not None:
@@ -99,20 +106,28 @@ def modified(spec: KernelSpec, modifiers: Modifiers | None) -> KernelSpec:
 @lru_cache(maxsize=256)
 def modified_strides(modifiers: Modifiers) -> Struct | None:
     """Return the struct of the strides of the arrays that have axes; None without such."""
-    fields = [(name, np.int64, (x.axes,)) for name, x in modifiers.parameters if x.axes]
+    fields = [(name, np.int64, (axes,)) for name, axes in _axes(modifiers)]
     dtype = np.dtype(fields, align=True)
     return Struct("modifier_strides", dtype, "ModifierStrides") if fields else None
 
 
+def _axes(modifiers: Modifiers) -> list[tuple[str, int]]:
+    """Return how many axes each array has, of those that have any."""
+    blocks = [(BLOCKS, _BLOCK_AXES)] if modifiers.blocks else []
+    return [(name, array.axes) for name, array in modifiers.parameters if array.axes] + blocks
+
+
 def _header(modifiers: Modifiers) -> str:
     parameters = modifiers.parameters
-    strides = [(name, array.axes) for name, array in parameters if array.axes]
-    pointers = "".join(
-        f", const {ITEMS[array.dtype]}* __restrict__ {name}_g" for name, array in parameters
-    )
+    strides = _axes(modifiers)
+    items = [(name, ITEMS[array.dtype]) for name, array in parameters]
+    items += [(BLOCKS, "uint32")] if modifiers.blocks else []
+    pointers = "".join(f", const {item}* __restrict__ {name}_g" for name, item in items)
     arguments = ", ".join(
-        f"{{{name}_g, modifier_strides.{name}}}" if array.axes else f"{{{name}_g, nullptr}}"
-        for name, array in parameters
+        f"{{{name}_g, modifier_strides.{name}}}"
+        if name in dict(strides)
+        else f"{{{name}_g, nullptr}}"
+        for name, _ in items
     )
     lines = [
         f"#define MODIFIER_ARRAYS {pointers}",
@@ -131,7 +146,9 @@ def _header(modifiers: Modifiers) -> str:
         "struct Modifiers {",
         f"  static constexpr bool kScore = {cpp_bool(score is not None)};",
         f"  static constexpr bool kMask = {cpp_bool(mask is not None)};",
+        f"  static constexpr bool kBlocks = {cpp_bool(modifiers.blocks)};",
         *(f"  Indexed<{ITEMS[array.dtype]}, {array.axes}> {name};" for name, array in parameters),
+        f"  {'BlockBits' if modifiers.blocks else 'NoBlocks'} blocks;",
         *_function("score", "score_mod", score and score.expression, score),
         *_function("gradient", "score_mod", score and score.gradient, score),
         *_function("mask", "mask_mod", mask and mask.expression, mask),

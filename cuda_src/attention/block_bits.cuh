@@ -1,0 +1,64 @@
+// Which tiles of a call's block mask some score of is seen, and which are seen in full: two bits a tile.
+//
+// block_bits.cu writes them for the tiles of one kernel, which owns rows (or keys) and walks tiles of keys (or rows):
+// for each matrix of scores and each tile that a CTA owns, words of 32 tiles that it may walk, `seen`, and as many
+// behind them, `full`. Here they meet the window's range of tiles.
+#pragma once
+
+#include "../common/config.cuh"
+
+// Of a call without a block mask.
+struct NoBlocks {};
+
+struct BlockBits {
+  const uint32* items_g;
+  const int64* strides;  // in matrices, from batch element to batch element and from head to head
+
+  // The words of the tile `own` of `own_tiles`, which walks `words` * 32 tiles.
+  __device__ __forceinline__ const uint32* of(int batch, int head, int own, int own_tiles, int words) const {
+    const int64 matrix = batch * strides[0] + head * strides[1];
+    return items_g + (matrix * own_tiles + own) * (2 * words);
+  }
+};
+
+// The first `count` bits of a word; none below 0, all above 32.
+__device__ __forceinline__ uint32 first_bits(int count) {
+  return count <= 0 ? 0u : count >= 32 ? 0xffffffffu : (1u << count) - 1u;
+}
+
+// The tiles that a CTA walks: those that need a mask first (key_walk.cuh says why), then those that are seen in full.
+struct BlockTiles {
+  const uint32* seen_g;
+  int words;
+  int begin, end;            // tiles that the window leaves
+  int full_begin, full_end;  // those that it leaves whole
+
+  // Behind the last one comes `end`.
+  __device__ __forceinline__ int first() const { return first_of_either(next(begin, /*full=*/false)); }
+  __device__ __forceinline__ int after(int tile) const {
+    return is_full(tile) ? next(tile + 1, true) : first_of_either(next(tile + 1, false));
+  }
+  __device__ __forceinline__ bool is_full(int tile) const { return word(tile / 32, true) >> (tile % 32) & 1u; }
+  __device__ __forceinline__ int count(bool full) const {
+    int tiles = 0;
+    for (int at = begin / 32; at * 32 < end; at++) tiles += __popc(word(at, full));
+    return tiles;
+  }
+
+ private:
+  __device__ __forceinline__ int first_of_either(int masked) const { return masked < end ? masked : next(begin, true); }
+  // The tiles 32 at, 32 at + 1, ... of one kind.
+  __device__ __forceinline__ uint32 word(int at, bool full) const {
+    const uint32 walked = first_bits(end - 32 * at) & ~first_bits(begin - 32 * at) & seen_g[at];
+    const uint32 whole = first_bits(full_end - 32 * at) & ~first_bits(full_begin - 32 * at) & seen_g[words + at];
+    return walked & (full ? whole : ~whole);
+  }
+  __device__ __forceinline__ int next(int from, bool full) const {
+    uint32 behind = ~first_bits(from % 32);
+    for (int at = from / 32; at * 32 < end; at++, behind = 0xffffffffu) {
+      const uint32 found = word(at, full) & behind;
+      if (found != 0) return at * 32 + __ffs(found) - 1;
+    }
+    return end;
+  }
+};

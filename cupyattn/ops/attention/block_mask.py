@@ -1,0 +1,136 @@
+"""Block masks: a mask_mod's tiles on a device, and what kernels that walk tiles take of them."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from cupyattn.arrays import Array, Description, Operands, layouts_of, starts_of
+from cupyattn.errors import error
+from cupyattn.kernels.compile import CompilationError
+from cupyattn.kernels.configs.attention import block_mask as configs
+from cupyattn.kernels.configs.attention.block_mask import TILE, WARPS
+from cupyattn.kernels.configs.attention.modifiers import BLOCKS
+from cupyattn.kernels.device import Device
+from cupyattn.ops.attention.modifiers import (
+    BLOCK_MASK,
+    Blocks,
+    UserFunction,
+    expression_error,
+    modifiers_of,
+    require_valid_arrays,
+    shown_names,
+    strides_of,
+)
+from cupyattn.ops.attention.problem import AttentionProblem
+from cupyattn.ops.checks import require_item_alignment
+from cupyattn.ops.plan import Output, Plan, Step, run
+
+EMPTY, PARTIAL, FULL = range(3)
+"""What a tile may be: no, some or all of its scores are seen."""
+
+_WORD = 32  # walked tiles of a word of bits
+
+
+def tiles_shape(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """Return the shape of the tiles of scores (B, H, Sq, Sk).
+
+    Examples
+    --------
+    >>> tiles_shape((2, 1, 16, 17))
+    (2, 1, 1, 2)
+    """
+    batch, heads, sq, sk = shape
+    return batch, heads, -(-sq // TILE), -(-sk // TILE)
+
+
+def require_block_mask(function: UserFunction, operands: Operands, *, on_cpu: bool) -> None:
+    """Raise unless the arrays of a mask_mod can be read."""
+    layouts = layouts_of(operands.description)
+    require_valid_arrays({"mask_mod": function}, layouts, on_cpu=on_cpu)
+
+
+def run_block_mask(
+    device: Device, function: UserFunction, shape: tuple[int, int, int, int], operands: Operands
+) -> Array:
+    """Return the tiles of a mask_mod for scores of a shape."""
+    plan = _tiles_plan(operands.description, function, shape)
+    try:
+        return run(device, plan, operands.arrays)["tiles"]
+    except CompilationError as failure:
+        raise expression_error(failure, {"mask_mod": function}) from failure
+
+
+@lru_cache(maxsize=4096)
+def _tiles_plan(
+    description: Description, function: UserFunction, shape: tuple[int, int, int, int]
+) -> Plan:
+    functions: dict[str, UserFunction | None] = {"mask_mod": function}
+    layouts = layouts_of(description)
+    require_item_alignment(layouts, starts_of(description), shown_names(functions))
+    modifiers = modifiers_of(functions, layouts)
+    tiles = tiles_shape(shape)
+    count = math.prod(tiles)
+    values = count, *shape[1:], *strides_of(modifiers, layouts)
+    step = Step.of(configs.tiles(modifiers), -(-count // WARPS), *values)
+    return Plan((step,), (("tiles", Output(tiles, np.dtype(np.uint8))),))
+
+
+def require_fitting_blocks(problem: AttentionProblem, blocks: Blocks) -> None:
+    """Raise ValueError unless a block mask was made for scores like the problem's."""
+    for letter, made, given, broadcasts in zip(
+        ("B", "H", "Sq", "Sk"), blocks.shape, problem.scores_shape, (True, True, False, False),
+        strict=True,
+    ):  # fmt: skip
+        if made == given or (broadcasts and made == 1):
+            continue
+        raise error(
+            ValueError,
+            f"mask_mod is a block mask for {letter} = {made}, and the call has {letter} = {given}",
+            f"it is for the call's {letter}" + (", or for 1, which broadcasts" * broadcasts),
+            f"make another one with block_mask(mask_mod, Sq, Sk), {letter} = {given}",
+        )
+    first = problem.first_position
+    if blocks.q_offset is not None and first != blocks.q_offset:
+        raise error(
+            ValueError,
+            f"mask_mod is a block mask for q_offset = {blocks.q_offset}, and the call's is "
+            f"{'an array' if first is None else first}",
+            "they are the same, or the block mask was made without q_offset",
+            "make another one, or leave q_offset out: expressions are told the numbers of queries, "
+            "whatever their positions",
+        )
+
+
+class BlockBits(NamedTuple):
+    """The bits of a call's block mask for one kernel; nothing for a call without one."""
+
+    steps: tuple[Step, ...]
+    """What makes them."""
+    scratch: dict[str, int]
+    """The floats that they take the place of, by name."""
+    renamed: dict[str, str]
+    """By what name the kernel takes them."""
+
+
+def block_bits(
+    problem: AttentionProblem, name: str, *, rows: int, keys: int, of_keys: bool = False
+) -> BlockBits:
+    """Plan the bits for a kernel whose tiles have so many rows and keys.
+
+    Its CTAs own rows and walk keys; `of_keys` the other way round.
+    """
+    if BLOCK_MASK not in problem.layouts:
+        return BlockBits((), {}, {})
+    batch, heads, tile_rows, tile_columns = problem.layouts[BLOCK_MASK].shape
+    counts, spans = (tile_rows, tile_columns), (rows // TILE, keys // TILE)
+    if of_keys:
+        counts, spans = counts[::-1], spans[::-1]
+    own, walked = (-(-count // span) for count, span in zip(counts, spans, strict=True))
+    words = batch * heads * own * -(-walked // _WORD)
+    values = batch * heads, tile_rows, tile_columns, *spans
+    step = Step.of(configs.bits(of_keys), -(-words // WARPS), *values, renamed={"bits": name})
+    return BlockBits((step,), {name: 2 * words}, {BLOCKS: name})

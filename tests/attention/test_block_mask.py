@@ -1,0 +1,320 @@
+"""block_mask: the tiles that it finds, and kernels that skip them and leave full ones unmasked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose, assert_array_equal
+from support.block_masks import Case, blocks_of, mask_of, masked_tiles
+from support.devices import KERNELS
+from support.search import deep
+from support.strategies import AttentionProblem
+
+import cupyattn
+from cupyattn import MaskMod, attention, attention_backward, block_mask, vjp
+from cupyattn.emulator import Checks, Report
+
+pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
+
+KINDS = [("float16", 24), ("float32", 24), *deep((("float16", 136),), (("bfloat16", 8),))]
+
+
+def tiles_by_hand(seen: np.ndarray) -> np.ndarray:
+    """0, 1 or 2 for each tile of 16 by 16, the scores beyond the ends left out."""
+    batch, heads, sq, sk = seen.shape
+    tiles = np.zeros((batch, heads, -(-sq // 16), -(-sk // 16)), np.uint8)
+    for b, h, i, j in np.ndindex(*tiles.shape):
+        tile = seen[b, h, 16 * i : 16 * i + 16, 16 * j : 16 * j + 16]
+        tiles[b, h, i, j] = 2 if tile.all() else tile.any()
+    return tiles
+
+
+SIZES = st.sampled_from([0, 1, 15, 16, 17, 33, 64, 100])
+
+
+@given(
+    batch=st.integers(1, 2), heads=st.integers(1, 2), sq=SIZES, sk=SIZES,
+    tile=st.sampled_from([16, 32]), seed=st.integers(0, 9),
+)  # fmt: skip
+def test_tiles_are_what_the_mask_leaves(batch, heads, sq, sk, tile, seed):
+    seen = masked_tiles((batch, heads, sq, sk), tile, seed)
+    found = blocks_of(seen)
+    expected = tiles_by_hand(seen)
+    assert_array_equal(KERNELS.get(found.tiles), expected)
+    assert found.shape == (batch, heads, sq, sk)
+    assert found.sparsity == ((expected == 0).mean() if expected.size else 0)
+    with cupyattn.backend("reference"):
+        on_cpu = block_mask(lambda b, h, i, j: seen[b, h, i, j], sq, sk, B=batch, H=heads)
+    assert_array_equal(on_cpu.tiles, expected)
+
+
+@st.composite
+def cases(draw, dtype: str, head_dim: int) -> Case:
+    """Lengths around tiles; masks of 16, of kernels' tiles and of more; options that cut more."""
+    lengths = [(1, 40), (130, 70), (33, 16), (16, 200)]
+    longer = [(97, 260), (200, 200), (16, 330)] if dtype == "float16" else [(97, 160)]
+    sq, sk = draw(st.sampled_from(lengths + longer))
+    group, kv_heads = draw(st.sampled_from([(1, 1), (2, 1), (1, 2)]))
+    problem = AttentionProblem(
+        B=draw(st.integers(1, 2)), Sq=sq, Sk=sk, H=group * kv_heads, G=kv_heads, D=head_dim,
+        Dv=head_dim, dtype=dtype, drawn=(), seed=draw(st.integers(0, 3)),
+    )  # fmt: skip
+    broadcast = draw(st.tuples(st.booleans(), st.booleans()))
+    batch, heads = (1 if b else n for b, n in zip(broadcast, (problem.B, problem.H), strict=True))
+    tile, full = draw(st.sampled_from([16, 64, 128])), draw(st.sampled_from([0.0, 0.3, 1.0]))
+    seen = masked_tiles((batch, heads, sq, sk), tile, draw(st.integers(0, 5)), full=full)
+    used = np.full(problem.B, max(sk - 9, 0), np.int32)
+    options: dict[str, Any] = draw(
+        st.sampled_from(
+            [{}, {"causal": True}, {"window_size": (70, 20)}, {"seqused_k": used},
+             {"q_offset": 5, "causal": True}]
+        )
+    )  # fmt: skip
+    return Case(problem, seen, tuple(options.items()))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@given(data=st.data())
+def test_forward_within_the_bounds_of_the_mask(kind, data):
+    ratios = data.draw(cases(*kind)).forward_ratios()
+    assert max(ratios.values()) <= 1, ratios
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@given(data=st.data())
+def test_gradients_within_the_bounds_of_the_mask(kind, deterministic, data):
+    ratios = data.draw(cases(*kind)).backward_ratios(deterministic=deterministic)
+    assert max(ratios.values()) <= 1, ratios
+
+
+def arrays(dtype: str, sq: int, sk: int, head_dim: int = 24, heads: int = 2) -> list[np.ndarray]:
+    """dout, q, k and v."""
+    rng = np.random.default_rng(1)
+    lengths = (sq, sq, sk, sk)
+    return [rng.standard_normal((1, n, heads, head_dim)).astype(dtype) for n in lengths]
+
+
+def two_documents(length: int, border: int) -> np.ndarray:
+    document = np.arange(length) >= border
+    return (document[:, None] == document)[None, None]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_empty_tiles_are_not_read(dtype):
+    """NaN in the second document's rows would reach the first's: 0 times NaN is NaN."""
+    border = {"float16": 384, "float32": 128}[dtype]  # a multiple of every kernel's tiles
+    length = border + 70
+    given_arrays = arrays(dtype, length, length)
+    for x in given_arrays:
+        x[:, border:] = np.nan
+    dout, q, k, v = map(KERNELS.put, given_arrays)
+    seen = two_documents(length, border)
+    first = [KERNELS.put(x[:, :border]) for x in given_arrays]
+    out, lse = attention(q, k, v, mask_mod=blocks_of(seen), return_lse=True)
+    alone, alone_lse = attention(*first[1:], return_lse=True)
+    assert_allclose(KERNELS.get(out)[:, :border], KERNELS.get(alone), rtol=1e-2, atol=1e-3)
+    masked = KERNELS.get(attention(q, k, v, mask_mod=mask_of(seen)))
+    assert np.isnan(masked[:, :border]).any()  # what a mask_mod alone reads
+    expected = attention_backward(*first, alone, alone_lse)
+    for deterministic in (False, True):
+        grads = attention_backward(
+            dout, q, k, v, out, lse, mask_mod=blocks_of(seen), deterministic=deterministic
+        )
+        for name in ("dq", "dk", "dv"):
+            found = KERNELS.get(getattr(grads, name))[:, :border]
+            assert_allclose(found, KERNELS.get(getattr(expected, name)), rtol=1e-2, atol=3e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_work_is_the_share_of_the_tiles_that_are_left(dtype):
+    """Four documents of whole tiles: a quarter of the scores, on the emulator's count."""
+    dout, q, k, v = arrays(dtype, 512, 512, head_dim=64, heads=1)
+    document = np.arange(512) // 128
+    seen = (document[:, None] == document)[None, None]
+    counts = []
+    for each in (seen, np.ones_like(seen), np.zeros_like(seen)):
+        report = Report()
+        with cupyattn.backend("emulator", checks=Checks.none()):
+            blocks = blocks_of(each)
+            with cupyattn.backend(report=report):
+                out, lse = attention(q, k, v, mask_mod=blocks, return_lse=True)
+                attention_backward(dout, q, k, v, out, lse, mask_mod=blocks, deterministic=True)
+        products = report.instruction_mix.get("tensor" if dtype == "float16" else "fma", 0)
+        counts.append((products, report.bytes_moved["global load"]))
+    # A CTA's own rows, too, are loaded as soon as it has a tile.
+    for most, (quarter, whole, none) in zip((0.251, 0.45), zip(*counts, strict=True), strict=True):
+        assert quarter - none <= most * (whole - none)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_full_tiles_do_not_ask_the_expression(dtype):
+    """It would say otherwise by now; the forward asks for the first tile, and where keys end."""
+    dout, q, k, v = map(KERNELS.put, arrays(dtype, 128, 512))
+    blocks = blocks_of(np.ones((1, 1, 128, 512), bool))
+    expected = attention(q, k, v, return_lse=True)
+    expected_grads = attention_backward(dout, q, k, v, *expected)
+    blocks.mask_mod.arrays["seen"][..., 256:448] = False
+    out, lse = attention(q, k, v, mask_mod=blocks, return_lse=True)
+    assert_allclose(KERNELS.get(out), KERNELS.get(expected[0]), rtol=1e-2, atol=1e-3)
+    for deterministic in (False, True):
+        grads = attention_backward(
+            dout, q, k, v, out, lse, mask_mod=blocks, deterministic=deterministic
+        )
+        for name in ("dq", "dk", "dv"):
+            found = KERNELS.get(getattr(grads, name))
+            assert_allclose(found, KERNELS.get(getattr(expected_grads, name)), rtol=1e-2, atol=3e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
+def test_nothing_is_seen_at_all(dtype):
+    dout, q, k, v = map(KERNELS.put, arrays(dtype, 40, 70))
+    blocks = blocks_of(np.zeros((1, 1, 40, 70), bool))
+    assert blocks.sparsity == 1
+    out, lse = attention(q, k, v, mask_mod=blocks, return_lse=True)
+    assert not KERNELS.get(out).any()
+    assert np.isneginf(KERNELS.get(lse)).all()
+    for gradient in attention_backward(dout, q, k, v, out, lse, mask_mod=blocks)[:3]:
+        assert not KERNELS.get(gradient).any()
+
+
+@pytest.mark.parametrize(("sq", "sk"), [(0, 40), (40, 0)])
+def test_no_scores(sq, sk):
+    dout, q, k, v = map(KERNELS.put, arrays("float16", sq, sk))
+    blocks = blocks_of(np.ones((1, 1, sq, sk), bool))
+    out, lse = attention(q, k, v, mask_mod=blocks, return_lse=True)
+    assert out.shape == q.shape
+    assert not KERNELS.get(out).any()
+    grads = attention_backward(dout, q, k, v, out, lse, mask_mod=blocks)
+    assert not KERNELS.get(grads.dk).any()
+
+
+def test_bias_gets_zeros_where_tiles_are_skipped():
+    dout, q, k, v = map(KERNELS.put, arrays("float16", 150, 200))
+    seen = masked_tiles((1, 1, 150, 200), 64, 3)
+    for shape in ((1, 2, 150, 200), (1, 1, 1, 200)):
+        bias = KERNELS.put(np.random.default_rng(2).standard_normal(shape).astype(np.float32))
+        given_options = {"bias": bias, "mask_mod": blocks_of(seen)}
+        out, lse = attention(q, k, v, **given_options, return_lse=True)
+        found = attention_backward(dout, q, k, v, out, lse, **given_options)
+        given_options["mask_mod"] = given_options["mask_mod"].mask_mod
+        expected = attention_backward(dout, q, k, v, out, lse, **given_options)
+        assert_allclose(KERNELS.get(found.dbias), KERNELS.get(expected.dbias), rtol=1e-2, atol=2e-3)
+
+
+def test_beside_score_mod_and_alibi():
+    _, q, k, v = map(KERNELS.put, arrays("float16", 70, 200))
+    seen = masked_tiles((1, 2, 70, 200), 32, 4)
+    slopes = KERNELS.put(np.float32([0.1, 0.2]))
+    more = {"alibi_slopes": slopes, "score_mod": cupyattn.ScoreMod("0.5f * score")}
+    found = attention(q, k, v, mask_mod=blocks_of(seen), **more)
+    expected = attention(q, k, v, mask_mod=mask_of(seen), **more)
+    assert_allclose(KERNELS.get(found), KERNELS.get(expected), rtol=1e-2, atol=1e-3)
+
+
+def test_naive_backward_and_vjp_take_it():
+    dout, q, k, v = map(KERNELS.put, arrays("float32", 40, 70))
+    blocks = blocks_of(masked_tiles((1, 2, 40, 70), 16, 1))
+    out, pullback = vjp(attention, q, k, v, mask_mod=blocks)
+    expected, alike = vjp(attention, q, k, v, mask_mod=blocks.mask_mod)
+    assert_allclose(KERNELS.get(out), KERNELS.get(expected), rtol=1e-5, atol=1e-6)
+    for left, right in zip(pullback(dout), alike(dout), strict=True):
+        assert_allclose(KERNELS.get(left), KERNELS.get(right), rtol=1e-4, atol=1e-5)
+    _, lse = attention(q, k, v, mask_mod=blocks, return_lse=True)
+    naive = attention_backward(dout, q, k, v, out, lse, mask_mod=blocks, implementation="naive")
+    assert_allclose(KERNELS.get(naive.dq), KERNELS.get(alike(dout)[0]), rtol=1e-4, atol=1e-5)
+
+
+def test_its_bits_come_from_a_workspace():
+    _, q, k, v = map(KERNELS.put, arrays("float16", 40, 70))
+    blocks = blocks_of(masked_tiles((1, 1, 40, 70), 16, 2))
+    with pytest.raises(ValueError, match=r"workspace has 0 bytes.* needs ") as refusal:
+        attention(q, k, v, mask_mod=blocks, workspace=KERNELS.put(np.zeros(0, np.uint8)))
+    needed = int(str(refusal.value).split("needs ")[1].split(",")[0])
+    space = KERNELS.put(np.zeros(needed, np.uint8))
+    out = attention(q, k, v, mask_mod=blocks, workspace=space)
+    assert_array_equal(KERNELS.get(out), KERNELS.get(attention(q, k, v, mask_mod=blocks)))
+
+
+SQUARE = (1, 2, 40, 70)
+MISFITS = {
+    "B": ((3, 2, 40, 70), {}, "B = 3, and the call has B = 1"),
+    "H": ((1, 3, 40, 70), {}, "H = 3, and the call has H = 2.*broadcasts"),
+    "Sq": ((1, 2, 41, 70), {}, "Sq = 41, and the call has Sq = 40"),
+    "Sk": ((1, 1, 40, 1), {}, "Sk = 1, and the call has Sk = 70"),
+    "q_offset": (SQUARE, {"q_offset": 3}, "q_offset = 3, and the call's is 30"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_calls_that_it_was_not_made_for(name):
+    shape, options, message = MISFITS[name]
+    _, q, k, v = map(KERNELS.put, arrays("float16", 40, 70))
+    with pytest.raises(ValueError, match=message):
+        attention(q, k, v, mask_mod=blocks_of(np.ones(shape, bool), **options))
+    _, q, k, v = arrays("float16", 40, 70)
+    with cupyattn.backend("reference"):
+        blocks = block_mask(CAUSAL, *shape[2:], B=shape[0], H=shape[1], **options)
+        with pytest.raises(ValueError, match=message):
+            attention(q, k, v, mask_mod=blocks)
+
+
+def test_q_offset_is_that_of_the_call():
+    _, q, k, v = map(KERNELS.put, arrays("float16", 40, 70))
+    seen = np.ones((1, 1, 40, 70), bool)
+    default = attention(q, k, v, causal=True)
+    for q_offset in (30, None):
+        found = attention(q, k, v, causal=True, mask_mod=blocks_of(seen, q_offset=q_offset))
+        assert_allclose(KERNELS.get(found), KERNELS.get(default), rtol=1e-2, atol=1e-3)
+    where = KERNELS.put(np.int32([30]))
+    with pytest.raises(ValueError, match="q_offset = 30, and the call's is an array"):
+        attention(q, k, v, q_offset=where, mask_mod=blocks_of(seen, q_offset=30))
+
+
+CAUSAL = MaskMod("q_idx >= k_idx", python=lambda b, h, i, j: i >= j)
+WRONG = {
+    "none": ((None, 8, 8), {}, TypeError, "mask_mod is None"),
+    "number": ((3, 8, 8), {}, TypeError, "mask_mod is a int"),
+    "score_mod": ((cupyattn.ScoreMod("score"), 8, 8), {}, TypeError, "mask_mod is a ScoreMod"),
+    "twice": ((block_mask(CAUSAL, 8, 8), 8, 8), {}, TypeError, "BlockMask already"),
+    "float": ((CAUSAL, 8.0, 8), {}, TypeError, "Sq is 8.0"),
+    "negative": ((CAUSAL, 8, -1), {}, ValueError, "Sk = -1.*it is 0 to"),
+    "heads": ((CAUSAL, 8, 8), {"H": "2"}, TypeError, "H is '2'"),
+    "q_offset": ((CAUSAL, 8, 8), {"q_offset": 1.5}, TypeError, "q_offset is 1.5"),
+    "dtype": ((MaskMod("t[h]", t=np.zeros(2, complex)), 8, 8), {}, TypeError, "mask_mod's t has"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_it_refuses(name):
+    given_arguments, options, kind, message = WRONG[name]
+    with pytest.raises(kind, match=message):
+        block_mask(*given_arguments, **options)
+
+
+def test_functions_and_expressions_where_they_do_not_run():
+    with cupyattn.backend("reference"), pytest.raises(NotImplementedError, match="python="):
+        block_mask(MaskMod("seen[q_idx]", seen=np.ones(8, bool)), 8, 8)
+    with cupyattn.backend("emulator"):
+        with pytest.raises(NotImplementedError, match="pass a MaskMod"):
+            block_mask(lambda b, h, i, j: i >= j, 8, 8)
+        with pytest.raises(ValueError, match="mask_mod does not compile: line 1, column 10"):
+            block_mask(MaskMod("q_idx >= kidx"), 8, 8)
+
+
+def test_out_may_not_overlap_its_tiles():
+    _, q, k, v = arrays("float16", 16, 16, head_dim=8)
+    with cupyattn.backend("emulator"):
+        blocks = block_mask(CAUSAL, 16, 16)
+        blocks.tiles = q.view(np.uint8).reshape(-1)[:1].reshape(1, 1, 1, 1)
+        with pytest.raises(ValueError, match="out overlaps mask_mod's tiles"):
+            attention(q.copy(), k, v, mask_mod=blocks, out=q)
+
+
+def test_it_says_what_it_is():
+    text = repr(block_mask(CAUSAL, 8, 9, H=2))
+    assert text == "BlockMask(MaskMod('q_idx >= k_idx'), B=1, H=2, Sq=8, Sk=9)"

@@ -1,0 +1,117 @@
+"""Bugs planted where kernels walk a block mask's tiles are found: by the emulator, or by bounds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.block_masks import Case, masked_tiles
+from support.planted_bugs import Bug, PlantedDevice, plant
+from support.search import deep
+from support.strategies import AttentionProblem
+
+from cupyattn.emulator import Checks, KernelFault
+
+pytestmark = pytest.mark.nvrtc
+
+MASK, TILES = "attention/block_mask.cu", "attention/block_bits.cu"
+BITS, SCORES = "attention/block_bits.cuh", "attention/scores.cuh"
+KEYS, QUERIES = "attention/block_key_walk.cuh", "attention/block_query_walk.cuh"
+FEED, FORWARD = (
+    "attention/tensor_core/block_query_feed.cuh",
+    "attention/tensor_core/forward.cuh",
+)
+HALF_GRADIENT = "attention/tensor_core/score_gradient.cuh"
+FLOAT_DQ, FLOAT_DKDV = "attention/float32/backward_dq.cuh", "attention/float32/backward_dkdv.cuh"
+
+
+def case(dtype: str) -> Case:
+    """Two heads of one group with masks of their own; rows, keys and a window that end in tiles."""
+    problem = AttentionProblem(
+        B=1, Sq=290, Sk=310, H=2, G=1, D=24, Dv=24, dtype=dtype, drawn=(), seed=2
+    )
+    seen = masked_tiles((1, 2, 290, 310), 128, 3, full=0.4)
+    seen[:, 0, :128, :128], seen[:, 1, :128, :128] = True, False
+    seen[:, 0, 128:256, :128] = np.arange(128) % 2 == 0
+    seen[:, 0, 128:256, 128:] = True  # the window cuts it
+    return Case(problem, seen, (("window_size", (200, 90)),))
+
+
+CASES = {dtype: case(dtype) for dtype in ("float16", "float32")}
+
+
+@pytest.fixture
+def ratio_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., float]:
+    """Run a block mask, forward or backward, from sources with bugs in them."""
+
+    def run(dtype: str, what: str, *bugs: Bug) -> float:
+        folder = tmp_path / "cuda_src"
+        plant(folder, *bugs)
+        device = PlantedDevice(folder, Checks.all())
+        for name in ("forward", "backward", "block_mask"):
+            module = sys.modules[f"cupyattn.functional.attention.{name}"]
+            monkeypatch.setattr(module, "device_of", lambda _: device)
+        if what == "forward":
+            return max(CASES[dtype].forward_ratios().values())
+        ratios = CASES[dtype].backward_ratios(deterministic=what == "deterministic")
+        return max(ratios.values())
+
+    return run
+
+
+@pytest.mark.parametrize("what", ["forward", "one pass", "deterministic"])
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
+def test_a_clean_copy_is_right(dtype, what, ratio_with):
+    assert 0 < ratio_with(dtype, what) <= 1
+
+
+BUGS = [
+    ("float16", "forward", Bug(MASK, "all = all && seen;", "all = seen;")),
+    ("float16", "forward", Bug(TILES, "all = all && state == 2", "all = all && state != 0")),
+    ("float16", "forward", Bug(BITS, "* (2 * words)", "* words")),
+    (
+        "float16",
+        "forward",
+        Bug(BITS, "first_bits(full_end -", "first_bits(end -"),
+    ),
+    ("float16", "forward", Bug(BITS, "seen_g[words + at]", "seen_g[at]")),
+    ("float16", "forward", Bug(KEYS, "place.first_row / kTileQ,", "0,")),
+    ("float16", "one pass", Bug(TILES, "OF_KEYS ? static_cast<int64>(j) * columns + i :", "")),
+    ("float16", "one pass", Bug(QUERIES, "first_head + 1, own", "first_head, own")),
+    ("float16", "one pass", Bug(FEED, "return blocks.masked({head, tile});", "return false;")),
+    ("float16", "one pass", Bug(FEED, "    this->scratch_row = ::scratch_row(", "    (void)(")),
+]
+DEEP_BUGS = [
+    ("float16", "forward", Bug(BITS, "strides[0] + head * strides[1]", "strides[0] + head * 0")),
+    ("float16", "forward", Bug(FORWARD, "feed.turn_to(next, next_tile);\n    } else", "} else")),
+    ("float16", "deterministic", Bug(HALF_GRADIENT, "!Modifiers::kBlocks || masked", "false")),
+    ("float32", "forward", Bug(SCORES, "if (Modifiers::kBlocks && !partial) return;", "return;")),
+    ("float32", "deterministic", Bug(FLOAT_DQ, "return !blocks.is_full(", "return false && (")),
+    ("float32", "one pass", Bug(FLOAT_DKDV, "exists ? min(Traits::kTileQ, sq - first_row)",
+                                "exists ? Traits::kTileQ")),
+    ("float32", "one pass", Bug(QUERIES, "from(at.head + 1)", "Tile{behind_heads, 0}")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "what", "bug"), [*BUGS, *deep(*DEEP_BUGS)], ids=str)
+def test_wrong_walks_are_found(dtype, what, bug, ratio_with):
+    with suppress(KernelFault):  # then the emulator has found it
+        assert ratio_with(dtype, what, bug) > 1
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        Bug(MASK, "min(first_row + TILE, sq)", "first_row + TILE"),
+        Bug(MASK, "if (key >= sk) break;", ""),
+        Bug(TILES, "min(own + own_span, owned)", "own + own_span"),
+    ],
+    ids=str,
+)
+def test_what_lies_behind_the_ends_is_not_read(bug, ratio_with):
+    with pytest.raises(KernelFault):
+        ratio_with("float16", "forward", bug)
