@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from cupyattn.benchmark import (
     allocator,
+    block_mask,
     decode,
     emulator,
     host,
@@ -27,6 +28,7 @@ _BENCHMARKS = (
     attention,
     attention_backward,
     varlen,
+    block_mask,
     layers,
     decode,
     prefill,
