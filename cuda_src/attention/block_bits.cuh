@@ -5,7 +5,7 @@
 // behind them, `full`. Here they meet the window's range of tiles.
 #pragma once
 
-#include "../common/config.cuh"
+#include "../common/reduce.cuh"
 
 // Of a call without a block mask.
 struct NoBlocks {};
@@ -26,7 +26,8 @@ __device__ __forceinline__ uint32 first_bits(int count) {
   return count <= 0 ? 0u : count >= 32 ? 0xffffffffu : (1u << count) - 1u;
 }
 
-// The tiles that a CTA walks: those that need a mask first (key_walk.cuh says why), then those that are seen in full.
+// The tiles that a CTA walks: those that need a mask first (key_walk.cuh says why), then those that are seen in full. A
+// warp asks together: its lanes look at a word each, so that a long way of empty tiles costs little.
 struct BlockTiles {
   const uint32* seen_g;
   int words;
@@ -41,23 +42,29 @@ struct BlockTiles {
   __device__ __forceinline__ bool is_full(int tile) const { return word(tile / 32, true) >> (tile % 32) & 1u; }
   __device__ __forceinline__ int count(bool full) const {
     int tiles = 0;
-    for (int at = begin / 32; at * 32 < end; at++) tiles += __popc(word(at, full));
-    return tiles;
+    for (int first = begin / 32; first * 32 < end; first += kWarpSize)
+      tiles += __popc(word(first + lane_index(), full));
+    return warp_reduce<Sum>(tiles);
   }
 
  private:
   __device__ __forceinline__ int first_of_either(int masked) const { return masked < end ? masked : next(begin, true); }
   // The tiles 32 at, 32 at + 1, ... of one kind.
   __device__ __forceinline__ uint32 word(int at, bool full) const {
+    if (at * 32 >= end) return 0;
     const uint32 walked = first_bits(end - 32 * at) & ~first_bits(begin - 32 * at) & seen_g[at];
     const uint32 whole = first_bits(full_end - 32 * at) & ~first_bits(full_begin - 32 * at) & seen_g[words + at];
     return walked & (full ? whole : ~whole);
   }
   __device__ __forceinline__ int next(int from, bool full) const {
-    uint32 behind = ~first_bits(from % 32);
-    for (int at = from / 32; at * 32 < end; at++, behind = 0xffffffffu) {
-      const uint32 found = word(at, full) & behind;
-      if (found != 0) return at * 32 + __ffs(found) - 1;
+    for (int first = from / 32; first * 32 < end; first += kWarpSize) {
+      const int at = first + lane_index();
+      const uint32 found = word(at, full) & ~first_bits(from - 32 * at);
+      const uint32 lanes = __ballot_sync(kFullWarp, found != 0);
+      if (lanes != 0) {
+        const int lane = __ffs(lanes) - 1;
+        return (first + lane) * 32 + __ffs(__shfl_sync(kFullWarp, found, lane)) - 1;
+      }
     }
     return end;
   }

@@ -4,12 +4,8 @@
 // result is the same from run to run.
 #pragma once
 
+#include "barrier.cuh"
 #include "numeric.cuh"
-
-// A barrier of `threads` threads, whole warps, beside that of the CTA: id 1 to 15.
-__device__ __forceinline__ void bar_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 
 struct Sum {
   static constexpr float kIdentity = 0.f;

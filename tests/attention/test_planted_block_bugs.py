@@ -82,7 +82,7 @@ BUGS = [
     ("float16", "forward", Bug(KEYS, "place.first_row / kTileQ,", "0,")),
     ("float16", "one pass", Bug(TILES, "OF_KEYS ? static_cast<int64>(j) * columns + i :", "")),
     ("float16", "one pass", Bug(QUERIES, "first_head + 1, own", "first_head, own")),
-    ("float16", "one pass", Bug(FEED, "return blocks.masked({head, tile});", "return false;")),
+    ("float16", "one pass", Bug(FEED, "return present_masked;", "return false;")),
     ("float16", "one pass", Bug(FEED, "    this->scratch_row = ::scratch_row(", "    (void)(")),
 ]
 DEEP_BUGS = [

@@ -14,11 +14,17 @@ struct BlockQueryFeed : QueryFeed<QTileFeed, DoutTileFeed, kBuffers> {
   const float16 *q_g, *dout_g;
   const Walk& blocks;
   typename Walk::Tile next;
+  bool present_masked;
 
   __device__ __forceinline__ BlockQueryFeed(const BackwardParams& all, const Walk& walk, const KeyPlace& of,
                                             const float16* q, const float16* dout,
                                             const typename Base::Tiles (&tiles)[kBuffers])
-      : Base(all, walk.whole, of, q, dout, tiles), place(of), q_g(q), dout_g(dout), blocks(walk) {
+      : Base(all, walk.whole, of, q, dout, tiles),
+        place(of),
+        q_g(q),
+        dout_g(dout),
+        blocks(walk),
+        present_masked(false) {
     left = blocks.tiles();
     next = blocks.from(blocks.first_head);
     if (left > 0) turn();
@@ -26,7 +32,7 @@ struct BlockQueryFeed : QueryFeed<QTileFeed, DoutTileFeed, kBuffers> {
     this->next_dout_g = rows<DoutTileFeed>(dout_g, params.dout, {head, tile});
   }
 
-  __device__ __forceinline__ bool masked() const { return blocks.masked({head, tile}); }
+  __device__ __forceinline__ bool masked() const { return present_masked; }
 
   __device__ __forceinline__ void fetch_q() {
     if (!this->more()) return;
@@ -59,6 +65,7 @@ struct BlockQueryFeed : QueryFeed<QTileFeed, DoutTileFeed, kBuffers> {
   __device__ __forceinline__ void turn() {
     head = next.head;
     tile = next.tile;
+    present_masked = blocks.masked(next);
     this->scratch_row = ::scratch_row(params, place.scratch_batch, head, tile * kTileQ);
     next = blocks.after(next);
   }
