@@ -159,6 +159,7 @@ def test_the_catalogue_has_every_pair_of_row_dtype_and_load():
 def test_pairs_meet_and_are_few():
     axes = (range(4), range(3), "ab", "xyz")
     chosen = list(pairs(*axes))
+    assert chosen[0] == tuple(axis[0] for axis in axes)
     for first, second in itertools.combinations(range(len(axes)), 2):
         expected = set(itertools.product(axes[first], axes[second]))
         assert {(each[first], each[second]) for each in chosen} == expected

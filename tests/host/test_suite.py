@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from support.attention_options import EITHER_HALF, OPTION_SETS, OPTIONS, SCORE_OPTIONS
-from support.pairs import pairwise
 from support.search import NOT_QUICK, QUICK, deep
 from support.strategies import AttentionProblem
 
@@ -39,16 +38,6 @@ def test_each_score_option_stands_in_either_half(plain, others):
 
 def test_option_sets_hold_score_options_only():
     assert set().union(*OPTION_SETS) == set(SCORE_OPTIONS) < set(OPTIONS)
-
-
-def test_every_two_values_meet_in_few_combinations():
-    lists = ("ab", "cde", "fg", "h", "ijkl")
-    rows = pairwise(*lists)
-    assert rows[0] == ("a", "c", "f", "h", "i")
-    assert len(rows) < 20
-    for one, other in itertools.combinations(range(len(lists)), 2):
-        met = {(row[one], row[other]) for row in rows}
-        assert met == set(itertools.product(lists[one], lists[other]))
 
 
 @pytest.mark.parametrize("beginning", [*QUICK, *NOT_QUICK])

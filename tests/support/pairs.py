@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 from support.search import Search
 
 from cupyattn.functional.device_info import device_count
+from cupyattn.kernels.configs.tables import pairs
 
 
 def attention_kernels(
@@ -28,7 +28,7 @@ def attention_kernels(
     A GPU, and a search of as many examples as were asked for, go through all combinations.
     """
     loads = _groups(views, "sliced"), _groups(option_views, "padded")
-    combine = itertools.product if device_count() or Search.examples else pairwise
+    combine = itertools.product if device_count() or Search.examples else pairs
     return list(combine(head_dims, dtypes, option_sets, *loads))
 
 
@@ -36,25 +36,3 @@ def _groups(views: Sequence[str], other: str) -> list[tuple[str, ...]]:
     """The views but one, and that one, which needs another load: those that there are."""
     groups = (tuple(v for v in views if (v == other) == is_other) for is_other in (False, True))
     return [group for group in groups if group]
-
-
-def pairwise(*lists: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Combinations of a value of each list; the first has the first of all."""
-    rows = _rows(tuple(map(len, lists)))
-    return [tuple(values[i] for values, i in zip(lists, row, strict=True)) for row in rows]
-
-
-@cache
-def _rows(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Take the combination with most of the pairs that are still missing, until none are."""
-    pairs = {
-        row: frozenset(itertools.combinations(enumerate(row), 2))
-        for row in itertools.product(*map(range, sizes))
-    }
-    missing = set().union(*pairs.values())
-    rows = []
-    while missing:
-        best = max(pairs, key=lambda row: len(missing & pairs[row]))
-        rows.append(best)
-        missing -= pairs[best]
-    return tuple(rows)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, TypeVar
 
 MAX_HEAD_DIM = 256
@@ -84,13 +85,22 @@ def pairs(*axes: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
     >>> len(list(pairs("abc", "xyz", (1, 2)))), len(list(pairs("abc", (1, 2))))
     (9, 6)
     """
-    every = list(itertools.product(*axes))
+    values = [list(axis) for axis in axes]
+    for row in _rows_of_pairs(tuple(map(len, values))):
+        yield tuple(of_axis[i] for of_axis, i in zip(values, row, strict=True))
 
-    def pairs_of(combination: tuple[Any, ...]) -> set[Any]:
-        return set(itertools.combinations(enumerate(combination), 2))
 
-    missing = set().union(*map(pairs_of, every)) if every else set()
+@cache
+def _rows_of_pairs(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the combinations as positions in axes of these sizes."""
+    pairs_of = {
+        row: frozenset(itertools.combinations(enumerate(row), 2))
+        for row in itertools.product(*map(range, sizes))
+    }
+    missing = set().union(*pairs_of.values())
+    rows = []
     while missing:
-        best = max(every, key=lambda combination: len(pairs_of(combination) & missing))
-        missing -= pairs_of(best)
-        yield best
+        best = max(pairs_of, key=lambda row: len(missing & pairs_of[row]))
+        rows.append(best)
+        missing -= pairs_of[best]
+    return tuple(rows)
