@@ -180,7 +180,7 @@ class MatrixOperations:
             )
         index = (rows >> 4) + self.shared.base[16][:, :, None]
         if self.tracker is not None:
-            lanes = self.tracker.lane.reshape(blocks, warps, 32)[:, :, : 8 * count]
+            lanes = self.tracker.every[1].lane.reshape(blocks, warps, 32)[:, :, : 8 * count]
             if active is not None:
                 used = active[:, :, : 8 * count]
                 self.tracker.read_rows(index[used], lanes[used], site)

@@ -14,7 +14,7 @@ The unit of memory is a granule, the smallest size that the kernel accesses shar
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,18 @@ Array = Any
 _MANY = 32
 _COLLECTIVE = 33
 _WHO = 63
+
+
+class _Threads(NamedTuple):
+    """Who accesses what, an item an access."""
+
+    lane: np.ndarray
+    """Counted over the batch."""
+    unit: np.ndarray
+    """What has a clock: counted over the batch, and in its block."""
+    own: np.ndarray
+    who: np.ndarray
+    """The lane, counted in its unit."""
 
 
 class SharedMemoryTracker:
@@ -56,7 +68,10 @@ class SharedMemoryTracker:
             self.by_atomic = np.zeros(count, bool)
             self.readers = np.zeros((count, units), np.int32)  # record of the last read per unit
             self.pending: dict[tuple[int, int], np.ndarray] = {}
-        self.lane = np.arange(lanes.blocks * lanes.threads, dtype=np.int32)
+        lane = np.arange(lanes.blocks * lanes.threads)
+        unit = lane // self.unit
+        every = _Threads(lane, unit, unit % units, (lane % self.unit).astype(np.int32))
+        self.every = {1: every}  # all threads, by how many granules each accesses
 
     @staticmethod
     def bytes_per_block(program: Program, shared_bytes: int, threads: int) -> int:
@@ -65,51 +80,52 @@ class SharedMemoryTracker:
         return 4 * (-(-shared_bytes // program.shared_granule) * (units + 3) + units * units)
 
     # ------------------------------------------------------------------ accesses
-    def _granules(
-        self, index: Array, size: int, mask: Array, lanes: np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the granules of accesses at `index` (in units of `size`), and their lanes."""
-        if lanes is None:
-            if mask is None:
-                lanes = self.lane
-                index = np.broadcast_to(index, self.lanes.shape).ravel()
-            else:
-                lanes = self.lane.reshape(self.lanes.shape)[mask]
+    def _granules(self, index: Array, size: int, mask: Array) -> tuple[np.ndarray, _Threads]:
+        """Return the granules of accesses at `index` (in units of `size`), and whose they are."""
         per = size // self.granule
-        if per > 1:
-            index = (index[:, None] * per + np.arange(per)).ravel()
-            lanes = np.repeat(lanes, per)
-        return index, lanes
+        if mask is not None:
+            return self._each(index, per), self._threads(np.flatnonzero(mask).repeat(per))
+        if per not in self.every:
+            self.every[per] = _Threads(*(each.repeat(per) for each in self.every[1]))
+        return self._each(np.broadcast_to(index, self.lanes.shape).ravel(), per), self.every[per]
+
+    def _each(self, index: np.ndarray, per: int) -> np.ndarray:
+        return (index[:, None] * per + np.arange(per)).ravel() if per > 1 else index
+
+    def _threads(self, lanes: np.ndarray) -> _Threads:
+        return _Threads(*(each.take(lanes) for each in self.every[1]))
 
     def read(self, index: Array, size: int, mask: Array, site: int) -> None:
         """Check and record loads."""
-        index, lanes = self._granules(index, size, mask, None)
+        index, threads = self._granules(index, size, mask)
         if index.size:
-            self._check_written(index, lanes, site)
+            self._check_written(index, threads, site)
             if self.races:
-                self._read(index, lanes, site, collective=False)
+                self._read(index, threads, site, collective=False)
 
     def read_rows(self, index: np.ndarray, lanes: np.ndarray, site: int) -> None:
         """Check and record the 16-byte rows that whole warps load at once (``ldmatrix``)."""
-        index, lanes = self._granules(index, 16, None, lanes)
-        self._check_written(index, lanes, site)
+        per = 16 // self.granule
+        index, lanes = self._each(index, per), lanes.repeat(per)
+        threads = self._threads(lanes)
+        self._check_written(index, threads, site)
         if not self.races:
             return
         if self.unit == 1:  # all lanes of the warp get something of every row
-            lanes = ((lanes & ~31)[:, None] + np.arange(32)).ravel()
+            threads = self._threads(((lanes & ~31)[:, None] + np.arange(32)).ravel())
             index = np.repeat(index, 32)
-        self._read(index, lanes, site, collective=True)
+        self._read(index, threads, site, collective=True)
 
     def write(self, index: Array, values: np.ndarray, mask: Array, site: int) -> None:
         """Check and record stores, before they happen."""
-        index, lanes = self._granules(index, values.itemsize, mask, None)
+        index, threads = self._granules(index, values.itemsize, mask)
         if not index.size:
             return
         if self.races:
             granules = np.ascontiguousarray(values).reshape(-1).view(f"u{self.granule}")
             memory = self.storage.views[self.granule]
             changes = memory.take(index) != granules  # equal writes do not race with each other
-            self._write(index, lanes, site, False, changes)
+            self._write(index, threads, site, False, changes)
         self.written[index] = True
 
     def after_write(
@@ -135,15 +151,15 @@ class SharedMemoryTracker:
 
     def atomic(self, index: Array, size: int, mask: Array, site: int) -> None:
         """Check and record atomic updates: they race with loads and stores, not with each other."""
-        index, lanes = self._granules(index, size, mask, None)
+        index, threads = self._granules(index, size, mask)
         if not index.size:
             return
-        self._check_written(index, lanes, site)
+        self._check_written(index, threads, site)
         if self.races:
-            self._write(index, lanes, site, True, np.ones(index.shape, bool))
+            self._write(index, threads, site, True, np.ones(index.shape, bool))
         self.written[index] = True
 
-    def _check_written(self, index: np.ndarray, lanes: np.ndarray, site: int) -> None:
+    def _check_written(self, index: np.ndarray, threads: _Threads, site: int) -> None:
         if not self.checks.uninitialized:
             return
         written = self.written.take(index)
@@ -155,7 +171,7 @@ class SharedMemoryTracker:
                 f"read of shared memory at byte {offset} that no thread has written"
                 f"{self.storage.nearest(offset)}",
                 site,
-                np.unique(lanes[bad]),
+                np.unique(threads.lane[bad]),
             )
 
     def _after_writes(
@@ -167,18 +183,16 @@ class SharedMemoryTracker:
         visible = self.seen.reshape(-1).take(unit * self.units + writer_unit)
         return (writer >> 6) > visible, writer, writer_unit
 
-    def _read(self, index: np.ndarray, lanes: np.ndarray, site: int, collective: bool) -> None:
-        unit = (lanes // self.unit).astype(np.int64)  # counted over the batch
-        own = unit % self.units
-        who = _COLLECTIVE if collective else lanes % self.unit
+    def _read(self, index: np.ndarray, threads: _Threads, site: int, collective: bool) -> None:
+        _, unit, own, who = threads
         bad, writer, writer_unit = self._after_writes(index, unit)
         if bad.any():
             if not collective or self.unit == 1:  # a thread sees its own write
-                bad &= (writer_unit != own) | ((writer & _WHO) != lanes % self.unit)
+                bad &= (writer_unit != own) | ((writer & _WHO) != who)
             if bad.any():
-                self._race(index, lanes, site, "reads", bad, writer_unit, writer, "written")
+                self._race(index, threads, site, "reads", bad, writer_unit, writer, "written")
         now = self.epoch.reshape(-1).take(unit)
-        record = now * 64 + who
+        record = now * 64 + (_COLLECTIVE if collective else who)
         readers = self.readers.reshape(-1)
         cell = index * self.units + own
         if self.unit == 1 and not collective:
@@ -189,24 +203,22 @@ class SharedMemoryTracker:
         if collective:
             readers[cell] = np.where(again, before, record)
             return
-        readers[cell] = np.where(again, now * 64 + _MANY, record)
+        readers[cell] = np.where(again, now * 64 + _MANY, record) if again.any() else record
         several = readers.take(cell) != record
         if several.any():
             readers[cell[several]] = now[several] * 64 + _MANY
 
     def _write(
-        self, index: np.ndarray, lanes: np.ndarray, site: int, atomic: bool, changes: np.ndarray
+        self, index: np.ndarray, threads: _Threads, site: int, atomic: bool, changes: np.ndarray
     ) -> None:
-        unit = (lanes // self.unit).astype(np.int64)
-        own = unit % self.units
-        who = lanes % self.unit
+        _, unit, own, who = threads
         bad, writer, writer_unit = self._after_writes(index, unit)
         if bad.any():
             bad &= ((writer_unit != own) | ((writer & _WHO) != who)) & changes
             if atomic:
                 bad &= ~self.by_atomic.take(index)
             if bad.any():
-                self._race(index, lanes, site, "writes", bad, writer_unit, writer, "written")
+                self._race(index, threads, site, "writes", bad, writer_unit, writer, "written")
         readers = self.readers.take(index, axis=0)
         unseen: Any = (readers >> 6) > self.seen.reshape(-1, self.units).take(unit, axis=0)
         if unseen.any():
@@ -220,7 +232,7 @@ class SharedMemoryTracker:
             if bad.any():
                 reader_unit = unseen.argmax(1)
                 reader = readers[row, reader_unit]
-                self._race(index, lanes, site, "writes", bad, reader_unit, reader, "read")
+                self._race(index, threads, site, "writes", bad, reader_unit, reader, "read")
         self.writer[index] = self.epoch.reshape(-1).take(unit) * 64 + who
         self.writer_unit[index] = own
         self.by_atomic[index] = atomic
@@ -228,7 +240,7 @@ class SharedMemoryTracker:
     def _race(
         self,
         index: np.ndarray,
-        lanes: np.ndarray,
+        threads: _Threads,
         site: int,
         verb: str,
         bad: np.ndarray,
@@ -242,7 +254,7 @@ class SharedMemoryTracker:
         other_warp, other_lane = divmod(int(other_unit[first]) * self.unit, 32)
         lane = f"lane {other_lane + who}" if who < _MANY else "several lanes"
         relation = "no barrier"
-        if int(lanes[first]) // 32 % self.lanes.warps == other_warp:
+        if int(threads.lane[first]) // 32 % self.lanes.warps == other_warp:
             relation = "no bar.warp.sync (__syncwarp)" + " of both" * (self.unit == 1)
         raise self.lanes.fault(
             SharedMemoryRaceError,
@@ -250,7 +262,7 @@ class SharedMemoryTracker:
             f"{self.storage.nearest(offset)}, {participle} by {lane} of warp "
             f"{other_warp} of the block, and {relation} lies between",
             site,
-            np.unique(lanes[bad]),
+            np.unique(threads.lane[bad]),
         )
 
     # ------------------------------------------------------------------ barriers
