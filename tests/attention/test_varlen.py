@@ -57,7 +57,7 @@ def test_every_option(problem: VarlenProblem):
         option_sets=wider(OPTION_SETS[:2], OPTION_SETS[2:]), **KINDS,
     )
 )  # fmt: skip
-@examples(12, deep=40)
+@examples(12, deep=20)
 def test_float32(problem: VarlenProblem):
     assert problem.ratio(*problem.run()) <= 1
 

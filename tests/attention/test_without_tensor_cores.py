@@ -55,14 +55,14 @@ DRAWN = attention_problems(
 
 
 @given(problem=DRAWN)
-@examples(6, deep=40)
+@examples(6, deep=16)
 def test_forward_within_bounds_of_the_reference(problem: AttentionProblem):
     assert forward_ratio(problem) <= 1
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @given(problem=DRAWN)
-@examples(4, deep=30)
+@examples(4, deep=12)
 def test_backward_within_bounds_of_the_reference(deterministic: bool, problem: AttentionProblem):
     assert backward_ratio(problem, deterministic=deterministic) <= 1
 
