@@ -308,7 +308,7 @@ def test_empty_problems_have_gradients_of_zero(
 @pytest.mark.parametrize(
     "head_dims", [(64, 64), *deep(((40, 24),), ((80, 72),), ((136, 192),))], ids=str
 )
-@examples(4)
+@examples(4, deep=5)
 @given(
     keys=st.sampled_from([4, 20, 64, 100, 128, 132]),
     bias_dtype=st.sampled_from(wider(["float16", None], ["float32"])),

@@ -28,6 +28,8 @@ class Kernel(NamedTuple):
     entry: str
     source: str
     defines: tuple[tuple[str, int | str], ...]
+    headers: tuple[tuple[str, str], ...] = ()
+    """Of a user's modifiers: name and text."""
 
 
 class Load(NamedTuple):
@@ -56,8 +58,8 @@ class Coverage:
         loads = {}
         for test, notes in json.loads(file.read_text()).items():
             kernels = tuple(
-                Kernel(entry, source, tuple((name, value) for name, value in defines))
-                for entry, source, defines in notes["kernels"]
+                Kernel(entry, source, tuple(map(tuple, defines)), tuple(map(tuple, headers)))
+                for entry, source, defines, headers in notes["kernels"]
                 if entry in entries
             )
             loads[test] = Load(kernels, notes["seconds"], notes["draws"])

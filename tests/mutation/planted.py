@@ -48,7 +48,7 @@ def makes_a_difference(folder: Path, kernels: list[Kernel]) -> bool | None:
 def instructions(folder: Path, kernel: Kernel) -> str:
     """The PTX of a kernel, but for where its lines stood, and constants that it does not read."""
     defines = dict(kernel.defines)
-    spec = KernelSpec(kernel.entry, str(folder / kernel.source), ())
+    spec = KernelSpec(kernel.entry, str(folder / kernel.source), (), kernel.headers)
     specialisation = Specialisation(
         spec, kernel.defines, int(defines["THREADS"]), int(defines["SHARED_BYTES"])
     )

@@ -57,7 +57,7 @@ def noting(call: Callable[..., Any]) -> Callable[..., Any]:
         test = NOTES.get(os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0])
         (specialisation,) = (each for each in arguments if isinstance(each, Specialisation))
         spec = specialisation.spec
-        kernel = [spec.entry, spec.source, sorted(specialisation.defines.items())]
+        kernel = [spec.entry, spec.source, sorted(specialisation.defines.items()), spec.headers]
         if test and not Path(spec.source).is_absolute() and kernel not in test["kernels"]:
             test["kernels"].append(kernel)
         return call(*arguments)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
+from support.recording_device import device_array
 from support.search import deep
 
+from cupyattn import ScoreMod, attention
 from cupyattn.kernels.registry import KERNELS
 from cupyattn.kernels.source import source_root
 from mutation.bugs import Bug
 from mutation.coverage import ROOT, Coverage, folder_of_tests, measure, most_new_first
+from mutation.planted import makes_a_difference
+from mutation.plugin import NOTES, noting
 from mutation.trial import (
     CAUGHT,
     NOT_COMPILED,
@@ -86,6 +92,21 @@ def test_what_has_no_effect_is_sorted_out(
     measured: Coverage, tmp_path: Path, bug: Bug, result: str
 ):
     assert screen(bug, measured.kernels_with(FILE), tmp_path).result == result
+
+
+def test_kernels_with_expressions_of_a_user_are_compared_too(recorder, monkeypatch, tmp_path):
+    """Their expressions are noted: without them no bug of an attention kernel compiles."""
+    test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]
+    notes = {"seconds": 0.0, "draws": False, "failed": False, "kernels": []}
+    monkeypatch.setitem(NOTES, test, notes)
+    monkeypatch.setattr(type(recorder), "load", noting(type(recorder).load))
+    q = device_array((1, 8, 2, 64))
+    attention(q, q, q, score_mod=ScoreMod("score + 1.f"))
+    file = tmp_path / "coverage.json"
+    file.write_text(json.dumps({test: notes}))
+    kernels = Coverage.read(file, KERNELS).kernels_with("attention/modifiers.cuh")
+    assert [kernel.entry for kernel in kernels] == ["attention_forward"]
+    assert makes_a_difference(source_root(), kernels) is False
 
 
 @pytest.mark.parametrize(
