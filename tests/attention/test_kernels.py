@@ -118,6 +118,25 @@ def test_every_row_of_the_flash_tables(head_dim: int, dtype: str, causal: bool):
     check(problem, "flash")
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    mostly_deep(
+        [
+            *itertools.product(FLASH[75], ["float16"]),
+            *itertools.product(FLASH_F32[75], ["float32"]),
+        ],
+        [(256, "float32")],
+    ),
+)
+def test_dropout_in_every_row_of_the_flash_tables(head_dim: int, dtype: str):
+    """A row's tiles say which words of the generator its threads' keys get."""
+    problem = AttentionProblem(
+        B=1, Sq=20, Sk=70, H=2, G=1, D=head_dim, Dv=head_dim, dtype=dtype,
+        drawn=(("dropout_p", 0.5),),
+    )  # fmt: skip
+    check(problem, "flash")
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize(("dropout_p", "dropped"), [(1e-6, False), (1 - 1e-6, True)])
 def test_dropout_of_less_than_a_bit(dropout_p: float, dropped: bool, dtype: str):
