@@ -6,15 +6,15 @@
 //           are there at once: to wait for memory is what takes time.
 // Budget    registers for some parts of a row over the lanes; shared memory for a row of each warp.
 // Edges     a part without keys has l = 0 and the lowest m, and so has a warp without parts.
-#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(SINKS) || !defined(FORWARD_WARPS) || !defined(QUERY_ROWS) || \
-    !defined(THREADS) || !defined(SHARED_BYTES)
-#error "DTYPE, HEAD_DIM, SINKS, FORWARD_WARPS, QUERY_ROWS, THREADS, SHARED_BYTES come from a launch-configuration table"
+#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(SINKS) || !defined(WARPS) || !defined(FORWARD_WARPS) || \
+    !defined(QUERY_ROWS) || !defined(SHARED_BYTES)
+#error "DTYPE, HEAD_DIM, SINKS, WARPS, FORWARD_WARPS, QUERY_ROWS, SHARED_BYTES come from a launch-configuration table"
 #endif
 #include "../row_sum.cuh"
 #include "shares.cuh"
 
 using Row = RowSum<HEAD_DIM>;
-constexpr int kWarps = THREADS / kWarpSize;
+constexpr int kWarps = WARPS;
 
 struct Smem {
   float rows[kWarps][HEAD_DIM];

@@ -96,8 +96,8 @@ def attention_backward(
         dtypes. On tensor cores, with rows = B * H * Sq' and Sq' and D' rounded up to multiples of
         64 and 8, it needs 8 * rows bytes; unless deterministic, 4 * rows * D' more; and for a bias
         that broadcasts 4 bytes for each of its items (deterministic: for each score); each rounded
-        up to 256. A BlockMask takes 2 bits for each tile of each kernel. With rotary as much as q and
-        k more, with accumulate twice that. An error says how many.
+        up to 256. A BlockMask takes 2 bits for each tile of each kernel. With rotary it needs as
+        much as q and k more, with accumulate twice that. An error says how many.
         With grads and workspace a call allocates nothing, and can be captured in a CUDA graph.
 
     Returns

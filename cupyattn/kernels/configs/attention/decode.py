@@ -255,6 +255,7 @@ def combine(launch: DecodeLaunch, sinks: str, parts: int) -> Specialisation:
         DTYPE=launch.dtype,
         HEAD_DIM=launch.head_dim,
         SINKS=sinks,
+        WARPS=warps,
         FORWARD_WARPS=WARPS,
         QUERY_ROWS=launch.config.rows,
     )

@@ -143,9 +143,9 @@ _Table = Mapping[tuple[Shape, Lines], ProductConfig]
 # card has been measured. The slots are the best of some dozens that were tried: ptxas places loads
 # and stores otherwise for each. Of those that model alike, those that an H200 is fastest with as
 # compute_75 code (2026-11-22, `benchmark linear`): it waits longer for memory and wants all of a
-# k-tile on its way. Many rows, wide: 335 TFLOP/s at 8192 x 16384 x 4096, where the order before made
-# 318. Narrow at 8192 x 2560 x 10240: 291, and 275 with w across; 265 and 227 before. Orders that
-# model 0.87 and 0.83 make 307 and 292 there.
+# k-tile on its way. Many rows, wide: 335 TFLOP/s at 8192 x 16384 x 4096, where the order before
+# made 318. Narrow at 8192 x 2560 x 10240: 291, and 275 with w across; 265 and 227 before. Orders
+# that model 0.87 and 0.83 make 307 and 292 there.
 _TURING_FORWARD: _Table = {
     ("wide", _ALONG): ProductConfig(
         *_WIDE, Moves(3, 2, 2), Moves(1, 3, 2), 1, 0.976, "shared memory is busy for 0.71 of it"
