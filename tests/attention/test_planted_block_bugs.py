@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import block_masks
 from support.block_masks import Case, masked_tiles
+from support.devices import NUMPY
 from support.planted_bugs import Bug, PlantedDevice, plant
 from support.search import deep
 from support.strategies import AttentionProblem
@@ -52,6 +54,7 @@ def ratio_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         folder = tmp_path / "cuda_src"
         plant(folder, *bugs)
         device = PlantedDevice(folder, Checks.all())
+        monkeypatch.setattr(block_masks, "KERNELS", NUMPY)
         for name in ("forward", "backward", "block_mask"):
             module = sys.modules[f"cupyattn.functional.attention.{name}"]
             monkeypatch.setattr(module, "device_of", lambda _: device)

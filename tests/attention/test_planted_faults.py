@@ -211,7 +211,11 @@ FAULTS = {
         OutOfBoundsError,
     ),
     "flash f32: one row too many is stored": (
-        Bug(F32_EPILOGUE_CUH, "(query >= place.sq) continue;", "(query > place.sq) continue;"),
+        Bug(
+            F32_EPILOGUE_CUH,
+            ">= place.sq) continue;\n      store_row(query_row",
+            "> place.sq) continue;\n      store_row(query_row",
+        ),
         OutOfBoundsError,
     ),
     "flash f32: the query head in place of the key-value head": (

@@ -77,7 +77,7 @@ WRONG = [
     (HALF, Bug(COMBINE_CU, "parts(walk)", "parts(walk) + 1")),
     (HALF, Bug(COMBINE_CU, "parts - 1, 1,", "parts - 2, 1,")),
     (HALF, Bug(COMBINE_CU, "query / TILE_Q * TILE_Q", "0")),
-    (HALF, Bug(SUM_CUH, "ex2_approx(maximum_and_sum.x - m)", "1.f")),
+    (HALF, Bug(SUM_CUH, "ex2_approx(parts[p].m - m)", "1.f")),
     (HALF, Bug(EPILOGUE_CUH, "kScale * params.scores.keep_scale : kScale", "kScale : kScale")),
     (FLOAT, Bug(FLOAT_CUH, "kDropout ? params.scores.keep_scale : 1.f;", "kDropout ? 1.f : 1.f;")),
 ]

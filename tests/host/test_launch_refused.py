@@ -62,7 +62,7 @@ ONLY_FLASH = (*ARRAY_OPTIONS, "softcap", "dropout_p")
     ("implementation", "name"),
     [
         *((implementation, name) for implementation in TEACHING for name in ONLY_FLASH),
-        *((each, name) for each in (*TEACHING, "flash") for name in ("rotary", "mask_mod")),
+        *((each, "mask_mod") for each in (*TEACHING, "flash")),
     ],
 )
 def test_what_has_no_kernel_says_so_and_does_nothing(recorder, implementation, name):
@@ -70,8 +70,6 @@ def test_what_has_no_kernel_says_so_and_does_nothing(recorder, implementation, n
     options: dict[str, Any] = {"implementation": implementation}
     if name in ARRAY_OPTIONS:
         options[name] = device_array(*ARRAY_OPTIONS[name])
-    elif name == "rotary":
-        options[name] = device_array((9, 4)), device_array((9, 4))
     elif name == "mask_mod":
         options[name] = lambda b, h, i, j: j <= i
     else:

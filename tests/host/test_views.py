@@ -68,7 +68,7 @@ def test_options_may_be_views_too(side):
         options |= {"mask": np.broadcast_to(bias[:, :1, 0, 0].T > -1, (3, 1, 4, 6))}
         options |= {"alibi_slopes": np.broadcast_to(np.float32(0.5), (3, 4))}
         options |= {"sinks": problem.normal("sinks", (8,))[::2]}
-        options |= {"rotary": (np.ones((2, 8), np.float32).T, np.zeros((16, 2), np.float16)[::2])}
+        options |= {"rotary": (np.ones((8, 4), "f4")[:, :2], np.zeros((16, 2), "f4")[::2])}
     copies = {name: _copied(value) for name, value in options.items()}
     viewed, copied = (
         attention(

@@ -81,7 +81,7 @@ WRONG = [
     (HALF, Bug(FORWARD_CU, "first_key + kTileKeys > seen_to", "first_key > seen_to")),
     (HALF, Bug(SHARES_CUH, "cta * each + min(cta, longer)", "cta * each + min(cta, longer - 1)")),
     (HALF, Bug(SHARES_CUH, "2 * cta + (cta == first_cta)", "2 * cta")),
-    (HALF, Bug(END_CUH, "l = __fmaf_rn(weight, maximum_and_sum.y, l)", "l += maximum_and_sum.y")),
+    (HALF, Bug(END_CUH, "l = __fmaf_rn(weight, parts[p].l, l)", "l += parts[p].l")),
     (LONG, Bug(FEED_CUH, "if (j + kWarpSize < count) ahead", "if (j < 0) ahead")),
     (HALF, Bug(FORWARD_CU, "if (edge) warp.rows.clear_v", "if (first_key < 0) warp.rows.clear_v")),
     (HALF, Bug(ITEMS_CUH, "__byte_perm(x, y, 0x7632)", "__byte_perm(y, x, 0x7632)")),

@@ -27,7 +27,12 @@ from cupyattn.ops.plan import Plan, Step, lay_out_scratch
 LEAST_KEYS = 256
 """Of a part."""
 _CTA_KEYS = 128
-"""What a part costs beside its keys, in keys: it begins, and writes sums that are read again."""
+"""What a part costs beside its keys, in keys: it begins and ends."""
+_ROW_KEYS = 4
+"""What each of its rows costs more, in keys: float32 sums that are written and read again. By the
+bytes of 128 rows beside the products of 64 keys it is 2 to 3 on a T4. A causal call of 1 x 2,048
+tokens, 16 heads of 128, in 3 parts was 12 % slower than whole on an H200 (compute_75 code,
+2026-11-22, `benchmark attention --tokens 2048 --seqlen 2048 --options causal`)."""
 _COMBINE_KEYS = 128
 """What the second launch costs, in keys."""
 _MOST_WAVES = 4
@@ -54,9 +59,9 @@ def num_splits(problem: AttentionProblem, row: TileRow, card: Card) -> int:
     """Return into how many parts the keys of each tile of query rows are cut; 1 for none.
 
     CTAs take turns on the card, and a turn is as long as a part: of the numbers of parts that leave
-    LEAST_KEYS to each, the one with the least turns * (keys of a part + _CTA_KEYS), if it saves
-    more than _COMBINE_KEYS. Packed sequences are not split, nor are tiles that fill the card, nor
-    what a block mask leaves.
+    LEAST_KEYS to each, the one with the least turns * (keys of a part + what it costs beside), if
+    it saves more than _COMBINE_KEYS. Packed sequences are not split, nor are tiles that fill the
+    card, nor what a block mask leaves.
     """
     if isinstance(problem, PackedProblem) or BLOCK_MASK in problem.layouts:
         return 1
@@ -65,10 +70,11 @@ def num_splits(problem: AttentionProblem, row: TileRow, card: Card) -> int:
     keys = _keys_of_tiles(problem, row.tile_q) if 0 < tiles < slots else ()
     longest = max(keys, default=0)
     best, least = 1, longest + _CTA_KEYS
+    beside = _CTA_KEYS + _ROW_KEYS * min(row.tile_q, problem.sq)
     for splits in range(2, min(longest // LEAST_KEYS, _MOST_WAVES * slots // max(tiles, 1)) + 1):
         part = -(-longest // splits)
         waves = -(-heads * sum(-(-each // part) for each in keys) // slots)
-        cost = waves * (part + _CTA_KEYS) + _COMBINE_KEYS
+        cost = waves * (part + beside) + _COMBINE_KEYS
         if cost < least:
             best, least = splits, cost
     return best

@@ -18,7 +18,7 @@ Forward, for one row with D = head dim, n keys, T tiles of keys and reach_j = |s
 
     ds  = (D + 2) u32 max_j reach_j + u32 max_j magnitude_j + softcap eps_tanh
     eps = u_in + 4 ds + (n + 8 T) u32
-    |out - ref| <= eps (P |V|) + flush sum_j |V_j| + u_out |ref| + tiny
+    |out - ref| <= eps (P |V|) + flush sum_j |V_j| + f n 2**-126 + u_out |ref| + tiny
     |lse - ref| <= 2 ds + (n + 8 T) u32 + 4 u32 (|ref| + log n + exponent_shift) + n flush
 
 - ds is the error of a score: the dot product (D terms, the scale, its conversion to base 2), the
@@ -30,7 +30,8 @@ Forward, for one row with D = head dim, n keys, T tiles of keys and reach_j = |s
   4 instead of 2 pays for truncation in tensor cores and for what is of second order.
 - u_in is the rounding of P for the tensor core; n u32 the sums over keys, of l and of P V; 8 T u32
   each tile's exponential (ex2.approx errs by 2**-22), its rescale and the final division and
-  dropout scale. Dropout's 1 / (1 - p) is part of P here.
+  dropout scale. Dropout's f = 1 / (1 - p) is part of P here, and comes last in kernels: a product
+  of P and V that falls below 2**-126 is 0 before.
 - With rotary, q and k are rotated in float32 and rounded to their dtype: 2 u_out + 8 u32 of reach
   more, with the norm of each rotated pair in place of its elements (it bounds |x1 cos| + |x2 sin|,
   rounding's real operands).
@@ -255,6 +256,7 @@ def attention_bound(
             factor = errors.visible if block.kept is None else errors.visible * block.kept
             abs_v = np.abs(block.v)
             error = eps[:, None] * ((p * factor) @ abs_v) + precision.flush * (factor @ abs_v)
+            error += TINY32 * factor.sum(axis=-1, keepdims=True)
             out_bound[block.b, block.rows, block.h] = error
             exponent = np.abs(block_lse) + np.log(np.maximum(keys, 1)) + precision.exponent_shift
             error = 2 * ds + sums + 4 * U32 * exponent + keys * precision.flush

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.devices import SENTINEL, GpuArrays
+from support.devices import SENTINEL, GpuArrays, placed
 
 import cupyattn
-from cupyattn import AttentionGrads
+from cupyattn import AttentionGrads, MaskMod, ScoreMod
 
 FAULTS = (TypeError, ValueError, NotImplementedError)
 
@@ -73,6 +73,8 @@ def _moved(value: Any) -> Any:
         return GpuArrays().put(value)
     if isinstance(value, AttentionGrads):
         return AttentionGrads(*map(_moved, value))
+    if isinstance(value, ScoreMod | MaskMod):
+        return placed(GpuArrays(), value)
     return tuple(map(_moved, value)) if type(value) is tuple else value
 
 
