@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import cupyattn
 from cupyattn.arrays import dtype_of
-from cupyattn.benchmark.cuda_events import RoundTimer, graph_timer, measured_on
+from cupyattn.benchmark.cuda_events import RoundTimer, measured_rows
 from cupyattn.benchmark.gpu_command import (
     add_numbers,
     add_timing_options,
@@ -25,10 +26,8 @@ from cupyattn.benchmark.gpu_command import (
 from cupyattn.cli.arguments import integer
 from cupyattn.cli.progress import progress
 from cupyattn.cli.terminal import Result, Terminal
-from cupyattn.cupy_library import load_cupy
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
-from cupyattn.kernels.device.cuda import cuda_device
 
 WAYS = ("dense", "equal", "ragged")
 DIRECTIONS = ("forward", "backward")
@@ -191,18 +190,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def measure(arguments: argparse.Namespace) -> Result:
     """Measure every case on the first GPU."""
-    cupy = load_cupy()
-    device = cuda_device(0)
-    with cupy.cuda.Device(device.ordinal):
-        timer = graph_timer(arguments.calls, arguments.warm_up)
-        rows = time_cases(cases_of(arguments), cupy, timer)
-    return {
-        "command": "varlen",
-        **measured_on(device),
-        "calls": arguments.calls,
-        "warm_up": arguments.warm_up,
-        "rows": rows,
-    }
+    return measured_rows("varlen", arguments, partial(time_cases, cases_of(arguments)))
 
 
 def show(result: Result, terminal: Terminal) -> None:

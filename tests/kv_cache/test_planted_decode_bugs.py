@@ -40,7 +40,10 @@ LONG = PagedProblem(lengths=(17_000,), Sq=1, G=1, group=8, D=24, dtype="float32"
 INT8 = PagedProblem(lengths=(0, 700, 37, 130), Sq=1, G=2, group=3, D=64, dtype="float16", bits=8)
 INT4 = replace(INT8, bits=4)
 FLOAT_INT4 = replace(INT8, bits=4, D=24, dtype="float32", lengths=(0, 300, 37, 130))
-MULTIPROCESSORS = 2
+# More parts of a row than its warps load at once: a CTA for each unit of 64 keys.
+MANY = replace(LONG, lengths=(4_700,), group=2)
+MULTIPROCESSORS = {MANY: 40}
+"""Otherwise 2."""
 
 
 @pytest.fixture
@@ -53,7 +56,7 @@ def ratio_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         device = PlantedDevice(folder, Checks.all())
         module = sys.modules["cupyattn.functional.attention.paged"]
         monkeypatch.setattr(module, "device_of", lambda _: device)
-        monkeypatch.setattr(PlantedDevice, "multiprocessors", MULTIPROCESSORS)
+        monkeypatch.setattr(PlantedDevice, "multiprocessors", MULTIPROCESSORS.get(problem, 2))
         arrays = problem.arrays()
         keywords = problem.keywords() | scales_of(arrays)
         out, lse = cupyattn.paged_attention(*arrays[:5], **keywords, return_lse=True)
@@ -66,6 +69,7 @@ CLEAN = {
     "half": HALF,
     "float": FLOAT,
     "long": LONG,
+    "many": MANY,
     "int8": INT8,
     "int4": INT4,
     "lanes": FLOAT_INT4,
@@ -94,7 +98,9 @@ WRONG = [
 ]
 WRONG_DEEP = [
     (HALF, Bug(SHARES_CUH, "(params, lengths, next.batch)", "(params, lengths, 0)")),
-    (HALF, Bug(COMBINE_CU, "cta <= last_cta; cta += kWarps)", "cta < last_cta; cta += kWarps)")),
+    (HALF, Bug(END_CUH, "if (part > last) continue;", "if (part >= last) continue;")),
+    (MANY, Bug(COMBINE_CU, "    part = Row();\n", "")),
+    (MANY, Bug(END_CUH, "begin += step * kTogether", "begin += kTogether")),
     (HALF, Bug(FEED_CUH, "mine % block_tiles * kTileKeys", "0")),
     (HALF, Bug(ROWS_CUH, "return (first + row) / params.group", "return row / params.group")),
     (HALF, Bug(END_CUH, "total = l * scale + ex2", "total = l + ex2")),
@@ -124,18 +130,18 @@ def test_wrong_results_are_found(problem, bug, ratio_with):
 
 
 @pytest.mark.parametrize(
-    ("file", "comment"),
+    ("problem", "file", "comment"),
     [
-        (FORWARD_CU, "smem: written by every warp"),
+        (HALF, FORWARD_CU, "smem: written by every warp"),
         *deep(
-            (FORWARD_CU, "smem: read by every warp, before the next pass or segment writes it"),
-            (COMBINE_CU, "smem: written by every warp"),
+            (HALF, FORWARD_CU, "smem: read by every warp, before the next pass or segment writes"),
+            (MANY, COMBINE_CU, "smem: written by every warp"),
         ),
     ],
 )
-def test_barriers_that_are_missing_are_found(file, comment, ratio_with):
+def test_barriers_that_are_missing_are_found(problem, file, comment, ratio_with):
     with pytest.raises(SharedMemoryRaceError):
-        ratio_with(HALF, without_barrier(file, comment))
+        ratio_with(problem, without_barrier(file, comment))
 
 
 def test_an_entry_read_past_a_sequence_is_found(ratio_with):
