@@ -117,11 +117,13 @@ def require_rank(name: str, layout: Layout, axes: str) -> None:
     """Raise ValueError unless the array has as many axes as `axes` names, as in "B S H D"."""
     letters = axes.split()
     if len(layout.shape) != len(letters):
+        batch = letters[0] == "B" and len(layout.shape) < len(letters)
         raise error(
             ValueError,
             f"{name} has shape {layout.shape}",
             f"{name} is ({', '.join(letters)}), {len(letters)} axes",
-            f"reshape it, for example {name}[None] where the batch axis is missing",
+            "reshape it"
+            + (f", for example {name}[None] where the batch axis is missing" if batch else ""),
         )
 
 

@@ -174,7 +174,7 @@ def block_mask(
             "write one, or leave mask_mod= of attention out",
         )
     shape = (_size("B", B), _size("H", H), _size("Sq", Sq), _size("Sk", Sk))
-    blocks = Blocks(shape, checked_q_offset(q_offset))
+    blocks = Blocks(shape, checked_q_offset(q_offset, array=False))
     operands = adopt(arrays_of("mask_mod", mask_mod), shown_as=shown_names({"mask_mod": function}))
     device = _device_of(operands, mask_mod)
     require_block_mask(function, operands, on_cpu=device is None)

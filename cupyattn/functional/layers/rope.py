@@ -45,7 +45,8 @@ def checked_rotary(rotary: Any) -> Rotary:
         raise error(
             TypeError,
             f"rotary is a {type(rotary).__name__}"
-            + (f" of {len(rotary)}" if isinstance(rotary, tuple) else ""),
+            + (f" of {len(rotary)}" if isinstance(rotary, tuple) else "")
+            + (", of which one is None" if fits else ""),
             "it is a tuple (cos, sin) of arrays (positions, R/2), or Rotary(cos, sin, "
             "interleaved=False)",
             "pass rotary=(cos, sin)",

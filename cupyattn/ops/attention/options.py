@@ -62,15 +62,18 @@ def checked_softmax_scale(given: Any, head_dim: int) -> float:
     return scale
 
 
-def checked_q_offset(given: Any) -> int | None:
-    """Return the key position of query 0; None is its default, which depends on the batch."""
+def checked_q_offset(given: Any, *, array: bool = True) -> int | None:
+    """Return the key position of query 0; None is its default, which depends on the batch.
+
+    `array` says that the function takes one too.
+    """
     if given is None:
         return None
     q_offset = integer(
         "q_offset",
         given,
-        "it is an integer, or an int32 or int64 array (B,)",
-        "convert it with int(...), or pass an array of NumPy or CuPy",
+        "it is an integer" + (", or an int32 or int64 array (B,)" if array else ""),
+        "convert it with int(...)" + (", or pass an array of NumPy or CuPy" if array else ""),
     )
     if abs(q_offset) > MAX_OFFSET:
         raise error(

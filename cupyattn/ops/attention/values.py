@@ -97,5 +97,5 @@ def _require_rotary_positions(
                 ValueError,
                 f"{name} stand at positions {first} to {last}",
                 f"the rotary tables have positions 0 to {positions - 1}",
-                "pass longer tables, or another q_offset",
+                "pass another q_offset" if first < 0 else "pass longer tables, or another q_offset",
             )
