@@ -81,7 +81,7 @@ WRONG_DEEP = [
     ),
     (PLAIN, Bug(FEED_CUH, "sk - kTileKeys)", "sk - kTileKeys - 1)")),
     (HALF, Bug(ROWS_CUH, "(rows.params, lengths.q_offset_g", "(rows.params, lengths.used_g")),
-    (HALF, Bug(COMBINE_CU, "lengths{seqlens_k_g, q_offset_g}", "lengths{seqlens_k_g, nullptr}")),
+    (HALF, Bug(COMBINE_CU, "Lengths{seqlens_k_g, q_offset_g}", "Lengths{seqlens_k_g, nullptr}")),
 ]
 
 
