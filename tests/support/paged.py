@@ -65,12 +65,12 @@ class PagedProblem:
         return self.Sq
 
     def keywords(self) -> dict[str, Any]:
-        """The options; slopes and sinks are drawn."""
+        """The options; slopes and sinks are drawn, and lie two items apart."""
         rng = np.random.default_rng(self.seed + 1)
         keywords = dict(self.options)
         for name in ("alibi_slopes", "sinks"):
             if name in keywords:
-                keywords[name] = rng.standard_normal(self.heads).astype(np.float32)
+                keywords[name] = rng.standard_normal(2 * self.heads).astype(np.float32)[::2]
         return keywords
 
     def arrays(self, order: int = 0) -> tuple[np.ndarray, ...]:
