@@ -241,7 +241,7 @@ def test_bounds_know_which_features_are_a_pair():
             (ANGLES, ANGLES, True),
             r"rotary is a tuple of 3; .*Rotary\(cos, sin, interleaved=False\)",
         ),
-        (Rotary(ANGLES, None), "rotary is a Rotary of 3; .*pass rotary="),
+        (Rotary(ANGLES, None), "rotary is a Rotary of 3, of which one is None; .*pass rotary="),
         (Rotary(ANGLES, ANGLES, 1), "rotary's interleaved = 1"),
         (ANGLES, "rotary is a ndarray; it is a tuple"),
     ],
