@@ -36,7 +36,8 @@ struct KeyCut {
   __device__ __forceinline__ int parts(const KeyWalk<kTileK>& walk) const { return div_up(walk.tiles(), each); }
 };
 
-// The share of a CTA that walks over one part of the keys of its rows, and writes sums: the rows of scratch memory of a query lie side by side.
+// The share of a CTA that walks over one part of the keys of its rows, and writes sums: the rows of scratch memory of a
+// query lie side by side.
 struct PartOfKeys {
   static constexpr bool kAll = false;
 
