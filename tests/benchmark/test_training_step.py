@@ -174,9 +174,12 @@ def test_needs_a_gpu():
 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path):
-    """The memory is that of the documented workspace, and of nothing else of its order."""
+    """The memory is that of the documented workspace, and of nothing else of its order.
+
+    1,024 tiles of 128 query rows: a grid that leaves a card idle splits its keys, which takes more.
+    """
     file = tmp_path / "step.json"
-    sizes = ("--batch", "2", "--seqlen", "1024", "--heads", "4", "--head-dim", "80")
+    sizes = ("--batch", "8", "--seqlen", "1024", "--heads", "16", "--head-dim", "80")
     arguments = (*sizes, "--calls", "3", "--warm-up", "1", "--naive-calls", "1")
     result = run(
         "training_step", *arguments, "--json", str(file), launcher=("-m", "cupyattn.benchmark")
@@ -185,7 +188,7 @@ def test_on_a_gpu(tmp_path):
     rows = json.loads(file.read_text())["rows"]
     assert [row["implementation"] for row in rows] == ["flash", "flash", "naive"]
     assert all(0 < row["fastest_s"] <= row["seconds"] for row in rows)
-    case = Case(2, 4, 1024, 80, 80, "float16", causal=True, window=0)
+    case = Case(8, 16, 1024, 80, 80, "float16", causal=True, window=0)
     for row in rows[:2]:
         workspace = workspace_bytes(case, deterministic=row["deterministic"])
         assert workspace <= row["scratch_bytes"] <= workspace + 100_000
