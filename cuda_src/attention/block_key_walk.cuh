@@ -16,12 +16,8 @@ struct BlockKeyWalk {
     const KeyWalk<kTileK> whole(window, place.first_row, rows);
     const KeyRange top = window.of_row(place.first_row), bottom = window.of_row(place.first_row + rows - 1);
     const int words = div_up(div_up(params.sk, kTileK), 32), own_tiles = div_up(params.sq, kTileQ);
-    blocks = {bits.of(place.batch, place.head, place.first_row / kTileQ, own_tiles, words),
-              words,
-              whole.begin,
-              whole.end,
-              div_up(bottom.begin, kTileK),
-              top.end / kTileK};
+    blocks = BlockTiles(bits.of(place.batch, place.head, place.first_row / kTileQ, own_tiles, words), words,
+                        whole.begin, whole.end, div_up(bottom.begin, kTileK), top.end / kTileK);
     first = blocks.first();
     masked = blocks.count(/*full=*/false);
     all = masked + blocks.count(true);

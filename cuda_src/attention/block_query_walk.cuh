@@ -17,6 +17,8 @@ struct BlockQueryWalk {
   const uint32* words_g;  // of the first head
   int64 head_words;       // from head to head
   int words, first_head, behind_heads;
+  BlockTiles tiles_of_head;  // of the head where the walk is
+  int present_head = -1;
 
   __device__ __forceinline__ BlockQueryWalk(const AttentionParams& params, const KeyWindow& window,
                                             const KeyPlace& place, int keys, const BlockBits& bits)
@@ -31,24 +33,31 @@ struct BlockQueryWalk {
 
   __device__ __forceinline__ int tiles() const {
     int all = 0;
-    for (int head = first_head; head < behind_heads; head++) all += of(head).count(true) + of(head).count(false);
+    for (int head = first_head; head < behind_heads; head++) {
+      const BlockTiles tiles = of(head);
+      all += tiles.count(true) + tiles.count(false);
+    }
     return all;
   }
   // The first tile from a head on; behind the last one comes behind_heads.
-  __device__ __forceinline__ Tile from(int head) const {
+  __device__ __forceinline__ Tile from(int head) {
     for (; head < behind_heads; head++) {
-      const int tile = of(head).first();
+      const int tile = turn_to(head).first();
       if (tile < whole.end) return {head, tile};
     }
     return {behind_heads, 0};
   }
-  __device__ __forceinline__ Tile after(Tile at) const {
-    const int tile = of(at.head).after(at.tile);
+  __device__ __forceinline__ Tile after(Tile at) {
+    const int tile = turn_to(at.head).after(at.tile);
     return tile < whole.end ? Tile{at.head, tile} : from(at.head + 1);
   }
-  __device__ __forceinline__ bool masked(Tile at) const { return !of(at.head).is_full(at.tile); }
+  __device__ __forceinline__ bool masked(Tile at) { return !turn_to(at.head).is_full(at.tile); }
 
  private:
+  __device__ __forceinline__ const BlockTiles& turn_to(int head) {
+    if (head != present_head) tiles_of_head = of(head), present_head = head;
+    return tiles_of_head;
+  }
   __device__ __forceinline__ BlockTiles of(int head) const {
     return {
         words_g + (head - first_head) * head_words, words, whole.begin, whole.end, whole.full_begin, whole.full_end};

@@ -172,6 +172,34 @@ def test_full_tiles_do_not_ask_the_expression(dtype):
             assert_allclose(found, KERNELS.get(getattr(expected_grads, name)), rtol=1e-2, atol=3e-3)
 
 
+LONG = 1024 * 64 + 300
+"""More tiles than a warp's lanes hold words of, 32 tiles each."""
+
+
+def few_tiles(sq: int, sk: int) -> np.ndarray:
+    """Seen are tiles at the beginning, around the 1,024th tile, and at the end, of both kinds."""
+    seen = np.zeros((1, 1, sq, sk), bool)
+    both = seen if sk > sq else seen.swapaxes(2, 3)
+    for first, last in ((10, 40), (64, 192), (LONG - 400, LONG - 50)):
+        both[..., first:last] = True
+    return seen
+
+
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
+def test_more_tiles_than_a_warp_holds_words_of(dtype):
+    keys = Case(AttentionProblem(1, 16, LONG, 1, 1, 8, 8, dtype), few_tiles(16, LONG))
+    ratios = keys.forward_ratios()
+    assert max(ratios.values()) <= 1, ratios
+
+
+@pytest.mark.parametrize("dtype", deep("float16", "float32"))
+def test_gradients_of_more_tiles_than_a_warp_holds_words_of(dtype):
+    for sq, sk in ((16, LONG), (LONG, 16)):
+        case = Case(AttentionProblem(1, sq, sk, 1, 1, 8, 8, dtype), few_tiles(sq, sk))
+        ratios = case.backward_ratios(deterministic=True)
+        assert max(ratios.values()) <= 1, ratios
+
+
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
 def test_nothing_is_seen_at_all(dtype):
     dout, q, k, v = map(KERNELS.put, arrays(dtype, 40, 70))

@@ -58,9 +58,9 @@ struct BlockGroupWalk {
   Blocks blocks;
   int sq;
 
-  __device__ __forceinline__ QueryTile first() const { return at(blocks.from(blocks.first_head)); }
-  __device__ __forceinline__ QueryTile after(const QueryTile& tile) const { return at(blocks.after(block_of(tile))); }
-  __device__ __forceinline__ bool partial(const QueryTile& tile) const { return blocks.masked(block_of(tile)); }
+  __device__ __forceinline__ QueryTile first() { return at(blocks.from(blocks.first_head)); }
+  __device__ __forceinline__ QueryTile after(const QueryTile& tile) { return at(blocks.after(block_of(tile))); }
+  __device__ __forceinline__ bool partial(const QueryTile& tile) { return blocks.masked(block_of(tile)); }
 
  private:
   __device__ __forceinline__ QueryTile at(Blocks::Tile block) const {
@@ -147,7 +147,7 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
   // Phase 1: the keys, and the queries that see any of them.
   const int batch = place.batch, kv_head = place.kv_head, first_key = place.first_key;
   const int keys = min(Traits::kTileK, window.keys - first_key);
-  const auto walk = group_walk(forward, window, place, arrays.modifiers.blocks);
+  auto walk = group_walk(forward, window, place, arrays.modifiers.blocks);
   const Rows<Traits::Scalar> k = {head_rows(arrays.k_g, forward.k, batch, kv_head, first_key), forward.k.seq, keys};
   const Rows<Traits::Scalar> v = {head_rows(arrays.v_g, forward.v, batch, kv_head, first_key), forward.v.seq, keys};
   const auto q_of = [&](const QueryTile& at) -> Rows<Traits::Scalar> {

@@ -12,7 +12,7 @@ struct BlockQueryFeed : QueryFeed<QTileFeed, DoutTileFeed, kBuffers> {
 
   const KeyPlace& place;
   const float16 *q_g, *dout_g;
-  const Walk& blocks;
+  Walk blocks;
   typename Walk::Tile next;
   bool present_masked;
 
