@@ -79,7 +79,7 @@ __device__ __forceinline__ float sum_of(const float (&x)[Rows::kVec]) {
   return sum;
 }
 
-// The moments of the strips that this thread holds, about their own mean.
+// The moments of the strips that this thread holds.
 __device__ __forceinline__ Moments moments_of(const Held (&held)[Rows::kHeldStrips], int64 length) {
   float x[Rows::kVec], sum = 0.f, count = 0.f;
 #pragma unroll
@@ -88,8 +88,7 @@ __device__ __forceinline__ Moments moments_of(const Held (&held)[Rows::kHeldStri
     sum += sum_of(x);
     count += strip_exists<Rows>(strip, length) ? Rows::kVec : 0;
   }
-  Moments part;
-  part.pivot = sum * inverse(count);
+  Moments part = RowMoments<Rows>::about(sum, count, length);
 #pragma unroll
   for (int strip = 0; strip < Rows::kHeldStrips; strip++) {
     held[strip].get(x);
@@ -164,6 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         float values[Rows::kVec];
         x[0].get(values);
         if (strip == 0) part.pivot = sum_of(values) * (1.f / Rows::kVec);
+        part.count += Rows::kVec;
         part.add(values);
       }
     }

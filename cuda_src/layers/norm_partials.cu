@@ -29,13 +29,13 @@ constexpr int kUnitItems = THREADS * VECTORS * VEC;
 
 // The sum of the squares of this thread's vectors in a stretch of at most kUnitItems.
 __device__ __forceinline__ float squares(const DTYPE* first_g, int64 left) {
-  Vec<DTYPE, VEC> loaded[VECTORS];
+  using Items = Vec<DTYPE, VEC>;
+  Items loaded[VECTORS] = {};
 #pragma unroll
   for (int v = 0; v < VECTORS; v++) {
     const int at = (v * THREADS + threadIdx.x) * VEC;
-    loaded[v] = {};
-    if (at + VEC <= left) {
-      loaded[v] = *reinterpret_cast<const Vec<DTYPE, VEC>*>(first_g + at);
+    if (at + VEC <= left) {  // as words: items would be taken apart here, which waits for the load
+      *reinterpret_cast<WordsOf<Items>*>(&loaded[v]) = *reinterpret_cast<const WordsOf<Items>*>(first_g + at);
     } else {
 #pragma unroll
       for (int i = 0; i < VEC; i++) {

@@ -113,13 +113,22 @@ def test_sums_read_too_early_are_found(bug, ratio):
 FORWARD_MISTAKES = {
     "the last row is left out": (SHORT, Bug(FORWARD_CU, "< params.rows;", "< params.rows - 1;")),
     "items are counted by vectors": (
-        LAYER, Bug(MOMENTS_CUH, "count += kItems;", "count += 1;"),
+        LONG, Bug(FORWARD_CU, "part.count += Rows::kVec;", "part.count += 1;"),
     ),
     "absent columns deviate": (
         LAYER, Bug(FORWARD_CU, "if (strip_exists<Rows>(strip, length)) part", "part"),
     ),
     "a part's mean is taken for the row's": (
         LAYER, Bug(MOMENTS_CUH, "    s1 = warp_reduce<Sum, kWidth>(s1);\n", ""),
+    ),
+    "a lane's mean for a warp's": (
+        SMALL, Bug(MOMENTS_CUH, "sum = warp_reduce<Sum, Rows::kLanes>(sum);", "{}"),
+    ),
+    "a lane's deviations for a warp's": (
+        SHORT, Bug(MOMENTS_CUH, "part.s2 = warp_reduce<Sum, Rows::kLanes>(part.s2);", ""),
+    ),
+    "a warp counts one lane's items": (
+        SHORT, Bug(MOMENTS_CUH, "kWarps == 1 ? static_cast<float>(length) : count", "count"),
     ),
     "parts are not moved to one pivot": (
         LONG, Bug(MOMENTS_CUH, "s2 += distance * (2.f * s1 + count * distance);", ""),

@@ -29,14 +29,17 @@ ROOT = KernelSpec(
 )
 KERNELS = (PARTIALS, ROOT)
 
-THREADS = 256
-MOST_CTAS = 1024
+# Of 256 or 512 threads, 2, 4 or 8 loads each and 512 to 2,048 CTAs the fastest, a tenth to a fifth
+# faster than 256, 2 and 1,024 (8192 rows of 768 to 4096 of float16, an H200 as compute_75 code,
+# 2026-11-22, `python -m cupyattn.benchmark layers --operation global_norm`).
+THREADS = 512
+MOST_CTAS = 512
 """Of one array: more would leave a thread little to add, and the second step much."""
 
 
 def loads(vec: int) -> int:
-    """Return how many loads of `vec` items a thread has in flight: 32 bytes, or 8 single items."""
-    return 2 if vec > 1 else 8
+    """Return how many loads of `vec` items a thread has in flight: 64 bytes, or 8 single items."""
+    return 4 if vec > 1 else 8
 
 
 @cache
