@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.paged import PagedProblem, multiprocessors, on_emulator, on_kernels, paged_problems
+from support.recording_device import device_array
 from support.search import deep, examples, mostly_deep, wider
 
 import cupyattn
+from cupyattn.ops.attention.decode import WHOLE_KEYS
 
 pytestmark = pytest.mark.nvrtc
 
@@ -34,6 +36,32 @@ def test_paged_is_dense(problem: PagedProblem, count: int):
     with multiprocessors(count):
         out, lse = on_kernels(problem, arrays)
     assert problem.ratio(out, lse, arrays) <= 1
+
+
+@pytest.mark.usefixtures("whole_sequences")
+@given(problem=paged_problems(KERNELS))
+@examples(8)
+def test_short_sequences_have_a_cta_for_each_head(problem: PagedProblem):
+    arrays = problem.arrays()
+    out, lse = on_kernels(problem, arrays)
+    assert problem.ratio(out, lse, arrays) <= 1
+
+
+@pytest.mark.usefixtures("whole_sequences")
+@pytest.mark.parametrize("blocks", [WHOLE_KEYS // 16, WHOLE_KEYS // 16 + 1])
+@pytest.mark.parametrize(("queries", "tiles"), [(1, 1), (5, 2)])
+def test_what_short_is(recorder, blocks, queries, tiles):
+    """Of as many tokens as the table has room for: a plan does not know the lengths."""
+    q, cache = device_array((3, queries, 8, 64)), device_array((99, 16, 2, 64))
+    table, lengths = device_array((3, blocks), np.int32), device_array((3,), np.int32)
+    cupyattn.paged_attention(q, cache, cache, table, lengths)
+    entries = [launch.specialisation.spec.entry for launch in recorder.started]
+    if blocks * 16 > WHOLE_KEYS:
+        assert entries == ["attention_decode", "attention_decode_combine"]
+    else:
+        assert entries == ["attention_decode"]
+        assert recorder.started[0].grid == (3 * 2 * tiles, 1, 1)
+        assert len(recorder.allocated) == 1  # out
 
 
 RAGGED = PagedProblem(

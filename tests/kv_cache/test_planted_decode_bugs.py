@@ -129,6 +129,26 @@ def test_wrong_results_are_found(problem, bug, ratio_with):
         assert ratio_with(problem, bug) > 1
 
 
+SHORT = replace(HALF, lengths=(0, 300, 37, 130))
+WRONG_WHOLE = [
+    Bug(SHARES_CUH, "cta % segments_of_sequence(params), 0", "0, 0"),
+    Bug(
+        SHARES_CUH, "const int batch = cta / segments_of_sequence(params);", "const int batch = 0;"
+    ),
+    Bug(FORWARD_CU, "params.ctas == 0 ? segment.units : shares", "params.ctas == 0 ? 1 : shares"),
+    Bug(FORWARD_CU, "Shares(segment.units, 1)", "Shares(segment.units, 2)"),
+]
+
+
+@pytest.mark.usefixtures("whole_sequences")
+@pytest.mark.parametrize(
+    "bug", [None, *WRONG_WHOLE[:2], *deep(*((bug,) for bug in WRONG_WHOLE[2:]))]
+)
+def test_wrong_results_of_short_sequences_are_found(bug, ratio_with):
+    with suppress(KernelFault):  # which is as good
+        assert (ratio_with(SHORT, *([bug] if bug else [])) <= 1) == (bug is None)
+
+
 @pytest.mark.parametrize(
     ("problem", "file", "comment"),
     [

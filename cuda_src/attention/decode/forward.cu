@@ -5,13 +5,13 @@
 // Flash-decoding's split of the keys (Dao et al., 2023) over the blocks of PagedAttention (Kwon et al.,
 // arXiv:2309.06180), in equal shares: each CTA takes as many units of keys as every other (shares.cuh). A segment that
 // lies within one share is finished here; of one that shares cut, each CTA leaves its part in scratch memory, and
-// combine.cu merges them.
+// combine.cu merges them. Short sequences are not shared: each segment has a CTA of its own, and there is no combine.cu.
 //
 // Shapes    DecodeParams (params.cuh). All query rows of a key-value head, tokens times heads of its group, read one
 //           pass over K and V; more than kRows of them are cut into tiles, with a pass each.
 // Work      WARPS warps take the tiles of 16 keys of a unit, one each, with a maximum, sum and accumulator of their own.
 //           Loads go straight to registers, K's of the next tile as soon as those of this one are consumed, and V's.
-// Grid      `ctas` of DecodeParams, whatever the lengths are.
+// Grid      `ctas` of DecodeParams, whatever the lengths are, or as many as segments.
 // Caches    floats, or integers with a scale for each token and head (../stored_items.cuh).
 // Budget    registers for MIN_CTAS CTAs an SM; shared memory for 8 rows of each warp, where a segment's parts meet.
 // Feed      says where a tile lies: BlockFeed looks its block up in a table, DenseFeed counts.
@@ -279,11 +279,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   __shared__ Smem smem;
   const Lengths lengths{seqlens_k_g, q_offset_g};
   const int cta = blockIdx.x, sq = params.attention.sq;
-  const Shares shares = shares_of<WARPS>(params, lengths);
-  const int end = shares.begin(cta + 1);
-  int unit = shares.begin(cta);
+  Segment segment = {};
+  if (params.ctas == 0) segment = segment_of_cta<WARPS>(params, lengths, cta);
+  const Shares shares = params.ctas == 0 ? Shares(segment.units, 1) : shares_of<WARPS>(params, lengths);
+  const int end = params.ctas == 0 ? segment.units : shares.begin(cta + 1);
+  int unit = params.ctas == 0 ? 0 : shares.begin(cta);
   if (unit >= end) return;
-  Segment segment = segment_at<WARPS>(params, lengths, unit);
+  if (params.ctas != 0) segment = segment_at<WARPS>(params, lengths, unit);
 
 #pragma unroll 1
   while (true) {

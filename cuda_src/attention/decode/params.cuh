@@ -18,7 +18,7 @@ struct DecodeParams {
   int batch, kv_heads;
   int block_tiles;  // tiles of a block
   int row_tiles;    // parts of the rows that share a key-value head, each with a walk over the keys
-  int ctas;         // of the forward
+  int ctas;         // of the forward, in equal shares; 0: one for each segment, and nothing is shared
 };
 static_assert(sizeof(DecodeParams) == DECODE_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
 

@@ -65,6 +65,13 @@ __device__ __forceinline__ Shares shares_of(const DecodeParams& params, const Le
   return Shares(warp_reduce<Sum>(units) * segments_of_sequence(params), params.ctas);
 }
 
+// The segment of a CTA that has one for itself, as a list of its own.
+template <int kWarps>
+__device__ __forceinline__ Segment segment_of_cta(const DecodeParams& params, const Lengths& lengths, int cta) {
+  const int batch = cta / segments_of_sequence(params);
+  return {batch, cta % segments_of_sequence(params), 0, units_of<kWarps>(params, lengths, batch)};
+}
+
 // The segment that holds a unit of the list.
 template <int kWarps>
 __device__ __forceinline__ Segment segment_at(const DecodeParams& params, const Lengths& lengths, int unit) {

@@ -26,6 +26,8 @@ from cupyattn.ops.card import Card
 from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.ops.plan import Plan, Step, lay_out_scratch, run
 
+WHOLE_KEYS = 512
+"""Of a block table: sequences up to there are not shared, which saves the second launch."""
 MOST_UNITS = 2**31 - 1
 """That kernels count."""
 _PARTIAL_OUT, _PARTIAL_SUMS = "partial_out", "partial_sums"
@@ -58,6 +60,7 @@ def _plan(problem: DecodeProblem, card: Card, return_lse: bool) -> Plan:
         feed="BlockFeed",
         fields=_table_fields(problem),
         renamed={"q_offset": "seqlens_k"},
+        whole=attention.sk <= WHOLE_KEYS,
     )
     plan.require_arrays(problem.layouts)
     return plan
@@ -72,18 +75,23 @@ def shared_keys_plan(
     feed: str,
     fields: Mapping[str, Any],
     renamed: Mapping[str, str],
+    whole: bool = False,
 ) -> Plan:
     """Plan both kernels: the keys in equal shares, then the rows that several CTAs shared.
 
-    `fields` of DecodeParams say where the feed finds keys; `renamed` is as in `Step.of`.
+    `fields` of DecodeParams say where the feed finds keys; `renamed` is as in `Step.of`. With
+    `whole` nothing is shared: one kernel, a CTA for each key-value head of each sequence.
     """
-    ctas = min(units_of(attention, launch), multiprocessors * launch.config.ctas_per_sm)
+    slots = multiprocessors * launch.config.ctas_per_sm
+    ctas = 0 if whole else min(units_of(attention, launch), slots)
     params = _params(attention, result_layouts(attention, outputs), fields, launch, ctas)
     options = score_options(attention)
     rows = attention.batch * attention.heads * attention.sq
     segments = attention.batch * attention.kv_heads * row_tiles_of(attention, launch)
-    parts = -(-ctas // segments) + 1  # a share begins and ends anywhere
     forward = decode.forward(launch, options, feed)
+    if whole:
+        return Plan((Step.of(forward, segments, params, renamed=renamed),), outputs)
+    parts = -(-ctas // segments) + 1  # a share begins and ends anywhere
     combine = decode.combine(launch, options.sinks, parts)
     return Plan(
         (

@@ -33,7 +33,7 @@ FORWARD = KernelSpec(
         *inputs("k_scales", "v_scales", "alibi_slopes", "sinks", optional=True),
         Pointer("out"),
         Pointer("lse", optional=True),
-        *(Pointer(name) for name in ("partial_out", "partial_sums")),
+        *(Pointer(name, optional=True) for name in ("partial_out", "partial_sums")),
         DECODE_STRUCT,
     ),
 )
