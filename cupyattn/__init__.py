@@ -6,8 +6,8 @@
 (1, 5, 2, 8)
 
 CuPy arrays run on the GPU, NumPy arrays on the CPU: through the float64 reference, or the kernels
-themselves on an emulator (`backend`). `cupyattn.emulator` itself runs any kernel; it is imported
-when it is first asked for.
+themselves on an emulator (`backend`). `cupyattn.models` has GPT-2, Llama and Phi-2, and
+`cupyattn.emulator` runs any kernel; both are imported when they are first asked for.
 """
 
 from __future__ import annotations
@@ -166,15 +166,17 @@ __all__ = [
     "vjp",
 ]
 
+_LATER = ("emulator", "models")
+
 if TYPE_CHECKING:
     from cupyattn import emulator as emulator
 else:  # a type checker would take it for any name
 
     def __getattr__(name: str) -> Any:
-        if name == "emulator":
-            return import_module("cupyattn.emulator")
+        if name in _LATER:
+            return import_module(f"cupyattn.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, "emulator"})
+    return sorted({*__all__, *_LATER})

@@ -35,6 +35,7 @@ ROOMS = {
     "functional": {"ops", "kernels", "emulator", *BOTTOM},
     "kv_cache": {"functional", *BOTTOM},
     "": {"functional", "kv_cache", "emulator"},
+    "models": {"", "kv_cache", "arrays", "cupy_library", "errors"},
     "cli": {"", "functional", "ops", "turing", "kernels", "emulator", *BOTTOM},
     "benchmark": {"", "cli", "kv_cache", "functional", "ops", "kernels", "emulator", *BOTTOM},
     "__main__": {"cli", "kernels"},
@@ -192,6 +193,21 @@ def test_the_reference_imports_numpy_alone():
         for imported in imports(path):
             top = imported.partition(".")[0]
             assert top in sys.stdlib_module_names | {"numpy", "cupyattn"}, f"{path}: {imported}"
+
+
+def test_models_use_public_names_alone():
+    """What a model needs anyone may call: models show how to use the library."""
+    public = {each.__name__: set(each.__all__) for each in (cupyattn, cupyattn.kv_cache)}
+    seen = set()
+    for path in (PACKAGE / "models").rglob("*.py"):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ImportFrom) and node.module in {"cupyattn", *public}:
+                names = {alias.name for alias in node.names} - {"models"}
+                assert names <= public[node.module], f"{path}: {names - public[node.module]}"
+                seen |= names
+            elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("cupyattn."):
+                assert not node.module.startswith("cupyattn.kv_cache."), f"{path}: {node.module}"
+    assert {"attention", "linear", "rms_norm"} <= seen
 
 
 def test_the_allocator_and_the_scheduler_import_no_arrays():

@@ -1,0 +1,25 @@
+"""GPT-2, Llama and Phi-2 on the library's own functions: weights in, logits out.
+
+>>> import numpy as np
+>>> from cupyattn import models
+>>> sorted(models.PRESETS)
+['gpt2', 'llama-3.2-1b', 'phi-2']
+"""
+
+from cupyattn.models.config import PRESETS, Config
+from cupyattn.models.forward import Attend
+from cupyattn.models.model import Model
+from cupyattn.models.random_weights import random
+from cupyattn.models.weights import Layer, Norm, Product, Weights
+
+__all__ = [
+    "PRESETS",
+    "Attend",
+    "Config",
+    "Layer",
+    "Model",
+    "Norm",
+    "Product",
+    "Weights",
+    "random",
+]

@@ -1,0 +1,139 @@
+"""What a model is, in numbers, and the shapes of three that many know."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cupyattn import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
+from cupyattn.errors import error, shown
+
+RopeScaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling
+
+ARCHITECTURES = ("gpt2", "llama", "phi")
+GATED = ("swiglu", "geglu")
+"""Activations of an MLP whose first product has two halves, gate and up."""
+
+
+class Config(NamedTuple):
+    """The numbers of a model.
+
+    Attributes
+    ----------
+    architecture : {"gpt2", "llama", "phi"}
+        Which forward: "llama" is that of Mistral, Qwen2 and SmolLM2 as well.
+    vocab_size : int
+        V, the rows of the embedding; a tokenizer may know fewer.
+    num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size : int
+        Layers; E; H; G, of which H is a multiple; D; and F, the width of the MLP.
+    max_positions : int
+        The longest sequence.
+    norm_eps : float
+        Added to the variance, or mean square, in the norms.
+    activation : str
+        Of the MLP, as `cupyattn.linear` calls it; gated ones are "swiglu" and "geglu".
+    rotary_dim : int
+        How many features of a head are rotated; 0 where positions have an embedding ("gpt2").
+    rope_base, rope_scaling : float, and a scaling or None
+        As of `cupyattn.rope_tables`.
+    tied : bool
+        Whether the embedding is the head's weight too.
+    window_size : (left, 0), optional
+        As of `cupyattn.attention`: keys that a query sees behind itself.
+    qkv_bias, output_bias, mlp_bias, head_bias : bool
+        Which products have a bias.
+    bos_id, eos_ids : int or None, and tuple of int
+        Tokens at which text begins, and ends.
+    """
+
+    architecture: str
+    vocab_size: int
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_positions: int
+    norm_eps: float
+    activation: str
+    rotary_dim: int = 0
+    rope_base: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tied: bool = False
+    window_size: tuple[int, int] | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+
+PRESETS = {
+    "gpt2": Config(
+        "gpt2", 50257, 12, 768, 12, 12, 64, 3072, 1024, 1e-5, "gelu_tanh",
+        tied=True, qkv_bias=True, output_bias=True, mlp_bias=True, bos_id=50256, eos_ids=(50256,),
+    ),
+    "llama-3.2-1b": Config(
+        "llama", 128256, 16, 2048, 32, 8, 64, 8192, 131072, 1e-5, "swiglu",
+        rotary_dim=64, rope_base=500000.0, rope_scaling=Llama3Scaling(32.0, 1.0, 4.0, 8192),
+        tied=True, bos_id=128000, eos_ids=(128001,),
+    ),
+    "phi-2": Config(
+        "phi", 51200, 32, 2560, 32, 32, 80, 10240, 2048, 1e-5, "gelu_tanh",
+        rotary_dim=32, qkv_bias=True, output_bias=True, mlp_bias=True, head_bias=True, bos_id=50256,
+        eos_ids=(50256,),
+    ),
+}  # fmt: skip
+"""GPT-2 of 124 million weights, Llama-3.2-1B and Phi-2, as their authors published them."""
+
+
+def checked(config: Config) -> Config:
+    """Return a config whose numbers fit together.
+
+    Raises
+    ------
+    ValueError
+        Otherwise: saying which do not.
+    """
+    architecture, heads, groups = config.architecture, config.num_heads, config.num_kv_heads
+    if architecture not in ARCHITECTURES:
+        raise unknown_architecture(architecture)
+    sizes = ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim",
+             "intermediate_size", "max_positions")  # fmt: skip
+    for name in sizes:
+        size = getattr(config, name)
+        _require(
+            isinstance(size, int) and size >= 1,
+            f"{name} = {shown(size)}",
+            "it is an int, 1 or more",
+        )
+    _require(
+        heads % groups == 0,
+        f"{heads} heads of {groups} for keys and values",
+        "one number is a multiple of the other",
+    )
+    _require(config.head_dim <= 256, f"head_dim = {config.head_dim}", "it is 1 to 256")
+    rotary_dim = config.rotary_dim
+    _require(
+        rotary_dim % 2 == 0 and 0 <= rotary_dim <= config.head_dim,
+        f"rotary_dim = {rotary_dim} of head_dim = {config.head_dim}",
+        "it is even, and at most head_dim",
+    )
+    return config
+
+
+def unknown_architecture(name: object) -> Exception:
+    """Make the error of an architecture that there is no forward for."""
+    return error(
+        NotImplementedError,
+        f"the architecture {shown(name)}",
+        "forwards exist for GPT-2, for Llama and what shares its layers (Mistral, Qwen2, SmolLM2), "
+        "and for Phi-2",
+        "load a model of one of these",
+    )
+
+
+def _require(holds: bool, passed: str, allowed: str) -> None:
+    if not holds:
+        raise error(ValueError, passed, allowed, "pass the model's config")

@@ -1,0 +1,165 @@
+"""A model: its config, its weights on one device, and what they make of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from cupyattn import Rotary, attention, rope_tables
+from cupyattn.arrays import Array
+from cupyattn.errors import error, shown
+from cupyattn.models.config import Config
+from cupyattn.models.forward import Attend, hidden_states
+from cupyattn.models.weights import Weights, named_arrays
+
+
+class Model:
+    """GPT-2, Llama or Phi-2 in arrays: what `load` and `random` return.
+
+    Attributes
+    ----------
+    config : Config
+        Its numbers.
+    weights : Weights
+        Its arrays, by name.
+    dtype : str
+        Of weights and hidden states: "float16", "float32" or "bfloat16".
+    xp : module
+        numpy or cupy: whose arrays they are.
+    rotary : Rotary, or None
+        The tables for all positions of the config; None where positions have an embedding.
+    tokenizer : optional
+        From text to ids and back; None where there is none.
+    """
+
+    def __init__(
+        self, config: Config, weights: Weights, dtype: str, xp: Any, tokenizer: Any = None
+    ):
+        self.config = config
+        self.weights = weights
+        self.dtype = dtype
+        self.xp = xp
+        self.tokenizer = tokenizer
+        self.rotary: Rotary | None = None
+        if config.rotary_dim:
+            cos, sin = rope_tables(
+                config.max_positions,
+                config.rotary_dim,
+                base=config.rope_base,
+                scaling=config.rope_scaling,
+            )
+            self.rotary = Rotary(xp.asarray(cos), xp.asarray(sin))
+
+    def __repr__(self) -> str:
+        config = self.config
+        return (
+            f"<Model {config.architecture}: {config.num_layers} layers, {config.num_heads} heads, "
+            f"E = {config.hidden_size}, V = {config.vocab_size}, {self.dtype}, "
+            f"{self.nbytes:,} bytes>"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all weights, in bytes."""
+        return sum(array.nbytes for _, array in named_arrays(self.weights))
+
+    def hidden(self, ids: Array, positions: Array, attend: Attend) -> Array:
+        """Return the hidden states behind the last norm, which `head` takes.
+
+        Parameters
+        ----------
+        ids, positions : int32 or int64 array (total,)
+            Tokens of any number of sequences, one behind the other, and where each stands.
+        attend : callable
+            ``attend(layer, q, k, v)`` is called once for each layer with q (total, H, D) and k, v
+            (total, G, D), views that are not rotated, and returns (total, H, D). Which keys a token
+            sees, `rotary`, the config's window and a cache are its business.
+
+        Returns
+        -------
+        array (total, E), dtype of the model
+        """
+        for states in self.hidden_states(ids, positions, attend):
+            hidden = states
+        return hidden
+
+    def hidden_states(self, ids: Array, positions: Array, attend: Attend) -> Iterator[Array]:
+        """Yield what `hidden` returns, and before it each step to it.
+
+        The embedded tokens, the hidden states behind each layer, and those behind the last norm:
+        `Config.num_layers` + 2 arrays (total, E).
+        """
+        return hidden_states(self.config, self.weights, ids, positions, attend)
+
+    def head(self, hidden: Array) -> Array:
+        """Return the logits (rows, V) of hidden states (rows, E) behind the last norm."""
+        return self.weights.head(hidden)
+
+    def logits(self, ids: Any) -> Array:
+        """Return the logits of every next token: causal attention, without a cache.
+
+        Parameters
+        ----------
+        ids : integers (B, S)
+            Token ids, an array or lists of B sequences that are equally long: at most
+            `Config.max_positions`.
+
+        Returns
+        -------
+        array (B, S, V), dtype of the model
+
+        Raises
+        ------
+        TypeError, ValueError
+            For ids that are no integers, have not two axes, or are too long; on the CPU, and with
+            ``backend(checks=True)``, for an id that is not in the vocabulary.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from cupyattn import models
+        >>> tiny = models.PRESETS["gpt2"]._replace(
+        ...     num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=2, head_dim=8,
+        ...     intermediate_size=32, vocab_size=50,
+        ... )
+        >>> model = models.random(tiny, dtype="float32", xp=np)
+        >>> model.logits([[3, 1, 4, 1, 5]]).shape
+        (1, 5, 50)
+        """
+        ids = self._ids(ids)
+        batch, length = ids.shape
+        positions = self.xp.tile(self.xp.arange(length, dtype=np.int32), batch)
+        hidden = self.hidden(ids.reshape(-1), positions, self.dense_attention(batch, length))
+        return self.head(hidden).reshape(batch, length, -1)
+
+    def dense_attention(self, batch: int, length: int) -> Attend:
+        """Return the attention, for `hidden`, of sequences that are equally long and begin at 0."""
+
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            q, k, v = (each.reshape(batch, length, *each.shape[1:]) for each in (q, k, v))
+            out = attention(
+                q, k, v, causal=True, window_size=self.config.window_size, rotary=self.rotary
+            )
+            return out.reshape(-1, *out.shape[2:])
+
+        return attend
+
+    def _ids(self, given: Any) -> Array:
+        ids = self.xp.asarray(given)
+        if ids.dtype.kind not in "iu" or ids.ndim != 2:
+            raise error(
+                TypeError if ids.dtype.kind not in "iu" else ValueError,
+                f"ids are {shown(given)}, of dtype {ids.dtype} and {ids.ndim} axes",
+                "they are integers (B, S): sequences that are equally long",
+                "pass for example [tokenizer.encode(text)]",
+            )
+        if ids.shape[1] > self.config.max_positions:
+            raise error(
+                ValueError,
+                f"got {ids.shape[1]} tokens",
+                f"the model has {self.config.max_positions} positions",
+                "pass fewer",
+            )
+        return ids.astype(np.int32, copy=False)

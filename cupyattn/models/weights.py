@@ -1,0 +1,143 @@
+"""The weights of a model: named arrays, the same names in every architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from cupyattn import layer_norm, linear, rms_norm
+from cupyattn.arrays import Array, dtype_of
+from cupyattn.models.config import GATED, Config
+
+
+class Norm(NamedTuple):
+    """A layer norm, or without a bias an RMS norm."""
+
+    weight: Array
+    bias: Array | None
+    eps: float
+
+    def __call__(self, x: Array, /, **options: Any) -> Any:
+        """Return the rows of x, normalised."""
+        if self.bias is None:
+            return rms_norm(x, self.weight, eps=self.eps, **options)
+        return layer_norm(x, self.weight, self.bias, eps=self.eps, **options)
+
+
+class Product(NamedTuple):
+    """A product with a weight (N, K): products of few rows stream its rows as they lie."""
+
+    weight: Array
+    bias: Array | None
+
+    def __call__(self, x: Array, /, **options: Any) -> Any:
+        """Return x times the weight, plus the bias; options are those of `linear`."""
+        return linear(x, self.weight.T, self.bias, **options)
+
+
+class Layer(NamedTuple):
+    """One layer of a transformer.
+
+    Attributes
+    ----------
+    norm : Norm
+        Before attention.
+    qkv : Product
+        To ((H + 2 G) D): the heads of q, then those of k, then those of v.
+    output : Product
+        From (H D) to E.
+    mlp_norm : Norm, or None
+        Before the MLP; None where it reads what attention reads (Phi).
+    up : Product
+        To F, or to (2 F) for gate and up of a gated activation.
+    down : Product
+        From F to E.
+    """
+
+    norm: Norm
+    qkv: Product
+    output: Product
+    mlp_norm: Norm | None
+    up: Product
+    down: Product
+
+
+class Weights(NamedTuple):
+    """All weights of a model.
+
+    Attributes
+    ----------
+    embedding : array (V, E)
+        A row for each token.
+    positions : array (P, E), or None
+        A row for each position ("gpt2").
+    layers : tuple of Layer
+        In their order.
+    norm : Norm
+        After the last layer.
+    head : Product
+        To V; its weight is the embedding where they are tied.
+    """
+
+    embedding: Array
+    positions: Array | None
+    layers: tuple[Layer, ...]
+    norm: Norm
+    head: Product
+
+
+def empty(config: Config, dtype: str, xp: Any) -> Weights:
+    """Return the weights of a model as arrays that have yet to be filled."""
+    width, heads, groups = config.hidden_size, config.num_heads, config.num_kv_heads
+    inner, kind = config.intermediate_size, dtype_of(dtype)
+
+    def norm() -> Norm:
+        bias = None if config.architecture == "llama" else xp.empty(width, kind)
+        return Norm(xp.empty(width, kind), bias, config.norm_eps)
+
+    def product(columns: int, rows: int, biased: bool) -> Product:
+        return Product(xp.empty((columns, rows), kind), xp.empty(columns, kind) if biased else None)
+
+    def layer() -> Layer:
+        return Layer(
+            norm=norm(),
+            qkv=product((heads + 2 * groups) * config.head_dim, width, config.qkv_bias),
+            output=product(width, heads * config.head_dim, config.output_bias),
+            mlp_norm=None if config.architecture == "phi" else norm(),
+            up=product(inner * (2 if config.activation in GATED else 1), width, config.mlp_bias),
+            down=product(width, inner, config.mlp_bias),
+        )
+
+    embedding = xp.empty((config.vocab_size, width), kind)
+    learned = config.architecture == "gpt2"
+    head = product(config.vocab_size, width, config.head_bias) if not config.tied else None
+    return Weights(
+        embedding=embedding,
+        positions=xp.empty((config.max_positions, width), kind) if learned else None,
+        layers=tuple([layer() for _ in range(config.num_layers)]),
+        norm=norm(),
+        head=head
+        or Product(embedding, xp.empty(config.vocab_size, kind) if config.head_bias else None),
+    )
+
+
+def named_arrays(weights: Weights) -> Iterator[tuple[str, Array]]:
+    """Return each array once, with its name: ``layers.0.qkv.weight``."""
+    seen = set()
+    for name, array in _walk("", weights):
+        if id(array) not in seen:
+            seen.add(id(array))
+            yield name, array
+
+
+def _walk(name: str, part: Any) -> Iterator[tuple[str, Array]]:
+    if hasattr(part, "_asdict"):
+        fields = part._asdict().items()
+    elif isinstance(part, tuple):
+        fields = enumerate(part)
+    else:
+        if hasattr(part, "shape"):
+            yield name, part
+        return
+    for field, value in fields:
+        yield from _walk(f"{name}.{field}" if name else str(field), value)

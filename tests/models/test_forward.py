@@ -1,0 +1,147 @@
+"""The forward against the same in plain NumPy, and under the emulator."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from support.model_twin import twin_logits, twin_states
+from support.tiny_models import TINY
+
+import cupyattn
+from cupyattn import models
+from cupyattn.models.weights import empty, named_arrays
+
+IDS = np.random.default_rng(5).integers(0, 59, (3, 11))
+
+
+@pytest.fixture(params=TINY)
+def config(request):
+    return TINY[request.param]
+
+
+def test_logits_are_those_of_plain_numpy(config):
+    model = models.random(config, dtype="float32", xp=np, seed=1)
+    logits = model.logits(IDS)
+    assert logits.shape == (3, 11, config.vocab_size) and logits.dtype == np.float32
+    for found, ids in zip(logits, IDS, strict=True):
+        np.testing.assert_allclose(found, twin_logits(model, ids), atol=1e-5)
+
+
+def test_hidden_states_are_those_of_plain_numpy(config):
+    model = models.random(config, dtype="float32", xp=np, seed=2)
+    ids = IDS[0]
+    attend = model.dense_attention(1, len(ids))
+    found = list(model.hidden_states(ids, np.arange(len(ids)), attend))
+    for step, (states, expected) in enumerate(zip(found, twin_states(model, ids), strict=True)):
+        np.testing.assert_allclose(states, expected, atol=1e-5, err_msg=f"step {step}")
+    np.testing.assert_array_equal(model.hidden(ids, np.arange(len(ids)), attend), found[-1])
+
+
+def test_sequences_may_be_packed(config):
+    """`hidden` knows no sequences: whoever attends says which rows belong together."""
+    model = models.random(config, dtype="float32", xp=np, seed=3)
+    first, second = IDS[0, :4], IDS[1, :9]
+    bounds = np.array([0, 4, 13], np.int32)
+
+    def attend(layer, q, k, v):
+        return cupyattn.attention_varlen(
+            q, k, v, bounds, bounds, 9, 9, causal=True,
+            window_size=config.window_size, rotary=model.rotary,
+        )  # fmt: skip
+
+    positions = np.concatenate([np.arange(4), np.arange(9)])
+    hidden = model.hidden(np.concatenate([first, second]), positions, attend)
+    logits = model.head(hidden)
+    np.testing.assert_allclose(logits[:4], model.logits(first[None])[0], atol=1e-5)
+    np.testing.assert_allclose(logits[4:], model.logits(second[None])[0], atol=1e-5)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("name", ["gpt2", "llama", "phi"])
+def test_kernels_give_the_same(name):
+    """float16 kernels, within what float16 keeps of hidden states about 1 in size."""
+    model = models.random(TINY[name], dtype="float16", xp=np, seed=4)
+    expected = model.logits(IDS[:, :7])
+    with cupyattn.backend("emulator"):
+        found = model.logits(IDS[:, :7])
+    np.testing.assert_allclose(found, expected, atol=1e-2)
+    assert np.abs(expected).max() > 1
+
+
+def test_large_scores_stay_finite_in_float16():
+    """Products of q and k of Phi-2 exceed 65504: scores are float32 whatever the dtype."""
+    model = models.random(TINY["phi"], dtype="float16", xp=np, seed=6)
+    for layer in model.weights.layers:
+        size = 2 * model.config.num_heads * model.config.head_dim
+        layer.qkv.weight[:size] *= 200
+    seen = []
+
+    def attend(layer, q, k, v):
+        seen.append(
+            np.abs(np.einsum("qhd,khd->hqk", *(x.astype(np.float32) for x in (q, k)))).max()
+        )
+        return dense(layer, q, k, v)
+
+    dense = model.dense_attention(1, 11)
+    expected = model.hidden(IDS[0], np.arange(11), attend)
+    assert max(seen) > 65504
+    assert np.isfinite(expected).all()
+    with cupyattn.backend("emulator"):
+        found = model.hidden(IDS[0], np.arange(11), dense)
+    np.testing.assert_allclose(found, expected, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("gpt2", 124_439_808), ("llama-3.2-1b", 1_235_814_400), ("phi-2", 2_779_683_840)],
+)
+def test_presets_have_as_many_weights_as_published(name, count):
+    shapes = SimpleNamespace(empty=lambda shape, kind: np.broadcast_to(kind.type(0), shape))
+    weights = empty(models.PRESETS[name], "float16", shapes)
+    assert sum(array.size for _, array in named_arrays(weights)) == count
+
+
+def test_random_weights_come_from_the_seed():
+    first, again, other = (models.random(TINY["llama"], xp=np, seed=seed) for seed in (0, 0, 1))
+    ids = IDS[:1]
+    np.testing.assert_array_equal(first.logits(ids), again.logits(ids))
+    assert not np.allclose(first.logits(ids), other.logits(ids))
+
+
+@pytest.mark.parametrize(
+    ("ids", "kind", "message"),
+    [
+        ([1, 2], ValueError, "sequences that are equally long"),
+        ([[0.5]], TypeError, "they are integers"),
+        ([[1] * 41], ValueError, "the model has 40 positions"),
+        ([[67]], ValueError, "67"),
+    ],
+)
+def test_ids_that_cannot_be(ids, kind, message):
+    with pytest.raises(kind, match=message):
+        models.random(TINY["llama"], xp=np).logits(ids)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ("gpt3", ValueError, "'gpt2', 'llama-3.2-1b', 'phi-2'"),
+        (3, TypeError, "models.Config"),
+        (TINY["llama"]._replace(architecture="bert"), NotImplementedError, "'bert'.*Llama"),
+        (TINY["llama"]._replace(num_kv_heads=3), ValueError, "4 heads of 3"),
+        (TINY["llama"]._replace(rotary_dim=18), ValueError, "rotary_dim = 18"),
+        (TINY["llama"]._replace(num_layers=0), ValueError, "num_layers = 0"),
+    ],
+)
+def test_configs_that_cannot_be(given, kind, message):
+    with pytest.raises(kind, match=message):
+        models.random(given, xp=np)
+
+
+def test_devices_and_dtypes_that_cannot_be():
+    with pytest.raises(TypeError, match="xp ="):
+        models.random("gpt2", xp="cupy")
+    with pytest.raises(TypeError, match="dtype = 'int8'"):
+        models.random("gpt2", xp=np, dtype="int8")
