@@ -23,12 +23,12 @@ from cupyattn.benchmark.gpu_command import (
     show_machine,
 )
 from cupyattn.cli.arguments import integer
-from cupyattn.cli.progress import progress
 from cupyattn.cli.terminal import Result, Terminal
 from cupyattn.cupy_library import load_cupy
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 from cupyattn.kernels.device.cuda import cuda_device
+from cupyattn.progress import progress
 
 WAYS = ("plain", "mask_mod", "block_mask")
 DIRECTIONS = ("forward", "backward", "deterministic backward")

@@ -24,12 +24,12 @@ from cupyattn.benchmark.gpu_command import (
     show_machine,
 )
 from cupyattn.cli.arguments import integer
-from cupyattn.cli.progress import progress
 from cupyattn.cli.terminal import Result, Terminal
 from cupyattn.kernels.configs.attention.decode import TILE_KEYS
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 from cupyattn.ops.attention.decode_problem import MAX_QUERIES
+from cupyattn.progress import progress
 from cupyattn.reference.kv_cache.quantisation import quantise
 
 LAYOUTS = ("paged", "dense")

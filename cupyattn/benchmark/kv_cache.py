@@ -23,10 +23,10 @@ from cupyattn.benchmark.gpu_command import (
     show_machine,
 )
 from cupyattn.cli.arguments import integer
-from cupyattn.cli.progress import progress
 from cupyattn.cli.terminal import Result, Terminal
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
+from cupyattn.progress import progress
 
 OPERATIONS = ("append", "copy", "gather")
 FORMATS = ("float", "int8", "int4")

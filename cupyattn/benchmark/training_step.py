@@ -19,12 +19,12 @@ from cupyattn.benchmark.contenders import Call
 from cupyattn.benchmark.cuda_events import Timer, event_timer, measured_on
 from cupyattn.benchmark.gpu_command import add_timing_options, run_on_gpu, show_machine
 from cupyattn.cli.arguments import integer
-from cupyattn.cli.progress import progress
 from cupyattn.cli.terminal import Result, Terminal
 from cupyattn.cupy_library import load_cupy
 from cupyattn.gradients import AttentionGrads
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 from cupyattn.kernels.device.cuda import cuda_device
+from cupyattn.progress import progress
 
 PHI_2 = {"batch": 8, "seqlen": 2048, "heads": 32, "head_dim": 80}
 GOAL_BYTES = 400_000_000  # of scratch memory, for that shape

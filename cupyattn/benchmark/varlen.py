@@ -24,10 +24,10 @@ from cupyattn.benchmark.gpu_command import (
     show_machine,
 )
 from cupyattn.cli.arguments import integer
-from cupyattn.cli.progress import progress
 from cupyattn.cli.terminal import Result, Terminal
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
+from cupyattn.progress import progress
 
 WAYS = ("dense", "equal", "ragged")
 DIRECTIONS = ("forward", "backward")

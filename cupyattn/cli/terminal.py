@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 from cupyattn.cli import layout
+from cupyattn.progress import has_rich
 
 Cell = layout.Cell
 Result = dict[str, Any]
@@ -83,8 +83,3 @@ def fail(command: str, failure: Exception, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"command": command, "ok": False, "error": str(failure)}, indent=2))
     print(f"{command}: {failure}", file=sys.stderr)
-
-
-def has_rich() -> bool:
-    """Tell whether rich is installed."""
-    return find_spec("rich") is not None

@@ -10,11 +10,11 @@ from typing import Any
 
 import cupyattn
 from cupyattn.cli.arguments import add_json_option
-from cupyattn.cli.progress import progress
 from cupyattn.cli.table_rows import add_row_options, row_name, rows_of, without_rows
 from cupyattn.cli.terminal import Cell, Result, Terminal, emit, fail
 from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.kernels.spec import Specialisation
+from cupyattn.progress import progress
 from cupyattn.turing import (
     MACHINES,
     MARGIN,

@@ -1,4 +1,4 @@
-"""GPT-2, Llama and Phi-2 on the library's own functions: weights in, logits out.
+"""GPT-2, Llama and Phi-2 on the library's own functions: from files of weights to logits.
 
 >>> import numpy as np
 >>> from cupyattn import models
@@ -8,8 +8,10 @@
 
 from cupyattn.models.config import PRESETS, Config
 from cupyattn.models.forward import Attend
+from cupyattn.models.loading import load
 from cupyattn.models.model import Model
 from cupyattn.models.random_weights import random
+from cupyattn.models.tokenizer import Tokenizer
 from cupyattn.models.weights import Layer, Norm, Product, Weights
 
 __all__ = [
@@ -20,6 +22,8 @@ __all__ = [
     "Model",
     "Norm",
     "Product",
+    "Tokenizer",
     "Weights",
+    "load",
     "random",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from cupyattn.arrays import Array
 from cupyattn.errors import error, shown
 from cupyattn.models.config import Config
 from cupyattn.models.forward import Attend, hidden_states
+from cupyattn.models.tokenizer import Tokenizer
 from cupyattn.models.weights import Weights, named_arrays
 
 
@@ -30,18 +32,21 @@ class Model:
         numpy or cupy: whose arrays they are.
     rotary : Rotary, or None
         The tables for all positions of the config; None where positions have an embedding.
-    tokenizer : optional
-        From text to ids and back; None where there is none.
     """
 
     def __init__(
-        self, config: Config, weights: Weights, dtype: str, xp: Any, tokenizer: Any = None
-    ):
+        self,
+        config: Config,
+        weights: Weights,
+        dtype: str,
+        xp: Any,
+        read_tokenizer: Callable[[], Tokenizer | None] = lambda: None,
+    ) -> None:
         self.config = config
         self.weights = weights
         self.dtype = dtype
         self.xp = xp
-        self.tokenizer = tokenizer
+        self._read_tokenizer = read_tokenizer
         self.rotary: Rotary | None = None
         if config.rotary_dim:
             cos, sin = rope_tables(
@@ -64,6 +69,23 @@ class Model:
     def nbytes(self) -> int:
         """The size of all weights, in bytes."""
         return sum(array.nbytes for _, array in named_arrays(self.weights))
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """From text to ids and back; None where the model came without one.
+
+        It is read when it is first asked for.
+
+        Raises
+        ------
+        NotImplementedError
+            If the files have one of a kind that is not read.
+        ValueError
+            If its files are damaged.
+        RuntimeError
+            If the package tokenizers is not installed.
+        """
+        return self._read_tokenizer()
 
     def hidden(self, ids: Array, positions: Array, attend: Attend) -> Array:
         """Return the hidden states behind the last norm, which `head` takes.

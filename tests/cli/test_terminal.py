@@ -11,10 +11,10 @@ import sys
 import pytest
 from support.processes import WITHOUT_RICH, environment, run, run_in_terminal
 
-import cupyattn.cli.progress as progress_module
+import cupyattn.progress as progress_module
 from cupyattn.cli import compile, demo, info, layout, main, profile, turing
-from cupyattn.cli.progress import progress
 from cupyattn.cli.terminal import RichTerminal, Terminal
+from cupyattn.progress import progress
 from cupyattn.turing import KernelFigures, LoopFigures, Utilisation
 
 WIDTH = 80

@@ -20,9 +20,10 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # Room: the rooms that it may import besides itself. A room is a folder or a module at the top; ""
 # is the package's own __init__.
-BOTTOM = {"reference", "gradients", "arrays", "cupy_library", "folders", "errors"}
+BOTTOM = {"reference", "gradients", "arrays", "cupy_library", "folders", "progress", "errors"}
 ROOMS = {
     "errors": set(),
+    "progress": set(),
     "folders": {"errors"},
     "cupy_library": {"folders", "errors"},
     "emulator": set(),
@@ -35,7 +36,7 @@ ROOMS = {
     "functional": {"ops", "kernels", "emulator", *BOTTOM},
     "kv_cache": {"functional", *BOTTOM},
     "": {"functional", "kv_cache", "emulator"},
-    "models": {"", "kv_cache", "arrays", "cupy_library", "errors"},
+    "models": {"", "kv_cache", "arrays", "cupy_library", "progress", "errors"},
     "cli": {"", "functional", "ops", "turing", "kernels", "emulator", *BOTTOM},
     "benchmark": {"", "cli", "kv_cache", "functional", "ops", "kernels", "emulator", *BOTTOM},
     "__main__": {"cli", "kernels"},
@@ -48,6 +49,7 @@ MAY_IMPORT_CUPY = {
     "cupyattn.kernels.device.cuda": "cupy_backends",
 }
 LAZY = {*CUPY, "cuda", "rich", "ml_dtypes", "torch", "matplotlib"}
+LAZY |= {"safetensors", "tokenizers", "gguf", "jinja2"}
 
 
 def name_of(path: Path) -> str:

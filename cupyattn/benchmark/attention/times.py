@@ -13,10 +13,10 @@ from cupyattn.benchmark.attention.cases import PLAIN, Case, Pool, arguments_of, 
 from cupyattn.benchmark.contenders import Contender
 from cupyattn.benchmark.cuda_events import Timer, event_timer, measured_on
 from cupyattn.benchmark.torch_peer import TORCH, load_torch
-from cupyattn.cli.progress import progress
 from cupyattn.cli.terminal import Result
 from cupyattn.cupy_library import load_cupy
 from cupyattn.kernels.device.cuda import cuda_device
+from cupyattn.progress import progress
 
 
 def measure_cases(

@@ -15,7 +15,7 @@ from cupyattn.benchmark.layers.calls import (
     torch_forward,
 )
 from cupyattn.benchmark.layers.operations import Operation, Size, Source
-from cupyattn.cli.progress import progress
+from cupyattn.progress import progress
 
 _MOST_SETS = 16
 

@@ -6,11 +6,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-from cupyattn.cli.terminal import has_rich
+from importlib.util import find_spec
 
 SECONDS_BETWEEN_LINES = 5.0
 """In a file or a pipe: often enough to be seen alive, and seldom enough for a log."""
+
+
+def has_rich() -> bool:
+    """Tell whether rich is installed."""
+    return find_spec("rich") is not None
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Files of weights: what they are called there, and the way into a model's arrays."""

@@ -1,0 +1,61 @@
+"""What a reader of files finds, before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyattn.errors import error
+from cupyattn.models.checkpoints.names import Naming
+from cupyattn.models.config import Config
+
+
+class Tensor(NamedTuple):
+    """A tensor in a file.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Of all of it.
+    read : callable
+        ``read(start, stop)`` gives these rows (of its first axis) as floats of any size.
+    """
+
+    shape: tuple[int, ...]
+    read: Callable[[int, int], np.ndarray]
+
+
+class Checkpoint(NamedTuple):
+    """A model in files: its config, and its tensors by the names that they have there.
+
+    Attributes
+    ----------
+    where : str
+        The file or folder, for errors.
+    config : Config
+        Its numbers.
+    naming : Naming
+        What its weights are called.
+    tensors : dict from str to Tensor
+        All that the files hold.
+    read_tokenizer : callable
+        Returns its tokenizer, or None.
+    """
+
+    where: str
+    config: Config
+    naming: Naming
+    tensors: dict[str, Tensor]
+    read_tokenizer: Callable[[], Any]
+
+
+def damaged(where: str, what: str) -> ValueError:
+    """Make the error of a file that is not what it should be."""
+    return error(
+        ValueError,
+        f"{where}: {what}",
+        "a model is read from whole files as they were published",
+        "download the file again, or convert the model again",
+    )

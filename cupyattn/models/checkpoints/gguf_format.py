@@ -1,0 +1,184 @@
+"""The GGUF format: metadata and where tensors are, checked against the size of the file.
+
+The specification is ggml's docs/gguf.md. The package gguf has a reader too, which takes seconds for
+the tokens of a vocabulary; here it only dequantises.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyattn.errors import error
+from cupyattn.models.checkpoints.checkpoint import Tensor, damaged
+from cupyattn.models.extras import extra
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_PLAIN = ("F32", "F16")
+
+
+class GGUFFile(NamedTuple):
+    """What a file holds.
+
+    Attributes
+    ----------
+    metadata : dict
+        Numbers, strings and lists by their keys.
+    tensors : dict from str to Tensor
+        Their shapes as NumPy has them: the axis that is contiguous comes last.
+    """
+
+    metadata: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """Read the metadata of a file, and where its tensors are; it stays mapped into memory.
+
+    Raises
+    ------
+    ValueError
+        For a file that is damaged, cut short or no GGUF.
+    NotImplementedError
+        For a version, or a type of tensors, that is unknown.
+    """
+    content = np.memmap(path, np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
+    cursor = _Cursor(str(path), content)
+    if cursor.take(4) != _MAGIC:
+        raise damaged(str(path), "no GGUF file: it does not begin with these letters")
+    (version,) = cursor.numbers("I", 1)
+    if version not in _VERSIONS:
+        raise error(
+            NotImplementedError,
+            f"{path}: GGUF of version {version}",
+            f"versions {' and '.join(map(str, _VERSIONS))} are read, in little-endian order",
+            "convert the model again",
+        )
+    count, keys = cursor.numbers("Q", 2)
+    metadata = {}
+    for _ in range(keys):
+        key = cursor.string()
+        metadata[key] = cursor.value(*cursor.numbers("I", 1))
+    infos = [_Info.read(cursor) for _ in range(count)]
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise damaged(str(path), f"tensors that are aligned to {alignment!r} bytes")
+    begin = -(-cursor.at // alignment) * alignment
+    return GGUFFile(metadata, {info.name: info.tensor(path, content, begin) for info in infos})
+
+
+class _Cursor:
+    """A place in a file, from which values are read one behind the other."""
+
+    def __init__(self, where: str, content: np.ndarray) -> None:
+        self.where = where
+        self.at = 0
+        self._content = content.data
+
+    def take(self, size: int) -> bytes:
+        if not 0 <= size <= len(self._content) - self.at:
+            raise damaged(
+                self.where, f"cut short: {size} bytes at {self.at} of {len(self._content)}"
+            )
+        self.at += size
+        return bytes(self._content[self.at - size : self.at])
+
+    def numbers(self, kind: str, count: int) -> tuple[Any, ...]:
+        return struct.unpack(f"<{count}{kind}", self.take(struct.calcsize(f"<{kind}") * count))
+
+    def string(self) -> str:
+        (size,) = self.numbers("Q", 1)
+        return self.take(size).decode("utf-8", errors="surrogateescape")
+
+    def value(self, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self.numbers(_SCALARS[kind], 1)[0]
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            raise damaged(
+                self.where, f"a value of the type {kind} at {self.at}, which there is none of"
+            )
+        (inner,) = self.numbers("I", 1)
+        (count,) = self.numbers("Q", 1)
+        if inner in _SCALARS:
+            return list(self.numbers(_SCALARS[inner], count))
+        if count > len(self._content):  # each item takes a byte at least
+            raise damaged(self.where, f"a list of {count} items at {self.at}")
+        return [self.value(inner) for _ in range(count)]
+
+
+class _Info(NamedTuple):
+    """A tensor as the file lists it."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+    @classmethod
+    def read(cls, cursor: _Cursor) -> _Info:
+        name = cursor.string()
+        (axes,) = cursor.numbers("I", 1)
+        if not 1 <= axes <= 4:
+            raise damaged(cursor.where, f"the tensor {name} has {axes} axes")
+        shape = cursor.numbers("Q", axes)[::-1]
+        return cls(name, shape, *cursor.numbers("I", 1), *cursor.numbers("Q", 1))
+
+    def tensor(self, path: Path, content: np.ndarray, begin: int) -> Tensor:
+        """Return the tensor, whose bytes lie within the file."""
+        quants = extra("gguf.quants", "dequantises weights")
+        types = extra("gguf.constants", "dequantises weights")
+        try:
+            kind = types.GGMLQuantizationType(self.kind)
+            block, size = types.GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError):
+            kind, block, size = None, 1, 0
+        if kind is None or (kind.name not in _PLAIN and kind not in quants._type_traits):
+            known = (*_PLAIN, *sorted(each.name for each in quants._type_traits))
+            raise error(
+                NotImplementedError,
+                f"{path}: {self.name} is of {kind.name if kind else f'type {self.kind}'}",
+                f"the package gguf dequantises {', '.join(known)}",
+                "take a file of one of these types, or a newer gguf",
+            )
+        *rows, columns = self.shape
+        width = columns // block * size
+        start, total = begin + self.offset, math.prod(rows) * width
+        if columns % block or min(self.shape) < 1 or start + total > len(content):
+            raise damaged(
+                str(path),
+                f"{self.name} {self.shape} of {kind.name} does not lie in its {len(content)} bytes",
+            )
+        stored = content[start : start + total].reshape(*rows, width)
+        if not rows:
+            return Tensor(self.shape, partial(_numbers, quants.dequantize(stored, kind)))
+        return Tensor(self.shape, partial(_rows, quants.dequantize, stored, kind))
+
+
+def _rows(dequantize: Any, stored: np.ndarray, kind: Any, start: int, stop: int) -> np.ndarray:
+    return dequantize(stored[start:stop], kind)
+
+
+def _numbers(numbers: np.ndarray, start: int, stop: int) -> np.ndarray:
+    return numbers[start:stop]

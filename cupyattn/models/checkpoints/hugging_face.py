@@ -1,0 +1,125 @@
+"""A model's folder as transformers writes it: config.json, safetensors, tokenizer files."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupyattn.errors import error, shown
+from cupyattn.models.checkpoints.checkpoint import Checkpoint, Tensor, damaged
+from cupyattn.models.checkpoints.hugging_face_config import config_of
+from cupyattn.models.checkpoints.names import HUGGING_FACE
+from cupyattn.models.extras import extra
+from cupyattn.models.tokenizer import tokenizer_of_folder
+
+_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_FLOATS = ("F32", "F16", "BF16", "F64")
+
+
+def open_folder(folder: Path) -> Checkpoint:
+    """Read a folder's config and the names in its files; of the weights nothing yet."""
+    files = _files(folder)
+    given = read_json(folder / "config.json")
+    generation = folder / "generation_config.json"
+    config = config_of(
+        given, read_json(generation) if generation.is_file() else {}, str(folder / "config.json")
+    )
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        for name, tensor in _tensors_of(file).items():
+            if name in tensors:
+                raise damaged(str(file), f"the tensor {name} is in another file of the folder too")
+            tensors[name] = tensor
+    return Checkpoint(
+        str(folder),
+        config,
+        HUGGING_FACE[config.architecture],
+        tensors,
+        partial(tokenizer_of_folder, folder),
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        If there is none.
+    """
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise error(
+            FileNotFoundError,
+            f"{path.parent} has no {path.name}",
+            "a model's folder has config.json, safetensors and mostly tokenizer.json, as "
+            "transformers writes them; or pass a GGUF file itself",
+            "download or convert the model into that folder",
+        ) from None
+    except ValueError as failure:
+        raise damaged(str(path), f"no JSON ({failure})") from failure
+    if not isinstance(given, dict):
+        raise damaged(str(path), "no JSON object")
+    return given
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / _ONE).is_file():
+        return [folder / _ONE]
+    if (folder / _INDEX).is_file():
+        shards = read_json(folder / _INDEX).get("weight_map")
+        if not isinstance(shards, dict) or not shards:
+            raise damaged(str(folder / _INDEX), "it has no weight_map")
+        names = sorted({str(name) for name in shards.values()})
+        for name in names:
+            if Path(name).name != name:
+                raise damaged(str(folder / _INDEX), f"{shown(name)} is no file of the folder")
+            if not (folder / name).is_file():
+                raise damaged(str(folder), f"{name} is missing, which {_INDEX} names")
+        return [folder / name for name in names]
+    pickled = sorted(path.name for path in folder.glob("*.bin"))
+    if pickled:
+        raise error(
+            ValueError,
+            f"{folder} has {pickled[0]}, and no safetensors",
+            "weights are read from safetensors: a pickle can run any program, and is never opened",
+            "take the model's safetensors, or where you trust the file convert it with "
+            "transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)",
+        )
+    raise error(
+        FileNotFoundError,
+        f"{folder} has neither {_ONE} nor {_INDEX}",
+        "a model's folder holds its weights in safetensors, under the one name or the other",
+        "download or convert the model into that folder",
+    )
+
+
+def _tensors_of(file: Path) -> dict[str, Tensor]:
+    import ml_dtypes  # noqa: F401, NumPy has to know bfloat16 before safetensors gives it any
+
+    safetensors = extra("safetensors", "reads the weights")
+    try:
+        opened = safetensors.safe_open(file, framework="numpy")
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as failure:
+        raise damaged(str(file), f"no safetensors ({failure})") from failure
+    return {
+        name: Tensor(tuple(part.get_shape()), partial(_rows, f"{file}: {name}", part))
+        for name, part in slices.items()
+    }
+
+
+def _rows(what: str, part: Any, start: int, stop: int) -> np.ndarray:
+    if part.get_dtype() not in _FLOATS:
+        raise error(
+            NotImplementedError,
+            f"{what} is of {part.get_dtype()}",
+            f"weights are read from {', '.join(_FLOATS)}",
+            "take the model as it was before it was quantised, or a GGUF file of it",
+        )
+    return part[start:stop]

@@ -1,0 +1,206 @@
+"""What files call the weights of a model: a table a format and architecture, and the places."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import NamedTuple
+
+from cupyattn.arrays import Array
+from cupyattn.models.config import Config
+from cupyattn.models.weights import Norm, Product, Weights
+
+
+class Naming(NamedTuple):
+    """Names without ``.weight`` and ``.bias``; those of a layer without its prefix.
+
+    Several names of one product are its rows one behind the other, as q, k and v.
+    """
+
+    embedding: str
+    layer: str
+    norm: str
+    qkv: tuple[str, ...]
+    output: str
+    mlp_norm: str | None
+    up: tuple[str, ...]
+    down: str
+    last_norm: str
+    head: str
+    positions: str | None = None
+    prefix: str = ""
+    """Before all names but the head's; files of a model without its head may lack it."""
+    turned: bool = False
+    """Whether weights of layers are (K, N)."""
+    paired: bool = False
+    """Whether rows of q and k are in the order of interleaved rotary pairs."""
+    ignored: tuple[str, ...] = ()
+    """Patterns of tensors that are no weights."""
+
+
+_OF_LLAMA = Naming(
+    embedding="embed_tokens",
+    layer="layers.{}.",
+    norm="input_layernorm",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    output="self_attn.o_proj",
+    mlp_norm="post_attention_layernorm",
+    up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    last_norm="norm",
+    head="lm_head",
+    prefix="model.",
+    ignored=(r"rotary_emb\.inv_freq$",),
+)
+
+HUGGING_FACE = {
+    "llama": _OF_LLAMA,
+    "phi": _OF_LLAMA._replace(
+        output="self_attn.dense",
+        mlp_norm=None,
+        up=("mlp.fc1",),
+        down="mlp.fc2",
+        last_norm="final_layernorm",
+    ),
+    # Its weights are those of Conv1D, (K, N); attn.bias and attn.masked_bias are a causal mask.
+    "gpt2": Naming(
+        embedding="wte",
+        positions="wpe",
+        layer="h.{}.",
+        norm="ln_1",
+        qkv=("attn.c_attn",),
+        output="attn.c_proj",
+        mlp_norm="ln_2",
+        up=("mlp.c_fc",),
+        down="mlp.c_proj",
+        last_norm="ln_f",
+        head="lm_head",
+        prefix="transformer.",
+        turned=True,
+        ignored=(r"h\.\d+\.attn\.(masked_)?bias$",),
+    ),
+}
+"""Of each architecture in safetensors files."""
+
+_OF_GGUF = Naming(
+    embedding="token_embd",
+    layer="blk.{}.",
+    norm="attn_norm",
+    qkv=("attn_qkv",),
+    output="attn_output",
+    mlp_norm="ffn_norm",
+    up=("ffn_up",),
+    down="ffn_down",
+    last_norm="output_norm",
+    head="output",
+)
+_GGUF_QWEN2 = _OF_GGUF._replace(qkv=("attn_q", "attn_k", "attn_v"), up=("ffn_gate", "ffn_up"))
+
+GGUF = {
+    "gpt2": _OF_GGUF._replace(positions="position_embd"),
+    "llama": _GGUF_QWEN2._replace(paired=True, ignored=(r"^rope_freqs\.weight$",)),
+    "qwen2": _GGUF_QWEN2,
+    "phi2": _OF_GGUF._replace(mlp_norm=None),
+}
+"""Of each architecture, as GGUF calls them."""
+
+
+class Place(NamedTuple):
+    """Where a tensor goes: a view of an array, which its items fill in their order."""
+
+    target: Array
+    shape: tuple[int, ...]
+    """That of the tensor in the file."""
+
+
+class Places(NamedTuple):
+    """Where the tensors of a checkpoint go.
+
+    Attributes
+    ----------
+    filled : dict from str to Place
+        Tensors that have to be there.
+    repeated : dict from str to Place
+        Tensors that may be there, and then hold what is at that place already.
+    """
+
+    filled: dict[str, Place]
+    repeated: dict[str, Place]
+
+
+def places(naming: Naming, config: Config, weights: Weights, present: Collection[str]) -> Places:
+    """Return the place of each tensor of a checkpoint, whose names are `present`."""
+    prefix = naming.prefix
+    if not any(name.startswith(prefix) for name in present):
+        prefix = ""
+    filled: dict[str, Place] = {}
+
+    def put(name: str, target: Array, shape: tuple[int, ...] | None = None) -> None:
+        filled[name] = Place(target, target.shape if shape is None else shape)
+
+    def put_norm(name: str, norm: Norm) -> None:
+        put(f"{name}.weight", norm.weight)
+        if norm.bias is not None:
+            put(f"{name}.bias", norm.bias)
+
+    def put_product(names: list[str], product: Product, rows: list[int], heads: list[int]) -> None:
+        """Put parts of the product's rows; those with heads are paired in the file."""
+        start = 0
+        for name, count, paired in zip(names, rows, heads, strict=True):
+            part = slice(start, start + count)
+            start += count
+            for kind, array in (("weight", product.weight), ("bias", product.bias)):
+                if array is not None:
+                    target = array[part]
+                    shape = target.shape
+                    if paired:
+                        target = _as_pairs(target, paired)
+                    elif naming.turned and kind == "weight":
+                        target, shape = target.T, target.T.shape
+                    put(f"{name}.{kind}", target, shape)
+
+    put(f"{prefix}{naming.embedding}.weight", weights.embedding)
+    if naming.positions is not None:
+        put(f"{prefix}{naming.positions}.weight", weights.positions)
+    for index, layer in enumerate(weights.layers):
+        before = prefix + naming.layer.format(index)
+        put_norm(before + naming.norm, layer.norm)
+        if naming.mlp_norm is not None and layer.mlp_norm is not None:
+            put_norm(before + naming.mlp_norm, layer.mlp_norm)
+        head_rows = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        for names, product, weighed, heads in (
+            (naming.qkv, layer.qkv, head_rows, [*head_rows[:2], 0]),
+            ((naming.output,), layer.output, [1], [0]),
+            (naming.up, layer.up, [1] * len(naming.up), [0] * len(naming.up)),
+            ((naming.down,), layer.down, [1], [0]),
+        ):
+            if len(names) == 1:
+                weighed, heads = [1], [0]
+            unit = len(product.weight) // sum(weighed)
+            put_product(
+                [before + name for name in names],
+                product,
+                [unit * each for each in weighed],
+                heads if naming.paired else [0] * len(names),
+            )
+    put_norm(prefix + naming.last_norm, weights.norm)
+    head = {f"{naming.head}.weight": Place(weights.head.weight, weights.head.weight.shape)}
+    if not config.tied:
+        filled |= head
+    if weights.head.bias is not None:
+        put(f"{naming.head}.bias", weights.head.bias)
+    return Places(filled, head if config.tied else {})
+
+
+def _as_pairs(rows: Array, heads: int) -> Array:
+    """View rows (heads D, ...) as (heads, D/2, 2, ...): row m of a head, then row m + D/2.
+
+    In that order the files hold q and k, for a rotation of neighbours; the library's rotation turns
+    the halves of a head, as the model was trained.
+    """
+    return rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:]).swapaxes(1, 2)
+
+
+def is_ignored(naming: Naming, name: str) -> bool:
+    """Tell whether a tensor is no weight."""
+    return any(re.search(pattern, name) for pattern in naming.ignored)
