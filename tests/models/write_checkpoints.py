@@ -1,0 +1,145 @@
+"""Write the checkpoints of this folder, with what transformers makes of them.
+
+    python tests/models/write_checkpoints.py
+
+needs torch and transformers (these were written by torch 2.13.0 and transformers 5.23.0 on a CPU).
+Each folder is a model of a few thousand random weights as it would be published, in the form of
+config that transformers writes since version 5, or in the older one. Its expected.npz has token
+ids, their logits and hidden states in float32, and by how much the logits in float16 differ.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PhiConfig,
+    Qwen2Config,
+)
+
+FOLDER = Path(__file__).parent / "checkpoints"
+SMALL = {
+    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+GPT2 = {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16,
+    "n_inner": 32, **ENDS,
+}  # fmt: skip
+PHI = {
+    **SMALL, "hidden_size": 20, "num_attention_heads": 2, "num_key_value_heads": 2, **ENDS,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.4,
+    },
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+MODELS = {
+    "gpt2": GPT2Config(**GPT2),
+    "gpt2_older": GPT2Config(**GPT2),
+    "llama3": LlamaConfig(
+        **SMALL, rope_parameters=LLAMA3, tie_word_embeddings=True, bos_token_id=1,
+        eos_token_id=[2, 3],
+    ),
+    "llama_older": LlamaConfig(
+        **{**SMALL, "num_key_value_heads": 4}, head_dim=6, attention_bias=True, mlp_bias=True,
+        rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}, **ENDS,
+    ),
+    "llama_yarn": LlamaConfig(**SMALL, rope_parameters=YARN, **ENDS),
+    "mistral_older": MistralConfig(**SMALL, head_dim=8, sliding_window=5, **ENDS),
+    "qwen2": Qwen2Config(**SMALL, tie_word_embeddings=True, **ENDS),
+    "phi": PhiConfig(**PHI),
+    "phi_older": PhiConfig(**PHI),
+}  # fmt: skip
+
+
+def written(name: str, config) -> None:
+    folder = FOLDER / name
+    torch.manual_seed(sum(name.encode()))
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            spread = 0.1 if weight.ndim == 1 else weight.shape[-1] ** -0.5
+            weight.copy_(spread * torch.randn_like(weight) + (weight.ndim == 1) * weight)
+    model.tie_weights()
+    if name in ("llama3", "phi"):
+        model = model.bfloat16()
+    model.save_pretrained(folder, max_shard_size="8KB" if name == "llama3" else "1GB")
+    np.savez_compressed(folder / "expected.npz", **expected(folder, config))
+    if name.endswith("older"):
+        write_older(folder)
+
+
+def expected(folder: Path, config) -> dict[str, np.ndarray]:
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    generator = np.random.default_rng(0)
+    ids = generator.integers(0, config.vocab_size, (2, 11)).astype(np.int32)
+    states: list[torch.Tensor] = []
+
+    def keep(module, arguments, result):
+        states.append(result[0] if isinstance(result, tuple) else result)
+
+    base = model.base_model
+    layers = base.h if hasattr(base, "h") else base.layers
+    layers[0].register_forward_pre_hook(lambda module, inputs: states.append(inputs[0]))
+    for layer in layers:
+        layer.register_forward_hook(keep)
+    last = next(part for part in base.children() if "norm" in type(part).__name__.lower())
+    last = getattr(base, "final_layernorm", last)
+    last.register_forward_hook(keep)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(ids).long()).logits
+        found = torch.stack(states).numpy()
+        half = model.half()(torch.from_numpy(ids).long()).logits.float()
+    return {
+        "ids": ids,
+        "logits": logits.numpy(),
+        "states": found,
+        "float16_difference": (half - logits).abs().max().numpy(),
+    }
+
+
+def write_older(folder: Path) -> None:
+    """Give config.json, and of GPT-2 the tensors, the form that they had before transformers 5."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["torch_dtype"] = config.pop("dtype")
+    config["transformers_version"] = "4.37.0"
+    rope = config.pop("rope_parameters", None)
+    if rope is not None:
+        config["rope_theta"] = rope.pop("rope_theta")
+        if "partial_rotary_factor" in rope:
+            config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+        kind = rope.pop("rope_type")
+        config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    path.write_text(json.dumps(config, indent=2) + "\n")
+    if config["model_type"] == "gpt2":
+        file = folder / "model.safetensors"
+        tensors = {name.removeprefix("transformer."): t for name, t in load_file(file).items()}
+        mask = torch.ones(16, 16).tril().reshape(1, 1, 16, 16)
+        for layer in range(2):
+            tensors[f"h.{layer}.attn.bias"] = mask.clone()
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    for name, config in MODELS.items():
+        written(name, config)
