@@ -9,6 +9,10 @@ from cupyattn.errors import error, shown
 
 RopeScaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling
 
+_MOST = {"num_layers": 10_000, "head_dim": 256, "max_positions": 10_000_000}
+_MOST_OTHERS = 10_000_000
+"""Beyond what any model has: larger numbers are those of a damaged file."""
+
 ARCHITECTURES = ("gpt2", "llama", "phi")
 GATED = ("swiglu", "geglu")
 """Activations of an MLP whose first product has two halves, gate and up."""
@@ -102,19 +106,19 @@ def checked(config: Config) -> Config:
     sizes = ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim",
              "intermediate_size", "max_positions")  # fmt: skip
     for name in sizes:
-        size = getattr(config, name)
+        size, most = getattr(config, name), _MOST.get(name, _MOST_OTHERS)
         _require(
-            isinstance(size, int) and size >= 1,
+            isinstance(size, int) and 1 <= size <= most,
             f"{name} = {shown(size)}",
-            "it is an int, 1 or more",
+            f"it is an int, 1 to {most:,}",
         )
     _require(
         heads % groups == 0,
         f"{heads} heads of {groups} for keys and values",
         "one number is a multiple of the other",
     )
-    _require(config.head_dim <= 256, f"head_dim = {config.head_dim}", "it is 1 to 256")
-    rotary_dim = config.rotary_dim
+    rotary_dim, base = config.rotary_dim, config.rope_base
+    _require(1 < base < float("inf"), f"rope_base = {base}", "it is above 1 and finite")
     _require(
         rotary_dim % 2 == 0 and 0 <= rotary_dim <= config.head_dim,
         f"rotary_dim = {rotary_dim} of head_dim = {config.head_dim}",

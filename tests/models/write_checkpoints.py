@@ -13,18 +13,9 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    PhiConfig,
-    Qwen2Config,
-)
 
 FOLDER = Path(__file__).parent / "checkpoints"
 SMALL = {
@@ -49,29 +40,36 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
-MODELS = {
-    "gpt2": GPT2Config(**GPT2),
-    "gpt2_older": GPT2Config(**GPT2),
-    "llama3": LlamaConfig(
-        **SMALL, rope_parameters=LLAMA3, tie_word_embeddings=True, bos_token_id=1,
-        eos_token_id=[2, 3],
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2Config", GPT2),
+    "gpt2_older": ("GPT2Config", GPT2),
+    "llama3": (
+        "LlamaConfig",
+        {**SMALL, "rope_parameters": LLAMA3, "tie_word_embeddings": True, "bos_token_id": 1,
+         "eos_token_id": [2, 3]},
     ),
-    "llama_older": LlamaConfig(
-        **{**SMALL, "num_key_value_heads": 4}, head_dim=6, attention_bias=True, mlp_bias=True,
-        rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}, **ENDS,
+    "llama_older": (
+        "LlamaConfig",
+        {**SMALL, **ENDS, "num_key_value_heads": 4, "head_dim": 6, "attention_bias": True,
+         "mlp_bias": True,
+         "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     ),
-    "llama_yarn": LlamaConfig(**SMALL, rope_parameters=YARN, **ENDS),
-    "mistral_older": MistralConfig(**SMALL, head_dim=8, sliding_window=5, **ENDS),
-    "qwen2": Qwen2Config(**SMALL, tie_word_embeddings=True, **ENDS),
-    "phi": PhiConfig(**PHI),
-    "phi_older": PhiConfig(**PHI),
+    "llama_yarn": ("LlamaConfig", {**SMALL, **ENDS, "rope_parameters": YARN}),
+    "mistral_older": ("MistralConfig", {**SMALL, **ENDS, "head_dim": 8, "sliding_window": 5}),
+    "qwen2": ("Qwen2Config", {**SMALL, **ENDS, "tie_word_embeddings": True}),
+    "phi": ("PhiConfig", PHI),
+    "phi_older": ("PhiConfig", PHI),
 }  # fmt: skip
 
 
-def written(name: str, config) -> None:
+def write(name: str, kind: str, numbers: dict[str, Any]) -> None:
+    import torch
+    import transformers
+
     folder = FOLDER / name
+    config = getattr(transformers, kind)(**numbers)
     torch.manual_seed(sum(name.encode()))
-    model = AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for weight in model.parameters():
             spread = 0.1 if weight.ndim == 1 else weight.shape[-1] ** -0.5
@@ -80,18 +78,21 @@ def written(name: str, config) -> None:
     if name in ("llama3", "phi"):
         model = model.bfloat16()
     model.save_pretrained(folder, max_shard_size="8KB" if name == "llama3" else "1GB")
-    np.savez_compressed(folder / "expected.npz", **expected(folder, config))
+    np.savez_compressed(folder / "expected.npz", **expected(folder))
     if name.endswith("older"):
         write_older(folder)
 
 
-def expected(folder: Path, config) -> dict[str, np.ndarray]:
+def expected(folder: Path) -> dict[str, np.ndarray]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
     generator = np.random.default_rng(0)
-    ids = generator.integers(0, config.vocab_size, (2, 11)).astype(np.int32)
-    states: list[torch.Tensor] = []
+    ids = generator.integers(0, model.config.vocab_size, (2, 11)).astype(np.int32)
+    states = []
 
     def keep(module, arguments, result):
         states.append(result[0] if isinstance(result, tuple) else result)
@@ -131,6 +132,9 @@ def write_older(folder: Path) -> None:
         config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
     path.write_text(json.dumps(config, indent=2) + "\n")
     if config["model_type"] == "gpt2":
+        import torch
+        from safetensors.torch import load_file, save_file
+
         file = folder / "model.safetensors"
         tensors = {name.removeprefix("transformer."): t for name, t in load_file(file).items()}
         mask = torch.ones(16, 16).tril().reshape(1, 1, 16, 16)
@@ -141,5 +145,5 @@ def write_older(folder: Path) -> None:
 
 if __name__ == "__main__":
     shutil.rmtree(FOLDER, ignore_errors=True)
-    for name, config in MODELS.items():
-        written(name, config)
+    for name, (kind, numbers) in MODELS.items():
+        write(name, kind, numbers)

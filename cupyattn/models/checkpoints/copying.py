@@ -12,7 +12,7 @@ from cupyattn.arrays import Array
 from cupyattn.errors import error
 from cupyattn.models.checkpoints.checkpoint import Checkpoint, Tensor
 from cupyattn.models.checkpoints.names import Place, Places, is_ignored, places
-from cupyattn.models.weights import Weights
+from cupyattn.models.weights import Weights, empty
 from cupyattn.progress import progress
 
 _AT_ONCE = 1 << 22
@@ -20,8 +20,16 @@ _AT_ONCE = 1 << 22
 _LARGEST = {"float16": 65504.0}
 
 
-def fill(checkpoint: Checkpoint, weights: Weights, xp: Any) -> None:
-    """Read all weights, after a look at every name and shape.
+class _Shapes:
+    """In the place of numpy or cupy: arrays that have a shape, and no memory."""
+
+    @staticmethod
+    def empty(shape: int | tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), dtype), shape)
+
+
+def filled(checkpoint: Checkpoint, dtype: str, xp: Any) -> Weights:
+    """Read all weights, after a look at every name and shape, for which nothing is allocated.
 
     Raises
     ------
@@ -29,8 +37,10 @@ def fill(checkpoint: Checkpoint, weights: Weights, xp: Any) -> None:
         For tensors that are missing, or of another shape, or that no model of this config has; and
         for weights that are not finite in the dtype of the model.
     """
-    targets = places(checkpoint.naming, checkpoint.config, weights, checkpoint.tensors)
-    _require_names(checkpoint, targets)
+    naming, config, tensors = checkpoint.naming, checkpoint.config, checkpoint.tensors
+    _require_fit(checkpoint, places(naming, config, empty(config, dtype, _Shapes), tensors))
+    weights = empty(config, dtype, xp)
+    targets = places(naming, config, weights, tensors)
     total = len(targets.filled)
     with progress("loading tensors", total) as step:
         for name, place in targets.filled.items():
@@ -39,9 +49,10 @@ def fill(checkpoint: Checkpoint, weights: Weights, xp: Any) -> None:
         for name, place in targets.repeated.items():
             if name in checkpoint.tensors:
                 _each_part(checkpoint, name, place, xp, _require_equal)
+    return weights
 
 
-def _require_names(checkpoint: Checkpoint, targets: Places) -> None:
+def _require_fit(checkpoint: Checkpoint, targets: Places) -> None:
     tensors, known = checkpoint.tensors, {**targets.filled, **targets.repeated}
     missing = [name for name in targets.filled if name not in tensors]
     extra = [

@@ -1,0 +1,189 @@
+"""GGUF files: their weights, their configs, and what is wrong with damaged ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+gguf = pytest.importorskip("gguf")
+
+from support.gguf_files import tensors_of, write_gguf  # noqa: E402
+from support.model_twin import twin_logits  # noqa: E402
+from support.tiny_models import TINY  # noqa: E402
+
+import cupyattn  # noqa: E402
+from cupyattn import models  # noqa: E402
+from cupyattn.models.weights import named_arrays  # noqa: E402
+
+ARCHITECTURES = {
+    "gpt2": "gpt2", "llama": "llama", "qwen2": "qwen2", "mistral": "llama", "phi": "phi2",
+}  # fmt: skip
+TYPE = gguf.GGMLQuantizationType
+QUANTISABLE = [TYPE.F16, TYPE.BF16, TYPE.Q8_0, TYPE.Q4_0, TYPE.Q4_1, TYPE.Q5_0, TYPE.Q5_1]
+IDS = np.random.default_rng(5).integers(0, 59, (2, 9))
+
+
+def random(name, **changes):
+    config = TINY[name]._replace(**changes)
+    return models.random(config, dtype="float32", xp=np, seed=7)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_model_comes_back(tmp_path, name):
+    model = random(name)
+    window = model.config.window_size
+    more = {f"{ARCHITECTURES[name]}.attention.sliding_window": window[0] + 1} if window else {}
+    path = write_gguf(tmp_path / "m.gguf", model, ARCHITECTURES[name], metadata=more)
+    loaded = models.load(path, dtype="float32", xp=np)
+    ours, theirs = model.config._asdict(), loaded.config._asdict()
+    assert theirs.pop("norm_eps") == pytest.approx(ours.pop("norm_eps"))
+    assert theirs == ours
+    for (name, array), (_, found) in zip(
+        named_arrays(model.weights), named_arrays(loaded.weights), strict=True
+    ):
+        np.testing.assert_array_equal(found, array, err_msg=name)
+    np.testing.assert_allclose(loaded.logits(IDS)[0], twin_logits(model, IDS[0]), atol=1e-5)
+    assert loaded.tokenizer is None
+
+
+def test_the_order_of_pairs_matters(tmp_path):
+    """Were q and k taken as they lie in the file, the logits would be others."""
+    model = random("llama")
+    unpermuted = tensors_of(model, "qwen2")
+    path = write_gguf(tmp_path / "m.gguf", model, "llama", tensors=unpermuted)
+    loaded = models.load(path, dtype="float32", xp=np)
+    assert np.abs(loaded.logits(IDS) - model.logits(IDS)).max() > 0.1
+
+
+@pytest.mark.parametrize("kind", QUANTISABLE, ids=lambda kind: kind.name)
+def test_types_are_dequantised(tmp_path, kind):
+    """Tensor for tensor as the package gguf dequantises them, in pieces as well."""
+    model = random("llama", intermediate_size=64, head_dim=16)
+    path = write_gguf(tmp_path / "m.gguf", model, "llama", quantised=kind)
+    loaded = tensors_of(models.load(path, dtype="float32", xp=np), "llama")
+    for name, array in tensors_of(model, "llama").items():
+        expected = array
+        if array.ndim == 2:
+            packed = gguf.quants.quantize(np.ascontiguousarray(array), kind)
+            expected = gguf.quants.dequantize(packed, kind)
+        np.testing.assert_array_equal(loaded[name], expected, err_msg=name)
+
+
+@pytest.mark.parametrize("at_once", [1, 100, 1000])
+def test_pieces_of_any_size(tmp_path, monkeypatch, at_once):
+    model = random("llama")
+    path = write_gguf(tmp_path / "m.gguf", model, "llama")
+    monkeypatch.setattr("cupyattn.models.checkpoints.copying._AT_ONCE", at_once)
+    loaded = models.load(path, dtype="float32", xp=np)
+    np.testing.assert_array_equal(loaded.logits(IDS), model.logits(IDS))
+
+
+def test_frequencies_of_llama3(tmp_path):
+    """The file has what each frequency is divided by: the scaling is recognised, or refused."""
+    scaling = cupyattn.Llama3Scaling(32.0, 1.0, 4.0, 8192)
+    model = random("llama", rope_base=500000.0, rope_scaling=scaling)
+    plain = 500000.0 ** (-np.arange(8) / 8)
+    factors = (plain / scaling.frequencies(plain, 500000.0)).astype(np.float32)
+    assert factors.max() == 32 and factors.min() == 1 and len(set(factors)) > 2
+    tensors = tensors_of(model, "llama")
+    path = tmp_path / "m.gguf"
+    write_gguf(path, model, "llama", tensors={**tensors, "rope_freqs.weight": factors})
+    loaded = models.load(path, dtype="float32", xp=np)
+    assert loaded.config.rope_scaling == scaling
+    np.testing.assert_array_equal(loaded.logits(IDS), model.logits(IDS))
+    write_gguf(path, model, "llama", tensors={**tensors, "rope_freqs.weight": factors**2})
+    with pytest.raises(NotImplementedError, match=r"rope_freqs\.weight.*Llama 3"):
+        models.load(path, xp=np)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "scaling"),
+    [
+        ({"llama.rope.scaling.type": "none"}, None),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+         cupyattn.LinearScaling(4.0)),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0,
+          "llama.rope.scaling.original_context_length": 16}, cupyattn.YarnScaling(2.0, 16)),
+    ],
+)  # fmt: skip
+def test_scalings(tmp_path, metadata, scaling):
+    path = write_gguf(tmp_path / "m.gguf", random("llama"), "llama", metadata=metadata)
+    assert models.load(path, xp=np).config.rope_scaling == scaling
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"llama.rope.scaling.type": "longrope"}, "'longrope'.*'linear', 'yarn'"),
+        ({"llama.expert_count": 8}, "mixture of experts"),
+    ],
+)
+def test_traits_without_code(tmp_path, metadata, message):
+    path = write_gguf(tmp_path / "m.gguf", random("llama"), "llama", metadata=metadata)
+    with pytest.raises(NotImplementedError, match=message):
+        models.load(path, xp=np)
+
+
+def test_an_architecture_without_a_forward(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", random("llama"), "gemma2")
+    with pytest.raises(NotImplementedError, match=r"'gemma2'.*GPT-2.*Llama.*Phi-2"):
+        models.load(path, xp=np)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("blk.1.ffn_down.weight"), r"missing: blk\.1\.ffn_down\.weight"),
+        (lambda t: t.pop("token_embd.weight"), "token_embd"),
+        (lambda t: t.update({"blk.7.odd.weight": np.ones(3)}), r"unknown: blk\.7\.odd\.weight"),
+        (lambda t: t.update({"output_norm.weight": np.ones(31)}),
+         r"misshapen: output_norm\.weight is \(31,\), not \(32,\)"),
+        (lambda t: t["blk.0.ffn_up.weight"].__setitem__((3, 4), np.nan), "ffn_up.weight holds nan"),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit(tmp_path, change, message):
+    model = random("llama")
+    tensors = {name: array.copy() for name, array in tensors_of(model, "llama").items()}
+    change(tensors)
+    path = write_gguf(tmp_path / "m.gguf", model, "llama", tensors=tensors)
+    with pytest.raises(ValueError, match=message):
+        models.load(path, xp=np)
+
+
+def test_a_file_that_is_cut_short(tmp_path):
+    """At any length: an error that names the file, never a model."""
+    tokens = {"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.scores": [0.5, 1.5]}
+    whole = write_gguf(tmp_path / "m.gguf", random("llama"), "llama", metadata=tokens)
+    content = whole.read_bytes()
+    cut = tmp_path / "cut.gguf"
+    lengths = [*range(0, 2000, 37), *range(2000, len(content) - 64, 4999), len(content) - 64]
+    for length in lengths:
+        cut.write_bytes(content[:length])
+        with pytest.raises(ValueError, match=r"cut\.gguf") as caught:
+            models.load(cut, xp=np)
+        assert "download the file again" in str(caught.value)
+
+
+def test_a_file_with_wrong_bytes(tmp_path):
+    """Whatever a byte of the header becomes: a model, or an error of ours."""
+    content = bytearray(write_gguf(tmp_path / "m.gguf", random("llama"), "llama").read_bytes())
+    damaged = tmp_path / "damaged.gguf"
+    for at in range(0, 1500, 13):
+        for value in (0, 255):
+            wrong = content.copy()
+            wrong[at] = value
+            damaged.write_bytes(wrong)
+            try:
+                models.load(damaged, xp=np)
+            except (ValueError, NotImplementedError) as failure:
+                assert "; " in str(failure)  # noqa: PT017
+
+
+def test_no_gguf(tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"PK\3\4" + bytes(100))
+    with pytest.raises(ValueError, match="does not begin with these letters"):
+        models.load(path, xp=np)
+    path.write_bytes(b"GGUF" + (1).to_bytes(4, "little") + bytes(100))
+    with pytest.raises(NotImplementedError, match="GGUF of version 1"):
+        models.load(path, xp=np)

@@ -1,0 +1,298 @@
+"""What is loaded from where, and what is refused: with what it was, and what there is code for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.processes import environment
+from support.tiny_models import TINY
+
+from cupyattn import models
+from cupyattn.models.checkpoints import copying, names
+from cupyattn.models.weights import named_arrays
+
+safetensors = pytest.importorskip("safetensors.numpy")
+
+FOLDER = Path(__file__).parent / "checkpoints"
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """Copy a checkpoint, whose config may then be changed."""
+
+    def copy(name: str, **config: object) -> Path:
+        folder = shutil.copytree(FOLDER / name, tmp_path / name)
+        path = folder / "config.json"
+        given = {**json.loads(path.read_text()), **config}
+        path.write_text(json.dumps({k: v for k, v in given.items() if v != "absent"}))
+        return folder
+
+    return copy
+
+
+def rewrite(folder: Path, change) -> None:
+    path = folder / "model.safetensors"
+    tensors = safetensors.load_file(path)
+    change(tensors)
+    safetensors.save_file(tensors, path)
+
+
+def refusal(folder, kind=ValueError, **options) -> str:
+    with pytest.raises(kind) as caught:
+        models.load(folder, xp=np, **options)
+    assert str(caught.value).count("; ") >= 2  # what was passed, what is allowed, how to fix it
+    return str(caught.value)
+
+
+def test_by_default_numpy_arrays_are_float32():
+    model = models.load(str(FOLDER / "phi"), xp=np)
+    assert model.dtype == "float32" and model.xp is np
+    assert model.weights.embedding.dtype == np.float32
+    assert "phi: 2 layers" in repr(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
+         "missing: model.layers.1.mlp.up_proj.weight"),
+        (lambda t: t.update({"model.layers.1.self_attn.q_norm.weight": np.ones(8, np.float32)}),
+         "unknown: model.layers.1.self_attn.q_norm.weight"),
+        (lambda t: t.update({"model.norm.weight": np.ones((4, 4), np.float32)}),
+         "misshapen: model.norm.weight is (4, 4), not (16,)"),
+        (lambda t: t["lm_head.weight"].__setitem__(0, np.inf), "lm_head.weight holds inf"),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit(copy, change, message):
+    folder = copy("mistral_older")
+    rewrite(folder, change)
+    assert message in refusal(folder)
+
+
+def test_weights_too_large_for_float16(copy):
+    folder = copy("mistral_older")
+    rewrite(folder, lambda t: t["model.norm.weight"].__setitem__(0, 1e5))
+    assert "model.norm.weight holds 100000" in refusal(folder, dtype="float16")
+    assert models.load(folder, dtype="bfloat16", xp=np).weights.norm.weight[0] > 9e4
+
+
+def test_weights_of_integers(copy):
+    folder = copy("mistral_older")
+    rewrite(folder, lambda t: t.update({"model.norm.weight": np.ones(16, np.int8)}))
+    assert "model.norm.weight is of I8" in refusal(folder, NotImplementedError)
+
+
+def test_a_tied_head_may_stand_in_the_file(copy):
+    """As it does in some published files: the same array once more, or the config is wrong."""
+    folder = copy("qwen2")
+    rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
+    models.load(folder, xp=np)
+    rewrite(folder, lambda t: t["lm_head.weight"].__setitem__((3, 4), 0.5))
+    assert "tie_word_embeddings" in refusal(folder)
+
+
+def test_a_model_without_its_head_lacks_the_prefix(copy):
+    """`model.` and `transformer.` stand before the names where a head stands beside them."""
+    folder = copy("qwen2")
+    ids = [[1, 2, 3]]
+    expected = models.load(folder, xp=np).logits(ids)
+
+    def strip(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    rewrite(folder, strip)
+    np.testing.assert_array_equal(models.load(folder, xp=np).logits(ids), expected)
+
+
+def test_buffers_in_the_file_are_no_weights(copy):
+    folder = copy("llama_yarn")
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    rewrite(folder, lambda t: t.update({name: np.ones(2, np.float32)}))
+    models.load(folder, xp=np)
+    folder = copy("gpt2")
+    rewrite(folder, lambda t: t.update({"transformer.h.0.attn.masked_bias": np.ones((), bool)}))
+    models.load(folder, xp=np)
+
+
+def test_files_that_are_cut_short(copy):
+    folder = copy("phi_older")
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    for length in (0, 5, 100, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
+        assert "model.safetensors" in refusal(folder)
+
+
+def test_a_shard_that_is_missing(copy):
+    folder = copy("llama3")
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    assert "model-00002-of-00002.safetensors is missing" in refusal(folder)
+
+
+def test_an_index_stays_in_its_folder(copy):
+    folder = copy("llama3")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../phi/model.safetensors"}}))
+    assert "is no file of the folder" in refusal(folder)
+    index.write_text("{}")
+    assert "no weight_map" in refusal(folder)
+
+
+def test_the_same_tensor_in_two_files(copy):
+    folder = copy("llama3")
+    first, second = sorted(folder.glob("*.safetensors"))
+    shutil.copy(first, second)
+    assert "is in another file of the folder too" in refusal(folder)
+
+
+def test_a_pickle_is_never_read(copy):
+    folder = copy("gpt2")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    message = refusal(folder)
+    assert "pytorch_model.bin" in message and "save_pretrained" in message
+
+
+def test_folders_and_files_that_are_no_models(tmp_path):
+    assert "there is no" in refusal(tmp_path / "nothing", FileNotFoundError)
+    assert "neither model.safetensors nor" in refusal(tmp_path, FileNotFoundError)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert "has no config.json" in refusal(tmp_path, FileNotFoundError)
+    assert "with their folder" in refusal(tmp_path / "model.safetensors")
+    assert "by its path" in refusal(3, TypeError)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\ufeff"])
+def test_a_config_that_is_no_json(copy, text):
+    folder = copy("gpt2")
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    assert "config.json" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        ("llama3", {"model_type": "gemma2"}, "'gemma2'; forwards exist for GPT-2"),
+        ("llama3", {"model_type": "absent"}, "None; forwards exist for GPT-2"),
+        ("llama3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+         "'longrope'; types are 'default', 'linear', 'llama3', 'yarn'"),
+        ("llama_older", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ("llama_yarn", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0,
+                                            "mscale": 1.0}}, "mscale is 1.0"),
+        ("llama3", {"hidden_act": "relu"}, "hidden_act is 'relu'; there is code for 'gelu'"),
+        ("llama3", {"quantization_config": {"bits": 4}}, "quantised"),
+        ("gpt2", {"activation_function": "mish"}, "activation_function is 'mish'"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm is True"),
+    ],
+)  # fmt: skip
+def test_traits_without_code(copy, name, config, message):
+    assert message in refusal(copy(name, **config), NotImplementedError)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"hidden_size": "absent"}, "it has no hidden_size"),
+        ({"hidden_size": "wide"}, "hidden_size is 'wide'"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+        ({"num_hidden_layers": 3}, "missing: model.layers.2."),
+        ({"num_hidden_layers": 10**9}, "num_layers = 1000000000"),
+        ({"hidden_size": 2**40}, "hidden_size = 1099511627776"),
+        ({"num_key_value_heads": 3}, "4 heads of 3"),
+        ({"num_attention_heads": 0}, "num_heads = 0"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "it has no factor"),
+    ],
+)  # fmt: skip
+def test_configs_that_cannot_be(copy, config, message):
+    assert message in refusal(copy("llama3", **config))
+
+
+def test_four_bits_come_later():
+    assert "quantize = 'nf4'" in refusal(FOLDER / "gpt2", NotImplementedError, quantize="nf4")
+
+
+def test_ends_of_text_are_those_of_both_configs(copy):
+    folder = copy("llama3")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    assert models.load(folder, xp=np).config.eos_ids == (2, 3, 5)
+
+
+@pytest.mark.parametrize("at_once", [1, 64, 1000])
+def test_weights_are_read_in_pieces_of_any_size(monkeypatch, at_once):
+    ids = [[1, 2, 3]]
+    expected = {name: models.load(FOLDER / name, xp=np).logits(ids) for name in ("gpt2", "llama3")}
+    monkeypatch.setattr(copying, "_AT_ONCE", at_once)
+    for name, logits in expected.items():
+        np.testing.assert_array_equal(models.load(FOLDER / name, xp=np).logits(ids), logits)
+
+
+def test_loading_takes_the_memory_of_the_model(tmp_path, monkeypatch):
+    """Beside the model there are pieces of a tensor, never a whole file or a whole model."""
+    config = TINY["llama"]._replace(vocab_size=20_000, hidden_size=64, intermediate_size=4000)
+    model = models.random(config, dtype="float16", xp=np)
+    shapes = names.places(names.HUGGING_FACE["llama"], config, model.weights, ["model.x"]).filled
+    safetensors.save_file(
+        {name: np.ascontiguousarray(place.target) for name, place in shapes.items()},
+        tmp_path / "model.safetensors",
+    )
+    (tmp_path / "config.json").write_text(json.dumps({
+        "model_type": "llama", "vocab_size": 20_000, "hidden_size": 64, "intermediate_size": 4000,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 40, "rms_norm_eps": 1e-6,
+    }))  # fmt: skip
+    monkeypatch.setattr(copying, "_AT_ONCE", 1 << 14)
+    tracemalloc.start()
+    try:
+        loaded = models.load(tmp_path, dtype="float32", xp=np)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_array_equal(loaded.logits([[5, 6]]), model_of(model, "float32", [[5, 6]]))
+    assert peak < 1.1 * loaded.nbytes
+
+
+def model_of(model, dtype, ids):
+    """The logits of the same weights, wider."""
+    twin = models.random(model.config, dtype=dtype, xp=np)
+    arrays = zip(named_arrays(twin.weights), named_arrays(model.weights), strict=True)
+    for (_, wide), (_, narrow) in arrays:
+        wide[...] = narrow
+    return twin.logits(ids)
+
+
+@pytest.mark.parametrize("module", ["safetensors", "gguf", "tokenizers", "jinja2"])
+def test_an_extra_that_is_not_installed_is_named(tmp_path, module):
+    script = f"""
+import sys, numpy as np
+sys.modules[{module!r}] = None
+from cupyattn import models
+from cupyattn.models.tokenizer.byte_level import byte_level
+from cupyattn.models.tokenizer.chat_template import rendered
+try:
+    models.load({str(FOLDER / "gpt2")!r}, xp=np)
+    byte_level({{"a": 0}}, [], "gpt-2")
+    rendered("a")
+    models.load({str(tmp_path / "m.gguf")!r}, xp=np)
+except RuntimeError as failure:
+    print(failure)
+"""
+    # One tensor, so that the file gets as far as asking what dequantises it.
+    info = b"\x01" + bytes(7) + b"t" + b"\x01\0\0\0" + b"\x01" + bytes(7) + bytes(12)
+    counts = b"\x03\0\0\0\x01" + bytes(7) + bytes(8)
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + counts + info + bytes(64))
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment()
+    )
+    assert f"no {module}, which" in done.stdout, done.stderr
+    assert "pip install 'cupyattn[models]'" in done.stdout
