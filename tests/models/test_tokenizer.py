@@ -1,0 +1,289 @@
+"""Text to ids and back, from each kind of file that has a tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+tokenizers = pytest.importorskip("tokenizers")
+
+from cupyattn import models  # noqa: E402
+from cupyattn.models.tokenizer import tokenizer_of_folder, tokenizer_of_gguf  # noqa: E402
+from cupyattn.models.tokenizer.byte_level import KINDS, byte_level  # noqa: E402
+
+FOLDER = Path(__file__).parent / "checkpoints"
+TEXTS = [
+    "", " ", "Hello, world!", "  two  spaces ", "tabs\tand\n\nlines\r\n", "it's we'll I'D",
+    "naïve café", "日本語のテキスト", "🙂👍🏽", "x=3.14159; foo_bar(1, 2)", "12345 ½ ٣",
+    "\u00a0a\u200bb",
+]  # fmt: skip
+END = "<|endoftext|>"
+
+
+def byte_alphabet() -> dict[int, str]:
+    """How GPT-2 writes bytes: those that print as they are, the others from U+0100 on."""
+    prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in prints]
+    return {byte: chr(byte) for byte in prints} | {
+        byte: chr(256 + number) for number, byte in enumerate(others)
+    }
+
+
+MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "1 2", "12 3", "Ġ Ġ", "ĠĠ ĠĠ"]
+VOCAB = {
+    token: number
+    for number, token in enumerate(
+        [*byte_alphabet().values(), *(merge.replace(" ", "") for merge in MERGES), END, "<user>"]
+    )
+}
+
+
+def tokens(tokenizer, text: str) -> list[str]:
+    return tokenizer.inner.encode(text, add_special_tokens=False).tokens
+
+
+def gguf_metadata(**changes) -> dict:
+    found = {
+        "model": "gpt2", "pre": "smollm", "tokens": list(VOCAB), "merges": MERGES,
+        "token_type": [{END: 3, "<user>": 4}.get(token, 1) for token in VOCAB],
+        "bos_token_id": VOCAB[END], "eos_token_id": VOCAB[END],
+    }  # fmt: skip
+    return {f"tokenizer.ggml.{key}": value for key, value in {**found, **changes}.items()}
+
+
+def from_gguf(**changes):
+    return tokenizer_of_gguf(gguf_metadata(**changes), "m.gguf")
+
+
+@pytest.fixture
+def gpt2_folder(tmp_path):
+    (tmp_path / "vocab.json").write_text(json.dumps(VOCAB), encoding="utf-8")
+    lines = "\n".join(["#version: 0.2", *MERGES, ""])
+    (tmp_path / "merges.txt").write_text(lines, encoding="utf-8")
+    return tmp_path
+
+
+def test_vocab_and_merges_of_gpt2(gpt2_folder):
+    tokenizer = tokenizer_of_folder(gpt2_folder)
+    assert tokens(tokenizer, "hello wor123") == ["hello", "Ġwor", "123"]
+    assert tokenizer.encode(f"hello{END}") == [VOCAB["hello"], VOCAB[END]]
+    assert tokenizer.decode([VOCAB["hello"], VOCAB[END]]) == "hello"
+    assert tokenizer.decode([VOCAB["hello"], VOCAB[END]], special_tokens=True) == f"hello{END}"
+    assert tokenizer.vocab_size == len(VOCAB)
+    assert tokenizer.id_of("hello") == VOCAB["hello"] and tokenizer.id_of("nothing") is None
+    assert "without a chat template" in repr(tokenizer)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("pre", KINDS)
+def test_any_text_comes_back(pre, text):
+    tokenizer = from_gguf(pre=pre)
+    assert tokenizer.decode(tokenizer.encode(text, special_tokens=False)) == text
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "expected"),
+    [
+        ("gpt-2", "123  12", ["123", "Ġ", "Ġ", "12"]),
+        ("smollm", "123  12", ["1", "2", "3", "ĠĠ", "1", "2"]),
+        ("llama-bpe", "1234\n\n", ["123", "4", "Ċ", "Ċ"]),
+        ("qwen2", "123", ["1", "2", "3"]),
+        ("gpt-2", "hello wor", ["hello", "Ġwor"]),
+        ("smollm", f"hello{END}<user> wor", ["hello", END, "<user>", "Ġwor"]),
+        ("qwen2", "e\u0301", ["Ã", "©"]),
+        ("smollm", "e\u0301", ["e", "Ì", "ģ"]),
+    ],
+)
+def test_words_are_cut_as_each_kind_does(pre, text, expected):
+    assert tokens(from_gguf(pre=pre), text) == expected
+
+
+def test_llama3_takes_a_word_that_is_a_token():
+    """Whatever the merges make of it: here none would."""
+    vocab = {**VOCAB, "whole": len(VOCAB)}
+    with_it, without = (byte_level(vocab, MERGES, kind) for kind in ("llama-bpe", "gpt-2"))
+    assert with_it.encode("whole").tokens == ["whole"]
+    assert without.encode("whole").tokens == ["w", "h", "o", "l", "e"]
+
+
+def test_texts_begin_and_end_as_the_metadata_say():
+    end = VOCAB[END]
+    assert end not in from_gguf().encode("hello")
+    assert from_gguf(add_bos_token=True).encode("hello") == [end, VOCAB["hello"]]
+    assert from_gguf(pre="llama-bpe").encode("hello") == [end, VOCAB["hello"]]
+    both = from_gguf(add_bos_token=True, add_eos_token=True)
+    assert both.encode("hello") == [end, VOCAB["hello"], end]
+    assert both.encode("hello", special_tokens=False) == [VOCAB["hello"]]
+
+
+SCORED = {
+    "<unk>": 0, "<s>": 0, "</s>": 0, "<0x0A>": 0, "<0xC3>": 0, "<0xA9>": 0, "\u2581": -1, "a": -2,
+    "b": -3, "c": -4, "ab": -6, "bc": -5, "\u2581a": -7, "abc": -8, "\u2581abc": -9,
+}  # fmt: skip
+
+
+def sentencepiece(**changes):
+    types = [2, 3, 3, 6, 6, 6] + [1] * (len(SCORED) - 6)
+    found = {
+        "model": "llama", "tokens": list(SCORED), "scores": [float(x) for x in SCORED.values()],
+        "token_type": types, "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0,
+    }  # fmt: skip
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in {**found, **changes}.items()}
+    return tokenizer_of_gguf(metadata, "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("abc", ["\u2581abc"]),  # bc first, whose score is best: a + bc, then with the space
+        ("ab", ["\u2581", "ab"]),
+        ("a b", ["\u2581a", "\u2581", "b"]),
+        ("\n", ["\u2581", "<0x0A>"]),
+        ("é", ["\u2581", "<0xC3>", "<0xA9>"]),
+        ("z", ["\u2581", "<unk>"]),
+    ],
+)
+def test_sentencepiece(text, expected):
+    assert tokens(sentencepiece(), text) == expected
+
+
+def test_sentencepiece_texts():
+    tokenizer = sentencepiece()
+    ids = tokenizer.encode("a bc\né")
+    assert ids[0] == 1
+    assert tokenizer.decode(ids) == "a bc\né"
+    assert sentencepiece(add_bos_token=False).encode("a") == [list(SCORED).index("\u2581a")]
+    bare = sentencepiece(add_space_prefix=False)
+    assert tokens(bare, "a a") == ["a", "\u2581a"]
+    assert bare.decode(bare.encode(" a")) == " a"
+    assert tokenizer.encode("a</s>")[-1] == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "bert"}, "the kind 'bert'; there is code for 'gpt2', 'llama'"),
+        ({"pre": "tekken"}, "the kind 'tekken'; there is code for 'gpt-2'"),
+    ],
+)
+def test_kinds_without_code(changes, message):
+    with pytest.raises(NotImplementedError, match=message):
+        from_gguf(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"merges": ["hell", "o"]},
+        {"merges": ["no tokens"]},
+        {"token_type": [1, 2]},
+        {"bos_token_id": 10**6, "add_bos_token": True},
+        {"model": "llama", "scores": [0.5]},
+    ],
+)
+def test_metadata_that_do_not_fit(changes):
+    with pytest.raises(ValueError, match="its tokenizer does not fit together"):
+        from_gguf(**changes)
+
+
+def test_tokenizer_json(tmp_path, gpt2_folder):
+    """The file that most folders have: whatever it says holds, but no truncation or padding."""
+    inner = byte_level(VOCAB, MERGES, "gpt-2", special=[END])
+    inner.enable_truncation(2)
+    inner.enable_padding(length=50)
+    folder = shutil.copytree(FOLDER / "phi", tmp_path / "model")
+    inner.save(str(folder / "tokenizer.json"))
+    model = models.load(folder, xp=np)
+    expected = tokenizer_of_folder(gpt2_folder)
+    for text in ("hello wor hello wor", *TEXTS):
+        assert model.tokenizer.encode(text) == expected.encode(text)
+    assert model.tokenizer is model.tokenizer
+
+
+def test_ids_that_no_token_has_are_left_out(gpt2_folder):
+    """Vocabularies are padded: Phi-2's has 943 ids that mean nothing."""
+    assert tokenizer_of_folder(gpt2_folder).decode([VOCAB["hello"], 10**6]) == "hello"
+    assert tokenizer_of_folder(gpt2_folder).decode(np.array([VOCAB["hello"]])) == "hello"
+
+
+def test_folders_without_a_tokenizer(tmp_path):
+    pytest.importorskip("safetensors")
+    assert models.load(FOLDER / "phi", xp=np).tokenizer is None
+    folder = shutil.copytree(FOLDER / "phi", tmp_path / "model")
+    (folder / "tokenizer.model").write_bytes(b"")
+    model = models.load(folder, xp=np)  # its weights can be used all the same
+    with pytest.raises(NotImplementedError, match=r"tokenizer\.model, a sentencepiece file"):
+        _ = model.tokenizer
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", "[]"),
+        ("vocab.json", "{"),
+        ("merges.txt", "no tokens"),
+        ("merges.txt", "three to kens"),
+    ],
+)
+def test_damaged_files(gpt2_folder, name, text):
+    (gpt2_folder / name).write_text(text)
+    with pytest.raises(ValueError, match="download the file again"):
+        tokenizer_of_folder(gpt2_folder)
+
+
+def test_text_is_a_string(gpt2_folder):
+    with pytest.raises(TypeError, match="it is a str"):
+        tokenizer_of_folder(gpt2_folder).encode(["hello"])
+
+
+TEMPLATE = """{%- for message in messages %}
+    {%- if message.role == 'odd' %}{{ raise_exception('no such role') }}{% endif %}
+{{ bos_token }}{{ message.role }}: {{ message.content | trim }}
+{% endfor %}
+{% if add_generation_prompt %}assistant:{% endif %}"""
+CHAT = [{"role": "user", "content": " Hello "}, {"role": "assistant", "content": "Hi"}]
+
+
+def test_chats_are_written_by_the_template(gpt2_folder):
+    pytest.importorskip("jinja2")
+    path = gpt2_folder / "tokenizer_config.json"
+    path.write_text(json.dumps({"bos_token": {"content": "<b>"}, "chat_template": TEMPLATE}))
+    tokenizer = tokenizer_of_folder(gpt2_folder)
+    written = "<b>user: Hello\n<b>assistant: Hi\nassistant:"
+    assert tokenizer.apply_chat_template(CHAT) == written
+    assert tokenizer.apply_chat_template(CHAT, add_generation_prompt=False) == written[:-10]
+    named = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
+    path.write_text(json.dumps({"chat_template": named}))
+    assert tokenizer_of_folder(gpt2_folder).apply_chat_template(CHAT) == "d"
+    (gpt2_folder / "chat_template.jinja").write_text("{{ messages | length }} {{ extra }}")
+    assert tokenizer_of_folder(gpt2_folder).apply_chat_template(CHAT, extra="x") == "2 x"
+    assert from_gguf().chat_template is None
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (TEMPLATE, "no such role"),
+        ("{% if %}", "the chat template failed"),
+        ("{{ messages.append(1) }}", "the chat template failed"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "the chat template failed"),
+    ],
+)
+def test_templates_that_refuse(gpt2_folder, template, message):
+    """They are programs from a download: the sandbox gives them nothing but the messages."""
+    pytest.importorskip("jinja2")
+    (gpt2_folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(ValueError, match=message):
+        tokenizer_of_folder(gpt2_folder).apply_chat_template([{"role": "odd", "content": ""}])
+
+
+def test_models_without_a_template(gpt2_folder):
+    with pytest.raises(ValueError, match="no chat template"):
+        tokenizer_of_folder(gpt2_folder).apply_chat_template(CHAT)
