@@ -24,10 +24,11 @@ SMALL = {
 }  # fmt: skip
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 GPT2 = {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16,
-    "n_inner": 32, **ENDS,
+    "n_inner": 32, "layer_norm_epsilon": 1e-3, **ENDS,
 }  # fmt: skip
 PHI = {
     **SMALL, "hidden_size": 20, "num_attention_heads": 2, "num_key_value_heads": 2, **ENDS,
+    "layer_norm_eps": 1e-2,
     "rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.4,
     },
@@ -51,8 +52,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_older": (
         "LlamaConfig",
         {**SMALL, **ENDS, "num_key_value_heads": 4, "head_dim": 6, "attention_bias": True,
-         "mlp_bias": True,
-         "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+         "mlp_bias": True, "rms_norm_eps": 1e-2,
+         "rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}},
     ),
     "llama_yarn": ("LlamaConfig", {**SMALL, **ENDS, "rope_parameters": YARN}),
     "mistral_older": ("MistralConfig", {**SMALL, **ENDS, "head_dim": 8, "sliding_window": 5}),
