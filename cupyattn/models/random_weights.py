@@ -13,7 +13,7 @@ from cupyattn.models.device import model_dtype, model_library
 from cupyattn.models.model import Model
 from cupyattn.models.weights import empty, named_arrays
 
-_AT_ONCE = 1 << 24  # numbers: 64 MiB of float32, beside a model of gigabytes
+_AT_ONCE = 1 << 22  # numbers: some arrays of 16 MiB, beside a model of gigabytes
 
 
 def random(

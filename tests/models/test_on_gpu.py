@@ -1,0 +1,83 @@
+"""The same models on a GPU: loaded, random, and with the logits of the NumPy path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.tiny_models import TINY
+
+from cupyattn import models
+from cupyattn.models.weights import named_arrays
+
+pytestmark = pytest.mark.gpu
+
+FOLDER = Path(__file__).parent / "checkpoints"
+ERRORS = {"float32": 2e-4, "float16": 0.03, "bfloat16": 0.25}
+
+
+@pytest.mark.parametrize("dtype", ERRORS)
+@pytest.mark.parametrize("name", ["gpt2_older", "llama3", "mistral_older", "phi"])
+def test_loaded_models_give_the_same_logits(name, dtype):
+    import cupy
+
+    pytest.importorskip("safetensors")
+    model = models.load(FOLDER / name, dtype=dtype, xp=cupy)
+    twin = models.load(FOLDER / name, dtype=dtype, xp=np)
+    for (key, array), (_, expected) in zip(
+        named_arrays(model.weights), named_arrays(twin.weights), strict=True
+    ):
+        np.testing.assert_array_equal(array.get(), expected, err_msg=key)
+    with np.load(FOLDER / name / "expected.npz", allow_pickle=False) as file:
+        logits = model.logits(file["ids"]).get().astype(np.float32)
+        assert np.abs(logits - file["logits"]).max() <= ERRORS[dtype]
+
+
+def test_gguf_files_give_the_same_weights(tmp_path):
+    import cupy
+
+    pytest.importorskip("gguf")
+    from support.gguf_files import write_gguf
+
+    model = models.random(TINY["llama"], dtype="float32", xp=np)
+    path = write_gguf(tmp_path / "m.gguf", model, "llama")
+    loaded = models.load(path, dtype="float32", xp=cupy)
+    for (_, array), (_, expected) in zip(
+        named_arrays(loaded.weights), named_arrays(model.weights), strict=True
+    ):
+        np.testing.assert_array_equal(array.get(), expected)
+
+
+@pytest.mark.parametrize("dtype", ERRORS)
+@pytest.mark.parametrize("name", TINY)
+def test_random_models(name, dtype):
+    """By default on the GPU, from its own generator; the twin gets the same weights."""
+    import cupy
+
+    model = models.random(TINY[name], dtype=dtype, seed=3)
+    assert model.xp is cupy
+    twin = models.random(TINY[name], dtype="float32", xp=np)
+    for (_, array), (_, given) in zip(
+        named_arrays(twin.weights), named_arrays(model.weights), strict=True
+    ):
+        array[...] = given.get()
+    ids = np.random.default_rng(1).integers(0, 59, (2, 13))
+    logits = model.logits(ids).get().astype(np.float32)
+    assert np.abs(logits - twin.logits(ids)).max() <= 2 * ERRORS[dtype]
+
+
+def test_by_default_float16():
+    assert models.random(TINY["phi"]).dtype == "float16"
+
+
+def test_what_is_made_beside_a_model_is_small():
+    """Pieces, which the pool uses again: there has to be room for a cache."""
+    import cupy
+
+    config = models.PRESETS["gpt2"]._replace(num_layers=2)
+    pool = cupy.get_default_memory_pool()
+    pool.free_all_blocks()
+    before = pool.total_bytes()
+    model = models.random(config, dtype="float16")
+    assert pool.total_bytes() - before < model.nbytes + (100 << 20)
