@@ -151,6 +151,11 @@ def test_sentencepiece(text, expected):
     assert tokens(sentencepiece(), text) == expected
 
 
+def test_unused_tokens_are_not_merged():
+    types = [2, 3, 3, 6, 6, 6] + [5 if token == "ab" else 1 for token in list(SCORED)[6:]]
+    assert tokens(sentencepiece(token_type=types), "ab") == ["\u2581a", "b"]
+
+
 def test_sentencepiece_texts():
     tokenizer = sentencepiece()
     ids = tokenizer.encode("a bc\né")
@@ -243,8 +248,8 @@ def test_text_is_a_string(gpt2_folder):
         tokenizer_of_folder(gpt2_folder).encode(["hello"])
 
 
-TEMPLATE = """{%- for message in messages %}
-    {%- if message.role == 'odd' %}{{ raise_exception('no such role') }}{% endif %}
+TEMPLATE = """{% for message in messages %}
+    {% if message.role == 'odd' %}{{ raise_exception('no such role') }}{% endif %}
 {{ bos_token }}{{ message.role }}: {{ message.content | trim }}
 {% endfor %}
 {% if add_generation_prompt %}assistant:{% endif %}"""

@@ -43,7 +43,7 @@ YARN = {
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", GPT2),
-    "gpt2_older": ("GPT2Config", GPT2),
+    "gpt2_older": ("GPT2Config", {**GPT2, "tie_word_embeddings": False}),
     "llama3": (
         "LlamaConfig",
         {**SMALL, "rope_parameters": LLAMA3, "tie_word_embeddings": True, "bos_token_id": 1,
