@@ -169,14 +169,14 @@ class Model:
         return attend
 
     def _ids(self, given: Any) -> Array:
-        ids = self.xp.asarray(given)
-        if ids.dtype.kind not in "iu" or ids.ndim != 2:
-            raise error(
-                TypeError if ids.dtype.kind not in "iu" else ValueError,
-                f"ids are {shown(given)}, of dtype {ids.dtype} and {ids.ndim} axes",
-                "they are integers (B, S): sequences that are equally long",
-                "pass for example [tokenizer.encode(text)]",
-            )
+        try:
+            ids = self.xp.asarray(given)
+        except ValueError:  # lists of several lengths
+            raise _no_ids(ValueError, f"ids are {shown(given)}, no array") from None
+        if ids.dtype.kind not in "iu":
+            raise _no_ids(TypeError, f"ids are of {ids.dtype}")
+        if ids.ndim != 2:
+            raise _no_ids(ValueError, f"ids have {ids.ndim} axes")
         if ids.shape[1] > self.config.max_positions:
             raise error(
                 ValueError,
@@ -185,3 +185,12 @@ class Model:
                 "pass fewer",
             )
         return ids.astype(np.int32, copy=False)
+
+
+def _no_ids(kind: type[Exception], passed: str) -> Exception:
+    return error(
+        kind,
+        passed,
+        "they are integers (B, S): sequences that are equally long",
+        "pass for example [tokenizer.encode(text)]",
+    )

@@ -114,6 +114,7 @@ def test_random_weights_come_from_the_seed():
     ("ids", "kind", "message"),
     [
         ([1, 2], ValueError, "sequences that are equally long"),
+        ([[1, 2], [3]], ValueError, "sequences that are equally long"),
         ([[0.5]], TypeError, "they are integers"),
         ([[1] * 41], ValueError, "the model has 40 positions"),
         ([[67]], ValueError, "67"),

@@ -116,6 +116,7 @@ def test_scalings(tmp_path, metadata, scaling):
     [
         ({"llama.rope.scaling.type": "longrope"}, "'longrope'.*'linear', 'yarn'"),
         ({"llama.expert_count": 8}, "mixture of experts"),
+        ({"split.count": 3}, "one of 3 files"),
     ],
 )
 def test_traits_without_code(tmp_path, metadata, message):

@@ -26,6 +26,14 @@ def open_gguf(path: Path) -> Checkpoint:
     kind = file.metadata.get("general.architecture")
     if kind not in _FORWARDS:
         raise unknown_architecture(kind)
+    parts = file.metadata.get("split.count", 1)
+    if parts != 1:
+        raise error(
+            NotImplementedError,
+            f"{path}: one of {shown(parts)} files",
+            "a GGUF file is read that holds all of a model",
+            "join them: llama-gguf-split --merge FIRST_FILE NEW_FILE",
+        )
     naming = GGUF[kind]
     return Checkpoint(
         str(path),
