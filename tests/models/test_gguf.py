@@ -125,6 +125,13 @@ def test_traits_without_code(tmp_path, metadata, message):
         models.load(path, xp=np)
 
 
+def test_heads_without_pairs(tmp_path):
+    model = random("llama", head_dim=15, rotary_dim=14)
+    path = write_gguf(tmp_path / "m.gguf", model, "llama", tensors=tensors_of(model, "qwen2"))
+    with pytest.raises(ValueError, match="heads of 15"):
+        models.load(path, xp=np)
+
+
 def test_an_architecture_without_a_forward(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", random("llama"), "gemma2")
     with pytest.raises(NotImplementedError, match=r"'gemma2'.*GPT-2.*Llama.*Phi-2"):

@@ -69,6 +69,8 @@ def _config(file: GGUFFile, kind: str, naming: Naming, where: str) -> Config:
     rms = "_rms" if _FORWARDS[kind] == "llama" else ""
     heads, width = value("attention.head_count"), value("embedding_length")
     head_dim = value("attention.key_length", width // heads)
+    if naming.paired and head_dim % 2:
+        raise damaged(where, f"heads of {head_dim}, which has no pairs")
     positions, rotates = value("context_length"), kind != "gpt2"
     base = float(value("rope.freq_base", 10000.0, (int, float)))
     rotary_dim = value("rope.dimension_count", head_dim) if rotates else 0

@@ -143,21 +143,27 @@ def places(naming: Naming, config: Config, weights: Weights, present: Collection
         if norm.bias is not None:
             put(f"{name}.bias", norm.bias)
 
-    def put_product(names: list[str], product: Product, rows: list[int], heads: list[int]) -> None:
-        """Put parts of the product's rows; those with heads are paired in the file."""
-        start = 0
-        for name, count, paired in zip(names, rows, heads, strict=True):
-            part = slice(start, start + count)
-            start += count
+    def put_product(
+        before: str,
+        names: tuple[str, ...],
+        product: Product,
+        heads: tuple[int, ...] = (),
+        paired: bool = False,
+    ) -> None:
+        """Put parts of the product's rows, as large as their heads, otherwise equal ones."""
+        shares = heads if len(names) > 1 and heads else (1,) * len(names)
+        unit, start = len(product.weight) // sum(shares), 0
+        for number, (name, share) in enumerate(zip(names, shares, strict=True)):
+            rows = slice(start, start + unit * share)
+            start = rows.stop
             for kind, array in (("weight", product.weight), ("bias", product.bias)):
-                if array is not None:
-                    target = array[part]
-                    shape = target.shape
-                    if paired:
-                        target = _as_pairs(target, paired)
-                    elif naming.turned and kind == "weight":
-                        target, shape = target.T, target.T.shape
-                    put(f"{name}.{kind}", target, shape)
+                if array is None:
+                    continue
+                part = array[rows]
+                if paired and number < 2:  # q and k, and not v
+                    put(f"{before}{name}.{kind}", _as_pairs(part, share), part.shape)
+                else:
+                    put(f"{before}{name}.{kind}", part.T if naming.turned else part)
 
     put(f"{prefix}{naming.embedding}.weight", weights.embedding)
     if naming.positions is not None:
@@ -167,22 +173,11 @@ def places(naming: Naming, config: Config, weights: Weights, present: Collection
         put_norm(before + naming.norm, layer.norm)
         if naming.mlp_norm is not None and layer.mlp_norm is not None:
             put_norm(before + naming.mlp_norm, layer.mlp_norm)
-        head_rows = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        for names, product, weighed, heads in (
-            (naming.qkv, layer.qkv, head_rows, [*head_rows[:2], 0]),
-            ((naming.output,), layer.output, [1], [0]),
-            (naming.up, layer.up, [1] * len(naming.up), [0] * len(naming.up)),
-            ((naming.down,), layer.down, [1], [0]),
-        ):
-            if len(names) == 1:
-                weighed, heads = [1], [0]
-            unit = len(product.weight) // sum(weighed)
-            put_product(
-                [before + name for name in names],
-                product,
-                [unit * each for each in weighed],
-                heads if naming.paired else [0] * len(names),
-            )
+        heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
+        put_product(before, naming.qkv, layer.qkv, heads, naming.paired)
+        put_product(before, (naming.output,), layer.output)
+        put_product(before, naming.up, layer.up)
+        put_product(before, (naming.down,), layer.down)
     put_norm(prefix + naming.last_norm, weights.norm)
     head = {f"{naming.head}.weight": Place(weights.head.weight, weights.head.weight.shape)}
     if not config.tied:
