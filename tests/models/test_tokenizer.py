@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -149,6 +150,39 @@ def sentencepiece(**changes):
 )
 def test_sentencepiece(text, expected):
     assert tokens(sentencepiece(), text) == expected
+
+
+def merged_by_score(text: str, scores: dict[str, float]) -> list[str]:
+    """Sentencepiece's own loop: of all neighbours, those merge first whose token scores best."""
+    pieces = list(text)
+    while True:
+        pairs = [left + right for left, right in pairwise(pieces)]
+        known = [at for at, pair in enumerate(pairs) if pair in scores]
+        if not known:
+            return pieces
+        best = max(known, key=lambda at: (scores[pairs[at]], -at))
+        pieces[best : best + 2] = [pairs[best]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sentencepiece_merges_by_score(seed):
+    generator = np.random.default_rng(seed)
+    letters = ["a", "b", "c", "\u2581"]
+    lengths = generator.integers(2, 6, 150)
+    longer = {"".join(generator.choice(letters, length)) for length in lengths}
+    vocab = [*letters, *sorted(longer)]
+    scores = [0.0] * len(letters) + [float(-x) for x in generator.permutation(len(longer))]
+    tokenizer = sentencepiece(
+        tokens=["<unk>", *vocab], scores=[0.0, *scores], token_type=[2] + [1] * len(vocab),
+        bos_token_id=0, eos_token_id=0, add_bos_token=False,
+    )  # fmt: skip
+    for _ in range(20):
+        text = "".join(generator.choice(["a", "b", "c", " "], generator.integers(1, 25)))
+        expected = merged_by_score(
+            "\u2581" + text.replace(" ", "\u2581"), dict(zip(vocab, scores, strict=True))
+        )
+        assert tokens(tokenizer, text) == expected
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_unused_tokens_are_not_merged():
