@@ -27,6 +27,7 @@ from cupyattn.functional.layers.norms import layer_norm_backward, rms_norm_backw
 from cupyattn.functional.layers.optimizer import adamw_step, global_norm
 from cupyattn.functional.layers.rope import Rotary, rope_backward
 from cupyattn.functional.layers.rope_tables import rope_tables
+from cupyattn.functional.layers.sampling import sample
 from cupyattn.functional.layers.softmax import softmax_backward
 from cupyattn.functional.linear.backward import linear_backward
 from cupyattn.functional.linear.gelu import linear_gelu_backward
@@ -126,6 +127,7 @@ __all__ = [
     "rope",
     "rope_backward",
     "rope_tables",
+    "sample",
     "silu",
     "silu_backward",
     "softmax",

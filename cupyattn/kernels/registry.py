@@ -26,6 +26,7 @@ from cupyattn.kernels.configs.layers import (
     global_norm,
     norms,
     rope,
+    sampling,
     softmax,
     softmax_dbias,
 )
@@ -55,6 +56,7 @@ _MODULES = (
     global_norm,
     embedding,
     rope,
+    sampling,
     cross_entropy,
     norms,
     column_sums,

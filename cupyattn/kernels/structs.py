@@ -224,6 +224,28 @@ NORM_PARAMS = np.dtype(
     align=True,
 )
 
+# SampleParams in cuda_src/layers/sampling.cuh
+SAMPLE_PARAMS = np.dtype(
+    [
+        *((field, np.int64) for field in ("logits_stride", "previous_stride", "previous_step")),
+        *(
+            (f"{option}_stride", np.int64)
+            for option in (
+                "seed",
+                "step",
+                "temperature",
+                "top_k",
+                "top_p",
+                "min_p",
+                "repetition_penalty",
+            )
+        ),
+        *((field, np.int32) for field in ("vocabulary", "width", "parts")),
+        *((f"{option}_is_int64", np.int32) for option in ("step", "top_k")),
+    ],
+    align=True,
+)
+
 # RopeParams in cuda_src/layers/rope.cu
 ROPE_PARAMS = np.dtype(
     [
@@ -347,6 +369,7 @@ APPEND_STRUCT = Struct("params", APPEND_PARAMS, "AppendParams")
 COPY_BLOCKS_STRUCT = Struct("params", COPY_BLOCKS_PARAMS, "CopyBlocksParams")
 GATHER_STRUCT = Struct("params", GATHER_PARAMS, "GatherParams")
 NORM_STRUCT = Struct("params", NORM_PARAMS, "NormParams")
+SAMPLE_STRUCT = Struct("params", SAMPLE_PARAMS, "SampleParams")
 ROPE_STRUCT = Struct("params", ROPE_PARAMS, "RopeParams")
 ROTARY_STRUCT = Struct("rotary", ROTARY_PARAMS, "RotaryParams")
 ROTARY_TABLES_STRUCT = Struct("tables", ROTARY_TABLES, "RotaryTables")

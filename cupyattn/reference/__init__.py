@@ -70,6 +70,7 @@ from cupyattn.reference.layers.optimizer import (
 from cupyattn.reference.layers.rope import rope, rope_backward
 from cupyattn.reference.layers.rope_bounds import rope_bound
 from cupyattn.reference.layers.rope_tables import rope_frequencies, rope_tables
+from cupyattn.reference.layers.sampling import sample, sampling_probabilities
 from cupyattn.reference.layers.softmax import (
     broadcast_sums,
     log_softmax,
@@ -168,6 +169,8 @@ __all__ = [
     "rope_frequencies",
     "rope_tables",
     "rotated",
+    "sample",
+    "sampling_probabilities",
     "softmax",
     "softmax_backward",
     "softmax_backward_bound",
