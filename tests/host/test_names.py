@@ -121,6 +121,12 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
         {**dict.fromkeys(("step", "lr", "betas", "eps", "weight_decay"), inspect.Parameter.empty),
          "grad_scale": 1.0},
     ),
+    cupyattn.sample: (
+        ("logits",),
+        {"seed": inspect.Parameter.empty, "step": 0, "temperature": 1.0, "top_k": None,
+         "top_p": None, "min_p": None, "repetition_penalty": 1.0, "previous": None, "out": None,
+         "workspace": None},
+    ),
     **dict.fromkeys(
         (softmax_forward, log_softmax, logsumexp), (("x",), {**SCORE_OPTIONS, "out": None})
     ),

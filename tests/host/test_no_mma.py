@@ -169,6 +169,7 @@ CALLS: dict[str, list[Callable[[], Any]]] = {
     "embedding_backward": [lambda: cupyattn.embedding_backward(half(3, 8), half(8, 8), IDS)],
     "adamw_step": [lambda: cupyattn.adamw_step(half(8), half(8), single(8), single(8), **STEP)],
     "global_norm": [lambda: cupyattn.global_norm(half(3, 8), half(8))],
+    "sample": [lambda: cupyattn.sample(half(3, 8), seed=0, top_k=2)],
     "append_kv": [lambda: cupyattn.append_kv(*half(2, 4, 16, 1, 64), *half(2, 3, 1, 64), SLOTS)],
     "copy_blocks": [
         lambda: cupyattn.copy_blocks(*half(2, 4, 16, 1, 64), np.array([[0, 1]], np.int32))

@@ -148,15 +148,14 @@ def _options(rows: int, seed: Any, *others: Any) -> list[Options]:
 
 def _weakened(logits: Any, options: Options, previous: Any) -> Float32:
     """Return logits in float32, those of previous tokens weakened, NaN as -inf."""
-    x: Float32 = np.array(logits, dtype=np.float32)
+    x = _flushed(np.array(logits, dtype=np.float32))
     if previous is not None:
         tokens = np.unique(previous[(previous >= 0) & (previous < len(x))])
         weak, penalty = x[tokens], _F(options.repetition_penalty)
         with np.errstate(over="ignore", invalid="ignore"):
             x[tokens] = np.where(weak > 0, weak / penalty, weak * penalty)
     x[np.isnan(x)] = -np.inf
-    x[np.abs(x) < _TINY] = 0
-    return x
+    return _flushed(x)
 
 
 def _draw(x: Float32, options: Options) -> int:
@@ -175,8 +174,14 @@ def _draw(x: Float32, options: Options) -> int:
 def _scores(x: Float32, temperature: float) -> Float32:
     """Return scores in base 2 of logits that are more than -inf."""
     with np.errstate(over="ignore", under="ignore"):
-        scaled = x * (_LOG2_E / _F(temperature))
-    return np.clip(scaled, -_LARGEST_SCORE, _LARGEST_SCORE)
+        scaled = x * _flushed(np.array(_LOG2_E / _F(temperature)))
+    return _flushed(np.clip(scaled, -_LARGEST_SCORE, _LARGEST_SCORE))
+
+
+def _flushed(x: Float32) -> Float32:
+    """Return numbers with subnormal ones as 0, in place."""
+    x[np.abs(x) < _TINY] = 0
+    return x
 
 
 def _kept(scores: Float32, options: Options) -> NDArray[np.bool_]:
@@ -187,13 +192,13 @@ def _kept(scores: Float32, options: Options) -> NDArray[np.bool_]:
     farthest = _FARTHEST
     if 0 < options.top_k < len(scores):
         farthest = int(np.partition(distances, options.top_k - 1)[options.top_k - 1])
-    if options.top_p < 1:
+    if _F(options.top_p) < 1:
         order = np.sort(distances[distances <= farthest])
         reached = np.cumsum(_weights(order))
         share = int(float(_F(max(options.top_p, 0.0))) * 2**64)
         wanted = max(int(reached[-1]) * share >> 64, 1)
         farthest = int(order[np.searchsorted(reached, np.uint64(wanted))])
-    if options.min_p > 0:
+    if _F(options.min_p) >= _TINY:
         least = -_log2(np.array([options.min_p], np.float32))[0] * _F(2.0**24)
         farthest = min(farthest, int(np.clip(least, 0, 2.0**30)))
     return distances <= farthest
