@@ -103,17 +103,21 @@ __device__ __forceinline__ Cuts find_cuts(Row& row, FilterSmem& smem_s) {
   return cuts;
 }
 
-// Draw from those of a group of neighbouring tokens that have a bit in `kept`.
+// Take the best of those of a group of neighbouring tokens that have a bit in `kept`.
 __device__ __forceinline__ void draw(Best& best, const Row& row, bool greedy, int token,
                                      const float (&score)[Part::kItems], uint32 kept) {
 #pragma unroll
   for (int quad = 0; quad < Part::kItems; quad += 4) {
-    Philox4 words = {};
-    if (!greedy) words = token_words(row.seed, row.step, (token + quad) / 4);
+    if (!(kept >> quad & 0xfu)) continue;
+    float key[4] = {score[quad], score[quad + 1], score[quad + 2], score[quad + 3]};
+    if (!greedy) {
+      const Philox4 words = token_words(row.seed, row.step, (token + quad) / 4);
+#pragma unroll
+      for (int i = 0; i < 4; i++) key[i] = __fadd_rn(key[i], gumbel_log2(words.word[i]));
+    }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const float noise = greedy ? 0.f : gumbel_log2(words.word[i]);
-      if (kept >> (quad + i) & 1u) best.take(__fadd_rn(score[quad + i], noise), token + quad + i);
+      if (kept >> (quad + i) & 1u) best.take(key[i], token + quad + i);
     }
   }
 }
@@ -163,13 +167,14 @@ __device__ __forceinline__ void draw_candidates(Best& best, const Row& row, uint
   uint32 farthest = row.filters.farthest();
   uint64 weight = ~0ull;  // of what top-k leaves
 #pragma unroll 1
-  for (const Measure measure : {kTokens, kWeights}) {
+  for (int pass = 0; pass < 2; pass++) {
+    const Measure measure = pass == 0 ? kTokens : kWeights;
     if (measure == kTokens ? !row.filters.has_top_k() : !row.filters.has_top_p()) continue;
     uint64 wanted = row.filters.top_k;
     Found found = {0, {0, 0}, {0, 0}};  // its bin is the digits of the distance so far
 #pragma unroll 1
     for (int shift = 2 * kDigitBits; shift >= 0; shift -= kDigitBits) {
-      __syncthreads();  // bins_s: the previous ones have been read
+      // The barriers of `find` lie between this and the last look at the previous bins.
       if (shift == 2 * kDigitBits) {
         bins_s.copy(row.bins_g);
       } else {

@@ -14,7 +14,8 @@ from cupyattn.benchmark import gpu_command
 from cupyattn.benchmark.__main__ import main
 from cupyattn.benchmark.layers import command
 from cupyattn.benchmark.layers.calls import our_backward, our_forward, require_agreement
-from cupyattn.benchmark.layers.operations import OPERATIONS, Size, Source
+from cupyattn.benchmark.layers.operation import Size, Source
+from cupyattn.benchmark.layers.operations import OPERATIONS
 from cupyattn.benchmark.layers.times import sets_of, time_operations
 
 SMALL = Size(4, 256, "float16")

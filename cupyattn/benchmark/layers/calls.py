@@ -14,7 +14,7 @@ import numpy as np
 import cupyattn
 from cupyattn.arrays import Array
 from cupyattn.benchmark.cuda_events import Round, torch_stream
-from cupyattn.benchmark.layers.operations import Arrays, Operation, Source
+from cupyattn.benchmark.layers.operation import Arrays, Operation, Source
 from cupyattn.benchmark.torch_peer import tensor_of
 
 

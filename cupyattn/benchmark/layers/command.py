@@ -14,7 +14,8 @@ import numpy as np
 
 from cupyattn.benchmark.cuda_events import copy_rate, graph_timer, measured_on
 from cupyattn.benchmark.gpu_command import add_timing_options, run_on_gpu, show_machine
-from cupyattn.benchmark.layers.operations import OPERATIONS, Size
+from cupyattn.benchmark.layers.operation import Size
+from cupyattn.benchmark.layers.operations import OPERATIONS
 from cupyattn.benchmark.layers.times import time_operations
 from cupyattn.benchmark.torch_peer import TORCH, load_torch
 from cupyattn.cli.arguments import integer
@@ -29,7 +30,8 @@ def add_parser(benchmarks: Any) -> None:
     names = [operation.name for operation in OPERATIONS]
     parser = benchmarks.add_parser(
         "layers",
-        help="GB/s of norms, softmax, losses, embedding, rope, activations, dropout and AdamW",
+        help="GB/s of norms, softmax, losses, embedding, rope, activations, dropout, AdamW, "
+        "sampling",
         description="Time the memory-bound layers, forward and backward, by CUDA events around "
         "CUDA graphs of calls with arrays that no cache holds, beside a copy on the same device. "
         "Needs a GPU; CUPYATTN_ARCH=75 times the Turing code on a newer one.",

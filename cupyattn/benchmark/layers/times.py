@@ -14,7 +14,7 @@ from cupyattn.benchmark.layers.calls import (
     torch_backward,
     torch_forward,
 )
-from cupyattn.benchmark.layers.operations import Operation, Size, Source
+from cupyattn.benchmark.layers.operation import Operation, Size, Source
 from cupyattn.progress import progress
 
 _MOST_SETS = 16

@@ -182,17 +182,17 @@ def _plan(problem: SampleProblem, asks: Asks) -> Plan:
         return Step.of(specialisation, rows * parts, *unset, params)
 
     steps, scratch = [step(configs.specialise_draw(config, asks.filtered))], {}
+    if asks.filtered or parts > 1:
+        scratch |= {"counters": 2 * rows, "best": 2 * rows * parts}
     if asks.cut:
         steps.insert(0, step(configs.specialise(configs.COUNTS, config)))
     if asks.filtered:
         steps.insert(0, step(configs.specialise(configs.MAXIMA, config)))
-        scratch = {
+        scratch |= {
             "maxima": rows * parts,
             "bins": rows * configs.SUMS * configs.BINS,
             "candidates": rows * configs.CANDIDATES * configs.CANDIDATE_WORDS,
         }
-    if asks.filtered or parts > 1:
-        scratch |= {"counters": 2 * rows, "best": 2 * rows * parts}
     # With filters the first step zeroes the counters.
     zero_first = ("counters",) if parts > 1 and not asks.filtered else ()
     plan = Plan(tuple(steps), outputs, lay_out_scratch(scratch), zero_first)
