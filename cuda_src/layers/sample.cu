@@ -52,7 +52,7 @@ struct Smem {
 
 // Only with FILTERED.
 struct FilterSmem {
-  Bins bins;
+  Bins<THREADS> bins;
   Scan::Shared scan;
 };
 
@@ -163,7 +163,7 @@ __device__ __forceinline__ void draw_candidates(Best& best, const Row& row, uint
                                                 const SampleParams& params, Previous<Part>& previous_s,
                                                 FilterSmem& smem_s) {
   if (!row.filters.cuts()) return;
-  Bins& bins_s = smem_s.bins;
+  Bins<THREADS>& bins_s = smem_s.bins;
   uint32 farthest = row.filters.farthest();
   uint64 weight = ~0ull;  // of what top-k leaves
 #pragma unroll 1

@@ -18,7 +18,7 @@
 using Part = PartTraits<DTYPE, THREADS, PART, ALIGNED, PENALISED>;
 
 struct Smem {
-  Bins bins;
+  Bins<THREADS> bins;
   Previous<Part> previous;
   float partial[THREADS / kWarpSize];
 };

@@ -28,12 +28,38 @@ struct Sums {
   __device__ __forceinline__ uint64 of(Measure measure) const { return measure == kWeights ? weight : count; }
 };
 
+template <int kThreads>
 struct alignas(kVectorBytes) Bins {
   uint32 sum[kSums][kBins];
 
+  static constexpr int kQuads = kSums * kBins / 4;
+  static_assert(kQuads % kThreads == 0, "as many for each thread");
+
+  // Call quad(i, sums) for this thread's fours of neighbouring sums.
+  template <typename Quad>
+  __device__ __forceinline__ void each_quad(Quad quad) {
+#pragma unroll
+    for (int i = threadIdx.x; i < kQuads; i += kThreads) quad(i, reinterpret_cast<uint4*>(&sum[0][0])[i]);
+  }
+
   // No thread counts until the barrier that follows.
   __device__ __forceinline__ void clear() {
-    for (int i = threadIdx.x; i < kSums * kBins; i += blockDim.x) (&sum[0][0])[i] = 0;
+    each_quad([](int, uint4& sums) { sums = {}; });
+  }
+
+  __device__ __forceinline__ void copy(const uint32* row_g) {
+    each_quad([&](int i, uint4& sums) { sums = reinterpret_cast<const uint4*>(row_g)[i]; });
+  }
+
+  // Most are 0.
+  __device__ __forceinline__ void add_to(uint32* row_g) {
+    each_quad([&](int i, const uint4& sums) {
+      if (!(sums.x | sums.y | sums.z | sums.w)) return;
+      if (sums.x) atomicAdd(&row_g[4 * i], sums.x);
+      if (sums.y) atomicAdd(&row_g[4 * i + 1], sums.y);
+      if (sums.z) atomicAdd(&row_g[4 * i + 2], sums.z);
+      if (sums.w) atomicAdd(&row_g[4 * i + 3], sums.w);
+    });
   }
 
   __device__ __forceinline__ void count(uint32 bin, uint64 weight) {
@@ -42,18 +68,6 @@ struct alignas(kVectorBytes) Bins {
     for (int limb = 0; limb < kSums - 1; limb++) {
       const uint32 digits = static_cast<uint32>(weight >> (limb * kLimbBits)) & kLimbMask;
       if (digits) atomicAdd(&sum[1 + limb][bin], digits);  // most weights have one or two
-    }
-  }
-
-  __device__ __forceinline__ void add_to(uint32* row_g) const {
-    for (int i = threadIdx.x; i < kSums * kBins; i += blockDim.x) {
-      if (const uint32 sum_of_bin = (&sum[0][0])[i]) atomicAdd(&row_g[i], sum_of_bin);
-    }
-  }
-
-  __device__ __forceinline__ void copy(const uint32* row_g) {
-    for (int i = threadIdx.x; i < kSums * kBins / 4; i += blockDim.x) {
-      reinterpret_cast<uint4*>(&sum[0][0])[i] = reinterpret_cast<const uint4*>(row_g)[i];
     }
   }
 
@@ -73,7 +87,7 @@ struct Found {
 template <int kThreads>
 struct BinScan {
   static constexpr int kWarps = kThreads / kWarpSize;
-  static constexpr int kOwn = kBins / kThreads;
+  static constexpr int kEach = kBins / kThreads;
   static_assert(kBins % kThreads == 0 && kWarps <= kWarpSize, "whole bins");
 
   struct Shared {
@@ -81,15 +95,15 @@ struct BinScan {
     Found found;
   };
 
-  Sums before, own[kOwn], total;
+  Sums before, own[kEach], total;
 
   // All threads of the CTA take part; bins_s is written, and a barrier lies between. shared_s.of_warp belongs to the
   // scan until the next barrier.
-  __device__ __forceinline__ void scan(const Bins& bins_s, Shared& shared_s) {
+  __device__ __forceinline__ void scan(const Bins<kThreads>& bins_s, Shared& shared_s) {
     Sums sum = {0, 0};
 #pragma unroll
-    for (int i = 0; i < kOwn; i++) {
-      own[i] = bins_s.of(threadIdx.x * kOwn + i);
+    for (int i = 0; i < kEach; i++) {
+      own[i] = bins_s.of(threadIdx.x * kEach + i);
       sum = sum + own[i];
     }
     Sums through = sum;
@@ -115,10 +129,10 @@ struct BinScan {
     __syncthreads();  // shared_s.found: the previous one has been read
     Sums reached = before;
 #pragma unroll
-    for (int i = 0; i < kOwn; i++) {
+    for (int i = 0; i < kEach; i++) {
       const Sums through = reached + own[i];
       if (reached.of(measure) < wanted && wanted <= through.of(measure)) {
-        shared_s.found = {static_cast<uint32>(threadIdx.x * kOwn + i), reached, through};
+        shared_s.found = {static_cast<uint32>(threadIdx.x * kEach + i), reached, through};
       }
       reached = through;
     }

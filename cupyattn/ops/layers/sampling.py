@@ -181,7 +181,8 @@ def _plan(problem: SampleProblem, asks: Asks) -> Plan:
         ]
         return Step.of(specialisation, rows * parts, *unset, params)
 
-    steps, scratch = [step(configs.specialise_draw(config, asks.filtered))], {}
+    steps = [step(configs.specialise_draw(config, asks.filtered))]
+    scratch: dict[str, int] = {}
     if asks.filtered or parts > 1:
         scratch |= {"counters": 2 * rows, "best": 2 * rows * parts}
     if asks.cut:
