@@ -30,17 +30,17 @@ def ids(rows: int, tokens: int, width: int) -> np.ndarray:
 
 
 def each(*values: float, dtype: str = "float32") -> np.ndarray:
-    return np.resize(values, 60).astype(dtype)
+    return np.resize(values, 36).astype(dtype)
 
 
-PARTS = normal(60, PART + 500, 2.0)
+PARTS = normal(36, PART + 500, 2.0)
 """Two parts a row."""
-STEPS = np.floor(normal(60, PART + 500, 2.0)).astype(np.float16)
+STEPS = np.floor(normal(36, PART + 500, 2.0)).astype(np.float16)
 """Many equal logits."""
-SMALL = normal(200, 43, 1.0, "float16")
-NEAR = normal(200, 43, 1e-5)
+SMALL = normal(120, 43, 1.0, "float16")
+NEAR = normal(120, 43, 1e-5)
 """Scores that differ in the last digit alone."""
-FLAT = normal(20, CANDIDATES + 200, 0.002)
+FLAT = normal(12, CANDIDATES + 200, 0.002)
 """More candidates than the list holds."""
 HOT: dict[str, Any] = {"seed": 1, "temperature": 4.0}
 """All kept tokens are about as probable: one too many or too few is drawn soon."""
@@ -49,7 +49,7 @@ EACH = {
     "top_k": each(5, 0, 3, 8, 0, 2, dtype="int32"),
     "top_p": each(1, 0.01, 1, 0.3, 0.5, 1, 0.1),
     "min_p": each(0, 0, 0.5, 0),
-    "seed": np.arange(60)[::-1].copy(),
+    "seed": np.arange(36)[::-1].copy(),
 }
 CALLS: dict[str, tuple[np.ndarray, dict[str, Any]]] = {
     "all": (PARTS, {"seed": 2**40 + 5, "step": 2**33}),
@@ -63,11 +63,11 @@ CALLS: dict[str, tuple[np.ndarray, dict[str, Any]]] = {
     "min-p": (PARTS, {**HOT, "min_p": 0.4}),
     "near": (NEAR, {**HOT, "temperature": 1.0, "top_k": 5}),
     "both": (SMALL / np.float16(100), {"seed": 1, "top_k": 30, "min_p": 0.99}),
-    "previous": (SMALL, {"seed": 1, "repetition_penalty": 3.0, "previous": ids(200, 43, 9)}),
+    "previous": (SMALL, {"seed": 1, "repetition_penalty": 3.0, "previous": ids(120, 43, 9)}),
     "flat": (FLAT, {"seed": 1, "top_k": 5}),
     "flat, previous": (
         FLAT,
-        {"seed": 1, "top_k": 5, "repetition_penalty": 1.2, "previous": ids(20, PART, 3000)},
+        {"seed": 1, "top_k": 5, "repetition_penalty": 1.2, "previous": ids(12, PART, 3000)},
     ),
 }
 SHARED, BINS_CUH = "layers/sampling.cuh", "layers/sampling_bins.cuh"
