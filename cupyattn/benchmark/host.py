@@ -126,6 +126,9 @@ def _rows(device: CudaDevice) -> list[Row]:
     batch, length, heads, _ = _SHAPE
     out, lse = cupy.empty_like(q), cupy.empty((batch, heads, length), np.float32)
 
+    logits = cupy.asarray(rng.standard_normal((batch, 1000)).astype(np.float16))
+    ids, room = cupy.empty(batch, np.int32), cupy.empty(2**20, np.uint8)
+
     def attention(**options: Any) -> Callable[[], Any]:
         return lambda: cupyattn.attention(q, k, v, causal=True, implementation="tiled", **options)
 
@@ -146,6 +149,16 @@ def _rows(device: CudaDevice) -> list[Row]:
         Row("attention, return_lse", attention(return_lse=True), GOAL_US),
         Row("softmax, out=", lambda: cupyattn.softmax(q, out=out), GOAL_WITH_OUT_US),
         Row("softmax", lambda: cupyattn.softmax(q), GOAL_US),
+        Row(
+            "sample, out=, workspace=",
+            lambda: cupyattn.sample(logits, seed=1, out=ids, workspace=room),
+            GOAL_WITH_OUT_US,
+        ),
+        Row(
+            "sample, top_p=, out=, workspace=: three launches",
+            lambda: cupyattn.sample(logits, seed=1, top_p=0.9, out=ids, workspace=room),
+            None,
+        ),
         Row(
             "the attention kernel's launch alone",
             lambda: start(device, recorded.specialisation, recorded.grid[0], arrays, values),

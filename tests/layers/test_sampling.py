@@ -15,6 +15,7 @@ from support.search import examples, wider
 
 import cupyattn
 from cupyattn import reference
+from cupyattn.emulator import Report
 from cupyattn.kernels.configs.layers.sampling import CANDIDATES, PART
 
 FILTERS = {
@@ -152,6 +153,14 @@ def test_views(margin, filters):
     assert cupyattn.sample(x, out=out, workspace=workspace, **options) is out
     assert_array_equal(KERNELS.get(out), reference.sample(whole, **options))
     assert_array_equal(np.delete(KERNELS.get(memory), slice(2, 9)), 77)
+
+
+@pytest.mark.nvrtc
+def test_logits_are_read_in_whole_sectors():
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.sample(logits_of(2, PART + 512, "float16"), seed=0, temperature=0)
+    assert report.sector_efficiency > 0.99
 
 
 @everywhere

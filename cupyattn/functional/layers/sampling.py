@@ -12,6 +12,9 @@ from cupyattn.functional.backend import device_of
 from cupyattn.ops.layers.sampling import run_sample, sample_problem
 from cupyattn.ops.layers.sampling_options import SampleNumbers
 
+_NUMBERS = (float, int, type(None))
+"""What most options are: to ask whether these export memory takes a microsecond."""
+
 
 def sample(
     logits: Array,
@@ -120,26 +123,26 @@ def sample(
     ...                 repetition_penalty=2.0, previous=np.array([[1, -1], [2, 2]], np.int32))
     array([2, 2], dtype=int32)
     """
-    options = {
-        "seed": seed,
-        "step": step,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-    }
     arrays: dict[str, Any] = {"logits": logits}
-    for name in tuple(options):
-        if exports_memory(options[name]) and not isinstance(options[name], np.generic):
-            arrays[name] = options.pop(name)
+    numbers: dict[str, Any] = {}
+    for name, value in (
+        ("seed", seed),
+        ("step", step),
+        ("temperature", temperature),
+        ("top_k", top_k),
+        ("top_p", top_p),
+        ("min_p", min_p),
+        ("repetition_penalty", repetition_penalty),
+    ):
+        is_number = type(value) in _NUMBERS or isinstance(value, np.generic)
+        (arrays if not is_number and exports_memory(value) else numbers)[name] = value
     operands = adopt({**arrays, "previous": previous, "out": out, "workspace": workspace})
-    numbers = SampleNumbers.of(options)
-    problem = sample_problem(operands, numbers)
+    told = SampleNumbers.of(numbers)
+    problem = sample_problem(operands, told)
     device = device_of(operands)
     if device is not None:
-        return run_sample(device, problem, numbers, operands)
-    given = {name: operands.arrays.get(name, getattr(numbers, name)) for name in numbers._fields}
+        return run_sample(device, problem, told, operands)
+    given = {name: operands.arrays.get(name, getattr(told, name)) for name in told._fields}
     ids = reference.sample(
         operands.arrays["logits"], **given, previous=operands.arrays.get("previous")
     )

@@ -137,6 +137,17 @@ def run_sample(
     device: Device, problem: SampleProblem, numbers: SampleNumbers, operands: Operands
 ) -> Array:
     """Draw."""
+    plan = _told(problem, numbers._replace(seed=0, step=0))
+    if plan.steps:  # the last one draws: what differs from call to call is told to it alone
+        *before, draw = plan.steps
+        values = (np.uint64(numbers.seed), np.int64(numbers.step), *draw.values[2:])
+        plan = plan._replace(steps=(*before, draw._replace(values=values)))
+    return run(device, plan, operands.arrays)["out"]
+
+
+@lru_cache(maxsize=4096)
+def _told(problem: SampleProblem, numbers: SampleNumbers) -> Plan:
+    """Return the plan with the numbers that its kernels are told."""
     given = problem.layouts
     sampled = "temperature" in given or numbers.temperature > 0
     cut = sampled and (
@@ -148,7 +159,7 @@ def run_sample(
         step._replace(values=(*_typed(step.specialisation, numbers), step.values[-1]))
         for step in plan.steps
     ]
-    return run(device, plan._replace(steps=tuple(steps)), operands.arrays)["out"]
+    return plan._replace(steps=tuple(steps))
 
 
 def _typed(specialisation: Specialisation, numbers: SampleNumbers) -> list[Any]:
