@@ -14,7 +14,8 @@
 // Work      a CTA for each part of PART tokens of each row. Tokens in bins that are kept whole are drawn from at once.
 //           Those in bins that hold a cut are candidates, and become a list; the last CTA of the row to arrive finds
 //           the cuts by their further digits, and draws. A list that is full is replaced by the row itself.
-// Budget    PART / THREADS logits of a thread in registers; with FILTERED 16 KB of shared memory for bins.
+// Budget    PART / THREADS logits of a thread in registers, of which there are up to 116; with FILTERED 16 KB of shared
+//           memory for bins. Two CTAs on a multiprocessor are enough: a row of 128,256 tokens has 32, a T4 40 of these.
 // Edges     a row without a logit above -inf gives -1. NaN logits are never drawn.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(PART) || !defined(ALIGNED) || !defined(PENALISED) || \
     !defined(FILTERED) || !defined(CANDIDATES)

@@ -12,8 +12,9 @@
 constexpr float kLeastTemperature = 1e-6f;  // below it a row is greedy
 constexpr float kLargestScore = 0x1p100f;   // of either sign: +inf is one, -inf and NaN are no scores
 constexpr int kNoToken = 0x7fffffff;        // behind every token
-constexpr int kDistanceBits = 30;           // of a distance below the largest score, in units of
-constexpr int kFractionBits = 24;           // 2^-24: up to 64 factors of 2, and nobody draws what is beyond 37
+// A distance below the largest score is in units of 2^-24 and less than 2^30: up to 64 factors of 2. Noise, from -5 to
+// 31.5, lets nobody draw a token that is beyond 37.
+constexpr int kDistanceBits = 30, kFractionBits = 24;
 
 // Field for field the structured dtype SAMPLE_PARAMS of cupyattn/kernels/structs.py. Strides are in items.
 struct SampleParams {
@@ -55,14 +56,15 @@ template <typename Part>
 struct Previous {
   uint32 bits[Part::kPenalised ? Part::kTokens / 32 : 1];
 
-  // All threads of the CTA take part; the barriers are around it.
+  // All threads of the CTA take part.
   __device__ __forceinline__ void gather(const int* previous_g, const SampleParams& params, int64 row, int first) {
     if constexpr (Part::kPenalised) {
       for (int word = threadIdx.x; word < Part::kTokens / 32; word += Part::kThreads) bits[word] = 0;
       __syncthreads();  // bits: zero
       for (int i = threadIdx.x; i < params.width; i += Part::kThreads) {
-        const int place = previous_g[row * params.previous_stride + i * params.previous_step] - first;
-        if (0 <= place && place < Part::kTokens) atomicOr(&bits[place / 32], 1u << place % 32);
+        const uint32 token = previous_g[row * params.previous_stride + i * params.previous_step];
+        const uint32 place = token - first;  // of -1 and of tokens of other parts beyond the last
+        if (place < Part::kTokens) atomicOr(&bits[place / 32], 1u << place % 32);
       }
       __syncthreads();  // bits: every thread has set its own
     }
@@ -209,7 +211,7 @@ struct RowFilters {
   }
 };
 
-// The largest score of a row, from those of its parts. All threads of the CTA take part.
+// The largest logit of a row, from those of its parts. All threads of the CTA take part.
 template <int kThreads>
 __device__ __forceinline__ float largest_logit(const float* maxima_g, int parts, float* partial_s) {
   float largest = -kInfinity;
