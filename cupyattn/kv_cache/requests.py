@@ -90,9 +90,13 @@ class Request:
         output = self.outputs[sample]
         output.append(token)
         ends = len(output) == self.max_new_tokens or token in self.stop
-        self._left -= ends
-        self.finished = not self._left
+        self.leave(int(ends))
         return ends
+
+    def leave(self, samples: int) -> None:
+        """Count so many samples as ended."""
+        self._left -= samples
+        self.finished = not self._left
 
 
 class Work(NamedTuple):
@@ -152,25 +156,33 @@ class Run:
         whole = len(self.sequence) == len(self.tokens)
         return Work(self.request, self.samples if whole else (), self.sequence, tuple(tokens))
 
-    def advance(self, drawn: Iterable[int]) -> list[Run]:
-        """Take the next token of each sample; return the runs of those that go on, this first."""
+    def advance(self, drawn: Iterable[list[int]]) -> list[Run]:
+        """Take the next tokens of each sample; return the runs of those that go on, this first."""
         assert self.sequence is not None
         going = [
-            (sample, token)
-            for sample, token in zip(self.samples, drawn, strict=True)
-            if not self.request.take(sample, token)
+            (sample, tokens)
+            for sample, tokens in zip(self.samples, drawn, strict=True)
+            if not any(self.request.take(sample, token) for token in tokens)
         ]
         if not going:
             self.drop()
             return []
         forks = [
-            Run(self.request, (sample,), [*self.tokens, token], self.sequence.fork())
-            for sample, token in going[1:]
+            Run(self.request, (sample,), [*self.tokens, *tokens], self.sequence.fork())
+            for sample, tokens in going[1:]
         ]
-        sample, token = going[0]
+        sample, tokens = going[0]
         self.samples = (sample,)
-        self.tokens.append(token)
+        self.tokens += tokens
         return [self, *forks]
+
+    def end(self, ending: set[int]) -> None:
+        """End some of its samples with what they have; without any left it gives its blocks back."""
+        left = tuple(sample for sample in self.samples if sample not in ending)
+        self.request.leave(len(self.samples) - len(left))
+        self.samples = left
+        if not left:
+            self.drop()
 
     def drop(self) -> None:
         """Give back its blocks: it has to be computed anew."""
@@ -191,8 +203,14 @@ def as_swaps(preempt: Any) -> bool:
     return bool(preempt == "swap")
 
 
-def as_sampled(batch: list[Work], returned: Iterable[Iterable[int]]) -> list[list[int]]:
-    """Read what a `forward` returned: the next tokens of each work."""
+def as_sampled(
+    batch: list[Work], lengths: list[int], returned: Iterable[Iterable[Any]]
+) -> list[list[list[int]]]:
+    """Read what a `forward` returned: of each work the next tokens of each sample.
+
+    `lengths` are those of the works' sequences before; of several tokens all but the last stand
+    behind them.
+    """
     try:
         works = iter(returned)
     except TypeError:
@@ -202,8 +220,8 @@ def as_sampled(batch: list[Work], returned: Iterable[Iterable[int]]) -> list[lis
             "it returns the next tokens of each work, in the works' order",
             "return a list for each work, of a token for each of its samples: [[7], [], [3]]",
         ) from None
-    sampled = [as_tokens(tokens) for tokens in works]
-    counts = [len(tokens) for tokens in sampled]
+    sampled = [_of_samples(tokens) for tokens in works]
+    counts = [len(samples) for samples in sampled]
     wanted = [len(work.samples) for work in batch]
     if counts != wanted:
         raise error(
@@ -212,4 +230,22 @@ def as_sampled(batch: list[Work], returned: Iterable[Iterable[int]]) -> list[lis
             f"their samples are {shown(wanted)}",
             "return a list for each work, of a token for each of its samples",
         )
+    for work, length, samples in zip(batch, lengths, sampled, strict=True):
+        grown = len(work.sequence) - length
+        if any(len(tokens) != 1 + grown for tokens in samples) or (grown and len(samples) != 1):
+            raise error(
+                ValueError,
+                f"forward returned {shown([len(tokens) for tokens in samples])} tokens for the "
+                f"samples of a work whose sequence has grown by {grown}",
+                "a sample has one next token; an only sample may have several, of which all but "
+                "the last are appended to the sequence",
+                "append them and write their keys and values, or return one token",
+            )
     return sampled
+
+
+def _of_samples(tokens: Iterable[Any]) -> list[list[int]]:
+    """Read a work's next tokens: one for each sample, or a list of several."""
+    if isinstance(tokens, list) and any(isinstance(each, list) for each in tokens):
+        return [as_tokens(each) if isinstance(each, list) else as_tokens([each]) for each in tokens]
+    return [[token] for token in as_tokens(tokens)]

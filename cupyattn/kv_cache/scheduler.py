@@ -177,7 +177,7 @@ class Scheduler:
         heappush(self._waiting, Run(request, tuple(range(n)), prompt))
         return request
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: Request, sample: int | None = None) -> None:
         """End a request with the outputs that it has; nothing happens if it has finished.
 
         Between steps, not from `forward`.
@@ -186,13 +186,24 @@ class Scheduler:
         ----------
         request : Request
             One of this scheduler's.
+        sample : int, optional
+            Which of its samples ends; all of them by default.
+
+        Raises
+        ------
+        ValueError
+            If the request has no such sample.
+        TypeError
+            If it is no integer.
         """
+        ending = set(range(request.n))
+        if sample is not None:
+            ending = {as_count("sample", sample, 0, request.n - 1)}
         for runs in (self._running, self._waiting):
             for run in runs:
                 if run.request is request:
-                    run.drop()
-                    request.finished = True
-            runs[:] = [run for run in runs if run.request is not request]
+                    run.end(ending)
+            runs[:] = [run for run in runs if run.samples]
         heapify(self._waiting)
 
     def step(self, forward: Forward) -> tuple[Request, ...]:
@@ -205,6 +216,8 @@ class Scheduler:
             of none for a work without samples. It writes keys and values of the whole batch,
             layer by layer, before the layer attends: works may share blocks that this step fills.
             All copies have been run when it is called. It is not called if nothing is submitted.
+            Of a work's only sample it may return several next tokens, as a list in the list, if it
+            has appended all but the last to the work's sequence, and written them.
 
         Returns
         -------
@@ -216,7 +229,8 @@ class Scheduler:
         OutOfBlocksError
             If blocks that others took from the allocator leave no room for even one sequence.
         ValueError
-            If `forward` returned other than as many tokens as were asked for.
+            If `forward` returned other than as many tokens as were asked for, or several for a
+            sample whose sequence has not grown by all but the last.
         TypeError
             If it returned no list for each work, as None or one number is, or what is no token.
         Exception
@@ -229,7 +243,8 @@ class Scheduler:
             if self._num_preempted == preempted:  # otherwise who made room would take it again
                 batch += self._admit(self._max_tokens - sum(len(work.tokens) for work in batch))
             self._run_copies()
-            sampled = as_sampled(batch, forward(tuple(batch))) if batch else []
+            lengths = [len(work.sequence) for work in batch]
+            sampled = as_sampled(batch, lengths, forward(tuple(batch))) if batch else []
         except BaseException:
             self._undo()
             raise
@@ -337,7 +352,7 @@ class Scheduler:
                 heappush(self._waiting, run)
         self._running = [run for run in self._running if run.sequence is not None]
 
-    def _finish(self, batch: list[Work], sampled: list[list[int]]) -> tuple[Request, ...]:
+    def _finish(self, batch: list[Work], sampled: list[list[list[int]]]) -> tuple[Request, ...]:
         """Take the new tokens: samples end, or go on, each with a sequence of its own."""
         finished, running = [], []
         for run, work, drawn in zip(self._running, batch, sampled, strict=True):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.block_memory import VOCABULARY, BlockMemory, FaultError, alone
+from support.block_memory import VOCABULARY, BlockMemory, FaultError, alone, next_token
 from support.search import examples
 
 from cupyattn import BlockAllocator, OutOfBlocksError, Scheduler
@@ -228,7 +228,6 @@ def test_a_long_prompt_is_computed_in_parts_beside_others(memory):
     steps = 0
     while not second.finished:
         scheduler.step(memory.forward)
-        steps += 1
     assert steps == 4  # 3 tokens a step beside the first's one
     assert len(first.outputs[0]) == 1 + steps
 
@@ -264,6 +263,94 @@ def test_cancelled_requests_give_back_all(memory):
     assert finished == [requests[1]]
     scheduler.cancel(requests[1])
     require_empty(memory.allocator)
+
+
+@pytest.mark.parametrize("when", [0, 1, 3])
+def test_one_sample_is_cancelled(memory, when):
+    """Before it has a sequence of its own and after; the others go on to their end."""
+    scheduler = Scheduler(memory, max_batch=4, max_tokens=64)
+    request = scheduler.submit([1, 2, 3], max_new_tokens=6, n=3)
+    other = scheduler.submit([1, 2, 3], max_new_tokens=6)
+    for _ in range(when):
+        scheduler.step(memory.forward)
+    scheduler.cancel(request, 1)
+    scheduler.cancel(request, 1)
+    assert not request.finished
+    finished, _ = finish(scheduler, memory)
+    assert sorted(map(id, finished)) == sorted(map(id, (request, other)))
+    assert [len(output) for output in request.outputs] == [6, when, 6]
+    assert request.outputs[0] == other.outputs[0] == alone(request.tokens, 6, 0)
+    for sample in range(3):
+        scheduler.cancel(request, sample)
+    require_empty(memory.allocator)
+    with pytest.raises(ValueError, match="sample = 3; allowed is 0 to 2"):
+        scheduler.cancel(request, 3)
+
+
+def test_a_request_ends_with_its_last_sample(memory):
+    scheduler = Scheduler(memory, max_batch=4, max_tokens=64)
+    request = scheduler.submit([1, 2, 3], max_new_tokens=6, n=2)
+    scheduler.step(memory.forward)
+    scheduler.cancel(request, 0)
+    assert not request.finished
+    scheduler.cancel(request, 1)
+    assert request.finished
+    assert scheduler.idle
+    require_empty(memory.allocator)
+
+
+def several_at_once(memory, most):
+    """A forward that goes on by itself: it appends its own tokens, and returns all of them."""
+
+    def forward(batch):
+        returned = []
+        for work, tokens in zip(batch, memory.forward(batch), strict=True):
+            while len(work.samples) == 1 and len(tokens) < most:
+                try:
+                    copies = work.sequence.append(tokens[-1:])
+                except OutOfBlocksError:
+                    break
+                if copies:
+                    memory.copy(copies)
+                later = work._replace(tokens=(tokens[-1],))
+                memory._write(later)
+                prompt = work.request.tokens
+                tokens.append(next_token(prompt, memory.read(later), work.samples[0]))
+            returned.append([tokens] if len(work.samples) == 1 else tokens)
+        return returned
+
+    return forward
+
+
+@pytest.mark.parametrize("preempt", ["recompute", "swap"])
+@pytest.mark.parametrize("stop", [(), (1,)])
+def test_a_model_may_return_several_tokens(stop, preempt):
+    """They are those that come one by one, and those behind an end are dropped."""
+    allocator = BlockAllocator(8, 4, prefix_caching=True, num_host_blocks=4)
+    memory = BlockMemory(allocator)
+    scheduler = Scheduler(memory, max_batch=4, max_tokens=64, preempt=preempt)
+    requests = [
+        scheduler.submit([i, 2, 3], max_new_tokens=12 + i, n=1 + i % 2, stop=stop) for i in range(6)
+    ]
+    forward = several_at_once(memory, 3)
+    while not scheduler.idle:
+        scheduler.step(forward)
+        allocator.check()
+    for request in requests:
+        for sample, output in enumerate(request.outputs):
+            assert output == alone(request.tokens, request.max_new_tokens, sample, stop)
+    assert stop or scheduler.num_preempted
+    require_empty(allocator)
+
+
+@pytest.mark.parametrize("returned", [[[[1, 2]]], [[[]]], [[[1], [2]]]])
+def test_several_tokens_need_a_sequence_that_has_them(memory, returned):
+    scheduler = Scheduler(memory, max_batch=4, max_tokens=64)
+    request = scheduler.submit([1, 2, 3], max_new_tokens=6)
+    with pytest.raises(ValueError, match="forward returned"):
+        scheduler.step(lambda batch: returned)
+    finish(scheduler, memory)
+    assert request.outputs[0] == alone(request.tokens, 6, 0)
 
 
 def test_nothing_to_do(memory):
