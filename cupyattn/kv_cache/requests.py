@@ -177,7 +177,7 @@ class Run:
         return [self, *forks]
 
     def end(self, ending: set[int]) -> None:
-        """End some of its samples with what they have; without any left it gives its blocks back."""
+        """End some of its samples with what they have; without any left give back its blocks."""
         left = tuple(sample for sample in self.samples if sample not in ending)
         self.request.leave(len(self.samples) - len(left))
         self.samples = left

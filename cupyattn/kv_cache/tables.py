@@ -23,6 +23,7 @@ class StepTables:
 
     `PagedKVCache.step_tables` makes them, `update` fills them anew in place. So a decode step that
     was captured in a CUDA graph with them runs on other sequences: update, then launch the graph.
+    Within blocks `advance` does it on the device.
 
     Attributes
     ----------
@@ -66,6 +67,9 @@ class StepTables:
         for name, shape in shapes.items():
             starts[name] = end
             end += -(-int(np.prod(shape)) // 4) * 4  # each begins at a multiple of 16 bytes
+        self._growing = slice(starts["seqlens_k"], end)
+        self._growth = slice(end, end + end - starts["seqlens_k"])
+        end = self._growth.stop  # what `advance` adds to each of these numbers
         self._buffer: Array = xp.zeros(end, np.int32)
         self._staged = np.zeros(end, np.int32)
 
@@ -75,6 +79,7 @@ class StepTables:
                 for name, shape in shapes.items()
             }
 
+        self._starts = starts
         self._on_host = pieces(self._staged)
         placed = pieces(self._buffer)
         self.block_table: Array = placed["block_table"]
@@ -165,10 +170,32 @@ class StepTables:
         ):
             tables[name][: len(values)] = values
             tables[name][len(values) :] = rest
+        growth = self._staged[self._growth]
+        growth.fill(0)
+        for name, count in (
+            ("seqlens_k", len(counts)),
+            ("slot_mapping", total),
+            ("positions", total),
+        ):
+            start = self._starts[name] - self._growing.start
+            growth[start : start + count] = 1
         upload(self._xp, self._buffer, self._staged)
         self.num_sequences, self.num_tokens = len(counts), total
         self.max_seqlen_q = int(counts.max(initial=0))
         self.num_decoding = int(np.argmax(np.append(counts, 0) != 1))
+
+    def advance(self) -> None:
+        """Let each sequence grow by a token within its last block: the tables of the next step.
+
+        It is queued on the current stream, and needs no tokens: so the step behind one that is
+        queued can be queued too, before anyone has read what the first one chose. A CUDA graph can
+        capture it; its replays change what is on the device. The caller knows that each sequence
+        has one new token, and that its last block has room for another and is its own. Where that
+        is not so, `update` the tables before they are read again.
+        """
+        for xp, buffer in ((np, self._staged), (self._xp, self._buffer)):
+            growing = buffer[self._growing]
+            xp.add(growing, buffer[self._growth], out=growing)
 
     def _require_room(self, lengths: np.ndarray, counts: np.ndarray) -> None:
         """Refuse what has no place, before anything is written."""

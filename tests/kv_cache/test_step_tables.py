@@ -150,6 +150,27 @@ def test_too_little_room_is_refused(name):
         cache.step_tables([cache.allocator.add([1])], **{name: 0})
 
 
+def test_tables_advance_within_blocks():
+    """As an update with one token more, on the same arrays."""
+    cache = small_cache()
+    sequences = [cache.allocator.add([0] * length) for length in (17, 3, 30)]
+    tables = cache.step_tables(sequences, max_batch=4, max_blocks=3, max_tokens=5)
+    arrays = [getattr(tables, name) for name in NAMES]
+    for _ in range(2):
+        tables.advance()
+        for sequence in sequences:
+            sequence.append([1])
+        grown = cache.step_tables(sequences, max_batch=4, max_blocks=3, max_tokens=5)
+        for name, array in zip(NAMES, arrays, strict=True):
+            assert getattr(tables, name) is array
+            np.testing.assert_array_equal(array, getattr(grown, name))
+        assert tables.spans() == grown.spans()
+    tables.update(sequences[:1])
+    tables.advance()
+    assert tables.seqlens_k.tolist() == [20, 0, 0, 0]
+    assert tables.slot_mapping.tolist() == [int(tables.block_table[0, 1]) * 16 + 3, -1, -1, -1, -1]
+
+
 def test_the_tables_stay_in_place_on_a_gpu(recorder, monkeypatch):
     """One upload a step, into the same memory, and launches that differ in nothing: so a graph that
     captured a step runs the next one.
