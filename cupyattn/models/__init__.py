@@ -8,6 +8,7 @@
 
 from cupyattn.models.config import PRESETS, Config
 from cupyattn.models.forward import Attend
+from cupyattn.models.generation import Generation, Generator
 from cupyattn.models.loading import load
 from cupyattn.models.model import Model
 from cupyattn.models.random_weights import random
@@ -18,6 +19,8 @@ __all__ = [
     "PRESETS",
     "Attend",
     "Config",
+    "Generation",
+    "Generator",
     "Layer",
     "Model",
     "Norm",

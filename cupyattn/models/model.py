@@ -13,11 +13,12 @@ from cupyattn.arrays import Array
 from cupyattn.errors import error, shown
 from cupyattn.models.config import Config
 from cupyattn.models.forward import Attend, hidden_states
+from cupyattn.models.generation import Generates
 from cupyattn.models.tokenizer import Tokenizer
 from cupyattn.models.weights import Weights, named_arrays
 
 
-class Model:
+class Model(Generates):
     """GPT-2, Llama or Phi-2 in arrays: what `load` and `random` return.
 
     Attributes

@@ -1,0 +1,7 @@
+"""Text from a model: sampling, stops, streams, a paged cache, captured steps."""
+
+from cupyattn.models.generation.generation import Generation
+from cupyattn.models.generation.generator import Generator
+from cupyattn.models.generation.methods import Generates
+
+__all__ = ["Generates", "Generation", "Generator"]

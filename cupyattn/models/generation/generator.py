@@ -1,0 +1,353 @@
+"""Generation with continuous batching: a model, a paged cache and a scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from cupyattn import OutOfBlocksError, PagedKVCache, Scheduler
+from cupyattn.errors import error
+from cupyattn.kv_cache import Work
+from cupyattn.models.generation.decoding import Decoding
+from cupyattn.models.generation.generation import Generation
+from cupyattn.models.generation.graph import device_of
+from cupyattn.models.generation.inputs import Draw
+from cupyattn.models.generation.lookup import accepted, draft
+from cupyattn.models.generation.options import (
+    Prompt,
+    as_count,
+    as_ends,
+    as_prompts,
+    as_sampling,
+    as_seed,
+)
+from cupyattn.models.generation.room import blocks_at_hand
+from cupyattn.models.generation.steps import Part, packed_step
+
+MAX_BATCH = 32
+LONGEST = 2048
+"""Tokens of a sequence that a cache has room for by default, if the model has as many positions."""
+
+
+class Generator:
+    """A model that generates for many prompts at once, from one paged cache.
+
+    `cupyattn.models.Model.generate` makes one for a call. One of your own keeps its cache between
+    calls, so that prompts which begin alike are computed once, and takes prompts at any time.
+
+    Parameters
+    ----------
+    model : Model
+        What `cupyattn.models.load` or `random` returned.
+    num_blocks, block_size : int, optional
+        Blocks of the cache, and tokens in a block (a multiple of 16). By default there is room for
+        `lengths`, or as much of it as 90 % of the free memory holds.
+    lengths : sequence of int, optional
+        Tokens of the sequences that are to come, of which `max_batch` run at once: by default as
+        many of 2,048.
+    cache_dtype : {"float16", "float32", "bfloat16", "int8", "int4"}, optional
+        How keys and values are kept; by default in the model's dtype.
+    max_batch, max_tokens : int
+        The most sequences, and the most tokens, in a step: longer prompts are computed in parts.
+    preempt : {"recompute", "swap"}
+        As of `cupyattn.Scheduler`: what becomes of a sequence that makes room for another.
+    num_host_blocks : int
+        Blocks of host memory, for "swap".
+    lookup : int
+        Speculative decoding: at most so many tokens that followed the last ones before are computed
+        together with the next, and kept if the model chooses them. 0 is off. Only greedily drawn
+        tokens are found so; the result is the same.
+    captured : bool, optional
+        Whether steps of decoding are captured once and replayed. By default so on a GPU, where they
+        are CUDA graphs. On NumPy arrays such a step is called as it is.
+
+    Attributes
+    ----------
+    cache : PagedKVCache
+        ``cache.statistics()`` and ``cache.plot()`` show how full it is.
+    scheduler : Scheduler
+        Which sequences run and which wait.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `cupyattn.PagedKVCache` and `cupyattn.Scheduler`.
+
+    Notes
+    -----
+    A generator is used by one thread at a time.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import models
+    >>> tiny = models.PRESETS["gpt2"]._replace(
+    ...     num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=2, head_dim=8,
+    ...     intermediate_size=32, vocab_size=50,
+    ... )
+    >>> model = models.random(tiny, dtype="float32", xp=np)
+    >>> generator = models.Generator(model, num_blocks=8)
+    >>> first = generator.submit([1, 2, 3], max_new_tokens=4)
+    >>> second = generator.submit([5, 6], max_new_tokens=2, n=2, temperature=1.0, seed=7)
+    >>> while not generator.idle:
+    ...     finished = generator.step()
+    >>> [len(output) for output in (*first.outputs, *second.outputs)]
+    [4, 2, 2]
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        num_blocks: int | None = None,
+        block_size: int = 16,
+        lengths: Sequence[int] | None = None,
+        cache_dtype: Any = None,
+        max_batch: int = MAX_BATCH,
+        max_tokens: int = 2048,
+        preempt: Literal["recompute", "swap"] = "recompute",
+        num_host_blocks: int = 0,
+        lookup: int = 0,
+        captured: bool | None = None,
+    ) -> None:
+        config = model.config
+        dtype = model.dtype if cache_dtype is None else cache_dtype
+        max_batch = as_count("max_batch", max_batch, 1)
+        self._lookup = as_count("lookup", lookup, 0)
+        self._model = model
+        with self._device():
+            if num_blocks is None:
+                most = [min(config.max_positions, LONGEST)] * max_batch
+                running = sorted(most if lengths is None else lengths, reverse=True)[:max_batch]
+                room = [length + self._lookup for length in running]
+                num_blocks = blocks_at_hand(
+                    model, dtype, as_count("block_size", block_size, 16), room
+                )
+            self.cache = PagedKVCache(
+                config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim,
+                dtype=dtype, xp=model.xp, prefix_caching=True, num_host_blocks=num_host_blocks,
+            )  # fmt: skip
+        self.scheduler = Scheduler(
+            self.cache, max_batch=max_batch, max_tokens=max(max_tokens, max_batch),
+            preempt=preempt, window_size=config.window_size,
+        )  # fmt: skip
+        if captured is None:
+            captured = model.xp.__name__ == "cupy"
+        self._decoding = Decoding(model, self.cache) if captured else None
+        self._running: dict[int, Generation] = {}
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was submitted has finished."""
+        return self.scheduler.idle
+
+    def submit(
+        self,
+        prompt: Any,
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: Any = (),
+        n: int = 1,
+    ) -> Generation:
+        """Ask for continuations of one prompt; `step` computes them.
+
+        Parameters and errors are those of `Model.generate`.
+        """
+        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+                   "repetition_penalty": repetition_penalty}  # fmt: skip
+        (submitted,) = self._submit(
+            self._prompts(prompt, only_one=True),
+            max_new_tokens, options, seed, stop, n,
+        )  # fmt: skip
+        return submitted
+
+    def step(self) -> tuple[Generation, ...]:
+        """Compute one step: a token of each sequence that generates, and of prompts what fits.
+
+        Returns
+        -------
+        tuple of Generation
+            Those that finished with it.
+        """
+        with self._device():
+            self.scheduler.step(self._forward)
+        finished = []
+        for number, generation in list(self._running.items()):
+            for sample in generation.take():
+                self.scheduler.cancel(generation.request, sample)
+            if generation.finished:
+                finished.append(generation)
+                del self._running[number]
+        if self._decoding is not None and self.idle:
+            self._decoding.forget()
+        return tuple(finished)
+
+    def cancel(self, generation: Generation) -> None:
+        """End a generation with what it has, and give back its blocks."""
+        self.scheduler.cancel(generation.request)
+        self._running.pop(generation.request.number, None)
+        generation.end()
+
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: Any = (),
+        n: int = 1,
+    ) -> list[Any]:
+        """Generate for all prompts: as `Model.generate`, from this generator's cache."""
+        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+                   "repetition_penalty": repetition_penalty}  # fmt: skip
+        submitted = self._submit(self._prompts(prompts), max_new_tokens, options, seed, stop, n)
+        try:
+            while not all(generation.finished for generation in submitted):
+                self.step()
+        except BaseException:
+            for generation in submitted:
+                self.cancel(generation)
+            raise
+        results = [generation.results for generation in submitted]
+        return [each if n > 1 else each[0] for each in results]
+
+    def stream(self, prompt: Any, **options: Any) -> Iterator[Any]:
+        """Generate for one prompt, and yield what comes: as `Model.stream`, from this cache."""
+        return self._pieces(self.submit(prompt, **options))
+
+    def _pieces(self, generation: Generation) -> Iterator[Any]:
+        try:
+            while not generation.finished:
+                yield from generation.news()  # another stream may have made steps for this one
+                self.step()
+            yield from generation.news()
+        finally:
+            self.cancel(generation)
+
+    def _prompts(self, prompts: Any, *, only_one: bool = False) -> list[Prompt]:
+        read = as_prompts(prompts, self._model)
+        if only_one and len(read) != 1:
+            raise error(
+                ValueError, f"got {len(read)} prompts", "this continues one",
+                "pass them to generate, or call this once for each",
+            )  # fmt: skip
+        return read
+
+    def _submit(
+        self,
+        prompts: list[Prompt],
+        max_new_tokens: int,
+        options: dict[str, Any],
+        seed: int | None,
+        stop: Any,
+        n: int,
+    ) -> list[Generation]:
+        """Check everything, then submit everything."""
+        sampling, ends = as_sampling(**options), as_ends(stop, self._model)
+        new = as_count("max_new_tokens", max_new_tokens, 1)
+        for prompt in prompts:
+            require_positions(len(prompt.ids), new, self._model.config.max_positions)
+        submitted: list[Generation] = []
+        try:
+            for prompt in prompts:
+                request = self.scheduler.submit(prompt.ids, max_new_tokens=new, n=n, stop=ends.ids)
+                tokenizer = self._model.tokenizer if prompt.is_text or ends.strings else None
+                submitted.append(
+                    Generation(prompt, request, sampling, as_seed(seed), ends, tokenizer)
+                )
+        except BaseException:
+            for generation in submitted:
+                self.scheduler.cancel(generation.request)
+            raise
+        self._running |= {each.request.number: each for each in submitted}
+        return submitted
+
+    def _device(self) -> Any:
+        return device_of(self._model.weights.embedding)
+
+    def _forward(self, batch: tuple[Work, ...]) -> list[list[Any]]:
+        """Compute a step of the scheduler."""
+        generations = [self._running[work.request.number] for work in batch]
+        draws = [each.draws(work) for each, work in zip(generations, batch, strict=True)]
+        decodes = all(len(work.tokens) == len(work.samples) == 1 for work in batch)
+        if decodes and self._lookup and (drafts := self._drafts(batch, generations)):
+            return self._verified(batch, [draw for (draw,) in draws], drafts)
+        if decodes and self._decoding is not None:
+            ids = [work.tokens for work in batch]
+            return self._decoding.run(ids, [draw for (draw,) in draws])
+        parts = [
+            Part(work.sequence, work.tokens, drawn)
+            for work, drawn in zip(batch, draws, strict=True)
+        ]
+        return packed_step(self._model, self.cache, parts)
+
+    def _drafts(
+        self, batch: tuple[Work, ...], generations: list[Generation]
+    ) -> list[list[int]] | None:
+        """Append drafts to the sequences; return them, None if there is nothing to verify.
+
+        The scheduler has just appended a token: no sequence shares its last block, and none is
+        copied here.
+        """
+        if not all(generation.greedy for generation in generations):
+            return None
+        drafts = []
+        for work, generation in zip(batch, generations, strict=True):
+            (sample,) = work.samples
+            left = work.request.max_new_tokens - len(work.request.outputs[sample])
+            drafts.append(draft(generation.text_of(sample), min(self._lookup, left - 1)))
+        if not any(drafts):
+            return None
+        longest = max(len(work.sequence) for work in batch) + self._lookup
+        if self._decoding is not None and longest <= self._model.config.max_positions:
+            # A captured step has as many tokens of each sequence: any will do, most are refused.
+            drafts = [[*each, *[0] * (self._lookup - len(each))] for each in drafts]
+        lengths = [len(work.sequence) for work in batch]
+        try:
+            for work, drafted in zip(batch, drafts, strict=True):
+                work.sequence.append(drafted)
+        except OutOfBlocksError:
+            for work, length in zip(batch, lengths, strict=True):
+                work.sequence.truncate(length)
+            return None
+        return drafts
+
+    def _verified(self, batch: tuple[Work, ...], draws: list[Draw], drafts: list[list[int]]) -> Any:
+        """Compute the drafts behind the last tokens; keep what the model chooses as well."""
+        tokens = [[*work.tokens, *drafted] for work, drafted in zip(batch, drafts, strict=True)]
+        if self._decoding is not None and len({len(each) for each in tokens}) == 1:
+            chosen = self._decoding.run(tokens, draws)
+        else:
+            parts = [
+                Part(work.sequence, each, (), every=True)
+                for work, each in zip(batch, tokens, strict=True)
+            ]
+            chosen = packed_step(self._model, self.cache, parts)
+        results = []
+        for work, drafted, found in zip(batch, drafts, chosen, strict=True):
+            kept = accepted(drafted, found)
+            work.sequence.truncate(len(work.sequence) - len(drafted) + len(kept) - 1)
+            results.append([kept])
+        return results
+
+
+def require_positions(tokens: int, new_tokens: int, positions: int) -> None:
+    """Refuse a prompt whose continuation would leave the model's positions."""
+    if tokens + new_tokens - 1 > positions:  # the last new token is not computed
+        raise error(
+            ValueError,
+            f"got a prompt of {tokens} tokens and max_new_tokens = {new_tokens}",
+            f"the model has {positions} positions",
+            f"pass at most {max(0, positions - tokens + 1)} new tokens, or a shorter prompt",
+        )

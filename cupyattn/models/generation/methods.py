@@ -1,0 +1,155 @@
+"""What a model does to generate: a generator for one call, with a cache as large as that needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from cupyattn.models.generation.generator import MAX_BATCH, Generator, require_positions
+from cupyattn.models.generation.options import Prompt, as_count, as_prompts
+
+
+class Generates:
+    """The part of `Model` that generates."""
+
+    config: Any
+    weights: Any
+    xp: Any
+    dtype: str
+    tokenizer: Any
+
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: Any = (),
+        n: int = 1,
+        **cache: Any,
+    ) -> list[Any]:
+        """Continue prompts, by as many sequences at a time as there is room for.
+
+        Parameters
+        ----------
+        prompts : str, list of int, or list of those
+            Text or token ids to continue, of any lengths; an integer array is ids as well.
+        max_new_tokens : int
+            The most tokens to add. A text ends earlier with a token of ``config.eos_ids``.
+        temperature : float
+            By which logits are divided before a token is drawn; 0 takes the largest.
+        top_k, top_p, min_p, repetition_penalty : optional
+            As of `cupyattn.sample`.
+        seed : int, optional
+            What decides the draws, together with each token's position: a prompt's tokens do not
+            depend on the others of its batch. Sample s of a prompt has seed + s. By default every
+            prompt gets another seed each time.
+        stop : str, int, or list of those
+            Strings and token ids that end a sample. The string is not part of the text.
+        n : int
+            How many samples to draw of each prompt; they share its keys and values.
+        **cache
+            As of `Generator`: num_blocks, block_size, cache_dtype, max_batch, max_tokens, preempt,
+            num_host_blocks, lookup, captured. By default there are blocks for all sequences that
+            run at once, or as many as 90 % of the free memory holds: what does not fit waits.
+
+        Returns
+        -------
+        list
+            For each prompt its new text if it is a string, otherwise a list of its new token ids,
+            with the one that ended it; with n > 1 a list of n of those.
+
+        Raises
+        ------
+        TypeError
+            If a prompt is neither text nor ids, or an option is not what it should be.
+        ValueError
+            If a prompt is empty or has an id that the model has not, prompt and new tokens exceed
+            ``config.max_positions``, an option is out of range, or text is given to a model
+            without a tokenizer. Nothing is computed then.
+        MemoryError
+            If there is no room for the longest sequence alone.
+
+        Notes
+        -----
+        Batches are those of `cupyattn.Scheduler`, keys and values those of `cupyattn.PagedKVCache`.
+        On a GPU a step of decoding is one CUDA graph for each size of the batch. Its sums are
+        rounded in the order of that size, so that of two tokens that are equally likely within
+        rounding another may be chosen in another batch.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from cupyattn import models
+        >>> tiny = models.PRESETS["gpt2"]._replace(
+        ...     num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=2, head_dim=8,
+        ...     intermediate_size=32, vocab_size=50,
+        ... )
+        >>> model = models.random(tiny, dtype="float32", xp=np)
+        >>> first, second = model.generate([[1, 2, 3], [4]], max_new_tokens=5)
+        >>> len(first), model.generate([4], max_new_tokens=5) == [second]
+        (5, True)
+        """
+        read, generator = self._prepared(prompts, max_new_tokens, n, cache)
+        return generator.generate(
+            read, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+            min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, stop=stop, n=n,
+        )  # fmt: skip
+
+    def stream(
+        self,
+        prompt: Any,
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: Any = (),
+        **cache: Any,
+    ) -> Iterator[Any]:
+        """Continue one prompt, and yield what comes as soon as it is certain.
+
+        Parameters
+        ----------
+        prompt : str, or list of int
+            Text or token ids.
+        max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, **cache
+            As of `generate`.
+
+        Returns
+        -------
+        iterator
+            Of pieces of text, which never split a character, or of token ids for a prompt of ids.
+            Together they are what `generate` returns.
+
+        Raises
+        ------
+        TypeError, ValueError, MemoryError
+            As `generate`, when it is called.
+        """
+        read, generator = self._prepared(prompt, max_new_tokens, 1, cache)
+        return generator.stream(
+            read, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+            min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, stop=stop,
+        )  # fmt: skip
+
+    def _prepared(
+        self, prompts: Any, max_new_tokens: Any, n: Any, cache: dict[str, Any]
+    ) -> tuple[list[Prompt], Generator]:
+        """Read the prompts, and make a generator with room for them."""
+        new, n = as_count("max_new_tokens", max_new_tokens, 1), as_count("n", n, 1)
+        read = as_prompts(prompts, self)
+        for prompt in read:
+            require_positions(len(prompt.ids), new, self.config.max_positions)
+        lengths = [len(prompt.ids) + new for prompt in read for _ in range(n)]
+        return read, Generator(
+            self, **{"max_batch": max(MAX_BATCH, n), "lengths": lengths, **cache}
+        )

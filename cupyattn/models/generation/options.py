@@ -1,0 +1,214 @@
+"""The options of a generation as they come in, and their errors."""
+
+from __future__ import annotations
+
+import math
+from operator import index as as_int
+from secrets import randbits
+from typing import Any, NamedTuple
+
+from cupyattn.errors import error, shown
+from cupyattn.models.generation.text import Tokenizer
+
+SEED_BITS = 63
+
+
+class Sampling(NamedTuple):
+    """How a next token is drawn: the options of `cupyattn.sample`, None where it is off."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    @property
+    def used(self) -> frozenset[str]:
+        """The options that matter: none if the largest logit is taken as it is."""
+        names = set()
+        if self.repetition_penalty != 1.0:
+            names |= {"temperature", "repetition_penalty"}
+        if self.temperature > 0:
+            limits = ("top_k", "top_p", "min_p")
+            names |= {"temperature", *(each for each in limits if getattr(self, each) is not None)}
+        return frozenset(names)
+
+
+class Prompt(NamedTuple):
+    """Tokens to continue, and whether the caller gave them as text."""
+
+    ids: tuple[int, ...]
+    is_text: bool
+
+
+class Ends(NamedTuple):
+    """What ends a sample: tokens, and strings in its text."""
+
+    ids: frozenset[int]
+    strings: tuple[str, ...]
+
+
+def as_sampling(
+    temperature: Any, top_k: Any, top_p: Any, min_p: Any, repetition_penalty: Any
+) -> Sampling:
+    """Read how tokens are drawn, or refuse it."""
+    return Sampling(
+        _number("temperature", temperature, "a number, 0 or more (0 is greedy)", 0, math.inf),
+        None if top_k is None else as_count("top_k", top_k, 1),
+        None if top_p is None else _number("top_p", top_p, "more than 0, to 1", 0, 1, open_=True),
+        None if min_p is None else _number("min_p", min_p, "0 to 1", 0, 1),
+        _number(
+            "repetition_penalty", repetition_penalty, "more than 0 (1 is off)", 0, math.inf,
+            open_=True,
+        ),
+    )  # fmt: skip
+
+
+def as_count(name: str, value: Any, lowest: int) -> int:
+    """Read an integer; a bool is none."""
+    try:
+        number = None if isinstance(value, bool) else as_int(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise error(
+            TypeError, f"got {name} = {shown(value)}", f"it is an integer, {lowest} or more",
+            "pass an int",
+        )  # fmt: skip
+    if number < lowest:
+        raise error(
+            ValueError, f"got {name} = {shown(number)}", f"allowed is {lowest} or more",
+            "pass one of those",
+        )  # fmt: skip
+    return number
+
+
+def as_seed(seed: Any) -> int:
+    """Read a seed, or draw one where none is given."""
+    if seed is None:
+        return randbits(SEED_BITS)
+    number = as_count("seed", seed, 0)
+    if number >= 1 << SEED_BITS:
+        raise error(
+            ValueError, f"got seed = {shown(number)}", f"seeds are 0 to 2**{SEED_BITS} - 1",
+            "pass a smaller one",
+        )  # fmt: skip
+    return number
+
+
+def as_prompts(prompts: Any, model: Any) -> list[Prompt]:
+    """Read prompts: text or ids, one or several."""
+    return [_prompt(each, model) for each in _listed(prompts)]
+
+
+def as_ends(stop: Any, model: Any) -> Ends:
+    """Read what ends a sample beside the tokens that end every text."""
+    given = [stop] if isinstance(stop, str) or not _is_iterable(stop) else list(stop)
+    strings = tuple(each for each in given if isinstance(each, str))
+    if "" in strings:
+        raise error(
+            ValueError, "got an empty string in stop", "every text contains it",
+            "leave it out, or pass the string that ends the text",
+        )  # fmt: skip
+    if strings:
+        tokenizer_for(model, f"stop = {shown(stop)}")
+    ids = []
+    for each in given:
+        if not isinstance(each, str):
+            try:
+                ids.append(as_int(each))
+            except TypeError:
+                raise error(
+                    TypeError, f"got {shown(each)} in stop", "it has token ids and strings",
+                    "pass for example stop=['\\n\\n'], or stop=()",
+                ) from None  # fmt: skip
+    return Ends(frozenset(ids) | frozenset(model.config.eos_ids), strings)
+
+
+def _number(
+    name: str, value: Any, allowed: str, lowest: float, highest: float, *, open_: bool = False
+) -> float:
+    try:
+        if isinstance(value, bool | str):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError):
+        raise error(
+            TypeError, f"got {name} = {shown(value)}", f"it is a number, {allowed}", "pass a float"
+        ) from None
+    inside = lowest < number <= highest if open_ else lowest <= number <= highest
+    if not inside or math.isinf(number):
+        raise error(
+            ValueError, f"got {name} = {number:g}", f"allowed is {allowed}", "pass one of those"
+        )
+    return number
+
+
+def _listed(prompts: Any) -> list[Any]:
+    """Return the prompts one by one: a string, or integers, are one."""
+    if isinstance(prompts, str | Prompt):
+        return [prompts]
+    values = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if not _is_iterable(values):
+        raise error(
+            TypeError, f"got prompts = {shown(prompts)}",
+            "a prompt is a string or a list of token ids, and prompts are a list of those",
+            "pass for example 'Once upon a time', or [[1, 2, 3]]",
+        )  # fmt: skip
+    items = list(values)
+    return items if items and all(_is_prompt(item) for item in items) else [items]
+
+
+def _is_prompt(item: Any) -> bool:
+    return isinstance(item, str) or _is_iterable(item)
+
+
+def _is_iterable(value: Any) -> bool:
+    try:
+        iter(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _prompt(given: Any, model: Any) -> Prompt:
+    if isinstance(given, Prompt):
+        return given
+    is_text = isinstance(given, str)
+    if is_text:
+        ids: Any = tokenizer_for(model, f"the prompt {shown(given)}").encode(given)
+    else:
+        ids = given.tolist() if hasattr(given, "tolist") else given
+    try:
+        tokens = tuple(as_int(token) for token in ids)
+    except TypeError:
+        raise error(
+            TypeError, f"got the prompt {shown(given)}",
+            "a prompt is a string or a list of token ids", "pass integers",
+        ) from None  # fmt: skip
+    if not tokens:
+        raise error(
+            ValueError, f"the prompt {shown(given)} has no tokens",
+            "the first new token follows from a token",
+            "begin with the token that the model begins texts with",
+        )  # fmt: skip
+    for token in tokens:
+        if not 0 <= token < model.config.vocab_size:
+            raise error(
+                ValueError, f"got token id {token} in a prompt",
+                f"the model's ids are 0 to {model.config.vocab_size - 1}",
+                "encode the text with the model's own tokenizer",
+            )  # fmt: skip
+    return Prompt(tokens, is_text)
+
+
+def tokenizer_for(model: Any, what: str) -> Tokenizer:
+    """Return a model's tokenizer, which is only asked for where text is: it may load then."""
+    tokenizer: Tokenizer | None = model.tokenizer
+    if tokenizer is None:
+        raise error(
+            ValueError, f"got {what}, and the model has no tokenizer",
+            "text needs one; token ids do not",
+            "pass token ids, or load a model with its tokenizer",
+        )  # fmt: skip
+    return tokenizer

@@ -1,0 +1,111 @@
+"""Text as it grows: pieces that never split a character, and strings that end it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+INCOMPLETE = "\ufffd"
+"""What a decoder writes for bytes that are no character, or not yet one."""
+CONTEXT = 6
+"""Tokens of a prompt that its continuation is decoded behind: some decoders drop a leading space,
+and no character has more than 4 bytes."""
+
+
+class Tokenizer(Protocol):
+    """From text to ids and back, as a model's tokenizer does it."""
+
+    def encode(self, text: str, /) -> list[int]:
+        """Return the ids of a text."""
+
+    def decode(self, ids: list[int], /) -> str:
+        """Return the text of ids."""
+
+
+class TextStream:
+    r"""The text of tokens that come one by one, up to the first of some strings.
+
+    A token may end within a character, and a string may begin in one token and end in another. So
+    `push` returns the text that is certain, and holds back what the next token may change.
+
+    Examples
+    --------
+    >>> class Bytes:
+    ...     def encode(self, text): return list(text.encode())
+    ...     def decode(self, ids): return bytes(ids).decode(errors="replace")
+    >>> stream = TextStream(Bytes(), b"Caf", stop=["\n\n"])
+    >>> [stream.push(token) for token in "é au\n lait\n\nNo".encode()][:8]
+    ['', 'é', ' ', 'a', 'u', '', '\n ', 'l']
+    >>> stream.stopped, stream.text
+    (True, 'é au\n lait')
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Iterable[int], stop: Iterable[str] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(prompt)[-CONTEXT:]
+        self._clean = len(self._ids)  # so many tokens are whole characters
+        self._begin = 0  # the text is decoded from this token on
+        self._done = len(self._decoded())
+        self._stop = tuple(stop)
+        self._held = ""  # perhaps the beginning of a string that ends the text
+        self._pieces: list[str] = []
+        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        """What has been returned so far."""
+        return "".join(self._pieces)
+
+    def push(self, token: int) -> str:
+        """Take a token; return the text that is certain now. Behind its end there is none."""
+        if self.stopped:
+            return ""
+        self._ids.append(token)
+        decoded = self._decoded()
+        certain = decoded.rstrip(INCOMPLETE)
+        piece, self._done = certain[self._done :], max(self._done, len(certain))
+        if certain == decoded:
+            self._begin, self._clean = self._clean, len(self._ids)
+            self._done = len(self._decoded())
+        return self._passed(piece)
+
+    def finish(self) -> str:
+        """Return what was held back: no token follows."""
+        if self.stopped:
+            return ""
+        piece = self._passed(self._decoded()[self._done :])
+        held, self._held = self._held, ""
+        if held:
+            self._pieces.append(held)
+        self.stopped = True
+        return piece + held
+
+    def _decoded(self) -> str:
+        return self._tokenizer.decode(self._ids[self._begin :])
+
+    def _passed(self, piece: str) -> str:
+        """Return the part of new text, and of what is held, that no string can claim."""
+        text = self._held + piece
+        ends = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        if ends:
+            passed, self._held, self.stopped = text[: min(ends)], "", True
+        else:
+            keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+            passed, self._held = text[: len(text) - keep], text[len(text) - keep :]
+        if passed:
+            self._pieces.append(passed)
+        return passed
+
+
+def _overlap(text: str, stop: str) -> int:
+    r"""Return how many characters at the end of a text are the beginning of a string.
+
+    Examples
+    --------
+    >>> _overlap("so\n", "\n\n"), _overlap("so", "\n\n")
+    (1, 0)
+    """
+    most = min(len(text), len(stop) - 1)
+    return next((size for size in range(most, 0, -1) if text.endswith(stop[:size])), 0)
