@@ -8,7 +8,7 @@
 
 from cupyattn.models.config import PRESETS, Config
 from cupyattn.models.forward import Attend
-from cupyattn.models.generation import Generation, Generator
+from cupyattn.models.generation import Generation, Generator, Prompt
 from cupyattn.models.loading import load
 from cupyattn.models.model import Model
 from cupyattn.models.random_weights import random
@@ -25,6 +25,7 @@ __all__ = [
     "Model",
     "Norm",
     "Product",
+    "Prompt",
     "Tokenizer",
     "Weights",
     "load",

@@ -37,8 +37,18 @@ ROOMS = {
     "kv_cache": {"functional", *BOTTOM},
     "": {"functional", "kv_cache", "emulator"},
     "models": {"", "kv_cache", "arrays", "cupy_library", "progress", "errors"},
-    "cli": {"", "functional", "ops", "turing", "kernels", "emulator", *BOTTOM},
-    "benchmark": {"", "cli", "kv_cache", "functional", "ops", "kernels", "emulator", *BOTTOM},
+    "cli": {"", "models", "functional", "ops", "turing", "kernels", "emulator", *BOTTOM},
+    "benchmark": {
+        "",
+        "cli",
+        "models",
+        "kv_cache",
+        "functional",
+        "ops",
+        "kernels",
+        "emulator",
+        *BOTTOM,
+    },
     "__main__": {"cli", "kernels"},
 }
 CUPY = {"cupy", "cupy_backends", "cupyx"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class ByteTokenizer:
@@ -11,8 +11,12 @@ class ByteTokenizer:
     def __init__(self, begin: int | None = None) -> None:
         self.begin = begin
 
-    def encode(self, text: str) -> list[int]:
-        return [*([] if self.begin is None else [self.begin]), *text.encode()]
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        first = [] if self.begin is None or not special_tokens else [self.begin]
+        return [*first, *text.encode()]
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(each for each in ids if each < 256).decode(errors="replace")
+
+    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> str:
+        return "".join(f"{each['role'][0]}:{each['content']}\n" for each in messages) + "a:"

@@ -3,5 +3,6 @@
 from cupyattn.models.generation.generation import Generation
 from cupyattn.models.generation.generator import Generator
 from cupyattn.models.generation.methods import Generates
+from cupyattn.models.generation.options import Prompt
 
-__all__ = ["Generates", "Generation", "Generator"]
+__all__ = ["Generates", "Generation", "Generator", "Prompt"]

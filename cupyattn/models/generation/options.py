@@ -35,10 +35,18 @@ class Sampling(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """Tokens to continue, and whether the caller gave them as text."""
+    """A prompt that has been read: where text and ids are made by other means, as of a chat.
+
+    Attributes
+    ----------
+    ids : tuple of int
+        The tokens to continue.
+    is_text : bool
+        Whether they are continued by text; otherwise by ids.
+    """
 
     ids: tuple[int, ...]
-    is_text: bool
+    is_text: bool = False
 
 
 class Ends(NamedTuple):
@@ -172,13 +180,11 @@ def _is_iterable(value: Any) -> bool:
 
 
 def _prompt(given: Any, model: Any) -> Prompt:
-    if isinstance(given, Prompt):
-        return given
-    is_text = isinstance(given, str)
+    ids, is_text = given if isinstance(given, Prompt) else (given, isinstance(given, str))
     if is_text:
-        ids: Any = tokenizer_for(model, f"the prompt {shown(given)}").encode(given)
-    else:
-        ids = given.tolist() if hasattr(given, "tolist") else given
+        tokenizer = tokenizer_for(model, f"the prompt {shown(given)}")
+        ids = tokenizer.encode(given) if isinstance(given, str) else ids
+    ids = ids.tolist() if hasattr(ids, "tolist") else ids
     try:
         tokens = tuple(as_int(token) for token in ids)
     except TypeError:

@@ -33,7 +33,7 @@ class TextStream:
     >>> class Bytes:
     ...     def encode(self, text): return list(text.encode())
     ...     def decode(self, ids): return bytes(ids).decode(errors="replace")
-    >>> stream = TextStream(Bytes(), b"Caf", stop=["\n\n"])
+    >>> stream = TextStream(Bytes(), b"Un ", stop=["\n\n"])
     >>> [stream.push(token) for token in "é au\n lait\n\nNo".encode()][:8]
     ['', 'é', ' ', 'a', 'u', '', '\n ', 'l']
     >>> stream.stopped, stream.text

@@ -1,0 +1,130 @@
+"""``python -m cupyattn chat``: a talk with a model that was trained on chats."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from cupyattn import models
+from cupyattn.cli.arguments import integer
+from cupyattn.cli.models import (
+    MODEL_FAILURES,
+    Timed,
+    add_drawing_arguments,
+    add_model_arguments,
+    drawing_of,
+    loaded,
+)
+from cupyattn.cli.terminal import fail
+
+ASKS = "> "
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "chat",
+        help="talk to a language model",
+        description="Talk to a model that has a chat template. Keys and values of what was said "
+        "stay in the cache, so that an answer begins with the new words alone.",
+        epilog="A line is what you say; /reset begins anew, Ctrl-C ends an answer, Ctrl-D all.",
+    )
+    add_model_arguments(parser)
+    add_drawing_arguments(parser, new_tokens=512)
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told at first")
+    parser.add_argument(
+        "--context",
+        type=integer(16),
+        default=4096,
+        metavar="N",
+        help="tokens of the talk at the most (default: %(default)s, or what the model has)",
+    )
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    if arguments.model is None:
+        arguments.parser.error("pass MODEL")
+    try:
+        model = loaded(arguments)
+        talk = Talk(model, arguments)
+        while (said := _next_line()) is not None:
+            if said == "/reset":
+                talk.reset()
+            elif said:
+                talk.answer(said)
+    except MODEL_FAILURES as failure:
+        fail("chat", failure, as_json=False)
+        return 1
+    return 0
+
+
+class Talk:
+    """What was said so far, and the generator whose cache has it."""
+
+    def __init__(self, model: models.Model, arguments: argparse.Namespace) -> None:
+        self._model = model
+        self._options = drawing_of(arguments)
+        self._system = arguments.system
+        self._most = min(arguments.context, model.config.max_positions)
+        self._generator = models.Generator(
+            model, lengths=[self._most], max_batch=1, cache_dtype=arguments.cache_dtype,
+            lookup=arguments.lookup,
+        )  # fmt: skip
+        self._messages: list[dict[str, str]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was said."""
+        self._messages = []
+        if self._system is not None:
+            self._messages.append({"role": "system", "content": self._system})
+
+    def answer(self, said: str) -> None:
+        """Print the model's answer as it comes."""
+        self._messages.append({"role": "user", "content": said})
+        prompt = self._prompt()
+        left = self._most - len(prompt.ids) + 1
+        options = {**self._options, "max_new_tokens": min(self._options["max_new_tokens"], left)}
+        timed = Timed(self._generator, prompt, **options)
+        pieces = []
+        try:
+            for piece in timed.pieces():
+                pieces.append(piece)
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            print(" ...", end="")
+        print()
+        self._messages.append({"role": "assistant", "content": "".join(pieces)})
+        if sys.stdout.isatty() and (rate := timed.result()["tokens_per_s"]):
+            print(f"({rate:,.0f} tokens/s)", file=sys.stderr)
+
+    def _prompt(self) -> models.Prompt:
+        """Return the talk as the model was trained on it; what was said first leaves first."""
+        tokenizer = self._model.tokenizer
+        if tokenizer is None:
+            raise ValueError("there is no tokenizer among the model's files; a talk needs one")
+        first = int(self._system is not None)
+        while True:
+            text = tokenizer.apply_chat_template(self._messages)
+            ids = tokenizer.encode(text, special_tokens=False)
+            if len(ids) + self._most // 4 <= self._most or len(self._messages) <= first + 1:
+                break
+            del self._messages[first : first + 2]
+        if len(ids) > self._most:
+            raise ValueError(
+                f"what you said is {len(ids)} tokens; the talk has at most {self._most}; say less, "
+                "or pass a larger --context"
+            )
+        return models.Prompt(tuple(ids), is_text=True)
+
+
+def _next_line() -> str | None:
+    try:
+        return input(ASKS if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        if sys.stdin.isatty():
+            print()
+        return None

@@ -1,0 +1,111 @@
+"""``python -m cupyattn generate``: a model continues a text, which is printed as it comes."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+
+from cupyattn import models
+from cupyattn.cli.arguments import add_json_option, integer
+from cupyattn.cli.models import (
+    MODEL_FAILURES,
+    Timed,
+    add_drawing_arguments,
+    add_model_arguments,
+    device_name,
+    drawing_of,
+    loaded,
+    memory_of,
+    show_times,
+)
+from cupyattn.cli.terminal import Result, Terminal, emit, fail
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "generate",
+        help="continue a text with a language model",
+        description="Continue a text with GPT-2, Llama or Phi-2 (and Mistral, Qwen2, SmolLM2) on "
+        "the GPU, or on a machine without one in NumPy. The text comes as it is generated; then "
+        "tokens a second, the time to the first token, and memory.",
+        epilog="python -m cupyattn generate smollm2 'The capital of France is'",
+    )
+    add_model_arguments(parser)
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue")
+    parser.add_argument(
+        "--random",
+        choices=tuple(models.PRESETS),
+        help="instead of MODEL and PROMPT: these shapes with random weights, and a random prompt",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=integer(1),
+        default=128,
+        metavar="N",
+        help="of a random prompt (default: %(default)s)",
+    )
+    add_drawing_arguments(parser, new_tokens=128)
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated"
+    )
+    add_json_option(parser)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    given = arguments.model is not None and arguments.prompt is not None
+    if (arguments.random is None) != given:
+        arguments.parser.error("pass MODEL and PROMPT, or --random alone")
+    try:
+        model, prompt = _model_and_prompt(arguments)
+        options = {**drawing_of(arguments), "stop": arguments.stop}
+        read = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        generator = models.Generator(
+            model, lengths=[len(read) + arguments.max_new_tokens], max_batch=1,
+            cache_dtype=arguments.cache_dtype, lookup=arguments.lookup,
+        )  # fmt: skip
+        timed = Timed(generator, prompt, **options)
+        if isinstance(prompt, str) and not arguments.json:
+            print(prompt, end="", flush=True)
+        for piece in timed.pieces():
+            if isinstance(piece, str) and not arguments.json:
+                print(piece, end="", flush=True)
+    except MODEL_FAILURES as failure:
+        fail("generate", failure, as_json=arguments.json)
+        return 1
+    result = {
+        "command": "generate",
+        "model": arguments.random or arguments.model,
+        "dtype": model.dtype,
+        "device": device_name(model),
+        "result": timed.generation.results[0],
+        "seed": timed.generation.seed,
+        **timed.result(),
+        **memory_of(model, generator),
+    }
+    if not arguments.json and isinstance(prompt, str):
+        print("\n")
+    emit(result, show, as_json=arguments.json)
+    return 0
+
+
+def _model_and_prompt(arguments: argparse.Namespace) -> tuple[models.Model, Any]:
+    if arguments.random is None:
+        model = loaded(arguments)
+        if model.tokenizer is None:
+            raise ValueError("there is no tokenizer among the model's files; text needs one")
+        return model, arguments.prompt
+    xp = np if arguments.cpu else None
+    model = models.random(arguments.random, dtype=arguments.dtype, xp=xp)
+    drawn = np.random.default_rng(0).integers(0, model.config.vocab_size, arguments.prompt_tokens)
+    return model, drawn.tolist()
+
+
+def show(result: Result, terminal: Terminal) -> None:
+    """Print how fast it was."""
+    terminal.title(f"{result['model']}, {result['dtype']}, on {result['device']}")
+    show_times(result, terminal)

