@@ -63,14 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         model, prompt = _model_and_prompt(arguments)
         options = {**drawing_of(arguments), "stop": arguments.stop}
-        read = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         generator = models.Generator(
-            model, lengths=[len(read) + arguments.max_new_tokens], max_batch=1,
+            model, lengths=[len(prompt.ids) + arguments.max_new_tokens], max_batch=1,
             cache_dtype=arguments.cache_dtype, lookup=arguments.lookup,
         )  # fmt: skip
         timed = Timed(generator, prompt, **options)
-        if isinstance(prompt, str) and not arguments.json:
-            print(prompt, end="", flush=True)
+        if prompt.is_text and not arguments.json:
+            print(arguments.prompt, end="", flush=True)
         for piece in timed.pieces():
             if isinstance(piece, str) and not arguments.json:
                 print(piece, end="", flush=True)
@@ -87,22 +86,22 @@ def run(arguments: argparse.Namespace) -> int:
         **timed.result(),
         **memory_of(model, generator),
     }
-    if not arguments.json and isinstance(prompt, str):
+    if prompt.is_text and not arguments.json:
         print("\n")
     emit(result, show, as_json=arguments.json)
     return 0
 
 
-def _model_and_prompt(arguments: argparse.Namespace) -> tuple[models.Model, Any]:
+def _model_and_prompt(arguments: argparse.Namespace) -> tuple[models.Model, models.Prompt]:
     if arguments.random is None:
         model = loaded(arguments)
         if model.tokenizer is None:
             raise ValueError("there is no tokenizer among the model's files; text needs one")
-        return model, arguments.prompt
+        return model, models.Prompt(tuple(model.tokenizer.encode(arguments.prompt)), is_text=True)
     xp = np if arguments.cpu else None
     model = models.random(arguments.random, dtype=arguments.dtype, xp=xp)
     drawn = np.random.default_rng(0).integers(0, model.config.vocab_size, arguments.prompt_tokens)
-    return model, drawn.tolist()
+    return model, models.Prompt(tuple(drawn.tolist()))
 
 
 def show(result: Result, terminal: Terminal) -> None:
