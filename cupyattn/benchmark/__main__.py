@@ -19,12 +19,14 @@ from cupyattn.benchmark import (
 )
 from cupyattn.benchmark.attention import backward as attention_backward
 from cupyattn.benchmark.attention import forward as attention
+from cupyattn.benchmark.generate import command as generate
 from cupyattn.benchmark.layers import command as layers
 from cupyattn.benchmark.linear import command as linear
 from cupyattn.benchmark.plot import command as plot
 from cupyattn.cli import dispatch
 
 _BENCHMARKS = (
+    generate,
     attention,
     attention_backward,
     varlen,

@@ -1,0 +1,169 @@
+"""``python -m cupyattn.benchmark generate``: what it calls, counts and prints."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from support.fake_gpu import HEADER
+from support.tiny_models import TINY
+
+import cupyattn
+from cupyattn import models
+from cupyattn.benchmark import gpu_command
+from cupyattn.benchmark.__main__ import main
+from cupyattn.benchmark.generate import command
+from cupyattn.benchmark.generate.parts import T4_GB_PER_S, Part, parts_of, summary
+from cupyattn.benchmark.generate.runs import Run, Size, own, timed
+
+
+def tiny(name):
+    return models.random(TINY[name], dtype="float32", xp=np, seed=3)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "phi"])
+def test_the_parts_are_the_calls_of_a_step(name, monkeypatch):
+    """Function by function, with the shapes of the step itself."""
+    model = tiny(name)
+    generator = models.Generator(model, num_blocks=8, max_batch=2)
+    cache = generator.cache
+    sequences = [cache.allocator.add([1] * 20) for _ in range(2)]
+    calls = []
+
+    def noting(module, function):
+        def noted(*arrays, **options):
+            shapes = [getattr(each, "shape", None) for each in arrays]
+            given = {key: value for key, value in options.items() if isinstance(value, str)}
+            calls.append((function.__name__, shapes, "residual" in options, given))
+            return function(*arrays, **options)
+
+        monkeypatch.setattr(module, function.__name__, noted)
+
+    for module in (models.weights, models.forward):
+        for each in ("linear", "layer_norm", "rms_norm", "embedding"):
+            if hasattr(module, each):
+                noting(module, getattr(module, each))
+    for each in (cupyattn.embedding, cupyattn.sample):
+        noting(cupyattn, each)
+    for each in (type(cache).append, type(cache).attend):
+        noting(type(cache), each)
+    for part in parts_of(model, cache, cache.step_tables(sequences), 20):
+        part.call()
+    found = [(name, shapes, residual) for name, shapes, residual, _ in calls]
+    calls.clear()
+    for _ in range(2):
+        generator.submit([1] * 19, max_new_tokens=2)
+    generator.step()
+    calls.clear()
+    generator.step()
+    wanted = [(name, shapes, residual) for name, shapes, residual, _ in calls]
+    packed = [(2, 1, model.config.num_heads, model.config.head_dim), (2, model.config.num_heads,
+              model.config.head_dim)]  # fmt: skip
+    simple = [
+        (name, [packed[1] if shape == packed[0] else shape for shape in shapes], residual)
+        for name, shapes, residual in found
+    ]
+    assert simple == wanted
+
+
+def test_bytes_are_those_of_weights_and_cache():
+    """Nearly all that a step reads are the weights, and keys and values."""
+    model = models.random(TINY["llama"]._replace(hidden_size=128, intermediate_size=512), xp=np)
+    cache = models.Generator(model, num_blocks=8, max_batch=2).cache
+    tables = cache.step_tables([cache.allocator.add([1] * 30)])
+    parts = parts_of(model, cache, tables, 30)
+    moved = {row["part"]: row for row in summary(parts, [1e-6] * len(parts), 4000.0)}
+    assert moved["attention"]["calls"] == 2
+    config = model.config
+    of_cache = 2 * 2 * 30 * config.num_kv_heads * config.head_dim * 4
+    assert of_cache <= moved["attention"]["bytes"] < 1.1 * of_cache
+    total = sum(row["bytes"] for row in moved.values())
+    embedding = model.weights.embedding.nbytes  # of which one row is read
+    assert total == pytest.approx(model.nbytes - embedding + of_cache, rel=0.02)
+
+
+def test_a_t4_is_latency_and_bytes():
+    part = Part("head", 320_000_000, lambda: None)
+    (row,) = summary([part], [200e-6], 3200.0)
+    assert row["share"] == pytest.approx(0.5)
+    assert row["t4_s"] == pytest.approx(100e-6 + 320e6 / T4_GB_PER_S / 1e9)
+
+
+def test_runs_are_timed_and_repeated():
+    size = Size(2, 5, 4)
+    model = tiny("gpt2")
+    result = timed(own(model, size), size, model.config.vocab_size, 2)
+    assert result["repeats"]
+    assert result["tokens"] == model.generate(size.prompts(61, 2), max_new_tokens=4)
+    assert result["tokens_per_s"] > 0
+    seen = []
+
+    def generate(prompts, new):
+        seen.append(prompts)
+        return Run(0.5, 2.0, [[len(seen)] * new] * 2)
+
+    result = timed(generate, size, 61, 3)
+    assert (result["first_s"], result["tokens_per_s"]) == (0.5, 3.0)
+    assert not result["repeats"]
+    assert seen[-1] == seen[-2] != seen[-3]
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """The command as on a GPU, but for the kernels and their times."""
+    monkeypatch.setattr(gpu_command, "device_count", lambda: 1)
+    model = tiny("phi")
+    monkeypatch.setattr(models, "random", lambda name, **options: model)
+    wrong = [Run(0.1, 0.2, [[0] * 4]), Run(0.1, 0.2, [[0] * 4] * 2)]
+    monkeypatch.setattr(
+        command, "peer", lambda name, model, folder, size: lambda ids, new: wrong[len(ids) - 1]
+    )
+
+    def measure(arguments):
+        def timer(parts, xp, runs):
+            for part in parts:
+                part.call()
+            return [2e-6] * len(parts)
+
+        rows = [command.model_rows(name, arguments, 4000.0, np, timer) for name in arguments.model]
+        more = {"copy_gb_per_s": 4000.0, "new_tokens": arguments.new_tokens, "runs": arguments.runs}
+        return {"command": "generate", **HEADER, **more, "models": rows}
+
+    monkeypatch.setattr(command, "measure", measure)
+
+
+def test_text_and_json(a_gpu, capsys, tmp_path):
+    file = tmp_path / "generate.json"
+    call = ["generate", "--model", "phi-2", "--batch", "1", "2", "--prompt", "5"]
+    call += ["--new-tokens", "4", "--runs", "1", "--peer", "static", "--json", str(file)]
+    assert main(call) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "A step of phi-2, batch 2, 7 tokens each" in printed
+    assert "tokens/s, MODELLED" in printed
+    (model,) = json.loads(file.read_text(encoding="utf-8"))["models"]
+    assert [(row["by"], row["batch"]) for row in model["rows"]] == [
+        ("cupyattn", 1), ("static", 1), ("cupyattn", 2), ("static", 2),
+    ]  # fmt: skip
+    assert model["rows"][0]["equal"] == 1.0
+    assert model["rows"][1]["equal"] < 1.0
+    assert model["rows"][1]["tokens_per_s"] == pytest.approx(15)
+    names = [part["part"] for part in model["steps"][0]["parts"]]
+    assert names[:4] == ["embedding", "norm", "qkv", "rotary + append"]
+
+
+def test_a_peer_that_cannot_is_said(a_gpu, capsys, monkeypatch):
+    def refuses(*_):
+        raise RuntimeError("not this one")
+
+    monkeypatch.setattr(command, "peer", refuses)
+    call = ["generate", "--model", "phi-2", "--batch", "1", "--prompt", "5", "--new-tokens", "4",
+            "--runs", "1", "--peer", "vllm"]  # fmt: skip
+    assert main(call) == 0
+    assert "vllm: RuntimeError: not this one" in capsys.readouterr().out
+
+
+def test_without_a_gpu_it_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(gpu_command, "device_count", lambda: 0)
+    assert main(["generate"]) == 1
+    assert "there is no CUDA device" in capsys.readouterr().err
