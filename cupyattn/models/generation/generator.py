@@ -64,7 +64,7 @@ class Generator:
     Attributes
     ----------
     cache : PagedKVCache
-        ``cache.statistics()`` and ``cache.plot()`` show how full it is.
+        ``cache.statistics()`` and ``cache.picture()`` show how full it is.
     scheduler : Scheduler
         Which sequences run and which wait.
 
