@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,7 @@ def peer(name: str, model: Model, folder: str | None, size: Size) -> Generate:
     if name == "vllm":
         return _vllm(folder, model.dtype, size)
     try:
-        import torch
-        import transformers
+        torch, transformers = import_module("torch"), import_module("transformers")
     except ImportError as failure:
         raise _missing(name, failure) from failure
     theirs = (
@@ -60,7 +60,7 @@ def _vllm(folder: str | None, dtype: str, size: Size) -> Generate:
             "pass --model with a folder",
         )  # fmt: skip
     try:
-        import vllm
+        vllm = import_module("vllm")
     except ImportError as failure:
         raise _missing("vllm", failure) from failure
     engine = vllm.LLM(
