@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 from support.byte_tokenizer import ByteTokenizer
-from support.devices import everywhere
+from support.devices import everywhere, kernels_only
 from support.tiny_models import TINY
 
 from cupyattn import models
@@ -45,7 +45,8 @@ def alone(model, prompt, new=NEW):
     tokens, leads = list(prompt), []
     for _ in range(new):
         logits = model.logits([tokens])[0, -1]
-        leads.append(np.diff(np.sort(np.asarray(logits, np.float32))[-2:]).item())
+        on_host = np.asarray(logits if model.xp is np else logits.get(), np.float32)
+        leads.append(np.diff(np.sort(on_host)[-2:]).item())
         tokens.append(int(logits.argmax()))
     return tokens[len(prompt) :], min(leads)
 
@@ -99,6 +100,55 @@ def test_kernels_choose_the_same(name, side):
         wanted = [tokens for tokens, _ in found]
         for captured in (False, True):
             assert model.generate(prompts, max_new_tokens=3, captured=captured) == wanted
+
+
+@pytest.mark.nvrtc
+@kernels_only
+def test_kernels_draw_the_same_captured_and_packed(side):
+    """With every option in arrays, two samples of each prompt."""
+    with side.running():
+        config = tiny("llama", max_positions=32)
+        model = models.random(config, dtype="float32", xp=side.xp, seed=3)
+        options = {"max_new_tokens": 3, "temperature": 1.5, "top_p": 0.95, "n": 2, "seed": 4,
+                   "repetition_penalty": 1.2}  # fmt: skip
+        packed, captured = (
+            model.generate(prompts_of("llama", (2, 7)), captured=captured, **options)
+            for captured in (False, True)
+        )
+    assert packed == captured
+    assert len({tuple(output) for outputs in packed for output in outputs}) > 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "phi", "mistral"])
+def test_graphs_choose_what_a_fresh_forward_does(name, way):
+    """CUDA graphs, whatever makes room; steps without graphs too."""
+    import cupy
+
+    model = models.random(tiny(name), dtype="float32", xp=cupy, seed=3)
+    found = [alone(model, prompt) for prompt in prompts_of(name)]
+    assert min(lead for _, lead in found) > 1e-4
+    for captured in (True, False):
+        generator = Generator(model, **{"num_blocks": 40, **WAYS[way], "captured": captured})
+        outputs = generator.generate(prompts_of(name), max_new_tokens=NEW)
+        assert outputs == [tokens for tokens, _ in found]
+        generator.cache.allocator.check()
+
+
+@pytest.mark.gpu
+def test_a_graph_keeps_its_memory_to_itself():
+    """What others allocate and fill between replays is not what a step works in."""
+    import cupy
+
+    model = models.random(tiny("llama"), dtype="float32", xp=cupy, seed=3)
+    generator = Generator(model, num_blocks=40)
+    generation = generator.submit([1, 2, 3], max_new_tokens=40)
+    while not generator.idle:
+        generator.step()
+        for size in (256, 4096, 1 << 16, 1 << 20):
+            cupy.full(size, np.nan, np.float32)
+    assert generation.outputs[0] == alone(model, [1, 2, 3], 40)[0]
 
 
 def test_what_looks_ahead_is_used():

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays import Array
+from cupyattn.cupy_library import load_cupy
 
 WARM_UPS = 2
 """The first loads kernels and constants, the second leaves the pool what the capture takes."""
@@ -26,8 +27,8 @@ def upload(array: Array, staged: np.ndarray) -> None:
     """Queue the copy of an array of the host; it may change as soon as this has returned."""
     if isinstance(array, np.ndarray):
         array[...] = staged
-    else:
-        array.set(staged)  # on the current stream, from memory that is not pinned
+    else:  # from memory that is not pinned the driver takes what it reads before the call returns
+        array.set(staged, stream=_current_stream())
 
 
 def capture(xp: Any, prepare: Callable[[], None], work: Callable[[], None]) -> Callable[[], None]:
@@ -54,6 +55,10 @@ def capture(xp: Any, prepare: Callable[[], None], work: Callable[[], None]) -> C
             raise
         graph = stream.end_capture()
     return Replay(graph, pool, stream)
+
+
+def _current_stream() -> Any:
+    return load_cupy().cuda.get_current_stream()
 
 
 class Replay:
@@ -90,8 +95,9 @@ class Readback:
             return lambda: copied
         host, event = self._places[self._turn]
         self._turn = 1 - self._turn
-        array.get(out=host, blocking=False)
-        event.record()
+        stream = _current_stream()
+        array.get(out=host, stream=stream, blocking=False)
+        event.record(stream)
 
         def read() -> list[int]:
             event.synchronize()

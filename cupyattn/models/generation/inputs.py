@@ -77,7 +77,7 @@ class StepInputs:
         def pieces(flat: Array) -> dict[str, Array]:
             return {
                 name: flat[starts[name] :][: math.prod(shape) * np.dtype(kind).itemsize]
-                .view(kind)
+                .view(np.dtype(kind))
                 .reshape(shape)
                 for name, (shape, kind) in fields.items()
             }
