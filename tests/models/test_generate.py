@@ -169,6 +169,25 @@ def test_what_looks_ahead_is_used():
     assert queued == {"begin": 2, "go_on": 37}, "the prompt gives one, a block begins at 32"
 
 
+@pytest.mark.parametrize("way", ["plain", "captured", "captured, swap", "lookup"])
+def test_prompts_come_and_go(way):
+    """Every second step another one comes, and one that nobody waits for leaves."""
+    generator = Generator(numpy_model("llama"), **{"num_blocks": 40, **WAYS[way]})
+    waiting, submitted, steps = prompts_of("llama"), [], 0
+    leaving = generator.submit([5, 4, 3], max_new_tokens=60)
+    while waiting or not generator.idle:
+        if waiting and steps % 2 == 0:
+            submitted.append(generator.submit(waiting.pop(0), max_new_tokens=NEW))
+        if steps == 7:
+            generator.cancel(leaving)
+        generator.step()
+        steps += 1
+        generator.cache.allocator.check()
+    assert [generation.outputs[0] for generation in submitted] == expected("llama")
+    assert 0 < len(leaving.outputs[0]) < 60
+    assert leaving.finished
+
+
 def cut(tokens, ends):
     """Tokens up to the first that ends a text."""
     return tokens[: next((at for at, token in enumerate(tokens, 1) if token in ends), len(tokens))]
