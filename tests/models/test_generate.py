@@ -292,6 +292,28 @@ def test_a_seed_replays_whatever_runs_beside_it(options):
     assert unseeded[0] != unseeded[1]
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_each_prompt_has_its_own_options(captured):
+    """In one batch: greedy, drawn from all, from a few, and with a penalty."""
+    options = [
+        {}, {"temperature": 1.5, "seed": 1}, {"temperature": 0.8, "seed": 2, "top_k": 3},
+        {"temperature": 1.2, "seed": 3, "top_p": 0.5}, {"temperature": 2, "seed": 4, "min_p": 0.1},
+        {"repetition_penalty": 2.0}, {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.3},
+    ]  # fmt: skip
+    model = numpy_model("llama")
+    generator = Generator(model, num_blocks=40, captured=captured)
+    for chosen in ([0, 1, 2, 3, 4], [0, 1], range(7)):
+        submitted = [
+            generator.submit([7, number], max_new_tokens=NEW, **options[number])
+            for number in chosen
+        ]
+        while not generator.idle:
+            generator.step()
+        for number, generation in zip(chosen, submitted, strict=True):
+            given = {"max_new_tokens": NEW, **options[number]}
+            assert model.generate([7, number], **given) == [generation.outputs[0]]
+
+
 def test_a_penalty_weakens_what_stands_there():
     model = numpy_model("qwen2")
     (free,) = model.generate([[1, 2]], max_new_tokens=20)

@@ -120,13 +120,15 @@ class Decoding:
         return self._steps[key]
 
     def _may_go_on(self, draws: Sequence[Draw]) -> bool:
-        """Tell whether the next step is known: none ends, needs a block, or shares its last."""
-        allocator = self._cache.allocator
+        """Tell whether the next step is known: none ends, or needs a block.
+
+        No sequence shares its last block, in which its newest token has just been put.
+        """
+        size = self._cache.allocator.block_size
         return all(
             draw.left > 1
-            and draw.sampling.repetition_penalty == 1.0
-            and len(draw.sequence) % allocator.block_size
-            and allocator.ref_count(draw.sequence.block_ids[-1]) == 1
+            and len(draw.sequence) % size
+            and draw.sampling.repetition_penalty == 1.0  # which weakens what is not yet known
             for draw in draws
         )
 
