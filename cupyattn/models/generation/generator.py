@@ -128,7 +128,8 @@ class Generator:
                 dtype=dtype, xp=model.xp, prefix_caching=True, num_host_blocks=num_host_blocks,
             )  # fmt: skip
         self.scheduler = Scheduler(
-            self.cache, max_batch=max_batch, max_tokens=max(max_tokens, max_batch),
+            self.cache, max_batch=max_batch,
+            max_tokens=max(as_count("max_tokens", max_tokens, 1), max_batch),
             preempt=preempt, window_size=config.window_size,
         )  # fmt: skip
         if captured is None:
