@@ -27,6 +27,20 @@ def numpy_model(name):
     return models.random(tiny(name), dtype="float32", xp=np, seed=3)
 
 
+def placed(part, xp):
+    """The same weights in another library, whose random numbers are others."""
+    if isinstance(part, tuple):
+        parts = [placed(each, xp) for each in part]
+        return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
+    return xp.asarray(part) if hasattr(part, "shape") else part
+
+
+def model_on(xp, name, **changes):
+    config = tiny(name, **changes)
+    weights = models.random(config, dtype="float32", xp=np, seed=3).weights
+    return models.Model(config, placed(weights, xp), "float32", xp)
+
+
 @cache
 def bytes_model():
     """A model of bytes, whose text goes on and on."""
@@ -90,10 +104,8 @@ def test_every_token_is_that_of_a_fresh_forward(name, way):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_kernels_choose_the_same(name, side):
     """On the emulator, or on a GPU with its graphs, beside the same model's own full forward."""
-    xp = getattr(side, "xp", np)
-    config = tiny(name, max_positions=32)
     with side.running():
-        model = models.random(config, dtype="float32", xp=xp, seed=3)
+        model = model_on(getattr(side, "xp", np), name, max_positions=32)
         prompts = prompts_of(name, (2, 7))
         found = [alone(model, prompt, 3) for prompt in prompts]
         assert min(lead for _, lead in found) > 1e-4
@@ -107,8 +119,7 @@ def test_kernels_choose_the_same(name, side):
 def test_kernels_draw_the_same_captured_and_packed(side):
     """With every option in arrays, two samples of each prompt."""
     with side.running():
-        config = tiny("llama", max_positions=32)
-        model = models.random(config, dtype="float32", xp=side.xp, seed=3)
+        model = model_on(side.xp, "llama", max_positions=32)
         options = {"max_new_tokens": 3, "temperature": 1.5, "top_p": 0.95, "n": 2, "seed": 4,
                    "repetition_penalty": 1.2}  # fmt: skip
         packed, captured = (
@@ -126,7 +137,7 @@ def test_graphs_choose_what_a_fresh_forward_does(name, way):
     """CUDA graphs, whatever makes room; steps without graphs too."""
     import cupy
 
-    model = models.random(tiny(name), dtype="float32", xp=cupy, seed=3)
+    model = model_on(cupy, name)
     found = [alone(model, prompt) for prompt in prompts_of(name)]
     assert min(lead for _, lead in found) > 1e-4
     for captured in (True, False):
@@ -141,7 +152,7 @@ def test_a_graph_keeps_its_memory_to_itself():
     """What others allocate and fill between replays is not what a step works in."""
     import cupy
 
-    model = models.random(tiny("llama"), dtype="float32", xp=cupy, seed=3)
+    model = model_on(cupy, "llama")
     generator = Generator(model, num_blocks=40)
     generation = generator.submit([1, 2, 3], max_new_tokens=40)
     while not generator.idle:
