@@ -228,6 +228,7 @@ def test_a_long_prompt_is_computed_in_parts_beside_others(memory):
     steps = 0
     while not second.finished:
         scheduler.step(memory.forward)
+        steps += 1
     assert steps == 4  # 3 tokens a step beside the first's one
     assert len(first.outputs[0]) == 1 + steps
 
