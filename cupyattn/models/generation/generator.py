@@ -55,8 +55,9 @@ class Generator:
         Blocks of host memory, for "swap".
     lookup : int
         Speculative decoding: at most so many tokens that followed the last ones before are computed
-        together with the next, and kept if the model chooses them. 0 is off. Only greedily drawn
-        tokens are found so; the result is the same.
+        together with the next, and kept if the model chooses them. 0 is off. Only tokens that are
+        drawn greedily are found so. The result is the same, but where two tokens are equally likely
+        within the rounding of a step of one token and of a step of several.
     captured : bool, optional
         Whether steps of decoding are captured once and replayed. By default so on a GPU, where they
         are CUDA graphs. On NumPy arrays such a step is called as it is.
