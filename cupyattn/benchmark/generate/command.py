@@ -183,12 +183,15 @@ def show(result: Result, terminal: Terminal) -> None:
     copied = result["copy_gb_per_s"]
     terminal.facts({"a copy on the device": f"{copied:.0f} GB/s"})
     for model in result["models"]:
+        weights = model["weights_bytes"]
         terminal.title(
-            f"{model['model']}, {model['dtype']}: {model['weights_bytes'] / 1e6:,.0f} MB of weights"
+            f"{model['model']}, {model['dtype']}: {weights / 1e6:,.0f} MB of weights, which memory "
+            f"reads {copied * 1e9 / weights:,.0f} times a second here, and "
+            f"{T4_GB_PER_S * 1e9 / weights:,.0f} times on a T4"
         )
         terminal.table(
             ("by", "batch", "prompt", "first token", "tokens/s", "of the limit", "equal tokens"),
-            [_row(row, model["weights_bytes"], copied) for row in model["rows"]],
+            [_row(row, weights, copied) for row in model["rows"]],
         )
         for row in model["rows"]:
             if "refused" in row:
