@@ -16,6 +16,8 @@ _MOST_OTHERS = 10_000_000
 ARCHITECTURES = ("gpt2", "llama", "phi")
 GATED = ("swiglu", "geglu")
 """Activations of an MLP whose first product has two halves, gate and up."""
+ELEMENTWISE = ("gelu", "gelu_tanh", "silu")
+"""Activations that are functions of their own, beside what `cupyattn.linear` does at the end."""
 
 
 class Config(NamedTuple):

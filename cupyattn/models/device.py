@@ -22,7 +22,7 @@ def model_library(given: Any) -> Any:
         For anything else.
     """
     if given is None:
-        usable = any("unusable_because" not in each for each in device_info()["devices"])
+        usable = any(each["unusable_because"] is None for each in device_info()["devices"])
         return load_cupy() if usable else np
     if getattr(given, "__name__", None) in ("numpy", "cupy"):
         return given

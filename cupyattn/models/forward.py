@@ -10,6 +10,8 @@ and a layer of Phi-2, where attention and the MLP stand side by side, as in GPT-
     h = norm(x)
     x = x + down(activation(up(h))) + output(attention(h))
 
+where one product makes qkv and up, and the MLP runs beside attention: neither waits for the other.
+
 GPT-2 (Radford et al., "Language models are unsupervised multitask learners", 2019) adds a learned
 row for each position to the embedding, its norms are layer norms, its activation is gelu. Llama
 (Touvron et al., arXiv:2302.13971) has rotary positions, RMS norms and silu(gate) * up, which is the
@@ -17,17 +19,26 @@ activation "swiglu" of one product. Phi-2 (Javaheripi and Bubeck, "Phi-2: the su
 small language models", 2023) rotates the first features of a head only, and has layer norms. All
 of that is in the weights and the config: a norm with a bias is a layer norm.
 
-Each line below is one kernel, and the sums are made where a product is stored.
+Each call below is one kernel, and the sums are made where a product is stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
-from cupyattn import embedding
+from cupyattn import embedding, gelu, silu
 from cupyattn.arrays import Array
+from cupyattn.models.beside import Beside
 from cupyattn.models.config import Config
 from cupyattn.models.weights import Layer, Weights
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": gelu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "silu": silu,
+}
+"""Those of `cupyattn.models.config.ELEMENTWISE`."""
 
 Attend = Callable[[int, Array, Array, Array], Array]
 """``attend(layer, q, k, v)``: attention of q (total, H, D) to k and v (total, G, D), as q is.
@@ -37,7 +48,12 @@ They are not rotated: rotary positions, a cache and which keys a query sees are 
 
 
 def hidden_states(
-    config: Config, weights: Weights, ids: Array, positions: Array, attend: Attend
+    config: Config,
+    weights: Weights,
+    ids: Array,
+    positions: Array,
+    attend: Attend,
+    beside: Beside,
 ) -> Iterator[Array]:
     """Yield the hidden states (total, E): embedded, behind each layer, and behind the last norm."""
     x = embedding(weights.embedding, ids)
@@ -46,15 +62,29 @@ def hidden_states(
     yield x
     for index, layer in enumerate(weights.layers):
         normed = layer.norm(x)
-        q, k, v = heads_of(config, layer.qkv(normed))
-        attended = attend(index, q, k, v).reshape(len(x), -1)
         if layer.mlp_norm is None:
-            x = layer.output(attended, residual=mlp(config, layer, normed, residual=x))
+            qkv, inner = qkv_and_inner(config, layer, normed)
+            with beside:
+                y = layer.down(inner(), residual=x)
+            attended = attend(index, *heads_of(config, qkv))
+            beside.join()
+            x = layer.output(attended.reshape(len(x), -1), residual=y)
         else:
-            x = layer.output(attended, residual=x)
-            x = mlp(config, layer, layer.mlp_norm(x), residual=x)
+            attended = attend(index, *heads_of(config, layer.qkv(normed)))
+            x = layer.output(attended.reshape(len(x), -1), residual=x)
+            inner = layer.up(layer.mlp_norm(x), activation=config.activation)
+            x = layer.down(inner, residual=x)
         yield x
     yield weights.norm(x)
+
+
+def qkv_and_inner(config: Config, layer: Layer, normed: Array) -> tuple[Array, Callable[[], Array]]:
+    """Return q, k and v in one array, and what makes the inside of the MLP."""
+    if layer.qkv_up is None:
+        return layer.qkv(normed), lambda: layer.up(normed, activation=config.activation)
+    both = layer.qkv_up(normed)
+    columns = len(layer.qkv.weight)
+    return both[:, :columns], lambda: ACTIVATIONS[config.activation](both[:, columns:])
 
 
 def heads_of(config: Config, qkv: Array) -> tuple[Array, Array, Array]:
@@ -62,8 +92,3 @@ def heads_of(config: Config, qkv: Array) -> tuple[Array, Array, Array]:
     queries, keys = config.num_heads, config.num_kv_heads
     heads = qkv.reshape(len(qkv), queries + 2 * keys, config.head_dim)
     return heads[:, :queries], heads[:, queries : queries + keys], heads[:, queries + keys :]
-
-
-def mlp(config: Config, layer: Layer, x: Array, *, residual: Array) -> Array:
-    """Return the MLP of a layer, added to the residual."""
-    return layer.down(layer.up(x, activation=config.activation), residual=residual)

@@ -11,6 +11,7 @@ import numpy as np
 from cupyattn import Rotary, attention, rope_tables
 from cupyattn.arrays import Array
 from cupyattn.errors import error, shown
+from cupyattn.models.beside import Beside
 from cupyattn.models.config import Config
 from cupyattn.models.forward import Attend, hidden_states
 from cupyattn.models.generation import Generates
@@ -48,6 +49,7 @@ class Model(Generates):
         self.dtype = dtype
         self.xp = xp
         self._read_tokenizer = read_tokenizer
+        self._beside = Beside(xp)
         self.rotary: Rotary | None = None
         if config.rotary_dim:
             cos, sin = rope_tables(
@@ -114,7 +116,8 @@ class Model(Generates):
         The embedded tokens, the hidden states behind each layer, and those behind the last norm:
         `Config.num_layers` + 2 arrays (total, E).
         """
-        return hidden_states(self.config, self.weights, ids, positions, attend)
+        given = self.config, self.weights, ids, positions, attend
+        return hidden_states(*given, self._beside)
 
     def head(self, hidden: Array) -> Array:
         """Return the logits (rows, V) of hidden states (rows, E) behind the last norm."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from cupyattn import layer_norm, linear, rms_norm
 from cupyattn.arrays import Array, dtype_of
-from cupyattn.models.config import GATED, Config
+from cupyattn.models.config import ELEMENTWISE, GATED, Config
 
 
 class Norm(NamedTuple):
@@ -52,6 +52,9 @@ class Layer(NamedTuple):
         To F, or to (2 F) for gate and up of a gated activation.
     down : Product
         From F to E.
+    qkv_up : Product, or None
+        qkv and up as one product, whose rows they are: where both read the same (Phi) and `up` has
+        an activation that is a function of its own.
     """
 
     norm: Norm
@@ -60,6 +63,7 @@ class Layer(NamedTuple):
     mlp_norm: Norm | None
     up: Product
     down: Product
+    qkv_up: Product | None = None
 
 
 class Weights(NamedTuple):
@@ -99,13 +103,23 @@ def empty(config: Config, dtype: str, xp: Any) -> Weights:
         return Product(xp.empty((columns, rows), kind), xp.empty(columns, kind) if biased else None)
 
     def layer() -> Layer:
+        first = (heads + 2 * groups) * config.head_dim
+        behind = inner * (2 if config.activation in GATED else 1)
+        parallel, qkv_up = config.architecture == "phi", None
+        if parallel and config.activation in ELEMENTWISE and config.qkv_bias == config.mlp_bias:
+            qkv_up = product(first + behind, width, config.qkv_bias)
+            qkv, up = _rows(qkv_up, slice(None, first)), _rows(qkv_up, slice(first, None))
+        else:
+            qkv = product(first, width, config.qkv_bias)
+            up = product(behind, width, config.mlp_bias)
         return Layer(
             norm=norm(),
-            qkv=product((heads + 2 * groups) * config.head_dim, width, config.qkv_bias),
+            qkv=qkv,
             output=product(width, heads * config.head_dim, config.output_bias),
-            mlp_norm=None if config.architecture == "phi" else norm(),
-            up=product(inner * (2 if config.activation in GATED else 1), width, config.mlp_bias),
+            mlp_norm=None if parallel else norm(),
+            up=up,
             down=product(width, inner, config.mlp_bias),
+            qkv_up=qkv_up,
         )
 
     embedding = xp.empty((config.vocab_size, width), kind)
@@ -121,6 +135,11 @@ def empty(config: Config, dtype: str, xp: Any) -> Weights:
     )
 
 
+def _rows(whole: Product, rows: slice) -> Product:
+    """Return some rows of a product."""
+    return Product(whole.weight[rows], None if whole.bias is None else whole.bias[rows])
+
+
 def named_arrays(weights: Weights) -> Iterator[tuple[str, Array]]:
     """Return each array once, with its name: ``layers.0.qkv.weight``."""
     seen = set()
@@ -132,12 +151,13 @@ def named_arrays(weights: Weights) -> Iterator[tuple[str, Array]]:
 
 def _walk(name: str, part: Any) -> Iterator[tuple[str, Array]]:
     if hasattr(part, "_asdict"):
-        fields = part._asdict().items()
+        # What is the rows of a product that is named itself is not named again.
+        fields = [each for each in part._asdict().items() if each[0] != "qkv_up"]
     elif isinstance(part, tuple):
-        fields = enumerate(part)
+        fields = [(str(number), each) for number, each in enumerate(part)]
     else:
         if hasattr(part, "shape"):
             yield name, part
         return
     for field, value in fields:
-        yield from _walk(f"{name}.{field}" if name else str(field), value)
+        yield from _walk(f"{name}.{field}" if name else field, value)

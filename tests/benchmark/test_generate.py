@@ -149,7 +149,7 @@ def test_text_and_json(a_gpu, capsys, tmp_path):
     assert model["rows"][1]["equal"] < 1.0
     assert model["rows"][1]["tokens_per_s"] == pytest.approx(15)
     names = [part["part"] for part in model["steps"][0]["parts"]]
-    assert names[:4] == ["embedding", "norm", "qkv", "rotary + append"]
+    assert names[:4] == ["embedding", "norm", "qkv and up", "activation"]
 
 
 def test_a_peer_that_cannot_is_said(a_gpu, capsys, monkeypatch):

@@ -29,6 +29,21 @@ def test_logits_are_those_of_plain_numpy(config):
         np.testing.assert_allclose(found, twin_logits(model, ids), atol=1e-5)
 
 
+@pytest.mark.parametrize("activation", ["gelu", "silu", "swiglu"])
+@pytest.mark.parametrize("mlp_bias", [False, True])
+def test_a_parallel_layer_by_one_product_or_two(activation, mlp_bias):
+    """One where nothing is done at its end and all or no rows have a bias."""
+    config = TINY["phi"]._replace(activation=activation, mlp_bias=mlp_bias)
+    model = models.random(config, dtype="float32", xp=np, seed=1)
+    (one, *_), weights = (layer.qkv_up for layer in model.weights.layers), model.weights.layers[0]
+    assert (one is not None) == (mlp_bias and activation != "swiglu")
+    if one is not None:
+        assert np.shares_memory(one.weight, weights.qkv.weight)
+        assert np.shares_memory(one.weight, weights.up.weight)
+    assert model.nbytes == sum(array.nbytes for _, array in named_arrays(model.weights))
+    np.testing.assert_allclose(model.logits(IDS)[0], twin_logits(model, IDS[0]), atol=1e-5)
+
+
 def test_hidden_states_are_those_of_plain_numpy(config):
     model = models.random(config, dtype="float32", xp=np, seed=2)
     ids = IDS[0]

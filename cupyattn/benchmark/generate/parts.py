@@ -12,6 +12,7 @@ import numpy as np
 
 import cupyattn
 from cupyattn.arrays import dtype_of
+from cupyattn.models.forward import ACTIVATIONS
 
 T4_GB_PER_S = 320.0
 """The memory of a T4 by its data sheet."""
@@ -66,9 +67,7 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[Part]:
         parts.append(Part("embedding", 2 * x.nbytes, found))
         parts.append(Part("sum of embeddings", 3 * x.nbytes, partial(xp.add, x, x, out=x.copy())))
     for index, layer in enumerate(weights.layers):
-        parts += [
-            norm("norm", layer.norm),
-            product("qkv", layer.qkv, x),
+        attention = [
             Part("rotary + append", 2 * qkv.nbytes,
                  partial(cache.append, index, k, v, tables, **rotary)),
             Part("attention", cached * context + 2 * q.nbytes,
@@ -76,14 +75,23 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[Part]:
                          window_size=config.window_size)),
         ]  # fmt: skip
         output = product("output + residual", layer.output, seen, x)
-        mlp = [
-            product("up + activation", layer.up, x, activation=config.activation),
-            product("down + residual", layer.down, inner, x),
-        ]
+        down = product("down + residual", layer.down, inner, x)
+        parts.append(norm("norm", layer.norm))
+        if layer.qkv_up is not None:
+            both = drawn(rows, len(layer.qkv_up.weight))[:, len(layer.qkv.weight) :]
+            activation = partial(ACTIVATIONS[config.activation], both)
+            parts += [
+                product("qkv and up", layer.qkv_up, x),
+                Part("activation", both.nbytes + inner.nbytes, activation),
+                *(down, *attention, output),
+            ]
+            continue
+        parts.append(product("qkv", layer.qkv, x))
+        up = product("up + activation", layer.up, x, activation=config.activation)
         if layer.mlp_norm is None:
-            parts += [*mlp, output]
+            parts += [up, down, *attention, output]
         else:
-            parts += [output, norm("norm", layer.mlp_norm), *mlp]
+            parts += [*attention, output, norm("norm", layer.mlp_norm), up, down]
     draw = partial(cupyattn.sample, logits, seed=None, temperature=0, out=ids)
     return [
         *parts,

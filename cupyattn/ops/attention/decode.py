@@ -27,7 +27,11 @@ from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.ops.plan import Plan, Step, lay_out_scratch, run
 
 WHOLE_KEYS = 512
-"""Of a block table: sequences up to there are not shared, which saves the second launch."""
+"""Of a block table: sequences up to there are not shared, which saves the second launch. A step of
+GPT-2 and of Llama 3.2 1B gains 7 and 3 % by it with up to 256 tokens each, and loses 11 and 7 %
+with 850 (one sequence, an H200 as compute_75 code, 2026-11-22, `python -m cupyattn.benchmark
+generate`). Without tensor cores one CTA is too slow for that: Phi-2's heads of 80 lose 5 %, but
+for as many of them as the card has multiprocessors, where 32 sequences gain 2 %."""
 MOST_UNITS = 2**31 - 1
 """That kernels count."""
 _PARTIAL_OUT, _PARTIAL_SUMS = "partial_out", "partial_sums"
@@ -60,10 +64,17 @@ def _plan(problem: DecodeProblem, card: Card, return_lse: bool) -> Plan:
         feed="BlockFeed",
         fields=_table_fields(problem),
         renamed={"q_offset": "seqlens_k"},
-        whole=attention.sk <= WHOLE_KEYS,
+        whole=_is_whole(attention, launch, card),
     )
     plan.require_arrays(problem.layouts)
     return plan
+
+
+def _is_whole(attention: AttentionProblem, launch: decode.DecodeLaunch, card: Card) -> bool:
+    """Return whether each key-value head of each sequence has a CTA for itself."""
+    heads = attention.batch * attention.kv_heads
+    busy = launch.tensor_cores or heads >= card.multiprocessors
+    return busy and attention.sk <= WHOLE_KEYS
 
 
 def shared_keys_plan(
