@@ -12,7 +12,12 @@ struct NoBlocks {};
 
 struct BlockBits {
   const uint32* items_g;
-  const int64* strides;  // in matrices, from batch element to batch element and from head to head
+  // In matrices, from batch element to batch element and from head to head; and the queries and keys of a matrix, in
+  // whole tiles of the block mask. A packed sequence may have fewer.
+  const int64* strides;
+
+  __device__ __forceinline__ int queries() const { return strides[2]; }
+  __device__ __forceinline__ int keys() const { return strides[3]; }
 
   // The words of the tile `own` of `own_tiles`, which walks `words` * 32 tiles.
   __device__ __forceinline__ const uint32* of(int batch, int head, int own, int own_tiles, int words) const {

@@ -11,11 +11,11 @@ struct BlockKeyWalk {
   BlockTiles blocks;
   int first, masked, all;
 
-  __device__ __forceinline__ BlockKeyWalk(const AttentionParams& params, const KeyWindow& window, const Place& place,
-                                          int rows, const BlockBits& bits) {
+  __device__ __forceinline__ BlockKeyWalk(const KeyWindow& window, const Place& place, int rows,
+                                          const BlockBits& bits) {
     const KeyWalk<kTileK> whole(window, place.first_row, rows);
     const KeyRange top = window.of_row(place.first_row), bottom = window.of_row(place.first_row + rows - 1);
-    const int words = div_up(div_up(params.sk, kTileK), 32), own_tiles = div_up(params.sq, kTileQ);
+    const int words = div_up(div_up(bits.keys(), kTileK), 32), own_tiles = div_up(bits.queries(), kTileQ);
     blocks = BlockTiles(bits.of(place.batch, place.head, place.first_row / kTileQ, own_tiles, words), words,
                         whole.begin, whole.end, div_up(bottom.begin, kTileK), top.end / kTileK);
     first = blocks.first();
@@ -29,13 +29,12 @@ struct BlockKeyWalk {
 };
 
 template <int kTileQ, int kTileK>
-__device__ __forceinline__ KeyWalk<kTileK> walk_of_keys(const AttentionParams&, const KeyWindow& window,
-                                                        const Place& place, int rows, NoBlocks) {
+__device__ __forceinline__ KeyWalk<kTileK> walk_of_keys(const KeyWindow& window, const Place& place, int rows,
+                                                        NoBlocks) {
   return {window, place.first_row, rows};
 }
 template <int kTileQ, int kTileK>
-__device__ __forceinline__ BlockKeyWalk<kTileQ, kTileK> walk_of_keys(const AttentionParams& params,
-                                                                     const KeyWindow& window, const Place& place,
+__device__ __forceinline__ BlockKeyWalk<kTileQ, kTileK> walk_of_keys(const KeyWindow& window, const Place& place,
                                                                      int rows, const BlockBits& bits) {
-  return {params, window, place, rows, bits};
+  return {window, place, rows, bits};
 }

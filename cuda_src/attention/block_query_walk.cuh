@@ -23,10 +23,10 @@ struct BlockQueryWalk {
   __device__ __forceinline__ BlockQueryWalk(const AttentionParams& params, const KeyWindow& window,
                                             const KeyPlace& place, int keys, const BlockBits& bits)
       : whole(window, place.first_key, keys, params.sq),
-        words(div_up(div_up(params.sq, kTileQ), 32)),
+        words(div_up(div_up(bits.queries(), kTileQ), 32)),
         first_head(place.kv_head * params.group),
         behind_heads(first_head + params.group) {
-    const int own = place.first_key / keys, own_tiles = div_up(params.sk, keys);
+    const int own = place.first_key / keys, own_tiles = div_up(bits.keys(), keys);
     words_g = bits.of(place.batch, first_head, own, own_tiles, words);
     head_words = bits.of(place.batch, first_head + 1, own, own_tiles, words) - words_g;
   }

@@ -83,6 +83,7 @@ __device__ __forceinline__ bool place_of_cta(Place& place, const PagedParams& pa
       place.first_row = (own_tiles - 1 - index % own_tiles) * rows_per_cta;
       place.begin = __shfl_sync(kFullWarp, span.begin, lane);
       place.sq = __shfl_sync(kFullWarp, span.count, lane);
+      place.sk = attention.sk;
       return true;
     }
     before += __shfl_sync(kFullWarp, up_to, kWarpSize - 1);

@@ -62,8 +62,8 @@ __device__ __forceinline__ int64 batch_integer(const void* items, BatchIntegers 
 // neighbours and share its keys in L2; or those of `together` heads are, the first tile of each before the second.
 struct Place {
   int batch, head, kv_head, first_row;
-  int sq;     // queries of the sequence
-  int begin;  // of packed sequences the row of this one's first query
+  int sq, sk;  // queries and keys of the sequence
+  int begin;   // of packed sequences the row of this one's first query
 };
 
 __device__ __forceinline__ Place place_of_tile(const AttentionParams& params, uint32 index, int rows_per_cta,
@@ -77,6 +77,7 @@ __device__ __forceinline__ Place place_of_tile(const AttentionParams& params, ui
   place.batch = sequence / params.heads;
   place.kv_head = place.head / params.group;
   place.sq = params.sq;
+  place.sk = params.sk;
   place.begin = 0;
   return place;
 }

@@ -33,8 +33,8 @@ struct ScoreOptions {
 struct ScoreIndices {
   int batch, head, row, key;
 
-  __device__ __forceinline__ ScoreIndices(const AttentionParams& params, int batch_, int head_, int row_, int key_)
-      : batch(batch_), head(head_), row(min(row_, params.sq - 1)), key(min(key_, params.sk - 1)) {}
+  __device__ __forceinline__ ScoreIndices(int sq, int sk, int batch_, int head_, int row_, int key_)
+      : batch(batch_), head(head_), row(min(row_, sq - 1)), key(min(key_, sk - 1)) {}
 };
 
 // tanh y = 1 - 2 r and 1 - tanh^2 y = 4 r (1 - r) with r = 1 / (1 + exp(2 y)), right to a few ulp: tanh.approx errs by
@@ -180,6 +180,7 @@ struct ScorePass {
   const void *bias_g, *mask_g;
   ScoreRule<Options, Unit::kNatural> rule;
   int batch, head, cta_row;
+  int sq, sk;  // of the sequence: params has those of the longest one
   int64 q_offset;
   Modifiers modifiers;
 
@@ -193,6 +194,8 @@ struct ScorePass {
         batch(place.batch),
         head(place.head),
         cta_row(place.first_row),
+        sq(place.sq),
+        sk(place.sk),
         q_offset(offset),
         modifiers(of_user) {}
 
@@ -265,7 +268,7 @@ struct ScorePass {
 
   // From the gradient of what score_mod makes of a score to that of the score.
   __device__ __forceinline__ float gradient(float score, float ds, int row, int key) const {
-    const ScoreIndices at(params, batch, head, row, key);
+    const ScoreIndices at(sq, sk, batch, head, row, key);
     return modifiers.gradient(score, ds, at.batch, at.head, at.row, at.key);
   }
 
@@ -275,7 +278,7 @@ struct ScorePass {
     fragment.for_each_pair([&](float* pair, int row, int key) {
 #pragma unroll
       for (int at = 0; at < 2; at++) {
-        body(pair[at], ScoreIndices(params, batch, head, first_row + row, first_key + key + at));
+        body(pair[at], ScoreIndices(sq, sk, batch, head, first_row + row, first_key + key + at));
       }
     });
   }

@@ -62,7 +62,8 @@ __device__ __forceinline__ bool place_of_cta(Place& place, const PackedBatch& pa
   PackedTile own;
   if (!queries.find(own, longest.heads, rows_per_cta)) return false;
   const RowSpan rows = queries.of(own.batch);
-  place = {own.batch,  own.head,  own.head / longest.group, (own.tiles - 1 - own.tile) * rows_per_cta,
-           rows.count, rows.begin};
+  const int keys = packed_keys(packed, longest, pointers).of(own.batch).count;
+  place = {own.batch, own.head,  own.head / longest.group, (own.tiles - 1 - own.tile) * rows_per_cta, rows.count,
+           keys,      rows.begin};
   return true;
 }

@@ -301,7 +301,7 @@ def test_q_offset_is_that_of_the_call():
         found = attention(q, k, v, causal=True, mask_mod=blocks_of(seen, q_offset=q_offset))
         assert_allclose(KERNELS.get(found), KERNELS.get(default), rtol=1e-2, atol=1e-3)
     where = KERNELS.put(np.int32([30]))
-    with pytest.raises(ValueError, match="q_offset = 30, and the call's is an array"):
+    with pytest.raises(ValueError, match="q_offset = 30, and the call's is another"):
         attention(q, k, v, q_offset=where, mask_mod=blocks_of(seen, q_offset=30))
 
 

@@ -51,7 +51,7 @@ def test_a_clean_copy_is_right(dtype, backward, ratio_with):
 
 
 FORWARD = [
-    Bug(SCORES, "row(min(row_, params.sq - 1))", "row(max(row_ - 1, 0))"),
+    Bug(SCORES, "row(min(row_, sq - 1))", "row(max(row_ - 1, 0))"),
     Bug(SCORES, "if (!modifiers.mask(at.batch, at.head, at.row, at.key))",
         "if (!modifiers.mask(at.batch, at.head, at.key, at.key))"),
     Bug(SCORES, "first_key + key + at", "first_key + key"),
@@ -68,8 +68,8 @@ def test_wrong_scores_are_found(bug, ratio_with):
 @pytest.mark.parametrize(
     "bug",
     [
-        Bug(SCORES, "row(min(row_, params.sq - 1))", "row(row_)"),
-        Bug(SCORES, "key(min(key_, params.sk - 1))", "key(key_)"),
+        Bug(SCORES, "row(min(row_, sq - 1))", "row(row_)"),
+        Bug(SCORES, "key(min(key_, sk - 1))", "key(key_)"),
     ],
     ids=str,
 )

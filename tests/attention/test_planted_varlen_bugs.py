@@ -8,7 +8,12 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from support import block_masks
+from support.block_masks import masked_tiles
+from support.devices import NUMPY
+from support.packed_modifiers import PackedBlocks, PackedExpressions, ragged
 from support.planted_bugs import Bug, PlantedDevice, plant
 from support.search import deep
 from support.strategies import AttentionProblem
@@ -16,6 +21,7 @@ from support.varlen import VarlenProblem
 
 import cupyattn
 from cupyattn.emulator import Checks, KernelFault
+from cupyattn.kernels.device.emulated import EmulatedDevice
 
 pytestmark = pytest.mark.nvrtc
 
@@ -49,7 +55,7 @@ def ratio_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         module = sys.modules["cupyattn.functional.attention.varlen"]
         monkeypatch.setattr(module, "device_of", lambda _: device)
         out, lse = cupyattn.attention_varlen(
-            *problem.arrays(), *problem.longest, return_lse=True, **problem.options()
+            *problem.arrays(), *problem.longest, return_lse=True, **problem.given()
         )
         return problem.ratio(out, lse)
 
@@ -86,6 +92,34 @@ WRONG_DEEP = [
 def test_wrong_results_are_found(problem, bug, ratio_with):
     with suppress(KernelFault):  # which is as good
         assert not ratio_with(problem, bug) <= 1  # NaN too
+
+
+EXPRESSIONS = PackedExpressions(
+    ragged("float16", 24, Sq=150, Sk=200), (150, 40, 7), (200, 30, 90), put=np.asarray
+)
+BLOCKS = PackedBlocks(  # more tiles than one word has bits
+    ragged("float16", 24, Sq=150, Sk=1600), (150, 20, 100), (9, 1600, 900),
+    seen=masked_tiles((3, 2, 150, 1600), 128, 1, full=0.4),
+)  # fmt: skip
+KEYS_CUH = "attention/block_key_walk.cuh"
+MODIFIED = [
+    (EXPRESSIONS, Bug(PARAMS_CUH, ".of(own.batch).count;", ".longest;")),
+    (BLOCKS, Bug(KEYS_CUH, "bits.queries()", "place.sq")),
+    *deep((BLOCKS, Bug(KEYS_CUH, "bits.keys()", "place.sk"))),
+]
+
+
+@pytest.mark.parametrize(("problem", "bug"), MODIFIED)
+def test_wrong_lengths_of_expressions_are_found(problem, bug, ratio_with, monkeypatch):
+    monkeypatch.setattr(block_masks, "KERNELS", NUMPY)
+    monkeypatch.setattr(
+        sys.modules["cupyattn.functional.attention.block_mask"],
+        "device_of",
+        lambda _: EmulatedDevice(Checks.all()),
+    )
+    assert ratio_with(problem) <= 1
+    with suppress(KernelFault):  # which is as good
+        assert not ratio_with(problem, bug) <= 1
 
 
 @pytest.fixture

@@ -118,12 +118,11 @@ def test_options(options, kind, message, backend):
         call(options)
 
 
-@pytest.mark.parametrize("name", ["mask_mod", "score_mod"])
-def test_options_without_a_kernel(name):
-    value = {
-        "mask_mod": lambda b, h, i, j: i >= j,
-        "score_mod": cupyattn.ScoreMod("2 * score"),
-    }[name]
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("mask_mod", lambda b, h, i, j: i >= j), ("score_mod", lambda s, b, h, i, j: 2 * s)],
+)
+def test_a_python_function_has_no_kernel(name, value):
     with (
         cupyattn.backend("emulator"),
         pytest.raises(NotImplementedError, match=f"{name} in attention_varlen"),

@@ -65,6 +65,10 @@ class VarlenProblem:
             options["seqused_k"] = np.minimum(options["seqused_k"], self.keys).astype(np.int32)
         return options
 
+    def given(self) -> dict[str, Any]:
+        """What kernels are given of them."""
+        return self.options()
+
     @property
     def longest(self) -> tuple[int, int]:
         """max_seqlen_q and max_seqlen_k."""
@@ -76,7 +80,7 @@ class VarlenProblem:
 
     def run(self, **more: Any) -> tuple[np.ndarray, np.ndarray]:
         """Out and lse of the kernels, on the GPU if there is one, otherwise on the emulator."""
-        options = {**self.options(), **more}
+        options = {**self.given(), **more}
         with KERNELS.running():
             results = cupyattn.attention_varlen(
                 *map(KERNELS.put, self.arrays()),
@@ -126,11 +130,12 @@ class VarlenProblem:
     def run_backward(self, **more: Any) -> dict[str, np.ndarray]:
         """Gradients of the kernels by name."""
         arrays, bounds, options = self.backward_inputs()
+        options = {**self.given(), "dlse": options["dlse"], **more}
         with KERNELS.running():
             grads = cupyattn.attention_varlen_backward(
                 *map(KERNELS.put, (*arrays, *bounds)),
                 *self.longest,
-                **{name: placed(KERNELS, value) for name, value in {**options, **more}.items()},
+                **{name: placed(KERNELS, value) for name, value in options.items()},
             )
         return {name: KERNELS.get(x) for name, x in grads._asdict().items() if x is not None}
 

@@ -174,8 +174,8 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
     const Traits::DoutPanels dout_panels = {dout, Traits::kHeadDimV};
     const Traits::QPanels q_panels = {q, Traits::kHeadDim};
     const Traits::QKSlices next = {{q_of(next_tile)}, {k}};
-    const Traits::Pass pass(forward, arrays.bias_g, arrays.mask_g, arrays.slopes_g, Place{batch, head, kv_head, 0},
-                            q_offset, arrays.modifiers);
+    const Traits::Pass pass(forward, arrays.bias_g, arrays.mask_g, arrays.slopes_g,
+                            Place{batch, head, kv_head, 0, forward.sq, forward.sk}, q_offset, arrays.modifiers);
     const HeadScores head_scores = {
         params, window, pass, head_rows(arrays.lse_g, forward.lse, batch, head, 0),
         arrays.delta_g + (static_cast<int64>(place.scratch_batch) * forward.heads + head) * forward.sq};

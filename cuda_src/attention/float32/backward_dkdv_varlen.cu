@@ -15,8 +15,9 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
                                        const Traits::Scalar* k_g, const Traits::Scalar* v_g, const float* lse_g,
                                        const float* delta_g, const void* cu_seqlens_q_g, const void* cu_seqlens_k_g,
                                        const void* q_offsets_g, const void* seqused_k_g, const void* bias_g,
-                                       const void* mask_g, const void* slopes_g, float* dq_g, Traits::Scalar* dk_g,
-                                       Traits::Scalar* dv_g, void* dbias_g, const VarlenBackwardParams params) {
+                                       const void* mask_g, const void* slopes_g MODIFIER_ARRAYS, float* dq_g,
+                                       Traits::Scalar* dk_g, Traits::Scalar* dv_g, void* dbias_g,
+                                       const VarlenBackwardParams params MODIFIER_STRIDES) {
   const AttentionParams& longest = params.backward.attention;
   const PackedPointers pointers = {cu_seqlens_q_g, cu_seqlens_k_g, q_offsets_g, seqused_k_g};
   PackedTile tile;
@@ -24,11 +25,11 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
   const PackedSequence sequence(params.packed, longest, pointers, tile.batch);
   const BackwardParams own = of_sequence(params.backward, sequence);
   const RowSpan &queries = sequence.queries, &keys = sequence.keys;
-  add_up_gradients(
-      own,
-      {rows_from(dout_g, own.dout, queries), rows_from(q_g, longest.q, queries), rows_from(k_g, longest.k, keys),
-       rows_from(v_g, longest.v, keys), rows_from(lse_g, longest.lse, queries),
-       delta_g + static_cast<int64>(queries.begin) * longest.heads, bias_g, mask_g, slopes_g,
-       rows_from(dq_g, own.dq, queries), rows_from(dk_g, own.dk, keys), rows_from(dv_g, own.dv, keys), dbias_g},
-      key_place(tile, Traits::kTileK), sequence.window, sequence.q_offset);
+  add_up_gradients(own,
+                   {rows_from(dout_g, own.dout, queries), rows_from(q_g, longest.q, queries),
+                    rows_from(k_g, longest.k, keys), rows_from(v_g, longest.v, keys),
+                    rows_from(lse_g, longest.lse, queries), delta_g + static_cast<int64>(queries.begin) * longest.heads,
+                    bias_g, mask_g, slopes_g, rows_from(dq_g, own.dq, queries), rows_from(dk_g, own.dk, keys),
+                    rows_from(dv_g, own.dv, keys), dbias_g, MODIFIERS},
+                   key_place(tile, Traits::kTileK), sequence.window, sequence.q_offset);
 }

@@ -41,13 +41,12 @@ struct BlockKeySteps {
  private:
   __device__ __forceinline__ int key_of(int tile) const { return tile < blocks.end ? tile * Traits::kTileK : kFar; }
 };
-__device__ __forceinline__ KeySteps key_steps(const AttentionParams&, const KeyWindow&, const Place&, int, int begin,
-                                              NoBlocks) {
+__device__ __forceinline__ KeySteps key_steps(const KeyWindow&, const Place&, int, int begin, NoBlocks) {
   return {begin};
 }
-__device__ __forceinline__ BlockKeySteps key_steps(const AttentionParams& params, const KeyWindow& window,
-                                                   const Place& place, int rows, int, const BlockBits& bits) {
-  return {walk_of_keys<Traits::kTileQ, Traits::kTileK>(params, window, place, rows, bits).blocks};
+__device__ __forceinline__ BlockKeySteps key_steps(const KeyWindow& window, const Place& place, int rows, int,
+                                                   const BlockBits& bits) {
+  return {walk_of_keys<Traits::kTileQ, Traits::kTileK>(window, place, rows, bits).blocks};
 }
 
 // What a CTA reads and writes. Rows of delta follow one another from head to head.
@@ -89,7 +88,7 @@ __device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Ar
   dq.clear();
   Buffers buffers(smem.buffers);
   const uint32 ds_s = shared_address(smem.ds);
-  const auto steps = key_steps(forward, window, Place{batch, head, 0, first_row}, rows, begin, arrays.modifiers.blocks);
+  const auto steps = key_steps(window, Place{batch, head, 0, first_row}, rows, begin, arrays.modifiers.blocks);
   if (steps.first() < end) buffers.begin(Traits::QKSlices{{q}, {k_of(steps.first())}});
 #pragma unroll 1
   for (int first_key = steps.first(); first_key < end; first_key = steps.after(first_key)) {

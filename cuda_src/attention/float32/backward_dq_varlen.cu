@@ -14,7 +14,8 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
                                      const Traits::Scalar* v_g, const float* lse_g, const float* delta_g,
                                      const void* cu_seqlens_q_g, const void* cu_seqlens_k_g, const void* q_offsets_g,
                                      const void* seqused_k_g, const void* bias_g, const void* mask_g,
-                                     const void* slopes_g, Traits::Scalar* dq_g, const VarlenBackwardParams params) {
+                                     const void* slopes_g MODIFIER_ARRAYS, Traits::Scalar* dq_g,
+                                     const VarlenBackwardParams params MODIFIER_STRIDES) {
   const AttentionParams& longest = params.backward.attention;
   const PackedPointers pointers = {cu_seqlens_q_g, cu_seqlens_k_g, q_offsets_g, seqused_k_g};
   Place place;
@@ -27,6 +28,6 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
       {rows_from(dout_g, own.dout, queries), rows_from(q_g, longest.q, queries), rows_from(k_g, longest.k, keys),
        rows_from(v_g, longest.v, keys), rows_from(lse_g, longest.lse, queries),
        delta_g + static_cast<int64>(queries.begin) * longest.heads, bias_g, mask_g, slopes_g,
-       rows_from(dq_g, own.dq, queries)},
+       rows_from(dq_g, own.dq, queries), MODIFIERS},
       place, sequence.window, [&] { return sequence.q_offset; }, /*scratch_batch=*/0);
 }

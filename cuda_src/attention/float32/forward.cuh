@@ -205,7 +205,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
   // Phase 1: which keys are walked over, and where each thread stands.
   const int rows = min(Traits::kTileQ, place.sq - place.first_row);
   const auto walk =
-      share.of(walk_of_keys<Traits::kTileQ, Traits::kTileK>(params, window, place, rows, arrays.modifiers.blocks));
+      share.of(walk_of_keys<Traits::kTileQ, Traits::kTileK>(window, place, rows, arrays.modifiers.blocks));
   if (!Share::kAll && walk.tiles() == 0) return;
   const Traits::Pass pass(params, arrays.bias_g, arrays.mask_g, arrays.slopes_g, place, q_offset, arrays.modifiers);
   const Cta cta = {smem, params, window, pass, place};

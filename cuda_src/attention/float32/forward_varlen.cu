@@ -14,14 +14,14 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
     attention_forward_varlen_f32(const Traits::Scalar* q_g, const Traits::Scalar* k_g, const Traits::Scalar* v_g,
                                  Traits::Scalar* out_g, float* lse_g, const void* cu_seqlens_q_g,
                                  const void* cu_seqlens_k_g, const void* q_offsets_g, const void* seqused_k_g,
-                                 const void* bias_g, const void* mask_g, const void* slopes_g, const void* sinks_g,
-                                 const VarlenParams params) {
+                                 const void* bias_g, const void* mask_g, const void* slopes_g MODIFIER_ARRAYS,
+                                 const void* sinks_g, const VarlenParams params MODIFIER_STRIDES) {
   const AttentionParams& attention = params.attention;
   const PackedPointers pointers = {cu_seqlens_q_g, cu_seqlens_k_g, q_offsets_g, seqused_k_g};
   Place place;
   if (!place_of_cta(place, params.packed, attention, pointers, Traits::kTileQ)) return;
   const PackedSequence sequence(params.packed, attention, pointers, place.batch);
   const int64 begin = sequence.keys.begin;
-  attend(attention, {q_g, out_g, lse_g, bias_g, mask_g, slopes_g, sinks_g}, place, sequence.window, sequence.q_offset,
-         DenseKeys{attention, k_g + begin * attention.k.seq, v_g + begin * attention.v.seq});
+  attend(attention, {q_g, out_g, lse_g, bias_g, mask_g, slopes_g, sinks_g, MODIFIERS}, place, sequence.window,
+         sequence.q_offset, DenseKeys{attention, k_g + begin * attention.k.seq, v_g + begin * attention.v.seq});
 }

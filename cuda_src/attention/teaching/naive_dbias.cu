@@ -58,7 +58,7 @@ __device__ __forceinline__ float score_ds(const Arrays& arrays, const ScoreIndex
   if (!window.of_row(at.row).contains(at.key)) return 0.f;
   const int kv_head = at.head / forward.group;
   const Traits::Pass pass(forward, arrays.bias_g, arrays.mask_g, arrays.slopes_g,
-                          Place{at.batch, at.head, kv_head, at.row},
+                          Place{at.batch, at.head, kv_head, at.row, forward.sq, forward.sk},
                           query_offset(forward, arrays.q_offsets_g, at.batch), arrays.modifiers);
   const RowSums sums(*head_rows(arrays.lse_g, forward.lse, at.batch, at.head, at.row),
                      delta_rows(arrays.delta_g, forward, at.batch, at.head)[at.row]);

@@ -82,7 +82,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   ColumnSums<Traits::kHeadDim> dk;
   ColumnSums<Traits::kHeadDimV> dv;
   for (int head = kv_head * forward.group; head < (kv_head + 1) * forward.group; head++) {
-    const Traits::Pass pass(forward, bias_g, mask_g, slopes_g, Place{batch, head, kv_head, 0}, q_offset, MODIFIERS);
+    const Traits::Pass pass(forward, bias_g, mask_g, slopes_g, Place{batch, head, kv_head, 0, forward.sq, forward.sk},
+                            q_offset, MODIFIERS);
     const Traits::Scalar* q_rows_g = head_rows(q_g, forward.q, batch, head, 0);
     const Traits::Scalar* dout_rows_g = head_rows(dout_g, params.dout, batch, head, 0);
     for (int first = seeing.begin; first < seeing.end; first += Traits::kStrip) {

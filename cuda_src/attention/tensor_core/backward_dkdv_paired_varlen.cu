@@ -14,8 +14,8 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
                                           const float16* dout_g, const float* statistics_g, float* dq_acc_g,
                                           float16* dk_g, float16* dv_g, void* dbias_g, const void* cu_seqlens_q_g,
                                           const void* cu_seqlens_k_g, const void* q_offsets_g, const void* seqused_k_g,
-                                          const void* bias_g, const void* mask_g, const void* slopes_g,
-                                          const VarlenBackwardParams params) {
+                                          const void* bias_g, const void* mask_g, const void* slopes_g MODIFIER_ARRAYS,
+                                          const VarlenBackwardParams params MODIFIER_STRIDES) {
   const AttentionParams& longest = params.backward.attention;
   const PackedPointers pointers = {cu_seqlens_q_g, cu_seqlens_k_g, q_offsets_g, seqused_k_g};
   PackedTile tile;
@@ -33,6 +33,6 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
                     dq_acc_g + accumulator_offset<Traits::kSteps>(begin),
                     rows_from(dk_g, own.dk, keys),
                     rows_from(dv_g, own.dv, keys),
-                    {bias_g, mask_g, slopes_g, dbias_g}},
+                    {bias_g, mask_g, slopes_g, dbias_g, MODIFIERS}},
                    key_place(tile, Traits::kKeys), sequence.window, [&] { return sequence.q_offset; });
 }

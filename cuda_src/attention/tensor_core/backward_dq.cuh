@@ -143,7 +143,7 @@ __device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Ar
 
   // Phase 1: the rows, and the keys that they see.
   const int rows = min(T::kRows, attention.sq - place.first_row), warp_row = warp_index() * T::kWarpRows;
-  const auto walk = walk_of_keys<T::kRows, T::kTileK>(attention, window, place, rows, arrays.options.modifiers.blocks);
+  const auto walk = walk_of_keys<T::kRows, T::kTileK>(window, place, rows, arrays.options.modifiers.blocks);
 
   // Phase 2: Q and dout, through shared memory into registers.
   Warp warp;

@@ -134,7 +134,11 @@ struct TileOptions {
 
  private:
   __device__ __forceinline__ ScoreIndices indices(int n, int i, int e) const {
-    return {params.attention, place.batch, place.head, place.first_row + Tile::row_of(n, i, e),
+    return {params.attention.sq,
+            params.attention.sk,
+            place.batch,
+            place.head,
+            place.first_row + Tile::row_of(n, i, e),
             place.first_key + Tile::key_of(n, i, e)};
   }
 };

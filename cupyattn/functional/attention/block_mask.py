@@ -94,8 +94,8 @@ def block_mask(
     r"""Ask a mask_mod for every score once: `attention` then skips the tiles that it leaves empty.
 
     What it returns is passed as ``mask_mod=`` to any number of calls of `attention`,
-    `attention_backward` and `vjp`. Kernels neither read nor multiply tiles in which nothing is
-    seen, and do not ask the expression in those that are seen in full.
+    `attention_varlen`, their backwards and `vjp`. Kernels neither read nor multiply tiles in which
+    nothing is seen, and do not ask the expression in those that are seen in full.
 
     Parameters
     ----------
@@ -103,10 +103,11 @@ def block_mask(
         Without `backend` ("emulator"), on NumPy arrays, also a function as `attention` takes it.
         What its arrays hold must not change afterwards.
     Sq, Sk : int
-        Query and key length of the calls.
+        Query and key length of the calls; of packed sequences max_seqlen_q and max_seqlen_k. The
+        expression is asked for all these scores, also where a sequence is shorter.
     B, H : int
-        Batch elements and query heads of the calls; 1 where the mask is the same for all of them,
-        which is asked for the first.
+        Batch elements (or packed sequences) and query heads of the calls; 1 where the mask is the
+        same for all of them, which is asked for the first.
     q_offset : int, optional
         q_offset of the calls; others are refused then. The expression is told the number of a
         query, whatever its position, so None is right for calls with any.

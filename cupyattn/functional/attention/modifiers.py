@@ -68,7 +68,8 @@ class ScoreMod(_Expression):
     expression : str
         CUDA C++, with the names ``score`` (a float: scaled, capped, with bias and ALiBi), ``b``,
         ``h``, ``q_idx``, ``k_idx`` (ints: batch element, query head, query, key) and those of the
-        arrays, which are indexed by them. Masks come after it; ``-1.f / 0.f`` is -infinity.
+        arrays, which are indexed by them. Of packed sequences ``b`` is the sequence's number, and
+        ``q_idx`` and ``k_idx`` count within it. Masks come after it; ``-1.f / 0.f`` is -infinity.
     gradient : str, optional
         The same for the gradient with respect to score, from ``grad``, that with respect to what
         the expression gives, and the names above. Needed for the backward. The arrays get none.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from cupyattn import reference
 from cupyattn.arrays import Array
+from cupyattn.functional.attention.block_mask import BlockMask
 from cupyattn.functional.attention.call import AttentionCall, attention_call, reference_options
+from cupyattn.functional.attention.modifiers import MaskMod, ScoreMod
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.layers.rope import Rotary
 from cupyattn.functional.outputs import named_out
@@ -41,8 +44,8 @@ def attention_varlen(
     dropout_p: float = 0.0,
     seed: int | None = None,
     rotary: tuple[Array, Array] | Rotary | None = None,
-    score_mod: Any = None,
-    mask_mod: Any = None,
+    score_mod: ScoreMod | Callable[..., Any] | None = None,
+    mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = None,
     return_lse: bool = False,
     out: Array | tuple[Array, Array] | None = None,
     workspace: Array | None = None,
@@ -85,14 +88,19 @@ def attention_varlen(
         As in `attention`; the b of dropout's (b, h, i, j) is the number of the sequence, i and j
         count within it.
     rotary, score_mod, mask_mod : optional
-        As in `attention`, with such b, i and j: positions begin anew in each sequence.
+        As in `attention`, with such b, i and j: positions begin anew in each sequence, and an
+        expression is told ``q_idx`` and ``k_idx`` that the sequence has. So it may name rows of
+        packed arrays: ``document[begin[b] + q_idx]``, with cu_seqlens_q as ``begin``. A BlockMask
+        is one for ``block_mask(mask_mod, max_seqlen_q, max_seqlen_k, B=B)``, without B where it is
+        the same for each sequence.
     return_lse : bool
         Return the log-sum-exp of the scores too.
     out : array, or (out, lse) with return_lse, optional
         Where to write the result: the last axis of each array is contiguous, the others may have
         any stride, and they overlap no input.
     workspace : array, optional
-        With rotary scratch memory for rotated q and k, as in `attention`; other calls need none.
+        Scratch memory for rotated q and k and for a BlockMask, as in `attention`; other calls need
+        none.
 
     Returns
     -------
@@ -110,8 +118,7 @@ def attention_varlen(
         that is longer than max_seqlen says. A GPU takes such lengths as the nearest that lie within
         the arrays and max_seqlen: it reads nothing beyond.
     NotImplementedError
-        On a GPU or the emulator, for score_mod and mask_mod: NumPy arrays on the reference have
-        them.
+        On a GPU or the emulator, for a score_mod or mask_mod that is a Python function.
     RuntimeError
         On a GPU, as `attention`.
 

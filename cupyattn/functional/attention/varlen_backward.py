@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from cupyattn import reference
 from cupyattn.arrays import Array
 from cupyattn.functional.attention.backward import rounded_gradients
+from cupyattn.functional.attention.block_mask import BlockMask
 from cupyattn.functional.attention.call import AttentionCall, attention_call, reference_options
-from cupyattn.functional.attention.modifiers import python_gradient
+from cupyattn.functional.attention.modifiers import MaskMod, ScoreMod, python_gradient
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.layers.rope import Rotary
 from cupyattn.functional.outputs import named_grads
@@ -46,8 +48,8 @@ def attention_varlen_backward(
     dropout_p: float = 0.0,
     seed: int | None = None,
     rotary: tuple[Array, Array] | Rotary | None = None,
-    score_mod: Any = None,
-    mask_mod: Any = None,
+    score_mod: ScoreMod | Callable[..., Any] | None = None,
+    mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = None,
     dlse: Array | None = None,
     deterministic: bool = False,
     grads: AttentionGrads | None = None,
@@ -90,8 +92,8 @@ def attention_varlen_backward(
         to a multiple of 8, 8 * rows bytes, and unless deterministic 4 * rows * D' more; otherwise
         4 * H * total_q. A bias that broadcasts needs more: 4 bytes for each of its items in
         float16, and for each of B * H * max_seqlen_q * max_seqlen_k scores where it is float32 or
-        bfloat16 or deterministic; rotary as much as q and k have, with accumulate twice that. An
-        error says how many bytes there have to be.
+        bfloat16 or deterministic; rotary as much as q and k have, with accumulate twice that; a
+        BlockMask some bits. An error says how many bytes there have to be.
 
     Returns
     -------

@@ -5,14 +5,13 @@ from __future__ import annotations
 from functools import lru_cache
 
 from cupyattn.arrays import Array, Operands
-from cupyattn.kernels.compile import CompilationError
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.device import Device
 from cupyattn.ops.attention import float32, teaching, tensor_core_backward
 from cupyattn.ops.attention.grid_order import kv_heads_together
 from cupyattn.ops.attention.implementations import implementation_of, register
 from cupyattn.ops.attention.layouts import require_lengths
-from cupyattn.ops.attention.modifiers import expression_error, require_gradient
+from cupyattn.ops.attention.modifiers import require_gradient, run_compiled
 from cupyattn.ops.attention.options import POSITION_OPTIONS, ROTARY, SCORE_OPTIONS, USER_FUNCTIONS
 from cupyattn.ops.attention.params import interleaved, placed, seeded
 from cupyattn.ops.attention.problem import AttentionProblem
@@ -20,7 +19,7 @@ from cupyattn.ops.attention.results import gradient_outputs
 from cupyattn.ops.attention.rotary import rotated_backward
 from cupyattn.ops.card import Card
 from cupyattn.ops.checks import require_item_alignment
-from cupyattn.ops.plan import Plan, run
+from cupyattn.ops.plan import Plan
 
 _OPTIONS = POSITION_OPTIONS | SCORE_OPTIONS | USER_FUNCTIONS | ROTARY
 IMPLEMENTATIONS = register(
@@ -50,10 +49,7 @@ def attention_backward(
     plan = _plan(problem, Card.of(device), deterministic, accumulate)
     if problem.dropout_p:
         plan = seeded(plan, seed)
-    try:
-        return run(device, plan, operands.arrays)
-    except CompilationError as failure:
-        raise expression_error(failure, problem.functions) from failure
+    return run_compiled(device, plan, operands, problem.functions)
 
 
 @lru_cache(maxsize=4096)

@@ -10,24 +10,22 @@ import numpy as np
 
 from cupyattn.arrays import Array, Description, Operands, layouts_of, starts_of
 from cupyattn.errors import error
-from cupyattn.kernels.compile import CompilationError
 from cupyattn.kernels.configs.attention import block_mask as configs
 from cupyattn.kernels.configs.attention.block_mask import TILE, WARPS
 from cupyattn.kernels.configs.attention.modifiers import BLOCKS
 from cupyattn.kernels.device import Device
 from cupyattn.ops.attention.modifiers import (
     BLOCK_MASK,
-    Blocks,
     UserFunction,
-    expression_error,
     modifiers_of,
     require_valid_arrays,
+    run_compiled,
     shown_names,
     strides_of,
 )
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.checks import require_item_alignment
-from cupyattn.ops.plan import Output, Plan, Step, run
+from cupyattn.ops.plan import Output, Plan, Step
 
 EMPTY, PARTIAL, FULL = range(3)
 """What a tile may be: no, some or all of its scores are seen."""
@@ -58,10 +56,7 @@ def run_block_mask(
 ) -> Array:
     """Return the tiles of a mask_mod for scores of a shape."""
     plan = _tiles_plan(operands.description, function, shape)
-    try:
-        return run(device, plan, operands.arrays)["tiles"]
-    except CompilationError as failure:
-        raise expression_error(failure, {"mask_mod": function}) from failure
+    return run_compiled(device, plan, operands, {"mask_mod": function})["tiles"]
 
 
 @lru_cache(maxsize=4096)
@@ -79,8 +74,12 @@ def _tiles_plan(
     return Plan((step,), (("tiles", Output(tiles, np.dtype(np.uint8))),))
 
 
-def require_fitting_blocks(problem: AttentionProblem, blocks: Blocks) -> None:
-    """Raise ValueError unless a block mask was made for scores like the problem's."""
+def require_fitting_blocks(problem: AttentionProblem) -> None:
+    """Raise ValueError for a block mask that was not made for scores like the problem's."""
+    mask_mod = problem.functions["mask_mod"]
+    if mask_mod is None or mask_mod.blocks is None:
+        return
+    blocks = mask_mod.blocks
     for letter, made, given, broadcasts in zip(
         ("B", "H", "Sq", "Sk"), blocks.shape, problem.scores_shape, (True, True, False, False),
         strict=True,
@@ -98,7 +97,7 @@ def require_fitting_blocks(problem: AttentionProblem, blocks: Blocks) -> None:
         raise error(
             ValueError,
             f"mask_mod is a block mask for q_offset = {blocks.q_offset}, and the call's is "
-            f"{'an array' if first is None else first}",
+            f"{'another in each sequence' if first is None else first}",
             "they are the same, or the block mask was made without q_offset",
             "make another one, or leave q_offset out: expressions are told the numbers of queries, "
             "whatever their positions",

@@ -115,6 +115,7 @@ def _hashable(options: tuple[Any, ...]) -> bool:
 def _cached_forward_problem(description: Description, _: Any, *options: Any) -> AttentionProblem:
     require_arrays(layouts_of(description), ("q", "k", "v"))
     problem = described_problem(description, AttentionOptions(*options), FORWARD_RESULTS)
+    require_fitting_blocks(problem)
     require_rotary_positions(problem)
     results = {
         "out": (problem.out_shape, problem.dtype),
@@ -130,6 +131,7 @@ def _cached_forward_problem(description: Description, _: Any, *options: Any) -> 
 def _cached_backward_problem(description: Description, _: Any, *options: Any) -> AttentionProblem:
     require_arrays(layouts_of(description), ("dout", "q", "k", "v", "out", "lse"))
     problem = described_problem(description, AttentionOptions(*options), BACKWARD_RESULTS)
+    require_fitting_blocks(problem)
     require_rotary_positions(problem)
     require_gradients(problem, problem.layouts, "(B, Sq, H, Dv)", "(B, H, Sq)")
     return problem
@@ -213,8 +215,6 @@ def described_problem(
         overlaps=Overlaps.of(layouts, (*results, "workspace"), shown_as),
     )
     _require_valid_option_arrays(problem)
-    if options.mask_mod is not None and options.mask_mod.blocks is not None:
-        require_fitting_blocks(problem, options.mask_mod.blocks)
     if "workspace" in layouts:
         require_workspace(layouts["workspace"])
     return problem

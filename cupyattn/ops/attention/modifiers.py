@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Layout
+from cupyattn.arrays import Array, Layout, Operands
 from cupyattn.errors import error
 from cupyattn.kernels.compile import CompilationError
+from cupyattn.kernels.configs.attention.block_mask import TILE
 from cupyattn.kernels.configs.attention.modifiers import (
     ARRAYS,
     BLOCKS,
@@ -27,7 +28,9 @@ from cupyattn.kernels.configs.attention.modifiers import (
     modified_strides,
     parameter_name,
 )
+from cupyattn.kernels.device import Device
 from cupyattn.ops.checks import require_dtype, require_whole_item_strides
+from cupyattn.ops.plan import Plan, run
 
 BLOCK_MASK = "block_mask"
 """The name of a block mask's tiles among the arrays of a call."""
@@ -117,7 +120,7 @@ _COMPLAINT = re.compile(
 _INDENT = 2  # NVRTC's, of the line that it quotes
 
 
-def expression_error(
+def _expression_error(
     failure: CompilationError, functions: Mapping[str, UserFunction | None]
 ) -> Exception:
     """Return what to raise where kernels did not compile: of an expression, where it is wrong."""
@@ -137,6 +140,16 @@ def expression_error(
         f"it is an expression in CUDA C++, of {names}",
         f"mend it there{mark}",
     )
+
+
+def run_compiled(
+    device: Device, plan: Plan, operands: Operands, functions: Mapping[str, UserFunction | None]
+) -> dict[str, Array]:
+    """Run a plan of these functions; an expression that does not compile is shown where it is."""
+    try:
+        return run(device, plan, operands.arrays)
+    except CompilationError as failure:
+        raise _expression_error(failure, functions) from failure
 
 
 def modifiers_of(
@@ -174,8 +187,8 @@ def strides_of(modifiers: Modifiers | None, layouts: Mapping[str, Layout]) -> tu
     strides = np.zeros((), struct.dtype)
     for name in struct.dtype.names or ():
         if name == BLOCKS:
-            batch, heads, *_ = layouts[BLOCK_MASK].shape
-            strides[name] = heads if batch > 1 else 0, int(heads > 1)
+            batch, heads, rows, columns = layouts[BLOCK_MASK].shape
+            strides[name] = heads if batch > 1 else 0, int(heads > 1), rows * TILE, columns * TILE
             continue
         layout = layouts[name]
         strides[name] = [stride // layout.dtype.itemsize for stride in layout.strides]

@@ -143,6 +143,11 @@ class PackedProblem(AttentionProblem):
         """Return the same of keys."""
         return _most_tiles(self.batch, self.sk, self.total_k, keys)
 
+    @property
+    def first_position(self) -> int | None:
+        """Where query 0 of each sequence stands; None where that differs."""
+        return None if "q_offset" in self.layouts else self.q_offset
+
     def given(self, name: str) -> Layout | None:
         """Return how an array of the call lies, as the caller gave it."""
         return self.packed.get(name)

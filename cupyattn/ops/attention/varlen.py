@@ -17,16 +17,17 @@ from cupyattn.ops.attention.implementations import (
     register,
 )
 from cupyattn.ops.attention.layouts import MAX_LENGTH, require_lengths
-from cupyattn.ops.attention.options import POSITION_OPTIONS, ROTARY, SCORE_OPTIONS
+from cupyattn.ops.attention.modifiers import require_gradient, run_compiled
+from cupyattn.ops.attention.options import POSITION_OPTIONS, ROTARY, SCORE_OPTIONS, USER_FUNCTIONS
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import seeded
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.rotary import rotated, rotated_backward
 from cupyattn.ops.card import Card
 from cupyattn.ops.checks import require_item_alignment
-from cupyattn.ops.plan import Plan, run
+from cupyattn.ops.plan import Plan
 
-_OPTIONS = POSITION_OPTIONS | SCORE_OPTIONS | ROTARY
+_OPTIONS = POSITION_OPTIONS | SCORE_OPTIONS | USER_FUNCTIONS | ROTARY
 FORWARD = register(("flash", STORAGE, float32.forward_plan, _OPTIONS))
 BACKWARD = register(("flash", STORAGE, float32.backward_plan, _OPTIONS))
 ON_TENSOR_CORES = {
@@ -45,7 +46,7 @@ def varlen_forward(
     plan = _forward_plan(problem, Card.of(device), return_lse)
     if problem.dropout_p:
         plan = seeded(plan, seed)
-    return run(device, plan, operands.arrays)
+    return run_compiled(device, plan, operands, problem.functions)
 
 
 @lru_cache(maxsize=4096)
@@ -80,7 +81,7 @@ def varlen_backward(
     plan = _backward_plan(problem, Card.of(device), deterministic, accumulate)
     if problem.dropout_p:
         plan = seeded(plan, seed)
-    return run(device, plan, operands.arrays)
+    return run_compiled(device, plan, operands, problem.functions)
 
 
 @lru_cache(maxsize=4096)
@@ -88,6 +89,7 @@ def _backward_plan(
     problem: PackedProblem, card: Card, deterministic: bool, accumulate: bool
 ) -> Plan:
     chosen = _implementation(problem, BACKWARD, card, "attention_varlen_backward")
+    require_gradient(problem.functions)
     _require_kernel_sizes(problem)
     if problem.batch * problem.heads == 0:
         return nothing_to_add(problem, accumulate)
@@ -111,7 +113,7 @@ def _implementation(
 
 def _require_kernel_sizes(problem: PackedProblem) -> None:
     require_lengths(problem)
-    require_item_alignment(problem.layouts, problem.starts)
+    require_item_alignment(problem.layouts, problem.starts, problem.overlaps.shown_as)
     if max(problem.total_q, problem.total_k) > MAX_LENGTH:
         raise error(
             ValueError,

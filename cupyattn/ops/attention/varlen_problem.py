@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from cupyattn.arrays import Array, Description, Layout, Operands, layouts_of
+from cupyattn.ops.attention.block_mask import require_fitting_blocks
 from cupyattn.ops.attention.checks import checked_problem, described_problem, require_gradients
 from cupyattn.ops.attention.options import AttentionOptions
 from cupyattn.ops.attention.packed import (
@@ -107,7 +108,9 @@ def _problem(
         of_a_batch.append((name, *layout, start))
     problem = described_problem(tuple(of_a_batch), AttentionOptions(*of_scores), results)
     overlaps = Overlaps.of(layouts, (*results, "workspace"), problem.overlaps.shown_as)
-    return PackedProblem(**{**vars(problem), "overlaps": overlaps}, packed=layouts)
+    packed = PackedProblem(**{**vars(problem), "overlaps": overlaps}, packed=layouts)
+    require_fitting_blocks(packed)
+    return packed
 
 
 def _require_packed(layouts: dict[str, Layout]) -> None:

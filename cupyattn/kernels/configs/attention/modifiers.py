@@ -39,7 +39,7 @@ BLOCKS = "block_bits"
 
 _HEADER = "cupyattn/modifiers"  # as modifiers.cuh includes it
 _BEHIND = ("alibi_slopes", "tiles")  # the arrays stand there among a kernel's
-_BLOCK_AXES = 2  # batch elements and heads
+_BLOCK_AXES = 4  # batch elements and heads; queries and keys
 
 
 class ModifierArray(NamedTuple):
