@@ -28,6 +28,12 @@ FORWARD = "attention/tensor_core/forward_rotary.cu"
 OFFSETS = (("q_offset", (2, 40)), ("seqused_k", (50, 33)), ("rotary", (61, 4)))
 PROBLEM = RotaryProblem(B=2, Sq=21, Sk=50, H=2, G=1, D=24, Dv=24, dtype="float16", drawn=OFFSETS)
 VARLEN = VarlenProblem(PROBLEM, queries=(20, 13), keys=(41, 50), spare=2)
+CHUNKS_VARLEN = VarlenProblem(
+    replace(PROBLEM, Sq=140, drawn=(*OFFSETS[:2], ("rotary", (180, 8)))),
+    queries=(20, 135), keys=(41, 50),
+)  # fmt: skip
+PACKED_PROBLEMS = {"varlen": VARLEN, "chunks, varlen": CHUNKS_VARLEN}
+FORWARD_PACKED = "attention/tensor_core/forward_rotary_varlen.cu"
 KINDS = {
     "halves": PROBLEM,
     "neighbours": replace(PROBLEM, interleaved=True),
@@ -51,10 +57,11 @@ def ratio_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         for module in ("forward", "backward", "varlen"):
             path = sys.modules[f"cupyattn.functional.attention.{module}"]
             monkeypatch.setattr(path, "device_of", lambda _: device)
-        if name == "varlen":
-            arrays = *VARLEN.arrays(), *VARLEN.longest
-            return VARLEN.ratio(
-                *cupyattn.attention_varlen(*arrays, return_lse=True, **VARLEN.options())
+        if name in PACKED_PROBLEMS:
+            packed = PACKED_PROBLEMS[name]
+            arrays = *packed.arrays(), *packed.longest
+            return packed.ratio(
+                *cupyattn.attention_varlen(*arrays, return_lse=True, **packed.options())
             )
         kind, _, direction = name.partition(", ")
         problem = KINDS[kind]
@@ -76,7 +83,7 @@ def ratio_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     "name",
     [
         *("halves", "neighbours", "halves, backward", "neighbours, backward", "varlen"),
-        *("chunks", "chunks of neighbours"),
+        *("chunks", "chunks of neighbours", "chunks, varlen"),
     ],
 )
 def test_a_clean_copy_is_right(name, ratio_with):
@@ -93,6 +100,7 @@ WRONG = [
 WRONG += [
     ("chunks", Bug(CHUNKS, "second ? column - half : column + half", "column + half % 8")),
     ("chunks", Bug(FORWARD, "q_offset + place.first_row", "q_offset")),
+    ("chunks, varlen", Bug(FORWARD_PACKED, "sequence.q_offset + place.first_row", "place.begin")),
 ]
 WRONG_DEEP = [
     ("chunks", Bug(CHUNKS, "first_position + item,", "first_position,")),

@@ -98,15 +98,18 @@ def test_gradients_are_added_and_rows_of_no_sequence_stay():
 
 
 def test_a_workspace_is_all_the_memory_that_it_takes():
-    q, k, *_ = PACKED.arrays()
-    size = 2 * (q.size + k.size)
-    with pytest.raises(ValueError, match="this call needs"):
-        run(PACKED, workspace=KERNELS.put(np.zeros(size - 256, np.uint8)))
-    room = KERNELS.put(np.zeros(size + 256, np.uint8))
-    (out, lse), (wanted, wanted_lse) = run(PACKED, workspace=room), run(PACKED)
-    end = PACKED.bounds()[0][-1]  # what lies behind is nobody's: a GPU finds there what was before
-    assert_array_equal(out[:end], wanted[:end])
-    assert_array_equal(lse[:, :end], wanted_lse[:, :end])
+    """Of k, and of q where the forward does not rotate it: pairs of 3 features are no chunk."""
+    few = replace(PACKED.dense, drawn=(*PACKED.dense.drawn[:3], ("rotary", (70, 3))))
+    for problem, of_q in ((PACKED, 0), (replace(PACKED, dense=few), 1)):
+        q, k, *_ = problem.arrays()
+        size = 2 * (of_q * q.size + k.size)
+        with pytest.raises(ValueError, match="this call needs"):
+            run(problem, workspace=KERNELS.put(np.zeros(size - 256, np.uint8)))
+        room = KERNELS.put(np.zeros(size + 256, np.uint8))
+        (out, lse), (wanted, wanted_lse) = run(problem, workspace=room), run(problem)
+        end = problem.bounds[0][-1]  # a GPU finds behind it what was there before
+        assert_array_equal(out[:end], wanted[:end])
+        assert_array_equal(lse[:, :end], wanted_lse[:, :end])
 
 
 def test_no_sequence():

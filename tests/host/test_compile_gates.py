@@ -43,7 +43,7 @@ PROMISED_CTAS = {
     **{f"attention_tiled {dim}": row.ctas_per_sm for dim, row in teaching.TILED[75].items()},
     **{
         f"attention_forward{keys} {dim}": row.ctas_per_sm
-        for keys in ("", "_paged", "_rotary", "_varlen", "_split")
+        for keys in ("", "_paged", "_rotary", "_varlen", "_rotary_varlen", "_split")
         for dim, row in tensor_core.forward.FLASH[75].items()
     },
     **{

@@ -34,6 +34,7 @@ MAY_SPILL = (
     "attention_forward_paged",
     "attention_forward_paged_f32",
     "attention_forward_rotary",
+    "attention_forward_rotary_varlen",
     "attention_forward_varlen",
     "attention_forward_varlen_f32",
     "attention_decode",

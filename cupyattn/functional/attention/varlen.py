@@ -99,8 +99,8 @@ def attention_varlen(
         Where to write the result: the last axis of each array is contiguous, the others may have
         any stride, and they overlap no input.
     workspace : array, optional
-        Scratch memory for rotated q and k and for a BlockMask, as in `attention`; other calls need
-        none.
+        Scratch memory for a BlockMask, and with rotary for rotated k and sometimes q, as in
+        `attention`; other calls need none.
 
     Returns
     -------

@@ -33,6 +33,7 @@ def forward_plan(
     """Plan the forward."""
     arch, dims = card.arch, (problem.head_dim, problem.head_dim_v)
     require_near_rows(problem, ("k", "v"), forward.flash_longest_tile(arch, *dims), "tiled")
+    packed = isinstance(problem, PackedProblem)
     if isinstance(problem, PackedProblem):
         require_countable_items(problem, ("k", "v"))
     outputs = forward_outputs(problem, return_lse)
@@ -46,13 +47,13 @@ def forward_plan(
     tables: tuple[Any, ...] = ()
     if "cos" in problem.layouts:
         table = problem.layouts["cos"].dtype.name
-        kernel = forward.rotary(arch, *dims, vec, options, table, problem.interleaved)
+        kernel = forward.rotary(arch, *dims, vec, options, table, problem.interleaved, packed)
         tables = (_tables(problem),)
     elif (splits := num_splits(problem, row, card)) > 1:
         kernel = forward.split(arch, *dims, vec, options._replace(sinks="void"))
         return split_plan(problem, kernel, row, splits, outputs)
     else:
-        specialise = forward.varlen if isinstance(problem, PackedProblem) else forward.flash
+        specialise = forward.varlen if packed else forward.flash
         kernel = specialise(arch, *dims, vec, options)
     bits = block_bits(problem, "bits", rows=row.tile_q, keys=row.tile_k)
     step = Step.of(
@@ -67,12 +68,11 @@ def forward_plan(
 
 
 def rotates_queries(problem: AttentionProblem, card: Card) -> bool:
-    """Tell whether the kernel rotates query rows as it loads them: whole chunks, dense ones.
+    """Tell whether the kernel rotates query rows as it loads them: whole chunks.
 
     Where keys are split several CTAs would rotate the same rows. With a block mask it does not.
     """
-    dense = not isinstance(problem, PackedProblem) and BLOCK_MASK not in problem.layouts
-    if "cos" not in problem.layouts or not dense:
+    if "cos" not in problem.layouts or BLOCK_MASK in problem.layouts:
         return False
     row = forward.flash_row(card.arch, problem.head_dim, problem.head_dim_v)
     if num_splits(problem, row, card) > 1:

@@ -57,7 +57,9 @@ def _forward_plan(problem: PackedProblem, card: Card, return_lse: bool) -> Plan:
     def plan_of(turned: AttentionProblem) -> Plan:
         return chosen.plan(turned, turned.starts, card, return_lse=return_lse)
 
-    plan = rotated(problem, card.arch, plan_of)
+    on_tensor_cores = chosen.plan is tensor_core.forward_plan
+    keys_alone = on_tensor_cores and tensor_core.rotates_queries(problem, card)
+    plan = rotated(problem, card.arch, plan_of, keys_alone=keys_alone)
     plan.require_arrays(problem.layouts)
     return plan
 

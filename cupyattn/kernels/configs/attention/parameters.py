@@ -66,6 +66,13 @@ VARLEN: tuple[Parameter, ...] = (
 )
 """Of the forward kernels of packed sequences."""
 
+ROTARY_VARLEN: tuple[Parameter, ...] = (
+    *VARLEN[:-1],
+    *inputs("cos", "sin"),
+    *(VARLEN_STRUCT, ROTARY_TABLES_STRUCT),
+)
+"""The same of the kernel that rotates queries."""
+
 
 def of_packed(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
     """Return the parameters of a backward kernel as that of packed sequences has them."""

@@ -42,10 +42,15 @@ VARLEN = KernelSpec(
 ROTARY = KernelSpec(
     "attention_forward_rotary", "attention/tensor_core/forward_rotary.cu", parameters.ROTARY
 )
+ROTARY_VARLEN = KernelSpec(
+    "attention_forward_rotary_varlen",
+    "attention/tensor_core/forward_rotary_varlen.cu",
+    parameters.ROTARY_VARLEN,
+)
 SPLIT = KernelSpec(
     "attention_forward_split", "attention/tensor_core/forward_split.cu", parameters.SPLIT
 )
-KERNELS = (KERNEL, PAGED, VARLEN, ROTARY, SPLIT)
+KERNELS = (KERNEL, PAGED, VARLEN, ROTARY, ROTARY_VARLEN, SPLIT)
 
 
 @dataclass(frozen=True)
@@ -172,11 +177,13 @@ def rotary(
     options: FlashOptions = PLAIN,
     table: str = "float32",
     interleaved: bool = False,
+    packed: bool = False,
 ) -> Specialisation:
     """Specialise the kernel that rotates queries by tables of that dtype."""
     row = flash_row(arch, head_dim, head_dim_v, options)
     of_tables = {"TABLE": table, "INTERLEAVED": cpp_bool(interleaved)}
-    return _specialise(ROTARY, row, head_dim, head_dim_v, vec, options, **of_tables)
+    spec = ROTARY_VARLEN if packed else ROTARY
+    return _specialise(spec, row, head_dim, head_dim_v, vec, options, **of_tables)
 
 
 @cache
@@ -264,6 +271,8 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     yield paged(arch, 64, 1)
     yield rotary(arch, 64, 64, 1, table="float16")
     yield rotary(arch, 64, 64, vec, interleaved=True)
+    for head_dim in (64, 128):
+        yield rotary(arch, head_dim, head_dim, vec, packed=True)
     yield varlen(arch, 64, 64, 1)
     for options in EACH_OPTION:
         yield varlen(arch, 64, 64, vec, options)
