@@ -40,9 +40,14 @@ __device__ __forceinline__ int64 accumulator_offset(uint32 row) {
 struct KeyPlace {
   int batch, kv_head, first_key;
   int scratch_batch;  // the sequence's number in scratch memory
+  // Of packed sequences the rows of this one's first key and query, and of that query in scratch memory: pointers that
+  // were moved there would wait in twice the registers.
+  int key_begin = 0, query_begin = 0, scratch_begin = 0;
 
   __device__ __forceinline__ KeyPlace(int batch_, int kv_head_, int first_key_, int scratch_batch_)
       : batch(batch_), kv_head(kv_head_), first_key(first_key_), scratch_batch(scratch_batch_) {}
+
+  __device__ __forceinline__ int key_row() const { return key_begin + first_key; }
 
   __device__ __forceinline__ KeyPlace(const AttentionParams& params, int keys_per_cta)
       : KeyPlace(params, keys_per_cta, params.kv_together) {}

@@ -39,23 +39,43 @@ struct PackedRows {
     return sequence;
   }
 
+  // The same for a row that all lanes of a warp ask for: each looks at one sequence of 32 at a time.
+  template <typename Begin>
+  __device__ __forceinline__ int last_from_of_warp(int row, Begin begin_of) const {
+    int sequence = 0, step = 1;
+    while (step * kWarpSize < batch) step *= kWarpSize;
+#pragma unroll 1
+    for (; step > 0; step /= kWarpSize) {
+      const int asked = sequence + lane_index() * step;
+      const uint32 begun = __ballot_sync(kFullWarp, asked < batch && begin_of(asked) <= row);
+      sequence += (31 - __clz(begun | 1u)) * step;
+    }
+    return sequence;
+  }
+
   // The tile of this CTA; false beyond the last one. Tiles are in the order of their sequences' lengths, the longest
   // first: what starts last is then short, and all multiprocessors end together. (By simulation, of 16 log-normal
   // lengths with 8 heads on 132 multiprocessors a causal call took 1.37 times the mean of their work in the order of
-  // cu_seqlens, and 1.10 times in this one.) Every warp of the CTA looks for itself.
+  // cu_seqlens, and 1.10 times in this one.) Every warp of the CTA looks for itself, and reads the lengths of 32
+  // sequences once.
   __device__ __forceinline__ bool find(PackedTile& found, int heads, int tile_rows) const {
     const int at = blockIdx.x / heads;  // among the tiles of one head
-    if (tiles_of_longer(1, tile_rows) <= at) return false;
-    int length = 1, beyond = div_up(longest, tile_rows) + 1;  // in tiles
+    const int own = lane_tiles(0, tile_rows);
+    if (tiles_of_longer(1, own, tile_rows) <= at) return false;
+    int length = 1, beyond = div_up(longest, tile_rows) + 1, before = 0;  // in tiles; those of `beyond` or more
 #pragma unroll 1
     while (length + 1 < beyond) {
-      const int middle = (length + beyond) / 2;
-      (tiles_of_longer(middle, tile_rows) > at ? length : beyond) = middle;
+      const int middle = (length + beyond) / 2, tiles = tiles_of_longer(middle, own, tile_rows);
+      if (tiles > at) {
+        length = middle;
+      } else {
+        beyond = middle;
+        before = tiles;
+      }
     }
-    const int before = tiles_of_longer(length + 1, tile_rows);
     const int nth = (at - before) / length;  // among the sequences of this length
     const int index = blockIdx.x - (before + nth * length) * heads;
-    found = {nth_of_length(nth, length, tile_rows), index / length, index % length, length};
+    found = {nth_of_length(nth, length, own, tile_rows), index / length, index % length, length};
     return true;
   }
 
@@ -66,11 +86,11 @@ struct PackedRows {
     return sequence < batch ? div_up(of(sequence).count, tile_rows) : 0;
   }
 
-  // How many tiles the sequences have together that have at least `least` each.
-  __device__ __forceinline__ int tiles_of_longer(int least, int tile_rows) const {
-    int sum = 0;
+  // How many tiles the sequences have together that have at least `least` each; `own` is the lane's of the first 32.
+  __device__ __forceinline__ int tiles_of_longer(int least, int own, int tile_rows) const {
+    int sum = own >= least ? own : 0;
 #pragma unroll 1
-    for (int first = 0; first < batch; first += kWarpSize) {
+    for (int first = kWarpSize; first < batch; first += kWarpSize) {
       const int tiles = lane_tiles(first, tile_rows);
       if (tiles >= least) sum += tiles;
     }
@@ -80,15 +100,16 @@ struct PackedRows {
   }
 
   // Which sequence is the nth, from 0 on, of those with so many tiles. It exists.
-  __device__ __forceinline__ int nth_of_length(int nth, int length, int tile_rows) const {
+  __device__ __forceinline__ int nth_of_length(int nth, int length, int own, int tile_rows) const {
     int first = 0;
-    uint32 alike = __ballot_sync(kFullWarp, lane_tiles(first, tile_rows) == length);
+    uint32 alike = __ballot_sync(kFullWarp, own == length);
     while (__popc(alike) <= nth && first + kWarpSize < batch) {
       nth -= __popc(alike);
       first += kWarpSize;
       alike = __ballot_sync(kFullWarp, lane_tiles(first, tile_rows) == length);
     }
-    for (; nth > 0; nth--) alike &= alike - 1;
-    return first + __ffs(alike) - 1;
+    const uint32 up_to_lane = alike << (31 - lane_index());
+    const bool is_nth = up_to_lane >> 31 && __popc(up_to_lane) == nth + 1;
+    return first + __ffs(__ballot_sync(kFullWarp, is_nth)) - 1;
   }
 };

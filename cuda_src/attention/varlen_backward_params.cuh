@@ -46,7 +46,9 @@ __device__ __forceinline__ int scratch_begin(const RowSpan& queries, int batch) 
   return (queries.begin + batch * kRowPad) / kRowPad * kRowPad;
 }
 
-// Whose rows a row of the scratch of a head is among: those of the last sequence that begins before it. There is one.
+// Whose rows a row of the scratch of a head is among: those of the last sequence that begins before it. There is one, the
+// same for all rows of a CTA.
 __device__ __forceinline__ int sequence_of_scratch(const PackedRows& queries, int row) {
-  return queries.last_from(row, [&](int sequence) { return scratch_begin(queries.of(sequence), sequence); });
+  const int first = row / kRowPad * kRowPad;
+  return queries.last_from_of_warp(first, [&](int sequence) { return scratch_begin(queries.of(sequence), sequence); });
 }

@@ -14,7 +14,7 @@ from support import block_masks
 from support.block_masks import masked_tiles
 from support.devices import NUMPY
 from support.packed_modifiers import PackedBlocks, PackedExpressions, ragged
-from support.planted_bugs import Bug, PlantedDevice, plant
+from support.planted_bugs import Bug, planted_device
 from support.search import deep
 from support.strategies import AttentionProblem
 from support.varlen import VarlenProblem
@@ -49,11 +49,7 @@ def ratio_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     """Run a problem from sources with bugs in them; returns its error over the bound."""
 
     def run(problem: VarlenProblem, *bugs: Bug) -> float:
-        folder = tmp_path / "cuda_src"
-        plant(folder, *bugs)
-        device = PlantedDevice(folder, Checks.all())
-        module = sys.modules["cupyattn.functional.attention.varlen"]
-        monkeypatch.setattr(module, "device_of", lambda _: device)
+        planted_device(monkeypatch, tmp_path / "cuda_src", *bugs, modules=["varlen"])
         out, lse = cupyattn.attention_varlen(
             *problem.arrays(), *problem.longest, return_lse=True, **problem.given()
         )
@@ -68,22 +64,23 @@ def test_a_clean_copy_is_right(problem, ratio_with):
 
 
 WRONG = [
-    (HALF, Bug(ROWS_CUH, "if (tiles >= least) sum += tiles;", "if (tiles > least) sum += tiles;")),
+    (HALF, Bug(ROWS_CUH, "int sum = own >= least ?", "int sum = own > least ?")),
     (HALF, Bug(ROWS_CUH, "index / length, index % length, length}", "index / length, 0, length}")),
     (HALF, Bug(PARAMS_CUH, "(own.tiles - 1 - own.tile)", "own.tile + 1")),
     (HALF, Bug(PARAMS_CUH, "- queries.count\n", "- longest.sq\n")),
     (HALF, Bug(FEED_CUH, "(first_key + (TileFeed", "((TileFeed")),
     (HALF, Bug(FEED_CUH, "next.v += KTile::kRows * v_stride;", "")),
-    (MANY, Bug(ROWS_CUH, "alike &= alike - 1;", ";")),
+    (MANY, Bug(ROWS_CUH, "up_to_lane) == nth + 1", "up_to_lane) == 1")),
     (FLOAT, Bug(FLOAT_CU, "k_g + begin * attention.k.seq", "k_g")),
 ]  # fmt: skip
 WRONG_DEEP = [
     (HALF, Bug(ROWS_CUH, "return {begin, min(end - begin, longest)};", "return {begin, longest};")),
-    (HALF, Bug(ROWS_CUH, "tiles_of_longer(length + 1, tile_rows);", "0;")),
+    (HALF, Bug(ROWS_CUH, "before = tiles;", "")),
+    (MANY, Bug(ROWS_CUH, "if (tiles >= least) sum += tiles;", "if (tiles > least) sum += tiles;")),
     (WHOLE, Bug(PARAMS_CUH, "seqused_k_g, batch), keys.count)", "seqused_k_g, batch), 1 << 20)")),
     (HALF, Bug(PARAMS_CUH, "rows.begin};", "0};")),
     (HALF, Bug(PARAMS_CUH, "own.head / longest.group", "0 * own.head + 1")),
-    (MANY, Bug(ROWS_CUH, "first += kWarpSize) {", "first += batch) {")),
+    (MANY, Bug(ROWS_CUH, "int first = kWarpSize; first <", "int first = batch; first <")),
     (MANY, Bug(ROWS_CUH, "nth -= __popc(alike);", "")),
 ]  # fmt: skip
 
@@ -129,11 +126,7 @@ def gradient_ratios_with(
     """Run a backward from sources with bugs in them; returns errors over bounds."""
 
     def run(problem: VarlenProblem, deterministic: bool, *bugs: Bug) -> dict[str, float]:
-        folder = tmp_path / "cuda_src"
-        plant(folder, *bugs)
-        device = PlantedDevice(folder, Checks.all())
-        module = sys.modules["cupyattn.functional.attention.varlen_backward"]
-        monkeypatch.setattr(module, "device_of", lambda _: device)
+        planted_device(monkeypatch, tmp_path / "cuda_src", *bugs, modules=["varlen_backward"])
         arrays, bounds, options = problem.backward_inputs()
         grads = cupyattn.attention_varlen_backward(
             *arrays, *bounds, *problem.longest, **options, deterministic=deterministic
@@ -153,6 +146,7 @@ def test_a_clean_copy_has_right_gradients(problem, deterministic, gradient_ratio
 
 
 GRADIENTS_CUH = "attention/varlen_backward_params.cuh"
+QUERIES_CUH = "attention/tensor_core/packed_query_feed.cuh"
 DELTA_CU, CONVERT_CU, DKDV_CU, DQ_CU = (
     f"attention/tensor_core/backward_{name}_varlen.cu"
     for name in ("delta", "convert", "dkdv", "dq")
@@ -163,13 +157,25 @@ FLOAT_DELTA_CU, FLOAT_DKDV_CU = (
 WRONG_GRADIENTS = [
     (HALF, False, Bug(GRADIENTS_CUH, "(queries.begin + batch * kRowPad)", "(queries.begin)")),
     (HALF, False, Bug(DELTA_CU, "rows.begin + row,", "row,")),
-    (HALF, False, Bug(DKDV_CU, "rows_from(dv_g, own.dv, keys)", "dv_g")),
+    (HALF, False, Bug(DKDV_CU, "place.key_begin = sequence.keys.begin;", "")),
+    (
+        HALF,
+        False,
+        Bug(QUERIES_CUH, "(walk.tiles() - 1) *", "walk.tiles() *"),
+    ),
+    (
+        HALF,
+        False,
+        Bug(ROWS_CUH, "(31 - __clz(begun | 1u))", "__ffs(begun)"),
+    ),
     (FLOAT, False, Bug(FLOAT_DKDV_CU, "rows_from(dq_g, own.dq, queries)", "dq_g")),
 ]
 WRONG_GRADIENTS_DEEP = [
     (HALF, False, Bug(GRADIENTS_CUH, "own.attention.sq = sequence.queries.count;", "")),
     (HALF, False, Bug(CONVERT_CU, "rows_from(dq_g, backward.dq, rows)", "dq_g")),
-    (HALF, False, Bug(DKDV_CU, "statistics_g + statistics_offset(begin)", "statistics_g")),
+    (HALF, False, Bug(DKDV_CU, "place.query_begin = sequence.queries.begin;", "")),
+    (HALF, False, Bug(DKDV_CU, "place.scratch_begin = scratch_begin(", "(void)scratch_begin(")),
+    (FLOAT, False, Bug(ROWS_CUH, "step *= kWarpSize;", "step *= 2;")),
     (HALF, True, Bug(DQ_CU, "rows_from(k_g, longest.k, keys)", "k_g")),
     (HALF, True, Bug(DQ_CU, "/*scratch_batch=*/0", "place.batch")),
     (FLOAT, True, Bug(FLOAT_DELTA_CU, "rows.begin) * forward.heads", "rows.begin)")),

@@ -7,7 +7,8 @@ plant their bugs in is recorded here, with the error of its results.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -98,6 +99,18 @@ class PlantedDevice(EmulatedDevice):
             return super().load(specialisation)  # which other tests have translated already
         planted = replace(spec, source=str(source))
         return super().load(replace(specialisation, spec=planted))
+
+
+def planted_device(
+    patch: pytest.MonkeyPatch, folder: Path, *bugs: Bug, modules: Iterable[str] = ("forward",)
+) -> PlantedDevice:
+    """Plant the bugs, and let these modules of `cupyattn.functional.attention` run there."""
+    plant(folder, *bugs)
+    device = PlantedDevice(folder, Checks.all())
+    for name in modules:
+        module = sys.modules[f"cupyattn.functional.attention.{name}"]
+        patch.setattr(module, "device_of", lambda _: device)
+    return device
 
 
 def normal(*shape: int, dtype: str = "float16") -> np.ndarray:

@@ -1,7 +1,7 @@
 // The first step of the float32 backward of packed sequences: what one query's scores share, as backward_delta.cu.
 //
 // Shapes    VarlenBackwardParams (../varlen_backward_params.cuh), which also says how delta lies.
-// Work      a warp owns a row; grid ceil(H * total_q / (THREADS / 32)). Each looks for its sequence by bisection.
+// Work      a warp owns a row; grid ceil(H * total_q / (THREADS / 32)). Each looks for its sequence, 32 at a time.
 // Edges     rows of no sequence are not read. dlse may be null.
 #if !defined(DTYPE) || !defined(HEAD_DIM_V) || !defined(THREADS)
 #error "DTYPE, HEAD_DIM_V and THREADS come from a launch-configuration table"
@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int64 flat = static_cast<int64>(blockIdx.x) * (THREADS / kWarpSize) + warp_index();
   const int packed_row = static_cast<int>(flat % params.packed.total_q);
   const int head = static_cast<int>(flat / params.packed.total_q);
-  const int batch = queries.last_from(packed_row, [&](int sequence) { return queries.of(sequence).begin; });
+  const int batch = queries.last_from_of_warp(packed_row, [&](int sequence) { return queries.of(sequence).begin; });
   const RowSpan rows = queries.of(batch);
   const int row = packed_row - rows.begin;
   if (head >= forward.heads || row < 0 || row >= rows.count) return;  // the whole warp

@@ -1,7 +1,7 @@
 // Attention backward of packed sequences, after the one-pass kernel: as backward_convert.cu.
 //
 // Shapes    VarlenBackwardParams (../varlen_backward_params.cuh).
-// Work      as backward_convert.cu; grid H * rows_padded / 64. Each CTA looks for its sequence by bisection.
+// Work      as backward_convert.cu; grid H * rows_padded / 64. Each warp looks for its sequence, 32 at a time.
 // Budget    as backward_convert.cu.
 // Edges     rows beyond their sequence are not stored.
 #include "backward_convert.cuh"

@@ -1,8 +1,8 @@
 // Attention backward of packed sequences, before the tensor-core kernels: as backward_delta.cu.
 //
 // Shapes    VarlenBackwardParams (../varlen_backward_params.cuh).
-// Work      as backward_delta.cu; grid H * rows_padded / (THREADS / ROW_LANES). Each row of the scratch looks for its
-//           sequence by bisection.
+// Work      as backward_delta.cu; grid H * rows_padded / (THREADS / ROW_LANES). Each warp looks for its
+//           sequence, 32 at a time.
 // Budget    as backward_delta.cu.
 // Edges     as backward_delta.cu; rows of the scratch that belong to no sequence get L = +inf and delta = 0 too.
 #include "backward_delta.cuh"

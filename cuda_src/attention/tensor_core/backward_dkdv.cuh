@@ -71,7 +71,8 @@ __device__ __forceinline__ void add_gradients(Warp& warp, const Cta& cta, const 
 }
 
 // kSubRows queries of the tile, from its row `row` on, against the warp's keys.
-__device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Traits::Feed& feed, int row,
+template <typename Feed>
+__device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Feed& feed, int row,
                                            const float* statistics_g) {
   using T = Traits;
   const uint32 q_rows_s = feed.q_s + row * T::QTile::kRowBytes;
@@ -100,7 +101,7 @@ __device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Tra
 }
 
 // The keys of one CTA. `q_offset()` says where query 0 stands.
-template <typename Offset>
+template <typename Feed = Traits::Feed, typename Offset>
 __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, const GradientArrays& arrays,
                                                  const KeyPlace& place, const KeyWindow& window, Offset q_offset) {
   using T = Traits;
@@ -133,7 +134,7 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
 #endif
   const int64 offset = q_offset();
   const Cta cta = {ds_lane_s, {}, {}, params, window, arrays.options, offset, place.batch};
-  T::Feed feed(params, walk, place, arrays.q_g, arrays.dout_g, smem.loop.queries);
+  Feed feed(params, walk, place, arrays.q_g, arrays.dout_g, smem.loop.queries);
   feed.begin();
   __syncthreads();  // Q and dout: the first tile has been written
 #pragma unroll 1

@@ -53,7 +53,8 @@ struct Cta {
 
 // Of the next tile a warp can hold no more than Q or dout, and that only beside its last products of this one. With
 // ONE_PASS the dQ product hides dout's way.
-__device__ __forceinline__ void fetch_next(Traits::Feed& feed) {
+template <typename Feed>
+__device__ __forceinline__ void fetch_next(Feed& feed) {
 #if ONE_PASS
   feed.fetch_q();
 #else
@@ -118,7 +119,8 @@ struct KeyWarp : PairWarp<Traits::KTile, Traits::QTile> {
     add_gradients({{r[2], r[3]}}, q_rows_s + 8 * Traits::QTile::kRowBytes);
   }
 
-  __device__ __forceinline__ void query_tile(const Cta& cta, Traits::Feed& feed) {
+  template <typename Feed>
+  __device__ __forceinline__ void query_tile(const Cta& cta, Feed& feed) {
     PairScores& pair = cta.smem.loop.scores[pair_index()];
     scores(pair, feed.q_s);
     scores_barrier();  // pair's S: written
@@ -141,7 +143,8 @@ struct KeyWarp : PairWarp<Traits::KTile, Traits::QTile> {
 struct ValueWarp : PairWarp<Traits::VTile, Traits::DoutTile> {
   static constexpr bool kOfKeys = false;
 
-  __device__ __forceinline__ void query_tile(const Cta& cta, Traits::Feed& feed) {
+  template <typename Feed>
+  __device__ __forceinline__ void query_tile(const Cta& cta, Feed& feed) {
     using T = Traits;
     const PairScores& pair = cta.smem.loop.scores[pair_index()];
     const uint32 ds_lane_s = ds_lane_address<T::DsTile>(shared_address(cta.smem.loop.ds), pair_row());
@@ -180,7 +183,7 @@ struct ValueWarp : PairWarp<Traits::VTile, Traits::DoutTile> {
 };
 
 // The CTA's way, as either kind of warp goes it.
-template <typename Warp>
+template <typename Warp, typename Feed>
 __device__ __forceinline__ void run(const Cta& cta, const float16* q_g, const float16* k_g, const float16* v_g,
                                     const float16* dout_g, float16* dk_g, float16* dv_g) {
   using T = Traits;
@@ -204,7 +207,7 @@ __device__ __forceinline__ void run(const Cta& cta, const float16* q_g, const fl
   }
 
   // Phase 3: the walk over the query tiles.
-  T::Feed feed(params, walk, place, q_g, dout_g, smem.loop.queries);
+  Feed feed(params, walk, place, q_g, dout_g, smem.loop.queries);
   feed.begin();
   CountedBarrier::wait();  // Q and dout: the first tile has been written
 #pragma unroll 1
@@ -226,7 +229,7 @@ __device__ __forceinline__ void run(const Cta& cta, const float16* q_g, const fl
 }
 
 // The keys of one CTA. `q_offset()` says where query 0 stands.
-template <typename Offset>
+template <typename Feed = Traits::Feed, typename Offset>
 __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, const GradientArrays& arrays,
                                                  const KeyPlace& place, const KeyWindow& window, Offset q_offset) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
@@ -241,8 +244,8 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
                    arrays.dq_acc_g,
                    place};
   if (warp_index() < Traits::kPairs) {
-    run<KeyWarp>(cta, arrays.q_g, arrays.k_g, arrays.v_g, arrays.dout_g, arrays.dk_g, arrays.dv_g);
+    run<KeyWarp, Feed>(cta, arrays.q_g, arrays.k_g, arrays.v_g, arrays.dout_g, arrays.dk_g, arrays.dv_g);
   } else {
-    run<ValueWarp>(cta, arrays.q_g, arrays.k_g, arrays.v_g, arrays.dout_g, arrays.dk_g, arrays.dv_g);
+    run<ValueWarp, Feed>(cta, arrays.q_g, arrays.k_g, arrays.v_g, arrays.dout_g, arrays.dk_g, arrays.dv_g);
   }
 }

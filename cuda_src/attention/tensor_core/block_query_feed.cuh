@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../block_query_walk.cuh"
-#include "query_feed.cuh"
+#include "packed_query_feed.cuh"
 
 template <typename QTileFeed, typename DoutTileFeed, int kBuffers>
 struct BlockQueryFeed : QueryFeed<QTileFeed, DoutTileFeed, kBuffers> {
@@ -54,7 +54,7 @@ struct BlockQueryFeed : QueryFeed<QTileFeed, DoutTileFeed, kBuffers> {
   template <typename Feed>
   __device__ __forceinline__ const char* rows(const float16* array_g, const Strides& strides,
                                               typename Walk::Tile at) const {
-    return Feed::lowest(head_rows(array_g, strides, place.batch, at.head, 0), strides.seq) +
+    return Feed::lowest(head_rows(array_g, strides, place.batch, at.head, place.query_begin), strides.seq) +
            at.tile * (strides.seq * kTileQ * Base::kItem);
   }
   template <typename Feed>
@@ -66,16 +66,19 @@ struct BlockQueryFeed : QueryFeed<QTileFeed, DoutTileFeed, kBuffers> {
     head = next.head;
     tile = next.tile;
     present_masked = blocks.masked(next);
-    this->scratch_row = ::scratch_row(params, place.scratch_batch, head, tile * kTileQ);
+    this->scratch_row = ::scratch_row(params, place.scratch_batch, head, place.scratch_begin + tile * kTileQ);
     next = blocks.after(next);
   }
 };
 
+// Of a call, and of one with packed sequences.
 template <bool kBlocks, typename QTileFeed, typename DoutTileFeed, int kBuffers>
 struct QueryFeedOf {
   using Type = QueryFeed<QTileFeed, DoutTileFeed, kBuffers>;
+  using Packed = PackedQueryFeed<QTileFeed, DoutTileFeed, kBuffers>;
 };
 template <typename QTileFeed, typename DoutTileFeed, int kBuffers>
 struct QueryFeedOf<true, QTileFeed, DoutTileFeed, kBuffers> {
   using Type = BlockQueryFeed<QTileFeed, DoutTileFeed, kBuffers>;
+  using Packed = Type;
 };

@@ -47,7 +47,9 @@ struct DkdvTraits {
   using Tile = ScoreTile<kMTiles, kSubTiles, Along::kM16, kRun>;
   using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, Modifiers>;
   using Dbias = DbiasOptions<DBIAS, DBIAS_ADD, DBIAS_ACCUMULATE>;
-  using Feed = typename QueryFeedOf<Modifiers::kBlocks, QTileFeed, DoutTileFeed, kBuffers>::Type;
+  using Feeds = QueryFeedOf<Modifiers::kBlocks, QTileFeed, DoutTileFeed, kBuffers>;
+  using Feed = typename Feeds::Type;
+  using PackedFeed = typename Feeds::Packed;
   using DqWarp = DqShare<DsTile, KTile, kTileQ, WARPS, kDqRowWarps>;
 
   static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
@@ -70,13 +72,13 @@ __device__ __forceinline__ void load_keys(Smem& smem, const AttentionParams& par
                                           TakeK take_k) {
   const int rows = window.keys - place.first_key;
   load_rows<typename T::VTile, T::kHeadDimV, T::kVec, T::kThreads, typename T::Tile>(
-      shared_address(smem.v), head_rows(v_g, params.v, place.batch, place.kv_head, place.first_key), params.v.seq,
+      shared_address(smem.v), head_rows(v_g, params.v, place.batch, place.kv_head, place.key_row()), params.v.seq,
       rows);
   Barrier::wait();  // v: written
   take_v(shared_address(smem.v));
   Barrier::wait();  // v: read; K takes its place
   load_rows<typename T::KTile, T::kHeadDim, T::kVec, T::kThreads, typename T::Tile>(
-      shared_address(smem.k), head_rows(k_g, params.k, place.batch, place.kv_head, place.first_key), params.k.seq,
+      shared_address(smem.k), head_rows(k_g, params.k, place.batch, place.kv_head, place.key_row()), params.k.seq,
       rows);
   Barrier::wait();  // k: written
   take_k(shared_address(smem.k));
@@ -84,8 +86,8 @@ __device__ __forceinline__ void load_keys(Smem& smem, const AttentionParams& par
 }
 
 // The end of a query tile: the next one to shared memory, and with ONE_PASS dQ of the present one on the way.
-template <typename T, typename Barrier>
-__device__ __forceinline__ void finish_tile(typename T::Feed& feed, float* dq_acc_g, uint32 ds_s, uint32 k_s) {
+template <typename T, typename Barrier, typename Feed>
+__device__ __forceinline__ void finish_tile(Feed& feed, float* dq_acc_g, uint32 ds_s, uint32 k_s) {
   if constexpr (T::kOnePass) {
     Barrier::wait();  // Q, dout: read; ds: written
     feed.store_q();
@@ -106,12 +108,12 @@ __device__ __forceinline__ void store_gradients(Smem& smem, const BackwardParams
   give_v(shared_address(smem.v), kUnboost * keep_scale);
   Barrier::wait();  // v: dV is complete
   store_rows<typename T::VTile, T::kHeadDimV, T::kVec, T::kThreads, typename T::Tile>(
-      head_rows(dv_g, params.dv, place.batch, place.kv_head, place.first_key), params.dv.seq, smem.v, rows,
+      head_rows(dv_g, params.dv, place.batch, place.kv_head, place.key_row()), params.dv.seq, smem.v, rows,
       params.accumulate);
   Barrier::wait();  // v: read; dK takes its place
   give_k(shared_address(smem.k), params.scale);
   Barrier::wait();  // k: dK is complete
   store_rows<typename T::KTile, T::kHeadDim, T::kVec, T::kThreads, typename T::Tile>(
-      head_rows(dk_g, params.dk, place.batch, place.kv_head, place.first_key), params.dk.seq, smem.k, rows,
+      head_rows(dk_g, params.dk, place.batch, place.kv_head, place.key_row()), params.dk.seq, smem.k, rows,
       params.accumulate);
 }

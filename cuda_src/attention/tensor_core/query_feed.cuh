@@ -44,14 +44,15 @@ struct QueryFeed {
         left(seen.tiles() * all.attention.group),
         head(place.kv_head * all.attention.group),
         tile(seen.begin),
-        scratch_row(::scratch_row(all, place.scratch_batch, head, tile * kTileQ)),
+        scratch_row(::scratch_row(all, place.scratch_batch, head, place.scratch_begin + tile * kTileQ)),
         q_s(shared_address(tiles[0].q)),
         dout_s(shared_address(tiles[0].dout)),
         q_sum(q_s + shared_address(tiles[kBuffers - 1].q)),
         dout_sum(dout_s + shared_address(tiles[kBuffers - 1].dout)) {
     const Strides &q = all.attention.q, &dout = all.dout;
-    next_q_g = QTileFeed::lowest(head_rows(q_g, q, place.batch, head, 0), q.seq) + tile * (q.seq * kTileQ * kItem);
-    next_dout_g = DoutTileFeed::lowest(head_rows(dout_g, dout, place.batch, head, 0), dout.seq) +
+    next_q_g = QTileFeed::lowest(head_rows(q_g, q, place.batch, head, place.query_begin), q.seq) +
+               tile * (q.seq * kTileQ * kItem);
+    next_dout_g = DoutTileFeed::lowest(head_rows(dout_g, dout, place.batch, head, place.query_begin), dout.seq) +
                   tile * (dout.seq * kTileQ * kItem);
   }
 

@@ -20,6 +20,7 @@ from cupyattn.ops.attention.block_mask import BlockBits, block_bits
 from cupyattn.ops.attention.dbias import four_axes, sum_step
 from cupyattn.ops.attention.layouts import (
     Starts,
+    require_countable_items,
     require_near_rows,
     score_options,
     whole_vectors,
@@ -65,6 +66,8 @@ def backward_plan(
 ) -> Plan:
     """Plan the backward."""
     require_near_rows(problem, ("q", "k", "v", "dout"), _MOST_TILE_ROWS, "naive")
+    if isinstance(problem, PackedProblem):
+        require_countable_items(problem, ("q", "dout"))
     outputs = gradient_outputs(problem)
     results = result_layouts(problem, outputs)
     rows = _countable_rows(problem)
