@@ -27,6 +27,12 @@ than flash from there on, of one sequence and of many. For half as many keys of 
 took about as long, and the second launch weighs on the host."""
 
 _OPTIONS = frozenset({"alibi_slopes", "softcap", "sinks", "rotary"})
+# With rotary a launch before rotates q, and all of k: by the emulator's count of bytes (one query,
+# 32 heads on 8 of 128, 1,024 keys of float16) k and v are then 5.1 times k instead of 2.0: k is
+# read and written once more, and the tables are as large. Rotated in the walk, each key-value head
+# would read the tables again, for a pair of features twice its own bytes, and hold them in
+# registers beside the tiles of keys on their way. Who decodes keeps rotated keys (append_kv), and
+# reads none of this.
 
 # Passes over K and V that take as long as flash's walk for one head where its grid fills the card.
 # Of a T4 (320 GB/s; 65 and 8.1 TFLOP/s, of which flash reaches about 0.8) at head dim 128: 1.6 ns
