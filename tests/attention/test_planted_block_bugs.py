@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,11 +11,11 @@ import pytest
 from support import block_masks
 from support.block_masks import Case, masked_tiles
 from support.devices import NUMPY
-from support.planted_bugs import Bug, PlantedDevice, plant
+from support.planted_bugs import Bug, planted_device
 from support.search import deep
 from support.strategies import AttentionProblem
 
-from cupyattn.emulator import Checks, KernelFault
+from cupyattn.emulator import KernelFault
 
 pytestmark = pytest.mark.nvrtc
 
@@ -51,13 +50,9 @@ def ratio_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     """Run a block mask, forward or backward, from sources with bugs in them."""
 
     def run(dtype: str, what: str, *bugs: Bug) -> float:
-        folder = tmp_path / "cuda_src"
-        plant(folder, *bugs)
-        device = PlantedDevice(folder, Checks.all())
         monkeypatch.setattr(block_masks, "KERNELS", NUMPY)
-        for name in ("forward", "backward", "block_mask"):
-            module = sys.modules[f"cupyattn.functional.attention.{name}"]
-            monkeypatch.setattr(module, "device_of", lambda _: device)
+        folder, modules = tmp_path / "cuda_src", ("forward", "backward", "block_mask")
+        planted_device(monkeypatch, folder, *bugs, modules=modules)
         if what == "forward":
             return max(CASES[dtype].forward_ratios().values())
         ratios = CASES[dtype].backward_ratios(deterministic=what == "deterministic")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -10,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from support.few_queries import decoded, ratio
-from support.planted_bugs import Bug, PlantedDevice, plant
+from support.planted_bugs import Bug, planted_device
 from support.search import deep
 from support.strategies import AttentionProblem
 
 import cupyattn
-from cupyattn.emulator import Checks, KernelFault, OutOfBoundsError
+from cupyattn.emulator import KernelFault, OutOfBoundsError
 
 pytestmark = pytest.mark.nvrtc
 
@@ -37,11 +36,7 @@ def ratio_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     """Run a problem from sources with bugs in them; returns its error over the bound."""
 
     def run(problem: AttentionProblem, *bugs: Bug) -> float:
-        folder = tmp_path / "cuda_src"
-        plant(folder, *bugs)
-        device = PlantedDevice(folder, Checks.all())
-        module = sys.modules["cupyattn.functional.attention.forward"]
-        monkeypatch.setattr(module, "device_of", lambda _: device)
+        planted_device(monkeypatch, tmp_path / "cuda_src", *bugs)
         with decoded():
             out, lse = cupyattn.attention(*problem.arrays(), **problem.options(), return_lse=True)
         return ratio(problem, out, lse)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -10,10 +9,10 @@ from pathlib import Path
 import pytest
 from support.devices import NUMPY
 from support.modifiers import Case
-from support.planted_bugs import Bug, PlantedDevice, plant
+from support.planted_bugs import Bug, planted_device
 from support.search import deep
 
-from cupyattn.emulator import Checks, OutOfBoundsError
+from cupyattn.emulator import OutOfBoundsError
 
 pytestmark = pytest.mark.nvrtc
 
@@ -29,12 +28,8 @@ def ratio_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     """Run expressions, forward or backward, from sources with bugs in them."""
 
     def run(dtype: str, *bugs: Bug, backward: bool = False) -> float:
-        folder = tmp_path / "cuda_src"
-        plant(folder, *bugs)
-        device = PlantedDevice(folder, Checks.all())
-        for name in ("forward", "backward"):
-            module = sys.modules[f"cupyattn.functional.attention.{name}"]
-            monkeypatch.setattr(module, "device_of", lambda _: device)
+        folder, modules = tmp_path / "cuda_src", ("forward", "backward")
+        planted_device(monkeypatch, folder, *bugs, modules=modules)
         case = CASES[dtype]
         own = {"score_mod": case.score_mod(), "mask_mod": case.mask_mod()}
         alike = {**case.score_options(), **case.mask_options()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -10,14 +9,14 @@ from pathlib import Path
 
 import pytest
 from support import backward_runs
-from support.planted_bugs import Bug, PlantedDevice, plant
+from support.planted_bugs import Bug, planted_device
 from support.rotary import RotaryProblem
 from support.search import deep
 from support.varlen import VarlenProblem
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.emulator import Checks, KernelFault, OutOfBoundsError
+from cupyattn.emulator import KernelFault, OutOfBoundsError
 
 pytestmark = pytest.mark.nvrtc
 
@@ -52,11 +51,8 @@ def ratio_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     """Run a problem from sources with bugs in them; returns its largest error over the bound."""
 
     def run(name: str, *bugs: Bug) -> float:
-        plant(tmp_path / "cuda_src", *bugs)
-        device = PlantedDevice(tmp_path / "cuda_src", Checks.all())
-        for module in ("forward", "backward", "varlen"):
-            path = sys.modules[f"cupyattn.functional.attention.{module}"]
-            monkeypatch.setattr(path, "device_of", lambda _: device)
+        folder, modules = tmp_path / "cuda_src", ("forward", "backward", "varlen")
+        planted_device(monkeypatch, folder, *bugs, modules=modules)
         if name in PACKED_PROBLEMS:
             packed = PACKED_PROBLEMS[name]
             arrays = *packed.arrays(), *packed.longest

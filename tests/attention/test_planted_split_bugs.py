@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -11,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.forward_runs import ratios_of
-from support.planted_bugs import Bug, PlantedDevice, plant
+from support.planted_bugs import Bug, planted_device
 from support.search import deep
 from support.split_keys import split
 from support.strategies import AttentionProblem
 
 import cupyattn
-from cupyattn.emulator import Checks, KernelFault
+from cupyattn.emulator import KernelFault
 
 pytestmark = pytest.mark.nvrtc
 
@@ -46,11 +45,7 @@ def ratio_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     """Run a problem from sources with bugs in them; returns its error over the bound."""
 
     def run(problem: AttentionProblem, *bugs: Bug) -> float:
-        folder = tmp_path / "cuda_src"
-        plant(folder, *bugs)
-        device = PlantedDevice(folder, Checks.all())
-        module = sys.modules["cupyattn.functional.attention.forward"]
-        monkeypatch.setattr(module, "device_of", lambda _: device)
+        planted_device(monkeypatch, tmp_path / "cuda_src", *bugs)
         with split(PARTS[problem]):
             found = cupyattn.attention(*problem.arrays(), **problem.options(), return_lse=True)
         with np.errstate(invalid="ignore"):

@@ -13,10 +13,10 @@ from cupyattn.ops.attention.block_mask import block_bits
 from cupyattn.ops.attention.dbias import sum_step
 from cupyattn.ops.attention.layouts import Starts, flash_options, score_options, whole_vectors
 from cupyattn.ops.attention.packed import PackedProblem
-from cupyattn.ops.attention.params import forward_params, gradient_params
+from cupyattn.ops.attention.params import gradient_params
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs, gradient_outputs, result_layouts
-from cupyattn.ops.attention.split_keys import num_splits, split_plan
+from cupyattn.ops.attention.split_keys import num_splits, split_plan, whole_plan
 from cupyattn.ops.attention.teaching import dbias_step, dsinks_step
 from cupyattn.ops.card import Card
 from cupyattn.ops.plan import Plan, Step, lay_out_scratch
@@ -43,15 +43,7 @@ def forward_plan(
         return split_plan(problem, kernel, row, splits, outputs)
     specialise = forward.varlen if isinstance(problem, PackedProblem) else forward.flash
     kernel = specialise(arch, dtype, *dims, vec, options)
-    bits = block_bits(problem, "bits", rows=row.tile_q, keys=row.tile_k)
-    step = Step.of(
-        kernel,
-        problem.heads * problem.query_tiles(row.tile_q),
-        forward_params(problem, results),
-        *problem.block_modifier_strides,
-        renamed=bits.renamed,
-    )
-    return Plan((*bits.steps, step), outputs, lay_out_scratch(bits.scratch))
+    return whole_plan(problem, kernel, row, outputs)
 
 
 def backward_plan(

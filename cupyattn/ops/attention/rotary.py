@@ -14,7 +14,7 @@ import numpy as np
 from cupyattn.arrays import Layout, contiguous
 from cupyattn.errors import error
 from cupyattn.kernels.configs.attention import rotary
-from cupyattn.kernels.configs.layers.rope import rope_config
+from cupyattn.kernels.configs.layers.rope import rope_config, specialise_rotation
 from cupyattn.kernels.structs import ROTARY_PARAMS
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import forward_params, row_strides
@@ -165,7 +165,7 @@ def _step(
     params["slots"], params["rotated_slots"] = slots, half // pairs
     params["half"], params["dim"], params["sign"] = half, dim, -1 if inverse else 1
     packed = isinstance(problem, PackedProblem)
-    kernel = rotary.specialise_rotary(
+    kernel = specialise_rotation(
         rotary.VARLEN if packed else rotary.DENSE,
         config,
         problem.dtype.name,

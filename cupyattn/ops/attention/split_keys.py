@@ -1,4 +1,4 @@
-"""Which calls of the dense forward share the keys of a tile of query rows, and their plan.
+"""Which calls of the dense forward share the keys of a tile of query rows, and both plans.
 
 A grid of fewer tiles than the card takes at once leaves multiprocessors idle: few heads, some
 hundreds of queries, long keys. Each tile's keys are then cut into parts, a CTA each, and a second
@@ -8,17 +8,18 @@ kernel adds the parts up (cuda_src/attention/key_parts.cuh). Every option of the
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from cupyattn.kernels.configs.attention.combine import ROWS, combine
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.kernels.structs import SPLIT_PARAMS
+from cupyattn.ops.attention.block_mask import block_bits
 from cupyattn.ops.attention.layouts import score_options
 from cupyattn.ops.attention.modifiers import BLOCK_MASK
 from cupyattn.ops.attention.packed import PackedProblem
-from cupyattn.ops.attention.params import attention_params
+from cupyattn.ops.attention.params import attention_params, forward_params
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import Outputs, result_layouts
 from cupyattn.ops.card import Card
@@ -100,6 +101,29 @@ def _keys_of_tiles(problem: AttentionProblem, tile_q: int) -> tuple[int, ...]:
         end = sk if right is None else min(last + offset + right + 1, sk)
         seen.append(max(end - begin, 0))
     return tuple(seen)
+
+
+def whole_plan(
+    problem: AttentionProblem,
+    kernel: Specialisation,
+    row: TileRow,
+    outputs: Outputs,
+    *tables: Any,
+) -> Plan:
+    """Plan a kernel whose CTAs walk over all keys of their rows, behind a block mask's bits.
+
+    `tables` is the C struct RotaryTables, for one that takes it.
+    """
+    bits = block_bits(problem, "bits", rows=row.tile_q, keys=row.tile_k)
+    step = Step.of(
+        kernel,
+        problem.heads * problem.query_tiles(row.tile_q),
+        forward_params(problem, result_layouts(problem, outputs)),
+        *tables,
+        *problem.block_modifier_strides,
+        renamed=bits.renamed,
+    )
+    return Plan((*bits.steps, step), outputs, lay_out_scratch(bits.scratch))
 
 
 def split_plan(

@@ -9,7 +9,6 @@ import numpy as np
 from cupyattn.kernels.configs.attention.tensor_core import forward
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.structs import ROTARY_TABLES
-from cupyattn.ops.attention.block_mask import block_bits
 from cupyattn.ops.attention.layouts import (
     Starts,
     flash_options,
@@ -19,12 +18,11 @@ from cupyattn.ops.attention.layouts import (
 )
 from cupyattn.ops.attention.modifiers import BLOCK_MASK
 from cupyattn.ops.attention.packed import PackedProblem
-from cupyattn.ops.attention.params import forward_params
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs, result_layouts
-from cupyattn.ops.attention.split_keys import num_splits, split_plan
+from cupyattn.ops.attention.split_keys import num_splits, split_plan, whole_plan
 from cupyattn.ops.card import Card
-from cupyattn.ops.plan import Plan, Step, lay_out_scratch
+from cupyattn.ops.plan import Plan
 
 
 def forward_plan(
@@ -33,8 +31,7 @@ def forward_plan(
     """Plan the forward."""
     arch, dims = card.arch, (problem.head_dim, problem.head_dim_v)
     require_near_rows(problem, ("k", "v"), forward.flash_longest_tile(arch, *dims), "tiled")
-    packed = isinstance(problem, PackedProblem)
-    if isinstance(problem, PackedProblem):
+    if packed := isinstance(problem, PackedProblem):
         require_countable_items(problem, ("k", "v"))
     outputs = forward_outputs(problem, return_lse)
     results = result_layouts(problem, outputs)
@@ -55,16 +52,7 @@ def forward_plan(
     else:
         specialise = forward.varlen if packed else forward.flash
         kernel = specialise(arch, *dims, vec, options)
-    bits = block_bits(problem, "bits", rows=row.tile_q, keys=row.tile_k)
-    step = Step.of(
-        kernel,
-        problem.heads * problem.query_tiles(row.tile_q),
-        forward_params(problem, results),
-        *tables,
-        *problem.block_modifier_strides,
-        renamed=bits.renamed,
-    )
-    return Plan((*bits.steps, step), outputs, lay_out_scratch(bits.scratch))
+    return whole_plan(problem, kernel, row, outputs, *tables)
 
 
 def rotates_queries(problem: AttentionProblem, card: Card) -> bool:

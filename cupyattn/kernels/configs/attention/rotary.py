@@ -8,13 +8,12 @@ has no registers to spare either.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.attention.parameters import PACKED, POSITIONS
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
-from cupyattn.kernels.configs.layers.rope import TABLE, RopeConfig
-from cupyattn.kernels.configs.tables import cpp_bool, pairs, rows_for
+from cupyattn.kernels.configs.layers.rope import TABLE, specialise_rotation
+from cupyattn.kernels.configs.tables import pairs, rows_for
 from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.kernels.structs import ATTENTION_STRUCT, ROTARY_STRUCT, VARLEN_STRUCT
 
@@ -33,35 +32,10 @@ VARLEN = KernelSpec(
 KERNELS = (DENSE, VARLEN)
 
 
-@cache
-def specialise_rotary(
-    spec: KernelSpec,
-    config: RopeConfig,
-    dtype: str,
-    vec: int,
-    table: str,
-    interleaved: bool,
-    accumulate: bool,
-) -> Specialisation:
-    """Specialise `DENSE` or `VARLEN`, by a row of rope's table.
-
-    `vec` is the items of one load, 1 or 16 bytes' worth.
-    """
-    return spec.specialise(
-        threads=config.threads,
-        DTYPE=dtype,
-        HEADS=config.heads,
-        VEC=vec,
-        TABLE=table,
-        INTERLEAVED=cpp_bool(interleaved),
-        ACCUMULATE=cpp_bool(accumulate),
-    )
-
-
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     """Yield both kernels, rope's rows, dtypes, loads, tables and choices in pairs."""
     rows, flags = rows_for(TABLE, arch), (False, True)
     axes = STORAGE, rows, flags, STORAGE, KERNELS, flags, flags
     for dtype, limit, whole, table, spec, interleaved, accumulate in pairs(*axes):
         vec = vector_items(dtype) if whole else 1
-        yield specialise_rotary(spec, rows[limit], dtype, vec, table, interleaved, accumulate)
+        yield specialise_rotation(spec, rows[limit], dtype, vec, table, interleaved, accumulate)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
@@ -58,6 +59,32 @@ def rope_config(arch: int, heads: int) -> RopeConfig:
 
 
 @cache
+def specialise_rotation(
+    spec: KernelSpec,
+    config: RopeConfig,
+    dtype: str,
+    vec: int,
+    table: str,
+    interleaved: bool,
+    accumulate: bool,
+    **macros: Any,
+) -> Specialisation:
+    """Specialise a kernel that rotates by tables of that dtype, by a row of the table.
+
+    `vec` is the items of one load, 1 or 16 bytes' worth.
+    """
+    return spec.specialise(
+        threads=config.threads,
+        DTYPE=dtype,
+        HEADS=config.heads,
+        VEC=vec,
+        TABLE=table,
+        **macros,
+        INTERLEAVED=cpp_bool(interleaved),
+        ACCUMULATE=cpp_bool(accumulate),
+    )
+
+
 def specialise_rope(
     config: RopeConfig,
     dtype: str,
@@ -67,16 +94,10 @@ def specialise_rope(
     interleaved: bool,
     accumulate: bool,
 ) -> Specialisation:
-    """Specialise the kernel; `vec` is the items of one load, 1 or 16 bytes' worth."""
-    return ROPE.specialise(
-        threads=config.threads,
-        DTYPE=dtype,
-        HEADS=config.heads,
-        VEC=vec,
-        TABLE=table,
-        POSITION=POSITIONS[position],
-        INTERLEAVED=cpp_bool(interleaved),
-        ACCUMULATE=cpp_bool(accumulate),
+    """Specialise the layer's kernel, for positions of that dtype."""
+    pairing = interleaved, accumulate
+    return specialise_rotation(
+        ROPE, config, dtype, vec, table, *pairing, POSITION=POSITIONS[position]
     )
 
 
