@@ -99,8 +99,8 @@ def attention_varlen(
         Where to write the result: the last axis of each array is contiguous, the others may have
         any stride, and they overlap no input.
     workspace : array, optional
-        Scratch memory for a BlockMask, and with rotary for rotated k and sometimes q, as in
-        `attention`; other calls need none.
+        As in `attention`, for a BlockMask, and with rotary for rotated k and mostly not for q;
+        other calls need none.
 
     Returns
     -------
