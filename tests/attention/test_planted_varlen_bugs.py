@@ -139,7 +139,7 @@ def gradient_ratios_with(
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("problem", [HALF, FLOAT], ids=["half", "float"])
+@pytest.mark.parametrize("problem", [HALF, FLOAT, MANY], ids=["half", "float", "many"])
 def test_a_clean_copy_has_right_gradients(problem, deterministic, gradient_ratios_with):
     ratios = gradient_ratios_with(problem, deterministic)
     assert 0 < max(ratios.values()) <= 1, ratios
@@ -175,7 +175,7 @@ WRONG_GRADIENTS_DEEP = [
     (HALF, False, Bug(CONVERT_CU, "rows_from(dq_g, backward.dq, rows)", "dq_g")),
     (HALF, False, Bug(DKDV_CU, "place.query_begin = sequence.queries.begin;", "")),
     (HALF, False, Bug(DKDV_CU, "place.scratch_begin = scratch_begin(", "(void)scratch_begin(")),
-    (FLOAT, False, Bug(ROWS_CUH, "step *= kWarpSize;", "step *= 2;")),
+    (MANY, False, Bug(ROWS_CUH, "step *= kWarpSize;", "step *= 2;")),
     (HALF, True, Bug(DQ_CU, "rows_from(k_g, longest.k, keys)", "k_g")),
     (HALF, True, Bug(DQ_CU, "/*scratch_batch=*/0", "place.batch")),
     (FLOAT, True, Bug(FLOAT_DELTA_CU, "rows.begin) * forward.heads", "rows.begin)")),
