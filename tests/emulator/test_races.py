@@ -25,6 +25,8 @@ pytestmark = pytest.mark.nvrtc
         ("race_with_atomic", "ATOMIC", 64),
         ("named_barriers", "NAMED", 128),
         ("race_after_read_of_equal", "WAR_EQUAL", 64),
+        ("race_after_other_write", "WAR_LATER", 64),
+        ("race_after_many_reads", "WAR_MANY_READS", 64),
         ("race_past_half_a_warp", "HALF_RAW", 64),
         ("rows_of_half_warps", "HALF_LDMATRIX", 32),
     ],
@@ -50,6 +52,15 @@ def test_race_messages_name_the_other_side() -> None:
     assert re.search(pattern, str(error))
     error = fault(SharedMemoryRaceError, "WARP_RAW", "race_in_warp", zeros(), np.int32(0), block=32)
     assert "no bar.warp.sync (__syncwarp) lies between" in str(error)
+
+
+@pytest.mark.parametrize("block", [0, 1, 2])
+def test_barriers_of_other_blocks_order_nothing(block: int) -> None:
+    run("race_of_one_block", zeros(), np.int32(-1), np.int32(-1), grid=3)
+    for read, write, marker in ((block, -1, "ONE_RAW"), (-1, block, "ONE_WAR")):
+        error = fault(SharedMemoryRaceError, marker, "race_of_one_block", zeros(), np.int32(read),
+                      np.int32(write), grid=3)  # fmt: skip
+        assert error.block == (block, 0, 0)
 
 
 def test_own_data_needs_no_barrier() -> None:

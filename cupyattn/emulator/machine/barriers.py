@@ -124,7 +124,7 @@ class Barriers:
         self.arrival_site.flat[barriers] = site
         self.arrival_lane.flat[barriers] = np.flatnonzero(here)[first]
         if self.tracker:
-            self.tracker.arrive(here, ids)
+            self.tracker.clocks.arrive(here, ids)
         if self.positions.position is not None:
             self.positions.position[here] = target
         self._release_counted()
@@ -148,7 +148,7 @@ class Barriers:
                     raise self._exited(site, gone)
             if count is None or (np.ndim(identifier) == 0 and mask is None):
                 if self.tracker:
-                    self.tracker.sync_blocks(None)
+                    self.tracker.history.sync_blocks(None)
                 return True
         if self.allocated and self.arrived.any():
             return False
@@ -160,7 +160,7 @@ class Barriers:
         if (arrived[key[here]] != wanted).any():
             return False
         if self.tracker:
-            self.tracker.sync_groups(here, key % _IDS)
+            self.tracker.clocks.sync_groups(here, key % _IDS)
         return True
 
     def _reduce(
@@ -199,14 +199,14 @@ class Barriers:
         full = (self.expected > 0) & (present == self.expected)
         alone = full & (self.arrived == self.expected)  # completed, and nobody waits
         if self.tracker and alone.any():
-            self.tracker.forget_arrivals(alone)
+            self.tracker.clocks.forget_arrivals(alone)
         self.arrived[full] = 0
         opened = np.zeros_like(waiting)
         opened[rows, columns] = full[rows, ids]
         if not opened.any():
             return False
         if self.tracker:
-            self.tracker.sync_groups(opened, self.barrier.astype(np.int64))
+            self.tracker.clocks.sync_groups(opened, self.barrier.astype(np.int64))
         self._finish(opened)
         return True
 
@@ -224,7 +224,7 @@ class Barriers:
         if self.check_threads:
             self._check_whole_blocks(opened, ready, alive)
         if self.tracker:
-            self.tracker.sync_blocks(ready)
+            self.tracker.history.sync_blocks(ready)
         self._finish(opened)
         return True
 

@@ -180,12 +180,12 @@ class MatrixOperations:
             )
         index = (rows >> 4) + self.shared.base[16][:, :, None]
         if self.tracker is not None:
-            lanes = self.tracker.every[1].lane.reshape(blocks, warps, 32)[:, :, : 8 * count]
+            lanes = np.arange(blocks * warps * 32).reshape(blocks, warps, 32)[:, :, : 8 * count]
             if active is not None:
                 used = active[:, :, : 8 * count]
-                self.tracker.read_rows(index[used], lanes[used], site)
+                self.tracker.read_rows(index[used], lanes[used], mask, site)
             else:
-                self.tracker.read_rows(index.ravel(), lanes.ravel(), site)
+                self.tracker.read_rows(index.ravel(), lanes.ravel(), mask, site)
         matrices = self.shared.views[16].take(index).reshape(self.warps, count, 8, 1)
         if transposed:
             halves = matrices.view(np.uint16).swapaxes(2, 3)

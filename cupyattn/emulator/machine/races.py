@@ -1,25 +1,27 @@
 """Shared memory: reads of what was never written, and races.
 
-Two accesses of different threads race if one is a write and no barrier orders them. Which barrier
-orders what is kept in vector clocks, as in FastTrack (C. Flanagan, S. Freund, "FastTrack: efficient
-and precise dynamic race detection", 2009). A clock belongs to a warp, in which lanes are known
-apart: every warp counts epochs, one for each barrier it passes, and `seen[block, w, v]` is the last
-epoch of warp v that a barrier has made visible to warp w. An access recorded in epoch e of warp v
-is ordered before one of warp w now if e <= seen[w, v]. In a kernel with a ``bar.warp.sync`` of some
-lanes of a warp, which orders those alone, every lane has a clock of its own: the same with "lane"
-for "warp", and slower.
-
-The unit of memory is a granule, the smallest size that the kernel accesses shared memory with.
+Two accesses of different threads race if one is a write and no barrier orders them. `clocks` knows
+what barriers order, `history` who has accessed what.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from cupyattn.emulator.checks import Checks
 from cupyattn.emulator.errors import SharedMemoryRaceError, UninitializedReadError
+from cupyattn.emulator.machine.clocks import Clocks
+from cupyattn.emulator.machine.history import (
+    COLLECTIVE,
+    MANY,
+    WHO,
+    Access,
+    History,
+    Marks,
+    Threads,
+)
 from cupyattn.emulator.machine.lanes import Lanes
 from cupyattn.emulator.machine.storage import Storage
 from cupyattn.emulator.program import Program
@@ -28,26 +30,9 @@ __all__ = ["SharedMemoryTracker"]
 
 Array = Any
 
-# A record is epoch * 64 + who: a lane, several lanes, or the whole warp at once (ldmatrix).
-_MANY = 32
-_COLLECTIVE = 33
-_WHO = 63
-
-
-class _Threads(NamedTuple):
-    """Who accesses what, an item an access."""
-
-    lane: np.ndarray
-    """Counted over the batch."""
-    unit: np.ndarray
-    """What has a clock: counted over the batch, and in its block."""
-    own: np.ndarray
-    who: np.ndarray
-    """The lane, counted in its unit."""
-
 
 class SharedMemoryTracker:
-    """Last writer and last readers of every granule of a batch's shared memory."""
+    """Checks every access to a batch's shared memory."""
 
     def __init__(self, lanes: Lanes, checks: Checks, storage: Storage) -> None:
         self.lanes = lanes
@@ -57,21 +42,9 @@ class SharedMemoryTracker:
         self.granule = lanes.program.shared_granule
         self.stride = storage.stride // self.granule
         count = lanes.blocks * self.stride
-        self.unit = 1 if lanes.program.partial_warp_barriers else 32  # lanes that share a clock
-        self.units = units = lanes.threads // self.unit
-        self.written = np.zeros(count, bool)
-        if self.races:
-            self.epoch = np.ones((lanes.blocks, units), np.int32)
-            self.seen = np.zeros((lanes.blocks, units, units), np.int32)
-            self.writer = np.zeros(count, np.int32)  # record of the last write, 0: none
-            self.writer_unit = np.zeros(count, np.int16)
-            self.by_atomic = np.zeros(count, bool)
-            self.readers = np.zeros((count, units), np.int32)  # record of the last read per unit
-            self.pending: dict[tuple[int, int], np.ndarray] = {}
-        lane = np.arange(lanes.blocks * lanes.threads)
-        unit = lane // self.unit
-        every = _Threads(lane, unit, unit % units, (lane % self.unit).astype(np.int32))
-        self.every = {1: every}  # all threads, by how many granules each accesses
+        self.clocks = Clocks(lanes)
+        self.history = History(lanes, self.clocks, count, self.granule)
+        self.written = Marks(count, self.granule)
 
     @staticmethod
     def bytes_per_block(program: Program, shared_bytes: int, threads: int) -> int:
@@ -80,53 +53,57 @@ class SharedMemoryTracker:
         return 4 * (-(-shared_bytes // program.shared_granule) * (units + 3) + units * units)
 
     # ------------------------------------------------------------------ accesses
-    def _granules(self, index: Array, size: int, mask: Array) -> tuple[np.ndarray, _Threads]:
-        """Return the granules of accesses at `index` (in units of `size`), and whose they are."""
-        per = size // self.granule
-        if mask is not None:
-            return self._each(index, per), self._threads(np.flatnonzero(mask).repeat(per))
-        if per not in self.every:
-            self.every[per] = _Threads(*(each.repeat(per) for each in self.every[1]))
-        return self._each(np.broadcast_to(index, self.lanes.shape).ravel(), per), self.every[per]
-
-    def _each(self, index: np.ndarray, per: int) -> np.ndarray:
-        return (index[:, None] * per + np.arange(per)).ravel() if per > 1 else index
-
-    def _threads(self, lanes: np.ndarray) -> _Threads:
-        return _Threads(*(each.take(lanes) for each in self.every[1]))
+    def _access(
+        self,
+        index: Array,
+        size: int,
+        mask: Array,
+        *,
+        lanes: np.ndarray | None = None,
+        is_write: bool = False,
+        atomic: bool = False,
+    ) -> Access:
+        epoch = self.clocks.epoch
+        return Access(index, size // self.granule, mask, lanes, epoch, is_write, atomic)
 
     def read(self, index: Array, size: int, mask: Array, site: int) -> None:
-        """Check and record loads."""
-        index, threads = self._granules(index, size, mask)
-        if index.size:
-            self._check_written(index, threads, site)
-            if self.races:
-                self._read(index, threads, site, collective=False)
+        """Check and note loads."""
+        self._read(self._access(index, size, mask), site)
 
-    def read_rows(self, index: np.ndarray, lanes: np.ndarray, site: int) -> None:
-        """Check and record the 16-byte rows that whole warps load at once (``ldmatrix``)."""
-        per = 16 // self.granule
-        index, lanes = self._each(index, per), lanes.repeat(per)
-        threads = self._threads(lanes)
-        self._check_written(index, threads, site)
-        if not self.races:
+    def read_rows(self, index: np.ndarray, lanes: np.ndarray, mask: Array, site: int) -> None:
+        """Check and note the 16-byte rows that whole warps load at once (``ldmatrix``)."""
+        self._read(self._access(index, 16, mask, lanes=lanes), site)
+
+    def _read(self, access: Access, site: int) -> None:
+        if not access.index.size:
             return
-        if self.unit == 1:  # all lanes of the warp get something of every row
-            threads = self._threads(((lanes & ~31)[:, None] + np.arange(32)).ravel())
-            index = np.repeat(index, 32)
-        self._read(index, threads, site, collective=True)
+        self._check_written(access, site)
+        if self.races:
+            if self.history.meets_write(access):
+                self.history.settle()
+                self._check_read(access, site)
+            self.history.note(access)
 
     def write(self, index: Array, values: np.ndarray, mask: Array, site: int) -> None:
-        """Check and record stores, before they happen."""
-        index, threads = self._granules(index, values.itemsize, mask)
-        if not index.size:
+        """Check and note stores, before they happen."""
+        self._write(self._access(index, values.itemsize, mask, is_write=True), values, site)
+
+    def atomic(self, index: Array, size: int, mask: Array, site: int) -> None:
+        """Check and note atomic updates: they race with loads and stores, not with each other."""
+        access = self._access(index, size, mask, is_write=True, atomic=True)
+        if index.size:
+            self._check_written(access, site)
+        self._write(access, None, site)
+
+    def _write(self, access: Access, values: np.ndarray | None, site: int) -> None:
+        if not access.index.size:
             return
         if self.races:
-            granules = np.ascontiguousarray(values).reshape(-1).view(f"u{self.granule}")
-            memory = self.storage.views[self.granule]
-            changes = memory.take(index) != granules  # equal writes do not race with each other
-            self._write(index, threads, site, False, changes)
-        self.written[index] = True
+            if self.history.meets_read(access) or self.history.meets_write(access):
+                self.history.settle()
+                self._check_write(access, values, site)
+            self.history.note(access)
+        self.written.set(access)
 
     def after_write(
         self, elements: np.ndarray, index: Array, values: np.ndarray, mask: Array, site: int
@@ -137,8 +114,9 @@ class SharedMemoryTracker:
         unit = f"u{min(values.itemsize, 8)}"
         stored = np.ascontiguousarray(elements.take(index)).reshape(-1, 1).view(unit)
         wanted = np.ascontiguousarray(values).reshape(-1, 1).view(unit)
-        lost = (stored != wanted).any(1)
-        if lost.any():
+        differs = stored != wanted
+        if np.count_nonzero(differs):
+            lost = differs.any(1)
             raise self.lanes.fault(
                 SharedMemoryRaceError,
                 "shared-memory race: threads store different values to one address with one "
@@ -149,98 +127,71 @@ class SharedMemoryTracker:
                 ),
             )
 
-    def atomic(self, index: Array, size: int, mask: Array, site: int) -> None:
-        """Check and record atomic updates: they race with loads and stores, not with each other."""
-        index, threads = self._granules(index, size, mask)
-        if not index.size:
+    # ------------------------------------------------------------------ checks
+    def _check_written(self, access: Access, site: int) -> None:
+        if not self.checks.uninitialized or self.written.all(access):
             return
-        self._check_written(index, threads, site)
-        if self.races:
-            self._write(index, threads, site, True, np.ones(index.shape, bool))
-        self.written[index] = True
-
-    def _check_written(self, index: np.ndarray, threads: _Threads, site: int) -> None:
-        if not self.checks.uninitialized:
-            return
-        written = self.written.take(index)
-        if not written.all():
-            bad = ~written
-            offset = int(index[bad][0]) % self.stride * self.granule
-            raise self.lanes.fault(
-                UninitializedReadError,
-                f"read of shared memory at byte {offset} that no thread has written"
-                f"{self.storage.nearest(offset)}",
-                site,
-                np.unique(threads.lane[bad]),
-            )
+        index, threads = self.history.granules(access)
+        bad = self.written.bytes.take(index) == 0
+        offset = int(index[bad][0]) % self.stride * self.granule
+        raise self.lanes.fault(
+            UninitializedReadError,
+            f"read of shared memory at byte {offset} that no thread has written"
+            f"{self.storage.nearest(offset)}",
+            site,
+            np.unique(threads.lane[bad]),
+        )
 
     def _after_writes(
         self, index: np.ndarray, unit: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return which granules hold a write not yet visible, its record and its unit."""
-        writer = self.writer.take(index)
-        writer_unit = self.writer_unit.take(index)
-        visible = self.seen.reshape(-1).take(unit * self.units + writer_unit)
+        writer = self.history.writer.take(index)
+        writer_unit = self.history.writer_unit.take(index)
+        visible = self.clocks.seen.reshape(-1).take(unit * self.clocks.units + writer_unit)
         return (writer >> 6) > visible, writer, writer_unit
 
-    def _read(self, index: np.ndarray, threads: _Threads, site: int, collective: bool) -> None:
-        _, unit, own, who = threads
-        bad, writer, writer_unit = self._after_writes(index, unit)
+    def _check_read(self, access: Access, site: int) -> None:
+        index, threads = self.history.granules(access, whole_warps=True)
+        bad, writer, writer_unit = self._after_writes(index, threads.unit)
+        if access.lanes is None or self.clocks.unit == 1:  # a thread sees its own write
+            bad &= (writer_unit != threads.own) | ((writer & WHO) != threads.who)
         if bad.any():
-            if not collective or self.unit == 1:  # a thread sees its own write
-                bad &= (writer_unit != own) | ((writer & _WHO) != who)
-            if bad.any():
-                self._race(index, threads, site, "reads", bad, writer_unit, writer, "written")
-        now = self.epoch.reshape(-1).take(unit)
-        record = now * 64 + (_COLLECTIVE if collective else who)
-        readers = self.readers.reshape(-1)
-        cell = index * self.units + own
-        if self.unit == 1 and not collective:
-            readers[cell] = record
-            return
-        before = readers.take(cell)
-        again = ((before >> 6) == now) & (before != record)
-        if collective:
-            readers[cell] = np.where(again, before, record)
-            return
-        readers[cell] = np.where(again, now * 64 + _MANY, record) if again.any() else record
-        several = readers.take(cell) != record
-        if several.any():
-            readers[cell[several]] = now[several] * 64 + _MANY
+            self._race(index, threads, site, "reads", bad, writer_unit, writer, "written")
 
-    def _write(
-        self, index: np.ndarray, threads: _Threads, site: int, atomic: bool, changes: np.ndarray
-    ) -> None:
+    def _check_write(self, access: Access, values: np.ndarray | None, site: int) -> None:
+        index, threads = self.history.granules(access)
         _, unit, own, who = threads
         bad, writer, writer_unit = self._after_writes(index, unit)
         if bad.any():
-            bad &= ((writer_unit != own) | ((writer & _WHO) != who)) & changes
-            if atomic:
-                bad &= ~self.by_atomic.take(index)
+            bad &= (writer_unit != own) | ((writer & WHO) != who)
+            if values is None:
+                bad &= ~self.history.by_atomic.take(index)
+            else:  # equal writes do not race with each other
+                granules = np.ascontiguousarray(values).reshape(-1).view(f"u{self.granule}")
+                bad &= self.storage.views[self.granule].take(index) != granules
             if bad.any():
                 self._race(index, threads, site, "writes", bad, writer_unit, writer, "written")
-        readers = self.readers.take(index, axis=0)
-        unseen: Any = (readers >> 6) > self.seen.reshape(-1, self.units).take(unit, axis=0)
+        units = self.clocks.units
+        readers = self.history.readers.take(index, axis=0)
+        unseen: Any = (readers >> 6) > self.clocks.seen.reshape(-1, units).take(unit, axis=0)
         if unseen.any():
             row = np.arange(index.size)
-            unseen[row, own] &= (readers[row, own] & _WHO) != who
+            unseen[row, own] &= (readers[row, own] & WHO) != who
             # what the warp read all together, it has read before any of its lanes goes on
-            warp_of_unit = np.arange(self.units) * self.unit // 32
+            warp_of_unit = np.arange(units) * self.clocks.unit // 32
             same_warp = warp_of_unit == warp_of_unit.take(own)[:, None]
-            unseen &= ~(same_warp & ((readers & _WHO) == _COLLECTIVE))
+            unseen &= ~(same_warp & ((readers & WHO) == COLLECTIVE))
             bad = unseen.any(1)
             if bad.any():
                 reader_unit = unseen.argmax(1)
                 reader = readers[row, reader_unit]
                 self._race(index, threads, site, "writes", bad, reader_unit, reader, "read")
-        self.writer[index] = self.epoch.reshape(-1).take(unit) * 64 + who
-        self.writer_unit[index] = own
-        self.by_atomic[index] = atomic
 
     def _race(
         self,
         index: np.ndarray,
-        threads: _Threads,
+        threads: Threads,
         site: int,
         verb: str,
         bad: np.ndarray,
@@ -250,12 +201,13 @@ class SharedMemoryTracker:
     ) -> None:
         first = int(np.argmax(bad))
         offset = int(index[first]) % self.stride * self.granule
-        who = int(other[first]) & _WHO
-        other_warp, other_lane = divmod(int(other_unit[first]) * self.unit, 32)
-        lane = f"lane {other_lane + who}" if who < _MANY else "several lanes"
+        who = int(other[first]) & WHO
+        unit = self.clocks.unit
+        other_warp, other_lane = divmod(int(other_unit[first]) * unit, 32)
+        lane = f"lane {other_lane + who}" if who < MANY else "several lanes"
         relation = "no barrier"
         if int(threads.lane[first]) // 32 % self.lanes.warps == other_warp:
-            relation = "no bar.warp.sync (__syncwarp)" + " of both" * (self.unit == 1)
+            relation = "no bar.warp.sync (__syncwarp)" + " of both" * (unit == 1)
         raise self.lanes.fault(
             SharedMemoryRaceError,
             f"shared-memory race: the thread {verb} byte {offset}"
@@ -264,76 +216,3 @@ class SharedMemoryTracker:
             site,
             np.unique(threads.lane[bad]),
         )
-
-    # ------------------------------------------------------------------ barriers
-    def _join(self, block: int, units: np.ndarray, extra: np.ndarray | None = None) -> None:
-        seen, epoch = self.seen[block], self.epoch[block]
-        known = seen[units].max(0)
-        if extra is not None:
-            known = np.maximum(known, extra)
-        known[units] = epoch[units]
-        seen[units] = known
-        epoch[units] += 1
-
-    def _identifiers(self, lanes: np.ndarray, identifier: np.ndarray) -> np.ndarray:
-        """Return per block and unit the barrier at which some of its lanes are, -1 if none."""
-        ids: np.ndarray = np.where(lanes, identifier, -1)
-        return ids.reshape(self.lanes.blocks, self.units, self.unit).max(2)
-
-    def sync_blocks(self, which: np.ndarray | None) -> None:
-        """Let all threads of the blocks in `which` (None: of every block) pass a barrier."""
-        if not self.races:
-            return
-        rows = slice(None) if which is None else which
-        self.seen[rows] = self.epoch[rows][:, None, :]
-        self.epoch[rows] += 1
-
-    def sync_groups(self, lanes: np.ndarray, identifier: np.ndarray) -> None:
-        """Let the warps of `lanes` pass the barriers whose ids `identifier` holds per lane."""
-        if not self.races:
-            return
-        ids = self._identifiers(lanes, identifier)
-        for block in np.flatnonzero((ids >= 0).any(1)):
-            for number in np.unique(ids[block]):
-                if number >= 0:
-                    units = np.flatnonzero(ids[block] == number)
-                    self._join(int(block), units, self.pending.pop((int(block), int(number)), None))
-
-    def forget_arrivals(self, barriers: np.ndarray) -> None:
-        """Drop what was announced at the marked (block, barrier)s: they opened for nobody."""
-        for block, number in np.argwhere(barriers):
-            self.pending.pop((int(block), int(number)), None)
-
-    def arrive(self, lanes: np.ndarray, identifier: np.ndarray) -> None:
-        """Let the warps of `lanes` announce what they have done, without waiting."""
-        if not self.races:
-            return
-        ids = self._identifiers(lanes, identifier)
-        for block, unit in np.argwhere(ids >= 0):
-            known = self.seen[block, unit].copy()
-            known[unit] = self.epoch[block, unit]
-            key = (int(block), int(ids[block, unit]))
-            before = self.pending.get(key)
-            self.pending[key] = known if before is None else np.maximum(before, known)
-            self.seen[block, unit, unit] = self.epoch[block, unit]
-            self.epoch[block, unit] += 1
-
-    def sync_warps(self, mask: np.ndarray | None, named: Array) -> None:
-        """Let the lanes of `mask` (None: all) meet those that they name (``bar.warp.sync``)."""
-        if not self.races:
-            return
-        shape, warps = self.lanes.shape, (self.lanes.blocks, self.lanes.warps)
-        if self.unit == 1:
-            here = np.ones(shape, bool) if mask is None else mask
-            members = np.broadcast_to(named, shape)
-            for block, warp in np.argwhere(here.reshape(*warps, 32).any(2)):
-                lanes = 32 * warp + np.flatnonzero(here[block, 32 * warp : 32 * warp + 32])
-                for group in np.unique(members[block, lanes]):  # equal masks meet
-                    self._join(int(block), lanes[members[block, lanes] == group])
-            return
-        busy: Any = np.ones(warps, bool)
-        if mask is not None:
-            busy = mask.reshape(*warps, 32).any(2)
-        block, warp = np.nonzero(busy)
-        self.seen[block, warp, warp] = self.epoch[block, warp]
-        self.epoch[block, warp] += 1

@@ -114,7 +114,7 @@ class WarpSync:
                 self._check_members(exchange, operands, named, mask, site)
             self.value, self.flag = exchange.of(operands, named, mask, self.shape)
             if exchange.function is None and self.tracker:
-                self.tracker.sync_warps(mask, named)
+                self.tracker.clocks.sync_warps(mask, named)
             return target, mask, None
         here = np.ones(self.shape, bool) if mask is None else mask
         if self.check:
@@ -215,7 +215,7 @@ class WarpSync:
         """Exchange between `lanes`, and keep what they got; other lanes may still need theirs."""
         if exchange.function is None:
             if self.tracker:
-                self.tracker.sync_warps(lanes, named)
+                self.tracker.clocks.sync_warps(lanes, named)
             return
         if self.check and exchange.is_shuffle:
             self._check_sources(exchange, operands, named, lanes, site)

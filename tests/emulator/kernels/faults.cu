@@ -53,6 +53,33 @@ KERNEL race_after_read(float* y, int ok) {
   __syncthreads();
   y[threadIdx.x] = s[threadIdx.x ^ 32];
 }
+KERNEL race_after_other_write(float* y, int ok) {  // what is written between is not what was read
+  __shared__ float s[128];
+  s[threadIdx.x] = threadIdx.x;
+  __syncthreads();
+  float v = s[threadIdx.x ^ 32];
+  s[64 + threadIdx.x] = v;
+  v += s[64 + threadIdx.x];
+  if (ok) __syncthreads();
+  s[threadIdx.x] = v;  // WAR_LATER
+}
+KERNEL race_after_many_reads(float* y, int ok) {
+  __shared__ volatile float s[128];
+  s[threadIdx.x] = s[64 + threadIdx.x] = threadIdx.x;
+  __syncthreads();
+  float v = s[threadIdx.x ^ 32];
+  for (int i = 0; i < 600; i++) v += s[64 + threadIdx.x];
+  if (ok) __syncthreads();
+  s[threadIdx.x] = v;  // WAR_MANY_READS
+}
+KERNEL race_of_one_block(float* y, int read, int write) {  // the other blocks pass a barrier
+  __shared__ volatile float s[64];
+  s[threadIdx.x] = threadIdx.x;
+  if ((int)blockIdx.x != read) __syncthreads();
+  float v = s[threadIdx.x ^ 32];  // ONE_RAW
+  if ((int)blockIdx.x != write) __syncthreads();
+  s[threadIdx.x] = v + 1.f;  // ONE_WAR
+}
 KERNEL race_of_three_readers(float* y, int writer) {  // one word read by all warps, then written by one
   __shared__ float s[1];
   if (threadIdx.x == 0) s[0] = 1.f;
