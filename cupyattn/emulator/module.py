@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from cupyattn.emulator.ptx.architecture import SHARED_BYTES
 from cupyattn.emulator.ptx.calls import expand_calls
 from cupyattn.emulator.ptx.model import Parameter
 from cupyattn.emulator.ptx.parser import parse_module
+from cupyattn.emulator.translation import Translation, Translations, translation_key
 
 __all__ = ["Entry", "Module", "load"]
 
@@ -44,7 +46,13 @@ class Module:
         Source text by file name, for messages.
     """
 
-    def __init__(self, ptx: str, sources: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        ptx: str,
+        sources: Mapping[str, str] | None = None,
+        *,
+        translations: Translations | None = None,
+    ) -> None:
         if not isinstance(ptx, str):
             raise PTXSyntaxError(
                 f"ptx is a {type(ptx).__name__}; allowed: PTX as text (str); decode bytes with "
@@ -56,6 +64,8 @@ class Module:
                 "text, or None"
             )
         self.sources = dict(sources or {})
+        self._digest = hashlib.sha256(ptx.encode()).digest()
+        self._translations = translations
         self._module = parse_module(ptx)
         if self._module.target not in SHARED_BYTES:
             known = ", ".join(f"sm_{target}" for target in SHARED_BYTES)
@@ -91,14 +101,34 @@ class Module:
             )
         with self._lock:
             if entry not in self._programs:
-                function = expand_calls(self._module, self._module.function(entry))
-                self._programs[entry] = compile_kernel(
-                    function, self._module.variables, self.target
-                )
-                for parsed in self._module.parsed.values():
-                    self._variables.update(parsed.variables)
-                self._module.forget(entry)  # a parse tree is ten times as large as its program
+                found = self._kept(entry) or self._translate(entry)
+                self._variables.update({each.name: each for each in found.variables})
+                self._programs[entry] = found.program
             return self._programs[entry]
+
+    def _kept(self, entry: str) -> Translation | None:
+        """Return the translation that an earlier process made, None if there is none."""
+        if self._translations is None:
+            return None
+        kept = self._translations.find(translation_key(self._digest, entry))
+        if kept is None:
+            return None
+        try:
+            found = Translation.from_bytes(kept, self._module.headers[entry])
+        except (ValueError, TypeError, EOFError):  # damaged
+            return None
+        self._module.forget(entry)
+        return found
+
+    def _translate(self, entry: str) -> Translation:
+        function = expand_calls(self._module, self._module.function(entry))
+        program = compile_kernel(function, self._module.variables, self.target)
+        variables = [v for each in self._module.parsed.values() for v in each.variables.values()]
+        self._module.forget(entry)  # a parse tree is ten times as large as its program
+        made = Translation(program, [v for v in variables if v.space in ("global", "const")])
+        if self._translations is not None:
+            self._translations.keep(translation_key(self._digest, entry), made.to_bytes())
+        return made
 
     def symbol(self, name: str) -> np.ndarray:
         """Return the memory of a ``__device__`` or ``__constant__`` variable as bytes.
@@ -142,7 +172,12 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
     os.register_at_fork(after_in_child=_free_locks)
 
 
-def load(ptx: str, sources: Mapping[str, str] | None = None) -> Module:
+def load(
+    ptx: str,
+    sources: Mapping[str, str] | None = None,
+    *,
+    translations: Translations | None = None,
+) -> Module:
     """Parse PTX.
 
     Parameters
@@ -153,6 +188,8 @@ def load(ptx: str, sources: Mapping[str, str] | None = None) -> Module:
     sources : mapping, optional
         Text of the source files by the name that the PTX gives them (``.file``), so that messages
         can quote the line. Files that lie on the disk under an absolute name are found without.
+    translations : object with ``find(key)`` and ``keep(key, bytes)``, optional
+        Where translated kernels are kept from process to process.
 
     Returns
     -------
@@ -166,4 +203,4 @@ def load(ptx: str, sources: Mapping[str, str] | None = None) -> Module:
     UnsupportedPTXError
         The target is older than sm_70, or unknown, or addresses do not have 64 bits.
     """
-    return Module(ptx, sources)
+    return Module(ptx, sources, translations=translations)

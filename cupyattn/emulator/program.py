@@ -5,7 +5,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
+
+import numpy as np
 
 from cupyattn.emulator.codegen.layout import MemoryLayout
 from cupyattn.emulator.ptx.model import Function, Statement
@@ -23,6 +26,9 @@ class Program:
         The entry without its body.
     run : callable
         Takes a `Batch` and runs all its blocks to the end.
+    code : CodeType
+        What makes `run` of the names of the runtime and of `constants`.
+    constants : dict of str to array
     packed_source : bytes
         The generated Python, compressed: hundreds of kilobytes that only people read.
     blocks : list of range
@@ -36,6 +42,8 @@ class Program:
     header: Function
     instructions: list[Statement]
     run: Callable[[Any], None]
+    code: CodeType
+    constants: dict[str, np.ndarray]
     packed_source: bytes
     blocks: list[range]
     layout: MemoryLayout

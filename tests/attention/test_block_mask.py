@@ -12,7 +12,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from support import block_masks
 from support.block_masks import Case, blocks_of, mask_of, masked_tiles
 from support.devices import KERNELS, NUMPY
-from support.search import deep
+from support.search import deep, examples
 from support.strategies import AttentionProblem
 
 import cupyattn
@@ -80,6 +80,7 @@ def cases(draw, dtype: str, head_dim: int) -> Case:
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @given(data=st.data())
+@examples(12, deep=30)
 def test_forward_within_the_bounds_of_the_mask(kind, data):
     ratios = data.draw(cases(*kind)).forward_ratios()
     assert max(ratios.values()) <= 1, ratios
@@ -88,6 +89,7 @@ def test_forward_within_the_bounds_of_the_mask(kind, data):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @given(data=st.data())
+@examples(8, deep=24)
 def test_gradients_within_the_bounds_of_the_mask(kind, deterministic, data):
     ratios = data.draw(cases(*kind)).backward_ratios(deterministic=deterministic)
     assert max(ratios.values()) <= 1, ratios

@@ -74,4 +74,4 @@ def test_a_program_is_small():
 
 
 def test_the_device_keeps_a_bounded_number_of_modules():
-    assert emulated._module.cache_info().maxsize == 128
+    assert emulated._module.cache_info().maxsize == 64

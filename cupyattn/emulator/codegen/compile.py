@@ -18,6 +18,11 @@ have to wait stands its continuation, so that nothing is looked up if they need 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import numpy as np
 
 from cupyattn.emulator.codegen.generator import Generator
 from cupyattn.emulator.codegen.layout import shared_granule
@@ -29,7 +34,7 @@ from cupyattn.emulator.ptx.architecture import needed_target
 from cupyattn.emulator.ptx.data_types import register_dtype
 from cupyattn.emulator.ptx.model import Function, Instruction, Variable
 
-__all__ = ["compile_kernel"]
+__all__ = ["compile_kernel", "executable"]
 
 _ALL_LANES = ("-1", "0xffffffff", "4294967295")
 
@@ -114,6 +119,14 @@ def _assemble(gen: Generator, bodies: list[list[str]]) -> str:
     return "\n".join(out) + "\n"
 
 
+def executable(code: CodeType, constants: dict[str, np.ndarray]) -> Callable[[Any], None]:
+    """Return the function of a kernel."""
+    namespace: dict[str, Any] = {**RUNTIME_NAMES.namespace, **constants}
+    exec(code, namespace)
+    function: Callable[[Any], None] = namespace["kernel"]
+    return function
+
+
 def compile_kernel(function: Function, variables: dict[str, Variable], target: int) -> Program:
     """Generate and compile the Python function of a kernel.
 
@@ -142,14 +155,15 @@ def compile_kernel(function: Function, variables: dict[str, Variable], target: i
             )
     bodies = [_write_block(gen, number) for number in range(len(gen.flow.blocks))]
     source = _assemble(gen, bodies)
-    namespace = dict(RUNTIME_NAMES.namespace)
-    namespace.update(dict(gen.constants.values()))
-    exec(compile(source, f"<emulated {function.name}>", "exec"), namespace)
+    code = compile(source, f"<emulated {function.name}>", "exec")
+    constants = dict(gen.constants.values())
     return Program(
         function.header,
         [x.statement for x in function.instructions],
-        namespace["kernel"],
-        zlib.compress(source.encode()),
+        executable(code, constants),
+        code,
+        constants,
+        zlib.compress(source.encode(), 1),
         [range(b.first, b.last) for b in gen.flow.blocks],
         gen.layout,
         shared_granule(function),

@@ -1,5 +1,9 @@
 """Where the variables of a kernel lie in shared and local memory, and its parameters."""
 
+from __future__ import annotations
+
+from typing import Any
+
 from cupyattn.emulator.ptx.data_types import SIZE
 from cupyattn.emulator.ptx.mangling import readable
 from cupyattn.emulator.ptx.model import Function, Variable
@@ -42,6 +46,13 @@ class MemoryLayout:
             self.shared_variables.append((names, self.dynamic_shared_offset, 0))
         self.shared_variables += [(readable(v.name), self.offsets[v.name], v.size) for v in static]
         self.local_bytes = self._place([v for v in variables if v.space == "local"])
+
+    @classmethod
+    def restored(cls, attributes: dict[str, Any]) -> MemoryLayout:
+        """Return the layout that has these attributes."""
+        layout = cls.__new__(cls)
+        vars(layout).update(attributes)
+        return layout
 
     def _place(self, variables: list[Variable]) -> int:
         offset = 0

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn import emulator
+from cupyattn.kernels import cache
 from cupyattn.kernels.arch import TURING, Arch
 from cupyattn.kernels.compile import compile_ptx
 from cupyattn.kernels.spec import Pointer, Specialisation
@@ -60,10 +61,23 @@ class EmulatedDevice:
         return EmulatedKernel(self, specialisation, _module(specialisation))
 
 
-@lru_cache(maxsize=128)  # of 2 MB each; to translate one again takes about half a second
+class _KeptTranslations:
+    """Translations beside the compiled kernels, in the same cache."""
+
+    def find(self, key: str) -> bytes | None:
+        """Return what is kept under a key, None if that is nothing, or damaged."""
+        found = cache.find(f"{key}.translation")
+        return found and found.path.read_bytes()
+
+    def keep(self, key: str, translation: bytes) -> None:
+        """Keep a translation."""
+        cache.keep(f"{key}.translation", translation, None)
+
+
+@lru_cache(maxsize=64)  # of 2 MB each; to read one again takes about a hundredth of a second
 def _module(specialisation: Specialisation) -> emulator.Module:
     ptx = compile_ptx(specialisation, EmulatedDevice.arch).path.read_text(encoding="utf-8")
-    return emulator.load(ptx)
+    return emulator.load(ptx, translations=_KeptTranslations())
 
 
 class EmulatedKernel:
