@@ -54,8 +54,8 @@ def ratio_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
 
 @pytest.mark.parametrize(
-    "problem", [HALF, ODD, FLOAT, INT8, ODD_INT8, INT4, FLOAT_INT4],
-    ids=["half", "odd", "float", "int8", "odd int8", "int4", "float int4"],
+    "problem", [HALF, ODD, INT8, INT4, FLOAT_INT4, *deep(FLOAT, ODD_INT8)],
+    ids=["half", "odd", "int8", "int4", "float int4", "float", "odd int8"],
 )  # fmt: skip
 def test_a_clean_copy_is_right(problem, ratio_with):
     assert 0 < ratio_with(problem) <= 1
