@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from support.devices import everywhere
@@ -26,12 +28,15 @@ def arrays(dtype: str) -> list[np.ndarray]:
 
 
 @everywhere
-@pytest.mark.parametrize("implementation", ["flash", "tiled", "naive"])
 @pytest.mark.parametrize(
-    ("dtype", "options"),
+    ("implementation", "dtype", "options"),
     mostly_deep(
-        [(dtype, options) for options in OPTIONS for dtype in ("float16", "float32")],
-        [*(("float16", options) for options in OPTIONS), ("float32", OPTIONS[0])],
+        list(itertools.product(("flash", "tiled", "naive"), ("float16", "float32"), OPTIONS)),
+        [
+            *(("flash", "float16", options) for options in OPTIONS),
+            *(("flash", "float32", OPTIONS[0]), ("tiled", "float16", OPTIONS[0])),
+            ("naive", "float16", OPTIONS[1]),
+        ],
     ),
 )
 def test_a_prefill_into_a_longer_cache_is_causal(side, dtype, implementation, options):

@@ -6,12 +6,13 @@ between: NaN, far positions, the opposite of the mask.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 from support.backward_runs import check as check_backward
 from support.forward_runs import check
-from support.search import deep
+from support.search import deep, mostly_deep
 from support.strategies import AttentionProblem
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
@@ -48,14 +49,12 @@ def check_both_ways(problem: AttentionProblem, *, deterministic: bool) -> None:
     check_backward(problem, "flash", deterministic=deterministic)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize(
-    ("drawn", "deterministic"),
-    [
-        (OPTION_SETS[0], False),
-        (OPTION_SETS[1], True),
-        *deep((OPTION_SETS[0], True), (OPTION_SETS[1], False)),
-    ],
+    ("drawn", "deterministic", "dtype"),
+    mostly_deep(
+        list(itertools.product(OPTION_SETS[:2], (False, True), ("float16", "float32"))),
+        [(OPTION_SETS[0], False, "float16"), (OPTION_SETS[1], True, "float32")],
+    ),
     ids=lambda drawn: "-".join(dict(drawn)) if isinstance(drawn, tuple) else None,
 )
 def test_views_of_options(drawn: tuple[tuple[str, Any], ...], deterministic: bool, dtype: str):

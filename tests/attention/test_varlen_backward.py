@@ -85,8 +85,10 @@ def test_deterministic_bits_are_those_of_a_loop_over_sequences(lengths, head_dim
             assert np.array_equal(grads[name][place], KERNELS.get(getattr(alone, name))[0]), name
 
 
-@pytest.mark.parametrize("problem", [RAGGED, FLOAT], ids=["float16", "float32"])
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("problem", "deterministic"),
+    [(RAGGED, False), (FLOAT, True), *deep((RAGGED, True), (FLOAT, False))],
+)
 def test_gradients_are_added_to_what_is_there(problem, deterministic):
     """In float32, before the one rounding; rows of no sequence aside."""
     dense = problem.dense

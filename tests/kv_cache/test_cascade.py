@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.devices import KERNELS
 from support.dtypes import dtype_of
-from support.search import examples, wider
+from support.search import deep, examples, wider
 
 import cupyattn
 from cupyattn import PagedKVCache, reference
@@ -115,8 +115,13 @@ def test_a_cascade_is_plain_attention(kernel, blocks, tails, new):
     assert bounded(problem, dtype, found) <= 1
 
 
-@pytest.mark.parametrize("kept", ["int8", "int4"])
-@pytest.mark.parametrize("tails", [[3, 17, 20], [2] * 10])
+@pytest.mark.parametrize(
+    ("kept", "tails"),
+    [
+        *(("int8", [3, 17, 20]), ("int4", [2] * 10)),
+        *deep(("int4", [3, 17, 20]), ("int8", [2] * 10)),
+    ],
+)
 def test_of_integers_too(kept, tails):
     """Where the prompt has more than 16 queries it becomes floats first, otherwise it does not."""
     problem = Continuations("float32", 24, kept, 3, tails, 2)
