@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.devices import KERNELS
 from support.readme import examples
+from support.search import deep
 
 import cupyattn
 
@@ -92,7 +93,8 @@ def test_on_numpy_arrays(dtype, tolerance, gradient_tolerance):
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
 @pytest.mark.parametrize(
-    ("dtype", "tolerance", "gradient_tolerance"), [("float32", 1e-5, 1e-3), ("float16", 5e-3, 5e-2)]
+    ("dtype", "tolerance", "gradient_tolerance"),
+    [("float16", 5e-3, 5e-2), *deep(("float32", 1e-5, 1e-3))],
 )
 def test_through_the_kernels(dtype, tolerance, gradient_tolerance, monkeypatch):
     monkeypatch.setitem(PAGE, "np", KERNELS.xp)

@@ -39,7 +39,7 @@ def test_forward(rows, turned, dtype):
     assert report.sector_efficiency == 1
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("turned", [False, *deep(True)])
 @pytest.mark.parametrize("dtype", ["bfloat16", *deep("float32")])
 def test_backward(turned, dtype):
     """Each thread of db stores eight sums of bfloat16 columns in two pieces of 16 bytes."""
