@@ -57,8 +57,9 @@ class Checks:
     races : bool
         Shared-memory accesses of different threads are ordered by barriers if one is a write,
         between warps and inside a warp. Two writes of the same value are let pass; flags in memory
-        and votes order nothing. Costs 2 to 5 times the time of the launch, and more in kernels
-        with a ``__syncwarp`` of some lanes.
+        and votes order nothing. Adds a tenth to a half to the time of a launch, and more in
+        kernels whose warps write what they read before the block's next barrier, or with a
+        ``__syncwarp`` of some lanes.
     barriers : bool
         Every thread of a block reaches the same ``bar.sync``, and every barrier at which threads
         arrive (``bar.arrive``) is completed before the block ends.

@@ -16,8 +16,8 @@ DEEPER = 2
 # How long a run of everything takes on two cores, kernels compiled anew, and what it is called.
 DURATIONS = {
     "quick": "about a minute",
-    "plain": "7 to 9 minutes",
-    "deep": "about half an hour",
+    "plain": "6 to 8 minutes",
+    "deep": "20 to 30 minutes",
 }
 
 # What is marked quick: files and tests by how their names begin, but for those of the second list.
