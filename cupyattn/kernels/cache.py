@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -54,6 +55,12 @@ def keep(name: str, code: bytes, facts: Facts) -> Path:
         return _write(cache_directory() / name, code, facts)
     except OSError as failure:  # it can only be read, or the disk is full
         return _write(stand_in(failure) / name, code, facts)
+
+
+def keep_if_possible(name: str, content: bytes) -> None:
+    """Write what is soon made again; in a folder that can only be read, that is what happens."""
+    with suppress(OSError):
+        _write(cache_directory() / name, content, None)
 
 
 def _write(path: Path, code: bytes, facts: Facts) -> Path:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from support.faults import FILE
 from support.ptx import compile_module, line_of
+from support.read_only import read_only
 
-from cupyattn import attention, backend, emulator
+from cupyattn import attention, backend, emulator, folders
 from cupyattn.emulator import OutOfBoundsError, Report, module, translation
 from cupyattn.kernels.device import emulated
 
@@ -150,3 +151,18 @@ def test_faults_name_their_lines(monkeypatch):
     with pytest.raises(OutOfBoundsError) as found:
         emulator.launch(loaded, "load_shifted", 1, 32, [x, y, np.int32(1)])
     assert found.value.line == line_of(FILE, "// LOAD")
+
+
+def test_a_warmed_folder_without_translations_that_can_only_be_read(
+    empty_cache, forget, monkeypatch
+):
+    """They are made in each process, and nobody is told: nothing is lost."""
+    expected, _ = call()
+    for path in empty_cache.glob("*.translation*"):
+        path.unlink()
+    forget()
+    with read_only(empty_cache) as folder:
+        monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(folder))
+        folders.cache_directory.cache_clear()
+        np.testing.assert_array_equal(call()[0], expected)  # a warning would be an error
+        assert not list(folder.glob("*.translation"))

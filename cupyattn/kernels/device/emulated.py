@@ -71,7 +71,7 @@ class _KeptTranslations:
 
     def keep(self, key: str, translation: bytes) -> None:
         """Keep a translation."""
-        cache.keep(f"{key}.translation", translation, None)
+        cache.keep_if_possible(f"{key}.translation", translation)
 
 
 @lru_cache(maxsize=64)  # of 2 MB each; to read one again takes about a hundredth of a second
