@@ -158,7 +158,7 @@ WRONG_GRADIENTS = [
     (HALF, False, Bug(GRADIENTS_CUH, "(queries.begin + batch * kRowPad)", "(queries.begin)")),
     (HALF, False, Bug(DELTA_CU, "rows.begin + row,", "row,")),
     (FLOAT, False, Bug(FLOAT_DKDV_CU, "rows_from(dq_g, own.dq, queries)", "dq_g")),
-    (HALF, False, Bug(DKDV_CU, "rows_from(dv_g, own.dv, keys)", "dv_g")),
+    (HALF, False, Bug(DKDV_CU, "place.key_begin = sequence.keys.begin;", "")),
 ]
 WRONG_GRADIENTS_DEEP = [
     (HALF, False, Bug(QUERIES_CUH, "(walk.tiles() - 1) *", "walk.tiles() *")),
