@@ -22,7 +22,7 @@ class Beside:
     Notes
     -----
     Memory of arrays that are made within is reused within alone, where the next ``with`` makes it
-    wait for all readers.
+    wait for all readers. So one is used from one stream at a time.
 
     Examples
     --------

@@ -19,7 +19,8 @@ activation "swiglu" of one product. Phi-2 (Javaheripi and Bubeck, "Phi-2: the su
 small language models", 2023) rotates the first features of a head only, and has layer norms. All
 of that is in the weights and the config: a norm with a bias is a layer norm.
 
-Each call below is one kernel, and the sums are made where a product is stored.
+Each call below is one kernel, and the sum of two embeddings one more; all other sums are made where
+a product is stored.
 """
 
 from __future__ import annotations

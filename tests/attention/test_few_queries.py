@@ -14,7 +14,7 @@ from support.attention_options import RUN_TIME_OPTIONS
 from support.backward_runs import error_ratios
 from support.devices import KERNELS, placed
 from support.few_queries import decoded, ratio, run
-from support.paged import multiprocessors
+from support.paged import keys_shared, multiprocessors
 from support.recording_device import device_array
 from support.search import deep, examples, wider
 from support.strategies import FRUGAL, LONGEST, AttentionProblem, attention_problems
@@ -84,7 +84,7 @@ def test_dense_is_paged_with_every_block_in_its_place(data: st.DataObject, dtype
     with multiprocessors(data.draw(st.integers(1, 4))):
         with decoded():
             dense = run(problem)
-        with KERNELS.running():
+        with KERNELS.running(), keys_shared():
             paged = cupyattn.paged_attention(
                 *map(KERNELS.put, (q, *caches, table, used)), causal=True, return_lse=True
             )

@@ -101,7 +101,7 @@ def test_runs_are_timed_and_repeated():
 
     def generate(prompts, new):
         seen.append(prompts)
-        return Run(0.5, 2.0, [[len(seen)] * new] * 2)
+        return Run(0.5, 2.0, [[len(seen)] * new] * 2, 2)
 
     result = timed(generate, size, 61, 3)
     assert (result["first_s"], result["tokens_per_s"]) == (0.5, 3.0)
@@ -115,7 +115,7 @@ def a_gpu(monkeypatch):
     monkeypatch.setattr(gpu_command, "device_count", lambda: 1)
     model = tiny("phi")
     monkeypatch.setattr(models, "random", lambda name, **options: model)
-    wrong = [Run(0.1, 0.2, [[0] * 4]), Run(0.1, 0.2, [[0] * 4] * 2)]
+    wrong = [Run(0.1, 0.2, [[0] * 4], 1), Run(0.1, 0.2, [[0] * 4] * 2, 2)]
     monkeypatch.setattr(
         command, "peer", lambda name, model, folder, size: lambda ids, new: wrong[len(ids) - 1]
     )

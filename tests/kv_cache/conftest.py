@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
-
-from cupyattn.ops.attention import decode
+from support.paged import keys_shared
 
 
 @pytest.fixture
@@ -15,11 +15,6 @@ def whole_sequences() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _keys_are_shared(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    if "whole_sequences" not in request.fixturenames:
-        monkeypatch.setattr(decode, "WHOLE_KEYS", 0)
-    decode._plan.cache_clear()  # a plan is remembered for its problem
-    yield
-    decode._plan.cache_clear()
+def _keys_are_shared(request: pytest.FixtureRequest) -> Iterator[None]:
+    with nullcontext() if "whole_sequences" in request.fixturenames else keys_shared():
+        yield

@@ -7,6 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from cupyattn.models.beside import Beside
+from cupyattn.models.config import ELEMENTWISE
+from cupyattn.models.forward import ACTIVATIONS
 from cupyattn.models.generation import graph
 
 
@@ -63,6 +66,24 @@ def test_work_is_captured_behind_two_runs_of_it(xp, notes):
     notes.clear()
     replay()
     assert notes == ["launch"]
+
+
+def test_what_runs_beside_waits_at_both_ends(xp, notes):
+    beside = Beside(xp)
+    for _ in range(2):  # on the same stream
+        with beside:
+            notes.append("beside")
+        notes.append("meanwhile")
+        beside.join()
+    once = [
+        "current.record", "stream.wait_event", "enter stream", "beside", "leave stream",
+        "meanwhile", "stream.record", "current.wait_event",
+    ]  # fmt: skip
+    assert notes == 2 * once
+
+
+def test_activations_of_their_own_are_those_of_a_parallel_layer():
+    assert tuple(ACTIVATIONS) == ELEMENTWISE
 
 
 def test_a_capture_that_fails_is_ended(xp, notes):

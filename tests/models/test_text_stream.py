@@ -27,6 +27,16 @@ def test_pieces_are_whole_characters_and_make_the_text(text, prompt):
     assert [len(piece) for piece in pieces if piece] == [1] * len(text), "as soon as it is whole"
 
 
+@given(text=TEXTS, cut=st.integers(0, 90))
+@examples(200)
+def test_a_prompt_may_end_within_a_character(text, cut):
+    """As one of ids may: the character belongs to what follows."""
+    whole = text.encode()
+    before = whole[:cut].decode(errors="ignore")
+    pieces, stream = streamed(whole[cut:], whole[:cut])
+    assert "".join(pieces) == stream.text == text[len(before) :]
+
+
 @given(text=TEXTS, stop=st.lists(st.text(st.sampled_from("ab\nü€"), min_size=1, max_size=3)))
 @examples(300)
 def test_the_first_string_ends_it(text, stop):

@@ -17,6 +17,7 @@ import cupyattn
 from cupyattn import reference
 from cupyattn.functional.device_info import device_count
 from cupyattn.kernels.device.emulated import EmulatedDevice
+from cupyattn.ops.attention import decode
 from cupyattn.ops.attention.decode_problem import MAX_QUERIES
 from cupyattn.reference.attention.paged import gathered
 from cupyattn.reference.attention.quantised import (
@@ -162,6 +163,16 @@ def on_kernels(problem: PagedProblem, arrays: tuple[np.ndarray, ...], **more: An
             *map(KERNELS.put, arrays[:5]), **keywords, return_lse=True
         )
     return tuple(map(KERNELS.get, results))
+
+
+@contextmanager
+def keys_shared() -> Iterator[None]:
+    """Let the CTAs of decoding share keys of short sequences too, as they do those of long ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "WHOLE_KEYS", 0)
+        decode._plan.cache_clear()  # a plan is remembered for its problem
+        yield
+    decode._plan.cache_clear()
 
 
 @contextmanager

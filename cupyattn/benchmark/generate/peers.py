@@ -86,7 +86,8 @@ def _in_two(generate: Callable[[list[list[int]], int], list[list[int]]]) -> Gene
         first = time.perf_counter()
         tokens = generate(prompts, new)
         ended = time.perf_counter()
-        return Run(first - began, max(ended - first - (first - began), 1e-9), tokens)
+        rest = max(ended - first - (first - began), 1e-9)
+        return Run(first - began, rest, tokens, len(prompts))
 
     return run
 

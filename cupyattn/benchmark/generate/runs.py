@@ -13,11 +13,23 @@ from cupyattn import models
 
 
 class Run(NamedTuple):
-    """Seconds to the first tokens of a batch, and of all steps behind them; the tokens."""
+    """Seconds until every prompt of a batch has a token, and of all steps behind that.
+
+    Attributes
+    ----------
+    first_s, rest_s : float
+        The seconds.
+    tokens : list of list of int
+        All tokens of each prompt.
+    early : int
+        How many of them there were after `first_s`: prompts that do not fit into one step get
+        their first tokens one after the other.
+    """
 
     first_s: float
     rest_s: float
     tokens: list[list[int]]
+    early: int
 
 
 Generate = Callable[[list[list[int]], int], Run]
@@ -49,10 +61,12 @@ def own(model: Any, size: Size, **options: Any) -> Generate:
         while not all(each.outputs[0] for each in submitted):
             generator.step()
         first = time.perf_counter()
+        early = sum(len(each.outputs[0]) for each in submitted)
         while not generator.idle:
             generator.step()
         ended = time.perf_counter()
-        return Run(first - began, ended - first, [each.outputs[0] for each in submitted])
+        tokens = [each.outputs[0] for each in submitted]
+        return Run(first - began, ended - first, tokens, early)
 
     return generate
 
@@ -72,7 +86,7 @@ def timed(generate: Generate, size: Size, vocab_size: int, runs: int) -> dict[st
     measured = done[1:-1]
     first = statistics.median(run.first_s for run in measured)
     rest = statistics.median(run.rest_s for run in measured)
-    later = size.batch * (size.new - 1)
+    later = statistics.median(sum(map(len, run.tokens)) - run.early for run in measured)
     return {
         "first_s": first,
         "tokens_per_s": later / rest if later else None,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from cupyattn import OutOfBlocksError, PagedKVCache, Scheduler
-from cupyattn.errors import error
+from cupyattn.errors import error, shown
 from cupyattn.kv_cache import Work
 from cupyattn.models.generation.decoding import Decoding
 from cupyattn.models.generation.generation import Generation
@@ -20,6 +20,7 @@ from cupyattn.models.generation.options import (
     as_prompts,
     as_sampling,
     as_seed,
+    require_positions,
 )
 from cupyattn.models.generation.room import blocks_at_hand
 from cupyattn.models.generation.steps import Part, packed_step
@@ -226,6 +227,11 @@ class Generator:
 
     def stream(self, prompt: Any, **options: Any) -> Iterator[Any]:
         """Generate for one prompt, and yield what comes: as `Model.stream`, from this cache."""
+        if options.get("n", 1) != 1:
+            raise error(
+                ValueError, f"got n = {shown(options['n'])}", "a stream is of one sample",
+                "call generate with n, or stream once for each seed",
+            )  # fmt: skip
         return self._pieces(self.submit(prompt, **options))
 
     def _pieces(self, generation: Generation) -> Iterator[Any]:
@@ -342,14 +348,3 @@ class Generator:
             work.sequence.truncate(len(work.sequence) - len(drafted) + len(kept) - 1)
             results.append([kept])
         return results
-
-
-def require_positions(tokens: int, new_tokens: int, positions: int) -> None:
-    """Refuse a prompt whose continuation would leave the model's positions."""
-    if tokens + new_tokens - 1 > positions:  # the last new token is not computed
-        raise error(
-            ValueError,
-            f"got a prompt of {tokens} tokens and max_new_tokens = {new_tokens}",
-            f"the model has {positions} positions",
-            f"pass at most {max(0, positions - tokens + 1)} new tokens, or a shorter prompt",
-        )

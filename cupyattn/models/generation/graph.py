@@ -1,4 +1,4 @@
-"""A step as a CUDA graph, and its results on the host: all that is CuPy's alone.
+"""A step as a CUDA graph, and its results on the host: what is CuPy's alone.
 
 On NumPy arrays a replay is the call itself, and a copy is made at once.
 """

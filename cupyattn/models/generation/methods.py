@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from cupyattn.models.generation.generator import MAX_BATCH, Generator, require_positions
-from cupyattn.models.generation.options import Prompt, as_count, as_prompts
+from cupyattn.models.generation.generator import MAX_BATCH, Generator
+from cupyattn.models.generation.options import (
+    Prompt,
+    as_count,
+    as_prompts,
+    require_positions,
+)
 
 
 class Generates:
@@ -78,6 +83,8 @@ class Generates:
         Notes
         -----
         Batches are those of `cupyattn.Scheduler`, keys and values those of `cupyattn.PagedKVCache`.
+        Each call makes a `Generator` with a cache of its own. Who calls often keeps a `Generator`:
+        then prompts that begin alike are computed once, and steps are captured once.
         On a GPU a step of decoding is one CUDA graph for each size of the batch. Its sums are
         rounded in the order of that size, so that of two tokens that are equally likely within
         rounding another may be chosen in another batch.

@@ -61,7 +61,7 @@ def as_sampling(
 ) -> Sampling:
     """Read how tokens are drawn, or refuse it."""
     return Sampling(
-        _number("temperature", temperature, "a number, 0 or more (0 is greedy)", 0, math.inf),
+        _number("temperature", temperature, "0 or more (0 is greedy)", 0, math.inf),
         None if top_k is None else as_count("top_k", top_k, 1),
         None if top_p is None else _number("top_p", top_p, "more than 0, to 1", 0, 1, open_=True),
         None if min_p is None else _number("min_p", min_p, "0 to 1", 0, 1),
@@ -111,6 +111,8 @@ def as_prompts(prompts: Any, model: Any) -> list[Prompt]:
 
 def as_ends(stop: Any, model: Any) -> Ends:
     """Read what ends a sample beside the tokens that end every text."""
+    if stop is None:
+        stop = ()
     given = [stop] if isinstance(stop, str) or not _is_iterable(stop) else list(stop)
     strings = tuple(each for each in given if isinstance(each, str))
     if "" in strings:
@@ -142,7 +144,7 @@ def _number(
         number = float(value)
     except (TypeError, ValueError):
         raise error(
-            TypeError, f"got {name} = {shown(value)}", f"it is a number, {allowed}", "pass a float"
+            TypeError, f"got {name} = {shown(value)}", f"it is a number: {allowed}", "pass a float"
         ) from None
     inside = lowest < number <= highest if open_ else lowest <= number <= highest
     if not inside or math.isinf(number):
@@ -218,3 +220,14 @@ def tokenizer_for(model: Any, what: str) -> Tokenizer:
             "pass token ids, or load a model with its tokenizer",
         )  # fmt: skip
     return tokenizer
+
+
+def require_positions(tokens: int, new_tokens: int, positions: int) -> None:
+    """Refuse a prompt whose continuation would leave the model's positions."""
+    if tokens + new_tokens - 1 > positions:  # the last new token is not computed
+        raise error(
+            ValueError,
+            f"got a prompt of {tokens} tokens and max_new_tokens = {new_tokens}",
+            f"the model has {positions} positions",
+            f"pass at most {max(0, positions - tokens + 1)} new tokens, or a shorter prompt",
+        )

@@ -45,9 +45,11 @@ class TextStream:
     ) -> None:
         self._tokenizer = tokenizer
         self._ids = list(prompt)[-CONTEXT:]
-        self._clean = len(self._ids)  # so many tokens are whole characters
         self._begin = 0  # the text is decoded from this token on
-        self._done = len(self._decoded())
+        decoded = self._decoded()
+        self._done = len(decoded.rstrip(INCOMPLETE))  # ids may end within a character
+        whole = self._done == len(decoded)
+        self._clean = len(self._ids) if whole else 0  # so many tokens are whole characters
         self._stop = tuple(stop)
         self._held = ""  # perhaps the beginning of a string that ends the text
         self._pieces: list[str] = []
