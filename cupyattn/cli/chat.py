@@ -86,6 +86,14 @@ class Talk:
         """Print the model's answer as it comes."""
         self._messages.append({"role": "user", "content": said})
         prompt = self._prompt()
+        if len(prompt.ids) > self._most:
+            self._messages.pop()
+            print(
+                f"what you said makes {len(prompt.ids)} tokens, and the talk has at most "
+                f"{self._most}; say less, or pass a larger --context",
+                file=sys.stderr,
+            )
+            return
         left = self._most - len(prompt.ids) + 1
         options = {**self._options, "max_new_tokens": min(self._options["max_new_tokens"], left)}
         timed = Timed(self._generator, prompt, **options)
@@ -113,11 +121,6 @@ class Talk:
             if len(ids) + self._most // 4 <= self._most or len(self._messages) <= first + 1:
                 break
             del self._messages[first : first + 2]
-        if len(ids) > self._most:
-            raise ValueError(
-                f"what you said is {len(ids)} tokens; the talk has at most {self._most}; say less, "
-                "or pass a larger --context"
-            )
         return models.Prompt(tuple(ids), is_text=True)
 
 

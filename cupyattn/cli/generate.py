@@ -58,7 +58,8 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     given = arguments.model is not None and arguments.prompt is not None
-    if (arguments.random is None) != given:
+    alone = arguments.model is None and arguments.prompt is None
+    if not (given if arguments.random is None else alone):
         arguments.parser.error("pass MODEL and PROMPT, or --random alone")
     try:
         model, prompt = _model_and_prompt(arguments)

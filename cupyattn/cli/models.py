@@ -38,7 +38,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, kinds, what in (
         ("dtype", DTYPES, "of the weights; by default float16 on a GPU, otherwise float32"),
-        ("cache-dtype", (*DTYPES, "int8", "int4"), "of keys and values; by default as the weights"),
+        ("cache-dtype", ("int8", "int4"), "of keys and values; by default as the weights"),
     ):
         parser.add_argument(
             f"--{name}", choices=kinds, metavar="DTYPE", help=f"{what} ({', '.join(kinds)})"

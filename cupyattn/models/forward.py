@@ -57,6 +57,7 @@ def hidden_states(
     beside: Beside,
 ) -> Iterator[Array]:
     """Yield the hidden states (total, E): embedded, behind each layer, and behind the last norm."""
+    width = config.num_heads * config.head_dim
     x = embedding(weights.embedding, ids)
     if weights.positions is not None:
         x += embedding(weights.positions, positions)
@@ -69,10 +70,10 @@ def hidden_states(
                 y = layer.down(inner(), residual=x)
             attended = attend(index, *heads_of(config, qkv))
             beside.join()
-            x = layer.output(attended.reshape(len(x), -1), residual=y)
+            x = layer.output(attended.reshape(len(x), width), residual=y)
         else:
             attended = attend(index, *heads_of(config, layer.qkv(normed)))
-            x = layer.output(attended.reshape(len(x), -1), residual=x)
+            x = layer.output(attended.reshape(len(x), width), residual=x)
             inner = layer.up(layer.mlp_norm(x), activation=config.activation)
             x = layer.down(inner, residual=x)
         yield x

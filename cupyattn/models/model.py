@@ -158,7 +158,7 @@ class Model(Generates):
         batch, length = ids.shape
         positions = self.xp.tile(self.xp.arange(length, dtype=np.int32), batch)
         hidden = self.hidden(ids.reshape(-1), positions, self.dense_attention(batch, length))
-        return self.head(hidden).reshape(batch, length, -1)
+        return self.head(hidden).reshape(batch, length, self.config.vocab_size)
 
     def dense_attention(self, batch: int, length: int) -> Attend:
         """Return the attention, for `hidden`, of sequences that are equally long and begin at 0."""
@@ -188,7 +188,7 @@ class Model(Generates):
                 f"the model has {self.config.max_positions} positions",
                 "pass fewer",
             )
-        return ids.astype(np.int32, copy=False)
+        return ids if ids.dtype in (np.int32, np.int64) else ids.astype(np.int64)
 
 
 def _no_ids(kind: type[Exception], passed: str) -> Exception:

@@ -47,6 +47,13 @@ REFUSED = {
     "a small cache": ({"prompts": [[1] * 20], "num_blocks": 1}, ValueError, "the cache has 1"),
     "a batch too small": ({"n": 3, "max_batch": 2}, ValueError, "n = 3"),
     "a cache's dtype": ({"cache_dtype": "int2"}, TypeError, "int2"),
+    "another float dtype": ({"cache_dtype": "float16"}, TypeError, "kept as the model is"),
+    "a temperature beyond float32": ({"temperature": 1e300}, ValueError, "temperature"),
+    "a number beyond float64": ({"temperature": 10**400}, TypeError, "temperature"),
+    "a top_p that float32 has not": ({"top_p": 1e-60}, ValueError, "top_p"),
+    "a penalty that float32 has not": ({"repetition_penalty": 1e-60}, ValueError, "penalty"),
+    "bytes as stop": ({"stop": b"x"}, TypeError, "decode it first"),
+    "bytes": ({"prompts": b"abc"}, TypeError, "decode it"),
     "a way to make room": ({"preempt": "drop"}, ValueError, "preempt = 'drop'"),
 }  # fmt: skip
 
@@ -69,6 +76,37 @@ def test_a_stream_is_refused_when_it_is_called():
         model().stream([99], max_new_tokens=2)
     with pytest.raises(ValueError, match="2 prompts"):
         model().stream([[1], [2]], max_new_tokens=2)
+
+
+def test_a_stream_is_of_one_sample():
+    generator = Generator(model(), num_blocks=4)
+    with pytest.raises(ValueError, match="n = 2; a stream is of one sample"):
+        generator.stream([1], max_new_tokens=2, n=2)
+    assert generator.idle
+
+
+def test_a_stream_that_nobody_reads_asks_for_nothing():
+    generator = Generator(model(), num_blocks=4)
+    stream = generator.stream([1], max_new_tokens=2)
+    assert not generator.idle
+    del stream
+    assert generator.idle
+
+
+def test_more_tokens_than_there_are_may_be_left_to_draw_from():
+    drawn = [
+        model().generate([1], max_new_tokens=4, seed=3, temperature=1.0, top_k=top_k)
+        for top_k in (2**40, None)
+    ]
+    assert drawn[0] == drawn[1]
+
+
+def test_ids_do_not_wrap():
+    """2**32 + 3 is no 3, and 2**64 - 1 no -1."""
+    for ids in ([[2**32 + 3]], np.array([[2**64 - 1]], np.uint64)):
+        with pytest.raises(ValueError, match="id"):
+            model().logits(ids)
+    assert model().logits(np.zeros((1, 0), np.int64)).shape == (1, 0, model().config.vocab_size)
 
 
 def test_the_last_position_is_used():

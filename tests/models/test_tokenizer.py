@@ -280,6 +280,8 @@ def test_damaged_files(gpt2_folder, name, text):
 def test_text_is_a_string(gpt2_folder):
     with pytest.raises(TypeError, match="it is a str"):
         tokenizer_of_folder(gpt2_folder).encode(["hello"])
+    with pytest.raises(ValueError, match="no surrogates"):
+        tokenizer_of_folder(gpt2_folder).encode("\udcff")
 
 
 TEMPLATE = """{% for message in messages %}

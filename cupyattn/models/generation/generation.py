@@ -105,6 +105,7 @@ class Generation:
         for sample in sorted(self._open):
             drawn = self.request.outputs[sample]
             for token in drawn[self._seen[sample] :]:
+                self._seen[sample] += 1  # before a decoder may be interrupted
                 self.outputs[sample].append(token)
                 if self._take(sample, token):
                     break

@@ -15,6 +15,7 @@ from cupyattn.models.generation.inputs import Draw
 from cupyattn.models.generation.lookup import accepted, draft
 from cupyattn.models.generation.options import (
     Prompt,
+    as_cache_dtype,
     as_count,
     as_ends,
     as_prompts,
@@ -46,7 +47,7 @@ class Generator:
     lengths : sequence of int, optional
         Tokens of the sequences that are to come, of which `max_batch` run at once: by default as
         many of 2,048.
-    cache_dtype : {"float16", "float32", "bfloat16", "int8", "int4"}, optional
+    cache_dtype : {"int8", "int4"}, optional
         How keys and values are kept; by default in the model's dtype.
     max_batch, max_tokens : int
         The most sequences, and the most tokens, in a step: longer prompts are computed in parts.
@@ -113,14 +114,15 @@ class Generator:
         captured: bool | None = None,
     ) -> None:
         config = model.config
-        dtype = model.dtype if cache_dtype is None else cache_dtype
+        dtype = as_cache_dtype(cache_dtype, model.dtype)
         max_batch = as_count("max_batch", max_batch, 1)
         self._lookup = as_count("lookup", lookup, 0)
         self._model = model
         with self._device():
             if num_blocks is None:
                 most = [min(config.max_positions, LONGEST)] * max_batch
-                running = sorted(most if lengths is None else lengths, reverse=True)[:max_batch]
+                given = [as_count("lengths", each, 1) for each in lengths or ()]
+                running = sorted(given or most, reverse=True)[:max_batch]
                 room = [length + self._lookup for length in running]
                 num_blocks = blocks_at_hand(
                     model, dtype, as_count("block_size", block_size, 16), room
@@ -232,10 +234,13 @@ class Generator:
                 ValueError, f"got n = {shown(options['n'])}", "a stream is of one sample",
                 "call generate with n, or stream once for each seed",
             )  # fmt: skip
-        return self._pieces(self.submit(prompt, **options))
+        pieces = self._pieces(self.submit(prompt, **options))
+        next(pieces)  # begun: so one that nobody reads ends what it asked for
+        return pieces
 
     def _pieces(self, generation: Generation) -> Iterator[Any]:
         try:
+            yield None
             while not generation.finished:
                 yield from generation.news()  # another stream may have made steps for this one
                 self.step()

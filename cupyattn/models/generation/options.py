@@ -7,10 +7,14 @@ from operator import index as as_int
 from secrets import randbits
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from cupyattn.errors import error, shown
 from cupyattn.models.generation.text import Tokenizer
 
 SEED_BITS = 63
+MOST_TOP_K = 2**31 - 1
+"""More than any vocabulary has, and what an int32 holds."""
 
 
 class Sampling(NamedTuple):
@@ -62,7 +66,7 @@ def as_sampling(
     """Read how tokens are drawn, or refuse it."""
     return Sampling(
         _number("temperature", temperature, "0 or more (0 is greedy)", 0, math.inf),
-        None if top_k is None else as_count("top_k", top_k, 1),
+        None if top_k is None else min(as_count("top_k", top_k, 1), MOST_TOP_K),
         None if top_p is None else _number("top_p", top_p, "more than 0, to 1", 0, 1, open_=True),
         None if min_p is None else _number("min_p", min_p, "0 to 1", 0, 1),
         _number(
@@ -109,10 +113,30 @@ def as_prompts(prompts: Any, model: Any) -> list[Prompt]:
     return [_prompt(each, model) for each in _listed(prompts)]
 
 
+def as_cache_dtype(given: Any, dtype: str) -> str:
+    """Read how keys and values of a model in a dtype are kept."""
+    if given is None or given == dtype:
+        return dtype
+    if given in ("int8", "int4"):
+        return str(given)
+    raise error(
+        TypeError, f"got cache_dtype = {shown(given)}",
+        f"keys and values are kept as the model is, in {dtype!r}, or quantised",
+        "pass 'int8' or 'int4', or leave it out",
+    )  # fmt: skip
+
+
 def as_ends(stop: Any, model: Any) -> Ends:
     """Read what ends a sample beside the tokens that end every text."""
     if stop is None:
         stop = ()
+    if isinstance(stop, bytes | bytearray):
+        raise error(
+            TypeError,
+            f"got stop = {shown(stop)}",
+            "it has token ids and strings",
+            "decode it first",
+        )
     given = [stop] if isinstance(stop, str) or not _is_iterable(stop) else list(stop)
     strings = tuple(each for each in given if isinstance(each, str))
     if "" in strings:
@@ -142,12 +166,14 @@ def _number(
         if isinstance(value, bool | str):
             raise TypeError
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise error(
             TypeError, f"got {name} = {shown(value)}", f"it is a number: {allowed}", "pass a float"
         ) from None
-    inside = lowest < number <= highest if open_ else lowest <= number <= highest
-    if not inside or math.isinf(number):
+    with np.errstate(over="ignore", under="ignore"):
+        kept = float(np.float32(number))  # what a kernel reads
+    inside = lowest < kept <= highest if open_ else lowest <= kept <= highest
+    if not inside or math.isinf(kept):
         raise error(
             ValueError, f"got {name} = {number:g}", f"allowed is {allowed}", "pass one of those"
         )
@@ -158,6 +184,11 @@ def _listed(prompts: Any) -> list[Any]:
     """Return the prompts one by one: a string, or integers, are one."""
     if isinstance(prompts, str | Prompt):
         return [prompts]
+    if isinstance(prompts, bytes | bytearray):
+        raise error(
+            TypeError, f"got prompts = {shown(prompts)}",
+            "a prompt is a string or a list of token ids", "decode it, or pass list(prompt) as ids",
+        )  # fmt: skip
     values = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     if not _is_iterable(values):
         raise error(
@@ -196,7 +227,7 @@ def _prompt(given: Any, model: Any) -> Prompt:
         ) from None  # fmt: skip
     if not tokens:
         raise error(
-            ValueError, f"the prompt {shown(given)} has no tokens",
+            ValueError, f"the prompt {shown('' if is_text else [])} has no tokens",
             "the first new token follows from a token",
             "begin with the token that the model begins texts with",
         )  # fmt: skip

@@ -7,9 +7,9 @@ from typing import Protocol
 
 INCOMPLETE = "\ufffd"
 """What a decoder writes for bytes that are no character, or not yet one."""
-CONTEXT = 6
+CONTEXT = 10
 """Tokens of a prompt that its continuation is decoded behind: some decoders drop a leading space,
-and no character has more than 4 bytes."""
+and no character has more than 4 bytes. Of a whole one, and of one that has begun."""
 
 
 class Tokenizer(Protocol):
@@ -46,10 +46,9 @@ class TextStream:
         self._tokenizer = tokenizer
         self._ids = list(prompt)[-CONTEXT:]
         self._begin = 0  # the text is decoded from this token on
-        decoded = self._decoded()
-        self._done = len(decoded.rstrip(INCOMPLETE))  # ids may end within a character
-        whole = self._done == len(decoded)
-        self._clean = len(self._ids) if whole else 0  # so many tokens are whole characters
+        begun = self._begun()
+        self._done = len(tokenizer.decode(self._ids[: len(self._ids) - begun]))
+        self._clean = 0 if begun else len(self._ids)  # so many tokens are whole characters
         self._stop = tuple(stop)
         self._held = ""  # perhaps the beginning of a string that ends the text
         self._pieces: list[str] = []
@@ -83,6 +82,14 @@ class TextStream:
             self._pieces.append(held)
         self.stopped = True
         return piece + held
+
+    def _begun(self) -> int:
+        """Return how many tokens at the end of the prompt begin a character: ids may do so."""
+        for tokens in range(min(3, len(self._ids)) + 1):
+            whole = self._ids[: len(self._ids) - tokens]
+            if not self._tokenizer.decode(whole).endswith(INCOMPLETE):
+                return tokens
+        return 0
 
     def _decoded(self) -> str:
         return self._tokenizer.decode(self._ids[self._begin :])

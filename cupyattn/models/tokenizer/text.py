@@ -55,7 +55,16 @@ class Tokenizer:
         ------
         TypeError
             If text is no string.
+        ValueError
+            If it has halves of surrogate pairs, as Python reads bytes that are no UTF-8.
         """
+        if isinstance(text, str) and any("\ud800" <= each <= "\udfff" for each in text):
+            raise error(
+                ValueError,
+                f"text is {shown(text)}",
+                "it has characters, and no surrogates",
+                "decode its bytes by their own encoding, or with errors='replace'",
+            )
         if not isinstance(text, str):
             raise error(
                 TypeError,
