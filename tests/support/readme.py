@@ -134,10 +134,14 @@ def _utilisation(modelled: Mapping[str, Any], head_dim: int) -> tuple[str, str]:
     return f"{forward['mean']:.2f}", f"{backward['mean']:.2f}"
 
 
-def examples() -> list[str]:
-    """Return README's examples in Python."""
+WEIGHTS = 'models.load("smollm2")'
+
+
+def examples(*, with_weights: bool = False) -> list[str]:
+    """Return README's examples in Python: those that need a package of weights, or all others."""
     text = README.read_text(encoding="utf-8")
-    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    found: list[str] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    return [example for example in found if (WEIGHTS in example) == with_weights]
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
