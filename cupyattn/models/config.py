@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cupyattn import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
+from cupyattn import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling, rope_tables
 from cupyattn.errors import error, shown
 
 RopeScaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling
@@ -126,14 +126,15 @@ def checked(config: Config) -> Config:
         f"rotary_dim = {rotary_dim} of head_dim = {config.head_dim}",
         "it is even, and at most head_dim",
     )
+    rope_tables(1, rotary_dim, base=base, scaling=config.rope_scaling)  # whose checks these are
     return config
 
 
-def unknown_architecture(name: object) -> Exception:
+def unknown_architecture(name: object, where: str = "") -> Exception:
     """Make the error of an architecture that there is no forward for."""
     return error(
         NotImplementedError,
-        f"the architecture {shown(name)}",
+        f"{where}{': ' if where else ''}the architecture {shown(name)}",
         "forwards exist for GPT-2, for Llama and what shares its layers (Mistral, Qwen2, SmolLM2), "
         "and for Phi-2",
         "load a model of one of these",

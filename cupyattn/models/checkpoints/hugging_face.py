@@ -11,6 +11,7 @@ import numpy as np
 
 from cupyattn.errors import error, shown
 from cupyattn.models.checkpoints.checkpoint import Checkpoint, Tensor, damaged
+from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.hugging_face_config import config_of
 from cupyattn.models.checkpoints.names import HUGGING_FACE
 from cupyattn.models.extras import extra
@@ -23,10 +24,10 @@ _FLOATS = ("F32", "F16", "BF16", "F64")
 def open_folder(folder: Path) -> Checkpoint:
     """Read a folder's config and the names in its files; of the weights nothing yet."""
     files = _files(folder)
-    given = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     config = config_of(
-        given, read_json(generation) if generation.is_file() else {}, str(folder / "config.json")
+        _fields(folder / "config.json"),
+        _fields(generation) if generation.is_file() else Fields({}, str(generation)),
     )
     tensors: dict[str, Tensor] = {}
     for file in files:
@@ -41,6 +42,10 @@ def open_folder(folder: Path) -> Checkpoint:
         tensors,
         partial(tokenizer_of_folder, folder),
     )
+
+
+def _fields(path: Path) -> Fields:
+    return Fields(read_json(path), str(path))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -61,7 +66,7 @@ def read_json(path: Path) -> dict[str, Any]:
             "transformers writes them; or pass a GGUF file itself",
             "download or convert the model into that folder",
         ) from None
-    except ValueError as failure:
+    except (ValueError, RecursionError) as failure:
         raise damaged(str(path), f"no JSON ({failure})") from failure
     if not isinstance(given, dict):
         raise damaged(str(path), "no JSON object")

@@ -1,0 +1,117 @@
+"""The values that a file gives by name, JSON or GGUF metadata, read as what they should be."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from cupyattn.errors import error, shown
+from cupyattn.models.checkpoints.checkpoint import damaged
+
+_LARGEST_COUNT = 2**31 - 1  # kernels count in int32
+_LARGEST_ID = 2**32 - 1  # GGUF has ids in uint32, of which the last stands for none
+_LARGEST_NUMBER = 3e38  # float32 ends there
+
+
+class Fields(NamedTuple):
+    """Values by name; null is as if absent.
+
+    Every read either gives a value of its kind, or raises an error with the file, the name, what
+    was found and what is allowed: ValueError where the file must be damaged, NotImplementedError
+    where it may be a model that there is no code for.
+
+    Attributes
+    ----------
+    given : dict
+        Whatever a file held.
+    where : str
+        The file, for errors.
+    prefix : str
+        Before all names.
+    """
+
+    given: dict[str, Any]
+    where: str
+    prefix: str = ""
+
+    def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """Return a count, `least` or more.
+
+        A list is one for each layer, for which there is no code.
+        """
+        value = self._value(name, default)
+        if isinstance(value, list):
+            raise self._unsupported(name, value, "one number for all layers")
+        if not _is_integer(value) or not least <= value <= _LARGEST_COUNT:
+            raise self._damaged(name, value, f"no integer of {least} to {_LARGEST_COUNT}")
+        return int(value)
+
+    def number(
+        self, name: str, default: float | None = None, *, zero_allowed: bool = False
+    ) -> float:
+        """Return a finite number above 0, or 0 if that is allowed."""
+        value = self._value(name, default)
+        real = isinstance(value, int | float) and not isinstance(value, bool)
+        if not real or not 0 <= value <= _LARGEST_NUMBER or not (value or zero_allowed):
+            raise self._damaged(name, value, "no finite number above 0")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return true or false."""
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self._damaged(name, value, "neither true nor false")
+        return value
+
+    def object(self, name: str) -> dict[str, Any]:
+        """Return a JSON object, an empty one if it is absent."""
+        value = self._value(name, {})
+        if not isinstance(value, dict):
+            raise self._damaged(name, value, "no JSON object")
+        return value
+
+    def ids(self, name: str) -> tuple[int, ...]:
+        """Return the token or the tokens of a name, none if it is absent."""
+        value = self._value(name, [])
+        found = value if isinstance(value, list) else [value]
+        if not all(_is_integer(each) and 0 <= each <= _LARGEST_ID for each in found):
+            raise self._damaged(name, value, "no token id")
+        return tuple(found)
+
+    def choice(self, name: str, allowed: Collection[str], default: str | None = None) -> str:
+        """Return one of the words allowed."""
+        value = self.given.get(self.prefix + name)
+        value = default if value is None else value
+        if not isinstance(value, str) or value not in allowed:
+            raise self._unsupported(name, value, ", ".join(map(repr, allowed)))
+        return value
+
+    def refuse(self, name: str, allowed: Any = None) -> None:
+        """Refuse a trait unless it is absent or, which comes to the same, has the value allowed."""
+        value = self.given.get(self.prefix + name, allowed)
+        if value != allowed or isinstance(value, bool) != isinstance(allowed, bool):
+            code = "models without it" if allowed is None else repr(allowed)
+            raise self._unsupported(name, value, code)
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self.given.get(self.prefix + name)
+        if value is None:
+            value = default
+        if value is None:
+            raise damaged(self.where, f"it has no {self.prefix}{name}")
+        return value
+
+    def _damaged(self, name: str, value: Any, what: str) -> Exception:
+        return damaged(self.where, f"{self.prefix}{name} is {shown(value)}, which is {what}")
+
+    def _unsupported(self, name: str, value: Any, code: str) -> Exception:
+        return error(
+            NotImplementedError,
+            f"{self.where}: {self.prefix}{name} is {shown(value)}",
+            f"there is code for {code}",
+            "load a model of that kind",
+        )
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
