@@ -19,7 +19,7 @@ from cupyattn.models.tokenizer import tokenizer_of_gguf
 
 _FORWARDS = {"gpt2": "gpt2", "llama": "llama", "qwen2": "llama", "phi2": "phi"}
 _SCALINGS = ("none", "linear", "yarn")
-_WITHOUT_EFFECT: dict[str, Any] = {
+_UNSUPPORTED: dict[str, Any] = {
     "attention.causal": True,
     "attention.clamp_kqv": 0.0,
     "attention.max_alibi_bias": 0.0,
@@ -71,7 +71,7 @@ def _config(file: GGUFFile, kind: str, naming: Naming, where: str) -> Config:
     def has(name: str) -> bool:
         return f"{naming.layer.format(0)}{name}.bias" in tensors
 
-    for trait, neutral in _WITHOUT_EFFECT.items():
+    for trait, neutral in _UNSUPPORTED.items():
         fields.refuse(trait, neutral)
     embedding = tensors.get(f"{naming.embedding}.weight")
     if embedding is None:
