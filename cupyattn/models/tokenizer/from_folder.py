@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cupyattn.errors import error
+from cupyattn.errors import error, shown
 from cupyattn.models.extras import extra
 from cupyattn.models.tokenizer.byte_level import byte_level
 from cupyattn.models.tokenizer.text import Tokenizer
@@ -67,8 +67,14 @@ def _settings(folder: Path) -> dict[str, Any]:
                 special[name] = content
     template = given.get("chat_template")
     if isinstance(template, list):  # several by name, of which one is for plain chats
-        named = {each["name"]: each["template"] for each in template}
-        template = named.get("default")
+        try:
+            template = {each["name"]: each["template"] for each in template}.get("default")
+        except (KeyError, TypeError):
+            raise _damaged(
+                path, f"chat_template is {shown(template)}, not objects of name and template"
+            ) from None
+    if not isinstance(template, str | None):
+        raise _damaged(path, f"chat_template is {shown(template)}, which is no text")
     if (folder / "chat_template.jinja").is_file():
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     return {"chat_template": template, "special_tokens": special}
@@ -77,6 +83,8 @@ def _settings(folder: Path) -> dict[str, Any]:
 def _gpt2(folder: Path) -> Any:
     try:
         vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+        if not isinstance(vocab, dict):
+            raise ValueError("no JSON object")
         lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
         merges = [line for line in lines if line and not line.startswith("#version")]
         return byte_level(vocab, merges, "gpt-2", special=[_END] if _END in vocab else [])
