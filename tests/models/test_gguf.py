@@ -239,6 +239,22 @@ def test_a_file_with_wrong_bytes(tmp_path):
                 assert "; " in str(failure)  # noqa: PT017
 
 
+def test_tensors_that_lie_in_one_another(tmp_path):
+    content = write_gguf(tmp_path / "m.gguf", random("llama"), "llama").read_bytes()
+
+    def place(name):
+        """Where a tensor's offset stands: behind its name, two axes and its type."""
+        return content.index(name) + len(name) + 4 + 2 * 8 + 4
+
+    at, other = place(b"blk.0.attn_v.weight"), place(b"blk.0.attn_k.weight")
+    own, taken = (int.from_bytes(content[each : each + 8], "little") for each in (at, other))
+    for offset in (taken, own + 4, own - 32):
+        wrong = content[:at] + offset.to_bytes(8, "little") + content[at + 8 :]
+        (tmp_path / "m.gguf").write_bytes(wrong)
+        with pytest.raises(ValueError, match=r"at byte \d+, and .* ends at \d+"):
+            models.load(tmp_path / "m.gguf", xp=np)
+
+
 def test_no_gguf(tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(b"PK\3\4" + bytes(100))

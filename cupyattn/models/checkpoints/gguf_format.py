@@ -83,7 +83,15 @@ def read_gguf(path: Path) -> GGUFFile:
     infos = [_Info.read(cursor) for _ in range(count)]
     alignment = Fields(metadata, str(path)).integer("general.alignment", 32)
     begin = -(-cursor.at // alignment) * alignment
-    return GGUFFile(metadata, {info.name: info.tensor(path, content, begin) for info in infos})
+    tensors = {}
+    end, before = begin, "the list of tensors"
+    for info in sorted(infos, key=lambda each: each.offset):
+        start = begin + info.offset
+        if info.offset % alignment or start < end or info.name in tensors:
+            raise damaged(str(path), f"{info.name} at byte {start}, and {before} ends at {end}")
+        tensors[info.name], size = info.tensor(path, content, start)
+        end, before = start + size, info.name
+    return GGUFFile(metadata, tensors)
 
 
 class _Cursor:
@@ -144,8 +152,8 @@ class _Info(NamedTuple):
         shape = cursor.numbers("Q", axes)[::-1]
         return cls(name, shape, *cursor.numbers("I", 1), *cursor.numbers("Q", 1))
 
-    def tensor(self, path: Path, content: np.ndarray, begin: int) -> Tensor:
-        """Return the tensor, whose bytes lie within the file."""
+    def tensor(self, path: Path, content: np.ndarray, start: int) -> tuple[Tensor, int]:
+        """Return the tensor, whose bytes begin at `start` within the file, and their number."""
         quants = extra("gguf.quants", "dequantises weights")
         types = extra("gguf.constants", "dequantises weights")
         try:
@@ -163,7 +171,7 @@ class _Info(NamedTuple):
             )
         *rows, columns = self.shape
         width = columns // block * size
-        start, total = begin + self.offset, math.prod(rows) * width
+        total = math.prod(rows) * width
         if columns % block or min(self.shape) < 1 or start + total > len(content):
             raise damaged(
                 str(path),
@@ -171,8 +179,8 @@ class _Info(NamedTuple):
             )
         stored = content[start : start + total].reshape(*rows, width)
         if not rows:
-            return Tensor(self.shape, partial(_numbers, quants.dequantize(stored, kind)))
-        return Tensor(self.shape, partial(_rows, quants.dequantize, stored, kind))
+            return Tensor(self.shape, partial(_numbers, quants.dequantize(stored, kind))), total
+        return Tensor(self.shape, partial(_rows, quants.dequantize, stored, kind)), total
 
 
 def _rows(dequantize: Any, stored: np.ndarray, kind: Any, start: int, stop: int) -> np.ndarray:
