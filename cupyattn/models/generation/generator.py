@@ -15,6 +15,7 @@ from cupyattn.models.generation.inputs import Draw
 from cupyattn.models.generation.lookup import accepted, draft
 from cupyattn.models.generation.options import (
     Prompt,
+    Sampling,
     as_cache_dtype,
     as_count,
     as_ends,
@@ -164,12 +165,9 @@ class Generator:
 
         Parameters and errors are those of `Model.generate`.
         """
-        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-                   "repetition_penalty": repetition_penalty}  # fmt: skip
-        (submitted,) = self._submit(
-            self._prompts(prompt, only_one=True),
-            max_new_tokens, options, seed, stop, n,
-        )  # fmt: skip
+        sampling = as_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+        one = self._prompts(prompt, only_one=True)
+        (submitted,) = self._submit(one, max_new_tokens, sampling, seed, stop, n)
         return submitted
 
     def step(self) -> tuple[Generation, ...]:
@@ -214,9 +212,8 @@ class Generator:
         n: int = 1,
     ) -> list[Any]:
         """Generate for all prompts: as `Model.generate`, from this generator's cache."""
-        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-                   "repetition_penalty": repetition_penalty}  # fmt: skip
-        submitted = self._submit(self._prompts(prompts), max_new_tokens, options, seed, stop, n)
+        sampling = as_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+        submitted = self._submit(self._prompts(prompts), max_new_tokens, sampling, seed, stop, n)
         try:
             while not all(generation.finished for generation in submitted):
                 self.step()
@@ -261,13 +258,13 @@ class Generator:
         self,
         prompts: list[Prompt],
         max_new_tokens: int,
-        options: dict[str, Any],
+        sampling: Sampling,
         seed: int | None,
         stop: Any,
         n: int,
     ) -> list[Generation]:
         """Check everything, then submit everything."""
-        sampling, ends = as_sampling(**options), as_ends(stop, self._model)
+        ends = as_ends(stop, self._model)
         new = as_count("max_new_tokens", max_new_tokens, 1)
         for prompt in prompts:
             require_positions(len(prompt.ids), new, self._model.config.max_positions)
