@@ -314,6 +314,12 @@ PRODUCT_PARAMS = np.dtype(
     align=True,
 )
 
+# QuantisedTileParams in cuda_src/linear/quantised/tile_feed.cuh
+QUANTISED_TILE_PARAMS = np.dtype(
+    [("product", PRODUCT_PARAMS), *((field, np.int32) for field in ("blocks", "block_log2"))],
+    align=True,
+)
+
 # PreactivationGradientParams in cuda_src/linear/tensor_core/preactivation_gradient.cu
 PREACTIVATION_GRADIENT_PARAMS = np.dtype(
     [
@@ -376,6 +382,9 @@ ROTARY_TABLES_STRUCT = Struct("tables", ROTARY_TABLES, "RotaryTables")
 FLOAT_PRODUCT_STRUCT = Struct("params", FLOAT_PRODUCT_PARAMS, "FloatProductParams")
 THIN_STRUCT = Struct("params", THIN_PARAMS, "ThinParams")
 PRODUCT_STRUCT = Struct("params", PRODUCT_PARAMS, "ProductParams")
+QUANTISED_TILE_STRUCT = Struct(
+    "params", QUANTISED_TILE_PARAMS, "QuantisedTileParams", (PRODUCT_STRUCT,)
+)
 PREACTIVATION_GRADIENT_STRUCT = Struct(
     "params", PREACTIVATION_GRADIENT_PARAMS, "PreactivationGradientParams"
 )
