@@ -7,6 +7,7 @@ from functools import cache
 
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.dtypes import vector_items
+from cupyattn.kernels.configs.linear.quantised import FORMATS
 from cupyattn.kernels.configs.linear.tensor_core import (
     ACTIVATIONS,
     Moves,
@@ -47,9 +48,6 @@ PRODUCT = KernelSpec(
 )
 KERNELS = (FORWARD, PRODUCT)
 
-STRUCTS = {"nf4": "Nf4", "int4": "Int4", "int8": "Int8", "q4_1": "Q4_1", "q4_k": "Q4_K"}
-"""What formats.cuh calls a format."""
-
 _NARROW = (256, 128, 32, 64, 64, 1)
 _SMALL = (128, 128, 32, 64, 64, 2)
 
@@ -63,7 +61,7 @@ _TURING: Mapping[str, _Table] = {
         ("small", True): ProductConfig(*_SMALL, _A, Moves(5, 1, 2), 1, 0.8, ""),
         ("small", False): ProductConfig(*_SMALL, _A, Moves(5, 1, 2), 1, 0.8, ""),
     }
-    for name in STRUCTS
+    for name in FORMATS
 }
 PRODUCTS = {
     75: _TURING,
@@ -102,7 +100,7 @@ def forward(
         row_of(arch, name, shape, True),
         vec,
         out_vec,
-        FORMAT=STRUCTS[name],
+        FORMAT=FORMATS[name],
         ACTIVATION=ACTIVATIONS[activation],
         PAIRED=cpp_bool(paired),
     )
@@ -118,7 +116,7 @@ def product(
         row_of(arch, name, shape, along),
         vec,
         out_vec,
-        FORMAT=STRUCTS[name],
+        FORMAT=FORMATS[name],
         B_LINES=lines_macro(along),
         SPLIT=cpp_bool(split),
     )
@@ -127,14 +125,14 @@ def product(
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     """Yield every row, with vector and scalar accesses; activations in pairs with the formats."""
     vec = vector_items("float16")
-    for name in STRUCTS:
+    for name in FORMATS:
         for shape, along in rows_for(PRODUCTS, arch)[name]:
             if along:
                 yield forward(arch, name, shape, vec, vec)
             yield product(arch, name, shape, vec, vec, along=along)
-    for name, activation, paired in pairs(STRUCTS, ACTIVATIONS, (False, True)):
+    for name, activation, paired in pairs(FORMATS, ACTIVATIONS, (False, True)):
         if activation:
             yield forward(arch, name, "narrow", vec, vec, activation=activation, paired=paired)
-    for name, along in pairs(STRUCTS, (False, True)):
+    for name, along in pairs(FORMATS, (False, True)):
         yield product(arch, name, "narrow", 1, 1, along=along)
         yield product(arch, name, "small", vec, vec, along=along, split=True)
