@@ -34,6 +34,7 @@ from cupyattn.kernels.configs.linear import float32 as linear_float32
 from cupyattn.kernels.configs.linear import (
     mma_rate,
     quantised,
+    quantised_float32,
     quantised_tile,
     read_weight,
     thin,
@@ -73,6 +74,7 @@ _MODULES = (
     thin,
     linear_tensor_core,
     quantised,
+    quantised_float32,
     quantised_tile,
 )
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from cupyattn.kernels.configs.linear import quantised_tile as configs
 from cupyattn.ops.card import Card
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
-from cupyattn.ops.linear.problem import LinearProblem, Matrix
+from cupyattn.ops.linear.problem import LinearProblem
+from cupyattn.ops.linear.quantised_weights import blocks_of, weight_matrix
 from cupyattn.ops.linear.tensor_core import addend, db_launches, dz, dz_name, gradient
 from cupyattn.ops.linear.tile_launches import forward_in_parts, product_launches
-from cupyattn.ops.linear.tiles import VECTOR, Blocks, Product, whole_vector
+from cupyattn.ops.linear.tiles import VECTOR, Product, whole_vector
 from cupyattn.ops.plan import Step
 
 _OFFSET_BYTES = 2**32  # from the first item of a tile to its last
 _MOST_TILE_LINES = 256
-_WHOLE_ROW_LOG2 = 31
 _WORTH_SPLITTING = 0.9  # of the forward's time, as the model sees both ways
 
 
@@ -26,22 +26,6 @@ def takes(problem: LinearProblem) -> bool:
         < _OFFSET_BYTES
         for matrix in problem.matrices.values()
     )
-
-
-def weight_matrix(problem: LinearProblem) -> Matrix:
-    """Return w as if its rows of codes were of float16."""
-    width = problem.weight_columns
-    transposed = problem.weight is not None and problem.weight.transposed
-    strides = (width, 1) if transposed else (1, problem.inner)
-    return Matrix(problem.inner, width, *strides, problem.dtype.itemsize, 0)
-
-
-def blocks_of(problem: LinearProblem) -> Blocks:
-    """Return how the rows of codes are divided."""
-    assert problem.weight is not None
-    name, block_size, transposed = problem.weight
-    blocks = (problem.weight_columns if transposed else problem.inner) // block_size
-    return Blocks(name, blocks, block_size.bit_length() - 1 if blocks > 1 else _WHOLE_ROW_LOG2)
 
 
 def forward_launches(problem: LinearProblem, card: Card) -> Launches:
