@@ -11,7 +11,7 @@ from support.quantised_weights import MADE, made_up, number, weights
 import cupyattn
 from cupyattn import QuantizedWeight, reference
 from cupyattn.quantized_weight import FORMATS
-from cupyattn.reference.linear.quantised import NF4_CODEBOOK, NF4_THRESHOLDS
+from cupyattn.reference.linear.quantisation import NF4_CODEBOOK, NF4_THRESHOLDS
 
 # What bitsandbytes' kernels compare x / absmax with, as its sources have them (csrc/kernels.cu).
 BITSANDBYTES = [

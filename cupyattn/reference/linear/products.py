@@ -13,7 +13,7 @@ from cupyattn.gradients import LinearGrads
 from cupyattn.quantized_weight import QuantizedWeight
 from cupyattn.reference.layers.activations import activation as activation_of
 from cupyattn.reference.layers.activations import activation_derivative
-from cupyattn.reference.linear.quantised_products import quantised_product
+from cupyattn.reference.linear.quantised import quantised_product
 
 GATES = {"swiglu": "silu", "geglu": "gelu"}
 """What a gated activation does to its gate."""
