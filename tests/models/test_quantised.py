@@ -120,7 +120,7 @@ def test_what_a_model_takes():
     layer = model.weights.layers[0]
     assert layer.qkv_up is not None
     assert layer.qkv.weight.codes.base is layer.qkv_up.weight.codes
-    assert f"{model.nbytes:,} bytes" in repr(model)
+    assert f"float16, layers in nf4, {model.nbytes:,} bytes" in repr(model)
 
 
 def test_rows_may_be_filled_in_pieces(monkeypatch):
