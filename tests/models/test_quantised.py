@@ -13,10 +13,9 @@ import cupyattn
 from cupyattn import QuantizedWeight, models
 from cupyattn.models import Config, Layer, Model, Product
 from cupyattn.models.checkpoints import copying
-from cupyattn.models.weights import named_arrays, named_parts
+from cupyattn.models.weights import PRODUCTS, named_arrays, named_parts
 
 KINDS = ("nf4", "int4", "int8")
-PRODUCTS = ("qkv", "output", "up", "down")
 IDS = np.random.default_rng(5).integers(0, 59, (2, 11))
 
 
