@@ -233,3 +233,22 @@ def test_linear_gelu_and_vjp_take_one():
         grads = cupyattn.linear_gelu_backward(out, x, w, b)
     assert dw is None and grads.dw is None
     assert dx.shape == x.shape and db.shape == b.shape
+
+
+def test_linear_cross_entropy_takes_one():
+    """A chunk at a time: the loss of all logits, and the dx of their gradient."""
+    rng = np.random.default_rng(0)
+    x, w, _ = case(130, 72, 128, "nf4").inputs()
+    x, labels = put(x / 8), KERNELS.put(rng.integers(0, 72, 130).astype(np.int32))
+    w, dloss = put(w), KERNELS.put(np.ones((), np.float32))
+    with KERNELS.running():
+        some = {"logits_bytes": 2 * 72 * 50}
+        loss, lse = cupyattn.linear_cross_entropy(x, w, labels, return_lse=True, **some)
+        dx, dw = cupyattn.linear_cross_entropy_backward(dloss, x, w, labels, lse, **some)
+        logits = cupyattn.linear(x, w)
+        expected = cupyattn.cross_entropy(logits, labels)
+        dlogits = cupyattn.cross_entropy_backward(dloss, logits, labels, lse)
+        of_all = cupyattn.linear(dlogits, w.T)
+    assert dw is None
+    np.testing.assert_allclose(KERNELS.get(loss), KERNELS.get(expected), rtol=1e-5)
+    np.testing.assert_allclose(KERNELS.get(dx), KERNELS.get(of_all), rtol=2e-3, atol=1e-6)
