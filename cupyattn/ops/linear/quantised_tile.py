@@ -1,0 +1,7 @@
+"""Many rows and a quantised weight: the plans."""
+
+from __future__ import annotations
+
+from cupyattn.ops.linear.implementations import LinearPlan
+
+PLANS: tuple[LinearPlan, ...] = ()
