@@ -15,7 +15,7 @@ from cupyattn.ops.linear.tiles import Product, Tiling
 def _forget_plans() -> None:
     forward._plan.cache_clear()
     backward._plan.cache_clear()
-    tensor_core._gradient.cache_clear()
+    tensor_core.gradient.cache_clear()
 
 
 @contextmanager
