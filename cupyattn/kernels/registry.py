@@ -31,7 +31,7 @@ from cupyattn.kernels.configs.layers import (
     softmax_dbias,
 )
 from cupyattn.kernels.configs.linear import float32 as linear_float32
-from cupyattn.kernels.configs.linear import mma_rate, quantised_thin, read_weight, thin
+from cupyattn.kernels.configs.linear import mma_rate, quantised, quantised_thin, read_weight, thin
 from cupyattn.kernels.configs.linear import tensor_core as linear_tensor_core
 from cupyattn.kernels.spec import KernelSpec, Specialisation
 
@@ -67,6 +67,7 @@ _MODULES = (
     thin,
     quantised_thin,
     linear_tensor_core,
+    quantised,
 )
 
 KERNELS: dict[str, KernelSpec] = {

@@ -44,6 +44,7 @@ struct Nf4 {
   static constexpr bool kEvenHigh = true;  // the nibble of an even k
   using Code = unsigned char;
   using Scale = float;
+  static constexpr bool kCodebook = true;
   static constexpr int kNumbers = 1;  // of scales to a block
   static constexpr int kSuperBlock = 0;
   static constexpr Shift kShift = Shift::kNone;
@@ -53,6 +54,7 @@ struct Int4 {
   static constexpr bool kEvenHigh = false;
   using Code = unsigned char;
   using Scale = float16;
+  static constexpr bool kCodebook = false;
   static constexpr int kNumbers = 2;
   static constexpr int kSuperBlock = 0;
   static constexpr Shift kShift = Shift::kBefore;
@@ -62,6 +64,7 @@ struct Int8 {
   static constexpr bool kEvenHigh = false;
   using Code = signed char;
   using Scale = float;
+  static constexpr bool kCodebook = false;
   static constexpr int kNumbers = 1;
   static constexpr int kSuperBlock = 0;
   static constexpr Shift kShift = Shift::kNone;
@@ -71,6 +74,7 @@ struct Q4_1 {
   static constexpr bool kEvenHigh = false;
   using Code = unsigned char;
   using Scale = float16;
+  static constexpr bool kCodebook = false;
   static constexpr int kNumbers = 2;
   static constexpr int kSuperBlock = 0;
   static constexpr Shift kShift = Shift::kBehind;
@@ -80,6 +84,7 @@ struct Q4_K {
   static constexpr bool kEvenHigh = false;
   using Code = unsigned char;
   using Scale = unsigned char;
+  static constexpr bool kCodebook = false;
   static constexpr int kNumbers = 2;
   static constexpr int kSuperBlock = 256;  // weights that share a (d, dmin)
   static constexpr Shift kShift = Shift::kBehind;

@@ -11,46 +11,17 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import DTypeLike
 
-from cupyattn.quantized_weight import FORMATS, QuantizedWeight
+from cupyattn.quantized_weight import QuantizedWeight
+from cupyattn.reference.linear.quantisation import dequantize
 
-NF4_CODEBOOK = np.array(
-    [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-     -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0],
-    np.float32,
-)  # fmt: skip
-"""The 16 values of NF4 (Dettmers et al., arXiv:2305.14314, appendix E)."""
 _BLOCK_ITEMS = 2**22  # of a weight that are dequantised at a time
 
 
 def dequantised_rows(weight: QuantizedWeight, rows: slice = slice(None)) -> np.ndarray:
     """Return rows of the arrays as float32 weights (rows, K)."""
-    codes = weight.codes[rows]
-    scales = weight.scales[rows]
-    if FORMATS[weight.format].bits == 4:
-        low, high = codes & 15, codes >> 4
-        pairs = (high, low) if weight.format == "nf4" else (low, high)
-        codes = np.stack(pairs, axis=-1).reshape(len(codes), -1)
-    blocks = codes.reshape(len(codes), -1, weight.block_size)
-    with np.errstate(over="ignore", invalid="ignore"):
-        if weight.format == "nf4":
-            values = NF4_CODEBOOK[blocks] * scales[..., None]
-        elif weight.format == "int8":
-            values = blocks.astype(np.float32) * scales[..., None]
-        else:
-            q = blocks.astype(np.float32)
-            first, second = (
-                part[..., None].astype(np.float32) for part in np.moveaxis(scales, -1, 0)
-            )
-            if weight.format == "int4":
-                values = (q - second) * first
-            elif weight.format == "q4_1":
-                values = q * first + second
-            else:
-                d, dmin = _super_scales(weight, rows)
-                values = q * (d * first) - dmin * second
-    return values.reshape(codes.shape)
+    above = weight.super_scales
+    arrays = weight.codes[rows], weight.scales[rows], None if above is None else above[rows]
+    return dequantize(weight.format, *arrays, weight.block_size)
 
 
 # Roundings to float16 between the arrays and a weight on tensor cores, each of which loses 2^-11:
@@ -93,14 +64,6 @@ def _cancelling_terms(weight: QuantizedWeight) -> np.ndarray:
         signs = np.array([1, -1], np.float16)
         exact = replace(weight, super_scales=np.abs(weight.super_scales) * signs)
     return np.abs(dequantised_rows(exact).astype(np.float64))
-
-
-def _super_scales(weight: QuantizedWeight, rows: slice) -> tuple[np.ndarray, np.ndarray]:
-    """Return d and dmin for each block of "q4_k", as float32 that broadcast over its weights."""
-    assert weight.super_scales is not None
-    pairs = weight.super_scales[rows].astype(np.float32)
-    each = np.repeat(pairs, weight.scales.shape[1] // max(pairs.shape[1], 1), axis=1)
-    return each[..., 0, None], each[..., 1, None]
 
 
 def quantised_product(a: np.ndarray, weight: QuantizedWeight, dtype: DTypeLike) -> np.ndarray:
