@@ -39,12 +39,12 @@ template <bool kSplit, int kResults, int kBurstItems>
 struct CtaPart {
   int split = 0, first, from = 0, to;  // part of K, first result, first burst, the one behind the last
 
-  __device__ __forceinline__ explicit CtaPart(const ThinParams& params) {
-    first = blockIdx.x * kResults;
+  __device__ __forceinline__ explicit CtaPart(const ThinParams& params, uint32 cta = blockIdx.x) {
+    first = cta * kResults;
     to = (params.inner + kBurstItems - 1) / kBurstItems;
     if constexpr (kSplit) {
       const uint32 bursts = to, tiles = (params.outer + kResults - 1) / kResults;
-      split = blockIdx.x / tiles;
+      split = cta / tiles;
       first -= split * tiles * kResults;
       from = bursts * split / params.splits;
       to = bursts * (split + 1) / params.splits;
