@@ -106,9 +106,7 @@ struct CodebookPairs {
   static constexpr float kFactor = 1.f;
   using Table = CodebookTable;
   using Lookup = CodebookLookup;
-  __device__ __forceinline__ static uint32 pair(uint32 word, int i, const Lookup& lookup) {
-    return lookup(word, i);
-  }
+  __device__ __forceinline__ static uint32 pair(uint32 word, int i, const Lookup& lookup) { return lookup(word, i); }
   __device__ __forceinline__ static uint32 input(const uint4& x, int i) { return word_of(x, i); }
   __device__ __forceinline__ static float merge(float sum, float) { return sum; }
 };

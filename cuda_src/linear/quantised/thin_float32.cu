@@ -13,8 +13,8 @@
 // Budget    registers: COLUMNS * ROWS sums, 4 ROWS of x, 6 COLUMNS of codes and scales. Shared memory: ROWS * 4 KiB, of
 //           eight bits 2.
 // Edges     k beyond K: zeros of x, not read. Rows beyond M are zeros, columns beyond N the last one: not stored.
-#if !defined(FORMAT) || !defined(BLOCK_SIZE) || !defined(DTYPE) || !defined(VEC) || !defined(ACTIVATION) ||     \
-    !defined(GATED) || !defined(ROWS) || !defined(COLUMNS) || !defined(MIN_CTAS) || !defined(THREADS) ||        \
+#if !defined(FORMAT) || !defined(BLOCK_SIZE) || !defined(DTYPE) || !defined(VEC) || !defined(ACTIVATION) || \
+    !defined(GATED) || !defined(ROWS) || !defined(COLUMNS) || !defined(MIN_CTAS) || !defined(THREADS) ||    \
     !defined(SHARED_BYTES)
 #error \
     "FORMAT, BLOCK_SIZE, DTYPE, VEC, ACTIVATION, GATED, ROWS, COLUMNS, MIN_CTAS, THREADS and SHARED_BYTES come from a \
@@ -59,7 +59,7 @@ __device__ __forceinline__ int place_of(int piece, int lane) {
 __device__ __forceinline__ void load_run(Smem& smem, const Scalar* x_g, const ThinParams& params, int first_row,
                                          int k) {
   constexpr int kRunPieces = Traits::kPieces * kWarpSize;
-#pragma unroll
+#pragma unroll 4
   for (int row = 0; row < Traits::kRows; row++) {
     const bool exists = first_row + row < params.rows;
 #pragma unroll
@@ -148,9 +148,11 @@ __device__ __forceinline__ void add_run(Sums& sums, const Smem& smem, const Pack
   constexpr int kWordPieces = Traits::kPieces / 4;  // of four weights
 #pragma unroll
   for (int piece = 0; piece < Traits::kPieces; piece++) {
-    float4 x[Traits::kRows];
+    float x[Traits::kRows][4];
 #pragma unroll
-    for (int row = 0; row < Traits::kRows; row++) x[row] = smem.x[row][place_of(piece, lane_index())];
+    for (int row = 0; row < Traits::kRows; row++) {
+      ld_shared(x[row], shared_address(&smem.x[row][place_of(piece, lane_index())]));
+    }
 #pragma unroll
     for (int column = 0; column < Traits::kColumns; column++) {
       const uint32 word = word_of(w.codes[column], piece / kWordPieces);
@@ -163,10 +165,8 @@ __device__ __forceinline__ void add_run(Sums& sums, const Smem& smem, const Pack
 #pragma unroll
       for (int row = 0; row < Traits::kRows; row++) {
         float& sum = sums[row][column];
-        sum = fmaf(x[row].x, weight[0], sum);
-        sum = fmaf(x[row].y, weight[1], sum);
-        sum = fmaf(x[row].z, weight[2], sum);
-        sum = fmaf(x[row].w, weight[3], sum);
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum = fmaf(x[row][i], weight[i], sum);
       }
     }
   }

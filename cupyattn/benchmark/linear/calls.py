@@ -21,7 +21,7 @@ from cupyattn.kernels.launch import launch
 
 def own_calls(case: Case, arrays: Arrays) -> Round:
     """Return calls for each of the weights, into arrays that are there."""
-    x, weights, b, dout, out = arrays
+    x, weights, _, b, dout, out = arrays
     turned = [w.T if case.layout == "nk" else w for w in weights]
     if case.kind != "backward":
         forward = partial(cupyattn.linear, activation=case.activation, out=out)
@@ -42,11 +42,11 @@ def reading_calls(device: Device, multiprocessors: int, arrays: Arrays, xp: Any)
     """Return launches of the kernel that only reads each weight."""
     sink = xp.zeros(1, np.uint32)
 
-    def read(weight: Array) -> None:
-        count = weight.nbytes // VECTOR_BYTES
-        launch(device, read_weight(), multiprocessors * CTAS_PER_SM, (weight, sink, count))
+    def read(memory: Array) -> None:
+        count = memory.nbytes // VECTOR_BYTES
+        launch(device, read_weight(), multiprocessors * CTAS_PER_SM, (memory, sink, count))
 
-    return [partial(read, weight) for weight in arrays.weights]
+    return [partial(read, memory) for memory in arrays.memory]
 
 
 def torch_calls(torch: Any, case: Case, arrays: Arrays, *, compiled: bool) -> Round:
@@ -66,7 +66,7 @@ def torch_calls(torch: Any, case: Case, arrays: Arrays, *, compiled: bool) -> Ro
 
     function = torch.compile(linear, dynamic=False) if compiled else linear
     x, b, dout = (tensor_of(torch, array) for array in (arrays.x, arrays.b, arrays.dout))
-    weights = [tensor_of(torch, w if case.layout == "nk" else w.T) for w in arrays.weights]
+    weights = [tensor_of(torch, w if case.layout == "nk" else w.T) for w in arrays.memory]
     if case.kind != "backward":
 
         def call(weight: Any) -> Any:

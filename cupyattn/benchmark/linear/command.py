@@ -23,6 +23,7 @@ from cupyattn.cupy_library import load_cupy
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.device.cuda import cuda_device
 from cupyattn.ops.linear.problem import ACTIVATIONS
+from cupyattn.quantized_weight import FORMATS
 
 KINDS = ("large", "thin", "backward")
 OWN, READING, EAGER, COMPILED = "cupyattn", "read w", "torch", "torch.compile"
@@ -63,6 +64,14 @@ def add_parser(benchmarks: Any) -> None:
         help="how w lies: nk is w.T of an array (N, K) (default: nk)",
     )
     parser.add_argument(
+        "--weights",
+        nargs="+",
+        choices=tuple(FORMATS),
+        default=[],
+        help="quantised ones, in the usual blocks of these formats, instead of weights of the "
+        "dtype; GB/s are then of codes and scales",
+    )
+    parser.add_argument(
         "--activation",
         choices=("none", *ACTIVATIONS),
         help="default: gelu_tanh of many rows, none of few",
@@ -85,10 +94,11 @@ def cases_of(arguments: argparse.Namespace) -> Iterator[Case]:
         usual = [(m, n, k) for n, k in THIN for m in THIN_ROWS] if kind == "thin" else LARGE
         activation = arguments.activation or ("none" if kind == "thin" else "gelu_tanh")
         for dtype in arguments.dtype:
-            for layout in arguments.layout:
+            kinds = [("nk", weights) for weights in arguments.weights]
+            for layout, weights in kinds or [(layout, None) for layout in arguments.layout]:
                 for m, n, k in arguments.size or usual:
                     after = None if activation == "none" else activation
-                    yield Case(kind, m, n, k, dtype, layout, after)
+                    yield Case(kind, m, n, k, dtype, layout, after, weights)
 
 
 def measure(arguments: argparse.Namespace) -> Result:
@@ -102,7 +112,7 @@ def measure(arguments: argparse.Namespace) -> Result:
         yield OWN, own_calls(case, arrays)
         if case.kind == "thin":
             yield READING, reading_calls(device, multiprocessors, arrays, cupy)
-        if torch is not None:
+        if torch is not None and case.weights is None:
             yield EAGER, torch_calls(torch, case, arrays, compiled=False)
             yield COMPILED, torch_calls(torch, case, arrays, compiled=True)
 
@@ -137,6 +147,7 @@ def row_of(case: Case, contender: str, times: list[float]) -> dict[str, Any]:
         "dtype": case.dtype,
         "layout": case.layout,
         "activation": case.activation,
+        "weights": case.weights,
         "contender": contender,
         "seconds": seconds,
         "fastest": min(times),
@@ -149,11 +160,12 @@ def show(result: Result, terminal: Terminal) -> None:
     """Print it for people."""
     show_machine("linear", result, terminal)
     titles = {"large": "Many rows", "thin": "Few rows, w not in L2", "backward": "Backward"}
-    for (kind, dtype, layout), rows in groupby(
-        result["rows"], key=lambda row: (row["kind"], row["dtype"], row["layout"])
+    for (kind, dtype, layout, weights), rows in groupby(
+        result["rows"],
+        key=lambda row: (row["kind"], row["dtype"], row["layout"], row.get("weights")),
     ):
         turned = "w.T of (N, K)" if layout == "nk" else "w as (K, N)"
-        terminal.title(f"{titles[kind]}, {dtype}, {turned}")
+        terminal.title(f"{titles[kind]}, {dtype}, {turned}" + (f", {weights}" if weights else ""))
         figure = "GB/s of w" if kind == "thin" else "TFLOP/s"
         terminal.table(
             ("M x N x K", "after", "ran", "median", figure, f"beside {OWN}"), list(_lines(rows))
