@@ -213,7 +213,7 @@ struct BlockSums {
   float inputs[kShifted ? Traits::kXTiles : 1][4] = {};
 
   __device__ __forceinline__ void multiply(const PackedColumns& w, const InputRows& x, int step, int chunk,
-                                           const Pairs::Table& table) {
+                                           const Pairs::Lookup& lookup) {
     constexpr uint32 kOnes[2] = {0x3c003c00u, 0x3c003c00u};
     const int slot = (step * Traits::kChunks + chunk) % Traits::kXSlots;
 #pragma unroll
@@ -224,8 +224,8 @@ struct BlockSums {
       for (int j = 0; j < Traits::kXTiles; j++) b[j] = Pairs::input(x.chunks[slot][j], i);
 #pragma unroll
       for (int tile = 0; tile < Traits::kWTiles; tile++) {
-        const uint32 a[2] = {Pairs::pair(word_of(w.codes[step][2 * tile], word), pair, table),
-                             Pairs::pair(word_of(w.codes[step][2 * tile + 1], word), pair, table)};
+        const uint32 a[2] = {Pairs::pair(word_of(w.codes[step][2 * tile], word), pair, lookup),
+                             Pairs::pair(word_of(w.codes[step][2 * tile + 1], word), pair, lookup)};
 #pragma unroll
         for (int j = 0; j < Traits::kXTiles; j++) mma_m16n8k8(products[tile][j][i % Pairs::kChains], a, b[j]);
       }
@@ -284,7 +284,7 @@ struct BlockSums {
 
 // One burst: all loads of codes and scales and the first of x, then the products.
 __device__ __forceinline__ void burst(Sums& sums, PackedColumns& w, InputRows& x, int k, int end,
-                                      const Pairs::Table& table) {
+                                      const Pairs::Lookup& lookup) {
   constexpr int kAll = Traits::kSteps * Traits::kChunks, kPerBlock = div_up(Traits::kChunks, Traits::kBlocks);
   w.load(k, end);
 #pragma unroll
@@ -299,7 +299,7 @@ __device__ __forceinline__ void burst(Sums& sums, PackedColumns& w, InputRows& x
 #pragma unroll
       for (int i = 0; i < kPerBlock; i++) {
         const int chunk = block * kPerBlock + i, next = step * Traits::kChunks + chunk + Traits::kXSlots;
-        block_sums.multiply(w, x, step, chunk, table);
+        block_sums.multiply(w, x, step, chunk, lookup);
         if (next < kAll) x.load(next, k, end);
       }
       if constexpr (Traits::kColumnScale) {
@@ -389,6 +389,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
 
   smem.fill<THREADS>();
   if (Pairs::Table::kEntries > 0) __syncthreads();  // smem.pairs: written by every warp
+  const Pairs::Lookup lookup(smem);
 #pragma unroll 1
   for (uint32 tile = first; tile < tiles; tile += gridDim.x * Traits::kGroups) {
     const Traits::Part part(params, tile / row_tiles);
@@ -403,7 +404,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     int k = (part.from + group_thread() / kWarpSize) * Traits::kBurstItems;
 #pragma unroll 1
     for (int turn = part.from; turn < part.to; turn += Traits::kKWarps) {
-      burst(sums, w, x, k, end, smem);
+      burst(sums, w, x, k, end, lookup);
       k += Traits::kKWarps * Traits::kBurstItems;
     }
 

@@ -15,6 +15,7 @@
 #include <cuda_fp16.h>
 
 #include "../../common/memory.cuh"
+#include "../../common/mma.cuh"
 #include "../../common/numeric.cuh"
 #include "formats.cuh"
 
@@ -47,10 +48,31 @@ struct CodebookTable {
     }
   }
 };
+
+// Where a lane looks pairs up. One instruction makes the place of a pair from the byte, shifted there, and the lane's
+// bits, as long as the compiler does not know what these are.
+struct CodebookLookup {
+  const char* pairs;
+  uint32 lane;
+
+  __device__ __forceinline__ explicit CodebookLookup(const CodebookTable& table)
+      : pairs(reinterpret_cast<const char*>(table.pairs)),
+        lane(kept_in_register<uint32>(lane_index() * sizeof(uint32))) {}
+
+  __device__ __forceinline__ uint32 operator()(uint32 word, int byte) const {
+    constexpr int kRowLog2 = 7;
+    const uint32 shifted = byte == 0 ? word << kRowLog2 : word >> (8 * byte - kRowLog2);
+    return *reinterpret_cast<const uint32*>(pairs + ((shifted & 0xff << kRowLog2) | lane));
+  }
+};
+
 struct NoTable {
   static constexpr int kEntries = 0;
   template <int kThreads>
   __device__ __forceinline__ void fill() {}
+};
+struct NoLookup {
+  __device__ __forceinline__ explicit NoLookup(const NoTable&) {}
 };
 
 __device__ __forceinline__ uint32 permuted(const uint4& x, int pair) {  // items pair and pair + 4 of eight
@@ -67,7 +89,8 @@ struct NibblePairs {
   static constexpr int kChains = kChains_;
   static constexpr float kFactor = kChains == 2 ? 0x1p20f : 0x1p24f;
   using Table = NoTable;
-  __device__ __forceinline__ static uint32 pair(uint32 word, int i, const Table&) {
+  using Lookup = NoLookup;
+  __device__ __forceinline__ static uint32 pair(uint32 word, int i, const Lookup&) {
     if (kChains == 1) return word >> 4 * i & 0x000f000fu;
     return (i < 2 ? word : word >> 8) & (i % 2 ? 0x00f000f0u : 0x000f000fu);
   }
@@ -82,12 +105,8 @@ struct CodebookPairs {
   static constexpr int kChains = 1;
   static constexpr float kFactor = 1.f;
   using Table = CodebookTable;
-  __device__ __forceinline__ static uint32 pair(uint32 word, int i, const Table& table) {
-    // One instruction makes the place of a pair from the byte, shifted there, and the lane's bits.
-    const uint32 entry = i == 0 ? word << 7 : word >> (8 * i - 7);
-    const uint32 place = (entry & 0x7f80u) | lane_index() * 4;
-    return *reinterpret_cast<const uint32*>(reinterpret_cast<const char*>(table.pairs) + place);
-  }
+  using Lookup = CodebookLookup;
+  __device__ __forceinline__ static uint32 pair(uint32 word, int i, const Lookup& lookup) { return lookup(word, i); }
   __device__ __forceinline__ static uint32 input(const uint4& x, int i) { return word_of(x, i); }
   __device__ __forceinline__ static float merge(float sum, float) { return sum; }
 };
@@ -97,7 +116,8 @@ struct BytePairs {
   static constexpr int kChains = 1;
   static constexpr float kFactor = 1.f;
   using Table = NoTable;
-  __device__ __forceinline__ static uint32 pair(uint32 word, int i, const Table&) {
+  using Lookup = NoLookup;
+  __device__ __forceinline__ static uint32 pair(uint32 word, int i, const Lookup&) {
     const uint32 beyond = __byte_perm(word ^ 0x80808080u, 0x64646464u, i ? 0x4342 : 0x4140);
     const __half2 pair = __hsub2(reinterpret_cast<const __half2&>(beyond), __half2half2(__ushort_as_half(0x6480)));
     return reinterpret_cast<const uint32&>(pair);

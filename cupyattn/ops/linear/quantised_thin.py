@@ -1,4 +1,4 @@
-"""Few rows (M up to 64) in float16 and a quantised weight: kernels that stream its bytes once."""
+"""Few rows and a quantised weight: kernels that stream its bytes once."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
+from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES, vector_items
 from cupyattn.kernels.configs.linear.quantised_thin import (
+    MAX_FLOAT32_ROWS,
     MAX_ROWS,
     SPAN_BYTES,
+    float32_ctas,
+    in_float32,
     thin,
     thin_launch,
 )
@@ -26,6 +29,9 @@ _MOST_VECTORS = 2**31
 """Of codes: kernels count them in 32 bits."""
 
 
+_FLOAT32_VECTOR = 4  # items of x
+
+
 def _takes(problem: LinearProblem) -> bool:
     codes = problem.matrices["codes"]
     return (
@@ -34,6 +40,10 @@ def _takes(problem: LinearProblem) -> bool:
         and problem.rows <= MAX_ROWS
         and codes.rows * codes.columns <= _MOST_VECTORS * VECTOR_BYTES
     )
+
+
+def _takes_in_float32(problem: LinearProblem) -> bool:
+    return _takes(problem) and problem.rows <= MAX_FLOAT32_ROWS
 
 
 def _forward(problem: LinearProblem, card: Card) -> Launches:
@@ -73,6 +83,25 @@ def _forward(problem: LinearProblem, card: Card) -> Launches:
     )
 
 
+def _forward_in_float32(problem: LinearProblem, card: Card) -> Launches:
+    """Return the product in float32 arithmetic."""
+    del card  # one configuration
+    weight = problem.weight
+    assert weight is not None
+    whole = weight.format == "int8" and weight.block_size == problem.inner
+    product = in_float32(
+        weight.format,
+        0 if whole else weight.block_size,
+        problem.dtype.name,
+        _FLOAT32_VECTOR if problem.vector("x") >= _FLOAT32_VECTOR else 1,
+        problem.rows,
+        problem.scalar_activation,
+        problem.gated,
+    )
+    ctas = float32_ctas(problem.rows, problem.outer, problem.gated)
+    return Launches((Step.of(product, ctas, _params(problem)),))
+
+
 def _vector(problem: LinearProblem) -> int:
     """Return 8 where all loads of x may bring 16 bytes, or 1."""
     whole = vector_items(problem.dtype.name)
@@ -99,4 +128,7 @@ def _params(problem: LinearProblem, *, splits: int = 1, outer: int | None = None
     return params
 
 
-PLANS = (LinearPlan("forward", ("float16",), _forward, _takes, tensor_cores=True),)
+PLANS = (
+    LinearPlan("forward", ("float16",), _forward, _takes, tensor_cores=True),
+    LinearPlan("forward", tuple(STORAGE), _forward_in_float32, _takes_in_float32),
+)

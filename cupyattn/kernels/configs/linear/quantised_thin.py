@@ -13,6 +13,7 @@ from functools import cache
 from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
 from cupyattn.kernels.configs.linear.float32 import STRUCTS
+from cupyattn.kernels.configs.linear.quantised import FORMATS
 from cupyattn.kernels.configs.linear.thin import EPILOGUE
 from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, rows_for
 from cupyattn.kernels.spec import KernelSpec, Specialisation, inputs
@@ -22,10 +23,11 @@ PRODUCT = KernelSpec(
     "linear/quantised/thin.cu",
     (*inputs("x", "codes", "scales"), *inputs("super_scales", optional=True), *EPILOGUE),
 )
-KERNELS = (PRODUCT,)
+IN_FLOAT32 = KernelSpec(
+    "linear_quantised_thin_f32", "linear/quantised/thin_float32.cu", PRODUCT.parameters
+)
+KERNELS = (PRODUCT, IN_FLOAT32)
 
-STRUCT_OF = {"nf4": "Nf4", "int4": "Int4", "int8": "Int8", "q4_1": "Q4_1", "q4_k": "Q4_K"}
-"""The formats' names in formats.cuh."""
 MAX_ROWS = 64
 """Of x: those beyond the largest of the table take more CTAs, which find the codes in L2."""
 SPAN_BYTES = 64
@@ -258,7 +260,7 @@ def _thin(
     return PRODUCT.specialise(
         threads=config.threads,
         static_shared_bytes=shared,
-        FORMAT=STRUCT_OF[weights],
+        FORMAT=FORMATS[weights],
         BLOCK_SIZE=block_size,
         VEC=vec,
         VEC_SCALES=cpp_bool(vec_scales),
@@ -289,6 +291,64 @@ def _shared_bytes(config: QuantisedThinConfig, kind: str, parts: int, pass_tiles
     return own if kind != "nf4" else _TABLE_BYTES + -(-own // VECTOR_BYTES) * VECTOR_BYTES
 
 
+FLOAT32_ROWS = (1, 2, 4, 8)
+"""Rows of x of a CTA in float32 arithmetic."""
+MAX_FLOAT32_ROWS = 16
+"""Beyond which kernels for many rows dequantise less often."""
+_FLOAT32_WARPS = 8
+_FLOAT32_COLUMNS = 4  # of a warp
+
+
+def float32_ctas(rows: int, outer: int, gated: bool) -> int:
+    """Return the grid of `in_float32`."""
+    results = _FLOAT32_WARPS * _FLOAT32_COLUMNS // (1 + gated)
+    row_tiles = -(-rows // min(_float32_rows(rows), max(FLOAT32_ROWS)))
+    return row_tiles * -(-outer // results)
+
+
+def _float32_rows(rows: int) -> int:
+    return next((most for most in FLOAT32_ROWS if rows <= most), max(FLOAT32_ROWS))
+
+
+def in_float32(
+    weights: str,
+    block_size: int,
+    dtype: str,
+    vec: int,
+    rows: int,
+    activation: str | None,
+    gated: bool,
+) -> Specialisation:
+    """Specialise the kernel in float32 arithmetic; block_size is 0 of a whole row of "int8"."""
+    return _in_float32(weights, block_size, dtype, vec, _float32_rows(rows), activation, gated)
+
+
+@cache
+def _in_float32(
+    weights: str,
+    block_size: int,
+    dtype: str,
+    vec: int,
+    rows: int,
+    activation: str | None,
+    gated: bool,
+) -> Specialisation:
+    run_items = WARP_SIZE * VECTOR_BYTES * (1 if weights == "int8" else 2)
+    return IN_FLOAT32.specialise(
+        threads=_FLOAT32_WARPS * WARP_SIZE,
+        static_shared_bytes=rows * run_items * FLOAT_BYTES,
+        FORMAT=FORMATS[weights],
+        BLOCK_SIZE=block_size,
+        DTYPE=dtype,
+        VEC=vec,
+        ACTIVATION=STRUCTS[activation],
+        GATED=cpp_bool(gated),
+        ROWS=rows,
+        COLUMNS=_FLOAT32_COLUMNS,
+        MIN_CTAS=2,
+    )
+
+
 # Of each format's blocks, the usual and the one that a span has most of.
 _CATALOGUE = {"nf4": (64, 32), "int4": (128, 32), "int8": (0, 32), "q4_1": (32,), "q4_k": (32,)}
 
@@ -306,3 +366,6 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
                         max(config.steps), None, False, "float16",
                     )  # fmt: skip
         yield _thin(config, weights, block_size, 1, False, *shape, 1, "silu", True, "float16")
+        yield _in_float32(weights, block_sizes[0], "float16", 4, 1, None, False)
+        yield _in_float32(weights, block_sizes[-1], "float32", 4, 8, None, False)
+        yield _in_float32(weights, block_sizes[-1], "bfloat16", 1, 4, "silu", True)
