@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn import adamw_step, global_norm
+from cupyattn import adamw_step, adamw_step_8bit, global_norm
 from cupyattn.arrays import Array
 from cupyattn.errors import error, shown
-from cupyattn.models.training.flat import flatten, zeros
+from cupyattn.models.training.flat import ALIGNMENT, flatten, zeros
 
-STATES = ("float32",)
+STATES = ("float32", "8bit")
+_BLOCK = 256  # items that share a scale of an 8-bit state
+assert ALIGNMENT % _BLOCK == 0, "no block is of two arrays"
 
 
 class AdamWOptions(NamedTuple):
@@ -23,8 +25,8 @@ class AdamWOptions(NamedTuple):
         As of `cupyattn.adamw_step`. What has one axis, norms and biases, does not decay.
     clip : float or None
         The largest norm of all gradients together: larger ones are scaled down to it.
-    state : {"float32"}
-        What the running means are kept in.
+    state : {"float32", "8bit"}
+        What the running means are kept in: 8 bytes of each number that is learnt, or 2.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -67,7 +69,7 @@ class AdamW:
         self._parameters = flatten(arrays, xp)
         self._gradients = zeros({name: array.shape for name, array in arrays.items()}, xp)
         items = self._parameters.array.size
-        self._means = {name: xp.zeros(items, np.float32) for name in ("m", "v")}
+        self._means = _means(options.state, items, xp)
         self._norm = xp.zeros((), np.float32)
 
     @property
@@ -94,11 +96,13 @@ class AdamW:
         self.steps += 1
         clip = self.options.clip
         shrink = 1.0 if clip is None or grad_norm <= clip else clip / grad_norm
+        change = adamw_step if self.options.state == "float32" else adamw_step_8bit
         for part, decays in self._parameters.parts:
-            adamw_step(
+            blocks = slice(part.start // _BLOCK, part.stop // _BLOCK)
+            change(
                 self._parameters.array[part],
                 self._gradients.array[part],
-                *(mean[part] for mean in self._means.values()),
+                *(mean[blocks if "scales" in name else part] for name, mean in self._means.items()),
                 step=self.steps,
                 lr=lr,
                 betas=self.options.betas,
@@ -110,3 +114,12 @@ class AdamW:
     def saved(self) -> dict[str, Array]:
         """Return what a checkpoint keeps, by name."""
         return {"parameters": self._parameters.array, **self._means}
+
+
+def _means(state: str, items: int, xp: Any) -> dict[str, Array]:
+    """Return zeros for the running means, in the order in which the step takes them."""
+    if state == "float32":
+        return {name: xp.zeros(items, np.float32) for name in ("m", "v")}
+    codes = {"m": xp.zeros(items, np.int8), "v": xp.zeros(items, np.uint8)}
+    scales = (xp.zeros(items // _BLOCK, np.float32) for _ in range(2))
+    return {**codes, **dict(zip(("m_scales", "v_scales"), scales, strict=True))}

@@ -69,6 +69,41 @@ def test_the_steps_of_each_array(side, clip):
             np.testing.assert_allclose(side.get(given[name]), array, rtol=2e-5, atol=1e-6)
 
 
+@everywhere
+def test_an_8_bit_state(side):
+    """Blocks are of one array each: the steps of that array alone."""
+    xp = getattr(side, "xp", np)
+    given = arrays(0, side.put)
+    alone = {name: side.get(array).copy() for name, array in given.items()}
+    optimizer = AdamW(given, AdamWOptions(weight_decay=0.25, clip=None, state="8bit"), xp)
+    means = {
+        name: (
+            np.zeros(array.shape, np.int8), np.zeros(array.shape, np.uint8),
+            *np.zeros((2, -(-array.size // 256)), np.float32),
+        )
+        for name, array in alone.items()
+    }  # fmt: skip
+    for step in (1, 2):
+        gradients = arrays(step)
+        for name, view in optimizer.gradients.items():
+            view[...] = xp.asarray(gradients[name])
+        optimizer.step(0.1, 1.0, 1.0)
+        for name, array in alone.items():
+            cupyattn.adamw_step_8bit(
+                array, gradients[name], *means[name], step=step, lr=0.1, betas=(0.9, 0.999),
+                eps=1e-8, weight_decay=0.25 if array.ndim > 1 else 0.0,
+            )  # fmt: skip
+            assert_array_equal(side.get(given[name]), array)
+    kept = optimizer.saved()
+    assert {name: array.dtype.name for name, array in kept.items()} == {
+        "parameters": "float32", "m": "int8", "v": "uint8", "m_scales": "float32",
+        "v_scales": "float32",
+    }  # fmt: skip
+    float32 = AdamW(arrays(0, side.put), AdamWOptions(), xp).saved()
+    sizes = [sum(array.nbytes for array in each.values()) for each in (kept, float32)]
+    assert sizes[0] < sizes[1] * 6.1 / 12
+
+
 @pytest.mark.nvrtc
 def test_hundreds_of_arrays_are_a_few_launches(monkeypatch):
     given = {str(i): np.ones((2, 3) if i % 2 else (4,), np.float32) for i in range(100)}
@@ -92,7 +127,7 @@ def test_hundreds_of_arrays_are_a_few_launches(monkeypatch):
     [
         (AdamWOptions(clip=0.0), "clip = 0.0; it is positive, or None"),
         (AdamWOptions(clip=float("nan")), "clip = nan"),
-        (AdamWOptions(state="4bit"), "state = '4bit'; it is 'float32'"),
+        (AdamWOptions(state="4bit"), "state = '4bit'; it is 'float32', '8bit'"),
     ],
 )
 def test_bad_options(options, message):

@@ -22,7 +22,7 @@ pytest.importorskip("safetensors")
 TOKENS, STEPS = 7, 14
 
 
-def made(samples=30, *, vocabulary=TOKENS, seed=0, lr=0.1, **options):
+def trained(samples=30, *, vocabulary=TOKENS, seed=0, lr=0.1, **options):
     """Everything that has a state: dropout, a loss scale that overflows and grows, two batches."""
     packing = Packing(counting(TOKENS, samples=samples), batch_tokens=24)
     return Trainer(
@@ -36,8 +36,11 @@ def made(samples=30, *, vocabulary=TOKENS, seed=0, lr=0.1, **options):
     )
 
 
-@pytest.mark.parametrize("at", [1, 6, STEPS - 1])
-def test_the_same_losses_bit_for_bit(at, tmp_path):
+@pytest.mark.parametrize(("at", "state"), [(1, "float32"), (6, "8bit"), (STEPS - 1, "float32")])
+def test_the_same_losses_bit_for_bit(at, state, tmp_path):
+    def made():
+        return trained(optimizer=AdamWOptions(state=state, weight_decay=0.1))
+
     whole = list(made())
     assert any(step.skipped for step in whole) and not all(step.skipped for step in whole[: at + 5])
     assert made().packing.batches(1) < 2 * STEPS  # epochs end within
@@ -56,7 +59,7 @@ def test_the_same_losses_bit_for_bit(at, tmp_path):
 def test_a_checkpoint_is_a_safetensors_file(tmp_path):
     from safetensors.numpy import load_file
 
-    trainer = made()
+    trainer = trained()
     for _ in range(9):
         trainer.step()
     path = trainer.save(tmp_path)
@@ -68,13 +71,13 @@ def test_a_checkpoint_is_a_safetensors_file(tmp_path):
 
 
 def test_the_newest_ones_stay(tmp_path):
-    trainer = made()
+    trainer = trained()
     for _ in range(4):
         trainer.step()
         trainer.save(tmp_path, keep=2)
     numbers = [int(path.stem[5:]) for path in checkpoint.saved_in(tmp_path)]
     assert numbers == [3, 4]
-    again = made()
+    again = trained()
     again.resume(tmp_path / "step-00000003.safetensors")
     assert again.number == 3
 
@@ -103,7 +106,7 @@ class Full:
 
 @pytest.mark.parametrize("room", [0, 100, 2000])
 def test_a_full_disk_leaves_the_old_one(room, tmp_path, monkeypatch):
-    trainer = made()
+    trainer = trained()
     trainer.step()
     trainer.save(tmp_path, keep=1)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -119,7 +122,7 @@ def test_a_full_disk_leaves_the_old_one(room, tmp_path, monkeypatch):
     monkeypatch.undo()
     assert failure.value.errno == errno.ENOSPC
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    again = made()
+    again = trained()
     again.resume(tmp_path)
     assert again.number == 1
     trainer.save(tmp_path, keep=1)  # with room again nothing is lost
@@ -133,7 +136,7 @@ def test_a_failure_at_the_end_leaves_nothing(call, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, call, refuses)
     with pytest.raises(OSError, match=r"Input/output error.*there is none yet"):
-        made().save(tmp_path / "new")
+        trained().save(tmp_path / "new")
     assert not list((tmp_path / "new").iterdir())
 
 
@@ -149,27 +152,27 @@ def test_a_failure_at_the_end_leaves_nothing(call, tmp_path, monkeypatch):
     ],
 )
 def test_another_training_is_refused(changed, message, tmp_path):
-    trainer = made()
+    trainer = trained()
     trainer.save(tmp_path)
     with pytest.raises(ValueError, match=message):
-        made(**changed).resume(tmp_path)
+        trained(**changed).resume(tmp_path)
 
 
 def test_damaged_and_missing_checkpoints(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no checkpoint .*; one is a file step-"):
-        made().resume(tmp_path)
-    path = made().save(tmp_path)
+        trained().resume(tmp_path)
+    path = trained().save(tmp_path)
     whole = path.read_bytes()
     for damaged in (b"", whole[:-4], whole[:20], b"x" * 100):
         path.write_bytes(damaged)
         with pytest.raises(
             ValueError, match=r"is no checkpoint of a training, or damaged .*; .*rem"
         ):
-            made().resume(tmp_path)
+            trained().resume(tmp_path)
     header = json.dumps({"__metadata__": {"other": "1"}}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(ValueError, match="no checkpoint"):
-        made().resume(tmp_path)
+        trained().resume(tmp_path)
 
 
 def test_large_arrays_are_written_in_parts(tmp_path, monkeypatch):
