@@ -1,0 +1,1 @@
+"""Fine-tuning: samples of a text file, an optimiser, and steps that can be interrupted."""
