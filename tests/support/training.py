@@ -9,7 +9,9 @@ import numpy as np
 
 from cupyattn import models
 from cupyattn.models import Config, Model
+from cupyattn.models.loss import mean_loss
 from cupyattn.models.training.batch import IGNORED, Batch
+from cupyattn.models.training.sample_attention import SampleAttention
 from cupyattn.models.weights import empty, named_arrays
 
 LENGTHS = (5, 1, 8)
@@ -50,6 +52,13 @@ def gradients_of(
     given = {"num_labels": num_labels(batch), "accumulate": False, **options}
     loss = trained.gradients(batch, into, loss_scale=loss_scale, seed=seed, **given)
     return float(loss), into
+
+
+def packed_loss(model: Model, batch: Batch) -> float:
+    """The loss of a batch by the forward alone."""
+    attend = SampleAttention(model, batch)
+    hidden = model.hidden(batch.ids, batch.positions, attend)
+    return float(mean_loss(model.weights.head, hidden, batch.labels, model.xp))
 
 
 def require_gradients(

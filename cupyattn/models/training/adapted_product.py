@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cupyattn import DropoutGrads, dropout, dropout_backward, linear, linear_backward
+import numpy as np
+
+from cupyattn import (
+    DropoutGrads,
+    QuantizedWeight,
+    dequantize,
+    dropout,
+    dropout_backward,
+    linear,
+    linear_backward,
+)
 from cupyattn.arrays import Array
 from cupyattn.models.activations import activated
+from cupyattn.models.loss import loss_dtype
 from cupyattn.models.training.places import Gradients
+from cupyattn.models.weights import Product
+
+_AT_ONCE = 1 << 24  # numbers of a weight that are merged at a time, in float32
 
 
 class AdaptedProduct(NamedTuple):
@@ -21,7 +35,7 @@ class AdaptedProduct(NamedTuple):
 
     Attributes
     ----------
-    weight : array (N, K), or QuantizedWeight
+    weight : array or QuantizedWeight (N, K)
     bias : array (N,), or None
     a : array (R, K)
         Of all adapters, R being the sum of their ranks.
@@ -74,6 +88,20 @@ class AdaptedProduct(NamedTuple):
         if residual is not None:
             dx += residual
         return linear(dout, self.weight, residual=dx)
+
+    def merged(self, xp: Any) -> Product:
+        """Return a product whose weight has taken the adapters over, rounded once."""
+        wide = loss_dtype(self.a.dtype)
+        a, weight = self.a.astype(wide, copy=False), xp.empty(self.weight.shape, self.a.dtype)
+        step = max(1, _AT_ONCE // weight.shape[1])
+        for start in range(0, len(weight), step):
+            rows = slice(start, start + step)
+            old = self.weight[rows]
+            old = dequantize(old) if isinstance(old, QuantizedWeight) else old
+            added = linear(self.b[rows].astype(wide), a, residual=old.astype(wide, copy=False))
+            with np.errstate(over="ignore"):
+                weight[rows] = added.astype(weight.dtype, copy=False)
+        return Product(weight, self.bias)
 
     def _dropped(self, x: Array) -> Array:
         return dropout(x, self.dropout_p, self.seed) if self.dropout_p else x

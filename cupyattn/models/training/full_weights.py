@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cupyattn import QuantizedWeight
 from cupyattn.arrays import Array
 from cupyattn.errors import error
 from cupyattn.models.loss import loss_dtype
@@ -62,7 +63,7 @@ class FullWeights:
         self.arrays: dict[str, Array] = {}
         self._places: dict[str, Place] = {}
         for name, array in named_arrays(model.weights):
-            if not hasattr(array, "dtype"):
+            if isinstance(array, QuantizedWeight):
                 raise error(
                     NotImplementedError,
                     f"{name} is a {array!r}",
