@@ -13,7 +13,7 @@
 // Shapes    param, grad, m and v of `count` items side by side; param and grad float32, m int8, v uint8; scales float32
 //           (ceil(count / 256),).
 // Work      a warp owns a block, a lane 8 of its items; grid ceil(blocks / warps of a CTA).
-// Budget    registers: 32 floats and the codes' arithmetic, below 128; no shared memory.
+// Budget    registers: 32 floats and the arithmetic of the codes, below 64 in all; no shared memory.
 // Edges     every operation rounds as written, none is contracted: NumPy's float32 finds the same bits. A block of zeros
 //           has the scale 0. NaN and infinities of a gradient reach param and its block's scale, which is then no number
 //           for the block's next step.

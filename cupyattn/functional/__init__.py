@@ -32,6 +32,7 @@ from cupyattn.functional.layers.sampling import sample
 from cupyattn.functional.layers.softmax import softmax_backward
 from cupyattn.functional.linear.backward import linear_backward
 from cupyattn.functional.linear.gelu import linear_gelu_backward
+from cupyattn.functional.linear.quantised import dequantize, quantize
 from cupyattn.functional.rules import (
     attention,
     attention_varlen,
@@ -63,6 +64,7 @@ from cupyattn.gradients import (
     RMSNormGrads,
     SoftmaxGrads,
 )
+from cupyattn.quantized_weight import QuantizedWeight
 from cupyattn.reference.layers.rope_tables import (
     LinearScaling,
     Llama3Scaling,
@@ -82,6 +84,7 @@ __all__ = [
     "Llama3Scaling",
     "MaskMod",
     "NTKScaling",
+    "QuantizedWeight",
     "RMSNormGrads",
     "Rotary",
     "ScoreMod",
@@ -99,6 +102,7 @@ __all__ = [
     "copy_blocks",
     "cross_entropy",
     "cross_entropy_backward",
+    "dequantize",
     "device_info",
     "dropout",
     "dropout_backward",
@@ -124,6 +128,7 @@ __all__ = [
     "logsumexp_backward",
     "merge_attention",
     "paged_attention",
+    "quantize",
     "rms_norm",
     "rms_norm_backward",
     "rope",

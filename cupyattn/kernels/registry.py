@@ -32,7 +32,7 @@ from cupyattn.kernels.configs.layers import (
     softmax_dbias,
 )
 from cupyattn.kernels.configs.linear import float32 as linear_float32
-from cupyattn.kernels.configs.linear import mma_rate, read_weight, thin
+from cupyattn.kernels.configs.linear import mma_rate, quantised, read_weight, thin
 from cupyattn.kernels.configs.linear import tensor_core as linear_tensor_core
 from cupyattn.kernels.spec import KernelSpec, Specialisation
 
@@ -68,6 +68,7 @@ _MODULES = (
     mma_rate,
     thin,
     linear_tensor_core,
+    quantised,
 )
 
 KERNELS: dict[str, KernelSpec] = {

@@ -337,6 +337,25 @@ def rows_params(arrays: int) -> np.dtype:
     )
 
 
+# QuantizeParams in cuda_src/linear/quantised/quantize.cu
+QUANTIZE_PARAMS = np.dtype(
+    [
+        *((field, np.int64) for field in ("inner_stride", "outer_stride")),
+        *((field, np.uint32) for field in ("outer", "blocks", "block_size")),
+    ],
+    align=True,
+)
+
+# DequantizeParams in cuda_src/linear/quantised/dequantize.cu
+DEQUANTIZE_PARAMS = np.dtype(
+    [
+        *((field, np.int64) for field in ("inner_stride", "outer_stride")),
+        *((field, np.uint32) for field in ("outer", "units", "block_size")),
+    ],
+    align=True,
+)
+
+
 def elements_params(arrays: int) -> np.dtype:
     """ElementsParams<arrays> in cuda_src/common/elements.cuh."""
     return np.dtype(
@@ -379,6 +398,8 @@ PRODUCT_STRUCT = Struct("params", PRODUCT_PARAMS, "ProductParams")
 PREACTIVATION_GRADIENT_STRUCT = Struct(
     "params", PREACTIVATION_GRADIENT_PARAMS, "PreactivationGradientParams"
 )
+QUANTIZE_STRUCT = Struct("params", QUANTIZE_PARAMS, "QuantizeParams")
+DEQUANTIZE_STRUCT = Struct("params", DEQUANTIZE_PARAMS, "DequantizeParams")
 DBIAS_STRUCT = Struct("params", DBIAS_PARAMS, "DbiasParams", (ATTENTION_STRUCT,))
 
 

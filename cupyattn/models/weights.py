@@ -108,7 +108,7 @@ def empty(config: Config, dtype: str, xp: Any) -> Weights:
         parallel, qkv_up = config.architecture == "phi", None
         if parallel and config.activation in ELEMENTWISE and config.qkv_bias == config.mlp_bias:
             qkv_up = product(first + behind, width, config.qkv_bias)
-            qkv, up = _rows(qkv_up, slice(None, first)), _rows(qkv_up, slice(first, None))
+            qkv, up = rows_of(qkv_up, slice(None, first)), rows_of(qkv_up, slice(first, None))
         else:
             qkv = product(first, width, config.qkv_bias)
             up = product(behind, width, config.mlp_bias)
@@ -135,7 +135,7 @@ def empty(config: Config, dtype: str, xp: Any) -> Weights:
     )
 
 
-def _rows(whole: Product, rows: slice) -> Product:
+def rows_of(whole: Product, rows: slice) -> Product:
     """Return some rows of a product."""
     return Product(whole.weight[rows], None if whole.bias is None else whole.bias[rows])
 

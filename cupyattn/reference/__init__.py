@@ -92,6 +92,7 @@ from cupyattn.reference.layers.softmax_bounds import (
 )
 from cupyattn.reference.linear.bounds import linear_backward_bound, linear_bound
 from cupyattn.reference.linear.products import linear, linear_backward
+from cupyattn.reference.linear.quantised import dequantize, quantize
 from cupyattn.reference.philox import attention_keep, element_keep, philox4x32_10
 
 __all__ = [
@@ -122,6 +123,7 @@ __all__ = [
     "cross_entropy_backward_bound",
     "cross_entropy_bound",
     "dequantise",
+    "dequantize",
     "derivative_error",
     "dropout",
     "dropout_bound",
@@ -164,6 +166,7 @@ __all__ = [
     "philox4x32_10",
     "quantisation_bound",
     "quantise",
+    "quantize",
     "reduced",
     "rope",
     "rope_backward",

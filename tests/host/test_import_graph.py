@@ -20,7 +20,16 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # Room: the rooms that it may import besides itself. A room is a folder or a module at the top; ""
 # is the package's own __init__.
-BOTTOM = {"reference", "gradients", "arrays", "cupy_library", "folders", "progress", "errors"}
+BOTTOM = {
+    "reference",
+    "gradients",
+    "quantized_weight",
+    "arrays",
+    "cupy_library",
+    "folders",
+    "progress",
+    "errors",
+}
 ROOMS = {
     "errors": set(),
     "progress": set(),
@@ -28,15 +37,24 @@ ROOMS = {
     "cupy_library": {"folders", "errors"},
     "emulator": set(),
     "arrays": {"cupy_library", "errors"},
+    "quantized_weight": {"arrays", "errors"},
     "gradients": {"arrays"},
     "reference": {"gradients"},
     "kernels": {"arrays", "cupy_library", "folders", "errors", "emulator"},
     "turing": {"kernels", "errors"},
-    "ops": {"kernels", "arrays", "errors"},
+    "ops": {"kernels", "quantized_weight", "arrays", "errors"},
     "functional": {"ops", "kernels", "emulator", *BOTTOM},
     "kv_cache": {"functional", *BOTTOM},
     "": {"functional", "kv_cache", "emulator"},
-    "models": {"", "kv_cache", "arrays", "cupy_library", "progress", "errors"},
+    "models": {
+        "",
+        "kv_cache",
+        "quantized_weight",
+        "arrays",
+        "cupy_library",
+        "progress",
+        "errors",
+    },
     "cli": {"", "models", "functional", "ops", "turing", "kernels", "emulator", *BOTTOM},
     "benchmark": {
         "",

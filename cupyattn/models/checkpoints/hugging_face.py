@@ -31,7 +31,7 @@ def open_folder(folder: Path) -> Checkpoint:
     )
     tensors: dict[str, Tensor] = {}
     for file in files:
-        for name, tensor in _tensors_of(file).items():
+        for name, tensor in tensors_of(file).items():
             if name in tensors:
                 raise damaged(str(file), f"the tensor {name} is in another file of the folder too")
             tensors[name] = tensor
@@ -104,7 +104,8 @@ def _files(folder: Path) -> list[Path]:
     )
 
 
-def _tensors_of(file: Path) -> dict[str, Tensor]:
+def tensors_of(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file by name, none of them read yet."""
     import ml_dtypes  # noqa: F401, NumPy has to know bfloat16 before safetensors gives it any
 
     safetensors = extra("safetensors", "reads the weights")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from cupyattn.arrays import Array
 from cupyattn.models.config import Config
-from cupyattn.models.weights import Norm, Product, Weights
+from cupyattn.models.weights import Layer, Norm, Product, Weights
 
 
 class Naming(NamedTuple):
@@ -150,18 +150,13 @@ def places(naming: Naming, config: Config, weights: Weights, present: Collection
         heads: tuple[int, ...] = (),
         paired: bool = False,
     ) -> None:
-        """Put parts of the product's rows, as large as their heads, otherwise equal ones."""
-        shares = heads if len(names) > 1 and heads else (1,) * len(names)
-        unit, start = len(product.weight) // sum(shares), 0
-        for number, (name, share) in enumerate(zip(names, shares, strict=True)):
-            rows = slice(start, start + unit * share)
-            start = rows.stop
+        for number, (name, rows) in enumerate(_rows_by_name(names, product, heads)):
             for kind, array in (("weight", product.weight), ("bias", product.bias)):
                 if array is None:
                     continue
                 part = array[rows]
                 if paired and number < 2:  # q and k, and not v
-                    put(f"{before}{name}.{kind}", _as_pairs(part, share), part.shape)
+                    put(f"{before}{name}.{kind}", _as_pairs(part, heads[number]), part.shape)
                 else:
                     put(f"{before}{name}.{kind}", part.T if naming.turned else part)
 
@@ -185,6 +180,46 @@ def places(naming: Naming, config: Config, weights: Weights, present: Collection
     if weights.head.bias is not None:
         put(f"{naming.head}.bias", weights.head.bias)
     return Places(filled, head if config.tied else {})
+
+
+def _rows_by_name(
+    names: tuple[str, ...], product: Product, heads: tuple[int, ...] = ()
+) -> Iterator[tuple[str, slice]]:
+    """Return which rows of a product each name has: as many as its heads, otherwise equal parts."""
+    shares = heads if len(names) > 1 and heads else (1,) * len(names)
+    unit, start = len(product.weight) // sum(shares), 0
+    for name, share in zip(names, shares, strict=True):
+        yield name, slice(start, start + unit * share)
+        start += unit * share
+
+
+class Module(NamedTuple):
+    """A linear layer as a model was published: some rows of a product."""
+
+    name: str
+    """Without ``.weight``, with the prefix and the number of its layer."""
+    rows: slice
+
+
+def modules_of(naming: Naming, config: Config, index: int, layer: Layer) -> dict[str, list[Module]]:
+    """Return the modules of each product of a layer, by the name of its field."""
+    before = naming.prefix + naming.layer.format(index)
+    heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
+
+    def modules(names: tuple[str, ...], product: Product, first: int = 0) -> list[Module]:
+        return [
+            Module(before + name, slice(first + rows.start, first + rows.stop))
+            for name, rows in _rows_by_name(names, product, heads if product is layer.qkv else ())
+        ]
+
+    ends = {
+        "output": modules((naming.output,), layer.output),
+        "down": modules((naming.down,), layer.down),
+    }
+    qkv = modules(naming.qkv, layer.qkv)
+    if layer.qkv_up is None:
+        return {"qkv": qkv, "up": modules(naming.up, layer.up), **ends}
+    return {"qkv_up": qkv + modules(naming.up, layer.up, len(layer.qkv.weight)), **ends}
 
 
 def _as_pairs(rows: Array, heads: int) -> Array:

@@ -1,0 +1,107 @@
+"""A product with low-rank adapters beside its weight, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyattn import (
+    DropoutGrads,
+    QuantizedWeight,
+    dequantize,
+    dropout,
+    dropout_backward,
+    linear,
+    linear_backward,
+)
+from cupyattn.arrays import Array
+from cupyattn.models.activations import activated
+from cupyattn.models.loss import loss_dtype
+from cupyattn.models.training.places import Gradients
+from cupyattn.models.weights import Product
+
+_AT_ONCE = 1 << 24  # numbers of a weight that are merged at a time, in float32
+
+
+class AdaptedProduct(NamedTuple):
+    """A `Product` whose weight is frozen, and LoRA beside it: ``x W^T + bias + D(x) A^T B^T``.
+
+    Hu et al., "LoRA: low-rank adaptation of large language models", arXiv:2106.09685, equation 3,
+    with dropout D of what the adapters read. Modules whose rows one product has, such as q, k and
+    v, have adapters of their own: their matrices A stand one above the other, so that x is read
+    once, and their B, each times alpha / rank, are blocks of a B that is 0 elsewhere. They share a
+    mask of dropout.
+
+    Attributes
+    ----------
+    weight : array or QuantizedWeight (N, K)
+    bias : array (N,), or None
+    a : array (R, K)
+        Of all adapters, R being the sum of their ranks.
+    b : array (N, R)
+    dropout_p : float
+    seed : int, or None
+        Of dropout.
+    """
+
+    weight: Array
+    bias: Array | None
+    a: Array
+    b: Array
+    dropout_p: float = 0.0
+    seed: int | None = None
+
+    def __call__(
+        self,
+        x: Array,
+        /,
+        *,
+        activation: str | None = None,
+        residual: Array | None = None,
+        return_preactivation: bool = False,
+    ) -> Any:
+        """Return what `Product` does, with the adapters; either an activation or a residual."""
+        low = linear(self._dropped(x), self.a.T)
+        low = linear(low, self.b.T, residual=residual)
+        out = preactivation = linear(x, self.weight.T, self.bias, residual=low)
+        if activation is not None:
+            out = activated(preactivation, activation)
+        return (out, preactivation) if return_preactivation else out
+
+    def backward(
+        self, dout: Array, x: Array, gradients: Gradients, residual: Array | None = None
+    ) -> Array:
+        """Return dx, plus a residual; the adapters' gradients are added to `gradients`.
+
+        With u = D(x) A^T: du = dout B, dB = dout^T u, dA = du^T D(x), dx = dout W + D'(du A).
+        """
+        dropped = self._dropped(x)
+        low = linear(dropped, self.a.T)
+        of_b = linear_backward(dout, low, self.b.T)
+        gradients.add(self.b, of_b.dw.T)
+        of_a = linear_backward(of_b.dx, dropped, self.a.T)
+        gradients.add(self.a, of_a.dw.T)
+        dx = of_a.dx
+        if self.dropout_p:
+            dropout_backward(dx, self.dropout_p, self.seed, grads=DropoutGrads(dx))
+        if residual is not None:
+            dx += residual
+        return linear(dout, self.weight, residual=dx)
+
+    def merged(self, xp: Any) -> Product:
+        """Return a product whose weight has taken the adapters over, rounded once."""
+        wide = loss_dtype(self.a.dtype)
+        a, weight = self.a.astype(wide, copy=False), xp.empty(self.weight.shape, self.a.dtype)
+        step = max(1, _AT_ONCE // weight.shape[1])
+        for start in range(0, len(weight), step):
+            rows = slice(start, start + step)
+            old = self.weight[rows]
+            old = dequantize(old) if isinstance(old, QuantizedWeight) else old
+            added = linear(self.b[rows].astype(wide), a, residual=old.astype(wide, copy=False))
+            with np.errstate(over="ignore"):
+                weight[rows] = added.astype(weight.dtype, copy=False)
+        return Product(weight, self.bias)
+
+    def _dropped(self, x: Array) -> Array:
+        return dropout(x, self.dropout_p, self.seed) if self.dropout_p else x
