@@ -18,13 +18,17 @@ LENGTHS = (5, 1, 8)
 
 
 def model_of(config: Config, dtype: str = "float64", seed: int = 1) -> Model:
-    """A random model; norms and biases too are other than they begin."""
-    given = models.random(config, dtype="float32", xp=np, seed=seed)
-    weights = empty(config, dtype, np)
-    pairs = zip(named_arrays(weights), named_arrays(given.weights), strict=True)
+    """A random model."""
+    return converted(models.random(config, dtype="float32", xp=np, seed=seed), dtype)
+
+
+def converted(model: Model, dtype: str = "float64") -> Model:
+    """The same numbers in another dtype: models are loaded in no float64."""
+    weights = empty(model.config, dtype, np)
+    pairs = zip(named_arrays(weights), named_arrays(model.weights), strict=True)
     for (_, array), (_, found) in pairs:
         array[...] = found
-    return Model(config, weights, dtype, np)
+    return Model(model.config, weights, dtype, np)
 
 
 def batch_of(config: Config, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> Batch:
