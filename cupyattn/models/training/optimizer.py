@@ -77,6 +77,10 @@ class AdamW:
         """Where gradients are written, by the names of the arrays."""
         return self._gradients.views
 
+    def zero_gradients(self) -> None:
+        """Begin a step: what is added to gradients is added to zeros."""
+        self._gradients.array.fill(0)
+
     def norm(self) -> Array:
         """Return the norm of all gradients together, where they are."""
         return global_norm(self._gradients.array, out=self._norm)

@@ -137,6 +137,7 @@ class Trainer:
 
     def _gradients(self, batches: Sequence[Batch], scale: float) -> Any:
         num_labels = sum(int(np.count_nonzero(batch.labels != IGNORED)) for batch in batches)
+        self.optimizer.zero_gradients()  # all at once
         loss = None
         for i, batch in enumerate(batches):
             part = self.trainable.gradients(
@@ -145,7 +146,7 @@ class Trainer:
                 num_labels=num_labels,
                 loss_scale=scale,
                 seed=seed_of(self.seed, self.number, i),
-                accumulate=i > 0,
+                accumulate=True,
             )
             loss = part if loss is None else loss + part
         return self.xp.asarray(loss, np.float32)
