@@ -156,7 +156,7 @@ def test_a_full_disk_says_what_to_do(capsys, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("cupyattn.models.checkpoints.safetensors_file._write", full)
+    monkeypatch.setattr("cupyattn.models.checkpoints.safetensors_writer._write", full)
     finetune(code=1)
     error = " ".join(capsys.readouterr().err.split())
     assert "No space left on device" in error and "make room" in error

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cupyattn.errors import error
 from cupyattn.models.checkpoints.names import HUGGING_FACE, places
-from cupyattn.models.checkpoints.safetensors_file import write_tensors
+from cupyattn.models.checkpoints.safetensors_writer import write_tensors
 from cupyattn.models.config import Config
 from cupyattn.models.weights import Weights
 
@@ -43,8 +43,8 @@ def write_folder(weights: Weights, config: Config, source: Path, folder: Path) -
         if file.is_file() and not file.name.endswith(_OF_WEIGHTS) and source != folder:
             shutil.copy2(file, folder / file.name)
     naming = HUGGING_FACE[config.architecture]
-    named = places(naming, config, weights, [naming.prefix]).filled
-    tensors = {name: place.target for name, place in named.items()}
+    named = places(naming, config, weights, {}).filled
+    tensors = {name: place.targets["all"] for name, place in named.items()}
     write_tensors(folder / _WEIGHTS, tensors, {"format": "pt"})
     saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     dtype = weights.embedding.dtype.name

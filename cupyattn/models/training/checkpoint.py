@@ -15,7 +15,7 @@ import numpy as np
 
 from cupyattn.arrays import Array
 from cupyattn.errors import error
-from cupyattn.models.checkpoints.safetensors_file import write_tensors
+from cupyattn.models.checkpoints.safetensors_writer import write_tensors
 from cupyattn.models.extras import extra
 
 _NAME = re.compile(r"step-(\d{8})\.safetensors")

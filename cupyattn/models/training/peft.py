@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from cupyattn.errors import error, shown
-from cupyattn.models.checkpoints.checkpoint import Tensor, damaged
+from cupyattn.models.checkpoints.checkpoint import damaged
 from cupyattn.models.checkpoints.fields import Fields
-from cupyattn.models.checkpoints.hugging_face import read_json, tensors_of
+from cupyattn.models.checkpoints.hugging_face import read_json
+from cupyattn.models.checkpoints.safetensors_files import read_safetensors
+from cupyattn.models.checkpoints.tensors import Tensor
 from cupyattn.models.extras import extra
 from cupyattn.models.training.lora_options import LoraOptions
 
@@ -132,10 +134,10 @@ def read(folder: str | os.PathLike[str]) -> tuple[LoraOptions, dict[str, Tensor]
     except (TypeError, ValueError) as failure:
         raise damaged(where, str(failure)) from failure
     tensors = {}
-    for name, tensor in tensors_of(path / _TENSORS).items():
+    for name, tensor in read_safetensors(path / _TENSORS).items():
         if not name.startswith(_PREFIX):
             raise damaged(str(path / _TENSORS), f"{shown(name)} does not begin with {_PREFIX}")
-        tensors[name.removeprefix(_PREFIX)] = tensor
+        tensors[name.removeprefix(_PREFIX)] = tensor.as_floats()
     return options, tensors
 
 

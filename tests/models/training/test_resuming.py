@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.bigram import Bigram, counting
 
-from cupyattn.models.checkpoints import safetensors_file
+from cupyattn.models.checkpoints import safetensors_writer
 from cupyattn.models.training import checkpoint
 from cupyattn.models.training.optimizer import AdamWOptions
 from cupyattn.models.training.packing import Packing
@@ -57,7 +57,7 @@ def test_the_same_losses_bit_for_bit(at, state, tmp_path):
         assert array.tobytes() == second.trainable.arrays[name].tobytes()
 
 
-def test_a_checkpoint_is_a_safetensors_file(tmp_path):
+def test_a_checkpoint_is_a_safetensors_writer(tmp_path):
     from safetensors.numpy import load_file
 
     trainer = trained()
@@ -177,7 +177,7 @@ def test_damaged_and_missing_checkpoints(tmp_path):
 
 
 def test_large_arrays_are_written_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors_file, "_AT_ONCE", 64)
+    monkeypatch.setattr(safetensors_writer, "_AT_ONCE", 64)
     arrays = {"a": np.arange(100, dtype=np.float32).reshape(4, 25), "b": np.arange(70, dtype="i1")}
     arrays |= {"c": arrays["a"].T, "d": np.float32([3]).reshape(()), "e": np.zeros((0, 3), "f2")}
     path = checkpoint.save(tmp_path, 3, arrays, {"x": 0.1})
