@@ -8,6 +8,7 @@ import numpy as np
 
 from cupyattn import (
     DropoutGrads,
+    LinearGrads,
     QuantizedWeight,
     dequantize,
     dropout,
@@ -63,8 +64,9 @@ class AdaptedProduct(NamedTuple):
     ) -> Any:
         """Return what `Product` does, with the adapters; either an activation or a residual."""
         low = linear(self._dropped(x), self.a.T)
-        low = linear(low, self.b.T, residual=residual)
-        out = preactivation = linear(x, self.weight.T, self.bias, residual=low)
+        added = linear(low, self.b.T, residual=residual)
+        out = preactivation = linear(x, self.weight.T, self.bias, residual=added)
+        del added
         if activation is not None:
             out = activated(preactivation, activation)
         return (out, preactivation) if return_preactivation else out
@@ -77,17 +79,18 @@ class AdaptedProduct(NamedTuple):
         With u = D(x) A^T: du = dout B, dB = dout^T u, dA = du^T D(x), dx = dout W + D'(du A).
         """
         dropped = self._dropped(x)
-        low = linear(dropped, self.a.T)
-        of_b = linear_backward(dout, low, self.b.T)
+        of_b = linear_backward(dout, linear(dropped, self.a.T), self.b.T)
         gradients.add(self.b, of_b.dw.T)
-        of_a = linear_backward(of_b.dx, dropped, self.a.T)
-        gradients.add(self.a, of_a.dw.T)
-        dx = of_a.dx
+        dx = linear(dout, self.weight, residual=residual)
         if self.dropout_p:
-            dropout_backward(dx, self.dropout_p, self.seed, grads=DropoutGrads(dx))
-        if residual is not None:
-            dx += residual
-        return linear(dout, self.weight, residual=dx)
+            of_a = linear_backward(of_b.dx, dropped, self.a.T)
+            given = self.dropout_p, self.seed
+            dropout_backward(of_a.dx, *given, grads=DropoutGrads(dx), accumulate=True)
+        else:
+            grads = LinearGrads(dx=dx)
+            of_a = linear_backward(of_b.dx, x, self.a.T, grads=grads, accumulate=True)
+        gradients.add(self.a, of_a.dw.T)
+        return dx
 
     def merged(self, xp: Any) -> Product:
         """Return a product whose weight has taken the adapters over, rounded once."""
