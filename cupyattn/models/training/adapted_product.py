@@ -17,6 +17,7 @@ from cupyattn import (
     linear_backward,
 )
 from cupyattn.arrays import Array
+from cupyattn.errors import error
 from cupyattn.models.activations import activated
 from cupyattn.models.loss import loss_dtype
 from cupyattn.models.training.places import Gradients
@@ -108,3 +109,13 @@ class AdaptedProduct(NamedTuple):
 
     def _dropped(self, x: Array) -> Array:
         return dropout(x, self.dropout_p, self.seed) if self.dropout_p else x
+
+
+def has_adapters() -> NotImplementedError:
+    """Make the error of a model that has adapters already."""
+    return error(
+        NotImplementedError,
+        "a model that has adapters",
+        "what is trained is a model's own weights, or one LoraAdapters beside them",
+        "pass the model itself, or what merged() returns",
+    )
