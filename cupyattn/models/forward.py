@@ -67,8 +67,8 @@ def hidden_states(
         else:
             attended = attend(index, *heads_of(config, layer.qkv(normed)))
             x = layer.output(attended.reshape(len(x), width), residual=x)
-            inner = layer.up(layer.mlp_norm(x), activation=config.activation)
-            x = layer.down(inner, residual=x)
+            # Without a name for what is inside, which would keep its memory through the next layer.
+            x = layer.down(layer.up(layer.mlp_norm(x), activation=config.activation), residual=x)
         yield x
     yield weights.norm(x)
 

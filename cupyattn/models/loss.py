@@ -11,8 +11,8 @@ from cupyattn import cross_entropy
 from cupyattn.arrays import Array
 from cupyattn.models.weights import Product
 
-LOGITS_BYTES = 2**28
-"""What logits may take: 1,024 rows of a vocabulary of 128,256 in float16."""
+LOGITS_BYTES = 2**27
+"""What logits may take: 512 rows of a vocabulary of 128,256 in float16."""
 _ROWS_TOGETHER = 128  # whole tiles of the products
 
 

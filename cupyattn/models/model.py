@@ -184,7 +184,7 @@ class Model(Generates):
 
         Notes
         -----
-        The logits of some rows at a time exist, 2**28 bytes of them. For its gradient see
+        The logits of some rows at a time exist, 2**27 bytes of them. For its gradient see
         `cupyattn.models.training`.
 
         Examples

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from cupyattn import models
 from cupyattn.models import Config, Model
 from cupyattn.models.loss import mean_loss
 from cupyattn.models.training.batch import IGNORED, Batch
+from cupyattn.models.training.lora import LoraAdapters
 from cupyattn.models.training.sample_attention import SampleAttention
 from cupyattn.models.weights import empty, named_arrays
 
@@ -41,6 +43,29 @@ def batch_of(config: Config, lengths: Sequence[int] = LENGTHS, seed: int = 0) ->
     positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     bounds = np.cumsum([0, *lengths], dtype=np.int32)
     return Batch(ids, labels, positions, bounds, max(lengths))
+
+
+def samples_of(batch: Batch) -> list[Batch]:
+    """Each sample of a batch as a batch."""
+    bounds = batch.cu_seqlens.tolist()
+    return [
+        Batch(
+            *(array[start:stop] for array in batch[:3]),
+            np.array([0, stop - start], np.int32),
+            stop - start,
+        )
+        for start, stop in pairwise(bounds)
+    ]
+
+
+def adapters_of(model: Model, **options: Any) -> LoraAdapters:
+    """Adapters that add something."""
+    adapters = LoraAdapters(model, **{"rank": 3, "alpha": 4, **options})
+    generator = np.random.default_rng(9)
+    for array in adapters.arrays.values():
+        array[...] = 0.3 * generator.standard_normal(array.shape)
+    adapters.updated()
+    return adapters
 
 
 def num_labels(batch: Batch) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 
 from cupyattn import (
     DropoutGrads,
+    LinearGrads,
     QuantizedWeight,
     dequantize,
     dropout,
@@ -16,6 +17,7 @@ from cupyattn import (
     linear_backward,
 )
 from cupyattn.arrays import Array
+from cupyattn.errors import error
 from cupyattn.models.activations import activated
 from cupyattn.models.loss import loss_dtype
 from cupyattn.models.training.places import Gradients
@@ -63,8 +65,9 @@ class AdaptedProduct(NamedTuple):
     ) -> Any:
         """Return what `Product` does, with the adapters; either an activation or a residual."""
         low = linear(self._dropped(x), self.a.T)
-        low = linear(low, self.b.T, residual=residual)
-        out = preactivation = linear(x, self.weight.T, self.bias, residual=low)
+        added = linear(low, self.b.T, residual=residual)
+        out = preactivation = linear(x, self.weight.T, self.bias, residual=added)
+        del added
         if activation is not None:
             out = activated(preactivation, activation)
         return (out, preactivation) if return_preactivation else out
@@ -77,17 +80,18 @@ class AdaptedProduct(NamedTuple):
         With u = D(x) A^T: du = dout B, dB = dout^T u, dA = du^T D(x), dx = dout W + D'(du A).
         """
         dropped = self._dropped(x)
-        low = linear(dropped, self.a.T)
-        of_b = linear_backward(dout, low, self.b.T)
+        of_b = linear_backward(dout, linear(dropped, self.a.T), self.b.T)
         gradients.add(self.b, of_b.dw.T)
-        of_a = linear_backward(of_b.dx, dropped, self.a.T)
-        gradients.add(self.a, of_a.dw.T)
-        dx = of_a.dx
+        dx = linear(dout, self.weight, residual=residual)
         if self.dropout_p:
-            dropout_backward(dx, self.dropout_p, self.seed, grads=DropoutGrads(dx))
-        if residual is not None:
-            dx += residual
-        return linear(dout, self.weight, residual=dx)
+            of_a = linear_backward(of_b.dx, dropped, self.a.T)
+            given = self.dropout_p, self.seed
+            dropout_backward(of_a.dx, *given, grads=DropoutGrads(dx), accumulate=True)
+        else:
+            grads = LinearGrads(dx=dx)
+            of_a = linear_backward(of_b.dx, x, self.a.T, grads=grads, accumulate=True)
+        gradients.add(self.a, of_a.dw.T)
+        return dx
 
     def merged(self, xp: Any) -> Product:
         """Return a product whose weight has taken the adapters over, rounded once."""
@@ -105,3 +109,13 @@ class AdaptedProduct(NamedTuple):
 
     def _dropped(self, x: Array) -> Array:
         return dropout(x, self.dropout_p, self.seed) if self.dropout_p else x
+
+
+def has_adapters() -> NotImplementedError:
+    """Make the error of a model that has adapters already."""
+    return error(
+        NotImplementedError,
+        "a model that has adapters",
+        "what is trained is a model's own weights, or one LoraAdapters beside them",
+        "pass the model itself, or what merged() returns",
+    )

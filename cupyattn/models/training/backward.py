@@ -10,6 +10,7 @@ where a product or a norm's gradient is stored.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -57,10 +58,7 @@ def loss_and_gradients(
     """
     weights, xp = model.weights, model.xp
     attention = SampleAttention(model, batch)
-    states = hidden_states(
-        model.config, weights, batch.ids, batch.positions, attention, _ONE_AFTER_THE_OTHER
-    )
-    inputs = [x for x, _ in zip(states, range(model.config.num_layers + 1), strict=False)]
+    inputs = layer_inputs(model, batch, attention)
     x = inputs.pop()
     hidden, *statistics = weights.norm(x, return_stats=True)
     dloss = xp.full((), 1 / num_labels, loss_dtype(hidden.dtype)) * loss_scale
@@ -78,6 +76,14 @@ def loss_and_gradients(
     if weights.positions is not None:
         gradients.add_rows(weights.positions, batch.positions, dx)
     return loss / num_labels
+
+
+def layer_inputs(model: Model, batch: Batch, attention: SampleAttention) -> list[Array]:
+    """Return what goes into each layer, and at last what goes into the norm behind them."""
+    states = hidden_states(
+        model.config, model.weights, batch.ids, batch.positions, attention, _ONE_AFTER_THE_OTHER
+    )
+    return list(islice(states, model.config.num_layers + 1))
 
 
 def layer_backward(

@@ -7,6 +7,7 @@ from cupyattn.arrays import Array
 from cupyattn.errors import error
 from cupyattn.models.loss import loss_dtype
 from cupyattn.models.model import Model
+from cupyattn.models.training.adapted_product import AdaptedProduct, has_adapters
 from cupyattn.models.training.backward import loss_and_gradients
 from cupyattn.models.training.batch import Batch
 from cupyattn.models.training.places import Gradients, Place
@@ -31,7 +32,7 @@ class FullWeights:
     Raises
     ------
     NotImplementedError
-        For a model with quantised weights.
+        For a model with quantised weights, or with adapters.
 
     Examples
     --------
@@ -74,6 +75,8 @@ class FullWeights:
             self.arrays[name] = array.astype(loss_dtype(array.dtype), copy=False)
             self._places[name] = Place(array, (slice(None),))
         for index, layer in enumerate(model.weights.layers):
+            if any(isinstance(product, AdaptedProduct) for product in layer):
+                raise has_adapters()
             if layer.qkv_up is not None:  # which is what computes
                 self._place_rows(f"layers.{index}", layer)
 

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays import Array, dtype_of
-from cupyattn.errors import error
 from cupyattn.models.checkpoints.names import HUGGING_FACE, Module, modules_of
 from cupyattn.models.loss import loss_dtype
 from cupyattn.models.model import Model
 from cupyattn.models.training import peft
-from cupyattn.models.training.adapted_product import AdaptedProduct
+from cupyattn.models.training.adapted_product import AdaptedProduct, has_adapters
 from cupyattn.models.training.backward import loss_and_gradients
 from cupyattn.models.training.batch import Batch
 from cupyattn.models.training.lora_options import ALL_LINEAR, LoraOptions
@@ -238,12 +237,7 @@ class LoraAdapters:
     ) -> AdaptedProduct:
         """Put the adapters of some modules beside the product that they are rows of."""
         if isinstance(product, AdaptedProduct):
-            raise error(
-                NotImplementedError,
-                "a model that has adapters",
-                "a weight has those of one LoraAdapters",
-                "pass its merged() model",
-            )
+            raise has_adapters()
         xp, dtype = self._base.xp, dtype_of(self._base.dtype)
         (height, width), learnt = product.weight.shape, loss_dtype(dtype)
         ranks = [self.options.rank_of(module.name) for module in modules]
