@@ -179,6 +179,42 @@ def test_what_is_refused(given, message, capsys):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_dry_run_prints_the_budget(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    call = ["finetune", "--random", "phi-2", "--dry-run", "--quantize", "nf4", "--cpu"]
+    assert main(call) == 0
+    printed = capsys.readouterr().out
+    for what in ("weights", "adapters", "gradients", "optimizer", "inputs of all", "working set"):
+        assert f"  {what} " in printed
+    assert "--memory-gb says how much" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    assert main([*call, "--memory-gb", "15.8"]) == 0
+    assert "it fits: 15.80 GB are free" in capsys.readouterr().out
+    assert main([*call, "--memory-gb", "2.9", "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["fits"] is False and "--batch-tokens" in result["would"]
+    assert result["total_bytes"] == sum(line["bytes"] for line in result["lines"])
+    assert main(["finetune", "model", "--dry-run", "--cpu", "--full"]) == 0  # of a folder's config
+    assert not Path("finetuned").exists()
+
+
+def test_what_cannot_fit_is_not_begun(capsys):
+    finetune("--memory-gb", "0.0001", code=1)
+    assert "this training needs 0.00 GB" in capsys.readouterr().err
+    assert not Path("finetuned").exists()
+
+
+@pytest.mark.parametrize(
+    "given", [[], ["model"], ["--random", "gpt2"], ["--dry-run"],
+              ["model", "data.jsonl", "--random", "gpt2"]]
+)  # fmt: skip
+def test_model_and_data_are_needed(given, capsys):
+    with pytest.raises(SystemExit):
+        main(["finetune", *given])
+    printed = capsys.readouterr().err
+    assert "pass MODEL and DATA" in printed or "--random has no text to learn" in printed
+
+
 def test_full_weights_are_not_quantised(capsys):
     with pytest.raises(SystemExit):
         finetune("--full", "--quantize", "nf4")

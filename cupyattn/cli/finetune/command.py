@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from cupyattn import models
 from cupyattn.cli.arguments import add_json_option, integer
-from cupyattn.cli.finetune.preparation import prepared
+from cupyattn.cli.finetune.preparation import planned, prepared
 from cupyattn.cli.finetune.training_run import trained
 from cupyattn.cli.models import MODEL_FAILURES, size_text
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
@@ -56,9 +57,21 @@ def add_parser(commands: Any) -> None:
         epilog="python -m cupyattn finetune FOLDER data.jsonl --lora-rank 16 --quantize nf4",
     )  # fmt: skip
     parser.add_argument(
-        "model", metavar="MODEL", help="a folder as transformers writes it, a GGUF file, or smollm2"
+        "model", nargs="?", metavar="MODEL",
+        help="a folder as transformers writes it, a GGUF file, or smollm2",
+    )  # fmt: skip
+    parser.add_argument("data", nargs="?", metavar="DATA", help="a file of JSON lines")
+    parser.add_argument(
+        "--dry-run", action="store_true",
+        help="only say what memory it would take on a GPU, line by line; needs no DATA",
+    )  # fmt: skip
+    parser.add_argument(
+        "--random", choices=tuple(models.PRESETS), help="with --dry-run: shapes instead of MODEL"
     )
-    parser.add_argument("data", metavar="DATA", help="a file of JSON lines")
+    parser.add_argument(
+        "--memory-gb", type=float, metavar="GB",
+        help="what is free of the GPU's memory (default: what the driver says)",
+    )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, default=Path("finetuned"), metavar="DIR",
         help="where adapters, checkpoints and losses go (default: %(default)s)",
@@ -87,7 +100,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     if arguments.full and arguments.quantize:
         arguments.parser.error("--full trains all weights, and --quantize freezes them: leave one")
+    named = arguments.model is not None
+    if not (named != bool(arguments.random) if arguments.dry_run else named and arguments.data):
+        arguments.parser.error("pass MODEL and DATA, or --dry-run with MODEL or --random")
+    if arguments.random and not arguments.dry_run:
+        arguments.parser.error("--random has no text to learn: it is for --dry-run")
     try:
+        if arguments.dry_run:
+            budget = planned(arguments)
+            emit(budget, show_budget, as_json=arguments.json)
+            return 0 if budget["fits"] is not False else 1
         result = trained(prepared(arguments), arguments)
     except MODEL_FAILURES as failure:
         fail("finetune", failure, as_json=arguments.json)
@@ -101,6 +123,25 @@ def _again() -> str:
     """Return the command with which an interrupted training goes on."""
     given = [each for each in sys.argv[1:] if each != "--resume"]
     return shlex.join(["python", "-m", "cupyattn", *given, "--resume"])
+
+
+def show_budget(result: Result, terminal: Terminal) -> None:
+    """Print a budget line by line, and whether there is room for it."""
+    terminal.title(f"{result['model']}, {result['batch_tokens']:,} tokens a batch, on a GPU")
+    facts = {line["what"]: size_text(line["bytes"]) for line in result["lines"]}
+    facts["all together"] = size_text(result["total_bytes"])
+    terminal.facts(facts)
+    terminal.text(
+        "  The inputs of all layers are kept, and what is between them is computed again. The "
+        f"working set holds one layer, or {size_text(result['logits_bytes'])} of logits for "
+        "cross-entropy; it is the larger of the two. Five hundredths more than all together are "
+        "asked for: what the memory pool rounds up."
+    )
+    if result["fits"] is None:
+        terminal.text("  There is no GPU here: --memory-gb says how much one has.")
+    else:
+        fits = f"it fits: {size_text(result['free_bytes'])} are free"
+        terminal.verdict(result["fits"], f"  {fits if result['fits'] else result['would']}")
 
 
 def show(result: Result, terminal: Terminal) -> None:

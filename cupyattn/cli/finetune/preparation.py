@@ -9,10 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn import models
+from cupyattn.cli.terminal import Result
 from cupyattn.errors import error
 from cupyattn.models import training
 from cupyattn.models.checkpoints.writing import require_source
+from cupyattn.models.device import model_library
+from cupyattn.models.loading import opened
 from cupyattn.models.training import checkpoint
+from cupyattn.models.training.budget import Training, budget_of, require_room
+from cupyattn.models.training.lora_options import LoraOptions
 
 _LR = {"adapters": 2e-4, "full": 2e-5}
 
@@ -28,6 +33,68 @@ class Prepared(NamedTuple):
     checkpoints: Path
 
 
+def planned(arguments: argparse.Namespace) -> Result:
+    """Return the budget of a training's memory, for ``--dry-run``; nothing is loaded.
+
+    ``fits`` is None where nobody says what is free, and ``would`` says what fits otherwise.
+    """
+    plan, free = _plan(arguments), _free_bytes(arguments)
+    budget, fits, would = budget_of(plan), None, None
+    if free is not None:
+        try:
+            require_room(plan, free)
+            fits = True
+        except MemoryError as failure:
+            fits, would = False, str(failure)
+    return {
+        "command": "finetune",
+        "model": arguments.random or arguments.model,
+        "batch_tokens": plan.batch_tokens,
+        "lines": [{"what": line.what, "bytes": line.size} for line in budget.lines],
+        "total_bytes": budget.total,
+        "needed_bytes": budget.needed,
+        "logits_bytes": budget.logits,
+        "free_bytes": free,
+        "fits": fits,
+        "would": would,
+    }
+
+
+def _plan(arguments: argparse.Namespace) -> Training:
+    config = (
+        models.PRESETS[arguments.random] if arguments.random else opened(arguments.model).config
+    )
+    tokens = arguments.batch_tokens
+    longest = min(arguments.max_length or tokens, config.max_positions, tokens)
+    return Training(
+        config,
+        arguments.dtype or "float16",
+        arguments.quantize,
+        None if arguments.full else _lora_options(arguments),
+        arguments.optimizer_state,
+        tokens,
+        -(-tokens // longest),
+    )
+
+
+def _lora_options(arguments: argparse.Namespace) -> LoraOptions:
+    targets = arguments.lora_targets
+    return LoraOptions(
+        arguments.lora_rank,
+        arguments.lora_alpha,
+        arguments.lora_dropout,
+        targets[0] if targets == ["all-linear"] else tuple(targets),
+    ).checked()
+
+
+def _free_bytes(arguments: argparse.Namespace) -> int | None:
+    """Return what is free of the GPU, as it was told or as the driver says; None without a GPU."""
+    if arguments.memory_gb is not None:
+        return int(1e9 * arguments.memory_gb)
+    xp = np if arguments.cpu else model_library(None)
+    return None if xp is np else int(xp.cuda.runtime.memGetInfo()[0])
+
+
 def prepared(arguments: argparse.Namespace) -> Prepared:
     """Load the model, read the data, and take over a checkpoint with --resume.
 
@@ -35,6 +102,8 @@ def prepared(arguments: argparse.Namespace) -> Prepared:
     ------
     FileExistsError
         If there are checkpoints of another training where this one would write its own.
+    MemoryError
+        If there is no room for it on the GPU.
     """
     if arguments.full:
         require_source(Path(arguments.model))
@@ -46,6 +115,9 @@ def prepared(arguments: argparse.Namespace) -> Prepared:
             "a new one begins in a folder of its own",
             "pass another --out, or --resume to go on with that one",
         )
+    free = _free_bytes(arguments)
+    if free is not None:
+        require_room(_plan(arguments), free)
     xp = np if arguments.cpu else None
     base = models.load(arguments.model, dtype=arguments.dtype, quantize=arguments.quantize, xp=xp)
     tokenizer = base.tokenizer
@@ -81,14 +153,8 @@ def _trainable(base: models.Model, arguments: argparse.Namespace) -> tuple[Any, 
     """Return what is trained, and the model that shows it."""
     if arguments.full:
         return training.FullWeights(base), base
-    targets = arguments.lora_targets
     adapters = training.LoraAdapters(
-        base,
-        rank=arguments.lora_rank,
-        alpha=arguments.lora_alpha,
-        dropout=arguments.lora_dropout,
-        targets=targets[0] if targets == ["all-linear"] else targets,
-        seed=arguments.seed,
+        base, **_lora_options(arguments)._asdict(), seed=arguments.seed
     )
     return adapters, adapters.model
 

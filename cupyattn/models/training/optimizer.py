@@ -120,6 +120,17 @@ class AdamW:
         return {"parameters": self._parameters.array, **self._means}
 
 
+def state_bytes(state: str, items: int) -> int:
+    """Return the bytes of the running means of so many items.
+
+    Examples
+    --------
+    >>> state_bytes("float32", 256), state_bytes("8bit", 256)
+    (2048, 520)
+    """
+    return 8 * items if state == "float32" else 2 * items + 8 * (items // _BLOCK)
+
+
 def _means(state: str, items: int, xp: Any) -> dict[str, Array]:
     """Return zeros for the running means, in the order in which the step takes them."""
     if state == "float32":
