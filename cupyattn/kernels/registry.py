@@ -19,6 +19,7 @@ from cupyattn.kernels.configs.attention import (
 from cupyattn.kernels.configs.layers import (
     activations,
     adamw,
+    adamw_8bit,
     column_sums,
     cross_entropy,
     dropout,
@@ -61,6 +62,7 @@ _MODULES = (
     activations,
     dropout,
     adamw,
+    adamw_8bit,
     global_norm,
     embedding,
     rope,
