@@ -86,12 +86,13 @@ def load(
     quantises = None if quantize == OF_THE_FILE else quantises_to(quantize, files=True)
     xp = model_library(xp)
     dtype = model_dtype(dtype, xp)
-    checkpoint = _open(folder_or_file)
+    checkpoint = opened(folder_or_file)
     weights = filled(checkpoint, dtype, xp, quantises or quantises_as_in(checkpoint))
     return Model(checkpoint.config, weights, dtype, xp, checkpoint.read_tokenizer)
 
 
-def _open(given: Any) -> Checkpoint:
+def opened(given: Any) -> Checkpoint:
+    """Read a model's config and the names in its files, and no weights; raises as `load`."""
     if not isinstance(given, str | os.PathLike):
         raise error(
             TypeError,

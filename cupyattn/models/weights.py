@@ -129,7 +129,7 @@ def empty(config: Config, dtype: str, xp: Any, quantises: Quantises = in_dtype) 
         together = config.activation in ELEMENTWISE and config.qkv_bias == config.mlp_bias
         if parallel and together and of_qkv == of_up:
             qkv_up = product(first + behind, width, config.qkv_bias, of_qkv)
-            qkv, up = _rows(qkv_up, slice(None, first)), _rows(qkv_up, slice(first, None))
+            qkv, up = rows_of(qkv_up, slice(None, first)), rows_of(qkv_up, slice(first, None))
         else:
             qkv = product(first, width, config.qkv_bias, of_qkv)
             up = product(behind, width, config.mlp_bias, of_up)
@@ -161,7 +161,7 @@ def empty(config: Config, dtype: str, xp: Any, quantises: Quantises = in_dtype) 
     )
 
 
-def _rows(whole: Product, rows: slice) -> Product:
+def rows_of(whole: Product, rows: slice) -> Product:
     """Return some rows of a product."""
     return Product(whole.weight[rows], None if whole.bias is None else whole.bias[rows])
 

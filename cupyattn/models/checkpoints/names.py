@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from cupyattn import QuantizedWeight
 from cupyattn.arrays import Array
 from cupyattn.models.checkpoints.tensors import AnyTensor, QuantisedTensor
 from cupyattn.models.config import Config
-from cupyattn.models.weights import Norm, Product, Weights
+from cupyattn.models.weights import Layer, Norm, Product, Weights
 from cupyattn.quantized_weight import Blocks
 
 
@@ -156,7 +156,8 @@ def product_names(
 
 
 def _prefix(naming: Naming, present: Collection[str]) -> str:
-    return naming.prefix if any(name.startswith(naming.prefix) for name in present) else ""
+    has_it = not present or any(name.startswith(naming.prefix) for name in present)
+    return naming.prefix if has_it else ""
 
 
 def places(
@@ -165,7 +166,7 @@ def places(
     weights: Weights,
     tensors: Mapping[str, AnyTensor],
 ) -> Places:
-    """Return the place of each tensor of a checkpoint that has these."""
+    """Return the place of each tensor of a checkpoint that has these, or of one that is to be."""
     prefix = _prefix(naming, tensors)
     filled: dict[str, Place] = {}
 
@@ -185,12 +186,8 @@ def places(
         paired: bool = False,
     ) -> None:
         """Put parts of the product's rows, as large as their heads, otherwise equal ones."""
-        shares = heads if len(names) > 1 and heads else (1,) * len(names)
-        unit, start = len(product.weight) // sum(shares), 0
-        for number, (name, share) in enumerate(zip(names, shares, strict=True)):
-            rows = slice(start, start + unit * share)
-            start = rows.stop
-            heads_of = share if paired and number < 2 else None  # q and k, and not v
+        for number, (name, rows) in enumerate(_rows_by_name(names, product, heads)):
+            heads_of = heads[number] if paired and number < 2 else None  # q and k, and not v
             full = f"{before}{name}.weight"
             filled[full] = _place(product.weight[rows], heads_of, naming, tensors.get(full))
             if product.bias is not None:
@@ -218,6 +215,46 @@ def places(
     if weights.head.bias is not None:
         put(f"{naming.head}.bias", weights.head.bias)
     return Places(filled, head if config.tied else {})
+
+
+def _rows_by_name(
+    names: tuple[str, ...], product: Product, heads: tuple[int, ...] = ()
+) -> Iterator[tuple[str, slice]]:
+    """Return which rows of a product each name has: as many as its heads, otherwise equal parts."""
+    shares = heads if len(names) > 1 and heads else (1,) * len(names)
+    unit, start = len(product.weight) // sum(shares), 0
+    for name, share in zip(names, shares, strict=True):
+        yield name, slice(start, start + unit * share)
+        start += unit * share
+
+
+class Module(NamedTuple):
+    """A linear layer as a model was published: some rows of a product."""
+
+    name: str
+    """Without ``.weight``, with the prefix and the number of its layer."""
+    rows: slice
+
+
+def modules_of(naming: Naming, config: Config, index: int, layer: Layer) -> dict[str, list[Module]]:
+    """Return the modules of each product of a layer, by the name of its field."""
+    before = naming.prefix + naming.layer.format(index)
+    heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
+
+    def modules(names: tuple[str, ...], product: Product, first: int = 0) -> list[Module]:
+        return [
+            Module(before + name, slice(first + rows.start, first + rows.stop))
+            for name, rows in _rows_by_name(names, product, heads if product is layer.qkv else ())
+        ]
+
+    ends = {
+        "output": modules((naming.output,), layer.output),
+        "down": modules((naming.down,), layer.down),
+    }
+    qkv = modules(naming.qkv, layer.qkv)
+    if layer.qkv_up is None:
+        return {"qkv": qkv, "up": modules(naming.up, layer.up), **ends}
+    return {"qkv_up": qkv + modules(naming.up, layer.up, len(layer.qkv.weight)), **ends}
 
 
 def _place(
