@@ -57,7 +57,7 @@ def load(
     NotImplementedError
         For another architecture, rotary embedding or file format than there is code for.
     RuntimeError
-        If a package of the extra `models` is not installed.
+        If a package of the extra ``models`` is not installed.
     TypeError
         For a dtype, or an xp, that is none of these.
 

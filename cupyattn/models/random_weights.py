@@ -28,7 +28,7 @@ def random(
     dtype, xp : optional
         As of `load`.
     seed : int
-        Of `xp.random.default_rng`: the same numbers every time; NumPy and CuPy differ.
+        Of ``xp.random.default_rng``: the same numbers every time; NumPy and CuPy differ.
 
     Returns
     -------
