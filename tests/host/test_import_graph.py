@@ -49,7 +49,7 @@ ROOMS = {
         "emulator",
         *BOTTOM,
     },
-    "__main__": {"cli", "kernels"},
+    "__main__": {"cli", "benchmark", "kernels"},
 }
 CUPY = {"cupy", "cupy_backends", "cupyx"}
 # The first gives CuPy a folder that it can write; the others import what is below it after that.

@@ -45,12 +45,10 @@ def forward_launches(problem: LinearProblem, card: Card) -> Launches:
     out_vec = whole_vector(problem.vector(*results), half)
     halves = 2 if problem.gated else 1
     product = Product(configs.FORWARD, matrices["x"], matrices["w"], halves, out_vec)
-    tiling = product.tiling(card)
     in_parts = Product(configs.PRODUCT, matrices["x"], matrices["w"])
-    parts = in_parts.tiling(card, may_split=True)
-    whole = product.duration(card, tiling)
-    if parts.splits_log2 and in_parts.duration(card, parts) < _WORTH_SPLITTING * whole:
-        return _forward_in_parts(problem, in_parts, parts, card)
+    tiling = _forward_tiling(product, in_parts, card)
+    if tiling.splits_log2:
+        return _forward_in_parts(problem, in_parts, tiling, card)
     specialisation = configs.forward(
         card.arch,
         tiling.shape,
@@ -65,6 +63,18 @@ def forward_launches(problem: LinearProblem, card: Card) -> Launches:
         if name in matrices:
             params[f"{stride}_stride"] = matrices[name].leading
     return Launches((Step.of(specialisation, ctas, params[()]),))
+
+
+def _forward_tiling(product: Product, in_parts: Product, card: Card) -> Tiling:
+    """Choose for the forward: whole, or in parts where that saves more than a tenth."""
+    usual, parts = product.tiling(card), in_parts.tiling(card, may_split=True)
+    least = product.duration(card, usual)
+    if parts.splits_log2 and in_parts.duration(card, parts) < _WORTH_SPLITTING * least:
+        usual, least = parts, in_parts.duration(card, parts)
+    among = {usual.name: usual, **product.near(card, least)}
+    split = in_parts.near(card, least, may_split=True)
+    among |= {name: tiling for name, tiling in split.items() if tiling.splits_log2}
+    return card.choices.pick(product.kernel.entry, product.key, among, usual=usual.name)
 
 
 def _forward_in_parts(
@@ -103,7 +113,7 @@ def dx_launches(problem: LinearProblem, card: Card) -> Launches:
     gradient = _gradient(problem)
     dx, w = problem.matrices["dx"], problem.matrices["w"].transposed
     product = Product(configs.PRODUCT, _dz(problem), w, out_vec=whole_vector(dx.vector))
-    tiling = product.tiling(card)
+    tiling = product.chosen(card)
     ctas, params = product.geometry(card.arch, tiling)
     params["out_stride"] = params["addend_stride"] = dx.leading
     specialisation = configs.product(
@@ -126,7 +136,7 @@ def dw_launches(problem: LinearProblem, card: Card) -> Launches:
         dw, names = dw.transposed, {"a": names["b"], "b": names["a"]}
         product = Product(configs.PRODUCT, product.b.transposed, product.a.transposed)
     steps, scratch = [*gradient.steps], dict(gradient.scratch)
-    tiling = product.tiling(card, may_split=True)
+    tiling = product.chosen(card, may_split=True)
     split, out_vec = tiling.splits_log2 > 0, whole_vector(dw.vector)
     ctas, params = product.geometry(card.arch, tiling)
     params["out_stride"] = params["addend_stride"] = dw.leading
