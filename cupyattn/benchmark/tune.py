@@ -61,7 +61,12 @@ def add_parser(commands: Any) -> None:
         "kernels: after an update tune again. Exit code 1 without a GPU.",
     )
     parser.add_argument(
-        "--kind", nargs="+", choices=KINDS, default=list(KINDS), help="default: all"
+        "--kind",
+        nargs="+",
+        choices=KINDS,
+        default=list(KINDS),
+        metavar="KIND",
+        help=f"of {', '.join(KINDS)} (default: all)",
     )
     parser.add_argument(
         "--head-dim",
