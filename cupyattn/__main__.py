@@ -5,12 +5,13 @@ from collections.abc import Sequence
 
 from cupyattn import cli
 from cupyattn.benchmark import tune
+from cupyattn.benchmark.report import command as report
 from cupyattn.kernels.cache import end_process
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    return cli.main(argv, (tune,))
+    return cli.main(argv, (tune, report))
 
 
 if __name__ == "__main__":

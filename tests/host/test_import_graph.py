@@ -45,6 +45,7 @@ ROOMS = {
         "kv_cache",
         "functional",
         "ops",
+        "turing",
         "kernels",
         "emulator",
         *BOTTOM,
