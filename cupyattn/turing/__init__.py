@@ -40,7 +40,7 @@ than others (causal attention).
 
 The tests hold every row of the tables to its recorded figures, in ``tests/figures/sm_75.json``.
 After a change that is meant, ``python -m cupyattn turing --json`` prints them anew. The notebook
-``notebooks/03_turing.ipynb`` shows the model at work.
+``notebooks/12_roofline_and_profile.ipynb`` shows the model at work.
 """
 
 from cupyattn.turing.analysis import KernelFigures, analyse
