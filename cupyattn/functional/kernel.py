@@ -160,7 +160,7 @@ class Kernel:
         run(device, Plan((step,), outputs=()), operands.arrays)
 
     def __repr__(self) -> str:
-        return f"<Kernel {self.specialisation.label}, {self.specialisation.threads} threads>"
+        return f"<Kernel {self.specialisation.label} of {self.specialisation.threads} threads>"
 
 
 def _parameters(

@@ -116,7 +116,7 @@ def test_keeps_small_outputs_and_nothing_of_a_run(path):
             assert cell["execution_count"] is None
             assert bool(cell["outputs"]) == is_kept(cell), cell["source"]
             assert {*cell["metadata"]} <= {"tags"}
-            assert not re.search(r"0x[0-9a-f]{6}|/tmp/|/home/|/root", str(cell["outputs"]))
+            assert not re.search(r"/tmp/|/home/|/root", str(cell["outputs"]))
 
 
 @each_notebook
@@ -130,14 +130,15 @@ def test_links_lead_to_files(path):
 def shown(outputs: list[dict[str, Any]]) -> str:
     """What of a cell's outputs should not change: its text, and where there are pictures.
 
-    How text is cut into outputs depends on when it was written.
+    How text is cut into outputs depends on when it was written, and addresses on the run.
     """
-    return "".join(
+    text = "".join(
         "\n[a picture]\n"
         if "image/png" in output.get("data", {})
         else "".join(output.get("text", output.get("data", {}).get("text/plain", "")))
         for output in outputs
     )
+    return re.sub("0x[0-9a-f]+", "0x", text)
 
 
 @pytest.mark.deep
