@@ -182,4 +182,6 @@ def test_a_source_that_is_not_there(tmp_path):
 
 
 def test_it_says_what_it_is(source):
-    assert repr(Kernel(source, **OPTIONS, macros={"ADD": 1})) == "<Kernel sums[ADD=1] of 64 threads>"
+    assert (
+        repr(Kernel(source, **OPTIONS, macros={"ADD": 1})) == "<Kernel sums[ADD=1] of 64 threads>"
+    )
