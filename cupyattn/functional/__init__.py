@@ -12,6 +12,7 @@ from cupyattn.functional.attention.paged import paged_attention
 from cupyattn.functional.attention.varlen_backward import attention_varlen_backward
 from cupyattn.functional.backend import backend
 from cupyattn.functional.device_info import device_info
+from cupyattn.functional.kernel import Kernel
 from cupyattn.functional.kv_cache.append import append_kv
 from cupyattn.functional.kv_cache.copies import copy_blocks
 from cupyattn.functional.kv_cache.gather import gather
@@ -77,6 +78,7 @@ __all__ = [
     "BlockMask",
     "DropoutGrads",
     "GatedGrads",
+    "Kernel",
     "LayerNormGrads",
     "LinearCrossEntropyGrads",
     "LinearGrads",
