@@ -19,6 +19,7 @@ from cupyattn.functional import (
     AttentionGrads,
     BlockMask,
     DropoutGrads,
+    DropoutSeed,
     GatedGrads,
     LayerNormGrads,
     LinearCrossEntropyGrads,
@@ -99,6 +100,7 @@ __all__ = [
     "BlockMask",
     "Copy",
     "DropoutGrads",
+    "DropoutSeed",
     "GatedGrads",
     "LayerNormGrads",
     "LinearCrossEntropyGrads",
@@ -168,7 +170,7 @@ __all__ = [
     "vjp",
 ]
 
-_LATER = ("emulator", "models")
+_LATER = ("distributed", "emulator", "models")
 
 if TYPE_CHECKING:
     from cupyattn import emulator as emulator

@@ -62,6 +62,7 @@ from cupyattn.gradients import (
     RMSNormGrads,
     SoftmaxGrads,
 )
+from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.reference.layers.rope_tables import (
     LinearScaling,
     Llama3Scaling,
@@ -73,6 +74,7 @@ __all__ = [
     "AttentionGrads",
     "BlockMask",
     "DropoutGrads",
+    "DropoutSeed",
     "GatedGrads",
     "LayerNormGrads",
     "LinearCrossEntropyGrads",

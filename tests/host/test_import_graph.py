@@ -36,12 +36,14 @@ ROOMS = {
     "functional": {"ops", "kernels", "emulator", *BOTTOM},
     "kv_cache": {"functional", *BOTTOM},
     "": {"functional", "kv_cache", "emulator"},
+    "distributed": {"", "arrays", "cupy_library", "errors"},
     "models": {"", "kv_cache", "arrays", "cupy_library", "progress", "errors"},
     "cli": {"", "models", "functional", "ops", "turing", "kernels", "emulator", *BOTTOM},
     "benchmark": {
         "",
         "cli",
         "models",
+        "distributed",
         "kv_cache",
         "functional",
         "ops",
@@ -59,7 +61,7 @@ MAY_IMPORT_CUPY = {
     "cupyattn.kernels.device.cuda": "cupy_backends",
 }
 LAZY = {*CUPY, "cuda", "rich", "ml_dtypes", "torch", "matplotlib"}
-LAZY |= {"safetensors", "tokenizers", "gguf", "jinja2"}
+LAZY |= {"safetensors", "tokenizers", "gguf", "jinja2", "mpi4py", "nccl"}
 
 
 def name_of(path: Path) -> str:
