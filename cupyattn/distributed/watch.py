@@ -79,14 +79,14 @@ class Watch:
     def _start(self) -> None:
         if self._thread is None:
             name = f"cupyattn-watch-{self._rank}"
-            device = load_cupy().cuda.Device()
             self._thread = threading.Thread(
-                target=self._look, args=(device,), name=name, daemon=True
+                target=self._look, args=(current_device(),), name=name, daemon=True
             )
             self._thread.start()
 
     def _look(self, device: Any) -> None:
-        device.use()
+        if device is not None:
+            device.use()
         while not self._stopped.wait(_SECONDS_BETWEEN_LOOKS):
             while self._transfers and _is_done(self._transfers[0]):
                 self._transfers.popleft()
@@ -112,6 +112,11 @@ class Watch:
                 transfer.since = time.monotonic()
             return False
         return time.monotonic() - transfer.since > self._timeout
+
+
+def current_device() -> Any:
+    """Return CuPy's current device."""
+    return load_cupy().cuda.Device()
 
 
 def _is_done(transfer: _Transfer) -> bool:
