@@ -74,6 +74,7 @@ class Group:
             )
         self.device: int | None = getattr(self._communicator, "device", None)
         self._failures: Failures = getattr(self._communicator, "failures", None) or SharedFailures()
+        self.transport = type(self._communicator).__name__
         self._watch = Watch(self.rank, timeout, self._failures, self._abort)
         self._aborting = threading.Lock()
         self._aborted = False
