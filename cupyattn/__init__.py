@@ -19,6 +19,7 @@ from cupyattn.functional import (
     AttentionGrads,
     BlockMask,
     DropoutGrads,
+    DropoutSeed,
     GatedGrads,
     Kernel,
     LayerNormGrads,
@@ -104,6 +105,7 @@ __all__ = [
     "BlockMask",
     "Copy",
     "DropoutGrads",
+    "DropoutSeed",
     "GatedGrads",
     "Kernel",
     "LayerNormGrads",
@@ -178,7 +180,7 @@ __all__ = [
     "vjp",
 ]
 
-_LATER = ("emulator", "models")
+_LATER = ("distributed", "emulator", "models")
 
 if TYPE_CHECKING:
     from cupyattn import emulator as emulator

@@ -13,7 +13,7 @@ from cupyattn.kernels.choices import USUAL, Choices
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.ops.attention.checks import forward_problem
 from cupyattn.ops.attention.forward import attention_forward
-from cupyattn.ops.attention.options import AttentionOptions
+from cupyattn.ops.attention.options import AttentionOptions, DropoutSeed
 
 
 class Launch(NamedTuple):
@@ -89,6 +89,6 @@ def attention_launch(
     operands = adopt({"q": q, "k": k, "v": v})
     problem = forward_problem(operands, options)
     recorder = LaunchRecorder(arch, tensor_cores=tensor_cores)
-    attention_forward(recorder, problem, operands, seed=0, return_lse=True)
+    attention_forward(recorder, problem, operands, seed=DropoutSeed(0), return_lse=True)
     (launch,) = recorder.launches
     return launch

@@ -65,6 +65,7 @@ from cupyattn.gradients import (
     RMSNormGrads,
     SoftmaxGrads,
 )
+from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.quantized_weight import QuantizedWeight
 from cupyattn.reference.layers.rope_tables import (
     LinearScaling,
@@ -77,6 +78,7 @@ __all__ = [
     "AttentionGrads",
     "BlockMask",
     "DropoutGrads",
+    "DropoutSeed",
     "GatedGrads",
     "Kernel",
     "LayerNormGrads",

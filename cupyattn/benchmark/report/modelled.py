@@ -21,7 +21,7 @@ from cupyattn.kernels.spec import Specialisation
 from cupyattn.ops.attention.backward import attention_backward
 from cupyattn.ops.attention.checks import backward_problem, forward_problem
 from cupyattn.ops.attention.forward import attention_forward
-from cupyattn.ops.attention.options import AttentionOptions
+from cupyattn.ops.attention.options import AttentionOptions, DropoutSeed
 from cupyattn.ops.attention.problem import LSE_DTYPE
 from cupyattn.ops.linear import backward as linear_gradients
 from cupyattn.ops.linear import checks as linear_checks
@@ -92,7 +92,7 @@ class Model:
     def _attention(self, row: Row) -> float | None:
         recorder, operands = self._recorder(), adopt(_attention_arrays(row))
         problem = forward_problem(operands, _options(row))
-        attention_forward(recorder, problem, operands, seed=0, return_lse=False)
+        attention_forward(recorder, problem, operands, seed=DropoutSeed(0), return_lse=False)
         return self._together(recorder, {"attention_forward": 1}, 1)
 
     def _attention_backward(self, row: Row) -> float | None:
@@ -103,7 +103,7 @@ class Model:
         recorder, operands = self._recorder(), adopt(arrays)
         problem = backward_problem(operands, _options(row))
         modes = {"deterministic": bool(row["deterministic"]), "accumulate": False}
-        attention_backward(recorder, problem, operands, seed=0, **modes)
+        attention_backward(recorder, problem, operands, seed=DropoutSeed(0), **modes)
         two = any("_dq" in launch.specialisation.spec.entry for launch in recorder.launches)
         return self._together(recorder, _IN_TWO_PASSES if two else _IN_ONE, _BACKWARD)
 
