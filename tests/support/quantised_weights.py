@@ -61,6 +61,26 @@ def made_up(
     return QuantizedWeight(kind, **arrays, block_size=block_size)
 
 
+def of_usual_size(
+    kind: str, outer: int, inner: int, block_size: int, *, seed: int = 0
+) -> QuantizedWeight:
+    """The same of numbers around one, some blocks tiny or zero; zero points with fractions too."""
+    weight = made_up(kind, outer, inner, block_size, seed=seed)
+    rng = np.random.default_rng(seed)
+    sizes = rng.choice([1.0, 1.0, 1.0, 1e-3, 1e-6, 0.0], weight.scales.shape[:2])
+    arrays = weight.arrays
+    if kind == "q4_k":
+        assert weight.super_scales is not None
+        arrays["super_scales"] = (weight.super_scales / 256).astype(np.float16)
+    else:
+        largest = {"int4": 8, "q4_1": 8, "int8": 128}.get(kind, 1)
+        first = arrays["scales"][..., :1] if kind in PAIRED else arrays["scales"][..., None]
+        first *= (sizes / largest)[..., None].astype(first.dtype)
+    if kind == "int4":
+        arrays["scales"][::2, :, 1] += np.float16(0.37)
+    return QuantizedWeight(kind, **arrays, block_size=block_size)
+
+
 def moved(weight: QuantizedWeight, put: Any) -> QuantizedWeight:
     """The same weight with its arrays elsewhere."""
     arrays = {name: put(array) for name, array in weight.arrays.items()}

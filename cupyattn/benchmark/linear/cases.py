@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,10 +10,18 @@ import numpy as np
 
 from cupyattn.arrays import Array, dtype_of
 from cupyattn.benchmark.cuda_events import COLD_BYTES
-from cupyattn.quantized_weight import FORMATS, Piece, QuantizedWeight, pieces
+from cupyattn.quantized_weight import FORMATS, QuantizedWeight, pieces
 
 LARGE = ((8192, 16384, 4096), (8192, 2560, 10240), (8192, 3072, 768), (512, 16384, 4096))
 """(M, N, K) of products that arithmetic bounds."""
+QUANTISED = (
+    (8192, 8192, 4096),
+    (8192, 16384, 4096),
+    (8192, 2560, 10240),
+    (2048, 10240, 2560),
+    (512, 10240, 2560),
+)
+"""The same with quantised weights: with as many rows as tiles wait for, and with few tiles."""
 THIN = (
     (16384, 4096),
     (2560, 2560),
@@ -33,7 +42,7 @@ class Case:
     """One product; letters as in the public API."""
 
     kind: str
-    """"large", "thin" or "backward"."""
+    """"large", "thin" or "backward"; or "dx", the product of dout and w^T alone."""
     M: int
     N: int
     K: int
@@ -41,75 +50,52 @@ class Case:
     layout: str
     activation: str | None
     weights: str | None = None
-    """The format of a quantised w, in its usual blocks."""
+    """The format of w, where it is quantised."""
 
     @property
     def flops(self) -> float:
-        """Of the product, or of the backward's two; of one where w has no gradient.
+        """Of the product, or of the backward's two.
 
         Examples
         --------
         >>> Case("large", 8192, 16384, 4096, "float16", "nk", None).flops == 2 * 2**39
         True
         """
-        products = 2 if self.kind == "backward" and self.weights is None else 1
-        return 2 * products * float(self.M) * self.N * self.K
+        return (4 if self.kind == "backward" else 2) * float(self.M) * self.N * self.K
 
     @property
     def weight_bytes(self) -> int:
-        """Of w: of a quantised one codes and scales.
-
-        Examples
-        --------
-        >>> Case("thin", 1, 16, 128, "float16", "nk", None, "nf4").weight_bytes
-        1152
-        """
+        """Of w."""
         if self.weights is None:
             return self.N * self.K * dtype_of(self.dtype).itemsize
-        return sum(_bytes_of(piece) for piece in self._pieces.values())
-
-    @property
-    def block_size(self) -> int:
-        """Of a quantised w."""
-        assert self.weights is not None
-        return FORMATS[self.weights].block_size or self.K
-
-    @property
-    def _pieces(self) -> dict[str, Piece]:
-        assert self.weights is not None
-        return pieces(self.weights, self.N, self.K, self.block_size)
+        of = pieces(self.weights, self.N, self.K, block_size(self.weights, self.K))
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in of.values())
 
     @property
     def copies(self) -> int:
         """How many weights are taken in turn, so that none is in L2 still."""
         return max(-(-COLD_BYTES // self.weight_bytes), 2) if self.kind == "thin" else 1
 
-    def quantised(self, memory: Array) -> QuantizedWeight:
-        """Return a quantised w (N, K) in memory that holds any bytes; scales are overwritten."""
-        assert self.weights is not None
-        arrays, end = {}, 0
-        for name, piece in self._pieces.items():
-            start, end = end, end + _bytes_of(piece)
-            arrays[name] = memory[start:end].view(piece.dtype).reshape(piece.shape)
-            if name != "codes":
-                arrays[name][...] = 63 if piece.dtype == np.uint8 else self.K**-0.5
-        return QuantizedWeight(self.weights, **arrays, block_size=self.block_size, transposed=True)
-
-
-def _bytes_of(piece: Piece) -> int:
-    return int(np.prod(piece.shape)) * piece.dtype.itemsize
-
 
 class Arrays(NamedTuple):
     """The arrays of a case: x, the weights as they lie, b, dout, and room for the result."""
 
     x: Array
-    weights: list[Array] | list[QuantizedWeight]
-    memory: list[Array]
-    """That of each weight, in one piece."""
+    weights: list[Any]
     b: Array
     dout: Array
     out: Array
+
+
+def block_size(name: str, inner: int) -> int:
+    """Return what a format has by default.
+
+    Examples
+    --------
+    >>> block_size("nf4", 4096), block_size("int8", 4096)
+    (64, 4096)
+    """
+    return FORMATS[name].block_size or inner
 
 
 def arrays_of(case: Case, xp: Any) -> Arrays:
@@ -123,19 +109,28 @@ def arrays_of(case: Case, xp: Any) -> Arrays:
         numbers = rng.standard_normal(min(count, 2**20), np.float32) * np.float32(scale)
         return xp.resize(xp.asarray(numbers.astype(dtype)), count).reshape(shape)
 
-    weights: Any
-    if case.weights is None:
-        shape = (case.N, case.K) if case.layout == "nk" else (case.K, case.N)
-        memory = weights = [random(*shape, scale=case.K**-0.5) for _ in range(case.copies)]
-    else:
-        codes = xp.asarray(rng.integers(0, 256, 2**20, np.uint8))
-        memory = [xp.resize(codes, case.weight_bytes) for _ in range(case.copies)]
-        weights = [case.quantised(bytes_of) for bytes_of in memory]
+    def quantised(name: str) -> QuantizedWeight:
+        arrays = {}
+        size = block_size(name, case.K)
+        for piece, (shape, kind) in pieces(name, case.N, case.K, size).items():
+            count = int(np.prod(shape))
+            if kind.kind == "f":
+                part = rng.random(min(count, 2**20), np.float32) * np.float32(case.K**-0.5)
+            else:
+                part = rng.integers(0, 64 if piece == "scales" else 256, min(count, 2**20))
+            own = part.astype(np.uint8).view(kind) if kind.kind != "f" else part.astype(kind)
+            arrays[piece] = xp.resize(xp.asarray(own), count).reshape(shape)
+        return QuantizedWeight(name, **arrays, block_size=size, transposed=True)
+
+    shape = (case.N, case.K) if case.layout == "nk" else (case.K, case.N)
+    weights = [
+        random(*shape, scale=case.K**-0.5) if case.weights is None else quantised(case.weights)
+        for _ in range(case.copies)
+    ]
     return Arrays(
         random(case.M, case.K),
         weights,
-        memory,
         random(case.N),
         random(case.M, case.N),
-        xp.empty((case.M, case.N), dtype),
+        xp.empty((case.M, case.K if case.kind == "dx" else case.N), dtype),
     )

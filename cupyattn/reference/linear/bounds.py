@@ -31,8 +31,8 @@ Backward, with dz = dout f'(preactivation) and e the error of that:
   the dtype. S is the steepest slope of f': 0.8 bounds all but relu's, whose derivative jumps at 0:
   there all of |dout| is uncertain.
 - A quantised weight w is what its codes stand for, and kernels multiply with weights that err by ew
-  (`cupyattn.reference.linear.quantised.weight_error`: up to 3 2^-11 |w| on tensor cores, where they
-  are float16): dz gets |x| ew, and dx (|dz| + e) ew^T.
+  (`cupyattn.reference.linear.quantised.weight_error`: up to 3 2^-11 |w| on tensor cores,
+  where they are float16): dz gets |x| ew, and dx (|dz| + e) ew^T.
 - What is accumulated is added before the rounding: u32 of both, and u_out of the sum.
 """
 
