@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import cupyattn
 from cupyattn.cli import chat, compile, demo, generate, info, profile, turing
 from cupyattn.cli.arguments import print_help_of
+from cupyattn.cli.finetune import command as finetune
 
 INTERRUPTED = 130  # what shells report for SIGINT
 
@@ -46,12 +47,12 @@ def dispatch(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m cupyattn",
-        description="Exact attention for array code: try it, run a language model, look around, "
-        "compile, profile and model its kernels.",
+        description="Exact attention for array code: try it, run a language model or fine-tune it, "
+        "look around, compile, profile and model its kernels.",
     )
     parser.add_argument("--version", action="version", version=f"cupyattn {cupyattn.__version__}")
     parser.set_defaults(run=print_help_of(parser))
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (demo, generate, chat, info, compile, profile, turing):
+    for command in (demo, generate, chat, finetune, info, compile, profile, turing):
         command.add_parser(commands)
     return parser

@@ -16,6 +16,7 @@ from cupyattn.functional.kv_cache.append import append_kv
 from cupyattn.functional.kv_cache.copies import copy_blocks
 from cupyattn.functional.kv_cache.gather import gather
 from cupyattn.functional.layers.activations import gelu_backward, silu_backward
+from cupyattn.functional.layers.adamw_8bit import adamw_step_8bit
 from cupyattn.functional.layers.cross_entropy import cross_entropy_backward
 from cupyattn.functional.layers.dropout import dropout_backward
 from cupyattn.functional.layers.embedding import embedding_backward
@@ -90,6 +91,7 @@ __all__ = [
     "SoftmaxGrads",
     "YarnScaling",
     "adamw_step",
+    "adamw_step_8bit",
     "append_kv",
     "attention",
     "attention_backward",

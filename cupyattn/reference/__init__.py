@@ -37,6 +37,7 @@ from cupyattn.reference.layers.activations import (
     gated_backward_bound,
     gated_bound,
 )
+from cupyattn.reference.layers.adamw_8bit import adamw_step_8bit
 from cupyattn.reference.layers.cross_entropy import (
     cross_entropy,
     cross_entropy_backward,
@@ -102,6 +103,7 @@ __all__ = [
     "activation_derivative",
     "activation_error",
     "adamw_step",
+    "adamw_step_8bit",
     "adamw_step_bound",
     "append_kv",
     "append_kv_bound",

@@ -121,6 +121,11 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
         {**dict.fromkeys(("step", "lr", "betas", "eps", "weight_decay"), inspect.Parameter.empty),
          "grad_scale": 1.0},
     ),
+    cupyattn.adamw_step_8bit: (
+        ("param", "grad", "m", "v", "m_scales", "v_scales"),
+        {**dict.fromkeys(("step", "lr", "betas", "eps", "weight_decay"), inspect.Parameter.empty),
+         "grad_scale": 1.0},
+    ),
     cupyattn.sample: (
         ("logits",),
         {"seed": inspect.Parameter.empty, "step": 0, "temperature": 1.0, "top_k": None,

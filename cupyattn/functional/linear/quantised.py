@@ -13,13 +13,12 @@ from cupyattn.functional.backend import device_of
 from cupyattn.functional.dtypes import float_dtype
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.linear.quantised import (
-    Blocks,
     dequantize_problem,
     quantize_blocks,
     run_dequantize,
     run_quantize,
 )
-from cupyattn.quantized_weight import QuantizedWeight
+from cupyattn.quantized_weight import Blocks, QuantizedWeight
 
 
 def quantize(
@@ -149,8 +148,7 @@ def dequantize(weight: QuantizedWeight, /, *, dtype: Any = None, out: Array | No
         kind = np.dtype(np.float32) if out is None else float_dtype(operands.arrays["out"].dtype)
     else:
         kind = float_dtype(dtype)
-    blocks = Blocks(weight.format, weight.block_size)
-    problem = dequantize_problem(operands, blocks, weight.transposed, kind)
+    problem = dequantize_problem(operands, weight.blocks, weight.transposed, kind)
     device = device_of(operands)
     if device is not None:
         return run_dequantize(device, problem, operands)
@@ -175,7 +173,7 @@ def _require_weight(name: str, given: Any) -> None:
 
 
 def _require_out(out: QuantizedWeight, blocks: Blocks, shape: tuple[int, ...]) -> None:
-    if (out.format, out.block_size, out.shape) != (*blocks, shape) or out.transposed:
+    if (out.blocks, out.shape, out.transposed) != (blocks, shape, False):
         raise error(
             ValueError,
             f"out is {out}",

@@ -9,35 +9,10 @@ from functools import cache
 
 import numpy as np
 
-NF4_CODEBOOK = np.array(
-    [
-        -1.0,
-        -0.6961928009986877,
-        -0.5250730514526367,
-        -0.39491748809814453,
-        -0.28444138169288635,
-        -0.18477343022823334,
-        -0.09105003625154495,
-        0.0,
-        0.07958029955625534,
-        0.16093020141124725,
-        0.24611230194568634,
-        0.33791524171829224,
-        0.44070982933044434,
-        0.5626170039176941,
-        0.7229568362236023,
-        1.0,
-    ],
-    np.float32,
-)
-"""Quantiles of the normal distribution (Dettmers et al., arXiv:2305.14314, appendix E), as
-bitsandbytes rounds them."""
+from cupyattn.quantized_weight import NF4_CODEBOOK
 
 NF4_THRESHOLDS = (NF4_CODEBOOK[1:] + NF4_CODEBOOK[:-1]) * np.float32(0.5)
 """A number above so many of them has that code: bitsandbytes compares with the same numbers."""
-
-NF4_ZERO = 7
-"""The code of 0."""
 
 _TINY = np.float32(2.0**-126)
 _LARGEST_FLOAT16 = np.float32(65504.0)
@@ -64,22 +39,27 @@ def dequantize(
 ) -> np.ndarray:
     """Return the rows (N, K) that a quantised weight stands for, in float32."""
     rows = len(codes)
-    q = (codes if kind == "int8" else _numbers_of_bytes(kind == "nf4")[codes]).reshape(
-        rows, -1, block_size
-    )
     with np.errstate(all="ignore"):
-        if kind in ("nf4", "int8"):
-            w = _scaled(q, scales)
+        if kind == "int8":
+            w = codes.reshape(rows, -1, block_size) * scales[..., None]
+            return _flushed_like(w, scales).reshape(rows, -1)
+        w = _pairs(kind == "nf4")[codes].view(np.float32).reshape(rows, -1, block_size)
+        if kind == "nf4":
+            w *= scales[..., None]
+            w = _flushed_like(w, scales)
         elif kind == "int4":
             scale, zero = _columns(scales)
-            w = (q - zero) * scale
+            w -= zero
+            w *= scale
         elif kind == "q4_1":
             scale, offset = _columns(scales)
-            w = q * scale + offset
+            w *= scale
+            w += offset
         elif super_scales is not None:
             repeats = scales.shape[1] // super_scales.shape[1]
             own, above = _columns(scales), _columns(super_scales.repeat(repeats, axis=1))
-            w = q * (above[0] * own[0]) - above[1] * own[1]
+            w *= above[0] * own[0]
+            w -= above[1] * own[1]
         else:
             raise ValueError(f"{kind} has super_scales")
     return w.reshape(rows, -1)
@@ -87,7 +67,9 @@ def dequantize(
 
 def _nf4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     absmax = _absmax(x)
-    q = NF4_THRESHOLDS.searchsorted(_quotient(x, absmax), side="left").astype(np.uint8)
+    normal, q = _quotient(x, absmax), np.zeros(x.shape, np.uint8)
+    for threshold in NF4_THRESHOLDS:
+        q += normal > threshold
     return q[..., ::2] << 4 | q[..., 1::2], absmax
 
 
@@ -120,11 +102,10 @@ def _quotient(x: np.ndarray, divisors: np.ndarray) -> np.ndarray:
     return np.where(usable, x / np.where(usable, divisors[..., None], np.float32(1)), np.float32(0))
 
 
-def _scaled(q: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return q times the scale of its block; subnormal products are 0."""
-    w = q * scales[..., None]
-    subnormal = (np.abs(scales) < _TINY * 16) & (scales != 0)
-    return _flushed(w) if subnormal.any() else w
+def _flushed_like(w: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return products of scales, of which those that are subnormal are 0."""
+    tiny = (np.abs(scales) < _TINY * 16) & (scales != 0)
+    return _flushed(w) if tiny.any() else w
 
 
 def _columns(pair: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -138,10 +119,12 @@ def _flushed(x: np.ndarray) -> np.ndarray:
 
 
 @cache
-def _numbers_of_bytes(nf4: bool) -> np.ndarray:
-    """Return the two numbers of each byte, (256, 2), in the order of their k."""
+def _pairs(nf4: bool) -> np.ndarray:
+    """Return the two numbers of each byte, (256,): their float32 as one item, in the order of k."""
     byte = np.arange(256)
     high, low = byte >> 4, byte & 15
     if nf4:
-        return NF4_CODEBOOK[np.stack([high, low], axis=1)]
-    return np.stack([low, high], axis=1).astype(np.float32)
+        both = NF4_CODEBOOK[np.stack([high, low], axis=1)]
+    else:
+        both = np.stack([low, high], axis=1).astype(np.float32)
+    return both.view(np.uint64)[:, 0]
