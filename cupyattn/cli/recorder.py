@@ -9,6 +9,7 @@ import numpy as np
 
 from cupyattn.arrays import Array, adopt
 from cupyattn.kernels.arch import Arch
+from cupyattn.kernels.choices import USUAL, Choices
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.ops.attention.checks import forward_problem
 from cupyattn.ops.attention.forward import attention_forward
@@ -33,6 +34,7 @@ class LaunchRecorder:
     multiprocessors = 40
     l2_bytes = 4 * 2**20
     """A T4's."""
+    choices: Choices = USUAL
 
     def __init__(self, arch: Arch, *, tensor_cores: bool = True) -> None:
         self.arch = arch

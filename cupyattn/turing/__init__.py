@@ -30,7 +30,7 @@ How far to trust them
 All but the simulation is exact for one compiler; another version of NVRTC moves spills by tens of
 bytes and utilisations by 0.01. The simulated utilisation is a model: +-0.05, to rank variants by
 differences of that size and as an upper limit. Its rates and latencies come from public
-micro-benchmarks of a T4 (`machine` names them) and were not fitted; no Turing card has been
+micro-benchmarks of a T4 (`Machine` names them) and were not fitted; no Turing card has been
 measured with this library's kernels. Not modelled: bank conflicts (the emulator counts those),
 conflicts of register banks, the instruction cache, contention for L2 and DRAM, atomics' own rate,
 clocks that fall under power limits, what comes before and after the loop, and CTAs with less to do

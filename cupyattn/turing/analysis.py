@@ -59,7 +59,7 @@ def analyse(
     Parameters
     ----------
     specialisation : Specialisation
-        A row of the tables in `cupyattn.kernels.configs`, or any other.
+        A row of the tables in ``cupyattn.kernels.configs``, or any other.
     simulate : bool
         Simulate the main loop too: some tenths of a second.
     machine : Machine

@@ -63,11 +63,12 @@ ROOMS = {
         "kv_cache",
         "functional",
         "ops",
+        "turing",
         "kernels",
         "emulator",
         *BOTTOM,
     },
-    "__main__": {"cli", "kernels"},
+    "__main__": {"cli", "benchmark", "kernels"},
 }
 CUPY = {"cupy", "cupy_backends", "cupyx"}
 # The first gives CuPy a folder that it can write; the others import what is below it after that.
