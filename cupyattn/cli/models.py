@@ -14,6 +14,7 @@ from cupyattn import models
 from cupyattn.cli.arguments import integer
 from cupyattn.cli.terminal import Result, Terminal
 from cupyattn.models.device import DTYPES
+from cupyattn.models.quantised import QUANTIZE
 from cupyattn.models.training import LoraAdapters
 
 MODEL_FAILURES = (OSError, RuntimeError, ValueError, ArithmeticError, MemoryError)
@@ -46,6 +47,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{name}", choices=kinds, metavar="DTYPE", help=f"{what} ({', '.join(kinds)})"
         )
     parser.add_argument(
+        "--quantize",
+        choices=QUANTIZE,
+        metavar="FORMAT",
+        help="keep the weights of layers in four or eight bits, or in the blocks that the file "
+        f"has them in ({', '.join(QUANTIZE)})",
+    )
+    parser.add_argument(
         "--adapters",
         metavar="DIR",
         help="LoRA adapters of the model, as finetune or PEFT writes them",
@@ -77,7 +85,8 @@ def add_drawing_arguments(parser: argparse.ArgumentParser, *, new_tokens: int) -
 def loaded(arguments: argparse.Namespace) -> models.Model:
     """Load the model that a command names."""
     xp = np if arguments.cpu else None
-    model = models.load(arguments.model, dtype=arguments.dtype, xp=xp)
+    quantize = arguments.quantize
+    model = models.load(arguments.model, dtype=arguments.dtype, quantize=quantize, xp=xp)
     if arguments.adapters is None:
         return model
     return LoraAdapters.load(model, arguments.adapters).model

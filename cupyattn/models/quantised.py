@@ -13,6 +13,8 @@ from cupyattn.quantized_weight import UNIT, Blocks, blocks_for
 
 MADE = ("nf4", "int4", "int8")
 OF_THE_FILE = "file"
+QUANTIZE = (*MADE, OF_THE_FILE)
+"""What `load` takes."""
 
 
 def quantises_to(quantize: Any, *, files: bool = False) -> Quantises:
@@ -26,7 +28,7 @@ def quantises_to(quantize: Any, *, files: bool = False) -> Quantises:
     if quantize is None:
         return in_dtype
     if not isinstance(quantize, str) or quantize not in MADE:
-        known = (*MADE, OF_THE_FILE) if files else MADE
+        known = QUANTIZE if files else MADE
         raise error(
             ValueError if isinstance(quantize, str) else TypeError,
             f"quantize = {shown(quantize)}",

@@ -10,6 +10,7 @@ from support.byte_tokenizer import ByteTokenizer
 from support.devices import everywhere, kernels_only
 from support.tiny_models import TINY
 
+import cupyattn
 from cupyattn import models
 from cupyattn.models import Generator
 from cupyattn.models.generation.decoding import DecodeStep, Decoding
@@ -27,18 +28,18 @@ def numpy_model(name):
     return models.random(tiny(name), dtype="float32", xp=np, seed=3)
 
 
-def placed(part, xp):
+def placed(part, xp, dtype):
     """The same weights in another library, whose random numbers are others."""
     if isinstance(part, tuple):
-        parts = [placed(each, xp) for each in part]
+        parts = [placed(each, xp, dtype) for each in part]
         return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
-    return xp.asarray(part) if hasattr(part, "shape") else part
+    return xp.asarray(part.astype(dtype)) if hasattr(part, "shape") else part
 
 
-def model_on(xp, name, **changes):
+def model_on(xp, name, dtype="float32", **changes):
     config = tiny(name, **changes)
     weights = models.random(config, dtype="float32", xp=np, seed=3).weights
-    return models.Model(config, placed(weights, xp), "float32", xp)
+    return models.Model(config, placed(weights, xp, dtype), dtype, xp)
 
 
 @cache
@@ -112,6 +113,32 @@ def test_kernels_choose_the_same(name, side):
         wanted = [tokens for tokens, _ in found]
         for captured in (False, True):
             assert model.generate(prompts, max_new_tokens=3, captured=captured) == wanted
+
+
+@pytest.mark.nvrtc
+@everywhere
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_float16_chooses_what_its_rounding_leaves_open(name, side):
+    """The largest logit of float32 wherever it leads by more than float16 errs in these texts."""
+    prompts, twin = prompts_of(name, (2, 7)), model_on(np, name, max_positions=32)
+    with side.running():
+        model = model_on(getattr(side, "xp", np), name, "float16", max_positions=32)
+        for captured in (False, True):
+            leads, errors, behind = [], [], []
+            for prompt, new in zip(
+                prompts, model.generate(prompts, max_new_tokens=4, captured=captured), strict=True
+            ):
+                with cupyattn.backend("reference"):
+                    exact = twin.logits([[*prompt, *new[:-1]]])[0]
+                found = model.logits([[*prompt, *new[:-1]]])[0]
+                found = np.asarray(found if model.xp is np else found.get(), np.float32)
+                errors.append(np.abs(found - exact).max())
+                drawn = exact[len(prompt) - 1 :]
+                leads += np.diff(np.sort(drawn)[:, -2:]).ravel().tolist()
+                behind += (drawn.max(axis=1) - drawn[np.arange(4), new]).tolist()
+            allowed = 4 * max(errors)  # twice: of either token; twice: a step rounds elsewhere
+            assert max(behind) <= allowed
+            assert sum(lead > allowed for lead in leads) > len(leads) / 2
 
 
 @pytest.mark.nvrtc

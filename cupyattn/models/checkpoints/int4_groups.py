@@ -79,19 +79,21 @@ def group_tensor(
 
     def read(start: int, stop: int) -> QuantizedWeight:
         scales = groups.scales.items((slice(None), slice(start, stop)))
-        stored = scales.astype(np.float16)
-        if not np.array_equal(stored.astype(np.float32), scales.astype(np.float32)):
+        with np.errstate(over="ignore"):
+            stored = scales.astype(np.float16)
+        both = stored.astype(np.float32), scales.astype(np.float32)
+        if not np.array_equal(*both, equal_nan=True):
             raise error(
                 NotImplementedError,
                 f"{groups.scales.what}: scales that float16 has not",
                 "a scale is kept in float16",
                 "take the model as it was before it was quantised",
             )
-        both = np.stack([stored.T, read_zeros(start, stop).T.astype(np.float16)], axis=-1)
+        pairs = np.stack([stored.T, read_zeros(start, stop).T.astype(np.float16)], axis=-1)
         return QuantizedWeight(
             "int4",
             read_codes(start, stop),
-            np.ascontiguousarray(both.repeat(repeats, axis=1)),
+            np.ascontiguousarray(pairs.repeat(repeats, axis=1)),
             block_size=block_size,
             transposed=True,
         )

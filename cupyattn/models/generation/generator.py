@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from cupyattn import OutOfBlocksError, PagedKVCache, Scheduler
+from cupyattn import PagedKVCache, Scheduler
 from cupyattn.errors import error, shown
 from cupyattn.kv_cache import Work
 from cupyattn.models.generation.decoding import Decoding
 from cupyattn.models.generation.generation import Generation
 from cupyattn.models.generation.graph import device_of
 from cupyattn.models.generation.inputs import Draw
-from cupyattn.models.generation.lookup import accepted, draft
+from cupyattn.models.generation.lookup import appended, draft, kept, padded
 from cupyattn.models.generation.options import (
+    MOST_SEQUENCES,
     Prompt,
     Sampling,
     as_cache_dtype,
     as_count,
     as_ends,
+    as_lengths,
     as_prompts,
     as_sampling,
     as_seed,
@@ -116,13 +118,13 @@ class Generator:
     ) -> None:
         config = model.config
         dtype = as_cache_dtype(cache_dtype, model.dtype)
-        max_batch = as_count("max_batch", max_batch, 1)
+        max_batch = as_count("max_batch", max_batch, 1, MOST_SEQUENCES)
         self._lookup = as_count("lookup", lookup, 0)
         self._model = model
         with self._device():
             if num_blocks is None:
                 most = [min(config.max_positions, LONGEST)] * max_batch
-                given = [as_count("lengths", each, 1) for each in lengths or ()]
+                given = [] if lengths is None else as_lengths(lengths)
                 running = sorted(given or most, reverse=True)[:max_batch]
                 room = [length + self._lookup for length in running]
                 num_blocks = blocks_at_hand(
@@ -305,11 +307,7 @@ class Generator:
     def _drafts(
         self, batch: tuple[Work, ...], generations: list[Generation]
     ) -> list[list[int]] | None:
-        """Append drafts to the sequences; return them, None if there is nothing to verify.
-
-        The scheduler has just appended a token: no sequence shares its last block, and none is
-        copied here.
-        """
+        """Append drafts to the sequences; return them, None if there is nothing to verify."""
         if not all(generation.greedy for generation in generations):
             return None
         drafts = []
@@ -317,21 +315,11 @@ class Generator:
             (sample,) = work.samples
             left = work.request.max_new_tokens - len(work.request.outputs[sample])
             drafts.append(draft(generation.text_of(sample), min(self._lookup, left - 1)))
-        if not any(drafts):
-            return None
         longest = max(len(work.sequence) for work in batch) + self._lookup
         if self._decoding is not None and longest <= self._model.config.max_positions:
-            # A captured step has as many tokens of each sequence: any will do, most are refused.
-            drafts = [[*each, *[0] * (self._lookup - len(each))] for each in drafts]
-        lengths = [len(work.sequence) for work in batch]
-        try:
-            for work, drafted in zip(batch, drafts, strict=True):
-                work.sequence.append(drafted)
-        except OutOfBlocksError:
-            for work, length in zip(batch, lengths, strict=True):
-                work.sequence.truncate(length)
-            return None
-        return drafts
+            # A captured step has as many tokens of each sequence.
+            drafts = padded(drafts, self._lookup)
+        return drafts if any(drafts) and appended(batch, drafts) else None
 
     def _verified(self, batch: tuple[Work, ...], draws: list[Draw], drafts: list[list[int]]) -> Any:
         """Compute the drafts behind the last tokens; keep what the model chooses as well."""
@@ -344,9 +332,4 @@ class Generator:
                 for work, each in zip(batch, tokens, strict=True)
             ]
             chosen = packed_step(self._model, self.cache, parts)
-        results = []
-        for work, drafted, found in zip(batch, drafts, chosen, strict=True):
-            kept = accepted(drafted, found)
-            work.sequence.truncate(len(work.sequence) - len(drafted) + len(kept) - 1)
-            results.append([kept])
-        return results
+        return kept(batch, drafts, chosen)

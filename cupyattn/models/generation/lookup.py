@@ -11,6 +11,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from cupyattn import OutOfBlocksError
+from cupyattn.kv_cache import Work
+
 LONGEST_MATCH = 3
 """Tokens that must have stood before in this order; if they have not, fewer are looked for."""
 
@@ -54,3 +57,45 @@ def accepted(drafted: Sequence[int], chosen: Sequence[int]) -> list[int]:
     while agreed < len(drafted) and drafted[agreed] == chosen[agreed]:
         agreed += 1
     return list(chosen[: agreed + 1])
+
+
+def padded(drafts: list[list[int]], count: int) -> list[list[int]]:
+    """Return drafts that all have `count` tokens, if any draft has one.
+
+    Any tokens will do: most of them are refused.
+
+    Examples
+    --------
+    >>> padded([[8, 9], []], 3)
+    [[8, 9, 0], [0, 0, 0]]
+    """
+    return [[*each, *[0] * (count - len(each))] for each in drafts] if any(drafts) else drafts
+
+
+def appended(batch: Sequence[Work], drafts: Sequence[Sequence[int]]) -> bool:
+    """Append each draft to its sequence; where there are no blocks for all, append none.
+
+    The scheduler has just appended a token: no sequence shares its last block, and none is copied
+    here.
+    """
+    lengths = [len(work.sequence) for work in batch]
+    try:
+        for work, drafted in zip(batch, drafts, strict=True):
+            work.sequence.append(drafted)
+    except OutOfBlocksError:
+        for work, length in zip(batch, lengths, strict=True):
+            work.sequence.truncate(length)
+        return False
+    return True
+
+
+def kept(
+    batch: Sequence[Work], drafts: Sequence[Sequence[int]], chosen: Sequence[Sequence[int]]
+) -> list[list[list[int]]]:
+    """Take back what the model refused; return what each sample of the batch goes on with."""
+    results = []
+    for work, drafted, found in zip(batch, drafts, chosen, strict=True):
+        tokens = accepted(drafted, found)
+        work.sequence.truncate(len(work.sequence) - len(drafted) + len(tokens) - 1)
+        results.append([tokens])
+    return results

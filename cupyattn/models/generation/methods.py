@@ -7,6 +7,7 @@ from typing import Any
 
 from cupyattn.models.generation.generator import MAX_BATCH, Generator
 from cupyattn.models.generation.options import (
+    MOST_SEQUENCES,
     Prompt,
     as_count,
     as_prompts,
@@ -152,7 +153,7 @@ class Generates:
         self, prompts: Any, max_new_tokens: Any, n: Any, cache: dict[str, Any]
     ) -> tuple[list[Prompt], Generator]:
         """Read the prompts, and make a generator with room for them."""
-        new, n = as_count("max_new_tokens", max_new_tokens, 1), as_count("n", n, 1)
+        new, n = as_count("max_new_tokens", max_new_tokens, 1), as_count("n", n, 1, MOST_SEQUENCES)
         read = as_prompts(prompts, self)
         for prompt in read:
             require_positions(len(prompt.ids), new, self.config.max_positions)

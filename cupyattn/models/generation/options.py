@@ -15,6 +15,8 @@ from cupyattn.models.generation.text import Tokenizer
 SEED_BITS = 63
 MOST_TOP_K = 2**31 - 1
 """More than any vocabulary has, and what an int32 holds."""
+MOST_SEQUENCES = 1 << 16
+"""Samples of a prompt, and sequences of a step: far more than a GPU's memory holds."""
 
 
 class Sampling(NamedTuple):
@@ -76,23 +78,33 @@ def as_sampling(
     )  # fmt: skip
 
 
-def as_count(name: str, value: Any, lowest: int) -> int:
+def as_count(name: str, value: Any, lowest: int, highest: int | None = None) -> int:
     """Read an integer; a bool is none."""
+    allowed = f"{lowest} or more" if highest is None else f"{lowest} to {highest:,}"
     try:
         number = None if isinstance(value, bool) else as_int(value)
     except TypeError:
         number = None
     if number is None:
         raise error(
-            TypeError, f"got {name} = {shown(value)}", f"it is an integer, {lowest} or more",
-            "pass an int",
-        )  # fmt: skip
-    if number < lowest:
+            TypeError, f"got {name} = {shown(value)}", f"it is an integer, {allowed}", "pass an int"
+        )
+    if number < lowest or (highest is not None and number > highest):
         raise error(
-            ValueError, f"got {name} = {shown(number)}", f"allowed is {lowest} or more",
+            ValueError, f"got {name} = {shown(number)}", f"allowed is {allowed}",
             "pass one of those",
         )  # fmt: skip
     return number
+
+
+def as_lengths(given: Any) -> list[int]:
+    """Read how long sequences will be."""
+    if not _is_iterable(given) or isinstance(given, str | bytes):
+        raise error(
+            TypeError, f"got lengths = {shown(given)}",
+            "they are integers: how many tokens each sequence will have", "pass a list",
+        )  # fmt: skip
+    return [as_count("lengths", each, 1) for each in given]
 
 
 def as_seed(seed: Any) -> int:

@@ -6,6 +6,7 @@ from cupyattn.ops.card import Card
 from cupyattn.ops.linear import (
     float32,
     quantised_float32,
+    quantised_thin,
     quantised_tile,
     tensor_core,
     thin,
@@ -19,7 +20,7 @@ PLANS = (*thin.PLANS, *tensor_core.PLANS, *float32.PLANS)
 The last ones compute in float32: float16 too, on cards without tensor cores.
 """
 
-QUANTISED_PLANS = (*quantised_tile.PLANS, *quantised_float32.PLANS)
+QUANTISED_PLANS = (*quantised_thin.PLANS, *quantised_tile.PLANS, *quantised_float32.PLANS)
 """The same of a quantised weight, of which each plan takes the formats that it says."""
 
 

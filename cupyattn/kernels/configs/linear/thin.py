@@ -17,17 +17,17 @@ from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, rows_for
 from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Specialisation, inputs
 from cupyattn.kernels.structs import THIN_STRUCT
 
-_EPILOGUE: tuple[Parameter, ...] = (
+EPILOGUE: tuple[Parameter, ...] = (
     *inputs("b", "residual", optional=True),
     Pointer("preactivation", optional=True),
     Pointer("out"),
     THIN_STRUCT,
 )
-_PRODUCT = (*inputs("x", "w"), *_EPILOGUE)
+_PRODUCT = (*inputs("x", "w"), *EPILOGUE)
 THIN = KernelSpec("linear_thin", "linear/thin/product.cu", _PRODUCT)
 THIN_ROW = KernelSpec("linear_thin_row", "linear/thin/row.cu", _PRODUCT)
 THIN_MERGE = KernelSpec(
-    "linear_thin_merge", "linear/thin/merge.cu", (*inputs("partials"), *_EPILOGUE)
+    "linear_thin_merge", "linear/thin/merge.cu", (*inputs("partials"), *EPILOGUE)
 )
 KERNELS = (THIN, THIN_ROW, THIN_MERGE)
 

@@ -1,0 +1,371 @@
+"""Launch configurations of products with few rows and a quantised weight, on tensor cores.
+
+As of float16 (`thin`), bytes in flight are what is wanted. There are a quarter as many for a
+number of k, so that a burst of a whole K is in reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from cupyattn.kernels.arch import TURING, WARP_SIZE
+from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
+from cupyattn.kernels.configs.linear.float32 import STRUCTS
+from cupyattn.kernels.configs.linear.quantised import FORMATS
+from cupyattn.kernels.configs.linear.thin import EPILOGUE
+from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, rows_for
+from cupyattn.kernels.spec import KernelSpec, Specialisation, inputs
+
+PRODUCT = KernelSpec(
+    "linear_quantised_thin",
+    "linear/quantised/thin.cu",
+    (*inputs("x", "codes", "scales"), *inputs("super_scales", optional=True), *EPILOGUE),
+)
+IN_FLOAT32 = KernelSpec(
+    "linear_quantised_thin_f32", "linear/quantised/thin_float32.cu", PRODUCT.parameters
+)
+KERNELS = (PRODUCT, IN_FLOAT32)
+
+MAX_ROWS = 64
+"""Of x: those beyond the largest of the table take more CTAs, which find the codes in L2."""
+SPAN_BYTES = 64
+"""Of a column's codes, which four lanes read."""
+
+
+@dataclass(frozen=True)
+class QuantisedThinConfig:
+    """How a CTA shares the columns of w and k among its warps.
+
+    Attributes
+    ----------
+    tiles : int
+        Of a warp: 16 columns each, over the parts of K that fill the tile of x.
+    steps : tuple of int
+        Lengths of a burst to choose from, in spans of a column times parts.
+    groups, k_warps : int
+        Groups of warps, and warps that share columns and split K.
+    chunks : int
+        Of 8 k of a tile of x, that wait with a burst.
+    ctas_per_sm : int
+        Of Turing: what the compiler keeps registers for.
+    """
+
+    tiles: int
+    steps: tuple[int, ...]
+    groups: int
+    k_warps: int
+    ctas_per_sm: int
+    chunks: int
+    reason: str
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA."""
+        return self.groups * self.k_warps * WARP_SIZE
+
+    def steps_for(self, inner: int, step_items: int) -> int:
+        """Return the burst whose turns round the warps cover K with the fewest zeros.
+
+        Of two the longer: more bytes in flight.
+        """
+
+        def covered(steps: int) -> int:
+            turn = steps * step_items * self.k_warps
+            return -(-inner // turn) * turn
+
+        return min(sorted(self.steps, reverse=True), key=covered)
+
+
+Table = Mapping[str, Mapping[int, Mapping[int | None, QuantisedThinConfig]]]
+"""By kind (`kind_of`), by the most rows of x, by the most columns of the result."""
+
+_ROW = QuantisedThinConfig
+_TURING: Table = {
+    "nf4": {
+        1: {None: _ROW(4, (1,), 4, 4, 1, 2, "8 columns and 512 bytes of each a warp")},
+        2: {None: _ROW(2, (1,), 4, 4, 1, 4, "8 columns and 256 bytes of each a warp")},
+        4: {None: _ROW(2, (1,), 2, 8, 1, 4, "16 columns and 128 bytes of each a warp")},
+        8: {None: _ROW(1, (1,), 2, 8, 1, 4, "16 columns and 64 bytes of each a warp")},
+        16: {None: _ROW(1, (1,), 2, 8, 1, 2, "16 columns: x takes registers")},
+        32: {None: _ROW(1, (1,), 1, 8, 1, 1, "as 16 rows")},
+    },
+    "wide": {
+        1: {None: _ROW(4, (1,), 2, 4, 2, 2, "8 columns and 512 bytes of each a warp")},
+        2: {None: _ROW(2, (1,), 2, 4, 2, 4, "8 columns and 256 bytes of each a warp")},
+        4: {None: _ROW(2, (1,), 1, 8, 2, 4, "16 columns and 128 bytes of each a warp")},
+        8: {None: _ROW(2, (1,), 1, 8, 2, 4, "32 columns and 64 bytes of each a warp")},
+        16: {None: _ROW(1, (2,), 1, 8, 2, 2, "16 columns: x takes registers")},
+        32: {None: _ROW(1, (1,), 1, 8, 1, 1, "as 16 rows")},
+    },
+    "narrow": {
+        1: {None: _ROW(2, (1,), 2, 4, 2, 2, "8 columns and 512 bytes of each a warp")},
+        2: {None: _ROW(2, (1,), 2, 4, 2, 4, "8 columns and 256 bytes of each a warp")},
+        4: {None: _ROW(2, (1,), 1, 8, 2, 4, "16 columns and 128 bytes of each a warp")},
+        8: {None: _ROW(2, (1,), 1, 8, 2, 4, "32 columns and 64 bytes of each a warp")},
+        16: {None: _ROW(1, (1,), 1, 8, 2, 2, "16 columns: x takes registers")},
+        32: {None: _ROW(1, (1,), 1, 8, 1, 1, "as 16 rows")},
+    },
+    "bytes": {
+        1: {None: _ROW(4, (1,), 1, 8, 2, 4, "8 columns and 512 bytes of each a warp")},
+        2: {None: _ROW(4, (1,), 1, 8, 2, 4, "8 columns and 256 bytes of each a warp")},
+        4: {None: _ROW(2, (1,), 1, 8, 2, 4, "16 columns and 128 bytes of each a warp")},
+        8: {None: _ROW(2, (1,), 1, 8, 2, 4, "32 columns and 64 bytes of each a warp")},
+        16: {None: _ROW(1, (2,), 1, 8, 2, 2, "16 columns: x takes registers")},
+        32: {None: _ROW(1, (1,), 1, 8, 1, 1, "as 16 rows")},
+    },
+}  # fmt: skip
+TABLE: Mapping[int, Table] = {75: _TURING}
+
+_TABLE_BYTES = 32_768  # the codebook's pairs, of "nf4"
+_SHARED_BYTES = {"nf4": 49_152}
+_OTHERS_SHARED_BYTES = 32_768
+"""At most: what a CTA has without asking for more, or half of what an SM of Turing has."""
+_NARROW = 32
+_TILE = 8  # rows of x
+_SPLIT_TURNS = 8
+"""Turns of a CTA round its warps, below which a split of K costs more than it saves."""
+
+
+def kind_of(weights: str, block_size: int) -> str:
+    """Return which rows of the table a format takes: "nf4", "wide", "narrow" or "bytes".
+
+    "wide" and "narrow" are integers of four bits in blocks of 64 and more, or of 32, whose scales
+    take as many registers as the codes.
+
+    Examples
+    --------
+    >>> [kind_of(*each) for each in (("nf4", 64), ("int4", 64), ("q4_k", 32), ("int8", 32))]
+    ['nf4', 'wide', 'narrow', 'bytes']
+    """
+    narrow = "narrow" if block_size == _NARROW else "wide"
+    return {"nf4": "nf4", "int8": "bytes"}.get(weights, narrow)
+
+
+@dataclass(frozen=True)
+class QuantisedThinLaunch:
+    """A product's kernel: the row of its table, what was chosen within it, and the grid."""
+
+    config: QuantisedThinConfig
+    weights: str
+    """The format."""
+    block_size: int
+    """0 where it is a whole row of "int8"."""
+    vec: int
+    vec_scales: bool
+    parts: int
+    """Neighbouring spans of a column that fill a tile of x."""
+    x_tiles: int
+    """Of eight rows."""
+    steps: int
+    tiles: int
+    """Of columns, each a group's work."""
+    splits: int
+    """Parts of K."""
+    ctas: int
+
+
+def thin_launch(
+    arch: int,
+    multiprocessors: int,
+    weights: str,
+    block_size: int,
+    vec: int,
+    *,
+    vec_scales: bool,
+    rows: int,
+    inner: int,
+    outer: int,
+    gated: bool,
+) -> QuantisedThinLaunch:
+    """Choose for x (rows, inner) and a result of `outer` columns; w has twice as many if gated.
+
+    `vec` is 8 where all rows of x are aligned to 16 bytes, or 1; `vec_scales` tells whether the
+    scales of a span may be loaded at once. K is split where columns alone would leave
+    multiprocessors without their CTAs.
+    """
+    kind = kind_of(weights, block_size)
+    by_rows = rows_for(TABLE, arch)[kind]
+    limit = next((limit for limit in by_rows if rows <= limit), max(by_rows))
+    config = next(
+        row for columns, row in by_rows[limit].items() if columns is None or outer <= columns
+    )
+    parts, x_tiles = max(_TILE // limit, 1), -(-limit // _TILE)
+    step = parts * (SPAN_BYTES if kind == "bytes" else 2 * SPAN_BYTES)
+    # Single items wait in registers of their own: of a longer burst some would spill.
+    steps = config.steps_for(inner, step) if vec > 1 else 1
+    tiles = -(-outer // (warp_columns(config, parts) // (1 + gated)))
+    turns = -(-inner // (step * steps * config.k_warps))
+    resident = multiprocessors * config.ctas_per_sm
+    row_tiles = -(-rows // limit)
+    few = resident * config.groups // (tiles * row_tiles)
+    splits = max(min(few, turns // 2), 1) if turns >= _SPLIT_TURNS else 1
+    ctas = -(-splits * tiles * row_tiles // config.groups)
+    if kind == "nf4":
+        ctas = min(ctas, resident)  # each makes its table once
+    whole = weights == "int8" and block_size == inner
+    return QuantisedThinLaunch(
+        config, weights, 0 if whole else block_size, vec, vec_scales and not whole,
+        parts, x_tiles, steps, tiles, splits, ctas,
+    )  # fmt: skip
+
+
+def warp_columns(config: QuantisedThinConfig, parts: int) -> int:
+    """Return the columns of w that a group of warps sums at a time."""
+    return 16 * config.tiles // parts
+
+
+def thin(launch: QuantisedThinLaunch, activation: str | None, gated: bool) -> Specialisation:
+    """Specialise the kernel of a product.
+
+    Where K is split it leaves float32 sums, and `thin.merge` has the activation.
+    """
+    split = launch.splits > 1
+    return _thin(
+        launch.config,
+        launch.weights,
+        launch.block_size,
+        launch.vec,
+        launch.vec_scales,
+        launch.parts,
+        launch.x_tiles,
+        launch.steps,
+        None if split else activation,
+        not split and gated,
+        "float32" if split else "float16",
+    )
+
+
+@cache
+def _thin(
+    config: QuantisedThinConfig,
+    weights: str,
+    block_size: int,
+    vec: int,
+    vec_scales: bool,
+    parts: int,
+    x_tiles: int,
+    steps: int,
+    activation: str | None,
+    gated: bool,
+    out: str,
+) -> Specialisation:
+    kind = kind_of(weights, block_size)
+    limit = _SHARED_BYTES.get(kind, _OTHERS_SHARED_BYTES)
+    chunks = steps * (2 if kind == "bytes" else 4)
+    pass_tiles = x_tiles
+    while (shared := _shared_bytes(config, kind, parts, pass_tiles)) > limit:
+        pass_tiles //= 2
+    return PRODUCT.specialise(
+        threads=config.threads,
+        static_shared_bytes=shared,
+        FORMAT=FORMATS[weights],
+        BLOCK_SIZE=block_size,
+        VEC=vec,
+        VEC_SCALES=cpp_bool(vec_scales),
+        ACTIVATION=STRUCTS[activation],
+        GATED=cpp_bool(gated),
+        OUT=out,
+        W_TILES=config.tiles,
+        X_TILES=x_tiles,
+        PARTS=parts,
+        X_SLOTS=min(chunks, config.chunks),
+        STEPS=steps,
+        GROUPS=config.groups,
+        K_WARPS=config.k_warps,
+        PASS_TILES=pass_tiles,
+        MIN_CTAS=config.ctas_per_sm if vec > 1 and vec_scales else 1,
+    )
+
+
+def _shared_bytes(config: QuantisedThinConfig, kind: str, parts: int, pass_tiles: int) -> int:
+    """Count the codebook's table, all warps' sums for some rows, two numbers for each column.
+
+    Smem in thin.cu asserts it.
+    """
+    columns = warp_columns(config, parts)
+    line = columns + (4 if columns >= 8 else 1)
+    sums = config.k_warps * pass_tiles * _TILE * line
+    own = config.groups * (sums + 2 * columns) * FLOAT_BYTES
+    return own if kind != "nf4" else _TABLE_BYTES + -(-own // VECTOR_BYTES) * VECTOR_BYTES
+
+
+FLOAT32_ROWS = (1, 2, 4, 8)
+"""Rows of x of a CTA in float32 arithmetic."""
+MAX_FLOAT32_ROWS = 16
+"""Beyond which kernels for many rows dequantise less often."""
+_FLOAT32_WARPS = 8
+_FLOAT32_COLUMNS = 4  # of a warp
+
+
+def float32_ctas(rows: int, outer: int, gated: bool) -> int:
+    """Return the grid of `in_float32`."""
+    results = _FLOAT32_WARPS * _FLOAT32_COLUMNS // (1 + gated)
+    row_tiles = -(-rows // min(_float32_rows(rows), max(FLOAT32_ROWS)))
+    return row_tiles * -(-outer // results)
+
+
+def _float32_rows(rows: int) -> int:
+    return next((most for most in FLOAT32_ROWS if rows <= most), max(FLOAT32_ROWS))
+
+
+def in_float32(
+    weights: str,
+    block_size: int,
+    dtype: str,
+    vec: int,
+    rows: int,
+    activation: str | None,
+    gated: bool,
+) -> Specialisation:
+    """Specialise the kernel in float32 arithmetic; block_size is 0 of a whole row of "int8"."""
+    return _in_float32(weights, block_size, dtype, vec, _float32_rows(rows), activation, gated)
+
+
+@cache
+def _in_float32(
+    weights: str,
+    block_size: int,
+    dtype: str,
+    vec: int,
+    rows: int,
+    activation: str | None,
+    gated: bool,
+) -> Specialisation:
+    run_items = WARP_SIZE * VECTOR_BYTES * (1 if weights == "int8" else 2)
+    return IN_FLOAT32.specialise(
+        threads=_FLOAT32_WARPS * WARP_SIZE,
+        static_shared_bytes=rows * run_items * FLOAT_BYTES,
+        FORMAT=FORMATS[weights],
+        BLOCK_SIZE=block_size,
+        DTYPE=dtype,
+        VEC=vec,
+        ACTIVATION=STRUCTS[activation],
+        GATED=cpp_bool(gated),
+        ROWS=rows,
+        COLUMNS=_FLOAT32_COLUMNS,
+        MIN_CTAS=2,
+    )
+
+
+# Of each format's blocks, the usual and the one that a span has most of.
+_CATALOGUE = {"nf4": (64, 32), "int4": (128, 32), "int8": (0, 32), "q4_1": (32,), "q4_k": (32,)}
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield every row for a format's usual blocks, and single items and other blocks once."""
+    for weights, block_sizes in _CATALOGUE.items():
+        for block_size in block_sizes:
+            by_rows = rows_for(TABLE, arch)[kind_of(weights, block_size)]
+            for limit, by_columns in by_rows.items():
+                shape = max(_TILE // limit, 1), -(-limit // _TILE)
+                for config in by_columns.values():
+                    yield _thin(
+                        config, weights, block_size, 8, block_size > 0, *shape,
+                        max(config.steps), None, False, "float16",
+                    )  # fmt: skip
+        yield _thin(config, weights, block_size, 1, False, *shape, 1, "silu", True, "float16")
+        yield _in_float32(weights, block_sizes[0], "float16", 4, 1, None, False)
+        yield _in_float32(weights, block_sizes[-1], "float32", 4, 8, None, False)
+        yield _in_float32(weights, block_sizes[-1], "bfloat16", 1, 4, "silu", True)
