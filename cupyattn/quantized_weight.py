@@ -74,6 +74,38 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
 )
 
 
+NF4_CODEBOOK = np.array(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ],
+    np.float32,
+)
+"""Quantiles of the normal distribution (Dettmers et al., arXiv:2305.14314, appendix E), as
+bitsandbytes rounds them."""
+
+
+class Blocks(NamedTuple):
+    """How a weight is quantised, whatever its size."""
+
+    format: str
+    block_size: int
+
+
 class Piece(NamedTuple):
     """An array of a quantised weight: what it has to be."""
 
@@ -181,6 +213,11 @@ class QuantizedWeight:
         return int(self.codes.shape[1]) * 8 // FORMATS[self.format].bits
 
     @property
+    def blocks(self) -> Blocks:
+        """Its format and the size of its blocks."""
+        return Blocks(self.format, self.block_size)
+
+    @property
     def shape(self) -> tuple[int, int]:
         """(K, N), or (N, K) where transposed."""
         return (self.outer, self.inner) if self.transposed else (self.inner, self.outer)
@@ -265,6 +302,29 @@ def pieces(kind: str, outer: int, inner: int, block_size: int) -> dict[str, Piec
         shape = (outer, inner // form.super_block, *last)
         found["super_scales"] = Piece(shape, np.dtype(np.float16))
     return found
+
+
+def empty(blocks: Blocks, outer: int, inner: int, xp: Any) -> QuantizedWeight:
+    """Return a weight (N, K) of N = `outer` and K = `inner` that has yet to be filled."""
+    arrays = {
+        name: xp.empty(*piece)
+        for name, piece in pieces(blocks.format, outer, inner, blocks.block_size).items()
+    }
+    return QuantizedWeight(blocks.format, **arrays, block_size=blocks.block_size, transposed=True)
+
+
+def blocks_for(kind: str, inner: int) -> Blocks:
+    """Return blocks as they are by default, or smaller ones where rows have no whole number.
+
+    Examples
+    --------
+    >>> blocks_for("int4", 4096).block_size, blocks_for("int4", 576).block_size
+    (128, 64)
+    """
+    block_size = FORMATS[kind].block_size or inner
+    while inner % block_size and block_size > UNIT:
+        block_size //= 2
+    return Blocks(kind, block_size)
 
 
 def require_format(kind: Any) -> Format:

@@ -13,6 +13,7 @@ from cupyattn import models
 from cupyattn.cli.arguments import integer
 from cupyattn.cli.terminal import Result, Terminal
 from cupyattn.models.device import DTYPES
+from cupyattn.models.quantised import QUANTIZE
 
 MODEL_FAILURES = (OSError, RuntimeError, ValueError, ArithmeticError, MemoryError)
 """Files that are missing or damaged, a package that is, a GPU that is too old, too little room."""
@@ -43,6 +44,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}", choices=kinds, metavar="DTYPE", help=f"{what} ({', '.join(kinds)})"
         )
+    parser.add_argument(
+        "--quantize",
+        choices=QUANTIZE,
+        metavar="FORMAT",
+        help="keep the weights of layers in four or eight bits, or in the blocks that the file "
+        f"has them in ({', '.join(QUANTIZE)})",
+    )
     parser.add_argument("--cpu", action="store_true", help="compute in NumPy, also beside a GPU")
 
 
@@ -70,7 +78,8 @@ def add_drawing_arguments(parser: argparse.ArgumentParser, *, new_tokens: int) -
 def loaded(arguments: argparse.Namespace) -> models.Model:
     """Load the model that a command names."""
     xp = np if arguments.cpu else None
-    return models.load(arguments.model, dtype=arguments.dtype, xp=xp)
+    quantize = arguments.quantize
+    return models.load(arguments.model, dtype=arguments.dtype, quantize=quantize, xp=xp)
 
 
 def drawing_of(arguments: argparse.Namespace) -> dict[str, Any]:

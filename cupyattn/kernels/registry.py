@@ -31,7 +31,14 @@ from cupyattn.kernels.configs.layers import (
     softmax_dbias,
 )
 from cupyattn.kernels.configs.linear import float32 as linear_float32
-from cupyattn.kernels.configs.linear import mma_rate, quantised, read_weight, thin
+from cupyattn.kernels.configs.linear import (
+    mma_rate,
+    quantised,
+    quantised_float32,
+    quantised_tile,
+    read_weight,
+    thin,
+)
 from cupyattn.kernels.configs.linear import tensor_core as linear_tensor_core
 from cupyattn.kernels.spec import KernelSpec, Specialisation
 
@@ -67,6 +74,8 @@ _MODULES = (
     thin,
     linear_tensor_core,
     quantised,
+    quantised_float32,
+    quantised_tile,
 )
 
 KERNELS: dict[str, KernelSpec] = {

@@ -291,6 +291,15 @@ FLOAT_PRODUCT_PARAMS = np.dtype(
     align=True,
 )
 
+# QuantisedFloatParams in cuda_src/linear/quantised/float_operand.cuh
+QUANTISED_FLOAT_PARAMS = np.dtype(
+    [
+        ("product", FLOAT_PRODUCT_PARAMS),
+        *((field, np.int32) for field in ("blocks", "block_log2")),
+    ],
+    align=True,
+)
+
 # ThinParams in cuda_src/linear/thin/tile.cuh
 THIN_PARAMS = np.dtype(
     [
@@ -311,6 +320,12 @@ PRODUCT_PARAMS = np.dtype(
         *((field, np.int32) for field in ("group_log2", "splits_log2", "column_tiles")),
         ("column_tiles_reciprocal", np.uint32),
     ],
+    align=True,
+)
+
+# QuantisedTileParams in cuda_src/linear/quantised/tile_feed.cuh
+QUANTISED_TILE_PARAMS = np.dtype(
+    [("product", PRODUCT_PARAMS), *((field, np.int32) for field in ("blocks", "block_log2"))],
     align=True,
 )
 
@@ -393,8 +408,14 @@ ROPE_STRUCT = Struct("params", ROPE_PARAMS, "RopeParams")
 ROTARY_STRUCT = Struct("rotary", ROTARY_PARAMS, "RotaryParams")
 ROTARY_TABLES_STRUCT = Struct("tables", ROTARY_TABLES, "RotaryTables")
 FLOAT_PRODUCT_STRUCT = Struct("params", FLOAT_PRODUCT_PARAMS, "FloatProductParams")
+QUANTISED_FLOAT_STRUCT = Struct(
+    "params", QUANTISED_FLOAT_PARAMS, "QuantisedFloatParams", (FLOAT_PRODUCT_STRUCT,)
+)
 THIN_STRUCT = Struct("params", THIN_PARAMS, "ThinParams")
 PRODUCT_STRUCT = Struct("params", PRODUCT_PARAMS, "ProductParams")
+QUANTISED_TILE_STRUCT = Struct(
+    "params", QUANTISED_TILE_PARAMS, "QuantisedTileParams", (PRODUCT_STRUCT,)
+)
 PREACTIVATION_GRADIENT_STRUCT = Struct(
     "params", PREACTIVATION_GRADIENT_PARAMS, "PreactivationGradientParams"
 )

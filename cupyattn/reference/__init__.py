@@ -91,7 +91,7 @@ from cupyattn.reference.layers.softmax_bounds import (
 )
 from cupyattn.reference.linear.bounds import linear_backward_bound, linear_bound
 from cupyattn.reference.linear.products import linear, linear_backward
-from cupyattn.reference.linear.quantised import dequantize, quantize
+from cupyattn.reference.linear.quantisation import dequantize, quantize
 from cupyattn.reference.philox import attention_keep, element_keep, philox4x32_10
 
 __all__ = [

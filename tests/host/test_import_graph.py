@@ -39,7 +39,7 @@ ROOMS = {
     "arrays": {"cupy_library", "errors"},
     "quantized_weight": {"arrays", "errors"},
     "gradients": {"arrays"},
-    "reference": {"gradients"},
+    "reference": {"gradients", "quantized_weight"},
     "kernels": {"arrays", "cupy_library", "folders", "errors", "emulator"},
     "turing": {"kernels", "errors"},
     "ops": {"kernels", "quantized_weight", "arrays", "errors"},

@@ -181,6 +181,8 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
         {"activation": None, "residual": None, "return_preactivation": False, "out": None,
          "workspace": None},
     ),
+    cupyattn.quantize: (("w",), {"format": "nf4", "block_size": None, "out": None}),
+    cupyattn.dequantize: (("weight",), {"dtype": None, "out": None}),
     linear_backward: (
         ("dout", "x", "w", "b"),
         {"activation": None, "preactivation": None, "grads": None, "accumulate": False,

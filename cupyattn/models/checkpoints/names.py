@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
+from cupyattn import QuantizedWeight
 from cupyattn.arrays import Array
+from cupyattn.models.checkpoints.tensors import AnyTensor, QuantisedTensor
 from cupyattn.models.config import Config
 from cupyattn.models.weights import Layer, Norm, Product, Weights
+from cupyattn.quantized_weight import Blocks
 
 
 class Naming(NamedTuple):
@@ -106,11 +109,24 @@ GGUF = {
 
 
 class Place(NamedTuple):
-    """Where a tensor goes: a view of an array, which its items fill in their order."""
+    """Where a tensor goes: views of arrays, which its items fill in their order.
 
-    target: Array
+    Attributes
+    ----------
+    targets : dict from str to array
+        One, or those of a quantised weight by their names, whose first axes are alike.
+    shape : tuple of int
+        That of the tensor in the file.
+    blocks : Blocks, or None
+        Of a quantised weight.
+    turned : bool
+        Whether the targets' first axis is the file's second.
+    """
+
+    targets: dict[str, Array]
     shape: tuple[int, ...]
-    """That of the tensor in the file."""
+    blocks: Blocks | None = None
+    turned: bool = False
 
 
 class Places(NamedTuple):
@@ -128,15 +144,33 @@ class Places(NamedTuple):
     repeated: dict[str, Place]
 
 
-def places(naming: Naming, config: Config, weights: Weights, present: Collection[str]) -> Places:
-    """Return the place of each tensor of a checkpoint, whose names are `present`."""
-    prefix = naming.prefix
-    if not any(name.startswith(prefix) for name in present):
-        prefix = ""
+def product_names(
+    naming: Naming, present: Collection[str], layer: int, product: str
+) -> tuple[str, ...]:
+    """Return the tensors that are the weight of a layer's product, by its name in `Layer`."""
+    names = getattr(naming, product)
+    before = _prefix(naming, present) + naming.layer.format(layer)
+    return tuple(
+        f"{before}{name}.weight" for name in ((names,) if isinstance(names, str) else names)
+    )
+
+
+def _prefix(naming: Naming, present: Collection[str]) -> str:
+    return naming.prefix if any(name.startswith(naming.prefix) for name in present) else ""
+
+
+def places(
+    naming: Naming,
+    config: Config,
+    weights: Weights,
+    tensors: Mapping[str, AnyTensor],
+) -> Places:
+    """Return the place of each tensor of a checkpoint that has these."""
+    prefix = _prefix(naming, tensors)
     filled: dict[str, Place] = {}
 
-    def put(name: str, target: Array, shape: tuple[int, ...] | None = None) -> None:
-        filled[name] = Place(target, target.shape if shape is None else shape)
+    def put(name: str, target: Array) -> None:
+        filled[name] = Place({"all": target}, target.shape)
 
     def put_norm(name: str, norm: Norm) -> None:
         put(f"{name}.weight", norm.weight)
@@ -150,15 +184,14 @@ def places(naming: Naming, config: Config, weights: Weights, present: Collection
         heads: tuple[int, ...] = (),
         paired: bool = False,
     ) -> None:
-        for number, (name, rows) in enumerate(_rows_by_name(names, product, heads)):
-            for kind, array in (("weight", product.weight), ("bias", product.bias)):
-                if array is None:
-                    continue
-                part = array[rows]
-                if paired and number < 2:  # q and k, and not v
-                    put(f"{before}{name}.{kind}", _as_pairs(part, heads[number]), part.shape)
-                else:
-                    put(f"{before}{name}.{kind}", part.T if naming.turned else part)
+        """Put parts of the product's rows, as large as their heads, otherwise equal ones."""
+        for number, (name, rows, share) in enumerate(_shares(names, product, heads)):
+            heads_of = share if paired and number < 2 else None  # q and k, and not v
+            full = f"{before}{name}.weight"
+            filled[full] = _place(product.weight[rows], heads_of, naming, tensors.get(full))
+            if product.bias is not None:
+                bias = product.bias[rows]
+                filled[f"{before}{name}.bias"] = _place(bias, heads_of, naming, None)
 
     put(f"{prefix}{naming.embedding}.weight", weights.embedding)
     if naming.positions is not None:
@@ -174,7 +207,8 @@ def places(naming: Naming, config: Config, weights: Weights, present: Collection
         put_product(before, naming.up, layer.up)
         put_product(before, (naming.down,), layer.down)
     put_norm(prefix + naming.last_norm, weights.norm)
-    head = {f"{naming.head}.weight": Place(weights.head.weight, weights.head.weight.shape)}
+    logits = weights.head.weight
+    head = {f"{naming.head}.weight": Place({"all": logits}, logits.shape)}
     if not config.tied:
         filled |= head
     if weights.head.bias is not None:
@@ -182,14 +216,32 @@ def places(naming: Naming, config: Config, weights: Weights, present: Collection
     return Places(filled, head if config.tied else {})
 
 
-def _rows_by_name(
+def _place(
+    part: Array | QuantizedWeight,
+    heads: int | None,
+    naming: Naming,
+    tensor: AnyTensor | None,
+) -> Place:
+    """Return the place of some rows of a product, those of `heads` in the order of pairs."""
+    blocks = part.blocks if isinstance(part, QuantizedWeight) else None
+    arrays = part.arrays if isinstance(part, QuantizedWeight) else {"all": part}
+    if heads is not None:
+        arrays = {name: _as_pairs(array, heads) for name, array in arrays.items()}
+    # What is quantised is (N, K) in all files.
+    turned = naming.turned and part.ndim == 2 and not isinstance(tensor, QuantisedTensor)
+    if turned and blocks is None:
+        return Place({"all": arrays["all"].T}, part.shape[::-1])
+    return Place(arrays, part.shape[::-1] if turned else part.shape, blocks, turned)
+
+
+def _shares(
     names: tuple[str, ...], product: Product, heads: tuple[int, ...] = ()
-) -> Iterator[tuple[str, slice]]:
-    """Return which rows of a product each name has: as many as its heads, otherwise equal parts."""
+) -> Iterator[tuple[str, slice, int]]:
+    """Return which rows of a product each name has, and its share of them: how many heads."""
     shares = heads if len(names) > 1 and heads else (1,) * len(names)
     unit, start = len(product.weight) // sum(shares), 0
     for name, share in zip(names, shares, strict=True):
-        yield name, slice(start, start + unit * share)
+        yield name, slice(start, start + unit * share), share
         start += unit * share
 
 
@@ -209,7 +261,7 @@ def modules_of(naming: Naming, config: Config, index: int, layer: Layer) -> dict
     def modules(names: tuple[str, ...], product: Product, first: int = 0) -> list[Module]:
         return [
             Module(before + name, slice(first + rows.start, first + rows.stop))
-            for name, rows in _rows_by_name(names, product, heads if product is layer.qkv else ())
+            for name, rows, _ in _shares(names, product, heads if product is layer.qkv else ())
         ]
 
     ends = {

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from cupyattn.errors import error, shown
-from cupyattn.models.checkpoints.checkpoint import Tensor, damaged
+from cupyattn.models.checkpoints.checkpoint import damaged
 from cupyattn.models.checkpoints.fields import Fields
-from cupyattn.models.checkpoints.hugging_face import read_json, tensors_of
+from cupyattn.models.checkpoints.hugging_face import read_json
+from cupyattn.models.checkpoints.safetensors_files import Stored, read_safetensors
 from cupyattn.models.extras import extra
 from cupyattn.models.training.lora_options import LoraOptions
 
@@ -107,7 +108,7 @@ def _umask() -> int:
     return mask
 
 
-def read(folder: str | os.PathLike[str]) -> tuple[LoraOptions, dict[str, Tensor]]:
+def read(folder: str | os.PathLike[str]) -> tuple[LoraOptions, dict[str, Stored]]:
     """Read the options of adapters, and find their tensors, by the names of `LoraAdapters`.
 
     Raises
@@ -132,7 +133,7 @@ def read(folder: str | os.PathLike[str]) -> tuple[LoraOptions, dict[str, Tensor]
     except (TypeError, ValueError) as failure:
         raise damaged(where, str(failure)) from failure
     tensors = {}
-    for name, tensor in tensors_of(path / _TENSORS).items():
+    for name, tensor in read_safetensors(path / _TENSORS).items():
         if not name.startswith(_PREFIX):
             raise damaged(str(path / _TENSORS), f"{shown(name)} does not begin with {_PREFIX}")
         tensors[name.removeprefix(_PREFIX)] = tensor
@@ -167,7 +168,7 @@ def _plain(number: float) -> float:
 
 def fitting(
     folder: str | os.PathLike[str],
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Stored],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, np.ndarray]:
     """Return the tensors of adapters in float32, if they are those of the shapes by name.
@@ -199,7 +200,7 @@ def fitting(
         )
     found = {}
     for name, shape in shapes.items():
-        array = found[name] = tensors[name].read(0, shape[0]).astype(np.float32)
+        array = found[name] = tensors[name].as_floats().read(0, shape[0]).astype(np.float32)
         if not np.isfinite(array).all():
             raise damaged(str(Path(folder) / _TENSORS), f"{name} is not finite")
     return found

@@ -33,16 +33,9 @@ from cupyattn.ops.checks import (
 from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.plan import Output, Plan, Step, run
 from cupyattn.ops.value_checks import checks_values
-from cupyattn.quantized_weight import FORMATS, pieces, require_blocks
+from cupyattn.quantized_weight import FORMATS, Blocks, pieces, require_blocks
 
 _MOST_THREADS = 2**32 - THREADS
-
-
-class Blocks(NamedTuple):
-    """How a weight is quantised; hashable."""
-
-    format: str
-    block_size: int
 
 
 def require_made(kind: Any) -> str:

@@ -7,17 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.kernels.configs.dtypes import vector_items
-from cupyattn.kernels.configs.linear.tensor_core import (
-    Lines,
-    ProductConfig,
-    Shape,
-    row_of,
-    shapes_for,
-)
-from cupyattn.kernels.spec import KernelSpec
-from cupyattn.kernels.structs import PRODUCT_PARAMS
+from cupyattn.kernels.configs.linear import quantised_tile, tensor_core
+from cupyattn.kernels.configs.linear.tensor_core import Lines, ProductConfig, Shape
+from cupyattn.kernels.spec import KernelSpec, Specialisation
+from cupyattn.kernels.structs import PRODUCT_PARAMS, QUANTISED_TILE_PARAMS
 from cupyattn.ops.card import Card
 from cupyattn.ops.linear.problem import Matrix
+from cupyattn.quantized_weight import UNIT
 
 VECTOR = vector_items("float16")
 _GROUP_LOG2 = 3  # tiles of rows that neighbouring CTAs go down
@@ -42,6 +38,16 @@ class Tiling(NamedTuple):
     """CTAs that share a tile of the result, each a part of the sum."""
 
 
+class Blocks(NamedTuple):
+    """How B is quantised."""
+
+    format: str
+    blocks: int
+    """In a row of codes."""
+    block_log2: int
+    """Weights of a block; 31 where a row is one."""
+
+
 class Product(NamedTuple):
     """result = A B, whatever these are."""
 
@@ -52,6 +58,8 @@ class Product(NamedTuple):
     """Of the columns, which lie in turn."""
     out_vec: int = VECTOR
     """Items of an access to the result."""
+    quantised: Blocks | None = None
+    """Of a B whose lines are rows of codes."""
 
     @property
     def lines(self) -> Lines:
@@ -66,7 +74,19 @@ class Product(NamedTuple):
 
     def row(self, arch: int, shape: Shape) -> ProductConfig:
         """Return the table row of a tile."""
-        return row_of(self.kernel, arch, shape, self.lines)
+        if self.quantised is not None:
+            return quantised_tile.row_of(arch, self.quantised.format, shape, self.lines.b)
+        return tensor_core.row_of(self.kernel, arch, shape, self.lines)
+
+    def specialise(self, arch: int, shape: Shape, out_vec: int, *, split: bool) -> Specialisation:
+        """Specialise the product without anything behind it, or with `split` a part of it."""
+        if self.quantised is None:
+            lines, vec = self.lines, self.vec
+            return tensor_core.product(arch, shape, lines, vec, out_vec, split=split)
+        name, along = self.quantised.format, self.lines.b
+        return quantised_tile.product(
+            arch, name, shape, self.vec, out_vec, along=along, split=split
+        )
 
     def tiles(self, arch: int, shape: Shape) -> tuple[int, int]:
         """Return how many tiles of rows and of columns there are."""
@@ -76,10 +96,15 @@ class Product(NamedTuple):
     def tiling(self, card: Card, *, may_split: bool = False) -> Tiling:
         """Choose what takes the least time on a card, as the model of Turing sees it."""
         longest = max(self.a.columns.bit_length() - 1 - _LEAST_PART_LOG2, 0) if may_split else 0
+        if self.quantised is not None:
+            shapes = quantised_tile.shapes_for(self.vec)
+        else:
+            shapes = tensor_core.shapes_for(self.vec, self.out_vec, self.lines)
         choices = [
             Tiling(shape, splits_log2)
-            for shape in shapes_for(self.vec, self.out_vec, self.lines)
+            for shape in shapes
             for splits_log2 in range(min(longest, _MOST_SPLITS_LOG2) + 1)
+            if (self.part(splits_log2) << splits_log2) - self.part(splits_log2) < self.a.columns
         ]
         return min(choices, key=lambda tiling: self.duration(card, tiling))
 
@@ -110,10 +135,20 @@ class Product(NamedTuple):
         params["column_tiles_reciprocal"] = -(-(2**31) // column_tiles)
         return (groups << group_log2 + tiling.splits_log2) * column_tiles, params
 
+    def passed(self, params: Any) -> Any:
+        """Return the C struct that the kernel takes, of ProductParams."""
+        if self.quantised is None:
+            return params[()]
+        own = np.zeros((), QUANTISED_TILE_PARAMS)
+        own["product"] = params
+        own["blocks"], own["block_log2"] = self.quantised.blocks, self.quantised.block_log2
+        return own[()]
+
     def part(self, splits_log2: int) -> int:
-        """Return how many items of the sum a CTA adds up: whole vectors."""
+        """Return how many items of the sum a CTA adds up: whole vectors, or runs of blocks."""
         part = -(-self.a.columns >> splits_log2)
-        return -(-part // VECTOR) * VECTOR if splits_log2 else part
+        unit = VECTOR if self.quantised is None else UNIT
+        return -(-part // unit) * unit if splits_log2 else part
 
 
 def whole_vector(*items: int) -> int:

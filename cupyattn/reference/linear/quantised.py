@@ -1,147 +1,87 @@
-"""Weights in four and eight bits, in float32 as kernels compute: the same codes, bit for bit.
+"""Quantised weights in NumPy: what their codes stand for, and products with them.
 
-Weights are rows (N, K) here, with blocks along K; `cupyattn.QuantizedWeight` says what arrays are.
+Neither needs the whole weight at once: rows of the arrays are taken a block at a time.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-NF4_CODEBOOK = np.array(
-    [
-        -1.0,
-        -0.6961928009986877,
-        -0.5250730514526367,
-        -0.39491748809814453,
-        -0.28444138169288635,
-        -0.18477343022823334,
-        -0.09105003625154495,
-        0.0,
-        0.07958029955625534,
-        0.16093020141124725,
-        0.24611230194568634,
-        0.33791524171829224,
-        0.44070982933044434,
-        0.5626170039176941,
-        0.7229568362236023,
-        1.0,
-    ],
-    np.float32,
-)
-"""Quantiles of the normal distribution (Dettmers et al., arXiv:2305.14314, appendix E), as
-bitsandbytes rounds them."""
+from cupyattn.quantized_weight import QuantizedWeight
+from cupyattn.reference.linear.quantisation import dequantize
 
-NF4_THRESHOLDS = (NF4_CODEBOOK[1:] + NF4_CODEBOOK[:-1]) * np.float32(0.5)
-"""A number above so many of them has that code: bitsandbytes compares with the same numbers."""
-
-NF4_ZERO = 7
-"""The code of 0."""
-
-_TINY = np.float32(2.0**-126)
-_LARGEST_FLOAT16 = np.float32(65504.0)
+_BLOCK_ITEMS = 2**22  # of a weight that are dequantised at a time
 
 
-def quantize(w: np.ndarray, kind: str, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return codes and scales of rows w (N, K): "nf4", "int8" or "int4".
+def dequantised_rows(weight: QuantizedWeight, rows: slice = slice(None)) -> np.ndarray:
+    """Return rows of the arrays as float32 weights (rows, K)."""
+    above = weight.super_scales
+    arrays = weight.codes[rows], weight.scales[rows], None if above is None else above[rows]
+    return dequantize(weight.format, *arrays, weight.block_size)
 
-    A block that is not finite has scale NaN, and stands for NaN; subnormal numbers are 0.
+
+# Roundings to float16 between the arrays and a weight on tensor cores, each of which loses 2^-11:
+# of NF4's codebook (0.67 of that at the most), of a scale in float32, and of the product of the
+# two; of int4 that of the zero point's fraction times the scale, and of the weight; of one fused
+# multiply-add.
+_ROUNDINGS = {"nf4": 2.67, "int8": 2, "int4": 2, "q4_1": 1, "q4_k": 1}
+_HALF = 2.0**-11
+_SMALLEST_HALF = 2.0**-25
+
+
+def weight_error(weight: QuantizedWeight, *, tensor_cores: bool) -> np.ndarray:
+    """Return how far a kernel's weights may be from the exact ones, in float64, of its shape.
+
+    In float32 arithmetic they are formed with as many roundings as in the reference, or fewer. On
+    tensor cores they are float16: `_ROUNDINGS` of the weight itself; of "q4_k" scale and offset are
+    rounded too, before they cancel each other. What underflows loses 2^-25 in each rounding: of a
+    scale, times a code of at most 15 ("int8" keeps 128 times its scale).
     """
-    rows, inner = w.shape
-    x = _flushed(w.astype(np.float32, order="C")).reshape(rows, inner // block_size, block_size)
-    with np.errstate(all="ignore"):
-        codes, scales = _QUANTISERS[kind](x)
-    return codes.reshape(rows, -1), scales
+    values = np.abs(dequantised_rows(weight).astype(np.float64))
+    terms = _cancelling_terms(weight)
+    if tensor_cores:
+        errors = (1 + _HALF) * _ROUNDINGS[weight.format] * _HALF * values + 32 * _SMALLEST_HALF
+        if weight.format == "q4_k":
+            errors += _HALF * terms
+    else:
+        errors = 4 * 2.0**-24 * terms
+    return errors if weight.transposed else errors.T
 
 
-def dequantize(
-    kind: str,
-    codes: np.ndarray,
-    scales: np.ndarray,
-    super_scales: np.ndarray | None,
-    block_size: int,
-) -> np.ndarray:
-    """Return the rows (N, K) that a quantised weight stands for, in float32."""
-    rows = len(codes)
-    q = (codes if kind == "int8" else _numbers_of_bytes(kind == "nf4")[codes]).reshape(
-        rows, -1, block_size
-    )
-    with np.errstate(all="ignore"):
-        if kind in ("nf4", "int8"):
-            w = _scaled(q, scales)
-        elif kind == "int4":
-            scale, zero = _columns(scales)
-            w = (q - zero) * scale
-        elif kind == "q4_1":
-            scale, offset = _columns(scales)
-            w = q * scale + offset
-        elif super_scales is not None:
-            repeats = scales.shape[1] // super_scales.shape[1]
-            own, above = _columns(scales), _columns(super_scales.repeat(repeats, axis=1))
-            w = q * (above[0] * own[0]) - above[1] * own[1]
-        else:
-            raise ValueError(f"{kind} has super_scales")
-    return w.reshape(rows, -1)
+def _cancelling_terms(weight: QuantizedWeight) -> np.ndarray:
+    """Return the size of what a weight is the sum of, in float64 (rows, K)."""
+    exact = weight
+    if weight.format == "int4":
+        scales = np.stack([np.abs(weight.scales[..., 0]), -np.abs(weight.scales[..., 1])], axis=-1)
+        exact = replace(weight, scales=scales)
+    elif weight.format == "q4_1":
+        exact = replace(weight, scales=np.abs(weight.scales))
+    elif weight.super_scales is not None:
+        signs = np.array([1, -1], np.float16)
+        exact = replace(weight, super_scales=np.abs(weight.super_scales) * signs)
+    return np.abs(dequantised_rows(exact).astype(np.float64))
 
 
-def _nf4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    absmax = _absmax(x)
-    q = NF4_THRESHOLDS.searchsorted(_quotient(x, absmax), side="left").astype(np.uint8)
-    return q[..., ::2] << 4 | q[..., 1::2], absmax
+def quantised_product(a: np.ndarray, weight: QuantizedWeight, dtype: DTypeLike) -> np.ndarray:
+    """Return a @ weight, added up in `dtype`."""
+    a = a.astype(dtype, copy=False)
+    out = np.zeros((*a.shape[:-1], weight.shape[1]), dtype)
+    for rows in _row_blocks(weight):
+        values = dequantised_rows(weight, rows).astype(dtype, copy=False)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if weight.transposed:
+                out += a[..., rows] @ values
+            else:
+                out[..., rows] = a @ values.T
+    return out
 
 
-def _int8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    scale = _flushed(_absmax(x) / np.float32(127))
-    return np.rint(_quotient(x, scale)).astype(np.int8), scale
-
-
-def _int4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    low, high = x.min(axis=-1, initial=0), x.max(axis=-1, initial=0)
-    step = np.minimum((high - low) / np.float32(15), _LARGEST_FLOAT16)
-    stored = np.where(np.isfinite(_absmax(x)), step, np.float32(np.nan)).astype(np.float16)
-    scale = stored.astype(np.float32)
-    zero = np.minimum(np.rint(_quotient(np.float32(0) - low[..., None], scale)), np.float32(15))
-    q = np.clip(np.rint(_quotient(x, scale)) + zero, 0, 15).astype(np.uint8)
-    return q[..., ::2] | q[..., 1::2] << 4, np.stack([stored, zero[..., 0].astype(np.float16)], -1)
-
-
-_QUANTISERS = {"nf4": _nf4, "int8": _int8, "int4": _int4}
-
-
-def _absmax(x: np.ndarray) -> np.ndarray:
-    absmax = np.abs(x).max(axis=-1)
-    return np.where(np.isfinite(absmax), absmax, np.float32(np.nan))
-
-
-def _quotient(x: np.ndarray, divisors: np.ndarray) -> np.ndarray:
-    """Return x / divisors, a divisor for each row; 0 unless that is above 0."""
-    usable = (divisors > 0)[..., None]
-    return np.where(usable, x / np.where(usable, divisors[..., None], np.float32(1)), np.float32(0))
-
-
-def _scaled(q: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return q times the scale of its block; subnormal products are 0."""
-    w = q * scales[..., None]
-    subnormal = (np.abs(scales) < _TINY * 16) & (scales != 0)
-    return _flushed(w) if subnormal.any() else w
-
-
-def _columns(pair: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the two numbers of each block as float32, with an axis for its weights."""
-    wide = pair.astype(np.float32)
-    return wide[..., :1], wide[..., 1:]
-
-
-def _flushed(x: np.ndarray) -> np.ndarray:
-    return np.where(np.abs(x) < _TINY, np.float32(0), x)
-
-
-@cache
-def _numbers_of_bytes(nf4: bool) -> np.ndarray:
-    """Return the two numbers of each byte, (256, 2), in the order of their k."""
-    byte = np.arange(256)
-    high, low = byte >> 4, byte & 15
-    if nf4:
-        return NF4_CODEBOOK[np.stack([high, low], axis=1)]
-    return np.stack([low, high], axis=1).astype(np.float32)
+def _row_blocks(weight: QuantizedWeight) -> Iterator[slice]:
+    """Yield the rows of the arrays, some at a time."""
+    step = max(_BLOCK_ITEMS // weight.inner, 1)
+    for first in range(0, weight.outer, step):
+        yield slice(first, min(first + step, weight.outer))

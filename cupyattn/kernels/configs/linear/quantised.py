@@ -39,7 +39,8 @@ LANE_WEIGHTS = 8
 UNITS = {True: 8, False: 32}
 """Weights of a thread of DEQUANTIZE: along K a store of 16 bytes; across it what a sector of codes
 holds, for neighbouring threads read other rows."""
-_CODEBOOK_BYTES = {"nf4": 64}
+CODEBOOK_BYTES = {"nf4": 64}
+"""Of shared memory, by format."""
 
 
 def lanes_of(block_size: int) -> int:
@@ -66,7 +67,7 @@ def specialise_dequantize(kind: str, dtype: str, along: bool, vec: int) -> Speci
     """Specialise DEQUANTIZE; `along` has its lanes along K, vec is 1 or 16 bytes' worth."""
     return DEQUANTIZE.specialise(
         threads=THREADS,
-        static_shared_bytes=_CODEBOOK_BYTES.get(kind, 0),
+        static_shared_bytes=CODEBOOK_BYTES.get(kind, 0),
         FORMAT=FORMATS[kind],
         DTYPE=dtype,
         UNIT=UNITS[along],
