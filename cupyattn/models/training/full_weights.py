@@ -11,7 +11,7 @@ from cupyattn.models.training.adapted_product import AdaptedProduct, has_adapter
 from cupyattn.models.training.backward import loss_and_gradients
 from cupyattn.models.training.batch import Batch
 from cupyattn.models.training.places import Gradients, Place
-from cupyattn.models.weights import Layer, named_arrays
+from cupyattn.models.weights import Layer, named_parts
 
 
 class FullWeights:
@@ -63,7 +63,7 @@ class FullWeights:
         self._model = model
         self.arrays: dict[str, Array] = {}
         self._places: dict[str, Place] = {}
-        for name, array in named_arrays(model.weights):
+        for name, array in named_parts(model.weights):
             if isinstance(array, QuantizedWeight):
                 raise error(
                     NotImplementedError,

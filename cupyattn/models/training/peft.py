@@ -14,8 +14,7 @@ from cupyattn.errors import error, shown
 from cupyattn.models.checkpoints.checkpoint import damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.hugging_face import read_json
-from cupyattn.models.checkpoints.safetensors_files import read_safetensors
-from cupyattn.models.checkpoints.tensors import Tensor
+from cupyattn.models.checkpoints.safetensors_files import Stored, read_safetensors
 from cupyattn.models.extras import extra
 from cupyattn.models.training.lora_options import LoraOptions
 
@@ -109,7 +108,7 @@ def _umask() -> int:
     return mask
 
 
-def read(folder: str | os.PathLike[str]) -> tuple[LoraOptions, dict[str, Tensor]]:
+def read(folder: str | os.PathLike[str]) -> tuple[LoraOptions, dict[str, Stored]]:
     """Read the options of adapters, and find their tensors, by the names of `LoraAdapters`.
 
     Raises
@@ -137,7 +136,7 @@ def read(folder: str | os.PathLike[str]) -> tuple[LoraOptions, dict[str, Tensor]
     for name, tensor in read_safetensors(path / _TENSORS).items():
         if not name.startswith(_PREFIX):
             raise damaged(str(path / _TENSORS), f"{shown(name)} does not begin with {_PREFIX}")
-        tensors[name.removeprefix(_PREFIX)] = tensor.as_floats()
+        tensors[name.removeprefix(_PREFIX)] = tensor
     return options, tensors
 
 
@@ -169,7 +168,7 @@ def _plain(number: float) -> float:
 
 def fitting(
     folder: str | os.PathLike[str],
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Stored],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, np.ndarray]:
     """Return the tensors of adapters in float32, if they are those of the shapes by name.
@@ -201,7 +200,7 @@ def fitting(
         )
     found = {}
     for name, shape in shapes.items():
-        array = found[name] = tensors[name].read(0, shape[0]).astype(np.float32)
+        array = found[name] = tensors[name].as_floats().read(0, shape[0]).astype(np.float32)
         if not np.isfinite(array).all():
             raise damaged(str(Path(folder) / _TENSORS), f"{name} is not finite")
     return found
