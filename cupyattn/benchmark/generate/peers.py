@@ -102,6 +102,13 @@ def _same_weights(torch: Any, transformers: Any, model: Model) -> Any:
     naming = HUGGING_FACE[config.architecture]
     with torch.no_grad():
         for name, place in places(naming, config, model.weights, tensors).filled.items():
+            if place.blocks is not None:
+                raise error(
+                    RuntimeError,
+                    "transformers and random weights that are quantised",
+                    "it is given floats",
+                    "leave out --quantize, or pass --model with a folder",
+                )
             array = place.targets["all"].reshape(place.shape)
             on_host = array if isinstance(array, np.ndarray) else array.get()
             tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(on_host)))
