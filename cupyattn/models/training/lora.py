@@ -179,8 +179,7 @@ class LoraAdapters:
             If they cannot be written, as on a full disk; older files are as they were.
         """
         naming = HUGGING_FACE[self._base.config.architecture]
-        tensors = {name: _on_host(array) for name, array in self.arrays.items()}
-        peft.write(folder, self.options, tensors, turned=naming.turned, base_model=base_model)
+        peft.write(folder, self.options, self.arrays, turned=naming.turned, base_model=base_model)
 
     @classmethod
     def load(
@@ -272,7 +271,3 @@ class LoraAdapters:
             for index, layer in enumerate(weights.layers)
         ]
         return self.model.with_weights(weights._replace(layers=tuple(layers)))
-
-
-def _on_host(array: Array) -> np.ndarray:
-    return array if isinstance(array, np.ndarray) else array.get()
