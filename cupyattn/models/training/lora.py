@@ -13,7 +13,7 @@ from cupyattn.models.checkpoints.names import HUGGING_FACE, Module, modules_of
 from cupyattn.models.loss import loss_dtype
 from cupyattn.models.model import Model
 from cupyattn.models.training import peft
-from cupyattn.models.training.adapted_product import AdaptedProduct, has_adapters
+from cupyattn.models.training.adapted_product import AdaptedProduct, adapted_already
 from cupyattn.models.training.backward import loss_and_gradients
 from cupyattn.models.training.batch import Batch
 from cupyattn.models.training.lora_options import ALL_LINEAR, LoraOptions
@@ -236,7 +236,7 @@ class LoraAdapters:
     ) -> AdaptedProduct:
         """Put the adapters of some modules beside the product that they are rows of."""
         if isinstance(product, AdaptedProduct):
-            raise has_adapters()
+            raise adapted_already()
         xp, dtype = self._base.xp, dtype_of(self._base.dtype)
         (height, width), learnt = product.weight.shape, loss_dtype(dtype)
         ranks = [self.options.rank_of(module.name) for module in modules]

@@ -23,6 +23,8 @@ from cupyattn.models import loss as losses
 from cupyattn.models.training import adapted_product, backward, places
 from cupyattn.models.training.full_weights import FullWeights
 
+ROUNDINGS = 40
+"""What a gradient went through in two layers, there and back, as many times the unit round-off."""
 KINDS = {"lora": adapters_of, "full": FullWeights}
 
 
@@ -141,7 +143,7 @@ def test_kernels_give_the_same(kind, name):
     assert abs(loss - expected_loss) < 2e-3 * expected_loss
     for key, gradient in gradients.items():
         error = np.linalg.norm(gradient - expected[key]) / np.linalg.norm(expected[key])
-        assert error < 2e-2, key
+        assert error < ROUNDINGS * 2**-11, key
         np.testing.assert_array_equal(again[key], gradient)  # from run to run
 
 
@@ -199,3 +201,20 @@ def test_a_wrong_gradient_is_found(bug, monkeypatch):
         require_gradients(
             lambda: packed_loss(dropping, batch), adapters.arrays, gradients, adapters.updated
         )
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_bfloat16(kind, name):
+    """Its gradients are added in float32 too."""
+    exact = kind(model_of(TINY[name]))
+    trained = kind(model_of(TINY[name], "bfloat16"))
+    for key, array in exact.arrays.items():
+        array[...] = trained.arrays[key]
+    exact.updated()
+    batch = batch_of(TINY[name])
+    _, expected = gradients_of(exact, batch)
+    _, found = gradients_of(trained, batch)
+    for key, gradient in found.items():
+        assert gradient.dtype == np.float32
+        error = np.linalg.norm(gradient - expected[key]) / np.linalg.norm(expected[key])
+        assert error < ROUNDINGS * 2**-8, key
