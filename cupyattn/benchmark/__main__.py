@@ -20,6 +20,7 @@ from cupyattn.benchmark import (
 )
 from cupyattn.benchmark.attention import backward as attention_backward
 from cupyattn.benchmark.attention import forward as attention
+from cupyattn.benchmark.finetune import command as finetune
 from cupyattn.benchmark.generate import command as generate
 from cupyattn.benchmark.layers import command as layers
 from cupyattn.benchmark.linear import command as linear
@@ -28,6 +29,7 @@ from cupyattn.cli import dispatch
 
 _BENCHMARKS = (
     generate,
+    finetune,
     attention,
     attention_backward,
     varlen,
