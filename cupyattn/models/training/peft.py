@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from cupyattn.arrays import Array
 from cupyattn.errors import error, shown
 from cupyattn.models.checkpoints.checkpoint import damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.hugging_face import read_json
 from cupyattn.models.checkpoints.safetensors_files import Stored, read_safetensors
-from cupyattn.models.extras import extra
+from cupyattn.models.checkpoints.safetensors_writer import store
+from cupyattn.models.checkpoints.whole_files import write_whole
 from cupyattn.models.training.lora_options import LoraOptions
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -36,7 +39,7 @@ _WITHOUT_EFFECT = {
 def write(
     folder: str | os.PathLike[str],
     options: LoraOptions,
-    tensors: Mapping[str, np.ndarray],
+    tensors: Mapping[str, Array],
     *,
     turned: bool,
     base_model: str | None,
@@ -66,14 +69,14 @@ def write(
         "bias": "none",
         "inference_mode": True,
     }
-    safetensors = extra("safetensors.numpy", "writes the adapters")
-    named = {f"{_PREFIX}{name}": np.ascontiguousarray(array) for name, array in tensors.items()}
-    files = {
-        _TENSORS: safetensors.save(named, metadata={"format": "pt"}),
-        _CONFIG: (json.dumps(config, indent=2) + "\n").encode(),
+    named = {f"{_PREFIX}{name}": array for name, array in tensors.items()}
+    text = (json.dumps(config, indent=2) + "\n").encode()
+    writers: dict[str, Callable[[BinaryIO], Any]] = {
+        _TENSORS: partial(store, arrays=named, metadata={"format": "pt"}),
+        _CONFIG: lambda file: file.write(text),
     }
     try:
-        _write_together(Path(folder), files)
+        write_whole({Path(folder) / name: write for name, write in writers.items()})
     except OSError as failure:
         raise error(
             type(failure),
@@ -81,31 +84,6 @@ def write(
             "adapters are written beside older ones, which they replace when they are complete",
             "make room, or pass a folder that can be written; older adapters are as they were",
         ) from failure
-
-
-def _write_together(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files beside those that they then replace, all of them complete."""
-    folder.mkdir(parents=True, exist_ok=True)
-    complete: dict[str, str] = {}
-    try:
-        for name, content in files.items():
-            handle, complete[name] = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
-            with open(handle, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-        for name, path in complete.items():
-            os.chmod(path, 0o666 & ~_umask())
-            os.replace(path, folder / name)
-    finally:
-        for path in complete.values():
-            Path(path).unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def read(folder: str | os.PathLike[str]) -> tuple[LoraOptions, dict[str, Stored]]:
