@@ -31,7 +31,7 @@ ROOMS = {
     "gradients": {"arrays"},
     "reference": {"gradients"},
     "kernels": {"arrays", "cupy_library", "folders", "errors", "emulator"},
-    "turing": {"kernels", "errors"},
+    "turing": {"kernels", "emulator", "errors"},
     "ops": {"kernels", "arrays", "errors"},
     "functional": {"ops", "kernels", "emulator", *BOTTOM},
     "kv_cache": {"functional", *BOTTOM},
