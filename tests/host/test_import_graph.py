@@ -41,11 +41,12 @@ ROOMS = {
     "gradients": {"arrays"},
     "reference": {"gradients", "quantized_weight"},
     "kernels": {"arrays", "cupy_library", "folders", "errors", "emulator"},
-    "turing": {"kernels", "errors"},
+    "turing": {"kernels", "emulator", "errors"},
     "ops": {"kernels", "quantized_weight", "arrays", "errors"},
     "functional": {"ops", "kernels", "emulator", *BOTTOM},
     "kv_cache": {"functional", *BOTTOM},
     "": {"functional", "kv_cache", "emulator"},
+    "distributed": {"", "arrays", "cupy_library", "errors"},
     "models": {
         "",
         "kv_cache",
@@ -60,14 +61,16 @@ ROOMS = {
         "",
         "cli",
         "models",
+        "distributed",
         "kv_cache",
         "functional",
         "ops",
+        "turing",
         "kernels",
         "emulator",
         *BOTTOM,
     },
-    "__main__": {"cli", "kernels"},
+    "__main__": {"cli", "benchmark", "kernels"},
 }
 CUPY = {"cupy", "cupy_backends", "cupyx"}
 # The first gives CuPy a folder that it can write; the others import what is below it after that.
@@ -77,7 +80,7 @@ MAY_IMPORT_CUPY = {
     "cupyattn.kernels.device.cuda": "cupy_backends",
 }
 LAZY = {*CUPY, "cuda", "rich", "ml_dtypes", "torch", "matplotlib"}
-LAZY |= {"safetensors", "tokenizers", "gguf", "jinja2"}
+LAZY |= {"safetensors", "tokenizers", "gguf", "jinja2", "mpi4py", "nccl"}
 
 
 def name_of(path: Path) -> str:
