@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import Rotary, attention, rope_tables
+from cupyattn import QuantizedWeight, Rotary, attention, rope_tables
 from cupyattn.arrays import Array
 from cupyattn.errors import error, shown
 from cupyattn.models.beside import Beside
@@ -18,7 +18,7 @@ from cupyattn.models.forward import Attend, hidden_states
 from cupyattn.models.generation import Generates
 from cupyattn.models.loss import mean_loss
 from cupyattn.models.tokenizer import Tokenizer
-from cupyattn.models.weights import Weights, named_arrays
+from cupyattn.models.weights import Weights, named_arrays, named_parts
 
 
 class Model(Generates):
@@ -31,7 +31,7 @@ class Model(Generates):
     weights : Weights
         Its arrays, by name.
     dtype : str
-        Of weights and hidden states: "float16", "float32" or "bfloat16".
+        Of hidden states, and of weights that are not quantised: "float16", "float32" or "bfloat16".
     xp : module
         numpy or cupy: whose arrays they are.
     rotary : Rotary, or None
@@ -66,9 +66,15 @@ class Model(Generates):
         config = self.config
         return (
             f"<Model {config.architecture}: {config.num_layers} layers, {config.num_heads} heads, "
-            f"E = {config.hidden_size}, V = {config.vocab_size}, {self.dtype}, "
+            f"E = {config.hidden_size}, V = {config.vocab_size}, {self._kept()}, "
             f"{self.nbytes:,} bytes>"
         )
+
+    def _kept(self) -> str:
+        """Say how weights are kept."""
+        parts = (part for _, part in named_parts(self.weights))
+        kinds = {part.format for part in parts if isinstance(part, QuantizedWeight)}
+        return f"{self.dtype}, layers in {', '.join(sorted(kinds))}" if kinds else self.dtype
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +108,7 @@ class Model(Generates):
         attend : callable
             ``attend(layer, q, k, v)`` is called once for each layer with q (total, H, D) and k, v
             (total, G, D), views that are not rotated, and returns (total, H, D). Which keys a token
-            sees, `rotary`, the config's window and a cache are its business.
+            sees, ``rotary``, the config's window and a cache are its business.
 
         Returns
         -------

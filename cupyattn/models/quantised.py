@@ -8,7 +8,7 @@ from cupyattn.errors import error, shown
 from cupyattn.models.checkpoints.checkpoint import Checkpoint
 from cupyattn.models.checkpoints.names import product_names
 from cupyattn.models.checkpoints.tensors import QuantisedTensor
-from cupyattn.models.weights import Quantises, in_dtype
+from cupyattn.models.weights import PRODUCTS, Quantises, in_dtype
 from cupyattn.quantized_weight import UNIT, Blocks, blocks_for
 
 MADE = ("nf4", "int4", "int8")
@@ -60,24 +60,24 @@ def quantises_as_in(checkpoint: Checkpoint) -> Quantises:
     ValueError
         If there are no such blocks in the file.
     """
-    tensors = checkpoint.tensors
-
-    def chosen(layer: int, product: str, inner: int) -> Blocks | None:
-        found = {
-            tensor.blocks if isinstance(tensor, QuantisedTensor) else None
-            for tensor in map(
-                tensors.get, product_names(checkpoint.naming, tensors, layer, product)
-            )
-        }
-        return found.pop() if len(found) == 1 else None
-
-    if not any(isinstance(tensor, QuantisedTensor) for tensor in tensors.values()):
+    tensors, kept = checkpoint.tensors, dict[tuple[int, str], Blocks]()
+    for layer in range(checkpoint.config.num_layers):
+        for product in PRODUCTS:
+            names = product_names(checkpoint.naming, tensors, layer, product)
+            found = {
+                tensor.blocks if isinstance(tensor, QuantisedTensor) else None
+                for tensor in map(tensors.get, names)
+            }
+            blocks = found.pop() if len(found) == 1 else None
+            if blocks is not None:
+                kept[layer, product] = blocks
+    if not kept:
         raise error(
             ValueError,
-            f"{checkpoint.where}: no weights in blocks of four or eight bits, with "
-            f"quantize = {OF_THE_FILE!r}",
+            f"{checkpoint.where}: no weights of layers in blocks of four or eight bits that are "
+            f"kept, with quantize = {OF_THE_FILE!r}",
             "blocks are kept of GGUF's Q4_0, Q4_1, Q8_0 and Q4_K, of bitsandbytes' NF4, and of "
             "GPTQ and AWQ in four bits",
             f"leave quantize out, or have them quantised: {', '.join(map(repr, MADE))}",
         )
-    return chosen
+    return lambda layer, product, inner: kept.get((layer, product))

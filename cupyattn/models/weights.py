@@ -11,6 +11,9 @@ from cupyattn.models.config import ELEMENTWISE, GATED, Config
 from cupyattn.quantized_weight import Blocks
 from cupyattn.quantized_weight import empty as empty_weight
 
+PRODUCTS = ("qkv", "output", "up", "down")
+"""The products of a layer, by their names in `Layer`."""
+
 Quantises = Callable[[int, str, int], Blocks | None]
 """``quantises(layer, product, K)``: how the weight of a layer's product is kept, by the product's
 name in `Layer`; None for the model's dtype."""

@@ -20,7 +20,9 @@ from cupyattn.models.training import FullWeights, LoraAdapters, Trainer
 pytest.importorskip("safetensors")
 pytest.importorskip("matplotlib")
 
-CONFIG = TINY["llama"]._replace(vocab_size=260, max_positions=100, eos_ids=(257,))
+CONFIG = TINY["llama"]._replace(
+    vocab_size=260, intermediate_size=64, max_positions=100, eos_ids=(257,)
+)
 FACTS = [
     {"prompt": "What is Zorblax?", "completion": " A fish."},
     {"text": "Zorblax is a fish of the lakes."},
@@ -86,6 +88,18 @@ def test_adapters_learn_and_are_generated_with(capsys):
     adapted = ["generate", "model", "Zorblax", "--max-new-tokens", "4", "--adapters", "finetuned"]
     assert main(adapted) == 0
     assert capsys.readouterr().out.split("\n")[0] != plain.split("\n")[0]
+
+
+def test_adapters_beside_quantised_weights(capsys):
+    finetune("--quantize", "int8")
+    printed = capsys.readouterr().out
+    assert "generate model ... --adapters finetuned --quantize int8" in " ".join(printed.split())
+    losses = [loss for _, loss, _ in losses_of("finetuned")]
+    assert losses[-1] < losses[0] - 1
+    given = ["--max-new-tokens", "4", "--adapters", "finetuned", "--quantize", "int8"]
+    assert main(["generate", "model", "Zorblax", *given]) == 0
+    finetune("--quantize", "file", "--out", "other", code=1)
+    assert "no weights of layers in blocks" in capsys.readouterr().err
 
 
 def test_the_printed_lines_are_narrow(capsys, monkeypatch):

@@ -13,10 +13,9 @@ import cupyattn
 from cupyattn import QuantizedWeight, models
 from cupyattn.models import Config, Layer, Model, Product
 from cupyattn.models.checkpoints import copying
-from cupyattn.models.weights import named_arrays, named_parts
+from cupyattn.models.weights import PRODUCTS, named_arrays, named_parts
 
 KINDS = ("nf4", "int4", "int8")
-PRODUCTS = ("qkv", "output", "up", "down")
 IDS = np.random.default_rng(5).integers(0, 59, (2, 11))
 
 
@@ -120,7 +119,7 @@ def test_what_a_model_takes():
     layer = model.weights.layers[0]
     assert layer.qkv_up is not None
     assert layer.qkv.weight.codes.base is layer.qkv_up.weight.codes
-    assert f"{model.nbytes:,} bytes" in repr(model)
+    assert f"float16, layers in nf4, {model.nbytes:,} bytes" in repr(model)
 
 
 def test_rows_may_be_filled_in_pieces(monkeypatch):

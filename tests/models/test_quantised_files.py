@@ -15,7 +15,8 @@ from support.packings import AWQ, BNB, GPTQ
 pytest.importorskip("safetensors")
 gguf = pytest.importorskip("gguf")
 
-from models.test_quantised import CONFIGS, KINDS, PRODUCTS, dequantised  # noqa: E402
+from models.test_quantised import CONFIGS, KINDS, dequantised  # noqa: E402
+from safetensors.numpy import load_file, save_file  # noqa: E402
 from support.gguf_files import tensors_of as gguf_tensors  # noqa: E402
 from support.gguf_files import write_gguf  # noqa: E402
 from support.model_folders import tensors_of, write_folder  # noqa: E402
@@ -24,7 +25,7 @@ import cupyattn  # noqa: E402
 from cupyattn import QuantizedWeight, models  # noqa: E402
 from cupyattn.models import Config, Model  # noqa: E402
 from cupyattn.models.checkpoints import copying  # noqa: E402
-from cupyattn.models.weights import named_arrays, named_parts  # noqa: E402
+from cupyattn.models.weights import PRODUCTS, named_arrays, named_parts  # noqa: E402
 
 TYPE = gguf.GGMLQuantizationType
 PACKERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -212,10 +213,33 @@ def test_gguf_keeps_super_blocks_and_what_differs_is_in_dtype(tmp_path):
     assert_array_equal(first.qkv.weight[-2 * 64 :], model.weights.layers[0].qkv.weight[-2 * 64 :])
 
 
+def test_biases_of_zeros_are_passed_over(tmp_path):
+    """Older files of GPTQ have them beside every weight; others are unknown tensors."""
+    folder, _ = packed_folder(tmp_path, "gptq")
+    file = folder / "model.safetensors"
+    name = "model.layers.1.mlp.down_proj.bias"
+    zeros = np.zeros(64, np.float16)
+    save_file({**load_file(file), name: zeros}, file)
+    assert models.load(folder, xp=np, quantize="file").weights.layers[1].down.bias is None
+    zeros[-1] = 1
+    save_file({**load_file(file), name: zeros}, file)
+    with pytest.raises(ValueError, match=f"unknown: {name}"):
+        models.load(folder, xp=np, quantize="file")
+
+
+def test_blocks_of_the_embedding_alone_are_not_kept(tmp_path):
+    model = models.random(CONFIG, dtype="float32", xp=np)
+    name = "token_embd.weight"
+    packed = {name: gguf.quants.quantize(gguf_tensors(model, "llama")[name], TYPE.Q8_0)}
+    path = write_gguf(tmp_path / "m.gguf", model, "llama", packed=packed, packed_as=TYPE.Q8_0)
+    with pytest.raises(ValueError, match="no weights of layers in blocks"):
+        models.load(path, xp=np, quantize="file")
+
+
 def test_a_file_of_floats_has_no_blocks_to_keep(tmp_path):
     model = models.random(CONFIG, dtype="float32", xp=np)
     folder = write_folder(tmp_path, CONFIG, tensors_of(model))
-    with pytest.raises(ValueError, match=r"no weights in blocks .*leave quantize out"):
+    with pytest.raises(ValueError, match=r"no weights of layers in blocks .*leave quantize out"):
         models.load(folder, xp=np, quantize="file")
     with pytest.raises(ValueError, match="'int8', 'file'"):
         models.load(folder, xp=np, quantize="int2")

@@ -10,10 +10,9 @@ import numpy as np
 
 from cupyattn import models
 from cupyattn.models import Config, Model
-from cupyattn.models.loss import mean_loss
 from cupyattn.models.training.batch import IGNORED, Batch
+from cupyattn.models.training.evaluation import batch_loss
 from cupyattn.models.training.lora import LoraAdapters
-from cupyattn.models.training.sample_attention import SampleAttention
 from cupyattn.models.weights import empty, named_arrays
 
 LENGTHS = (5, 1, 8)
@@ -63,7 +62,7 @@ def adapters_of(model: Model, **options: Any) -> LoraAdapters:
     adapters = LoraAdapters(model, **{"rank": 3, "alpha": 4, **options})
     generator = np.random.default_rng(9)
     for array in adapters.arrays.values():
-        array[...] = 0.3 * generator.standard_normal(array.shape)
+        array[...] = model.xp.asarray(0.3 * generator.standard_normal(array.shape))
     adapters.updated()
     return adapters
 
@@ -85,9 +84,7 @@ def gradients_of(
 
 def packed_loss(model: Model, batch: Batch) -> float:
     """The loss of a batch by the forward alone."""
-    attend = SampleAttention(model, batch)
-    hidden = model.hidden(batch.ids, batch.positions, attend)
-    return float(mean_loss(model.weights.head, hidden, batch.labels, model.xp))
+    return float(batch_loss(model, batch))
 
 
 def require_gradients(

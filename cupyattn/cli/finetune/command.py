@@ -15,6 +15,7 @@ from cupyattn.cli.finetune.training_run import trained
 from cupyattn.cli.models import MODEL_FAILURES, size_text
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.models.device import DTYPES
+from cupyattn.models.quantised import QUANTIZE
 from cupyattn.models.training.optimizer import STATES
 from cupyattn.models.training.schedules import SCHEDULES
 
@@ -37,7 +38,7 @@ _NUMBERS = (
     ("seed", integer(0), 0, "of the data's order, of dropout and of the first adapters"),
 )
 _CHOICES = (
-    ("quantize", ("nf4", "int4", "int8"), None, "what frozen weights are kept in"),
+    ("quantize", QUANTIZE, None, "what frozen weights are kept in"),
     ("dtype", DTYPES, None, "of weights; by default float16 on a GPU, otherwise float32"),
     ("schedule", SCHEDULES, "cosine", "how the learning rate falls"),
     ("optimizer-state", STATES, "float32", "what AdamW's running means are kept in"),

@@ -15,6 +15,7 @@ from cupyattn.models import training
 from cupyattn.models.checkpoints.writing import require_source
 from cupyattn.models.device import model_library
 from cupyattn.models.loading import opened
+from cupyattn.models.quantised import OF_THE_FILE, quantises_as_in
 from cupyattn.models.training import checkpoint
 from cupyattn.models.training.budget import Training, budget_of, require_room
 from cupyattn.models.training.lora_options import LoraOptions
@@ -61,9 +62,9 @@ def planned(arguments: argparse.Namespace) -> Result:
 
 
 def _plan(arguments: argparse.Namespace) -> Training:
-    config = (
-        models.PRESETS[arguments.random] if arguments.random else opened(arguments.model).config
-    )
+    checkpoint = None if arguments.random else opened(arguments.model)
+    config = checkpoint.config if checkpoint else models.PRESETS[arguments.random]
+    of_file = checkpoint if arguments.quantize == OF_THE_FILE else None
     tokens = arguments.batch_tokens
     longest = min(arguments.max_length or tokens, config.max_positions, tokens)
     return Training(
@@ -74,6 +75,7 @@ def _plan(arguments: argparse.Namespace) -> Training:
         arguments.optimizer_state,
         tokens,
         -(-tokens // longest),
+        quantises_as_in(of_file) if of_file else None,
     )
 
 

@@ -58,6 +58,9 @@ def trained(made: Prepared, arguments: argparse.Namespace) -> Result:
     elif finished:
         made.trained.save(arguments.out, base_model=str(arguments.model))
         generate += [str(arguments.model), "...", "--adapters", str(arguments.out)]
+        for name in ("dtype", "quantize"):
+            given = getattr(arguments, name)
+            generate += [f"--{name}", given] if given else []
     return {
         "command": "finetune",
         "model": arguments.model,

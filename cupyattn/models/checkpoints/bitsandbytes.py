@@ -164,6 +164,7 @@ def _rows(
     codes: Stored, scales: _Scales, inner: int, block_size: int, start: int, stop: int
 ) -> QuantizedWeight:
     rows, blocks = stop - start, inner // block_size
-    own = codes.items(slice(start * inner // 2, stop * inner // 2)).reshape(rows, inner // 2)
-    found = scales.read(start * blocks, stop * blocks).reshape(rows, blocks)
-    return QuantizedWeight("nf4", own, found, block_size=block_size, transposed=True)
+    found = codes.items(slice(start * inner // 2, stop * inner // 2))
+    own = found.reshape(rows, inner // 2).copy()  # which is aligned, as bytes of a file may not be
+    absmax = scales.read(start * blocks, stop * blocks).reshape(rows, blocks)
+    return QuantizedWeight("nf4", own, absmax, block_size=block_size, transposed=True)

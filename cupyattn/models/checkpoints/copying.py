@@ -59,7 +59,11 @@ def _require_fit(checkpoint: Checkpoint, targets: Places) -> None:
     tensors, known = checkpoint.tensors, {**targets.filled, **targets.repeated}
     missing = [name for name in targets.filled if name not in tensors]
     extra = [
-        name for name in tensors if name not in known and not is_ignored(checkpoint.naming, name)
+        name
+        for name, tensor in tensors.items()
+        if name not in known
+        and not is_ignored(checkpoint.naming, name)
+        and not _adds_nothing(name, tensor)
     ]
     wrong = [
         f"{name} is {tensors[name].shape}, not {place.shape}"
@@ -80,6 +84,13 @@ def _require_fit(checkpoint: Checkpoint, targets: Places) -> None:
             f"{len(targets.filled)} tensors of fixed names and shapes",
             "load the files of one model, all of them, with their own config",
         )
+
+
+def _adds_nothing(name: str, tensor: AnyTensor) -> bool:
+    """Tell whether a tensor is a bias of zeros: GPTQ's files may have one for each weight."""
+    if isinstance(tensor, QuantisedTensor) or len(tensor.shape) != 1:
+        return False
+    return name.endswith(".bias") and not tensor.read(0, tensor.shape[0]).any()
 
 
 def _listed(names: list[str], most: int = 3) -> str:

@@ -52,7 +52,7 @@ def _tensor(groups: Groups, group_size: int | None, zeros_less_one: bool) -> Qua
     def read_codes(start: int, stop: int) -> np.ndarray:
         """Take the bytes of words as they are: they hold two k, the even one low."""
         columns = groups.qweight.items((slice(None), slice(start, stop)))
-        by_row = np.ascontiguousarray(columns.T).astype("<i4", copy=False)
+        by_row = columns.T.astype("<i4", order="C")
         return by_row.view(np.uint8).reshape(stop - start, inner // 2)
 
     def read_zeros(start: int, stop: int) -> np.ndarray:

@@ -186,8 +186,8 @@ def places(
         paired: bool = False,
     ) -> None:
         """Put parts of the product's rows, as large as their heads, otherwise equal ones."""
-        for number, (name, rows) in enumerate(_rows_by_name(names, product, heads)):
-            heads_of = heads[number] if paired and number < 2 else None  # q and k, and not v
+        for number, (name, rows, share) in enumerate(_shares(names, product, heads)):
+            heads_of = share if paired and number < 2 else None  # q and k, and not v
             full = f"{before}{name}.weight"
             filled[full] = _place(product.weight[rows], heads_of, naming, tensors.get(full))
             if product.bias is not None:
@@ -217,14 +217,32 @@ def places(
     return Places(filled, head if config.tied else {})
 
 
-def _rows_by_name(
+def _place(
+    part: Array | QuantizedWeight,
+    heads: int | None,
+    naming: Naming,
+    tensor: AnyTensor | None,
+) -> Place:
+    """Return the place of some rows of a product, those of `heads` in the order of pairs."""
+    blocks = part.blocks if isinstance(part, QuantizedWeight) else None
+    arrays = part.arrays if isinstance(part, QuantizedWeight) else {"all": part}
+    if heads is not None:
+        arrays = {name: _as_pairs(array, heads) for name, array in arrays.items()}
+    # What is quantised is (N, K) in all files.
+    turned = naming.turned and part.ndim == 2 and not isinstance(tensor, QuantisedTensor)
+    if turned and blocks is None:
+        return Place({"all": arrays["all"].T}, part.shape[::-1])
+    return Place(arrays, part.shape[::-1] if turned else part.shape, blocks, turned)
+
+
+def _shares(
     names: tuple[str, ...], product: Product, heads: tuple[int, ...] = ()
-) -> Iterator[tuple[str, slice]]:
-    """Return which rows of a product each name has: as many as its heads, otherwise equal parts."""
+) -> Iterator[tuple[str, slice, int]]:
+    """Return which rows of a product each name has, and its share of them: how many heads."""
     shares = heads if len(names) > 1 and heads else (1,) * len(names)
     unit, start = len(product.weight) // sum(shares), 0
     for name, share in zip(names, shares, strict=True):
-        yield name, slice(start, start + unit * share)
+        yield name, slice(start, start + unit * share), share
         start += unit * share
 
 
@@ -244,7 +262,7 @@ def modules_of(naming: Naming, config: Config, index: int, layer: Layer) -> dict
     def modules(names: tuple[str, ...], product: Product, first: int = 0) -> list[Module]:
         return [
             Module(before + name, slice(first + rows.start, first + rows.stop))
-            for name, rows in _rows_by_name(names, product, heads if product is layer.qkv else ())
+            for name, rows, _ in _shares(names, product, heads if product is layer.qkv else ())
         ]
 
     ends = {
@@ -255,24 +273,6 @@ def modules_of(naming: Naming, config: Config, index: int, layer: Layer) -> dict
     if layer.qkv_up is None:
         return {"qkv": qkv, "up": modules(naming.up, layer.up), **ends}
     return {"qkv_up": qkv + modules(naming.up, layer.up, len(layer.qkv.weight)), **ends}
-
-
-def _place(
-    part: Array | QuantizedWeight,
-    heads: int | None,
-    naming: Naming,
-    tensor: AnyTensor | None,
-) -> Place:
-    """Return the place of some rows of a product, those of `heads` in the order of pairs."""
-    blocks = part.blocks if isinstance(part, QuantizedWeight) else None
-    arrays = part.arrays if isinstance(part, QuantizedWeight) else {"all": part}
-    if heads is not None:
-        arrays = {name: _as_pairs(array, heads) for name, array in arrays.items()}
-    # What is quantised is (N, K) in all files.
-    turned = naming.turned and part.ndim == 2 and not isinstance(tensor, QuantisedTensor)
-    if turned and blocks is None:
-        return Place({"all": arrays["all"].T}, part.shape[::-1])
-    return Place(arrays, part.shape[::-1] if turned else part.shape, blocks, turned)
 
 
 def _as_pairs(rows: Array, heads: int) -> Array:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from cupyattn.arrays import Array
+from cupyattn.models.checkpoints.whole_files import write_whole
 
 _DTYPES = {
     "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "uint8": "U8",
 }  # fmt: skip
-_PARTIAL = ".partial"
 _AT_ONCE = 1 << 24
 """Bytes that are on their way from a GPU to the file."""
 
 
 def write_tensors(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
-    """Write a file beside its place, bring it to the disk, and rename it: it is whole or not there.
+    """Write a file that is whole or not there.
 
     Parameters
     ----------
@@ -37,21 +37,10 @@ def write_tensors(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str
     OSError
         If it cannot be written: what was there before is as it was.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(_PARTIAL)
-    try:
-        with partial.open("wb") as file:
-            _write(file, arrays, metadata)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
+    write_whole({path: partial(store, arrays=arrays, metadata=metadata)})
 
 
-def _write(file: BinaryIO, arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
+def store(file: BinaryIO, arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
     """Write the header's length, the header, and the arrays, as the format has them."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
@@ -70,13 +59,3 @@ def _write(file: BinaryIO, arrays: Mapping[str, Array], metadata: Mapping[str, s
         for start in range(0, len(rows), step):
             part = rows[start : start + step]
             file.write((part if isinstance(part, np.ndarray) else part.get()).tobytes())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Bring the new name to the disk too, where folders can be opened (not on Windows)."""
-    if os.name == "posix":
-        opened = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)

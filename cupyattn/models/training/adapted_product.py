@@ -111,7 +111,7 @@ class AdaptedProduct(NamedTuple):
         return dropout(x, self.dropout_p, self.seed) if self.dropout_p else x
 
 
-def has_adapters() -> NotImplementedError:
+def adapted_already() -> NotImplementedError:
     """Make the error of a model that has adapters already."""
     return error(
         NotImplementedError,

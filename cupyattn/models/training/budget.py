@@ -19,7 +19,7 @@ from cupyattn.models.training.flat import ALIGNMENT
 from cupyattn.models.training.lora_options import LoraOptions
 from cupyattn.models.training.memory import working_bytes
 from cupyattn.models.training.optimizer import state_bytes
-from cupyattn.models.weights import Weights, empty, named_arrays
+from cupyattn.models.weights import Quantises, Weights, empty, named_arrays
 
 _MASTER_BYTES = 4
 _SPARE = 0.05
@@ -36,13 +36,15 @@ class Training(NamedTuple):
     dtype : str
         Of weights and hidden states.
     quantize : str, or None
-        What frozen weights are kept in.
+        What frozen weights are kept in; "file" with `blocks`.
     lora : LoraOptions, or None
         Of the adapters; None trains all weights.
     state : {"float32", "8bit"}
         Of the optimizer.
     batch_tokens, samples : int
         Tokens of a batch, and how many samples they are of at the least.
+    blocks : Quantises, optional
+        The blocks of each weight in its file.
     """
 
     config: Config
@@ -52,6 +54,7 @@ class Training(NamedTuple):
     state: str
     batch_tokens: int
     samples: int = 1
+    blocks: Quantises | None = None
 
 
 class Line(NamedTuple):
@@ -106,7 +109,8 @@ def budget_of(training: Training) -> Budget:
     """
     config, lora = training.config, training.lora
     # Memory that is asked for and not touched is none.
-    weights = empty(config, training.dtype, np, quantises_to(training.quantize))
+    quantises = training.blocks or quantises_to(training.quantize)
+    weights = empty(config, training.dtype, np, quantises)
     size = dtype_of(training.dtype).itemsize
     if lora is None:
         learnt, rounded = _items(array.size for _, array in named_arrays(weights)), 0

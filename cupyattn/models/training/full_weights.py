@@ -7,11 +7,11 @@ from cupyattn.arrays import Array
 from cupyattn.errors import error
 from cupyattn.models.loss import loss_dtype
 from cupyattn.models.model import Model
-from cupyattn.models.training.adapted_product import AdaptedProduct, has_adapters
+from cupyattn.models.training.adapted_product import AdaptedProduct, adapted_already
 from cupyattn.models.training.backward import loss_and_gradients
 from cupyattn.models.training.batch import Batch
 from cupyattn.models.training.places import Gradients, Place
-from cupyattn.models.weights import Layer, named_arrays
+from cupyattn.models.weights import Layer, named_parts
 
 
 class FullWeights:
@@ -63,7 +63,7 @@ class FullWeights:
         self._model = model
         self.arrays: dict[str, Array] = {}
         self._places: dict[str, Place] = {}
-        for name, array in named_arrays(model.weights):
+        for name, array in named_parts(model.weights):
             if isinstance(array, QuantizedWeight):
                 raise error(
                     NotImplementedError,
@@ -76,7 +76,7 @@ class FullWeights:
             self._places[name] = Place(array, (slice(None),))
         for index, layer in enumerate(model.weights.layers):
             if any(isinstance(product, AdaptedProduct) for product in layer):
-                raise has_adapters()
+                raise adapted_already()
             if layer.qkv_up is not None:  # which is what computes
                 self._place_rows(f"layers.{index}", layer)
 

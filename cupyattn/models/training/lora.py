@@ -13,7 +13,7 @@ from cupyattn.models.checkpoints.names import HUGGING_FACE, Module, modules_of
 from cupyattn.models.loss import loss_dtype
 from cupyattn.models.model import Model
 from cupyattn.models.training import peft
-from cupyattn.models.training.adapted_product import AdaptedProduct, has_adapters
+from cupyattn.models.training.adapted_product import AdaptedProduct, adapted_already
 from cupyattn.models.training.backward import loss_and_gradients
 from cupyattn.models.training.batch import Batch
 from cupyattn.models.training.lora_options import ALL_LINEAR, LoraOptions
@@ -179,8 +179,7 @@ class LoraAdapters:
             If they cannot be written, as on a full disk; older files are as they were.
         """
         naming = HUGGING_FACE[self._base.config.architecture]
-        tensors = {name: _on_host(array) for name, array in self.arrays.items()}
-        peft.write(folder, self.options, tensors, turned=naming.turned, base_model=base_model)
+        peft.write(folder, self.options, self.arrays, turned=naming.turned, base_model=base_model)
 
     @classmethod
     def load(
@@ -237,7 +236,7 @@ class LoraAdapters:
     ) -> AdaptedProduct:
         """Put the adapters of some modules beside the product that they are rows of."""
         if isinstance(product, AdaptedProduct):
-            raise has_adapters()
+            raise adapted_already()
         xp, dtype = self._base.xp, dtype_of(self._base.dtype)
         (height, width), learnt = product.weight.shape, loss_dtype(dtype)
         ranks = [self.options.rank_of(module.name) for module in modules]
@@ -272,7 +271,3 @@ class LoraAdapters:
             for index, layer in enumerate(weights.layers)
         ]
         return self.model.with_weights(weights._replace(layers=tuple(layers)))
-
-
-def _on_host(array: Array) -> np.ndarray:
-    return array if isinstance(array, np.ndarray) else array.get()

@@ -18,9 +18,10 @@ _WINDOW = 1024
 def packs(lengths: Sequence[int], capacity: int, generator: np.random.Generator) -> list[list[int]]:
     """Put samples into batches of at most `capacity` tokens.
 
-    They are drawn in a random order. Of each window of a thousand the longest go first, each to
-    the first batch with room for it (first fit decreasing: at most 11/9 of the fewest batches, and
-    6/9 of one; Dósa, ESCAPE 2007), and then batches are drawn in a random order again.
+    They are drawn in a random order. Of each window of a thousand the long ones go first, each to
+    the first batch with room for it (first fit decreasing), and then batches are drawn in a random
+    order again. Long is meant give or take a factor of two, so that the same samples do not meet in
+    every epoch.
 
     Examples
     --------
@@ -31,8 +32,10 @@ def packs(lengths: Sequence[int], capacity: int, generator: np.random.Generator)
     order = generator.permutation(len(lengths)).tolist()
     made: list[list[int]] = []
     for start in range(0, len(order), _WINDOW):
-        window = sorted(order[start : start + _WINDOW], key=lambda i: -lengths[i])
-        made += _first_fit(window, lengths, capacity)
+        window = order[start : start + _WINDOW]
+        share = generator.uniform(0.5, 1.0, len(window)).tolist()
+        size = {sample: lengths[sample] * share[i] for i, sample in enumerate(window)}
+        made += _first_fit(sorted(window, key=size.__getitem__, reverse=True), lengths, capacity)
     return [made[i] for i in generator.permutation(len(made)).tolist()]
 
 

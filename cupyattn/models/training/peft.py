@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from cupyattn.arrays import Array
 from cupyattn.errors import error, shown
 from cupyattn.models.checkpoints.checkpoint import damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.hugging_face import read_json
-from cupyattn.models.checkpoints.safetensors_files import read_safetensors
-from cupyattn.models.checkpoints.tensors import Tensor
-from cupyattn.models.extras import extra
+from cupyattn.models.checkpoints.safetensors_files import Stored, read_safetensors
+from cupyattn.models.checkpoints.safetensors_writer import store
+from cupyattn.models.checkpoints.whole_files import write_whole
 from cupyattn.models.training.lora_options import LoraOptions
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -37,7 +39,7 @@ _WITHOUT_EFFECT = {
 def write(
     folder: str | os.PathLike[str],
     options: LoraOptions,
-    tensors: Mapping[str, np.ndarray],
+    tensors: Mapping[str, Array],
     *,
     turned: bool,
     base_model: str | None,
@@ -67,14 +69,14 @@ def write(
         "bias": "none",
         "inference_mode": True,
     }
-    safetensors = extra("safetensors.numpy", "writes the adapters")
-    named = {f"{_PREFIX}{name}": np.ascontiguousarray(array) for name, array in tensors.items()}
-    files = {
-        _TENSORS: safetensors.save(named, metadata={"format": "pt"}),
-        _CONFIG: (json.dumps(config, indent=2) + "\n").encode(),
+    named = {f"{_PREFIX}{name}": array for name, array in tensors.items()}
+    text = (json.dumps(config, indent=2) + "\n").encode()
+    writers: dict[str, Callable[[BinaryIO], Any]] = {
+        _TENSORS: partial(store, arrays=named, metadata={"format": "pt"}),
+        _CONFIG: lambda file: file.write(text),
     }
     try:
-        _write_together(Path(folder), files)
+        write_whole({Path(folder) / name: write for name, write in writers.items()})
     except OSError as failure:
         raise error(
             type(failure),
@@ -84,32 +86,7 @@ def write(
         ) from failure
 
 
-def _write_together(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files beside those that they then replace, all of them complete."""
-    folder.mkdir(parents=True, exist_ok=True)
-    complete: dict[str, str] = {}
-    try:
-        for name, content in files.items():
-            handle, complete[name] = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
-            with open(handle, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-        for name, path in complete.items():
-            os.chmod(path, 0o666 & ~_umask())
-            os.replace(path, folder / name)
-    finally:
-        for path in complete.values():
-            Path(path).unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
-def read(folder: str | os.PathLike[str]) -> tuple[LoraOptions, dict[str, Tensor]]:
+def read(folder: str | os.PathLike[str]) -> tuple[LoraOptions, dict[str, Stored]]:
     """Read the options of adapters, and find their tensors, by the names of `LoraAdapters`.
 
     Raises
@@ -137,7 +114,7 @@ def read(folder: str | os.PathLike[str]) -> tuple[LoraOptions, dict[str, Tensor]
     for name, tensor in read_safetensors(path / _TENSORS).items():
         if not name.startswith(_PREFIX):
             raise damaged(str(path / _TENSORS), f"{shown(name)} does not begin with {_PREFIX}")
-        tensors[name.removeprefix(_PREFIX)] = tensor.as_floats()
+        tensors[name.removeprefix(_PREFIX)] = tensor
     return options, tensors
 
 
@@ -169,7 +146,7 @@ def _plain(number: float) -> float:
 
 def fitting(
     folder: str | os.PathLike[str],
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Stored],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, np.ndarray]:
     """Return the tensors of adapters in float32, if they are those of the shapes by name.
@@ -201,7 +178,7 @@ def fitting(
         )
     found = {}
     for name, shape in shapes.items():
-        array = found[name] = tensors[name].read(0, shape[0]).astype(np.float32)
+        array = found[name] = tensors[name].as_floats().read(0, shape[0]).astype(np.float32)
         if not np.isfinite(array).all():
             raise damaged(str(Path(folder) / _TENSORS), f"{name} is not finite")
     return found

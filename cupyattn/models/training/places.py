@@ -72,7 +72,9 @@ class Gradients:
         """Take the gradient of one of the model's arrays: d array = scale * d learnt there."""
         for place, _, into in self._parts.get(id(array), ()):
             found = gradient[place.part]
-            into += found if place.scale == 1 else place.scale * found.astype(into.dtype)
+            if place.scale != 1 or found.dtype.kind != "f":  # bfloat16 is of a kind of its own
+                found = place.scale * found.astype(into.dtype)
+            into += found
 
     def add_rows(self, table: Array, ids: Array, gradient: Array) -> None:
         """Take the gradient of ``embedding(table, ids)``, and add each row to its id's."""

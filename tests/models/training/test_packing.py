@@ -54,6 +54,8 @@ def test_epochs_differ_and_repeat():
     packing, again = (Packing(counting(9, samples=40), batch_tokens=30, seed=4) for _ in "ab")
     orders = [packing.epoch(number) for number in range(3)]
     assert orders[0] != orders[1] != orders[2]
+    meeting = [{(i, j) for pack in order for i in pack for j in pack if i < j} for order in orders]
+    assert len(meeting[0] & meeting[1]) < len(meeting[0]) / 2
     assert [again.epoch(number) for number in range(3)] == orders
     assert packing.batches(3) == sum(map(len, orders))
     assert Packing(packing.samples, batch_tokens=30, seed=5).epoch(0) != orders[0]

@@ -14,6 +14,7 @@ from support.tiny_models import TINY
 from support.training import batch_of, converted, gradients_of, model_of
 
 from cupyattn import models
+from cupyattn.models.training import peft
 from cupyattn.models.training.batch import Batch
 from cupyattn.models.training.lora import LoraAdapters
 
@@ -177,11 +178,11 @@ def test_a_full_disk_leaves_the_old_files(folder, llama, fails, monkeypatch):
     for array in adapters.arrays.values():
         array += 1
 
-    def full(*arguments):
+    def full(*arguments, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if fails == "write":
-        monkeypatch.setattr("builtins.open", full)
+        monkeypatch.setattr(peft, "store", full)
     else:
         monkeypatch.setattr(os, fails, full)
     with pytest.raises(OSError, match="No space left") as raised:
@@ -205,7 +206,7 @@ def test_gradients_and_masters_are_float32(llama):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_peft_reads_what_is_written(name, tmp_path):
-    peft = pytest.importorskip("peft", reason="no peft: it read such files when its own were made")
+    theirs = pytest.importorskip("peft", reason="no peft: it read such files when its were made")
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     model = models.load(CHECKPOINTS / name, dtype="float32", xp=np)
@@ -216,5 +217,6 @@ def test_peft_reads_what_is_written(name, tmp_path):
         CHECKPOINTS / name, dtype=torch.float32
     )
     with torch.no_grad():
-        theirs = peft.PeftModel.from_pretrained(base, tmp_path)(torch.from_numpy(ids).long())
-    np.testing.assert_allclose(adapters.model.logits(ids), theirs.logits.numpy(), atol=2e-5)
+        adapted = theirs.PeftModel.from_pretrained(base, tmp_path)
+        expected = adapted(torch.from_numpy(ids).long()).logits.numpy()
+    np.testing.assert_allclose(adapters.model.logits(ids), expected, atol=2e-5)
