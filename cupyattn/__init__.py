@@ -19,7 +19,9 @@ from cupyattn.functional import (
     AttentionGrads,
     BlockMask,
     DropoutGrads,
+    DropoutSeed,
     GatedGrads,
+    Kernel,
     LayerNormGrads,
     LinearCrossEntropyGrads,
     LinearGrads,
@@ -103,7 +105,9 @@ __all__ = [
     "BlockMask",
     "Copy",
     "DropoutGrads",
+    "DropoutSeed",
     "GatedGrads",
+    "Kernel",
     "LayerNormGrads",
     "LinearCrossEntropyGrads",
     "LinearGrads",
@@ -176,7 +180,7 @@ __all__ = [
     "vjp",
 ]
 
-_LATER = ("emulator", "models")
+_LATER = ("distributed", "emulator", "models")
 
 if TYPE_CHECKING:
     from cupyattn import emulator as emulator

@@ -14,6 +14,7 @@ from cupyattn.benchmark import (
     host,
     kv_cache,
     prefill,
+    ring,
     training_step,
     varlen,
 )
@@ -38,6 +39,7 @@ _BENCHMARKS = (
     prefill,
     kv_cache,
     linear,
+    ring,
     training_step,
     allocator,
     host,

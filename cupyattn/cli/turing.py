@@ -34,6 +34,8 @@ TUNED = (
     "attention_backward_dq",
     "linear_forward",
     "linear_product",
+    "linear_forward_quantised",
+    "linear_product_quantised",
 )
 """Kernels whose speed is that of their products: those that the model is for."""
 
@@ -45,6 +47,8 @@ IN_FLOAT32 = (
     "linear_forward_f32",
     "linear_dx_f32",
     "linear_dw_f32",
+    "linear_forward_quantised_f32",
+    "linear_dx_quantised_f32",
 )
 """What a card without tensor cores runs in their place."""
 

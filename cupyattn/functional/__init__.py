@@ -12,6 +12,7 @@ from cupyattn.functional.attention.paged import paged_attention
 from cupyattn.functional.attention.varlen_backward import attention_varlen_backward
 from cupyattn.functional.backend import backend
 from cupyattn.functional.device_info import device_info
+from cupyattn.functional.kernel import Kernel
 from cupyattn.functional.kv_cache.append import append_kv
 from cupyattn.functional.kv_cache.copies import copy_blocks
 from cupyattn.functional.kv_cache.gather import gather
@@ -64,6 +65,7 @@ from cupyattn.gradients import (
     RMSNormGrads,
     SoftmaxGrads,
 )
+from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.quantized_weight import QuantizedWeight
 from cupyattn.reference.layers.rope_tables import (
     LinearScaling,
@@ -76,7 +78,9 @@ __all__ = [
     "AttentionGrads",
     "BlockMask",
     "DropoutGrads",
+    "DropoutSeed",
     "GatedGrads",
+    "Kernel",
     "LayerNormGrads",
     "LinearCrossEntropyGrads",
     "LinearGrads",

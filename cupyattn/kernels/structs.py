@@ -32,6 +32,8 @@ _SCORE_PARAMS = np.dtype(
         ("seed", np.uint64),
         ("keep_from", np.uint32),
         *((field, np.float32) for field in ("keep_scale", "softcap_in", "softcap")),
+        *((field, np.int32) for field in ("first_batch", "first_query")),
+        ("first_counter", np.uint32),
     ],
     align=True,
 )

@@ -62,7 +62,7 @@ def load(
         For another architecture, rotary embedding, file format or quantisation than there is code
         for.
     RuntimeError
-        If a package of the extra `models` is not installed.
+        If a package of the extra ``models`` is not installed.
     TypeError
         For a dtype, or an xp, that is none of these.
 

@@ -108,7 +108,7 @@ class Model(Generates):
         attend : callable
             ``attend(layer, q, k, v)`` is called once for each layer with q (total, H, D) and k, v
             (total, G, D), views that are not rotated, and returns (total, H, D). Which keys a token
-            sees, `rotary`, the config's window and a cache are its business.
+            sees, ``rotary``, the config's window and a cache are its business.
 
         Returns
         -------

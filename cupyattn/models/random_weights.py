@@ -36,7 +36,7 @@ def random(
     dtype, quantize, xp : optional
         As of `load`, but that there is no file.
     seed : int
-        Of `xp.random.default_rng`: the same numbers every time; NumPy and CuPy differ.
+        Of ``xp.random.default_rng``: the same numbers every time; NumPy and CuPy differ.
 
     Returns
     -------

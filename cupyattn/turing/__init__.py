@@ -20,17 +20,19 @@ For the main loop of each kernel that shows:
 ``disassembler`` has nvdisasm list the code, ``sass`` reads the listing, ``pipes`` says what
 executes an instruction and for how long on the SM that ``machine`` describes, ``loops`` finds the
 loops that do the work, ``counts`` adds up what an iteration asks of each pipe, ``simulation`` plays
-it on one SM, and `analyse` puts the figures of a kernel together. For another card than a T4 it
+it on one SM, and `analyse` puts the figures of a kernel together: one of the library's by its
+`row`, or of your own, the ``specialisation`` of a `cupyattn.Kernel`. For another card than a T4 it
 takes one of `MACHINES`, as the command does (``--machine "RTX 2080 Ti"``), or any `Machine`::
 
-    analyse(specialisation, machine=MACHINES["RTX 2080 Ti"])  # a GeForce: half the tensor rate
+    kernel = row("attention_forward", HEAD_DIM=64)
+    analyse(kernel, machine=MACHINES["RTX 2080 Ti"])  # a GeForce: half the tensor rate
 
 How far to trust them
 ---------------------
 All but the simulation is exact for one compiler; another version of NVRTC moves spills by tens of
 bytes and utilisations by 0.01. The simulated utilisation is a model: +-0.05, to rank variants by
 differences of that size and as an upper limit. Its rates and latencies come from public
-micro-benchmarks of a T4 (`machine` names them) and were not fitted; no Turing card has been
+micro-benchmarks of a T4 (`Machine` names them) and were not fitted; no Turing card has been
 measured with this library's kernels. Not modelled: bank conflicts (the emulator counts those),
 conflicts of register banks, the instruction cache, contention for L2 and DRAM, atomics' own rate,
 clocks that fall under power limits, what comes before and after the loop, and CTAs with less to do
@@ -38,13 +40,14 @@ than others (causal attention).
 
 The tests hold every row of the tables to its recorded figures, in ``tests/figures/sm_75.json``.
 After a change that is meant, ``python -m cupyattn turing --json`` prints them anew. The notebook
-``notebooks/03_turing.ipynb`` shows the model at work.
+``notebooks/12_roofline_and_profile.ipynb`` shows the model at work.
 """
 
 from cupyattn.turing.analysis import KernelFigures, analyse
 from cupyattn.turing.counts import LoopFigures
 from cupyattn.turing.disassembler import DisassemblerError, disassembler_version
 from cupyattn.turing.machine import MACHINES, T4, Machine
+from cupyattn.turing.rows import row
 from cupyattn.turing.simulation import MARGIN, Utilisation
 
 __all__ = [
@@ -58,4 +61,5 @@ __all__ = [
     "Utilisation",
     "analyse",
     "disassembler_version",
+    "row",
 ]

@@ -59,7 +59,7 @@ def analyse(
     Parameters
     ----------
     specialisation : Specialisation
-        A row of the tables in `cupyattn.kernels.configs`, or any other.
+        One of the library's (`row`), or that of a `cupyattn.Kernel`.
     simulate : bool
         Simulate the main loop too: some tenths of a second.
     machine : Machine

@@ -46,6 +46,7 @@ ROOMS = {
     "functional": {"ops", "kernels", "emulator", *BOTTOM},
     "kv_cache": {"functional", *BOTTOM},
     "": {"functional", "kv_cache", "emulator"},
+    "distributed": {"", "arrays", "cupy_library", "errors"},
     "models": {
         "",
         "kv_cache",
@@ -60,14 +61,16 @@ ROOMS = {
         "",
         "cli",
         "models",
+        "distributed",
         "kv_cache",
         "functional",
         "ops",
+        "turing",
         "kernels",
         "emulator",
         *BOTTOM,
     },
-    "__main__": {"cli", "kernels"},
+    "__main__": {"cli", "benchmark", "kernels"},
 }
 CUPY = {"cupy", "cupy_backends", "cupyx"}
 # The first gives CuPy a folder that it can write; the others import what is below it after that.
@@ -77,7 +80,7 @@ MAY_IMPORT_CUPY = {
     "cupyattn.kernels.device.cuda": "cupy_backends",
 }
 LAZY = {*CUPY, "cuda", "rich", "ml_dtypes", "torch", "matplotlib"}
-LAZY |= {"safetensors", "tokenizers", "gguf", "jinja2"}
+LAZY |= {"safetensors", "tokenizers", "gguf", "jinja2", "mpi4py", "nccl"}
 
 
 def name_of(path: Path) -> str:

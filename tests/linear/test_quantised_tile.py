@@ -241,7 +241,7 @@ def test_linear_cross_entropy_takes_one():
     x, w, _ = case(130, 72, 128, "nf4").inputs()
     x, labels = put(x / 8), KERNELS.put(rng.integers(0, 72, 130).astype(np.int32))
     w, dloss = put(w), KERNELS.put(np.ones((), np.float32))
-    with KERNELS.running():
+    with KERNELS.running(), tensor_core_alone("small"):
         some = {"logits_bytes": 2 * 72 * 50}
         loss, lse = cupyattn.linear_cross_entropy(x, w, labels, return_lse=True, **some)
         dx, dw = cupyattn.linear_cross_entropy_backward(dloss, x, w, labels, lse, **some)

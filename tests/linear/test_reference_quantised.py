@@ -136,7 +136,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"block_size": 256, "format": "int4", "w": np.zeros((256, 4), np.float32)}, ValueError,
         "a power of two from 32 to 128",
     ),
-    "a block of half": ({"block_size": 64.0}, ValueError, "block_size = 64.0"),
+    "a block of half": ({"block_size": 64.0}, TypeError, r"block_size is 64\.0"),
     "a format of files": ({"format": "q4_k"}, ValueError, "weights are quantised to 'nf4'"),
     "no format": ({"format": None}, TypeError, "format = None"),
     "integers": ({"w": np.zeros((64, 4), np.int32)}, TypeError, "allowed are float16"),
@@ -156,6 +156,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_quantize_refuses(name):
     changed, kind, message = REFUSED[name]
     given = {"w": np.zeros((192, 4), np.float32)[:64], **changed}
+    cupyattn.quantize(np.zeros((192, 4), np.float32)[:64], block_size=64)  # which is remembered
     with pytest.raises(kind, match=message):
         cupyattn.quantize(given.pop("w"), **given)
 

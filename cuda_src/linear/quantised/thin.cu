@@ -78,6 +78,7 @@ struct Traits {
   static_assert(8 % kParts == 0 && (kParts == 1 || kXTiles == 1), "parts fill the rows that one tile lacks");
   static_assert(kXTiles % kPassTiles == 0 && kXSlots <= kSteps * kChunks, "whole passes");
   static_assert(kBlocks == 1 || kBlocks == 2 || kBlocks == 4, "trades of words are by two or four");
+  static_assert(kKWarps == 1 || kGroups < 16, "each group has a barrier of its own");
   static_assert(kColumns <= kKWarps * kWarpSize, "a thread has one bias");
   static_assert(!kColumnScale || !Scales::kShifted, "a shift is a block's");
 };
@@ -99,7 +100,13 @@ using Sums = float[Traits::kWTiles][Traits::kXTiles][2][Traits::kLineSums];  // 
 
 __device__ __forceinline__ int group_index() { return threadIdx.x / Traits::kGroupThreads; }
 __device__ __forceinline__ int group_thread() { return threadIdx.x % Traits::kGroupThreads; }
-__device__ __forceinline__ void group_barrier() { bar_sync(1 + group_index(), Traits::kGroupThreads); }
+__device__ __forceinline__ void group_barrier() {
+  if constexpr (Traits::kKWarps == 1) {
+    __syncwarp();
+  } else {
+    bar_sync(1 + group_index(), Traits::kGroupThreads);
+  }
+}
 __device__ __forceinline__ int lane_group() { return lane_index() / 4; }     // g
 __device__ __forceinline__ int lane_in_group() { return lane_index() % 4; }  // t
 

@@ -11,6 +11,7 @@ import numpy as np
 from cupyattn import emulator
 from cupyattn.kernels import cache
 from cupyattn.kernels.arch import TURING, Arch
+from cupyattn.kernels.choices import USUAL, Choices
 from cupyattn.kernels.compile import compile_ptx
 from cupyattn.kernels.spec import Pointer, Specialisation
 from cupyattn.kernels.target import arch_override, tensor_cores_override
@@ -36,6 +37,7 @@ class EmulatedDevice:
     multiprocessors = 2
     """Few: kernels walk over small problems here as they do over large ones on a GPU."""
     l2_bytes = 4 * 2**20
+    choices: Choices = USUAL
 
     def __init__(self, checks: emulator.Checks, report: emulator.Report | None = None) -> None:
         arch_override()  # it is for GPUs; one that is wrong is not passed over here either

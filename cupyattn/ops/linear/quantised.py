@@ -30,6 +30,7 @@ from cupyattn.ops.checks import (
     require_rank,
     require_whole_item_strides,
 )
+from cupyattn.ops.numbers import integer
 from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.plan import Output, Plan, Step, run
 from cupyattn.ops.value_checks import checks_values
@@ -58,7 +59,8 @@ def quantize_blocks(operands: Operands, kind: Any, block_size: Any) -> Blocks:
     TypeError, ValueError
         As `quantize` documents.
     """
-    blocks = _checked_blocks(operands.description, require_made(kind), block_size)
+    size = None if block_size is None else integer("block_size", block_size)
+    blocks = _checked_blocks(operands.description, require_made(kind), size)
     if checks_values(operands) and not bool(np.isfinite(operands.arrays["w"]).all()):
         raise error(
             ValueError,
@@ -70,7 +72,7 @@ def quantize_blocks(operands: Operands, kind: Any, block_size: Any) -> Blocks:
 
 
 @lru_cache(maxsize=4096)
-def _checked_blocks(description: Any, kind: str, block_size: Any) -> Blocks:
+def _checked_blocks(description: Any, kind: str, block_size: int | None) -> Blocks:
     layouts = layouts_of(description)
     require_arrays(layouts, ("w",))
     w = layouts["w"]
@@ -84,7 +86,7 @@ def _checked_blocks(description: Any, kind: str, block_size: Any) -> Blocks:
         raise error(
             ValueError, f"w has shape {w.shape}", "N is at least 1", "pass a w with columns"
         )
-    return Blocks(kind, int(size))
+    return Blocks(kind, size)
 
 
 def run_quantize(device: Device, blocks: Blocks, operands: Operands) -> dict[str, Array]:

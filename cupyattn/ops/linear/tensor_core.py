@@ -13,7 +13,7 @@ from cupyattn.ops.card import Card
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem, Matrix
 from cupyattn.ops.linear.tile_launches import ABSENT, forward_in_parts, product_launches
-from cupyattn.ops.linear.tiles import VECTOR, Product, whole_vector
+from cupyattn.ops.linear.tiles import VECTOR, Product, Tiling, whole_vector
 from cupyattn.ops.plan import SCRATCH_DTYPE, Step
 
 _OFFSET_BYTES = 2**32  # from the lowest item of a tile to its highest
@@ -44,12 +44,10 @@ def forward_launches(problem: LinearProblem, card: Card) -> Launches:
     out_vec = whole_vector(problem.vector(*results), half)
     halves = 2 if problem.gated else 1
     product = Product(configs.FORWARD, matrices["x"], matrices["w"], halves, out_vec)
-    tiling = product.tiling(card)
     in_parts = Product(configs.PRODUCT, matrices["x"], matrices["w"])
-    parts = in_parts.tiling(card, may_split=True)
-    whole = product.duration(card, tiling)
-    if parts.splits_log2 and in_parts.duration(card, parts) < _WORTH_SPLITTING * whole:
-        return forward_in_parts(problem, in_parts, parts, card, {"a": "x", "b": "w"})
+    tiling = _forward_tiling(product, in_parts, card)
+    if tiling.splits_log2:
+        return forward_in_parts(problem, in_parts, tiling, card, {"a": "x", "b": "w"})
     specialisation = configs.forward(
         card.arch,
         tiling.shape,
@@ -66,13 +64,25 @@ def forward_launches(problem: LinearProblem, card: Card) -> Launches:
     return Launches((Step.of(specialisation, ctas, params[()]),))
 
 
+def _forward_tiling(product: Product, in_parts: Product, card: Card) -> Tiling:
+    """Choose for the forward: whole, or in parts where that saves more than a tenth."""
+    usual, parts = product.tiling(card), in_parts.tiling(card, may_split=True)
+    least = product.duration(card, usual)
+    if parts.splits_log2 and in_parts.duration(card, parts) < _WORTH_SPLITTING * least:
+        usual, least = parts, in_parts.duration(card, parts)
+    among = {usual.name: usual, **product.near(card, least)}
+    split = in_parts.near(card, least, may_split=True)
+    among |= {name: tiling for name, tiling in split.items() if tiling.splits_log2}
+    return card.choices.pick(product.kernel.entry, product.key, among, usual=usual.name)
+
+
 def dx_launches(problem: LinearProblem, card: Card) -> Launches:
     """Plan dx = dz w^T."""
     dx, w = problem.matrices["dx"], problem.matrices["w"].transposed
     product = Product(configs.PRODUCT, dz(problem), w, out_vec=whole_vector(dx.vector))
     names = {"a": dz_name(problem), "b": "w"}
     steps, scratch, _ = product_launches(
-        product, product.tiling(card), card, names, result=("dx", dx), addend=addend(problem, "dx")
+        product, product.chosen(card), card, names, result=("dx", dx), addend=addend(problem, "dx")
     )
     formed = gradient(problem) if problem.activation else Launches(())
     return Launches((*formed.steps, *steps), {**formed.scratch, **scratch})
@@ -85,7 +95,7 @@ def dw_launches(problem: LinearProblem, card: Card) -> Launches:
     if not dw.along_columns:  # its transpose has contiguous rows
         dw, names = dw.transposed, {"a": names["b"], "b": names["a"]}
         product = Product(configs.PRODUCT, product.b.transposed, product.a.transposed)
-    tiling = product.tiling(card, may_split=True)
+    tiling = product.chosen(card, may_split=True)
     steps, scratch, _ = product_launches(
         product, tiling, card, names, result=("dw", dw), addend=addend(problem, "dw")
     )

@@ -26,6 +26,7 @@ _OUTSIDE_LOOP = 100
 # part of that shows: an estimate, which no GPU has confirmed.
 _FROM_L2 = 20
 _STORING_PARTS = 1000  # the same of float32 parts, written and read once more at a T4's 240 GB/s
+_WORTH_TIMING = 1.5  # times the least that the model sees: which tilings are tuned
 _LEAST_PART_LOG2 = 9  # items of the sum for a CTA
 _MOST_SPLITS_LOG2 = 5
 
@@ -36,6 +37,11 @@ class Tiling(NamedTuple):
     shape: Shape
     splits_log2: int
     """CTAs that share a tile of the result, each a part of the sum."""
+
+    @property
+    def name(self) -> str:
+        """What it is chosen by."""
+        return f"{self.shape}/{1 << self.splits_log2}"
 
 
 class Blocks(NamedTuple):
@@ -93,20 +99,41 @@ class Product(NamedTuple):
         row = self.row(arch, shape)
         return -(-self.a.rows // row.tile_rows), -(-self.b.columns // row.tile_columns)
 
+    def chosen(self, card: Card, *, may_split: bool = False) -> Tiling:
+        """Return what was chosen for the card, otherwise what the model sees as fastest."""
+        usual = self.tiling(card, may_split=may_split)
+        among = self.near(card, self.duration(card, usual), may_split=may_split)
+        problem = *self.key, "parts" if may_split else "whole"
+        return card.choices.pick(self.kernel.entry, problem, among, usual=usual.name)
+
     def tiling(self, card: Card, *, may_split: bool = False) -> Tiling:
         """Choose what takes the least time on a card, as the model of Turing sees it."""
+        return min(self._tilings(may_split), key=lambda tiling: self.duration(card, tiling))
+
+    def near(self, card: Card, least: float, *, may_split: bool = False) -> dict[str, Tiling]:
+        """Return by name what the model sees not far above a duration: what is worth timing."""
+        tilings = self._tilings(may_split)
+        return {t.name: t for t in tilings if self.duration(card, t) <= _WORTH_TIMING * least}
+
+    def _tilings(self, may_split: bool) -> list[Tiling]:
         longest = max(self.a.columns.bit_length() - 1 - _LEAST_PART_LOG2, 0) if may_split else 0
         if self.quantised is not None:
             shapes = quantised_tile.shapes_for(self.vec)
         else:
             shapes = tensor_core.shapes_for(self.vec, self.out_vec, self.lines)
-        choices = [
+        return [
             Tiling(shape, splits_log2)
             for shape in shapes
             for splits_log2 in range(min(longest, _MOST_SPLITS_LOG2) + 1)
             if (self.part(splits_log2) << splits_log2) - self.part(splits_log2) < self.a.columns
         ]
-        return min(choices, key=lambda tiling: self.duration(card, tiling))
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What a choice is for: rows, columns, inner; halves; how lines lie; items of accesses."""
+        a_lines, b_lines = ("along" if along else "across" for along in self.lines)
+        sizes = self.a.rows, self.b.columns, self.a.columns
+        return (*sizes, self.halves, a_lines, b_lines, self.vec, self.out_vec)
 
     def duration(self, card: Card, tiling: Tiling) -> float:
         """Return the time on a card, in items of the sum of an item of the result."""

@@ -44,38 +44,41 @@ class QuantisedThinConfig:
         Of a warp: 16 columns each, over the parts of K that fill the tile of x.
     steps : tuple of int
         Lengths of a burst to choose from, in spans of a column times parts.
-    groups, k_warps : int
-        Groups of warps, and warps that share columns and split K.
-    chunks : int
-        Of 8 k of a tile of x, that wait with a burst.
+    warps : int
+        Of a CTA, at most.
+    k_warps : int
+        At most so many of them share columns and split K.
     ctas_per_sm : int
         Of Turing: what the compiler keeps registers for.
+    chunks : int
+        Of 8 k of a tile of x, that wait with a burst.
     """
 
     tiles: int
     steps: tuple[int, ...]
-    groups: int
+    warps: int
     k_warps: int
     ctas_per_sm: int
     chunks: int
     reason: str
 
-    @property
-    def threads(self) -> int:
-        """Of a CTA."""
-        return self.groups * self.k_warps * WARP_SIZE
+    def fitted(self, inner: int, step_items: int) -> tuple[int, int]:
+        """Return the steps of a burst and the warps that split K.
 
-    def steps_for(self, inner: int, step_items: int) -> int:
-        """Return the burst whose turns round the warps cover K with the fewest zeros.
-
-        Of two the longer: more bytes in flight.
+        Of those whose turns cover K with at most an eighth more zeros than need be (idle warps are
+        bytes that are not in flight) the ones with the fewest turns, and then the longest burst.
         """
 
-        def covered(steps: int) -> int:
-            turn = steps * step_items * self.k_warps
-            return -(-inner // turn) * turn
+        def turns(choice: tuple[int, int]) -> int:
+            return -(-inner // (choice[0] * choice[1] * step_items))
 
-        return min(sorted(self.steps, reverse=True), key=covered)
+        def covered(choice: tuple[int, int]) -> int:
+            return turns(choice) * choice[0] * choice[1]
+
+        choices = [(s, k) for s in self.steps for k in range(1, self.k_warps + 1)]
+        enough = min(map(covered, choices)) * 9 / 8
+        fitting = (choice for choice in choices if covered(choice) <= enough)
+        return min(fitting, key=lambda choice: (turns(choice), -choice[0]))
 
 
 Table = Mapping[str, Mapping[int, Mapping[int | None, QuantisedThinConfig]]]
@@ -84,36 +87,36 @@ Table = Mapping[str, Mapping[int, Mapping[int | None, QuantisedThinConfig]]]
 _ROW = QuantisedThinConfig
 _TURING: Table = {
     "nf4": {
-        1: {None: _ROW(4, (1,), 4, 4, 1, 2, "8 columns and 512 bytes of each a warp")},
-        2: {None: _ROW(2, (1,), 4, 4, 1, 4, "8 columns and 256 bytes of each a warp")},
-        4: {None: _ROW(2, (1,), 2, 8, 1, 4, "16 columns and 128 bytes of each a warp")},
-        8: {None: _ROW(1, (1,), 2, 8, 1, 4, "16 columns and 64 bytes of each a warp")},
-        16: {None: _ROW(1, (1,), 2, 8, 1, 2, "16 columns: x takes registers")},
-        32: {None: _ROW(1, (1,), 1, 8, 1, 1, "as 16 rows")},
+        1: {None: _ROW(2, (1,), 20, 8, 1, 2, "4 columns and 512 bytes of each a warp")},
+        2: {None: _ROW(2, (1,), 16, 8, 1, 4, "8 columns and 256 bytes of each a warp")},
+        4: {None: _ROW(2, (1,), 16, 8, 1, 4, "16 columns and 128 bytes of each a warp")},
+        8: {None: _ROW(1, (1,), 16, 8, 1, 4, "16 columns and 64 bytes of each a warp")},
+        16: {None: _ROW(1, (1,), 16, 8, 1, 2, "16 columns: x takes registers")},
+        32: {None: _ROW(1, (1,), 8, 8, 1, 1, "as 16 rows")},
     },
     "wide": {
-        1: {None: _ROW(4, (1,), 2, 4, 2, 2, "8 columns and 512 bytes of each a warp")},
-        2: {None: _ROW(2, (1,), 2, 4, 2, 4, "8 columns and 256 bytes of each a warp")},
-        4: {None: _ROW(2, (1,), 1, 8, 2, 4, "16 columns and 128 bytes of each a warp")},
-        8: {None: _ROW(2, (1,), 1, 8, 2, 4, "32 columns and 64 bytes of each a warp")},
-        16: {None: _ROW(1, (2,), 1, 8, 2, 2, "16 columns: x takes registers")},
-        32: {None: _ROW(1, (1,), 1, 8, 1, 1, "as 16 rows")},
+        1: {None: _ROW(2, (1,), 8, 8, 3, 2, "4 columns and 512 bytes of each a warp")},
+        2: {None: _ROW(2, (1,), 8, 8, 2, 4, "8 columns and 256 bytes of each a warp")},
+        4: {None: _ROW(2, (1,), 8, 8, 2, 4, "16 columns and 128 bytes of each a warp")},
+        8: {None: _ROW(1, (2, 1), 8, 8, 2, 4, "16 columns and 64 bytes of each a warp")},
+        16: {None: _ROW(1, (2, 1), 8, 8, 2, 2, "16 columns: x takes registers")},
+        32: {None: _ROW(1, (1,), 8, 8, 1, 1, "as 16 rows")},
     },
     "narrow": {
-        1: {None: _ROW(2, (1,), 2, 4, 2, 2, "8 columns and 512 bytes of each a warp")},
-        2: {None: _ROW(2, (1,), 2, 4, 2, 4, "8 columns and 256 bytes of each a warp")},
-        4: {None: _ROW(2, (1,), 1, 8, 2, 4, "16 columns and 128 bytes of each a warp")},
-        8: {None: _ROW(2, (1,), 1, 8, 2, 4, "32 columns and 64 bytes of each a warp")},
-        16: {None: _ROW(1, (1,), 1, 8, 2, 2, "16 columns: x takes registers")},
-        32: {None: _ROW(1, (1,), 1, 8, 1, 1, "as 16 rows")},
+        1: {None: _ROW(2, (1,), 8, 8, 2, 2, "4 columns and 512 bytes of each a warp")},
+        2: {None: _ROW(2, (1,), 8, 8, 2, 4, "8 columns and 256 bytes of each a warp")},
+        4: {None: _ROW(2, (1,), 8, 8, 2, 4, "16 columns and 128 bytes of each a warp")},
+        8: {None: _ROW(1, (2, 1), 8, 8, 2, 4, "16 columns and 64 bytes of each a warp")},
+        16: {None: _ROW(1, (1,), 8, 8, 2, 2, "16 columns: x takes registers")},
+        32: {None: _ROW(1, (1,), 8, 8, 1, 1, "as 16 rows")},
     },
     "bytes": {
-        1: {None: _ROW(4, (1,), 1, 8, 2, 4, "8 columns and 512 bytes of each a warp")},
-        2: {None: _ROW(4, (1,), 1, 8, 2, 4, "8 columns and 256 bytes of each a warp")},
-        4: {None: _ROW(2, (1,), 1, 8, 2, 4, "16 columns and 128 bytes of each a warp")},
-        8: {None: _ROW(2, (1,), 1, 8, 2, 4, "32 columns and 64 bytes of each a warp")},
-        16: {None: _ROW(1, (2,), 1, 8, 2, 2, "16 columns: x takes registers")},
-        32: {None: _ROW(1, (1,), 1, 8, 1, 1, "as 16 rows")},
+        1: {None: _ROW(4, (1,), 8, 8, 2, 4, "8 columns and 512 bytes of each a warp")},
+        2: {None: _ROW(4, (1,), 8, 8, 2, 4, "16 columns and 256 bytes of each a warp")},
+        4: {None: _ROW(2, (1,), 8, 8, 2, 4, "16 columns and 128 bytes of each a warp")},
+        8: {None: _ROW(1, (4, 2), 8, 8, 2, 4, "16 columns and 64 bytes of each a warp")},
+        16: {None: _ROW(1, (2, 1), 8, 8, 2, 2, "16 columns: x takes registers")},
+        32: {None: _ROW(1, (1,), 8, 8, 1, 1, "as 16 rows")},
     },
 }  # fmt: skip
 TABLE: Mapping[int, Table] = {75: _TURING}
@@ -124,6 +127,7 @@ _OTHERS_SHARED_BYTES = 32_768
 """At most: what a CTA has without asking for more, or half of what an SM of Turing has."""
 _NARROW = 32
 _TILE = 8  # rows of x
+_MOST_GROUPS = 15  # the barriers of a CTA, less that of all its threads
 _SPLIT_TURNS = 8
 """Turns of a CTA round its warps, below which a split of K costs more than it saves."""
 
@@ -159,6 +163,8 @@ class QuantisedThinLaunch:
     x_tiles: int
     """Of eight rows."""
     steps: int
+    groups: int
+    k_warps: int
     tiles: int
     """Of columns, each a group's work."""
     splits: int
@@ -193,21 +199,25 @@ def thin_launch(
     )
     parts, x_tiles = max(_TILE // limit, 1), -(-limit // _TILE)
     step = parts * (SPAN_BYTES if kind == "bytes" else 2 * SPAN_BYTES)
-    # Single items wait in registers of their own: of a longer burst some would spill.
-    steps = config.steps_for(inner, step) if vec > 1 else 1
+    steps, k_warps = config.fitted(inner, step)
+    if vec == 1:
+        steps = 1  # single items wait in registers of their own: of a longer burst some would spill
     tiles = -(-outer // (warp_columns(config, parts) // (1 + gated)))
-    turns = -(-inner // (step * steps * config.k_warps))
+    turns = -(-inner // (step * steps * k_warps))
     resident = multiprocessors * config.ctas_per_sm
     row_tiles = -(-rows // limit)
-    few = resident * config.groups // (tiles * row_tiles)
+    # Few tiles spread over all multiprocessors rather than fill some.
+    enough = max(tiles * row_tiles // multiprocessors, 1)
+    groups = min(config.warps // k_warps, enough, _MOST_GROUPS)
+    few = resident * groups // (tiles * row_tiles)
     splits = max(min(few, turns // 2), 1) if turns >= _SPLIT_TURNS else 1
-    ctas = -(-splits * tiles * row_tiles // config.groups)
+    ctas = -(-splits * tiles * row_tiles // groups)
     if kind == "nf4":
         ctas = min(ctas, resident)  # each makes its table once
     whole = weights == "int8" and block_size == inner
     return QuantisedThinLaunch(
         config, weights, 0 if whole else block_size, vec, vec_scales and not whole,
-        parts, x_tiles, steps, tiles, splits, ctas,
+        parts, x_tiles, steps, groups, k_warps, tiles, splits, ctas,
     )  # fmt: skip
 
 
@@ -231,6 +241,8 @@ def thin(launch: QuantisedThinLaunch, activation: str | None, gated: bool) -> Sp
         launch.parts,
         launch.x_tiles,
         launch.steps,
+        launch.groups,
+        launch.k_warps,
         None if split else activation,
         not split and gated,
         "float32" if split else "float16",
@@ -247,6 +259,8 @@ def _thin(
     parts: int,
     x_tiles: int,
     steps: int,
+    groups: int,
+    k_warps: int,
     activation: str | None,
     gated: bool,
     out: str,
@@ -254,11 +268,11 @@ def _thin(
     kind = kind_of(weights, block_size)
     limit = _SHARED_BYTES.get(kind, _OTHERS_SHARED_BYTES)
     chunks = steps * (2 if kind == "bytes" else 4)
-    pass_tiles = x_tiles
-    while (shared := _shared_bytes(config, kind, parts, pass_tiles)) > limit:
+    columns, pass_tiles = warp_columns(config, parts), x_tiles
+    while (shared := _shared_bytes(kind, columns, groups, k_warps, pass_tiles)) > limit:
         pass_tiles //= 2
     return PRODUCT.specialise(
-        threads=config.threads,
+        threads=groups * k_warps * WARP_SIZE,
         static_shared_bytes=shared,
         FORMAT=FORMATS[weights],
         BLOCK_SIZE=block_size,
@@ -272,22 +286,21 @@ def _thin(
         PARTS=parts,
         X_SLOTS=min(chunks, config.chunks),
         STEPS=steps,
-        GROUPS=config.groups,
-        K_WARPS=config.k_warps,
+        GROUPS=groups,
+        K_WARPS=k_warps,
         PASS_TILES=pass_tiles,
         MIN_CTAS=config.ctas_per_sm if vec > 1 and vec_scales else 1,
     )
 
 
-def _shared_bytes(config: QuantisedThinConfig, kind: str, parts: int, pass_tiles: int) -> int:
+def _shared_bytes(kind: str, columns: int, groups: int, k_warps: int, pass_tiles: int) -> int:
     """Count the codebook's table, all warps' sums for some rows, two numbers for each column.
 
     Smem in thin.cu asserts it.
     """
-    columns = warp_columns(config, parts)
     line = columns + (4 if columns >= 8 else 1)
-    sums = config.k_warps * pass_tiles * _TILE * line
-    own = config.groups * (sums + 2 * columns) * FLOAT_BYTES
+    sums = k_warps * pass_tiles * _TILE * line
+    own = groups * (sums + 2 * columns) * FLOAT_BYTES
     return own if kind != "nf4" else _TABLE_BYTES + -(-own // VECTOR_BYTES) * VECTOR_BYTES
 
 
@@ -361,11 +374,18 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
             for limit, by_columns in by_rows.items():
                 shape = max(_TILE // limit, 1), -(-limit // _TILE)
                 for config in by_columns.values():
+                    sizes = (*shape, max(config.steps), *_full(config))
                     yield _thin(
-                        config, weights, block_size, 8, block_size > 0, *shape,
-                        max(config.steps), None, False, "float16",
+                        config, weights, block_size, 8, block_size > 0, *sizes,
+                        None, False, "float16",
                     )  # fmt: skip
-        yield _thin(config, weights, block_size, 1, False, *shape, 1, "silu", True, "float16")
+        sizes = (*shape, 1, *_full(config))
+        yield _thin(config, weights, block_size, 1, False, *sizes, "silu", True, "float16")
         yield _in_float32(weights, block_sizes[0], "float16", 4, 1, None, False)
         yield _in_float32(weights, block_sizes[-1], "float32", 4, 8, None, False)
         yield _in_float32(weights, block_sizes[-1], "bfloat16", 1, 4, "silu", True)
+
+
+def _full(config: QuantisedThinConfig) -> tuple[int, int]:
+    """Return the groups of a long K, and their warps."""
+    return min(config.warps // config.k_warps, _MOST_GROUPS), config.k_warps

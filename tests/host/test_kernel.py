@@ -1,0 +1,187 @@
+"""A kernel of the user's own: what it is given, where it runs, what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.devices import CUPY, kernels_only
+
+import cupyattn
+from cupyattn import Kernel, emulator, turing
+
+# y[i] = sum of x over the threads of a CTA, plus shift where the macro ADD says so.
+SUMS = """
+#include "common/reduce.cuh"
+
+extern "C" __global__ void sums(const float* x, float* y, float shift, int n) {
+  extern __shared__ float total[];
+  const int i = blockIdx.x * THREADS + threadIdx.x;
+  float sum = i < n ? x[i] : 0.f;
+  for (int lane = 16; lane; lane /= 2) sum += __shfl_xor_sync(~0u, sum, lane);
+  if (threadIdx.x % 32 == 0) total[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    sum = ADD ? shift : 0.f;
+    for (int warp = 0; warp < SHARED_BYTES / 4; ++warp) sum += total[warp];
+    y[blockIdx.x] = sum;
+  }
+}
+"""
+BARRIER = "  __syncthreads();\n"
+OPTIONS = {
+    "inputs": ["x"],
+    "outputs": ["y"],
+    "scalars": {"shift": "float32", "n": np.int32},
+    "threads": 64,
+    "shared_bytes": 8,
+}
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "sums.cu"
+    path.write_text(SUMS)
+    return path
+
+
+@pytest.mark.parametrize("add", [0, 1])
+@kernels_only
+def test_arrays_scalars_macros_and_shared_memory_arrive(side, source, add):
+    kernel = Kernel(source, **OPTIONS, macros={"ADD": add})
+    x = np.arange(150, dtype=np.float32)
+    y = side.put(np.zeros(3, np.float32))
+    assert kernel(3, side.put(x), y, 0.5, 150) is None
+    expected = np.add.reduceat(x, [0, 64, 128]) + 0.5 * add
+    assert np.array_equal(side.get(y), expected)
+
+
+@kernels_only
+def test_a_grid_of_nothing_starts_nothing(side, source):
+    kernel = Kernel(source, **OPTIONS, macros={"ADD": 0})
+    y = side.put(np.full(1, 7, np.float32))
+    kernel(0, side.put(np.zeros(1, np.float32)), y, 0, 0)
+    assert side.get(y)[0] == 7
+
+
+@kernels_only
+def test_the_entry_may_have_another_name_than_the_file(side, tmp_path, source):
+    path = tmp_path / "other.cu"
+    path.write_text(source.read_text())
+    y = side.put(np.zeros(1, np.float32))
+    kernel = Kernel(str(path), **OPTIONS, macros={"ADD": 1}, entry="sums")
+    kernel(1, side.put(np.zeros(1, np.float32)), y, 2, 1)
+    assert side.get(y)[0] == 2
+
+
+@kernels_only
+def test_a_source_that_was_changed_is_compiled_anew(side, source):
+    x, y = side.put(np.ones(64, np.float32)), side.put(np.zeros(1, np.float32))
+    for before, after, expected in (("", "", 64), ("sum += total", "sum -= total", -64)):
+        source.write_text(SUMS.replace(before, after) if before else SUMS)
+        Kernel(source, **OPTIONS, macros={"ADD": 0})(1, x, y, 0, 64)
+        assert side.get(y)[0] == expected
+
+
+@pytest.mark.nvrtc
+def test_the_emulator_checks_it_and_counts_it(source):
+    x, y = np.ones(64, np.float32), np.zeros(1, np.float32)
+    report = emulator.Report()
+    with cupyattn.backend("emulator", report=report):
+        Kernel(source, **OPTIONS, macros={"ADD": 0})(1, x, y, 0, 64)
+        assert report.bytes_moved["global load"] == x.nbytes
+        source.write_text(SUMS.replace(BARRIER, ""))
+        with pytest.raises(emulator.SharedMemoryRaceError, match=r"sums\.cu:12"):
+            Kernel(source, **OPTIONS, macros={"ADD": 0})(1, x, y, 0, 64)
+        source.write_text(SUMS.replace("i < n", "true"))
+        with pytest.raises(emulator.OutOfBoundsError, match=r"the end of `x`.*float sum = true"):
+            Kernel(source, **OPTIONS, macros={"ADD": 0})(2, x, y, 0, 64)
+        source.write_text(SUMS.replace("y[blockIdx.x] = sum", "((float*)x)[0] = sum"))
+        with pytest.raises(emulator.ConstWriteError, match="`x`"):
+            Kernel(source, **OPTIONS, macros={"ADD": 0})(1, x, y, 0, 64)
+
+
+@pytest.mark.nvrtc
+def test_turing_models_it(source):
+    pytest.importorskip("cuda.pathfinder")
+    kernel = Kernel(source, **OPTIONS, macros={"ADD": 0})
+    try:
+        figures = turing.analyse(kernel.specialisation)
+    except turing.DisassemblerError as missing:
+        pytest.skip(str(missing))
+    assert figures.shared_bytes == 8
+    assert figures.ctas_per_sm == 16, "1,024 threads by 64"
+
+
+@pytest.mark.nvrtc
+def test_what_the_compiler_says_is_shown(source):
+    source.write_text(SUMS.replace("float sum", "flot sum"))
+    kernel = Kernel(source, **OPTIONS, macros={"ADD": 0})
+    with cupyattn.backend("emulator"), pytest.raises(RuntimeError, match='"flot" is undefined'):
+        kernel(1, np.ones(1, np.float32), np.ones(1, np.float32), 0, 1)
+
+
+def test_numpy_arrays_need_the_emulator(source):
+    kernel = Kernel(source, **OPTIONS, macros={"ADD": 0})
+    x = np.zeros(64, np.float32)
+    with pytest.raises(NotImplementedError, match=r"sums got NumPy arrays; .*backend\(\"emulator"):
+        kernel(1, x, x, 0, 64)
+
+
+X = np.zeros(64, np.float32)
+CROOKED = np.zeros(260, np.uint8)[1:257].view(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ((1, X, X, 0), TypeError, "sums got 3 arguments; it takes x, y, shift, n; pass"),
+        ((1, X, None, 0, 64), TypeError, "y is None"),
+        ((1, X, 5, 0, 64), TypeError, "y is a builtins.int"),
+        ((1, X, X, 0, None), TypeError, "NoneType"),
+        ((1, X[::2], X, 0, 64), ValueError, r"x of shape \(32,\) has strides \(8,\); .*contiguous"),
+        ((1, CROOKED, X, 0, 64), ValueError, "x starts 1 bytes into an item"),
+        ((-1, X, X, 0, 64), ValueError, "ctas = -1; it is 0 to 2147483647"),
+        ((1.0, X, X, 0, 64), TypeError, "ctas is 1.0, a float"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(source, arguments, kind, message):
+    kernel = Kernel(source, **OPTIONS, macros={"ADD": 0})
+    with cupyattn.backend("emulator"), pytest.raises(kind, match=message):
+        kernel(*arguments)
+    assert not X.any()
+
+
+@pytest.mark.gpu
+def test_numpy_and_cupy_arrays_are_not_mixed(source):
+    kernel = Kernel(source, **OPTIONS, macros={"ADD": 0})
+    with pytest.raises(TypeError, match="NumPy"):
+        kernel(1, CUPY.put(X), X, 0, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"outputs": []}, ValueError, "outputs is empty"),
+        ({"outputs": "y"}, TypeError, r"outputs is 'y'; .* outputs=\['x'\]"),
+        ({"inputs": [1]}, TypeError, r"inputs is \[1\]"),
+        ({"inputs": ["y"]}, ValueError, "the parameters are y, y, shift, n; each has a name"),
+        ({"scalars": {"n": "number"}}, TypeError, "number"),
+        ({"threads": 0}, ValueError, "threads = 0; it is 1 to 1024"),
+        ({"threads": True}, TypeError, "threads is True"),
+        ({"shared_bytes": 65537}, ValueError, "shared_bytes = 65537; it is 0 to 65536"),
+    ],
+)
+def test_descriptions_that_make_no_sense_are_refused(source, change, kind, message):
+    with pytest.raises(kind, match=message):
+        Kernel(source, **{**OPTIONS, **change})
+
+
+def test_a_source_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none\.cu is no file; .*write it"):
+        Kernel(tmp_path / "none.cu", **OPTIONS)
+
+
+def test_it_says_what_it_is(source):
+    assert (
+        repr(Kernel(source, **OPTIONS, macros={"ADD": 1})) == "<Kernel sums[ADD=1] of 64 threads>"
+    )

