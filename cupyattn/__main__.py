@@ -5,13 +5,14 @@ from collections.abc import Sequence
 
 from cupyattn import cli
 from cupyattn.benchmark import tune
+from cupyattn.benchmark.memory import command as memory
 from cupyattn.benchmark.report import command as report
 from cupyattn.kernels.cache import end_process
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    return cli.main(argv, (tune, report))
+    return cli.main(argv, (memory, tune, report))
 
 
 if __name__ == "__main__":

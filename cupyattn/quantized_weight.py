@@ -60,6 +60,8 @@ class Format(NamedTuple):
         return power and self.smallest <= block_size <= (self.largest or block_size)
 
 
+WORD = 4
+"""Bytes: all arrays but codes start at a multiple of that, codes of `ALIGNMENT`."""
 UNIT = 32
 """K is a multiple of that: a row of four-bit codes has whole 16 bytes."""
 
@@ -138,7 +140,8 @@ class QuantizedWeight:
     ------
     TypeError, ValueError
         For a format that there is none of, arrays that do not fit it or each other, rows that do
-        not lie one behind the other, and codes that do not start at a multiple of 16 bytes.
+        not lie one behind the other, codes that do not start at a multiple of 16 bytes, and others
+        that do not at a multiple of 4.
 
     Notes
     -----
@@ -179,14 +182,15 @@ class QuantizedWeight:
             object.__setattr__(self, name, array)
         layouts = layouts_of(operands.description)
         _require_fit(self, layouts)
-        start = starts_of(operands.description)["codes"]
-        if start:
-            raise error(
-                ValueError,
-                f"codes start {start} bytes beyond a multiple of {ALIGNMENT}",
-                "kernels load 16 bytes of a row at once",
-                "pass an array of its own, for example codes.copy()",
-            )
+        for name, start in starts_of(operands.description).items():
+            unit = ALIGNMENT if name == "codes" else WORD
+            if start % unit:
+                raise error(
+                    ValueError,
+                    f"{name} start {start % unit} bytes beyond a multiple of {unit}",
+                    f"kernels load {unit} bytes of a row at once",
+                    f"pass an array of its own, for example {name}.copy()",
+                )
 
     @property
     def outer(self) -> int:

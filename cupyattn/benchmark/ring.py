@@ -107,7 +107,8 @@ def measure(arguments: argparse.Namespace) -> Result:
     causal = not arguments.full
     with cupy.cuda.Device(0):
         q, k, v, dout = whole = drawn(arguments, cupy)
-        forward = partial(cupyattn.attention, q, k, v, causal=causal, return_lse=True)
+        alone: dict[str, Any] = {"causal": causal, "return_lse": True}
+        forward = partial(cupyattn.attention, q, k, v, **alone)
         expected = forward()[0]
         expected = distributed.shard(expected, 0, gpus, placement=arguments.placement).get()
         both = partial(

@@ -7,8 +7,9 @@ beside it, whichever is longer:
 
 A score takes 2 (D + Dv) operations forward, and 2.5 times that backward (five products of two
 sizes). Forward, a step's transfer is that of k and v; backward the float32 gradients of the block
-before besides, and behind the last step they go home with nothing beside it. What a call costs the
-host, and merges (a few passes over out), are left out: they do not grow with the keys.
+before besides. Behind the last step these go home, beside what is left of the rank's own block:
+with zigzag its second piece of queries. What a call costs the host, and merges (a few passes over
+out), are left out: they do not grow with the keys.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cupyattn.distributed.placement import Placement, placement_of
-from cupyattn.distributed.plan import Sight, balance, scores_by_shift, shifts_needed
+from cupyattn.distributed.plan import Sight, balance, own_scores, scores_by_shift, shifts_needed
 
 
 class Card(NamedTuple):
@@ -148,15 +149,20 @@ def ring_cost(
     )
     shifts = shifts_needed(dealt, (tokens,), sight)
     compute = transfer = exposed = 0.0
+    first, later = own_scores(dealt, tokens, sight)
     for number, shift in enumerate(shifts):
-        computed = int(counts[shift].max()) * seconds_per_score
+        most = first if backward and shift == 0 else int(counts[shift].max())
+        computed = most * seconds_per_score
         moved = block * (number + 1 < len(shifts)) + gradients * (backward and number > 0)
         compute += computed
         transfer += moved
         exposed += max(moved - computed, 0.0)
-    if backward and shifts[-1]:
-        transfer += gradients
-        exposed += gradients
+    if backward:
+        home = gradients if shifts[-1] else 0.0
+        computed = later * seconds_per_score
+        compute += computed
+        transfer += home
+        exposed += max(home - computed, 0.0)
     return RingCost(
         ranks, compute, transfer, exposed, int(counts.sum()) * seconds_per_score,
         balance(dealt, (tokens,), sight), len(shifts),

@@ -82,6 +82,19 @@ class RingPlan(NamedTuple):
         return tuple(after - before for before, after in pairwise(shifts))
 
     @property
+    def parted(self) -> tuple[tuple[Step, ...], tuple[Call, ...]]:
+        """Steps without the own block's later pieces of queries, and those calls for the end.
+
+        Backward, the gradients of the last block go home while the rank computes them; of causal
+        order the first piece has a quarter of the own block, which is beside the first transfer.
+        """
+        first, *others = self.steps
+        piece = int(self.cu_seqlens[-1])
+        now = tuple(call for call in first.calls if call.queries.start < piece)
+        later = tuple(call for call in first.calls if call.queries.start >= piece)
+        return (first._replace(calls=now), *others), later
+
+    @property
     def cu_seqlens(self) -> Integers:
         """Where each sequence begins within a piece of all of them."""
         pieces = [self.placement.piece_length(length) for length in self.lengths]
@@ -115,6 +128,7 @@ def ring_plan(
     *,
     join: bool = True,
     packed: bool = False,
+    part_own: bool = False,
 ) -> RingPlan:
     """Plan one rank's calls.
 
@@ -133,9 +147,12 @@ def ring_plan(
     packed
         Sequences are packed in one axis: pieces of two sequences lie between two of one, and there
         is nothing to join.
+    part_own
+        Keep the pieces of queries apart in the rank's own block: see `RingPlan.parted`.
     """
+    joins = join and not packed
     steps = tuple(
-        Step(shift, _calls(placement, rank, shift, lengths, sight, join and not packed))
+        Step(shift, _calls(placement, rank, shift, lengths, sight, joins, part_own))
         for shift in shifts_needed(placement, lengths, sight)
     )
     return RingPlan(placement, rank, lengths, steps)
@@ -166,6 +183,21 @@ def scores_by_shift(placement: Placement, lengths: tuple[int, ...], sight: Sight
             )
     counts.flags.writeable = False
     return counts
+
+
+def own_scores(placement: Placement, length: int, sight: Sight) -> tuple[int, int]:
+    """Count the scores of an own block's first piece of queries, and of the others: the most."""
+    extent, most = placement.piece_length(length), (0, 0)
+    for rank in range(placement.ranks):
+        counts = [0, 0]
+        numbers = placement.numbers(rank)
+        for place, query in enumerate(numbers):
+            for key in numbers:
+                apart = placement.first_position(query, length)
+                apart -= placement.first_position(key, length)
+                counts[place] += int(_seen(*sight.band(apart, placement.step), extent))
+        most = max(most[0], counts[0]), max(most[1], counts[1])
+    return most
 
 
 def balance(placement: Placement, lengths: tuple[int, ...], sight: Sight) -> float:
@@ -199,6 +231,7 @@ def _calls(
     lengths: tuple[int, ...],
     sight: Sight,
     join: bool,
+    part_own: bool,
 ) -> tuple[Call, ...]:
     of_keys = placement.numbers((rank - shift) % placement.ranks)
     pairs = [
@@ -211,9 +244,21 @@ def _calls(
         return tuple(calls)
     if shift == 0 and sight == CAUSAL:
         # Positions rise from token to token, in queries and keys alike.
-        whole = Rows(0, calls[-1].queries.stop)
-        return (calls[0]._replace(queries=whole, keys=whole, right=0),)
-    return tuple(_joined(_joined(calls, "queries", "keys"), "keys", "queries"))
+        ends = [call.queries for call in calls if call.own] if part_own else [calls[-1].queries]
+        begins = [rows.start for rows in ends] if part_own else [0]
+        return tuple(
+            calls[0]._replace(
+                queries=Rows(begin, rows.stop),
+                keys=Rows(0, rows.stop),
+                q_offsets=(begin,),
+                right=0,
+            )
+            for begin, rows in zip(begins, ends, strict=True)
+        )
+    of_queries = _joined(calls, "queries", "keys")
+    if shift == 0 and part_own:
+        return tuple(of_queries)
+    return tuple(_joined(of_queries, "keys", "queries"))
 
 
 CAUSAL = Sight(None, 0)

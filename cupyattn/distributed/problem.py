@@ -87,10 +87,12 @@ def ring_problem(
     options: RingOptions,
     placement: str,
     cu_seqlens: Any,
+    *,
+    part_own: bool = False,
 ) -> RingProblem:
     """Check a call of `ring_attention` or its backward, on this rank and then with all others.
 
-    `arrays` are q, k, v and what the backward has besides.
+    `arrays` are q, k, v and what the backward has besides; `part_own` is as in `ring_plan`.
 
     Raises
     ------
@@ -145,8 +147,9 @@ def ring_problem(
         )
     _require_places(options, dealt, lengths)
     plan = ring_plan(
-        dealt, group.rank, lengths, options.sight, join=not options.uses_positions, packed=packed
-    )
+        dealt, group.rank, lengths, options.sight,
+        join=not options.uses_positions, packed=packed, part_own=part_own,
+    )  # fmt: skip
     problem = RingProblem(group, plan, options, packed, lifted)
     group.agree(_description(problem), np if operands.device_id is None else load_cupy())
     return problem

@@ -10,6 +10,7 @@ from cupyattn.distributed.calls import Calls
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.lane import Blocks, Lane
 from cupyattn.distributed.merged import Merged, exact_dtype
+from cupyattn.distributed.plan import Call
 from cupyattn.distributed.problem import RingOptions, RingProblem, ring_problem
 from cupyattn.errors import error
 
@@ -201,9 +202,10 @@ def ring_attention_backward(
 
     Notes
     -----
-    Keys and values go round as in the forward; the gradients of each block go with it, a step
-    behind, and home at the end. They are sums of the ranks' shares, in float32 (float64 for
-    float64): each share is rounded to the dtype of its array, the sum once more.
+    Keys and values go round as in the forward. The gradients of each block go with it, a step
+    behind, and home at the end, while the rank computes what it has left of its own block. They are
+    sums of the ranks' shares, in float32 (float64 for float64): each share is rounded to the dtype
+    of its array, the sum once more.
 
     Examples
     --------
@@ -225,7 +227,7 @@ def ring_attention_backward(
         causal, softmax_scale, window_size, alibi_slopes, softcap, sinks, dropout_p, seed, rotary
     )
     given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
-    problem = ring_problem(group, given, options, placement, cu_seqlens)
+    problem = ring_problem(group, given, options, placement, cu_seqlens, part_own=True)
     targets = grads or AttentionGrads()
     arrays, plan = problem.arrays, problem.plan
     with Lane(problem.group, arrays["q"]) as lane:
@@ -238,30 +240,40 @@ def ring_attention_backward(
             lane, [xp.zeros(arrays[name].shape, exact) for name in "kv"], overwrites=True
         )
         dq = xp.zeros(arrays["q"].shape, exact)
-        dsinks = None if sinks is None else xp.zeros(sinks.shape, exact)
+        dsinks: Any = None if sinks is None else xp.zeros(sinks.shape, exact)
         hops = plan.hops
-        for number, step in enumerate(plan.steps):
-            k_block, v_block = blocks.arrive() if number else blocks.here
-            before = lane.mark()
-            shares = [
-                (call, calls.backward(call, _ordered(own, k_block, v_block), deterministic))
-                for call in step.calls
-            ]
-            if number + 1 < len(plan.steps):
-                blocks.depart(hops[number], before)
-            if number:
-                # A step behind the block, so that they travel while this step is computed.
-                gradients.depart(hops[number - 1], before)
-                gradients.arrive()
+        steps, later = plan.parted
+
+        def shares_of(step_calls: tuple[Call, ...], block: tuple[Array, ...]) -> Any:
+            of_block = _ordered(own, *block)
+            return [(call, calls.backward(call, of_block, deterministic)) for call in step_calls]
+
+        def add(shares: Any) -> None:
             dk, dv = gradients.here
             for call, share in shares:
                 dq[:, call.queries.slice] += share.dq
                 dk[:, call.keys.slice] += share.dk
                 dv[:, call.keys.slice] += share.dv
                 if share.dsinks is not None:
-                    dsinks += share.dsinks
-        gradients.depart(hops[-1], lane.mark())
+                    dsinks[...] += share.dsinks
+
+        own_block = blocks.here
+        for number, step in enumerate(steps):
+            block = blocks.arrive() if number else own_block
+            before = lane.mark()
+            shares = shares_of(step.calls, block)
+            if number + 1 < len(steps):
+                blocks.depart(hops[number], before)
+            if number:
+                # A step behind the block, so that they travel while this step is computed.
+                gradients.depart(hops[number - 1], before)
+                gradients.arrive()
+            add(shares)
+        before = lane.mark()
+        shares = shares_of(later, own_block)
+        gradients.depart(hops[-1], before)
         dk, dv = gradients.arrive()
+        add(shares)
         totals = {
             "dq": problem.rotated(dq, xp, inverse=True),
             "dk": problem.rotated(dk, xp, inverse=True),

@@ -196,6 +196,21 @@ def test_text_and_json(monkeypatch, capsys, tmp_path):
     assert json.loads(file.read_text("utf-8")) == RESULT
 
 
+@pytest.mark.gpu
+def test_on_a_gpu(monkeypatch, capsys):
+    monkeypatch.undo()  # the driver's own words
+    words = ("--head-dim", "64", "--seqlen", "128", "--tokens", "128", "--options", "none")
+    thin = ("--kind", "thin", "--size", "1", "256", "512")
+    parts = ((PARTS[0][0], "attention", words), (PARTS[2][0], "linear", thin))
+    monkeypatch.setattr(command, "PARTS", parts)
+    monkeypatch.setattr(command, "_CALLS", ("--calls", "3", "--warm-up", "1"))
+    assert main(["report"]) == 0
+    printed = capsys.readouterr().out
+    assert "TFLOP/s" in printed
+    assert "GB/s" in printed
+    assert ("Modelled as a" in printed) != ("Measured alone: " in printed)
+
+
 @pytest.mark.skipif(device_count() > 0, reason="tells what happens without a GPU")
 def test_it_needs_a_gpu():
     result = run("report")

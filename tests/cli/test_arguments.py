@@ -10,7 +10,7 @@ from support.processes import run
 from cupyattn.__main__ import main
 from cupyattn.cli import INTERRUPTED, compile, demo
 
-COMMANDS = ("demo", "info", "compile", "profile", "turing", "tune", "report")
+COMMANDS = ("demo", "info", "compile", "profile", "turing", "memory", "tune", "report")
 CALLS = ("attention", "attention_backward", "softmax")
 
 # No module of CuPy is found: what a user without a GPU's libraries has.

@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupyattn.distributed.placement import PLACEMENTS, Placement
-from cupyattn.distributed.plan import Sight, balance, ring_plan, scores_by_shift, shifts_needed
+from cupyattn.distributed.plan import (
+    Sight,
+    Step,
+    balance,
+    own_scores,
+    ring_plan,
+    scores_by_shift,
+    shifts_needed,
+)
 
 FULL, CAUSAL = Sight(None, None), Sight(None, 0)
 
@@ -28,10 +36,14 @@ def visible(sight: Sight, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     return seen
 
 
-def pairs_of(placement: Placement, rank: int, lengths, sight, *, join, packed):
+def pairs_of(placement: Placement, rank: int, lengths, sight, **how):
     """How often the rank's calls let each query see each key: {sequence: (length, length)}."""
     seen = [np.zeros((length, length), int) for length in lengths]
-    plan = ring_plan(placement, rank, tuple(lengths), sight, join=join, packed=packed)
+    plan = ring_plan(placement, rank, tuple(lengths), sight, **how)
+    if how["part_own"]:
+        steps, later = plan.parted
+        assert all(call.queries.start for call in later)
+        plan = plan._replace(steps=(*steps, Step(0, later)))
     for step in plan.steps:
         owner = (rank - step.shift) % placement.ranks
         for call in step.calls:
@@ -65,13 +77,14 @@ def pairs_of(placement: Placement, rank: int, lengths, sight, *, join, packed):
     return seen
 
 
-def check(name, ranks, sizes, sight, *, join, packed):
+def check(name, ranks, sizes, sight, *, join, packed, part_own=False):
     placement = Placement(name, ranks)
+    how = {"join": join, "packed": packed, "part_own": part_own}
     lengths = [placement.pieces * ranks * size for size in sizes]
     total = [np.zeros((length, length), int) for length in lengths]
     for rank in range(ranks):
         for whole, part in zip(
-            total, pairs_of(placement, rank, lengths, sight, join=join, packed=packed), strict=True
+            total, pairs_of(placement, rank, lengths, sight, **how), strict=True
         ):
             whole += part
     for whole, length in zip(total, lengths, strict=True):
@@ -88,9 +101,10 @@ def check(name, ranks, sizes, sight, *, join, packed):
     size=st.integers(1, 5),
     sight=sights(),
     join=st.booleans(),
+    part_own=st.booleans(),
 )
-def test_every_visible_pair_is_computed_once(name, ranks, size, sight, join):
-    check(name, ranks, [size], sight, join=join, packed=False)
+def test_every_visible_pair_is_computed_once(name, ranks, size, sight, join, part_own):
+    check(name, ranks, [size], sight, join=join, packed=False, part_own=part_own)
 
 
 @settings(max_examples=80, deadline=None)
@@ -99,9 +113,10 @@ def test_every_visible_pair_is_computed_once(name, ranks, size, sight, join):
     ranks=st.integers(1, 5),
     sizes=st.lists(st.integers(0, 4), min_size=2, max_size=4),
     sight=sights(),
+    part_own=st.booleans(),
 )
-def test_packed_sequences_are_each_computed_once(name, ranks, sizes, sight):
-    check(name, ranks, sizes, sight, join=True, packed=True)
+def test_packed_sequences_are_each_computed_once(name, ranks, sizes, sight, part_own):
+    check(name, ranks, sizes, sight, join=True, packed=True, part_own=part_own)
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
@@ -136,6 +151,16 @@ def test_a_window_skips_ranks():
     assert not plan.steps[1].calls  # rank 0 sees nothing of rank 7
     # Zigzag pieces have a neighbour at each side, and between those nothing is seen.
     assert shifts_needed(Placement("zigzag", 8), (128,), Sight(8, 0)) == (0, 1, 7)
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("sight", [FULL, CAUSAL, Sight(9, 0)])
+def test_the_own_block_in_two_parts_is_counted(name, sight):
+    placement = Placement(name, 4)
+    first, later = own_scores(placement, 64, sight)
+    assert first + later == scores_by_shift(placement, (64,), sight)[0].max()
+    if name == "zigzag" and sight == CAUSAL:
+        assert (first, later) == (8 * 9 // 2, 8 * 8 + 8 * 9 // 2)
 
 
 @pytest.mark.parametrize("ranks", range(1, 65))

@@ -41,7 +41,7 @@ ROOMS = {
     "gradients": {"arrays"},
     "reference": {"gradients", "quantized_weight"},
     "kernels": {"arrays", "cupy_library", "folders", "errors", "emulator"},
-    "turing": {"kernels", "errors"},
+    "turing": {"kernels", "emulator", "errors"},
     "ops": {"kernels", "quantized_weight", "arrays", "errors"},
     "functional": {"ops", "kernels", "emulator", *BOTTOM},
     "kv_cache": {"functional", *BOTTOM},

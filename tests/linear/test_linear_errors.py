@@ -10,7 +10,7 @@ from support.devices import everywhere
 from support.quantised_weights import made_up
 
 import cupyattn
-from cupyattn import LinearGrads
+from cupyattn import LinearGrads, QuantizedWeight
 
 
 def zeros(*shape: int, dtype: str = "float32") -> np.ndarray:
@@ -106,6 +106,15 @@ def test_is_refused(call, changed, message):
     with pytest.raises((TypeError, ValueError), match=message) as refused:
         call(**changed)
     assert str(refused.value).count("; ") >= 2
+
+
+def test_scales_start_at_whole_words():
+    """Slices of a file's bytes may start anywhere; kernels load a scale and its shift at once."""
+    scales = np.zeros(QUANTISED.scales.size + 8, np.float16)
+    first = 1 - scales.ctypes.data // 2 % 2
+    odd = scales[first:][: QUANTISED.scales.size].reshape(QUANTISED.scales.shape)
+    with pytest.raises(ValueError, match="scales start 2 bytes beyond a multiple of 4"):
+        QuantizedWeight("int4", QUANTISED.codes, odd, block_size=32)
 
 
 def test_results_may_not_overlap_what_is_read():

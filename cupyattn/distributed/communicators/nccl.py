@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -24,7 +25,9 @@ def load_nccl() -> Any:
         If NCCL is not installed.
     """
     load_cupy()
-    nccl = import_module("cupy.cuda.nccl")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # CuPy warns where NCCL is not; the error below says more
+        nccl = import_module("cupy.cuda.nccl")
     if not nccl.available:
         raise error(
             RuntimeError,

@@ -7,15 +7,8 @@ from typing import Any
 import numpy as np
 
 from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES, vector_items
-from cupyattn.kernels.configs.linear.quantised_thin import (
-    MAX_FLOAT32_ROWS,
-    MAX_ROWS,
-    SPAN_BYTES,
-    float32_ctas,
-    in_float32,
-    thin,
-    thin_launch,
-)
+from cupyattn.kernels.configs.linear import quantised_thin_float32 as in_float32
+from cupyattn.kernels.configs.linear.quantised_thin import MAX_ROWS, SPAN_BYTES, thin, thin_launch
 from cupyattn.kernels.configs.linear.thin import merge, merge_ctas
 from cupyattn.kernels.structs import THIN_PARAMS
 from cupyattn.ops.card import Card
@@ -29,9 +22,6 @@ _MOST_VECTORS = 2**31
 """Of codes: kernels count them in 32 bits."""
 
 
-_FLOAT32_VECTOR = 4  # items of x
-
-
 def _takes(problem: LinearProblem) -> bool:
     codes = problem.matrices["codes"]
     return (
@@ -43,7 +33,7 @@ def _takes(problem: LinearProblem) -> bool:
 
 
 def _takes_in_float32(problem: LinearProblem) -> bool:
-    return _takes(problem) and problem.rows <= MAX_FLOAT32_ROWS
+    return _takes(problem) and problem.rows <= in_float32.MAX_ROWS
 
 
 def _forward(problem: LinearProblem, card: Card) -> Launches:
@@ -89,16 +79,16 @@ def _forward_in_float32(problem: LinearProblem, card: Card) -> Launches:
     weight = problem.weight
     assert weight is not None
     whole = weight.format == "int8" and weight.block_size == problem.inner
-    product = in_float32(
+    product = in_float32.thin(
         weight.format,
         0 if whole else weight.block_size,
         problem.dtype.name,
-        _FLOAT32_VECTOR if problem.vector("x") >= _FLOAT32_VECTOR else 1,
+        in_float32.X_VECTOR if problem.vector("x") >= in_float32.X_VECTOR else 1,
         problem.rows,
         problem.scalar_activation,
         problem.gated,
     )
-    ctas = float32_ctas(problem.rows, problem.outer, problem.gated)
+    ctas = in_float32.ctas(problem.rows, problem.outer, problem.gated)
     return Launches((Step.of(product, ctas, _params(problem)),))
 
 

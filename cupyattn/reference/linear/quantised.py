@@ -39,12 +39,14 @@ def weight_error(weight: QuantizedWeight, *, tensor_cores: bool) -> np.ndarray:
     In float32 arithmetic they are formed with as many roundings as in the reference, or fewer. On
     tensor cores they are float16: `_ROUNDINGS` of the weight itself; of "q4_k" scale and offset are
     rounded too, before they cancel each other. What underflows loses 2^-25 in each rounding: of a
-    scale, times a code of at most 15 ("int8" keeps 128 times its scale).
+    scale, times a code of at most 15 ("int8" keeps 128 times its scale). Kernels for few rows add
+    up codes and shifts apart: where these cancel, the roundings of both sums are left.
     """
     values = np.abs(dequantised_rows(weight).astype(np.float64))
     terms = _cancelling_terms(weight)
     if tensor_cores:
         errors = (1 + _HALF) * _ROUNDINGS[weight.format] * _HALF * values + 32 * _SMALLEST_HALF
+        errors += 2 * (weight.inner + 16) * 2.0**-24 * terms
         if weight.format == "q4_k":
             errors += _HALF * terms
     else:

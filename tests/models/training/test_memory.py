@@ -14,6 +14,7 @@ from cupyattn import models
 from cupyattn.cli.recorder import LaunchRecorder
 from cupyattn.kernels.arch import TURING
 from cupyattn.models import Model
+from cupyattn.models.quantised import quantises_to
 from cupyattn.models.training.full_weights import FullWeights
 from cupyattn.models.training.lora import LoraAdapters
 from cupyattn.models.training.memory import working_bytes
@@ -31,14 +32,15 @@ class Idle(LaunchRecorder):
         return kernel
 
 
-def counted(name, lengths, monkeypatch, *, full=False, **options):
+def counted(name, lengths, monkeypatch, *, full=False, quantize=None, **options):
     """The most bytes that NumPy had at once beside those that it had before."""
     backend = importlib.import_module("cupyattn.functional.backend")
     monkeypatch.setattr(backend, "_device", lambda *choice: Idle(TURING))
     config = models.PRESETS[name]._replace(num_layers=LAYERS)
     if full:
         config = config._replace(vocab_size=5_000)  # whose masters are written
-    model = Model(config, empty(config, "float16", np), "float16", np)
+    weights = empty(config, "float16", np, quantises_to(quantize))
+    model = Model(config, weights, "float16", np)
     batch = batch_of(config, lengths)
     with cupyattn.backend("emulator", checks=False), np.errstate(all="ignore"):
         trained = FullWeights(model) if full else LoraAdapters(model, rank=8, **options)
@@ -62,6 +64,7 @@ def counted(name, lengths, monkeypatch, *, full=False, **options):
     [
         *((name, options) for name in models.PRESETS for options in ({}, {"dropout": 0.1})),
         ("gpt2", {"full": True}),
+        *((name, {"quantize": "nf4"}) for name in models.PRESETS),
     ],
     ids=str,
 )

@@ -23,10 +23,7 @@ PRODUCT = KernelSpec(
     "linear/quantised/thin.cu",
     (*inputs("x", "codes", "scales"), *inputs("super_scales", optional=True), *EPILOGUE),
 )
-IN_FLOAT32 = KernelSpec(
-    "linear_quantised_thin_f32", "linear/quantised/thin_float32.cu", PRODUCT.parameters
-)
-KERNELS = (PRODUCT, IN_FLOAT32)
+KERNELS = (PRODUCT,)
 
 MAX_ROWS = 64
 """Of x: those beyond the largest of the table take more CTAs, which find the codes in L2."""
@@ -99,7 +96,7 @@ _TURING: Table = {
         2: {None: _ROW(2, (1,), 8, 8, 2, 4, "8 columns and 256 bytes of each a warp")},
         4: {None: _ROW(2, (1,), 8, 8, 2, 4, "16 columns and 128 bytes of each a warp")},
         8: {None: _ROW(1, (2, 1), 8, 8, 2, 4, "16 columns and 64 bytes of each a warp")},
-        16: {None: _ROW(1, (2, 1), 8, 8, 2, 2, "16 columns: x takes registers")},
+        16: {None: _ROW(1, (1,), 8, 8, 2, 2, "16 columns: x takes registers")},
         32: {None: _ROW(1, (1,), 8, 8, 1, 1, "as 16 rows")},
     },
     "narrow": {
@@ -206,12 +203,13 @@ def thin_launch(
     turns = -(-inner // (step * steps * k_warps))
     resident = multiprocessors * config.ctas_per_sm
     row_tiles = -(-rows // limit)
-    # Few tiles spread over all multiprocessors rather than fill some.
-    enough = max(tiles * row_tiles // multiprocessors, 1)
-    groups = min(config.warps // k_warps, enough, _MOST_GROUPS)
+    groups = min(config.warps // k_warps, _MOST_GROUPS)
     few = resident * groups // (tiles * row_tiles)
     splits = max(min(few, turns // 2), 1) if turns >= _SPLIT_TURNS else 1
-    ctas = -(-splits * tiles * row_tiles // groups)
+    work = splits * tiles * row_tiles
+    # Little work is spread over all multiprocessors rather than fills some.
+    groups = min(groups, max(work // multiprocessors, 1))
+    ctas = -(-work // groups)
     if kind == "nf4":
         ctas = min(ctas, resident)  # each makes its table once
     whole = weights == "int8" and block_size == inner
@@ -304,64 +302,6 @@ def _shared_bytes(kind: str, columns: int, groups: int, k_warps: int, pass_tiles
     return own if kind != "nf4" else _TABLE_BYTES + -(-own // VECTOR_BYTES) * VECTOR_BYTES
 
 
-FLOAT32_ROWS = (1, 2, 4, 8)
-"""Rows of x of a CTA in float32 arithmetic."""
-MAX_FLOAT32_ROWS = 16
-"""Beyond which kernels for many rows dequantise less often."""
-_FLOAT32_WARPS = 8
-_FLOAT32_COLUMNS = 4  # of a warp
-
-
-def float32_ctas(rows: int, outer: int, gated: bool) -> int:
-    """Return the grid of `in_float32`."""
-    results = _FLOAT32_WARPS * _FLOAT32_COLUMNS // (1 + gated)
-    row_tiles = -(-rows // min(_float32_rows(rows), max(FLOAT32_ROWS)))
-    return row_tiles * -(-outer // results)
-
-
-def _float32_rows(rows: int) -> int:
-    return next((most for most in FLOAT32_ROWS if rows <= most), max(FLOAT32_ROWS))
-
-
-def in_float32(
-    weights: str,
-    block_size: int,
-    dtype: str,
-    vec: int,
-    rows: int,
-    activation: str | None,
-    gated: bool,
-) -> Specialisation:
-    """Specialise the kernel in float32 arithmetic; block_size is 0 of a whole row of "int8"."""
-    return _in_float32(weights, block_size, dtype, vec, _float32_rows(rows), activation, gated)
-
-
-@cache
-def _in_float32(
-    weights: str,
-    block_size: int,
-    dtype: str,
-    vec: int,
-    rows: int,
-    activation: str | None,
-    gated: bool,
-) -> Specialisation:
-    run_items = WARP_SIZE * VECTOR_BYTES * (1 if weights == "int8" else 2)
-    return IN_FLOAT32.specialise(
-        threads=_FLOAT32_WARPS * WARP_SIZE,
-        static_shared_bytes=rows * run_items * FLOAT_BYTES,
-        FORMAT=FORMATS[weights],
-        BLOCK_SIZE=block_size,
-        DTYPE=dtype,
-        VEC=vec,
-        ACTIVATION=STRUCTS[activation],
-        GATED=cpp_bool(gated),
-        ROWS=rows,
-        COLUMNS=_FLOAT32_COLUMNS,
-        MIN_CTAS=2,
-    )
-
-
 # Of each format's blocks, the usual and the one that a span has most of.
 _CATALOGUE = {"nf4": (64, 32), "int4": (128, 32), "int8": (0, 32), "q4_1": (32,), "q4_k": (32,)}
 
@@ -381,9 +321,6 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
                     )  # fmt: skip
         sizes = (*shape, 1, *_full(config))
         yield _thin(config, weights, block_size, 1, False, *sizes, "silu", True, "float16")
-        yield _in_float32(weights, block_sizes[0], "float16", 4, 1, None, False)
-        yield _in_float32(weights, block_sizes[-1], "float32", 4, 8, None, False)
-        yield _in_float32(weights, block_sizes[-1], "bfloat16", 1, 4, "silu", True)
 
 
 def _full(config: QuantisedThinConfig) -> tuple[int, int]:
