@@ -167,10 +167,10 @@ def test_all_weights(capsys):
 
 
 def test_a_full_disk_says_what_to_do(capsys, monkeypatch):
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("cupyattn.models.checkpoints.safetensors_writer._write", full)
+    monkeypatch.setattr("cupyattn.models.checkpoints.safetensors_writer.store", full)
     finetune(code=1)
     error = " ".join(capsys.readouterr().err.split())
     assert "No space left on device" in error and "make room" in error
