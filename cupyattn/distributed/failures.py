@@ -109,8 +109,17 @@ class FolderFailures:
         except ProcessLookupError:
             return True
         except PermissionError:
-            pass
+            return False
+        return _has_ended(int(process))
+
+
+def _has_ended(process: int) -> bool:
+    """Tell whether a process has ended and its parent has not asked for its exit code yet."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:  # no Linux, or gone by now: the next look sees that
         return False
+    return status.rpartition(")")[2].split()[:1] == ["Z"]
 
 
 def _write(path: Path, text: str) -> None:

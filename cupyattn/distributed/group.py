@@ -148,7 +148,9 @@ class Group:
         with self.on_device(None if on_host else array.device.id):
             stream = None if on_host else xp.cuda.get_current_stream()
             out = xp.empty((self.size, array.size), array.dtype)
-            with self._watch.over(stream, (self.rank + 1) % self.size, "all ranks"):
+            peer = (self.rank + 1) % self.size
+            others = " or another" if self.size > 2 else ""
+            with self._watch.over(stream, peer, f"rank {peer}{others}"):
                 flat = xp.ascontiguousarray(array).reshape(-1)
                 self._communicator.all_gather(flat, out, stream)
         return [row.reshape(array.shape) for row in out]
@@ -164,8 +166,10 @@ class Group:
             return
         own = np.frombuffer(digest + text[:_TEXT].ljust(_TEXT), np.uint8)
         answers = self.all_gather(xp.asarray(own))
-        for rank, answer in enumerate(answers):
-            given = (answer if isinstance(answer, np.ndarray) else answer.get()).tobytes()
+        on_host = [x if isinstance(x, np.ndarray) else x.get() for x in answers]
+        self.check()  # of a transfer that was aborted nothing has come
+        for rank, answer in enumerate(on_host):
+            given = answer.tobytes()
             if given[:_DIGEST] != digest:
                 theirs = given[_DIGEST:].decode(errors="replace").rstrip()
                 ours = description[:_TEXT]
@@ -225,6 +229,7 @@ class Group:
             return
         if self._failures.first() is None:
             self.fail(raised)
+        self._abort()
         self._watch.stop()
 
     def _abort(self) -> None:

@@ -82,14 +82,20 @@ class Blocks:
 
     Two buffers take turns: what has been received in one is used, and sent on, while the other
     receives. The rank's own arrays are the first to be sent; they are a buffer themselves where
-    `overwrites` says so.
+    `overwrites` says so. Buffers are made here, before the first mark: memory that a later call
+    has freed may still be read by what it has started, and transfers wait for marks alone.
     """
 
-    def __init__(self, lane: Lane, own: Sequence[Array], *, overwrites: bool = False) -> None:
+    def __init__(
+        self, lane: Lane, own: Sequence[Array], hops: int, *, overwrites: bool = False
+    ) -> None:
         self._lane = lane
         self.here = tuple(own)
-        self._spare: list[tuple[Array, ...]] = []
         self._own_is_spare = overwrites
+        buffers = min(hops, 1 if overwrites else 2)
+        self._spare = [
+            tuple(lane.xp.empty(array.shape, array.dtype) for array in own) for _ in range(buffers)
+        ]
         self._arrived: Mark = None
         self._next: tuple[Array, ...] | None = None
 
@@ -101,7 +107,7 @@ class Blocks:
         if hop % self._lane.group.size == 0:
             self._next = self.here
             return
-        buffer = self._spare.pop() if self._spare else self._like(self.here)
+        buffer = self._spare.pop()
         self._arrived = self._lane.transfer(self.here, buffer, hop, behind)
         self._next = buffer
 
@@ -115,6 +121,3 @@ class Blocks:
             self._own_is_spare = True  # from the second one on they are buffers
             self.here = self._next
         return self.here
-
-    def _like(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
-        return tuple(self._lane.xp.empty(array.shape, array.dtype) for array in arrays)

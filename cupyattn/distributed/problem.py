@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -77,8 +78,28 @@ class RingProblem:
         if self.options.rotary is None:
             return x
         cos, sin, interleaved = (*self.options.rotary, False)[:3]
-        where = xp.asarray(token_positions(self.placement, self.plan.rank, self.plan.lengths))
+        stream = None if xp is np else xp.cuda.get_current_stream()
+        where = _positions(
+            self.placement, self.plan.rank, self.plan.lengths,
+            *((None, None) if stream is None else (int(xp.cuda.Device().id), int(stream.ptr))),
+        )  # fmt: skip
         return rope(x, cos, sin, positions=where, interleaved=interleaved, inverse=inverse, out=out)
+
+
+@lru_cache(maxsize=64)
+def _positions(
+    placement: Placement,
+    rank: int,
+    lengths: tuple[int, ...],
+    device: int | None,
+    stream: int | None,
+) -> Array:
+    """Return where a rank's tokens stand, copied once to the current device and stream, if any.
+
+    The key names these: a copy joins its stream's order, and a large one waits for it.
+    """
+    found = token_positions(placement, rank, lengths)
+    return found if device is None else load_cupy().asarray(found)
 
 
 def ring_problem(
@@ -151,7 +172,9 @@ def ring_problem(
         join=not options.uses_positions, packed=packed, part_own=part_own,
     )  # fmt: skip
     problem = RingProblem(group, plan, options, packed, lifted)
-    group.agree(_description(problem), np if operands.device_id is None else load_cupy())
+    xp = np if operands.device_id is None else load_cupy()
+    with group.on_device(operands.device_id):
+        group.agree(_description(problem), xp)
     return problem
 
 

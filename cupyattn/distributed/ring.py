@@ -121,7 +121,7 @@ def ring_attention(
         lse = _target("lse", given_lse, lse_shape, exact_dtype(q), lane.xp)
         merged, calls = Merged(plan), Calls(problem, lane.xp)
         turned = problem.rotated(arrays["q"], lane.xp)
-        blocks = Blocks(lane, _own_block(problem, lane.xp))
+        blocks = Blocks(lane, _own_block(problem, lane.xp), len(plan.steps) - 1)
         hops = plan.hops
         for number, step in enumerate(plan.steps):
             k_block, v_block = blocks.arrive() if number else blocks.here
@@ -235,13 +235,12 @@ def ring_attention_backward(
         calls = Calls(problem, xp)
         own = {name: array for name, array in arrays.items() if name not in "kv"}
         own["q"] = problem.rotated(arrays["q"], xp)
-        blocks = Blocks(lane, _own_block(problem, xp))
-        gradients = Blocks(
-            lane, [xp.zeros(arrays[name].shape, exact) for name in "kv"], overwrites=True
-        )
+        hops = plan.hops
+        blocks = Blocks(lane, _own_block(problem, xp), len(hops) - 1)
+        sums = [xp.zeros(arrays[name].shape, exact) for name in "kv"]
+        gradients = Blocks(lane, sums, len(hops), overwrites=True)
         dq = xp.zeros(arrays["q"].shape, exact)
         dsinks: Any = None if sinks is None else xp.zeros(sinks.shape, exact)
-        hops = plan.hops
         steps, later = plan.parted
 
         def shares_of(step_calls: tuple[Call, ...], block: tuple[Array, ...]) -> Any:

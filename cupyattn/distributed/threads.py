@@ -105,14 +105,22 @@ def run(
             group.fail(raised)
         raise
     finally:
-        for group in groups:
-            group.close()
+        _close(groups)
     failure = failures.first() or next(
         (cause for cause in causes.values() if isinstance(cause, RankFailedError)), None
     )
     if failure is not None:
         raise failure from causes.get(failure.rank)
     return [results[rank] for rank in range(len(groups))]
+
+
+def _close(groups: list[Group]) -> None:
+    """Close all at once: the ends of a communicator of NCCL wait for one another."""
+    threads = [threading.Thread(target=group.close, daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_GRACE)
 
 
 def _join(threads: list[threading.Thread], failures: SharedFailures) -> None:

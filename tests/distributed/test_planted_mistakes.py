@@ -25,7 +25,7 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _plans_made_anew():
-    caches = (plan.ring_plan, plan.shifts_needed, plan.scores_by_shift)
+    caches = (plan.ring_plan, plan.shifts_needed, plan.scores_by_shift, problem._positions)
     for cached in caches:
         cached.cache_clear()
     yield

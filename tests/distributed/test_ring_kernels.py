@@ -60,6 +60,6 @@ def test_within_bounds_of_one_device(name):
     arrays, ranks, placement, options = drawn(name)
     dtype = options.pop("dtype")
     found = results(arrays, ranks, placement, **options)
-    ratios = ring_ratios(arrays, found, ranks, dtype, 32, **options)
+    ratios = ring_ratios(arrays, found, ranks, placement, dtype, **options)
     assert min(ratios.values()) > 0
     assert max(ratios.values()) <= 1, ratios

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from support.dtypes import dtype_of
 from support.ring_bounds import ring_ratios
-from support.ring_process import OPTIONS, TOKENS, arrays
+from support.ring_process import OPTIONS, arrays
 
 from cupyattn.distributed import (
     Group,
@@ -80,8 +80,7 @@ def test_within_bounds_of_one_device(name, transport):
     placement, dtype, options = CASES[name]
     whole = {key: x.astype(dtype_of(dtype)) for key, x in arrays().items()}
     found = results(whole, placement, transport, options)
-    piece = TOKENS // (2 * RANKS)
-    ratios = ring_ratios(whole, found, RANKS, dtype, piece, **options)
+    ratios = ring_ratios(whole, found, RANKS, placement, dtype, **options)
     assert max(ratios.values()) <= 1, ratios
 
 
@@ -171,8 +170,7 @@ def require_right(folder: Path, ended: list[Any]) -> None:
         with np.load(folder / f"rank-{rank}.npz") as held:
             shards.append([held[name] for name in held.files])
     found = together(shards, "zigzag")
-    piece = TOKENS // (2 * RANKS)
-    ratios = ring_ratios(arrays(), found, RANKS, "float16", piece, **OPTIONS)
+    ratios = ring_ratios(arrays(), found, RANKS, "zigzag", "float16", **OPTIONS)
     assert max(ratios.values()) <= 1, ratios
 
 

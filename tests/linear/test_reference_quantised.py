@@ -185,6 +185,19 @@ def test_an_out_that_overlaps_the_weight_is_refused():
         cupyattn.dequantize(weight, out=memory[:128].view(np.float32).reshape(32, 1))
 
 
+def test_an_out_within_w_is_refused():
+    w = np.zeros((64, 4), np.float32)
+    codes = w.reshape(-1)[:32].view(np.uint8).reshape(4, 32)
+    out = QuantizedWeight("nf4", codes, np.zeros((4, 1), np.float32), block_size=64)
+    with pytest.raises(ValueError, match=r"out\.codes overlaps w"):
+        cupyattn.quantize(w, out=out)
+    codes = np.zeros((4, 32), np.uint8)
+    codes.flags.writeable = False
+    out = QuantizedWeight("nf4", codes, np.zeros((4, 1), np.float32), block_size=64)
+    with pytest.raises(ValueError, match=r"out\.codes is read-only"):
+        cupyattn.quantize(w, out=out)
+
+
 def test_something_else_is_refused():
     with pytest.raises(TypeError, match="it is a QuantizedWeight"):
         cupyattn.dequantize(np.zeros((4, 32), np.uint8))  # type: ignore[arg-type]

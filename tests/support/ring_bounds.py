@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn import AttentionGrads, reference
+from cupyattn.distributed.placement import Placement
 from cupyattn.reference.attention.bounds import U32, precision_of
 
 TILE_K = 16  # the shortest of any kernel: a bound for all
@@ -31,28 +32,36 @@ def _forward_bounds(arrays: dict[str, np.ndarray], ranks: int, dtype: str, optio
     return out, lse + merges * U32 * (4 + np.abs(expected_lse))
 
 
-def _shares(given: list[np.ndarray], piece: int, options: Any) -> dict[str, np.ndarray]:
+def _shares(
+    given: list[np.ndarray], pieces: list[range], options: dict[str, Any]
+) -> dict[str, np.ndarray]:
     """The sums of absolute values of all shares: dq by pieces of keys, dk and dv of queries."""
     dout, q, k, v, out, lse = given
-    window = {name: options[name] for name in ("causal", "window_size") if name in options}
-    others = {name: options[name] for name in options if name not in (*window, "dropout_p", "seed")}
+    others = {name: x for name, x in options.items() if name not in ("causal", "window_size")}
+    left, right = options.get("window_size", (None, None))
+    right = 0 if options.get("causal") else right
+    places = np.arange(q.shape[1])
+    apart = places[None, :] - places[:, None]
+    seen = np.ones(apart.shape, bool)
+    if left is not None:
+        seen &= apart >= -left
+    if right is not None:
+        seen &= apart <= right
     sums = {"dq": np.zeros(q.shape), "dk": np.zeros(k.shape), "dv": np.zeros(v.shape)}
-    for start in range(0, q.shape[1], piece):
-        rows = slice(start, start + piece)
-        keep = {}
-        if "dropout_p" in options:
-            keep = {"dropout_p": options["dropout_p"], "seed": options["seed"]}
-        by_keys = reference.attention_backward(
-            dout, q, k[:, rows], v[:, rows], out, lse, q_offset=-start, **window, **others,
-            **(keep and {**keep, "dropout_start": (0, 0, start)}),
+    for piece in pieces:
+        rows = np.asarray(piece)
+        start = piece.start if "dropout_p" in options else 0
+        of_keys = reference.attention_backward(
+            dout, q, k[:, rows], v[:, rows], out, lse, mask=seen[:, rows],
+            dropout_start=(0, 0, start), **others,
         )  # fmt: skip
-        sums["dq"] += np.abs(by_keys.dq)
-        by_queries = reference.attention_backward(
-            dout[:, rows], q[:, rows], k, v, out[:, rows], lse[:, :, rows], q_offset=start,
-            **window, **others, **(keep and {**keep, "dropout_start": (0, start, 0)}),
+        sums["dq"] += np.abs(of_keys.dq)
+        of_queries = reference.attention_backward(
+            dout[:, rows], q[:, rows], k, v, out[:, rows], lse[:, :, rows], mask=seen[rows],
+            dropout_start=(0, start, 0), **others,
         )  # fmt: skip
-        sums["dk"] += np.abs(by_queries.dk)
-        sums["dv"] += np.abs(by_queries.dv)
+        sums["dk"] += np.abs(of_queries.dk)
+        sums["dv"] += np.abs(of_queries.dv)
     return sums
 
 
@@ -60,14 +69,11 @@ def ring_ratios(
     arrays: dict[str, np.ndarray],
     results: list[np.ndarray],
     ranks: int,
+    placement: str,
     dtype: str,
-    piece: int,
     **options: Any,
 ) -> dict[str, float]:
-    """The errors of out, lse, dq, dk and dv over their bounds.
-
-    `arrays` are whole q, k, v and dout; pieces have `piece` tokens.
-    """
+    """The errors of out, lse, dq, dk and dv over their bounds; `arrays` are q, k, v and dout."""
     q, k, v, dout = arrays.values()
     out, lse, *grads = results
     exact = reference.attention(q, k, v, **options)
@@ -81,7 +87,11 @@ def ring_ratios(
     bounds = reference.attention_backward_bound(*given, dtype=dtype, **options)
     u_out, tiny = precision_of(dtype).u_out, precision_of(dtype).tiny_out
     parts = 4 * ranks
-    shares = _shares(given, piece, options)
+    dealt = Placement(placement, ranks)
+    pieces = [
+        dealt.piece(number, q.shape[1]) for rank in range(ranks) for number in dealt.numbers(rank)
+    ]
+    shares = _shares(given, pieces, options)
     for name, found in zip(("dq", "dk", "dv"), grads, strict=True):
         rounding = (u_out + parts * U32) * shares[name] + parts * tiny
         limit = getattr(bounds, name) + rounding

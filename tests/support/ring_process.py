@@ -68,7 +68,7 @@ def main(folder: Path, what: str) -> None:
         if what == "killed" and rank == size - 1:
             os._exit(9)
         if what == "late" and rank == size - 1:
-            time.sleep(60)
+            time.sleep(20)
         compute(folder, group)
 
 

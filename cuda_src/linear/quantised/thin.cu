@@ -341,8 +341,10 @@ __device__ __forceinline__ float total(const GroupSums& group, int row, int colu
   float sum = 0.f;
 #pragma unroll
   for (int warp = 0; warp < Traits::kKWarps; warp++) {
+    float of_warp = 0.f;  // short chains, which wait for each other less
 #pragma unroll
-    for (int part = 0; part < Traits::kParts; part++) sum += group.sums[warp][part * Traits::kRows + row][column];
+    for (int part = 0; part < Traits::kParts; part++) of_warp += group.sums[warp][part * Traits::kRows + row][column];
+    sum += of_warp;
   }
   return Traits::kColumnScale ? fmaf(group.scale[column], sum, group.bias[column]) : sum + group.bias[column];
 }

@@ -59,7 +59,7 @@ __device__ __forceinline__ int place_of(int piece, int lane) {
 __device__ __forceinline__ void load_run(Smem& smem, const Scalar* x_g, const ThinParams& params, int first_row,
                                          int k) {
   constexpr int kRunPieces = Traits::kPieces * kWarpSize;
-#pragma unroll 4
+#pragma unroll 2  // of eight rows more loads than registers allow
   for (int row = 0; row < Traits::kRows; row++) {
     const bool exists = first_row + row < params.rows;
 #pragma unroll

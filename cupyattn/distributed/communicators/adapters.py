@@ -11,7 +11,7 @@ import numpy as np
 
 from cupyattn.arrays import Array
 from cupyattn.cupy_library import load_cupy
-from cupyattn.distributed.communicators.nccl import NCCLCommunicator
+from cupyattn.distributed.communicators.nccl import NCCLCommunicator, load_nccl
 from cupyattn.distributed.communicators.protocol import Communicator
 from cupyattn.errors import error
 
@@ -55,7 +55,7 @@ class CupyxCommunicator:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self._nccl = import_module("cupy.cuda.nccl")
+        self._nccl = load_nccl()
         self.rank, self.size = int(backend.rank), int(backend._n_devices)
 
     def send(self, array: Array, peer: int, stream: Any) -> None:
@@ -78,6 +78,10 @@ class CupyxCommunicator:
             yield
         finally:
             self._nccl.groupEnd()
+
+    def abort(self) -> None:
+        """End what waits for another rank; the backend itself has no way to."""
+        self._backend._comm.abort()
 
 
 class NCCL4PyCommunicator:

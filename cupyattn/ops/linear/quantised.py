@@ -31,11 +31,12 @@ from cupyattn.ops.checks import (
     require_whole_item_strides,
 )
 from cupyattn.ops.numbers import integer
-from cupyattn.ops.overlaps import Overlaps
+from cupyattn.ops.overlaps import Overlaps, require_apart
 from cupyattn.ops.plan import Output, Plan, Step, run
 from cupyattn.ops.value_checks import checks_values
 from cupyattn.quantized_weight import FORMATS, Blocks, pieces, require_blocks
 
+_OF_OUT = {"codes": "out.codes", "scales": "out.scales"}
 _MOST_THREADS = 2**32 - THREADS
 
 
@@ -61,6 +62,7 @@ def quantize_blocks(operands: Operands, kind: Any, block_size: Any) -> Blocks:
     """
     size = None if block_size is None else integer("block_size", block_size)
     blocks = _checked_blocks(operands.description, require_made(kind), size)
+    require_apart(operands, dict.fromkeys(_OF_OUT), _OF_OUT)
     if checks_values(operands) and not bool(np.isfinite(operands.arrays["w"]).all()):
         raise error(
             ValueError,

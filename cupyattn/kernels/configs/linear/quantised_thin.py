@@ -84,7 +84,7 @@ Table = Mapping[str, Mapping[int, Mapping[int | None, QuantisedThinConfig]]]
 _ROW = QuantisedThinConfig
 _TURING: Table = {
     "nf4": {
-        1: {None: _ROW(2, (1,), 20, 8, 1, 2, "4 columns and 512 bytes of each a warp")},
+        1: {None: _ROW(4, (1,), 12, 4, 1, 2, "8 columns: the fewest instructions a byte")},
         2: {None: _ROW(2, (1,), 16, 8, 1, 4, "8 columns and 256 bytes of each a warp")},
         4: {None: _ROW(2, (1,), 16, 8, 1, 4, "16 columns and 128 bytes of each a warp")},
         8: {None: _ROW(1, (1,), 16, 8, 1, 4, "16 columns and 64 bytes of each a warp")},
@@ -92,7 +92,7 @@ _TURING: Table = {
         32: {None: _ROW(1, (1,), 8, 8, 1, 1, "as 16 rows")},
     },
     "wide": {
-        1: {None: _ROW(2, (1,), 8, 8, 3, 2, "4 columns and 512 bytes of each a warp")},
+        1: {None: _ROW(4, (1,), 8, 8, 2, 2, "8 columns: the fewest instructions a byte")},
         2: {None: _ROW(2, (1,), 8, 8, 2, 4, "8 columns and 256 bytes of each a warp")},
         4: {None: _ROW(2, (1,), 8, 8, 2, 4, "16 columns and 128 bytes of each a warp")},
         8: {None: _ROW(1, (2, 1), 8, 8, 2, 4, "16 columns and 64 bytes of each a warp")},

@@ -91,20 +91,20 @@ _TURING: Mapping[str, _Table] = {
     "int8": _rows(
         (Moves(2, 3, 3), Moves(7, 2, 1), 0.943),
         (Moves(8, 1, 3), Moves(2, 4, 1), 0.903),
-        (Moves(8, 1, 4), Moves(0, 3, 2), 0.850),
-        (Moves(10, 1, 3), Moves(3, 2, 2), 0.850),
+        (Moves(8, 1, 4), Moves(2, 2, 2), 0.903),
+        (Moves(10, 1, 3), Moves(1, 2, 2), 0.880),
     ),
     "q4_1": _rows(
         (Moves(1, 1, 3), Moves(5, 6, 1), 0.925),
         (Moves(8, 1, 3), Moves(2, 4, 1), 0.907),
-        (Moves(8, 1, 4), Moves(0, 3, 2), 0.850),
-        (Moves(10, 1, 3), Moves(3, 2, 2), 0.850),
+        (Moves(8, 1, 4), Moves(0, 2, 2), 0.901),
+        (Moves(6, 2, 4), Moves(4, 3, 2), 0.864),
     ),
     "q4_k": _rows(
         (Moves(3, 1, 4), Moves(6, 6, 1), 0.907),
         (Moves(8, 1, 3), Moves(3, 10, 1), 0.916),
         (Moves(8, 1, 4), Moves(0, 3, 2), 0.861),
-        (Moves(10, 1, 3), Moves(3, 2, 2), 0.850),
+        (Moves(10, 1, 4), Moves(1, 2, 2), 0.862),
     ),
 }
 PRODUCTS = {
