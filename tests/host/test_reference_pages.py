@@ -13,6 +13,7 @@ PAGES = Path(__file__).resolve().parent.parent.parent / ".github" / "reference"
 MODULES = (
     "cupyattn",
     "cupyattn.models",
+    "cupyattn.models.training",
     "cupyattn.emulator",
     "cupyattn.turing",
     "cupyattn.kv_cache",
