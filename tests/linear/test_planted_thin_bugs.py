@@ -168,7 +168,7 @@ MISTAKES = {
     ),
     "the preactivation is what goes through the gate": (
         "along K",
-        Bug(TILE, "+ column] = from_float<float16>(up)", "+ column] = from_float<float16>(z)"),
+        Bug(TILE, "+ column] = from_float<Item>(up)", "+ column] = from_float<Item>(z)"),
     ),
     "one row along N: the wrong half of the columns is sent": (
         "one row along N", Bug(ROW, "sent = upper ? sum[i] : sum[count + i]", "sent = sum[i]"),

@@ -49,6 +49,7 @@ WITHOUT_FIGURES = {
         ),
         "there to be read, not to be fast",
     ),
+    **dict.fromkeys(("quantize", "dequantize"), "a pass over a weight when a model is made"),
     **dict.fromkeys(("mma_rate", "read_weight"), "measures a card"),
 }
 """Kernels that no gate of the model holds, and why."""

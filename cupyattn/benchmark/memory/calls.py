@@ -56,6 +56,9 @@ def modelled_calls() -> Iterator[ModelledCall]:
     for m, n, k in _THIN:
         case = Case("large", m, n, k, "float16", "nk", None)  # one weight: no cache is timed
         yield ModelledCall(f"linear, M={m}", case.weight_bytes, _product(case))
+    for weights in ("nf4", "int4", "int8", "q4_k"):
+        case = Case("large", *_THIN[0], "float16", "nk", None, weights)
+        yield ModelledCall(f"linear, M=1, {weights}", case.weight_bytes, _product(case))
 
 
 def _layer(operation: Operation) -> Iterator[ModelledCall]:

@@ -10,5 +10,5 @@ extern "C" __global__ void probe_philox(const unsigned* counters_g, unsigned* wo
   const Philox4 words = philox4x32_10(counter, key_lo, key_hi);
   for (int i = 0; i < 4; i++) words_g[4 * at + i] = words.word[i];
   const int batch = at % 3, head = at % 5, query = at / 97, key = at % 97;
-  fields_g[at] = dropout_field(dropout_words(seed, batch, head, query, key), key);
+  fields_g[at] = dropout_field(dropout_words(seed, batch, head, query, key, 0), key);
 }

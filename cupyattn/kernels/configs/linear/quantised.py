@@ -44,14 +44,14 @@ CODEBOOK_BYTES = {"nf4": 64}
 
 
 def lanes_of(block_size: int) -> int:
-    """Return how many lanes share a block along K.
+    """Return how many lanes share a block along K: a power of two.
 
     Examples
     --------
-    >>> lanes_of(32), lanes_of(64), lanes_of(576)
-    (4, 8, 32)
+    >>> lanes_of(32), lanes_of(48), lanes_of(64), lanes_of(576)
+    (4, 4, 8, 32)
     """
-    return min(block_size // LANE_WEIGHTS, WARP_SIZE)
+    return min(1 << (block_size // LANE_WEIGHTS).bit_length() - 1, WARP_SIZE)
 
 
 @cache
