@@ -57,7 +57,6 @@ templates_path = ["templates"]
 exclude_patterns = ["templates"]
 
 autodoc_typehints = "none"  # the docstrings have the types, with shapes
-nitpick_ignore = [("py:class", "collections.abc.Callable")]  # what Attend is an alias of
 numpydoc_show_class_members = False  # autodoc shows them
 numpydoc_xref_param_type = True
 numpydoc_xref_ignore = "all"  # of a type's words, links are this library's classes alone

@@ -125,10 +125,7 @@ def _find(name: str) -> Artifact | None:
 
 def _cache_key(source: Path, options: tuple[str, ...], headers: Headers) -> str:
     texts = (part for header in headers for part in header)
-    # PTX names the file, from which messages quote lines. A checkout may move; a user's file of the
-    # same text may since have another.
-    place = () if source.is_relative_to(source_root()) else (str(source),)
-    parts = (*options, f"nvrtc {nvrtc_version()}", source_digest(source), *texts, *place)
+    parts = (*options, f"nvrtc {nvrtc_version()}", source_digest(source), *texts)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 

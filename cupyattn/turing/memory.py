@@ -87,7 +87,14 @@ class MemoryFigures:
 
 
 def memory_figures(report: Report, least_bytes: int) -> MemoryFigures:
-    """Read a report of one call.
+    """Return what a call asks of a Turing card, of what the emulator counted.
+
+    Parameters
+    ----------
+    report : cupyattn.emulator.Report
+        Of one call, all its kernels or one of them (`Report.kernels`).
+    least_bytes : int
+        What it has to move: the arrays that it cannot do without, each once.
 
     Examples
     --------

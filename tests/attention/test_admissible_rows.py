@@ -75,11 +75,12 @@ def test_the_row_is_taken(choose):
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 128, 2, 64)).astype(np.float16) for _ in range(3))
 
-    def bits():
+    def bits(**options):
         with KERNELS.running():
-            _, lse = cupyattn.attention(*map(KERNELS.put, (q, k, v)), return_lse=True)
+            _, lse = cupyattn.attention(*map(KERNELS.put, (q, k, v)), return_lse=True, **options)
         return KERNELS.get(lse).tobytes()
 
-    usual = bits()
+    usual, dropped = bits(), bits(dropout_p=0.5, seed=1)
     choose("attention_forward 64 64", "256")
     assert bits() != usual
+    assert bits(dropout_p=0.5, seed=1) == dropped

@@ -14,7 +14,7 @@ from support.processes import run
 from cupyattn.__main__ import main
 from cupyattn.arrays import adopt
 from cupyattn.benchmark import gpu_command, tune
-from cupyattn.benchmark.linear.cases import LARGE
+from cupyattn.benchmark.linear.cases import LARGE, Case
 from cupyattn.benchmark.tune import Subject, subjects
 from cupyattn.cli.recorder import LaunchRecorder
 from cupyattn.functional.device_info import device_count
@@ -167,7 +167,8 @@ def test_the_subjects_are_those_of_the_command_line():
 
 
 @pytest.mark.parametrize("kind", ["linear", "backward", "thin"])
-def test_products_are_called(kind):
+def test_products_are_called(kind, monkeypatch):
+    monkeypatch.setattr(Case, "copies", 2)
     (subject,) = subjects(parsed("--kind", kind, "--size", "3", "16", "24"))
     for call in subject.calls(np)[:1]:
         call()

@@ -101,6 +101,23 @@ def test_the_emulator_checks_it_and_counts_it(source):
 
 
 @pytest.mark.nvrtc
+def test_messages_quote_the_text_that_was_compiled(tmp_path):
+    """Compiled kernels are kept by their text; the file that one was made of may have changed."""
+    racy = SUMS.replace(BARRIER, "")
+    x, y = np.ones(64, np.float32), np.zeros(1, np.float32)
+    for folder in ("first", "second"):
+        source = tmp_path / folder / "sums.cu"
+        source.parent.mkdir()
+        source.write_text(racy)
+        with (
+            cupyattn.backend("emulator"),
+            pytest.raises(emulator.SharedMemoryRaceError, match=r"sums\.cu:12: for \(int warp = 0"),
+        ):
+            Kernel(source, **OPTIONS, macros={"ADD": 0})(1, x, y, 0, 64)
+        source.write_text("// another text\n" * 20)
+
+
+@pytest.mark.nvrtc
 def test_turing_models_it(source):
     pytest.importorskip("cuda.pathfinder")
     kernel = Kernel(source, **OPTIONS, macros={"ADD": 0})

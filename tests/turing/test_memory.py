@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.figures import MEMORY, MEMORY_RECORD
+from support.figures import MEMORY, MEMORY_RECORD, ON_MACHINES
 from support.search import deep
 
 from cupyattn.__main__ import main
 from cupyattn.benchmark.memory import command
 from cupyattn.benchmark.memory.calls import ModelledCall, modelled_calls
 from cupyattn.benchmark.memory.command import row_of
-from cupyattn.cli.turing import IN_FLOAT32, TUNED
 from cupyattn.emulator import Report
 from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.kernels.registry import KERNELS
@@ -28,19 +27,8 @@ SECTOR_TOLERANCE = 0.005
 SHARE_TOLERANCE = 0.02
 INSTRUCTIONS_TOLERANCE = 0.03  # of their number
 
-LOOPS = "its loop is that of a kernel that `turing` models"
 PASS = "a pass over rows or parts, as others are that have a figure"
 WITHOUT_FIGURES = {
-    **dict.fromkeys(
-        (
-            *("attention_forward_rotary", "attention_forward_rotary_varlen"),
-            *("attention_forward_split", "attention_forward_split_f32"),
-            *("attention_forward_varlen_f32", "attention_backward_dq_varlen"),
-            *("attention_backward_dkdv_varlen", "attention_backward_dkdv_paired_varlen"),
-            *("attention_backward_f32_dq_varlen", "attention_backward_f32_dkdv_varlen"),
-        ),
-        LOOPS,
-    ),
     **dict.fromkeys(
         (
             *("attention_backward_convert_varlen", "attention_backward_delta_varlen"),
@@ -68,7 +56,7 @@ WITHOUT_FIGURES = {
 
 def test_every_kernel_has_a_figure_or_a_reason():
     modelled = {kernel for row in MEMORY.values() for kernel in row["kernels"]}
-    modelled |= {*TUNED, *IN_FLOAT32}
+    modelled |= {kernel for _, kernel in ON_MACHINES}
     assert modelled.isdisjoint(WITHOUT_FIGURES)
     assert modelled | set(WITHOUT_FIGURES) == set(KERNELS)
 

@@ -106,7 +106,6 @@ class Lanes:
         if file in self._sources:
             source = "".join(self._sources[file].splitlines()[line - 1 : line]).strip()
         else:
-            linecache.checkcache(file)  # a notebook writes the same file again
             source = linecache.getline(file, line).strip() if os.path.isabs(file) else ""
         return f"{os.path.basename(file)}:{line}: {source} [{instruction}]"
 

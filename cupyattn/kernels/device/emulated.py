@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,11 @@ from cupyattn.kernels import cache
 from cupyattn.kernels.arch import TURING, Arch
 from cupyattn.kernels.choices import USUAL, Choices
 from cupyattn.kernels.compile import compile_ptx
+from cupyattn.kernels.source import source_root
 from cupyattn.kernels.spec import Pointer, Specialisation
 from cupyattn.kernels.target import arch_override, tensor_cores_override
+
+_FILE = re.compile(r'^\s*\.file\s+\d+\s+"([^"]+)"', re.MULTILINE)
 
 
 class EmulatedDevice:
@@ -78,8 +83,12 @@ class _KeptTranslations:
 
 @lru_cache(maxsize=64)  # of 2 MB each; to read one again takes about a hundredth of a second
 def _module(specialisation: Specialisation) -> emulator.Module:
+    source = source_root() / specialisation.spec.source
+    text = source.read_text(encoding="utf-8")
     ptx = compile_ptx(specialisation, EmulatedDevice.arch).path.read_text(encoding="utf-8")
-    return emulator.load(ptx, translations=_KeptTranslations())
+    # PTX that was kept names the file where its text stood then, which may hold another by now.
+    named = {name: text for name in _FILE.findall(ptx) if Path(name).name == source.name}
+    return emulator.load(ptx, named, translations=_KeptTranslations())
 
 
 class EmulatedKernel:

@@ -59,13 +59,16 @@ def forward_plan(
 
 
 def _row(problem: AttentionProblem, card: Card, options: FlashOptions) -> FlashConfig:
-    """Return the row: of dense calls that take the plain table's, what was chosen for the card."""
+    """Return the row: of dense calls that take the plain table's, what was chosen for the card.
+
+    Not under dropout, for whose random numbers tiles are whole or half of 32 keys.
+    """
     dims = problem.head_dim, problem.head_dim_v
     among = forward.admissible_rows(card.arch, *dims)
     (name, plain), *_ = among.items()
     usual = forward.flash_row(card.arch, *dims, options)
     of_its_own = isinstance(problem, PackedProblem) or "cos" in problem.layouts
-    if of_its_own or BLOCK_MASK in problem.layouts or usual is not plain:
+    if of_its_own or options.dropout or BLOCK_MASK in problem.layouts or usual is not plain:
         return usual
     return card.choices.pick(forward.KERNEL.entry, dims, among, usual=name)
 

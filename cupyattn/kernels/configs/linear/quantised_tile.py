@@ -72,9 +72,11 @@ def _rows(narrow: _Slots, narrow_across: _Slots, small: _Slots, small_across: _S
 
 # The utilisation is by the static model, as in tensor_core.py (NVRTC 12.9.86, 2026-11-23, +-0.05),
 # and so are the slots: the best of 25 to 80 that were tried of each, between 0.73 and 0.94. Shared
-# memory is busy for 0.84 of the loop in the first two rows, all the time in the others. That the
-# loop is that of float16, with codes decoded between a load and a store, costs nothing by the
-# model: rows of float16 of this tile have 0.87 to 0.92.
+# memory is busy for 0.84 of the loop in the first two rows, for 0.93 in the others. That the loop
+# is that of float16, with codes decoded between a load and a store, costs nothing by the model:
+# rows of float16 of these tiles have 0.83 to 0.93. Where rows of codes lie along the sum the slots
+# are the forward's; parts of a sum (PRODUCT, `split`), which ptxas orders otherwise, have 0.75 to
+# 0.87 with them.
 _TURING: Mapping[str, _Table] = {
     "nf4": _rows(
         (Moves(3, 1, 4), Moves(6, 6, 1), 0.919),

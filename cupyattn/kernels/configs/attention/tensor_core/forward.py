@@ -141,11 +141,8 @@ def admissible_rows(arch: int, head_dim: int, head_dim_v: int) -> dict[str, Flas
 
     The first is the usual one. None has longer tiles than rows for these head dims have.
     """
-    rows = rows_for(FLASH, arch)
-    least, longest = (
-        limit_of(rows, head_dim, head_dim_v),
-        flash_longest_tile(arch, head_dim, head_dim_v),
-    )
+    rows, longest = rows_for(FLASH, arch), flash_longest_tile(arch, head_dim, head_dim_v)
+    least = limit_of(rows, head_dim, head_dim_v)
     return {
         str(limit): row for limit, row in rows.items() if limit >= least and row.tile_k <= longest
     }
