@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from typing import Any
 
 import cupyattn
@@ -109,6 +110,7 @@ def rows_of(arguments: argparse.Namespace, xp: Any, alone: Any) -> list[dict[str
 def _held_alone(work: Any) -> dict[str, Any]:
     """Run work in a memory pool of its own, which gives nothing back before it ends."""
     cupy = load_cupy()
+    gc.collect()  # the model before it, if something in it knows itself
     pool = cupy.cuda.MemoryPool()
     with cupy.cuda.using_allocator(pool.malloc):
         return work(pool.total_bytes)

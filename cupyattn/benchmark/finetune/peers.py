@@ -35,10 +35,13 @@ def peer(name: str, plan: Plan, size: Size) -> dict[str, Any]:
     model = _adapted(name, plan, torch, transformers, peft)
     step = _step(model, samples_of(model.config.vocab_size, size), torch)
     seconds = timed(step, plan)
+    held = torch.cuda.max_memory_reserved() - before
+    del model, step
+    torch.cuda.empty_cache()
     return {
         "dtype": "nf4" if name == "peft-nf4" else "float16",
         "seconds": seconds,
-        "held_bytes": torch.cuda.max_memory_reserved() - before,
+        "held_bytes": held,
     }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from cupyattn.errors import error
 
 _SMOOTHING = 0.9
+_ENOUGH = 30  # steps: of fewer the mean lags behind
 _INCHES = 8.0, 4.0
 _PIXELS_PER_INCH = 150
 _COLOURS = "#56b4e9", "#0072b2", "#d55e00"
@@ -102,7 +103,8 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     numbers, losses = [row["step"] for row in steps], [row["loss"] for row in steps]
     one, mean, held = _COLOURS
     axes.plot(numbers, losses, color=one, linewidth=0.8, label="of each step")
-    axes.plot(numbers, smoothed(losses), color=mean, linewidth=2, label="smoothed")
+    if len(steps) >= _ENOUGH:
+        axes.plot(numbers, smoothed(losses), color=mean, linewidth=2, label="smoothed")
     if looked_at:
         points = [row["step"] for row in looked_at], [row["eval_loss"] for row in looked_at]
         axes.plot(*points, color=held, marker="o", label="of samples held back")
