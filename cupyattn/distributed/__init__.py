@@ -4,6 +4,19 @@ Each rank holds some tokens of every sequence. Keys and values go round a ring o
 (`ring_attention`) on what carries bytes already: NCCL, MPI, copies between the GPUs of one process,
 or threads of NumPy arrays. `run` starts ranks in this process; `nccl_group` and `launched_group`
 join those of several.
+
+In a notebook with two GPUs:
+
+    def of_rank(group):
+        q, k, v = (cupy.asarray(shard(x, group.rank, group.size)) for x in (q_host, k_host, v_host))
+        return cupy.asnumpy(ring_attention(q, k, v, group=group, causal=True))
+
+    out = unshard(run(of_rank, devices=[0, 1]))
+
+A process for each GPU, started by ``mpiexec -n 2 python program.py``:
+
+    with launched_group("/a/folder/of/this/run") as group:
+        out = ring_attention(q, k, v, group=group, causal=True)
 """
 
 from cupyattn.distributed.communicators.protocol import Communicator

@@ -28,8 +28,8 @@ BLOCK = ("k", "v")
 class Calls:
     """The calls of one problem."""
 
-    def __init__(self, problem: RingProblem, xp: Any) -> None:
-        self._problem, self._xp = problem, xp
+    def __init__(self, problem: RingProblem) -> None:
+        self._problem, self._xp = problem, problem.xp
         self._plan, self._options = problem.plan, problem.options
 
     def forward(self, call: Call, arrays: dict[str, Array]) -> tuple[Array, Array]:

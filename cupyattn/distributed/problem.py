@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import attention, rope
+from cupyattn import DropoutSeed, attention, rope
 from cupyattn.arrays import Array, adopt
 from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.group import Group
@@ -66,24 +66,29 @@ class RingProblem:
     arrays: dict[str, Array] = field(repr=False)
 
     @property
+    def xp(self) -> Any:
+        """The library of the arrays."""
+        return np if isinstance(self.arrays["q"], np.ndarray) else load_cupy()
+
+    @property
     def placement(self) -> Placement:
         """Which rank holds what."""
         return self.plan.placement
 
-    def rotated(self, x: Array, xp: Any, *, inverse: bool = False, out: Any = None) -> Array:
+    def rotated(self, x: Array, *, inverse: bool = False) -> Array:
         """Turn queries or keys by where they stand in the whole sequence; or turn gradients back.
 
         Each rank turns what it holds, once: turned keys travel.
         """
         if self.options.rotary is None:
             return x
-        cos, sin, interleaved = (*self.options.rotary, False)[:3]
+        xp, (cos, sin, interleaved) = self.xp, (*self.options.rotary, False)[:3]
         stream = None if xp is np else xp.cuda.get_current_stream()
         where = _positions(
             self.placement, self.plan.rank, self.plan.lengths,
             *((None, None) if stream is None else (int(xp.cuda.Device().id), int(stream.ptr))),
         )  # fmt: skip
-        return rope(x, cos, sin, positions=where, interleaved=interleaved, inverse=inverse, out=out)
+        return rope(x, cos, sin, positions=where, interleaved=interleaved, inverse=inverse)
 
 
 @lru_cache(maxsize=64)
@@ -155,8 +160,15 @@ def ring_problem(
         q[:, :0], k[:, :0], v[:, :0], causal=options.causal, softmax_scale=options.softmax_scale,
         window_size=options.window_size, alibi_slopes=options.alibi_slopes,
         softcap=options.softcap, sinks=options.sinks, dropout_p=options.dropout_p,
-        seed=options.seed,
+        seed=options.seed, rotary=options.rotary,
     )  # fmt: skip
+    if isinstance(options.seed, DropoutSeed):
+        raise error(
+            TypeError,
+            "seed is a DropoutSeed",
+            "it is an integer: a ring says itself where its parts stand",
+            f"pass {options.seed.seed}",
+        )
     lengths = _lengths(tokens * group.size, cu_seqlens)
     dealt = placement_of(placement, group.size, lengths)
     if cu_seqlens is None and tokens % dealt.pieces:
@@ -172,9 +184,8 @@ def ring_problem(
         join=not options.uses_positions, packed=packed, part_own=part_own,
     )  # fmt: skip
     problem = RingProblem(group, plan, options, packed, lifted)
-    xp = np if operands.device_id is None else load_cupy()
     with group.on_device(operands.device_id):
-        group.agree(_description(problem), xp)
+        group.agree(_description(problem), problem.xp)
     return problem
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cupyattn import AttentionGrads, Rotary
-from cupyattn.arrays import Array
+from cupyattn.arrays import Array, adopt
 from cupyattn.distributed.calls import Calls
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.lane import Blocks, Lane
@@ -115,13 +115,14 @@ def ring_attention(
     arrays, plan = problem.arrays, problem.plan
     with Lane(problem.group, arrays["q"]) as lane:
         given_out, given_lse = out if return_lse and out is not None else (out, None)
-        out_shape = (*q.shape[:-1], v.shape[-1])
-        result = _target("out", given_out, out_shape, q.dtype, lane.xp)
-        lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
-        lse = _target("lse", given_lse, lse_shape, exact_dtype(q), lane.xp)
-        merged, calls = Merged(plan), Calls(problem, lane.xp)
-        turned = problem.rotated(arrays["q"], lane.xp)
-        blocks = Blocks(lane, _own_block(problem, lane.xp), len(plan.steps) - 1)
+        batch, tokens, heads, _ = arrays["q"].shape
+        of_out = (batch, tokens, heads, arrays["v"].shape[3])
+        result = _target(problem, "out", given_out, of_out, arrays["q"].dtype)
+        of_lse = (batch, heads, tokens)
+        lse = _target(problem, "lse", given_lse, of_lse, exact_dtype(arrays["q"]))
+        merged, calls = Merged(plan), Calls(problem)
+        turned = problem.rotated(arrays["q"])
+        blocks = Blocks(lane, _own_block(problem), len(plan.steps) - 1)
         hops = plan.hops
         for number, step in enumerate(plan.steps):
             k_block, v_block = blocks.arrive() if number else blocks.here
@@ -228,15 +229,18 @@ def ring_attention_backward(
     )
     given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
     problem = ring_problem(group, given, options, placement, cu_seqlens, part_own=True)
-    targets = grads or AttentionGrads()
     arrays, plan = problem.arrays, problem.plan
     with Lane(problem.group, arrays["q"]) as lane:
-        xp, exact = lane.xp, exact_dtype(arrays["q"])
-        calls = Calls(problem, xp)
+        xp, exact = problem.xp, exact_dtype(arrays["q"])
+        calls = Calls(problem)
         own = {name: array for name, array in arrays.items() if name not in "kv"}
-        own["q"] = problem.rotated(arrays["q"], xp)
+        own["q"] = problem.rotated(arrays["q"])
         hops = plan.hops
-        blocks = Blocks(lane, _own_block(problem, xp), len(hops) - 1)
+        blocks = Blocks(lane, _own_block(problem), len(hops) - 1)
+        targets = {
+            name: _target(problem, f"grads.{name}", target, like.shape, like.dtype)
+            for name, target, like in _gradients(grads or AttentionGrads(), arrays, sinks)
+        }
         sums = [xp.zeros(arrays[name].shape, exact) for name in "kv"]
         gradients = Blocks(lane, sums, len(hops), overwrites=True)
         dq = xp.zeros(arrays["q"].shape, exact)
@@ -274,23 +278,36 @@ def ring_attention_backward(
         dk, dv = gradients.arrive()
         add(shares)
         totals = {
-            "dq": problem.rotated(dq, xp, inverse=True),
-            "dk": problem.rotated(dk, xp, inverse=True),
+            "dq": problem.rotated(dq, inverse=True),
+            "dk": problem.rotated(dk, inverse=True),
             "dv": dv,
         }
-        results = {
-            name: _stored(problem, xp, name, total, given[name[1:]], targets, accumulate)
-            for name, total in totals.items()
-        }
         if dsinks is not None:
-            summed = sum(problem.group.all_gather(dsinks))
-            results["dsinks"] = _rounded("dsinks", summed, sinks, targets, accumulate, xp)
-    return AttentionGrads(**results)
+            totals["dsinks"] = sum(problem.group.all_gather(dsinks))
+        for name, total in totals.items():
+            target = targets[name]
+            lifted = _lift(target, problem) if name != "dsinks" else target
+            if accumulate and grads is not None and getattr(grads, name) is not None:
+                total = total + lifted.astype(total.dtype)
+            lifted[...] = total
+    return AttentionGrads(**targets)
 
 
-def _own_block(problem: RingProblem, xp: Any) -> tuple[Array, Array]:
+def _gradients(
+    given: AttentionGrads, arrays: dict[str, Array], sinks: Array | None
+) -> list[tuple[str, Array | None, Array]]:
+    """Return of each gradient its name, what was given for it, and the array that it is of."""
+    of = {**{name: arrays[name] for name in "qkv"}, "sinks": None, **adopt({"sinks": sinks}).arrays}
+    return [
+        (f"d{name}", getattr(given, f"d{name}"), array)
+        for name, array in of.items()
+        if array is not None
+    ]
+
+
+def _own_block(problem: RingProblem) -> tuple[Array, Array]:
     """Return this rank's keys and values as they are sent: turned, and contiguous."""
-    k = problem.rotated(problem.arrays["k"], xp)
+    xp, k = problem.xp, problem.rotated(problem.arrays["k"])
     return xp.ascontiguousarray(k), xp.ascontiguousarray(problem.arrays["v"])
 
 
@@ -305,35 +322,17 @@ def _lift(array: Array, problem: RingProblem) -> Array:
     return array[None] if problem.packed else array
 
 
-def _stored(
-    problem: RingProblem,
-    xp: Any,
-    name: str,
-    total: Array,
-    like: Array,
-    targets: AttentionGrads,
-    accumulate: bool,
+def _target(
+    problem: RingProblem, name: str, given: Array | None, shape: tuple[int, ...], dtype: Any
 ) -> Array:
-    """Round a gradient of q, k or v, without the axis that packed arrays were given."""
-    return _rounded(name, total[0] if problem.packed else total, like, targets, accumulate, xp)
+    """Return where a result goes: what was given for it, or a new array, of the current device.
 
-
-def _rounded(
-    name: str, total: Array, like: Array, targets: AttentionGrads, accumulate: bool, xp: Any
-) -> Array:
-    """Round a gradient once, into what was given for it or into a new array."""
-    given = getattr(targets, name)
-    target = _target(f"grads.{name}", given, total.shape, like.dtype, xp)
-    if accumulate and given is not None:
-        total = total + target.astype(total.dtype)
-    target[...] = total
-    return target
-
-
-def _target(name: str, given: Array | None, shape: tuple[int, ...], dtype: Any, xp: Any) -> Array:
-    """Return where a result goes: what was given for it, or a new array."""
+    `shape` has the axis that packed arrays were given.
+    """
+    if problem.packed and name != "grads.dsinks":
+        shape = shape[1:]
     if given is None:
-        return xp.empty(shape, dtype)
+        return problem.xp.empty(shape, dtype)
     if given.shape != shape or given.dtype != dtype:
         raise error(
             ValueError,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.ring import CLOSE, Case, case, one_device, ring
 
-from cupyattn import AttentionGrads
+from cupyattn import AttentionGrads, DropoutSeed
 from cupyattn.distributed import (
     Group,
     RankFailedError,
@@ -308,6 +308,8 @@ def test_bad_input_is_refused_before_anything_is_sent():
     refused(ValueError, "dropout with pieces of 2 tokens", dropout_p=0.5, seed=1)
     refused(ValueError, "window_size", window_size=(-1, 0))
     refused(TypeError, "causal", causal="yes")
+    refused(TypeError, "rotary is a str", rotary="yes")
+    refused(TypeError, "seed is a DropoutSeed", dropout_p=0.1, seed=DropoutSeed(3))
     striped = {"placement": "striped"}
     refused(NotImplementedError, "alibi_slopes with placement", alibi_slopes=np.ones(2), **striped)
     refused(NotImplementedError, "dropout_p with placement", dropout_p=0.1, seed=0, **striped)
