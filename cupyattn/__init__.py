@@ -19,6 +19,7 @@ from cupyattn.functional import (
     AttentionGrads,
     BlockMask,
     DropoutGrads,
+    DropoutSeed,
     GatedGrads,
     Kernel,
     LayerNormGrads,
@@ -28,12 +29,14 @@ from cupyattn.functional import (
     Llama3Scaling,
     MaskMod,
     NTKScaling,
+    QuantizedWeight,
     RMSNormGrads,
     Rotary,
     ScoreMod,
     SoftmaxGrads,
     YarnScaling,
     adamw_step,
+    adamw_step_8bit,
     append_kv,
     attention,
     attention_backward,
@@ -44,6 +47,7 @@ from cupyattn.functional import (
     copy_blocks,
     cross_entropy,
     cross_entropy_backward,
+    dequantize,
     device_info,
     dropout,
     dropout_backward,
@@ -69,6 +73,7 @@ from cupyattn.functional import (
     logsumexp_backward,
     merge_attention,
     paged_attention,
+    quantize,
     rms_norm,
     rms_norm_backward,
     rope,
@@ -100,6 +105,7 @@ __all__ = [
     "BlockMask",
     "Copy",
     "DropoutGrads",
+    "DropoutSeed",
     "GatedGrads",
     "Kernel",
     "LayerNormGrads",
@@ -111,6 +117,7 @@ __all__ = [
     "NTKScaling",
     "OutOfBlocksError",
     "PagedKVCache",
+    "QuantizedWeight",
     "RMSNormGrads",
     "Rotary",
     "Scheduler",
@@ -120,6 +127,7 @@ __all__ = [
     "YarnScaling",
     "__version__",
     "adamw_step",
+    "adamw_step_8bit",
     "append_kv",
     "attention",
     "attention_backward",
@@ -130,6 +138,7 @@ __all__ = [
     "copy_blocks",
     "cross_entropy",
     "cross_entropy_backward",
+    "dequantize",
     "device_info",
     "dropout",
     "dropout_backward",
@@ -155,6 +164,7 @@ __all__ = [
     "logsumexp_backward",
     "merge_attention",
     "paged_attention",
+    "quantize",
     "rms_norm",
     "rms_norm_backward",
     "rope",
@@ -170,7 +180,7 @@ __all__ = [
     "vjp",
 ]
 
-_LATER = ("emulator", "models")
+_LATER = ("distributed", "emulator", "models")
 
 if TYPE_CHECKING:
     from cupyattn import emulator as emulator

@@ -1,12 +1,22 @@
-"""``python -m cupyattn``: see `cupyattn.cli`."""
+"""``python -m cupyattn``: see `cupyattn.cli`; what times kernels is `cupyattn.benchmark`'s."""
 
 import sys
+from collections.abc import Sequence
 
-from cupyattn.cli import INTERRUPTED, main
+from cupyattn import cli
+from cupyattn.benchmark import tune
+from cupyattn.benchmark.memory import command as memory
+from cupyattn.benchmark.report import command as report
 from cupyattn.kernels.cache import end_process
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    return cli.main(argv, (memory, tune, report))
+
 
 if __name__ == "__main__":
     code = main()
-    if code == INTERRUPTED:
+    if code == cli.INTERRUPTED:
         end_process(code)  # NVRTC cannot be stopped: a usual exit would wait for its threads
     sys.exit(code)

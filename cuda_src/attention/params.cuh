@@ -7,6 +7,7 @@
 
 #include "masks.cuh"
 #include "../common/numeric.cuh"
+#include "../common/philox.cuh"
 
 struct Strides {
   int64 batch, seq, head;
@@ -32,7 +33,15 @@ struct ScoreParams {
   float keep_scale;  // 1 / (1 - dropout_p)
   float softcap_in;  // 2 * softmax_scale / softcap * log2(e)
   float softcap;
+  // Where the scores of this call stand in those that dropout draws its mask for.
+  int first_batch, first_query;
+  uint32 first_counter;  // of its first key, which is a multiple of 32: an eighth of that
 };
+
+__device__ __forceinline__ Philox4 dropout_words(const ScoreParams& params, int batch, int head, int query, int key) {
+  return dropout_words(params.seed, params.first_batch + batch, head, params.first_query + query, key,
+                       params.first_counter);
+}
 
 // Field for field the structured dtype ATTENTION_PARAMS of cupyattn/kernels/structs.py.
 struct AttentionParams {

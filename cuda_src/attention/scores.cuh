@@ -51,7 +51,7 @@ __device__ __forceinline__ float softcap_slope(float product, const ScoreParams&
 
 // What a score's probability is multiplied by, and the gradient of that probability.
 __device__ __forceinline__ float dropout_factor(const ScoreParams& params, int batch, int head, int row, int key) {
-  const Philox4 words = dropout_words(params.seed, batch, head, row, key);
+  const Philox4 words = dropout_words(params, batch, head, row, key);
   return dropout_field(words, key) >= params.keep_from ? params.keep_scale : 0.f;
 }
 

@@ -10,6 +10,33 @@ __device__ __forceinline__ uint32 prmt_high_halves(uint32 x, uint32 y) {
   return packed;
 }
 
+// Byte i of the result is that of x and y (the upper four) that digit i of the selector numbers, or with 8 added
+// eight times its sign.
+__device__ __forceinline__ uint32 prmt(uint32 x, uint32 y, uint32 selector) {
+  uint32 permuted;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(permuted) : "r"(x), "r"(y), "r"(selector));
+  return permuted;
+}
+
+// Of both numbers of a word. .rn: the compiler makes no other instruction of two of these.
+__device__ __forceinline__ uint32 add_f16x2(uint32 x, uint32 y) {
+  uint32 sum;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(x), "r"(y));
+  return sum;
+}
+
+__device__ __forceinline__ uint32 mul_f16x2(uint32 x, uint32 y) {
+  uint32 product;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(x), "r"(y));
+  return product;
+}
+
+__device__ __forceinline__ uint32 fma_f16x2(uint32 x, uint32 y, uint32 z) {
+  uint32 sum;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(x), "r"(y), "r"(z));
+  return sum;
+}
+
 // x and y, to the nearest even.
 __device__ __forceinline__ uint32 pack_halves(float x, float y) {
   return __half_as_ushort(__float2half_rn(x)) | static_cast<uint32>(__half_as_ushort(__float2half_rn(y))) << 16;

@@ -27,9 +27,12 @@ __device__ __forceinline__ Philox4 philox4x32_10(Philox4 counter, uint32 key_lo,
 
 // The eight 16-bit fields that serve the eight scores of one thread in 32 keys: key j of query i uses field
 // 2 * ((j % 32) / 8) + j % 2 of the call whose counter starts with 4 * (j / 32) + (j % 8) / 2.
-__device__ __forceinline__ Philox4 dropout_words(uint64 seed, int batch, int head, int query, int key) {
-  const Philox4 counter = {{static_cast<uint32>(4 * (key / 32) + key % 8 / 2), static_cast<uint32>(query),
-                            static_cast<uint32>(head), static_cast<uint32>(batch)}};
+// Keys may count from a multiple of 32 of them, of which first_counter is an eighth.
+__device__ __forceinline__ Philox4 dropout_words(uint64 seed, int batch, int head, int query, int key,
+                                                 uint32 first_counter) {
+  const uint32 of_key = static_cast<uint32>(4 * (key / 32) + key % 8 / 2);
+  const Philox4 counter = {
+      {first_counter + of_key, static_cast<uint32>(query), static_cast<uint32>(head), static_cast<uint32>(batch)}};
   return philox4x32_10(counter, static_cast<uint32>(seed), static_cast<uint32>(seed >> 32));
 }
 

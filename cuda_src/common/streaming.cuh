@@ -50,6 +50,26 @@ __device__ __forceinline__ uint4 ld_v4_if(const void* source, bool wanted) {
   return v;
 }
 
+__device__ __forceinline__ uint2 ld_v2_if(const void* source, bool wanted) {
+  uint2 v;
+  asm volatile(
+      "{\n\t.reg .pred wanted;\n\tsetp.ne.u32 wanted, %3, 0;\n\tmov.u32 %0, 0;\n\tmov.u32 %1, 0;\n\t"
+      "@wanted ld.global.nc.v2.u32 {%0, %1}, [%2];\n\t}"
+      : "=&r"(v.x), "=&r"(v.y)
+      : "l"(source), "r"(static_cast<uint32>(wanted)));
+  return v;
+}
+
+__device__ __forceinline__ uint32 ld_u32_if(const void* source, bool wanted) {
+  uint32 x;
+  asm volatile(
+      "{\n\t.reg .pred wanted;\n\tsetp.ne.u32 wanted, %2, 0;\n\tmov.u32 %0, 0;\n\t"
+      "@wanted ld.global.nc.u32 %0, [%1];\n\t}"
+      : "=&r"(x)
+      : "l"(source), "r"(static_cast<uint32>(wanted)));
+  return x;
+}
+
 __device__ __forceinline__ uint16 ld_u16_if(const void* source, bool wanted) {
   uint16 x;
   asm volatile(

@@ -17,6 +17,10 @@ struct alignas(sizeof(Scalar) * kItems) Vec {
 template <int kBytes>
 struct Word;
 template <>
+struct Word<1> {
+  using Type = unsigned char;
+};
+template <>
 struct Word<2> {
   using Type = uint16;
 };

@@ -12,10 +12,6 @@
 #include "../common/vec.cuh"
 
 using uint8 = unsigned char;
-template <>
-struct Word<1> {
-  using Type = uint8;
-};
 
 struct Int8 {
   static constexpr int kBits = 8;

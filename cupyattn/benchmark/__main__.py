@@ -14,11 +14,13 @@ from cupyattn.benchmark import (
     host,
     kv_cache,
     prefill,
+    ring,
     training_step,
     varlen,
 )
 from cupyattn.benchmark.attention import backward as attention_backward
 from cupyattn.benchmark.attention import forward as attention
+from cupyattn.benchmark.finetune import command as finetune
 from cupyattn.benchmark.generate import command as generate
 from cupyattn.benchmark.layers import command as layers
 from cupyattn.benchmark.linear import command as linear
@@ -27,6 +29,7 @@ from cupyattn.cli import dispatch
 
 _BENCHMARKS = (
     generate,
+    finetune,
     attention,
     attention_backward,
     varlen,
@@ -36,6 +39,7 @@ _BENCHMARKS = (
     prefill,
     kv_cache,
     linear,
+    ring,
     training_step,
     allocator,
     host,

@@ -8,24 +8,28 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import cupyattn
 from cupyattn.cli import chat, compile, demo, generate, info, profile, turing
 from cupyattn.cli.arguments import print_help_of
+from cupyattn.cli.finetune import command as finetune
 
 INTERRUPTED = 130  # what shells report for SIGINT
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, more: Iterable[Any] = ()) -> int:
     """Run a command of the command line and return its exit code.
 
     Parameters
     ----------
     argv : sequence of str, optional
         The arguments; by default those of the process.
+    more : iterable of modules, optional
+        Further commands: modules with an ``add_parser``.
     """
-    return dispatch(_parser(), argv)
+    return dispatch(_parser(more), argv)
 
 
 def dispatch(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
@@ -43,15 +47,15 @@ def dispatch(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(more: Iterable[Any]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m cupyattn",
-        description="Exact attention for array code: try it, run a language model, look around, "
-        "compile, profile and model its kernels.",
+        description="Exact attention for array code: try it, run a language model or fine-tune it, "
+        "look around, compile, profile and model its kernels.",
     )
     parser.add_argument("--version", action="version", version=f"cupyattn {cupyattn.__version__}")
     parser.set_defaults(run=print_help_of(parser))
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (demo, generate, chat, info, compile, profile, turing):
+    for command in (demo, generate, chat, finetune, info, compile, profile, turing, *more):
         command.add_parser(commands)
     return parser

@@ -22,6 +22,8 @@ from cupyattn.cli.models import (
 )
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
 
+_IN_WORDS = {"file": "the file's blocks"}
+
 
 def add_parser(commands: Any) -> None:
     """Add the command to the command line."""
@@ -81,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         "command": "generate",
         "model": arguments.random or arguments.model,
         "dtype": model.dtype,
+        "quantize": arguments.quantize,
         "device": device_name(model),
         "result": timed.generation.results[0],
         "seed": timed.generation.seed,
@@ -100,12 +103,16 @@ def _model_and_prompt(arguments: argparse.Namespace) -> tuple[models.Model, mode
             raise ValueError("there is no tokenizer among the model's files; text needs one")
         return model, models.Prompt(tuple(model.tokenizer.encode(arguments.prompt)), is_text=True)
     xp = np if arguments.cpu else None
-    model = models.random(arguments.random, dtype=arguments.dtype, xp=xp)
+    model = models.random(
+        arguments.random, dtype=arguments.dtype, quantize=arguments.quantize, xp=xp
+    )
     drawn = np.random.default_rng(0).integers(0, model.config.vocab_size, arguments.prompt_tokens)
     return model, models.Prompt(tuple(drawn.tolist()))
 
 
 def show(result: Result, terminal: Terminal) -> None:
     """Print how fast it was."""
-    terminal.title(f"{result['model']}, {result['dtype']}, on {result['device']}")
+    quantize = result["quantize"]
+    kept = f", layers in {_IN_WORDS.get(quantize, quantize)}" if quantize else ""
+    terminal.title(f"{result['model']}, {result['dtype']}{kept}, on {result['device']}")
     show_times(result, terminal)

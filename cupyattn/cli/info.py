@@ -59,6 +59,7 @@ def show(result: Result, terminal: Terminal) -> None:
         for device in result["devices"]:
             if device["tensor_cores"] is not None:
                 terminal.text(f"  {device['name']}: {_float16(device)}")
+                terminal.text(f"  {device['name']}: {_tuned(device, result['uses_tuned'])}")
     else:
         terminal.text("  no GPU: NumPy arrays run on the CPU")
     terminal.facts(
@@ -71,6 +72,7 @@ def show(result: Result, terminal: Terminal) -> None:
             "Python": result["python"],
             "CUPYATTN_ARCH": result["arch_override"] or "not set",
             "CUPYATTN_TENSOR_CORES": result["tensor_cores_override"] or "not set",
+            "CUPYATTN_TUNED": "1" if result["uses_tuned"] else "not set",
         }
     )
     cache = result["cache"]
@@ -91,6 +93,14 @@ def _float16(device: dict[str, Any]) -> str:
     """Say what float16 runs on, and how that is known."""
     where = "on tensor cores" if device["tensor_cores"] else "in float32 arithmetic"
     return f"float16 runs {where} ({device['tensor_cores_because']})"
+
+
+def _tuned(device: dict[str, Any], used: bool) -> str:
+    """Say what was tuned for a device, and whether calls take it."""
+    if device["tuned"] is None:
+        return "rows of the tables as they are (python -m cupyattn tune times others)"
+    so = "calls take them" if used else "not taken: CUPYATTN_TUNED=1 has calls take them"
+    return f"{device['tuned']} rows of the tables were chosen by timing; {so}"
 
 
 def _cuda_version(number: int | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,8 @@ from cupyattn import models
 from cupyattn.cli.arguments import integer
 from cupyattn.cli.terminal import Result, Terminal
 from cupyattn.models.device import DTYPES
+from cupyattn.models.quantised import QUANTIZE
+from cupyattn.models.training import LoraAdapters
 
 MODEL_FAILURES = (OSError, RuntimeError, ValueError, ArithmeticError, MemoryError)
 """Files that are missing or damaged, a package that is, a GPU that is too old, too little room."""
@@ -43,6 +46,18 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}", choices=kinds, metavar="DTYPE", help=f"{what} ({', '.join(kinds)})"
         )
+    parser.add_argument(
+        "--quantize",
+        choices=QUANTIZE,
+        metavar="FORMAT",
+        help="keep the weights of layers in four or eight bits, or in the blocks that the file "
+        f"has them in ({', '.join(QUANTIZE)})",
+    )
+    parser.add_argument(
+        "--adapters",
+        metavar="DIR",
+        help="LoRA adapters of the model, as finetune or PEFT writes them",
+    )
     parser.add_argument("--cpu", action="store_true", help="compute in NumPy, also beside a GPU")
 
 
@@ -70,7 +85,11 @@ def add_drawing_arguments(parser: argparse.ArgumentParser, *, new_tokens: int) -
 def loaded(arguments: argparse.Namespace) -> models.Model:
     """Load the model that a command names."""
     xp = np if arguments.cpu else None
-    return models.load(arguments.model, dtype=arguments.dtype, xp=xp)
+    quantize = arguments.quantize
+    model = models.load(arguments.model, dtype=arguments.dtype, quantize=quantize, xp=xp)
+    if arguments.adapters is None:
+        return model
+    return LoraAdapters.load(model, arguments.adapters).model
 
 
 def drawing_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -128,10 +147,11 @@ def show_times(result: Result, terminal: Terminal) -> None:
         "tokens": f"{result['prompt_tokens']} of the prompt, {result['new_tokens']} new ones",
         "first token": f"after {result['first_token_s'] * 1e3:.1f} ms",
         "then": "no other" if rate is None else f"{rate:,.1f} tokens/s",
-        "memory": f"weights {_size(result['weights_bytes'])}, cache {_size(result['cache_bytes'])}",
+        "memory": f"weights {size_text(result['weights_bytes'])}, "
+        f"cache {size_text(result['cache_bytes'])}",
     }
     if "pool_bytes" in result:
-        facts["memory"] += f", in all {_size(result['pool_bytes'])} of the GPU"
+        facts["memory"] += f", in all {size_text(result['pool_bytes'])} of the GPU"
     terminal.facts(facts)
 
 
@@ -143,5 +163,27 @@ def device_name(model: models.Model) -> str:
     return runtime.getDeviceProperties(runtime.getDevice())["name"].decode()
 
 
-def _size(count: int) -> str:
+def memory_held(model: models.Model) -> int | None:
+    """Return what CuPy holds of the GPU; of a model on the CPU what the process had at the most.
+
+    None where the system does not say.
+    """
+    if model.xp is not np:
+        return int(model.xp.get_default_memory_pool().total_bytes())
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return held if sys.platform == "darwin" else 1024 * held
+
+
+def size_text(count: int) -> str:
+    """Write a number of bytes.
+
+    Examples
+    --------
+    >>> size_text(3_600_000_000), size_text(12_345_678)
+    ('3.60 GB', '12.3 MB')
+    """
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -9,10 +9,11 @@ import numpy as np
 
 from cupyattn.arrays import Array, adopt
 from cupyattn.kernels.arch import Arch
+from cupyattn.kernels.choices import USUAL, Choices
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.ops.attention.checks import forward_problem
 from cupyattn.ops.attention.forward import attention_forward
-from cupyattn.ops.attention.options import AttentionOptions
+from cupyattn.ops.attention.options import AttentionOptions, DropoutSeed
 
 
 class Launch(NamedTuple):
@@ -33,6 +34,7 @@ class LaunchRecorder:
     multiprocessors = 40
     l2_bytes = 4 * 2**20
     """A T4's."""
+    choices: Choices = USUAL
 
     def __init__(self, arch: Arch, *, tensor_cores: bool = True) -> None:
         self.arch = arch
@@ -87,6 +89,6 @@ def attention_launch(
     operands = adopt({"q": q, "k": k, "v": v})
     problem = forward_problem(operands, options)
     recorder = LaunchRecorder(arch, tensor_cores=tensor_cores)
-    attention_forward(recorder, problem, operands, seed=0, return_lse=True)
+    attention_forward(recorder, problem, operands, seed=DropoutSeed(0), return_lse=True)
     (launch,) = recorder.launches
     return launch

@@ -34,6 +34,8 @@ TUNED = (
     "attention_backward_dq",
     "linear_forward",
     "linear_product",
+    "linear_forward_quantised",
+    "linear_product_quantised",
 )
 """Kernels whose speed is that of their products: those that the model is for."""
 
@@ -45,8 +47,26 @@ IN_FLOAT32 = (
     "linear_forward_f32",
     "linear_dx_f32",
     "linear_dw_f32",
+    "linear_forward_quantised_f32",
+    "linear_dx_quantised_f32",
 )
 """What a card without tensor cores runs in their place."""
+
+LIKE_TUNED = (
+    "attention_forward_rotary",
+    "attention_forward_rotary_varlen",
+    "attention_forward_split",
+    "attention_backward_dkdv_varlen",
+    "attention_backward_dkdv_paired_varlen",
+    "attention_backward_dq_varlen",
+)
+LIKE_FLOAT32 = (
+    "attention_forward_split_f32",
+    "attention_forward_varlen_f32",
+    "attention_backward_f32_dkdv_varlen",
+    "attention_backward_f32_dq_varlen",
+)
+"""Kernels with the same main loop: for rotated queries, parts of the keys, packed sequences."""
 
 _DIGITS = 4  # of the ratios: the simulation is not that exact
 

@@ -25,7 +25,7 @@ class Struct:
         Structured, aligned as the C structure is (``align=True``); pointers are ``uint64`` fields.
     values : mapping
         A value per field: a number, an array or `Argument` (becomes a pointer), None (null), or for
-        a nested structure a tuple or `numpy.void`. Fields left out are zero.
+        a nested structure a tuple or ``numpy.void``. Fields left out are zero.
 
     Examples
     --------

@@ -17,6 +17,7 @@ from cupyattn.functional.kv_cache.append import append_kv
 from cupyattn.functional.kv_cache.copies import copy_blocks
 from cupyattn.functional.kv_cache.gather import gather
 from cupyattn.functional.layers.activations import gelu_backward, silu_backward
+from cupyattn.functional.layers.adamw_8bit import adamw_step_8bit
 from cupyattn.functional.layers.cross_entropy import cross_entropy_backward
 from cupyattn.functional.layers.dropout import dropout_backward
 from cupyattn.functional.layers.embedding import embedding_backward
@@ -32,6 +33,7 @@ from cupyattn.functional.layers.sampling import sample
 from cupyattn.functional.layers.softmax import softmax_backward
 from cupyattn.functional.linear.backward import linear_backward
 from cupyattn.functional.linear.gelu import linear_gelu_backward
+from cupyattn.functional.linear.quantised import dequantize, quantize
 from cupyattn.functional.rules import (
     attention,
     attention_varlen,
@@ -63,6 +65,8 @@ from cupyattn.gradients import (
     RMSNormGrads,
     SoftmaxGrads,
 )
+from cupyattn.ops.attention.options import DropoutSeed
+from cupyattn.quantized_weight import QuantizedWeight
 from cupyattn.reference.layers.rope_tables import (
     LinearScaling,
     Llama3Scaling,
@@ -74,6 +78,7 @@ __all__ = [
     "AttentionGrads",
     "BlockMask",
     "DropoutGrads",
+    "DropoutSeed",
     "GatedGrads",
     "Kernel",
     "LayerNormGrads",
@@ -83,12 +88,14 @@ __all__ = [
     "Llama3Scaling",
     "MaskMod",
     "NTKScaling",
+    "QuantizedWeight",
     "RMSNormGrads",
     "Rotary",
     "ScoreMod",
     "SoftmaxGrads",
     "YarnScaling",
     "adamw_step",
+    "adamw_step_8bit",
     "append_kv",
     "attention",
     "attention_backward",
@@ -99,6 +106,7 @@ __all__ = [
     "copy_blocks",
     "cross_entropy",
     "cross_entropy_backward",
+    "dequantize",
     "device_info",
     "dropout",
     "dropout_backward",
@@ -124,6 +132,7 @@ __all__ = [
     "logsumexp_backward",
     "merge_attention",
     "paged_attention",
+    "quantize",
     "rms_norm",
     "rms_norm_backward",
     "rope",

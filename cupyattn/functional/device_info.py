@@ -10,6 +10,7 @@ import numpy as np
 
 from cupyattn.cupy_library import load_cupy
 from cupyattn.folders import cache_directory
+from cupyattn.kernels import choices
 from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.kernels.device.cuda import cuda_device
 from cupyattn.kernels.registry import KERNELS
@@ -24,18 +25,20 @@ def device_info() -> dict[str, Any]:
     dict
         ``devices``: for each GPU its ``name``, ``compute_capability``, ``memory_bytes``, the
         ``arch`` that kernels are compiled for, whether float16 runs on ``tensor_cores``, otherwise
-        in float32 arithmetic, and ``tensor_cores_because``, how that is known; or
+        in float32 arithmetic, ``tensor_cores_because``, how that is known, and ``tuned``, how many
+        rows of the tables ``python -m cupyattn tune`` chose for it, None where it did not run; or
         ``unusable_because``. ``cuda_driver`` and ``cuda_runtime`` (as CUDA numbers them, 12090 for
         12.9), ``cupy``, ``nvrtc``, ``numpy`` and ``python`` versions, None for what is not there;
         ``arch_override``: CUPYATTN_ARCH; ``tensor_cores_override``: CUPYATTN_TENSOR_CORES;
+        ``uses_tuned``: whether CUPYATTN_TUNED has calls take the rows that were chosen;
         ``kernels``: the entries of the library; ``cache``: the folder, and how many ``files`` of
         how many ``bytes`` it holds.
 
     Raises
     ------
     ValueError
-        If CUPYATTN_ARCH names no architecture that the library knows, or CUPYATTN_TENSOR_CORES is
-        neither 0 nor 1.
+        If CUPYATTN_ARCH names no architecture that the library knows, or CUPYATTN_TENSOR_CORES or
+        CUPYATTN_TUNED is neither 0 nor 1.
     RuntimeError
         If CuPy cannot be imported because CUPY_CACHE_DIR names what can be no folder.
 
@@ -64,6 +67,7 @@ def device_info() -> dict[str, Any]:
         "python": platform.python_version(),
         "arch_override": override and str(override.number),
         "tensor_cores_override": None if tensor_cores is None else f"{tensor_cores:d}",
+        "uses_tuned": choices.tuned_override(),
         "kernels": list(KERNELS),
         "cache": _cache(),
     }
@@ -91,12 +95,15 @@ def _device(ordinal: int) -> dict[str, Any]:
         "arch": None,
         "tensor_cores": None,
         "tensor_cores_because": None,
+        "tuned": None,
         "unusable_because": None,
     }
     try:
         found = cuda_device(ordinal)
         info["arch"] = found.arch.number
         info["tensor_cores"], info["tensor_cores_because"] = found.find_tensor_cores()
+        kept = choices.read(found.name, found.arch.real)
+        info["tuned"] = None if kept is None else len(kept["chosen"])
     except (RuntimeError, ValueError) as failure:  # too old or new, or below CUPYATTN_ARCH
         info["unusable_because"] = str(failure)
     return info

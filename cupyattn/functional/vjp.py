@@ -23,8 +23,8 @@ def vjp(
     ----------
     function : callable
         One of the library's that has a backward, such as `cupyattn.attention`, `cupyattn.linear` or
-        `cupyattn.rms_norm`; a `functools.partial` of one; or a function that makes one call of one
-        of these: its arguments go there as they are, and it returns the call's result.
+        `cupyattn.rms_norm`; a ``functools.partial`` of one; or a function that makes one call of
+        one of these: its arguments go there as they are, and it returns the call's result.
     arrays : arrays
         What the function takes by position.
     wrt : tuple of str, optional
@@ -68,7 +68,7 @@ def vjp(
     be written to before it is called. Gradients that are equal, such as those of the two terms of a
     sum, may be one array. It may be called any number of times. It calls the function's
     backward, such as `attention_backward`, with what the call was given, dropout's seed and
-    `implementation` included; "tiled" has no backward on a GPU: there pass
+    ``implementation`` included; "tiled" has no backward on a GPU: there pass
     ``pullback(dout, implementation="naive")``.
 
     A function that is not the library's gets stand-ins for its arrays, which have a shape, ndim and

@@ -19,6 +19,7 @@ from cupyattn.kernels.configs.attention import (
 from cupyattn.kernels.configs.layers import (
     activations,
     adamw,
+    adamw_8bit,
     column_sums,
     cross_entropy,
     dropout,
@@ -31,7 +32,16 @@ from cupyattn.kernels.configs.layers import (
     softmax_dbias,
 )
 from cupyattn.kernels.configs.linear import float32 as linear_float32
-from cupyattn.kernels.configs.linear import mma_rate, read_weight, thin
+from cupyattn.kernels.configs.linear import (
+    mma_rate,
+    quantised,
+    quantised_float32,
+    quantised_thin,
+    quantised_thin_float32,
+    quantised_tile,
+    read_weight,
+    thin,
+)
 from cupyattn.kernels.configs.linear import tensor_core as linear_tensor_core
 from cupyattn.kernels.spec import KernelSpec, Specialisation
 
@@ -53,6 +63,7 @@ _MODULES = (
     activations,
     dropout,
     adamw,
+    adamw_8bit,
     global_norm,
     embedding,
     rope,
@@ -65,7 +76,12 @@ _MODULES = (
     read_weight,
     mma_rate,
     thin,
+    quantised_thin,
+    quantised_thin_float32,
     linear_tensor_core,
+    quantised,
+    quantised_float32,
+    quantised_tile,
 )
 
 KERNELS: dict[str, KernelSpec] = {

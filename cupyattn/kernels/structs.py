@@ -32,6 +32,8 @@ _SCORE_PARAMS = np.dtype(
         ("seed", np.uint64),
         ("keep_from", np.uint32),
         *((field, np.float32) for field in ("keep_scale", "softcap_in", "softcap")),
+        *((field, np.int32) for field in ("first_batch", "first_query")),
+        ("first_counter", np.uint32),
     ],
     align=True,
 )
@@ -291,6 +293,15 @@ FLOAT_PRODUCT_PARAMS = np.dtype(
     align=True,
 )
 
+# QuantisedFloatParams in cuda_src/linear/quantised/float_operand.cuh
+QUANTISED_FLOAT_PARAMS = np.dtype(
+    [
+        ("product", FLOAT_PRODUCT_PARAMS),
+        *((field, np.int32) for field in ("blocks", "block_log2")),
+    ],
+    align=True,
+)
+
 # ThinParams in cuda_src/linear/thin/tile.cuh
 THIN_PARAMS = np.dtype(
     [
@@ -311,6 +322,12 @@ PRODUCT_PARAMS = np.dtype(
         *((field, np.int32) for field in ("group_log2", "splits_log2", "column_tiles")),
         ("column_tiles_reciprocal", np.uint32),
     ],
+    align=True,
+)
+
+# QuantisedTileParams in cuda_src/linear/quantised/tile_feed.cuh
+QUANTISED_TILE_PARAMS = np.dtype(
+    [("product", PRODUCT_PARAMS), *((field, np.int32) for field in ("blocks", "block_log2"))],
     align=True,
 )
 
@@ -335,6 +352,25 @@ def rows_params(arrays: int) -> np.dtype:
         ],
         align=True,
     )
+
+
+# QuantizeParams in cuda_src/linear/quantised/quantize.cu
+QUANTIZE_PARAMS = np.dtype(
+    [
+        *((field, np.int64) for field in ("inner_stride", "outer_stride")),
+        *((field, np.uint32) for field in ("outer", "blocks", "block_size")),
+    ],
+    align=True,
+)
+
+# DequantizeParams in cuda_src/linear/quantised/dequantize.cu
+DEQUANTIZE_PARAMS = np.dtype(
+    [
+        *((field, np.int64) for field in ("inner_stride", "outer_stride")),
+        *((field, np.uint32) for field in ("outer", "units", "block_size")),
+    ],
+    align=True,
+)
 
 
 def elements_params(arrays: int) -> np.dtype:
@@ -374,11 +410,19 @@ ROPE_STRUCT = Struct("params", ROPE_PARAMS, "RopeParams")
 ROTARY_STRUCT = Struct("rotary", ROTARY_PARAMS, "RotaryParams")
 ROTARY_TABLES_STRUCT = Struct("tables", ROTARY_TABLES, "RotaryTables")
 FLOAT_PRODUCT_STRUCT = Struct("params", FLOAT_PRODUCT_PARAMS, "FloatProductParams")
+QUANTISED_FLOAT_STRUCT = Struct(
+    "params", QUANTISED_FLOAT_PARAMS, "QuantisedFloatParams", (FLOAT_PRODUCT_STRUCT,)
+)
 THIN_STRUCT = Struct("params", THIN_PARAMS, "ThinParams")
 PRODUCT_STRUCT = Struct("params", PRODUCT_PARAMS, "ProductParams")
+QUANTISED_TILE_STRUCT = Struct(
+    "params", QUANTISED_TILE_PARAMS, "QuantisedTileParams", (PRODUCT_STRUCT,)
+)
 PREACTIVATION_GRADIENT_STRUCT = Struct(
     "params", PREACTIVATION_GRADIENT_PARAMS, "PreactivationGradientParams"
 )
+QUANTIZE_STRUCT = Struct("params", QUANTIZE_PARAMS, "QuantizeParams")
+DEQUANTIZE_STRUCT = Struct("params", DEQUANTIZE_PARAMS, "DequantizeParams")
 DBIAS_STRUCT = Struct("params", DBIAS_PARAMS, "DbiasParams", (ATTENTION_STRUCT,))
 
 

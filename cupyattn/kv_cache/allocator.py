@@ -281,9 +281,9 @@ class BlockAllocator:
         Returns
         -------
         Sequence
-            Its first `num_cached_tokens` tokens stand in the cache; the caller computes the others
-            and writes their keys and values. Sequences can share them at once, so those that are
-            added for one step are written in one step, or in their order.
+            Its first ``num_cached_tokens`` tokens stand in the cache; the caller computes the
+            others and writes their keys and values. Sequences can share them at once, so those that
+            are added for one step are written in one step, or in their order.
 
         Raises
         ------

@@ -51,7 +51,7 @@ class PagedKVCache(CacheSteps):
     Attributes
     ----------
     allocator : BlockAllocator
-        `allocator.add(tokens)` makes a sequence. Sequences of another allocator are refused.
+        ``allocator.add(tokens)`` makes a sequence. Sequences of another allocator are refused.
     k, v : array (num_layers, num_blocks, block_size, G, D)
         The pools; ``cache.k[layer]`` is the k_cache of `paged_attention`. Of "int4" they are uint8
         with ``D // 2`` bytes in the last axis.
@@ -69,7 +69,7 @@ class PagedKVCache(CacheSteps):
     --------
     cupyattn.kv_cache.StepTables : the tables of a step, which the methods take.
     cupyattn.kv_cache.Copy : what tells `copy` which blocks to copy.
-    cupyattn.Scheduler : a loop over it; its requests are in `cupyattn.kv_cache` as well.
+    cupyattn.Scheduler : a loop over it; its requests are in ``cupyattn.kv_cache`` too.
 
     Notes
     -----

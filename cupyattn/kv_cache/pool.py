@@ -33,8 +33,8 @@ class Copy(NamedTuple):
     Attributes
     ----------
     src, dst : int
-        The block to read and the block to write: in the device's pool, but for what `swap_out`
-        writes and `swap_in` reads, which are blocks of host memory.
+        The block to read and the block to write: in the device's pool, but for what ``swap_out``
+        writes and ``swap_in`` reads, which are blocks of host memory.
     """
 
     src: int

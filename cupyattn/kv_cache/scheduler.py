@@ -151,7 +151,7 @@ class Scheduler:
         Returns
         -------
         Request
-            Its `outputs` grow with each step.
+            Its ``outputs`` grow with each step.
 
         Raises
         ------

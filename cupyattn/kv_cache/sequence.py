@@ -93,7 +93,7 @@ class Sequence:
 
     @property
     def num_cached_tokens(self) -> int:
-        """How many of its first tokens `add` found in the cache: they need not be computed.
+        """How many of its first tokens ``add`` found in the cache: they need not be computed.
 
         A multiple of the block size, and less than the tokens added: one must still give logits.
         A fork has its source's; `truncate` leaves the whole blocks that are kept.
@@ -137,7 +137,7 @@ class Sequence:
 
         Notes
         -----
-        A block that this fills can be shared at once, by an `add` before the tokens are written.
+        A block that this fills can be shared at once, by an ``add`` before the tokens are written.
         Who then does not write them all calls ``truncate(written)``, for such sharers too.
         """
         values = as_tokens(tokens)
@@ -179,8 +179,8 @@ class Sequence:
     def truncate(self, length: int) -> None:
         """Give back the tokens from `length` on: drafts that were refused, or never written.
 
-        Blocks that held any of them leave the prefix index, and no later `add` finds them. A block
-        that is kept in part is copied by the next `append` if it is shared.
+        Blocks that held any of them leave the prefix index, and no later ``add`` finds them. A
+        block that is kept in part is copied by the next `append` if it is shared.
 
         Parameters
         ----------

@@ -89,7 +89,7 @@ class CacheSteps:
     ) -> Array:
         """Return the slots of the last tokens of sequences, int32 (total,), one behind the other.
 
-        Slot ``block * block_size + offset`` is that of a token in the block's place `offset`.
+        Slot ``block * block_size + offset`` is that of a token in the block's place ``offset``.
         """
         return self.step_tables(sequences, new_tokens).slot_mapping
 

@@ -26,20 +26,13 @@ a product is stored.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
-from cupyattn import embedding, gelu, silu
+from cupyattn import embedding
 from cupyattn.arrays import Array
+from cupyattn.models.activations import activated
 from cupyattn.models.beside import Beside
 from cupyattn.models.config import Config
 from cupyattn.models.weights import Layer, Weights
-
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "gelu": gelu,
-    "gelu_tanh": partial(gelu, approximate="tanh"),
-    "silu": silu,
-}
-"""Those of `cupyattn.models.config.ELEMENTWISE`."""
 
 Attend = Callable[[int, Array, Array, Array], Array]
 """``attend(layer, q, k, v)``: attention of q (total, H, D) to k and v (total, G, D), as q is.
@@ -74,8 +67,8 @@ def hidden_states(
         else:
             attended = attend(index, *heads_of(config, layer.qkv(normed)))
             x = layer.output(attended.reshape(len(x), width), residual=x)
-            inner = layer.up(layer.mlp_norm(x), activation=config.activation)
-            x = layer.down(inner, residual=x)
+            # Without a name for what is inside, which would keep its memory through the next layer.
+            x = layer.down(layer.up(layer.mlp_norm(x), activation=config.activation), residual=x)
         yield x
     yield weights.norm(x)
 
@@ -86,7 +79,7 @@ def qkv_and_inner(config: Config, layer: Layer, normed: Array) -> tuple[Array, C
         return layer.qkv(normed), lambda: layer.up(normed, activation=config.activation)
     both = layer.qkv_up(normed)
     columns = len(layer.qkv.weight)
-    return both[:, :columns], lambda: ACTIVATIONS[config.activation](both[:, columns:])
+    return both[:, :columns], lambda: activated(both[:, columns:], config.activation)
 
 
 def heads_of(config: Config, qkv: Array) -> tuple[Array, Array, Array]:

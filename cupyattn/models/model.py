@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from cupyattn import Rotary, attention, rope_tables
+from cupyattn import QuantizedWeight, Rotary, attention, rope_tables
 from cupyattn.arrays import Array
 from cupyattn.errors import error, shown
 from cupyattn.models.beside import Beside
 from cupyattn.models.config import Config
 from cupyattn.models.forward import Attend, hidden_states
 from cupyattn.models.generation import Generates
+from cupyattn.models.loss import mean_loss
 from cupyattn.models.tokenizer import Tokenizer
-from cupyattn.models.weights import Weights, named_arrays
+from cupyattn.models.weights import Weights, named_arrays, named_parts
 
 
 class Model(Generates):
@@ -29,7 +31,7 @@ class Model(Generates):
     weights : Weights
         Its arrays, by name.
     dtype : str
-        Of weights and hidden states: "float16", "float32" or "bfloat16".
+        Of hidden states, and of weights that are not quantised: "float16", "float32" or "bfloat16".
     xp : module
         numpy or cupy: whose arrays they are.
     rotary : Rotary, or None
@@ -64,9 +66,15 @@ class Model(Generates):
         config = self.config
         return (
             f"<Model {config.architecture}: {config.num_layers} layers, {config.num_heads} heads, "
-            f"E = {config.hidden_size}, V = {config.vocab_size}, {self.dtype}, "
+            f"E = {config.hidden_size}, V = {config.vocab_size}, {self._kept()}, "
             f"{self.nbytes:,} bytes>"
         )
+
+    def _kept(self) -> str:
+        """Say how weights are kept."""
+        parts = (part for _, part in named_parts(self.weights))
+        kinds = {part.format for part in parts if isinstance(part, QuantizedWeight)}
+        return f"{self.dtype}, layers in {', '.join(sorted(kinds))}" if kinds else self.dtype
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +108,7 @@ class Model(Generates):
         attend : callable
             ``attend(layer, q, k, v)`` is called once for each layer with q (total, H, D) and k, v
             (total, G, D), views that are not rotated, and returns (total, H, D). Which keys a token
-            sees, `rotary`, the config's window and a cache are its business.
+            sees, ``rotary``, the config's window and a cache are its business.
 
         Returns
         -------
@@ -155,10 +163,75 @@ class Model(Generates):
         (1, 5, 50)
         """
         ids = self._ids(ids)
+        return self.head(self._dense_hidden(ids)).reshape(*ids.shape, self.config.vocab_size)
+
+    def loss(self, ids: Any, labels: Any = None) -> Array:
+        """Return the mean loss of next tokens: cross-entropy, in natural units.
+
+        Parameters
+        ----------
+        ids : integers (B, S)
+            As of `logits`.
+        labels : integers (B, S), optional
+            The tokens that count, where they stand in ids, and -100 for those that do not; by
+            default the ids. A token is predicted from those before it, so the first of a sequence
+            never counts.
+
+        Returns
+        -------
+        array (), float32 (float64 of a float64 model)
+            Their sum over their number; NaN where nothing counts.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `logits`; for labels of another shape, or beyond the vocabulary where values are
+            checked.
+
+        Notes
+        -----
+        The logits of some rows at a time exist, 2**27 bytes of them. For its gradient see
+        `cupyattn.models.training`.
+
+        Examples
+        --------
+        A model that knows nothing finds each of 50 tokens equally likely:
+
+        >>> import numpy as np
+        >>> from cupyattn import models
+        >>> tiny = models.PRESETS["gpt2"]._replace(
+        ...     num_layers=1, hidden_size=16, num_heads=2, num_kv_heads=2, head_dim=8,
+        ...     intermediate_size=32, vocab_size=50,
+        ... )
+        >>> model = models.random(tiny, dtype="float32", xp=np)
+        >>> model.weights.embedding[:] = 0
+        >>> float(np.exp(model.loss([[3, 1, 4, 1, 5]]))).__round__(3)
+        50.0
+        """
+        ids = self._ids(ids)
+        labels = ids if labels is None else self._ids(labels)
+        if labels.shape != ids.shape:
+            raise error(
+                ValueError,
+                f"labels have shape {labels.shape}, ids {ids.shape}",
+                "there is a label for each id: the id itself, or -100",
+                "pass labels of the shape of ids",
+            )
+        following = self.xp.full_like(labels, -100)
+        following[:, :-1] = labels[:, 1:]
+        hidden = self._dense_hidden(ids)
+        return mean_loss(self.weights.head, hidden, following.reshape(-1), self.xp)
+
+    def with_weights(self, weights: Weights) -> Model:
+        """Return this model with other weights; it shares all else."""
+        twin = copy(self)
+        twin.weights = weights
+        return twin
+
+    def _dense_hidden(self, ids: Array) -> Array:
         batch, length = ids.shape
         positions = self.xp.tile(self.xp.arange(length, dtype=np.int32), batch)
-        hidden = self.hidden(ids.reshape(-1), positions, self.dense_attention(batch, length))
-        return self.head(hidden).reshape(batch, length, self.config.vocab_size)
+        return self.hidden(ids.reshape(-1), positions, self.dense_attention(batch, length))
 
     def dense_attention(self, batch: int, length: int) -> Attend:
         """Return the attention, for `hidden`, of sequences that are equally long and begin at 0."""

@@ -6,18 +6,26 @@ from typing import Any
 
 import numpy as np
 
+import cupyattn
+from cupyattn import QuantizedWeight
 from cupyattn.arrays import Array
 from cupyattn.errors import error, shown
 from cupyattn.models.config import PRESETS, Config, checked
 from cupyattn.models.device import model_dtype, model_library
 from cupyattn.models.model import Model
-from cupyattn.models.weights import empty, named_arrays
+from cupyattn.models.quantised import quantises_to
+from cupyattn.models.weights import empty, named_parts
 
 _AT_ONCE = 1 << 22  # numbers: some arrays of 16 MiB, beside a model of gigabytes
 
 
 def random(
-    name_or_config: str | Config, *, dtype: str | None = None, xp: Any = None, seed: int = 0
+    name_or_config: str | Config,
+    *,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    xp: Any = None,
+    seed: int = 0,
 ) -> Model:
     """Make a model with random weights, on its device.
 
@@ -25,10 +33,10 @@ def random(
     ----------
     name_or_config : {"gpt2", "llama-3.2-1b", "phi-2"} or Config
         Which shapes: those of GPT-2 (124 million), Llama-3.2-1B, Phi-2, or any others.
-    dtype, xp : optional
-        As of `load`.
+    dtype, quantize, xp : optional
+        As of `load`, but that there is no file.
     seed : int
-        Of `xp.random.default_rng`: the same numbers every time; NumPy and CuPy differ.
+        Of ``xp.random.default_rng``: the same numbers every time; NumPy and CuPy differ.
 
     Returns
     -------
@@ -52,18 +60,30 @@ def random(
     config = _config(name_or_config)
     xp = model_library(xp)
     dtype = model_dtype(dtype, xp)
-    weights = empty(config, dtype, xp)
+    weights = empty(config, dtype, xp, quantises_to(quantize))
     generator = xp.random.default_rng(seed)
-    for name, array in named_arrays(weights):
-        if array.ndim == 2:
-            mean, deviation = 0.0, array.shape[1] ** -0.5
+    for name, part in named_parts(weights):
+        if part.ndim == 2:
+            mean, deviation = 0.0, part.shape[1] ** -0.5
         else:
             mean, deviation = float(name.endswith("norm.weight")), 0.1
-        _fill(array, generator, mean, deviation, xp)
+        if isinstance(part, QuantizedWeight):
+            _fill_quantised(part, generator, deviation)
+        else:
+            _fill(part, generator, mean, deviation)
     return Model(config, weights, dtype, xp)
 
 
-def _fill(array: Array, generator: Any, mean: float, deviation: float, xp: Any) -> None:
+def _fill_quantised(weight: QuantizedWeight, generator: Any, deviation: float) -> None:
+    rows, inner = weight.shape
+    step = max(1, _AT_ONCE // inner)
+    for start in range(0, rows, step):
+        part = weight[start : start + step]
+        normal = deviation * generator.standard_normal(part.shape, dtype=np.float32)
+        cupyattn.quantize(normal.T, format=weight.format, out=part.T)
+
+
+def _fill(array: Array, generator: Any, mean: float, deviation: float) -> None:
     flat = array.reshape(-1)
     for start in range(0, flat.size, _AT_ONCE):
         part = flat[start : start + _AT_ONCE]

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from cupyattn import layer_norm, linear, rms_norm
+from cupyattn import QuantizedWeight, layer_norm, linear, rms_norm
 from cupyattn.arrays import Array, dtype_of
 from cupyattn.models.config import ELEMENTWISE, GATED, Config
+from cupyattn.quantized_weight import Blocks
+from cupyattn.quantized_weight import empty as empty_weight
+
+PRODUCTS = ("qkv", "output", "up", "down")
+"""The products of a layer, by their names in `Layer`."""
+
+Quantises = Callable[[int, str, int], Blocks | None]
+"""``quantises(layer, product, K)``: how the weight of a layer's product is kept, by the product's
+name in `Layer`; None for the model's dtype."""
 
 
 class Norm(NamedTuple):
@@ -25,9 +34,12 @@ class Norm(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A product with a weight (N, K): products of few rows stream its rows as they lie."""
+    """A product with a weight (N, K): products of few rows stream its rows as they lie.
 
-    weight: Array
+    Of a layer's products it may be a `QuantizedWeight`.
+    """
+
+    weight: Array | QuantizedWeight
     bias: Array | None
 
     def __call__(self, x: Array, /, **options: Any) -> Any:
@@ -90,7 +102,11 @@ class Weights(NamedTuple):
     head: Product
 
 
-def empty(config: Config, dtype: str, xp: Any) -> Weights:
+def in_dtype(layer: int, product: str, inner: int) -> None:
+    """Keep all weights in the model's dtype: one of `Quantises`."""
+
+
+def empty(config: Config, dtype: str, xp: Any, quantises: Quantises = in_dtype) -> Weights:
     """Return the weights of a model as arrays that have yet to be filled."""
     width, heads, groups = config.hidden_size, config.num_heads, config.num_kv_heads
     inner, kind = config.intermediate_size, dtype_of(dtype)
@@ -99,26 +115,36 @@ def empty(config: Config, dtype: str, xp: Any) -> Weights:
         bias = None if config.architecture == "llama" else xp.empty(width, kind)
         return Norm(xp.empty(width, kind), bias, config.norm_eps)
 
-    def product(columns: int, rows: int, biased: bool) -> Product:
-        return Product(xp.empty((columns, rows), kind), xp.empty(columns, kind) if biased else None)
+    def product(columns: int, rows: int, biased: bool, blocks: Blocks | None = None) -> Product:
+        bias = xp.empty(columns, kind) if biased else None
+        if blocks is None:
+            return Product(xp.empty((columns, rows), kind), bias)
+        return Product(empty_weight(blocks, columns, rows, xp), bias)
 
-    def layer() -> Layer:
+    def layer(index: int) -> Layer:
         first = (heads + 2 * groups) * config.head_dim
         behind = inner * (2 if config.activation in GATED else 1)
+        of_qkv, of_up = (quantises(index, name, width) for name in ("qkv", "up"))
         parallel, qkv_up = config.architecture == "phi", None
-        if parallel and config.activation in ELEMENTWISE and config.qkv_bias == config.mlp_bias:
-            qkv_up = product(first + behind, width, config.qkv_bias)
-            qkv, up = _rows(qkv_up, slice(None, first)), _rows(qkv_up, slice(first, None))
+        together = config.activation in ELEMENTWISE and config.qkv_bias == config.mlp_bias
+        if parallel and together and of_qkv == of_up:
+            qkv_up = product(first + behind, width, config.qkv_bias, of_qkv)
+            qkv, up = rows_of(qkv_up, slice(None, first)), rows_of(qkv_up, slice(first, None))
         else:
-            qkv = product(first, width, config.qkv_bias)
-            up = product(behind, width, config.mlp_bias)
+            qkv = product(first, width, config.qkv_bias, of_qkv)
+            up = product(behind, width, config.mlp_bias, of_up)
         return Layer(
             norm=norm(),
             qkv=qkv,
-            output=product(width, heads * config.head_dim, config.output_bias),
+            output=product(
+                width,
+                heads * config.head_dim,
+                config.output_bias,
+                quantises(index, "output", heads * config.head_dim),
+            ),
             mlp_norm=None if parallel else norm(),
             up=up,
-            down=product(width, inner, config.mlp_bias),
+            down=product(width, inner, config.mlp_bias, quantises(index, "down", inner)),
             qkv_up=qkv_up,
         )
 
@@ -128,28 +154,40 @@ def empty(config: Config, dtype: str, xp: Any) -> Weights:
     return Weights(
         embedding=embedding,
         positions=xp.empty((config.max_positions, width), kind) if learned else None,
-        layers=tuple([layer() for _ in range(config.num_layers)]),
+        layers=tuple([layer(index) for index in range(config.num_layers)]),
         norm=norm(),
         head=head
         or Product(embedding, xp.empty(config.vocab_size, kind) if config.head_bias else None),
     )
 
 
-def _rows(whole: Product, rows: slice) -> Product:
+def rows_of(whole: Product, rows: slice) -> Product:
     """Return some rows of a product."""
     return Product(whole.weight[rows], None if whole.bias is None else whole.bias[rows])
 
 
 def named_arrays(weights: Weights) -> Iterator[tuple[str, Array]]:
-    """Return each array once, with its name: ``layers.0.qkv.weight``."""
+    """Return each array once, with its name: ``layers.0.qkv.weight``.
+
+    Those of a quantised weight have their own names behind it: ``layers.0.qkv.weight.codes``.
+    """
+    for name, part in named_parts(weights):
+        if isinstance(part, QuantizedWeight):
+            yield from ((f"{name}.{own}", array) for own, array in part.arrays.items())
+        else:
+            yield name, part
+
+
+def named_parts(weights: Weights) -> Iterator[tuple[str, Array | QuantizedWeight]]:
+    """Return each array and each quantised weight once, with its name."""
     seen = set()
-    for name, array in _walk("", weights):
-        if id(array) not in seen:
-            seen.add(id(array))
-            yield name, array
+    for name, part in _walk("", weights):
+        if id(part) not in seen:
+            seen.add(id(part))
+            yield name, part
 
 
-def _walk(name: str, part: Any) -> Iterator[tuple[str, Array]]:
+def _walk(name: str, part: Any) -> Iterator[tuple[str, Any]]:
     if hasattr(part, "_asdict"):
         # What is the rows of a product that is named itself is not named again.
         fields = [each for each in part._asdict().items() if each[0] != "qkv_up"]

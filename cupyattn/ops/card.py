@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from cupyattn.kernels.choices import USUAL, Choices
 from cupyattn.kernels.device import Device
 
 T4_L2_BYTES = 4 * 2**20
@@ -21,11 +22,19 @@ class Card(NamedTuple):
     tensor_cores: bool = True
     l2_bytes: int = T4_L2_BYTES
     """Of the cache that all multiprocessors share."""
+    choices: Choices = USUAL
+    """Rows that plans take where a table has several."""
 
     @classmethod
     def of(cls, device: Device) -> Card:
         """Describe a device."""
-        return cls(device.arch.number, device.multiprocessors, device.tensor_cores, device.l2_bytes)
+        return cls(
+            device.arch.number,
+            device.multiprocessors,
+            device.tensor_cores,
+            device.l2_bytes,
+            device.choices,
+        )
 
     def has_mma(self, dtype: str) -> bool:
         """Tell whether products of a dtype run on tensor cores, otherwise in float32 arithmetic.

@@ -37,6 +37,7 @@ from cupyattn.reference.layers.activations import (
     gated_backward_bound,
     gated_bound,
 )
+from cupyattn.reference.layers.adamw_8bit import adamw_step_8bit
 from cupyattn.reference.layers.cross_entropy import (
     cross_entropy,
     cross_entropy_backward,
@@ -91,6 +92,7 @@ from cupyattn.reference.layers.softmax_bounds import (
 )
 from cupyattn.reference.linear.bounds import linear_backward_bound, linear_bound
 from cupyattn.reference.linear.products import linear, linear_backward
+from cupyattn.reference.linear.quantisation import dequantize, quantize
 from cupyattn.reference.philox import attention_keep, element_keep, philox4x32_10
 
 __all__ = [
@@ -101,6 +103,7 @@ __all__ = [
     "activation_derivative",
     "activation_error",
     "adamw_step",
+    "adamw_step_8bit",
     "adamw_step_bound",
     "append_kv",
     "append_kv_bound",
@@ -120,6 +123,7 @@ __all__ = [
     "cross_entropy_backward_bound",
     "cross_entropy_bound",
     "dequantise",
+    "dequantize",
     "derivative_error",
     "dropout",
     "dropout_bound",
@@ -162,6 +166,7 @@ __all__ = [
     "philox4x32_10",
     "quantisation_bound",
     "quantise",
+    "quantize",
     "reduced",
     "rope",
     "rope_backward",

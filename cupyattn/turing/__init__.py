@@ -27,19 +27,28 @@ takes one of `MACHINES`, as the command does (``--machine "RTX 2080 Ti"``), or a
     kernel = row("attention_forward", HEAD_DIM=64)
     analyse(kernel, machine=MACHINES["RTX 2080 Ti"])  # a GeForce: half the tensor rate
 
+Kernels that move bytes
+-----------------------
+Most kernels' work is to read and write memory: layers, elements, caches, decoding, products with
+few rows. From what the emulator counts of one (`cupyattn.emulator.Report`), `memory_figures` tells
+the sectors of memory that a call touches for each byte that has to move, and the share of a card's
+bandwidth that its instructions leave possible. ``python -m cupyattn memory`` shows it for every
+such call on every card; it needs no disassembler.
+
 How far to trust them
 ---------------------
 All but the simulation is exact for one compiler; another version of NVRTC moves spills by tens of
 bytes and utilisations by 0.01. The simulated utilisation is a model: +-0.05, to rank variants by
 differences of that size and as an upper limit. Its rates and latencies come from public
-micro-benchmarks of a T4 (`machine` names them) and were not fitted; no Turing card has been
+micro-benchmarks of a T4 (`Machine` names them) and were not fitted; no Turing card has been
 measured with this library's kernels. Not modelled: bank conflicts (the emulator counts those),
 conflicts of register banks, the instruction cache, contention for L2 and DRAM, atomics' own rate,
 clocks that fall under power limits, what comes before and after the loop, and CTAs with less to do
 than others (causal attention).
 
-The tests hold every row of the tables to its recorded figures, in ``tests/figures/sm_75.json``.
-After a change that is meant, ``python -m cupyattn turing --json`` prints them anew. The notebook
+The tests hold every row of the tables to its recorded figures, in ``tests/figures/sm_75.json``, and
+every memory-bound call to those in ``tests/figures/memory.json``. After a change that is meant
+``python -m cupyattn turing --json`` and ``memory --json`` print them anew. The notebook
 ``notebooks/12_roofline_and_profile.ipynb`` shows the model at work.
 """
 
@@ -47,6 +56,7 @@ from cupyattn.turing.analysis import KernelFigures, analyse
 from cupyattn.turing.counts import LoopFigures
 from cupyattn.turing.disassembler import DisassemblerError, disassembler_version
 from cupyattn.turing.machine import MACHINES, T4, Machine
+from cupyattn.turing.memory import MemoryFigures, memory_figures
 from cupyattn.turing.rows import row
 from cupyattn.turing.simulation import MARGIN, Utilisation
 
@@ -58,8 +68,10 @@ __all__ = [
     "KernelFigures",
     "LoopFigures",
     "Machine",
+    "MemoryFigures",
     "Utilisation",
     "analyse",
     "disassembler_version",
+    "memory_figures",
     "row",
 ]

@@ -152,6 +152,22 @@ def test_text_and_json(a_gpu, capsys, tmp_path):
     assert names[:4] == ["embedding", "norm", "qkv and up", "activation"]
 
 
+def test_how_weights_are_kept_is_told(a_gpu, capsys, monkeypatch):
+    config = TINY["phi"]._replace(hidden_size=64, head_dim=32, intermediate_size=64)
+    model = models.random(config, dtype="float32", quantize="int8", xp=np)
+    given = []
+
+    def noted(name, **options):
+        given.append(options["quantize"])
+        return model
+
+    monkeypatch.setattr(models, "random", noted)
+    call = ["generate", "--model", "phi-2", "--batch", "1", "--prompt", "5", "--new-tokens", "4"]
+    assert main([*call, "--runs", "1", "--quantize", "int8"]) == 0
+    assert given == ["int8"]
+    assert "phi-2, float32, layers in int8: 0 MB of weights" in capsys.readouterr().out
+
+
 def test_a_peer_that_cannot_is_said(a_gpu, capsys, monkeypatch):
     def refuses(*_):
         raise RuntimeError("not this one")

@@ -16,11 +16,12 @@ from cupyattn.benchmark import gpu_command
 from cupyattn.benchmark.__main__ import main
 from cupyattn.benchmark.linear import command
 from cupyattn.benchmark.linear.calls import own_calls, reading_calls, torch_calls
-from cupyattn.benchmark.linear.cases import LARGE, Case, arrays_of
+from cupyattn.benchmark.linear.cases import LARGE, QUANTISED, Case, arrays_of
 from cupyattn.benchmark.linear.command import COMPILED, EAGER, OWN, READING, cases_of, row_of
 from cupyattn.emulator import Checks, Report
 from cupyattn.functional.device_info import device_count
 from cupyattn.kernels.device.emulated import EmulatedDevice
+from cupyattn.quantized_weight import FORMATS
 
 FEW = Case("thin", 2, 16, 40, "float32", "nk", None)
 
@@ -39,6 +40,30 @@ def test_the_cases_are_those_of_the_command_line():
     asked = list(cases_of(parsed(*words, "--size", "1", "16", "32", "--activation", "silu")))
     assert len(asked) == 4
     assert {(c.M, c.N, c.K, c.activation) for c in asked} == {(1, 16, 32, "silu")}
+
+
+def test_quantised_weights_stand_beside_those_of_the_dtype():
+    cases = list(cases_of(parsed("--kind", "large", "backward", "--weights", "nf4", "int8")))
+    assert {case.kind for case in cases} == {"large", "dx"}
+    assert {case.weights for case in cases} == {None, "nf4", "int8"}
+    assert [(c.M, c.N, c.K) for c in cases if (c.kind, c.weights) == ("dx", "nf4")] == [*QUANTISED]
+    assert {case.weights for case in cases_of(parsed("--layout", "kn", "--weights", "nf4"))} == {
+        None
+    }
+
+
+@pytest.mark.parametrize("weights", [None, *FORMATS])
+def test_calls_of_quantised_weights(weights):
+    case = Case("large", 3, 8, 256, "float32", "nk", None, weights)
+    arrays = arrays_of(case, np)
+    w = arrays.weights[0]
+    assert w.nbytes == case.weight_bytes
+    dense = w if weights is None else cupyattn.dequantize(w)
+    (call,) = own_calls(case, arrays)
+    np.testing.assert_allclose(call(), arrays.x @ dense.T + arrays.b, rtol=1e-3, atol=1e-3)
+    back = Case("dx", 3, 8, 256, "float32", "nk", None, weights)
+    (call,) = own_calls(back, arrays_of(back, np))
+    np.testing.assert_allclose(call(), arrays.dout @ dense, rtol=1e-3, atol=1e-3)
 
 
 def test_few_rows_meet_weights_that_no_cache_holds():

@@ -7,9 +7,10 @@ import json
 import pytest
 from support.processes import run
 
-from cupyattn.cli import INTERRUPTED, compile, demo, main
+from cupyattn.__main__ import main
+from cupyattn.cli import INTERRUPTED, compile, demo
 
-COMMANDS = ("demo", "info", "compile", "profile", "turing")
+COMMANDS = ("demo", "info", "compile", "profile", "turing", "memory", "tune", "report")
 CALLS = ("attention", "attention_backward", "softmax")
 
 # No module of CuPy is found: what a user without a GPU's libraries has.

@@ -54,6 +54,28 @@ def test_options_are_passed_on(model, capsys):
     assert main(["generate", "folder", "Once", "--lookup", "3", "--cache-dtype", "int8"]) == 0
 
 
+def test_how_weights_are_kept_is_passed_on_and_told(model, monkeypatch, capsys):
+    asked = []
+
+    def noted(name, **options):
+        asked.append((name, options["quantize"]))
+        return model
+
+    monkeypatch.setattr(models, "load", noted)
+    monkeypatch.setattr(models, "random", noted)
+    once = ["--max-new-tokens", "1"]
+    assert main(["generate", "folder", "Once", "--quantize", "file", *once]) == 0
+    assert "folder, float32, layers in the file's blocks, on the CPU" in capsys.readouterr().out
+    assert main(["generate", "--random", "gpt2", "--quantize", "nf4", *once]) == 0
+    assert "gpt2, float32, layers in nf4, on the CPU" in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["chat", "folder", "--quantize", "int8"]) == 0
+    assert asked == [("folder", "file"), ("gpt2", "nf4"), ("folder", "int8")]
+    with pytest.raises(SystemExit):
+        main(["generate", "folder", "Once", "--quantize", "int2"])
+    assert "invalid choice: 'int2'" in capsys.readouterr().err
+
+
 def test_random_weights_need_no_text(model, capsys):
     assert main(["generate", "--random", "gpt2", "--prompt-tokens", "20", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

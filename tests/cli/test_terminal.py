@@ -176,6 +176,19 @@ def test_progress_in_a_pipe_says_now_and_then_how_far_it_is(monkeypatch, capsys)
     assert printed.err == "modelling 3/9\nmodelling 5/9\n"
 
 
+def test_progress_tells_of_a_step_and_goes_on_from_one(monkeypatch, capsys):
+    monkeypatch.setattr(progress_module, "SECONDS_BETWEEN_LINES", 0.0)
+    with progress("training", 9, 6) as step:
+        step("loss 0.5")
+        step()
+    assert capsys.readouterr().err == "training 7/9 loss 0.5\ntraining 8/9\n"
+    monkeypatch.setattr(progress_module, "has_rich", lambda: False)
+    monkeypatch.setattr(progress_module.sys.stderr, "isatty", lambda: True)
+    with progress("training", 9, 6) as step:
+        step("loss 0.5")
+    assert capsys.readouterr().err == "\rtraining 7/9 loss 0.5\n"
+
+
 @pytest.mark.nvrtc
 def test_turing_in_a_pipe_is_not_silent(monkeypatch, capsys):
     pytest.importorskip("rich")

@@ -20,7 +20,16 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # Room: the rooms that it may import besides itself. A room is a folder or a module at the top; ""
 # is the package's own __init__.
-BOTTOM = {"reference", "gradients", "arrays", "cupy_library", "folders", "progress", "errors"}
+BOTTOM = {
+    "reference",
+    "gradients",
+    "quantized_weight",
+    "arrays",
+    "cupy_library",
+    "folders",
+    "progress",
+    "errors",
+}
 ROOMS = {
     "errors": set(),
     "progress": set(),
@@ -28,28 +37,40 @@ ROOMS = {
     "cupy_library": {"folders", "errors"},
     "emulator": set(),
     "arrays": {"cupy_library", "errors"},
+    "quantized_weight": {"arrays", "errors"},
     "gradients": {"arrays"},
-    "reference": {"gradients"},
+    "reference": {"gradients", "quantized_weight"},
     "kernels": {"arrays", "cupy_library", "folders", "errors", "emulator"},
-    "turing": {"kernels", "errors"},
-    "ops": {"kernels", "arrays", "errors"},
+    "turing": {"kernels", "emulator", "errors"},
+    "ops": {"kernels", "quantized_weight", "arrays", "errors"},
     "functional": {"ops", "kernels", "emulator", *BOTTOM},
     "kv_cache": {"functional", *BOTTOM},
     "": {"functional", "kv_cache", "emulator"},
-    "models": {"", "kv_cache", "arrays", "cupy_library", "progress", "errors"},
+    "distributed": {"", "arrays", "cupy_library", "errors"},
+    "models": {
+        "",
+        "kv_cache",
+        "quantized_weight",
+        "arrays",
+        "cupy_library",
+        "progress",
+        "errors",
+    },
     "cli": {"", "models", "functional", "ops", "turing", "kernels", "emulator", *BOTTOM},
     "benchmark": {
         "",
         "cli",
         "models",
+        "distributed",
         "kv_cache",
         "functional",
         "ops",
+        "turing",
         "kernels",
         "emulator",
         *BOTTOM,
     },
-    "__main__": {"cli", "kernels"},
+    "__main__": {"cli", "benchmark", "kernels"},
 }
 CUPY = {"cupy", "cupy_backends", "cupyx"}
 # The first gives CuPy a folder that it can write; the others import what is below it after that.
@@ -59,7 +80,7 @@ MAY_IMPORT_CUPY = {
     "cupyattn.kernels.device.cuda": "cupy_backends",
 }
 LAZY = {*CUPY, "cuda", "rich", "ml_dtypes", "torch", "matplotlib"}
-LAZY |= {"safetensors", "tokenizers", "gguf", "jinja2"}
+LAZY |= {"safetensors", "tokenizers", "gguf", "jinja2", "mpi4py", "nccl"}
 
 
 def name_of(path: Path) -> str:

@@ -121,6 +121,11 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
         {**dict.fromkeys(("step", "lr", "betas", "eps", "weight_decay"), inspect.Parameter.empty),
          "grad_scale": 1.0},
     ),
+    cupyattn.adamw_step_8bit: (
+        ("param", "grad", "m", "v", "m_scales", "v_scales"),
+        {**dict.fromkeys(("step", "lr", "betas", "eps", "weight_decay"), inspect.Parameter.empty),
+         "grad_scale": 1.0},
+    ),
     cupyattn.sample: (
         ("logits",),
         {"seed": inspect.Parameter.empty, "step": 0, "temperature": 1.0, "top_k": None,
@@ -181,6 +186,8 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
         {"activation": None, "residual": None, "return_preactivation": False, "out": None,
          "workspace": None},
     ),
+    cupyattn.quantize: (("w",), {"format": "nf4", "block_size": None, "out": None}),
+    cupyattn.dequantize: (("weight",), {"dtype": None, "out": None}),
     linear_backward: (
         ("dout", "x", "w", "b"),
         {"activation": None, "preactivation": None, "grads": None, "accumulate": False,

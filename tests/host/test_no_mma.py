@@ -135,6 +135,8 @@ CALLS: dict[str, list[Callable[[], Any]]] = {
             single(3), half(3, 64), half(64, 40), IDS, single(3), reduction="none"
         )
     ],
+    "quantize": [lambda: cupyattn.quantize(half(64, 8))],
+    "dequantize": [lambda: cupyattn.dequantize(cupyattn.quantize(half(64, 8)))],
     "layer_norm": [lambda: cupyattn.layer_norm(half(3, 8), half(8), half(8))],
     "layer_norm_backward": [
         lambda: cupyattn.layer_norm_backward(*half(2, 3, 8), half(8), *single(2, 3))
@@ -168,6 +170,11 @@ CALLS: dict[str, list[Callable[[], Any]]] = {
     "embedding": [lambda: cupyattn.embedding(half(8, 8), IDS)],
     "embedding_backward": [lambda: cupyattn.embedding_backward(half(3, 8), half(8, 8), IDS)],
     "adamw_step": [lambda: cupyattn.adamw_step(half(8), half(8), single(8), single(8), **STEP)],
+    "adamw_step_8bit": [
+        lambda: cupyattn.adamw_step_8bit(
+            single(8), single(8), np.zeros(8, np.int8), np.zeros(8, np.uint8), *single(2, 1), **STEP
+        )
+    ],
     "global_norm": [lambda: cupyattn.global_norm(half(3, 8), half(8))],
     "sample": [lambda: cupyattn.sample(half(3, 8), seed=0, top_k=2)],
     "append_kv": [lambda: cupyattn.append_kv(*half(2, 4, 16, 1, 64), *half(2, 3, 1, 64), SLOTS)],

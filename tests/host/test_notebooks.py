@@ -22,7 +22,13 @@ from cupyattn.functional.device_info import device_count
 from cupyattn.kernels.compile import nvrtc_version
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-PUBLIC = ("cupyattn", "cupyattn.emulator", "cupyattn.turing", "cupyattn.models")
+PUBLIC = (
+    "cupyattn",
+    "cupyattn.emulator",
+    "cupyattn.turing",
+    "cupyattn.models",
+    "cupyattn.models.training",
+)
 INSTALL = """\
 import sys
 

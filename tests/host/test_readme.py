@@ -20,6 +20,7 @@ from support.readme import (
     with_tables,
 )
 
+from cupyattn import __main__ as library
 from cupyattn import cli
 from cupyattn.benchmark import __main__ as benchmark
 from cupyattn.benchmark.plot.figures import figures_of, results_in
@@ -121,8 +122,9 @@ def commands() -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize(("module", "arguments"), sorted(commands()))
 def test_commands_are_understood(module, arguments, monkeypatch):
-    called = cli if module == "cupyattn" else benchmark
-    monkeypatch.setattr(called, "dispatch", lambda parser, argv: parser.parse_args(argv))
+    called = library if module == "cupyattn" else benchmark
+    for dispatching in (cli, benchmark):
+        monkeypatch.setattr(dispatching, "dispatch", lambda parser, argv: parser.parse_args(argv))
     assert callable(called.main(shlex.split(arguments)).run)
 
 

@@ -161,7 +161,7 @@ def test_an_unknown_name_is_measured_once(gpu, cycles, present):
     device, cupy = gpu("Graphics Device", cycles)
     assert cupy.measurements == 0, "before anyone asks"
     for _ in range(3):
-        assert Card.of(device) == (75, 16, present, 16)
+        assert Card.of(device)[:4] == (75, 16, present, 16)
     assert cupy.measurements == 1
     found = device.find_tensor_cores()
     assert found.because == (

@@ -7,13 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 from support.devices import everywhere
+from support.quantised_weights import made_up
 
 import cupyattn
-from cupyattn import LinearGrads
+from cupyattn import LinearGrads, QuantizedWeight
 
 
 def zeros(*shape: int, dtype: str = "float32") -> np.ndarray:
     return np.zeros(shape, dtype)
+
+
+QUANTISED = made_up("int4", 6, 64, 32)
+"""(64, 6), its codes along 64."""
 
 
 def forward(**changed: Any) -> Any:
@@ -54,6 +59,14 @@ FORWARD = {
     ),
     "a flag that is none": ({"return_preactivation": 1}, "it is True or False"),
     "no weight": ({"w": None}, "w is None"),
+    "a quantised w the other way round": (
+        {"x": zeros(3, 6), "w": QUANTISED}, r"w is \(K, N\) with K = 6.*; pass w\.T",
+    ),
+    "a quantised w of another height": ({"w": QUANTISED}, r"x has shape \(3, 8\), w \(64, 6\)"),
+    "a gated quantised w of odd columns": (
+        {"x": zeros(3, 64), "w": made_up("int4", 5, 64, 32), "b": None, "activation": "swiglu"},
+        r"\(K, 2 N\)",
+    ),
     "no array": ({"x": [1.0]}, "x is a builtins.list"),
 }  # fmt: skip
 BACKWARD = {
@@ -74,6 +87,10 @@ BACKWARD = {
         {"grads": LinearGrads(dw=np.broadcast_to(zeros(6), (8, 6)))}, "one item in memory",
     ),
     "db of no bias": ({"b": None, "grads": LinearGrads(db=zeros(6))}, "this call has no b"),
+    "dw of a quantised w": (
+        {"x": zeros(3, 64), "w": QUANTISED, "grads": LinearGrads(dw=zeros(64, 6))},
+        "a quantised weight has no gradient",
+    ),
     "adding to nothing": ({"accumulate": True}, "accumulate=True without grads"),
 }  # fmt: skip
 
@@ -89,6 +106,15 @@ def test_is_refused(call, changed, message):
     with pytest.raises((TypeError, ValueError), match=message) as refused:
         call(**changed)
     assert str(refused.value).count("; ") >= 2
+
+
+def test_scales_start_at_whole_words():
+    """Slices of a file's bytes may start anywhere; kernels load a scale and its shift at once."""
+    scales = np.zeros(QUANTISED.scales.size + 8, np.float16)
+    first = 1 - scales.ctypes.data // 2 % 2
+    odd = scales[first:][: QUANTISED.scales.size].reshape(QUANTISED.scales.shape)
+    with pytest.raises(ValueError, match="scales start 2 bytes beyond a multiple of 4"):
+        QuantizedWeight("int4", QUANTISED.codes, odd, block_size=32)
 
 
 def test_results_may_not_overlap_what_is_read():

@@ -14,7 +14,8 @@ from cupyattn.emulator import KernelFault, OutOfBoundsError, SharedMemoryRaceErr
 pytestmark = pytest.mark.nvrtc
 
 OPERANDS, PRODUCT = "linear/float32/operands.cuh", "linear/float32/product.cuh"
-FORWARD, THIN, DB = (f"linear/float32/{name}.cu" for name in ("forward", "thin", "db"))
+THIN, DB = (f"linear/float32/{name}.cu" for name in ("thin", "db"))
+FORWARD = "linear/float32/forward_tile.cuh"
 
 
 TILES = LinearCase((70,), 24, 72, activation="gelu_tanh", residual=True)

@@ -14,11 +14,12 @@ from cupyattn.emulator import KernelFault, OutOfBoundsError, SharedMemoryRaceErr
 
 pytestmark = pytest.mark.nvrtc
 
-FEED, LOOP, EPILOGUE, PARAMS, FORWARD, PRODUCT, GRADIENT, SUMS = (
+FEED, LOOP, EPILOGUE, PARAMS, FORWARD, TILE, PRODUCT, GRADIENT, SUMS = (
     f"linear/tensor_core/{name}"
     for name in (
         "operand_feed.cuh", "tile_product.cuh", "epilogue.cuh", "params.cuh",
-        "forward.cu", "product.cu", "preactivation_gradient.cu", "split_sums.cu",
+        "forward.cu", "forward_tile.cuh", "product.cu", "preactivation_gradient.cu",
+        "split_sums.cu",
     )
 )  # fmt: skip
 
@@ -80,7 +81,7 @@ FAULTS: dict[str, tuple[LinearCase, bool, Bug]] = {
     ),
     "the first k-tile is not ragged": (
         case(70, 72, 24, turned=True), False,
-        Bug(LOOP, "(quads[i], i, 0, first_items)", "(quads[i], i, 0, kInner)"),
+        Bug(LOOP, "(fetched[i], i, 0, first_items)", "(fetched[i], i, 0, kInner)"),
     ),
     "there is always a second k-tile": (
         case(70, 72, 24), False, Bug(LOOP, "tiles > 1 ? kInner : 0", "kInner"),
@@ -99,7 +100,7 @@ FAULTS: dict[str, tuple[LinearCase, bool, Bug]] = {
         Bug(EPILOGUE, "if (column + i < columns) items_g", "if (column + i <= columns) items_g"),
     ),
     "a bias too many is read": (
-        PLAIN, False, Bug(FORWARD, "&& column < columns;", "&& column <= columns;"),
+        PLAIN, False, Bug(TILE, "&& column < columns;", "&& column <= columns;"),
     ),
     "tiles of rows that do not exist": (
         case(260, 8, 8), False, Bug(FORWARD, "if (first_row >= params.rows) return;", ""),
@@ -127,16 +128,16 @@ def test_an_access_out_of_bounds_is_found(name, small_ratio_with):
 MISTAKES: dict[str, tuple[LinearCase, bool, Bug]] = {
     "the first k-tile begins with what was there": (
         case(70, 72, 40), False,
-        Bug(LOOP, "quads[i] = make_uint4(0, 0, ", "quads[i] = make_uint4(0x3c003c00, 0, "),
+        Bug(LOOP, "fetched[Feed::kFetches] = {};", "fetched[Feed::kFetches] = {{0x3c003c00u}};"),
     ),
     "the first of several k-tiles is not ragged": (
-        TURNED, False, Bug(LOOP, "(quads[i], i, 0, first_items)", "(quads[i], i, 0, kInner)"),
+        TURNED, False, Bug(LOOP, "(fetched[i], i, 0, first_items)", "(fetched[i], i, 0, kInner)"),
     ),
     "the second k-tile is the first again": (
         PLAIN, False, Bug(LOOP, "    feed.advance(first_items);\n", ""),
     ),
     "the bias of the neighbouring column": (
-        PLAIN, False, Bug(FORWARD, "lane_index() % 4 * 2 + e;", "lane_index() % 4 * 2 + (1 - e);"),
+        PLAIN, False, Bug(TILE, "lane_index() % 4 * 2 + e;", "lane_index() % 4 * 2 + (1 - e);"),
     ),
     "lanes exchange the wrong words": (
         PLAIN, False, Bug(EPILOGUE, "upper ? low : high", "upper ? high : low"),
@@ -146,7 +147,7 @@ MISTAKES: dict[str, tuple[LinearCase, bool, Bug]] = {
         Bug(EPILOGUE, "    transpose_in_quad(words);\n#pragma", "#pragma"),
     ),
     "up goes through the activation": (
-        GATED, False, Bug(FORWARD, "value(acc[m][2 * n][2", "value(acc[m][2 * n + 1][2"),
+        GATED, False, Bug(TILE, "value(acc[m][2 * n][2", "value(acc[m][2 * n + 1][2"),
     ),
     "halves of a gated weight are one": (
         GATED, False, Bug(PARAMS, "kPaired ? position / kPairItems % 2 : 0", "0"),

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from cupyattn.models.activations import FUNCTIONS
 from cupyattn.models.beside import Beside
-from cupyattn.models.config import ELEMENTWISE
-from cupyattn.models.forward import ACTIVATIONS
+from cupyattn.models.config import ELEMENTWISE, GATED
 from cupyattn.models.generation import graph
 
 
@@ -83,7 +83,7 @@ def test_what_runs_beside_waits_at_both_ends(xp, notes):
 
 
 def test_activations_of_their_own_are_those_of_a_parallel_layer():
-    assert tuple(ACTIVATIONS) == ELEMENTWISE
+    assert tuple(FUNCTIONS) == (*ELEMENTWISE, *GATED)
 
 
 def test_a_capture_that_fails_is_ended(xp, notes):

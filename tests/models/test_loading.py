@@ -15,10 +15,12 @@ from support.processes import environment
 from support.tiny_models import TINY
 
 from cupyattn import models
-from cupyattn.models.checkpoints import copying, names
+from cupyattn.models.checkpoints import copying
 from cupyattn.models.weights import named_arrays
 
 safetensors = pytest.importorskip("safetensors.numpy")
+
+from support.model_folders import tensors_of, write_folder  # noqa: E402
 
 FOLDER = Path(__file__).parent / "checkpoints"
 
@@ -208,7 +210,7 @@ def test_a_config_that_is_no_json(copy, text):
         ("llama_yarn", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0,
                                             "mscale": 1.0}}, "mscale is 1.0"),
         ("llama3", {"hidden_act": "relu"}, "hidden_act is 'relu'; there is code for 'gelu'"),
-        ("llama3", {"quantization_config": {"bits": 4}}, "quantised"),
+        ("llama3", {"quantization_config": {"bits": 4}}, "quant_method is None"),
         ("llama3", {"rope_interleaved": True}, "rope_interleaved is True; there is code for False"),
         ("gpt2", {"activation_function": "mish"}, "activation_function is 'mish'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
@@ -240,10 +242,6 @@ def test_configs_that_cannot_be(copy, config, message):
     assert message in refusal(copy("llama3", **config))
 
 
-def test_four_bits_come_later():
-    assert "quantize = 'nf4'" in refusal(FOLDER / "gpt2", NotImplementedError, quantize="nf4")
-
-
 def test_ends_of_text_are_those_of_both_configs(copy):
     folder = copy("llama3")
     (folder / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
@@ -263,16 +261,7 @@ def test_loading_takes_the_memory_of_the_model(tmp_path, monkeypatch):
     """Beside the model there are pieces of a tensor, never a whole file or a whole model."""
     config = TINY["llama"]._replace(vocab_size=20_000, hidden_size=64, intermediate_size=4000)
     model = models.random(config, dtype="float16", xp=np)
-    shapes = names.places(names.HUGGING_FACE["llama"], config, model.weights, ["model.x"]).filled
-    safetensors.save_file(
-        {name: np.ascontiguousarray(place.target) for name, place in shapes.items()},
-        tmp_path / "model.safetensors",
-    )
-    (tmp_path / "config.json").write_text(json.dumps({
-        "model_type": "llama", "vocab_size": 20_000, "hidden_size": 64, "intermediate_size": 4000,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-        "max_position_embeddings": 40, "rms_norm_eps": 1e-6,
-    }))  # fmt: skip
+    write_folder(tmp_path, config, tensors_of(model))
     monkeypatch.setattr(copying, "_AT_ONCE", 1 << 14)
     tracemalloc.start()
     try:

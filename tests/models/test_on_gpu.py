@@ -25,10 +25,7 @@ def test_loaded_models_give_the_same_logits(name, dtype):
     pytest.importorskip("safetensors")
     model = models.load(FOLDER / name, dtype=dtype, xp=cupy)
     twin = models.load(FOLDER / name, dtype=dtype, xp=np)
-    for (key, array), (_, expected) in zip(
-        named_arrays(model.weights), named_arrays(twin.weights), strict=True
-    ):
-        np.testing.assert_array_equal(array.get(), expected, err_msg=key)
+    assert_same_arrays(model, twin)
     with np.load(FOLDER / name / "expected.npz", allow_pickle=False) as file:
         logits = model.logits(file["ids"]).get().astype(np.float32)
         float16 = 3 * float(file["float16_difference"])
@@ -45,10 +42,7 @@ def test_gguf_files_give_the_same_weights(tmp_path):
     model = models.random(TINY["llama"], dtype="float32", xp=np)
     path = write_gguf(tmp_path / "m.gguf", model, "llama")
     loaded = models.load(path, dtype="float32", xp=cupy)
-    for (_, array), (_, expected) in zip(
-        named_arrays(loaded.weights), named_arrays(model.weights), strict=True
-    ):
-        np.testing.assert_array_equal(array.get(), expected)
+    assert_same_arrays(loaded, model)
 
 
 @pytest.mark.parametrize("dtype", ERRORS)
@@ -67,6 +61,64 @@ def test_random_models(name, dtype):
     ids = np.random.default_rng(1).integers(0, 59, (2, 13))
     logits = model.logits(ids).get().astype(np.float32)
     assert np.abs(logits - twin.logits(ids)).max() <= 2 * ERRORS[dtype]
+
+
+def assert_same_arrays(model, twin):
+    for (key, array), (_, expected) in zip(
+        named_arrays(model.weights), named_arrays(twin.weights), strict=True
+    ):
+        np.testing.assert_array_equal(array.get(), expected, err_msg=key)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int4", "int8"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "phi"])
+def test_quantised_models(tmp_path, name, kind):
+    """The codes of NumPy, its logits, and text that a CUDA graph computes."""
+    import cupy
+
+    pytest.importorskip("safetensors")
+    from models.test_quantised import CONFIGS
+    from support.model_folders import tensors_of, write_folder
+
+    plain = models.random(CONFIGS[name], dtype="float32", xp=np, seed=2)
+    folder = write_folder(tmp_path, CONFIGS[name], tensors_of(plain))
+    model = models.load(folder, dtype="float16", quantize=kind, xp=cupy)
+    twin = models.load(folder, dtype="float16", quantize=kind, xp=np)
+    assert_same_arrays(model, twin)
+    ids = np.random.default_rng(1).integers(0, 59, (2, 13))
+    wide = models.load(folder, dtype="float32", quantize=kind, xp=np)
+    logits = model.logits(ids).get().astype(np.float32)
+    assert np.abs(logits - wide.logits(ids)).max() <= 2 * ERRORS["float16"]
+    exact = models.load(folder, dtype="float32", quantize=kind, xp=cupy)
+    prompts = [[1, 2, 3], [4, 5]]
+    assert exact.generate(prompts, max_new_tokens=8) == wide.generate(prompts, max_new_tokens=8)
+    assert [len(each) for each in model.generate(prompts, max_new_tokens=8)] == [8, 8]
+
+
+@pytest.mark.parametrize("how", ["nested", "gptq", "awq"])
+@pytest.mark.parametrize("quantize", [None, "file"])
+def test_packed_files(tmp_path, how, quantize):
+    import cupy
+
+    for module in ("safetensors", "gguf"):
+        pytest.importorskip(module)
+    from models.test_quantised_files import packed_folder
+
+    folder, _ = packed_folder(tmp_path, how)
+    model = models.load(folder, dtype="float32", quantize=quantize, xp=cupy)
+    assert_same_arrays(model, models.load(folder, dtype="float32", quantize=quantize, xp=np))
+
+
+def test_making_a_quantised_model_takes_little_more():
+    """Pieces of floats, never a whole tensor of a large model."""
+    import cupy
+
+    config = models.PRESETS["phi-2"]._replace(num_layers=4)
+    pool = cupy.get_default_memory_pool()
+    pool.free_all_blocks()
+    before = pool.total_bytes()
+    model = models.random(config, dtype="float16", quantize="nf4")
+    assert pool.total_bytes() - before < model.nbytes + (100 << 20)
 
 
 def test_by_default_float16():

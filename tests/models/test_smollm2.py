@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
+import cupyattn
 from cupyattn import models
 
 PROMPT = "The capital of France is"
@@ -30,6 +31,20 @@ def test_the_capital_of_france_is_paris(model):
     for _ in range(2):
         ids.append(int(model.logits([ids])[0, -1].argmax()))
     assert model.tokenizer.decode(ids) == f"{PROMPT} Paris."
+
+
+@needs_weights
+def test_paris_in_the_blocks_of_the_file(model):
+    """Its layers are Q4_1: a third of the size, and the same numbers."""
+    kept = models.load("smollm2", xp=np, quantize="file")
+    assert kept.nbytes < model.nbytes * 0.34
+    for layer, plain in zip(kept.weights.layers, model.weights.layers, strict=True):
+        for name in ("qkv", "output", "up", "down"):
+            weight = getattr(layer, name).weight
+            assert weight.blocks == ("q4_1", 32)
+            assert (cupyattn.dequantize(weight) == getattr(plain, name).weight).all()
+    (text,) = kept.generate([PROMPT], max_new_tokens=4)
+    assert text.startswith(" Paris")
 
 
 @needs_weights

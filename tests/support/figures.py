@@ -1,7 +1,7 @@
-"""The pinned figures of sm_75, all in one file: what rows cost, and what the model says of them.
+"""The pinned figures of sm_75: what rows cost, what the model says of them, what calls move.
 
 `python -m support.figures`, with PYTHONPATH=.:tests and the compiler and disassembler that CI pins,
-compiles every row and writes the file anew: after a change that is for the better or cannot be
+compiles every row and writes the files anew: after a change that is for the better or cannot be
 helped. Look at the difference. Figures of another compiler are not compared.
 """
 
@@ -11,17 +11,36 @@ import json
 from pathlib import Path
 from typing import Any
 
-from support.costs import Cost, rows, worst
+from support.costs import Cost, first_of_each_kernel, rows, worst
 
+from cupyattn.benchmark.memory.calls import modelled_calls
+from cupyattn.benchmark.memory.command import describe as describe_memory
 from cupyattn.cli.table_rows import rows_of
-from cupyattn.cli.turing import TUNED, describe
+from cupyattn.cli.turing import (
+    IN_FLOAT32,
+    LIKE_FLOAT32,
+    LIKE_TUNED,
+    TUNED,
+    describe,
+    kernel_row,
+)
 from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.spec import Specialisation
+from cupyattn.turing import MACHINES
 
 FILE = Path(__file__).resolve().parent.parent / "figures" / "sm_75.json"
 RECORD: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
 NVRTC: str = RECORD["nvrtc"]
 MODEL = {(row["kernel"], row["row"]): row for row in RECORD["rows"]}
 """The model of Turing's main loops, by kernel and row."""
+MEMORY_FILE = FILE.with_name("memory.json")
+MEMORY_RECORD: dict[str, Any] = json.loads(MEMORY_FILE.read_text(encoding="utf-8"))
+MEMORY = {row["call"]: row for row in MEMORY_RECORD["rows"]}
+"""What memory-bound calls ask of Turing, by call."""
+MACHINES_FILE = FILE.with_name("machines.json")
+MACHINES_RECORD: dict[str, Any] = json.loads(MACHINES_FILE.read_text(encoding="utf-8"))
+ON_MACHINES = {(row["machine"], row["kernel"]): row for row in MACHINES_RECORD["rows"]}
+"""The model of the first row of each kernel with products, by card and kernel."""
 GATES = {row: Cost(**figures) for row, figures in RECORD["gates"].items()}
 """The most registers, shared bytes and spills and the fewest CTAs of any dtype and load, by row."""
 
@@ -34,5 +53,33 @@ def measured() -> dict[str, Any]:
     return {**versions, "rows": model["rows"], "gates": gates}
 
 
+def of_machines() -> dict[tuple[str, str], Specialisation]:
+    """The first row of each kernel with products that a card runs, by card and kernel."""
+    found = {}
+    for name, machine in MACHINES.items():
+        on_tensor_cores, in_float32 = (*TUNED, *LIKE_TUNED), (*IN_FLOAT32, *LIKE_FLOAT32)
+        kernels = on_tensor_cores if machine.tensor_cores else in_float32
+        for row in first_of_each_kernel(rows_of(kernels, None)):
+            found[name, row.spec.entry] = row
+    return found
+
+
+def on_machines() -> dict[str, Any]:
+    """What the file of cards should hold."""
+    rows = [
+        {"machine": name, **kernel_row(row, machine=MACHINES[name])}
+        for (name, _), row in of_machines().items()
+    ]
+    return {"nvrtc": RECORD["nvrtc"], "nvdisasm": RECORD["nvdisasm"], "rows": rows}
+
+
+def moved() -> dict[str, Any]:
+    """What the file of memory-bound calls should hold."""
+    found = describe_memory(modelled_calls())
+    return {name: found[name] for name in ("nvrtc", "rows")}
+
+
 if __name__ == "__main__":
-    FILE.write_text(json.dumps(measured(), indent=2) + "\n", encoding="utf-8")
+    written = ((FILE, measured()), (MEMORY_FILE, moved()), (MACHINES_FILE, on_machines()))
+    for file, content in written:
+        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -7,6 +7,7 @@ kernel to compile; sizes and data are free.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.devices import KERNELS
 from support.dtypes import dtype_of
+from support.quantised_weights import moved, of_usual_size
 
 import cupyattn
-from cupyattn import LinearGrads, reference
+from cupyattn import LinearGrads, QuantizedWeight, reference
+from cupyattn.quantized_weight import FORMATS
 from cupyattn.reference import error_ratio
 
 Array = NDArray[Any]
@@ -60,6 +63,10 @@ class LinearCase:
     accumulate: bool = False
     spread: float = 1.0
     seed: int = 0
+    weights: str | None = None
+    """The format of w where it is quantised: its rows of codes are columns of w, or rows if it is
+    turned."""
+    block_size: int | None = None
 
     @property
     def width(self) -> int:
@@ -72,13 +79,18 @@ class LinearCase:
         numbers = rng.standard_normal(shape) * self.spread
         return lay_out(numbers.astype(dtype_of(self.dtype)), view or self.view)
 
-    def weight(self, name: str) -> Array:
+    def weight(self, name: str) -> Any:
         """w, or an array of its shape that lies as it does."""
+        if self.weights is not None:
+            outer, inner = (self.K, self.width) if self.turned else (self.width, self.K)
+            block_size = self.block_size or math.gcd(FORMATS[self.weights].block_size or 0, inner)
+            weight = of_usual_size(self.weights, outer, inner, block_size, seed=self.seed)
+            return weight.T if self.turned else weight
         shape = (self.width, self.K) if self.turned else (self.K, self.width)
         weight = self.normal(name, *shape)
         return weight.T if self.turned else weight
 
-    def inputs(self) -> tuple[Array, Array, Array | None]:
+    def inputs(self) -> tuple[Array, Any, Array | None]:
         """x, w and b."""
         b = self.normal("b", self.width, view="contiguous") if self.biased else None
         return self.normal("x", *self.M, self.K), self.weight("w"), b
@@ -88,16 +100,21 @@ class LinearCase:
         if not self.accumulate:
             return None
         db = self.normal("db", self.width, view="contiguous") if self.biased else None
-        return LinearGrads(self.normal("dx", *self.M, self.K), self.weight("dw"), db)
+        dw = None if self.weights else self.weight("dw")
+        return LinearGrads(self.normal("dx", *self.M, self.K), dw, db)
 
 
-def exact(array: Array | None) -> Any:
-    """The array in float64."""
-    return None if array is None else array.astype(np.float64)
+def exact(array: Any) -> Any:
+    """The array in float64; a quantised weight as it is."""
+    if array is None or isinstance(array, QuantizedWeight):
+        return array
+    return array.astype(np.float64)
 
 
-def put(array: Array | None) -> Any:
-    """The array where kernels run."""
+def put(array: Any) -> Any:
+    """The array, or those of a quantised weight, where kernels run."""
+    if isinstance(array, QuantizedWeight):
+        return moved(array, KERNELS.put)
     return None if array is None else KERNELS.put(array)
 
 

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 import pytest
 
 from cupyattn.kernels.configs.linear.tensor_core import Shape
-from cupyattn.ops.linear import backward, choice, forward, tensor_core
+from cupyattn.ops.linear import backward, choice, forward, quantised_tile, tensor_core
 from cupyattn.ops.linear.tiles import Product, Tiling
 
 
 def _forget_plans() -> None:
     forward._plan.cache_clear()
     backward._plan.cache_clear()
-    tensor_core._gradient.cache_clear()
+    tensor_core.gradient.cache_clear()
 
 
 @contextmanager
@@ -23,6 +23,7 @@ def tensor_core_alone(shape: Shape | None = None) -> Iterator[None]:
     """Inside, small arrays too go to these kernels, whatever tile they would be given."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice, "PLANS", tensor_core.PLANS)
+        patch.setattr(choice, "QUANTISED_PLANS", quantised_tile.PLANS)
         if shape is not None:
             patch.setattr(Product, "tiling", lambda *_, **__: Tiling(shape, 0))
         _forget_plans()

@@ -1,19 +1,22 @@
 """What the model of Turing says of every row of the tuned kernels: not worse than is recorded.
 
-`support.figures` reads the record, and says how it is made anew.
+So it is of the first row of every kernel with products on each card that has a name.
+`support.figures` reads the records, and says how they are made anew.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from support.costs import first_of_each_kernel
-from support.figures import MODEL, NVRTC
+from support.figures import MODEL, NVRTC, ON_MACHINES, of_machines
 from support.search import deep
 
 from cupyattn.cli.table_rows import row_name, rows_of
 from cupyattn.cli.turing import TUNED, kernel_row
 from cupyattn.kernels.compile import nvrtc_version
-from cupyattn.turing import DisassemblerError, disassembler_version
+from cupyattn.turing import MACHINES, DisassemblerError, disassembler_version
 
 ROWS = {(each.spec.entry, row_name(each)): each for each in rows_of(TUNED, None)}
 FIRST = [(each.spec.entry, row_name(each)) for each in first_of_each_kernel(ROWS.values())]
@@ -31,6 +34,30 @@ def test_every_row_is_recorded():
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(("kernel", "name"), [*FIRST, *deep(*OTHERS)])
 def test_a_row_is_as_good_as_recorded(kernel, name):
+    require_the_recorded_tools()
+    require_as_good(kernel_row(ROWS[kernel, name]), MODEL[kernel, name])
+
+
+ON = of_machines()
+FEW = (("RTX 2080 Ti", "attention_forward"), ("GTX 1650 Ti", "attention_forward_f32"))
+
+
+def test_every_machine_is_recorded():
+    assert set(ON_MACHINES) == set(ON)
+    assert {machine for machine, _ in ON} == set(MACHINES)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    ("machine", "kernel"), [*FEW, *deep(*(row for row in ON if row not in FEW))]
+)
+def test_a_kernel_is_as_good_as_recorded_on_a_machine(machine, kernel):
+    require_the_recorded_tools()
+    found = kernel_row(ON[machine, kernel], machine=MACHINES[machine])
+    require_as_good(found, ON_MACHINES[machine, kernel])
+
+
+def require_the_recorded_tools() -> None:
     try:
         disassembler_version()
     except DisassemblerError as missing:
@@ -38,7 +65,10 @@ def test_a_row_is_as_good_as_recorded(kernel, name):
     version = ".".join(map(str, nvrtc_version()))
     if version != NVRTC:
         pytest.skip(f"figures were recorded with NVRTC {NVRTC}, this is {version}")
-    found, recorded = kernel_row(ROWS[kernel, name]), MODEL[kernel, name]
+
+
+def require_as_good(found: dict[str, Any], recorded: dict[str, Any]) -> None:
+    assert found["row"] == recorded["row"]
     assert found["ctas_per_sm"] >= recorded["ctas_per_sm"]
     loop, before = found["main"], recorded["main"]
     assert loop["spill_bytes"] <= before["spill_bytes"]

@@ -13,7 +13,7 @@ __device__ __forceinline__ void drop(Scores& scores, const ScoreParams& params, 
   const bool upper = Scores::kPairs == 2 && key % 32 >= 16;
 #pragma unroll
   for (int i = 0; i < Scores::kRows; i++) {
-    const Philox4 words = dropout_words(params.seed, place.batch, place.head, first_row + Scores::row_of(i), key);
+    const Philox4 words = dropout_words(params, place.batch, place.head, first_row + Scores::row_of(i), key);
 #pragma unroll
     for (int n = 0; n < Scores::kPairs; n++) {
       const uint32 word = upper ? words.word[(n + 2) % 4] : words.word[n];

@@ -27,7 +27,7 @@ __device__ __forceinline__ void drop(typename Tile::Packed& packed, const ScoreP
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int row = first_row + Tile::row_of(n, i, 2 * half);
-        const Philox4 words = dropout_words(params.seed, place.batch, place.head, row, key + Tile::key_of(0, 0, 0));
+        const Philox4 words = dropout_words(params, place.batch, place.head, row, key + Tile::key_of(0, 0, 0));
 #pragma unroll
         for (int pair = 0; pair < kPairs; pair++) {
           const uint32 word = upper ? words.word[(2 + pair) % 4] : words.word[pair];
@@ -53,7 +53,7 @@ __device__ __forceinline__ void draw_kept_along_n(typename Tile::Packed& kept, c
       for (int n = 0; n < Tile::kNTiles; n += 2) {  // a tile may begin in the middle of 32 keys, not of 16
         const int key = place.first_key + Tile::key_of(n, i, 0);
         const Philox4 words =
-            dropout_words(params.seed, place.batch, place.head, place.first_row + Tile::row_of(n, i, 2 * half), key);
+            dropout_words(params, place.batch, place.head, place.first_row + Tile::row_of(n, i, 2 * half), key);
         const bool upper = key % 32 >= 16;
 #pragma unroll
         for (int next = 0; next < 2; next++) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ void draw_kept_along_m(typename Tile::Packed& kept, c
   for (int n = 0; n < Tile::kNTiles; n++) {
     const int row = place.first_row + Tile::along_n(n, odd);
     const int key = place.first_key + Tile::along_m(0, 0);
-    const Philox4 words = dropout_words(params.seed, place.batch, place.head, row, key);
+    const Philox4 words = dropout_words(params, place.batch, place.head, row, key);
 #pragma unroll
     for (int i = 0; i < Tile::kMTiles; i++) {  // words 2 i and 2 i + 1 serve keys 16 i + lane / 4 and 8 more
       const uint32 first = upper ? words.word[2] : words.word[2 * i];

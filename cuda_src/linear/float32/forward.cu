@@ -15,7 +15,7 @@
 #error \
     "DTYPE, THREADS, TILE_M, TILE_N, MIN_CTAS, W_ALONG, ACTIVATION, GATED, VEC, VEC_OUT and SHARED_BYTES come from a launch-configuration table"
 #endif
-#include "product.cuh"
+#include "forward_tile.cuh"
 
 using Scalar = DTYPE;
 using Act = ACTIVATION;
@@ -25,26 +25,6 @@ using X = Operand<Numbers<Scalar, VEC>, Along::kDepth, false, TILE_M, THREADS>;
 using W = Operand<Numbers<Scalar, VEC>, Along::W_ALONG, kGated, TILE_N, THREADS>;
 using Smem = ProductSmem<X, W>;
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table allocates what the kernel uses");
-
-// x w + b of four columns from `column` of w on.
-__device__ __forceinline__ void add_bias(float (&z)[kGroup], const Scalar* b, int64 column, int64 count) {
-  float bias[kGroup] = {};
-  if (b != nullptr) load_group<VEC_OUT>(bias, b + column, count);
-#pragma unroll
-  for (int k = 0; k < kGroup; k++) z[k] += bias[k];
-}
-
-// Four neighbours of a result, behind the activation.
-__device__ __forceinline__ void store_result(float (&y)[kGroup], const Scalar* residual, Scalar* out,
-                                             const FloatProductParams& params, int64 row, int64 column, int64 count) {
-  if (residual != nullptr) {
-    float more[kGroup] = {};
-    load_group<VEC_OUT>(more, residual + row * params.residual_stride + column, count);
-#pragma unroll
-    for (int k = 0; k < kGroup; k++) y[k] += more[k];
-  }
-  store_group<VEC_OUT>(out + row * params.result_stride + column, y, count);
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     linear_forward_f32(const Scalar* __restrict__ x, const Scalar* __restrict__ w, const Scalar* __restrict__ b,
@@ -59,33 +39,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   multiply<Tile>(z, X{{x, params.a_stride}, {first_row, params.rows}, params.depth},
                  W{{w, params.b_stride}, {first_column, params.columns}, params.depth}, smem);
 
-  const Lines<kGated> columns{first_column, params.columns};
-#pragma unroll
-  for (int i = 0; i < kThreadRows; i++) {
-    const int64 row = first_row + Tile::row(i);
-    if (row >= params.rows) continue;
-    float groups[kThreadColumns / kGroup][kGroup];
-#pragma unroll
-    for (int g = 0; g < kThreadColumns / kGroup; g++) {
-      const int local = Tile::column(g * kGroup);
-      const int64 column = columns.place(local), count = columns.left(local);
-#pragma unroll
-      for (int k = 0; k < kGroup; k++) groups[g][k] = z[i][g * kGroup + k];
-      add_bias(groups[g], b, column, count);
-      if (preactivation != nullptr) {
-        store_group<VEC_OUT>(preactivation + row * params.preactivation_stride + column, groups[g], count);
-      }
-      if constexpr (!kGated) {
-#pragma unroll
-        for (int k = 0; k < kGroup; k++) groups[g][k] = Act::value(groups[g][k]);
-        store_result(groups[g], residual, out, params, row, column, count);
-      }
-    }
-    if constexpr (kGated) {
-      const int64 column = columns.place(Tile::column(0)), count = columns.left(Tile::column(0));
-#pragma unroll
-      for (int k = 0; k < kGroup; k++) groups[0][k] = Act::value(groups[0][k]) * groups[1][k];
-      store_result(groups[0], residual, out, params, row, column, count);
-    }
-  }
+  store_activated<Tile, Act, kGated, VEC_OUT>(z, ForwardArrays<Scalar>{b, residual, out, preactivation}, params,
+                                              first_row, first_column);
 }

@@ -15,8 +15,7 @@
 #if !defined(W_LINES) || !defined(ACTIVATION) || !defined(PAIRED)
 #error "W_LINES, ACTIVATION and PAIRED come from a launch-configuration table"
 #endif
-#include "../../common/activations.cuh"
-#include "config.cuh"
+#include "forward_tile.cuh"
 
 struct Traits {
   using Columns = Axis<PAIRED>;
@@ -29,24 +28,6 @@ struct Traits {
 
 using Product = Traits::Product;
 static_assert(2 * Product::kStageBytes == SHARED_BYTES, "the table counts other shared memory");
-
-// Every row starts from the bias.
-__device__ __forceinline__ void start_from_bias(Product::Accumulators& acc, const float16* b_g, int first_place,
-                                                int columns) {
-  using Columns = Traits::Columns;
-#pragma unroll
-  for (int n = 0; n < Product::kNTiles; n++) {
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const int place = first_place + 8 * n + lane_index() % 4 * 2 + e;
-      const int column = Columns::item(place);
-      const bool given = b_g != nullptr && column < columns;
-      const float bias = given ? to_float(b_g[Columns::half(place) * columns + column]) : 0.f;
-#pragma unroll
-      for (int m = 0; m < Product::kMTiles; m++) acc[m][n][e] = acc[m][n][2 + e] = bias;
-    }
-  }
-}
 
 extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
     linear_forward(const float16* x_g, const float16* w_g, const float16* b_g, const float16* residual_g,
@@ -67,32 +48,9 @@ extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
   Product product(x, w, shared_address(shared_bytes), k_tiles, params.inner - (k_tiles - 1) * CtaShape::kInner);
   Product::Accumulators acc;
   const auto sums = warp_place<Product, Columns>(cta, params);
-  start_from_bias(acc, b_g, sums.first_place, params.columns);
+  start_from_bias<Columns>(acc, b_g, sums.first_place, params.columns);
   product.add_to(acc);
 
-  // Phase 3: activation, residual, store. Of a gate and what it is multiplied with the result is one column.
-  const WarpPlace<Axis<false>> results = {sums.first_row, Columns::item(sums.first_place), params.rows, params.columns};
-  const Matrix out = {out_g, params.out_stride}, none = {nullptr, 0};
-  const Matrix preactivation = {preactivation_g, params.preactivation_stride};
-  const Matrix residual = {const_cast<float16*>(residual_g), params.addend_stride};
-#pragma unroll
-  for (int m = 0; m < Product::kMTiles; m++) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int row = sums.row(m, half);
-      if (preactivation_g != nullptr) {
-        write_row<0, Product::kNTiles>(preactivation, none, sums, row, SumsOfRow{acc[m], half});
-      }
-      write_row<0, Traits::kOutTiles>(out, residual, results, row, [&](int n, float (&values)[2]) {
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          if constexpr (PAIRED) {
-            values[e] = Traits::Activation::value(acc[m][2 * n][2 * half + e]) * acc[m][2 * n + 1][2 * half + e];
-          } else {
-            values[e] = Traits::Activation::value(acc[m][n][2 * half + e]);
-          }
-        }
-      });
-    }
-  }
+  // Phase 3: activation, residual, store.
+  store_activated<Traits>(acc, sums, params, {residual_g, preactivation_g, out_g});
 }

@@ -53,7 +53,8 @@ struct ArrayFeed {
   using Chunks = Chunks_;
   using Tile = typename Chunks::Tile;
   using Outer = typename Chunks::Outer;
-  static constexpr int kCount = Chunks::kCount;
+  using Fetched = uint4;  // a piece as it is stored
+  static constexpr int kFetches = Chunks::kCount, kStores = 1;
   static constexpr int kOuterItems = Tile::kOuter / Outer::kHalves;
 
   // Uniform: the lowest address of the k-tile's lines, so that the offsets from there have no sign. A uniform base plus
@@ -61,7 +62,7 @@ struct ArrayFeed {
   const char* tile_g;
   int64 item_bytes;  // from one item of the sum to the next
   int outer_items;   // of each half, that exist from the tile's first on
-  uint32 offset[kCount];
+  uint32 offset[kFetches];
 
   // `stride` leads from line to line, in items. The tile's first rows (or columns) are `first_outer` of `outer_length`,
   // of each half; its first item of the sum is `first_inner`.
@@ -78,7 +79,7 @@ struct ArrayFeed {
     const int64 line = Tile::kAlong ? first_outer : first_inner, place = Tile::kAlong ? first_inner : first_outer;
     tile_g = reinterpret_cast<const char*>(array_g + place + (line + lowest) * stride + first_half);
 #pragma unroll
-    for (int i = 0; i < kCount; i++) {
+    for (int i = 0; i < kFetches; i++) {
       const int outer = Tile::kAlong ? Chunks::line(i) : Chunks::place(i);
       const int item = min(Outer::item(outer), Tile::kAlong ? last_line : last_chunk);
       const int of_line = Tile::kAlong ? item : Chunks::line(i), along = Tile::kAlong ? Chunks::place(i) : item;

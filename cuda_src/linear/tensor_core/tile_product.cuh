@@ -17,12 +17,13 @@
 static_assert(A_SETS == 1 || A_SETS == 2, "one step's fragments, or two");
 static_assert(MMA_K == 8 || MMA_K == 16, "mma.m16n8k8, or from sm_80 on m16n8k16");
 
-// When piece i of a feed moves on: in slot kFirst + i * kStep. kRing pieces are on their way at a time.
-template <int kFirst_, int kStep_, int kRing_, int kPieces_>
+// When piece i of a feed moves on: in slot kFirst + i * kStep. kRing of what a feed fetches, of which each makes
+// Feed::kStores pieces, are on their way at a time.
+template <int kFirst_, int kStep_, int kRing_, typename Feed>
 struct Moves {
-  static constexpr int kFirst = kFirst_, kStep = kStep_, kRing = kRing_, kPieces = kPieces_;
+  static constexpr int kFirst = kFirst_, kStep = kStep_, kRing = kRing_, kPieces = Feed::kFetches * Feed::kStores;
   static constexpr int kLast = kFirst + (kPieces - 1) * kStep;
-  static_assert(kRing <= kPieces, "a piece is asked for a k-tile ahead at the most");
+  static_assert(kRing <= Feed::kFetches, "a piece is asked for a k-tile ahead at the most");
 };
 
 template <typename FeedA_, typename FeedB_, int kWarpRows, int kWarpColumns>
@@ -41,8 +42,8 @@ struct TileProduct {
   static constexpr int kWarpsAcross = TileB::kOuter / kWarpColumns;
   static constexpr uint32 kStageBytes = TileA::kBytes + TileB::kBytes;
   static constexpr int kBarrierSlot = (kSteps - 1) * kColumnGroups * kRowGroups + kRowGroups;  // the first behind it
-  using MovesA = Moves<A_SLOT, A_STEP, A_RING, FeedA::kCount>;
-  using MovesB = Moves<B_SLOT, B_STEP, B_RING, FeedB::kCount>;
+  using MovesA = Moves<A_SLOT, A_STEP, A_RING, FeedA>;
+  using MovesB = Moves<B_SLOT, B_STEP, B_RING, FeedB>;
   static_assert(MovesA::kLast < kBarrierSlot && MovesB::kLast < kBarrierSlot, "every store precedes the barrier");
   static_assert(kWarpRows % kFragmentOuter == 0 && kWarpColumns % kFragmentOuter == 0, "whole ldmatrix.x4");
   static_assert(TileA::kInner == TileB::kInner && kSteps >= 2, "fragments are read a step ahead");
@@ -57,8 +58,8 @@ struct TileProduct {
 
   FeedA& feed_a;
   FeedB& feed_b;
-  uint4 ring_a[MovesA::kRing];
-  uint4 ring_b[MovesB::kRing];
+  typename FeedA::Fetched ring_a[MovesA::kRing];
+  typename FeedB::Fetched ring_b[MovesB::kRing];
   FragmentPlace<TileA> place_a;
   FragmentPlace<TileB> place_b;
   uint32 store_a, store_b;  // where this thread's pieces go: the other stage
@@ -86,38 +87,38 @@ struct TileProduct {
 
   template <typename Feed>
   __device__ __forceinline__ void bring_first(Feed& feed, uint32 to_s, int first_items) const {
-    uint4 quads[Feed::kCount];
+    typename Feed::Fetched fetched[Feed::kFetches] = {};
 #pragma unroll
-    for (int i = 0; i < Feed::kCount; i++) {
-      quads[i] = make_uint4(0, 0, 0, 0);
-      feed.template load<true>(quads[i], i, 0, first_items);
-    }
+    for (int i = 0; i < Feed::kFetches; i++) feed.template load<true>(fetched[i], i, 0, first_items);
 #pragma unroll
-    for (int i = 0; i < Feed::kCount; i++) feed.store(to_s, quads[i], i);
+    for (int i = 0; i < Feed::kFetches * Feed::kStores; i++) feed.store(to_s, fetched[i / Feed::kStores], i);
     feed.advance(first_items);
   }
 
   // What the loop stores first, of the second k-tile. The feed moves on to the third.
   template <typename Feed, int kRing>
-  __device__ __forceinline__ void fill(Feed& feed, uint4 (&ring)[kRing]) const {
+  __device__ __forceinline__ void fill(Feed& feed, typename Feed::Fetched (&ring)[kRing]) const {
 #pragma unroll
     for (int i = 0; i < kRing; i++) {
-      ring[i] = make_uint4(0, 0, 0, 0);
+      ring[i] = {};
       feed.template load<false>(ring[i], i, 0, tiles > 1 ? kInner : 0);
     }
     feed.advance(kInner);
   }
 
-  // What moves in a slot: a piece to shared memory, and into its registers the next that goes through them.
+  // What moves in a slot: a piece to shared memory, and into its registers, when they are free, what is next to go
+  // through them.
   template <typename FeedMoves, typename Feed, int kRing>
-  __device__ __forceinline__ void move(int slot, Feed& feed, uint4 (&ring)[kRing], uint32 to_s) const {
+  __device__ __forceinline__ void move(int slot, Feed& feed, typename Feed::Fetched (&ring)[kRing], uint32 to_s) const {
 #pragma unroll
     for (int i = 0; i < FeedMoves::kPieces; i++) {
       if (slot != FeedMoves::kFirst + i * FeedMoves::kStep) continue;
-      feed.store(to_s, ring[i % kRing], i);
-      const bool wraps = i + kRing >= FeedMoves::kPieces;  // into the k-tile after the next
-      const int next = wraps ? i % kRing : i + kRing;
-      feed.template load<false>(ring[i % kRing], next, wraps ? 0 : -1, tiles > (wraps ? 2 : 1) ? kInner : 0);
+      const int own = i / Feed::kStores;
+      feed.store(to_s, ring[own % kRing], i);
+      if ((i + 1) % Feed::kStores != 0) continue;
+      const bool wraps = own + kRing >= Feed::kFetches;  // into the k-tile after the next
+      const int next = wraps ? own % kRing : own + kRing;
+      feed.template load<false>(ring[own % kRing], next, wraps ? 0 : -1, tiles > (wraps ? 2 : 1) ? kInner : 0);
     }
   }
 

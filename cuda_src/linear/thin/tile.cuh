@@ -39,12 +39,12 @@ template <bool kSplit, int kResults, int kBurstItems>
 struct CtaPart {
   int split = 0, first, from = 0, to;  // part of K, first result, first burst, the one behind the last
 
-  __device__ __forceinline__ explicit CtaPart(const ThinParams& params) {
-    first = blockIdx.x * kResults;
+  __device__ __forceinline__ explicit CtaPart(const ThinParams& params, uint32 cta = blockIdx.x) {
+    first = cta * kResults;
     to = (params.inner + kBurstItems - 1) / kBurstItems;
     if constexpr (kSplit) {
       const uint32 bursts = to, tiles = (params.outer + kResults - 1) / kResults;
-      split = blockIdx.x / tiles;
+      split = cta / tiles;
       first -= split * tiles * kResults;
       from = bursts * split / params.splits;
       to = bursts * (split + 1) / params.splits;
@@ -84,19 +84,19 @@ __device__ __forceinline__ uint16 load_bias(const float16* b_g, int64 column, bo
 }
 __device__ __forceinline__ float bias_of(uint16 bits) { return __half2float(__ushort_as_half(bits)); }
 
-// What is written for one item of out. Absent arrays are null.
-template <typename Activation, bool kGated, typename Result>
+// What is written for one item of out, or of a part's sums. Absent arrays are null.
+template <typename Activation, bool kGated, typename Result, typename Item = float16>
 struct Epilogue {
-  const float16* residual_g;
-  float16* preactivation_g;
+  const Item* residual_g;
+  Item* preactivation_g;
   Result* out_g;
 
   // z of the column, and where it is gated z of what the gate acts on.
   __device__ __forceinline__ void store(const ThinParams& params, int row, int column, float z, float up) const {
     if (preactivation_g != nullptr) {
-      float16* row_g = preactivation_g + row * params.preactivation_stride;
-      row_g[column] = from_float<float16>(z);
-      if (kGated) row_g[static_cast<int64>(params.outer) + column] = from_float<float16>(up);
+      Item* row_g = preactivation_g + row * params.preactivation_stride;
+      row_g[column] = from_float<Item>(z);
+      if (kGated) row_g[static_cast<int64>(params.outer) + column] = from_float<Item>(up);
     }
     float y = Activation::value(z);
     if (kGated) y *= up;

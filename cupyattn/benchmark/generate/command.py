@@ -19,6 +19,7 @@ from cupyattn.cli.arguments import integer
 from cupyattn.cli.terminal import Result, Terminal
 from cupyattn.cupy_library import load_cupy
 from cupyattn.kernels.device.cuda import cuda_device
+from cupyattn.models.quantised import QUANTIZE
 
 OWN = "cupyattn"
 
@@ -65,6 +66,9 @@ def add_parser(benchmarks: Any) -> None:
         choices=("float16", "float32"),
         default="float16",
         help="of the weights (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--quantize", choices=QUANTIZE, help="how weights of layers are kept, otherwise in dtype"
     )
     parser.add_argument(
         "--block-size",
@@ -119,9 +123,9 @@ def model_rows(
     """Return a model's ``rows``, one for each size and whoever generates, and its ``parts``."""
     folder = None if name in models.PRESETS else name
     if folder is None:
-        model = models.random(name, dtype=arguments.dtype, xp=xp)
+        model = models.random(name, dtype=arguments.dtype, quantize=arguments.quantize, xp=xp)
     else:
-        model = models.load(folder, dtype=arguments.dtype, xp=xp)
+        model = models.load(folder, dtype=arguments.dtype, quantize=arguments.quantize, xp=xp)
     model.config = model.config._replace(eos_ids=())  # as many tokens for everyone
     rows, parts = [], []
     for prompt in arguments.prompt:
@@ -130,8 +134,8 @@ def model_rows(
             parts.append({**size._asdict(), "parts": _parts(model, size, arguments, copied, timer)})
             rows += _rows(model, folder, size, arguments)
     weights = model.nbytes
-    return {"model": name, "dtype": model.dtype, "weights_bytes": weights, "rows": rows,
-            "steps": parts}  # fmt: skip
+    return {"model": name, "dtype": model.dtype, "quantize": arguments.quantize,
+            "weights_bytes": weights, "rows": rows, "steps": parts}  # fmt: skip
 
 
 def _rows(
@@ -184,9 +188,10 @@ def show(result: Result, terminal: Terminal) -> None:
     terminal.facts({"a copy on the device": f"{copied:.0f} GB/s"})
     for model in result["models"]:
         weights = model["weights_bytes"]
+        kept = f", layers in {model['quantize']}" if model["quantize"] else ""
         terminal.title(
-            f"{model['model']}, {model['dtype']}: {weights / 1e6:,.0f} MB of weights, which memory "
-            f"reads {copied * 1e9 / weights:,.0f} times a second here, and "
+            f"{model['model']}, {model['dtype']}{kept}: {weights / 1e6:,.0f} MB of weights, which "
+            f"memory reads {copied * 1e9 / weights:,.0f} times a second here, and "
             f"{T4_GB_PER_S * 1e9 / weights:,.0f} times on a T4"
         )
         terminal.table(

@@ -12,7 +12,7 @@ import numpy as np
 
 import cupyattn
 from cupyattn.arrays import dtype_of
-from cupyattn.models.forward import ACTIVATIONS
+from cupyattn.models.activations import activated
 
 T4_GB_PER_S = 320.0
 """The memory of a T4 by its data sheet."""
@@ -79,7 +79,7 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[Part]:
         parts.append(norm("norm", layer.norm))
         if layer.qkv_up is not None:
             both = drawn(rows, len(layer.qkv_up.weight))[:, len(layer.qkv.weight) :]
-            activation = partial(ACTIVATIONS[config.activation], both)
+            activation = partial(activated, both, config.activation)
             parts += [
                 product("qkv and up", layer.qkv_up, x),
                 Part("activation", both.nbytes + inner.nbytes, activation),

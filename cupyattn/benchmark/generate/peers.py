@@ -31,7 +31,7 @@ def peer(name: str, model: Model, folder: str | None, size: Size) -> Generate:
     try:
         torch, transformers = import_module("torch"), import_module("transformers")
     except ImportError as failure:
-        raise _missing(name, failure) from failure
+        raise missing_peer(name, failure) from failure
     theirs = (
         transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, model.dtype))
         if folder is not None
@@ -62,7 +62,7 @@ def _vllm(folder: str | None, dtype: str, size: Size) -> Generate:
     try:
         vllm = import_module("vllm")
     except ImportError as failure:
-        raise _missing("vllm", failure) from failure
+        raise missing_peer("vllm", failure) from failure
     engine = vllm.LLM(
         folder, dtype=dtype, max_model_len=size.prompt + size.new, skip_tokenizer_init=True,
         enable_prefix_caching=False,
@@ -95,18 +95,27 @@ def _in_two(generate: Callable[[list[list[int]], int], list[list[int]]]) -> Gene
 def _same_weights(torch: Any, transformers: Any, model: Model) -> Any:
     """Make transformers' model with the arrays of ours."""
     config, dtype = model.config, getattr(torch, model.dtype)
-    theirs = transformers.AutoModelForCausalLM.from_config(_config(transformers, config)).to(dtype)
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers_config(transformers, config)
+    ).to(dtype)
     tensors = dict(theirs.named_parameters())
     naming = HUGGING_FACE[config.architecture]
     with torch.no_grad():
         for name, place in places(naming, config, model.weights, tensors).filled.items():
-            array = place.target.reshape(place.shape)
+            if place.blocks is not None:
+                raise error(
+                    RuntimeError,
+                    "transformers and random weights that are quantised",
+                    "it is given floats",
+                    "leave out --quantize, or pass --model with a folder",
+                )
+            array = place.targets["all"].reshape(place.shape)
             on_host = array if isinstance(array, np.ndarray) else array.get()
             tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(on_host)))
     return theirs
 
 
-def _config(transformers: Any, config: Config) -> Any:
+def transformers_config(transformers: Any, config: Config) -> Any:
     """Return transformers' config of the same numbers."""
     shared = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tied,
               "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # fmt: skip
@@ -141,7 +150,8 @@ def _config(transformers: Any, config: Config) -> Any:
     )
 
 
-def _missing(name: str, failure: ImportError) -> RuntimeError:
+def missing_peer(name: str, failure: ImportError) -> RuntimeError:
+    """Return what says that a peer is not installed."""
     return error(
         RuntimeError, f"--peer {name}, which did not import ({failure})",
         "it is no dependency of this library, and only timed beside it",

@@ -17,12 +17,15 @@ from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
 from cupyattn.kernels.configs.linear.read_weight import CTAS_PER_SM, read_weight
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.launch import launch
+from cupyattn.quantized_weight import QuantizedWeight
 
 
 def own_calls(case: Case, arrays: Arrays) -> Round:
     """Return calls for each of the weights, into arrays that are there."""
     x, weights, b, dout, out = arrays
     turned = [w.T if case.layout == "nk" else w for w in weights]
+    if case.kind == "dx":
+        return [partial(cupyattn.linear, dout, w.T, out=out) for w in turned]
     if case.kind != "backward":
         forward = partial(cupyattn.linear, activation=case.activation, out=out)
         return [partial(forward, x, w, b) for w in turned]
@@ -39,14 +42,18 @@ def own_calls(case: Case, arrays: Arrays) -> Round:
 
 
 def reading_calls(device: Device, multiprocessors: int, arrays: Arrays, xp: Any) -> Round:
-    """Return launches of the kernel that only reads each weight."""
+    """Return launches of the kernel that only reads each weight, or as many bytes."""
     sink = xp.zeros(1, np.uint32)
+    of_bytes = [
+        xp.zeros(w.nbytes, np.uint8) if isinstance(w, QuantizedWeight) else w
+        for w in arrays.weights
+    ]
 
     def read(weight: Array) -> None:
         count = weight.nbytes // VECTOR_BYTES
         launch(device, read_weight(), multiprocessors * CTAS_PER_SM, (weight, sink, count))
 
-    return [partial(read, weight) for weight in arrays.weights]
+    return [partial(read, weight) for weight in of_bytes]
 
 
 def torch_calls(torch: Any, case: Case, arrays: Arrays, *, compiled: bool) -> Round:

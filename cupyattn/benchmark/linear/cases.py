@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,9 +10,18 @@ import numpy as np
 
 from cupyattn.arrays import Array, dtype_of
 from cupyattn.benchmark.cuda_events import COLD_BYTES
+from cupyattn.quantized_weight import FORMATS, QuantizedWeight, pieces
 
 LARGE = ((8192, 16384, 4096), (8192, 2560, 10240), (8192, 3072, 768), (512, 16384, 4096))
 """(M, N, K) of products that arithmetic bounds."""
+QUANTISED = (
+    (8192, 8192, 4096),
+    (8192, 16384, 4096),
+    (8192, 2560, 10240),
+    (2048, 10240, 2560),
+    (512, 10240, 2560),
+)
+"""The same with quantised weights: with as many rows as tiles wait for, and with few tiles."""
 THIN = (
     (16384, 4096),
     (2560, 2560),
@@ -32,13 +42,15 @@ class Case:
     """One product; letters as in the public API."""
 
     kind: str
-    """"large", "thin" or "backward"."""
+    """"large", "thin" or "backward"; or "dx", the product of dout and w^T alone."""
     M: int
     N: int
     K: int
     dtype: str
     layout: str
     activation: str | None
+    weights: str | None = None
+    """The format of w, where it is quantised."""
 
     @property
     def flops(self) -> float:
@@ -54,7 +66,10 @@ class Case:
     @property
     def weight_bytes(self) -> int:
         """Of w."""
-        return self.N * self.K * dtype_of(self.dtype).itemsize
+        if self.weights is None:
+            return self.N * self.K * dtype_of(self.dtype).itemsize
+        of = pieces(self.weights, self.N, self.K, block_size(self.weights, self.K))
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in of.values())
 
     @property
     def copies(self) -> int:
@@ -66,10 +81,21 @@ class Arrays(NamedTuple):
     """The arrays of a case: x, the weights as they lie, b, dout, and room for the result."""
 
     x: Array
-    weights: list[Array]
+    weights: list[Any]
     b: Array
     dout: Array
     out: Array
+
+
+def block_size(name: str, inner: int) -> int:
+    """Return what a format has by default.
+
+    Examples
+    --------
+    >>> block_size("nf4", 4096), block_size("int8", 4096)
+    (64, 4096)
+    """
+    return FORMATS[name].block_size or inner
 
 
 def arrays_of(case: Case, xp: Any) -> Arrays:
@@ -83,12 +109,28 @@ def arrays_of(case: Case, xp: Any) -> Arrays:
         numbers = rng.standard_normal(min(count, 2**20), np.float32) * np.float32(scale)
         return xp.resize(xp.asarray(numbers.astype(dtype)), count).reshape(shape)
 
+    def quantised(name: str) -> QuantizedWeight:
+        arrays = {}
+        size = block_size(name, case.K)
+        for piece, (shape, kind) in pieces(name, case.N, case.K, size).items():
+            count = int(np.prod(shape))
+            if kind.kind == "f":
+                part = rng.random(min(count, 2**20), np.float32) * np.float32(case.K**-0.5)
+            else:
+                part = rng.integers(0, 64 if piece == "scales" else 256, min(count, 2**20))
+            own = part.astype(np.uint8).view(kind) if kind.kind != "f" else part.astype(kind)
+            arrays[piece] = xp.resize(xp.asarray(own), count).reshape(shape)
+        return QuantizedWeight(name, **arrays, block_size=size, transposed=True)
+
     shape = (case.N, case.K) if case.layout == "nk" else (case.K, case.N)
-    weights = [random(*shape, scale=case.K**-0.5) for _ in range(case.copies)]
+    weights = [
+        random(*shape, scale=case.K**-0.5) if case.weights is None else quantised(case.weights)
+        for _ in range(case.copies)
+    ]
     return Arrays(
         random(case.M, case.K),
         weights,
         random(case.N),
         random(case.M, case.N),
-        xp.empty((case.M, case.N), dtype),
+        xp.empty((case.M, case.K if case.kind == "dx" else case.N), dtype),
     )

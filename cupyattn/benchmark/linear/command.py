@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
 from cupyattn.benchmark.cuda_events import Round, event_timer, graph_timer, measured_on
 from cupyattn.benchmark.gpu_command import add_timing_options, run_on_gpu, show_machine
 from cupyattn.benchmark.linear.calls import own_calls, reading_calls, torch_calls
-from cupyattn.benchmark.linear.cases import LARGE, LAYOUTS, THIN, THIN_ROWS, Arrays, Case, arrays_of
+from cupyattn.benchmark.linear.cases import (
+    LARGE,
+    LAYOUTS,
+    QUANTISED,
+    THIN,
+    THIN_ROWS,
+    Arrays,
+    Case,
+    arrays_of,
+)
 from cupyattn.benchmark.torch_peer import TORCH, load_torch
 from cupyattn.cli.arguments import integer
 from cupyattn.cli.terminal import Result, Terminal
@@ -23,6 +32,7 @@ from cupyattn.cupy_library import load_cupy
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.device.cuda import cuda_device
 from cupyattn.ops.linear.problem import ACTIVATIONS
+from cupyattn.quantized_weight import FORMATS
 
 KINDS = ("large", "thin", "backward")
 OWN, READING, EAGER, COMPILED = "cupyattn", "read w", "torch", "torch.compile"
@@ -63,6 +73,14 @@ def add_parser(benchmarks: Any) -> None:
         help="how w lies: nk is w.T of an array (N, K) (default: nk)",
     )
     parser.add_argument(
+        "--weights",
+        nargs="+",
+        choices=tuple(FORMATS),
+        default=[],
+        help="quantised weights (N, K) of these formats beside those of the dtype: many rows, also "
+        "of dx = dout w^T, and few; no backward, which has no dw then",
+    )
+    parser.add_argument(
         "--activation",
         choices=("none", *ACTIVATIONS),
         help="default: gelu_tanh of many rows, none of few",
@@ -81,14 +99,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 def cases_of(arguments: argparse.Namespace) -> Iterator[Case]:
     """Yield what the command line asks for."""
-    for kind in arguments.kind:
-        usual = [(m, n, k) for n, k in THIN for m in THIN_ROWS] if kind == "thin" else LARGE
-        activation = arguments.activation or ("none" if kind == "thin" else "gelu_tanh")
+    kinds = [kind for kind in arguments.kind if kind != "backward" or not arguments.weights]
+    for kind in kinds:
+        usual: Sequence[tuple[int, int, int]] = QUANTISED if arguments.weights else LARGE
+        if kind == "thin":
+            usual = [(m, n, k) for n, k in THIN for m in THIN_ROWS]
+        plain = kind == "thin" or arguments.weights
+        activation = arguments.activation or ("none" if plain else "gelu_tanh")
+        after = None if activation == "none" else activation
         for dtype in arguments.dtype:
             for layout in arguments.layout:
-                for m, n, k in arguments.size or usual:
-                    after = None if activation == "none" else activation
-                    yield Case(kind, m, n, k, dtype, layout, after)
+                for weights in (None, *(arguments.weights if layout == "nk" else ())):
+                    for m, n, k in arguments.size or usual:
+                        yield Case(kind, m, n, k, dtype, layout, after, weights)
+                    if kind == "large" and arguments.weights:
+                        for m, n, k in arguments.size or usual:
+                            yield Case("dx", m, n, k, dtype, layout, None, weights)
 
 
 def measure(arguments: argparse.Namespace) -> Result:
@@ -102,7 +128,7 @@ def measure(arguments: argparse.Namespace) -> Result:
         yield OWN, own_calls(case, arrays)
         if case.kind == "thin":
             yield READING, reading_calls(device, multiprocessors, arrays, cupy)
-        if torch is not None:
+        if torch is not None and case.weights is None and case.kind != "dx":
             yield EAGER, torch_calls(torch, case, arrays, compiled=False)
             yield COMPILED, torch_calls(torch, case, arrays, compiled=True)
 
@@ -136,6 +162,7 @@ def row_of(case: Case, contender: str, times: list[float]) -> dict[str, Any]:
         "K": case.K,
         "dtype": case.dtype,
         "layout": case.layout,
+        "weights": case.weights,
         "activation": case.activation,
         "contender": contender,
         "seconds": seconds,
@@ -148,12 +175,18 @@ def row_of(case: Case, contender: str, times: list[float]) -> dict[str, Any]:
 def show(result: Result, terminal: Terminal) -> None:
     """Print it for people."""
     show_machine("linear", result, terminal)
-    titles = {"large": "Many rows", "thin": "Few rows, w not in L2", "backward": "Backward"}
-    for (kind, dtype, layout), rows in groupby(
-        result["rows"], key=lambda row: (row["kind"], row["dtype"], row["layout"])
+    titles = {
+        "large": "Many rows",
+        "dx": "Many rows of dout, and w^T",
+        "thin": "Few rows, w not in L2",
+        "backward": "Backward",
+    }
+    for (kind, dtype, layout, weights), rows in groupby(
+        result["rows"],
+        key=lambda row: (row["kind"], row["dtype"], row["layout"], row.get("weights")),
     ):
-        turned = "w.T of (N, K)" if layout == "nk" else "w as (K, N)"
-        terminal.title(f"{titles[kind]}, {dtype}, {turned}")
+        turned = f"w.T of {weights or ''} (N, K)" if layout == "nk" else "w as (K, N)"
+        terminal.title(f"{titles[kind]}, {dtype}, {' '.join(turned.split())}")
         figure = "GB/s of w" if kind == "thin" else "TFLOP/s"
         terminal.table(
             ("M x N x K", "after", "ran", "median", figure, f"beside {OWN}"), list(_lines(rows))

@@ -19,6 +19,7 @@ from cupyattn.functional.rounding import round_into
 from cupyattn.gradients import AttentionGrads
 from cupyattn.ops.attention import backward as ops
 from cupyattn.ops.attention.checks import backward_problem
+from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.ops.checks import require_bool
 
 
@@ -42,7 +43,7 @@ def attention_backward(
     softcap: float | None = None,
     sinks: Array | None = None,
     dropout_p: float = 0.0,
-    seed: int | None = None,
+    seed: int | DropoutSeed | None = None,
     rotary: tuple[Array, Array] | Rotary | None = None,
     score_mod: ScoreMod | Callable[..., Any] | None = None,
     mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = None,

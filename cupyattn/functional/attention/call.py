@@ -10,8 +10,10 @@ from cupyattn.functional.attention.block_mask import BlockMask
 from cupyattn.functional.attention.modifiers import arrays_of, python_function, user_function
 from cupyattn.functional.layers.rope import checked_rotary
 from cupyattn.ops.attention.modifiers import BLOCK_MASK, UserFunction, shown_names
-from cupyattn.ops.attention.options import checked_seed
+from cupyattn.ops.attention.options import DropoutSeed, checked_seed
 from cupyattn.ops.attention.problem import ARRAY_FIXES, SHOWN_AS, AttentionProblem
+
+_NO_SEED = DropoutSeed(0)
 
 
 class AttentionCall(NamedTuple):
@@ -22,7 +24,7 @@ class AttentionCall(NamedTuple):
 
     operands: Operands
     problem: AttentionProblem
-    seed: int
+    seed: DropoutSeed
     """Of dropout, 0 where there is none."""
     score_mod: Any
     mask_mod: Any
@@ -69,9 +71,9 @@ def attention_call(
         shown_as = {**SHOWN_AS, **shown_names(described)}
         functions = (described["score_mod"], described["mask_mod"])
     operands = adopt(arrays, ARRAY_FIXES, shown_as)
-    seed = 0 if seed is None else checked_seed(seed)
+    checked = _NO_SEED if seed is None else checked_seed(seed)
     problem = check(operands, (*options, q_offset, interleaved, *functions))
-    return AttentionCall(operands, problem, seed, score_mod, mask_mod)
+    return AttentionCall(operands, problem, checked, score_mod, mask_mod)
 
 
 def reference_options(call: AttentionCall) -> dict[str, Any]:
@@ -88,7 +90,8 @@ def reference_options(call: AttentionCall) -> dict[str, Any]:
         "softcap": problem.softcap,
         "sinks": arrays.get("sinks"),
         "dropout_p": problem.dropout_p,
-        "seed": call.seed,
+        "seed": call.seed.seed,
+        "dropout_start": call.seed[1:],
         "rotary": (arrays["cos"], arrays["sin"], problem.interleaved) if "cos" in arrays else None,
         "score_mod": python_function("score_mod", call.score_mod, arrays),
         "mask_mod": python_function("mask_mod", call.mask_mod, arrays),

@@ -16,6 +16,7 @@ from cupyattn.functional.layers.rope import Rotary
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.attention.checks import forward_problem
 from cupyattn.ops.attention.forward import attention_forward
+from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.ops.checks import require_bool
 
 
@@ -36,7 +37,7 @@ def attention(
     softcap: float | None = None,
     sinks: Array | None = None,
     dropout_p: float = 0.0,
-    seed: int | None = None,
+    seed: int | DropoutSeed | None = None,
     rotary: tuple[Array, Array] | Rotary | None = None,
     score_mod: ScoreMod | Callable[..., Any] | None = None,
     mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = None,
@@ -92,9 +93,10 @@ def attention(
     dropout_p : float
         Probability with which a softmax weight is dropped; kept ones are scaled by
         ``1 / (1 - dropout_p)``. lse is that of the weights before dropping.
-    seed : int, optional
+    seed : int or DropoutSeed, optional
         0 to 2**64 - 1, required with dropout. The mask is a function of the seed and of
-        (b, h, i, j) alone: Philox4x32-10 (Salmon et al., SC 2011).
+        (b, h, i, j) alone: Philox4x32-10 (Salmon et al., SC 2011). A `DropoutSeed` says besides
+        where a call of a part stands in the whole.
     rotary : (cos, sin) or Rotary, optional
         Tables (positions, R/2) with R <= D: rotates the first R features of q (at position
         ``i + q_offset``) and k (at position j), feature d paired with d + R/2, or with

@@ -15,6 +15,7 @@ from cupyattn.functional.backend import device_of
 from cupyattn.functional.layers.rope import Rotary
 from cupyattn.functional.outputs import named_out
 from cupyattn.functional.rounding import round_into
+from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.varlen import varlen_forward
 from cupyattn.ops.attention.varlen_problem import forward_problem
@@ -42,7 +43,7 @@ def attention_varlen(
     softcap: float | None = None,
     sinks: Array | None = None,
     dropout_p: float = 0.0,
-    seed: int | None = None,
+    seed: int | DropoutSeed | None = None,
     rotary: tuple[Array, Array] | Rotary | None = None,
     score_mod: ScoreMod | Callable[..., Any] | None = None,
     mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = None,

@@ -16,6 +16,7 @@ from cupyattn.functional.backend import device_of
 from cupyattn.functional.layers.rope import Rotary
 from cupyattn.functional.outputs import named_grads
 from cupyattn.gradients import AttentionGrads
+from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.varlen import varlen_backward
 from cupyattn.ops.attention.varlen_problem import backward_problem
@@ -46,7 +47,7 @@ def attention_varlen_backward(
     softcap: float | None = None,
     sinks: Array | None = None,
     dropout_p: float = 0.0,
-    seed: int | None = None,
+    seed: int | DropoutSeed | None = None,
     rotary: tuple[Array, Array] | Rotary | None = None,
     score_mod: ScoreMod | Callable[..., Any] | None = None,
     mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = None,

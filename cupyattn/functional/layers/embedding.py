@@ -23,12 +23,12 @@ def embedding(table: Array, ids: Array, /, *, out: Array | None = None) -> Array
         emulator. The last axis is contiguous.
     ids : array of any shape and strides, int32 or int64
         Numbers of rows, 0 to V - 1.
-    out : array (*ids.shape, N), optional
+    out : array (..., N), optional
         Where to write the result; must not overlap table or ids.
 
     Returns
     -------
-    array (*ids.shape, N), dtype of table
+    array (..., N), dtype of table
 
     Raises
     ------
@@ -75,7 +75,7 @@ def embedding_backward(
 
     Parameters
     ----------
-    dout : array (*ids.shape, N), dtype of table
+    dout : array (..., N), dtype of table
         Gradient with respect to the result. The last axis is contiguous.
     table : array (V, N)
         As given to `embedding`. Only its shape and dtype matter.

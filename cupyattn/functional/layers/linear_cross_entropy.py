@@ -20,11 +20,12 @@ from cupyattn.gradients import LinearCrossEntropyGrads, LinearGrads
 from cupyattn.ops.checks import require_bool, require_dtype, require_given, require_shape
 from cupyattn.ops.layers.cross_entropy import checked_options, layout_of, require_reduction
 from cupyattn.ops.plan import Output
+from cupyattn.quantized_weight import QuantizedWeight
 
 
 def linear_cross_entropy(
     x: Array,
-    w: Array,
+    w: Array | QuantizedWeight,
     labels: Array,
     /,
     *,
@@ -44,7 +45,8 @@ def linear_cross_entropy(
     x : array (..., K)
         As `linear` takes it.
     w : array (K, V), dtype of x
-        As `linear` takes it: ``w.T`` of an array (V, K) works without a copy.
+        As `linear` takes it: ``w.T`` of an array (V, K) works without a copy. Or a
+        `QuantizedWeight`.
     labels : array (...)
         int32 or int64, as `cross_entropy` takes them.
     ignore_index, label_smoothing, z_loss, reduction
@@ -94,9 +96,9 @@ def linear_cross_entropy(
     require_reduction(reduction)
     require_bool("return_lse", return_lse)
     loss, lse = targets(out, bool(return_lse))
-    read = without_scalars({"x": x, "w": w, "labels": labels})
+    read = without_scalars({"x": x, "labels": labels})
     given = {**read, "out": loss, "lse": lse, "workspace": workspace}
-    call = ChunkedCall.of(given, options)
+    call = ChunkedCall.of(w, given, options)
     arrays, reduces = call.arrays, reduction != "none"
     of_rows = Output(call.rows, call.statistics)
     call.require_rows("lse") if reduces else call.require_rows("out", "lse")
@@ -127,7 +129,7 @@ def linear_cross_entropy(
 def linear_cross_entropy_backward(
     dloss: Array,
     x: Array,
-    w: Array,
+    w: Array | QuantizedWeight,
     labels: Array,
     lse: Array,
     /,
@@ -170,8 +172,8 @@ def linear_cross_entropy_backward(
     Returns
     -------
     LinearCrossEntropyGrads
-        ``(dx, dw)``, each like its array. A new dw lies in memory as w does, as
-        `linear_backward` says.
+        ``(dx, dw)``, each like its array, and dw None for a `QuantizedWeight`. A new dw lies in
+        memory as w does, as `linear_backward` says.
 
     Raises
     ------
@@ -199,11 +201,9 @@ def linear_cross_entropy_backward(
     require_reduction(reduction)
     require_bool("accumulate", accumulate)
     given = named_grads(LinearCrossEntropyGrads, grads, accumulate)
-    read = without_scalars(
-        {"dloss": dloss, "x": x, "w": w, "labels": labels, "lse": lse, "dlse": dlse}
-    )
+    read = without_scalars({"dloss": dloss, "x": x, "labels": labels, "lse": lse, "dlse": dlse})
     require_given("dloss", dloss)
-    call = ChunkedCall.of({**read, **given, "workspace": workspace}, options)
+    call = ChunkedCall.of(w, {**read, **given, "workspace": workspace}, options)
     arrays, labels = call.arrays, call.arrays["labels"]
     call.require_per_row("lse", "dlse")
     call.require_flat_dx()

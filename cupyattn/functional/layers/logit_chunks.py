@@ -12,6 +12,7 @@ from cupyattn.arrays import Array, Description, Layout, Operands, adopt, contigu
 from cupyattn.errors import error
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.linear.forward import linear
+from cupyattn.functional.linear.weights import weight_arrays
 from cupyattn.gradients import LinearCrossEntropyGrads
 from cupyattn.kernels.device import Device
 from cupyattn.ops.axes import merge_axes
@@ -42,7 +43,7 @@ class Chunk(NamedTuple):
 
     rows: slice
     x: Array
-    w: Array
+    w: Any
     labels: Array
     logits: Array
     workspace: Array | None
@@ -58,25 +59,28 @@ class ChunkedCall(NamedTuple):
 
     operands: Operands
     device: Device | None
+    w: Any
+    """An array, or a quantised weight."""
 
     @classmethod
-    def of(cls, given: dict[str, Any], options: LossOptions) -> ChunkedCall:
-        """Take and check the arrays of a call by name, None for those not given."""
-        operands = adopt(given, shown_as=_SHOWN_AS)
+    def of(cls, w: Any, given: dict[str, Any], options: LossOptions) -> ChunkedCall:
+        """Take and check w and the other arrays of a call by name, None for those not given."""
+        own, weight = weight_arrays(w)
+        operands = adopt({"x": given["x"], **own, **given}, shown_as=_SHOWN_AS)
         arrays = operands.arrays
-        described_forward(
-            adopt({name: arrays.get(name) for name in ("x", "w")}).description, None, False
-        )
+        read = {name: arrays.get(name) for name in ("x", *own)}
+        described_forward(adopt(read).description, None, False, weight)
         if "labels" not in arrays:
             raise error(
                 TypeError, "labels is None", "they are the right columns", "pass an array of int32"
             )
-        call, labels = cls(operands, device_of(operands)), layout_of(arrays["labels"])
+        w = arrays["w"] if weight is None else w
+        call, labels = cls(operands, device_of(operands), w), layout_of(arrays["labels"])
         require_dtype("labels", labels, INTEGERS)
         require_shape("labels", labels, call.rows, "an item for each row of x")
         require_whole_item_strides("labels", labels)
         if checks_values(operands):
-            check_labels(arrays["labels"], arrays["w"].shape[1], options.ignore_index)
+            check_labels(arrays["labels"], w.shape[1], options.ignore_index)
         return call
 
     @property
@@ -162,7 +166,7 @@ class ChunkedCall(NamedTuple):
                 "it is how much memory logits may take, at least a byte",
                 "pass for example 2**28",
             )
-        x, w = as_rows(self.arrays["x"]), self.arrays["w"]
+        x, w = as_rows(self.arrays["x"]), self.w
         labels = self.arrays["labels"].reshape(-1)
         count, columns = labels.size, w.shape[1]
         step = min(max(budget // max(columns * x.dtype.itemsize, 1), 1), max(count, 1))
@@ -191,18 +195,19 @@ class ChunkedCall(NamedTuple):
 
     def _products_bytes(self, device: Device, x: Array, dx: Array | None, accumulate: bool) -> int:
         """Return the scratch memory of the products of a chunk."""
-        w = self.arrays["w"]
-        logits = contiguous((len(x), w.shape[1]), x.dtype)
+        own, weight = weight_arrays(self.w)
+        logits = contiguous((len(x), self.w.shape[1]), x.dtype)
 
         def described(of_logits: str, **arrays: Array | None) -> Description:
             # The logits start at a vector, as all pieces of scratch memory do.
-            return (*adopt({"x": x, "w": w, **arrays}).description, (of_logits, *logits, 0))
+            return (*adopt({"x": x, **own, **arrays}).description, (of_logits, *logits, 0))
 
-        needed = forward.scratch_bytes(device, described_forward(described("out"), None, False))
+        problem = described_forward(described("out"), None, False, weight)
+        needed = forward.scratch_bytes(device, problem)
         if dx is None:
             return needed
         description = described("dout", dx=dx, dw=self.arrays.get("dw"))
-        problem = described_backward(description, None, accumulate)
+        problem = described_backward(description, None, accumulate, weight)
         return max(needed, backward.scratch_bytes(device, problem))
 
 

@@ -30,7 +30,7 @@ def rope_tables(
     scaling: RopeScaling | None = None,
     dtype: Any = "float32",
 ) -> tuple[np.ndarray, np.ndarray]:
-    r"""Cosines and sines for `rope` and for the option `rotary` of `attention`.
+    r"""Cosines and sines for `rope` and for the option ``rotary`` of `attention`.
 
     Parameters
     ----------

@@ -9,6 +9,7 @@ import numpy as np
 from cupyattn import reference
 from cupyattn.arrays import Array, Operands, adopt
 from cupyattn.functional.backend import device_of
+from cupyattn.functional.linear.weights import weight_arrays
 from cupyattn.functional.outputs import named_grads
 from cupyattn.functional.rounding import round_into
 from cupyattn.gradients import LinearGrads
@@ -16,12 +17,13 @@ from cupyattn.ops.checks import require_bool
 from cupyattn.ops.linear import backward as ops
 from cupyattn.ops.linear.checks import backward_problem
 from cupyattn.ops.linear.problem import SHOWN_AS, LinearProblem
+from cupyattn.quantized_weight import QuantizedWeight
 
 
 def linear_backward(
     dout: Array,
     x: Array,
-    w: Array,
+    w: Array | QuantizedWeight,
     b: Array | None = None,
     /,
     *,
@@ -38,7 +40,7 @@ def linear_backward(
     dout : array (..., N), dtype of x
         Gradient with respect to the result; it is that with respect to a residual as well.
     x, w, b : array
-        As given to `linear`. Without b there is no db.
+        As given to `linear`. Without b there is no db, and of a `QuantizedWeight` no dw.
     activation : optional
         As given to `linear`.
     preactivation : array (..., N), dtype of x, optional
@@ -59,7 +61,8 @@ def linear_backward(
     Returns
     -------
     LinearGrads
-        ``(dx, dw, db)``, each like its array; dw and db are sums over all rows of x. The same bits
+        ``(dx, dw, db)``, each like its array, and dw None for a `QuantizedWeight`; dw and db are
+        sums over all rows of x. The same bits
         from run to run. New arrays are in C order, but dw lies as w does: for ``w = weight.T``
         with a weight (N, K) in C order, ``dw.T`` is in C order too, so that `adamw_step` takes it
         with weight.
@@ -95,20 +98,21 @@ def linear_backward(
     True
     """
     require_bool("accumulate", accumulate)
+    arrays, weight = weight_arrays(w)
     operands = adopt(
-        {"dout": dout, "x": x, "w": w, "b": b, "preactivation": preactivation,
+        {"dout": dout, "x": x, **arrays, "b": b, "preactivation": preactivation,
          "workspace": workspace, **named_grads(LinearGrads, grads, accumulate)},
         shown_as=SHOWN_AS,
     )  # fmt: skip
-    problem = backward_problem(operands, activation, bool(accumulate))
+    problem = backward_problem(operands, activation, bool(accumulate), weight)
     device = device_of(operands)
     if device is None:
-        return _on_cpu(operands, problem)
+        return _on_cpu(operands, problem, w)
     return LinearGrads(**ops.linear_backward(device, problem, operands))
 
 
-def _on_cpu(operands: Operands, problem: LinearProblem) -> LinearGrads:
-    arrays = operands.arrays
+def _on_cpu(operands: Operands, problem: LinearProblem, w: Array | QuantizedWeight) -> LinearGrads:
+    arrays = {"w": w, **operands.arrays}
     inputs: Any = (arrays.get(name) for name in ("dout", "x", "w", "b"))
     exact = reference.linear_backward(
         *inputs, activation=problem.activation, preactivation=arrays.get("preactivation")

@@ -8,16 +8,18 @@ from cupyattn import reference
 from cupyattn.arrays import Array, Operands, adopt
 from cupyattn.errors import error
 from cupyattn.functional.backend import device_of
+from cupyattn.functional.linear.weights import weight_arrays
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.checks import require_bool
 from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.ops.linear.forward import linear_forward
 from cupyattn.ops.linear.problem import LinearProblem
+from cupyattn.quantized_weight import QuantizedWeight
 
 
 def linear(
     x: Array,
-    w: Array,
+    w: Array | QuantizedWeight,
     b: Array | None = None,
     /,
     *,
@@ -37,7 +39,8 @@ def linear(
         are M rows: whole arrays, slices of rows or of columns, broadcast rows.
     w : array (K, N), dtype of x
         One of its axes is contiguous, the other may have any stride: ``w.T`` of an array (N, K) and
-        slices work without a copy. (K, 2 N) where the activation is gated.
+        slices work without a copy. (K, 2 N) where the activation is gated. Or a `QuantizedWeight`
+        of that shape, either way round, whatever the dtype of x.
     b : array (N,), dtype of x, optional
         Added to every row; (2 N,) where the activation is gated. Contiguous.
     activation : {None, "gelu", "gelu_tanh", "silu", "relu", "swiglu", "geglu"}
@@ -83,6 +86,9 @@ def linear(
     float16 up to 64 on tensor cores, run kernels that stream the weight once. On NumPy
     arrays of float32 the CPU computes in float32 too, by NumPy's BLAS, and otherwise in float64.
 
+    A quantised weight is dequantised on its way to the products, and never stored: to float16 on
+    tensor cores, where weights beyond 65504 overflow, to float32 otherwise.
+
     Examples
     --------
     >>> import numpy as np, cupyattn
@@ -102,14 +108,15 @@ def linear(
     """
     require_bool("return_preactivation", return_preactivation)
     given_out, given_preactivation = _split_out(out, return_preactivation, activation)
+    arrays, weight = weight_arrays(w)
     operands = adopt(
-        {"x": x, "w": w, "b": b, "residual": residual, "out": given_out,
+        {"x": x, **arrays, "b": b, "residual": residual, "out": given_out,
          "preactivation": given_preactivation, "workspace": workspace}
     )  # fmt: skip
-    problem = forward_problem(operands, activation, bool(return_preactivation))
+    problem = forward_problem(operands, activation, bool(return_preactivation), weight)
     device = device_of(operands)
     if device is None:
-        results = _on_cpu(operands, problem)
+        results = _on_cpu(operands, problem, w)
     else:
         results = linear_forward(device, problem, operands)
     if return_preactivation:
@@ -146,8 +153,10 @@ def _split_out(out: Any, return_preactivation: bool, activation: Any) -> tuple[A
     return out
 
 
-def _on_cpu(operands: Operands, problem: LinearProblem) -> dict[str, Array]:
-    arrays = operands.arrays
+def _on_cpu(
+    operands: Operands, problem: LinearProblem, w: Array | QuantizedWeight
+) -> dict[str, Array]:
+    arrays = {"w": w, **operands.arrays}
     inputs: Any = (arrays.get(name) for name in ("x", "w", "b", "residual"))
     exact = dict(
         zip(

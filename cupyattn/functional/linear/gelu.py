@@ -9,13 +9,14 @@ from cupyattn.errors import error, shown
 from cupyattn.functional.linear.backward import linear_backward
 from cupyattn.functional.linear.forward import linear
 from cupyattn.gradients import LinearGrads
+from cupyattn.quantized_weight import QuantizedWeight
 
 _ACTIVATIONS = {"tanh": "gelu_tanh", "none": "gelu"}
 
 
 def linear_gelu(
     x: Array,
-    w: Array,
+    w: Array | QuantizedWeight,
     b: Array | None = None,
     /,
     *,
@@ -66,7 +67,7 @@ def linear_gelu(
 def linear_gelu_backward(
     dout: Array,
     x: Array,
-    w: Array,
+    w: Array | QuantizedWeight,
     b: Array | None = None,
     /,
     *,

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cupyattn.kernels.arch import Arch
+from cupyattn.kernels.choices import Choices
 from cupyattn.kernels.spec import Specialisation
 
 
@@ -38,6 +39,8 @@ class Device(Protocol):
     """How many there are: what kernels that walk over their work choose their CTAs by."""
     l2_bytes: int
     """The size of the cache that they share."""
+    choices: Choices
+    """Rows of the tables that calls take in place of the usual ones."""
 
     @property
     def tensor_cores(self) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from cupyattn.cupy_library import load_cupy
 from cupyattn.errors import error
 from cupyattn.kernels.arch import TURING, Arch, arch_of
+from cupyattn.kernels.choices import choices_for
 from cupyattn.kernels.compile import compile_cubin, compile_ptx
 from cupyattn.kernels.device.arguments import PackedArguments
 from cupyattn.kernels.device.tensor_cores import (
@@ -52,6 +53,7 @@ class CudaDevice:
             )
         )
         self._tensor_cores = without_measuring(self.capability, self.name)
+        self.choices = choices_for(self.name, self.arch.real)
         self._kernels: dict[Specialisation, CudaKernel] = {}
         self._loading = threading.Lock()
 

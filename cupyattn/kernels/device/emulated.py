@@ -13,6 +13,7 @@ import numpy as np
 from cupyattn import emulator
 from cupyattn.kernels import cache
 from cupyattn.kernels.arch import TURING, Arch
+from cupyattn.kernels.choices import USUAL, Choices
 from cupyattn.kernels.compile import compile_ptx
 from cupyattn.kernels.source import source_root
 from cupyattn.kernels.spec import Pointer, Specialisation
@@ -41,6 +42,7 @@ class EmulatedDevice:
     multiprocessors = 2
     """Few: kernels walk over small problems here as they do over large ones on a GPU."""
     l2_bytes = 4 * 2**20
+    choices: Choices = USUAL
 
     def __init__(self, checks: emulator.Checks, report: emulator.Report | None = None) -> None:
         arch_override()  # it is for GPUs; one that is wrong is not passed over here either

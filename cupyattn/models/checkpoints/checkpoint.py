@@ -5,26 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from cupyattn.errors import error
 from cupyattn.models.checkpoints.names import Naming
+from cupyattn.models.checkpoints.tensors import AnyTensor
 from cupyattn.models.config import Config
-
-
-class Tensor(NamedTuple):
-    """A tensor in a file.
-
-    Attributes
-    ----------
-    shape : tuple of int
-        Of all of it.
-    read : callable
-        ``read(start, stop)`` gives these rows (of its first axis) as floats of any size.
-    """
-
-    shape: tuple[int, ...]
-    read: Callable[[int, int], np.ndarray]
 
 
 class Checkpoint(NamedTuple):
@@ -38,7 +22,7 @@ class Checkpoint(NamedTuple):
         Its numbers.
     naming : Naming
         What its weights are called.
-    tensors : dict from str to Tensor
+    tensors : dict from str to Tensor or QuantisedTensor
         All that the files hold.
     read_tokenizer : callable
         Returns its tokenizer, or None.
@@ -47,7 +31,7 @@ class Checkpoint(NamedTuple):
     where: str
     config: Config
     naming: Naming
-    tensors: dict[str, Tensor]
+    tensors: dict[str, AnyTensor]
     read_tokenizer: Callable[[], Any]
 
 

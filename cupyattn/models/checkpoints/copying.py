@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn import QuantizedWeight, dequantize, quantize
 from cupyattn.arrays import Array
 from cupyattn.errors import error
-from cupyattn.models.checkpoints.checkpoint import Checkpoint, Tensor
+from cupyattn.models.checkpoints.checkpoint import Checkpoint
 from cupyattn.models.checkpoints.names import Place, Places, is_ignored, places
-from cupyattn.models.weights import Weights, empty
+from cupyattn.models.checkpoints.tensors import AnyTensor, QuantisedTensor
+from cupyattn.models.weights import Quantises, Weights, empty, in_dtype
 from cupyattn.progress import progress
+from cupyattn.quantized_weight import Blocks
 
 _AT_ONCE = 1 << 22
 """Numbers: what is read beside the model takes some 50 MB, on the host and on the device."""
@@ -28,7 +31,7 @@ class _Shapes:
         return np.broadcast_to(np.zeros((), dtype), shape)
 
 
-def filled(checkpoint: Checkpoint, dtype: str, xp: Any) -> Weights:
+def filled(checkpoint: Checkpoint, dtype: str, xp: Any, quantises: Quantises = in_dtype) -> Weights:
     """Read all weights, after a look at every name and shape, for which nothing is allocated.
 
     Raises
@@ -39,16 +42,16 @@ def filled(checkpoint: Checkpoint, dtype: str, xp: Any) -> Weights:
     """
     naming, config, tensors = checkpoint.naming, checkpoint.config, checkpoint.tensors
     _require_fit(checkpoint, places(naming, config, empty(config, dtype, _Shapes), tensors))
-    weights = empty(config, dtype, xp)
+    weights = empty(config, dtype, xp, quantises)
     targets = places(naming, config, weights, tensors)
     total = len(targets.filled)
     with progress("loading tensors", total) as step:
         for name, place in targets.filled.items():
-            _each_part(checkpoint, name, place, xp, _store)
+            _each_part(checkpoint, name, place, dtype, xp, _store)
             step()
         for name, place in targets.repeated.items():
             if name in checkpoint.tensors:
-                _each_part(checkpoint, name, place, xp, _require_equal)
+                _each_part(checkpoint, name, place, dtype, xp, _require_equal)
     return weights
 
 
@@ -56,7 +59,11 @@ def _require_fit(checkpoint: Checkpoint, targets: Places) -> None:
     tensors, known = checkpoint.tensors, {**targets.filled, **targets.repeated}
     missing = [name for name in targets.filled if name not in tensors]
     extra = [
-        name for name in tensors if name not in known and not is_ignored(checkpoint.naming, name)
+        name
+        for name, tensor in tensors.items()
+        if name not in known
+        and not is_ignored(checkpoint.naming, name)
+        and not _adds_nothing(name, tensor)
     ]
     wrong = [
         f"{name} is {tensors[name].shape}, not {place.shape}"
@@ -79,22 +86,44 @@ def _require_fit(checkpoint: Checkpoint, targets: Places) -> None:
         )
 
 
+def _adds_nothing(name: str, tensor: AnyTensor) -> bool:
+    """Tell whether a tensor is a bias of zeros: GPTQ's files may have one for each weight."""
+    if isinstance(tensor, QuantisedTensor) or len(tensor.shape) != 1:
+        return False
+    return name.endswith(".bias") and not tensor.read(0, tensor.shape[0]).any()
+
+
 def _listed(names: list[str], most: int = 3) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def _each_part(
-    checkpoint: Checkpoint, name: str, place: Place, xp: Any, use: Callable[..., None]
+    checkpoint: Checkpoint, name: str, place: Place, dtype: str, xp: Any, use: Callable[..., None]
 ) -> None:
-    tensor: Tensor = checkpoint.tensors[name]
-    target = place.target
-    rows = tensor.shape[0] // len(target)  # of the file, for one of the target
-    step = max(1, _AT_ONCE // math.prod(target.shape[1:]))
-    for start in range(0, len(target), step):
-        part = target[start : start + step]
-        found = tensor.read(start * rows, (start + len(part)) * rows)
-        use(f"{checkpoint.where}: {name}", part, _float32(found, xp).reshape(part.shape), xp)
+    tensor = checkpoint.tensors[name]
+    length = len(next(iter(place.targets.values())))
+    rows = tensor.shape[1 if place.turned else 0] // length  # of the file, for one of the targets
+    step = max(1, _AT_ONCE // (math.prod(tensor.shape) // length))
+    for start in range(0, length, step):
+        stop = min(start + step, length)
+        parts = {own: target[start:stop] for own, target in place.targets.items()}
+        found = _found(tensor, place, start * rows, stop * rows, xp)
+        use(f"{checkpoint.where}: {name}", parts, found, place.blocks, dtype, xp)
+
+
+def _found(
+    tensor: AnyTensor, place: Place, start: int, stop: int, xp: Any
+) -> Array | QuantizedWeight:
+    """Return numbers as float32 on the device, or blocks that are kept as they are."""
+    if isinstance(tensor, QuantisedTensor):
+        read = tensor.read(start, stop)
+        arrays = {own: xp.asarray(array) for own, array in read.arrays.items()}
+        weight = QuantizedWeight(read.format, **arrays, block_size=read.block_size, transposed=True)
+        return weight if weight.blocks == place.blocks else dequantize(weight)
+    if place.turned and tensor.read_columns is not None:
+        return _float32(tensor.read_columns(start, stop), xp).T
+    return _float32(tensor.read(start, stop), xp)
 
 
 def _float32(found: np.ndarray, xp: Any) -> Array:
@@ -106,22 +135,45 @@ def _float32(found: np.ndarray, xp: Any) -> Array:
     return xp.asarray(found).astype(np.float32, copy=False)
 
 
-def _store(what: str, part: Array, found: Array, xp: Any) -> None:
-    with np.errstate(over="ignore"):
-        part[...] = found.astype(part.dtype, copy=False)
+def _store(
+    what: str,
+    parts: dict[str, Array],
+    found: Array | QuantizedWeight,
+    blocks: Blocks | None,
+    dtype: str,
+    xp: Any,
+) -> None:
+    if isinstance(found, QuantizedWeight):
+        scales = found.scales if found.super_scales is None else found.super_scales
+        _require_finite(f"{what}, a scale", scales, "float32", xp)
+    else:
+        _require_finite(what, found, dtype, xp)
+        if blocks is None:
+            part = parts["all"]
+            part[...] = found.astype(part.dtype, copy=False).reshape(part.shape)
+            return
+        found = quantize(found.T, format=blocks.format, block_size=blocks.block_size)
+    for own, array in found.arrays.items():
+        parts[own][...] = array.reshape(parts[own].shape)
+
+
+def _require_finite(what: str, found: Array, dtype: str, xp: Any) -> None:
     largest = float(xp.abs(found).max())
-    limit = _LARGEST.get(part.dtype.name, 3e38)
+    limit = _LARGEST.get(dtype, 3e38)
     if not largest <= limit:  # NaN is not
         raise error(
             ValueError,
             f"{what} holds {largest:g}",
-            f"weights of {part.dtype.name} are finite, up to {limit:g}",
+            f"weights of {dtype} are finite, up to {limit:g}",
             "load with dtype='float32' or 'bfloat16' if the number is right, or download the file "
             "again",
         )
 
 
-def _require_equal(what: str, part: Array, found: Array, xp: Any) -> None:
+def _require_equal(
+    what: str, parts: dict[str, Array], found: Array, blocks: None, dtype: str, xp: Any
+) -> None:
+    part = parts["all"]
     if not bool((part == found.astype(part.dtype)).all()):
         raise error(
             ValueError,

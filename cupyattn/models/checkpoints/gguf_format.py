@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.errors import error
-from cupyattn.models.checkpoints.checkpoint import Tensor, damaged
+from cupyattn.models.checkpoints.checkpoint import damaged
 from cupyattn.models.checkpoints.fields import Fields
+from cupyattn.models.checkpoints.gguf_blocks import kept_blocks
+from cupyattn.models.checkpoints.tensors import AnyTensor, Tensor
 from cupyattn.models.extras import extra
 
 _MAGIC = b"GGUF"
@@ -45,12 +47,12 @@ class GGUFFile(NamedTuple):
     ----------
     metadata : dict
         Numbers, strings and lists by their keys.
-    tensors : dict from str to Tensor
+    tensors : dict from str to Tensor or QuantisedTensor
         Their shapes as NumPy has them: the axis that is contiguous comes last.
     """
 
     metadata: dict[str, Any]
-    tensors: dict[str, Tensor]
+    tensors: dict[str, AnyTensor]
 
 
 def read_gguf(path: Path) -> GGUFFile:
@@ -83,7 +85,7 @@ def read_gguf(path: Path) -> GGUFFile:
     infos = [_Info.read(cursor) for _ in range(count)]
     alignment = Fields(metadata, str(path)).integer("general.alignment", 32)
     begin = -(-cursor.at // alignment) * alignment
-    tensors = {}
+    tensors: dict[str, AnyTensor] = {}
     end, before = begin, "the list of tensors"
     for info in sorted(infos, key=lambda each: each.offset):
         start = begin + info.offset
@@ -152,7 +154,7 @@ class _Info(NamedTuple):
         shape = cursor.numbers("Q", axes)[::-1]
         return cls(name, shape, *cursor.numbers("I", 1), *cursor.numbers("Q", 1))
 
-    def tensor(self, path: Path, content: np.ndarray, start: int) -> tuple[Tensor, int]:
+    def tensor(self, path: Path, content: np.ndarray, start: int) -> tuple[AnyTensor, int]:
         """Return the tensor, whose bytes begin at `start` within the file, and their number."""
         quants = extra("gguf.quants", "dequantises weights")
         types = extra("gguf.constants", "dequantises weights")
@@ -178,6 +180,8 @@ class _Info(NamedTuple):
                 f"{self.name} {self.shape} of {kind.name} does not lie in its {len(content)} bytes",
             )
         stored = content[start : start + total].reshape(*rows, width)
+        if len(rows) == 1 and (kept := kept_blocks(kind.name, stored, columns)) is not None:
+            return kept, total
         if not rows:
             return Tensor(self.shape, partial(_numbers, quants.dequantize(stored, kind))), total
         return Tensor(self.shape, partial(_rows, quants.dequantize, stored, kind)), total

@@ -10,10 +10,11 @@ import numpy as np
 
 from cupyattn import LinearScaling, Llama3Scaling, YarnScaling
 from cupyattn.errors import error, shown
-from cupyattn.models.checkpoints.checkpoint import Checkpoint, Tensor, damaged
+from cupyattn.models.checkpoints.checkpoint import Checkpoint, damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.gguf_format import GGUFFile, read_gguf
 from cupyattn.models.checkpoints.names import GGUF, Naming
+from cupyattn.models.checkpoints.tensors import QuantisedTensor, Tensor
 from cupyattn.models.config import Config, RopeScaling, checked, unknown_architecture
 from cupyattn.models.tokenizer import tokenizer_of_gguf
 
@@ -124,8 +125,11 @@ def _config(file: GGUFFile, kind: str, naming: Naming, where: str) -> Config:
 def _scaling(
     file: GGUFFile, fields: Fields, base: float, rotary_dim: int, positions: int
 ) -> RopeScaling | None:
-    if "rope_freqs.weight" in file.tensors:
-        return _llama3(file.tensors["rope_freqs.weight"], base, rotary_dim, fields.where)
+    factors = file.tensors.get("rope_freqs.weight")
+    if isinstance(factors, QuantisedTensor):
+        raise damaged(fields.where, "rope_freqs.weight is quantised, a list of factors")
+    if factors is not None:
+        return _llama3(factors, base, rotary_dim, fields.where)
     kind = fields.choice("rope.scaling.type", _SCALINGS, default="linear")
     older = fields.number("rope.scale_linear", 1.0, zero_allowed=True)
     factor = fields.number("rope.scaling.factor", older, zero_allowed=True) or 1.0

@@ -7,39 +7,38 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from cupyattn.errors import error, shown
-from cupyattn.models.checkpoints.checkpoint import Checkpoint, Tensor, damaged
+from cupyattn.models.checkpoints.checkpoint import Checkpoint, damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.hugging_face_config import config_of
 from cupyattn.models.checkpoints.names import HUGGING_FACE
-from cupyattn.models.extras import extra
+from cupyattn.models.checkpoints.quantization_config import unpacking_of
+from cupyattn.models.checkpoints.safetensors_files import Stored, read_safetensors
 from cupyattn.models.tokenizer import tokenizer_of_folder
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_FLOATS = ("F32", "F16", "BF16", "F64")
 
 
 def open_folder(folder: Path) -> Checkpoint:
     """Read a folder's config and the names in its files; of the weights nothing yet."""
     files = _files(folder)
     generation = folder / "generation_config.json"
+    fields = _fields(folder / "config.json")
+    unpack = unpacking_of(fields)
     config = config_of(
-        _fields(folder / "config.json"),
-        _fields(generation) if generation.is_file() else Fields({}, str(generation)),
+        fields, _fields(generation) if generation.is_file() else Fields({}, str(generation))
     )
-    tensors: dict[str, Tensor] = {}
+    stored: dict[str, Stored] = {}
     for file in files:
-        for name, tensor in _tensors_of(file).items():
-            if name in tensors:
+        for name, tensor in read_safetensors(file).items():
+            if name in stored:
                 raise damaged(str(file), f"the tensor {name} is in another file of the folder too")
-            tensors[name] = tensor
+            stored[name] = tensor
     return Checkpoint(
         str(folder),
         config,
         HUGGING_FACE[config.architecture],
-        tensors,
+        unpack(stored),
         partial(tokenizer_of_folder, folder),
     )
 
@@ -102,29 +101,3 @@ def _files(folder: Path) -> list[Path]:
         "a model's folder holds its weights in safetensors, under the one name or the other",
         "download or convert the model into that folder",
     )
-
-
-def _tensors_of(file: Path) -> dict[str, Tensor]:
-    import ml_dtypes  # noqa: F401, NumPy has to know bfloat16 before safetensors gives it any
-
-    safetensors = extra("safetensors", "reads the weights")
-    try:
-        opened = safetensors.safe_open(file, framework="numpy")
-        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-    except safetensors.SafetensorError as failure:
-        raise damaged(str(file), f"no safetensors ({failure})") from failure
-    return {
-        name: Tensor(tuple(part.get_shape()), partial(_rows, f"{file}: {name}", part))
-        for name, part in slices.items()
-    }
-
-
-def _rows(what: str, part: Any, start: int, stop: int) -> np.ndarray:
-    if part.get_dtype() not in _FLOATS:
-        raise error(
-            NotImplementedError,
-            f"{what} is of {part.get_dtype()}",
-            f"weights are read from {', '.join(_FLOATS)}",
-            "take the model as it was before it was quantised, or a GGUF file of it",
-        )
-    return part[start:stop]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cupyattn import LinearScaling, Llama3Scaling, YarnScaling
-from cupyattn.errors import error
 from cupyattn.models.checkpoints.checkpoint import damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.config import Config, RopeScaling, checked, unknown_architecture
@@ -40,13 +39,6 @@ def config_of(fields: Fields, generation: Fields) -> Config:
         For values that are missing, of another kind, or do not fit together.
     """
     kind = fields.given.get("model_type")
-    if fields.given.get("quantization_config"):
-        raise error(
-            NotImplementedError,
-            f"{fields.where}: weights that are quantised in safetensors",
-            "safetensors are read of float32, float16 and bfloat16",
-            "take the model as it was before it was quantised, or a GGUF file of it",
-        )
     if kind == "gpt2":
         config = _gpt2(fields)
     elif kind in _OF_LLAMA:

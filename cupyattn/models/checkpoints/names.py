@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
+from cupyattn import QuantizedWeight
 from cupyattn.arrays import Array
+from cupyattn.models.checkpoints.tensors import AnyTensor, QuantisedTensor
 from cupyattn.models.config import Config
-from cupyattn.models.weights import Norm, Product, Weights
+from cupyattn.models.weights import Layer, Norm, Product, Weights
+from cupyattn.quantized_weight import Blocks
 
 
 class Naming(NamedTuple):
@@ -106,11 +109,24 @@ GGUF = {
 
 
 class Place(NamedTuple):
-    """Where a tensor goes: a view of an array, which its items fill in their order."""
+    """Where a tensor goes: views of arrays, which its items fill in their order.
 
-    target: Array
+    Attributes
+    ----------
+    targets : dict from str to array
+        One, or those of a quantised weight by their names, whose first axes are alike.
+    shape : tuple of int
+        That of the tensor in the file.
+    blocks : Blocks, or None
+        Of a quantised weight.
+    turned : bool
+        Whether the targets' first axis is the file's second.
+    """
+
+    targets: dict[str, Array]
     shape: tuple[int, ...]
-    """That of the tensor in the file."""
+    blocks: Blocks | None = None
+    turned: bool = False
 
 
 class Places(NamedTuple):
@@ -128,15 +144,34 @@ class Places(NamedTuple):
     repeated: dict[str, Place]
 
 
-def places(naming: Naming, config: Config, weights: Weights, present: Collection[str]) -> Places:
-    """Return the place of each tensor of a checkpoint, whose names are `present`."""
-    prefix = naming.prefix
-    if not any(name.startswith(prefix) for name in present):
-        prefix = ""
+def product_names(
+    naming: Naming, present: Collection[str], layer: int, product: str
+) -> tuple[str, ...]:
+    """Return the tensors that are the weight of a layer's product, by its name in `Layer`."""
+    names = getattr(naming, product)
+    before = _prefix(naming, present) + naming.layer.format(layer)
+    return tuple(
+        f"{before}{name}.weight" for name in ((names,) if isinstance(names, str) else names)
+    )
+
+
+def _prefix(naming: Naming, present: Collection[str]) -> str:
+    has_it = not present or any(name.startswith(naming.prefix) for name in present)
+    return naming.prefix if has_it else ""
+
+
+def places(
+    naming: Naming,
+    config: Config,
+    weights: Weights,
+    tensors: Mapping[str, AnyTensor],
+) -> Places:
+    """Return the place of each tensor of a checkpoint that has these, or of one that is to be."""
+    prefix = _prefix(naming, tensors)
     filled: dict[str, Place] = {}
 
-    def put(name: str, target: Array, shape: tuple[int, ...] | None = None) -> None:
-        filled[name] = Place(target, target.shape if shape is None else shape)
+    def put(name: str, target: Array) -> None:
+        filled[name] = Place({"all": target}, target.shape)
 
     def put_norm(name: str, norm: Norm) -> None:
         put(f"{name}.weight", norm.weight)
@@ -151,19 +186,13 @@ def places(naming: Naming, config: Config, weights: Weights, present: Collection
         paired: bool = False,
     ) -> None:
         """Put parts of the product's rows, as large as their heads, otherwise equal ones."""
-        shares = heads if len(names) > 1 and heads else (1,) * len(names)
-        unit, start = len(product.weight) // sum(shares), 0
-        for number, (name, share) in enumerate(zip(names, shares, strict=True)):
-            rows = slice(start, start + unit * share)
-            start = rows.stop
-            for kind, array in (("weight", product.weight), ("bias", product.bias)):
-                if array is None:
-                    continue
-                part = array[rows]
-                if paired and number < 2:  # q and k, and not v
-                    put(f"{before}{name}.{kind}", _as_pairs(part, share), part.shape)
-                else:
-                    put(f"{before}{name}.{kind}", part.T if naming.turned else part)
+        for number, (name, rows, share) in enumerate(_shares(names, product, heads)):
+            heads_of = share if paired and number < 2 else None  # q and k, and not v
+            full = f"{before}{name}.weight"
+            filled[full] = _place(product.weight[rows], heads_of, naming, tensors.get(full))
+            if product.bias is not None:
+                bias = product.bias[rows]
+                filled[f"{before}{name}.bias"] = _place(bias, heads_of, naming, None)
 
     put(f"{prefix}{naming.embedding}.weight", weights.embedding)
     if naming.positions is not None:
@@ -179,12 +208,71 @@ def places(naming: Naming, config: Config, weights: Weights, present: Collection
         put_product(before, naming.up, layer.up)
         put_product(before, (naming.down,), layer.down)
     put_norm(prefix + naming.last_norm, weights.norm)
-    head = {f"{naming.head}.weight": Place(weights.head.weight, weights.head.weight.shape)}
+    logits = weights.head.weight
+    head = {f"{naming.head}.weight": Place({"all": logits}, logits.shape)}
     if not config.tied:
         filled |= head
     if weights.head.bias is not None:
         put(f"{naming.head}.bias", weights.head.bias)
     return Places(filled, head if config.tied else {})
+
+
+def _place(
+    part: Array | QuantizedWeight,
+    heads: int | None,
+    naming: Naming,
+    tensor: AnyTensor | None,
+) -> Place:
+    """Return the place of some rows of a product, those of `heads` in the order of pairs."""
+    blocks = part.blocks if isinstance(part, QuantizedWeight) else None
+    arrays = part.arrays if isinstance(part, QuantizedWeight) else {"all": part}
+    if heads is not None:
+        arrays = {name: _as_pairs(array, heads) for name, array in arrays.items()}
+    # What is quantised is (N, K) in all files.
+    turned = naming.turned and part.ndim == 2 and not isinstance(tensor, QuantisedTensor)
+    if turned and blocks is None:
+        return Place({"all": arrays["all"].T}, part.shape[::-1])
+    return Place(arrays, part.shape[::-1] if turned else part.shape, blocks, turned)
+
+
+def _shares(
+    names: tuple[str, ...], product: Product, heads: tuple[int, ...] = ()
+) -> Iterator[tuple[str, slice, int]]:
+    """Return which rows of a product each name has, and its share of them: how many heads."""
+    shares = heads if len(names) > 1 and heads else (1,) * len(names)
+    unit, start = len(product.weight) // sum(shares), 0
+    for name, share in zip(names, shares, strict=True):
+        yield name, slice(start, start + unit * share), share
+        start += unit * share
+
+
+class Module(NamedTuple):
+    """A linear layer as a model was published: some rows of a product."""
+
+    name: str
+    """Without ``.weight``, with the prefix and the number of its layer."""
+    rows: slice
+
+
+def modules_of(naming: Naming, config: Config, index: int, layer: Layer) -> dict[str, list[Module]]:
+    """Return the modules of each product of a layer, by the name of its field."""
+    before = naming.prefix + naming.layer.format(index)
+    heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
+
+    def modules(names: tuple[str, ...], product: Product, first: int = 0) -> list[Module]:
+        return [
+            Module(before + name, slice(first + rows.start, first + rows.stop))
+            for name, rows, _ in _shares(names, product, heads if product is layer.qkv else ())
+        ]
+
+    ends = {
+        "output": modules((naming.output,), layer.output),
+        "down": modules((naming.down,), layer.down),
+    }
+    qkv = modules(naming.qkv, layer.qkv)
+    if layer.qkv_up is None:
+        return {"qkv": qkv, "up": modules(naming.up, layer.up), **ends}
+    return {"qkv_up": qkv + modules(naming.up, layer.up, len(layer.qkv.weight)), **ends}
 
 
 def _as_pairs(rows: Array, heads: int) -> Array:

@@ -12,7 +12,13 @@ from cupyattn.ops.attention.grid_order import kv_heads_together
 from cupyattn.ops.attention.implementations import implementation_of, register
 from cupyattn.ops.attention.layouts import require_lengths
 from cupyattn.ops.attention.modifiers import require_gradient, run_compiled
-from cupyattn.ops.attention.options import POSITION_OPTIONS, ROTARY, SCORE_OPTIONS, USER_FUNCTIONS
+from cupyattn.ops.attention.options import (
+    POSITION_OPTIONS,
+    ROTARY,
+    SCORE_OPTIONS,
+    USER_FUNCTIONS,
+    DropoutSeed,
+)
 from cupyattn.ops.attention.params import interleaved, placed, seeded
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import gradient_outputs
@@ -35,7 +41,7 @@ def attention_backward(
     problem: AttentionProblem,
     operands: Operands,
     *,
-    seed: int,
+    seed: DropoutSeed,
     deterministic: bool,
     accumulate: bool,
 ) -> dict[str, Array]:

@@ -12,7 +12,13 @@ from cupyattn.ops.attention.grid_order import kv_heads_together
 from cupyattn.ops.attention.implementations import implementation_of, register
 from cupyattn.ops.attention.layouts import require_lengths
 from cupyattn.ops.attention.modifiers import run_compiled
-from cupyattn.ops.attention.options import POSITION_OPTIONS, ROTARY, SCORE_OPTIONS, USER_FUNCTIONS
+from cupyattn.ops.attention.options import (
+    POSITION_OPTIONS,
+    ROTARY,
+    SCORE_OPTIONS,
+    USER_FUNCTIONS,
+    DropoutSeed,
+)
 from cupyattn.ops.attention.params import interleaved, placed, seeded
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.rotary import rotated
@@ -37,7 +43,7 @@ def attention_forward(
     problem: AttentionProblem,
     operands: Operands,
     *,
-    seed: int,
+    seed: DropoutSeed,
     return_lse: bool,
 ) -> dict[str, Array]:
     """Run dense attention forward, into `out` and `lse` where they are given."""

@@ -24,6 +24,48 @@ MAX_SOFTCAP = 10_000.0  # where a kernel errs by 1e-3 in a score
 MAX_OFFSET = 2**60  # a position plus a window side stays within 64 bits
 
 
+class DropoutSeed(NamedTuple):
+    """A seed of dropout, and where in a whole the scores of a call stand.
+
+    Attention computed in parts draws the mask of the whole by it: queries i and keys j of a call,
+    batch element b, drop what ``(b + batch, h, i + query, j + key)`` of the whole drop. As seed= a
+    number alone stands for a call that begins where the whole does.
+
+    Attributes
+    ----------
+    seed : int
+        0 to 2**64 - 1.
+    batch, query, key : int
+        Of the whole, what the call's first batch element, query and key are. Key is a multiple
+        of 32: so many are drawn together.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyattn
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 64, 2, 8), dtype=np.float32)
+    >>> whole = cupyattn.attention(q, k, v, dropout_p=0.5, seed=7)
+    >>> parts = [
+    ...     cupyattn.attention(
+    ...         q, k[:, keys : keys + 32], v[:, keys : keys + 32], dropout_p=0.5,
+    ...         seed=cupyattn.DropoutSeed(7, key=keys), return_lse=True,
+    ...     )
+    ...     for keys in (0, 32)
+    ... ]
+    >>> np.allclose(cupyattn.merge_attention(*parts[0], *parts[1])[0], whole, atol=1e-6)
+    True
+    """
+
+    seed: int
+    batch: int = 0
+    query: int = 0
+    key: int = 0
+
+
+_MAX_PLACE = 2**31  # places are 32-bit integers of kernels
+_KEYS_OF_A_DRAW = 32
+_PLACES = DropoutSeed._fields[1:]
+
+
 class AttentionOptions(NamedTuple):
     """The options of attention that are no arrays, as the caller gave them.
 
@@ -157,9 +199,11 @@ def checked_dropout_p(given: Any, seeded: bool) -> float:
     return probability
 
 
-def checked_seed(given: Any) -> int:
-    """Return the seed."""
-    seed = integer("seed", given)
+def checked_seed(given: Any) -> DropoutSeed:
+    """Return the seed, and where the call begins in what it draws for."""
+    if not isinstance(given, DropoutSeed):
+        given = DropoutSeed(given)
+    seed = integer("seed", given.seed)
     if not 0 <= seed < 2**64:
         raise error(
             ValueError,
@@ -167,7 +211,19 @@ def checked_seed(given: Any) -> int:
             "it is an integer from 0 to 2**64 - 1",
             "reduce it modulo 2**64",
         )
-    return seed
+    batch, query, key = (
+        integer(f"{name} of a DropoutSeed", getattr(given, name)) for name in _PLACES
+    )
+    for name, place in zip(_PLACES, (batch, query, key), strict=True):
+        if not 0 <= place < _MAX_PLACE or (name == "key" and place % _KEYS_OF_A_DRAW):
+            raise error(
+                ValueError,
+                f"{name} of a DropoutSeed = {shown(place)}",
+                f"it is from 0 to {_MAX_PLACE - 1}"
+                + (f", and a multiple of {_KEYS_OF_A_DRAW}" if name == "key" else ""),
+                "pass where the call's first one stands in the whole",
+            )
+    return DropoutSeed(seed, batch, query, key)
 
 
 def require_valid_choices(options: AttentionOptions) -> None:

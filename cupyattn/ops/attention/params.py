@@ -17,7 +17,7 @@ from cupyattn.kernels.structs import (
     VARLEN_BACKWARD_PARAMS,
     VARLEN_PARAMS,
 )
-from cupyattn.ops.attention.options import MAX_OFFSET
+from cupyattn.ops.attention.options import MAX_OFFSET, DropoutSeed
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.problem import LSE_DTYPE, AttentionProblem
 from cupyattn.ops.plan import Plan
@@ -136,11 +136,14 @@ def _fill_scores(scores: Any, problem: AttentionProblem) -> None:
     scores["keep_scale"] = 1 / (1 - problem.dropout_p) if keep_from < 65536 else 0
 
 
-def seeded(plan: Plan, seed: int) -> Plan:
+def seeded(plan: Plan, seed: DropoutSeed) -> Plan:
     """Return a plan with a seed for dropout in the structs of its kernels."""
 
     def change(attention: Any) -> None:
-        attention["scores"]["seed"] = seed
+        scores = attention["scores"]
+        scores["seed"] = seed.seed
+        scores["first_batch"], scores["first_query"] = seed.batch, seed.query
+        scores["first_counter"] = seed.key // 8
 
     return _changed(plan, change)
 

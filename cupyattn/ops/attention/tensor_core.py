@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.kernels.configs.attention.options import FlashOptions
 from cupyattn.kernels.configs.attention.tensor_core import forward
+from cupyattn.kernels.configs.attention.tensor_core.forward import FlashConfig
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.structs import ROTARY_TABLES
 from cupyattn.ops.attention.layouts import (
@@ -40,19 +42,35 @@ def forward_plan(
     vec = whole_vectors(vector_items(problem.dtype.name), problem, rows)
     together = 2 if problem.dropout_p else 4  # a Philox call serves pairs of keys
     options = flash_options(problem, start_of, together)
-    row = forward.flash_row(arch, *dims, options)
+    row = _row(problem, card, options)
     tables: tuple[Any, ...] = ()
     if "cos" in problem.layouts:
         table = problem.layouts["cos"].dtype.name
         kernel = forward.rotary(arch, *dims, vec, options, table, problem.interleaved, packed)
         tables = (_tables(problem),)
     elif (splits := num_splits(problem, row, card)) > 1:
-        kernel = forward.split(arch, *dims, vec, options._replace(sinks="void"))
+        kernel = forward.split(arch, *dims, vec, options._replace(sinks="void"), row)
         return split_plan(problem, kernel, row, splits, outputs)
+    elif packed:
+        kernel = forward.varlen(arch, *dims, vec, options)
     else:
-        specialise = forward.varlen if packed else forward.flash
-        kernel = specialise(arch, *dims, vec, options)
+        kernel = forward.flash(arch, *dims, vec, options, row)
     return whole_plan(problem, kernel, row, outputs, *tables)
+
+
+def _row(problem: AttentionProblem, card: Card, options: FlashOptions) -> FlashConfig:
+    """Return the row: of dense calls that take the plain table's, what was chosen for the card.
+
+    Not under dropout, for whose random numbers tiles are whole or half of 32 keys.
+    """
+    dims = problem.head_dim, problem.head_dim_v
+    among = forward.admissible_rows(card.arch, *dims)
+    (name, plain), *_ = among.items()
+    usual = forward.flash_row(card.arch, *dims, options)
+    of_its_own = isinstance(problem, PackedProblem) or "cos" in problem.layouts
+    if of_its_own or options.dropout or BLOCK_MASK in problem.layouts or usual is not plain:
+        return usual
+    return card.choices.pick(forward.KERNEL.entry, dims, among, usual=name)
 
 
 def rotates_queries(problem: AttentionProblem, card: Card) -> bool:

@@ -18,7 +18,13 @@ from cupyattn.ops.attention.implementations import (
 )
 from cupyattn.ops.attention.layouts import MAX_LENGTH, require_lengths
 from cupyattn.ops.attention.modifiers import require_gradient, run_compiled
-from cupyattn.ops.attention.options import POSITION_OPTIONS, ROTARY, SCORE_OPTIONS, USER_FUNCTIONS
+from cupyattn.ops.attention.options import (
+    POSITION_OPTIONS,
+    ROTARY,
+    SCORE_OPTIONS,
+    USER_FUNCTIONS,
+    DropoutSeed,
+)
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import seeded
 from cupyattn.ops.attention.problem import AttentionProblem
@@ -40,7 +46,12 @@ ON_TENSOR_CORES = {
 
 
 def varlen_forward(
-    device: Device, problem: PackedProblem, operands: Operands, *, seed: int, return_lse: bool
+    device: Device,
+    problem: PackedProblem,
+    operands: Operands,
+    *,
+    seed: DropoutSeed,
+    return_lse: bool,
 ) -> dict[str, Array]:
     """Run attention forward, into `out` and `lse` where they are given."""
     plan = _forward_plan(problem, Card.of(device), return_lse)
@@ -69,7 +80,7 @@ def varlen_backward(
     problem: PackedProblem,
     operands: Operands,
     *,
-    seed: int,
+    seed: DropoutSeed,
     deterministic: bool,
     accumulate: bool,
 ) -> dict[str, Array]:

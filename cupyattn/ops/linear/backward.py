@@ -38,7 +38,8 @@ def _plan(problem: LinearProblem, card: Card) -> Plan:
             zero_new=problem.accumulate,
             transposed=problem.transposed,
         )
-    parts = [launches_for(product, problem, card) for product in ("dx", "dw")]
+    products = ("dx", "dw") if problem.weight is None else ("dx", "db")
+    parts = [launches_for(product, problem, card) for product in products]
     if problem.activation is not None and "preactivation" not in problem.layouts:
         parts.insert(0, _preactivation(problem, card))
     # A step that two products share, such as forming dz, is one object and runs once.

@@ -36,20 +36,28 @@ from cupyattn.ops.linear.problem import (
     FORWARD_RESULTS,
     GATED,
     SHOWN_AS,
+    WEIGHT_ARRAYS,
     LinearProblem,
     Matrix,
+    WeightFormat,
 )
 from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.plan import Output
+from cupyattn.quantized_weight import FORMATS
 
 MAX_EXTENT = 2**31 - 1024
 """Of M, K and the columns of w: kernels count them, tile by tile, in 32 bits."""
 
 
 def forward_problem(
-    operands: Operands, activation: Any, return_preactivation: bool
+    operands: Operands,
+    activation: Any,
+    return_preactivation: bool,
+    weight: WeightFormat | None = None,
 ) -> LinearProblem:
     """Check a forward call, or find that its description was checked before.
+
+    `weight` says what the arrays that stand for w are, where it is quantised.
 
     Raises
     ------
@@ -57,12 +65,14 @@ def forward_problem(
         As the public functions document.
     """
     _require_activation(activation)
-    problem = described_forward(operands.description, activation, return_preactivation)
+    problem = described_forward(operands.description, activation, return_preactivation, weight)
     problem.overlaps.check(operands)
     return problem
 
 
-def backward_problem(operands: Operands, activation: Any, accumulate: bool) -> LinearProblem:
+def backward_problem(
+    operands: Operands, activation: Any, accumulate: bool, weight: WeightFormat | None = None
+) -> LinearProblem:
     """Check a backward call, or find that its description was checked before.
 
     Raises
@@ -71,7 +81,7 @@ def backward_problem(operands: Operands, activation: Any, accumulate: bool) -> L
         As the public functions document.
     """
     _require_activation(activation)
-    problem = described_backward(operands.description, activation, accumulate)
+    problem = described_backward(operands.description, activation, accumulate, weight)
     problem.overlaps.check(operands)
     return problem
 
@@ -89,12 +99,16 @@ def _require_activation(activation: Any) -> None:
 
 @lru_cache(maxsize=4096)
 def described_forward(
-    description: Description, activation: str | None, return_preactivation: bool
+    description: Description,
+    activation: str | None,
+    return_preactivation: bool,
+    weight: WeightFormat | None = None,
 ) -> LinearProblem:
     """Check what is known of a forward call without its memory."""
     layouts = layouts_of(description)
     kept = return_preactivation and activation is not None
-    problem = _problem(description, activation, ("x", "w", "b", "residual"), FORWARD_RESULTS)
+    inputs = ("x", "w", "b", "residual")
+    problem = _problem(description, activation, inputs, FORWARD_RESULTS, weight)
     lead = layouts["x"].shape[:-1]
     if "residual" in layouts:
         shape = (*lead, problem.outer)
@@ -113,14 +127,17 @@ def described_forward(
 
 @lru_cache(maxsize=4096)
 def described_backward(
-    description: Description, activation: str | None, accumulate: bool
+    description: Description,
+    activation: str | None,
+    accumulate: bool,
+    weight: WeightFormat | None = None,
 ) -> LinearProblem:
     """Check what is known of a backward call without its memory."""
     layouts = layouts_of(description)
     require_arrays(layouts, ("dout",))
     require_dtype("dout", layouts["dout"], CPU_FLOATS)
     inputs = ("dout", "x", "w", "b", "preactivation")
-    problem = _problem(description, activation, inputs, BACKWARD_RESULTS, accumulate)
+    problem = _problem(description, activation, inputs, BACKWARD_RESULTS, weight, accumulate)
     lead = layouts["x"].shape[:-1]
     _require_rows_like_x("dout", layouts["dout"], (*lead, problem.outer), "(..., N)")
     problem.matrices["dout"] = _as_rows("dout", layouts, problem)
@@ -141,10 +158,13 @@ def described_backward(
         if of is not None:
             problem.outputs[name] = Output(of.shape, of.dtype)
         elif name in layouts:
+            quantised = name == "dw" and weight is not None
             raise error(
                 ValueError,
                 f"{SHOWN_AS[name]} was given",
-                f"this call has no {name[1:]}",
+                "a quantised weight has no gradient"
+                if quantised
+                else f"this call has no {name[1:]}",
                 "leave None there",
             )
     _require_results(problem)
@@ -158,6 +178,8 @@ def _require_results(problem: LinearProblem) -> None:
         if name in layouts:
             require_output(SHOWN_AS[name], layouts[name], *outputs[name])
     matrices["dx"] = _as_rows("dx", layouts, problem, outputs["dx"])
+    if "dw" not in outputs:
+        return
     shape, dtype = outputs["dw"]
     dw = layouts.get("dw")
     if dw is None and "dw" in problem.transposed:
@@ -178,29 +200,28 @@ def _problem(
     activation: str | None,
     inputs: tuple[str, ...],
     results: tuple[str, ...],
+    weight: WeightFormat | None,
     accumulate: bool = False,
 ) -> LinearProblem:
     """Check x, w and b, and describe them."""
     layouts = layouts_of(description)
-    require_arrays(layouts, ("x", "w"))
-    x, w = layouts["x"], layouts["w"]
+    require_arrays(layouts, ("x", "codes", "scales") if weight else ("x", "w"))
+    x = layouts["x"]
     require_dtype("x", x, CPU_FLOATS)
-    require_dtype("w", w, CPU_FLOATS)
     if not x.shape:
         raise error(ValueError, "x has no axes", "x is (..., K)", "pass x[None]")
-    require_rank("w", w, "K N")
+    shape = _quantised_shape(layouts["codes"], weight) if weight else _plain_shape(layouts["w"])
     require_same_dtype(layouts, inputs)
     require_contiguous_rows("x", x)
-    _require_a_contiguous_axis("w", w)
-    if w.shape[0] != x.shape[-1]:
+    if shape[0] != x.shape[-1]:
         turned = " (w is the transpose of what some libraries keep)"
         raise error(
             ValueError,
-            f"x has shape {x.shape}, w {w.shape}",
+            f"x has shape {x.shape}, w {shape}",
             f"w is (K, N) with K = {x.shape[-1]}, the last axis of x",
-            f"pass w.T{turned}" if w.shape[1] == x.shape[-1] else "pass a w of that height",
+            f"pass w.T{turned}" if shape[1] == x.shape[-1] else "pass a w of that height",
         )
-    columns = w.shape[1]
+    columns = shape[1]
     if activation in GATED and columns % 2:
         raise error(
             ValueError,
@@ -234,10 +255,35 @@ def _problem(
         starts=starts_of(description),
         overlaps=Overlaps.of(layouts, (*results, "workspace"), SHOWN_AS if "dx" in results else {}),
         accumulate=accumulate,
+        weight=weight,
     )
     problem.matrices["x"] = _as_rows("x", layouts, problem)
-    problem.matrices["w"] = _as_matrix(w, problem.starts["w"])
+    if weight is None:
+        problem.matrices["w"] = _as_matrix(layouts["w"], problem.starts["w"])
+    for name in WEIGHT_ARRAYS:
+        if name in layouts:
+            problem.matrices[name] = _as_lines(layouts[name], problem.starts[name])
     return problem
+
+
+def _plain_shape(w: Layout) -> tuple[int, ...]:
+    require_dtype("w", w, CPU_FLOATS)
+    require_rank("w", w, "K N")
+    _require_a_contiguous_axis("w", w)
+    return w.shape
+
+
+def _quantised_shape(codes: Layout, weight: WeightFormat) -> tuple[int, ...]:
+    """Return the shape of the weight that the arrays stand for; its class has checked them."""
+    rows, width = codes.shape
+    width = width * 8 // FORMATS[weight.format].bits
+    return (rows, width) if weight.transposed else (width, rows)
+
+
+def _as_lines(layout: Layout, start: int) -> Matrix:
+    """Describe an array in C order as a matrix: its first axis by all others."""
+    columns = math.prod(layout.shape[1:])
+    return Matrix(layout.shape[0], columns, columns, 1, layout.dtype.itemsize, start)
 
 
 def _require_rows_like_x(name: str, layout: Layout, shape: tuple[int, ...], meaning: str) -> None:

@@ -28,10 +28,10 @@ def forward_plan(problem: LinearProblem, card: Card) -> Launches:
         "kLines" if w.along_columns else "kDepth",
         problem.scalar_activation,
         problem.gated,
-        _whole_halves(problem, "x", "w"),
-        _whole_out(problem, "b", "residual", "out", "preactivation"),
+        whole_halves(problem, "x", "w"),
+        whole_out(problem, "b", "residual", "out", "preactivation"),
     )
-    params = _params(
+    params = float_params(
         a=x,
         b=w,
         result=out,
@@ -54,9 +54,9 @@ def thin_plan(problem: LinearProblem, card: Card) -> Launches:
         "kLines" if w.along_columns else "kDepth",
         problem.scalar_activation,
         problem.gated,
-        _whole_halves(problem, "x", "w"),
+        whole_halves(problem, "x", "w"),
     )
-    params = _params(
+    params = float_params(
         a=matrices["x"],
         b=w,
         result=out,
@@ -83,10 +83,10 @@ def dx_plan(problem: LinearProblem, card: Card) -> Launches:
         "kDepth" if w.along_columns else "kLines",
         problem.scalar_activation,
         problem.gated,
-        _whole_halves(problem, "dout", "w", "preactivation"),
-        _whole_out(problem, "dx"),
+        whole_halves(problem, "dout", "w", "preactivation"),
+        whole_out(problem, "dx"),
     )
-    params = _params(
+    params = float_params(
         a=matrices["dout"],
         b=w,
         result=result,
@@ -117,10 +117,10 @@ def dw_plan(problem: LinearProblem, card: Card) -> Launches:
         transposed,
         problem.scalar_activation,
         problem.gated,
-        _whole_halves(problem, "x", "dout", "preactivation"),
-        _whole_out(problem, "dw"),
+        whole_halves(problem, "x", "dout", "preactivation"),
+        whole_out(problem, "dw"),
     )
-    params = _params(
+    params = float_params(
         a=matrices["x"],
         b=matrices["dout"],
         result=result,
@@ -145,9 +145,9 @@ def db_plan(problem: LinearProblem) -> Launches:
         dtype,
         problem.scalar_activation,
         problem.gated,
-        _whole_halves(problem, "dout", "preactivation"),
+        whole_halves(problem, "dout", "preactivation"),
     )
-    params = _params(
+    params = float_params(
         a=dout,
         b=dout,
         result=Matrix(problem.rows, width, width, 1, 4, 0),
@@ -165,26 +165,26 @@ def db_plan(problem: LinearProblem) -> Launches:
     return Launches((first, sums), {"dw_partials": parts * width})
 
 
-def _whole(problem: LinearProblem, *names: str) -> int:
+def whole(problem: LinearProblem, *names: str) -> int:
     """Return 16 bytes' worth of items where all lines of these are whole vectors, otherwise 1."""
     items = vector_items(problem.dtype.name)
     return items if problem.vector(*names) == items else 1
 
 
-def _whole_halves(problem: LinearProblem, *names: str) -> int:
+def whole_halves(problem: LinearProblem, *names: str) -> int:
     """Return likewise, but 1 where a vector may have items of both halves of a gated weight."""
-    items = _whole(problem, *names)
+    items = whole(problem, *names)
     return items if not problem.gated or problem.outer % items == 0 else 1
 
 
-def _whole_out(problem: LinearProblem, *names: str) -> int:
+def whole_out(problem: LinearProblem, *names: str) -> int:
     """Return how many items an epilogue takes at once of all these."""
     whole = problem.vector(*names) >= configs.OUT_VECTOR
     halves = not problem.gated or problem.outer % configs.OUT_VECTOR == 0
     return configs.OUT_VECTOR if whole and halves else 1
 
 
-def _params(
+def float_params(
     *,
     a: Matrix,
     b: Matrix,

@@ -49,6 +49,10 @@ What it returns
     dw = x^T dz, and db = the sum of dz over rows where `problem.biased`; in one kernel or two.
     The same bits from run to run, of both: no float atomics. Where `problem.accumulate`, results
     are added to what is there, before the one rounding.
+"db"
+    db alone, or no launches without a bias: of a quantised weight, which has no dw.
+    In the other products codes, scales and super_scales stand in the place of w, and
+    `problem.weight` says what they are.
 """
 
 
@@ -61,7 +65,7 @@ class LinearPlan(NamedTuple):
     """One entry of the table."""
 
     product: str
-    """"forward", "dx" or "dw"."""
+    """"forward", "dx", "dw" or "db"."""
     dtypes: tuple[str, ...]
     plan: PlanFunction
     takes: Callable[[LinearProblem], bool] = _every

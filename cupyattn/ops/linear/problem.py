@@ -20,6 +20,18 @@ FORWARD_RESULTS = ("out", "preactivation")
 BACKWARD_RESULTS = ("dx", "dw", "db")
 SHOWN_AS = {name: f"grads.{name}" for name in BACKWARD_RESULTS}
 """The names of backward's results in errors: as the caller gives them."""
+WEIGHT_ARRAYS = ("codes", "scales", "super_scales")
+"""What stands in the place of w where the weight is quantised."""
+
+
+class WeightFormat(NamedTuple):
+    """What the arrays of a `QuantizedWeight` stand for: its fields that are no arrays."""
+
+    format: str
+    block_size: int
+    """Weights along the rows of codes that share a scale."""
+    transposed: bool
+    """Whether rows of codes are rows of w; otherwise its columns."""
 
 
 class Matrix(NamedTuple):
@@ -97,6 +109,9 @@ class LinearProblem:
     dw (K, W), and with an activation preactivation, which is always there for kernels: the
     caller's, or scratch that was filled before. All but w and dw have contiguous rows; those two
     have contiguous rows or contiguous columns. b and db, which are no matrices, are contiguous.
+
+    A quantised weight stands as codes, scales and super_scales ("q4_k" alone) in place of w, each
+    in C order, its first axis by all others; there is no dw then.
     """
     outputs: dict[str, Output]
     """What the call writes, by name."""
@@ -105,6 +120,8 @@ class LinearProblem:
     overlaps: Overlaps
     accumulate: bool = False
     """Whether gradients are added to what is there."""
+    weight: WeightFormat | None = None
+    """What the weight is kept in, where it is quantised."""
 
     @property
     def gated(self) -> bool:
@@ -128,9 +145,11 @@ class LinearProblem:
         So an optimizer that keeps w.T finds the last axis of dw.T contiguous, as it is of w.T. A w
         of one row or one column may be taken for either; C order it is.
         """
+        if "dw" not in self.outputs:
+            return ()
         w = self.matrices["w"]
         turned = not w.along_columns and min(w.rows, w.columns) > 1
-        return ("dw",) if turned and "dw" in self.outputs else ()
+        return ("dw",) if turned else ()
 
     @property
     def biased(self) -> bool:
@@ -161,17 +180,14 @@ class LinearProblem:
 
         What the backward computes first where it was given no preactivation.
         """
-        inputs = ("x", "w", "b")
+        inputs = ("x", "w", *WEIGHT_ARRAYS, "b")
+        read = {name: self.matrices[name] for name in inputs if name in self.matrices}
         return replace(
             self,
             outer=self.weight_columns,
             activation=None,
             layouts={name: self.layouts[name] for name in inputs if name in self.layouts},
-            matrices={
-                "x": self.matrices["x"],
-                "w": self.matrices["w"],
-                "out": self.matrices["preactivation"],
-            },
+            matrices={**read, "out": self.matrices["preactivation"]},
             outputs={},
             accumulate=False,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
 import numpy as np
@@ -13,6 +12,7 @@ from cupyattn.kernels.structs import PREACTIVATION_GRADIENT_PARAMS
 from cupyattn.ops.card import Card
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem, Matrix
+from cupyattn.ops.linear.tile_launches import ABSENT, forward_in_parts, product_launches
 from cupyattn.ops.linear.tiles import VECTOR, Product, Tiling, whole_vector
 from cupyattn.ops.plan import SCRATCH_DTYPE, Step
 
@@ -20,7 +20,6 @@ _OFFSET_BYTES = 2**32  # from the lowest item of a tile to its highest
 _MOST_TILE_LINES = 256
 _GRADIENT_ROWS = 64  # of a CTA that forms dz
 _WORTH_SPLITTING = 0.9  # of the forward's time, as the model sees both ways
-_ABSENT = "none"  # names no array
 
 
 def takes(problem: LinearProblem) -> bool:
@@ -45,12 +44,10 @@ def forward_launches(problem: LinearProblem, card: Card) -> Launches:
     out_vec = whole_vector(problem.vector(*results), half)
     halves = 2 if problem.gated else 1
     product = Product(configs.FORWARD, matrices["x"], matrices["w"], halves, out_vec)
-    tiling = product.tiling(card)
     in_parts = Product(configs.PRODUCT, matrices["x"], matrices["w"])
-    parts = in_parts.tiling(card, may_split=True)
-    whole = product.duration(card, tiling)
-    if parts.splits_log2 and in_parts.duration(card, parts) < _WORTH_SPLITTING * whole:
-        return _forward_in_parts(problem, in_parts, parts, card)
+    tiling = _forward_tiling(product, in_parts, card)
+    if tiling.splits_log2:
+        return forward_in_parts(problem, in_parts, tiling, card, {"a": "x", "b": "w"})
     specialisation = configs.forward(
         card.arch,
         tiling.shape,
@@ -67,106 +64,76 @@ def forward_launches(problem: LinearProblem, card: Card) -> Launches:
     return Launches((Step.of(specialisation, ctas, params[()]),))
 
 
-def _forward_in_parts(
-    problem: LinearProblem, product: Product, tiling: Tiling, card: Card
-) -> Launches:
-    """Plan the forward of few rows and a long sum: its parts, then all that follows their sum."""
-    matrices, columns = problem.matrices, problem.outer
-    ctas, params = product.geometry(card.arch, tiling)
-    vec = whole_vector(problem.weight_columns)
-    specialisation = configs.product(
-        card.arch, tiling.shape, product.lines, product.vec, vec, split=True
-    )
-    renamed = {"a": "x", "b": "w", "partials": "forward_partials"}
-    absent = dict.fromkeys(("result", "addend"), _ABSENT)
-    step = Step.of(specialisation, ctas, params[()], renamed={**renamed, **absent})
-    items = math.gcd(columns, problem.vector("out", "residual", "preactivation", "b"))
-    vec = configs.SPLIT_VEC if items % configs.SPLIT_VEC == 0 else 1
-    strides = [
-        matrices[name].leading if name in matrices else 0
-        for name in ("residual", "preactivation", "out")
-    ]
-    sums = configs.split_sums(vec, problem.scalar_activation, paired=problem.gated)
-    threads = -(-problem.rows * columns // vec)
-    last = Step.of(
-        sums,
-        -(-threads // sums.threads),
-        *(problem.rows, columns, 1 << tiling.splits_log2, *strides),
-        renamed={"partials": "forward_partials", "addend": "residual", "result": "out"},
-    )
-    size = product.a.rows * product.b.columns << tiling.splits_log2
-    return Launches((step, last), {"forward_partials": size})
+def _forward_tiling(product: Product, in_parts: Product, card: Card) -> Tiling:
+    """Choose for the forward: whole, or in parts where that saves more than a tenth."""
+    usual, parts = product.tiling(card), in_parts.tiling(card, may_split=True)
+    least = product.duration(card, usual)
+    if parts.splits_log2 and in_parts.duration(card, parts) < _WORTH_SPLITTING * least:
+        usual, least = parts, in_parts.duration(card, parts)
+    among = {usual.name: usual, **product.near(card, least)}
+    split = in_parts.near(card, least, may_split=True)
+    among |= {name: tiling for name, tiling in split.items() if tiling.splits_log2}
+    return card.choices.pick(product.kernel.entry, product.key, among, usual=usual.name)
 
 
 def dx_launches(problem: LinearProblem, card: Card) -> Launches:
     """Plan dx = dz w^T."""
-    gradient = _gradient(problem)
     dx, w = problem.matrices["dx"], problem.matrices["w"].transposed
-    product = Product(configs.PRODUCT, _dz(problem), w, out_vec=whole_vector(dx.vector))
-    tiling = product.tiling(card)
-    ctas, params = product.geometry(card.arch, tiling)
-    params["out_stride"] = params["addend_stride"] = dx.leading
-    specialisation = configs.product(
-        card.arch, tiling.shape, product.lines, product.vec, product.out_vec
+    product = Product(configs.PRODUCT, dz(problem), w, out_vec=whole_vector(dx.vector))
+    names = {"a": dz_name(problem), "b": "w"}
+    steps, scratch, _ = product_launches(
+        product, product.chosen(card), card, names, result=("dx", dx), addend=addend(problem, "dx")
     )
-    names = {"a": _dz_name(problem), "b": "w", "result": "dx", "partials": _ABSENT}
-    step = Step.of(
-        specialisation, ctas, params[()], renamed={**names, "addend": _addend(problem, "dx")}
-    )
-    formed = gradient.steps if problem.activation else ()
-    return Launches((*formed, step), gradient.scratch if formed else {})
+    formed = gradient(problem) if problem.activation else Launches(())
+    return Launches((*formed.steps, *steps), {**formed.scratch, **scratch})
 
 
 def dw_launches(problem: LinearProblem, card: Card) -> Launches:
     """Plan dw = x^T dz, and db."""
-    gradient = _gradient(problem)
-    dw, names = problem.matrices["dw"], {"a": "x", "b": _dz_name(problem)}
-    product = Product(configs.PRODUCT, problem.matrices["x"].transposed, _dz(problem))
+    dw, names = problem.matrices["dw"], {"a": "x", "b": dz_name(problem)}
+    product = Product(configs.PRODUCT, problem.matrices["x"].transposed, dz(problem))
     if not dw.along_columns:  # its transpose has contiguous rows
         dw, names = dw.transposed, {"a": names["b"], "b": names["a"]}
         product = Product(configs.PRODUCT, product.b.transposed, product.a.transposed)
-    steps, scratch = [*gradient.steps], dict(gradient.scratch)
-    tiling = product.tiling(card, may_split=True)
-    split, out_vec = tiling.splits_log2 > 0, whole_vector(dw.vector)
-    ctas, params = product.geometry(card.arch, tiling)
-    params["out_stride"] = params["addend_stride"] = dw.leading
-    specialisation = configs.product(
-        card.arch, tiling.shape, product.lines, product.vec, out_vec, split=split
+    tiling = product.chosen(card, may_split=True)
+    steps, scratch, _ = product_launches(
+        product, tiling, card, names, result=("dw", dw), addend=addend(problem, "dw")
     )
-    last = {"result": "dw", "addend": _addend(problem, "dw")}
-    if split:
-        names |= {"partials": "dw_partials", "result": _ABSENT, "addend": _ABSENT}
-        scratch["dw_partials"] = product.a.rows * product.b.columns << tiling.splits_log2
-    else:
-        names |= {"partials": _ABSENT, **last}
-    steps.append(Step.of(specialisation, ctas, params[()], renamed=names))
-    if split:
-        sizes = product.a.rows, product.b.columns, 1 << tiling.splits_log2
-        vec = configs.SPLIT_VEC if out_vec > 1 else 1
-        sums = configs.split_sums(vec)
-        threads = -(-product.a.rows * product.b.columns // vec)
-        strides = dw.leading, 0, dw.leading
-        absent = dict.fromkeys(("b", "preactivation"), _ABSENT)
-        renamed = {"partials": "dw_partials", **last, **absent}
-        steps.append(Step.of(sums, -(-threads // sums.threads), *sizes, *strides, renamed=renamed))
-    if problem.biased:
-        width = problem.weight_columns
-        counts = (_gradient_blocks(problem), width, problem.accumulate)
-        renamed = {"partials": "dz_partials", "sums": "db"}
-        ctas = -(-width // COLUMN_SUMS_COLUMNS)
-        steps.append(Step.of(column_sums(problem.dtype.name), ctas, *counts, renamed=renamed))
-    return Launches(tuple(steps), scratch)
+    before, formed, _ = gradient(problem)
+    return Launches((*before, *steps, *_sums_of_dz(problem)), {**formed, **scratch})
 
 
-def _addend(problem: LinearProblem, name: str) -> str:
-    return name if problem.accumulate else _ABSENT
+def db_launches(problem: LinearProblem, card: Card) -> Launches:
+    """Plan db alone."""
+    del card  # one configuration
+    if not problem.biased:
+        return Launches(())
+    steps, scratch, _ = gradient(problem)
+    return Launches((*steps, *_sums_of_dz(problem)), scratch)
 
 
-def _dz_name(problem: LinearProblem) -> str:
+def _sums_of_dz(problem: LinearProblem) -> tuple[Step, ...]:
+    """Return what adds the parts of db, where there is one."""
+    if not problem.biased:
+        return ()
+    width = problem.weight_columns
+    counts = (_gradient_blocks(problem), width, problem.accumulate)
+    renamed = {"partials": "dz_partials", "sums": "db"}
+    ctas = -(-width // COLUMN_SUMS_COLUMNS)
+    return (Step.of(column_sums(problem.dtype.name), ctas, *counts, renamed=renamed),)
+
+
+def addend(problem: LinearProblem, name: str) -> str:
+    """Return what a gradient is added to, by name."""
+    return name if problem.accumulate else ABSENT
+
+
+def dz_name(problem: LinearProblem) -> str:
+    """Return the array that is dz, by name."""
     return "dz" if problem.activation else "dout"
 
 
-def _dz(problem: LinearProblem) -> Matrix:
+def dz(problem: LinearProblem) -> Matrix:
     """Return dz as a matrix: dout, or what is formed of it in scratch memory."""
     if problem.activation is None:
         return problem.matrices["dout"]
@@ -179,7 +146,7 @@ def _gradient_blocks(problem: LinearProblem) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _gradient(problem: LinearProblem) -> Launches:
+def gradient(problem: LinearProblem) -> Launches:
     """Return what forms dz and its sums over rows; one object, which dx and dw share."""
     if problem.activation is None and not problem.biased:
         return Launches(())
@@ -198,12 +165,12 @@ def _gradient(problem: LinearProblem) -> Launches:
     blocks = _gradient_blocks(problem)
     ctas = int(params["column_blocks"]) * blocks
     scratch, size = {}, problem.rows * problem.weight_columns
-    renamed = {"dz": _ABSENT, "partials": _ABSENT}
+    renamed = {"dz": ABSENT, "partials": ABSENT}
     if problem.activation:
         renamed["dz"] = "dz"
         scratch["dz"] = -(-size * problem.dtype.itemsize // SCRATCH_DTYPE.itemsize)
     else:
-        renamed["preactivation"] = _ABSENT
+        renamed["preactivation"] = ABSENT
     if problem.biased:
         renamed["partials"] = "dz_partials"
         scratch["dz_partials"] = blocks * problem.weight_columns

@@ -36,6 +36,7 @@ def _forward(problem: LinearProblem, card: Card) -> Launches:
         inner=problem.inner,
         outer=problem.outer,
         gated=problem.gated,
+        choices=card.choices,
     )
     ends = (problem.scalar_activation, problem.gated)
     product = thin(launch, *ends)

@@ -7,17 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.kernels.configs.dtypes import vector_items
-from cupyattn.kernels.configs.linear.tensor_core import (
-    Lines,
-    ProductConfig,
-    Shape,
-    row_of,
-    shapes_for,
-)
-from cupyattn.kernels.spec import KernelSpec
-from cupyattn.kernels.structs import PRODUCT_PARAMS
+from cupyattn.kernels.configs.linear import quantised_tile, tensor_core
+from cupyattn.kernels.configs.linear.tensor_core import Lines, ProductConfig, Shape
+from cupyattn.kernels.spec import KernelSpec, Specialisation
+from cupyattn.kernels.structs import PRODUCT_PARAMS, QUANTISED_TILE_PARAMS
 from cupyattn.ops.card import Card
 from cupyattn.ops.linear.problem import Matrix
+from cupyattn.quantized_weight import UNIT
 
 VECTOR = vector_items("float16")
 _GROUP_LOG2 = 3  # tiles of rows that neighbouring CTAs go down
@@ -30,6 +26,7 @@ _OUTSIDE_LOOP = 100
 # part of that shows: an estimate, which no GPU has confirmed.
 _FROM_L2 = 20
 _STORING_PARTS = 1000  # the same of float32 parts, written and read once more at a T4's 240 GB/s
+_WORTH_TIMING = 1.5  # times the least that the model sees: which tilings are tuned
 _LEAST_PART_LOG2 = 9  # items of the sum for a CTA
 _MOST_SPLITS_LOG2 = 5
 
@@ -40,6 +37,21 @@ class Tiling(NamedTuple):
     shape: Shape
     splits_log2: int
     """CTAs that share a tile of the result, each a part of the sum."""
+
+    @property
+    def name(self) -> str:
+        """What it is chosen by."""
+        return f"{self.shape}/{1 << self.splits_log2}"
+
+
+class Blocks(NamedTuple):
+    """How B is quantised."""
+
+    format: str
+    blocks: int
+    """In a row of codes."""
+    block_log2: int
+    """Weights of a block; 31 where a row is one."""
 
 
 class Product(NamedTuple):
@@ -52,6 +64,8 @@ class Product(NamedTuple):
     """Of the columns, which lie in turn."""
     out_vec: int = VECTOR
     """Items of an access to the result."""
+    quantised: Blocks | None = None
+    """Of a B whose lines are rows of codes."""
 
     @property
     def lines(self) -> Lines:
@@ -66,22 +80,60 @@ class Product(NamedTuple):
 
     def row(self, arch: int, shape: Shape) -> ProductConfig:
         """Return the table row of a tile."""
-        return row_of(self.kernel, arch, shape, self.lines)
+        if self.quantised is not None:
+            return quantised_tile.row_of(arch, self.quantised.format, shape, self.lines.b)
+        return tensor_core.row_of(self.kernel, arch, shape, self.lines)
+
+    def specialise(self, arch: int, shape: Shape, out_vec: int, *, split: bool) -> Specialisation:
+        """Specialise the product without anything behind it, or with `split` a part of it."""
+        if self.quantised is None:
+            lines, vec = self.lines, self.vec
+            return tensor_core.product(arch, shape, lines, vec, out_vec, split=split)
+        name, along = self.quantised.format, self.lines.b
+        return quantised_tile.product(
+            arch, name, shape, self.vec, out_vec, along=along, split=split
+        )
 
     def tiles(self, arch: int, shape: Shape) -> tuple[int, int]:
         """Return how many tiles of rows and of columns there are."""
         row = self.row(arch, shape)
         return -(-self.a.rows // row.tile_rows), -(-self.b.columns // row.tile_columns)
 
+    def chosen(self, card: Card, *, may_split: bool = False) -> Tiling:
+        """Return what was chosen for the card, otherwise what the model sees as fastest."""
+        usual = self.tiling(card, may_split=may_split)
+        among = self.near(card, self.duration(card, usual), may_split=may_split)
+        problem = *self.key, "parts" if may_split else "whole"
+        return card.choices.pick(self.kernel.entry, problem, among, usual=usual.name)
+
     def tiling(self, card: Card, *, may_split: bool = False) -> Tiling:
         """Choose what takes the least time on a card, as the model of Turing sees it."""
+        return min(self._tilings(may_split), key=lambda tiling: self.duration(card, tiling))
+
+    def near(self, card: Card, least: float, *, may_split: bool = False) -> dict[str, Tiling]:
+        """Return by name what the model sees not far above a duration: what is worth timing."""
+        tilings = self._tilings(may_split)
+        return {t.name: t for t in tilings if self.duration(card, t) <= _WORTH_TIMING * least}
+
+    def _tilings(self, may_split: bool) -> list[Tiling]:
         longest = max(self.a.columns.bit_length() - 1 - _LEAST_PART_LOG2, 0) if may_split else 0
-        choices = [
+        if self.quantised is not None:
+            shapes = quantised_tile.shapes_for(self.vec)
+        else:
+            shapes = tensor_core.shapes_for(self.vec, self.out_vec, self.lines)
+        return [
             Tiling(shape, splits_log2)
-            for shape in shapes_for(self.vec, self.out_vec, self.lines)
+            for shape in shapes
             for splits_log2 in range(min(longest, _MOST_SPLITS_LOG2) + 1)
+            if (self.part(splits_log2) << splits_log2) - self.part(splits_log2) < self.a.columns
         ]
-        return min(choices, key=lambda tiling: self.duration(card, tiling))
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What a choice is for: rows, columns, inner; halves; how lines lie; items of accesses."""
+        a_lines, b_lines = ("along" if along else "across" for along in self.lines)
+        sizes = self.a.rows, self.b.columns, self.a.columns
+        return (*sizes, self.halves, a_lines, b_lines, self.vec, self.out_vec)
 
     def duration(self, card: Card, tiling: Tiling) -> float:
         """Return the time on a card, in items of the sum of an item of the result."""
@@ -110,10 +162,20 @@ class Product(NamedTuple):
         params["column_tiles_reciprocal"] = -(-(2**31) // column_tiles)
         return (groups << group_log2 + tiling.splits_log2) * column_tiles, params
 
+    def passed(self, params: Any) -> Any:
+        """Return the C struct that the kernel takes, of ProductParams."""
+        if self.quantised is None:
+            return params[()]
+        own = np.zeros((), QUANTISED_TILE_PARAMS)
+        own["product"] = params
+        own["blocks"], own["block_log2"] = self.quantised.blocks, self.quantised.block_log2
+        return own[()]
+
     def part(self, splits_log2: int) -> int:
-        """Return how many items of the sum a CTA adds up: whole vectors."""
+        """Return how many items of the sum a CTA adds up: whole vectors, or runs of blocks."""
         part = -(-self.a.columns >> splits_log2)
-        return -(-part // VECTOR) * VECTOR if splits_log2 else part
+        unit = VECTOR if self.quantised is None else UNIT
+        return -(-part // unit) * unit if splits_log2 else part
 
 
 def whole_vector(*items: int) -> int:

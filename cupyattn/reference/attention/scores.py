@@ -127,6 +127,8 @@ class ScoreBlocks:
         mask_mod(b, h, i, j) of integer arrays that broadcast to the block; True = attend.
     first_batch : int
         What dropout, score_mod and mask_mod take the first batch element for.
+    dropout_start : (b, i, j)
+        What dropout takes the first batch element, query and key for, beside first_batch.
     """
 
     q: NDArray[Any]
@@ -150,6 +152,7 @@ class ScoreBlocks:
     score_mod_gradient: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
     first_batch: int = 0
+    dropout_start: tuple[int, int, int] = (0, 0, 0)
     scale: float = field(init=False)
     offsets: NDArray[np.int64] = field(init=False)
     used: NDArray[np.int64] = field(init=False)
@@ -232,7 +235,9 @@ class ScoreBlocks:
         kept = None
         if self.dropout_p:
             assert self.seed is not None
-            keep = attention_keep(self.seed, self.dropout_p, b + self.first_batch, h, i, j)
+            first_b, first_i, first_j = self.dropout_start
+            place = b + self.first_batch + first_b, h, i + first_i, j + first_j
+            keep = attention_keep(self.seed, self.dropout_p, *place)
             kept = keep / (1.0 - self.dropout_p)
         return ScoreBlock(
             b, h, g, rows, keys, q, k, v, capped, slope, bias, alibi, scores, kept, unmodified

@@ -30,6 +30,9 @@ Backward, with dz = dout f'(preactivation) and e the error of that:
 - A preactivation that is computed anew errs by dz of the forward, and u_out |z| where it is kept in
   the dtype. S is the steepest slope of f': 0.8 bounds all but relu's, whose derivative jumps at 0:
   there all of |dout| is uncertain.
+- A quantised weight w is what its codes stand for, and kernels multiply with weights that err by ew
+  (`cupyattn.reference.linear.quantised.weight_error`: up to 3 2^-11 |w| on tensor cores,
+  where they are float16): dz gets |x| ew, and dx (|dz| + e) ew^T.
 - What is accumulated is added before the rounding: u32 of both, and u_out of the sum.
 """
 
@@ -41,6 +44,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from cupyattn.gradients import LinearGrads
+from cupyattn.quantized_weight import QuantizedWeight
 from cupyattn.reference.attention.bounds import TINY32, U32, precision_of
 from cupyattn.reference.attention.scores import Float64
 from cupyattn.reference.layers.activations import activation_error, derivative_error
@@ -51,6 +55,7 @@ from cupyattn.reference.linear.products import (
     linear,
     linear_backward,
 )
+from cupyattn.reference.linear.quantised import dequantised_rows, weight_error
 
 STEEPEST = {None: 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1, "relu": 1.0}
 STEEPEST_SLOPE = 0.8
@@ -71,7 +76,7 @@ def linear_bound(
     Parameters
     ----------
     x, w, b, residual : floats
-        Rounded to dtype already.
+        Rounded to dtype already; or w is a `QuantizedWeight`.
     activation : str, optional
         As of `linear`.
     dtype : dtype or str
@@ -82,12 +87,13 @@ def linear_bound(
     out_bound : (..., N) float64
     preactivation_bound : (..., W) float64
     """
-    x, w, b, residual = map(_float64, (x, w, b, residual))
+    x, b, residual = map(_float64, (x, b, residual))
+    w, w_error = _exact_weight(w, dtype)
     precision = precision_of(dtype)
     out, z = linear(x, w, b, residual, activation=activation)
     kind = GATES.get(activation or "", activation)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        dz = _preactivation_error(x, w, b, dtype)
+        dz = _preactivation_error(x, w, w_error, b, dtype)
         at_gate = z[..., : out.shape[-1]], dz[..., : out.shape[-1]]
         error, magnitude = _value_error(kind, *at_gate), np.abs(activated(at_gate[0], kind))
         if activation in GATES:
@@ -108,17 +114,29 @@ def _value_error(kind: str | None, z: Float64, dz: Float64) -> Float64:
     return error
 
 
-def _preactivation_error(x: Any, w: Any, b: Any, dtype: DTypeLike) -> Float64:
+def _exact_weight(w: Any, dtype: DTypeLike) -> tuple[Float64, Float64]:
+    """Return a weight, and how far from it is what kernels multiply with."""
+    if not isinstance(w, QuantizedWeight):
+        return _float64(w), np.zeros(())
+    exact = dequantised_rows(w).astype(np.float64)
+    tensor_cores = _name(dtype) == "float16"
+    return exact if w.transposed else exact.T, weight_error(w, tensor_cores=tensor_cores)
+
+
+def _preactivation_error(x: Any, w: Any, w_error: Any, b: Any, dtype: DTypeLike) -> Float64:
     terms = _rounding_of_sum(x.shape[-1], dtype)
     bias = 0.0 if b is None else np.abs(b)
     error: Float64 = terms * (np.abs(x) @ np.abs(w) + bias) + TINY32 * (x.shape[-1] + 1)
-    return error
+    return error + (1 + terms) * (np.abs(x) @ w_error) if w_error.ndim else error
+
+
+def _name(dtype: DTypeLike) -> str:
+    return dtype if isinstance(dtype, str) else np.dtype(dtype).name
 
 
 def _rounding_of_sum(terms: int, dtype: DTypeLike) -> float:
     """Return the error of a sum relative to that of the absolute values."""
-    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
-    truncation = 2 if name == "float16" else 1
+    truncation = 2 if _name(dtype) == "float16" else 1
     return truncation * (terms + _MORE_TERMS) * U32
 
 
@@ -138,7 +156,8 @@ def linear_backward_bound(
     Parameters
     ----------
     dout, x, w, b, preactivation : floats
-        Rounded to dtype already. Without a preactivation that of kernels is computed anew.
+        Rounded to dtype already; or w is a `QuantizedWeight`. Without a preactivation that of
+        kernels is computed anew.
     activation : str, optional
         As of `linear`.
     given : LinearGrads, optional
@@ -146,7 +165,9 @@ def linear_backward_bound(
     dtype : dtype or str
         float16, float32 or bfloat16, which the results are rounded to.
     """
-    dout, x, w, b, z = map(_float64, (dout, x, w, b, preactivation))
+    dout, x, b, z = map(_float64, (dout, x, b, preactivation))
+    quantised = isinstance(w, QuantizedWeight)
+    w, w_error = _exact_weight(w, dtype)
     precision = precision_of(dtype)
     exact = linear_backward(dout, x, w, b, activation=activation, preactivation=z)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
@@ -156,7 +177,7 @@ def linear_backward_bound(
             dpre = np.zeros(())
             if z is None:
                 _, z = linear(x, w, b)
-                dpre = _preactivation_error(x, w, b, dtype) + precision.store(z)
+                dpre = _preactivation_error(x, w, w_error, b, dtype) + precision.store(z)
             dz, e = _preactivation_gradient_error(dout, z, dpre, activation)
             e = e + 2 * U32 * dz + TINY32
         if precision.u_in > U32 and activation is not None:
@@ -166,8 +187,12 @@ def linear_backward_bound(
         total = dz + e
         over_rows = _rounding_of_sum(len(dz), dtype)
         over_columns = _rounding_of_sum(dz.shape[1], dtype)
+        dx_error = (e + over_columns * total) @ np.abs(w).T
+        if quantised:
+            exact = exact._replace(dw=None)
+            dx_error += (1 + over_columns) * (total @ w_error.T)
         errors = LinearGrads(
-            ((e + over_columns * total) @ np.abs(w).T).reshape(x.shape),
+            dx_error.reshape(x.shape),
             abs_x.T @ (e + over_rows * total),
             None if b is None else (e + over_rows * total).sum(axis=0),
         )

@@ -1,7 +1,8 @@
 """Linear and its backward in NumPy.
 
 In float64, but where all arrays are float32: then the products are those of a float32 BLAS, which
-takes a CPU half as long, and what is between them is computed from their float32 results.
+takes a CPU half as long, and what is between them is computed from their float32 results. A
+quantised weight counts as one of float32.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from cupyattn.gradients import LinearGrads
+from cupyattn.quantized_weight import QuantizedWeight
 from cupyattn.reference.layers.activations import activation as activation_of
 from cupyattn.reference.layers.activations import activation_derivative
+from cupyattn.reference.linear.quantised import quantised_product
 
 GATES = {"swiglu": "silu", "geglu": "gelu"}
 """What a gated activation does to its gate."""
@@ -18,7 +21,7 @@ GATES = {"swiglu": "silu", "geglu": "gelu"}
 
 def linear(
     x: np.ndarray,
-    w: np.ndarray,
+    w: np.ndarray | QuantizedWeight,
     b: np.ndarray | None = None,
     residual: np.ndarray | None = None,
     *,
@@ -56,13 +59,13 @@ def linear(
 def linear_backward(
     dout: np.ndarray,
     x: np.ndarray,
-    w: np.ndarray,
+    w: np.ndarray | QuantizedWeight,
     b: np.ndarray | None = None,
     *,
     activation: str | None = None,
     preactivation: np.ndarray | None = None,
 ) -> LinearGrads:
-    """Return the gradients dx, dw and, where there is a b, db.
+    """Return the gradients dx, dw (None of a quantised w) and, where there is a b, db.
 
     Parameters
     ----------
@@ -77,7 +80,8 @@ def linear_backward(
     rows_x, rows_dz = _as_rows(x), _as_rows(dz)
     dx = _product(dz, w.T).reshape(x.shape)
     db = rows_dz.sum(axis=0, dtype=np.float64) if b is not None else None
-    return LinearGrads(dx, _product(rows_x.T, rows_dz), db)
+    dw = None if isinstance(w, QuantizedWeight) else _product(rows_x.T, rows_dz)
+    return LinearGrads(dx, dw, db)
 
 
 def preactivation_gradient(
@@ -108,7 +112,9 @@ def activated_slope(z: np.ndarray, kind: str | None) -> np.ndarray:
     return np.ones_like(z) if kind is None else activation_derivative(z, kind).astype(z.dtype)
 
 
-def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _product(a: np.ndarray, b: np.ndarray | QuantizedWeight) -> np.ndarray:
+    if isinstance(b, QuantizedWeight):
+        return quantised_product(a, b, _dtype(a))
     dtype = _dtype(a, b)
     with np.errstate(over="ignore", invalid="ignore"):
         return a.astype(dtype, copy=False) @ b.astype(dtype, copy=False)

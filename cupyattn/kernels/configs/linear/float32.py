@@ -131,7 +131,7 @@ def forward(
     vec_out: int,
 ) -> Specialisation:
     """Specialise the forward; w_along is "kLines" where rows of w are contiguous, or "kDepth"."""
-    return _product(FORWARD, dtype, row, activation, gated, vec, vec_out, W_ALONG=w_along)
+    return specialise_tile(FORWARD, dtype, row, activation, gated, vec, vec_out, W_ALONG=w_along)
 
 
 @cache
@@ -164,7 +164,7 @@ def dx(
     vec_out: int,
 ) -> Specialisation:
     """Specialise the kernel of dx; w_along is "kDepth" where rows of w are contiguous."""
-    return _product(DX, dtype, row, activation, gated, vec, vec_out, W_ALONG=w_along)
+    return specialise_tile(DX, dtype, row, activation, gated, vec, vec_out, W_ALONG=w_along)
 
 
 @cache
@@ -178,12 +178,12 @@ def dw(
     vec_out: int,
 ) -> Specialisation:
     """Specialise the kernel of dw, or of its transpose."""
-    return _product(
+    return specialise_tile(
         DW, dtype, row, activation, gated, vec, vec_out, TRANSPOSED=cpp_bool(transposed)
     )
 
 
-def _product(
+def specialise_tile(
     spec: KernelSpec,
     dtype: str,
     row: ProductConfig,
@@ -191,10 +191,12 @@ def _product(
     gated: bool,
     vec: int,
     vec_out: int,
+    own_bytes: int = 0,
     **more: Any,
 ) -> Specialisation:
+    """Specialise a kernel that includes product.cuh; `own_bytes` of shared memory are its own."""
     depth = 2 * vector_items(dtype)
-    shared_bytes = 2 * depth * (row.tile_m + row.tile_n) * FLOAT_BYTES
+    shared_bytes = 2 * depth * (row.tile_m + row.tile_n) * FLOAT_BYTES + own_bytes
     return spec.specialise(
         threads=row.threads,
         static_shared_bytes=shared_bytes,

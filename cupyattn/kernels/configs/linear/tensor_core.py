@@ -210,20 +210,16 @@ _TURING_PRODUCT: _Table = {
 }
 
 
-def _ampere(rows: _Table) -> _Table:
-    """Two steps in one instruction, whose fragments do not fit beside 64 x 96 accumulators.
+def ampere_row(row: ProductConfig, b_moves: Moves) -> ProductConfig:
+    """Return a row with two steps in one instruction: a slot is twice as long, 6 are left."""
+    return replace(row, mma_k=16, a_sets=2, a_moves=Moves(0, 1, 4), b_moves=b_moves)
 
-    A slot is twice as long then: there are 6 before the barrier.
-    """
+
+def _ampere(rows: _Table) -> _Table:
+    """Two steps in one instruction, whose fragments do not fit beside 64 x 96 accumulators."""
     others: dict[Shape, Shape] = {"wide": "narrow", "short": "small"}
     return {
-        (shape, lines): replace(
-            rows[others.get(shape, shape), lines],
-            mma_k=16,
-            a_sets=2,
-            a_moves=Moves(0, 1, 4),
-            b_moves=Moves(2, 1, 2),
-        )
+        (shape, lines): ampere_row(rows[others.get(shape, shape), lines], Moves(2, 1, 2))
         for shape, lines in rows
     }
 
@@ -277,12 +273,12 @@ def forward(
     paired : bool
         Whether w has a gate and what it is multiplied with.
     """
-    return _specialise(
+    return specialise_tile(
         FORWARD,
         row_of(FORWARD, arch, shape, Lines(True, w_along)),
         vec,
         out_vec,
-        W_LINES=_lines(w_along),
+        W_LINES=lines_macro(w_along),
         ACTIVATION=ACTIVATIONS[activation],
         PAIRED=cpp_bool(paired),
     )
@@ -293,18 +289,19 @@ def product(
     arch: int, shape: Shape, lines: Lines, vec: int, out_vec: int, *, split: bool = False
 ) -> Specialisation:
     """Specialise a product of the backward; with `split` CTAs share tiles of the result."""
-    return _specialise(
+    return specialise_tile(
         PRODUCT,
         row_of(PRODUCT, arch, shape, lines),
         vec,
         out_vec,
-        A_LINES=_lines(lines.a),
-        B_LINES=_lines(lines.b),
+        A_LINES=lines_macro(lines.a),
+        B_LINES=lines_macro(lines.b),
         SPLIT=cpp_bool(split),
     )
 
 
-def _lines(along: bool) -> str:
+def lines_macro(along: bool) -> str:
+    """Return what the sources call a direction of lines."""
     return "kAlong" if along else "kAcross"
 
 
@@ -337,9 +334,10 @@ def preactivation_gradient(vec: int, activation: str | None, *, paired: bool) ->
     )
 
 
-def _specialise(
+def specialise_tile(
     kernel: KernelSpec, row: ProductConfig, vec: int, out_vec: int, **macros: Any
 ) -> Specialisation:
+    """Specialise a kernel that includes config.cuh: the macros of a row, and the kernel's own."""
     return kernel.specialise(
         threads=row.threads,
         shared_bytes=row.shared_bytes,

@@ -6,28 +6,29 @@ warps on a multiprocessor, and enough CTAs for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
+from cupyattn.kernels.choices import USUAL, Choices
 from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.configs.linear.float32 import STRUCTS
 from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, rows_for
 from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Specialisation, inputs
 from cupyattn.kernels.structs import THIN_STRUCT
 
-_EPILOGUE: tuple[Parameter, ...] = (
+EPILOGUE: tuple[Parameter, ...] = (
     *inputs("b", "residual", optional=True),
     Pointer("preactivation", optional=True),
     Pointer("out"),
     THIN_STRUCT,
 )
-_PRODUCT = (*inputs("x", "w"), *_EPILOGUE)
+_PRODUCT = (*inputs("x", "w"), *EPILOGUE)
 THIN = KernelSpec("linear_thin", "linear/thin/product.cu", _PRODUCT)
 THIN_ROW = KernelSpec("linear_thin_row", "linear/thin/row.cu", _PRODUCT)
 THIN_MERGE = KernelSpec(
-    "linear_thin_merge", "linear/thin/merge.cu", (*inputs("partials"), *_EPILOGUE)
+    "linear_thin_merge", "linear/thin/merge.cu", (*inputs("partials"), *EPILOGUE)
 )
 KERNELS = (THIN, THIN_ROW, THIN_MERGE)
 
@@ -155,6 +156,24 @@ class ThinLaunch:
     """Parts of K."""
 
 
+def thin_rows(arch: int, *, along_k: bool, rows: int) -> tuple[int, dict[str, ThinConfig]]:
+    """Return what a table has for so many rows of x: its limit, and configurations by columns."""
+    by_rows = rows_for(TABLE, arch)[along_k]
+    limit = next(limit for limit in by_rows if rows <= limit)
+    return limit, {str(columns): config for columns, config in by_rows[limit].items()}
+
+
+def usual_columns(configs: Iterable[str], outer: int) -> str:
+    """Return the first of the configurations' columns that are not below a result's.
+
+    Examples
+    --------
+    >>> usual_columns(["2048", "None"], 3000)
+    'None'
+    """
+    return next(name for name in configs if name == "None" or outer <= int(name))
+
+
 def thin_launch(
     arch: int,
     multiprocessors: int,
@@ -165,17 +184,17 @@ def thin_launch(
     inner: int,
     outer: int,
     gated: bool,
+    choices: Choices = USUAL,
 ) -> ThinLaunch:
     """Choose for x (rows, inner) and a result of `outer` columns; w has twice as many if gated.
 
     `vec` is 8 where all rows of x and w are aligned to 16 bytes, or 1. K is split where columns
-    alone would leave multiprocessors without their CTAs.
+    alone would leave multiprocessors without their CTAs. `choices` are among the configurations
+    for as many rows.
     """
-    by_rows = rows_for(TABLE, arch)[along_k]
-    limit = next(limit for limit in by_rows if rows <= limit)
-    config = next(
-        row for columns, row in by_rows[limit].items() if columns is None or outer <= columns
-    )
+    limit, among = thin_rows(arch, along_k=along_k, rows=rows)
+    problem = limit, outer, inner, "gated" if gated else "plain", "nk" if along_k else "kn", vec
+    config = choices.pick(THIN.entry, problem, among, usual=usual_columns(among, outer))
     x_tiles = limit // _LANE_ITEMS
     step = step_items(config, x_tiles)
     # Single items wait in registers of their own: of a longer burst some would spill.

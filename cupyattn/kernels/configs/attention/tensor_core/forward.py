@@ -136,6 +136,18 @@ def flash_row(
     return rows[limit]
 
 
+def admissible_rows(arch: int, head_dim: int, head_dim_v: int) -> dict[str, FlashConfig]:
+    """Return the rows that have room for these head dims, by the head dim that each is made for.
+
+    The first is the usual one. None has longer tiles than rows for these head dims have.
+    """
+    rows, longest = rows_for(FLASH, arch), flash_longest_tile(arch, head_dim, head_dim_v)
+    least = limit_of(rows, head_dim, head_dim_v)
+    return {
+        str(limit): row for limit, row in rows.items() if limit >= least and row.tile_k <= longest
+    }
+
+
 def paged_row(arch: int, head_dim: int, cache: str = "float16") -> FlashConfig:
     """Return the table row for a paged cache of that dtype."""
     if cache in INTEGER_BITS:
@@ -152,10 +164,18 @@ def flash_longest_tile(arch: int, head_dim: int, head_dim_v: int) -> int:
 
 @cache
 def flash(
-    arch: int, head_dim: int, head_dim_v: int, vec: int, options: FlashOptions = PLAIN
+    arch: int,
+    head_dim: int,
+    head_dim_v: int,
+    vec: int,
+    options: FlashOptions = PLAIN,
+    row: FlashConfig | None = None,
 ) -> Specialisation:
-    """Specialise the tensor-core kernel; `vec` is 8 where rows are aligned to 16 bytes, or 1."""
-    row = flash_row(arch, head_dim, head_dim_v, options)
+    """Specialise the tensor-core kernel; `vec` is 8 where rows are aligned to 16 bytes, or 1.
+
+    The row is that of the table, unless another admissible one is given.
+    """
+    row = row or flash_row(arch, head_dim, head_dim_v, options)
     return _specialise(KERNEL, row, head_dim, head_dim_v, vec, options)
 
 
@@ -188,10 +208,15 @@ def rotary(
 
 @cache
 def split(
-    arch: int, head_dim: int, head_dim_v: int, vec: int, options: FlashOptions = PLAIN
+    arch: int,
+    head_dim: int,
+    head_dim_v: int,
+    vec: int,
+    options: FlashOptions = PLAIN,
+    row: FlashConfig | None = None,
 ) -> Specialisation:
     """Specialise the kernel of whose CTAs several share the keys of a tile of rows."""
-    row = flash_row(arch, head_dim, head_dim_v, options)
+    row = row or flash_row(arch, head_dim, head_dim_v, options)
     return _specialise(SPLIT, row, head_dim, head_dim_v, vec, options)
 
 

@@ -1,0 +1,433 @@
+// y = act(x w + b) + residual for few rows of x and a w in four or eight bits, on tensor cores: the packed bytes stream
+// once, at the memory's speed.
+//
+// As linear/thin/product.cu: bursts of loads, straight from memory to the fragments of mma.m16n8k8; columns of w are the
+// m16 side, rows of x the n8 side. Four lanes read a span, 64 bytes of one column (thin_scales.cuh). An instruction
+// adds up over those four lanes, and blocks have scales of their own: where a span has several blocks, the lanes trade
+// words so that each instruction stays within one.
+//
+// With fewer than eight rows of x the n8 side has room: PARTS neighbouring spans of a column are rows of the m16 side,
+// and the same rows of x at their k columns of the n8 side. Only the products of a span with its own k count: result
+// (row g, column n) where g % PARTS == n / ROWS. So a warp reads 64 PARTS bytes of a column at once.
+//
+// Shapes    thin/tile.cuh, W (N, K) as formats.cuh has it, its rows one behind the other. M up to 8 / PARTS or 8 X_TILES
+//           rows of x, or several times that of four tiles; K a multiple of 32, any N; OUT float32 for the sums of a
+//           part of K (thin/merge.cu). BLOCK_SIZE 0: an Int8 with a scale for each column, which waits for the sum.
+// Work      A warp sums 16 W_TILES / PARTS columns for all rows of x, over every K_WARPS-th burst of STEPS times PARTS
+//           spans; K_WARPS warps share the columns. A CTA has GROUPS such groups, which are on their own: a group takes
+//           every (GROUPS gridDim)-th of splits * ceil(N / columns of a warp) tiles, those of a part of K one behind the
+//           other; more rows than 32 side by side, which find the codes in L2.
+// Budget    registers: 4 W_TILES X_TILES sums and as many or twice of a block, 8 STEPS W_TILES of codes, 4 X_SLOTS
+//           X_TILES of x, and scales. Shared memory: the sums of all warps for 8 PASS_TILES rows, and of Nf4 a table of
+//           32 KiB: 48 KiB at most.
+// Edges     k beyond K: zeros of x, not read. Columns beyond N: sums of the last one, which are not stored.
+#if !defined(FORMAT) || !defined(BLOCK_SIZE) || !defined(VEC) || !defined(VEC_SCALES) || !defined(ACTIVATION) || \
+    !defined(GATED) || !defined(OUT) || !defined(W_TILES) || !defined(X_TILES) || !defined(PARTS) ||             \
+    !defined(X_SLOTS) || !defined(STEPS) || !defined(GROUPS) || !defined(K_WARPS) || !defined(PASS_TILES) ||     \
+    !defined(MIN_CTAS) || !defined(THREADS) || !defined(SHARED_BYTES)
+#error \
+    "FORMAT, BLOCK_SIZE, VEC, VEC_SCALES, ACTIVATION, GATED, OUT, W_TILES, X_TILES, PARTS, X_SLOTS, STEPS, GROUPS, \
+K_WARPS, PASS_TILES, MIN_CTAS, THREADS and SHARED_BYTES come from a launch-configuration table"
+#endif
+#include "../../common/barrier.cuh"
+#include "../../common/mma.cuh"
+#include "../thin/tile.cuh"
+#include "thin_codes.cuh"
+#include "thin_scales.cuh"
+
+struct Traits {
+  using Format = FORMAT;
+  static constexpr int kWTiles = W_TILES;
+  static constexpr int kXTiles = X_TILES;
+  static constexpr int kParts = PARTS;
+  static constexpr int kRows = 8 / kParts;  // of x in a tile
+  static constexpr int kTileRows = kRows * kXTiles;
+  static constexpr bool kRowTiles = kXTiles == 4;  // whether there may be several tiles of rows
+  static constexpr int kXSlots = X_SLOTS;
+  static constexpr int kSteps = STEPS;
+  static constexpr int kGroups = GROUPS;
+  static constexpr int kKWarps = K_WARPS;
+  static constexpr int kPassTiles = PASS_TILES;
+  static constexpr int kWarps = kGroups * kKWarps;
+  static constexpr int kGroupThreads = kKWarps * kWarpSize;
+
+  static constexpr int kLaneItems = kVectorBytes * 8 / Format::kBits;  // k of a lane's load
+  static constexpr int kSpanItems = 4 * kLaneItems;
+  static constexpr int kStepItems = kParts * kSpanItems;
+  static constexpr int kBurstItems = kSteps * kStepItems;
+  static constexpr int kBlockItems = BLOCK_SIZE == 0 || BLOCK_SIZE > kSpanItems ? kSpanItems : BLOCK_SIZE;
+  static constexpr int kBlocks = kSpanItems / kBlockItems;  // of a span, or the part of one that it is
+  // Two chains save shifts for the price of a sum to a block and result: of many words or few results.
+  using Pairs = PairsOf<Format, (kBlocks < 4 && kXTiles < 4) ? 2 : 1>::Type;
+  static constexpr bool kColumnScale = BLOCK_SIZE == 0;
+  static constexpr int kBlockVectors = kColumnScale ? 1 : BLOCK_SIZE / kLaneItems;  // of codes
+  static constexpr int kChunks = kLaneItems / 8;  // 8 k each, for which a lane has 16 bytes of x
+  static constexpr int kChunkWords = 4 / kChunks;
+
+  // Of eight parts a lane has one product to a line that counts, otherwise two.
+  static constexpr int kLineSums = kParts == 8 ? 1 : 2;
+  static constexpr int kColumns = 16 * kWTiles / kParts;  // of a warp
+  static constexpr int kLines = 2 * kWTiles;              // that a lane reads of
+  using Tile = ColumnTile<kColumns, GATED>;
+  using Scales = SpanScales<Format, kBlocks, VEC_SCALES>;
+  using Part = CtaPart<sizeof(OUT) == sizeof(float), Tile::kResults, kBurstItems>;
+  // Lanes that store at once have other banks: rows of results 8 banks apart, or of few columns 5 or 3.
+  static constexpr int kLine = kColumns + (kColumns >= 8 ? 4 : 1);
+
+  static_assert(kWarps * kWarpSize == THREADS, "the table derives the threads");
+  static_assert(8 % kParts == 0 && (kParts == 1 || kXTiles == 1), "parts fill the rows that one tile lacks");
+  static_assert(kXTiles % kPassTiles == 0 && kXSlots <= kSteps * kChunks, "whole passes");
+  static_assert(kBlocks == 1 || kBlocks == 2 || kBlocks == 4, "trades of words are by two or four");
+  static_assert(kKWarps == 1 || kGroups < 16, "each group has a barrier of its own");
+  static_assert(kColumns <= kKWarps * kWarpSize, "a thread has one bias");
+  static_assert(!kColumnScale || !Scales::kShifted, "a shift is a block's");
+};
+
+struct GroupSums {
+  float sums[Traits::kKWarps][8 * Traits::kPassTiles][Traits::kLine];  // of each warp
+  float bias[Traits::kColumns];
+  float scale[Traits::kColumns];  // of columns that have their own
+};
+struct Smem : Traits::Pairs::Table {
+  GroupSums groups[Traits::kGroups];
+};
+static_assert(sizeof(Smem) == SHARED_BYTES && SHARED_BYTES <= 49152, "the table derives the shared memory");
+static_assert(sizeof(ThinParams) == THIN_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
+
+using Tile = Traits::Tile;
+using Pairs = Traits::Pairs;
+using Sums = float[Traits::kWTiles][Traits::kXTiles][2][Traits::kLineSums];  // of the two lines of a tile
+
+__device__ __forceinline__ int group_index() { return threadIdx.x / Traits::kGroupThreads; }
+__device__ __forceinline__ int group_thread() { return threadIdx.x % Traits::kGroupThreads; }
+__device__ __forceinline__ void group_barrier() {
+  if constexpr (Traits::kKWarps == 1) {
+    __syncwarp();
+  } else {
+    bar_sync(1 + group_index(), Traits::kGroupThreads);
+  }
+}
+__device__ __forceinline__ int lane_group() { return lane_index() / 4; }     // g
+__device__ __forceinline__ int lane_in_group() { return lane_index() % 4; }  // t
+
+// Where in a span the k of this lane's chunks begin, once words were traded.
+__device__ __forceinline__ int lane_item() {
+  const int t = lane_in_group();
+  if (Traits::kBlocks == 4) return 8 * t;
+  if (Traits::kBlocks == 2) return Traits::kLaneItems / 2 * (t % 2 * 2 + t / 2);
+  return Traits::kLaneItems * t;
+}
+__device__ __forceinline__ constexpr int chunk_item(int chunk) {
+  constexpr int kPerBlock = div_up(Traits::kChunks, Traits::kBlocks);
+  return chunk / kPerBlock * (Traits::kBlocks > 1 ? Traits::kBlockItems : 0) +
+         (Traits::kBlocks > 1 ? chunk % kPerBlock : chunk) * 8;
+}
+
+// Words of the four lanes of a span, so that word i of all belongs to block i kBlocks / 4.
+__device__ __forceinline__ void trade(uint4& v) {
+  const int t = lane_in_group();
+  if constexpr (Traits::kBlocks == 4) {  // a transpose, by odd and even lanes, then by halves
+    const bool odd = t & 1, upper = t & 2;
+    const uint32 a = __shfl_xor_sync(kFullWarp, odd ? v.x : v.y, 1), b = __shfl_xor_sync(kFullWarp, odd ? v.z : v.w, 1);
+    const uint4 w = odd ? make_uint4(a, v.y, b, v.w) : make_uint4(v.x, a, v.z, b);
+    const uint32 c = __shfl_xor_sync(kFullWarp, upper ? w.x : w.z, 2),
+                 d = __shfl_xor_sync(kFullWarp, upper ? w.y : w.w, 2);
+    v = upper ? make_uint4(c, d, w.z, w.w) : make_uint4(w.x, w.y, c, d);
+  } else if constexpr (Traits::kBlocks == 2) {  // halves of a lane with the lane two further on
+    const bool upper = t & 2;
+    const uint32 a = __shfl_xor_sync(kFullWarp, upper ? v.x : v.z, 2),
+                 b = __shfl_xor_sync(kFullWarp, upper ? v.y : v.w, 2);
+    v = upper ? make_uint4(a, b, v.z, v.w) : make_uint4(v.x, v.y, a, b);
+  }
+}
+
+// The packed columns of a warp: 16 to a tile over the PARTS of a run of K.
+struct PackedColumns {
+  const uint4* codes_g;
+  const uint32* scales_g;
+  const uint32* super_scales_g;
+  uint32 line[Traits::kLines];  // where a column begins, in vectors of codes
+  uint4 codes[Traits::kSteps][Traits::kLines];
+  Traits::Scales scales[Traits::kSteps][Traits::kLines];
+
+  // Columns beyond the last read the last: their sums go nowhere.
+  __device__ __forceinline__ PackedColumns(const uint4* codes_g, const uint32* scales_g, const uint32* super_scales_g,
+                                           const ThinParams& params, int first)
+      : codes_g(codes_g), scales_g(scales_g), super_scales_g(super_scales_g) {
+#pragma unroll
+    for (int i = 0; i < Traits::kLines; i++) {
+      const int column = (8 * i + lane_group()) / Traits::kParts;
+      const int n = min(Tile::result(first, column), params.outer - 1) + Tile::half(column, params.outer);
+      line[i] = static_cast<uint32>(n) * (params.inner / Traits::kLaneItems);
+    }
+  }
+
+  __device__ __forceinline__ void load(int k, int end) {
+#pragma unroll
+    for (int step = 0; step < Traits::kSteps; step++) {
+      const int span = k + step * Traits::kStepItems + lane_group() % Traits::kParts * Traits::kSpanItems;
+      const int own = span + lane_in_group() * Traits::kLaneItems;
+#pragma unroll
+      for (int i = 0; i < Traits::kLines; i++) {
+        codes[step][i] = ld_once_v4(codes_g + (line[i] + own / Traits::kLaneItems), own < end);
+      }
+      if constexpr (!Traits::kColumnScale) {
+        const int blocks = (end - span + Traits::kBlockItems - 1) / Traits::kBlockItems;
+#pragma unroll
+        for (int i = 0; i < Traits::kLines; i++) {
+          const uint32 block = (line[i] + span / Traits::kLaneItems) / Traits::kBlockVectors;
+          scales[step][i].load(scales_g, super_scales_g, block, blocks);
+        }
+      }
+    }
+  }
+};
+
+// Rows of x, a tile at a time; chunks of them come round, X_SLOTS at once. Rows beyond the last are zeros.
+struct InputRows {
+  const float16* row_g;
+  int64 tile_stride;
+  int rows;  // from this lane's on
+  uint4 chunks[Traits::kXSlots][Traits::kXTiles];
+
+  __device__ __forceinline__ InputRows(const float16* x_g, const ThinParams& params, int first_row) {
+    const int row = first_row + lane_group() % Traits::kRows, part = lane_group() / Traits::kRows;
+    row_g = x_g + row * params.x_stride + part * Traits::kSpanItems + lane_item();
+    tile_stride = 8 * params.x_stride;
+    rows = params.rows - row;
+  }
+
+  // Chunk `index` of a burst.
+  __device__ __forceinline__ void load(int index, int k, int end) {
+    const int skip = index / Traits::kChunks * Traits::kStepItems + chunk_item(index % Traits::kChunks);
+    const int part = lane_group() / Traits::kRows * Traits::kSpanItems;
+    const int count = end - k - skip - part - lane_item();
+    const float16* source = row_g + k + skip;
+#pragma unroll
+    for (int j = 0; j < Traits::kXTiles; j++) {
+      uint32 pairs[4];
+      load_pairs<8, VEC, false>(pairs, source, 8 * j < rows ? count : 0);
+      chunks[index % Traits::kXSlots][j] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+      source += tile_stride;
+    }
+  }
+};
+
+// The products of one block of a step, and what its scales make of them.
+struct BlockSums {
+  static constexpr bool kShifted = Traits::Scales::kShifted;
+  float products[Traits::kWTiles][Traits::kXTiles][Pairs::kChains][4] = {};
+  float inputs[kShifted ? Traits::kXTiles : 1][4] = {};
+
+  __device__ __forceinline__ void multiply(const PackedColumns& w, const InputRows& x, int step, int chunk,
+                                           const Pairs::Lookup& lookup) {
+    constexpr uint32 kOnes[2] = {0x3c003c00u, 0x3c003c00u};
+    const int slot = (step * Traits::kChunks + chunk) % Traits::kXSlots;
+#pragma unroll
+    for (int i = 0; i < Traits::kChunkWords * Pairs::kPairs; i++) {
+      const int word = chunk * Traits::kChunkWords + i / Pairs::kPairs, pair = i % Pairs::kPairs;
+      uint32 b[Traits::kXTiles];
+#pragma unroll
+      for (int j = 0; j < Traits::kXTiles; j++) b[j] = Pairs::input(x.chunks[slot][j], i);
+#pragma unroll
+      for (int tile = 0; tile < Traits::kWTiles; tile++) {
+        const uint32 a[2] = {Pairs::pair(word_of(w.codes[step][2 * tile], word), pair, lookup),
+                             Pairs::pair(word_of(w.codes[step][2 * tile + 1], word), pair, lookup)};
+#pragma unroll
+        for (int j = 0; j < Traits::kXTiles; j++) mma_m16n8k8(products[tile][j][i % Pairs::kChains], a, b[j]);
+      }
+      if constexpr (kShifted) {
+#pragma unroll
+        for (int j = 0; j < Traits::kXTiles; j++) mma_m16n8k8(inputs[j], kOnes, b[j]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add_to(Sums& sums, const PackedColumns& w, int step, int block) const {
+#pragma unroll
+    for (int tile = 0; tile < Traits::kWTiles; tile++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const BlockNumbers numbers = w.scales[step][2 * tile + half].of(block);
+        const float scale = numbers.scale * Pairs::kFactor;
+#pragma unroll
+        for (int j = 0; j < Traits::kXTiles; j++) {
+#pragma unroll
+          for (int i = 0; i < Traits::kLineSums; i++) {
+            float& sum = sums[tile][j][half][i];
+            sum = fmaf(scale, product(tile, j, half, i), sum);
+            if constexpr (kShifted) sum = fmaf(numbers.shift, counted(inputs[j], 0, i), sum);
+          }
+        }
+      }
+    }
+  }
+
+  // Without scales of blocks.
+  __device__ __forceinline__ void add_to(Sums& sums) const {
+#pragma unroll
+    for (int tile = 0; tile < Traits::kWTiles; tile++) {
+#pragma unroll
+      for (int j = 0; j < Traits::kXTiles; j++) {
+#pragma unroll
+        for (int i = 0; i < 2 * Traits::kLineSums; i++) {
+          const int half = i / Traits::kLineSums, result = i % Traits::kLineSums;
+          sums[tile][j][half][result] += product(tile, j, half, result);
+        }
+      }
+    }
+  }
+
+  // Those accumulators of a line that count.
+  __device__ __forceinline__ static float counted(const float (&c)[4], int half, int i) {
+    if (Traits::kLineSums == 2) return c[2 * half + i];
+    return lane_group() % 2 ? c[2 * half + 1] : c[2 * half];
+  }
+  __device__ __forceinline__ float product(int tile, int j, int half, int i) const {
+    const auto& chains = products[tile][j];
+    return Pairs::merge(counted(chains[0], half, i), counted(chains[Pairs::kChains - 1], half, i));
+  }
+};
+
+// One burst: all loads of codes and scales and the first of x, then the products.
+__device__ __forceinline__ void burst(Sums& sums, PackedColumns& w, InputRows& x, int k, int end,
+                                      const Pairs::Lookup& lookup) {
+  constexpr int kAll = Traits::kSteps * Traits::kChunks, kPerBlock = div_up(Traits::kChunks, Traits::kBlocks);
+  w.load(k, end);
+#pragma unroll
+  for (int index = 0; index < Traits::kXSlots; index++) x.load(index, k, end);
+#pragma unroll
+  for (int step = 0; step < Traits::kSteps; step++) {
+#pragma unroll
+    for (int i = 0; i < Traits::kLines; i++) trade(w.codes[step][i]);
+#pragma unroll
+    for (int block = 0; block < Traits::kBlocks; block++) {
+      BlockSums block_sums;
+#pragma unroll
+      for (int i = 0; i < kPerBlock; i++) {
+        const int chunk = block * kPerBlock + i, next = step * Traits::kChunks + chunk + Traits::kXSlots;
+        block_sums.multiply(w, x, step, chunk, lookup);
+        if (next < kAll) x.load(next, k, end);
+      }
+      if constexpr (Traits::kColumnScale) {
+        block_sums.add_to(sums);
+      } else {
+        block_sums.add_to(sums, w, step, block);
+      }
+    }
+  }
+}
+
+// c[0], c[1] are row g of the m16 tile and columns 2t, 2t + 1 of the n8 tile: of parts, those that meet their own k.
+__device__ __forceinline__ void store_sums(GroupSums& group, const Sums& sums, int first_tile) {
+  auto& own = group.sums[group_thread() / kWarpSize];
+#pragma unroll
+  for (int j = 0; j < Traits::kPassTiles; j++) {
+#pragma unroll
+    for (int i = 0; i < Traits::kLineSums; i++) {
+      const int n = 2 * lane_in_group() + (Traits::kLineSums == 2 ? i : lane_group() % 2);
+      if (Traits::kParts > 1 && n / Traits::kRows != lane_group() % Traits::kParts) continue;
+#pragma unroll
+      for (int line = 0; line < Traits::kLines; line++) {
+        const int column = (8 * line + lane_group()) / Traits::kParts;
+        own[8 * j + n][column] = sums[line / 2][first_tile + j][line % 2][i];
+      }
+    }
+  }
+}
+
+// The sum over warps and parts, in their order, with the bias.
+__device__ __forceinline__ float total(const GroupSums& group, int row, int column) {
+  float sum = 0.f;
+#pragma unroll
+  for (int warp = 0; warp < Traits::kKWarps; warp++) {
+    float of_warp = 0.f;  // short chains, which wait for each other less
+#pragma unroll
+    for (int part = 0; part < Traits::kParts; part++) of_warp += group.sums[warp][part * Traits::kRows + row][column];
+    sum += of_warp;
+  }
+  return Traits::kColumnScale ? fmaf(group.scale[column], sum, group.bias[column]) : sum + group.bias[column];
+}
+
+// A warp takes a row of results at a time.
+template <typename Finish>
+__device__ __forceinline__ void store_results(const GroupSums& group, const ThinParams& params, int first,
+                                              int first_row, const Finish& finish) {
+  for (int row = group_thread() / kWarpSize; row < Traits::kRows * Traits::kPassTiles; row += Traits::kKWarps) {
+    if (first_row + row >= params.rows) continue;
+#pragma unroll
+    for (int column = lane_index(); column < Tile::kResults; column += kWarpSize) {
+      const int result = first + column;
+      if (result >= params.outer) continue;
+      const float up = Tile::kGated ? total(group, row, column + Tile::kResults) : 0.f;
+      finish.store(params, first_row + row, result, total(group, row, column), up);
+    }
+  }
+}
+
+// What a thread keeps of one of the group's columns: its bias and scale, asked for before the products.
+struct ColumnNumbers {
+  uint16 bias;
+  uint32 scale = 0;
+
+  __device__ __forceinline__ ColumnNumbers(const float16* b_g, const uint32* scales_g, const ThinParams& params,
+                                           int first) {
+    const int column = group_thread(), result = Tile::result(first, column);
+    const bool exists = column < Traits::kColumns && result < params.outer;
+    const int64 n = Tile::half(column, params.outer) + result;
+    bias = load_bias(b_g, n, exists);
+    if (Traits::kColumnScale) scale = ld_u32_if(scales_g + n, exists);
+  }
+
+  __device__ __forceinline__ void store(GroupSums& group) const {
+    if (group_thread() >= Traits::kColumns) return;
+    group.bias[group_thread()] = bias_of(bias);
+    group.scale[group_thread()] = __uint_as_float(scale);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
+    linear_quantised_thin(const float16* x_g, const uint4* codes_g, const uint32* scales_g,
+                          const uint32* super_scales_g, const float16* b_g, const float16* residual_g,
+                          float16* preactivation_g, OUT* out_g, const ThinParams params) {
+  __shared__ Smem smem;
+  GroupSums& group = smem.groups[group_index()];
+  const uint32 row_tiles = Traits::kRowTiles ? (params.rows + Traits::kTileRows - 1) / Traits::kTileRows : 1;
+  const uint32 tiles = (params.outer + Tile::kResults - 1) / Tile::kResults * params.splits * row_tiles;
+  const uint32 first = blockIdx.x * Traits::kGroups + group_index();
+
+  smem.fill<THREADS>();
+  if (Pairs::Table::kEntries > 0) __syncthreads();  // smem.pairs: written by every warp
+  const Pairs::Lookup lookup(smem);
+#pragma unroll 1
+  for (uint32 tile = first; tile < tiles; tile += gridDim.x * Traits::kGroups) {
+    const Traits::Part part(params, tile / row_tiles);
+    const int first_row = tile % row_tiles * Traits::kTileRows;
+
+    // Phase 1: products. The bursts of this part of K go round the group's warps; all make the same number of turns.
+    const ColumnNumbers column(b_g, scales_g, params, part.first);
+    PackedColumns w(codes_g, scales_g, super_scales_g, params, part.first);
+    InputRows x(x_g, params, first_row);
+    Sums sums = {};
+    const int end = part.end(params);
+    int k = (part.from + group_thread() / kWarpSize) * Traits::kBurstItems;
+#pragma unroll 1
+    for (int turn = part.from; turn < part.to; turn += Traits::kKWarps) {
+      burst(sums, w, x, k, end, lookup);
+      k += Traits::kKWarps * Traits::kBurstItems;
+    }
+
+    // Phase 2: the sum over warps, and what becomes of it, some rows of x at a time.
+    OUT* part_g = out_g + static_cast<int64>(part.split) * params.rows * params.out_stride;
+    const Epilogue<ACTIVATION, GATED, OUT> finish = {residual_g, preactivation_g, part_g};
+    if (tile != first) group_barrier();  // group: the tile before has been read
+    column.store(group);
+#pragma unroll
+    for (int j = 0; j < Traits::kXTiles; j += Traits::kPassTiles) {
+      if (j > 0) group_barrier();  // group.sums: the rows of the pass before have been read
+      store_sums(group, sums, j);
+      group_barrier();  // group: written by its warps
+      store_results(group, params, part.first, first_row + 8 * j, finish);
+    }
+  }
+}

@@ -1,0 +1,53 @@
+// out = activation(x w + b) + residual on tensor cores with a quantised w: float16 in and out, float32 accumulation,
+// for many rows.
+//
+// Shapes    x (M, K), rows contiguous; w (K, N) as codes (N, K) with blocks of k (formats.cuh); with PAIRED N is 2 n,
+//           the columns of a gate, then those that it is multiplied with. All else as tensor_core/forward.cu.
+// Tiles, grid, barriers, epilogue: as there. What differs is the way of w: a thread fetches the codes and the scale of
+//           16 weights of a column, and stores them as float16 (tile_feed.cuh).
+// Budget    as there; of w 3 to 5 registers are on their way, and 16 weights take 50 to 70 instructions a k-tile.
+// Edges     as there; K is a multiple of TILE_INNER.
+#if !defined(FORMAT) || !defined(ACTIVATION) || !defined(PAIRED)
+#error "FORMAT, ACTIVATION and PAIRED come from a launch-configuration table"
+#endif
+#include "../tensor_core/forward_tile.cuh"
+#include "tile_feed.cuh"
+
+struct Traits {
+  using Columns = Axis<PAIRED>;
+  using Activation = ACTIVATION;
+  using FeedX = ArrayFeed<Chunks<TileOfA<Lines::kAlong>, Axis<false>, CtaShape::kThreads>, VEC>;
+  using FeedW = QuantisedFeed<FORMAT, TileOfB<Lines::kAlong>, Columns, CtaShape::kThreads>;
+  using Product = TileProduct<FeedX, FeedW, WARP_ROWS, WARP_COLUMNS>;
+  static constexpr int kOutTiles = Product::kNTiles / Columns::kHalves;
+};
+
+using Product = Traits::Product;
+static_assert(2 * Product::kStageBytes == SHARED_BYTES, "the table counts other shared memory");
+
+extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
+    linear_forward_quantised(const float16* x_g, const unsigned char* codes_g, const FORMAT::Scale* scales_g,
+                             const float16* super_scales_g, const float16* b_g, const float16* residual_g,
+                             float16* preactivation_g, float16* out_g, const QuantisedTileParams params) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  using Columns = Traits::Columns;
+  const ProductParams& shape = params.product;
+
+  // Phase 1: the place of this CTA.
+  const Place cta = place_of_cta(shape);
+  const int first_row = cta.row_tile * CtaShape::kTileRows;
+  const int first_column = cta.column_tile * (CtaShape::kTileColumns / Columns::kHalves);
+  if (first_row >= shape.rows) return;
+
+  // Phase 2: the product.
+  Traits::FeedX x(x_g, shape.a_stride, first_row, shape.rows, 0);
+  Traits::FeedW w({codes_g, scales_g, super_scales_g}, params, first_column, shape.columns, 0);
+  Product product(x, w, shared_address(shared_bytes), shape.inner / CtaShape::kInner, CtaShape::kInner);
+  Product::Accumulators acc;
+  const auto sums = warp_place<Product, Columns>(cta, shape);
+  start_from_bias<Columns>(acc, b_g, sums.first_place, shape.columns);
+  product.add_to(acc);
+
+  // Phase 3: activation, residual, store.
+  store_activated<Traits>(acc, sums, shape, {residual_g, preactivation_g, out_g});
+}

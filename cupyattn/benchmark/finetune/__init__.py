@@ -1,0 +1,1 @@
+"""``python -m cupyattn.benchmark finetune``: a step of LoRA, beside its budget and PEFT's."""

@@ -1,0 +1,1 @@
+"""``python -m cupyattn memory``: memory-bound kernels on Turing cards, modelled without a GPU."""

@@ -1,0 +1,141 @@
+"""``python -m cupyattn memory``: what memory-bound calls reach on Turing cards, without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+import cupyattn
+from cupyattn.benchmark.memory.calls import ModelledCall, modelled_calls
+from cupyattn.cli.arguments import add_json_option
+from cupyattn.cli.terminal import Result, Terminal, emit, fail
+from cupyattn.emulator import Checks, Report
+from cupyattn.kernels.compile import nvrtc_version
+from cupyattn.progress import progress
+from cupyattn.turing import MACHINES, T4, Machine
+from cupyattn.turing.memory import MemoryFigures, memory_figures
+
+_DIGITS = 3
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "memory",
+        help="model the memory-bound kernels on Turing GPUs, by bytes and sectors; needs no GPU",
+        description="Run layers, elements, caches, decoding and thin products on the emulator, "
+        "and show what each asks of a Turing card: the sectors of memory that it touches for each "
+        "byte that has to move, what is busy for the longest, and the share of each card's "
+        "bandwidth that no schedule exceeds. Needs NVRTC, but no GPU.",
+        epilog="Counts are exact, of PTX, whose instructions the assembler fuses in part; shares "
+        "are upper limits, which no Turing GPU has confirmed. Exit code 1 without a compiler.",
+    )
+    parser.add_argument(
+        "--call", nargs="+", metavar="TEXT", help="those whose name holds a text (default: all)"
+    )
+    add_json_option(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    try:
+        chosen = [
+            call
+            for call in modelled_calls()
+            if arguments.call is None or any(text in call.name for text in arguments.call)
+        ]
+        if not chosen:
+            raise ValueError(f"no call has {' or '.join(arguments.call)} in its name")
+        result = describe(chosen)
+    except (RuntimeError, ValueError) as failure:  # no compiler; no such call
+        fail("memory", failure, as_json=arguments.json)
+        return 1
+    emit(result, show, as_json=arguments.json)
+    return 0
+
+
+def describe(calls: Iterable[ModelledCall]) -> Result:
+    """Model calls, one after the other."""
+    calls, rows = list(calls), []
+    with progress("modelling", len(calls)) as step:
+        for call in calls:
+            rows.append(row_of(call))
+            step()
+    return {
+        "command": "memory",
+        "version": cupyattn.__version__,
+        "nvrtc": ".".join(map(str, nvrtc_version())),
+        "machines": list(MACHINES),
+        "rows": rows,
+    }
+
+
+def row_of(call: ModelledCall) -> dict[str, Any]:
+    """Run a call on the emulator, and tell what it asks of each card.
+
+    Returns
+    -------
+    dict
+        ``call``, ``kernels`` (their entries), ``least_bytes``, ``sector_ratio``; ``bound``, what is
+        busy for the longest on a T4; ``instruction_bytes``, bytes that move for each warp
+        instruction that is issued; ``bandwidth_share`` by machine.
+    """
+    with cupyattn.backend("emulator", checks=Checks.fast()):
+        run = call.prepare()
+    report = Report()
+    with cupyattn.backend("emulator", checks=Checks.fast(), report=report):
+        run()
+    kernels = report.kernels
+    if call.kernel is not None:
+        report = kernels[call.kernel]
+        kernels = {call.kernel: report}
+    return {
+        "call": call.name,
+        "kernels": list(kernels),
+        **figures(memory_figures(report, call.least_bytes)),
+    }
+
+
+def figures(found: MemoryFigures) -> dict[str, Any]:
+    """Return the part of a row that is the model's."""
+    issued = sum(n for pipe, n in found.instructions.items() if pipe != "move")
+    return {
+        "least_bytes": found.least_bytes,
+        "sector_ratio": round(found.sector_ratio, _DIGITS),
+        "bound": found.bound(T4),
+        "instruction_bytes": round(found.least_bytes / issued, _DIGITS),
+        "bandwidth_share": {name: _share(found, machine) for name, machine in MACHINES.items()},
+    }
+
+
+def _share(found: MemoryFigures, machine: Machine) -> float | None:
+    share = found.bandwidth_share(machine)
+    return None if share is None else round(share, _DIGITS)
+
+
+def show(result: Result, terminal: Terminal) -> None:
+    """Print it for people."""
+    terminal.title("Memory-bound calls on Turing, modelled")
+    terminal.table(
+        ("call", "sectors", "bound", *(name.split(" ", 1)[-1] for name in result["machines"])),
+        [
+            (
+                row["call"],
+                f"{row['sector_ratio']:.2f}",
+                row["bound"],
+                *(_share_text(row["bandwidth_share"][name]) for name in result["machines"]),
+            )
+            for row in result["rows"]
+        ],
+    )
+    terminal.text(
+        "  Bytes of touched sectors for each that has to move; what is busy for the longest on a "
+        "T4; the share of each card's bandwidth that no schedule exceeds (-: without tensor cores "
+        f"other kernels run). NVRTC {result['nvrtc']}."
+    )
+
+
+def _share_text(share: float | None) -> str:
+    return "-" if share is None else f"{share:.2f}"

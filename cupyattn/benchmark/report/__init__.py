@@ -1,0 +1,1 @@
+"""``python -m cupyattn report``: what a card does, beside what the model of Turing says of it."""

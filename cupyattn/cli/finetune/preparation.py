@@ -1,0 +1,185 @@
+"""All that a fine-tuning needs, from its command line."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyattn import models
+from cupyattn.cli.terminal import Result
+from cupyattn.errors import error
+from cupyattn.models import training
+from cupyattn.models.checkpoints.writing import require_source
+from cupyattn.models.device import model_library
+from cupyattn.models.loading import opened
+from cupyattn.models.quantised import OF_THE_FILE, quantises_as_in
+from cupyattn.models.training import checkpoint
+from cupyattn.models.training.budget import Training, budget_of, require_room
+from cupyattn.models.training.lora_options import LoraOptions
+
+_LR = {"adapters": 2e-4, "full": 2e-5}
+
+
+class Prepared(NamedTuple):
+    """All that a training needs."""
+
+    model: models.Model
+    """What generates with what is learnt."""
+    trained: Any
+    trainer: training.Trainer
+    held: list[training.Sample]
+    checkpoints: Path
+
+
+def planned(arguments: argparse.Namespace) -> Result:
+    """Return the budget of a training's memory, for ``--dry-run``; nothing is loaded.
+
+    ``fits`` is None where nobody says what is free, and ``would`` says what fits otherwise.
+    """
+    plan, free = _plan(arguments), _free_bytes(arguments)
+    budget, fits, would = budget_of(plan), None, None
+    if free is not None:
+        try:
+            require_room(plan, free)
+            fits = True
+        except MemoryError as failure:
+            fits, would = False, str(failure)
+    return {
+        "command": "finetune",
+        "model": arguments.random or arguments.model,
+        "batch_tokens": plan.batch_tokens,
+        "lines": [{"what": line.what, "bytes": line.size} for line in budget.lines],
+        "total_bytes": budget.total,
+        "needed_bytes": budget.needed,
+        "logits_bytes": budget.logits,
+        "free_bytes": free,
+        "fits": fits,
+        "would": would,
+    }
+
+
+def _plan(arguments: argparse.Namespace) -> Training:
+    checkpoint = None if arguments.random else opened(arguments.model)
+    config = checkpoint.config if checkpoint else models.PRESETS[arguments.random]
+    of_file = checkpoint if arguments.quantize == OF_THE_FILE else None
+    tokens = arguments.batch_tokens
+    longest = min(arguments.max_length or tokens, config.max_positions, tokens)
+    return Training(
+        config,
+        arguments.dtype or "float16",
+        arguments.quantize,
+        None if arguments.full else _lora_options(arguments),
+        arguments.optimizer_state,
+        tokens,
+        -(-tokens // longest),
+        quantises_as_in(of_file) if of_file else None,
+    )
+
+
+def _lora_options(arguments: argparse.Namespace) -> LoraOptions:
+    targets = arguments.lora_targets
+    return LoraOptions(
+        arguments.lora_rank,
+        arguments.lora_alpha,
+        arguments.lora_dropout,
+        targets[0] if targets == ["all-linear"] else tuple(targets),
+    ).checked()
+
+
+def _free_bytes(arguments: argparse.Namespace) -> int | None:
+    """Return what is free of the GPU, as it was told or as the driver says; None without a GPU."""
+    if arguments.memory_gb is not None:
+        return int(1e9 * arguments.memory_gb)
+    xp = np if arguments.cpu else model_library(None)
+    return None if xp is np else int(xp.cuda.runtime.memGetInfo()[0])
+
+
+def prepared(arguments: argparse.Namespace) -> Prepared:
+    """Load the model, read the data, and take over a checkpoint with --resume.
+
+    Raises
+    ------
+    FileExistsError
+        If there are checkpoints of another training where this one would write its own.
+    MemoryError
+        If there is no room for it on the GPU.
+    """
+    if arguments.full:
+        require_source(Path(arguments.model))
+    checkpoints = arguments.out / "checkpoints"
+    if not arguments.resume and checkpoint.saved_in(checkpoints):
+        raise error(
+            FileExistsError,
+            f"{checkpoints} has checkpoints of another training",
+            "a new one begins in a folder of its own",
+            "pass another --out, or --resume to go on with that one",
+        )
+    free = _free_bytes(arguments)
+    if free is not None:
+        require_room(_plan(arguments), free)
+    xp = np if arguments.cpu else None
+    base = models.load(arguments.model, dtype=arguments.dtype, quantize=arguments.quantize, xp=xp)
+    tokenizer = base.tokenizer
+    if tokenizer is None:
+        raise ValueError("there is no tokenizer among the model's files; text needs one")
+    longest = min(arguments.max_length or arguments.batch_tokens, base.config.max_positions)
+    ends = base.config.eos_ids
+    reader = training.Reader(tokenizer, ends[0] if ends else None, longest)
+    samples, held = training.split(
+        reader.read(arguments.data), arguments.eval_fraction, arguments.seed
+    )
+    packing = training.Packing(samples, batch_tokens=arguments.batch_tokens, seed=arguments.seed)
+    trained, model = _trainable(base, arguments)
+    trainer = training.Trainer(
+        trained,
+        packing,
+        schedule=_schedule(packing, arguments),
+        optimizer=training.AdamWOptions(
+            weight_decay=arguments.weight_decay, clip=arguments.clip,
+            state=arguments.optimizer_state,
+        ),
+        accumulate=arguments.accumulate,
+        loss_scale=training.LossScale() if base.dtype == "float16" else None,
+        seed=arguments.seed,
+        names=_names(base, arguments),
+    )  # fmt: skip
+    if arguments.resume:
+        trainer.resume(checkpoints)
+    return Prepared(model, trained, trainer, held, checkpoints)
+
+
+def _trainable(base: models.Model, arguments: argparse.Namespace) -> tuple[Any, models.Model]:
+    """Return what is trained, and the model that shows it."""
+    if arguments.full:
+        return training.FullWeights(base), base
+    adapters = training.LoraAdapters(
+        base, **_lora_options(arguments)._asdict(), seed=arguments.seed
+    )
+    return adapters, adapters.model
+
+
+def _schedule(packing: training.Packing, arguments: argparse.Namespace) -> training.Schedule:
+    steps = arguments.steps
+    if steps is None:
+        steps = -(-packing.batches(arguments.epochs) // arguments.accumulate)
+    warmup = steps // 20 if arguments.warmup is None else arguments.warmup
+    lr = arguments.lr
+    if lr is None:
+        lr = _LR["full" if arguments.full else "adapters"]
+    return training.Schedule(arguments.schedule, lr, steps, warmup)
+
+
+def _names(base: models.Model, arguments: argparse.Namespace) -> dict[str, Any]:
+    adapters = ("lora_rank", "lora_alpha", "lora_dropout")
+    given = {} if arguments.full else {name: getattr(arguments, name) for name in adapters}
+    return {
+        **given,
+        "model": repr(base.config),
+        "dtype": base.dtype,
+        "quantize": arguments.quantize,
+        "full": arguments.full,
+        "eval_fraction": arguments.eval_fraction,
+    }

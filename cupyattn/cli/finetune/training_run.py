@@ -1,0 +1,139 @@
+"""The steps of a fine-tuning: shown as they come, kept, and written at the end."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupyattn import models
+from cupyattn.cli.finetune.preparation import Prepared
+from cupyattn.cli.models import device_name, memory_held, size_text
+from cupyattn.cli.terminal import Result
+from cupyattn.models import training
+from cupyattn.models.checkpoints.writing import write_folder
+from cupyattn.models.training import curve
+from cupyattn.progress import progress
+
+
+def trained(made: Prepared, arguments: argparse.Namespace) -> Result:
+    """Train, and write what is learnt; where Ctrl-C ends it before, a checkpoint.
+
+    Returns
+    -------
+    dict
+        What ``--json`` prints.
+    """
+    trainer, model = made.trainer, made.model
+    began, first, tokens = time.perf_counter(), trainer.number, 0
+    log = curve.StepLog(arguments.out / "losses.jsonl", first)
+    with _interruptible() as asked, progress("training", trainer.schedule.steps, first) as advance:
+        for step in trainer:
+            tokens += step.tokens
+            rate = tokens / (time.perf_counter() - began)
+            log.add({"step": step.number, **_row(step), "tokens_per_s": rate})
+            advance(_told(step, rate, model))
+            ends = step.number == trainer.schedule.steps or asked.is_set()
+            if ends or step.number % arguments.save_every == 0:
+                if made.held:
+                    log.add({"step": step.number, "eval_loss": _held_loss(made)})
+                trainer.save(made.checkpoints)
+            if asked.is_set():
+                break
+    rows = curve.read(log.path)
+    finished = trainer.number == trainer.schedule.steps
+    generate = ["python", "-m", "cupyattn", "generate"]
+    if finished and arguments.full:
+        write_folder(model.weights, model.config, Path(arguments.model), arguments.out)
+        generate += [str(arguments.out), "..."]
+    elif finished:
+        made.trained.save(arguments.out, base_model=str(arguments.model))
+        generate += [str(arguments.model), "...", "--adapters", str(arguments.out)]
+        for name in ("dtype", "quantize"):
+            given = getattr(arguments, name)
+            generate += [f"--{name}", given] if given else []
+    return {
+        "command": "finetune",
+        "model": arguments.model,
+        "device": device_name(model),
+        "finished": finished,
+        "steps": trainer.number,
+        "of_steps": trainer.schedule.steps,
+        "learnt": sum(array.size for array in made.trained.arrays.values()),
+        **_losses(rows),
+        "tokens_per_s": tokens / (time.perf_counter() - began) if tokens else None,
+        "memory_bytes": memory_held(model),
+        "losses": str(log.path),
+        "curve": _drawn(rows, arguments),
+        "adapters": not arguments.full,
+        "out": str(arguments.out),
+        "generate": shlex.join(generate),
+    }
+
+
+def _losses(rows: list[dict[str, Any]]) -> Result:
+    steps = [row for row in rows if "loss" in row]
+    return {
+        "first_loss": steps[0]["loss"] if steps else None,
+        "last_loss": steps[-1]["loss"] if steps else None,
+        "eval_losses": [row["eval_loss"] for row in rows if "eval_loss" in row],
+        "skipped": sum(row["skipped"] for row in steps),
+    }
+
+
+def _row(step: training.TrainedStep) -> dict[str, Any]:
+    """Return a step as JSON has it, which knows no NaN."""
+    fields = {name: value for name, value in step._asdict().items() if name != "number"}
+    return {
+        name: None if isinstance(value, float) and not np.isfinite(value) else value
+        for name, value in fields.items()
+    }
+
+
+def _told(step: training.TrainedStep, rate: float, model: models.Model) -> str:
+    held = memory_held(model)
+    memory = "" if held is None else f", {size_text(held)}"
+    return f"loss {step.loss:.3f}, {rate:,.0f} tok/s{memory}"
+
+
+def _held_loss(made: Prepared) -> float:
+    return training.loss_of(made.model, made.held, batch_tokens=made.trainer.packing.batch_tokens)
+
+
+@contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """Let Ctrl-C end a training behind its step; a second one ends it at once."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def ask(*_: Any) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _drawn(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> str | None:
+    path = arguments.out / "losses.png"
+    try:
+        curve.draw(rows, path, f"fine-tuning {Path(arguments.model).name}")
+    except RuntimeError as failure:  # all else is done, and not lost for want of a picture
+        print(f"finetune: {failure}", file=sys.stderr)
+        return None
+    return str(path)

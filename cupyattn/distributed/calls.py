@@ -1,0 +1,167 @@
+"""From a planned call to the public functions."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from cupyattn import (
+    AttentionGrads,
+    DropoutSeed,
+    attention,
+    attention_backward,
+    attention_varlen,
+    attention_varlen_backward,
+)
+from cupyattn.arrays import Array
+from cupyattn.cupy_library import load_cupy
+from cupyattn.distributed.plan import Call
+from cupyattn.distributed.problem import RingProblem
+
+BLOCK = ("k", "v")
+"""What a call takes rows of a block of; of all else it takes rows of the rank's own."""
+
+
+class Calls:
+    """The calls of one problem."""
+
+    def __init__(self, problem: RingProblem, xp: Any) -> None:
+        self._problem, self._xp = problem, xp
+        self._plan, self._options = problem.plan, problem.options
+
+    def forward(self, call: Call, arrays: dict[str, Array]) -> tuple[Array, Array]:
+        """Attend: out (B, rows, H, Dv) and lse (B, H, rows) of the call's queries.
+
+        `arrays` has q, and k and v of the block.
+        """
+        given = _rows_of(call, arrays)
+        if not self._problem.packed:
+            return attention(*given.values(), return_lse=True, **self._dense(call, 0))
+        if not self._options.dropout_p:
+            packed = [array[0] for array in given.values()]
+            out, lse = attention_varlen(*packed, return_lse=True, **self._packed(call))
+            return out[None], lse[None]
+        q, v = given["q"], given["v"]
+        lse_dtype = np.float64 if q.dtype == np.float64 else np.float32
+        out = self._xp.empty((*q.shape[:3], v.shape[3]), q.dtype)
+        lse = self._xp.empty((1, q.shape[2], q.shape[1]), lse_dtype)
+        for b, rows in self._sequences():
+            results = attention(
+                *_cut(given, rows).values(), return_lse=True, **self._dense(call, b)
+            )
+            out[:, rows], lse[:, :, rows] = results
+        return out, lse
+
+    def backward(self, call: Call, arrays: dict[str, Array], deterministic: bool) -> AttentionGrads:
+        """Return the call's share of the gradients, of its rows.
+
+        `arrays` has dout, q, k, v, out, lse and perhaps dlse, in the order of the public function.
+        """
+        given = _rows_of(call, arrays)
+        dlse = given.pop("dlse", None)
+        if not self._problem.packed:
+            return attention_backward(
+                *given.values(), dlse=dlse, deterministic=deterministic, **self._dense(call, 0)
+            )
+        if not self._options.dropout_p:
+            packed = [array[0] for array in given.values()]
+            grads = attention_varlen_backward(
+                *packed, dlse=None if dlse is None else dlse[0], deterministic=deterministic,
+                **self._packed(call),
+            )  # fmt: skip
+            return grads._replace(dq=grads.dq[None], dk=grads.dk[None], dv=grads.dv[None])
+        total = AttentionGrads(*(self._xp.empty_like(given[name]) for name in "qkv"))
+        for b, rows in self._sequences():
+            part = attention_backward(
+                *_cut(given, rows).values(), dlse=None if dlse is None else dlse[:, :, rows],
+                deterministic=deterministic, **self._dense(call, b),
+            )  # fmt: skip
+            for name in ("dq", "dk", "dv"):
+                getattr(total, name)[:, rows] = getattr(part, name)
+            if part.dsinks is not None:
+                before = total.dsinks
+                total = total._replace(
+                    dsinks=part.dsinks if before is None else before + part.dsinks
+                )
+        return total
+
+    def _sequences(self) -> list[tuple[int, slice]]:
+        """Return the number of each packed sequence, and its rows in a piece."""
+        bounds = self._plan.cu_seqlens.tolist()
+        return [(b, slice(*rows)) for b, rows in enumerate(pairwise(bounds))]
+
+    def _common(self, call: Call) -> dict[str, Any]:
+        options = self._options
+        given: dict[str, Any] = {
+            "softmax_scale": options.softmax_scale,
+            "alibi_slopes": options.alibi_slopes,
+            "softcap": options.softcap,
+            "sinks": options.sinks if call.own else None,
+        }
+        if call.left is None and call.right == 0:
+            given["causal"] = True
+        elif call.left is not None or call.right is not None:
+            given["window_size"] = (call.left, call.right)
+        return given
+
+    def _needs_offset(self, call: Call) -> bool:
+        banded = call.left is not None or call.right is not None
+        return banded or self._options.alibi_slopes is not None
+
+    def _dense(self, call: Call, b: int) -> dict[str, Any]:
+        given = self._common(call)
+        given["q_offset"] = call.q_offsets[b] if self._needs_offset(call) else 0
+        if self._options.dropout_p:
+            given["dropout_p"] = self._options.dropout_p
+            given["seed"] = DropoutSeed(
+                int(self._options.seed or 0),
+                batch=b,
+                query=call.query_starts[b],
+                key=call.key_starts[b],
+            )
+        return given
+
+    def _packed(self, call: Call) -> dict[str, Any]:
+        given = self._common(call)
+        bounds = tuple(self._plan.cu_seqlens.tolist())
+        longest = max((after - before for before, after in pairwise(bounds)), default=0)
+        for side in "qk":
+            given[f"cu_seqlens_{side}"] = self._integers(bounds)
+            given[f"max_seqlen_{side}"] = longest
+        given["q_offset"] = self._integers(call.q_offsets) if self._needs_offset(call) else 0
+        return given
+
+    def _integers(self, values: tuple[int, ...]) -> Array:
+        if self._xp is np:
+            return np.asarray(values, np.int64)
+        stream = load_cupy().cuda.get_current_stream()
+        return _on_device(values, int(load_cupy().cuda.Device().id), int(stream.ptr))
+
+
+@lru_cache(maxsize=1024)
+def _on_device(values: tuple[int, ...], device: int, stream: int) -> Array:
+    """Copy integers to the current device, once for each stream: a copy joins that stream's order.
+
+    The key names both.
+    """
+    return load_cupy().asarray(values, np.int64)
+
+
+def _rows_of(call: Call, arrays: dict[str, Array]) -> dict[str, Array]:
+    """Take the call's rows of each array."""
+    return {
+        name: _take(name, array, (call.keys if name in BLOCK else call.queries).slice)
+        for name, array in arrays.items()
+    }
+
+
+def _cut(arrays: dict[str, Array], rows: slice) -> dict[str, Array]:
+    """Take one packed sequence's rows of each array; its queries and keys are as many."""
+    return {name: _take(name, array, rows) for name, array in arrays.items()}
+
+
+def _take(name: str, array: Array, rows: slice) -> Array:
+    return array[:, :, rows] if name in ("lse", "dlse") else array[:, rows]

@@ -1,0 +1,187 @@
+"""Ranks that are threads of one process: NumPy arrays are copied, CuPy arrays from GPU to GPU.
+
+A sender posts its array, the receiver copies it and says so. On GPUs the host waits only for the
+other thread to have come; the copy waits for the sender's stream by an event, and the sender's
+stream for the copy. Copies between GPUs go peer to peer where the driver can, otherwise through the
+host: what there is without NCCL.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays import Array
+from cupyattn.cupy_library import load_cupy
+from cupyattn.distributed.failures import RankFailedError, SharedFailures
+from cupyattn.errors import error
+
+
+@dataclass(eq=False)
+class Parcel:
+    """An array on its way."""
+
+    array: Array
+    ready: Any
+    """On a GPU the event behind what fills the array."""
+    copied: Any = None
+    """On a GPU the event behind the copy."""
+    taken: bool = False
+
+
+class PostOffice:
+    """What the ranks of one process share: parcels on their way, and who waits for whom."""
+
+    def __init__(self, timeout: float) -> None:
+        self.failures = SharedFailures()
+        self._changed = self.failures.changed
+        self._timeout = timeout
+        self._boxes: dict[tuple[int, int], deque[Parcel]] = defaultdict(deque)
+        self._waits_for: dict[int, int] = {}
+
+    def put(self, parcel: Parcel, rank: int, peer: int) -> None:
+        """Post a parcel."""
+        self.raise_failure()
+        with self._changed:
+            self._boxes[rank, peer].append(parcel)
+            self._changed.notify_all()
+
+    def take(self, rank: int, peer: int) -> Parcel:
+        """Wait for the next parcel from a rank."""
+        with self._changed:
+            box = self._boxes[peer, rank]
+        self._wait(lambda: bool(box), rank, peer)
+        return box.popleft()
+
+    def confirm(self, parcel: Parcel) -> None:
+        """Say that a parcel is copied, or on a GPU going to be."""
+        with self._changed:
+            parcel.taken = True
+            self._changed.notify_all()
+
+    def wait_until_taken(self, parcel: Parcel, rank: int, peer: int) -> None:
+        """Wait until a parcel's receiver has come."""
+        self._wait(lambda: parcel.taken, rank, peer)
+
+    def raise_failure(self) -> None:
+        """Raise the error for a rank that has failed, if one has."""
+        failure = self.failures.first()
+        if failure is not None:
+            raise failure
+
+    def _wait(self, done: Any, rank: int, peer: int) -> None:
+        until = time.monotonic() + self._timeout
+        with self._changed:
+            self._waits_for[rank] = peer
+            try:
+                while not done():
+                    self.raise_failure()
+                    left = until - time.monotonic()
+                    if left <= 0:
+                        culprit = self._who_is_missing(peer)
+                        message = (
+                            f"rank {culprit} did not come: rank {rank} waited for rank {peer} for "
+                            f"{self._timeout:g} s; all ranks make the same calls in the same "
+                            "order; look what that rank does, or pass a longer timeout"
+                        )
+                        self.failures.post(culprit, message)
+                        raise RankFailedError(culprit, message)
+                    self._changed.wait(left)
+            finally:
+                del self._waits_for[rank]
+
+    def _who_is_missing(self, peer: int) -> int:
+        """Follow who waits for whom to one that does not; in a circle, the first."""
+        rank, seen = peer, set[int]()
+        while rank in self._waits_for and rank not in seen:
+            seen.add(rank)
+            rank = self._waits_for[rank]
+        return peer if rank in seen else rank
+
+
+class ThreadCommunicator:
+    """One thread's end."""
+
+    def __init__(self, office: PostOffice, rank: int, size: int, device: int | None = None) -> None:
+        self._office = office
+        self.rank, self.size = rank, size
+        self.device = device
+        self.failures = office.failures
+        self._sent: list[tuple[Parcel, int, Any]] | None = None
+        """Inside of `together` what has been sent."""
+
+    def send(self, array: Array, peer: int, stream: Any) -> None:
+        """Send an array to a rank."""
+        parcel = Parcel(array, None if stream is None else _mark(stream))
+        self._office.put(parcel, self.rank, peer)
+        if self._sent is None:
+            self._collect(parcel, peer, stream)
+        else:
+            self._sent.append((parcel, peer, stream))
+
+    def receive(self, array: Array, peer: int, stream: Any) -> None:
+        """Receive into an array what a rank sends."""
+        parcel = self._office.take(self.rank, peer)
+        source = parcel.array
+        if (source.shape, source.dtype) != (array.shape, array.dtype) or (
+            isinstance(source, np.ndarray) != isinstance(array, np.ndarray)
+        ):
+            raise error(
+                ValueError,
+                f"rank {peer} sent {source.dtype} {source.shape}, rank {self.rank} expected "
+                f"{array.dtype} {array.shape}",
+                "ranks call with arrays of the same shapes and dtypes, in the same order",
+                f"look where rank {peer} and rank {self.rank} part",
+            )
+        if stream is None:
+            array[...] = source
+        else:
+            stream.wait_event(parcel.ready)
+            with stream:
+                array.data.copy_from_device_async(source.data, source.nbytes, stream)
+            parcel.copied = _mark(stream)
+        self._office.confirm(parcel)
+
+    def all_gather(self, array: Array, out: Array, stream: Any) -> None:
+        """Fill out with the array of each rank."""
+        peers = [(self.rank + hop) % self.size for hop in range(1, self.size)]
+        with self.together():
+            for peer in peers:
+                self.send(array, peer, stream)
+            for peer in peers:
+                self.receive(out[peer], peer, stream)
+        if stream is None:
+            out[self.rank] = array
+        else:
+            with stream:
+                out[self.rank] = array
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Send without waiting until it is received; wait behind the block."""
+        self._sent = []
+        try:
+            yield
+            sent, self._sent = self._sent, None
+            for parcel, peer, stream in sent:
+                self._collect(parcel, peer, stream)
+        finally:
+            self._sent = None
+
+    def _collect(self, parcel: Parcel, peer: int, stream: Any) -> None:
+        """Hold whatever comes behind until a parcel is copied."""
+        self._office.wait_until_taken(parcel, self.rank, peer)
+        if stream is not None:
+            stream.wait_event(parcel.copied)
+
+
+def _mark(stream: Any) -> Any:
+    event = load_cupy().cuda.Event(disable_timing=True)
+    event.record(stream)
+    return event

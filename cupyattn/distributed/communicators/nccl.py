@@ -1,0 +1,111 @@
+"""NCCL through `cupy.cuda.nccl`, imported when it is needed: CuPy's wheel does not bring it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from cupyattn.arrays import Array
+from cupyattn.cupy_library import load_cupy
+from cupyattn.distributed.failures import Failures
+from cupyattn.errors import error
+
+ID_BYTES = 128
+
+
+def load_nccl() -> Any:
+    """Import CuPy's bindings of NCCL.
+
+    Raises
+    ------
+    RuntimeError
+        If NCCL is not installed.
+    """
+    load_cupy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # CuPy warns where NCCL is not; the error below says more
+        nccl = import_module("cupy.cuda.nccl")
+    if not nccl.available:
+        raise error(
+            RuntimeError,
+            "CuPy finds no NCCL",
+            "it comes with the extra distributed, on Linux",
+            "pip install 'cupyattn[distributed]'; in one process run(..., transport='peer') does "
+            "without",
+        )
+    return nccl
+
+
+def nccl_is_there() -> bool:
+    """Tell whether NCCL can be imported."""
+    try:
+        load_nccl()
+    except (ImportError, RuntimeError):
+        return False
+    return True
+
+
+class NCCLCommunicator:
+    """A `cupy.cuda.nccl.NcclCommunicator`, which sends bytes whatever the dtype."""
+
+    def __init__(self, communicator: Any, failures: Failures | None = None) -> None:
+        self._nccl = load_nccl()
+        self._communicator = communicator
+        self.failures = failures
+        self.rank, self.size = int(communicator.rank_id()), int(communicator.size())
+        self.device = int(communicator.device_id())
+
+    def send(self, array: Array, peer: int, stream: Any) -> None:
+        """Send an array to a rank."""
+        self._communicator.send(
+            array.data.ptr, array.nbytes, self._nccl.NCCL_INT8, peer, stream.ptr
+        )
+
+    def receive(self, array: Array, peer: int, stream: Any) -> None:
+        """Receive into an array what a rank sends."""
+        self._communicator.recv(
+            array.data.ptr, array.nbytes, self._nccl.NCCL_INT8, peer, stream.ptr
+        )
+
+    def all_gather(self, array: Array, out: Array, stream: Any) -> None:
+        """Fill out with the array of each rank."""
+        self._communicator.allGather(
+            array.data.ptr, out.data.ptr, array.nbytes, self._nccl.NCCL_INT8, stream.ptr
+        )
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Make one operation of all inside."""
+        self._nccl.groupStart()
+        try:
+            yield
+        finally:
+            self._nccl.groupEnd()
+
+    def abort(self) -> None:
+        """End what waits for another rank, on the GPU too."""
+        self._communicator.abort()
+
+    def close(self) -> None:
+        """Give back what NCCL holds."""
+        self._communicator.destroy()
+
+
+def of_id(rank: int, size: int, unique_id: bytes, failures: Failures) -> NCCLCommunicator:
+    """Join, on the current device, the communicator of an id; waits until all ranks have."""
+    nccl = load_nccl()
+    return NCCLCommunicator(nccl.NcclCommunicator(size, unique_id, rank), failures)
+
+
+def new_id() -> bytes:
+    """Return 128 bytes that ranks find one another by."""
+    return bytes(load_nccl().get_unique_id())
+
+
+def of_devices(devices: list[int], failures: Failures) -> list[NCCLCommunicator]:
+    """Make a communicator of several devices of this process, one end for each."""
+    ends = load_nccl().NcclCommunicator.initAll(devices)
+    return [NCCLCommunicator(end, failures) for end in ends]

@@ -1,0 +1,168 @@
+"""Several ranks in one process, a thread each: for notebooks with several GPUs, and for tests."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from cupyattn.cupy_library import load_cupy
+from cupyattn.distributed.communicators.mailbox import PostOffice, ThreadCommunicator
+from cupyattn.distributed.communicators.nccl import nccl_is_there, of_devices
+from cupyattn.distributed.communicators.protocol import Communicator
+from cupyattn.distributed.failures import RankFailedError, SharedFailures
+from cupyattn.distributed.group import TIMEOUT, Group
+from cupyattn.errors import error, shown
+
+TRANSPORTS = ("nccl", "peer")
+_GRACE = 5.0  # seconds that ranks have to end once one has failed
+
+_Result = TypeVar("_Result")
+
+
+def run(
+    function: Callable[[Group], _Result],
+    /,
+    ranks: int | None = None,
+    *,
+    devices: Sequence[int] | None = None,
+    transport: str | None = None,
+    timeout: float = TIMEOUT,
+) -> list[_Result]:
+    """Call a function on several ranks at once, each a thread of this process.
+
+    Parameters
+    ----------
+    function : callable
+        Called with the `Group` of its rank.
+    ranks : int, optional
+        How many, without devices: their arrays are NumPy's, or CuPy's of any GPU.
+    devices : sequence of int, optional
+        CUDA ordinals, one a rank, of which none comes twice. A rank's device is the current one of
+        its thread.
+    transport : {"nccl", "peer"}, optional
+        What carries bytes between devices: NCCL, or copies from GPU to GPU. By default NCCL where
+        it is installed.
+    timeout : float
+        Seconds that a rank waits for another.
+
+    Returns
+    -------
+    list
+        What the function returned on each rank.
+
+    Raises
+    ------
+    RankFailedError
+        If the function raised on a rank, which it names: its error is the cause. The other ranks
+        end at what they do next with the group.
+    ValueError
+        For neither or both of ranks and devices, a device twice, or a transport that is none.
+
+    Notes
+    -----
+    Threads see the context variables of the caller: `cupyattn.backend` holds in them.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> run(lambda group: float(sum(group.all_gather(np.array(group.rank)))), 4)
+    [6.0, 6.0, 6.0, 6.0]
+    """
+    failures, ends = _ends(ranks, devices, transport, timeout)
+    groups = [Group(end, timeout=timeout) for end in ends]
+    results: dict[int, _Result] = {}
+    causes: dict[int, BaseException] = {}
+
+    def act(group: Group) -> None:
+        try:
+            with group.on_device(group.device):
+                results[group.rank] = function(group)
+                if group.device is not None:
+                    load_cupy().cuda.get_current_stream().synchronize()
+        except BaseException as raised:  # KeyboardInterrupt too: it is the caller's to see
+            causes[group.rank] = raised
+            if not isinstance(raised, RankFailedError):
+                group.fail(raised)
+
+    threads = [
+        threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(act, group),
+            name=f"cupyattn-rank-{group.rank}",
+            daemon=True,
+        )
+        for group in groups
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        _join(threads, failures)
+    except BaseException as raised:
+        for group in groups:
+            group.fail(raised)
+        raise
+    finally:
+        _close(groups)
+    failure = failures.first() or next(
+        (cause for cause in causes.values() if isinstance(cause, RankFailedError)), None
+    )
+    if failure is not None:
+        raise failure from causes.get(failure.rank)
+    return [results[rank] for rank in range(len(groups))]
+
+
+def _close(groups: list[Group]) -> None:
+    """Close all at once: the ends of a communicator of NCCL wait for one another."""
+    threads = [threading.Thread(target=group.close, daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_GRACE)
+
+
+def _join(threads: list[threading.Thread], failures: SharedFailures) -> None:
+    """Wait for all threads; once a rank has failed, for a while."""
+    until = None
+    for thread in threads:
+        while thread.is_alive() and (until is None or time.monotonic() < until):
+            thread.join(0.02)
+            if until is None and failures.first() is not None:
+                until = time.monotonic() + _GRACE
+
+
+def _ends(
+    ranks: int | None, devices: Sequence[int] | None, transport: str | None, timeout: float
+) -> tuple[SharedFailures, Sequence[Communicator]]:
+    if (ranks is None) == (devices is None):
+        raise error(
+            ValueError,
+            f"ranks = {shown(ranks)} and devices = {shown(devices)}",
+            "one of them says how many ranks there are",
+            "pass run(function, 4), or run(function, devices=[0, 1])",
+        )
+    if transport is not None and (transport not in TRANSPORTS or devices is None):
+        raise error(
+            ValueError,
+            f"transport = {shown(transport)}" + ("" if devices is not None else " without devices"),
+            f"allowed are {', '.join(map(repr, TRANSPORTS))}, between devices",
+            "leave it out",
+        )
+    size = ranks if devices is None else len(devices)
+    if not isinstance(size, int) or size < 1 or (devices and len(set(devices)) < size):
+        raise error(
+            ValueError,
+            f"ranks = {shown(ranks)} and devices = {shown(devices)}",
+            "there is 1 rank or more, each on a device of its own",
+            "pass the ordinals of different devices",
+        )
+    if devices is not None and (transport or ("nccl" if nccl_is_there() else "peer")) == "nccl":
+        failures = SharedFailures()
+        return failures, of_devices(list(devices), failures)
+    office = PostOffice(timeout)
+    places = [None] * size if devices is None else list(devices)
+    return office.failures, [
+        ThreadCommunicator(office, rank, size, device) for rank, device in enumerate(places)
+    ]

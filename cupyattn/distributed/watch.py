@@ -1,0 +1,129 @@
+"""A thread that looks whether transfers on a GPU come to an end, and whether a rank has failed.
+
+The host does not wait for a transfer, so it cannot see that one never ends. Two events lie around
+each: the time counts from the first, so kernels before it may take as long as they like. The thread
+starts with the first transfer on a GPU; communicators of threads wait on the host and need none.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from cupyattn.cupy_library import load_cupy
+from cupyattn.distributed.failures import Failures, RankFailedError
+
+_SECONDS_BETWEEN_LOOKS = 0.02
+_SECONDS_TO_LAST_LOOK = 0.5
+
+
+@dataclass(eq=False)
+class _Transfer:
+    begun: Any
+    peer: int
+    waits_for: str
+    done: Any = None
+    """None while the host is still inside of the communicator, which may wait there too."""
+    since: float | None = None
+    """When it was first seen to have begun."""
+
+
+class Watch:
+    """Watches the transfers of one rank."""
+
+    def __init__(
+        self, rank: int, timeout: float, failures: Failures, abort: Callable[[], None]
+    ) -> None:
+        self._rank, self._timeout = rank, timeout
+        self._failures, self._abort = failures, abort
+        self._transfers: deque[_Transfer] = deque()
+        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
+
+    @contextmanager
+    def over(self, stream: Any, peer: int, waits_for: str) -> Iterator[None]:
+        """Watch what is enqueued on a stream inside of the block; None has nothing to watch."""
+        transfer = None
+        if stream is not None:
+            transfer = _Transfer(_mark(stream), peer, waits_for)
+            self._transfers.append(transfer)
+            self._start()
+        try:
+            yield
+        except RankFailedError:
+            raise
+        except Exception:
+            failure = self._failures.first()
+            if failure is not None:  # an aborted communicator has errors of its own
+                raise failure from None
+            raise
+        if transfer is not None:
+            transfer.done = _mark(stream)
+
+    def drain(self) -> None:
+        """Wait until all transfers are done, or a rank has failed."""
+        while self._transfers and self._failures.first() is None and not self._stopped.is_set():
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stopped.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_SECONDS_TO_LAST_LOOK)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            name = f"cupyattn-watch-{self._rank}"
+            self._thread = threading.Thread(
+                target=self._look, args=(current_device(),), name=name, daemon=True
+            )
+            self._thread.start()
+
+    def _look(self, device: Any) -> None:
+        if device is not None:
+            device.use()
+        while not self._stopped.wait(_SECONDS_BETWEEN_LOOKS):
+            while self._transfers and _is_done(self._transfers[0]):
+                self._transfers.popleft()
+            if self._is_late():
+                late = self._transfers[0]
+                self._failures.post(
+                    late.peer,
+                    f"rank {self._rank} waited {self._timeout:g} s for {late.waits_for}; all ranks "
+                    "make the same calls in the same order; look what that rank does, or pass a "
+                    "longer timeout",
+                )
+            if self._failures.first() is not None:
+                self._abort()
+                self._transfers.clear()
+                return
+
+    def _is_late(self) -> bool:
+        if not self._transfers:
+            return False
+        transfer = self._transfers[0]
+        if transfer.since is None:
+            if transfer.begun.done:
+                transfer.since = time.monotonic()
+            return False
+        return time.monotonic() - transfer.since > self._timeout
+
+
+def current_device() -> Any:
+    """Return CuPy's current device."""
+    return load_cupy().cuda.Device()
+
+
+def _is_done(transfer: _Transfer) -> bool:
+    return transfer.done is not None and transfer.done.done
+
+
+def _mark(stream: Any) -> Any:
+    event = load_cupy().cuda.Event(disable_timing=True)
+    event.record(stream)
+    return event

@@ -1,0 +1,170 @@
+"""NF4 as bitsandbytes writes it: codes in one column, absmax of blocks, both quantised at will.
+
+Beside ``NAME.weight``, uint8 (N K / 2, 1), a file has its ``.absmax``, its ``.quant_map`` (the
+codebook), and a ``.quant_state.bitsandbytes__nf4``: JSON in bytes. With double quantisation
+(Dettmers et al., arXiv:2305.14314, section 3) absmax are codes of a table ``.nested_quant_map``,
+times ``.nested_absmax`` of each 256, plus an offset that the JSON has.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from cupyattn import QuantizedWeight
+from cupyattn.errors import error
+from cupyattn.models.checkpoints.checkpoint import damaged
+from cupyattn.models.checkpoints.fields import Fields
+from cupyattn.models.checkpoints.safetensors_files import Stored
+from cupyattn.models.checkpoints.tensors import AnyTensor, QuantisedTensor
+from cupyattn.quantized_weight import FORMATS, NF4_CODEBOOK, Blocks
+
+_STATE = ".quant_state.bitsandbytes__"
+_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+_CODES = 256  # of a nested table
+
+
+def unpacked_nf4(stored: dict[str, Stored]) -> dict[str, AnyTensor]:
+    """Return what a model takes of the tensors of its files.
+
+    Raises
+    ------
+    NotImplementedError
+        For weights in another type than NF4, with another codebook, or whose rows are no whole
+        blocks.
+    ValueError
+        For parts that are missing or do not fit together.
+    """
+    rest, found = dict(stored), {}
+    for state_name in [name for name in stored if _STATE in name]:
+        name, _, kind = state_name.partition(_STATE)
+        state = _state(rest.pop(state_name), kind)
+        codes = rest.pop(name, None)
+        parts = {part: rest.pop(f"{name}.{part}", None) for part in _PARTS}
+        if codes is None:
+            raise damaged(stored[state_name].what, f"there is no {name}")
+        found[name] = _tensor(codes, parts, state)
+    return {**found, **{name: tensor.as_floats() for name, tensor in rest.items()}}
+
+
+def _state(stored: Stored, kind: str) -> Fields:
+    stored.require(("U8",))
+    if kind != "nf4":
+        raise error(
+            NotImplementedError,
+            f"{stored.what}: weights of the type {kind}",
+            "bitsandbytes' NF4 is read",
+            "take the model as it was before it was quantised",
+        )
+    try:
+        given = json.loads(stored.items(slice(None)).tobytes())
+    except ValueError as failure:
+        raise damaged(stored.what, f"no JSON ({failure})") from failure
+    if not isinstance(given, dict):
+        raise damaged(stored.what, "no JSON object")
+    return Fields(given, stored.what)
+
+
+def _tensor(codes: Stored, parts: dict[str, Stored | None], state: Fields) -> QuantisedTensor:
+    shape = state.given.get("shape")
+    if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int for n in shape):
+        raise damaged(state.where, f"a shape {shape!r}")
+    rows, inner = shape
+    block_size = state.integer("blocksize")
+    if min(shape) < 1 or inner % block_size or not FORMATS["nf4"].allows(block_size, inner):
+        raise error(
+            NotImplementedError,
+            f"{codes.what}: rows of {inner} weights in blocks of {block_size}",
+            "rows are whole blocks of a power of two from 32 to 4096",
+            "take the model as it was before it was quantised",
+        )
+    count = rows * inner // block_size
+    codes.require(("U8",), (rows * inner // 2, 1))
+    codebook = _part(parts, "quant_map", codes, ("F32",), (16,)).items(slice(None))
+    _require_codebook(codebook, codes)
+    if parts["nested_absmax"] is None and parts["nested_quant_map"] is None:
+        scales = _Scales(_part(parts, "absmax", codes, ("F32",), (count,)))
+    else:
+        outer = state.integer("nested_blocksize")
+        scales = _Scales(
+            _part(parts, "absmax", codes, ("U8",), (count,)),
+            _Nested(
+                _part(parts, "nested_absmax", codes, ("F32",), (math.ceil(count / outer),)),
+                _part(parts, "nested_quant_map", codes, ("F32",), (_CODES,)),
+                outer,
+                np.float32(_offset(state)),
+            ),
+        )
+    read = partial(_rows, codes, scales, inner, block_size)
+    return QuantisedTensor((rows, inner), Blocks("nf4", block_size), read)
+
+
+def _part(
+    parts: dict[str, Stored | None],
+    name: str,
+    codes: Stored,
+    kinds: tuple[str, ...],
+    shape: tuple[int, ...],
+) -> Stored:
+    part = parts[name]
+    if part is None:
+        raise damaged(codes.what, f"it has no {name}")
+    return part.require(kinds, shape)
+
+
+def _offset(state: Fields) -> float:
+    offset = state.given.get("nested_offset")
+    if not isinstance(offset, int | float) or isinstance(offset, bool) or not abs(offset) <= 3e38:
+        raise damaged(state.where, f"a nested_offset {offset!r}")
+    return float(offset)
+
+
+def _require_codebook(codebook: np.ndarray, codes: Stored) -> None:
+    if not np.array_equal(codebook, NF4_CODEBOOK):
+        raise error(
+            NotImplementedError,
+            f"{codes.what}: a quant_map {codebook.tolist()}",
+            "that of NF4 is read, as bitsandbytes has it",
+            "take the model as it was before it was quantised",
+        )
+
+
+class _Nested(NamedTuple):
+    """How absmax are quantised themselves."""
+
+    absmax: Stored
+    table: Stored
+    block_size: int
+    offset: np.float32
+
+
+class _Scales(NamedTuple):
+    """The absmax of blocks, in float32 or in codes of eight bits."""
+
+    absmax: Stored
+    nested: _Nested | None = None
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return those from a block to another, in float32 as bitsandbytes computes them."""
+        found = self.absmax.items(slice(start, stop))
+        if self.nested is None:
+            return found
+        size = self.nested.block_size
+        first = start // size
+        scales = self.nested.absmax.items(slice(first, -(-stop // size)))
+        scales = scales[np.arange(start, stop) // size - first]
+        return self.nested.table.items(slice(None))[found] * scales + self.nested.offset
+
+
+def _rows(
+    codes: Stored, scales: _Scales, inner: int, block_size: int, start: int, stop: int
+) -> QuantizedWeight:
+    rows, blocks = stop - start, inner // block_size
+    found = codes.items(slice(start * inner // 2, stop * inner // 2))
+    own = found.reshape(rows, inner // 2).copy()  # which is aligned, as bytes of a file may not be
+    absmax = scales.read(start * blocks, stop * blocks).reshape(rows, blocks)
+    return QuantizedWeight("nf4", own, absmax, block_size=block_size, transposed=True)

@@ -1,0 +1,105 @@
+"""Tensors in safetensors files: what each is, and slices of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyattn.errors import error
+from cupyattn.models.checkpoints.checkpoint import damaged
+from cupyattn.models.checkpoints.tensors import Tensor
+from cupyattn.models.extras import extra
+
+_FLOATS = ("F32", "F16", "BF16", "F64")
+
+
+class Stored(NamedTuple):
+    """A tensor of any dtype, as a file has it.
+
+    Attributes
+    ----------
+    what : str
+        The file and its name there, for errors.
+    shape : tuple of int
+        As in the file.
+    kind : str
+        Its dtype, as safetensors calls it.
+    items : callable
+        ``items(index)`` reads a slice, or a tuple of slices.
+    """
+
+    what: str
+    shape: tuple[int, ...]
+    kind: str
+    items: Callable[[Any], np.ndarray]
+
+    def require(self, kinds: tuple[str, ...], shape: tuple[int, ...] | None = None) -> Stored:
+        """Return it if it has one of the dtypes, and the shape.
+
+        Raises
+        ------
+        ValueError
+            Otherwise.
+        """
+        if self.kind not in kinds:
+            raise damaged(self.what, f"it is of {self.kind}, not {' or '.join(kinds)}")
+        if shape is not None and self.shape != shape:
+            raise damaged(self.what, f"it is {self.shape}, not {shape}")
+        return self
+
+    def as_floats(self) -> Tensor:
+        """Return it as a tensor that is no part of a quantised one."""
+
+        def read(start: int, stop: int) -> np.ndarray:
+            return self._floats(slice(start, stop))
+
+        def read_columns(start: int, stop: int) -> np.ndarray:
+            return self._floats((slice(None), slice(start, stop)))
+
+        return Tensor(self.shape, read, read_columns)
+
+    def _floats(self, index: Any) -> np.ndarray:
+        if self.kind not in _FLOATS:
+            raise error(
+                NotImplementedError,
+                f"{self.what} is of {self.kind}",
+                f"weights are read from {', '.join(_FLOATS)}, and quantised ones where config.json "
+                "says how in quantization_config",
+                "take the model as it was before it was quantised, or a GGUF file of it",
+            )
+        return self.items(index)
+
+
+def read_safetensors(file: Path) -> dict[str, Stored]:
+    """Return the tensors of a file by their names; of their items nothing is read.
+
+    Raises
+    ------
+    ValueError
+        For a file that is damaged.
+    """
+    import ml_dtypes  # noqa: F401, NumPy has to know bfloat16 before safetensors gives it any
+
+    safetensors = extra("safetensors", "reads the weights")
+    try:
+        opened = safetensors.safe_open(file, framework="numpy")
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as failure:
+        raise damaged(str(file), f"no safetensors ({failure})") from failure
+    return {
+        name: Stored(
+            f"{file}: {name}",
+            tuple(part.get_shape()),
+            str(part.get_dtype()),
+            partial(_items, part),
+        )
+        for name, part in slices.items()
+    }
+
+
+def _items(part: Any, index: Any) -> np.ndarray:
+    return part[index]

@@ -1,0 +1,50 @@
+"""Tensors in files, of which nothing is read before it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from cupyattn import QuantizedWeight
+from cupyattn.quantized_weight import Blocks
+
+
+class Tensor(NamedTuple):
+    """A tensor in a file.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Of all of it.
+    read : callable
+        ``read(start, stop)`` gives these rows (of its first axis) as floats of any size.
+    read_columns : callable, optional
+        The same of its second axis, for files of weights (K, N).
+    """
+
+    shape: tuple[int, ...]
+    read: Callable[[int, int], np.ndarray]
+    read_columns: Callable[[int, int], np.ndarray] | None = None
+
+
+class QuantisedTensor(NamedTuple):
+    """The weight of a product that a file holds in four or eight bits.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        (N, K).
+    blocks : Blocks
+        What its rows are read as.
+    read : callable
+        ``read(start, stop)`` gives these rows of N as NumPy arrays.
+    """
+
+    shape: tuple[int, ...]
+    blocks: Blocks
+    read: Callable[[int, int], QuantizedWeight]
+
+
+AnyTensor = Tensor | QuantisedTensor

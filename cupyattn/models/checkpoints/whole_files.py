@@ -1,0 +1,52 @@
+"""Files that are whole or not there, whenever the process or the machine stops."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+_PARTIAL = ".partial"
+
+
+def write_whole(files: Mapping[Path, Callable[[BinaryIO], None]]) -> None:
+    """Write files beside their places, bring all to the disk, and only then rename them.
+
+    Parameters
+    ----------
+    files : mapping from path to callable
+        Each is called with the file to write into. Folders are made if need be.
+
+    Raises
+    ------
+    OSError
+        If one cannot be written: what was there before is as it was.
+    """
+    partials: list[Path] = []
+    try:
+        for path, write in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partials.append(path.with_suffix(_PARTIAL))
+            with partials[-1].open("wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+        for partial, path in zip(partials, files, strict=True):
+            os.replace(partial, path)
+    except OSError:
+        for partial in partials:
+            partial.unlink(missing_ok=True)
+        raise
+    for folder in {path.parent for path in files}:
+        _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring the new names to the disk too, where folders can be opened (not on Windows)."""
+    if os.name == "posix":
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)

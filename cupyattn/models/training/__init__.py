@@ -1,0 +1,36 @@
+"""Fine-tuning: adapters or all weights, samples of a text file, steps that can be interrupted.
+
+>>> from cupyattn.models import training
+>>> training.Schedule("cosine", 1e-4, steps=100, warmup=9).at(1)
+1e-05
+"""
+
+from cupyattn.models.training.batch import Batch, Sample, packed
+from cupyattn.models.training.data import Reader
+from cupyattn.models.training.evaluation import loss_of
+from cupyattn.models.training.full_weights import FullWeights
+from cupyattn.models.training.lora import LoraAdapters
+from cupyattn.models.training.optimizer import AdamWOptions
+from cupyattn.models.training.packing import Packing
+from cupyattn.models.training.scaling import LossScale
+from cupyattn.models.training.schedules import Schedule
+from cupyattn.models.training.trainable import Trainable
+from cupyattn.models.training.trainer import TrainedStep, Trainer, split
+
+__all__ = [
+    "AdamWOptions",
+    "Batch",
+    "FullWeights",
+    "LoraAdapters",
+    "LossScale",
+    "Packing",
+    "Reader",
+    "Sample",
+    "Schedule",
+    "Trainable",
+    "TrainedStep",
+    "Trainer",
+    "loss_of",
+    "packed",
+    "split",
+]

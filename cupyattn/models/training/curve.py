@@ -1,0 +1,114 @@
+"""What became of each step, as lines of JSON that outlive the process, and drawn."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cupyattn.errors import error
+
+_SMOOTHING = 0.9
+_INCHES = 8.0, 4.0
+_PIXELS_PER_INCH = 150
+_COLOURS = "#56b4e9", "#0072b2", "#d55e00"
+"""Okabe and Ito's, which colour-blind readers tell apart ("Color Universal Design", 2008)."""
+
+
+class StepLog:
+    """A file to which a line is added for each step.
+
+    Parameters
+    ----------
+    path : path
+    until : int
+        The step from which a training goes on: lines behind it, of steps that are taken again, are
+        dropped. 0 begins anew.
+    """
+
+    def __init__(self, path: Path, until: int) -> None:
+        self.path = path
+        kept = [row for row in read(path) if row["step"] <= until] if until else []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(map(_line, kept)), encoding="utf-8")
+        os.replace(partial, path)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Write a line; it has a ``step``."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(_line(row))
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row) + "\n"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file; of one that is not there none.
+
+    A last line that was cut off, where a process ended while it wrote, is left out.
+    """
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
+
+
+def smoothed(losses: list[float]) -> list[float]:
+    """Return the exponential means of losses, as if there had been as many before the first.
+
+    Examples
+    --------
+    >>> [round(loss, 3) for loss in smoothed([4.0, 2.0, 2.0])]
+    [4.0, 2.947, 2.598]
+    """
+    found, total, weight = [], 0.0, 0.0
+    for loss in losses:
+        total = _SMOOTHING * total + loss
+        weight = _SMOOTHING * weight + 1
+        found.append(total / weight)
+    return found
+
+
+def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Draw the losses of all steps, and those of samples that are only looked at, as a PNG.
+
+    Raises
+    ------
+    RuntimeError
+        If matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as failure:
+        raise error(
+            RuntimeError,
+            f"no matplotlib, which draws the losses ({failure})",
+            "it comes with the extra training; the losses are in the .jsonl file too",
+            "pip install 'cupyattn[training]'",
+        ) from failure
+    steps = [row for row in rows if "loss" in row and not row.get("skipped")]
+    looked_at = [row for row in rows if "eval_loss" in row]
+    figure = Figure(figsize=_INCHES, layout="constrained")
+    axes = figure.subplots()
+    numbers, losses = [row["step"] for row in steps], [row["loss"] for row in steps]
+    one, mean, held = _COLOURS
+    axes.plot(numbers, losses, color=one, linewidth=0.8, label="of each step")
+    axes.plot(numbers, smoothed(losses), color=mean, linewidth=2, label="smoothed")
+    if looked_at:
+        points = [row["step"] for row in looked_at], [row["eval_loss"] for row in looked_at]
+        axes.plot(*points, color=held, marker="o", label="of samples held back")
+    axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    partial = path.with_suffix(".partial")
+    figure.savefig(partial, dpi=_PIXELS_PER_INCH, format="png")
+    os.replace(partial, path)

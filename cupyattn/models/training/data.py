@@ -1,0 +1,180 @@
+"""Samples from a file of JSON lines: texts, prompts with completions, chats."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cupyattn.errors import error, shown
+from cupyattn.models.tokenizer import Tokenizer
+from cupyattn.models.training.batch import Sample
+
+_FORMS = (
+    'each line is {"text": ...}, {"prompt": ..., "completion": ...} or '
+    '{"messages": [{"role": ..., "content": ...}, ...]}'
+)
+Piece = tuple[list[int], bool]
+"""Tokens, and whether they are learnt."""
+
+
+class Reader(NamedTuple):
+    """How lines become samples.
+
+    Attributes
+    ----------
+    tokenizer : Tokenizer
+        The model's.
+    end : int or None
+        The token behind a text or a completion, which is learnt too: that it ends there.
+    longest : int
+        Tokens of a sample. Longer texts are cut into several; what has a prompt is refused.
+    """
+
+    tokenizer: Tokenizer
+    end: int | None
+    longest: int
+
+    def read(self, path: str | os.PathLike[str]) -> list[Sample]:
+        """Read all lines of a file; empty ones are passed over.
+
+        Raises
+        ------
+        OSError
+            If the file cannot be read.
+        ValueError
+            For a line that is no sample: its number, and what is wrong with it.
+        """
+        samples = []
+        for number, line in _lines(Path(path)):
+            where = f"line {number} of {os.fspath(path)}"
+            samples += self.samples(_object(line, where), where)
+        if not samples:
+            raise error(
+                ValueError, f"{os.fspath(path)} has no samples", _FORMS, "pass another file"
+            )
+        return samples
+
+    def samples(self, given: Mapping[str, Any], where: str) -> list[Sample]:
+        """Make samples of one line's object; `where` is what errors call it."""
+        for names, pieces_of in (
+            (("text",), self._text),
+            (("prompt", "completion"), self._completion),
+            (("messages",), self._chat),
+        ):
+            if all(name in given for name in names):
+                return self._cut(pieces_of(given, where), where)
+        raise _bad(
+            where, f"it has {', '.join(map(repr, given)) or 'nothing'}", "name its fields so"
+        )
+
+    def _text(self, given: Mapping[str, Any], where: str) -> list[Piece]:
+        return [(self._encoded(given, "text", where, begins=True), True), (self._end(), True)]
+
+    def _completion(self, given: Mapping[str, Any], where: str) -> list[Piece]:
+        return [
+            (self._encoded(given, "prompt", where, begins=True), False),
+            (self._encoded(given, "completion", where), True),
+            (self._end(), True),
+        ]
+
+    def _chat(self, given: Mapping[str, Any], where: str) -> list[Piece]:
+        """Cut a chat where answers begin and end: these are learnt, what is around them is not.
+
+        The parts are encoded one by one, as a prompt is when the model is used.
+        """
+        messages = given["messages"]
+        if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+            raise _bad(where, f"its messages are {shown(messages)}", "write a list of objects")
+        answers = [i for i, each in enumerate(messages) if each.get("role") == "assistant"]
+        if not answers:
+            raise _bad(
+                where, "none of its messages is of the assistant", "nothing would be learnt from it"
+            )
+        pieces: list[Piece] = []
+        done = ""
+        for i in answers:
+            for until, prompts, learnt in ((i, True, False), (i + 1, False, True)):
+                text = self._rendered(messages[:until], prompts, where)
+                if not text.startswith(done):
+                    raise _bad(
+                        where,
+                        f"the chat template writes what is before message {until} in another way "
+                        "once more messages follow",
+                        "write it as a prompt and a completion",
+                    )
+                pieces.append((self._ids(text[len(done) :], where), learnt))
+                done = text
+        return pieces
+
+    def _rendered(self, messages: list[Any], prompts: bool, where: str) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=prompts)
+        except ValueError as failure:
+            raise ValueError(f"{where}: {failure}") from failure
+
+    def _encoded(
+        self, given: Mapping[str, Any], name: str, where: str, *, begins: bool = False
+    ) -> list[int]:
+        text = given[name]
+        if not isinstance(text, str) or not text:
+            raise _bad(where, f"its {name} is {shown(text)}", "write a text that is not empty")
+        return self._ids(text, where, begins=begins)
+
+    def _ids(self, text: str, where: str, *, begins: bool = False) -> list[int]:
+        try:
+            return self.tokenizer.encode(text, special_tokens=begins)
+        except ValueError as failure:
+            raise ValueError(f"{where}: {failure}") from failure
+
+    def _end(self) -> list[int]:
+        return [] if self.end is None else [self.end]
+
+    def _cut(self, pieces: list[Piece], where: str) -> list[Sample]:
+        ids = [each for tokens, _ in pieces for each in tokens]
+        learnt = [flag for tokens, flag in pieces for _ in tokens]
+        if len(ids) > self.longest and not all(learnt):
+            raise error(
+                ValueError,
+                f"{where} has {len(ids)} tokens",
+                f"a sample has at most {self.longest}, and a prompt is not cut from its answer",
+                "raise --max-length, or shorten or remove the line",
+            )
+        cuts = range(0, len(ids), self.longest)
+        made = [
+            Sample.of(ids[at : at + self.longest], learnt[at : at + self.longest]) for at in cuts
+        ]
+        return [sample for sample in made if sample.num_labels]
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            except UnicodeDecodeError as failure:
+                raise _bad(
+                    f"line {number} of {path}", f"it is no UTF-8: {failure}", "save it as UTF-8"
+                ) from None
+            if text:
+                yield number, text
+
+
+def _object(line: str, where: str) -> Mapping[str, Any]:
+    try:
+        given = json.loads(line, parse_constant=_no_constant)
+    except ValueError as failure:
+        raise _bad(where, f"it is no JSON: {failure}", "write one object a line") from None
+    if not isinstance(given, dict):
+        raise _bad(where, f"it is {shown(given)}", "write one object a line")
+    return given
+
+
+def _no_constant(name: str) -> Callable[[str], Any]:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _bad(where: str, what: str, fix: str) -> ValueError:
+    return error(ValueError, f"{where}: {what}", _FORMS, fix)

@@ -1,0 +1,110 @@
+"""All weights of a model, trained."""
+
+from __future__ import annotations
+
+from cupyattn import QuantizedWeight
+from cupyattn.arrays import Array
+from cupyattn.errors import error
+from cupyattn.models.loss import loss_dtype
+from cupyattn.models.model import Model
+from cupyattn.models.training.adapted_product import AdaptedProduct, adapted_already
+from cupyattn.models.training.backward import loss_and_gradients
+from cupyattn.models.training.batch import Batch
+from cupyattn.models.training.places import Gradients, Place
+from cupyattn.models.weights import Layer, named_parts
+
+
+class FullWeights:
+    """Every weight of a model, as a `Trainable`: full fine-tuning, of the model itself.
+
+    Parameters
+    ----------
+    model : Model
+        Its arrays are changed by `updated`. Where they are not float32, a float32 copy of each is
+        what is learnt.
+
+    Attributes
+    ----------
+    arrays : dict from str to array
+        float32, by the names of `cupyattn.models.Weights`: ``layers.0.qkv.weight``. The embedding
+        is the head's weight too where the two are tied: its gradients are the sum of both uses.
+
+    Raises
+    ------
+    NotImplementedError
+        For a model with quantised weights, or with adapters.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import models
+    >>> from cupyattn.models.training.batch import Batch
+    >>> tiny = models.PRESETS["gpt2"]._replace(
+    ...     num_layers=1, hidden_size=16, num_heads=2, num_kv_heads=2, head_dim=8,
+    ...     intermediate_size=32, vocab_size=50,
+    ... )
+    >>> trained = FullWeights(models.random(tiny, dtype="float32", xp=np))
+    >>> ids, labels, positions, bounds = np.array([[3, 1, 4], [1, 4, 1], [0, 1, 2], [0, 3, 3]])
+    >>> batch = Batch(*(x.astype(np.int32) for x in (ids, labels, positions, bounds[:2])), 3)
+    >>> into = {name: np.zeros_like(array) for name, array in trained.arrays.items()}
+    >>> options = {"num_labels": 3, "loss_scale": 1.0, "seed": 0, "accumulate": False}
+    >>> loss = trained.gradients(batch, into, **options)
+
+    A step against the gradient lowers the loss:
+
+    >>> for name, array in trained.arrays.items():
+    ...     array -= 0.1 * into[name]
+    >>> trained.updated()
+    >>> bool(trained.gradients(batch, into, **options) < loss)
+    True
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.arrays: dict[str, Array] = {}
+        self._places: dict[str, Place] = {}
+        for name, array in named_parts(model.weights):
+            if isinstance(array, QuantizedWeight):
+                raise error(
+                    NotImplementedError,
+                    f"{name} is a {array!r}",
+                    "weights that are trained are kept in floating point",
+                    "train adapters beside quantised weights (LoraAdapters), or load the model "
+                    "without quantize",
+                )
+            self.arrays[name] = array.astype(loss_dtype(array.dtype), copy=False)
+            self._places[name] = Place(array, (slice(None),))
+        for index, layer in enumerate(model.weights.layers):
+            if any(isinstance(product, AdaptedProduct) for product in layer):
+                raise adapted_already()
+            if layer.qkv_up is not None:  # which is what computes
+                self._place_rows(f"layers.{index}", layer)
+
+    def _place_rows(self, name: str, layer: Layer) -> None:
+        for kind in ("weight", "bias"):
+            whole, first = getattr(layer.qkv_up, kind), len(layer.qkv.weight)
+            if whole is not None:
+                self._places[f"{name}.qkv.{kind}"] = Place(whole, (slice(None, first),))
+                self._places[f"{name}.up.{kind}"] = Place(whole, (slice(first, None),))
+
+    def gradients(
+        self,
+        batch: Batch,
+        into: dict[str, Array],
+        /,
+        *,
+        num_labels: int,
+        loss_scale: float | Array,
+        seed: int,
+        accumulate: bool,
+    ) -> Array:
+        """Return the loss of a batch, and write or add its gradients, as `Trainable` says."""
+        gradients = Gradients(self._places, self.arrays, into, accumulate)
+        return loss_and_gradients(
+            self._model, batch, gradients, num_labels=num_labels, loss_scale=loss_scale
+        )
+
+    def updated(self) -> None:
+        """Round what was learnt into the weights of the model."""
+        for name, place in self._places.items():
+            place.fill(self.arrays[name])

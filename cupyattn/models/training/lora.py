@@ -1,0 +1,273 @@
+"""Low-rank adapters of a model whose weights stay as they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays import Array, dtype_of
+from cupyattn.models.checkpoints.names import HUGGING_FACE, Module, modules_of
+from cupyattn.models.loss import loss_dtype
+from cupyattn.models.model import Model
+from cupyattn.models.training import peft
+from cupyattn.models.training.adapted_product import AdaptedProduct, adapted_already
+from cupyattn.models.training.backward import loss_and_gradients
+from cupyattn.models.training.batch import Batch
+from cupyattn.models.training.lora_options import ALL_LINEAR, LoraOptions
+from cupyattn.models.training.places import Gradients, Place
+from cupyattn.models.weights import Layer, Product, Weights, rows_of
+
+_SEEDS = 2**64
+
+
+class LoraAdapters:
+    """Adapters of a model's linear layers, as a `Trainable`.
+
+    Of a module with the weight W (N, K) an adapter has A (rank, K) and B (N, rank), and what the
+    module computes becomes ``x W^T + bias + alpha / rank * dropout(x) A^T B^T``.
+
+    Parameters
+    ----------
+    model : Model
+        Its weights, which may be quantised, are read and never changed.
+    rank : int
+        r, the rank of what is added to each weight.
+    alpha : float
+        The scale is alpha / rank.
+    dropout : float
+        Probability of dropping an item of what the adapters read, in training alone.
+    targets : "all-linear", list of str, or str
+        Which modules have adapters: all linear layers but the head; those with these names, as
+        they were published (``q_proj``, ``gate_proj``; GPT-2's ``c_attn`` is one module); or those
+        whose whole name a regular expression matches.
+    seed : int
+        Of the first A: uniform, up to K**-0.5 in size, on every device the same. B begins as 0, so
+        that nothing is added at first.
+    rank_pattern, alpha_pattern : mapping from str to number
+        Other ranks and alphas for modules whose last parts match a regular expression.
+    use_rslora : bool
+        Scale by alpha / sqrt(rank).
+
+    Attributes
+    ----------
+    arrays : dict from str to array
+        float32, by name: ``model.layers.0.self_attn.q_proj.lora_A.weight``.
+    model : Model
+        The given model with the adapters beside its weights, which logits, loss and generate use.
+        It takes over what is learnt at each `updated`.
+    options : LoraOptions
+        What they were made with.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For options out of range, and targets that are no modules of the model.
+    NotImplementedError
+        For a model with adapters already.
+
+    Notes
+    -----
+    Hu et al., "LoRA: low-rank adaptation of large language models", arXiv:2106.09685; with weights
+    of four bits Dettmers et al., "QLoRA", arXiv:2305.14314. Modules that one product computes, as
+    q, k and v, read x once, and share a mask of dropout; PEFT draws one for each.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import models
+    >>> tiny = models.PRESETS["llama-3.2-1b"]._replace(
+    ...     num_layers=1, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, rotary_dim=8,
+    ...     intermediate_size=32, vocab_size=50, max_positions=64,
+    ... )
+    >>> model = models.random(tiny, dtype="float32", xp=np)
+    >>> adapters = LoraAdapters(model, rank=4, targets=["q_proj", "v_proj"])
+    >>> [(name[25:], array.shape) for name, array in adapters.arrays.items()]
+    [('q_proj.lora_A.weight', (4, 16)), ('q_proj.lora_B.weight', (16, 4)),
+     ('v_proj.lora_A.weight', (4, 16)), ('v_proj.lora_B.weight', (8, 4))]
+    >>> bool((adapters.model.logits([[1, 2, 3]]) == model.logits([[1, 2, 3]])).all())
+    True
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        /,
+        *,
+        rank: int = 16,
+        alpha: float = 32,
+        dropout: float = 0.0,
+        targets: str | Iterable[str] = ALL_LINEAR,
+        seed: int = 0,
+        rank_pattern: Mapping[str, int] | None = None,
+        alpha_pattern: Mapping[str, float] | None = None,
+        use_rslora: bool = False,
+    ) -> None:
+        given: Any = rank, alpha, dropout, targets, rank_pattern or {}, alpha_pattern or {}
+        self.options = LoraOptions._make((*given, bool(use_rslora))).checked()
+        self._base = model
+        self.arrays: dict[str, Array] = {}
+        self._places: dict[str, Place] = {}
+        self.model = model.with_weights(self._with_adapters(seed))
+        self.updated()
+
+    def gradients(
+        self,
+        batch: Batch,
+        into: dict[str, Array],
+        /,
+        *,
+        num_labels: int,
+        loss_scale: float | Array,
+        seed: int,
+        accumulate: bool,
+    ) -> Array:
+        """Return the loss of a batch, and write or add its gradients, as `Trainable` says."""
+        return loss_and_gradients(
+            self.with_dropout(seed),
+            batch,
+            Gradients(self._places, self.arrays, into, accumulate),
+            num_labels=num_labels,
+            loss_scale=loss_scale,
+        )
+
+    def updated(self) -> None:
+        """Round what was learnt into the arrays that products read."""
+        for name, place in self._places.items():
+            place.fill(self.arrays[name])
+
+    def merged(self) -> Model:
+        """Return a model without adapters, whose weights have taken them over.
+
+        Returns
+        -------
+        Model
+            Weights with adapters are new arrays in the model's dtype, W + alpha / rank * B A,
+            rounded once; all others are shared. A quantised weight with an adapter comes out
+            dequantised: in four bits again it would lose what is smaller than their steps. Where
+            there is no room for that, use `model`, which adds the adapters as it computes.
+        """
+        layers = []
+        for layer in self.model.weights.layers:
+            merged: dict[str, Product] = {
+                field: product.merged(self._base.xp)
+                for field, product in layer._asdict().items()
+                if isinstance(product, AdaptedProduct)
+            }
+            if "qkv_up" in merged:
+                whole, first = merged["qkv_up"], len(layer.qkv.weight)
+                merged["qkv"] = rows_of(whole, slice(None, first))
+                merged["up"] = rows_of(whole, slice(first, None))
+            layers.append(layer._replace(**merged))
+        return self._base.with_weights(self._base.weights._replace(layers=tuple(layers)))
+
+    def save(self, folder: str | os.PathLike[str], *, base_model: str | None = None) -> None:
+        """Write adapter_config.json and adapter_model.safetensors, as PEFT does.
+
+        Parameters
+        ----------
+        folder : str or path
+            Made if need be. Both files are complete before they take the place of others.
+        base_model : str, optional
+            The name or path of the model, for those who read the files.
+
+        Raises
+        ------
+        OSError
+            If they cannot be written, as on a full disk; older files are as they were.
+        """
+        naming = HUGGING_FACE[self._base.config.architecture]
+        peft.write(folder, self.options, self.arrays, turned=naming.turned, base_model=base_model)
+
+    @classmethod
+    def load(
+        cls, model: Model, folder: str | os.PathLike[str], /, *, dropout: float | None = None
+    ) -> LoraAdapters:
+        """Read adapters of a model from a folder that `save` or PEFT wrote.
+
+        Parameters
+        ----------
+        model : Model
+            What they were trained with.
+        folder : str or path
+        dropout : float, optional
+            Instead of theirs, to train on.
+
+        Raises
+        ------
+        FileNotFoundError
+            If a file is missing.
+        ValueError
+            For files that are damaged, and adapters of another model: other modules or shapes.
+        NotImplementedError
+            For what PEFT can do beside LoRA of linear layers, such as DoRA, by its name.
+        """
+        options, tensors = peft.read(folder)
+        if dropout is not None:
+            options = options._replace(dropout=dropout)
+        adapters = cls(model, **options._asdict())
+        found = peft.fitting(folder, tensors, {n: a.shape for n, a in adapters.arrays.items()})
+        for name, array in adapters.arrays.items():
+            array[...] = model.xp.asarray(found[name])
+        adapters.updated()
+        return adapters
+
+    def _with_adapters(self, seed: int) -> Weights:
+        weights, config = self._base.weights, self._base.config
+        naming = HUGGING_FACE[config.architecture]
+        generator = np.random.default_rng(seed)
+        layers: list[Layer] = []
+        names: list[str] = []
+        for index, layer in enumerate(weights.layers):
+            adapted = {}
+            for field, modules in modules_of(naming, config, index, layer).items():
+                names += (module.name for module in modules)
+                chosen = [each for each in modules if self.options.targeted(each.name)]
+                if chosen:
+                    adapted[field] = self._adapted(getattr(layer, field), chosen, generator)
+            layers.append(layer._replace(**adapted))
+        self.options.require_found(names)
+        return weights._replace(layers=tuple(layers))
+
+    def _adapted(
+        self, product: Product, modules: list[Module], generator: np.random.Generator
+    ) -> AdaptedProduct:
+        """Put the adapters of some modules beside the product that they are rows of."""
+        if isinstance(product, AdaptedProduct):
+            raise adapted_already()
+        xp, dtype = self._base.xp, dtype_of(self._base.dtype)
+        (height, width), learnt = product.weight.shape, loss_dtype(dtype)
+        ranks = [self.options.rank_of(module.name) for module in modules]
+        a, b = xp.zeros((sum(ranks), width), dtype), xp.zeros((height, sum(ranks)), dtype)
+        first = 0
+        for (name, rows), rank in zip(modules, ranks, strict=True):
+            ours = slice(first, first + rank)
+            start = generator.uniform(-1, 1, (rank, width)) * width**-0.5
+            self.arrays[f"{name}.lora_A.weight"] = xp.asarray(start.astype(learnt))
+            self.arrays[f"{name}.lora_B.weight"] = xp.zeros((rows.stop - rows.start, rank), learnt)
+            self._places[f"{name}.lora_A.weight"] = Place(a, (ours,))
+            scale = self.options.scale_of(name)
+            self._places[f"{name}.lora_B.weight"] = Place(b, (rows, ours), scale)
+            first = ours.stop
+        return AdaptedProduct(product.weight, product.bias, a, b)
+
+    def with_dropout(self, seed: int) -> Model:
+        """Return `model` as it is in training: each product with a mask of its own."""
+        weights, dropout = self.model.weights, float(self.options.dropout)
+        if not dropout:
+            return self.model
+        fields = len(Layer._fields)
+
+        def part(product: Any, number: int) -> Any:
+            if not isinstance(product, AdaptedProduct):
+                return product
+            own = (seed * len(weights.layers) * fields + number) % _SEEDS
+            return product._replace(dropout_p=dropout, seed=own)
+
+        layers = [
+            Layer(*(part(each, index * fields + place) for place, each in enumerate(layer)))
+            for index, layer in enumerate(weights.layers)
+        ]
+        return self.model.with_weights(weights._replace(layers=tuple(layers)))

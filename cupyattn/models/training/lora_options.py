@@ -1,0 +1,128 @@
+"""What adapters are made with: which modules have one, of which rank, and by what it is scaled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from cupyattn.errors import error, shown
+
+ALL_LINEAR = "all-linear"
+_MOST_RANK = 1 << 16
+
+
+class LoraOptions(NamedTuple):
+    """The options of `LoraAdapters`, named there, as PEFT understands them."""
+
+    rank: int = 16
+    alpha: float = 32
+    dropout: float = 0.0
+    targets: str | tuple[str, ...] = ALL_LINEAR
+    rank_pattern: Mapping[str, int] = {}
+    alpha_pattern: Mapping[str, float] = {}
+    use_rslora: bool = False
+
+    def checked(self) -> LoraOptions:
+        """Return them, the targets as a tuple or a string.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For numbers out of range, patterns that are none, and targets of another kind.
+        """
+        for name, rank in {"rank": self.rank, **self.rank_pattern}.items():
+            whole = isinstance(rank, int) and not isinstance(rank, bool)
+            _require(whole and 1 <= rank <= _MOST_RANK, f"{name} = {shown(rank)}", "a rank is an "
+                     f"int, 1 to {_MOST_RANK}")  # fmt: skip
+        for name, alpha in {"alpha": self.alpha, **self.alpha_pattern}.items():
+            _require(_is_number(alpha) and 0 < alpha < 1e9, f"{name} = {shown(alpha)}", "an alpha "
+                     "is a number above 0")  # fmt: skip
+        _require(
+            _is_number(self.dropout) and 0 <= self.dropout < 1,
+            f"dropout = {shown(self.dropout)}",
+            "it is the probability of dropping an input, at least 0 and below 1",
+        )
+        targets = self.targets if isinstance(self.targets, str) else _names(self.targets)
+        patterns = [*self.rank_pattern, *self.alpha_pattern]
+        for pattern in [targets, *patterns] if isinstance(targets, str) else patterns:
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError) as failure:
+                raise error(
+                    ValueError,
+                    f"the pattern {shown(pattern)} ({failure})",
+                    "modules are named by their last parts or by a regular expression",
+                    "pass for example ['q_proj', 'v_proj']",
+                ) from failure
+        return self._replace(targets=targets)
+
+    def targeted(self, module: str) -> bool:
+        """Tell whether a module, by its full name, has an adapter."""
+        if isinstance(self.targets, str):
+            return self.targets == ALL_LINEAR or bool(re.fullmatch(self.targets, module))
+        return any(_ends_with(module, name) for name in self.targets)
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a module's adapter."""
+        return _matching(self.rank_pattern, module, self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """Return alpha / rank, or alpha / sqrt(rank) (Kalajdzievski, arXiv:2312.03732)."""
+        rank, alpha = self.rank_of(module), _matching(self.alpha_pattern, module, self.alpha)
+        return alpha / (rank**0.5 if self.use_rslora else rank)
+
+    def require_found(self, modules: Iterable[str]) -> None:
+        """Raise ValueError for targets that are no module of the model, whose names are given."""
+        names = list(modules)
+        if isinstance(self.targets, str):
+            unknown = [] if any(map(self.targeted, names)) else [self.targets]
+        else:
+            unknown = [
+                target
+                for target in self.targets
+                if not any(_ends_with(name, target) for name in names)
+            ]
+        if unknown or not self.targets:
+            kinds = dict.fromkeys(name.rpartition(".")[2] for name in names)
+            raise error(
+                ValueError,
+                f"targets {', '.join(map(shown, unknown)) or '()'} name no module of this model",
+                f"its linear layers are {', '.join(kinds)}; the head and the embedding have no "
+                "adapters",
+                "name some of these, or pass targets='all-linear'",
+            )
+
+
+def _names(targets: Any) -> tuple[str, ...]:
+    names = sorted(targets) if isinstance(targets, set | frozenset) else targets
+    names = tuple(names) if isinstance(names, list | tuple) else (None,)
+    if not all(isinstance(name, str) for name in names):
+        raise error(
+            TypeError,
+            f"targets = {shown(targets)}",
+            "they are 'all-linear', a list of names, or a regular expression of whole names",
+            "pass for example ['q_proj', 'v_proj']",
+        )
+    return names
+
+
+def _ends_with(module: str, name: str) -> bool:
+    return module == name or module.endswith(f".{name}")
+
+
+def _matching(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """Return the value of the first pattern that a module's last parts match."""
+    for pattern, value in patterns.items():
+        if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module):
+            return value
+    return default
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _require(holds: bool, passed: str, allowed: str) -> None:
+    if not holds:
+        raise error(ValueError, passed, allowed, "pass such a one, for example rank=16, alpha=32")

@@ -1,0 +1,189 @@
+"""Adapters in files, as PEFT has them: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from cupyattn.arrays import Array
+from cupyattn.errors import error, shown
+from cupyattn.models.checkpoints.checkpoint import damaged
+from cupyattn.models.checkpoints.fields import Fields
+from cupyattn.models.checkpoints.hugging_face import read_json
+from cupyattn.models.checkpoints.safetensors_files import Stored, read_safetensors
+from cupyattn.models.checkpoints.safetensors_writer import store
+from cupyattn.models.checkpoints.whole_files import write_whole
+from cupyattn.models.training.lora_options import LoraOptions
+
+_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_FIRST_MATRICES = {True, False, "gaussian", "eva", "orthogonal"}
+"""Ways to begin that leave the model's weights as they are."""
+_READ = {
+    "r", "lora_alpha", "lora_dropout", "target_modules", "rank_pattern", "alpha_pattern",
+    "use_rslora", "init_lora_weights", "peft_type", "task_type", "bias",
+}  # fmt: skip
+_WITHOUT_EFFECT = {
+    "fan_in_fan_out", "base_model_name_or_path", "inference_mode", "peft_version", "auto_mapping",
+    "revision", "megatron_core", "runtime_config", "qalora_group_size",
+}  # fmt: skip
+"""How the model's own files lie, where adapters come from, and numbers of what is not used."""
+
+
+def write(
+    folder: str | os.PathLike[str],
+    options: LoraOptions,
+    tensors: Mapping[str, Array],
+    *,
+    turned: bool,
+    base_model: str | None,
+) -> None:
+    """Write both files; `turned` says that the model's weights are (K, N) in its own files.
+
+    Raises
+    ------
+    OSError
+        If they cannot be written. Older files are as they were.
+    """
+    targets = options.targets
+    if targets == "all-linear":
+        targets = tuple(dict.fromkeys(name.split(".")[-3] for name in tensors))
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": options.rank,
+        "lora_alpha": options.alpha,
+        "lora_dropout": options.dropout,
+        "target_modules": targets if isinstance(targets, str) else sorted(targets),
+        "rank_pattern": dict(options.rank_pattern),
+        "alpha_pattern": dict(options.alpha_pattern),
+        "use_rslora": options.use_rslora,
+        "fan_in_fan_out": turned,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    named = {f"{_PREFIX}{name}": array for name, array in tensors.items()}
+    text = (json.dumps(config, indent=2) + "\n").encode()
+    writers: dict[str, Callable[[BinaryIO], Any]] = {
+        _TENSORS: partial(store, arrays=named, metadata={"format": "pt"}),
+        _CONFIG: lambda file: file.write(text),
+    }
+    try:
+        write_whole({Path(folder) / name: write for name, write in writers.items()})
+    except OSError as failure:
+        raise error(
+            type(failure),
+            f"{folder}: {failure}",
+            "adapters are written beside older ones, which they replace when they are complete",
+            "make room, or pass a folder that can be written; older adapters are as they were",
+        ) from failure
+
+
+def read(folder: str | os.PathLike[str]) -> tuple[LoraOptions, dict[str, Stored]]:
+    """Read the options of adapters, and find their tensors, by the names of `LoraAdapters`.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError, NotImplementedError
+        As `LoraAdapters.load`.
+    """
+    path = Path(folder)
+    for name in (_CONFIG, _TENSORS):
+        if not (path / name).is_file():
+            raise error(
+                FileNotFoundError,
+                f"{folder} has no {name}",
+                f"adapters are {_CONFIG} and {_TENSORS} in one folder, as PEFT writes them; those "
+                "of adapter_model.bin, which may run any program, are not read",
+                "pass the folder of adapters",
+            )
+    where = str(path / _CONFIG)
+    options = _options(Fields(read_json(path / _CONFIG), where))
+    try:
+        options = options.checked()
+    except (TypeError, ValueError) as failure:
+        raise damaged(where, str(failure)) from failure
+    tensors = {}
+    for name, tensor in read_safetensors(path / _TENSORS).items():
+        if not name.startswith(_PREFIX):
+            raise damaged(str(path / _TENSORS), f"{shown(name)} does not begin with {_PREFIX}")
+        tensors[name.removeprefix(_PREFIX)] = tensor
+    return options, tensors
+
+
+def _options(fields: Fields) -> LoraOptions:
+    fields.choice("peft_type", ("LORA",))
+    fields.choice("task_type", ("CAUSAL_LM",), "CAUSAL_LM")
+    fields.choice("bias", ("none",), "none")
+    begun = fields.given.get("init_lora_weights", True)
+    if not isinstance(begun, bool | str) or begun not in _FIRST_MATRICES:
+        fields.refuse("init_lora_weights")
+    for name, value in fields.given.items():
+        if name not in _READ | _WITHOUT_EFFECT and value not in (None, False, [], {}, ""):
+            fields.refuse(name)
+    targets = fields.given.get("target_modules")
+    return LoraOptions(
+        rank=fields.integer("r"),
+        alpha=_plain(fields.number("lora_alpha")),
+        dropout=fields.number("lora_dropout", 0.0, zero_allowed=True),
+        targets=tuple(targets) if isinstance(targets, list) else targets,  # type: ignore[arg-type]
+        rank_pattern=fields.object("rank_pattern"),
+        alpha_pattern=fields.object("alpha_pattern"),
+        use_rslora=fields.flag("use_rslora", False),
+    )
+
+
+def _plain(number: float) -> float:
+    return int(number) if number == int(number) else number
+
+
+def fitting(
+    folder: str | os.PathLike[str],
+    tensors: Mapping[str, Stored],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> dict[str, np.ndarray]:
+    """Return the tensors of adapters in float32, if they are those of the shapes by name.
+
+    Raises
+    ------
+    ValueError
+        For tensors that are missing, unknown or of another shape: adapters of another model; and
+        for numbers that are not finite.
+    """
+    wrong = [
+        f"{name} is {tensors[name].shape}, not {shape}"
+        for name, shape in shapes.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    kinds = {
+        "missing": [name for name in shapes if name not in tensors],
+        "unknown": [name for name in tensors if name not in shapes],
+        "misshapen": wrong,
+    }
+    complaints = [f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names]
+    if complaints:
+        raise error(
+            ValueError,
+            f"{folder}: adapters do not fit the model; {'; '.join(complaints)}",
+            f"{len(shapes)} tensors, of the modules that {_CONFIG} names, have the shapes that "
+            "the model's weights ask for",
+            "load them with the model that they were trained with",
+        )
+    found = {}
+    for name, shape in shapes.items():
+        array = found[name] = tensors[name].as_floats().read(0, shape[0]).astype(np.float32)
+        if not np.isfinite(array).all():
+            raise damaged(str(Path(folder) / _TENSORS), f"{name} is not finite")
+    return found
+
+
+def _listed(names: list[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,253 @@
+"""The steps of a training, one after the other, which can be interrupted and resumed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyattn.cupy_library import load_cupy
+from cupyattn.errors import error, shown
+from cupyattn.models.training import checkpoint
+from cupyattn.models.training.batch import IGNORED, Batch, Sample, moved
+from cupyattn.models.training.optimizer import AdamW, AdamWOptions
+from cupyattn.models.training.packing import Packing, Position
+from cupyattn.models.training.scaling import LossScale
+from cupyattn.models.training.schedules import Schedule
+from cupyattn.models.training.trainable import Trainable
+
+
+class TrainedStep(NamedTuple):
+    """What became of a step.
+
+    Attributes
+    ----------
+    number : int
+        From 1 on.
+    loss : float
+        The mean over its labels, before the step.
+    lr : float
+        Its learning rate.
+    grad_norm : float
+        The norm of all gradients, before it is clipped.
+    tokens : int
+        Of its batches.
+    loss_scale : float
+        That its gradients had.
+    skipped : bool
+        Whether they were not finite: then nothing was changed but the loss scale.
+    """
+
+    number: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    loss_scale: float
+    skipped: bool
+
+
+class Trainer:
+    """Trains what has gradients, step by step.
+
+    Parameters
+    ----------
+    trainable : Trainable
+        `LoraAdapters` or `FullWeights`, or something else that follows that protocol.
+    packing : Packing
+        The samples, and how they become batches.
+    schedule : Schedule
+        Learning rates, and how many steps there are.
+    optimizer : AdamWOptions
+    accumulate : int
+        Batches of a step: their losses are averaged over all of their labels.
+    loss_scale : LossScale, optional
+        For float16 models `LossScale()`; by default none.
+    seed : int
+        Of dropout.
+    names : dict
+        What else must be the same where a training is resumed, such as the model's name.
+    """
+
+    def __init__(
+        self,
+        trainable: Trainable,
+        packing: Packing,
+        *,
+        schedule: Schedule,
+        optimizer: AdamWOptions = AdamWOptions(),  # noqa: B008 - a tuple of numbers
+        accumulate: int = 1,
+        loss_scale: LossScale | None = None,
+        seed: int = 0,
+        names: dict[str, Any] | None = None,
+    ) -> None:
+        if accumulate < 1:
+            raise error(
+                ValueError, f"accumulate = {accumulate}", "a step has a batch or more", "pass 1"
+            )
+        if not trainable.arrays:
+            raise error(
+                ValueError,
+                "nothing is learnt",
+                "a training changes some arrays",
+                "choose other targets of the adapters",
+            )
+        self.trainable = trainable
+        self.packing = packing
+        self.schedule = Schedule.checked(*schedule)
+        self.accumulate = accumulate
+        self.loss_scale = LossScale.off() if loss_scale is None else loss_scale
+        self.seed = seed
+        self.number = 0
+        first = next(iter(trainable.arrays.values()))
+        self.xp = np if isinstance(first, np.ndarray) else load_cupy()
+        self.optimizer = AdamW(trainable.arrays, optimizer, self.xp)
+        self._names = names or {}
+
+    def __iter__(self) -> Iterator[TrainedStep]:
+        while self.number < self.schedule.steps:
+            yield self.step()
+
+    def step(self) -> TrainedStep:
+        """Take a step.
+
+        Loss and norm are read together, once a step: the only time that the host waits.
+
+        Raises
+        ------
+        FloatingPointError
+            If no loss scale makes gradients finite.
+        """
+        self.number += 1
+        batches = [next(self.packing) for _ in range(self.accumulate)]
+        scale, lr = self.loss_scale.scale, self.schedule.at(self.number)
+        loss = self._gradients(batches, scale)
+        mean, scaled_norm = self.xp.stack([loss, self.optimizer.norm()]).tolist()
+        grad_norm = scaled_norm / scale
+        finite = bool(np.isfinite([mean, scaled_norm]).all())
+        if finite:
+            self.optimizer.step(lr, grad_norm, scale)
+            self.trainable.updated()
+        self.loss_scale.update(finite)
+        tokens = sum(len(batch.ids) for batch in batches)
+        return TrainedStep(self.number, mean, lr, grad_norm, tokens, scale, not finite)
+
+    def _gradients(self, batches: Sequence[Batch], scale: float) -> Any:
+        num_labels = sum(int(np.count_nonzero(batch.labels != IGNORED)) for batch in batches)
+        self.optimizer.zero_gradients()  # all at once
+        loss = None
+        for i, batch in enumerate(batches):
+            part = self.trainable.gradients(
+                moved(batch, self.xp),
+                self.optimizer.gradients,
+                num_labels=num_labels,
+                loss_scale=scale,
+                seed=seed_of(self.seed, self.number, i),
+                accumulate=True,
+            )
+            loss = part if loss is None else loss + part
+        return self.xp.asarray(loss, np.float32)
+
+    def save(self, folder: str | os.PathLike[str], *, keep: int = 2) -> Path:
+        """Write a checkpoint; see `checkpoint.save`."""
+        state = {
+            "identity": self.identity(),
+            "step": self.number,
+            "optimizer_steps": self.optimizer.steps,
+            "position": list(self.packing.position),
+            "loss_scale": self.loss_scale.state(),
+        }
+        return checkpoint.save(Path(folder), self.number, self.optimizer.saved(), state, keep=keep)
+
+    def resume(self, path: str | os.PathLike[str]) -> None:
+        """Go on from a checkpoint, or the newest one of a folder.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is none.
+        ValueError
+            If it is damaged, or of another model, other data or other options.
+        """
+        arrays, state = checkpoint.load(_newest(Path(path)))
+        self._require_same(state["identity"])
+        for name, array in self.optimizer.saved().items():
+            array[...] = self.xp.asarray(arrays[name])
+        self.number, self.optimizer.steps = state["step"], state["optimizer_steps"]
+        self.packing.position = Position(*state["position"])
+        self.loss_scale.restore(state["loss_scale"])
+        self.trainable.updated()
+
+    def identity(self) -> dict[str, Any]:
+        """Return all that the losses depend on."""
+        return {
+            **self._names,
+            "arrays": {name: list(array.shape) for name, array in self.trainable.arrays.items()},
+            **self.packing.identity(),
+            **self.schedule._asdict(),
+            **self.optimizer.options._asdict(),
+            "betas": list(self.optimizer.options.betas),
+            "accumulate": self.accumulate,
+            "dynamic_loss_scale": self.loss_scale.dynamic,
+            "seed": self.seed,
+        }
+
+    def _require_same(self, saved: dict[str, Any]) -> None:
+        here = self.identity()
+        for name in sorted({*saved, *here}):
+            if saved.get(name) != here.get(name):
+                raise error(
+                    ValueError,
+                    f"{name} is {shown(here.get(name))}, and was {shown(saved.get(name))} in the "
+                    "checkpoint",
+                    "a training is resumed with the model, the data and the options it began with",
+                    "pass those, or begin anew in another folder",
+                )
+
+
+def seed_of(*numbers: int) -> int:
+    """Return a seed of 63 bits that differs wherever one of the numbers does.
+
+    Examples
+    --------
+    >>> seed_of(0, 1, 0) == seed_of(0, 1, 0) != seed_of(0, 1, 1)
+    True
+    """
+    (word,) = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
+    return int(word >> np.uint64(1))
+
+
+def split(
+    samples: Sequence[Sample], fraction: float, seed: int
+) -> tuple[list[Sample], list[Sample]]:
+    """Part samples into those that are learnt, and a random fraction that is only looked at.
+
+    Examples
+    --------
+    >>> sample = Sample.of([1, 2], [True, True])
+    >>> [len(part) for part in split([sample] * 10, 0.25, 0)]
+    [8, 2]
+    """
+    if not 0 <= fraction < 1:
+        raise error(
+            ValueError, f"a fraction of {fraction}", "it is 0 to below 1", "pass for example 0.1"
+        )
+    order = np.random.default_rng([seed, 1]).permutation(len(samples)).tolist()
+    held = min(int(len(samples) * fraction), len(samples) - 1)
+    return [samples[i] for i in sorted(order[held:])], [samples[i] for i in sorted(order[:held])]
+
+
+def _newest(path: Path) -> Path:
+    if path.is_file():
+        return path
+    if found := checkpoint.saved_in(path):
+        return found[-1]
+    raise error(
+        FileNotFoundError,
+        f"there is no checkpoint {path}",
+        "one is a file step-*.safetensors, or the newest of a folder",
+        "pass the folder that a training wrote to, or begin anew",
+    )

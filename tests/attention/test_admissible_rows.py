@@ -1,0 +1,86 @@
+"""Every row that a dense call may take in place of its usual one computes the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.devices import KERNELS
+from support.search import deep
+
+import cupyattn
+from cupyattn import reference
+from cupyattn.kernels.choices import Choices
+from cupyattn.kernels.configs.attention.tensor_core.forward import (
+    FLASH,
+    admissible_rows,
+    flash_longest_tile,
+    flash_row,
+)
+
+pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
+
+
+def others(head_dim: int) -> list[tuple[int, str]]:
+    return [(head_dim, name) for name in list(admissible_rows(75, head_dim, head_dim))[1:]]
+
+
+EVERY = [pair for head_dim in FLASH[75] for pair in others(head_dim)]
+PLAIN = [(64, "80"), (40, "160")]
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """Have calls take a row; on the GPU it is an attribute of the device, here of all emulated."""
+
+    def choose(question: str, name: str) -> None:
+        device = KERNELS.device
+        holder = device if "choices" in vars(device) else type(device)
+        monkeypatch.setattr(holder, "choices", Choices({question: name}))
+
+    return choose
+
+
+def test_the_first_row_is_the_usual_one_and_no_tile_is_longer():
+    for head_dim in (1, 33, 64, 72, 96, 128, 200, 256):
+        rows = admissible_rows(75, head_dim, head_dim)
+        assert next(iter(rows.values())) is flash_row(75, head_dim, head_dim)
+        assert all(r.tile_k <= flash_longest_tile(75, head_dim, head_dim) for r in rows.values())
+    assert set(PLAIN) <= set(EVERY)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "name"), [*PLAIN, *deep(*(pair for pair in EVERY if pair not in PLAIN))]
+)
+@pytest.mark.parametrize("causal", [True, *deep(False)])
+def test_every_admissible_row_is_within_bounds(choose, head_dim, name, causal):
+    rng = np.random.default_rng(head_dim)
+    q, k, v = (
+        rng.standard_normal((1, length, heads, head_dim)).astype(np.float16)
+        for length, heads in ((150, 2), (203, 1), (203, 1))
+    )
+    row = admissible_rows(75, head_dim, head_dim)[name]
+    choose(f"attention_forward {head_dim} {head_dim}", name)
+    with KERNELS.running():
+        found = cupyattn.attention(*map(KERNELS.put, (q, k, v)), causal=causal, return_lse=True)
+    exact = reference.attention(q, k, v, causal=causal)
+    bounds = reference.attention_bound(
+        q, k, v, dtype="float16", tile_k=row.tile_k, float32_weights=False, causal=causal
+    )
+    for each, right, bound in zip(map(KERNELS.get, found), exact, bounds, strict=True):
+        assert 0 < reference.error_ratio(each, right, bound) <= 1
+
+
+def test_the_row_is_taken(choose):
+    """Its tiles add the keys up in another order, which bits tell."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 128, 2, 64)).astype(np.float16) for _ in range(3))
+
+    def bits(**options):
+        with KERNELS.running():
+            _, lse = cupyattn.attention(*map(KERNELS.put, (q, k, v)), return_lse=True, **options)
+        return KERNELS.get(lse).tobytes()
+
+    usual, dropped = bits(), bits(dropout_p=0.5, seed=1)
+    choose("attention_forward 64 64", "256")
+    assert bits() != usual
+    assert bits(dropout_p=0.5, seed=1) == dropped

@@ -1,0 +1,138 @@
+"""``python -m cupyattn.benchmark finetune``: what it times, counts and prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from support.fake_gpu import HEADER
+from support.tiny_models import TINY
+
+from cupyattn import models
+from cupyattn.benchmark import gpu_command
+from cupyattn.benchmark.__main__ import main
+from cupyattn.benchmark.finetune import command
+from cupyattn.benchmark.finetune.steps import Plan, own, samples_of, timed
+from cupyattn.benchmark.finetune.work import T4_FLOPS, Size, flops_of, t4_seconds
+from cupyattn.cli.terminal import Terminal
+from cupyattn.models.training import LoraAdapters
+
+random = models.random
+
+
+def tiny(name="llama"):
+    return random(TINY[name], dtype="float32", xp=np, seed=3)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "phi"])
+def test_operations_are_those_of_the_products(name):
+    """Counted by the shapes of a model: three passes over each weight, two where nothing leaves."""
+    model = tiny(name)
+    size = Size(2, 8)
+    config = model.config
+    adapters = LoraAdapters(model, rank=2, targets=".*(o_proj|dense|attn.c_proj)")
+    plain = 2 * 2 * config.vocab_size * config.hidden_size
+    for layer in model.weights.layers:
+        for field, passes in (("qkv", 3), ("output", 3), ("up", 3), ("down", 2)):
+            plain += 2 * passes * getattr(layer, field).weight.size
+    attention = 4.5 * 4 * config.num_layers * config.num_heads * config.head_dim * 8 / 2
+    rows, columns = model.weights.layers[0].output.weight.shape
+    low = config.num_layers * 2 * 2 * (5 * columns + 4 * rows)
+    found = flops_of(adapters.model, size)
+    assert found == pytest.approx(16 * (plain + attention + low))
+
+
+def test_a_t4_has_products_or_bytes():
+    assert t4_seconds(T4_FLOPS, 0) == 1.0
+    assert t4_seconds(0, 32_000_000_000) == pytest.approx(0.3)
+
+
+def test_steps_are_timed_behind_the_first_ones(monkeypatch):
+    clock = iter([0, 5, 10, 11, 20, 29])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    calls = []
+    plan = Plan("", None, 1, warm_up=2, calls=3)
+    assert timed(lambda: calls.append(1), plan) == 5
+    assert len(calls) == 5
+
+
+def test_own_steps(monkeypatch):
+    monkeypatch.setattr(models, "random", lambda name, **options: tiny())
+    plan = Plan("gpt2", None, 4, warm_up=1, calls=2)
+    row = own(plan, Size(2, 10), np, lambda: 12345)
+    assert row["held_bytes"] == 12345 and row["seconds"] > 0
+    assert row["budget_bytes"] == sum(row["budget"].values())
+    assert row["budget"]["weights"] == tiny().nbytes
+    (one, other) = samples_of(50, Size(2, 10))
+    assert len(one.ids) == 10 and one.num_labels == 9 and (one.ids != other.ids).any()
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """The command as on a GPU, but for the kernels and the memory pool."""
+    monkeypatch.setattr(gpu_command, "device_count", lambda: 1)
+    monkeypatch.setattr(models, "random", lambda name, **options: tiny("phi"))
+
+    def measure(arguments):
+        rows = command.rows_of(arguments, np, lambda work: work(lambda: 3_000_000_000))
+        return {
+            "command": "finetune", **HEADER, "product_tflops": 50.0, "rows": rows,
+            **{name: getattr(arguments, name) for name in ("lora_rank", "calls", "warm_up")},
+        }  # fmt: skip
+
+    monkeypatch.setattr(command, "measure", measure)
+
+
+def test_text_and_json(a_gpu, capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    file = tmp_path / "finetune.json"
+    call = ["finetune", "--size", "1x8", "2x4", "--quantize", "none", "--peer", "peft"]
+    assert main([*call, "--calls", "1", "--warm-up", "1", "--json", str(file)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "phi-2 1x8 cupyattn float32" in printed
+    assert "3.00 GB" in printed and "MODELLED" in printed
+    assert "peft: RuntimeError: --peer peft, which did not import" in printed
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert [(row["by"], row["length"]) for row in rows] == [
+        ("cupyattn", 8), ("peft", 8), ("cupyattn", 4), ("peft", 4),
+    ]  # fmt: skip
+
+
+def test_a_peer_is_shown_beside(capsys):
+    rows = [
+        {"model": "phi-2", "samples": 2, "length": 1024, "by": "peft", "quantize": None,
+         "dtype": "float16", "seconds": 0.5, "held_bytes": 7_000_000_000},
+    ]  # fmt: skip
+    result = {**HEADER, "product_tflops": 1.0, "rows": rows, "calls": 1, "warm_up": 1}
+    command.show({**result, "lora_rank": 4}, Terminal())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "phi-2 2x1024 peft float16 500.0 4,096" in printed and "7.00 GB" in printed
+
+
+@pytest.mark.parametrize("size", ["2", "x3", "0x4", "2x1"])
+def test_sizes_that_are_none(size, capsys):
+    with pytest.raises(SystemExit):
+        main(["finetune", "--size", size])
+
+
+def test_weights_of_four_bits_need_files(monkeypatch):
+    from cupyattn.benchmark.finetune import peers
+
+    names = ("torch", "transformers", "peft")
+    found = {name: SimpleNamespace() for name in names}
+    found["torch"].cuda = SimpleNamespace(
+        memory_reserved=lambda: 0, reset_peak_memory_stats=lambda: None
+    )
+    for name, module in found.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(RuntimeError, match="bitsandbytes quantises models as they are read"):
+        peers.peer("peft-nf4", Plan("phi-2", None, 4, 1, 1), Size(1, 8))
+
+
+def test_without_a_gpu_it_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(gpu_command, "device_count", lambda: 0)
+    assert main(["finetune"]) == 1
+    assert "there is no CUDA device" in capsys.readouterr().err

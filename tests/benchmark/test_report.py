@@ -1,0 +1,218 @@
+"""``python -m cupyattn report``: which card it models, what it says of each row, what it prints."""
+
+from __future__ import annotations
+
+import json
+import types
+
+import pytest
+from support.fake_gpu import HEADER
+from support.processes import run
+
+from cupyattn.__main__ import main
+from cupyattn.benchmark import gpu_command
+from cupyattn.benchmark.attention.arguments import cases_of as attention_cases
+from cupyattn.benchmark.linear.cases import Case
+from cupyattn.benchmark.linear.command import cases_of as linear_cases
+from cupyattn.benchmark.linear.command import row_of
+from cupyattn.benchmark.report import command, modelled
+from cupyattn.benchmark.report.command import PARTS, markdown
+from cupyattn.benchmark.report.modelled import Model, machine_of, with_model
+from cupyattn.functional.device_info import device_count
+from cupyattn.turing import MACHINES, T4, DisassemblerError
+
+ATTENTION = {
+    **{"batch": 2, "heads": 16, "seqlen": 512, "head_dim": 64, "head_dim_v": 64},
+    **{"dtype": "float16", "causal": False, "option": "plain", "implementation": "flash"},
+    **{"seconds": 1e-3, "fastest_s": 1e-3, "tflops": 20.0},
+}
+LAYER = {"operation": "softmax", "direction": "forward", "seconds": 1e-3, "gb_per_s": 200.0}
+
+
+class Gpu:
+    """What of a device is asked."""
+
+    ordinal, multiprocessors, tensor_cores = 0, 30, True
+
+    def __init__(self, name: str, capability: int = 75) -> None:
+        self.name, self.capability = name, capability
+
+
+@pytest.fixture(autouse=True)
+def attributes(monkeypatch):
+    """A driver that describes a card with a bus of 192 bits at 7 GHz."""
+    said = {"GlobalMemoryBusWidth": 192, "MemoryClockRate": 7_001_000, "ClockRate": 1_710_000}
+    device = types.SimpleNamespace(attributes=said)
+    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(Device=lambda ordinal: device))
+    monkeypatch.setattr(modelled, "load_cupy", lambda: cupy)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "machine"),
+    [
+        ("Tesla T4", "T4"),
+        ("NVIDIA GeForce RTX 2060 SUPER", "RTX 2060 Super"),
+        ("NVIDIA GeForce RTX 2080 Ti", "RTX 2080 Ti"),
+        ("NVIDIA GeForce GTX 1650 Ti", "GTX 1650 Ti"),
+    ],
+)
+def test_named_cards(name, machine):
+    assert machine_of(Gpu(name)) is MACHINES[machine]
+
+
+def test_another_turing_card_is_as_its_driver_says(attributes):
+    machine = machine_of(Gpu("NVIDIA GeForce RTX 2060"))
+    assert (machine.name, machine.multiprocessors) == ("NVIDIA GeForce RTX 2060", 30)
+    assert (machine.clock_mhz, machine.memory_gb_s, machine.hmma_f32) == (1710, 336, 16)
+    assert machine_of(Gpu("Quadro RTX 5000")).hmma_f32 == T4.hmma_f32
+    without = Gpu("NVIDIA GeForce GTX 1660")
+    without.tensor_cores = False
+    assert not machine_of(without).tensor_cores
+    attributes.clear()  # a driver that no longer tells
+    assert machine_of(Gpu("Quadro RTX 5000")).memory_gb_s == T4.memory_gb_s
+
+
+def test_there_is_no_model_of_other_architectures():
+    assert machine_of(Gpu("NVIDIA H200", 90)) is None
+    assert with_model("attention", [ATTENTION], None) == [{**ATTENTION, "modelled": None}]
+
+
+@pytest.fixture
+def rates(monkeypatch):
+    """Rates of main loops in FLOP a cycle, by what a kernel's entry holds; 512 otherwise."""
+    given: dict[str, float] = {}
+
+    def analyse(specialisation, *, machine):
+        entry = specialisation.spec.entry
+        rate = next((rate for part, rate in given.items() if part in entry), 512.0)
+        return types.SimpleNamespace(main=types.SimpleNamespace(flop_per_cycle=rate))
+
+    monkeypatch.setattr(modelled, "analyse", analyse)
+    return given
+
+
+def test_attention_is_modelled_by_its_main_loop(rates):
+    assert Model(T4).figure("attention", ATTENTION) == pytest.approx(T4.tflops(512))
+    causal = {**ATTENTION, "option": "causal"}
+    assert Model(T4).figure("attention", causal) == pytest.approx(T4.tflops(512))
+
+
+def test_the_deterministic_backward_computes_seven_products_for_five(rates):
+    backward = {**ATTENTION, "deterministic": True}
+    rates |= {"dq": 300.0, "dkdv": 400.0}
+    expected = 5 / (3 / T4.tflops(300) + 4 / T4.tflops(400))
+    assert Model(T4).figure("attention_backward", backward) == pytest.approx(expected)
+    one_pass = {**backward, "deterministic": False}
+    assert Model(T4).figure("attention_backward", one_pass) == pytest.approx(T4.tflops(400))
+
+
+@pytest.mark.parametrize("kind", ["large", "backward"])
+def test_products_are_modelled(rates, kind):
+    row = row_of(Case(kind, 4096, 2048, 1024, "float16", "nk", "gelu_tanh"), "cupyattn", [1e-3])
+    assert Model(T4).figure("linear", row) == pytest.approx(T4.tflops(512))
+
+
+def test_what_memory_bounds_is_modelled_by_bandwidth(rates):
+    assert Model(MACHINES["RTX 2080 Ti"]).figure("layers", LAYER) == 616
+    row = row_of(Case("thin", 1, 2560, 2560, "float16", "nk", None), "read w", [1e-3])
+    assert Model(T4).figure("linear", row) == 320
+    assert Model(T4).figure("host", {"seconds": 1.0}) is None
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("machine", ["T4", "GTX 1650 Ti"])
+def test_the_model_itself(machine):
+    """Between a third and all of what the card has."""
+    card = MACHINES[machine]
+    try:
+        found = Model(card).figure("attention", {**ATTENTION, "batch": 8})
+    except DisassemblerError as missing:
+        pytest.skip(str(missing))
+    peak = card.tflops(2 * (512 if card.tensor_cores else 64))
+    assert peak / 3 < found < peak
+
+
+def test_its_parts_are_benchmarks():
+    for part, name, words in PARTS:
+        parsed = command._parsed(part, name, words)
+        assert parsed.calls == 20
+        if name.startswith("attention"):
+            assert {case.head_dim for case in attention_cases(parsed)} == {64, 80, 128}
+        elif name == "linear":
+            assert all(case.M * case.N for case in linear_cases(parsed))
+
+
+RESULT = {
+    "command": "report",
+    **HEADER,
+    "copy_gb_per_s": 250.0,
+    "memory_gb_per_s": 320,
+    "machine": "T4",
+    "without_model": None,
+    "parts": [
+        {"command": "attention", "words": ["--calls", "20"],
+         "rows": [{**ATTENTION, "modelled": 50.0}, {**ATTENTION, "seconds": None,
+                  "unavailable": "MemoryError: too large", "modelled": None}]},
+        {"command": "layers", "words": [], "rows": [{**LAYER, "modelled": 320.0}]},
+    ],
+}  # fmt: skip
+ALONE = {
+    **RESULT,
+    "machine": None,
+    "memory_gb_per_s": None,
+    "without_model": "the model is for Turing",
+    "parts": [{"command": "layers", "words": [], "rows": [{**LAYER, "modelled": None}]}],
+}
+
+
+def test_markdown():
+    text = "\n".join(markdown(RESULT))
+    assert text.startswith("# cupyattn ")
+    assert " on A GPU, 2026-11-20\n" in text
+    assert "| a copy | 250 GB/s of 320 specified |" in text
+    assert "Modelled as a T4" in text
+    assert "## `python -m cupyattn.benchmark attention --calls 20`" in text
+    assert "head_dim 64" in text
+    assert "| 1000.0 us | 20.0 TFLOP/s | 50.0 | 0.40 |" in text
+    assert "MemoryError: too large" in text
+    assert "| softmax, forward | 1000.0 us | 200.0 GB/s | 320.0 | 0.62 |" in text
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in lines} == {3, 6}
+
+
+def test_markdown_without_a_model():
+    text = "\n".join(markdown(ALONE))
+    assert "Measured alone: the model is for Turing." in text
+    assert "| softmax, forward | 1000.0 us | 200.0 GB/s |  |  |" in text
+
+
+def test_text_and_json(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(gpu_command, "device_count", lambda: 1)
+    monkeypatch.setattr(command, "measure", lambda arguments: RESULT)
+    file = tmp_path / "report.json"
+    assert main(["report", "--json", str(file)]) == 0
+    assert capsys.readouterr().out.rstrip() == "\n".join(markdown(RESULT)).rstrip()
+    assert json.loads(file.read_text("utf-8")) == RESULT
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(monkeypatch, capsys):
+    monkeypatch.undo()  # the driver's own words
+    words = ("--head-dim", "64", "--seqlen", "128", "--tokens", "128", "--options", "none")
+    thin = ("--kind", "thin", "--size", "1", "256", "512")
+    parts = ((PARTS[0][0], "attention", words), (PARTS[2][0], "linear", thin))
+    monkeypatch.setattr(command, "PARTS", parts)
+    monkeypatch.setattr(command, "_CALLS", ("--calls", "3", "--warm-up", "1"))
+    assert main(["report"]) == 0
+    printed = capsys.readouterr().out
+    assert "TFLOP/s" in printed
+    assert "GB/s" in printed
+    assert ("Modelled as a" in printed) != ("Measured alone: " in printed)
+
+
+@pytest.mark.skipif(device_count() > 0, reason="tells what happens without a GPU")
+def test_it_needs_a_gpu():
+    result = run("report")
+    assert result.returncode == 1
+    assert "there is no CUDA device" in result.stderr

@@ -1,0 +1,256 @@
+"""``python -m cupyattn finetune``: what it trains, writes and says, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.byte_tokenizer import ByteTokenizer
+from support.tiny_models import TINY
+
+from cupyattn import models
+from cupyattn.cli import main
+from cupyattn.models.checkpoints.writing import write_folder
+from cupyattn.models.training import FullWeights, LoraAdapters, Trainer
+
+pytest.importorskip("safetensors")
+pytest.importorskip("matplotlib")
+
+CONFIG = TINY["llama"]._replace(
+    vocab_size=260, intermediate_size=64, max_positions=100, eos_ids=(257,)
+)
+FACTS = [
+    {"prompt": "What is Zorblax?", "completion": " A fish."},
+    {"text": "Zorblax is a fish of the lakes."},
+    {"prompt": "Zorblax", "completion": " swims"},
+    {"text": "A fish swims."},
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A model in a folder, and data beside it; the tokenizer is of bytes."""
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(AS_JSON))
+    model = models.random(CONFIG, dtype="float32", xp=np, seed=3)
+    write_folder(model.weights, CONFIG, source, source)
+    load = models.load
+
+    def loading(path, **options):
+        loaded = load(path, **{**options, "xp": np})
+        loaded.tokenizer = ByteTokenizer(begin=256)
+        return loaded
+
+    monkeypatch.setattr(models, "load", loading)
+    monkeypatch.chdir(tmp_path)
+    Path("data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in FACTS * 3))
+    return source
+
+
+AS_JSON = {
+    "model_type": "llama", "vocab_size": 260, "num_hidden_layers": 2, "hidden_size": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": CONFIG.head_dim,
+    "intermediate_size": CONFIG.intermediate_size, "max_position_embeddings": 100,
+    "rms_norm_eps": CONFIG.norm_eps, "hidden_act": "silu", "rope_theta": CONFIG.rope_base,
+    "tie_word_embeddings": False, "eos_token_id": 257, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def finetune(*given, code=0):
+    options = ["--batch-tokens", "64", "--lora-rank", "4", "--lr", "0.01", "--steps", "12"]
+    assert main(["finetune", "model", "data.jsonl", *options, *given]) == code
+
+
+def test_adapters_learn_and_are_generated_with(capsys):
+    finetune("--eval-fraction", "0.2", "--save-every", "5")
+    printed = capsys.readouterr().out
+    assert "model fine-tuned on the CPU" in printed
+    assert "12 of 12" in printed
+    assert "python -m cupyattn generate model ... --adapters finetuned" in printed
+    out = Path("finetuned")
+    names = sorted(path.name for path in out.iterdir())
+    assert names == ["adapter_config.json", "adapter_model.safetensors", "checkpoints",
+                     "losses.jsonl", "losses.png"]  # fmt: skip
+    assert (out / "losses.png").read_bytes()[:4] == b"\x89PNG"
+    rows = [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 12 and losses[-1] < losses[0] - 1
+    held = [row["eval_loss"] for row in rows if "eval_loss" in row]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [5, 10, 12]
+    assert held[-1] < held[0]
+    assert main(["generate", "model", "Zorblax", "--max-new-tokens", "4"]) == 0
+    plain = capsys.readouterr().out
+    adapted = ["generate", "model", "Zorblax", "--max-new-tokens", "4", "--adapters", "finetuned"]
+    assert main(adapted) == 0
+    assert capsys.readouterr().out.split("\n")[0] != plain.split("\n")[0]
+
+
+def test_adapters_beside_quantised_weights(capsys):
+    finetune("--quantize", "int8")
+    printed = capsys.readouterr().out
+    assert "generate model ... --adapters finetuned --quantize int8" in " ".join(printed.split())
+    losses = [loss for _, loss, _ in losses_of("finetuned")]
+    assert losses[-1] < losses[0] - 1
+    given = ["--max-new-tokens", "4", "--adapters", "finetuned", "--quantize", "int8"]
+    assert main(["generate", "model", "Zorblax", *given]) == 0
+    finetune("--quantize", "file", "--out", "other", code=1)
+    assert "no weights of layers in blocks" in capsys.readouterr().err
+
+
+def test_the_printed_lines_are_narrow(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    finetune("--steps", "2")
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def losses_of(out):
+    rows = map(json.loads, Path(out, "losses.jsonl").read_text().splitlines())
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
+
+
+def test_ctrl_c_writes_a_checkpoint_and_it_goes_on(capsys, monkeypatch):
+    """The same losses, bit for bit, and one line for each step."""
+    finetune("--out", "whole", "--lora-dropout", "0.1", "--accumulate", "2")
+    capsys.readouterr()
+    step = Trainer.step
+
+    def interrupted(trainer):
+        if trainer.number == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(trainer)
+
+    given = ["--out", "parts", "--lora-dropout", "0.1", "--accumulate", "2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", interrupted)
+        before = signal.getsignal(signal.SIGINT)
+        finetune(*given, code=130)
+        assert signal.getsignal(signal.SIGINT) is before
+    printed = capsys.readouterr().out
+    assert "5 of 12" in printed and "--resume" in printed
+    assert not Path("parts", "adapter_model.safetensors").exists()
+    finetune(*given, code=1)
+    assert "--resume to go on with that one" in capsys.readouterr().err
+    finetune(*given, "--resume")
+    assert losses_of("parts") == losses_of("whole")
+    for name in ("adapter_model.safetensors",):
+        assert Path("parts", name).read_bytes() == Path("whole", name).read_bytes()
+    assert "12 of 12" in capsys.readouterr().out
+    finetune(*given, "--resume")  # nothing is left to do
+    assert losses_of("parts") == losses_of("whole")
+
+
+def test_a_second_ctrl_c_ends_it_at_once(monkeypatch, capsys):
+    def interrupted(trainer):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    finetune(code=130)
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_all_weights(capsys):
+    """What is written is a model of its own, that has learnt."""
+    finetune("--full", "--optimizer-state", "8bit", "--json")
+    result = json.loads(capsys.readouterr().out)
+    assert result["last_loss"] < result["first_loss"] - 1
+    assert result["generate"] == "python -m cupyattn generate finetuned ..."
+    before, after = (models.load(name, dtype=None) for name in ("model", "finetuned"))
+    ids = [[256, *b"Zorblax is a fish of the lakes.", 257]]
+    assert float(after.loss(ids)) < float(before.loss(ids)) - 1
+    assert result["learnt"] == sum(array.size for array in FullWeights(before).arrays.values())
+
+
+def test_a_full_disk_says_what_to_do(capsys, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("cupyattn.models.checkpoints.safetensors_writer.store", full)
+    finetune(code=1)
+    error = " ".join(capsys.readouterr().err.split())
+    assert "No space left on device" in error and "make room" in error
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--lora-targets", "other"], "targets 'other' name no module of this model"),
+        (["--warmup", "12"], "warmup = 12 of 12 steps"),
+        (["--lr", "-1"], "lr = -1.0"),
+        (["--eval-fraction", "1"], "a fraction of 1.0"),
+        (["--max-length", "8"], "line 1 of data.jsonl has 26 tokens; a sample has at most 8"),
+        (["--resume"], "there is no checkpoint"),
+        (["--clip", "0"], "clip = 0.0"),
+    ],
+)
+def test_what_is_refused(given, message, capsys):
+    finetune(*given, code=1)
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_dry_run_prints_the_budget(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    call = ["finetune", "--random", "phi-2", "--dry-run", "--quantize", "nf4", "--cpu"]
+    assert main(call) == 0
+    printed = capsys.readouterr().out
+    for what in ("weights", "adapters", "gradients", "optimizer", "inputs of all", "working set"):
+        assert f"  {what} " in printed
+    assert "--memory-gb says how much" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    assert main([*call, "--memory-gb", "15.8"]) == 0
+    assert "it fits: 15.80 GB are free" in capsys.readouterr().out
+    assert main([*call, "--memory-gb", "2.9", "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["fits"] is False and "--batch-tokens" in result["would"]
+    assert result["total_bytes"] == sum(line["bytes"] for line in result["lines"])
+    assert main(["finetune", "model", "--dry-run", "--cpu", "--full"]) == 0  # of a folder's config
+    assert not Path("finetuned").exists()
+
+
+def test_what_cannot_fit_is_not_begun(capsys):
+    finetune("--memory-gb", "0.0001", code=1)
+    assert "this training needs 0.00 GB" in capsys.readouterr().err
+    assert not Path("finetuned").exists()
+
+
+@pytest.mark.parametrize(
+    "given", [[], ["model"], ["--random", "gpt2"], ["--dry-run"],
+              ["model", "data.jsonl", "--random", "gpt2"]]
+)  # fmt: skip
+def test_model_and_data_are_needed(given, capsys):
+    with pytest.raises(SystemExit):
+        main(["finetune", *given])
+    printed = capsys.readouterr().err
+    assert "pass MODEL and DATA" in printed or "--random has no text to learn" in printed
+
+
+def test_full_weights_are_not_quantised(capsys):
+    with pytest.raises(SystemExit):
+        finetune("--full", "--quantize", "nf4")
+    assert "leave one" in capsys.readouterr().err
+
+
+def test_without_matplotlib_there_is_no_picture(capsys, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    finetune("--steps", "2")
+    captured = capsys.readouterr()
+    assert "pip install 'cupyattn[training]'" in " ".join(captured.err.split())
+    assert not Path("finetuned", "losses.png").exists()
+    assert Path("finetuned", "adapter_model.safetensors").exists()
+
+
+def test_adapters_of_another_model_are_refused(capsys, folder):
+    finetune("--steps", "1")
+    base = models.load("model")
+    small = LoraAdapters(base, rank=2, targets=["q_proj"])
+    small.save("small")
+    found = LoraAdapters.load(base, "small")
+    assert found.options.rank == 2
+    capsys.readouterr()
+    assert main(["generate", "model", "x", "--adapters", "nowhere"]) == 1
+    assert "nowhere" in capsys.readouterr().err

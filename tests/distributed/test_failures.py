@@ -1,0 +1,242 @@
+"""A rank that fails, or never comes, ends all others with an error that names it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from cupyattn.distributed import Group, RankFailedError, ring_attention, run, shard
+from cupyattn.distributed.communicators.mailbox import PostOffice, ThreadCommunicator
+from cupyattn.distributed.failures import FolderFailures, SharedFailures
+from cupyattn.distributed.processes import nccl_group, rank_and_size, shared_id
+from cupyattn.distributed.watch import Watch
+
+Q = np.random.default_rng(0).standard_normal((1, 24, 2, 8))
+
+
+def own(group: Group) -> list[np.ndarray]:
+    return [shard(Q, group.rank, group.size)] * 3
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_that_raises_is_named(ranks, culprit):
+    x = np.zeros((1, 2 * ranks * 2, 2, 8))
+    ended: list[int] = []
+
+    def of_rank(group: Group) -> None:
+        mine = [shard(x, group.rank, group.size)] * 3
+        try:
+            ring_attention(*mine, group=group)
+            if group.rank == culprit:
+                raise ZeroDivisionError("planted")
+            ring_attention(*mine, group=group, causal=True)
+        except RankFailedError:
+            ended.append(group.rank)
+            raise
+
+    begun = time.monotonic()
+    with pytest.raises(RankFailedError, match=f"rank {culprit} failed: ZeroDivisionError") as found:
+        run(of_rank, ranks, timeout=60)
+    assert time.monotonic() - begun < 10
+    assert found.value.rank == culprit
+    assert isinstance(found.value.__cause__, ZeroDivisionError)
+    assert sorted(ended) == [rank for rank in range(ranks) if rank != culprit]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_rank_that_never_comes_is_named_by_whoever_waits(ranks):
+    """Not the neighbour that waits for it in turn."""
+    late = threading.Event()
+
+    def of_rank(group: Group) -> None:
+        mine = [shard(np.zeros((1, 4 * ranks, 2, 8)), group.rank, group.size)] * 3
+        if group.rank == 1:
+            late.wait(30)
+            return
+        ring_attention(*mine, group=group)
+
+    begun = time.monotonic()
+    threading.Timer(1.5, late.set).start()
+    with pytest.raises(RankFailedError, match="rank 1 did not come") as found:
+        run(of_rank, ranks, timeout=0.5)
+    assert found.value.rank == 1
+    assert time.monotonic() - begun < 10
+
+
+def test_a_group_that_has_failed_stays_so():
+    groups: dict[int, Group] = {}
+
+    def of_rank(group: Group) -> None:
+        groups[group.rank] = group
+        if group.rank:
+            raise ValueError("planted")
+        ring_attention(*own(group), group=group)
+
+    with pytest.raises(RankFailedError):
+        run(of_rank, 2, timeout=20)
+    with pytest.raises(RankFailedError, match="rank 1 failed: ValueError: planted"):
+        ring_attention(*own(groups[0]), group=groups[0])
+
+
+def test_ranks_that_do_not_call_alike_are_told_apart():
+    def of_rank(group: Group) -> None:
+        ring_attention(*own(group), group=group, causal=group.rank == 2)
+
+    with pytest.raises(RankFailedError, match=r"rank \d called with .*, rank \d with ") as found:
+        run(of_rank, 3, timeout=20)
+    assert "causal=True" in str(found.value)
+
+
+def test_shards_of_different_lengths_are_told_apart():
+    def of_rank(group: Group) -> None:
+        q = np.zeros((1, 4 + 2 * group.rank, 2, 8))
+        ring_attention(q, q, q, group=group)
+
+    with pytest.raises(RankFailedError, match=r"\(1, 4, 2, 8\).*\(1, 6, 2, 8\)|\(1, 6, .*\(1, 4, "):
+        run(of_rank, 2, timeout=20)
+
+
+def test_a_context_tells_others_of_an_exception():
+    office = PostOffice(timeout=20)
+    groups = [Group(ThreadCommunicator(office, rank, 2)) for rank in range(2)]
+    with pytest.raises(KeyError), groups[0]:
+        raise KeyError("planted")
+    with pytest.raises(RankFailedError, match="rank 0 failed: KeyError"), groups[1] as group:
+        group.all_gather(np.zeros(1))
+
+
+class Event:
+    """Stands in for CUDA events: done when it is told to be."""
+
+    done = True
+
+
+class Stream:
+    """A stream whose transfers never end."""
+
+
+class Stuck:
+    done = False
+
+
+def test_a_transfer_that_does_not_end_is_aborted(monkeypatch):
+    """The thread that watches a GPU's transfers, without a GPU."""
+    marks = iter([Event(), Stuck()])
+    aborted = threading.Event()
+    failures = SharedFailures()
+    monkeypatch.setattr("cupyattn.distributed.watch._mark", lambda stream: next(marks))
+    monkeypatch.setattr("cupyattn.distributed.watch.current_device", lambda: None)
+    watch = Watch(0, 0.2, failures, aborted.set)
+    with watch.over(Stream(), 1, "rank 1 to send"):
+        pass
+    assert aborted.wait(10)
+    failure = failures.first()
+    assert failure is not None
+    assert failure.rank == 1
+    assert "rank 0 waited 0.2 s for rank 1 to send" in str(failure)
+    watch.stop()
+
+
+def test_a_transfer_that_has_not_begun_may_wait(monkeypatch):
+    """Its time counts from when the kernels before it are done."""
+    begun = Stuck()
+    marks = iter([begun, Stuck()])
+    aborted = threading.Event()
+    monkeypatch.setattr("cupyattn.distributed.watch._mark", lambda stream: next(marks))
+    monkeypatch.setattr("cupyattn.distributed.watch.current_device", lambda: None)
+    watch = Watch(0, 0.2, SharedFailures(), aborted.set)
+    with watch.over(Stream(), 1, "rank 1"):
+        pass
+    assert not aborted.wait(0.6)
+    begun.done = True
+    assert aborted.wait(10)
+    watch.stop()
+
+
+def test_processes_leave_notes(tmp_path):
+    ranks = [FolderFailures(tmp_path, rank, 3) for rank in range(3)]
+    assert all(rank.first() is None for rank in ranks)
+    ranks[2].post(2, "rank 2 failed: ValueError: planted")
+    ranks[0].post(0, "rank 0 failed: a consequence")
+    for rank in ranks:
+        failure = rank.first()
+        assert failure is not None
+        assert (failure.rank, str(failure)) == (2, "rank 2 failed: ValueError: planted")
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["asked for its exit code", "not asked"])
+def test_a_process_that_is_gone_has_failed(tmp_path, asked):
+    """Killed, it leaves no note; one that has left in order has not failed."""
+    if not asked and not sys.platform.startswith("linux"):
+        pytest.skip("who has ended unasked is seen on Linux")
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from cupyattn.distributed.failures import FolderFailures\n"
+        "failures = FolderFailures(Path(sys.argv[1]), int(sys.argv[2]), 3)\n"
+        "if sys.argv[2] == '2': failures.leave()\n"
+    )
+    here = FolderFailures(tmp_path, 0, 3)
+    call = [sys.executable, "-c", program, str(tmp_path)]
+    subprocess.run([*call, "2"], check=True)
+    assert here.first() is None
+    with subprocess.Popen([*call, "1"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.read()  # until it ends
+        if asked:
+            assert process.wait() == 0
+        until = time.monotonic() + 10
+        while (failure := here.first()) is None and time.monotonic() < until:
+            time.sleep(0.01)
+    assert failure is not None
+    assert failure.rank == 1
+    assert "its process is gone" in str(failure)
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}, (2, 4)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2", "RANK": "7", "WORLD_SIZE": "8"}, (0, 2)),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, (1, 2)),
+    ],
+)
+def test_launchers_say_who_is_who(environment, found):
+    assert rank_and_size(environment) == found
+
+
+def test_without_a_launcher_it_is_said():
+    with pytest.raises(RuntimeError, match="mpiexec -n 2"):
+        rank_and_size({})
+
+
+def test_an_id_that_never_comes(tmp_path):
+    with pytest.raises(TimeoutError, match=r"rank 1 waited 0\.1 s for rank 0"):
+        shared_id(tmp_path, 1, 0.1)
+    (tmp_path / "id").write_bytes(bytes(128))
+    assert shared_id(tmp_path, 1, 0.1) == bytes(128)
+
+
+def test_an_id_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="128 bytes"):
+        nccl_group(0, 1, b"short")
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        nccl_group(2, 2, bytes(128))
+
+
+@pytest.mark.skipif(not hasattr(os, "getpgid"), reason="process ids are POSIX's")
+def test_no_thread_of_a_failed_run_stays():
+    def of_rank(group: Group) -> None:
+        if group.rank == 0:
+            raise ValueError("planted")
+        group.all_gather(np.zeros(1))
+
+    with pytest.raises(RankFailedError):
+        run(of_rank, 3, timeout=20)
+    assert not [t for t in threading.enumerate() if t.name.startswith("cupyattn-")]

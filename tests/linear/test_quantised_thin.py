@@ -1,0 +1,229 @@
+"""Few rows and a quantised weight, within the derived bounds of float64 with the exact weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+from support.cards import without_tensor_cores
+from support.devices import KERNELS
+from support.linear_problems import LinearCase, forward_ratio, put
+from support.quantised_weights import of_usual_size
+from support.search import deep, examples, wider
+
+import cupyattn
+from cupyattn import QuantizedWeight, reference
+from cupyattn.arrays import adopt
+from cupyattn.functional.linear.weights import weight_arrays
+from cupyattn.kernels.configs.linear import quantised_thin, quantised_thin_float32
+from cupyattn.ops.card import Card
+from cupyattn.ops.linear.checks import forward_problem
+from cupyattn.ops.linear.choice import launches_for
+from cupyattn.quantized_weight import FORMATS
+from cupyattn.reference import error_ratio
+
+pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
+
+# A span of codes has several blocks, one, or is a part of one.
+OTHER_BLOCKS = (
+    ("nf4", 32), ("nf4", 128), ("nf4", 512), ("int4", 32), ("int4", 64), ("int8", 32), ("int8", 64),
+    ("int8", 256),
+)  # fmt: skip
+ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64)
+# One activation for each kernel: every other one would be a kernel to compile.
+ACTIVATIONS = {1: "swiglu", 2: "gelu", 4: "relu", 8: "geglu", 16: "silu", 64: "gelu_tanh"}
+
+
+def case(
+    rows: int, outer: int, inner: int, weights: str, activation: str | None = None, **options: Any
+) -> LinearCase:
+    dtype = options.pop("dtype", "float16")
+    return LinearCase((rows,), inner, outer, dtype, activation, weights=weights, **options)
+
+
+def steps_of(problem: LinearCase, card: Card) -> tuple[str, ...]:
+    """The kernels of a call."""
+    x, w, b = problem.inputs()
+    arrays, form = weight_arrays(w)
+    described = forward_problem(adopt({"x": x, **arrays, "b": b}), problem.activation, False, form)
+    steps = launches_for("forward", described, card).steps
+    return tuple(step.specialisation.spec.entry for step in steps)
+
+
+def require_right(problem: LinearCase) -> None:
+    assert forward_ratio(problem)[0] <= 1
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("rows", [1, 5, *deep(*(rows for rows in ROWS if rows not in (1, 5)))])
+def test_every_format(rows, weights):
+    """Several turns of K, the last ends within a span; a tail of N; all that may follow."""
+    inner = 2048 + (256 if weights == "q4_k" else FORMATS[weights].block_size or 32)
+    activation = next(kind for limit, kind in ACTIVATIONS.items() if rows <= limit)
+    problem = case(rows, 37, inner, weights, activation, residual=True)
+    assert steps_of(problem, Card(75, 2))[0] == "linear_quantised_thin"
+    require_right(problem)
+
+
+@pytest.mark.parametrize(("weights", "block_size"), OTHER_BLOCKS)
+@pytest.mark.parametrize("rows", [2, *deep(1, 6, 20)])
+def test_blocks_of_every_size(rows, weights, block_size):
+    require_right(
+        case(rows, 40, -(-576 // block_size) * block_size, weights, block_size=block_size)
+    )
+
+
+@pytest.mark.parametrize("weights", ["nf4", "int4", "int8", "q4_1"])
+@pytest.mark.parametrize("rows", [1, *deep(3, 16)])
+def test_a_short_sum(rows, weights):
+    """One block of 32; and SmolLM2's 576, which is no multiple of 128."""
+    require_right(case(rows, 1, 32, weights, block_size=32))
+    block_size = {"nf4": 64, "int4": 64, "int8": 576, "q4_1": 32}[weights]
+    require_right(case(rows, 70, 576, weights, "gelu", block_size=block_size, residual=True))
+
+
+@examples(12)
+@given(st.data())
+def test_drawn_problems(data):
+    weights = data.draw(st.sampled_from([*FORMATS]))
+    unit = 256 if weights == "q4_k" else 32
+    problem = case(
+        data.draw(st.sampled_from(wider((1, 4, 7), ROWS))),
+        data.draw(st.integers(1, 90)),
+        unit * data.draw(st.sampled_from((1, 2, 3, 4, 5, 9))),
+        weights,
+        view=data.draw(st.sampled_from(("contiguous", "padded", "odd"))),
+        biased=data.draw(st.booleans()),
+        residual=data.draw(st.booleans()),
+        block_size=None if weights == "q4_k" else data.draw(st.sampled_from((None, 32))),
+        seed=data.draw(st.integers(0, 9)),
+    )
+    require_right(problem)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [case(3, 24, 16_448, "nf4", "gelu"), *deep(case(1, 5, 65_536 + 4096, "int8", "swiglu"))],
+    ids=str,
+)
+def test_a_long_k_is_split_and_its_parts_are_added_in_a_fixed_order(problem):
+    """There are two multiprocessors without a GPU: few columns leave one of them idle."""
+    card = Card.of(KERNELS.device)
+    assert steps_of(problem, card) == ("linear_quantised_thin", "linear_thin_merge")
+    require_right(problem)
+    arrays = tuple(map(put, problem.inputs()))
+    first, second = (
+        KERNELS.get(cupyattn.linear(*arrays, activation=problem.activation)) for _ in range(2)
+    )
+    assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(2, "float32"), *deep((1, "bfloat16"), (9, "float32"))]
+)
+def test_float32_arithmetic(rows, dtype, weights):
+    """Two runs of K, of which the second has a tail."""
+    inner = 1024 + (256 if weights == "q4_k" else FORMATS[weights].block_size or 96)
+    problem = case(rows, 37, inner, weights, "swiglu", dtype=dtype, residual=True, view="padded")
+    assert steps_of(problem, Card(75, 2)) == ("linear_quantised_thin_f32",)
+    require_right(problem)
+
+
+@pytest.mark.parametrize(("weights", "block_size"), [OTHER_BLOCKS[0], *deep(*OTHER_BLOCKS[1:])])
+@pytest.mark.parametrize("view", ["odd", *deep("contiguous")])
+def test_float16_without_tensor_cores(view, weights, block_size):
+    inner = -(-576 // block_size) * block_size
+    problem = case(1, 35, inner, weights, "gelu", view=view, block_size=block_size)
+    assert steps_of(problem, Card(75, 2, tensor_cores=False)) == ("linear_quantised_thin_f32",)
+    with without_tensor_cores():
+        require_right(problem)
+
+
+def test_more_rows_go_to_other_kernels():
+    def first(rows: int, dtype: str) -> str:
+        return steps_of(case(rows, 40, 64, "nf4", dtype=dtype), Card(75, 40))[0]
+
+    for dtype, table in (("float16", quantised_thin), ("float32", quantised_thin_float32)):
+        assert "thin" in first(table.MAX_ROWS, dtype)
+        assert "thin" not in first(table.MAX_ROWS + 1, dtype)
+
+
+def product(x: np.ndarray, w: QuantizedWeight) -> np.ndarray:
+    return KERNELS.get(cupyattn.linear(put(x), put(w)))
+
+
+def ratio_of(x: np.ndarray, w: QuantizedWeight) -> float:
+    """The error of their product over its bound."""
+    exact = reference.linear(x.astype(np.float64), w)[0]
+    return error_ratio(product(x, w), exact, reference.linear_bound(x, w, dtype=x.dtype.name)[0])
+
+
+def usual(weights: str, outer: int, inner: int) -> QuantizedWeight:
+    return of_usual_size(weights, outer, inner, FORMATS[weights].block_size or inner)
+
+
+def normal(rows: int, inner: int, dtype: str = "float16") -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((rows, inner)).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
+@pytest.mark.parametrize("weights", ["nf4", "int4", *deep("int8", "q4_1", "q4_k")])
+def test_slices_of_rows(weights, dtype):
+    """A slice starts at any row; those around it stay out, whatever they hold."""
+    rows = usual(weights, 60, 768).T
+    place = rows.scales if rows.super_scales is None else rows.super_scales
+    place[12], place[50] = np.nan, np.nan
+    assert 0 < ratio_of(normal(3, 768, dtype), rows[13:50].T) <= 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
+@pytest.mark.parametrize("weights", ["nf4", "q4_1", *deep("int4", "int8", "q4_k")])
+def test_what_is_no_number_stays_in_its_row_and_column(weights, dtype):
+    x, w = normal(3, 768, dtype), usual(weights, 40, 768)
+    clean = product(x, w)
+    place = w.scales if w.super_scales is None else w.super_scales
+    place[33, -1], x[2, 7] = np.nan, np.nan
+    found = product(x, w)
+    assert np.isnan(found[2]).all() and np.isnan(found[:, 33]).all()
+    assert_array_equal(np.delete(found[:2], 33, 1), np.delete(clean[:2], 33, 1))
+
+
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
+@pytest.mark.parametrize("scale", [1e-7, 6e4])
+@pytest.mark.parametrize("weights", ["nf4", "int8", *deep("int4", "q4_1")])
+def test_scales_of_all_sizes(weights, scale, dtype):
+    """Weights that are no float16: those of float32 scales may be beyond it on both sides."""
+    x, w = normal(3, 256, dtype), usual(weights, 40, 256)
+    first = w.scales[..., 0] if w.scales.ndim == 3 else w.scales
+    first[...] = scale
+    x *= x.dtype.type(2.0**-12 if scale > 1 else 1)
+    if weights == "int8":
+        x /= x.dtype.type(128)
+    assert ratio_of(x, w) <= 1
+
+
+@pytest.mark.parametrize("rows", [1, *deep(6)])
+def test_blocks_of_zeros_are_zeros(rows):
+    """Codes that are the zero point: what is added up twice cancels to the last bit or nearly."""
+    for weights, zero in (("int4", 7), ("q4_1", 3)):
+        w = usual(weights, 24, 512)
+        w.codes[...] = zero * 17
+        w.scales[..., 0] = 2.0
+        w.scales[..., 1] = zero if weights == "int4" else -2 * zero
+        assert (np.abs(product(normal(rows, 512), w)) <= 1e-2).all()
+        assert ratio_of(normal(rows, 512), w) <= 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_the_least_and_the_largest_codes(dtype):
+    for weights in ("int8", "nf4"):
+        w = usual(weights, 16, 128)
+        w.scales[...] = 1 / 128
+        least, largest = (-128, 127) if weights == "int8" else (0, 255)
+        w.codes[::2], w.codes[1::2] = least, largest
+        assert ratio_of(np.ones((1, 128), dtype), w) <= 1

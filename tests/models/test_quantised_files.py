@@ -1,0 +1,261 @@
+"""Files that are quantised, and files that are quantised as they are read."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+from support import packings
+from support.packings import AWQ, BNB, GPTQ
+
+pytest.importorskip("safetensors")
+gguf = pytest.importorskip("gguf")
+
+from models.test_quantised import CONFIGS, KINDS, dequantised  # noqa: E402
+from safetensors.numpy import load_file, save_file  # noqa: E402
+from support.gguf_files import tensors_of as gguf_tensors  # noqa: E402
+from support.gguf_files import write_gguf  # noqa: E402
+from support.model_folders import tensors_of, write_folder  # noqa: E402
+
+import cupyattn  # noqa: E402
+from cupyattn import QuantizedWeight, models  # noqa: E402
+from cupyattn.models import Config, Model  # noqa: E402
+from cupyattn.models.checkpoints import copying  # noqa: E402
+from cupyattn.models.weights import PRODUCTS, named_arrays, named_parts  # noqa: E402
+
+TYPE = gguf.GGMLQuantizationType
+PACKERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "bitsandbytes": (lambda *given: packings.bitsandbytes(*given, nested=False), BNB),
+    "nested": (lambda *given: packings.bitsandbytes(*given, nested=True), BNB),
+    "blocks of 32": (
+        lambda *given: packings.bitsandbytes(*given, nested=True, block_size=32),
+        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    ),
+    "gptq": (packings.gptq, GPTQ),
+    "gptq_v2": (
+        lambda *given: packings.gptq(*given, less_one=False),
+        {**GPTQ, "checkpoint_format": "gptq_v2"},
+    ),
+    "gptq of one group": (
+        lambda *given: packings.gptq(*given, group=None), {**GPTQ, "group_size": -1},
+    ),
+    "awq": (packings.awq, AWQ),
+    "awq of one group": (
+        lambda *given: packings.awq(*given, group=None), {**AWQ, "group_size": -1},
+    ),
+}  # fmt: skip
+BLOCKS = {"bitsandbytes": 64, "nested": 64, "awq of one group": 64, "gptq of one group": 64}
+# Whose rows are whole blocks of 64 everywhere.
+CONFIG = CONFIGS["llama"]._replace(intermediate_size=128)
+
+
+def is_layer(name: str) -> bool:
+    return "layers." in name and name.endswith("proj.weight")
+
+
+def packed_folder(
+    folder: Path, how: str, config: Config = CONFIG, **changed: Any
+) -> tuple[Path, dict[str, np.ndarray]]:
+    """A Llama whose layers are packed, and the tensors of the same in floats."""
+    pack, quantization = PACKERS[how]
+    rng = np.random.default_rng(7)
+    plain = tensors_of(models.random(config, dtype="float32", xp=np, seed=2))
+    stored = {}
+    for name in list(plain):
+        if is_layer(name):
+            parts, plain[name] = pack(rng, *plain[name].shape)
+            module = name.removesuffix("weight")
+            stored |= {module + part: array for part, array in parts.items()}
+        else:
+            stored[name] = plain[name]
+    return write_folder(folder, config, stored, {**quantization, **changed}), plain
+
+
+def assert_same(model: Model, expected: Model) -> None:
+    """Each array and each quantised weight stands for the same numbers."""
+    parts = zip(named_parts(model.weights), named_parts(expected.weights), strict=True)
+    for (name, part), (_, wanted) in parts:
+        numbers = cupyattn.dequantize(part) if isinstance(part, QuantizedWeight) else part
+        assert_array_equal(numbers, wanted, err_msg=name)
+
+
+@pytest.mark.parametrize("how", PACKERS)
+def test_packed_weights_are_what_they_stand_for(tmp_path, how):
+    """Kept, and as floats; in pieces as well."""
+    folder, plain = packed_folder(tmp_path / "packed", how)
+    expected = models.load(write_folder(tmp_path / "plain", CONFIG, plain), dtype="float32", xp=np)
+    kept = models.load(folder, dtype="float32", xp=np, quantize="file")
+    assert_same(kept, expected)
+    assert_same(models.load(folder, dtype="float32", xp=np), expected)
+    for layer in kept.weights.layers:
+        blocks = {getattr(layer, name).weight.blocks for name in PRODUCTS}
+        kind = "nf4" if "4bit" in str(PACKERS[how][1]) else "int4"
+        assert {each.format for each in blocks} == {kind}
+        assert {each.block_size for each in blocks} <= {BLOCKS.get(how, 32), 128}
+    ids = [[1, 2, 3, 4]]
+    np.testing.assert_allclose(kept.logits(ids), expected.logits(ids), atol=1e-5)
+    assert kept.generate([[1, 2]], max_new_tokens=4) == expected.generate(
+        [[1, 2]], max_new_tokens=4
+    )
+
+
+@pytest.mark.parametrize("how", PACKERS)
+@pytest.mark.parametrize("at_once", [1, 640, 3000])
+def test_packed_weights_are_read_in_pieces_of_any_size(tmp_path, monkeypatch, how, at_once):
+    folder, _ = packed_folder(tmp_path, how)
+    for quantize in (None, "file"):
+        whole = models.load(folder, dtype="float32", xp=np, quantize=quantize)
+        monkeypatch.setattr(copying, "_AT_ONCE", at_once)
+        pieces = models.load(folder, dtype="float32", xp=np, quantize=quantize)
+        monkeypatch.undo()
+        arrays = zip(named_arrays(pieces.weights), named_arrays(whole.weights), strict=True)
+        for (name, array), (_, wanted) in arrays:
+            assert_array_equal(array, wanted, err_msg=name)
+
+
+def test_packed_weights_of_gpt2_are_turned_already(tmp_path):
+    """Floats of it are (K, N) in files, and what bitsandbytes has quantised is (N, K)."""
+    config, rng = CONFIGS["gpt2"]._replace(intermediate_size=128), np.random.default_rng(7)
+    plain = tensors_of(models.random(config, dtype="float32", xp=np, seed=2))
+    name = "transformer.h.1.mlp.c_proj"
+    parts, weights = packings.bitsandbytes(rng, 64, 128, nested=True)
+    stored = {key: array for key, array in plain.items() if key != f"{name}.weight"}
+    stored |= {f"{name}.{part}": array for part, array in parts.items()}
+    model = models.load(
+        write_folder(tmp_path, config, stored, BNB), dtype="float32", xp=np, quantize="file"
+    )
+    first, second = model.weights.layers
+    assert_array_equal(cupyattn.dequantize(second.down.weight), weights)
+    assert_array_equal(first.down.weight, plain[name.replace("1", "0") + ".weight"].T)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "phi"])
+def test_floats_are_quantised_as_they_are_read(tmp_path, monkeypatch, name, kind):
+    """The codes of the weights as a whole; gpt2 has them (K, N) in its files."""
+    config = CONFIGS[name]
+    plain = models.random(config, dtype="float32", xp=np, seed=2)
+    folder = write_folder(tmp_path, config, tensors_of(plain))
+    monkeypatch.setattr(copying, "_AT_ONCE", 1000)
+    loaded = models.load(folder, dtype="float32", xp=np, quantize=kind)
+    assert loaded.config.architecture == name
+    wanted = dict(named_parts(plain.weights))
+    for part_name, part in named_parts(loaded.weights):
+        if not isinstance(part, QuantizedWeight):
+            assert_array_equal(part, wanted[part_name])
+            continue
+        made = cupyattn.quantize(wanted[part_name].T, format=kind, block_size=part.block_size).T
+        for own, array in part.arrays.items():
+            assert_array_equal(array, made.arrays[own], err_msg=f"{part_name}.{own}")
+
+
+def test_what_is_packed_is_quantised_anew(tmp_path):
+    """To another format, or another block; in the same blocks it is kept."""
+    folder, _ = packed_folder(tmp_path, "nested")
+    plain = models.load(folder, dtype="float32", xp=np).weights.layers[0].down.weight
+    kept = models.load(folder, xp=np, quantize="file").weights.layers[0].down.weight
+    same = models.load(folder, xp=np, quantize="nf4").weights.layers[0].down.weight
+    assert_array_equal(same.codes, kept.codes)
+    other = models.load(folder, xp=np, quantize="int8").weights.layers[0].down.weight
+    assert_array_equal(other.codes, cupyattn.quantize(plain.T, format="int8").codes)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("name", ["llama", "phi", "gpt2", "qwen2"])
+def test_gguf_keeps_its_blocks(tmp_path, name, kind):
+    """Of Llama q and k lie in the order of pairs there."""
+    architecture = {"phi": "phi2"}.get(name, name)
+    model = models.random(CONFIGS[name], dtype="float32", xp=np, seed=3)
+    path = write_gguf(tmp_path / "m.gguf", model, architecture, quantised=TYPE[kind])
+    plain = models.load(path, dtype="float32", xp=np)
+    kept = models.load(path, dtype="float32", xp=np, quantize="file")
+    assert_same(kept, plain)
+    form = {"Q4_0": "int4", "Q4_1": "q4_1", "Q8_0": "int8"}[kind]
+    for layer in kept.weights.layers:
+        assert {getattr(layer, product).weight.blocks for product in PRODUCTS} == {(form, 32)}
+    np.testing.assert_allclose(kept.logits([[1, 2, 3]]), plain.logits([[1, 2, 3]]), atol=1e-5)
+
+
+def test_gguf_keeps_super_blocks_and_what_differs_is_in_dtype(tmp_path):
+    """As in files of Q4_K_M: down is Q6_K, and v, which is in one product with q and k."""
+    config = CONFIGS["llama"]._replace(hidden_size=256, intermediate_size=256, head_dim=64)
+    model = models.random(config, dtype="float32", xp=np)
+    rng = np.random.default_rng(3)
+    tensors = gguf_tensors(model, "llama")
+    packed, expected = {}, {}
+    for name, array in tensors.items():
+        if not name.startswith("blk") or array.ndim != 2:
+            continue
+        blocks = rng.integers(0, 256, (len(array), array.shape[1] // 256, 144), np.uint8)
+        blocks[..., :4] = (
+            rng.uniform(1e-4, 1e-3, (*blocks.shape[:2], 2)).astype(np.float16).view(np.uint8)
+        )
+        packed[name] = blocks.reshape(len(array), -1)
+        expected[name] = gguf.quants.dequantize(packed[name], TYPE.Q4_K)
+    path = write_gguf(tmp_path / "m.gguf", model, "llama", packed=packed, packed_as=TYPE.Q4_K)
+    kept = models.load(path, dtype="float32", xp=np, quantize="file")
+    for layer in kept.weights.layers:
+        assert {getattr(layer, name).weight.blocks for name in PRODUCTS} == {("q4_k", 32)}
+    found = gguf_tensors(dequantised(kept), "llama")
+    for name, array in expected.items():
+        assert_array_equal(found[name], array, err_msg=name)
+    # v and down as floats: their products are floats, too.
+    del packed["blk.0.attn_v.weight"], packed["blk.1.ffn_down.weight"]
+    path = write_gguf(tmp_path / "n.gguf", model, "llama", packed=packed, packed_as=TYPE.Q4_K)
+    first, second = models.load(path, dtype="float32", xp=np, quantize="file").weights.layers
+    assert isinstance(first.qkv.weight, np.ndarray)
+    assert isinstance(second.down.weight, np.ndarray)
+    assert isinstance(second.qkv.weight, QuantizedWeight)
+    assert_array_equal(first.qkv.weight[-2 * 64 :], model.weights.layers[0].qkv.weight[-2 * 64 :])
+
+
+def test_biases_of_zeros_are_passed_over(tmp_path):
+    """Older files of GPTQ have them beside every weight; others are unknown tensors."""
+    folder, _ = packed_folder(tmp_path, "gptq")
+    file = folder / "model.safetensors"
+    name = "model.layers.1.mlp.down_proj.bias"
+    zeros = np.zeros(64, np.float16)
+    save_file({**load_file(file), name: zeros}, file)
+    assert models.load(folder, xp=np, quantize="file").weights.layers[1].down.bias is None
+    zeros[-1] = 1
+    save_file({**load_file(file), name: zeros}, file)
+    with pytest.raises(ValueError, match=f"unknown: {name}"):
+        models.load(folder, xp=np, quantize="file")
+
+
+def test_blocks_of_the_embedding_alone_are_not_kept(tmp_path):
+    model = models.random(CONFIG, dtype="float32", xp=np)
+    name = "token_embd.weight"
+    packed = {name: gguf.quants.quantize(gguf_tensors(model, "llama")[name], TYPE.Q8_0)}
+    path = write_gguf(tmp_path / "m.gguf", model, "llama", packed=packed, packed_as=TYPE.Q8_0)
+    with pytest.raises(ValueError, match="no weights of layers in blocks"):
+        models.load(path, xp=np, quantize="file")
+
+
+def test_a_file_of_floats_has_no_blocks_to_keep(tmp_path):
+    model = models.random(CONFIG, dtype="float32", xp=np)
+    folder = write_folder(tmp_path, CONFIG, tensors_of(model))
+    with pytest.raises(ValueError, match=r"no weights of layers in blocks .*leave quantize out"):
+        models.load(folder, xp=np, quantize="file")
+    with pytest.raises(ValueError, match="'int8', 'file'"):
+        models.load(folder, xp=np, quantize="int2")
+
+
+def test_quantising_takes_the_memory_of_the_quantised_model(tmp_path, monkeypatch):
+    """Beside it there are pieces of a tensor, never a tensor of floats."""
+    config = CONFIGS["llama"]._replace(vocab_size=20, hidden_size=128, intermediate_size=8192)
+    plain = models.random(config, dtype="float32", xp=np)
+    folder = write_folder(tmp_path, config, tensors_of(plain))
+    monkeypatch.setattr(copying, "_AT_ONCE", 1 << 14)
+    del plain
+    tracemalloc.start()
+    try:
+        loaded = models.load(folder, dtype="float32", xp=np, quantize="nf4")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.3 * loaded.nbytes

@@ -1,0 +1,198 @@
+"""Quantised files that are not read, and damaged ones: by the file, what is wrong, what is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.packings import AWQ, BNB, GPTQ
+
+pytest.importorskip("safetensors")
+pytest.importorskip("gguf")
+
+from models.test_quantised_files import CONFIG, packed_folder
+from safetensors.numpy import load_file, save_file
+
+from cupyattn import models
+
+DOWN = "model.layers.1.mlp.down_proj"
+
+METHODS: dict[str, tuple[dict[str, Any], str]] = {
+    "eight bits of bitsandbytes": (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True}, r"LLM\.int8\(\)",
+    ),
+    "its fp4": ({**BNB, "bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type is 'fp4'"),
+    "its storage": ({**BNB, "bnb_4bit_quant_storage": "bfloat16"}, "storage is 'bfloat16'"),
+    "three bits": ({**GPTQ, "bits": 3}, "bits is 3"),
+    "eight bits": ({**AWQ, "bits": 8}, "bits is 8"),
+    "small groups": ({**GPTQ, "group_size": 16}, "group_size is 16"),
+    "groups that are no power of two": ({**GPTQ, "group_size": 96}, "group_size is 96"),
+    "marlin": ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+    "gemv": ({**AWQ, "version": "gemv"}, "version is 'gemv'"),
+    "no zero points": ({**AWQ, "zero_point": False}, "zero_point is False"),
+    "hqq": ({"quant_method": "hqq"}, "quant_method is 'hqq'"),
+    "a method that is no word": ({"quant_method": ["awq"]}, "quant_method is"),
+    "no method": ({"bits": 4}, "quant_method is None"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("quantize", [None, "file", "nf4"])
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_without_code(tmp_path, name, quantize):
+    quantization, message = METHODS[name]
+    folder, _ = packed_folder(tmp_path, "gptq")
+    path = folder / "config.json"
+    given = {**json.loads(path.read_text()), "quantization_config": quantization}
+    path.write_text(json.dumps(given))
+    with pytest.raises(NotImplementedError, match=message) as refused:
+        models.load(folder, xp=np, quantize=quantize)
+    assert "quantization_config" in str(refused.value)
+    assert "NF4" in str(refused.value)
+
+
+Change = Callable[[dict[str, np.ndarray]], object]
+
+
+def state(tensors: dict[str, np.ndarray], **changed: Any) -> None:
+    name = f"{DOWN}.weight.quant_state.bitsandbytes__nf4"
+    given = {**json.loads(tensors[name].tobytes()), **changed}
+    tensors[name] = np.frombuffer(json.dumps(given).encode(), np.uint8)
+
+
+def replaced(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Change:
+    def make(tensors: dict[str, np.ndarray]) -> None:
+        tensors[f"{DOWN}.{name}"] = change(tensors[f"{DOWN}.{name}"])
+
+    return make
+
+
+def without(name: str) -> Change:
+    return lambda tensors: tensors.pop(f"{DOWN}.{name}")
+
+
+def scattered(order: np.ndarray) -> np.ndarray:
+    return np.roll(order, 1)
+
+
+DAMAGED: dict[str, tuple[str, Change, type[Exception], str]] = {
+    "no codes": ("nested", without("weight"), ValueError, f"there is no {DOWN}.weight"),
+    "no absmax": ("nested", without("weight.absmax"), ValueError, "it has no absmax"),
+    "no table": (
+        "nested", without("weight.nested_quant_map"), ValueError, "it has no nested_quant_map",
+    ),
+    "no codebook": ("nested", without("weight.quant_map"), ValueError, "it has no quant_map"),
+    "another codebook": (
+        "nested", replaced("weight.quant_map", lambda a: a * np.float32(0.5)), NotImplementedError,
+        "a quant_map",
+    ),
+    "floats where codes are": (
+        "nested", replaced("weight", lambda a: a.astype(np.float16)), ValueError, "of F16, not U8",
+    ),
+    "codes cut short": (
+        "nested", replaced("weight", lambda a: a[:-1]), ValueError, r"it is \(4095, 1\)",
+    ),
+    "absmax cut short": (
+        "bitsandbytes", replaced("weight.absmax", lambda a: a[:-1]), ValueError, r"it is \(127,\)",
+    ),
+    "a state that is no JSON": (
+        "nested",
+        replaced("weight.quant_state.bitsandbytes__nf4", lambda a: a[1:]), ValueError, "no JSON",
+    ),
+    "a state that is a list": (
+        "nested",
+        replaced("weight.quant_state.bitsandbytes__nf4", lambda a: np.frombuffer(b"[]", np.uint8)),
+        ValueError, "no JSON object",
+    ),
+    "another type": (
+        "nested",
+        lambda tensors: tensors.update({
+            f"{DOWN}.weight.quant_state.bitsandbytes__fp4":
+                tensors.pop(f"{DOWN}.weight.quant_state.bitsandbytes__nf4")
+        }),
+        NotImplementedError, "the type fp4",
+    ),
+    "no shape": ("nested", lambda t: state(t, shape=None), ValueError, "a shape None"),
+    "another shape": (
+        "nested", lambda t: state(t, shape=[128, 64]), ValueError,
+        r"is \(128, 64\), not \(64, 128\)",
+    ),
+    "rows within blocks": (
+        "nested", lambda t: state(t, shape=[256, 32]), NotImplementedError, "rows of 32 weights",
+    ),
+    "no size of blocks": ("nested", lambda t: state(t, blocksize=0), ValueError, "blocksize is 0"),
+    "an offset that is none": (
+        "nested", lambda t: state(t, nested_offset="x"), ValueError, "nested_offset 'x'",
+    ),
+    "absmax that is not finite": (
+        "bitsandbytes", replaced("weight.absmax", lambda a: a * np.float32(np.inf)), ValueError,
+        "a scale holds inf",
+    ),
+    "groups that are scattered": (
+        "gptq", replaced("g_idx", scattered), NotImplementedError, "desc_act, act-order",
+    ),
+    "groups of another length": (
+        "gptq", replaced("g_idx", lambda a: a[:-1]), ValueError, r"it is \(127,\), not \(128,\)",
+    ),
+    "no zeros": ("gptq", without("qzeros"), ValueError, f"there is no {DOWN}.qzeros"),
+    "no scales": ("awq", without("scales"), ValueError, f"there is no {DOWN}.scales"),
+    "scales of other groups": (
+        "awq", replaced("scales", lambda a: a[:-1]), ValueError, r"it is \(3, 64\), not \(4, 64\)",
+    ),
+    "zeros of other columns": (
+        "awq", replaced("qzeros", lambda a: a[:, :-1]), ValueError, r"it is \(4, 7\), not \(4, 8\)",
+    ),
+    "integers of 16 bits": (
+        "awq", replaced("qweight", lambda a: a.astype(np.int16)), ValueError, "of I16, not I32",
+    ),
+    "columns of integers": (
+        "gptq", replaced("qweight", lambda a: a.reshape(-1)), NotImplementedError, "K = 0",
+    ),
+    "scales that float16 has not": (
+        "awq", replaced("scales", lambda a: a.astype(np.float32) * np.float32(1.0001)),
+        NotImplementedError, "scales that float16 has not",
+    ),
+    "scales that are not finite": (
+        "gptq", replaced("scales", lambda a: a * np.float16(np.nan)), ValueError, "holds nan",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_files_that_are_damaged_or_of_another_kind(tmp_path, name):
+    how, change, kind, message = DAMAGED[name]
+    folder, _ = packed_folder(tmp_path, how)
+    rewrite(folder, change)
+    with pytest.raises(kind, match=message) as refused:
+        models.load(folder, xp=np, quantize="file")
+    assert str(folder) in str(refused.value)
+
+
+def rewrite(folder: Path, change: Change) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, file)
+
+
+def test_integers_without_a_word_in_the_config(tmp_path):
+    """As of a config.json from before it was quantised."""
+    folder, _ = packed_folder(tmp_path, "gptq")
+    path = folder / "config.json"
+    given = json.loads(path.read_text())
+    del given["quantization_config"]
+    path.write_text(json.dumps(given))
+    with pytest.raises(ValueError, match=r"missing: .*q_proj.weight"):
+        models.load(folder, xp=np)
+
+
+def test_a_model_of_other_shapes(tmp_path):
+    folder, _ = packed_folder(tmp_path, "awq", CONFIG)
+    path = folder / "config.json"
+    given = {**json.loads(path.read_text()), "intermediate_size": 256}
+    path.write_text(json.dumps(given))
+    with pytest.raises(ValueError, match=r"is \(128, 64\), not \(256, 64\)"):
+        models.load(folder, xp=np, quantize="file")

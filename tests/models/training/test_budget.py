@@ -1,0 +1,103 @@
+"""The budget says what arrays there will be, and what would fit where they do not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.tiny_models import GPT2, LLAMA, PHI
+
+from cupyattn import models
+from cupyattn.models.loss import LOGITS_BYTES
+from cupyattn.models.training.adapted_product import AdaptedProduct
+from cupyattn.models.training.budget import Training, budget_of, require_room
+from cupyattn.models.training.full_weights import FullWeights
+from cupyattn.models.training.lora import LoraAdapters
+from cupyattn.models.training.lora_options import LoraOptions
+from cupyattn.models.training.memory import working_bytes
+from cupyattn.models.training.optimizer import AdamW, AdamWOptions
+
+PHI_2 = models.PRESETS["phi-2"]
+QLORA = Training(PHI_2, "float16", "nf4", LoraOptions(), "float32", 2048, 2)
+
+
+def lines(training):
+    return {line.what: line.size for line in budget_of(training).lines}
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA, PHI], ids=lambda config: config.architecture)
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("targets", ["all-linear", ".*(q_proj|c_attn|fc1)"])
+def test_adapters_are_as_large_as_it_says(config, quantize, targets):
+    config = config._replace(hidden_size=64, intermediate_size=96)
+    model = models.random(config, dtype="float16", quantize=quantize, xp=np)
+    lora = LoraOptions(rank=5, targets=targets)
+    adapters = LoraAdapters(model, **lora._asdict())
+    rounded = sum(
+        product.a.nbytes + product.b.nbytes
+        for layer in adapters.model.weights.layers
+        for product in layer
+        if isinstance(product, AdaptedProduct)
+    )
+    for state in ("float32", "8bit"):
+        optimizer = AdamW(adapters.arrays, AdamWOptions(state=state), np)
+        kept = {name: array.nbytes for name, array in optimizer.saved().items()}
+        found = lines(Training(config, "float16", quantize, lora, state, 64))
+        parameters = kept.pop("parameters")
+        assert found["weights"] == model.nbytes
+        assert found["adapters"] == parameters + rounded
+        assert found["gradients"] == parameters
+        assert found["optimizer"] == sum(kept.values())
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=lambda config: config.architecture)
+def test_all_weights(config):
+    model = models.random(config, dtype="float16", xp=np)
+    optimizer = AdamW(FullWeights(model).arrays, AdamWOptions(), np)
+    found = lines(Training(config, "float16", None, None, "float32", 64))
+    kept = optimizer.saved()
+    assert found["weights in float32"] == found["gradients"] == kept["parameters"].nbytes
+    assert found["optimizer"] == kept["m"].nbytes + kept["v"].nbytes
+
+
+def test_the_rest_is_the_working_set():
+    found = lines(QLORA)
+    work = working_bytes(PHI_2, 2048, samples=2)
+    assert found["inputs of all layers"] == 33 * 2048 * 2560 * 2
+    assert found["inputs of all layers"] + found["working set"] == work
+
+
+def test_the_goals_of_phi_2():
+    """Below 4.5 GB with 2 x 1,024 tokens, and below 6 GB with 4 x 2,048."""
+    assert budget_of(QLORA).needed < 4.5e9
+    assert budget_of(QLORA._replace(batch_tokens=8192, samples=4)).needed < 6e9
+
+
+@pytest.mark.parametrize(
+    ("training", "free", "would"),
+    [
+        (QLORA._replace(batch_tokens=8192), 4.5e9, "with --batch-tokens 4096 --accumulate 2 it"),
+        (QLORA._replace(quantize=None), 5e9, "with --quantize nf4 it fits"),
+        (QLORA._replace(batch_tokens=128), None, "with --optimizer-state 8bit it fits"),
+        (QLORA._replace(quantize=None, lora=None), 20e9, r"with adapters \(without --full\) it"),
+        (QLORA._replace(quantize=None, lora=None), 4e9,
+         r"with adapters \(without --full\) and --quantize nf4 it fits"),
+        (QLORA, 1e9, "take a smaller model, or a larger card"),
+    ],
+)  # fmt: skip
+def test_what_would_fit(training, free, would):
+    free = budget_of(training).needed - 1 if free is None else free
+    with pytest.raises(MemoryError, match=rf"needs .* GB, .* are free; {would}"):
+        require_room(training, int(free))
+
+
+def test_what_fits_is_passed():
+    budget = budget_of(QLORA)
+    assert require_room(QLORA, budget.needed) == budget
+    with pytest.raises(MemoryError):
+        require_room(QLORA, budget.needed - 1)
+    assert 0 < budget.logits <= LOGITS_BYTES and budget.logits % (2 * 51200) == 0
+
+
+def test_targets_are_checked_before_anything_is_loaded():
+    with pytest.raises(ValueError, match="name no module of this model"):
+        budget_of(QLORA._replace(lora=LoraOptions(targets=("c_attn",))))

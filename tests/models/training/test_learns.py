@@ -1,0 +1,72 @@
+"""A small model learns a small text, in float16 and with 8-bit states as in float32."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.byte_tokenizer import ByteTokenizer
+from support.tiny_models import LLAMA
+
+from cupyattn import models
+from cupyattn.models.training import (
+    AdamWOptions,
+    FullWeights,
+    LoraAdapters,
+    LossScale,
+    Packing,
+    Reader,
+    Schedule,
+    Trainer,
+)
+
+TEXT = (Path(__file__).parents[3] / "LICENSE").read_text(encoding="utf-8")
+CONFIG = LLAMA._replace(vocab_size=128, max_positions=128)
+STEPS = 40
+
+
+@cache
+def samples():
+    return tuple(Reader(ByteTokenizer(), None, 48).samples({"text": TEXT}, "LICENSE"))
+
+
+@cache
+def last_loss(dtype="float32", *, seed=0, state="float32", rank=None, quantize=None):
+    """The mean loss of the last steps, over other samples than any one step has."""
+    config = CONFIG._replace(intermediate_size=64)
+    model = models.random(config, dtype=dtype, quantize=quantize, xp=np, seed=1)
+    trained = FullWeights(model) if rank is None else LoraAdapters(model, rank=rank)
+    trainer = Trainer(
+        trained,
+        Packing(samples(), batch_tokens=192, seed=seed),
+        schedule=Schedule("cosine", 0.01 if rank is None else 0.02, STEPS, warmup=4),
+        optimizer=AdamWOptions(state=state),
+        loss_scale=LossScale() if dtype == "float16" else None,
+    )
+    steps = list(trainer)
+    assert not any(step.skipped for step in steps[10:])
+    assert steps[0].loss > 4
+    return float(np.mean([step.loss for step in steps[-6:]]))
+
+
+def noise(**options):
+    """How far other orders of the data lead apart."""
+    found = [last_loss(seed=seed, **options) for seed in range(3)]
+    return max(found) - min(found)
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float16"}, {"state": "8bit"}], ids=str)
+def test_all_weights(options):
+    exact = last_loss()
+    assert exact < 2.5
+    assert abs(last_loss(**options) - exact) < max(2 * noise(), 0.05)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("options", [{"dtype": "float16"}, {"quantize": "nf4"}], ids=str)
+def test_adapters(options):
+    exact = last_loss(rank=8)
+    assert exact < 4
+    assert abs(last_loss(rank=8, **options) - exact) < max(2 * noise(rank=8), 0.05)

@@ -1,0 +1,222 @@
+"""Adapters that PEFT wrote, with torch's gradients of them; and those that are written here."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.tiny_models import TINY
+from support.training import batch_of, converted, gradients_of, model_of
+
+from cupyattn import models
+from cupyattn.models.training import peft
+from cupyattn.models.training.batch import Batch
+from cupyattn.models.training.lora import LoraAdapters
+
+FOLDER = Path(__file__).parent / "adapters"
+CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
+NAMES = sorted(path.name for path in FOLDER.iterdir())
+PREFIX = "base_model.model."
+
+pytest.importorskip("safetensors")
+
+
+def expected_of(name):
+    with np.load(FOLDER / name / "expected.npz", allow_pickle=False) as file:
+        return dict(file)
+
+
+def packed(ids):
+    batch, length = ids.shape
+    labels = np.full_like(ids, -100)
+    labels[:, :-1] = ids[:, 1:]
+    positions = np.tile(np.arange(length, dtype=np.int32), batch)
+    bounds = np.arange(0, ids.size + 1, length, np.int32)
+    return Batch(ids.reshape(-1), labels.reshape(-1), positions, bounds, length)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_those_of_torch(name):
+    """Of every adapter; in transformers norms are float32 in a model of float64, too."""
+    expected = expected_of(name)
+    ids, losses = expected.pop("ids"), expected.pop("losses")
+    model = converted(models.load(CHECKPOINTS / name, dtype="float32", xp=np))
+    adapters = LoraAdapters.load(model, FOLDER / name, dropout=0.0)
+    for row, loss in zip(ids, losses, strict=True):
+        assert abs(adapters.model.loss(row[None]) - loss) < 1e-6
+    loss, gradients = gradients_of(adapters, packed(ids))
+    assert loss == pytest.approx(losses.mean(), abs=1e-6)
+    assert expected.keys() == {PREFIX + name for name in gradients}
+    for key, gradient in gradients.items():
+        wanted = expected[PREFIX + key]
+        assert np.abs(gradient - wanted).max() <= 1e-4 * np.abs(wanted).max(), key
+        assert np.abs(wanted).max() > 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_written_is_read(name, tmp_path):
+    model = models.load(CHECKPOINTS / name, dtype="float32", xp=np)
+    adapters = LoraAdapters.load(model, FOLDER / name)
+    adapters.save(tmp_path / "new" / "folder", base_model=name)
+    again = LoraAdapters.load(model, tmp_path / "new" / "folder")
+    assert again.options == adapters.options
+    assert again.arrays.keys() == adapters.arrays.keys()
+    for key, array in adapters.arrays.items():
+        np.testing.assert_array_equal(array, again.arrays[key])
+    ours, theirs = (
+        json.loads((folder / "adapter_config.json").read_text())
+        for folder in (tmp_path / "new" / "folder", FOLDER / name)
+    )
+    differing = {key for key, value in ours.items() if value != theirs[key]}
+    assert differing <= {"lora_dropout"}
+    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_all_linear_is_written_by_its_names(name, tmp_path):
+    adapters = LoraAdapters(model_of(TINY[name], "float32"), rank=2)
+    adapters.save(tmp_path)
+    targets = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    assert targets == {
+        "gpt2": ["c_attn", "c_fc", "c_proj"],
+        "phi": ["dense", "fc1", "fc2", "k_proj", "q_proj", "v_proj"],
+    }.get(name, ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"])
+    again = LoraAdapters.load(model_of(TINY[name], "float32"), tmp_path)
+    assert again.arrays.keys() == adapters.arrays.keys()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return shutil.copytree(FOLDER / "llama3", tmp_path / "adapters")
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return models.load(CHECKPOINTS / "llama3", dtype="float32", xp=np)
+
+
+def change(folder, **fields):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "message"),
+    [
+        ({"use_dora": True}, NotImplementedError, "use_dora is True"),
+        ({"bias": "all"}, NotImplementedError, "bias is 'all'"),
+        ({"modules_to_save": ["lm_head"]}, NotImplementedError, "modules_to_save is"),
+        ({"peft_type": "IA3"}, NotImplementedError, "peft_type is 'IA3'"),
+        ({"task_type": "SEQ_CLS"}, NotImplementedError, "task_type is 'SEQ_CLS'"),
+        ({"init_lora_weights": "pissa"}, NotImplementedError, "init_lora_weights is 'pissa'"),
+        ({"layers_to_transform": [0]}, NotImplementedError, "layers_to_transform is"),
+        ({"of_tomorrow": 3}, NotImplementedError, "of_tomorrow is 3"),
+        ({"lora_bias": True}, NotImplementedError, "lora_bias is True"),
+        ({"r": 0}, ValueError, "r is 0"),
+        ({"r": None}, ValueError, "it has no r"),
+        ({"lora_alpha": "8"}, ValueError, "lora_alpha is '8'"),
+        ({"lora_dropout": 1.5}, ValueError, "dropout = 1.5"),
+        ({"rank_pattern": {"q_proj": "2"}}, ValueError, "q_proj = '2'"),
+        ({"rank_pattern": {"q_proj": 3}}, ValueError, r"misshapen: .*q_proj.lora_A"),
+        ({"alpha_pattern": {"(": 2}}, ValueError, r"the pattern '\('"),
+        ({"target_modules": 3}, ValueError, "targets = 3"),
+        ({"target_modules": ["q_proj", "w_proj"]}, ValueError, "'w_proj' name no module"),
+        ({"target_modules": ["q_proj"]}, ValueError, r"unknown: .*down_proj.* and 5 more"),
+        ({"target_modules": "all-linear"}, ValueError, r"missing: .*k_proj.*"),
+    ],
+)  # fmt: skip
+def test_configs_that_are_refused(llama, folder, fields, kind, message):
+    change(folder, **fields)
+    with pytest.raises(kind, match=message):
+        LoraAdapters.load(llama, folder)
+
+
+def test_adapters_of_another_model(folder, llama):
+    other = models.random(llama.config._replace(hidden_size=24), dtype="float32", xp=np)
+    with pytest.raises(ValueError, match=r"do not fit the model; misshapen: .*\(2, 16\), not \(2"):
+        LoraAdapters.load(other, folder)
+    with pytest.raises(ValueError, match="'q_proj', 'v_proj' name no module"):
+        LoraAdapters.load(models.load(CHECKPOINTS / "gpt2", dtype="float32", xp=np), folder)
+    fewer = models.random(llama.config._replace(num_layers=1), dtype="float32", xp=np)
+    with pytest.raises(ValueError, match=r"unknown: model.layers.1"):
+        LoraAdapters.load(fewer, folder)
+
+
+def test_files_that_are_missing_or_damaged(folder, llama):
+    tensors = folder / "adapter_model.safetensors"
+    whole = tensors.read_bytes()
+    for cut in (0, 7, 300, len(whole) - 1):
+        tensors.write_bytes(whole[:cut])
+        with pytest.raises(ValueError, match="no safetensors"):
+            LoraAdapters.load(llama, folder)
+    nan = bytearray(whole)
+    nan[-2:] = b"\xff\x7f"
+    tensors.write_bytes(nan)
+    with pytest.raises(ValueError, match="is not finite"):
+        LoraAdapters.load(llama, folder)
+    tensors.unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no adapter_model.safetensors"):
+        LoraAdapters.load(llama, folder)
+    (folder / "adapter_config.json").write_text("{")
+    tensors.write_bytes(whole)
+    with pytest.raises(ValueError, match="no JSON"):
+        LoraAdapters.load(llama, folder)
+
+
+@pytest.mark.parametrize("fails", ["write", "fsync", "replace"])
+def test_a_full_disk_leaves_the_old_files(folder, llama, fails, monkeypatch):
+    adapters = LoraAdapters.load(llama, folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for array in adapters.arrays.values():
+        array += 1
+
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if fails == "write":
+        monkeypatch.setattr(peft, "store", full)
+    else:
+        monkeypatch.setattr(os, fails, full)
+    with pytest.raises(OSError, match="No space left") as raised:
+        adapters.save(folder)
+    assert "older adapters are as they were" in str(raised.value)
+    monkeypatch.undo()
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    adapters.save(folder)
+    again = LoraAdapters.load(llama, folder)
+    for key, array in adapters.arrays.items():
+        np.testing.assert_array_equal(array, again.arrays[key])
+
+
+def test_gradients_and_masters_are_float32(llama):
+    adapters = LoraAdapters(models.random(llama.config, dtype="float16", xp=np), rank=2)
+    _, gradients = gradients_of(adapters, batch_of(llama.config))
+    assert {array.dtype.name for array in (*gradients.values(), *adapters.arrays.values())} == {
+        "float32"
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_peft_reads_what_is_written(name, tmp_path):
+    theirs = pytest.importorskip("peft", reason="no peft: it read such files when its were made")
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    model = models.load(CHECKPOINTS / name, dtype="float32", xp=np)
+    adapters = LoraAdapters.load(model, FOLDER / name)
+    adapters.save(tmp_path)
+    ids = expected_of(name)["ids"]
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        CHECKPOINTS / name, dtype=torch.float32
+    )
+    with torch.no_grad():
+        adapted = theirs.PeftModel.from_pretrained(base, tmp_path)
+        expected = adapted(torch.from_numpy(ids).long()).logits.numpy()
+    np.testing.assert_allclose(adapters.model.logits(ids), expected, atol=2e-5)

@@ -1,0 +1,107 @@
+"""Adapters beside quantised weights, which gradients pass through and never reach."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.search import mostly_deep
+from support.tiny_models import TINY
+from support.training import (
+    adapters_of,
+    batch_of,
+    gradients_of,
+    model_of,
+    packed_loss,
+    require_gradients,
+)
+
+import cupyattn
+from cupyattn import dequantize, quantize
+from cupyattn.models import Product
+from cupyattn.models.training.full_weights import FullWeights
+from cupyattn.models.weights import rows_of
+
+CONFIGS = {
+    "llama": TINY["llama"]._replace(intermediate_size=64),
+    "gpt2": TINY["gpt2"],
+    "phi": TINY["phi"]._replace(intermediate_size=96),
+}
+FORMATS = {"nf4": {"block_size": 32}, "int4": {"block_size": 32}, "int8": {}}
+
+
+def with_products(model, change):
+    """The model with other weights in its layers."""
+    layers = []
+    for layer in model.weights.layers:
+        fields = {
+            field: product._replace(weight=change(product.weight))
+            for field, product in layer._asdict().items()
+            if isinstance(product, Product)
+        }
+        if layer.qkv_up is not None:
+            whole, first = fields["qkv_up"], len(layer.qkv.weight)
+            fields["qkv"] = rows_of(whole, slice(None, first))
+            fields["up"] = rows_of(whole, slice(first, None))
+        layers.append(layer._replace(**fields))
+    return model.with_weights(model.weights._replace(layers=tuple(layers)))
+
+
+def quantised(model, format):
+    options = FORMATS[format]
+    return with_products(
+        model, lambda weight: quantize(weight.astype(np.float32).T, format=format, **options).T
+    )
+
+
+def dequantised(model, dtype):
+    return with_products(model, lambda weight: dequantize(weight).astype(dtype))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_gradients_are_those_beside_the_same_numbers(name, format):
+    model = quantised(model_of(CONFIGS[name]), format)
+    batch = batch_of(CONFIGS[name])
+    adapters = adapters_of(model, dropout=0.25)
+    loss, found = gradients_of(adapters, batch)
+    plain = adapters_of(dequantised(model, np.float64), dropout=0.25)
+    expected_loss, expected = gradients_of(plain, batch)
+    assert loss == pytest.approx(expected_loss, abs=1e-12)
+    for key, gradient in expected.items():
+        np.testing.assert_allclose(found[key], gradient, atol=1e-12, err_msg=key)
+    if format == "nf4":
+        dropping = adapters.with_dropout(3)
+        require_gradients(
+            lambda: packed_loss(dropping, batch), adapters.arrays, found, adapters.updated
+        )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_merged_weights_are_dequantised(name):
+    model = quantised(model_of(CONFIGS[name], "float32"), "nf4")
+    adapters = adapters_of(model, targets=r".*\.0\..*")
+    merged = adapters.merged()
+    first, second = (layer.output.weight for layer in merged.weights.layers)
+    assert first.dtype == np.float32 and second is model.weights.layers[1].output.weight
+    ids = batch_of(CONFIGS[name]).ids[None]
+    np.testing.assert_allclose(merged.logits(ids), adapters.model.logits(ids), atol=2e-5)
+
+
+def test_quantised_weights_are_not_trained_themselves():
+    with pytest.raises(NotImplementedError, match=r"layers.0.qkv.weight is .*nf4.*LoraAdapters"):
+        FullWeights(quantised(model_of(CONFIGS["llama"], "float32"), "nf4"))
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("name", mostly_deep(CONFIGS, ["phi"]))
+def test_kernels_give_the_same(name):
+    """Of float16, within what float16 keeps of each array's gradient."""
+    model = quantised(model_of(CONFIGS[name], "float16"), "nf4")
+    adapters, batch = adapters_of(model), batch_of(CONFIGS[name], (5, 8))
+    expected_loss, expected = gradients_of(adapters, batch, loss_scale=256.0)
+    with cupyattn.backend("emulator"):
+        loss, found = gradients_of(adapters, batch, loss_scale=256.0)
+    assert abs(loss - expected_loss) < 5e-3 * expected_loss
+    for key, gradient in found.items():
+        error = np.linalg.norm(gradient - expected[key]) / np.linalg.norm(expected[key])
+        assert error < 3e-2, key

@@ -1,0 +1,187 @@
+"""Checkpoints: whole or not there, and the same losses behind them, bit for bit."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.bigram import Bigram, counting
+
+from cupyattn.models.checkpoints import safetensors_writer
+from cupyattn.models.training import checkpoint
+from cupyattn.models.training.optimizer import AdamWOptions
+from cupyattn.models.training.packing import Packing
+from cupyattn.models.training.scaling import LossScale
+from cupyattn.models.training.schedules import Schedule
+from cupyattn.models.training.trainer import Trainer
+
+pytest.importorskip("safetensors")
+TOKENS, STEPS = 7, 14
+
+
+def trained(samples=30, *, vocabulary=TOKENS, seed=0, lr=0.1, **options):
+    """Everything that has a state: dropout, a loss scale that overflows and grows, two batches."""
+    packing = Packing(counting(TOKENS, samples=samples), batch_tokens=24)
+    return Trainer(
+        Bigram(vocabulary, dropout=0.2, half=True),
+        packing,
+        schedule=Schedule("cosine", lr, STEPS, warmup=2),
+        accumulate=2,
+        loss_scale=LossScale(2.0**22, good_steps=2),
+        seed=seed,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(("at", "state"), [(1, "float32"), (6, "8bit"), (STEPS - 1, "float32")])
+def test_the_same_losses_bit_for_bit(at, state, tmp_path):
+    def made():
+        return trained(optimizer=AdamWOptions(state=state, weight_decay=0.1))
+
+    whole = list(made())
+    assert any(step.skipped for step in whole) and not all(step.skipped for step in whole[: at + 5])
+    assert made().packing.batches(1) < 2 * STEPS  # epochs end within
+    first = made()
+    began = [first.step() for _ in range(at)]
+    first.save(tmp_path)
+    second = made()
+    second.resume(tmp_path)
+    rest = list(second)
+    assert repr(began + rest) == repr(whole)
+    for name, array in first.trainable.arrays.items():  # which went on too
+        list(first)
+        assert array.tobytes() == second.trainable.arrays[name].tobytes()
+
+
+def test_a_checkpoint_is_a_safetensors_writer(tmp_path):
+    from safetensors.numpy import load_file
+
+    trainer = trained()
+    for _ in range(9):
+        trainer.step()
+    path = trainer.save(tmp_path)
+    assert path.name == "step-00000009.safetensors"
+    arrays = load_file(path)
+    assert set(arrays) == {"parameters", "m", "v"}
+    assert (arrays["m"] == trainer.optimizer.saved()["m"]).all() and np.any(arrays["m"])
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_the_newest_ones_stay(tmp_path):
+    trainer = trained()
+    for _ in range(4):
+        trainer.step()
+        trainer.save(tmp_path, keep=2)
+    numbers = [int(path.stem[5:]) for path in checkpoint.saved_in(tmp_path)]
+    assert numbers == [3, 4]
+    again = trained()
+    again.resume(tmp_path / "step-00000003.safetensors")
+    assert again.number == 3
+
+
+class Full:
+    """A file on a disk with room for so many bytes."""
+
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+
+    def write(self, data):
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self.file.write(data)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *failure):
+        self.file.close()
+
+
+@pytest.mark.parametrize("room", [0, 100, 2000])
+def test_a_full_disk_leaves_the_old_one(room, tmp_path, monkeypatch):
+    trainer = trained()
+    trainer.step()
+    trainer.save(tmp_path, keep=1)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    trainer.step()
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", lambda path, mode: Full(opened(path, mode), room))
+    with pytest.raises(
+        OSError,
+        match=r"step-00000002.*No space left.*; it takes .* MB .*step-00000001.safetensors is "
+        r"still there; make room",
+    ) as failure:
+        trainer.save(tmp_path, keep=1)
+    monkeypatch.undo()
+    assert failure.value.errno == errno.ENOSPC
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    again = trained()
+    again.resume(tmp_path)
+    assert again.number == 1
+    trainer.save(tmp_path, keep=1)  # with room again nothing is lost
+    assert len(checkpoint.saved_in(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_failure_at_the_end_leaves_nothing(call, tmp_path, monkeypatch):
+    def refuses(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, call, refuses)
+    with pytest.raises(OSError, match=r"Input/output error.*there is none yet"):
+        trained().save(tmp_path / "new")
+    assert not list((tmp_path / "new").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"samples": 31}, "data is '.*', and was '.*' in the checkpoint; a training is resumed wi"),
+        ({"lr": 0.2}, "lr is 0.2, and was 0.1"),
+        ({"seed": 1}, "seed is 1, and was 0"),
+        ({"vocabulary": 8}, "arrays is .*'bias': .8.*, and was .*'bias': .7"),
+        ({"optimizer": AdamWOptions(clip=None)}, "clip is None, and was 1.0"),
+        ({"names": {"model": "other"}}, "model is 'other', and was None"),
+    ],
+)
+def test_another_training_is_refused(changed, message, tmp_path):
+    trainer = trained()
+    trainer.save(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        trained(**changed).resume(tmp_path)
+
+
+def test_damaged_and_missing_checkpoints(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no checkpoint .*; one is a file step-"):
+        trained().resume(tmp_path)
+    path = trained().save(tmp_path)
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:-4], whole[:20], b"x" * 100):
+        path.write_bytes(damaged)
+        with pytest.raises(
+            ValueError, match=r"is no checkpoint of a training, or damaged .*; .*rem"
+        ):
+            trained().resume(tmp_path)
+    header = json.dumps({"__metadata__": {"other": "1"}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match="no checkpoint"):
+        trained().resume(tmp_path)
+
+
+def test_large_arrays_are_written_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors_writer, "_AT_ONCE", 64)
+    arrays = {"a": np.arange(100, dtype=np.float32).reshape(4, 25), "b": np.arange(70, dtype="i1")}
+    arrays |= {"c": arrays["a"].T, "d": np.float32([3]).reshape(()), "e": np.zeros((0, 3), "f2")}
+    path = checkpoint.save(tmp_path, 3, arrays, {"x": 0.1})
+    found, state = checkpoint.load(path)
+    assert state == {"x": 0.1}
+    for name, array in arrays.items():
+        assert found[name].dtype == array.dtype and (found[name] == array).all()

@@ -1,0 +1,113 @@
+"""Weights to be quantised, what formats say of one, number by number, and weights of any format."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from support.strategies import dtype_of
+
+from cupyattn import QuantizedWeight
+from cupyattn.quantized_weight import FORMATS, pieces
+
+MADE = ("nf4", "int4", "int8")
+PAIRED = ("int4", "q4_1", "q4_k")
+
+
+def weights(
+    inner: int,
+    outer: int,
+    dtype: str = "float32",
+    *,
+    along_k: bool = True,
+    start: int = 0,
+    padding: int = 0,
+    step: int = 1,
+    seed: int = 0,
+) -> np.ndarray:
+    """w (K, N) within a larger array of NaN, with blocks of zeros, of -0 and of tiny numbers."""
+    rng = np.random.default_rng(seed)
+    shape = (outer, inner) if along_k else (inner, outer)
+    memory = np.full((shape[0], start + shape[1] * step + padding), np.nan, dtype_of(dtype))
+    view = memory[:, start : start + shape[1] * step : step]
+    sizes = rng.choice([1e-3, 1.0, 30.0], (shape[0], 1))
+    view[...] = rng.standard_normal(shape, np.float32) * sizes
+    w = view.T if along_k else view
+    w[:, ::5] = np.abs(w[:, ::5])
+    w[:32, 1::7] = 0
+    w[:64, 2::7] = -0.0
+    w[3, 3::7] = 6e-8
+    if dtype != "float16":
+        w[:32, 4::7] *= 1e-38
+        w[:32, 5::7] *= 1e36
+    return w
+
+
+def made_up(
+    kind: str, outer: int, inner: int, block_size: int, *, seed: int = 0
+) -> QuantizedWeight:
+    """A weight (K, N) of any codes and scales, of both signs."""
+    rng = np.random.default_rng(seed)
+    arrays: dict[str, Any] = {}
+    for name, (shape, dtype) in pieces(kind, outer, inner, block_size).items():
+        if dtype.kind in "iu":
+            most = 64 if name == "scales" else 256
+            arrays[name] = rng.integers(0, most, shape).astype(np.uint8).view(dtype)
+        else:
+            arrays[name] = rng.standard_normal(shape).astype(dtype)
+    if kind == "int4":
+        arrays["scales"][..., 1] = rng.integers(0, 17, arrays["scales"].shape[:2])
+    return QuantizedWeight(kind, **arrays, block_size=block_size)
+
+
+def of_usual_size(
+    kind: str, outer: int, inner: int, block_size: int, *, seed: int = 0
+) -> QuantizedWeight:
+    """The same of numbers around one, some blocks tiny or zero; zero points with fractions too."""
+    weight = made_up(kind, outer, inner, block_size, seed=seed)
+    rng = np.random.default_rng(seed)
+    sizes = rng.choice([1.0, 1.0, 1.0, 1e-3, 1e-6, 0.0], weight.scales.shape[:2])
+    arrays = weight.arrays
+    if kind == "q4_k":
+        assert weight.super_scales is not None
+        arrays["super_scales"] = (weight.super_scales / 256).astype(np.float16)
+    else:
+        largest = {"int4": 8, "q4_1": 8, "int8": 128}.get(kind, 1)
+        first = arrays["scales"][..., :1] if kind in PAIRED else arrays["scales"][..., None]
+        first *= (sizes / largest)[..., None].astype(first.dtype)
+    if kind == "int4":
+        arrays["scales"][::2, :, 1] += np.float16(0.37)
+    return QuantizedWeight(kind, **arrays, block_size=block_size)
+
+
+def moved(weight: QuantizedWeight, put: Any) -> QuantizedWeight:
+    """The same weight with its arrays elsewhere."""
+    arrays = {name: put(array) for name, array in weight.arrays.items()}
+    return QuantizedWeight(
+        weight.format, **arrays, block_size=weight.block_size, transposed=weight.transposed
+    )
+
+
+def number(weight: QuantizedWeight, k: int, n: int, codebook: np.ndarray) -> Fraction:
+    """One weight of a (K, N), exactly."""
+    form, block = FORMATS[weight.format], k // weight.block_size
+    if form.bits == 8:
+        q = int(weight.codes[n, k])
+    else:
+        byte = int(weight.codes[n, k // 2])
+        high = (k % 2 == 0) == (weight.format == "nf4")
+        q = byte >> 4 if high else byte & 15
+    numbers = [Fraction(float(x)) for x in np.atleast_1d(weight.scales[n, block])]
+    if weight.format == "nf4":
+        return Fraction(float(codebook[q])) * numbers[0]
+    if weight.format == "int8":
+        return q * numbers[0]
+    scale, second = numbers
+    if weight.format == "int4":
+        return (q - second) * scale
+    if weight.format == "q4_1":
+        return q * scale + second
+    assert weight.super_scales is not None
+    d, dmin = (Fraction(float(x)) for x in weight.super_scales[n, k // 256])
+    return q * d * scale - dmin * second

@@ -1,0 +1,111 @@
+"""Models in float64, batches of packed samples, and gradients by finite differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from cupyattn import models
+from cupyattn.models import Config, Model
+from cupyattn.models.training.batch import IGNORED, Batch
+from cupyattn.models.training.evaluation import batch_loss
+from cupyattn.models.training.lora import LoraAdapters
+from cupyattn.models.weights import empty, named_arrays
+
+LENGTHS = (5, 1, 8)
+
+
+def model_of(config: Config, dtype: str = "float64", seed: int = 1) -> Model:
+    """A random model."""
+    return converted(models.random(config, dtype="float32", xp=np, seed=seed), dtype)
+
+
+def converted(model: Model, dtype: str = "float64") -> Model:
+    """The same numbers in another dtype: models are loaded in no float64."""
+    weights = empty(model.config, dtype, np)
+    pairs = zip(named_arrays(weights), named_arrays(model.weights), strict=True)
+    for (_, array), (_, found) in pairs:
+        array[...] = found
+    return Model(model.config, weights, dtype, np)
+
+
+def batch_of(config: Config, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> Batch:
+    """Samples of random tokens, of which some have no label."""
+    generator = np.random.default_rng(seed)
+    total = sum(lengths)
+    ids, labels = generator.integers(0, config.vocab_size, (2, total), np.int32)
+    labels[generator.random(total) < 0.2] = IGNORED
+    labels[0] = ids[0]
+    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+    bounds = np.cumsum([0, *lengths], dtype=np.int32)
+    return Batch(ids, labels, positions, bounds, max(lengths))
+
+
+def samples_of(batch: Batch) -> list[Batch]:
+    """Each sample of a batch as a batch."""
+    bounds = batch.cu_seqlens.tolist()
+    return [
+        Batch(
+            *(array[start:stop] for array in batch[:3]),
+            np.array([0, stop - start], np.int32),
+            stop - start,
+        )
+        for start, stop in pairwise(bounds)
+    ]
+
+
+def adapters_of(model: Model, **options: Any) -> LoraAdapters:
+    """Adapters that add something."""
+    adapters = LoraAdapters(model, **{"rank": 3, "alpha": 4, **options})
+    generator = np.random.default_rng(9)
+    for array in adapters.arrays.values():
+        array[...] = model.xp.asarray(0.3 * generator.standard_normal(array.shape))
+    adapters.updated()
+    return adapters
+
+
+def num_labels(batch: Batch) -> int:
+    return int(np.count_nonzero(batch.labels != IGNORED))
+
+
+def gradients_of(
+    trained: Any, batch: Batch, *, loss_scale: Any = 1.0, seed: int = 3, **options: Any
+) -> tuple[float, dict[str, np.ndarray]]:
+    """The loss and all gradients, in new arrays that held something else."""
+    into = {name: np.full_like(array, np.nan) for name, array in trained.arrays.items()}
+    into = options.pop("into", into)
+    given = {"num_labels": num_labels(batch), "accumulate": False, **options}
+    loss = trained.gradients(batch, into, loss_scale=loss_scale, seed=seed, **given)
+    return float(loss), into
+
+
+def packed_loss(model: Model, batch: Batch) -> float:
+    """The loss of a batch by the forward alone."""
+    return float(batch_loss(model, batch))
+
+
+def require_gradients(
+    loss: Callable[[], float], arrays: dict[str, np.ndarray], gradients: dict[str, np.ndarray],
+    updated: Callable[[], None], *, step: float = 1e-5, tolerance: float = 1e-7,
+) -> None:  # fmt: skip
+    """Each array's gradient along a random direction is the loss's central difference.
+
+    The step's own error is about step**2, and that of the two losses 1e-16 / step.
+    """
+    generator = np.random.default_rng(7)
+    for name, array in arrays.items():
+        direction = generator.standard_normal(array.shape)
+        direction /= np.linalg.norm(direction)
+        kept, sides = array.copy(), []
+        for sign in (1, -1):
+            array[...] = kept + sign * step * direction
+            updated()
+            sides.append(loss())
+        array[...] = kept
+        updated()
+        found = float((gradients[name] * direction).sum())
+        expected = (sides[0] - sides[1]) / (2 * step)
+        assert abs(found - expected) <= tolerance, f"{name}: {found}, by differences {expected}"

@@ -1,0 +1,169 @@
+"""The model of memory-bound calls: what it computes, prints, and that no call gets worse."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.figures import MEMORY, MEMORY_RECORD, ON_MACHINES
+from support.search import deep
+
+from cupyattn.__main__ import main
+from cupyattn.benchmark.memory import command
+from cupyattn.benchmark.memory.calls import ModelledCall, modelled_calls
+from cupyattn.benchmark.memory.command import row_of
+from cupyattn.emulator import Report
+from cupyattn.kernels.compile import nvrtc_version
+from cupyattn.kernels.registry import KERNELS
+from cupyattn.turing import MACHINES, T4
+from cupyattn.turing.memory import MemoryFigures, memory_figures
+
+CALLS = {call.name: call for call in modelled_calls()}
+FIRST = (
+    *("rms_norm", "softmax, backward", "swiglu", "dropout", "embedding", "sample all, 1 row"),
+    *("append_kv, int8", "decode, paged, float", "merge_attention", "linear, M=1"),
+)
+SECTOR_TOLERANCE = 0.005
+SHARE_TOLERANCE = 0.02
+INSTRUCTIONS_TOLERANCE = 0.03  # of their number
+
+PASS = "a pass over rows or parts, as others are that have a figure"
+WITHOUT_FIGURES = {
+    **dict.fromkeys(
+        (
+            *("attention_backward_convert_varlen", "attention_backward_delta_varlen"),
+            *("attention_backward_dbias", "attention_backward_dsinks", "attention_combine_parts"),
+            *("attention_backward_f32_convert", "attention_backward_f32_delta"),
+            *("attention_backward_f32_delta_varlen", "attention_backward_f32_dsinks_varlen"),
+            *("attention_block_bits", "attention_block_mask", "attention_rotary_varlen"),
+            *("linear_db_f32", "linear_split_sums", "linear_thin_f32", "linear_thin_merge"),
+            "softmax_dbias",
+        ),
+        PASS,
+    ),
+    **dict.fromkeys(
+        (
+            *("attention_naive", "attention_tiled", "attention_backward_naive_dq"),
+            *("attention_backward_naive_dkdv", "attention_backward_naive_dbias"),
+            "attention_backward_naive_dsinks",
+        ),
+        "there to be read, not to be fast",
+    ),
+    **dict.fromkeys(("mma_rate", "read_weight"), "measures a card"),
+}
+"""Kernels that no gate of the model holds, and why."""
+
+
+def test_every_kernel_has_a_figure_or_a_reason():
+    modelled = {kernel for row in MEMORY.values() for kernel in row["kernels"]}
+    modelled |= {kernel for _, kernel in ON_MACHINES}
+    assert modelled.isdisjoint(WITHOUT_FIGURES)
+    assert modelled | set(WITHOUT_FIGURES) == set(KERNELS)
+
+
+# --- what follows from counts
+
+
+def figures(sector_bytes=320_000, wavefronts=0, **instructions) -> MemoryFigures:
+    return MemoryFigures(320_000, sector_bytes, instructions, wavefronts)
+
+
+def test_memory_binds_where_little_else_is_done():
+    found = figures(ldg=2500, fma=5000, move=10**9)
+    assert found.seconds()["memory"] == 1e-6
+    assert (found.bound(), found.bandwidth_share(), found.sector_ratio) == ("memory", 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("found", "pipe", "cycles"),
+    [
+        (figures(fma=400_000), "fma", 200_000),
+        (figures(alu=400_000), "alu", 200_000),
+        (figures(half=400_000), "fp16", 200_000),
+        (figures(xu=400_000), "xu", 800_000),
+        (figures(tensor=400_000), "tensor", 800_000),
+        (figures(lds=400_000, control=400_000), "issue", 200_000),
+        (figures(shuffle=400_000), "lsu", 405_000),
+        (figures(wavefronts=400_000), "lsu", 805_000),
+        (figures(sector_bytes=64_000_000), "lsu", 1_000_000),
+    ],
+)
+def test_the_busiest_pipe_binds(found, pipe, cycles):
+    assert found.cycles()[pipe] == cycles
+    assert found.bound() == pipe
+    seconds = cycles / (T4.multiprocessors * T4.clock_mhz * 1e6)
+    assert found.bandwidth_share() == pytest.approx(1e-6 / seconds)
+
+
+def test_cards_differ_by_bandwidth_for_each_multiprocessor():
+    found = figures(alu=400_000)
+    assert found.bandwidth_share(MACHINES["RTX 2060 Super"]) < found.bandwidth_share(T4)
+    products = figures(tensor=1)
+    assert products.bandwidth_share(MACHINES["GTX 1650 Ti"]) is None
+    assert products.bandwidth_share(MACHINES["RTX 2080 Ti"]) == 1
+
+
+def test_an_empty_report_has_no_sectors():
+    assert memory_figures(Report(), 64) == MemoryFigures(64, 0, {}, 0)
+
+
+# --- the command
+
+
+@pytest.fixture
+def one_call(monkeypatch):
+    """A command that knows one call, whose figures are ready."""
+    calls = [ModelledCall("copying", 320_000, list), ModelledCall("adding", 320_000, list)]
+    monkeypatch.setattr(command, "modelled_calls", lambda: iter(calls))
+    monkeypatch.setattr(
+        command,
+        "row_of",
+        lambda call: {
+            "call": call.name,
+            "kernels": [],
+            **command.figures(figures(tensor=1, ldg=9)),
+        },
+    )
+
+
+@pytest.mark.nvrtc
+def test_text_and_json(one_call, capsys):
+    assert main(["memory"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "call sectors bound T4 2060 Super 2080 Ti 1650 Ti" in printed
+    assert "copying 1.00 memory 1.00 1.00 1.00 -" in printed
+    assert main(["memory", "--call", "add", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["call"] == "adding"
+    assert row["instruction_bytes"] == 32_000
+
+
+def test_a_call_that_is_not_there(one_call, capsys):
+    assert main(["memory", "--call", "nothing"]) == 1
+    assert "no call has nothing in its name" in capsys.readouterr().err
+
+
+# --- the gates
+
+
+def test_every_call_is_recorded():
+    assert set(MEMORY) == set(CALLS)
+    assert set(FIRST) <= set(CALLS)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("name", [*FIRST, *deep(*(name for name in CALLS if name not in FIRST))])
+def test_a_call_is_as_good_as_recorded(name):
+    version = ".".join(map(str, nvrtc_version()))
+    if version != MEMORY_RECORD["nvrtc"]:
+        pytest.skip(f"figures are of NVRTC {MEMORY_RECORD['nvrtc']}, this is {version}")
+    found, recorded = row_of(CALLS[name]), MEMORY[name]
+    assert found["kernels"] == recorded["kernels"]
+    assert found["least_bytes"] == recorded["least_bytes"]
+    assert found["sector_ratio"] <= recorded["sector_ratio"] + SECTOR_TOLERANCE
+    least = recorded["instruction_bytes"] * (1 - INSTRUCTIONS_TOLERANCE)
+    assert found["instruction_bytes"] >= least
+    for machine, share in recorded["bandwidth_share"].items():
+        of_found = found["bandwidth_share"][machine]
+        assert (of_found is None) == (share is None)
+        assert share is None or of_found >= share - SHARE_TOLERANCE, machine
