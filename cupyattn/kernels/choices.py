@@ -131,7 +131,7 @@ def read(device: str, arch: str) -> dict[str, Any] | None:
     try:
         kept = json.loads(file_of(device, arch).read_text(encoding="utf-8"))
         sound = kept["made_from"] == _made_from() and isinstance(kept["chosen"], dict)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # RuntimeError: no NVRTC
         return None
     return kept if sound else None
 

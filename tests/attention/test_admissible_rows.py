@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.choices import choose
 from support.devices import KERNELS
 from support.search import deep
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.kernels.choices import Choices
 from cupyattn.kernels.configs.attention.tensor_core.forward import (
     FLASH,
     admissible_rows,
@@ -28,18 +28,6 @@ EVERY = [pair for head_dim in FLASH[75] for pair in others(head_dim)]
 PLAIN = [(64, "80"), (40, "160")]
 
 
-@pytest.fixture
-def choose(monkeypatch):
-    """Have calls take a row; on the GPU it is an attribute of the device, here of all emulated."""
-
-    def choose(question: str, name: str) -> None:
-        device = KERNELS.device
-        holder = device if "choices" in vars(device) else type(device)
-        monkeypatch.setattr(holder, "choices", Choices({question: name}))
-
-    return choose
-
-
 def test_the_first_row_is_the_usual_one_and_no_tile_is_longer():
     for head_dim in (1, 33, 64, 72, 96, 128, 200, 256):
         rows = admissible_rows(75, head_dim, head_dim)
@@ -52,14 +40,14 @@ def test_the_first_row_is_the_usual_one_and_no_tile_is_longer():
     ("head_dim", "name"), [*PLAIN, *deep(*(pair for pair in EVERY if pair not in PLAIN))]
 )
 @pytest.mark.parametrize("causal", [True, *deep(False)])
-def test_every_admissible_row_is_within_bounds(choose, head_dim, name, causal):
+def test_every_admissible_row_is_within_bounds(monkeypatch, head_dim, name, causal):
     rng = np.random.default_rng(head_dim)
     q, k, v = (
         rng.standard_normal((1, length, heads, head_dim)).astype(np.float16)
         for length, heads in ((150, 2), (203, 1), (203, 1))
     )
     row = admissible_rows(75, head_dim, head_dim)[name]
-    choose(f"attention_forward {head_dim} {head_dim}", name)
+    choose(monkeypatch, f"attention_forward {head_dim} {head_dim}", name)
     with KERNELS.running():
         found = cupyattn.attention(*map(KERNELS.put, (q, k, v)), causal=causal, return_lse=True)
     exact = reference.attention(q, k, v, causal=causal)
@@ -70,7 +58,7 @@ def test_every_admissible_row_is_within_bounds(choose, head_dim, name, causal):
         assert 0 < reference.error_ratio(each, right, bound) <= 1
 
 
-def test_the_row_is_taken(choose):
+def test_the_row_is_taken(monkeypatch):
     """Its tiles add the keys up in another order, which bits tell."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 128, 2, 64)).astype(np.float16) for _ in range(3))
@@ -81,6 +69,6 @@ def test_the_row_is_taken(choose):
         return KERNELS.get(lse).tobytes()
 
     usual, dropped = bits(), bits(dropout_p=0.5, seed=1)
-    choose("attention_forward 64 64", "256")
+    choose(monkeypatch, "attention_forward 64 64", "256")
     assert bits() != usual
     assert bits(dropout_p=0.5, seed=1) == dropped

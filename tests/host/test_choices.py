@@ -87,6 +87,17 @@ def test_what_is_damaged_or_of_other_kernels_is_not_taken(content, monkeypatch):
 
 
 @pytest.mark.nvrtc
+def test_without_a_compiler_nothing_is_taken(monkeypatch):
+    keep(*CARD, {"one": "a"})
+
+    def missing():
+        raise RuntimeError("no NVRTC")
+
+    monkeypatch.setattr(choices, "_made_from", missing)
+    assert read(*CARD) is None
+
+
+@pytest.mark.nvrtc
 def test_it_is_made_from_tables_kernels_and_compiler(monkeypatch):
     before = choices._made_from.__wrapped__()
     assert choices._made_from.__wrapped__() == before

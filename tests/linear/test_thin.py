@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
+from support.choices import choose
 from support.devices import KERNELS, SENTINEL
 from support.search import deep, examples, wider
 
 import cupyattn
 from cupyattn import reference
 from cupyattn.arrays import adopt
+from cupyattn.kernels.configs.linear.thin import thin_rows
 from cupyattn.ops.card import Card
 from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.ops.linear.choice import launches_for
@@ -112,6 +114,35 @@ def test_every_number_of_rows(rows, along_k):
 def test_groups_of_warps_side_by_side(rows, activation, along_k):
     """More columns than the limit of the narrow rows of the table."""
     case(rows, 40, 4100, along_k=along_k, activation=activation).require_right()
+
+
+ADMISSIBLE = [
+    (rows, along_k, name)
+    for along_k in (True, False)
+    for rows in ACTIVATIONS
+    for name in thin_rows(75, along_k=along_k, rows=rows)[1]
+]
+CHOSEN = [(1, True, "None"), (16, False, "None")]
+
+
+@pytest.mark.parametrize(
+    ("rows", "along_k", "name"),
+    [*CHOSEN, *deep(*(each for each in ADMISSIBLE if each not in CHOSEN))],
+)
+def test_every_admissible_configuration(monkeypatch, rows, along_k, name):
+    """Whatever columns it is made for, as `cupyattn tune` may choose it."""
+    problem = case(rows, 328, 200, along_k=along_k, activation=None)
+    layout = "nk" if along_k else "kn"
+    choose(monkeypatch, f"linear_thin {rows} 200 328 plain {layout} 8", name)
+    operands = adopt({"x": problem.x, "w": problem.w, "b": problem.b})
+    described = forward_problem(operands, None, False)
+    (step, *_) = launches_for("forward", described, Card.of(KERNELS.device)).steps
+    macros, config = (
+        dict(step.specialisation.macros),
+        thin_rows(75, along_k=along_k, rows=rows)[1][name],
+    )
+    assert (macros["GROUPS"], macros["K_WARPS"]) == (config.groups, config.k_warps)
+    problem.require_right()
 
 
 SIZES = (1, 2, 7, 8, 15, 31, 32, 33, 40, 127, 128, 257, 264)

@@ -161,18 +161,18 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-_FIGURES = (
+_LEFT_OUT = (
     *("seconds", "fastest", "fastest_s", "tflops", "gb_per_s", "modelled", "bytes", "unavailable"),
-    *("time_ratio", "tokens_per_s"),
+    *("time_ratio", "tokens_per_s", "window", "head_dim_v"),
 )
 
 
 def _call(row: dict[str, Any]) -> str:
-    """Return what tells a row from others: all but its figures, and what it has not."""
+    """Return what tells a row from others: all but figures, and what it has not."""
     return ", ".join(
         str(value) if isinstance(value, str) else f"{name} {value}"
         for name, value in row.items()
-        if name not in _FIGURES and value is not None and value is not False
+        if name not in _LEFT_OUT and value is not None and value is not False
     )
 
 

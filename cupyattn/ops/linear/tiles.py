@@ -102,7 +102,8 @@ class Product(NamedTuple):
     def chosen(self, card: Card, *, may_split: bool = False) -> Tiling:
         """Return what was chosen for the card, otherwise what the model sees as fastest."""
         usual = self.tiling(card, may_split=may_split)
-        among = self.near(card, self.duration(card, usual), may_split=may_split)
+        near = self.near(card, self.duration(card, usual), may_split=may_split)
+        among = {usual.name: usual, **near}
         problem = *self.key, "parts" if may_split else "whole"
         return card.choices.pick(self.kernel.entry, problem, among, usual=usual.name)
 
