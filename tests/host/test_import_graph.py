@@ -37,7 +37,7 @@ ROOMS = {
     "kv_cache": {"functional", *BOTTOM},
     "": {"functional", "kv_cache", "emulator"},
     "distributed": {"", "arrays", "cupy_library", "errors"},
-    "models": {"", "kv_cache", "arrays", "cupy_library", "progress", "errors"},
+    "models": {"", "distributed", "kv_cache", "arrays", "cupy_library", "progress", "errors"},
     "cli": {"", "models", "functional", "ops", "turing", "kernels", "emulator", *BOTTOM},
     "benchmark": {
         "",
