@@ -49,6 +49,7 @@ ROOMS = {
     "distributed": {"", "arrays", "cupy_library", "errors"},
     "models": {
         "",
+        "distributed",
         "kv_cache",
         "quantized_weight",
         "arrays",

@@ -82,21 +82,40 @@ Table = Mapping[str, Mapping[int, Mapping[int | None, QuantisedThinConfig]]]
 """By kind (`kind_of`), by the most rows of x, by the most columns of the result."""
 
 _ROW = QuantisedThinConfig
+# Numbers are shares of the speed of a kernel that only reads the same bytes, on an H200 as
+# compute_75 code, 2026-11-23, over the benchmark's sizes, in a sweep that is not kept; `benchmark
+# linear --kind thin --weights nf4 int4` times the rows as they are. Rows without a number are
+# chosen by their count of instructions and of bytes in flight.
 _TURING: Table = {
     "nf4": {
-        1: {None: _ROW(4, (1,), 12, 4, 1, 2, "8 columns: the fewest instructions a byte")},
+        1: {
+            4096: _ROW(2, (1,), 8, 8, 2, 2, "two CTAs share the look-ups: 0.41 to 0.59"),
+            None: _ROW(2, (1, 2), 16, 8, 1, 2, "bursts of two steps: 0.41 to 0.56"),
+        },
         2: {None: _ROW(2, (1,), 16, 8, 1, 4, "8 columns and 256 bytes of each a warp")},
         4: {None: _ROW(2, (1,), 16, 8, 1, 4, "16 columns and 128 bytes of each a warp")},
-        8: {None: _ROW(1, (1,), 16, 8, 1, 4, "16 columns and 64 bytes of each a warp")},
-        16: {None: _ROW(1, (1,), 16, 8, 1, 2, "16 columns: x takes registers")},
+        8: {
+            4096: _ROW(2, (1,), 8, 8, 1, 4, "eight warps share K: 0.38 instead of 0.31"),
+            None: _ROW(1, (1,), 16, 4, 1, 4, "four warps share K: 0.48"),
+        },
+        16: {
+            4096: _ROW(2, (1,), 8, 8, 1, 2, "as 8 rows: 0.34"),
+            None: _ROW(1, (1,), 16, 4, 1, 2, "as 8 rows: 0.39"),
+        },
         32: {None: _ROW(1, (1,), 8, 8, 1, 1, "as 16 rows")},
     },
     "wide": {
-        1: {None: _ROW(4, (1,), 8, 8, 2, 2, "8 columns: the fewest instructions a byte")},
+        1: {
+            4096: _ROW(2, (1,), 8, 8, 3, 2, "eight warps share K: 0.62 to 0.69"),
+            None: _ROW(4, (1,), 4, 4, 4, 2, "small CTAs are done at once: 0.57 to 0.75"),
+        },
         2: {None: _ROW(2, (1,), 8, 8, 2, 4, "8 columns and 256 bytes of each a warp")},
         4: {None: _ROW(2, (1,), 8, 8, 2, 4, "16 columns and 128 bytes of each a warp")},
-        8: {None: _ROW(1, (2, 1), 8, 8, 2, 4, "16 columns and 64 bytes of each a warp")},
-        16: {None: _ROW(1, (1,), 8, 8, 2, 2, "16 columns: x takes registers")},
+        8: {
+            4096: _ROW(2, (1,), 8, 8, 2, 4, "eight warps share K: 0.54"),
+            None: _ROW(2, (1,), 8, 4, 2, 4, "32 columns and 64 bytes of each a warp: 0.68"),
+        },
+        16: {None: _ROW(2, (1,), 8, 8, 1, 2, "32 columns a warp: 0.34 to 0.42")},
         32: {None: _ROW(1, (1,), 8, 8, 1, 1, "as 16 rows")},
     },
     "narrow": {
