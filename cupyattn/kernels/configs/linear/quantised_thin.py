@@ -25,8 +25,8 @@ PRODUCT = KernelSpec(
 )
 KERNELS = (PRODUCT,)
 
-MAX_ROWS = 64
-"""Of x: those beyond the largest of the table take more CTAs, which find the codes in L2."""
+MAX_ROWS = 32
+"""Of x: the products of 33 take the tiles of many rows as long (an H200, 2026-11-23)."""
 SPAN_BYTES = 64
 """Of a column's codes, which four lanes read."""
 
@@ -89,7 +89,7 @@ _ROW = QuantisedThinConfig
 _TURING: Table = {
     "nf4": {
         1: {
-            4096: _ROW(2, (1,), 8, 8, 2, 2, "two CTAs share the look-ups: 0.41 to 0.59"),
+            4096: _ROW(2, (1,), 16, 8, 1, 2, "eight warps share K: 0.39 to 0.52"),
             None: _ROW(2, (1, 2), 16, 8, 1, 2, "bursts of two steps: 0.41 to 0.56"),
         },
         2: {None: _ROW(2, (1,), 16, 8, 1, 4, "8 columns and 256 bytes of each a warp")},
@@ -119,19 +119,28 @@ _TURING: Table = {
         32: {None: _ROW(1, (1,), 8, 8, 1, 1, "as 16 rows")},
     },
     "narrow": {
-        1: {None: _ROW(2, (1,), 8, 8, 2, 2, "4 columns and 512 bytes of each a warp")},
+        1: {None: _ROW(2, (1,), 8, 8, 2, 2, "4 columns, 512 bytes of each a warp: 0.40 to 0.50")},
         2: {None: _ROW(2, (1,), 8, 8, 2, 4, "8 columns and 256 bytes of each a warp")},
         4: {None: _ROW(2, (1,), 8, 8, 2, 4, "16 columns and 128 bytes of each a warp")},
-        8: {None: _ROW(1, (2, 1), 8, 8, 2, 4, "16 columns and 64 bytes of each a warp")},
-        16: {None: _ROW(1, (1,), 8, 8, 2, 2, "16 columns: x takes registers")},
+        8: {None: _ROW(2, (1,), 8, 8, 2, 4, "32 columns, 64 bytes of each a warp: 0.41 to 0.50")},
+        16: {None: _ROW(1, (1,), 8, 8, 2, 2, "16 columns: x takes registers; 0.32 to 0.34")},
         32: {None: _ROW(1, (1,), 8, 8, 1, 1, "as 16 rows")},
     },
     "bytes": {
-        1: {None: _ROW(4, (1,), 8, 8, 2, 4, "8 columns and 512 bytes of each a warp")},
+        1: {
+            4096: _ROW(4, (1,), 8, 8, 2, 4, "eight warps share K: 0.76 to 0.83"),
+            None: _ROW(4, (1,), 8, 4, 2, 4, "four warps share K: 0.76 to 0.87"),
+        },
         2: {None: _ROW(4, (1,), 8, 8, 2, 4, "16 columns and 256 bytes of each a warp")},
         4: {None: _ROW(2, (1,), 8, 8, 2, 4, "16 columns and 128 bytes of each a warp")},
-        8: {None: _ROW(1, (4, 2), 8, 8, 2, 4, "16 columns and 64 bytes of each a warp")},
-        16: {None: _ROW(1, (2, 1), 8, 8, 2, 2, "16 columns: x takes registers")},
+        8: {
+            4096: _ROW(1, (2,), 8, 8, 3, 4, "a third CTA: 0.65"),
+            None: _ROW(2, (2,), 8, 8, 2, 4, "32 columns and 64 bytes of each a warp: 0.89"),
+        },
+        16: {
+            4096: _ROW(1, (1, 2), 8, 8, 2, 2, "16 columns: x takes registers; 0.57"),
+            None: _ROW(2, (1,), 8, 8, 2, 2, "32 columns a warp: 0.77"),
+        },
         32: {None: _ROW(1, (1,), 8, 8, 1, 1, "as 16 rows")},
     },
 }  # fmt: skip
@@ -209,7 +218,7 @@ def thin_launch(
     """
     kind = kind_of(weights, block_size)
     by_rows = rows_for(TABLE, arch)[kind]
-    limit = next((limit for limit in by_rows if rows <= limit), max(by_rows))
+    limit = next(limit for limit in by_rows if rows <= limit)
     config = next(
         row for columns, row in by_rows[limit].items() if columns is None or outer <= columns
     )
@@ -221,11 +230,10 @@ def thin_launch(
     tiles = -(-outer // (warp_columns(config, parts) // (1 + gated)))
     turns = -(-inner // (step * steps * k_warps))
     resident = multiprocessors * config.ctas_per_sm
-    row_tiles = -(-rows // limit)
     groups = min(config.warps // k_warps, _MOST_GROUPS)
-    few = resident * groups // (tiles * row_tiles)
+    few = resident * groups // tiles
     splits = max(min(few, turns // 2), 1) if turns >= _SPLIT_TURNS else 1
-    work = splits * tiles * row_tiles
+    work = splits * tiles
     # Little work is spread over all multiprocessors rather than fills some.
     groups = min(groups, max(work // multiprocessors, 1))
     ctas = -(-work // groups)
