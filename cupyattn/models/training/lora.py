@@ -16,6 +16,7 @@ from cupyattn.models.training import peft
 from cupyattn.models.training.adapted_product import AdaptedProduct, adapted_already
 from cupyattn.models.training.backward import loss_and_gradients
 from cupyattn.models.training.batch import Batch
+from cupyattn.models.training.counts import count_of
 from cupyattn.models.training.lora_options import ALL_LINEAR, LoraOptions
 from cupyattn.models.training.places import Gradients, Place
 from cupyattn.models.weights import Layer, Product, Weights, rows_of
@@ -207,7 +208,10 @@ class LoraAdapters:
         options, tensors = peft.read(folder)
         if dropout is not None:
             options = options._replace(dropout=dropout)
-        adapters = cls(model, **options._asdict())
+        try:
+            adapters = cls(model, **options._asdict())
+        except ValueError as failure:
+            raise peft.unfit(folder, str(failure).partition("; ")[0]) from failure
         found = peft.fitting(folder, tensors, {n: a.shape for n, a in adapters.arrays.items()})
         for name, array in adapters.arrays.items():
             array[...] = model.xp.asarray(found[name])
@@ -217,7 +221,7 @@ class LoraAdapters:
     def _with_adapters(self, seed: int) -> Weights:
         weights, config = self._base.weights, self._base.config
         naming = HUGGING_FACE[config.architecture]
-        generator = np.random.default_rng(seed)
+        generator = np.random.default_rng(count_of("seed", seed, least=0))
         layers: list[Layer] = []
         names: list[str] = []
         for index, layer in enumerate(weights.layers):
