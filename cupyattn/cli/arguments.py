@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 
 
@@ -43,3 +44,20 @@ def integer(lowest: int, highest: int | None = None) -> Callable[[str], int]:
         return number
 
     return read
+
+
+def positive(text: str) -> float:
+    """Read a finite number above 0, for argparse's ``type=``.
+
+    Examples
+    --------
+    >>> positive("7.5")
+    7.5
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
+    return number

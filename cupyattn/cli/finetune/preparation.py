@@ -117,6 +117,8 @@ def prepared(arguments: argparse.Namespace) -> Prepared:
             "a new one begins in a folder of its own",
             "pass another --out, or --resume to go on with that one",
         )
+    with open(arguments.data, "rb"):  # before a model is loaded
+        pass
     free = _free_bytes(arguments)
     if free is not None:
         require_room(_plan(arguments), free)
@@ -176,10 +178,10 @@ def _names(base: models.Model, arguments: argparse.Namespace) -> dict[str, Any]:
     adapters = ("lora_rank", "lora_alpha", "lora_dropout")
     given = {} if arguments.full else {name: getattr(arguments, name) for name in adapters}
     return {
-        **given,
         "model": repr(base.config),
+        "full": arguments.full,
+        **given,
         "dtype": base.dtype,
         "quantize": arguments.quantize,
-        "full": arguments.full,
         "eval_fraction": arguments.eval_fraction,
     }

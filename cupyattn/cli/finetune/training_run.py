@@ -37,6 +37,8 @@ def trained(made: Prepared, arguments: argparse.Namespace) -> Result:
     began, first, tokens = time.perf_counter(), trainer.number, 0
     log = curve.StepLog(arguments.out / "losses.jsonl", first)
     with _interruptible() as asked, progress("training", trainer.schedule.steps, first) as advance:
+        if made.held and not first:
+            log.add({"step": 0, "eval_loss": _held_loss(made)})
         for step in trainer:
             tokens += step.tokens
             rate = tokens / (time.perf_counter() - began)
