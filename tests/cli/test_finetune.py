@@ -167,6 +167,19 @@ def test_all_weights(capsys):
     assert result["learnt"] == sum(array.size for array in FullWeights(before).arrays.values())
 
 
+def test_all_weights_are_written_beside_the_model_that_they_were(capsys, folder):
+    before = (folder / "model.safetensors").read_bytes()
+    finetune("--full", "--out", "../" + folder.parent.name + "/model", code=1)
+    assert "is the model's own folder; " in capsys.readouterr().err
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_a_second_training_has_losses_of_its_own(capsys, folder):
+    (folder / "losses.jsonl").write_text('{"step": 1, "loss": 9.0}\n')  # of the first one
+    finetune("--full", "--steps", "2")
+    assert [step for step, *_ in losses_of("finetuned")] == [1, 2]
+
+
 def test_a_full_disk_says_what_to_do(capsys, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")

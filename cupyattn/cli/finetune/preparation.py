@@ -103,12 +103,14 @@ def prepared(arguments: argparse.Namespace) -> Prepared:
     Raises
     ------
     FileExistsError
-        If there are checkpoints of another training where this one would write its own.
+        If there are checkpoints of another training where this one would write its own, or the
+        model itself.
     MemoryError
         If there is no room for it on the GPU.
     """
     if arguments.full:
         require_source(Path(arguments.model))
+        _require_another_folder(arguments)
     checkpoints = arguments.out / "checkpoints"
     if not arguments.resume and checkpoint.saved_in(checkpoints):
         raise error(
@@ -151,6 +153,16 @@ def prepared(arguments: argparse.Namespace) -> Prepared:
     if arguments.resume:
         trainer.resume(checkpoints)
     return Prepared(model, trained, trainer, held, checkpoints)
+
+
+def _require_another_folder(arguments: argparse.Namespace) -> None:
+    if arguments.out.resolve() == Path(arguments.model).resolve():
+        raise error(
+            FileExistsError,
+            f"--out {arguments.out} is the model's own folder",
+            "a model that is trained as a whole is written beside the one that it was",
+            "pass another --out",
+        )
 
 
 def _trainable(base: models.Model, arguments: argparse.Namespace) -> tuple[Any, models.Model]:
