@@ -5,6 +5,26 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from typing import Any
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose optional positionals may have options between them: MODEL --cpu PROMPT.
+
+    argparse itself took the second for missing until Python 3.12.7.
+    """
+
+    _parts = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse options first, and what is left as positionals."""
+        if self._parts or not any(each.nargs == "?" for each in self._get_positional_actions()):
+            return super().parse_known_args(args, namespace)
+        self._parts = True  # by which the next call comes here
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._parts = False
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
