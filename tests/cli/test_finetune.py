@@ -114,10 +114,10 @@ def losses_of(out):
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
 
 
-def test_ctrl_c_writes_a_checkpoint_and_it_goes_on(capsys, monkeypatch):
+def test_ctrl_c_writes_a_checkpoint_and_it_goes_on(capfd, monkeypatch):
     """The same losses, bit for bit, and one line for each step."""
     finetune("--out", "whole", "--lora-dropout", "0.1", "--accumulate", "2")
-    capsys.readouterr()
+    capfd.readouterr()
     step = Trainer.step
 
     def interrupted(trainer):
@@ -131,16 +131,17 @@ def test_ctrl_c_writes_a_checkpoint_and_it_goes_on(capsys, monkeypatch):
         before = signal.getsignal(signal.SIGINT)
         finetune(*given, code=130)
         assert signal.getsignal(signal.SIGINT) is before
-    printed = capsys.readouterr().out
-    assert "5 of 12" in printed and "--resume" in printed
+    captured = capfd.readouterr()
+    assert "5 of 12" in captured.out and "--resume" in captured.out
+    assert "Ctrl-C again ends it at once" in captured.err
     assert not Path("parts", "adapter_model.safetensors").exists()
     finetune(*given, code=1)
-    assert "--resume to go on with that one" in capsys.readouterr().err
+    assert "--resume to go on with that one" in capfd.readouterr().err
     finetune(*given, "--resume")
     assert losses_of("parts") == losses_of("whole")
     for name in ("adapter_model.safetensors",):
         assert Path("parts", name).read_bytes() == Path("whole", name).read_bytes()
-    assert "12 of 12" in capsys.readouterr().out
+    assert "12 of 12" in capfd.readouterr().out
     finetune(*given, "--resume")  # nothing is left to do
     assert losses_of("parts") == losses_of("whole")
 

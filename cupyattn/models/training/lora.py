@@ -85,6 +85,8 @@ class LoraAdapters:
     ... )
     >>> model = models.random(tiny, dtype="float32", xp=np)
     >>> adapters = LoraAdapters(model, rank=4, targets=["q_proj", "v_proj"])
+    >>> adapters
+    <LoraAdapters of 2 modules, rank 4: 224 numbers>
     >>> [(name[25:], array.shape) for name, array in adapters.arrays.items()]
     [('q_proj.lora_A.weight', (4, 16)), ('q_proj.lora_B.weight', (16, 4)),
      ('v_proj.lora_A.weight', (4, 16)), ('v_proj.lora_B.weight', (8, 4))]
@@ -113,6 +115,11 @@ class LoraAdapters:
         self._places: dict[str, Place] = {}
         self.model = model.with_weights(self._with_adapters(seed))
         self.updated()
+
+    def __repr__(self) -> str:
+        learnt = sum(array.size for array in self.arrays.values())
+        rank, modules = self.options.rank, len(self.arrays) // 2
+        return f"<LoraAdapters of {modules} modules, rank {rank}: {learnt:,} numbers>"
 
     def gradients(
         self,
