@@ -23,8 +23,8 @@ from cupyattn.kernels.configs.linear import quantised_thin, quantised_thin_float
 from cupyattn.ops.card import Card
 from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.ops.linear.choice import launches_for
-from cupyattn.quantized_weight import FORMATS
 from cupyattn.reference import error_ratio
+from cupyattn.weight_formats import FORMATS
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

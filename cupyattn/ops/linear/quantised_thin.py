@@ -15,7 +15,7 @@ from cupyattn.ops.card import Card
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.plan import Step
-from cupyattn.quantized_weight import FORMATS
+from cupyattn.weight_formats import FORMATS
 
 _PARTIALS = "forward_partials"
 _MOST_VECTORS = 2**31
