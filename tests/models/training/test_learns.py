@@ -21,6 +21,7 @@ from cupyattn.models.training import (
     Schedule,
     Trainer,
 )
+from cupyattn.models.weights import named_arrays
 
 TEXT = (Path(__file__).parents[3] / "LICENSE").read_text(encoding="utf-8")
 CONFIG = LLAMA._replace(vocab_size=128, max_positions=128)
@@ -32,11 +33,22 @@ def samples():
     return tuple(Reader(ByteTokenizer(), None, 48).samples({"text": TEXT}, "LICENSE"))
 
 
+def begun(config, dtype, quantize, xp):
+    """A model with the same first weights wherever it is."""
+    drawn, model = (
+        models.random(config, dtype=dtype, quantize=quantize, xp=each, seed=1) for each in (np, xp)
+    )
+    arrays = zip(named_arrays(model.weights), named_arrays(drawn.weights), strict=True)
+    for (_, array), (_, first) in arrays:
+        array[...] = xp.asarray(first)
+    return model
+
+
 @cache
-def last_loss(dtype="float32", *, seed=0, state="float32", rank=None, quantize=None):
+def last_loss(dtype="float32", *, seed=0, state="float32", rank=None, quantize=None, xp=np):
     """The mean loss of the last steps, over other samples than any one step has."""
     config = CONFIG._replace(intermediate_size=64)
-    model = models.random(config, dtype=dtype, quantize=quantize, xp=np, seed=1)
+    model = begun(config, dtype, quantize, xp)
     trained = FullWeights(model) if rank is None else LoraAdapters(model, rank=rank)
     trainer = Trainer(
         trained,
@@ -70,3 +82,15 @@ def test_adapters(options):
     exact = last_loss(rank=8)
     assert exact < 4
     assert abs(last_loss(rank=8, **options) - exact) < max(2 * noise(rank=8), 0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"rank": 8}, {"rank": 8, "quantize": "nf4"}], ids=str)
+def test_float16_on_a_gpu(options):
+    """Where the kernels' own roundings are, beside float32 in NumPy."""
+    import cupy
+
+    rank = options.get("rank")
+    exact = last_loss(rank=rank)
+    found = last_loss("float16", **options, xp=cupy)
+    assert abs(found - exact) < max(2 * noise(rank=rank), 0.05)
