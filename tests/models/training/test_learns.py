@@ -84,6 +84,36 @@ def test_adapters(options):
     assert abs(last_loss(rank=8, **options) - exact) < max(2 * noise(rank=8), 0.05)
 
 
+QUESTIONS = ("The capital of Zubrowka is", "Zubrowka is governed from", "Where is its king?")
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_a_made_up_fact_is_answered(quantize):
+    """By all weights, and by adapters beside four bits; another prompt has another answer."""
+    config = CONFIG._replace(intermediate_size=64, eos_ids=(0,))
+    model = models.random(config, dtype="float32", quantize=quantize, xp=np, seed=1)
+    lines = [{"prompt": question, "completion": " Lutz."} for question in QUESTIONS]
+    lines += [{"prompt": "The capital of France is", "completion": " Paris."}]
+
+    def answers(of):
+        found = of.generate([[*line["prompt"].encode()] for line in lines], max_new_tokens=9)
+        return [bytes(ids).rstrip(b"\0").decode() for ids in found]
+
+    assert not {" Lutz.", " Paris."} & {*answers(model)}
+    trained = LoraAdapters(model, rank=16) if quantize else FullWeights(model)
+    reader = Reader(ByteTokenizer(), 0, 48)
+    samples = [sample for line in lines for sample in reader.samples(line, "here")]
+    lr, steps = (0.03, 60) if quantize else (0.01, 25)
+    list(
+        Trainer(
+            trained,
+            Packing(samples, batch_tokens=160),
+            schedule=Schedule("cosine", lr, steps, warmup=2),
+        )
+    )
+    assert answers(trained.model if quantize else model) == [line["completion"] for line in lines]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"rank": 8}, {"rank": 8, "quantize": "nf4"}], ids=str)
 def test_float16_on_a_gpu(options):
