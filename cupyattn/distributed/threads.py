@@ -100,11 +100,14 @@ def run(
         thread.start()
     try:
         _join(threads, failures)
+        failed: BaseException | None = failures.first()
     except BaseException as raised:
-        for group in groups:
-            group.fail(raised)
+        failed = raised
         raise
     finally:
+        for group in groups:
+            if failed is not None:
+                group.fail(failed)  # who failed first stays; this ends what waits on GPUs
         _close(groups)
     failure = failures.first() or next(
         (cause for cause in causes.values() if isinstance(cause, RankFailedError)), None

@@ -7,6 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from cupyattn.distributed import Group
 from cupyattn.errors import error, shown
 from cupyattn.models.checkpoints.checkpoint import Checkpoint
 from cupyattn.models.checkpoints.copying import filled
@@ -14,6 +17,7 @@ from cupyattn.models.checkpoints.gguf_model import open_gguf
 from cupyattn.models.checkpoints.hugging_face import open_folder
 from cupyattn.models.device import model_dtype, model_library
 from cupyattn.models.model import Model
+from cupyattn.models.parallel import split
 from cupyattn.models.quantised import OF_THE_FILE, quantises_as_in, quantises_to
 
 _SMOLLM2 = "smollm2"
@@ -27,6 +31,7 @@ def load(
     dtype: str | None = None,
     quantize: str | None = None,
     xp: Any = None,
+    group: Group | None = None,
 ) -> Model:
     """Load a model: its config, its weights and how to find its tokenizer.
 
@@ -45,6 +50,10 @@ def load(
         biases and the head stay in dtype. By default all of a model is in dtype.
     xp : module, optional
         numpy or cupy: where the model is; by default on the current GPU, if there is one.
+    group : distributed.Group, optional
+        Ranks that hold the model together: each some heads and some columns of the MLPs, as its
+        config then says. All ranks make the same calls, and get the same results: those of one
+        rank, within the rounding of two sums a layer. Weights pass through memory of the host.
 
     Returns
     -------
@@ -87,8 +96,19 @@ def load(
     xp = model_library(xp)
     dtype = model_dtype(dtype, xp)
     checkpoint = opened(folder_or_file)
-    weights = filled(checkpoint, dtype, xp, quantises or quantises_as_in(checkpoint))
-    return Model(checkpoint.config, weights, dtype, xp, checkpoint.read_tokenizer)
+    config = checkpoint.config
+    if group is not None:
+        if quantize is not None:
+            raise error(
+                NotImplementedError,
+                f"quantize = {shown(quantize)} with a group",
+                "a model of several ranks is kept in float16, float32 or bfloat16",
+                "leave quantize out, or load the model on one GPU",
+            )
+        config, weights = split(config, filled(checkpoint, dtype, np), group, xp)
+    else:
+        weights = filled(checkpoint, dtype, xp, quantises or quantises_as_in(checkpoint))
+    return Model(config, weights, dtype, xp, checkpoint.read_tokenizer, group)
 
 
 def opened(given: Any) -> Checkpoint:

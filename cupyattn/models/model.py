@@ -11,6 +11,7 @@ import numpy as np
 
 from cupyattn import QuantizedWeight, Rotary, attention, rope_tables
 from cupyattn.arrays import Array
+from cupyattn.distributed import Group
 from cupyattn.errors import error, shown
 from cupyattn.models.beside import Beside
 from cupyattn.models.config import Config
@@ -36,6 +37,8 @@ class Model(Generates):
         numpy or cupy: whose arrays they are.
     rotary : Rotary, or None
         The tables for all positions of the config; None where positions have an embedding.
+    group : distributed.Group, or None
+        The ranks that hold it together, of which this one has the share that config says.
     """
 
     def __init__(
@@ -45,11 +48,13 @@ class Model(Generates):
         dtype: str,
         xp: Any,
         read_tokenizer: Callable[[], Tokenizer | None] = lambda: None,
+        group: Group | None = None,
     ) -> None:
         self.config = config
         self.weights = weights
         self.dtype = dtype
         self.xp = xp
+        self.group = group
         self._read_tokenizer = read_tokenizer
         self._beside = Beside(xp)
         self.rotary: Rotary | None = None

@@ -51,6 +51,7 @@ ROOMS = {
     "distributed": {"", "arrays", "cupy_library", "errors"},
     "models": {
         "",
+        "distributed",
         "kv_cache",
         "quantized_weight",
         "weight_formats",

@@ -16,7 +16,7 @@
 // Work      A warp sums 16 W_TILES / PARTS columns for all rows of x, over every K_WARPS-th burst of STEPS times PARTS
 //           spans; K_WARPS warps share the columns. A CTA has GROUPS such groups, which are on their own: a group takes
 //           every (GROUPS gridDim)-th of splits * ceil(N / columns of a warp) tiles, those of a part of K one behind the
-//           other; more rows than 32 side by side, which find the codes in L2.
+//           other.
 // Budget    registers: 4 W_TILES X_TILES sums and as many or twice of a block, 8 STEPS W_TILES of codes, 4 X_SLOTS
 //           X_TILES of x, and scales. Shared memory: the sums of all warps for 8 PASS_TILES rows, and of Nf4 a table of
 //           32 KiB: 48 KiB at most.
@@ -41,8 +41,6 @@ struct Traits {
   static constexpr int kXTiles = X_TILES;
   static constexpr int kParts = PARTS;
   static constexpr int kRows = 8 / kParts;  // of x in a tile
-  static constexpr int kTileRows = kRows * kXTiles;
-  static constexpr bool kRowTiles = kXTiles == 4;  // whether there may be several tiles of rows
   static constexpr int kXSlots = X_SLOTS;
   static constexpr int kSteps = STEPS;
   static constexpr int kGroups = GROUPS;
@@ -190,8 +188,8 @@ struct InputRows {
   int rows;  // from this lane's on
   uint4 chunks[Traits::kXSlots][Traits::kXTiles];
 
-  __device__ __forceinline__ InputRows(const float16* x_g, const ThinParams& params, int first_row) {
-    const int row = first_row + lane_group() % Traits::kRows, part = lane_group() / Traits::kRows;
+  __device__ __forceinline__ InputRows(const float16* x_g, const ThinParams& params) {
+    const int row = lane_group() % Traits::kRows, part = lane_group() / Traits::kRows;
     row_g = x_g + row * params.x_stride + part * Traits::kSpanItems + lane_item();
     tile_stride = 8 * params.x_stride;
     rows = params.rows - row;
@@ -392,8 +390,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
                           float16* preactivation_g, OUT* out_g, const ThinParams params) {
   __shared__ Smem smem;
   GroupSums& group = smem.groups[group_index()];
-  const uint32 row_tiles = Traits::kRowTiles ? (params.rows + Traits::kTileRows - 1) / Traits::kTileRows : 1;
-  const uint32 tiles = (params.outer + Tile::kResults - 1) / Tile::kResults * params.splits * row_tiles;
+  const uint32 tiles = (params.outer + Tile::kResults - 1) / Tile::kResults * params.splits;
   const uint32 first = blockIdx.x * Traits::kGroups + group_index();
 
   smem.fill<THREADS>();
@@ -401,13 +398,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   const Pairs::Lookup lookup(smem);
 #pragma unroll 1
   for (uint32 tile = first; tile < tiles; tile += gridDim.x * Traits::kGroups) {
-    const Traits::Part part(params, tile / row_tiles);
-    const int first_row = tile % row_tiles * Traits::kTileRows;
+    const Traits::Part part(params, tile);
 
     // Phase 1: products. The bursts of this part of K go round the group's warps; all make the same number of turns.
     const ColumnNumbers column(b_g, scales_g, params, part.first);
     PackedColumns w(codes_g, scales_g, super_scales_g, params, part.first);
-    InputRows x(x_g, params, first_row);
+    InputRows x(x_g, params);
     Sums sums = {};
     const int end = part.end(params);
     int k = (part.from + group_thread() / kWarpSize) * Traits::kBurstItems;
@@ -427,7 +423,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
       if (j > 0) group_barrier();  // group.sums: the rows of the pass before have been read
       store_sums(group, sums, j);
       group_barrier();  // group: written by its warps
-      store_results(group, params, part.first, first_row + 8 * j, finish);
+      store_results(group, params, part.first, 8 * j, finish);
     }
   }
 }

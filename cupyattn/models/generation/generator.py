@@ -28,6 +28,7 @@ from cupyattn.models.generation.options import (
 )
 from cupyattn.models.generation.room import blocks_at_hand
 from cupyattn.models.generation.steps import Part, packed_step
+from cupyattn.models.parallel import agreed
 
 MAX_BATCH = 32
 LONGEST = 2048
@@ -130,6 +131,7 @@ class Generator:
                 num_blocks = blocks_at_hand(
                     model, dtype, as_count("block_size", block_size, 16), room
                 )
+                num_blocks = agreed(model.group, num_blocks, model.xp)
             self.cache = PagedKVCache(
                 config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim,
                 dtype=dtype, xp=model.xp, prefix_caching=True, num_host_blocks=num_host_blocks,
@@ -140,7 +142,14 @@ class Generator:
             preempt=preempt, window_size=config.window_size,
         )  # fmt: skip
         if captured is None:
-            captured = model.xp.__name__ == "cupy"
+            captured = model.xp.__name__ == "cupy" and model.group is None
+        if captured and model.group is not None:
+            raise error(
+                NotImplementedError,
+                "captured=True with a model over several ranks",
+                "what its layers send is not captured",
+                "leave captured out",
+            )
         self._decoding = Decoding(model, self.cache) if captured else None
         self._running: dict[int, Generation] = {}
 
@@ -275,9 +284,8 @@ class Generator:
             for prompt in prompts:
                 request = self.scheduler.submit(prompt.ids, max_new_tokens=new, n=n, stop=ends.ids)
                 tokenizer = self._model.tokenizer if prompt.is_text or ends.strings else None
-                submitted.append(
-                    Generation(prompt, request, sampling, as_seed(seed), ends, tokenizer)
-                )
+                drawn = agreed(self._model.group, as_seed(seed), self._model.xp)
+                submitted.append(Generation(prompt, request, sampling, drawn, ends, tokenizer))
         except BaseException:
             for generation in submitted:
                 self.scheduler.cancel(generation.request)

@@ -20,6 +20,7 @@ class Generates:
 
     config: Any
     weights: Any
+    group: Any
     xp: Any
     dtype: str
     tokenizer: Any

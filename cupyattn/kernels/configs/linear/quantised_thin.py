@@ -25,8 +25,8 @@ PRODUCT = KernelSpec(
 )
 KERNELS = (PRODUCT,)
 
-MAX_ROWS = 64
-"""Of x: those beyond the largest of the table take more CTAs, which find the codes in L2."""
+MAX_ROWS = 32
+"""Of x: the products of 33 take the tiles of many rows as long (an H200, 2026-11-23)."""
 SPAN_BYTES = 64
 """Of a column's codes, which four lanes read."""
 
@@ -82,37 +82,65 @@ Table = Mapping[str, Mapping[int, Mapping[int | None, QuantisedThinConfig]]]
 """By kind (`kind_of`), by the most rows of x, by the most columns of the result."""
 
 _ROW = QuantisedThinConfig
+# Numbers are shares of the speed of a kernel that only reads the same bytes, on an H200 as
+# compute_75 code, 2026-11-23, over the benchmark's sizes, in a sweep that is not kept; `benchmark
+# linear --kind thin --weights nf4 int4` times the rows as they are. Rows without a number are
+# chosen by their count of instructions and of bytes in flight.
 _TURING: Table = {
     "nf4": {
-        1: {None: _ROW(4, (1,), 12, 4, 1, 2, "8 columns: the fewest instructions a byte")},
+        1: {
+            4096: _ROW(2, (1,), 16, 8, 1, 2, "eight warps share K: 0.39 to 0.52"),
+            None: _ROW(2, (1, 2), 16, 8, 1, 2, "bursts of two steps: 0.41 to 0.56"),
+        },
         2: {None: _ROW(2, (1,), 16, 8, 1, 4, "8 columns and 256 bytes of each a warp")},
         4: {None: _ROW(2, (1,), 16, 8, 1, 4, "16 columns and 128 bytes of each a warp")},
-        8: {None: _ROW(1, (1,), 16, 8, 1, 4, "16 columns and 64 bytes of each a warp")},
-        16: {None: _ROW(1, (1,), 16, 8, 1, 2, "16 columns: x takes registers")},
+        8: {
+            4096: _ROW(2, (1,), 8, 8, 1, 4, "eight warps share K: 0.38 instead of 0.31"),
+            None: _ROW(1, (1,), 16, 4, 1, 4, "four warps share K: 0.48"),
+        },
+        16: {
+            4096: _ROW(2, (1,), 8, 8, 1, 2, "as 8 rows: 0.34"),
+            None: _ROW(1, (1,), 16, 4, 1, 2, "as 8 rows: 0.39"),
+        },
         32: {None: _ROW(1, (1,), 8, 8, 1, 1, "as 16 rows")},
     },
     "wide": {
-        1: {None: _ROW(4, (1,), 8, 8, 2, 2, "8 columns: the fewest instructions a byte")},
+        1: {
+            4096: _ROW(2, (1,), 8, 8, 3, 2, "eight warps share K: 0.62 to 0.69"),
+            None: _ROW(4, (1,), 4, 4, 4, 2, "small CTAs are done at once: 0.57 to 0.75"),
+        },
         2: {None: _ROW(2, (1,), 8, 8, 2, 4, "8 columns and 256 bytes of each a warp")},
         4: {None: _ROW(2, (1,), 8, 8, 2, 4, "16 columns and 128 bytes of each a warp")},
-        8: {None: _ROW(1, (2, 1), 8, 8, 2, 4, "16 columns and 64 bytes of each a warp")},
-        16: {None: _ROW(1, (1,), 8, 8, 2, 2, "16 columns: x takes registers")},
+        8: {
+            4096: _ROW(2, (1,), 8, 8, 2, 4, "eight warps share K: 0.54"),
+            None: _ROW(2, (1,), 8, 4, 2, 4, "32 columns and 64 bytes of each a warp: 0.68"),
+        },
+        16: {None: _ROW(2, (1,), 8, 8, 1, 2, "32 columns a warp: 0.34 to 0.42")},
         32: {None: _ROW(1, (1,), 8, 8, 1, 1, "as 16 rows")},
     },
     "narrow": {
-        1: {None: _ROW(2, (1,), 8, 8, 2, 2, "4 columns and 512 bytes of each a warp")},
+        1: {None: _ROW(2, (1,), 8, 8, 2, 2, "4 columns, 512 bytes of each a warp: 0.40 to 0.50")},
         2: {None: _ROW(2, (1,), 8, 8, 2, 4, "8 columns and 256 bytes of each a warp")},
         4: {None: _ROW(2, (1,), 8, 8, 2, 4, "16 columns and 128 bytes of each a warp")},
-        8: {None: _ROW(1, (2, 1), 8, 8, 2, 4, "16 columns and 64 bytes of each a warp")},
-        16: {None: _ROW(1, (1,), 8, 8, 2, 2, "16 columns: x takes registers")},
+        8: {None: _ROW(2, (1,), 8, 8, 2, 4, "32 columns, 64 bytes of each a warp: 0.41 to 0.50")},
+        16: {None: _ROW(1, (1,), 8, 8, 2, 2, "16 columns: x takes registers; 0.32 to 0.34")},
         32: {None: _ROW(1, (1,), 8, 8, 1, 1, "as 16 rows")},
     },
     "bytes": {
-        1: {None: _ROW(4, (1,), 8, 8, 2, 4, "8 columns and 512 bytes of each a warp")},
+        1: {
+            4096: _ROW(4, (1,), 8, 8, 2, 4, "eight warps share K: 0.76 to 0.83"),
+            None: _ROW(4, (1,), 8, 4, 2, 4, "four warps share K: 0.76 to 0.87"),
+        },
         2: {None: _ROW(4, (1,), 8, 8, 2, 4, "16 columns and 256 bytes of each a warp")},
         4: {None: _ROW(2, (1,), 8, 8, 2, 4, "16 columns and 128 bytes of each a warp")},
-        8: {None: _ROW(1, (4, 2), 8, 8, 2, 4, "16 columns and 64 bytes of each a warp")},
-        16: {None: _ROW(1, (2, 1), 8, 8, 2, 2, "16 columns: x takes registers")},
+        8: {
+            4096: _ROW(1, (2,), 8, 8, 3, 4, "a third CTA: 0.65"),
+            None: _ROW(2, (2,), 8, 8, 2, 4, "32 columns and 64 bytes of each a warp: 0.89"),
+        },
+        16: {
+            4096: _ROW(1, (1, 2), 8, 8, 2, 2, "16 columns: x takes registers; 0.57"),
+            None: _ROW(2, (1,), 8, 8, 2, 2, "32 columns a warp: 0.77"),
+        },
         32: {None: _ROW(1, (1,), 8, 8, 1, 1, "as 16 rows")},
     },
 }  # fmt: skip
@@ -190,7 +218,7 @@ def thin_launch(
     """
     kind = kind_of(weights, block_size)
     by_rows = rows_for(TABLE, arch)[kind]
-    limit = next((limit for limit in by_rows if rows <= limit), max(by_rows))
+    limit = next(limit for limit in by_rows if rows <= limit)
     config = next(
         row for columns, row in by_rows[limit].items() if columns is None or outer <= columns
     )
@@ -202,11 +230,10 @@ def thin_launch(
     tiles = -(-outer // (warp_columns(config, parts) // (1 + gated)))
     turns = -(-inner // (step * steps * k_warps))
     resident = multiprocessors * config.ctas_per_sm
-    row_tiles = -(-rows // limit)
     groups = min(config.warps // k_warps, _MOST_GROUPS)
-    few = resident * groups // (tiles * row_tiles)
+    few = resident * groups // tiles
     splits = max(min(few, turns // 2), 1) if turns >= _SPLIT_TURNS else 1
-    work = splits * tiles * row_tiles
+    work = splits * tiles
     # Little work is spread over all multiprocessors rather than fills some.
     groups = min(groups, max(work // multiprocessors, 1))
     ctas = -(-work // groups)

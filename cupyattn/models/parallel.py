@@ -1,0 +1,128 @@
+"""A model over several ranks: each holds some heads of every layer, and some columns of every MLP.
+
+The products into attention and into the MLP give each rank its own columns, the products out of
+them take its own rows, and what comes of those is summed over ranks: two sums a layer (Shoeybi et
+al., "Megatron-LM", arXiv:1909.08053). Embedding, norms and the head are the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyattn import linear
+from cupyattn.arrays import Array
+from cupyattn.distributed import Group
+from cupyattn.errors import error
+from cupyattn.models.config import GATED, Config
+from cupyattn.models.weights import Layer, Norm, Product, Weights
+
+
+class Summed(NamedTuple):
+    """A product with some columns of a weight (N, K), summed over ranks.
+
+    Ranks add in the same order, in float32: all have the same bits.
+    """
+
+    weight: Array
+    bias: Array | None
+    group: Group
+
+    def __call__(self, x: Array, /, *, residual: Array | None = None) -> Array:
+        """Return the sum of all ranks' products, plus bias and residual, rounded once more."""
+        parts = self.group.all_gather(linear(x, self.weight.T))
+        total = parts[0].astype(np.float32)
+        for part in parts[1:]:
+            total += part
+        for added in (self.bias, residual):
+            if added is not None:
+                total += added
+        return total.astype(x.dtype)
+
+
+def split(config: Config, weights: Weights, group: Group, xp: Any) -> tuple[Config, Weights]:
+    """Return a rank's share of a model: its config and weights, as new arrays of `xp`.
+
+    Raises
+    ------
+    ValueError
+        If heads or the MLP do not split evenly.
+    """
+    size, rank = group.size, group.rank
+    for what, number in (
+        ("heads", config.num_heads),
+        ("key-value heads", config.num_kv_heads),
+        ("columns of the MLP", config.intermediate_size),
+    ):
+        if number % size:
+            raise error(
+                ValueError,
+                f"a model of {number} {what} over {size} ranks",
+                "each rank holds as many of them",
+                "choose a number of ranks that divides them",
+            )
+    dim, inner = config.head_dim, config.intermediate_size
+    heads, groups = config.num_heads, config.num_kv_heads
+
+    def own(count: int, first: int = 0) -> slice:
+        """Return this rank's of `count` rows from `first` on."""
+        return slice(first + rank * count // size, first + (rank + 1) * count // size)
+
+    queries, keys = heads * dim, groups * dim
+    qkv = [own(queries), own(keys, queries), own(keys, queries + keys)]
+    up = [own(inner), own(inner, inner)] if config.activation in GATED else [own(inner)]
+
+    def moved(array: Array | None) -> Any:
+        return None if array is None else xp.array(array, order="C")
+
+    def rows(product: Product, parts: Iterable[slice]) -> Product:
+        def cut(array: Array | None) -> Any:
+            if array is None:
+                return None
+            return xp.concatenate([xp.asarray(array[part]) for part in parts])
+
+        return Product(cut(product.weight), cut(product.bias))
+
+    def columns(product: Product, part: slice) -> Any:
+        weight: Any = product.weight  # an array: quantised weights are not split
+        return Summed(moved(weight[:, part]), moved(product.bias), group)
+
+    def norm(given: Norm | None) -> Any:
+        return given and Norm(moved(given.weight), moved(given.bias), given.eps)
+
+    layers = tuple(
+        Layer(
+            norm=norm(layer.norm),
+            qkv=rows(layer.qkv, qkv),
+            output=columns(layer.output, own(heads * dim)),
+            mlp_norm=norm(layer.mlp_norm),
+            up=rows(layer.up, up),
+            down=columns(layer.down, own(inner)),
+        )
+        for layer in weights.layers
+    )
+    embedding = moved(weights.embedding)
+    head = weights.head
+    tied = head.weight is weights.embedding
+    share = config._replace(
+        num_heads=heads // size, num_kv_heads=groups // size, intermediate_size=inner // size
+    )
+    return share, Weights(
+        embedding=embedding,
+        positions=moved(weights.positions),
+        layers=layers,
+        norm=norm(weights.norm),
+        head=Product(embedding if tied else moved(head.weight), moved(head.bias)),
+    )
+
+
+def agreed(group: Group | None, number: int, xp: Any, choose: Callable[..., int] = min) -> int:
+    """Return one number of those that ranks have; what only this rank has where there is no group.
+
+    Ranks that make the same steps need the same room, and the same seed.
+    """
+    if group is None:
+        return number
+    return choose(int(given[0]) for given in group.all_gather(xp.asarray([number], np.int64)))
