@@ -163,7 +163,7 @@ def _ends(
         )
     if devices is not None and (transport or ("nccl" if nccl_is_there() else "peer")) == "nccl":
         failures = SharedFailures()
-        return failures, of_devices(list(devices), failures)
+        return failures, of_devices(list(devices), failures, timeout)
     office = PostOffice(timeout)
     places = [None] * size if devices is None else list(devices)
     return office.failures, [

@@ -10,7 +10,8 @@ from typing import Any
 
 from cupyattn.arrays import Array
 from cupyattn.cupy_library import load_cupy
-from cupyattn.distributed.failures import Failures
+from cupyattn.distributed.communicators.meeting import Meeting
+from cupyattn.distributed.failures import Failures, SharedFailures
 from cupyattn.errors import error
 
 ID_BYTES = 128
@@ -49,10 +50,16 @@ def nccl_is_there() -> bool:
 
 
 class NCCLCommunicator:
-    """A `cupy.cuda.nccl.NcclCommunicator`, which sends bytes whatever the dtype."""
+    """A `cupy.cuda.nccl.NcclCommunicator`, which sends bytes whatever the dtype.
 
-    def __init__(self, communicator: Any, failures: Failures | None = None) -> None:
+    Ranks that are threads of one process have a meeting, to which they come before each operation.
+    """
+
+    def __init__(
+        self, communicator: Any, failures: Failures | None = None, meeting: Meeting | None = None
+    ) -> None:
         self._nccl = load_nccl()
+        self._meeting = meeting
         self._communicator = communicator
         self.failures = failures
         self.rank, self.size = int(communicator.rank_id()), int(communicator.size())
@@ -72,6 +79,7 @@ class NCCLCommunicator:
 
     def all_gather(self, array: Array, out: Array, stream: Any) -> None:
         """Fill out with the array of each rank."""
+        self._meet()
         self._communicator.allGather(
             array.data.ptr, out.data.ptr, array.nbytes, self._nccl.NCCL_INT8, stream.ptr
         )
@@ -79,11 +87,16 @@ class NCCLCommunicator:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Make one operation of all inside."""
+        self._meet()
         self._nccl.groupStart()
         try:
             yield
         finally:
             self._nccl.groupEnd()
+
+    def _meet(self) -> None:
+        if self._meeting is not None:
+            self._meeting(self.rank)
 
     def abort(self) -> None:
         """End what waits for another rank, on the GPU too."""
@@ -105,7 +118,10 @@ def new_id() -> bytes:
     return bytes(load_nccl().get_unique_id())
 
 
-def of_devices(devices: list[int], failures: Failures) -> list[NCCLCommunicator]:
+def of_devices(
+    devices: list[int], failures: SharedFailures, timeout: float
+) -> list[NCCLCommunicator]:
     """Make a communicator of several devices of this process, one end for each."""
+    meeting = Meeting(len(devices), failures, timeout)
     ends = load_nccl().NcclCommunicator.initAll(devices)
-    return [NCCLCommunicator(end, failures) for end in ends]
+    return [NCCLCommunicator(end, failures, meeting) for end in ends]

@@ -1,0 +1,55 @@
+"""Where threads of one process wait for one another before they start what needs all of them.
+
+An operation of NCCL that has begun on one GPU of a process waits for its other ranks' part, and
+while it waits a thread of another rank can neither allocate memory nor load a kernel: CUDA makes
+that wait for the peers' GPUs. So no rank begins before all are about to (seen on two H200, driver
+13.0, 2026-11-23: without it the ranks' first backward never ends).
+"""
+
+from __future__ import annotations
+
+from cupyattn.distributed.failures import RankFailedError, SharedFailures
+
+
+class Meeting:
+    """A point that all ranks come to, again and again.
+
+    Examples
+    --------
+    >>> alone = Meeting(1, SharedFailures(), timeout=1.0)
+    >>> alone(0), alone(0)
+    (None, None)
+    """
+
+    def __init__(self, size: int, failures: SharedFailures, timeout: float) -> None:
+        self._came = [0] * size
+        self._failures = failures
+        self._timeout = timeout
+
+    def __call__(self, rank: int) -> None:
+        """Return when all ranks have come as often as this one.
+
+        Raises
+        ------
+        RankFailedError
+            If a rank has failed, or does not come in time.
+        """
+        with self._failures.changed:
+            self._came[rank] += 1
+            turn = self._came[rank]
+            self._failures.changed.notify_all()
+            self._failures.changed.wait_for(
+                lambda: min(self._came) >= turn or self._failures.first() is not None, self._timeout
+            )
+            late = next((other for other, came in enumerate(self._came) if came < turn), None)
+            failure = self._failures.first()
+        if failure is None and late is not None:
+            message = (
+                f"rank {late} did not come: rank {rank} waited for it for {self._timeout:g} s; all "
+                "ranks make the same calls in the same order; look what that rank does, or pass a "
+                "longer timeout"
+            )
+            self._failures.post(late, message)
+            failure = RankFailedError(late, message)
+        if failure is not None:
+            raise failure
