@@ -74,6 +74,11 @@ struct Q4_K : Integers {
   static constexpr Shift kShift = Shift::kBehind;
 };
 
+// Of 16 bytes of codes.
+__device__ __forceinline__ uint32 word_of(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
 // What the weights of a block share. `shift` is an Int4's zero, or what is added behind the product.
 struct BlockNumbers {
   float scale, shift;
