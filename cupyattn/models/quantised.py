@@ -9,7 +9,7 @@ from cupyattn.models.checkpoints.checkpoint import Checkpoint
 from cupyattn.models.checkpoints.names import product_names
 from cupyattn.models.checkpoints.tensors import QuantisedTensor
 from cupyattn.models.weights import PRODUCTS, Quantises, in_dtype
-from cupyattn.quantized_weight import UNIT, Blocks, blocks_for
+from cupyattn.weight_formats import UNIT, Blocks, blocks_for
 
 MADE = ("nf4", "int4", "int8")
 OF_THE_FILE = "file"

@@ -21,7 +21,7 @@ from cupyattn.benchmark.linear.command import COMPILED, EAGER, OWN, READING, cas
 from cupyattn.emulator import Checks, Report
 from cupyattn.functional.device_info import device_count
 from cupyattn.kernels.device.emulated import EmulatedDevice
-from cupyattn.quantized_weight import FORMATS
+from cupyattn.weight_formats import FORMATS
 
 FEW = Case("thin", 2, 16, 40, "float32", "nk", None)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from support.tiny_models import TINY
 
 from cupyattn import models
 from cupyattn.cli import main
+from cupyattn.cli.finetune import training_run
 from cupyattn.models.checkpoints.writing import write_folder
 from cupyattn.models.training import FullWeights, LoraAdapters, Trainer
 
@@ -101,6 +104,22 @@ def test_adapters_beside_quantised_weights(capsys):
     assert main(["generate", "model", "Zorblax", *given]) == 0
     finetune("--quantize", "file", "--out", "other", code=1)
     assert "no weights of layers in blocks" in capsys.readouterr().err
+
+
+def test_the_bar_says_loss_speed_and_memory(monkeypatch):
+    told, shown = [], []
+
+    @contextmanager
+    def bar(what, total, done=0):
+        shown.append((what, total, done))
+        yield told.append
+
+    monkeypatch.setattr(training_run, "progress", bar)
+    monkeypatch.setattr(training_run, "memory_held", lambda model: 3_000_000_000)
+    finetune("--steps", "2")
+    assert shown == [("training", 2, 0)] and len(told) == 2
+    for line, (_, loss, _) in zip(told, losses_of("finetuned"), strict=True):
+        assert re.fullmatch(rf"loss {loss:.3f}, [\d,]+ tok/s, 3\.00 GB", line)
 
 
 def test_the_printed_lines_are_narrow(capsys, monkeypatch):

@@ -111,6 +111,14 @@ FAULTS: dict[str, tuple[LinearCase, Bug, Any]] = {
         F32_INT8, Bug(IN_FLOAT32, "|| result >= params.outer) return;", ") return;"),
         OutOfBoundsError,
     ),
+    "float32: a row too many is stored": (
+        F32_INT4, Bug(IN_FLOAT32, "row >= params.rows", "row > params.rows"), OutOfBoundsError,
+    ),
+    "float32: rows beyond M are read": (
+        F32_INT4, Bug(IN_FLOAT32, "exists ? params.inner - k - 4 * i : 0",
+                      "params.inner - k - 4 * i"),
+        OutOfBoundsError,
+    ),
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from support.strategies import dtype_of
 import cupyattn
 from cupyattn import QuantizedWeight, reference
 from cupyattn.ops.linear import quantised
-from cupyattn.quantized_weight import FORMATS
+from cupyattn.weight_formats import FORMATS
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

@@ -16,7 +16,7 @@ from support.search import deep, examples, mostly_deep
 import cupyattn
 from cupyattn.emulator import KernelFault, Report
 from cupyattn.ops.linear import backward, choice, forward, quantised_float32
-from cupyattn.quantized_weight import FORMATS
+from cupyattn.weight_formats import FORMATS
 
 pytestmark = pytest.mark.nvrtc
 

@@ -23,8 +23,8 @@ from cupyattn.kernels.configs.linear import quantised_thin, quantised_thin_float
 from cupyattn.ops.card import Card
 from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.ops.linear.choice import launches_for
-from cupyattn.quantized_weight import FORMATS
 from cupyattn.reference import error_ratio
+from cupyattn.weight_formats import FORMATS
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -124,10 +124,10 @@ def test_a_long_k_is_split_and_its_parts_are_added_in_a_fixed_order(problem):
 
 @pytest.mark.parametrize("weights", FORMATS)
 @pytest.mark.parametrize(
-    ("rows", "dtype"), [(2, "float32"), *deep((1, "bfloat16"), (9, "float32"))]
+    ("rows", "dtype"), [(3, "float32"), *deep((1, "bfloat16"), (2, "float32"), (9, "float32"))]
 )
 def test_float32_arithmetic(rows, dtype, weights):
-    """Two runs of K, of which the second has a tail."""
+    """Two runs of K, of which the second has a tail; a tile of rows that is not full."""
     inner = 1024 + (256 if weights == "q4_k" else FORMATS[weights].block_size or 96)
     problem = case(rows, 37, inner, weights, "swiglu", dtype=dtype, residual=True, view="padded")
     assert steps_of(problem, Card(75, 2)) == ("linear_quantised_thin_f32",)

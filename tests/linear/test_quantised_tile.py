@@ -22,8 +22,8 @@ from cupyattn.functional.linear.weights import weight_arrays
 from cupyattn.ops.card import Card
 from cupyattn.ops.linear import quantised_tile
 from cupyattn.ops.linear.checks import forward_problem
-from cupyattn.quantized_weight import FORMATS
 from cupyattn.reference import error_ratio
+from cupyattn.weight_formats import FORMATS
 
 pytestmark = pytest.mark.nvrtc
 

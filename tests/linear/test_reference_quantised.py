@@ -10,8 +10,8 @@ from support.quantised_weights import MADE, made_up, number, weights
 
 import cupyattn
 from cupyattn import QuantizedWeight, reference
-from cupyattn.quantized_weight import FORMATS
 from cupyattn.reference.linear.quantisation import NF4_CODEBOOK, NF4_THRESHOLDS
+from cupyattn.weight_formats import FORMATS
 
 # What bitsandbytes' kernels compare x / absmax with, as its sources have them (csrc/kernels.cu).
 BITSANDBYTES = [

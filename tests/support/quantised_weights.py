@@ -9,7 +9,7 @@ import numpy as np
 from support.strategies import dtype_of
 
 from cupyattn import QuantizedWeight
-from cupyattn.quantized_weight import FORMATS, pieces
+from cupyattn.weight_formats import FORMATS, pieces
 
 MADE = ("nf4", "int4", "int8")
 PAIRED = ("int4", "q4_1", "q4_k")

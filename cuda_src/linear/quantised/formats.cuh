@@ -39,56 +39,45 @@ constexpr float kNf4Codebook[kCodes] = {
 
 enum class Shift { kNone, kBefore, kBehind };  // what a block adds to the code, or to the product
 
-struct Nf4 {
+// What a format is unless it says otherwise.
+struct Integers {
   static constexpr int kBits = 4;
-  static constexpr bool kEvenHigh = true;  // the nibble of an even k
+  static constexpr bool kEvenHigh = false;  // the nibble of an even k
   using Code = unsigned char;
+  using Scale = float16;
+  static constexpr bool kCodebook = false;
+  static constexpr int kNumbers = 2;     // of scales to a block
+  static constexpr int kSuperBlock = 0;  // weights that share a (d, dmin)
+  static constexpr Shift kShift = Shift::kNone;
+};
+struct Nf4 : Integers {
+  static constexpr bool kEvenHigh = true;
   using Scale = float;
   static constexpr bool kCodebook = true;
-  static constexpr int kNumbers = 1;  // of scales to a block
-  static constexpr int kSuperBlock = 0;
-  static constexpr Shift kShift = Shift::kNone;
+  static constexpr int kNumbers = 1;
 };
-struct Int4 {
-  static constexpr int kBits = 4;
-  static constexpr bool kEvenHigh = false;
-  using Code = unsigned char;
-  using Scale = float16;
-  static constexpr bool kCodebook = false;
-  static constexpr int kNumbers = 2;
-  static constexpr int kSuperBlock = 0;
+struct Int4 : Integers {
   static constexpr Shift kShift = Shift::kBefore;
 };
-struct Int8 {
+struct Int8 : Integers {
   static constexpr int kBits = 8;
-  static constexpr bool kEvenHigh = false;
   using Code = signed char;
   using Scale = float;
-  static constexpr bool kCodebook = false;
   static constexpr int kNumbers = 1;
-  static constexpr int kSuperBlock = 0;
-  static constexpr Shift kShift = Shift::kNone;
 };
-struct Q4_1 {
-  static constexpr int kBits = 4;
-  static constexpr bool kEvenHigh = false;
-  using Code = unsigned char;
-  using Scale = float16;
-  static constexpr bool kCodebook = false;
-  static constexpr int kNumbers = 2;
-  static constexpr int kSuperBlock = 0;
+struct Q4_1 : Integers {
   static constexpr Shift kShift = Shift::kBehind;
 };
-struct Q4_K {
-  static constexpr int kBits = 4;
-  static constexpr bool kEvenHigh = false;
-  using Code = unsigned char;
+struct Q4_K : Integers {
   using Scale = unsigned char;
-  static constexpr bool kCodebook = false;
-  static constexpr int kNumbers = 2;
-  static constexpr int kSuperBlock = 256;  // weights that share a (d, dmin)
+  static constexpr int kSuperBlock = 256;
   static constexpr Shift kShift = Shift::kBehind;
 };
+
+// Of 16 bytes of codes.
+__device__ __forceinline__ uint32 word_of(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
 
 // What the weights of a block share. `shift` is an Int4's zero, or what is added behind the product.
 struct BlockNumbers {

@@ -79,9 +79,6 @@ __device__ __forceinline__ uint32 permuted(const uint4& x, int pair) {  // items
   const uint32 low = pair < 2 ? x.x : x.y, high = pair < 2 ? x.z : x.w;
   return __byte_perm(low, high, pair % 2 ? 0x7632 : 0x5410);
 }
-__device__ __forceinline__ uint32 word_of(const uint4& v, int i) {
-  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
-}
 
 template <int kChains_>
 struct NibblePairs {

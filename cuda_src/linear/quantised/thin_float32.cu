@@ -103,10 +103,6 @@ __device__ __forceinline__ BlockNumbers affine(const BlockNumbers& block) {
   return {block.scale, Format::kShift == Shift::kBefore ? -block.scale * block.shift : block.shift};
 }
 
-__device__ __forceinline__ uint32 word_of(const uint4& v, int i) {
-  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
-}
-
 // A lane's part of COLUMNS columns: codes of a run, and the numbers of the block that they are of.
 struct PackedColumns {
   const uint4* codes_g;

@@ -10,7 +10,8 @@ import numpy as np
 
 from cupyattn.arrays import Array, dtype_of
 from cupyattn.benchmark.cuda_events import COLD_BYTES
-from cupyattn.quantized_weight import FORMATS, QuantizedWeight, pieces
+from cupyattn.quantized_weight import QuantizedWeight
+from cupyattn.weight_formats import FORMATS, pieces
 
 LARGE = ((8192, 16384, 4096), (8192, 2560, 10240), (8192, 3072, 768), (512, 16384, 4096))
 """(M, N, K) of products that arithmetic bounds."""

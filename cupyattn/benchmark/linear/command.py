@@ -32,7 +32,7 @@ from cupyattn.cupy_library import load_cupy
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.device.cuda import cuda_device
 from cupyattn.ops.linear.problem import ACTIVATIONS
-from cupyattn.quantized_weight import FORMATS
+from cupyattn.weight_formats import FORMATS
 
 KINDS = ("large", "thin", "backward")
 OWN, READING, EAGER, COMPILED = "cupyattn", "read w", "torch", "torch.compile"

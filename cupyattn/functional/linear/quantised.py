@@ -18,7 +18,8 @@ from cupyattn.ops.linear.quantised import (
     run_dequantize,
     run_quantize,
 )
-from cupyattn.quantized_weight import Blocks, QuantizedWeight
+from cupyattn.quantized_weight import QuantizedWeight
+from cupyattn.weight_formats import Blocks
 
 
 def quantize(

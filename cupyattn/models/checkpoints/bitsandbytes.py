@@ -21,7 +21,7 @@ from cupyattn.models.checkpoints.checkpoint import damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.safetensors_files import Stored
 from cupyattn.models.checkpoints.tensors import AnyTensor, QuantisedTensor
-from cupyattn.quantized_weight import FORMATS, NF4_CODEBOOK, Blocks
+from cupyattn.weight_formats import FORMATS, NF4_CODEBOOK, Blocks
 
 _STATE = ".quant_state.bitsandbytes__"
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")

@@ -16,7 +16,7 @@ from cupyattn.models.checkpoints.names import Place, Places, is_ignored, places
 from cupyattn.models.checkpoints.tensors import AnyTensor, QuantisedTensor
 from cupyattn.models.weights import Quantises, Weights, empty, in_dtype
 from cupyattn.progress import progress
-from cupyattn.quantized_weight import Blocks
+from cupyattn.weight_formats import Blocks
 
 _AT_ONCE = 1 << 22
 """Numbers: what is read beside the model takes some 50 MB, on the host and on the device."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cupyattn import QuantizedWeight
-from cupyattn.quantized_weight import Blocks
+from cupyattn.weight_formats import Blocks
 
 
 class Tensor(NamedTuple):

@@ -43,7 +43,7 @@ from cupyattn.ops.linear.problem import (
 )
 from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.plan import Output
-from cupyattn.quantized_weight import FORMATS
+from cupyattn.weight_formats import FORMATS
 
 MAX_EXTENT = 2**31 - 1024
 """Of M, K and the columns of w: kernels count them, tile by tile, in 32 bits."""

@@ -34,7 +34,7 @@ from cupyattn.ops.numbers import integer
 from cupyattn.ops.overlaps import Overlaps, require_apart
 from cupyattn.ops.plan import Output, Plan, Step, run
 from cupyattn.ops.value_checks import checks_values
-from cupyattn.quantized_weight import FORMATS, Blocks, pieces, require_blocks
+from cupyattn.weight_formats import FORMATS, Blocks, pieces, require_blocks
 
 _OF_OUT = {"codes": "out.codes", "scales": "out.scales"}
 _MOST_THREADS = 2**32 - THREADS

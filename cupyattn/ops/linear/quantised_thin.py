@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
 from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES, vector_items
 from cupyattn.kernels.configs.linear import quantised_thin_float32 as in_float32
 from cupyattn.kernels.configs.linear.quantised_thin import MAX_ROWS, SPAN_BYTES, thin, thin_launch
-from cupyattn.kernels.configs.linear.thin import merge, merge_ctas
-from cupyattn.kernels.structs import THIN_PARAMS
 from cupyattn.ops.card import Card
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem
+from cupyattn.ops.linear.thin_launches import thin_launches, thin_params
 from cupyattn.ops.plan import Step
-from cupyattn.quantized_weight import FORMATS
+from cupyattn.weight_formats import FORMATS
 
-_PARTIALS = "forward_partials"
 _MOST_VECTORS = 2**31
 """Of codes: kernels count them in 32 bits."""
 
@@ -52,25 +46,8 @@ def _forward(problem: LinearProblem, card: Card) -> Launches:
         outer=problem.outer,
         gated=problem.gated,
     )
-    ends = (problem.scalar_activation, problem.gated)
-    product = thin(launch, *ends)
-    if launch.splits == 1:
-        return Launches((Step.of(product, launch.ctas, _params(problem)),))
-    sums = _params(problem, splits=launch.splits, outer=problem.weight_columns)
-    sums["out_stride"] = problem.weight_columns
-    absent = dict.fromkeys(("b", "residual", "preactivation"), "none")
-    return Launches(
-        (
-            Step.of(product, launch.ctas, sums, renamed={**absent, "out": _PARTIALS}),
-            Step.of(
-                merge(*ends),
-                merge_ctas(problem.rows * problem.outer),
-                _params(problem, splits=launch.splits),
-                renamed={"partials": _PARTIALS},
-            ),
-        ),
-        {_PARTIALS: launch.splits * problem.rows * problem.weight_columns},
-    )
+    product = thin(launch, problem.scalar_activation, problem.gated)
+    return thin_launches(problem, product, ctas=launch.ctas, splits=launch.splits)
 
 
 def _forward_in_float32(problem: LinearProblem, card: Card) -> Launches:
@@ -89,7 +66,7 @@ def _forward_in_float32(problem: LinearProblem, card: Card) -> Launches:
         problem.gated,
     )
     ctas = in_float32.ctas(problem.rows, problem.outer, problem.gated)
-    return Launches((Step.of(product, ctas, _params(problem)),))
+    return Launches((Step.of(product, ctas, thin_params(problem)),))
 
 
 def _vector(problem: LinearProblem) -> int:
@@ -105,17 +82,6 @@ def _whole_spans(problem: LinearProblem) -> bool:
     blocks = max(SPAN_BYTES * 8 // form.bits // problem.weight.block_size, 1)
     scales = problem.matrices["scales"]
     return scales.vector >= blocks * form.numbers
-
-
-def _params(problem: LinearProblem, *, splits: int = 1, outer: int | None = None) -> Any:
-    """Fill the C struct ThinParams."""
-    params = np.zeros((), THIN_PARAMS)
-    for name in ("x", "residual", "preactivation", "out"):
-        if problem.has(name):
-            params[f"{name}_stride"] = problem.matrices[name].leading
-    params["rows"], params["inner"] = problem.rows, problem.inner
-    params["outer"], params["splits"] = outer or problem.outer, splits
-    return params
 
 
 PLANS = (

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
 from cupyattn.kernels.configs.dtypes import vector_items
-from cupyattn.kernels.configs.linear.thin import MAX_ROWS, merge, merge_ctas, thin, thin_launch
-from cupyattn.kernels.structs import THIN_PARAMS
+from cupyattn.kernels.configs.linear.thin import MAX_ROWS, thin, thin_launch
 from cupyattn.ops.card import Card
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem
-from cupyattn.ops.plan import Step
+from cupyattn.ops.linear.thin_launches import thin_launches
 
-_PARTIALS = "forward_partials"
 _MOST = (MAX_ROWS, 2**27, 2**30)
 """M, K and N at most: kernels count bursts times parts of K, and columns, in 32 bits."""
 
@@ -38,27 +32,9 @@ def _forward(problem: LinearProblem, card: Card) -> Launches:
         gated=problem.gated,
         choices=card.choices,
     )
-    ends = (problem.scalar_activation, problem.gated)
-    product = thin(launch, *ends)
-    if launch.splits == 1:
-        return Launches((Step.of(product, launch.tiles, _params(problem)),))
-    sums = _params(problem, splits=launch.splits, outer=problem.weight_columns)
-    sums["out_stride"] = problem.weight_columns
-    absent = dict.fromkeys(("b", "residual", "preactivation"), "none")
-    return Launches(
-        (
-            Step.of(
-                product, launch.splits * launch.tiles, sums, renamed={**absent, "out": _PARTIALS}
-            ),
-            Step.of(
-                merge(*ends),
-                merge_ctas(problem.rows * problem.outer),
-                _params(problem, splits=launch.splits),
-                renamed={"partials": _PARTIALS},
-            ),
-        ),
-        {_PARTIALS: launch.splits * problem.rows * problem.weight_columns},
-    )
+    product = thin(launch, problem.scalar_activation, problem.gated)
+    ctas = launch.splits * launch.tiles
+    return thin_launches(problem, product, ctas=ctas, splits=launch.splits)
 
 
 def _vector(problem: LinearProblem) -> int:
@@ -67,17 +43,6 @@ def _vector(problem: LinearProblem) -> int:
     halves = [w.columns_from(n, problem.outer).vector for n in range(0, w.columns, problem.outer)]
     whole = vector_items(problem.dtype.name)
     return whole if min(problem.vector("x"), *halves) == whole else 1
-
-
-def _params(problem: LinearProblem, *, splits: int = 1, outer: int | None = None) -> Any:
-    """Fill the C struct ThinParams."""
-    params = np.zeros((), THIN_PARAMS)
-    for name in ("x", "w", "residual", "preactivation", "out"):
-        if problem.has(name):
-            params[f"{name}_stride"] = problem.matrices[name].leading
-    params["rows"], params["inner"] = problem.rows, problem.inner
-    params["outer"], params["splits"] = outer or problem.outer, splits
-    return params
 
 
 def _is_row(problem: LinearProblem) -> bool:

@@ -13,7 +13,7 @@ from cupyattn.kernels.spec import KernelSpec, Specialisation
 from cupyattn.kernels.structs import PRODUCT_PARAMS, QUANTISED_TILE_PARAMS
 from cupyattn.ops.card import Card
 from cupyattn.ops.linear.problem import Matrix
-from cupyattn.quantized_weight import UNIT
+from cupyattn.weight_formats import UNIT
 
 VECTOR = vector_items("float16")
 _GROUP_LOG2 = 3  # tiles of rows that neighbouring CTAs go down

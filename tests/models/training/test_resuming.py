@@ -10,9 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.bigram import Bigram, counting
+from support.devices import KERNELS
+from support.tiny_models import TINY
 
+from cupyattn import models
 from cupyattn.models.checkpoints import safetensors_writer
 from cupyattn.models.training import checkpoint
+from cupyattn.models.training.batch import Sample
+from cupyattn.models.training.lora import LoraAdapters
 from cupyattn.models.training.optimizer import AdamWOptions
 from cupyattn.models.training.packing import Packing
 from cupyattn.models.training.scaling import LossScale
@@ -55,6 +60,34 @@ def test_the_same_losses_bit_for_bit(at, state, tmp_path):
     for name, array in first.trainable.arrays.items():  # which went on too
         list(first)
         assert array.tobytes() == second.trainable.arrays[name].tobytes()
+
+
+@pytest.mark.nvrtc
+def test_the_same_losses_of_a_model_on_the_kernels(tmp_path):
+    """Adapters of a float16 model in four bits, with dropout."""
+    config = TINY["llama"]._replace(intermediate_size=64)
+    samples = [Sample.of(np.arange(i, i + 4 + i) % 7, [True] * (4 + i)) for i in range(6)]
+
+    def made():
+        model = models.random(config, dtype="float16", quantize="nf4", xp=KERNELS.xp, seed=2)
+        return Trainer(
+            LoraAdapters(model, rank=2, dropout=0.2),
+            Packing(samples, batch_tokens=16),
+            schedule=Schedule("linear", 0.05, 3),
+            loss_scale=LossScale(2.0**12),
+        )
+
+    with KERNELS.running():
+        first = made()
+        whole = [first.step()]
+        first.save(tmp_path)
+        whole += list(first)
+        again = made()
+        again.resume(tmp_path)
+        assert repr(list(again)) == repr(whole[1:])
+    assert len({step.loss for step in whole}) == 3 and not any(step.skipped for step in whole)
+    for name, array in first.trainable.arrays.items():
+        assert KERNELS.get(array).tobytes() == KERNELS.get(again.trainable.arrays[name]).tobytes()
 
 
 def test_a_checkpoint_is_a_safetensors_writer(tmp_path):
