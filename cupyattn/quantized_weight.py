@@ -101,6 +101,13 @@ class QuantizedWeight:
         operands = adopt(given)
         for name, array in operands.arrays.items():
             object.__setattr__(self, name, array)
+        if not isinstance(self.transposed, bool):
+            raise error(
+                TypeError,
+                f"transposed = {shown(self.transposed)}",
+                "it is True or False",
+                "pass one of these",
+            )
         layouts = layouts_of(operands.description)
         _require_fit(self, layouts)
         for name, start in starts_of(operands.description).items():
@@ -156,6 +163,17 @@ class QuantizedWeight:
 
     def __len__(self) -> int:
         return self.shape[0]
+
+    __iter__ = None  # or a loop would ask for [0], [1] and so on, and end at the first refusal
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        """Refuse: NumPy would take it for a sequence without items."""
+        raise error(
+            TypeError,
+            f"got {self!r} as an array",
+            "products take it: linear(x, weight)",
+            "make numbers of it with dequantize(weight)",
+        )
 
     def __getitem__(self, rows: slice) -> QuantizedWeight:
         """Return some rows of a weight (N, K), as views."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import cupyattn
 from cupyattn.cli import chat, compile, demo, generate, info, profile, turing
-from cupyattn.cli.arguments import print_help_of
+from cupyattn.cli.arguments import Parser, print_help_of
 from cupyattn.cli.finetune import command as finetune
 
 INTERRUPTED = 130  # what shells report for SIGINT
@@ -55,7 +55,7 @@ def _parser(more: Iterable[Any]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cupyattn {cupyattn.__version__}")
     parser.set_defaults(run=print_help_of(parser))
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     for command in (demo, generate, chat, finetune, info, compile, profile, turing, *more):
         command.add_parser(commands)
     return parser

@@ -3,7 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
+from typing import Any
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose optional positionals may have options between them: MODEL --cpu PROMPT.
+
+    argparse itself took the second for missing until Python 3.12.7.
+    """
+
+    _parts = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse options first, and what is left as positionals."""
+        if self._parts or not any(each.nargs == "?" for each in self._get_positional_actions()):
+            return super().parse_known_args(args, namespace)
+        self._parts = True  # by which the next call comes here
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._parts = False
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
@@ -43,3 +64,20 @@ def integer(lowest: int, highest: int | None = None) -> Callable[[str], int]:
         return number
 
     return read
+
+
+def positive(text: str) -> float:
+    """Read a finite number above 0, for argparse's ``type=``.
+
+    Examples
+    --------
+    >>> positive("7.5")
+    7.5
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
+    return number

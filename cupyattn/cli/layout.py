@@ -5,6 +5,7 @@ A word that is wider than the terminal, as a path may be, keeps its line to itse
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,26 @@ def paragraphs(text: str, width: int) -> list[str]:
     ['  Counts are exact; time', '  is not known.']
     """
     return [part for line in text.split("\n") for part in _folded(line, width)]
+
+
+def command(text: str, width: int) -> list[str]:
+    r"""Fold a command of the shell between its words; what is folded ends in a backslash.
+
+    Examples
+    --------
+    >>> print(*command("python -m cupyattn finetune 'my model' data.jsonl", 32), sep="\n")
+    python -m cupyattn finetune \
+      'my model' data.jsonl
+    """
+    lines = [""]
+    for word in map(shlex.quote, shlex.split(text)):
+        longer = f"{lines[-1]} {word}" if lines[-1] else word
+        if len(longer) + len(" \\") <= width or not lines[-1]:
+            lines[-1] = longer
+        else:
+            lines[-1] += " \\"
+            lines.append(f"{'':{_INDENT}}{word}")
+    return lines
 
 
 def facts(pairs: Mapping[str, Any], width: int) -> list[str]:

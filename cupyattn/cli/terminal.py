@@ -32,6 +32,10 @@ class Terminal:
         """Print lines, folded."""
         self._print(layout.paragraphs(text, self._width))
 
+    def command(self, text: str) -> None:
+        """Print a command of the shell, folded so that it can be pasted."""
+        self._print(layout.command(text, self._width))
+
     def verbatim(self, text: str) -> None:
         """Print the lines of another program as they are."""
         self._print(text.splitlines())

@@ -8,9 +8,12 @@ import pytest
 from support.processes import run
 
 from cupyattn.__main__ import main
-from cupyattn.cli import INTERRUPTED, compile, demo
+from cupyattn.cli import INTERRUPTED, compile, demo, finetune, generate
 
-COMMANDS = ("demo", "info", "compile", "profile", "turing", "memory", "tune", "report")
+COMMANDS = (
+    "demo", "generate", "chat", "finetune", "info", "compile", "profile", "turing", "memory",
+    "tune", "report",
+)  # fmt: skip
 CALLS = ("attention", "attention_backward", "softmax")
 
 # No module of CuPy is found: what a user without a GPU's libraries has.
@@ -69,6 +72,24 @@ def test_wrong_arguments(arguments, complaint, capsys):
         main(arguments)
     assert leaving.value.code == 2
     assert complaint in capsys.readouterr().err.replace("'75'", "75")
+
+
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        ("generate m --cpu p", {"model": "m", "prompt": "p", "cpu": True}),
+        ("generate m p --quantize nf4", {"model": "m", "prompt": "p", "quantize": "nf4"}),
+        ("generate m --cpu -- -p", {"model": "m", "prompt": "-p", "cpu": True}),
+        ("generate --random gpt2", {"model": None, "prompt": None, "random": "gpt2"}),
+        ("finetune m --lora-rank 4 d", {"model": "m", "data": "d", "lora_rank": 4}),
+    ],
+)
+def test_options_stand_anywhere(command, found, monkeypatch):
+    given = []
+    for module in (generate, finetune):
+        monkeypatch.setattr(module, "run", lambda arguments: given.append(vars(arguments)) or 0)
+    assert main(command.split()) == 0
+    assert given[0].items() >= found.items()
 
 
 @pytest.mark.parametrize("command", ["compile", "turing", "profile attention"])

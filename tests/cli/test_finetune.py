@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,7 +85,7 @@ def test_adapters_learn_and_are_generated_with(capsys):
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 12 and losses[-1] < losses[0] - 1
     held = [row["eval_loss"] for row in rows if "eval_loss" in row]
-    assert [row["step"] for row in rows if "eval_loss" in row] == [5, 10, 12]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [0, 5, 10, 12]
     assert held[-1] < held[0]
     assert main(["generate", "model", "Zorblax", "--max-new-tokens", "4"]) == 0
     plain = capsys.readouterr().out
@@ -132,10 +133,10 @@ def losses_of(out):
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
 
 
-def test_ctrl_c_writes_a_checkpoint_and_it_goes_on(capsys, monkeypatch):
+def test_ctrl_c_writes_a_checkpoint_and_it_goes_on(capfd, monkeypatch):
     """The same losses, bit for bit, and one line for each step."""
     finetune("--out", "whole", "--lora-dropout", "0.1", "--accumulate", "2")
-    capsys.readouterr()
+    capfd.readouterr()
     step = Trainer.step
 
     def interrupted(trainer):
@@ -149,16 +150,17 @@ def test_ctrl_c_writes_a_checkpoint_and_it_goes_on(capsys, monkeypatch):
         before = signal.getsignal(signal.SIGINT)
         finetune(*given, code=130)
         assert signal.getsignal(signal.SIGINT) is before
-    printed = capsys.readouterr().out
-    assert "5 of 12" in printed and "--resume" in printed
+    captured = capfd.readouterr()
+    assert "5 of 12" in captured.out and "--resume" in captured.out
+    assert "Ctrl-C again ends it at once" in captured.err
     assert not Path("parts", "adapter_model.safetensors").exists()
     finetune(*given, code=1)
-    assert "--resume to go on with that one" in capsys.readouterr().err
+    assert "--resume to go on with that one" in capfd.readouterr().err
     finetune(*given, "--resume")
     assert losses_of("parts") == losses_of("whole")
     for name in ("adapter_model.safetensors",):
         assert Path("parts", name).read_bytes() == Path("whole", name).read_bytes()
-    assert "12 of 12" in capsys.readouterr().out
+    assert "12 of 12" in capfd.readouterr().out
     finetune(*given, "--resume")  # nothing is left to do
     assert losses_of("parts") == losses_of("whole")
 
@@ -185,6 +187,19 @@ def test_all_weights(capsys):
     assert result["learnt"] == sum(array.size for array in FullWeights(before).arrays.values())
 
 
+def test_all_weights_are_written_beside_the_model_that_they_were(capsys, folder):
+    before = (folder / "model.safetensors").read_bytes()
+    finetune("--full", "--out", "../" + folder.parent.name + "/model", code=1)
+    assert "is the model's own folder; " in capsys.readouterr().err
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_a_second_training_has_losses_of_its_own(capsys, folder):
+    (folder / "losses.jsonl").write_text('{"step": 1, "loss": 9.0}\n')  # of the first one
+    finetune("--full", "--steps", "2")
+    assert [step for step, *_ in losses_of("finetuned")] == [1, 2]
+
+
 def test_a_full_disk_says_what_to_do(capsys, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -205,6 +220,7 @@ def test_a_full_disk_says_what_to_do(capsys, monkeypatch):
         (["--max-length", "8"], "line 1 of data.jsonl has 26 tokens; a sample has at most 8"),
         (["--resume"], "there is no checkpoint"),
         (["--clip", "0"], "clip = 0.0"),
+        (["--clip", "inf"], "clip = inf; it is a positive number"),
     ],
 )
 def test_what_is_refused(given, message, capsys):
@@ -246,6 +262,63 @@ def test_model_and_data_are_needed(given, capsys):
         main(["finetune", *given])
     printed = capsys.readouterr().err
     assert "pass MODEL and DATA" in printed or "--random has no text to learn" in printed
+
+
+def test_an_interrupted_training_prints_a_command_that_can_be_pasted(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    given = [
+        "--out",
+        "a folder",
+        "--eval-fraction",
+        "0.25",
+        "--weight-decay",
+        "0.01",
+        "--seed",
+        "4",
+    ]
+    step = Trainer.step
+
+    def interrupted(trainer):
+        os.kill(os.getpid(), signal.SIGINT)
+        return step(trainer)
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    monkeypatch.setattr("sys.argv", ["cupyattn", "finetune", "model", "data.jsonl", *given])
+    finetune(*given, code=130)
+    lines = capsys.readouterr().out.split("To go on:\n")[1].splitlines()
+    assert len(lines) > 1 and max(map(len, lines)) <= 80
+    assert all(line.endswith(" \\") for line in lines[:-1])
+    words = shlex.split("\n".join(lines).replace("\\\n", ""))
+    assert words[3:] == ["finetune", "model", "data.jsonl", *given, "--resume"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["data.jsonl"], "a dry run reads no DATA: leave out data.jsonl"),
+        (["--quantize", "file"], "--random has no file"),
+        (["--memory-gb", "nan"], "nan is not a finite number above 0"),
+        (["--memory-gb", "-1"], "-1 is not a finite number above 0"),
+        (["--memory-gb", "8GB"], "'8GB' is not a number"),
+    ],
+)
+def test_a_dry_run_refuses(given, message, capsys):
+    with pytest.raises(SystemExit):
+        main(["finetune", "--dry-run", "--random", "phi-2", *given])
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_missing_data_is_found_before_the_model_is_loaded(capsys, monkeypatch):
+    monkeypatch.setattr(models, "load", None)
+    assert main(["finetune", "model", "other.jsonl"]) == 1
+    assert "other.jsonl" in capsys.readouterr().err
+
+
+def test_what_was_told_is_what_is_compared_first(capsys):
+    finetune("--steps", "1")
+    capsys.readouterr()
+    finetune("--steps", "1", "--lora-rank", "2", "--resume", code=1)
+    assert "lora_rank is 2, and was 4 in the checkpoint" in capsys.readouterr().err
 
 
 def test_full_weights_are_not_quantised(capsys):

@@ -272,6 +272,17 @@ def test_what_is_no_slice_of_rows_is_refused(rows):
         made_up("nf4", 4, 64, 64).T[rows]
 
 
+@pytest.mark.parametrize(
+    "call", [np.asarray, np.sum, lambda w: np.ones((2, 128)) @ w, lambda w: np.float16(2) * w]
+)
+def test_a_weight_is_no_array(call):
+    """And not a sequence either, of which NumPy and loops would find the end at once."""
+    with pytest.raises(TypeError, match=r"<QuantizedWeight .* as an array; .*; make numbers of it"):
+        call(QuantizedWeight(**parts()))
+    with pytest.raises(TypeError, match="not iterable"):
+        list(QuantizedWeight(**parts()))
+
+
 def test_columns_are_not_sliced():
     with pytest.raises(IndexError, match="transpose a weight"):
         made_up("nf4", 4, 64, 64)[:2]

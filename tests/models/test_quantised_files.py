@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import cupyattn  # noqa: E402
 from cupyattn import QuantizedWeight, models  # noqa: E402
 from cupyattn.models import Config, Model  # noqa: E402
 from cupyattn.models.checkpoints import copying  # noqa: E402
+from cupyattn.models.checkpoints.writing import write_folder as write_model  # noqa: E402
 from cupyattn.models.weights import PRODUCTS, named_arrays, named_parts  # noqa: E402
 
 TYPE = gguf.GGMLQuantizationType
@@ -234,6 +236,15 @@ def test_blocks_of_the_embedding_alone_are_not_kept(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", model, "llama", packed=packed, packed_as=TYPE.Q8_0)
     with pytest.raises(ValueError, match="no weights of layers in blocks"):
         models.load(path, xp=np, quantize="file")
+
+
+@pytest.mark.parametrize("how", ["nested", "gptq"])
+def test_floats_of_a_packed_folder_are_written_without_a_word_of_its_blocks(tmp_path, how):
+    folder, _ = packed_folder(tmp_path, how)
+    model = models.load(folder, dtype="float32", xp=np)
+    write_model(model.weights, model.config, folder, tmp_path / "new")
+    assert "quantization_config" not in json.loads((tmp_path / "new/config.json").read_text())
+    assert_same(models.load(tmp_path / "new", dtype="float32", xp=np), model)
 
 
 def test_a_file_of_floats_has_no_blocks_to_keep(tmp_path):

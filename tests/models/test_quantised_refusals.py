@@ -107,6 +107,15 @@ DAMAGED: dict[str, tuple[str, Change, type[Exception], str]] = {
         replaced("weight.quant_state.bitsandbytes__nf4", lambda a: np.frombuffer(b"[]", np.uint8)),
         ValueError, "no JSON object",
     ),
+    "a state without bytes": (
+        "nested",
+        replaced("weight.quant_state.bitsandbytes__nf4", lambda a: a[:0]), ValueError, "no JSON",
+    ),
+    "a state that is a number": (
+        "nested",
+        replaced("weight.quant_state.bitsandbytes__nf4", lambda a: a[0].reshape(1, 1)), ValueError,
+        "no JSON",
+    ),
     "another type": (
         "nested",
         lambda tensors: tensors.update({

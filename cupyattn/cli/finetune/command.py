@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from cupyattn import models
-from cupyattn.cli.arguments import add_json_option, integer
+from cupyattn.cli.arguments import add_json_option, integer, positive
 from cupyattn.cli.finetune.preparation import planned, prepared
 from cupyattn.cli.finetune.training_run import trained
 from cupyattn.cli.models import MODEL_FAILURES, size_text
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.models.device import DTYPES
-from cupyattn.models.quantised import QUANTIZE
+from cupyattn.models.quantised import OF_THE_FILE, QUANTIZE
 from cupyattn.models.training.optimizer import STATES
 from cupyattn.models.training.schedules import SCHEDULES
 
@@ -70,7 +70,7 @@ def add_parser(commands: Any) -> None:
         "--random", choices=tuple(models.PRESETS), help="with --dry-run: shapes instead of MODEL"
     )
     parser.add_argument(
-        "--memory-gb", type=float, metavar="GB",
+        "--memory-gb", type=positive, metavar="GB",
         help="what is free of the GPU's memory (default: what the driver says)",
     )  # fmt: skip
     parser.add_argument(
@@ -101,11 +101,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     if arguments.full and arguments.quantize:
         arguments.parser.error("--full trains all weights, and --quantize freezes them: leave one")
-    named = arguments.model is not None
-    if not (named != bool(arguments.random) if arguments.dry_run else named and arguments.data):
-        arguments.parser.error("pass MODEL and DATA, or --dry-run with MODEL or --random")
-    if arguments.random and not arguments.dry_run:
+    named, random = arguments.model is not None, arguments.random is not None
+    if random and not arguments.dry_run:
         arguments.parser.error("--random has no text to learn: it is for --dry-run")
+    if random and named:
+        arguments.parser.error("--random stands for MODEL, and a dry run reads no DATA: leave out "
+                               f"{arguments.model}")  # fmt: skip
+    if random and arguments.quantize == OF_THE_FILE:
+        arguments.parser.error("--random has no file: pass --quantize nf4, int4 or int8")
+    if not (named or random if arguments.dry_run else named and arguments.data):
+        arguments.parser.error("pass MODEL and DATA, or --dry-run with MODEL or --random")
     try:
         if arguments.dry_run:
             budget = planned(arguments)
@@ -156,7 +161,7 @@ def show(result: Result, terminal: Terminal) -> None:
     }
     if result["eval_losses"]:
         looked_at = result["eval_losses"]
-        facts["held back"] = f"{_loss(looked_at[0])} at first, {_loss(looked_at[-1])} at last"
+        facts["held back"] = f"loss {_loss(looked_at[0])} at first, {_loss(looked_at[-1])} at last"
     if result["tokens_per_s"]:
         facts["speed"] = f"{result['tokens_per_s']:,.0f} tokens/s"
     if result["memory_bytes"]:
@@ -164,11 +169,12 @@ def show(result: Result, terminal: Terminal) -> None:
     facts["losses"] = ", ".join(filter(None, (result["losses"], result["curve"])))
     terminal.facts(facts)
     if not result["finished"]:
-        terminal.text(f"It was interrupted behind a checkpoint. To go on:\n{result['resume']}")
+        terminal.text("It was interrupted behind a checkpoint. To go on:")
     elif result["adapters"]:
-        terminal.text(f"The adapters are in {result['out']}. To try them:\n{result['generate']}")
+        terminal.text(f"The adapters are in {result['out']}. To try them:")
     else:
-        terminal.text(f"The model is in {result['out']}. To try it:\n{result['generate']}")
+        terminal.text(f"The model is in {result['out']}. To try it:")
+    terminal.command(result["generate"] if result["finished"] else result["resume"])
 
 
 def _loss(value: float | None) -> str:

@@ -103,12 +103,14 @@ def prepared(arguments: argparse.Namespace) -> Prepared:
     Raises
     ------
     FileExistsError
-        If there are checkpoints of another training where this one would write its own.
+        If there are checkpoints of another training where this one would write its own, or the
+        model itself.
     MemoryError
         If there is no room for it on the GPU.
     """
     if arguments.full:
         require_source(Path(arguments.model))
+        _require_another_folder(arguments)
     checkpoints = arguments.out / "checkpoints"
     if not arguments.resume and checkpoint.saved_in(checkpoints):
         raise error(
@@ -117,6 +119,8 @@ def prepared(arguments: argparse.Namespace) -> Prepared:
             "a new one begins in a folder of its own",
             "pass another --out, or --resume to go on with that one",
         )
+    with open(arguments.data, "rb"):  # before a model is loaded
+        pass
     free = _free_bytes(arguments)
     if free is not None:
         require_room(_plan(arguments), free)
@@ -151,6 +155,16 @@ def prepared(arguments: argparse.Namespace) -> Prepared:
     return Prepared(model, trained, trainer, held, checkpoints)
 
 
+def _require_another_folder(arguments: argparse.Namespace) -> None:
+    if arguments.out.resolve() == Path(arguments.model).resolve():
+        raise error(
+            FileExistsError,
+            f"--out {arguments.out} is the model's own folder",
+            "a model that is trained as a whole is written beside the one that it was",
+            "pass another --out",
+        )
+
+
 def _trainable(base: models.Model, arguments: argparse.Namespace) -> tuple[Any, models.Model]:
     """Return what is trained, and the model that shows it."""
     if arguments.full:
@@ -176,10 +190,10 @@ def _names(base: models.Model, arguments: argparse.Namespace) -> dict[str, Any]:
     adapters = ("lora_rank", "lora_alpha", "lora_dropout")
     given = {} if arguments.full else {name: getattr(arguments, name) for name in adapters}
     return {
-        **given,
         "model": repr(base.config),
+        "full": arguments.full,
+        **given,
         "dtype": base.dtype,
         "quantize": arguments.quantize,
-        "full": arguments.full,
         "eval_fraction": arguments.eval_fraction,
     }

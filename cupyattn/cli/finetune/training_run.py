@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import signal
 import sys
@@ -24,6 +25,8 @@ from cupyattn.models.checkpoints.writing import write_folder
 from cupyattn.models.training import curve
 from cupyattn.progress import progress
 
+_ASKED = b"\nending behind this step, with a checkpoint; Ctrl-C again ends it at once\n"
+
 
 def trained(made: Prepared, arguments: argparse.Namespace) -> Result:
     """Train, and write what is learnt; where Ctrl-C ends it before, a checkpoint.
@@ -34,9 +37,12 @@ def trained(made: Prepared, arguments: argparse.Namespace) -> Result:
         What ``--json`` prints.
     """
     trainer, model = made.trainer, made.model
-    began, first, tokens = time.perf_counter(), trainer.number, 0
+    first, tokens = trainer.number, 0
     log = curve.StepLog(arguments.out / "losses.jsonl", first)
     with _interruptible() as asked, progress("training", trainer.schedule.steps, first) as advance:
+        if made.held and not first:
+            log.add({"step": 0, "eval_loss": _held_loss(made)})
+        began = time.perf_counter()
         for step in trainer:
             tokens += step.tokens
             rate = tokens / (time.perf_counter() - began)
@@ -44,9 +50,9 @@ def trained(made: Prepared, arguments: argparse.Namespace) -> Result:
             advance(_told(step, rate, model))
             ends = step.number == trainer.schedule.steps or asked.is_set()
             if ends or step.number % arguments.save_every == 0:
+                trainer.save(made.checkpoints)  # before what a second Ctrl-C may end
                 if made.held:
                     log.add({"step": step.number, "eval_loss": _held_loss(made)})
-                trainer.save(made.checkpoints)
             if asked.is_set():
                 break
     rows = curve.read(log.path)
@@ -121,6 +127,7 @@ def _interruptible() -> Iterator[threading.Event]:
         if asked.is_set():
             raise KeyboardInterrupt
         asked.set()
+        os.write(2, _ASKED)  # as a handler may, which print's own lock would hold up
 
     before = signal.signal(signal.SIGINT, ask)
     try:

@@ -60,6 +60,8 @@ def _state(stored: Stored, kind: str) -> Fields:
             "bitsandbytes' NF4 is read",
             "take the model as it was before it was quantised",
         )
+    if len(stored.shape) != 1 or not stored.shape[0]:
+        raise damaged(stored.what, f"no JSON: it is {stored.shape}")
     try:
         given = json.loads(stored.items(slice(None)).tobytes())
     except ValueError as failure:

@@ -14,6 +14,7 @@ from cupyattn.models.weights import Weights
 
 _WEIGHTS = "model.safetensors"
 _OF_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
+_OF_A_TRAINING = ("losses.jsonl", "losses.png")
 
 
 def require_source(source: Path) -> None:
@@ -39,14 +40,16 @@ def write_folder(weights: Weights, config: Config, source: Path, folder: Path) -
     """
     require_source(source)
     folder.mkdir(parents=True, exist_ok=True)
-    for file in source.iterdir():
-        if file.is_file() and not file.name.endswith(_OF_WEIGHTS) and source != folder:
+    files = () if source.samefile(folder) else source.iterdir()
+    for file in files:
+        if file.is_file() and not file.name.endswith((*_OF_WEIGHTS, *_OF_A_TRAINING)):
             shutil.copy2(file, folder / file.name)
     naming = HUGGING_FACE[config.architecture]
     named = places(naming, config, weights, {}).filled
     tensors = {name: place.targets["all"] for name, place in named.items()}
     write_tensors(folder / _WEIGHTS, tensors, {"format": "pt"})
     saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    saved.pop("quantization_config", None)  # they are floats
     dtype = weights.embedding.dtype.name
     for name in ("torch_dtype", "dtype"):
         if name in saved:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays import Array
-from cupyattn.errors import error
+from cupyattn.errors import error, shown
 from cupyattn.models.checkpoints.safetensors_writer import write_tensors
 from cupyattn.models.extras import extra
 
@@ -86,11 +86,19 @@ def load(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     try:
         with safetensors.safe_open(str(path), framework="np") as file:
             state = json.loads((file.metadata() or {})["training"])
-            return {name: file.get_tensor(name) for name in file.keys()}, state  # noqa: SIM118
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (safetensors.SafetensorError, KeyError, ValueError) as failure:
-        raise error(
-            ValueError,
-            f"{path} is no checkpoint of a training, or damaged ({failure})",
-            "one is read as it was written",
-            "remove it, and the one before it is used",
-        ) from failure
+        raise damaged(path, str(failure)) from failure
+    if not isinstance(state, dict):
+        raise damaged(path, f"its state is {shown(state)}")
+    return arrays, state
+
+
+def damaged(path: Path, why: str) -> ValueError:
+    """Return what is raised for a file that is no checkpoint."""
+    return error(
+        ValueError,
+        f"{path} is no checkpoint of a training, or damaged ({why})",
+        "one is read as it was written",
+        "remove it, and the one before it is used",
+    )

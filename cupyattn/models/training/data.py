@@ -140,7 +140,7 @@ class Reader(NamedTuple):
                 ValueError,
                 f"{where} has {len(ids)} tokens",
                 f"a sample has at most {self.longest}, and a prompt is not cut from its answer",
-                "raise --max-length, or shorten or remove the line",
+                "raise --max-length and --batch-tokens, or shorten or remove the line",
             )
         cuts = range(0, len(ids), self.longest)
         made = [
@@ -165,7 +165,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 def _object(line: str, where: str) -> Mapping[str, Any]:
     try:
         given = json.loads(line, parse_constant=_no_constant)
-    except ValueError as failure:
+    except (ValueError, RecursionError) as failure:
         raise _bad(where, f"it is no JSON: {failure}", "write one object a line") from None
     if not isinstance(given, dict):
         raise _bad(where, f"it is {shown(given)}", "write one object a line")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cupyattn.arrays import Array
+from cupyattn.errors import error
 from cupyattn.models.loss import mean_loss
 from cupyattn.models.model import Model
 from cupyattn.models.training.batch import IGNORED, Batch, Sample, moved
@@ -42,6 +43,14 @@ def loss_of(model: Model, samples: Sequence[Sample], *, batch_tokens: int) -> fl
     for _ in packing.epoch(0):
         batch = next(packing)
         count = int(np.count_nonzero(batch.labels != IGNORED))
-        total += count * float(batch_loss(model, moved(batch, model.xp)))
+        if count:
+            total += count * float(batch_loss(model, moved(batch, model.xp)))
         labels += count
+    if not labels:
+        raise error(
+            ValueError,
+            "samples without labels",
+            "a loss is of one token or more that is to be predicted",
+            "pass samples of two tokens or more (Sample.num_labels)",
+        )
     return total / labels

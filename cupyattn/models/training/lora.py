@@ -16,6 +16,7 @@ from cupyattn.models.training import peft
 from cupyattn.models.training.adapted_product import AdaptedProduct, adapted_already
 from cupyattn.models.training.backward import loss_and_gradients
 from cupyattn.models.training.batch import Batch
+from cupyattn.models.training.counts import count_of
 from cupyattn.models.training.lora_options import ALL_LINEAR, LoraOptions
 from cupyattn.models.training.places import Gradients, Place
 from cupyattn.models.weights import Layer, Product, Weights, rows_of
@@ -84,6 +85,8 @@ class LoraAdapters:
     ... )
     >>> model = models.random(tiny, dtype="float32", xp=np)
     >>> adapters = LoraAdapters(model, rank=4, targets=["q_proj", "v_proj"])
+    >>> adapters
+    <LoraAdapters of 2 modules, rank 4: 224 numbers>
     >>> [(name[25:], array.shape) for name, array in adapters.arrays.items()]
     [('q_proj.lora_A.weight', (4, 16)), ('q_proj.lora_B.weight', (16, 4)),
      ('v_proj.lora_A.weight', (4, 16)), ('v_proj.lora_B.weight', (8, 4))]
@@ -112,6 +115,11 @@ class LoraAdapters:
         self._places: dict[str, Place] = {}
         self.model = model.with_weights(self._with_adapters(seed))
         self.updated()
+
+    def __repr__(self) -> str:
+        learnt = sum(array.size for array in self.arrays.values())
+        rank, modules = self.options.rank, len(self.arrays) // 2
+        return f"<LoraAdapters of {modules} modules, rank {rank}: {learnt:,} numbers>"
 
     def gradients(
         self,
@@ -207,7 +215,10 @@ class LoraAdapters:
         options, tensors = peft.read(folder)
         if dropout is not None:
             options = options._replace(dropout=dropout)
-        adapters = cls(model, **options._asdict())
+        try:
+            adapters = cls(model, **options._asdict())
+        except ValueError as failure:
+            raise peft.unfit(folder, str(failure).partition("; ")[0]) from failure
         found = peft.fitting(folder, tensors, {n: a.shape for n, a in adapters.arrays.items()})
         for name, array in adapters.arrays.items():
             array[...] = model.xp.asarray(found[name])
@@ -217,7 +228,7 @@ class LoraAdapters:
     def _with_adapters(self, seed: int) -> Weights:
         weights, config = self._base.weights, self._base.config
         naming = HUGGING_FACE[config.architecture]
-        generator = np.random.default_rng(seed)
+        generator = np.random.default_rng(count_of("seed", seed, least=0))
         layers: list[Layer] = []
         names: list[str] = []
         for index, layer in enumerate(weights.layers):

@@ -31,6 +31,10 @@ class LoraOptions(NamedTuple):
         TypeError, ValueError
             For numbers out of range, patterns that are none, and targets of another kind.
         """
+        for name in ("rank_pattern", "alpha_pattern"):
+            given = getattr(self, name)
+            _require(isinstance(given, Mapping), f"{name} = {shown(given)}", "patterns are a dict "
+                     "from names of modules to numbers")  # fmt: skip
         for name, rank in {"rank": self.rank, **self.rank_pattern}.items():
             whole = isinstance(rank, int) and not isinstance(rank, bool)
             _require(whole and 1 <= rank <= _MOST_RANK, f"{name} = {shown(rank)}", "a rank is an "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,9 +39,13 @@ class AdamWOptions(NamedTuple):
 
     def checked(self) -> AdamWOptions:
         """Return them, or raise ValueError for those that `cupyattn.adamw_step` does not check."""
-        if self.clip is not None and not self.clip > 0:
+        number = isinstance(self.clip, Real) and not isinstance(self.clip, bool)
+        if self.clip is not None and not (number and 0 < self.clip < math.inf):
             raise error(
-                ValueError, f"clip = {shown(self.clip)}", "it is positive, or None", "pass 1.0"
+                ValueError,
+                f"clip = {shown(self.clip)}",
+                "it is a positive number, or None",
+                "pass 1.0",
             )
         if self.state not in STATES:
             raise error(

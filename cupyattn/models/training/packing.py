@@ -10,6 +10,7 @@ import numpy as np
 
 from cupyattn.errors import error
 from cupyattn.models.training.batch import Batch, Sample, packed
+from cupyattn.models.training.counts import count_of
 
 _WINDOW = 1024
 """Samples that are packed with one another: enough to fill batches, few enough to mix."""
@@ -84,6 +85,8 @@ class Packing:
     def __init__(self, samples: Sequence[Sample], *, batch_tokens: int, seed: int = 0) -> None:
         if not samples:
             raise error(ValueError, "no samples", "a training needs one or more", "pass some")
+        self.seed = count_of("seed", seed, least=0)
+        self.batch_tokens = count_of("batch_tokens", batch_tokens, least=1)
         longest = max(len(sample.ids) for sample in samples)
         if longest > batch_tokens:
             raise error(
@@ -93,8 +96,6 @@ class Packing:
                 "raise --batch-tokens, or lower --max-length",
             )
         self.samples = samples
-        self.batch_tokens = batch_tokens
-        self.seed = seed
         self.position = Position()
         self._epoch: tuple[int, list[list[int]]] | None = None
 

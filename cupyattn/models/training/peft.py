@@ -169,19 +169,24 @@ def fitting(
     }
     complaints = [f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names]
     if complaints:
-        raise error(
-            ValueError,
-            f"{folder}: adapters do not fit the model; {'; '.join(complaints)}",
-            f"{len(shapes)} tensors, of the modules that {_CONFIG} names, have the shapes that "
-            "the model's weights ask for",
-            "load them with the model that they were trained with",
-        )
+        raise unfit(folder, "; ".join(complaints))
     found = {}
     for name, shape in shapes.items():
         array = found[name] = tensors[name].as_floats().read(0, shape[0]).astype(np.float32)
         if not np.isfinite(array).all():
             raise damaged(str(Path(folder) / _TENSORS), f"{name} is not finite")
     return found
+
+
+def unfit(folder: str | os.PathLike[str], why: str) -> ValueError:
+    """Return what is raised for adapters of another model."""
+    return error(
+        ValueError,
+        f"{folder}: adapters do not fit the model: {why}",
+        f"the modules that {_CONFIG} names are modules of the model, and the tensors are theirs, "
+        "in the shapes that the model's weights ask for",
+        "load them with the model that they were trained with",
+    )
 
 
 def _listed(names: list[str], most: int = 3) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Real
 from typing import NamedTuple
 
 from cupyattn.errors import error, shown
+from cupyattn.models.training.counts import count_of
 
 _SHAPES: dict[str, Callable[[float], float]] = {
     "constant": lambda done: 1.0,
@@ -49,21 +51,23 @@ class Schedule(NamedTuple):
 
         Raises
         ------
-        ValueError
+        TypeError, ValueError
             For another kind, a rate that is not positive, or more steps of warm-up than steps.
         """
-        if kind not in _SHAPES:
+        if kind not in SCHEDULES:
             raise error(
                 ValueError,
                 f"schedule = {shown(kind)}",
                 f"it is {', '.join(map(repr, SCHEDULES))}",
                 "pass one of these",
             )
-        if not 0 < lr < math.inf:
+        if not isinstance(lr, Real) or isinstance(lr, bool) or not 0 < lr < math.inf:
             raise error(
                 ValueError, f"lr = {shown(lr)}", "it is a positive number", "pass for example 1e-4"
             )
-        if not 0 <= warmup < steps:
+        steps = count_of("steps", steps, least=1)
+        warmup = count_of("warmup", warmup, least=0)
+        if warmup >= steps:
             raise error(
                 ValueError,
                 f"warmup = {warmup} of {steps} steps",

@@ -13,6 +13,7 @@ from cupyattn.cupy_library import load_cupy
 from cupyattn.errors import error, shown
 from cupyattn.models.training import checkpoint
 from cupyattn.models.training.batch import IGNORED, Batch, Sample, moved
+from cupyattn.models.training.counts import count_of
 from cupyattn.models.training.optimizer import AdamW, AdamWOptions
 from cupyattn.models.training.packing import Packing, Position
 from cupyattn.models.training.scaling import LossScale
@@ -85,10 +86,6 @@ class Trainer:
         seed: int = 0,
         names: dict[str, Any] | None = None,
     ) -> None:
-        if accumulate < 1:
-            raise error(
-                ValueError, f"accumulate = {accumulate}", "a step has a batch or more", "pass 1"
-            )
         if not trainable.arrays:
             raise error(
                 ValueError,
@@ -99,9 +96,9 @@ class Trainer:
         self.trainable = trainable
         self.packing = packing
         self.schedule = Schedule.checked(*schedule)
-        self.accumulate = accumulate
+        self.accumulate = count_of("accumulate", accumulate, least=1)
         self.loss_scale = LossScale.off() if loss_scale is None else loss_scale
-        self.seed = seed
+        self.seed = count_of("seed", seed, least=0)
         self.number = 0
         first = next(iter(trainable.arrays.values()))
         self.xp = np if isinstance(first, np.ndarray) else load_cupy()
@@ -138,6 +135,14 @@ class Trainer:
 
     def _gradients(self, batches: Sequence[Batch], scale: float) -> Any:
         num_labels = sum(int(np.count_nonzero(batch.labels != IGNORED)) for batch in batches)
+        if not num_labels:
+            raise error(
+                ValueError,
+                f"step {self.number} has no labels",
+                "a loss is of one token or more that is to be predicted: the first of a sample "
+                "is not, nor is what is not learnt",
+                "leave out samples without labels (Sample.num_labels)",
+            )
         self.optimizer.zero_gradients()  # all at once
         loss = None
         for i, batch in enumerate(batches):
@@ -154,14 +159,17 @@ class Trainer:
 
     def save(self, folder: str | os.PathLike[str], *, keep: int = 2) -> Path:
         """Write a checkpoint; see `checkpoint.save`."""
-        state = {
+        arrays = self.optimizer.saved()
+        return checkpoint.save(Path(folder), self.number, arrays, self._state(), keep=keep)
+
+    def _state(self) -> dict[str, Any]:
+        return {
             "identity": self.identity(),
             "step": self.number,
             "optimizer_steps": self.optimizer.steps,
             "position": list(self.packing.position),
             "loss_scale": self.loss_scale.state(),
         }
-        return checkpoint.save(Path(folder), self.number, self.optimizer.saved(), state, keep=keep)
 
     def resume(self, path: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint, or the newest one of a folder.
@@ -173,9 +181,15 @@ class Trainer:
         ValueError
             If it is damaged, or of another model, other data or other options.
         """
-        arrays, state = checkpoint.load(_newest(Path(path)))
+        file, saved = _newest(Path(path)), self.optimizer.saved()
+        arrays, state = checkpoint.load(file)
+        if state.keys() != self._state().keys():
+            raise checkpoint.damaged(file, "its state is not that of a training")
         self._require_same(state["identity"])
-        for name, array in self.optimizer.saved().items():
+        shapes = ({name: a.shape for name, a in each.items()} for each in (arrays, saved))
+        if next(shapes) != next(shapes):
+            raise checkpoint.damaged(file, f"its arrays are not {', '.join(saved)}, each whole")
+        for name, array in saved.items():
             array[...] = self.xp.asarray(arrays[name])
         self.number, self.optimizer.steps = state["step"], state["optimizer_steps"]
         self.packing.position = Position(*state["position"])
@@ -198,7 +212,7 @@ class Trainer:
 
     def _require_same(self, saved: dict[str, Any]) -> None:
         here = self.identity()
-        for name in sorted({*saved, *here}):
+        for name in (*here, *(saved.keys() - here.keys())):  # what was told is compared first
             if saved.get(name) != here.get(name):
                 raise error(
                     ValueError,

@@ -93,6 +93,7 @@ ANSWERED = [*MESSAGES, {"role": "assistant", "content": "y"}]
     ("line", "message"),
     [
         (b'{"text": ', "it is no JSON: Expecting value"),
+        (b"[" * 100_000, "it is no JSON: maximum recursion depth"),
         (b'{"text": NaN}', "it is no JSON: NaN is no JSON"),
         (b"[1]", r"it is \[1\]"),
         (b"{}", "it has nothing; each line is"),

@@ -133,6 +133,8 @@ def test_ranks_and_scales_of_some():
         ({"targets": 7}, TypeError, "targets = 7"),
         ({"targets": [7]}, TypeError, r"targets = \[7\]"),
         ({"targets": "("}, ValueError, "the pattern"),
+        ({"rank_pattern": 5}, ValueError, "rank_pattern = 5; patterns are a dict"),
+        ({"seed": -1}, ValueError, "seed = -1; it is an integer of 0 or more"),
     ],
 )
 def test_what_is_refused(options, kind, message):

@@ -139,9 +139,15 @@ def test_configs_that_are_refused(llama, folder, fields, kind, message):
         LoraAdapters.load(llama, folder)
 
 
+def test_adapters_of_another_architecture(folder):
+    other = models.random(TINY["gpt2"], dtype="float32", xp=np)
+    with pytest.raises(ValueError, match=r"adapters do not fit the model: targets .* name no mod"):
+        LoraAdapters.load(other, folder)
+
+
 def test_adapters_of_another_model(folder, llama):
     other = models.random(llama.config._replace(hidden_size=24), dtype="float32", xp=np)
-    with pytest.raises(ValueError, match=r"do not fit the model; misshapen: .*\(2, 16\), not \(2"):
+    with pytest.raises(ValueError, match=r"do not fit the model: misshapen: .*\(2, 16\), not \(2"):
         LoraAdapters.load(other, folder)
     with pytest.raises(ValueError, match="'q_proj', 'v_proj' name no module"):
         LoraAdapters.load(models.load(CHECKPOINTS / "gpt2", dtype="float32", xp=np), folder)

@@ -209,6 +209,21 @@ def test_damaged_and_missing_checkpoints(tmp_path):
         trained().resume(tmp_path)
 
 
+def test_states_and_arrays_of_another_kind_are_refused(tmp_path):
+    made = trained()
+    arrays, state = made.optimizer.saved(), made._state()
+    fewer = {name: value for name, value in state.items() if name != "step"}
+    for wrong, told in (
+        ((arrays, fewer), "its state is not that of a training"),
+        (({**arrays, "m": arrays["m"][:1]}, state), "its arrays are not parameters, m, v, each wh"),
+        (({"parameters": arrays["m"]}, state), "its arrays are not"),
+        ((arrays, [1]), r"its state is \[1\]"),
+    ):
+        checkpoint.save(tmp_path, 1, *wrong)
+        with pytest.raises(ValueError, match=f"is no checkpoint .*{told}"):
+            trained().resume(tmp_path)
+
+
 def test_large_arrays_are_written_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors_writer, "_AT_ONCE", 64)
     arrays = {"a": np.arange(100, dtype=np.float32).reshape(4, 25), "b": np.arange(70, dtype="i1")}

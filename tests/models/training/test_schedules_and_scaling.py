@@ -36,13 +36,26 @@ def test_rates_by_hand():
 
 
 @pytest.mark.parametrize(
+    "given_",
+    [("linear", 1.0, 5.5, 0), ("linear", 1.0, 5, 0.5), ("linear", 1.0, None, 0),
+     ("linear", 1.0, True, 0)],
+)  # fmt: skip
+def test_steps_are_counted(given_):
+    with pytest.raises(TypeError, match=r"is an integer of [01] or more; pass"):
+        Schedule.checked(*given_)
+
+
+@pytest.mark.parametrize(
     ("given_", "message"),
     [
+        (([], 1.0, 5, 0), r"schedule = \[\]"),
+        (("linear", "1", 5, 0), "lr = '1'; it is a positive number"),
+        (("linear", 1.0, 5, -1), "warmup = -1; it is an integer of 0 or more"),
         (("steps", 1.0, 5, 0), "schedule = 'steps'; it is 'constant', 'linear', 'cosine'"),
         (("linear", 0.0, 5, 0), "lr = 0.0; it is a positive number"),
         (("linear", float("nan"), 5, 0), "lr = nan"),
         (("linear", 1.0, 5, 5), "warmup = 5 of 5 steps; the warm-up is shorter"),
-        (("linear", 1.0, 0, 0), "warmup = 0 of 0 steps"),
+        (("linear", 1.0, 0, 0), "steps = 0; it is an integer of 1 or more"),
     ],
 )
 def test_bad_schedules(given_, message):

@@ -120,7 +120,7 @@ def test_samples_are_parted_once():
 
 
 def test_what_is_no_training():
-    with pytest.raises(ValueError, match="accumulate = 0; a step has a batch or more"):
+    with pytest.raises(ValueError, match="accumulate = 0; it is an integer of 1 or more"):
         trainer(accumulate=0)
     model = Bigram(TOKENS)
     model.arrays = {}
@@ -141,3 +141,22 @@ def test_a_sample_of_one_token_is_no_trouble():
         Bigram(TOKENS), Packing(samples, batch_tokens=64), schedule=Schedule("constant", 0.1, 2)
     )
     assert all(np.isfinite(step.loss) for step in made)
+
+
+def test_a_step_without_labels_is_refused():
+    samples = [Sample.of([3], [True]), Sample.of([3, 4], [False] * 2)]
+    made = Trainer(
+        Bigram(TOKENS), Packing(samples, batch_tokens=64), schedule=Schedule("constant", 0.1, 2)
+    )
+    with pytest.raises(ValueError, match=r"step 1 has no labels; .*; leave out samples without"):
+        made.step()
+
+
+@pytest.mark.parametrize("number", [-1, 1.5, "2", None, True])
+def test_what_is_counted_is_an_integer(number):
+    for name in ("accumulate", "seed"):
+        with pytest.raises((TypeError, ValueError), match=f"{name} = .*; it is an integer of . or"):
+            trainer(Bigram(TOKENS), **{name: number})
+    for name in ("batch_tokens", "seed"):
+        with pytest.raises((TypeError, ValueError), match=f"{name} = .*; it is an integer of . or"):
+            Packing(counting(TOKENS, samples=3), **{"batch_tokens": 64, name: number})
