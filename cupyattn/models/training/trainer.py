@@ -70,7 +70,8 @@ class Trainer:
     seed : int
         Of dropout.
     names : dict
-        What else must be the same where a training is resumed, such as the model's name.
+        What else must be the same where a training is resumed: the model, and of adapters alpha and
+        dropout.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class Trainer:
         self.trainable.updated()
 
     def identity(self) -> dict[str, Any]:
-        """Return all that the losses depend on."""
+        """Return what the losses depend on, as far as it is known here; `names` has the rest."""
         return {
             **self._names,
             "arrays": {name: list(array.shape) for name, array in self.trainable.arrays.items()},
