@@ -125,7 +125,7 @@ def row_name(row: Specialisation) -> str:
         parts.append(" x ".join(str(macros[name]) for name in names if name in macros))
     if "BLOCK_SIZE" in macros:  # of a quantised weight; 0 is a row
         parts.append(f"blocks of {macros['BLOCK_SIZE'] or 'a row'}")
-        counts = {"ROWS": "rows", "PARTS": "parts"}
+        counts = {"ROWS": "rows", "PARTS": "parts", "STEPS": "steps"}
         parts += [f"{macros[name]} {word}" for name, word in counts.items() if name in macros]
     if "TILE_INNER" in macros:  # of a product's tiles its caller chose one by its sizes
         parts.append(f"{macros['TILE_ROWS']} x {macros['TILE_COLUMNS']}")
