@@ -139,7 +139,7 @@ def test_flash_attention_has_no_bank_conflicts_and_wastes_no_sectors(head_dim):
         ("float16", "ld.global.nc.v2.u32", 1.0),
         ("float32", "ld.global.v4.u32", 1.0),
         # Of a sector of 32 keys of a row, a tile takes 16 at a time.
-        ("bool", "@wanted ld.global.nc.u32", 0.5),
+        ("bool", '("ld.global.nc.u32', 0.5),
     ],
 )
 def test_bias_and_mask_are_read_four_keys_at_a_time(head_dim, option, load, needed):
