@@ -69,6 +69,9 @@ ACROSS = [
     ("narrow", case(65, 160, 33, "nf4", turned=True, biased=False)),
     ("small", case(130, 96, 31, "int4", turned=True, biased=False, block_size=32, residual=True)),
     ("small", case(3, 256, 70, "q4_k", "gelu", turned=True, residual=True)),
+    # A residual that lies otherwise than the result: strides and accesses are each's own.
+    ("small", case(70, 64, 40, "nf4", turned=True, biased=False, view="padded", residual=True)),
+    ("small", case(3, 64, 33, "int8", turned=True, biased=False, view="odd", residual=True)),
     *deep(
         ("small", case(16, 96, 2, "int8", turned=True, biased=False, seed=1)),
         ("narrow", case(257, 32, 64, "q4_1", "swiglu", turned=True, view="odd")),

@@ -37,6 +37,7 @@ WITHOUT_FIGURES = {
             *("attention_backward_f32_delta_varlen", "attention_backward_f32_dsinks_varlen"),
             *("attention_block_bits", "attention_block_mask", "attention_rotary_varlen"),
             *("linear_db_f32", "linear_split_sums", "linear_thin_f32", "linear_thin_merge"),
+            *("linear_quantised_thin_f32", "adamw_8bit"),
             "softmax_dbias",
         ),
         PASS,

@@ -8,7 +8,7 @@ from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.linear.quantised_weights import blocks_of, weight_matrix
 from cupyattn.ops.linear.tensor_core import addend, db_launches, dz, dz_name, gradient
-from cupyattn.ops.linear.tile_launches import forward_in_parts, product_launches
+from cupyattn.ops.linear.tile_launches import ABSENT, forward_in_parts, product_launches
 from cupyattn.ops.linear.tiles import VECTOR, Product, whole_vector
 from cupyattn.ops.plan import Step
 
@@ -36,9 +36,14 @@ def forward_launches(problem: LinearProblem, card: Card) -> Launches:
     plain = Product(configs.PRODUCT, matrices["x"], w, quantised=blocks)
     parts = plain.tiling(card, may_split=True)
     if w.along_columns and problem.activation is None and not problem.biased:
-        addition = "residual" if problem.has("residual") else "none"
         return product_launches(
-            plain, parts, card, operands, result=("out", matrices["out"]), addend=addition
+            plain,
+            parts,
+            card,
+            operands,
+            result=("out", matrices["out"]),
+            addend="residual" if problem.has("residual") else ABSENT,
+            added=matrices.get("residual"),
         )
     results = [name for name in ("out", "residual", "preactivation") if name in matrices]
     half = problem.outer if problem.gated else VECTOR  # of preactivation, at a whole vector too

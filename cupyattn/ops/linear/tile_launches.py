@@ -24,12 +24,17 @@ def product_launches(
     *,
     result: tuple[str, Matrix],
     addend: str,
+    added: Matrix | None = None,
 ) -> Launches:
-    """Plan result = A B + addend, of which `operands` names the arrays."""
+    """Plan result = A B + addend, of which `operands` names the arrays.
+
+    `added` is the addend where it is another array than the result.
+    """
     name, matrix = result
-    split, out_vec = tiling.splits_log2 > 0, whole_vector(matrix.vector)
+    added = added or matrix
+    split, out_vec = tiling.splits_log2 > 0, whole_vector(matrix.vector, added.vector)
     ctas, params = product.geometry(card.arch, tiling)
-    params["out_stride"] = params["addend_stride"] = matrix.leading
+    params["out_stride"], params["addend_stride"] = matrix.leading, added.leading
     specialisation = product.specialise(card.arch, tiling.shape, out_vec, split=split)
     last = {"result": name, "addend": addend}
     if not split:
@@ -46,7 +51,7 @@ def product_launches(
     after = Step.of(
         sums,
         -(-threads // sums.threads),
-        *(rows, columns, parts, matrix.leading, 0, matrix.leading),
+        *(rows, columns, parts, added.leading, 0, matrix.leading),
         renamed={"partials": partials, **last, **absent},
     )
     return Launches((step, after), {partials: rows * columns * parts})
