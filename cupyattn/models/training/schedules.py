@@ -19,7 +19,7 @@ SCHEDULES = tuple(_SHAPES)
 
 
 class Schedule(NamedTuple):
-    """A learning rate that rises for `warmup` steps and then falls to 0, just behind the last.
+    """A learning rate that rises for ``warmup`` steps and then falls to 0, just behind the last.
 
     Attributes
     ----------

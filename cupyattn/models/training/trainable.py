@@ -38,7 +38,7 @@ class Trainable(Protocol):
         batch : Batch
             On the model's device.
         into : dict of float32 arrays
-            Where ``loss_scale * d loss / d array`` goes, by the names of `arrays`.
+            Where ``loss_scale * d loss / d array`` goes, by the names of ``arrays``.
         num_labels : int
             Divides the sum of the tokens' losses: the labels of a whole step, not of this batch.
         loss_scale : float, or array of one float32
@@ -55,5 +55,5 @@ class Trainable(Protocol):
         ...
 
     def updated(self) -> None:
-        """Take over what was written to `arrays`."""
+        """Take over what was written to ``arrays``."""
         ...

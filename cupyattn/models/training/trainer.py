@@ -158,7 +158,7 @@ class Trainer:
         return self.xp.asarray(loss, np.float32)
 
     def save(self, folder: str | os.PathLike[str], *, keep: int = 2) -> Path:
-        """Write a checkpoint; see `checkpoint.save`."""
+        """Write a checkpoint; see ``checkpoint.save``."""
         arrays = self.optimizer.saved()
         return checkpoint.save(Path(folder), self.number, arrays, self._state(), keep=keep)
 
