@@ -79,7 +79,8 @@ def _rows(narrow: _Slots, narrow_across: _Slots, small: _Slots, small_across: _S
 # 0.87 with them.
 _TURING: Mapping[str, _Table] = {
     "nf4": _rows(
-        # (3, 1, 4), (6, 6, 1) has 0.919 and is 3 % slower on an H200 (2026-11-23).
+        # The model's best, (3, 1, 4), (6, 6, 1) with 0.919, is 2 to 9 % slower on an H200 as
+        # compute_75 code but for one size (2026-11-23, in a sweep that is not kept).
         (Moves(5, 1, 4), Moves(4, 4, 1), 0.906),
         (Moves(7, 1, 3), Moves(5, 8, 1), 0.925),
         (Moves(8, 1, 4), Moves(0, 2, 2), 0.905),
