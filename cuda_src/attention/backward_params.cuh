@@ -8,7 +8,7 @@
 
 #include "params.cuh"
 
-// Field for field the structured dtype BACKWARD_PARAMS of cupyattn/kernels/structs.py.
+// Field for field the structured dtype BACKWARD_PARAMS of cupyattn/kernels/structs.
 struct BackwardParams {
   AttentionParams attention;  // of the forward; out and lse are inputs here
   Strides dout, dlse, dq, dk, dv;
@@ -20,7 +20,7 @@ struct BackwardParams {
   int accumulate;   // gradients are added to what their arrays hold
   float scale;      // softmax_scale
 };
-static_assert(sizeof(BackwardParams) == BACKWARD_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
+static_assert(sizeof(BackwardParams) == BACKWARD_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
 
 constexpr int kRowPad = 64;  // a multiple of every tile of query rows
 
@@ -39,15 +39,11 @@ __device__ __forceinline__ int64 accumulator_offset(uint32 row) {
 // Under causal order earlier keys are seen by more queries: they start first.
 struct KeyPlace {
   int batch, kv_head, first_key;
-  int scratch_batch;  // the sequence's number in scratch memory
-  // Of packed sequences the rows of this one's first key and query, and of that query in scratch memory: pointers that
-  // were moved there would wait in twice the registers.
-  int key_begin = 0, query_begin = 0, scratch_begin = 0;
+  int scratch_batch;      // the sequence's number in scratch memory
+  int scratch_begin = 0;  // and of packed sequences its first query there
 
   __device__ __forceinline__ KeyPlace(int batch_, int kv_head_, int first_key_, int scratch_batch_)
       : batch(batch_), kv_head(kv_head_), first_key(first_key_), scratch_batch(scratch_batch_) {}
-
-  __device__ __forceinline__ int key_row() const { return key_begin + first_key; }
 
   __device__ __forceinline__ KeyPlace(const AttentionParams& params, int keys_per_cta)
       : KeyPlace(params, keys_per_cta, params.kv_together) {}

@@ -36,8 +36,11 @@ struct KeyWalk {
     return part;
   }
 
+  __device__ __forceinline__ bool cuts(int tile) const { return tile < full_begin || tile >= full_end; }
   __device__ __forceinline__ int tiles() const { return end - begin; }
   __device__ __forceinline__ int after(int tile) const { return tile + 1 == end ? begin : tile + 1; }
+  // The same behind the masked ones.
+  __device__ __forceinline__ int whole_after(int tile) const { return tile + 1; }
 
  private:
   __device__ __forceinline__ void put_masked_first() {

@@ -5,26 +5,29 @@
 // (Rabe and Staats, arXiv:2112.05682, section 3; FlashInfer, Ye et al., arXiv:2501.01005, section 2.2.)
 //
 // Shapes    out_a, out_b, out (B, S, H, D) and lse_a, lse_b, lse (B, H, S) of any strides, the last axis of out contiguous.
-// Work      a warp a row (batch, token, head); a lane has the columns lane, lane + 32, ... Grid ceil(rows / warps).
+//           Each of the first three in a dtype of its own: a sum of parts stays in float32 while parts come in 16 bits.
+// Work      a warp a row (batch, token, head); a lane has the VEC columns from lane * VEC on, the next 32 * VEC behind.
+//           Grid ceil(rows / warps).
 // Budget    registers for what is on the way; no shared memory.
-// Edges     a part whose lse is -inf is not read; of two such out is 0 and lse -inf.
-#if !defined(DTYPE)
-#error "DTYPE comes from a launch-configuration table"
+// Edges     a part whose lse is -inf is not read; of two such out is 0 and lse -inf. out may be out_a itself, and lse
+//           lse_a: a lane reads what it writes, and no lane writes lse before all have read it.
+#if !defined(DTYPE_A) || !defined(DTYPE_B) || !defined(DTYPE) || !defined(VEC)
+#error "DTYPE_A, DTYPE_B, DTYPE and VEC come from a launch-configuration table"
 #endif
+#include "../common/vec.cuh"
 #include "params.cuh"
 
-// Field for field the structured dtype MERGE_PARAMS of cupyattn/kernels/structs.py.
+// Field for field the structured dtype MERGE_PARAMS of cupyattn/kernels/structs.
 struct MergeParams {
   Strides out_a, lse_a, out_b, lse_b, out, lse;
   int64 rows;
   int heads, seq, dim;
 };
-static_assert(sizeof(MergeParams) == MERGE_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
+static_assert(sizeof(MergeParams) == MERGE_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_merge(const DTYPE* __restrict__ out_a_g, const float* __restrict__ lse_a_g,
-                    const DTYPE* __restrict__ out_b_g, const float* __restrict__ lse_b_g, DTYPE* __restrict__ out_g,
-                    float* __restrict__ lse_g, const MergeParams params) {
+    attention_merge(const DTYPE_A* out_a_g, const float* lse_a_g, const DTYPE_B* __restrict__ out_b_g,
+                    const float* __restrict__ lse_b_g, DTYPE* out_g, float* lse_g, const MergeParams params) {
   const int64 row = static_cast<int64>(blockIdx.x) * (THREADS / kWarpSize) + warp_index();
   if (row >= params.rows) return;
   const int head = static_cast<int>(row % params.heads);
@@ -41,15 +44,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const float normaliser = total == 0.f ? 0.f : 1.f / total;
   const float weight_a = p_a * normaliser, weight_b = p_b * normaliser;
 
-  const DTYPE* row_a_g = head_rows(out_a_g, params.out_a, batch, head, token);
-  const DTYPE* row_b_g = head_rows(out_b_g, params.out_b, batch, head, token);
+  const DTYPE_A* row_a_g = head_rows(out_a_g, params.out_a, batch, head, token);
+  const DTYPE_B* row_b_g = head_rows(out_b_g, params.out_b, batch, head, token);
   DTYPE* row_g = head_rows(out_g, params.out, batch, head, token);
-  for (int column = lane_index(); column < params.dim; column += kWarpSize) {
-    float sum = 0.f;
-    if (has_a) sum = weight_a * to_float(row_a_g[column]);
-    if (has_b) sum = __fmaf_rn(weight_b, to_float(row_b_g[column]), sum);
-    row_g[column] = from_float<DTYPE>(sum);
+  for (int column = lane_index() * VEC; column < params.dim; column += kWarpSize * VEC) {
+    float items_a[VEC] = {}, items_b[VEC] = {}, sum[VEC];
+    if (has_a) load_vec(items_a, row_a_g + column);
+    if (has_b) load_vec(items_b, row_b_g + column);
+#pragma unroll
+    for (int i = 0; i < VEC; i++) sum[i] = __fmaf_rn(weight_b, items_b[i], weight_a * items_a[i]);
+    store_vec(row_g + column, sum);
   }
+  __syncwarp();  // lse_a: read by all lanes
   if (lane_index() == 0) {
     *head_rows(lse_g, params.lse, batch, head, token) = total == 0.f ? -kInfinity : top + lg2_approx(total) * kLn2;
   }

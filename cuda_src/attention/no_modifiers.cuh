@@ -1,7 +1,7 @@
 // What stands for the user's expressions in a call without any; modifiers.cuh has those of others.
 #pragma once
 
-#include "block_bits.cuh"
+#include "block_lists.cuh"
 
 struct NoModifiers {
   static constexpr bool kScore = false, kMask = false, kBlocks = false;

@@ -56,12 +56,32 @@ struct PackedRows {
   // The tile of this CTA; false beyond the last one. Tiles are in the order of their sequences' lengths, the longest
   // first: what starts last is then short, and all multiprocessors end together. (By simulation, of 16 log-normal
   // lengths with 8 heads on 132 multiprocessors a causal call took 1.37 times the mean of their work in the order of
-  // cu_seqlens, and 1.10 times in this one.) Every warp of the CTA looks for itself, and reads the lengths of 32
-  // sequences once.
-  __device__ __forceinline__ bool find(PackedTile& found, int heads, int tile_rows) const {
+  // cu_seqlens, and 1.10 times in this one.) One warp looks, and reads the lengths of 32 sequences once.
+  //
+  // All threads read its answer from one place in shared memory, the first bytes of the kernel's buffers: what comes from an
+  // address that all have ptxas keeps in uniform registers, and with it whatever follows from it, as where a sequence's
+  // rows begin. With answers of each warp's own the loops had them in common registers, and spilled (packed sequences at
+  // head dim 64 modelled 0.65 in the backward of one pass then and 0.68 now; `python -m cupyattn turing`, T4,
+  // 2026-11-23).
+  template <typename Smem>
+  __device__ __forceinline__ bool find(PackedTile& found, int heads, int together, int tile_rows, Smem& smem) const {
+    PackedTile& found_s = reinterpret_cast<PackedTile&>(smem);
+    if (warp_index() == 0) {
+      const PackedTile tile = search(heads, together, tile_rows);
+      if (lane_index() == 0) found_s = tile;
+    }
+    __syncthreads();  // found: written
+    found = found_s;
+    __syncthreads();  // found: read; the buffers take its place
+    return found.tiles > 0;
+  }
+
+ private:
+  // By a warp; without tiles beyond the last one.
+  __device__ __forceinline__ PackedTile search(int heads, int together, int tile_rows) const {
     const int at = blockIdx.x / heads;  // among the tiles of one head
     const int own = lane_tiles(0, tile_rows);
-    if (tiles_of_longer(1, own, tile_rows) <= at) return false;
+    if (tiles_of_longer(1, own, tile_rows) <= at) return {0, 0, 0, 0};
     int length = 1, beyond = div_up(longest, tile_rows) + 1, before = 0;  // in tiles; those of `beyond` or more
 #pragma unroll 1
     while (length + 1 < beyond) {
@@ -74,12 +94,10 @@ struct PackedRows {
       }
     }
     const int nth = (at - before) / length;  // among the sequences of this length
-    const int index = blockIdx.x - (before + nth * length) * heads;
-    found = {nth_of_length(nth, length, own, tile_rows), index / length, index % length, length};
-    return true;
+    const Turn turn(blockIdx.x - (before + nth * length) * heads, length, together);
+    return {nth_of_length(nth, length, own, tile_rows), turn.head, turn.tile, length};
   }
 
- private:
   // Of the lane's sequence among the 32 from `first` on; 0 where there is none.
   __device__ __forceinline__ int lane_tiles(int first, int tile_rows) const {
     const int sequence = first + lane_index();

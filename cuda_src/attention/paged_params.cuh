@@ -23,7 +23,7 @@ struct ScaleLayout {
   CacheUnits units;
 };
 
-// Field for field the structured dtype PAGED_PARAMS of cupyattn/kernels/structs.py.
+// Field for field the structured dtype PAGED_PARAMS of cupyattn/kernels/structs.
 struct PagedParams {
   AttentionParams attention;  // sq is the most queries of a sequence, sk what the table can hold; packed arrays have a
                               // batch stride of 0
@@ -38,7 +38,7 @@ struct PagedParams {
   CacheUnits units;
   ScaleLayout scales;  // of caches of integers
 };
-static_assert(sizeof(PagedParams) == PAGED_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
+static_assert(sizeof(PagedParams) == PAGED_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
 
 // Packed rows of one sequence: within what is there, whatever the array says.
 struct QuerySpan {
@@ -78,9 +78,10 @@ __device__ __forceinline__ bool place_of_cta(Place& place, const PagedParams& pa
       const int own_tiles = __shfl_sync(kFullWarp, tiles, lane);
       const int index = blockIdx.x - (before + __shfl_sync(kFullWarp, up_to, lane) - own_tiles) * heads;
       place.batch = first + lane;
-      place.head = index / own_tiles;
+      const Turn turn(index, own_tiles, attention.together);
+      place.head = turn.head;
       place.kv_head = place.head / attention.group;
-      place.first_row = (own_tiles - 1 - index % own_tiles) * rows_per_cta;
+      place.first_row = (own_tiles - 1 - turn.tile) * rows_per_cta;
       place.begin = __shfl_sync(kFullWarp, span.begin, lane);
       place.sq = __shfl_sync(kFullWarp, span.count, lane);
       place.sk = attention.sk;

@@ -43,7 +43,7 @@ __device__ __forceinline__ Philox4 dropout_words(const ScoreParams& params, int 
                        params.first_counter);
 }
 
-// Field for field the structured dtype ATTENTION_PARAMS of cupyattn/kernels/structs.py.
+// Field for field the structured dtype ATTENTION_PARAMS of cupyattn/kernels/structs.
 struct AttentionParams {
   Strides q, k, v, out, lse;
   BatchIntegers q_offsets, seqused_k;
@@ -58,17 +58,25 @@ struct AttentionParams {
   int together;     // heads whose tiles of queries take turns in the grid: a divisor of B * H
   int kv_together;  // key-value heads whose tiles of keys do: a divisor of B * G
 };
-static_assert(sizeof(AttentionParams) == ATTENTION_PARAMS_BYTES,
-              "cupyattn/kernels/structs.py describes another struct");
+static_assert(sizeof(AttentionParams) == ATTENTION_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
 
 __device__ __forceinline__ int64 batch_integer(const void* items, BatchIntegers layout, int batch) {
   return layout.is_int64 ? static_cast<const int64*>(items)[batch * layout.stride]
                          : static_cast<const int*>(items)[batch * layout.stride];
 }
 
+// The CTAs of heads with equally many tiles: one head's behind another's, or those of `together` heads, the first tile of
+// each before the second.
+struct Turn {
+  int head, tile;
+
+  __device__ __forceinline__ Turn(uint32 index, uint32 tiles, uint32 together)
+      : head(index / (tiles * together) * together + index % together), tile(index / together % tiles) {}
+};
+
 // Where one CTA (cooperative thread array, a block of threads) works: a run of query rows of one head of one sequence.
 // The grid is flat, so that neither batch nor head count meets the 65,535 of the grid's y and z. Rows of one head are
-// neighbours and share its keys in L2; or those of `together` heads are, the first tile of each before the second.
+// neighbours and share its keys in L2, or those of heads that take turns.
 struct Place {
   int batch, head, kv_head, first_row;
   int sq, sk;  // queries and keys of the sequence
@@ -77,13 +85,12 @@ struct Place {
 
 __device__ __forceinline__ Place place_of_tile(const AttentionParams& params, uint32 index, int rows_per_cta,
                                                bool last_rows_first) {
-  const uint32 tiles = div_up(params.sq, rows_per_cta), together = params.together;
-  const int sequence = index / (tiles * together) * together + index % together;
-  const int tile = index / together % tiles;
+  const int tiles = div_up(params.sq, rows_per_cta);
+  const Turn turn(index, tiles, params.together);
   Place place;
-  place.first_row = (last_rows_first ? static_cast<int>(tiles) - 1 - tile : tile) * rows_per_cta;
-  place.head = sequence % params.heads;
-  place.batch = sequence / params.heads;
+  place.first_row = (last_rows_first ? tiles - 1 - turn.tile : turn.tile) * rows_per_cta;
+  place.head = turn.head % params.heads;  // of all sequences
+  place.batch = turn.head / params.heads;
   place.kv_head = place.head / params.group;
   place.sq = params.sq;
   place.sk = params.sk;

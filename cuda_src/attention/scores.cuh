@@ -206,13 +206,13 @@ struct ScorePass {
     return {mask_g, params.scores.mask, batch, head, params.sq, params.sk, 0};
   }
 
-  // kRagged: the tile may reach beyond Sk, and a block mask does not say that it is seen in full.
+  // kRagged: the tile may reach beyond Sk; `partial`: a block mask does not say that it is seen in full.
   template <bool kRagged, typename Fragment, typename Items = ItemsInPlace>
-  __device__ __forceinline__ void apply(Fragment& fragment, int first_row, int first_key,
+  __device__ __forceinline__ void apply(Fragment& fragment, int first_row, int first_key, bool partial,
                                         const Items& items = Items()) const {
     apply_options<kRagged>(fragment, first_row, first_key, items);
     modify(fragment, first_row, first_key);
-    hide<kRagged>(fragment, first_row, first_key, kRagged, items);
+    hide<kRagged>(fragment, first_row, first_key, partial, items);
   }
 
   // The steps of `apply`. The library's own options, up to what score_mod is given:
@@ -264,6 +264,29 @@ struct ScorePass {
         if (!modifiers.mask(at.batch, at.head, at.row, at.key)) score = -kInfinity;
       });
     }
+  }
+
+  // The same in two steps: a bit for each score of what the mask_mod leaves, as for_each_pair counts them, and what is
+  // not left becomes -inf. Asked before the products the expression has the registers that scores take later.
+  template <typename Fragment, int kWords>
+  __device__ __forceinline__ void ask(uint32 (&seen)[kWords], Fragment& fragment, int first_row, int first_key) const {
+    int number = 0;
+#pragma unroll
+    for (int word = 0; word < kWords; word++) seen[word] = 0;
+    for_each_score(fragment, first_row, first_key, [&](float&, const ScoreIndices& at) {
+      if (modifiers.mask(at.batch, at.head, at.row, at.key)) seen[number / 32] |= 1u << number % 32;
+      number++;
+    });
+  }
+  template <typename Fragment, int kWords>
+  __device__ __forceinline__ static void hide_unseen(Fragment& fragment, const uint32 (&seen)[kWords]) {
+    int number = 0;
+    fragment.for_each_pair([&](float* pair, int, int) {
+#pragma unroll
+      for (int at = 0; at < 2; at++, number++) {
+        if (!(seen[number / 32] >> number % 32 & 1u)) pair[at] = -kInfinity;
+      }
+    });
   }
 
   // From the gradient of what score_mod makes of a score to that of the score.

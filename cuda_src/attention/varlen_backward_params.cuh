@@ -10,13 +10,13 @@
 #include "backward_params.cuh"
 #include "varlen_params.cuh"
 
-// Field for field the structured dtype VARLEN_BACKWARD_PARAMS of cupyattn/kernels/structs.py.
+// Field for field the structured dtype VARLEN_BACKWARD_PARAMS of cupyattn/kernels/structs.
 struct VarlenBackwardParams {
   BackwardParams backward;  // rows_padded are those of all sequences together
   PackedBatch packed;
 };
 static_assert(sizeof(VarlenBackwardParams) == VARLEN_BACKWARD_PARAMS_BYTES,
-              "cupyattn/kernels/structs.py describes another struct");
+              "cupyattn/kernels/structs describes another struct");
 
 // Of one sequence.
 __device__ __forceinline__ BackwardParams of_sequence(const BackwardParams& longest, const PackedSequence& sequence) {
@@ -26,16 +26,13 @@ __device__ __forceinline__ BackwardParams of_sequence(const BackwardParams& long
   return own;
 }
 
-template <typename Scalar>
-__device__ __forceinline__ Scalar* rows_from(Scalar* array_g, const Strides& strides, const RowSpan& rows) {
-  return array_g + rows.begin * strides.seq;
-}
-
 // The key tile of a CTA; false where there are none left. Under causal order earlier keys are seen by more queries: they
 // start first.
+template <typename Smem>
 __device__ __forceinline__ bool find_keys(PackedTile& found, const PackedBatch& packed, const AttentionParams& longest,
-                                          const PackedPointers& pointers, int keys_per_cta) {
-  return packed_keys(packed, longest, pointers).find(found, longest.heads / longest.group, keys_per_cta);
+                                          const PackedPointers& pointers, int keys_per_cta, Smem& smem) {
+  return packed_keys(packed, longest, pointers)
+      .find(found, longest.heads / longest.group, longest.kv_together, keys_per_cta, smem);
 }
 __device__ __forceinline__ KeyPlace key_place(const PackedTile& tile, int keys_per_cta) {
   return {tile.batch, tile.head, tile.tile * keys_per_cta, /*scratch_batch=*/0};

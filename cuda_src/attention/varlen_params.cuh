@@ -13,12 +13,12 @@ struct PackedBatch {
   int ends_with_keys;  // the last query stands at the last key in use; otherwise q_offset says where
 };
 
-// Field for field the structured dtype VARLEN_PARAMS of cupyattn/kernels/structs.py.
+// Field for field the structured dtype VARLEN_PARAMS of cupyattn/kernels/structs.
 struct VarlenParams {
   AttentionParams attention;  // sq and sk are those of the longest sequence; packed arrays have a batch stride of 0
   PackedBatch packed;
 };
-static_assert(sizeof(VarlenParams) == VARLEN_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
+static_assert(sizeof(VarlenParams) == VARLEN_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
 
 struct PackedPointers {
   const void *cu_seqlens_q_g, *cu_seqlens_k_g, *q_offsets_g, *seqused_k_g;
@@ -31,6 +31,12 @@ __device__ __forceinline__ PackedRows packed_queries(const PackedBatch& packed, 
 __device__ __forceinline__ PackedRows packed_keys(const PackedBatch& packed, const AttentionParams& longest,
                                                   const PackedPointers& pointers) {
   return {pointers.cu_seqlens_k_g, packed.cu_seqlens_k, packed.batch, packed.total_k, longest.sk};
+}
+
+// An array from the first of these rows on.
+template <typename Scalar>
+__device__ __forceinline__ Scalar* rows_from(Scalar* array_g, const Strides& strides, const RowSpan& rows) {
+  return array_g + rows.begin * strides.seq;
 }
 
 // One sequence: its rows, and which of its keys each query sees.
@@ -56,11 +62,12 @@ struct PackedSequence {
 
 // The rows of a CTA; false where there are none left. Those of a sequence's end come first: under causal order they see
 // most keys.
+template <typename Smem>
 __device__ __forceinline__ bool place_of_cta(Place& place, const PackedBatch& packed, const AttentionParams& longest,
-                                             const PackedPointers& pointers, int rows_per_cta) {
+                                             const PackedPointers& pointers, int rows_per_cta, Smem& smem) {
   const PackedRows queries = packed_queries(packed, longest, pointers);
   PackedTile own;
-  if (!queries.find(own, longest.heads, rows_per_cta)) return false;
+  if (!queries.find(own, longest.heads, longest.together, rows_per_cta, smem)) return false;
   const RowSpan rows = queries.of(own.batch);
   const int keys = packed_keys(packed, longest, pointers).of(own.batch).count;
   place = {own.batch, own.head,  own.head / longest.group, (own.tiles - 1 - own.tile) * rows_per_cta, rows.count,

@@ -66,65 +66,6 @@ __device__ __forceinline__ uint4 ld_global_128b_v4(const void* source) {
   return v;
 }
 
-// Read-only data, where `wanted`: otherwise v stays as it is, and there is no branch around which loads could not move.
-// L2 fetches the line's 128 bytes, of which neighbouring lines' loads want the rest.
-__device__ __forceinline__ void ld_global_v4_if(uint4& v, const void* source, bool wanted) {
-  asm volatile(
-      "{\n"
-      ".reg .pred wanted;\n"
-      "setp.ne.u32 wanted, %5, 0;\n"
-      "@wanted ld.global.nc.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-      "}"
-      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
-      : "l"(source), "r"(static_cast<uint32>(wanted)));
-}
-
-// The same of 1, 2 or 4 words.
-template <int kWords>
-__device__ __forceinline__ void ld_global_if(uint32 (&x)[kWords], const void* source, bool wanted) {
-  static_assert(kWords == 1 || kWords == 2 || kWords == 4, "u32, v2, v4");
-  if constexpr (kWords == 4) {
-    asm volatile(
-        "{\n"
-        ".reg .pred wanted;\n"
-        "setp.ne.u32 wanted, %5, 0;\n"
-        "@wanted ld.global.nc.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-        "}"
-        : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3])
-        : "l"(source), "r"(static_cast<uint32>(wanted)));
-  } else if constexpr (kWords == 2) {
-    asm volatile(
-        "{\n"
-        ".reg .pred wanted;\n"
-        "setp.ne.u32 wanted, %3, 0;\n"
-        "@wanted ld.global.nc.L2::128B.v2.u32 {%0, %1}, [%2];\n"
-        "}"
-        : "+r"(x[0]), "+r"(x[1])
-        : "l"(source), "r"(static_cast<uint32>(wanted)));
-  } else {
-    asm volatile(
-        "{\n"
-        ".reg .pred wanted;\n"
-        "setp.ne.u32 wanted, %2, 0;\n"
-        "@wanted ld.global.nc.u32 %0, [%1];\n"
-        "}"
-        : "+r"(x[0])
-        : "l"(source), "r"(static_cast<uint32>(wanted)));
-  }
-}
-
-// The same of 16 bits.
-__device__ __forceinline__ void ld_global_u16_if(uint32& x, const void* source, bool wanted) {
-  asm volatile(
-      "{\n"
-      ".reg .pred wanted;\n"
-      "setp.ne.u32 wanted, %2, 0;\n"
-      "@wanted ld.global.nc.u16 %0, [%1];\n"
-      "}"
-      : "+r"(x)
-      : "l"(source), "r"(static_cast<uint32>(wanted)));
-}
-
 // Read-only data that is read once: it does not stay in L1, and L2 fetches the line's 128 bytes.
 __device__ __forceinline__ uint4 ld_global_stream_v4(const void* source) {
   uint4 v;

@@ -37,7 +37,7 @@ FLOAT_HEAD_DIMS = wider([(1, 3), (24, 40)], [(65, 128), (64, 64), (136, 72), (8,
 SETS_OF = {True: wider(*EITHER_HALF[0]), False: wider(*EITHER_HALF[1])}
 
 
-@examples(6, deep=16)
+@examples(4, deep=16)
 @given(
     problem=attention_problems(
         head_dims=HEAD_DIMS,
@@ -50,7 +50,7 @@ def test_naive_within_bounds_of_the_reference(problem: AttentionProblem):
     check(problem, "naive")
 
 
-@examples(8, deep=20)
+@examples(6, deep=20)
 @given(
     problem=attention_problems(
         head_dims=((24, 40),),
@@ -66,7 +66,7 @@ def test_naive_options_within_bounds_of_the_reference(problem: AttentionProblem)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@examples(10)
+@examples(7)
 @given(
     problem=attention_problems(
         head_dims=FLASH_HEAD_DIMS,
@@ -87,7 +87,7 @@ def problems_with_options(deterministic: bool, **sizes: Any) -> st.SearchStrateg
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@examples(8, deep=16)
+@examples(6, deep=16)
 @given(data=st.data())
 def test_flash_options_within_bounds_of_the_reference(deterministic: bool, data: st.DataObject):
     problem = data.draw(
@@ -99,7 +99,7 @@ def test_flash_options_within_bounds_of_the_reference(deterministic: bool, data:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@examples(6, deep=16)
+@examples(4, deep=16)
 @given(
     problem=attention_problems(
         head_dims=FLOAT_HEAD_DIMS,
@@ -114,7 +114,7 @@ def test_float_flash_within_bounds_of_the_reference(deterministic: bool, problem
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@examples(6, deep=16)
+@examples(4, deep=16)
 @given(data=st.data())
 def test_float_flash_options_within_bounds_of_the_reference(
     deterministic: bool, data: st.DataObject
@@ -275,7 +275,7 @@ def test_a_nan_in_the_bias_reaches_the_keys_of_its_row_and_no_others(
     assert np.isfinite(grads["dbias"][[0, 1, 3]]).all()
 
 
-@examples(5)
+@examples(4)
 @given(
     problem=attention_problems(
         head_dims=((24, 40),),

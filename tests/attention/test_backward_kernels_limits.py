@@ -39,11 +39,12 @@ def without_digits() -> st.SearchStrategy[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("implementation", "dtype", "deterministic"),
     [
-        *(("naive", "float16", False), ("flash", "float16", False), ("flash", "float32", True)),
-        *deep(("naive", "float16", True), ("flash", "float16", True), ("flash", "float32", False)),
+        *(("naive", "float16", False), ("flash", "float16", False)),
+        *deep(("naive", "float16", True), ("flash", "float16", True)),
+        *deep(("flash", "float32", True), ("flash", "float32", False)),
     ],
 )
-@examples(5)
+@examples(4)
 @given(options=without_digits())
 def test_no_weight_exceeds_one_where_lse_has_no_digits(
     implementation: str, dtype: str, deterministic: bool, options: dict[str, Any]

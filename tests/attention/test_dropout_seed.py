@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.devices import KERNELS
 from support.planted_bugs import Bug, PlantedDevice, plant
+from support.search import deep
 
 from cupyattn import (
     DropoutSeed,
@@ -56,7 +57,7 @@ def test_numpy_arrays_drop_what_the_whole_drops():
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
 @pytest.mark.parametrize("implementation", ["flash", "naive"])
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
 def test_kernels_drop_what_the_seed_says(dtype, implementation):
     q, k, v, dout = arrays(dtype)
     options = {"dropout_p": 0.4, "seed": PLACE, "implementation": implementation}

@@ -51,7 +51,7 @@ def check(problem: AttentionProblem, count: int) -> None:
 
 
 @given(problem=few(head_dims=HEAD_DIMS), count=st.integers(1, 8))
-@examples(14)
+@examples(10)
 def test_within_bounds_of_the_reference(problem: AttentionProblem, count: int):
     """Of any length, in any view, wherever queries stand and shares cut."""
     check(problem, count)
@@ -61,13 +61,13 @@ def test_within_bounds_of_the_reference(problem: AttentionProblem, count: int):
     problem=few(head_dims=wider([(64, 64)], [(24, 24), (128, 128)]), option_sets=OPTION_SETS),
     count=st.integers(1, 8),
 )
-@examples(6)
+@examples(4)
 def test_options_within_bounds_of_the_reference(problem: AttentionProblem, count: int):
     check(problem, count)
 
 
 @given(data=st.data(), dtype=st.sampled_from(("float16", "float32")))
-@examples(8)
+@examples(6)
 def test_dense_is_paged_with_every_block_in_its_place(data: st.DataObject, dtype: str):
     """Bit for bit: the same tiles by the same warps."""
     head_dim = {"float16": 64, "float32": 24}[dtype]

@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 from support.backward_runs import check as check_backward
 from support.forward_runs import check
 from support.grid_order import CARDS, HEAD_DIMS, Grid, causal_problem
+from support.packed import PackedProblem as PackedPrompts
 from support.paged import multiprocessors
 from support.probes import Probe
 from support.recording_device import device_array
 from support.search import deep, examples
 from support.strategies import AttentionProblem
+from support.varlen import VarlenProblem
 
 import cupyattn
 from cupyattn.kernels.spec import Pointer
-from cupyattn.kernels.structs import BACKWARD_PARAMS, BACKWARD_STRUCT
+from cupyattn.kernels.structs.attention import BACKWARD_PARAMS, BACKWARD_STRUCT
 from cupyattn.ops.attention.grid_order import kv_heads_together
 from cupyattn.ops.card import Card
 
@@ -95,7 +97,7 @@ def test_the_backward_counts_queries_and_their_gradients():
     tiles=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     data=st.data(),
 )
-@examples(20)
+@examples(14)
 def test_every_tile_is_had_once_and_longest_ones_first(batch, kv_heads, group, tiles, data):
     counts = [n for n in range(1, batch * kv_heads + 1) if batch * kv_heads % n == 0]
     together = data.draw(st.sampled_from(counts))
@@ -152,16 +154,57 @@ def test_results_of_heads_that_take_turns(problem):
             check_backward(problem, "flash", deterministic=deterministic)
 
 
+LENGTHS = (140, 0, 40, 260)
+PACKED = VarlenProblem(
+    replace(CAUSAL, B=4, Sq=max(LENGTHS), Sk=max(LENGTHS)), queries=LENGTHS, keys=LENGTHS
+)
+PAGED = PackedPrompts(
+    lengths=LENGTHS, Sq=max(LENGTHS), queries=(130, 0, 40, 260), G=2, group=2, D=64,
+    dtype="float16", options=(("causal", True),),
+)  # fmt: skip
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
+def test_results_of_heads_of_packed_sequences_that_take_turns(dtype):
+    problem = replace(PACKED, dense=replace(PACKED.dense, dtype=dtype))
+    with multiprocessors(40):
+        assert problem.ratio(*problem.run()) <= 1
+        for deterministic in (False, True):
+            grads = problem.run_backward(deterministic=deterministic)
+            assert max(problem.backward_ratios(grads).values()) <= 1
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
+def test_results_of_packed_prompts_whose_heads_take_turns(dtype):
+    problem = replace(PAGED, dtype=dtype)
+    arrays = problem.arrays()
+    with multiprocessors(40):
+        assert problem.ratio(*problem.call(arrays), arrays) <= 1
+
+
+def test_heads_of_a_packed_sequence_alone_take_turns():
+    problem = causal_problem(2048, 6, 128, batch=8)
+    assert kv_heads_together(problem, CARDS["H200"]) == 48
+    assert kv_heads_together(problem, CARDS["H200"], packed=True) == 6
+
+
 def test_kernels_are_told(recorder):
-    """Forward, and both kernels of the backward."""
+    """Forward, both kernels of the backward, and a chunk of a prompt over a paged cache."""
     q = device_array((1, 2048, 32, 128))
     out, lse = cupyattn.attention(q, q, q, causal=True, return_lse=True)
     cupyattn.attention_backward(q, q, q, q, out, lse, causal=True, deterministic=True)
     cupyattn.attention(q, q, q)
+    cache, table = device_array((256, 16, 8, 128)), device_array((2, 128), "int32")
+    lengths, chunk = device_array((2,), "int32"), device_array((2, 1024, 32, 128))
+    cupyattn.paged_attention(chunk, cache, cache, table, lengths, causal=True)
     told = {}
     for launch in recorder.started:
         params = launch.arguments[-1]
         attention = params["attention"] if "attention" in params.dtype.names else params
         told.setdefault(launch.specialisation.spec.entry, []).append(int(attention["together"]))
     assert told["attention_forward"] == [8, 1]
+    assert told["attention_forward_paged"] == [4 * 4]
     assert told["attention_backward_dkdv"] == told["attention_backward_dq"] == [8]

@@ -40,7 +40,7 @@ KERNELS_OF_DTYPES = mostly_deep(itertools.product(IMPLEMENTATIONS, DTYPES), EACH
 PLAIN_DTYPES = wider(["float16", "float32"], ["bfloat16"])
 
 
-@examples(12)
+@examples(8)
 @given(
     problem=attention_problems(
         head_dims=FLASH_HEAD_DIMS,
@@ -54,7 +54,7 @@ def test_flash_within_bounds_of_the_reference(problem: AttentionProblem):
     check(problem, "flash")
 
 
-@examples(12, deep=36)
+@examples(8, deep=36)
 @given(
     problem=attention_problems(
         head_dims=wider([(64, 64)], [(128, 96)]),
@@ -69,7 +69,7 @@ def test_flash_options_within_bounds_of_the_reference(problem: AttentionProblem)
     check(problem, "flash")
 
 
-@examples(12)
+@examples(8)
 @given(
     problem=attention_problems(
         head_dims=FLASH_F32_HEAD_DIMS,
@@ -82,7 +82,7 @@ def test_float32_flash_within_bounds_of_the_reference(problem: AttentionProblem)
     check(problem, "flash")
 
 
-@examples(12, deep=28)
+@examples(8, deep=28)
 @given(
     problem=attention_problems(
         head_dims=wider([(24, 40)], [(64, 64), (128, 96), (256, 8)]),
@@ -164,7 +164,7 @@ def test_padding_hidden_by_a_large_finite_bias(dtype: str):
 
 
 @pytest.mark.parametrize("implementation", TEACHING)
-@examples(6, deep=24)
+@examples(4, deep=24)
 @given(
     problem=attention_problems(
         head_dims=HEAD_DIMS, dtypes=PLAIN_DTYPES, options=RUN_TIME_OPTIONS, **FRUGAL
@@ -202,7 +202,7 @@ def test_more_heads_than_the_grid_has_rows(implementation: str):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@examples(5, deep=24)
+@examples(4, deep=24)
 @given(
     problem=attention_problems(
         head_dims=((64, 64),),
@@ -241,7 +241,7 @@ def test_batch_integers_of_any_width_and_stride(
 
 
 @pytest.mark.parametrize("implementation", ["tiled", "flash"])
-@examples(8, deep=30)
+@examples(6, deep=30)
 @given(
     problem=attention_problems(
         head_dims=((64, 64),), dtypes=PLAIN_DTYPES, options=RUN_TIME_OPTIONS, crowd=FRUGAL["crowd"]
@@ -263,7 +263,7 @@ def test_views_equal_copies_bit_for_bit(implementation: str, problem: AttentionP
 
 
 @pytest.mark.parametrize("implementation", ["tiled", "flash"])
-@examples(6, deep=30)
+@examples(4, deep=30)
 @given(
     problem=attention_problems(
         head_dims=((64, 64),), dtypes=PLAIN_DTYPES, options=RUN_TIME_OPTIONS, **FRUGAL
@@ -297,7 +297,7 @@ def test_results_are_written_into_any_strides(implementation: str, problem: Atte
     assert (lse_memory == SENTINEL).all()
 
 
-@examples(5, deep=24)
+@examples(4, deep=24)
 @given(
     problem=attention_problems(
         head_dims=((64, 64),), dtypes=("float32",), options=RUN_TIME_OPTIONS, **FRUGAL

@@ -8,7 +8,7 @@ from support.recording_device import device_array, launched
 from support.strategies import dtype_of
 
 from cupyattn import attention, attention_backward, softmax, softmax_backward
-from cupyattn.kernels.structs import UNBOUNDED
+from cupyattn.kernels.structs.attention import UNBOUNDED
 from cupyattn.ops.attention import checks as attention_checks
 from cupyattn.ops.attention import params as attention_params
 

@@ -77,8 +77,7 @@ BIASES = {"every score": (1, 2, 20, 33), "broadcast": (1, 2, 1, 33)}
     ("dtype", "shape"),
     [
         ("float16", "every score"),
-        ("float32", "broadcast"),
-        *deep(("float16", "broadcast"), ("float32", "every score")),
+        *deep(("float32", "broadcast"), ("float16", "broadcast"), ("float32", "every score")),
     ],
 )
 def test_a_bias_gets_the_gradient_of_the_score_before_score_mod(dtype, shape):

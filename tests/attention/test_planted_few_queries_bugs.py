@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from support.few_queries import decoded, ratio
 from support.planted_bugs import Bug, planted_device
-from support.search import deep, every_other
 from support.strategies import AttentionProblem
 
 import cupyattn
@@ -44,7 +43,7 @@ def ratio_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     return run
 
 
-@pytest.mark.parametrize("problem", [HALF, PLAIN, *deep(FLOAT)], ids=["half", "plain", "float"])
+@pytest.mark.parametrize("problem", [HALF, PLAIN, FLOAT], ids=["half", "plain", "float"])
 def test_a_clean_copy_is_right(problem, ratio_with):
     assert 0 < ratio_with(problem) <= 1
 
@@ -80,7 +79,7 @@ WRONG_DEEP = [
 ]
 
 
-@pytest.mark.parametrize(("problem", "bug"), [*every_other(WRONG), *deep(*WRONG_DEEP)])
+@pytest.mark.parametrize(("problem", "bug"), [*WRONG, *WRONG_DEEP])
 def test_wrong_results_are_found(problem, bug, ratio_with):
     with suppress(KernelFault):  # which is as good
         assert ratio_with(problem, bug) > 1
@@ -90,7 +89,7 @@ def test_wrong_results_are_found(problem, bug, ratio_with):
     "bug",
     [
         Bug(FEED_CUH, "min(tile(j) * kTileKeys, last_key)", "tile(j) * kTileKeys"),
-        *deep((Bug(FEED_CUH, "sk - kTileKeys)", "sk - kTileKeys + 1)"),)),
+        Bug(FEED_CUH, "sk - kTileKeys)", "sk - kTileKeys + 1)"),
     ],
 )
 def test_rows_behind_the_array_are_found(bug, ratio_with):

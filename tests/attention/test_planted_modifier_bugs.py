@@ -10,7 +10,6 @@ import pytest
 from support.devices import NUMPY
 from support.modifiers import Case
 from support.planted_bugs import Bug, planted_device
-from support.search import deep
 
 from cupyattn.emulator import OutOfBoundsError
 
@@ -40,7 +39,7 @@ def ratio_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_a_clean_copy_is_right(dtype, backward, ratio_with):
     assert 0 < ratio_with(dtype, backward=backward) <= 1
 
@@ -54,7 +53,7 @@ FORWARD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("bug", FORWARD[:2] + list(deep(*((bug,) for bug in FORWARD[2:]))), ids=str)
+@pytest.mark.parametrize("bug", FORWARD, ids=str)
 def test_wrong_scores_are_found(bug, ratio_with):
     with suppress(OutOfBoundsError):  # then the emulator has found it
         assert ratio_with("float16", bug) > 1
@@ -92,6 +91,6 @@ BACKWARD_DEEP = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("dtype", "bug"), [*BACKWARD, *deep(*BACKWARD_DEEP)], ids=str)
+@pytest.mark.parametrize(("dtype", "bug"), [*BACKWARD, *BACKWARD_DEEP], ids=str)
 def test_wrong_gradients_are_found(dtype, bug, ratio_with):
     assert ratio_with(dtype, bug, backward=True) > 1

@@ -11,7 +11,6 @@ import pytest
 from support import backward_runs
 from support.planted_bugs import Bug, planted_device
 from support.rotary import RotaryProblem
-from support.search import deep
 from support.varlen import VarlenProblem
 
 import cupyattn
@@ -116,7 +115,7 @@ WRONG_DEEP = [
 ]
 
 
-@pytest.mark.parametrize(("name", "bug"), [*WRONG, *deep(*WRONG_DEEP)], ids=str)
+@pytest.mark.parametrize(("name", "bug"), [*WRONG, *WRONG_DEEP], ids=str)
 def test_wrong_rotations_are_found(name, bug, ratio_with):
     with suppress(KernelFault):  # then the emulator has found it
         assert ratio_with(name, bug) > 1

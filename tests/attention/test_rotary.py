@@ -34,13 +34,13 @@ OFFSETS = (("causal", True), ("q_offset", (3, 40)), ("seqused_k", (70, 33)), ("r
 FEW = replace(PHI, Sq=2, Sk=300, D=64, Dv=64, drawn=(("causal", True), ("rotary", (300, 24))))
 
 
-@examples(10)
+@examples(7)
 @given(rotary_problems(head_dims=HALF_DIMS, dtypes=("float16",), tables=TABLES, **FRUGAL))
 def test_half_within_bounds_of_the_reference(problem):
     forward_runs.check(problem, "flash")
 
 
-@examples(6)
+@examples(4)
 @given(rotary_problems(
     head_dims=FLOAT_DIMS, dtypes=wider(("float32",), ("bfloat16",)), tables=TABLES, **FRUGAL
 ))  # fmt: skip
@@ -48,7 +48,7 @@ def test_floats_within_bounds_of_the_reference(problem):
     forward_runs.check(problem, "flash")
 
 
-@examples(6)
+@examples(4)
 @given(rotary_problems(head_dims=HALF_DIMS[:2], dtypes=("float16",), tables=TABLES, **FRUGAL))
 def test_half_gradients_within_bounds_of_the_reference(problem):
     backward_runs.check(problem, "flash")
@@ -67,8 +67,9 @@ def test_float_gradients_within_bounds_of_the_reference(problem):
 @pytest.mark.parametrize(
     ("dtype", "implementation"),
     [
-        *(("float16", "flash"), ("float32", "flash")),
-        *deep(("bfloat16", "flash"), ("float16", "tiled"), ("float32", "naive")),
+        ("float16", "flash"),
+        *deep(("float32", "flash"), ("bfloat16", "flash")),
+        *deep(("float16", "tiled"), ("float32", "naive")),
     ],
 )
 def test_it_is_rope_and_then_attention(dtype, implementation, interleaved, drawn):

@@ -45,7 +45,7 @@ def some(**more: Any) -> Any:
     into=st.integers(2, 9),
     least_keys=st.sampled_from((1, 64, 100)),
 )
-@examples(14)
+@examples(10)
 def test_within_bounds_of_the_reference(problem: AttentionProblem, into: int, least_keys: int):
     """Wherever parts end, with and without keys; of any length, in any view."""
     with split(into, least_keys):
@@ -59,7 +59,7 @@ def test_within_bounds_of_the_reference(problem: AttentionProblem, into: int, le
     ),
     into=st.integers(2, 5),
 )
-@examples(6)
+@examples(4)
 def test_options_within_bounds_of_the_reference(problem: AttentionProblem, into: int):
     with split(into):
         check(problem, "flash")

@@ -34,7 +34,7 @@ RAGGED = VarlenProblem(
         head_dims=HEAD_DIMS, dtypes=("float16",), options=RUN_TIME_OPTIONS, **KINDS
     )
 )
-@examples(14)
+@examples(10)
 def test_each_sequence_is_within_the_dense_bounds(problem: VarlenProblem):
     assert problem.ratio(*problem.run()) <= 1
 
@@ -45,7 +45,7 @@ def test_each_sequence_is_within_the_dense_bounds(problem: VarlenProblem):
         option_sets=OPTION_SETS, **KINDS,
     )
 )  # fmt: skip
-@examples(14, deep=40)
+@examples(10, deep=40)
 def test_every_option(problem: VarlenProblem):
     assert problem.ratio(*problem.run()) <= 1
 
@@ -57,7 +57,7 @@ def test_every_option(problem: VarlenProblem):
         option_sets=wider(OPTION_SETS[:2], OPTION_SETS[2:]), **KINDS,
     )
 )  # fmt: skip
-@examples(12, deep=20)
+@examples(8, deep=20)
 def test_float32(problem: VarlenProblem):
     assert problem.ratio(*problem.run()) <= 1
 

@@ -44,7 +44,7 @@ FLOAT = VarlenProblem(
     ),
     deterministic=st.booleans(),
 )  # fmt: skip
-@examples(10, deep=20)
+@examples(7, deep=20)
 def test_each_sequence_is_within_the_dense_bounds(problem: VarlenProblem, deterministic: bool):
     ratios = problem.backward_ratios(problem.run_backward(deterministic=deterministic))
     assert max(ratios.values()) <= 1, ratios
@@ -58,14 +58,14 @@ def test_each_sequence_is_within_the_dense_bounds(problem: VarlenProblem, determ
     ),
     deterministic=st.booleans(),
 )  # fmt: skip
-@examples(8, deep=16)
+@examples(6, deep=16)
 def test_float32(problem: VarlenProblem, deterministic: bool):
     ratios = problem.backward_ratios(problem.run_backward(deterministic=deterministic))
     assert max(ratios.values()) <= 1, ratios
 
 
 @pytest.mark.parametrize(
-    ("lengths", "head_dim"), [(RAGGED, 64), (FLOAT, 24), *deep((RAGGED, 160))],
+    ("lengths", "head_dim"), [(RAGGED, 64), *deep((FLOAT, 24), (RAGGED, 160))],
     ids=["float16", "float32", "float16 of 160"],
 )  # fmt: skip
 def test_deterministic_bits_are_those_of_a_loop_over_sequences(lengths, head_dim):
@@ -87,7 +87,7 @@ def test_deterministic_bits_are_those_of_a_loop_over_sequences(lengths, head_dim
 
 @pytest.mark.parametrize(
     ("problem", "deterministic"),
-    [(RAGGED, False), (FLOAT, True), *deep((RAGGED, True), (FLOAT, False))],
+    [(RAGGED, False), *deep((FLOAT, True), (RAGGED, True), (FLOAT, False))],
 )
 def test_gradients_are_added_to_what_is_there(problem, deterministic):
     """In float32, before the one rounding; rows of no sequence aside."""

@@ -55,7 +55,7 @@ DRAWN = attention_problems(
 
 
 @given(problem=DRAWN)
-@examples(6, deep=16)
+@examples(4, deep=16)
 def test_forward_within_bounds_of_the_reference(problem: AttentionProblem):
     assert forward_ratio(problem) <= 1
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from support.block_model import NEVER_WRITTEN, content
 
-from cupyattn import BlockAllocator, Copy
-from cupyattn.kv_cache import Work
+from cupyattn import BlockAllocator, Copy, Scheduler
+from cupyattn.kv_cache import Request, Work
 
 VOCABULARY = 5
 
@@ -126,3 +126,31 @@ def alone(
         output.append(next_token(prompt, seen(contents, left), sample))
         contents.append(content(contents[-1], output[-1]))
     return output
+
+
+def finish(
+    scheduler: Scheduler, memory: BlockMemory, arrivals: Iterable[Callable[[], None]] = ()
+) -> tuple[list[Request], int]:
+    """Step until all is done; requests of `arrivals` come in one a step. Return those finished."""
+    finished: list[Request] = []
+    faults = 0
+    waiting = list(arrivals)
+    for _ in range(5_000):
+        if waiting:
+            waiting.pop(0)()
+        elif scheduler.idle:
+            break
+        try:
+            finished += scheduler.step(memory.forward)
+        except FaultError:
+            faults += 1
+        memory.allocator.check()
+    assert scheduler.idle
+    return finished, faults
+
+
+def require_empty(allocator: BlockAllocator) -> None:
+    """Nothing is left in use, here and on the host."""
+    allocator.check()
+    assert allocator.num_used == 0
+    assert allocator.num_free_host == allocator.num_host_blocks

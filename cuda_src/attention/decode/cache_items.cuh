@@ -3,9 +3,10 @@
 // 8 items are a unit. Bits of an integer in the low bits of a float16 are that many 2^-24, and a byte
 // above 0x6400 counts from 1024: one logical operation makes two numbers, where a conversion would take Turing's
 // slowest pipe one by one. K is taken in the first form. Its items are too large by kBias, for which a product is set
-// right where it starts. V is not: its sums run over all keys, and would lose to rounding what they are too large by.
-// So V is taken in the second form and 1024 + kBias subtracted, which is exact. A nibble may stand one nibble too high;
-// then its products count 16 times (kOdd).
+// right where it starts. V's sums run over all keys, and lose to rounding by what they are too large: by 128 of int8
+// that would show. So its V is taken in the second form and 1024 + kBias subtracted, which is exact. By 8 of 4 bits it
+// does not: that V is taken as K is, and a sum of the weights sets its sums right at the end. A nibble may stand one
+// nibble too high; then its products count 16 times (kOdd).
 #pragma once
 
 #include "../../common/pack.cuh"
@@ -25,13 +26,14 @@ __device__ __forceinline__ uint32 without_bias(uint32 halves) {
 // What tensor cores make of a format:
 //   queries   8 items of q as they meet what keys gives: each word two items of one step of k
 //   keys      8 items of a row of K, the words of odd numbers times 1 / kOdd; all times 1 / kKeyUnit, plus kBias
-//   values    8 columns of two rows of V: word x has both rows' items of column x, those of odd columns times 1 / kOdd
+//   values    8 columns of two rows of V: word x has both rows' items of column x, those of odd columns times 1 / kOdd;
+//             all times 1 / kValueUnit, plus kValueBias
 // kOperand is a constant of these that the kernel keeps in a register: an instruction holds only one other.
 template <typename Item>
 struct CacheFormat : StoredFormat<Item> {
-  static constexpr int kBias = 0;
+  static constexpr int kBias = 0, kValueBias = 0;
   static constexpr uint32 kOperand = 0;
-  static constexpr float kKeyUnit = 1.f, kOdd = 1.f;
+  static constexpr float kKeyUnit = 1.f, kValueUnit = 1.f, kOdd = 1.f;
 
   __device__ __forceinline__ static void queries(uint32 (&)[4]) {}
   __device__ __forceinline__ static void keys(uint32 (&halves)[4], const uint32* words, uint32) {
@@ -50,9 +52,9 @@ struct CacheFormat : StoredFormat<Item> {
 
 template <>
 struct CacheFormat<int8> : StoredFormat<int8> {
-  static constexpr int kBias = 128;
+  static constexpr int kBias = 128, kValueBias = 0;
   static constexpr uint32 kOperand = 0x00ff00ffu;
-  static constexpr float kKeyUnit = 16777216.f, kOdd = 1.f;
+  static constexpr float kKeyUnit = 16777216.f, kValueUnit = 1.f, kOdd = 1.f;
 
   // Bytes 0 and 2 of a word, then 1 and 3.
   __device__ __forceinline__ static void queries(uint32 (&q)[4]) {
@@ -83,9 +85,9 @@ struct CacheFormat<int8> : StoredFormat<int8> {
 
 template <>
 struct CacheFormat<uint8> : StoredFormat<uint8> {
-  static constexpr int kBias = 8;
-  static constexpr uint32 kOperand = 0x64006400u;
-  static constexpr float kKeyUnit = 16777216.f, kOdd = 1.f / 16.f;
+  static constexpr int kBias = 8, kValueBias = kBias;
+  static constexpr uint32 kOperand = 0;
+  static constexpr float kKeyUnit = 16777216.f, kValueUnit = kKeyUnit, kOdd = 1.f / 16.f;
 
   // Nibbles 0 and 4 of a word, 1 and 5, 2 and 6, 3 and 7.
   __device__ __forceinline__ static void queries(uint32 (&q)[4]) {
@@ -101,12 +103,11 @@ struct CacheFormat<uint8> : StoredFormat<uint8> {
     for (int x = 0; x < 4; x++) halves[x] = words[0] >> 8 * (x / 2) & nibbles(x);
   }
   __device__ __forceinline__ static void values(uint32 (&halves)[8], const uint32* first, const uint32* second,
-                                                uint32 thousands) {
+                                                uint32) {
 #pragma unroll
     for (int x = 0; x < 8; x++) {
       const uint32 pairs = x < 4 ? low_halves(first[0], second[0]) : high_halves(first[0], second[0]);
-      const uint32 numbers = (pairs >> 8 * (x / 2 % 2) & nibbles(x)) | thousands;
-      halves[x] = x % 2 == 0 ? without_bias<kBias>(numbers) : without_bias<16 * kBias>(numbers);
+      halves[x] = pairs >> 8 * (x / 2 % 2) & nibbles(x);
     }
   }
 

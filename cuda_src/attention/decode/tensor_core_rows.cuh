@@ -75,6 +75,7 @@ struct TensorCoreRows {
   float unit, per_unit;      // of acc, a power of two, and 1 / unit
   float s[kRowTiles][4];
   float acc[kRowTiles][kColumnTiles][4];
+  float value_bias[kRowTiles][4];  // of acc: what items of V are too large by, times P
 
   __device__ __forceinline__ static int g() { return lane_index() / 4; }
   __device__ __forceinline__ static int t() { return lane_index() % 4; }
@@ -106,6 +107,8 @@ struct TensorCoreRows {
 #pragma unroll
         for (int e = 0; e < 4; e++) acc[n][c][e] = 0.f;
       }
+#pragma unroll
+      for (int e = 0; e < 4; e++) value_bias[n][e] = 0.f;
     }
     if constexpr (kScaled) {
       operand = kept_in_register(Format::kOperand);
@@ -190,6 +193,8 @@ struct TensorCoreRows {
 #pragma unroll
         for (int e = 0; e < 4; e++) acc[n][c][e] *= factor[2 * n + e % 2];
       }
+#pragma unroll
+      for (int e = 0; e < 4; e++) value_bias[n][e] *= factor[2 * n + e % 2];
     }
   }
 
@@ -201,6 +206,10 @@ struct TensorCoreRows {
       uint32 p[kRowTiles];
 #pragma unroll
       for (int n = 0; n < kRowTiles; n++) p[n] = movmatrix_trans(pack_halves(s[n][2 * half], s[n][2 * half + 1]));
+      if constexpr (Format::kValueBias != 0) {
+#pragma unroll
+        for (int n = 0; n < kRowTiles; n++) subtract_bias<Format::kValueBias>(value_bias[n], p[n]);
+      }
 #pragma unroll
       for (int i = 0; i < kHeadDim / 64; i++) {
         uint32 columns[8];
@@ -222,7 +231,6 @@ struct TensorCoreRows {
   template <int kStride>
   __device__ __forceinline__ void store(int pass, float* rows_s) const {
     constexpr int kPieceTiles = ValueWords::kPiece * 32 / Format::kBits / 2;  // a lane has two columns of a tile
-    const float even = kScaled ? unit : 1.f, odd = Format::kOdd * even;
 #pragma unroll
     for (int n = 0; n < kRowTiles; n++) {
 #pragma unroll
@@ -235,7 +243,8 @@ struct TensorCoreRows {
           const int column = ((c / kPieceTiles * 8 + g()) * kPieceTiles + c % kPieceTiles) * 2;
           const float (*tile)[4] = &acc[n][c];
           *reinterpret_cast<float4*>(row_s + column) =
-              make_float4(tile[0][e] * even, tile[0][e + 2] * odd, tile[1][e] * even, tile[1][e + 2] * odd);
+              make_float4(value(tile[0][e], n, e), value(tile[0][e + 2] * Format::kOdd, n, e), value(tile[1][e], n, e),
+                          value(tile[1][e + 2] * Format::kOdd, n, e));
         }
       }
     }
@@ -245,18 +254,30 @@ struct TensorCoreRows {
   static constexpr float kLeastUnit = __builtin_bit_cast(float, 0x00800000u);  // 2^-126
   static constexpr float kMostUnit = __builtin_bit_cast(float, 0x7e800000u);   // 2^126 = 1 / kLeastUnit
 
-  // By the instruction that sums products: rows and columns of its result lie as those of scores.
-  __device__ __forceinline__ void sum_bias() {
-    constexpr uint32 kLess = 0x80008000u | Format::kBias << 16 | Format::kBias;
+  // By the instruction that sums products: rows and columns of its result lie as those of scores, and of acc.
+  template <int kTooLarge>
+  __device__ __forceinline__ static void subtract_bias(float (&sums)[4], uint32 b) {
+    constexpr uint32 kLess = 0x80008000u | kTooLarge << 16 | kTooLarge;
     const uint32 a[2] = {kLess, kLess};
+    mma_m16n8k8(sums, a, b);
+  }
+
+  __device__ __forceinline__ void sum_bias() {
 #pragma unroll
     for (int n = 0; n < kRowTiles; n++) {
       float sums[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-      for (int i = 0; i < kHeadDim / 8; i++) mma_m16n8k8(sums, a, q[n][i]);
+      for (int i = 0; i < kHeadDim / 8; i++) subtract_bias<Format::kBias>(sums, q[n][i]);
       bias[n][0] = sums[0];
       bias[n][1] = sums[1];
     }
+  }
+
+  // Of a sum in acc that belongs to row e of the lane's two.
+  __device__ __forceinline__ float value(float sum, int n, int e) const {
+    if constexpr (Format::kValueBias != 0) sum = (sum + value_bias[n][e]) * Format::kValueUnit;
+    if constexpr (kScaled) sum *= unit;
+    return sum;
   }
 
   // Weights times scales: at most 2^8 of a weight, times 2.

@@ -29,10 +29,12 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
                                 Traits::Scalar* dk_g, Traits::Scalar* dv_g, void* dbias_g,
                                 const BackwardParams params MODIFIER_STRIDES) {
   const AttentionParams& forward = params.attention;
-  const KeyPlace place(forward, Traits::kTileK);
+  const Modifiers modifiers = MODIFIERS;
+  const KeyPlace place =
+      in_order_of_work<Traits::kTileQ>(forward, KeyPlace(forward, Traits::kTileK), Traits::kTileK, modifiers.blocks);
   const int64 q_offset = query_offset(forward, q_offsets_g, place.batch);
   const KeyWindow window = sequence_window(forward, q_offsets_g, seqused_k_g, place.batch);
   add_up_gradients(
-      params, {dout_g, q_g, k_g, v_g, lse_g, delta_g, bias_g, mask_g, slopes_g, dq_g, dk_g, dv_g, dbias_g, MODIFIERS},
+      params, {dout_g, q_g, k_g, v_g, lse_g, delta_g, bias_g, mask_g, slopes_g, dq_g, dk_g, dv_g, dbias_g, modifiers},
       place, window, q_offset);
 }

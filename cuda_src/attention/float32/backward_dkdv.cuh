@@ -28,6 +28,12 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
+// Where a CTA has its buffers.
+__device__ __forceinline__ Smem& shared_memory() {
+  __shared__ Smem smem;
+  return smem;
+}
+
 // A tile of queries of one head; no rows behind the last one.
 struct QueryTile {
   int head, first_row, rows;
@@ -43,7 +49,7 @@ struct GroupWalk {
     const bool last = tile.head + 1 == first_head + heads;
     return row < end || last ? at(tile.head, row) : at(tile.head + 1, begin);
   }
-  __device__ __forceinline__ bool partial(const QueryTile&) const { return true; }
+  __device__ __forceinline__ static bool partial(const QueryTile&) { return true; }
 
  private:
   __device__ __forceinline__ QueryTile at(int head, int first_row) const {
@@ -53,23 +59,24 @@ struct GroupWalk {
 
 // What a block mask leaves of them.
 struct BlockGroupWalk {
-  using Blocks = BlockQueryWalk<Traits::kTileQ>;
+  struct Tile : QueryTile {
+    uint32 states;
+  };
 
-  Blocks blocks;
+  BlockQueryWalk<Traits::kTileQ> blocks;
   int sq;
 
-  __device__ __forceinline__ QueryTile first() { return at(blocks.from(blocks.first_head)); }
-  __device__ __forceinline__ QueryTile after(const QueryTile& tile) { return at(blocks.after(block_of(tile))); }
-  __device__ __forceinline__ bool partial(const QueryTile& tile) { return blocks.masked(block_of(tile)); }
+  __device__ __forceinline__ Tile first() { return take(); }
+  __device__ __forceinline__ Tile after(const Tile&) { return take(); }
+  __device__ __forceinline__ static bool partial(const Tile& tile) { return tile.states != kFull; }
 
  private:
-  __device__ __forceinline__ QueryTile at(Blocks::Tile block) const {
-    const int first_row = block.tile * Traits::kTileQ;
-    const bool exists = block.head < blocks.behind_heads;
-    return {block.head, first_row, exists ? min(Traits::kTileQ, sq - first_row) : 0};
-  }
-  __device__ __forceinline__ static Blocks::Tile block_of(const QueryTile& tile) {
-    return {tile.head, tile.first_row / Traits::kTileQ};
+  __device__ __forceinline__ Tile take() {
+    blocks.turn();
+    const auto tile = blocks.take();
+    const int first_row = tile.tile * Traits::kTileQ;
+    const int rows = tile.head < blocks.behind_heads ? min(Traits::kTileQ, sq - first_row) : 0;
+    return {{tile.head, first_row, rows}, tile.states};
   }
 };
 
@@ -82,8 +89,8 @@ __device__ __forceinline__ GroupWalk group_walk(const AttentionParams& params, c
   return {place.kv_head * params.group, params.group, begin, end};
 }
 __device__ __forceinline__ BlockGroupWalk group_walk(const AttentionParams& params, const KeyWindow& window,
-                                                     const KeyPlace& place, const BlockBits& bits) {
-  return {walk_of_queries<Traits::kTileQ>(params, window, place, Traits::kTileK, bits), params.sq};
+                                                     const KeyPlace& place, const BlockLists& lists) {
+  return {walk_of_queries<Traits::kTileQ>(params, window, place, Traits::kTileK, lists), params.sq};
 }
 
 template <typename Dbias>
@@ -141,7 +148,7 @@ struct Arrays {
 // The keys of one CTA.
 __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, const Arrays& arrays,
                                                  const KeyPlace& place, const KeyWindow& window, int64 q_offset) {
-  __shared__ Smem smem;
+  Smem& smem = shared_memory();
   const AttentionParams& forward = params.attention;
 
   // Phase 1: the keys, and the queries that see any of them.
@@ -161,12 +168,12 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
   dv.clear();
   Buffers buffers(smem.buffers);
   const uint32 weights_s = shared_address(smem.weights);
-  QueryTile tile = walk.first();
+  auto tile = walk.first();
   if (tile.rows > 0) buffers.begin(Traits::QKSlices{{q_of(tile)}, {k}});
 #pragma unroll 1
   while (tile.rows > 0) {
     const int head = tile.head, first_row = tile.first_row;
-    const QueryTile next_tile = walk.after(tile);
+    const auto next_tile = walk.after(tile);
     const Rows<Traits::Scalar> q = q_of(tile);
     const Rows<Traits::Scalar> dout = {head_rows(arrays.dout_g, params.dout, batch, head, first_row), params.dout.seq,
                                        tile.rows};

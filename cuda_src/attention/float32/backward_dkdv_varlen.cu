@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
   const AttentionParams& longest = params.backward.attention;
   const PackedPointers pointers = {cu_seqlens_q_g, cu_seqlens_k_g, q_offsets_g, seqused_k_g};
   PackedTile tile;
-  if (!find_keys(tile, params.packed, longest, pointers, Traits::kTileK)) return;
+  if (!find_keys(tile, params.packed, longest, pointers, Traits::kTileK, shared_memory())) return;
   const PackedSequence sequence(params.packed, longest, pointers, tile.batch);
   const BackwardParams own = of_sequence(params.backward, sequence);
   const RowSpan &queries = sequence.queries, &keys = sequence.keys;

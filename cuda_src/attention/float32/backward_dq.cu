@@ -19,9 +19,11 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
                               const BackwardParams params MODIFIER_STRIDES) {
   const AttentionParams& forward = params.attention;
   // Under causal order later rows see more keys: they start first.
-  const Place place = place_of_cta(forward, Traits::kTileQ, /*last_rows_first=*/true);
+  const Modifiers modifiers = MODIFIERS;
+  const Place place = in_order_of_work<Traits::kTileQ, Traits::kTileK>(
+      place_of_cta(forward, Traits::kTileQ, /*last_rows_first=*/!Modifiers::kBlocks), modifiers.blocks);
   const KeyWindow window = sequence_window(forward, q_offsets_g, seqused_k_g, place.batch);
   add_up_dq(
-      params, {dout_g, q_g, k_g, v_g, lse_g, delta_g, bias_g, mask_g, slopes_g, dq_g, MODIFIERS}, place, window,
+      params, {dout_g, q_g, k_g, v_g, lse_g, delta_g, bias_g, mask_g, slopes_g, dq_g, modifiers}, place, window,
       [&] { return query_offset(forward, q_offsets_g, place.batch); }, place.batch);
 }

@@ -22,31 +22,38 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
-// The first keys of the tiles that a CTA's rows see, from the keys `begin` to `end`: each that it has to look at,
+// Where a CTA has its buffers.
+__device__ __forceinline__ Smem& shared_memory() {
+  __shared__ Smem smem;
+  return smem;
+}
+
+// The tiles of keys that a CTA's rows see, by their first keys from `begin` to `end`: each that it has to look at,
 struct KeySteps {
   int begin;
 
   __device__ __forceinline__ int first() const { return begin; }
   __device__ __forceinline__ int after(int key) const { return key + Traits::kTileK; }
-  __device__ __forceinline__ bool partial(int) const { return true; }
+  __device__ __forceinline__ static int key_of(int key) { return key; }
+  __device__ __forceinline__ static bool partial(int) { return true; }
 };
 // or what a block mask leaves of them.
 struct BlockKeySteps {
-  BlockTiles blocks;
+  BlockKeyWalk<Traits::kTileQ, Traits::kTileK> walk;
 
-  __device__ __forceinline__ int first() const { return key_of(blocks.first()); }
-  __device__ __forceinline__ int after(int key) const { return key_of(blocks.after(key / Traits::kTileK)); }
-  __device__ __forceinline__ bool partial(int key) const { return !blocks.is_full(key / Traits::kTileK); }
-
- private:
-  __device__ __forceinline__ int key_of(int tile) const { return tile < blocks.end ? tile * Traits::kTileK : kFar; }
+  __device__ __forceinline__ BlockTile first() const { return walk.first; }
+  __device__ __forceinline__ BlockTile after(const BlockTile& tile) const { return walk.after(tile); }
+  __device__ __forceinline__ int key_of(const BlockTile& tile) const {
+    return tile.number < walk.tiles() ? tile * Traits::kTileK : kFar;
+  }
+  __device__ __forceinline__ static bool partial(const BlockTile& tile) { return tile.state(0) != kFull; }
 };
 __device__ __forceinline__ KeySteps key_steps(const KeyWindow&, const Place&, int, int begin, NoBlocks) {
   return {begin};
 }
 __device__ __forceinline__ BlockKeySteps key_steps(const KeyWindow& window, const Place& place, int rows, int,
-                                                   const BlockBits& bits) {
-  return {walk_of_keys<Traits::kTileQ, Traits::kTileK>(window, place, rows, bits).blocks};
+                                                   const BlockLists& lists) {
+  return {walk_of_keys<Traits::kTileQ, Traits::kTileK>(window, place, rows, lists)};
 }
 
 // What a CTA reads and writes. Rows of delta follow one another from head to head.
@@ -63,7 +70,7 @@ struct Arrays {
 template <typename Offset>
 __device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Arrays& arrays, const Place& place,
                                           const KeyWindow& window, Offset q_offset, int scratch_batch) {
-  __shared__ Smem smem;
+  Smem& smem = shared_memory();
   const AttentionParams& forward = params.attention;
 
   // Phase 1: the rows, and the keys that any of them sees.
@@ -89,27 +96,32 @@ __device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Ar
   Buffers buffers(smem.buffers);
   const uint32 ds_s = shared_address(smem.ds);
   const auto steps = key_steps(window, Place{batch, head, 0, first_row}, rows, begin, arrays.modifiers.blocks);
-  if (steps.first() < end) buffers.begin(Traits::QKSlices{{q}, {k_of(steps.first())}});
+  auto tile = steps.first();
+  int first_key = steps.key_of(tile);
+  if (first_key < end) buffers.begin(Traits::QKSlices{{q}, {k_of(first_key)}});
 #pragma unroll 1
-  for (int first_key = steps.first(); first_key < end; first_key = steps.after(first_key)) {
+  while (first_key < end) {
+    const auto next_tile = steps.after(tile);
+    const int next_key = steps.key_of(next_tile);
     const Rows<Traits::Scalar> k = k_of(first_key);
     const Rows<Traits::Scalar> v = {head_rows(arrays.v_g, forward.v, batch, place.kv_head, first_key), forward.v.seq,
                                     k.rows};
     const Traits::DoutVSlices dout_v = {{dout}, {v}};
     const Traits::KPanels k_panels = {k, Traits::kHeadDim};
-    const Traits::QKSlices next = {{q}, {k_of(steps.after(first_key))}};
+    const Traits::QKSlices next = {{q}, {k_of(next_key)}};
 
     ScoreTile s, dp;
     const float2 sums = head_scores.fetch_sums(not_hoisted(first_row));
     multiply_columns<Traits::kHeadDim>(s, buffers, Traits::QKSlices{{q}, {k}}, dout_v);
     HeadScores::store_sums(smem.sums, sums);
     multiply_columns<Traits::kHeadDimV>(dp, buffers, dout_v, k_panels);
-    head_scores.turn_to_gradients(s, dp, smem.sums, first_row, first_key, steps.partial(first_key),
-                                  [](float, int, int) {});
+    head_scores.turn_to_gradients(s, dp, smem.sums, first_row, first_key, steps.partial(tile), [](float, int, int) {});
 
     __syncthreads();  // ds: the sums have been read
     multiply_rows<Traits::kPartK>(dq, buffers, ds_s, k_panels, next,
                                   [&](int part) { dp.store_by_column<Traits::kPartK>(ds_s, part); });
+    tile = next_tile;
+    first_key = next_key;
   }
 
   // Phase 3: scale and store.

@@ -28,8 +28,10 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
                           const void* bias_g, const void* mask_g, const void* slopes_g MODIFIER_ARRAYS,
                           const void* sinks_g, const AttentionParams params MODIFIER_STRIDES) {
   // Under causal order later rows see more keys: they start first.
-  const Place place = place_of_cta(params, Traits::kTileQ, /*last_rows_first=*/true);
+  const Modifiers modifiers = MODIFIERS;
+  const Place place = in_order_of_work<Traits::kTileQ, Traits::kTileK>(
+      place_of_cta(params, Traits::kTileQ, /*last_rows_first=*/!Modifiers::kBlocks), modifiers.blocks);
   const KeyWindow window = sequence_window(params, q_offsets_g, seqused_k_g, place.batch);
-  attend(params, {q_g, out_g, lse_g, bias_g, mask_g, slopes_g, sinks_g, MODIFIERS}, place, window,
+  attend(params, {q_g, out_g, lse_g, bias_g, mask_g, slopes_g, sinks_g, modifiers}, place, window,
          query_offset(params, q_offsets_g, place.batch), DenseKeys{params, k_g, v_g});
 }

@@ -66,6 +66,12 @@ struct Smem {
   alignas(128) unsigned char p[WARPS][Traits::kPanels][Traits::Probabilities::kBytes];
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
+
+// Where a CTA has its buffers.
+__device__ __forceinline__ Smem& shared_memory() {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  return *reinterpret_cast<Smem*>(shared_bytes);
+}
 static_assert(sizeof(Smem::Buffer) % 128 == 0, "both buffers begin at bank 0");
 
 // What a thread keeps through the walk.
@@ -96,15 +102,15 @@ struct Cta {
 // Scores to probabilities; m and l are kept right.
 template <typename Thread>
 __device__ __forceinline__ void softmax_tile(Traits::Scores& scores, Thread& thread, const Cta& cta, int first_key,
-                                             bool masked) {
+                                             bool masked, bool partial) {
   float scale_log2 = cta.params.scale_log2;
   const int first_row = not_hoisted(thread.first_row);
   if (masked) {
-    cta.pass.template apply<true>(scores, first_row, first_key);
+    cta.pass.template apply<true>(scores, first_row, first_key, partial);
     scores.mask([&](int row) { return cta.window.of_row(first_row + row); }, first_key);
     scale_log2 = kLog2E;
   } else if (Traits::Pass::kNeededInFull || scale_log2 <= 0.f) {  // the largest score is that of the largest product
-    cta.pass.template apply<false>(scores, first_row, first_key);
+    cta.pass.template apply<false>(scores, first_row, first_key, false);
     scale_log2 = kLog2E;
   }
   thread.softmax.exponentiate(scores, scale_log2);
@@ -121,10 +127,10 @@ __device__ __forceinline__ void turn(Thread& thread, const Cta& cta) {
 // One key tile, whose first slice is in the present buffer. At the end it holds the first slice of the tile at
 // next_key, if there is one; and what the feed looks up ahead is that of the tile behind it.
 template <typename Thread>
-__device__ __forceinline__ void key_tile(Thread& thread, const Cta& cta, int first_key, bool masked, bool more,
-                                         int next_key, int key_behind_next) {
+__device__ __forceinline__ void key_tile(Thread& thread, const Cta& cta, int first_key, bool masked, uint32 state,
+                                         bool more, int next_key, int key_behind_next) {
   typename Thread::Feed& feed = thread.feed;
-  bool active = thread.first_row < cta.place.sq;
+  bool active = thread.first_row < cta.place.sq && state != kEmpty;
   if (masked) {  // a warp may see nothing
     const KeyRange top = cta.window.of_row(thread.first_row);
     const KeyRange bottom = cta.window.of_row(thread.first_row + Traits::kWarpRows - 1);
@@ -154,7 +160,7 @@ __device__ __forceinline__ void key_tile(Thread& thread, const Cta& cta, int fir
     turn(thread, cta);
   }
 
-  if (active) softmax_tile(scores, thread, cta, first_key, masked);
+  if (active) softmax_tile(scores, thread, cta, first_key, masked, masked && state != kFull);
 
   // Rolled into one copy of the code, it was slower at D 64 and at 256 (H200, 2026-11-20), and spilled.
 #pragma unroll
@@ -199,8 +205,7 @@ template <typename Keys, typename Share = AllKeys>
 __device__ __forceinline__ void attend(const AttentionParams& params, const Arrays& arrays, const Place& place,
                                        const KeyWindow& window, int64 q_offset, const Keys& keys,
                                        const Share& share = {}) {
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
-  Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+  Smem& smem = shared_memory();
 
   // Phase 1: which keys are walked over, and where each thread stands.
   const int rows = min(Traits::kTileQ, place.sq - place.first_row);
@@ -223,19 +228,21 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
   thread.softmax.clear();
 
   // Phase 2: the walk over the keys, masked tiles first.
-  int tile = walk.first;
+  auto tile = walk.first, next = walk.after(tile);
   if (walk.tiles() > 0) {
-    thread.feed.begin(tile * Traits::kTileK, walk.after(tile) * Traits::kTileK);
+    thread.feed.begin(tile * Traits::kTileK, next * Traits::kTileK);
     thread.feed.fetch_slice(0, tile * Traits::kTileK);
     thread.feed.store_slice(thread.buffer_s);
   }
   __syncthreads();  // buffer: the first slice has been written
 #pragma unroll 1
   for (int done = 0; done < walk.tiles(); done++) {
-    const int next = walk.after(tile);
-    key_tile(thread, cta, tile * Traits::kTileK, done < walk.masked, done + 1 < walk.tiles(), next * Traits::kTileK,
-             walk.after(next) * Traits::kTileK);
+    if (!Modifiers::kBlocks) next = walk.after(tile);  // carried along, it would take a register
+    const auto behind_next = walk.after(next);
+    key_tile(thread, cta, tile * Traits::kTileK, done < walk.masked, state_of(tile, warp_index()),
+             done + 1 < walk.tiles(), next * Traits::kTileK, behind_next * Traits::kTileK);
     tile = next;
+    next = behind_next;
   }
 
   // Phase 3: normalise and store, or store sums.

@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   const AttentionParams& attention = params.attention;
   const PackedPointers pointers = {cu_seqlens_q_g, cu_seqlens_k_g, q_offsets_g, seqused_k_g};
   Place place;
-  if (!place_of_cta(place, params.packed, attention, pointers, Traits::kTileQ)) return;
+  if (!place_of_cta(place, params.packed, attention, pointers, Traits::kTileQ, shared_memory())) return;
   const PackedSequence sequence(params.packed, attention, pointers, place.batch);
   const int64 begin = sequence.keys.begin;
   attend(attention, {q_g, out_g, lse_g, bias_g, mask_g, slopes_g, sinks_g, MODIFIERS}, place, sequence.window,

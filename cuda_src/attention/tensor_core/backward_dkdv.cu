@@ -28,10 +28,13 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
                             const void* slopes_g MODIFIER_ARRAYS, const BackwardParams params MODIFIER_STRIDES) {
   // Heads of rows that are not aligned take no turns: with them the loop of head dim 128 spilled, and modelled 0.54
   // where it has 0.58 (NVRTC 12.9.86, 2026-11-22).
-  const KeyPlace place(params.attention, Traits::kKeys, VEC == 1 ? 1 : params.attention.kv_together);
+  const Modifiers modifiers = MODIFIERS;
+  const KeyPlace place = in_order_of_work<Traits::kTileQ>(
+      params.attention, KeyPlace(params.attention, Traits::kKeys, VEC == 1 ? 1 : params.attention.kv_together),
+      Traits::kKeys, modifiers.blocks);
   const KeyWindow window = sequence_window(params.attention, q_offsets_g, seqused_k_g, place.batch);
   add_up_gradients(
       params,
-      {q_g, k_g, v_g, dout_g, statistics_g, dq_acc_g, dk_g, dv_g, {bias_g, mask_g, slopes_g, dbias_g, MODIFIERS}},
+      {q_g, k_g, v_g, dout_g, statistics_g, dq_acc_g, dk_g, dv_g, {bias_g, mask_g, slopes_g, dbias_g, modifiers}},
       place, window, [&] { return query_offset(params.attention, q_offsets_g, place.batch); });
 }

@@ -28,6 +28,12 @@ union Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
+// Where a CTA has its buffers.
+__device__ __forceinline__ Smem& shared_memory() {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  return *reinterpret_cast<Smem*>(shared_bytes);
+}
+
 // What a warp keeps in registers through the walk.
 struct Warp {
   uint32 k[Traits::kMTiles][Traits::kSteps][2], v[Traits::kMTiles][Traits::kStepsV][2];   // A fragments
@@ -70,11 +76,21 @@ __device__ __forceinline__ void add_gradients(Warp& warp, const Cta& cta, const 
   if constexpr (kGroup + 1 < Traits::kGroups) add_gradients<kGroup + 1>(warp, cta, p, ds, q_rows_s, dout_rows_s);
 }
 
-// kSubRows queries of the tile, from its row `row` on, against the warp's keys.
-template <typename Feed>
+// kSubRows queries of the tile, from its row `row` on, against the warp's keys. kWhole: a block mask says that all are
+// seen.
+template <bool kWhole, typename Feed>
 __device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Feed& feed, int row,
                                            const float* statistics_g) {
   using T = Traits;
+  const uint32 state = kWhole ? kFull : feed.state(warp_index());
+  if (state == kEmpty) {
+    constexpr uint32 kNothing[T::kMTiles][2] = {};
+#pragma unroll
+    for (int n = 0; n < SUB_Q; n++) {
+      if (ONE_PASS) store_ds<T::DsTile>(cta.ds_lane_s, row / 8 + n, kNothing);
+    }
+    return;
+  }
   const uint32 q_rows_s = feed.q_s + row * T::QTile::kRowBytes;
   const uint32 dout_rows_s = feed.dout_s + row * T::DoutTile::kRowBytes;
   const QueryStatistics<SUB_Q> statistics(statistics_g + row * 2);
@@ -87,7 +103,7 @@ __device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Fee
   add_scores(s, dp, warp, cta, q_rows_s, dout_rows_s);
 
   T::Tile::Packed p, ds;
-  score_gradients<T::Tile>(p, ds, s, dp, statistics, tile, feed.masked());
+  score_gradients<T::Tile>(p, ds, s, dp, statistics, tile, !kWhole && feed.masked(), state != kFull);
 
 #pragma unroll
   for (int n = 0; n < SUB_Q; n++) {
@@ -100,13 +116,28 @@ __device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Fee
   }
 }
 
+// One query tile, while the next one is on its way.
+template <bool kWhole, typename Feed>
+__device__ __forceinline__ void query_tile(Warp& warp, const Cta& cta, Feed& feed, const GradientArrays& arrays) {
+  using T = Traits;
+  const float* tile_statistics_g = arrays.statistics_g + statistics_offset(feed.scratch_row);
+  feed.fetch_q();
+#pragma unroll
+  for (int row = 0; row < T::kTileQ; row += T::kSubRows) {
+    query_rows<kWhole>(warp, cta, feed, row, tile_statistics_g);
+    if (!ONE_PASS && row == T::kMiddleRow) {
+      feed.store_q();
+      feed.fetch_dout();
+    }
+  }
+}
+
 // The keys of one CTA. `q_offset()` says where query 0 stands.
 template <typename Feed = Traits::Feed, typename Offset>
 __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, const GradientArrays& arrays,
                                                  const KeyPlace& place, const KeyWindow& window, Offset q_offset) {
   using T = Traits;
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
-  Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+  Smem& smem = shared_memory();
   const AttentionParams& attention = params.attention;
 
   // Phase 1: the queries that see the keys.
@@ -137,19 +168,15 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
   Feed feed(params, walk, place, arrays.q_g, arrays.dout_g, smem.loop.queries);
   feed.begin();
   __syncthreads();  // Q and dout: the first tile has been written
-#pragma unroll 1
-  for (; feed.left > 0; feed.advance()) {
-    const float* tile_statistics_g = arrays.statistics_g + statistics_offset(feed.scratch_row);
-    feed.fetch_q();
-#pragma unroll
-    for (int row = 0; row < T::kTileQ; row += T::kSubRows) {
-      query_rows(warp, cta, feed, row, tile_statistics_g);
-      if (!ONE_PASS && row == T::kMiddleRow) {
-        feed.store_q();
-        feed.fetch_dout();
-      }
-    }
+  walk_tiles(feed, feed.whole(), [&] {
+    query_tile</*kWhole=*/false>(warp, cta, feed, arrays);
     finish_tile<T, CtaBarrier>(feed, arrays.dq_acc_g, ds_s, k_s);
+  });
+  if constexpr (Modifiers::kBlocks) {
+    walk_tiles(feed, 0, [&] {
+      query_tile</*kWhole=*/true>(warp, cta, feed, arrays);
+      finish_tile<T, CtaBarrier>(feed, arrays.dq_acc_g, ds_s, k_s);
+    });
   }
 
   // Phase 4: the gradients.

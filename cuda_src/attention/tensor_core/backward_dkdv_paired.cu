@@ -21,10 +21,12 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
                                    void* dbias_g, const void* q_offsets_g, const void* seqused_k_g, const void* bias_g,
                                    const void* mask_g, const void* slopes_g MODIFIER_ARRAYS,
                                    const BackwardParams params MODIFIER_STRIDES) {
-  const KeyPlace place(params.attention, Traits::kKeys);
+  const Modifiers modifiers = MODIFIERS;
+  const KeyPlace place = in_order_of_work<Traits::kTileQ>(params.attention, KeyPlace(params.attention, Traits::kKeys),
+                                                          Traits::kKeys, modifiers.blocks);
   const KeyWindow window = sequence_window(params.attention, q_offsets_g, seqused_k_g, place.batch);
   add_up_gradients(
       params,
-      {q_g, k_g, v_g, dout_g, statistics_g, dq_acc_g, dk_g, dv_g, {bias_g, mask_g, slopes_g, dbias_g, MODIFIERS}},
+      {q_g, k_g, v_g, dout_g, statistics_g, dq_acc_g, dk_g, dv_g, {bias_g, mask_g, slopes_g, dbias_g, modifiers}},
       place, window, [&] { return query_offset(params.attention, q_offsets_g, place.batch); });
 }

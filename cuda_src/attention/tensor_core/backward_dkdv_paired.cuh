@@ -29,6 +29,12 @@ union Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
+// Where a CTA has its buffers.
+__device__ __forceinline__ Smem& shared_memory() {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  return *reinterpret_cast<Smem*>(shared_bytes);
+}
+
 // The two warps of a pair meet at barriers of their own. The CTA's is counted too: the two kinds of warps reach it from
 // different places in the code.
 struct CountedBarrier {
@@ -169,7 +175,7 @@ struct ValueWarp : PairWarp<Traits::VTile, Traits::DoutTile> {
         s[n][0][3] = quad.w;
       }
       T::Tile::Packed p, ds;
-      score_gradients<T::Tile>(p, ds, s, dp, statistics, tile, feed.masked());
+      score_gradients<T::Tile>(p, ds, s, dp, statistics, tile, feed.masked(), feed.state(pair_index()) != kFull);
 #pragma unroll
       for (int n = 0; n < T::kSubTiles; n++) {
         store_ds<T::DsTile>(ds_lane_s, row / 8 + n, ds[n]);
@@ -210,12 +216,11 @@ __device__ __forceinline__ void run(const Cta& cta, const float16* q_g, const fl
   Feed feed(params, walk, place, q_g, dout_g, smem.loop.queries);
   feed.begin();
   CountedBarrier::wait();  // Q and dout: the first tile has been written
-#pragma unroll 1
-  for (; feed.left > 0; feed.advance()) {
+  walk_tiles(feed, 0, [&] {
     if (!ONE_PASS) feed.fetch_q();
     warp.query_tile(cta, feed);
     finish_tile<T, CountedBarrier>(feed, cta.dq_acc_g, shared_address(smem.loop.ds), shared_address(smem.k));
-  }
+  });
 
   // Phase 4: the gradients.
   store_gradients<T, CountedBarrier>(
@@ -232,17 +237,9 @@ __device__ __forceinline__ void run(const Cta& cta, const float16* q_g, const fl
 template <typename Feed = Traits::Feed, typename Offset>
 __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, const GradientArrays& arrays,
                                                  const KeyPlace& place, const KeyWindow& window, Offset q_offset) {
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
-
   // Phase 1: the part that this warp has.
-  const Cta cta = {*reinterpret_cast<Smem*>(shared_bytes),
-                   params,
-                   window,
-                   arrays.options,
-                   q_offset(),
-                   arrays.statistics_g,
-                   arrays.dq_acc_g,
-                   place};
+  const Cta cta = {shared_memory(),     params,          window, arrays.options, q_offset(),
+                   arrays.statistics_g, arrays.dq_acc_g, place};
   if (warp_index() < Traits::kPairs) {
     run<KeyWarp, Feed>(cta, arrays.q_g, arrays.k_g, arrays.v_g, arrays.dout_g, arrays.dk_g, arrays.dv_g);
   } else {

@@ -19,14 +19,21 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   const AttentionParams& longest = params.backward.attention;
   const PackedPointers pointers = {cu_seqlens_q_g, cu_seqlens_k_g, q_offsets_g, seqused_k_g};
   PackedTile tile;
-  if (!find_keys(tile, params.packed, longest, pointers, Traits::kKeys)) return;
+  if (!find_keys(tile, params.packed, longest, pointers, Traits::kKeys, shared_memory())) return;
   const PackedSequence sequence(params.packed, longest, pointers, tile.batch);
   const BackwardParams own = of_sequence(params.backward, sequence);
+  const RowSpan &queries = sequence.queries, &keys = sequence.keys;
   KeyPlace place = key_place(tile, Traits::kKeys);
-  place.key_begin = sequence.keys.begin;
-  place.query_begin = sequence.queries.begin;
-  place.scratch_begin = scratch_begin(sequence.queries, tile.batch);
-  add_up_gradients<Traits::PackedFeed>(
-      own, {q_g, k_g, v_g, dout_g, statistics_g, dq_acc_g, dk_g, dv_g, {bias_g, mask_g, slopes_g, dbias_g, MODIFIERS}},
-      place, sequence.window, [&] { return sequence.q_offset; });
+  place.scratch_begin = scratch_begin(queries, tile.batch);
+  add_up_gradients(own,
+                   {rows_from(q_g, longest.q, queries),
+                    rows_from(k_g, longest.k, keys),
+                    rows_from(v_g, longest.v, keys),
+                    rows_from(dout_g, own.dout, queries),
+                    statistics_g,
+                    dq_acc_g,
+                    rows_from(dk_g, own.dk, keys),
+                    rows_from(dv_g, own.dv, keys),
+                    {bias_g, mask_g, slopes_g, dbias_g, MODIFIERS}},
+                   place, sequence.window, [&] { return sequence.q_offset; });
 }

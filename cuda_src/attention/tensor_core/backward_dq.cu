@@ -24,9 +24,11 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
                           const BackwardParams params MODIFIER_STRIDES) {
   const AttentionParams& attention = params.attention;
   // Under causal order later rows see more keys: they start first.
-  const Place place = place_of_cta(attention, Traits::kRows, /*last_rows_first=*/true);
+  const Modifiers modifiers = MODIFIERS;
+  const Place place = in_order_of_work<Traits::kRows, Traits::kTileK>(
+      place_of_cta(attention, Traits::kRows, /*last_rows_first=*/!Modifiers::kBlocks), modifiers.blocks);
   const KeyWindow window = sequence_window(attention, q_offsets_g, seqused_k_g, place.batch);
   add_up_dq(
-      params, {q_g, k_g, v_g, dout_g, statistics_g, dq_g, {bias_g, mask_g, slopes_g, nullptr, MODIFIERS}}, place,
+      params, {q_g, k_g, v_g, dout_g, statistics_g, dq_g, {bias_g, mask_g, slopes_g, nullptr, modifiers}}, place,
       window, [&] { return query_offset(attention, q_offsets_g, place.batch); }, place.batch);
 }

@@ -54,6 +54,12 @@ union Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
+// Where a CTA has its buffers.
+__device__ __forceinline__ Smem& shared_memory() {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  return *reinterpret_cast<Smem*>(shared_bytes);
+}
+
 // What a warp keeps in registers through the walk.
 struct Warp {
   uint32 q[Traits::kMTiles][Traits::kSteps][2], dout[Traits::kMTiles][Traits::kStepsV][2];  // A fragments
@@ -93,11 +99,11 @@ __device__ __forceinline__ void add_dq(Warp& warp, const Cta& cta, const uint32 
 }
 
 // One key tile, from one half of the K and V buffers, while the next one is brought to the other half. kRagged: that
-// may have fewer keys than a tile.
+// may have fewer keys than a tile. `state`: what the warp sees of this one.
 template <bool kRagged>
 __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Traits::Feed& feed,
                                          const RowStatistics<Traits::kMTiles>& statistics, int first_key, bool masked,
-                                         int half, bool more, const KeyRows& next, int next_keys) {
+                                         uint32 state, int half, bool more, const KeyRows& next, int next_keys) {
   using T = Traits;
   const uint32 k_s = feed.k_s(half), v_s = feed.v_s(half);
   // Formed here: where there may be no next tile, each use would form its own.
@@ -107,18 +113,22 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Trait
   T::Feed::Quads quads;
   if (more) feed.fetch_k<kRagged>(quads, next, next_keys);
   T::Tile::Fragment s, dp;
-  clear(s);
-  clear(dp);
-  add_scores(s, dp, warp, cta, k_s, v_s);
+  if (state != kEmpty) {
+    clear(s);
+    clear(dp);
+    add_scores(s, dp, warp, cta, k_s, v_s);
+  }
   if (more) {
     feed.store_k(quads, next_k_s);
     __syncwarp();  // no buffer: ptxas would otherwise load V first, and the stores of K then wait for V
     feed.fetch_v<kRagged>(quads, next, next_keys);
   }
-  T::Tile::Packed p, ds;
-  score_gradients<T::Tile>(p, ds, s, dp, statistics, tile, masked);
+  if (state != kEmpty) {
+    T::Tile::Packed p, ds;
+    score_gradients<T::Tile>(p, ds, s, dp, statistics, tile, masked, state != kFull);
 #pragma unroll
-  for (int n = 0; n < T::kKeyTiles; n++) add_dq(warp, cta, ds[n], k_s + n * 8 * T::KTile::kRowBytes);
+    for (int n = 0; n < T::kKeyTiles; n++) add_dq(warp, cta, ds[n], k_s + n * 8 * T::KTile::kRowBytes);
+  }
   if (more) feed.store_v(quads, next_v_s);
   __syncthreads();  // K and V: this half has been read, the other one written
 }
@@ -137,8 +147,7 @@ template <typename Offset>
 __device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Arrays& arrays, const Place& place,
                                           const KeyWindow& window, Offset q_offset, int scratch_batch) {
   using T = Traits;
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
-  Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+  Smem& smem = shared_memory();
   const AttentionParams& attention = params.attention;
 
   // Phase 1: the rows, and the keys that they see.
@@ -166,28 +175,34 @@ __device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Ar
   // Phase 3: the walk over the keys.
   const Cta cta = {{}, {}, params, window, arrays.options, q_offset(), place};
   T::Feed feed(attention, place, arrays.k_g, arrays.v_g, smem.keys);
-  int tile = walk.first, left = walk.tiles();
+  auto tile = walk.first, next_tile = walk.after(tile);
+  int left = walk.tiles();
   const int full = left - walk.masked;
   KeyRows next = feed.rows(tile);
   if (left > 0) feed.bring(next, window.keys - tile * T::kTileK, left & 1);
   __syncthreads();  // K and V: the first tile has been written
 #pragma unroll 1
   for (; left > (T::kFullLoop ? full : 0); left--) {
-    const int next_tile = walk.after(tile);
+    if (!Modifiers::kBlocks) next_tile = walk.after(tile);  // carried along, it would take a register
+    const auto behind_next = walk.after(next_tile);
     next = feed.rows(next_tile);
-    key_tile<true>(warp, cta, feed, statistics, tile * T::kTileK, T::kFullLoop || left > full, left & 1, left > 1, next,
-                   window.keys - next_tile * T::kTileK);
+    const bool masked = Modifiers::kBlocks ? walk.cuts(tile) : T::kFullLoop || left > full;
+    key_tile<true>(warp, cta, feed, statistics, tile * T::kTileK, masked, state_of(tile, warp_index()), left & 1,
+                   left > 1, next, window.keys - next_tile * T::kTileK);
     tile = next_tile;
+    next_tile = behind_next;
   }
   if constexpr (T::kFullLoop) {
     statistics.renew();
     feed.renew();
 #pragma unroll 1
     for (; left > 0; left--) {
-      const int next_tile = Modifiers::kBlocks ? walk.after(tile) : tile + 1;
+      if (!Modifiers::kBlocks) next_tile = walk.whole_after(tile);
+      const auto behind_next = walk.whole_after(next_tile);
       next = Modifiers::kBlocks ? feed.rows(next_tile) : feed.rows_behind(next);
-      key_tile<false>(warp, cta, feed, statistics, tile * T::kTileK, false, left & 1, left > 1, next, T::kTileK);
+      key_tile<false>(warp, cta, feed, statistics, tile * T::kTileK, false, kFull, left & 1, left > 1, next, T::kTileK);
       tile = next_tile;
+      next_tile = behind_next;
     }
   }
 

@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   const AttentionParams& longest = params.backward.attention;
   const PackedPointers pointers = {cu_seqlens_q_g, cu_seqlens_k_g, q_offsets_g, seqused_k_g};
   Place place;
-  if (!place_of_cta(place, params.packed, longest, pointers, Traits::kRows)) return;
+  if (!place_of_cta(place, params.packed, longest, pointers, Traits::kRows, shared_memory())) return;
   const PackedSequence sequence(params.packed, longest, pointers, place.batch);
   const BackwardParams own = of_sequence(params.backward, sequence);
   const RowSpan &queries = sequence.queries, &keys = sequence.keys;

@@ -47,9 +47,7 @@ struct DkdvTraits {
   using Tile = ScoreTile<kMTiles, kSubTiles, Along::kM16, kRun>;
   using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, Modifiers>;
   using Dbias = DbiasOptions<DBIAS, DBIAS_ADD, DBIAS_ACCUMULATE>;
-  using Feeds = QueryFeedOf<Modifiers::kBlocks, QTileFeed, DoutTileFeed, kBuffers>;
-  using Feed = typename Feeds::Type;
-  using PackedFeed = typename Feeds::Packed;
+  using Feed = QueryFeedOf<Modifiers::kBlocks, QTileFeed, DoutTileFeed, kBuffers>;
   using DqWarp = DqShare<DsTile, KTile, kTileQ, WARPS, kDqRowWarps>;
 
   static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
@@ -72,13 +70,13 @@ __device__ __forceinline__ void load_keys(Smem& smem, const AttentionParams& par
                                           TakeK take_k) {
   const int rows = window.keys - place.first_key;
   load_rows<typename T::VTile, T::kHeadDimV, T::kVec, T::kThreads, typename T::Tile>(
-      shared_address(smem.v), head_rows(v_g, params.v, place.batch, place.kv_head, place.key_row()), params.v.seq,
+      shared_address(smem.v), head_rows(v_g, params.v, place.batch, place.kv_head, place.first_key), params.v.seq,
       rows);
   Barrier::wait();  // v: written
   take_v(shared_address(smem.v));
   Barrier::wait();  // v: read; K takes its place
   load_rows<typename T::KTile, T::kHeadDim, T::kVec, T::kThreads, typename T::Tile>(
-      shared_address(smem.k), head_rows(k_g, params.k, place.batch, place.kv_head, place.key_row()), params.k.seq,
+      shared_address(smem.k), head_rows(k_g, params.k, place.batch, place.kv_head, place.first_key), params.k.seq,
       rows);
   Barrier::wait();  // k: written
   take_k(shared_address(smem.k));
@@ -98,6 +96,20 @@ __device__ __forceinline__ void finish_tile(Feed& feed, float* dq_acc_g, uint32 
   Barrier::wait();  // Q, dout: the next tile has been written; ds: read
 }
 
+// tile() for each query tile, down to the last `behind`.
+template <typename Feed, typename Tile>
+__device__ __forceinline__ void walk_tiles(Feed& feed, int behind, Tile tile) {
+#pragma unroll 1
+  while (feed.left > behind) {
+    feed.turn_to_run();
+#pragma unroll 1
+    do {
+      tile();
+      feed.advance();
+    } while (feed.left > behind && feed.in_run());
+  }
+}
+
 // dV and dK, one after the other through shared memory: fragments hold 4 bytes of a row each. give_v and give_k put a
 // warp's part there.
 template <typename T, typename Barrier, typename Smem, typename GiveV, typename GiveK>
@@ -108,12 +120,12 @@ __device__ __forceinline__ void store_gradients(Smem& smem, const BackwardParams
   give_v(shared_address(smem.v), kUnboost * keep_scale);
   Barrier::wait();  // v: dV is complete
   store_rows<typename T::VTile, T::kHeadDimV, T::kVec, T::kThreads, typename T::Tile>(
-      head_rows(dv_g, params.dv, place.batch, place.kv_head, place.key_row()), params.dv.seq, smem.v, rows,
+      head_rows(dv_g, params.dv, place.batch, place.kv_head, place.first_key), params.dv.seq, smem.v, rows,
       params.accumulate);
   Barrier::wait();  // v: read; dK takes its place
   give_k(shared_address(smem.k), params.scale);
   Barrier::wait();  // k: dK is complete
   store_rows<typename T::KTile, T::kHeadDim, T::kVec, T::kThreads, typename T::Tile>(
-      head_rows(dk_g, params.dk, place.batch, place.kv_head, place.key_row()), params.dk.seq, smem.k, rows,
+      head_rows(dk_g, params.dk, place.batch, place.kv_head, place.first_key), params.dk.seq, smem.k, rows,
       params.accumulate);
 }

@@ -64,6 +64,12 @@ union Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
+// Where a CTA has its buffers.
+__device__ __forceinline__ Smem& shared_memory() {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  return *reinterpret_cast<Smem*>(shared_bytes);
+}
+
 // What a warp keeps in registers through the walk.
 struct Warp {
   uint32 q[Traits::kMTiles][Traits::kSteps][2];  // A fragments
@@ -99,13 +105,19 @@ __device__ __forceinline__ void add_output(Warp& warp, const Cta& cta, const uin
   if constexpr (kGroup + 1 < chunk_groups(Traits::kOutTiles)) add_output<kGroup + 1>(warp, cta, p, v_s);
 }
 
-// Scores to packed probabilities; m and l are kept right.
+// Of a thread's scores, a bit each.
+using SeenScores = uint32[div_up(Traits::kKeyTiles * Traits::kMTiles * 4, 32)];
+
+// Scores to packed probabilities; m and l are kept right. `whole`: the window leaves all scores; `partial`: a block mask
+// does not, but those of `seen`.
 template <bool kMasked>
 __device__ __forceinline__ void softmax_tile(Traits::Tile::Packed& p, Scores<Traits::Tile>& scores, Warp& warp,
-                                             const Traits::Items& items, const Cta& cta, int first_key, bool whole) {
+                                             const Traits::Items& items, const Cta& cta, int first_key, bool whole,
+                                             bool partial, const SeenScores& seen) {
   constexpr bool kPass = kMasked || Traits::kPass;
   float sum[Traits::kMTiles][2];
-  if (kPass) cta.pass.template apply<kMasked>(scores, warp.first_row, first_key, items);
+  if (kPass) cta.pass.template apply<kMasked>(scores, warp.first_row, first_key, !Modifiers::kBlocks, items);
+  if (Modifiers::kBlocks && kMasked && partial) cta.pass.hide_unseen(scores, seen);
   if (kMasked && !whole) scores.mask([&](int row) { return cta.window.of_row(warp.first_row + row); }, first_key);
   if (kMasked) {
     warp.softmax.raise(scores.s);
@@ -113,7 +125,7 @@ __device__ __forceinline__ void softmax_tile(Traits::Tile::Packed& p, Scores<Tra
   } else {
     warp.softmax.exponentiate(p, sum, scores.s, kPass ? kLog2E : cta.params.scale_log2);
     if (warp.softmax.overflows(sum)) {  // rare: a score rose far above the stale maximum
-      if (!kPass) cta.pass.template apply<false>(scores, warp.first_row, first_key, items);
+      if (!kPass) cta.pass.template apply<false>(scores, warp.first_row, first_key, false, items);
       warp.softmax.raise(scores.s);
       warp.softmax.exponentiate(p, sum, scores.s, kLog2E);
     }
@@ -123,20 +135,26 @@ __device__ __forceinline__ void softmax_tile(Traits::Tile::Packed& p, Scores<Tra
 
 // One key tile, from one half of the K and V buffers, while the next one is brought to the other half; and what the feed
 // looks up ahead is that of the tile behind the next.
-template <bool kMasked, typename Feed>
-__device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Feed& feed, int first_key, int half,
+template <bool kMasked, typename Feed, typename Tile>
+__device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Feed& feed, const Tile& tile, int half,
                                          bool more, typename Feed::Rows& next, int next_keys, int behind_next) {
+  const int first_key = tile * Traits::kTileK;
   const uint32 k_s = feed.k_s(half), v_s = feed.v_s(half);
   // Formed here: where there may be no next tile, each use would form its own.
   const uint32 next_k_s = feed.k_s(half ^ 1), next_v_s = feed.v_s(half ^ 1);
 
   // In a masked tile a warp may see nothing, or everything.
-  bool active = true, whole = true;
+  bool active = true, whole = true, partial = kMasked;
   if (kMasked) {
     const KeyRange top = cta.window.of_row(warp.first_row);
     const KeyRange bottom = cta.window.of_row(warp.first_row + Traits::kWarpRows - 1);
     active = first_key < bottom.end && first_key + Traits::kTileK > top.begin;
     whole = first_key + Traits::kTileK <= top.end && first_key >= bottom.begin;
+    if (Modifiers::kBlocks) {
+      const uint32 state = state_of(tile, warp_index());
+      active = active && state != kEmpty;
+      partial = state == kPartial;
+    }
   }
 
   Traits::Items items;
@@ -147,8 +165,10 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Feed&
   if (Feed::kLookUp == LookUp::kFirst) ahead = feed.look_up(behind_next);
   // No buffer: ptxas would otherwise sink K's loads. (With 32 rows a warp it mostly does not, and this made it place V's
   // worse.)
-  if (Traits::kMTiles == 1 || Feed::kHoldsLoads) __syncwarp();
+  if (Traits::kMTiles == 1) __syncwarp();
+  SeenScores seen = {};
   if (active) {
+    if (Modifiers::kBlocks && partial) cta.pass.ask(seen, scores, warp.first_row, first_key);
     if (!kMasked) items.template load<false>(cta.pass, warp.first_row, first_key);
     clear(scores.s);
     add_scores(scores, warp, cta, k_s);
@@ -163,7 +183,7 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Feed&
   if (active) {
     if (kMasked) items.template load<true>(cta.pass, warp.first_row, first_key);
     Traits::Tile::Packed p;
-    softmax_tile<kMasked>(p, scores, warp, items, cta, first_key, whole);
+    softmax_tile<kMasked>(p, scores, warp, items, cta, first_key, whole, partial, seen);
     if constexpr (DROPOUT) drop<Traits::Tile>(p, cta.params.scores, cta.place, warp.first_row, first_key);
 #pragma unroll
     for (int n = 0; n < Traits::kKeyTiles; n++) {
@@ -190,8 +210,7 @@ template <typename Keys, typename Chunks = StoredChunks<Traits::kHeadDim, Traits
 __device__ __forceinline__ void attend(const AttentionParams& params, const Arrays& arrays, const Place& place,
                                        const KeyWindow& window, int64 q_offset, const Keys& keys,
                                        const Chunks& chunks = {}, const Share& share = {}) {
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
-  Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+  Smem& smem = shared_memory();
 
   // Phase 1: which keys are walked over.
   const int rows = min(Traits::kTileQ, place.sq - place.first_row);
@@ -213,30 +232,38 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
   // Phase 3: the walk over the keys, masked tiles first.
   const Cta cta = {{}, {}, params, window, pass, place};
   auto feed = keys.template feed<Traits>(place, window, rows, smem.keys);
-  int tile = walk.first, left = walk.tiles();
+  auto tile = walk.first, next_tile = walk.after(tile);
+  int left = walk.tiles();
   const int full = left - walk.masked;
   auto next = feed.rows(tile);
-  if (left > 0) feed.bring(next, window.keys - tile * Traits::kTileK, left & 1, walk.after(tile));
+  if (left > 0) feed.bring(next, window.keys - tile * Traits::kTileK, left & 1, next_tile);
   __syncthreads();  // K and V: the first tile has been written
 #pragma unroll 1
   for (; left > full; left--) {
-    const int next_tile = walk.after(tile);
+    if (!Modifiers::kBlocks) next_tile = walk.after(tile);  // carried along, it would take a register
+    const auto behind_next = walk.after(next_tile);
     feed.turn_to(next, next_tile);
-    key_tile<true>(warp, cta, feed, tile * Traits::kTileK, left & 1, left > 1, next,
-                   window.keys - next_tile * Traits::kTileK, walk.after(next_tile));
+    key_tile<true>(warp, cta, feed, tile, left & 1, left > 1, next, window.keys - next_tile * Traits::kTileK,
+                   behind_next);
     tile = next_tile;
+    next_tile = behind_next;
   }
   warp.softmax.renew();
   feed.renew();
+  if constexpr (Modifiers::kBlocks) feed.turn_to_listed(next, next_tile);
 #pragma unroll 1
-  for (int next_tile = 0; left > 0; left--, tile = Modifiers::kBlocks ? next_tile : tile + 1) {
+  for (; left > 0; left--) {
     if constexpr (Modifiers::kBlocks) {
-      next_tile = walk.after(tile);
-      feed.turn_to(next, next_tile);
+      const auto behind_next = walk.whole_after(next_tile);
+      key_tile<false>(warp, cta, feed, tile, left & 1, left > 1, next, Traits::kTileK, behind_next);
+      tile = next_tile;
+      next_tile = behind_next;
+      feed.turn_to_listed(next, next_tile);
     } else {
       feed.turn_on(next);
+      key_tile<false>(warp, cta, feed, tile, left & 1, left > 1, next, Traits::kTileK, tile + 2);
+      tile++;
     }
-    key_tile<false>(warp, cta, feed, tile * Traits::kTileK, left & 1, left > 1, next, Traits::kTileK, tile + 2);
   }
 
   // Phase 4: normalise, and store through shared memory: fragments hold 4 bytes of a row each. Or store sums.

@@ -8,7 +8,6 @@
 // Budget    as forward.cu.
 // Edges     as forward.cu; a sequence without queries has no CTA. Rows that belong to no sequence are not touched.
 #include "forward.cuh"
-#include "packed_key_feed.cuh"
 #include "../varlen_params.cuh"
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
@@ -20,8 +19,9 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   const AttentionParams& attention = params.attention;
   const PackedPointers pointers = {cu_seqlens_q_g, cu_seqlens_k_g, q_offsets_g, seqused_k_g};
   Place place;
-  if (!place_of_cta(place, params.packed, attention, pointers, Traits::kTileQ)) return;
+  if (!place_of_cta(place, params.packed, attention, pointers, Traits::kTileQ, shared_memory())) return;
   const PackedSequence sequence(params.packed, attention, pointers, place.batch);
   attend(attention, {q_g, out_g, lse_g, bias_g, mask_g, slopes_g, sinks_g, MODIFIERS}, place, sequence.window,
-         sequence.q_offset, PackedKeys{attention, k_g, v_g, sequence.keys.begin});
+         sequence.q_offset,
+         DenseKeys{attention, rows_from(k_g, attention.k, sequence.keys), rows_from(v_g, attention.v, sequence.keys)});
 }

@@ -31,7 +31,6 @@ struct KeyFeed {
   using Rows = KeyRows;
   struct Entry {};  // nothing has to be looked up ahead
   static constexpr LookUp kLookUp = LookUp::kFirst;
-  static constexpr bool kHoldsLoads = false;  // whether K's loads have to be kept before the products
   static constexpr int kTileK = KTile::kRows;
   // On the way, of K, then of V: with registers for each, ptxas spilled.
   using Quads = uint4[KTileFeed::kQuads > VTileFeed::kQuads ? KTileFeed::kQuads : VTileFeed::kQuads];
@@ -64,6 +63,12 @@ struct KeyFeed {
   }
   // The forward's walk: on to a tile, and to that behind it.
   __device__ __forceinline__ void turn_to(Rows& next, int tile) const { next = rows(tile); }
+  // The same of a tile that follows in no order. ptxas would otherwise add up each thread's addresses anew, in registers,
+  // where the tile's begins in uniform ones.
+  __device__ __forceinline__ void turn_to_listed(Rows& next, int tile) const {
+    next = rows(tile);
+    asm volatile("" : "+l"(next.k_g), "+l"(next.v_g));
+  }
   __device__ __forceinline__ void turn_on(Rows& next) const { next = rows_behind(next); }
   __device__ __forceinline__ Entry look_up(int) const { return {}; }
   __device__ __forceinline__ void keep(Rows&, Entry) const {}

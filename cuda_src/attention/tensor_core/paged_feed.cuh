@@ -33,7 +33,6 @@ struct PagedKeyFeed {
   // 0.86, 0.85 and 0.84 at head dims 64, 96 and 128, where other choices had 0.78, 0.77 and 0.80 (2026-11-22).
   // With scales, places of one row each and a look-up ahead of the products spilled at head dim 256.
   static constexpr bool kAskOnce = (kMTiles == 1 && !kScaled) || kPasses == 1;
-  static constexpr bool kHoldsLoads = false;
   static constexpr LookUp kLookUp = kMTiles == 1 ? (kScaled ? LookUp::kBehindV : LookUp::kFirst)
                                     : kEven      ? LookUp::kBehindV
                                                  : LookUp::kWithV;

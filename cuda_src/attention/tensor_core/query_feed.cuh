@@ -5,6 +5,7 @@
 #pragma once
 
 #include "../backward_params.cuh"
+#include "../block_lists.cuh"
 #include "../query_walk.cuh"
 #include "tile_feed.cuh"
 
@@ -50,15 +51,19 @@ struct QueryFeed {
         q_sum(q_s + shared_address(tiles[kBuffers - 1].q)),
         dout_sum(dout_s + shared_address(tiles[kBuffers - 1].dout)) {
     const Strides &q = all.attention.q, &dout = all.dout;
-    next_q_g = QTileFeed::lowest(head_rows(q_g, q, place.batch, head, place.query_begin), q.seq) +
-               tile * (q.seq * kTileQ * kItem);
-    next_dout_g = DoutTileFeed::lowest(head_rows(dout_g, dout, place.batch, head, place.query_begin), dout.seq) +
+    next_q_g = QTileFeed::lowest(head_rows(q_g, q, place.batch, head, 0), q.seq) + tile * (q.seq * kTileQ * kItem);
+    next_dout_g = DoutTileFeed::lowest(head_rows(dout_g, dout, place.batch, head, 0), dout.seq) +
                   tile * (dout.seq * kTileQ * kItem);
   }
 
   __device__ __forceinline__ bool more() const { return left > 1; }
   __device__ __forceinline__ int first_row() const { return tile * kTileQ; }
   __device__ __forceinline__ bool masked() const { return walk.masked(tile); }
+  // Of a block mask (block_query_feed.cuh), which there is none of.
+  __device__ __forceinline__ int whole() const { return 0; }
+  __device__ __forceinline__ uint32 state(int) const { return kFull; }
+  __device__ __forceinline__ void turn_to_run() {}
+  __device__ __forceinline__ bool in_run() const { return true; }
   __device__ __forceinline__ uint32 next_q_s() const { return kBuffers == 1 ? q_s : q_sum - q_s; }
   __device__ __forceinline__ uint32 next_dout_s() const { return kBuffers == 1 ? dout_s : dout_sum - dout_s; }
 

@@ -143,12 +143,14 @@ struct TileOptions {
   }
 };
 
-// `statistics` has l(n, i, e) and delta(n, i, e). `s` and `dp` come as products and are used up.
+// `statistics` has l(n, i, e) and delta(n, i, e). `s` and `dp` come as products and are used up. `masked`: the window may
+// hide some, `partial`: a block mask does not say that all are seen.
 template <typename Tile, typename Options, typename Dbias, typename Statistics>
 __device__ __forceinline__ void score_gradients(typename Tile::Packed& p, typename Tile::Packed& ds,
                                                 typename Tile::Fragment& s, typename Tile::Fragment& dp,
                                                 const Statistics& statistics,
-                                                const TileOptions<Options, Dbias, Tile>& tile, bool masked) {
+                                                const TileOptions<Options, Dbias, Tile>& tile, bool masked,
+                                                bool partial) {
   using Modifiers = typename Options::Modifiers;
   const ScoreParams& scores = tile.params.attention.scores;
   typename Tile::Packed kept;
@@ -194,7 +196,7 @@ __device__ __forceinline__ void score_gradients(typename Tile::Packed& p, typena
     });
   }
   if constexpr (Modifiers::kMask) {
-    if (!Modifiers::kBlocks || masked) {
+    if (!Modifiers::kBlocks || partial) {
       Tile::for_each_pair([&](int n, int i, int half) {
         hide(n, i, half, tile.attends(n, i, 2 * half), tile.attends(n, i, 2 * half + 1));
       });

@@ -132,10 +132,10 @@ def block_mask(
 
     Notes
     -----
-    `attention` needs scratch memory for it: 2 bits for each tile of its kernel. causal,
-    window_size, seqused_k and mask hide further scores, as they do beside any mask_mod. The idea is
-    FlexAttention's (Dong et al., arXiv:2412.05496, section 3.2). A call runs on the current stream
-    and does not synchronise.
+    `attention` needs scratch memory for it: 8 bytes for each tile of its kernel, of 16 to 64 keys
+    of some 128 queries. causal, window_size, seqused_k and mask hide further scores, as they do
+    beside any mask_mod. The idea is FlexAttention's (Dong et al., arXiv:2412.05496, section 3.2). A
+    call runs on the current stream and does not synchronise.
 
     Examples
     --------

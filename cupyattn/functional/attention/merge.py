@@ -31,18 +31,21 @@ def merge_attention(
     ----------
     out_a : array (B, S, H, D)
         Result of one part; float16, float32 or bfloat16, on NumPy arrays outside of the emulator
-        float64 too. Its last axis is contiguous, the others may have any stride.
+        float64 too. Its last axis is contiguous, the others may have any stride. A sum of parts may
+        be in float32 where others are in 16 bits.
     lse_a : array (B, H, S), float32 (float64 for float64 arrays)
         The log-sum-exp that belongs to it, as ``return_lse=True`` gives it. Where it is -inf the
         part saw no key, and out_a is not read.
     out_b, lse_b : array
         The same of the other part.
     out : (out, lse), optional
-        Where to write the results: the last axis of each is contiguous, and they overlap no input.
+        Where to write the results: the last axis of each is contiguous. out_a and lse_a themselves,
+        or what overlaps no input. out has the dtype of a part, or is float32. Float16 parts never
+        overflow; of float32 parts a float16 out has infinity where it is too narrow.
 
     Returns
     -------
-    out : array (B, S, H, D), dtype of out_a
+    out : array (B, S, H, D), the wider dtype of out_a and out_b
     lse : array (B, H, S)
 
     Raises

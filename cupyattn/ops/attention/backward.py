@@ -19,6 +19,7 @@ from cupyattn.ops.attention.options import (
     USER_FUNCTIONS,
     DropoutSeed,
 )
+from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import interleaved, placed, seeded
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import gradient_outputs
@@ -73,7 +74,8 @@ def _plan(
     require_item_alignment(problem.layouts, problem.starts, problem.overlaps.shown_as)
     if problem.batch * problem.heads == 0:
         return nothing_to_add(problem, accumulate)
-    together = kv_heads_together(problem, card, backward=True)
+    packed = isinstance(problem, PackedProblem)
+    together = kv_heads_together(problem, card, backward=True, packed=packed)
 
     def plan_of(turned: AttentionProblem) -> Plan:
         plan = chosen.plan(

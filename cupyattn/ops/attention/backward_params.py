@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays import Layout
-from cupyattn.kernels.structs import BACKWARD_PARAMS
+from cupyattn.kernels.structs.attention import BACKWARD_PARAMS
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import attention_params, row_strides, score_strides, sum_strides
 from cupyattn.ops.attention.problem import AttentionProblem

@@ -11,7 +11,7 @@ import numpy as np
 from cupyattn.arrays import Array, Description, Operands, layouts_of, starts_of
 from cupyattn.errors import error
 from cupyattn.kernels.configs.attention import block_mask as configs
-from cupyattn.kernels.configs.attention.block_mask import TILE, WARPS
+from cupyattn.kernels.configs.attention.block_mask import LIST_HEAD, TILE, WARPS
 from cupyattn.kernels.configs.attention.modifiers import BLOCKS
 from cupyattn.kernels.device import Device
 from cupyattn.ops.attention.modifiers import (
@@ -30,7 +30,7 @@ from cupyattn.ops.plan import Output, Plan, Step
 EMPTY, PARTIAL, FULL = range(3)
 """What a tile may be: no, some or all of its scores are seen."""
 
-_WORD = 32  # walked tiles of a word of bits
+_PAIR = 2  # words
 
 
 def tiles_shape(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
@@ -104,8 +104,8 @@ def require_fitting_blocks(problem: AttentionProblem) -> None:
         )
 
 
-class BlockBits(NamedTuple):
-    """The bits of a call's block mask for one kernel; nothing for a call without one."""
+class BlockLists(NamedTuple):
+    """The lists of a call's block mask for one kernel; nothing for a call without one."""
 
     steps: tuple[Step, ...]
     """What makes them."""
@@ -115,21 +115,34 @@ class BlockBits(NamedTuple):
     """By what name the kernel takes them."""
 
 
-def block_bits(
-    problem: AttentionProblem, name: str, *, rows: int, keys: int, of_keys: bool = False
-) -> BlockBits:
-    """Plan the bits for a kernel whose tiles have so many rows and keys.
+def block_lists(
+    problem: AttentionProblem,
+    name: str,
+    *,
+    rows: int,
+    keys: int,
+    part: int | None = None,
+    of_keys: bool = False,
+) -> BlockLists:
+    """Plan the lists for a kernel whose tiles have so many rows and keys.
 
-    Its CTAs own rows and walk keys; `of_keys` the other way round.
+    Its CTAs own rows and walk keys; `of_keys` the other way round. `part` is how many of its own
+    rows, or keys, a warp has; None where warps do not ask for theirs.
     """
     if BLOCK_MASK not in problem.layouts:
-        return BlockBits((), {}, {})
-    batch, heads, tile_rows, tile_columns = problem.layouts[BLOCK_MASK].shape
-    counts, spans = (tile_rows, tile_columns), (rows // TILE, keys // TILE)
-    if of_keys:
-        counts, spans = counts[::-1], spans[::-1]
+        return BlockLists((), {}, {})
+    batch, heads, *counts = problem.layouts[BLOCK_MASK].shape
+    spans = [rows // TILE, keys // TILE]
     own, walked = (-(-count // span) for count, span in zip(counts, spans, strict=True))
-    words = batch * heads * own * -(-walked // _WORD)
-    values = batch * heads, tile_rows, tile_columns, *spans
-    step = Step.of(configs.bits(of_keys), -(-words // WARPS), *values, renamed={"bits": name})
-    return BlockBits((step,), {name: 2 * words}, {BLOCKS: name})
+    if of_keys:
+        own, walked = walked, own
+        spans.reverse()
+    part_span = spans[0] if part is None else part // TILE
+    group = problem.heads // problem.kv_heads if of_keys and heads > 1 else 1
+    lists, groups = batch * heads * own, batch * heads // group
+    named = {"lists": name}
+    steps = (
+        Step.of(configs.lists(of_keys), lists, *counts, *spans, part_span, renamed=named),
+        Step.of(configs.order(), -(-lists // WARPS), groups, group, own, walked, renamed=named),
+    )
+    return BlockLists(steps, {name: lists * (LIST_HEAD + walked) * _PAIR}, {BLOCKS: name})

@@ -8,7 +8,7 @@ import numpy as np
 
 from cupyattn.arrays import Layout
 from cupyattn.kernels.configs.attention.tensor_core import passes
-from cupyattn.kernels.structs import DBIAS_PARAMS
+from cupyattn.kernels.structs.attention import DBIAS_PARAMS
 from cupyattn.ops.attention.params import score_strides
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.plan import Step

@@ -16,7 +16,7 @@ from cupyattn.errors import error
 from cupyattn.kernels.configs.attention import decode
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.device import Device
-from cupyattn.kernels.structs import DECODE_PARAMS
+from cupyattn.kernels.structs.attention import DECODE_PARAMS
 from cupyattn.ops.attention.decode_problem import DecodeProblem
 from cupyattn.ops.attention.layouts import require_lengths, score_options, whole_vectors
 from cupyattn.ops.attention.params import attention_params

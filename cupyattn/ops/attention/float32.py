@@ -9,7 +9,7 @@ import numpy as np
 from cupyattn.arrays import contiguous
 from cupyattn.kernels.configs.attention.float32 import backward, forward
 from cupyattn.ops.attention.backward_params import backward_params
-from cupyattn.ops.attention.block_mask import block_bits
+from cupyattn.ops.attention.block_mask import block_lists
 from cupyattn.ops.attention.dbias import sum_step
 from cupyattn.ops.attention.layouts import Starts, flash_options, score_options, whole_vectors
 from cupyattn.ops.attention.packed import PackedProblem
@@ -92,15 +92,15 @@ def backward_plan(
     in_tiles = options._replace(modified=problem.block_modifiers)
     strides = problem.block_modifier_strides
     row = backward.dkdv_row(arch, *dims, in_tiles)
-    bits = block_bits(problem, "key_bits", rows=row.tile_q, keys=row.tile_k, of_keys=True)
-    scratch |= bits.scratch
+    lists = block_lists(problem, "key_lists", rows=row.tile_q, keys=row.tile_k, of_keys=True)
+    scratch |= lists.scratch
     delta = backward.delta(problem.dtype.name, problem.head_dim_v, packed)
     dkdv = backward.dkdv(arch, *shape, vec, one_pass, in_tiles, dbias, packed)
     key_ctas = problem.kv_heads * problem.key_tiles(row.tile_k)
     steps = [
         Step.of(delta, -(-rows // backward.CTA_ROWS), params),
-        *bits.steps,
-        Step.of(dkdv, key_ctas, in_one_pass, *strides, renamed=renamed | bits.renamed),
+        *lists.steps,
+        Step.of(dkdv, key_ctas, in_one_pass, *strides, renamed=renamed | lists.renamed),
     ]
     if rounded:
         convert = backward.convert(problem.dtype.name, problem.head_dim)
@@ -108,10 +108,10 @@ def backward_plan(
     if not one_pass:
         dq = backward.dq(arch, *shape, vec, in_tiles, packed)
         row = backward.dq_row(arch, *dims, in_tiles)
-        bits = block_bits(problem, "row_bits", rows=row.tile_q, keys=row.tile_k)
-        scratch |= bits.scratch
+        lists = block_lists(problem, "row_lists", rows=row.tile_q, keys=row.tile_k)
+        scratch |= lists.scratch
         row_ctas = problem.heads * problem.query_tiles(row.tile_q)
-        steps += [*bits.steps, Step.of(dq, row_ctas, params, *strides, renamed=bits.renamed)]
+        steps += [*lists.steps, Step.of(dq, row_ctas, params, *strides, renamed=lists.renamed)]
     if gathered:
         assert target is not None
         steps.append(sum_step(problem, results["dbias"], target, accumulate))

@@ -9,6 +9,7 @@ heads at once would find nothing of each other's keys in L2.
 
 from __future__ import annotations
 
+from cupyattn.ops.attention.modifiers import BLOCK_MASK
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.card import Card
 
@@ -23,16 +24,22 @@ byte of them, of which a T4 wants 170 at 0.85 of its tensor cores: one reading i
 # backward of head dim 128 gains from 1.74 to 1.85, and from 1.47 to 1.83.
 
 
-def kv_heads_together(problem: AttentionProblem, card: Card, *, backward: bool = False) -> int:
+def kv_heads_together(
+    problem: AttentionProblem, card: Card, *, backward: bool = False, packed: bool = False
+) -> int:
     """Return how many key-value heads take turns in the grid; 0 where all tiles are alike.
+
+    They differ under causal order and with a block mask, whose lists say which come first.
 
     With each come all query heads of its group, which share its keys. It is as many as leave each
     query head some CTAs at a time, and as L2 has room for: for keys and values, in the backward for
-    queries and their gradients too. It divides B * G.
+    queries and their gradients too. It divides B * G; or G of packed sequences, as one has more
+    tiles than another.
     """
     left, right = problem.window
-    sequences = problem.batch * problem.kv_heads
-    if right is None or left is not None or not sequences * problem.heads:
+    sequences = problem.kv_heads if packed else problem.batch * problem.kv_heads
+    uneven = (left is None and right is not None) or BLOCK_MASK in problem.layouts
+    if not uneven or not sequences * problem.heads:
         return 0
     group = problem.heads // problem.kv_heads
     rows = max(problem.sk, group * problem.sq if backward else 0)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 
 from cupyattn.errors import error
 from cupyattn.kernels.configs.attention.options import FlashOptions
-from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import score_strides
 from cupyattn.ops.attention.problem import AttentionProblem
 
@@ -15,8 +14,6 @@ Starts = Mapping[str, int]
 
 MAX_LENGTH = 2**30 - 2**10  # a row of the last tile stays below kFar (masks.cuh)
 _QUAD_ROW_BYTES = 2**24  # between rows of a bias or mask read four keys at a time: 32-bit offsets
-_INT32 = 2**31
-_MOST_TILE_KEYS = 64
 _TILE_BYTES = 2**32  # from one end of a tile to the other: 32-bit offsets
 
 
@@ -44,24 +41,6 @@ def require_near_rows(
                 f"{name} has {stride} bytes from one row to the next",
                 f"implementation='flash' takes less than {_TILE_BYTES // tile_rows} here",
                 f"copy it with ascontiguousarray({name}), or pass implementation={alternative!r}",
-            )
-
-
-def require_countable_items(problem: PackedProblem, names: Iterable[str]) -> None:
-    """Raise ValueError for packed arrays whose items are more than 32 bits count."""
-    for name in names:
-        layout = problem.packed[name]
-        rows = layout.shape[0] + _MOST_TILE_KEYS
-        items = sum(
-            extent * abs(stride) // layout.dtype.itemsize
-            for extent, stride in zip((rows, *layout.shape[1:]), layout.strides, strict=True)
-        )
-        if items >= _INT32:
-            raise error(
-                ValueError,
-                f"{name} spans {items} items, those of a tile behind it included",
-                f"packed arrays of float16 span less than {_INT32} on a GPU",
-                "split the batch over several calls",
             )
 
 

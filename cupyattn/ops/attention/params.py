@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays import Layout
-from cupyattn.kernels.structs import (
+from cupyattn.kernels.structs.attention import (
     ATTENTION_PARAMS,
     BACKWARD_PARAMS,
+    PAGED_PARAMS,
     SPLIT_PARAMS,
     UNBOUNDED,
     VARLEN_BACKWARD_PARAMS,
@@ -26,6 +27,7 @@ _WITH_ATTENTION: dict[np.dtype, tuple[str, ...]] = {
     ATTENTION_PARAMS: (),
     SPLIT_PARAMS: ("attention",),
     VARLEN_PARAMS: ("attention",),
+    PAGED_PARAMS: ("attention",),
     BACKWARD_PARAMS: ("attention",),
     VARLEN_BACKWARD_PARAMS: ("backward", "attention"),
 }
@@ -176,8 +178,8 @@ def _changed(plan: Plan, change: Callable[[Any], None]) -> Plan:
 def _changed_params(params: Any, change: Callable[[Any], None]) -> Any:
     if params.dtype not in _WITH_ATTENTION:
         return params
-    changed = params.copy()
-    part = changed
+    # Its own copy() takes NumPy 36 us, field by field.
+    part = changed = np.frombuffer(bytearray(params.tobytes()), params.dtype)[0]
     for name in _WITH_ATTENTION[params.dtype]:
         part = part[name]
     change(part)

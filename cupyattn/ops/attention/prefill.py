@@ -15,10 +15,11 @@ from cupyattn.kernels.configs.attention.decode import cache_bits
 from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.spec import Specialisation
-from cupyattn.kernels.structs import PAGED_PARAMS
+from cupyattn.kernels.structs.attention import PAGED_PARAMS
 from cupyattn.ops.attention.decode_problem import DecodeProblem
+from cupyattn.ops.attention.grid_order import kv_heads_together
 from cupyattn.ops.attention.layouts import require_lengths, score_options
-from cupyattn.ops.attention.params import attention_params, batch_integers
+from cupyattn.ops.attention.params import attention_params, batch_integers, interleaved
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.card import Card
 from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
@@ -64,7 +65,8 @@ def _plan(problem: DecodeProblem, card: Card, return_lse: bool) -> Plan:
     results = problem.result_layouts(outputs)
     kernel, tile_q = _kernel(problem, results["out"], card)
     step = Step.of(kernel, attention.heads * _tiles(problem, tile_q), _params(problem, results))
-    plan = Plan((step,), outputs)
+    together = kv_heads_together(attention, card, packed=problem.packed)
+    plan = interleaved(Plan((step,), outputs), together)
     plan.require_arrays(problem.layouts)
     return plan
 

@@ -15,7 +15,7 @@ from cupyattn.arrays import Layout, contiguous
 from cupyattn.errors import error
 from cupyattn.kernels.configs.attention import rotary
 from cupyattn.kernels.configs.layers.rope import rope_config, specialise_rotation
-from cupyattn.kernels.structs import ROTARY_PARAMS
+from cupyattn.kernels.structs.attention import ROTARY_PARAMS
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import forward_params, row_strides
 from cupyattn.ops.attention.problem import AttentionProblem

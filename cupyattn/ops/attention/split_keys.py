@@ -14,8 +14,8 @@ import numpy as np
 
 from cupyattn.kernels.configs.attention.combine import ROWS, combine
 from cupyattn.kernels.spec import Specialisation
-from cupyattn.kernels.structs import SPLIT_PARAMS
-from cupyattn.ops.attention.block_mask import block_bits
+from cupyattn.kernels.structs.attention import SPLIT_PARAMS
+from cupyattn.ops.attention.block_mask import block_lists
 from cupyattn.ops.attention.layouts import score_options
 from cupyattn.ops.attention.modifiers import BLOCK_MASK
 from cupyattn.ops.attention.packed import PackedProblem
@@ -47,6 +47,10 @@ class TileRow(Protocol):
     @property
     def tile_q(self) -> int:
         """Query rows of a CTA."""
+
+    @property
+    def warp_rows(self) -> int:
+        """Query rows of a warp."""
 
     @property
     def tile_k(self) -> int:
@@ -110,20 +114,20 @@ def whole_plan(
     outputs: Outputs,
     *tables: Any,
 ) -> Plan:
-    """Plan a kernel whose CTAs walk over all keys of their rows, behind a block mask's bits.
+    """Plan a kernel whose CTAs walk over all keys of their rows, behind a block mask's lists.
 
     `tables` is the C struct RotaryTables, for one that takes it.
     """
-    bits = block_bits(problem, "bits", rows=row.tile_q, keys=row.tile_k)
+    lists = block_lists(problem, "lists", rows=row.tile_q, keys=row.tile_k, part=row.warp_rows)
     step = Step.of(
         kernel,
         problem.heads * problem.query_tiles(row.tile_q),
         forward_params(problem, result_layouts(problem, outputs)),
         *tables,
         *problem.block_modifier_strides,
-        renamed=bits.renamed,
+        renamed=lists.renamed,
     )
-    return Plan((*bits.steps, step), outputs, lay_out_scratch(bits.scratch))
+    return Plan((*lists.steps, step), outputs, lay_out_scratch(lists.scratch))
 
 
 def split_plan(

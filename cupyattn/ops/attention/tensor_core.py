@@ -10,11 +10,10 @@ from cupyattn.kernels.configs.attention.options import FlashOptions
 from cupyattn.kernels.configs.attention.tensor_core import forward
 from cupyattn.kernels.configs.attention.tensor_core.forward import FlashConfig
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
-from cupyattn.kernels.structs import ROTARY_TABLES
+from cupyattn.kernels.structs.attention import ROTARY_TABLES
 from cupyattn.ops.attention.layouts import (
     Starts,
     flash_options,
-    require_countable_items,
     require_near_rows,
     whole_vectors,
 )
@@ -33,8 +32,7 @@ def forward_plan(
     """Plan the forward."""
     arch, dims = card.arch, (problem.head_dim, problem.head_dim_v)
     require_near_rows(problem, ("k", "v"), forward.flash_longest_tile(arch, *dims), "tiled")
-    if packed := isinstance(problem, PackedProblem):
-        require_countable_items(problem, ("k", "v"))
+    packed = isinstance(problem, PackedProblem)
     outputs = forward_outputs(problem, return_lse)
     results = result_layouts(problem, outputs)
     rows = [(start_of[name], problem.layouts[name].strides) for name in ("q", "k", "v")]

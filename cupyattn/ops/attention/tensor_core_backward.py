@@ -16,11 +16,10 @@ from cupyattn.kernels.configs.attention.tensor_core import passes
 from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.configs.tables import round_up
 from cupyattn.ops.attention.backward_params import backward_params
-from cupyattn.ops.attention.block_mask import BlockBits, block_bits
+from cupyattn.ops.attention.block_mask import BlockLists, block_lists
 from cupyattn.ops.attention.dbias import four_axes, sum_step
 from cupyattn.ops.attention.layouts import (
     Starts,
-    require_countable_items,
     require_near_rows,
     score_options,
     whole_vectors,
@@ -66,8 +65,6 @@ def backward_plan(
 ) -> Plan:
     """Plan the backward."""
     require_near_rows(problem, ("q", "k", "v", "dout"), _MOST_TILE_ROWS, "naive")
-    if isinstance(problem, PackedProblem):
-        require_countable_items(problem, ("q", "dout"))
     outputs = gradient_outputs(problem)
     results = result_layouts(problem, outputs)
     rows = _countable_rows(problem)
@@ -77,8 +74,8 @@ def backward_plan(
     if dbias is not None and dbias.scratch:
         to_zero["scratch"] = math.prod(dbias.target.shape)
     options = _options(problem, start_of, dbias, accumulate)
-    bits = _bits(problem, arch, options, deterministic)
-    kept = {"stats": 2 * rows, **{n: x for each in bits for n, x in each.scratch.items()}}
+    lists = _lists(problem, arch, options, deterministic)
+    kept = {"stats": 2 * rows, **{n: x for each in lists for n, x in each.scratch.items()}}
     scratch = lay_out_scratch({**kept, **to_zero})
     zeroed = spanning("zeroed", scratch[len(kept) :])
 
@@ -93,7 +90,7 @@ def backward_plan(
     rows_of = [(start_of[name], problem.layouts[name].strides) for name in _VECTOR_ARRAYS]
     rows_of += [(start_of.get(name, 0), results[name].strides) for name in ("dq", "dk", "dv")]
     vec = whole_vectors(vector_items(problem.dtype.name), problem, rows_of)
-    steps = _gradient_steps(problem, arch, vec, options, bits, rows, params)
+    steps = _gradient_steps(problem, arch, vec, options, lists, rows, params)
     if dbias is not None and dbias.scratch:
         steps.append(sum_step(problem, results["dbias"], dbias.target, accumulate))
     if "dsinks" in results:
@@ -141,13 +138,13 @@ def _gradient_steps(
     arch: int,
     vec: int,
     options: _Options,
-    bits: tuple[BlockBits, ...],
+    lists: tuple[BlockLists, ...],
     rows: int,
     params: Any,
 ) -> list[Step]:
     """Return the launches for the row statistics, dk, dv and dq."""
     dims = problem.head_dim, problem.head_dim_v
-    one_pass = len(bits) == 1
+    one_pass = len(lists) == 1
     packed = isinstance(problem, PackedProblem)
     strides = problem.block_modifier_strides
     key_tiles = problem.key_tiles(flash.dkdv_row(arch, *dims, one_pass).tile_keys)
@@ -158,13 +155,13 @@ def _gradient_steps(
             -(-rows // passes.delta_rows(problem.head_dim_v)),
             gradient,
         ),
-        *bits[0].steps,
+        *lists[0].steps,
         Step.of(
             flash.dkdv(arch, *dims, vec, one_pass, options.dkdv, packed),
             problem.kv_heads * key_tiles,
             gradient,
             *strides,
-            renamed={**options.renamed, **bits[0].renamed},
+            renamed={**options.renamed, **lists[0].renamed},
         ),
     ]
     if one_pass:
@@ -174,21 +171,25 @@ def _gradient_steps(
     row_tiles = problem.query_tiles(flash.dq_row(arch, *dims, options.dq).tile_rows)
     dq = flash.dq(arch, *dims, vec, options.dq, packed)
     row_ctas = problem.heads * row_tiles
-    last = Step.of(dq, row_ctas, gradient, *strides, renamed=bits[1].renamed)
-    return [*steps, *bits[1].steps, last]
+    last = Step.of(dq, row_ctas, gradient, *strides, renamed=lists[1].renamed)
+    return [*steps, *lists[1].steps, last]
 
 
-def _bits(
+def _lists(
     problem: AttentionProblem, arch: int, options: _Options, deterministic: bool
-) -> tuple[BlockBits, ...]:
-    """Plan a block mask's bits for the kernel of dk and dv, and for that of dq if there is one."""
+) -> tuple[BlockLists, ...]:
+    """Plan a block mask's lists for the kernel of dk and dv, and for that of dq if there is one."""
     dims = problem.head_dim, problem.head_dim_v
     row = flash.dkdv_row(arch, *dims, not deterministic)
-    bits = block_bits(problem, "key_bits", rows=row.tile_q, keys=row.tile_keys, of_keys=True)
+    lists = block_lists(
+        problem, "key_lists", rows=row.tile_q, keys=row.tile_keys, part=row.warp_keys, of_keys=True
+    )
     if not deterministic:
-        return (bits,)
-    dq_row = flash.dq_row(arch, *dims, options.dq)
-    return bits, block_bits(problem, "row_bits", rows=dq_row.tile_rows, keys=dq_row.tile_k)
+        return (lists,)
+    dq = flash.dq_row(arch, *dims, options.dq)
+    return lists, block_lists(
+        problem, "row_lists", rows=dq.tile_rows, keys=dq.tile_k, part=dq.warp_rows
+    )
 
 
 def _options(

@@ -1,4 +1,4 @@
-"""Launch configurations of block masks: an expression's tiles, and bits of them for kernels."""
+"""Launch configurations of block masks: an expression's tiles, and lists of them for kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, i
 TILE = 16
 """Queries and keys of a tile: what the tiles of all kernels are multiples of."""
 WARPS = 8
-"""Of a CTA of either kernel, each a tile or a word of bits."""
+"""Of a CTA of each kernel. A warp has a tile, or a list's place; a list is a CTA's."""
+LIST_HEAD = 2
+"""Pairs of a list before its tiles (kListHead in block_lists.cuh)."""
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
@@ -28,17 +30,26 @@ TILES_KERNEL = KernelSpec(
         *(Scalar(name, _INT32) for name in ("heads", "sq", "sk")),
     ),
 )
-BITS_KERNEL = KernelSpec(
-    "attention_block_bits",
-    "attention/block_bits.cu",
+LISTS_KERNEL = KernelSpec(
+    "attention_block_lists",
+    "attention/block_lists.cu",
     (
         *inputs("block_mask"),
-        Pointer("bits"),
-        Scalar("matrices", _INT64),
-        *(Scalar(name, _INT32) for name in ("rows", "columns", "own_span", "walked_span")),
+        Pointer("lists"),
+        *(Scalar(name, _INT32) for name in ("rows", "columns")),
+        *(Scalar(f"{name}_span", _INT32) for name in ("own", "walked", "part")),
     ),
 )
-KERNELS = (TILES_KERNEL, BITS_KERNEL)
+ORDER_KERNEL = KernelSpec(
+    "attention_block_order",
+    "attention/block_order.cu",
+    (
+        Pointer("lists"),
+        Scalar("groups", _INT64),
+        *(Scalar(name, _INT32) for name in ("group", "own_tiles", "walked_tiles")),
+    ),
+)
+KERNELS = (TILES_KERNEL, LISTS_KERNEL, ORDER_KERNEL)
 
 
 @cache
@@ -50,14 +61,24 @@ def tiles(modifiers: Modifiers | None) -> Specialisation:
 
 
 @cache
-def bits(of_keys: bool) -> Specialisation:
-    """Specialise the kernel that puts tiles together, for CTAs of rows or `of_keys`."""
-    return BITS_KERNEL.specialise(threads=WARPS * WARP_SIZE, OF_KEYS=cpp_bool(of_keys))
+def lists(of_keys: bool) -> Specialisation:
+    """Specialise the kernel that lists tiles, for CTAs of rows or `of_keys`."""
+    return LISTS_KERNEL.specialise(
+        threads=WARPS * WARP_SIZE,
+        OF_KEYS=cpp_bool(of_keys),
+    )
+
+
+@cache
+def order() -> Specialisation:
+    """Specialise the kernel that finds which lists are longest."""
+    return ORDER_KERNEL.specialise(threads=WARPS * WARP_SIZE)
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     """Yield all: what asks an expression without one, by which all is seen."""
     del arch  # one row serves all
     yield tiles(None)
-    yield bits(False)
-    yield bits(True)
+    yield lists(False)
+    yield lists(True)
+    yield order()

@@ -10,7 +10,7 @@ from cupyattn.kernels.configs.attention.parameters import POSITIONS
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import pairs
 from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
-from cupyattn.kernels.structs import SPLIT_STRUCT
+from cupyattn.kernels.structs.attention import SPLIT_STRUCT
 
 KERNEL = KernelSpec(
     "attention_combine_parts",

@@ -7,8 +7,9 @@ from functools import cache
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.dtypes import STORAGE
+from cupyattn.kernels.configs.tables import pairs
 from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
-from cupyattn.kernels.structs import MERGE_STRUCT
+from cupyattn.kernels.structs.attention import MERGE_STRUCT
 
 KERNEL = KernelSpec(
     "attention_merge",
@@ -22,15 +23,24 @@ KERNEL = KernelSpec(
 KERNELS = (KERNEL,)
 ROWS = 4
 """Of a CTA, one a warp."""
+VEC = 4
+"""Items of a lane, where rows allow it: 128 columns are one for each lane."""
 
 
 @cache
-def merge(dtype: str) -> Specialisation:
-    """Specialise the kernel."""
-    return KERNEL.specialise(threads=ROWS * WARP_SIZE, DTYPE=dtype)
+def merge(part_a: str, part_b: str, merged: str, vec: int) -> Specialisation:
+    """Specialise the kernel by the dtypes of both parts and of the result."""
+    return KERNEL.specialise(
+        threads=ROWS * WARP_SIZE, DTYPE_A=part_a, DTYPE_B=part_b, DTYPE=merged, VEC=vec
+    )
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
-    """Yield a kernel for each dtype."""
-    for dtype in STORAGE:
-        yield merge(dtype)
+    """Yield kernels for each dtype, and for sums in float32 of parts in it."""
+    kinds = {
+        kinds
+        for dtype in STORAGE
+        for kinds in pairs(*[dict.fromkeys((dtype, "float32"))] * 3, (VEC, 1))
+    }
+    for each in sorted(kinds):
+        yield merge(*each)

@@ -34,7 +34,7 @@ ITEMS = {
 }
 """The dtypes of arrays that expressions name, as C++ names them."""
 
-BLOCKS = "block_bits"
+BLOCKS = "block_lists"
 """The array of a block mask's tiles, as a kernel walks them."""
 
 _HEADER = "cupyattn/modifiers"  # as modifiers.cuh includes it
@@ -121,7 +121,7 @@ def _header(modifiers: Modifiers) -> str:
     parameters = modifiers.parameters
     strides = _axes(modifiers)
     items = [(name, ITEMS[array.dtype]) for name, array in parameters]
-    items += [(BLOCKS, "uint32")] if modifiers.blocks else []
+    items += [(BLOCKS, "uint2")] if modifiers.blocks else []
     pointers = "".join(f", const {item}* __restrict__ {name}_g" for name, item in items)
     arguments = ", ".join(
         f"{{{name}_g, modifier_strides.{name}}}"
@@ -148,7 +148,7 @@ def _header(modifiers: Modifiers) -> str:
         f"  static constexpr bool kMask = {cpp_bool(mask is not None)};",
         f"  static constexpr bool kBlocks = {cpp_bool(modifiers.blocks)};",
         *(f"  Indexed<{ITEMS[array.dtype]}, {array.axes}> {name};" for name, array in parameters),
-        f"  {'BlockBits' if modifiers.blocks else 'NoBlocks'} blocks;",
+        f"  {'BlockLists' if modifiers.blocks else 'NoBlocks'} blocks;",
         *_function("score", "score_mod", score and score.expression, score),
         *_function("gradient", "score_mod", score and score.gradient, score),
         *_function("mask", "mask_mod", mask and mask.expression, mask),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cupyattn.kernels.spec import Parameter, Pointer, inputs
-from cupyattn.kernels.structs import (
+from cupyattn.kernels.structs.attention import (
     ATTENTION_STRUCT,
     PAGED_STRUCT,
     ROTARY_TABLES_STRUCT,

@@ -26,7 +26,7 @@ from cupyattn.kernels.configs.tables import (
     rows_for,
 )
 from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
-from cupyattn.kernels.structs import BACKWARD_STRUCT, VARLEN_BACKWARD_STRUCT
+from cupyattn.kernels.structs.attention import BACKWARD_STRUCT, VARLEN_BACKWARD_STRUCT
 
 DELTA_KERNEL = KernelSpec(
     "attention_backward_f32_delta",

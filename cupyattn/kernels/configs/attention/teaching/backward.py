@@ -18,7 +18,7 @@ from cupyattn.kernels.configs.attention.parameters import (
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import FLOAT_BYTES, MAX_HEAD_DIM, option_macros, rows_for
 from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
-from cupyattn.kernels.structs import BACKWARD_STRUCT
+from cupyattn.kernels.structs.attention import BACKWARD_STRUCT
 
 DQ_KERNEL = KernelSpec(
     "attention_backward_naive_dq",

@@ -18,7 +18,7 @@ from cupyattn.kernels.configs.tables import (
     rows_for,
 )
 from cupyattn.kernels.spec import KernelSpec, Parameter, Specialisation
-from cupyattn.kernels.structs import ATTENTION_STRUCT
+from cupyattn.kernels.structs.attention import ATTENTION_STRUCT
 
 _PARAMETERS: tuple[Parameter, ...] = (*parameters.FORWARD, ATTENTION_STRUCT)
 NAIVE_KERNEL = KernelSpec("attention_naive", "attention/teaching/naive.cu", _PARAMETERS)

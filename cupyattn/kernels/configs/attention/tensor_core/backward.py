@@ -22,7 +22,7 @@ from cupyattn.kernels.configs.tables import (
     with_mma_k,
 )
 from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Specialisation, inputs
-from cupyattn.kernels.structs import BACKWARD_STRUCT
+from cupyattn.kernels.structs.attention import BACKWARD_STRUCT
 
 _DKDV_PARAMETERS: tuple[Parameter, ...] = (
     *inputs("q", "k", "v", "dout", "stats"),
@@ -104,7 +104,12 @@ class DkdvConfig:
     @property
     def tile_keys(self) -> int:
         """Keys per CTA."""
-        return self.warps * self.m_tiles * 16
+        return self.warps * self.warp_keys
+
+    @property
+    def warp_keys(self) -> int:
+        """Keys per warp."""
+        return self.m_tiles * 16
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,12 @@ class PairedConfig:
     @property
     def tile_keys(self) -> int:
         """Keys per CTA."""
-        return self.warps // 2 * 16
+        return self.warps // 2 * self.warp_keys
+
+    @property
+    def warp_keys(self) -> int:
+        """Keys per pair of warps."""
+        return 16
 
 
 # In each table: the first row whose head dim is not below max(D, Dv). "Models" is the tensor
@@ -235,7 +245,12 @@ class DqConfig:
     @property
     def tile_rows(self) -> int:
         """Query rows per CTA."""
-        return self.warps * self.m_tiles * 16
+        return self.warps * self.warp_rows
+
+    @property
+    def warp_rows(self) -> int:
+        """Query rows per warp."""
+        return self.m_tiles * 16
 
 
 _TURING_DQ = {
@@ -254,10 +269,15 @@ _TURING_DQ = {
 _TURING_DQ_SCORE_ITEMS = {
     40: DqConfig(2, 4, 32, 2, "models 0.57 with a mask, and 0.38 with 48 keys"),
 }
+# With a block mask one loop for both kinds of tiles spills (the model of 2026-11-23).
+_TURING_DQ_BLOCKS = {
+    40: DqConfig(2, 4, 32, 2, "models 0.76, and 0.37 with one loop, where 96 bytes spill"),
+}
 
 
 DQ = with_mma_k(_TURING_DQ)
 DQ_SCORE_ITEMS = with_mma_k(_TURING_DQ_SCORE_ITEMS)
+DQ_BLOCKS = with_mma_k(_TURING_DQ_BLOCKS)
 
 
 def dq_row(arch: int, head_dim: int, head_dim_v: int, options: BackwardOptions = PLAIN) -> DqConfig:
@@ -266,6 +286,8 @@ def dq_row(arch: int, head_dim: int, head_dim_v: int, options: BackwardOptions =
     limit = limit_of(rows, head_dim, head_dim_v)
     if options.score_vec == 4:
         return rows_for(DQ_SCORE_ITEMS, arch).get(limit, rows[limit])
+    if options.modified is not None and options.modified.blocks:
+        return rows_for(DQ_BLOCKS, arch).get(limit, rows[limit])
     return rows[limit]
 
 

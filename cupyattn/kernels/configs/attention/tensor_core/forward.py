@@ -68,7 +68,12 @@ class FlashConfig:
     @property
     def tile_q(self) -> int:
         """Query rows per CTA."""
-        return self.warps * self.m_tiles * 16
+        return self.warps * self.warp_rows
+
+    @property
+    def warp_rows(self) -> int:
+        """Query rows per warp."""
+        return self.m_tiles * 16
 
 
 # The first row whose head dim is not below max(D, Dv). "Models" is the tensor utilisation of the
@@ -102,6 +107,14 @@ _TURING_FLOAT32_BIAS = {
     64: FlashConfig(2, 4, 48, 2, "models 0.69, and 0.66 with 32 keys, 0.65 with 64"),
     80: FlashConfig(2, 4, 32, 2, "models 0.76, and 0.66 with 48 keys, where 72 bytes spill"),
 }
+# With a block mask, whose lists take registers: where longer tiles spill in the loop over partial
+# ones (`python -m cupyattn turing`'s model, NVRTC 12.9.86, 2026-11-23). The loop over full tiles
+# models 0.75, 0.86 and 0.87 at head dims 40, 96 and 128, where a call without a mask has 0.73, 0.86
+# and 0.89.
+_TURING_BLOCKS = {
+    64: FlashConfig(2, 4, 32, 2, "models 0.81, and 0.71 with 64 keys, where 52 bytes spill"),
+    80: FlashConfig(2, 4, 32, 2, "models 0.88, and 0.83 with 48 keys, where 40 bytes spill"),
+}
 # Over a cache of integers, in 8 and 4 bits (the model of 2026-11-22): making floats of them takes
 # 0.05 to 0.16 of the utilisation, and registers. No loop over full tiles spills; that over masked
 # ones does by 8 bytes at head dim 96, by up to 44 at 128, as over floats, and by 16 at 256.
@@ -118,6 +131,7 @@ _TURING_INTEGERS = {
 FLASH = with_mma_k(_TURING)
 FLASH_DROPOUT = with_mma_k(_TURING_DROPOUT)
 FLASH_FLOAT32_BIAS = with_mma_k(_TURING_FLOAT32_BIAS)
+FLASH_BLOCKS = with_mma_k(_TURING_BLOCKS)
 FLASH_INTEGERS = with_mma_k(_TURING_INTEGERS)
 
 _SMEM_UNIT = 128  # bytes: alignment of each buffer in Smem
@@ -133,6 +147,8 @@ def flash_row(
         return rows_for(FLASH_DROPOUT, arch).get(limit, rows[limit])
     if (options.bias, options.bias_vec) == ("float32", 4):
         return rows_for(FLASH_FLOAT32_BIAS, arch).get(limit, rows[limit])
+    if options.modified is not None and options.modified.blocks:
+        return rows_for(FLASH_BLOCKS, arch).get(limit, rows[limit])
     return rows[limit]
 
 

@@ -10,7 +10,7 @@ from cupyattn.kernels.configs.attention.tensor_core.backward import ONE_PASS
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import pairs, rows_for
 from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
-from cupyattn.kernels.structs import BACKWARD_STRUCT, DBIAS_STRUCT, VARLEN_BACKWARD_STRUCT
+from cupyattn.kernels.structs.attention import BACKWARD_STRUCT, DBIAS_STRUCT, VARLEN_BACKWARD_STRUCT
 
 DELTA_KERNEL = KernelSpec(
     "attention_backward_delta",
