@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,15 @@ from cupyattn.arrays import (
     starts_of,
 )
 from cupyattn.errors import error, shown
-from cupyattn.weight_formats import FORMATS, Blocks, pieces, require_blocks, require_format
+from cupyattn.weight_formats import (
+    FORMATS,
+    Blocks,
+    pieces,
+    require_blocks,
+    require_format,
+    rows_apart,
+    rows_of_piece,
+)
 
 _WORD = 4
 """Bytes: all arrays but codes start at a multiple of that, codes of `ALIGNMENT`."""
@@ -31,15 +39,19 @@ class QuantizedWeight:
 
     Parameters
     ----------
-    format : {"nf4", "int4", "int8", "q4_1", "q4_k"}
+    format : {"nf4", "nf4_nested", "int4", "int8", "q4_1", "q4_k"}
         What codes q and scales stand for; see Notes.
     codes : array
         uint8 (N, K / 2), for "int8" int8 (N, K): a row for each column of a (K, N) weight.
     scales : array
         (N, K / block_size) in float32 for "nf4" and "int8"; (N, K / block_size, 2) in float16 for
-        "int4" and "q4_1", and in uint8 for "q4_k".
-    super_scales : float16 array (N, K / 256, 2), optional
-        Of "q4_k", which requires it.
+        "int4" and "q4_1"; uint8 for "nf4_nested" (N, K / block_size), for "q4_k" with a last axis
+        of 2.
+    super_scales : array, optional
+        Of "q4_k" float16 (N, K / 256, 2). Of "nf4_nested" float32, a pair for each 64 neighbouring
+        blocks of all rows: (N K / block_size / 64, 2), rounded up. Both require it.
+    scale_table : float32 array (256,), optional
+        Of "nf4_nested", which requires it.
     block_size : int
         Neighbouring weights along K that share a scale: K is a multiple of it, and of 32.
     transposed : bool
@@ -70,13 +82,17 @@ class QuantizedWeight:
 
     - "nf4" (Dettmers et al., arXiv:2305.14314, appendix E; bitsandbytes' layout): codebook[q]
       absmax; the scale is the absmax, and an even k stands in the high nibble of byte k / 2.
+    - "nf4_nested" (section 3 there, double quantisation): the same, of the absmax scale_table[s] a
+      + o, which rounds twice, for the scale s and (a, o) of its blocks' pair. 4.14 bits a weight
+      instead of 4.5. bitsandbytes' a are of 256 blocks, and stand here four times.
     - "int4": (q - zero) scale, of (scale, zero); an even k stands in the low nibble, as below.
     - "int8": q scale, for signed q.
     - "q4_1" (ggml's Q4_1): q scale + offset, of (scale, offset).
     - "q4_k" (ggml's Q4_K): q (d sc) - (dmin m), of (sc, m), which have 6 bits, and (d, dmin) of the
       256 weights around.
 
-    Where N is the first axis, slices of it are views: ``weight[10:20]``.
+    Where N is the first axis, slices of it are views: ``weight[10:20]``. Of "nf4_nested" they begin
+    where a pair of super_scales does.
 
     Examples
     --------
@@ -93,11 +109,12 @@ class QuantizedWeight:
     codes: Array
     scales: Array
     super_scales: Array | None = None
+    scale_table: Array | None = None
     block_size: int = field(kw_only=True)
     transposed: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in ("codes", "scales", "super_scales")}
+        given = {name: getattr(self, name) for name in _ARRAYS}
         operands = adopt(given)
         for name, array in operands.arrays.items():
             object.__setattr__(self, name, array)
@@ -148,8 +165,8 @@ class QuantizedWeight:
     @property
     def arrays(self) -> dict[str, Array]:
         """Its arrays by their names, without those that it has not."""
-        named = {"codes": self.codes, "scales": self.scales, "super_scales": self.super_scales}
-        return {name: array for name, array in named.items() if array is not None}
+        named = ((name, getattr(self, name)) for name in _ARRAYS)
+        return {name: array for name, array in named if array is not None}
 
     @property
     def nbytes(self) -> int:
@@ -159,7 +176,7 @@ class QuantizedWeight:
     @property
     def T(self) -> QuantizedWeight:  # noqa: N802 (as arrays have it)
         """The transpose: the same arrays."""
-        return self._of(self.codes, self.scales, self.super_scales, not self.transposed)
+        return self._of([getattr(self, name) for name in _ARRAYS], not self.transposed)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -186,8 +203,22 @@ class QuantizedWeight:
                 "what is sliced is N, where it is the first axis, at least one row, by step 1",
                 "transpose a weight (K, N) first: weight.T[start:stop].T",
             )
-        above = None if self.super_scales is None else self.super_scales[start:stop]
-        return self._of(self.codes[start:stop], self.scales[start:stop], above, True)
+        apart = rows_apart(self.blocks, self.inner)
+        if start % apart:
+            raise error(
+                IndexError,
+                f"got [{shown(rows)}] of {self!r}",
+                f"its rows share super_scales: slices of it begin at multiples of {apart}",
+                "begin at one, or slice what dequantize returns",
+            )
+        return self._of(
+            [
+                None if (array := getattr(self, name)) is None
+                else rows_of_piece(self.blocks, name, array, self.inner, start, stop)
+                for name in _ARRAYS
+            ],
+            True,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return (
@@ -198,18 +229,17 @@ class QuantizedWeight:
     def _bounds(self, rows: Any) -> tuple[int, int, int]:
         return rows.indices(self.outer) if isinstance(rows, slice) else (0, 0, 0)
 
-    def _of(
-        self, codes: Array, scales: Array, super_scales: Array | None, transposed: bool
-    ) -> QuantizedWeight:
+    def _of(self, arrays: Sequence[Array | None], transposed: bool) -> QuantizedWeight:
         """Return another of the same format without a check: a product asks for `T` every time."""
         made = object.__new__(QuantizedWeight)
-        values = self.format, codes, scales, super_scales, self.block_size, transposed
+        values = self.format, *arrays, self.block_size, transposed
         for name, value in zip(_FIELDS, values, strict=True):
             object.__setattr__(made, name, value)
         return made
 
 
-_FIELDS = ("format", "codes", "scales", "super_scales", "block_size", "transposed")
+_ARRAYS = ("codes", "scales", "super_scales", "scale_table")
+_FIELDS = ("format", *_ARRAYS, "block_size", "transposed")
 
 
 def empty(blocks: Blocks, outer: int, inner: int, xp: Any) -> QuantizedWeight:

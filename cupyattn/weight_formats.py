@@ -31,7 +31,9 @@ class Format(NamedTuple):
     smallest : int
         At least `UNIT`.
     super_block : int, or None
-        Weights that share a row of super_scales.
+        Weights of a row that share a pair of super_scales.
+    group : int, or None
+        Blocks, counted through all rows, whose scales are codes that share a pair of super_scales.
     """
 
     bits: int
@@ -41,6 +43,7 @@ class Format(NamedTuple):
     largest: int | None
     smallest: int = 32
     super_block: int | None = None
+    group: int | None = None
 
     def allows(self, block_size: int, inner: int) -> bool:
         """Tell whether rows of `inner` weights may have blocks of that size."""
@@ -50,12 +53,18 @@ class Format(NamedTuple):
         return power and self.smallest <= block_size <= (self.largest or block_size)
 
 
+INT4_LARGEST = 7.5 * 65504
+"""Weights of "int4" up to that, of both signs, have a scale that float16 holds, whatever else is in
+their block."""
+TABLE = 256
+"""Numbers that a scale of eight bits may stand for."""
 UNIT = 32
 """K is a multiple of that: a row of four-bit codes has whole 16 bytes."""
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
         "nf4": Format(4, "float32", 1, 64, 4096),
+        "nf4_nested": Format(4, "uint8", 1, 64, 4096, group=64),
         "int4": Format(4, "float16", 2, 128, 128),
         "int8": Format(8, "float32", 1, None, None),
         "q4_1": Format(4, "float16", 2, 32, 32),
@@ -107,7 +116,33 @@ def pieces(kind: str, outer: int, inner: int, block_size: int) -> dict[str, Piec
     if form.super_block is not None:
         shape = (outer, inner // form.super_block, *last)
         found["super_scales"] = Piece(shape, np.dtype(np.float16))
+    if form.group is not None:
+        groups = -(-outer * (inner // block_size) // form.group)
+        found["super_scales"] = Piece((groups, 2), np.dtype(np.float32))
+        found["scale_table"] = Piece((TABLE,), np.dtype(np.float32))
     return found
+
+
+def rows_apart(blocks: Blocks, inner: int) -> int:
+    """Return what the first row of a part of a weight is a multiple of, for parts to be views.
+
+    Examples
+    --------
+    >>> rows_apart(Blocks("nf4", 64), 2560), rows_apart(Blocks("nf4_nested", 64), 2560)
+    (1, 8)
+    """
+    group = FORMATS[blocks.format].group
+    return 1 if group is None else group // math.gcd(group, inner // blocks.block_size)
+
+
+def rows_of_piece(blocks: Blocks, name: str, piece: Any, inner: int, start: int, stop: int) -> Any:
+    """Return what rows of a weight have of one of its arrays: a view, from an allowed start on."""
+    group, per_row = FORMATS[blocks.format].group, inner // blocks.block_size
+    if name == "scale_table":
+        return piece
+    if group is not None and name == "super_scales":
+        return piece[start * per_row // group : -(-stop * per_row // group)]
+    return piece[start:stop]
 
 
 def blocks_for(kind: str, inner: int) -> Blocks:

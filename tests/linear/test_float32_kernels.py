@@ -25,7 +25,7 @@ KINDS = wider(
 )
 
 
-@examples(6)
+@examples(4)
 @given(case=linear_cases(KINDS))
 def test_forward_within_bounds_of_the_reference(case: LinearCase):
     assert forward_ratio(case)[0] <= 1

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from support.linear_problems import LinearCase
 from support.planted_bugs import Bug, without_barrier
-from support.search import mostly_deep
 from support.tensor_core_linear import tensor_core_alone
 
 from cupyattn.emulator import KernelFault, OutOfBoundsError, SharedMemoryRaceError
@@ -118,7 +117,7 @@ FAULTS: dict[str, tuple[LinearCase, bool, Bug]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", mostly_deep(FAULTS, [*FAULTS][::4]))
+@pytest.mark.parametrize("name", FAULTS)
 def test_an_access_out_of_bounds_is_found(name, small_ratio_with):
     problem, backward, bug = FAULTS[name]
     with pytest.raises(OutOfBoundsError):
@@ -175,7 +174,7 @@ MISTAKES: dict[str, tuple[LinearCase, bool, Bug]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", mostly_deep(MISTAKES, [*MISTAKES][::4]))
+@pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_outside_the_bound(name, small_ratio_with):
     problem, backward, bug = MISTAKES[name]
     try:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from linear.test_thin import Case, case
 from support.planted_bugs import Bug, found_by, without_barrier
-from support.search import mostly_deep
 
 from cupyattn import reference
 from cupyattn.arrays import adopt
@@ -128,7 +127,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", mostly_deep(FAULTS, [*FAULTS][::2]))
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(name, start_with):
     call, bug, fault = FAULTS[name]
     (launch,) = Recorded(call).launches
@@ -190,7 +189,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", mostly_deep(MISTAKES, [*MISTAKES][::2]))
+@pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_outside_of_the_bounds(name, start_with):
     call, bug = MISTAKES[name]
     recorded = Recorded(call)

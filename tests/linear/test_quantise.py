@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from support.devices import KERNELS, SENTINEL
-from support.quantised_weights import MADE, made_up, moved, weights
+from support.quantised_weights import LARGE, MADE, made_up, moved, weights
 from support.search import deep, examples, wider
 from support.strategies import dtype_of
 
@@ -45,7 +45,7 @@ def assert_quantised(w: np.ndarray, kind: str, block_size: int | None) -> None:
         assert cupyattn.quantize(KERNELS.put(w), format=kind, out=weight) is weight
 
 
-@examples(25, deep=200)
+@examples(17, deep=200)
 @given(
     kind=st.sampled_from(MADE),
     dtype=st.sampled_from(wider(("float16", "float32"), ("bfloat16",))),
@@ -62,7 +62,15 @@ def test_codes_and_scales(kind, dtype, choice, groups, outer, along_k, apart, se
     inner = (block_size or 288) * groups
     start, padding, step = apart
     w = weights(
-        inner, outer, dtype, along_k=along_k, start=start, padding=padding, step=step, seed=seed
+        inner,
+        outer,
+        dtype,
+        along_k=along_k,
+        start=start,
+        padding=padding,
+        step=step,
+        seed=seed,
+        large=LARGE.get(kind, 1e36),
     )
     assert_quantised(w, kind, block_size)
 
@@ -71,7 +79,8 @@ def test_codes_and_scales(kind, dtype, choice, groups, outer, along_k, apart, se
 @pytest.mark.parametrize("dtype", ["float16", *deep("bfloat16", "float32")])
 def test_widths_of_models(kind, dtype):
     """576 and 2560 are no multiples of 128 or no powers of two; blocks as they are by default."""
-    assert_quantised(weights(640 if kind == "int4" else 576, 3, dtype), kind, None)
+    w = weights(640 if kind == "int4" else 576, 3, dtype, large=LARGE.get(kind, 1e36))
+    assert_quantised(w, kind, None)
 
 
 @pytest.mark.parametrize("block_size", [128, 256, 1024, *deep(2048, 4096)])
@@ -96,7 +105,24 @@ def test_a_block_that_is_not_finite_is_nan_and_the_others_are_as_they_were(
     assert_same_bits(after, before)
 
 
-@examples(25, deep=200)
+def test_a_scale_beyond_float16_is_refused_and_nan_where_nobody_looks(monkeypatch):
+    """15 steps of 65504 are the most that a block spans; what is next to it is as it was."""
+    w = np.ones((64, 3), np.float32)
+    w[:2, 1] = -7.5 * 65504, 7.5 * 65504
+    assert_quantised(w, "int4", 32)
+    w[0, 1] *= 1.01
+    with pytest.raises(ValueError, match=r"a block of w spans 987473, .*; take 'nf4' or 'int8'"):
+        cupyattn.quantize(w, format="int4", block_size=32)
+    cupyattn.quantize(np.abs(w), format="int4", block_size=32)
+    monkeypatch.setattr(quantised, "checks_values", lambda operands: False)
+    assert_quantised(w, "int4", 32)
+    weight = cupyattn.quantize(KERNELS.put(w), format="int4", block_size=32)
+    nan = np.isnan(KERNELS.get(cupyattn.dequantize(weight)))
+    assert nan[:32, 1].all()
+    assert nan.sum() == 32
+
+
+@examples(17, deep=200)
 @given(
     kind=st.sampled_from(sorted(FORMATS)),
     dtype=st.sampled_from(wider(("float16", "float32"), ("bfloat16",))),

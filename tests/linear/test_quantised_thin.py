@@ -24,8 +24,10 @@ from cupyattn.ops.card import Card
 from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.ops.linear.choice import launches_for
 from cupyattn.reference import error_ratio
-from cupyattn.weight_formats import FORMATS
+from cupyattn.weight_formats import FORMATS as ALL_FORMATS
 
+# Those that the kernels read; of others scales are expanded before.
+FORMATS = {name: form for name, form in ALL_FORMATS.items() if form.group is None}
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
 # A span of codes has several blocks, one, or is a part of one.
@@ -86,7 +88,7 @@ def test_a_short_sum(rows, weights):
     require_right(case(rows, 70, 576, weights, "gelu", block_size=block_size, residual=True))
 
 
-@examples(12)
+@examples(8)
 @given(st.data())
 def test_drawn_problems(data):
     weights = data.draw(st.sampled_from([*FORMATS]))

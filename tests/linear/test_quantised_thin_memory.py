@@ -9,7 +9,7 @@ from support.search import deep
 import cupyattn
 from cupyattn.emulator import Report
 from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.linear import quantised_thin
+from cupyattn.kernels.configs.linear import quantised_thin, quantised_thin_rows
 from cupyattn.kernels.registry import catalogue
 
 
@@ -46,7 +46,7 @@ def test_codes_are_read_once_16_bytes_at_a_time_and_no_bank_is_wanted_twice(rows
 
 
 def test_tables_are_in_order_and_reach_every_size():
-    for by_rows in quantised_thin.TABLE[75].values():
+    for by_rows in quantised_thin_rows.TABLE[75].values():
         assert list(by_rows) == sorted(by_rows)
         assert quantised_thin.MAX_ROWS % max(by_rows) == 0
         for by_columns in by_rows.values():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.choices import choose
 from support.devices import KERNELS
 from support.linear_problems import LinearCase, backward_ratio, forward_ratio, put
 from support.quantised_weights import of_usual_size
@@ -19,12 +20,15 @@ import cupyattn
 from cupyattn import QuantizedWeight, reference
 from cupyattn.arrays import adopt
 from cupyattn.functional.linear.weights import weight_arrays
+from cupyattn.kernels.choices import Asked, Choices
 from cupyattn.ops.card import Card
 from cupyattn.ops.linear import quantised_tile
 from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.reference import error_ratio
-from cupyattn.weight_formats import FORMATS
+from cupyattn.weight_formats import FORMATS as ALL_FORMATS
 
+# Those that the kernels read; of others scales are expanded before.
+FORMATS = {name: form for name, form in ALL_FORMATS.items() if form.group is None}
 pytestmark = pytest.mark.nvrtc
 
 T4 = Card(75, 40)
@@ -45,7 +49,9 @@ FORWARD = [
     ("small", case(129, 136, 32, "int8", "relu", biased=False)),
     ("narrow", case(33, 35, 64, "q4_1", "gelu", view="odd", residual=True)),
     ("small", case(127, 65, 512, "q4_k", "silu")),
+    ("few", case(65, 136, 64, "nf4", "silu", residual=True)),
     *deep(
+        ("few", case(64, 72, 160, "int8", "swiglu", block_size=32)),
         ("small", case(3, 136, 256, "nf4", "geglu", residual=True)),
         ("small", case(130, 264, 192, "int4", block_size=64, residual=True)),
         ("narrow", case(31, 128, 576, "int8", "gelu", residual=True)),
@@ -68,7 +74,7 @@ def test_forward(shape, problem):
 ACROSS = [
     ("narrow", case(65, 160, 33, "nf4", turned=True, biased=False)),
     ("small", case(130, 96, 31, "int4", turned=True, biased=False, block_size=32, residual=True)),
-    ("small", case(3, 256, 70, "q4_k", "gelu", turned=True, residual=True)),
+    ("few", case(3, 256, 70, "q4_k", "gelu", turned=True, residual=True)),
     # A residual that lies otherwise than the result: strides and accesses are each's own.
     ("small", case(70, 64, 40, "nf4", turned=True, biased=False, view="padded", residual=True)),
     ("small", case(3, 64, 33, "int8", turned=True, biased=False, view="odd", residual=True)),
@@ -91,8 +97,9 @@ BACKWARD = [
     ("narrow", case(70, 129, 160, "nf4", "gelu")),
     ("small", case(130, 72, 128, "int4", "swiglu", accumulate=True)),
     ("narrow", case(1, 70, 96, "int8", biased=False, accumulate=True)),
-    ("small", case(65, 33, 256, "q4_k", "silu", given=False)),
+    ("few", case(65, 33, 256, "q4_k", "silu", given=False)),
     *deep(
+        ("few", case(7, 200, 192, "nf4", "relu", accumulate=True)),
         ("small", case(257, 40, 96, "q4_1", "relu", view="odd")),
         ("narrow", case(33, 64, 96, "nf4", "geglu", turned=True, block_size=32, accumulate=True)),
         ("small", case(16, 264, 384, "int4", given=False)),
@@ -107,13 +114,18 @@ def test_backward(shape, problem):
         assert 0 < backward_ratio(problem) <= 1
 
 
-def steps_of(problem: LinearCase) -> tuple[str, ...]:
-    """The kernels of a forward on a T4."""
+def launches_of(problem: LinearCase, card: Card) -> tuple[tuple[str, int], ...]:
+    """The kernels of a forward on a card, with their grids."""
     x, w, b = problem.inputs()
     arrays, form = weight_arrays(w)
     described = forward_problem(adopt({"x": x, **arrays, "b": b}), problem.activation, False, form)
-    steps = quantised_tile.forward_launches(described, T4).steps
-    return tuple(step.specialisation.spec.entry for step in steps)
+    steps = quantised_tile.forward_launches(described, card).steps
+    return tuple((step.specialisation.label, step.ctas) for step in steps)
+
+
+def steps_of(problem: LinearCase) -> tuple[str, ...]:
+    """The kernels of a forward on a T4."""
+    return tuple(label.partition("[")[0] for label, _ in launches_of(problem, T4))
 
 
 @pytest.mark.parametrize(
@@ -131,11 +143,44 @@ def test_a_long_sum_of_few_results_is_split(problem):
         assert 0 < forward_ratio(problem)[0] <= 1
 
 
+@pytest.mark.parametrize("shape", ["few", *deep("narrow", "small")])
+def test_three_parts_of_a_sum_have_a_place_that_is_empty(shape):
+    """It would begin right behind the sum."""
+    problem = case(70, 64, 1536, "nf4", turned=True, biased=False)
+    with KERNELS.running(), tensor_core_alone(shape, splits=3):
+        assert 0 < forward_ratio(problem)[0] <= 1
+
+
 def test_parts_of_a_sum_are_none_of_them_empty():
     """16416 items in 32 parts of whole runs would leave two without any."""
     problem = case(40, 32, 16416, "int8", turned=True, biased=False)
     assert steps_of(problem) == ("linear_product_quantised", "linear_split_sums")
     with KERNELS.running(), tensor_core_alone():
+        assert 0 < forward_ratio(problem)[0] <= 1
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    "problem",
+    [
+        case(256, 256, 64, "nf4", "gelu"),
+        case(256, 512, 200, "nf4", turned=True, biased=False),
+    ],
+    ids=str,
+)
+def test_a_tiling_that_was_tuned_is_taken(problem, monkeypatch):
+    """Whatever else `cupyattn tune` may find fastest is right too."""
+    with KERNELS.running(), tensor_core_alone():
+        card, asked = Card.of(KERNELS.device), Asked()
+        usual = launches_of(problem, card._replace(choices=asked))
+        (asks,) = asked.questions
+        others = [
+            launches_of(problem, card._replace(choices=Choices({asks.text: name})))
+            for name in asks.among
+        ]
+        assert others[0] == usual
+        assert len({*others}) == len(others) > 1
+        choose(monkeypatch, asks.text, asks.among[-1])
         assert 0 < forward_ratio(problem)[0] <= 1
 
 
@@ -158,7 +203,7 @@ def test_drawn_problems(data):
         accumulate=data.draw(st.booleans()), given=data.draw(st.booleans()),
         seed=data.draw(st.integers(0, 9)),
     )  # fmt: skip
-    shape = data.draw(st.sampled_from(("narrow", "small")))
+    shape = data.draw(st.sampled_from(("narrow", "small", "few")))
     with KERNELS.running(), tensor_core_alone(shape):
         assert forward_ratio(problem)[0] <= 1
         assert backward_ratio(problem) <= 1

@@ -108,6 +108,13 @@ def test_a_long_sum_is_split(rows, columns, turned):
         assert 0 < backward_ratio(problem) <= 1
 
 
+def test_three_parts_of_a_sum_have_a_place_that_is_empty():
+    """It would begin right behind the sum."""
+    problem = case(1536, 40, 72, accumulate=True)
+    with KERNELS.running(), tensor_core_alone("small", splits=3):
+        assert 0 < backward_ratio(problem) <= 1
+
+
 @examples(4)
 @given(st.sampled_from(("wide", "narrow", "small", "short")), st.data())
 @pytest.mark.deep
@@ -180,32 +187,32 @@ def test_single_items_go_to_the_tile_that_has_registers_for_them():
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "inner", "multiprocessors", "splits_log2"),
+    ("rows", "columns", "inner", "multiprocessors", "splits"),
     [
-        (768, 3072, 8192, 68, 2),
-        (768, 768, 32768, 68, 4),
-        (768, 768, 32768, 40, 1),
-        (4096, 16384, 8192, 68, 0),
-        (768, 768, 1000, 68, 0),
+        (768, 3072, 8192, 68, 4),
+        (768, 768, 32768, 68, 16),
+        (768, 768, 32768, 40, 3),
+        (4096, 16384, 8192, 68, 1),
+        (768, 768, 1000, 68, 1),
     ],
 )
-def test_long_sums_of_few_results_are_split(rows, columns, inner, multiprocessors, splits_log2):
+def test_long_sums_of_few_results_are_split(rows, columns, inner, multiprocessors, splits):
     x, dz = Matrix(rows, inner, 1, rows, 2, 0), Matrix(inner, columns, columns, 1, 2, 0)
     product = Product(configs.PRODUCT, x, dz)
     tiling = product.tiling(Card(75, multiprocessors), may_split=True)
-    assert tiling.splits_log2 == splits_log2
-    assert product.part(splits_log2) * ((1 << splits_log2) - 1) < inner, "a part has nothing"
+    assert tiling.splits == splits
+    assert product.part(splits) * (splits - 1) < inner, "a part has nothing"
 
 
-@pytest.mark.parametrize("splits_log2", [0, 2])
+@pytest.mark.parametrize("splits", [1, 3, 4])
 @pytest.mark.parametrize("tiles", [(1, 1), (3, 1), (1, 7), (9, 5), (8, 86), (43, 670), (65, 3)])
-def test_every_tile_has_one_cta(tiles, splits_log2):
+def test_every_tile_has_one_cta(tiles, splits):
     """As place_of_cta in params.cuh works it out, in 32 bits."""
     x, w = Matrix(64, 64, 64, 1, 2, 0), Matrix(64, 64, 1, 64, 2, 0)
     x, w = x._replace(rows=tiles[0] * 256), w._replace(columns=tiles[1] * 192)
     product = Product(configs.PRODUCT, x, w)
-    ctas, params = product.geometry(75, Tiling("wide", splits_log2))
-    shift = int(params["group_log2"])
+    ctas, params = product.geometry(75, Tiling("wide", splits))
+    shift, splits_log2 = int(params["group_log2"]), int(params["splits_log2"])
     block = np.arange(ctas, dtype=np.uint64)
     column_of_group = block >> np.uint64(shift + splits_log2)
     reciprocal = np.uint64(params["column_tiles_reciprocal"])
@@ -213,9 +220,9 @@ def test_every_tile_has_one_cta(tiles, splits_log2):
     row = (group << np.uint64(shift)) + (block & np.uint64((1 << shift) - 1))
     column = column_of_group - group * np.uint64(tiles[1])
     split = block >> np.uint64(shift) & np.uint64((1 << splits_log2) - 1)
-    real = row < tiles[0]
+    real = (row < tiles[0]) & (split < splits)
     found = set(zip(row[real].tolist(), column[real].tolist(), split[real].tolist(), strict=True))
-    assert len(found) == real.sum() == tiles[0] * tiles[1] << splits_log2
+    assert len(found) == real.sum() == tiles[0] * tiles[1] * splits
     assert max(place[1] for place in found) == tiles[1] - 1
 
 

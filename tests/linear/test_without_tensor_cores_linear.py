@@ -31,7 +31,7 @@ def test_tiles(case: LinearCase):
 
 
 @pytest.mark.deep
-@examples(20)
+@examples(14)
 @given(case=linear_cases(KINDS))
 def test_within_bounds_of_the_reference(case: LinearCase):
     assert forward_ratio(case)[0] <= 1

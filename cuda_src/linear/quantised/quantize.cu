@@ -6,7 +6,7 @@
 //   Nf4    scale = absmax;                 q = how many thresholds x / absmax is above: those are the means of
 //                                          neighbours in the codebook, rounded to float32
 //   Int8   scale = absmax / 127;           q = round(x / scale)
-//   Int4   scale = float16(min((high - low) / 15, 65504)), zero = round(-low / scale), at most 15;
+//   Int4   scale = float16((high - low) / 15), zero = round(-low / scale), at most 15;
 //                                          q = round(x / scale) + zero, within 0 to 15
 //
 // Quotients are correctly rounded, and round() is to nearest even. Nf4 takes the codes that bitsandbytes does (its
@@ -19,7 +19,8 @@
 //           otherwise 4 to 32. Grid ceil(N * K / block_size * LANES / THREADS).
 // Budget    registers for 8 weights; no shared memory. The second pass reads what the first has left in L1.
 // Edges     subnormal numbers are 0. A block of zeros has scale 0 and codes that stand for 0. A block with NaN or an
-//           infinity has scale NaN, and codes of 0, so that all of it is NaN.
+//           infinity has scale NaN, and codes of 0, so that all of it is NaN; and so is a block of Int4 whose scale is
+//           beyond float16, which is an infinity then.
 #if !defined(FORMAT) || !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(VEC)
 #error "FORMAT, DTYPE, THREADS, LANES and VEC come from a launch-configuration table"
 #endif
@@ -27,14 +28,14 @@
 #include "../../common/vec.cuh"
 #include "formats.cuh"
 
-// Field for field the structured dtype QUANTIZE_PARAMS of cupyattn/kernels/structs.py. Strides are in items.
+// Field for field the structured dtype QUANTIZE_PARAMS of cupyattn/kernels/structs. Strides are in items.
 struct QuantizeParams {
   int64 inner_stride, outer_stride;
   uint32 outer;       // N
   uint32 blocks;      // of a row
   uint32 block_size;  // in weights
 };
-static_assert(sizeof(QuantizeParams) == QUANTIZE_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
+static_assert(sizeof(QuantizeParams) == QUANTIZE_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
 
 constexpr int kUnit = 8;  // weights
 static_assert(LANES >= 1 && LANES <= kWarpSize && (LANES & (LANES - 1)) == 0, "lanes of one warp");
@@ -102,11 +103,11 @@ struct Quantiser<Int8> {
 
 template <>
 struct Quantiser<Int4> {
-  static constexpr float kMost = 15.f, kLargestScale = 65504.f;
+  static constexpr float kMost = 15.f;
   float16 stored;
   float scale, zero;
   __device__ __forceinline__ explicit Quantiser(const Extent& block)
-      : stored(from_float<float16>(fminf(__fdiv_rn(block.high - block.low, kMost), kLargestScale) + block.nan)),
+      : stored(from_float<float16>(__fdiv_rn(block.high - block.low, kMost) + block.nan)),
         scale(to_float(stored)),
         zero(fminf(rintf(quotient_or_zero(0.f - block.low, scale)), kMost)) {}
   __device__ __forceinline__ int code(float x) const {

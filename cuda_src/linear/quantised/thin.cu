@@ -21,65 +21,8 @@
 //           X_TILES of x, and scales. Shared memory: the sums of all warps for 8 PASS_TILES rows, and of Nf4 a table of
 //           32 KiB: 48 KiB at most.
 // Edges     k beyond K: zeros of x, not read. Columns beyond N: sums of the last one, which are not stored.
-#if !defined(FORMAT) || !defined(BLOCK_SIZE) || !defined(VEC) || !defined(VEC_SCALES) || !defined(ACTIVATION) || \
-    !defined(GATED) || !defined(OUT) || !defined(W_TILES) || !defined(X_TILES) || !defined(PARTS) ||             \
-    !defined(X_SLOTS) || !defined(STEPS) || !defined(GROUPS) || !defined(K_WARPS) || !defined(PASS_TILES) ||     \
-    !defined(MIN_CTAS) || !defined(THREADS) || !defined(SHARED_BYTES)
-#error \
-    "FORMAT, BLOCK_SIZE, VEC, VEC_SCALES, ACTIVATION, GATED, OUT, W_TILES, X_TILES, PARTS, X_SLOTS, STEPS, GROUPS, \
-K_WARPS, PASS_TILES, MIN_CTAS, THREADS and SHARED_BYTES come from a launch-configuration table"
-#endif
 #include "../../common/barrier.cuh"
-#include "../../common/mma.cuh"
-#include "../thin/tile.cuh"
-#include "thin_codes.cuh"
-#include "thin_scales.cuh"
-
-struct Traits {
-  using Format = FORMAT;
-  static constexpr int kWTiles = W_TILES;
-  static constexpr int kXTiles = X_TILES;
-  static constexpr int kParts = PARTS;
-  static constexpr int kRows = 8 / kParts;  // of x in a tile
-  static constexpr int kXSlots = X_SLOTS;
-  static constexpr int kSteps = STEPS;
-  static constexpr int kGroups = GROUPS;
-  static constexpr int kKWarps = K_WARPS;
-  static constexpr int kPassTiles = PASS_TILES;
-  static constexpr int kWarps = kGroups * kKWarps;
-  static constexpr int kGroupThreads = kKWarps * kWarpSize;
-
-  static constexpr int kLaneItems = kVectorBytes * 8 / Format::kBits;  // k of a lane's load
-  static constexpr int kSpanItems = 4 * kLaneItems;
-  static constexpr int kStepItems = kParts * kSpanItems;
-  static constexpr int kBurstItems = kSteps * kStepItems;
-  static constexpr int kBlockItems = BLOCK_SIZE == 0 || BLOCK_SIZE > kSpanItems ? kSpanItems : BLOCK_SIZE;
-  static constexpr int kBlocks = kSpanItems / kBlockItems;  // of a span, or the part of one that it is
-  // Two chains save shifts for the price of a sum to a block and result: of many words or few results.
-  using Pairs = PairsOf<Format, (kBlocks < 4 && kXTiles < 4) ? 2 : 1>::Type;
-  static constexpr bool kColumnScale = BLOCK_SIZE == 0;
-  static constexpr int kBlockVectors = kColumnScale ? 1 : BLOCK_SIZE / kLaneItems;  // of codes
-  static constexpr int kChunks = kLaneItems / 8;  // 8 k each, for which a lane has 16 bytes of x
-  static constexpr int kChunkWords = 4 / kChunks;
-
-  // Of eight parts a lane has one product to a line that counts, otherwise two.
-  static constexpr int kLineSums = kParts == 8 ? 1 : 2;
-  static constexpr int kColumns = 16 * kWTiles / kParts;  // of a warp
-  static constexpr int kLines = 2 * kWTiles;              // that a lane reads of
-  using Tile = ColumnTile<kColumns, GATED>;
-  using Scales = SpanScales<Format, kBlocks, VEC_SCALES>;
-  using Part = CtaPart<sizeof(OUT) == sizeof(float), Tile::kResults, kBurstItems>;
-  // Lanes that store at once have other banks: rows of results 8 banks apart, or of few columns 5 or 3.
-  static constexpr int kLine = kColumns + (kColumns >= 8 ? 4 : 1);
-
-  static_assert(kWarps * kWarpSize == THREADS, "the table derives the threads");
-  static_assert(8 % kParts == 0 && (kParts == 1 || kXTiles == 1), "parts fill the rows that one tile lacks");
-  static_assert(kXTiles % kPassTiles == 0 && kXSlots <= kSteps * kChunks, "whole passes");
-  static_assert(kBlocks == 1 || kBlocks == 2 || kBlocks == 4, "trades of words are by two or four");
-  static_assert(kKWarps == 1 || kGroups < 16, "each group has a barrier of its own");
-  static_assert(kColumns <= kKWarps * kWarpSize, "a thread has one bias");
-  static_assert(!kColumnScale || !Scales::kShifted, "a shift is a block's");
-};
+#include "thin_loads.cuh"
 
 struct GroupSums {
   float sums[Traits::kKWarps][8 * Traits::kPassTiles][Traits::kLine];  // of each warp
@@ -90,14 +33,11 @@ struct Smem : Traits::Pairs::Table {
   GroupSums groups[Traits::kGroups];
 };
 static_assert(sizeof(Smem) == SHARED_BYTES && SHARED_BYTES <= 49152, "the table derives the shared memory");
-static_assert(sizeof(ThinParams) == THIN_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
+static_assert(sizeof(ThinParams) == THIN_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
 
-using Tile = Traits::Tile;
 using Pairs = Traits::Pairs;
 using Sums = float[Traits::kWTiles][Traits::kXTiles][2][Traits::kLineSums];  // of the two lines of a tile
 
-__device__ __forceinline__ int group_index() { return threadIdx.x / Traits::kGroupThreads; }
-__device__ __forceinline__ int group_thread() { return threadIdx.x % Traits::kGroupThreads; }
 __device__ __forceinline__ void group_barrier() {
   if constexpr (Traits::kKWarps == 1) {
     __syncwarp();
@@ -105,112 +45,6 @@ __device__ __forceinline__ void group_barrier() {
     bar_sync(1 + group_index(), Traits::kGroupThreads);
   }
 }
-__device__ __forceinline__ int lane_group() { return lane_index() / 4; }     // g
-__device__ __forceinline__ int lane_in_group() { return lane_index() % 4; }  // t
-
-// Where in a span the k of this lane's chunks begin, once words were traded.
-__device__ __forceinline__ int lane_item() {
-  const int t = lane_in_group();
-  if (Traits::kBlocks == 4) return 8 * t;
-  if (Traits::kBlocks == 2) return Traits::kLaneItems / 2 * (t % 2 * 2 + t / 2);
-  return Traits::kLaneItems * t;
-}
-__device__ __forceinline__ constexpr int chunk_item(int chunk) {
-  constexpr int kPerBlock = div_up(Traits::kChunks, Traits::kBlocks);
-  return chunk / kPerBlock * (Traits::kBlocks > 1 ? Traits::kBlockItems : 0) +
-         (Traits::kBlocks > 1 ? chunk % kPerBlock : chunk) * 8;
-}
-
-// Words of the four lanes of a span, so that word i of all belongs to block i kBlocks / 4.
-__device__ __forceinline__ void trade(uint4& v) {
-  const int t = lane_in_group();
-  if constexpr (Traits::kBlocks == 4) {  // a transpose, by odd and even lanes, then by halves
-    const bool odd = t & 1, upper = t & 2;
-    const uint32 a = __shfl_xor_sync(kFullWarp, odd ? v.x : v.y, 1), b = __shfl_xor_sync(kFullWarp, odd ? v.z : v.w, 1);
-    const uint4 w = odd ? make_uint4(a, v.y, b, v.w) : make_uint4(v.x, a, v.z, b);
-    const uint32 c = __shfl_xor_sync(kFullWarp, upper ? w.x : w.z, 2),
-                 d = __shfl_xor_sync(kFullWarp, upper ? w.y : w.w, 2);
-    v = upper ? make_uint4(c, d, w.z, w.w) : make_uint4(w.x, w.y, c, d);
-  } else if constexpr (Traits::kBlocks == 2) {  // halves of a lane with the lane two further on
-    const bool upper = t & 2;
-    const uint32 a = __shfl_xor_sync(kFullWarp, upper ? v.x : v.z, 2),
-                 b = __shfl_xor_sync(kFullWarp, upper ? v.y : v.w, 2);
-    v = upper ? make_uint4(a, b, v.z, v.w) : make_uint4(v.x, v.y, a, b);
-  }
-}
-
-// The packed columns of a warp: 16 to a tile over the PARTS of a run of K.
-struct PackedColumns {
-  const uint4* codes_g;
-  const uint32* scales_g;
-  const uint32* super_scales_g;
-  uint32 line[Traits::kLines];  // where a column begins, in vectors of codes
-  uint4 codes[Traits::kSteps][Traits::kLines];
-  Traits::Scales scales[Traits::kSteps][Traits::kLines];
-
-  // Columns beyond the last read the last: their sums go nowhere.
-  __device__ __forceinline__ PackedColumns(const uint4* codes_g, const uint32* scales_g, const uint32* super_scales_g,
-                                           const ThinParams& params, int first)
-      : codes_g(codes_g), scales_g(scales_g), super_scales_g(super_scales_g) {
-#pragma unroll
-    for (int i = 0; i < Traits::kLines; i++) {
-      const int column = (8 * i + lane_group()) / Traits::kParts;
-      const int n = min(Tile::result(first, column), params.outer - 1) + Tile::half(column, params.outer);
-      line[i] = static_cast<uint32>(n) * (params.inner / Traits::kLaneItems);
-    }
-  }
-
-  __device__ __forceinline__ void load(int k, int end) {
-#pragma unroll
-    for (int step = 0; step < Traits::kSteps; step++) {
-      const int span = k + step * Traits::kStepItems + lane_group() % Traits::kParts * Traits::kSpanItems;
-      const int own = span + lane_in_group() * Traits::kLaneItems;
-#pragma unroll
-      for (int i = 0; i < Traits::kLines; i++) {
-        codes[step][i] = ld_once_v4(codes_g + (line[i] + own / Traits::kLaneItems), own < end);
-      }
-      if constexpr (!Traits::kColumnScale) {
-        const int blocks = (end - span + Traits::kBlockItems - 1) / Traits::kBlockItems;
-#pragma unroll
-        for (int i = 0; i < Traits::kLines; i++) {
-          const uint32 block = (line[i] + span / Traits::kLaneItems) / Traits::kBlockVectors;
-          scales[step][i].load(scales_g, super_scales_g, block, blocks);
-        }
-      }
-    }
-  }
-};
-
-// Rows of x, a tile at a time; chunks of them come round, X_SLOTS at once. Rows beyond the last are zeros.
-struct InputRows {
-  const float16* row_g;
-  int64 tile_stride;
-  int rows;  // from this lane's on
-  uint4 chunks[Traits::kXSlots][Traits::kXTiles];
-
-  __device__ __forceinline__ InputRows(const float16* x_g, const ThinParams& params) {
-    const int row = lane_group() % Traits::kRows, part = lane_group() / Traits::kRows;
-    row_g = x_g + row * params.x_stride + part * Traits::kSpanItems + lane_item();
-    tile_stride = 8 * params.x_stride;
-    rows = params.rows - row;
-  }
-
-  // Chunk `index` of a burst.
-  __device__ __forceinline__ void load(int index, int k, int end) {
-    const int skip = index / Traits::kChunks * Traits::kStepItems + chunk_item(index % Traits::kChunks);
-    const int part = lane_group() / Traits::kRows * Traits::kSpanItems;
-    const int count = end - k - skip - part - lane_item();
-    const float16* source = row_g + k + skip;
-#pragma unroll
-    for (int j = 0; j < Traits::kXTiles; j++) {
-      uint32 pairs[4];
-      load_pairs<8, VEC, false>(pairs, source, 8 * j < rows ? count : 0);
-      chunks[index % Traits::kXSlots][j] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-      source += tile_stride;
-    }
-  }
-};
-
 // The products of one block of a step, and what its scales make of them.
 struct BlockSums {
   static constexpr bool kShifted = Traits::Scales::kShifted;
@@ -287,13 +121,11 @@ struct BlockSums {
   }
 };
 
-// One burst: all loads of codes and scales and the first of x, then the products.
-__device__ __forceinline__ void burst(Sums& sums, PackedColumns& w, InputRows& x, int k, int end,
-                                      const Pairs::Lookup& lookup) {
+// The products of a burst that was asked for.
+__device__ __forceinline__ void multiply(Sums& sums, Bursts& burst, const Pairs::Lookup& lookup) {
   constexpr int kAll = Traits::kSteps * Traits::kChunks, kPerBlock = div_up(Traits::kChunks, Traits::kBlocks);
-  w.load(k, end);
-#pragma unroll
-  for (int index = 0; index < Traits::kXSlots; index++) x.load(index, k, end);
+  PackedColumns& w = burst.w;
+  InputRows& x = burst.x;
 #pragma unroll
   for (int step = 0; step < Traits::kSteps; step++) {
 #pragma unroll
@@ -305,7 +137,7 @@ __device__ __forceinline__ void burst(Sums& sums, PackedColumns& w, InputRows& x
       for (int i = 0; i < kPerBlock; i++) {
         const int chunk = block * kPerBlock + i, next = step * Traits::kChunks + chunk + Traits::kXSlots;
         block_sums.multiply(w, x, step, chunk, lookup);
-        if (next < kAll) x.load(next, k, end);
+        if (next < kAll) x.load(next, burst.k, burst.end);
       }
       if constexpr (Traits::kColumnScale) {
         block_sums.add_to(sums);
@@ -318,7 +150,7 @@ __device__ __forceinline__ void burst(Sums& sums, PackedColumns& w, InputRows& x
 
 // c[0], c[1] are row g of the m16 tile and columns 2t, 2t + 1 of the n8 tile: of parts, those that meet their own k.
 __device__ __forceinline__ void store_sums(GroupSums& group, const Sums& sums, int first_tile) {
-  auto& own = group.sums[group_thread() / kWarpSize];
+  auto& own = group.sums[warp_in_group()];
 #pragma unroll
   for (int j = 0; j < Traits::kPassTiles; j++) {
 #pragma unroll
@@ -351,7 +183,7 @@ __device__ __forceinline__ float total(const GroupSums& group, int row, int colu
 template <typename Finish>
 __device__ __forceinline__ void store_results(const GroupSums& group, const ThinParams& params, int first,
                                               int first_row, const Finish& finish) {
-  for (int row = group_thread() / kWarpSize; row < Traits::kRows * Traits::kPassTiles; row += Traits::kKWarps) {
+  for (int row = warp_in_group(); row < Traits::kRows * Traits::kPassTiles; row += Traits::kKWarps) {
     if (first_row + row >= params.rows) continue;
 #pragma unroll
     for (int column = lane_index(); column < Tile::kResults; column += kWarpSize) {
@@ -391,29 +223,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   __shared__ Smem smem;
   GroupSums& group = smem.groups[group_index()];
   const uint32 tiles = (params.outer + Tile::kResults - 1) / Tile::kResults * params.splits;
-  const uint32 first = blockIdx.x * Traits::kGroups + group_index();
+  const uint32 first = blockIdx.x * Traits::kGroups + group_index(), step = gridDim.x * Traits::kGroups;
 
+  // Phase 1: the first loads, and while they are on their way the table.
+  Traits::Part next(params, first);
+  Bursts bursts(x_g, codes_g, scales_g, super_scales_g, params);
+  if (Traits::kAhead) {
+    bursts.move_to(params, next, first < tiles);
+    bursts.load();
+  }
   smem.fill<THREADS>();
   if (Pairs::Table::kEntries > 0) __syncthreads();  // smem.pairs: written by every warp
   const Pairs::Lookup lookup(smem);
 #pragma unroll 1
-  for (uint32 tile = first; tile < tiles; tile += gridDim.x * Traits::kGroups) {
-    const Traits::Part part(params, tile);
+  for (uint32 tile = first; tile < tiles; tile += step) {
+    if (!Traits::kAhead) {
+      next = Traits::Part(params, tile);
+      bursts.move_to(params, next, true);
+    }
+    const Traits::Part part = next;
 
-    // Phase 1: products. The bursts of this part of K go round the group's warps; all make the same number of turns.
+    // Phase 2: products. The bursts of this part of K go round the group's warps; all make the same number of turns.
     const ColumnNumbers column(b_g, scales_g, params, part.first);
-    PackedColumns w(codes_g, scales_g, super_scales_g, params, part.first);
-    InputRows x(x_g, params);
     Sums sums = {};
-    const int end = part.end(params);
-    int k = (part.from + group_thread() / kWarpSize) * Traits::kBurstItems;
 #pragma unroll 1
     for (int turn = part.from; turn < part.to; turn += Traits::kKWarps) {
-      burst(sums, w, x, k, end, lookup);
-      k += Traits::kKWarps * Traits::kBurstItems;
+      if (!Traits::kAhead) bursts.load();
+      multiply(sums, bursts, lookup);
+      bursts.k += Traits::kKWarps * Traits::kBurstItems;
+      if (!Traits::kAhead) continue;
+      if (turn + Traits::kKWarps >= part.to) {
+        next = Traits::Part(params, tile + step);
+        bursts.move_to(params, next, tile + step < tiles);
+      }
+      bursts.load();
     }
 
-    // Phase 2: the sum over warps, and what becomes of it, some rows of x at a time.
+    // Phase 3: the sum over warps, and what becomes of it, some rows of x at a time.
     OUT* part_g = out_g + static_cast<int64>(part.split) * params.rows * params.out_stride;
     const Epilogue<ACTIVATION, GATED, OUT> finish = {residual_g, preactivation_g, part_g};
     if (tile != first) group_barrier();  // group: the tile before has been read

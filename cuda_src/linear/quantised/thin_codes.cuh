@@ -34,15 +34,18 @@ struct CodebookTable {
     return bits;
   }
 
-  // By all threads: eight of them fill the copies of one entry.
+  // By all threads: eight of them fill the copies of one entry. A lane has one of the codebook, and asks others for
+  // theirs.
   template <int kThreads>
   __device__ __forceinline__ void fill() {
+    const uint32 own = half_bits(lane_index() % kCodes);
     constexpr int kWide = kVectorBytes / sizeof(uint32), kTogether = kWarpSize / kWide;
 #pragma unroll
     for (int first = 0; first < kEntries; first += kThreads / kTogether) {
       const int entry = first + threadIdx.x / kTogether;
       if (kEntries % (kThreads / kTogether) != 0 && entry >= kEntries) break;
-      const uint32 pair = half_bits(entry / kCodes) | half_bits(entry % kCodes) << 16;  // even k: the high nibble
+      const uint32 even = __shfl_sync(kFullWarp, own, entry / kCodes);  // its nibble is the high one
+      const uint32 pair = even | __shfl_sync(kFullWarp, own, entry % kCodes) << 16;
       const uint32 copies = shared_address(&pairs[entry][threadIdx.x % kTogether * kWide]);
       st_shared_v4(copies, make_uint4(pair, pair, pair, pair));
     }

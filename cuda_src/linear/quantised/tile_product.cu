@@ -31,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
   const int first_row = cta.row_tile * CtaShape::kTileRows, first_column = cta.column_tile * CtaShape::kTileColumns;
   if (first_row >= shape.rows) return;
   const int first_inner = SPLIT ? cta.split * shape.split_inner : 0;
+  if (SPLIT && first_inner >= shape.inner) return;
   const int inner = SPLIT ? min(shape.split_inner, shape.inner - first_inner) : shape.inner;
 
   // Phase 2: the product. The first k-tile is the ragged one.

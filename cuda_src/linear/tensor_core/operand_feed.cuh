@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../../common/numeric.cuh"
+#include "../../common/streaming.cuh"
 #include "operand_tile.cuh"
 #include "params.cuh"
 

@@ -8,13 +8,13 @@
 
 #include "../../common/mma.cuh"
 
-// Field for field PRODUCT_PARAMS of cupyattn/kernels/structs.py. Strides are in items, from one contiguous line of an
+// Field for field PRODUCT_PARAMS of cupyattn/kernels/structs. Strides are in items, from one contiguous line of an
 // array to the next. Of a paired axis the length is that of one half.
 struct ProductParams {
   int64 a_stride, b_stride, preactivation_stride, out_stride, addend_stride;
   int rows, columns, inner;
   int split_inner;              // of the sum, in each of its parts but the last
-  int group_log2, splits_log2;  // tiles of rows that neighbouring CTAs go down; parts of the sum
+  int group_log2, splits_log2;  // tiles of rows that neighbouring CTAs go down; places for parts of the sum
   int column_tiles;
   uint32 column_tiles_reciprocal;  // ceil(2^31 / column_tiles)
 };
@@ -42,9 +42,9 @@ struct Place {
 };
 
 // Neighbouring CTAs share rows of A and columns of B in L2: they go down a group of row tiles, then through the parts
-// of the sum, then to the next tile of columns. The last group may have places without a tile. All by shifts and one
-// product:
-// a division would leave uniform registers, and with it every address.
+// of the sum, then to the next tile of columns. The last group may have places without a tile, and a tile a place
+// without a part of the sum. All by shifts and one product: a division would leave uniform registers, and with it every
+// address.
 __device__ __forceinline__ Place place_of_cta(const ProductParams& params) {
   const int group_rows = 1 << params.group_log2, splits = 1 << params.splits_log2;
   const int column_of_group = blockIdx.x >> (params.group_log2 + params.splits_log2);

@@ -4,7 +4,7 @@
 // Shapes    A (rows, inner) and B (inner, columns), each with lines along the sum (A_LINES is kAlong: rows of A are
 //           contiguous; B_LINES: columns of B) or across it. result (rows, columns), rows contiguous. addend, if given,
 //           is added before the rounding: the result itself, to accumulate.
-// Split     where the result has few tiles, 2^splits_log2 CTAs share each: every one adds up a part of the sum and
+// Split     where the result has few tiles, CTAs share each: every one adds up a part of the sum and
 //           leaves it in float32 in partials (parts, rows, columns), which column_sums.cu adds in order (SPLIT).
 // Tiles, grid, budget, barriers, edges: as in forward.cu.
 #if !defined(A_LINES) || !defined(B_LINES) || !defined(SPLIT)
@@ -31,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
   const int first_row = cta.row_tile * CtaShape::kTileRows, first_column = cta.column_tile * CtaShape::kTileColumns;
   if (first_row >= params.rows) return;
   const int first_inner = SPLIT ? cta.split * params.split_inner : 0;
+  if (SPLIT && first_inner >= params.inner) return;
   const int inner = SPLIT ? min(params.split_inner, params.inner - first_inner) : params.inner;
 
   // Phase 2: the product. The first k-tile is the ragged one.

@@ -19,7 +19,7 @@ from cupyattn.ops.linear.quantised import (
     run_quantize,
 )
 from cupyattn.quantized_weight import QuantizedWeight
-from cupyattn.weight_formats import Blocks
+from cupyattn.weight_formats import FORMATS, Blocks
 
 
 def quantize(
@@ -29,6 +29,7 @@ def quantize(
     format: str = "nf4",
     block_size: int | None = None,
     out: QuantizedWeight | None = None,
+    workspace: Array | None = None,
 ) -> QuantizedWeight:
     r"""Quantise the weight of a product to four or eight bits.
 
@@ -37,14 +38,16 @@ def quantize(
     w : array (K, N)
         float16, float32 or bfloat16, CuPy or NumPy, of any strides: ``w.T`` of an array (N, K) is
         free, and so is ``quantize(w.T).T``, which is quantised along its rows.
-    format : {"nf4", "int4", "int8"}
+    format : {"nf4", "nf4_nested", "int4", "int8"}
         See Notes.
     block_size : int, optional
-        Neighbouring weights along K that share a scale. 64 for "nf4" by default, otherwise a power
-        of two from 32 to 4096; 128 for "int4", or 32 or 64; all of K for "int8", or a power of two
-        from 32 on.
+        Neighbouring weights along K that share a scale. 64 for "nf4" and "nf4_nested" by default,
+        otherwise a power of two from 32 to 4096; 128 for "int4", or 32 or 64; all of K for "int8",
+        or a power of two from 32 on.
     out : QuantizedWeight (K, N), optional
         Where to write: of that format, and of its own block size where none is given.
+    workspace : array, optional
+        Scratch memory of "nf4_nested": 4 bytes a block. Without it, it is allocated.
 
     Returns
     -------
@@ -58,19 +61,22 @@ def quantize(
     ValueError
         For another format or block size, a K that is no multiple of it and of 32, an out that does
         not fit, and, where values are checked (`backend`; NumPy arrays always), for a w that is not
-        finite. On a GPU a block that is not becomes NaN.
+        finite, or of which a block of "int4" spans more than 982,560, so that its scale is beyond
+        float16. On a GPU such a block becomes NaN.
     RuntimeError
         On a GPU, as `attention`.
 
     Notes
     -----
     "nf4" (Dettmers et al., arXiv:2305.14314) takes the nearest of 16 quantiles of the normal
-    distribution times the block's absmax: the codes that bitsandbytes takes. "int4" has 16 steps
-    from the least weight of a block to its largest, 0 among them, and its scale in float16. "int8"
-    has 255 steps from -absmax to absmax.
+    distribution times the block's absmax: the codes that bitsandbytes takes. "nf4_nested" has the
+    same codes, and absmax in eight bits: 256 even steps from the least of 64 neighbouring blocks to
+    their largest. "int4" has 16 steps from the least weight of a block to its largest, 0 among
+    them, and its scale in float16. "int8" has 255 steps from -absmax to absmax.
 
     The same bits from run to run and on every device: float32 arithmetic, correctly rounded, in
-    which subnormal numbers are 0. A block of zeros stays zeros.
+    which subnormal numbers are 0. A block of zeros stays zeros. "int8" gives float32's largest
+    number back as infinity: its step is rounded up.
 
     Examples
     --------
@@ -88,7 +94,8 @@ def quantize(
         _require_weight("out", out)
     if block_size is None and out is not None:
         block_size = out.block_size
-    operands = adopt({"w": w, **(out.arrays if out is not None else {})})
+    given = out.arrays if out is not None else {}
+    operands = adopt({"w": w, **given, "workspace": workspace})
     blocks = quantize_blocks(operands, format, block_size)
     arrays = operands.arrays
     if out is not None:
@@ -97,17 +104,31 @@ def quantize(
     if device is not None:
         results = run_quantize(device, blocks, operands)
     else:
-        made = reference.quantize(arrays["w"].T, *blocks)
-        results = dict(zip(("codes", "scales"), made, strict=True))
+        results = _quantised_on_cpu(arrays["w"].T, blocks)
         for name in results.keys() & arrays:
             arrays[name][...] = results[name]
     if out is not None:
         return out
-    codes, scales = results["codes"], results["scales"]
-    return QuantizedWeight(blocks.format, codes, scales, block_size=blocks.block_size)
+    return QuantizedWeight(blocks.format, **results, block_size=blocks.block_size)
 
 
-def dequantize(weight: QuantizedWeight, /, *, dtype: Any = None, out: Array | None = None) -> Array:
+def _quantised_on_cpu(rows: Array, blocks: Blocks) -> dict[str, Array]:
+    nested = FORMATS[blocks.format].group is not None
+    codes, scales = reference.quantize(rows, "nf4" if nested else blocks.format, blocks.block_size)
+    if not nested:
+        return {"codes": codes, "scales": scales}
+    scales, super_scales, table = reference.nest_scales(scales)
+    return {"codes": codes, "scales": scales, "super_scales": super_scales, "scale_table": table}
+
+
+def dequantize(
+    weight: QuantizedWeight,
+    /,
+    *,
+    dtype: Any = None,
+    out: Array | None = None,
+    workspace: Array | None = None,
+) -> Array:
     r"""Return the numbers that a quantised weight stands for.
 
     Parameters
@@ -119,6 +140,8 @@ def dequantize(weight: QuantizedWeight, /, *, dtype: Any = None, out: Array | No
         once. "float16", "bfloat16", and on NumPy arrays outside of the emulator "float64".
     out : array, optional
         Where to write, of the weight's shape and any strides; must overlap no array of it.
+    workspace : array, optional
+        Scratch memory of "nf4_nested": 4 bytes a block. Without it, it is allocated.
 
     Returns
     -------
@@ -144,7 +167,7 @@ def dequantize(weight: QuantizedWeight, /, *, dtype: Any = None, out: Array | No
     True
     """
     _require_weight("weight", weight)
-    operands = adopt({**weight.arrays, "out": out})
+    operands = adopt({**weight.arrays, "out": out, "workspace": workspace})
     if dtype is None:
         kind = np.dtype(np.float32) if out is None else float_dtype(operands.arrays["out"].dtype)
     else:
@@ -153,9 +176,7 @@ def dequantize(weight: QuantizedWeight, /, *, dtype: Any = None, out: Array | No
     device = device_of(operands)
     if device is not None:
         return run_dequantize(device, problem, operands)
-    rows = reference.dequantize(
-        weight.format, weight.codes, weight.scales, weight.super_scales, weight.block_size
-    )
+    rows = reference.dequantised_rows(weight)
     given = operands.arrays.get("out")
     if given is None and kind == np.float32:
         return rows if weight.transposed else rows.T

@@ -12,7 +12,6 @@ from cupyattn.arrays import (
     Operands,
     contiguous,
     layouts_of,
-    overlaps_itself,
     starts_of,
 )
 from cupyattn.errors import error, shown
@@ -43,6 +42,7 @@ from cupyattn.ops.linear.problem import (
 )
 from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.plan import Output
+from cupyattn.ops.spans import overlaps_itself
 from cupyattn.weight_formats import FORMATS
 
 MAX_EXTENT = 2**31 - 1024

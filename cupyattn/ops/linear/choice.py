@@ -12,6 +12,7 @@ from cupyattn.ops.linear import (
     thin,
 )
 from cupyattn.ops.linear.implementations import Launches
+from cupyattn.ops.linear.nested_scales import NESTED, behind_expansion, expanded
 from cupyattn.ops.linear.problem import LinearProblem
 
 PLANS = (*thin.PLANS, *tensor_core.PLANS, *float32.PLANS)
@@ -26,6 +27,9 @@ QUANTISED_PLANS = (*quantised_thin.PLANS, *quantised_tile.PLANS, *quantised_floa
 
 def launches_for(product: str, problem: LinearProblem, card: Card) -> Launches:
     """Return the launches of "forward", "dx", "dw", or of "db" where that is wanted alone."""
+    if problem.weight is not None and problem.weight.format == NESTED:
+        launches = launches_for(product, expanded(problem), card)
+        return launches if product == "db" else behind_expansion(product, problem, launches)
     dtype = problem.dtype.name
     plans = PLANS if problem.weight is None else QUANTISED_PLANS
     # Without anything to sum over, K = 0, few kernels are right: those that take everything are.

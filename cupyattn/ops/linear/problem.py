@@ -20,7 +20,7 @@ FORWARD_RESULTS = ("out", "preactivation")
 BACKWARD_RESULTS = ("dx", "dw", "db")
 SHOWN_AS = {name: f"grads.{name}" for name in BACKWARD_RESULTS}
 """The names of backward's results in errors: as the caller gives them."""
-WEIGHT_ARRAYS = ("codes", "scales", "super_scales")
+WEIGHT_ARRAYS = ("codes", "scales", "super_scales", "scale_table")
 """What stands in the place of w where the weight is quantised."""
 
 
@@ -110,8 +110,8 @@ class LinearProblem:
     caller's, or scratch that was filled before. All but w and dw have contiguous rows; those two
     have contiguous rows or contiguous columns. b and db, which are no matrices, are contiguous.
 
-    A quantised weight stands as codes, scales and super_scales ("q4_k" alone) in place of w, each
-    in C order, its first axis by all others; there is no dw then.
+    A quantised weight stands as codes, scales, super_scales and scale_table (of the formats that
+    have these) in place of w, each in C order, its first axis by all others; there is no dw then.
     """
     outputs: dict[str, Output]
     """What the call writes, by name."""

@@ -19,7 +19,7 @@ from cupyattn.kernels.configs.linear.quantised import (
     specialise_quantize,
 )
 from cupyattn.kernels.device import Device
-from cupyattn.kernels.structs import DEQUANTIZE_PARAMS, QUANTIZE_PARAMS
+from cupyattn.kernels.structs.linear import DEQUANTIZE_PARAMS, QUANTIZE_PARAMS
 from cupyattn.ops.checks import (
     FLOATS,
     require_arrays,
@@ -29,25 +29,35 @@ from cupyattn.ops.checks import (
     require_own_items,
     require_rank,
     require_whole_item_strides,
+    require_workspace,
+)
+from cupyattn.ops.linear.nested_scales import (
+    ABSMAX,
+    EXPANDED,
+    NESTED,
+    expand_step,
+    nest_step,
+    reads_expanded,
 )
 from cupyattn.ops.numbers import integer
 from cupyattn.ops.overlaps import Overlaps, require_apart
-from cupyattn.ops.plan import Output, Plan, Step, run
+from cupyattn.ops.plan import Output, Plan, Step, lay_out_scratch, run
 from cupyattn.ops.value_checks import checks_values
-from cupyattn.weight_formats import FORMATS, Blocks, pieces, require_blocks
+from cupyattn.weight_formats import FORMATS, INT4_LARGEST, Blocks, pieces, require_blocks
 
-_OF_OUT = {"codes": "out.codes", "scales": "out.scales"}
+_OF_OUT = {name: f"out.{name}" for name in ("codes", "scales", "super_scales", "scale_table")}
+_MADE = (*MADE, NESTED)
 _MOST_THREADS = 2**32 - THREADS
 
 
 def require_made(kind: Any) -> str:
     """Return a format that weights are quantised to, or raise."""
-    if isinstance(kind, str) and kind in MADE:
+    if isinstance(kind, str) and kind in _MADE:
         return kind
     raise error(
         ValueError if isinstance(kind, str) else TypeError,
         f"format = {shown(kind)}",
-        f"weights are quantised to {', '.join(map(repr, MADE))}; others are read from files",
+        f"weights are quantised to {', '.join(map(repr, _MADE))}; others are read from files",
         "pass one of these",
     )
 
@@ -63,14 +73,32 @@ def quantize_blocks(operands: Operands, kind: Any, block_size: Any) -> Blocks:
     size = None if block_size is None else integer("block_size", block_size)
     blocks = _checked_blocks(operands.description, require_made(kind), size)
     require_apart(operands, dict.fromkeys(_OF_OUT), _OF_OUT)
-    if checks_values(operands) and not bool(np.isfinite(operands.arrays["w"]).all()):
+    if checks_values(operands):
+        _require_values(operands.arrays["w"], blocks)
+    return blocks
+
+
+def _require_values(w: Array, blocks: Blocks) -> None:
+    """Raise for weights that would make blocks NaN."""
+    if not bool(np.isfinite(w).all()):
         raise error(
             ValueError,
             "w holds NaN or an infinity",
             "weights are finite: a block that is not would be NaN as a whole",
             "look where it comes from",
         )
-    return blocks
+    if blocks.format != "int4" or float(abs(w).max()) <= INT4_LARGEST:
+        return
+    parts = w.astype(np.float32).reshape(-1, blocks.block_size, w.shape[1])
+    with np.errstate(over="ignore"):
+        span = float((parts.max(axis=1).clip(min=0) - parts.min(axis=1).clip(max=0)).max())
+    if span > 2 * INT4_LARGEST:
+        raise error(
+            ValueError,
+            f"a block of w spans {span:g}, with format = 'int4'",
+            f"its scale is float16: a block spans {2 * INT4_LARGEST:g} at most, or would be NaN",
+            "take 'nf4' or 'int8', whose scales are float32",
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -92,7 +120,7 @@ def _checked_blocks(description: Any, kind: str, block_size: int | None) -> Bloc
 
 
 def run_quantize(device: Device, blocks: Blocks, operands: Operands) -> dict[str, Array]:
-    """Quantise w, into the codes and scales that are given or new ones."""
+    """Quantise w, into the arrays of a weight that are given or new ones."""
     return run(device, _quantize_plan(operands.description, blocks), operands.arrays)
 
 
@@ -102,7 +130,9 @@ def _quantize_plan(description: Any, blocks: Blocks) -> Plan:
     require_item_alignment(layouts, starts)
     w, (kind, block_size) = layouts["w"], blocks
     inner, outer = w.shape
-    made = pieces(kind, outer, inner, block_size)
+    outputs = tuple(
+        (name, Output(*piece)) for name, piece in pieces(kind, outer, inner, block_size).items()
+    )
     whole = _whole_vectors(w, starts["w"], axis=0)
     # Lanes go along the axis whose items lie closer together.
     strides = [abs(stride) for stride in w.strides]
@@ -112,11 +142,16 @@ def _quantize_plan(description: Any, blocks: Blocks) -> Plan:
     params["blocks"], params["block_size"] = inner // block_size, block_size
     threads = outer * (inner // block_size) * lanes
     _require_launch("quantize", threads, w)
+    nested, count = kind == NESTED, outer * (inner // block_size)
     step = Step.of(
-        specialise_quantize(kind, w.dtype.name, lanes, vec), -(-threads // THREADS), params[()]
+        specialise_quantize(EXPANDED if nested else kind, w.dtype.name, lanes, vec),
+        -(-threads // THREADS),
+        params[()],
+        renamed={"scales": ABSMAX} if nested else None,
     )
-    outputs = tuple((name, Output(*made[name])) for name in ("codes", "scales"))
-    return Plan((step,), outputs)
+    if not nested:
+        return Plan((step,), outputs)
+    return Plan((step, nest_step(count)), outputs, lay_out_scratch({ABSMAX: count}))
 
 
 class DequantizeProblem(NamedTuple):
@@ -170,7 +205,9 @@ def _cached_problem(
             )
         require_whole_item_strides("out", out)
         require_own_items("out", out)
-    overlaps = Overlaps.of(layouts, ("out",))
+    if "workspace" in layouts:
+        require_workspace(layouts["workspace"])
+    overlaps = Overlaps.of(layouts, ("out", "workspace"))
     return DequantizeProblem(blocks, transposed, layouts, starts_of(description), output, overlaps)
 
 
@@ -198,13 +235,22 @@ def _dequantize_plan(problem: DequantizeProblem) -> Plan:
     threads = outer * (inner // UNITS[along])
     _require_launch("dequantize", threads, out)
     vec = vector_items(dtype.name) if whole else 1
+    nested = problem.blocks.format == NESTED
     step = Step.of(
-        specialise_dequantize(problem.blocks.format, dtype.name, along, vec),
+        specialise_dequantize(
+            EXPANDED if nested else problem.blocks.format, dtype.name, along, vec
+        ),
         -(-threads // THREADS),
         params[()],
     )
     turned = () if problem.transposed else ("out",)
     plan = Plan((step,), (("out", problem.output),), transposed=turned)
+    if nested:
+        count = outer * (inner // problem.blocks.block_size)
+        plan = plan._replace(
+            steps=(expand_step(count), reads_expanded(step)),
+            scratch=lay_out_scratch({ABSMAX: count}),
+        )
     plan.require_arrays(problem.layouts)
     return plan
 

@@ -9,7 +9,7 @@ from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.linear.quantised_weights import blocks_of, weight_matrix
 from cupyattn.ops.linear.tensor_core import addend, db_launches, dz, dz_name, gradient
 from cupyattn.ops.linear.tile_launches import ABSENT, forward_in_parts, product_launches
-from cupyattn.ops.linear.tiles import VECTOR, Product, whole_vector
+from cupyattn.ops.linear.tiles import VECTOR, Product, forward_tiling, whole_vector
 from cupyattn.ops.plan import Step
 
 _OFFSET_BYTES = 2**32  # from the first item of a tile to its last
@@ -34,11 +34,10 @@ def forward_launches(problem: LinearProblem, card: Card) -> Launches:
     matrices, w = problem.matrices, weight_matrix(problem)
     blocks, operands = blocks_of(problem), {"a": "x"}
     plain = Product(configs.PRODUCT, matrices["x"], w, quantised=blocks)
-    parts = plain.tiling(card, may_split=True)
     if w.along_columns and problem.activation is None and not problem.biased:
         return product_launches(
             plain,
-            parts,
+            plain.chosen(card, may_split=True),
             card,
             operands,
             result=("out", matrices["out"]),
@@ -50,11 +49,12 @@ def forward_launches(problem: LinearProblem, card: Card) -> Launches:
     out_vec = whole_vector(problem.vector(*results), half)
     halves = 2 if problem.gated else 1
     product = Product(configs.FORWARD, matrices["x"], w, halves, out_vec, blocks)
-    tiling = product.tiling(card)
-    whole = product.duration(card, tiling)
-    worth = parts.splits_log2 and plain.duration(card, parts) < _WORTH_SPLITTING * whole
-    if worth or w.along_columns:
-        return forward_in_parts(problem, plain, parts, card, operands)
+    if w.along_columns:
+        tiling = plain.chosen(card, may_split=True)
+    else:
+        tiling = forward_tiling(product, plain, card, _WORTH_SPLITTING)
+    if w.along_columns or tiling.splits > 1:
+        return forward_in_parts(problem, plain, tiling, card, operands)
     specialisation = configs.forward(
         card.arch,
         blocks.format,
@@ -77,7 +77,7 @@ def dx_launches(problem: LinearProblem, card: Card) -> Launches:
     product = Product(configs.PRODUCT, dz(problem), w, quantised=blocks_of(problem))
     steps, scratch, _ = product_launches(
         product,
-        product.tiling(card, may_split=True),
+        product.chosen(card, may_split=True),
         card,
         {"a": dz_name(problem)},
         result=("dx", dx),

@@ -8,12 +8,12 @@ import numpy as np
 
 from cupyattn.kernels.configs.linear import tensor_core as configs
 from cupyattn.kernels.configs.rows import COLUMN_SUMS_COLUMNS, column_sums
-from cupyattn.kernels.structs import PREACTIVATION_GRADIENT_PARAMS
+from cupyattn.kernels.structs.linear import PREACTIVATION_GRADIENT_PARAMS
 from cupyattn.ops.card import Card
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem, Matrix
 from cupyattn.ops.linear.tile_launches import ABSENT, forward_in_parts, product_launches
-from cupyattn.ops.linear.tiles import VECTOR, Product, Tiling, whole_vector
+from cupyattn.ops.linear.tiles import VECTOR, Product, forward_tiling, whole_vector
 from cupyattn.ops.plan import SCRATCH_DTYPE, Step
 
 _OFFSET_BYTES = 2**32  # from the lowest item of a tile to its highest
@@ -45,8 +45,8 @@ def forward_launches(problem: LinearProblem, card: Card) -> Launches:
     halves = 2 if problem.gated else 1
     product = Product(configs.FORWARD, matrices["x"], matrices["w"], halves, out_vec)
     in_parts = Product(configs.PRODUCT, matrices["x"], matrices["w"])
-    tiling = _forward_tiling(product, in_parts, card)
-    if tiling.splits_log2:
+    tiling = forward_tiling(product, in_parts, card, _WORTH_SPLITTING)
+    if tiling.splits > 1:
         return forward_in_parts(problem, in_parts, tiling, card, {"a": "x", "b": "w"})
     specialisation = configs.forward(
         card.arch,
@@ -62,18 +62,6 @@ def forward_launches(problem: LinearProblem, card: Card) -> Launches:
         if name in matrices:
             params[f"{stride}_stride"] = matrices[name].leading
     return Launches((Step.of(specialisation, ctas, params[()]),))
-
-
-def _forward_tiling(product: Product, in_parts: Product, card: Card) -> Tiling:
-    """Choose for the forward: whole, or in parts where that saves more than a tenth."""
-    usual, parts = product.tiling(card), in_parts.tiling(card, may_split=True)
-    least = product.duration(card, usual)
-    if parts.splits_log2 and in_parts.duration(card, parts) < _WORTH_SPLITTING * least:
-        usual, least = parts, in_parts.duration(card, parts)
-    among = {usual.name: usual, **product.near(card, least)}
-    split = in_parts.near(card, least, may_split=True)
-    among |= {name: tiling for name, tiling in split.items() if tiling.splits_log2}
-    return card.choices.pick(product.kernel.entry, product.key, among, usual=usual.name)
 
 
 def dx_launches(problem: LinearProblem, card: Card) -> Launches:

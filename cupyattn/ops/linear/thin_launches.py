@@ -8,7 +8,7 @@ import numpy as np
 
 from cupyattn.kernels.configs.linear.thin import merge, merge_ctas
 from cupyattn.kernels.spec import Specialisation
-from cupyattn.kernels.structs import THIN_PARAMS
+from cupyattn.kernels.structs.linear import THIN_PARAMS
 from cupyattn.ops.linear.implementations import Launches
 from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.plan import Step

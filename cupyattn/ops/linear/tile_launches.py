@@ -32,7 +32,7 @@ def product_launches(
     """
     name, matrix = result
     added = added or matrix
-    split, out_vec = tiling.splits_log2 > 0, whole_vector(matrix.vector, added.vector)
+    split, out_vec = tiling.splits > 1, whole_vector(matrix.vector, added.vector)
     ctas, params = product.geometry(card.arch, tiling)
     params["out_stride"], params["addend_stride"] = matrix.leading, added.leading
     specialisation = product.specialise(card.arch, tiling.shape, out_vec, split=split)
@@ -43,7 +43,7 @@ def product_launches(
     partials = f"{name}_partials"
     names = {**operands, "partials": partials, "result": ABSENT, "addend": ABSENT}
     step = Step.of(specialisation, ctas, product.passed(params), renamed=names)
-    rows, columns, parts = product.a.rows, product.b.columns, 1 << tiling.splits_log2
+    rows, columns, parts = product.a.rows, product.b.columns, tiling.splits
     vec = configs.SPLIT_VEC if out_vec > 1 else 1
     sums = configs.split_sums(vec)
     absent = dict.fromkeys(("b", "preactivation"), ABSENT)
@@ -82,8 +82,8 @@ def forward_in_parts(
     last = Step.of(
         sums,
         -(-threads // sums.threads),
-        *(problem.rows, columns, 1 << tiling.splits_log2, *strides),
+        *(problem.rows, columns, tiling.splits, *strides),
         renamed={"partials": "forward_partials", "addend": "residual", "result": "out"},
     )
-    size = product.a.rows * product.b.columns << tiling.splits_log2
+    size = product.a.rows * product.b.columns * tiling.splits
     return Launches((step, last), {"forward_partials": size})

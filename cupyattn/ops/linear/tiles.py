@@ -8,9 +8,9 @@ import numpy as np
 
 from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.configs.linear import quantised_tile, tensor_core
-from cupyattn.kernels.configs.linear.tensor_core import Lines, ProductConfig, Shape
+from cupyattn.kernels.configs.linear.tiles import Lines, ProductConfig, Shape, shapes_for
 from cupyattn.kernels.spec import KernelSpec, Specialisation
-from cupyattn.kernels.structs import PRODUCT_PARAMS, QUANTISED_TILE_PARAMS
+from cupyattn.kernels.structs.linear import PRODUCT_PARAMS, QUANTISED_TILE_PARAMS
 from cupyattn.ops.card import Card
 from cupyattn.ops.linear.problem import Matrix
 from cupyattn.weight_formats import UNIT
@@ -27,21 +27,21 @@ _OUTSIDE_LOOP = 100
 _FROM_L2 = 20
 _STORING_PARTS = 1000  # the same of float32 parts, written and read once more at a T4's 240 GB/s
 _WORTH_TIMING = 1.5  # times the least that the model sees: which tilings are tuned
-_LEAST_PART_LOG2 = 9  # items of the sum for a CTA
-_MOST_SPLITS_LOG2 = 5
+_LEAST_PART = 512  # items of the sum for a CTA
+_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 class Tiling(NamedTuple):
     """How a product is shared out."""
 
     shape: Shape
-    splits_log2: int
+    splits: int
     """CTAs that share a tile of the result, each a part of the sum."""
 
     @property
     def name(self) -> str:
         """What it is chosen by."""
-        return f"{self.shape}/{1 << self.splits_log2}"
+        return f"{self.shape}/{self.splits}"
 
 
 class Blocks(NamedTuple):
@@ -117,51 +117,57 @@ class Product(NamedTuple):
         return {t.name: t for t in tilings if self.duration(card, t) <= _WORTH_TIMING * least}
 
     def _tilings(self, may_split: bool) -> list[Tiling]:
-        longest = max(self.a.columns.bit_length() - 1 - _LEAST_PART_LOG2, 0) if may_split else 0
+        inner = self.a.columns
+        most = max(inner // _LEAST_PART, 1) if may_split else 1
         if self.quantised is not None:
             shapes = quantised_tile.shapes_for(self.vec)
         else:
-            shapes = tensor_core.shapes_for(self.vec, self.out_vec, self.lines)
+            shapes = shapes_for(self.vec, self.out_vec, self.lines)
         return [
-            Tiling(shape, splits_log2)
+            Tiling(shape, splits)
             for shape in shapes
-            for splits_log2 in range(min(longest, _MOST_SPLITS_LOG2) + 1)
-            if (self.part(splits_log2) << splits_log2) - self.part(splits_log2) < self.a.columns
+            for splits in _SPLITS
+            if splits <= most and self.part(splits) * (splits - 1) < max(inner, 1)
         ]
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What a choice is for: rows, columns, inner; halves; how lines lie; items of accesses."""
+        """What a choice is for: sizes, halves, how lines lie, items of accesses, the format."""
         a_lines, b_lines = ("along" if along else "across" for along in self.lines)
         sizes = self.a.rows, self.b.columns, self.a.columns
-        return (*sizes, self.halves, a_lines, b_lines, self.vec, self.out_vec)
+        how = self.halves, a_lines, b_lines, self.vec, self.out_vec
+        return (*sizes, *how, *(() if self.quantised is None else (self.quantised.format,)))
 
     def duration(self, card: Card, tiling: Tiling) -> float:
         """Return the time on a card, in items of the sum of an item of the result."""
         row = self.row(card.arch, tiling.shape)
         down, across = self.tiles(card.arch, tiling.shape)
-        ctas = down * across << tiling.splits_log2
-        outside = _STORING_PARTS if tiling.splits_log2 else _OUTSIDE_LOOP
+        ctas = down * across * tiling.splits
+        outside = _STORING_PARTS if tiling.splits > 1 else _OUTSIDE_LOOP
         item = 1 / row.models + _FROM_L2 * (1 / row.tile_rows + 1 / row.tile_columns)
-        items = self.part(tiling.splits_log2) * item + outside / row.ctas_per_sm
+        items = self.part(tiling.splits) * item + outside / row.ctas_per_sm
         wave = row.ctas_per_sm * row.tile_rows * row.tile_columns * items
         return -(-ctas // (card.multiprocessors * row.ctas_per_sm)) * wave
 
     def geometry(self, arch: int, tiling: Tiling) -> tuple[int, Any]:
-        """Return how many CTAs it takes, and the C struct ProductParams without the results."""
+        """Return how many CTAs it takes, and the C struct ProductParams without the results.
+
+        Those of a tile are a power of two, of which some may have no part of the sum.
+        """
         row_tiles, column_tiles = self.tiles(arch, tiling.shape)
         group_log2 = min((row_tiles - 1).bit_length(), _GROUP_LOG2)
         while (row_tiles >> group_log2) * column_tiles**2 >= _RECIPROCAL_REACH:
             group_log2 += 1
         groups = -(-row_tiles // (1 << group_log2))
+        splits_log2 = (tiling.splits - 1).bit_length()
         params = np.zeros((), PRODUCT_PARAMS)
         params["a_stride"], params["b_stride"] = self.a.leading, self.b.leading
         params["rows"], params["columns"] = self.a.rows, self.b.columns // self.halves
-        params["inner"], params["split_inner"] = self.a.columns, self.part(tiling.splits_log2)
-        params["group_log2"], params["splits_log2"] = group_log2, tiling.splits_log2
+        params["inner"], params["split_inner"] = self.a.columns, self.part(tiling.splits)
+        params["group_log2"], params["splits_log2"] = group_log2, splits_log2
         params["column_tiles"] = column_tiles
         params["column_tiles_reciprocal"] = -(-(2**31) // column_tiles)
-        return (groups << group_log2 + tiling.splits_log2) * column_tiles, params
+        return (groups << group_log2 + splits_log2) * column_tiles, params
 
     def passed(self, params: Any) -> Any:
         """Return the C struct that the kernel takes, of ProductParams."""
@@ -172,11 +178,23 @@ class Product(NamedTuple):
         own["blocks"], own["block_log2"] = self.quantised.blocks, self.quantised.block_log2
         return own[()]
 
-    def part(self, splits_log2: int) -> int:
+    def part(self, splits: int) -> int:
         """Return how many items of the sum a CTA adds up: whole vectors, or runs of blocks."""
-        part = -(-self.a.columns >> splits_log2)
+        part = -(-self.a.columns // splits)
         unit = VECTOR if self.quantised is None else UNIT
-        return -(-part // unit) * unit if splits_log2 else part
+        return -(-part // unit) * unit if splits > 1 else part
+
+
+def forward_tiling(product: Product, in_parts: Product, card: Card, worth: float) -> Tiling:
+    """Choose for a forward: whole, or in parts where these take less than `worth` of its time."""
+    usual, parts = product.tiling(card), in_parts.tiling(card, may_split=True)
+    least = product.duration(card, usual)
+    if parts.splits > 1 and in_parts.duration(card, parts) < worth * least:
+        usual, least = parts, in_parts.duration(card, parts)
+    among = {usual.name: usual, **product.near(card, least)}
+    split = in_parts.near(card, least, may_split=True)
+    among |= {name: tiling for name, tiling in split.items() if tiling.splits > 1}
+    return card.choices.pick(product.kernel.entry, product.key, among, usual=usual.name)
 
 
 def whole_vector(*items: int) -> int:

@@ -9,25 +9,62 @@ from functools import cache
 
 import numpy as np
 
-from cupyattn.weight_formats import NF4_CODEBOOK
+from cupyattn.weight_formats import FORMATS, NF4_CODEBOOK, TABLE
 
 NF4_THRESHOLDS = (NF4_CODEBOOK[1:] + NF4_CODEBOOK[:-1]) * np.float32(0.5)
 """A number above so many of them has that code: bitsandbytes compares with the same numbers."""
 
 _TINY = np.float32(2.0**-126)
-_LARGEST_FLOAT16 = np.float32(65504.0)
 
 
 def quantize(w: np.ndarray, kind: str, block_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Return codes and scales of rows w (N, K): "nf4", "int8" or "int4".
 
-    A block that is not finite has scale NaN, and stands for NaN; subnormal numbers are 0.
+    A block that is not finite has scale NaN, and stands for NaN, as does one of "int4" whose scale
+    is beyond float16; subnormal numbers are 0.
     """
     rows, inner = w.shape
     x = _flushed(w.astype(np.float32, order="C")).reshape(rows, inner // block_size, block_size)
     with np.errstate(all="ignore"):
         codes, scales = _QUANTISERS[kind](x)
     return codes.reshape(rows, -1), scales
+
+
+def nest_scales(absmax: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return codes of absmax, (span, offset) of each group of them, and what codes stand for.
+
+    "nf4_nested" has 256 even steps within each group; one that is not finite has NaN.
+    """
+    size, half = FORMATS["nf4_nested"].group or 0, np.float32(127.5)
+    flat = _flushed(absmax.reshape(-1))
+    padded = np.pad(flat, (0, -len(flat) % size), mode="edge").reshape(-1, size)
+    with np.errstate(all="ignore"):
+        low, high = padded.min(axis=-1), padded.max(axis=-1)
+        low, high = (
+            np.where(np.isfinite(low + high), each, np.float32(np.nan)) for each in (low, high)
+        )
+        offset = _flushed(low * np.float32(0.5)) + _flushed(high * np.float32(0.5))
+        span = np.maximum(_flushed(high - offset), _flushed(offset - low))
+        share = _quotient(_flushed(padded - offset[:, None]), span)
+        codes = np.rint(_flushed(share * half) + half)
+        codes = np.clip(np.where(np.isnan(codes), 0, codes), 0, 255).astype(np.uint8)
+    table = np.arange(-255, 256, 2, dtype=np.float32) / np.float32(255)
+    assert len(table) == TABLE
+    return (
+        codes.reshape(-1)[: len(flat)].reshape(absmax.shape),
+        np.stack([span, offset], axis=-1),
+        table,
+    )
+
+
+def expand_scales(
+    scales: np.ndarray, super_scales: np.ndarray, scale_table: np.ndarray
+) -> np.ndarray:
+    """Return the absmax that codes of all rows stand for, in float32 as bitsandbytes rounds."""
+    above = super_scales.repeat(FORMATS["nf4_nested"].group or 0, axis=0)[: scales.size]
+    with np.errstate(all="ignore"):
+        products = _flushed(_flushed(scale_table)[scales.reshape(-1)] * _flushed(above[:, 0]))
+        return _flushed(products + _flushed(above[:, 1])).reshape(scales.shape)
 
 
 def dequantize(
@@ -80,7 +117,7 @@ def _int8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _int4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     low, high = x.min(axis=-1, initial=0), x.max(axis=-1, initial=0)
-    step = np.minimum((high - low) / np.float32(15), _LARGEST_FLOAT16)
+    step = (high - low) / np.float32(15)
     stored = np.where(np.isfinite(_absmax(x)), step, np.float32(np.nan)).astype(np.float16)
     scale = stored.astype(np.float32)
     zero = np.minimum(np.rint(_quotient(np.float32(0) - low[..., None], scale)), np.float32(15))

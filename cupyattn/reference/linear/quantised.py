@@ -12,13 +12,27 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from cupyattn.quantized_weight import QuantizedWeight
-from cupyattn.reference.linear.quantisation import dequantize
+from cupyattn.reference.linear.quantisation import dequantize, expand_scales
 
 _BLOCK_ITEMS = 2**22  # of a weight that are dequantised at a time
 
 
+def with_expanded_scales(weight: QuantizedWeight) -> QuantizedWeight:
+    """Return a weight of "nf4" for one of "nf4_nested", and any other as it is."""
+    if weight.scale_table is None or weight.super_scales is None:
+        return weight
+    return QuantizedWeight(
+        "nf4",
+        weight.codes,
+        expand_scales(weight.scales, weight.super_scales, weight.scale_table),
+        block_size=weight.block_size,
+        transposed=weight.transposed,
+    )
+
+
 def dequantised_rows(weight: QuantizedWeight, rows: slice = slice(None)) -> np.ndarray:
     """Return rows of the arrays as float32 weights (rows, K)."""
+    weight = with_expanded_scales(weight)
     above = weight.super_scales
     arrays = weight.codes[rows], weight.scales[rows], None if above is None else above[rows]
     return dequantize(weight.format, *arrays, weight.block_size)
@@ -42,6 +56,7 @@ def weight_error(weight: QuantizedWeight, *, tensor_cores: bool) -> np.ndarray:
     scale, times a code of at most 15 ("int8" keeps 128 times its scale). Kernels for few rows add
     up codes and shifts apart: where these cancel, the roundings of both sums are left.
     """
+    weight = with_expanded_scales(weight)
     values = np.abs(dequantised_rows(weight).astype(np.float64))
     terms = _cancelling_terms(weight)
     if tensor_cores:
@@ -70,7 +85,7 @@ def _cancelling_terms(weight: QuantizedWeight) -> np.ndarray:
 
 def quantised_product(a: np.ndarray, weight: QuantizedWeight, dtype: DTypeLike) -> np.ndarray:
     """Return a @ weight, added up in `dtype`."""
-    a = a.astype(dtype, copy=False)
+    a, weight = a.astype(dtype, copy=False), with_expanded_scales(weight)
     out = np.zeros((*a.shape[:-1], weight.shape[1]), dtype)
     for rows in _row_blocks(weight):
         values = dequantised_rows(weight, rows).astype(dtype, copy=False)

@@ -18,18 +18,19 @@ Tensor cores of Turing take 8 cycles, or 16 on GeForce cards. Without them it is
 1650, by the speeds of a network's float16 and float32 products (LeelaChessZero/lc0#849), and 640 on
 a GTX 1660 Super, by a matrix product's 0.5 TFLOP/s (pytorch/pytorch#121957).
 """
-_IN_FLIGHT = 8
+IN_FLIGHT = 8
 _ROUNDS = 32
-PRODUCTS = _IN_FLIGHT * _ROUNDS
+LONG_ROUNDS = 2048
+"""For the rate of a whole card: a launch costs nothing beside them."""
+PRODUCTS = IN_FLIGHT * _ROUNDS
 """Of each warp: 2 us on tensor cores, 100 us without."""
 
 
 @cache
-def mma_rate() -> Specialisation:
+def mma_rate(rounds: int = _ROUNDS) -> Specialisation:
     """Specialise the kernel."""
-    return KERNEL.specialise(
-        threads=SUB_PARTITIONS * WARP_SIZE, IN_FLIGHT=_IN_FLIGHT, ROUNDS=_ROUNDS
-    )
+    threads = SUB_PARTITIONS * WARP_SIZE
+    return KERNEL.specialise(threads=threads, IN_FLIGHT=IN_FLIGHT, ROUNDS=rounds)
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:

@@ -9,7 +9,7 @@ from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
 from cupyattn.kernels.configs.tables import cpp_bool, pairs
 from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
-from cupyattn.kernels.structs import DEQUANTIZE_STRUCT, QUANTIZE_STRUCT
+from cupyattn.kernels.structs.linear import DEQUANTIZE_STRUCT, QUANTIZE_STRUCT
 
 QUANTIZE = KernelSpec(
     "quantize",
@@ -31,7 +31,7 @@ KERNELS = (QUANTIZE, DEQUANTIZE)
 FORMATS = {"nf4": "Nf4", "int4": "Int4", "int8": "Int8", "q4_1": "Q4_1", "q4_k": "Q4_K"}
 """Formats by their names in Python and in C++ (formats.cuh)."""
 MADE = ("nf4", "int4", "int8")
-"""Those that weights are quantised to; the others come from files."""
+"""Those that QUANTIZE makes; the others come from files, or of these (nested_scales.py)."""
 
 THREADS = 256
 LANE_WEIGHTS = 8

@@ -12,7 +12,7 @@ from cupyattn.kernels.configs.linear.float32 import ProductConfig
 from cupyattn.kernels.configs.linear.quantised import CODEBOOK_BYTES, FORMATS
 from cupyattn.kernels.configs.tables import pairs, rows_for
 from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
-from cupyattn.kernels.structs import QUANTISED_FLOAT_STRUCT
+from cupyattn.kernels.structs.linear import QUANTISED_FLOAT_STRUCT
 
 _WEIGHT = (*inputs("codes", "scales"), *inputs("super_scales", optional=True))
 

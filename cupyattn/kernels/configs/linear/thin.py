@@ -16,7 +16,7 @@ from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.configs.linear.float32 import STRUCTS
 from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, rows_for
 from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Specialisation, inputs
-from cupyattn.kernels.structs import THIN_STRUCT
+from cupyattn.kernels.structs.linear import THIN_STRUCT
 
 EPILOGUE: tuple[Parameter, ...] = (
     *inputs("b", "residual", optional=True),
