@@ -20,7 +20,7 @@ constexpr int kCopyAxes = 4;
 constexpr int kPassed = 32;
 constexpr int kBatch = 8;
 
-// Field for field the structured dtype COPY_BLOCKS_PARAMS of cupyattn/kernels/structs.py. Strides are in words.
+// Field for field the structured dtype COPY_BLOCKS_PARAMS of cupyattn/kernels/structs. Strides are in words.
 struct CopyBlocksParams {
   int64 block_stride[kCopyArrays];
   int64 strides[kCopyArrays][kCopyAxes];
@@ -33,7 +33,7 @@ struct CopyBlocksParams {
   int src[kPassed], dst[kPassed];
 };
 static_assert(sizeof(CopyBlocksParams) == COPY_BLOCKS_PARAMS_BYTES,
-              "cupyattn/kernels/structs.py describes another struct");
+              "cupyattn/kernels/structs describes another struct");
 
 using Data = Word<WORD>::Type;
 

@@ -27,7 +27,7 @@ using Rows = RowTraits<THREADS, LANES, STRIPS, VEC, RESIDENT>;
 using Params = RowsParams<6>;
 using Held = HeldStrip<Rows, Scalar>;
 enum Array { kX, kResidual, kOut, kTotal, kMean, kRstd };
-static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
+static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
 
 // Whether weight and bias fit beside the row: then they are loaded before its statistics are known.
 constexpr bool kHoldColumns =

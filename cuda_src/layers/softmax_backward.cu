@@ -22,7 +22,7 @@ using Scalar = DTYPE;
 using Rows = RowTraits<THREADS, LANES, STRIPS, VEC, RESIDENT>;
 using Params = RowsParams<4>;
 enum Array { kDout, kY, kDx, kRowSum };
-static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
+static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
 
 constexpr float kAbsent = LOGARITHM ? -kInfinity : 0.f;  // y of a column beyond the row
 

@@ -22,7 +22,7 @@
 using Scalar = DTYPE;
 using Params = RowsParams<3>;
 enum Array { kDout, kY, kRowSum, kArrays };
-static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs.py describes another struct");
+static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
 
 constexpr int kWarps = THREADS / kWarpSize;
 constexpr int kColumns = kWarpSize * VEC;            // of a CTA

@@ -4,6 +4,8 @@ CuPy arrays go to `cupyattn.ops` and its kernels, NumPy arrays to `cupyattn.refe
 `backend` says so, to the same kernels on the emulator; the checks of a call are the same for all.
 """
 
+from inspect import isfunction
+
 from cupyattn.functional.attention.backward import attention_backward
 from cupyattn.functional.attention.block_mask import BlockMask, block_mask
 from cupyattn.functional.attention.merge import merge_attention
@@ -31,9 +33,11 @@ from cupyattn.functional.layers.rope import Rotary, rope_backward
 from cupyattn.functional.layers.rope_tables import rope_tables
 from cupyattn.functional.layers.sampling import sample
 from cupyattn.functional.layers.softmax import softmax_backward
+from cupyattn.functional.layers.sums import add_to
 from cupyattn.functional.linear.backward import linear_backward
 from cupyattn.functional.linear.gelu import linear_gelu_backward
 from cupyattn.functional.linear.quantised import dequantize, quantize
+from cupyattn.functional.ranges import ranged
 from cupyattn.functional.rules import (
     attention,
     attention_varlen,
@@ -96,6 +100,7 @@ __all__ = [
     "YarnScaling",
     "adamw_step",
     "adamw_step_8bit",
+    "add_to",
     "append_kv",
     "attention",
     "attention_backward",
@@ -147,3 +152,7 @@ __all__ = [
     "swiglu_backward",
     "vjp",
 ]
+
+for _name in __all__:
+    if isfunction(globals()[_name]):
+        globals()[_name] = ranged(globals()[_name])

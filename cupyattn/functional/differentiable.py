@@ -9,6 +9,8 @@ from functools import cached_property, wraps
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
+from cupyattn.functional.ranges import ranged
+
 _Parameters = ParamSpec("_Parameters")
 _Returned = TypeVar("_Returned")
 
@@ -33,7 +35,7 @@ class Rule:
         on_demand: OnDemand,
     ) -> None:
         self.function = function
-        self.backward = backward
+        self.backward = ranged(backward)
         self.name = function.__name__
         self.gradients = gradients
         self.results = results

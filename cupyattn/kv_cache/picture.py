@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from cupyattn.errors import error
+from cupyattn.errors import error, shown
 from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.sequence import Sequence
 
@@ -76,6 +76,13 @@ def _named(
     if not isinstance(sequences, Mapping):
         sequences = {f"sequence {number}": each for number, each in enumerate(sequences)}
     for name, sequence in sequences.items():
+        if not isinstance(sequence, Sequence):
+            raise error(
+                TypeError,
+                f"got {name}, {shown(sequence)}",
+                "a picture is of Sequences: a mapping of names to them, a list, or None for all",
+                "pass what this cache's allocator.add returned",
+            )
         if not sequence.is_freed and sequence not in allocator:
             raise error(
                 ValueError,

@@ -186,9 +186,14 @@ class Run:
 
     def drop(self) -> None:
         """Give back its blocks: it has to be computed anew."""
-        if self.sequence is not None:
+        if self.sequence is not None and not self.sequence.is_freed:
             self.sequence.free()
         self.sequence, self.written = None, 0
+
+
+def has_whole(sequence: Sequence, length: int) -> bool:
+    """Tell whether the device's pool has at least so many tokens of a sequence."""
+    return not sequence.is_freed and not sequence.is_swapped and len(sequence) >= length
 
 
 def as_swaps(preempt: Any) -> bool:
@@ -220,6 +225,15 @@ def as_sampled(
             "it returns the next tokens of each work, in the works' order",
             "return a list for each work, of a token for each of its samples: [[7], [], [3]]",
         ) from None
+    for work, length in zip(batch, lengths, strict=True):
+        if not has_whole(work.sequence, length):
+            raise error(
+                ValueError,
+                f"forward has left {work.sequence!r} of a work that had {length} tokens",
+                "its sequences are the scheduler's: forward may append to them, but not free, "
+                "swap out or cut them",
+                "end a request by cancel, between steps",
+            )
     sampled = [_of_samples(tokens) for tokens in works]
     counts = [len(samples) for samples in sampled]
     wanted = [len(work.samples) for work in batch]

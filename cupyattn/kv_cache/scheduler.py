@@ -10,7 +10,8 @@ from typing import Literal
 from cupyattn.errors import error
 from cupyattn.kv_cache.admission import Admission, as_left
 from cupyattn.kv_cache.arguments import as_count, as_tokens
-from cupyattn.kv_cache.pool import Copy, OutOfBlocksError
+from cupyattn.kv_cache.moves import Moves
+from cupyattn.kv_cache.pool import OutOfBlocksError
 from cupyattn.kv_cache.requests import (
     Request,
     Run,
@@ -18,6 +19,7 @@ from cupyattn.kv_cache.requests import (
     Work,
     as_sampled,
     as_swaps,
+    has_whole,
     require_cache,
 )
 
@@ -95,9 +97,9 @@ class Scheduler:
         preempt: Literal["recompute", "swap"] = "recompute",
         window_size: tuple[int | None, int | None] | None = None,
     ) -> None:
-        self._swaps = as_swaps(preempt)
-        require_cache(cache, swaps=self._swaps)
-        self._cache = cache
+        swaps = as_swaps(preempt)
+        require_cache(cache, swaps=swaps)
+        self._moves = Moves(cache, swaps=swaps)
         self._allocator = cache.allocator
         self._max_batch = as_count("max_batch", max_batch, 1)
         self._max_tokens = as_count("max_tokens", max_tokens, self._max_batch)
@@ -105,7 +107,6 @@ class Scheduler:
         self._submitted = self._num_preempted = 0
         self._running: list[Run] = []  # the earliest first
         self._waiting: list[Run] = []  # a heap
-        self._copies: list[Copy] = []  # those to run before anything is written
 
     @property
     def num_running(self) -> int:
@@ -217,7 +218,8 @@ class Scheduler:
             layer by layer, before the layer attends: works may share blocks that this step fills.
             All copies have been run when it is called. It is not called if nothing is submitted.
             Of a work's only sample it may return several next tokens, as a list in the list, if it
-            has appended all but the last to the work's sequence, and written them.
+            has appended all but the last to the work's sequence, and written them. It does nothing
+            else to these sequences: the scheduler frees, moves and cuts them.
 
         Returns
         -------
@@ -230,7 +232,8 @@ class Scheduler:
             If blocks that others took from the allocator leave no room for even one sequence.
         ValueError
             If `forward` returned other than as many tokens as were asked for, or several for a
-            sample whose sequence has not grown by all but the last.
+            sample whose sequence has not grown by all but the last; or if it freed, swapped out or
+            cut a sequence, which is computed anew then.
         TypeError
             If it returned no list for each work, as None or one number is, or what is no token.
         Exception
@@ -242,7 +245,7 @@ class Scheduler:
             batch = self._continue()
             if self._num_preempted == preempted:  # otherwise who made room would take it again
                 batch += self._admit(self._max_tokens - sum(len(work.tokens) for work in batch))
-            self._run_copies()
+            self._moves.run()
             lengths = [len(work.sequence) for work in batch]
             sampled = as_sampled(batch, lengths, forward(tuple(batch))) if batch else []
         except BaseException:
@@ -260,7 +263,7 @@ class Scheduler:
             later = len(self._running) - len(batch) - 1  # one token is theirs, each
             tokens = run.tokens[run.written : run.written + budget - later]
             try:
-                self._copies += run.sequence.append(tokens)
+                self._moves.append(run.sequence, tokens)
             except OutOfBlocksError:
                 if len(self._running) == 1:
                     raise
@@ -272,21 +275,8 @@ class Scheduler:
 
     def _preempt(self, run: Run) -> None:
         """Take the blocks of the last that runs."""
-        assert run.sequence is not None
         self._num_preempted += 1
-        try:
-            copies = run.sequence.swap_out() if self._swaps else None
-        except OutOfBlocksError:  # host memory is full
-            copies = None
-        if copies is None:
-            run.drop()
-        else:
-            try:
-                self._run_copies()
-                self._cache.copy_to_host(copies)
-            except BaseException:
-                run.drop()
-                raise
+        self._moves.swap_out(run)
         heappush(self._waiting, self._running.pop())
 
     def _admit(self, budget: int) -> list[Work]:
@@ -309,37 +299,25 @@ class Scheduler:
 
     def _begin(self, run: Run, budget: int) -> list[int]:
         """Give a run its blocks, and return the tokens to compute in this step."""
-        sequence = run.sequence
-        if sequence is None:
+        if run.sequence is None:
             return self._admission.begin(run, budget, alone=not self._running)
         self._admission.require_room(run)
         tokens = run.tokens[run.written : run.written + budget]
-        try:
-            copies = sequence.swap_in()
-            self._run_copies()
-            self._cache.copy_from_host(copies)
-            self._copies += sequence.append(tokens)
-        except BaseException:
-            if not sequence.is_swapped:
-                sequence.truncate(0)  # its blocks are found already, and hold nothing
-            run.drop()
-            raise
+        self._moves.swap_in(run, tokens)
         return tokens
-
-    def _run_copies(self) -> None:
-        """Run the copies so far; before swaps too, since all run in the order of their calls."""
-        if self._copies:
-            self._cache.copy(tuple(self._copies))
-            self._copies = []
 
     def _undo(self) -> None:
         """After a step that failed: cut what has no keys and values yet, in every sequence."""
-        lost = bool(self._copies)  # a copy failed, or was not run
-        self._copies = []
+        lost = self._moves.forget()  # a copy failed, or was not run
         dropped = []
+        for run in self._running:  # which a forward should not have freed, moved or cut
+            if run.sequence is not None and not has_whole(run.sequence, run.written):
+                dropped.append(run)
         for run in (*self._running, *self._waiting):
             sequence = run.sequence
-            if sequence is None or sequence.is_swapped or len(sequence) == run.written:
+            if sequence is None or not has_whole(sequence, run.written):
+                continue
+            if len(sequence) == run.written:
                 continue
             sequence.truncate(run.written or sequence.num_cached_tokens)
             # One that has just begun may have found what another should have written.

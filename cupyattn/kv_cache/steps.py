@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Array
+from cupyattn.arrays import Array, adopt_one
 from cupyattn.errors import error, shown
 from cupyattn.functional import append_kv, paged_attention
 from cupyattn.functional.outputs import named_out
 from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.arguments import as_count
 from cupyattn.kv_cache.sequence import Sequence
-from cupyattn.kv_cache.tables import StepTables, as_counts, lengths_of
+from cupyattn.kv_cache.tables import StepTables, as_counts, lengths_of, require_tables
 
 
 class CacheSteps:
@@ -126,7 +126,8 @@ class CacheSteps:
         TypeError, ValueError
             As `append_kv`, for dtypes, heads and whatever else does not fit.
         """
-        tables.require_of(self.allocator)
+        require_tables(tables, self.allocator)
+        k = adopt_one("k", k)
         tokens = k.shape[:-2]
         count = math.prod(tokens)
         if not tables.num_tokens <= count <= len(tables.slot_mapping):
@@ -186,7 +187,8 @@ class CacheSteps:
         step is fastest with the sequences that generate in front, as `Scheduler` has them in all
         but few steps.
         """
-        tables.require_of(self.allocator)
+        require_tables(tables, self.allocator)
+        q = adopt_one("q", q)
         arrays, batch = self._layer(layer), len(tables.seqlens_k)
         if len(q.shape) != 3:
             rows = (

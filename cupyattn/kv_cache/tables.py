@@ -108,15 +108,10 @@ class StepTables:
         lengths = self._on_host["seqlens_k"][: self.num_sequences].tolist()
         return list(zip(starts, starts[1:], lengths, strict=False))
 
-    def require_of(self, allocator: BlockAllocator) -> None:
-        """Raise ValueError if the ids are those of another pool."""
-        if allocator is not self._allocator:
-            raise error(
-                ValueError,
-                f"got {self!r} of another cache",
-                "its block ids are those of another pool",
-                "pass tables that this cache's step_tables made",
-            )
+    @property
+    def allocator(self) -> BlockAllocator:
+        """Whose blocks the ids are."""
+        return self._allocator
 
     def update(self, sequences: Items[Sequence], new_tokens: int | Iterable[int] = 1) -> None:
         """Fill the tables for other sequences, or for the same ones that have grown, in place.
@@ -137,8 +132,9 @@ class StepTables:
             If something is no sequence, or a number no integer.
         ValueError
             If a sequence is freed, swapped out, of another cache or longer than the tables, or
-            there are too many; or if it has fewer tokens than are called new. The tables are as
-            before then.
+            there are too many; if it has fewer tokens than are called new; or if two new tokens
+            have one slot: a sequence stands twice in the batch, or a fork has appended none. The
+            tables are as before then.
         """
         tables, size = self._on_host, self._allocator.block_size
         lengths = lengths_of(self._allocator, sequences)
@@ -162,10 +158,12 @@ class StepTables:
                 "what is computed in a step needs its slots",
                 "evict after the step, and only what the next one does not see",
             )
+        slots = blocks * size + positions % size
+        _require_own_slots(slots, rows)
         for name, values, rest in (
             ("seqlens_k", lengths, 0),
             ("cu_seqlens_q", np.concatenate(([0], ends)), total),
-            ("slot_mapping", blocks * size + positions % size, UNUSED),
+            ("slot_mapping", slots, UNUSED),
             ("positions", positions, 0),
         ):
             tables[name][: len(values)] = values
@@ -223,6 +221,24 @@ class StepTables:
             )
 
 
+def require_tables(tables: Any, allocator: BlockAllocator) -> None:
+    """Refuse what is no tables, and those whose ids are another pool's."""
+    if not isinstance(tables, StepTables):
+        raise error(
+            TypeError,
+            f"got {shown(tables)} as the tables of a step",
+            "they are StepTables",
+            "pass what this cache's step_tables returned",
+        )
+    if tables.allocator is not allocator:
+        raise error(
+            ValueError,
+            f"got {tables!r} of another cache",
+            "its block ids are those of another pool",
+            "pass tables that this cache's step_tables made",
+        )
+
+
 def upload(xp: Any, target: Array, staged: np.ndarray) -> None:
     """Queue the copy of an array of the host; it may change as soon as this has returned."""
     if xp is np:
@@ -235,10 +251,10 @@ def upload(xp: Any, target: Array, staged: np.ndarray) -> None:
 
 def lengths_of(allocator: BlockAllocator, sequences: Items[Sequence]) -> np.ndarray:
     """Return the tokens of sequences, or refuse what is none of the allocator's."""
-    if isinstance(sequences, Sequence):
+    if isinstance(sequences, Sequence) or not hasattr(sequences, "__len__"):
         raise error(
             TypeError,
-            f"got {sequences!r}",
+            f"got {shown(sequences)}",
             "the sequences of a batch are a list, of one too",
             "pass [sequence]",
         )
@@ -260,6 +276,20 @@ def lengths_of(allocator: BlockAllocator, sequences: Items[Sequence]) -> np.ndar
                 "pass sequences that this cache's allocator made",
             )
     return np.array(lengths, np.int64)
+
+
+def _require_own_slots(slots: np.ndarray, rows: np.ndarray) -> None:
+    """Refuse new tokens of two sequences in one slot: each would write it, in any order."""
+    order = np.argsort(slots, kind="stable")
+    same = np.flatnonzero(slots[order[1:]] == slots[order[:-1]])
+    if len(same):
+        first, second = rows[order[same[0]]], rows[order[same[0] + 1]]
+        raise error(
+            ValueError,
+            f"sequences {first} and {second} have a new token in one slot, {slots[order[same[0]]]}",
+            "a slot is written once in a step",
+            "leave out one that stands twice, and append to forks what they are to compute",
+        )
 
 
 def as_counts(sequences: Items[Sequence], new_tokens: int | Iterable[int]) -> np.ndarray:

@@ -105,7 +105,7 @@ def bounded(problem: Continuations, dtype: str, found: Any) -> float:
     tails=st.lists(st.integers(1, 40), min_size=1, max_size=7),
     new=st.integers(1, 4),
 )
-@examples(8)
+@examples(6)
 def test_a_cascade_is_plain_attention(kernel, blocks, tails, new):
     """Up to 28 queries of the prompt: those of few and of many query tokens."""
     dtype, head_dim = kernel

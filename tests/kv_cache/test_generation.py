@@ -164,7 +164,7 @@ def test_steps_that_fail_lose_nothing(names, preempt, monkeypatch):
             try:
                 return step(self, forward)
             except FaultError:
-                self._cache.allocator.check()
+                self._allocator.check()
 
     monkeypatch.setattr(Scheduler, "step", until_it_runs)
     _, _, requests, logits = generate(names, preempt, num_blocks=30, samples=3)

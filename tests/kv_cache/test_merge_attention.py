@@ -43,16 +43,23 @@ def parts(shape: tuple[int, ...], dtype: str, seed: int = 0, spread: float = 3.0
         st.sampled_from((1, 31, 32, 33, 256)),
     ),
     dtype=st.sampled_from(wider(("float16",), ("float32", "bfloat16"))),
+    wide=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     spread=st.sampled_from((0.0, 3.0, 60.0)),
     seed=st.integers(0, 999),
 )
-@examples(15)
-def test_within_the_bound(shape, dtype, spread, seed):
-    arrays = parts(shape, dtype, seed, spread)
+@examples(10)
+def test_within_the_bound(shape, dtype, wide, spread, seed):
+    """Parts and the result each in the dtype, or in float32."""
+    kinds = [np.dtype(np.float32) if each else dtype_of(dtype) for each in wide]
+    out_a, lse_a, out_b, lse_b = parts(shape, dtype, seed, spread)
+    arrays = out_a.astype(kinds[0]), lse_a, out_b.astype(kinds[1]), lse_b
+    given = KERNELS.put(np.zeros(shape, kinds[2])), KERNELS.put(np.zeros_like(lse_a))
     with KERNELS.running():
-        found = cupyattn.merge_attention(*map(KERNELS.put, arrays))
+        found = cupyattn.merge_attention(*map(KERNELS.put, arrays), out=given)
+    assert found[0] is given[0]
     found = tuple(map(KERNELS.get, found))
-    exact, bounds = reference.merge_attention(*arrays), reference.merge_attention_bound(*arrays)
+    exact = reference.merge_attention(*arrays)
+    bounds = reference.merge_attention_bound(*arrays, dtype=kinds[2].name)
     for result, right, bound in zip(found, exact, bounds, strict=True):
         assert reference.error_ratio(result, right, bound) <= 1
 
@@ -81,6 +88,19 @@ def test_of_two_parts_without_keys_nothing_comes():
     assert np.isneginf(lse).all()
 
 
+def test_float16_parts_do_not_overflow():
+    """The weights' sum may round to more than 1; float32 parts may be too large for the result."""
+    lse_a, lse_b = np.random.default_rng(0).standard_normal((2, 4, 5, 9), dtype=np.float32)
+    largest = np.full((4, 9, 5, 1), np.finfo(np.float16).max, np.float16)
+    with KERNELS.running():
+        arrays = map(KERNELS.put, (largest, lse_a, largest, lse_b))
+        assert np.array_equal(KERNELS.get(cupyattn.merge_attention(*arrays)[0]), largest)
+        wide = largest.astype(np.float32) * 2
+        arrays = map(KERNELS.put, (wide, lse_a, wide, lse_b))
+        given = KERNELS.put(np.zeros_like(largest)), KERNELS.put(lse_a.copy())
+        assert np.isposinf(KERNELS.get(cupyattn.merge_attention(*arrays, out=given)[0])).all()
+
+
 def test_views_and_given_results():
     arrays = parts((2, 3, 4, 8), "float16")
     with cupyattn.backend("emulator"):
@@ -100,7 +120,8 @@ def test_views_and_given_results():
         (2, lambda x: x[..., :4], ValueError, "out_b has shape (2, 3, 4, 4)"),
         (1, lambda x: x.astype("float16"), TypeError, "lse_a has dtype float16"),
         (3, lambda x: np.swapaxes(x, 1, 2), ValueError, "lse_b has shape (2, 3, 4)"),
-        (2, lambda x: x.astype("float32"), TypeError, "out_b has float32"),
+        (2, lambda x: x.astype("float64"), TypeError, "out_a has float16, out_b has float64"),
+        (2, lambda x: x.astype(dtype_of("bfloat16")), TypeError, "share one dtype, or are float32"),
         (0, lambda x: None, TypeError, "out_a is None"),
     ],
 )
@@ -111,7 +132,25 @@ def test_refusals(index, change, kind, message):
         cupyattn.merge_attention(*arrays)
 
 
-def test_results_must_not_lie_in_the_inputs():
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_first_part_may_be_the_result(wide):
+    out_a, lse_a, out_b, lse_b = parts((2, 3, 4, 40), "float16")
+    out_a = out_a.astype(np.float32) if wide else out_a
+    with cupyattn.backend("emulator"):
+        out, lse = cupyattn.merge_attention(out_a, lse_a, out_b, lse_b)
+        assert out.dtype == out_a.dtype
+        cupyattn.merge_attention(out_a, lse_a, out_b, lse_b, out=(out_a, lse_a))
+    assert np.array_equal(out, out_a)
+    assert np.array_equal(lse, lse_a)
+
+
+def test_a_result_must_not_lie_elsewhere_in_the_inputs():
     out_a, lse_a, out_b, lse_b = parts((2, 3, 4, 8), "float16")
+    with pytest.raises(ValueError, match="out overlaps out_b"):
+        cupyattn.merge_attention(out_a, lse_a, out_b, lse_b, out=(out_b, lse_a.copy()))
+    shifted = np.zeros(out_a.size + 8, np.float16)
+    out_a = shifted[:-8].reshape(out_a.shape)
     with pytest.raises(ValueError, match="out overlaps out_a"):
-        cupyattn.merge_attention(out_a, lse_a, out_b, lse_b, out=(out_a, lse_a.copy()))
+        cupyattn.merge_attention(
+            out_a, lse_a, out_b, lse_b, out=(shifted[8:].reshape(out_a.shape), lse_a.copy())
+        )

@@ -29,7 +29,7 @@ KERNELS = wider(
 
 
 @given(problem=paged_problems(KERNELS), count=st.integers(1, 4))
-@examples(10)
+@examples(7)
 def test_paged_is_dense(problem: PagedProblem, count: int):
     """Whatever the lengths are, wherever blocks lie and shares cut: within the dense bounds."""
     arrays = problem.arrays()
@@ -40,7 +40,7 @@ def test_paged_is_dense(problem: PagedProblem, count: int):
 
 @pytest.mark.usefixtures("whole_sequences")
 @given(problem=paged_problems(KERNELS))
-@examples(8)
+@examples(6)
 def test_short_sequences_have_a_cta_for_each_head(problem: PagedProblem):
     arrays = problem.arrays()
     out, lse = on_kernels(problem, arrays)

@@ -28,7 +28,7 @@ HEAD_DIMS = wider(
 
 
 @given(problem=prompts(HEAD_DIMS))
-@examples(12)
+@examples(8)
 def test_paged_is_dense(problem: PagedProblem):
     """Within the dense bounds, for any lengths, table and block size: also more queries than keys.
 
@@ -39,7 +39,7 @@ def test_paged_is_dense(problem: PagedProblem):
 
 
 @given(problem=packed_prompts(HEAD_DIMS))
-@examples(12)
+@examples(8)
 def test_packed_queries_are_a_loop_over_sequences(problem: PackedProblem):
     """Any number of queries a sequence, none too; rows behind the last one stay as they are."""
     arrays = problem.arrays()

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyattn import reference
+from cupyattn import PagedKVCache, gather, reference
 
+LARGEST = np.finfo(np.float32).max
 BITS = pytest.mark.parametrize("bits", [8, 4])
 
 
@@ -77,6 +78,22 @@ def test_what_is_too_small_is_zero(bits, size):
     stored, scales = reference.quantise(np.array([[size, -size]], np.float32), bits)
     assert not scales.any()
     assert not reference.dequantise(stored, scales).any()
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("int8", np.inf), ("int4", LARGEST)])
+def test_the_largest_number_of_float32(dtype, largest):
+    """Its scale of 8 bits is rounded up, as append_kv says; the number before it is safe."""
+    cache = PagedKVCache(1, 1, 16, 1, 2, dtype=dtype, xp=np)
+    tables = cache.step_tables([cache.allocator.add([1, 2])], 2)
+    k = np.array([[[LARGEST, -1]], [[np.nextafter(LARGEST, np.float32(0)), -1]]], np.float32)
+    cache.append(0, k, -k, tables)
+    found = gather(
+        cache.k[0], cache.v[0], tables.block_table, tables.seqlens_k, max_seqlen_k=2,
+        dtype="float32", **cache.scales(0),
+    )  # fmt: skip
+    for sign, tokens in zip((1, -1), found, strict=True):
+        assert tokens[0, 0, 0, 0] == sign * largest
+        assert np.isfinite(tokens[0, 1]).all()
 
 
 def test_float16_is_wide_enough():

@@ -89,7 +89,7 @@ LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=5)
 
 @DTYPES
 @given(lengths=LENGTHS, seed=st.integers(0, 2**16), packed=st.booleans())
-@examples(8)
+@examples(6)
 def test_errors_are_within_their_bounds(dtype, lengths, seed, packed):
     rng = np.random.default_rng(seed)
     counts = [int(rng.integers(0, length + 1)) for length in lengths] if packed else None

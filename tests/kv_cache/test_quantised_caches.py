@@ -33,7 +33,7 @@ KERNELS = wider(
 
 @pytest.mark.parametrize("bits", BITS)
 @given(data=st.data(), count=st.integers(1, 4))
-@examples(6)
+@examples(4)
 def test_within_the_bound_of_the_integers(bits: int, data: st.DataObject, count: int):
     """Whatever the lengths are, wherever blocks lie and shares cut; unused scales are NaN."""
     problem = data.draw(paged_problems(KERNELS, bits))
@@ -131,7 +131,7 @@ def test_the_cpu_path_is_that_of_dequantised_caches():
     size=st.sampled_from((0.1, 0.5, 1.0)),
     seed=st.integers(0, 2**16),
 )
-@examples(40)
+@examples(27)
 def test_what_the_format_costs_is_bounded(bits, keys, options, size, seed):
     """Exact attention over what was stored, beside that over what was given."""
     rng = np.random.default_rng(seed)

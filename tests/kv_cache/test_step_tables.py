@@ -113,12 +113,25 @@ def swapped(cache):
     return [sequence]
 
 
+def forked(cache):
+    sequence = cache.allocator.add([1] * 3)
+    return [sequence, sequence.fork()]
+
+
 @pytest.mark.parametrize(
     ("sequences", "new_tokens", "kind", "passed"),
     [
         (lambda cache: [BlockAllocator(4, 16).add([1])], 1, ValueError, "of another allocator"),
         (freed, 1, ValueError, "the sequence is freed"),
         (swapped, 1, ValueError, "the sequence is swapped out"),
+        (
+            lambda cache: [cache.allocator.add([1])] * 2,
+            1,
+            ValueError,
+            "0 and 1 have a new token in",
+        ),
+        (forked, 1, ValueError, "sequences 0 and 1 have a new token in one slot, 50; "),
+        (lambda cache: iter([cache.allocator.add([1])]), 1, TypeError, "of a batch are a list"),
         (lambda cache: [[1, 2]], 1, TypeError, r"got \[1, 2\] among the sequences"),
         (lambda cache: [cache.allocator.add([1])], 2, ValueError, "2 new tokens of sequence 0"),
         (lambda cache: [cache.allocator.add([1])], [1, 1], ValueError, "2 numbers of new tokens"),
@@ -141,6 +154,14 @@ def test_what_does_not_fit_is_refused(sequences, new_tokens, kind, passed):
     assert (tables.num_sequences, tables.num_tokens, tables.max_seqlen_q) == (2, 4, 2)
     tables.update(there, 2)
     assert [getattr(tables, name).tolist() for name in NAMES] == before
+
+
+def test_a_sequence_may_be_read_twice():
+    """What is not new is written by nobody."""
+    cache = small_cache()
+    sequence = cache.allocator.add([0] * 20)
+    assert cache.block_table([sequence, sequence.fork(), sequence]).tolist() == [[0, 1]] * 3
+    assert cache.step_tables([sequence, sequence.fork()], [1, 0]).slot_mapping.tolist() == [19]
 
 
 @pytest.mark.parametrize("name", ["max_batch", "max_blocks", "max_tokens"])

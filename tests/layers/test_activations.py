@@ -64,7 +64,7 @@ def ratio(found: Any, exact: Any, bound: Any) -> float:
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
-@examples(14)
+@examples(10)
 @given(
     case=st.sampled_from(CASES),
     rows=st.integers(1, 3),
@@ -85,7 +85,7 @@ def test_plain_within_bounds(case, rows, length, spread, seed):
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
-@examples(14)
+@examples(10)
 @given(
     case=st.sampled_from(CASES),
     rows=st.integers(1, 3),

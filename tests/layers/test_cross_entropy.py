@@ -93,7 +93,7 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
-@examples(10)
+@examples(7)
 @given(problem=problems())
 def test_within_bounds_of_the_reference(problem):
     require_within_bounds(problem)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.nvrtc
 
 
 @pytest.mark.usefixtures("kernels_run")
-@examples(15)
+@examples(10)
 @given(
     shape=st.lists(st.integers(1, 4), min_size=4, max_size=4),
     order=st.permutations(range(4)),

@@ -33,7 +33,7 @@ def ids_of(rows: int, shape: tuple[int, ...], dtype: str, spread: str) -> np.nda
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
-@examples(16)
+@examples(11)
 @given(
     dtype=st.sampled_from(wider(("float16", "float32"), DTYPES)),
     rows=st.sampled_from((1, 2, 255, 256, 257, 1000)),

@@ -167,7 +167,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
-@examples(8)
+@examples(6)
 @given(case=cases())
 def test_any_case_is_within_the_bounds(case):
     require_within_bounds(case)

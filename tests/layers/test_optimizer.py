@@ -34,7 +34,7 @@ def state(seed: int, dtype: str, *shape: int) -> list[np.ndarray]:
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
-@examples(12)
+@examples(8)
 @given(
     dtype=st.sampled_from(wider(("float16", "float32"), DTYPES)),
     shape=st.sampled_from(((1,), (3,), (4, 8), (2, 33), (1030,))),
@@ -152,7 +152,7 @@ SHAPES = ((1,), (5, 7), (256,), (3, 1000), (40_000,))
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
-@examples(10)
+@examples(7)
 @given(
     shapes=st.lists(st.sampled_from(SHAPES), min_size=1, max_size=20),
     dtypes=st.sampled_from((("float16",), ("float32",), ("float16", "float32"))),

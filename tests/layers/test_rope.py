@@ -33,7 +33,7 @@ def tables(pairs: int, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
-@examples(20)
+@examples(14)
 @given(
     case=st.sampled_from(
         wider(

@@ -59,7 +59,7 @@ def drawn(logits: np.ndarray, **options: Any) -> np.ndarray:
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
-@examples(30)
+@examples(20)
 @given(
     dtype=st.sampled_from(wider(("float16", "float32"), DTYPES)),
     rows=st.integers(1, 4),
@@ -82,7 +82,7 @@ def test_the_kernels_draw_what_numpy_replays(
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
-@examples(10)
+@examples(7)
 @given(
     tokens=st.sampled_from((300, PART + 77)),
     integers=st.sampled_from(("int32", "int64")),

@@ -74,6 +74,14 @@ def test_bad_input(side, changed, kind, message):
         cupyattn.sample(logits, **{name: placed(side, value) for name, value in given.items()})
 
 
+def test_true_is_no_number_behind_a_call_that_was_given_1():
+    """Numbers that were checked once are remembered, and 1 == True."""
+    cupyattn.sample(X, seed=0, top_k=1, step=1)
+    for name in ("top_k", "step", "seed"):
+        with pytest.raises(TypeError, match=f"{name} is True"):
+            cupyattn.sample(X, **{"seed": 0, name: True})
+
+
 @everywhere
 @pytest.mark.parametrize(
     ("name", "values", "message"),

@@ -95,7 +95,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
-@examples(16)
+@examples(11)
 @given(case=cases())
 def test_any_bias_is_within_its_bound(case):
     require_within_bounds(case)

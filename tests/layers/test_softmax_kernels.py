@@ -39,7 +39,7 @@ def require_within_bounds(problem: SoftmaxProblem) -> None:
     assert reference.error_ratio(dx, reference.softmax_backward(dout, out), bound) <= 1
 
 
-@examples(8)
+@examples(6)
 @given(problem=softmax_problems(dtypes=DTYPES))
 def test_within_bounds_of_the_reference(problem: SoftmaxProblem):
     require_within_bounds(problem)
@@ -63,7 +63,7 @@ def test_row_lengths_around_the_tables_limits(length: int, dtype: str, rows: int
     require_within_bounds(problem)
 
 
-@examples(12)
+@examples(8)
 @given(
     shape=st.lists(st.integers(1, 4), min_size=4, max_size=4),
     order=st.permutations(range(4)),

@@ -84,7 +84,8 @@ def append_kv(
     head and q an int8, or ``(nibble - 8) * scale`` with ``scale = max|x| / 7``, item 2 i in the low
     nibble of byte i and item 2 i + 1 in the high one. Both are of the rotated float32 numbers,
     rounded to nearest even, with scales below 2**-126 flushed to 0. Items that are not all finite
-    have a scale that is not, and are read back as NaN. Such scales for rows are those of Dettmers
+    have a scale that is not, and are read back as NaN; float32's largest number, whose scale is
+    rounded up, comes back from 8 bits as infinity. Such scales for rows are those of Dettmers
     et al., arXiv:2208.07339, section 3.1; rotary position embedding is that of `rope`.
 
     A call runs on the current stream of its arrays' device, does not synchronise, and allocates

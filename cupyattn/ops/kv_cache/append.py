@@ -18,7 +18,7 @@ from cupyattn.kernels.configs.kv_cache import (
     stored_bytes,
 )
 from cupyattn.kernels.device import Device
-from cupyattn.kernels.structs import APPEND_PARAMS
+from cupyattn.kernels.structs.kv_cache import APPEND_PARAMS
 from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.ops.kv_cache.append_problem import TABLES, AppendProblem
 from cupyattn.ops.kv_cache.caches import CACHES, SCALES

@@ -12,7 +12,7 @@ from cupyattn.arrays import Layout, Operands
 from cupyattn.errors import error
 from cupyattn.kernels.configs.kv_cache import COPY_THREADS, WORDS, specialise_copies
 from cupyattn.kernels.device import Device
-from cupyattn.kernels.structs import COPIES_PASSED, COPY_AXES, COPY_BLOCKS_PARAMS
+from cupyattn.kernels.structs.kv_cache import COPIES_PASSED, COPY_AXES, COPY_BLOCKS_PARAMS
 from cupyattn.ops.axes import merge_axes
 from cupyattn.ops.checks import require_item_alignment
 from cupyattn.ops.kv_cache.copies_problem import WRITTEN, CopiesProblem, Pairs

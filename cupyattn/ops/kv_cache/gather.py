@@ -13,7 +13,7 @@ from cupyattn.errors import error
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.configs.kv_cache import THREADS, specialise_gather, stored_bytes
 from cupyattn.kernels.device import Device
-from cupyattn.kernels.structs import GATHER_PARAMS
+from cupyattn.kernels.structs.kv_cache import GATHER_PARAMS
 from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.ops.kv_cache.caches import CACHES, SCALES
 from cupyattn.ops.kv_cache.gather_problem import RESULTS, GatherProblem

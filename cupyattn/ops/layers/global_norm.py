@@ -14,7 +14,7 @@ from cupyattn.errors import error
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.configs.layers import global_norm as configs
 from cupyattn.kernels.device import Device
-from cupyattn.kernels.structs import NORM_ARRAYS, NORM_PARAMS
+from cupyattn.kernels.structs.layers import NORM_ARRAYS, NORM_PARAMS
 from cupyattn.ops.axes import merge_axes
 from cupyattn.ops.checks import (
     CPU_FLOATS,

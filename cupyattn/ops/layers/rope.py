@@ -21,7 +21,7 @@ from cupyattn.errors import error
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.configs.layers.rope import rope_config, specialise_rope
 from cupyattn.kernels.device import Device
-from cupyattn.kernels.structs import ROPE_PARAMS
+from cupyattn.kernels.structs.layers import ROPE_PARAMS
 from cupyattn.ops.checks import (
     CPU_FLOATS,
     INTEGERS,

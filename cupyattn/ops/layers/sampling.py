@@ -16,7 +16,7 @@ from cupyattn.kernels.configs.layers import sampling as configs
 from cupyattn.kernels.configs.layers.sampling import OPTIONS, SampleConfig
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.spec import Scalar, Specialisation
-from cupyattn.kernels.structs import SAMPLE_PARAMS
+from cupyattn.kernels.structs.layers import SAMPLE_PARAMS
 from cupyattn.ops.checks import (
     FLOATS,
     require_arrays,

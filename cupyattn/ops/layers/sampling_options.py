@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,18 +93,37 @@ class SampleNumbers(NamedTuple):
         TypeError, ValueError
             As `sample` documents.
         """
-        values: dict[str, Any] = {}
-        for name, value in given.items():
-            if value is None and name in ("top_k", "top_p", "min_p"):
-                continue
-            if value is None and name == "seed" and given.get("temperature") == 0:
-                continue
-            number = _number(name, value)
-            rule = _RULES[name]
-            if not rule.holds(number):
-                raise error(ValueError, f"{name} = {shown(value)}", rule.allowed, rule.fix)
-            values[name] = number
-        return cls(**values)
+        values = dict(given)
+        drawn = {}  # what mostly differs from call to call
+        for name in ("seed", "step"):
+            if name in values:
+                value = values.pop(name)
+                if value is not None or name == "step" or given.get("temperature") != 0:
+                    drawn[name] = _checked(name, value)
+        try:
+            others = _numbers(tuple(values), *values.values())
+        except TypeError:  # of a wrong kind, or without a hash: what it is says its own check
+            others = _numbers.__wrapped__(tuple(values), *values.values())
+        return others._replace(**drawn)
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _numbers(names: tuple[str, ...], *values: Any) -> SampleNumbers:
+    given = zip(names, values, strict=True)
+    return SampleNumbers(
+        **{
+            name: _checked(name, value)
+            for name, value in given
+            if value is not None or name not in ("top_k", "top_p", "min_p")
+        }
+    )
+
+
+def _checked(name: str, value: Any) -> Any:
+    number, rule = _number(name, value), _RULES[name]
+    if not rule.holds(number):
+        raise error(ValueError, f"{name} = {shown(value)}", rule.allowed, rule.fix)
+    return number
 
 
 def _number(name: str, value: Any) -> Any:

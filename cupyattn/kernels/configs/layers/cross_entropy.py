@@ -14,7 +14,7 @@ from cupyattn.kernels.configs.layers.softmax import STREAMED
 from cupyattn.kernels.configs.rows import INTEGERS, Result, RowKernel
 from cupyattn.kernels.configs.tables import cpp_bool
 from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation
-from cupyattn.kernels.structs import rows_struct
+from cupyattn.kernels.structs.walks import rows_struct
 
 _LOSS: dict[str, Any] = {
     "integers": ("labels",),

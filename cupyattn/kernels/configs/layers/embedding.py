@@ -12,7 +12,7 @@ from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
 from cupyattn.kernels.configs.elements import ElementConfig, ElementTable
 from cupyattn.kernels.configs.tables import cpp_bool, pairs, rows_for
 from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
-from cupyattn.kernels.structs import elements_struct
+from cupyattn.kernels.structs.walks import elements_struct
 
 _INT32, _INT64, _UINT32 = (np.dtype(kind) for kind in (np.int32, np.int64, np.uint32))
 

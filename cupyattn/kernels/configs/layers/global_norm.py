@@ -10,7 +10,7 @@ import numpy as np
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
 from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
-from cupyattn.kernels.structs import NORM_ARRAYS, NORM_STRUCT
+from cupyattn.kernels.structs.layers import NORM_ARRAYS, NORM_STRUCT
 
 PARTIALS = KernelSpec(
     "norm_partials",

@@ -11,7 +11,7 @@ from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
 from cupyattn.kernels.configs.tables import cpp_bool, pairs, rows_for
 from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
-from cupyattn.kernels.structs import ROPE_STRUCT
+from cupyattn.kernels.structs.layers import ROPE_STRUCT
 
 ROPE = KernelSpec(
     "rope",

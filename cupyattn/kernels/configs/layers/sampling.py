@@ -12,7 +12,7 @@ from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import cpp_bool, option_macros, pairs
 from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Scalar, Specialisation, inputs
-from cupyattn.kernels.structs import SAMPLE_STRUCT
+from cupyattn.kernels.structs.layers import SAMPLE_STRUCT
 
 OPTIONS = {
     "seed": np.uint64,

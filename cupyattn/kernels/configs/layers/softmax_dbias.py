@@ -11,8 +11,8 @@ import numpy as np
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
 from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool
-from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
-from cupyattn.kernels.structs import Struct, rows_params
+from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, Struct, inputs
+from cupyattn.kernels.structs.walks import rows_params
 
 WARP = 32
 THREADS = 256

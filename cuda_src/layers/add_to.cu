@@ -1,0 +1,28 @@
+// An array added to a sum in float32, item by item and in place.
+//
+//   total += x
+//
+// Shapes    x and total of one shape, any rank and any outer strides, last axis contiguous (elements.cuh); total float32.
+// Work      a unit of LANES threads owns VECTORS * LANES * VEC neighbouring items of a row; grid ceil(units / units of
+//           a CTA).
+// Budget    registers: below 40; no shared memory.
+// Edges     NaN and infinities stay.
+#if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(VECTORS) || !defined(VEC)
+#error "DTYPE, THREADS, LANES, VECTORS and VEC come from a launch-configuration table"
+#endif
+#include "../common/elements.cuh"
+
+using Traits = ElementTraits<THREADS, LANES, VECTORS, VEC>;
+enum Array { kTotal, kX, kArrays };
+using Walk = ElementWalk<Traits, kArrays>;
+static_assert(sizeof(Walk::Params) == ELEMENTS_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    add_to(float* total_g, const DTYPE* x_g, const Walk::Params params) {
+  const Walk walk(params);
+  const auto total = walk.load(total_g, kTotal);
+  const auto x = walk.load(x_g, kX);
+  float sum[VECTORS][VEC];
+  each_item<Traits>([&](int v, int i) { sum[v][i] = total(v, i) + x(v, i); });
+  walk.store(total_g, kTotal, sum);
+}

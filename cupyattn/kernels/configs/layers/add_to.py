@@ -1,0 +1,19 @@
+"""Sums in float32, item by item and in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.configs.elements import ElementKernel
+from cupyattn.kernels.spec import Specialisation
+
+ADD_TO = ElementKernel(
+    "add_to", "layers/add_to.cu", updated=("total",), inputs=("x",), float32=("total",)
+)
+KERNELS = (ADD_TO.spec,)
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield every row of the table, dtypes and loads in pairs."""
+    return ADD_TO.catalogue(arch)

@@ -1,0 +1,236 @@
+"""The scheduler's steps by hand: what runs, what it shares, what it gives back and to whom."""
+
+from __future__ import annotations
+
+import pytest
+from support.block_memory import BlockMemory, alone, finish, next_token, require_empty
+
+from cupyattn import BlockAllocator, OutOfBlocksError, Scheduler
+
+
+def test_samples_share_the_prompt(memory):
+    scheduler = Scheduler(memory, max_batch=4, max_tokens=16)
+    request = scheduler.submit(range(6), max_new_tokens=3, n=3)
+    assert scheduler.step(memory.forward) == ()
+    assert (scheduler.num_running, memory.allocator.num_used, memory.computed) == (3, 2, 6)
+    scheduler.step(memory.forward)
+    assert memory.allocator.num_used == 4, "the last block is copied twice, for three samples"
+    assert memory.copied["copy"] == 2
+    assert scheduler.step(memory.forward) == (request,)
+    assert request.outputs == tuple(alone(range(6), 3, sample) for sample in range(3))
+    require_empty(memory.allocator)
+
+
+def test_a_long_prompt_is_computed_in_parts_beside_others(memory):
+    scheduler = Scheduler(memory, max_batch=2, max_tokens=4)
+    first = scheduler.submit([1], max_new_tokens=8)
+    scheduler.step(memory.forward)
+    second = scheduler.submit(range(10), max_new_tokens=1)
+    steps = 0
+    while not second.finished:
+        scheduler.step(memory.forward)
+        steps += 1
+    assert steps == 4  # 3 tokens a step beside the first's one
+    assert len(first.outputs[0]) == 1 + steps
+
+
+def test_a_prompt_that_is_cached_is_computed_once(memory):
+    scheduler = Scheduler(memory, max_batch=4, max_tokens=64)
+    requests = [scheduler.submit([*range(8), last], max_new_tokens=2) for last in (1, 2)]
+    scheduler.step(memory.forward)
+    assert memory.computed == 9 + 1
+    finish(scheduler, memory)
+    assert [each.outputs[0] for each in requests] == [
+        alone([*range(8), last], 2, 0) for last in (1, 2)
+    ]
+
+
+def test_the_earliest_goes_on(memory):
+    scheduler = Scheduler(memory, max_batch=4, max_tokens=64)
+    requests = [scheduler.submit([i] * 12, max_new_tokens=12) for i in range(3)]
+    finished, _ = finish(scheduler, memory)
+    assert scheduler.num_preempted > 0
+    assert finished == requests
+
+
+def test_cancelled_requests_give_back_all(memory):
+    scheduler = Scheduler(memory, max_batch=4, max_tokens=64, preempt="swap")
+    requests = [scheduler.submit([i] * 12, max_new_tokens=12, n=2) for i in range(3)]
+    while not scheduler.num_preempted:
+        scheduler.step(memory.forward)
+    scheduler.cancel(requests[0])
+    scheduler.cancel(requests[2])
+    assert [each.finished for each in requests] == [True, False, True]
+    finished, _ = finish(scheduler, memory)
+    assert finished == [requests[1]]
+    scheduler.cancel(requests[1])
+    require_empty(memory.allocator)
+
+
+@pytest.mark.parametrize("when", [0, 1, 3])
+def test_one_sample_is_cancelled(memory, when):
+    """Before it has a sequence of its own and after; the others go on to their end."""
+    scheduler = Scheduler(memory, max_batch=4, max_tokens=64)
+    request = scheduler.submit([1, 2, 3], max_new_tokens=6, n=3)
+    other = scheduler.submit([1, 2, 3], max_new_tokens=6)
+    for _ in range(when):
+        scheduler.step(memory.forward)
+    scheduler.cancel(request, 1)
+    scheduler.cancel(request, 1)
+    assert not request.finished
+    finished, _ = finish(scheduler, memory)
+    assert sorted(map(id, finished)) == sorted(map(id, (request, other)))
+    assert [len(output) for output in request.outputs] == [6, when, 6]
+    assert request.outputs[0] == other.outputs[0] == alone(request.tokens, 6, 0)
+    for sample in range(3):
+        scheduler.cancel(request, sample)
+    require_empty(memory.allocator)
+    with pytest.raises(ValueError, match="sample = 3; allowed is 0 to 2"):
+        scheduler.cancel(request, 3)
+
+
+def test_a_request_ends_with_its_last_sample(memory):
+    scheduler = Scheduler(memory, max_batch=4, max_tokens=64)
+    request = scheduler.submit([1, 2, 3], max_new_tokens=6, n=2)
+    scheduler.step(memory.forward)
+    scheduler.cancel(request, 0)
+    assert not request.finished
+    scheduler.cancel(request, 1)
+    assert request.finished
+    assert scheduler.idle
+    require_empty(memory.allocator)
+
+
+def several_at_once(memory, most):
+    """A forward that goes on by itself: it appends its own tokens, and returns all of them."""
+
+    def forward(batch):
+        returned = []
+        for work, tokens in zip(batch, memory.forward(batch), strict=True):
+            while len(work.samples) == 1 and len(tokens) < most:
+                try:
+                    copies = work.sequence.append(tokens[-1:])
+                except OutOfBlocksError:
+                    break
+                if copies:
+                    memory.copy(copies)
+                later = work._replace(tokens=(tokens[-1],))
+                memory._write(later)
+                prompt = work.request.tokens
+                tokens.append(next_token(prompt, memory.read(later), work.samples[0]))
+            returned.append([tokens] if len(work.samples) == 1 else tokens)
+        return returned
+
+    return forward
+
+
+@pytest.mark.parametrize("preempt", ["recompute", "swap"])
+@pytest.mark.parametrize("stop", [(), (1,)])
+def test_a_model_may_return_several_tokens(stop, preempt):
+    """They are those that come one by one, and those behind an end are dropped."""
+    allocator = BlockAllocator(8, 4, prefix_caching=True, num_host_blocks=4)
+    memory = BlockMemory(allocator)
+    scheduler = Scheduler(memory, max_batch=4, max_tokens=64, preempt=preempt)
+    requests = [
+        scheduler.submit([i, 2, 3], max_new_tokens=12 + i, n=1 + i % 2, stop=stop) for i in range(6)
+    ]
+    forward = several_at_once(memory, 3)
+    while not scheduler.idle:
+        scheduler.step(forward)
+        allocator.check()
+    for request in requests:
+        for sample, output in enumerate(request.outputs):
+            assert output == alone(request.tokens, request.max_new_tokens, sample, stop)
+    assert stop or scheduler.num_preempted
+    require_empty(allocator)
+
+
+def test_nothing_to_do(memory):
+    scheduler = Scheduler(memory, max_batch=1, max_tokens=1)
+    assert scheduler.idle
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_preempted) == (0, 0, 0)
+    assert scheduler.step(memory.forward) == ()
+
+
+@pytest.mark.parametrize("preempt", ["recompute", "swap"])
+def test_blocks_that_others_hold(memory, preempt):
+    """There is no room for one sequence: an error, and all goes on when there is."""
+    scheduler = Scheduler(memory, max_batch=2, max_tokens=64, preempt=preempt)
+    request = scheduler.submit(range(4), max_new_tokens=8)
+    scheduler.step(memory.forward)
+    held = [memory.allocator.allocate() for _ in range(7)]
+    with pytest.raises(OutOfBlocksError):
+        scheduler.step(memory.forward)
+    later = scheduler.submit(range(5, 9), max_new_tokens=2)
+    memory.allocator.free(held.pop())
+    for block in held:
+        scheduler.step(memory.forward)
+        memory.allocator.free(block)
+    finish(scheduler, memory)
+    assert request.outputs == (alone(range(4), 8, 0),)
+    assert later.outputs == (alone(range(5, 9), 2, 0),)
+
+
+def test_no_room_to_begin(memory):
+    scheduler = Scheduler(memory, max_batch=2, max_tokens=64)
+    scheduler.submit(range(9), max_new_tokens=2)
+    held = [memory.allocator.allocate() for _ in range(6)]
+    with pytest.raises(OutOfBlocksError, match="the next sequence needs 3 blocks"):
+        scheduler.step(memory.forward)
+    memory.allocator.free(held[0])
+    scheduler.step(memory.forward)
+    assert scheduler.num_running == 1
+
+
+def test_it_says_what_it_is(memory):
+    scheduler = Scheduler(memory, max_batch=4, max_tokens=64)
+    request = scheduler.submit([1, 2], max_new_tokens=1, n=2)
+    assert repr(request) == "<Request of 2 tokens, 0, 0 new ones, not finished>"
+    scheduler.step(memory.forward)
+    assert repr(request) == "<Request of 2 tokens, 1, 1 new ones, finished>"
+
+
+def test_a_window_bounds_what_a_sequence_holds():
+    """A generation goes on for longer than the pool has room."""
+    memory = BlockMemory(BlockAllocator(3, 4), left=3)
+    scheduler = Scheduler(memory, max_batch=2, max_tokens=5, window_size=(3, 0))
+    request = scheduler.submit(range(16), max_new_tokens=50)
+    used = []
+
+    def forward(batch):
+        used.append(memory.allocator.num_used)
+        return memory.forward(batch)
+
+    while not scheduler.idle:
+        scheduler.step(forward)
+    assert max(used) == 3, "positions 2 to 9, for one"
+    assert max(used[4:]) == 2, "positions 2 to 5, for one"
+    assert request.outputs == (alone(range(16), 50, 0, left=3),)
+    require_empty(memory.allocator)
+
+
+def test_without_a_window_such_a_request_is_refused():
+    for window_size in (None, (None, 0)):
+        scheduler = Scheduler(
+            BlockMemory(BlockAllocator(3, 4)), max_batch=2, max_tokens=5, window_size=window_size
+        )
+        with pytest.raises(ValueError, match="need 17 blocks"):
+            scheduler.submit(range(16), max_new_tokens=50)
+    scheduler = Scheduler(
+        BlockMemory(BlockAllocator(2, 4)), max_batch=2, max_tokens=5, window_size=(3, 0)
+    )
+    with pytest.raises(ValueError, match="need 3 blocks"):
+        scheduler.submit(range(16), max_new_tokens=50)
+
+
+def test_a_cached_prefix_that_fills_the_pool_is_begun_in_part():
+    memory = BlockMemory(BlockAllocator(4, 4, prefix_caching=True), left=3)
+    scheduler = Scheduler(memory, max_batch=1, max_tokens=4, window_size=(3, 0))
+    prompt = list(range(16))
+    scheduler.submit(prompt, max_new_tokens=1)
+    finish(scheduler, memory)
+    assert memory.allocator.find([*prompt, 9]) == 16
+    request = scheduler.submit([*prompt, 9], max_new_tokens=3)
+    finish(scheduler, memory)
+    assert request.outputs == (alone([*prompt, 9], 3, 0, left=3),)
+    require_empty(memory.allocator)
