@@ -24,7 +24,8 @@ from cupyattn.distributed.failures import RankFailedError
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.placement import positions, shard, unshard
 from cupyattn.distributed.processes import launched_group, nccl_group, unique_id
-from cupyattn.distributed.ring import ring_attention, ring_attention_backward
+from cupyattn.distributed.ring import ring_attention
+from cupyattn.distributed.ring_backward import ring_attention_backward
 from cupyattn.distributed.threads import run
 
 __all__ = [

@@ -32,28 +32,24 @@ class Calls:
         self._problem, self._xp = problem, problem.xp
         self._plan, self._options = problem.plan, problem.options
 
-    def forward(self, call: Call, arrays: dict[str, Array]) -> tuple[Array, Array]:
-        """Attend: out (B, rows, H, Dv) and lse (B, H, rows) of the call's queries.
+    def forward(self, call: Call, arrays: dict[str, Array], results: tuple[Array, Array]) -> None:
+        """Attend: write out (B, rows, H, Dv) and lse (B, H, rows) of the call's queries.
 
         `arrays` has q, and k and v of the block.
         """
         given = _rows_of(call, arrays)
+        out, lse = results
         if not self._problem.packed:
-            return attention(*given.values(), return_lse=True, **self._dense(call, 0))
-        if not self._options.dropout_p:
+            attention(*given.values(), return_lse=True, out=results, **self._dense(call, 0))
+        elif not self._options.dropout_p:
             packed = [array[0] for array in given.values()]
-            out, lse = attention_varlen(*packed, return_lse=True, **self._packed(call))
-            return out[None], lse[None]
-        q, v = given["q"], given["v"]
-        lse_dtype = np.float64 if q.dtype == np.float64 else np.float32
-        out = self._xp.empty((*q.shape[:3], v.shape[3]), q.dtype)
-        lse = self._xp.empty((1, q.shape[2], q.shape[1]), lse_dtype)
-        for b, rows in self._sequences():
-            results = attention(
-                *_cut(given, rows).values(), return_lse=True, **self._dense(call, b)
-            )
-            out[:, rows], lse[:, :, rows] = results
-        return out, lse
+            attention_varlen(*packed, return_lse=True, out=(out[0], lse[0]), **self._packed(call))
+        else:
+            for b, rows in self._sequences():
+                attention(
+                    *_cut(given, rows).values(), return_lse=True,
+                    out=(out[:, rows], lse[:, :, rows]), **self._dense(call, b),
+                )  # fmt: skip
 
     def backward(self, call: Call, arrays: dict[str, Array], deterministic: bool) -> AttentionGrads:
         """Return the call's share of the gradients, of its rows.

@@ -8,8 +8,8 @@ beside it, whichever is longer:
 A score takes 2 (D + Dv) operations forward, and 2.5 times that backward (five products of two
 sizes). Forward, a step's transfer is that of k and v; backward the float32 gradients of the block
 before besides. Behind the last step these go home, beside what is left of the rank's own block:
-with zigzag its second piece of queries. What a call costs the host, and merges (a few passes over
-out), are left out: they do not grow with the keys.
+with zigzag its second piece of queries. What a call costs the host, and merges (a pass over out
+each), are left out: they do not grow with the keys.
 """
 
 from __future__ import annotations

@@ -136,6 +136,14 @@ def ring_problem(
         )
     group.check()
     packed = cu_seqlens is not None
+    missing = [name for name, array in arrays.items() if array is None and name != "dlse"]
+    if missing:
+        raise error(
+            TypeError,
+            f"{', '.join(missing)} is None",
+            "only dlse may be left out",
+            "pass an array of this rank's tokens",
+        )
     operands = adopt(arrays)
     if group.device is not None and operands.device_id != group.device:
         where = "NumPy's" if operands.device_id is None else f"on device {operands.device_id}"
@@ -148,13 +156,7 @@ def ring_problem(
     lifted = {name: _lifted(name, array, packed) for name, array in operands.arrays.items()}
     q, k, v = (lifted[name] for name in ("q", "k", "v"))
     tokens = q.shape[1]
-    if k.shape[1] != tokens:
-        raise error(
-            ValueError,
-            f"q has {tokens} tokens, k and v have {k.shape[1]}",
-            "a rank holds queries, keys and values of the same tokens",
-            "cut all three with distributed.shard",
-        )
+    _require_tokens(lifted, tokens)
     # What attention refuses is refused here, in its words: a call of no tokens checks the same.
     attention(
         q[:, :0], k[:, :0], v[:, :0], causal=options.causal, softmax_scale=options.softmax_scale,
@@ -179,6 +181,7 @@ def ring_problem(
             "cut the whole sequence with distributed.shard",
         )
     _require_places(options, dealt, lengths)
+    _require_table(options, lengths)
     plan = ring_plan(
         dealt, group.rank, lengths, options.sight,
         join=not options.uses_positions, packed=packed, part_own=part_own,
@@ -204,6 +207,32 @@ def _lifted(name: str, array: Array, packed: bool) -> Array:
             "pass cu_seqlens for packed sequences, and none for a batch",
         )
     return array[None] if packed else array
+
+
+def _require_tokens(arrays: dict[str, Array], tokens: int) -> None:
+    """Raise unless all arrays are of as many tokens: calls take rows of them, and would not see."""
+    for name, array in arrays.items():
+        found = array.shape[2] if name in ("lse", "dlse") else array.shape[1]
+        if found != tokens:
+            raise error(
+                ValueError,
+                f"q has {tokens} tokens, {name} has {found}",
+                "all arrays of a rank are of the same tokens",
+                "cut them all with distributed.shard",
+            )
+
+
+def _require_table(options: RingOptions, lengths: tuple[int, ...]) -> None:
+    """Raise unless rotary's tables are as long as sequences: on a GPU nobody looks at positions."""
+    longest = max(lengths, default=0)
+    if options.rotary is not None and options.rotary[0].shape[0] < longest:
+        raise error(
+            ValueError,
+            f"rotary's tables have {options.rotary[0].shape[0]} rows, for sequences of {longest} "
+            "tokens",
+            "positions are those of whole sequences",
+            "make longer tables with rope_tables",
+        )
 
 
 def _lengths(tokens: int, cu_seqlens: Any) -> tuple[int, ...]:

@@ -1,18 +1,18 @@
-"""Attention whose keys and values go round a ring of ranks, forward and backward."""
+"""Attention whose keys and values go round a ring of ranks."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from cupyattn import AttentionGrads, Rotary
-from cupyattn.arrays import Array, adopt
+from cupyattn import Rotary
+from cupyattn.arrays import Array
 from cupyattn.distributed.calls import Calls
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.lane import Blocks, Lane
 from cupyattn.distributed.merged import Merged, exact_dtype
-from cupyattn.distributed.plan import Call
-from cupyattn.distributed.problem import RingOptions, RingProblem, ring_problem
-from cupyattn.errors import error
+from cupyattn.distributed.problem import RingOptions, ring_problem
+from cupyattn.distributed.results import Wanted, given_results, lifted, own_block, results_of
 
 
 def ring_attention(
@@ -82,8 +82,8 @@ def ring_attention(
     ------
     TypeError, ValueError, NotImplementedError
         As `attention`; for a group that is none, arrays on another device than its communicator's,
-        lengths that the placement cannot split evenly, and ranks that do not call alike. Nothing
-        has been sent then.
+        or of other tokens than q, lengths that the placement cannot split evenly, and ranks that do
+        not call alike. Nothing has been sent then.
     RankFailedError
         If a rank has failed, or did not come in time. On a GPU the host does not wait for
         transfers: then the next call raises it, or the end of ``with group:``.
@@ -111,233 +111,28 @@ def ring_attention(
     options = RingOptions(
         causal, softmax_scale, window_size, alibi_slopes, softcap, sinks, dropout_p, seed, rotary
     )
+    given_out, given_lse = given_results(out, return_lse)
     problem = ring_problem(group, {"q": q, "k": k, "v": v}, options, placement, cu_seqlens)
     arrays, plan = problem.arrays, problem.plan
     with Lane(problem.group, arrays["q"]) as lane:
-        given_out, given_lse = out if return_lse and out is not None else (out, None)
-        batch, tokens, heads, _ = arrays["q"].shape
+        (batch, tokens, heads, _), dtype = arrays["q"].shape, arrays["q"].dtype
         of_out = (batch, tokens, heads, arrays["v"].shape[3])
-        result = _target(problem, "out", given_out, of_out, arrays["q"].dtype)
         of_lse = (batch, heads, tokens)
-        lse = _target(problem, "lse", given_lse, of_lse, exact_dtype(arrays["q"]))
-        merged, calls = Merged(plan), Calls(problem)
-        turned = problem.rotated(arrays["q"])
-        blocks = Blocks(lane, _own_block(problem), len(plan.steps) - 1)
+        results = results_of(problem, {
+            "out": Wanted(given_out, of_out, dtype),
+            "lse": Wanted(given_lse, of_lse, exact_dtype(arrays["q"])),
+        })  # fmt: skip
+        merged = Merged(plan, *(lifted(array, problem) for array in results.values()))
+        calls, turned = Calls(problem), problem.rotated(arrays["q"])
+        blocks = Blocks(lane, own_block(problem), len(plan.steps) - 1)
         hops = plan.hops
         for number, step in enumerate(plan.steps):
             k_block, v_block = blocks.arrive() if number else blocks.here
             before = lane.mark()
+            seen = {"q": turned, "k": k_block, "v": v_block}
             for call in step.calls:
-                merged.add(
-                    call.queries, *calls.forward(call, {"q": turned, "k": k_block, "v": v_block})
-                )
+                merged.add(call.queries, partial(calls.forward, call, seen))
             if number + 1 < len(plan.steps):
                 blocks.depart(hops[number], before)
-        merged.store(_lift(result, problem), _lift(lse, problem))
-    return (result, lse) if return_lse else result
-
-
-def ring_attention_backward(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    /,
-    *,
-    group: Group,
-    placement: str = "zigzag",
-    cu_seqlens: Any = None,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    window_size: tuple[int | None, int | None] | None = None,
-    alibi_slopes: Array | None = None,
-    softcap: float | None = None,
-    sinks: Array | None = None,
-    dropout_p: float = 0.0,
-    seed: int | None = None,
-    rotary: tuple[Array, Array] | Rotary | None = None,
-    dlse: Array | None = None,
-    deterministic: bool = False,
-    grads: AttentionGrads | None = None,
-    accumulate: bool = False,
-) -> AttentionGrads:
-    r"""Gradients of `ring_attention` with respect to its arrays.
-
-    Parameters
-    ----------
-    dout : array (B, S, H, Dv), dtype of q
-        Gradient with respect to this rank's out. With cu_seqlens (S, H, Dv).
-    q, k, v : array
-        As given to `ring_attention`, with the same options.
-    out : array (B, S, H, Dv)
-        Its result.
-    lse : array (B, H, S)
-        Its second result.
-    group, placement, cu_seqlens
-        As given to `ring_attention`.
-    causal, softmax_scale, window_size, alibi_slopes, softcap, sinks : optional
-        As given to `ring_attention`.
-    dropout_p, seed, rotary : optional
-        As given to `ring_attention`: dropout draws the same mask again.
-    dlse : array (B, H, S), optional
-        Gradient with respect to lse, where it was used.
-    deterministic : bool
-        Bitwise the same result from run to run: as in `attention_backward`.
-    grads : AttentionGrads, optional
-        Arrays to write the gradients into; a field that is None makes a new one.
-    accumulate : bool
-        Add to the contents of grads instead of replacing them, before the one rounding.
-
-    Returns
-    -------
-    AttentionGrads
-        ``(dq, dk, dv, None, dsinks)`` of this rank's tokens, each like its array. dsinks is that of
-        all ranks, the same on each.
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError, RankFailedError
-        As `ring_attention`, and `attention_backward`.
-
-    Notes
-    -----
-    Keys and values go round as in the forward. The gradients of each block go with it, a step
-    behind, and home at the end, while the rank computes what it has left of its own block. They are
-    sums of the ranks' shares, in float32 (float64 for float64): each share is rounded to the dtype
-    of its array, the sum once more.
-
-    Examples
-    --------
-    >>> import numpy as np, cupyattn
-    >>> from cupyattn import distributed
-    >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 8, 2, 8), dtype=np.float32)
-    >>> def of_rank(group):
-    ...     own = [distributed.shard(x, group.rank, group.size) for x in (q, k, v, dout)]
-    ...     ring = {"group": group, "causal": True}
-    ...     results = distributed.ring_attention(*own[:3], return_lse=True, **ring)
-    ...     return distributed.ring_attention_backward(own[3], *own[:3], *results, **ring).dk
-    >>> dk = distributed.unshard(distributed.run(of_rank, 2))
-    >>> results = cupyattn.attention(q, k, v, causal=True, return_lse=True)
-    >>> whole = cupyattn.attention_backward(dout, q, k, v, *results, causal=True)
-    >>> np.allclose(dk, whole.dk, atol=1e-6)
-    True
-    """
-    options = RingOptions(
-        causal, softmax_scale, window_size, alibi_slopes, softcap, sinks, dropout_p, seed, rotary
-    )
-    given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
-    problem = ring_problem(group, given, options, placement, cu_seqlens, part_own=True)
-    arrays, plan = problem.arrays, problem.plan
-    with Lane(problem.group, arrays["q"]) as lane:
-        xp, exact = problem.xp, exact_dtype(arrays["q"])
-        calls = Calls(problem)
-        own = {name: array for name, array in arrays.items() if name not in "kv"}
-        own["q"] = problem.rotated(arrays["q"])
-        hops = plan.hops
-        blocks = Blocks(lane, _own_block(problem), len(hops) - 1)
-        targets = {
-            name: _target(problem, f"grads.{name}", target, like.shape, like.dtype)
-            for name, target, like in _gradients(grads or AttentionGrads(), arrays, sinks)
-        }
-        sums = [xp.zeros(arrays[name].shape, exact) for name in "kv"]
-        gradients = Blocks(lane, sums, len(hops), overwrites=True)
-        dq = xp.zeros(arrays["q"].shape, exact)
-        dsinks: Any = None if sinks is None else xp.zeros(sinks.shape, exact)
-        steps, later = plan.parted
-
-        def shares_of(step_calls: tuple[Call, ...], block: tuple[Array, ...]) -> Any:
-            of_block = _ordered(own, *block)
-            return [(call, calls.backward(call, of_block, deterministic)) for call in step_calls]
-
-        def add(shares: Any) -> None:
-            dk, dv = gradients.here
-            for call, share in shares:
-                dq[:, call.queries.slice] += share.dq
-                dk[:, call.keys.slice] += share.dk
-                dv[:, call.keys.slice] += share.dv
-                if share.dsinks is not None:
-                    dsinks[...] += share.dsinks
-
-        own_block = blocks.here
-        for number, step in enumerate(steps):
-            block = blocks.arrive() if number else own_block
-            before = lane.mark()
-            shares = shares_of(step.calls, block)
-            if number + 1 < len(steps):
-                blocks.depart(hops[number], before)
-            if number:
-                # A step behind the block, so that they travel while this step is computed.
-                gradients.depart(hops[number - 1], before)
-                gradients.arrive()
-            add(shares)
-        before = lane.mark()
-        shares = shares_of(later, own_block)
-        gradients.depart(hops[-1], before)
-        dk, dv = gradients.arrive()
-        add(shares)
-        totals = {
-            "dq": problem.rotated(dq, inverse=True),
-            "dk": problem.rotated(dk, inverse=True),
-            "dv": dv,
-        }
-        if dsinks is not None:
-            totals["dsinks"] = sum(problem.group.all_gather(dsinks))
-        for name, total in totals.items():
-            target = targets[name]
-            lifted = _lift(target, problem) if name != "dsinks" else target
-            if accumulate and grads is not None and getattr(grads, name) is not None:
-                total = total + lifted.astype(total.dtype)
-            lifted[...] = total
-    return AttentionGrads(**targets)
-
-
-def _gradients(
-    given: AttentionGrads, arrays: dict[str, Array], sinks: Array | None
-) -> list[tuple[str, Array | None, Array]]:
-    """Return of each gradient its name, what was given for it, and the array that it is of."""
-    of = {**{name: arrays[name] for name in "qkv"}, "sinks": None, **adopt({"sinks": sinks}).arrays}
-    return [
-        (f"d{name}", getattr(given, f"d{name}"), array)
-        for name, array in of.items()
-        if array is not None
-    ]
-
-
-def _own_block(problem: RingProblem) -> tuple[Array, Array]:
-    """Return this rank's keys and values as they are sent: turned, and contiguous."""
-    xp, k = problem.xp, problem.rotated(problem.arrays["k"])
-    return xp.ascontiguousarray(k), xp.ascontiguousarray(problem.arrays["v"])
-
-
-def _ordered(own: dict[str, Array], k: Array, v: Array) -> dict[str, Array]:
-    """Return a backward's arrays in the order of its parameters."""
-    arrays = {**own, "k": k, "v": v}
-    names = ("dout", "q", "k", "v", "out", "lse", "dlse")
-    return {name: arrays[name] for name in names if name in arrays}
-
-
-def _lift(array: Array, problem: RingProblem) -> Array:
-    return array[None] if problem.packed else array
-
-
-def _target(
-    problem: RingProblem, name: str, given: Array | None, shape: tuple[int, ...], dtype: Any
-) -> Array:
-    """Return where a result goes: what was given for it, or a new array, of the current device.
-
-    `shape` has the axis that packed arrays were given.
-    """
-    if problem.packed and name != "grads.dsinks":
-        shape = shape[1:]
-    if given is None:
-        return problem.xp.empty(shape, dtype)
-    if given.shape != shape or given.dtype != dtype:
-        raise error(
-            ValueError,
-            f"{name} is {given.dtype} {given.shape}",
-            f"it is {dtype} {shape}",
-            "leave it out to have a new array",
-        )
-    return given
+        merged.finish()
+    return tuple(results.values()) if return_lse else results["out"]

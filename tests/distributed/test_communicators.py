@@ -300,7 +300,7 @@ def refused(kind: type[Exception], match: str, *shapes: Any, **options: Any) -> 
 def test_bad_input_is_refused_before_anything_is_sent():
     odd, other, packed = (1, 3, 2, 8), (1, 6, 2, 8), (8, 2, 8)
     refused(ValueError, "a multiple of 8", odd, odd, odd)
-    refused(ValueError, "q has 3 tokens, k and v have 6", odd, other, other)
+    refused(ValueError, "q has 3 tokens, k has 6", odd, other, other)
     refused(ValueError, "placement = 'spiral'", placement="spiral")
     refused(ValueError, "arrays that are NumPy's, of rank 0 on device 1", communicator=OnDevice)
     refused(ValueError, "H = 2 heads, k and v have G = 3", (1, 4, 2, 8), *[(1, 4, 3, 8)] * 2)
@@ -352,8 +352,6 @@ def test_results_go_where_they_are_told():
             dout, q, k, v, *found, group=group, causal=True, grads=grads, accumulate=True
         )
         assert results.dq is grads.dq
-        with pytest.raises(ValueError, match=r"out is float64 \(1, 1\); it is"):
-            ring_attention(q, k, v, group=group, causal=True, out=np.zeros((1, 1)))
         return found, results
 
     found, grads = zip(*run(of_rank, 2), strict=True)

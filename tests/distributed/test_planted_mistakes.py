@@ -33,23 +33,34 @@ def _plans_made_anew():
         cached.cache_clear()
 
 
+def merges_otherwise(patch: Any, merge: Callable[..., Any]) -> None:
+    def wrong(*parts: Any, out: Any) -> None:
+        for result, found in zip(out, merge(*parts), strict=True):
+            result[...] = found
+
+    patch.setattr(merged, "merge_attention", wrong)
+
+
 def weights_change_places(patch: Any) -> None:
-    patch.setattr(
-        merged, "merge_attention", lambda a, of_a, b, of_b: merge_attention(a, of_b, b, of_a)
-    )
+    merges_otherwise(patch, lambda a, of_a, b, of_b: merge_attention(a, of_b, b, of_a))
 
 
 def results_are_not_rescaled(patch: Any) -> None:
-    patch.setattr(
-        merged, "merge_attention", lambda a, of_a, b, of_b: (a + b, np.logaddexp(of_a, of_b))
-    )
+    merges_otherwise(patch, lambda a, of_a, b, of_b: (a + b, np.logaddexp(of_a, of_b)))
 
 
 def lse_is_the_last_part(patch: Any) -> None:
-    def wrong(a: Any, of_a: Any, b: Any, of_b: Any) -> Any:
-        return merge_attention(a, of_a, b, of_b)[0], of_b
+    merges_otherwise(patch, lambda a, of_a, b, of_b: (merge_attention(a, of_a, b, of_b)[0], of_b))
 
-    patch.setattr(merged, "merge_attention", wrong)
+
+def a_part_is_forgotten(patch: Any) -> None:
+    """The one that is computed where its result goes is taken for nothing."""
+    right = merged.Merged.add
+
+    def wrong(self: Any, queries: Any, compute: Any) -> None:
+        right(self, queries, lambda part: (compute(part), part[1][:, :1].fill(-np.inf)))
+
+    patch.setattr(merged.Merged, "add", wrong)
 
 
 def a_key_too_many(patch: Any) -> None:
@@ -148,6 +159,7 @@ MISTAKES = [
     weights_change_places,
     results_are_not_rescaled,
     lse_is_the_last_part,
+    a_part_is_forgotten,
     a_key_too_many,
     a_piece_too_early,
     sinks_in_every_call,

@@ -56,8 +56,28 @@ def test_causal_on_any_number_of_ranks(ranks, placement):
     assert_same(case(ranks, placement, causal=True))
 
 
-@pytest.mark.parametrize("placement", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("sizes", [None, (32, 0, 64)])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_dropout_is_that_of_one_device(ranks, placement, sizes):
-    assert_same(case(ranks, placement, 32, sizes=sizes, causal=True, dropout_p=0.3, seed=5))
+@settings(max_examples=25, deadline=None)
+@given(
+    ranks=st.integers(1, 4),
+    placement=st.sampled_from(["zigzag", "contiguous"]),
+    sizes=st.sampled_from([None, (32, 0, 64), (32,)]),
+    heads=st.sampled_from([(4, 2), (2, 2), (3, 1)]),
+    options=st.fixed_dictionaries(
+        {"causal": st.booleans(), "dropout_p": st.sampled_from([0.3, 0.7]), "seed": st.just(5)},
+        optional={
+            "window_size": st.tuples(
+                st.none() | st.integers(0, 200), st.none() | st.integers(0, 100)
+            ),
+            "softcap": st.just(1.5),
+            "alibi_slopes": st.just(True),
+            "rotary": st.just(True),
+        },
+    ),
+)
+def test_dropout_is_that_of_one_device(ranks, placement, sizes, heads, options):
+    """With windows, grouped heads, packed sequences and what else depends on positions."""
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = np.linspace(0.1, 0.5, heads[0])
+    if "rotary" in options:
+        options["rotary"] = tables(2 * 4 * 64, 6, interleaved=False)
+    assert_same(case(ranks, placement, 32, heads=heads, sizes=sizes, batch=1, **options))

@@ -1,0 +1,153 @@
+"""What a ring writes: arrays that are given or made, and apart from what is still read."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyattn import AttentionGrads
+from cupyattn.arrays import Array, address, adopt
+from cupyattn.distributed.problem import RingProblem
+from cupyattn.errors import error
+
+
+class Wanted(NamedTuple):
+    """A result: the array that was given for it, and what it has to be."""
+
+    given: Array | None
+    shape: tuple[int, ...]
+    """With the axis that packed arrays were given."""
+    dtype: Any
+
+
+def given_results(out: Any, return_lse: bool) -> tuple[Array | None, Array | None]:
+    """Return what was given for out and lse.
+
+    Raises
+    ------
+    TypeError
+        For another number of arrays than the call has results.
+    """
+    if out is None:
+        return None, None
+    passed = f"a tuple of {len(out)}" if isinstance(out, tuple) else f"a {type(out).__name__}"
+    if return_lse and not (isinstance(out, tuple) and len(out) == 2):
+        raise error(
+            TypeError, f"out is {passed}", "with return_lse it is a tuple", "pass out=(out, lse)"
+        )
+    if not return_lse and isinstance(out, tuple):
+        raise error(
+            TypeError, f"out is {passed}", "without return_lse it is one array", "pass one array"
+        )
+    return out if return_lse else (out, None)
+
+
+def given_gradients(grads: Any, accumulate: bool, sinks: Array | None) -> dict[str, Array | None]:
+    """Return what was given for each gradient, by name.
+
+    Raises
+    ------
+    TypeError
+        For anything but AttentionGrads.
+    ValueError
+        For a gradient that the call has not, and where there is nothing to add to.
+    """
+    names = ("dq", "dk", "dv") if sinks is None else ("dq", "dk", "dv", "dsinks")
+    fix = f"pass grads=AttentionGrads({', '.join(names)})"
+    if grads is None:
+        if accumulate:
+            raise error(
+                ValueError, "accumulate=True without grads", "it adds to what is in grads", fix
+            )
+        return {}
+    if not isinstance(grads, AttentionGrads):
+        passed = f"grads is a {type(grads).__name__}"
+        raise error(TypeError, passed, "it is AttentionGrads of arrays or None", fix)
+    given = grads._asdict()
+    for name, array in given.items():
+        if array is not None and name not in names:
+            raise error(
+                ValueError,
+                f"grads.{name} was given",
+                f"gradients of this call are {', '.join(names)}",
+                f"leave {name} out",
+            )
+    return given
+
+
+def results_of(problem: RingProblem, wanted: dict[str, Wanted]) -> dict[str, Array]:
+    """Return where results go: what was given for each, or new arrays of the current device.
+
+    Raises
+    ------
+    ValueError
+        For an array of another shape or dtype, one that cannot be written item by item, and one
+        that shares memory with an input or another result.
+    """
+    found: dict[str, Array] = {}
+    for name, (given, shape, dtype) in wanted.items():
+        if problem.packed and name != "grads.dsinks":
+            shape = shape[1:]
+        if given is None:
+            found[name] = problem.xp.empty(shape, dtype)
+            continue
+        _require_writable(name, given, shape, dtype)
+        for other, array in {**problem.arrays, **found}.items():
+            _require_apart(name, given, other, array)
+        found[name] = given
+    return found
+
+
+def lifted(array: Array, problem: RingProblem) -> Array:
+    """Return an array with an axis of the batch."""
+    return array[None] if problem.packed else array
+
+
+def own_block(problem: RingProblem) -> tuple[Array, Array]:
+    """Return this rank's keys and values as they are sent: turned, and contiguous."""
+    xp, k = problem.xp, problem.rotated(problem.arrays["k"])
+    return xp.ascontiguousarray(k), xp.ascontiguousarray(problem.arrays["v"])
+
+
+def _require_writable(name: str, given: Array, shape: tuple[int, ...], dtype: Any) -> None:
+    adopt({name: given})
+    if given.shape != shape or given.dtype != dtype:
+        raise error(
+            ValueError,
+            f"{name} is {given.dtype} {given.shape}",
+            f"it is {dtype} {shape}",
+            "leave it out to have a new array",
+        )
+    read_only = isinstance(given, np.ndarray) and not given.flags.writeable
+    steps = zip(given.shape, given.strides, strict=True)
+    if read_only or any(items > 1 and stride == 0 for items, stride in steps):
+        raise error(
+            ValueError,
+            f"{name} is read-only" if read_only else f"{name} has strides {given.strides}",
+            "a result has an own place in memory for every item, to be written",
+            "pass an array that is not a broadcast view, or leave it out",
+        )
+
+
+def _require_apart(name: str, given: Array, other: str, array: Array) -> None:
+    if np.shares_memory(_standing_in(given), _standing_in(array)):
+        raise error(
+            ValueError,
+            f"{name} overlaps {other} in memory",
+            "results are written while inputs are still read",
+            f"give {name} memory of its own, or leave it out",
+        )
+
+
+def _standing_in(array: Array) -> np.ndarray:
+    """Return an array of NumPy's that lies alike, of a GPU's memory too: nobody looks into it."""
+    interface = {
+        "version": 3,
+        "shape": array.shape,
+        "strides": array.strides,
+        "typestr": f"|V{array.dtype.itemsize}",
+        "data": (address(array), True),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))

@@ -1,0 +1,199 @@
+"""Gradients of ring attention: they go round behind the keys and values that they belong to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupyattn import AttentionGrads, Rotary, add_to
+from cupyattn.arrays import Array, adopt
+from cupyattn.distributed.calls import Calls
+from cupyattn.distributed.group import Group
+from cupyattn.distributed.lane import Blocks, Lane
+from cupyattn.distributed.merged import exact_dtype
+from cupyattn.distributed.plan import Call
+from cupyattn.distributed.problem import RingOptions, ring_problem
+from cupyattn.distributed.results import Wanted, given_gradients, lifted, own_block, results_of
+
+
+def ring_attention_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    /,
+    *,
+    group: Group,
+    placement: str = "zigzag",
+    cu_seqlens: Any = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    alibi_slopes: Array | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    rotary: tuple[Array, Array] | Rotary | None = None,
+    dlse: Array | None = None,
+    deterministic: bool = False,
+    grads: AttentionGrads | None = None,
+    accumulate: bool = False,
+) -> AttentionGrads:
+    r"""Gradients of `ring_attention` with respect to its arrays.
+
+    Parameters
+    ----------
+    dout : array (B, S, H, Dv), dtype of q
+        Gradient with respect to this rank's out. With cu_seqlens (S, H, Dv).
+    q, k, v : array
+        As given to `ring_attention`, with the same options.
+    out : array (B, S, H, Dv)
+        Its result.
+    lse : array (B, H, S)
+        Its second result.
+    group, placement, cu_seqlens
+        As given to `ring_attention`.
+    causal, softmax_scale, window_size, alibi_slopes, softcap, sinks : optional
+        As given to `ring_attention`.
+    dropout_p, seed, rotary : optional
+        As given to `ring_attention`: dropout draws the same mask again.
+    dlse : array (B, H, S), optional
+        Gradient with respect to lse, where it was used.
+    deterministic : bool
+        Bitwise the same result from run to run: as in `attention_backward`.
+    grads : AttentionGrads, optional
+        Arrays to write the gradients into; a field that is None makes a new one.
+    accumulate : bool
+        Add to the contents of grads instead of replacing them, before the one rounding.
+
+    Returns
+    -------
+    AttentionGrads
+        ``(dq, dk, dv, None, dsinks)`` of this rank's tokens, each like its array. dsinks is that of
+        all ranks, the same on each.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, RankFailedError
+        As `ring_attention`, and `attention_backward`.
+
+    Notes
+    -----
+    Keys and values go round as in the forward. The gradients of each block go with it, a step
+    behind, and home at the end, while the rank computes what it has left of its own block. They are
+    sums of the ranks' shares, in float32 (float64 for float64): each share is rounded to the dtype
+    of its array, the sum once more.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyattn
+    >>> from cupyattn import distributed
+    >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 8, 2, 8), dtype=np.float32)
+    >>> def of_rank(group):
+    ...     own = [distributed.shard(x, group.rank, group.size) for x in (q, k, v, dout)]
+    ...     ring = {"group": group, "causal": True}
+    ...     results = distributed.ring_attention(*own[:3], return_lse=True, **ring)
+    ...     return distributed.ring_attention_backward(own[3], *own[:3], *results, **ring).dk
+    >>> dk = distributed.unshard(distributed.run(of_rank, 2))
+    >>> results = cupyattn.attention(q, k, v, causal=True, return_lse=True)
+    >>> whole = cupyattn.attention_backward(dout, q, k, v, *results, causal=True)
+    >>> np.allclose(dk, whole.dk, atol=1e-6)
+    True
+    """
+    options = RingOptions(
+        causal, softmax_scale, window_size, alibi_slopes, softcap, sinks, dropout_p, seed, rotary
+    )
+    targets = given_gradients(grads, accumulate, sinks)
+    given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
+    problem = ring_problem(group, given, options, placement, cu_seqlens, part_own=True)
+    arrays, plan = problem.arrays, problem.plan
+    with Lane(problem.group, arrays["q"]) as lane:
+        xp, exact = problem.xp, exact_dtype(arrays["q"])
+        calls = Calls(problem)
+        own = {name: array for name, array in arrays.items() if name not in "kv"}
+        own["q"] = problem.rotated(arrays["q"])
+        hops = plan.hops
+        blocks = Blocks(lane, own_block(problem), len(hops) - 1)
+        results = results_of(problem, _wanted(targets, arrays, sinks))
+        sums = [xp.zeros(arrays[name].shape, exact) for name in "kv"]
+        gradients = Blocks(lane, sums, len(hops), overwrites=True)
+        dq = xp.zeros(arrays["q"].shape, exact)
+        dsinks: Any = None if sinks is None else xp.zeros(sinks.shape, exact)
+        steps, later = plan.parted
+
+        def shares_of(step_calls: tuple[Call, ...], block: tuple[Array, ...]) -> Any:
+            of_block = _ordered(own, *block)
+            return [(call, calls.backward(call, of_block, deterministic)) for call in step_calls]
+
+        def add(shares: Any) -> None:
+            dk, dv = gradients.here
+            for call, share in shares:
+                for total, part, rows in (
+                    (dq, share.dq, call.queries),
+                    (dk, share.dk, call.keys),
+                    (dv, share.dv, call.keys),
+                ):
+                    _add(total[:, rows.slice], part)
+                if share.dsinks is not None:
+                    dsinks[...] += share.dsinks
+
+        held = blocks.here
+        for number, step in enumerate(steps):
+            block = blocks.arrive() if number else held
+            before = lane.mark()
+            shares = shares_of(step.calls, block)
+            if number + 1 < len(steps):
+                blocks.depart(hops[number], before)
+            if number:
+                # A step behind the block, so that they travel while this step is computed.
+                gradients.depart(hops[number - 1], before)
+                gradients.arrive()
+            add(shares)
+        before = lane.mark()
+        shares = shares_of(later, held)
+        gradients.depart(hops[-1], before)
+        dk, dv = gradients.arrive()
+        add(shares)
+        totals = {
+            "dq": problem.rotated(dq, inverse=True),
+            "dk": problem.rotated(dk, inverse=True),
+            "dv": dv,
+        }
+        if dsinks is not None:
+            totals["dsinks"] = sum(problem.group.all_gather(dsinks))
+        for name, total in totals.items():
+            target = results[f"grads.{name}"]
+            place = lifted(target, problem) if name != "dsinks" else target
+            if accumulate and targets.get(name) is not None:
+                total = total + place.astype(total.dtype)
+            place[...] = total
+    return AttentionGrads(**{name.removeprefix("grads."): x for name, x in results.items()})
+
+
+def _wanted(
+    given: dict[str, Array | None], arrays: dict[str, Array], sinks: Array | None
+) -> dict[str, Wanted]:
+    """Return the gradients by name, with what was given for each."""
+    of = {**{name: arrays[name] for name in "qkv"}, **adopt({"sinks": sinks}).arrays}
+    return {
+        f"grads.d{name}": Wanted(given.get(f"d{name}"), array.shape, array.dtype)
+        for name, array in of.items()
+    }
+
+
+def _ordered(own: dict[str, Array], k: Array, v: Array) -> dict[str, Array]:
+    """Return a backward's arrays in the order of its parameters."""
+    arrays = {**own, "k": k, "v": v}
+    names = ("dout", "q", "k", "v", "out", "lse", "dlse")
+    return {name: arrays[name] for name in names if name in arrays}
+
+
+def _add(total: Array, part: Array) -> None:
+    if total.dtype == np.float64:
+        total += part
+    else:
+        add_to(total, part)

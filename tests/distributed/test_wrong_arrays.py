@@ -1,0 +1,117 @@
+"""Arrays and results that do not fit a ring's call: errors that say so, never another result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyattn import AttentionGrads
+from cupyattn.distributed import (
+    Group,
+    RankFailedError,
+    ring_attention,
+    ring_attention_backward,
+    run,
+)
+
+SHAPES = {"q": (1, 8, 4, 8), "k": (1, 8, 2, 8), "v": (1, 8, 2, 6), "dout": (1, 8, 4, 6)}
+
+
+def drawn(name: str) -> np.ndarray:
+    return np.random.default_rng(len(name)).standard_normal(SHAPES[name])
+
+
+def backward(group: Group, **changed: Any) -> None:
+    """A right forward, and a backward of what is changed of its arrays and options."""
+    q, k, v = (drawn(name) for name in "qkv")
+    out, lse = ring_attention(q, k, v, group=group, return_lse=True)
+    arrays = {"dout": drawn("dout"), "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    options = {name: x for name, x in changed.items() if name not in arrays}
+    arrays |= {name: x for name, x in changed.items() if name in arrays}
+    ring_attention_backward(*arrays.values(), group=group, **options)
+
+
+def forward(group: Group, **changed: Any) -> None:
+    arrays = {name: changed.pop(name, drawn(name)) for name in "qkv"}
+    ring_attention(*arrays.values(), group=group, **changed)
+
+
+def within_q() -> dict[str, Any]:
+    """A q, and an out that shares its memory."""
+    both = np.zeros((1, 8, 4, 11))
+    both[...] = 1
+    return {"q": both[..., :8], "out": both[..., -6:]}
+
+
+def read_only() -> np.ndarray:
+    array = np.zeros(SHAPES["dout"])
+    array.flags.writeable = False
+    return array
+
+
+def twice() -> AttentionGrads:
+    array = np.zeros(SHAPES["k"])
+    return AttentionGrads(dk=array, dv=array[..., :6])
+
+
+@pytest.mark.parametrize(
+    ("call", "changed", "says"),
+    [
+        # Calls take rows of these arrays: more tokens than q has would be cut off in silence.
+        (forward, {"k": np.zeros((1, 10, 2, 8))}, "ValueError: q has 8 tokens, k has 10"),
+        (forward, {"v": np.zeros((1, 10, 2, 6))}, "ValueError: q has 8 tokens, v has 10"),
+        (backward, {"dout": np.zeros((1, 10, 4, 6))}, "ValueError: q has 8 tokens, dout has 10"),
+        (backward, {"out": np.zeros((1, 10, 4, 6))}, "ValueError: q has 8 tokens, out has 10"),
+        (backward, {"lse": np.zeros((1, 4, 10))}, "ValueError: q has 8 tokens, lse has 10"),
+        (backward, {"dlse": np.zeros((1, 4, 10))}, "ValueError: q has 8 tokens, dlse has 10"),
+        (backward, {"dout": np.zeros((1, 8, 4, 7))}, "ValueError: dout has shape"),
+        (forward, {"q": None}, "TypeError: q is None"),
+        (backward, {"lse": None}, "TypeError: lse is None"),
+        (
+            forward,
+            {"rotary": (np.ones((15, 2)), np.zeros((15, 2)))},
+            "ValueError: rotary's tables have 15 rows, for sequences of 16",
+        ),
+        # Results.
+        (forward, {"out": np.zeros((1, 1))}, r"ValueError: out is float64 \(1, 1\); it is"),
+        (forward, {"out": np.zeros(SHAPES["dout"], np.float32)}, "ValueError: out is float32"),
+        (forward, {"out": (np.zeros(2), np.zeros(2))}, "TypeError: out is a tuple of 2"),
+        (forward, {"out": np.zeros(2), "return_lse": True}, "TypeError: out is a ndarray"),
+        (forward, {"out": read_only()}, "ValueError: out is read-only"),
+        (forward, within_q(), "ValueError: out overlaps q in memory"),
+        (backward, {"accumulate": True}, "ValueError: accumulate=True without grads"),
+        (backward, {"grads": (None, None)}, "TypeError: grads is a tuple"),
+        (
+            backward,
+            {"grads": AttentionGrads(dbias=np.zeros(2))},
+            "ValueError: grads.dbias was given; gradients of this call are dq, dk, dv",
+        ),
+        (
+            backward,
+            {"grads": AttentionGrads(dsinks=np.zeros(4))},
+            "ValueError: grads.dsinks was given",
+        ),
+        (backward, {"grads": twice()}, "ValueError: grads.dv overlaps grads.dk in memory"),
+        (
+            backward,
+            {"grads": AttentionGrads(dq=np.zeros((1, 8, 4, 7)))},
+            "ValueError: grads.dq is float64",
+        ),
+    ],
+)
+def test_it_is_an_error_on_every_rank(call, changed, says):
+    with pytest.raises(RankFailedError, match=rf"rank \d failed: {says}"):
+        run(lambda group: call(group, **changed), 2, timeout=20)
+
+
+def test_what_lies_between_an_input_s_items_does_not_overlap_it():
+    packed = np.random.default_rng(0).standard_normal((1, 8, 4, 2, 8))
+    q, k, v, out = (packed[:, :, part] for part in range(4))
+    expected = run(lambda group: ring_attention(q, k, v, group=group), 2)[0]
+    found = run(
+        lambda group: ring_attention(q, k, v, group=group, out=out if group.rank == 0 else None), 2
+    )[0]
+    assert found is out
+    np.testing.assert_array_equal(found, expected)
