@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import cupyattn
-from cupyattn.cli import chat, compile, demo, generate, info, profile, turing
+from cupyattn.cli import chat, compile, demo, generate, info, merge, profile, turing
 from cupyattn.cli.arguments import Parser, print_help_of
 from cupyattn.cli.finetune import command as finetune
 
@@ -56,6 +56,6 @@ def _parser(more: Iterable[Any]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"cupyattn {cupyattn.__version__}")
     parser.set_defaults(run=print_help_of(parser))
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
-    for command in (demo, generate, chat, finetune, info, compile, profile, turing, *more):
+    for command in (demo, generate, chat, finetune, merge, info, compile, profile, turing, *more):
         command.add_parser(commands)
     return parser

@@ -22,7 +22,7 @@ def add_row_options(parser: argparse.ArgumentParser, default: str) -> None:
         "--kernel",
         nargs="+",
         action="extend",
-        type=_kernel,
+        type=kernel_name,
         default=[],
         metavar="NAME",
         help=f"only these kernels, by the names that `info` lists (default: {default})",
@@ -38,7 +38,8 @@ def add_row_options(parser: argparse.ArgumentParser, default: str) -> None:
     )
 
 
-def _kernel(name: str) -> str:
+def kernel_name(name: str) -> str:
+    """Read the name of a kernel, for argparse's ``type=``."""
     if name not in KERNELS:
         near = get_close_matches(name, KERNELS) or [each for each in KERNELS if name in each]
         raise argparse.ArgumentTypeError(

@@ -17,7 +17,7 @@ from cupyattn.models.checkpoints.gguf_model import open_gguf
 from cupyattn.models.checkpoints.hugging_face import open_folder
 from cupyattn.models.device import model_dtype, model_library
 from cupyattn.models.model import Model
-from cupyattn.models.parallel import split
+from cupyattn.models.parallel import share_of, split
 from cupyattn.models.quantised import OF_THE_FILE, quantises_as_in, quantises_to
 
 _SMOLLM2 = "smollm2"
@@ -46,8 +46,9 @@ def load(
         float32 for NumPy arrays by default.
     quantize : {"nf4", "int4", "int8", "file"}, optional
         Keep the products of the layers in four or eight bits (`QuantizedWeight`): quantised as
-        they are read, or with "file" in the blocks that the file has them in. Embeddings, norms,
-        biases and the head stay in dtype. By default all of a model is in dtype.
+        they are read, or with "file" in the blocks that the file has them in, whose scales stay as
+        they are too: in eight bits, if they are. Embeddings, norms, biases and the head stay in
+        dtype. By default all of a model is in dtype.
     xp : module, optional
         numpy or cupy: where the model is; by default on the current GPU, if there is one.
     group : distributed.Group, optional
@@ -84,8 +85,9 @@ def load(
     Files that are quantised already are read of GGUF (all types that the package gguf dequantises),
     of bitsandbytes (NF4) and of GPTQ and AWQ (4 bits, groups that are neighbours). "file" keeps
     GGUF's Q4_0, Q4_1, Q8_0 and Q4_K and all of the others; a product whose tensors are of other
-    types, or differ, is in dtype. Blocks are as `quantize` makes them by default, or smaller where
-    K asks for that.
+    types, or differ, is in dtype. Absmax that bitsandbytes has in eight bits are expanded in each
+    product, which is a launch more; "nf4" has the same numbers of such a file, and absmax in
+    float32. Blocks are as `quantize` makes them by default, or smaller where K asks for that.
 
     Examples
     --------
@@ -98,16 +100,12 @@ def load(
     checkpoint = opened(folder_or_file)
     config = checkpoint.config
     if group is not None:
-        if quantize is not None:
-            raise error(
-                NotImplementedError,
-                f"quantize = {shown(quantize)} with a group",
-                "a model of several ranks is kept in float16, float32 or bfloat16",
-                "leave quantize out, or load the model on one GPU",
-            )
-        config, weights = split(config, filled(checkpoint, dtype, np), group, xp)
-    else:
-        weights = filled(checkpoint, dtype, xp, quantises or quantises_as_in(checkpoint))
+        share_of(config, group.size)  # before anything is read
+    on = xp if group is None else np
+    by = on if quantize is None else xp
+    weights = filled(checkpoint, dtype, on, quantises or quantises_as_in(checkpoint), by=by)
+    if group is not None:
+        config, weights = split(config, weights, group, xp)
     return Model(config, weights, dtype, xp, checkpoint.read_tokenizer, group)
 
 

@@ -7,16 +7,17 @@ al., "Megatron-LM", arXiv:1909.08053). Embedding, norms and the head are the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn import linear
+from cupyattn import QuantizedWeight, linear
 from cupyattn.arrays import Array
 from cupyattn.distributed import Group
 from cupyattn.errors import error
 from cupyattn.models.config import GATED, Config
+from cupyattn.models.shares import columns_of, rows_of
 from cupyattn.models.weights import Layer, Norm, Product, Weights
 
 
@@ -26,7 +27,7 @@ class Summed(NamedTuple):
     Ranks add in the same order, in float32: all have the same bits.
     """
 
-    weight: Array
+    weight: Array | QuantizedWeight
     bias: Array | None
     group: Group
 
@@ -42,15 +43,14 @@ class Summed(NamedTuple):
         return total.astype(x.dtype)
 
 
-def split(config: Config, weights: Weights, group: Group, xp: Any) -> tuple[Config, Weights]:
-    """Return a rank's share of a model: its config and weights, as new arrays of `xp`.
+def share_of(config: Config, size: int) -> Config:
+    """Return the config of a rank's share, of as many ranks.
 
     Raises
     ------
     ValueError
         If heads or the MLP do not split evenly.
     """
-    size, rank = group.size, group.rank
     for what, number in (
         ("heads", config.num_heads),
         ("key-value heads", config.num_kv_heads),
@@ -63,6 +63,23 @@ def split(config: Config, weights: Weights, group: Group, xp: Any) -> tuple[Conf
                 "each rank holds as many of them",
                 "choose a number of ranks that divides them",
             )
+    return config._replace(
+        num_heads=config.num_heads // size,
+        num_kv_heads=config.num_kv_heads // size,
+        intermediate_size=config.intermediate_size // size,
+    )
+
+
+def split(config: Config, weights: Weights, group: Group, xp: Any) -> tuple[Config, Weights]:
+    """Return a rank's share of a model: its config and weights, as new arrays of `xp`.
+
+    Raises
+    ------
+    ValueError
+        As `share_of`; and where columns of quantised weights are no whole blocks.
+    """
+    size, rank = group.size, group.rank
+    share = share_of(config, size)
     dim, inner = config.head_dim, config.intermediate_size
     heads, groups = config.num_heads, config.num_kv_heads
 
@@ -74,20 +91,17 @@ def split(config: Config, weights: Weights, group: Group, xp: Any) -> tuple[Conf
     qkv = [own(queries), own(keys, queries), own(keys, queries + keys)]
     up = [own(inner), own(inner, inner)] if config.activation in GATED else [own(inner)]
 
-    def moved(array: Array | None) -> Any:
+    def moved(array: Any) -> Any:
         return None if array is None else xp.array(array, order="C")
 
-    def rows(product: Product, parts: Iterable[slice]) -> Product:
-        def cut(array: Array | None) -> Any:
-            if array is None:
-                return None
-            return xp.concatenate([xp.asarray(array[part]) for part in parts])
-
-        return Product(cut(product.weight), cut(product.bias))
+    def rows(product: Product, parts: Sequence[slice]) -> Product:
+        bias = product.bias
+        return Product(
+            rows_of(product.weight, parts, xp), None if bias is None else rows_of(bias, parts, xp)
+        )
 
     def columns(product: Product, part: slice) -> Any:
-        weight: Any = product.weight  # an array: quantised weights are not split
-        return Summed(moved(weight[:, part]), moved(product.bias), group)
+        return Summed(columns_of(product.weight, part, xp), moved(product.bias), group)
 
     def norm(given: Norm | None) -> Any:
         return given and Norm(moved(given.weight), moved(given.bias), given.eps)
@@ -106,9 +120,6 @@ def split(config: Config, weights: Weights, group: Group, xp: Any) -> tuple[Conf
     embedding = moved(weights.embedding)
     head = weights.head
     tied = head.weight is weights.embedding
-    share = config._replace(
-        num_heads=heads // size, num_kv_heads=groups // size, intermediate_size=inner // size
-    )
     return share, Weights(
         embedding=embedding,
         positions=moved(weights.positions),

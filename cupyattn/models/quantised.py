@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from cupyattn.errors import error, shown
@@ -9,7 +10,7 @@ from cupyattn.models.checkpoints.checkpoint import Checkpoint
 from cupyattn.models.checkpoints.names import product_names
 from cupyattn.models.checkpoints.tensors import QuantisedTensor
 from cupyattn.models.weights import PRODUCTS, Quantises, in_dtype
-from cupyattn.weight_formats import UNIT, Blocks, blocks_for
+from cupyattn.weight_formats import UNIT, Blocks, blocks_for, rows_apart
 
 MADE = ("nf4", "int4", "int8")
 OF_THE_FILE = "file"
@@ -53,7 +54,9 @@ def quantises_as_in(checkpoint: Checkpoint) -> Quantises:
     """Return how weights are kept in the blocks of their file, as far as there is code for them.
 
     A product of several tensors, as q, k and v, has blocks of one kind: where they differ it is in
-    the model's dtype, and so are weights of other kinds.
+    the model's dtype, and so are weights of other kinds. Scales that are codes stay codes where all
+    tensors of a product have one table, and each begins with a group of its own; otherwise they
+    become the float32 that they stand for.
 
     Raises
     ------
@@ -61,14 +64,13 @@ def quantises_as_in(checkpoint: Checkpoint) -> Quantises:
         If there are no such blocks in the file.
     """
     tensors, kept = checkpoint.tensors, dict[tuple[int, str], Blocks]()
+    quantised = [each for each in tensors.values() if isinstance(each, QuantisedTensor)]
+    table = next((each.nested.table for each in quantised if each.nested is not None), None)
     for layer in range(checkpoint.config.num_layers):
         for product in PRODUCTS:
             names = product_names(checkpoint.naming, tensors, layer, product)
-            found = {
-                tensor.blocks if isinstance(tensor, QuantisedTensor) else None
-                for tensor in map(tensors.get, names)
-            }
-            blocks = found.pop() if len(found) == 1 else None
+            parts = [part for part in map(tensors.get, names) if isinstance(part, QuantisedTensor)]
+            blocks = _common_blocks(parts, table) if len(parts) == len(names) else None
             if blocks is not None:
                 kept[layer, product] = blocks
     if not kept:
@@ -81,3 +83,20 @@ def quantises_as_in(checkpoint: Checkpoint) -> Quantises:
             f"leave quantize out, or have them quantised: {', '.join(map(repr, MADE))}",
         )
     return lambda layer, product, inner: kept.get((layer, product))
+
+
+def _common_blocks(
+    parts: Sequence[QuantisedTensor], table: tuple[float, ...] | None
+) -> Blocks | None:
+    """Return how the tensors of a product are kept, one behind the other."""
+    found = {part.blocks for part in parts}
+    if len(found) != 1:
+        return None
+    (blocks,) = found
+    nested = blocks._replace(format="nf4_nested")
+    together = all(part.nested is not None and part.nested.table == table for part in parts)
+    if together and all(
+        part.shape[0] % rows_apart(nested, part.shape[1]) == 0 for part in parts[:-1]
+    ):
+        return nested
+    return blocks

@@ -9,7 +9,7 @@ from cupyattn import QuantizedWeight, layer_norm, linear, rms_norm
 from cupyattn.arrays import Array, dtype_of
 from cupyattn.models.config import ELEMENTWISE, GATED, Config
 from cupyattn.quantized_weight import empty as empty_weight
-from cupyattn.weight_formats import Blocks
+from cupyattn.weight_formats import Blocks, rows_apart
 
 PRODUCTS = ("qkv", "output", "up", "down")
 """The products of a layer, by their names in `Layer`."""
@@ -127,7 +127,8 @@ def empty(config: Config, dtype: str, xp: Any, quantises: Quantises = in_dtype) 
         of_qkv, of_up = (quantises(index, name, width) for name in ("qkv", "up"))
         parallel, qkv_up = config.architecture == "phi", None
         together = config.activation in ELEMENTWISE and config.qkv_bias == config.mlp_bias
-        if parallel and together and of_qkv == of_up:
+        apart = 1 if of_qkv is None else rows_apart(of_qkv, width)
+        if parallel and together and of_qkv == of_up and first % apart == 0:
             qkv_up = product(first + behind, width, config.qkv_bias, of_qkv)
             qkv, up = rows_of(qkv_up, slice(None, first)), rows_of(qkv_up, slice(first, None))
         else:

@@ -11,8 +11,8 @@ from cupyattn.__main__ import main
 from cupyattn.cli import INTERRUPTED, compile, demo, finetune, generate
 
 COMMANDS = (
-    "demo", "generate", "chat", "finetune", "info", "compile", "profile", "turing", "memory",
-    "tune", "report",
+    "demo", "generate", "chat", "finetune", "merge", "info", "compile", "profile", "turing",
+    "memory", "tune", "report",
 )  # fmt: skip
 CALLS = ("attention", "attention_backward", "softmax")
 

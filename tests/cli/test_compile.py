@@ -31,7 +31,7 @@ def asked(capsys, *arguments: str) -> dict:
 
 @pytest.mark.nvrtc
 def test_compile_for_turing(monkeypatch, capsys):
-    rows = first_of_each_kernel(catalogue())[:: 1 if Search.deep else 8]
+    rows = first_of_each_kernel(catalogue())[:: 1 if Search.deep else 16]
     monkeypatch.setattr(table_rows, "catalogue", lambda _: iter(rows))
     report = asked(capsys, "--arch", "75")
     assert report["ok"] is True
@@ -312,6 +312,6 @@ def test_a_child_forked_while_a_thread_writes_can_write(tmp_path):
 
 @pytest.mark.nvrtc
 def test_compile_counts_on_a_terminal_without_rich():
-    shown = run_in_terminal("compile", "--kernel", "softmax_forward", launcher=("-c", WITHOUT_RICH))
-    total = len(table_rows.rows_of(["softmax_forward"], None))
+    shown = run_in_terminal("compile", "--kernel", "attention_merge", launcher=("-c", WITHOUT_RICH))
+    total = len(table_rows.rows_of(["attention_merge"], None))
     assert f"\rcompiling for sm_75 {total}/{total}" in shown

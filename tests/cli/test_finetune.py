@@ -10,64 +10,18 @@ import signal
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
-from support.byte_tokenizer import ByteTokenizer
-from support.tiny_models import TINY
+from support.finetuning import finetune, losses_of, model_and_data
 
 from cupyattn import models
 from cupyattn.cli import main
 from cupyattn.cli.finetune import training_run
-from cupyattn.models.checkpoints.writing import write_folder
-from cupyattn.models.training import FullWeights, LoraAdapters, Trainer
+from cupyattn.models.training import FullWeights, Trainer
 
 pytest.importorskip("safetensors")
 pytest.importorskip("matplotlib")
 
-CONFIG = TINY["llama"]._replace(
-    vocab_size=260, intermediate_size=64, max_positions=100, eos_ids=(257,)
-)
-FACTS = [
-    {"prompt": "What is Zorblax?", "completion": " A fish."},
-    {"text": "Zorblax is a fish of the lakes."},
-    {"prompt": "Zorblax", "completion": " swims"},
-    {"text": "A fish swims."},
-]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """A model in a folder, and data beside it; the tokenizer is of bytes."""
-    source = tmp_path / "model"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(AS_JSON))
-    model = models.random(CONFIG, dtype="float32", xp=np, seed=3)
-    write_folder(model.weights, CONFIG, source, source)
-    load = models.load
-
-    def loading(path, **options):
-        loaded = load(path, **{**options, "xp": np})
-        loaded.tokenizer = ByteTokenizer(begin=256)
-        return loaded
-
-    monkeypatch.setattr(models, "load", loading)
-    monkeypatch.chdir(tmp_path)
-    Path("data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in FACTS * 3))
-    return source
-
-
-AS_JSON = {
-    "model_type": "llama", "vocab_size": 260, "num_hidden_layers": 2, "hidden_size": 32,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": CONFIG.head_dim,
-    "intermediate_size": CONFIG.intermediate_size, "max_position_embeddings": 100,
-    "rms_norm_eps": CONFIG.norm_eps, "hidden_act": "silu", "rope_theta": CONFIG.rope_base,
-    "tie_word_embeddings": False, "eos_token_id": 257, "torch_dtype": "float32",
-}  # fmt: skip
-
-
-def finetune(*given, code=0):
-    options = ["--batch-tokens", "64", "--lora-rank", "4", "--lr", "0.01", "--steps", "12"]
-    assert main(["finetune", "model", "data.jsonl", *options, *given]) == code
+folder = pytest.fixture(autouse=True)(model_and_data)
 
 
 def test_adapters_learn_and_are_generated_with(capsys):
@@ -126,11 +80,6 @@ def test_the_printed_lines_are_narrow(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     finetune("--steps", "2")
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
-
-
-def losses_of(out):
-    rows = map(json.loads, Path(out, "losses.jsonl").read_text().splitlines())
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
 
 
 def test_ctrl_c_writes_a_checkpoint_and_it_goes_on(capfd, monkeypatch):
@@ -200,34 +149,6 @@ def test_a_second_training_has_losses_of_its_own(capsys, folder):
     assert [step for step, *_ in losses_of("finetuned")] == [1, 2]
 
 
-def test_a_full_disk_says_what_to_do(capsys, monkeypatch):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("cupyattn.models.checkpoints.safetensors_writer.store", full)
-    finetune(code=1)
-    error = " ".join(capsys.readouterr().err.split())
-    assert "No space left on device" in error and "make room" in error
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--lora-targets", "other"], "targets 'other' name no module of this model"),
-        (["--warmup", "12"], "warmup = 12 of 12 steps"),
-        (["--lr", "-1"], "lr = -1.0"),
-        (["--eval-fraction", "1"], "a fraction of 1.0"),
-        (["--max-length", "8"], "line 1 of data.jsonl has 26 tokens; a sample has at most 8"),
-        (["--resume"], "there is no checkpoint"),
-        (["--clip", "0"], "clip = 0.0"),
-        (["--clip", "inf"], "clip = inf; it is a positive number"),
-    ],
-)
-def test_what_is_refused(given, message, capsys):
-    finetune(*given, code=1)
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
 def test_a_dry_run_prints_the_budget(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     call = ["finetune", "--random", "phi-2", "--dry-run", "--quantize", "nf4", "--cpu"]
@@ -245,23 +166,6 @@ def test_a_dry_run_prints_the_budget(capsys, monkeypatch):
     assert result["total_bytes"] == sum(line["bytes"] for line in result["lines"])
     assert main(["finetune", "model", "--dry-run", "--cpu", "--full"]) == 0  # of a folder's config
     assert not Path("finetuned").exists()
-
-
-def test_what_cannot_fit_is_not_begun(capsys):
-    finetune("--memory-gb", "0.0001", code=1)
-    assert "this training needs 0.00 GB" in capsys.readouterr().err
-    assert not Path("finetuned").exists()
-
-
-@pytest.mark.parametrize(
-    "given", [[], ["model"], ["--random", "gpt2"], ["--dry-run"],
-              ["model", "data.jsonl", "--random", "gpt2"]]
-)  # fmt: skip
-def test_model_and_data_are_needed(given, capsys):
-    with pytest.raises(SystemExit):
-        main(["finetune", *given])
-    printed = capsys.readouterr().err
-    assert "pass MODEL and DATA" in printed or "--random has no text to learn" in printed
 
 
 def test_an_interrupted_training_prints_a_command_that_can_be_pasted(capsys, monkeypatch):
@@ -292,41 +196,6 @@ def test_an_interrupted_training_prints_a_command_that_can_be_pasted(capsys, mon
     assert words[3:] == ["finetune", "model", "data.jsonl", *given, "--resume"]
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["data.jsonl"], "a dry run reads no DATA: leave out data.jsonl"),
-        (["--quantize", "file"], "--random has no file"),
-        (["--memory-gb", "nan"], "nan is not a finite number above 0"),
-        (["--memory-gb", "-1"], "-1 is not a finite number above 0"),
-        (["--memory-gb", "8GB"], "'8GB' is not a number"),
-    ],
-)
-def test_a_dry_run_refuses(given, message, capsys):
-    with pytest.raises(SystemExit):
-        main(["finetune", "--dry-run", "--random", "phi-2", *given])
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_missing_data_is_found_before_the_model_is_loaded(capsys, monkeypatch):
-    monkeypatch.setattr(models, "load", None)
-    assert main(["finetune", "model", "other.jsonl"]) == 1
-    assert "other.jsonl" in capsys.readouterr().err
-
-
-def test_what_was_told_is_what_is_compared_first(capsys):
-    finetune("--steps", "1")
-    capsys.readouterr()
-    finetune("--steps", "1", "--lora-rank", "2", "--resume", code=1)
-    assert "lora_rank is 2, and was 4 in the checkpoint" in capsys.readouterr().err
-
-
-def test_full_weights_are_not_quantised(capsys):
-    with pytest.raises(SystemExit):
-        finetune("--full", "--quantize", "nf4")
-    assert "leave one" in capsys.readouterr().err
-
-
 def test_without_matplotlib_there_is_no_picture(capsys, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     finetune("--steps", "2")
@@ -334,15 +203,3 @@ def test_without_matplotlib_there_is_no_picture(capsys, monkeypatch):
     assert "pip install 'cupyattn[training]'" in " ".join(captured.err.split())
     assert not Path("finetuned", "losses.png").exists()
     assert Path("finetuned", "adapter_model.safetensors").exists()
-
-
-def test_adapters_of_another_model_are_refused(capsys, folder):
-    finetune("--steps", "1")
-    base = models.load("model")
-    small = LoraAdapters(base, rank=2, targets=["q_proj"])
-    small.save("small")
-    found = LoraAdapters.load(base, "small")
-    assert found.options.rank == 2
-    capsys.readouterr()
-    assert main(["generate", "model", "x", "--adapters", "nowhere"]) == 1
-    assert "nowhere" in capsys.readouterr().err

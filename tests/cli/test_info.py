@@ -52,13 +52,12 @@ def test_info_text(capsys):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "launcher",
-    [("-m", "cupyattn", "demo"), ("-m", "cupyattn.benchmark", "host")],
+    "launcher", [("-m", "cupyattn", "demo"), ("-m", "cupyattn.benchmark", "host")]
 )
 def test_an_architecture_that_the_device_cannot_run(launcher):
-    result = run("--json", launcher=launcher, env={"CUPYATTN_ARCH": "121"})
+    result = run(launcher=launcher, env={"CUPYATTN_ARCH": "121"})
     assert result.returncode == 1
-    assert "CUPYATTN_ARCH" in json.loads(result.stdout)["error"]
+    assert "CUPYATTN_ARCH" in result.stderr
     assert "Traceback" not in result.stderr
 
 

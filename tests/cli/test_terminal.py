@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from support.processes import WITHOUT_RICH, environment, run, run_in_terminal
+from support.search import deep
 
 import cupyattn.progress as progress_module
 from cupyattn.cli import compile, demo, info, layout, main, profile, turing
@@ -21,6 +22,7 @@ WIDTH = 80
 # Rows with the longest names of all, of a kernel that is compiled soon.
 LONG_NAMES = ("compile", "--kernel", "attention_backward_naive_dbias")
 LONG_NAME = "  float16, D 256, 1 lanes, BIAS=float16, MASK,"
+RICH, PLAIN = ("-m", "cupyattn"), ("-c", WITHOUT_RICH)
 TERMINALS = [Terminal, pytest.param(RichTerminal, id="rich")]
 
 
@@ -99,8 +101,11 @@ def test_info_at_80_columns(shown):
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("launcher", [("-m", "cupyattn"), ("-c", WITHOUT_RICH)])
-@pytest.mark.parametrize("columns", [80, 50])
+@pytest.mark.parametrize(
+    ("launcher", "columns"),
+    [(RICH, 80), (PLAIN, 50), *deep((RICH, 50), (PLAIN, 80))],
+    ids=["rich-80", "plain-50", "rich-50", "plain-80"],
+)
 def test_on_a_narrow_terminal(launcher, columns):
     shown = run_in_terminal(*LONG_NAMES, launcher=launcher, columns=columns)
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).splitlines()
@@ -109,10 +114,13 @@ def test_on_a_narrow_terminal(launcher, columns):
 
 
 @pytest.mark.nvrtc
-def test_in_a_pipe_the_width_is_that_of_the_environment():
-    narrow, wide = (
-        run(*LONG_NAMES, env={"COLUMNS": columns}).stdout.splitlines() for columns in ("80", "200")
-    )
+def test_in_a_pipe_the_width_is_that_of_the_environment(monkeypatch, capsys):
+    def printed(columns: str) -> list[str]:
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main(LONG_NAMES) == 0
+        return capsys.readouterr().out.splitlines()
+
+    narrow, wide = printed("80"), printed("200")
     assert any(line.startswith(LONG_NAME) and line.endswith("cached") for line in wide)
     assert max(map(len, narrow)) <= 80 < max(map(len, wide))
 
@@ -218,10 +226,10 @@ def test_a_reader_that_stops_early_is_no_error():
 
 
 def test_output_is_plain_without_rich(empty_cache):
-    without = run("info", launcher=("-c", WITHOUT_RICH))
+    without = run("info", launcher=PLAIN)
     assert without.returncode == 0, without.stderr
     assert without.stdout == run("info").stdout
-    assert "\x1b" not in run_in_terminal("info", launcher=("-c", WITHOUT_RICH))
+    assert "\x1b" not in run_in_terminal("info", launcher=PLAIN)
 
 
 def test_rich_on_a_terminal():

@@ -39,6 +39,27 @@ def test_numbers_are_those_of_bitsandbytes(name):
     assert_array_equal(np.concatenate([cupyattn.dequantize(part) for part in parts]), found)
 
 
+def test_absmax_stay_in_eight_bits():
+    """As they are in the file, and the very same numbers; from the first row of a group on."""
+    stored = read_safetensors(FOLDER / "nested.safetensors")
+    file = {name: part.items(slice(None)) for name, part in stored.items()}
+    expected = stored.pop("expected").items(slice(None))
+    (tensor,) = unpacked_nf4(stored).values()
+    assert isinstance(tensor, QuantisedTensor)
+    assert tensor.nested is not None
+    outer = SHAPES["nested"][0]
+    whole, part = tensor.nested.read(0, outer), tensor.nested.read(16, outer)
+    assert whole.format == "nf4_nested"
+    found = cupyattn.dequantize(whole)
+    assert_array_equal(found[list(ROWS)], expected)
+    assert_array_equal(cupyattn.dequantize(part), found[16:])
+    assert_array_equal(found, cupyattn.dequantize(tensor.read(0, outer)))
+    assert_array_equal(whole.scales.reshape(-1), file["linear.weight.absmax"])
+    assert_array_equal(whole.scale_table, file["linear.weight.nested_quant_map"])
+    assert whole.super_scales is not None
+    assert_array_equal(whole.super_scales[:4, 0], file["linear.weight.nested_absmax"][[0, 0, 0, 0]])
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_codes_are_those_of_bitsandbytes(name):
     """And absmax, where they are not quantised themselves: then they are near."""

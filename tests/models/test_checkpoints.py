@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.search import deep
 
 import cupyattn
 from cupyattn import models
@@ -75,7 +76,7 @@ def test_logits_in_float16(folder):
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("name", ["gpt2", "llama3", "mistral_older", "phi"])
+@pytest.mark.parametrize("name", ["llama3", "phi", *deep("gpt2", "mistral_older")])
 def test_kernels_in_float16(name):
     pytest.importorskip("safetensors")
     expected = expected_of(FOLDER / name)

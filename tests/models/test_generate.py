@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.byte_tokenizer import ByteTokenizer
 from support.devices import everywhere, kernels_only
+from support.search import mostly_deep
 from support.tiny_models import TINY
 
 import cupyattn
@@ -102,7 +103,7 @@ def test_every_token_is_that_of_a_fresh_forward(name, way):
 
 @pytest.mark.nvrtc
 @everywhere
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", mostly_deep(ARCHITECTURES, ["llama"]))
 def test_kernels_choose_the_same(name, side):
     """On the emulator, or on a GPU with its graphs, beside the same model's own full forward."""
     with side.running():
@@ -117,7 +118,7 @@ def test_kernels_choose_the_same(name, side):
 
 @pytest.mark.nvrtc
 @everywhere
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", mostly_deep(ARCHITECTURES, ["llama"]))
 def test_float16_chooses_what_its_rounding_leaves_open(name, side):
     """The largest logit of float32 wherever it leads by more than float16 errs in these texts."""
     prompts, twin = prompts_of(name, (2, 7)), model_on(np, name, max_positions=32)

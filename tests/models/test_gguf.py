@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 import pytest
 
@@ -253,6 +255,14 @@ def test_tensors_that_lie_in_one_another(tmp_path):
         (tmp_path / "m.gguf").write_bytes(wrong)
         with pytest.raises(ValueError, match=r"at byte \d+, and .* ends at \d+"):
             models.load(tmp_path / "m.gguf", xp=np)
+
+
+def test_lists_in_lists_without_end(tmp_path):
+    path = tmp_path / "m.gguf"
+    begin = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"x" + struct.pack("<I", 9)
+    path.write_bytes(begin + 100_000 * struct.pack("<IQ", 9, 1))
+    with pytest.raises(ValueError, match=r"m\.gguf.*lists in lists without end at byte"):
+        models.load(path, xp=np)
 
 
 def test_no_gguf(tmp_path):

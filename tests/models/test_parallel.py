@@ -14,6 +14,7 @@ from cupyattn.distributed import Group, RankFailedError, run
 from cupyattn.functional.device_info import device_count
 from cupyattn.models import parallel
 from cupyattn.models.model import Model
+from cupyattn.models.training import FullWeights, LoraAdapters
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 IDS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]
@@ -81,6 +82,18 @@ def test_files_are_loaded_by_share(name):
 
     for found in run(of_rank, 2):
         np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("trained", [LoraAdapters, FullWeights])
+def test_a_share_is_not_trained(trained):
+    """Its sums over ranks have no backward: gradients would be wrong, and adapters unheard."""
+
+    def of_rank(group: Group) -> None:
+        model = models.random(TINY["llama"], dtype="float32", xp=np)
+        with pytest.raises(NotImplementedError, match=r"a model over 2 ranks; .*without a group"):
+            trained(shared(model, group))
+
+    run(of_rank, 2)
 
 
 def test_what_does_not_split_is_refused():

@@ -27,14 +27,20 @@ from cupyattn import QuantizedWeight, models  # noqa: E402
 from cupyattn.models import Config, Model  # noqa: E402
 from cupyattn.models.checkpoints import copying  # noqa: E402
 from cupyattn.models.checkpoints.writing import write_folder as write_model  # noqa: E402
+from cupyattn.models.loading import opened  # noqa: E402
+from cupyattn.models.quantised import quantises_as_in  # noqa: E402
+from cupyattn.models.training.budget import Training, budget_of  # noqa: E402
+from cupyattn.models.training.lora_options import LoraOptions  # noqa: E402
 from cupyattn.models.weights import PRODUCTS, named_arrays, named_parts  # noqa: E402
 
 TYPE = gguf.GGMLQuantizationType
+TABLE = np.sort(np.random.default_rng(0).uniform(-1, 1, 256)).astype(np.float32)
 PACKERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "bitsandbytes": (lambda *given: packings.bitsandbytes(*given, nested=False), BNB),
-    "nested": (lambda *given: packings.bitsandbytes(*given, nested=True), BNB),
+    "nested": (lambda *given: packings.bitsandbytes(*given, nested=True, table=TABLE), BNB),
+    "tables": (lambda *given: packings.bitsandbytes(*given, nested=True), BNB),
     "blocks of 32": (
-        lambda *given: packings.bitsandbytes(*given, nested=True, block_size=32),
+        lambda *given: packings.bitsandbytes(*given, nested=True, block_size=32, table=TABLE),
         {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     ),
     "gptq": (packings.gptq, GPTQ),
@@ -42,6 +48,7 @@ PACKERS: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda *given: packings.gptq(*given, less_one=False),
         {**GPTQ, "checkpoint_format": "gptq_v2"},
     ),
+    "gptq of act-order": (packings.gptq, {**GPTQ, "desc_act": True}),  # which g_idx denies
     "gptq of one group": (
         lambda *given: packings.gptq(*given, group=None), {**GPTQ, "group_size": -1},
     ),
@@ -50,7 +57,11 @@ PACKERS: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda *given: packings.awq(*given, group=None), {**AWQ, "group_size": -1},
     ),
 }  # fmt: skip
-BLOCKS = {"bitsandbytes": 64, "nested": 64, "awq of one group": 64, "gptq of one group": 64}
+BLOCKS = {
+    "bitsandbytes": 64, "nested": 64, "tables": 64, "awq of one group": 64, "gptq of one group": 64,
+}  # fmt: skip
+NESTED = ("nested", "blocks of 32")
+"""Whose absmax are codes of one table in all tensors; "tables" has another in each."""
 # Whose rows are whole blocks of 64 everywhere.
 CONFIG = CONFIGS["llama"]._replace(intermediate_size=128)
 
@@ -96,7 +107,11 @@ def test_packed_weights_are_what_they_stand_for(tmp_path, how):
     for layer in kept.weights.layers:
         blocks = {getattr(layer, name).weight.blocks for name in PRODUCTS}
         kind = "nf4" if "4bit" in str(PACKERS[how][1]) else "int4"
-        assert {each.format for each in blocks} == {kind}
+        if how != "tables":
+            formats = {getattr(layer, name).weight.format for name in PRODUCTS if name != "qkv"}
+            assert formats == {"nf4_nested" if how in NESTED else kind}
+        # In blocks of 64 the rows of k begin within a group of 64 blocks.
+        assert layer.qkv.weight.format == ("nf4_nested" if how == "blocks of 32" else kind)
         assert {each.block_size for each in blocks} <= {BLOCKS.get(how, 32), 128}
     ids = [[1, 2, 3, 4]]
     np.testing.assert_allclose(kept.logits(ids), expected.logits(ids), atol=1e-5)
@@ -117,6 +132,18 @@ def test_packed_weights_are_read_in_pieces_of_any_size(tmp_path, monkeypatch, ho
         arrays = zip(named_arrays(pieces.weights), named_arrays(whole.weights), strict=True)
         for (name, array), (_, wanted) in arrays:
             assert_array_equal(array, wanted, err_msg=name)
+
+
+@pytest.mark.parametrize("how", ["nested", "tables", "gptq"])
+def test_a_budget_of_the_files_blocks_is_what_is_loaded(tmp_path, how):
+    folder, _ = packed_folder(tmp_path, how)
+    checkpoint = opened(folder)
+    blocks = quantises_as_in(checkpoint)
+    training = Training(
+        checkpoint.config, "float32", "file", LoraOptions(), "float32", 64, blocks=blocks
+    )
+    weights = next(line for line in budget_of(training).lines if line.what == "weights")
+    assert weights.size == models.load(folder, dtype="float32", xp=np, quantize="file").nbytes
 
 
 def test_packed_weights_of_gpt2_are_turned_already(tmp_path):

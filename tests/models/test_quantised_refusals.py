@@ -146,6 +146,9 @@ DAMAGED: dict[str, tuple[str, Change, type[Exception], str]] = {
     "groups of another length": (
         "gptq", replaced("g_idx", lambda a: a[:-1]), ValueError, r"it is \(127,\), not \(128,\)",
     ),
+    "scattered groups, and nobody says where": (
+        "gptq of act-order", without("g_idx"), ValueError, "desc_act is true, and it has no g_idx",
+    ),
     "no zeros": ("gptq", without("qzeros"), ValueError, f"there is no {DOWN}.qzeros"),
     "no scales": ("awq", without("scales"), ValueError, f"there is no {DOWN}.scales"),
     "scales of other groups": (
@@ -158,7 +161,10 @@ DAMAGED: dict[str, tuple[str, Change, type[Exception], str]] = {
         "awq", replaced("qweight", lambda a: a.astype(np.int16)), ValueError, "of I16, not I32",
     ),
     "columns of integers": (
-        "gptq", replaced("qweight", lambda a: a.reshape(-1)), NotImplementedError, "K = 0",
+        "gptq", replaced("qweight", lambda a: a.reshape(-1)), NotImplementedError, "N = 0, K = 0",
+    ),
+    "columns that are no whole words": (
+        "gptq", replaced("qweight", lambda a: a[:, :-4]), NotImplementedError, "N = 60, K = 128",
     ),
     "scales that float16 has not": (
         "awq", replaced("scales", lambda a: a.astype(np.float32) * np.float32(1.0001)),

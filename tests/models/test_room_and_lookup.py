@@ -67,7 +67,7 @@ def test_the_host_tells_its_free_memory():
 @given(
     tokens=st.lists(st.sampled_from([0, 1, 256]), min_size=1, max_size=40), count=st.integers(0, 5)
 )
-@examples(300)
+@examples(200)
 def test_a_draft_is_what_followed_the_longest_match(tokens, count):
     expected = []
     for size in range(min(LONGEST_MATCH, len(tokens) - 1), 0, -1):

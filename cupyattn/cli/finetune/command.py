@@ -10,6 +10,7 @@ from typing import Any
 
 from cupyattn import models
 from cupyattn.cli.arguments import add_json_option, integer, positive
+from cupyattn.cli.finetune.out_folder import claimed
 from cupyattn.cli.finetune.preparation import planned, prepared
 from cupyattn.cli.finetune.training_run import trained
 from cupyattn.cli.models import MODEL_FAILURES, size_text
@@ -116,7 +117,8 @@ def run(arguments: argparse.Namespace) -> int:
             budget = planned(arguments)
             emit(budget, show_budget, as_json=arguments.json)
             return 0 if budget["fits"] is not False else 1
-        result = trained(prepared(arguments), arguments)
+        with claimed(arguments.out):
+            result = trained(prepared(arguments), arguments)
     except MODEL_FAILURES as failure:
         fail("finetune", failure, as_json=arguments.json)
         return 1

@@ -39,6 +39,7 @@ def planned(arguments: argparse.Namespace) -> Result:
 
     ``fits`` is None where nobody says what is free, and ``would`` says what fits otherwise.
     """
+    _require_sound(arguments)
     plan, free = _plan(arguments), _free_bytes(arguments)
     budget, fits, would = budget_of(plan), None, None
     if free is not None:
@@ -98,7 +99,9 @@ def _free_bytes(arguments: argparse.Namespace) -> int | None:
 
 
 def prepared(arguments: argparse.Namespace) -> Prepared:
-    """Load the model, read the data, and take over a checkpoint with --resume.
+    """Read the data, load the model, and take over a checkpoint with --resume.
+
+    What can be found wrong without the model's weights is found before they are loaded.
 
     Raises
     ------
@@ -108,6 +111,7 @@ def prepared(arguments: argparse.Namespace) -> Prepared:
     MemoryError
         If there is no room for it on the GPU.
     """
+    _require_sound(arguments)
     if arguments.full:
         require_source(Path(arguments.model))
         _require_another_folder(arguments)
@@ -119,32 +123,20 @@ def prepared(arguments: argparse.Namespace) -> Prepared:
             "a new one begins in a folder of its own",
             "pass another --out, or --resume to go on with that one",
         )
-    with open(arguments.data, "rb"):  # before a model is loaded
-        pass
+    samples, held = _samples(arguments)
+    packing = training.Packing(samples, batch_tokens=arguments.batch_tokens, seed=arguments.seed)
+    schedule = _schedule(packing, arguments)
     free = _free_bytes(arguments)
     if free is not None:
         require_room(_plan(arguments), free)
     xp = np if arguments.cpu else None
     base = models.load(arguments.model, dtype=arguments.dtype, quantize=arguments.quantize, xp=xp)
-    tokenizer = base.tokenizer
-    if tokenizer is None:
-        raise ValueError("there is no tokenizer among the model's files; text needs one")
-    longest = min(arguments.max_length or arguments.batch_tokens, base.config.max_positions)
-    ends = base.config.eos_ids
-    reader = training.Reader(tokenizer, ends[0] if ends else None, longest)
-    samples, held = training.split(
-        reader.read(arguments.data), arguments.eval_fraction, arguments.seed
-    )
-    packing = training.Packing(samples, batch_tokens=arguments.batch_tokens, seed=arguments.seed)
     trained, model = _trainable(base, arguments)
     trainer = training.Trainer(
         trained,
         packing,
-        schedule=_schedule(packing, arguments),
-        optimizer=training.AdamWOptions(
-            weight_decay=arguments.weight_decay, clip=arguments.clip,
-            state=arguments.optimizer_state,
-        ),
+        schedule=schedule,
+        optimizer=_optimizer(arguments),
         accumulate=arguments.accumulate,
         loss_scale=training.LossScale() if base.dtype == "float16" else None,
         seed=arguments.seed,
@@ -153,6 +145,38 @@ def prepared(arguments: argparse.Namespace) -> Prepared:
     if arguments.resume:
         trainer.resume(checkpoints)
     return Prepared(model, trained, trainer, held, checkpoints)
+
+
+def _require_sound(arguments: argparse.Namespace) -> None:
+    """Raise for numbers that no training takes, before anything is read."""
+    steps, warmup = arguments.steps, arguments.warmup or 0
+    training.Schedule.checked(arguments.schedule, _rate(arguments), steps or warmup + 1, warmup)
+    _optimizer(arguments)
+    training.split([training.Sample.of([0], [True])], arguments.eval_fraction, arguments.seed)
+    if not arguments.full:
+        _lora_options(arguments)
+
+
+def _samples(
+    arguments: argparse.Namespace,
+) -> tuple[list[training.Sample], list[training.Sample]]:
+    """Read the data: what is learnt, and what is held back."""
+    with open(arguments.data, "rb"):  # before the model's files
+        pass
+    checkpoint = opened(arguments.model)
+    tokenizer = checkpoint.read_tokenizer()
+    if tokenizer is None:
+        raise ValueError("there is no tokenizer among the model's files; text needs one")
+    longest = min(arguments.max_length or arguments.batch_tokens, checkpoint.config.max_positions)
+    ends = checkpoint.config.eos_ids
+    reader = training.Reader(tokenizer, ends[0] if ends else None, longest)
+    return training.split(reader.read(arguments.data), arguments.eval_fraction, arguments.seed)
+
+
+def _optimizer(arguments: argparse.Namespace) -> training.AdamWOptions:
+    return training.AdamWOptions(
+        weight_decay=arguments.weight_decay, clip=arguments.clip, state=arguments.optimizer_state
+    ).checked()
 
 
 def _require_another_folder(arguments: argparse.Namespace) -> None:
@@ -180,15 +204,17 @@ def _schedule(packing: training.Packing, arguments: argparse.Namespace) -> train
     if steps is None:
         steps = -(-packing.batches(arguments.epochs) // arguments.accumulate)
     warmup = steps // 20 if arguments.warmup is None else arguments.warmup
-    lr = arguments.lr
-    if lr is None:
-        lr = _LR["full" if arguments.full else "adapters"]
-    return training.Schedule(arguments.schedule, lr, steps, warmup)
+    return training.Schedule.checked(arguments.schedule, _rate(arguments), steps, warmup)
+
+
+def _rate(arguments: argparse.Namespace) -> float:
+    if arguments.lr is not None:
+        return float(arguments.lr)
+    return _LR["full" if arguments.full else "adapters"]
 
 
 def _names(base: models.Model, arguments: argparse.Namespace) -> dict[str, Any]:
-    adapters = ("lora_rank", "lora_alpha", "lora_dropout")
-    given = {} if arguments.full else {name: getattr(arguments, name) for name in adapters}
+    given = {} if arguments.full else {"lora_rank": arguments.lora_rank}
     return {
         "model": repr(base.config),
         "full": arguments.full,

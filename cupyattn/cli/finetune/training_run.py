@@ -20,6 +20,7 @@ from cupyattn import models
 from cupyattn.cli.finetune.preparation import Prepared
 from cupyattn.cli.models import device_name, memory_held, size_text
 from cupyattn.cli.terminal import Result
+from cupyattn.errors import error
 from cupyattn.models import training
 from cupyattn.models.checkpoints.writing import write_folder
 from cupyattn.models.training import curve
@@ -57,16 +58,8 @@ def trained(made: Prepared, arguments: argparse.Namespace) -> Result:
                 break
     rows = curve.read(log.path)
     finished = trainer.number == trainer.schedule.steps
-    generate = ["python", "-m", "cupyattn", "generate"]
-    if finished and arguments.full:
-        write_folder(model.weights, model.config, Path(arguments.model), arguments.out)
-        generate += [str(arguments.out), "..."]
-    elif finished:
-        made.trained.save(arguments.out, base_model=str(arguments.model))
-        generate += [str(arguments.model), "...", "--adapters", str(arguments.out)]
-        for name in ("dtype", "quantize"):
-            given = getattr(arguments, name)
-            generate += [f"--{name}", given] if given else []
+    if finished:
+        _write(made, arguments)
     return {
         "command": "finetune",
         "model": arguments.model,
@@ -82,8 +75,39 @@ def trained(made: Prepared, arguments: argparse.Namespace) -> Result:
         "curve": _drawn(rows, arguments),
         "adapters": not arguments.full,
         "out": str(arguments.out),
-        "generate": shlex.join(generate),
+        "generate": shlex.join(_generating(arguments)),
     }
+
+
+def _write(made: Prepared, arguments: argparse.Namespace) -> None:
+    """Write what is learnt, of which the last checkpoint has all."""
+    model = made.model
+    try:
+        if arguments.full:
+            write_folder(model.weights, model.config, Path(arguments.model), arguments.out)
+        else:
+            made.trained.save(arguments.out, base_model=str(arguments.model))
+    except OSError as failure:
+        told = error(
+            OSError,
+            f"what was learnt could not be written ({failure})",
+            "all steps are taken, and the last checkpoint has what they learnt",
+            "make room, and call it again with --resume: that writes it",
+        )
+        told.errno = failure.errno
+        raise told from failure
+
+
+def _generating(arguments: argparse.Namespace) -> list[str]:
+    """Return the command that tries it."""
+    command = ["python", "-m", "cupyattn", "generate"]
+    if arguments.full:
+        return [*command, str(arguments.out), "..."]
+    command += [str(arguments.model), "...", "--adapters", str(arguments.out)]
+    for name in ("dtype", "quantize"):
+        given = getattr(arguments, name)
+        command += [f"--{name}", given] if given else []
+    return command
 
 
 def _losses(rows: list[dict[str, Any]]) -> Result:
@@ -140,7 +164,10 @@ def _drawn(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> str | N
     path = arguments.out / "losses.png"
     try:
         curve.draw(rows, path, f"fine-tuning {Path(arguments.model).name}")
-    except RuntimeError as failure:  # all else is done, and not lost for want of a picture
+    except (
+        RuntimeError,
+        OSError,
+    ) as failure:  # all else is done, and not lost for want of a picture
         print(f"finetune: {failure}", file=sys.stderr)
         return None
     return str(path)

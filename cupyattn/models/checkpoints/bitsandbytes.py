@@ -20,12 +20,13 @@ from cupyattn.errors import error
 from cupyattn.models.checkpoints.checkpoint import damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.safetensors_files import Stored
-from cupyattn.models.checkpoints.tensors import AnyTensor, QuantisedTensor
-from cupyattn.weight_formats import FORMATS, NF4_CODEBOOK, Blocks
+from cupyattn.models.checkpoints.tensors import AnyTensor, NestedScales, QuantisedTensor
+from cupyattn.weight_formats import FORMATS, NF4_CODEBOOK, TABLE, Blocks
 
 _STATE = ".quant_state.bitsandbytes__"
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-_CODES = 256  # of a nested table
+_NESTED = "nf4_nested"
+_GROUP = FORMATS[_NESTED].group or 0
 
 
 def unpacked_nf4(stored: dict[str, Stored]) -> dict[str, AnyTensor]:
@@ -96,13 +97,18 @@ def _tensor(codes: Stored, parts: dict[str, Stored | None], state: Fields) -> Qu
             _part(parts, "absmax", codes, ("U8",), (count,)),
             _Nested(
                 _part(parts, "nested_absmax", codes, ("F32",), (math.ceil(count / outer),)),
-                _part(parts, "nested_quant_map", codes, ("F32",), (_CODES,)),
+                _part(parts, "nested_quant_map", codes, ("F32",), (TABLE,)),
                 outer,
                 np.float32(_offset(state)),
             ),
         )
     read = partial(_rows, codes, scales, inner, block_size)
-    return QuantisedTensor((rows, inner), Blocks("nf4", block_size), read)
+    nested = None
+    if scales.nested is not None and scales.nested.block_size % _GROUP == 0:
+        table = tuple(scales.nested.table.items(slice(None)).tolist())
+        as_codes = partial(_nested_rows, codes, scales.absmax, scales.nested, inner, block_size)
+        nested = NestedScales(table, as_codes)
+    return QuantisedTensor((rows, inner), Blocks("nf4", block_size), read, nested)
 
 
 def _part(
@@ -165,8 +171,36 @@ class _Scales(NamedTuple):
 def _rows(
     codes: Stored, scales: _Scales, inner: int, block_size: int, start: int, stop: int
 ) -> QuantizedWeight:
-    rows, blocks = stop - start, inner // block_size
-    found = codes.items(slice(start * inner // 2, stop * inner // 2))
-    own = found.reshape(rows, inner // 2).copy()  # which is aligned, as bytes of a file may not be
-    absmax = scales.read(start * blocks, stop * blocks).reshape(rows, blocks)
+    blocks = inner // block_size
+    own = _codes(codes, inner, start, stop)
+    absmax = scales.read(start * blocks, stop * blocks).reshape(stop - start, blocks)
     return QuantizedWeight("nf4", own, absmax, block_size=block_size, transposed=True)
+
+
+def _nested_rows(
+    codes: Stored,
+    absmax: Stored,
+    nested: _Nested,
+    inner: int,
+    block_size: int,
+    start: int,
+    stop: int,
+) -> QuantizedWeight:
+    blocks = inner // block_size
+    groups = np.arange(start * blocks // _GROUP, -(-stop * blocks // _GROUP))
+    above = nested.absmax.items(slice(None))[groups * _GROUP // nested.block_size]
+    return QuantizedWeight(
+        _NESTED,
+        _codes(codes, inner, start, stop),
+        absmax.items(slice(start * blocks, stop * blocks)).reshape(-1, blocks).copy(),
+        np.stack([above, np.full_like(above, nested.offset)], axis=-1),
+        nested.table.items(slice(None)).copy(),
+        block_size=block_size,
+        transposed=True,
+    )
+
+
+def _codes(codes: Stored, inner: int, start: int, stop: int) -> np.ndarray:
+    """Return rows as an array of its own, which is aligned, as bytes of a file may not be."""
+    found = codes.items(slice(start * inner // 2, stop * inner // 2))
+    return found.reshape(stop - start, inner // 2).copy()

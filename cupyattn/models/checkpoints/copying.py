@@ -16,11 +16,11 @@ from cupyattn.models.checkpoints.names import Place, Places, is_ignored, places
 from cupyattn.models.checkpoints.tensors import AnyTensor, QuantisedTensor
 from cupyattn.models.weights import Quantises, Weights, empty, in_dtype
 from cupyattn.progress import progress
-from cupyattn.weight_formats import Blocks
+from cupyattn.weight_formats import FORMATS, INT4_LARGEST, Blocks, rows_apart, rows_of_piece
 
 _AT_ONCE = 1 << 22
 """Numbers: what is read beside the model takes some 50 MB, on the host and on the device."""
-_LARGEST = {"float16": 65504.0}
+_LARGEST = {"float16": 65504.0, "int4": INT4_LARGEST}
 
 
 class _Shapes:
@@ -31,8 +31,18 @@ class _Shapes:
         return np.broadcast_to(np.zeros((), dtype), shape)
 
 
-def filled(checkpoint: Checkpoint, dtype: str, xp: Any, quantises: Quantises = in_dtype) -> Weights:
+def filled(
+    checkpoint: Checkpoint,
+    dtype: str,
+    xp: Any,
+    quantises: Quantises = in_dtype,
+    *,
+    by: Any = None,
+) -> Weights:
     """Read all weights, after a look at every name and shape, for which nothing is allocated.
+
+    They are converted and quantised by `xp`, or `by` another library: on a GPU for memory of the
+    host, which may be the larger one.
 
     Raises
     ------
@@ -47,11 +57,11 @@ def filled(checkpoint: Checkpoint, dtype: str, xp: Any, quantises: Quantises = i
     total = len(targets.filled)
     with progress("loading tensors", total) as step:
         for name, place in targets.filled.items():
-            _each_part(checkpoint, name, place, dtype, xp, _store)
+            _each_part(checkpoint, name, place, dtype, by or xp, _store)
             step()
         for name, place in targets.repeated.items():
             if name in checkpoint.tensors:
-                _each_part(checkpoint, name, place, dtype, xp, _require_equal)
+                _each_part(checkpoint, name, place, dtype, by or xp, _require_equal)
     return weights
 
 
@@ -104,10 +114,17 @@ def _each_part(
     tensor = checkpoint.tensors[name]
     length = len(next(iter(place.targets.values())))
     rows = tensor.shape[1 if place.turned else 0] // length  # of the file, for one of the targets
-    step = max(1, _AT_ONCE // (math.prod(tensor.shape) // length))
+    inner, blocks = tensor.shape[-1], place.blocks
+    apart = 1 if blocks is None else rows_apart(blocks, inner)
+    step = -(-max(1, _AT_ONCE // (math.prod(tensor.shape) // length)) // apart) * apart
     for start in range(0, length, step):
         stop = min(start + step, length)
-        parts = {own: target[start:stop] for own, target in place.targets.items()}
+        parts = {
+            own: target[start:stop]
+            if blocks is None
+            else rows_of_piece(blocks, own, target, inner, start, stop)
+            for own, target in place.targets.items()
+        }
         found = _found(tensor, place, start * rows, stop * rows, xp)
         use(f"{checkpoint.where}: {name}", parts, found, place.blocks, dtype, xp)
 
@@ -117,7 +134,9 @@ def _found(
 ) -> Array | QuantizedWeight:
     """Return numbers as float32 on the device, or blocks that are kept as they are."""
     if isinstance(tensor, QuantisedTensor):
-        read = tensor.read(start, stop)
+        nested = place.blocks is not None and FORMATS[place.blocks.format].group is not None
+        rows = tensor.nested.read if nested and tensor.nested is not None else tensor.read
+        read = rows(start, stop)
         arrays = {own: xp.asarray(array) for own, array in read.arrays.items()}
         weight = QuantizedWeight(read.format, **arrays, block_size=read.block_size, transposed=True)
         return weight if weight.blocks == place.blocks else dequantize(weight)
@@ -144,17 +163,27 @@ def _store(
     xp: Any,
 ) -> None:
     if isinstance(found, QuantizedWeight):
-        scales = found.scales if found.super_scales is None else found.super_scales
-        _require_finite(f"{what}, a scale", scales, "float32", xp)
+        for array in found.arrays.values():
+            if array.dtype.kind == "f":
+                _require_finite(f"{what}, a scale", array, "float32", xp)
     else:
         _require_finite(what, found, dtype, xp)
         if blocks is None:
             part = parts["all"]
-            part[...] = found.astype(part.dtype, copy=False).reshape(part.shape)
+            part[...] = _beside(part, found.astype(part.dtype, copy=False)).reshape(part.shape)
             return
+        if blocks.format in _LARGEST:
+            _require_finite(what, found, blocks.format, xp)
         found = quantize(found.T, format=blocks.format, block_size=blocks.block_size)
     for own, array in found.arrays.items():
-        parts[own][...] = array.reshape(parts[own].shape)
+        parts[own][...] = _beside(parts[own], array).reshape(parts[own].shape)
+
+
+def _beside(target: Array, array: Array) -> Array:
+    """Bring an array to the host if its target is there."""
+    if isinstance(target, np.ndarray) and not isinstance(array, np.ndarray):
+        return array.get()
+    return array
 
 
 def _require_finite(what: str, found: Array, dtype: str, xp: Any) -> None:
@@ -165,8 +194,8 @@ def _require_finite(what: str, found: Array, dtype: str, xp: Any) -> None:
             ValueError,
             f"{what} holds {largest:g}",
             f"weights of {dtype} are finite, up to {limit:g}",
-            "load with dtype='float32' or 'bfloat16' if the number is right, or download the file "
-            "again",
+            "load in another format, such as dtype='float32' or quantize='nf4', if the number is "
+            "right, or download the file again",
         )
 
 
@@ -174,7 +203,7 @@ def _require_equal(
     what: str, parts: dict[str, Array], found: Array, blocks: None, dtype: str, xp: Any
 ) -> None:
     part = parts["all"]
-    if not bool((part == found.astype(part.dtype)).all()):
+    if not bool((part == _beside(part, found.astype(part.dtype))).all()):
         raise error(
             ValueError,
             f"{what} differs from the embedding, and the config says that they are one",

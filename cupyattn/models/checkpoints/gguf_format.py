@@ -79,9 +79,12 @@ def read_gguf(path: Path) -> GGUFFile:
         )
     count, keys = cursor.numbers("Q", 2)
     metadata = {}
-    for _ in range(keys):
-        key = cursor.string()
-        metadata[key] = cursor.value(*cursor.numbers("I", 1))
+    try:
+        for _ in range(keys):
+            key = cursor.string()
+            metadata[key] = cursor.value(*cursor.numbers("I", 1))
+    except RecursionError:
+        raise damaged(str(path), f"lists in lists without end at byte {cursor.at}") from None
     infos = [_Info.read(cursor) for _ in range(count)]
     alignment = Fields(metadata, str(path)).integer("general.alignment", 32)
     begin = -(-cursor.at // alignment) * alignment

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from cupyattn.errors import error
+from cupyattn.models.checkpoints.checkpoint import damaged
 from cupyattn.models.checkpoints.int4_groups import (
     PER_WORD,
     Groups,
@@ -24,9 +25,11 @@ from cupyattn.models.checkpoints.tensors import AnyTensor, QuantisedTensor
 
 
 def unpacked_gptq(
-    stored: dict[str, Stored], group_size: int | None, *, zeros_less_one: bool
+    stored: dict[str, Stored], group_size: int | None, *, zeros_less_one: bool, in_order: bool
 ) -> dict[str, AnyTensor]:
     """Return what a model takes of the tensors of its files.
+
+    `in_order` says whether groups lie along K where no g_idx says it.
 
     Raises
     ------
@@ -40,6 +43,8 @@ def unpacked_gptq(
     for name, groups in groups_of(rest):
         found[name] = _tensor(groups, group_size, zeros_less_one)
         order = rest.pop(f"{name.removesuffix('.weight')}.g_idx", None)
+        if order is None and not in_order:
+            raise damaged(groups.qweight.what, "desc_act is true, and it has no g_idx")
         if order is not None:
             _require_in_order(order, found[name].shape[1], group_size)
     return {**found, **{name: tensor.as_floats() for name, tensor in rest.items()}}

@@ -63,11 +63,11 @@ def group_tensor(
     ``read_codes(start, stop)`` gives codes (rows, K / 2), and ``read_zeros`` zeros (groups, rows).
     """
     size = inner if group_size is None else group_size
-    if inner < 1 or outer < 1 or inner % size or inner % 32:
+    if inner < 1 or outer < 1 or outer % PER_WORD or inner % size or inner % 32:
         raise error(
             NotImplementedError,
-            f"{groups.qweight.what}: K = {inner} in groups of {size}",
-            "K is a multiple of the group, and of 32",
+            f"{groups.qweight.what}: N = {outer}, K = {inner} in groups of {size}",
+            f"K is a multiple of the group, and of 32; N of {PER_WORD}",
             "take the model as it was before it was quantised",
         )
     groups.scales.require(_SCALES, (inner // size, outer))

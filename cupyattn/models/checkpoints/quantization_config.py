@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from cupyattn.errors import error, shown
 from cupyattn.models.checkpoints.awq import unpacked_awq
@@ -59,8 +60,12 @@ def _gptq(fields: Fields) -> Unpacking:
     form = fields.given.get("checkpoint_format", "gptq")
     if form not in ("gptq", "gptq_v2"):
         raise _unsupported(fields, f"checkpoint_format is {shown(form)}")
-    size, zeros = _group_size(fields), form == "gptq"
-    return lambda stored: unpacked_gptq(stored, size, zeros_less_one=zeros)
+    return partial(
+        unpacked_gptq,
+        group_size=_group_size(fields),
+        zeros_less_one=form == "gptq",
+        in_order=not fields.flag("desc_act", False),
+    )
 
 
 def _awq(fields: Fields) -> Unpacking:

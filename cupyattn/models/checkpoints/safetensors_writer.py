@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -54,8 +54,14 @@ def store(file: BinaryIO, arrays: Mapping[str, Array], metadata: Mapping[str, st
     file.write(len(text).to_bytes(8, "little"))
     file.write(text)
     for array in arrays.values():
-        rows = array if array.ndim else array.reshape(1)
-        step = max(_AT_ONCE // max(rows.nbytes // max(len(rows), 1), 1), 1)
-        for start in range(0, len(rows), step):
-            part = rows[start : start + step]
-            file.write((part if isinstance(part, np.ndarray) else part.get()).tobytes())
+        for part in bytes_of(array):
+            file.write(part)
+
+
+def bytes_of(array: Array) -> Iterator[bytes]:
+    """Yield the bytes of an array in C order, some rows at a time."""
+    rows = array if array.ndim else array.reshape(1)
+    step = max(_AT_ONCE // max(rows.nbytes // max(len(rows), 1), 1), 1)
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step]
+        yield (part if isinstance(part, np.ndarray) else part.get()).tobytes()

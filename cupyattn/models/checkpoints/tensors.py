@@ -29,6 +29,21 @@ class Tensor(NamedTuple):
     read_columns: Callable[[int, int], np.ndarray] | None = None
 
 
+class NestedScales(NamedTuple):
+    """How else a weight in "nf4" may be read: in "nf4_nested", with scales as codes.
+
+    Attributes
+    ----------
+    table : tuple of float
+        What codes stand for.
+    read : callable
+        ``read(start, stop)``, from a row on that is a multiple of `rows_apart`.
+    """
+
+    table: tuple[float, ...]
+    read: Callable[[int, int], QuantizedWeight]
+
+
 class QuantisedTensor(NamedTuple):
     """The weight of a product that a file holds in four or eight bits.
 
@@ -40,11 +55,14 @@ class QuantisedTensor(NamedTuple):
         What its rows are read as.
     read : callable
         ``read(start, stop)`` gives these rows of N as NumPy arrays.
+    nested : NestedScales, optional
+        Where the file has codes for scales.
     """
 
     shape: tuple[int, ...]
     blocks: Blocks
     read: Callable[[int, int], QuantizedWeight]
+    nested: NestedScales | None = None
 
 
 AnyTensor = Tensor | QuantisedTensor

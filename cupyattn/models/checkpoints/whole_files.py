@@ -10,7 +10,7 @@ from typing import BinaryIO
 _PARTIAL = ".partial"
 
 
-def write_whole(files: Mapping[Path, Callable[[BinaryIO], None]]) -> None:
+def write_whole(files: Mapping[Path, Callable[[BinaryIO], object]]) -> None:
     """Write files beside their places, bring all to the disk, and only then rename them.
 
     Parameters
@@ -21,7 +21,7 @@ def write_whole(files: Mapping[Path, Callable[[BinaryIO], None]]) -> None:
     Raises
     ------
     OSError
-        If one cannot be written: what was there before is as it was.
+        If one cannot be written: what was there before is as it was, also where Ctrl-C ends it.
     """
     partials: list[Path] = []
     try:
@@ -34,7 +34,7 @@ def write_whole(files: Mapping[Path, Callable[[BinaryIO], None]]) -> None:
                 os.fsync(file.fileno())
         for partial, path in zip(partials, files, strict=True):
             os.replace(partial, path)
-    except OSError:
+    except BaseException:
         for partial in partials:
             partial.unlink(missing_ok=True)
         raise

@@ -22,6 +22,7 @@ from cupyattn.models.activations import activated
 from cupyattn.models.loss import loss_dtype
 from cupyattn.models.training.places import Gradients
 from cupyattn.models.weights import Product
+from cupyattn.weight_formats import rows_apart
 
 _AT_ONCE = 1 << 24  # numbers of a weight that are merged at a time, in float32
 
@@ -98,6 +99,9 @@ class AdaptedProduct(NamedTuple):
         wide = loss_dtype(self.a.dtype)
         a, weight = self.a.astype(wide, copy=False), xp.empty(self.weight.shape, self.a.dtype)
         step = max(1, _AT_ONCE // weight.shape[1])
+        if isinstance(self.weight, QuantizedWeight):
+            apart = rows_apart(self.weight.blocks, self.weight.inner)
+            step = -(-step // apart) * apart
         for start in range(0, len(weight), step):
             rows = slice(start, start + step)
             old = self.weight[rows]

@@ -184,7 +184,11 @@ def _smaller(training: Training) -> Iterator[tuple[str, Training]]:
             while smaller.batch_tokens // times >= _FEWEST_TOKENS:
                 tokens = training.batch_tokens // times
                 fewer = [f"--batch-tokens {tokens} --accumulate {times}"] if times > 1 else []
-                yield " and ".join([*told, *fewer]), smaller._replace(batch_tokens=tokens)
+                samples = -(-training.samples // times)
+                yield (
+                    " and ".join([*told, *fewer]),
+                    smaller._replace(batch_tokens=tokens, samples=samples),
+                )
                 times *= 2
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from cupyattn.errors import error
+from cupyattn.models.checkpoints.whole_files import write_whole
 
 _SMOOTHING = 0.9
 _ENOUGH = 30  # steps: of fewer the mean lags behind
@@ -32,15 +32,29 @@ class StepLog:
     def __init__(self, path: Path, until: int) -> None:
         self.path = path
         kept = [row for row in read(path) if row["step"] <= until] if until else []
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(map(_line, kept)), encoding="utf-8")
-        os.replace(partial, path)
+        lines = "".join(map(_line, kept)).encode()
+        write_whole({path: lambda file: file.write(lines)})
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Write a line; it has a ``step``."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(_line(row))
+        """Write a line; it has a ``step``.
+
+        Raises
+        ------
+        OSError
+            If there is no room. What was cut off is left out by `read`.
+        """
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(_line(row))
+        except OSError as failure:
+            told = error(
+                OSError,
+                f"{self.path} of step {row['step']} ({failure})",
+                "losses are written step by step",
+                "make room, and go on from the last checkpoint with --resume",
+            )
+            told.errno = failure.errno
+            raise told from failure
 
 
 def _line(row: Mapping[str, Any]) -> str:
@@ -86,6 +100,8 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     ------
     RuntimeError
         If matplotlib is not installed.
+    OSError
+        If it cannot be written.
     """
     try:
         from matplotlib.figure import Figure
@@ -111,6 +127,4 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    partial = path.with_suffix(".partial")
-    figure.savefig(partial, dpi=_PIXELS_PER_INCH, format="png")
-    os.replace(partial, path)
+    write_whole({path: lambda file: figure.savefig(file, dpi=_PIXELS_PER_INCH, format="png")})

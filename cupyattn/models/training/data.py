@@ -47,27 +47,31 @@ class Reader(NamedTuple):
         ValueError
             For a line that is no sample: its number, and what is wrong with it.
         """
-        samples = []
+        samples, number = [], 0
         for number, line in _lines(Path(path)):
             where = f"line {number} of {os.fspath(path)}"
             samples += self.samples(_object(line, where), where)
         if not samples:
+            why = "; its lines are single tokens, of which nothing is predicted" if number else ""
             raise error(
-                ValueError, f"{os.fspath(path)} has no samples", _FORMS, "pass another file"
+                ValueError, f"{os.fspath(path)} has no samples{why}", _FORMS, "pass another file"
             )
         return samples
 
     def samples(self, given: Mapping[str, Any], where: str) -> list[Sample]:
         """Make samples of one line's object; `where` is what errors call it."""
-        for names, pieces_of in (
-            (("text",), self._text),
-            (("prompt", "completion"), self._completion),
-            (("messages",), self._chat),
-        ):
-            if all(name in given for name in names):
-                return self._cut(pieces_of(given, where), where)
+        forms = {
+            ("text",): self._text,
+            ("prompt", "completion"): self._completion,
+            ("messages",): self._chat,
+        }
+        known = [name for names in forms for name in names if name in given]
+        if tuple(known) in forms:
+            return self._cut(forms[tuple(known)](given, where), where)
         raise _bad(
-            where, f"it has {', '.join(map(repr, given)) or 'nothing'}", "name its fields so"
+            where,
+            f"it has {', '.join(map(repr, known or given)) or 'nothing'}",
+            "name its fields so, and those of one form alone",
         )
 
     def _text(self, given: Mapping[str, Any], where: str) -> list[Piece]:
@@ -88,6 +92,14 @@ class Reader(NamedTuple):
         messages = given["messages"]
         if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
             raise _bad(where, f"its messages are {shown(messages)}", "write a list of objects")
+        for number, each in enumerate(messages):
+            for name in ("role", "content"):
+                if not isinstance(each.get(name), str):  # which templates write as 'None', or leave
+                    raise _bad(
+                        where,
+                        f"its message {number} has the {name} {shown(each.get(name))}",
+                        "write a text",
+                    )
         answers = [i for i, each in enumerate(messages) if each.get("role") == "assistant"]
         if not answers:
             raise _bad(
@@ -140,7 +152,8 @@ class Reader(NamedTuple):
                 ValueError,
                 f"{where} has {len(ids)} tokens",
                 f"a sample has at most {self.longest}, and a prompt is not cut from its answer",
-                "raise --max-length and --batch-tokens, or shorten or remove the line",
+                "raise --max-length and --batch-tokens, up to the model's positions, or shorten or "
+                "remove the line",
             )
         cuts = range(0, len(ids), self.longest)
         made = [

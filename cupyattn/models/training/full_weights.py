@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from cupyattn import QuantizedWeight
 from cupyattn.arrays import Array
 from cupyattn.errors import error
@@ -10,7 +12,9 @@ from cupyattn.models.model import Model
 from cupyattn.models.training.adapted_product import AdaptedProduct, adapted_already
 from cupyattn.models.training.backward import loss_and_gradients
 from cupyattn.models.training.batch import Batch
+from cupyattn.models.training.fingerprint import fingerprint
 from cupyattn.models.training.places import Gradients, Place
+from cupyattn.models.training.trainable import require_whole
 from cupyattn.models.weights import Layer, named_parts
 
 
@@ -32,7 +36,7 @@ class FullWeights:
     Raises
     ------
     NotImplementedError
-        For a model with quantised weights, or with adapters.
+        For a model with quantised weights, or with adapters, and for one over several ranks.
 
     Examples
     --------
@@ -60,7 +64,9 @@ class FullWeights:
     """
 
     def __init__(self, model: Model) -> None:
+        require_whole(model)
         self._model = model
+        self._began_with = fingerprint(model.weights)
         self.arrays: dict[str, Array] = {}
         self._places: dict[str, Place] = {}
         for name, array in named_parts(model.weights):
@@ -103,6 +109,10 @@ class FullWeights:
         return loss_and_gradients(
             self._model, batch, gradients, num_labels=num_labels, loss_scale=loss_scale
         )
+
+    def identity(self) -> dict[str, Any]:
+        """Return the weights that the training began with, as `Trainable` says."""
+        return {"weights": self._began_with}
 
     def updated(self) -> None:
         """Round what was learnt into the weights of the model."""

@@ -17,8 +17,10 @@ from cupyattn.models.training.adapted_product import AdaptedProduct, adapted_alr
 from cupyattn.models.training.backward import loss_and_gradients
 from cupyattn.models.training.batch import Batch
 from cupyattn.models.training.counts import count_of
+from cupyattn.models.training.fingerprint import fingerprint
 from cupyattn.models.training.lora_options import ALL_LINEAR, LoraOptions
 from cupyattn.models.training.places import Gradients, Place
+from cupyattn.models.training.trainable import require_whole
 from cupyattn.models.weights import Layer, Product, Weights, rows_of
 
 _SEEDS = 2**64
@@ -67,13 +69,15 @@ class LoraAdapters:
     TypeError, ValueError
         For options out of range, and targets that are no modules of the model.
     NotImplementedError
-        For a model with adapters already.
+        For a model with adapters already, and for one over several ranks.
 
     Notes
     -----
     Hu et al., "LoRA: low-rank adaptation of large language models", arXiv:2106.09685; with weights
     of four bits Dettmers et al., "QLoRA", arXiv:2305.14314. Modules that one product computes, as
-    q, k and v, read x once, and share a mask of dropout; PEFT draws one for each.
+    q, k and v, read x once, and share a mask of dropout; PEFT draws one for each. Each module's
+    gradients have the same distribution either way; masks of their own would take a copy of x, and
+    a product with A, for each.
 
     Examples
     --------
@@ -108,6 +112,7 @@ class LoraAdapters:
         alpha_pattern: Mapping[str, float] | None = None,
         use_rslora: bool = False,
     ) -> None:
+        require_whole(model)
         given: Any = rank, alpha, dropout, targets, rank_pattern or {}, alpha_pattern or {}
         self.options = LoraOptions._make((*given, bool(use_rslora))).checked()
         self._base = model
@@ -146,6 +151,17 @@ class LoraAdapters:
         for name, place in self._places.items():
             place.fill(self.arrays[name])
 
+    def identity(self) -> dict[str, Any]:
+        """Return what losses depend on beside the adapters, as `Trainable` says."""
+        options = self.options
+        return {
+            "alpha": options.alpha,
+            "dropout": options.dropout,
+            "alpha_pattern": dict(options.alpha_pattern),
+            "use_rslora": options.use_rslora,
+            "weights": fingerprint(self._base.weights),
+        }
+
     def merged(self) -> Model:
         """Return a model without adapters, whose weights have taken them over.
 
@@ -153,9 +169,10 @@ class LoraAdapters:
         -------
         Model
             Weights with adapters are new arrays in the model's dtype, W + alpha / rank * B A,
-            rounded once; all others are shared. A quantised weight with an adapter comes out
-            dequantised: in four bits again it would lose what is smaller than their steps. Where
-            there is no room for that, use `model`, which adds the adapters as it computes.
+            rounded once, in float16 to infinity beyond 65,504; all others are shared. A quantised
+            weight with an adapter comes out dequantised: in four bits again it would lose what is
+            smaller than their steps. Where there is no room for that, use `model`, which adds the
+            adapters as it computes.
         """
         layers = []
         for layer in self.model.weights.layers:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn import adamw_step, adamw_step_8bit, global_norm
+from cupyattn import adamw_step, adamw_step_8bit, backend, global_norm
 from cupyattn.arrays import Array
 from cupyattn.errors import error, shown
 from cupyattn.models.training.flat import ALIGNMENT, flatten, zeros
@@ -38,7 +38,22 @@ class AdamWOptions(NamedTuple):
     state: str = "float32"
 
     def checked(self) -> AdamWOptions:
-        """Return them, or raise ValueError for those that `cupyattn.adamw_step` does not check."""
+        """Return them.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For numbers out of range; those of `cupyattn.adamw_step` too, before the first step.
+        """
+        with backend("reference"):  # which is asked, of arrays of one item
+            adamw_step(
+                *np.zeros((4, 1), np.float32),
+                step=1,
+                lr=0.0,
+                betas=self.betas,
+                eps=self.eps,
+                weight_decay=self.weight_decay,
+            )
         number = isinstance(self.clip, Real) and not isinstance(self.clip, bool)
         if self.clip is not None and not (number and 0 < self.clip < math.inf):
             raise error(

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
@@ -71,7 +71,7 @@ def write(
     }
     named = {f"{_PREFIX}{name}": array for name, array in tensors.items()}
     text = (json.dumps(config, indent=2) + "\n").encode()
-    writers: dict[str, Callable[[BinaryIO], Any]] = {
+    writers: dict[str, Callable[[BinaryIO], object]] = {
         _TENSORS: partial(store, arrays=named, metadata={"format": "pt"}),
         _CONFIG: lambda file: file.write(text),
     }

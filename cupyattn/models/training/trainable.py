@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from cupyattn.arrays import Array
+from cupyattn.errors import error
+from cupyattn.models.model import Model
 from cupyattn.models.training.batch import Batch
+
+
+def require_whole(model: Model) -> None:
+    """Raise NotImplementedError for a model of which a rank has a share."""
+    if model.group is not None:
+        raise error(
+            NotImplementedError,
+            f"a model over {model.group.size} ranks",
+            "what is trained is on one GPU: gradients are not summed over ranks",
+            "load the model without a group, with quantize='nf4' where memory is short",
+        )
 
 
 class Trainable(Protocol):
@@ -56,4 +69,11 @@ class Trainable(Protocol):
 
     def updated(self) -> None:
         """Take over what was written to ``arrays``."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """Return what losses depend on beside ``arrays``, as JSON: options, and frozen weights.
+
+        A training is resumed where it is the same.
+        """
         ...

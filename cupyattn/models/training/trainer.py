@@ -70,8 +70,8 @@ class Trainer:
     seed : int
         Of dropout.
     names : dict
-        What else must be the same where a training is resumed: the model, and of adapters alpha and
-        dropout.
+        What else must be the same where a training is resumed, beside what is known here: how it
+        was told, for errors that say so.
     """
 
     def __init__(
@@ -200,6 +200,7 @@ class Trainer:
         """Return what the losses depend on, as far as it is known here; `names` has the rest."""
         return {
             **self._names,
+            **self.trainable.identity(),
             "arrays": {name: list(array.shape) for name, array in self.trainable.arrays.items()},
             **self.packing.identity(),
             **self.schedule._asdict(),

@@ -49,7 +49,7 @@ trainings = st.one_of(
 )
 
 
-@examples(25)
+@examples(17)
 @given(configs(), lengths, trainings, st.integers(0, 99))
 def test_gradients_are_those_of_finite_differences(config, lengths, options, seed):
     model = model_of(config, seed=seed)

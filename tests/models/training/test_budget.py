@@ -81,6 +81,8 @@ def test_the_goals_of_phi_2():
         (QLORA._replace(quantize=None, lora=None), 20e9, r"with adapters \(without --full\) it"),
         (QLORA._replace(quantize=None, lora=None), 4e9,
          r"with adapters \(without --full\) and --quantize nf4 it fits"),
+        (QLORA._replace(batch_tokens=2**32, samples=2**21), 4e9,
+         "with --batch-tokens 2048 --accumulate 2097152 it fits"),
         (QLORA, 1e9, "take a smaller model, or a larger card"),
     ],
 )  # fmt: skip

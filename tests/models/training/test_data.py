@@ -98,6 +98,11 @@ ANSWERED = [*MESSAGES, {"role": "assistant", "content": "y"}]
         (b"[1]", r"it is \[1\]"),
         (b"{}", "it has nothing; each line is"),
         (b'{"prompt": "a"}', "it has 'prompt'; each line is"),
+        (
+            b'{"text": "a", "prompt": "b", "completion": "c"}',
+            "it has 'text', 'prompt', 'completion'; .* those of one form alone",
+        ),
+        (b'{"prompt": "b", "completion": "c", "messages": []}', "'completion', 'messages'"),
         (b'{"text": ""}', "its text is ''; .*not empty"),
         (b'{"text": 3}', "its text is 3"),
         (b'{"prompt": "a", "completion": null}', "its completion is None"),
@@ -106,7 +111,21 @@ ANSWERED = [*MESSAGES, {"role": "assistant", "content": "y"}]
         (b'{"messages": "hello"}', "its messages are 'hello'"),
         (b'{"messages": []}', "none of its messages is of the assistant"),
         (json.dumps({"messages": MESSAGES}).encode(), "none of its messages is of the assistant"),
-        (b'{"messages": [{"role": "assistant"}]}', "the chat template failed"),
+        (b'{"messages": [{"role": "assistant"}]}', "its message 0 has the content None"),
+        (
+            b'{"messages": [{"role": "user", "content": ["x"]}, '
+            b'{"role": "assistant", "content": "y"}]}',
+            r"its message 0 has the content \['x'\]; .*write a text",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}, {"role": 3, "content": "y"}, '
+            b'{"role": "assistant", "content": "y"}]}',
+            "its message 1 has the role 3",
+        ),
+        (
+            b'{"messages": [{"role": "assistant", "content": "y", "name": "z"}]}',
+            "the chat template failed",
+        ),
     ],
 )
 def test_bad_lines_are_named(line, message, tmp_path):
@@ -132,7 +151,10 @@ def test_templates_that_change_what_they_wrote_are_refused():
 def test_files_without_samples(tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_text("\n\n")
-    with pytest.raises(ValueError, match=r"data.jsonl has no samples"):
+    with pytest.raises(ValueError, match=r"data.jsonl has no samples; each line is"):
         reader().read(file)
+    file.write_text('{"text": "a"}\n')
+    with pytest.raises(ValueError, match=r"has no samples; its lines are single tokens"):
+        reader(ByteTokenizer(), end=None).read(file)
     with pytest.raises(FileNotFoundError):
         reader().read(tmp_path / "other.jsonl")

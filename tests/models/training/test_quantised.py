@@ -18,15 +18,21 @@ from support.training import (
 import cupyattn
 from cupyattn import dequantize, quantize
 from cupyattn.models import Product
+from cupyattn.models.training import adapted_product
 from cupyattn.models.training.full_weights import FullWeights
-from cupyattn.models.weights import rows_of
+from cupyattn.models.weights import named_arrays, rows_of
 
 CONFIGS = {
     "llama": TINY["llama"]._replace(intermediate_size=64),
     "gpt2": TINY["gpt2"],
     "phi": TINY["phi"]._replace(intermediate_size=96),
 }
-FORMATS = {"nf4": {"block_size": 32}, "int4": {"block_size": 32}, "int8": {}}
+FORMATS = {
+    "nf4": {"block_size": 32},
+    "nf4_nested": {"block_size": 32},
+    "int4": {"block_size": 32},
+    "int8": {},
+}
 
 
 def with_products(model, change):
@@ -57,8 +63,11 @@ def dequantised(model, dtype):
     return with_products(model, lambda weight: dequantize(weight).astype(dtype))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "format"),
+    # Of the tiny Phi rows of `up` begin within a group of scales.
+    [(n, f) for n in CONFIGS for f in FORMATS if (n, f) != ("phi", "nf4_nested")],
+)
 def test_gradients_are_those_beside_the_same_numbers(name, format):
     model = quantised(model_of(CONFIGS[name]), format)
     batch = batch_of(CONFIGS[name])
@@ -85,6 +94,16 @@ def test_merged_weights_are_dequantised(name):
     assert first.dtype == np.float32 and second is model.weights.layers[1].output.weight
     ids = batch_of(CONFIGS[name]).ids[None]
     np.testing.assert_allclose(merged.logits(ids), adapters.model.logits(ids), atol=2e-5)
+
+
+@pytest.mark.parametrize("at_once", [1, 700, 10**6])
+def test_weights_with_nested_scales_are_merged_from_group_to_group(at_once, monkeypatch):
+    monkeypatch.setattr(adapted_product, "_AT_ONCE", at_once)
+    model = quantised(model_of(CONFIGS["llama"], "float32"), "nf4_nested")
+    merged, plain = (adapters_of(each).merged() for each in (model, dequantised(model, np.float32)))
+    pairs = zip(named_arrays(merged.weights), named_arrays(plain.weights), strict=True)
+    for (name, array), (_, expected) in pairs:
+        np.testing.assert_allclose(array, expected, atol=1e-6, err_msg=name)
 
 
 def test_quantised_weights_are_not_trained_themselves():

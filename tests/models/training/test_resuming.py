@@ -17,12 +17,14 @@ from cupyattn import models
 from cupyattn.models.checkpoints import safetensors_writer
 from cupyattn.models.training import checkpoint
 from cupyattn.models.training.batch import Sample
+from cupyattn.models.training.full_weights import FullWeights
 from cupyattn.models.training.lora import LoraAdapters
 from cupyattn.models.training.optimizer import AdamWOptions
 from cupyattn.models.training.packing import Packing
 from cupyattn.models.training.scaling import LossScale
 from cupyattn.models.training.schedules import Schedule
 from cupyattn.models.training.trainer import Trainer
+from cupyattn.models.weights import named_arrays
 
 pytest.importorskip("safetensors")
 TOKENS, STEPS = 7, 14
@@ -62,6 +64,7 @@ def test_the_same_losses_bit_for_bit(at, state, tmp_path):
         assert array.tobytes() == second.trainable.arrays[name].tobytes()
 
 
+@pytest.mark.deep
 @pytest.mark.nvrtc
 def test_the_same_losses_of_a_model_on_the_kernels(tmp_path):
     """Adapters of a float16 model in four bits, with dropout."""
@@ -192,6 +195,55 @@ def test_another_training_is_refused(changed, message, tmp_path):
         trained(**changed).resume(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"alpha": 8}, "alpha is 8, and was 32"),
+        ({"dropout": 0.1}, "dropout is 0.1, and was 0.0"),
+        ({"use_rslora": True}, "use_rslora is True, and was False"),
+        ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern is .*, and was {}"),
+        ({"of": 3}, "weights is '.*', and was '.*' in the checkpoint"),
+    ],
+)
+def test_another_model_or_other_adapters_are_refused(changed, message, tmp_path):
+    """Whoever made the trainer, and with the same shapes."""
+    samples = [Sample.of([1, 2, 3], [True] * 3)]
+
+    def made(of=2, **options):
+        model = models.random(TINY["llama"], dtype="float32", xp=np, seed=of)
+        adapters = LoraAdapters(model, rank=2, **options)
+        return Trainer(
+            adapters, Packing(samples, batch_tokens=8), schedule=Schedule("linear", 0.1, 2)
+        )
+
+    first = made()
+    first.step()
+    first.save(tmp_path)
+    made().resume(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        made(**changed).resume(tmp_path)
+
+
+@pytest.mark.parametrize("index", [0, -1])
+def test_weights_trained_as_a_whole_are_compared_as_they_began(index, tmp_path):
+    samples = [Sample.of([1, 2, 3], [True] * 3)]
+
+    def made(change=0.0):
+        model = models.random(TINY["gpt2"], dtype="float32", xp=np, seed=2)
+        list(dict(named_arrays(model.weights)).values())[index].reshape(-1)[0] += change
+        packing = Packing(samples, batch_tokens=8)
+        return Trainer(FullWeights(model), packing, schedule=Schedule("linear", 0.003, 3))
+
+    first = made()
+    losses = [first.step().loss]
+    first.save(tmp_path)
+    second = made()
+    second.resume(tmp_path)
+    assert second.step().loss == first.step().loss < losses[0]
+    with pytest.raises(ValueError, match="weights is"):
+        made(0.5).resume(tmp_path)
+
+
 def test_damaged_and_missing_checkpoints(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no checkpoint .*; one is a file step-"):
         trained().resume(tmp_path)
@@ -207,6 +259,43 @@ def test_damaged_and_missing_checkpoints(tmp_path):
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(ValueError, match="no checkpoint"):
         trained().resume(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["parameters", "v", "the state"])
+def test_a_bit_that_changed_is_found(what, tmp_path):
+    """Though the file is as long as it was, and safetensors reads it."""
+    trainer = trained()
+    trainer.step()
+    path = trainer.save(tmp_path)
+    content = bytearray(path.read_bytes())
+    if what == "the state":
+        at = content.index(b'\\"step\\": 1') + 10
+    else:
+        size = int.from_bytes(content[:8], "little")
+        at = 8 + size + json.loads(content[8 : 8 + size])[what]["data_offsets"][0]
+    content[at] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"damaged .its sha256 is another.; .*; remove it, and"):
+        trained().resume(tmp_path)
+
+
+def test_an_interrupted_checkpoint_leaves_the_old_one(tmp_path, monkeypatch):
+    """A second Ctrl-C ends it at once; of a process that was killed a part stays, for a while."""
+    trainer = trained()
+    trainer.save(tmp_path)
+    trainer.step()
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000000.safetensors"]
+    (tmp_path / "step-00000007.partial").write_bytes(b"of a process that was killed")
+    trainer.save(tmp_path)
+    assert sorted(tmp_path.iterdir()) == checkpoint.saved_in(tmp_path)
 
 
 def test_states_and_arrays_of_another_kind_are_refused(tmp_path):

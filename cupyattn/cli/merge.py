@@ -1,0 +1,101 @@
+"""``python -m cupyattn merge``: a model whose weights have taken its adapters over."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupyattn import models
+from cupyattn.cli.arguments import add_json_option
+from cupyattn.cli.models import MODEL_FAILURES, size_text
+from cupyattn.cli.terminal import Result, Terminal, emit, fail
+from cupyattn.errors import error
+from cupyattn.models.checkpoints.hugging_face import read_json
+from cupyattn.models.checkpoints.writing import require_source, write_folder
+from cupyattn.models.device import DTYPES
+from cupyattn.models.quantised import QUANTIZE
+from cupyattn.models.training import LoraAdapters
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "merge",
+        help="write a model whose weights have taken its adapters over",
+        description="Add LoRA adapters to the weights of their model, and write it to a folder of "
+        "its own, which transformers reads too. Weights are rounded once.",
+        epilog="python -m cupyattn merge FOLDER finetuned --out merged",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder as transformers writes it")
+    parser.add_argument("adapters", metavar="ADAPTERS", help="as finetune or PEFT writes them")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="where the model is written"
+    )
+    for name, kinds, what in (
+        ("dtype", DTYPES, "of what is written; by default as config.json says"),
+        ("quantize", QUANTIZE, "what the adapters learnt beside; floats are written all the same"),
+    ):
+        parser.add_argument(
+            f"--{name}", choices=kinds, metavar="KIND", help=f"{what} ({', '.join(kinds)})"
+        )
+    parser.add_argument("--cpu", action="store_true", help="compute in NumPy, also beside a GPU")
+    add_json_option(parser)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    try:
+        result = _merged(arguments)
+    except (*MODEL_FAILURES, TypeError) as failure:
+        fail("merge", failure, as_json=arguments.json)
+        return 1
+    emit(result, show, as_json=arguments.json)
+    return 0
+
+
+def _merged(arguments: argparse.Namespace) -> Result:
+    source, out = Path(arguments.model), arguments.out
+    require_source(source)
+    if (out / "config.json").exists():
+        raise error(
+            FileExistsError,
+            f"--out {out} has a config.json: it is a model already",
+            "a merged model is written to a folder of its own",
+            "pass another --out",
+        )
+    model = models.load(
+        source,
+        dtype=arguments.dtype or _dtype_of(source),
+        quantize=arguments.quantize,
+        xp=np if arguments.cpu else None,
+    )
+    merged = LoraAdapters.load(model, arguments.adapters).merged()
+    write_folder(merged.weights, merged.config, source, out)
+    return {
+        "command": "merge",
+        "model": arguments.model,
+        "adapters": arguments.adapters,
+        "out": str(out),
+        "dtype": merged.dtype,
+        "bytes": merged.nbytes,
+        "generate": shlex.join(["python", "-m", "cupyattn", "generate", str(out), "..."]),
+    }
+
+
+def _dtype_of(source: Path) -> str | None:
+    given = read_json(source / "config.json")
+    named = given.get("dtype", given.get("torch_dtype"))
+    return named if named in DTYPES else None
+
+
+def show(result: Result, terminal: Terminal) -> None:
+    """Print where it is, and how to try it."""
+    terminal.title(f"{result['model']} with {result['adapters']} in its weights")
+    terminal.facts({"weights": f"{size_text(result['bytes'])} in {result['dtype']}"})
+    terminal.text(f"The model is in {result['out']}. To try it:")
+    terminal.command(result["generate"])

@@ -1,0 +1,266 @@
+"""``python -m cupyattn finetune``: what it refuses, and when; nothing is lost by a full disk."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.finetuning import CONFIG, finetune, losses_of, model_and_data
+
+import cupyattn
+from cupyattn import models
+from cupyattn.cli import main
+from cupyattn.cli.finetune import preparation, training_run
+from cupyattn.cli.finetune.out_folder import claimed
+from cupyattn.models.checkpoints.writing import write_folder
+from cupyattn.models.training import LoraAdapters, curve, peft
+
+pytest.importorskip("safetensors")
+pytest.importorskip("matplotlib")
+
+folder = pytest.fixture(autouse=True)(model_and_data)
+
+
+def test_a_full_disk_says_what_to_do(capsys, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("cupyattn.models.checkpoints.safetensors_writer.store", full)
+    finetune(code=1)
+    error = " ".join(capsys.readouterr().err.split())
+    assert "No space left on device" in error and "make room" in error
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")
+def test_a_full_disk_for_the_losses_says_so(capsys, monkeypatch):
+    add = curve.StepLog.add
+
+    def full(log, row):
+        if row["step"] == 3:
+            log.path = Path("/dev/full")
+        add(log, row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(curve.StepLog, "add", full)
+        finetune("--save-every", "2", code=1)
+    error = " ".join(capsys.readouterr().err.split())
+    assert "/dev/full of step 3 ([Errno 28] No space left on device)" in error
+    assert "with --resume" in error
+    finetune("--save-every", "2", "--resume")
+    assert [step for step, *_ in losses_of("finetuned")] == [*range(1, 13)]
+
+
+def test_a_disk_that_is_full_for_the_picture_loses_only_that(capsys, monkeypatch):
+    def no_room(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(curve, "draw", no_room)
+    finetune("--steps", "2")
+    printed = capsys.readouterr()
+    assert "No space left on device" in printed.err and "losses.png" not in printed.out
+    assert Path("finetuned", "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("full", [[], ["--full"]])
+def test_a_disk_that_is_full_at_the_end_loses_nothing(full, capsys, monkeypatch):
+    """The last checkpoint has what was learnt: with room again it is written from there."""
+    finetune("--out", "whole", *full)
+
+    def no_room(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    writer = "write_folder" if full else "write_whole"
+    module = training_run if full else peft
+    with monkeypatch.context() as patch:
+        patch.setattr(module, writer, no_room)
+        finetune(*full, code=1)
+    told = " ".join(capsys.readouterr().err.split())
+    assert "No space left on device" in told and "call it again with --resume" in told
+    finetune(*full, "--resume")
+    name = "model.safetensors" if full else "adapter_model.safetensors"
+    assert Path("finetuned", name).read_bytes() == Path("whole", name).read_bytes()
+
+
+def test_a_loss_that_is_no_number_ends_it(capsys):
+    """Behind the last checkpoint, which is good; the losses are JSON to the end."""
+    finetune("--lr", "1e30", "--clip", "1e30", "--save-every", "1", code=1)
+    error = " ".join(capsys.readouterr().err.split())
+    assert "not finite" in error and "take a smaller learning rate" in error
+    assert len(list(Path("finetuned/checkpoints").iterdir())) == 1
+    assert all(np.isfinite(loss) for _, loss, _ in losses_of("finetuned"))
+
+
+def test_a_folder_that_cannot_be_written_is_found_at_once(capsys, monkeypatch):
+    monkeypatch.setattr(preparation, "opened", None)
+    Path("a file").write_text("")
+    finetune("--out", "a file/in it", code=1)
+    error = " ".join(capsys.readouterr().err.split())
+    assert "a file/in it" in error and "pass an --out that can be written" in error
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--lora-targets", "other"], "targets 'other' name no module of this model"),
+        (["--warmup", "12"], "warmup = 12 of 12 steps"),
+        (["--lr", "-1"], "lr = -1.0"),
+        (["--eval-fraction", "1"], "a fraction of 1.0"),
+        (["--max-length", "8"], "line 1 of data.jsonl has 26 tokens; a sample has at most 8"),
+        (["--resume"], "there is no checkpoint"),
+        (["--clip", "0"], "clip = 0.0"),
+        (["--clip", "inf"], "clip = inf; it is a positive number"),
+    ],
+)
+def test_what_is_refused(given, message, capsys):
+    finetune(*given, code=1)
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_cannot_fit_is_not_begun(capsys):
+    finetune("--memory-gb", "0.0001", code=1)
+    assert "this training needs 0.00 GB" in capsys.readouterr().err
+    assert not Path("finetuned").exists()
+
+
+@pytest.mark.parametrize(
+    "given", [[], ["model"], ["--random", "gpt2"], ["--dry-run"],
+              ["model", "data.jsonl", "--random", "gpt2"]]
+)  # fmt: skip
+def test_model_and_data_are_needed(given, capsys):
+    with pytest.raises(SystemExit):
+        main(["finetune", *given])
+    printed = capsys.readouterr().err
+    assert "pass MODEL and DATA" in printed or "--random has no text to learn" in printed
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["data.jsonl"], "a dry run reads no DATA: leave out data.jsonl"),
+        (["--quantize", "file"], "--random has no file"),
+        (["--memory-gb", "nan"], "nan is not a finite number above 0"),
+        (["--memory-gb", "-1"], "-1 is not a finite number above 0"),
+        (["--memory-gb", "8GB"], "'8GB' is not a number"),
+    ],
+)
+def test_a_dry_run_refuses(given, message, capsys):
+    with pytest.raises(SystemExit):
+        main(["finetune", "--dry-run", "--random", "phi-2", *given])
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_missing_data_is_found_before_the_model_is_loaded(capsys, monkeypatch):
+    monkeypatch.setattr(models, "load", None)
+    assert main(["finetune", "model", "other.jsonl"]) == 1
+    assert "other.jsonl" in capsys.readouterr().err
+    assert not Path("finetuned").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--lr", "0"], "lr = 0.0"),
+        (["--lr", "nan"], "lr = nan"),
+        (["--weight-decay", "-1"], "weight_decay = -1.0; it is 0 or more"),
+        (["--weight-decay", "nan"], "weight_decay"),
+        (["--clip", "0"], "clip = 0.0"),
+        (["--lora-dropout", "1"], "dropout = 1.0"),
+        (["--lora-alpha", "0"], "alpha = 0.0"),
+        (["--eval-fraction", "1"], "a fraction of 1.0"),
+        (["--warmup", "12"], "warmup = 12 of 12 steps"),
+    ],
+)
+def test_numbers_are_looked_at_before_anything_is_read(given, message, capsys, monkeypatch):
+    monkeypatch.setattr(preparation, "opened", None)
+    finetune(*given, code=1)
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not Path("finetuned").exists()
+
+
+@pytest.mark.parametrize(
+    ("lines", "given", "message"),
+    [
+        ('{"text": "a"}\n{"text": "a", "prompt": "b"}\n', [], "line 2 of data.jsonl"),
+        ('{"text": "a"}\n', ["--epochs", "3", "--warmup", "9"], "warmup = 9 of 3 steps"),
+        ("", [], "data.jsonl has no samples"),
+    ],
+)
+def test_data_are_read_before_the_model_is_loaded(lines, given, message, capsys, monkeypatch):
+    monkeypatch.setattr(models, "load", None)
+    Path("data.jsonl").write_text(lines)
+    assert main(["finetune", "model", "data.jsonl", *given]) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_two_trainings_do_not_share_a_folder(capsys):
+    """The second is refused, and the first goes on; whoever died holds nothing."""
+    Path("finetuned").mkdir()
+    Path("finetuned/.training").write_text("12345")  # of a process that has died
+    with claimed(Path("finetuned")):
+        finetune(code=1)
+        message = " ".join(capsys.readouterr().err.split())
+        assert f"another training writes to finetuned (process {os.getpid()})" in message
+        assert "pass another --out" in message
+    finetune("--steps", "1")
+    assert not Path("finetuned/.training").exists()
+
+
+def test_a_process_that_was_killed_leaves_a_folder_free():
+    """Its lock ends with it, though its file does not."""
+    holder = (
+        "import sys; from pathlib import Path; from cupyattn.cli.finetune.out_folder import "
+        "claimed\nwith claimed(Path('shared')): print('has it', flush=True); sys.stdin.read()"
+    )
+    where = {**os.environ, "PYTHONPATH": str(Path(cupyattn.__file__).parents[1])}
+    command, pipe = [sys.executable, "-c", holder], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=where) as process:
+        assert process.stdout.readline() == "has it\n"
+        with pytest.raises(FileExistsError, match=f"process {process.pid}"):
+            claimed(Path("shared")).__enter__()
+        process.kill()
+        process.wait()
+    assert Path("shared/.training").exists()
+    with claimed(Path("shared")):
+        pass
+    assert not list(Path("shared").iterdir())
+
+
+def test_a_resumed_training_has_the_same_model(capsys, folder):
+    """Of the same shape, but with other weights; the options of adapters are compared too."""
+    finetune("--steps", "1")
+    finetune("--steps", "1", "--lora-alpha", "8", "--resume", code=1)
+    assert "alpha is 8.0, and was 32.0 in the checkpoint" in capsys.readouterr().err
+    other = models.random(CONFIG, dtype="float32", xp=np, seed=4)
+    write_folder(other.weights, CONFIG, folder, folder)
+    finetune("--steps", "1", "--resume", code=1)
+    message = " ".join(capsys.readouterr().err.split())
+    assert "weights is " in message and "in the checkpoint; a training is resumed" in message
+
+
+def test_what_was_told_is_what_is_compared_first(capsys):
+    finetune("--steps", "1")
+    capsys.readouterr()
+    finetune("--steps", "1", "--lora-rank", "2", "--resume", code=1)
+    assert "lora_rank is 2, and was 4 in the checkpoint" in capsys.readouterr().err
+
+
+def test_full_weights_are_not_quantised(capsys):
+    with pytest.raises(SystemExit):
+        finetune("--full", "--quantize", "nf4")
+    assert "leave one" in capsys.readouterr().err
+
+
+def test_adapters_of_another_model_are_refused(capsys, folder):
+    finetune("--steps", "1")
+    base = models.load("model")
+    small = LoraAdapters(base, rank=2, targets=["q_proj"])
+    small.save("small")
+    found = LoraAdapters.load(base, "small")
+    assert found.options.rank == 2
+    capsys.readouterr()
+    assert main(["generate", "model", "x", "--adapters", "nowhere"]) == 1
+    assert "nowhere" in capsys.readouterr().err

@@ -1,0 +1,61 @@
+"""``python -m cupyattn merge``: a model of its own that computes what the adapted one does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.finetuning import finetune, model_and_data
+
+from cupyattn import models
+from cupyattn.cli import main
+from cupyattn.models.training import LoraAdapters
+
+pytest.importorskip("safetensors")
+pytest.importorskip("matplotlib")
+
+folder = pytest.fixture(autouse=True)(model_and_data)
+
+
+def told(capsys):
+    return " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_a_merged_model_is_the_adapted_one(quantize, capsys):
+    beside = ["--quantize", quantize] if quantize else []
+    finetune(*beside)
+    capsys.readouterr()
+    assert main(["merge", "model", "finetuned", "--out", "merged", *beside, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["generate"] == "python -m cupyattn generate merged ..."
+    assert result["dtype"] == "float32"
+    merged, base = models.load("merged"), models.load("model", quantize=quantize)
+    ids = [[256, *b"Zorblax is a fish.", 257]]
+    adapted = LoraAdapters.load(base, "finetuned").model.logits(ids)
+    np.testing.assert_allclose(merged.logits(ids), adapted, rtol=0, atol=1e-4)
+    assert np.abs(base.logits(ids) - adapted).max() > 0.1
+    assert main(["generate", "merged", "Zorblax", "--max-new-tokens", "2"]) == 0
+
+
+def test_another_dtype(capsys):
+    finetune("--steps", "1")
+    assert main(["merge", "model", "finetuned", "--out", "half", "--dtype", "float16"]) == 0
+    assert "python -m cupyattn generate half ..." in capsys.readouterr().out
+    assert json.loads(Path("half/config.json").read_text())["torch_dtype"] == "float16"
+    assert models.load("half", dtype="float16").weights.embedding.dtype == np.float16
+
+
+def test_what_is_refused(capsys):
+    finetune("--steps", "1")
+    before = Path("model/model.safetensors").read_bytes()
+    assert main(["merge", "model", "finetuned", "--out", "model"]) == 1
+    assert "--out model has a config.json: it is a model already; " in told(capsys)
+    assert Path("model/model.safetensors").read_bytes() == before
+    assert main(["merge", "model", "nowhere", "--out", "merged"]) == 1
+    assert "nowhere has no adapter_config.json" in told(capsys)
+    assert main(["merge", "model.gguf", "finetuned", "--out", "merged"]) == 1
+    assert "model.gguf is no folder with config.json" in told(capsys)
+    assert not Path("merged").exists()
