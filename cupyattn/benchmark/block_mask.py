@@ -7,31 +7,25 @@ take that share of the plain call's time, and little more.
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import cupyattn
 from cupyattn.arrays import Array, dtype_of
-from cupyattn.benchmark.cuda_events import Timer, event_timer, measured_on
-from cupyattn.benchmark.gpu_command import (
-    add_numbers,
-    add_timing_options,
-    run_on_gpu,
-    show_machine,
-)
+from cupyattn.benchmark.frame.arguments import add_numbers
+from cupyattn.benchmark.frame.benchmark import Benchmark
+from cupyattn.benchmark.frame.rows import PRODUCTS, Row
+from cupyattn.benchmark.frame.subjects import Contender, Gauge, Subject, measured
 from cupyattn.cli.arguments import integer
-from cupyattn.cli.terminal import Result, Terminal
-from cupyattn.cupy_library import load_cupy
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
-from cupyattn.kernels.device.cuda import cuda_device
-from cupyattn.progress import progress
 
 WAYS = ("plain", "mask_mod", "block_mask")
 DIRECTIONS = ("forward", "backward", "deterministic backward")
+_TOLERANCE = 0.05
 TILE = (128, 64)
 """Queries and keys of the tiles that are counted: those of the forward at head dim 64."""
 
@@ -70,6 +64,20 @@ class Case(NamedTuple):
         # Documents are numbered in order: a tile is seen where the two ranges of them meet.
         return float(((starts[0] <= ends[1].T) & (ends[0] >= starts[1].T)).mean())
 
+    def flops(self, direction: str, way: str) -> float:
+        """Return the work of all scores, or of the tiles that are kept."""
+        share = self.kept() if way == "block_mask" else 1.0
+        forwards = 1.0 if direction == "forward" else 2.5
+        return 4 * forwards * share * self.heads * self.head_dim * self.length**2
+
+    def mask(self, xp: Any) -> cupyattn.MaskMod:
+        """Return what lets a token see those of its own document."""
+        return cupyattn.MaskMod(
+            "document[q_idx] == document[k_idx]",
+            python=lambda b, h, i, j, document: document[i] == document[j],
+            document=xp.asarray(self.document()),
+        )
+
     def arrays(self, xp: Any) -> list[Array]:
         """Return q, k, v and dout."""
         rng = np.random.default_rng(2)
@@ -80,70 +88,29 @@ class Case(NamedTuple):
         ]
 
 
-def calls_of(case: Case, xp: Any) -> dict[tuple[str, str], Callable[[], Any]]:
-    """Return a call of each direction and way, whose results are there already."""
-    same = cupyattn.MaskMod(
-        "document[q_idx] == document[k_idx]",
-        python=lambda b, h, i, j, document: document[i] == document[j],
-        document=xp.asarray(case.document()),
-    )
-    blocks = cupyattn.block_mask(same, case.length, case.length)
-    q, k, v, dout = case.arrays(xp)
-    calls: dict[tuple[str, str], Callable[[], Any]] = {}
-    for way, mask_mod in zip(WAYS, (None, same, blocks), strict=True):
-        results = cupyattn.attention(q, k, v, mask_mod=mask_mod, return_lse=True)
-        grads = cupyattn.attention_backward(dout, q, k, v, *results, mask_mod=mask_mod)
-
-        def forward(mask_mod: Any = mask_mod, out: Any = results) -> Any:
-            return cupyattn.attention(q, k, v, mask_mod=mask_mod, return_lse=True, out=out)
-
-        def backward(
-            deterministic: bool,
-            mask_mod: Any = mask_mod,
-            results: Any = results,
-            grads: Any = grads,
-        ) -> Any:
-            return cupyattn.attention_backward(
-                dout, q, k, v, *results, mask_mod=mask_mod, grads=grads, deterministic=deterministic
-            )
-
-        three = forward, lambda run=backward: run(False), lambda run=backward: run(True)
-        calls |= {(direction, way): call for direction, call in zip(DIRECTIONS, three, strict=True)}
-    return calls
+def calls_of(way: str, masks: Any, arrays: Any, direction: str) -> Any:
+    """Return the call of a direction and a way, whose results are there already."""
+    q, k, v, dout = arrays
+    forward = partial(cupyattn.attention, q, k, v, mask_mod=masks[way], return_lse=True)
+    results = forward()
+    if direction == "forward":
+        return partial(forward, out=results)
+    backward = partial(
+        cupyattn.attention_backward, dout, q, k, v, *results, mask_mod=masks[way],
+        deterministic=direction.startswith("deterministic"),
+    )  # fmt: skip
+    return partial(backward, grads=backward())
 
 
-def time_cases(cases: list[Case], xp: Any, timer: Timer) -> list[dict[str, Any]]:
-    """Return a row for each case and direction: median seconds of each way, and `kept`."""
-    rows = []
-    with progress("timing", len(cases)) as step:
-        for case in cases:
-            calls = calls_of(case, xp)
-            for direction in DIRECTIONS:
-                seconds = {way: statistics.median(timer(calls[direction, way])) for way in WAYS}
-                share = seconds["block_mask"] / seconds["plain"]
-                rows.append(
-                    {
-                        **case._asdict(),
-                        "direction": direction,
-                        "seconds": seconds,
-                        "kept": case.kept(),
-                        "time_over_kept": share / case.kept(),
-                    }
-                )
-            step()
-    return rows
+def masks_of(case: Case, xp: Any) -> dict[str, Any]:
+    """Return the mask_mod of each way."""
+    same = case.mask(xp)
+    masks = (None, same, cupyattn.block_mask(same, case.length, case.length))
+    return dict(zip(WAYS, masks, strict=True))
 
 
-def add_parser(benchmarks: Any) -> None:
-    """Add the benchmark to the command line."""
-    parser = benchmarks.add_parser(
-        "block_mask",
-        help="a mask of documents whose empty tiles are skipped, beside the plain call, on a GPU",
-        description="Time attention and its backward by CUDA events: plain, with a mask_mod of "
-        "documents in one sequence, and with block_mask of it. Needs a GPU; CUPYATTN_ARCH=75 times "
-        "the Turing code on a newer one.",
-        epilog="Exit code 1 without a GPU.",
-    )
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's own options."""
     numbers = (
         ("length", 16384, integer(1), "tokens of the sequence"),
         ("documents", 16, integer(1), "documents in it"),
@@ -161,8 +128,6 @@ def add_parser(benchmarks: Any) -> None:
     parser.add_argument(
         "--dtype", choices=STORAGE, default="float16", help="of the arrays (default: %(default)s)"
     )
-    add_timing_options(parser, calls=20, warm_up=5)
-    parser.set_defaults(run=run)
 
 
 def cases_of(arguments: argparse.Namespace) -> list[Case]:
@@ -173,50 +138,58 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     ]
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the benchmark."""
-    return run_on_gpu("block_mask", arguments, measure, show)
+def subjects(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Subject]:
+    """Yield each direction of each case."""
+    for case in cases_of(arguments):
+        masks, arrays = masks_of(case, gauge.xp), case.arrays(gauge.xp)
+        for direction in DIRECTIONS:
 
+            def prepare(
+                way: str, masks: Any = masks, arrays: Any = arrays, to: str = direction
+            ) -> Any:
+                return [calls_of(way, masks, arrays, to)]
 
-def measure(arguments: argparse.Namespace) -> Result:
-    """Measure every case on the first GPU."""
-    cupy = load_cupy()
-    device = cuda_device(0)
-    with cupy.cuda.Device(device.ordinal):
-        timer = event_timer(arguments.calls, arguments.warm_up)
-        rows = time_cases(cases_of(arguments), cupy, timer)
-    return {
-        "command": "block_mask",
-        **measured_on(device),
-        "calls": arguments.calls,
-        "warm_up": arguments.warm_up,
-        "rows": rows,
-    }
-
-
-def show(result: Result, terminal: Terminal) -> None:
-    """Print it for people."""
-    show_machine("Documents in one sequence", result, terminal)
-    first = result["rows"][0]
-    terminal.title(
-        f"{first['documents']} documents in {first['length']} tokens, {first['heads']} heads, "
-        f"{first['dtype']}; {first['kept']:.1%} of the tiles kept"
-    )
-    terminal.table(
-        ("D", "direction", *WAYS, "of plain", "over kept"),
-        [
-            (
-                str(row["head_dim"]),
-                row["direction"],
-                *(f"{row['seconds'][way] * 1e3:.3f} ms" for way in WAYS),
-                f"{row['seconds']['block_mask'] / row['seconds']['plain']:.1%}",
-                f"{row['time_over_kept']:.2f}",
+            of = {way: {"flops": case.flops(direction, way)} for way in WAYS}
+            # The plain call is the measure, and has other results.
+            yield Subject(
+                {**case._asdict(), "kept": case.kept(), "direction": direction},
+                [
+                    Contender(
+                        f"cupyattn {way}",
+                        partial(prepare, way),
+                        comparable=_none if way == "plain" else _first_three,
+                    )
+                    for way in WAYS
+                ],
+                ceiling=PRODUCTS if case.dtype == "float16" else None,
+                tolerance=_TOLERANCE,
+                own={f"cupyattn {way}": work for way, work in of.items()},
             )
-            for row in result["rows"]
-        ],
-    )
-    terminal.text(
-        f"  Medians of {result['calls']} calls after {result['warm_up']}. Over kept: the share of "
-        f"the plain call's time over\n  that of the tiles of {TILE[0]} queries by {TILE[1]} keys "
-        "in which something is seen; 1 would be perfect."
-    )
+
+
+def _none(result: Any) -> None:
+    del result
+
+
+def _first_three(result: Any) -> Any:
+    return result[:3]
+
+
+def rows(arguments: argparse.Namespace, gauge: Gauge) -> Iterable[Row]:
+    """Measure every row."""
+    total = len(cases_of(arguments)) * len(DIRECTIONS)
+    return measured(subjects(arguments, gauge), gauge, total)
+
+
+BENCHMARK = Benchmark(
+    name="block_mask",
+    title="Documents in one sequence",
+    help="a mask of documents whose empty tiles are skipped, beside the plain call, on a GPU",
+    description="Time attention and its backward: plain, with a mask_mod of documents in one "
+    "sequence, and with block_mask of it.",
+    note=f"kept is the share of tiles of {TILE[0]} queries by {TILE[1]} keys in which something "
+    "is seen: a perfect block_mask takes that share of the plain call's time. TFLOP/s count what "
+    "is kept.",
+    rows=rows,
+    options=options,
+)

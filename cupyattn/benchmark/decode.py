@@ -7,8 +7,7 @@ integers it is what they are for: tokens a second beside those of floats.
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,20 +15,17 @@ import numpy as np
 
 import cupyattn
 from cupyattn.arrays import dtype_of
-from cupyattn.benchmark.cuda_events import COLD_BYTES, Round, RoundTimer, measured_rows
-from cupyattn.benchmark.gpu_command import (
-    add_numbers,
-    add_timing_options,
-    run_on_gpu,
-    show_machine,
-)
+from cupyattn.benchmark.frame.arguments import add_lists, add_numbers
+from cupyattn.benchmark.frame.benchmark import Benchmark
+from cupyattn.benchmark.frame.clock import COLD_BYTES, Round
+from cupyattn.benchmark.frame.emulated import ModelledCall, memory_bound
+from cupyattn.benchmark.frame.rows import READ, Row
+from cupyattn.benchmark.frame.subjects import Contender, Gauge, Subject, measured
 from cupyattn.cli.arguments import integer
-from cupyattn.cli.terminal import Result, Terminal
 from cupyattn.kernels.configs.attention.decode import TILE_KEYS
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 from cupyattn.ops.attention.decode_problem import MAX_QUERIES
-from cupyattn.progress import progress
 from cupyattn.reference.kv_cache.quantisation import quantise
 
 LAYOUTS = ("paged", "dense")
@@ -37,6 +33,8 @@ CACHES = {"float": None, "int8": 8, "int4": 4}
 """What paged caches hold, and bits of an integer."""
 _SCALE_BYTES = 4
 _SHORTEST = 256  # of ragged sequences
+_TOLERANCE = 0.02
+_EMULATED: dict[str, Any] = {"batch": 2, "context": 512}
 
 
 class Case(NamedTuple):
@@ -128,51 +126,37 @@ class Case(NamedTuple):
         used = lengths if self.ragged else None
         return partial(cupyattn.attention, q, k, v, causal=True, seqused_k=used, out=out)
 
+    def composed(self, xp: Any) -> Round:
+        """Return a layer of array functions: two products of cuBLAS, and a softmax, of one token.
 
-def time_cases(cases: list[Case], layers: int, xp: Any, timer: RoundTimer) -> list[dict[str, Any]]:
-    """Return a row for each case: ``seconds`` of a layer, a median, ``bytes``, rates a second."""
-    rows = []
-    with progress("timing", len(cases)) as step:
-        for case in cases:
-            seconds = statistics.median(timer(case.step(xp, layers), None)) / layers
-            traffic = case.bytes_of(case.lengths())
-            rows.append(
-                {
-                    **case._asdict(),
-                    "seconds": seconds,
-                    "bytes": traffic,
-                    "gb_per_s": traffic / seconds / 1e9,
-                    "tokens_per_s": case.batch * case.queries / seconds,
-                }
-            )
-            step()
-    return rows
+        Raises
+        ------
+        NotImplementedError
+            For several tokens, which have a mask.
+        """
+        if self.queries > 1:
+            raise NotImplementedError("array functions are timed with one query token")
+        q, k, v, _ = self.arrays(xp)
+        grouped = q.reshape(self.batch, self.kv_heads, -1, self.head_dim)
+        scale = np.float32(self.head_dim**-0.5)
+
+        def call() -> Any:
+            scores = xp.matmul(grouped, k.transpose(0, 2, 3, 1)).astype(np.float32) * scale
+            scores = xp.exp(scores - scores.max(-1, keepdims=True))
+            weights = (scores / scores.sum(-1, keepdims=True)).astype(v.dtype)
+            return xp.matmul(weights, v.swapaxes(1, 2)).reshape(q.shape)
+
+        return [call]
 
 
-def add_parser(benchmarks: Any) -> None:
-    """Add the benchmark to the command line."""
-    parser = benchmarks.add_parser(
-        "decode",
-        help="GB/s of K and V in a step of decoding, over a paged cache or dense, on a GPU",
-        description="Time paged_attention, and attention over dense keys, by CUDA events around "
-        "CUDA graphs of a step, with a call for each layer, beside a copy on the same device. "
-        "Needs a GPU; CUPYATTN_ARCH=75 times the Turing code on a newer one.",
-        epilog="K and V of a case count once. Exit code 1 without a GPU.",
-    )
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's own options."""
     lists = (
         ("batch", [1, 8, 64], integer(1), "sequences"),
         ("context", [4096, 16384], integer(1), "tokens of each"),
         ("block-size", [16, 256], integer(TILE_KEYS), "tokens of a block"),
     )
-    for name, default, kind, what in lists:
-        parser.add_argument(
-            f"--{name}",
-            nargs="+",
-            type=kind,
-            default=default,
-            metavar="N",
-            help=f"{what} (default: {' '.join(map(str, default))})",
-        )
+    add_lists(parser, lists)
     parser.add_argument(
         "--layout",
         nargs="+",
@@ -208,8 +192,6 @@ def add_parser(benchmarks: Any) -> None:
         action="store_true",
         help="lay out a block of paged caches in memory as (heads, slots), not as (slots, heads)",
     )
-    add_timing_options(parser, calls=30, warm_up=5)
-    parser.set_defaults(run=run)
 
 
 def cases_of(arguments: argparse.Namespace) -> list[Case]:
@@ -236,65 +218,43 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     ]
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the benchmark."""
-    return run_on_gpu("decode", arguments, measure, show)
+def subjects(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Subject]:
+    """Yield a step of each case."""
+    for case in cases_of(arguments):
+        calls = [Contender("cupyattn", partial(case.step, gauge.xp, arguments.layers))]
+        if "cupy" in gauge.peers and case.block_size is None and not case.ragged:
+            calls.append(Contender.of_peer("cupy", partial(case.composed, gauge.xp)))
+        yield Subject(
+            case._asdict(), calls, bytes=case.bytes_of(case.lengths()), ceiling=READ,
+            tolerance=_TOLERANCE,
+        )  # fmt: skip
 
 
-def measure(arguments: argparse.Namespace) -> Result:
-    """Measure every case on the first GPU."""
-    time = partial(time_cases, cases_of(arguments), arguments.layers)
-    rows = measured_rows("decode", arguments, time, beside_a_copy=True)
-    return {**rows, "layers": arguments.layers}
+def rows(arguments: argparse.Namespace, gauge: Gauge) -> Iterable[Row]:
+    """Measure every case."""
+    return measured(subjects(arguments, gauge), gauge, len(cases_of(arguments)))
 
 
-def show(result: Result, terminal: Terminal) -> None:
-    """Print it for people."""
-    show_machine("Decoding", result, terminal)
-    copied = result["copy_gb_per_s"]
-    terminal.facts({"a copy on the device": f"{copied:.0f} GB/s"})
-    first = result["rows"][0]
-    terminal.title(
-        f"{first['heads']}/{first['kv_heads']} heads, D {first['head_dim']}, {first['dtype']}, "
-        f"{first['queries']} query tokens{', ragged' if first['ragged'] else ''}"
-    )
-    terminal.table(
-        (
-            "batch",
-            "context",
-            "block",
-            "cache",
-            "median",
-            "GB/s",
-            "of a copy",
-            "tokens/s",
-            "x float",
-        ),
-        [
-            (
-                str(row["batch"]),
-                str(row["context"]),
-                "dense" if row["block_size"] is None else str(row["block_size"]),
-                row["cache"],
-                f"{row['seconds'] * 1e6:.1f} us",
-                f"{row['gb_per_s']:.0f}",
-                f"{row['gb_per_s'] / copied:.2f}",
-                f"{row['tokens_per_s']:,.0f}",
-                _beside_floats(row, result["rows"]),
-            )
-            for row in result["rows"]
-        ],
-    )
-    terminal.text(
-        f"  Median of {result['calls']} steps after {result['warm_up']}, over their "
-        f"{result['layers']} layers; GB/s of the K and V in use, read once."
-    )
+def modelled(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Yield rows of short contexts by the emulator: rates hardly depend on the length."""
+    for case in dict.fromkeys(case._replace(**_EMULATED) for case in cases_of(arguments)):
+        least = case.bytes_of(case.lengths())
+        yield memory_bound(case._asdict(), ModelledCall("", least, partial(case.call, np)))
 
 
-def _beside_floats(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """Return how many times faster a step is than that of floats, if there is one."""
-    same = ("batch", "context", "block_size")
-    for other in rows:
-        if other["cache"] == "float" and all(other[name] == row[name] for name in same):
-            return f"{other['seconds'] / row['seconds']:.2f}"
-    return ""
+BENCHMARK = Benchmark(
+    name="decode",
+    title="Decoding",
+    help="GB/s of K and V in a step of decoding, over a paged cache or dense, on a GPU",
+    description="Time paged_attention, and attention over dense keys, by CUDA graphs of a step, "
+    "with a call for each layer.",
+    note="Times are of a layer; K and V of a case count once.",
+    rows=rows,
+    options=options,
+    peers=("cupy",),
+    beside="cache",
+    quick={"batch": [1, 64], "block_size": [16], "cache": ["float", "int8", "int4"],
+           "heads_first": True},
+    facts=lambda arguments: {"layers": arguments.layers},
+    modelled=modelled,
+)  # fmt: skip

@@ -7,22 +7,25 @@ a test pays for each call beyond its first.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import cupyattn
-from cupyattn.cli.arguments import add_json_option, integer
-from cupyattn.cli.terminal import Result, Terminal, emit, fail
+from cupyattn.benchmark.frame.benchmark import Benchmark
+from cupyattn.benchmark.frame.rows import Row, row_of
+from cupyattn.benchmark.frame.subjects import Gauge
+from cupyattn.cli.arguments import integer
 from cupyattn.emulator import Checks
 
 RANDOM_PROBLEMS = 100
 RANDOM_BUDGET_S = 4.0
 
 _HEAD_DIM = 64
+_CALLS_SHARE = 100
+"""Calls that --calls counts for each: 10 by default."""
 
 
 class Size(NamedTuple):
@@ -37,24 +40,12 @@ class Size(NamedTuple):
 SIZES = (Size(1, 2, 64, 0.005), Size(1, 2, 128, 0.012), Size(2, 4, 256, 0.060))
 
 
-def add_parser(benchmarks: Any) -> None:
-    """Add the benchmark to the command line."""
-    parser = benchmarks.add_parser(
-        "emulator",
-        help="CPU time of the attention kernel on the emulator, with and without race checks",
-        description="Measure the CPU time of attention forward on the emulator: the tensor-core "
-        f"kernel at head dim {_HEAD_DIM} in three sizes, and random small problems. Compilation is "
-        "not counted. Needs NVRTC, but no GPU.",
-        epilog="Budgets hold for the checks that cost little; races and uninitialised reads may "
-        "cost 5 times that.",
-    )
-    parser.add_argument(
-        "--calls",
-        type=integer(1),
-        default=10,
-        metavar="N",
-        help="calls of each size, of which the median is shown (default: %(default)s)",
-    )
+CHECKS = {"bounds": Checks.fast, "all": Checks.all}
+"""The checks that cost little, and all: races and uninitialised reads among them."""
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's own options."""
     parser.add_argument(
         "--problems",
         type=integer(1),
@@ -62,66 +53,34 @@ def add_parser(benchmarks: Any) -> None:
         metavar="N",
         help="random small problems (default: %(default)s)",
     )
-    add_json_option(parser)
-    parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the benchmark."""
-    try:
-        result = measure(arguments.calls, arguments.problems)
-    except RuntimeError as failure:  # no compiler
-        fail("emulator", failure, as_json=arguments.json)
-        return 1
-    emit(result, show, as_json=arguments.json)
-    return 0
-
-
-def measure(calls: int, problems: int) -> Result:
-    """Measure every row."""
-    return {
-        "command": "emulator",
-        "version": cupyattn.__version__,
-        "numpy": np.__version__,
-        "kernel": "attention_forward",
-        "head_dim": _HEAD_DIM,
-        "dtype": "float16",
-        "calls": calls,
-        "rows": [*(_size_row(size, calls) for size in SIZES), _random_row(problems)],
-    }
-
-
-def _size_row(size: Size, calls: int) -> dict[str, Any]:
+def rows(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Row]:
+    """Measure every row: problems of one size, and many random ones together, once."""
+    del gauge
     rng = np.random.default_rng(0)
-    shape = (size.batch, size.seqlen, size.heads, _HEAD_DIM)
-    arrays = [rng.standard_normal(shape).astype(np.float16) for _ in range(3)]
+    for size in SIZES:
+        shape = (size.batch, size.seqlen, size.heads, _HEAD_DIM)
+        arrays = [rng.standard_normal(shape).astype(np.float16) for _ in range(3)]
+        name = f"(B, H, N) = ({size.batch}, {size.heads}, {size.seqlen})"
+        calls = max(1, arguments.calls // _CALLS_SHARE)
+        yield from _rows_of(name, [(arrays, {})], calls, size.budget_s)
+    problems = [random_problem(rng) for _ in range(arguments.problems)]
+    budget = RANDOM_BUDGET_S * len(problems) / RANDOM_PROBLEMS
+    yield from _rows_of(f"{len(problems)} random problems", problems, 1, budget)
 
+
+def _rows_of(
+    name: str, problems: Sequence[tuple[Any, Any]], calls: int, budget_s: float
+) -> Iterator[Row]:
     def call() -> None:
-        cupyattn.attention(*arrays)
+        for arrays, given in problems:
+            cupyattn.attention(*arrays, **given)
 
-    return {
-        "name": f"(B, H, N) = ({size.batch}, {size.heads}, {size.seqlen})",
-        "fast_s": cpu_seconds(call, Checks.fast(), calls),
-        "all_checks_s": cpu_seconds(call, Checks.all(), calls),
-        "budget_s": size.budget_s,
-    }
-
-
-def _random_row(count: int) -> dict[str, Any]:
-    """Time problems of many shapes and options together: the first walk over them compiles."""
-    rng = np.random.default_rng(0)
-    problems = [random_problem(rng) for _ in range(count)]
-
-    def call() -> None:
-        for arrays, options in problems:
-            cupyattn.attention(*arrays, **options)
-
-    return {
-        "name": f"{count} random problems",
-        "fast_s": cpu_seconds(call, Checks.fast(), 1),
-        "all_checks_s": cpu_seconds(call, Checks.all(), 1),
-        "budget_s": RANDOM_BUDGET_S * count / RANDOM_PROBLEMS,
-    }
+    for checks, make in CHECKS.items():
+        seconds = cpu_seconds(call, make(), calls)
+        also = {"budget_s": budget_s} if checks == "bounds" else None
+        yield row_of({"problem": name, "checks": checks}, "cupyattn", seconds, also=also)
 
 
 def random_problem(rng: np.random.Generator) -> tuple[list[np.ndarray], dict[str, Any]]:
@@ -136,8 +95,8 @@ def random_problem(rng: np.random.Generator) -> tuple[list[np.ndarray], dict[str
     return arrays, {"causal": bool(rng.random() < 0.5), "window_size": window}
 
 
-def cpu_seconds(call: Callable[[], Any], checks: Checks, calls: int) -> float:
-    """Return the median CPU time of a call on the emulator; the first call is not counted."""
+def cpu_seconds(call: Callable[[], Any], checks: Checks, calls: int) -> list[float]:
+    """Return the CPU times of a call on the emulator; the first call is not counted."""
     seconds = []
     with cupyattn.backend("emulator", checks=checks):
         call()
@@ -145,29 +104,21 @@ def cpu_seconds(call: Callable[[], Any], checks: Checks, calls: int) -> float:
             began = time.process_time()
             call()
             seconds.append(time.process_time() - began)
-    return statistics.median(seconds)
+    return seconds
 
 
-def show(result: Result, terminal: Terminal) -> None:
-    """Print it for people."""
-    terminal.title(
-        f"CPU time of {result['kernel']} on the emulator, head dim {result['head_dim']} (random "
-        f"problems: 16 to 128), {result['dtype']}, NumPy {result['numpy']}"
-    )
-    terminal.table(
-        ("problem", "bounds checks", "budget", "all checks", "all / bounds"),
-        [
-            (
-                row["name"],
-                f"{row['fast_s'] * 1e3:.1f} ms",
-                f"{row['budget_s'] * 1e3:g} ms",
-                f"{row['all_checks_s'] * 1e3:.1f} ms",
-                f"{row['all_checks_s'] / row['fast_s']:.1f}",
-            )
-            for row in result["rows"]
-        ],
-    )
-    terminal.text(
-        f"  after compilation; median of {result['calls']} calls, the random problems once. Bounds "
-        "checks:\n  all but races and uninitialised reads"
-    )
+BENCHMARK = Benchmark(
+    name="emulator",
+    title="CPU time of attention on the emulator",
+    help="CPU time of the attention kernel on the emulator, with and without race checks",
+    description="Measure the CPU time of attention forward on the emulator: the tensor-core "
+    f"kernel at head dim {_HEAD_DIM} in three sizes, and random small problems. Compilation is not "
+    "counted. Needs NVRTC.",
+    note="Budgets hold for the checks that cost little, bounds among them; races and uninitialised "
+    "reads may cost 5 times that.",
+    rows=rows,
+    options=options,
+    beside="checks",
+    quick={"problems": 10},
+    gpus=0,
+)

@@ -6,8 +6,7 @@ Their measure is the memory's speed: GB/s of what has to be read and written, be
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,18 +14,13 @@ import numpy as np
 
 import cupyattn
 from cupyattn.arrays import dtype_of
-from cupyattn.benchmark.cuda_events import RoundTimer, measured_rows
-from cupyattn.benchmark.gpu_command import (
-    add_numbers,
-    add_timing_options,
-    run_on_gpu,
-    show_machine,
-)
+from cupyattn.benchmark.frame.arguments import add_numbers
+from cupyattn.benchmark.frame.benchmark import Benchmark
+from cupyattn.benchmark.frame.rows import COPY, Row
+from cupyattn.benchmark.frame.subjects import Contender, Gauge, Subject, measured
 from cupyattn.cli.arguments import integer
-from cupyattn.cli.terminal import Result, Terminal
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
-from cupyattn.progress import progress
 
 OPERATIONS = ("append", "copy", "gather")
 FORMATS = ("float", "int8", "int4")
@@ -143,33 +137,8 @@ class Case(NamedTuple):
         return Call(run, self.tokens * (self.stored_bytes + written))
 
 
-def time_cases(cases: list[Case], xp: Any, timer: RoundTimer) -> list[dict[str, Any]]:
-    """Return a row for each case: the median ``seconds`` of a call, ``bytes``, ``gb_per_s``."""
-    rows = []
-    with progress("timing", len(cases)) as step:
-        for case in cases:
-            call = case.call(xp)
-            call.run()  # compiled before it is captured
-            seconds = statistics.median(timer([call.run], None))
-            rate = call.bytes / seconds / 1e9
-            rows.append(
-                {**case._asdict(), "seconds": seconds, "bytes": call.bytes, "gb_per_s": rate}
-            )
-            step()
-    return rows
-
-
-def add_parser(benchmarks: Any) -> None:
-    """Add the benchmark to the command line."""
-    parser = benchmarks.add_parser(
-        "kv_cache",
-        help="GB/s of append_kv, copy_blocks and gather on a GPU",
-        description="Time what writes, copies and gathers the blocks of a paged cache by CUDA "
-        "events around CUDA graphs of one call each, beside a copy on the same device. Needs a "
-        "GPU; CUPYATTN_ARCH=75 times the Turing code on a newer one.",
-        epilog="Bytes are those that a call has to read and to write, each once. Few tokens stay "
-        "in the GPU's cache, and their time is a launch's. Exit code 1 without a GPU.",
-    )
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's own options."""
     parser.add_argument(
         "--tokens",
         nargs="+",
@@ -195,8 +164,6 @@ def add_parser(benchmarks: Any) -> None:
     parser.add_argument(
         "--dtype", choices=STORAGE, default="float16", help="of the tokens (default: %(default)s)"
     )
-    add_timing_options(parser, calls=30, warm_up=5)
-    parser.set_defaults(run=run)
 
 
 def cases_of(arguments: argparse.Namespace) -> list[Case]:
@@ -218,42 +185,27 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     ]
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the benchmark."""
-    return run_on_gpu("kv_cache", arguments, measure, show)
+def subjects(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Subject]:
+    """Yield every case."""
+    for case in cases_of(arguments):
+        call = case.call(gauge.xp)
+        ours = Contender("cupyattn", partial(list, [call.run]))
+        yield Subject(case._asdict(), [ours], bytes=call.bytes, ceiling=COPY)
 
 
-def measure(arguments: argparse.Namespace) -> Result:
-    """Measure every case on the first GPU."""
-    time = partial(time_cases, cases_of(arguments))
-    return measured_rows("kv_cache", arguments, time, beside_a_copy=True)
+def rows(arguments: argparse.Namespace, gauge: Gauge) -> Iterable[Row]:
+    """Measure every row."""
+    return measured(subjects(arguments, gauge), gauge, len(cases_of(arguments)))
 
 
-def show(result: Result, terminal: Terminal) -> None:
-    """Print it for people."""
-    show_machine("Paged caches", result, terminal)
-    copied = result["copy_gb_per_s"]
-    terminal.facts({"a copy on the device": f"{copied:.0f} GB/s"})
-    first = result["rows"][0]
-    terminal.title(
-        f"{first['heads']}/{first['kv_heads']} heads, D {first['head_dim']}, {first['dtype']}, "
-        f"blocks of {first['block_size']}"
-    )
-    terminal.table(
-        ("operation", "cache", "tokens", "median", "GB/s", "of a copy"),
-        [
-            (
-                row["operation"],
-                row["cache"],
-                str(row["tokens"]),
-                f"{row['seconds'] * 1e6:.1f} us",
-                f"{row['gb_per_s']:.0f}",
-                f"{row['gb_per_s'] / copied:.2f}",
-            )
-            for row in result["rows"]
-        ],
-    )
-    terminal.text(
-        f"  Median of {result['calls']} calls after {result['warm_up']}; append rotates q and k, "
-        f"copy is of half of the tokens' blocks in {_LAYERS} layers."
-    )
+BENCHMARK = Benchmark(
+    name="kv_cache",
+    title="Paged caches",
+    help="GB/s of append_kv, copy_blocks and gather on a GPU",
+    description="Time what writes, copies and gathers the blocks of a paged cache.",
+    note="Bytes are those that a call has to read and to write, each once; few tokens stay in the "
+    "GPU's cache, and their time is a launch's. append rotates q and k, copy is of half of the "
+    f"tokens' blocks in {_LAYERS} layers.",
+    rows=rows,
+    options=options,
+)

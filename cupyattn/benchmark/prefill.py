@@ -6,8 +6,7 @@ Its measure is the dense forward on the same tokens: its time over that of the p
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,22 +14,16 @@ import numpy as np
 
 import cupyattn
 from cupyattn.arrays import dtype_of
-from cupyattn.benchmark.cuda_events import RoundTimer, measured_rows
-from cupyattn.benchmark.gpu_command import (
-    add_numbers,
-    add_timing_options,
-    run_on_gpu,
-    show_machine,
-)
+from cupyattn.benchmark.frame.arguments import add_lists, add_numbers
+from cupyattn.benchmark.frame.benchmark import Benchmark
+from cupyattn.benchmark.frame.rows import PRODUCTS, Row
+from cupyattn.benchmark.frame.subjects import Contender, Gauge, Subject, measured
 from cupyattn.cli.arguments import integer
-from cupyattn.cli.terminal import Result, Terminal
 from cupyattn.kernels.configs.attention.decode import TILE_KEYS
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
-from cupyattn.progress import progress
 
-PACKED = "packed"
-"""Of the ways that a case is timed: with cu_seqlens_q."""
+_TOLERANCE = 0.02
 
 
 class Case(NamedTuple):
@@ -80,69 +73,14 @@ class Case(NamedTuple):
         return caches[0], caches[1], ids.reshape(self.batch, columns), lengths
 
 
-def time_cases(cases: list[Case], xp: Any, timer: RoundTimer) -> list[dict[str, Any]]:
-    """Return a row for each case: median seconds of the paged, packed and dense call, tflop_per_s.
-
-    The calls take turns.
-    """
-    rows = []
-    with progress("timing", len(cases)) as step:
-        for case in cases:
-            q, k, v = case.dense(xp)
-            cache = case.paged(xp, k, v)
-            bounds = xp.arange(case.batch + 1, dtype=xp.int32) * case.queries
-            flat = q.reshape(-1, case.heads, case.head_dim)
-            out, flat_out = xp.empty_like(q), xp.empty_like(flat)
-
-            def paged(q: Any = q, cache: Any = cache, out: Any = out) -> Any:
-                return cupyattn.paged_attention(q, *cache, causal=True, out=out)
-
-            def packed(
-                q: Any = flat,
-                cache: Any = cache,
-                out: Any = flat_out,
-                bounds: Any = bounds,
-                most: int = case.queries,
-            ) -> Any:
-                return cupyattn.paged_attention(
-                    q, *cache, cu_seqlens_q=bounds, max_seqlen_q=most, causal=True, out=out
-                )
-
-            def dense(q: Any = q, k: Any = k, v: Any = v, out: Any = out) -> Any:
-                return cupyattn.attention(q, k, v, causal=True, out=out)
-
-            ways: dict[str, Callable[[], Any]] = {"paged": paged, PACKED: packed, "dense": dense}
-            taken = {name: statistics.median(timer([call], None)) for name, call in ways.items()}
-            rates = {name: case.flops / seconds / 1e12 for name, seconds in taken.items()}
-            rows.append({**case._asdict(), "seconds": taken, "tflop_per_s": rates})
-            step()
-    return rows
-
-
-def add_parser(benchmarks: Any) -> None:
-    """Add the benchmark to the command line."""
-    parser = benchmarks.add_parser(
-        "prefill",
-        help="a chunk of a prompt over a paged cache beside the dense forward, on a GPU",
-        description="Time paged_attention with many query tokens by CUDA events around CUDA graphs "
-        "of one call each, packed queries too, and attention on the same tokens. Needs a GPU; "
-        "CUPYATTN_ARCH=75 times the Turing code on a newer one.",
-        epilog="Causal, with the chunk at the end of each sequence. Exit code 1 without a GPU.",
-    )
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's own options."""
     lists = (
         ("batch", [1, 4], integer(1), "sequences"),
         ("context", [4096, 16384], integer(1), "tokens of each, the chunk's included"),
         ("block-size", [16, 256], integer(TILE_KEYS), "tokens of a block"),
     )
-    for name, default, kind, what in lists:
-        parser.add_argument(
-            f"--{name}",
-            nargs="+",
-            type=kind,
-            default=default,
-            metavar="N",
-            help=f"{what} (default: {' '.join(map(str, default))})",
-        )
+    add_lists(parser, lists)
     numbers = (
         ("queries", 2048, integer(1), "query tokens of each sequence"),
         ("heads", 32, integer(1), "query heads"),
@@ -153,8 +91,6 @@ def add_parser(benchmarks: Any) -> None:
     parser.add_argument(
         "--dtype", choices=STORAGE, default="float16", help="of the arrays (default: %(default)s)"
     )
-    add_timing_options(parser, calls=30, warm_up=5)
-    parser.set_defaults(run=run)
 
 
 def cases_of(arguments: argparse.Namespace) -> list[Case]:
@@ -176,41 +112,52 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     ]
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the benchmark."""
-    return run_on_gpu("prefill", arguments, measure, show)
+def subjects(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Subject]:
+    """Yield every case: the dense forward, and the paged one, packed too."""
+    xp = gauge.xp
+    for case in cases_of(arguments):
+        q, k, v = case.dense(xp)
+        cache = case.paged(xp, k, v)
+        bounds = xp.arange(case.batch + 1, dtype=xp.int32) * case.queries
+        flat, out = q.reshape(-1, case.heads, case.head_dim), xp.empty_like(q)
+        packed = {"cu_seqlens_q": bounds, "max_seqlen_q": case.queries}
+        paged = partial(cupyattn.paged_attention, causal=True)
+        calls = {
+            "dense": partial(cupyattn.attention, q, k, v, causal=True, out=out),
+            "paged": partial(paged, q, *cache, out=out),
+            "packed": partial(paged, flat, *cache, **packed, out=xp.empty_like(flat)),
+        }
+        yield Subject(
+            case._asdict(),
+            [
+                Contender(
+                    f"cupyattn {way}", partial(list, [call]),
+                    comparable=partial(_shaped, q.shape),
+                )
+                for way, call in calls.items()
+            ],
+            flops=case.flops,
+            ceiling=PRODUCTS if case.dtype == "float16" else None,
+            tolerance=_TOLERANCE,
+        )  # fmt: skip
 
 
-def measure(arguments: argparse.Namespace) -> Result:
-    """Measure every case on the first GPU."""
-    return measured_rows("prefill", arguments, partial(time_cases, cases_of(arguments)))
+def _shaped(shape: tuple[int, ...], out: Any) -> Any:
+    return out.reshape(shape)
 
 
-def show(result: Result, terminal: Terminal) -> None:
-    """Print it for people."""
-    show_machine("Prefill", result, terminal)
-    first = result["rows"][0]
-    terminal.title(
-        f"{first['heads']}/{first['kv_heads']} heads, D {first['head_dim']}, {first['dtype']}, "
-        "causal"
-    )
-    terminal.table(
-        ("batch", "context", "queries", "block", "paged", "TFLOP/s", "of dense", "packed"),
-        [
-            (
-                str(row["batch"]),
-                str(row["context"]),
-                str(row["queries"]),
-                str(row["block_size"]),
-                f"{row['seconds']['paged'] * 1e6:.1f} us",
-                f"{row['tflop_per_s']['paged']:.1f}",
-                f"{row['seconds']['dense'] / row['seconds']['paged']:.2f}",
-                f"{row['seconds']['dense'] / row['seconds'][PACKED]:.2f}",
-            )
-            for row in result["rows"]
-        ],
-    )
-    terminal.text(
-        f"  Medians of {result['calls']} calls after {result['warm_up']}; of dense: the dense "
-        "forward's time over the paged one's, and over that with packed queries."
-    )
+def rows(arguments: argparse.Namespace, gauge: Gauge) -> Iterable[Row]:
+    """Measure every row."""
+    return measured(subjects(arguments, gauge), gauge, len(cases_of(arguments)))
+
+
+BENCHMARK = Benchmark(
+    name="prefill",
+    title="Prefill",
+    help="a chunk of a prompt over a paged cache beside the dense forward, on a GPU",
+    description="Time paged_attention with many query tokens, packed queries too, and attention on "
+    "the same tokens.",
+    note="Causal, with the chunk at the end of each sequence.",
+    rows=rows,
+    options=options,
+)

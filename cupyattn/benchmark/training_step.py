@@ -7,51 +7,34 @@ work counted is 3.5 forwards. The memory is what the step takes beside its input
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
 
 import cupyattn
-from cupyattn.benchmark.attention.cases import PLAIN, Arrays, Case, Pool, items
-from cupyattn.benchmark.attention.table import case_title, contender_name
-from cupyattn.benchmark.attention.times import figures_of
-from cupyattn.benchmark.contenders import Call
-from cupyattn.benchmark.cuda_events import Timer, event_timer, measured_on
-from cupyattn.benchmark.gpu_command import add_timing_options, run_on_gpu, show_machine
+from cupyattn.benchmark.attention.cases import PLAIN, Arrays, Case, arrays_of
+from cupyattn.benchmark.frame.benchmark import Benchmark
+from cupyattn.benchmark.frame.clock import Round
+from cupyattn.benchmark.frame.rows import PRODUCTS, Row
+from cupyattn.benchmark.frame.subjects import Contender, Gauge, Subject, measured
+from cupyattn.benchmark.frame.torch_arrays import tensor_of
 from cupyattn.cli.arguments import integer
-from cupyattn.cli.terminal import Result, Terminal
-from cupyattn.cupy_library import load_cupy
 from cupyattn.gradients import AttentionGrads
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
-from cupyattn.kernels.device.cuda import cuda_device
-from cupyattn.progress import progress
 
 PHI_2 = {"batch": 8, "seqlen": 2048, "heads": 32, "head_dim": 80}
-GOAL_BYTES = 400_000_000  # of scratch memory, for that shape
-_NAIVE_WARM_UP = 1
+GOAL_BYTES = 400_000_000
+"""Of memory beyond inputs and outputs, for that shape."""
+KERNELS: dict[str, dict[str, Any]] = {
+    "flash": {"implementation": "flash", "deterministic": False},
+    "deterministic": {"implementation": "flash", "deterministic": True},
+    "naive": {"implementation": "naive", "deterministic": False},
+}
+_TOLERANCE = 0.05
 
 
-class Kernels(NamedTuple):
-    """Which kernels make the step, and the clock for them."""
-
-    implementation: str
-    deterministic: bool
-    timer: Timer
-
-
-def add_parser(benchmarks: Any) -> None:
-    """Add the benchmark to the command line."""
-    parser = benchmarks.add_parser(
-        "training_step",
-        help="time and memory of attention forward and backward together on a GPU",
-        description="Time one training step of causal float16 attention by CUDA events, forward "
-        "with lse and backward, with flash attention, with its deterministic backward, and with "
-        "the naive kernels. Needs a GPU; CUPYATTN_ARCH=75 times the Turing code on a newer one.",
-        epilog="TFLOP/s count 3.5 forwards of half the scores. Memory is what CuPy's memory pool "
-        "takes from the device for a step whose inputs (q, k, v, dout) and outputs (out, lse, dq, "
-        f"dk, dv) are there; the goal for the default shape is under {GOAL_BYTES / 1e6:.0f} MB. "
-        "Exit code 1 without a GPU.",
-    )
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's own options."""
     for name, highest, what in (
         ("batch", None, "sequences"),
         ("seqlen", None, "tokens of a sequence"),
@@ -65,21 +48,13 @@ def add_parser(benchmarks: Any) -> None:
             metavar="N",
             help=f"{what} (default: %(default)s)",
         )
-    add_timing_options(parser, calls=20, warm_up=3)
     parser.add_argument(
-        "--naive-calls",
-        type=integer(0),
-        default=3,
-        metavar="N",
-        help=f"steps with the naive kernels, which are slow, after {_NAIVE_WARM_UP}; 0 leaves "
-        "them out (default: %(default)s)",
+        "--kernels",
+        nargs="+",
+        choices=tuple(KERNELS),
+        default=list(KERNELS),
+        help="which make the step (default: all)",
     )
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Run the benchmark."""
-    return run_on_gpu("training_step", arguments, measure, show)
 
 
 def case_of(arguments: argparse.Namespace) -> Case:
@@ -96,80 +71,35 @@ def case_of(arguments: argparse.Namespace) -> Case:
     )
 
 
-def measure(arguments: argparse.Namespace) -> Result:
-    """Measure every row on the first GPU."""
-    cupy = load_cupy()
-
-    device = cuda_device(0)
-    timer = event_timer(arguments.calls, arguments.warm_up)
-    kernels = [Kernels("flash", False, timer), Kernels("flash", True, timer)]
-    if arguments.naive_calls:
-        naive_timer = event_timer(arguments.naive_calls, _NAIVE_WARM_UP)
-        kernels.append(Kernels("naive", False, naive_timer))
-    with cupy.cuda.Device(device.ordinal):
-        rows = time_steps(case_of(arguments), kernels, cupy, memory_taken)
-    return {
-        "command": "training_step",
-        **measured_on(device),
-        "calls": arguments.calls,
-        "warm_up": arguments.warm_up,
-        "naive_calls": arguments.naive_calls,
-        "naive_warm_up": _NAIVE_WARM_UP,
-        "rows": rows,
-    }
-
-
-def time_steps(
-    case: Case, kernels: list[Kernels], xp: Any, taken: Callable[[Call], int]
-) -> list[dict[str, Any]]:
-    """Time the step with each of the kernels.
-
-    Parameters
-    ----------
-    case : Case
-        Causal, with D = Dv.
-    kernels : list of Kernels
-    xp : module
-        The array library: CuPy.
-    taken : callable
-        See `memory_taken`.
-
-    Returns
-    -------
-    list of dict
-        A row for each: ``seconds`` (the median), ``fastest_s``, ``tflops``, ``speedup`` over the
-        naive kernels (None without them), ``scratch_bytes`` and ``goal_bytes`` (None but for the
-        default shape).
-    """
-    arrays = Pool(items(case), case.dtype, xp).arrays(case)
-    dq, dk, dv = map(xp.empty_like, arrays[:3])
-    grads = AttentionGrads(dq, dk, dv)
-    flops = case.flops(PLAIN) + case.backward_flops(PLAIN)
-    rows: list[dict[str, Any]] = []
-    with progress("timing", len(kernels)) as done:
-        for implementation, deterministic, timer in kernels:
-            step = training_step(arrays, grads, implementation, deterministic)
-            figures = figures_of(timer(step), flops)
-            rows.append(
-                {
-                    **asdict(case),
-                    "implementation": implementation,
-                    "deterministic": deterministic,
-                    **figures,
-                    "scratch_bytes": taken(step),
-                    "goal_bytes": GOAL_BYTES if _is_phi_2(case) else None,
-                }
-            )
-            done()
-    naive = next((row["seconds"] for row in rows if row["implementation"] == "naive"), None)
-    for row in rows:
-        row["speedup"] = None if naive is None else naive / row["seconds"]
-    return rows
+def subjects(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Subject]:
+    """Yield the step."""
+    case = case_of(arguments)
+    arrays = arrays_of(case, gauge.xp)
+    grads = AttentionGrads(*map(gauge.xp.empty_like, arrays[:3]))
+    ours = [
+        Contender(
+            f"cupyattn {'flash ' if name == 'deterministic' else ''}{name}",
+            partial(training_step, arrays, grads, **KERNELS[name]),
+            comparable=lambda grads: grads[:3],
+        )
+        for name in arguments.kernels
+    ]
+    peers = [
+        Contender.of_peer(name, partial(_by_torch, arrays, gauge, name == "compile"), _turned)
+        for name in gauge.peers
+    ]
+    yield Subject(
+        case.labels,
+        [*ours, *peers],
+        flops=case.flops(PLAIN) + case.backward_flops(PLAIN),
+        ceiling=PRODUCTS,
+        tolerance=_TOLERANCE,
+    )
 
 
 def training_step(
-    arrays: Arrays, grads: AttentionGrads, implementation: str, deterministic: bool
-) -> Call:
+    arrays: Arrays, grads: AttentionGrads, *, implementation: str, deterministic: bool
+) -> Round:
     """Return the step: results and gradients into given arrays, scratch from the memory pool."""
     q, k, v, dout, out, lse = arrays
     options: dict[str, Any] = {"causal": True, "implementation": implementation}
@@ -180,52 +110,41 @@ def training_step(
             dout, q, k, v, out, lse, deterministic=deterministic, grads=grads, **options
         )
 
-    return step
+    return [step]
 
 
-def memory_taken(call: Call) -> int:
-    """Return how many bytes of the device CuPy's memory pool takes for a call.
+def _by_torch(arrays: Arrays, gauge: Gauge, compiled: bool) -> Round:
+    torch = gauge.torch
+    q, k, v, dout = (tensor_of(torch, array).transpose(1, 2) for array in arrays[:4])
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
 
-    The pool is a new one: it holds no block from before, and gives none back before the call ends,
-    so that what it holds then is the most that the call had at a time, in the pool's blocks.
-    """
-    cupy = load_cupy()
+    def attend(*tensors: Any) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True)
 
-    pool = cupy.cuda.MemoryPool()
-    with cupy.cuda.using_allocator(pool.malloc):
-        call()
-        cupy.cuda.get_current_stream().synchronize()
-    return int(pool.total_bytes())
+    function = gauge.compiled(attend) if compiled else attend
+    return [lambda: torch.autograd.grad(function(q, k, v), (q, k, v), dout)]
 
 
-def _is_phi_2(case: Case) -> bool:
-    return all(getattr(case, name) == value for name, value in PHI_2.items())
+def _turned(grads: Any) -> Any:
+    return tuple(grad.transpose(1, 2) for grad in grads)
 
 
-def show(result: Result, terminal: Terminal) -> None:
-    """Print it for people."""
-    rows = result["rows"]
-    show_machine("Attention's training step", result, terminal)
-    terminal.title(case_title(rows[0]))
-    terminal.table(
-        ("ran", "median", "TFLOP/s", "beside naive", "memory beside in- and outputs", "goal"),
-        list(map(_cells, rows)),
-    )
-    naive = f", naive {result['naive_calls']} after {result['naive_warm_up']}"
-    terminal.text(
-        f"  Median of {result['calls']} steps after {result['warm_up']}"
-        f"{naive if result['naive_calls'] else ''}; forward with lse, and backward.\n"
-        "  TFLOP/s of 3.5 forwards of half the scores."
-    )
+def rows(arguments: argparse.Namespace, gauge: Gauge) -> Iterable[Row]:
+    """Measure every row."""
+    return measured(subjects(arguments, gauge), gauge, 1)
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    speedup, goal = row["speedup"], row["goal_bytes"]
-    return (
-        contender_name(row),
-        f"{row['seconds'] * 1e3:.3f} ms",
-        f"{row['tflops']:.1f}",
-        "" if speedup is None or row["implementation"] == "naive" else f"{speedup:.1f} x faster",
-        f"{row['scratch_bytes'] / 1e6:.1f} MB",
-        "" if goal is None else f"under {goal / 1e6:.0f} MB",
-    )
+BENCHMARK = Benchmark(
+    name="training_step",
+    title="Attention's training step",
+    help="time and memory of attention forward and backward together on a GPU",
+    description="Time one training step of causal float16 attention, forward with lse and "
+    "backward, with flash attention, with its deterministic backward, and with the naive kernels.",
+    note="TFLOP/s count 3.5 forwards of half the scores. Memory is what the step takes beyond q, "
+    "k, v, dout, and out, lse, dq, dk, dv; the goal for the default shape is under "
+    f"{GOAL_BYTES / 1e6:.0f} MB.",
+    rows=rows,
+    options=options,
+    peers=("eager", "compile"),
+)

@@ -9,15 +9,18 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import cupyattn
-from cupyattn.benchmark.cuda_events import Round, event_timer, graph_timer, measured_on
-from cupyattn.benchmark.gpu_command import add_timing_options, run_on_gpu, show_machine
+from cupyattn.benchmark.frame.clock import Clock, Round
+from cupyattn.benchmark.frame.gpu_command import add_json_file, run_on_gpu
+from cupyattn.benchmark.frame.machine import measured_on
+from cupyattn.benchmark.frame.table import show_machine
 from cupyattn.benchmark.linear.calls import own_calls
-from cupyattn.benchmark.linear.cases import LARGE, THIN, THIN_ROWS, Case, arrays_of
+from cupyattn.benchmark.linear.cases import LARGE, QUANTISED, THIN, THIN_ROWS, Case, arrays_of
 from cupyattn.cli.arguments import integer
 from cupyattn.cli.terminal import Result, Terminal
 from cupyattn.cupy_library import load_cupy
@@ -27,12 +30,14 @@ from cupyattn.kernels.device import Device
 from cupyattn.kernels.device.cuda import cuda_device
 from cupyattn.progress import progress
 
-KINDS = ("attention", "linear", "backward", "thin")
+KINDS = ("attention", "linear", "backward", "thin", "quantised")
 HEAD_DIMS = (40, 64, 80, 96, 128, 160, 192)
 _SHAPE = (4, 2048, 16)  # sequences, their length, heads
+_WARM_UP, _BUDGET_S = 3, 10.0
 _LESS = 0.98
 """Of the usual row's time: another has to take less, which noise does not."""
 
+_FORMATS = ("nf4", "int4", "int8")
 _KIND_OF_CASE = {"linear": "large", "backward": "backward", "thin": "thin"}
 
 
@@ -44,7 +49,7 @@ class Subject(NamedTuple):
     """Makes their arrays by an array library: calls that are made one behind the other."""
 
 
-Clock = Callable[[Round], float]
+Seconds = Callable[[Round], float]
 """Returns the seconds of a call of a round."""
 
 
@@ -84,7 +89,14 @@ def add_parser(commands: Any) -> None:
         metavar=("M", "N", "K"),
         help="of the products, instead of the usual ones; may be given several times",
     )
-    add_timing_options(parser, calls=20, warm_up=3)
+    parser.add_argument(
+        "--calls",
+        type=integer(1),
+        default=20,
+        metavar="N",
+        help="calls of a row that are timed (default: %(default)s)",
+    )
+    add_json_file(parser)
     parser.set_defaults(run=run)
 
 
@@ -98,14 +110,13 @@ def measure(arguments: argparse.Namespace) -> Result:
     cupy = load_cupy()
     device = cuda_device(0)
 
-    def clock(calls: Round) -> float:
-        if len(calls) == 1:
-            return statistics.median(event_timer(arguments.calls, arguments.warm_up)(calls[0]))
-        rounds = graph_timer(arguments.calls, arguments.warm_up)(calls, None)
-        return statistics.median(rounds) / len(calls)
+    clock = Clock(arguments.calls, _WARM_UP, _BUDGET_S)
+
+    def seconds(calls: Round) -> float:
+        return statistics.median(clock.times(calls))
 
     with cupy.cuda.Device(device.ordinal):
-        rows = tune(device, list(subjects(arguments)), cupy, clock)
+        rows = tune(device, list(subjects(arguments)), cupy, seconds)
     machine = measured_on(device)
     chosen = {row["question"]: row["chosen"] for row in rows}
     keep(device.name, device.arch.real, chosen, date=machine["date"])
@@ -114,7 +125,6 @@ def measure(arguments: argparse.Namespace) -> Result:
         **machine,
         "file": str(file_of(device.name, device.arch.real)),
         "calls": arguments.calls,
-        "warm_up": arguments.warm_up,
         "rows": rows,
     }
 
@@ -124,6 +134,11 @@ def subjects(arguments: argparse.Namespace) -> Iterator[Subject]:
     for kind in arguments.kind:
         if kind == "attention":
             yield from map(_attention, arguments.head_dim)
+            continue
+        if kind == "quantised":
+            for (m, n, k), weights in product(arguments.size or QUANTISED, _FORMATS):
+                for of_case in ("large", "dx"):
+                    yield _product(kind, Case(of_case, m, n, k, "float16", "nk", None, weights))
             continue
         usual = [(m, n, k) for n, k in THIN for m in THIN_ROWS] if kind == "thin" else LARGE
         for m, n, k in arguments.size or usual:
@@ -142,13 +157,13 @@ def _attention(head_dim: int) -> Subject:
 
 
 def _product(kind: str, case: Case) -> Subject:
-    return Subject(
-        f"{kind} {case.M} x {case.N} x {case.K}", lambda xp: own_calls(case, arrays_of(case, xp))
-    )
+    of = "" if case.weights is None else f" {case.weights}{', dx' * (case.kind == 'dx')}"
+    name = f"{kind} {case.M} x {case.N} x {case.K}{of}"
+    return Subject(name, lambda xp: own_calls(case, arrays_of(case, xp)))
 
 
 def tune(
-    device: Device, subjects: Iterable[Subject], xp: Any, clock: Clock
+    device: Device, subjects: Iterable[Subject], xp: Any, clock: Seconds
 ) -> list[dict[str, Any]]:
     """Time every answer to what the plans of calls ask on a device.
 
@@ -176,7 +191,7 @@ def tune(
 
 
 def _answers(
-    device: Device, calls: Round, chosen: Mapping[str, str], clock: Clock
+    device: Device, calls: Round, chosen: Mapping[str, str], clock: Seconds
 ) -> Iterator[dict[str, Any]]:
     device.choices = asked = Asked()
     calls[0]()

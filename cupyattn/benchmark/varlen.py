@@ -7,8 +7,7 @@ lengths should take its time, and log-normal ones should reach its TFLOP/s.
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,22 +15,18 @@ import numpy as np
 
 import cupyattn
 from cupyattn.arrays import dtype_of
-from cupyattn.benchmark.cuda_events import RoundTimer, measured_rows
-from cupyattn.benchmark.gpu_command import (
-    add_numbers,
-    add_timing_options,
-    run_on_gpu,
-    show_machine,
-)
+from cupyattn.benchmark.frame.arguments import add_numbers
+from cupyattn.benchmark.frame.benchmark import Benchmark
+from cupyattn.benchmark.frame.rows import PRODUCTS, Row
+from cupyattn.benchmark.frame.subjects import Contender, Gauge, Subject, measured
 from cupyattn.cli.arguments import integer
-from cupyattn.cli.terminal import Result, Terminal
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
-from cupyattn.progress import progress
 
 WAYS = ("dense", "equal", "ragged")
 DIRECTIONS = ("forward", "backward")
 _BACKWARD_FLOPS = 2.5  # forwards
+_TOLERANCE = 0.05
 
 
 class Case(NamedTuple):
@@ -71,79 +66,31 @@ class Case(NamedTuple):
         return *map(drawn, (self.heads, self.kv_heads, self.kv_heads)), drawn(self.heads)
 
 
-def calls_of(case: Case, xp: Any) -> dict[tuple[str, str], Callable[[], Any]]:
-    """Return a call of each direction and way, whose results and scratch are there already."""
-    *inputs, dout = case.arrays(xp)
-    calls: dict[tuple[str, str], Callable[[], Any]] = {}
-    for way in WAYS:
-        lengths = case.lengths(way)
-        shape = (len(lengths), case.length) if way == "dense" else (len(dout),)
-        q, k, v, gradient = (x.reshape(*shape, *x.shape[1:]) for x in (*inputs, dout))
-        bounds = xp.asarray(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-        most = int(lengths.max())
-        of_lengths = () if way == "dense" else (bounds, bounds, most, most)
-        forward, backward = (
-            (cupyattn.attention, cupyattn.attention_backward)
-            if way == "dense"
-            else (cupyattn.attention_varlen, cupyattn.attention_varlen_backward)
-        )
-        results = forward(q, k, v, *of_lengths, causal=case.causal, return_lse=True)
-        grads = backward(gradient, q, k, v, *results, *of_lengths, causal=case.causal)
-
-        def run_forward(
-            forward: Any = forward, arrays: Any = (q, k, v, *of_lengths), out: Any = results
-        ) -> Any:
-            return forward(*arrays, causal=case.causal, return_lse=True, out=out)
-
-        def run_backward(
-            backward: Any = backward,
-            arrays: Any = (gradient, q, k, v, *results, *of_lengths),
-            grads: Any = grads,
-        ) -> Any:
-            return backward(*arrays, causal=case.causal, grads=grads)
-
-        calls |= {("forward", way): run_forward, ("backward", way): run_backward}
-    return calls
-
-
-def time_cases(cases: list[Case], xp: Any, timer: RoundTimer) -> list[dict[str, Any]]:
-    """Return a row for each case and direction: median seconds and tflop_per_s of each way."""
-    rows = []
-    with progress("timing", len(cases)) as step:
-        for case in cases:
-            calls = calls_of(case, xp)
-            for direction in DIRECTIONS:
-                factor = 1.0 if direction == "forward" else _BACKWARD_FLOPS
-                taken = {
-                    way: statistics.median(timer([calls[direction, way]], None)) for way in WAYS
-                }
-                rates = {
-                    way: factor * case.flops(way) / seconds / 1e12 for way, seconds in taken.items()
-                }
-                rows.append(
-                    {
-                        **case._asdict(),
-                        "direction": direction,
-                        "seconds": taken,
-                        "tflop_per_s": rates,
-                    }
-                )
-            step()
-    return rows
-
-
-def add_parser(benchmarks: Any) -> None:
-    """Add the benchmark to the command line."""
-    parser = benchmarks.add_parser(
-        "varlen",
-        help="packed sequences beside the dense call, forward and backward, on a GPU",
-        description="Time attention_varlen and its backward by CUDA events around CUDA graphs of "
-        "one call each: sequences of equal lengths, beside attention on the same tokens, and of "
-        "log-normal lengths (sigma 1). Needs a GPU; CUPYATTN_ARCH=75 times the Turing code on a "
-        "newer one.",
-        epilog="A backward counts as 2.5 forwards, a causal call as half a plain one. Exit code 1 "
-        "without a GPU.",
+def calls_of(case: Case, way: str, arrays: Any, xp: Any) -> dict[str, Callable[[], Any]]:
+    """Return a call of each direction, whose results and scratch are there already."""
+    *inputs, dout = arrays
+    lengths = case.lengths(way)
+    shape = (len(lengths), case.length) if way == "dense" else (len(dout),)
+    q, k, v, gradient = (x.reshape(*shape, *x.shape[1:]) for x in (*inputs, dout))
+    bounds = xp.asarray(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    most = int(lengths.max())
+    of_lengths = () if way == "dense" else (bounds, bounds, most, most)
+    forward, backward = (
+        (cupyattn.attention, cupyattn.attention_backward)
+        if way == "dense"
+        else (cupyattn.attention_varlen, cupyattn.attention_varlen_backward)
     )
+    forward = partial(forward, q, k, v, *of_lengths, causal=case.causal, return_lse=True)
+    results = forward()
+    backward = partial(backward, gradient, q, k, v, *results, *of_lengths, causal=case.causal)
+    return {
+        "forward": partial(forward, out=results),
+        "backward": partial(backward, grads=backward()),
+    }
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's own options."""
     parser.add_argument(
         "--length",
         nargs="+",
@@ -162,8 +109,6 @@ def add_parser(benchmarks: Any) -> None:
     parser.add_argument(
         "--dtype", choices=STORAGE, default="float16", help="of the arrays (default: %(default)s)"
     )
-    add_timing_options(parser, calls=30, warm_up=5)
-    parser.set_defaults(run=run)
 
 
 def cases_of(arguments: argparse.Namespace) -> list[Case]:
@@ -183,42 +128,55 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     ]
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the benchmark."""
-    return run_on_gpu("varlen", arguments, measure, show)
+def subjects(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Subject]:
+    """Yield each direction of each case, by every way."""
+    for case in cases_of(arguments):
+        arrays = case.arrays(gauge.xp)
+        for direction in DIRECTIONS:
 
+            def prepare(
+                way: str, case: Case = case, arrays: Any = arrays, to: str = direction
+            ) -> Any:
+                return [calls_of(case, way, arrays, gauge.xp)[to]]
 
-def measure(arguments: argparse.Namespace) -> Result:
-    """Measure every case on the first GPU."""
-    return measured_rows("varlen", arguments, partial(time_cases, cases_of(arguments)))
+            def comparable(result: Any, arrays: Any = arrays, to: str = direction) -> Any:
+                """Return out, or the gradients, packed."""
+                found = result[:1] if to == "forward" else result[:3]
+                of = arrays[3:] if to == "forward" else arrays[:3]
+                return tuple(x.reshape(like.shape) for x, like in zip(found, of, strict=True))
 
-
-def show(result: Result, terminal: Terminal) -> None:
-    """Print it for people."""
-    show_machine("Packed sequences", result, terminal)
-    first = result["rows"][0]
-    terminal.title(
-        f"{first['heads']}/{first['kv_heads']} heads, D {first['head_dim']}, {first['dtype']}, "
-        f"{first['tokens']} tokens"
-    )
-    terminal.table(
-        ("length", "causal", "direction", "dense", "equal", "of dense", "ragged", "of dense"),
-        [
-            (
-                str(row["length"]),
-                "yes" if row["causal"] else "no",
-                row["direction"],
-                f"{rates['dense']:.1f}",
-                f"{rates['equal']:.1f}",
-                f"{rates['equal'] / rates['dense']:.2f}",
-                f"{rates['ragged']:.1f}",
-                f"{rates['ragged'] / rates['dense']:.2f}",
+            factor = 1.0 if direction == "forward" else _BACKWARD_FLOPS
+            yield Subject(
+                {**case._asdict(), "direction": direction},
+                [
+                    Contender(
+                        f"cupyattn {way}",
+                        partial(prepare, way),
+                        comparable=(lambda result: None) if way == "ragged" else comparable,
+                    )
+                    for way in WAYS
+                ],
+                flops=factor * case.flops("dense"),
+                ceiling=PRODUCTS if case.dtype == "float16" else None,
+                tolerance=_TOLERANCE,
+                own={"cupyattn ragged": {"flops": factor * case.flops("ragged")}},
             )
-            for row in result["rows"]
-            for rates in [row["tflop_per_s"]]
-        ],
-    )
-    terminal.text(
-        f"  TFLOP/s, medians of {result['calls']} calls after {result['warm_up']}: dense, packed "
-        "with equal lengths, and packed with log-normal ones."
-    )
+
+
+def rows(arguments: argparse.Namespace, gauge: Gauge) -> Iterable[Row]:
+    """Measure every row."""
+    total = len(cases_of(arguments)) * len(DIRECTIONS)
+    return measured(subjects(arguments, gauge), gauge, total)
+
+
+BENCHMARK = Benchmark(
+    name="varlen",
+    title="Packed sequences",
+    help="packed sequences beside the dense call, forward and backward, on a GPU",
+    description="Time attention_varlen and its backward: sequences of equal lengths, beside "
+    "attention on the same tokens, and of log-normal lengths (sigma 1).",
+    note="A backward counts as 2.5 forwards, a causal call as half a plain one; equal and ragged "
+    "are packed.",
+    rows=rows,
+    options=options,
+)

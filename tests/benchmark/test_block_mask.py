@@ -6,9 +6,8 @@ import json
 
 import numpy as np
 import pytest
-from support.fake_gpu import HEADER
 
-from cupyattn.benchmark import block_mask, gpu_command
+from cupyattn.benchmark import block_mask
 from cupyattn.benchmark.__main__ import main
 from cupyattn.functional.device_info import device_count
 
@@ -36,7 +35,12 @@ def test_kept_is_the_share_of_tiles_that_are_seen(case):
 
 
 def test_both_masks_give_the_same():
-    calls = block_mask.calls_of(CASE, np)
+    masks, arrays = block_mask.masks_of(CASE, np), CASE.arrays(np)
+    calls = {
+        (direction, way): block_mask.calls_of(way, masks, arrays, direction)
+        for direction in block_mask.DIRECTIONS
+        for way in block_mask.WAYS
+    }
     out, _ = calls["forward", "block_mask"]()
     assert np.array_equal(out, calls["forward", "mask_mod"]()[0])
     assert not np.allclose(out, calls["forward", "plain"]()[0])
@@ -46,43 +50,26 @@ def test_both_masks_give_the_same():
             assert np.array_equal(getattr(found, name), getattr(expected, name))
 
 
-@pytest.fixture
-def a_gpu(monkeypatch):
-    """The command as on a GPU, but for the kernels and their times."""
-    monkeypatch.setattr(gpu_command, "device_count", lambda: 1)
-
-    def measure(arguments):
-        seconds = iter([4e-3, 5e-3, 1e-3] * 3)
-
-        def timer(call):
-            call()
-            return [next(seconds)] * 3
-
-        rows = block_mask.time_cases(block_mask.cases_of(arguments), np, timer)
-        return {"command": "block_mask", **HEADER, "calls": 3, "warm_up": 1, "rows": rows}
-
-    monkeypatch.setattr(block_mask, "measure", measure)
-
-
 SMALL = ("block_mask", "--length", "300", "--documents", "4", "--heads", "2", "--head-dim", "8")
 
 
 def test_text_and_json(a_gpu, capsys, tmp_path):
+    a_gpu.times.seconds += [4e-3, 5e-3, 1e-3] * 3
     file = tmp_path / "block_mask.json"
     assert main([*SMALL, "--json", str(file)]) == 0
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert "Documents in one sequence on A GPU" in printed
-    assert f"{CASE.kept():.1%} of the tiles kept" in printed
-    assert "4.000 ms" in printed
-    assert "25.0%" in printed
+    assert f"kept {CASE.kept()}" in printed
+    assert "forward cupyattn block_mask 1.000 ms" in printed
     rows = json.loads(file.read_text())["rows"]
-    assert [row["direction"] for row in rows] == list(block_mask.DIRECTIONS)
-    assert rows[0]["time_over_kept"] == pytest.approx(0.25 / CASE.kept())
+    assert [row["direction"] for row in rows[::3]] == list(block_mask.DIRECTIONS)
+    assert all("times" in row for row in rows)
+    assert rows[2]["flops"] == pytest.approx(rows[0]["flops"] * CASE.kept())
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(device_count() == 0, reason="needs a GPU")
 def test_on_a_gpu(tmp_path):
     file = tmp_path / "block_mask.json"
-    assert main([*SMALL, "--calls", "3", "--warm-up", "1", "--json", str(file)]) == 0
-    assert all(row["seconds"]["block_mask"] > 0 for row in json.loads(file.read_text())["rows"])
+    assert main([*SMALL, "--calls", "3", "--json", str(file)]) == 0
+    assert all(row["times"]["p50_s"] > 0 for row in json.loads(file.read_text())["rows"])

@@ -8,16 +8,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.fake_gpu import HEADER
+from support.fake_gpu import CEILINGS
 from support.tiny_models import TINY
 
 from cupyattn import models
-from cupyattn.benchmark import gpu_command
 from cupyattn.benchmark.__main__ import main
 from cupyattn.benchmark.finetune import command
 from cupyattn.benchmark.finetune.steps import Plan, own, samples_of, timed
 from cupyattn.benchmark.finetune.work import T4_FLOPS, Size, flops_of, t4_seconds
-from cupyattn.cli.terminal import Terminal
+from cupyattn.benchmark.frame.clock import Clock
 from cupyattn.models.training import LoraAdapters
 
 random = models.random
@@ -51,19 +50,19 @@ def test_a_t4_has_products_or_bytes():
 
 
 def test_steps_are_timed_behind_the_first_ones(monkeypatch):
-    clock = iter([0, 5, 10, 11, 20, 29])
+    clock = iter([0, 5, 10, 11, 20, 22, 30, 31, 40, 49, 50, 53])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     calls = []
-    plan = Plan("", None, 1, warm_up=2, calls=3)
-    assert timed(lambda: calls.append(1), plan) == 5
-    assert len(calls) == 5
+    plan = Plan("", None, 1, Clock(calls=3, warm_up=1, budget_s=100.0))
+    assert timed(lambda: calls.append(1), plan) == [1, 9, 3]
+    assert len(calls) == 2 + 1 + 3
 
 
 def test_own_steps(monkeypatch):
     monkeypatch.setattr(models, "random", lambda name, **options: tiny())
-    plan = Plan("gpt2", None, 4, warm_up=1, calls=2)
+    plan = Plan("gpt2", None, 4, Clock(2, 1, 1.0))
     row = own(plan, Size(2, 10), np, lambda: 12345)
-    assert row["held_bytes"] == 12345 and row["seconds"] > 0
+    assert row["held_bytes"] == 12345 and min(row["seconds"]) > 0
     assert row["budget_bytes"] == sum(row["budget"].values())
     assert row["budget"]["weights"] == tiny().nbytes
     (one, other) = samples_of(50, Size(2, 10))
@@ -71,45 +70,41 @@ def test_own_steps(monkeypatch):
 
 
 @pytest.fixture
-def a_gpu(monkeypatch):
-    """The command as on a GPU, but for the kernels and the memory pool."""
-    monkeypatch.setattr(gpu_command, "device_count", lambda: 1)
+def tuning(a_gpu, monkeypatch):
+    """The command as on a GPU, but for the models and the memory pool."""
     monkeypatch.setattr(models, "random", lambda name, **options: tiny("phi"))
-
-    def measure(arguments):
-        rows = command.rows_of(arguments, np, lambda work: work(lambda: 3_000_000_000))
-        return {
-            "command": "finetune", **HEADER, "product_tflops": 50.0, "rows": rows,
-            **{name: getattr(arguments, name) for name in ("lora_rank", "calls", "warm_up")},
-        }  # fmt: skip
-
-    monkeypatch.setattr(command, "measure", measure)
+    monkeypatch.setattr(command, "_held_alone", lambda work: work(lambda: 3_000_000_000))
+    return a_gpu
 
 
-def test_text_and_json(a_gpu, capsys, tmp_path, monkeypatch):
+def test_text_and_json(tuning, capsys, tmp_path, monkeypatch):
+    object.__setattr__(tuning, "peers", ("peft",))
     monkeypatch.setitem(sys.modules, "torch", None)
     file = tmp_path / "finetune.json"
-    call = ["finetune", "--size", "1x8", "2x4", "--quantize", "none", "--peer", "peft"]
-    assert main([*call, "--calls", "1", "--warm-up", "1", "--json", str(file)]) == 0
+    call = ["finetune", "--size", "1x8", "2x4", "--quantize", "none", "--calls", "3"]
+    assert main([*call, "--warm-up", "1", "--json", str(file)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "phi-2 1x8 cupyattn float32" in printed
-    assert "3.00 GB" in printed and "MODELLED" in printed
-    assert "peft: RuntimeError: --peer peft, which did not import" in printed
+    assert "t4_s is MODELLED" in printed
+    assert "peft: --peers peft, which did not import" in printed
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    assert [(row["by"], row["length"]) for row in rows] == [
+    assert [(row["contender"], row["length"]) for row in rows] == [
         ("cupyattn", 8), ("peft", 8), ("cupyattn", 4), ("peft", 4),
     ]  # fmt: skip
+    row = rows[0]
+    assert row["also"]["held_mb"] == 3000
+    assert row["also"]["tokens_per_s"] == pytest.approx(8 / row["times"]["p50_s"])
+    assert row["of_ceiling"] == pytest.approx(row["tflops"] / CEILINGS["mma_tflops"])
 
 
-def test_a_peer_is_shown_beside(capsys):
-    rows = [
-        {"model": "phi-2", "samples": 2, "length": 1024, "by": "peft", "quantize": None,
-         "dtype": "float16", "seconds": 0.5, "held_bytes": 7_000_000_000},
-    ]  # fmt: skip
-    result = {**HEADER, "product_tflops": 1.0, "rows": rows, "calls": 1, "warm_up": 1}
-    command.show({**result, "lora_rank": 4}, Terminal())
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "phi-2 2x1024 peft float16 500.0 4,096" in printed and "7.00 GB" in printed
+def test_a_peer_is_a_row(tuning, tmp_path, monkeypatch):
+    object.__setattr__(tuning, "peers", ("peft",))
+    found = {"seconds": [0.5], "held_bytes": 7_000_000_000}
+    monkeypatch.setattr(command, "peer", lambda who, plan, size: found)
+    file = tmp_path / "finetune.json"
+    assert main(["finetune", "--size", "1x8", "--quantize", "none", "--json", str(file)]) == 0
+    row = json.loads(file.read_text())["rows"][1]
+    assert (row["contender"], row["times"]["p50_s"], row["flops"]) == ("peft", 0.5, None)
+    assert row["also"] == {"held_mb": 7000, "tokens_per_s": 16}
 
 
 @pytest.mark.parametrize("size", ["2", "x3", "0x4", "2x1"])
@@ -129,10 +124,9 @@ def test_weights_of_four_bits_need_files(monkeypatch):
     for name, module in found.items():
         monkeypatch.setitem(sys.modules, name, module)
     with pytest.raises(RuntimeError, match="bitsandbytes quantises models as they are read"):
-        peers.peer("peft-nf4", Plan("phi-2", None, 4, 1, 1), Size(1, 8))
+        peers.peer("peft-nf4", Plan("phi-2", None, 4, Clock(1, 1, 1.0)), Size(1, 8))
 
 
-def test_without_a_gpu_it_says_so(capsys, monkeypatch):
-    monkeypatch.setattr(gpu_command, "device_count", lambda: 0)
+def test_without_a_gpu_it_says_so(capsys, no_gpu):
     assert main(["finetune"]) == 1
     assert "there is no CUDA device" in capsys.readouterr().err

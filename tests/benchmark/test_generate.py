@@ -6,12 +6,10 @@ import json
 
 import numpy as np
 import pytest
-from support.fake_gpu import HEADER
 from support.tiny_models import TINY
 
 import cupyattn
 from cupyattn import models
-from cupyattn.benchmark import gpu_command
 from cupyattn.benchmark.__main__ import main
 from cupyattn.benchmark.generate import command
 from cupyattn.benchmark.generate.parts import T4_GB_PER_S, Part, parts_of, summary
@@ -73,7 +71,7 @@ def test_bytes_are_those_of_weights_and_cache():
     cache = models.Generator(model, num_blocks=8, max_batch=2).cache
     tables = cache.step_tables([cache.allocator.add([1] * 30)])
     parts = parts_of(model, cache, tables, 30)
-    moved = {row["part"]: row for row in summary(parts, [1e-6] * len(parts), 4000.0)}
+    moved = {row["part"]: row for row in summary(parts, [[1e-6]] * len(parts), 4000.0)}
     assert moved["attention"]["calls"] == 2
     config = model.config
     of_cache = 2 * 2 * 30 * config.num_kv_heads * config.head_dim * 4
@@ -85,9 +83,11 @@ def test_bytes_are_those_of_weights_and_cache():
 
 def test_a_t4_is_latency_and_bytes():
     part = Part("head", 320_000_000, lambda: None)
-    (row,) = summary([part], [200e-6], 3200.0)
-    assert row["share"] == pytest.approx(0.5)
+    (row,) = summary([part], [[200e-6, 200e-6]], 3200.0)
     assert row["t4_s"] == pytest.approx(100e-6 + 320e6 / T4_GB_PER_S / 1e9)
+    (row,) = summary([part, part], [[1e-4, 2e-4], [3e-4, 4e-4]], 3200.0)
+    assert row["seconds"] == pytest.approx([4e-4, 6e-4]), "of all that have the name"
+    assert row["calls"] == 2
 
 
 def test_runs_are_timed_and_repeated():
@@ -104,15 +104,15 @@ def test_runs_are_timed_and_repeated():
         return Run(0.5, 2.0, [[len(seen)] * new] * 2, 2)
 
     result = timed(generate, size, 61, 3)
-    assert (result["first_s"], result["tokens_per_s"]) == (0.5, 3.0)
+    assert (result["first_s"], result["tokens_per_s"]) == ([0.5] * 3, 3.0)
+    assert result["step_s"] == pytest.approx([2 / 3.0] * 3)
     assert not result["repeats"]
     assert seen[-1] == seen[-2] != seen[-3]
 
 
 @pytest.fixture
-def a_gpu(monkeypatch):
-    """The command as on a GPU, but for the kernels and their times."""
-    monkeypatch.setattr(gpu_command, "device_count", lambda: 1)
+def generating(a_gpu, monkeypatch):
+    """The command as on a GPU, but for the models, and a peer that is wrong."""
     model = tiny("phi")
     monkeypatch.setattr(models, "random", lambda name, **options: model)
     wrong = [Run(0.1, 0.2, [[0] * 4], 1), Run(0.1, 0.2, [[0] * 4] * 2, 2)]
@@ -120,39 +120,44 @@ def a_gpu(monkeypatch):
         command, "peer", lambda name, model, folder, size: lambda ids, new: wrong[len(ids) - 1]
     )
 
-    def measure(arguments):
-        def timer(parts, xp, runs):
-            for part in parts:
-                part.call()
-            return [2e-6] * len(parts)
+    def timer(parts, xp, runs):
+        for part in parts:
+            part.call()
+        return [[2e-6] * runs] * len(parts)
 
-        rows = [command.model_rows(name, arguments, 4000.0, np, timer) for name in arguments.model]
-        more = {"copy_gb_per_s": 4000.0, "new_tokens": arguments.new_tokens, "runs": arguments.runs}
-        return {"command": "generate", **HEADER, **more, "models": rows}
-
-    monkeypatch.setattr(command, "measure", measure)
+    monkeypatch.setattr(command, "time_parts", timer)
+    return a_gpu
 
 
-def test_text_and_json(a_gpu, capsys, tmp_path):
+SMALL = ("generate", "--model", "phi-2", "--prompt", "5", "--new-tokens", "4", "--runs", "1")
+
+
+def test_text_and_json(generating, capsys, tmp_path):
+    object.__setattr__(generating, "peers", ("static",))
     file = tmp_path / "generate.json"
-    call = ["generate", "--model", "phi-2", "--batch", "1", "2", "--prompt", "5"]
-    call += ["--new-tokens", "4", "--runs", "1", "--peer", "static", "--json", str(file)]
-    assert main(call) == 0
+    assert main([*SMALL, "--batch", "1", "2", "--json", str(file)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "A step of phi-2, batch 2, 7 tokens each" in printed
-    assert "tokens/s, MODELLED" in printed
-    (model,) = json.loads(file.read_text(encoding="utf-8"))["models"]
-    assert [(row["by"], row["batch"]) for row in model["rows"]] == [
-        ("cupyattn", 1), ("static", 1), ("cupyattn", 2), ("static", 2),
+    assert "t4_s is MODELLED" in printed
+    result = json.loads(file.read_text(encoding="utf-8"))
+    assert (result["new_tokens"], result["runs"]) == (4, 1)
+    tokens = [row for row in result["rows"] if row["operation"] == "new token"]
+    assert [(row["contender"], row["batch"]) for row in tokens] == [
+        ("cupyattn", 1), ("transformers static", 1), ("cupyattn", 2), ("transformers static", 2),
     ]  # fmt: skip
-    assert model["rows"][0]["equal"] == 1.0
-    assert model["rows"][1]["equal"] < 1.0
-    assert model["rows"][1]["tokens_per_s"] == pytest.approx(15)
-    names = [part["part"] for part in model["steps"][0]["parts"]]
+    assert tokens[0]["also"]["equal"] == 1.0
+    assert tokens[1]["also"]["equal"] < 1.0
+    assert tokens[1]["also"]["tokens_per_s"] == pytest.approx(15)
+    assert tokens[1]["times"]["p50_s"] == pytest.approx(1 / 15)
+    parts = [row for row in result["rows"] if row["batch"] == 1 and "t4_s" in row.get("also", {})]
+    names = [row["operation"] for row in parts]
     assert names[:4] == ["embedding", "norm", "qkv and up", "activation"]
+    total = sum(row["times"]["p50_s"] for row in parts[:-1])
+    assert names[-1] == "step: all parts"
+    assert parts[-1]["times"]["p50_s"] == pytest.approx(total)
+    assert parts[-1]["also"]["t4_tokens_per_s"] == pytest.approx(1 / parts[-1]["also"]["t4_s"])
 
 
-def test_how_weights_are_kept_is_told(a_gpu, capsys, monkeypatch):
+def test_how_weights_are_kept_is_told(generating, monkeypatch, tmp_path):
     config = TINY["phi"]._replace(hidden_size=64, head_dim=32, intermediate_size=64)
     model = models.random(config, dtype="float32", quantize="int8", xp=np)
     given = []
@@ -162,24 +167,22 @@ def test_how_weights_are_kept_is_told(a_gpu, capsys, monkeypatch):
         return model
 
     monkeypatch.setattr(models, "random", noted)
-    call = ["generate", "--model", "phi-2", "--batch", "1", "--prompt", "5", "--new-tokens", "4"]
-    assert main([*call, "--runs", "1", "--quantize", "int8"]) == 0
+    file = tmp_path / "generate.json"
+    assert main([*SMALL, "--batch", "1", "--quantize", "int8", "--json", str(file)]) == 0
     assert given == ["int8"]
-    assert "phi-2, float32, layers in int8: 0 MB of weights" in capsys.readouterr().out
+    assert {row["quantize"] for row in json.loads(file.read_text())["rows"]} == {"int8"}
 
 
-def test_a_peer_that_cannot_is_said(a_gpu, capsys, monkeypatch):
+def test_a_peer_that_cannot_is_said(generating, capsys, monkeypatch):
     def refuses(*_):
         raise RuntimeError("not this one")
 
+    object.__setattr__(generating, "peers", ("vllm",))
     monkeypatch.setattr(command, "peer", refuses)
-    call = ["generate", "--model", "phi-2", "--batch", "1", "--prompt", "5", "--new-tokens", "4",
-            "--runs", "1", "--peer", "vllm"]  # fmt: skip
-    assert main(call) == 0
+    assert main([*SMALL, "--batch", "1"]) == 0
     assert "vllm: RuntimeError: not this one" in capsys.readouterr().out
 
 
-def test_without_a_gpu_it_says_so(capsys, monkeypatch):
-    monkeypatch.setattr(gpu_command, "device_count", lambda: 0)
+def test_without_a_gpu_it_says_so(capsys, no_gpu):
     assert main(["generate"]) == 1
     assert "there is no CUDA device" in capsys.readouterr().err

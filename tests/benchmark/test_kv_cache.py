@@ -6,9 +6,9 @@ import json
 
 import numpy as np
 import pytest
-from support.fake_gpu import HEADER
+from support.fake_gpu import CEILINGS
 
-from cupyattn.benchmark import gpu_command, kv_cache
+from cupyattn.benchmark import kv_cache
 from cupyattn.benchmark.__main__ import main
 
 CASE = kv_cache.Case("append", "float", 37, 4, 2, 8, 16, "float16")
@@ -30,38 +30,14 @@ def test_what_is_counted():
     assert gathered.bytes == 37 * (stored + token)
 
 
-@pytest.fixture
-def a_gpu(monkeypatch):
-    """The command as on a GPU, but for the kernels and their times."""
-    monkeypatch.setattr(gpu_command, "device_count", lambda: 1)
-
-    def measure(arguments):
-        def timer(calls, torch):
-            for call in calls:
-                call()
-            return [2e-6] * 3
-
-        rows = kv_cache.time_cases(kv_cache.cases_of(arguments), np, timer)
-        more = {"calls": 3, "warm_up": 1, "copy_gb_per_s": 4.0}
-        return {"command": "kv_cache", **HEADER, **more, "rows": rows}
-
-    monkeypatch.setattr(kv_cache, "measure", measure)
-
-
 def test_text_and_json(a_gpu, capsys, tmp_path):
     file = tmp_path / "kv_cache.json"
     call = ["kv_cache", "--tokens", "20", "--cache", "float", "int8", "--heads", "4", "--kv-heads",
             "2", "--head-dim", "8", "--json", str(file)]  # fmt: skip
     assert main(call) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "4/2 heads, D 8, float16, blocks of 16" in printed
+    assert "heads 4, kv_heads 2, head_dim 8, block_size 16, float16" in printed
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
     assert [row["operation"] for row in rows] == ["append"] * 2 + ["copy"] * 2 + ["gather"] * 2
-    assert f"append int8 20 2.0 us {rows[1]['gb_per_s']:.0f} " in printed
-
-
-def test_without_a_gpu(capsys):
-    if gpu_command.device_count():
-        pytest.skip("there is a GPU")
-    assert main(["kv_cache"]) == 1
-    assert "there is no CUDA device" in capsys.readouterr().err
+    assert "append int8 cupyattn 2.0 us" in printed
+    assert rows[0]["of_ceiling"] == pytest.approx(rows[0]["gb_per_s"] / CEILINGS["copy_gb_per_s"])

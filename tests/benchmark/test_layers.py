@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import types
 from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.fake_gpu import HEADER
+from support.fake_gpu import CEILINGS, gauge
 
-from cupyattn.benchmark import gpu_command
 from cupyattn.benchmark.__main__ import main
 from cupyattn.benchmark.layers import command
-from cupyattn.benchmark.layers.calls import our_backward, our_forward, require_agreement
+from cupyattn.benchmark.layers.calls import our_backward, our_forward
+from cupyattn.benchmark.layers.command import sets_of
 from cupyattn.benchmark.layers.operation import Size, Source
 from cupyattn.benchmark.layers.operations import OPERATIONS
-from cupyattn.benchmark.layers.times import sets_of, time_operations
 
 SMALL = Size(4, 256, "float16")
 NAMES = {operation.name: operation for operation in OPERATIONS}
@@ -61,34 +62,73 @@ def test_products_are_counted():
     assert operation.flops(SMALL) == (forward, 2 * forward)
 
 
-class OnGpu(np.ndarray):
-    """What CuPy's arrays and PyTorch's tensors have, to bring them to NumPy."""
+class Torch:
+    """What of PyTorch is used, on NumPy; as a peer it is what it is told to be."""
 
-    def get(self):
-        return np.array(self)
+    cuda = types.SimpleNamespace(
+        Stream=object, stream=lambda stream: nullcontext(), synchronize=lambda: None
+    )
+    no_grad = nullcontext
+    modes: tuple[str, ...] = ()
 
-    def float(self):
-        return self
+    def compile(self, function, *, dynamic, mode):
+        self.modes += (mode,)
+        return function
 
-    cpu, numpy = float, get
+    @staticmethod
+    def from_dlpack(array):
+        class Tensor(np.ndarray):
+            pass
+
+        return array.view(Tensor)
 
 
-@pytest.mark.parametrize(("step", "agrees"), [(1, True), (0, False), (2, False)])
-def test_steps_in_place_are_compared_from_the_same_start(step, agrees):
+@pytest.mark.parametrize(("steps", "agrees"), [(1, True), (0, False), (2, False)])
+def test_steps_in_place_are_compared_from_the_same_start(steps, agrees, monkeypatch):
     """A peer that makes no step, or a second one, is told from one that makes the same."""
     operation = NAMES["adamw_step"]
-    arrays = tuple(array.view(OnGpu) for array in operation.arrays(SMALL, Source(np, 0)))
 
-    def taking(steps):
+    def theirs(torch, function, sets):
         def call():
             for _ in range(steps):
-                our_forward(operation, [tuple(map(np.asarray, arrays))])[0]()
-            return tuple(arrays[i] for i in operation.changes)
+                our_forward(operation, sets[:1])[0]()
+            return tuple(sets[0][i] for i in operation.changes)
 
         return [call]
 
-    with nullcontext() if agrees else pytest.raises(RuntimeError, match="adamw_step: result 0"):
-        require_agreement(operation, arrays, taking(1), taking(step))
+    monkeypatch.setattr(command, "torch_forward", theirs)
+    measure = gauge(torch=Torch(), peers=("eager",))
+    ours, peer = command.rows(parsed("--operation", "adamw_step", *TINY), measure)
+    assert "times" in ours
+    assert ("times" in peer) is agrees
+
+
+def parsed(*words):
+    parser = argparse.ArgumentParser()
+    command.BENCHMARK.add_parser(parser.add_subparsers())
+    return parser.parse_args(["layers", *words])
+
+
+TINY = ("--rows", "4", "--width", "256")
+
+
+def test_peers_are_timed_forward_compiled_too(monkeypatch):
+    monkeypatch.setattr(
+        command, "torch_forward", lambda torch, function, sets: our_forward(NAMES["silu"], sets)
+    )
+    monkeypatch.setattr(
+        command, "torch_backward",
+        lambda torch, function, sets, xp: our_backward(NAMES["silu"], sets, xp),
+    )  # fmt: skip
+    torch = Torch()
+    measure = gauge(torch=torch, peers=("eager", "compile"), compile_mode="a mode")
+    rows = list(command.rows(parsed("--operation", "silu", *TINY), measure))
+    names = ["cupyattn", "torch eager", "torch compile"]
+    assert [(row["direction"], row["contender"]) for row in rows] == [
+        (direction, name) for direction in ("forward", "backward") for name in names
+    ]
+    assert all("times" in row for row in rows)
+    assert torch.modes == ("a mode",) * 2
 
 
 def test_sets_of_arrays_are_larger_than_a_cache():
@@ -96,47 +136,30 @@ def test_sets_of_arrays_are_larger_than_a_cache():
     assert sets_of(Size(2048, 128_256, "float16").array_bytes) == 1
 
 
-@pytest.fixture
-def a_gpu(monkeypatch):
-    """The command as on a GPU, but for the kernels and their times."""
-    monkeypatch.setattr(gpu_command, "device_count", lambda: 1)
-
-    def measure(arguments):
-        chosen = [NAMES[name] for name in arguments.operation]
-        sizes = [Size(r, w, arguments.dtype) for r in arguments.rows for w in arguments.width]
-        rows = time_operations(chosen, sizes, np, lambda calls, torch: [2e-6 * len(calls)] * 3)
-        more = {"torch": None, "calls": 3, "warm_up": 1, "copy_gb_per_s": 4.0}
-        return {"command": "layers", **HEADER, **more, "rows": rows}
-
-    monkeypatch.setattr(command, "measure", measure)
-
-
 def test_text_and_json(a_gpu, capsys, tmp_path):
     file = tmp_path / "layers.json"
-    call = ["layers", "--operation", "softmax", "--rows", "4", "--width", "256"]
-    assert main([*call, "--json", str(file)]) == 0
-    printed = capsys.readouterr().out
-    assert "4 rows of 256, float16" in printed
+    assert main(["layers", "--operation", "softmax", *TINY, "--json", str(file)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "softmax, rows 4, width 256, float16" in printed
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
     assert [row["direction"] for row in rows] == ["forward", "backward"]
     for row, arrays in zip(rows, (2, 3), strict=True):
         assert row["bytes"] == arrays * 4 * 256 * 2
-        assert row["gb_per_s"] == pytest.approx(row["bytes"] / 2e-6 / 1e9)
-        line = f"softmax {row['direction']} cupyattn 2.0 us {row['gb_per_s']:.0f} "
-        assert line in " ".join(printed.split())
+        assert row["of_ceiling"] == pytest.approx(row["gb_per_s"] / CEILINGS["copy_gb_per_s"])
+        assert f"{row['direction']} cupyattn 2.0 us" in printed
 
 
-def test_products_are_shown_by_their_speed(a_gpu, capsys, monkeypatch):
+def test_products_are_held_against_products(a_gpu, tmp_path, monkeypatch):
     small = replace(NAMES["linear_cross_entropy"], shape=None)
-    monkeypatch.setitem(NAMES, small.name, small)
-    call = ["layers", "--operation", "linear_cross_entropy", "global_norm"]
-    assert main([*call, "--rows", "4", "--width", "256"]) == 0
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    forward, backward = (f"{flops / 2e-6 / 1e12:.3g} TFLOP/s" for flops in small.flops(SMALL))
-    for line in (
-        f"linear_cross_entropy forward cupyattn 2.0 us {forward}",
-        f"linear_cross_entropy backward cupyattn 2.0 us {backward}",
-        "global_norm forward cupyattn 2.0 us 1 0.26",
-    ):
-        assert any(line in each for each in lines), lines
-    assert not any("global_norm backward" in each for each in lines)
+    monkeypatch.setattr(command, "OPERATIONS", (small,))
+    file = tmp_path / "layers.json"
+    words = ("--operation", "linear_cross_entropy", *TINY)
+    assert main(["layers", *words, "--json", str(file)]) == 0
+    for row, flops in zip(json.loads(file.read_text())["rows"], small.flops(SMALL), strict=True):
+        assert row["flops"] == flops
+        assert row["of_ceiling"] == pytest.approx(row["tflops"] / CEILINGS["mma_tflops"])
+
+
+def test_an_operation_of_one_size_is_timed_once():
+    cases = command.cases_of(parsed("--operation", "cross_entropy", "gelu"))
+    assert [operation.name for operation, _ in cases] == ["cross_entropy", "gelu", "gelu", "gelu"]

@@ -8,18 +8,22 @@ import types
 
 import numpy as np
 import pytest
-from support.fake_gpu import HEADER
+from support.fake_gpu import CEILINGS, gauge
 from support.processes import run
 
 import cupyattn
-from cupyattn.benchmark import gpu_command
 from cupyattn.benchmark.__main__ import main
 from cupyattn.benchmark.linear import command
-from cupyattn.benchmark.linear.calls import own_calls, reading_calls, torch_calls
+from cupyattn.benchmark.linear.calls import (
+    array_calls,
+    finished,
+    own_calls,
+    reading_calls,
+    torch_calls,
+)
 from cupyattn.benchmark.linear.cases import LARGE, QUANTISED, Case, arrays_of
-from cupyattn.benchmark.linear.command import COMPILED, EAGER, OWN, READING, cases_of, row_of
+from cupyattn.benchmark.linear.command import OWN, READING, cases_of
 from cupyattn.emulator import Checks, Report
-from cupyattn.functional.device_info import device_count
 from cupyattn.kernels.device.emulated import EmulatedDevice
 from cupyattn.weight_formats import FORMATS
 
@@ -28,7 +32,7 @@ FEW = Case("thin", 2, 16, 40, "float32", "nk", None)
 
 def parsed(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
+    command.BENCHMARK.add_parser(parser.add_subparsers())
     return parser.parse_args(["linear", *words])
 
 
@@ -126,7 +130,7 @@ class Torch:
             )
         )
 
-    def compile(self, function, *, dynamic):
+    def compile(self, function, *, dynamic, mode):
         self.compiled += 1
         return function
 
@@ -148,50 +152,49 @@ def test_pytorch_computes_the_same(layout, two_weights):
     arrays = arrays_of(case, np)
     own = own_calls(case, arrays)
     torch = Torch()
+    measure = gauge(torch=torch)
     for compiled in (False, True):
         for call, of_torch in zip(
-            own, torch_calls(torch, case, arrays, compiled=compiled), strict=True
+            own, torch_calls(measure, case, arrays, compiled=compiled), strict=True
         ):
             np.testing.assert_allclose(of_torch(), call(), rtol=1e-4, atol=1e-5)
     assert torch.compiled == 1
 
 
-@pytest.fixture
-def a_gpu(monkeypatch):
-    """The command as on a GPU, but for the kernels, their times and what they ran on."""
-    monkeypatch.setattr(gpu_command, "device_count", lambda: 1)
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu_tanh"])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_array_functions_compute_the_same(layout, activation):
+    case = Case("large", 8, 16, 24, "float32", layout, activation)
+    arrays = arrays_of(case, np)
+    expected = own_calls(case, arrays)[0]()
+    (composed,) = array_calls(case, arrays, np, alone=False)
+    np.testing.assert_allclose(composed(), expected, rtol=1e-4, atol=1e-5)
+    (product,) = array_calls(case, arrays, np, alone=True)
+    found = finished(case, arrays, product(), np)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    w = arrays.weights[0].T if layout == "nk" else arrays.weights[0]
+    np.testing.assert_allclose(product(), arrays.x @ w, rtol=1e-4, atol=1e-5)
 
-    def measure(arguments):
-        rows = []
-        for case in cases_of(arguments):
-            names = (OWN, READING, EAGER, COMPILED) if case.kind == "thin" else (OWN, EAGER)
-            rows += [row_of(case, name, [1e-3 * (i + 1)] * 3) for i, name in enumerate(names)]
-        return {"command": "linear", **HEADER, "torch": "2.9", "calls": 3, "rows": rows}
 
-    monkeypatch.setattr(command, "measure", measure)
-
-
-def test_text_and_json(a_gpu, capsys, tmp_path):
+def test_text_and_json(a_gpu, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_reading", lambda arrays, gauge: [lambda: None])
+    object.__setattr__(a_gpu, "peers", ("cublas", "cupy"))
+    a_gpu.times.seconds += [1e-3, 2e-3, 3e-3]
     file = tmp_path / "linear.json"
-    words = ("--size", "1000", "1000", "1000", "--kind", "large", "thin", "--json", str(file))
+    words = ("--size", "8", "1000", "100", "--kind", "large", "thin", "--json", str(file))
     assert main(["linear", *words]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "linear on A GPU, 2026-11-20" in printed
-    assert "Many rows, float16, w.T of (N, K)" in printed
-    assert "1000 x 1000 x 1000 gelu_tanh cupyattn 1000.0 us 2.0" in printed
-    assert "1000 x 1000 x 1000 gelu_tanh torch 2000.0 us 1.0 2.00 x the time" in printed
-    assert "1000 x 1000 x 1000 - read w 2000.0 us 1.0 2.00 x the time" in printed
+    assert "large gelu_tanh cupyattn 1.000 ms" in printed
     rows = json.loads(file.read_text())["rows"]
-    assert [row["contender"] for row in rows] == [OWN, EAGER, OWN, READING, EAGER, COMPILED]
-    assert rows[2]["gb_per_s"] == pytest.approx(2.0)
-    assert rows[3]["tflops"] is None
-
-
-@pytest.mark.skipif(device_count() > 0, reason="tells what happens without a GPU")
-def test_it_needs_a_gpu():
-    result = run("linear", launcher=("-m", "cupyattn.benchmark"))
-    assert result.returncode == 1
-    assert "no CUDA device" in result.stderr
+    assert [row["contender"] for row in rows] == [
+        OWN, "cublas", "cupy", OWN, READING, "cublas", "cupy"
+    ]  # fmt: skip
+    assert all("times" in row for row in rows)
+    assert rows[0]["of_ceiling"] == pytest.approx(rows[0]["tflops"] / CEILINGS["mma_tflops"])
+    assert rows[3]["bytes"] == 2 * 1000 * 100
+    assert rows[3]["of_ceiling"] == pytest.approx(rows[3]["gb_per_s"] / CEILINGS["read_gb_per_s"])
+    assert rows[4]["tflops"] is None
 
 
 @pytest.mark.gpu
@@ -202,4 +205,4 @@ def test_on_a_gpu(tmp_path):
     assert result.returncode == 0, result.stderr
     rows = json.loads(file.read_text())["rows"]
     assert {row["kind"] for row in rows} == {"large", "thin", "backward"}
-    assert all(row["seconds"] > 0 for row in rows)
+    assert all(row["times"]["p50_s"] > 0 for row in rows)

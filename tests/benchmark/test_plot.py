@@ -4,188 +4,297 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
-from support.fake_gpu import HEADER, FakeTimer
+from support.drawn import one, pages, shown
+from support.made_up_results import CEILINGS, FEW, SPEED, attention, layers, result, times
 
 from cupyattn.benchmark.__main__ import main
-from cupyattn.benchmark.attention.cases import Case
-from cupyattn.benchmark.attention.times import time_cases
-from cupyattn.benchmark.contenders import backward_contenders, forward_contenders
-from cupyattn.benchmark.plot.chart import THEMES
-from cupyattn.benchmark.plot.figures import Panel, figures_of
+from cupyattn.benchmark.frame.results import results_of
+from cupyattn.benchmark.plot import head_dims, labels, roofline, scaling, speed_up, style
+from cupyattn.benchmark.plot.chart import LOGARITHMIC, chart_of, seconds, tick
+from cupyattn.benchmark.plot.command import _PICTURES
+from cupyattn.benchmark.plot.head_dims import Panel, figures_of
+from cupyattn.benchmark.plot.results import by_dtype, measured
+from cupyattn.benchmark.plot.style import THEMES
 
-FORWARD, CAUSAL = Panel("forward", False), Panel("forward", True)
+LENGTHS = (128, 512, 1024, 4096)
 
 
-def row(head_dim, tflops, implementation="flash", **more):
-    found = {"tflops": tflops} if tflops else {"unavailable": "NotImplementedError: none"}
-    return {
-        "head_dim": head_dim, "seqlen": 64, "dtype": "float16", "causal": False, "option": "plain",
-        "implementation": implementation, **found, **more,
+def test_what_is_drawn_of_which_results():
+    def names(of):
+        return {name for module in _PICTURES for name, drawn in pages(module, of).items() if drawn}
+
+    everything = {
+        "latency", "tflops", "speed-up", "speed-up-peers", "memory", "roofline", "percentiles",
     }  # fmt: skip
+    assert names(attention(head_dims=(64,))) == everything
+    assert names(attention(LENGTHS[:3], (64,))) == everything | {"scaling"}
+    of_layers = {"latency", "bandwidth", "speed-up-peers", "scaling", "percentiles"}
+    assert names(layers()) == of_layers, "no naive kernel, no products, no memory"
+    modelled = [{"M": 8, "contender": "cupyattn", "tflops": 50.0, "flops": 1e9, "bytes": 1e6}]
+    assert names(result("linear", modelled)) == {"tflops", "roofline"}, "no times"
 
 
-def result(*rows, **more):
-    return {"command": "attention", **HEADER, "rows": list(rows), **more}
-
-
-BESIDE_A_PEER = [
-    result(
-        row(64, 201.4), row(64, 180.6, option="causal"), row(128, 222.2),
-        row(64, 50.5, "peer"), row(128, None, "peer"),
-    ),
-    result(
-        row(64, 33.3, deterministic=False), row(64, 31.1, deterministic=True),
-        command="attention_backward", date="2026-11-22",
-    ),
-]  # fmt: skip
-
-
-@pytest.fixture
-def file(tmp_path):
-    path = tmp_path / "results.json"
-    path.write_text(json.dumps(BESIDE_A_PEER))
-    return path
-
-
-def test_every_figure_is_in_its_panel():
-    figures = figures_of(BESIDE_A_PEER)
-    assert figures.panels == {
-        FORWARD: {"cupyattn flash": {64: 201.4, 128: 222.2}, "peer": {64: 50.5, 128: None}},
-        CAUSAL: {"cupyattn flash": {64: 180.6}},
-        Panel("backward", False): {
-            "cupyattn flash": {64: 33.3}, "cupyattn flash deterministic": {64: 31.1},
-        },
-    }  # fmt: skip
-    assert figures.head_dims == (64, 128)
-    assert figures.contenders == ("cupyattn flash", "peer", "cupyattn flash deterministic")
-    assert figures.caption == (
-        "A GPU running compute_75 code; float16, sequences of 64 tokens; 2026-11-20 to 2026-11-22"
-    )
-
-
-def test_what_the_benchmarks_write_is_understood():
-    cases = [
-        Case(1, 2, length, 16, 16, "float16", causal=causal, window=3)
-        for causal in (False, True)
-        for length in (8, 24)
-    ]
-    forward, backward = (
-        [
-            line
-            for case in cases
-            for line in time_cases(
-                [case], contenders, ["causal", "window"], np, FakeTimer(*[0.001] * 9)
-            )
-        ]
-        for contenders in (
-            forward_contenders(["flash"])[:1],
-            backward_contenders(["flash"], [False]),
+def test_rows_are_read():
+    found = one(
+        result(
+            "attention_backward",
+            [
+                {"M": 8, "dtype": "float16", "contender": "torch eager", "unavailable": "none"},
+                {"M": 8, "dtype": "float16", "contender": "cupyattn naive", "tflops": 1.0},
+                {"M": 8, "dtype": "float16", "contender": "cupyattn flash", "times": times(0.5),
+                 "also": {"tokens_per_s": 3.0}},
+            ],
         )
+    )  # fmt: skip
+    assert found.contenders == ("cupyattn flash", "cupyattn naive", "torch eager")
+    assert all(row.case == {"M": 8, "dtype": "float16"} for row in found.rows)
+    assert [row.time("p99") for row in found.rows] == [None, None, 0.6]
+    assert found.source == "A GPU running compute_75 code, 2026-11-20"
+
+
+def test_what_the_benchmarks_write_is_understood(a_gpu, tmp_path):
+    sizes = ("--seqlen", "8", "24", "--head-dim", "16", "--width", "32", "--batch", "1")
+    kinds = ("--dtype", "float16", "--implementation", "flash", "--options", "causal")
+    results = []
+    for command, more in (("attention", ()), ("attention_backward", ("--deterministic", "never"))):
+        path = tmp_path / f"{command}.json"
+        assert main([command, *sizes, *kinds, *more, "--json", str(path)]) == 0
+        results += results_of(path)
+    figures = figures_of(measured(results))
+    assert list(figures.panels) == list(head_dims.PANELS)
+    longest = {row["option"]: row["tflops"] for row in results[0]["rows"] if row["seqlen"] == 24}
+    assert figures.panels[Panel("forward", False)] == {"cupyattn flash": {16: longest["plain"]}}
+    assert figures.panels[Panel("forward", True)] == {"cupyattn flash": {16: longest["causal"]}}
+
+
+def test_results_of_one_command_are_one_picture():
+    peers = attention(contenders=("torch eager",), date="2026-11-22", ceilings=None)
+    (found,) = measured([attention(contenders=FEW[:1]), peers])
+    assert found.contenders == FEW
+    assert found.source.endswith("2026-11-20 to 2026-11-22")
+    assert found.ceilings == CEILINGS
+
+
+def test_modelled_results_are_said_to_be():
+    (found,) = measured([attention(modelled=True, machine="T4", device=None)])
+    assert found.source.startswith("modelled: T4")
+    undated = attention(modelled=True, machine="T4", date=None, code=None)
+    assert one(undated).source == "modelled: T4"
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        ([attention(), attention(device="Another")], "of attention on 2 devices: A GPU, Another;"),
+        ([attention(), attention()], "two figures of cupyattn naive for attention: {'batch': 4"),
+    ],
+)
+def test_results_that_do_not_go_together(results, message):
+    with pytest.raises(ValueError, match=message):
+        measured(results)
+
+
+def test_dtypes_are_pictures_of_their_own():
+    both = by_dtype(one(attention(dtypes=("float16", "float32"))))
+    assert list(both) == ["attention-float16", "attention-float32"]
+    assert {row.case["dtype"] for row in both["attention-float32"].rows} == {"float32"}
+    assert list(by_dtype(one(attention(command="attention_backward")))) == ["attention-backward"]
+
+
+def test_the_labels_of_cases():
+    cases = [row.case for row in one(attention(LENGTHS)).rows]
+    assert labels.length_of(cases) == "seqlen"
+    assert labels.distinguishing(cases, beside="seqlen") == ("head_dim", "option")
+    assert labels.shared(cases) == "batch 4, float16"
+    once = list({row.key: row.case for row in one(attention(LENGTHS)).rows}.values())
+    panels = labels.panels(once, "seqlen")
+    assert len(panels) == 6 and [case["seqlen"] for case in panels[0]] == list(LENGTHS)
+    tokens_alike = [{"batch": 4096 // n, "seqlen": n, "dtype": "float16"} for n in LENGTHS]
+    assert labels.distinguishing(tokens_alike, beside="seqlen") == ()
+    assert len(labels.panels(tokens_alike, "seqlen")) == 1, "the batch follows"
+
+
+def test_a_chart_has_the_values_and_the_gaps():
+    found = one(attention(head_dims=(80,)))
+    chart = chart_of(found, "", lambda row: row.time("p50"), seconds, scale=LOGARITHMIC)
+    plain, _ = chart.cases
+    assert chart.of(plain, "cupyattn flash") == found.rows[2].time("p50")
+    assert chart.failed(plain, "torch cudnn") and chart.of(plain, "torch cudnn") is None
+    assert not chart.failed(plain, "torch eager")
+    assert not chart.failed(plain, "who was not asked")
+    few = replace(found, rows=tuple(row for row in found.rows if row.contender in FEW))
+    assert not chart_of(few, "", lambda row: 1.0, str, scale=LOGARITHMIC).any_failed
+    assert chart_of(few, "", lambda row: None, str, scale=LOGARITHMIC) is None
+
+
+def test_who_was_not_asked_is_no_cross():
+    """Nor a row without a figure, or of a call that the clock was too coarse for."""
+    found = attention(head_dims=(64,), contenders=(*FEW, "torch math"))
+    for row in found["rows"]:
+        row |= {"left_out": True} if "unavailable" in row else {}
+    chart = chart_of(one(found), "", lambda row: row.time("p50"), seconds, scale=LOGARITHMIC)
+    assert chart.contenders == FEW and not chart.any_failed
+    by_head_dim = figures_of(measured([found]))
+    assert by_head_dim.contenders == FEW
+    assert all(
+        None not in bars.values() for of in by_head_dim.panels.values() for bars in of.values()
     )
-    plain = [line for line in forward if not line["causal"]]
-    figures = figures_of([result(*plain), result(*backward[-2:], command="attention_backward")])
-    assert list(figures.panels) == [FORWARD, CAUSAL, Panel("backward", True)]
-    longest = {line["option"]: line["tflops"] for line in plain if line["seqlen"] == 24}
-    assert figures.panels[FORWARD] == {"cupyattn flash": {16: longest["plain"]}}
-    assert figures.panels[CAUSAL] == {"cupyattn flash": {16: longest["causal"]}}
-    assert figures.seqlen == 24
+    found["rows"][0]["times"]["p50_s"] = 0.0
+    assert one(found).rows[0].time("p50") is None
+
+
+def test_cases_stand_by_head_dim():
+    found = one(attention(head_dims=(128, 40, 64), contenders=FEW))
+    chart = chart_of(found, "", lambda row: row.time("p50"), seconds, scale=LOGARITHMIC)
+    assert [(case["head_dim"], case["option"]) for case in chart.cases] == [
+        (dim, option) for dim in (40, 64, 128) for option in ("plain", "causal")
+    ]  # fmt: skip
+
+
+def test_attention_of_another_form_has_no_bars():
+    old = {"seqlen": 4096, "dtype": "float16", "contender": "cupyattn flash", "tflops": 1.0}
+    assert figures_of(measured([result("attention", [old, {**old, "head_dim": "64"}])])) is None
+
+
+def test_speed_ups():
+    pytest.importorskip("matplotlib", reason="needs matplotlib (pip install '.[test]')")
+    found = pages(speed_up, attention(head_dims=(128,), contenders=("cupyattn naive", *FEW)))
+    (naive,), (peers,) = found["speed-up"], found["speed-up-peers"]
+    flops = 4 * 4 * 16 * 4096**2 * 128
+    naive_s, flash_s, eager_s = (
+        flops / SPEED[name] / 1e12 + 5e-6 for name in ("cupyattn naive", *FEW)
+    )
+    assert {f"{naive_s / flash_s:.3g}", f"{naive_s / eager_s:.3g}"} <= {t for t, _ in shown(naive)}
+    assert f"{eager_s / flash_s:.3g}" in {text for text, _ in shown(peers)}
+
+
+def test_scaling_is_over_the_shortest():
+    """Of each contender; without what has one length alone."""
+    of = attention(LENGTHS, (64,), contenders=FEW)
+    of["rows"].append({**attention((999,), (80,), contenders=FEW)["rows"][0]})
+    ((page,),) = pages(scaling, of).values()
+    assert len(page.figure.axes) == 2, "plain and causal"
+    eager, flash, as_length, as_square = page.figure.axes[0].lines
+    for line, name in ((eager, "torch eager"), (flash, "cupyattn flash")):
+        rows = [row for row in one(of).rows if row.contender == name]
+        plain = [row for row in rows if row.case["option"] == "plain"][: len(LENGTHS)]
+        seconds_of = [row.time("p50") for row in plain]
+        assert list(line.get_ydata()) == [taken / seconds_of[0] for taken in seconds_of]
+    assert list(as_length.get_ydata()) == [1, 4, 8, 32]
+    assert list(as_square.get_ydata()) == [1, 16, 64, 1024]
+
+
+def test_ticks_have_no_zeros_that_say_nothing():
+    chart = chart_of(one(layers()), "", lambda row: row.time("p50"), seconds, scale=LOGARITHMIC)
+    written = [tick(chart, value) for value in (7.5e-3, 1e-5, 2.0, 3e-4)]
+    assert written == ["7.5 ms", "10 us", "2 s", "300 us"]
+
+
+def test_the_roofs():
+    measured_roof, t4 = roofline.roofs_of(one(attention()))
+    assert (measured_roof.tflops, measured_roof.gb_per_s) == (600, 4500)
+    assert (t4.tflops, t4.gb_per_s) == (65, 320)
+    assert t4.ridge == 65 / 320 * 1e3
+    memory_alone, t4 = roofline.roofs_of(one(attention(dtypes=("float32",))))
+    assert memory_alone.tflops is None and memory_alone.at(1e6) == 4500 * 1e3
+    assert t4.tflops < 10, "no tensor cores"
+    (t4,) = roofline.roofs_of(one(attention(ceilings={})))
+    assert t4.tflops == 65
+
+
+def test_the_points_under_them():
+    found = pages(roofline, attention(LENGTHS, (64, 128), contenders=FEW))
+    ((page,),) = found.values()
+    (axes,) = page.figure.axes
+    _, flash, _, _ = axes.lines  # above the other contender, and below two roofs
+    intensity, tflops = flash.get_xdata(), flash.get_ydata()
+    assert list(intensity) == sorted({length / 2 for length in LENGTHS} | {n / 4 for n in LENGTHS})
+    assert max(tflops) == pytest.approx(SPEED["cupyattn flash"], rel=0.03)
+
+
+def test_bars_are_as_high_as_the_figures_and_do_not_overlap():
+    pytest.importorskip("matplotlib", reason="needs matplotlib (pip install '.[test]')")
+    figures = figures_of(measured([attention(contenders=("torch cudnn", *FEW))]))
+    (page,) = head_dims.draw(figures, THEMES[0])
+    forward, _ = page.figure.axes
+    bars = sorted(forward.patches, key=lambda bar: bar.get_x())
+    plain = figures.panels[Panel("forward", False)]
+    expected = [
+        plain[name][dim] for dim in (64, 80, 128) for name in figures.contenders
+        if plain[name][dim] is not None
+    ]  # fmt: skip
+    assert [bar.get_height() for bar in bars] == expected and len(expected) == 8
+    for bar, following in pairwise(bars):
+        assert bar.get_x() + bar.get_width() < following.get_x()
+    (cross,) = forward.lines
+    assert cross.get_ydata() == [0], "head dim 80 of torch cudnn"
+    assert forward.get_ylim()[1] > max(expected)
+    width, _ = page.figure.get_size_inches() * page.figure.dpi
+    assert all(box.x0 >= 0 and box.x1 <= width for _, box in shown(page))
+
+
+def test_the_picture_by_head_dim():
+    backward = attention(contenders=FEW, command="attention_backward", date="2026-11-22")
+    figures = figures_of(measured([attention(LENGTHS, contenders=FEW), backward, layers()]))
+    assert list(figures.panels) == list(head_dims.PANELS)
+    assert figures.head_dims == (64, 80, 128) and figures.contenders == FEW
+    tflops = figures.panels[Panel("forward", True)]["cupyattn flash"][64]
+    assert tflops == pytest.approx(SPEED["cupyattn flash"], rel=0.01), "of the longest"
+    on = "A GPU running compute_75 code, 2026-11-20 to 2026-11-22"
+    assert figures.caption == f"{on}; float16, sequences of 4,096 tokens"
+    assert figures_of(measured([layers()])) is None
 
 
 def texts(path):
     return [text.text for text in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
 
 
-def test_files(file, tmp_path, capsys):
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "results.json"
+    of_layers = layers()
+    of_layers["rows"] = [row for row in of_layers["rows"] if row["operation"] == "swiglu"]
+    path.write_text(json.dumps([attention(head_dims=(64,), contenders=FEW), of_layers]))
+    return path
+
+
+def test_files(file, tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib", reason="needs matplotlib (pip install '.[test]')")
+    monkeypatch.setattr(style, "_PIXELS_PER_INCH", 20)
     folder = tmp_path / "new" / "pictures"
-    assert main(["plot", str(file), "--out", str(folder), "--name", "some"]) == 0
-    names = [f"some-{theme}.{suffix}" for theme in ("light", "dark") for suffix in ("svg", "png")]
-    assert capsys.readouterr().out.split() == [str(folder / name) for name in names]
-    for name in names:
-        if name.endswith("png"):
-            assert (folder / name).read_bytes().startswith(b"\x89PNG")
-    for theme in ("light", "dark"):
-        shown = texts(folder / f"some-{theme}.svg")
-        caption = figures_of(BESIDE_A_PEER).caption
-        for text in ("201", "181", "222", "33", "peer", "no kernel", "backward", caption):
-            assert text in shown
-        assert "backward, causal" not in shown, "there is none"
+    assert main(["plot", str(file), "--out", str(folder)]) == 0
+    names = {path.name for path in folder.iterdir()}
+    assert capsys.readouterr().out.split() == [str(folder / name) for name in _in_order(names)]
+    for name in ("attention-tflops", "attention-roofline", "layers-bandwidth", head_dims.NAME):
+        assert {
+            f"{name}-{theme}.{kind}" for theme in ("light", "dark") for kind in ("svg", "png")
+        } <= names
+    assert (folder / "attention-memory-dark.png").read_bytes().startswith(b"\x89PNG")
+    throughput = texts(folder / "attention-tflops-light.svg")
+    for text in ("attention: TFLOP/s (more is better)", "cupyattn flash", "mma alone: 600 TFLOP/s"):
+        assert text in throughput
+    assert "a copy: 4,000 GB/s" in texts(folder / "layers-bandwidth-light.svg")
+    again = tmp_path / "again"
+    assert main(["plot", str(file), "--out", str(again)]) == 0
+    for name in filter(lambda name: name.endswith("svg"), names):
+        assert (again / name).read_text() == (folder / name).read_text()
 
 
-def test_the_same_figures_give_the_same_file(file, tmp_path):
-    pytest.importorskip("matplotlib", reason="needs matplotlib (pip install '.[test]')")
-    for folder in ("one", "other"):
-        assert main(["plot", str(file), "--out", str(tmp_path / folder)]) == 0
-    one, other = ((tmp_path / name / "speed-dark.svg").read_text() for name in ("one", "other"))
-    assert one == other
-
-
-def test_bars_are_as_high_as_the_figures_and_do_not_overlap():
-    pytest.importorskip("matplotlib", reason="needs matplotlib (pip install '.[test]')")
-    from cupyattn.benchmark.plot.chart import draw
-
-    forward, *_ = draw(figures_of(BESIDE_A_PEER), THEMES[0]).axes
-    bars = sorted(forward.patches, key=lambda bar: bar.get_x())
-    assert [bar.get_height() for bar in bars] == [201.4, 50.5, 222.2]
-    for bar, following in pairwise(bars):
-        assert bar.get_x() + bar.get_width() < following.get_x()
-    (cross,) = forward.lines
-    assert cross.get_ydata() == [0]
-    assert cross.get_xdata()[0] > bars[-1].get_x() + bars[-1].get_width()
-    assert forward.get_ylim()[1] > 222.2
-
-
-def luminance(colour: str) -> float:
-    """WCAG 2's relative luminance of #rrggbb."""
-    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one: str, other: str) -> float:
-    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
-@pytest.mark.parametrize("theme", THEMES, ids=lambda theme: theme.name)
-def test_colours_can_be_told_apart(theme):
-    """Text from the page (WCAG's 4.5), and neighbouring bars by lightness alone."""
-    assert contrast(theme.text, theme.page) > 4.5
-    assert contrast(theme.bars[0], theme.page) > 3
-    assert len(set(theme.bars)) == len(theme.bars)
-    for one, other in pairwise(theme.bars):
-        assert contrast(one, other) > 1.2
-
-
-@pytest.mark.parametrize(
-    ("results", "message"),
-    [
-        ([], r"no plain or causal call among the results; .*--json FILE"),
-        ([result(row(64, 1.0, option="softcap"))], r"no plain or causal call"),
-        (
-            [result(row(64, 1.0)), result(row(80, 1.0), device="Another GPU")],
-            r"figures of 2 devices: A GPU, Another GPU; .*; draw a chart for each device",
-        ),
-        ([result(row(64, 1.0), row(80, 1.0, dtype="float32"))], r"2 dtypes: float16, float32"),
-        ([result(row(64, 1.0)), result(row(64, 2.0))], r"two figures of cupyattn flash at head di"),
-    ],
-)
-def test_results_that_make_no_chart(results, message):
-    with pytest.raises(ValueError, match=message):
-        figures_of(results)
-
-
-def test_more_contenders_than_colours(tmp_path, capsys):
-    pytest.importorskip("matplotlib", reason="needs matplotlib (pip install '.[test]')")
-    path = tmp_path / "many.json"
-    path.write_text(json.dumps(result(*(row(64, 1.0, f"peer {n}") for n in range(8)))))
-    assert main(["plot", str(path), "--out", str(tmp_path)]) == 1
-    assert "8 contenders: peer 0, " in capsys.readouterr().err
+def _in_order(names):
+    """As they are printed: by command, picture, theme, kind."""
+    begins = ("attention-", "layers-")
+    pictures = ("latency", "tflops", "bandwidth", "speed-up-peers", "scaling", "memory", "roofline",
+                "percentiles")  # fmt: skip
+    every = [begin + picture for begin in begins for picture in pictures] + [head_dims.NAME]
+    ordered = [f"{name}-{theme}.{kind}" for name in every for theme in ("light", "dark")
+               for kind in ("svg", "png")]  # fmt: skip
+    assert names <= set(ordered), names - set(ordered)
+    return [name for name in ordered if name in names]
 
 
 @pytest.mark.parametrize(
@@ -203,6 +312,14 @@ def test_files_that_are_no_results(tmp_path, capsys, content, message):
     said = capsys.readouterr()
     assert said.out == "" and f"{path} {message}" in said.err
     assert not list(tmp_path.glob("*.svg"))
+
+
+def test_results_without_a_figure(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="needs matplotlib (pip install '.[test]')")
+    path = tmp_path / "none.json"
+    path.write_text("[]")
+    assert main(["plot", str(path), "--out", str(tmp_path)]) == 1
+    assert f"no figures in {path}" in capsys.readouterr().err
 
 
 def test_a_missing_file(tmp_path, capsys):

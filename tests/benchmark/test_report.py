@@ -7,26 +7,27 @@ import types
 
 import pytest
 from support.fake_gpu import HEADER
-from support.processes import run
 
 from cupyattn.__main__ import main
-from cupyattn.benchmark import gpu_command
 from cupyattn.benchmark.attention.arguments import cases_of as attention_cases
+from cupyattn.benchmark.frame import gpu_command
+from cupyattn.benchmark.frame import turing_model as modelled
+from cupyattn.benchmark.frame.benchmark import Benchmark
+from cupyattn.benchmark.frame.rows import labels_of, row_of
+from cupyattn.benchmark.frame.turing_model import Model, machine_of, with_model
 from cupyattn.benchmark.linear.cases import Case
 from cupyattn.benchmark.linear.command import cases_of as linear_cases
-from cupyattn.benchmark.linear.command import row_of
-from cupyattn.benchmark.report import command, modelled
+from cupyattn.benchmark.report import command
 from cupyattn.benchmark.report.command import PARTS, markdown
-from cupyattn.benchmark.report.modelled import Model, machine_of, with_model
-from cupyattn.functional.device_info import device_count
 from cupyattn.turing import MACHINES, T4, DisassemblerError
 
 ATTENTION = {
     **{"batch": 2, "heads": 16, "seqlen": 512, "head_dim": 64, "head_dim_v": 64},
-    **{"dtype": "float16", "causal": False, "option": "plain", "implementation": "flash"},
-    **{"seconds": 1e-3, "fastest_s": 1e-3, "tflops": 20.0},
+    **{"dtype": "float16", "causal": False, "window": 512, "option": "plain"},
 }
-LAYER = {"operation": "softmax", "direction": "forward", "seconds": 1e-3, "gb_per_s": 200.0}
+ATTENTION = row_of(ATTENTION, "cupyattn flash", [1e-3], flops=20e9, bytes=1e6)
+LAYER = {"operation": "softmax", "direction": "forward"}
+LAYER = row_of(LAYER, "cupyattn", [1e-3], bytes=200e6)
 
 
 class Gpu:
@@ -99,25 +100,26 @@ def test_attention_is_modelled_by_its_main_loop(rates):
 
 
 def test_the_deterministic_backward_computes_seven_products_for_five(rates):
-    backward = {**ATTENTION, "deterministic": True}
+    backward = {**ATTENTION, "contender": "cupyattn flash deterministic"}
     rates |= {"dq": 300.0, "dkdv": 400.0}
     expected = 5 / (3 / T4.tflops(300) + 4 / T4.tflops(400))
     assert Model(T4).figure("attention_backward", backward) == pytest.approx(expected)
-    one_pass = {**backward, "deterministic": False}
+    one_pass = {**backward, "contender": "cupyattn flash"}
     assert Model(T4).figure("attention_backward", one_pass) == pytest.approx(T4.tflops(400))
 
 
 @pytest.mark.parametrize("kind", ["large", "backward"])
 def test_products_are_modelled(rates, kind):
-    row = row_of(Case(kind, 4096, 2048, 1024, "float16", "nk", "gelu_tanh"), "cupyattn", [1e-3])
-    assert Model(T4).figure("linear", row) == pytest.approx(T4.tflops(512))
+    case = Case(kind, 4096, 2048, 1024, "float16", "nk", "gelu_tanh")
+    assert Model(T4).figure("linear", case.labels) == pytest.approx(T4.tflops(512))
 
 
 def test_what_memory_bounds_is_modelled_by_bandwidth(rates):
     assert Model(MACHINES["RTX 2080 Ti"]).figure("layers", LAYER) == 616
-    row = row_of(Case("thin", 1, 2560, 2560, "float16", "nk", None), "read w", [1e-3])
+    case = Case("thin", 1, 2560, 2560, "float16", "nk", None)
+    row = row_of(case.labels, "read w", [1e-3], bytes=case.weight_bytes)
     assert Model(T4).figure("linear", row) == 320
-    assert Model(T4).figure("host", {"seconds": 1.0}) is None
+    assert Model(T4).figure("host", {"call": "softmax"}) is None
 
 
 @pytest.mark.nvrtc
@@ -150,11 +152,12 @@ RESULT = {
     "memory_gb_per_s": 320,
     "machine": "T4",
     "without_model": None,
+    "minutes": 10.0,
     "parts": [
-        {"command": "attention", "words": ["--calls", "20"],
-         "rows": [{**ATTENTION, "modelled": 50.0}, {**ATTENTION, "seconds": None,
-                  "unavailable": "MemoryError: too large", "modelled": None}]},
-        {"command": "layers", "words": [], "rows": [{**LAYER, "modelled": 320.0}]},
+        {"command": "attention", "words": ["--calls", "20"], "cut": False,
+         "rows": [{**ATTENTION, "modelled": 50.0}, {
+             **labels_of(ATTENTION), "unavailable": "MemoryError: too large", "modelled": None}]},
+        {"command": "layers", "words": [], "cut": True, "rows": [{**LAYER, "modelled": 320.0}]},
     ],
 }  # fmt: skip
 ALONE = {
@@ -162,7 +165,9 @@ ALONE = {
     "machine": None,
     "memory_gb_per_s": None,
     "without_model": "the model is for Turing",
-    "parts": [{"command": "layers", "words": [], "rows": [{**LAYER, "modelled": None}]}],
+    "parts": [
+        {"command": "layers", "words": [], "cut": False, "rows": [{**LAYER, "modelled": None}]}
+    ],
 }
 
 
@@ -176,7 +181,8 @@ def test_markdown():
     assert "head_dim 64" in text
     assert "| 1000.0 us | 20.0 TFLOP/s | 50.0 | 0.40 |" in text
     assert "MemoryError: too large" in text
-    assert "| softmax, forward | 1000.0 us | 200.0 GB/s | 320.0 | 0.62 |" in text
+    assert "| softmax, forward, cupyattn | 1000.0 us | 200.0 GB/s | 320.0 | 0.62 |" in text
+    assert text.count("Cut: its share of 10 minutes was over (--minutes).") == 1
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in lines} == {3, 6}
 
@@ -184,7 +190,7 @@ def test_markdown():
 def test_markdown_without_a_model():
     text = "\n".join(markdown(ALONE))
     assert "Measured alone: the model is for Turing." in text
-    assert "| softmax, forward | 1000.0 us | 200.0 GB/s |  |  |" in text
+    assert "| softmax, forward, cupyattn | 1000.0 us | 200.0 GB/s |  |  |" in text
 
 
 def test_text_and_json(monkeypatch, capsys, tmp_path):
@@ -194,6 +200,79 @@ def test_text_and_json(monkeypatch, capsys, tmp_path):
     assert main(["report", "--json", str(file)]) == 0
     assert capsys.readouterr().out.rstrip() == "\n".join(markdown(RESULT)).rstrip()
     assert json.loads(file.read_text("utf-8")) == RESULT
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr(gpu_command, "device_count", lambda: 1)
+    monkeypatch.setattr(command, "measure", lambda arguments: pytest.fail("it was measured"))
+    assert main(["report", "--json", str(tmp_path / "no" / "such.json")]) == 1
+    assert "such.json" in capsys.readouterr().err
+
+
+class FakeClock:
+    """Tells the seconds that passed: those that rows and models take."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def slow(monkeypatch, a_gpu):
+    """A report of three parts, whose rows take 7 s each and their models 5; the clock."""
+    clock = FakeClock()
+
+    def rows(arguments, gauge):
+        for number in range(arguments.rows):
+            clock.now += 7
+            yield row_of({"number": number}, "cupyattn", [1e-3], bytes=1e6)
+
+    class SlowModel:
+        def __init__(self, machine):
+            pass
+
+        def figure(self, command, row):
+            clock.now += 5
+            return 320.0
+
+    def part(count):
+        described = {"title": "", "help": "", "description": "", "note": ""}
+        benchmark = Benchmark(
+            "slow", rows=rows, **described,
+            options=lambda parser: parser.add_argument("--rows", type=int, default=count),
+        )  # fmt: skip
+        return types.SimpleNamespace(BENCHMARK=benchmark), "slow", ()
+
+    monkeypatch.setattr(command, "PARTS", (part(2), part(1000), part(1000)))
+    monkeypatch.setattr(command, "Model", SlowModel)
+    monkeypatch.setattr(command, "cuda_device", lambda ordinal: Gpu("Tesla T4"))
+    monkeypatch.setattr(command, "measured_on", lambda device: HEADER)
+    monkeypatch.setattr(command, "copy_rate", lambda: 250.0)
+    monkeypatch.setattr(command, "disassembler_version", lambda: "12.9")
+    return clock
+
+
+@pytest.mark.parametrize("minutes", [10.0, 2.0])
+def test_a_report_ends_within_its_minutes(slow, minutes):
+    """But for a row that is under way, and a model; what a short part leaves the others have."""
+    begun = slow()
+    result = command.measure(types.SimpleNamespace(minutes=minutes), slow)
+    assert 0.9 * 60 * minutes < slow() - begun <= 60 * minutes + 7 + 5
+    short, *long = result["parts"]
+    assert not short["cut"] and [row["modelled"] for row in short["rows"]] == [320.0, 320.0]
+    assert all(part["cut"] and 1 < len(part["rows"]) < 1000 for part in long)
+    assert all(part["rows"][0]["modelled"] == 320.0 for part in long)
+    assert "Cut: its share of " in "\n".join(markdown(result))
+
+
+def test_a_report_without_time_has_no_rows(slow):
+    result = command.measure(types.SimpleNamespace(minutes=1e-9), slow)
+    assert sum(len(part["rows"]) for part in result["parts"]) <= 1
+    assert all(part["cut"] for part in result["parts"])
 
 
 @pytest.mark.gpu
@@ -209,10 +288,3 @@ def test_on_a_gpu(monkeypatch, capsys):
     assert "TFLOP/s" in printed
     assert "GB/s" in printed
     assert ("Modelled as a" in printed) != ("Measured alone: " in printed)
-
-
-@pytest.mark.skipif(device_count() > 0, reason="tells what happens without a GPU")
-def test_it_needs_a_gpu():
-    result = run("report")
-    assert result.returncode == 1
-    assert "there is no CUDA device" in result.stderr

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import types
 
 import numpy as np
 import pytest
-from support.fake_gpu import HEADER
+from support.fake_gpu import CEILINGS, gauge
 
-from cupyattn.benchmark import gpu_command, ring
+from cupyattn.benchmark import ring
 from cupyattn.benchmark.__main__ import main
+from cupyattn.benchmark.frame import benchmark as frame
+from cupyattn.benchmark.frame.clock import Clock
 from cupyattn.distributed import cost
 from cupyattn.distributed.cost import H200, INFINIBAND, NVLINK, PCIE, Link, ring_cost
 
@@ -74,21 +77,28 @@ def test_more_ranks_than_the_link_can_feed():
     assert efficiencies[0] > 0.99 > 0.5 > efficiencies[-1]
 
 
-def test_the_model_needs_no_gpu(capsys):
-    assert main(["ring", "--modelled"]) == 0
+def test_the_model_needs_no_gpu(capsys, tmp_path):
+    file = tmp_path / "ring.json"
+    assert main(["ring", "--modelled", "--json", str(file)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "131,072 tokens, 16/16 heads, D 128, causal, zigzag" in printed
-    assert f"T4 (modelled), {PCIE.name}: 12 GB/s each way" in printed
-    assert "1,024 backward" in printed
-    assert "No measurements" in printed
+    assert "heads 16, kv_heads 16, head_dim 128, causal, zigzag, tokens 131072" in printed
+    assert f"{PCIE.name}, 12 GB/s each way" in printed
+    assert "MODELLED and not measured" in printed
+    rows = json.loads(file.read_text())["rows"]
+    assert all(row["modelled"] for row in rows)
+    assert {row["ranks"] for row in rows} >= {2, 8, 1024}
 
 
 def test_one_gpu_is_no_ring(monkeypatch, capsys):
-    monkeypatch.setattr(gpu_command, "device_count", lambda: 1)
-    monkeypatch.setattr(ring, "device_count", lambda: 1)
+    monkeypatch.setattr(frame, "device_count", lambda: 1)
     assert main(["ring"]) == 1
-    assert "a ring of 1 GPUs, of 1 that are here" in capsys.readouterr().err
-    assert main(["ring", "--gpus", "4"]) == 1
+    assert "there are 1 CUDA devices, and this takes 2 or more" in capsys.readouterr().err
+
+
+def test_more_gpus_than_there_are(monkeypatch):
+    monkeypatch.setattr(ring, "device_count", lambda: 2)
+    with pytest.raises(RuntimeError, match="a ring of 4 GPUs, of 2 that are here"):
+        next(iter(ring.rows(argparse.Namespace(gpus=4), gauge())))
 
 
 def test_arrays_of_every_head():
@@ -99,21 +109,31 @@ def test_arrays_of_every_head():
     assert not np.array_equal(q[:, :, 0], q[:, :, 1])
 
 
-def test_text_and_json(monkeypatch, capsys, tmp_path):
-    times = {"one_gpu": 0.2, "ring": 0.104, "efficiency": 0.2 / 0.208}
-    rows = [{"what": "forward", **times, "goal": 0.95}]
-    result = {
-        "command": "ring", **HEADER, "tokens": 131_072, "heads": 16, "kv_heads": 8,
-        "head_dim": 128, "causal": True, "placement": "zigzag", "gpus": 2,
-        "transport": "NCCLCommunicator", "hop_gb_per_s": 312.5, "largest_difference": 0.0005,
-        "calls": 5, "warm_up": 2, "rows": rows,
-    }  # fmt: skip
-    monkeypatch.setattr(gpu_command, "device_count", lambda: 2)
-    monkeypatch.setattr(ring, "measure", lambda arguments: result)
-    file = tmp_path / "ring.json"
-    assert main(["ring", "--json", str(file)]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "131,072 tokens, 16/8 heads, D 128, float16, causal, zigzag" in printed
-    assert "forward 200.0 ms 104.0 ms 96.2% 95%" in printed
-    assert "NCCLCommunicator, a hop at 312.5 GB/s" in printed
-    assert json.loads(file.read_text(encoding="utf-8"))["rows"] == rows
+def test_rows_are_those_of_the_slowest_rank():
+    ranks = [
+        {"forward": [0.1, 0.3], "hop_gb_per_s": 312.5},
+        {"forward": [0.2, 0.2], "hop_gb_per_s": 300.0},
+    ]
+    labels = {"what": "forward", "gpus": 2, "tokens": 100, "heads": 4, "head_dim": 8,
+              "causal": True}  # fmt: skip
+    one, both = ring._rows_of(labels, [0.5, 0.5], ranks, 0.25, gauge())
+    assert (one["contender"], both["contender"]) == ("cupyattn one GPU", "cupyattn ring")
+    assert one["flops"] == both["flops"] == 4 * 4 * 8 * 100**2 / 2
+    assert (both["times"]["min_s"], both["times"]["max_s"]) == (0.2, 0.3)
+    assert both["also"]["efficiency"] == pytest.approx(0.5 / (2 * 0.25))
+    assert both["also"]["goal"] == ring.GOALS["forward"]
+    assert both["of_ceiling"] == pytest.approx(both["tflops"] / 2 / CEILINGS["mma_tflops"])
+
+
+def test_ranks_make_as_many_calls_as_the_first(monkeypatch):
+    device = types.SimpleNamespace(synchronize=lambda: None)
+    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(Device=lambda: device), array=None)
+    calls = []
+    clock = Clock(calls=100, warm_up=2, budget_s=1.0)
+    assert len(ring.timed(lambda: calls.append(1), clock, cupy, lambda: None)) == 100
+    calls.clear()
+    first = types.SimpleNamespace(get=lambda: [0.1])
+    cupy.array = lambda seconds: seconds
+    group = types.SimpleNamespace(all_gather=lambda seconds: [first, None])
+    found = ring.timed(lambda: calls.append(1), clock, cupy, lambda: None, group)
+    assert (len(found), len(calls)) == (10, 2 + 2 + 10)

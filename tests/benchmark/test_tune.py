@@ -13,11 +13,12 @@ from support.processes import run
 
 from cupyattn.__main__ import main
 from cupyattn.arrays import adopt
-from cupyattn.benchmark import gpu_command, tune
-from cupyattn.benchmark.linear.cases import LARGE, Case
+from cupyattn.benchmark import tune
+from cupyattn.benchmark.frame import gpu_command
+from cupyattn.benchmark.linear.cases import LARGE, Case, arrays_of
 from cupyattn.benchmark.tune import Subject, subjects
 from cupyattn.cli.recorder import LaunchRecorder
-from cupyattn.functional.device_info import device_count
+from cupyattn.functional.linear.weights import weight_arrays
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.choices import USUAL
 from cupyattn.ops.attention.checks import forward_problem
@@ -47,6 +48,15 @@ def backward_of(device, m, n, k):
     operands = adopt({name: np.zeros(shape, np.float16) for name, shape in arrays.items()})
     problem = backward_problem(operands, None, False)
     return lambda: linear_backward(device, problem, operands)
+
+
+def quantised_of(device, m, n, k, *, transposed=False):
+    case = Case("large", m, n, k, "float16", "nk", None, "nf4")
+    w = arrays_of(case, np).weights[0].T
+    arrays, weight = weight_arrays(w.T if transposed else w)
+    operands = adopt({"x": np.zeros((m, n if transposed else k), np.float16), **arrays})
+    problem = linear_problem(operands, None, False, weight)
+    return lambda: linear_forward(device, problem, operands)
 
 
 @pytest.fixture
@@ -116,6 +126,19 @@ def test_products_choose_their_tiles(device):
     assert (row["usual"], row["chosen"]) == ("wide/1", "narrow/1")
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_with_a_quantised_weight_choose_their_tiles(device, transposed):
+    def small_is_fastest(launches):
+        return 1.0 if launches[0]["TILE_ROWS"] == 128 and len(launches) == 1 else 2.0
+
+    call = quantised_of(device, 1024, 2048, 1024, transposed=transposed)
+    (row,) = tuned(device, call, small_is_fastest)
+    kernel = "linear_product_quantised" if transposed else "linear_forward_quantised"
+    assert row["question"].startswith(f"{kernel} 1024 ")
+    assert " nf4" in row["question"]
+    assert (row["usual"], row["chosen"]) == ("narrow/1", "small/1")
+
+
 def test_few_results_and_a_long_sum_may_be_cut_into_parts(device):
     def parts_are_fastest(launches):
         return 1.0 if len(launches) > 1 else 2.0
@@ -166,12 +189,19 @@ def test_the_subjects_are_those_of_the_command_line():
     ]
 
 
-@pytest.mark.parametrize("kind", ["linear", "backward", "thin"])
+@pytest.mark.parametrize("kind", ["linear", "backward", "thin", "quantised"])
 def test_products_are_called(kind, monkeypatch):
     monkeypatch.setattr(Case, "copies", 2)
-    (subject,) = subjects(parsed("--kind", kind, "--size", "3", "16", "24"))
-    for call in subject.calls(np)[:1]:
-        call()
+    for subject in subjects(parsed("--kind", kind, "--size", "3", "16", "128")):
+        subject.calls(np)[0]()
+
+
+def test_each_format_is_tuned_both_ways():
+    names = [
+        each.name for each in subjects(parsed("--kind", "quantised", "--size", "8", "16", "128"))
+    ]
+    assert names[:2] == ["quantised 8 x 16 x 128 nf4", "quantised 8 x 16 x 128 nf4, dx"]
+    assert len(names) == 6
 
 
 @pytest.fixture
@@ -196,13 +226,6 @@ def test_text_and_json(a_gpu, capsys, tmp_path):
     assert "attention D=40 (attention_forward) 40 1000.0 us the same 1" in printed
     assert "Kept in FILE; set CUPYATTN_TUNED=1" in printed
     assert len(json.loads(file.read_text("utf-8"))["rows"]) == 2
-
-
-@pytest.mark.skipif(device_count() > 0, reason="tells what happens without a GPU")
-def test_it_needs_a_gpu():
-    result = run("tune")
-    assert result.returncode == 1
-    assert "there is no CUDA device" in result.stderr
 
 
 @pytest.mark.gpu

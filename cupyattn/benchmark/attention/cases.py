@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ PLAIN = "plain"
 _DROPOUT_P = 0.1
 _SOFTCAP = 50.0
 _MASKED = 0.1  # share of the scores that the mask takes out
+_DRAWN = 4_194_319  # a prime: no two heads, tokens or sequences are equal
 
 
 @dataclass(frozen=True)
@@ -35,40 +37,13 @@ class Case:
     window: int
     queries: int | None = None
 
-    @classmethod
-    def of_size(
-        cls,
-        tokens: int,
-        width: int,
-        *,
-        seqlen: int,
-        head_dim: int,
-        head_dim_v: int | None,
-        dtype: str,
-        causal: bool,
-        window: int,
-        queries: int | None = None,
-    ) -> Case:
-        """Make as many sequences of as many heads as there are tokens and features.
-
-        Examples
-        --------
-        >>> case = Case.of_size(16384, 2048, seqlen=4096, head_dim=80, head_dim_v=None,
-        ...                     dtype="float16", causal=False, window=512)
-        >>> case.batch, case.heads, case.head_dim_v
-        (4, 25, 80)
-        """
-        return cls(
-            batch=max(tokens // seqlen, 1),
-            heads=max(width // head_dim, 1),
-            seqlen=seqlen,
-            head_dim=head_dim,
-            head_dim_v=head_dim_v or head_dim,
-            dtype=dtype,
-            causal=causal,
-            window=window,
-            queries=queries,
-        )
+    @property
+    def labels(self) -> dict[str, Any]:
+        """What a row says of it."""
+        found = asdict(self)
+        if self.queries is None:
+            del found["queries"]
+        return found
 
     @property
     def sq(self) -> int:
@@ -205,33 +180,36 @@ class Arrays(NamedTuple):
     lse: Array
 
 
-class Pool:
-    """Random numbers, made once, of which every case takes what it needs.
+def arrays_of(case: Case, xp: Any) -> Arrays:
+    """Return the arrays of a case."""
+    rng, dtype = np.random.default_rng(0), dtype_of(case.dtype)
 
-    `size` is the largest number of items of an array.
-    """
+    def drawn(shape: tuple[int, ...]) -> Array:
+        count = math.prod(shape)
+        # Some million numbers again and again: NumPy takes a second for a hundred million.
+        numbers = rng.standard_normal(min(count, _DRAWN), np.float32)
+        return xp.resize(xp.asarray(numbers.astype(dtype)), count).reshape(shape)
 
-    def __init__(self, size: int, dtype: str, xp: Any) -> None:
-        rng = np.random.default_rng(0)
-        self._xp = xp
-        self._dtype = dtype_of(dtype)
-        self._numbers = [
-            xp.asarray(rng.standard_normal(size, np.float32).astype(self._dtype)) for _ in range(4)
-        ]
-
-    def arrays(self, case: Case) -> Arrays:
-        """Return the arrays of a case."""
-        shapes = (case.q_shape, case.k_shape, case.v_shape, case.out_shape)
-        q, k, v, dout = (
-            numbers[: int(np.prod(shape))].reshape(shape)
-            for numbers, shape in zip(self._numbers, shapes, strict=True)
-        )
-        out = self._xp.empty(case.out_shape, self._dtype)
-        lse = self._xp.empty((case.batch, case.heads, case.sq), np.float32)
-        return Arrays(q, k, v, dout, out, lse)
+    return Arrays(
+        q=drawn(case.q_shape),
+        k=drawn(case.k_shape),
+        v=drawn(case.v_shape),
+        dout=drawn(case.out_shape),
+        out=xp.empty(case.out_shape, dtype),
+        lse=xp.empty((case.batch, case.heads, case.sq), np.float32),
+    )
 
 
-def items(case: Case) -> int:
-    """Return how many items the largest array of a case has."""
-    shapes = (case.q_shape, case.k_shape, case.v_shape, case.out_shape)
-    return max(map(math.prod, shapes))
+class Inputs(NamedTuple):
+    """What every contender of a case is given."""
+
+    case: Case
+    option: str
+    arrays: Arrays
+    arguments: Callable[[], Arguments]
+    """Makes the option's keyword arguments, once; raises MemoryError where there is no room."""
+
+
+def inputs_of(case: Case, option: str, xp: Any) -> Inputs:
+    """Make the arrays of a case."""
+    return Inputs(case, option, arrays_of(case, xp), cache(partial(arguments_of, option, case, xp)))

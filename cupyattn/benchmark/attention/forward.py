@@ -9,63 +9,75 @@ long keys, which bytes bind and not products, are ``--queries 16 64 256 --seqlen
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Iterable, Iterator
 
-from cupyattn.benchmark.attention.arguments import add_case_options
-from cupyattn.benchmark.attention.table import show_rows
-from cupyattn.benchmark.attention.times import measure_cases
-from cupyattn.benchmark.contenders import Contender, forward_contenders
-from cupyattn.benchmark.gpu_command import add_timing_options, run_on_gpu, show_machine
+import numpy as np
+
+from cupyattn.benchmark.attention import modelled, peers
+from cupyattn.benchmark.attention.arguments import add_case_options, calls_of
+from cupyattn.benchmark.attention.cases import inputs_of
+from cupyattn.benchmark.attention.contenders import forward_contenders
+from cupyattn.benchmark.frame.benchmark import Benchmark
+from cupyattn.benchmark.frame.rows import PRODUCTS, READ, Row
+from cupyattn.benchmark.frame.subjects import Gauge, Subject, measured
 from cupyattn.cli.arguments import integer
-from cupyattn.cli.terminal import Result, Terminal
 from cupyattn.ops.attention.options import IMPLEMENTATIONS
 
+TOLERANCE = 0.02
 
-def add_parser(benchmarks: Any) -> None:
-    """Add the benchmark to the command line."""
-    parser = benchmarks.add_parser(
-        "attention",
-        help="times and TFLOP/s of attention forward on a GPU, with and without options",
-        description="Time attention(q, k, v, out=out) by CUDA events: by head dim and length, "
-        "plain and with each option, whose time is set beside the plain call's. Needs a GPU; "
-        "CUPYATTN_ARCH=75 times the Turing code on a newer one.",
-        epilog="TFLOP/s count 4 * B * H * S * S * D (2 * (D + Dv) where they differ) over the "
-        "median of the calls: half of that for causal calls, and the kept scores for a window. "
-        "Exit code 1 without a GPU.",
-    )
-    add_case_options(parser, IMPLEMENTATIONS, "scaled_dot_product_attention")
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's own options."""
+    add_case_options(parser, IMPLEMENTATIONS, ("flash", "tiled", "naive"))
     parser.add_argument(
         "--queries",
         type=integer(1),
         nargs="+",
         metavar="Q",
-        help="queries of a sequence, its last tokens: adds GB/s of q, k, v and the result "
-        "(default: all tokens, and no GB/s)",
+        help="queries of a sequence, its last tokens; memory bounds them (default: all tokens)",
     )
-    add_timing_options(parser, calls=50, warm_up=10)
-    parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the benchmark."""
-    return run_on_gpu("attention", arguments, measure, show)
+def subjects(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Subject]:
+    """Yield every case with every option."""
+    for case, option in calls_of(arguments):
+        inputs = inputs_of(case, option, gauge.xp)
+        products = case.dtype == "float16" and case.queries is None
+        yield Subject(
+            {**case.labels, "option": option},
+            forward_contenders(arguments.implementation, inputs, gauge),
+            flops=case.flops(option),
+            bytes=case.bytes,
+            ceiling=PRODUCTS if products else None if case.queries is None else READ,
+            tolerance=np.inf if option == "dropout" else TOLERANCE,
+        )
 
 
-def measure(arguments: argparse.Namespace) -> Result:
-    """Measure every row on the first GPU."""
-    return measure_cases("attention", arguments, contenders_of)
+def rows(arguments: argparse.Namespace, gauge: Gauge) -> Iterable[Row]:
+    """Measure every row."""
+    return measured(subjects(arguments, gauge), gauge, len(list(calls_of(arguments))))
 
 
-def contenders_of(arguments: argparse.Namespace, torch: Any) -> list[Contender]:
-    """Return what the command line names."""
-    return forward_contenders(arguments.implementation, torch)
-
-
-def show(result: Result, terminal: Terminal) -> None:
-    """Print it for people."""
-    show_machine("Attention forward", result, terminal)
-    show_rows(result["rows"], terminal)
-    terminal.text(
-        f"  Median of {result['calls']} calls after {result['warm_up']}, with out=; TFLOP/s of the "
-        "two products,\n  for causal calls of half the scores, for a window of those it keeps."
-    )
+BENCHMARK = Benchmark(
+    name="attention",
+    title="Attention forward",
+    help="times and TFLOP/s of attention forward on a GPU, with and without options",
+    description="Time attention(q, k, v, out=out): by dtype, head dim, length and batch, plain and "
+    "with each option, whose time is set beside the plain call's.",
+    note="TFLOP/s count 4 * B * H * S * S * D (2 * (D + Dv) where they differ): half of that for "
+    "causal calls, and the kept scores for a window.",
+    rows=rows,
+    options=options,
+    peers=peers.FORWARD,
+    beside="option",
+    quick={
+        "head_dim": [64, 128, 80, 40, 96, 160, 192, 256],
+        "seqlen": [4096],
+        "batch": [4],
+        "dtype": ["float16"],
+        "implementation": ["flash"],
+        "options": ["causal"],
+        "limit": 40.0,
+    },
+    modelled=modelled.forward,
+)

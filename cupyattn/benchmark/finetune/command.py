@@ -1,39 +1,33 @@
-"""The command line of the benchmark, and its table."""
+"""The command line of the benchmark, and its rows."""
 
 from __future__ import annotations
 
 import argparse
 import gc
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-import cupyattn
 from cupyattn import models
-from cupyattn.benchmark.cuda_events import event_timer, measured_on
-from cupyattn.benchmark.finetune.peers import PEERS, peer
+from cupyattn.benchmark.finetune.peers import PEERS as OF_TRAINING
+from cupyattn.benchmark.finetune.peers import peer
 from cupyattn.benchmark.finetune.steps import Plan, own
 from cupyattn.benchmark.finetune.work import Size
-from cupyattn.benchmark.gpu_command import add_timing_options, run_on_gpu, show_machine
+from cupyattn.benchmark.frame.benchmark import Benchmark
+from cupyattn.benchmark.frame.clock import Clock
+from cupyattn.benchmark.frame.peers import PEERS
+from cupyattn.benchmark.frame.rows import PRODUCTS, Row, row_of, without
+from cupyattn.benchmark.frame.subjects import Gauge
 from cupyattn.cli.arguments import integer
-from cupyattn.cli.models import size_text
-from cupyattn.cli.terminal import Result, Terminal
 from cupyattn.cupy_library import load_cupy
-from cupyattn.kernels.device.cuda import cuda_device
+from cupyattn.progress import progress
 
 OWN = "cupyattn"
-_RATE_SIZE = 4096
+Held = Callable[[], int]
 
 
-def add_parser(benchmarks: Any) -> None:
-    """Add the benchmark to the command line."""
-    parser = benchmarks.add_parser(
-        "finetune",
-        help="a step of LoRA: time, share of the products' rate, memory beside its budget",
-        description="Time steps of LoRA on all linear layers as finetune takes them, AdamW and the "
-        "reading of the loss among them, and what they hold of the GPU; then the same by "
-        "transformers and PEFT, where they are installed. Needs a GPU; CUPYATTN_ARCH=75 times the "
-        "Turing code on a newer one.",
-        epilog="Exit code 1 without a GPU.",
-    )
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's own options."""
     parser.add_argument(
         "--model", nargs="+", default=["phi-2"], metavar="MODEL",
         help=f"random weights of these shapes ({', '.join(models.PRESETS)}), or folders "
@@ -50,9 +44,6 @@ def add_parser(benchmarks: Any) -> None:
     parser.add_argument(
         "--lora-rank", type=integer(1), default=16, metavar="N", help="(default: %(default)s)"
     )
-    parser.add_argument("--peer", nargs="+", choices=PEERS, default=[], help="who else")
-    add_timing_options(parser, calls=10, warm_up=3)
-    parser.set_defaults(run=run)
 
 
 def _size(text: str) -> Size:
@@ -60,54 +51,48 @@ def _size(text: str) -> Size:
     return Size(integer(1)(samples), integer(2)(length))
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the benchmark."""
-    return run_on_gpu("finetune", arguments, measure, show)
+def rows(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Row]:
+    """Yield a row for each model, size and format of weights, and for each peer."""
+    clock = Clock(arguments.calls, arguments.warm_up, arguments.budget)
+    total = len(arguments.model) * len(arguments.size)
+    with progress("timing", total) as step:
+        for name in arguments.model:
+            for size in arguments.size:
+                given = {"model": name, "samples": size.samples, "length": size.length,
+                         "lora_rank": arguments.lora_rank}  # fmt: skip
+                for kind in arguments.quantize:
+                    quantize = None if kind == "none" else kind
+                    plan = Plan(name, quantize, arguments.lora_rank, clock)
+                    found = _held_alone(partial(own, plan, size, gauge.xp))
+                    yield _row({**given, "quantize": quantize}, OWN, found, gauge)
+                for who in gauge.peers:
+                    labels = {**given, "quantize": "nf4" if who == "peft-nf4" else None}
+                    try:
+                        gauge.require_time_for(who)
+                        found = peer(who, Plan(name, None, arguments.lora_rank, clock), size)
+                    except Exception as failure:  # whatever another library raises
+                        yield without(labels, PEERS[who], failure)
+                    else:
+                        yield _row(labels, PEERS[who], found, gauge)
+                step(f"{name}, {size.samples}x{size.length}")
 
 
-def measure(arguments: argparse.Namespace) -> Result:
-    """Measure everything on the first GPU."""
-    cupy = load_cupy()
-    device = cuda_device(0)
-    with cupy.cuda.Device(device.ordinal):
-        rate = _product_rate(cupy)
-        rows = rows_of(arguments, cupy, _held_alone)
-    return {
-        "command": "finetune",
-        **measured_on(device),
-        "product_tflops": rate / 1e12,
-        "lora_rank": arguments.lora_rank,
-        "calls": arguments.calls,
-        "warm_up": arguments.warm_up,
-        "rows": rows,
-    }
+def _row(labels: dict[str, Any], contender: str, found: dict[str, Any], gauge: Gauge) -> Row:
+    """Return the row of steps; what is held counts weights too, and is no ``peak_bytes``."""
+    tokens = labels["samples"] * labels["length"]
+    also = {"held_mb": found["held_bytes"] / 1e6}
+    if "budget" in found:
+        also |= {"budget_mb": found["budget_bytes"] / 1e6, "budget": found["budget"],
+                 "t4_s": found["t4_seconds"]}  # fmt: skip
+    row = row_of(
+        labels, contender, found["seconds"], flops=found.get("flops"), ceiling=PRODUCTS,
+        ceilings=gauge.ceilings, also=also,
+    )  # fmt: skip
+    row["also"]["tokens_per_s"] = tokens / row["times"]["p50_s"]
+    return row
 
 
-def rows_of(arguments: argparse.Namespace, xp: Any, alone: Any) -> list[dict[str, Any]]:
-    """Return a row for each model, size and format of weights, and for each peer.
-
-    `alone` runs something that takes what says how much memory is held, in a pool of its own.
-    """
-    rows: list[dict[str, Any]] = []
-    for model in arguments.model:
-        for size in arguments.size:
-            for quantize in arguments.quantize:
-                plan = Plan(
-                    model, None if quantize == "none" else quantize, arguments.lora_rank,
-                    arguments.warm_up, arguments.calls,
-                )  # fmt: skip
-                named = {"model": model, **size._asdict(), "by": OWN, "quantize": plan.quantize}
-                rows.append({**named, **alone(lambda held, p=plan, s=size: own(p, s, xp, held))})
-            for who in arguments.peer:
-                named = {"model": model, **size._asdict(), "by": who, "quantize": None}
-                try:
-                    rows.append({**named, **peer(who, plan, size)})
-                except Exception as failure:  # whatever another library raises
-                    rows.append({**named, "refused": f"{type(failure).__name__}: {failure}"})
-    return rows
-
-
-def _held_alone(work: Any) -> dict[str, Any]:
+def _held_alone(work: Callable[[Held], dict[str, Any]]) -> dict[str, Any]:
     """Run work in a memory pool of its own, which gives nothing back before it ends."""
     cupy = load_cupy()
     gc.collect()  # the model before it, if something in it knows itself
@@ -116,51 +101,18 @@ def _held_alone(work: Any) -> dict[str, Any]:
         return work(pool.total_bytes)
 
 
-def _product_rate(cupy: Any) -> float:
-    """Return the operations a second of a square product of this library."""
-    x, w = (cupy.ones((_RATE_SIZE, _RATE_SIZE), "float16") for _ in range(2))
-    seconds = event_timer(20, 5)(lambda: cupyattn.linear(x, w))
-    return 2 * _RATE_SIZE**3 / min(seconds)
-
-
-def show(result: Result, terminal: Terminal) -> None:
-    """Print it for people."""
-    show_machine("Fine-tuning", result, terminal)
-    rate = result["product_tflops"]
-    terminal.facts({"products": f"{rate:.1f} TFLOP/s (float16, {_RATE_SIZE} cubed)"})
-    terminal.table(
-        ("model", "batch", "by", "weights", "ms a step", "tokens/s", "TFLOP/s", "of products'",
-         "memory", "budget", "ms on a T4"),
-        [_cells(row, rate) for row in result["rows"]],
-    )  # fmt: skip
-    for row in result["rows"]:
-        if "refused" in row:
-            terminal.text(f"  {row['by']}: {row['refused']}")
-    terminal.text(
-        f"  Median of {result['calls']} steps after {result['warm_up']}, LoRA of rank "
-        f"{result['lora_rank']} on all linear layers, gradient checkpointing. Memory is what the "
-        "pool takes from the device, weights among it; of PyTorch what it reserves. The time on a "
-        "T4 is MODELLED, and the least that it can be: products at 65 TFLOP/s, or all weights "
-        "three times at 320 GB/s."
-    )
-
-
-def _cells(row: dict[str, Any], rate: float) -> tuple[str, ...]:
-    named = (row["model"], f"{row['samples']}x{row['length']}", row["by"])
-    if "refused" in row:
-        return (*named, "none", *[""] * 7)
-    seconds, tokens = row["seconds"], row["samples"] * row["length"]
-    cells = (row["quantize"] or row["dtype"], f"{seconds * 1e3:.1f}", f"{tokens / seconds:,.0f}")
-    held = size_text(row["held_bytes"])
-    if "flops" not in row:
-        return (*named, *cells, "", "", held, "", "")
-    tflops = row["flops"] / seconds / 1e12
-    return (
-        *named,
-        *cells,
-        f"{tflops:.1f}",
-        f"{tflops / rate:.0%}",
-        held,
-        size_text(row["budget_bytes"]),
-        f"{row['t4_seconds'] * 1e3:.0f}",
-    )
+BENCHMARK = Benchmark(
+    name="finetune",
+    title="Fine-tuning",
+    help="a step of LoRA: time, share of the products' rate, memory beside its budget",
+    description="Time steps of LoRA on all linear layers as finetune takes them, AdamW and the "
+    "reading of the loss among them, and what they hold of the GPU; then the same by transformers "
+    "and PEFT, where they are installed.",
+    note="Gradient checkpointing. held_mb is what the pool takes from the device, weights among "
+    "it; of PyTorch what it reserves. t4_s is MODELLED, and the least that it can be: products at "
+    "65 TFLOP/s, or all weights three times at 320 GB/s.",
+    rows=rows,
+    options=options,
+    peers=OF_TRAINING,
+    quick={"budget": 2.0, "limit": 60.0},
+)

@@ -39,7 +39,6 @@ def peer(name: str, plan: Plan, size: Size) -> dict[str, Any]:
     del model, step
     torch.cuda.empty_cache()
     return {
-        "dtype": "nf4" if name == "peft-nf4" else "float16",
         "seconds": seconds,
         "held_bytes": held,
     }

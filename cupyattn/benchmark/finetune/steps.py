@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupyattn import models
 from cupyattn.benchmark.finetune.work import Size, flops_of, t4_seconds
+from cupyattn.benchmark.frame.clock import Clock
 from cupyattn.models import training
 from cupyattn.models.training.budget import Training, budget_of
 from cupyattn.models.training.lora_options import LoraOptions
@@ -28,15 +28,14 @@ class Plan(NamedTuple):
     quantize : str, or None
     rank : int
         Of adapters of all linear layers.
-    warm_up, calls : int
-        Steps that are not timed, and that are.
+    clock : Clock
+        How many steps are timed.
     """
 
     model: str
     quantize: str | None
     rank: int
-    warm_up: int
-    calls: int
+    clock: Clock
 
 
 def samples_of(vocabulary: int, size: Size) -> list[training.Sample]:
@@ -45,19 +44,22 @@ def samples_of(vocabulary: int, size: Size) -> list[training.Sample]:
     return [training.Sample.of(ids, [True] * size.length) for ids in drawn.tolist()]
 
 
-def timed(step: Callable[[], Any], plan: Plan) -> float:
-    """Return the median of a step's seconds; a step waits for its loss, so the host's clock does.
+def timed(step: Callable[[], Any], plan: Plan) -> list[float]:
+    """Return the seconds of each step; a step waits for its loss, so the host's clock does.
 
     It is waited for at the beginning of the next, where what it left behind is still under way.
     """
-    for _ in range(plan.warm_up):
-        step()
-    seconds = []
-    for _ in range(plan.calls):
+
+    def once() -> float:
         began = time.perf_counter()
         step()
-        seconds.append(time.perf_counter() - began)
-    return median(seconds)
+        return time.perf_counter() - began
+
+    once()
+    took = once()
+    for _ in range(plan.clock.within(plan.clock.warm_up, took, 0.2, 1)):
+        once()
+    return [once() for _ in range(plan.clock.within(plan.clock.calls, took))]
 
 
 def own(plan: Plan, size: Size, xp: Any, held: Callable[[], int]) -> dict[str, Any]:
@@ -71,7 +73,7 @@ def own(plan: Plan, size: Size, xp: Any, held: Callable[[], int]) -> dict[str, A
         else models.load(plan.model, quantize=plan.quantize, xp=xp)
     )
     adapters = training.LoraAdapters(made, rank=plan.rank)
-    steps = plan.warm_up + plan.calls
+    steps = 2 + plan.clock.warm_up + plan.clock.calls
     trainer = training.Trainer(
         adapters,
         training.Packing(samples_of(made.config.vocab_size, size), batch_tokens=size.tokens),

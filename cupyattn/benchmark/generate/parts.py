@@ -101,8 +101,8 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[Part]:
     ]
 
 
-def time_parts(parts: list[Part], xp: Any, runs: int) -> list[float]:
-    """Return the seconds of each part, medians over runs of all of them in their order.
+def time_parts(parts: list[Part], xp: Any, runs: int) -> list[list[float]]:
+    """Return the seconds of each part, in each of the runs of all of them in their order.
 
     The GPU is kept busy by copies while a run is queued: so its calls follow one another as in a
     graph, and nothing is in a cache that the step itself does not leave there. The events between
@@ -123,27 +123,27 @@ def time_parts(parts: list[Part], xp: Any, runs: int) -> list[float]:
         events[-1].synchronize()
         del results
         found.append([xp.cuda.get_elapsed_time(*pair) / 1e3 for pair in pairwise(events)])
-    return [statistics.median(times) for times in zip(*found[1:], strict=True)]
+    return [list(times) for times in zip(*found[1:], strict=True)]
 
 
-def summary(parts: list[Part], seconds: list[float], gb_per_s: float) -> list[dict[str, Any]]:
-    """Return a row for each name: calls, bytes and seconds of a step, and a T4's, modelled.
+def summary(parts: list[Part], seconds: list[list[float]], gb_per_s: float) -> list[dict[str, Any]]:
+    """Return a row for each name: calls and bytes of a step, seconds of each run; a T4's, modelled.
 
     On a T4 a call is taken to last what it lasts here beyond its bytes at this GPU's rate, and its
     bytes at 320 GB/s.
     """
     rows: dict[str, dict[str, Any]] = {}
-    for part, second in zip(parts, seconds, strict=True):
+    for part, runs in zip(parts, seconds, strict=True):
         row = rows.setdefault(
-            part.name, {"part": part.name, "calls": 0, "bytes": 0, "seconds": 0.0, "t4_s": 0.0}
+            part.name,
+            {"part": part.name, "calls": 0, "bytes": 0, "seconds": [0.0] * len(runs), "t4_s": 0.0},
         )
         streaming = part.bytes / gb_per_s / 1e9
         row["calls"] += 1
         row["bytes"] += part.bytes
-        row["seconds"] += second
-        row["t4_s"] += max(0.0, second - streaming) + part.bytes / T4_GB_PER_S / 1e9
-    for row in rows.values():
-        row["share"] = row["bytes"] / gb_per_s / 1e9 / row["seconds"]
+        row["seconds"] = [one + more for one, more in zip(row["seconds"], runs, strict=True)]
+        beyond = max(0.0, statistics.median(runs) - streaming)
+        row["t4_s"] += beyond + part.bytes / T4_GB_PER_S / 1e9
     return list(rows.values())
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.benchmark.frame.rows import NotAskedError
 from cupyattn.benchmark.generate.runs import Generate, Run, Size
 from cupyattn.errors import error
 from cupyattn.models import Config, Model
@@ -150,10 +151,10 @@ def transformers_config(transformers: Any, config: Config) -> Any:
     )
 
 
-def missing_peer(name: str, failure: ImportError) -> RuntimeError:
+def missing_peer(name: str, failure: ImportError) -> NotAskedError:
     """Return what says that a peer is not installed."""
     return error(
-        RuntimeError, f"--peer {name}, which did not import ({failure})",
+        NotAskedError, f"--peers {name}, which did not import ({failure})",
         "it is no dependency of this library, and only timed beside it",
-        "install it, or leave it out of --peer",
+        "install it, or leave it out of --peers",
     )  # fmt: skip

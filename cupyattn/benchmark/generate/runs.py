@@ -72,25 +72,24 @@ def own(model: Any, size: Size, **options: Any) -> Generate:
 
 
 def timed(generate: Generate, size: Size, vocab_size: int, runs: int) -> dict[str, Any]:
-    """Return the medians of runs behind a first one, which compiles and captures.
+    """Return the times of runs behind a first one, which compiles and captures.
 
     Returns
     -------
     dict
-        ``first_s``, ``tokens_per_s`` of those behind the first, ``prompt_tokens_per_s``,
-        ``tokens`` of the last run, and ``cold_s``: the first token of the first run.
+        ``first_s`` and ``step_s`` (of a step behind the first token) of each run;
+        ``tokens_per_s`` of those behind the first, a median; ``tokens`` of the last run; and
+        ``cold_s``: the first token of the first run.
     """
     done = [
         generate(size.prompts(vocab_size, seed), size.new) for seed in (*range(runs), runs, runs)
     ]  # the last two are of one prompt: that its tokens are found again is checked
     measured = done[1:-1]
-    first = statistics.median(run.first_s for run in measured)
-    rest = statistics.median(run.rest_s for run in measured)
-    later = statistics.median(sum(map(len, run.tokens)) - run.early for run in measured)
+    rates = [(sum(map(len, run.tokens)) - run.early) / run.rest_s for run in measured]
     return {
-        "first_s": first,
-        "tokens_per_s": later / rest if later else None,
-        "prompt_tokens_per_s": size.batch * size.prompt / first,
+        "first_s": [run.first_s for run in measured],
+        "step_s": [size.batch / max(rate, 1e-9) for rate in rates],
+        "tokens_per_s": statistics.median(rates),
         "cold_s": done[0].first_s,
         "repeats": done[-1].tokens == done[-2].tokens,
         "tokens": done[-1].tokens,

@@ -9,13 +9,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 import cupyattn
 from cupyattn.arrays import Array
-from cupyattn.benchmark.cuda_events import Round, torch_stream
+from cupyattn.benchmark.frame.clock import Round
+from cupyattn.benchmark.frame.torch_arrays import tensor_of, torch_stream
 from cupyattn.benchmark.layers.operation import Arrays, Operation, Source
-from cupyattn.benchmark.torch_peer import tensor_of
 
 
 def our_forward(operation: Operation, sets: Sequence[Arrays]) -> Round:
@@ -75,28 +73,6 @@ def torch_backward(
     return calls
 
 
-def require_agreement(operation: Operation, arrays: Arrays, ours: Round, theirs: Round) -> None:
-    """Raise RuntimeError if the forward's results differ by more than the operation allows.
-
-    `arrays` are those of the first calls, which share their memory: what ours changes in place is
-    put back before theirs.
-    """
-    changed = [arrays[i] for i in operation.changes]
-    before = [array.copy() for array in changed]
-    found = [np.asarray(result.get(), dtype=np.float32) for result in _tuple(ours[0]())]
-    for array, contents in zip(changed, before, strict=True):
-        array[...] = contents
-    for index, (mine, other) in enumerate(zip(found, _tuple(theirs[0]()), strict=True)):
-        other = other.float().cpu().numpy()
-        largest = max(float(np.abs(other).max(initial=0)), 1e-6)
-        error = float(np.abs(mine - other).max(initial=0)) / largest
-        if not error <= operation.tolerance:
-            raise RuntimeError(
-                f"{operation.name}: result {index} differs from PyTorch's by {error:.3g} of the "
-                f"largest; at most {operation.tolerance} is allowed: one of them is wrong"
-            )
-
-
 def _gradient(out: Array, xp: Any) -> Array:
     return Source(xp, 1).normal(*out.shape, dtype=out.dtype.name)
 
@@ -108,10 +84,6 @@ def _like(tensor: Any, xp: Any) -> Array:
 
 def _tensors(torch: Any, arrays: Arrays) -> list[Any]:
     return [tensor_of(torch, a).detach() if hasattr(a, "dtype") else a for a in arrays]
-
-
-def _tuple(result: Any) -> tuple[Any, ...]:
-    return result if isinstance(result, tuple) else (result,)
 
 
 def _each(function: Callable[[Any], Any], result: Any) -> Any:

@@ -7,37 +7,41 @@ those of a copy on the same device.
 from __future__ import annotations
 
 import argparse
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
-
-from cupyattn.benchmark.cuda_events import copy_rate, graph_timer, measured_on
-from cupyattn.benchmark.gpu_command import add_timing_options, run_on_gpu, show_machine
-from cupyattn.benchmark.layers.operation import Size
+from cupyattn.benchmark.frame.benchmark import Benchmark
+from cupyattn.benchmark.frame.clock import COLD_BYTES
+from cupyattn.benchmark.frame.emulated import memory_bound
+from cupyattn.benchmark.frame.rows import COPY, PRODUCTS, Row
+from cupyattn.benchmark.frame.subjects import Contender, Gauge, Subject, measured
+from cupyattn.benchmark.layers.calls import (
+    our_backward,
+    our_forward,
+    torch_backward,
+    torch_forward,
+)
+from cupyattn.benchmark.layers.operation import Arrays, Operation, Size, Source
 from cupyattn.benchmark.layers.operations import OPERATIONS
-from cupyattn.benchmark.layers.times import time_operations
-from cupyattn.benchmark.torch_peer import TORCH, load_torch
+from cupyattn.benchmark.memory.calls import layer_calls
 from cupyattn.cli.arguments import integer
-from cupyattn.cli.terminal import Result, Terminal
-from cupyattn.cupy_library import load_cupy
 from cupyattn.kernels.configs.dtypes import STORAGE
-from cupyattn.kernels.device.cuda import cuda_device
+
+PEERS = ("eager", "compile")
+IN_README = (
+    *("layer_norm", "rms_norm", "add + layer_norm", "add + rms_norm", "softmax", "log_softmax"),
+    *("cross_entropy", "rope", "gelu", "silu", "swiglu", "geglu", "dropout", "embedding"),
+    "global_norm",
+)
+_MOST_SETS = 16
+_BACKWARD_TOLERANCE = 2.5
+"""Times the forward's: gradients are sums of more."""
 
 
-def add_parser(benchmarks: Any) -> None:
-    """Add the benchmark to the command line."""
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's own options."""
     names = [operation.name for operation in OPERATIONS]
-    parser = benchmarks.add_parser(
-        "layers",
-        help="GB/s of norms, softmax, losses, embedding, rope, activations, dropout, AdamW, "
-        "sampling",
-        description="Time the memory-bound layers, forward and backward, by CUDA events around "
-        "CUDA graphs of calls with arrays that no cache holds, beside a copy on the same device. "
-        "Needs a GPU; CUPYATTN_ARCH=75 times the Turing code on a newer one.",
-        epilog="GB/s count each array once that has to be read or written; where products take the "
-        "time, TFLOP/s stand instead. Exit code 1 without a GPU.",
-    )
     parser.add_argument(
         "--operation",
         nargs="+",
@@ -59,82 +63,104 @@ def add_parser(benchmarks: Any) -> None:
     parser.add_argument(
         "--dtype", choices=STORAGE, default="float16", help="of the arrays (default: %(default)s)"
     )
-    parser.add_argument(
-        "--peer", choices=(TORCH,), help="time PyTorch beside it, as it is and by torch.compile"
-    )
-    add_timing_options(parser, calls=30, warm_up=5)
-    parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the benchmark."""
-    return run_on_gpu("layers", arguments, measure, show)
+def sets_of(traffic: int) -> int:
+    """Return how many sets of arrays of so many bytes are larger than any cache together.
+
+    Examples
+    --------
+    >>> sets_of(3 * Size(8192, 4096, "float16").array_bytes)
+    2
+    """
+    return max(1, min(_MOST_SETS, -(-COLD_BYTES // traffic)))
 
 
-def measure(arguments: argparse.Namespace) -> Result:
-    """Measure every row on the first GPU."""
-    cupy = load_cupy()
-
-    device = cuda_device(0)
-    torch = load_torch() if arguments.peer == TORCH else None
+def cases_of(arguments: argparse.Namespace) -> list[tuple[Operation, Size]]:
+    """Return every operation at every size; those that have a size of their own once."""
+    chosen = [operation for operation in OPERATIONS if operation.name in arguments.operation]
     sizes = [
         Size(rows, width, arguments.dtype) for rows in arguments.rows for width in arguments.width
     ]
-    chosen = [operation for operation in OPERATIONS if operation.name in arguments.operation]
-    with cupy.cuda.Device(device.ordinal):
-        timer = graph_timer(arguments.calls, arguments.warm_up)
-        copied = copy_rate(arguments.calls, arguments.warm_up)
-        rows = time_operations(chosen, sizes, cupy, timer, torch)
-    return {
-        "command": "layers",
-        **measured_on(device),
-        "torch": None if torch is None else torch.__version__,
-        "calls": arguments.calls,
-        "warm_up": arguments.warm_up,
-        "copy_gb_per_s": copied,
-        "rows": rows,
-    }
+    every = [(operation, operation.size(size)) for size in sizes for operation in chosen]
+    return list({(operation.name, size): (operation, size) for operation, size in every}.values())
 
 
-def show(result: Result, terminal: Terminal) -> None:
-    """Print it for people."""
-    show_machine("Layers", result, terminal)
-    copied = result["copy_gb_per_s"]
-    terminal.facts({"a copy on the device": f"{copied:.0f} GB/s"})
+def subjects(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Subject]:
+    """Yield every operation at every size, forward and backward."""
+    for operation, size in cases_of(arguments):
+        count = sets_of(operation.traffic(size, "forward"))
+        sets = [operation.arrays(size, Source(gauge.xp, seed)) for seed in range(count)]
+        yield _subject(operation, size, "forward", sets, gauge)
+        if operation.backward_arrays is not None:
+            yield _subject(operation, size, "backward", sets, gauge)
 
-    def size(row: dict[str, Any]) -> tuple[int, int, str]:
-        return row["rows"], row["width"], row["dtype"]
 
-    for (rows, width, dtype), of_size in groupby(sorted(result["rows"], key=size), key=size):
-        terminal.title(f"{rows} rows of {width}, {dtype}")
-        terminal.table(
-            ("operation", "direction", "ran", "median", "GB/s", "of a copy", "beside it"),
-            [
-                cells
-                for _, group in groupby(of_size, key=lambda r: (r["operation"], r["direction"]))
-                for cells in _cells(list(group), copied)
-            ],
-        )
-    terminal.text(
-        f"  Median of {result['calls']} rounds of calls after {result['warm_up']}; GB/s of the "
-        "least traffic; beside it:\n  how many times faster cupyattn is."
+def _subject(
+    operation: Operation, size: Size, direction: str, sets: Sequence[Arrays], gauge: Gauge
+) -> Subject:
+    backward = direction == "backward"
+    flops = None if operation.flops is None else operation.flops(size)[backward]
+    ours = partial(our_backward, xp=gauge.xp) if backward else our_forward
+    theirs: Callable[..., Any] = torch_forward
+    if backward:
+        theirs = partial(torch_backward, xp=gauge.xp)
+
+    def peer(name: str) -> list[Any]:
+        def function(*tensors: Any) -> Any:
+            return operation.torch(gauge.torch, *tensors)
+
+        compiled = gauge.compiled(function) if name == "compile" else function
+        return theirs(gauge.torch, compiled, sets)
+
+    changed = [sets[0][index] for index in operation.changes]
+    before = [array.copy() for array in changed]
+
+    def reset() -> None:
+        for array, contents in zip(changed, before, strict=True):
+            array[...] = contents
+
+    return Subject(
+        {"operation": operation.name, **size._asdict(), "direction": direction},
+        [
+            Contender("cupyattn", partial(ours, operation, sets)),
+            *(Contender.of_peer(name, partial(peer, name)) for name in gauge.peers),
+        ],
+        flops=flops,
+        bytes=operation.traffic(size, direction),
+        ceiling=COPY if flops is None else PRODUCTS,
+        tolerance=operation.tolerance * (_BACKWARD_TOLERANCE if backward else 1),
+        reset=reset,
     )
 
 
-def _cells(rows: list[dict[str, Any]], copied: float) -> list[tuple[str, ...]]:
-    ours = next(row["seconds"] for row in rows if row["contender"] == "cupyattn")
-    return [
-        (
-            row["operation"],
-            row["direction"],
-            row["contender"],
-            f"{row['seconds'] * 1e6:.1f} us",
-            *(
-                (f"{row['tflops']:.3g} TFLOP/s", "")
-                if "tflops" in row
-                else (f"{row['gb_per_s']:.0f}", f"{row['gb_per_s'] / copied:.2f}")
-            ),
-            "" if row["contender"] == "cupyattn" else f"{np.divide(row['seconds'], ours):.2f}",
-        )
-        for row in rows
-    ]
+def rows(arguments: argparse.Namespace, gauge: Gauge) -> Iterable[Row]:
+    """Measure every row."""
+    cases = cases_of(arguments)
+    backwards = sum(operation.backward_arrays is not None for operation, _ in cases)
+    return measured(subjects(arguments, gauge), gauge, len(cases) + backwards)
+
+
+def modelled(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows of small calls by the emulator: what they reach hardly depends on the rows."""
+    for operation in OPERATIONS:
+        if operation.name in arguments.operation:
+            for direction, size, call in layer_calls(operation):
+                labels = {"operation": operation.name, **size._asdict(), "direction": direction}
+                yield memory_bound(labels, call)
+
+
+BENCHMARK = Benchmark(
+    name="layers",
+    title="Layers",
+    help="GB/s of norms, softmax, losses, embedding, rope, activations, dropout, AdamW, sampling",
+    description="Time the memory-bound layers, forward and backward, by CUDA graphs of calls with "
+    "arrays that no cache holds.",
+    note="GB/s count each array once that has to be read or written; where products take the time, "
+    "the ceiling is that of products.",
+    rows=rows,
+    options=options,
+    peers=PEERS,
+    quick={"operation": IN_README, "width": [2048, 768, 4096], "limit": 90.0},
+    modelled=modelled,
+)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupyattn.arrays import Array, dtype_of
-from cupyattn.benchmark.cuda_events import COLD_BYTES
+from cupyattn.benchmark.frame.clock import COLD_BYTES
 from cupyattn.quantized_weight import QuantizedWeight
 from cupyattn.weight_formats import FORMATS, pieces
 
@@ -52,6 +52,11 @@ class Case:
     activation: str | None
     weights: str | None = None
     """The format of w, where it is quantised."""
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        """What a row says of it."""
+        return asdict(self)
 
     @property
     def flops(self) -> float:

@@ -7,14 +7,25 @@ that reads it and does nothing else.
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from cupyattn.benchmark.cuda_events import Round, event_timer, graph_timer, measured_on
-from cupyattn.benchmark.gpu_command import add_timing_options, run_on_gpu, show_machine
-from cupyattn.benchmark.linear.calls import own_calls, reading_calls, torch_calls
+from cupyattn.benchmark.frame.benchmark import Benchmark
+from cupyattn.benchmark.frame.clock import Call
+from cupyattn.benchmark.frame.emulated import ModelledCall, memory_bound, of_products
+from cupyattn.benchmark.frame.rows import PRODUCTS, READ, Row
+from cupyattn.benchmark.frame.subjects import Contender, Gauge, Subject, measured
+from cupyattn.benchmark.frame.turing_model import Model, rate_of
+from cupyattn.benchmark.linear.calls import (
+    COMPOSED,
+    array_calls,
+    finished,
+    own_calls,
+    reading_calls,
+    torch_calls,
+)
 from cupyattn.benchmark.linear.cases import (
     LARGE,
     LAYOUTS,
@@ -25,32 +36,25 @@ from cupyattn.benchmark.linear.cases import (
     Case,
     arrays_of,
 )
-from cupyattn.benchmark.torch_peer import TORCH, load_torch
+from cupyattn.benchmark.memory.passes import product
 from cupyattn.cli.arguments import integer
-from cupyattn.cli.terminal import Result, Terminal
-from cupyattn.cupy_library import load_cupy
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.device.cuda import cuda_device
 from cupyattn.ops.linear.problem import ACTIVATIONS
+from cupyattn.turing import T4
 from cupyattn.weight_formats import FORMATS
 
 KINDS = ("large", "thin", "backward")
-OWN, READING, EAGER, COMPILED = "cupyattn", "read w", "torch", "torch.compile"
+OWN, READING = "cupyattn", "read w"
+PEERS = ("eager", "compile", "cublas", "cupy")
+TOLERANCE = 0.02
+_COUNTED: dict[str, Any] = {"M": 64, "N": 256, "K": 256}
+"""What the emulator runs of many rows; and of few:"""
+_EMULATED_ROWS, _EMULATED_WEIGHT = {1, 16}, (1024, 2048)
 
 
-def add_parser(benchmarks: Any) -> None:
-    """Add the benchmark to the command line."""
-    parser = benchmarks.add_parser(
-        "linear",
-        help="times of linear on a GPU: TFLOP/s of many rows, GB/s of few, and of the backward",
-        description="Time linear(x, w, b, out=out) and linear_backward by CUDA events: many rows "
-        "and the backward in TFLOP/s; few rows in GB/s of the weight, which is never in L2, beside "
-        "a kernel that only reads it. Needs a GPU; CUPYATTN_ARCH=75 times the Turing code on a "
-        "newer one.",
-        epilog="TFLOP/s count 2 * M * N * K for each product, over the median of the calls. Few "
-        "rows are timed in a CUDA graph of calls with one weight after the other. Exit code 1 "
-        "without a GPU.",
-    )
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's own options."""
     parser.add_argument(
         "--kind", nargs="+", choices=KINDS, default=list(KINDS), help="default: all"
     )
@@ -65,6 +69,10 @@ def add_parser(benchmarks: Any) -> None:
         metavar=("M", "N", "K"),
         help="instead of the usual ones, of every kind; may be given several times",
     )
+    parser.add_argument(
+        "--few", nargs="+", type=integer(1), default=list(THIN_ROWS), metavar="M",
+        help=f"rows of thin products (default: {' '.join(map(str, THIN_ROWS))})",
+    )  # fmt: skip
     parser.add_argument(
         "--layout",
         nargs="+",
@@ -85,16 +93,6 @@ def add_parser(benchmarks: Any) -> None:
         choices=("none", *ACTIVATIONS),
         help="default: gelu_tanh of many rows, none of few",
     )
-    parser.add_argument(
-        "--peer", choices=(TORCH,), help="time PyTorch beside it, and torch.compile"
-    )
-    add_timing_options(parser, calls=30, warm_up=5)
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Run the benchmark."""
-    return run_on_gpu("linear", arguments, measure, show)
 
 
 def cases_of(arguments: argparse.Namespace) -> Iterator[Case]:
@@ -103,7 +101,7 @@ def cases_of(arguments: argparse.Namespace) -> Iterator[Case]:
     for kind in kinds:
         usual: Sequence[tuple[int, int, int]] = QUANTISED if arguments.weights else LARGE
         if kind == "thin":
-            usual = [(m, n, k) for n, k in THIN for m in THIN_ROWS]
+            usual = [(m, n, k) for n, k in THIN for m in arguments.few]
         plain = kind == "thin" or arguments.weights
         activation = arguments.activation or ("none" if plain else "gelu_tanh")
         after = None if activation == "none" else activation
@@ -117,95 +115,87 @@ def cases_of(arguments: argparse.Namespace) -> Iterator[Case]:
                             yield Case("dx", m, n, k, dtype, layout, None, weights)
 
 
-def measure(arguments: argparse.Namespace) -> Result:
-    """Measure every case on the first GPU."""
-    cupy = load_cupy()
-    torch = load_torch() if arguments.peer else None
-    device = cuda_device(0)
-    multiprocessors = cupy.cuda.Device(0).attributes["MultiProcessorCount"]
-
-    def contenders(case: Case, arrays: Arrays) -> Iterator[tuple[str, Round]]:
-        yield OWN, own_calls(case, arrays)
-        if case.kind == "thin":
-            yield READING, reading_calls(device, multiprocessors, arrays, cupy)
-        if torch is not None and case.weights is None and case.kind != "dx":
-            yield EAGER, torch_calls(torch, case, arrays, compiled=False)
-            yield COMPILED, torch_calls(torch, case, arrays, compiled=True)
-
-    rows = []
+def subjects(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Subject]:
+    """Yield every case."""
     for case in cases_of(arguments):
-        arrays = arrays_of(case, cupy)
-        for name, calls in contenders(case, arrays):
-            rows.append(row_of(case, name, seconds_of(case, name, calls, arguments, torch)))
-    more = {"torch": torch and torch.__version__, "calls": arguments.calls}
-    return {"command": "linear", **measured_on(device), **more, "rows": rows}
-
-
-def seconds_of(
-    case: Case, name: str, calls: Round, arguments: argparse.Namespace, torch: Any
-) -> list[float]:
-    """Time a contender: long calls one by one, short ones in a graph."""
-    if case.kind != "thin":
-        return event_timer(arguments.calls, arguments.warm_up)(calls[0])
-    peer = None if name in (OWN, READING) else torch
-    rounds = graph_timer(arguments.calls, arguments.warm_up)(calls, peer)
-    return [seconds / len(calls) for seconds in rounds]
-
-
-def row_of(case: Case, contender: str, times: list[float]) -> dict[str, Any]:
-    """Describe what was measured of one contender."""
-    seconds = statistics.median(times)
-    return {
-        "kind": case.kind,
-        "M": case.M,
-        "N": case.N,
-        "K": case.K,
-        "dtype": case.dtype,
-        "layout": case.layout,
-        "weights": case.weights,
-        "activation": case.activation,
-        "contender": contender,
-        "seconds": seconds,
-        "fastest": min(times),
-        "tflops": None if contender == READING else case.flops / seconds / 1e12,
-        "gb_per_s": case.weight_bytes / seconds / 1e9 if case.kind == "thin" else None,
-    }
-
-
-def show(result: Result, terminal: Terminal) -> None:
-    """Print it for people."""
-    show_machine("linear", result, terminal)
-    titles = {
-        "large": "Many rows",
-        "dx": "Many rows of dout, and w^T",
-        "thin": "Few rows, w not in L2",
-        "backward": "Backward",
-    }
-    for (kind, dtype, layout, weights), rows in groupby(
-        result["rows"],
-        key=lambda row: (row["kind"], row["dtype"], row["layout"], row.get("weights")),
-    ):
-        turned = f"w.T of {weights or ''} (N, K)" if layout == "nk" else "w as (K, N)"
-        terminal.title(f"{titles[kind]}, {dtype}, {' '.join(turned.split())}")
-        figure = "GB/s of w" if kind == "thin" else "TFLOP/s"
-        terminal.table(
-            ("M x N x K", "after", "ran", "median", figure, f"beside {OWN}"), list(_lines(rows))
+        arrays = arrays_of(case, gauge.xp)
+        contenders = [Contender(OWN, partial(own_calls, case, arrays))]
+        if case.kind == "thin":
+            contenders.append(Contender(READING, partial(_reading, arrays, gauge)))
+        thin = case.kind == "thin"
+        yield Subject(
+            case.labels,
+            [*contenders, *_peers(case, arrays, gauge)],
+            flops=case.flops,
+            bytes=case.weight_bytes if thin else None,
+            ceiling=READ if thin else PRODUCTS if case.dtype == "float16" else None,
+            tolerance=TOLERANCE * (2.5 if case.kind == "backward" else 1),
+            own={READING: {"flops": None}},
         )
-    terminal.text(f"  Median of {result['calls']} calls (few rows: of graphs of calls).")
 
 
-def _lines(rows: Any) -> Iterator[tuple[str, ...]]:
-    own = None
-    for row in rows:
-        if row["contender"] == OWN:
-            own = row["seconds"]
-        figure = row["tflops"] if row["gb_per_s"] is None else row["gb_per_s"]
-        beside = "" if row["contender"] == OWN else f"{row['seconds'] / own:.2f} x the time"
-        yield (
-            f"{row['M']} x {row['N']} x {row['K']}",
-            row["activation"] or "-",
-            row["contender"],
-            f"{row['seconds'] * 1e6:.1f} us",
-            f"{figure:.1f}",
-            beside,
-        )
+def _reading(arrays: Arrays, gauge: Gauge) -> list[Call]:
+    device = cuda_device(0)
+    return list(reading_calls(device, device.multiprocessors, arrays, gauge.xp))
+
+
+def _peers(case: Case, arrays: Arrays, gauge: Gauge) -> Iterator[Contender]:
+    if case.weights is not None or case.kind == "dx":
+        return
+    for name in gauge.peers:
+        if name in ("eager", "compile"):
+            calls = partial(torch_calls, gauge, case, arrays, compiled=name == "compile")
+            yield Contender.of_peer(name, calls, _turned if case.kind == "backward" else _same)
+        elif case.kind != "backward" and case.activation in COMPOSED:
+            alone = name == "cublas"
+            calls = partial(array_calls, case, arrays, gauge.xp, alone=alone)
+            after = partial(finished, case, arrays, xp=gauge.xp) if alone else _same
+            yield Contender.of_peer(name, calls, after)
+
+
+def _same(result: Any) -> Any:
+    return result
+
+
+def _turned(grads: Any) -> Any:
+    """Return the gradients with dw as (K, N)."""
+    dx, dw, db = grads
+    return dx, dw.T, db
+
+
+def rows(arguments: argparse.Namespace, gauge: Gauge) -> Iterable[Row]:
+    """Measure every row."""
+    return measured(subjects(arguments, gauge), gauge, len(list(cases_of(arguments))))
+
+
+def modelled(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Yield rows of many rows by the model's rate, of few by the bytes of a small weight."""
+    model = Model(T4)
+    for case in cases_of(arguments):
+        if case.weights is None and case.kind in ("large", "backward"):
+            small = replace(case, **_COUNTED)
+            rate = rate_of(model, "linear", case.labels)
+            call = ModelledCall(OWN, small.weight_bytes, product(small))
+            yield of_products(case.labels, OWN, case.flops, rate, call)
+    if "thin" in arguments.kind:
+        for m in sorted(set(arguments.few) & _EMULATED_ROWS):
+            case = Case("large", m, *_EMULATED_WEIGHT, "float16", "nk", None)
+            call = ModelledCall(OWN, case.weight_bytes, product(case))
+            yield memory_bound({**case.labels, "kind": "thin"}, call)
+
+
+BENCHMARK = Benchmark(
+    name="linear",
+    title="linear",
+    help="times of linear on a GPU: TFLOP/s of many rows, GB/s of few, and of the backward",
+    description="Time linear(x, w, b, out=out) and linear_backward: many rows and the backward in "
+    "TFLOP/s; few rows in GB/s of the weight, which is never in L2, beside a kernel that only "
+    "reads it.",
+    note="TFLOP/s count 2 * M * N * K for each product. Few rows are timed in a CUDA graph of "
+    "calls with one weight after the other; their bytes are the weight's.",
+    rows=rows,
+    options=options,
+    peers=PEERS,
+    quick={"few": [1, 16], "limit": 40.0},
+    modelled=modelled,
+)

@@ -7,17 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 import cupyattn
 from cupyattn.benchmark import decode, kv_cache
+from cupyattn.benchmark.frame.emulated import ModelledCall
 from cupyattn.benchmark.layers.calls import our_backward, our_forward
 from cupyattn.benchmark.layers.operation import Operation, Size, Source
 from cupyattn.benchmark.layers.operations import OPERATIONS
-from cupyattn.benchmark.linear.calls import own_calls
-from cupyattn.benchmark.linear.cases import Case, arrays_of
+from cupyattn.benchmark.layers.without_peer import (
+    ITEMS_OF_A_SCALE,
+    biased_softmax_gradient,
+    eight_bit_step,
+)
+from cupyattn.benchmark.linear.cases import Case
+from cupyattn.benchmark.memory.passes import passes, product
 
 _ROWS, _WIDTH = 64, 2048
 _LOGITS = (4, 32_768)
@@ -29,24 +36,15 @@ _DECODED = {"paged": 16, "dense": None}
 _THIN = ((1, 1024, 2048), (16, 1024, 2048))
 
 
-class ModelledCall(NamedTuple):
-    """A call by name, and the bytes that it cannot do without."""
-
-    name: str
-    least_bytes: int
-    prepare: Callable[[], Callable[[], Any]]
-    """Makes its arrays, on NumPy, and returns what is called."""
-    kernel: str | None = None
-    """The one of the call's kernels that is meant; otherwise all are."""
-
-
 def modelled_calls() -> Iterator[ModelledCall]:
     """Yield them by family."""
     for operation in OPERATIONS:
-        if operation.name != _PRODUCTS and not operation.name.endswith(_BATCH):
-            yield from _layer(operation)
+        for _, _, call in layer_calls(operation):
+            yield call
     yield _merged()
-    yield from _beside_products()
+    for kernel, least_bytes, prepare in passes():
+        yield ModelledCall(_named(kernel), least_bytes, prepare, kernel)
+    yield from _without_peer()
     for kind in kv_cache.OPERATIONS:
         for cache in ("float", "int8", "int4"):
             yield _of_cache(kind, cache)
@@ -55,13 +53,21 @@ def modelled_calls() -> Iterator[ModelledCall]:
             yield _decoding(layout, block_size, cache)
     for m, n, k in _THIN:
         case = Case("large", m, n, k, "float16", "nk", None)  # one weight: no cache is timed
-        yield ModelledCall(f"linear, M={m}", case.weight_bytes, _product(case))
+        yield ModelledCall(f"linear, M={m}", case.weight_bytes, product(case))
     for weights in ("nf4", "int4", "int8", "q4_k"):
         case = Case("large", *_THIN[0], "float16", "nk", None, weights)
-        yield ModelledCall(f"linear, M=1, {weights}", case.weight_bytes, _product(case))
+        yield ModelledCall(f"linear, M=1, {weights}", case.weight_bytes, product(case))
+    for m, of in ((16, None), (1, "nf4")):
+        case = Case("large", m, *_THIN[0][1:], "float32", "nk", None, of)
+        name = ", ".join(filter(None, (f"linear, M={m}", of, "float32")))
+        yield ModelledCall(name, case.weight_bytes, product(case))
+    yield from _quantising()
 
 
-def _layer(operation: Operation) -> Iterator[ModelledCall]:
+def layer_calls(operation: Operation) -> Iterator[tuple[str, Size, ModelledCall]]:
+    """Yield direction, size and call, forward and backward; none where products take the time."""
+    if operation.name == _PRODUCTS or operation.name.endswith(_BATCH):
+        return
     rows, width = _LOGITS if operation.name.startswith(_LONG) else (_ROWS, _WIDTH)
     if operation.name.endswith("1 row"):
         rows = 1
@@ -77,11 +83,11 @@ def _layer(operation: Operation) -> Iterator[ModelledCall]:
         (call,) = our_backward(operation, [operation.arrays(size, Source(np, 0))], np)
         return call
 
-    yield ModelledCall(operation.name, operation.traffic(size, "forward"), forward)
+    least = operation.traffic(size, "forward")
+    yield "forward", size, ModelledCall(operation.name, least, forward)
     if operation.backward_arrays is not None:
-        yield ModelledCall(
-            f"{operation.name}, backward", operation.traffic(size, "backward"), backward
-        )
+        least = operation.traffic(size, "backward")
+        yield "backward", size, ModelledCall(f"{operation.name}, backward", least, backward)
 
 
 def _small_table(operation: Operation) -> Operation:
@@ -107,35 +113,32 @@ def _merged() -> ModelledCall:
     return ModelledCall("merge_attention", 3 * rows * (2 * shape[3] + 4), prepare)
 
 
-def _beside_products() -> Iterator[ModelledCall]:
-    """Yield the passes over rows that stand beside attention's products, and linear's."""
-    shape = (1, 256, 4, 128)
-    items = int(np.prod(shape))
-    rows, row_bytes, float_bytes = items // shape[3], 2 * items, 4
-    passes = {  # dout, out and lse to two numbers a row, and zeros for dq's sums; these to dq; k
-        "attention_backward_delta": 2 * row_bytes + (3 * rows + items) * float_bytes,
-        "attention_backward_convert": items * float_bytes + row_bytes,
-        "attention_rotary": 2 * row_bytes,
-    }
+def _without_peer() -> Iterator[ModelledCall]:
+    items = _ROWS * _WIDTH
+    # param, m and v are read and written, grad is read; so are both scales.
+    least = 16 * items + 16 * -(-items // ITEMS_OF_A_SCALE)
+    yield ModelledCall("adamw_step_8bit", least, partial(eight_bit_step, _ROWS, _WIDTH, np))
+    kernel, least = "softmax_dbias", 2 * 2 * items + 4 * _ROWS  # dout, out and a number a row
+    gradient = partial(biased_softmax_gradient, _ROWS, _WIDTH, np)
+    yield ModelledCall(_named(kernel), least, gradient, kernel)
 
-    def attention() -> Callable[[], Any]:
-        rng = np.random.default_rng(0)
-        q, k, v, dout = rng.standard_normal((4, *shape), np.float32).astype(np.float16)
-        tables = cupyattn.rope_tables(shape[1], shape[3])
-        out, lse = cupyattn.attention(q, k, v, rotary=tables, return_lse=True)
 
-        def call() -> None:
-            cupyattn.attention(q, k, v, rotary=tables)
-            cupyattn.attention_backward(dout, q, k, v, out, lse)
+def _quantising() -> Iterator[ModelledCall]:
+    _, n, k = _THIN[0]
+    case = Case("large", 1, n, k, "float16", "nk", None, "nf4")
+    least = case.weight_bytes + 2 * n * k
 
-        return call
+    def weight() -> Any:
+        return np.random.default_rng(0).standard_normal((n, k), np.float32).astype(np.float16).T
 
-    for kernel, least_bytes in passes.items():
-        yield ModelledCall(_named(kernel), least_bytes, attention, kernel)
-    case = Case("backward", 256, 512, 64, "float16", "nk", "gelu_tanh")
-    kernel = "linear_preactivation_gradient"
-    least = (3 * case.M * case.N + case.N) * 2  # dout and preactivation to dz
-    yield ModelledCall(_named(kernel), least, _product(case), kernel)
+    yield ModelledCall("quantize, nf4", least, lambda: partial(cupyattn.quantize, weight()))
+
+    def back() -> Callable[[], Any]:
+        quantised = cupyattn.quantize(weight())
+        out = np.empty((n, k), np.float16).T
+        return partial(cupyattn.dequantize, quantised, out=out)
+
+    yield ModelledCall("dequantize, nf4", least, back)
 
 
 def _named(kernel: str) -> str:
@@ -153,10 +156,3 @@ def _decoding(layout: str, block_size: int | None, cache: str) -> ModelledCall:
     return ModelledCall(
         f"decode, {layout}, {cache}", case.bytes_of(case.lengths()), lambda: case.call(np)
     )
-
-
-def _product(case: Case) -> Callable[[], Callable[[], Any]]:
-    def prepare() -> Callable[[], Any]:
-        return own_calls(case, arrays_of(case, np))[0]
-
-    return prepare

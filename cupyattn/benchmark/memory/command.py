@@ -7,16 +7,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import cupyattn
-from cupyattn.benchmark.memory.calls import ModelledCall, modelled_calls
+from cupyattn.benchmark.frame.emulated import ModelledCall, row_of
+from cupyattn.benchmark.memory.calls import modelled_calls
 from cupyattn.cli.arguments import add_json_option
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
-from cupyattn.emulator import Checks, Report
 from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.progress import progress
-from cupyattn.turing import MACHINES, T4, Machine
-from cupyattn.turing.memory import MemoryFigures, memory_figures
-
-_DIGITS = 3
+from cupyattn.turing import MACHINES
 
 
 def add_parser(commands: Any) -> None:
@@ -70,49 +67,6 @@ def describe(calls: Iterable[ModelledCall]) -> Result:
         "machines": list(MACHINES),
         "rows": rows,
     }
-
-
-def row_of(call: ModelledCall) -> dict[str, Any]:
-    """Run a call on the emulator, and tell what it asks of each card.
-
-    Returns
-    -------
-    dict
-        ``call``, ``kernels`` (their entries), ``least_bytes``, ``sector_ratio``; ``bound``, what is
-        busy for the longest on a T4; ``instruction_bytes``, bytes that move for each warp
-        instruction that is issued; ``bandwidth_share`` by machine.
-    """
-    with cupyattn.backend("emulator", checks=Checks.fast()):
-        run = call.prepare()
-    report = Report()
-    with cupyattn.backend("emulator", checks=Checks.fast(), report=report):
-        run()
-    kernels = report.kernels
-    if call.kernel is not None:
-        report = kernels[call.kernel]
-        kernels = {call.kernel: report}
-    return {
-        "call": call.name,
-        "kernels": list(kernels),
-        **figures(memory_figures(report, call.least_bytes)),
-    }
-
-
-def figures(found: MemoryFigures) -> dict[str, Any]:
-    """Return the part of a row that is the model's."""
-    issued = sum(n for pipe, n in found.instructions.items() if pipe != "move")
-    return {
-        "least_bytes": found.least_bytes,
-        "sector_ratio": round(found.sector_ratio, _DIGITS),
-        "bound": found.bound(T4),
-        "instruction_bytes": round(found.least_bytes / issued, _DIGITS),
-        "bandwidth_share": {name: _share(found, machine) for name, machine in MACHINES.items()},
-    }
-
-
-def _share(found: MemoryFigures, machine: Machine) -> float | None:
-    share = found.bandwidth_share(machine)
-    return None if share is None else round(share, _DIGITS)
 
 
 def show(result: Result, terminal: Terminal) -> None:

@@ -1,26 +1,45 @@
-"""``python -m cupyattn.benchmark plot``: a chart of what the attention benchmarks wrote."""
+"""``python -m cupyattn.benchmark plot``: pictures of what the benchmarks wrote."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cupyattn.benchmark.plot.chart import write_charts
-from cupyattn.benchmark.plot.figures import figures_of, results_in
+from cupyattn.benchmark.frame.results import results_of
+from cupyattn.benchmark.plot import (
+    head_dims,
+    latency,
+    memory,
+    percentiles,
+    roofline,
+    scaling,
+    speed_up,
+    style,
+    throughput,
+)
+from cupyattn.benchmark.plot.results import Result, by_dtype, measured
 from cupyattn.cli.terminal import fail
+from cupyattn.errors import error
+
+_PICTURES = (latency, throughput, speed_up, scaling, memory, roofline, percentiles)
+"""A module each, whose `pictures` draws one command's figures."""
 
 
 def add_parser(benchmarks: Any) -> None:
     """Add the command to the command line."""
     parser = benchmarks.add_parser(
         "plot",
-        help="draw what attention and attention_backward wrote with --json",
-        description="Draw TFLOP/s by head dim, forward and backward, plain and causal, with a bar "
-        "for each contender in the files: for light and for dark pages, as SVG and as PNG. Of "
-        "several lengths the longest is drawn. Needs matplotlib, but no GPU.",
-        epilog="A file holds the object that attention or attention_backward writes with --json, "
-        "or a list of such objects. A cross stands where a contender has no kernel.",
+        help="draw what the benchmarks wrote with --json",
+        description="Draw, of each benchmark in the files: the time of a call, TFLOP/s and GB/s, "
+        "the speed-up over naive kernels and over peers, how the time grows with the length, the "
+        "memory, the roofline of the card beside a T4's, and how even the times are; and TFLOP/s "
+        "of attention by head dim. Each for light and for dark pages, as SVG and as PNG. Needs "
+        "matplotlib, but no GPU.",
+        epilog="A file holds what a benchmark writes with --json, or a list of such objects, as "
+        "all writes it. What the figures do not say is not drawn. A cross stands where a "
+        "contender has no kernel, or no room.",
     )
     parser.add_argument(
         "results", type=Path, nargs="+", metavar="FILE", help="written by a benchmark's --json"
@@ -28,19 +47,37 @@ def add_parser(benchmarks: Any) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path(), metavar="DIR", help="folder to write to (default: .)"
     )
-    parser.add_argument(
-        "--name", default="speed", help="how the names of the files begin (default: %(default)s)"
-    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw the charts, and print where they are."""
+    """Draw the pictures, and print where they are."""
     try:
-        figures = figures_of([result for file in arguments.results for result in results_in(file)])
-        for path in write_charts(figures, arguments.out, arguments.name):
+        results = [result for file in arguments.results for result in results_of(file)]
+        style.require_matplotlib()
+        paths = write(results, arguments.out)
+        first = next(paths, None)
+        if first is None:
+            raise error(
+                ValueError,
+                f"no figures in {', '.join(map(str, arguments.results))}",
+                "pictures are of rows that were measured or modelled",
+                "see what the benchmark that wrote them said",
+            )
+        for path in (first, *paths):
             print(path)
     except (RuntimeError, ValueError, OSError) as failure:
         fail("plot", failure, as_json=False)
         return 1
     return 0
+
+
+def write(results: Sequence[Result], folder: Path) -> Iterator[Path]:
+    """Write every picture that the results have figures for."""
+    every = measured(results)
+    for one in every:
+        for begins, of_dtype in by_dtype(one).items():
+            for picture in _PICTURES:
+                for name, pages in picture.pictures(of_dtype).items():
+                    yield from style.write(pages, folder, f"{begins}-{name}")
+    yield from head_dims.write(every, folder)

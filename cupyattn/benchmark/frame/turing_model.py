@@ -26,7 +26,7 @@ from cupyattn.ops.attention.problem import LSE_DTYPE
 from cupyattn.ops.linear import backward as linear_gradients
 from cupyattn.ops.linear import checks as linear_checks
 from cupyattn.ops.linear.forward import linear_forward
-from cupyattn.turing import MACHINES, Machine, analyse
+from cupyattn.turing import MACHINES, DisassemblerError, Machine, analyse
 
 Row = Mapping[str, Any]
 
@@ -66,6 +66,18 @@ def machine_of(device: CudaDevice) -> Machine | None:
     )
 
 
+def of_products(command: str, row: Row) -> bool:
+    """Tell whether a row's figure is that of its products, and not of its bytes.
+
+    Examples
+    --------
+    >>> of_products("linear", {"kind": "large"}), of_products("linear", {"kind": "thin"})
+    (True, False)
+    """
+    products = command in ("attention", "attention_backward", "linear")
+    return products and row.get("kind") != "thin"
+
+
 class Model:
     """The model of a card; kernels that several rows launch are analysed once."""
 
@@ -74,15 +86,15 @@ class Model:
         self._rates: dict[Specialisation, float | None] = {}
 
     def figure(self, command: str, row: Row) -> float | None:
-        """Return what a row's figure would be: TFLOP/s, or GB/s where it has those."""
-        if row.get("gb_per_s") is not None:
-            return float(self.machine.memory_gb_s)
+        """Return what a row's figure would be: TFLOP/s of products, or GB/s of what has those."""
         launches = {
             "attention": self._attention,
             "attention_backward": self._attention_backward,
             "linear": self._linear,
         }
-        return launches[command](row) if command in launches else None
+        if of_products(command, row):
+            return launches[command](row)
+        return None if row.get("gb_per_s") is None else float(self.machine.memory_gb_s)
 
     def _recorder(self) -> LaunchRecorder:
         recorder = LaunchRecorder(TURING, tensor_cores=self.machine.tensor_cores)
@@ -102,7 +114,7 @@ class Model:
         arrays["lse"] = np.empty((q.shape[0], q.shape[2], q.shape[1]), LSE_DTYPE)
         recorder, operands = self._recorder(), adopt(arrays)
         problem = backward_problem(operands, _options(row))
-        modes = {"deterministic": bool(row["deterministic"]), "accumulate": False}
+        modes = {"deterministic": "deterministic" in row["contender"], "accumulate": False}
         attention_backward(recorder, problem, operands, seed=DropoutSeed(0), **modes)
         two = any("_dq" in launch.specialisation.spec.entry for launch in recorder.launches)
         return self._together(recorder, _IN_TWO_PASSES if two else _IN_ONE, _BACKWARD)
@@ -155,7 +167,16 @@ def _attention_arrays(row: Row) -> dict[str, np.ndarray]:
 
 
 def _options(row: Row) -> AttentionOptions:
-    return AttentionOptions(causal=row["causal"] or row["option"] == "causal")
+    causal = row["causal"] or row["option"] == "causal"
+    return AttentionOptions(causal=causal, implementation=row["contender"].split()[1])
+
+
+def rate_of(model: Model, command: str, row: Row) -> float | None:
+    """Return a row's figure, None where there is no disassembler."""
+    try:
+        return model.figure(command, row)
+    except DisassemblerError:
+        return None
 
 
 def with_model(command: str, rows: Sequence[Row], model: Model | None) -> list[dict[str, Any]]:

@@ -1,0 +1,73 @@
+"""Attention without a GPU: the model's rate of each kernel, and what the emulator counts of it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cupyattn.benchmark.attention.arguments import calls_of
+from cupyattn.benchmark.attention.cases import PLAIN, Case, inputs_of
+from cupyattn.benchmark.attention.contenders import (
+    backward_contenders,
+    forward_contenders,
+)
+from cupyattn.benchmark.frame.emulated import ModelledCall, of_products
+from cupyattn.benchmark.frame.rows import Row
+from cupyattn.benchmark.frame.subjects import Contender, Gauge
+from cupyattn.benchmark.frame.turing_model import Model, rate_of
+from cupyattn.progress import progress
+from cupyattn.turing import T4
+
+_COUNTED: dict[str, Any] = {"batch": 1, "heads": 1, "seqlen": 128}
+"""What the emulator runs: counts of an iteration are those of a long sequence."""
+
+
+def forward(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row for each kernel, dtype, head dim, and for plain and causal calls."""
+
+    def contenders(case: Case, option: str) -> list[Contender]:
+        inputs = inputs_of(case, option, np)
+        return forward_contenders(arguments.implementation, inputs, Gauge.idle(np))
+
+    yield from _rows("attention", arguments, contenders, Case.flops)
+
+
+def backward(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Yield the same of the backward, deterministic and not."""
+    modes = {"both": (False, True), "only": (True,), "never": (False,)}[arguments.deterministic]
+
+    def contenders(case: Case, option: str) -> list[Contender]:
+        inputs = inputs_of(case, option, np)
+        return backward_contenders(arguments.implementation, modes, inputs, Gauge.idle(np))
+
+    yield from _rows("attention_backward", arguments, contenders, Case.backward_flops)
+
+
+def _rows(
+    command: str,
+    arguments: argparse.Namespace,
+    contenders: Callable[[Case, str], list[Contender]],
+    flops: Callable[[Case, str], float],
+) -> Iterator[Row]:
+    """Yield rows of the largest batch and the longest sequences: rates hardly depend on them."""
+    model, found = Model(T4), {}
+    for case, option in calls_of(arguments):
+        if option in (PLAIN, "causal"):
+            found[case.dtype, case.head_dim, option] = (case, option)
+    with progress("modelling", len(found)) as step:
+        for case, option in found.values():
+            small = replace(case, **_COUNTED)
+            for contender in contenders(small, option):
+                labels: dict[str, Any] = {**case.labels, "option": option}
+                rate = rate_of(model, command, {**labels, "contender": contender.name})
+                call = ModelledCall(contender.name, small.bytes, _first_of(contender))
+                yield of_products(labels, contender.name, flops(case, option), rate, call)
+            step(f"head dim {case.head_dim}, {option}")
+
+
+def _first_of(contender: Contender) -> Callable[[], Callable[[], Any]]:
+    return lambda: contender.prepare()[0]

@@ -1,0 +1,158 @@
+"""``python -m cupyattn.benchmark all``: every benchmark, one after another, each a process.
+
+So one that fails, or leaves the GPU unusable, takes no other with it; none has another's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from cupyattn.benchmark.frame.benchmark import Benchmark, add_file_options, before
+from cupyattn.benchmark.frame.compare import show_changes
+from cupyattn.benchmark.frame.gpu_command import FAILURES
+from cupyattn.benchmark.frame.peers import GROUPS, PEERS, peer_names
+from cupyattn.benchmark.frame.results import results_of, write_json
+from cupyattn.cli.arguments import positive
+from cupyattn.cli.terminal import Result, Terminal, emit, fail
+from cupyattn.folders import temporary_directory
+from cupyattn.functional.device_info import device_count
+
+QUICK_MINUTES, MINUTES = 7.5, 24 * 60.0
+_QUICK_PART_S = 130.0
+_TO_FINISH_S = 15.0
+"""For a part that was interrupted, and writes what it has."""
+
+
+@dataclass(frozen=True)
+class Everything:
+    """The command that runs all others."""
+
+    benchmarks: Sequence[Benchmark]
+
+    def add_parser(self, commands: Any) -> None:
+        """Add it to the command line."""
+        names = [benchmark.name for benchmark in self.benchmarks]
+        parser = commands.add_parser(
+            "all",
+            help="every benchmark, one after another, into one file",
+            description=f"Run {', '.join(names)}, each in a process of its own, beside all peers "
+            "that are installed, and write one list of their results. Without a GPU those run that "
+            "need none, or can be modelled; ring takes two GPUs.",
+            epilog="Exit code 1 if one of them fails; the others run all the same, and the file is "
+            "written after each.",
+        )
+        parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME",
+                            help="some of them (default: all)")  # fmt: skip
+        parser.add_argument(
+            "--peers", type=peer_names, default=tuple(PEERS), metavar="NAMES",
+            help="who else computes the same, as of each benchmark (default: all)",
+        )  # fmt: skip
+        parser.add_argument(
+            "--quick", action="store_true", help="fewer cases and calls, in less than 8 minutes"
+        )
+        parser.add_argument("--modelled", action="store_true", help="as without a GPU")
+        parser.add_argument(
+            "--minutes", type=positive, metavar="N",
+            help="of all together; what does not fit is cut, and said to be (default: "
+            f"{MINUTES:g}, with --quick {QUICK_MINUTES:g})",
+        )  # fmt: skip
+        add_file_options(parser)
+        parser.set_defaults(run=self.run)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Run them, and return the exit code."""
+        try:
+            old = before(arguments)
+        except FAILURES as failure:
+            fail("all", failure, as_json=False)
+            return 1
+        gpus = 0 if arguments.modelled else device_count()
+        minutes = arguments.minutes or (QUICK_MINUTES if arguments.quick else MINUTES)
+        ends = time.monotonic() + 60 * minutes
+        results: list[Result] = []
+        told: list[tuple[str, str, str]] = []
+        for benchmark in self.benchmarks:
+            if benchmark.name not in arguments.only:
+                continue
+            if not runs_with(benchmark, gpus):
+                told.append((benchmark.name, "", f"left out: {gpus} GPUs"))
+                continue
+            began = time.monotonic()
+            seconds = min(ends - began, _QUICK_PART_S if arguments.quick else ends - began)
+            result, verdict = run_part(benchmark.name, words_of(arguments), seconds)
+            told.append((benchmark.name, f"{time.monotonic() - began:.1f} s", verdict))
+            if result is not None:
+                results.append(result)
+                if arguments.json is not None:
+                    write_json(results, arguments.json)
+
+        def show(_: Result, terminal: Terminal) -> None:
+            terminal.title("All benchmarks")
+            terminal.table(("benchmark", "took", "how it went"), told)
+
+        emit({}, show, as_json=False)
+        if old is not None:
+            show_changes(results, old, arguments.compare)
+        return int(any(verdict.startswith("FAILED") for _, _, verdict in told))
+
+
+def runs_with(benchmark: Benchmark, gpus: int) -> bool:
+    """Tell whether a benchmark has rows on a machine with so many GPUs."""
+    return gpus >= benchmark.gpus or (gpus == 0 and benchmark.modelled is not None)
+
+
+def words_of(arguments: argparse.Namespace) -> list[str]:
+    """Return what every part is told."""
+    flags = [f"--{name}" for name in ("quick", "modelled") if getattr(arguments, name)]
+    groups = [name for name, peers in GROUPS.items() if peers == arguments.peers]
+    return [*flags, "--peers", *(groups or [",".join(arguments.peers)])]
+
+
+def run_part(name: str, words: Sequence[str], seconds: float) -> tuple[Result | None, str]:
+    """Run a benchmark for so many seconds at the most; return its result, and how it went.
+
+    One that takes longer is interrupted, and writes the rows that it has.
+    """
+    if seconds <= 0:
+        return None, "FAILED: no time was left"
+    with TemporaryDirectory(dir=temporary_directory()) as folder:
+        file = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "cupyattn.benchmark", name, *words, "--json", str(file)]
+        print(f"\n--- {name}", flush=True)
+        cut = False
+        with subprocess.Popen(command) as process:
+            try:
+                code = process.wait(seconds)
+                verdict = "all rows" if code == 0 else f"FAILED with exit code {code}"
+            except subprocess.TimeoutExpired:
+                verdict, cut = f"cut after {seconds:.0f} s", True
+                _interrupt(process)
+        result = results_of(file)[0] if file.exists() else None
+    if cut and not (result and result["rows"]):
+        return result, f"FAILED: {verdict}, before its first row"
+    if result is None:
+        return None, verdict if verdict.startswith("FAILED") else "FAILED: no result"
+    rows = result["rows"]
+    missing = sum("unavailable" in row for row in rows)
+    return result, f"{verdict}: {len(rows) - missing} rows, {missing} unavailable"
+
+
+def _interrupt(process: subprocess.Popen[bytes]) -> None:
+    if os.name == "posix":
+        process.send_signal(signal.SIGINT)
+    else:
+        process.terminate()
+    try:
+        process.wait(_TO_FINISH_S)
+    except subprocess.TimeoutExpired:
+        process.kill()

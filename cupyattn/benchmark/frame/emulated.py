@@ -1,0 +1,122 @@
+"""A call on the emulator, and what it asks of Turing cards: where there is no GPU to time it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import cupyattn
+from cupyattn.benchmark.frame.rows import Row
+from cupyattn.emulator import Checks, Report
+from cupyattn.turing import MACHINES, T4, Machine
+from cupyattn.turing.memory import MemoryFigures, memory_figures
+
+_DIGITS = 3
+PEAK_FLOP_PER_CYCLE = 1024
+"""float16 products of a Turing multiprocessor: 65 TFLOP/s of a T4."""
+
+
+class ModelledCall(NamedTuple):
+    """A call by name, and the bytes that it cannot do without."""
+
+    name: str
+    least_bytes: int
+    prepare: Callable[[], Callable[[], Any]]
+    """Makes its arrays, on NumPy, and returns what is called."""
+    kernel: str | None = None
+    """The one of the call's kernels that is meant; otherwise all are."""
+
+
+def row_of(call: ModelledCall) -> dict[str, Any]:
+    """Run a call on the emulator, and tell what it asks of each card.
+
+    Returns
+    -------
+    dict
+        ``call``, ``kernels`` (their entries), ``least_bytes``, ``sector_ratio``; ``bound``, what is
+        busy for the longest on a T4; ``instruction_bytes``, bytes that move for each warp
+        instruction that is issued; ``bandwidth_share`` by machine.
+    """
+    with cupyattn.backend("emulator", checks=Checks.fast()):
+        run = call.prepare()
+    report = Report()
+    with cupyattn.backend("emulator", checks=Checks.fast(), report=report):
+        run()
+    kernels = report.kernels
+    if call.kernel is not None:
+        report = kernels[call.kernel]
+        kernels = {call.kernel: report}
+    return {
+        "call": call.name,
+        "kernels": list(kernels),
+        **figures(memory_figures(report, call.least_bytes)),
+    }
+
+
+def figures(found: MemoryFigures) -> dict[str, Any]:
+    """Return the part of a row that is the model's."""
+    issued = sum(n for pipe, n in found.instructions.items() if pipe != "move")
+    return {
+        "least_bytes": found.least_bytes,
+        "sector_ratio": round(found.sector_ratio, _DIGITS),
+        "bound": found.bound(T4),
+        "instruction_bytes": round(found.least_bytes / issued, _DIGITS),
+        "bandwidth_share": {name: _share(found, machine) for name, machine in MACHINES.items()},
+    }
+
+
+def _share(found: MemoryFigures, machine: Machine) -> float | None:
+    share = found.bandwidth_share(machine)
+    return None if share is None else round(share, _DIGITS)
+
+
+def memory_bound(labels: Mapping[str, Any], call: ModelledCall) -> Row:
+    """Return the row of a call whose speed is that of its bytes, on a T4."""
+    counts = row_of(call)
+    share = counts["bandwidth_share"][T4.name]
+    rate = None if share is None else share * T4.memory_gb_s
+    seconds = None if rate is None else call.least_bytes / rate / 1e9
+    counts = _chosen(counts, "kernels", "sector_ratio", "bound", "instruction_bytes")
+    figures = {"bytes": call.least_bytes, "gb_per_s": rate, "of_ceiling": share}
+    return _row(labels, "cupyattn", seconds, counts, figures)
+
+
+def of_products(
+    labels: Mapping[str, Any],
+    contender: str,
+    flops: float,
+    tflops: float | None,
+    call: ModelledCall,
+) -> Row:
+    """Return the row of products at the model's rate on a T4; `call` is a small one, counted.
+
+    Of float16 the ceiling is the tensor cores' peak; of other dtypes there is none.
+    """
+    peak = T4.tflops(PEAK_FLOP_PER_CYCLE) if labels["dtype"] == "float16" else None
+    seconds = None if tflops is None else flops / tflops / 1e12
+    counts = _chosen(row_of(call), "kernels", "sector_ratio", "instruction_bytes")
+    figures = {"flops": flops, "tflops": tflops, "of_ceiling": tflops and peak and tflops / peak}
+    return _row(labels, contender, seconds, counts, figures)
+
+
+def _row(
+    labels: Mapping[str, Any],
+    contender: str,
+    seconds: float | None,
+    counts: Mapping[str, Any],
+    figures: Mapping[str, Any],
+) -> Row:
+    """Return a row with the keys of a measured one; of its times there is one."""
+    names = ("flops", "bytes", "tflops", "gb_per_s", "of_ceiling", "peak_bytes")
+    return {
+        **labels,
+        "contender": contender,
+        **({} if seconds is None else {"times": {"p50_s": seconds}}),
+        **dict.fromkeys(names),
+        **figures,
+        "counts": counts,
+    }
+
+
+def _chosen(counts: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: counts[name] for name in names}

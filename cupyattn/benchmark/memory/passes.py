@@ -1,0 +1,110 @@
+"""Passes over rows that stand beside products, and the bytes that each cannot do without.
+
+Calls launch them among other kernels: of each call one is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+import cupyattn
+from cupyattn.arrays import dtype_of
+from cupyattn.benchmark.linear.calls import own_calls
+from cupyattn.benchmark.linear.cases import Case, arrays_of
+
+_SHAPE = (1, 256, 4, 128)
+_BIASED = (2, 128, 4, 64)
+_FLOAT_BYTES = 4
+
+Prepare = Callable[[], Callable[[], Any]]
+
+
+def passes() -> Iterator[tuple[str, int, Prepare]]:
+    """Yield kernels, their least bytes, and what makes the arrays of a call that launches them."""
+    items = int(np.prod(_SHAPE))
+    rows, row_bytes = items // _SHAPE[3], 2 * items
+    # dout, out and lse to two numbers a row, and zeros for dq's sums; these to dq; k.
+    delta = 2 * row_bytes + (3 * rows + items) * _FLOAT_BYTES
+    for suffix, call in (("", _attention), ("_varlen", _packed)):
+        yield f"attention_backward_delta{suffix}", delta, call
+        yield f"attention_backward_convert{suffix}", items * _FLOAT_BYTES + row_bytes, call
+        yield f"attention_rotary{suffix}", 2 * row_bytes, call
+    delta = (2 * items + rows) * _FLOAT_BYTES  # dout and out to a number a row
+    yield "attention_backward_f32_delta", delta, _in_float32
+    yield "attention_backward_f32_delta_varlen", delta, _packed_in_float32
+    yield "attention_backward_f32_convert", items * _FLOAT_BYTES + row_bytes, _in_bfloat16
+    batch, length, heads, _ = _BIASED
+    scores = heads * length * length
+    yield "attention_backward_dbias", scores * (batch * _FLOAT_BYTES + 2), _biased
+    case = Case("backward", 256, 512, 64, "float16", "nk", "gelu_tanh")
+    least = (3 * case.M * case.N + case.N) * 2  # dout and preactivation to dz
+    yield "linear_preactivation_gradient", least, product(case)
+    case = Case("backward", 256, 512, 64, "float32", "nk", None)
+    yield "linear_db_f32", (case.M + 1) * case.N * _FLOAT_BYTES, product(case)
+
+
+def product(case: Case) -> Prepare:
+    """Return what makes the arrays of a product."""
+
+    def prepare() -> Callable[[], Any]:
+        return own_calls(case, arrays_of(case, np))[0]
+
+    return prepare
+
+
+def _drawn(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    numbers = np.random.default_rng(0).standard_normal((4, *shape), np.float32)
+    return numbers.astype(dtype_of(dtype))
+
+
+def _attention(dtype: str = "float16") -> Callable[[], Any]:
+    q, k, v, dout = _drawn(_SHAPE, dtype)
+    tables = cupyattn.rope_tables(_SHAPE[1], _SHAPE[3])
+    out, lse = cupyattn.attention(q, k, v, rotary=tables, return_lse=True)
+
+    def call() -> None:
+        cupyattn.attention(q, k, v, rotary=tables)
+        cupyattn.attention_backward(dout, q, k, v, out, lse)
+
+    return call
+
+
+def _in_float32() -> Callable[[], Any]:
+    return _attention("float32")
+
+
+def _in_bfloat16() -> Callable[[], Any]:
+    return _attention("bfloat16")
+
+
+def _packed(dtype: str = "float16") -> Callable[[], Any]:
+    q, k, v, dout = _drawn(_SHAPE[1:], dtype)
+    most = _SHAPE[1] // 2
+    bounds = np.array([0, most, 2 * most], np.int32)
+    of_lengths = bounds, bounds, most, most
+    tables = cupyattn.rope_tables(most, _SHAPE[3])
+    out, lse = cupyattn.attention_varlen(q, k, v, *of_lengths, return_lse=True)
+
+    def call() -> None:
+        cupyattn.attention_varlen(q, k, v, *of_lengths, rotary=tables)
+        cupyattn.attention_varlen_backward(dout, q, k, v, out, lse, *of_lengths)
+
+    return call
+
+
+def _packed_in_float32() -> Callable[[], Any]:
+    return _packed("float32")
+
+
+def _biased() -> Callable[[], Any]:
+    q, k, v, dout = _drawn(_BIASED, "float16")
+    bias = np.zeros((1, _BIASED[2], _BIASED[1], _BIASED[1]), np.float16)
+    out, lse = cupyattn.attention(q, k, v, bias=bias, return_lse=True)
+
+    def call() -> None:
+        cupyattn.attention_backward(dout, q, k, v, out, lse, bias=bias, deterministic=True)
+
+    return call

@@ -1,0 +1,69 @@
+"""How even the times of one call are: from the fastest to the 99th percentile, over the median."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from cupyattn.benchmark.plot import bars, labels
+from cupyattn.benchmark.plot.chart import LOGARITHMIC, Chart, chart_of, key_of, seconds
+from cupyattn.benchmark.plot.results import Measured, Row
+from cupyattn.benchmark.plot.style import Ink, Page, Pages, Theme
+
+_LEGEND = "mark: the median, which stands behind; line: the fastest to p99; thick: to p95"
+_NAMES = ("min", "p50", "p95", "p99")
+
+
+def pictures(measured: Measured) -> dict[str, Pages]:
+    """Return the picture by its name."""
+    return {"percentiles": partial(_draw, measured)}
+
+
+def _draw(measured: Measured, theme: Theme) -> Iterator[Page]:
+    cases = list({row.key: row.case for row in measured.rows}.values())
+    along = labels.length_of(cases)
+    longest = cases if along is None else [panel[-1] for panel in labels.panels(cases, along)]
+    keys = set(map(key_of, longest))
+    rows = {
+        (row.key, row.contender): row
+        for row in measured.rows
+        if row.key in keys and _share(row, "p99")
+    }
+    chart = chart_of(
+        replace(measured, rows=tuple(rows.values())),
+        "times of single calls over their median",
+        lambda row: _share(row, "p99"),
+        lambda value: f"{value:.3g}",
+        scale=LOGARITHMIC,
+    )
+    if chart is None:
+        return
+
+    def mark(
+        axes: Any,
+        chart: Chart,
+        case: bars.Case,
+        name: str,
+        y: float,
+        ink: Ink,
+        theme: Theme,
+    ) -> None:
+        row = rows[key_of(case), name]
+        least, p95, p99 = (_share(row, name) for name in ("min", "p95", "p99"))
+        axes.plot([least, p99], [y, y], color=ink.colour, linewidth=1, solid_capstyle="butt")
+        axes.plot([1, p95], [y, y], color=ink.colour, linewidth=4, solid_capstyle="butt")
+        axes.plot([p99], [y], color=ink.colour, marker="|", markersize=7, markeredgewidth=1.5)
+        axes.plot([1], [y], zorder=3, **ink.points(theme))
+        bars.write_behind(axes, p99 or 1, y, seconds(row.time("p50") or 0), theme)
+
+    least = min(_share(row, "min") or 1 for row in rows.values())
+    chart = replace(chart, caption=f"{chart.caption}; {_LEGEND}", also=(least,))
+    yield from bars.draw(chart, theme, mark=mark)
+
+
+def _share(row: Row, name: str) -> float | None:
+    """Return a percentile over the median; None where not all of them are there."""
+    times = [row.time(each) for each in _NAMES]
+    return None if None in times else (row.time(name) or 0) / (row.time("p50") or 1)

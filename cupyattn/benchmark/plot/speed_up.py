@@ -1,0 +1,51 @@
+"""How many times as fast contenders are as "naive", and the library's kernel as its peers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from cupyattn.benchmark.plot.chart import LOGARITHMIC, Chart, Reference, chart_of, draw
+from cupyattn.benchmark.plot.results import STEPS, Measured, Row, is_ours
+from cupyattn.benchmark.plot.style import Pages
+
+_NAIVE = STEPS[-1]
+
+
+def pictures(measured: Measured) -> dict[str, Pages]:
+    """Return the pictures by name."""
+    charts: dict[str, Chart | None] = {}
+    if _NAIVE in measured.contenders:
+        charts["speed-up"] = _beside(measured, _NAIVE, of_others=True)
+    ours = [name for name in measured.contenders if is_ours(name) and name not in STEPS]
+    if ours:
+        charts["speed-up-peers"] = _beside(measured, ours[0], of_others=False)
+    return {name: partial(draw, chart) for name, chart in charts.items()}
+
+
+def _beside(measured: Measured, one: str, *, of_others: bool) -> Chart | None:
+    """Return how many times as fast the others are as one; or that one as each other."""
+    alone = {
+        row.key: found
+        for row in measured.rows
+        if row.contender == one and (found := row.time("p50")) is not None
+    }
+
+    def times(row: Row) -> float | None:
+        taken, beside = row.time("p50"), alone.get(row.key)
+        if taken is None or beside is None:
+            return None
+        return beside / taken if of_others else taken / beside
+
+    others = tuple(
+        name for name in measured.contenders if name != one and (of_others or not is_ours(name))
+    )
+    title = f"times as fast as {one}" if of_others else f"how many times as fast {one} is as others"
+    return chart_of(
+        measured,
+        f"{title} (more is better)",
+        times,
+        lambda value: f"{value:.3g}",
+        scale=LOGARITHMIC,
+        contenders=others,
+        reference=Reference(1.0, "as fast"),
+    )

@@ -1,0 +1,46 @@
+"""TFLOP/s of what computes and GB/s of what moves bytes, beside the card's as measured."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from cupyattn.benchmark.plot.chart import LINEAR, Reference, chart_of, draw, three
+from cupyattn.benchmark.plot.results import Measured, Row
+from cupyattn.benchmark.plot.style import Pages
+
+_LITTLE = 16
+"""FLOP for each byte; a T4's products bind from 203 on."""
+
+
+def pictures(measured: Measured) -> dict[str, Pages]:
+    """Return the pictures by name."""
+    tensor_cores = all(row.case.get("dtype") == "float16" for row in measured.rows)
+    computed = _ceiling(measured, "mma_tflops", "mma alone: {} TFLOP/s") if tensor_cores else None
+    tflops = chart_of(
+        measured,
+        "TFLOP/s (more is better)",
+        lambda row: row.figures.get("tflops"),
+        three,
+        scale=LINEAR,
+        reference=computed,
+    )
+    gb_per_s = chart_of(
+        measured,
+        "GB/s (more is better)",
+        lambda row: row.figures.get("gb_per_s") if _moves_bytes(row) else None,
+        three,
+        scale=LINEAR,
+        reference=_ceiling(measured, "copy_gb_per_s", "a copy: {} GB/s"),
+    )
+    return {"tflops": partial(draw, tflops), "bandwidth": partial(draw, gb_per_s)}
+
+
+def _moves_bytes(row: Row) -> bool:
+    """Whether a case is memory's on every card: it computes little with each byte."""
+    flops, least = row.figures.get("flops"), row.figures.get("bytes")
+    return not (flops and least) or flops / least <= _LITTLE
+
+
+def _ceiling(measured: Measured, name: str, text: str) -> Reference | None:
+    value = measured.ceilings.get(name)
+    return Reference(value, text.format(three(value))) if value else None

@@ -1,0 +1,184 @@
+"""``python -m cupyattn.benchmark all``: what runs, what is written, what failures end."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from cupyattn.benchmark import everything
+from cupyattn.benchmark.__main__ import BENCHMARKS, main
+from cupyattn.benchmark.everything import run_part, runs_with
+
+
+def test_every_benchmark_of_the_frame_is_run():
+    names = [benchmark.name for benchmark in BENCHMARKS]
+    assert {"attention", "attention_backward", "decode", "layers", "linear", "generate", "finetune",
+            "ring", "training_step", "host", "emulator"} <= set(names)  # fmt: skip
+    assert len(set(names)) == len(names)
+    modelled = {benchmark.name for benchmark in BENCHMARKS if runs_with(benchmark, 0)}
+    assert modelled == {
+        "attention", "attention_backward", "decode", "layers", "linear", "emulator", "ring"
+    }  # fmt: skip
+    on_one = {benchmark.name for benchmark in BENCHMARKS if runs_with(benchmark, 1)}
+    assert set(names) - on_one == {"ring"}
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Parts that are not run: what each was told, and in which order."""
+    told = []
+
+    def part(name, words, seconds):
+        told.append((name, words, seconds))
+        if name == "linear":
+            return None, "FAILED with exit code 1: 0 rows"
+        return {"command": name, "rows": []}, "all rows: 0 rows"
+
+    monkeypatch.setattr(everything, "run_part", part)
+    monkeypatch.setattr(everything, "device_count", lambda: 1)
+    return told
+
+
+def test_a_part_that_fails_takes_no_other_with_it(parts, tmp_path, capsys):
+    file = tmp_path / "all.json"
+    assert main(["all", "--quick", "--peers", "eager,cupy", "--json", str(file)]) == 1
+    written = [result["command"] for result in json.loads(file.read_text())]
+    ran = [name for name, *_ in parts]
+    assert written == [name for name in ran if name != "linear"]
+    assert "ring" not in ran and "host" in ran
+    assert all(words == ["--quick", "--peers", "eager,cupy"] for _, words, _ in parts)
+    assert all(seconds <= everything._QUICK_PART_S for *_, seconds in parts)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "FAILED with exit code 1" in printed
+    assert "ring left out: 1 GPUs" in printed
+
+
+def test_some_alone_and_all_is_well(parts, tmp_path):
+    assert main(["all", "--only", "layers", "host", "--peers", "none"]) == 0
+    assert main(["all", "--only", "decode"]) == 0
+    assert [(name, words) for name, words, _ in parts] == [
+        ("layers", ["--peers", "none"]), ("host", ["--peers", "none"]),
+        ("decode", ["--peers", "all"]),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [("--json", "no/such.json"), ("--compare", "none.json")])
+def test_files_are_looked_at_before_anything_runs(parts, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["all", *words]) == 1
+    assert not parts and words[1].rpartition("/")[2] in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_compared_with_may_be_written_anew(parts, tmp_path, capsys):
+    file = tmp_path / "all.json"
+    row = {"contender": "cupyattn", "times": {"p50_s": 1.0}}
+    file.write_text(json.dumps({"command": "host", "rows": [row]}))
+    assert main(["all", "--only", "host", "--json", str(file), "--compare", str(file)]) == 0
+    assert json.loads(file.read_text()) == [{"command": "host", "rows": []}]
+    assert f"1 rows are in {file} alone" in " ".join(capsys.readouterr().out.split())
+
+
+def test_parts_share_the_minutes(parts, monkeypatch):
+    now = iter(range(0, 100_000, 100))
+    monkeypatch.setattr(everything.time, "monotonic", lambda: next(now))
+    main(["all", "--minutes", "10", "--only", "layers", "host", "decode"])
+    left = [seconds for *_, seconds in parts]
+    assert left == sorted(left, reverse=True)
+    assert left[0] < 600
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Parts whose process is a script; it finds the JSON's path as its last argument."""
+
+    real = everything.subprocess.Popen
+
+    def run(script, seconds=30.0):
+        # Processes that a shell starts in the background ignore SIGINT, and so do their children.
+        heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+        made = ("-c", f"import sys, json, time; {heeding}; file = sys.argv[-1]\n{script}")
+
+        def popen(command):
+            return real([sys.executable, *made, *command[1:]])
+
+        monkeypatch.setattr(everything.subprocess, "Popen", popen)
+        return run_part("linear", [], seconds)
+
+    return run
+
+
+WRITE = "json.dump({'command': 'linear', 'rows': [{'unavailable': ''}, {}]}, open(file, 'w'))"
+
+
+def test_what_a_part_wrote_is_read(scripted):
+    result, verdict = scripted(WRITE)
+    assert result["command"] == "linear"
+    assert verdict == "all rows: 1 rows, 1 unavailable"
+
+
+def test_a_part_that_breaks_off_still_gives_its_rows(scripted):
+    result, verdict = scripted(f"{WRITE}; sys.exit(1)")
+    assert len(result["rows"]) == 2
+    assert verdict.startswith("FAILED with exit code 1: 1 rows")
+    assert scripted("raise SystemExit(3)") == (None, "FAILED with exit code 3")
+    assert scripted("pass") == (None, "FAILED: no result")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT for a child")
+def test_a_part_that_takes_too_long_is_interrupted_and_writes_what_it_has(scripted):
+    began = time.monotonic()
+    script = f"try:\n  time.sleep(60)\nexcept KeyboardInterrupt:\n  {WRITE}"
+    result, verdict = scripted(script, 4.0)  # of which Python's start takes some on a busy machine
+    assert time.monotonic() - began < 45
+    assert len(result["rows"]) == 2
+    assert verdict == "cut after 4 s: 1 rows, 1 unavailable"
+    _, verdict = scripted("try:\n  time.sleep(60)\nexcept KeyboardInterrupt:\n  pass", 1.0)
+    assert verdict == "FAILED: cut after 1 s, before its first row"
+    assert scripted(WRITE, -1.0) == (None, "FAILED: no time was left")
+
+
+def test_rows_before_a_failure_are_kept(a_gpu, tmp_path, capsys, monkeypatch):
+    """By a benchmark itself: those that it measured are written, and it says what happened."""
+    benchmark = next(each for each in BENCHMARKS if each.name == "kv_cache")
+
+    def rows(arguments, gauge):
+        yield next(iter(benchmark.rows(arguments, gauge)))
+        raise RuntimeError("an illegal memory access was encountered")
+
+    broken = replace(benchmark, rows=rows)
+    monkeypatch.setattr("cupyattn.benchmark.__main__.BENCHMARKS", (broken,))
+    file = tmp_path / "kv_cache.json"
+    assert main(["kv_cache", "--tokens", "20", "--head-dim", "8", "--json", str(file)]) == 1
+    result = json.loads(file.read_text())
+    assert len(result["rows"]) == 1
+    assert result["failed"] == "RuntimeError: an illegal memory access was encountered"
+    assert "illegal memory access" in capsys.readouterr().err
+
+
+def test_modelled_rows_before_an_interrupt_are_kept(tmp_path, monkeypatch):
+    benchmark = next(each for each in BENCHMARKS if each.name == "layers")
+
+    def modelled(arguments):
+        yield {"operation": "rope", "contender": "cupyattn"}
+        raise KeyboardInterrupt
+
+    broken = replace(benchmark, modelled=modelled)
+    monkeypatch.setattr("cupyattn.benchmark.__main__.BENCHMARKS", (broken,))
+    file = tmp_path / "layers.json"
+    assert main(["layers", "--modelled", "--json", str(file)]) == 1
+    result = json.loads(file.read_text())
+    assert [row["modelled"] for row in result["rows"]] == [True]
+    assert result["failed"].startswith("KeyboardInterrupt")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path):
+    file = tmp_path / "all.json"
+    words = ["--only", "kv_cache", "host", "--peers", "none", "--json", str(file)]
+    assert main(["all", "--quick", *words]) == 0
+    assert [result["command"] for result in json.loads(file.read_text())] == ["host", "kv_cache"]

@@ -1,0 +1,145 @@
+"""The run of a benchmark on a GPU: ceilings, clocks, peers that are there or not, what is said."""
+
+from __future__ import annotations
+
+import json
+import types
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import pytest
+from support.fake_gpu import CEILINGS, HEADER, SCRATCH
+
+from cupyattn.benchmark.__main__ import main
+from cupyattn.benchmark.frame import benchmark as frame
+from cupyattn.benchmark.frame import ceilings
+from cupyattn.benchmark.frame.clock import Clock
+from cupyattn.emulator import Checks, Report
+from cupyattn.kernels.device.emulated import EmulatedDevice
+from cupyattn.kernels.launch import launch
+
+WORDS = ("attention", "--seqlen", "8", "--head-dim", "16", "--width", "16", "--batch", "1",
+         "--dtype", "float16", "--implementation", "flash", "--options", "none")  # fmt: skip
+CLOCKS = {"sm_mhz": 1980.0, "memory_mhz": 2619.0, "power_w": 500.0, "temperature_c": 50.0}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """What a benchmark asks of a GPU, answered; the rest is its own. Returns the clock's calls."""
+    asked = []
+    cupy = types.SimpleNamespace(
+        cuda=types.SimpleNamespace(Device=lambda ordinal: nullcontext()),
+        **{name: getattr(np, name) for name in (
+            "asarray", "resize", "empty", "abs", "matmul", "arange", "where", "exp", "float32")},
+    )  # fmt: skip
+
+    @contextmanager
+    def watched(ordinal):
+        found = {}
+        yield found
+        found.update(CLOCKS)
+
+    def times(self, calls, torch=None):
+        asked.append((self, torch))
+        return [2e-6] * 3
+
+    monkeypatch.setattr(frame, "device_count", lambda: 1)
+    monkeypatch.setattr(frame, "load_cupy", lambda: cupy)
+    monkeypatch.setattr(frame, "cuda_device", lambda n: types.SimpleNamespace(ordinal=n))
+    monkeypatch.setattr(frame, "watched", watched)
+    monkeypatch.setattr(frame, "measured_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(frame, "measured_on", lambda device, torch: HEADER)
+    monkeypatch.setattr(frame, "peak_bytes", lambda call, torch: SCRATCH)
+    monkeypatch.setattr(frame, "free_memory", lambda torch: None)
+    monkeypatch.setattr(Clock, "times", times)
+    return asked
+
+
+def test_a_run(machine, tmp_path, capsys):
+    file = tmp_path / "run.json"
+    words = (*WORDS, "--calls", "7", "--warm-up", "2", "--budget", "0.5", "--peers", "cupy")
+    assert main([*words, "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert {name: result[name] for name in HEADER} == HEADER
+    assert (result["clocks"], result["ceilings"]) == (CLOCKS, CEILINGS)
+    assert (result["calls"], result["warm_up"]) == (7, 2)
+    assert "torch_compile" not in result
+    assert [row["contender"] for row in result["rows"]] == ["cupyattn flash", "cupy"]
+    assert machine == [(Clock(7, 2, 0.5), None)] * 2
+    assert "1980 MHz, 2619 MHz of memory, 500 W, 50 C" in capsys.readouterr().out
+
+
+def test_a_library_that_is_not_there_is_said_in_its_rows(machine, monkeypatch, tmp_path):
+    def absent():
+        raise RuntimeError("a peer of PyTorch without it; pip install torch")
+
+    monkeypatch.setattr(frame, "load_torch", absent)
+    file = tmp_path / "run.json"
+    assert main([*WORDS, "--peers", "eager,compile", "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert [row.get("unavailable", "")[-17:] for row in result["rows"]] == [
+        "", "pip install torch", "pip install torch"
+    ]  # fmt: skip
+    assert result["torch_compile"] == "max-autotune-no-cudagraphs"
+
+
+def test_what_follows_from_quick(machine, tmp_path):
+    assert main([*WORDS, "--quick"]) == 0
+    assert main([*WORDS, "--quick", "--calls", "77"]) == 0
+    assert main([*WORDS, "--quick", "--warm-up", str(frame.WARM_UP)]) == 0
+    (first, _), (second, _), (usual, _) = machine
+    assert (first.calls, first.budget_s) == (frame.QUICK["calls"], frame.QUICK["budget"])
+    assert (second.calls, second.budget_s) == (77, frame.QUICK["budget"])
+    assert (usual.calls, usual.warm_up) == (frame.QUICK["calls"], frame.WARM_UP)
+
+
+@pytest.mark.nvrtc
+def test_ceilings_launch_the_kernels_that_measure(monkeypatch):
+    """Of few bytes, a millisecond each; the emulator runs the reading, but has no clock for mma."""
+    launches = []
+
+    def queued(call):
+        call()
+        return [1e-3]
+
+    class Array(np.ndarray):
+        data = property(
+            lambda array: types.SimpleNamespace(copy_from_device_async=lambda other, count: None)
+        )
+
+    def launched(device, specialisation, grid, arguments):
+        launches.append((specialisation.spec.entry, specialisation.macros, grid))
+        if specialisation.spec.entry == "read_weight":
+            launch(device, specialisation, grid, [np.asarray(arguments[0]), *arguments[1:]])
+
+    cupy = types.SimpleNamespace(
+        zeros=lambda shape, dtype: np.zeros(shape, dtype).view(Array),
+        empty=lambda shape, dtype: np.empty(shape, dtype).view(Array),
+    )
+    report = Report()
+    device = EmulatedDevice(Checks.fast(), report)
+    for name, value in (
+        ("load_cupy", lambda: cupy), ("_CLOCK", types.SimpleNamespace(queued=queued)),
+        ("_BYTES", 2**16), ("launch", launched),
+    ):  # fmt: skip
+        monkeypatch.setattr(ceilings, name, value)
+    found = ceilings.measured_ceilings(device)
+    assert found["copy_gb_per_s"] == pytest.approx(2 * 2**16 / 1e-3 / 1e9)
+    assert found["read_gb_per_s"] == pytest.approx(2**16 / 1e-3 / 1e9)
+    sectors = sum(each.sectors for each in report.accesses if each.space == "global")
+    assert sectors * 32 == 2**16
+    (_, (entry, macros, grid)) = launches
+    assert entry == "mma_rate"
+    warps = 4 * grid
+    flops = 2 * 16 * 8 * 8 * warps * dict(macros)["ROUNDS"] * dict(macros)["IN_FLIGHT"]
+    assert found["mma_tflops"] == pytest.approx(flops / 1e-3 / 1e12)
+    device.tensor_cores = False
+    assert ceilings.measured_ceilings(device)["mma_tflops"] is None
+
+
+@pytest.mark.gpu
+def test_ceilings_of_a_gpu():
+    from cupyattn.kernels.device.cuda import cuda_device
+
+    found = ceilings.measured_ceilings(cuda_device(0))
+    assert 0.5 < found["read_gb_per_s"] / found["copy_gb_per_s"] < 2

@@ -1,0 +1,98 @@
+"""Benchmarks without a GPU: the emulator's counts and the model of Turing, and that they say so."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cupyattn.benchmark.__main__ import BENCHMARKS, main
+from cupyattn.benchmark.frame import emulated, turing_model
+from cupyattn.turing import T4, DisassemblerError
+
+COUNTS = {"kernels": ["a"], "sector_ratio": 1.5, "bound": "lsu", "instruction_bytes": 4.0,
+          "bandwidth_share": {"T4": 0.5}}  # fmt: skip
+
+
+@pytest.fixture
+def counted(monkeypatch, no_gpu):
+    """Without the emulator; which calls it would have run."""
+    calls = []
+
+    def row_of(call):
+        calls.append(call)
+        return COUNTS
+
+    monkeypatch.setattr(emulated, "row_of", row_of)
+    return calls
+
+
+def rows_of(tmp_path, *words):
+    file = tmp_path / "modelled.json"
+    assert main([*words, "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert (result["command"], result["modelled"], result["machine"]) == (words[0], True, "T4")
+    assert all(row["modelled"] for row in result["rows"])
+    return result["rows"]
+
+
+ATTENTION = ("--head-dim", "64", "--dtype", "float16", "--implementation", "flash")
+
+
+def test_products_have_the_rate_of_the_model(counted, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(turing_model.Model, "figure", lambda self, command, row: 52.0)
+    rows = rows_of(tmp_path, "attention", *ATTENTION)
+    assert capsys.readouterr().out.startswith("Attention forward, MODELLED and not measured")
+    assert [(row["option"], row["contender"]) for row in rows] == [
+        ("plain", "cupyattn flash"), ("causal", "cupyattn flash"),
+    ]  # fmt: skip
+    plain = rows[0]
+    assert (plain["batch"], plain["seqlen"]) == (8, 4096), "the largest"
+    assert plain["times"]["p50_s"] == pytest.approx(plain["flops"] / 52e12)
+    assert plain["of_ceiling"] == pytest.approx(52 / T4.tflops(1024))
+    assert plain["counts"]["sector_ratio"] == 1.5
+    in_float32 = rows_of(tmp_path, "attention", *ATTENTION, "--dtype", "float32")
+    assert {row["of_ceiling"] for row in in_float32} == {None}, "which is that of tensor cores"
+    backward = rows_of(tmp_path, "attention_backward", *ATTENTION)
+    assert len(backward) == 4, "deterministic too"
+
+
+def test_without_a_disassembler_there_are_counts_alone(counted, monkeypatch, tmp_path):
+    def missing(*_):
+        raise DisassemblerError("nvdisasm is not here")
+
+    monkeypatch.setattr(turing_model.Model, "figure", missing)
+    (row,) = rows_of(tmp_path, "linear", "--kind", "large", "--size", "64", "64", "64")
+    assert "times" not in row
+    assert (row["tflops"], row["counts"]["sector_ratio"]) == (None, 1.5)
+
+
+@pytest.mark.parametrize("words", [
+    ("layers", "--operation", "softmax"), ("linear", "--kind", "thin"), ("decode", "--batch", "1"),
+])  # fmt: skip
+def test_what_moves_bytes_has_a_share_of_the_bandwidth(words, counted, tmp_path):
+    rows = rows_of(tmp_path, *words)
+    assert len(rows) == len(counted)
+    for row, call in zip(rows, counted, strict=True):
+        assert row["bytes"] == call.least_bytes
+        assert (row["gb_per_s"], row["of_ceiling"]) == (160.0, 0.5)
+        assert row["times"]["p50_s"] == pytest.approx(call.least_bytes / 160e9)
+    assert {row.get("direction") for row in rows} <= {None, "forward", "backward"}
+
+
+@pytest.mark.nvrtc
+def test_the_counts_are_the_emulators(no_gpu, tmp_path):
+    forward, _ = rows_of(tmp_path, "layers", "--operation", "gelu")
+    assert forward["bytes"] == 2 * 64 * 2048 * 2
+    assert forward["counts"]["sector_ratio"] == 1
+    assert 0 < forward["of_ceiling"] <= 1
+
+
+@pytest.mark.parametrize(
+    "name", [each.name for each in BENCHMARKS if each.gpus == 1 and each.modelled is None]
+)
+def test_what_cannot_be_modelled_needs_a_gpu(name, no_gpu, capsys):
+    assert main([name]) == 1
+    assert f"{name}: there is no CUDA device" in capsys.readouterr().err
+    assert main([name, "--modelled"]) == 1
+    assert "there is no model of this" in capsys.readouterr().err

@@ -1,0 +1,158 @@
+"""How rows are measured: who is timed, what is compared before, what is left out and why."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from support.fake_gpu import CEILINGS, SCRATCH, gauge
+
+from cupyattn.benchmark.frame import subjects
+from cupyattn.benchmark.frame.rows import COPY, FIGURES, PRODUCTS, NotAskedError, row_of, times_of
+from cupyattn.benchmark.frame.subjects import Contender, Subject, rows_of
+
+ONES = np.ones(4, np.float32)
+
+
+def calling(result):
+    return lambda: [lambda: result]
+
+
+def subject(*contenders, **more):
+    return Subject({"M": 8}, [Contender("cupyattn", calling(ONES)), *contenders], **more)
+
+
+def peer(result, name="eager", **more):
+    return Contender.of_peer(name, calling(result), **more)
+
+
+def test_times():
+    times = times_of([0.1 * n for n in range(1, 101)])
+    assert times["mean_s"] == pytest.approx(5.05)
+    assert times["std_s"] == pytest.approx(0.1 * np.std(np.arange(1, 101), ddof=1))
+    assert (times["min_s"], times["max_s"], times["calls"]) == (0.1, 10.0, 100)
+    for share in (50, 95, 99):
+        expected = 0.1 * np.percentile(np.arange(1, 101), share)
+        assert times[f"p{share}_s"] == pytest.approx(expected)
+    assert times_of([2.0])["std_s"] == 0
+
+
+@pytest.mark.parametrize(("ceiling", "rate"), [(PRODUCTS, "tflops"), (COPY, "gb_per_s")])
+def test_a_row_is_held_against_the_ceiling_that_binds(ceiling, rate):
+    row = row_of({}, "a", [0.5], flops=1e12, bytes=1e9, ceiling=ceiling, ceilings=CEILINGS)
+    assert (row["tflops"], row["gb_per_s"]) == (2.0, 2.0)
+    assert row["of_ceiling"] == pytest.approx(row[rate] / CEILINGS[ceiling])
+    assert row_of({}, "a", [0.5], bytes=1e9, ceiling=PRODUCTS, ceilings={})["of_ceiling"] is None
+
+
+def test_rows_have_labels_figures_and_nothing_else():
+    made = subject(peer(ONES), flops=4.0, bytes=8, ceiling=COPY, tolerance=0.1)
+    first, second = rows_of(made, gauge(0.5, 0.25, peers=("eager",)))
+    assert set(first) - FIGURES == {"M", "contender"}
+    assert [row["contender"] for row in (first, second)] == ["cupyattn", "torch eager"]
+    assert [row["times"]["p50_s"] for row in (first, second)] == [0.5, 0.25]
+    assert first["times"]["calls"] == 3
+    assert first["peak_bytes"] == SCRATCH
+    assert second["tflops"] == pytest.approx(16e-12)
+
+
+@pytest.mark.parametrize(("off", "agrees"), [(0.01, True), (0.1, False), (math.nan, False)])
+def test_what_differs_is_not_timed(off, agrees):
+    found = gauge()
+    rows = list(rows_of(subject(peer(ONES + np.float32(off)), tolerance=0.02), found))
+    assert ("times" in rows[1]) is agrees
+    if not agrees:
+        assert "result 0 differs from cupyattn's by" in rows[1]["unavailable"]
+    assert "times" in list(rows_of(subject(peer(ONES + np.float32(off))), found))[1]
+
+
+def test_what_has_another_form_is_made_comparable():
+    turned = peer(np.zeros((2, 4), np.float32), comparable=lambda result: result[0] + 1)
+    assert "times" in list(rows_of(subject(turned, tolerance=0.02), gauge()))[1]
+    silent = peer(ONES, comparable=lambda result: None)
+    assert "times" in list(rows_of(subject(silent, tolerance=0.02), gauge()))[1]
+    other = peer(np.ones(3, np.float32))
+    row = list(rows_of(subject(other, tolerance=0.02), gauge()))[1]
+    assert row["unavailable"] == "ArithmeticError: result 0 has shape (3,), not (4,)"
+
+
+def test_results_in_place_are_compared_from_the_same_start():
+    array = np.zeros(4, np.float32)
+
+    def add():
+        array[...] += 1
+        return array
+
+    def reset():
+        array[...] = 0
+
+    both = [Contender("cupyattn", lambda: [add]), Contender.of_peer("eager", lambda: [add])]
+    made = Subject({}, both, tolerance=0.02, reset=reset)
+    assert all("times" in row for row in rows_of(made, gauge()))
+
+
+def refusing(failure):
+    def prepare():
+        raise failure
+
+    return prepare
+
+
+def test_what_a_peer_cannot_do_is_a_row():
+    broken = Contender.of_peer("math", refusing(KeyError("no kernel\nand much more")))
+    row = list(rows_of(subject(broken), gauge()))[1]
+    assert row == {
+        "M": 8,
+        "contender": "torch math",
+        "unavailable": "KeyError: 'no kernel\\nand much more'",
+    }
+
+
+def test_a_peer_without_its_library_is_a_row():
+    missing = gauge(torch=RuntimeError("a peer of PyTorch without it; pip install torch"))
+    rows = list(rows_of(subject(peer(ONES), peer(ONES, "cupy")), missing))
+    assert "without it" in rows[1]["unavailable"]
+    assert "times" in rows[2], "which is not PyTorch's"
+
+
+def test_who_was_not_asked_has_refused_nothing():
+    missing = gauge(torch=NotAskedError("a peer of PyTorch without it; pip install torch"))
+    _, row = rows_of(subject(peer(ONES)), missing)
+    assert row["left_out"] and row["unavailable"].startswith("a peer of PyTorch")
+    (own,) = rows_of(
+        Subject({}, [Contender("cupyattn", refusing(NotAskedError("for hours")))]), gauge()
+    )
+    assert own["left_out"]
+    refused = list(rows_of(subject(Contender.of_peer("math", refusing(KeyError("none")))), gauge()))
+    assert "left_out" not in refused[1]
+
+
+@pytest.mark.parametrize("failure", [NotImplementedError("no softcap"), MemoryError("64 GB")])
+def test_what_a_kernel_refuses_is_a_row(failure):
+    (row,) = rows_of(Subject({}, [Contender("cupyattn", refusing(failure))]), gauge())
+    assert row["unavailable"] == f"{type(failure).__name__}: {failure}"
+
+
+def test_a_fault_in_a_kernel_is_no_row():
+    fault = RuntimeError("an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        list(rows_of(Subject({}, [Contender("cupyattn", refusing(fault))]), gauge()))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "left_out"), [(4, []), (6, ["torch compile"]), (11, ["torch compile", "cupy"])]
+)
+def test_peers_are_left_out_when_time_is_over(seconds, left_out, monkeypatch):
+    monkeypatch.setattr(subjects.time, "monotonic", lambda: 100.0 + seconds)
+    late = gauge(limit_s=10.0, began=100.0)
+    rows = list(rows_of(subject(peer(ONES, "compile"), peer(ONES, "cupy")), late))
+    assert [row["contender"] for row in rows if "unavailable" in row] == left_out
+    assert all("--limit" in row["unavailable"] for row in rows if row.get("left_out"))
+    assert all(row["left_out"] for row in rows if "unavailable" in row)
+
+
+def test_work_of_one_contender():
+    made = subject(peer(ONES), flops=1e12, own={"torch eager": {"flops": 2e12}})
+    first, second = rows_of(made, gauge(1.0, 1.0))
+    assert (first["tflops"], second["tflops"]) == (1.0, 2.0)
