@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -31,10 +30,6 @@ _ARRAYS = (
     "arrays are numpy.ndarray, cupy.ndarray, or CUDA arrays with __cuda_array_interface__ or "
     "__dlpack__"
 )
-
-_SOMEWHERE = 1 << 62
-"""An address in the middle of all there may be."""
-_MOST_CANDIDATES: Any = 100_000  # Any: to the stubs of NumPy 2.4 max_work is 0 or -1
 
 
 class Layout(NamedTuple):
@@ -127,7 +122,7 @@ def adopt(
         if array is None:
             continue
         if type(array) not in _own_kinds:
-            array = _adopt_one(shown_as.get(name, name), array, fixes)
+            array = adopt_one(shown_as.get(name, name), array, fixes)
         if type(array) is np.ndarray:
             device_id, place = None, array.ctypes.data
         else:
@@ -157,7 +152,8 @@ def exports_memory(candidate: Any) -> bool:
         return True
 
 
-def _adopt_one(name: str, candidate: Any, fixes: Mapping[str, str]) -> Array:
+def adopt_one(name: str, candidate: Any, fixes: Mapping[str, str] = MappingProxyType({})) -> Array:
+    """Take one array as `adopt` does."""
     cupy = sys.modules.get("cupy")
     if cupy is not None and type(candidate) is cupy.ndarray:
         _own_kinds.add(cupy.ndarray)
@@ -279,76 +275,20 @@ def address(array: Array) -> int:
     return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
 
-class Span(NamedTuple):
-    """The bytes that an array's items lie in, counted from its first item."""
-
-    start: int
-    end: int
-
-
-def span(layout: Layout) -> Span:
-    """Return where the items lie; nowhere for an empty array.
+def array_within(memory: Array, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    """Return an array in the memory of another in C order, `offset` bytes behind its start.
 
     Examples
     --------
-    >>> span(Layout((3, 2), (-8, 4), np.dtype(np.float32)))
-    Span(start=-16, end=8)
+    >>> array_within(np.arange(6, dtype=np.int64), 16, (2, 2), np.dtype(np.int64))
+    array([[2, 3],
+           [4, 5]])
     """
-    if 0 in layout.shape:
-        return Span(0, 0)
-    steps = [(n - 1) * stride for n, stride in zip(layout.shape, layout.strides, strict=True)]
-    return Span(
-        sum(step for step in steps if step < 0),
-        sum(step for step in steps if step > 0) + layout.dtype.itemsize,
-    )
-
-
-@lru_cache(maxsize=4096)
-def share_an_item(a: Layout, b: Layout, distance: int) -> bool:
-    """Tell whether two arrays have an item in common, b's first that many bytes behind a's.
-
-    NumPy solves for a common address on stand-ins, whose memory it never touches. For operations to
-    ask where `span` says that two arrays meet, as two slices of one packed array do: those are as
-    far apart in the next call, so answers are remembered.
-    """
-    first, second = _StandIn(a, _SOMEWHERE), _StandIn(b, _SOMEWHERE + distance)
-    try:
-        return np.shares_memory(np.asarray(first), np.asarray(second), max_work=_MOST_CANDIDATES)
-    except np.exceptions.TooHardError:
-        return True
-
-
-def overlaps_itself(layout: Layout) -> bool:
-    """Tell whether two indices of an array may name one item, as in a broadcast view.
-
-    Exact for views made by slicing, transposing and broadcasting; some arrays from as_strided whose
-    axes interleave are taken for overlapping too.
-    """
-    if 0 in layout.shape:
-        return False
-    reach = layout.dtype.itemsize
-    for stride, extent in sorted(
-        (abs(stride), extent) for stride, extent in zip(layout.strides, layout.shape, strict=True)
-    ):
-        if extent <= 1:
-            continue
-        if stride < reach:
-            return True
-        reach += (extent - 1) * stride
-    return False
-
-
-class _StandIn:
-    """An array of that layout at an address, for questions about addresses alone."""
-
-    def __init__(self, layout: Layout, place: int) -> None:
-        self.__array_interface__ = {
-            "data": (place, True),
-            "shape": layout.shape,
-            "strides": layout.strides,
-            "typestr": f"|V{layout.dtype.itemsize}",
-            "version": 3,
-        }
+    if isinstance(memory, np.ndarray):
+        end = offset + math.prod(shape) * dtype.itemsize
+        return memory.reshape(-1).view(np.uint8)[offset:end].view(dtype).reshape(shape)
+    # At once: of CuPy's arrays a slice and a view of it take twice as long.
+    return type(memory)(shape, dtype, memory.data + offset)
 
 
 def dtype_of(name: str) -> np.dtype:

@@ -36,6 +36,15 @@ def load_cupy() -> Any:
     return cupy
 
 
+def loaded_nvtx() -> Any | None:
+    """Return CuPy's NVTX ranges; None where nothing has imported CuPy yet."""
+    if "cupy" not in sys.modules:
+        return None
+    import cupy.cuda.nvtx
+
+    return cupy.cuda.nvtx
+
+
 def _find_it_a_folder() -> None:
     """Point CUPY_CACHE_DIR beside our own kernels, unless the user set it or its default will do.
 

@@ -64,10 +64,11 @@ def _missing_compiler() -> str | None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, and say why; long searches are not even named."""
-    searches = [item for item in items if item.get_closest_marker("deep")]
+    searches = {item for item in items if item.get_closest_marker("deep")}
+    searches |= search.further_bugs(item for item in items if item not in searches)
     if searches and not config.getoption("--deep"):
-        config.hook.pytest_deselected(items=searches)
-        items[:] = [item for item in items if item not in set(searches)]
+        config.hook.pytest_deselected(items=[*searches])
+        items[:] = [item for item in items if item not in searches]
     reasons = {
         "gpu": None if device_count() else "no CUDA device: kernels cannot run here",
         "nvrtc": _missing_compiler(),

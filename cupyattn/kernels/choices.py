@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from cupyattn.errors import error, shown
 from cupyattn.folders import cache_directory
 from cupyattn.kernels.cache import write_atomically
 from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.kernels.source import source_root
+from cupyattn.kernels.target import flag
 
 TUNED_VARIABLE = "CUPYATTN_TUNED"
 
@@ -101,15 +100,8 @@ def tuned_override() -> bool:
     ValueError
         If it is neither 0 nor 1.
     """
-    text = os.environ.get(TUNED_VARIABLE, "").strip()
-    if text not in ("", "0", "1"):
-        raise error(
-            ValueError,
-            f"{TUNED_VARIABLE}={shown(text)}",
-            "it is 1 to take the rows that python -m cupyattn tune chose, 0 not to",
-            f"set {TUNED_VARIABLE}=0 or 1, or unset it",
-        )
-    return text == "1"
+    on = "take the rows that python -m cupyattn tune chose"
+    return bool(flag(TUNED_VARIABLE, on=on, off="take the usual ones"))
 
 
 def choices_for(device: str, arch: str) -> Choices:

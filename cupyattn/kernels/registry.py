@@ -20,6 +20,7 @@ from cupyattn.kernels.configs.layers import (
     activations,
     adamw,
     adamw_8bit,
+    add_to,
     column_sums,
     cross_entropy,
     dropout,
@@ -34,6 +35,7 @@ from cupyattn.kernels.configs.layers import (
 from cupyattn.kernels.configs.linear import float32 as linear_float32
 from cupyattn.kernels.configs.linear import (
     mma_rate,
+    nested_scales,
     quantised,
     quantised_float32,
     quantised_thin,
@@ -64,6 +66,7 @@ _MODULES = (
     dropout,
     adamw,
     adamw_8bit,
+    add_to,
     global_norm,
     embedding,
     rope,
@@ -80,6 +83,7 @@ _MODULES = (
     quantised_thin_float32,
     linear_tensor_core,
     quantised,
+    nested_scales,
     quantised_float32,
     quantised_tile,
 )

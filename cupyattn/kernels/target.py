@@ -48,13 +48,25 @@ def tensor_cores_override() -> bool | None:
     ValueError
         If it is neither 0 nor 1.
     """
-    text = os.environ.get(TENSOR_CORES_VARIABLE, "").strip()
+    off = "compute float16 in float32 arithmetic"
+    return flag(TENSOR_CORES_VARIABLE, on="use tensor cores", off=off)
+
+
+def flag(variable: str, *, on: str, off: str) -> bool | None:
+    """Return what an environment variable of 0 or 1 says; None where it is not set.
+
+    Raises
+    ------
+    ValueError
+        If it is neither; the message says what it is to do.
+    """
+    text = os.environ.get(variable, "").strip()
     if text not in ("", "0", "1"):
         raise error(
             ValueError,
-            f"{TENSOR_CORES_VARIABLE}={shown(text)}",
-            "it is 1 to use tensor cores, 0 to compute float16 in float32 arithmetic",
-            f"set {TENSOR_CORES_VARIABLE}=0 or 1, or unset it",
+            f"{variable}={shown(text)}",
+            f"it is 1 to {on}, 0 to {off}",
+            f"set {variable}=0 or 1, or unset it",
         )
     return text == "1" if text else None
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.errors import error
-from cupyattn.kernels.structs import ELEMENTS_AXES, OUTER_AXES, elements_params, rows_params
+from cupyattn.kernels.structs.walks import ELEMENTS_AXES, OUTER_AXES, elements_params, rows_params
 
 Strides = tuple[int, ...]
 """Of the axes of one shape, in items."""

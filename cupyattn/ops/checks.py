@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Layout, is_contiguous, overlaps_itself
+from cupyattn.arrays import Layout, is_contiguous
 from cupyattn.errors import error, shown
+from cupyattn.ops.spans import overlaps_itself
 
 FLOATS = ("float16", "float32", "bfloat16")
 CPU_FLOATS = (*FLOATS, "float64")

@@ -51,6 +51,8 @@ def integer(
     fix: str = "convert it with int(...)",
 ) -> int:
     """Return an option as an int, or raise TypeError."""
+    if type(value) is int:  # as of real
+        return value
     if isinstance(value, Integral) and not isinstance(value, _NO_NUMBERS):
         return int(value)
     raise error(

@@ -15,12 +15,11 @@ from cupyattn.arrays import (
     Layout,
     Operands,
     layouts_of,
-    share_an_item,
-    span,
 )
 from cupyattn.errors import error
 from cupyattn.ops.checks import made_beforehand, require_output, require_workspace
 from cupyattn.ops.plan import Output
+from cupyattn.ops.spans import share_an_item, span
 
 
 class Pair(NamedTuple):

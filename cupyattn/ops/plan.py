@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array, address
+from cupyattn.arrays import Array, address, array_within
 from cupyattn.errors import error
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
 from cupyattn.kernels.device import Device
@@ -75,8 +75,8 @@ class Scratch(NamedTuple):
         return self.offset + self.items * SCRATCH_DTYPE.itemsize
 
     def within(self, workspace: Any) -> Any:
-        """Return the array, of a flat workspace of bytes."""
-        return workspace[self.offset : self.end].view(SCRATCH_DTYPE)
+        """Return the array."""
+        return array_within(workspace, self.offset, (self.items,), SCRATCH_DTYPE)
 
 
 class Plan(NamedTuple):
@@ -162,16 +162,11 @@ def allot(
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in arrays.items()}
     pieces = lay_out_scratch({n: -(-s // SCRATCH_DTYPE.itemsize) for n, s in sizes.items()})
     workspace = _workspace(device, max((piece.end for piece in pieces), default=0), given)
-    return {
-        name: workspace[offset : offset + sizes[name]]
-        .view(arrays[name].dtype)
-        .reshape(arrays[name].shape)
-        for name, offset, _ in pieces
-    }
+    return {name: array_within(workspace, offset, *arrays[name]) for name, offset, _ in pieces}
 
 
 def _workspace(device: Device, needed: int, given: Array | None) -> Array:
-    """Return the scratch memory of a call as flat bytes: what was given, or new."""
+    """Return the scratch memory of a call: what was given, or new."""
     if given is None:
         return device.empty((needed,), _BYTES)
     beyond = address(given) % VECTOR_BYTES
@@ -184,7 +179,7 @@ def _workspace(device: Device, needed: int, given: Array | None) -> Array:
             f"this call needs {needed}, starting at a multiple of {VECTOR_BYTES}",
             f"pass for example {library}.empty({needed}, 'uint8'), or none",
         )
-    return given.reshape(-1).view(_BYTES)
+    return given
 
 
 def lay_out_scratch(items: Mapping[str, int]) -> tuple[Scratch, ...]:

@@ -90,9 +90,16 @@ from cupyattn.reference.layers.softmax_bounds import (
     softmax_backward_bound,
     softmax_bound,
 )
+from cupyattn.reference.layers.sums import add_to, add_to_bound
 from cupyattn.reference.linear.bounds import linear_backward_bound, linear_bound
 from cupyattn.reference.linear.products import linear, linear_backward
-from cupyattn.reference.linear.quantisation import dequantize, quantize
+from cupyattn.reference.linear.quantisation import (
+    dequantize,
+    expand_scales,
+    nest_scales,
+    quantize,
+)
+from cupyattn.reference.linear.quantised import dequantised_rows, with_expanded_scales
 from cupyattn.reference.philox import attention_keep, element_keep, philox4x32_10
 
 __all__ = [
@@ -105,6 +112,8 @@ __all__ = [
     "adamw_step",
     "adamw_step_8bit",
     "adamw_step_bound",
+    "add_to",
+    "add_to_bound",
     "append_kv",
     "append_kv_bound",
     "attention",
@@ -123,6 +132,7 @@ __all__ = [
     "cross_entropy_backward_bound",
     "cross_entropy_bound",
     "dequantise",
+    "dequantised_rows",
     "dequantize",
     "derivative_error",
     "dropout",
@@ -132,6 +142,7 @@ __all__ = [
     "embedding_backward",
     "embedding_backward_bound",
     "error_ratio",
+    "expand_scales",
     "gated",
     "gated_backward",
     "gated_backward_bound",
@@ -158,6 +169,7 @@ __all__ = [
     "logsumexp_bound",
     "merge_attention",
     "merge_attention_bound",
+    "nest_scales",
     "norm",
     "norm_backward",
     "norm_backward_bound",
@@ -181,4 +193,5 @@ __all__ = [
     "softmax_backward_bound",
     "softmax_bound",
     "spread",
+    "with_expanded_scales",
 ]

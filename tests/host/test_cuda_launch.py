@@ -60,6 +60,8 @@ def test_arguments_lie_where_the_driver_is_told():
     assert read(packed.address) == (ADDRESSES[1], ADDRESSES[0], 7, (-1, 2.0))
     packed.fill([maybe, x], of_a_plan)
     assert read(packed.address)[2:] == (-5, (3, 0.5)), "with another plan's between"
+    packed.fill([maybe, x], (np.int32(9), of_a_plan[1]))
+    assert read(packed.address)[2:] == (9, (3, 0.5)), "one of a plan's values changed"
 
 
 class Driver:

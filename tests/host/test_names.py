@@ -121,6 +121,7 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
         {**dict.fromkeys(("step", "lr", "betas", "eps", "weight_decay"), inspect.Parameter.empty),
          "grad_scale": 1.0},
     ),
+    cupyattn.add_to: (("total", "x"), {}),
     cupyattn.adamw_step_8bit: (
         ("param", "grad", "m", "v", "m_scales", "v_scales"),
         {**dict.fromkeys(("step", "lr", "betas", "eps", "weight_decay"), inspect.Parameter.empty),
@@ -186,8 +187,10 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
         {"activation": None, "residual": None, "return_preactivation": False, "out": None,
          "workspace": None},
     ),
-    cupyattn.quantize: (("w",), {"format": "nf4", "block_size": None, "out": None}),
-    cupyattn.dequantize: (("weight",), {"dtype": None, "out": None}),
+    cupyattn.quantize: (
+        ("w",), {"format": "nf4", "block_size": None, "out": None, "workspace": None},
+    ),
+    cupyattn.dequantize: (("weight",), {"dtype": None, "out": None, "workspace": None}),
     linear_backward: (
         ("dout", "x", "w", "b"),
         {"activation": None, "preactivation": None, "grads": None, "accumulate": False,

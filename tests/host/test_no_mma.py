@@ -175,6 +175,7 @@ CALLS: dict[str, list[Callable[[], Any]]] = {
             single(8), single(8), np.zeros(8, np.int8), np.zeros(8, np.uint8), *single(2, 1), **STEP
         )
     ],
+    "add_to": [lambda: cupyattn.add_to(single(8), half(8))],
     "global_norm": [lambda: cupyattn.global_norm(half(3, 8), half(8))],
     "sample": [lambda: cupyattn.sample(half(3, 8), seed=0, top_k=2)],
     "append_kv": [lambda: cupyattn.append_kv(*half(2, 4, 16, 1, 64), *half(2, 3, 1, 64), SLOTS)],

@@ -100,7 +100,11 @@ def test_sdist_holds_everything_to_build_and_test(built):
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert {f"cuda_src/{name}" for name in CUDA_SOURCES} <= names
     assert {"README.md", "LICENSE", "pyproject.toml", "cupyattn/py.typed"} <= names
-    assert {".github/CONTRIBUTING.md", ".github/speed.json", ".github/speed-light.svg"} <= names
+    assert {
+        ".github/CONTRIBUTING.md",
+        ".github/figures/attention.json",
+        ".github/speed-light.svg",
+    } <= names
     for folder in ("tests", "notebooks", "cupyattn"):
         for suffix in (".py", ".cu", ".ipynb"):
             files = {p.relative_to(ROOT).as_posix() for p in (ROOT / folder).rglob(f"*{suffix}")}

@@ -10,20 +10,13 @@ from xml.etree import ElementTree
 
 import pytest
 from support import readme
-from support.readme import (
-    MEASURED,
-    README,
-    ROOT,
-    examples,
-    options_table,
-    with_table,
-    with_tables,
-)
+from support.made_up_results import of_quick
+from support.readme import README, ROOT, examples, options_table, with_options
 
 from cupyattn import __main__ as library
 from cupyattn import cli
 from cupyattn.benchmark import __main__ as benchmark
-from cupyattn.benchmark.plot.figures import figures_of, results_in
+from cupyattn.benchmark.readme import figures, tables
 
 MOST_WORDS = 1300
 COMMANDS = ("pip install . && python -m cupyattn demo", 'pip install ".[test]" && pytest')
@@ -78,13 +71,13 @@ def test_the_example_with_weights_runs(capsys):
     assert "Paris" in capsys.readouterr().out
 
 
-def test_tables_are_not_stale():
-    assert with_tables(text_of(README)) == text_of(README), "run python tests/support/readme.py"
+def test_the_table_of_options_is_not_stale():
+    assert with_options(text_of(README)) == text_of(README), "run python tests/support/readme.py"
 
 
-def test_a_table_needs_its_marks():
-    with pytest.raises(ValueError, match="no marks for the table speed"):
-        with_table("<!-- options: end -->\n", "speed", "| |\n")
+def test_tables_of_figures_are_not_stale():
+    now = tables.with_tables(text_of(README), ROOT, figures.load(ROOT))
+    assert now == text_of(README), "run python -m cupyattn.benchmark readme"
 
 
 def test_implementations_with_the_same_options_share_a_column():
@@ -131,8 +124,8 @@ def test_commands_are_understood(module, arguments, monkeypatch):
 def test_there_are_commands():
     """The test above would pass for none."""
     assert {("cupyattn", "demo"), ("cupyattn", "compile --arch 75")} <= commands()
-    figures = "attention --seqlen 4096 --head-dim 40 64 80 96 128 160 192 256 --options causal"
-    assert ("cupyattn.benchmark", figures) in commands()
+    measured = figures.load(ROOT)["attention"][0]["invocation"]
+    assert ("cupyattn.benchmark", measured.partition("cupyattn.benchmark ")[2]) in commands()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
@@ -166,17 +159,43 @@ def test_the_tree_is_that_of_the_repository():
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_picture_shows_the_figures(theme):
     """Of each panel in its place: title first, then the library's figures by head dim."""
-    figures = figures_of(results_in(MEASURED))
+    chart = tables.chart_of(figures.load(ROOT)["attention"])
     picture = ElementTree.parse(ROOT / ".github" / f"speed-{theme}.svg")
     shown = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
-    assert figures.caption in shown
-    assert {*figures.contenders, "no kernel"} <= set(shown)
-    ours = figures.contenders[0]
-    for panel, contenders in figures.panels.items():
+    assert chart.caption in shown
+    assert {*chart.contenders, "no kernel, or no room"} <= set(shown)
+    ours = chart.contenders[0]
+    for panel, contenders in chart.panels.items():
         labels = [f"{tflops:.0f}" for tflops in contenders[ours].values()]
         assert any(shown[at : at + len(labels)] == labels for at in range(len(shown))), panel
 
 
+def test_one_quick_run_has_the_tables_anew():
+    """All of this library's and of torch.compile's: the peers for a T4 are measured by hand."""
+    committed = figures.load(ROOT)
+    on = {name: committed["attention"][0][name] for name in ("device", "code")}
+    on["date"] = "2099-01-01"
+    commands = ("attention", "attention_backward", "layers", "linear")
+    merged = figures.merge(committed, [of_quick(command, **on) for command in commands])
+    for name in figures.TABLES:
+        old = [each for each in merged.figures[name] if each["date"] != on["date"]]
+        assert not [row for each in old for row in each["rows"] if "cupyattn" in row["contender"]]
+        assert all(each["note"].startswith("their own functions") for each in old), "the peers"
+    text = tables.with_tables(text_of(README), ROOT, merged.figures)
+    assert "| 40 | 1000 / 1000 |  |  |  | 1000 / 1000 |" in text
+    assert "| rms_norm | 1000.0 (1.00, 1.00) | 1000.0 (1.00, 1.00) |" in text
+
+
 def test_figures_say_where_they_are_from():
-    for result in results_in(MEASURED):
-        assert {"device", "date", "code", "measured_by"} <= set(result)
+    for name, entries in figures.load(ROOT).items():
+        for entry in entries:
+            assert {"device", "date", "code"} <= set(entry), name
+            assert entry.get("invocation") or entry.get("note") or entry["arguments"]
+
+
+def test_sentences_that_are_replaced_quote_their_rows_alone():
+    """Another figure in them would stay as it was, and have the new date."""
+    for sentence in figures.load(ROOT)["others"]:
+        if "rows" in sentence:
+            assert not re.search(r"\d", re.sub(r"{[^}]*}", "", sentence["figures"])), sentence
+            assert sentence["figures"].count("{") == len(sentence["rows"])

@@ -57,6 +57,9 @@ class Bigram:
     def updated(self) -> None:
         self.updates += 1
 
+    def identity(self) -> dict[str, Any]:
+        return {"dropout": self.dropout}
+
 
 def counting(tokens: int, *, samples: int, seed: int = 0) -> list[Sample]:
     """Texts in which each token is followed by the next number."""

@@ -16,6 +16,11 @@ from cupyattn.reference.kv_cache.quantisation import STORED_BITS
 
 LAYERS, HEADS, HEAD_DIM = 2, 3, 6
 CACHE_DTYPES = ("float16", "bfloat16", "float32", "int8", "int4")
+BASE: dict[str, Any] = {
+    "num_layers": 2, "num_blocks": 4, "block_size": 16, "num_kv_heads": 2, "head_dim": 8,
+    "dtype": "float16", "xp": np,
+}  # fmt: skip
+"""The arguments of a small cache."""
 
 
 def token_dtype(dtype: str) -> np.dtype[Any]:

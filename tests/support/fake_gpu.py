@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import types
+from contextlib import nullcontext
 
 import numpy as np
 
 import cupyattn
+from cupyattn.benchmark.frame.subjects import Gauge
 
 HEADER = {
     "version": cupyattn.__version__,
@@ -21,21 +23,31 @@ HEADER = {
     "cupy": "14.2.0",
     "nvrtc": "12.9",
     "numpy": np.__version__,
+    "torch": None,
 }
 
 
+CEILINGS = {"copy_gb_per_s": 4.0, "read_gb_per_s": 5.0, "mma_tflops": 0.5}
+SCRATCH = 5_000_000
+
+
 class FakeTimer:
-    """Makes each call once, for real, and gives the times that it was told to."""
+    """Makes the first call of a round, for real, and gives the times that it was told to."""
 
     def __init__(self, *seconds: float) -> None:
         self.seconds = list(seconds)
         self.results = []
 
-    def __call__(self, call):
-        result = call()
-        self.results.append(copy.deepcopy(result))  # later calls write into the same arrays
-        second = self.seconds.pop(0)
+    def __call__(self, calls, torch=None):
+        self.results.append(copy.deepcopy(calls[0]()))  # later calls write into the same arrays
+        second = self.seconds.pop(0) if self.seconds else 2e-6
         return [second / 2, second, second * 3]  # a median is not thrown off by a slow call
+
+
+def gauge(*seconds: float, **more) -> Gauge:
+    """What rows are measured with, of NumPy arrays; a row takes 2 us where nothing is said."""
+    given = {"xp": np, "times": FakeTimer(*seconds), "memory": lambda call, torch: SCRATCH}
+    return Gauge(**{**given, "ceilings": CEILINGS, **more})
 
 
 class FakeTorch:
@@ -47,21 +59,41 @@ class FakeTorch:
         self.asked: list[tuple] = []
         self.differentiated: list[tuple] = []
         functional = types.SimpleNamespace(scaled_dot_product_attention=self.attend)
+        backend = types.SimpleNamespace(MATH="math", FLASH_ATTENTION="flash")
+        attention = types.SimpleNamespace(SDPBackend=backend, sdpa_kernel=self.within)
         self.autograd = types.SimpleNamespace(grad=self.grad)
-        self.nn = types.SimpleNamespace(functional=functional)
+        self.nn = types.SimpleNamespace(functional=functional, attention=attention)
+        self.cuda = types.SimpleNamespace(
+            Stream=object, stream=nullcontext, synchronize=lambda: None
+        )
         self.bool = np.bool_
+        self.backends: list[str] = []
+        self.compiled: list[str] = []
 
-    def attend(self, q, k, v, *, is_causal, dropout_p, attn_mask=None):
+    def compile(self, function, *, dynamic, mode):
+        assert not dynamic
+        self.compiled.append(mode)
+        return function
+
+    def within(self, backend):
+        self.backends.append(backend)
+        return nullcontext()
+
+    def attend(self, q, k, v, attn_mask=None, *, is_causal, dropout_p):
+        """Exact, by this library, but for what it says that it has not."""
         self.asked.append((q.shape, v.shape, is_causal, dropout_p, attn_mask))
         if attn_mask is not None:
             raise RuntimeError("no kernel")
-        return q
+        turned = [np.asarray(x).swapaxes(1, 2) for x in (q, k, v)]
+        out = cupyattn.attention(*turned, causal=is_causal)
+        return self.from_dlpack(out.swapaxes(1, 2))
 
     def grad(self, out, of, dout, *, retain_graph):
+        """Gradients as tensors of the right shapes, of zeros."""
         assert retain_graph, "the call is made again"
         assert all(tensor.wanted for tensor in of)
         self.differentiated.append((len(of), out.shape, dout.shape))
-        return of
+        return tuple(self.from_dlpack(np.zeros_like(np.asarray(tensor))) for tensor in of)
 
     @staticmethod
     def from_dlpack(array):

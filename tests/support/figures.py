@@ -8,14 +8,15 @@ helped. Look at the difference. Figures of another compiler are not compared.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from support.costs import Cost, first_of_each_kernel, rows, worst
+from support.costs import Cost, rows, worst
 
 from cupyattn.benchmark.memory.calls import modelled_calls
 from cupyattn.benchmark.memory.command import describe as describe_memory
-from cupyattn.cli.table_rows import rows_of
+from cupyattn.cli.table_rows import row_name, rows_of
 from cupyattn.cli.turing import (
     IN_FLOAT32,
     LIKE_FLOAT32,
@@ -26,7 +27,7 @@ from cupyattn.cli.turing import (
 )
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.spec import Specialisation
-from cupyattn.turing import MACHINES
+from cupyattn.turing import MACHINES, T4, Machine
 
 FILE = Path(__file__).resolve().parent.parent / "figures" / "sm_75.json"
 RECORD: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
@@ -39,8 +40,8 @@ MEMORY = {row["call"]: row for row in MEMORY_RECORD["rows"]}
 """What memory-bound calls ask of Turing, by call."""
 MACHINES_FILE = FILE.with_name("machines.json")
 MACHINES_RECORD: dict[str, Any] = json.loads(MACHINES_FILE.read_text(encoding="utf-8"))
-ON_MACHINES = {(row["machine"], row["kernel"]): row for row in MACHINES_RECORD["rows"]}
-"""The model of the first row of each kernel with products, by card and kernel."""
+ON_MACHINES = {(row["machine"], row["kernel"], row["row"]): row for row in MACHINES_RECORD["rows"]}
+"""The model of every row of the kernels with products, by card, kernel and row."""
 GATES = {row: Cost(**figures) for row, figures in RECORD["gates"].items()}
 """The most registers, shared bytes and spills and the fewest CTAs of any dtype and load, by row."""
 
@@ -53,24 +54,47 @@ def measured() -> dict[str, Any]:
     return {**versions, "rows": model["rows"], "gates": gates}
 
 
-def of_machines() -> dict[tuple[str, str], Specialisation]:
-    """The first row of each kernel with products that a card runs, by card and kernel."""
+def sm_of(machine: Machine) -> Machine:
+    """A card's multiprocessor: cards that differ in size, clock and memory alone have the same."""
+    return replace(machine, name="", multiprocessors=0, clock_mhz=0, memory_gb_s=0)
+
+
+def of_machines() -> dict[tuple[str, str, str], Specialisation]:
+    """Every row of the kernels with products, by card, kernel and row, on a card of each kind.
+
+    But for a T4's rows of TUNED, which the file of rows has.
+    """
     found = {}
-    for name, machine in MACHINES.items():
+    for name in {sm_of(machine): name for name, machine in MACHINES.items()}.values():
         on_tensor_cores, in_float32 = (*TUNED, *LIKE_TUNED), (*IN_FLOAT32, *LIKE_FLOAT32)
-        kernels = on_tensor_cores if machine.tensor_cores else in_float32
-        for row in first_of_each_kernel(rows_of(kernels, None)):
-            found[name, row.spec.entry] = row
+        kernels = on_tensor_cores if MACHINES[name].tensor_cores else in_float32
+        for row in rows_of(LIKE_TUNED if name == T4.name else kernels, None):
+            found[name, row.spec.entry, row_name(row)] = row
     return found
 
 
 def on_machines() -> dict[str, Any]:
     """What the file of cards should hold."""
     rows = [
-        {"machine": name, **kernel_row(row, machine=MACHINES[name])}
-        for (name, _), row in of_machines().items()
+        {"machine": name, **short(kernel_row(row, machine=MACHINES[name]))}
+        for (name, _, _), row in of_machines().items()
     ]
     return {"nvrtc": RECORD["nvrtc"], "nvdisasm": RECORD["nvdisasm"], "rows": rows}
+
+
+def short(row: dict[str, Any]) -> dict[str, Any]:
+    """What of a row the gates hold, and what binds."""
+    loop = row["main"]
+    names = ("spill_bytes", "lsu_ratio", "bound", "binding_pipe")
+    main = {**{name: loop[name] for name in names}, "utilisation": loop["utilisation"]}
+    return {**{name: row[name] for name in ("kernel", "row", "ctas_per_sm")}, "main": main}
+
+
+def written(content: dict[str, Any]) -> str:
+    """JSON with each row on a line."""
+    head = json.dumps({**content, "rows": None}, indent=1)
+    rows = ",\n".join(f"  {json.dumps(row)}" for row in content["rows"])
+    return head.replace('"rows": null', f'"rows": [\n{rows}\n ]') + "\n"
 
 
 def moved() -> dict[str, Any]:
@@ -80,6 +104,6 @@ def moved() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    written = ((FILE, measured()), (MEMORY_FILE, moved()), (MACHINES_FILE, on_machines()))
-    for file, content in written:
+    for file, content in ((FILE, measured()), (MEMORY_FILE, moved())):
         file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    MACHINES_FILE.write_text(written(on_machines()), encoding="utf-8")

@@ -25,9 +25,15 @@ CODEBOOK = np.array(
 
 
 def bitsandbytes(
-    rng: np.random.Generator, outer: int, inner: int, *, nested: bool, block_size: int = 64
+    rng: np.random.Generator,
+    outer: int,
+    inner: int,
+    *,
+    nested: bool,
+    block_size: int = 64,
+    table: np.ndarray | None = None,
 ) -> Packed:
-    """Random codes; with `nested` absmax are codes of a random table, too."""
+    """Random codes; with `nested` absmax are codes of a table, too: a random one, or that."""
     codes = rng.integers(0, 16, outer * inner)
     count = outer * inner // block_size
     state = {"quant_type": "nf4", "blocksize": block_size, "dtype": "bfloat16",
@@ -38,7 +44,7 @@ def bitsandbytes(
     }
     if nested:
         absmax_codes = rng.integers(0, 256, count).astype(np.uint8)
-        table = np.sort(rng.uniform(-1, 1, 256)).astype(np.float32)
+        table = np.sort(rng.uniform(-1, 1, 256)).astype(np.float32) if table is None else table
         above = rng.uniform(0.01, 0.02, -(-count // 256)).astype(np.float32)
         offset = float(np.float32(rng.uniform(0.05, 0.1)))
         state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}

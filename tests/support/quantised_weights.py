@@ -12,6 +12,8 @@ from cupyattn import QuantizedWeight
 from cupyattn.weight_formats import FORMATS, pieces
 
 MADE = ("nf4", "int4", "int8")
+LARGE = {"int4": 1e3}
+"""What some weights are multiplied with, of a format that does not take all of float32."""
 PAIRED = ("int4", "q4_1", "q4_k")
 
 
@@ -25,6 +27,7 @@ def weights(
     padding: int = 0,
     step: int = 1,
     seed: int = 0,
+    large: float = 1e36,
 ) -> np.ndarray:
     """w (K, N) within a larger array of NaN, with blocks of zeros, of -0 and of tiny numbers."""
     rng = np.random.default_rng(seed)
@@ -40,7 +43,7 @@ def weights(
     w[3, 3::7] = 6e-8
     if dtype != "float16":
         w[:32, 4::7] *= 1e-38
-        w[:32, 5::7] *= 1e36
+        w[:32, 5::7] *= large
     return w
 
 
@@ -69,6 +72,8 @@ def of_usual_size(
     rng = np.random.default_rng(seed)
     sizes = rng.choice([1.0, 1.0, 1.0, 1e-3, 1e-6, 0.0], weight.scales.shape[:2])
     arrays = weight.arrays
+    if kind == "nf4_nested":
+        return weight
     if kind == "q4_k":
         assert weight.super_scales is not None
         arrays["super_scales"] = (weight.super_scales / 256).astype(np.float16)
@@ -96,11 +101,17 @@ def number(weight: QuantizedWeight, k: int, n: int, codebook: np.ndarray) -> Fra
         q = int(weight.codes[n, k])
     else:
         byte = int(weight.codes[n, k // 2])
-        high = (k % 2 == 0) == (weight.format == "nf4")
+        high = (k % 2 == 0) == weight.format.startswith("nf4")
         q = byte >> 4 if high else byte & 15
     numbers = [Fraction(float(x)) for x in np.atleast_1d(weight.scales[n, block])]
     if weight.format == "nf4":
         return Fraction(float(codebook[q])) * numbers[0]
+    if weight.format == "nf4_nested":
+        assert weight.super_scales is not None
+        assert weight.scale_table is not None
+        span, offset = weight.super_scales[(n * weight.scales.shape[1] + block) // 64]
+        absmax = weight.scale_table[weight.scales[n, block]] * span + offset  # which rounds twice
+        return Fraction(float(codebook[q])) * Fraction(float(absmax))
     if weight.format == "int8":
         return q * numbers[0]
     scale, second = numbers

@@ -5,8 +5,9 @@ made is known to be flushed already, which saves most of the work.
 """
 
 import re
+from functools import lru_cache
 
-from cupyattn.emulator.ptx.model import Function, Instruction
+from cupyattn.emulator.ptx.model import Function
 
 __all__ = ["clean_registers"]
 
@@ -21,21 +22,23 @@ def _is_clean_literal(operand: str) -> bool:
     return bits == 0 or bits >= 0x00800000
 
 
-def _sources_that_matter(x: Instruction) -> tuple[int, ...] | None:
+@lru_cache(maxsize=4096)
+def _sources_that_matter(parts: tuple[str, ...], operands: int) -> tuple[int, ...] | None:
     """Return which operands must be clean for the result to be, () for none, None if it is not."""
-    if x.root == "cvt":
-        from_type = x.parts[-1]
-        if "f32" not in x.parts[-2:-1]:
+    root = parts[0]
+    if root == "cvt":
+        from_type = parts[-1]
+        if "f32" not in parts[-2:-1]:
             return None
-        if from_type == "f16" or from_type[0] in "us" or "ftz" in x.parts:
+        if from_type == "f16" or from_type[0] in "us" or "ftz" in parts:
             return ()
         return None
-    if x.parts[-1] != "f32":
+    if parts[-1] != "f32":
         return None
-    if "ftz" in x.parts and x.root not in ("setp", "set"):
+    if "ftz" in parts and root not in ("setp", "set"):
         return ()
-    copied = _COPIES.get(x.root)
-    if copied and copied[-1] >= len(x.operands):
+    copied = _COPIES.get(root)
+    if copied and copied[-1] >= operands:
         return None  # what is wrong with it is the lowering's business
     return copied
 
@@ -43,28 +46,25 @@ def _sources_that_matter(x: Instruction) -> tuple[int, ...] | None:
 def clean_registers(function: Function) -> set[str]:
     """Return the float32 registers whose every definition flushes subnormals, as a fixed point."""
     clean = {r for r, kind in function.registers.items() if kind == "f32"}
-    definitions = []
+    copies = []  # registers, and what they are copied of
     for x in function.instructions:
-        if not x.operands:
+        if not x.operands or x.root in ("st", "red"):
             continue
-        target = x.operands[0]
-        matter = _sources_that_matter(x)
-        if x.root in ("st", "red"):
+        matter = _sources_that_matter(x.parts, len(x.operands))
+        if matter == ():
             continue
-        for register in target.strip("{}").replace("|", ",").split(","):
+        for register in x.operands[0].strip("{}").replace("|", ",").split(","):
             register = register.strip()
-            if register in clean:
-                definitions.append((register, x, matter))
+            if matter is None:
+                clean.discard(register)
+            elif register in clean:
+                sources = [x.operands[i] for i in matter if not _is_clean_literal(x.operands[i])]
+                copies.append((register, sources))
     changed = True
     while changed:
         changed = False
-        for register, x, matter in definitions:
-            if register in clean and (
-                matter is None
-                or not all(
-                    x.operands[i] in clean or _is_clean_literal(x.operands[i]) for i in matter
-                )
-            ):
+        for register, sources in copies:
+            if register in clean and not clean.issuperset(sources):
                 clean.discard(register)
                 changed = True
     return clean

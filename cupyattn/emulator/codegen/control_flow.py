@@ -12,6 +12,7 @@ widenings", 1993: strongly connected components in topological order, then each 
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from cupyattn.emulator.errors import PTXSyntaxError
 from cupyattn.emulator.ptx.model import Function, Instruction
@@ -56,6 +57,11 @@ class Block:
     next: int | None = None
 
 
+@lru_cache(maxsize=1 << 15)
+def _names_in(operand: str) -> tuple[str, ...]:
+    return tuple(_NAME.findall(operand))
+
+
 def registers_of(
     instruction: Instruction, registers: dict[str, str]
 ) -> tuple[list[str], list[str]]:
@@ -64,7 +70,7 @@ def registers_of(
     A guarded instruction also reads what it writes: the lanes switched off keep the old value.
     """
     found = [
-        [name for name in _NAME.findall(operand) if name in registers]
+        [name for name in _names_in(operand) if name in registers]
         for operand in instruction.operands
     ]
     if instruction.result_is_behind:
@@ -262,6 +268,9 @@ class ControlFlow:
                 if live != self.live_in[number] or out != self.live_out[number]:
                     self.live_in[number], self.live_out[number] = live, out
                     changed = True
+        entering = self.live_in[0]
+        sides = zip(self.live_in, self.live_out, strict=True)
+        self._crossing = [before | behind | entering for before, behind in sides]
 
     def continues(self, number: int) -> bool:
         """Tell whether lanes wait at the end of the block before, and then go on here."""
@@ -279,6 +288,6 @@ class ControlFlow:
         that other blocks write as well does not count, a lane waiting there may need its value;
         nor does one that some path reads without having written it.
         """
-        live = self.live_in[number] | self.live_out[number] | self.live_in[0]
-        crosses = live & self.bit[register]
-        return not crosses and len(self.written_in[register]) == 1
+        return not self._crossing[number] & self.bit[register] and (
+            len(self.written_in[register]) == 1
+        )

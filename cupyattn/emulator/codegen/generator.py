@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from cupyattn.emulator.ptx.model import Function, Instruction, Variable
 
 __all__ = ["Generator", "Lowering"]
 
+_NO_WORD = re.compile(r"\W")
 _INTEGER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?$")
 _HEX_FLOAT = re.compile(r"0(?:[fF]([0-9a-fA-F]{8})|[dD]([0-9a-fA-F]{16}))$")
 _SYMBOL = re.compile(r"([\w$%]+)\s*(?:\+\s*(-?\d+))?$")
@@ -31,6 +32,8 @@ class Generator:
 
     Attributes
     ----------
+    stored : dict
+        The dtype that each register is stored in.
     guard : str
         Name of the mask of a guarded instruction while it is lowered, "" without a guard.
     mask : str
@@ -45,6 +48,7 @@ class Generator:
         self.prologue: dict[str, str] = {}
         self.out: list[str] = []
         self.names = self._register_names()
+        self.stored = {name: register_dtype(kind) for name, kind in function.registers.items()}
         self.clean = clean_registers(function)
         self.block = 0
         self.guard = ""
@@ -66,7 +70,7 @@ class Generator:
         names: dict[str, str] = {}
         taken: set[str] = set()
         for register in self.function.registers:
-            name = base = "v_" + re.sub(r"\W", "_", register.lstrip("%"))
+            name = base = "v_" + _NO_WORD.sub("_", register.lstrip("%"))
             while name in taken:
                 name = f"{base}_{len(taken)}"
             taken.add(name)
@@ -86,17 +90,9 @@ class Generator:
             f"[{instruction}]{f' at {file}:{number}' if number else ''}"
         )
 
-    @contextmanager
-    def placing(self, instruction: Instruction) -> Iterator[None]:
+    def placing(self, instruction: Instruction) -> _Placing:
         """Let an error inside say where the instruction stands, unless it does already."""
-        try:
-            yield
-        except UnsupportedPTXError as error:
-            if str(instruction) in str(error):
-                raise
-            raise self.unsupported(instruction, str(error)) from None
-        except (IndexError, KeyError, ValueError) as error:
-            raise self.unsupported(instruction, f"cannot read it ({error})") from error
+        return _Placing(self, instruction)
 
     def is_register(self, operand: str) -> bool:
         """Tell whether `operand` names a register."""
@@ -155,7 +151,7 @@ class Generator:
         return self._symbol(operand, dtype)
 
     def _register_value(self, register: str, dtype: str) -> str:
-        stored = register_dtype(self.function.registers[register])
+        stored = self.stored[register]
         name = self.current(register)
         self._check_predicate(register, stored, dtype)
         if stored == dtype:
@@ -191,7 +187,7 @@ class Generator:
             self._derived.pop(register, None)
             self._held[register] = expression
         else:
-            self.assign(register, expression, register_dtype(self.function.registers[register]))
+            self.assign(register, expression, self.stored[register])
 
     def _symbol(self, operand: str, dtype: str) -> str:
         match = _SYMBOL.match(operand)
@@ -229,7 +225,7 @@ class Generator:
             raise UnsupportedPTXError(f"cannot read the address {operand}")
         base, offset = match.group(1), int(match.group(2) or "0", 0)
         if self.is_register(base):
-            stored = register_dtype(self.function.registers[base])
+            stored = self.stored[base]
             if stored not in ("u4", "u8"):
                 raise UnsupportedPTXError(f"the address {base} is no register of 32 or 64 bits")
             name = self.current(base)
@@ -245,7 +241,7 @@ class Generator:
         if register not in self.function.registers:
             raise UnsupportedPTXError(f"the target {register!r} is no register")
         self._derived.pop(register, None)
-        stored = register_dtype(self.function.registers[register])
+        stored = self.stored[register]
         self._check_predicate(register, stored, dtype)
         name, before = self.names[register], self.current(register)
         self._held.pop(register, None)
@@ -278,3 +274,23 @@ class Generator:
                 f"block, mask, merge = ({target}, mask, None) if merge is None "
                 f"else schedule.goto({target}, mask, merge)"
             )
+
+
+class _Placing:
+    """See `Generator.placing`; a class, since this surrounds every instruction."""
+
+    __slots__ = ("gen", "instruction")
+
+    def __init__(self, gen: Generator, instruction: Instruction) -> None:
+        self.gen = gen
+        self.instruction = instruction
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, UnsupportedPTXError):
+            if str(self.instruction) not in str(error):
+                raise self.gen.unsupported(self.instruction, str(error)) from None
+        elif isinstance(error, IndexError | KeyError | ValueError):
+            raise self.gen.unsupported(self.instruction, f"cannot read it ({error})") from error

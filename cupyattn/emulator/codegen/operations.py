@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from cupyattn.emulator.codegen.arithmetic import fixed_permutation, fixed_selector
 from cupyattn.emulator.codegen.float_arithmetic import may_be_subnormal
 from cupyattn.emulator.codegen.generator import Generator
 from cupyattn.emulator.codegen.rows import Row, gather
-from cupyattn.emulator.ptx.data_types import register_dtype
 from cupyattn.emulator.ptx.model import Instruction
 
 __all__ = ["Operation", "operation_of"]
@@ -105,6 +105,7 @@ _FLOAT = {
 _FLOAT_OPCODE = re.compile(
     r"((add|sub|mul)(\.rn)?|fma\.rn|max|min|neg|abs|ex2\.approx)(\.ftz)?\.f32"
 )
+_FLOAT_OPERANDS = {"fma": 3, "neg": 1, "abs": 1, "ex2": 1}  # others: two
 _SELECT = {"selp.f32": "f4", "selp.b32": "u4", "selp.u32": "u4", "selp.s32": "u4"}
 _BITS = {
     "add.s32": "np.add", "add.u32": "np.add", "sub.s32": "np.subtract", "sub.u32": "np.subtract",
@@ -133,7 +134,7 @@ def operation_of(gen: Generator, x: Instruction) -> tuple[Operation, list[str]] 
 def _described(gen: Generator, x: Instruction) -> tuple[Operation | None, list[str]]:
     operands = list(x.operands[1:])
     operation = None
-    if _FLOAT_OPCODE.fullmatch(x.opcode):
+    if _is_of_floats(x.opcode):
         operation = _float(gen, x)
     elif x.opcode in _SELECT:
         kind = _SELECT[x.opcode]
@@ -155,24 +156,35 @@ def _described(gen: Generator, x: Instruction) -> tuple[Operation | None, list[s
     return operation, operands
 
 
+@lru_cache(maxsize=4096)
+def _is_of_floats(opcode: str) -> bool:
+    return _FLOAT_OPCODE.fullmatch(opcode) is not None
+
+
+@lru_cache(maxsize=4096)
 def _plain(function: str, operands: tuple[str, ...], result: str) -> Operation:
     no = (False,) * len(operands)
     return Operation(function, operands, no, no, result)
 
 
 def _float(gen: Generator, x: Instruction) -> Operation:
-    without, with_flush, by_itself = _FLOAT[x.root]
-    if len(x.operands) != {"fma": 4, "neg": 2, "abs": 2, "ex2": 2}.get(x.root, 3):
+    operands = x.operands[1:]
+    if len(operands) != _FLOAT_OPERANDS.get(x.root, 2):
         raise ValueError("not as many operands as it takes")
     ftz = "ftz" in x.parts
-    subnormal = tuple(ftz and may_be_subnormal(gen, operand) for operand in x.operands[1:])
+    return _of_floats(x.root, ftz, tuple([ftz and may_be_subnormal(gen, o) for o in operands]))
+
+
+@lru_cache(maxsize=4096)
+def _of_floats(root: str, ftz: bool, subnormal: tuple[bool, ...]) -> Operation:
+    without, with_flush, by_itself = _FLOAT[root]
     flushes = ftz and not by_itself
-    if x.root in ("max", "min"):  # monotonic: the result instead of the operands, if at all
+    if root in ("max", "min"):  # monotonic: the result instead of the operands, if at all
         flushes, subnormal = any(subnormal), (False,) * len(subnormal)
     return Operation(
         with_flush if ftz else without,
         ("f4",) * len(subnormal),
-        tuple(x.root == "fma" and i < 2 for i in range(len(subnormal))),
+        tuple(root == "fma" and i < 2 for i in range(len(subnormal))),
         subnormal,
         "f4",
         flushes,
@@ -185,19 +197,16 @@ def _move(gen: Generator, x: Instruction) -> tuple[Operation | None, list[str]]:
     parts = [name.strip() for name in source.strip("{} ").split(",")]
     if len(parts) == 2:
         return _plain("pack_pair", ("u2", "u2"), "u4"), parts
-    registers = gen.function.registers
-    if target not in registers or source not in registers:
+    to, of = gen.stored.get(target), gen.stored.get(source)
+    if to is None or of is None:
         return None, parts
-    to, of = (register_dtype(registers[name]) for name in (target, source))
     return _plain(f"lambda a: a.view({to})", (of,), to), parts
 
 
 def _fits(gen: Generator, target: str, operands: list[str], operation: Operation) -> bool:
     """Tell whether all registers are stored as what the operation works on."""
-    registers = gen.function.registers
-    if target not in registers:
+    stored = gen.stored
+    if stored.get(target) != operation.result:
         return False
-    wanted = [(target, operation.result), *zip(operands, operation.operands, strict=True)]
-    return all(
-        register_dtype(registers[name]) == dtype for name, dtype in wanted if name in registers
-    )
+    wanted = zip(operands, operation.operands, strict=True)
+    return all(stored.get(name, dtype) == dtype for name, dtype in wanted)

@@ -6,6 +6,7 @@ are made unique, so that behind this module every name means one thing per funct
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
 
 from cupyattn.emulator.errors import PTXSyntaxError
 from cupyattn.emulator.ptx.model import RECEIPT, Function, Instruction, Location
@@ -30,7 +31,7 @@ _TOOLKIT_HEADER = re.compile(
 
 def split_operands(text: str) -> list[str]:
     """Split at the commas that are outside of brackets."""
-    if "{" not in text and "(" not in text and "[" not in text:
+    if "{" not in text and "(" not in text:  # alone, an address has none inside
         return [part.strip() for part in text.split(",")] if text else []
     operands: list[str] = []
     depth = start = 0
@@ -105,11 +106,16 @@ class _Scopes:
         return rename(text, lambda name: self.visible.get(name, name))
 
 
+@lru_cache(maxsize=1024)
+def _is_of_the_toolkit(path: str) -> bool:
+    return _TOOLKIT_HEADER.search(path) is not None
+
+
 def _location(match: re.Match[str], files: dict[int, str]) -> Location:
     """Return the innermost line that is not in a header of the CUDA toolkit."""
     file, line, caller_file, caller_line = match.groups()
     path = files.get(int(file), "")
-    if caller_file and _TOOLKIT_HEADER.search(path):
+    if caller_file and _is_of_the_toolkit(path):
         return files.get(int(caller_file), ""), int(caller_line)
     return path, int(line)
 

@@ -54,8 +54,7 @@ def _call_operands(call: Instruction) -> tuple[list[str], str, list[str]]:
 
 
 def _to_local(instruction: Instruction) -> None:
-    instruction.opcode = instruction.opcode.replace(".param", ".local")
-    instruction.parts = tuple(instruction.opcode.split("."))
+    instruction.become(instruction.opcode.replace(".param", ".local"))
 
 
 class _Expansion:
@@ -88,17 +87,19 @@ class _Expansion:
         for index, original in enumerate(function.instructions):
             for label in labels.get(index, ()):
                 self.result.labels[label] = len(self.result.instructions)
-            instruction = Instruction(
-                original.opcode,
-                [rename(o, new) for o in original.operands] if mapping else original.operands,
-                (new(original.guard[0]), original.guard[1]) if original.guard else None,
-                original.location,
-            )
+            instruction = original
+            if mapping:  # of a callee, which may be called again
+                instruction = Instruction(
+                    original.opcode,
+                    [rename(o, new) for o in original.operands],
+                    (new(original.guard[0]), original.guard[1]) if original.guard else None,
+                    original.location,
+                )
             if instruction.root == "call":
                 self.call(instruction, stack)
                 continue
             if instruction.root == "ret" and end is not None:
-                instruction.opcode, instruction.parts = "bra", ("bra",)
+                instruction.become("bra")
                 instruction.operands = [end]
             elif instruction.root in ("ld", "st") and "param" in instruction.parts:
                 if len(instruction.operands) < 2:

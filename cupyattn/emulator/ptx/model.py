@@ -63,6 +63,8 @@ class Instruction:
         With all its modifiers, e.g. ``"ld.global.v4.u32"``.
     parts : tuple of str
         The opcode split at the dots.
+    root : str
+        The first of them: ``"ld"`` of ``"ld.global.u32"``.
     operands : list of str
         As written, destinations first; vectors and addresses keep their brackets.
     guard : (str, bool) or None
@@ -73,7 +75,7 @@ class Instruction:
         Index in the function's instruction list, -1 before it is placed.
     """
 
-    __slots__ = ("guard", "location", "opcode", "operands", "parts", "site")
+    __slots__ = ("guard", "location", "opcode", "operands", "parts", "root", "site")
 
     def __init__(
         self,
@@ -82,17 +84,22 @@ class Instruction:
         guard: tuple[str, bool] | None = None,
         location: Location = ("", 0),
     ) -> None:
-        self.parts = _parts(opcode)
-        self.opcode = opcode
+        self.become(opcode)
         self.operands = operands
         self.guard = guard
         self.location = location
         self.site = -1
 
+    def become(self, opcode: str) -> None:
+        """Take another opcode."""
+        self.opcode = opcode
+        self.parts = _parts(opcode)
+        self.root = self.parts[0]
+
     @property
     def waits(self) -> bool:
         """Whether lanes may have to wait here for others: barriers, and warp exchanges."""
-        return self.parts[0] in _WAITS
+        return self.root in _WAITS
 
     @property
     def result_is_behind(self) -> bool:
@@ -100,12 +107,7 @@ class Instruction:
 
         What lanes wait for exists once they go on, so its receipt is a step of its own.
         """
-        return self.parts[0] in _EXCHANGES or (self.parts[0] in _BARRIERS and "red" in self.parts)
-
-    @property
-    def root(self) -> str:
-        """The first part of the opcode: ``"ld"`` of ``"ld.global.u32"``."""
-        return self.parts[0]
+        return self.root in _EXCHANGES or (self.root in _BARRIERS and "red" in self.parts)
 
     def __str__(self) -> str:
         guard = f"@{'!' if self.guard[1] else ''}{self.guard[0]} " if self.guard else ""

@@ -18,7 +18,7 @@ from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES
 from cupyattn.kernels.configs.tables import cpp_bool, pairs, rows_for
 from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
-from cupyattn.kernels.structs import elements_struct
+from cupyattn.kernels.structs.walks import elements_struct
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
 from cupyattn.kernels.configs.tables import cpp_bool, pairs, rows_for
 from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
-from cupyattn.kernels.structs import APPEND_STRUCT, COPY_BLOCKS_STRUCT, GATHER_STRUCT
+from cupyattn.kernels.structs.kv_cache import APPEND_STRUCT, COPY_BLOCKS_STRUCT, GATHER_STRUCT
 
 APPEND = KernelSpec(
     "append_kv",

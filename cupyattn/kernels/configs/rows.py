@@ -18,7 +18,7 @@ from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
 from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, pairs, round_up, rows_for
 from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Scalar, Specialisation, inputs
-from cupyattn.kernels.structs import rows_struct
+from cupyattn.kernels.structs.walks import rows_struct
 
 
 class Result(Enum):

@@ -36,7 +36,7 @@ class PackedArguments:
         self._table = (ctypes.c_void_p * max(len(places), 1))(*places)
         self.address = ctypes.addressof(self._table)
         self._pack_pointers = struct.Struct(f"{pointers}P").pack_into
-        self._value_starts = starts[pointers:]
+        self._value_places = places[pointers:]
         self._values: tuple[Any, ...] = ()
 
     def fill(self, arrays: Sequence[Any], values: tuple[Any, ...]) -> None:
@@ -44,7 +44,9 @@ class PackedArguments:
         places = [0 if array is None else array.data.ptr for array in arrays]
         self._pack_pointers(self._memory, 0, *places)
         if values is not self._values:  # mostly a plan's, the same each time
-            for start, value in zip(self._value_starts, values, strict=True):
-                content = value.tobytes()
-                self._memory[start : start + len(content)] = content
+            packed = self._values or (None,) * len(values)
+            for place, value, there in zip(self._value_places, values, packed, strict=True):
+                if value is not there:
+                    content = value.tobytes()
+                    ctypes.memmove(place, content, len(content))
             self._values = values

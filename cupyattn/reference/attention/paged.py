@@ -119,9 +119,15 @@ def merge_attention(
 
 
 def merge_attention_bound(
-    out_a: NDArray[Any], lse_a: NDArray[Any], out_b: NDArray[Any], lse_b: NDArray[Any], /
+    out_a: NDArray[Any],
+    lse_a: NDArray[Any],
+    out_b: NDArray[Any],
+    lse_b: NDArray[Any],
+    /,
+    *,
+    dtype: str | None = None,
 ) -> tuple[Float64, Float64]:
-    """Error bounds of merge_attention's results in float32 arithmetic.
+    """Error bounds of merge_attention's results in float32 arithmetic; out has `dtype`, or out_a's.
 
     With d = |lse_a - lse_b|: a weight is exp2((lse_part - top) log2(e)) over the sum of both. Its
     exponent errs by 3 u32 d (difference, constant, product), ex2.approx and the division by 2**-22
@@ -129,7 +135,7 @@ def merge_attention_bound(
     much of the smaller at the most; the sum of products rounds twice more. lse is top + log of a
     sum of weights: (6 d w + 8) u32 with w the smaller one's share, and its own rounding.
     """
-    precision = precision_of(out_a.dtype.name)
+    precision = precision_of(dtype or out_a.dtype.name)
     a, b = (np.asarray(lse, np.float64) for lse in (lse_a, lse_b))
     out, lse = merge_attention(out_a, lse_a, out_b, lse_b)
     with np.errstate(invalid="ignore"):

@@ -1,7 +1,7 @@
 // Probe of ElementsParams (elements.cuh): each field is written out, and the offset of each row.
 #include "common/elements.cuh"
 
-static_assert(sizeof(ElementsParams<ARRAYS>) == ELEMENTS_PARAMS_BYTES, "structs.py describes another struct");
+static_assert(sizeof(ElementsParams<ARRAYS>) == ELEMENTS_PARAMS_BYTES, "structs describes another struct");
 
 extern "C" __global__ void probe_elements_params(long long* fields_g, long long* offsets_g,
                                                  const ElementsParams<ARRAYS> params) {
