@@ -16,6 +16,7 @@ import numpy as np
 
 from cupyattn.cupy_library import load_cupy
 from cupyattn.errors import RefusalError, error, shown
+from cupyattn.fork import no_fork
 
 Array = Any
 """A numpy.ndarray or a cupy.ndarray."""
@@ -300,7 +301,8 @@ def dtype_of(name: str) -> np.dtype:
     2
     """
     if name == "bfloat16":
-        import ml_dtypes
+        with no_fork():
+            import ml_dtypes
 
         return np.dtype(ml_dtypes.bfloat16)
     return np.dtype(name)
