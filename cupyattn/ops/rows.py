@@ -36,6 +36,7 @@ from cupyattn.kernels.configs.rows import (
 )
 from cupyattn.kernels.device import Device
 from cupyattn.ops.axes import row_params
+from cupyattn.ops.broadcast import broadcast_layout
 from cupyattn.ops.checks import (
     CPU_FLOATS,
     INTEGERS,
@@ -209,38 +210,6 @@ def _cached_problem(
     if "workspace" in layouts:
         require_workspace(layouts["workspace"])
     return problem
-
-
-def broadcast_layout(kernel: RowKernel, name: str, layout: Layout, rows: Layout) -> Layout:
-    """Return the layout of an array as it is read for each item of the rows.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For another dtype, or a shape that does not broadcast.
-    """
-    shape, dtypes = rows.shape, kernel.broadcast[name]
-    if "float32" in dtypes and rows.dtype == np.float64:
-        dtypes = (*dtypes, "float64")
-    require_dtype(name, layout, dtypes)
-    require_whole_item_strides(name, layout)
-    extents = (1,) * (len(shape) - len(layout.shape)) + layout.shape
-    fits = len(extents) == len(shape) and all(
-        extent in (1, full) for extent, full in zip(extents, shape, strict=True)
-    )
-    if not fits:
-        raise error(
-            ValueError,
-            f"{name} has shape {layout.shape}",
-            f"it broadcasts to the rows' shape {shape}",
-            f"give it axes of 1 where it does not vary, as {name}[:, None] does",
-        )
-    strides = (0,) * (len(shape) - len(layout.shape)) + layout.strides
-    return Layout(
-        shape,
-        tuple(0 if n == 1 else stride for n, stride in zip(extents, strides, strict=True)),
-        layout.dtype,
-    )
 
 
 def _check_inputs(problem: RowProblem) -> None:

@@ -11,9 +11,9 @@ from cupyattn.arrays import Array, Layout, adopt
 from cupyattn.functional.layers.rows import call_rows
 from cupyattn.functional.outputs import require_grads
 from cupyattn.kernels.configs.rows import Result, RowKernel
+from cupyattn.ops.broadcast import broadcast_layout
 from cupyattn.ops.checks import require_bool, require_contiguous_axis
 from cupyattn.ops.numbers import factor
-from cupyattn.ops.rows import broadcast_layout
 
 
 def call_along(
