@@ -76,9 +76,7 @@ def require_finite(name: str, value: Any, *, least: float = -math.inf) -> None:
         )
 
 
-def require_dtype(
-    name: str, layout: Layout, allowed: tuple[str, ...], fix: str | None = None
-) -> None:
+def require_dtype(name: str, layout: Layout, allowed: tuple[str, ...], fix: str = "") -> None:
     """Raise TypeError unless the array has one of the dtypes, in native byte order.
 
     `fix` says what to do, where a converted copy would not do.
@@ -100,7 +98,7 @@ def require_bool_mask(name: str, layout: Layout) -> None:
         "pass what is added to the scores (0 and -inf) as bias=, and of a mask of 1 and 0 "
         f"pass {name} != 0 (True = keep)"
     )
-    require_dtype(name, layout, ("bool",), fix if added else None)
+    require_dtype(name, layout, ("bool",), fix if added else "")
 
 
 def _nearest(dtype: np.dtype, allowed: tuple[str, ...]) -> str:

@@ -30,6 +30,7 @@ from cupyattn.kernels.device import Device
 from cupyattn.ops.axes import merge_axes, walk_params
 from cupyattn.ops.checks import (
     CPU_FLOATS,
+    made_beforehand,
     require_arrays,
     require_contiguous_rows,
     require_dtype,
@@ -149,16 +150,15 @@ def _cached_problem(
     for name in read:
         part = parts[name]
         layout = layouts[part.array]
-        if name in kernel.float32 and name in kernel.updated:
-            # A copy would take the update, and be thrown away with it.
-            fix = (
+        fix = ""
+        if name in kernel.updated:  # a copy would take the update, and be thrown away with it
+            zeros = (
                 f"make {part.array} once before the first step, zeros of float32 of "
                 f"{parts[read[0]].array}'s shape, and keep it"
             )
-            require_dtype(part.array, layout, ("float32",), fix)
-        else:
-            dtypes = ("float32",) if name in kernel.float32 else CPU_FLOATS
-            require_dtype(part.array, layout, dtypes)
+            fix = zeros if name in kernel.float32 else made_beforehand(part.array)
+        dtypes = ("float32",) if name in kernel.float32 else CPU_FLOATS
+        require_dtype(part.array, layout, dtypes, fix)
         meaning = f"shaped like {parts[read[0]].array}"
         require_shape(part.array, layout, part.shape_of_whole(shape), meaning)
         if name in kernel.updated:

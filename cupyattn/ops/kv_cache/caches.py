@@ -12,6 +12,7 @@ from cupyattn.errors import error
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 from cupyattn.ops.checks import (
     CPU_FLOATS,
+    made_beforehand,
     require_arrays,
     require_contiguous_rows,
     require_dtype,
@@ -67,10 +68,11 @@ def require_caches(
     require_arrays(layouts, CACHES)
     k = layouts["k_cache"]
     axes = POOL_AXES if pools and len(k.shape) == len(POOL_AXES.split()) else LAYER_AXES
+    fixes = {name: made_beforehand(name) if written else "" for name in (*CACHES, *SCALES)}
     for name in CACHES:
-        require_dtype(name, layouts[name], (*CPU_FLOATS, *_FORMATS))
+        require_dtype(name, layouts[name], (*CPU_FLOATS, *_FORMATS), fixes[name])
         require_rank(name, layouts[name], axes)
-        require_contiguous_rows(name, layouts[name])
+        require_contiguous_rows(name, layouts[name], fixes[name])
     require_same_dtype(layouts, CACHES)
     require_shape("v_cache", layouts["v_cache"], k.shape, "shaped like k_cache")
     num_blocks, block_size, kv_heads, items = k.shape[-4:]
@@ -90,7 +92,7 @@ def require_caches(
             "a block has at least one",
             f"check the axes: caches are ({', '.join(axes.split())})",
         )
-    _require_scales(layouts, caches, k.shape[:-1], axes.split()[:-1])
+    _require_scales(layouts, caches, k.shape[:-1], axes.split()[:-1], fixes)
     if written:
         for name in (*CACHES, *SCALES):
             if name in layouts:
@@ -99,7 +101,11 @@ def require_caches(
 
 
 def _require_scales(
-    layouts: dict[str, Layout], caches: Caches, shape: tuple[int, ...], axes: list[str]
+    layouts: dict[str, Layout],
+    caches: Caches,
+    shape: tuple[int, ...],
+    axes: list[str],
+    fixes: dict[str, str],
 ) -> None:
     for name in SCALES:
         if not caches.quantised:
@@ -119,9 +125,9 @@ def _require_scales(
                 f"({', '.join(axes)})",
                 f"pass {name}, here of shape {shape}",
             )
-        require_dtype(name, layouts[name], (SCALES_DTYPE.name,))
+        require_dtype(name, layouts[name], (SCALES_DTYPE.name,), fixes[name])
         require_shape(name, layouts[name], shape, f"({', '.join(axes)}) as its cache")
-        require_whole_item_strides(name, layouts[name])
+        require_whole_item_strides(name, layouts[name], fixes[name])
 
 
 def require_slots(slot_mapping: Array, caches: Caches) -> None:

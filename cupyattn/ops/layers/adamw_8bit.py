@@ -14,6 +14,7 @@ from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
 from cupyattn.kernels.configs.layers import adamw_8bit as config
 from cupyattn.kernels.device import Device
 from cupyattn.ops.checks import (
+    made_beforehand,
     require_arrays,
     require_dtype,
     require_item_alignment,
@@ -73,7 +74,8 @@ def _cached_problem(description: Description) -> EightBitProblem:
         scales = name.endswith("_scales")
         meaning = f"one for each {config.BLOCK} items of param" if scales else "shaped like param"
         fix = f"make {name} once before the first step, zeros of {dtype}, and keep it"
-        require_dtype(name, layouts[name], (dtype,), fix if name not in ("param", "grad") else None)
+        fixes = {"param": made_beforehand("param"), "grad": ""}
+        require_dtype(name, layouts[name], (dtype,), fixes.get(name, fix))
         require_shape(name, layouts[name], blocks if scales else shape, meaning)
         if not is_contiguous(layouts[name]):
             raise error(
