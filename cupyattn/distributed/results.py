@@ -10,7 +10,7 @@ import numpy as np
 from cupyattn import AttentionGrads
 from cupyattn.arrays import Array, address, adopt
 from cupyattn.distributed.problem import RingProblem
-from cupyattn.errors import error
+from cupyattn.errors import error, made_beforehand
 
 
 class Wanted(NamedTuple):
@@ -112,7 +112,7 @@ def own_block(problem: RingProblem) -> tuple[Array, Array]:
 
 
 def _require_writable(name: str, given: Array, shape: tuple[int, ...], dtype: Any) -> None:
-    adopt({name: given})
+    adopt({name: given}, {name: made_beforehand(name)})
     if given.shape != shape or given.dtype != dtype:
         raise error(
             ValueError,

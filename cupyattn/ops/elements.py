@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,14 +23,14 @@ from cupyattn.arrays import (
     layouts_of,
     starts_of,
 )
-from cupyattn.errors import error
+from cupyattn.errors import error, made_beforehand
 from cupyattn.kernels.configs.elements import ElementKernel
 from cupyattn.kernels.configs.tables import cpp_bool
 from cupyattn.kernels.device import Device
 from cupyattn.ops.axes import merge_axes, walk_params
 from cupyattn.ops.checks import (
     CPU_FLOATS,
-    made_beforehand,
+    fixes_of_results,
     require_arrays,
     require_contiguous_rows,
     require_dtype,
@@ -202,6 +202,12 @@ def _shape_of_items(layouts: dict[str, Layout], part: Part) -> tuple[int, ...]:
             "pass an array of that shape, or the parts one by one",
         )
     return (*shape[:-1], shape[-1] // part.count)
+
+
+@cache
+def array_fixes(kernel: ElementKernel) -> Mapping[str, str]:
+    """Return what to pass instead of what is no array, by the names in errors."""
+    return fixes_of_results(*kernel.updated, *kernel.results)
 
 
 def run_elements(

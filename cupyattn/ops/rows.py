@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -40,6 +40,7 @@ from cupyattn.ops.broadcast import broadcast_layout
 from cupyattn.ops.checks import (
     CPU_FLOATS,
     INTEGERS,
+    fixes_of_results,
     require_arrays,
     require_contiguous_rows,
     require_dtype,
@@ -241,6 +242,18 @@ def _check_inputs(problem: RowProblem) -> None:
             require_whole_item_strides(name, layout)
     same = [name for name in (*kernel.rows, *kernel.columns) if name in layouts]
     require_same_dtype({kernel.shown_as.get(name, name): layouts[name] for name in same})
+
+
+@cache
+def array_fixes(kernel: RowKernel) -> Mapping[str, str]:
+    """Return what to pass instead of what is no array, by the names in errors."""
+    rows = kernel.shown_as.get(kernel.rows[0], kernel.rows[0])
+    of_row = f"pass an int32 array with an item for each row, of shape {rows}.shape[:-1]"
+    return {
+        **dict.fromkeys(kernel.columns, "pass an array of shape (N,), an item for each column"),
+        **dict.fromkeys(kernel.integers, of_row),
+        **fixes_of_results(*(kernel.shown_as.get(name, name) for name in kernel.results)),
+    }
 
 
 def run_rows(device: Device, problem: RowProblem, operands: Operands) -> dict[str, Array]:

@@ -9,12 +9,11 @@ from functools import lru_cache
 import numpy as np
 
 from cupyattn.arrays import Description, Layout, Operands, is_contiguous, layouts_of, starts_of
-from cupyattn.errors import error
+from cupyattn.errors import error, made_beforehand
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
 from cupyattn.kernels.configs.layers import adamw_8bit as config
 from cupyattn.kernels.device import Device
 from cupyattn.ops.checks import (
-    made_beforehand,
     require_arrays,
     require_dtype,
     require_item_alignment,
