@@ -64,7 +64,8 @@ def given_gradients(grads: Any, accumulate: bool, sinks: Array | None) -> dict[s
         return {}
     if not isinstance(grads, AttentionGrads):
         passed = f"grads is a {type(grads).__name__}"
-        raise error(TypeError, passed, "it is AttentionGrads of arrays or None", fix)
+        fields = ", ".join(AttentionGrads._fields)
+        raise error(TypeError, passed, f"it is an AttentionGrads of {fields}: arrays or None", fix)
     given = grads._asdict()
     for name, array in given.items():
         if array is not None and name not in names:

@@ -127,6 +127,17 @@ def made(example: str, array: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.function.__name__)
+def test_a_plain_tuple_of_gradients_is_told_the_fields(call):
+    grads = call.options.get("grads")
+    if hasattr(grads, "_fields"):
+        passed, allowed, _ = error_of(call, ("grads",), tuple)
+        kind, fields = type(grads).__name__, ", ".join(grads._fields)
+        assert passed == "grads is a tuple"
+        assert re.fullmatch(f"it is an? {kind} of {fields}: arrays or None", allowed)
+        assert ("an " in allowed) == (kind in ("AttentionGrads", "RMSNormGrads"))
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.function.__name__)
 def test_a_list_is_no_workspace(call):
     if "workspace" in call.options:
         *_, fix = error_of(call, ("workspace",), np.ndarray.tolist)
