@@ -162,6 +162,14 @@ def test_a_mask_that_is_added_is_sent_to_bias(make):
 
 
 @pytest.mark.parametrize("make", [forward, backward])
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap"])
+def test_a_list_for_a_number_is_not_told_to_convert_it(make, name):
+    """float([1.0]) would raise."""
+    assert fix_of(make, {name: [1.0]}) == "pass one number"
+    assert fix_of(make, {name: "1.0"}) == "convert it with float(...)"
+
+
+@pytest.mark.parametrize("make", [forward, backward])
 @pytest.mark.parametrize(
     ("name", "values", "shape"),
     [
