@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.communicators.nccl import ID_BYTES, new_id, of_id
 from cupyattn.distributed.failures import FolderFailures
 from cupyattn.distributed.group import TIMEOUT, Group
@@ -121,8 +122,6 @@ def launched_group(
         If rank 0 does not come in time.
     """
     rank, size = rank_and_size()
-    from cupyattn.cupy_library import load_cupy
-
     cupy = load_cupy()
     cupy.cuda.Device(rank % cupy.cuda.runtime.getDeviceCount() if device is None else device).use()
     return nccl_group(
