@@ -49,6 +49,9 @@ class Group:
     -----
     As a context manager it tells the other ranks of an exception that leaves the block, where there
     is a way (`run`, `nccl_group`), and raises for another rank's failure at the end.
+
+    The NCCLBackend of cupyx.distributed stays yours to end: unless rank 0 calls its ``stop()``, the
+    process of its store keeps the program from ending.
     """
 
     def __init__(
