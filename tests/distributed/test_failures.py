@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,6 +84,47 @@ def test_a_group_that_has_failed_stays_so():
         run(of_rank, 2, timeout=20)
     with pytest.raises(RankFailedError, match="rank 1 failed: ValueError: planted"):
         ring_attention(*own(groups[0]), group=groups[0])
+
+
+class Flaky:
+    """The other rank sends 1, 2 and 3; the second time the wire is loose, and the 2 stays on it."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.on_the_wire = iter([1, ConnectionError("planted"), 2, 3])
+
+    def send(self, array: Any, peer: int, stream: Any) -> None:
+        pass
+
+    def receive(self, array: Any, peer: int, stream: Any) -> None:
+        given = next(self.on_the_wire)
+        if isinstance(given, Exception):
+            raise given
+        array[...] = given
+
+    def all_gather(self, array: Any, out: Any, stream: Any) -> None:
+        self.receive(out, 1, stream)
+
+
+@pytest.mark.parametrize("what", ["exchange", "all_gather"])
+def test_after_a_transfer_that_raised_nothing_comes(what):
+    """What the next call received would be what was meant for the one before."""
+    group = Group(Flaky())
+
+    def received() -> float:
+        if what == "all_gather":
+            return group.all_gather(np.zeros(1))[1].item()
+        into = np.zeros(1)
+        group.exchange([np.zeros(1)], 1, [into], 1)
+        return into.item()
+
+    assert received() == 1
+    with pytest.raises(ConnectionError, match="planted"):
+        received()
+    with pytest.raises(RankFailedError, match="rank 0 failed: ConnectionError: planted") as found:
+        received()
+    assert found.value.rank == 0
 
 
 def test_ranks_that_do_not_call_alike_are_told_apart():
