@@ -221,12 +221,9 @@ class Group:
     def close(self) -> None:
         """Leave the group, and give back what it holds."""
         self._watch.stop()
-        for done in (
-            getattr(self._failures, "leave", None),
-            getattr(self._communicator, "close", None),
-        ):
-            if done is not None:
-                done()
+        self._failures.leave()
+        if (close := getattr(self._communicator, "close", None)) is not None:
+            close()
 
     def __enter__(self) -> Group:
         return self

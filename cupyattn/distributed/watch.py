@@ -98,6 +98,7 @@ class Watch:
                     "make the same calls in the same order; look what that rank does, or pass a "
                     "longer timeout",
                 )
+            self._failures.look()
             if self._failures.first() is not None:
                 self._abort()
                 self._transfers.clear()

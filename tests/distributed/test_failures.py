@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 
 from cupyattn.distributed import Group, RankFailedError, ring_attention, run, shard
 from cupyattn.distributed.communicators.mailbox import PostOffice, ThreadCommunicator
-from cupyattn.distributed.failures import FolderFailures, SharedFailures
+from cupyattn.distributed.failures import SharedFailures
 from cupyattn.distributed.processes import nccl_group, rank_and_size, shared_id
 from cupyattn.distributed.watch import Watch
 
@@ -202,43 +200,22 @@ def test_a_transfer_that_has_not_begun_may_wait(monkeypatch):
     watch.stop()
 
 
-def test_processes_leave_notes(tmp_path):
-    ranks = [FolderFailures(tmp_path, rank, 3) for rank in range(3)]
-    assert all(rank.first() is None for rank in ranks)
-    ranks[2].post(2, "rank 2 failed: ValueError: planted")
-    ranks[0].post(0, "rank 0 failed: a consequence")
-    for rank in ranks:
-        failure = rank.first()
-        assert failure is not None
-        assert (failure.rank, str(failure)) == (2, "rank 2 failed: ValueError: planted")
+def test_the_watch_looks_for_ranks_that_are_gone(monkeypatch):
+    """While a transfer waits for one, the host of this rank does something else."""
 
+    class Gone(SharedFailures):
+        def look(self) -> None:
+            self.post(1, "rank 1 has ended")
 
-@pytest.mark.parametrize("asked", [True, False], ids=["asked for its exit code", "not asked"])
-def test_a_process_that_is_gone_has_failed(tmp_path, asked):
-    """Killed, it leaves no note; one that has left in order has not failed."""
-    if not asked and not sys.platform.startswith("linux"):
-        pytest.skip("who has ended unasked is seen on Linux")
-    program = (
-        "import sys; from pathlib import Path\n"
-        "from cupyattn.distributed.failures import FolderFailures\n"
-        "failures = FolderFailures(Path(sys.argv[1]), int(sys.argv[2]), 3)\n"
-        "if sys.argv[2] == '2': failures.leave()\n"
-    )
-    here = FolderFailures(tmp_path, 0, 3)
-    call = [sys.executable, "-c", program, str(tmp_path)]
-    subprocess.run([*call, "2"], check=True)
-    assert here.first() is None
-    with subprocess.Popen([*call, "1"], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.read()  # until it ends
-        if asked:
-            assert process.wait() == 0
-        until = time.monotonic() + 10
-        while (failure := here.first()) is None and time.monotonic() < until:
-            time.sleep(0.01)
-    assert failure is not None
-    assert failure.rank == 1
-    assert "its process is gone" in str(failure)
+    marks = iter([Event(), Stuck()])
+    aborted = threading.Event()
+    monkeypatch.setattr("cupyattn.distributed.watch._mark", lambda stream: next(marks))
+    monkeypatch.setattr("cupyattn.distributed.watch.current_device", lambda: None)
+    watch = Watch(0, 60, Gone(), aborted.set)
+    with watch.over(Stream(), 1, "rank 1 to send"):
+        pass
+    assert aborted.wait(10)
+    watch.stop()
 
 
 @pytest.mark.parametrize(
