@@ -6,11 +6,13 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
+ALIKE = "all ranks make the same calls in the same order"
+PATIENCE = "look what that rank does, or pass a longer timeout"
 _NOTE = "failed"
 _LONGEST = 2000  # characters of a note
 _SECONDS_BETWEEN_LOOKS = 0.5  # for processes that are gone
@@ -45,8 +47,8 @@ class Failures(Protocol):
     def look(self) -> None:
         """Look for ranks that have ended without a word, and post them; as often as one likes."""
 
-    def leave(self) -> None:
-        """Say that this rank ends and has not failed."""
+    def leave(self, rank: int) -> None:
+        """Say that a rank ends and has not failed."""
 
 
 class SharedFailures:
@@ -55,6 +57,7 @@ class SharedFailures:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self._first: tuple[int, str] | None = None
+        self._left: set[int] = set()
 
     def post(self, rank: int, message: str) -> None:
         """Say that a rank has failed; who waits for `changed` wakes up."""
@@ -69,8 +72,41 @@ class SharedFailures:
     def look(self) -> None:
         """Do nothing: a thread that ends is heard of."""
 
-    def leave(self) -> None:
-        """Do nothing."""
+    def leave(self, rank: int) -> None:
+        """Say that a rank ends: who waits for it has waited long enough."""
+        with self.changed:
+            self._left.add(rank)
+            self.changed.notify_all()
+
+    def wait(
+        self, done: Callable[[], bool], missing: Callable[[], int], rank: int, timeout: float
+    ) -> None:
+        """Wait on a rank's thread until something is done; `missing` says for whom.
+
+        Raises
+        ------
+        RankFailedError
+            If a rank has failed, or who is missing has left or does not come in time.
+        """
+        until = time.monotonic() + timeout
+        with self.changed:
+            while not done():
+                culprit, seconds = missing(), until - time.monotonic()
+                if culprit in self._left:
+                    self.post(
+                        culprit,
+                        f"rank {culprit} has returned, and rank {rank} waits for it; {ALIKE}",
+                    )
+                elif seconds <= 0:
+                    self.post(
+                        culprit,
+                        f"rank {culprit} did not come: rank {rank} waited {timeout:g} s; {ALIKE}; "
+                        f"{PATIENCE}",
+                    )
+                failure = self.first()
+                if failure is not None:
+                    raise failure
+                self.changed.wait(seconds)
 
 
 class FolderFailures:
@@ -101,11 +137,11 @@ class FolderFailures:
                 if not note.exists():
                     os.replace(text, note)
 
-    def leave(self) -> None:
-        """Say that this process ends and has not failed; the last takes the folder away."""
-        self._file(self._rank).unlink(missing_ok=True)
+    def leave(self, rank: int) -> None:
+        """Say that a process ends and has not failed; the last takes the folder away."""
+        self._file(rank).unlink(missing_ok=True)
         left = [self._folder / f"left-{rank}" for rank in range(self._size)]
-        left[self._rank].touch()
+        left[rank].touch()
         if all(file.exists() for file in left):
             for file in left:
                 file.unlink(missing_ok=True)

@@ -221,7 +221,7 @@ class Group:
     def close(self) -> None:
         """Leave the group, and give back what it holds."""
         self._watch.stop()
-        self._failures.leave()
+        self._failures.leave(self.rank)
         if (close := getattr(self._communicator, "close", None)) is not None:
             close()
 

@@ -69,6 +69,59 @@ def test_a_rank_that_never_comes_is_named_by_whoever_waits(ranks):
     assert time.monotonic() - begun < 10
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_who_waits_for_a_rank_that_has_returned_waits_no_more(ranks):
+    def of_rank(group: Group) -> None:
+        if group.rank != 1:
+            ring_attention(*[np.zeros((1, 4, 2, 8))] * 3, group=group)
+
+    begun = time.monotonic()
+    with pytest.raises(RankFailedError, match=r"rank 1 has returned, and rank \d waits") as found:
+        run(of_rank, ranks)
+    assert found.value.rank == 1
+    assert time.monotonic() - begun < 10
+
+
+def test_a_rank_that_does_not_return_is_named():
+    late = threading.Event()
+    begun = time.monotonic()
+    with pytest.raises(RankFailedError, match="rank 1 did not return") as found:
+        run(lambda group: late.wait(30) if group.rank == 1 else None, 3, timeout=0.5)
+    late.set()
+    assert found.value.rank == 1
+    assert time.monotonic() - begun < 10
+
+
+def test_who_returns_last_has_its_time_from_the_one_before():
+    """The second comes in time for the first, the third for the second."""
+    run(lambda group: time.sleep(0.6 * group.rank), 3, timeout=1.0)
+
+
+def of_another_run(group: Group) -> None:
+    """Raise the error of other ranks than the group's."""
+    run(lambda inner: 1 // (inner.rank - 3), 4)
+
+
+def of_its_own(group: Group) -> None:
+    """Raise what the user means by it."""
+    raise RankFailedError(3, "rank 3 failed: ZeroDivisionError")
+
+
+@pytest.mark.parametrize("raises", [of_another_run, of_its_own])
+def test_a_failure_of_other_ranks_is_one_of_the_rank_that_raises_it(raises):
+    def of_rank(group: Group) -> None:
+        if group.rank == 1:
+            raises(group)
+        group.all_gather(np.zeros(1))
+
+    begun = time.monotonic()
+    says = "rank 1 failed: RankFailedError: rank 3 failed: ZeroDivisionError"
+    with pytest.raises(RankFailedError, match=says) as found:
+        run(of_rank, 2, timeout=20)
+    assert found.value.rank == 1
+    assert time.monotonic() - begun < 10
+
+
 def test_a_group_that_has_failed_stays_so():
     groups: dict[int, Group] = {}
 

@@ -65,9 +65,9 @@ def test_few_files_are_read_before_each_transfer(tmp_path, monkeypatch):
 
 def test_the_last_to_leave_takes_the_folder_away(tmp_path):
     ranks = [FolderFailures(tmp_path / "ranks", rank, 3) for rank in range(3)]
-    for rank in ranks:
+    for rank, failures in enumerate(ranks):
         assert any(tmp_path.iterdir())
-        rank.leave()
+        failures.leave(rank)
     assert not any(tmp_path.iterdir())
 
 
@@ -91,7 +91,7 @@ def test_a_process_that_is_gone_has_failed(tmp_path, asked):
         "import sys; from pathlib import Path\n"
         "from cupyattn.distributed.failures import FolderFailures\n"
         "failures = FolderFailures(Path(sys.argv[1]), int(sys.argv[2]), 3)\n"
-        "if sys.argv[2] == '2': failures.leave()\n"
+        "if sys.argv[2] == '2': failures.leave(2)\n"
     )
     here = FolderFailures(tmp_path, 0, 3)
     call = [sys.executable, "-c", program, str(tmp_path)]
