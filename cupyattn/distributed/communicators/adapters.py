@@ -52,7 +52,7 @@ def _has(given: Any, *names: str) -> bool:
 
 
 class CupyxCommunicator:
-    """An NCCLBackend of cupyx.distributed."""
+    """An NCCLBackend of cupyx.distributed, whose store the user stops."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
