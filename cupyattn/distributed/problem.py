@@ -19,7 +19,7 @@ from cupyattn.distributed.placement import (
     sequence_bounds,
     token_positions,
 )
-from cupyattn.distributed.plan import RingPlan, Sight, ring_plan
+from cupyattn.distributed.plan import RingPlan, ring_plan, sight_of
 from cupyattn.errors import error, shown
 
 _ARRAY_OPTIONS = ("alibi_slopes", "sinks", "rotary")
@@ -40,14 +40,6 @@ class RingOptions:
     dropout_p: float = 0.0
     seed: int | None = None
     rotary: Any = None
-
-    @property
-    def sight(self) -> Sight:
-        """What a query sees."""
-        left, right = self.window_size or (None, None)
-        if self.causal:
-            right = 0
-        return Sight(*(None if side is None else int(side) for side in (left, right)))
 
     @property
     def uses_positions(self) -> bool:
@@ -182,8 +174,9 @@ def ring_problem(
         )
     _require_places(options, dealt, lengths)
     _require_table(options, lengths)
+    sight = sight_of(options.causal, options.window_size, max(lengths, default=0))
     plan = ring_plan(
-        dealt, group.rank, lengths, options.sight,
+        dealt, group.rank, lengths, sight,
         join=not options.uses_positions, packed=packed, part_own=part_own,
     )  # fmt: skip
     problem = RingProblem(group, plan, options, packed, lifted)

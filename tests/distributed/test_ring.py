@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,14 @@ def test_ranks_give_what_one_device_gives(case):
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_causal_on_any_number_of_ranks(ranks, placement):
     assert_same(case(ranks, placement, causal=True))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("side", [11, 12, sys.maxsize - 5, sys.maxsize, 2**70], ids=str)
+def test_a_window_however_large(side, placement):
+    """Of 12 tokens a side of 11 sees all; a larger one is no larger in the sums of the plan."""
+    for window in ((side, side), (side, 0), (3, side)):
+        assert_same(case(3, placement, 2 if placement == "zigzag" else 4, window_size=window))
 
 
 @settings(max_examples=25, deadline=None)
