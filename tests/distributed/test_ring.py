@@ -90,3 +90,12 @@ def test_dropout_is_that_of_one_device(ranks, placement, sizes, heads, options):
     if "rotary" in options:
         options["rotary"] = tables(2 * 4 * 64, 6, interleaved=False)
     assert_same(case(ranks, placement, 32, heads=heads, sizes=sizes, batch=1, **options))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("length", [32, 33, 96])
+def test_one_rank_takes_what_attention_takes(length, placement):
+    """It holds all tokens in order: there are no pieces that would have to be even."""
+    options = {"causal": True, "dropout_p": 0.5, "seed": 3, "alibi_slopes": np.full(4, 0.1)}
+    whole = case(1, "contiguous", length, batch=1, **options)
+    assert_same(whole._replace(placement=placement))
