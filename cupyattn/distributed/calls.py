@@ -109,6 +109,9 @@ class Calls:
 
     def _dense(self, call: Call, b: int) -> dict[str, Any]:
         given = self._common(call)
+        slopes = given["alibi_slopes"]
+        if self._problem.packed and slopes is not None and slopes.ndim == 2:
+            given["alibi_slopes"] = slopes[b : b + 1]
         given["q_offset"] = call.q_offsets[b] if self._needs_offset(call) else 0
         if self._options.dropout_p:
             given["dropout_p"] = self._options.dropout_p

@@ -149,9 +149,14 @@ def ring_problem(
     q, k, v = (lifted[name] for name in ("q", "k", "v"))
     tokens = q.shape[1]
     _require_tokens(lifted, tokens)
+    lengths = _lengths(tokens * group.size, cu_seqlens)
     # What attention refuses is refused here, in its words: a call of no tokens checks the same.
+    nothing = [x[:, :0] for x in (q, k, v)]
+    if packed:  # slopes may be of each sequence
+        xp = np if isinstance(q, np.ndarray) else load_cupy()
+        nothing = [xp.broadcast_to(x, (len(lengths), *x.shape[1:])) for x in nothing]
     attention(
-        q[:, :0], k[:, :0], v[:, :0], causal=options.causal, softmax_scale=options.softmax_scale,
+        *nothing, causal=options.causal, softmax_scale=options.softmax_scale,
         window_size=options.window_size, alibi_slopes=options.alibi_slopes,
         softcap=options.softcap, sinks=options.sinks, dropout_p=options.dropout_p,
         seed=options.seed, rotary=options.rotary,
@@ -163,7 +168,6 @@ def ring_problem(
             "it is an integer: a ring says itself where its parts stand",
             f"pass {options.seed.seed}",
         )
-    lengths = _lengths(tokens * group.size, cu_seqlens)
     dealt = placement_of(placement, group.size, lengths)
     if cu_seqlens is None and tokens % dealt.pieces:
         raise error(

@@ -99,3 +99,10 @@ def test_one_rank_takes_what_attention_takes(length, placement):
     options = {"causal": True, "dropout_p": 0.5, "seed": 3, "alibi_slopes": np.full(4, 0.1)}
     whole = case(1, "contiguous", length, batch=1, **options)
     assert_same(whole._replace(placement=placement))
+
+
+@pytest.mark.parametrize("dropout", [{}, {"dropout_p": 0.3, "seed": 5}], ids=["", "dropout"])
+def test_slopes_of_each_packed_sequence(dropout):
+    slopes = np.random.default_rng(0).random((3, 4))
+    options = {"causal": True, "alibi_slopes": slopes, **dropout}
+    assert_same(case(2, "zigzag", sizes=(32, 0, 64), **options))
