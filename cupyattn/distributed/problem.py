@@ -12,7 +12,9 @@ import numpy as np
 from cupyattn import DropoutSeed, attention, rope
 from cupyattn.arrays import Array, adopt
 from cupyattn.cupy_library import load_cupy
+from cupyattn.distributed.agreement import agree, fingerprint
 from cupyattn.distributed.group import Group
+from cupyattn.distributed.options import RingOptions
 from cupyattn.distributed.placement import (
     Placement,
     placement_of,
@@ -21,30 +23,6 @@ from cupyattn.distributed.placement import (
 )
 from cupyattn.distributed.plan import RingPlan, ring_plan, sight_of
 from cupyattn.errors import error, shown
-
-_ARRAY_OPTIONS = ("alibi_slopes", "sinks", "rotary")
-DROPOUT_KEYS = 32
-"""Keys whose dropout one call of Philox draws: a piece begins at a multiple of them."""
-
-
-@dataclass(frozen=True)
-class RingOptions:
-    """The options of a ring's calls, as `attention` takes them."""
-
-    causal: bool = False
-    softmax_scale: float | None = None
-    window_size: tuple[int | None, int | None] | None = None
-    alibi_slopes: Array | None = None
-    softcap: float | None = None
-    sinks: Array | None = None
-    dropout_p: float = 0.0
-    seed: int | None = None
-    rotary: Any = None
-
-    @property
-    def uses_positions(self) -> bool:
-        """Whether more depends on where queries and keys stand than what is seen."""
-        return self.alibi_slopes is not None or self.dropout_p > 0
 
 
 @dataclass(frozen=True)
@@ -176,8 +154,7 @@ def ring_problem(
             f"a rank holds {dealt.pieces} pieces of one length",
             "cut the whole sequence with distributed.shard",
         )
-    _require_places(options, dealt, lengths)
-    _require_table(options, lengths)
+    options.require_places(dealt, lengths)
     sight = sight_of(options.causal, options.window_size, max(lengths, default=0))
     plan = ring_plan(
         dealt, group.rank, lengths, sight,
@@ -185,7 +162,7 @@ def ring_problem(
     )  # fmt: skip
     problem = RingProblem(group, plan, options, packed, lifted)
     with group.on_device(operands.device_id):
-        group.agree(_description(problem), problem.xp)
+        _agree(problem)
     return problem
 
 
@@ -219,19 +196,6 @@ def _require_tokens(arrays: dict[str, Array], tokens: int) -> None:
             )
 
 
-def _require_table(options: RingOptions, lengths: tuple[int, ...]) -> None:
-    """Raise unless rotary's tables are as long as sequences: on a GPU nobody looks at positions."""
-    longest = max(lengths, default=0)
-    if options.rotary is not None and options.rotary[0].shape[0] < longest:
-        raise error(
-            ValueError,
-            f"rotary's tables have {options.rotary[0].shape[0]} rows, for sequences of {longest} "
-            "tokens",
-            "positions are those of whole sequences",
-            "make longer tables with rope_tables",
-        )
-
-
 def _lengths(tokens: int, cu_seqlens: Any) -> tuple[int, ...]:
     if cu_seqlens is None:
         return (tokens,)
@@ -246,43 +210,23 @@ def _lengths(tokens: int, cu_seqlens: Any) -> tuple[int, ...]:
     return tuple(after - before for before, after in pairwise(bounds))
 
 
-def _require_places(options: RingOptions, placement: Placement, lengths: tuple[int, ...]) -> None:
-    """Raise where what depends on positions cannot be had from the calls of a placement."""
-    if placement.ranks == 1:
+def _agree(problem: RingProblem) -> None:
+    """Raise ValueError unless all ranks call alike."""
+    group, on_host = problem.group, problem.xp is np
+    if group.size == 1:
         return
-    for name, given in (
-        ("alibi_slopes", options.alibi_slopes is not None),
-        ("dropout_p", options.dropout_p > 0),
-    ):
-        if given and placement.name == "striped":
-            raise error(
-                NotImplementedError,
-                f"{name} with placement='striped'",
-                "it needs tokens of a rank that are neighbours in the sequence",
-                "use placement='zigzag', which balances causal attention too",
-            )
-    if options.dropout_p > 0:
-        for length in lengths:
-            if placement.piece_length(length) % DROPOUT_KEYS:
-                raise error(
-                    ValueError,
-                    f"dropout with pieces of {placement.piece_length(length)} tokens",
-                    f"its mask is drawn for {DROPOUT_KEYS} keys at a time: pieces are multiples",
-                    f"pad sequences to multiples of "
-                    f"{DROPOUT_KEYS * placement.pieces * placement.ranks} tokens",
-                )
-
-
-def _description(problem: RingProblem) -> str:
-    """Say what all ranks have to pass alike; the seed may change without asking again."""
-    options = vars(problem.options)
     arrays = [f"{name} {x.dtype} {x.shape}" for name, x in problem.arrays.items()]
-    present = [name for name in _ARRAY_OPTIONS if options[name] is not None]
-    given = [
-        f"{name}={shown(value)}"
-        for name, value in options.items()
-        if name not in (*_ARRAY_OPTIONS, "seed") and value not in (None, False, 0.0)
-    ]
+    lengths = problem.plan.lengths
     # A list of many lengths is shown in part, and told apart whole.
-    lengths = f"{shown(list(problem.plan.lengths))} ({hash(problem.plan.lengths):x})"
-    return ", ".join((*arrays, problem.placement.name, *given, *present, f"lengths {lengths}"))
+    each = f"lengths {shown(list(lengths))} ({fingerprint(np.array(lengths, np.int64))})"
+    of_options = problem.options.description(longest=max(lengths, default=0), on_host=on_host)
+    said = (*arrays, problem.placement.name, *of_options, each)
+    if said in group.agreed:
+        return
+    agree(group, said, problem.xp, allowed=_ALIKE, fix=_CALL_ALIKE)
+    if not on_host:
+        group.agreed.add(said)
+
+
+_ALIKE = "all ranks hold shards of one shape and pass the same options"
+_CALL_ALIKE = "split the sequence evenly, and call alike on every rank"

@@ -93,8 +93,13 @@ def ring_attention(
     Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers", arXiv:2310.01889. Results
     of the blocks are merged by their log-sum-exps in float32 (`merge_attention`). On a GPU the next
     block is on its way while this one is computed, on a stream of its own and in two buffers
-    besides the rank's own k and v. The first call of its kind asks all ranks whether they call
-    alike, and waits for the answer; others do not synchronise.
+    besides the rank's own k and v.
+
+    Ranks compare their calls: shapes, dtypes, placement, lengths and options. With NumPy arrays
+    every call does, and what is in alibi_slopes, sinks and rotary, and the seed, is compared too.
+    On a GPU the host would have to wait: there the first call of its kind does, which others of the
+    same kind do not, so that none of these synchronises. Whoever mixes kinds of calls that were
+    made before is not told there.
 
     Examples
     --------
