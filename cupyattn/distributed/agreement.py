@@ -21,7 +21,7 @@ _TEXT = 480  # bytes of a description that other ranks are shown
 _DIGEST = 32
 _NUMBER = 8
 _BETWEEN = "\n"
-_BEGINNING = 100  # characters
+_SHOWN = 180  # characters of a rank: errors have room for two
 
 
 def agree(
@@ -69,10 +69,9 @@ def _parts(answer: bytes) -> list[str]:
 
 def _without(parts: list[str], others: list[str]) -> str:
     """Return what only one rank says; where that was not sent, how its text begins."""
-    differs = [part for part in parts if part not in others]
-    if parts == others:
-        return f"{', '.join(parts)[:_BEGINNING]} ..."
-    return ", ".join(differs) or "none of it"
+    differs = [part for part in parts if part not in others] or ["none of it"]
+    text = ", ".join(differs if parts != others else parts)
+    return text if parts != others and len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
 
 
 def fingerprint(*arrays: Array | bytes) -> str:
