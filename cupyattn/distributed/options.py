@@ -1,18 +1,22 @@
-"""The options of a ring's calls: what they ask of a placement, and what ranks pass alike."""
+"""The options of a ring's calls, and which of them ranks have to pass alike."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from cupyattn import MaskMod, ScoreMod
 from cupyattn.arrays import Array
 from cupyattn.distributed.agreement import fingerprint
-from cupyattn.distributed.placement import Placement
-from cupyattn.errors import error
+from cupyattn.distributed.scores import with_four_axes
 
-DROPOUT_KEYS = 32
-"""Keys whose dropout one call of Philox draws: a piece begins at a multiple of them."""
+ARRAYS = ("seqused_k", "mask", "bias", "alibi_slopes", "sinks")
+"""The options that are arrays, apart from tables and from what expressions name."""
+OF_ROWS = ("mask", "bias")
+"""Those of which each rank has the rows of its own queries."""
 
 
 @dataclass(frozen=True)
@@ -22,60 +26,45 @@ class RingOptions:
     causal: bool = False
     softmax_scale: float | None = None
     window_size: tuple[int | None, int | None] | None = None
+    seqused_k: Array | None = None
+    mask: Array | None = None
+    bias: Array | None = None
     alibi_slopes: Array | None = None
     softcap: float | None = None
     sinks: Array | None = None
     dropout_p: float = 0.0
     seed: int | None = None
     rotary: Any = None
+    score_mod: ScoreMod | Callable[..., Any] | None = None
+    mask_mod: MaskMod | Callable[..., Any] | None = None
+
+    @property
+    def arrays(self) -> dict[str, Array]:
+        """Those that were given, by name."""
+        given = {name: getattr(self, name) for name in ARRAYS}
+        return {name: array for name, array in given.items() if array is not None}
 
     @property
     def uses_positions(self) -> bool:
         """Whether more depends on where queries and keys stand than what is seen."""
-        return self.alibi_slopes is not None or self.dropout_p > 0
+        names = (*OF_ROWS, "seqused_k", "alibi_slopes", "score_mod", "mask_mod")
+        return self.dropout_p > 0 or any(getattr(self, name) is not None for name in names)
 
-    def require_places(self, placement: Placement, lengths: Sequence[int]) -> None:
-        """Raise where what depends on positions cannot be had from the calls of a placement.
-
-        Raises
-        ------
-        ValueError
-            For tables of rotary that are shorter than sequences, and pieces that dropout cannot
-            begin at.
-        NotImplementedError
-            For what needs neighbours in the sequence, where a rank has none.
-        """
-        longest = max(lengths, default=0)
-        if self.rotary is not None and self.rotary[0].shape[0] < longest:
-            raise error(  # on a GPU nobody looks at positions
-                ValueError,
-                f"rotary's tables have {self.rotary[0].shape[0]} rows, for sequences of {longest} "
-                "tokens",
-                "positions are those of whole sequences",
-                "make longer tables with rope_tables",
-            )
-        if placement.ranks == 1:
-            return
-        for name, given in (
-            ("alibi_slopes", self.alibi_slopes is not None),
-            ("dropout_p", self.dropout_p > 0),
-        ):
-            if given and placement.name == "striped":
-                raise error(
-                    NotImplementedError,
-                    f"{name} with placement='striped'",
-                    "it needs tokens of a rank that are neighbours in the sequence",
-                    "use placement='zigzag', which balances causal attention too",
-                )
-        for extent in map(placement.piece_length, lengths if self.dropout_p > 0 else ()):
-            if extent % DROPOUT_KEYS:
-                raise error(
-                    ValueError,
-                    f"dropout with pieces of {extent} tokens",
-                    f"its mask is drawn for {DROPOUT_KEYS} keys at a time: pieces are multiples",
-                    f"pad sequences to multiples of "
-                    f"{DROPOUT_KEYS * placement.pieces * placement.ranks} tokens",
-                )
+    def of_no_tokens(self) -> dict[str, Any]:
+        """Return what a call of no tokens takes: it checks what does not depend on them."""
+        return {
+            "causal": self.causal,
+            "softmax_scale": self.softmax_scale,
+            "window_size": self.window_size,
+            "mask": _of_no_scores(self.mask),
+            "bias": _of_no_scores(self.bias),
+            "alibi_slopes": self.alibi_slopes,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "dropout_p": self.dropout_p,
+            "seed": self.seed,
+            "rotary": self.rotary,
+        }
 
     def description(self, *, longest: int, on_host: bool) -> list[str]:
         """Say what all ranks have to pass alike, without what was left out.
@@ -94,15 +83,31 @@ class RingOptions:
         said += [f"{name}={float(x)}" for name, x in numbers.items() if x is not None]
         if self.dropout_p and on_host:
             said.append(f"seed={self.seed}")
-        for name, array in (("alibi_slopes", self.alibi_slopes), ("sinks", self.sinks)):
-            if array is not None:
-                said.append(f"{name} {_told(array, on_host)}")
+        said += [
+            f"{name} {_told(array, on_host and name not in OF_ROWS)}"
+            for name, array in self.arrays.items()
+        ]
         if self.rotary is not None:
             cos, sin, interleaved = (*self.rotary, False)[:3]
             tables = " and ".join(_told(table[:longest], on_host) for table in (cos, sin))
             said.append(f"rotary {tables}{' interleaved' if interleaved else ''}")
+        for name, given in (("score_mod", self.score_mod), ("mask_mod", self.mask_mod)):
+            if isinstance(given, ScoreMod | MaskMod):
+                named = [f" {x} {_told(array, on_host)}" for x, array in given.arrays.items()]
+                said.append(f"{name} {given.expression}; {given.gradient}{''.join(named)}")
+            elif given is not None:
+                said.append(f"{name} is a function")
         return said
 
 
 def _told(array: Array, on_host: bool) -> str:
-    return f"{array.dtype} {array.shape}" + (f" {fingerprint(array)}" if on_host else "")
+    values = f" {fingerprint(array)}" if on_host and isinstance(array, np.ndarray) else ""
+    return f"{array.dtype} {array.shape}{values}"
+
+
+def _of_no_scores(array: Array | None) -> Array | None:
+    if array is None:
+        return None
+    scores = with_four_axes(array)
+    rows, columns = (slice(0 if extent != 1 else None) for extent in scores.shape[-2:])
+    return scores[..., rows, columns]

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from cupyattn import DropoutSeed, attention, rope
+from cupyattn import attention, rope
 from cupyattn.arrays import Array, adopt
 from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.agreement import agree, fingerprint
+from cupyattn.distributed.checks import (
+    require_expressions,
+    require_own_seed,
+    require_places,
+    require_rows,
+    require_used,
+)
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.options import RingOptions
 from cupyattn.distributed.placement import (
@@ -114,7 +121,11 @@ def ring_problem(
             "only dlse may be left out",
             "pass an array of this rank's tokens",
         )
-    operands = adopt(arrays)
+    require_own_seed(options.seed)
+    require_expressions(options)
+    operands = adopt({**arrays, **options.arrays})
+    taken = operands.arrays
+    options = replace(options, **{name: taken[name] for name in options.arrays})
     if group.device is not None and operands.device_id != group.device:
         where = "NumPy's" if operands.device_id is None else f"on device {operands.device_id}"
         raise error(
@@ -123,7 +134,7 @@ def ring_problem(
             "a rank's arrays are on the device of its communicator",
             f"make them inside 'with cupy.cuda.Device({group.device})'",
         )
-    lifted = {name: _lifted(name, array, packed) for name, array in operands.arrays.items()}
+    lifted = {name: _lifted(name, array, packed) for name, array in taken.items() if name in arrays}
     q, k, v = (lifted[name] for name in ("q", "k", "v"))
     tokens = q.shape[1]
     _require_tokens(lifted, tokens)
@@ -133,19 +144,9 @@ def ring_problem(
     if packed:  # slopes may be of each sequence
         xp = np if isinstance(q, np.ndarray) else load_cupy()
         nothing = [xp.broadcast_to(x, (len(lengths), *x.shape[1:])) for x in nothing]
-    attention(
-        *nothing, causal=options.causal, softmax_scale=options.softmax_scale,
-        window_size=options.window_size, alibi_slopes=options.alibi_slopes,
-        softcap=options.softcap, sinks=options.sinks, dropout_p=options.dropout_p,
-        seed=options.seed, rotary=options.rotary,
-    )  # fmt: skip
-    if isinstance(options.seed, DropoutSeed):
-        raise error(
-            TypeError,
-            "seed is a DropoutSeed",
-            "it is an integer: a ring says itself where its parts stand",
-            f"pass {options.seed.seed}",
-        )
+    attention(*nothing, **options.of_no_tokens())
+    require_rows(options, tokens, lengths, packed)
+    require_used(options.seqused_k, lengths, len(nothing[0]))
     dealt = placement_of(placement, group.size, lengths)
     if cu_seqlens is None and tokens % dealt.pieces:
         raise error(
@@ -154,7 +155,7 @@ def ring_problem(
             f"a rank holds {dealt.pieces} pieces of one length",
             "cut the whole sequence with distributed.shard",
         )
-    options.require_places(dealt, lengths)
+    require_places(options, dealt, lengths)
     sight = sight_of(options.causal, options.window_size, max(lengths, default=0))
     plan = ring_plan(
         dealt, group.rank, lengths, sight,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import Rotary, rope_tables
+from cupyattn import MaskMod, Rotary, rope_tables
 from cupyattn.distributed import (
     Group,
     RankFailedError,
@@ -32,6 +32,10 @@ def rotary(dim: int, **how: Any) -> Rotary:
     return Rotary(*rope_tables(128, dim, dtype="float64"), **how)
 
 
+def seen(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+    return k_idx < 4
+
+
 DIFFERENT = {
     "causal": (True, False),
     "window_size": ((3, 0), (4, 0)),
@@ -41,6 +45,9 @@ DIFFERENT = {
     "alibi_slopes": (ONES, np.stack([ONES])),
     "rotary": (rotary(8), rotary(8, interleaved=True)),
     "placement": ("zigzag", "contiguous"),
+    "seqused_k": (np.array([3]), np.array([4])),
+    "mask": (np.ones((1, 1), bool), None),
+    "mask_mod": (MaskMod("k_idx < 4", python=seen), MaskMod("k_idx < 5", python=seen)),
 }
 VALUES = {
     "alibi_slopes": (ONES, 2 * ONES),
