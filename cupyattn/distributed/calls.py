@@ -18,8 +18,10 @@ from cupyattn import (
 )
 from cupyattn.arrays import Array
 from cupyattn.cupy_library import load_cupy
+from cupyattn.distributed.options import OF_ROWS
 from cupyattn.distributed.plan import Call
 from cupyattn.distributed.problem import RingProblem
+from cupyattn.distributed.scores import Places, moved, place_of, with_four_axes
 
 BLOCK = ("k", "v")
 """What a call takes rows of a block of; of all else it takes rows of the rank's own."""
@@ -108,12 +110,24 @@ class Calls:
         return banded or self._options.alibi_slopes is not None
 
     def _dense(self, call: Call, b: int) -> dict[str, Any]:
-        given = self._common(call)
+        """Return the options of a batch of sequences of one length, or of one that was packed."""
+        options, given = self._options, self._common(call)
+        alone = slice(b, b + 1) if self._problem.packed else slice(None)
         given["q_offset"] = call.q_offsets[b] if self._needs_offset(call) else 0
-        if self._options.dropout_p:
-            given["dropout_p"] = self._options.dropout_p
+        if options.alibi_slopes is not None and options.alibi_slopes.ndim == 2:
+            given["alibi_slopes"] = options.alibi_slopes[alone]
+        if options.seqused_k is not None:
+            extent = self._plan.placement.piece_length(self._plan.lengths[b])
+            given["seqused_k"] = self._used(options.seqused_k[alone], call.key_starts[b], extent)
+        for name, array in options.arrays.items():
+            if name in OF_ROWS:
+                scores = with_four_axes(array)
+                given[name] = scores[place_of(scores, call, self._plan.placement)]
+        given |= self._moved(((b,), (call.query_starts[b],), (call.key_starts[b],)), packed=False)
+        if options.dropout_p:
+            given["dropout_p"] = options.dropout_p
             given["seed"] = DropoutSeed(
-                int(self._options.seed or 0),
+                int(options.seed or 0),
                 batch=b,
                 query=call.query_starts[b],
                 key=call.key_starts[b],
@@ -121,16 +135,34 @@ class Calls:
         return given
 
     def _packed(self, call: Call) -> dict[str, Any]:
-        given = self._common(call)
+        options, given = self._options, self._common(call)
         bounds = tuple(self._plan.cu_seqlens.tolist())
-        longest = max((after - before for before, after in pairwise(bounds)), default=0)
+        extents = tuple(after - before for before, after in pairwise(bounds))
         for side in "qk":
             given[f"cu_seqlens_{side}"] = self._integers(bounds)
-            given[f"max_seqlen_{side}"] = longest
+            given[f"max_seqlen_{side}"] = max(extents, default=0)
         given["q_offset"] = self._integers(call.q_offsets) if self._needs_offset(call) else 0
-        return given
+        if options.seqused_k is not None:
+            starts, most = self._integers(call.key_starts), self._integers(extents)
+            given["seqused_k"] = self._used(options.seqused_k, starts, most)
+        starts = ((0,) * len(extents), call.query_starts, call.key_starts)
+        return given | self._moved(starts, packed=True)
 
-    def _integers(self, values: tuple[int, ...]) -> Array:
+    def _used(self, used: Array, start: Any, extent: Any) -> Array:
+        """Return how many keys of a piece that begins at `start` are among the first `used`."""
+        step = self._plan.placement.step
+        return self._xp.clip((used - start + (step - 1)) // step, 0, extent)
+
+    def _moved(self, starts: tuple[tuple[int, ...], ...], *, packed: bool) -> dict[str, Any]:
+        """Return the expressions, told where their calls begin: see `Places`."""
+        options = {"score_mod": self._options.score_mod, "mask_mod": self._options.mask_mod}
+        given = {name: option for name, option in options.items() if option is not None}
+        if not given:
+            return {}
+        places = Places(self._integers(starts), packed, self._plan.placement.step)
+        return {name: moved(option, places) for name, option in given.items()}
+
+    def _integers(self, values: tuple[Any, ...]) -> Array:
         if self._xp is np:
             return np.asarray(values, np.int64)
         stream = load_cupy().cuda.get_current_stream()
@@ -138,7 +170,7 @@ class Calls:
 
 
 @lru_cache(maxsize=1024)
-def _on_device(values: tuple[int, ...], device: int, stream: int) -> Array:
+def _on_device(values: tuple[Any, ...], device: int, stream: int) -> Array:
     """Copy integers to the current device, once for each stream: a copy joins that stream's order.
 
     The key names both.

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cupyattn.distributed.placement import Placement, placement_of
-from cupyattn.distributed.plan import Sight, balance, own_scores, scores_by_shift, shifts_needed
+from cupyattn.distributed.plan import balance, own_scores, scores_by_shift, shifts_needed, sight_of
 
 
 class Card(NamedTuple):
@@ -134,8 +134,7 @@ def ring_cost(
     (0.0, 1.0)
     """
     kv_heads = heads if kv_heads is None else kv_heads
-    left, right = window_size or (None, None)
-    sight = Sight(left, 0 if causal else right)
+    sight = sight_of(causal, window_size, tokens)
     dealt: Placement = placement_of(placement, ranks, (tokens,))
     counts = scores_by_shift(dealt, (tokens,), sight)
     per_score = 4 * head_dim * (2.5 if backward else 1.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,8 +18,6 @@ from cupyattn.distributed.watch import Watch
 from cupyattn.errors import error, shown
 
 TIMEOUT = 300.0
-_TEXT = 480  # bytes of a description that other ranks are shown
-_DIGEST = 32
 
 
 class Group:
@@ -83,7 +80,8 @@ class Group:
         self._watch = Watch(self.rank, timeout, self._failures, self._abort)
         self._aborting = threading.Lock()
         self._aborted = False
-        self._agreed: set[bytes] = set()
+        self.agreed: set[tuple[str, ...]] = set()
+        """What all ranks have said of their calls, where they are asked once."""
         self._streams: dict[int, Any] = {}
 
     def exchange(
@@ -171,32 +169,6 @@ class Group:
         except BaseException as raised:
             self.fail(raised)
             raise
-
-    def agree(self, description: str, xp: Any) -> None:
-        """Raise ValueError unless all ranks describe their call in the same words.
-
-        It is asked once for each description, since on a GPU the host waits for the answer.
-        """
-        text = description.encode()
-        digest = hashlib.sha256(text).digest()
-        if self.size == 1 or digest in self._agreed:
-            return
-        own = np.frombuffer(digest + text[:_TEXT].ljust(_TEXT), np.uint8)
-        answers = self.all_gather(xp.asarray(own))
-        on_host = [x if isinstance(x, np.ndarray) else x.get() for x in answers]
-        self.check()  # of a transfer that was aborted nothing has come
-        for rank, answer in enumerate(on_host):
-            given = answer.tobytes()
-            if given[:_DIGEST] != digest:
-                theirs = given[_DIGEST:].decode(errors="replace").rstrip()
-                ours = description[:_TEXT]
-                raise error(
-                    ValueError,
-                    f"rank {self.rank} called with {ours}, rank {rank} with {theirs}",
-                    "all ranks hold shards of one shape and pass the same options",
-                    "split the sequence evenly, and call alike on every rank",
-                )
-        self._agreed.add(digest)
 
     def side_stream(self, device: int) -> Any:
         """Return the stream that transfers of a device take, above others in priority."""

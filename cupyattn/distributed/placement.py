@@ -67,6 +67,8 @@ class Placement(NamedTuple):
 def placement_of(name: Any, ranks: int, lengths: Sequence[int]) -> Placement:
     """Check that a placement can deal out sequences of these lengths.
 
+    One rank holds all tokens in their order under each of them, which is what contiguous says.
+
     Raises
     ------
     ValueError
@@ -79,7 +81,7 @@ def placement_of(name: Any, ranks: int, lengths: Sequence[int]) -> Placement:
             f"allowed are {', '.join(map(repr, PLACEMENTS))}",
             "leave it out for zigzag, which balances causal attention",
         )
-    placement = Placement(name, ranks)
+    placement = Placement(name if ranks > 1 else "contiguous", ranks)
     shares = placement.pieces * ranks
     for length in lengths:
         if length % shares:

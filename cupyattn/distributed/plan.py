@@ -119,6 +119,20 @@ class Sight(NamedTuple):
         return low, high
 
 
+def sight_of(
+    causal: bool, window_size: tuple[int | None, int | None] | None, longest: int
+) -> Sight:
+    """Return what causal and window_size leave to a query of sequences no longer than `longest`.
+
+    A side that reaches every key is None, however large: positions are 64-bit integers.
+    """
+    left, right = window_size or (None, None)
+    sides = left, 0 if causal else right
+    return Sight(
+        *(None if side is None or int(side) >= longest - 1 else int(side) for side in sides)
+    )
+
+
 @lru_cache(maxsize=256)
 def ring_plan(
     placement: Placement,

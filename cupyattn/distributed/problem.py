@@ -2,57 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from cupyattn import DropoutSeed, attention, rope
+from cupyattn import attention, rope
 from cupyattn.arrays import Array, adopt
 from cupyattn.cupy_library import load_cupy
+from cupyattn.distributed.agreement import agree, fingerprint
+from cupyattn.distributed.checks import (
+    require_expressions,
+    require_own_seed,
+    require_places,
+    require_rows,
+    require_used,
+)
 from cupyattn.distributed.group import Group
+from cupyattn.distributed.options import RingOptions
 from cupyattn.distributed.placement import (
     Placement,
     placement_of,
     sequence_bounds,
     token_positions,
 )
-from cupyattn.distributed.plan import RingPlan, Sight, ring_plan
+from cupyattn.distributed.plan import RingPlan, ring_plan, sight_of
 from cupyattn.errors import error, shown
-
-_ARRAY_OPTIONS = ("alibi_slopes", "sinks", "rotary")
-DROPOUT_KEYS = 32
-"""Keys whose dropout one call of Philox draws: a piece begins at a multiple of them."""
-
-
-@dataclass(frozen=True)
-class RingOptions:
-    """The options of a ring's calls, as `attention` takes them."""
-
-    causal: bool = False
-    softmax_scale: float | None = None
-    window_size: tuple[int | None, int | None] | None = None
-    alibi_slopes: Array | None = None
-    softcap: float | None = None
-    sinks: Array | None = None
-    dropout_p: float = 0.0
-    seed: int | None = None
-    rotary: Any = None
-
-    @property
-    def sight(self) -> Sight:
-        """What a query sees."""
-        left, right = self.window_size or (None, None)
-        if self.causal:
-            right = 0
-        return Sight(*(None if side is None else int(side) for side in (left, right)))
-
-    @property
-    def uses_positions(self) -> bool:
-        """Whether more depends on where queries and keys stand than what is seen."""
-        return self.alibi_slopes is not None or self.dropout_p > 0
 
 
 @dataclass(frozen=True)
@@ -144,7 +121,11 @@ def ring_problem(
             "only dlse may be left out",
             "pass an array of this rank's tokens",
         )
-    operands = adopt(arrays)
+    require_own_seed(options.seed)
+    require_expressions(options)
+    operands = adopt({**arrays, **options.arrays})
+    taken = operands.arrays
+    options = replace(options, **{name: taken[name] for name in options.arrays})
     if group.device is not None and operands.device_id != group.device:
         where = "NumPy's" if operands.device_id is None else f"on device {operands.device_id}"
         raise error(
@@ -153,25 +134,19 @@ def ring_problem(
             "a rank's arrays are on the device of its communicator",
             f"make them inside 'with cupy.cuda.Device({group.device})'",
         )
-    lifted = {name: _lifted(name, array, packed) for name, array in operands.arrays.items()}
+    lifted = {name: _lifted(name, array, packed) for name, array in taken.items() if name in arrays}
     q, k, v = (lifted[name] for name in ("q", "k", "v"))
     tokens = q.shape[1]
     _require_tokens(lifted, tokens)
-    # What attention refuses is refused here, in its words: a call of no tokens checks the same.
-    attention(
-        q[:, :0], k[:, :0], v[:, :0], causal=options.causal, softmax_scale=options.softmax_scale,
-        window_size=options.window_size, alibi_slopes=options.alibi_slopes,
-        softcap=options.softcap, sinks=options.sinks, dropout_p=options.dropout_p,
-        seed=options.seed, rotary=options.rotary,
-    )  # fmt: skip
-    if isinstance(options.seed, DropoutSeed):
-        raise error(
-            TypeError,
-            "seed is a DropoutSeed",
-            "it is an integer: a ring says itself where its parts stand",
-            f"pass {options.seed.seed}",
-        )
     lengths = _lengths(tokens * group.size, cu_seqlens)
+    # What attention refuses is refused here, in its words: a call of no tokens checks the same.
+    nothing = [x[:, :0] for x in (q, k, v)]
+    if packed:  # slopes may be of each sequence
+        xp = np if isinstance(q, np.ndarray) else load_cupy()
+        nothing = [xp.broadcast_to(x, (len(lengths), *x.shape[1:])) for x in nothing]
+    attention(*nothing, **options.of_no_tokens())
+    require_rows(options, tokens, lengths, packed)
+    require_used(options.seqused_k, lengths, len(nothing[0]))
     dealt = placement_of(placement, group.size, lengths)
     if cu_seqlens is None and tokens % dealt.pieces:
         raise error(
@@ -180,15 +155,15 @@ def ring_problem(
             f"a rank holds {dealt.pieces} pieces of one length",
             "cut the whole sequence with distributed.shard",
         )
-    _require_places(options, dealt, lengths)
-    _require_table(options, lengths)
+    require_places(options, dealt, lengths)
+    sight = sight_of(options.causal, options.window_size, max(lengths, default=0))
     plan = ring_plan(
-        dealt, group.rank, lengths, options.sight,
+        dealt, group.rank, lengths, sight,
         join=not options.uses_positions, packed=packed, part_own=part_own,
     )  # fmt: skip
     problem = RingProblem(group, plan, options, packed, lifted)
     with group.on_device(operands.device_id):
-        group.agree(_description(problem), problem.xp)
+        _agree(problem)
     return problem
 
 
@@ -222,19 +197,6 @@ def _require_tokens(arrays: dict[str, Array], tokens: int) -> None:
             )
 
 
-def _require_table(options: RingOptions, lengths: tuple[int, ...]) -> None:
-    """Raise unless rotary's tables are as long as sequences: on a GPU nobody looks at positions."""
-    longest = max(lengths, default=0)
-    if options.rotary is not None and options.rotary[0].shape[0] < longest:
-        raise error(
-            ValueError,
-            f"rotary's tables have {options.rotary[0].shape[0]} rows, for sequences of {longest} "
-            "tokens",
-            "positions are those of whole sequences",
-            "make longer tables with rope_tables",
-        )
-
-
 def _lengths(tokens: int, cu_seqlens: Any) -> tuple[int, ...]:
     if cu_seqlens is None:
         return (tokens,)
@@ -249,43 +211,23 @@ def _lengths(tokens: int, cu_seqlens: Any) -> tuple[int, ...]:
     return tuple(after - before for before, after in pairwise(bounds))
 
 
-def _require_places(options: RingOptions, placement: Placement, lengths: tuple[int, ...]) -> None:
-    """Raise where what depends on positions cannot be had from the calls of a placement."""
-    if placement.ranks == 1:
+def _agree(problem: RingProblem) -> None:
+    """Raise ValueError unless all ranks call alike."""
+    group, on_host = problem.group, problem.xp is np
+    if group.size == 1:
         return
-    for name, given in (
-        ("alibi_slopes", options.alibi_slopes is not None),
-        ("dropout_p", options.dropout_p > 0),
-    ):
-        if given and placement.name == "striped":
-            raise error(
-                NotImplementedError,
-                f"{name} with placement='striped'",
-                "it needs tokens of a rank that are neighbours in the sequence",
-                "use placement='zigzag', which balances causal attention too",
-            )
-    if options.dropout_p > 0:
-        for length in lengths:
-            if placement.piece_length(length) % DROPOUT_KEYS:
-                raise error(
-                    ValueError,
-                    f"dropout with pieces of {placement.piece_length(length)} tokens",
-                    f"its mask is drawn for {DROPOUT_KEYS} keys at a time: pieces are multiples",
-                    f"pad sequences to multiples of "
-                    f"{DROPOUT_KEYS * placement.pieces * placement.ranks} tokens",
-                )
-
-
-def _description(problem: RingProblem) -> str:
-    """Say what all ranks have to pass alike; the seed may change without asking again."""
-    options = vars(problem.options)
     arrays = [f"{name} {x.dtype} {x.shape}" for name, x in problem.arrays.items()]
-    present = [name for name in _ARRAY_OPTIONS if options[name] is not None]
-    given = [
-        f"{name}={shown(value)}"
-        for name, value in options.items()
-        if name not in (*_ARRAY_OPTIONS, "seed") and value not in (None, False, 0.0)
-    ]
+    lengths = problem.plan.lengths
     # A list of many lengths is shown in part, and told apart whole.
-    lengths = f"{shown(list(problem.plan.lengths))} ({hash(problem.plan.lengths):x})"
-    return ", ".join((*arrays, problem.placement.name, *given, *present, f"lengths {lengths}"))
+    each = f"lengths {shown(list(lengths))} ({fingerprint(np.array(lengths, np.int64))})"
+    of_options = problem.options.description(longest=max(lengths, default=0), on_host=on_host)
+    said = (*arrays, problem.placement.name, *of_options, each)
+    if said in group.agreed:
+        return
+    agree(group, said, problem.xp, allowed=_ALIKE, fix=_CALL_ALIKE)
+    if not on_host:
+        group.agreed.add(said)
+
+
+_ALIKE = "all ranks hold shards of one shape and pass the same options"
+_CALL_ALIKE = "split the sequence evenly, and call alike on every rank"

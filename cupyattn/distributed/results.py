@@ -44,7 +44,9 @@ def given_results(out: Any, return_lse: bool) -> tuple[Array | None, Array | Non
     return out if return_lse else (out, None)
 
 
-def given_gradients(grads: Any, accumulate: bool, sinks: Array | None) -> dict[str, Array | None]:
+def given_gradients(
+    grads: Any, accumulate: bool, *, bias: bool, sinks: bool
+) -> dict[str, Array | None]:
     """Return what was given for each gradient, by name.
 
     Raises
@@ -54,7 +56,7 @@ def given_gradients(grads: Any, accumulate: bool, sinks: Array | None) -> dict[s
     ValueError
         For a gradient that the call has not, and where there is nothing to add to.
     """
-    names = ("dq", "dk", "dv") if sinks is None else ("dq", "dk", "dv", "dsinks")
+    names = ("dq", "dk", "dv", *["dbias"] * bias, *["dsinks"] * sinks)
     fix = f"pass grads=AttentionGrads({', '.join(names)})"
     if grads is None:
         if accumulate:
@@ -89,13 +91,13 @@ def results_of(problem: RingProblem, wanted: dict[str, Wanted]) -> dict[str, Arr
     """
     found: dict[str, Array] = {}
     for name, (given, shape, dtype) in wanted.items():
-        if problem.packed and name != "grads.dsinks":
+        if problem.packed and name not in ("grads.dbias", "grads.dsinks"):
             shape = shape[1:]
         if given is None:
             found[name] = problem.xp.empty(shape, dtype)
             continue
         _require_writable(name, given, shape, dtype)
-        for other, array in {**problem.arrays, **found}.items():
+        for other, array in {**problem.arrays, **problem.options.arrays, **found}.items():
             _require_apart(name, given, other, array)
         found[name] = given
     return found

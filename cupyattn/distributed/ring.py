@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from cupyattn import Rotary
+from cupyattn import MaskMod, Rotary, ScoreMod
 from cupyattn.arrays import Array
 from cupyattn.distributed.calls import Calls
+from cupyattn.distributed.checks import refuse
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.lane import Blocks, Lane
 from cupyattn.distributed.merged import Merged, exact_dtype
-from cupyattn.distributed.problem import RingOptions, ring_problem
+from cupyattn.distributed.options import RingOptions
+from cupyattn.distributed.problem import ring_problem
 from cupyattn.distributed.results import Wanted, given_results, lifted, own_block, results_of
 
 
@@ -27,14 +30,20 @@ def ring_attention(
     causal: bool = False,
     softmax_scale: float | None = None,
     window_size: tuple[int | None, int | None] | None = None,
+    seqused_k: Array | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
     alibi_slopes: Array | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
     dropout_p: float = 0.0,
     seed: int | None = None,
     rotary: tuple[Array, Array] | Rotary | None = None,
+    score_mod: ScoreMod | Callable[..., Any] | None = None,
+    mask_mod: MaskMod | Callable[..., Any] | None = None,
     return_lse: bool = False,
     out: Array | tuple[Array, Array] | None = None,
+    **others: Any,
 ) -> Any:
     r"""Attend over sequences whose tokens are spread over the ranks of a group.
 
@@ -60,6 +69,13 @@ def ring_attention(
     causal, softmax_scale, window_size, softcap, sinks : optional
         As in `attention`, of the whole sequence. With a window, blocks of keys that nobody sees are
         neither sent nor computed.
+    seqused_k : int32 or int64 array (B,), optional
+        As in `attention` with ``q_offset=0``: the number of keys in use of each whole sequence.
+        Query i stands at key i, whatever it says.
+    mask, bias : array, optional
+        As in `attention`, of this rank's queries and the Sk keys of the whole sequence: they
+        broadcast to (B, H, S, Sk). ``shard(mask, rank, ranks, axis=-2)`` cuts the rows. Not with
+        cu_seqlens.
     alibi_slopes : optional
         As in `attention`; not with striped.
     dropout_p, seed : optional
@@ -67,10 +83,16 @@ def ring_attention(
         striped. Of packed sequences each then takes calls of its own.
     rotary : optional
         As in `attention`: positions are those of the whole sequence, under every placement.
+    score_mod, mask_mod : optional
+        As in `attention`: ``b``, ``q_idx`` and ``k_idx``, and what the arrays of an expression are
+        indexed by, are those of the whole sequences. No BlockMask: pass its ``mask_mod``.
     return_lse : bool
         Return the log-sum-exp of the scores too.
     out : array, or (out, lse) with return_lse, optional
         Where to write the result; it overlaps no input.
+    **others
+        q_offset, implementation and workspace of `attention` are no options of a ring: an error
+        says why.
 
     Returns
     -------
@@ -93,8 +115,13 @@ def ring_attention(
     Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers", arXiv:2310.01889. Results
     of the blocks are merged by their log-sum-exps in float32 (`merge_attention`). On a GPU the next
     block is on its way while this one is computed, on a stream of its own and in two buffers
-    besides the rank's own k and v. The first call of its kind asks all ranks whether they call
-    alike, and waits for the answer; others do not synchronise.
+    besides the rank's own k and v.
+
+    Ranks compare their calls: shapes, dtypes, placement, lengths and options. With NumPy arrays
+    every call does, and what is in alibi_slopes, sinks and rotary, and the seed, is compared too.
+    On a GPU the host would have to wait: there the first call of its kind does, which others of the
+    same kind do not, so that none of these synchronises. Whoever mixes kinds of calls that were
+    made before is not told there.
 
     Examples
     --------
@@ -108,9 +135,11 @@ def ring_attention(
     >>> np.allclose(whole, cupyattn.attention(q, k, v, causal=True), atol=1e-6)
     True
     """
+    refuse("ring_attention", others)
     options = RingOptions(
-        causal, softmax_scale, window_size, alibi_slopes, softcap, sinks, dropout_p, seed, rotary
-    )
+        causal, softmax_scale, window_size, seqused_k, mask, bias, alibi_slopes, softcap, sinks,
+        dropout_p, seed, rotary, score_mod, mask_mod,
+    )  # fmt: skip
     given_out, given_lse = given_results(out, return_lse)
     problem = ring_problem(group, {"q": q, "k": k, "v": v}, options, placement, cu_seqlens)
     arrays, plan = problem.arrays, problem.plan

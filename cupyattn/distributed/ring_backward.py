@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from cupyattn import AttentionGrads, Rotary, add_to
-from cupyattn.arrays import Array, adopt
+from cupyattn import AttentionGrads, MaskMod, Rotary, ScoreMod, add_to
+from cupyattn.arrays import Array
 from cupyattn.distributed.calls import Calls
+from cupyattn.distributed.checks import refuse
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.lane import Blocks, Lane
 from cupyattn.distributed.merged import exact_dtype
+from cupyattn.distributed.options import RingOptions
 from cupyattn.distributed.plan import Call
-from cupyattn.distributed.problem import RingOptions, ring_problem
+from cupyattn.distributed.problem import RingProblem, ring_problem
 from cupyattn.distributed.results import Wanted, given_gradients, lifted, own_block, results_of
+from cupyattn.distributed.scores import place_of, with_four_axes
 
 
 def ring_attention_backward(
@@ -32,16 +36,22 @@ def ring_attention_backward(
     causal: bool = False,
     softmax_scale: float | None = None,
     window_size: tuple[int | None, int | None] | None = None,
+    seqused_k: Array | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
     alibi_slopes: Array | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
     dropout_p: float = 0.0,
     seed: int | None = None,
     rotary: tuple[Array, Array] | Rotary | None = None,
+    score_mod: ScoreMod | Callable[..., Any] | None = None,
+    mask_mod: MaskMod | Callable[..., Any] | None = None,
     dlse: Array | None = None,
     deterministic: bool = False,
     grads: AttentionGrads | None = None,
     accumulate: bool = False,
+    **others: Any,
 ) -> AttentionGrads:
     r"""Gradients of `ring_attention` with respect to its arrays.
 
@@ -57,9 +67,9 @@ def ring_attention_backward(
         Its second result.
     group, placement, cu_seqlens
         As given to `ring_attention`.
-    causal, softmax_scale, window_size, alibi_slopes, softcap, sinks : optional
+    causal, softmax_scale, window_size, seqused_k, mask, bias, alibi_slopes, softcap : optional
         As given to `ring_attention`.
-    dropout_p, seed, rotary : optional
+    sinks, dropout_p, seed, rotary, score_mod, mask_mod : optional
         As given to `ring_attention`: dropout draws the same mask again.
     dlse : array (B, H, S), optional
         Gradient with respect to lse, where it was used.
@@ -69,12 +79,15 @@ def ring_attention_backward(
         Arrays to write the gradients into; a field that is None makes a new one.
     accumulate : bool
         Add to the contents of grads instead of replacing them, before the one rounding.
+    **others
+        As of `ring_attention`.
 
     Returns
     -------
     AttentionGrads
-        ``(dq, dk, dv, None, dsinks)`` of this rank's tokens, each like its array. dsinks is that of
-        all ranks, the same on each.
+        ``(dq, dk, dv, dbias, dsinks)`` of this rank's tokens, each like its array. dsinks is that
+        of all ranks, the same on each; so is dbias of a bias that is the same for all queries,
+        where S is more than 1.
 
     Raises
     ------
@@ -104,10 +117,12 @@ def ring_attention_backward(
     >>> np.allclose(dk, whole.dk, atol=1e-6)
     True
     """
+    refuse("ring_attention_backward", others)
     options = RingOptions(
-        causal, softmax_scale, window_size, alibi_slopes, softcap, sinks, dropout_p, seed, rotary
-    )
-    targets = given_gradients(grads, accumulate, sinks)
+        causal, softmax_scale, window_size, seqused_k, mask, bias, alibi_slopes, softcap, sinks,
+        dropout_p, seed, rotary, score_mod, mask_mod,
+    )  # fmt: skip
+    targets = given_gradients(grads, accumulate, bias=bias is not None, sinks=sinks is not None)
     given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
     problem = ring_problem(group, given, options, placement, cu_seqlens, part_own=True)
     arrays, plan = problem.arrays, problem.plan
@@ -118,11 +133,15 @@ def ring_attention_backward(
         own["q"] = problem.rotated(arrays["q"])
         hops = plan.hops
         blocks = Blocks(lane, own_block(problem), len(hops) - 1)
-        results = results_of(problem, _wanted(targets, arrays, sinks))
+        results = results_of(problem, _wanted(targets, problem))
         sums = [xp.zeros(arrays[name].shape, exact) for name in "kv"]
         gradients = Blocks(lane, sums, len(hops), overwrites=True)
         dq = xp.zeros(arrays["q"].shape, exact)
-        dsinks: Any = None if sinks is None else xp.zeros(sinks.shape, exact)
+        extra = problem.options.arrays
+        dsinks: Any = xp.zeros(extra["sinks"].shape, exact) if "sinks" in extra else None
+        dbias: Any = (
+            xp.zeros(with_four_axes(extra["bias"]).shape, exact) if "bias" in extra else None
+        )
         steps, later = plan.parted
 
         def shares_of(step_calls: tuple[Call, ...], block: tuple[Array, ...]) -> Any:
@@ -138,6 +157,9 @@ def ring_attention_backward(
                     (dv, share.dv, call.keys),
                 ):
                     _add(total[:, rows.slice], part)
+                if dbias is not None:
+                    # Columns of striped tokens are no neighbours, as `add_to` wants them.
+                    dbias[place_of(dbias, call, plan.placement)] += share.dbias.astype(exact)
                 if share.dsinks is not None:
                     dsinks[...] += share.dsinks
 
@@ -163,25 +185,29 @@ def ring_attention_backward(
             "dk": problem.rotated(dk, inverse=True),
             "dv": dv,
         }
+        if dbias is not None:
+            if dbias.shape[2] == 1 < arrays["q"].shape[1]:
+                dbias = sum(problem.group.all_gather(dbias))
+            totals["dbias"] = dbias.reshape(extra["bias"].shape)
         if dsinks is not None:
             totals["dsinks"] = sum(problem.group.all_gather(dsinks))
         for name, total in totals.items():
             target = results[f"grads.{name}"]
-            place = lifted(target, problem) if name != "dsinks" else target
+            place = lifted(target, problem) if name in ("dq", "dk", "dv") else target
             if accumulate and targets.get(name) is not None:
                 total = total + place.astype(total.dtype)
             place[...] = total
     return AttentionGrads(**{name.removeprefix("grads."): x for name, x in results.items()})
 
 
-def _wanted(
-    given: dict[str, Array | None], arrays: dict[str, Array], sinks: Array | None
-) -> dict[str, Wanted]:
+def _wanted(given: dict[str, Array | None], problem: RingProblem) -> dict[str, Wanted]:
     """Return the gradients by name, with what was given for each."""
-    of = {**{name: arrays[name] for name in "qkv"}, **adopt({"sinks": sinks}).arrays}
+    options = {name: problem.options.arrays.get(name) for name in ("bias", "sinks")}
+    of = {**{name: problem.arrays[name] for name in "qkv"}, **options}
     return {
         f"grads.d{name}": Wanted(given.get(f"d{name}"), array.shape, array.dtype)
         for name, array in of.items()
+        if array is not None
     }
 
 

@@ -17,7 +17,7 @@ from cupyattn.models.checkpoints.gguf_model import open_gguf
 from cupyattn.models.checkpoints.hugging_face import open_folder
 from cupyattn.models.device import model_dtype, model_library
 from cupyattn.models.model import Model
-from cupyattn.models.parallel import share_of, split
+from cupyattn.models.parallel import agreed, require_group, share_of, split
 from cupyattn.models.quantised import OF_THE_FILE, quantises_as_in, quantises_to
 
 _SMOLLM2 = "smollm2"
@@ -67,14 +67,16 @@ def load(
     ValueError
         For files that are damaged or do not fit together: tensors that are missing, or of another
         shape, or that the model has not. Nothing is half loaded. For another quantize, one that
-        rows of the model's products are no whole blocks of, and "file" of a file of floats.
+        rows of the model's products are no whole blocks of, and "file" of a file of floats. With a
+        group, for heads or an MLP that its ranks cannot split, another config, dtype or quantize on
+        another rank, and an xp that its communicator does not carry.
     NotImplementedError
         For another architecture, rotary embedding, file format or quantisation than there is code
         for.
     RuntimeError
         If a package of the extra ``models`` is not installed.
     TypeError
-        For a dtype, or an xp, that is none of these.
+        For a dtype, an xp or a group that is none of these.
 
     Notes
     -----
@@ -97,10 +99,13 @@ def load(
     quantises = None if quantize == OF_THE_FILE else quantises_to(quantize, files=True)
     xp = model_library(xp)
     dtype = model_dtype(dtype, xp)
+    if group is not None:
+        require_group(group, xp)
     checkpoint = opened(folder_or_file)
     config = checkpoint.config
     if group is not None:
         share_of(config, group.size)  # before anything is read
+        agreed(group, {"dtype": dtype, "quantize": quantize, **config._asdict()}, xp)
     on = xp if group is None else np
     by = on if quantize is None else xp
     weights = filled(checkpoint, dtype, on, quantises or quantises_as_in(checkpoint), by=by)

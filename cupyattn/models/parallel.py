@@ -7,7 +7,7 @@ al., "Megatron-LM", arXiv:1909.08053). Embedding, norms and the head are the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,8 @@ import numpy as np
 from cupyattn import QuantizedWeight, linear
 from cupyattn.arrays import Array
 from cupyattn.distributed import Group
-from cupyattn.errors import error
+from cupyattn.distributed.agreement import agree
+from cupyattn.errors import error, shown
 from cupyattn.models.config import GATED, Config
 from cupyattn.models.shares import columns_of, rows_of
 from cupyattn.models.weights import Layer, Norm, Product, Weights
@@ -129,11 +130,59 @@ def split(config: Config, weights: Weights, group: Group, xp: Any) -> tuple[Conf
     )
 
 
-def agreed(group: Group | None, number: int, xp: Any, choose: Callable[..., int] = min) -> int:
-    """Return one number of those that ranks have; what only this rank has where there is no group.
+def require_group(group: Any, xp: Any) -> None:
+    """Raise unless a model of arrays of `xp` can be spread over a group.
 
-    Ranks that make the same steps need the same room, and the same seed.
+    Raises
+    ------
+    TypeError
+        For a group that is none.
+    ValueError
+        For arrays that its communicator does not carry.
+    """
+    if not isinstance(group, Group):
+        raise error(
+            TypeError,
+            f"got group = {shown(group)}",
+            "it is a cupyattn.distributed.Group, or None for a model on one rank",
+            "pass the group that distributed.run gives each rank, or launched_group returns",
+        )
+    if group.device is None:
+        return
+    if xp is np:
+        raise error(
+            ValueError,
+            f"got xp=numpy on a rank of device {group.device}",
+            "a rank's arrays are on the device of its communicator",
+            "leave xp out, or start the ranks without devices: distributed.run(function, 2)",
+        )
+    current = int(xp.cuda.Device().id)
+    if current != group.device:
+        raise error(
+            ValueError,
+            f"device {current} is the current one, on a rank of device {group.device}",
+            "a model is loaded to the current device, which is that of its rank's communicator",
+            f"load it inside 'with cupy.cuda.Device({group.device})'",
+        )
+
+
+def agreed(group: Group | None, alike: Mapping[str, Any], xp: Any, number: int = 0) -> int:
+    """Return the smallest number that a rank has; what this one has where there is no group.
+
+    Ranks make the same steps, in the same room and from the same seed: `alike` is what has to be
+    the same on all of them, by name.
+
+    Raises
+    ------
+    ValueError
+        If ranks say otherwise, on each of them.
     """
     if group is None:
         return number
-    return choose(int(given[0]) for given in group.all_gather(xp.asarray([number], np.int64)))
+    return min(
+        agree(
+            group, [f"{name} = {value}" for name, value in alike.items()], xp, number=number,
+            allowed="ranks that hold a model together make the same calls",
+            fix="pass the same on every rank",
+        )
+    )  # fmt: skip

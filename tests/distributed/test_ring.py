@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.ring import Case, assert_same, case
 
-from cupyattn import Rotary, rope_tables
-from cupyattn.distributed.placement import PLACEMENTS
+from cupyattn import Rotary, ScoreMod, rope_tables
+from cupyattn.distributed.placement import PLACEMENTS, Placement
 
 
 def tables(length: int, dim: int, interleaved: bool) -> Rotary:
     return Rotary(*rope_tables(length, dim, dtype="float64"), interleaved)
+
+
+def of_scores(draw: Any, rng: Any, batch: int, heads: int, length: int) -> dict[str, Any]:
+    """A mask and a bias that broadcast in any of their axes, and expressions of positions."""
+
+    def shape() -> tuple[int, ...]:
+        varies = draw(st.tuples(*[st.booleans()] * 4))
+        axes = [
+            extent if each else 1
+            for extent, each in zip((batch, heads, length, length), varies, strict=True)
+        ]
+        return tuple(axes[draw(st.integers(0, 2)) :])
+
+    bias = rng.standard_normal(shape())
+    bias[rng.random(bias.shape) < 0.1] = -np.inf
+    return {"mask": rng.random(shape()) < 0.7, "bias": bias}
+
+
+def expressions(rng: Any, batch: int, heads: int, length: int) -> dict[str, Any]:
+    table = rng.standard_normal((batch, length))
+    return {
+        "score_mod": ScoreMod(
+            "unused",
+            gradient="unused",
+            python=(
+                lambda s, b, h, q, k, t: s * (1.5 + np.sin(q - 2 * k + h)) + t[b, k],
+                lambda s, ds, b, h, q, k, t: ds * (1.5 + np.sin(q - 2 * k + h)),
+            ),
+            t=table,
+        ),
+        "mask_mod": lambda b, h, q, k: (3 * q + 5 * k + h + b) % 7 != 0,
+    }
 
 
 @st.composite
@@ -27,21 +60,28 @@ def cases(draw: st.DrawFn) -> Case:
     if draw(st.booleans()):
         options["window_size"] = (draw(side), draw(side))
     heads = draw(st.sampled_from([(4, 2), (2, 2), (3, 1)]))
+    sizes = draw(st.none() | st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple))
+    size = draw(st.integers(1, 5))
     rng = np.random.default_rng(draw(st.integers(0, 99)))
+    unit = Placement(placement, ranks).pieces * ranks
+    lengths = [unit * each for each in (sizes or (size, size))]
     for name, value in {
         "softmax_scale": 0.4,
         "softcap": 1.5,
         "sinks": rng.standard_normal(heads[0]),
         "alibi_slopes": rng.random(heads[0]),
         "rotary": tables(8 * 16 * 5, 6, draw(st.booleans())),
+        "seqused_k": rng.integers(0, np.array(lengths) + 1),
+        **({} if sizes else of_scores(draw, rng, 2, heads[0], size * unit)),
+        **expressions(rng, len(lengths), heads[0], max(lengths)),
     }.items():
         if draw(st.booleans()) and not (name == "alibi_slopes" and placement == "striped"):
             options[name] = value
-    sizes = draw(st.none() | st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple))
+    if size == 1 and placement != "zigzag":  # one row: that of the rank's query, or of all
+        options.pop("bias", None)
     return case(
-        ranks, placement, draw(st.integers(1, 5)), heads=heads, sizes=sizes,
-        draw=draw(st.integers(0, 99)), **options,
-    )  # fmt: skip
+        ranks, placement, size, heads=heads, sizes=sizes, draw=draw(st.integers(0, 99)), **options
+    )
 
 
 @settings(max_examples=120, deadline=None)
@@ -54,6 +94,14 @@ def test_ranks_give_what_one_device_gives(case):
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_causal_on_any_number_of_ranks(ranks, placement):
     assert_same(case(ranks, placement, causal=True))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("side", [11, 12, sys.maxsize - 5, sys.maxsize, 2**70], ids=str)
+def test_a_window_however_large(side, placement):
+    """Of 12 tokens a side of 11 sees all; a larger one is no larger in the sums of the plan."""
+    for window in ((side, side), (side, 0), (3, side)):
+        assert_same(case(3, placement, 2 if placement == "zigzag" else 4, window_size=window))
 
 
 @settings(max_examples=25, deadline=None)
@@ -71,6 +119,9 @@ def test_causal_on_any_number_of_ranks(ranks, placement):
             "softcap": st.just(1.5),
             "alibi_slopes": st.just(True),
             "rotary": st.just(True),
+            "seqused_k": st.just(True),
+            "mask": st.just(True),
+            "mods": st.just(True),
         },
     ),
 )
@@ -80,4 +131,29 @@ def test_dropout_is_that_of_one_device(ranks, placement, sizes, heads, options):
         options["alibi_slopes"] = np.linspace(0.1, 0.5, heads[0])
     if "rotary" in options:
         options["rotary"] = tables(2 * 4 * 64, 6, interleaved=False)
+    unit = Placement(placement, ranks).pieces * ranks
+    lengths = [unit * each for each in (sizes or (32,))]
+    rng = np.random.default_rng(0)
+    if options.pop("mods", False):
+        options |= expressions(rng, len(lengths), heads[0], max(lengths))
+    if options.pop("mask", False) and not sizes:
+        options["mask"] = rng.random((1, heads[0], lengths[0], lengths[0])) < 0.7
+    if options.pop("seqused_k", False):
+        options["seqused_k"] = rng.integers(0, np.array(lengths) + 1)
     assert_same(case(ranks, placement, 32, heads=heads, sizes=sizes, batch=1, **options))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("length", [32, 33, 96])
+def test_one_rank_takes_what_attention_takes(length, placement):
+    """It holds all tokens in order: there are no pieces that would have to be even."""
+    options = {"causal": True, "dropout_p": 0.5, "seed": 3, "alibi_slopes": np.full(4, 0.1)}
+    whole = case(1, "contiguous", length, batch=1, **options)
+    assert_same(whole._replace(placement=placement))
+
+
+@pytest.mark.parametrize("dropout", [{}, {"dropout_p": 0.3, "seed": 5}], ids=["", "dropout"])
+def test_slopes_of_each_packed_sequence(dropout):
+    slopes = np.random.default_rng(0).random((3, 4))
+    options = {"causal": True, "alibi_slopes": slopes, **dropout}
+    assert_same(case(2, "zigzag", sizes=(32, 0, 64), **options))

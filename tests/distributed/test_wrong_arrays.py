@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import AttentionGrads
+from cupyattn import AttentionGrads, DropoutSeed, MaskMod, ScoreMod, block_mask
 from cupyattn.distributed import (
     Group,
     RankFailedError,
@@ -56,6 +56,17 @@ def twice() -> AttentionGrads:
     return AttentionGrads(dk=array, dv=array[..., :6])
 
 
+def overlapping_bias() -> dict[str, Any]:
+    bias = np.zeros((8, 16))
+    return {"bias": bias, "grads": AttentionGrads(dbias=bias)}
+
+
+PACKED = {
+    "cu_seqlens": [0, 8, 16],
+    **{name: drawn(name)[0] for name in "qkv"},
+}
+
+
 @pytest.mark.parametrize(
     ("call", "changed", "says"),
     [
@@ -74,6 +85,41 @@ def twice() -> AttentionGrads:
             {"rotary": (np.ones((15, 2)), np.zeros((15, 2)))},
             "ValueError: rotary's tables have 15 rows, for sequences of 16",
         ),
+        # Options: those that attention has and a ring has not, and those of whole sequences.
+        (forward, {"q_offset": 0}, "NotImplementedError: q_offset was given to ring_attention; q"),
+        (forward, {"implementation": "flash"}, "NotImplementedError: implementation was given"),
+        (backward, {"workspace": None}, "NotImplementedError: workspace was given to .*_backward"),
+        (forward, {"maskk": None}, "TypeError: ring_attention was given maskk; it has no such"),
+        (
+            forward,
+            {"mask_mod": block_mask(MaskMod("k_idx < 4", python=lambda b, h, q, k: k < 4), 8, 8)},
+            "NotImplementedError: mask_mod is a BlockMask; .*; pass its mask_mod",
+        ),
+        (forward, {"mask_mod": ScoreMod("score")}, "TypeError: mask_mod is a ScoreMod"),
+        (forward, {"score_mod": MaskMod("true")}, "TypeError: score_mod is a MaskMod"),
+        (forward, {"score_mod": "score"}, "TypeError: score_mod is a str; it is a ScoreMod"),
+        (forward, {"score_mod": ScoreMod("score")}, "NotImplementedError: score_mod = ScoreMod"),
+        (
+            forward,
+            {"mask": np.ones((8, 8), bool)},
+            r"mask has shape \(8, 8\); .* Sk = 16",
+        ),
+        (forward, {"mask": np.ones((16, 16), bool)}, "ValueError: mask has shape .*axis=-2"),
+        (forward, {"mask": np.ones((3, 1, 1), bool)}, r"ValueError: mask has shape \(1, 3, 1, 1\)"),
+        (forward, {"mask": np.ones((8, 16))}, "TypeError: mask has dtype float64"),
+        (forward, {"bias": np.ones((8, 16), int)}, "TypeError: bias has dtype int64"),
+        (
+            forward,
+            {"mask": np.ones((4, 4), bool), **PACKED},
+            "NotImplementedError: mask with cu_seqlens; .* pass a mask_mod",
+        ),
+        (forward, {"bias": np.ones((4, 4)), **PACKED}, "NotImplementedError: .* a score_mod"),
+        (forward, {"seqused_k": np.ones(1)}, "TypeError: seqused_k has dtype float64"),
+        (forward, {"seqused_k": np.ones(2, int)}, r"ValueError: seqused_k has shape \(2,\)"),
+        (forward, {"seqused_k": np.array([17])}, r"ValueError: seqused_k = \[17\]; .* \[16\] keys"),
+        (forward, {"seqused_k": np.array([-1])}, r"ValueError: seqused_k = \[-1\]"),
+        (forward, {"seqused_k": np.array([4, 9]), **PACKED}, r"ValueError: seqused_k = \[4, 9\]"),
+        (forward, {"seed": DropoutSeed(3)}, "TypeError: seed is a DropoutSeed; .*; pass 3"),
         # Results.
         (forward, {"out": np.zeros((1, 1))}, r"ValueError: out is float64 \(1, 1\); it is"),
         (forward, {"out": np.zeros(SHAPES["dout"], np.float32)}, "ValueError: out is float32"),
@@ -88,6 +134,7 @@ def twice() -> AttentionGrads:
             {"grads": AttentionGrads(dbias=np.zeros(2))},
             "ValueError: grads.dbias was given; gradients of this call are dq, dk, dv",
         ),
+        (backward, overlapping_bias(), "ValueError: grads.dbias overlaps bias in memory"),
         (
             backward,
             {"grads": AttentionGrads(dsinks=np.zeros(4))},

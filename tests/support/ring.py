@@ -36,6 +36,15 @@ class Case(NamedTuple):
     def packed(self) -> dict[str, Any]:
         return {} if self.cu_seqlens is None else {"cu_seqlens": self.cu_seqlens}
 
+    def options_of(self, rank: int) -> dict[str, Any]:
+        """What a rank is given: of masks and biases the rows of its queries."""
+        cut = {
+            name: shard(x, rank, self.ranks, placement=self.placement, axis=-2)
+            for name, x in self.options.items()
+            if name in ("mask", "bias") and x.ndim > 1 and x.shape[-2] > 1
+        }
+        return {**self.options, **cut}
+
     def shard(self, name: str, rank: int) -> Any:
         """A rank's part of an array."""
         axis = None
@@ -86,6 +95,7 @@ def one_device(case: Case) -> tuple[Any, Any, AttentionGrads]:
     """The results of one call, on all tokens."""
     arrays, options = case.arrays, case.options
     inputs = [arrays[name] for name in "qkv"]
+    options = {**options, "q_offset": 0}
     lengths: list[Any] = []
     forward, backward = attention, attention_backward
     if case.cu_seqlens is not None:
@@ -100,7 +110,8 @@ def one_device(case: Case) -> tuple[Any, Any, AttentionGrads]:
 def ring(case: Case, group: Any) -> tuple[Any, Any, AttentionGrads]:
     """What one rank computes."""
     q, k, v, dout, dlse = (case.shard(name, group.rank) for name in ("q", "k", "v", "dout", "dlse"))
-    given = {"group": group, "placement": case.placement, **case.packed, **case.options}
+    given = {"group": group, "placement": case.placement, **case.packed}
+    given |= case.options_of(group.rank)
     out, lse = ring_attention(q, k, v, return_lse=True, **given)
     grads = ring_attention_backward(dout, q, k, v, out, lse, dlse=dlse, **given)
     return out, lse, grads
@@ -112,12 +123,20 @@ def on_ranks(case: Case) -> tuple[Any, Any, AttentionGrads]:
         *run(lambda group: ring(case, group), case.ranks, timeout=60), strict=True
     )
     whole = {name: case.unshard([getattr(g, name) for g in grads]) for name in ("dq", "dk", "dv")}
+    of_all = {"dsinks": grads[0].dsinks, "dbias": grads[0].dbias}
     for each in grads[1:]:  # the gradient of sinks is that of all ranks, on each
         np.testing.assert_array_equal(each.dsinks, grads[0].dsinks)
+    bias = case.options.get("bias")
+    if bias is not None and bias.ndim > 1 and bias.shape[-2] > 1:
+        of_rows = [each.dbias for each in grads]
+        of_all["dbias"] = unshard(of_rows, placement=case.placement, axis=-2)
+    else:  # so is that of a bias that is the same for all queries
+        for each in grads[1:]:
+            np.testing.assert_array_equal(each.dbias, grads[0].dbias)
     return (
         case.unshard(outs),
         case.unshard(lses, of_rows=True),
-        AttentionGrads(**whole, dsinks=grads[0].dsinks),
+        AttentionGrads(**whole, **of_all),
     )
 
 
@@ -127,7 +146,7 @@ def assert_same(case: Case) -> None:
     expected_out, expected_lse, expected = one_device(case)
     np.testing.assert_allclose(out, expected_out, **CLOSE)
     np.testing.assert_allclose(lse, expected_lse, **CLOSE)
-    for name in ("dq", "dk", "dv", "dsinks"):
+    for name in AttentionGrads._fields:
         if getattr(expected, name) is not None:
             np.testing.assert_allclose(
                 getattr(grads, name), getattr(expected, name), **CLOSE, err_msg=name

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from random import Random
 from typing import Any, Literal
 
 from cupyattn import PagedKVCache, Scheduler
+from cupyattn.distributed.agreement import fingerprint
 from cupyattn.errors import error, shown
 from cupyattn.kv_cache import Work
 from cupyattn.models.generation.decoding import Decoding
@@ -15,6 +17,7 @@ from cupyattn.models.generation.inputs import Draw
 from cupyattn.models.generation.lookup import appended, draft, kept, padded
 from cupyattn.models.generation.options import (
     MOST_SEQUENCES,
+    SEED_BITS,
     Prompt,
     Sampling,
     as_cache_dtype,
@@ -122,16 +125,21 @@ class Generator:
         max_batch = as_count("max_batch", max_batch, 1, MOST_SEQUENCES)
         self._lookup = as_count("lookup", lookup, 0)
         self._model = model
+        alike = {
+            "num_blocks": num_blocks, "block_size": block_size, "cache_dtype": dtype,
+            "max_batch": max_batch, "max_tokens": max_tokens, "preempt": preempt,
+            "num_host_blocks": num_host_blocks, "lookup": lookup,
+        }  # fmt: skip
         with self._device():
+            at_hand = 0
             if num_blocks is None:
                 most = [min(config.max_positions, LONGEST)] * max_batch
                 given = [] if lengths is None else as_lengths(lengths)
                 running = sorted(given or most, reverse=True)[:max_batch]
                 room = [length + self._lookup for length in running]
-                num_blocks = blocks_at_hand(
-                    model, dtype, as_count("block_size", block_size, 16), room
-                )
-                num_blocks = agreed(model.group, num_blocks, model.xp)
+                at_hand = blocks_at_hand(model, dtype, as_count("block_size", block_size, 16), room)
+            at_hand = agreed(model.group, alike, model.xp, at_hand)
+            num_blocks = at_hand if num_blocks is None else num_blocks
             self.cache = PagedKVCache(
                 config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim,
                 dtype=dtype, xp=model.xp, prefix_caching=True, num_host_blocks=num_host_blocks,
@@ -279,12 +287,20 @@ class Generator:
         new = as_count("max_new_tokens", max_new_tokens, 1)
         for prompt in prompts:
             require_positions(len(prompt.ids), new, self._model.config.max_positions)
+        ids = [prompt.ids for prompt in prompts]
+        alike = {
+            "prompts": f"{shown(ids)} ({fingerprint(repr(ids).encode())})",
+            "max_new_tokens": new, **sampling._asdict(), "n": n, "stop": sorted(ends.ids),
+            "stop strings": ends.strings, "seed": seed,
+        }  # fmt: skip
+        first = agreed(self._model.group, alike, self._model.xp, as_seed(seed))
+        seeds = Random(first)
         submitted: list[Generation] = []
         try:
             for prompt in prompts:
+                drawn = first if seed is not None else seeds.getrandbits(SEED_BITS)
                 request = self.scheduler.submit(prompt.ids, max_new_tokens=new, n=n, stop=ends.ids)
                 tokenizer = self._model.tokenizer if prompt.is_text or ends.strings else None
-                drawn = agreed(self._model.group, as_seed(seed), self._model.xp)
                 submitted.append(Generation(prompt, request, sampling, drawn, ends, tokenizer))
         except BaseException:
             for generation in submitted:

@@ -77,8 +77,9 @@ class Generates:
             If a prompt is neither text nor ids, or an option is not what it should be.
         ValueError
             If a prompt is empty or has an id that the model has not, prompt and new tokens exceed
-            ``config.max_positions``, an option is out of range, or text is given to a model
-            without a tokenizer. Nothing is computed then.
+            ``config.max_positions``, an option is out of range, text is given to a model without a
+            tokenizer, or ranks that hold the model together call otherwise. Nothing is computed
+            then.
         MemoryError
             If there is no room for the longest sequence alone.
 

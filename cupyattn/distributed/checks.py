@@ -1,0 +1,197 @@
+"""What a ring does not take, and what does not fit the tokens of its ranks: errors that say so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cupyattn import BlockMask, DropoutSeed, MaskMod, ScoreMod
+from cupyattn.arrays import Array
+from cupyattn.distributed.options import OF_ROWS, RingOptions
+from cupyattn.distributed.placement import Placement
+from cupyattn.distributed.scores import with_four_axes
+from cupyattn.errors import error, shown
+
+DROPOUT_KEYS = 32
+"""Keys whose dropout one call of Philox draws: a piece begins at a multiple of them."""
+
+_WITHOUT = {
+    "q_offset": "queries are of the same tokens as keys, and stand where these do",
+    "implementation": "a ring makes the calls of 'flash'",
+    "workspace": "the calls of a ring allocate scratch memory, from CuPy's pool",
+}
+_KINDS = {"score_mod": ScoreMod, "mask_mod": MaskMod}
+
+
+def refuse(function: str, others: Mapping[str, Any]) -> None:
+    """Raise for options that a function has not.
+
+    Raises
+    ------
+    NotImplementedError
+        For those that attention of one device has.
+    TypeError
+        For any other.
+    """
+    for name in others:
+        if name in _WITHOUT:
+            raise error(
+                NotImplementedError, f"{name} was given to {function}", _WITHOUT[name],
+                f"leave {name} out",
+            )  # fmt: skip
+        raise error(
+            TypeError, f"{function} was given {name}", "it has no such option",
+            f"see help(cupyattn.distributed.{function})",
+        )  # fmt: skip
+
+
+def require_own_seed(seed: Any) -> None:
+    """Raise TypeError for a seed that says where a part stands."""
+    if isinstance(seed, DropoutSeed):
+        raise error(
+            TypeError,
+            "seed is a DropoutSeed",
+            "it is an integer: a ring says itself where its parts stand",
+            f"pass {seed.seed}",
+        )
+
+
+def require_expressions(options: RingOptions) -> None:
+    """Raise for a score_mod or mask_mod that cannot be told where a part stands.
+
+    Raises
+    ------
+    NotImplementedError
+        For a BlockMask.
+    TypeError
+        For what is none.
+    """
+    for name, kind in _KINDS.items():
+        given = getattr(options, name)
+        if isinstance(given, BlockMask):
+            raise error(
+                NotImplementedError,
+                f"{name} is a BlockMask",
+                "its tiles are those of whole sequences, of which a rank has parts",
+                "pass its mask_mod",
+            )
+        if not (given is None or isinstance(given, kind)) and (
+            isinstance(given, tuple(_KINDS.values())) or not callable(given)
+        ):
+            raise error(
+                TypeError,
+                f"{name} is a {type(given).__name__}",
+                f"it is a {kind.__name__}, or for NumPy arrays a function",
+                f"pass a cupyattn.{kind.__name__}",
+            )
+
+
+def require_rows(options: RingOptions, tokens: int, lengths: Sequence[int], packed: bool) -> None:
+    """Raise unless mask and bias are of this rank's queries and of all keys.
+
+    Raises
+    ------
+    NotImplementedError
+        With packed sequences.
+    ValueError
+        For another shape.
+    """
+    for name in OF_ROWS:
+        array = getattr(options, name)
+        if array is None:
+            continue
+        if packed:
+            raise error(
+                NotImplementedError,
+                f"{name} with cu_seqlens",
+                "a rank's rows of it are those of one sequence",
+                f"pass {'a mask_mod' if name == 'mask' else 'a score_mod'}, which may name rows "
+                "of packed arrays",
+            )
+        rows, columns = with_four_axes(array).shape[-2:]
+        if rows not in (1, tokens) or columns not in (1, *lengths):
+            raise error(
+                ValueError,
+                f"{name} has shape {array.shape}",
+                f"it broadcasts to (B, H, S, Sk) with the S = {tokens} queries of this rank and "
+                f"all Sk = {lengths[0]} keys",
+                f"cut its rows alone: distributed.shard({name}, rank, ranks, axis=-2)",
+            )
+
+
+def require_used(used: Array | None, lengths: Sequence[int], batch: int) -> None:
+    """Raise unless seqused_k is a number of keys for each sequence.
+
+    Raises
+    ------
+    TypeError, ValueError
+    """
+    if used is None:
+        return
+    if used.dtype not in (np.int32, np.int64):
+        raise error(
+            TypeError,
+            f"seqused_k has dtype {used.dtype}",
+            "allowed are int32 and int64",
+            "convert it with .astype('int32')",
+        )
+    if used.shape != (batch,):
+        raise error(
+            ValueError,
+            f"seqused_k has shape {used.shape}",
+            f"it has a number of keys for each of the {batch} sequences",
+            "pass those of whole sequences",
+        )
+    if isinstance(used, np.ndarray) and ((used < 0) | (used > np.asarray(lengths))).any():
+        raise error(
+            ValueError,
+            f"seqused_k = {shown(used.tolist())}",
+            f"sequences have {shown(list(lengths))} keys",
+            "pass how many keys of each whole sequence are in use",
+        )
+
+
+def require_places(options: RingOptions, placement: Placement, lengths: Sequence[int]) -> None:
+    """Raise where what depends on positions cannot be had from the calls of a placement.
+
+    Raises
+    ------
+    ValueError
+        For tables of rotary that are shorter than sequences, and pieces at which dropout cannot
+        begin.
+    NotImplementedError
+        For what needs neighbours in the sequence, where a rank has none.
+    """
+    longest = max(lengths, default=0)
+    if options.rotary is not None and options.rotary[0].shape[0] < longest:
+        raise error(  # on a GPU nobody looks at positions
+            ValueError,
+            f"rotary's tables have {options.rotary[0].shape[0]} rows, for sequences of {longest} "
+            "tokens",
+            "positions are those of whole sequences",
+            "make longer tables with rope_tables",
+        )
+    if placement.ranks == 1:
+        return
+    for name, given in (
+        ("alibi_slopes", options.alibi_slopes is not None),
+        ("dropout_p", options.dropout_p > 0),
+    ):
+        if given and placement.name == "striped":
+            raise error(
+                NotImplementedError,
+                f"{name} with placement='striped'",
+                "it needs tokens of a rank that are neighbours in the sequence",
+                "use placement='zigzag', which balances causal attention too",
+            )
+    for extent in map(placement.piece_length, lengths if options.dropout_p > 0 else ()):
+        if extent % DROPOUT_KEYS:
+            raise error(
+                ValueError,
+                f"dropout with pieces of {extent} tokens",
+                f"its mask is drawn for {DROPOUT_KEYS} keys at a time: pieces are multiples",
+                f"pad sequences to multiples of "
+                f"{DROPOUT_KEYS * placement.pieces * placement.ranks} tokens",
+            )

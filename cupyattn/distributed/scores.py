@@ -1,0 +1,103 @@
+"""What stands for single scores, cut for a call: masks and biases, and expressions of positions.
+
+A rank passes the rows of its own queries, of all keys: a call takes those of its queries, and the
+columns where its keys stand. An expression counts queries and keys from the beginning of a call; it
+is told where in the whole these begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from cupyattn import MaskMod, ScoreMod
+from cupyattn.arrays import Array
+from cupyattn.distributed.placement import Placement
+from cupyattn.distributed.plan import Call
+
+_AT = "ring_at"
+
+
+def with_four_axes(array: Array) -> Array:
+    """Return a mask or a bias as (B, H, S, Sk), with 1 where it does not vary."""
+    return array[(None,) * (4 - array.ndim)]
+
+
+def place_of(array: Array, call: Call, placement: Placement) -> tuple[slice, ...]:
+    """Return where in a mask or a bias of four axes the scores of a call stand."""
+    start, count = call.key_starts[0], call.keys.stop - call.keys.start
+    columns = slice(start, start + count * placement.step, placement.step)
+    return (
+        slice(None),
+        slice(None),
+        call.queries.slice if array.shape[2] > 1 else slice(None),
+        columns if array.shape[3] > 1 else slice(None),
+    )
+
+
+class Places(NamedTuple):
+    """Where the scores of a call stand."""
+
+    at: Array
+    """(3, n): sequence, position of the first query and of the first key; n is 1, or for packed
+    sequences how many there are."""
+    packed: bool
+    step: int
+    """How many positions lie between two neighbours."""
+
+    def __call__(self, b: Any, q_idx: Any, k_idx: Any) -> tuple[Any, Any, Any]:
+        """Return where scores stand in the whole, of where they do in the call."""
+        batch, query, key = (row[b if self.packed else 0] for row in self.at)
+        return b + batch, query + self.step * q_idx, key + self.step * k_idx
+
+
+def moved(given: Any, places: Places) -> Any:
+    """Return a score_mod or mask_mod of a call, of that of the whole sequences.
+
+    In C++ the expression is the body of a function of the names that it has, so that these mean
+    the whole. What of it changes from call to call is an array: kernels are compiled once.
+    """
+    if not isinstance(given, ScoreMod | MaskMod):
+        return None if given is None else _moved_function(given, places)
+    name = _AT
+    while name in given.arrays:
+        name += "_"
+    item = "b" if places.packed else "0"
+    arguments = (
+        f"b + {name}[0][{item}]",
+        f"{name}[1][{item}] + {places.step} * q_idx",
+        f"{name}[2][{item}] + {places.step} * k_idx",
+    )
+
+    def expression(text: str, shown_as: str) -> str:
+        return (
+            "[&](const int b, const int q_idx, const int k_idx) { return\n"
+            f'#line 1 "{shown_as}"\n{text}\n;}}({", ".join(arguments)})'
+        )
+
+    def function(of_whole: Callable[..., Any] | None) -> Any:
+        return of_whole and _moved_function(of_whole, places, name)
+
+    arrays = {**given.arrays, name: places.at}
+    if isinstance(given, MaskMod):
+        return MaskMod(
+            expression(given.expression, "mask_mod"), python=function(given.python), **arrays
+        )
+    return ScoreMod(
+        expression(given.expression, "score_mod"),
+        gradient=given.gradient and expression(given.gradient, "score_mod's gradient"),
+        python=(function(given.python), function(given.python_gradient)),
+        **arrays,
+    )
+
+
+def _moved_function(of_whole: Callable[..., Any], places: Places, unknown: str = "") -> Any:
+    """Return a Python function of a call's scores; `unknown` is an array that it does not take."""
+
+    def of_call(*operands: Any, **arrays: Any) -> Any:
+        *others, b, h, q_idx, k_idx = operands
+        arrays.pop(unknown, None)
+        b, q_idx, k_idx = places(b, q_idx, k_idx)
+        return of_whole(*others, b, h, q_idx, k_idx, **arrays)
+
+    return of_call

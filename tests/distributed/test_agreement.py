@@ -1,0 +1,153 @@
+"""Ranks that do not call alike: an error on every rank, in every call, before anything is sent."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyattn import MaskMod, Rotary, rope_tables
+from cupyattn.distributed import (
+    Group,
+    RankFailedError,
+    ring_attention,
+    ring_attention_backward,
+    run,
+)
+from cupyattn.distributed.agreement import agree
+from cupyattn.distributed.problem import RingProblem
+
+X = np.random.default_rng(0).standard_normal((1, 64, 2, 8))
+ONES = np.ones(2)
+
+
+def call(group: Group, **options: Any) -> Any:
+    return ring_attention(X, X, X, group=group, **options)
+
+
+def rotary(dim: int, **how: Any) -> Rotary:
+    return Rotary(*rope_tables(128, dim, dtype="float64"), **how)
+
+
+def seen(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+    return k_idx < 4
+
+
+DIFFERENT = {
+    "causal": (True, False),
+    "window_size": ((3, 0), (4, 0)),
+    "softmax_scale": (0.0, None),
+    "softcap": (1.0, 2.0),
+    "sinks": (ONES, 2 * ONES),
+    "alibi_slopes": (ONES, np.stack([ONES])),
+    "rotary": (rotary(8), rotary(8, interleaved=True)),
+    "placement": ("zigzag", "contiguous"),
+    "seqused_k": (np.array([3]), np.array([4])),
+    "mask": (np.ones((1, 1), bool), None),
+    "mask_mod": (MaskMod("k_idx < 4", python=seen), MaskMod("k_idx < 5", python=seen)),
+}
+VALUES = {
+    "alibi_slopes": (ONES, 2 * ONES),
+    "rotary": (rotary(8), rotary(4)),
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "values"), [*DIFFERENT.items(), *VALUES.items()], ids=lambda x: str(x)[:12]
+)
+def test_an_option_that_differs_is_an_error_on_every_rank(option, values):
+    errors: dict[int, str] = {}
+
+    def of_rank(group: Group) -> None:
+        try:
+            call(group, **{option: values[group.rank]})
+        except ValueError as raised:
+            errors[group.rank] = str(raised)
+        call(group)  # nothing was sent: the next call finds nothing of it
+
+    run(of_rank, 2, timeout=20)
+    assert set(errors) == {0, 1}
+    for rank, said in errors.items():
+        ours, theirs = re.fullmatch(
+            rf"rank {rank} called with (.*), rank {1 - rank} with (.*); all ranks .*", said
+        ).groups()
+        assert ours != theirs and "q float64" not in said  # what is alike is not said
+        name = option if option != "placement" else "zigzag"
+        assert name in ours or name in theirs
+
+
+def test_the_seed_is_one():
+    with pytest.raises(RankFailedError, match=r"called with seed=., rank . with seed="):
+        run(lambda group: call(group, dropout_p=0.5, seed=group.rank), 2, timeout=20)
+    run(lambda group: call(group, seed=group.rank), 2, timeout=20)  # which nothing draws from
+
+
+def test_what_is_alike_may_be_written_otherwise():
+    given = [
+        {"softmax_scale": 1, "softcap": np.float64(2.0), "window_size": (3, 0), "dropout_p": 0},
+        {"softmax_scale": 1.0, "softcap": 2, "window_size": (3, 0), "placement": "zigzag"},
+    ]
+    run(lambda group: call(group, **given[group.rank]), 2, timeout=20)
+
+
+@pytest.mark.parametrize("agreed", [(True, False), (False, True)])
+def test_kinds_of_call_that_were_agreed_on_are_not_mixed(agreed):
+    """Each was right on all ranks before: the ranks would take one another's blocks for theirs."""
+    with pytest.raises(RankFailedError, match=r"ValueError: rank . called with"):
+        run(
+            lambda group: [call(group, causal=each) for each in (*agreed, bool(group.rank))],
+            2, timeout=20,
+        )  # fmt: skip
+
+
+def test_a_forward_does_not_meet_a_backward():
+    def of_rank(group: Group) -> None:
+        out, lse = call(group, return_lse=True)
+        given = X, X, X, X, out, lse
+        ring_attention_backward(*given, group=group)
+        if group.rank:
+            call(group)
+        else:
+            ring_attention_backward(*given, group=group)
+
+    with pytest.raises(RankFailedError, match=r"rank . (called )?with dout float64"):
+        run(of_rank, 2, timeout=20)
+
+
+def test_off_the_host_each_kind_of_call_is_asked_about_once(monkeypatch):
+    """The host would wait for the GPU each time. The seed changes in every step."""
+    monkeypatch.setattr(RingProblem, "xp", SimpleNamespace(**vars(np)))
+    asked: list[int] = []
+    gather = Group.all_gather
+    monkeypatch.setattr(
+        Group, "all_gather", lambda self, x: (asked.append(self.rank), gather(self, x))[1]
+    )
+
+    def of_rank(group: Group) -> None:
+        for seed in range(3):
+            for causal in (True, False):
+                call(group, causal=causal, dropout_p=0.5, seed=seed)
+
+    run(of_rank, 2, timeout=20)
+    assert sorted(asked) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("number", [0, 2**63 - 1, -5])
+def test_numbers_of_all_ranks(number):
+    def of_rank(group: Group) -> list[int]:
+        mine = number if group.rank else 7
+        return agree(group, ["the same"], np, allowed="", fix="", number=mine)
+
+    assert run(of_rank, 3, timeout=20) == [[7, number, number]] * 3
+
+
+def test_a_long_description_is_told_apart_whole():
+    def of_rank(group: Group) -> None:
+        said = ["é" * 1000 + str(group.rank)]
+        agree(group, said, np, allowed="alike", fix="change it")
+
+    with pytest.raises(RankFailedError, match=r"rank . with é{180} \.\.\.; alike; change it"):
+        run(of_rank, 2, timeout=20)
