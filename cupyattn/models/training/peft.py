@@ -131,17 +131,13 @@ def _options(fields: Fields) -> LoraOptions:
     targets = fields.given.get("target_modules")
     return LoraOptions(
         rank=fields.integer("r"),
-        alpha=_plain(fields.number("lora_alpha")),
+        alpha=fields.number("lora_alpha"),
         dropout=fields.number("lora_dropout", 0.0, zero_allowed=True),
         targets=tuple(targets) if isinstance(targets, list) else targets,  # type: ignore[arg-type]
         rank_pattern=fields.object("rank_pattern"),
         alpha_pattern=fields.object("alpha_pattern"),
         use_rslora=fields.flag("use_rslora", False),
     )
-
-
-def _plain(number: float) -> float:
-    return int(number) if number == int(number) else number
 
 
 def fitting(
