@@ -94,6 +94,22 @@ def test_a_loss_that_is_no_number_ends_it(capsys):
     assert all(np.isfinite(loss) for _, loss, _ in losses_of("finetuned"))
 
 
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (["--full", "--dtype", "float16", "--lr", "1e6"], "model.embed_tokens.weight"),
+        (["--full", "--weight-decay", "1e38", "--lr", "1e38"], "model.embed_tokens.weight"),
+        (["--weight-decay", "1e38", "--lr", "1e38"], "self_attn.q_proj.lora_A.weight"),
+    ],
+)
+def test_what_is_not_finite_is_not_written(given, name, capsys):
+    """The last step is that which breaks it: no loss shows that."""
+    finetune(*given, "--steps", "1", code=1)
+    message = " ".join(capsys.readouterr().err.split())
+    assert f"{name} has numbers that" in message and "train anew with" in message
+    assert not list(Path("finetuned").glob("*.safetensors"))
+
+
 def test_a_folder_that_cannot_be_written_is_found_at_once(capsys, monkeypatch):
     monkeypatch.setattr(preparation, "opened", None)
     Path("a file").write_text("")

@@ -202,6 +202,8 @@ class LoraAdapters:
         ------
         OSError
             If they cannot be written, as on a full disk; older files are as they were.
+        ValueError
+            For numbers that are not finite.
         """
         naming = HUGGING_FACE[self._base.config.architecture]
         peft.write(folder, self.options, self.arrays, turned=naming.turned, base_model=base_model)

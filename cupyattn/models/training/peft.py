@@ -17,7 +17,7 @@ from cupyattn.models.checkpoints.checkpoint import damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.hugging_face import read_json
 from cupyattn.models.checkpoints.safetensors_files import Stored, read_safetensors
-from cupyattn.models.checkpoints.safetensors_writer import store
+from cupyattn.models.checkpoints.safetensors_writer import require_finite, store
 from cupyattn.models.checkpoints.whole_files import write_whole
 from cupyattn.models.training.lora_options import LoraOptions
 
@@ -50,7 +50,10 @@ def write(
     ------
     OSError
         If they cannot be written. Older files are as they were.
+    ValueError
+        For numbers that are not finite.
     """
+    require_finite(tensors)
     targets = options.targets
     if targets == "all-linear":
         targets = tuple(dict.fromkeys(name.split(".")[-3] for name in tensors))
