@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.finetuning import CONFIG, finetune, losses_of, model_and_data
+from support.finetuning import AS_JSON, CONFIG, finetune, losses_of, model_and_data
 
 import cupyattn
 from cupyattn import models
@@ -209,6 +210,20 @@ def test_data_are_read_before_the_model_is_loaded(lines, given, message, capsys,
     monkeypatch.setattr(models, "load", None)
     Path("data.jsonl").write_text(lines)
     assert main(["finetune", "model", "data.jsonl", *given]) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 100}, "line 1 of data.jsonl has the token 256, as <"),
+        ({"eos_token_id": 900}, "model: texts end with the token 900; the model knows those up to"),
+    ],
+)
+def test_a_tokenizer_of_another_model_is_found_first(change, message, capsys, monkeypatch):
+    monkeypatch.setattr(models, "load", None)
+    Path("model/config.json").write_text(json.dumps({**AS_JSON, "eos_token_id": None, **change}))
+    finetune(code=1)
     assert message in " ".join(capsys.readouterr().err.split())
 
 

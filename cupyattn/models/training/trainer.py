@@ -94,6 +94,7 @@ class Trainer:
                 "a training changes some arrays",
                 "choose other targets of the adapters",
             )
+        trainable.require(packing.samples)
         self.trainable = trainable
         self.packing = packing
         self.schedule = Schedule.checked(*schedule)
