@@ -142,6 +142,20 @@ def test_a_group_that_is_not_finite_is_nan_and_the_others_are_as_they_were(monke
     assert_array_equal(after[:, 128:], before[:, 128:])
 
 
+def test_a_group_whose_sum_overflows_is_finite():
+    """Half of low and half of high are added."""
+    rng = np.random.default_rng(1)
+    w = np.clip(rng.uniform(-6e38, 6e38, (64, 130)) * rng.random(130), -3e38, 3e38)
+    w = w.astype(np.float32)
+    with cupyattn.backend("reference"):
+        expected = cupyattn.quantize(w, format="nf4_nested")
+        numbers = cupyattn.dequantize(expected)
+    made = cupyattn.quantize(KERNELS.put(w), format="nf4_nested")
+    for name, array in expected.arrays.items():
+        assert_array_equal(KERNELS.get(made.arrays[name]), array, err_msg=name)
+    assert np.isfinite(numbers).all() and numbers.max() == np.float32(3e38)
+
+
 def test_absmax_are_near():
     """A step is 1/255 of what a group spans; a group without any difference is exact."""
     rng = np.random.default_rng(0)
