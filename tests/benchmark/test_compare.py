@@ -9,6 +9,7 @@ import re
 import pytest
 
 from cupyattn.benchmark.__main__ import main
+from cupyattn.benchmark.frame.clock import Samples
 from cupyattn.benchmark.frame.compare import compared, show_changes
 from cupyattn.benchmark.frame.results import results_of, write_json
 
@@ -109,7 +110,7 @@ def test_a_command_compares_itself(a_gpu, tmp_path, capsys):
     words = ["kv_cache", "--tokens", "20", "--cache", "float", "--heads", "4", "--kv-heads", "2",
              "--head-dim", "8"]  # fmt: skip
     took = iter([1e-6, 2e-6, 3e-6, 1e-6, 2e-6, 4e-6])
-    object.__setattr__(a_gpu, "times", lambda calls, torch: [next(took)])
+    object.__setattr__(a_gpu, "times", lambda calls, torch: Samples([next(took)]))
     assert main([*words, "--json", str(old)]) == 0
     assert main([*words, "--compare", str(old)]) == 0
     assert "1 of 3 rows changed" in " ".join(capsys.readouterr().out.split())
