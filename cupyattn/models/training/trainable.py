@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 from cupyattn.arrays import Array
 from cupyattn.errors import error
-from cupyattn.models.model import Model
 from cupyattn.models.training.batch import Batch
+from cupyattn.models.transformer import Model
 
 
 def require_whole(model: Model) -> None:
