@@ -18,8 +18,8 @@ from cupyattn.errors import error
 
 CACHE_VARIABLE = "CUPYATTN_CACHE_DIR"
 
-_told: set[str] = set()
-"""The named folders whose users know that they cannot be written."""
+_told: set[str | None] = set()
+"""The named folders, None for that of the platform, whose users know that nothing is kept."""
 
 
 @lru_cache(maxsize=1)
@@ -48,24 +48,15 @@ def directories() -> tuple[Path, ...]:
 def stand_in(why: Exception) -> Path:
     """Return the temporary folder, for what `cache_directory` cannot take.
 
-    A user who named that folder is told `why`, once.
+    The user is told `why`, once.
 
     Raises
     ------
     RuntimeError
         If there is no place for temporary files either.
     """
-    named = os.environ.get(CACHE_VARIABLE)
-    if named and named not in _told:
-        _told.add(named)
-        warnings.warn(
-            f"{CACHE_VARIABLE}={named!r} cannot be written ({why}); what is compiled now is lost "
-            f"when this process ends; set {CACHE_VARIABLE} to a folder that can be written, or "
-            "unset it",
-            stacklevel=2,
-        )
     try:
-        return temporary_directory()
+        directory = temporary_directory()
     except OSError as failure:
         raise error(
             RuntimeError,
@@ -73,6 +64,25 @@ def stand_in(why: Exception) -> Path:
             "they are kept in the cache folder, or in one for temporary files",
             f"set {CACHE_VARIABLE} or TMPDIR to a folder that can be written",
         ) from failure
+    named = os.environ.get(CACHE_VARIABLE) or None
+    if named not in _told:
+        _told.add(named)
+        folder = f"{CACHE_VARIABLE}={named!r}" if named else "the folder of compiled kernels"
+        warnings.warn(
+            f"{folder} cannot be written ({why}); what is compiled now is lost when this process "
+            f"ends; set {CACHE_VARIABLE} to a folder that can be written"
+            + (", or unset it" if named else ""),
+            stacklevel=_users_level(),
+        )
+    return directory
+
+
+def _users_level() -> int:
+    """Return how far above the function that calls this the user's line is."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "cupyattn":
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 @lru_cache(maxsize=1)

@@ -16,6 +16,7 @@ from support.devices import KERNELS
 from support.planted_bugs import Bug, PlantedDevice, plant
 from support.recording_device import Recorder
 
+from cupyattn import folders
 from cupyattn.cli.recorder import Launch
 from cupyattn.emulator import Checks
 from cupyattn.folders import cache_directory, temporary_directory
@@ -150,6 +151,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A cache of compiled kernels of the test's own, in this process and those it starts."""
     folder = tmp_path / "kernels"
     monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(folder))
+    monkeypatch.setattr(folders, "_told", set())
     for directory in (cache_directory, temporary_directory):
         directory.cache_clear()
     yield folder

@@ -19,6 +19,7 @@ from cupyattn.cli.compiled_kernel import compiled_kernel, spill_bytes
 from cupyattn.cli.table_rows import add_row_options, rows_of, without_rows
 from cupyattn.cli.terminal import Cell, Result, Terminal, emit, fail
 from cupyattn.kernels.arch import ARCHS, TURING, Arch
+from cupyattn.kernels.choices import tuned_override
 from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.kernels.target import arch_override
@@ -61,7 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     arch = ARCHS[arguments.arch]
     try:
-        arch_override()  # --arch says what is compiled; a wrong variable is not passed over
+        # --arch says what is compiled; a wrong variable is not passed over.
+        arch_override()
+        tuned_override()
         nvrtc_version()
         rows = rows_of(arguments.kernel, arguments.head_dim, arch)
     except (RuntimeError, ValueError) as failure:  # no compiler; no such row, no such architecture

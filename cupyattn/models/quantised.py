@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cupyattn.errors import error, shown
-from cupyattn.models.checkpoints.checkpoint import Checkpoint
+from cupyattn.models.checkpoints.contents import Checkpoint
 from cupyattn.models.checkpoints.names import product_names
 from cupyattn.models.checkpoints.tensors import QuantisedTensor
 from cupyattn.models.weights import PRODUCTS, Quantises, in_dtype

@@ -12,8 +12,8 @@ from cupyattn.arrays import Array
 from cupyattn.errors import error, shown
 from cupyattn.models.config import PRESETS, Config, checked
 from cupyattn.models.device import model_dtype, model_library
-from cupyattn.models.model import Model
 from cupyattn.models.quantised import quantises_to
+from cupyattn.models.transformer import Model
 from cupyattn.models.weights import empty, named_parts
 
 _AT_ONCE = 1 << 22  # numbers: some arrays of 16 MiB, beside a model of gigabytes

@@ -20,7 +20,8 @@ from support.strategies import FRUGAL, LONGEST, AttentionProblem, attention_prob
 import cupyattn
 from cupyattn import AttentionGrads, reference
 from cupyattn.kernels.configs.attention.float32.backward import DKDV as DKDV_F32
-from cupyattn.kernels.configs.attention.tensor_core.backward import DQ, ONE_PASS
+from cupyattn.kernels.configs.attention.tensor_core.backward_dkdv import ONE_PASS
+from cupyattn.kernels.configs.attention.tensor_core.backward_dq import DQ
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

@@ -34,7 +34,7 @@ from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.compile import compile_ptx
 from cupyattn.kernels.configs.attention.float32 import backward as flash_f32
 from cupyattn.kernels.configs.attention.options import PLAIN
-from cupyattn.kernels.configs.attention.tensor_core import backward as flash
+from cupyattn.kernels.configs.attention.tensor_core import backward_dkdv, backward_dq
 from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.spec import Specialisation
 
@@ -85,17 +85,17 @@ def _adds_atomically(specialisation: Specialisation) -> bool:
 
 
 @pytest.mark.parametrize(
-    "head_dim", mostly_deep(sorted({*flash.ONE_PASS[75], *flash.DQ[75]}), [64, 160])
+    "head_dim", mostly_deep(sorted({*backward_dkdv.ONE_PASS[75], *backward_dq.DQ[75]}), [64, 160])
 )
 def test_deterministic_kernels_hold_no_atomics(head_dim: int):
     """On one multiprocessor, as on the emulator, atomic sums have the same bits each time too."""
     one_pass, deterministic = (
-        flash.dkdv(75, head_dim, head_dim, vector_items("float16"), one_pass)
+        backward_dkdv.dkdv(75, head_dim, head_dim, vector_items("float16"), one_pass)
         for one_pass in (True, False)
     )
     assert _adds_atomically(one_pass)
     assert not _adds_atomically(deterministic)
-    assert not _adds_atomically(flash.dq(75, head_dim, head_dim, vector_items("float16")))
+    assert not _adds_atomically(backward_dq.dq(75, head_dim, head_dim, vector_items("float16")))
 
 
 @pytest.mark.parametrize("head_dim", mostly_deep(flash_f32.DKDV[75], [64]))

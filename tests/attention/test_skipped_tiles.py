@@ -21,8 +21,7 @@ from cupyattn import reference
 from cupyattn.emulator import Checks, Report
 from cupyattn.kernels.configs.attention.float32 import backward as backward_f32
 from cupyattn.kernels.configs.attention.float32 import forward as forward_f32
-from cupyattn.kernels.configs.attention.tensor_core import backward as backward
-from cupyattn.kernels.configs.attention.tensor_core import forward
+from cupyattn.kernels.configs.attention.tensor_core import backward_dkdv, backward_dq, forward
 
 pytestmark = pytest.mark.nvrtc
 
@@ -55,8 +54,8 @@ def tiles_of(kind: str, dtype: str) -> list[Tiles]:
         row = (forward if half else forward_f32).flash_row(75, DIM, DIM)
         return [Tiles(row.tile_q, row.tile_k, own_rows=True)]
     if half:
-        half_dkdv = backward.dkdv_row(75, DIM, DIM, kind == "one-pass")
-        half_dq = backward.dq_row(75, DIM, DIM)
+        half_dkdv = backward_dkdv.dkdv_row(75, DIM, DIM, kind == "one-pass")
+        half_dq = backward_dq.dq_row(75, DIM, DIM)
         dkdv = Tiles(half_dkdv.tile_q, half_dkdv.tile_keys, own_rows=False, products=4)
         dq = Tiles(half_dq.tile_rows, half_dq.tile_k, own_rows=True, products=3)
     else:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from support.processes import run
 
-from cupyattn import device_info
+from cupyattn import backend, device_info
 from cupyattn.cli import main
 from cupyattn.kernels import choices
 from cupyattn.kernels.choices import (
@@ -108,8 +109,17 @@ def test_it_is_made_from_tables_kernels_and_compiler(monkeypatch):
 @pytest.mark.parametrize("text", ["2", "yes", "-1"])
 def test_another_value_is_refused(monkeypatch, text):
     monkeypatch.setenv(TUNED_VARIABLE, text)
-    with pytest.raises(ValueError, match=r"^CUPYATTN_TUNED='.*'; it is 1 to .*; set .*=0 or 1"):
-        device_info()
+    for use in (device_info, lambda: backend("emulator").__enter__()):
+        with pytest.raises(ValueError, match=r"^CUPYATTN_TUNED='.*'; it is 1 to .*; set .*=0 or"):
+            use()
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("command", ["info", "demo", "compile", "profile attention"])
+def test_commands_refuse_it(command):
+    ran = run(*command.split(), "--json", env={TUNED_VARIABLE: "abc"})
+    assert ran.returncode == 1
+    assert json.loads(ran.stdout)["error"].startswith("CUPYATTN_TUNED='abc'; ")
 
 
 @pytest.mark.parametrize(("text", "says"), [("1", "CUPYATTN_TUNED 1"), ("0", "not set")])

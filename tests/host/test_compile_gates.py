@@ -64,8 +64,8 @@ PROMISED_CTAS = {
     **{
         f"attention_backward_dkdv{'' if dim <= 128 else '_paired'} {dim} {way}": row.ctas_per_sm
         for way, table in (
-            ("one pass", tensor_core.backward.ONE_PASS[75]),
-            ("deterministic", tensor_core.backward.DETERMINISTIC[75]),
+            ("one pass", tensor_core.backward_dkdv.ONE_PASS[75]),
+            ("deterministic", tensor_core.backward_dkdv.DETERMINISTIC[75]),
         )
         for dim, row in table.items()
     },
@@ -82,7 +82,7 @@ PROMISED_CTAS = {
     },
     **{
         f"attention_backward_dq {dim}": row.ctas_per_sm
-        for dim, row in tensor_core.backward.DQ[75].items()
+        for dim, row in tensor_core.backward_dq.DQ[75].items()
     },
 }
 

@@ -9,12 +9,14 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.processes import environment, run
 from support.read_only import read_only
 from support.search import deep
 
-from cupyattn import cupy_library, folders
+from cupyattn import backend, cupy_library, folders, softmax
+from cupyattn.kernels.device import emulated
 
 nvrtc = pytest.mark.nvrtc
 VARIABLES = ("CUPYATTN_CACHE_DIR", "XDG_CACHE_HOME", "CUPY_CACHE_DIR")
@@ -49,15 +51,35 @@ def test_where_the_cache_is(nothing_set, tmp_path, monkeypatch, platform, variab
 
 
 def test_a_user_without_a_home_has_a_cache_for_the_process(nothing_set, monkeypatch):
-    """As in a container whose user id no one has heard of; nothing was named, nothing is said."""
+    """As in a container whose user id no one has heard of: compiled kernels go with the process."""
 
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(folders.Path, "home", staticmethod(homeless))
-    directory = folders.cache_directory()
+    message = r"^the folder of compiled kernels cannot be written \(.*home.*\); what is .*; "
+    with pytest.warns(UserWarning, match=rf"{message}set CUPYATTN_CACHE_DIR to .* be written$"):
+        directory = folders.cache_directory()
     assert directory.is_dir()
     assert directory == folders.temporary_directory()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert folders.stand_in(OSError("no space")) == directory
+
+
+@nvrtc
+def test_a_home_that_can_only_be_read_is_told_once(nothing_set, tmp_path, monkeypatch):
+    """At the user's line, which called what compiles."""
+    emulated._module.cache_clear()
+    (tmp_path / "cupyattn").mkdir()
+    x = np.ones((2, 4), np.float32)
+    with read_only(tmp_path) as home, backend("emulator"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+        with pytest.warns(UserWarning, match="is lost when") as told:
+            softmax(x)
+        softmax(x, causal=True)
+    (warning,) = told
+    assert warning.filename == __file__
 
 
 @pytest.mark.parametrize("below", ["", "below", "below/it"])
@@ -65,8 +87,10 @@ def test_a_named_folder_that_cannot_be_is_told_once(nothing_set, tmp_path, monke
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(file / below))
-    with pytest.warns(UserWarning, match=r"CUPYATTN_CACHE_DIR='.*file.*; .*; set .*, or unset it"):
+    message = r"CUPYATTN_CACHE_DIR='.*file.*; .*; set .*, or unset it"
+    with pytest.warns(UserWarning, match=message) as told:
         directory = folders.cache_directory()
+    assert told[0].filename == __file__
     assert tmp_path not in directory.parents
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -124,7 +148,8 @@ def test_cupy_gets_a_folder_where_a_home_can_only_be_read(nothing_set, tmp_path,
     made.mkdir(parents=True)
     with read_only(tmp_path / "home") as home:
         monkeypatch.setenv("HOME", str(home))
-        cupy_library._find_it_a_folder()
+        with pytest.warns(UserWarning, match="is lost when"):
+            cupy_library._find_it_a_folder()
         assert os.environ["CUPY_CACHE_DIR"] == str(folders.temporary_directory() / "cupy")
 
 
@@ -163,12 +188,14 @@ def test_notebooks_run_without_a_home(tmp_path, home):
     for name in VARIABLES:
         variables.pop(name, None)
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", IMPORT_CUPY],
+        [sys.executable, "-c", IMPORT_CUPY],
         capture_output=True,
         text=True,
         env=variables,
     )
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Warning: ") == 1, done.stderr
+    assert "<string>:3: UserWarning: the folder of compiled kernels cannot be" in done.stderr
     assert not Path(done.stdout.strip()).exists(), "the temporary folder goes with the process"
 
 

@@ -1,4 +1,4 @@
-"""The public names: their parameters and defaults, their documentation, the version."""
+"""The public names: their parameters and defaults, their documentation; and those of files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -259,6 +260,33 @@ def test_public_names_are_documented(name):
         assert not wanted or "Raises" in found
     names = re.findall(r"^\*{0,2}([\w, ]+?)(?: : .*)?$", described, re.MULTILINE)
     assert [n.strip() for line in names for n in line.split(",") if n.strip()] == wanted
+
+
+def words_of(name: str) -> list[str]:
+    """The words of a file's or a folder's name, of several things as of one."""
+    return [word.removesuffix("s") for word in name.split("_") if word]
+
+
+def repeats_its_folder(path: Path) -> bool:
+    folder, own = words_of(path.parent.name), words_of(path.stem)
+    return any(own[i : i + len(folder)] == folder for i in range(len(own) - len(folder) + 1))
+
+
+def test_no_file_repeats_its_folders_name():
+    """The folder has said it: what is in it says what else it is."""
+    for told in ("models/model.py", "kv_cache/test_kv_cache_memory.py", "linear/test_linear.py"):
+        assert repeats_its_folder(Path(told))
+    for more in ("kv_cache/test_paged_cache.py", "models/modelling.py", "layers/test_norms.py"):
+        assert not repeats_its_folder(Path(more))
+    root = Path(__file__).parents[2]
+    files = [
+        path
+        for folder in ("cupyattn", "cuda_src", "tests", "notebooks")
+        for path in (root / folder).rglob("*.*")
+        if path.suffix in (".py", ".cu", ".cuh", ".ipynb")
+    ]
+    assert len(files) > 900
+    assert not [str(path.relative_to(root)) for path in files if repeats_its_folder(path)]
 
 
 def test_version_is_a_release():

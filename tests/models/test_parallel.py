@@ -13,8 +13,8 @@ from cupyattn import models
 from cupyattn.distributed import Group, RankFailedError, run
 from cupyattn.functional.device_info import device_count
 from cupyattn.models import parallel
-from cupyattn.models.model import Model
 from cupyattn.models.training import FullWeights, LoraAdapters
+from cupyattn.models.transformer import Model
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 IDS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]

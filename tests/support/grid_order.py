@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.kernels.configs.attention.tensor_core import backward, forward
+from cupyattn.kernels.configs.attention.tensor_core import backward_dkdv, forward
 from cupyattn.ops.attention.grid_order import kv_heads_together
 from cupyattn.ops.card import Card
 
@@ -45,7 +45,7 @@ class Grid(NamedTuple):
             row = forward.flash_row(75, head_dim, head_dim)
             sizes = row.tile_q, row.tile_k
         else:
-            row = backward.dkdv_row(75, head_dim, head_dim, one_pass=True)
+            row = backward_dkdv.dkdv_row(75, head_dim, head_dim, one_pass=True)
             sizes = row.tile_keys, row.tile_q
         return cls(length, *sizes, heads, card.multiprocessors * row.ctas_per_sm)
 

@@ -5,6 +5,7 @@ What the host does is tried with them without a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,35 +15,6 @@ from cupyattn import attention
 from cupyattn.cli.recorder import Launch, LaunchRecorder, RecordedKernel
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.spec import Specialisation
-
-
-class Recorder(LaunchRecorder):
-    """Records what is loaded, allocated and zeroed too; what it allocates are CuPy arrays."""
-
-    def __init__(self) -> None:
-        super().__init__(TURING)
-        self.loaded: list[Specialisation] = []
-        self.allocated: list[Any] = []
-        self.zeroed: list[Any] = []
-
-    @property
-    def started(self) -> list[Launch]:
-        return self.launches
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        self.allocated.append(device_array(shape, dtype))
-        return self.allocated[-1]
-
-    def zero(self, array: Any) -> None:
-        self.zeroed.append(array)
-
-    def load(self, specialisation: Specialisation) -> RecordedKernel:
-        self.loaded.append(specialisation)
-        return super().load(specialisation)
-
-    @property
-    def did_nothing(self) -> bool:
-        return not (self.loaded or self.allocated or self.started)
 
 
 def device_array(
@@ -62,6 +34,43 @@ def device_array(
 
 
 device_array.next_address = 2**42
+
+
+class Recorder(LaunchRecorder):
+    """Records what is loaded, allocated and zeroed too; it allocates what `make` returns."""
+
+    def __init__(self, make: Callable[[tuple[int, ...], np.dtype], Any] = device_array) -> None:
+        super().__init__(TURING)
+        self._make = make
+        self.loaded: list[Specialisation] = []
+        self.allocated: list[Any] = []
+        self.zeroed: list[Any] = []
+
+    @property
+    def started(self) -> list[Launch]:
+        return self.launches
+
+    @property
+    def entries(self) -> list[str]:
+        """Of the kernels, in the order of their launches."""
+        return [launch.specialisation.spec.entry for launch in self.launches]
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        self.allocated.append(self._make(shape, dtype))
+        return self.allocated[-1]
+
+    def zero(self, array: Any) -> None:
+        self.zeroed.append(array)
+        if isinstance(array, np.ndarray):  # CuPy's are nowhere
+            super().zero(array)
+
+    def load(self, specialisation: Specialisation) -> RecordedKernel:
+        self.loaded.append(specialisation)
+        return super().load(specialisation)
+
+    @property
+    def did_nothing(self) -> bool:
+        return not (self.loaded or self.allocated or self.started)
 
 
 def launched(recorder: Recorder, *arrays: Any, **options: Any) -> tuple[dict[str, Any], Any, int]:

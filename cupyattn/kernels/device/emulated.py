@@ -13,7 +13,7 @@ import numpy as np
 from cupyattn import emulator
 from cupyattn.kernels import cache
 from cupyattn.kernels.arch import TURING, Arch
-from cupyattn.kernels.choices import USUAL, Choices
+from cupyattn.kernels.choices import USUAL, Choices, tuned_override
 from cupyattn.kernels.compile import compile_ptx
 from cupyattn.kernels.source import source_root
 from cupyattn.kernels.spec import Pointer, Specialisation
@@ -45,7 +45,9 @@ class EmulatedDevice:
     choices: Choices = USUAL
 
     def __init__(self, checks: emulator.Checks, report: emulator.Report | None = None) -> None:
-        arch_override()  # it is for GPUs; one that is wrong is not passed over here either
+        # These are for GPUs; one that is wrong is not passed over here either.
+        arch_override()
+        tuned_override()
         self.tensor_cores = tensor_cores_override() is not False
         self.checks = checks
         self.report = report

@@ -17,7 +17,7 @@ import numpy as np
 
 from cupyattn import QuantizedWeight
 from cupyattn.errors import error
-from cupyattn.models.checkpoints.checkpoint import damaged
+from cupyattn.models.checkpoints.contents import damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.safetensors_files import Stored
 from cupyattn.models.checkpoints.tensors import AnyTensor, NestedScales, QuantisedTensor

@@ -11,7 +11,7 @@ import numpy as np
 from cupyattn import QuantizedWeight, dequantize, quantize
 from cupyattn.arrays import Array
 from cupyattn.errors import error
-from cupyattn.models.checkpoints.checkpoint import Checkpoint
+from cupyattn.models.checkpoints.contents import Checkpoint
 from cupyattn.models.checkpoints.names import Place, Places, is_ignored, places
 from cupyattn.models.checkpoints.tensors import AnyTensor, QuantisedTensor
 from cupyattn.models.weights import Quantises, Weights, empty, in_dtype

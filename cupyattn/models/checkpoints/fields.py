@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from cupyattn.errors import error, shown
-from cupyattn.models.checkpoints.checkpoint import damaged
+from cupyattn.models.checkpoints.contents import damaged
 
 _LARGEST_COUNT = 2**31 - 1  # kernels count in int32
 _LARGEST_ID = 2**32 - 1  # GGUF has ids in uint32, of which the last stands for none

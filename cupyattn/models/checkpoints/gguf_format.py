@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.errors import error
-from cupyattn.models.checkpoints.checkpoint import damaged
+from cupyattn.models.checkpoints.contents import damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.gguf_blocks import kept_blocks
 from cupyattn.models.checkpoints.tensors import AnyTensor, Tensor

@@ -10,7 +10,7 @@ import numpy as np
 
 from cupyattn import LinearScaling, Llama3Scaling, YarnScaling
 from cupyattn.errors import error, shown
-from cupyattn.models.checkpoints.checkpoint import Checkpoint, damaged
+from cupyattn.models.checkpoints.contents import Checkpoint, damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.gguf_format import GGUFFile, read_gguf
 from cupyattn.models.checkpoints.names import GGUF, Naming

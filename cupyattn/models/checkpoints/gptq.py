@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from cupyattn.errors import error
-from cupyattn.models.checkpoints.checkpoint import damaged
+from cupyattn.models.checkpoints.contents import damaged
 from cupyattn.models.checkpoints.int4_groups import (
     PER_WORD,
     Groups,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cupyattn.errors import error, shown
-from cupyattn.models.checkpoints.checkpoint import Checkpoint, damaged
+from cupyattn.models.checkpoints.contents import Checkpoint, damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.hugging_face_config import config_of
 from cupyattn.models.checkpoints.names import HUGGING_FACE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cupyattn import LinearScaling, Llama3Scaling, YarnScaling
-from cupyattn.models.checkpoints.checkpoint import damaged
+from cupyattn.models.checkpoints.contents import damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.config import Config, RopeScaling, checked, unknown_architecture
 

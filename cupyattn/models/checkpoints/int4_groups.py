@@ -13,7 +13,7 @@ import numpy as np
 
 from cupyattn import QuantizedWeight
 from cupyattn.errors import error
-from cupyattn.models.checkpoints.checkpoint import damaged
+from cupyattn.models.checkpoints.contents import damaged
 from cupyattn.models.checkpoints.safetensors_files import Stored
 from cupyattn.models.checkpoints.tensors import QuantisedTensor
 from cupyattn.weight_formats import FORMATS, Blocks, blocks_for

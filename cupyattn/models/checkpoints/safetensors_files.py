@@ -11,7 +11,7 @@ import numpy as np
 
 from cupyattn.arrays import dtype_of
 from cupyattn.errors import error
-from cupyattn.models.checkpoints.checkpoint import damaged
+from cupyattn.models.checkpoints.contents import damaged
 from cupyattn.models.checkpoints.tensors import Tensor
 from cupyattn.models.extras import extra
 

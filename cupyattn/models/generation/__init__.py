@@ -1,6 +1,6 @@
 """Text from a model: sampling, stops, streams, a paged cache, captured steps."""
 
-from cupyattn.models.generation.generation import Generation
+from cupyattn.models.generation.continuations import Generation
 from cupyattn.models.generation.generator import Generator
 from cupyattn.models.generation.methods import Generates
 from cupyattn.models.generation.options import Prompt

@@ -10,8 +10,8 @@ from cupyattn import PagedKVCache, Scheduler
 from cupyattn.distributed.agreement import fingerprint
 from cupyattn.errors import error, shown
 from cupyattn.kv_cache import Work
+from cupyattn.models.generation.continuations import Generation
 from cupyattn.models.generation.decoding import Decoding
-from cupyattn.models.generation.generation import Generation
 from cupyattn.models.generation.graph import device_of
 from cupyattn.models.generation.inputs import Draw
 from cupyattn.models.generation.lookup import appended, draft, kept, padded

@@ -29,11 +29,11 @@ from cupyattn.models.activations import activated, activation_backward
 from cupyattn.models.beside import Beside
 from cupyattn.models.forward import hidden_states
 from cupyattn.models.loss import logit_chunks, loss_dtype
-from cupyattn.models.model import Model
 from cupyattn.models.training.adapted_product import AdaptedProduct
 from cupyattn.models.training.batch import Batch
 from cupyattn.models.training.places import Gradients
 from cupyattn.models.training.sample_attention import SampleAttention
+from cupyattn.models.transformer import Model
 from cupyattn.models.weights import Layer, Norm, Product
 
 _ONE_AFTER_THE_OTHER = Beside(np)  # many rows fill a GPU, and memory is counted once

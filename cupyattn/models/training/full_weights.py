@@ -9,13 +9,13 @@ from cupyattn import QuantizedWeight
 from cupyattn.arrays import Array
 from cupyattn.errors import error
 from cupyattn.models.loss import loss_dtype
-from cupyattn.models.model import Model
 from cupyattn.models.training.adapted_product import AdaptedProduct, adapted_already
 from cupyattn.models.training.backward import loss_and_gradients
 from cupyattn.models.training.batch import Batch, Sample
 from cupyattn.models.training.fingerprint import fingerprint
 from cupyattn.models.training.places import Gradients, Place
 from cupyattn.models.training.trainable import require_samples, require_whole
+from cupyattn.models.transformer import Model
 from cupyattn.models.weights import Layer, named_parts
 
 

@@ -11,7 +11,6 @@ import numpy as np
 from cupyattn.arrays import Array, dtype_of
 from cupyattn.models.checkpoints.names import HUGGING_FACE, Module, modules_of
 from cupyattn.models.loss import loss_dtype
-from cupyattn.models.model import Model
 from cupyattn.models.training import peft
 from cupyattn.models.training.adapted_product import AdaptedProduct, adapted_already
 from cupyattn.models.training.backward import loss_and_gradients
@@ -21,6 +20,7 @@ from cupyattn.models.training.fingerprint import fingerprint
 from cupyattn.models.training.lora_options import ALL_LINEAR, LoraOptions
 from cupyattn.models.training.places import Gradients, Place
 from cupyattn.models.training.trainable import require_samples, require_whole
+from cupyattn.models.transformer import Model
 from cupyattn.models.weights import Layer, Product, Weights, rows_of
 
 _SEEDS = 2**64

@@ -13,7 +13,7 @@ import numpy as np
 
 from cupyattn.arrays import Array
 from cupyattn.errors import error, shown
-from cupyattn.models.checkpoints.checkpoint import damaged
+from cupyattn.models.checkpoints.contents import damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.hugging_face import read_json
 from cupyattn.models.checkpoints.safetensors_files import Stored, read_safetensors

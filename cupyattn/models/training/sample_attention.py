@@ -7,8 +7,8 @@ from typing import Any
 from cupyattn import AttentionGrads, attention_varlen, attention_varlen_backward
 from cupyattn.arrays import Array
 from cupyattn.models.forward import heads_of
-from cupyattn.models.model import Model
 from cupyattn.models.training.batch import Batch
+from cupyattn.models.transformer import Model
 
 
 class SampleAttention:

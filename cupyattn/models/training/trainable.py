@@ -10,8 +10,8 @@ import numpy as np
 from cupyattn.arrays import Array
 from cupyattn.errors import error
 from cupyattn.models.config import Config
-from cupyattn.models.model import Model
 from cupyattn.models.training.batch import IGNORED, Batch, Sample
+from cupyattn.models.transformer import Model
 
 
 def require_whole(model: Model) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 
 from cupyattn.arrays import Layout, contiguous
 from cupyattn.errors import error
-from cupyattn.kernels.configs.attention.tensor_core import backward as flash
-from cupyattn.kernels.configs.attention.tensor_core import passes
+from cupyattn.kernels.configs.attention.options import BackwardOptions
+from cupyattn.kernels.configs.attention.tensor_core import backward_dkdv, backward_dq, passes
 from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.configs.tables import round_up
 from cupyattn.ops.attention.backward_params import backward_params
@@ -50,8 +50,8 @@ class _Dbias(NamedTuple):
 class _Options(NamedTuple):
     """Of the kernels of a call, and by what name that of dk and dv takes dbias."""
 
-    dkdv: flash.BackwardOptions
-    dq: flash.BackwardOptions
+    dkdv: BackwardOptions
+    dq: BackwardOptions
     renamed: Mapping[str, str] = MappingProxyType({})
 
 
@@ -147,7 +147,7 @@ def _gradient_steps(
     one_pass = len(lists) == 1
     packed = isinstance(problem, PackedProblem)
     strides = problem.block_modifier_strides
-    key_tiles = problem.key_tiles(flash.dkdv_row(arch, *dims, one_pass).tile_keys)
+    key_tiles = problem.key_tiles(backward_dkdv.dkdv_row(arch, *dims, one_pass).tile_keys)
     gradient = gradient_params(problem, params)
     steps = [
         Step.of(
@@ -157,7 +157,7 @@ def _gradient_steps(
         ),
         *lists[0].steps,
         Step.of(
-            flash.dkdv(arch, *dims, vec, one_pass, options.dkdv, packed),
+            backward_dkdv.dkdv(arch, *dims, vec, one_pass, options.dkdv, packed),
             problem.kv_heads * key_tiles,
             gradient,
             *strides,
@@ -168,8 +168,8 @@ def _gradient_steps(
         convert_ctas = -(-rows // passes.ROW_PAD)
         convert = passes.convert(problem.head_dim, vec, packed)
         return [*steps, Step.of(convert, convert_ctas, gradient)]
-    row_tiles = problem.query_tiles(flash.dq_row(arch, *dims, options.dq).tile_rows)
-    dq = flash.dq(arch, *dims, vec, options.dq, packed)
+    row_tiles = problem.query_tiles(backward_dq.dq_row(arch, *dims, options.dq).tile_rows)
+    dq = backward_dq.dq(arch, *dims, vec, options.dq, packed)
     row_ctas = problem.heads * row_tiles
     last = Step.of(dq, row_ctas, gradient, *strides, renamed=lists[1].renamed)
     return [*steps, *lists[1].steps, last]
@@ -180,13 +180,13 @@ def _lists(
 ) -> tuple[BlockLists, ...]:
     """Plan a block mask's lists for the kernel of dk and dv, and for that of dq if there is one."""
     dims = problem.head_dim, problem.head_dim_v
-    row = flash.dkdv_row(arch, *dims, not deterministic)
+    row = backward_dkdv.dkdv_row(arch, *dims, not deterministic)
     lists = block_lists(
         problem, "key_lists", rows=row.tile_q, keys=row.tile_keys, part=row.warp_keys, of_keys=True
     )
     if not deterministic:
         return (lists,)
-    dq = flash.dq_row(arch, *dims, options.dq)
+    dq = backward_dq.dq_row(arch, *dims, options.dq)
     return lists, block_lists(
         problem, "row_lists", rows=dq.tile_rows, keys=dq.tile_k, part=dq.warp_rows
     )
@@ -198,7 +198,7 @@ def _options(
     """Name the options of a call's kernels."""
     scores = score_options(problem)
     inputs = [(problem.layouts[n], start_of[n]) for n in ("bias", "mask") if n in problem.layouts]
-    dq = flash.BackwardOptions(
+    dq = BackwardOptions(
         bias=scores.bias,
         mask=scores.mask,
         score_vec=_score_items(problem, inputs),

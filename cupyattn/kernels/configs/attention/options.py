@@ -48,3 +48,43 @@ EACH_PAGED_OPTION = (
     FlashOptions(sinks="float32"),
 )
 """The same of the kernels over a paged cache."""
+
+
+class BackwardOptions(NamedTuple):
+    """Which options a backward on tensor cores has; dtype names as of `FlashOptions`.
+
+    dbias names what the kernel writes: the bias's dtype, or float32 for scratch memory. With
+    dbias_add it adds there atomically, several terms to an item; with dbias_accumulate each term to
+    what its own item holds.
+    """
+
+    bias: str = "void"
+    mask: bool = False
+    score_vec: int = 1
+    """Neighbouring keys of bias, mask and dbias that are read or written at once: up to 4, or 1."""
+    slopes: str = "void"
+    softcap: bool = False
+    dropout: bool = False
+    modified: Modifiers | None = None
+    dbias: str = "void"
+    dbias_add: bool = False
+    dbias_accumulate: bool = False
+
+
+PLAIN_BACKWARD = BackwardOptions()
+
+EACH_BACKWARD_OPTION = (
+    BackwardOptions(bias="float16", dbias="float16"),
+    BackwardOptions(bias="float32", dbias="float32", dbias_add=True),
+    BackwardOptions(mask=True),
+    BackwardOptions(slopes="float32"),
+    BackwardOptions(softcap=True),
+    BackwardOptions(dropout=True),
+)
+"""One option each, as above."""
+BACKWARD_QUADS = (
+    BackwardOptions(bias="float16", dbias="float16", score_vec=4),
+    BackwardOptions(bias="float32", dbias="float32", dbias_add=True, score_vec=4),
+    BackwardOptions(mask=True, score_vec=4),
+)
+"""Those with items of bias or mask that are read four at a time."""

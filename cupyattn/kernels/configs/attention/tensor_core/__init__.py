@@ -1,5 +1,10 @@
 """float16 on tensor cores."""
 
-from cupyattn.kernels.configs.attention.tensor_core import backward, forward, passes
+from cupyattn.kernels.configs.attention.tensor_core import (
+    backward_dkdv,
+    backward_dq,
+    forward,
+    passes,
+)
 
-__all__ = ["backward", "forward", "passes"]
+__all__ = ["backward_dkdv", "backward_dq", "forward", "passes"]

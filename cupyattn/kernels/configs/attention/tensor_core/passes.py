@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
-from cupyattn.kernels.configs.attention.tensor_core.backward import ONE_PASS
+from cupyattn.kernels.configs.attention.tensor_core.backward_dkdv import ONE_PASS
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import pairs, rows_for
 from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs

@@ -1,4 +1,4 @@
-"""Launch configurations of the tensor-core backward of attention, for sm_75."""
+"""Launch configurations of dK and dV on tensor cores, and of dQ in the same pass, for sm_75."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
-from cupyattn.kernels.configs.attention.modifiers import Modifiers, modified
+from cupyattn.kernels.configs.attention.modifiers import modified
+from cupyattn.kernels.configs.attention.options import (
+    BACKWARD_QUADS,
+    EACH_BACKWARD_OPTION,
+    PLAIN_BACKWARD,
+    BackwardOptions,
+)
 from cupyattn.kernels.configs.attention.parameters import POSITIONS, SCORE_INPUTS, of_packed
 from cupyattn.kernels.configs.tables import (
     FLOAT_BYTES,
     cpp_bool,
-    limit_of,
     option_macros,
     round_up,
     row_of,
@@ -39,17 +44,7 @@ DKDV_PAIRED_KERNEL = KernelSpec(
     "attention/tensor_core/backward_dkdv_paired.cu",
     _DKDV_PARAMETERS,
 )
-DQ_KERNEL = KernelSpec(
-    "attention_backward_dq",
-    "attention/tensor_core/backward_dq.cu",
-    (
-        *inputs("q", "k", "v", "dout", "stats"),
-        Pointer("dq"),
-        *(*POSITIONS, *SCORE_INPUTS),
-        BACKWARD_STRUCT,
-    ),
-)
-_DENSE = (DKDV_KERNEL, DKDV_PAIRED_KERNEL, DQ_KERNEL)
+_DENSE = (DKDV_KERNEL, DKDV_PAIRED_KERNEL)
 VARLEN = {
     kernel: KernelSpec(
         f"{kernel.entry}_varlen",
@@ -61,31 +56,7 @@ VARLEN = {
 """The same of packed sequences."""
 KERNELS = (*_DENSE, *VARLEN.values())
 
-_SMEM_UNIT = 128  # bytes: alignment of each buffer in Smem
-
-
-class BackwardOptions(NamedTuple):
-    """Which options a call has; dtype names of arrays, "void" for those it has not.
-
-    dbias names what the kernel writes: the bias's dtype, or float32 for scratch memory. With
-    dbias_add it adds there atomically, several terms to an item; with dbias_accumulate each term to
-    what its own item holds.
-    """
-
-    bias: str = "void"
-    mask: bool = False
-    score_vec: int = 1
-    """Neighbouring keys of bias, mask and dbias that are read or written at once: up to 4, or 1."""
-    slopes: str = "void"
-    softcap: bool = False
-    dropout: bool = False
-    modified: Modifiers | None = None
-    dbias: str = "void"
-    dbias_add: bool = False
-    dbias_accumulate: bool = False
-
-
-PLAIN = BackwardOptions()
+SMEM_UNIT = 128  # bytes: alignment of each buffer in Smem
 
 
 @dataclass(frozen=True)
@@ -183,7 +154,7 @@ def dkdv(
     head_dim_v: int,
     vec: int,
     one_pass: bool,
-    options: BackwardOptions = PLAIN,
+    options: BackwardOptions = PLAIN_BACKWARD,
     packed: bool = False,
 ) -> Specialisation:
     """Specialise the dK/dV kernel, which gathers dQ as well with `one_pass`."""
@@ -223,126 +194,8 @@ def _dkdv_shared_bytes(
         parts += [keys * config.tile_q * 2]  # dS
     if isinstance(config, PairedConfig):
         parts += [keys * 16 * FLOAT_BYTES]  # S, 16 queries of it
-    walk = sum(round_up(part, _SMEM_UNIT) for part in parts)
-    return round_up(max(walk, keys * row, keys * row_v), _SMEM_UNIT)
-
-
-@dataclass(frozen=True)
-class DqConfig:
-    """One CTA per warps * m_tiles * 16 query rows; tile_k keys at a time.
-
-    With full_loop the tiles that need no mask have a loop of their own.
-    """
-
-    m_tiles: int
-    warps: int
-    tile_k: int
-    ctas_per_sm: int
-    reason: str
-    full_loop: bool = True
-    mma_k: int = 8
-
-    @property
-    def tile_rows(self) -> int:
-        """Query rows per CTA."""
-        return self.warps * self.warp_rows
-
-    @property
-    def warp_rows(self) -> int:
-        """Query rows per warp."""
-        return self.m_tiles * 16
-
-
-_TURING_DQ = {
-    40: DqConfig(2, 4, 48, 2, "models 0.82, and 0.77 with two loops and 32 keys", False),
-    64: DqConfig(2, 4, 32, 2, "models 0.84, as with 16 keys, which are slower on an H200"),
-    80: DqConfig(2, 4, 16, 2, "models 0.80; 32 keys spill"),
-    96: DqConfig(2, 4, 16, 2, "models 0.79, and 0.61 with 16 rows a warp"),
-    128: DqConfig(1, 8, 32, 1, "models 0.72, and 0.69 as two CTAs of 4 warps"),
-    160: DqConfig(1, 8, 16, 1, "models 0.68; 32 keys spill"),
-    192: DqConfig(1, 8, 16, 1, "models 0.69; 32 keys spill"),
-    256: DqConfig(
-        1, 8, 16, 1, "models 0.49: Q, dout and dQ alone are 256 registers, some spill", False
-    ),
-}
-# Items of a bias or a mask, read ahead, wait in registers for as long as the products take.
-_TURING_DQ_SCORE_ITEMS = {
-    40: DqConfig(2, 4, 32, 2, "models 0.57 with a mask, and 0.38 with 48 keys"),
-}
-# With a block mask one loop for both kinds of tiles spills (the model of 2026-11-23).
-_TURING_DQ_BLOCKS = {
-    40: DqConfig(2, 4, 32, 2, "models 0.76, and 0.37 with one loop, where 96 bytes spill"),
-}
-
-
-DQ = with_mma_k(_TURING_DQ)
-DQ_SCORE_ITEMS = with_mma_k(_TURING_DQ_SCORE_ITEMS)
-DQ_BLOCKS = with_mma_k(_TURING_DQ_BLOCKS)
-
-
-def dq_row(arch: int, head_dim: int, head_dim_v: int, options: BackwardOptions = PLAIN) -> DqConfig:
-    """Return the table row of dq for these head dims and options."""
-    rows = rows_for(DQ, arch)
-    limit = limit_of(rows, head_dim, head_dim_v)
-    if options.score_vec == 4:
-        return rows_for(DQ_SCORE_ITEMS, arch).get(limit, rows[limit])
-    if options.modified is not None and options.modified.blocks:
-        return rows_for(DQ_BLOCKS, arch).get(limit, rows[limit])
-    return rows[limit]
-
-
-_DQ_OPTIONS = ("bias", "mask", "score_vec", "slopes", "softcap", "dropout", "modified")
-
-
-@cache
-def dq(
-    arch: int,
-    head_dim: int,
-    head_dim_v: int,
-    vec: int,
-    options: BackwardOptions = PLAIN,
-    packed: bool = False,
-) -> Specialisation:
-    """Specialise the deterministic dQ kernel, which writes no dbias."""
-    row = dq_row(arch, head_dim, head_dim_v, options)
-    return modified(VARLEN[DQ_KERNEL] if packed else DQ_KERNEL, options.modified).specialise(
-        threads=row.warps * WARP_SIZE,
-        shared_bytes=_dq_shared_bytes(row, head_dim, head_dim_v),
-        HEAD_DIM=head_dim,
-        HEAD_DIM_V=head_dim_v,
-        M_TILES=row.m_tiles,
-        WARPS=row.warps,
-        TILE_K=row.tile_k,
-        FULL_LOOP=int(row.full_loop),
-        VEC=vec,
-        MIN_CTAS=row.ctas_per_sm,
-        MMA_K=row.mma_k,
-        **option_macros(options, _DQ_OPTIONS),
-    )
-
-
-def _dq_shared_bytes(config: DqConfig, head_dim: int, head_dim_v: int) -> int:
-    """K and V twice, or Q, or dout (Smem in backward_dq.cu, which asserts it)."""
-    row, row_v = round_up(head_dim, 8) * 2, round_up(head_dim_v, 8) * 2  # bytes
-    walk = sum(round_up(2 * config.tile_k * bytes_, _SMEM_UNIT) for bytes_ in (row, row_v))
-    return round_up(max(walk, config.tile_rows * max(row, row_v)), _SMEM_UNIT)
-
-
-_EACH_OPTION = (
-    BackwardOptions(bias="float16", dbias="float16"),
-    BackwardOptions(bias="float32", dbias="float32", dbias_add=True),
-    BackwardOptions(mask=True),
-    BackwardOptions(slopes="float32"),
-    BackwardOptions(softcap=True),
-    BackwardOptions(dropout=True),
-)
-
-
-_QUADS = (
-    BackwardOptions(bias="float16", dbias="float16", score_vec=4),
-    BackwardOptions(bias="float32", dbias="float32", dbias_add=True, score_vec=4),
-    BackwardOptions(mask=True, score_vec=4),
-)
+    walk = sum(round_up(part, SMEM_UNIT) for part in parts)
+    return round_up(max(walk, keys * row, keys * row_v), SMEM_UNIT)
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
@@ -353,16 +206,7 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield dkdv(arch, head_dim, head_dim, 1, number % 2 == 0)
         yield dkdv(arch, head_dim, head_dim, 8, True, packed=True)
         yield dkdv(arch, head_dim, head_dim, 8, False, packed=True)
-    for head_dim, vec in itertools.product(rows_for(DQ, arch), (8, 1)):
-        yield dq(arch, head_dim, head_dim, vec)
-    for head_dim in rows_for(DQ, arch):
-        yield dq(arch, head_dim, head_dim, 8, packed=True)
-    for options in _EACH_OPTION:
+    for options in EACH_BACKWARD_OPTION:
         yield dkdv(arch, 64, 64, 8, True, options)
-        if not options.dbias_add:
-            yield dq(arch, 64, 64, 8, options)
-    for head_dim in (40, 64, 80, 128):
-        for options in _QUADS:
-            yield dkdv(arch, head_dim, head_dim, 8, True, options)
-            if not options.dbias_add:
-                yield dq(arch, head_dim, head_dim, 8, options)
+    for head_dim, options in itertools.product((40, 64, 80, 128), BACKWARD_QUADS):
+        yield dkdv(arch, head_dim, head_dim, 8, True, options)

@@ -5,33 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.linear_problems import LinearCase
+from support.recording_device import Recorder
 
 from cupyattn.arrays import adopt
-from cupyattn.cli.recorder import LaunchRecorder
-from cupyattn.kernels.arch import TURING
 from cupyattn.ops.linear.backward import linear_backward
 from cupyattn.ops.linear.checks import backward_problem, forward_problem
 from cupyattn.ops.linear.forward import linear_forward
 
 
-class Recorder(LaunchRecorder):
-    """Notes what is allocated too."""
-
-    def __init__(self):
-        super().__init__(TURING)
-        self.made = []
-
-    def empty(self, shape, dtype):
-        self.made.append((shape, dtype.name))
-        return super().empty(shape, dtype)
-
-    @property
-    def entries(self):
-        return [launch.specialisation.spec.entry for launch in self.launches]
+def made(recorder):
+    """What was allocated: shapes and dtypes."""
+    return [(array.shape, array.dtype.name) for array in recorder.allocated]
 
 
 def forward(case, saved=False, **more):
-    recorder = Recorder()
+    recorder = Recorder(np.empty)
     x, w, b = case.inputs()
     operands = adopt({"x": x, "w": w, "b": b, **more})
     problem = forward_problem(operands, case.activation, saved)
@@ -39,7 +27,7 @@ def forward(case, saved=False, **more):
 
 
 def backward(case, saved=True, **more):
-    recorder = Recorder()
+    recorder = Recorder(np.empty)
     x, w, b = case.inputs()
     dout = case.normal("dout", *case.M, case.N)
     z = case.normal("z", *case.M, case.width) if saved and case.activation else None
@@ -55,14 +43,14 @@ def test_one_launch_forward(rows, entry):
     recorder, results = forward(case, saved=True)
     assert recorder.entries == [f"linear_{entry}_f32"]
     assert list(results) == ["out", "preactivation"]
-    assert recorder.made == [((rows, 64), "float32")] * 2
+    assert made(recorder) == [((rows, 64), "float32")] * 2
 
 
 def test_results_that_are_given_are_not_made():
     out = np.zeros((40, 64), np.float32)
     recorder, results = forward(LinearCase((40,), 64, 64), out=out)
     assert results["out"] is out
-    assert not recorder.made
+    assert not recorder.allocated
 
 
 @pytest.mark.parametrize(("outer", "tile"), [(64, 64), (640, 128)])
@@ -101,7 +89,7 @@ def test_a_workspace_makes_allocations_unnecessary():
     needed = int(str(small.value).split("needs ")[1].split(",")[0])
     assert needed >= 40 * 64 * 2
     recorder, _ = backward(case, saved=False, workspace=np.zeros(needed, np.uint8), **grads)
-    assert not recorder.made
+    assert not recorder.allocated
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -110,7 +98,7 @@ def test_dw_is_made_in_the_memory_that_w_would_have(dtype, accumulate):
     """Where w is the transpose of an array (N, K), dw is; an array that is given stays."""
     case = LinearCase((40,), 64, 32, dtype, turned=True, accumulate=accumulate)
     recorder, results = backward(case)
-    assert recorder.made[:3] == [((40, 64), dtype), ((32, 64), dtype), ((32,), dtype)]
+    assert made(recorder)[:3] == [((40, 64), dtype), ((32, 64), dtype), ((32,), dtype)]
     assert results["dw"].shape == (64, 32)
     assert results["dw"].T.flags.c_contiguous
     dw = np.zeros((64, 32), results["dw"].dtype)
