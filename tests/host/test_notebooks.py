@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import json
 import re
+import subprocess
+import sys
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -39,8 +41,11 @@ A_GPU = 'if any(gpu["arch"] for gpu in cupyattn.device_info()["devices"]):'
 """How notebooks that compute with arrays of either library ask for a GPU."""
 TUPLES = ("_replace", "_asdict", "_fields")  # names of named tuples, which are public
 MOST_BYTES = 400_000
+MOST_LINES = 30  # of a cell: what a reader takes in at once
 COMPILER = (12, 9)  # whose code was counted
 KEPT = "keep_output"  # the tag that nbstripout knows
+RECORDS = re.compile(r'\.github/figures|"profiles"')
+"""What a cell says that prints figures which the repository holds."""
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -55,10 +60,30 @@ def is_kept(cell: dict[str, Any]) -> bool:
     return KEPT in cell["metadata"].get("tags", ())
 
 
+def code_cells(path: Path) -> list[dict[str, Any]]:
+    return [cell for cell in cells(path) if cell["cell_type"] == "code"]
+
+
+def python(cell: dict[str, Any]) -> str:
+    """The Python of a cell, without IPython's own lines."""
+    return re.sub(r"^(\s*)[%!].*$", r"\1pass", cell["source"], flags=re.MULTILINE)
+
+
 def code(path: Path) -> str:
-    """The Python of a notebook, without IPython's own lines."""
-    sources = (cell["source"] for cell in cells(path) if cell["cell_type"] == "code")
-    return re.sub(r"^(\s*)[%!].*$", r"\1pass", "\n".join(sources), flags=re.MULTILINE)
+    return "\n".join(map(python, code_cells(path)))
+
+
+def imports(source: str) -> list[str]:
+    """The lines that import whatever the machine is."""
+    kinds = ast.Import, ast.ImportFrom
+    return [ast.unparse(line) for line in ast.parse(source).body if isinstance(line, kinds)]
+
+
+def lines_of_code(cell: dict[str, Any]) -> int:
+    """All but those within a string, where the source of a kernel stands."""
+    strings = (node for node in ast.walk(ast.parse(python(cell))) if isinstance(node, ast.Constant))
+    within = sum(node.end_lineno - node.lineno for node in strings)
+    return len(cell["source"].splitlines()) - within
 
 
 def test_they_are_numbered():
@@ -72,10 +97,31 @@ def test_begins_and_ends_as_all_do(path):
     first, *_, last = cells(path)
     assert first["cell_type"] == "markdown" and first["source"].startswith("# ")
     assert last["cell_type"] == "markdown" and "## What you learned\n" in last["source"]
-    sources = [cell["source"] for cell in cells(path) if cell["cell_type"] == "code"]
-    assert sources[0] == INSTALL.rstrip()
+    assert code_cells(path)[0]["source"] == INSTALL.rstrip()
     if "cupy" in code(path).replace("cupyattn", ""):
         assert A_GPU in code(path)
+
+
+@each_notebook
+def test_has_one_idea_a_cell(path):
+    """So much of it as can be counted: a cell is short, and all imports stand in one."""
+    long = [cell["source"] for cell in code_cells(path) if lines_of_code(cell) > MOST_LINES]
+    assert not long, long[0]
+    _, *behind = code_cells(path)
+    importing = [cell for cell in behind if imports(python(cell))]
+    assert len(importing) == 1, importing[-1]["source"]
+
+
+def test_lines_of_code():
+    """The source of a kernel counts as one line."""
+    cell = {"source": '%pip install x\nSOURCE = r"""\nint x;\nint y;\n"""\nprint(SOURCE)\n'}
+    assert lines_of_code(cell) == 3
+
+
+@each_notebook
+def test_bars_lie_over_the_grid(path):
+    if re.search(r"\.(barh?|hist|stackplot)\(", code(path)):
+        assert '"axes.axisbelow": True' in code(path)
 
 
 @each_notebook
@@ -119,12 +165,11 @@ def test_what_is_public(module, name, public):
 def test_keeps_small_outputs_and_nothing_of_a_run(path):
     assert path.stat().st_size < MOST_BYTES
     assert list(json.loads(path.read_text(encoding="utf-8"))["metadata"]) == ["kernelspec"]
-    for cell in cells(path):
-        if cell["cell_type"] == "code":
-            assert cell["execution_count"] is None
-            assert bool(cell["outputs"]) == is_kept(cell), cell["source"]
-            assert {*cell["metadata"]} <= {"tags"}
-            assert not re.search(r"/tmp/|/home/|/root", str(cell["outputs"]))
+    for cell in code_cells(path):
+        assert cell["execution_count"] is None
+        assert bool(cell["outputs"]) == is_kept(cell), cell["source"]
+        assert {*cell["metadata"]} <= {"tags"}
+        assert not re.search(r"/tmp/|/home/|/root", str(cell["outputs"]))
 
 
 @each_notebook
@@ -168,6 +213,29 @@ def test_runs_and_says_what_it_said(path):
     for before, now in zip(cells(path), notebook.cells, strict=True):
         if is_kept(before):
             assert alike(shown(now["outputs"]), shown(before["outputs"])), before["source"]
+
+
+def prints_records(path: Path) -> list[dict[str, Any]]:
+    return [cell for cell in code_cells(path) if RECORDS.search(cell["source"])]
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in NOTEBOOKS if prints_records(path)], ids=lambda path: path.stem
+)
+def test_recorded_figures_are_those_of_the_repository(path):
+    """To the digit: a tenth, as below, would pass over figures that were measured again."""
+    printing = prints_records(path)
+    source = "\n".join([*imports(code(path)), *(cell["source"] for cell in printing)])
+    said = subprocess.run(
+        [sys.executable, "-c", source],
+        cwd=path.parent, env=environment(), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    assert said.stdout == "".join(shown(cell["outputs"]) for cell in printing)
+
+
+def test_some_print_recorded_figures():
+    assert [path.stem for path in NOTEBOOKS if prints_records(path)]
 
 
 NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
