@@ -180,6 +180,47 @@ def test_the_model_needs_no_gpu(capsys, tmp_path):
     assert {row["ranks"] for row in rows} >= {2, 8, 1024}
 
 
+def rows_modelled(tmp_path, *arguments: str):
+    file = tmp_path / "ring.json"
+    assert main(["ring", "--modelled", "--json", str(file), *arguments]) == 0
+    return json.loads(file.read_text())["rows"]
+
+
+def test_a_number_of_gpus_is_modelled(tmp_path):
+    assert {row["ranks"] for row in rows_modelled(tmp_path, "--gpus", "4")} == {4}
+    few = rows_modelled(tmp_path, "--gpus", "32")
+    assert {row["ranks"] for row in few} == {32}
+    assert all("InfiniBand" in row["link"] for row in few)  # no other joins so many
+
+
+def test_tokens_that_no_ranks_split_are_told(tmp_path, capsys):
+    rows = rows_modelled(tmp_path, "--tokens", "1001")
+    assert rows and all("a sequence of 1001 tokens over" in row["unavailable"] for row in rows)
+    assert "a sequence of 1001 tokens over 2 ranks" in " ".join(capsys.readouterr().out.split())
+    ranks = [row["ranks"] for row in rows_modelled(tmp_path, "--tokens", "1040") if "times" in row]
+    assert set(ranks) == {2, 4, 8}  # 16 do not
+    odd = rows_modelled(tmp_path, "--tokens", "1001", "--gpus", "7", "--placement", "striped")
+    assert all("times" in row for row in odd)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--kv-heads", "5"], "16 heads, 5 key-value heads"),
+        (["--gpus", "2000"], "--gpus 2000; the model has links that join up to 1024"),
+    ],
+)
+def test_what_is_not_modelled_says_why(arguments, says, capsys):
+    assert main(["ring", "--modelled", *arguments]) == 1
+    assert says in capsys.readouterr().err
+
+
+def test_heads_are_checked_before_gpus_are_used():
+    arguments = argparse.Namespace(gpus=2, tokens=128, heads=16, kv_heads=5)
+    with pytest.raises(ValueError, match="5 key-value heads"):
+        next(iter(ring.rows(arguments, gauge())))
+
+
 def test_one_gpu_is_no_ring(monkeypatch, capsys):
     monkeypatch.setattr(frame, "device_count", lambda: 1)
     assert main(["ring"]) == 1
@@ -189,7 +230,7 @@ def test_one_gpu_is_no_ring(monkeypatch, capsys):
 def test_more_gpus_than_there_are(monkeypatch):
     monkeypatch.setattr(ring, "device_count", lambda: 2)
     with pytest.raises(RuntimeError, match="a ring of 4 GPUs, of 2 that are here"):
-        next(iter(ring.rows(argparse.Namespace(gpus=4), gauge())))
+        next(iter(ring.rows(argparse.Namespace(gpus=4, tokens=8, heads=2, kv_heads=2), gauge())))
 
 
 def test_arrays_of_every_head():
