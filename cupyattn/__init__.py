@@ -15,6 +15,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from cupyattn.fork import no_fork
 from cupyattn.functional import (
     AttentionGrads,
     BlockMask,
@@ -190,7 +191,8 @@ else:  # a type checker would take it for any name
 
     def __getattr__(name: str) -> Any:
         if name in _LATER:
-            return import_module(f"cupyattn.{name}")
+            with no_fork():
+                return import_module(f"cupyattn.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

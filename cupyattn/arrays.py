@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
+from numbers import Number
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupyattn.cupy_library import load_cupy
-from cupyattn.errors import RefusalError, error, shown
+from cupyattn.errors import RefusalError, error, made_beforehand, shown
+from cupyattn.fork import no_fork
 
 Array = Any
 """A numpy.ndarray or a cupy.ndarray."""
@@ -30,6 +32,9 @@ _ARRAYS = (
     "arrays are numpy.ndarray, cupy.ndarray, or CUDA arrays with __cuda_array_interface__ or "
     "__dlpack__"
 )
+
+
+WORKSPACE_FIX = "pass an array of 'uint8', or none"
 
 
 class Layout(NamedTuple):
@@ -103,8 +108,9 @@ def adopt(
 ) -> Operands:
     """Take the arrays of a call, by name; None stands for an option that was not given.
 
-    `fixes` has what to pass, where converting what is no array would not do; `shown_as` what
-    errors call an array that callers know by another name.
+    `fixes` has what to pass by the names in errors, where converting what is no array would not
+    do: of a result nobody would see the copy. `shown_as` has what errors call an array that callers
+    know by another name.
 
     Raises
     ------
@@ -227,8 +233,17 @@ def _no_array(name: str, candidate: Any, fixes: Mapping[str, str]) -> TypeError:
             "what a function is to leave out, say with mask= where it takes one (True = keep: a "
             "numpy.ma mask is the opposite)"
         )
-    else:
-        fix = fixes.get(name, fix)
+    elif name in fixes:
+        fix = fixes[name]
+    elif name == "workspace":
+        fix = WORKSPACE_FIX
+    elif name.startswith("grads"):  # or one of them, grads.dx
+        fix = made_beforehand(name)
+    elif isinstance(candidate, Number | np.generic):  # an array of one has no axes
+        fix = (
+            "pass an array of the documented shape and dtype, for example "
+            f"numpy.full(shape, {name}, dtype)"
+        )
     return error(TypeError, passed, _ARRAYS, fix)
 
 
@@ -300,7 +315,8 @@ def dtype_of(name: str) -> np.dtype:
     2
     """
     if name == "bfloat16":
-        import ml_dtypes
+        with no_fork():
+            import ml_dtypes
 
         return np.dtype(ml_dtypes.bfloat16)
     return np.dtype(name)

@@ -14,6 +14,7 @@ from typing import Any
 
 from cupyattn.errors import error
 from cupyattn.folders import cache_directory, temporary_directory
+from cupyattn.fork import no_fork
 
 _VARIABLE = "CUPY_CACHE_DIR"
 _DEFAULT = "~/.cupy/kernel_cache"
@@ -29,10 +30,10 @@ def load_cupy() -> Any:
     RuntimeError
         If CUPY_CACHE_DIR names what can be no folder.
     """
-    if "cupy" not in sys.modules:
-        _find_it_a_folder()
-    import cupy
-
+    with no_fork():
+        if "cupy" not in sys.modules:
+            _find_it_a_folder()
+        import cupy
     return cupy
 
 
@@ -40,8 +41,8 @@ def loaded_nvtx() -> Any | None:
     """Return CuPy's NVTX ranges; None where nothing has imported CuPy yet."""
     if "cupy" not in sys.modules:
         return None
-    import cupy.cuda.nvtx
-
+    with no_fork():
+        import cupy.cuda.nvtx
     return cupy.cuda.nvtx
 
 

@@ -28,6 +28,11 @@ def error(kind: type[_Error], passed: str, allowed: str, fix: str) -> _Error:
     return kind(f"{passed}; {allowed}; {fix}")
 
 
+def made_beforehand(name: str) -> str:
+    """Say what to pass to be written. A copy made in the call would be written and lost."""
+    return f"make a writable, C-contiguous array before the call, pass it as {name} and read that"
+
+
 def shown(value: object) -> str:
     """Write a value that the caller passed: its repr, in at most some hundred characters.
 

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Protocol
 
+from cupyattn.fork import no_fork
+
 SECONDS_BETWEEN_LINES = 5.0
 """In a file or a pipe: often enough to be seen alive, and seldom enough for a log."""
 
@@ -46,8 +48,9 @@ def progress(doing: str, total: int, done: int = 0) -> Iterator[Advance]:
 
 @contextmanager
 def _bar(doing: str, total: int, done: int) -> Iterator[Advance]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+    with no_fork():
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
     columns = (
         "{task.description}",

@@ -20,6 +20,7 @@ from cupyattn.cli.recorder import Launch
 from cupyattn.emulator import Checks
 from cupyattn.folders import cache_directory, temporary_directory
 from cupyattn.functional.device_info import device_count
+from cupyattn.kernels import compile
 from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.kernels.device.cuda import cuda_device
 from cupyattn.kernels.launch import launch
@@ -154,6 +155,20 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     yield folder
     for directory in (cache_directory, temporary_directory):
         directory.cache_clear()
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The sources that NVRTC was given meanwhile."""
+    given: list[Path] = []
+    run = compile._run_nvrtc
+
+    def counted(source: Path, *args: Any, **kwargs: Any) -> Any:
+        given.append(source)
+        return run(source, *args, **kwargs)
+
+    monkeypatch.setattr(compile, "_run_nvrtc", counted)
+    return given
 
 
 @pytest.fixture

@@ -59,7 +59,10 @@ def rows(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Row]:
             each.call, synchronize, arguments.batch, max(1, arguments.calls // _BATCHES_SHARE)
         )
         seconds = [each / 1e6 for each in microseconds]
-        yield row_of({"call": each.name}, "cupyattn", seconds, also={"goal_us": each.goal_us})
+        yield row_of(
+            {"call": each.name}, "cupyattn", seconds, calls_per_sample=arguments.batch,
+            also={"goal_us": each.goal_us},
+        )  # fmt: skip
 
 
 _BATCHES_SHARE = 20

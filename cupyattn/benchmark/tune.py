@@ -113,7 +113,7 @@ def measure(arguments: argparse.Namespace) -> Result:
     clock = Clock(arguments.calls, _WARM_UP, _BUDGET_S)
 
     def seconds(calls: Round) -> float:
-        return statistics.median(clock.times(calls))
+        return statistics.median(clock.times(calls).seconds)
 
     with cupy.cuda.Device(device.ordinal):
         rows = tune(device, list(subjects(arguments)), cupy, seconds)

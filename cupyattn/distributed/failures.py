@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
+ALIKE = "all ranks make the same calls in the same order"
+PATIENCE = "look what that rank does, or pass a longer timeout"
 _NOTE = "failed"
 _LONGEST = 2000  # characters of a note
+_SECONDS_BETWEEN_LOOKS = 0.5  # for processes that are gone
 
 
 class RankFailedError(RuntimeError):
@@ -38,6 +44,12 @@ class Failures(Protocol):
     def first(self) -> RankFailedError | None:
         """Return the error for the rank that failed first, if one did."""
 
+    def look(self) -> None:
+        """Look for ranks that have ended without a word, and post them; as often as one likes."""
+
+    def leave(self, rank: int) -> None:
+        """Say that a rank ends and has not failed."""
+
 
 class SharedFailures:
     """Of ranks that are threads of one process."""
@@ -45,6 +57,7 @@ class SharedFailures:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self._first: tuple[int, str] | None = None
+        self._left: set[int] = set()
 
     def post(self, rank: int, message: str) -> None:
         """Say that a rank has failed; who waits for `changed` wakes up."""
@@ -56,61 +69,128 @@ class SharedFailures:
         """Return the error for the rank that failed first, if one did."""
         return self._first and RankFailedError(*self._first)
 
+    def look(self) -> None:
+        """Do nothing: a thread that ends is heard of."""
+
+    def leave(self, rank: int) -> None:
+        """Say that a rank ends: who waits for it has waited long enough."""
+        with self.changed:
+            self._left.add(rank)
+            self.changed.notify_all()
+
+    def wait(
+        self, done: Callable[[], bool], missing: Callable[[], int], rank: int, timeout: float
+    ) -> None:
+        """Wait on a rank's thread until something is done; `missing` says for whom.
+
+        Raises
+        ------
+        RankFailedError
+            If a rank has failed, or who is missing has left or does not come in time.
+        """
+        until = time.monotonic() + timeout
+        with self.changed:
+            while not done():
+                culprit, seconds = missing(), until - time.monotonic()
+                if culprit in self._left:
+                    self.post(
+                        culprit,
+                        f"rank {culprit} has returned, and rank {rank} waits for it; {ALIKE}",
+                    )
+                elif seconds <= 0:
+                    self.post(
+                        culprit,
+                        f"rank {culprit} did not come: rank {rank} waited {timeout:g} s; {ALIKE}; "
+                        f"{PATIENCE}",
+                    )
+                failure = self.first()
+                if failure is not None:
+                    raise failure
+                self.changed.wait(seconds)
+
 
 class FolderFailures:
     """Of processes that see one folder: each leaves its process id there, and a note if it fails.
 
-    A process of this host that is gone without having left (`leave`) has failed too.
+    A process of this host that is gone without having left (`leave`) has failed too. `first` reads
+    the note alone, for it stands before each transfer; who is gone is found by `look`.
     """
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         self._folder, self._rank, self._size = folder, rank, size
         self._host = os.uname().nodename if hasattr(os, "uname") else ""
+        self._processes: dict[int, int | None] = {}
+        """By rank the process id, None on another host: read once, for it stays."""
+        self._next_look = 0.0
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / f"rank-{rank}", f"{os.getpid()} {self._host}")
+        _write(self._file(rank), f"{os.getpid()} {self._host}")
 
     def post(self, rank: int, message: str) -> None:
         """Leave a note, unless there is one."""
         note = self._folder / _NOTE
-        if not note.exists():
-            _write(note, f"{rank} {message[:_LONGEST]}")
+        with _written(self._folder, f"{rank} {message[:_LONGEST]}") as text:
+            try:
+                os.link(text, note)  # all of it at once, and of two only the first
+            except FileExistsError:
+                pass
+            except OSError:  # a file system without links
+                if not note.exists():
+                    os.replace(text, note)
 
-    def leave(self) -> None:
-        """Say that this process ends and has not failed."""
-        (self._folder / f"rank-{self._rank}").unlink(missing_ok=True)
-        (self._folder / f"left-{self._rank}").touch()
-        if all((self._folder / f"left-{rank}").exists() for rank in range(self._size)):
-            for rank in range(self._size):
-                (self._folder / f"left-{rank}").unlink(missing_ok=True)
+    def leave(self, rank: int) -> None:
+        """Say that a process ends and has not failed; the last takes the folder away."""
+        self._file(rank).unlink(missing_ok=True)
+        left = [self._folder / f"left-{rank}" for rank in range(self._size)]
+        left[rank].touch()
+        if all(file.exists() for file in left):
+            for file in left:
+                file.unlink(missing_ok=True)
+            with suppress(OSError):  # another rank saw the same, or there is a note
+                self._folder.rmdir()
 
     def first(self) -> RankFailedError | None:
         """Return the error for the rank that failed first, if one did."""
         try:
             culprit, _, message = (self._folder / _NOTE).read_text(encoding="utf-8").partition(" ")
-            return RankFailedError(int(culprit), message)
         except FileNotFoundError:
-            pass
+            return None
+        return RankFailedError(int(culprit), message)
+
+    def look(self) -> None:
+        """Post a rank of this host that has ended without a word; it looks twice a second."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _SECONDS_BETWEEN_LOOKS
         for rank in range(self._size):
             if rank != self._rank and self._is_gone(rank):
-                return RankFailedError(rank, f"rank {rank} has ended: its process is gone")
-        return None
+                self.post(rank, f"rank {rank} has ended: its process is gone")
+                return
+
+    def _file(self, rank: int) -> Path:
+        return self._folder / f"rank-{rank}"
 
     def _is_gone(self, rank: int) -> bool:
-        try:
-            process, _, host = (
-                (self._folder / f"rank-{rank}").read_text(encoding="utf-8").partition(" ")
-            )
-        except FileNotFoundError:  # not there yet, or has left
-            return False
-        if host != self._host or not hasattr(os, "getpgid"):
-            return False
-        try:
-            os.kill(int(process), 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            return False
-        return _has_ended(int(process))
+        if rank not in self._processes:
+            try:
+                number, _, host = self._file(rank).read_text(encoding="utf-8").partition(" ")
+            except FileNotFoundError:  # not there yet, or has left
+                return False
+            here = host == self._host and hasattr(os, "getpgid")
+            self._processes[rank] = int(number) if here else None
+        process = self._processes[rank]
+        # One that has left took its file away before it ended.
+        return process is not None and not _runs(process) and self._file(rank).exists()
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return not _has_ended(process)
 
 
 def _has_ended(process: int) -> bool:
@@ -124,8 +204,17 @@ def _has_ended(process: int) -> bool:
 
 def _write(path: Path, text: str) -> None:
     """Write a file at once: who reads it sees all of it."""
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, delete=False, encoding="utf-8"
-    ) as temporary:
+    with _written(path.parent, text) as written:
+        os.replace(written, path)
+
+
+@contextmanager
+def _written(folder: Path, text: str) -> Iterator[str]:
+    """Give the name of a temporary file with a text in it."""
+    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as temporary:
         temporary.write(text)
-    os.replace(temporary.name, path)
+    try:
+        yield temporary.name
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary.name)

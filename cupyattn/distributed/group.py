@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -44,8 +44,13 @@ class Group:
 
     Notes
     -----
+    Whatever a transfer raises ends the group: its later calls raise `RankFailedError`.
+
     As a context manager it tells the other ranks of an exception that leaves the block, where there
     is a way (`run`, `nccl_group`), and raises for another rank's failure at the end.
+
+    The NCCLBackend of cupyx.distributed stays yours to end: unless rank 0 calls its ``stop()``, the
+    process of its store keeps the program from ending.
     """
 
     def __init__(
@@ -101,13 +106,12 @@ class Group:
         Raises
         ------
         RankFailedError
-            If a rank has failed, or did not come in time.
+                If a rank has failed, or did not come in time.
         """
-        self.check()
         communicator = self._communicator
         together = getattr(communicator, "together", None)
         waits_for = f"rank {source} to send and rank {to} to receive"
-        with self._watch.over(stream, source, waits_for):
+        with self._transfer(stream, source, waits_for):
             if together is not None:
                 with together():
                     for array in outgoing:
@@ -140,7 +144,6 @@ class Group:
         RankFailedError
             If a rank has failed, or did not come in time.
         """
-        self.check()
         on_host = isinstance(array, np.ndarray)
         xp = np if on_host else load_cupy()
         with self.on_device(None if on_host else array.device.id):
@@ -148,10 +151,24 @@ class Group:
             out = xp.empty((self.size, array.size), array.dtype)
             peer = (self.rank + 1) % self.size
             others = " or another" if self.size > 2 else ""
-            with self._watch.over(stream, peer, f"rank {peer}{others}"):
-                flat = xp.ascontiguousarray(array).reshape(-1)
+            flat = xp.ascontiguousarray(array).reshape(-1)
+            with self._transfer(stream, peer, f"rank {peer}{others}"):
                 self._communicator.all_gather(flat, out, stream)
         return [row.reshape(array.shape) for row in out]
+
+    @contextmanager
+    def _transfer(self, stream: Any, peer: int, waits_for: str) -> Iterator[None]:
+        """Watch what is inside; what it raises ends the group: nobody knows what is still to come.
+
+        Otherwise a later call would take the bytes of this one for its own.
+        """
+        self.check()
+        try:
+            with self._watch.over(stream, peer, waits_for):
+                yield
+        except BaseException as raised:
+            self.fail(raised)
+            raise
 
     def side_stream(self, device: int) -> Any:
         """Return the stream that transfers of a device take, above others in priority."""
@@ -176,12 +193,9 @@ class Group:
     def close(self) -> None:
         """Leave the group, and give back what it holds."""
         self._watch.stop()
-        for done in (
-            getattr(self._failures, "leave", None),
-            getattr(self._communicator, "close", None),
-        ):
-            if done is not None:
-                done()
+        self._failures.leave(self.rank)
+        if (close := getattr(self._communicator, "close", None)) is not None:
+            close()
 
     def __enter__(self) -> Group:
         return self

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cupyattn.distributed.communicators.nccl import ID_BYTES, new_id, of_id
+from cupyattn.cupy_library import load_cupy
+from cupyattn.distributed.communicators.nccl import ID_BYTES, load_nccl, new_id, of_id
 from cupyattn.distributed.failures import FolderFailures
 from cupyattn.distributed.group import TIMEOUT, Group
 from cupyattn.distributed.placement import require_rank
@@ -86,6 +87,7 @@ def nccl_group(
             f"it is {ID_BYTES} bytes",
             "pass what one rank has from distributed.unique_id()",
         )
+    load_nccl()  # before anything is left in a folder
     name = f"cupyattn-{hashlib.sha256(unique_id).hexdigest()[:16]}"
     place = Path(folder if folder is not None else tempfile.gettempdir()) / name
     failures = FolderFailures(place, rank, size)
@@ -121,8 +123,6 @@ def launched_group(
         If rank 0 does not come in time.
     """
     rank, size = rank_and_size()
-    from cupyattn.cupy_library import load_cupy
-
     cupy = load_cupy()
     cupy.cuda.Device(rank % cupy.cuda.runtime.getDeviceCount() if device is None else device).use()
     return nccl_group(

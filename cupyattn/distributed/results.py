@@ -10,7 +10,7 @@ import numpy as np
 from cupyattn import AttentionGrads
 from cupyattn.arrays import Array, address, adopt
 from cupyattn.distributed.problem import RingProblem
-from cupyattn.errors import error
+from cupyattn.errors import error, made_beforehand
 
 
 class Wanted(NamedTuple):
@@ -66,7 +66,8 @@ def given_gradients(
         return {}
     if not isinstance(grads, AttentionGrads):
         passed = f"grads is a {type(grads).__name__}"
-        raise error(TypeError, passed, "it is AttentionGrads of arrays or None", fix)
+        fields = ", ".join(AttentionGrads._fields)
+        raise error(TypeError, passed, f"it is an AttentionGrads of {fields}: arrays or None", fix)
     given = grads._asdict()
     for name, array in given.items():
         if array is not None and name not in names:
@@ -114,7 +115,7 @@ def own_block(problem: RingProblem) -> tuple[Array, Array]:
 
 
 def _require_writable(name: str, given: Array, shape: tuple[int, ...], dtype: Any) -> None:
-    adopt({name: given})
+    adopt({name: given}, {name: made_beforehand(name)})
     if given.shape != shape or given.dtype != dtype:
         raise error(
             ValueError,

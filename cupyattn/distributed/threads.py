@@ -12,12 +12,13 @@ from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.communicators.mailbox import PostOffice, ThreadCommunicator
 from cupyattn.distributed.communicators.nccl import nccl_is_there, of_devices
 from cupyattn.distributed.communicators.protocol import Communicator
-from cupyattn.distributed.failures import RankFailedError, SharedFailures
+from cupyattn.distributed.failures import PATIENCE, SharedFailures
 from cupyattn.distributed.group import TIMEOUT, Group
 from cupyattn.errors import error, shown
 
 TRANSPORTS = ("nccl", "peer")
 _GRACE = 5.0  # seconds that ranks have to end once one has failed
+_SECONDS_BETWEEN_LOOKS = 0.02
 
 _Result = TypeVar("_Result")
 
@@ -46,7 +47,8 @@ def run(
         What carries bytes between devices: NCCL, or copies from GPU to GPU. By default NCCL where
         it is installed.
     timeout : float
-        Seconds that a rank waits for another.
+        Seconds that a rank waits for another, and that all wait for the next to return once one
+        has: what only one of them has to do stands behind the call of `run`.
 
     Returns
     -------
@@ -57,7 +59,8 @@ def run(
     ------
     RankFailedError
         If the function raised on a rank, which it names: its error is the cause. The other ranks
-        end at what they do next with the group.
+        end at what they do next with the group. Likewise for a rank that does not come in time, or
+        has returned while another waits for it.
     ValueError
         For neither or both of ranks and devices, a device twice, or a transport that is none.
 
@@ -84,8 +87,8 @@ def run(
                     load_cupy().cuda.get_current_stream().synchronize()
         except BaseException as raised:  # KeyboardInterrupt too: it is the caller's to see
             causes[group.rank] = raised
-            if not isinstance(raised, RankFailedError):
-                group.fail(raised)
+            group.fail(raised)
+        failures.leave(group.rank)
 
     threads = [
         threading.Thread(
@@ -99,7 +102,7 @@ def run(
     for thread in threads:
         thread.start()
     try:
-        _join(threads, failures)
+        _join(threads, failures, timeout)
         failed: BaseException | None = failures.first()
     except BaseException as raised:
         failed = raised
@@ -109,9 +112,7 @@ def run(
             if failed is not None:
                 group.fail(failed)  # who failed first stays; this ends what waits on GPUs
         _close(groups)
-    failure = failures.first() or next(
-        (cause for cause in causes.values() if isinstance(cause, RankFailedError)), None
-    )
+    failure = failures.first()
     if failure is not None:
         raise failure from causes.get(failure.rank)
     return [results[rank] for rank in range(len(groups))]
@@ -126,14 +127,25 @@ def _close(groups: list[Group]) -> None:
         thread.join(_GRACE)
 
 
-def _join(threads: list[threading.Thread], failures: SharedFailures) -> None:
-    """Wait for all threads; once a rank has failed, for a while."""
-    until = None
-    for thread in threads:
-        while thread.is_alive() and (until is None or time.monotonic() < until):
-            thread.join(0.02)
-            if until is None and failures.first() is not None:
-                until = time.monotonic() + _GRACE
+def _join(threads: list[threading.Thread], failures: SharedFailures, timeout: float) -> None:
+    """Wait for all threads: for a while once a rank has failed, in time once one has returned."""
+    before, since = (len(threads), False), time.monotonic()
+    while living := [rank for rank, thread in enumerate(threads) if thread.is_alive()]:
+        failed = failures.first() is not None
+        if (len(living), failed) != before:
+            before, since = (len(living), failed), time.monotonic()
+        waited = time.monotonic() - since
+        if failed:
+            if waited > _GRACE:
+                return
+        elif len(living) < len(threads) and waited > timeout:
+            failures.post(
+                living[0],
+                f"rank {living[0]} did not return: the others waited {timeout:g} s for it to; "
+                f"{PATIENCE}",
+            )
+            return
+        threads[living[0]].join(_SECONDS_BETWEEN_LOOKS)
 
 
 def _ends(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupyattn.cupy_library import load_cupy
-from cupyattn.distributed.failures import Failures, RankFailedError
+from cupyattn.distributed.failures import ALIKE, PATIENCE, Failures, RankFailedError
 
 _SECONDS_BETWEEN_LOOKS = 0.02
 _SECONDS_TO_LAST_LOOK = 0.5
@@ -94,10 +94,10 @@ class Watch:
                 late = self._transfers[0]
                 self._failures.post(
                     late.peer,
-                    f"rank {self._rank} waited {self._timeout:g} s for {late.waits_for}; all ranks "
-                    "make the same calls in the same order; look what that rank does, or pass a "
-                    "longer timeout",
+                    f"rank {self._rank} waited {self._timeout:g} s for {late.waits_for}; {ALIKE}; "
+                    f"{PATIENCE}",
                 )
+            self._failures.look()
             if self._failures.first() is not None:
                 self._abort()
                 self._transfers.clear()

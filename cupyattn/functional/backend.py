@@ -13,6 +13,7 @@ import numpy as np
 
 from cupyattn.arrays import Operands
 from cupyattn.errors import error, shown
+from cupyattn.fork import no_fork
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.device.cuda import cuda_device
 from cupyattn.ops import value_checks
@@ -169,8 +170,9 @@ def _device(name: str, checks: Checks | bool | None, report: Report | None) -> D
     if name == "reference":
         return None
     # Here, because the emulator is a large package that most processes never need.
-    from cupyattn.emulator import Checks
-    from cupyattn.kernels.device.emulated import EmulatedDevice
+    with no_fork():
+        from cupyattn.emulator import Checks
+        from cupyattn.kernels.device.emulated import EmulatedDevice
 
     if not isinstance(checks, Checks):
         checks = Checks.none() if checks is False else Checks.all()
@@ -193,7 +195,8 @@ def _require_checks(checks: Any) -> Checks | bool | None:
         return None
     if isinstance(checks, bool | np.bool_):
         return bool(checks)
-    from cupyattn.emulator import Checks
+    with no_fork():
+        from cupyattn.emulator import Checks
 
     if isinstance(checks, Checks):
         return checks
@@ -208,7 +211,8 @@ def _require_checks(checks: Any) -> Checks | bool | None:
 def _require_report(report: Any) -> Report | None:
     if report is None:
         return None
-    from cupyattn.emulator import Report
+    with no_fork():
+        from cupyattn.emulator import Report
 
     if isinstance(report, Report):
         return report

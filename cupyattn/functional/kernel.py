@@ -16,7 +16,7 @@ from cupyattn.functional.backend import device_of
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.launch import MAX_GRID_X
 from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Scalar, Specialisation, inputs
-from cupyattn.ops.checks import require_given, require_item_alignment
+from cupyattn.ops.checks import fixes_of_results, require_given, require_item_alignment
 from cupyattn.ops.numbers import integer
 from cupyattn.ops.plan import Plan, Step, run
 
@@ -123,6 +123,7 @@ class Kernel:
         spec = KernelSpec(
             path.stem if entry is None else entry, str(path), _parameters(inputs, outputs, scalars)
         )
+        self._fixes = fixes_of_results(*(each.name for each in spec.pointers if not each.const))
         self.specialisation = Specialisation(
             spec,
             tuple(macros.items()),
@@ -144,7 +145,7 @@ class Kernel:
         by_name = {p.name: array for p, array in zip(spec.pointers, arguments, strict=False)}
         for name, array in by_name.items():
             require_given(name, array)
-        operands = adopt(by_name)
+        operands = adopt(by_name, self._fixes)
         _require_addresses_to_be_enough(operands)
         device = device_of(operands)
         if device is None:

@@ -52,8 +52,13 @@ def named_grads(
     if isinstance(grads, kind):
         return dict(grads._asdict())
     if grads is not None:
-        passed, allowed = f"grads is a {type(grads).__name__}", "arrays or None"
-        raise error(TypeError, passed, f"it is a {kind.__name__} of {allowed}", fix)
+        article = "an" if kind.__name__.startswith(("A", "RMS")) else "a"
+        raise error(
+            TypeError,
+            f"grads is a {type(grads).__name__}",
+            f"it is {article} {kind.__name__} of {', '.join(kind._fields)}: arrays or None",
+            fix,
+        )
     require_grads(grads, accumulate, fix)
     return {}
 

@@ -11,12 +11,17 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from operator import is_
+from traceback import walk_tb
+from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 from cupyattn.arrays import Array
 from cupyattn.errors import RefusalError, error
 from cupyattn.functional.differentiable import Rule, names, recorder
 from cupyattn.ops.checks import require_bool
+
+_FUNCTIONS = "cupyattn.functional."
+_RECORDING = {__name__, f"{_FUNCTIONS}vjp"}
 
 
 @dataclass(slots=True)
@@ -133,6 +138,12 @@ class Recording:
         token = recorder.set(self._record)
         try:
             return self._checked(self._function(*args, **options))
+        except RefusalError as failure:
+            name = _function_without_backward(failure.__traceback__)
+            if name is None:
+                raise
+            called = "" if name == self.title else f"calls {name}, which "
+            raise self.refusal(f"{called}has no backward") from None
         finally:
             recorder.reset(token)
             # Stand-ins know the recording: in a circle the arrays would outlive their last use.
@@ -209,6 +220,18 @@ def _call(rule: Rule, args: list[Any], options: dict[str, Any]) -> Call:
         dict(zip(all_names, values, strict=True)),
         all_names if asked else visible,
     )
+
+
+def _function_without_backward(traceback: TracebackType | None) -> str | None:
+    """Return which of the library's functions a stand-in was given to, and none could go through.
+
+    It is the first of the library's that the refusal came by; stand-ins and vjp do not count.
+    """
+    for frame, _ in walk_tb(traceback):
+        module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if module.startswith(_FUNCTIONS) and module not in _RECORDING and name in frame.f_globals:
+            return None if name in names else name
+    return None
 
 
 def each(function: Callable[[Any], Any], value: Any) -> Any:

@@ -20,14 +20,9 @@ from cupyattn.folders import (
     remove_temporary_directory,
     stand_in,
 )
+from cupyattn.fork import no_fork
 
-# A child must not inherit it from a thread that it has not. Of these hooks the last registered runs
-# first: a fork waits for compilations (`compile` imports this module first), then for this.
 _writing = threading.Lock()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_writing.acquire, after_in_parent=_writing.release, after_in_child=_writing.release
-    )
 
 Facts = dict[str, Any] | None
 """What the compiler said of the code, in terms that JSON has."""
@@ -100,7 +95,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     # the process's id, which two containers on one folder may share.
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     try:
-        with _writing:
+        with no_fork(), _writing:
             temporary.write_bytes(content)
             os.replace(temporary, path)
     except PermissionError:
@@ -114,6 +109,6 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 def end_process(code: int) -> NoReturn:
     """End the process at once, whatever its threads compile, but let none leave half a file."""
-    with _writing:
+    with no_fork(), _writing:
         remove_temporary_directory()
         os._exit(code)

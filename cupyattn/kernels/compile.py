@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from cupyattn.cupy_library import load_cupy
+from cupyattn.fork import no_fork
 from cupyattn.kernels import cache
 from cupyattn.kernels.arch import Arch
-from cupyattn.kernels.fork import NoForkWithin
 from cupyattn.kernels.source import source_digest, source_root
 from cupyattn.kernels.spec import Specialisation
 
@@ -34,7 +34,6 @@ _TOOLKITS = ("CUDA_PATH", "CUDA_HOME")
 
 _locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 _locks_guard = threading.Lock()
-_compiling = NoForkWithin()
 
 
 class CompilationError(RuntimeError):
@@ -99,7 +98,7 @@ def _compile(specialisation: Specialisation, target: str) -> Artifact:
     key = _cache_key(source, options, headers)
     is_ptx = target.startswith("compute_")
     name = f"{specialisation.spec.entry}-{key}.{'ptx' if is_ptx else 'cubin'}"
-    with _compiling():
+    with no_fork():
         with _locks_guard:
             lock = _locks[key]
         with lock:  # one compilation per key at a time; other keys go on beside it
@@ -188,9 +187,10 @@ def _nvrtc() -> Any:
     with suppress(ImportError):  # without CuPy there is no NVRTC either, which is told below
         load_cupy()
     try:
-        from cupy_backends.cuda.libs import nvrtc
+        with no_fork():
+            from cupy_backends.cuda.libs import nvrtc
 
-        nvrtc.getVersion()
+            nvrtc.getVersion()
     except (ImportError, RuntimeError, OSError) as error:
         raise RuntimeError(
             "compiling a kernel needs CuPy and NVRTC, and one of them did not load "
@@ -204,7 +204,8 @@ def _nvrtc() -> Any:
 def _toolkit_headers() -> Path:
     """Return the folder of cuda_fp16.h: from the runtime wheel, or an installed toolkit."""
     try:
-        from cuda.pathfinder import find_nvidia_header_directory
+        with no_fork():
+            from cuda.pathfinder import find_nvidia_header_directory
 
         found = find_nvidia_header_directory("cudart")
     except ImportError:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cupyattn.errors import error, shown
+from cupyattn.fork import no_fork
 from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.sequence import Sequence
 
@@ -24,7 +25,8 @@ def draw(
 ) -> Any:
     """Draw the pool into axes, which are made if they are None; see `PagedKVCache.picture`."""
     try:
-        from matplotlib.patches import Rectangle
+        with no_fork():
+            from matplotlib.patches import Rectangle
     except ImportError:
         raise error(
             RuntimeError,
@@ -36,7 +38,8 @@ def draw(
     size, count = allocator.block_size, allocator.num_blocks
     rows = -(-count // columns)
     if axes is None:
-        import matplotlib.pyplot as plt
+        with no_fork():
+            import matplotlib.pyplot as plt
 
         _, axes = plt.subplots(figsize=(0.45 * columns + 2, 0.45 * rows + 0.6))
     owners: dict[int, list[tuple[Any, float]]] = {}  # of each block: a colour, the filled share

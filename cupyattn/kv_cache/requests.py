@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
+from weakref import ref
 
 from cupyattn.errors import error, shown
 from cupyattn.kv_cache.allocator import BlockAllocator
@@ -67,11 +68,28 @@ class Request:
         Whether every sample has ended, or the request was cancelled.
     """
 
-    __slots__ = ("_left", "finished", "max_new_tokens", "n", "number", "outputs", "stop", "tokens")
+    __slots__ = (
+        "_left",
+        "_owner",
+        "finished",
+        "max_new_tokens",
+        "n",
+        "number",
+        "outputs",
+        "stop",
+        "tokens",
+    )
 
     def __init__(
-        self, number: int, tokens: list[int], max_new_tokens: int, n: int, stop: Iterable[int]
+        self,
+        number: int,
+        tokens: list[int],
+        max_new_tokens: int,
+        n: int,
+        stop: Iterable[int],
+        owner: object,
     ) -> None:
+        self._owner = ref(owner)
         self.number = number
         self.tokens = tuple(tokens)
         self.max_new_tokens = max_new_tokens
@@ -93,10 +111,43 @@ class Request:
         self.leave(int(ends))
         return ends
 
+    def belongs_to(self, owner: object) -> bool:
+        """Tell whether it was submitted to this scheduler."""
+        return self._owner() is owner
+
     def leave(self, samples: int) -> None:
         """Count so many samples as ended."""
         self._left -= samples
         self.finished = not self._left
+
+
+def require_own(request: Any, owner: object) -> None:
+    """Refuse what is no request, and another scheduler's."""
+    if not isinstance(request, Request):
+        raise error(
+            TypeError,
+            f"got {shown(request)} as a request",
+            "it is a Request",
+            "pass what this scheduler's submit returned",
+        )
+    if not request.belongs_to(owner):
+        raise error(
+            ValueError,
+            f"got {request!r} of another scheduler",
+            "a scheduler ends its own requests",
+            "pass what this scheduler's submit returned",
+        )
+
+
+def require_between_steps(call: str, within: bool) -> None:
+    """Refuse a call from `forward` or a copy: it would change what their step works with."""
+    if within:
+        raise error(
+            RuntimeError,
+            f"{call} was called within a step",
+            "forward and copies may call submit alone",
+            f"call {call} when step has returned",
+        )
 
 
 class Work(NamedTuple):
@@ -225,6 +276,8 @@ def as_sampled(
             "it returns the next tokens of each work, in the works' order",
             "return a list for each work, of a token for each of its samples: [[7], [], [3]]",
         ) from None
+    # Before the sequences are looked at: a generator may still work on them.
+    sampled = [_of_samples(tokens) for tokens in works]
     for work, length in zip(batch, lengths, strict=True):
         if not has_whole(work.sequence, length):
             raise error(
@@ -234,7 +287,6 @@ def as_sampled(
                 "swap out or cut them",
                 "end a request by cancel, between steps",
             )
-    sampled = [_of_samples(tokens) for tokens in works]
     counts = [len(samples) for samples in sampled]
     wanted = [len(work.samples) for work in batch]
     if counts != wanted:

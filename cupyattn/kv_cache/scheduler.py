@@ -20,7 +20,9 @@ from cupyattn.kv_cache.requests import (
     as_sampled,
     as_swaps,
     has_whole,
+    require_between_steps,
     require_cache,
+    require_own,
 )
 
 Forward = Callable[[tuple[Work, ...]], Items[Iterable[int]]]
@@ -66,7 +68,8 @@ class Scheduler:
     The earliest request always goes on, so each one ends. Batches are those of Orca (Yu et al.,
     OSDI 2022); preemption is that of Kwon et al. (arXiv:2309.06180).
 
-    A scheduler is used by one thread at a time.
+    A scheduler is used by one thread at a time. Within a step, from `forward` or a copy, `submit`
+    alone may be called.
 
     Examples
     --------
@@ -105,6 +108,7 @@ class Scheduler:
         self._max_tokens = as_count("max_tokens", max_tokens, self._max_batch)
         self._admission = Admission(self._allocator, as_left(window_size), self._max_tokens)
         self._submitted = self._num_preempted = 0
+        self._steps = False  # whether a step is under way
         self._running: list[Run] = []  # the earliest first
         self._waiting: list[Run] = []  # a heap
 
@@ -173,15 +177,13 @@ class Scheduler:
                 "begin with the token that the model begins texts with",
             )
         self._admission.require_possible(len(prompt), max_new_tokens)
-        request = Request(self._submitted, prompt, max_new_tokens, n, ends)
+        request = Request(self._submitted, prompt, max_new_tokens, n, ends, self)
         self._submitted += 1
         heappush(self._waiting, Run(request, tuple(range(n)), prompt))
         return request
 
     def cancel(self, request: Request, sample: int | None = None) -> None:
         """End a request with the outputs that it has; nothing happens if it has finished.
-
-        Between steps, not from `forward`.
 
         Parameters
         ----------
@@ -193,10 +195,14 @@ class Scheduler:
         Raises
         ------
         ValueError
-            If the request has no such sample.
+            If the request is another scheduler's, or has no such sample.
         TypeError
-            If it is no integer.
+            If it is no Request, or the sample no integer.
+        RuntimeError
+            Within a step.
         """
+        require_between_steps("cancel", self._steps)
+        require_own(request, self)
         ending = set(range(request.n))
         if sample is not None:
             ending = {as_count("sample", sample, 0, request.n - 1)}
@@ -236,10 +242,21 @@ class Scheduler:
             cut a sequence, which is computed anew then.
         TypeError
             If it returned no list for each work, as None or one number is, or what is no token.
+        RuntimeError
+            Within another step.
         Exception
             Whatever `forward` or a copy raises. Nothing is lost then: a later step computes what
             this one should have.
         """
+        require_between_steps("step", self._steps)
+        self._steps = True
+        try:
+            return self._finish(*self._computed(forward))
+        finally:
+            self._steps = False
+
+    def _computed(self, forward: Forward) -> tuple[list[Work], list[list[list[int]]]]:
+        """Compute a step; return its works, and the next tokens of each one's samples."""
         try:
             preempted = self._num_preempted
             batch = self._continue()
@@ -247,11 +264,10 @@ class Scheduler:
                 batch += self._admit(self._max_tokens - sum(len(work.tokens) for work in batch))
             self._moves.run()
             lengths = [len(work.sequence) for work in batch]
-            sampled = as_sampled(batch, lengths, forward(tuple(batch))) if batch else []
+            return batch, as_sampled(batch, lengths, forward(tuple(batch))) if batch else []
         except BaseException:
             self._undo()
             raise
-        return self._finish(batch, sampled)
 
     def _continue(self) -> list[Work]:
         """Let those that run append, the earliest first; for want of blocks the last makes room."""

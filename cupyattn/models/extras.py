@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from cupyattn.errors import error
+from cupyattn.fork import no_fork
 
 
 def extra(module: str, does: str) -> Any:
@@ -17,7 +18,8 @@ def extra(module: str, does: str) -> Any:
         If it is not installed.
     """
     try:
-        return import_module(module)
+        with no_fork():
+            return import_module(module)
     except ImportError as failure:
         raise error(
             RuntimeError,

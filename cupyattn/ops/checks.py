@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Layout, is_contiguous
-from cupyattn.errors import error, shown
+from cupyattn.arrays import WORKSPACE_FIX, Layout, is_contiguous
+from cupyattn.errors import error, made_beforehand, shown
 from cupyattn.ops.spans import overlaps_itself
 
 FLOATS = ("float16", "float32", "bfloat16")
@@ -76,9 +76,7 @@ def require_finite(name: str, value: Any, *, least: float = -math.inf) -> None:
         )
 
 
-def require_dtype(
-    name: str, layout: Layout, allowed: tuple[str, ...], fix: str | None = None
-) -> None:
+def require_dtype(name: str, layout: Layout, allowed: tuple[str, ...], fix: str = "") -> None:
     """Raise TypeError unless the array has one of the dtypes, in native byte order.
 
     `fix` says what to do, where a converted copy would not do.
@@ -91,6 +89,16 @@ def require_dtype(
             f"allowed are {', '.join(allowed)}",
             fix or f"convert it, for example {name}.astype({_nearest(dtype, allowed)!r})",
         )
+
+
+def require_bool_mask(name: str, layout: Layout) -> None:
+    """Raise TypeError unless a mask is of bool; one of floats is mostly meant to be added."""
+    added = layout.dtype.kind == "f" or layout.dtype.name == "bfloat16"
+    fix = (
+        "pass what is added to the scores (0 and -inf) as bias=, and of a mask of 1 and 0 "
+        f"pass {name} != 0 (True = keep)"
+    )
+    require_dtype(name, layout, ("bool",), fix if added else "")
 
 
 def _nearest(dtype: np.dtype, allowed: tuple[str, ...]) -> str:
@@ -241,9 +249,9 @@ def require_own_items(name: str, layout: Layout) -> None:
         )
 
 
-def made_beforehand(name: str) -> str:
-    """Say what to pass to be written. A copy made in the call would be written and lost."""
-    return f"make a writable, C-contiguous array before the call, pass it as {name} and read that"
+def fixes_of_results(*names: str) -> dict[str, str]:
+    """Return what to pass instead of what is no array, for arrays that a call writes."""
+    return {name: made_beforehand(name) for name in names}
 
 
 def require_workspace(layout: Layout) -> None:
@@ -253,12 +261,12 @@ def require_workspace(layout: Layout) -> None:
             TypeError,
             f"workspace has dtype {layout.dtype.name}",
             "it is memory to be written, of any dtype without Python objects",
-            "pass an array of 'uint8', or none",
+            WORKSPACE_FIX,
         )
     if not is_contiguous(layout):
         raise error(
             ValueError,
             f"workspace has strides {layout.strides}, not contiguous in C order",
             "it is memory in one piece",
-            "pass an array of 'uint8', or none",
+            WORKSPACE_FIX,
         )

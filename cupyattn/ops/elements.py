@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,13 +23,14 @@ from cupyattn.arrays import (
     layouts_of,
     starts_of,
 )
-from cupyattn.errors import error
+from cupyattn.errors import error, made_beforehand
 from cupyattn.kernels.configs.elements import ElementKernel
 from cupyattn.kernels.configs.tables import cpp_bool
 from cupyattn.kernels.device import Device
 from cupyattn.ops.axes import merge_axes, walk_params
 from cupyattn.ops.checks import (
     CPU_FLOATS,
+    fixes_of_results,
     require_arrays,
     require_contiguous_rows,
     require_dtype,
@@ -149,16 +150,15 @@ def _cached_problem(
     for name in read:
         part = parts[name]
         layout = layouts[part.array]
-        if name in kernel.float32 and name in kernel.updated:
-            # A copy would take the update, and be thrown away with it.
-            fix = (
+        fix = ""
+        if name in kernel.updated:  # a copy would take the update, and be thrown away with it
+            zeros = (
                 f"make {part.array} once before the first step, zeros of float32 of "
                 f"{parts[read[0]].array}'s shape, and keep it"
             )
-            require_dtype(part.array, layout, ("float32",), fix)
-        else:
-            dtypes = ("float32",) if name in kernel.float32 else CPU_FLOATS
-            require_dtype(part.array, layout, dtypes)
+            fix = zeros if name in kernel.float32 else made_beforehand(part.array)
+        dtypes = ("float32",) if name in kernel.float32 else CPU_FLOATS
+        require_dtype(part.array, layout, dtypes, fix)
         meaning = f"shaped like {parts[read[0]].array}"
         require_shape(part.array, layout, part.shape_of_whole(shape), meaning)
         if name in kernel.updated:
@@ -202,6 +202,12 @@ def _shape_of_items(layouts: dict[str, Layout], part: Part) -> tuple[int, ...]:
             "pass an array of that shape, or the parts one by one",
         )
     return (*shape[:-1], shape[-1] // part.count)
+
+
+@cache
+def array_fixes(kernel: ElementKernel) -> Mapping[str, str]:
+    """Return what to pass instead of what is no array, by the names in errors."""
+    return fixes_of_results(*kernel.updated, *kernel.results)
 
 
 def run_elements(

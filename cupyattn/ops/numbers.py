@@ -27,7 +27,7 @@ def real(name: str, value: Any) -> float:
         TypeError,
         f"{name} is a {type(value).__name__}",
         "it is a real number",
-        "convert it with float(...)",
+        _conversion(value, "float"),
     )
 
 
@@ -48,7 +48,7 @@ def integer(
     name: str,
     value: Any,
     allowed: str = "it is an integer",
-    fix: str = "convert it with int(...)",
+    fix: str = "",
 ) -> int:
     """Return an option as an int, or raise TypeError."""
     if type(value) is int:  # as of real
@@ -59,5 +59,10 @@ def integer(
         TypeError,
         f"{name} is {shown(value)}, a {type(value).__name__}",
         allowed,
-        fix,
+        fix or _conversion(value, "int"),
     )
+
+
+def _conversion(value: Any, kind: str) -> str:
+    several = isinstance(value, list | tuple)  # of which these functions of Python make no number
+    return "pass one number" if several else f"convert it with {kind}(...)"

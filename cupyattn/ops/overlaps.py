@@ -16,8 +16,8 @@ from cupyattn.arrays import (
     Operands,
     layouts_of,
 )
-from cupyattn.errors import error
-from cupyattn.ops.checks import made_beforehand, require_output, require_workspace
+from cupyattn.errors import error, made_beforehand
+from cupyattn.ops.checks import require_output, require_workspace
 from cupyattn.ops.plan import Output
 from cupyattn.ops.spans import share_an_item, span
 

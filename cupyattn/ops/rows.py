@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -36,9 +36,11 @@ from cupyattn.kernels.configs.rows import (
 )
 from cupyattn.kernels.device import Device
 from cupyattn.ops.axes import row_params
+from cupyattn.ops.broadcast import broadcast_layout
 from cupyattn.ops.checks import (
     CPU_FLOATS,
     INTEGERS,
+    fixes_of_results,
     require_arrays,
     require_contiguous_rows,
     require_dtype,
@@ -211,38 +213,6 @@ def _cached_problem(
     return problem
 
 
-def broadcast_layout(kernel: RowKernel, name: str, layout: Layout, rows: Layout) -> Layout:
-    """Return the layout of an array as it is read for each item of the rows.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For another dtype, or a shape that does not broadcast.
-    """
-    shape, dtypes = rows.shape, kernel.broadcast[name]
-    if "float32" in dtypes and rows.dtype == np.float64:
-        dtypes = (*dtypes, "float64")
-    require_dtype(name, layout, dtypes)
-    require_whole_item_strides(name, layout)
-    extents = (1,) * (len(shape) - len(layout.shape)) + layout.shape
-    fits = len(extents) == len(shape) and all(
-        extent in (1, full) for extent, full in zip(extents, shape, strict=True)
-    )
-    if not fits:
-        raise error(
-            ValueError,
-            f"{name} has shape {layout.shape}",
-            f"it broadcasts to the rows' shape {shape}",
-            f"give it axes of 1 where it does not vary, as {name}[:, None] does",
-        )
-    strides = (0,) * (len(shape) - len(layout.shape)) + layout.strides
-    return Layout(
-        shape,
-        tuple(0 if n == 1 else stride for n, stride in zip(extents, strides, strict=True)),
-        layout.dtype,
-    )
-
-
 def _check_inputs(problem: RowProblem) -> None:
     kernel, layouts, first = problem.kernel, problem.layouts, problem.kernel.rows[0]
     given = [name for name in kernel.inputs if name in layouts]
@@ -272,6 +242,18 @@ def _check_inputs(problem: RowProblem) -> None:
             require_whole_item_strides(name, layout)
     same = [name for name in (*kernel.rows, *kernel.columns) if name in layouts]
     require_same_dtype({kernel.shown_as.get(name, name): layouts[name] for name in same})
+
+
+@cache
+def array_fixes(kernel: RowKernel) -> Mapping[str, str]:
+    """Return what to pass instead of what is no array, by the names in errors."""
+    rows = kernel.shown_as.get(kernel.rows[0], kernel.rows[0])
+    of_row = f"pass an int32 array with an item for each row, of shape {rows}.shape[:-1]"
+    return {
+        **dict.fromkeys(kernel.columns, "pass an array of shape (N,), an item for each column"),
+        **dict.fromkeys(kernel.integers, of_row),
+        **fixes_of_results(*(kernel.shown_as.get(name, name) for name in kernel.results)),
+    }
 
 
 def run_rows(device: Device, problem: RowProblem, operands: Operands) -> dict[str, Array]:

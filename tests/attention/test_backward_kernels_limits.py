@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from support.strategies import AttentionProblem
 
 import cupyattn
 from cupyattn import reference
+from cupyattn.ops.attention import values
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -54,7 +57,9 @@ def test_no_weight_exceeds_one_where_lse_has_no_digits(
     results = out.astype(dtype), lse.astype(np.float32)
     dout, _ = problem.gradients()
     arrays = (dout, *problem.arrays(), *results)
-    grads = run(arrays, options, implementation, deterministic=deterministic)
+    # On a GPU, where nobody reads values, slopes that are refused here reach the kernels.
+    with mock.patch.object(values, "MAX_ALIBI", math.inf):
+        grads = run(arrays, options, implementation, deterministic=deterministic)
     for name, gradient in grads.items():
         assert np.isfinite(gradient).all(), name
     assert (np.abs(grads["dv"]) <= 1.01 * np.abs(dout.astype(np.float64)).sum(1)[:, None]).all()

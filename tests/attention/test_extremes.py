@@ -68,3 +68,72 @@ def test_alibi_far_from_the_keys_is_within_its_bound(dtype, q_offset):
     """Its slope small: the distances, not the size of the scores, are what could lose digits."""
     slopes = np.array([2.0**-20, 2.0**-24], np.float32)
     assert error_ratio(dtype, alibi_slopes=slopes, q_offset=q_offset) <= 1
+
+
+# With 70 queries and keys, the nearest key of the last query is as far away as q_offset says, and
+# so is that of the first query where q_offset is below 0; the furthest keys are 69 away, or as a
+# window says.
+AT_THE_LIMIT = [
+    (0.5, {"q_offset": 2**21}),
+    (0.5, {"q_offset": -(2**21)}),
+    (0.5, {"q_offset": 2**21 - 30, "seqused_k": np.array([40])}),
+    (0.5, {"q_offset": np.array([2**21])}),
+    (-0.5, {"q_offset": 2**21 - 69}),
+    (-15_196.0, {}),
+    (-116_508.0, {"window_size": (9, 0)}),
+    (1e30, {}),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(("slope", "options"), AT_THE_LIMIT)
+def test_alibi_at_its_limit_is_within_its_bound(dtype, slope, options):
+    assert error_ratio(dtype, alibi_slopes=np.full(2, slope, np.float32), **options) <= 1
+
+
+@pytest.mark.parametrize("name", ["reference", "emulator"])
+@pytest.mark.parametrize(("slope", "options"), AT_THE_LIMIT[:-1])
+def test_alibi_beyond_its_limit_is_refused(slope, options, name):
+    """A GPU's result would be off by as much as it is large: 0.14 at 8 times as far."""
+    slopes = np.array([0, slope * (1 + 2**-10)], np.float32)
+    for call in (
+        lambda: cupyattn.attention(Q, K, V, alibi_slopes=slopes, **options),
+        lambda: cupyattn.attention(Q, K, V, alibi_slopes=slopes[None], **options),
+        lambda: cupyattn.attention_backward(
+            Q, Q, K, V, Q, np.zeros((1, 2, 70), np.float32), alibi_slopes=slopes, **options
+        ),
+    ):
+        with cupyattn.backend(name), pytest.raises(ValueError, match="at most 1,048,576: larger"):
+            call()
+
+
+def test_alibi_of_packed_and_paged_sequences_is_refused_too():
+    slopes, message = np.full(2, -0.5, np.float32), "alibi_slopes times distances come to "
+    packed, bounds = Q[0], np.array([0, 30, 70], np.int32)
+    with pytest.raises(ValueError, match=message):
+        cupyattn.attention_varlen(
+            packed, packed, packed, bounds, bounds, 40, 40, alibi_slopes=slopes, q_offset=2**22
+        )
+    cache, table = np.zeros((1, 16, 2, 16), np.float32), np.zeros((1, 1), np.int32)
+    with pytest.raises(ValueError, match=message):
+        cupyattn.paged_attention(
+            Q[:, :1], cache, cache, table, np.array([16]), alibi_slopes=slopes * 2**18
+        )
+
+
+def test_alibi_of_float64_reaches_further():
+    arrays, slopes = [x.astype(float) for x in (Q, K, V)], np.full(2, 0.5)
+    near = cupyattn.attention(*arrays, alibi_slopes=slopes, q_offset=70)
+    far = cupyattn.attention(*arrays, alibi_slopes=slopes, q_offset=2**24)
+    np.testing.assert_allclose(far, near, atol=1e-7)
+    with pytest.raises(ValueError, match="at most 562,949,953,421,312: larger scores"):
+        cupyattn.attention(*arrays, alibi_slopes=slopes, q_offset=2**51)
+
+
+def test_alibi_may_be_infinite_or_nan_as_it_is():
+    for slope in (np.inf, np.nan):
+        slopes = np.full(2, slope, np.float32)
+        with np.errstate(invalid="ignore"):
+            assert np.isnan(cupyattn.attention(Q, K, V, alibi_slopes=slopes)).all()
+    with pytest.raises(ValueError, match="come to inf"):
+        cupyattn.attention(Q, K, V, alibi_slopes=np.full(2, np.inf, np.float32), q_offset=90)

@@ -182,7 +182,8 @@ WRONG = {
     "an assignment": (MaskMod("q_idx = k_idx"), "mask_mod", "column 1", "modifiable lvalue"),
     "no value": (ScoreMod("void(score)"), "score_mod", "its result", "invalid type conversion"),
     "a kernel's macro": (
-        MaskMod("WARPS > 0", WARPS=np.ones((), bool)), "mask_mod", "name of an array", "auto WARPS",
+        MaskMod("WARPS > 0", seen=np.zeros(1, bool), WARPS=np.ones((), bool)),
+        "mask_mod", "named 'WARPS'", "another name",
     ),
     "no header": (MaskMod("\n#include <mask>\ntrue"), "mask_mod", "line 2", "cannot open"),
     "gradient": (
@@ -208,7 +209,7 @@ def test_an_expression_that_does_not_compile_is_shown_where_it_is_wrong(name):
 
 def test_names_of_kernels_are_free_for_arrays():
     """Of functions, of locals, and of what it makes of another array's name."""
-    names = ("min", "row", "params", "score_mod_slopes", "slopes", "mask", "Modifiers")
+    names = ("min", "row", "expression", "score_mod_slopes", "slopes", "mask", "Modifiers")
     slopes = {name: np.float32([n + 1, 2 * n]) for n, name in enumerate(names)}
     terms = " + ".join(f"{10**n} * {name}[h]" for n, name in enumerate(names))
     once = sum(10**n * slopes[name] for n, name in enumerate(names))
@@ -224,6 +225,26 @@ def test_names_of_kernels_are_free_for_arrays():
 def test_names_that_no_array_can_have(name):
     with pytest.raises(ValueError, match=r"named .*digits and underscores.*another name"):
         MaskMod("true", **{name: np.zeros(1)})
+
+
+@pytest.mark.parametrize("kind", [ScoreMod, MaskMod])
+@pytest.mark.parametrize("text", [None, "", 5, b"score"])
+def test_an_expression_is_a_string(kind, text):
+    with pytest.raises(TypeError, match=f"{kind.__name__}'s expression is .*; it is a string"):
+        kind(text)
+
+
+@pytest.mark.parametrize("text", ["score\0", "score // \ud800"])
+def test_characters_that_no_compiler_reads(text):
+    for given in ({}, {"gradient": text}):
+        with pytest.raises(ValueError, match=r"has '.*' at \d+; .* take that character out"):
+            ScoreMod("score" if given else text, **given)
+
+
+@pytest.mark.parametrize("kind", [ScoreMod, MaskMod])
+def test_an_array_cannot_be_named_python(kind):
+    with pytest.raises(TypeError, match=r"python is <array .* an array needs another name"):
+        kind("true", python=np.zeros(2))
 
 
 def test_an_array_is_none_of_none():

@@ -49,7 +49,8 @@ def test_json_is_as_others_read_it(a_gpu, tmp_path):
     }  # fmt: skip
     assert (row["option"], row["contender"], row["causal"]) == (PLAIN, "cupyattn flash", True)
     assert set(row["times"]) == {
-        "mean_s", "std_s", "min_s", "max_s", "p50_s", "p95_s", "p99_s", "calls"
+        "mean_s", "std_s", "min_s", "max_s", "p50_s", "p95_s", "p99_s", "samples",
+        "calls_per_sample",
     }  # fmt: skip
 
 

@@ -76,27 +76,29 @@ def cupy(monkeypatch):
 
 
 def test_long_calls_are_queued_with_events_between_them(cupy):
-    assert Clock(calls=4, warm_up=2, budget_s=1.0).times([cupy.call]) == [0.002] * 4
+    assert Clock(calls=4, warm_up=2, budget_s=1.0).times([cupy.call]) == ([0.002] * 4, 1)
     first = ["call", "wait", "event", "call", "event", "wait"]  # compiles; how long one takes
     assert cupy.log == [*first, "call", "call", "wait", "event", *["call", "event"] * 4, "wait"]
 
 
 def test_fewer_are_made_where_the_budget_is_over(cupy):
-    assert len(Clock(calls=1000, warm_up=100, budget_s=0.1).times([cupy.call])) == 50
+    assert len(Clock(calls=1000, warm_up=100, budget_s=0.1).times([cupy.call]).seconds) == 50
     cupy.log.clear()
-    assert len(Clock(calls=1000, warm_up=100, budget_s=0.001).times([cupy.call])) == 3
+    assert len(Clock(calls=1000, warm_up=100, budget_s=0.001).times([cupy.call]).seconds) == 3
     assert cupy.log.count("call") == 2 + 1 + 3
 
 
 def test_short_calls_are_made_in_graphs(cupy):
     cupy.taken = 0.02
     times = Clock(calls=10, warm_up=1, budget_s=1.0).times([cupy.call])
-    assert times == pytest.approx([20e-6] * 10)
+    assert times.seconds == pytest.approx([20e-6] * 10)
+    assert times.calls_each == 50
     assert cupy.log.count("graph of 50") == 1 + 1 + 1 + 10
 
 
 def test_a_round_is_one_graph_and_one_sample(cupy):
     """Of calls with arrays of their own, however long they are."""
     times = Clock(calls=5, warm_up=1, budget_s=1.0).times([cupy.call] * 3)
-    assert times == pytest.approx([0.002] * 5)
+    assert times.seconds == pytest.approx([0.002] * 5)
+    assert times.calls_each == 3
     assert cupy.log.count("graph of 3") == 1 + 1 + 1 + 5

@@ -9,6 +9,7 @@ import re
 import pytest
 
 from cupyattn.benchmark.__main__ import main
+from cupyattn.benchmark.frame.clock import Samples
 from cupyattn.benchmark.frame.compare import compared, show_changes
 from cupyattn.benchmark.frame.results import results_of, write_json
 
@@ -38,13 +39,60 @@ def test_what_is_beyond_noise(old, new, real):
 
 
 def test_rows_are_matched_by_command_and_labels():
-    """Figures are no labels; a row without times is none."""
-    old = [result(row(1.0), row(2.0, M=16)), result(row(3.0), command="layers")]
+    """Figures are no labels."""
+    old = [result(row(1.0), row(2.0, M=16), row(2.0, M=4)), result(row(3.0), command="layers")]
     left_out = {"M": 8, "contender": "cupyattn", "unavailable": "no kernel"}
     new = [result(row(4.0, M=16), row(5.0, contender="cublas"), left_out)]
-    both, only_old, only_new = compared(old, new)
-    assert [(change.labels["M"], change.old_s, change.new_s) for change in both] == [(16, 2.0, 4.0)]
-    assert (only_old, only_new) == (2, 1)
+    found = compared(old, new)
+    assert [(each.labels["M"], each.old_s, each.new_s) for each in found.both] == [(16, 2.0, 4.0)]
+    assert found.lost == [({"command": "linear", "M": 8, "contender": "cupyattn"}, "no kernel")]
+    assert [labels["M"] for labels in found.gone] == [4]
+    assert (found.not_run, found.only_new) == ({"layers": 1}, 1)
+    assert not found.elsewhere
+    assert not found.incomparable
+
+
+H200 = {"device": "an H200", "code": ["compute_75"]}
+ELSEWHERE = [
+    ({"device": "an H100", "code": ["compute_75"]}, "an H100 running compute_75 code"),
+    ({"device": "an H200", "code": ["sm_90"]}, "an H200 running sm_90 code"),
+]
+
+
+@pytest.mark.parametrize(("about", "where"), ELSEWHERE)
+def test_another_gpu_or_code_is_said(about, where, tmp_path, capsys):
+    old = [{**result(row(1.0)), **about}]
+    show_changes([{**result(row(2.0)), **H200}], old, tmp_path / "old.json")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"linear was measured elsewhere: on {where}; now on an H200 running" in printed
+    assert "1 of 1 rows changed" in printed
+    show_changes([{**result(row(2.0)), **about}], old, tmp_path / "old.json")
+    assert "elsewhere" not in capsys.readouterr().out
+
+
+def test_what_is_measured_is_not_compared_with_a_model(tmp_path, capsys):
+    """Of the model's rows, which are fewer, none counts as gone."""
+    measured = {**result(row(1.0), row(1.0, M=16)), **H200}
+    modelled = {**result(row(2.0)), "modelled": True, "machine": "T4"}
+    for old, new in ((measured, modelled), (modelled, measured)):
+        show_changes([new], [old], tmp_path / "old.json")
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "linear is not compared: of the two one is measured" in printed
+        assert "modelled: T4" in printed
+        assert "0 of 0 rows changed" in printed
+        assert "0 are gone" in printed
+    assert len(compared([modelled], [modelled]).both) == 1
+
+
+def test_what_is_not_there_any_more_is_listed(tmp_path, capsys):
+    left_out = {"M": 8, "contender": "cupyattn", "unavailable": "MemoryError: no room"}
+    old = [result(row(1.0), row(1.0, M=16)), result(row(1.0), command="layers")]
+    show_changes([result(left_out)], old, tmp_path / "old.json")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "now unavailable: linear, M 8, cupyattn: MemoryError: no room" in printed
+    assert "gone: linear, M 16, cupyattn" in printed
+    assert "layers did not run: 1 rows" in printed
+    assert "1 are unavailable now, 1 are gone, 0 are new" in printed
 
 
 def test_what_changed_is_printed(tmp_path, capsys):
@@ -62,14 +110,15 @@ def test_a_command_compares_itself(a_gpu, tmp_path, capsys):
     words = ["kv_cache", "--tokens", "20", "--cache", "float", "--heads", "4", "--kv-heads", "2",
              "--head-dim", "8"]  # fmt: skip
     took = iter([1e-6, 2e-6, 3e-6, 1e-6, 2e-6, 4e-6])
-    object.__setattr__(a_gpu, "times", lambda calls, torch: [next(took)])
+    object.__setattr__(a_gpu, "times", lambda calls, torch: Samples([next(took)]))
     assert main([*words, "--json", str(old)]) == 0
     assert main([*words, "--compare", str(old)]) == 0
     assert "1 of 3 rows changed" in " ".join(capsys.readouterr().out.split())
 
 
 def test_calls_that_the_clock_was_too_coarse_for_are_not_compared():
-    assert compared([result(row(0.0))], [result(row(1.0))]) == ([], 0, 1)
+    found = compared([result(row(0.0))], [result(row(1.0))])
+    assert (found.both, found.gone, found.only_new) == ([], [], 1)
 
 
 def wrong(**more):

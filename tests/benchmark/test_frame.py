@@ -13,7 +13,7 @@ from support.fake_gpu import CEILINGS, HEADER, SCRATCH
 from cupyattn.benchmark.__main__ import main
 from cupyattn.benchmark.frame import benchmark as frame
 from cupyattn.benchmark.frame import ceilings
-from cupyattn.benchmark.frame.clock import Clock
+from cupyattn.benchmark.frame.clock import Clock, Samples
 from cupyattn.emulator import Checks, Report
 from cupyattn.kernels.device.emulated import EmulatedDevice
 from cupyattn.kernels.launch import launch
@@ -41,7 +41,7 @@ def machine(monkeypatch):
 
     def times(self, calls, torch=None):
         asked.append((self, torch))
-        return [2e-6] * 3
+        return Samples([2e-6] * 3, 50)
 
     monkeypatch.setattr(frame, "device_count", lambda: 1)
     monkeypatch.setattr(frame, "load_cupy", lambda: cupy)
@@ -66,7 +66,10 @@ def test_a_run(machine, tmp_path, capsys):
     assert "torch_compile" not in result
     assert [row["contender"] for row in result["rows"]] == ["cupyattn flash", "cupy"]
     assert machine == [(Clock(7, 2, 0.5), None)] * 2
-    assert "1980 MHz, 2619 MHz of memory, 500 W, 50 C" in capsys.readouterr().out
+    assert {row["times"]["calls_per_sample"] for row in result["rows"]} == {50}
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "cupyattn flash 2.0 us 2.0 us, mean of 50 calls" in printed
+    assert "1980 MHz, 2619 MHz of memory, 500 W, 50 C" in printed
 
 
 def test_a_library_that_is_not_there_is_said_in_its_rows(machine, monkeypatch, tmp_path):

@@ -148,6 +148,7 @@ def test_text_and_json(generating, capsys, tmp_path):
     assert tokens[1]["also"]["equal"] < 1.0
     assert tokens[1]["also"]["tokens_per_s"] == pytest.approx(15)
     assert tokens[1]["times"]["p50_s"] == pytest.approx(1 / 15)
+    assert tokens[1]["times"]["calls_per_sample"] == 3, "steps behind the first token"
     parts = [row for row in result["rows"] if row["batch"] == 1 and "t4_s" in row.get("also", {})]
     names = [row["operation"] for row in parts]
     assert names[:4] == ["embedding", "norm", "qkv and up", "activation"]

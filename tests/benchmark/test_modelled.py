@@ -88,6 +88,15 @@ def test_the_counts_are_the_emulators(no_gpu, tmp_path):
     assert 0 < forward["of_ceiling"] <= 1
 
 
+@pytest.mark.nvrtc
+def test_many_rows_count_the_kernels_of_many_rows(no_gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(turing_model.Model, "figure", lambda self, command, row: 52.0)
+    words = ("linear", "--kind", "large", "backward", "--size", "8192", "3072", "768")
+    large, backward = rows_of(tmp_path, *words)
+    assert large["counts"]["kernels"] == ["linear_forward"]
+    assert "linear_product" in backward["counts"]["kernels"]
+
+
 @pytest.mark.parametrize(
     "name", [each.name for each in BENCHMARKS if each.gpus == 1 and each.modelled is None]
 )

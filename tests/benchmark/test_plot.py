@@ -14,7 +14,15 @@ from support.made_up_results import CEILINGS, FEW, SPEED, attention, layers, res
 
 from cupyattn.benchmark.__main__ import main
 from cupyattn.benchmark.frame.results import results_of
-from cupyattn.benchmark.plot import head_dims, labels, roofline, scaling, speed_up, style
+from cupyattn.benchmark.plot import (
+    head_dims,
+    labels,
+    percentiles,
+    roofline,
+    scaling,
+    speed_up,
+    style,
+)
 from cupyattn.benchmark.plot.chart import LOGARITHMIC, chart_of, seconds, tick
 from cupyattn.benchmark.plot.command import _PICTURES
 from cupyattn.benchmark.plot.head_dims import Panel, figures_of
@@ -187,6 +195,20 @@ def test_scaling_is_over_the_shortest():
         assert list(line.get_ydata()) == [taken / seconds_of[0] for taken in seconds_of]
     assert list(as_length.get_ydata()) == [1, 4, 8, 32]
     assert list(as_square.get_ydata()) == [1, 16, 64, 1024]
+
+
+def test_percentiles_are_of_single_calls():
+    """Not of means of several, as those of short calls are."""
+    of = attention(head_dims=(64,), contenders=FEW)
+    for row in of["rows"]:
+        row["times"]["calls_per_sample"] = 50 if row["option"] == "causal" else 1
+    (page,) = pages(percentiles, of)["percentiles"]
+    said = " ".join(text for text, _ in shown(page))
+    assert "causal" not in said
+    assert "without short calls, of which a sample is a mean of several" in said
+    for row in of["rows"]:
+        row["times"]["calls_per_sample"] = 50
+    assert not pages(percentiles, of)["percentiles"]
 
 
 def test_ticks_have_no_zeros_that_say_nothing():

@@ -9,6 +9,7 @@ import pytest
 from support.fake_gpu import CEILINGS, SCRATCH, gauge
 
 from cupyattn.benchmark.frame import subjects
+from cupyattn.benchmark.frame.clock import Samples
 from cupyattn.benchmark.frame.rows import COPY, FIGURES, PRODUCTS, NotAskedError, row_of, times_of
 from cupyattn.benchmark.frame.subjects import Contender, Subject, rows_of
 
@@ -31,10 +32,11 @@ def test_times():
     times = times_of([0.1 * n for n in range(1, 101)])
     assert times["mean_s"] == pytest.approx(5.05)
     assert times["std_s"] == pytest.approx(0.1 * np.std(np.arange(1, 101), ddof=1))
-    assert (times["min_s"], times["max_s"], times["calls"]) == (0.1, 10.0, 100)
+    assert (times["min_s"], times["max_s"], times["samples"]) == (0.1, 10.0, 100)
     for share in (50, 95, 99):
         expected = 0.1 * np.percentile(np.arange(1, 101), share)
         assert times[f"p{share}_s"] == pytest.approx(expected)
+    assert times["calls_per_sample"] == 1
     assert times_of([2.0])["std_s"] == 0
 
 
@@ -52,9 +54,15 @@ def test_rows_have_labels_figures_and_nothing_else():
     assert set(first) - FIGURES == {"M", "contender"}
     assert [row["contender"] for row in (first, second)] == ["cupyattn", "torch eager"]
     assert [row["times"]["p50_s"] for row in (first, second)] == [0.5, 0.25]
-    assert first["times"]["calls"] == 3
+    assert first["times"]["samples"] == 3
     assert first["peak_bytes"] == SCRATCH
     assert second["tflops"] == pytest.approx(16e-12)
+
+
+def test_means_of_several_calls_are_said_to_be():
+    made = gauge(times=lambda calls, torch: Samples([1e-6, 2e-6], 50))
+    (row,) = rows_of(subject(), made)
+    assert (row["times"]["samples"], row["times"]["calls_per_sample"]) == (2, 50)
 
 
 @pytest.mark.parametrize(("off", "agrees"), [(0.01, True), (0.1, False), (math.nan, False)])

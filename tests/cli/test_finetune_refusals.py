@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.finetuning import CONFIG, finetune, losses_of, model_and_data
+from support.finetuning import AS_JSON, CONFIG, finetune, losses_of, model_and_data
 
 import cupyattn
 from cupyattn import models
@@ -92,6 +93,22 @@ def test_a_loss_that_is_no_number_ends_it(capsys):
     assert "not finite" in error and "take a smaller learning rate" in error
     assert len(list(Path("finetuned/checkpoints").iterdir())) == 1
     assert all(np.isfinite(loss) for _, loss, _ in losses_of("finetuned"))
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (["--full", "--dtype", "float16", "--lr", "1e6"], "model.embed_tokens.weight"),
+        (["--full", "--weight-decay", "1e38", "--lr", "1e38"], "model.embed_tokens.weight"),
+        (["--weight-decay", "1e38", "--lr", "1e38"], "self_attn.q_proj.lora_A.weight"),
+    ],
+)
+def test_what_is_not_finite_is_not_written(given, name, capsys):
+    """The last step is that which breaks it: no loss shows that."""
+    finetune(*given, "--steps", "1", code=1)
+    message = " ".join(capsys.readouterr().err.split())
+    assert f"{name} has numbers that" in message and "train anew with" in message
+    assert not list(Path("finetuned").glob("*.safetensors"))
 
 
 def test_a_folder_that_cannot_be_written_is_found_at_once(capsys, monkeypatch):
@@ -196,6 +213,20 @@ def test_data_are_read_before_the_model_is_loaded(lines, given, message, capsys,
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 100}, "line 1 of data.jsonl has the token 256, as <"),
+        ({"eos_token_id": 900}, "model: texts end with the token 900; the model knows those up to"),
+    ],
+)
+def test_a_tokenizer_of_another_model_is_found_first(change, message, capsys, monkeypatch):
+    monkeypatch.setattr(models, "load", None)
+    Path("model/config.json").write_text(json.dumps({**AS_JSON, "eos_token_id": None, **change}))
+    finetune(code=1)
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
 def test_two_trainings_do_not_share_a_folder(capsys):
     """The second is refused, and the first goes on; whoever died holds nothing."""
     Path("finetuned").mkdir()
@@ -233,7 +264,7 @@ def test_a_resumed_training_has_the_same_model(capsys, folder):
     """Of the same shape, but with other weights; the options of adapters are compared too."""
     finetune("--steps", "1")
     finetune("--steps", "1", "--lora-alpha", "8", "--resume", code=1)
-    assert "alpha is 8.0, and was 32.0 in the checkpoint" in capsys.readouterr().err
+    assert "alpha is 8, and was 32 in the checkpoint" in capsys.readouterr().err
     other = models.random(CONFIG, dtype="float32", xp=np, seed=4)
     write_folder(other.weights, CONFIG, folder, folder)
     finetune("--steps", "1", "--resume", code=1)

@@ -48,6 +48,20 @@ def test_another_dtype(capsys):
     assert models.load("half", dtype="float16").weights.embedding.dtype == np.float16
 
 
+def test_weights_that_float16_does_not_hold_are_not_written(capsys):
+    adapters = LoraAdapters(models.load("model"), rank=2)
+    for name, array in adapters.arrays.items():
+        array[...] = 3e5 if "1.mlp.up_proj.lora_B" in name else array
+    adapters.save("large")
+    capsys.readouterr()
+    assert main(["merge", "model", "large", "--out", "merged", "--dtype", "float16"]) == 1
+    message = told(capsys)
+    assert "model.layers.1.mlp.up_proj.weight has numbers that float16 does not hold" in message
+    assert "merge with --dtype float32 or bfloat16" in message
+    assert not Path("merged").exists()
+    assert main(["merge", "model", "large", "--out", "merged", "--dtype", "bfloat16"]) == 0
+
+
 def test_what_is_refused(capsys):
     finetune("--steps", "1")
     before = Path("model/model.safetensors").read_bytes()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections import defaultdict
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from support.ring import CLOSE, Case, case, one_device, ring
+from support.wires import MPI, Own, Wires
 
 from cupyattn import AttentionGrads, DropoutSeed
 from cupyattn.distributed import (
@@ -21,86 +19,7 @@ from cupyattn.distributed import (
     run,
     shard,
 )
-from cupyattn.distributed.communicators import adapters, nccl
 from cupyattn.distributed.communicators.adapters import communicator_of
-
-
-class Wires:
-    """A queue from each rank to each: a send waits until it is received."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._queues: dict[Any, queue.Queue[Any]] = defaultdict(queue.Queue)
-        self._taken: dict[Any, queue.Queue[Any]] = defaultdict(queue.Queue)
-
-    def of(self, table: Any, key: Any) -> queue.Queue[Any]:
-        with self._lock:
-            return table[key]
-
-    def send(self, data: Any, rank: int, peer: int, *, wait: bool) -> Any:
-        self.of(self._queues, (rank, peer)).put(np.array(data))
-        taken = self.of(self._taken, (rank, peer))
-        return taken.get(timeout=20) if wait else lambda: taken.get(timeout=20)
-
-    def receive(self, rank: int, peer: int) -> Any:
-        data = self.of(self._queues, (peer, rank)).get(timeout=20)
-        self.of(self._taken, (peer, rank)).put(True)
-        return data
-
-
-class Own:
-    """A user's communicator: three methods, each of which waits."""
-
-    def __init__(self, wires: Wires, rank: int, size: int) -> None:
-        self._wires, self.rank, self.size = wires, rank, size
-
-    def send(self, array: Any, peer: int, stream: Any) -> None:
-        assert stream is None
-        self._wires.send(array, self.rank, peer, wait=True)
-
-    def receive(self, array: Any, peer: int, stream: Any) -> None:
-        array[...] = self._wires.receive(self.rank, peer)
-
-    def all_gather(self, array: Any, out: Any, stream: Any) -> None:
-        out[self.rank] = array
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        pending = [self._wires.send(array, self.rank, peer, wait=False) for peer in others]
-        for peer in others:
-            out[peer] = self._wires.receive(self.rank, peer)
-        for wait in pending:
-            wait()
-
-
-class Request:
-    def __init__(self, wait: Any) -> None:
-        self.Wait = wait
-
-
-class MPI:
-    """The methods of mpi4py that a ring uses."""
-
-    def __init__(self, wires: Wires, rank: int, size: int) -> None:
-        self._own = Own(wires, rank, size)
-        self._wires = wires
-
-    def Get_rank(self) -> int:  # noqa: N802
-        return self._own.rank
-
-    def Get_size(self) -> int:  # noqa: N802
-        return self._own.size
-
-    def Isend(self, buffer: Any, dest: int, tag: int) -> Request:  # noqa: N802
-        self._wires.send(buffer, self._own.rank, dest, wait=False)
-        return Request(lambda: None)  # the message is buffered
-
-    def Irecv(self, buffer: Any, source: int, tag: int) -> Request:  # noqa: N802
-        def wait() -> None:
-            buffer[...] = self._wires.receive(self._own.rank, source)
-
-        return Request(wait)
-
-    def Allgather(self, buffer: Any, out: Any) -> None:  # noqa: N802
-        self._own.all_gather(buffer, out.reshape(self._own.size, -1), None)
 
 
 def on_threads(case: Case, kind: Any) -> list[Any]:
@@ -139,101 +58,6 @@ def test_a_communicator_carries_the_ring(kind, ranks, options):
     for name in ("dq", "dk", "dv"):
         whole = problem.unshard([getattr(g, name) for g in grads])
         np.testing.assert_allclose(whole, getattr(expected, name), **CLOSE)
-
-
-class Bindings:
-    """What `cupy.cuda.nccl` offers, and a record of what is asked of it."""
-
-    NCCL_INT8 = 0
-    available = True
-
-    def __init__(self) -> None:
-        self.asked: list[Any] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *given, **named: self.asked.append((name, *given, *named.values()))
-
-
-class NCCLEnd:
-    """A NcclCommunicator: rank 1 of 3 on device 2."""
-
-    def __init__(self, bindings: Bindings) -> None:
-        for name in ("send", "recv", "allGather", "abort", "destroy"):
-            setattr(self, name, getattr(bindings, name))
-
-    def rank_id(self) -> int:
-        return 1
-
-    def size(self) -> int:
-        return 3
-
-    def device_id(self) -> int:
-        return 2
-
-
-class Backend:
-    """A NCCLBackend of cupyx.distributed: rank 1 of 3."""
-
-    rank, _n_devices = 1, 3
-
-    def __init__(self, bindings: Bindings) -> None:
-        self._comm = NCCLEnd(bindings)
-        for name in ("send", "recv", "send_recv", "all_gather"):
-            setattr(self, name, getattr(bindings, name))
-
-
-class OnGPU:
-    """Stands in for an array of a GPU: its place, its bytes."""
-
-    def __init__(self, place: int, nbytes: int) -> None:
-        self.data, self.nbytes, self.place = SimpleNamespace(ptr=place), nbytes, place
-
-    def reshape(self, *_: int) -> OnGPU:
-        return self
-
-    view = reshape
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, OnGPU) and other.place == self.place
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-STREAM = SimpleNamespace(ptr=77)
-HERE, THERE = OnGPU(1000, 12), OnGPU(2000, 12)
-
-
-def test_nccl_is_given_bytes_in_one_group(monkeypatch):
-    bindings = Bindings()
-    monkeypatch.setattr(nccl, "load_nccl", lambda: bindings)
-    end = communicator_of(NCCLEnd(bindings))
-    assert (end.rank, end.size, end.device) == (1, 3, 2)
-    with end.together():
-        end.send(HERE, 2, STREAM)
-        end.receive(THERE, 0, STREAM)
-    end.all_gather(HERE, THERE, STREAM)
-    end.abort()
-    assert bindings.asked == [
-        ("groupStart",), ("send", 1000, 12, 0, 2, 77), ("recv", 2000, 12, 0, 0, 77),
-        ("groupEnd",), ("allGather", 1000, 2000, 12, 0, 77), ("abort",),
-    ]  # fmt: skip
-
-
-def test_cupyx_has_two_peers_in_one_group(monkeypatch):
-    """Its own send_recv has one for both."""
-    bindings = Bindings()
-    monkeypatch.setattr(adapters, "load_nccl", lambda: bindings)
-    end = communicator_of(Backend(bindings))
-    assert (end.rank, end.size) == (1, 3)
-    with end.together():
-        end.send(HERE, 2, STREAM)
-        end.receive(THERE, 0, STREAM)
-    end.all_gather(HERE, THERE, STREAM)
-    end.abort()
-    assert bindings.asked == [
-        ("groupStart",), ("send", HERE, 2, STREAM), ("recv", THERE, 0, STREAM), ("groupEnd",),
-        ("all_gather", HERE, THERE, 12, STREAM), ("abort",),
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("ranks", range(2, 17))

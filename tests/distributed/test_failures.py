@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cupyattn.distributed import Group, RankFailedError, ring_attention, run, shard
 from cupyattn.distributed.communicators.mailbox import PostOffice, ThreadCommunicator
-from cupyattn.distributed.failures import FolderFailures, SharedFailures
+from cupyattn.distributed.failures import SharedFailures
 from cupyattn.distributed.processes import nccl_group, rank_and_size, shared_id
 from cupyattn.distributed.watch import Watch
 
@@ -70,6 +69,59 @@ def test_a_rank_that_never_comes_is_named_by_whoever_waits(ranks):
     assert time.monotonic() - begun < 10
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_who_waits_for_a_rank_that_has_returned_waits_no_more(ranks):
+    def of_rank(group: Group) -> None:
+        if group.rank != 1:
+            ring_attention(*[np.zeros((1, 4, 2, 8))] * 3, group=group)
+
+    begun = time.monotonic()
+    with pytest.raises(RankFailedError, match=r"rank 1 has returned, and rank \d waits") as found:
+        run(of_rank, ranks)
+    assert found.value.rank == 1
+    assert time.monotonic() - begun < 10
+
+
+def test_a_rank_that_does_not_return_is_named():
+    late = threading.Event()
+    begun = time.monotonic()
+    with pytest.raises(RankFailedError, match="rank 1 did not return") as found:
+        run(lambda group: late.wait(30) if group.rank == 1 else None, 3, timeout=0.5)
+    late.set()
+    assert found.value.rank == 1
+    assert time.monotonic() - begun < 10
+
+
+def test_who_returns_last_has_its_time_from_the_one_before():
+    """The second comes in time for the first, the third for the second."""
+    run(lambda group: time.sleep(0.6 * group.rank), 3, timeout=1.0)
+
+
+def of_another_run(group: Group) -> None:
+    """Raise the error of other ranks than the group's."""
+    run(lambda inner: 1 // (inner.rank - 3), 4)
+
+
+def of_its_own(group: Group) -> None:
+    """Raise what the user means by it."""
+    raise RankFailedError(3, "rank 3 failed: ZeroDivisionError")
+
+
+@pytest.mark.parametrize("raises", [of_another_run, of_its_own])
+def test_a_failure_of_other_ranks_is_one_of_the_rank_that_raises_it(raises):
+    def of_rank(group: Group) -> None:
+        if group.rank == 1:
+            raises(group)
+        group.all_gather(np.zeros(1))
+
+    begun = time.monotonic()
+    says = "rank 1 failed: RankFailedError: rank 3 failed: ZeroDivisionError"
+    with pytest.raises(RankFailedError, match=says) as found:
+        run(of_rank, 2, timeout=20)
+    assert found.value.rank == 1
+    assert time.monotonic() - begun < 10
+
+
 def test_a_group_that_has_failed_stays_so():
     groups: dict[int, Group] = {}
 
@@ -83,6 +135,47 @@ def test_a_group_that_has_failed_stays_so():
         run(of_rank, 2, timeout=20)
     with pytest.raises(RankFailedError, match="rank 1 failed: ValueError: planted"):
         ring_attention(*own(groups[0]), group=groups[0])
+
+
+class Flaky:
+    """The other rank sends 1, 2 and 3; the second time the wire is loose, and the 2 stays on it."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.on_the_wire = iter([1, ConnectionError("planted"), 2, 3])
+
+    def send(self, array: Any, peer: int, stream: Any) -> None:
+        pass
+
+    def receive(self, array: Any, peer: int, stream: Any) -> None:
+        given = next(self.on_the_wire)
+        if isinstance(given, Exception):
+            raise given
+        array[...] = given
+
+    def all_gather(self, array: Any, out: Any, stream: Any) -> None:
+        self.receive(out, 1, stream)
+
+
+@pytest.mark.parametrize("what", ["exchange", "all_gather"])
+def test_after_a_transfer_that_raised_nothing_comes(what):
+    """What the next call received would be what was meant for the one before."""
+    group = Group(Flaky())
+
+    def received() -> float:
+        if what == "all_gather":
+            return group.all_gather(np.zeros(1))[1].item()
+        into = np.zeros(1)
+        group.exchange([np.zeros(1)], 1, [into], 1)
+        return into.item()
+
+    assert received() == 1
+    with pytest.raises(ConnectionError, match="planted"):
+        received()
+    with pytest.raises(RankFailedError, match="rank 0 failed: ConnectionError: planted") as found:
+        received()
+    assert found.value.rank == 0
 
 
 def test_ranks_that_do_not_call_alike_are_told_apart():
@@ -160,43 +253,22 @@ def test_a_transfer_that_has_not_begun_may_wait(monkeypatch):
     watch.stop()
 
 
-def test_processes_leave_notes(tmp_path):
-    ranks = [FolderFailures(tmp_path, rank, 3) for rank in range(3)]
-    assert all(rank.first() is None for rank in ranks)
-    ranks[2].post(2, "rank 2 failed: ValueError: planted")
-    ranks[0].post(0, "rank 0 failed: a consequence")
-    for rank in ranks:
-        failure = rank.first()
-        assert failure is not None
-        assert (failure.rank, str(failure)) == (2, "rank 2 failed: ValueError: planted")
+def test_the_watch_looks_for_ranks_that_are_gone(monkeypatch):
+    """While a transfer waits for one, the host of this rank does something else."""
 
+    class Gone(SharedFailures):
+        def look(self) -> None:
+            self.post(1, "rank 1 has ended")
 
-@pytest.mark.parametrize("asked", [True, False], ids=["asked for its exit code", "not asked"])
-def test_a_process_that_is_gone_has_failed(tmp_path, asked):
-    """Killed, it leaves no note; one that has left in order has not failed."""
-    if not asked and not sys.platform.startswith("linux"):
-        pytest.skip("who has ended unasked is seen on Linux")
-    program = (
-        "import sys; from pathlib import Path\n"
-        "from cupyattn.distributed.failures import FolderFailures\n"
-        "failures = FolderFailures(Path(sys.argv[1]), int(sys.argv[2]), 3)\n"
-        "if sys.argv[2] == '2': failures.leave()\n"
-    )
-    here = FolderFailures(tmp_path, 0, 3)
-    call = [sys.executable, "-c", program, str(tmp_path)]
-    subprocess.run([*call, "2"], check=True)
-    assert here.first() is None
-    with subprocess.Popen([*call, "1"], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.read()  # until it ends
-        if asked:
-            assert process.wait() == 0
-        until = time.monotonic() + 10
-        while (failure := here.first()) is None and time.monotonic() < until:
-            time.sleep(0.01)
-    assert failure is not None
-    assert failure.rank == 1
-    assert "its process is gone" in str(failure)
+    marks = iter([Event(), Stuck()])
+    aborted = threading.Event()
+    monkeypatch.setattr("cupyattn.distributed.watch._mark", lambda stream: next(marks))
+    monkeypatch.setattr("cupyattn.distributed.watch.current_device", lambda: None)
+    watch = Watch(0, 60, Gone(), aborted.set)
+    with watch.over(Stream(), 1, "rank 1 to send"):
+        pass
+    assert aborted.wait(10)
+    watch.stop()
 
 
 @pytest.mark.parametrize(

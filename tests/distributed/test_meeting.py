@@ -52,6 +52,14 @@ def test_who_does_not_come_is_named():
     assert "rank 1 did not come" in str(raised[0])
 
 
+def test_who_has_left_is_not_waited_for():
+    failures = SharedFailures()
+    meeting = Meeting(2, failures, 60.0)
+    begun = time.monotonic()
+    raised = together(2, lambda rank: failures.leave(1) if rank else meeting(rank))
+    assert "rank 1 has returned" in str(raised[0]) and time.monotonic() - begun < 10
+
+
 def test_a_failure_ends_the_wait():
     failures = SharedFailures()
     meeting = Meeting(2, failures, 60.0)

@@ -1,31 +1,19 @@
-"""backend: what a block chooses, how blocks nest, and that each context has its own."""
+"""backend: what a block chooses, and how blocks nest."""
 
 from __future__ import annotations
 
-import asyncio
-import subprocess
-import sys
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
-from typing import Any
-
 import numpy as np
 import pytest
-from support.processes import environment
+from support.chosen_backend import NUMPY, checks, chosen, on_emulator, report
 
 import cupyattn
 from cupyattn import backend
 from cupyattn.arrays import adopt
 from cupyattn.emulator import Checks, Report
-from cupyattn.functional.backend import BACKEND_VARIABLE, device_of
-from cupyattn.kernels.device import Device
-from cupyattn.kernels.device.emulated import EmulatedDevice
+from cupyattn.functional.backend import BACKEND_VARIABLE
 from cupyattn.ops.value_checks import checks_values
 
 X = np.random.default_rng(0).standard_normal((2, 3), dtype=np.float32)
-NUMPY = adopt({"x": X})
 CUPY = adopt({})._replace(device_id=0)
 
 
@@ -35,26 +23,6 @@ def _outside_of_every_block(monkeypatch):
     monkeypatch.delenv(BACKEND_VARIABLE, raising=False)
     with backend("reference"):
         yield
-
-
-def chosen() -> Device | None:
-    return device_of(NUMPY)
-
-
-def on_emulator() -> bool:
-    return isinstance(chosen(), EmulatedDevice)
-
-
-def checks() -> Checks:
-    device = chosen()
-    assert isinstance(device, EmulatedDevice)
-    return device.checks
-
-
-def report() -> Report | None:
-    device = chosen()
-    assert isinstance(device, EmulatedDevice)
-    return device.report
 
 
 def test_names():
@@ -250,104 +218,6 @@ def test_as_a_decorator_of_what_runs_later():
             backend("emulator")(function)
 
 
-def test_one_object_in_several_threads_at_once():
-    """All are in the block together and leave it in the order in which they came."""
-    block, together = backend("emulator", checks=False), threading.Barrier(4, timeout=60)
-    order = [threading.Event() for _ in range(5)]
-    order[0].set()
-
-    def work(place: int) -> bool:
-        before = chosen()
-        with block:
-            together.wait()
-            assert checks() == Checks.none()
-            with backend(checks=True), block:
-                together.wait()
-                assert checks() == Checks.none()
-            order[place].wait(60)
-        order[place + 1].set()
-        return before is None and chosen() is None
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(work, range(4)))
-    assert chosen() is None
-
-
-def test_other_threads_keep_theirs():
-    with backend("emulator"), ThreadPoolExecutor(1) as pool:
-        assert pool.submit(chosen).result() is None
-        assert pool.submit(copy_context().run, on_emulator).result()
-
-
-def test_tasks_keep_theirs():
-    block = backend("emulator")
-
-    async def inside(seconds: float) -> None:
-        assert chosen() is None
-        with block:
-            await asyncio.sleep(seconds)
-            assert checks() == Checks.all()
-            with backend(checks=False):
-                await asyncio.sleep(seconds)
-                assert checks() == Checks.none()
-                await asyncio.create_task(child())
-            assert checks() == Checks.all()
-        assert chosen() is None
-
-    async def child() -> None:
-        """A task that is made in a block is in it; what it does there is its own."""
-        assert checks() == Checks.none()
-        with backend("reference"):
-            await asyncio.sleep(0)
-            assert chosen() is None
-
-    async def outside() -> None:
-        for _ in range(20):
-            assert chosen() is None
-            await asyncio.sleep(0.001)
-
-    async def main() -> None:
-        await asyncio.gather(inside(0.01), inside(0.002), outside(), inside(0.005))
-
-    asyncio.run(main())
-    assert chosen() is None
-
-
-def in_new_context(function: Callable[[], Any]) -> Any:
-    """The environment is asked once a context, outside of every block."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function).result()
-
-
-def test_the_environment_says_the_default(monkeypatch):
-    for name, wanted in (("emulator", True), ("reference", False), ("", False)):
-        monkeypatch.setenv(BACKEND_VARIABLE, name)
-        assert in_new_context(on_emulator) == wanted
-
-    def inside() -> bool:
-        monkeypatch.setenv(BACKEND_VARIABLE, "emulator")
-        with backend("reference"):
-            assert chosen() is None
-        with backend(checks=False):
-            assert checks() == Checks.none()
-        return checks() == Checks.all()
-
-    assert in_new_context(inside)
-
-
-def test_a_wrong_environment_is_told(monkeypatch):
-    monkeypatch.setenv(BACKEND_VARIABLE, "nonsense")
-    for call in (chosen, lambda: backend(checks=True).__enter__()):
-        with pytest.raises(ValueError, match=rf"^{BACKEND_VARIABLE} is 'nonsense'; allowed are"):
-            in_new_context(call)
-
-    def named() -> bool:
-        with backend("emulator"):
-            return on_emulator()
-
-    assert in_new_context(named)
-
-
 @pytest.mark.nvrtc
 def test_kernels_run_without_checks_too():
     """The report, which stays, counts them."""
@@ -359,17 +229,6 @@ def test_kernels_run_without_checks_too():
         with backend(checks=False):
             np.testing.assert_array_equal(cupyattn.softmax(X), checked)
         assert mine.instruction_mix != before
-
-
-def test_the_emulator_is_imported_where_it_is_chosen():
-    script = (
-        "import sys, cupyattn\n"
-        "def loaded(): return 'cupyattn.emulator.launch' in sys.modules\n"
-        "cupyattn.backend('reference'), cupyattn.backend(checks=True), cupyattn.backend()\n"
-        "with cupyattn.backend(checks=True): assert not loaded()\n"
-        "with cupyattn.backend('emulator'): assert loaded()\n"
-    )
-    subprocess.run([sys.executable, "-c", script], env=environment(), check=True, timeout=300)
 
 
 @pytest.mark.gpu

@@ -1,23 +1,17 @@
-"""The compiler's disk cache: what makes a key, who compiles, what becomes of damaged files."""
+"""The compiler's disk cache: what makes a key, and who compiles."""
 
 from __future__ import annotations
 
-import errno
-import json
 import shutil
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.processes import environment
-from support.read_only import read_only
 
-from cupyattn import folders
-from cupyattn.kernels import cache, compile, source
+from cupyattn.kernels import compile, source
 from cupyattn.kernels.arch import arch_of
 from cupyattn.kernels.compile import compile_cubin, compile_ptx
 from cupyattn.kernels.configs.layers import softmax
@@ -37,20 +31,6 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for module in (compile, source):
         monkeypatch.setattr(module, "source_root", lambda: copy)
     return copy
-
-
-@pytest.fixture
-def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The sources that NVRTC was given meanwhile."""
-    given: list[Path] = []
-    run = compile._run_nvrtc
-
-    def counted(source: Path, *args: Any, **kwargs: Any) -> Any:
-        given.append(source)
-        return run(source, *args, **kwargs)
-
-    monkeypatch.setattr(compile, "_run_nvrtc", counted)
-    return given
 
 
 def append(path: Path, text: str) -> None:
@@ -184,173 +164,6 @@ def test_threads_compile_one_key_once(empty_cache, compilations):
     assert len(compilations) == 2
     assert sum(not artifact.was_cached for artifact in artifacts) == 2
     assert len({artifact.path for artifact in artifacts}) == 2
-
-
-@nvrtc
-@pytest.mark.parametrize("compiler", [compile_cubin, compile_ptx])
-@pytest.mark.parametrize("suffix", ["", ".json"])
-@pytest.mark.parametrize("content", [None, b"", b"{}", b'{"code_bytes": 1, "resources": 2}'])
-def test_a_damaged_file_is_made_anew(empty_cache, compiler, suffix, content):
-    """Cleaners of cache folders take files one at a time, and a full disk cuts them short."""
-    first = compiler(SMALL, TURING)
-    code = first.path.read_bytes()
-    damaged = first.path.with_name(first.path.name + suffix)
-    damaged.unlink() if content is None else damaged.write_bytes(content)
-    again = compiler(SMALL, TURING)
-    assert not again.was_cached
-    assert again.path.read_bytes() == code
-    assert again.resources == first.resources
-    assert compiler(SMALL, TURING).was_cached
-
-
-@nvrtc
-def test_a_folder_that_was_cleaned_away_is_made_anew(empty_cache):
-    compile_cubin(SMALL, TURING)
-    shutil.rmtree(empty_cache)
-    assert compile_cubin(SMALL, TURING).path.is_file()
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    path = tmp_path / "kernel.cubin"
-    cache.write_atomically(path, b"first")
-    cache.write_atomically(path, b"second")
-    assert path.read_bytes() == b"second"
-
-    def interrupted(*paths: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cache.os, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        cache.write_atomically(path, b"third")
-    assert path.read_bytes() == b"second"
-    assert list(tmp_path.iterdir()) == [path], "the unfinished file has to go"
-
-
-def test_a_file_that_windows_holds_open_stays_as_it_is(tmp_path, monkeypatch):
-    """What is there will do if it is the same; otherwise the caller has to find another place."""
-
-    def held(*paths: Any) -> None:
-        raise PermissionError("another process has it open")
-
-    monkeypatch.setattr(cache.os, "replace", held)
-    path = tmp_path / "kernel.cubin"
-    with pytest.raises(PermissionError):
-        cache.write_atomically(path, b"new")
-    assert list(tmp_path.iterdir()) == []
-    path.write_bytes(b"damaged")
-    with pytest.raises(PermissionError):
-        cache.write_atomically(path, b"new")
-    path.write_bytes(b"new")
-    cache.write_atomically(path, b"new")
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@nvrtc
-@pytest.mark.parametrize("compiler", [compile_cubin, compile_ptx])
-@pytest.mark.parametrize("damage", ["zeros", "one bit", "another kernel's", "another's record"])
-def test_files_of_the_right_size_are_not_trusted(empty_cache, compilations, compiler, damage):
-    first, other = compiler(SMALL, TURING), compiler(OTHER, TURING)
-    code = first.path.read_bytes()
-    record = first.path.with_name(first.path.name + ".json")
-    if damage == "zeros":
-        first.path.write_bytes(bytes(len(code)))
-    elif damage == "one bit":
-        first.path.write_bytes(code[:1000] + bytes([code[1000] ^ 1]) + code[1001:])
-    elif damage == "another kernel's":
-        first.path.write_bytes(other.path.read_bytes())
-    else:
-        record.write_bytes(other.path.with_name(other.path.name + ".json").read_bytes())
-    again = compiler(SMALL, TURING)
-    assert not again.was_cached
-    assert again.path.read_bytes() == code
-    assert again.resources == first.resources
-    assert compiler(SMALL, TURING).was_cached
-    assert len(compilations) == 3
-
-
-@nvrtc
-def test_resources_that_were_changed_are_not_trusted(empty_cache):
-    first = compile_cubin(SMALL, TURING)
-    record = first.path.with_name(first.path.name + ".json")
-    fields = json.loads(record.read_text())
-    fields["resources"]["registers"] += 1
-    record.write_text(json.dumps(fields))
-    again = compile_cubin(SMALL, TURING)
-    assert not again.was_cached
-    assert again.resources == first.resources
-
-
-@nvrtc
-def test_resources_of_another_version_are_compiled_anew(empty_cache):
-    """Its record is sound, but lacks what this version asks for."""
-    first = compile_cubin(SMALL, TURING)
-    facts = {"registers": 1, "colours": 2}
-    assert cache.keep(first.path.name, first.path.read_bytes(), facts) == first.path
-    again = compile_cubin(SMALL, TURING)
-    assert not again.was_cached
-    assert again.resources == first.resources
-
-
-@nvrtc
-def test_a_warmed_folder_that_can_only_be_read_is_read(empty_cache, compilations, monkeypatch):
-    """What is not in it goes to a folder of the process, of which the user is told once."""
-    warmed = compile_cubin(SMALL, TURING)
-    with read_only(empty_cache) as folder:
-        monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(folder))
-        folders.cache_directory.cache_clear()
-        found = compile_cubin(SMALL, TURING)
-        assert found.was_cached
-        assert found.path == folder / warmed.path.name
-        assert found.resources == warmed.resources
-        with pytest.warns(UserWarning, match=r"cannot be written .*denied.*; set CUPYATTN_CACHE"):
-            new = compile_cubin(OTHER, TURING)
-        assert not new.was_cached
-        assert new.path.parent == folders.temporary_directory()
-        assert compile_cubin(OTHER, TURING) == replace(new, was_cached=True)
-        compile_ptx(SMALL, TURING)  # no second warning, which would be an error
-        assert len(compilations) == 3
-
-
-@nvrtc
-def test_a_damaged_file_in_a_folder_that_can_only_be_read(empty_cache, monkeypatch):
-    warmed = compile_cubin(SMALL, TURING)
-    code = warmed.path.read_bytes()
-    warmed.path.write_bytes(bytes(len(code)))
-    with read_only(empty_cache) as folder:
-        monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(folder))
-        folders.cache_directory.cache_clear()
-        with pytest.warns(UserWarning, match="cannot be written"):
-            again = compile_cubin(SMALL, TURING)
-        assert again.path.read_bytes() == code
-        assert compile_cubin(SMALL, TURING).was_cached
-
-
-@nvrtc
-def test_a_full_disk_costs_no_kernel(empty_cache, monkeypatch):
-    write = cache.write_atomically
-
-    def full(path: Path, content: bytes) -> None:
-        if empty_cache in path.parents:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(path, content)
-
-    monkeypatch.setattr(cache, "write_atomically", full)
-    with pytest.warns(UserWarning, match="No space left on device"):
-        artifact = compile_cubin(SMALL, TURING)
-    assert artifact.path.is_file()
-    assert compile_cubin(SMALL, TURING).was_cached
-
-
-@nvrtc
-def test_a_folder_that_cannot_be_is_passed_by(empty_cache, tmp_path, monkeypatch):
-    file = tmp_path / "file"
-    file.touch()
-    monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(file / "below"))
-    with pytest.warns(UserWarning, match="CUPYATTN_CACHE_DIR"):
-        artifact = compile_cubin(SMALL, TURING)
-    assert artifact.path.is_file()
-    assert tmp_path not in artifact.path.parents
-    assert compile_cubin(SMALL, TURING).was_cached, "this process goes on with the same folder"
 
 
 @nvrtc

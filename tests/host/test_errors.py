@@ -134,7 +134,19 @@ def fix_of(make: Callable[[], Call], changes: dict[str, Any]) -> str:
     return str(call.refused()).split("; ")[-1]
 
 
-@pytest.mark.parametrize("make", [forward, backward])
+def masked(function: Callable[..., Any]) -> Callable[[], Call]:
+    """Softmax or one of its family, over scores that `MASK` hides some of."""
+    return lambda: Call(function, {"x": np.zeros(MASK.shape, np.float32)})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        forward,
+        backward,
+        *map(masked, (cupyattn.softmax, cupyattn.log_softmax, cupyattn.logsumexp)),
+    ],
+)
 def test_a_mask_that_is_added_is_sent_to_bias(make):
     """astype('bool') would turn the 0 of the keys to attend into False, and -inf into True."""
     added = np.where(MASK, np.float32(0), np.float32(-np.inf))
@@ -145,8 +157,16 @@ def test_a_mask_that_is_added_is_sent_to_bias(make):
         assert "astype" not in fix
     assert fix_of(make, {"mask": MASK.astype(int)}).endswith("mask.astype('bool')")
     followed = make()
-    followed.options = {"bias": added} if make is forward else {"bias": added, "grads": None}
+    followed.options = {"bias": added, **({"grads": None} if make is backward else {})}
     followed.run()
+
+
+@pytest.mark.parametrize("make", [forward, backward])
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap"])
+def test_a_list_for_a_number_is_not_told_to_convert_it(make, name):
+    """float([1.0]) would raise."""
+    assert fix_of(make, {name: [1.0]}) == "pass one number"
+    assert fix_of(make, {name: "1.0"}) == "convert it with float(...)"
 
 
 @pytest.mark.parametrize("make", [forward, backward])

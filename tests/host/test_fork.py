@@ -1,4 +1,4 @@
-"""A fork while another thread compiles: the child goes on, and compiles too."""
+"""A fork while another thread compiles or imports: the child goes on, and does so too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.processes import environment
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a fork is POSIX")
 
 START = """
-import os, signal, sys, threading, warnings
+import os, signal, sys, threading, time, warnings
 warnings.simplefilter("ignore")  # newer Pythons warn of a fork beside threads
 seconds = 120
 
@@ -89,11 +89,75 @@ may_end.set()
 thread.join()
 """
 
+IMPORTS = """
+from importlib.machinery import PathFinder
+import numpy as np
+import cupyattn
+
+def call():
+    CALL
+
+class Slow(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name != "MODULE":
+            return None
+        spec = super().find_spec(name, path)
+        run = spec.loader.exec_module
+
+        def run_slowly(module):  # within the lock of this module
+            within.set()
+            time.sleep(0.5)
+            run(module)
+
+        spec.loader.exec_module = run_slowly
+        return spec
+
+within = threading.Event()
+sys.meta_path.insert(0, Slow)
+thread = in_a_thread(call)
+assert within.wait(seconds), "the call does not import it"
+seconds = 20  # of what takes about one
+child_of(call)
+thread.join()
+"""
+
+EMULATED = """
+    x = np.ones((2, 40), np.float32)
+    with cupyattn.backend("emulator"):
+        cupyattn.softmax(x)
+"""
+
+FIRST_IMPORTS = {  # of a module: a first call that imports it
+    "cupyattn.emulator": EMULATED,
+    "cupyattn.kernels.device.emulated": EMULATED,
+    "cupy": EMULATED,
+    "cupy_backends.cuda.libs.nvrtc": EMULATED,
+    "ml_dtypes": "cupyattn.rope_tables(4, 8, dtype='bfloat16')",
+    "cupyattn.models": "cupyattn.models.Config",
+}
+
 WITHIN = """
-from cupyattn.kernels.fork import NoForkWithin
-no_fork = NoForkWithin()
+from cupyattn.fork import no_fork
+
 with no_fork():
     child_of(lambda: None)  # its own thread does not wait for itself
+
+left = threading.Event()
+
+def enter_twice():
+    with no_fork():
+        with no_fork():
+            pass
+        within.set()
+        time.sleep(0.5)
+        left.set()
+
+within = threading.Event()
+thread = in_a_thread(enter_twice)
+within.wait()
+child_of(lambda: None)
+assert left.is_set(), "the fork did not wait for the outer block"
 
 def enter_and_leave():
     with no_fork():
@@ -119,6 +183,12 @@ def test_a_child_compiles_though_another_thread_did_at_the_fork(empty_cache):
 
 def test_a_child_launches_though_another_thread_generated_code_at_the_fork():
     succeeds(EMULATOR)
+
+
+@pytest.mark.parametrize("module", FIRST_IMPORTS)
+@pytest.mark.nvrtc
+def test_a_child_imports_what_another_thread_was_importing_at_the_fork(module):
+    succeeds(IMPORTS.replace("CALL", FIRST_IMPORTS[module]).replace("MODULE", module))
 
 
 def test_a_thread_may_fork_within_and_without():

@@ -29,26 +29,28 @@ BOTTOM = {
     "cupy_library",
     "folders",
     "progress",
+    "fork",
     "errors",
 }
 ROOMS = {
     "errors": set(),
-    "progress": set(),
+    "fork": set(),
+    "progress": {"fork"},
     "folders": {"errors"},
-    "cupy_library": {"folders", "errors"},
+    "cupy_library": {"folders", "fork", "errors"},
     "emulator": set(),
-    "arrays": {"cupy_library", "errors"},
+    "arrays": {"cupy_library", "fork", "errors"},
     "weight_formats": {"errors"},
     "quantized_weight": {"weight_formats", "arrays", "errors"},
     "gradients": {"arrays"},
     "reference": {"gradients", "quantized_weight", "weight_formats"},
-    "kernels": {"arrays", "cupy_library", "folders", "errors", "emulator"},
+    "kernels": {"arrays", "cupy_library", "folders", "fork", "errors", "emulator"},
     "turing": {"kernels", "emulator", "errors"},
     "ops": {"kernels", "quantized_weight", "weight_formats", "arrays", "errors"},
     "functional": {"ops", "kernels", "emulator", *BOTTOM},
     "kv_cache": {"functional", *BOTTOM},
-    "": {"functional", "kv_cache", "emulator"},
-    "distributed": {"", "arrays", "cupy_library", "errors"},
+    "": {"functional", "kv_cache", "emulator", "fork"},
+    "distributed": {"", "arrays", "cupy_library", "fork", "errors"},
     "models": {
         "",
         "distributed",
@@ -58,6 +60,7 @@ ROOMS = {
         "arrays",
         "cupy_library",
         "progress",
+        "fork",
         "errors",
     },
     "cli": {"", "models", "functional", "ops", "turing", "kernels", "emulator", *BOTTOM},
@@ -121,17 +124,14 @@ def imports(path: Path, within: ast.AST | None = None) -> Iterator[str]:
                 yield inner if inner in NAMES else base
 
 
-def imports_at_import(path: Path, typing: bool = False) -> Iterator[str]:
-    """The modules imported when the file is: outside of functions, and of TYPE_CHECKING.
-
-    With `typing` those under TYPE_CHECKING count as well.
-    """
+def imports_at_import(path: Path) -> Iterator[str]:
+    """The modules imported when the file is: outside of functions, and of TYPE_CHECKING."""
     pending: list[ast.stmt] = list(tree_of(path).body)
     while pending:
         node = pending.pop()
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from imports(path, node)
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not typing:
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             pending += node.orelse
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             pending += [
@@ -195,19 +195,53 @@ def test_a_cycle_is_found():
     assert cycle_in({**graph, "f": {"c"}}) == []
 
 
-def test_imports_for_type_hints_are_seen():
-    package = PACKAGE / "__init__.py"
-    assert "cupyattn.emulator" in imports_at_import(package, typing=True)
-    assert "cupyattn.emulator" not in imports_at_import(package)
+def test_imports_for_type_hints_and_in_functions_are_seen():
+    for path, imported in (
+        (PACKAGE / "__init__.py", "cupyattn.emulator"),
+        (PACKAGE / "functional" / "backend.py", "cupyattn.kernels.device.emulated"),
+    ):
+        assert imported in imports(path)
+        assert imported not in imports_at_import(path)
 
 
 def test_modules_have_no_cycle():
-    """Imports for type hints count: what two modules say of each other, they know of each other."""
+    """Imports for type hints and in functions count: whom a module needs stands below it."""
     graph = {
-        name: {found for found in imports_at_import(path, typing=True) if found in NAMES} - {name}
+        name: {found for found in imports(path) if found in NAMES} - {name}
         for name, path in NAMES.items()
     }
     assert not (cycle := cycle_in(graph)), " -> ".join(cycle)
+
+
+IMPORTING = ast.Import | ast.ImportFrom
+
+
+def imports_beside_forks(tree: ast.Module) -> Iterator[int]:
+    """The lines of functions that import where a fork does not wait for them."""
+    pending: list[tuple[ast.AST, bool]] = [(tree, False)]  # a node, and whether it runs in a call
+    while pending:
+        node, in_function = pending.pop()
+        if isinstance(node, ast.With) and "no_fork()" in map(ast.unparse, node.items):
+            continue
+        calls = isinstance(node, ast.Call) and ast.unparse(node.func) == "import_module"
+        if in_function and (calls or isinstance(node, IMPORTING)):
+            yield node.lineno
+        in_function |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        pending += [(child, in_function) for child in ast.iter_child_nodes(node)]
+
+
+def test_imports_beside_forks_are_seen():
+    kept = "def f():\n with no_fork(), other():\n  import b\n  import_module('c')\n"
+    bare = "import a\ndef f():\n if 1:\n  import b\n return import_module('c')\n"
+    assert not list(imports_beside_forks(ast.parse(kept)))
+    assert sorted(imports_beside_forks(ast.parse(bare))) == [4, 5]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=ids)
+def test_a_fork_waits_for_imports_in_calls(path):
+    """A child has an import for ever locked that another thread was at: commands have no others."""
+    if room_of(name_of(path)) not in {"cli", "benchmark", "__main__"}:
+        assert not list(imports_beside_forks(tree_of(path)))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=ids)

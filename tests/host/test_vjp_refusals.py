@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from support.bad_input.every_function import every_function
 from support.recording_device import device_array
 from support.strategies import AttentionProblem
 
@@ -73,7 +75,12 @@ REFUSALS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "NumPy's zeros_like": (lambda q: np.zeros_like(q), (Q,), "uses argument 0 itself"),
     "NumPy's array": (lambda q: np.array(q), (Q,), "uses argument 0 itself"),
     "in a list": (lambda q: np.asarray([q]), (Q,), "uses argument 0 itself"),
-    "a backward": (lambda d: softmax_backward(d, d), (Q,), "uses argument 0 itself"),
+    "a backward": (
+        lambda d: softmax_backward(d, d), (Q,), "calls softmax_backward, which has no backward",
+    ),
+    "a product behind a backward": (
+        lambda d: softmax_backward(d * 2, d), (Q,), "uses argument 0 itself",
+    ),
     "no call": (lambda q: Q, (Q,), "makes no such call with its arguments"),
     "a call without the argument": (
         lambda q: attention(Q, K, V), (Q,), "makes no such call with its arguments",
@@ -126,6 +133,25 @@ def test_other_functions_are_refused(name):
     with pytest.raises(TypeError, match=rf"^vjp of .*{said}.*{REFUSED}"):
         vjp(function, *arrays)
     assert [x.tobytes() for x in (Q, K, V)] == before
+    assert_nothing_is_recorded()
+
+
+WITHOUT_BACKWARD = [
+    call
+    for call in every_function()
+    if call.function.__name__ not in (*rules.names, "dequantize")  # which takes no array
+]
+
+
+@pytest.mark.parametrize("call", WITHOUT_BACKWARD, ids=lambda call: call.function.__name__)
+def test_functions_without_a_backward_are_told_so(call):
+    """By themselves, in a partial and in a function of the caller's."""
+    function, name = call.function, call.function.__name__
+    arrays = tuple(call.arrays.values())
+    with pytest.raises(TypeError, match=rf"^vjp of {name}, which has no backward{REFUSED}"):
+        vjp(partial(function, **call.options), *arrays)
+    with pytest.raises(TypeError, match=rf"which calls {name}, which has no backward{REFUSED}"):
+        vjp(lambda *arrays: function(*arrays, **call.options), *arrays)
     assert_nothing_is_recorded()
 
 

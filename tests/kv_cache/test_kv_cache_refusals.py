@@ -137,6 +137,43 @@ def test_append_kv_to_integers(changed, kind, message):
         call(STORED, **changed)
 
 
+def crooked(array: np.ndarray) -> np.ndarray:
+    """The same items, five bytes and more apart."""
+    spread = np.zeros(array.shape, [("item", array.dtype), ("between", np.int8)])["item"]
+    spread[...] = array
+    return spread
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("k_cache", np.asfortranarray),
+        ("v_cache", crooked),
+        ("v_cache", lambda x: x.astype(np.int64)),
+        ("k_scales", crooked),
+        ("v_scales", lambda x: x.astype(np.float64)),
+    ],
+)
+def test_a_copy_is_no_cache_to_write(name, change):
+    """It would be written, and lost: one that is only read may be a copy."""
+    caches, scales = np.zeros((2, 5, 4, 2, 8), np.int8), np.zeros((2, 5, 4, 2), F32)
+    given = dict(zip(("k_cache", "v_cache"), caches, strict=True))
+    given |= dict(zip(("k_scales", "v_scales"), scales, strict=True))
+    given[name] = change(given[name])
+    arrays = given.pop("k_cache"), given.pop("v_cache")
+    table, lengths, tokens = np.zeros((1, 1), np.int32), np.array([3]), np.zeros((1, 2, 8), F32)
+    for call, copied in (
+        (lambda: cupyattn.append_kv(*arrays, tokens, tokens, np.array([0]), **given), False),
+        (lambda: cupyattn.copy_blocks(*arrays, [(0, 1)], **given), False),
+        (lambda: cupyattn.gather(*arrays, table, lengths, **given), True),
+    ):
+        with pytest.raises((TypeError, ValueError)) as refused:
+            call()
+        *_, fix = str(refused.value).split("; ")
+        assert fix.startswith("make a writable, C-contiguous array before the call") != copied, fix
+        assert ("ascontiguousarray" in fix or "astype" in fix) == copied, fix
+
+
 def test_float64_is_not_for_kernels():
     with cupyattn.backend("emulator"), pytest.raises(TypeError, match="k has dtype float64 on a"):
         call(replace(PROBLEM, dtype="float64"))

@@ -79,6 +79,99 @@ def test_a_forward_that_gives_back_a_sequence_is_refused(memory, misuse, raises)
     require_empty(memory.allocator)
 
 
+@pytest.mark.parametrize("call", ["cancel", "cancel one sample", "step"])
+@pytest.mark.parametrize("lazily", [False, True])
+def test_a_forward_that_changes_its_step_is_refused(memory, call, lazily):
+    """The step is computed again, whether forward or what reads its result made the call."""
+    scheduler = Scheduler(memory, max_batch=4, max_tokens=64)
+    request = scheduler.submit([1, 2, 3], max_new_tokens=6, n=3)
+    other = scheduler.submit([2, 2, 3], max_new_tokens=6)
+    calls = {
+        "cancel": lambda: scheduler.cancel(request),
+        "cancel one sample": lambda: scheduler.cancel(request, 1),
+        "step": lambda: scheduler.step(memory.forward),
+    }
+
+    def forward(batch):
+        drawn = memory.forward(batch)
+        if lazily:
+            return (calls[call]() or tokens for tokens in drawn)
+        calls[call]()
+        return drawn
+
+    with pytest.raises(RuntimeError, match=f"{call[:6].strip()} was called within a step; "):
+        scheduler.step(forward)
+    memory.allocator.check()
+    assert request.outputs == ([], [], [])
+    finish(scheduler, memory)
+    for each in (request, other):
+        assert each.outputs == tuple(alone(each.tokens, 6, sample) for sample in range(each.n))
+    require_empty(memory.allocator)
+
+
+def test_a_copy_that_changes_its_step_is_refused(memory):
+    scheduler = Scheduler(memory, max_batch=4, max_tokens=64)
+    request = scheduler.submit([1, 2, 3], max_new_tokens=4, n=2)
+    copy = memory.copy
+    memory.copy = lambda copies: scheduler.cancel(request)
+    scheduler.step(memory.forward)
+    with pytest.raises(RuntimeError, match="cancel was called within a step"):
+        scheduler.step(memory.forward)
+    memory.copy = copy
+    finish(scheduler, memory)
+    assert request.outputs == tuple(alone([1, 2, 3], 4, sample) for sample in range(2))
+    require_empty(memory.allocator)
+
+
+def test_a_forward_may_submit(memory):
+    scheduler = Scheduler(memory, max_batch=4, max_tokens=64)
+    requests = [scheduler.submit([1, 2, 3], max_new_tokens=4)]
+
+    def forward(batch):
+        if len(requests) < 4:
+            requests.append(scheduler.submit([len(requests)], max_new_tokens=3))
+        return memory.forward(batch)
+
+    while not scheduler.idle:
+        scheduler.step(forward)
+    assert len(requests) == 4
+    for each in requests:
+        assert each.outputs == (alone(each.tokens, each.max_new_tokens, 0),)
+
+
+def test_a_result_that_frees_a_sequence_as_it_is_read_is_refused(memory):
+    scheduler = Scheduler(memory, max_batch=4, max_tokens=64)
+    request = scheduler.submit([1, 2, 3], max_new_tokens=4)
+
+    def forward(batch):
+        for work, tokens in zip(batch, memory.forward(batch), strict=True):
+            yield tokens
+            work.sequence.free()
+
+    with pytest.raises(ValueError, match="forward has left <Sequence, freed>"):
+        scheduler.step(forward)
+    finish(scheduler, memory)
+    assert request.outputs == (alone([1, 2, 3], 4, 0),)
+
+
+@pytest.mark.parametrize(
+    ("request_of", "kind", "passed"),
+    [
+        (lambda other: None, TypeError, "got None as a request"),
+        (lambda other: 0, TypeError, "got 0 as a request"),
+        (lambda other: other, ValueError, "got <Request of 2 tokens.* of another scheduler"),
+    ],
+)
+def test_what_is_no_request_of_the_scheduler_is_not_cancelled(memory, request_of, kind, passed):
+    other = Scheduler(memory, max_batch=4, max_tokens=64)
+    foreign = other.submit([1, 2], max_new_tokens=2)
+    scheduler = Scheduler(memory, max_batch=4, max_tokens=64)
+    mine = scheduler.submit([1, 2], max_new_tokens=2)
+    with pytest.raises(kind, match=rf"{passed}.*; pass what this scheduler's submit returned"):
+        scheduler.cancel(request_of(foreign))
+    assert not (mine.finished or foreign.finished)
+
+
 class CopiesOnTheDevice:
     def __init__(self, allocator: BlockAllocator) -> None:
         self.allocator = allocator

@@ -250,6 +250,7 @@ def step(arrays: dict[str, Any], side: Any, **changes: Any) -> None:
         ({"v": np.zeros((8, 2), np.float32)}, {}, ValueError, "v has shape"),
         ({"m": np.zeros((2, 8), np.float16)}, {}, TypeError, "m has dtype float16; allowed are fl"),
         ({"v": np.zeros((2, 8), np.float64)}, {}, TypeError, "make v once before the .*, and keep"),
+        ({"param": np.zeros((2, 8), int)}, {}, TypeError, "make a writable, .* pass it as param"),
         ({"grad": np.zeros((2, 8), np.float16)}, {}, TypeError, "share one dtype"),
         ({"grad": None}, {}, TypeError, "grad is None"),
         ({"param": np.zeros((2, 16), np.float32)[:, ::2]}, {}, ValueError, "param has strides"),

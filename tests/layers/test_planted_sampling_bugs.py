@@ -207,6 +207,7 @@ def right(name: str) -> bool:
     return bool((found == reference.sample(logits, **options)).all())
 
 
+@pytest.mark.deep  # test_sampling.py tries what was not copied
 def test_clean_copies_are_right(planted):
     planted()
     assert all(map(right, CALLS))

@@ -74,6 +74,21 @@ def test_bad_input(side, changed, kind, message):
         cupyattn.sample(logits, **{name: placed(side, value) for name, value in given.items()})
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize(
+    "name", ["seed", "step", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"]
+)
+def test_a_list_is_told_to_be_an_array(name, kind):
+    """float([...]) would raise."""
+    given: dict[str, Any] = {"seed": 0, "previous": PREVIOUS, name: kind([1, 1])}
+    message = f"^{name} is a {kind.__name__}; it is a number for all rows, .*; pass an array, one a"
+    with pytest.raises(TypeError, match=message) as said:
+        cupyattn.sample(X, **given)
+    *_, example = str(said.value).split(": ")
+    followed = eval(example, {"numpy": np, name: given[name]})
+    assert cupyattn.sample(X, **{**given, name: followed}).shape == (2,)
+
+
 def test_true_is_no_number_behind_a_call_that_was_given_1():
     """Numbers that were checked once are remembered, and 1 == True."""
     cupyattn.sample(X, seed=0, top_k=1, step=1)

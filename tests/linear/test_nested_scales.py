@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from support.devices import KERNELS, SENTINEL
 from support.quantised_weights import made_up, moved, weights
-from support.search import examples
+from support.search import examples, mostly_deep
 
 import cupyattn
 from cupyattn import QuantizedWeight, reference
@@ -100,8 +102,12 @@ def test_what_is_subnormal_is_zero():
     assert_array_equal(KERNELS.get(cupyattn.dequantize(moved(weight, KERNELS.put))), expected)
 
 
-@pytest.mark.parametrize("rows", [1, 20, 72])
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "transposed"),
+    mostly_deep(
+        itertools.product([1, 20, 72], [False, True]), [(1, False), (20, True), (72, False)]
+    ),
+)
 def test_products_are_those_of_float32_scales(rows, transposed):
     """Of few rows, of tiles, and in float32 arithmetic; forward and dx, with an activation."""
     nested = made_up("nf4_nested", 72, 192, 64, seed=3)
@@ -140,6 +146,20 @@ def test_a_group_that_is_not_finite_is_nan_and_the_others_are_as_they_were(monke
     assert nan.tolist() == [False, True, False, False]
     assert_array_equal(after[:, :64], before[:, :64])
     assert_array_equal(after[:, 128:], before[:, 128:])
+
+
+def test_a_group_whose_sum_overflows_is_finite():
+    """Half of low and half of high are added."""
+    rng = np.random.default_rng(1)
+    w = np.clip(rng.uniform(-6e38, 6e38, (64, 130)) * rng.random(130), -3e38, 3e38)
+    w = w.astype(np.float32)
+    with cupyattn.backend("reference"):
+        expected = cupyattn.quantize(w, format="nf4_nested")
+        numbers = cupyattn.dequantize(expected)
+    made = cupyattn.quantize(KERNELS.put(w), format="nf4_nested")
+    for name, array in expected.arrays.items():
+        assert_array_equal(KERNELS.get(made.arrays[name]), array, err_msg=name)
+    assert np.isfinite(numbers).all() and numbers.max() == np.float32(3e38)
 
 
 def test_absmax_are_near():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,9 @@ class Bigram:
         self.dropout = dropout
         self.half = half
         self.updates = 0
+
+    def require(self, samples: Sequence[Sample], /) -> None:
+        """Its tests make samples of its own tokens."""
 
     def gradients(
         self, batch: Batch, into: dict[str, Any], /, *, num_labels: int, loss_scale: float,

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import numpy as np
 
 import cupyattn
+from cupyattn.benchmark.frame.clock import Samples
 from cupyattn.benchmark.frame.subjects import Gauge
 
 HEADER = {
@@ -40,8 +41,9 @@ class FakeTimer:
 
     def __call__(self, calls, torch=None):
         self.results.append(copy.deepcopy(calls[0]()))  # later calls write into the same arrays
+        # A median is not thrown off by a slow call.
         second = self.seconds.pop(0) if self.seconds else 2e-6
-        return [second / 2, second, second * 3]  # a median is not thrown off by a slow call
+        return Samples([second / 2, second, second * 3])
 
 
 def gauge(*seconds: float, **more) -> Gauge:

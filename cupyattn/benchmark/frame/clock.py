@@ -24,6 +24,17 @@ _GRAPH_S = 1e-3
 _MOST_IN_A_GRAPH = 50
 
 
+class Samples(NamedTuple):
+    """Seconds of a call, many times; each is the mean of so many calls.
+
+    What calls of less than 0.1 ms differ by among each other is in no sample: one has a graph of
+    them.
+    """
+
+    seconds: list[float]
+    calls_each: int = 1
+
+
 class Clock(NamedTuple):
     """How many calls are timed, behind how many, and within how many seconds.
 
@@ -49,7 +60,7 @@ class Clock(NamedTuple):
         """
         return min(wanted, max(least, int(share * self.budget_s / max(seconds, 1e-9))))
 
-    def times(self, calls: Round, torch: Any = None) -> list[float]:
+    def times(self, calls: Round, torch: Any = None) -> Samples:
         """Return the seconds of a call, many times.
 
         Rounds of several calls, and calls that are short, are captured as one CUDA graph, whose
@@ -66,7 +77,7 @@ class Clock(NamedTuple):
             return self._of_graph(calls, torch)
         (took,) = _timed(calls[0], 1)
         if took >= _SHORT_S:
-            return self._of(calls[0], took)
+            return Samples(self._of(calls[0], took))
         count = max(1, min(_MOST_IN_A_GRAPH, int(_GRAPH_S / max(took, 1e-9))))
         return self._of_graph(list(calls) * count, torch)
 
@@ -80,11 +91,11 @@ class Clock(NamedTuple):
             call()
         return _timed(call, self.within(self.calls, took))
 
-    def _of_graph(self, calls: Round, torch: Any) -> list[float]:
+    def _of_graph(self, calls: Round, torch: Any) -> Samples:
         replay = _graph(calls) if torch is None else _torch_graph(torch, calls)
         replay()
         seconds = self._of(replay, _timed(replay, 1)[0])
-        return [each / len(calls) for each in seconds]
+        return Samples([each / len(calls) for each in seconds], len(calls))
 
 
 def _timed(call: Call, count: int) -> list[float]:

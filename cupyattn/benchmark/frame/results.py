@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,29 @@ _KINDS: dict[str, tuple[type, ...]] = {
 """Of what is read of a result."""
 _WITHIN = ("also", "modelled", "counts", "unavailable", "left_out")
 """Figures of which there is no number for a picture."""
+
+
+def device_of(result: Mapping[str, Any]) -> str:
+    """Return what the figures are of: a device, or the machine that they are modelled for."""
+    if result.get("modelled"):
+        return f"modelled: {result.get('machine', 'a Turing GPU')}"
+    return result.get("device") or "this machine's CPU"
+
+
+def on_what(device: str, codes: Sequence[str]) -> str:
+    """Write what figures were measured on."""
+    return device + (f" running {', '.join(codes)} code" if codes else "")
+
+
+def place_of(result: Mapping[str, Any]) -> str:
+    """Return device and code of a result.
+
+    Examples
+    --------
+    >>> place_of({"device": "NVIDIA H200", "code": ["compute_75"]})
+    'NVIDIA H200 running compute_75 code'
+    """
+    return on_what(device_of(result), result.get("code") or ())
 
 
 def require_writable(file: Path) -> None:

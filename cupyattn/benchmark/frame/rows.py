@@ -22,13 +22,15 @@ PRODUCTS, COPY, READ = "mma_tflops", "copy_gb_per_s", "read_gb_per_s"
 """The ceilings that can bind."""
 
 
-def times_of(seconds: Sequence[float]) -> dict[str, float]:
+def times_of(seconds: Sequence[float], calls_per_sample: int = 1) -> dict[str, float]:
     """Return what a row says of the times of its calls; percentiles are interpolated.
+
+    Where a sample is the mean of several calls, all but the mean is of means.
 
     Examples
     --------
     >>> times = times_of([1.0, 2.0, 3.0, 4.0])
-    >>> times["calls"], times["mean_s"], times["p50_s"], times["max_s"]
+    >>> times["samples"], times["mean_s"], times["p50_s"], times["max_s"]
     (4, 2.5, 2.5, 4.0)
     """
     ordered = sorted(seconds)
@@ -38,7 +40,8 @@ def times_of(seconds: Sequence[float]) -> dict[str, float]:
         "min_s": ordered[0],
         "max_s": ordered[-1],
         **{f"p{share}_s": _percentile(ordered, share / 100) for share in (50, 95, 99)},
-        "calls": len(ordered),
+        "samples": len(ordered),
+        "calls_per_sample": calls_per_sample,
     }
 
 
@@ -54,6 +57,7 @@ def row_of(
     contender: str,
     seconds: Sequence[float],
     *,
+    calls_per_sample: int = 1,
     flops: float | None = None,
     bytes: float | None = None,
     ceiling: str | None = None,
@@ -70,7 +74,9 @@ def row_of(
     contender : str
         Who computed it.
     seconds : sequence of float
-        Of each call.
+        Of each call, or the means of several.
+    calls_per_sample : int, optional
+        Of how many.
     flops, bytes : float, optional
         The least work of the case.
     ceiling : str, optional
@@ -89,7 +95,7 @@ def row_of(
     >>> row["tflops"], row["of_ceiling"], row["gb_per_s"]
     (2.0, 0.5, None)
     """
-    times = times_of(seconds)
+    times = times_of(seconds, calls_per_sample)
     median = times["p50_s"]
     rates = {
         "tflops": None if flops is None else flops / median / 1e12,

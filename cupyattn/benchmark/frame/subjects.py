@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.benchmark.frame.clock import Call, Round
+from cupyattn.benchmark.frame.clock import Call, Round, Samples
 from cupyattn.benchmark.frame.peers import ARRAY_CODE, PEERS, SLOW
 from cupyattn.benchmark.frame.rows import NotAskedError, Row, row_of, without
 from cupyattn.benchmark.frame.torch_arrays import float_array
@@ -65,7 +65,7 @@ class Gauge:
 
     xp: Any
     """The array library: CuPy."""
-    times: Callable[[Round, Any], list[float]]
+    times: Callable[[Round, Any], Samples]
     """See `Clock.times`."""
     memory: Callable[[Call, Any], int | None]
     """See `peak_bytes`."""
@@ -85,7 +85,7 @@ class Gauge:
     @classmethod
     def idle(cls, xp: Any) -> Gauge:
         """Make one that measures nothing: for who wants the calls, or has a clock of its own."""
-        return cls(xp, lambda calls, torch: [], lambda call, torch: None)
+        return cls(xp, lambda calls, torch: Samples([]), lambda call, torch: None)
 
     def library_of(self, contender: Contender) -> Any:
         """Return PyTorch if a contender's calls are its own.
@@ -140,7 +140,7 @@ def rows_of(subject: Subject, gauge: Gauge) -> Iterator[Row]:
                 elif found:
                     _require_agreement(found, expected, subject.tolerance, gauge.xp)
                 del found
-            seconds = gauge.times(calls, torch)
+            samples = gauge.times(calls, torch)
             peak = gauge.memory(calls[0], torch)
         except Exception as failure:  # whatever another library raises
             if contender.peer is None and not isinstance(failure, _OWN_REFUSALS):
@@ -151,8 +151,8 @@ def rows_of(subject: Subject, gauge: Gauge) -> Iterator[Row]:
             subject.own.get(contender.name, {})
         )
         yield row_of(
-            subject.labels, contender.name, seconds, **work, ceiling=subject.ceiling,
-            ceilings=gauge.ceilings, peak_bytes=peak,
+            subject.labels, contender.name, samples.seconds, **work, ceiling=subject.ceiling,
+            calls_per_sample=samples.calls_each, ceilings=gauge.ceilings, peak_bytes=peak,
         )  # fmt: skip
         del calls
 

@@ -137,7 +137,13 @@ _TITLES = {
 def _times(row: Row, spread: Sequence[str]) -> tuple[str, ...]:
     if median_of(row) is None:
         return ("none" if "unavailable" in row else "", *[""] * len(spread))
-    return tuple(seconds_text(row["times"].get(name)) for name in ("p50_s", *spread))
+    times = row["times"]
+    count = times.get("calls_per_sample", 1)
+    of = f", mean of {count} calls" if count > 1 else ""
+    return (
+        seconds_text(times["p50_s"]),
+        *(seconds_text(times[name]) + of if name in times else "" for name in spread),
+    )
 
 
 def seconds_text(seconds: float | None) -> str:

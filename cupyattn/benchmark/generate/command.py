@@ -130,7 +130,10 @@ def _generations(
         first = {**labels, "operation": "first token"}
         yield row_of(first, contender, found["first_s"], flops=None)
         token = {**labels, "operation": "new token"}
-        yield row_of(token, contender, found["step_s"], bytes=model.nbytes, also=also, **given)
+        yield row_of(
+            token, contender, found["step_s"], calls_per_sample=size.new - 1, bytes=model.nbytes,
+            also=also, **given,
+        )  # fmt: skip
 
 
 def _parts(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cupyattn.benchmark.plot import labels
 from cupyattn.benchmark.plot.results import Measured, Row
-from cupyattn.benchmark.plot.style import Page, Theme, ticks
+from cupyattn.benchmark.plot.style import ticks
 
 Value = Callable[[Row], float | None]
 
@@ -28,8 +28,6 @@ class Scale(NamedTuple):
 
 
 LINEAR, LOGARITHMIC = Scale("linear"), Scale("log")
-_FEW = 2
-"""So many lengths are bars still; more are a line."""
 
 
 class Axis(NamedTuple):
@@ -143,20 +141,6 @@ def _head_dim(case: Mapping[str, Any]) -> int:
     """Return what cases are put in order by: --quick has the usual head dims first."""
     found = case.get("head_dim")
     return found if isinstance(found, int) else 0
-
-
-def draw(chart: Chart | None, theme: Theme) -> Iterator[Page]:
-    """Draw lines along the length where most cases have several lengths, bars otherwise."""
-    from cupyattn.benchmark.plot import bars, lines
-
-    if chart is None:
-        return
-    along = labels.length_of(chart.cases)
-    panels = [] if along is None else labels.panels(chart.cases, along)
-    if along is not None and 2 * sum(len(panel) > _FEW for panel in panels) > len(panels):
-        yield from lines.draw(chart, along, theme)
-    else:
-        yield from bars.draw(chart, theme)
 
 
 def tick(chart: Chart, value: float) -> str:

@@ -12,6 +12,7 @@ from cupyattn.benchmark.plot.chart import LOGARITHMIC, Chart, chart_of, key_of, 
 from cupyattn.benchmark.plot.results import Measured, Row
 from cupyattn.benchmark.plot.style import Ink, Page, Pages, Theme
 
+_WITHOUT = "without short calls, of which a sample is a mean of several"
 _LEGEND = "mark: the median, which stands behind; line: the fastest to p99; thick: to p95"
 _NAMES = ("min", "p50", "p95", "p99")
 
@@ -59,11 +60,19 @@ def _draw(measured: Measured, theme: Theme) -> Iterator[Page]:
         bars.write_behind(axes, p99 or 1, y, seconds(row.time("p50") or 0), theme)
 
     least = min(_share(row, "min") or 1 for row in rows.values())
-    chart = replace(chart, caption=f"{chart.caption}; {_LEGEND}", also=(least,))
+    without = f"; {_WITHOUT}" if any(map(_of_means, measured.rows)) else ""
+    chart = replace(chart, caption=f"{chart.caption}; {_LEGEND}{without}", also=(least,))
     yield from bars.draw(chart, theme, mark=mark)
 
 
+def _of_means(row: Row) -> bool:
+    """Whether calls were timed several at a time: their means differ less than they do."""
+    return bool(row.figures.get("times", {}).get("calls_per_sample", 1) > 1)
+
+
 def _share(row: Row, name: str) -> float | None:
-    """Return a percentile over the median; None where not all of them are there."""
+    """Return a percentile over the median; None where not all are there, or are of means."""
     times = [row.time(each) for each in _NAMES]
-    return None if None in times else (row.time(name) or 0) / (row.time("p50") or 1)
+    if None in times or _of_means(row):
+        return None
+    return (row.time(name) or 0) / (row.time("p50") or 1)

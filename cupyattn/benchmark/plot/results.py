@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cupyattn.benchmark.frame.results import device_of, on_what
 from cupyattn.benchmark.frame.rows import FIGURES, labels_of
 from cupyattn.errors import error
 
@@ -100,11 +101,6 @@ def source_of(device: str, codes: Sequence[str], dates: Sequence[str]) -> str:
     return f"{on_what(device, codes)}, {first if first == last else f'{first} to {last}'}"
 
 
-def on_what(device: str, codes: Sequence[str]) -> str:
-    """Write what figures were measured on."""
-    return device + (f" running {', '.join(codes)} code" if codes else "")
-
-
 def measured(results: Iterable[Result]) -> list[Measured]:
     """Gather the results of each command, in their order; rows without a contender are left out.
 
@@ -167,13 +163,6 @@ def _row(row: Mapping[str, Any]) -> Row:
     case = labels_of(row)
     contender = case.pop("contender")
     return Row(case, contender, {name: row[name] for name in FIGURES if name in row})
-
-
-def device_of(result: Result) -> str:
-    """Return what the figures are of: a device, or the machine that they are modelled for."""
-    if result.get("modelled"):
-        return f"modelled: {result.get('machine', 'a Turing GPU')}"
-    return result.get("device") or "this machine's CPU"
 
 
 def _one_device(command: str, results: Sequence[Result]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from cupyattn.benchmark.plot.chart import LOGARITHMIC, Chart, Reference, chart_of, draw
+from cupyattn.benchmark.plot.bars_or_lines import draw
+from cupyattn.benchmark.plot.chart import LOGARITHMIC, Chart, Reference, chart_of
 from cupyattn.benchmark.plot.results import STEPS, Measured, Row, is_ours
 from cupyattn.benchmark.plot.style import Pages
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from cupyattn.benchmark.plot.chart import LINEAR, Reference, chart_of, draw, three
+from cupyattn.benchmark.plot.bars_or_lines import draw
+from cupyattn.benchmark.plot.chart import LINEAR, Reference, chart_of, three
 from cupyattn.benchmark.plot.results import Measured, Row
 from cupyattn.benchmark.plot.style import Pages
 

@@ -167,9 +167,17 @@ def _samples(
     tokenizer = checkpoint.read_tokenizer()
     if tokenizer is None:
         raise ValueError("there is no tokenizer among the model's files; text needs one")
-    longest = min(arguments.max_length or arguments.batch_tokens, checkpoint.config.max_positions)
-    ends = checkpoint.config.eos_ids
-    reader = training.Reader(tokenizer, ends[0] if ends else None, longest)
+    config = checkpoint.config
+    longest = min(arguments.max_length or arguments.batch_tokens, config.max_positions)
+    end = config.eos_ids[0] if config.eos_ids else None
+    if end is not None and end >= config.vocab_size:
+        raise error(
+            ValueError,
+            f"{checkpoint.where}: texts end with the token {end}",
+            f"the model knows those up to {config.vocab_size - 1}",
+            "take eos_token_id from the config that the model was published with",
+        )
+    reader = training.Reader(tokenizer, end, longest, config.vocab_size)
     return training.split(reader.read(arguments.data), arguments.eval_fraction, arguments.seed)
 
 

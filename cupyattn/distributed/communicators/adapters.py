@@ -14,6 +14,7 @@ from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.communicators.nccl import NCCLCommunicator, load_nccl
 from cupyattn.distributed.communicators.protocol import Communicator
 from cupyattn.errors import error
+from cupyattn.fork import no_fork
 
 _TAG = 17
 _OWN = ("rank", "size", "send", "receive", "all_gather")
@@ -51,7 +52,7 @@ def _has(given: Any, *names: str) -> bool:
 
 
 class CupyxCommunicator:
-    """An NCCLBackend of cupyx.distributed."""
+    """An NCCLBackend of cupyx.distributed, whose store the user stops."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -89,7 +90,8 @@ class NCCL4PyCommunicator:
 
     def __init__(self, communicator: Any) -> None:
         self._communicator = communicator
-        self._together = import_module("nccl.core").group
+        with no_fork():
+            self._together = import_module("nccl.core").group
         self.rank, self.size = int(communicator.rank), int(communicator.nranks)
 
     def send(self, array: Array, peer: int, stream: Any) -> None:

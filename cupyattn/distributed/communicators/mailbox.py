@@ -8,9 +8,8 @@ host: what there is without NCCL.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ import numpy as np
 
 from cupyattn.arrays import Array
 from cupyattn.cupy_library import load_cupy
-from cupyattn.distributed.failures import RankFailedError, SharedFailures
+from cupyattn.distributed.failures import SharedFailures
 from cupyattn.errors import error
 
 
@@ -75,24 +74,11 @@ class PostOffice:
         if failure is not None:
             raise failure
 
-    def _wait(self, done: Any, rank: int, peer: int) -> None:
-        until = time.monotonic() + self._timeout
+    def _wait(self, done: Callable[[], bool], rank: int, peer: int) -> None:
         with self._changed:
             self._waits_for[rank] = peer
             try:
-                while not done():
-                    self.raise_failure()
-                    left = until - time.monotonic()
-                    if left <= 0:
-                        culprit = self._who_is_missing(peer)
-                        message = (
-                            f"rank {culprit} did not come: rank {rank} waited for rank {peer} for "
-                            f"{self._timeout:g} s; all ranks make the same calls in the same "
-                            "order; look what that rank does, or pass a longer timeout"
-                        )
-                        self.failures.post(culprit, message)
-                        raise RankFailedError(culprit, message)
-                    self._changed.wait(left)
+                self.failures.wait(done, lambda: self._who_is_missing(peer), rank, self._timeout)
             finally:
                 del self._waits_for[rank]
 

@@ -8,7 +8,7 @@ that wait for the peers' GPUs. So no rank begins before all are about to (seen o
 
 from __future__ import annotations
 
-from cupyattn.distributed.failures import RankFailedError, SharedFailures
+from cupyattn.distributed.failures import SharedFailures
 
 
 class Meeting:
@@ -32,24 +32,15 @@ class Meeting:
         Raises
         ------
         RankFailedError
-            If a rank has failed, or does not come in time.
+            If a rank has failed, has left, or does not come in time.
         """
         with self._failures.changed:
             self._came[rank] += 1
             turn = self._came[rank]
             self._failures.changed.notify_all()
-            self._failures.changed.wait_for(
-                lambda: min(self._came) >= turn or self._failures.first() is not None, self._timeout
-            )
-            late = next((other for other, came in enumerate(self._came) if came < turn), None)
-            failure = self._failures.first()
-        if failure is None and late is not None:
-            message = (
-                f"rank {late} did not come: rank {rank} waited for it for {self._timeout:g} s; all "
-                "ranks make the same calls in the same order; look what that rank does, or pass a "
-                "longer timeout"
-            )
-            self._failures.post(late, message)
-            failure = RankFailedError(late, message)
-        if failure is not None:
-            raise failure
+        self._failures.wait(
+            lambda: min(self._came) >= turn,
+            lambda: next(other for other, came in enumerate(self._came) if came < turn),
+            rank,
+            self._timeout,
+        )

@@ -13,6 +13,7 @@ from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.communicators.meeting import Meeting
 from cupyattn.distributed.failures import Failures, SharedFailures
 from cupyattn.errors import error
+from cupyattn.fork import no_fork
 
 ID_BYTES = 128
 
@@ -26,7 +27,7 @@ def load_nccl() -> Any:
         If NCCL is not installed.
     """
     load_cupy()
-    with warnings.catch_warnings():
+    with no_fork(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # CuPy warns where NCCL is not; the error below says more
         nccl = import_module("cupy.cuda.nccl")
     if not nccl.available:

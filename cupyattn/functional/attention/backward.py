@@ -105,9 +105,10 @@ def attention_backward(
     -------
     AttentionGrads
         ``(dq, dk, dv, dbias, dsinks)``, each like its array; dbias is summed over the axes that
-        bias broadcast along; dbias and dsinks are None without bias and sinks. Queries and keys
-        that see nothing get zeros, where dout is finite: its NaN and infinities may reach dv of
-        every key of their head.
+        bias broadcast along; dbias and dsinks are None without bias and sinks. The result has all
+        five fields in any case; `vjp` gives three gradients for q, k and v. Queries and keys that
+        see nothing get zeros, where dout is finite: its NaN and infinities may reach dv of every
+        key of their head.
 
     Raises
     ------

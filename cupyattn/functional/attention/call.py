@@ -11,7 +11,7 @@ from cupyattn.functional.attention.modifiers import arrays_of, python_function, 
 from cupyattn.functional.layers.rope import checked_rotary
 from cupyattn.ops.attention.modifiers import BLOCK_MASK, UserFunction, shown_names
 from cupyattn.ops.attention.options import DropoutSeed, checked_seed
-from cupyattn.ops.attention.problem import ARRAY_FIXES, SHOWN_AS, AttentionProblem
+from cupyattn.ops.attention.problem import ARRAY_FIXES, FORWARD_FIXES, SHOWN_AS, AttentionProblem
 
 _NO_SEED = DropoutSeed(0)
 
@@ -70,7 +70,8 @@ def attention_call(
             described["mask_mod"] = described["mask_mod"]._replace(blocks=blocks)
         shown_as = {**SHOWN_AS, **shown_names(described)}
         functions = (described["score_mod"], described["mask_mod"])
-    operands = adopt(arrays, ARRAY_FIXES, shown_as)
+    fixes = ARRAY_FIXES if "dout" in arrays else FORWARD_FIXES
+    operands = adopt(arrays, fixes, shown_as)
     checked = _NO_SEED if seed is None else checked_seed(seed)
     problem = check(operands, (*options, q_offset, interleaved, *functions))
     return AttentionCall(operands, problem, checked, score_mod, mask_mod)

@@ -82,7 +82,10 @@ def attention(
         Added to the scores; broadcasts to (B, H, Sq, Sk) without being materialised. -inf masks.
     alibi_slopes : float array (H,) or (B, H), optional
         Adds ``-slope * abs(i + q_offset - j)`` (Press et al., arXiv:2108.12409). Kernels keep
-        scores in float32: of one of 1e6 in size they have the first decimal.
+        scores in float32: of one of 1e6 in size they have the first decimal. For the nearest key of
+        a query, which weighs most (with a slope below 0 the furthest), it is at most 2**20; beyond
+        that a GPU's result means nothing, unless values are checked (`backend`); otherwise it is an
+        error, for float64 arrays from 2**49 on. Keys that a mask hides count as seen.
     softcap : float, optional
         Replaces each scaled score by ``softcap * tanh(s / softcap)``, before bias and ALiBi. At
         most 10,000: kernels err by about softcap * 1e-7 in a score.

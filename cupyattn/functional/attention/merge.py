@@ -10,6 +10,9 @@ from cupyattn.functional.backend import device_of
 from cupyattn.functional.outputs import named_out
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.attention.merge import merge_problem, run_merge
+from cupyattn.ops.checks import fixes_of_results
+
+_FIXES = fixes_of_results("out", "lse")
 
 
 def merge_attention(
@@ -106,7 +109,8 @@ def merge_attention(
     """
     operands = adopt(
         {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-        | named_out(out, ("out", "lse"))
+        | named_out(out, ("out", "lse")),
+        _FIXES,
     )
     problem = merge_problem(operands)
     device = device_of(operands)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ _CPP_WORDS = """
     sizeof static static_assert static_cast struct switch template this thread_local throw true
     typedef typeid typename union unsigned using virtual void volatile wchar_t xor xor_eq
 """  # those that are not Python's as well
+_UNREADABLE = re.compile("[\0\ud800-\udfff]")  # surrogates have no UTF-8
 
 
 class _Expression:
@@ -41,19 +43,32 @@ class _Expression:
         arrays: Mapping[str, Array],
     ) -> None:
         kind = type(self).__name__
-        for name, text in (("expression", expression), ("gradient", gradient)):
-            if text is not None and (not isinstance(text, str) or not text.strip()):
-                raise error(
-                    TypeError,
-                    f"{kind}'s {name} is {shown(text)}",
-                    "it is a string, a CUDA C++ expression",
-                    f"pass for example {self.example!r}",
-                )
+        self._require_text("expression", expression)
+        if gradient is not None:
+            self._require_text("gradient", gradient)
         for name, array in arrays.items():
             _require_usable(kind, name, array)
         self.expression, self.gradient = expression, gradient
         self.python, self.python_gradient = python, python_gradient
         self.arrays = dict(arrays)
+
+    def _require_text(self, name: str, text: Any) -> None:
+        whose = f"{type(self).__name__}'s {name}"
+        if not isinstance(text, str) or not text.strip():
+            raise error(
+                TypeError,
+                f"{whose} is {shown(text)}",
+                "it is a string, a CUDA C++ expression",
+                f"pass for example {self.example!r}",
+            )
+        unreadable = _UNREADABLE.search(text)
+        if unreadable is not None:
+            raise error(
+                ValueError,
+                f"{whose} has {unreadable[0]!r} at {unreadable.start()}",
+                "the compiler reads UTF-8 up to a null character",
+                "take that character out",
+            )
 
     def __repr__(self) -> str:
         arrays = "".join(f", {name}=..." for name in self.arrays)
@@ -88,7 +103,8 @@ class ScoreMod(_Expression):
     TypeError
         For an expression that is no string.
     ValueError
-        For a name of an array that expressions cannot have.
+        For a name of an array that expressions cannot have, and for a null character or a surrogate
+        in an expression.
 
     Notes
     -----
@@ -121,6 +137,7 @@ class ScoreMod(_Expression):
     def __init__(
         self,
         expression: str,
+        /,
         *,
         gradient: str | None = None,
         python: Any = None,
@@ -133,7 +150,7 @@ class ScoreMod(_Expression):
                 f"ScoreMod's python is {shown(python)}",
                 f"it is a function of ({self.names}) and the arrays, or a tuple of it and that of "
                 "the gradient",
-                "pass a lambda, or leave it out where only kernels run",
+                "pass a lambda, or leave it out for kernels alone; an array needs another name",
             )
         super().__init__(expression, gradient, *both, arrays)
 
@@ -177,13 +194,13 @@ class MaskMod(_Expression):
     names = "b, h, q_idx, k_idx"
     example = "document[q_idx] == document[k_idx]"
 
-    def __init__(self, expression: str, *, python: Any = None, **arrays: Array) -> None:
+    def __init__(self, expression: str, /, *, python: Any = None, **arrays: Array) -> None:
         if python is not None and not callable(python):
             raise error(
                 TypeError,
                 f"MaskMod's python is {shown(python)}",
                 f"it is a function of ({self.names}) and the arrays",
-                "pass a lambda, or leave it out where only kernels run",
+                "pass a lambda, or leave it out for kernels alone; an array needs another name",
             )
         super().__init__(expression, None, python, None, arrays)
 

@@ -12,8 +12,11 @@ from cupyattn.functional.outputs import named_out
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.attention.decode_problem import DecodeProblem, decode_problem
 from cupyattn.ops.attention.paged import paged_forward
-from cupyattn.ops.attention.problem import ARRAY_FIXES
+from cupyattn.ops.attention.problem import FORWARD_FIXES
 from cupyattn.ops.checks import require_bool
+from cupyattn.ops.kv_cache.caches import TABLE_FIXES
+
+_FIXES = {**FORWARD_FIXES, **TABLE_FIXES}
 
 
 def paged_attention(
@@ -175,7 +178,7 @@ def paged_attention(
          "v_scales": v_scales, "alibi_slopes": alibi_slopes, "sinks": sinks,
          "workspace": workspace}
         | named_out(out, ("out", "lse") if return_lse else ("out",)),
-        ARRAY_FIXES,
+        _FIXES,
     )  # fmt: skip
     options = (causal, softmax_scale, window_size, softcap, max_seqlen_q)
     problem = decode_problem(operands, options)

@@ -11,8 +11,17 @@ from cupyattn.arrays import Array, Operands, adopt
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.layers.rope import Rotary, checked_rotary
 from cupyattn.functional.rounding import round_into
+from cupyattn.ops.checks import fixes_of_results
 from cupyattn.ops.kv_cache.append import run_append
 from cupyattn.ops.kv_cache.append_problem import AppendProblem, append_problem
+from cupyattn.ops.kv_cache.caches import WRITTEN_FIXES
+
+_FIXES = {
+    "slot_mapping": "pass an int32 array with a slot for each token, of shape k.shape[:-2]",
+    "positions": "pass an int32 array shaped like slot_mapping",
+    **WRITTEN_FIXES,
+    **fixes_of_results("q"),
+}
 
 
 def append_kv(
@@ -127,9 +136,10 @@ def append_kv(
 
 def _adopted(arrays: dict[str, Any], rotary: Any) -> tuple[Operands, bool]:
     if rotary is None:
-        return adopt(arrays), False
+        return adopt(arrays, _FIXES), False
     tables = checked_rotary(rotary)
-    return adopt({**arrays, "cos": tables.cos, "sin": tables.sin}), tables.interleaved
+    adopted = adopt({**arrays, "cos": tables.cos, "sin": tables.sin}, _FIXES)
+    return adopted, tables.interleaved
 
 
 def _on_cpu(problem: AppendProblem, arrays: dict[str, Array]) -> None:

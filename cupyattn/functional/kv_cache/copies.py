@@ -8,6 +8,7 @@ from cupyattn import reference
 from cupyattn.arrays import Array, adopt, exports_memory
 from cupyattn.functional.backend import device_of
 from cupyattn.ops.checks import require_given
+from cupyattn.ops.kv_cache.caches import WRITTEN_FIXES
 from cupyattn.ops.kv_cache.copies import run_copies
 from cupyattn.ops.kv_cache.copies_problem import WRITTEN, copies_problem, pairs_of
 
@@ -70,9 +71,9 @@ def copy_blocks(
     caches = {"k_cache": k_cache, "v_cache": v_cache, "k_scales": k_scales, "v_scales": v_scales}
     require_given("copies", copies)
     if exports_memory(copies):
-        operands, pairs = adopt({**caches, "copies": copies}), None
+        operands, pairs = adopt({**caches, "copies": copies}, WRITTEN_FIXES), None
     else:
-        operands, pairs = adopt(caches), pairs_of(copies)
+        operands, pairs = adopt(caches, WRITTEN_FIXES), pairs_of(copies)
     problem = copies_problem(operands, pairs)
     device = device_of(operands)
     if device is not None:

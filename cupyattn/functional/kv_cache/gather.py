@@ -10,9 +10,13 @@ from cupyattn.functional.backend import device_of
 from cupyattn.functional.dtypes import float_dtype
 from cupyattn.functional.outputs import named_out
 from cupyattn.functional.rounding import round_into
+from cupyattn.ops.checks import fixes_of_results
+from cupyattn.ops.kv_cache.caches import TABLE_FIXES
 from cupyattn.ops.kv_cache.gather import run_gather
-from cupyattn.ops.kv_cache.gather_problem import RESULTS, GatherProblem, gather_problem
+from cupyattn.ops.kv_cache.gather_problem import RESULTS, SHOWN_AS, GatherProblem, gather_problem
 from cupyattn.ops.numbers import integer
+
+_FIXES = {**TABLE_FIXES, **fixes_of_results(*SHOWN_AS.values())}
 
 
 def gather(
@@ -90,7 +94,9 @@ def gather(
     operands = adopt(
         {"k_cache": k_cache, "v_cache": v_cache, "block_table": block_table,
          "seqlens_k": seqlens_k, "k_scales": k_scales, "v_scales": v_scales}
-        | named_out(out, RESULTS)
+        | named_out(out, RESULTS),
+        _FIXES,
+        SHOWN_AS,
     )  # fmt: skip
     most = None if max_seqlen_k is None else integer("max_seqlen_k", max_seqlen_k)
     kind = None if dtype is None else float_dtype(dtype)

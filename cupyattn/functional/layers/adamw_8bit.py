@@ -7,8 +7,11 @@ import numpy as np
 from cupyattn import reference
 from cupyattn.arrays import Array, adopt, exports_memory
 from cupyattn.functional.backend import device_of
+from cupyattn.ops.checks import fixes_of_results
 from cupyattn.ops.layers.adamw import AdamwNumbers
 from cupyattn.ops.layers.adamw_8bit import WRITTEN, eight_bit_problem, run_eight_bit
+
+_FIXES = fixes_of_results(*WRITTEN)
 
 
 def adamw_step_8bit(
@@ -81,7 +84,8 @@ def adamw_step_8bit(
     numbers = AdamwNumbers.of(step, lr, betas, eps, weight_decay, 1.0 if is_array else grad_scale)
     operands = adopt(
         {"param": param, "grad": grad, "m": m, "v": v, "m_scales": m_scales, "v_scales": v_scales,
-         "grad_scale": scale}
+         "grad_scale": scale},
+        _FIXES,
     )  # fmt: skip
     problem = eight_bit_problem(operands)
     device = device_of(operands)

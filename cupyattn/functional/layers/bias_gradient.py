@@ -9,19 +9,19 @@ import numpy as np
 
 from cupyattn import reference
 from cupyattn.arrays import Array, adopt, is_contiguous, layouts_of
-from cupyattn.errors import error
+from cupyattn.errors import error, made_beforehand
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.layers.scores import call_along
 from cupyattn.functional.outputs import named_grads
 from cupyattn.functional.rounding import round_into
 from cupyattn.gradients import SoftmaxGrads
 from cupyattn.kernels.configs.layers.softmax import BACKWARD, FORWARD
-from cupyattn.ops.checks import made_beforehand, require_arrays, require_bool, require_kernel_dtype
+from cupyattn.ops.broadcast import broadcast_layout
+from cupyattn.ops.checks import require_arrays, require_bool, require_kernel_dtype
 from cupyattn.ops.layers.softmax_dbias import ROW_SUM_DTYPE, scratch_bytes, softmax_dbias
 from cupyattn.ops.numbers import factor
 from cupyattn.ops.overlaps import require_apart
 from cupyattn.ops.plan import Output, allot
-from cupyattn.ops.rows import broadcast_layout
 
 _SHOWN_AS = {name: f"grads.{name}" for name in SoftmaxGrads._fields}
 _BYTES = np.dtype(np.uint8)

@@ -25,7 +25,7 @@ from cupyattn.ops.layers.cross_entropy import (
 )
 from cupyattn.ops.overlaps import require_apart
 from cupyattn.ops.plan import Output, allot
-from cupyattn.ops.rows import row_problem, statistics_dtype
+from cupyattn.ops.rows import array_fixes, row_problem, statistics_dtype
 
 
 def cross_entropy(
@@ -216,7 +216,7 @@ def cross_entropy_backward(
     require_grads(dlogits, accumulate, shown="dlogits")
     read = {"dloss": dloss, "logits": logits, "labels": labels, "lse": lse, "dlse": dlse}
     arrays = {**without_scalars(read), "dlogits": dlogits, "workspace": workspace}
-    taken = adopt(arrays)
+    taken = adopt(arrays, array_fixes(kernels.BACKWARD))
     each, labels = arrays.pop("dloss"), arrays["labels"]
     if "logits" in taken.arrays:
         rows = taken.arrays["logits"]
@@ -256,7 +256,7 @@ def _losses_apart(given: dict[str, Any]) -> dict[str, Any]:
     """
     if given["out"] is None and given["workspace"] is None:
         return {}
-    operands = adopt(given)
+    operands = adopt(given, array_fixes(kernels.FORWARD))
     logits = operands.arrays["logits"]
     dtype = statistics_dtype(logits.dtype)
     require_apart(operands, {"out": Output((), dtype), "lse": None})

@@ -13,7 +13,13 @@ from cupyattn.functional.outputs import require_grads
 from cupyattn.functional.rounding import round_into
 from cupyattn.kernels.configs.elements import ElementKernel
 from cupyattn.ops.checks import require_bool
-from cupyattn.ops.elements import ElementProblem, Part, element_problem, run_elements
+from cupyattn.ops.elements import (
+    ElementProblem,
+    Part,
+    array_fixes,
+    element_problem,
+    run_elements,
+)
 
 
 def call_elements(
@@ -32,7 +38,7 @@ def call_elements(
     results in theirs, those that are updated first. `decided` has the kernel's macros.
     """
     require_bool("accumulate", accumulate)
-    operands = adopt(arrays)
+    operands = adopt(arrays, array_fixes(kernel))
     problem = element_problem(
         kernel, operands, parts=parts, decided=decided, accumulate=bool(accumulate)
     )

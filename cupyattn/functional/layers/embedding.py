@@ -9,8 +9,10 @@ from cupyattn.arrays import Array, adopt
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.outputs import require_grads
 from cupyattn.functional.rounding import round_into
-from cupyattn.ops.checks import require_bool
+from cupyattn.ops.checks import fixes_of_results, require_bool
 from cupyattn.ops.layers.embedding import embedding_problem, run_embedding
+
+_FIXES = fixes_of_results("out")
 
 
 def embedding(table: Array, ids: Array, /, *, out: Array | None = None) -> Array:
@@ -51,7 +53,7 @@ def embedding(table: Array, ids: Array, /, *, out: Array | None = None) -> Array
            [1., 2.],
            [3., 4.]], dtype=float32)
     """
-    operands = adopt({"table": table, "ids": ids, "out": out})
+    operands = adopt({"table": table, "ids": ids, "out": out}, _FIXES)
     problem = embedding_problem(operands)
     device = device_of(operands)
     if device is not None:

@@ -18,6 +18,7 @@ from cupyattn.kernels.device import Device
 from cupyattn.ops.axes import merge_axes
 from cupyattn.ops.checks import (
     INTEGERS,
+    fixes_of_results,
     require_dtype,
     require_output,
     require_shape,
@@ -33,6 +34,8 @@ from cupyattn.ops.rows import statistics_dtype
 from cupyattn.ops.value_checks import checks_values
 
 _SHOWN_AS = {name: f"grads.{name}" for name in LinearCrossEntropyGrads._fields}
+_FIXES = {"labels": "pass an int32 array with an item for each row, of shape x.shape[:-1]"}
+_FORWARD_FIXES = {**_FIXES, **fixes_of_results("out", "lse")}
 _ROWS_TOGETHER = 128
 """A chunk is whole tiles of the products, where it has several."""
 _BYTES = np.dtype(np.uint8)
@@ -66,7 +69,8 @@ class ChunkedCall(NamedTuple):
     def of(cls, w: Any, given: dict[str, Any], options: LossOptions) -> ChunkedCall:
         """Take and check w and the other arrays of a call by name, None for those not given."""
         own, weight = weight_arrays(w)
-        operands = adopt({"x": given["x"], **own, **given}, shown_as=_SHOWN_AS)
+        fixes = _FIXES if "dloss" in given else _FORWARD_FIXES
+        operands = adopt({"x": given["x"], **own, **given}, fixes, _SHOWN_AS)
         arrays = operands.arrays
         read = {name: arrays.get(name) for name in ("x", *own)}
         described_forward(adopt(read).description, None, False, weight)

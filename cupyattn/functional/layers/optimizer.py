@@ -12,8 +12,11 @@ from cupyattn.functional.backend import device_of
 from cupyattn.functional.layers.elements import call_elements
 from cupyattn.functional.rounding import round_into
 from cupyattn.kernels.configs.layers.adamw import ADAMW
+from cupyattn.ops.checks import fixes_of_results
 from cupyattn.ops.layers.adamw import AdamwNumbers
 from cupyattn.ops.layers.global_norm import OUTPUT, norm_problem, run_norm
+
+_NORM_FIXES = fixes_of_results("out")
 
 
 def adamw_step(
@@ -154,7 +157,7 @@ def global_norm(*arrays: Array, out: Array | None = None, workspace: Array | Non
     5.0
     """
     named = {f"arrays[{i}]": array for i, array in enumerate(arrays)}
-    operands = adopt({**named, "out": out, "workspace": workspace})
+    operands = adopt({**named, "out": out, "workspace": workspace}, _NORM_FIXES)
     problem = norm_problem(operands)
     device = device_of(operands)
     if device is not None:

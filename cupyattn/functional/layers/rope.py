@@ -12,8 +12,13 @@ from cupyattn.errors import error
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.outputs import require_grads
 from cupyattn.functional.rounding import round_into
-from cupyattn.ops.checks import require_bool
+from cupyattn.ops.checks import fixes_of_results, require_bool
 from cupyattn.ops.layers.rope import RopeProblem, rope_problem, run_rope
+
+_FIXES = {
+    "positions": "pass an int32 array of shape (S,) or (B, S), for example numpy.arange(S)",
+    **fixes_of_results("out", "out[0]", "out[1]"),
+}
 
 
 class Rotary(NamedTuple):
@@ -196,7 +201,7 @@ def _rotated(
     require_bool("inverse", inverse)
     given = _by_name(names[0], x, x)
     results = _by_name(names[1], out, x)
-    operands = adopt({**given, "cos": cos, "sin": sin, "positions": positions, **results})
+    operands = adopt({**given, "cos": cos, "sin": sin, "positions": positions, **results}, _FIXES)
     problem = rope_problem(
         operands,
         tuple(zip(given, results, strict=True)),

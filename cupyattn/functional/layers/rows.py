@@ -12,7 +12,7 @@ from cupyattn.arrays import Array, adopt
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.rounding import round_into
 from cupyattn.kernels.configs.rows import RowKernel
-from cupyattn.ops.rows import row_problem, run_rows
+from cupyattn.ops.rows import array_fixes, row_problem, run_rows
 from cupyattn.ops.value_checks import checks_values
 
 
@@ -48,7 +48,7 @@ def call_rows(
     choices, **scalars
         The kernel's.
     """
-    operands = adopt(arrays, shown_as=kernel.shown_as)
+    operands = adopt(arrays, array_fixes(kernel), kernel.shown_as)
     problem = row_problem(
         kernel, operands, wanted=wanted, choices=choices, accumulate=accumulate, **scalars
     )

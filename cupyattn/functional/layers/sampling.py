@@ -9,9 +9,11 @@ import numpy as np
 from cupyattn import reference
 from cupyattn.arrays import Array, adopt, exports_memory
 from cupyattn.functional.backend import device_of
+from cupyattn.ops.checks import fixes_of_results
 from cupyattn.ops.layers.sampling import run_sample, sample_problem
 from cupyattn.ops.layers.sampling_options import SampleNumbers
 
+_FIXES = {"previous": "pass an int32 array of shape (B, T)", **fixes_of_results("out")}
 _NUMBERS = (float, int, type(None))
 """What most options are: to ask whether these export memory takes a microsecond."""
 
@@ -136,7 +138,7 @@ def sample(
     ):
         is_number = type(value) in _NUMBERS or isinstance(value, np.generic)
         (arrays if not is_number and exports_memory(value) else numbers)[name] = value
-    operands = adopt({**arrays, "previous": previous, "out": out, "workspace": workspace})
+    operands = adopt({**arrays, "previous": previous, "out": out, "workspace": workspace}, _FIXES)
     told = SampleNumbers.of(numbers)
     problem = sample_problem(operands, told)
     device = device_of(operands)

@@ -11,9 +11,10 @@ from cupyattn.arrays import Array, Layout, adopt
 from cupyattn.functional.layers.rows import call_rows
 from cupyattn.functional.outputs import require_grads
 from cupyattn.kernels.configs.rows import Result, RowKernel
+from cupyattn.ops.broadcast import broadcast_layout
 from cupyattn.ops.checks import require_bool, require_contiguous_axis
 from cupyattn.ops.numbers import factor
-from cupyattn.ops.rows import broadcast_layout
+from cupyattn.ops.rows import array_fixes
 
 
 def call_along(
@@ -72,7 +73,7 @@ def call_along(
 
     if type(axis) is int and axis == -1:  # -1.0 equals it, and is no axis
         return call(arrays)[1]
-    operands = adopt(arrays, shown_as=kernel.shown_as).arrays
+    operands = adopt(arrays, array_fixes(kernel), kernel.shown_as).arrays
     for name in kernel.whole_rows:
         if name in operands:
             require_contiguous_axis(kernel.shown_as.get(name, name), _layout(operands[name]), axis)

@@ -16,7 +16,7 @@ from cupyattn.gradients import LinearGrads
 from cupyattn.ops.checks import require_bool
 from cupyattn.ops.linear import backward as ops
 from cupyattn.ops.linear.checks import backward_problem
-from cupyattn.ops.linear.problem import SHOWN_AS, LinearProblem
+from cupyattn.ops.linear.problem import ARRAY_FIXES, SHOWN_AS, LinearProblem
 from cupyattn.quantized_weight import QuantizedWeight
 
 
@@ -102,7 +102,8 @@ def linear_backward(
     operands = adopt(
         {"dout": dout, "x": x, **arrays, "b": b, "preactivation": preactivation,
          "workspace": workspace, **named_grads(LinearGrads, grads, accumulate)},
-        shown_as=SHOWN_AS,
+        ARRAY_FIXES,
+        SHOWN_AS,
     )  # fmt: skip
     problem = backward_problem(operands, activation, bool(accumulate), weight)
     device = device_of(operands)

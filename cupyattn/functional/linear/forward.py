@@ -10,11 +10,13 @@ from cupyattn.errors import error
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.linear.weights import weight_arrays
 from cupyattn.functional.rounding import round_into
-from cupyattn.ops.checks import require_bool
+from cupyattn.ops.checks import fixes_of_results, require_bool
 from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.ops.linear.forward import linear_forward
-from cupyattn.ops.linear.problem import LinearProblem
+from cupyattn.ops.linear.problem import ARRAY_FIXES, LinearProblem
 from cupyattn.quantized_weight import QuantizedWeight
+
+_FIXES = {**ARRAY_FIXES, **fixes_of_results("out", "preactivation")}
 
 
 def linear(
@@ -111,7 +113,8 @@ def linear(
     arrays, weight = weight_arrays(w)
     operands = adopt(
         {"x": x, **arrays, "b": b, "residual": residual, "out": given_out,
-         "preactivation": given_preactivation, "workspace": workspace}
+         "preactivation": given_preactivation, "workspace": workspace},
+        _FIXES,
     )  # fmt: skip
     problem = forward_problem(operands, activation, bool(return_preactivation), weight)
     device = device_of(operands)

@@ -12,6 +12,7 @@ from cupyattn.errors import error, shown
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.dtypes import float_dtype
 from cupyattn.functional.rounding import round_into
+from cupyattn.ops.checks import fixes_of_results
 from cupyattn.ops.linear.quantised import (
     dequantize_problem,
     quantize_blocks,
@@ -20,6 +21,8 @@ from cupyattn.ops.linear.quantised import (
 )
 from cupyattn.quantized_weight import QuantizedWeight
 from cupyattn.weight_formats import FORMATS, Blocks
+
+_FIXES = fixes_of_results("out")
 
 
 def quantize(
@@ -167,7 +170,7 @@ def dequantize(
     True
     """
     _require_weight("weight", weight)
-    operands = adopt({**weight.arrays, "out": out, "workspace": workspace})
+    operands = adopt({**weight.arrays, "out": out, "workspace": workspace}, _FIXES)
     if dtype is None:
         kind = np.dtype(np.float32) if out is None else float_dtype(operands.arrays["out"].dtype)
     else:

@@ -11,6 +11,7 @@ import numpy as np
 
 from cupyattn.cupy_library import load_cupy
 from cupyattn.errors import error
+from cupyattn.fork import no_fork
 from cupyattn.kernels.arch import TURING, Arch, arch_of
 from cupyattn.kernels.choices import choices_for
 from cupyattn.kernels.compile import compile_cubin, compile_ptx
@@ -134,7 +135,8 @@ class CudaKernel:
 
     def __init__(self, device: CudaDevice, specialisation: Specialisation) -> None:
         cupy = device._cupy
-        from cupy_backends.cuda.api import driver
+        with no_fork():
+            from cupy_backends.cuda.api import driver
 
         # Looked up once: each dot of cupy.cuda.runtime.getDevice would cost every launch.
         self._launch = driver.launchKernel

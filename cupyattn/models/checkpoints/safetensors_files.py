@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupyattn.arrays import dtype_of
 from cupyattn.errors import error
 from cupyattn.models.checkpoints.checkpoint import damaged
 from cupyattn.models.checkpoints.tensors import Tensor
@@ -82,8 +83,7 @@ def read_safetensors(file: Path) -> dict[str, Stored]:
     ValueError
         For a file that is damaged.
     """
-    import ml_dtypes  # noqa: F401, NumPy has to know bfloat16 before safetensors gives it any
-
+    dtype_of("bfloat16")  # NumPy has to know it before safetensors gives it any
     safetensors = extra("safetensors", "reads the weights")
     try:
         opened = safetensors.safe_open(file, framework="numpy")

@@ -11,6 +11,7 @@ from typing import BinaryIO
 import numpy as np
 
 from cupyattn.arrays import Array
+from cupyattn.errors import error
 from cupyattn.models.checkpoints.whole_files import write_whole
 
 _DTYPES = {
@@ -60,8 +61,28 @@ def store(file: BinaryIO, arrays: Mapping[str, Array], metadata: Mapping[str, st
 
 def bytes_of(array: Array) -> Iterator[bytes]:
     """Yield the bytes of an array in C order, some rows at a time."""
+    for part in _parts_of(array):
+        yield (part if isinstance(part, np.ndarray) else part.get()).tobytes()
+
+
+def require_finite(arrays: Mapping[str, Array]) -> None:
+    """Raise ValueError for a number that no model computes with, before anything is written."""
+    for name, array in arrays.items():
+        for part in _parts_of(array):
+            if not bool((abs(part.astype(np.float32)) < np.inf).all()):
+                dtype = array.dtype.name
+                raise error(
+                    ValueError,
+                    f"{name} has numbers that {dtype} does not hold",
+                    "what is written is finite, in float16 up to 65,504",
+                    "merge with --dtype float32 or bfloat16, or train anew with it"
+                    if dtype == "float16"
+                    else "train anew with a smaller learning rate",
+                )
+
+
+def _parts_of(array: Array) -> Iterator[Array]:
     rows = array if array.ndim else array.reshape(1)
     step = max(_AT_ONCE // max(rows.nbytes // max(len(rows), 1), 1), 1)
     for start in range(0, len(rows), step):
-        part = rows[start : start + step]
-        yield (part if isinstance(part, np.ndarray) else part.get()).tobytes()
+        yield rows[start : start + step]

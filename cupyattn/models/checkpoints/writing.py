@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cupyattn.errors import error
 from cupyattn.models.checkpoints.names import HUGGING_FACE, places
-from cupyattn.models.checkpoints.safetensors_writer import write_tensors
+from cupyattn.models.checkpoints.safetensors_writer import require_finite, write_tensors
 from cupyattn.models.checkpoints.whole_files import write_whole
 from cupyattn.models.config import Config
 from cupyattn.models.weights import Weights
@@ -38,14 +38,17 @@ def write_folder(weights: Weights, config: Config, source: Path, folder: Path) -
     ------
     OSError
         If they cannot be written.
+    ValueError
+        For weights that are not finite.
     NotImplementedError
         If that is no folder as transformers writes it.
     """
     require_source(source)
-    folder.mkdir(parents=True, exist_ok=True)
     naming = HUGGING_FACE[config.architecture]
     named = places(naming, config, weights, {}).filled
     tensors = {name: place.targets["all"] for name, place in named.items()}
+    require_finite(tensors)
+    folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / _WEIGHTS, tensors, {"format": "pt"})
     files = () if source.samefile(folder) else source.iterdir()
     for file in files:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cupyattn.errors import error
+from cupyattn.fork import no_fork
 from cupyattn.models.checkpoints.whole_files import write_whole
 
 _SMOOTHING = 0.9
@@ -104,7 +105,8 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
         If it cannot be written.
     """
     try:
-        from matplotlib.figure import Figure
+        with no_fork():
+            from matplotlib.figure import Figure
     except ImportError as failure:
         raise error(
             RuntimeError,

@@ -31,11 +31,14 @@ class Reader(NamedTuple):
         The token behind a text or a completion, which is learnt too: that it ends there.
     longest : int
         Tokens of a sample. Longer texts are cut into several; what has a prompt is refused.
+    vocab_size : int, optional
+        Of the model: lines whose ids are beyond it are refused by their number.
     """
 
     tokenizer: Tokenizer
     end: int | None
     longest: int
+    vocab_size: int | None = None
 
     def read(self, path: str | os.PathLike[str]) -> list[Sample]:
         """Read all lines of a file; empty ones are passed over.
@@ -146,6 +149,13 @@ class Reader(NamedTuple):
 
     def _cut(self, pieces: list[Piece], where: str) -> list[Sample]:
         ids = [each for tokens, _ in pieces for each in tokens]
+        if self.vocab_size is not None and (most := max(ids, default=0)) >= self.vocab_size:
+            raise error(
+                ValueError,
+                f"{where} has the token {most}, as {self.tokenizer!r} writes it",
+                f"the model knows those up to {self.vocab_size - 1}",
+                "put the tokenizer of this very model in its folder",
+            )
         learnt = [flag for tokens, flag in pieces for _ in tokens]
         if len(ids) > self.longest and not all(learnt):
             raise error(

@@ -13,6 +13,7 @@ from cupyattn.models.model import Model
 from cupyattn.models.training.batch import IGNORED, Batch, Sample, moved
 from cupyattn.models.training.packing import Packing
 from cupyattn.models.training.sample_attention import SampleAttention
+from cupyattn.models.training.trainable import require_samples
 
 
 def batch_loss(model: Model, batch: Batch) -> Array:
@@ -38,6 +39,7 @@ def batch_loss(model: Model, batch: Batch) -> Array:
 
 def loss_of(model: Model, samples: Sequence[Sample], *, batch_tokens: int) -> float:
     """Return the mean loss of all labels of the samples, in batches of so many tokens."""
+    require_samples(model.config, samples)
     packing = Packing(samples, batch_tokens=batch_tokens)
     total = labels = 0.0
     for _ in packing.epoch(0):

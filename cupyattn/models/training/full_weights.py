@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from cupyattn import QuantizedWeight
@@ -11,10 +12,10 @@ from cupyattn.models.loss import loss_dtype
 from cupyattn.models.model import Model
 from cupyattn.models.training.adapted_product import AdaptedProduct, adapted_already
 from cupyattn.models.training.backward import loss_and_gradients
-from cupyattn.models.training.batch import Batch
+from cupyattn.models.training.batch import Batch, Sample
 from cupyattn.models.training.fingerprint import fingerprint
 from cupyattn.models.training.places import Gradients, Place
-from cupyattn.models.training.trainable import require_whole
+from cupyattn.models.training.trainable import require_samples, require_whole
 from cupyattn.models.weights import Layer, named_parts
 
 
@@ -92,6 +93,10 @@ class FullWeights:
             if whole is not None:
                 self._places[f"{name}.qkv.{kind}"] = Place(whole, (slice(None, first),))
                 self._places[f"{name}.up.{kind}"] = Place(whole, (slice(first, None),))
+
+    def require(self, samples: Sequence[Sample], /) -> None:
+        """Raise ValueError for ids and lengths that the model has not, as `Trainable` says."""
+        require_samples(self._model.config, samples)
 
     def gradients(
         self,

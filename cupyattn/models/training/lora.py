@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,12 @@ from cupyattn.models.model import Model
 from cupyattn.models.training import peft
 from cupyattn.models.training.adapted_product import AdaptedProduct, adapted_already
 from cupyattn.models.training.backward import loss_and_gradients
-from cupyattn.models.training.batch import Batch
+from cupyattn.models.training.batch import Batch, Sample
 from cupyattn.models.training.counts import count_of
 from cupyattn.models.training.fingerprint import fingerprint
 from cupyattn.models.training.lora_options import ALL_LINEAR, LoraOptions
 from cupyattn.models.training.places import Gradients, Place
-from cupyattn.models.training.trainable import require_whole
+from cupyattn.models.training.trainable import require_samples, require_whole
 from cupyattn.models.weights import Layer, Product, Weights, rows_of
 
 _SEEDS = 2**64
@@ -126,6 +126,10 @@ class LoraAdapters:
         rank, modules = self.options.rank, len(self.arrays) // 2
         return f"<LoraAdapters of {modules} modules, rank {rank}: {learnt:,} numbers>"
 
+    def require(self, samples: Sequence[Sample], /) -> None:
+        """Raise ValueError for ids and lengths that the model has not, as `Trainable` says."""
+        require_samples(self._base.config, samples)
+
     def gradients(
         self,
         batch: Batch,
@@ -202,6 +206,8 @@ class LoraAdapters:
         ------
         OSError
             If they cannot be written, as on a full disk; older files are as they were.
+        ValueError
+            For numbers that are not finite.
         """
         naming = HUGGING_FACE[self._base.config.architecture]
         peft.write(folder, self.options, self.arrays, turned=naming.turned, base_model=base_model)

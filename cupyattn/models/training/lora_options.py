@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from cupyattn.errors import error, shown
+from cupyattn.models.training.counts import as_float
 
 ALL_LINEAR = "all-linear"
 _MOST_RANK = 1 << 16
@@ -24,7 +26,7 @@ class LoraOptions(NamedTuple):
     use_rslora: bool = False
 
     def checked(self) -> LoraOptions:
-        """Return them, the targets as a tuple or a string.
+        """Return them in Python's own numbers, the targets as a tuple or a string.
 
         Raises
         ------
@@ -36,14 +38,14 @@ class LoraOptions(NamedTuple):
             _require(isinstance(given, Mapping), f"{name} = {shown(given)}", "patterns are a dict "
                      "from names of modules to numbers")  # fmt: skip
         for name, rank in {"rank": self.rank, **self.rank_pattern}.items():
-            whole = isinstance(rank, int) and not isinstance(rank, bool)
+            whole = isinstance(rank, Integral) and not isinstance(rank, bool)
             _require(whole and 1 <= rank <= _MOST_RANK, f"{name} = {shown(rank)}", "a rank is an "
                      f"int, 1 to {_MOST_RANK}")  # fmt: skip
         for name, alpha in {"alpha": self.alpha, **self.alpha_pattern}.items():
-            _require(_is_number(alpha) and 0 < alpha < 1e9, f"{name} = {shown(alpha)}", "an alpha "
+            _require(0 < as_float(alpha) < 1e9, f"{name} = {shown(alpha)}", "an alpha "
                      "is a number above 0")  # fmt: skip
         _require(
-            _is_number(self.dropout) and 0 <= self.dropout < 1,
+            0 <= as_float(self.dropout) < 1,
             f"dropout = {shown(self.dropout)}",
             "it is the probability of dropping an input, at least 0 and below 1",
         )
@@ -59,7 +61,15 @@ class LoraOptions(NamedTuple):
                     "modules are named by their last parts or by a regular expression",
                     "pass for example ['q_proj', 'v_proj']",
                 ) from failure
-        return self._replace(targets=targets)
+        return LoraOptions(
+            int(self.rank),
+            _plain(self.alpha),
+            float(self.dropout),
+            targets,
+            {name: int(rank) for name, rank in self.rank_pattern.items()},
+            {name: _plain(alpha) for name, alpha in self.alpha_pattern.items()},
+            self.use_rslora,
+        )
 
     def targeted(self, module: str) -> bool:
         """Tell whether a module, by its full name, has an adapter."""
@@ -123,8 +133,10 @@ def _matching(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     return default
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _plain(alpha: Any) -> float:
+    """Return an alpha as PEFT writes most: 32, and not 32.0."""
+    number = as_float(alpha)
+    return int(number) if number == int(number) else number
 
 
 def _require(holds: bool, passed: str, allowed: str) -> None:

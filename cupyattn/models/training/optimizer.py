@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +9,7 @@ import numpy as np
 from cupyattn import adamw_step, adamw_step_8bit, backend, global_norm
 from cupyattn.arrays import Array
 from cupyattn.errors import error, shown
+from cupyattn.models.training.counts import positive_number
 from cupyattn.models.training.flat import ALIGNMENT, flatten, zeros
 
 STATES = ("float32", "8bit")
@@ -38,7 +37,7 @@ class AdamWOptions(NamedTuple):
     state: str = "float32"
 
     def checked(self) -> AdamWOptions:
-        """Return them.
+        """Return them, in Python's own numbers.
 
         Raises
         ------
@@ -54,14 +53,9 @@ class AdamWOptions(NamedTuple):
                 eps=self.eps,
                 weight_decay=self.weight_decay,
             )
-        number = isinstance(self.clip, Real) and not isinstance(self.clip, bool)
-        if self.clip is not None and not (number and 0 < self.clip < math.inf):
-            raise error(
-                ValueError,
-                f"clip = {shown(self.clip)}",
-                "it is a positive number, or None",
-                "pass 1.0",
-            )
+        clip = self.clip
+        if clip is not None:
+            clip = positive_number("clip", clip, allowed=", or None")
         if self.state not in STATES:
             raise error(
                 ValueError,
@@ -69,7 +63,14 @@ class AdamWOptions(NamedTuple):
                 f"it is {', '.join(map(repr, STATES))}",
                 "pass one of these",
             )
-        return self
+        beta1, beta2 = self.betas
+        return AdamWOptions(
+            (float(beta1), float(beta2)),
+            float(self.eps),
+            float(self.weight_decay),
+            clip,
+            self.state,
+        )
 
 
 class AdamW:

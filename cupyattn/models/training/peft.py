@@ -17,7 +17,7 @@ from cupyattn.models.checkpoints.checkpoint import damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.hugging_face import read_json
 from cupyattn.models.checkpoints.safetensors_files import Stored, read_safetensors
-from cupyattn.models.checkpoints.safetensors_writer import store
+from cupyattn.models.checkpoints.safetensors_writer import require_finite, store
 from cupyattn.models.checkpoints.whole_files import write_whole
 from cupyattn.models.training.lora_options import LoraOptions
 
@@ -50,7 +50,10 @@ def write(
     ------
     OSError
         If they cannot be written. Older files are as they were.
+    ValueError
+        For numbers that are not finite.
     """
+    require_finite(tensors)
     targets = options.targets
     if targets == "all-linear":
         targets = tuple(dict.fromkeys(name.split(".")[-3] for name in tensors))
@@ -131,17 +134,13 @@ def _options(fields: Fields) -> LoraOptions:
     targets = fields.given.get("target_modules")
     return LoraOptions(
         rank=fields.integer("r"),
-        alpha=_plain(fields.number("lora_alpha")),
+        alpha=fields.number("lora_alpha"),
         dropout=fields.number("lora_dropout", 0.0, zero_allowed=True),
         targets=tuple(targets) if isinstance(targets, list) else targets,  # type: ignore[arg-type]
         rank_pattern=fields.object("rank_pattern"),
         alpha_pattern=fields.object("alpha_pattern"),
         use_rslora=fields.flag("use_rslora", False),
     )
-
-
-def _plain(number: float) -> float:
-    return int(number) if number == int(number) else number
 
 
 def fitting(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupyattn.errors import error
+from cupyattn.models.training.counts import count_of, positive_number
 
 FIRST = 2.0**16
 LEAST, MOST = 1.0, 2.0**24
@@ -39,6 +40,19 @@ class LossScale:
     good_steps: int = GOOD_STEPS
     good: int = 0
     skipped: int = 0
+
+    def __post_init__(self) -> None:
+        """Keep Python's own numbers.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a scale that is not positive, and steps that are no counts.
+        """
+        self.scale = positive_number("scale", self.scale, example=FIRST)
+        self.dynamic = bool(self.dynamic)
+        for name, least in (("good_steps", 1), ("good", 0), ("skipped", 0)):
+            setattr(self, name, count_of(name, getattr(self, name), least=least))
 
     @classmethod
     def off(cls) -> LossScale:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from numbers import Real
 from typing import NamedTuple
 
 from cupyattn.errors import error, shown
-from cupyattn.models.training.counts import count_of
+from cupyattn.models.training.counts import count_of, positive_number
 
 _SHAPES: dict[str, Callable[[float], float]] = {
     "constant": lambda done: 1.0,
@@ -61,10 +60,7 @@ class Schedule(NamedTuple):
                 f"it is {', '.join(map(repr, SCHEDULES))}",
                 "pass one of these",
             )
-        if not isinstance(lr, Real) or isinstance(lr, bool) or not 0 < lr < math.inf:
-            raise error(
-                ValueError, f"lr = {shown(lr)}", "it is a positive number", "pass for example 1e-4"
-            )
+        lr = positive_number("lr", lr, example=1e-4)
         steps = count_of("steps", steps, least=1)
         warmup = count_of("warmup", warmup, least=0)
         if warmup >= steps:

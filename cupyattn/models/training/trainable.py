@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
+
+import numpy as np
 
 from cupyattn.arrays import Array
 from cupyattn.errors import error
+from cupyattn.models.config import Config
 from cupyattn.models.model import Model
-from cupyattn.models.training.batch import Batch
+from cupyattn.models.training.batch import IGNORED, Batch, Sample
 
 
 def require_whole(model: Model) -> None:
@@ -21,6 +25,32 @@ def require_whole(model: Model) -> None:
         )
 
 
+def require_samples(config: Config, samples: Sequence[Sample]) -> None:
+    """Raise ValueError for samples that a model has no rows or no positions for.
+
+    A GPU would compute NaN of them, in whatever step they come.
+    """
+    for number, sample in enumerate(samples):
+        if len(sample.ids) > config.max_positions:
+            raise error(
+                ValueError,
+                f"samples[{number}] has {len(sample.ids)} tokens",
+                f"the model has {config.max_positions} positions",
+                "cut it into several samples",
+            )
+        for name, ids in sample._asdict().items():
+            known = (ids >= 0) & (ids < config.vocab_size)
+            if name == "labels":
+                known |= ids == IGNORED
+            if not known.all():
+                raise error(
+                    ValueError,
+                    f"samples[{number}] has {int(ids[np.argmin(known)])} among its {name}",
+                    f"the model knows the tokens 0 to {config.vocab_size - 1}",
+                    "write ids with the tokenizer of this very model",
+                )
+
+
 class Trainable(Protocol):
     """A model some arrays of which are learnt.
 
@@ -32,6 +62,10 @@ class Trainable(Protocol):
     """
 
     arrays: dict[str, Array]
+
+    def require(self, samples: Sequence[Sample], /) -> None:
+        """Raise ValueError for samples that the model cannot take, before the first step."""
+        ...
 
     def gradients(
         self,

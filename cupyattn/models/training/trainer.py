@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -71,7 +72,7 @@ class Trainer:
         Of dropout.
     names : dict
         What else must be the same where a training is resumed, beside what is known here: how it
-        was told, for errors that say so.
+        was told, for errors that say so. JSON keeps it.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Trainer:
                 "a training changes some arrays",
                 "choose other targets of the adapters",
             )
+        trainable.require(packing.samples)
         self.trainable = trainable
         self.packing = packing
         self.schedule = Schedule.checked(*schedule)
@@ -103,7 +105,7 @@ class Trainer:
         first = next(iter(trainable.arrays.values()))
         self.xp = np if isinstance(first, np.ndarray) else load_cupy()
         self.optimizer = AdamW(trainable.arrays, optimizer, self.xp)
-        self._names = names or {}
+        self._identity = _as_json(self._found(names or {}))
 
     def __iter__(self) -> Iterator[TrainedStep]:
         while self.number < self.schedule.steps:
@@ -197,9 +199,13 @@ class Trainer:
         self.trainable.updated()
 
     def identity(self) -> dict[str, Any]:
-        """Return what the losses depend on, as far as it is known here; `names` has the rest."""
+        """Return what the losses depend on, as JSON has it: it is that of the first step."""
+        return self._identity
+
+    def _found(self, names: dict[str, Any]) -> dict[str, Any]:
+        """Find what is known here; `names` has the rest."""
         return {
-            **self._names,
+            **names,
             **self.trainable.identity(),
             "arrays": {name: list(array.shape) for name, array in self.trainable.arrays.items()},
             **self.packing.identity(),
@@ -212,7 +218,7 @@ class Trainer:
         }
 
     def _require_same(self, saved: dict[str, Any]) -> None:
-        here = self.identity()
+        here = self._identity
         for name in (*here, *(saved.keys() - here.keys())):  # what was told is compared first
             if saved.get(name) != here.get(name):
                 raise error(
@@ -222,6 +228,21 @@ class Trainer:
                     "a training is resumed with the model, the data and the options it began with",
                     "pass those, or begin anew in another folder",
                 )
+
+
+def _as_json(found: dict[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint will give back, before a step is taken that it could not keep."""
+    for name, value in found.items():
+        try:
+            found[name] = json.loads(json.dumps(value, allow_nan=False))
+        except (TypeError, ValueError) as failure:
+            raise error(
+                type(failure),
+                f"{name} = {shown(value)} ({failure})",
+                "what a training is resumed with is kept as JSON",
+                "pass numbers, texts, and lists and dicts of them",
+            ) from failure
+    return found
 
 
 def seed_of(*numbers: int) -> int:

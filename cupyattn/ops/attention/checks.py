@@ -34,6 +34,7 @@ from cupyattn.ops.checks import (
     FLOATS,
     INTEGERS,
     require_arrays,
+    require_bool_mask,
     require_contiguous_rows,
     require_dtype,
     require_output,
@@ -253,7 +254,7 @@ def _require_valid_option_arrays(problem: AttentionProblem) -> None:
             require_shape(name, layouts[name], (batch,), "(B,)")
             require_whole_item_strides(name, layouts[name])
     if "mask" in layouts:
-        _require_bool_mask(layouts["mask"])
+        require_bool_mask("mask", layouts["mask"])
     if "bias" in layouts:
         require_dtype("bias", layouts["bias"], floats)
     for name in ("mask", "bias"):
@@ -274,19 +275,6 @@ def _require_valid_option_arrays(problem: AttentionProblem) -> None:
     require_valid_arrays(problem.functions, layouts, on_cpu=problem.dtype == np.float64)
     if "cos" in layouts:
         _require_rotary_tables(layouts["cos"], layouts["sin"], problem.head_dim)
-
-
-def _require_bool_mask(layout: Layout) -> None:
-    """Raise TypeError unless the mask is of bool; one of floats is mostly meant to be added."""
-    if layout.dtype.kind == "f" or layout.dtype.name == "bfloat16":
-        raise error(
-            TypeError,
-            f"mask has dtype {layout.dtype_text}",
-            "allowed are bool, True = attend",
-            "pass what is added to the scores (0 and -inf) as bias=, and of a mask of 1 and 0 "
-            "pass mask != 0",
-        )
-    require_dtype("mask", layout, ("bool",))
 
 
 def _require_broadcastable(name: str, layout: Layout, scores_shape: tuple[int, ...]) -> None:

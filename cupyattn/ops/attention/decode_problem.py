@@ -38,7 +38,7 @@ from cupyattn.ops.attention.packed import (
 )
 from cupyattn.ops.attention.problem import FORWARD_RESULTS, LSE_DTYPE, AttentionProblem
 from cupyattn.ops.attention.results import Outputs, forward_outputs, result_layouts
-from cupyattn.ops.attention.values import require_sinks
+from cupyattn.ops.attention.values import require_alibi, require_sinks
 from cupyattn.ops.checks import (
     CPU_FLOATS,
     INTEGERS,
@@ -224,7 +224,7 @@ def _queries(layouts: dict[str, Layout], max_seqlen_q: Any) -> tuple[int, int]:
 
 
 def _check_values(problem: DecodeProblem, arrays: dict[str, Array]) -> None:
-    """Check lengths and the block ids that will be read, and sinks."""
+    """Check lengths and the block ids that will be read, sinks and slopes."""
     queries = _query_counts(problem, arrays)
     lengths = on_host(arrays["seqlens_k"]).astype(np.int64)
     capacity, size = problem.attention.sk, problem.block_size
@@ -257,6 +257,9 @@ def _check_values(problem: DecodeProblem, arrays: dict[str, Array]) -> None:
         )
     if "sinks" in arrays:
         require_sinks(arrays["sinks"])
+    if "alibi_slopes" in arrays:
+        slopes = arrays["alibi_slopes"]
+        require_alibi(problem.attention, slopes, lengths - queries, queries, lengths)
 
 
 def _query_counts(problem: DecodeProblem, arrays: dict[str, Array]) -> np.ndarray:

@@ -111,9 +111,9 @@ def require_gradient(functions: Mapping[str, UserFunction | None]) -> None:
         )
 
 
-_PLACES = {ARRAYS: "the name of an array", RESULT: "its result", END: "its end"}
+_PLACES = {RESULT: "its result", END: "its end"}
 _COMPLAINT = re.compile(
-    rf"^({'|'.join(SHOWN_AS.values())})({'|'.join(map(re.escape, _PLACES))})?\((\d+)\): "
+    rf"^({'|'.join(SHOWN_AS.values())})({'|'.join(map(re.escape, (ARRAYS, *_PLACES)))})?\((\d+)\): "
     r"(?:catastrophic )?error: (.*(?:\n {9,}.*)*)\n(.*)\n(\s*)\^",
     re.MULTILINE,
 )
@@ -130,10 +130,17 @@ def _expression_error(
     name, around, line, complaint, text, margin = found.groups()
     complaint = " ".join(complaint.split())
     function = functions["mask_mod" if name == "mask_mod" else "score_mod"]
+    if around == ARRAYS and function is not None:  # a line for each, which declares its name alone
+        return error(
+            ValueError,
+            f"{name} does not compile: it has an array named {function.arrays[int(line) - 1]!r}",
+            "that is a macro of the kernel's, or of the compiler's",
+            "give it another name, in the expression too",
+        )
     known = {"score_mod": SCORE_NAMES, "mask_mod": MASK_NAMES}.get(name, GRADIENT_NAMES)
     names = ", ".join((*known, *(function.arrays if function else ())))
     place = _PLACES.get(around, f"line {line}, column {len(margin) - _INDENT + 1}")
-    mark = "" if around in (RESULT, END) else f":\n{text}\n{margin}^"
+    mark = "" if around in _PLACES else f":\n{text}\n{margin}^"
     return error(
         ValueError,
         f"{name} does not compile: {place}: {complaint}",

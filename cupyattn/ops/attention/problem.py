@@ -12,6 +12,7 @@ from cupyattn.arrays import Layout
 from cupyattn.kernels.configs.attention.modifiers import Modifiers
 from cupyattn.ops.attention.modifiers import UserFunction, modifiers_of, strides_of
 from cupyattn.ops.attention.options import ROTARY, SCORE_OPTIONS, USER_FUNCTIONS
+from cupyattn.ops.checks import fixes_of_results
 from cupyattn.ops.overlaps import Overlaps
 
 LSE_DTYPE = np.dtype(np.float32)
@@ -149,7 +150,12 @@ ARRAY_FIXES = {
     "seqused_k": "pass an int32 array of shape (B,), for example numpy.full(B, length, 'int32')",
     "alibi_slopes": "pass a float array of shape (H,) or (B, H)",
     "sinks": "pass a float array of shape (H,)",
+    "cos": "pass a float array of shape (positions, R/2), as rope_tables makes",
+    "sin": "pass a float array of shape (positions, R/2), as rope_tables makes",
+    "cu_seqlens_q": "pass an int32 array of shape (B + 1,)",
+    "cu_seqlens_k": "pass an int32 array of shape (B + 1,)",
 }
 """What to pass instead of a number or a list, where an array of that alone would not do."""
+FORWARD_FIXES = {**ARRAY_FIXES, **fixes_of_results(*FORWARD_RESULTS)}
 SHOWN_AS = {name: f"grads.{name}" for name in BACKWARD_RESULTS}
 """The names of backward's results in errors: as the caller gives them."""

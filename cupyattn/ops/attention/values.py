@@ -14,6 +14,8 @@ INTEGERS = ("q_offset", "seqused_k")
 """The arrays of a few numbers for each batch element."""
 
 MAX_SINK = 2e38
+MAX_ALIBI = 2**20
+"""Of slope times distance: float32 keeps scores of that size to a sixteenth."""
 
 
 def check_values(
@@ -21,7 +23,7 @@ def check_values(
     arrays: dict[str, Array],
     lengths: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> None:
-    """Check the contents of q_offset, seqused_k and sinks, and that rotary tables reach far enough.
+    """Check q_offset, seqused_k, sinks and slopes, and that rotary tables reach far enough.
 
     `lengths` are the queries and keys of each sequence, where these differ. Arrays on a GPU are
     waited for and fetched.
@@ -51,8 +53,43 @@ def check_values(
         )
     if "sinks" in arrays:
         require_sinks(arrays["sinks"])
+    positions = _positions(problem, integers, queries, keys)
+    if "alibi_slopes" in arrays:
+        require_alibi(problem, arrays["alibi_slopes"], *positions)
     if "cos" in arrays:
-        _require_rotary_positions(problem, integers, queries, keys)
+        _require_rotary_positions(problem, *positions)
+
+
+def require_alibi(
+    problem: AttentionProblem,
+    slopes: Array,
+    offsets: np.ndarray,
+    queries: np.ndarray,
+    used: np.ndarray,
+) -> None:
+    """Raise ValueError where ALiBi leaves scores of float32 no digits.
+
+    What weighs in a row is its nearest key, of a slope below 0 the furthest; the others may be any
+    number of times as far away. Keys that a mask hides count as seen.
+    """
+    values, (left, right) = on_host(slopes).astype(float), problem.window
+    last_query, last_key = offsets + queries - 1, used - 1
+    nearest = np.maximum(np.clip(last_query - last_key, 0, left), np.clip(-offsets, 0, right))
+    furthest = np.maximum(np.clip(last_query, 0, left), np.clip(last_key - offsets, 0, right))
+    weighing = np.where(values > 0, nearest[..., None], furthest[..., None])
+    seen = ((queries > 0) & (used > 0))[..., None]
+    with np.errstate(invalid="ignore"):  # of an infinite slope at the query itself, which is NaN
+        largest = np.nanmax(np.abs(values) * np.where(seen, weighing, 0), initial=0)
+    limit = 2**49 if problem.dtype == np.float64 else MAX_ALIBI
+    if largest > limit:
+        raise error(
+            ValueError,
+            f"alibi_slopes times distances come to {largest:.9g}",
+            "of a query's nearest key (with a slope below 0 its furthest) it is at most "
+            f"{limit:,}: larger scores have no digits left",
+            "pass smaller slopes, or a q_offset nearer to the keys"
+            + (", or NumPy arrays of float64" if limit == MAX_ALIBI else ""),
+        )
 
 
 def require_sinks(sinks: Array) -> None:
@@ -71,23 +108,30 @@ def require_rotary_positions(problem: AttentionProblem) -> None:
     """Raise ValueError for tables that are too short, where no array has a say in positions."""
     if "cos" in problem.layouts and not problem.layouts.keys() & set(INTEGERS):
         lengths = np.asarray(problem.sq), np.asarray(problem.sk)
-        _require_rotary_positions(problem, {}, *lengths)
+        _require_rotary_positions(problem, *_positions(problem, {}, *lengths))
 
 
-def _require_rotary_positions(
+def _positions(
     problem: AttentionProblem,
     integers: dict[str, np.ndarray],
     queries: np.ndarray,
     keys: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return of each sequence where query 0 stands, its queries, and its keys in use."""
+    used = np.asarray(integers.get("seqused_k", keys))
+    from_end = used - queries if problem.q_offset is None else np.asarray(problem.q_offset)
+    offsets = np.asarray(integers.get("q_offset", from_end))
+    offsets, queries, used = np.broadcast_arrays(offsets, queries, used)
+    return offsets, queries, used
+
+
+def _require_rotary_positions(
+    problem: AttentionProblem, offsets: np.ndarray, queries: np.ndarray, used: np.ndarray
 ) -> None:
     if problem.batch == 0:
         return
     positions = problem.layouts["cos"].shape[0]
-    used = np.asarray(integers.get("seqused_k", keys))
-    from_end = used - queries if problem.q_offset is None else np.asarray(problem.q_offset)
-    offsets = np.asarray(integers.get("q_offset", from_end))
     occupied = {"keys": (0, int(used.max()) - 1)} if used.any() else {}
-    offsets, queries = np.broadcast_arrays(offsets, queries)
     if queries.any():
         begin, end = offsets[queries > 0], (offsets + queries)[queries > 0]
         occupied["queries"] = (int(begin.min()), int(end.max()) - 1)

@@ -12,6 +12,7 @@ from cupyattn.errors import error
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 from cupyattn.ops.checks import (
     CPU_FLOATS,
+    fixes_of_results,
     require_arrays,
     require_contiguous_rows,
     require_dtype,
@@ -28,6 +29,12 @@ SCALES = ("k_scales", "v_scales")
 SCALES_DTYPE = np.dtype(np.float32)
 _FORMATS = {"int8": "int8", "uint8": "int4"}
 """Quantised formats by the dtype of the array: two items of 4 bits share an unsigned byte."""
+WRITTEN_FIXES = fixes_of_results(*CACHES, *SCALES)
+"""What to pass instead of what is no cache that could be written."""
+TABLE_FIXES = {
+    "block_table": "pass an int32 array of shape (B, max_blocks)",
+    "seqlens_k": "pass an int32 array of shape (B,), for example numpy.full(B, length, 'int32')",
+}
 LAYER_AXES = "num_blocks block_size G D"
 POOL_AXES = f"num_layers {LAYER_AXES}"
 
@@ -67,10 +74,11 @@ def require_caches(
     require_arrays(layouts, CACHES)
     k = layouts["k_cache"]
     axes = POOL_AXES if pools and len(k.shape) == len(POOL_AXES.split()) else LAYER_AXES
+    fixes = WRITTEN_FIXES if written else {}
     for name in CACHES:
-        require_dtype(name, layouts[name], (*CPU_FLOATS, *_FORMATS))
+        require_dtype(name, layouts[name], (*CPU_FLOATS, *_FORMATS), fixes.get(name, ""))
         require_rank(name, layouts[name], axes)
-        require_contiguous_rows(name, layouts[name])
+        require_contiguous_rows(name, layouts[name], fixes.get(name, ""))
     require_same_dtype(layouts, CACHES)
     require_shape("v_cache", layouts["v_cache"], k.shape, "shaped like k_cache")
     num_blocks, block_size, kv_heads, items = k.shape[-4:]
@@ -90,7 +98,7 @@ def require_caches(
             "a block has at least one",
             f"check the axes: caches are ({', '.join(axes.split())})",
         )
-    _require_scales(layouts, caches, k.shape[:-1], axes.split()[:-1])
+    _require_scales(layouts, caches, k.shape[:-1], axes.split()[:-1], fixes)
     if written:
         for name in (*CACHES, *SCALES):
             if name in layouts:
@@ -99,7 +107,11 @@ def require_caches(
 
 
 def _require_scales(
-    layouts: dict[str, Layout], caches: Caches, shape: tuple[int, ...], axes: list[str]
+    layouts: dict[str, Layout],
+    caches: Caches,
+    shape: tuple[int, ...],
+    axes: list[str],
+    fixes: dict[str, str],
 ) -> None:
     for name in SCALES:
         if not caches.quantised:
@@ -119,9 +131,9 @@ def _require_scales(
                 f"({', '.join(axes)})",
                 f"pass {name}, here of shape {shape}",
             )
-        require_dtype(name, layouts[name], (SCALES_DTYPE.name,))
+        require_dtype(name, layouts[name], (SCALES_DTYPE.name,), fixes.get(name, ""))
         require_shape(name, layouts[name], shape, f"({', '.join(axes)}) as its cache")
-        require_whole_item_strides(name, layouts[name])
+        require_whole_item_strides(name, layouts[name], fixes.get(name, ""))
 
 
 def require_slots(slot_mapping: Array, caches: Caches) -> None:

@@ -24,6 +24,7 @@ from cupyattn.ops.plan import Output
 from cupyattn.ops.value_checks import checks_values, on_host
 
 RESULTS = ("k", "v")
+SHOWN_AS = {name: f"out's {name}" for name in RESULTS}
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,8 +88,8 @@ def _checked(
     output = Output(shape, _result_dtype(caches, layouts, dtype))
     for name in RESULTS:
         if name in layouts:
-            require_output(name, layouts[name], *output)
-    overlaps = Overlaps.of(layouts, RESULTS, {name: f"out's {name}" for name in RESULTS})
+            require_output(SHOWN_AS[name], layouts[name], *output)
+    overlaps = Overlaps.of(layouts, RESULTS, SHOWN_AS)
     return GatherProblem(caches, layouts, starts_of(description), output, overlaps)
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from cupyattn.arrays import Description, Layout, Operands, is_contiguous, layouts_of, starts_of
-from cupyattn.errors import error
+from cupyattn.errors import error, made_beforehand
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
 from cupyattn.kernels.configs.layers import adamw_8bit as config
 from cupyattn.kernels.device import Device
@@ -73,7 +73,8 @@ def _cached_problem(description: Description) -> EightBitProblem:
         scales = name.endswith("_scales")
         meaning = f"one for each {config.BLOCK} items of param" if scales else "shaped like param"
         fix = f"make {name} once before the first step, zeros of {dtype}, and keep it"
-        require_dtype(name, layouts[name], (dtype,), fix if name not in ("param", "grad") else None)
+        fixes = {"param": made_beforehand("param"), "grad": ""}
+        require_dtype(name, layouts[name], (dtype,), fixes.get(name, fix))
         require_shape(name, layouts[name], blocks if scales else shape, meaning)
         if not is_contiguous(layouts[name]):
             raise error(

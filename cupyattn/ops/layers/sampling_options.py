@@ -127,7 +127,15 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def _number(name: str, value: Any) -> Any:
-    if "float32" in DTYPES[name]:
+    dtype = DTYPES[name][0]
+    if isinstance(value, list | tuple):
+        raise error(
+            TypeError,
+            f"{name} is a {type(value).__name__}",
+            "it is a number for all rows, or an array (rows,)",
+            f"pass an array, one a row: numpy.array({name}, {dtype!r})",
+        )
+    if dtype == "float32":
         return real(name, value)
     if value is None:
         raise error(

@@ -14,11 +14,10 @@ from cupyattn.arrays import (
     layouts_of,
     starts_of,
 )
-from cupyattn.errors import error, shown
+from cupyattn.errors import error, made_beforehand, shown
 from cupyattn.ops.axes import merge_axes
 from cupyattn.ops.checks import (
     CPU_FLOATS,
-    made_beforehand,
     require_arrays,
     require_contiguous_rows,
     require_dtype,

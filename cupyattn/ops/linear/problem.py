@@ -20,6 +20,11 @@ FORWARD_RESULTS = ("out", "preactivation")
 BACKWARD_RESULTS = ("dx", "dw", "db")
 SHOWN_AS = {name: f"grads.{name}" for name in BACKWARD_RESULTS}
 """The names of backward's results in errors: as the caller gives them."""
+ARRAY_FIXES = {
+    "b": "pass an array of shape (N,), an item for each column of w",
+    "residual": "pass an array of the result's shape",
+}
+"""What to pass instead of a number, of which an array has no axes."""
 WEIGHT_ARRAYS = ("codes", "scales", "super_scales", "scale_table")
 """What stands in the place of w where the weight is quantised."""
 

@@ -40,9 +40,8 @@ def nest_scales(absmax: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     padded = np.pad(flat, (0, -len(flat) % size), mode="edge").reshape(-1, size)
     with np.errstate(all="ignore"):
         low, high = padded.min(axis=-1), padded.max(axis=-1)
-        low, high = (
-            np.where(np.isfinite(low + high), each, np.float32(np.nan)) for each in (low, high)
-        )
+        finite = np.isfinite(low) & np.isfinite(high)  # their sum may not be
+        low, high = (np.where(finite, each, np.float32(np.nan)) for each in (low, high))
         offset = _flushed(low * np.float32(0.5)) + _flushed(high * np.float32(0.5))
         span = np.maximum(_flushed(high - offset), _flushed(offset - low))
         share = _quotient(_flushed(padded - offset[:, None]), span)

@@ -142,6 +142,15 @@ def test_bad_lines_are_named(line, message, tmp_path):
         reader(Checking(BEGIN)).read(file)
 
 
+def test_ids_beyond_the_vocabulary_name_their_line(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "fine"}\n{"prompt": "a", "completion": "~"}\n')
+    tokenizer = ByteTokenizer()
+    assert len(Reader(tokenizer, None, 9, ord("~") + 1).read(file)) == 2
+    with pytest.raises(ValueError, match=r"line 2 of .*data.jsonl has the token 126, as .*ByteTok"):
+        Reader(tokenizer, None, 9, ord("~")).read(file)
+
+
 def test_templates_that_change_what_they_wrote_are_refused():
     longer = [*ANSWERED, *ANSWERED]
     with pytest.raises(ValueError, match="line 1: the chat template writes what is before messa"):

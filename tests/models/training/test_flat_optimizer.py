@@ -125,7 +125,7 @@ def test_hundreds_of_arrays_are_a_few_launches(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (AdamWOptions(clip=0.0), "clip = 0.0; it is a positive number, or None"),
+        (AdamWOptions(clip=0.0), r"clip = 0.0; it is a positive number up to 1e\+38, or None"),
         (AdamWOptions(clip=float("inf")), "clip = inf"),
         (AdamWOptions(clip="1"), "clip = '1'"),  # type: ignore[arg-type]
         (AdamWOptions(clip=float("nan")), "clip = nan"),

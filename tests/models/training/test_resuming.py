@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from cupyattn.models.training import checkpoint
 from cupyattn.models.training.batch import Sample
 from cupyattn.models.training.full_weights import FullWeights
 from cupyattn.models.training.lora import LoraAdapters
+from cupyattn.models.training.lora_options import LoraOptions
 from cupyattn.models.training.optimizer import AdamWOptions
 from cupyattn.models.training.packing import Packing
 from cupyattn.models.training.scaling import LossScale
@@ -30,7 +32,7 @@ pytest.importorskip("safetensors")
 TOKENS, STEPS = 7, 14
 
 
-def trained(samples=30, *, vocabulary=TOKENS, seed=0, lr=0.1, **options):
+def trained(samples=30, *, vocabulary=TOKENS, seed=0, lr=0.1, loss_scale=None, **options):
     """Everything that has a state: dropout, a loss scale that overflows and grows, two batches."""
     packing = Packing(counting(TOKENS, samples=samples), batch_tokens=24)
     return Trainer(
@@ -38,7 +40,7 @@ def trained(samples=30, *, vocabulary=TOKENS, seed=0, lr=0.1, **options):
         packing,
         schedule=Schedule("cosine", lr, STEPS, warmup=2),
         accumulate=2,
-        loss_scale=LossScale(2.0**22, good_steps=2),
+        loss_scale=loss_scale or LossScale(2.0**22, good_steps=2),
         seed=seed,
         **options,
     )
@@ -91,6 +93,48 @@ def test_the_same_losses_of_a_model_on_the_kernels(tmp_path):
     assert len({step.loss for step in whole}) == 3 and not any(step.skipped for step in whole)
     for name, array in first.trainable.arrays.items():
         assert KERNELS.get(array).tobytes() == KERNELS.get(again.trainable.arrays[name]).tobytes()
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"lr": np.float32(0.1)},
+        {"lr": Fraction(1, 10)},
+        {"optimizer": AdamWOptions((np.float32(0.9), 0.99), np.float32(1e-8), np.float32(0.1))},
+        {"optimizer": AdamWOptions(clip=np.float32(1))},
+        {"optimizer": AdamWOptions(clip=Fraction(1, 2))},
+        {"loss_scale": LossScale(np.float32(4), good=np.int64(1), dynamic=np.bool_(True))},
+        {"seed": np.int64(3)},
+        {"names": {"shape": (1, 2), "of": {"a": (3,)}}},
+    ],
+)
+def test_numbers_of_any_kind_are_kept(told, tmp_path):
+    """As Python's own, which JSON has; a tuple comes back as a list."""
+    first = trained(**told)
+    first.step()
+    first.save(tmp_path)
+    again = trained(**told)
+    again.resume(tmp_path)
+    assert again.number == 1
+
+
+def test_ranks_and_alphas_of_any_kind_are_kept(tmp_path):
+    model = models.random(TINY["llama"], dtype="float32", xp=np, seed=2)
+    options = {"rank": np.int64(2), "alpha": np.float32(4), "dropout": np.float32(0.5)}
+    patterns = {
+        "rank_pattern": {"q_proj": np.int8(1)},
+        "alpha_pattern": {"k_proj": np.float16(2)},
+    }
+    LoraAdapters(model, **options, **patterns).save(tmp_path)
+    assert LoraAdapters.load(model, tmp_path).options == LoraOptions(
+        2, 4, 0.5, LoraAdapters.load(model, tmp_path).options.targets, {"q_proj": 1}, {"k_proj": 2}
+    )
+
+
+@pytest.mark.parametrize("value", [Path("a"), float("nan"), np.float32(2), {1, 2}])
+def test_what_json_does_not_keep_is_found_before_the_first_step(value):
+    with pytest.raises((TypeError, ValueError), match=r"x = .*; .* kept as JSON; pass numbers"):
+        trained(names={"x": value})
 
 
 def test_a_checkpoint_is_a_safetensors_writer(tmp_path):

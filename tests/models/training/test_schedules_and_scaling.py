@@ -54,6 +54,7 @@ def test_steps_are_counted(given_):
         (("steps", 1.0, 5, 0), "schedule = 'steps'; it is 'constant', 'linear', 'cosine'"),
         (("linear", 0.0, 5, 0), "lr = 0.0; it is a positive number"),
         (("linear", float("nan"), 5, 0), "lr = nan"),
+        (("linear", 1e40, 5, 0), r"lr = 1e\+40; it is a positive number up to 1e\+38"),
         (("linear", 1.0, 5, 5), "warmup = 5 of 5 steps; the warm-up is shorter"),
         (("linear", 1.0, 0, 0), "steps = 0; it is an integer of 1 or more"),
     ],
@@ -73,6 +74,16 @@ def test_the_scale_halves_and_doubles():
     copy = LossScale(good_steps=3)
     copy.restore(scale.state())
     assert copy == scale
+
+
+@pytest.mark.parametrize(
+    "given_",
+    [{"scale": 0.0}, {"scale": float("inf")}, {"scale": "2"}, {"good_steps": 0}, {"skipped": -1}],
+)
+def test_bad_scales(given_):
+    ((name, value),) = given_.items()
+    with pytest.raises(ValueError, match=f"{name} = {value!r}; it is "):
+        LossScale(**given_)
 
 
 def test_the_scale_has_limits():

@@ -9,8 +9,13 @@ import pytest
 from numpy.testing import assert_allclose
 from support.bigram import Bigram, counting
 from support.devices import everywhere
+from support.tiny_models import TINY
 
+from cupyattn import models
 from cupyattn.models.training.batch import Sample
+from cupyattn.models.training.evaluation import loss_of
+from cupyattn.models.training.full_weights import FullWeights
+from cupyattn.models.training.lora import LoraAdapters
 from cupyattn.models.training.optimizer import AdamWOptions
 from cupyattn.models.training.packing import Packing
 from cupyattn.models.training.scaling import LossScale
@@ -126,6 +131,26 @@ def test_what_is_no_training():
     model.arrays = {}
     with pytest.raises(ValueError, match="nothing is learnt"):
         trainer(model)
+
+
+@pytest.mark.parametrize("kind", [LoraAdapters, FullWeights])
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (Sample.of([1, 67], [True] * 2), r"samples\[1\] has 67 among its ids; .* tokens 0 to 66; "),
+        (Sample.of([-1, 5], [True] * 2), r"samples\[1\] has -1 among its ids"),
+        (Sample(np.array([1, 2]), np.array([67, -100])), r"samples\[1\] has 67 among its labels"),
+        (Sample.of([1] * 41, [True] * 41), r"samples\[1\] has 41 tokens; the model has 40 posi"),
+    ],
+)
+def test_samples_are_those_of_the_model(kind, sample, message):
+    """Before the first step, and of those that are only looked at too."""
+    model = models.random(TINY["llama"], dtype="float32", xp=np)
+    packing = Packing([Sample.of([3, 66], [True] * 2), sample], batch_tokens=99)
+    with pytest.raises(ValueError, match=message):
+        Trainer(kind(model), packing, schedule=Schedule("constant", 0.1, 2))
+    with pytest.raises(ValueError, match=message):
+        loss_of(model, packing.samples, batch_tokens=99)
 
 
 def test_a_loss_that_is_not_finite_ends_it():

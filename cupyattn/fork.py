@@ -1,8 +1,8 @@
-"""A fork waits for compilations to end.
+"""A fork waits for compilations, and for what is imported the first time.
 
 A child has only the thread that forked. A lock that another thread held is locked there for ever,
-and NVRTC has locks of its own, which nobody else can free: a child that was forked while another
-thread compiled hung in its first compilation.
+and NVRTC and Python's imports have locks of their own, which nobody else can free: a child that was
+forked while another thread made its first call hung in its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ class NoForkWithin:
     """Work that several threads may do at once, but none while a process forks.
 
     A context manager makes the threads inside known. A fork waits until they are out, and those
-    that want to enter wait for the fork; the forking thread itself may be inside.
+    that want to enter wait for the fork; the forking thread itself may be inside. One object is all
+    that a process can have: with two, a thread inside the one would wait at the other for a fork
+    that waits for it.
     """
 
     def __init__(self) -> None:
@@ -30,8 +32,11 @@ class NoForkWithin:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Mark what this thread does within the block; blocks are not nested."""
+        """Mark what this thread does within the block, and within blocks in it."""
         thread = threading.get_ident()
+        if thread in self._inside:  # which only the thread itself changes
+            yield
+            return
         try:
             with self._condition:
                 self._inside.add(thread)
@@ -51,3 +56,7 @@ class NoForkWithin:
     def _open_in_child(self) -> None:
         self._inside &= {threading.get_ident()}  # after a wait that Ctrl-C cut short
         self._condition.release()
+
+
+no_fork = NoForkWithin()
+"""Around work under locks that others hold too, and around each import that waits for its need."""

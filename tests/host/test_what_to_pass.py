@@ -1,0 +1,144 @@
+"""What errors say to pass instead of what is no array: followed, it works, and nothing is lost."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support.bad_input.call import Call
+from support.bad_input.every_function import every_function
+
+import cupyattn
+
+EXAMPLE = re.compile(r"numpy\.\w+\(.*\)")
+CALLS = list(every_function())
+OF_ONE_OR_ALL = {"dloss", "seed", "temperature", "top_k"}
+"""Numbers are what these may be, or are as an array."""
+UPDATED = {
+    "append_kv": {"k_cache", "v_cache", "k_scales", "v_scales", "q"},
+    "copy_blocks": {"k_cache", "v_cache", "k_scales", "v_scales"},
+    "add_to": {"total"},
+    "adamw_step": {"param", "m", "v"},
+    "adamw_step_8bit": {"param", "m", "v", "m_scales", "v_scales"},
+}
+
+
+def places(value: Any, *trail: Any) -> Iterator[tuple[Any, ...]]:
+    """The ways to the arrays of a call: an argument, and where in a tuple."""
+    if isinstance(value, np.ndarray):
+        yield trail
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from places(item, *trail, name)
+    elif isinstance(value, tuple):
+        for i, item in enumerate(value):
+            yield from places(item, *trail, i)
+
+
+def changed(value: Any, trail: tuple[Any, ...], change: Any) -> Any:
+    if not trail:
+        return change(value)
+    if isinstance(value, dict):
+        return {**value, trail[0]: changed(value[trail[0]], trail[1:], change)}
+    items = list(value)
+    items[trail[0]] = changed(items[trail[0]], trail[1:], change)
+    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+
+
+def is_written(call: Call, name: str) -> bool:
+    function = call.function.__name__
+    if name in UPDATED.get(function, ()):
+        return True
+    if function.endswith("_backward"):
+        return name in ("grads", "dlogits")
+    return name == "out"
+
+
+def given(call: Call) -> dict[str, Any]:
+    return {**call.arrays, **call.options}
+
+
+def cases(*, written: bool) -> Iterator[Any]:
+    for call in CALLS:
+        for trail in places(given(call)):
+            name = trail[0]
+            if name in ("workspace", *OF_ONE_OR_ALL):
+                continue
+            if is_written(call, name) == written:
+                id = f"{call.function.__name__} {' '.join(map(str, trail))}"
+                yield pytest.param(call, trail, id=id)
+
+
+def run(call: Call, trail: tuple[Any, ...], change: Any) -> None:
+    """Call with one array replaced."""
+    arguments = changed(given(call), trail, change)
+    arrays = [arguments.pop(name) for name in call.arrays]
+    call.function(*arrays, **arguments)
+
+
+def error_of(call: Call, trail: tuple[Any, ...], change: Any) -> list[str]:
+    """The parts of the error that a call with one array replaced brings."""
+    with pytest.raises(TypeError) as refused:
+        run(call, trail, change)
+    return str(refused.value).split("; ")
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.function.__name__)
+def test_the_calls_themselves_are_right(call):
+    call.run()
+
+
+def test_every_function_is_here():
+    functions = {name for name in cupyattn.__all__ if inspect.isfunction(getattr(cupyattn, name))}
+    without_arrays = {"backend", "block_mask", "device_info", "rope_tables", "vjp"}
+    called = {call.function.__name__ for call in CALLS}
+    assert called == functions - without_arrays
+
+
+@pytest.mark.parametrize(("call", "trail"), [*cases(written=True)])
+def test_a_copy_of_a_result_would_be_lost(call, trail):
+    for change in (np.ndarray.tolist, lambda array: 1.0):
+        passed, *_, fix = error_of(call, trail, change)
+        name = passed.split(" is a ")[0]
+        assert fix.startswith("make a writable, C-contiguous array before the call"), fix
+        assert f"pass it as {name} and read that" in fix
+
+
+@pytest.mark.parametrize(("call", "trail"), [*cases(written=False)])
+def test_a_number_is_told_the_shape(call, trail):
+    """numpy.asarray of it would have no axes, and be refused too."""
+    for number in (1, 1.0):
+        passed, *_, fix = error_of(call, trail, lambda array, number=number: number)
+        assert "shape" in fix
+        assert "asarray" not in fix
+        if example := EXAMPLE.search(fix):
+            text = example[0].replace(f", {passed.split(' is a ')[0]},", f", {number},")
+            run(call, trail, lambda array, text=text: made(text, array))
+
+
+def made(example: str, array: np.ndarray) -> np.ndarray:
+    """What an error says to make, of the letters that the documentation has for extents."""
+    extents = {"B": 1, "S": 3, "length": 3, "shape": array.shape, "dtype": array.dtype}
+    return eval(example, {"numpy": np, **extents})
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.function.__name__)
+def test_a_plain_tuple_of_gradients_is_told_the_fields(call):
+    grads = call.options.get("grads")
+    if hasattr(grads, "_fields"):
+        passed, allowed, _ = error_of(call, ("grads",), tuple)
+        kind, fields = type(grads).__name__, ", ".join(grads._fields)
+        assert passed == "grads is a tuple"
+        assert re.fullmatch(f"it is an? {kind} of {fields}: arrays or None", allowed)
+        assert ("an " in allowed) == (kind in ("AttentionGrads", "RMSNormGrads"))
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.function.__name__)
+def test_a_list_is_no_workspace(call):
+    if "workspace" in call.options:
+        *_, fix = error_of(call, ("workspace",), np.ndarray.tolist)
+        assert fix == "pass an array of 'uint8', or none"
