@@ -25,6 +25,7 @@ import cupyattn
 MODULES = (
     "cupyattn",
     "cupyattn.models",
+    "cupyattn.distributed",
     "cupyattn.emulator",
     "cupyattn.turing",
     "cupyattn.kv_cache",

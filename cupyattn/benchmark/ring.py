@@ -20,7 +20,7 @@ from cupyattn import distributed
 from cupyattn.benchmark.frame.arguments import add_numbers
 from cupyattn.benchmark.frame.benchmark import Benchmark
 from cupyattn.benchmark.frame.clock import Clock
-from cupyattn.benchmark.frame.rows import PRODUCTS, Row, row_of
+from cupyattn.benchmark.frame.rows import PRODUCTS, Row, row_of, without
 from cupyattn.benchmark.frame.subjects import Gauge
 from cupyattn.cli.arguments import integer
 from cupyattn.cupy_library import load_cupy
@@ -73,8 +73,11 @@ def rows(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Row]:
     ------
     RuntimeError
         With fewer GPUs than were asked for.
+    ValueError
+        For key-value heads that do not divide heads.
     """
     gpus = arguments.gpus or device_count()
+    _require_heads(arguments)
     if not 2 <= gpus <= device_count():
         raise RuntimeError(
             f"a ring of {gpus} GPUs, of {device_count()} that are here; it takes two or more: "
@@ -203,33 +206,66 @@ def timed(
 
 
 def modelled(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Model the problem on every card and link, with 2, 4, 8 ... ranks."""
+    """Model the problem on every card and link, with as many ranks as --gpus says or 2, 4, 8 ...
+
+    Raises
+    ------
+    ValueError
+        For numbers of which there is no problem, and more GPUs than any link joins.
+    """
+    _require_heads(arguments)
+    most_of_all = max(most for _, _, most in SETUPS)
+    if arguments.gpus > most_of_all:
+        raise ValueError(
+            f"--gpus {arguments.gpus}; the model has links that join up to {most_of_all}; "
+            "ask for fewer"
+        )
     for card, link, most in SETUPS:
-        ranks = 2 if most <= 8 else 16
-        while ranks <= most and arguments.tokens % (2 * ranks) == 0:
+        for ranks in _ring_sizes(arguments.gpus, most):
             given: dict[str, Any] = {
                 "heads": arguments.heads, "kv_heads": arguments.kv_heads,
                 "head_dim": arguments.head_dim, "causal": not arguments.full,
                 "placement": arguments.placement,
             }  # fmt: skip
-            for backward in (False, True):
-                found = cost.ring_cost(
-                    ranks, arguments.tokens, backward=backward, card=card, link=link, **given
-                )
+            labels = {
+                **given, "tokens": arguments.tokens, "card": card.name, "ranks": ranks,
+                "link": f"{link.name}, {link.gb_per_s:g} GB/s each way",
+            }  # fmt: skip
+            try:
+                both = [
+                    cost.ring_cost(
+                        ranks, arguments.tokens, backward=backward, card=card, link=link, **given
+                    )
+                    for backward in (False, True)
+                ]
+            except ValueError as reason:  # tokens that more ranks do not split either
+                yield without(labels, "cupyattn ring", str(reason))
+                break
+            for what, found in zip(("forward", "backward"), both, strict=True):
                 yield {
-                    **given,
-                    **{"tokens": arguments.tokens, "card": card.name, "ranks": ranks},
-                    "link": f"{link.name}, {link.gb_per_s:g} GB/s each way",
-                    "what": "backward" if backward else "forward",
+                    **labels,
+                    "what": what,
                     "contender": "cupyattn ring",
                     "times": {"p50_s": found.total},
                     "also": {
-                        "compute_s": found.compute, "transfer_s": found.transfer,
-                        "exposed_s": found.exposed, "efficiency": found.efficiency,
+                        "compute_s": found.compute, "memory_s": found.memory,
+                        "transfer_s": found.transfer, "exposed_s": found.exposed,
+                        "host_s": found.host, "efficiency": found.efficiency,
                         "balance": found.balance,
                     },
                 }  # fmt: skip
-            ranks *= 2
+
+
+def _ring_sizes(gpus: int, most: int) -> Iterator[int]:
+    """Yield how many ranks are modelled on a link that joins so many."""
+    ranks = gpus or (2 if most <= 8 else 16)
+    while ranks <= most:
+        yield ranks
+        ranks = most + 1 if gpus else 2 * ranks
+
+
+def _require_heads(arguments: argparse.Namespace) -> None:
+    cost.require_counts(tokens=arguments.tokens, heads=arguments.heads, kv_heads=arguments.kv_heads)
 
 
 BENCHMARK = Benchmark(

@@ -3,7 +3,8 @@
 Each rank holds some tokens of every sequence. Keys and values go round a ring of ranks
 (`ring_attention`) on what carries bytes already: NCCL, MPI, copies between the GPUs of one process,
 or threads of NumPy arrays. `run` starts ranks in this process; `nccl_group` and `launched_group`
-join those of several.
+join those of several. `column_linear` and `row_linear` spread the weights of a layer, and sum its
+results (`all_reduce`).
 
 In a notebook with two GPUs:
 
@@ -26,17 +27,27 @@ from cupyattn.distributed.placement import positions, shard, unshard
 from cupyattn.distributed.processes import launched_group, nccl_group, unique_id
 from cupyattn.distributed.ring import ring_attention
 from cupyattn.distributed.ring_backward import ring_attention_backward
+from cupyattn.distributed.tensor_parallel import (
+    all_reduce,
+    column_linear,
+    column_linear_backward,
+    row_linear,
+)
 from cupyattn.distributed.threads import run
 
 __all__ = [
     "Communicator",
     "Group",
     "RankFailedError",
+    "all_reduce",
+    "column_linear",
+    "column_linear_backward",
     "launched_group",
     "nccl_group",
     "positions",
     "ring_attention",
     "ring_attention_backward",
+    "row_linear",
     "run",
     "shard",
     "unique_id",

@@ -9,6 +9,7 @@ import numpy as np
 
 from cupyattn import BlockMask, DropoutSeed, MaskMod, ScoreMod
 from cupyattn.arrays import Array
+from cupyattn.distributed.group import Group
 from cupyattn.distributed.options import OF_ROWS, RingOptions
 from cupyattn.distributed.placement import Placement
 from cupyattn.distributed.scores import with_four_axes
@@ -23,6 +24,29 @@ _WITHOUT = {
     "workspace": "the calls of a ring allocate scratch memory, from CuPy's pool",
 }
 _KINDS = {"score_mod": ScoreMod, "mask_mod": MaskMod}
+
+
+def require_group(group: Any) -> None:
+    """Raise TypeError for what is no group."""
+    if not isinstance(group, Group):
+        raise error(
+            TypeError,
+            f"group is a {type(group).__module__}.{type(group).__qualname__}",
+            "it is a cupyattn.distributed.Group",
+            "wrap what carries the bytes once: group = distributed.Group(communicator)",
+        )
+
+
+def require_device(group: Group, device: int | None) -> None:
+    """Raise ValueError for arrays that a rank's communicator does not carry."""
+    if group.device is not None and device != group.device:
+        where = "NumPy's" if device is None else f"on device {device}"
+        raise error(
+            ValueError,
+            f"arrays that are {where}, of rank {group.rank} on device {group.device}",
+            "a rank's arrays are on the device of its communicator",
+            f"make them inside 'with cupy.cuda.Device({group.device})'",
+        )
 
 
 def refuse(function: str, others: Mapping[str, Any]) -> None:

@@ -1,23 +1,46 @@
-"""What a ring takes, modelled: compute, transfer, and how much of the transfer is exposed.
+"""What a ring takes, modelled: compute, passes over memory, transfer, and the host's time.
 
-Each step takes as long as the rank with the most scores computes, or the block's transfer that runs
-beside it, whichever is longer:
+A step of a ring takes as long as the rank that is last, the transfers beside it, or the host, which
+asks for all of it, whichever is longest:
 
-    step i = max(most scores of a rank * operations of one / rate, bytes / bandwidth + latency)
+    step = max(scores * operations / rate + bytes of passes / memory's rate,
+               bytes of the block / bandwidth + latency,
+               launches * the host's time of one)
 
-A score takes 2 (D + Dv) operations forward, and 2.5 times that backward (five products of two
-sizes). Forward, a step's transfer is that of k and v; backward the float32 gradients of the block
-before besides. Behind the last step these go home, beside what is left of the rank's own block:
-with zigzag its second piece of queries. What a call costs the host, and merges (a pass over out
-each), are left out: they do not grow with the keys.
+- A score takes 2 (D + Dv) operations forward, and 2.5 times that backward (five products of two
+  sizes).
+- Passes forward: from the second step on each piece of queries that sees anything is merged. What
+  there is of it is read (16 bits, from the third step on 32) with the part that came, in 16, and
+  written in 32, at the last step in 16: 6 to 10 bytes an item of out.
+- Passes backward: the sums dq, dk and dv are zeroed (4 bytes an item). At each step the shares are
+  read in 16 bits, and the sums of pieces that see or are seen read and written: 10 bytes. At the
+  end they are read and rounded into the gradients: 6.
+- Transfers forward are of k and v; backward of the float32 gradients of the block before besides.
+  Behind the last step these go home, beside what is left of the rank's own block: with zigzag its
+  second piece of queries.
+- The host launches one kernel forward or three backward, one for each merge or sum, and for a
+  transfer what sends and receives. Before the first kernel it checks the call, for as long as four
+  launches take: on NumPy arrays the checks take twice as long as a small call of `attention`
+  (2026-11-24). A transfer counts as four, which is assumed.
+
+Left out is what a block's own calls lose. On two H200 the benchmark measured 91.7 % of as fast as
+there are GPUs (131,072 tokens, 16 heads of 128, causal, 2026-11-23), where this says 99.8 %: passes
+and host are 0.2 %. Of the rest the last wave of CTAs is some 1.5 %: a call whose pieces are seen
+whole has CTAs that all take equally long, here 8,192 and 4,096 of them for the 264 that run at a
+time, which is 31.03 and 15.5 waves, and takes 32 and 16. What is not told apart by that figure: the
+clocks of the two GPUs, of which one alone was the measure of both, and the multiprocessors that
+NCCL's kernels take.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from cupyattn.distributed.placement import Placement, placement_of
-from cupyattn.distributed.plan import balance, own_scores, scores_by_shift, shifts_needed, sight_of
+from cupyattn.distributed.plan import balance, seen_by_shift, shifts_needed, sight_of
+from cupyattn.errors import error, shown
 
 
 class Card(NamedTuple):
@@ -27,6 +50,10 @@ class Card(NamedTuple):
     forward: float
     """TFLOP/s of causal attention in float16 at head dim 128."""
     backward: float
+    gb_per_s: float
+    """Of its memory, read and written."""
+    launch_us: float
+    """Microseconds of the host for a launch."""
 
 
 class Link(NamedTuple):
@@ -41,9 +68,10 @@ class Link(NamedTuple):
 
 # Of the T4 the modelled utilisation of its tensor cores (python -m cupyattn turing) times their 65
 # TFLOP/s; of the H200 what Turing's code reached there (benchmark attention, attention_backward,
-# head dim 128, CUPYATTN_ARCH=75, 2026-11-21).
-T4 = Card("T4 (modelled)", 0.89 * 65, 0.65 * 65)
-H200 = Card("H200", 249.0, 210.0)
+# head dim 128, CUPYATTN_ARCH=75, 2026-11-21), a copy there, and a call's host side (benchmark host,
+# 2026-11-22). Of the T4's 320 GB/s two thirds, and a host as slow again: no measurements.
+T4 = Card("T4 (modelled)", 0.89 * 65, 0.65 * 65, 213.0, 25.0)
+H200 = Card("H200", 249.0, 210.0, 4257.0, 12.8)
 # What such links are sold as, less a tenth to a quarter for what NCCL reaches; no measurements.
 PCIE = Link("PCIe 3.0 x16", 12.0, 20.0)
 THROUGH_HOST = Link("PCIe through the host", 6.0, 40.0)
@@ -51,6 +79,8 @@ NVLINK = Link("NVLink 4", 360.0, 10.0)
 INFINIBAND = Link("InfiniBand NDR, one a GPU", 45.0, 15.0)
 
 FLOAT16, FLOAT32 = 2, 4  # bytes
+SUM = FLOAT16 + 2 * FLOAT32  # a share is read, a sum read and written
+CHECKS, TRANSFER = 4, 4  # launches' worth of the host
 
 
 class RingCost(NamedTuple):
@@ -59,11 +89,15 @@ class RingCost(NamedTuple):
     Attributes
     ----------
     compute : float
-        Of the rank with the most to do, summed over steps.
+        Of scores, on the rank that is last at each step, summed over steps.
+    memory : float
+        Of its passes over memory that one card alone does not make.
     transfer : float
         Of all transfers.
     exposed : float
-        What transfers add to the time of computing.
+        What transfers add to the time of these.
+    host : float
+        What the host adds besides.
     single : float
         What one card alone would take.
     balance : float
@@ -73,8 +107,10 @@ class RingCost(NamedTuple):
 
     ranks: int
     compute: float
+    memory: float
     transfer: float
     exposed: float
+    host: float
     single: float
     balance: float
     steps: int
@@ -82,7 +118,7 @@ class RingCost(NamedTuple):
     @property
     def total(self) -> float:
         """Seconds of the call."""
-        return self.compute + self.exposed
+        return self.compute + self.memory + self.exposed + self.host
 
     @property
     def efficiency(self) -> float:
@@ -123,7 +159,8 @@ def ring_cost(
     Raises
     ------
     ValueError
-        For a length that the placement cannot split.
+        For a number that is below 1, key-value heads that do not divide heads, and a length that
+        the placement cannot split.
 
     Examples
     --------
@@ -134,35 +171,96 @@ def ring_cost(
     (0.0, 1.0)
     """
     kv_heads = heads if kv_heads is None else kv_heads
+    require_counts(
+        ranks=ranks, tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, batch=batch
+    )
     sight = sight_of(causal, window_size, tokens)
     dealt: Placement = placement_of(placement, ranks, (tokens,))
-    counts = scores_by_shift(dealt, (tokens,), sight)
+    seen = seen_by_shift(dealt, tokens, sight)
+    shifts = shifts_needed(dealt, (tokens,), sight)
     per_score = 4 * head_dim * (2.5 if backward else 1.0)
     rate = (card.backward if backward else card.forward) * 1e12
     seconds_per_score = batch * heads * per_score / rate
-
-    items = 2 * batch * (tokens // ranks) * kv_heads * head_dim  # of k and v
+    queries, keys = (batch * (tokens // ranks) * each * head_dim for each in (heads, kv_heads))
     block, gradients = (
-        items * size / (link.gb_per_s * 1e9) + link.microseconds / 1e6
+        2 * keys * size / (link.gb_per_s * 1e9) + link.microseconds / 1e6
         for size in (FLOAT16, FLOAT32)
     )
-    shifts = shifts_needed(dealt, (tokens,), sight)
-    compute = transfer = exposed = 0.0
-    first, later = own_scores(dealt, tokens, sight)
-    for number, shift in enumerate(shifts):
-        most = first if backward and shift == 0 else int(counts[shift].max())
-        computed = most * seconds_per_score
-        moved = block * (number + 1 < len(shifts)) + gradients * (backward and number > 0)
-        compute += computed
-        transfer += moved
-        exposed += max(moved - computed, 0.0)
+    total = _Sum(card, seconds_per_score)
     if backward:
-        home = gradients if shifts[-1] else 0.0
-        computed = later * seconds_per_score
-        compute += computed
-        transfer += home
-        exposed += max(home - computed, 0.0)
+        total.passes(FLOAT32 * (queries + 2 * keys))  # zeros
+    for number, shift in enumerate(shifts):
+        here = seen[shift][:, :1] if backward and shift == 0 else seen[shift]
+        last = number + 1 == len(shifts)
+        if backward:
+            moved = [block] * (not last) + [gradients] * (number > 0)
+            total.step(here, SUM * queries, SUM * 2 * keys, moved, launches=6)
+        else:
+            read = FLOAT16 + (FLOAT16 if number == 1 else FLOAT32)
+            merged = (read + (FLOAT16 if last else FLOAT32)) * queries * (number > 0)
+            total.step(here, merged, 0, [block] * (not last), launches=1 + dealt.pieces)
+    if backward:
+        home = [gradients] * bool(shifts[-1])
+        total.step(seen[0][:, 1:], SUM * queries, SUM * 2 * keys, home, launches=6)
+        total.passes((FLOAT32 + FLOAT16) * (queries + 2 * keys))
+    total.host += CHECKS * card.launch_us / 1e6
     return RingCost(
-        ranks, compute, transfer, exposed, int(counts.sum()) * seconds_per_score,
-        balance(dealt, (tokens,), sight), len(shifts),
+        ranks, total.compute, total.memory, total.transfer, total.exposed, total.host,
+        int(seen.sum()) * seconds_per_score, balance(dealt, (tokens,), sight), len(shifts),
     )  # fmt: skip
+
+
+class _Sum:
+    """What the steps of a call take together."""
+
+    def __init__(self, card: Card, seconds_per_score: float) -> None:
+        self._card, self._seconds_per_score = card, seconds_per_score
+        self.compute = self.memory = self.transfer = self.exposed = self.host = 0.0
+
+    def passes(self, size: float) -> None:
+        """Add bytes that every rank reads and writes, beside nothing."""
+        self.memory += size / (self._card.gb_per_s * 1e9)
+
+    def step(
+        self, seen: Any, of_queries: float, of_keys: float, transfers: list[float], *, launches: int
+    ) -> None:
+        """Add a step: scores (ranks, pieces of queries, of keys), bytes of passes over all pieces.
+
+        A rank makes its passes over the pieces of queries that see anything, and those of keys that
+        are seen.
+        """
+        pieces = seen.shape[2]
+        computed = seen.sum(axis=(1, 2)) * self._seconds_per_score
+        shares = ((seen > 0).any(axis=axis).sum(axis=1) / pieces for axis in (2, 1))
+        size = sum(share * each for share, each in zip(shares, (of_queries, of_keys), strict=True))
+        passed = size / (self._card.gb_per_s * 1e9)
+        latest = int(np.argmax(computed + passed))
+        self.compute += float(computed[latest])
+        self.memory += float(passed[latest])
+        moved, busy = sum(transfers), float(computed[latest] + passed[latest])
+        self.transfer += moved
+        self.exposed += max(moved - busy, 0.0)
+        asked = (launches + TRANSFER * len(transfers)) * self._card.launch_us / 1e6
+        self.host += max(asked - max(busy, moved), 0.0)
+
+
+def require_counts(**counts: Any) -> None:
+    """Raise for numbers of heads and the like that are none, or do not go together.
+
+    Raises
+    ------
+    ValueError
+    """
+    for name, count in counts.items():
+        if not isinstance(count, int | np.integer) or count < 1:
+            raise error(
+                ValueError, f"{name} = {shown(count)}", "it is an integer, 1 or more",
+                "pass how many there are",
+            )  # fmt: skip
+    if counts["heads"] % counts["kv_heads"]:
+        raise error(
+            ValueError,
+            f"{counts['heads']} heads, {counts['kv_heads']} key-value heads",
+            "each key-value head serves as many heads",
+            "pass a number of key-value heads that divides that of heads",
+        )

@@ -16,14 +16,14 @@ other, and with zigzag behind all of those the second pieces.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyattn.arrays import Array
+from cupyattn.arrays import Array, adopt
 from cupyattn.cupy_library import load_cupy
 from cupyattn.errors import error, shown
 
@@ -129,8 +129,11 @@ def shard(
 
     Raises
     ------
+    TypeError
+        For an x that is no array, an axis that is no integer, and cu_seqlens that are not on the
+        host.
     ValueError
-        For a rank that is none, or a length that does not split into equal pieces.
+        For a rank or an axis that is none, or a length that does not split into equal pieces.
 
     Examples
     --------
@@ -141,16 +144,17 @@ def shard(
     >>> shard(tokens, 1, 2, axis=0, placement="striped").tolist()
     [1, 3, 5, 7]
     """
-    axis = _token_axis(axis, cu_seqlens)
+    x = adopt({"x": x}).arrays["x"]
+    axis = _token_axis(axis, cu_seqlens, x.shape)
     require_rank(rank, ranks)
     begins, lengths = _sequences(x.shape[axis], cu_seqlens)
     rows = _rows(placement_of(placement, ranks, lengths), rank, begins, lengths)
-    parts = [x[_at(axis % x.ndim, part)] for part in rows]
+    parts = [x[_at(axis, part)] for part in rows] or [x[_at(axis, slice(0))]]
     return _array_module(x).concatenate(parts, axis=axis)
 
 
 def unshard(
-    shards: Sequence[Array],
+    shards: Iterable[Array],
     /,
     *,
     placement: str = "zigzag",
@@ -161,7 +165,7 @@ def unshard(
 
     Parameters
     ----------
-    shards : sequence of arrays
+    shards : arrays
         One a rank, in the order of ranks; all of one shape, dtype and device. `Group.all_gather`
         returns such a list.
     placement, axis, cu_seqlens
@@ -174,8 +178,11 @@ def unshard(
 
     Raises
     ------
+    TypeError
+        For shards that are no arrays, or not all NumPy or all CuPy.
     ValueError
-        For shards of different shapes, or a length that does not split so.
+        For no shards or shards of different shapes, dtypes or devices, an axis that they have not,
+        or a length that does not split so.
 
     Examples
     --------
@@ -185,23 +192,25 @@ def unshard(
     >>> unshard(shards, axis=0).tolist()
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
     """
-    if not shards or any(part.shape != shards[0].shape for part in shards):
+    given = {f"shards[{rank}]": part for rank, part in enumerate(shards)}
+    arrays = list(adopt(given).arrays.values())
+    kinds = [f"{part.dtype} {part.shape}" for part in arrays]
+    if len(set(kinds)) != 1 or len(arrays) < len(given):  # None is no array
         raise error(
             ValueError,
-            f"shards of shapes {shown([part.shape for part in shards])}",
-            "there is one for each rank, and all have one shape",
+            f"shards that are {shown(kinds)}",
+            "there is one for each rank, and all have one shape and dtype",
             "pass what every rank holds",
         )
-    axis = _token_axis(axis, cu_seqlens)
-    first, ranks = shards[0], len(shards)
+    first, ranks = arrays[0], len(arrays)
+    axis = _token_axis(axis, cu_seqlens, first.shape)
     length = first.shape[axis] * ranks
     begins, lengths = _sequences(length, cu_seqlens)
     chosen = placement_of(placement, ranks, lengths)
-    axis %= first.ndim
     whole = _array_module(first).empty(
         (*first.shape[:axis], length, *first.shape[axis + 1 :]), first.dtype
     )
-    for rank, part in enumerate(shards):
+    for rank, part in enumerate(arrays):
         place = 0
         for rows in _rows(chosen, rank, begins, lengths):
             end = place + len(range(*rows.indices(length)))
@@ -312,7 +321,14 @@ def _sequences(length: int | None, cu_seqlens: Any) -> tuple[tuple[int, ...], tu
                 "one of them says how many tokens there are",
                 "pass the length of the whole sequence",
             )
-        return (0,), (length,)
+        if not isinstance(length, int | np.integer) or length < 0:
+            raise error(
+                ValueError if isinstance(length, int | np.integer) else TypeError,
+                f"length = {shown(length)}",
+                "it is an integer, 0 or more",
+                "pass the number of tokens of the whole sequence",
+            )
+        return (0,), (int(length),)
     bounds = sequence_bounds(cu_seqlens)
     if length is not None and bounds[-1] != length:
         raise error(
@@ -341,10 +357,18 @@ def _at(axis: int, rows: slice) -> tuple[slice, ...]:
     return (*(slice(None),) * axis, rows)
 
 
-def _token_axis(axis: int | None, cu_seqlens: Any) -> int:
-    if axis is not None:
-        return axis
-    return 1 if cu_seqlens is None else 0
+def _token_axis(axis: Any, cu_seqlens: Any, shape: tuple[int, ...]) -> int:
+    """Return which of the axes has the tokens, counted from the first."""
+    if axis is None:
+        axis = 1 if cu_seqlens is None else 0
+    if not isinstance(axis, int | np.integer) or not -len(shape) <= axis < len(shape):
+        raise error(
+            ValueError if isinstance(axis, int | np.integer) else TypeError,
+            f"axis = {shown(axis)} of an array {shape}",
+            "it is the number of the axis that has the tokens: by default 1, with cu_seqlens 0",
+            "pass axis=0 for an array of tokens alone",
+        )
+    return int(axis) % len(shape)
 
 
 def _array_module(x: Array) -> Any:

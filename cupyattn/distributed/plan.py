@@ -182,36 +182,27 @@ def shifts_needed(placement: Placement, lengths: tuple[int, ...], sight: Sight) 
 @lru_cache(maxsize=256)
 def scores_by_shift(placement: Placement, lengths: tuple[int, ...], sight: Sight) -> Integers:
     """Count the scores that each rank computes at each shift, for one head: (shifts, ranks)."""
-    ranks = placement.ranks
-    numbers = np.array([placement.numbers(rank) for rank in range(ranks)])
-    counts = np.zeros((ranks, ranks), np.int64)
+    counts = np.zeros((placement.ranks, placement.ranks), np.int64)
     for length in set(lengths):
-        extent = placement.piece_length(length)
-        unit = placement.first_position(1, length)
-        for shift in range(ranks):
-            of_keys = np.roll(numbers, shift, axis=0)
-            distance = (numbers[:, :, None] - of_keys[:, None, :]) * unit
-            seen = _seen(*sight.band(distance, placement.step), extent)
-            counts[shift] += lengths.count(length) * np.broadcast_to(seen, distance.shape).sum(
-                axis=(1, 2)
-            )
+        counts += lengths.count(length) * seen_by_shift(placement, length, sight).sum(axis=(2, 3))
     counts.flags.writeable = False
     return counts
 
 
-def own_scores(placement: Placement, length: int, sight: Sight) -> tuple[int, int]:
-    """Count the scores of an own block's first piece of queries, and of the others: the most."""
-    extent, most = placement.piece_length(length), (0, 0)
-    for rank in range(placement.ranks):
-        counts = [0, 0]
-        numbers = placement.numbers(rank)
-        for place, query in enumerate(numbers):
-            for key in numbers:
-                apart = placement.first_position(query, length)
-                apart -= placement.first_position(key, length)
-                counts[place] += int(_seen(*sight.band(apart, placement.step), extent))
-        most = max(most[0], counts[0]), max(most[1], counts[1])
-    return most
+@lru_cache(maxsize=16)
+def seen_by_shift(placement: Placement, length: int, sight: Sight) -> Integers:
+    """Count the scores of each pair of pieces: (shifts, ranks, pieces of queries, of keys)."""
+    ranks, pieces = placement.ranks, placement.pieces
+    numbers = np.array([placement.numbers(rank) for rank in range(ranks)])
+    extent = placement.piece_length(length)
+    unit = placement.first_position(1, length)
+    counts = np.zeros((ranks, ranks, pieces, pieces), np.int64)
+    for shift in range(ranks):
+        of_keys = np.roll(numbers, shift, axis=0)
+        distance = (numbers[:, :, None] - of_keys[:, None, :]) * unit
+        counts[shift] = _seen(*sight.band(distance, placement.step), extent)
+    counts.flags.writeable = False
+    return counts
 
 
 def balance(placement: Placement, lengths: tuple[int, ...], sight: Sight) -> float:

@@ -14,7 +14,9 @@ from cupyattn.arrays import Array, adopt
 from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.agreement import agree, fingerprint
 from cupyattn.distributed.checks import (
+    require_device,
     require_expressions,
+    require_group,
     require_own_seed,
     require_places,
     require_rows,
@@ -104,13 +106,7 @@ def ring_problem(
     RankFailedError
         If a rank has failed.
     """
-    if not isinstance(group, Group):
-        raise error(
-            TypeError,
-            f"group is a {type(group).__module__}.{type(group).__qualname__}",
-            "it is a cupyattn.distributed.Group",
-            "wrap what carries the bytes once: group = distributed.Group(communicator)",
-        )
+    require_group(group)
     group.check()
     packed = cu_seqlens is not None
     missing = [name for name, array in arrays.items() if array is None and name != "dlse"]
@@ -126,14 +122,7 @@ def ring_problem(
     operands = adopt({**arrays, **options.arrays})
     taken = operands.arrays
     options = replace(options, **{name: taken[name] for name in options.arrays})
-    if group.device is not None and operands.device_id != group.device:
-        where = "NumPy's" if operands.device_id is None else f"on device {operands.device_id}"
-        raise error(
-            ValueError,
-            f"arrays that are {where}, of rank {group.rank} on device {group.device}",
-            "a rank's arrays are on the device of its communicator",
-            f"make them inside 'with cupy.cuda.Device({group.device})'",
-        )
+    require_device(group, operands.device_id)
     lifted = {name: _lifted(name, array, packed) for name, array in taken.items() if name in arrays}
     q, k, v = (lifted[name] for name in ("q", "k", "v"))
     tokens = q.shape[1]

@@ -47,15 +47,14 @@ def ring_attention(
 ) -> Any:
     r"""Attend over sequences whose tokens are spread over the ranks of a group.
 
-    Each rank passes its shard, and gets that shard of what `attention` would give for the whole
-    sequences. Letters: B batch, S tokens on this rank, H query heads, G key-value heads, D head
-    dim, Dv value head dim.
+    Each rank passes its shard, and gets that shard of what `cupyattn.attention` would give for the
+    whole sequences: "as there" refers to it. Letters: B batch, S tokens on this rank, H query
+    heads, G key-value heads, D head dim, Dv value head dim.
 
     Parameters
     ----------
     q : array (B, S, H, D)
-        This rank's queries, cut by `shard`; dtypes and strides as for `attention`. With cu_seqlens
-        (S, H, D).
+        This rank's queries, cut by `shard`; dtypes and strides as there. With cu_seqlens (S, H, D).
     k : array (B, S, G, D)
         Keys of the same tokens.
     v : array (B, S, G, Dv)
@@ -67,32 +66,30 @@ def ring_attention(
     cu_seqlens : integers (batch + 1,), optional
         Bounds of the whole packed sequences, on the host: a sequence or a NumPy array.
     causal, softmax_scale, window_size, softcap, sinks : optional
-        As in `attention`, of the whole sequence. With a window, blocks of keys that nobody sees are
-        neither sent nor computed.
+        As there, of the whole sequence. With a window, blocks of keys that nobody sees are neither
+        sent nor computed.
     seqused_k : int32 or int64 array (B,), optional
-        As in `attention` with ``q_offset=0``: the number of keys in use of each whole sequence.
-        Query i stands at key i, whatever it says.
+        As there with ``q_offset=0``: the number of keys in use of each whole sequence. Query i
+        stands at key i, whatever it says.
     mask, bias : array, optional
-        As in `attention`, of this rank's queries and the Sk keys of the whole sequence: they
-        broadcast to (B, H, S, Sk). ``shard(mask, rank, ranks, axis=-2)`` cuts the rows. Not with
-        cu_seqlens.
+        As there, of this rank's queries and the Sk keys of the whole sequence: they broadcast to
+        (B, H, S, Sk). ``shard(mask, rank, ranks, axis=-2)`` cuts the rows. Not with cu_seqlens.
     alibi_slopes : optional
-        As in `attention`; not with striped.
+        As there; not with striped.
     dropout_p, seed : optional
-        As in `attention`, and the same mask. Pieces have to be multiples of 32 tokens; not with
-        striped. Of packed sequences each then takes calls of its own.
+        As there, and the same mask. Pieces have to be multiples of 32 tokens; not with striped. Of
+        packed sequences each then takes calls of its own.
     rotary : optional
-        As in `attention`: positions are those of the whole sequence, under every placement.
+        As there: positions are those of the whole sequence, under every placement.
     score_mod, mask_mod : optional
-        As in `attention`: ``b``, ``q_idx`` and ``k_idx``, and what the arrays of an expression are
-        indexed by, are those of the whole sequences. No BlockMask: pass its ``mask_mod``.
+        As there: ``b``, ``q_idx`` and ``k_idx``, by which the arrays of an expression are indexed,
+        are those of the whole sequences. No BlockMask: pass its ``mask_mod``.
     return_lse : bool
         Return the log-sum-exp of the scores too.
     out : array, or (out, lse) with return_lse, optional
         Where to write the result; it overlaps no input.
     **others
-        q_offset, implementation and workspace of `attention` are no options of a ring: an error
-        says why.
+        q_offset, implementation and workspace are no options of a ring: an error says why.
 
     Returns
     -------
@@ -103,9 +100,9 @@ def ring_attention(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As `attention`; for a group that is none, arrays on another device than its communicator's,
-        or of other tokens than q, lengths that the placement cannot split evenly, and ranks that do
-        not call alike. Nothing has been sent then.
+        As there; for a group that is none, arrays on another device than its communicator's, or of
+        other tokens than q, lengths that the placement cannot split evenly, and ranks that do not
+        call alike. Nothing has been sent then.
     RankFailedError
         If a rank has failed, or did not come in time. On a GPU the host does not wait for
         transfers: then the next call raises it, or the end of ``with group:``.
@@ -113,9 +110,9 @@ def ring_attention(
     Notes
     -----
     Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers", arXiv:2310.01889. Results
-    of the blocks are merged by their log-sum-exps in float32 (`merge_attention`). On a GPU the next
-    block is on its way while this one is computed, on a stream of its own and in two buffers
-    besides the rank's own k and v.
+    of the blocks are merged by their log-sum-exps in float32 (`cupyattn.merge_attention`). On a GPU
+    the next block is on its way while this one is computed, on a stream of its own and in two
+    buffers besides the rank's own k and v.
 
     Ranks compare their calls: shapes, dtypes, placement, lengths and options. With NumPy arrays
     every call does, and what is in alibi_slopes, sinks and rotary, and the seed, is compared too.

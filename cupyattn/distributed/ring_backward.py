@@ -74,7 +74,7 @@ def ring_attention_backward(
     dlse : array (B, H, S), optional
         Gradient with respect to lse, where it was used.
     deterministic : bool
-        Bitwise the same result from run to run: as in `attention_backward`.
+        Bitwise the same result from run to run: as in `cupyattn.attention_backward`.
     grads : AttentionGrads, optional
         Arrays to write the gradients into; a field that is None makes a new one.
     accumulate : bool
@@ -92,7 +92,7 @@ def ring_attention_backward(
     Raises
     ------
     TypeError, ValueError, NotImplementedError, RankFailedError
-        As `ring_attention`, and `attention_backward`.
+        As `ring_attention`, and `cupyattn.attention_backward`.
 
     Notes
     -----

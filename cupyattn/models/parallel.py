@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn import QuantizedWeight, linear
+from cupyattn import QuantizedWeight
 from cupyattn.arrays import Array
-from cupyattn.distributed import Group
+from cupyattn.distributed import Group, row_linear
 from cupyattn.distributed.agreement import agree
 from cupyattn.errors import error, shown
 from cupyattn.models.config import GATED, Config
@@ -23,25 +23,15 @@ from cupyattn.models.weights import Layer, Norm, Product, Weights
 
 
 class Summed(NamedTuple):
-    """A product with some columns of a weight (N, K), summed over ranks.
-
-    Ranks add in the same order, in float32: all have the same bits.
-    """
+    """A product with some columns of a weight (N, K), summed over ranks."""
 
     weight: Array | QuantizedWeight
     bias: Array | None
     group: Group
 
     def __call__(self, x: Array, /, *, residual: Array | None = None) -> Array:
-        """Return the sum of all ranks' products, plus bias and residual, rounded once more."""
-        parts = self.group.all_gather(linear(x, self.weight.T))
-        total = parts[0].astype(np.float32)
-        for part in parts[1:]:
-            total += part
-        for added in (self.bias, residual):
-            if added is not None:
-                total += added
-        return total.astype(x.dtype)
+        """Return the sum of all ranks' products, plus bias and residual."""
+        return row_linear(x, self.weight.T, self.bias, group=self.group, residual=residual)
 
 
 def share_of(config: Config, size: int) -> Config:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import threading
 import types
 
 import numpy as np
@@ -14,14 +16,20 @@ from cupyattn.benchmark import ring
 from cupyattn.benchmark.__main__ import main
 from cupyattn.benchmark.frame import benchmark as frame
 from cupyattn.benchmark.frame.clock import Clock
-from cupyattn.distributed import cost
+from cupyattn.distributed import cost, ring_attention, ring_attention_backward, run
+from cupyattn.distributed import merged as merged_module
+from cupyattn.distributed import ring_backward as backward_module
 from cupyattn.distributed.cost import H200, INFINIBAND, NVLINK, PCIE, Link, ring_cost
 
 PROBLEM = {"heads": 16, "head_dim": 128}
+SCORES = cost.T4._replace(gb_per_s=float("inf"), launch_us=0.0)
+"""A card that only computes scores."""
+BYTES = cost.Card("a byte a second", float("inf"), float("inf"), 1e-9, 0.0)
+FREE = Link("free", float("inf"), 0.0)
 
 
 def test_one_card_is_the_ideal():
-    alone = ring_cost(1, 4096, **PROBLEM)
+    alone = ring_cost(1, 4096, card=SCORES, **PROBLEM)
     assert alone.exposed == alone.transfer == 0
     assert alone.efficiency == 1
     flops = 4 * 16 * 128 * 4096 * 4097 / 2
@@ -32,11 +40,9 @@ def test_one_card_is_the_ideal():
 @pytest.mark.parametrize("placement", ["zigzag", "contiguous", "striped"])
 def test_work_is_spread_and_none_is_lost(placement, backward):
     """As balance says; with a link that costs nothing, that is all."""
-    free = Link("free", float("inf"), 0.0)
     for ranks in (2, 8, 64):
-        found = ring_cost(
-            ranks, 65_536, placement=placement, link=free, backward=backward, **PROBLEM
-        )
+        given = {"placement": placement, "backward": backward, **PROBLEM}
+        found = ring_cost(ranks, 65_536, card=SCORES, link=FREE, **given)
         assert found.efficiency == pytest.approx(found.balance, rel=1e-3)
         assert (found.balance > 0.99) is (placement != "contiguous")
 
@@ -50,6 +56,91 @@ def test_what_goes_round_in_bytes():
     assert backward.transfer == pytest.approx((2 + 4 + 4) * block)
     grouped = ring_cost(2, 128, link=slow, kv_heads=4, **PROBLEM)
     assert grouped.transfer == pytest.approx(2 * block / 4)
+
+
+def test_passes_over_memory_in_bytes():
+    """Of two ranks, causal zigzag, with as many keys as queries: the module says which passes."""
+    items = 64 * 16 * 128  # of a rank
+    forward = ring_cost(2, 128, card=BYTES, link=FREE, **PROBLEM)
+    assert forward.memory == pytest.approx(6 * items)  # two pieces in 16 bits, once
+    assert (forward.compute, forward.exposed, forward.host) == (0, 0, 0)
+    backward = ring_cost(2, 128, card=BYTES, link=FREE, backward=True, **PROBLEM)
+    sums = (0.5 + 2 * 0.5) + (0.5 + 2) + (0.5 + 2)  # of 10 bytes: first piece, other block, rest
+    assert backward.memory == pytest.approx((4 * 3 + 10 * sums + 6 * 3) * items)
+    assert ring_cost(1, 128, card=BYTES, link=FREE, **PROBLEM).memory == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_the_ring_makes_the_passes_that_are_counted(ranks, monkeypatch):
+    """The last rank merges both of its pieces at every step, and others wait for it.
+
+    Backward they wait for the first, whose last piece sees both pieces of each block.
+    """
+    merged, added = ([0] * ranks for _ in range(2))
+    merge, add = merged_module.merge_attention, backward_module.add_to
+    tokens, shape = 8 * ranks, (1, 8, 2, 4)
+    heads = {"heads": 2, "head_dim": 4}
+
+    def of_rank(group):
+        def merges(a, _a, b, _b, *, out):
+            merged[group.rank] += a.nbytes + b.nbytes + out[0].nbytes
+            return merge(a, _a, b, _b, out=out)
+
+        here.merge, here.rank = merges, group.rank
+        x = np.ones(shape, np.float16)
+        out, lse = ring_attention(x, x, x, group=group, causal=True, return_lse=True)
+        ring_attention_backward(x, x, x, x, out, lse, group=group, causal=True)
+
+    def adds(total, part):
+        added[here.rank] += 2 * total.nbytes + part.nbytes
+        return add(total, part)
+
+    here = threading.local()
+    monkeypatch.setattr(
+        merged_module, "merge_attention", lambda *parts, out: here.merge(*parts, out=out)
+    )
+    monkeypatch.setattr(backward_module, "add_to", adds)
+    run(of_rank, ranks, timeout=20)
+    assert merged[-1] == max(merged)
+    assert ring_cost(ranks, tokens, card=BYTES, link=FREE, **heads).memory == merged[-1]
+    items = np.prod(shape)
+    backward = ring_cost(ranks, tokens, card=BYTES, link=FREE, backward=True, **heads).memory
+    of_sums = backward - (4 + 6) * 3 * items
+    assert of_sums == added[0] == max(added)
+
+
+def test_the_host_is_seen_where_it_is_slower_than_the_gpu():
+    slow = SCORES._replace(launch_us=1000.0)
+    hidden = ring_cost(2, 131_072, card=slow, link=FREE, **PROBLEM)
+    assert hidden.host == pytest.approx(4e-3)  # the checks before the first kernel
+    seen = ring_cost(2, 128, card=slow, link=FREE, **PROBLEM)
+    launches = (3 + 4) + 3 + 4  # a step with a transfer, one without, the checks
+    assert seen.total == pytest.approx(launches * 1e-3, rel=1e-3)
+    assert ring_cost(2, 128, card=SCORES, link=FREE, **PROBLEM).host == 0
+
+
+def test_what_two_gpus_were_measured_at_is_not_explained():
+    """The module says what it leaves out; whoever adds it finds this."""
+    forward = ring_cost(2, 131_072, card=H200, link=NVLINK, **PROBLEM)
+    assert round(forward.efficiency, 3) == 0.998
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"ranks": 0}, "ranks = 0; it is an integer, 1 or more"),
+        ({"ranks": -1}, "ranks = -1"),
+        ({"ranks": 2.0}, "ranks = 2.0"),
+        ({"tokens": 0}, "tokens = 0"),
+        ({"heads": 0}, "heads = 0"),
+        ({"kv_heads": 5}, "16 heads, 5 key-value heads"),
+        ({"tokens": 1001}, "a sequence of 1001 tokens over 2 ranks, zigzag"),
+    ],
+)
+def test_what_is_no_problem_is_refused(given, says):
+    problem = {"ranks": 2, "tokens": 4096, **PROBLEM, **given}
+    with pytest.raises(ValueError, match=re.escape(says)):
+        ring_cost(problem.pop("ranks"), problem.pop("tokens"), **problem)
 
 
 def test_a_window_sends_less():
@@ -89,6 +180,47 @@ def test_the_model_needs_no_gpu(capsys, tmp_path):
     assert {row["ranks"] for row in rows} >= {2, 8, 1024}
 
 
+def rows_modelled(tmp_path, *arguments: str):
+    file = tmp_path / "ring.json"
+    assert main(["ring", "--modelled", "--json", str(file), *arguments]) == 0
+    return json.loads(file.read_text())["rows"]
+
+
+def test_a_number_of_gpus_is_modelled(tmp_path):
+    assert {row["ranks"] for row in rows_modelled(tmp_path, "--gpus", "4")} == {4}
+    few = rows_modelled(tmp_path, "--gpus", "32")
+    assert {row["ranks"] for row in few} == {32}
+    assert all("InfiniBand" in row["link"] for row in few)  # no other joins so many
+
+
+def test_tokens_that_no_ranks_split_are_told(tmp_path, capsys):
+    rows = rows_modelled(tmp_path, "--tokens", "1001")
+    assert rows and all("a sequence of 1001 tokens over" in row["unavailable"] for row in rows)
+    assert "a sequence of 1001 tokens over 2 ranks" in " ".join(capsys.readouterr().out.split())
+    ranks = [row["ranks"] for row in rows_modelled(tmp_path, "--tokens", "1040") if "times" in row]
+    assert set(ranks) == {2, 4, 8}  # 16 do not
+    odd = rows_modelled(tmp_path, "--tokens", "1001", "--gpus", "7", "--placement", "striped")
+    assert all("times" in row for row in odd)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--kv-heads", "5"], "16 heads, 5 key-value heads"),
+        (["--gpus", "2000"], "--gpus 2000; the model has links that join up to 1024"),
+    ],
+)
+def test_what_is_not_modelled_says_why(arguments, says, capsys):
+    assert main(["ring", "--modelled", *arguments]) == 1
+    assert says in capsys.readouterr().err
+
+
+def test_heads_are_checked_before_gpus_are_used():
+    arguments = argparse.Namespace(gpus=2, tokens=128, heads=16, kv_heads=5)
+    with pytest.raises(ValueError, match="5 key-value heads"):
+        next(iter(ring.rows(arguments, gauge())))
+
+
 def test_one_gpu_is_no_ring(monkeypatch, capsys):
     monkeypatch.setattr(frame, "device_count", lambda: 1)
     assert main(["ring"]) == 1
@@ -98,7 +230,7 @@ def test_one_gpu_is_no_ring(monkeypatch, capsys):
 def test_more_gpus_than_there_are(monkeypatch):
     monkeypatch.setattr(ring, "device_count", lambda: 2)
     with pytest.raises(RuntimeError, match="a ring of 4 GPUs, of 2 that are here"):
-        next(iter(ring.rows(argparse.Namespace(gpus=4), gauge())))
+        next(iter(ring.rows(argparse.Namespace(gpus=4, tokens=8, heads=2, kv_heads=2), gauge())))
 
 
 def test_arrays_of_every_head():

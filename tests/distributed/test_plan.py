@@ -12,9 +12,9 @@ from cupyattn.distributed.plan import (
     Sight,
     Step,
     balance,
-    own_scores,
     ring_plan,
     scores_by_shift,
+    seen_by_shift,
     shifts_needed,
 )
 
@@ -155,12 +155,14 @@ def test_a_window_skips_ranks():
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.parametrize("sight", [FULL, CAUSAL, Sight(9, 0)])
-def test_the_own_block_in_two_parts_is_counted(name, sight):
+def test_pairs_of_pieces_are_counted(name, sight):
     placement = Placement(name, 4)
-    first, later = own_scores(placement, 64, sight)
-    assert first + later == scores_by_shift(placement, (64,), sight)[0].max()
+    pairs = seen_by_shift(placement, 64, sight)
+    np.testing.assert_array_equal(pairs.sum(axis=(2, 3)), scores_by_shift(placement, (64,), sight))
     if name == "zigzag" and sight == CAUSAL:
-        assert (first, later) == (8 * 9 // 2, 8 * 8 + 8 * 9 // 2)
+        np.testing.assert_array_equal(pairs[0], [[[36, 0], [64, 36]]] * 4)
+        np.testing.assert_array_equal(pairs[1, 0], [[0, 0], [64, 64]])  # of the last rank's block
+        np.testing.assert_array_equal(pairs[1, 1], [[64, 0], [64, 0]])
 
 
 @pytest.mark.parametrize("ranks", range(1, 65))
@@ -193,10 +195,10 @@ def test_a_planted_piece_off_by_one_is_found(monkeypatch):
         return right(self, number, length) + (number == 2)
 
     monkeypatch.setattr(Placement, "first_position", wrong)
-    ring_plan.cache_clear()
-    scores_by_shift.cache_clear()
-    shifts_needed.cache_clear()
+    cached = (ring_plan, scores_by_shift, seen_by_shift, shifts_needed)
+    for function in cached:
+        function.cache_clear()
     with pytest.raises((AssertionError, IndexError)):
         check("zigzag", 2, [3], CAUSAL, join=False, packed=False)
-    for function in (ring_plan, scores_by_shift, shifts_needed):
+    for function in cached:
         function.cache_clear()

@@ -25,7 +25,10 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _plans_made_anew():
-    caches = (plan.ring_plan, plan.shifts_needed, plan.scores_by_shift, problem._positions)
+    caches = (
+        *(plan.ring_plan, plan.shifts_needed, plan.scores_by_shift, plan.seen_by_shift),
+        problem._positions,
+    )
     for cached in caches:
         cached.cache_clear()
     yield

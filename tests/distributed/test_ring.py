@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.ring import Case, assert_same, case
+from support.devices import NUMPY
+from support.dtypes import DTYPES
+from support.ring import Case, assert_same, case, on_ranks
+from support.ring_bounds import case_ratios
 
 from cupyattn import Rotary, ScoreMod, rope_tables
 from cupyattn.distributed.placement import PLACEMENTS, Placement
@@ -94,6 +97,30 @@ def test_ranks_give_what_one_device_gives(case):
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_causal_on_any_number_of_ranks(ranks, placement):
     assert_same(case(ranks, placement, causal=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("ranks", "placement", "sizes", "options"),
+    [
+        (1, "zigzag", None, {"causal": True, "sinks": np.arange(4.0)}),
+        (3, "zigzag", None, {"causal": True, "softcap": 1.5, "sinks": np.arange(4.0)}),
+        (8, "contiguous", None, {"alibi_slopes": np.linspace(0.1, 0.5, 4), "window_size": (9, 2)}),
+        (5, "striped", (2, 0, 3), {"causal": True, "rotary": Rotary(*rope_tables(80, 6))}),
+        (2, "zigzag", (32,), {"dropout_p": 0.3, "seed": 5}),
+        (4, "zigzag", (3, 1), {"causal": True, "seqused_k": np.array([17, 3])}),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else None,
+)
+def test_numbers_of_fewer_bits_keep_their_bounds(ranks, placement, sizes, options, dtype):
+    """Parts and shares are rounded to them, sums are not."""
+    options = {
+        name: x.astype(np.float32) if name in ("sinks", "alibi_slopes") else x
+        for name, x in options.items()
+    }
+    problem = case(ranks, placement, 4, sizes=sizes, batch=1, dtype=dtype, **options)
+    ratios = case_ratios(problem, *on_ranks(problem), dtype, side=NUMPY)
+    assert max(ratios.values()) <= 1, ratios
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -102,7 +102,7 @@ PACKED = {
         (
             forward,
             {"mask": np.ones((8, 8), bool)},
-            r"mask has shape \(8, 8\); .* Sk = 16",
+            r"ValueError: mask has .* all Sk = 16 keys",
         ),
         (forward, {"mask": np.ones((16, 16), bool)}, "ValueError: mask has shape .*axis=-2"),
         (forward, {"mask": np.ones((3, 1, 1), bool)}, r"ValueError: mask has shape \(1, 3, 1, 1\)"),

@@ -14,6 +14,7 @@ MODULES = (
     "cupyattn",
     "cupyattn.models",
     "cupyattn.models.training",
+    "cupyattn.distributed",
     "cupyattn.emulator",
     "cupyattn.turing",
     "cupyattn.kv_cache",

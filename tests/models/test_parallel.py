@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.tiny_models import TINY
 
-from cupyattn import models
+from cupyattn import linear, models
 from cupyattn.distributed import Group, RankFailedError, run
 from cupyattn.functional.device_info import device_count
 from cupyattn.models import parallel
@@ -115,12 +115,12 @@ def test_captured_steps_are_refused():
 
 
 def the_bias_on_every_rank(self: Any, x: Any, /, *, residual: Any = None) -> Any:
-    parts = self.group.all_gather(parallel.linear(x, self.weight.T, self.bias))
+    parts = self.group.all_gather(linear(x, self.weight.T, self.bias))
     return sum(parts) + (0 if residual is None else residual)
 
 
 def no_sum(self: Any, x: Any, /, *, residual: Any = None) -> Any:
-    return parallel.linear(x, self.weight.T, self.bias, residual=residual)
+    return linear(x, self.weight.T, self.bias, residual=residual)
 
 
 @pytest.mark.parametrize("mistake", [the_bias_on_every_rank, no_sum])

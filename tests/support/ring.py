@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from support.dtypes import dtype_of
 
 from cupyattn import (
     AttentionGrads,
@@ -85,7 +86,9 @@ def case(
         bounds = np.concatenate([[0], np.cumsum(np.array(sizes) * unit)])
         lead = (int(bounds[-1]),)
     shapes = {"q": (*lead, h, d), "k": (*lead, g, d), "v": (*lead, g, dv), "dout": (*lead, h, dv)}
-    arrays = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+    arrays = {
+        name: rng.standard_normal(shape).astype(dtype_of(dtype)) for name, shape in shapes.items()
+    }
     exact = "float64" if dtype == "float64" else "float32"
     arrays["dlse"] = rng.standard_normal((*lead[:-1], h, lead[-1])).astype(exact)
     return Case(ranks, placement, arrays, options, bounds)
@@ -119,10 +122,15 @@ def ring(case: Case, group: Any) -> tuple[Any, Any, AttentionGrads]:
 
 def on_ranks(case: Case) -> tuple[Any, Any, AttentionGrads]:
     """The results of all ranks, put together."""
-    outs, lses, grads = zip(
-        *run(lambda group: ring(case, group), case.ranks, timeout=60), strict=True
-    )
-    whole = {name: case.unshard([getattr(g, name) for g in grads]) for name in ("dq", "dk", "dv")}
+    return whole(case, run(lambda group: ring(case, group), case.ranks, timeout=60))
+
+
+def whole(case: Case, results: list[Any]) -> tuple[Any, Any, AttentionGrads]:
+    """Put together what ranks computed: out, lse and gradients of each."""
+    outs, lses, grads = zip(*results, strict=True)
+    of_tokens = {
+        name: case.unshard([getattr(g, name) for g in grads]) for name in ("dq", "dk", "dv")
+    }
     of_all = {"dsinks": grads[0].dsinks, "dbias": grads[0].dbias}
     for each in grads[1:]:  # the gradient of sinks is that of all ranks, on each
         np.testing.assert_array_equal(each.dsinks, grads[0].dsinks)
@@ -136,7 +144,7 @@ def on_ranks(case: Case) -> tuple[Any, Any, AttentionGrads]:
     return (
         case.unshard(outs),
         case.unshard(lses, of_rows=True),
-        AttentionGrads(**whole, **of_all),
+        AttentionGrads(**of_tokens, **of_all),
     )
 
 
