@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 _Error = TypeVar("_Error", bound=Exception)
@@ -31,6 +33,45 @@ def error(kind: type[_Error], passed: str, allowed: str, fix: str) -> _Error:
 def made_beforehand(name: str) -> str:
     """Say what to pass to be written. A copy made in the call would be written and lost."""
     return f"make a writable, C-contiguous array before the call, pass it as {name} and read that"
+
+
+@contextmanager
+def explaining(passed: str, allowed: str, fix: str | Callable[[], str]) -> Iterator[None]:
+    """Give what the system refuses within a block the three parts; it keeps its kind and number.
+
+    `fix` may be found when it is needed. Around a block that does so itself, this one's parts are
+    told: it knows better what was meant.
+
+    Examples
+    --------
+    >>> with explaining("no notes", "they are kept in notes.txt", "pass another folder"):
+    ...     raise OSError(28, "No space left on device")
+    Traceback (most recent call last):
+    OSError: no notes ([Errno 28] No space left on device); they are kept in notes.txt; pass ...
+    """
+    try:
+        yield
+    except OSError as failure:
+        plain = failure.__cause__ if isinstance(failure.__cause__, OSError) else failure
+        told = error(
+            type(failure), f"{passed} ({plain})", allowed, fix if isinstance(fix, str) else fix()
+        )
+        told.errno = failure.errno
+        raise told from plain
+
+
+def size_text(count: int) -> str:
+    """Write a number of bytes.
+
+    Examples
+    --------
+    >>> size_text(3_600_000_000), size_text(12_345_678), size_text(89_000)
+    ('3.60 GB', '12.3 MB', '89.0 kB')
+    """
+    for unit, size, digits in (("GB", 1e9, 2), ("MB", 1e6, 1)):
+        if count >= size:
+            return f"{count / size:.{digits}f} {unit}"
+    return f"{count / 1e3:.1f} kB"
 
 
 def shown(value: object) -> str:

@@ -11,9 +11,9 @@ import numpy as np
 
 from cupyattn import models
 from cupyattn.cli.arguments import add_json_option
-from cupyattn.cli.models import MODEL_FAILURES, size_text
+from cupyattn.cli.models import MODEL_FAILURES
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
-from cupyattn.errors import error
+from cupyattn.errors import error, explaining, size_text
 from cupyattn.models.checkpoints.hugging_face import read_json
 from cupyattn.models.checkpoints.writing import require_source, write_folder
 from cupyattn.models.device import DTYPES
@@ -75,7 +75,12 @@ def _merged(arguments: argparse.Namespace) -> Result:
         xp=np if arguments.cpu else None,
     )
     merged = LoraAdapters.load(model, arguments.adapters).merged()
-    write_folder(merged.weights, merged.config, source, out)
+    with explaining(
+        f"--out {out} could not be written",
+        "a merged model is a folder of its own, whole once it has a config.json",
+        "make room there, or pass another --out",
+    ):
+        write_folder(merged.weights, merged.config, source, out)
     return {
         "command": "merge",
         "model": arguments.model,

@@ -13,6 +13,7 @@ import numpy as np
 from cupyattn import models
 from cupyattn.cli.arguments import integer
 from cupyattn.cli.terminal import Result, Terminal
+from cupyattn.errors import size_text
 from cupyattn.models.device import DTYPES
 from cupyattn.models.quantised import QUANTIZE
 from cupyattn.models.training import LoraAdapters
@@ -176,14 +177,3 @@ def memory_held(model: models.Model) -> int | None:
         return None
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return held if sys.platform == "darwin" else 1024 * held
-
-
-def size_text(count: int) -> str:
-    """Write a number of bytes.
-
-    Examples
-    --------
-    >>> size_text(3_600_000_000), size_text(12_345_678)
-    ('3.60 GB', '12.3 MB')
-    """
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

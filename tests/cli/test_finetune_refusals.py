@@ -17,6 +17,7 @@ from cupyattn import models
 from cupyattn.cli import main
 from cupyattn.cli.finetune import preparation, training_run
 from cupyattn.cli.finetune.out_folder import claimed
+from cupyattn.models.checkpoints import safetensors_writer
 from cupyattn.models.checkpoints.writing import write_folder
 from cupyattn.models.training import LoraAdapters, curve, peft
 
@@ -27,13 +28,54 @@ folder = pytest.fixture(autouse=True)(model_and_data)
 
 
 def test_a_full_disk_says_what_to_do(capsys, monkeypatch):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("cupyattn.models.checkpoints.safetensors_writer.store", full)
+    monkeypatch.setattr(safetensors_writer, "store", no_room)
     finetune(code=1)
     error = " ".join(capsys.readouterr().err.split())
-    assert "No space left on device" in error and "make room" in error
+    assert "No space left on device" in error
+    assert "make room, and begin anew: there is no checkpoint yet" in error
+
+
+def no_room(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_disk_without_room_for_the_lock_is_left_as_it_was(capsys, monkeypatch):
+    monkeypatch.setattr(os, "getpid", no_room)
+    finetune(code=1)
+    message = " ".join(capsys.readouterr().err.split())
+    assert "--out finetuned ([Errno 28] No space left on device); a training writes" in message
+    assert not Path("finetuned").exists()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda path: path.write_bytes(b"\xff\xfe\n\n"), "line 1 of finetuned/losses.jsonl is b'"),
+        (lambda path: (path.unlink(), path.mkdir()),
+         "no losses in finetuned/losses.jsonl ([Errno 21] Is a directory"),
+    ],
+)  # fmt: skip
+def test_losses_that_cannot_be_gone_on_with(spoil, message, capsys):
+    finetune("--steps", "2")
+    spoil(Path("finetuned/losses.jsonl"))
+    finetune("--steps", "2", "--resume", code=1)
+    told = " ".join(capsys.readouterr().err.split())
+    assert message in told and "losses then begin with the next step" in told
+
+
+def test_losses_without_room_are_told(capsys, monkeypatch):
+    finetune("--steps", "2")
+    monkeypatch.setattr(curve, "write_whole", no_room)
+    finetune("--steps", "2", "--resume", code=1)
+    told = " ".join(capsys.readouterr().err.split())
+    assert "no losses in finetuned/losses.jsonl ([Errno 28] No space left on device); " in told
+
+
+def test_losses_that_were_edited_are_shown(capsys):
+    finetune("--steps", "2")
+    Path("finetuned/losses.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    finetune("--steps", "2", "--resume")
+    assert "loss 2.000 at first, 2.000 at last" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")
@@ -56,9 +98,6 @@ def test_a_full_disk_for_the_losses_says_so(capsys, monkeypatch):
 
 
 def test_a_disk_that_is_full_for_the_picture_loses_only_that(capsys, monkeypatch):
-    def no_room(*_):
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(curve, "draw", no_room)
     finetune("--steps", "2")
     printed = capsys.readouterr()
@@ -70,9 +109,6 @@ def test_a_disk_that_is_full_for_the_picture_loses_only_that(capsys, monkeypatch
 def test_a_disk_that_is_full_at_the_end_loses_nothing(full, capsys, monkeypatch):
     """The last checkpoint has what was learnt: with room again it is written from there."""
     finetune("--out", "whole", *full)
-
-    def no_room(*_, **__):
-        raise OSError(28, "No space left on device")
 
     writer = "write_folder" if full else "write_whole"
     module = training_run if full else peft
@@ -139,7 +175,7 @@ def test_what_is_refused(given, message, capsys):
 
 def test_what_cannot_fit_is_not_begun(capsys):
     finetune("--memory-gb", "0.0001", code=1)
-    assert "this training needs 0.00 GB" in capsys.readouterr().err
+    assert "this training needs " in capsys.readouterr().err
     assert not Path("finetuned").exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from support.finetuning import finetune, model_and_data
 
 from cupyattn import models
 from cupyattn.cli import main
+from cupyattn.models.checkpoints import safetensors_writer
 from cupyattn.models.training import LoraAdapters
 
 pytest.importorskip("safetensors")
@@ -60,6 +62,22 @@ def test_weights_that_float16_does_not_hold_are_not_written(capsys):
     assert "merge with --dtype float32 or bfloat16" in message
     assert not Path("merged").exists()
     assert main(["merge", "model", "large", "--out", "merged", "--dtype", "bfloat16"]) == 0
+
+
+def test_a_folder_that_cannot_be_written(capsys, monkeypatch):
+    def no_room(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    finetune("--steps", "1")
+    Path("a file").write_text("")
+    assert main(["merge", "model", "finetuned", "--out", "a file"]) == 1
+    assert re.search(r"--out a file could not be written .*exists.*; .*pass another", told(capsys))
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors_writer, "store", no_room)
+        assert main(["merge", "model", "finetuned", "--out", "merged"]) == 1
+    message = told(capsys)
+    assert "--out merged could not be written ([Errno 28] No space left on device); " in message
+    assert main(["merge", "model", "finetuned", "--out", "merged"]) == 0
 
 
 def test_what_is_refused(capsys):

@@ -13,8 +13,9 @@ from cupyattn.cli.arguments import add_json_option, integer, positive
 from cupyattn.cli.finetune.out_folder import claimed
 from cupyattn.cli.finetune.preparation import planned, prepared
 from cupyattn.cli.finetune.training_run import trained
-from cupyattn.cli.models import MODEL_FAILURES, size_text
+from cupyattn.cli.models import MODEL_FAILURES
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
+from cupyattn.errors import size_text
 from cupyattn.models.device import DTYPES
 from cupyattn.models.quantised import OF_THE_FILE, QUANTIZE
 from cupyattn.models.training.optimizer import STATES

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
-from cupyattn.errors import error
+from cupyattn.errors import error, explaining
 
 _NAME = ".training"
 
@@ -30,22 +30,15 @@ def claimed(folder: Path) -> Iterator[None]:
     """
     path, made = folder / _NAME, False
     try:
-        made = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    except OSError as failure:
-        raise error(
-            type(failure),
-            f"{folder}: {failure}",
-            "a training writes its checkpoints and its losses there",
-            "pass an --out that can be written",
-        ) from failure
-    try:
+        with _writing(folder):
+            made = not folder.exists()
+            folder.mkdir(parents=True, exist_ok=True)
+            path.touch()
         with _locked(path) as file:
-            file.truncate(0)
-            file.write(str(os.getpid()).encode())
-            file.flush()
             try:
+                with _writing(folder):
+                    file.truncate(0)
+                    file.write(str(os.getpid()).encode())
                 yield
             finally:
                 with suppress(OSError):  # Windows keeps open files: an unlocked one is no harm
@@ -56,10 +49,18 @@ def claimed(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
+def _writing(folder: Path) -> AbstractContextManager[None]:
+    return explaining(
+        f"--out {folder}",
+        "a training writes its checkpoints and its losses there",
+        "make room, or pass an --out that can be written",
+    )
+
+
 @contextmanager
-def _locked(path: Path) -> Iterator[BinaryIO]:
+def _locked(path: Path) -> Iterator[FileIO]:
     while True:
-        with path.open("a+b") as file:
+        with path.open("a+b", buffering=0) as file:  # or closing would write again
             if not _lock(file):
                 raise _taken(path)
             if not _is_still(path, file):
@@ -68,7 +69,7 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
             return
 
 
-def _is_still(path: Path, file: BinaryIO) -> bool:
+def _is_still(path: Path, file: FileIO) -> bool:
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
@@ -80,7 +81,7 @@ if sys.platform == "win32":
 
     _BEHIND_ALL = 1 << 30  # what is locked cannot be read, and the number is to be
 
-    def _lock(file: BinaryIO) -> bool:
+    def _lock(file: FileIO) -> bool:
         file.seek(_BEHIND_ALL)
         try:
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
@@ -91,7 +92,7 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-    def _lock(file: BinaryIO) -> bool:
+    def _lock(file: FileIO) -> bool:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -18,9 +18,9 @@ import numpy as np
 
 from cupyattn import models
 from cupyattn.cli.finetune.preparation import Prepared
-from cupyattn.cli.models import device_name, memory_held, size_text
+from cupyattn.cli.models import device_name, memory_held
 from cupyattn.cli.terminal import Result
-from cupyattn.errors import error
+from cupyattn.errors import explaining, size_text
 from cupyattn.models import training
 from cupyattn.models.checkpoints.writing import write_folder
 from cupyattn.models.training import curve
@@ -39,7 +39,7 @@ def trained(made: Prepared, arguments: argparse.Namespace) -> Result:
     """
     trainer, model = made.trainer, made.model
     first, tokens = trainer.number, 0
-    log = curve.StepLog(arguments.out / "losses.jsonl", first)
+    log = curve.StepLog(arguments.out / "losses.jsonl", first, made.checkpoints)
     with _interruptible() as asked, progress("training", trainer.schedule.steps, first) as advance:
         if made.held and not first:
             log.add({"step": 0, "eval_loss": _held_loss(made)})
@@ -82,20 +82,15 @@ def trained(made: Prepared, arguments: argparse.Namespace) -> Result:
 def _write(made: Prepared, arguments: argparse.Namespace) -> None:
     """Write what is learnt, of which the last checkpoint has all."""
     model = made.model
-    try:
+    with explaining(
+        "what was learnt could not be written",
+        "all steps are taken, and the last checkpoint has what they learnt",
+        "make room, and call it again with --resume: that writes it",
+    ):
         if arguments.full:
             write_folder(model.weights, model.config, Path(arguments.model), arguments.out)
         else:
             made.trained.save(arguments.out, base_model=str(arguments.model))
-    except OSError as failure:
-        told = error(
-            OSError,
-            f"what was learnt could not be written ({failure})",
-            "all steps are taken, and the last checkpoint has what they learnt",
-            "make room, and call it again with --resume: that writes it",
-        )
-        told.errno = failure.errno
-        raise told from failure
 
 
 def _generating(arguments: argparse.Namespace) -> list[str]:
@@ -116,7 +111,7 @@ def _losses(rows: list[dict[str, Any]]) -> Result:
         "first_loss": steps[0]["loss"] if steps else None,
         "last_loss": steps[-1]["loss"] if steps else None,
         "eval_losses": [row["eval_loss"] for row in rows if "eval_loss" in row],
-        "skipped": sum(row["skipped"] for row in steps),
+        "skipped": sum(row.get("skipped", False) for row in steps),
     }
 
 

@@ -6,6 +6,7 @@ copies change bytes, and a training that went on from other numbers would not be
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Mapping
@@ -16,23 +17,33 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays import Array
-from cupyattn.errors import error, shown
+from cupyattn.errors import error, explaining, shown, size_text
 from cupyattn.models.checkpoints.safetensors_writer import bytes_of, write_tensors
 from cupyattn.models.extras import extra
 
 _NAME = re.compile(r"step-(\d{8})\.safetensors")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def saved_in(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder, the oldest first."""
     found = folder.glob("step-*.safetensors") if folder.is_dir() else ()
-    return sorted(path for path in found if _NAME.fullmatch(path.name))
+    return sorted(path for path in found if _NAME.fullmatch(path.name) and path.is_file())
+
+
+def way_on(folder: Path) -> str:
+    """Return what to do where something could not be written, in a training that keeps these."""
+    if saved := saved_in(folder):
+        return f"make room, and go on from {saved[-1].name}, which is still there, with --resume"
+    return "make room, and begin anew: there is no checkpoint yet"
 
 
 def save(
     folder: Path, step: int, arrays: Mapping[str, Array], state: Mapping[str, Any], *, keep: int = 2
 ) -> Path:
     """Write a checkpoint, and remove all but the newest ones.
+
+    Where the disk is full, older ones than the newest make room for it.
 
     Parameters
     ----------
@@ -50,26 +61,30 @@ def save(
     Raises
     ------
     OSError
-        If there is no room, or the folder cannot be written: the earlier ones are as they were.
+        If there is no room, or the folder cannot be written: the newest one is as it was.
     """
     path = folder / f"step-{step:08d}.safetensors"
     text = json.dumps(state, allow_nan=False)
-    try:
-        write_tensors(path, arrays, {"training": text, "sha256": _digest(arrays, text)})
-    except OSError as failure:
-        before = saved_in(folder)
-        stands = f"{before[-1].name} is still there" if before else "there is none yet"
-        size = sum(array.nbytes for array in arrays.values())
-        told = error(
-            OSError,
-            f"the checkpoint {path} could not be written ({failure})",
-            f"it takes {size / 1e6:,.0f} MB beside those that are kept; {stands}",
-            "make room, or pass another folder, and go on from it with --resume",
-        )
-        told.errno = failure.errno
-        raise told from failure
-    for old in (*saved_in(folder)[:-keep], *folder.glob("step-*.partial")):
-        old.unlink(missing_ok=True)  # what is partial is of a process that was killed
+    metadata = {"training": text, "sha256": _digest(arrays, text)}
+    size = sum(array.nbytes for array in arrays.values())
+    with explaining(
+        f"the checkpoint {path} could not be written",
+        f"it takes {size_text(size)} beside those that are kept",
+        lambda: way_on(folder),
+    ):
+        while True:
+            for partial in filter(Path.is_file, folder.glob("step-*.partial")):
+                partial.unlink()  # of a process that was killed
+            try:
+                write_tensors(path, arrays, metadata)
+                break
+            except OSError as failure:
+                *older, _ = saved_in(folder) or [path]
+                if not older or failure.errno not in _NO_ROOM:
+                    raise
+                older[0].unlink()
+        for old in saved_in(folder)[:-keep]:
+            old.unlink()
     return path
 
 

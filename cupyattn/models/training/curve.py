@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cupyattn.errors import error
+from cupyattn.errors import error, explaining, shown
 from cupyattn.fork import no_fork
 from cupyattn.models.checkpoints.whole_files import write_whole
+from cupyattn.models.training.checkpoint import way_on
 
 _SMOOTHING = 0.9
 _ENOUGH = 30  # steps: of fewer the mean lags behind
@@ -28,13 +29,29 @@ class StepLog:
     until : int
         The step from which a training goes on: lines behind it, of steps that are taken again, are
         dropped. 0 begins anew.
+    checkpoints : path
+        The folder of those from which it goes on where there is no room for a line.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read, or written.
+    ValueError
+        If a line, other than the last, is none of these.
     """
 
-    def __init__(self, path: Path, until: int) -> None:
+    def __init__(self, path: Path, until: int, checkpoints: Path) -> None:
         self.path = path
-        kept = [row for row in read(path) if row["step"] <= until] if until else []
-        lines = "".join(map(_line, kept)).encode()
-        write_whole({path: lambda file: file.write(lines)})
+        self.checkpoints = checkpoints
+        with explaining(
+            f"no losses in {path}",
+            "lines of the steps so far stay, and those of steps that are taken again do not",
+            "make room, or move away what stands in its place: losses then begin with the next "
+            "step",
+        ):
+            kept = [row for row in read(path) if row["step"] <= until] if until else []
+            lines = "".join(map(_line, kept)).encode()
+            write_whole({path: lambda file: file.write(lines)})
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Write a line; it has a ``step``.
@@ -44,18 +61,15 @@ class StepLog:
         OSError
             If there is no room. What was cut off is left out by `read`.
         """
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(_line(row))
-        except OSError as failure:
-            told = error(
-                OSError,
-                f"{self.path} of step {row['step']} ({failure})",
+        with (
+            explaining(
+                f"{self.path} of step {row['step']}",
                 "losses are written step by step",
-                "make room, and go on from the last checkpoint with --resume",
-            )
-            told.errno = failure.errno
-            raise told from failure
+                lambda: way_on(self.checkpoints),
+            ),
+            self.path.open("a", encoding="utf-8") as file,
+        ):
+            file.write(_line(row))
 
 
 def _line(row: Mapping[str, Any]) -> str:
@@ -66,16 +80,39 @@ def read(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a file; of one that is not there none.
 
     A last line that was cut off, where a process ended while it wrote, is left out.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read.
+    ValueError
+        If another line is none that a training wrote.
     """
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
         except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            row = None
+        if _is_row(row):
             rows.append(row)
+        elif number < len(lines):
+            raise error(
+                ValueError,
+                f"line {number} of {path} is {shown(line)}",
+                'a line is an object with a "step" and its "loss" or "eval_loss"',
+                "put the file back as it was, or move it away: losses then begin with the next "
+                "step",
+            )
     return rows
+
+
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        return False
+    losses = [row[name] for name in ("loss", "eval_loss") if name in row]
+    return bool(losses) and all(isinstance(loss, int | float | None) for loss in losses)
 
 
 def smoothed(losses: list[float]) -> list[float]:
@@ -114,7 +151,7 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
             "it comes with the extra training; the losses are in the .jsonl file too",
             "pip install 'cupyattn[training]'",
         ) from failure
-    steps = [row for row in rows if "loss" in row and not row.get("skipped")]
+    steps = [row for row in rows if row.get("loss") is not None and not row.get("skipped")]
     looked_at = [row for row in rows if "eval_loss" in row]
     figure = Figure(figsize=_INCHES, layout="constrained")
     axes = figure.subplots()

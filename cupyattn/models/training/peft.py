@@ -12,7 +12,7 @@ from typing import BinaryIO
 import numpy as np
 
 from cupyattn.arrays import Array
-from cupyattn.errors import error, shown
+from cupyattn.errors import error, explaining, shown
 from cupyattn.models.checkpoints.contents import damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.hugging_face import read_json
@@ -78,15 +78,12 @@ def write(
         _TENSORS: partial(store, arrays=named, metadata={"format": "pt"}),
         _CONFIG: lambda file: file.write(text),
     }
-    try:
+    with explaining(
+        f"no adapters in {folder}",
+        "they are written beside older ones, which they replace when they are complete",
+        "make room, or pass a folder that can be written; older adapters are as they were",
+    ):
         write_whole({Path(folder) / name: write for name, write in writers.items()})
-    except OSError as failure:
-        raise error(
-            type(failure),
-            f"{folder}: {failure}",
-            "adapters are written beside older ones, which they replace when they are complete",
-            "make room, or pass a folder that can be written; older adapters are as they were",
-        ) from failure
 
 
 def read(folder: str | os.PathLike[str]) -> tuple[LoraOptions, dict[str, Stored]]:

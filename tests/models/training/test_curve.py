@@ -14,21 +14,39 @@ from cupyattn.models.training.evaluation import loss_of
 
 def test_lines_go_on_behind_a_step(tmp_path):
     path = tmp_path / "new" / "losses.jsonl"
-    log = curve.StepLog(path, 0)
+    log = curve.StepLog(path, 0, tmp_path)
     for step in (1, 2, 3):
         log.add({"step": step, "loss": 1 / step})
     with path.open("a") as file:
         file.write('{"step": 4, "lo')  # the process ended here
-    again = curve.StepLog(path, 2)
+    again = curve.StepLog(path, 2, tmp_path)
     again.add({"step": 3, "loss": 0.5})
     assert [(row["step"], row["loss"]) for row in curve.read(path)] == [
         (1, 1.0),
         (2, 0.5),
         (3, 0.5),
     ]
-    curve.StepLog(path, 0)
+    curve.StepLog(path, 0, tmp_path)
     assert curve.read(path) == []
     assert curve.read(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\xff\xfe\x00garbage", b"[1]", b'{"step": "1", "loss": 2.0}', b'{"step": 1, "loss": "2"}',
+     b'{"step": 1}', b'{"step": 4, "lo'],
+)  # fmt: skip
+def test_lines_that_no_training_wrote_are_named(line, tmp_path):
+    """But for the last, which is cut off where a process ends."""
+    path = tmp_path / "losses.jsonl"
+    first = b'{"step": 1, "loss": 2.0}\n'
+    path.write_bytes(first + line)
+    assert curve.read(path) == [{"step": 1, "loss": 2.0}]
+    before = first + line + b"\n" + first
+    path.write_bytes(before)
+    with pytest.raises(ValueError, match=r"line 2 of .*losses.jsonl is b'.*; a line is an obj"):
+        curve.StepLog(path, 1, tmp_path)
+    assert path.read_bytes() == before
 
 
 def test_a_mean_of_equal_losses_is_theirs():

@@ -196,8 +196,8 @@ def test_a_full_disk_leaves_the_old_one(room, tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "open", lambda path, mode: Full(opened(path, mode), room))
     with pytest.raises(
         OSError,
-        match=r"step-00000002.*No space left.*; it takes .* MB .*step-00000001.safetensors is "
-        r"still there; make room",
+        match=r"step-00000002.*No space left.*; it takes 6.1 kB beside .*; make room, and go on "
+        r"from step-00000001.safetensors, which is still there, with --resume",
     ) as failure:
         trainer.save(tmp_path, keep=1)
     monkeypatch.undo()
@@ -210,13 +210,48 @@ def test_a_full_disk_leaves_the_old_one(room, tmp_path, monkeypatch):
     assert len(checkpoint.saved_in(tmp_path)) == 1
 
 
+@pytest.mark.parametrize(("room", "stay"), [(3, [1, 2, 3]), (2, [2, 3]), (1, [2])])
+def test_the_oldest_make_room_for_a_new_one(room, stay, tmp_path, monkeypatch):
+    """On a disk for so many of them; the newest stays whatever happens."""
+    trainer, write = trained(), checkpoint.write_tensors
+    for _ in range(2):
+        trainer.step()
+        trainer.save(tmp_path, keep=3)
+
+    def within(path, *contents):
+        if len(list(tmp_path.iterdir())) >= room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, *contents)
+
+    (tmp_path / "step-00000009.partial").write_bytes(b"of a process that was killed")
+    monkeypatch.setattr(checkpoint, "write_tensors", within)
+    trainer.step()
+    if room == 1:
+        with pytest.raises(OSError, match=r"go on from step-00000002.safetensors"):
+            trainer.save(tmp_path, keep=3)
+    else:
+        trainer.save(tmp_path, keep=3)
+    assert [int(path.stem[5:]) for path in sorted(tmp_path.iterdir())] == stay
+
+
+def test_folders_are_no_checkpoints(tmp_path):
+    trained().save(tmp_path)
+    (tmp_path / "step-00000009.safetensors").mkdir()
+    (tmp_path / "step-00000009.partial").mkdir()
+    again = trained()
+    again.resume(tmp_path)
+    again.step()
+    again.save(tmp_path, keep=1)
+    assert [path.name for path in checkpoint.saved_in(tmp_path)] == ["step-00000001.safetensors"]
+
+
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_failure_at_the_end_leaves_nothing(call, tmp_path, monkeypatch):
     def refuses(*_):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, call, refuses)
-    with pytest.raises(OSError, match=r"Input/output error.*there is none yet"):
+    with pytest.raises(OSError, match=r"Input/output error.*begin anew: there is no chec"):
         trained().save(tmp_path / "new")
     assert not list((tmp_path / "new").iterdir())
 
