@@ -72,8 +72,10 @@ class Admission:
         done = allocator.find(run.tokens)
         self.require_room(run, done)
         tokens = run.tokens[done : done + budget]
+        # A prompt counts whole, though parts of it come later, and once, though it may begin anew.
+        counted = 0 if run.request.counted else len(run.tokens)
         try:
-            run.sequence = allocator.add(run.tokens[: done + len(tokens)])
+            run.sequence = allocator.add(run.tokens[: done + len(tokens)], counted=counted)
         except OutOfBlocksError:
             if not alone or self._left is None:
                 raise
@@ -81,7 +83,8 @@ class Admission:
             room = self._available() * allocator.block_size
             done = allocator.find(run.tokens[:room])
             tokens = run.tokens[done:room][:budget]
-            run.sequence = allocator.add(run.tokens[: done + len(tokens)])
+            run.sequence = allocator.add(run.tokens[: done + len(tokens)], counted=counted)
+        run.request.counted = True
         return tokens
 
     def _available(self) -> int:

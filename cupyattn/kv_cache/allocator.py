@@ -152,7 +152,7 @@ class BlockAllocator:
 
     @property
     def num_added_tokens(self) -> int:
-        """Tokens of all sequences that `add` has made."""
+        """Tokens of all sequences that `add` has made, as it was told to count them."""
         return self._num_added_tokens
 
     @property
@@ -270,13 +270,16 @@ class BlockAllocator:
         with self._lock:
             return len(index.match(values)) * self._block_size
 
-    def add(self, tokens: Iterable[int]) -> Sequence:
+    def add(self, tokens: Iterable[int], *, counted: int | None = None) -> Sequence:
         """Make a sequence, with room for its tokens.
 
         Parameters
         ----------
         tokens : iterable of int
             The tokens' ids: a list, or an array of one axis; none is allowed.
+        counted : int, optional
+            How many tokens `num_added_tokens` counts, by default these: those of a whole prompt
+            whose rest is to be appended, or 0 for a prompt that was counted before.
 
         Returns
         -------
@@ -293,6 +296,7 @@ class BlockAllocator:
             If a token is no integer.
         """
         values = as_tokens(tokens)
+        counted = len(values) if counted is None else as_count("counted", counted, 0)
         size, pool, pools = self._block_size, self._pool, self._pools
         with self._lock:
             index = pool.index
@@ -313,8 +317,8 @@ class BlockAllocator:
             if index is not None:
                 prefix = Prefix(index, nodes[-1] if nodes else index.root, len(nodes), [])
                 prefix.append(values[cached:], ids)
-            self._num_added_tokens += len(values)
-            self._num_found_tokens += cached
+            self._num_added_tokens += counted
+            self._num_found_tokens += min(cached, counted)
             return Sequence(pools, ids, len(values), cached, prefix)
 
     def check(self) -> None:

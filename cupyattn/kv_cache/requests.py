@@ -71,6 +71,7 @@ class Request:
     __slots__ = (
         "_left",
         "_owner",
+        "counted",
         "finished",
         "max_new_tokens",
         "n",
@@ -97,6 +98,7 @@ class Request:
         self.stop = frozenset(stop)
         self.outputs: tuple[list[int], ...] = tuple([] for _ in range(n))
         self.finished = False
+        self.counted = False  # whether the allocator has counted its prompt
 
     def __repr__(self) -> str:
         lengths = ", ".join(str(len(output)) for output in self.outputs)

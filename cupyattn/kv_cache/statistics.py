@@ -19,7 +19,8 @@ class CacheStatistics(NamedTuple):
         The share of the slots in used blocks that hold no token, 0 if no block is used.
     prefix_hit_rate : float
         The share of the tokens of all sequences so far that `BlockAllocator.add` found cached, 0
-        if there was none. A sequence that a scheduler begins anew counts again.
+        if there was none. A scheduler counts each prompt once and whole, in whatever parts it is
+        computed.
     """
 
     used: int

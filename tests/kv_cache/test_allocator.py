@@ -57,6 +57,20 @@ def test_what_was_found_is_counted():
     assert (allocator.num_added_tokens, allocator.num_found_tokens) == (18, 8)
 
 
+def test_a_prompt_in_parts_is_counted_as_it_is_said():
+    allocator = BlockAllocator(8, 4, prefix_caching=True)
+    allocator.add(range(9), counted=20)
+    assert (allocator.num_added_tokens, allocator.num_found_tokens) == (20, 0)
+    assert allocator.add(range(9), counted=0).num_cached_tokens == 8
+    assert (allocator.num_added_tokens, allocator.num_found_tokens) == (20, 0)
+    assert allocator.add(range(12), counted=30).num_cached_tokens == 8
+    assert (allocator.num_added_tokens, allocator.num_found_tokens) == (50, 8)
+    with pytest.raises(ValueError, match="counted = -1; allowed is 0 or more"):
+        allocator.add([1], counted=-1)
+    with pytest.raises(TypeError, match=r"counted = 1\.5; it is an integer"):
+        allocator.add([1], counted=1.5)
+
+
 def test_equal_blocks_after_different_prefixes_differ():
     allocator = BlockAllocator(8, 2, prefix_caching=True)
     allocator.add([1, 1, 7, 7])

@@ -45,6 +45,31 @@ def test_a_prompt_that_is_cached_is_computed_once(memory):
     ]
 
 
+@pytest.mark.parametrize("max_tokens", [5, 8, 64])
+def test_what_was_found_of_a_prompt_does_not_depend_on_its_parts(max_tokens):
+    memory = BlockMemory(BlockAllocator(200, 4, prefix_caching=True))
+    scheduler = Scheduler(memory, max_batch=2, max_tokens=max_tokens)
+    for last in (1, 2):
+        scheduler.submit([*range(40), *[last] * 60], max_new_tokens=3, n=2)
+        finish(scheduler, memory)
+    allocator = memory.allocator
+    assert (allocator.num_found_tokens, allocator.num_added_tokens) == (40, 200)
+
+
+@pytest.mark.parametrize("preempt", ["recompute", "swap"])
+def test_a_prompt_that_begins_anew_is_counted_once(memory, preempt):
+    """After it made room, and after a step that failed."""
+    scheduler = Scheduler(memory, max_batch=4, max_tokens=64, preempt=preempt)
+    for i in range(3):
+        scheduler.submit([i] * 12, max_new_tokens=12)
+    with pytest.raises(TypeError, match="forward returned"):
+        scheduler.step(lambda batch: None)
+    finish(scheduler, memory)
+    assert scheduler.num_preempted
+    allocator = memory.allocator
+    assert (allocator.num_found_tokens, allocator.num_added_tokens) == (0, 36)
+
+
 def test_the_earliest_goes_on(memory):
     scheduler = Scheduler(memory, max_batch=4, max_tokens=64)
     requests = [scheduler.submit([i] * 12, max_new_tokens=12) for i in range(3)]
