@@ -12,18 +12,17 @@ from typing import Any, NamedTuple
 
 from cupyattn.benchmark.plot import labels
 from cupyattn.benchmark.plot.chart import three
+from cupyattn.benchmark.plot.inks import Ink, inks
 from cupyattn.benchmark.plot.results import Measured, Row
 from cupyattn.benchmark.plot.style import (
     LEFT,
     RIGHT,
     SMALL,
     WIDTH,
-    Ink,
     Key,
     Page,
     Pages,
     Theme,
-    inks,
     ticks,
 )
 
