@@ -32,6 +32,8 @@ def rows_of(tmp_path, *words):
     assert main([*words, "--json", str(file)]) == 0
     result = json.loads(file.read_text())
     assert (result["command"], result["modelled"], result["machine"]) == (words[0], True, "T4")
+    assert all(result[name] for name in ("date", "cpu", "os", "python", "version"))
+    assert {"commit", "nvrtc", "nvdisasm"} <= set(result)
     assert all(row["modelled"] for row in result["rows"])
     return result["rows"]
 

@@ -14,12 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cupyattn
 from cupyattn.benchmark.frame.ceilings import measured_ceilings
 from cupyattn.benchmark.frame.clock import Clock
 from cupyattn.benchmark.frame.compare import RULE, show_changes
 from cupyattn.benchmark.frame.gpu_command import FAILURES, NO_GPU
-from cupyattn.benchmark.frame.machine import measured_on, watched
+from cupyattn.benchmark.frame.machine import measured_on, modelled_with, this_host, watched
 from cupyattn.benchmark.frame.memory import peak_bytes
 from cupyattn.benchmark.frame.peers import (
     ARRAY_CODE,
@@ -124,7 +123,7 @@ class Benchmark:
             if self.modelled is None:
                 raise RuntimeError("--modelled: there is no model of this; leave it out")
             rows = ({**row, "modelled": True} for row in self.modelled(arguments))
-            about = {"modelled": True, "machine": self.machine, "version": cupyattn.__version__}
+            about = {"modelled": True, "machine": self.machine, **this_host(), **modelled_with()}
             found = rows_until_failure(rows)
             return {**head, **about, **found, "took_s": time.monotonic() - began}
         if device_count() < self.gpus:
@@ -132,7 +131,7 @@ class Benchmark:
             raise RuntimeError(NO_GPU if self.gpus == 1 else few)
         if not self.gpus:
             found = rows_until_failure(self.rows(arguments, Gauge.idle(None)))
-            about = {"version": cupyattn.__version__}
+            about = this_host()
         else:
             about, found = self._measured(arguments)
         counts = {"calls": arguments.calls, "warm_up": arguments.warm_up}
