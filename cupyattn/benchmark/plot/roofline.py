@@ -78,12 +78,12 @@ def pictures(measured: Measured) -> dict[str, Pages]:
 
 
 def roofs_of(measured: Measured) -> list[Roof]:
-    """Return the card's roof, as it was measured, and a T4's.
+    """Return the card's roof, as it was measured, and a T4's; of what is modelled the latter.
 
     The loop of mma that is measured is of float16; other dtypes have float32's arithmetic.
     """
     memory = [measured.ceilings.get(name) for name in ("read_gb_per_s", "copy_gb_per_s")]
-    known = [rate for rate in memory if rate]
+    known = [rate for rate in memory if rate and not measured.modelled]
     on_tensor_cores = all(row.case.get("dtype", "float16") == "float16" for row in measured.rows)
     products = measured.ceilings.get("mma_tflops") if on_tensor_cores else None
     own = [Roof("measured in this run", products, max(known))] if known else []
