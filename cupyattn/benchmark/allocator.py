@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import platform
 import random
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import cupyattn
+from cupyattn.benchmark.frame.machine import this_host
 from cupyattn.cli.arguments import add_json_option, integer
 from cupyattn.cli.terminal import Result, Terminal, emit
 from cupyattn.kv_cache import BlockAllocator, Copy, PagedKVCache, Scheduler, Work
@@ -109,8 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     result = {
         "command": "allocator",
-        "version": cupyattn.__version__,
-        "python": platform.python_version(),
+        **this_host(),
         "pool_tokens": POOL_TOKENS,
         "pairs_per_second": pairs_per_second(),
         "append_us": append_microseconds(),

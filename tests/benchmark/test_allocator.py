@@ -55,6 +55,7 @@ def test_a_pair_and_a_table_are_quick():
 def test_json(capsys):
     assert main(["allocator", "--requests", "5", "--block-size", "16", "2", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
+    assert all(result[name] for name in ("date", "cpu", "os", "python", "version"))
     assert [trace["block_size"] for trace in result["traces"]] == [16, 2]
     assert result["pairs_per_second"] > 0
     assert result["append_us"] > 0

@@ -25,7 +25,9 @@ def test_rows(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(emulator, "SIZES", (emulator.Size(1, 1, 16, 0.005),))
     file = tmp_path / "emulator.json"
     assert main(["emulator", "--calls", "100", "--problems", "2", "--json", str(file)]) == 0
-    rows = json.loads(file.read_text())["rows"]
+    result = json.loads(file.read_text())
+    assert all(result[name] for name in ("date", "cpu", "os", "python", "version"))
+    rows = result["rows"]
     assert [(row["problem"], row["checks"]) for row in rows] == [
         (problem, checks)
         for problem in ("(B, H, N) = (1, 1, 16)", "2 random problems")

@@ -70,6 +70,20 @@ def test_calls_of_quantised_weights(weights):
     np.testing.assert_allclose(call(), arrays.dout @ dense, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("weights", [None, "nf4"])
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("kind", ["large", "backward", "dx"])
+def test_the_bytes_of_a_case_are_its_arrays(kind, activation, weights):
+    case = Case(kind, 8, 64, 128, "float32", "nk", activation, weights)
+    x, (w, *_), b, dout, out = arrays_of(case, np)
+    expected = {
+        "large": (x, w, b, out),
+        "dx": (dout, w, out),
+        "backward": (dout, *2 * (x, w, b), *[dout] * (activation is not None)),
+    }[kind]
+    assert case.bytes == sum(array.nbytes for array in expected)
+
+
 def test_few_rows_meet_weights_that_no_cache_holds():
     case = Case("thin", 1, 2560, 2560, "float16", "nk", None)
     assert case.copies * case.weight_bytes >= 2**28

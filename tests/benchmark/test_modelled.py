@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from support.drawn import pages, shown
 
 from cupyattn.benchmark.__main__ import BENCHMARKS, main
 from cupyattn.benchmark.frame import emulated, turing_model
+from cupyattn.benchmark.frame.results import results_of
+from cupyattn.benchmark.plot import roofline, throughput
 from cupyattn.turing import T4, DisassemblerError
 
 COUNTS = {"kernels": ["a"], "sector_ratio": 1.5, "bound": "lsu", "instruction_bytes": 4.0,
@@ -32,6 +35,8 @@ def rows_of(tmp_path, *words):
     assert main([*words, "--json", str(file)]) == 0
     result = json.loads(file.read_text())
     assert (result["command"], result["modelled"], result["machine"]) == (words[0], True, "T4")
+    assert all(result[name] for name in ("date", "cpu", "os", "python", "version"))
+    assert {"commit", "nvrtc", "nvdisasm"} <= set(result)
     assert all(row["modelled"] for row in result["rows"])
     return result["rows"]
 
@@ -50,11 +55,30 @@ def test_products_have_the_rate_of_the_model(counted, monkeypatch, tmp_path, cap
     assert (plain["batch"], plain["seqlen"]) == (8, 4096), "the largest"
     assert plain["times"]["p50_s"] == pytest.approx(plain["flops"] / 52e12)
     assert plain["of_ceiling"] == pytest.approx(52 / T4.tflops(1024))
+    assert plain["bytes"] == 4 * 8 * 4096 * plain["heads"] * 64 * 2, "q, k, v and out"
+    assert plain["gb_per_s"] == pytest.approx(plain["bytes"] / plain["times"]["p50_s"] / 1e9)
     assert plain["counts"]["sector_ratio"] == 1.5
     in_float32 = rows_of(tmp_path, "attention", *ATTENTION, "--dtype", "float32")
     assert {row["of_ceiling"] for row in in_float32} == {None}, "which is that of tensor cores"
     backward = rows_of(tmp_path, "attention_backward", *ATTENTION)
     assert len(backward) == 4, "deterministic too"
+    assert backward[0]["bytes"] == 2 * plain["bytes"]
+
+
+def test_what_is_modelled_is_drawn_under_a_t4s_ceilings(counted, monkeypatch, tmp_path):
+    monkeypatch.setattr(turing_model.Model, "figure", lambda self, command, row: 52.0)
+    file = tmp_path / "modelled.json"
+    assert main(["attention", *ATTENTION, "--json", str(file)]) == 0
+    (result,) = results_of(file)
+    assert result["ceilings"] == {
+        "copy_gb_per_s": 320, "read_gb_per_s": 320, "mma_tflops": pytest.approx(65.1, abs=0.1)
+    }  # fmt: skip
+    ((tflops,),) = (drawn for drawn in pages(throughput, result).values() if drawn)
+    assert "a T4's tensor cores: 65.1 TFLOP/s" in {text for text, _ in shown(tflops)}
+    ((under,),) = pages(roofline, result).values()
+    said = {text for text, _ in shown(under)}
+    assert "roof: a T4, as specified, 65.0 TFLOP/s, 320 GB/s" in said
+    assert not any("measured in this run" in text for text in said)
 
 
 def test_without_a_disassembler_there_are_counts_alone(counted, monkeypatch, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 from support.fake_gpu import HEADER
@@ -136,6 +137,19 @@ def test_sources(figures):
     assert lines.count("| cupyattn flash | A GPU") == 2, "their commands tell them apart"
     (of_layers,) = figures["layers"]
     assert "a copy at 4,321 GB/s | 2026-01-03 |" in tables.sources([of_layers], "operation")
+
+
+def test_the_mode_of_torch_compile_is_shown(figures):
+    """Of the run whose ratios README has; not where no row is torch.compile's."""
+    fresh = layers(date="2026-02-01", torch_compile="max-autotune-no-cudagraphs")
+    (merged,) = merge(figures, [fresh]).figures["layers"]
+    said = "torch.compile in mode max-autotune-no-cudagraphs"
+    assert said in tables.sources([merged], "operation")
+    own = [row for row in merged["rows"] if row["contender"] == "cupyattn"]
+    assert said not in tables.sources([{**merged, "rows": own}], "operation")
+    committed = load(Path(__file__).parents[2])["layers"]
+    compiled = [each for each in committed if "torch compile" in str(each["rows"])]
+    assert compiled and all(each["torch_compile"] for each in compiled)
 
 
 def test_fresh_rows_replace_those_of_the_same_labels(figures):

@@ -14,12 +14,17 @@ from cupyattn.benchmark.frame.subjects import Gauge
 
 HEADER = {
     "version": cupyattn.__version__,
+    "commit": None,
     "date": "2026-11-20",
+    "cpu": "A CPU",
+    "os": "Linux",
+    "python": "3.12.1",
     "device": "A GPU",
     "compute_capability": "9.0",
     "code": ["compute_75"],
     "arch_override": "75",
     "tensor_cores": True,
+    "driver_version": "580.95.05",
     "cuda_driver": "13.0",
     "cupy": "14.2.0",
     "nvrtc": "12.9",

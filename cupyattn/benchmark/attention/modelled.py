@@ -33,7 +33,7 @@ def forward(arguments: argparse.Namespace) -> Iterator[Row]:
         inputs = inputs_of(case, option, np)
         return forward_contenders(arguments.implementation, inputs, Gauge.idle(np))
 
-    yield from _rows("attention", arguments, contenders, Case.flops)
+    yield from _rows("attention", arguments, contenders, Case.flops, 1)
 
 
 def backward(arguments: argparse.Namespace) -> Iterator[Row]:
@@ -44,7 +44,7 @@ def backward(arguments: argparse.Namespace) -> Iterator[Row]:
         inputs = inputs_of(case, option, np)
         return backward_contenders(arguments.implementation, modes, inputs, Gauge.idle(np))
 
-    yield from _rows("attention_backward", arguments, contenders, Case.backward_flops)
+    yield from _rows("attention_backward", arguments, contenders, Case.backward_flops, 2)
 
 
 def _rows(
@@ -52,8 +52,12 @@ def _rows(
     arguments: argparse.Namespace,
     contenders: Callable[[Case, str], list[Contender]],
     flops: Callable[[Case, str], float],
+    moves: int,
 ) -> Iterator[Row]:
-    """Yield rows of the largest batch and the longest sequences: rates hardly depend on them."""
+    """Yield rows of the largest batch and the longest sequences: rates hardly depend on them.
+
+    The bytes of a case move so many times: the backward has its gradients too.
+    """
     model, found = Model(T4), {}
     for case, option in calls_of(arguments):
         if option in (PLAIN, "causal"):
@@ -64,8 +68,11 @@ def _rows(
             for contender in contenders(small, option):
                 labels: dict[str, Any] = {**case.labels, "option": option}
                 rate = rate_of(model, command, {**labels, "contender": contender.name})
-                call = ModelledCall(contender.name, small.bytes, _first_of(contender))
-                yield of_products(labels, contender.name, flops(case, option), rate, call)
+                call = ModelledCall(contender.name, moves * small.bytes, _first_of(contender))
+                yield of_products(
+                    labels, contender.name, flops(case, option), rate, call,
+                    least_bytes=moves * case.bytes,
+                )  # fmt: skip
             step(f"head dim {case.head_dim}, {option}")
 
 

@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cupyattn
 from cupyattn.benchmark.frame.ceilings import measured_ceilings
 from cupyattn.benchmark.frame.clock import Clock
 from cupyattn.benchmark.frame.compare import RULE, show_changes
+from cupyattn.benchmark.frame.emulated import ceilings_of
 from cupyattn.benchmark.frame.gpu_command import FAILURES, NO_GPU
-from cupyattn.benchmark.frame.machine import measured_on, watched
+from cupyattn.benchmark.frame.machine import measured_on, modelled_with, this_host, watched
 from cupyattn.benchmark.frame.memory import peak_bytes
 from cupyattn.benchmark.frame.peers import (
     ARRAY_CODE,
@@ -39,6 +39,7 @@ from cupyattn.cli.terminal import Result, emit, fail
 from cupyattn.cupy_library import load_cupy
 from cupyattn.functional.device_info import device_count
 from cupyattn.kernels.device.cuda import cuda_device
+from cupyattn.turing import MACHINES
 
 CALLS, WARM_UP, BUDGET_S, LIMIT_S = 1000, 100, 2.0, 1800.0
 QUICK = {
@@ -124,7 +125,11 @@ class Benchmark:
             if self.modelled is None:
                 raise RuntimeError("--modelled: there is no model of this; leave it out")
             rows = ({**row, "modelled": True} for row in self.modelled(arguments))
-            about = {"modelled": True, "machine": self.machine, "version": cupyattn.__version__}
+            card = MACHINES.get(self.machine)
+            about = {
+                **{"modelled": True, "machine": self.machine, **this_host(), **modelled_with()},
+                "ceilings": None if card is None else ceilings_of(card),
+            }
             found = rows_until_failure(rows)
             return {**head, **about, **found, "took_s": time.monotonic() - began}
         if device_count() < self.gpus:
@@ -132,7 +137,7 @@ class Benchmark:
             raise RuntimeError(NO_GPU if self.gpus == 1 else few)
         if not self.gpus:
             found = rows_until_failure(self.rows(arguments, Gauge.idle(None)))
-            about = {"version": cupyattn.__version__}
+            about = this_host()
         else:
             about, found = self._measured(arguments)
         counts = {"calls": arguments.calls, "warm_up": arguments.warm_up}

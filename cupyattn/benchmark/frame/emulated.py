@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import cupyattn
-from cupyattn.benchmark.frame.rows import Row
+from cupyattn.benchmark.frame.rows import COPY, PRODUCTS, READ, Row
 from cupyattn.emulator import Checks, Report
 from cupyattn.turing import MACHINES, T4, Machine
 from cupyattn.turing.memory import MemoryFigures, memory_figures
@@ -14,6 +14,19 @@ from cupyattn.turing.memory import MemoryFigures, memory_figures
 _DIGITS = 3
 PEAK_FLOP_PER_CYCLE = 1024
 """float16 products of a Turing multiprocessor: 65 TFLOP/s of a T4."""
+
+
+def ceilings_of(machine: Machine) -> dict[str, float | None]:
+    """Return what a card can do at the most, by its data sheet, as a run on a GPU measures it.
+
+    Examples
+    --------
+    >>> ceilings_of(T4)["copy_gb_per_s"], round(ceilings_of(T4)["mma_tflops"])
+    (320.0, 65)
+    """
+    memory = float(machine.memory_gb_s)
+    products = machine.tflops(PEAK_FLOP_PER_CYCLE) if machine.tensor_cores else None
+    return {COPY: memory, READ: memory, PRODUCTS: products}
 
 
 class ModelledCall(NamedTuple):
@@ -87,15 +100,23 @@ def of_products(
     flops: float,
     tflops: float | None,
     call: ModelledCall,
+    *,
+    least_bytes: float | None = None,
 ) -> Row:
     """Return the row of products at the model's rate on a T4; `call` is a small one, counted.
 
     Of float16 the ceiling is the tensor cores' peak; of other dtypes there is none.
     """
-    peak = T4.tflops(PEAK_FLOP_PER_CYCLE) if labels["dtype"] == "float16" else None
+    peak = ceilings_of(T4)[PRODUCTS] if labels["dtype"] == "float16" else None
     seconds = None if tflops is None else flops / tflops / 1e12
     counts = _chosen(row_of(call), "kernels", "sector_ratio", "instruction_bytes")
-    figures = {"flops": flops, "tflops": tflops, "of_ceiling": tflops and peak and tflops / peak}
+    figures = {
+        "flops": flops,
+        "bytes": least_bytes,
+        "tflops": tflops,
+        "gb_per_s": least_bytes and seconds and least_bytes / seconds / 1e9,
+        "of_ceiling": tflops and peak and tflops / peak,
+    }
     return _row(labels, contender, seconds, counts, figures)
 
 

@@ -1,12 +1,15 @@
-"""What a measurement was made on: device, code, versions, and the clocks while it ran."""
+"""What a result was made on: host, device, code, versions, and the clocks while it ran."""
 
 from __future__ import annotations
 
 import datetime
+import platform
 import statistics
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from cupyattn.cupy_library import load_cupy
 from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.kernels.device.cuda import CudaDevice
 from cupyattn.kernels.target import arch_override, target_of
+from cupyattn.turing import disassembler_version
 
 _CLOCKS = {
     "sm_mhz": "clocks.sm",
@@ -25,17 +29,88 @@ _CLOCKS = {
 }
 
 
+def this_host() -> dict[str, Any]:
+    """Describe what every result was made on, whatever it is of.
+
+    Returns
+    -------
+    dict
+        ``version`` (of the library), ``commit`` (of the checkout it is imported from, with
+        "-dirty" where files have changed; None of an installed one), ``date``, ``cpu``, ``os``,
+        ``python``, ``numpy``.
+    """
+    return {
+        "version": cupyattn.__version__,
+        "commit": _commit(Path(cupyattn.__file__).parents[1]),
+        "date": datetime.date.today().isoformat(),
+        "cpu": _cpu(),
+        "os": platform.platform(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+
+
+def modelled_with() -> dict[str, Any]:
+    """Describe what modelled figures follow from, beside the host: compiler and disassembler.
+
+    Returns
+    -------
+    dict
+        ``nvrtc``, ``nvdisasm``; None where one is not there.
+    """
+    versions: dict[str, Any] = {}
+    for name, ask in (("nvrtc", _nvrtc), ("nvdisasm", disassembler_version)):
+        try:
+            versions[name] = ask()
+        except RuntimeError:  # rows say what that means for them
+            versions[name] = None
+    return versions
+
+
+def _nvrtc() -> str:
+    return ".".join(map(str, nvrtc_version()))
+
+
+def _commit(checkout: Path) -> str | None:
+    """Return the commit of a checkout; a folder within one, such as an environment, is none."""
+    if not (checkout / ".git").exists():
+        return None
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40"]
+    return _said_by([*command, "--exclude=*"])
+
+
+@cache
+def _cpu() -> str:
+    """Return the name of the processor; of its architecture where that is all there is."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+def _said_by(command: list[str]) -> str | None:
+    """Return what a program prints; None where there is none, or it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
 def measured_on(device: CudaDevice, torch: Any = None) -> dict[str, Any]:
     """Describe what the kernels that are loaded on a device ran on, and what they are compiled for.
 
     Returns
     -------
     dict
-        ``device``, ``compute_capability``; ``code``: the targets that the loaded code itself names,
-        such as "sm_90" for machine code or "compute_75" for PTX that the driver translated;
+        What `this_host` says; ``device``, ``compute_capability``; ``code``: the targets that the
+        loaded code itself names, such as "sm_90" for machine code or "compute_75" for PTX that the
+        driver translated;
         ``arch_override``: CUPYATTN_ARCH; ``tensor_cores``: whether float16 ran on them;
-        ``cuda_driver``, ``cupy``, ``nvrtc``, ``numpy``, ``torch`` (None where nobody imported it)
-        and ``version`` (of the library); ``date``.
+        ``driver_version`` (None without nvidia-smi) and the version of CUDA that it has,
+        ``cuda_driver``; ``cupy``, ``nvrtc`` and ``torch`` (None where nobody imported it).
     """
     cupy = load_cupy()
 
@@ -43,17 +118,16 @@ def measured_on(device: CudaDevice, torch: Any = None) -> dict[str, Any]:
     loaded = [device.load(specialisation).code for specialisation in device.loaded]
     driver = cupy.cuda.runtime.driverGetVersion()
     return {
-        "version": cupyattn.__version__,
-        "date": datetime.date.today().isoformat(),
+        **this_host(),
         "device": device.name,
         "compute_capability": f"{device.capability / 10:.1f}",
         "code": sorted({target_of(path.read_bytes()) for path in loaded}),
         "arch_override": override and str(override.number),
         "tensor_cores": device.tensor_cores,
+        "driver_version": _said_by(_asking(device.ordinal, "driver_version")),
         "cuda_driver": f"{driver // 1000}.{driver % 1000 // 10}",
         "cupy": cupy.__version__,
-        "nvrtc": ".".join(map(str, nvrtc_version())),
-        "numpy": np.__version__,
+        "nvrtc": _nvrtc(),
         "torch": None if torch is None else torch.__version__,
     }
 
@@ -79,17 +153,22 @@ def watched(ordinal: int) -> Iterator[dict[str, float]]:
 
 
 def _watcher(ordinal: int) -> subprocess.Popen[str] | None:
-    bus = load_cupy().cuda.runtime.deviceGetPCIBusId(ordinal)
-    if isinstance(bus, bytes):
-        bus = bus.decode()
-    asked = f"--query-gpu={','.join(_CLOCKS.values())}"
-    command = ["nvidia-smi", "-i", bus, asked, "--format=csv,noheader,nounits", "--loop=1"]
+    command = [*_asking(ordinal, *_CLOCKS.values()), "--loop=1"]
     try:
         return subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
     except OSError:  # there is none
         return None
+
+
+def _asking(ordinal: int, *what: str) -> list[str]:
+    """Return the command that asks nvidia-smi about a GPU."""
+    bus = load_cupy().cuda.runtime.deviceGetPCIBusId(ordinal)
+    if isinstance(bus, bytes):
+        bus = bus.decode()
+    asked = f"--query-gpu={','.join(what)}"
+    return ["nvidia-smi", "-i", bus, asked, "--format=csv,noheader,nounits"]
 
 
 def clocks_in(text: str) -> dict[str, float]:

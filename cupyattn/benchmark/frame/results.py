@@ -26,7 +26,7 @@ def device_of(result: Mapping[str, Any]) -> str:
     """Return what the figures are of: a device, or the machine that they are modelled for."""
     if result.get("modelled"):
         return f"modelled: {result.get('machine', 'a Turing GPU')}"
-    return result.get("device") or "this machine's CPU"
+    return result.get("device") or result.get("cpu") or "this machine's CPU"
 
 
 def on_what(device: str, codes: Sequence[str]) -> str:

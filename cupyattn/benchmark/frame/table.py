@@ -19,12 +19,32 @@ def show_machine(what: str, result: Result, terminal: Terminal) -> None:
             "kernels": ", ".join(map(_code_text, result["code"])) or "none ran",
             "CUPYATTN_ARCH": result["arch_override"] or "not set",
             "float16": "on tensor cores" if result["tensor_cores"] else "in float32 arithmetic",
-            "CUDA driver": result["cuda_driver"],
-            "versions": f"cupyattn {result['version']}, CuPy {result['cupy']}, NVRTC "
-            f"{result['nvrtc']}" + (f", PyTorch {result['torch']}" if result.get("torch") else ""),
+            "driver": ", of ".join(
+                filter(None, (result.get("driver_version"), f"CUDA {result['cuda_driver']}"))
+            ),
+            **_host(result),
             **_about_the_run(result),
         }
     )
+
+
+_VERSIONS = {
+    "version": "cupyattn",
+    "cupy": "CuPy",
+    "nvrtc": "NVRTC",
+    "nvdisasm": "nvdisasm",
+    "torch": "PyTorch",
+    "numpy": "NumPy",
+    "python": "Python",
+}
+
+
+def _host(result: Result) -> dict[str, str]:
+    """Return what belongs to figures of any kind; a record may be older than some of it."""
+    versions = (f"{name} {result[key]}" for key, name in _VERSIONS.items() if result.get(key))
+    host = ", ".join(result[name] for name in ("cpu", "os") if name in result)
+    facts = {"host": host, "versions": ", ".join(versions), "commit": result.get("commit")}
+    return {name: said for name, said in facts.items() if said}
 
 
 def _about_the_run(result: Result) -> dict[str, str]:
@@ -71,10 +91,12 @@ def show_result(
         terminal.title(
             f"{title}, MODELLED and not measured, for a {result['machine']}: nothing was timed"
         )
+        terminal.facts({"date": result["date"], **_host(result)})
     elif "device" in result:
         show_machine(title, result, terminal)
     else:
-        terminal.title(f"{title}, cupyattn {result['version']}")
+        terminal.title(f"{title}, {result['date']}")
+        terminal.facts(_host(result))
     show_rows(result["rows"], beside, terminal)
     if "calls" in result:
         note = f"Medians of at most {result['calls']} calls after {result['warm_up']}. {note}"

@@ -78,6 +78,19 @@ class Case:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in of.values())
 
     @property
+    def bytes(self) -> int:
+        """What has to move: w alone of few rows, otherwise every array once, gradients too."""
+        if self.kind == "thin":
+            return self.weight_bytes
+        x, out = self.M * self.K, self.M * self.N
+        item = dtype_of(self.dtype).itemsize
+        if self.kind == "backward":  # x, w, b and their gradients; dout, and the preactivation
+            more = 1 if self.activation is None else 2
+            return 2 * self.weight_bytes + (2 * (x + self.N) + more * out) * item
+        bias = 0 if self.kind == "dx" else self.N
+        return self.weight_bytes + (x + out + bias) * item
+
+    @property
     def copies(self) -> int:
         """How many weights are taken in turn, so that none is in L2 still."""
         return max(-(-COLD_BYTES // self.weight_bytes), 2) if self.kind == "thin" else 1

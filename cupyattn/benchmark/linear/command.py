@@ -127,7 +127,7 @@ def subjects(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Subject]:
             case.labels,
             [*contenders, *_peers(case, arrays, gauge)],
             flops=case.flops,
-            bytes=case.weight_bytes if thin else None,
+            bytes=case.bytes,
             ceiling=READ if thin else PRODUCTS if case.dtype == "float16" else None,
             tolerance=TOLERANCE * (2.5 if case.kind == "backward" else 1),
             own={READING: {"flops": None}},
@@ -176,7 +176,7 @@ def modelled(arguments: argparse.Namespace) -> Iterator[Row]:
             small = replace(case, **_COUNTED)
             rate = rate_of(model, "linear", case.labels)
             call = ModelledCall(OWN, small.weight_bytes, product(small))
-            yield of_products(case.labels, OWN, case.flops, rate, call)
+            yield of_products(case.labels, OWN, case.flops, rate, call, least_bytes=case.bytes)
     if "thin" in arguments.kind:
         for m in sorted(set(arguments.few) & _EMULATED_ROWS):
             case = Case("large", m, *_EMULATED_WEIGHT, "float16", "nk", None)

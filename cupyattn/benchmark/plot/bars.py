@@ -10,17 +10,16 @@ from typing import Any
 
 from cupyattn.benchmark.plot import labels
 from cupyattn.benchmark.plot.chart import LOGARITHMIC, Chart, tick
+from cupyattn.benchmark.plot.inks import Ink, inks
 from cupyattn.benchmark.plot.style import (
     LEFT,
     NO_FIGURE,
     RIGHT,
     SMALL,
     WIDTH,
-    Ink,
     Key,
     Page,
     Theme,
-    inks,
     no_figure,
     width_of,
     wrapped,

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cupyattn.benchmark.plot import style
+from cupyattn.benchmark.plot.inks import Ink, inks
 from cupyattn.benchmark.plot.results import Measured, Row, ours_first, source_of
-from cupyattn.benchmark.plot.style import LEFT, RIGHT, WIDTH, Ink, Key, Page, Theme, inks
+from cupyattn.benchmark.plot.style import LEFT, RIGHT, WIDTH, Key, Page, Theme
 
 NAME = "attention-by-head-dim"
 _DIRECTIONS = {"attention": "forward", "attention_backward": "backward"}

@@ -7,7 +7,8 @@ from typing import Any
 
 from cupyattn.benchmark.plot import labels
 from cupyattn.benchmark.plot.chart import Chart, Reference, tick
-from cupyattn.benchmark.plot.style import LEFT, RIGHT, WIDTH, Ink, Key, Page, Theme, inks
+from cupyattn.benchmark.plot.inks import Ink, inks
+from cupyattn.benchmark.plot.style import LEFT, RIGHT, WIDTH, Key, Page, Theme
 
 _COLUMNS = 2
 _PANEL = 1.75  # how high

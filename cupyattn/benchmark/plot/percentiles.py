@@ -9,8 +9,9 @@ from typing import Any
 
 from cupyattn.benchmark.plot import bars, labels
 from cupyattn.benchmark.plot.chart import LOGARITHMIC, Chart, chart_of, key_of, seconds
+from cupyattn.benchmark.plot.inks import Ink
 from cupyattn.benchmark.plot.results import Measured, Row
-from cupyattn.benchmark.plot.style import Ink, Page, Pages, Theme
+from cupyattn.benchmark.plot.style import Page, Pages, Theme
 
 _WITHOUT = "without short calls, of which a sample is a mean of several"
 _LEGEND = "mark: the median, which stands behind; line: the fastest to p99; thick: to p95"

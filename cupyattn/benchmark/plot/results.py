@@ -58,6 +58,8 @@ class Measured:
     ceilings: Mapping[str, float | None]
     """Those of the last run that measured any."""
     rows: tuple[Row, ...]
+    modelled: bool = False
+    """Whether the figures are a model's, and the ceilings a data sheet's."""
 
     @property
     def contenders(self) -> tuple[str, ...]:
@@ -151,6 +153,7 @@ def _together(command: str, results: Sequence[Result]) -> Measured:
         tuple(sorted({result["date"] for result in results if result.get("date")})),
         ceilings[-1] if ceilings else {},
         tuple(rows.values()),
+        any(result.get("modelled") for result in results),
     )
 
 

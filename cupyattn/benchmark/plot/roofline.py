@@ -12,18 +12,17 @@ from typing import Any, NamedTuple
 
 from cupyattn.benchmark.plot import labels
 from cupyattn.benchmark.plot.chart import three
+from cupyattn.benchmark.plot.inks import Ink, inks
 from cupyattn.benchmark.plot.results import Measured, Row
 from cupyattn.benchmark.plot.style import (
     LEFT,
     RIGHT,
     SMALL,
     WIDTH,
-    Ink,
     Key,
     Page,
     Pages,
     Theme,
-    inks,
     ticks,
 )
 
@@ -79,12 +78,12 @@ def pictures(measured: Measured) -> dict[str, Pages]:
 
 
 def roofs_of(measured: Measured) -> list[Roof]:
-    """Return the card's roof, as it was measured, and a T4's.
+    """Return the card's roof, as it was measured, and a T4's; of what is modelled the latter.
 
     The loop of mma that is measured is of float16; other dtypes have float32's arithmetic.
     """
     memory = [measured.ceilings.get(name) for name in ("read_gb_per_s", "copy_gb_per_s")]
-    known = [rate for rate in memory if rate]
+    known = [rate for rate in memory if rate and not measured.modelled]
     on_tensor_cores = all(row.case.get("dtype", "float16") == "float16" for row in measured.rows)
     products = measured.ceilings.get("mma_tflops") if on_tensor_cores else None
     own = [Roof("measured in this run", products, max(known))] if known else []

@@ -1,4 +1,4 @@
-"""The one style of all pictures: page, colours, head, axes, files. Sizes are in inches."""
+"""The one style of all pictures: page, head, axes, files. Sizes are in inches."""
 
 from __future__ import annotations
 
@@ -18,97 +18,18 @@ NO_FIGURE = "x"
 
 
 class Theme(NamedTuple):
-    """The colours of a page, and those of what is drawn on it."""
+    """The colours of a page; `inks` has those of what is drawn on it."""
 
     name: str
     page: str
     text: str
     faint: str
-    colours: tuple[str, ...]
 
 
-# Okabe and Ito's colours, which colour-blind readers tell apart ("Color Universal Design", 2008).
-# Black is for text, and grey stands for their yellow, which a white page swallows. Neighbours
-# differ in lightness too, for print without colours.
 THEMES = (
-    Theme(
-        "light",
-        page="#ffffff",
-        text="#1f2328",
-        faint="#d1d9e0",
-        colours=("#0072b2", "#e69f00", "#009e73", "#56b4e9", "#d55e00", "#cc79a7", "#6e7781"),
-    ),
-    Theme(
-        "dark",
-        page="#0d1117",
-        text="#f0f6fc",
-        faint="#3d444d",
-        colours=("#56b4e9", "#009e73", "#e69f00", "#0072b2", "#cc79a7", "#d55e00", "#8b949e"),
-    ),
+    Theme("light", page="#ffffff", text="#1f2328", faint="#d1d9e0"),
+    Theme("dark", page="#0d1117", text="#f0f6fc", faint="#3d444d"),
 )
-_MARKERS = "osD^vPX"
-
-
-class Ink(NamedTuple):
-    """How one contender is drawn: hollow and dashed where its colour is used a second time."""
-
-    colour: str
-    marker: str
-    hollow: bool
-
-    def line(self, theme: Theme) -> dict[str, Any]:
-        """Return the properties of a line with markers."""
-        return {
-            **self.points(theme),
-            "color": self.colour,
-            "linestyle": (0, (4, 2)) if self.hollow else "-",
-            "linewidth": 1.5,
-        }
-
-    def points(self, theme: Theme) -> dict[str, Any]:
-        """Return the properties of markers alone."""
-        return {
-            "marker": self.marker,
-            "markersize": 5.5,
-            "linestyle": "",
-            "markerfacecolor": theme.page if self.hollow else self.colour,
-            "markeredgecolor": self.colour if self.hollow else theme.page,
-            "markeredgewidth": 1.4 if self.hollow else 0.5,
-        }
-
-    def patch(self, theme: Theme) -> dict[str, Any]:
-        """Return the properties of the square that stands for a bar."""
-        return {
-            **self.points(theme), "marker": "s", "markersize": 8.5, "markeredgewidth": 1.2,
-            "markeredgecolor": self.colour,
-        }  # fmt: skip
-
-    def bar(self, theme: Theme) -> dict[str, Any]:
-        """Return the properties of a bar."""
-        inner = theme.page if self.hollow else self.colour
-        return {"facecolor": inner, "edgecolor": self.colour, "linewidth": 1.2, "zorder": 2}
-
-
-def inks(contenders: Sequence[str], theme: Theme) -> dict[str, Ink]:
-    """Give each contender its own look.
-
-    Raises
-    ------
-    ValueError
-        If there are more than looks.
-    """
-    count = len(theme.colours)
-    if len(contenders) > 2 * count:
-        raise error(
-            ValueError,
-            f"{len(contenders)} contenders: {', '.join(contenders)}",
-            f"a picture has looks for {2 * count}",
-            "leave some of the results out",
-        )
-    return {
-        name: Ink(theme.colours[n % count], _MARKERS[n % count], n >= count)
-        for n, name in enumerate(contenders)
-    }
 
 
 class Key(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from cupyattn.benchmark.plot.bars_or_lines import draw
@@ -11,12 +12,18 @@ from cupyattn.benchmark.plot.style import Pages
 
 _LITTLE = 16
 """FLOP for each byte; a T4's products bind from 203 on."""
+_MEASURED = {"mma_tflops": "mma alone: {} TFLOP/s", "copy_gb_per_s": "a copy: {} GB/s"}
+_OF_A_CARD = {
+    "mma_tflops": "a T4's tensor cores: {} TFLOP/s",
+    "copy_gb_per_s": "a T4's memory: {} GB/s",
+}
 
 
 def pictures(measured: Measured) -> dict[str, Pages]:
     """Return the pictures by name."""
     tensor_cores = all(row.case.get("dtype") == "float16" for row in measured.rows)
-    computed = _ceiling(measured, "mma_tflops", "mma alone: {} TFLOP/s") if tensor_cores else None
+    names = _OF_A_CARD if measured.modelled else _MEASURED
+    computed = _ceiling(measured, "mma_tflops", names) if tensor_cores else None
     tflops = chart_of(
         measured,
         "TFLOP/s (more is better)",
@@ -31,7 +38,7 @@ def pictures(measured: Measured) -> dict[str, Pages]:
         lambda row: row.figures.get("gb_per_s") if _moves_bytes(row) else None,
         three,
         scale=LINEAR,
-        reference=_ceiling(measured, "copy_gb_per_s", "a copy: {} GB/s"),
+        reference=_ceiling(measured, "copy_gb_per_s", names),
     )
     return {"tflops": partial(draw, tflops), "bandwidth": partial(draw, gb_per_s)}
 
@@ -42,6 +49,6 @@ def _moves_bytes(row: Row) -> bool:
     return not (flops and least) or flops / least <= _LITTLE
 
 
-def _ceiling(measured: Measured, name: str, text: str) -> Reference | None:
+def _ceiling(measured: Measured, name: str, names: Mapping[str, str]) -> Reference | None:
     value = measured.ceilings.get(name)
-    return Reference(value, text.format(three(value))) if value else None
+    return Reference(value, names[name].format(three(value))) if value else None

@@ -22,7 +22,7 @@ BESIDE = {"layers": ("torch compile", "torch eager")}
 """Peers that a table shows where their row is measured together with one that it has."""
 _HEADER = (
     *("command", "invocation", "date", "device", "code", "arch_override", "cuda_driver", "cupy"),
-    *("torch", "ceilings"),
+    *("torch", "torch_compile", "ceilings"),
 )
 
 Figures = dict[str, list[dict[str, Any]]]

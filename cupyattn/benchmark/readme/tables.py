@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cupyattn.benchmark.frame.peers import PEERS
 from cupyattn.benchmark.plot.head_dims import Figures as Chart
 from cupyattn.benchmark.plot.head_dims import Panel, figures_of
 from cupyattn.benchmark.plot.results import Result, measured, on_what, rows_of, source_of
@@ -224,6 +225,9 @@ def _run(result: Result) -> tuple[str, str, str]:
     """Return what tells runs from each other: where, when, and what is said of them."""
     versions = {"cuda_driver": "driver", "cupy": "CuPy", "torch": "PyTorch"}
     parts = [f"{name} {result[key]}" for key, name in versions.items() if result.get(key)]
+    compiled = any(row["contender"] == PEERS["compile"] for row in result["rows"])
+    if compiled and result.get("torch_compile"):
+        parts.append(f"torch.compile in mode {result['torch_compile']}")
     copied = (result.get("ceilings") or {}).get("copy_gb_per_s")
     if copied and result["command"] == "layers":
         parts.append(f"a copy at {copied:,.0f} GB/s")
