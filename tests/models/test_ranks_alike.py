@@ -13,7 +13,7 @@ from support.tiny_models import TINY
 from cupyattn import models
 from cupyattn.distributed import Group, RankFailedError, run
 from cupyattn.models import parallel
-from cupyattn.models.model import Model
+from cupyattn.models.transformer import Model
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 WHOLE = models.random(TINY["llama"], dtype="float32", xp=np)
