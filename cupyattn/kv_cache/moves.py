@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 
 from cupyattn.kv_cache.pool import Copy, OutOfBlocksError
-from cupyattn.kv_cache.requests import Run, SchedulerCache
+from cupyattn.kv_cache.requests import Run, SchedulerCache, has_whole
 from cupyattn.kv_cache.sequence import Sequence
 
 
@@ -35,11 +36,26 @@ class Moves:
             self._cache.copy(tuple(self._waiting))
             self._waiting = []
 
-    def forget(self) -> bool:
-        """Drop the copies that were not run; tell whether there were any."""
-        lost = bool(self._waiting)
+    def undo(self, running: Items[Run], waiting: Items[Run]) -> None:
+        """Cut what has no keys and values yet, and drop the copies that were not run."""
+        lost = bool(self._waiting)  # a copy failed, or was not run
         self._waiting = []
-        return lost
+        dropped = []
+        for run in running:  # which a forward should not have freed, moved or cut
+            if run.sequence is not None and not has_whole(run.sequence, run.written):
+                dropped.append(run)
+        for run in (*running, *waiting):
+            sequence = run.sequence
+            if sequence is None or not has_whole(sequence, run.written):
+                continue
+            if len(sequence) == run.written:
+                continue
+            sequence.truncate(run.written or sequence.num_cached_tokens)
+            # One that has just begun may have found what another should have written.
+            if lost or not run.written:
+                dropped.append(run)
+        for run in dropped:  # after all are cut: nothing that is not written may stay cached
+            run.drop()
 
     def swap_out(self, run: Run) -> None:
         """Take the blocks of a run; what they hold moves to host memory, if that has room."""

@@ -19,7 +19,6 @@ from cupyattn.kv_cache.requests import (
     Work,
     as_sampled,
     as_swaps,
-    has_whole,
     require_between_steps,
     require_cache,
     require_own,
@@ -324,23 +323,7 @@ class Scheduler:
 
     def _undo(self) -> None:
         """After a step that failed: cut what has no keys and values yet, in every sequence."""
-        lost = self._moves.forget()  # a copy failed, or was not run
-        dropped = []
-        for run in self._running:  # which a forward should not have freed, moved or cut
-            if run.sequence is not None and not has_whole(run.sequence, run.written):
-                dropped.append(run)
-        for run in (*self._running, *self._waiting):
-            sequence = run.sequence
-            if sequence is None or not has_whole(sequence, run.written):
-                continue
-            if len(sequence) == run.written:
-                continue
-            sequence.truncate(run.written or sequence.num_cached_tokens)
-            # One that has just begun may have found what another should have written.
-            if lost or not run.written:
-                dropped.append(run)
-        for run in dropped:  # after all are cut: nothing that is not written may stay cached
-            run.drop()
+        self._moves.undo(self._running, self._waiting)
         for run in self._running:
             if run.sequence is None:
                 heappush(self._waiting, run)

@@ -203,8 +203,8 @@ def test_what_is_told_of_pytorch_eager_was_measured():
 
     told = (
         f"So PyTorch eager takes {times('rope', 2048)} for the forward of `rope` at a width of "
-        f"2,048, and {times('cross_entropy', 128_256)} for that of `cross_entropy` over 128,256 classes "
-        f"({measured['date']}, on an H200, `{measured['invocation']}`)."
+        f"2,048, and {times('cross_entropy', 128_256)} for that of `cross_entropy` over 128,256 "
+        f"classes ({measured['date']}, on an H200, `{measured['invocation']}`)."
     )
     assert told in " ".join(text_of(README).split())
 

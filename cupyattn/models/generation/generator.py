@@ -21,6 +21,7 @@ from cupyattn.models.generation.options import (
     Prompt,
     Sampling,
     as_cache_dtype,
+    as_captured,
     as_count,
     as_ends,
     as_lengths,
@@ -120,8 +121,7 @@ class Generator:
         lookup: int = 0,
         captured: bool | None = None,
     ) -> None:
-        config = model.config
-        dtype = as_cache_dtype(cache_dtype, model.dtype)
+        config, dtype = model.config, as_cache_dtype(cache_dtype, model.dtype)
         max_batch = as_count("max_batch", max_batch, 1, MOST_SEQUENCES)
         self._lookup = as_count("lookup", lookup, 0)
         self._model = model
@@ -149,16 +149,7 @@ class Generator:
             max_tokens=max(as_count("max_tokens", max_tokens, 1), max_batch),
             preempt=preempt, window_size=config.window_size,
         )  # fmt: skip
-        if captured is None:
-            captured = model.xp.__name__ == "cupy" and model.group is None
-        if captured and model.group is not None:
-            raise error(
-                NotImplementedError,
-                "captured=True with a model over several ranks",
-                "what its layers send is not captured",
-                "leave captured out",
-            )
-        self._decoding = Decoding(model, self.cache) if captured else None
+        self._decoding = Decoding(model, self.cache) if as_captured(captured, model) else None
         self._running: dict[int, Generation] = {}
 
     @property

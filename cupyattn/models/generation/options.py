@@ -265,6 +265,19 @@ def tokenizer_for(model: Any, what: str) -> Tokenizer:
     return tokenizer
 
 
+def as_captured(captured: bool | None, model: Any) -> bool:
+    """Return whether steps of decoding are CUDA graphs: by default wherever they can be."""
+    if captured and model.group is not None:
+        raise error(
+            NotImplementedError,
+            "captured=True with a model over several ranks",
+            "what its layers send is not captured",
+            "leave captured out",
+        )
+    can_be = model.xp.__name__ == "cupy" and model.group is None
+    return can_be if captured is None else captured
+
+
 def require_positions(tokens: int, new_tokens: int, positions: int) -> None:
     """Refuse a prompt whose continuation would leave the model's positions."""
     if tokens + new_tokens - 1 > positions:  # the last new token is not computed
