@@ -82,6 +82,15 @@ def test_who_waits_for_a_rank_that_has_returned_waits_no_more(ranks):
     assert time.monotonic() - begun < 10
 
 
+def test_who_waits_for_one_that_has_what_it_waited_for_waits_on():
+    """Rank 1 has its parcel of rank 2, which has returned, and has not woken up yet."""
+    office = PostOffice(timeout=0.2)
+    office._waits_for[1] = 2, lambda: True
+    office.failures.leave(2)
+    with pytest.raises(RankFailedError, match="rank 1 did not come: rank 0 waited"):
+        office.take(0, 1)
+
+
 def test_a_rank_that_does_not_return_is_named():
     late = threading.Event()
     begun = time.monotonic()

@@ -42,7 +42,8 @@ class PostOffice:
         self._changed = self.failures.changed
         self._timeout = timeout
         self._boxes: dict[tuple[int, int], deque[Parcel]] = defaultdict(deque)
-        self._waits_for: dict[int, int] = {}
+        self._waits_for: dict[int, tuple[int, Callable[[], bool]]] = {}
+        """By rank another rank, and whether that has come: who waits may not have woken up yet."""
 
     def put(self, parcel: Parcel, rank: int, peer: int) -> None:
         """Post a parcel."""
@@ -76,7 +77,7 @@ class PostOffice:
 
     def _wait(self, done: Callable[[], bool], rank: int, peer: int) -> None:
         with self._changed:
-            self._waits_for[rank] = peer
+            self._waits_for[rank] = peer, done
             try:
                 self.failures.wait(done, lambda: self._who_is_missing(peer), rank, self._timeout)
             finally:
@@ -87,7 +88,10 @@ class PostOffice:
         rank, seen = peer, set[int]()
         while rank in self._waits_for and rank not in seen:
             seen.add(rank)
-            rank = self._waits_for[rank]
+            following, has_come = self._waits_for[rank]
+            if has_come():
+                return rank
+            rank = following
         return peer if rank in seen else rank
 
 
