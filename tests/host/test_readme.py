@@ -186,6 +186,29 @@ def test_one_quick_run_has_the_tables_anew():
     assert "| rms_norm | 1000.0 (1.00, 1.00) | 1000.0 (1.00, 1.00) |" in text
 
 
+def test_what_is_told_of_pytorch_eager_was_measured():
+    measured = figures.load(ROOT)["layers"][0]
+    seconds = {
+        tuple(row[name] for name in ("operation", "width", "direction", "contender")): row["times"]
+        for row in measured["rows"]
+    }
+
+    def times(operation: str, width: int) -> str:
+        ours, theirs = (
+            seconds[operation, width, "forward", contender]["p50_s"]
+            for contender in ("cupyattn", "torch eager")
+        )
+        assert theirs > 1.5 * ours
+        return f"{theirs / ours:.1f} times as long"
+
+    told = (
+        f"So PyTorch eager takes {times('rope', 2048)} for the forward of `rope` at a width of "
+        f"2,048, and {times('cross_entropy', 128_256)} for that of `cross_entropy` over 128,256 "
+        f"classes ({measured['date']}, on an H200, `{measured['invocation']}`)."
+    )
+    assert told in " ".join(text_of(README).split())
+
+
 def test_figures_say_where_they_are_from():
     for name, entries in figures.load(ROOT).items():
         for entry in entries:
