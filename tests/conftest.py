@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 from support import search
 from support.devices import KERNELS
 from support.planted_bugs import Bug, PlantedDevice, plant
+from support.readme import ROOT
 from support.recording_device import Recorder
 
 from cupyattn import folders
@@ -157,6 +159,18 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     yield folder
     for directory in (cache_directory, temporary_directory):
         directory.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, and the wheel that is built from the sdist."""
+    pytest.importorskip("build", reason="needs build (pip install '.[test]')")
+    pytest.importorskip("hatchling", reason="needs hatchling (pip install '.[test]')")
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
 
 
 @pytest.fixture

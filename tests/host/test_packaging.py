@@ -31,16 +31,6 @@ def run(*arguments: str, **options) -> str:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> Path:
-    """A folder with the sdist, and the wheel that is built from the sdist."""
-    pytest.importorskip("build", reason="needs build (pip install '.[test]')")
-    pytest.importorskip("hatchling", reason="needs hatchling (pip install '.[test]')")
-    folder = tmp_path_factory.mktemp("dist")
-    run("-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT))
-    return folder
-
-
-@pytest.fixture(scope="module")
 def wheel(built) -> zipfile.ZipFile:
     (path,) = built.glob("*.whl")
     return zipfile.ZipFile(path)
