@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +11,9 @@ from typing import Any
 
 from cupyattn.arrays import Array
 from cupyattn.cupy_library import load_cupy
+from cupyattn.distributed.communicators.aside import aside
 from cupyattn.distributed.communicators.meeting import Meeting
-from cupyattn.distributed.failures import Failures, SharedFailures
+from cupyattn.distributed.failures import Failures, FolderFailures, SharedFailures
 from cupyattn.errors import error
 
 ID_BYTES = 128
@@ -107,10 +109,43 @@ class NCCLCommunicator:
         self._communicator.destroy()
 
 
-def of_id(rank: int, size: int, unique_id: bytes, failures: Failures) -> NCCLCommunicator:
-    """Join, on the current device, the communicator of an id; waits until all ranks have."""
-    nccl = load_nccl()
-    return NCCLCommunicator(nccl.NcclCommunicator(size, unique_id, rank), failures)
+def of_id(
+    rank: int, size: int, unique_id: bytes, failures: FolderFailures, timeout: float
+) -> NCCLCommunicator:
+    """Join, on the current device, the communicator of an id; waits until all ranks have.
+
+    NCCL itself would wait for ever.
+
+    Raises
+    ------
+    RankFailedError
+        If a rank has failed before.
+    TimeoutError
+        If a rank does not come in time.
+    """
+    nccl, device = load_nccl(), load_cupy().cuda.Device()
+    until = time.monotonic() + timeout
+
+    def join() -> Any:
+        with device:
+            return nccl.NcclCommunicator(size, unique_id, rank)
+
+    def look() -> None:
+        failures.look()
+        failure = failures.first()
+        if failure is not None:
+            raise failure
+        if time.monotonic() > until:
+            absent = ", ".join(map(str, failures.absent()))
+            raise error(
+                TimeoutError,
+                f"rank {rank} waited {timeout:g} s for the other ranks to join NCCL's communicator"
+                + (f"; in {failures.folder} there is no sign of rank {absent}" if absent else ""),
+                f"all {size} ranks join it, with one id",
+                "look whether they run, or pass a longer timeout",
+            )
+
+    return NCCLCommunicator(aside(join, look), failures)
 
 
 def new_id() -> bytes:
