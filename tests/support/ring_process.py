@@ -21,6 +21,7 @@ from cupyattn.distributed import (
     ring_attention_backward,
     shard,
 )
+from cupyattn.distributed.communicators.nccl import load_nccl
 from cupyattn.distributed.launchers import launched
 
 TOKENS, OPTIONS = 512, {"causal": True}
@@ -40,6 +41,7 @@ def arrays() -> dict[str, np.ndarray]:
 def main(folder: Path, what: str) -> None:
     """Join the others, and compute."""
     rank, size, _ = launched()
+    load_nccl()  # before another library makes a communicator of it: multicast stays off
     if what == "cupyx":
         import cupy
         from cupyx.distributed import NCCLBackend

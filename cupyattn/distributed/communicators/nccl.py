@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Iterator
@@ -17,6 +18,10 @@ from cupyattn.distributed.failures import Failures, FolderFailures, SharedFailur
 from cupyattn.errors import error
 
 ID_BYTES = 128
+# NVLink multicast (NVLS) serves all-reduce. A ring sends and receives, and gains nothing by it; but
+# a program that uses it can leave the GPUs of a shared host out of service. NCCL reads this once,
+# as it makes its first communicator. Who sets it themselves has it as they set it.
+_NO_MULTICAST = ("NCCL_NVLS_ENABLE", "0")
 
 
 def load_nccl() -> Any:
@@ -28,6 +33,7 @@ def load_nccl() -> Any:
         If NCCL is not installed.
     """
     load_cupy()
+    os.environ.setdefault(*_NO_MULTICAST)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # CuPy warns where NCCL is not; the error below says more
         nccl = import_module("cupy.cuda.nccl")
