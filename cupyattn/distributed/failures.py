@@ -117,18 +117,18 @@ class FolderFailures:
     """
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
-        self._folder, self._rank, self._size = folder, rank, size
+        self.folder, self._rank, self._size = folder, rank, size
         self._host = os.uname().nodename if hasattr(os, "uname") else ""
         self._processes: dict[int, int | None] = {}
         """By rank the process id, None on another host: read once, for it stays."""
         self._next_look = 0.0
         folder.mkdir(parents=True, exist_ok=True)
-        _write(self._file(rank), f"{os.getpid()} {self._host}")
+        write_at_once(self._file(rank), f"{os.getpid()} {self._host}".encode())
 
     def post(self, rank: int, message: str) -> None:
         """Leave a note, unless there is one."""
-        note = self._folder / _NOTE
-        with _written(self._folder, f"{rank} {message[:_LONGEST]}") as text:
+        note = self.folder / _NOTE
+        with _written(self.folder, f"{rank} {message[:_LONGEST]}".encode()) as text:
             try:
                 os.link(text, note)  # all of it at once, and of two only the first
             except FileExistsError:
@@ -140,21 +140,29 @@ class FolderFailures:
     def leave(self, rank: int) -> None:
         """Say that a process ends and has not failed; the last takes the folder away."""
         self._file(rank).unlink(missing_ok=True)
-        left = [self._folder / f"left-{rank}" for rank in range(self._size)]
+        left = [self.folder / f"left-{rank}" for rank in range(self._size)]
         left[rank].touch()
         if all(file.exists() for file in left):
             for file in left:
                 file.unlink(missing_ok=True)
             with suppress(OSError):  # another rank saw the same, or there is a note
-                self._folder.rmdir()
+                self.folder.rmdir()
 
     def first(self) -> RankFailedError | None:
         """Return the error for the rank that failed first, if one did."""
         try:
-            culprit, _, message = (self._folder / _NOTE).read_text(encoding="utf-8").partition(" ")
+            culprit, _, message = (self.folder / _NOTE).read_text(encoding="utf-8").partition(" ")
         except FileNotFoundError:
             return None
         return RankFailedError(int(culprit), message)
+
+    def absent(self) -> list[int]:
+        """Return the ranks that have never come here."""
+        return [
+            rank
+            for rank in range(self._size)
+            if not (self._file(rank).exists() or (self.folder / f"left-{rank}").exists())
+        ]
 
     def look(self) -> None:
         """Post a rank of this host that has ended without a word; it looks twice a second."""
@@ -168,7 +176,7 @@ class FolderFailures:
                 return
 
     def _file(self, rank: int) -> Path:
-        return self._folder / f"rank-{rank}"
+        return self.folder / f"rank-{rank}"
 
     def _is_gone(self, rank: int) -> bool:
         if rank not in self._processes:
@@ -202,17 +210,17 @@ def _has_ended(process: int) -> bool:
     return status.rpartition(")")[2].split()[:1] == ["Z"]
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a file at once: who reads it sees all of it."""
-    with _written(path.parent, text) as written:
+def write_at_once(path: Path, content: bytes) -> None:
+    """Write a file: who reads it sees all of it."""
+    with _written(path.parent, content) as written:
         os.replace(written, path)
 
 
 @contextmanager
-def _written(folder: Path, text: str) -> Iterator[str]:
-    """Give the name of a temporary file with a text in it."""
-    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as temporary:
-        temporary.write(text)
+def _written(folder: Path, content: bytes) -> Iterator[str]:
+    """Give the name of a temporary file with something in it."""
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as temporary:
+        temporary.write(content)
     try:
         yield temporary.name
     finally:

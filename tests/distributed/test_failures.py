@@ -13,7 +13,6 @@ import pytest
 from cupyattn.distributed import Group, RankFailedError, ring_attention, run, shard
 from cupyattn.distributed.communicators.mailbox import PostOffice, ThreadCommunicator
 from cupyattn.distributed.failures import FolderFailures, SharedFailures
-from cupyattn.distributed.processes import nccl_group, rank_and_size, shared_id
 from cupyattn.distributed.watch import Watch
 
 Q = np.random.default_rng(0).standard_normal((1, 24, 2, 8))
@@ -321,37 +320,6 @@ def test_the_watch_looks_for_ranks_that_are_gone(monkeypatch):
         pass
     assert aborted.wait(10)
     watch.stop()
-
-
-@pytest.mark.parametrize(
-    ("environment", "found"),
-    [
-        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}, (2, 4)),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2", "RANK": "7", "WORLD_SIZE": "8"}, (0, 2)),
-        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, (1, 2)),
-    ],
-)
-def test_launchers_say_who_is_who(environment, found):
-    assert rank_and_size(environment) == found
-
-
-def test_without_a_launcher_it_is_said():
-    with pytest.raises(RuntimeError, match="mpiexec -n 2"):
-        rank_and_size({})
-
-
-def test_an_id_that_never_comes(tmp_path):
-    with pytest.raises(TimeoutError, match=r"rank 1 waited 0\.1 s for rank 0"):
-        shared_id(tmp_path, 1, 0.1)
-    (tmp_path / "id").write_bytes(bytes(128))
-    assert shared_id(tmp_path, 1, 0.1) == bytes(128)
-
-
-def test_an_id_of_another_length_is_refused():
-    with pytest.raises(ValueError, match="128 bytes"):
-        nccl_group(0, 1, b"short")
-    with pytest.raises(ValueError, match="rank 2 of 2"):
-        nccl_group(2, 2, bytes(128))
 
 
 @pytest.mark.skipif(not hasattr(os, "getpgid"), reason="process ids are POSIX's")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from cupyattn.distributed.communicators import adapters, nccl
 from cupyattn.distributed.communicators.adapters import communicator_of
@@ -96,6 +99,24 @@ class OnGPU:
 
 STREAM = SimpleNamespace(ptr=77)
 HERE, THERE = OnGPU(1000, 12), OnGPU(2000, 12)
+
+
+@pytest.mark.parametrize(("set_before", "found"), [(None, "0"), ("1", "1")])
+def test_multicast_is_off_before_nccl_is_loaded(set_before, found, monkeypatch):
+    """Unless the user has set it."""
+    seen = []
+
+    def import_module(name: str) -> Bindings:
+        seen.append((name, os.environ.get("NCCL_NVLS_ENABLE")))
+        return Bindings()
+
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", set_before or "")
+    if set_before is None:
+        monkeypatch.delenv("NCCL_NVLS_ENABLE")
+    monkeypatch.setattr(nccl, "load_cupy", lambda: None)
+    monkeypatch.setattr(nccl, "import_module", import_module)
+    nccl.load_nccl()
+    assert seen == [("cupy.cuda.nccl", found)]
 
 
 def test_nccl_is_given_bytes_in_one_group(monkeypatch):

@@ -21,7 +21,8 @@ from cupyattn.distributed import (
     ring_attention_backward,
     shard,
 )
-from cupyattn.distributed.processes import rank_and_size
+from cupyattn.distributed.communicators.nccl import load_nccl
+from cupyattn.distributed.launchers import launched
 
 TOKENS, OPTIONS = 512, {"causal": True}
 _PORT = 13477
@@ -39,7 +40,8 @@ def arrays() -> dict[str, np.ndarray]:
 
 def main(folder: Path, what: str) -> None:
     """Join the others, and compute."""
-    rank, size = rank_and_size()
+    rank, size, _ = launched()
+    load_nccl()  # before another library makes a communicator of it: multicast stays off
     if what == "cupyx":
         import cupy
         from cupyx.distributed import NCCLBackend
@@ -56,10 +58,10 @@ def main(folder: Path, what: str) -> None:
         import cupy
         from nccl import core
 
-        from cupyattn.distributed.processes import shared_id
+        from cupyattn.distributed.rendezvous import shared_id
 
         cupy.cuda.Device(rank).use()
-        identity = core.UniqueId.from_bytes(shared_id(folder, rank, 60))
+        identity = core.UniqueId.from_bytes(shared_id(folder, rank, size, 60))
         compute(folder, Group(core.Communicator.init(size, rank, identity), timeout=60))
         return
     with launched_group(folder, timeout=5 if what == "late" else 60) as group:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,12 +12,17 @@ from typing import Any
 
 from cupyattn.arrays import Array
 from cupyattn.cupy_library import load_cupy
+from cupyattn.distributed.communicators.aside import aside
 from cupyattn.distributed.communicators.meeting import Meeting
-from cupyattn.distributed.failures import Failures, SharedFailures
+from cupyattn.distributed.failures import Failures, FolderFailures, SharedFailures
 from cupyattn.errors import error
 from cupyattn.fork import no_fork
 
 ID_BYTES = 128
+# NVLink multicast (NVLS) serves all-reduce. A ring sends and receives, and gains nothing by it; but
+# a program that uses it can leave the GPUs of a shared host out of service. NCCL reads this once,
+# as it makes its first communicator. Who sets it themselves has it as they set it.
+_NO_MULTICAST = ("NCCL_NVLS_ENABLE", "0")
 
 
 def load_nccl() -> Any:
@@ -27,6 +34,7 @@ def load_nccl() -> Any:
         If NCCL is not installed.
     """
     load_cupy()
+    os.environ.setdefault(*_NO_MULTICAST)
     with no_fork(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # CuPy warns where NCCL is not; the error below says more
         nccl = import_module("cupy.cuda.nccl")
@@ -108,10 +116,43 @@ class NCCLCommunicator:
         self._communicator.destroy()
 
 
-def of_id(rank: int, size: int, unique_id: bytes, failures: Failures) -> NCCLCommunicator:
-    """Join, on the current device, the communicator of an id; waits until all ranks have."""
-    nccl = load_nccl()
-    return NCCLCommunicator(nccl.NcclCommunicator(size, unique_id, rank), failures)
+def of_id(
+    rank: int, size: int, unique_id: bytes, failures: FolderFailures, timeout: float
+) -> NCCLCommunicator:
+    """Join, on the current device, the communicator of an id; waits until all ranks have.
+
+    NCCL itself would wait for ever.
+
+    Raises
+    ------
+    RankFailedError
+        If a rank has failed before.
+    TimeoutError
+        If a rank does not come in time.
+    """
+    nccl, device = load_nccl(), load_cupy().cuda.Device()
+    until = time.monotonic() + timeout
+
+    def join() -> Any:
+        with device:
+            return nccl.NcclCommunicator(size, unique_id, rank)
+
+    def look() -> None:
+        failures.look()
+        failure = failures.first()
+        if failure is not None:
+            raise failure
+        if time.monotonic() > until:
+            absent = ", ".join(map(str, failures.absent()))
+            raise error(
+                TimeoutError,
+                f"rank {rank} waited {timeout:g} s for the other ranks to join NCCL's communicator"
+                + (f"; in {failures.folder} there is no sign of rank {absent}" if absent else ""),
+                f"all {size} ranks join it, with one id",
+                "look whether they run, or pass a longer timeout",
+            )
+
+    return NCCLCommunicator(aside(join, look), failures)
 
 
 def new_id() -> bytes:
