@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -12,8 +14,10 @@ import numpy as np
 
 from cupyattn.arrays import Array
 from cupyattn.cupy_library import load_cupy
-from cupyattn.distributed.communicators.adapters import communicator_of
-from cupyattn.distributed.failures import Failures, SharedFailures
+from cupyattn.distributed.communicators.adapters import communicator_of, may_keep_the_host
+from cupyattn.distributed.communicators.aside import aside
+from cupyattn.distributed.communicators.mailbox import ThreadCommunicator
+from cupyattn.distributed.failures import Failures, FolderFailures, SharedFailures
 from cupyattn.distributed.watch import Watch
 from cupyattn.errors import error, shown
 
@@ -31,9 +35,13 @@ class Group:
         without any of these.
     size : int, optional
         How many ranks there have to be, where you know.
+    folder : path, optional
+        One that all ranks see, new for each run: there they tell one another that one has failed.
+        Without it, ranks of another library's communicator or of your own find out by the timeout.
     timeout : float
         Seconds that a transfer may take once it is its turn. Then the communicator is aborted (if
-        it can be), and the next call of this group raises `RankFailedError`.
+        it can be), and this call or the next one of this group raises `RankFailedError`. A method
+        of your own that still waits is left to itself, on the thread that it was called on.
 
     Raises
     ------
@@ -47,16 +55,25 @@ class Group:
     Whatever a transfer raises ends the group: its later calls raise `RankFailedError`.
 
     As a context manager it tells the other ranks of an exception that leaves the block, where there
-    is a way (`run`, `nccl_group`), and raises for another rank's failure at the end.
+    is a way (`run`, `nccl_group`, a folder), and raises for another rank's failure at the end.
+
+    Of an MPI communicator it takes a duplicate, with its first transfer. MPI itself ends when all
+    ranks have: start with ``mpiexec -n 2 python -m mpi4py program.py``, and an exception of one,
+    `RankFailedError` too, ends all.
 
     The NCCLBackend of cupyx.distributed stays yours to end: unless rank 0 calls its ``stop()``, the
     process of its store keeps the program from ending.
     """
 
     def __init__(
-        self, communicator: Any, *, size: int | None = None, timeout: float = TIMEOUT
+        self,
+        communicator: Any,
+        *,
+        size: int | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        timeout: float = TIMEOUT,
     ) -> None:
-        self._communicator = communicator_of(communicator)
+        self._communicator = communicator_of(communicator, self.check)
         self.rank = int(self._communicator.rank)
         self.size = int(self._communicator.size)
         if not (isinstance(timeout, int | float) and timeout > 0):
@@ -75,14 +92,28 @@ class Group:
                 "make a communicator of the ranks that take part",
             )
         self.device: int | None = getattr(self._communicator, "device", None)
-        self._failures: Failures = getattr(self._communicator, "failures", None) or SharedFailures()
         self.transport = type(self._communicator).__name__
+        self._failures = self._channel(folder)
         self._watch = Watch(self.rank, timeout, self._failures, self._abort)
         self._aborting = threading.Lock()
         self._aborted = False
         self.agreed: set[tuple[str, ...]] = set()
         """What all ranks have said of their calls, where they are asked once."""
         self._streams: dict[int, Any] = {}
+
+    def _channel(self, folder: str | os.PathLike[str] | None) -> Failures:
+        """Return where this group's ranks post a failure; without any, this rank for itself."""
+        given: Failures | None = getattr(self._communicator, "failures", None)
+        if folder is None:
+            return given or SharedFailures()
+        if given is not None:
+            raise error(
+                ValueError,
+                f"folder = {shown(folder)} with a {self.transport}",
+                "a folder is for a communicator whose ranks cannot tell one another of a failure",
+                "leave it out",
+            )
+        return FolderFailures(Path(folder) / "cupyattn-ranks", self.rank, self.size)
 
     def exchange(
         self,
@@ -108,23 +139,34 @@ class Group:
         RankFailedError
                 If a rank has failed, or did not come in time.
         """
-        communicator = self._communicator
-        together = getattr(communicator, "together", None)
         waits_for = f"rank {source} to send and rank {to} to receive"
         with self._transfer(stream, source, waits_for):
-            if together is not None:
-                with together():
-                    for array in outgoing:
-                        communicator.send(array, to, stream)
-                    for array in incoming:
-                        communicator.receive(array, source, stream)
-                return
-            hop = min((to - self.rank) % self.size, (self.rank - to) % self.size)
-            turns = [(communicator.send, outgoing, to), (communicator.receive, incoming, source)]
-            # Every circle of senders has neighbours that differ in this, so someone receives.
-            for act, arrays, peer in turns if self.rank // hop % 2 == 0 else turns[::-1]:
-                for array in arrays:
-                    act(array, peer, stream)
+            self._carry(lambda: self._move(outgoing, to, incoming, source, stream), stream)
+
+    def _move(
+        self,
+        outgoing: Sequence[Array],
+        to: int,
+        incoming: Sequence[Array],
+        source: int,
+        stream: Any,
+    ) -> None:
+        """Send and receive, together or by turns."""
+        communicator = self._communicator
+        together = getattr(communicator, "together", None)
+        if together is not None:
+            with together():
+                for array in outgoing:
+                    communicator.send(array, to, stream)
+                for array in incoming:
+                    communicator.receive(array, source, stream)
+            return
+        hop = min((to - self.rank) % self.size, (self.rank - to) % self.size)
+        turns = [(communicator.send, outgoing, to), (communicator.receive, incoming, source)]
+        # Every circle of senders has neighbours that differ in this, so someone receives.
+        for act, arrays, peer in turns if self.rank // hop % 2 == 0 else turns[::-1]:
+            for array in arrays:
+                act(array, peer, stream)
 
     def all_gather(self, array: Array, /) -> list[Array]:
         """Gather an array of each rank, in the order of ranks.
@@ -153,7 +195,7 @@ class Group:
             others = " or another" if self.size > 2 else ""
             flat = xp.ascontiguousarray(array).reshape(-1)
             with self._transfer(stream, peer, f"rank {peer}{others}"):
-                self._communicator.all_gather(flat, out, stream)
+                self._carry(lambda: self._communicator.all_gather(flat, out, stream), stream)
         return [row.reshape(array.shape) for row in out]
 
     @contextmanager
@@ -163,12 +205,33 @@ class Group:
         Otherwise a later call would take the bytes of this one for its own.
         """
         self.check()
+        waits_in_time = stream is None and isinstance(self._communicator, ThreadCommunicator)
+        watched = nullcontext() if waits_in_time else self._watch.over(stream, peer, waits_for)
         try:
-            with self._watch.over(stream, peer, waits_for):
+            with watched:
                 yield
         except BaseException as raised:
+            failure = self._failures.first()
             self.fail(raised)
+            if failure is not None and isinstance(raised, Exception):
+                raise failure from None  # an aborted communicator has errors of its own
             raise
+
+    def _carry(self, move: Callable[[], None], stream: Any) -> None:
+        """Have a communicator move bytes; a user's own on a thread, for it may wait for ever."""
+        if not may_keep_the_host(self._communicator):
+            move()
+            return
+        if stream is None:
+            aside(move, self.check)
+            return
+        device = load_cupy().cuda.Device()
+
+        def there() -> None:
+            with device, stream:
+                move()
+
+        aside(there, self.check)
 
     def side_stream(self, device: int) -> Any:
         """Return the stream that transfers of a device take, above others in priority."""
@@ -194,6 +257,8 @@ class Group:
         """Leave the group, and give back what it holds."""
         self._watch.stop()
         self._failures.leave(self.rank)
+        if self._failures.first() is not None:
+            self._abort()  # not all ranks are going to close
         if (close := getattr(self._communicator, "close", None)) is not None:
             close()
 

@@ -1,8 +1,8 @@
-"""A thread that looks whether transfers on a GPU come to an end, and whether a rank has failed.
+"""A thread that looks whether transfers come to an end, and whether a rank has failed.
 
-The host does not wait for a transfer, so it cannot see that one never ends. Two events lie around
-each: the time counts from the first, so kernels before it may take as long as they like. The thread
-starts with the first transfer on a GPU; communicators of threads wait on the host and need none.
+The host does not wait for a transfer on a GPU, so it cannot see that one never ends. Two events lie
+around each: the time counts from the first, so kernels before it may take as long as they like.
+Where the host does wait, it looks meanwhile for the failure that this thread posts.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from cupyattn.cupy_library import load_cupy
-from cupyattn.distributed.failures import ALIKE, PATIENCE, Failures, RankFailedError
+from cupyattn.distributed.failures import ALIKE, PATIENCE, Failures
 
 _SECONDS_BETWEEN_LOOKS = 0.02
 _SECONDS_TO_LAST_LOOK = 0.5
+
+
+_DONE = SimpleNamespace(done=True)
+"""The event of what the host itself does."""
 
 
 @dataclass(eq=False)
@@ -42,28 +47,20 @@ class Watch:
         self._rank, self._timeout = rank, timeout
         self._failures, self._abort = failures, abort
         self._transfers: deque[_Transfer] = deque()
+        self._device: Any = None
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
 
     @contextmanager
     def over(self, stream: Any, peer: int, waits_for: str) -> Iterator[None]:
-        """Watch what is enqueued on a stream inside of the block; None has nothing to watch."""
-        transfer = None
-        if stream is not None:
-            transfer = _Transfer(_mark(stream), peer, waits_for)
-            self._transfers.append(transfer)
-            self._start()
-        try:
-            yield
-        except RankFailedError:
-            raise
-        except Exception:
-            failure = self._failures.first()
-            if failure is not None:  # an aborted communicator has errors of its own
-                raise failure from None
-            raise
-        if transfer is not None:
-            transfer.done = _mark(stream)
+        """Watch what is enqueued on a stream inside of the block; without one, the block itself."""
+        if stream is not None and self._device is None:
+            self._device = current_device()
+        transfer = _Transfer(_mark(stream), peer, waits_for)
+        self._transfers.append(transfer)
+        self._start()
+        yield
+        transfer.done = _mark(stream)
 
     def drain(self) -> None:
         """Wait until all transfers are done, or a rank has failed."""
@@ -79,15 +76,15 @@ class Watch:
     def _start(self) -> None:
         if self._thread is None:
             name = f"cupyattn-watch-{self._rank}"
-            self._thread = threading.Thread(
-                target=self._look, args=(current_device(),), name=name, daemon=True
-            )
+            self._thread = threading.Thread(target=self._look, name=name, daemon=True)
             self._thread.start()
 
-    def _look(self, device: Any) -> None:
-        if device is not None:
-            device.use()
+    def _look(self) -> None:
+        used = None
         while not self._stopped.wait(_SECONDS_BETWEEN_LOOKS):
+            if self._device is not used:  # otherwise asking an event makes a context on GPU 0
+                used = self._device
+                used.use()
             while self._transfers and _is_done(self._transfers[0]):
                 self._transfers.popleft()
             if self._is_late():
@@ -124,6 +121,8 @@ def _is_done(transfer: _Transfer) -> bool:
 
 
 def _mark(stream: Any) -> Any:
+    if stream is None:
+        return _DONE
     event = load_cupy().cuda.Event(disable_timing=True)
     event.record(stream)
     return event

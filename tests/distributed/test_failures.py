@@ -12,7 +12,7 @@ import pytest
 
 from cupyattn.distributed import Group, RankFailedError, ring_attention, run, shard
 from cupyattn.distributed.communicators.mailbox import PostOffice, ThreadCommunicator
-from cupyattn.distributed.failures import SharedFailures
+from cupyattn.distributed.failures import FolderFailures, SharedFailures
 from cupyattn.distributed.processes import nccl_group, rank_and_size, shared_id
 from cupyattn.distributed.watch import Watch
 
@@ -196,6 +196,49 @@ def test_shards_of_different_lengths_are_told_apart():
         run(of_rank, 2, timeout=20)
 
 
+class Stuck:
+    """A user's communicator whose methods never return."""
+
+    rank, size = 0, 3
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+
+    def send(self, array: Any, peer: int, stream: Any) -> None:
+        self.let_go.wait(60)
+
+    receive = all_gather = send
+
+
+@pytest.mark.parametrize("what", ["exchange", "all_gather"])
+def test_a_communicator_that_waits_for_ever_is_left_alone(what):
+    stuck = Stuck()
+    group = Group(stuck, timeout=0.3)
+    begun = time.monotonic()
+    x = np.zeros(1)
+    with pytest.raises(RankFailedError, match=r"rank 0 waited 0\.3 s for rank \d") as found:
+        group.all_gather(x) if what == "all_gather" else group.exchange([x], 1, [x], 2)
+    stuck.let_go.set()
+    assert found.value.rank == (1 if what == "all_gather" else 2)
+    assert time.monotonic() - begun < 10
+
+
+def test_a_communicator_that_waits_hears_of_a_failure_in_a_folder(tmp_path):
+    stuck = Stuck()
+    group = Group(stuck, folder=tmp_path)
+    other = FolderFailures(tmp_path / "cupyattn-ranks", 2, 3)
+    threading.Timer(0.3, other.post, (2, "rank 2 failed: planted")).start()
+    with pytest.raises(RankFailedError, match="rank 2 failed: planted"):
+        group.all_gather(np.zeros(1))
+    stuck.let_go.set()
+
+
+def test_a_folder_is_for_who_has_no_other_way(tmp_path):
+    office = PostOffice(timeout=20)
+    with pytest.raises(ValueError, match=r"folder = .* with a ThreadCommunicator"):
+        Group(ThreadCommunicator(office, 0, 1), folder=tmp_path)
+
+
 def test_a_context_tells_others_of_an_exception():
     office = PostOffice(timeout=20)
     groups = [Group(ThreadCommunicator(office, rank, 2)) for rank in range(2)]
@@ -215,13 +258,13 @@ class Stream:
     """A stream whose transfers never end."""
 
 
-class Stuck:
+class Endless:
     done = False
 
 
 def test_a_transfer_that_does_not_end_is_aborted(monkeypatch):
     """The thread that watches a GPU's transfers, without a GPU."""
-    marks = iter([Event(), Stuck()])
+    marks = iter([Event(), Endless()])
     aborted = threading.Event()
     failures = SharedFailures()
     monkeypatch.setattr("cupyattn.distributed.watch._mark", lambda stream: next(marks))
@@ -239,8 +282,8 @@ def test_a_transfer_that_does_not_end_is_aborted(monkeypatch):
 
 def test_a_transfer_that_has_not_begun_may_wait(monkeypatch):
     """Its time counts from when the kernels before it are done."""
-    begun = Stuck()
-    marks = iter([begun, Stuck()])
+    begun = Endless()
+    marks = iter([begun, Endless()])
     aborted = threading.Event()
     monkeypatch.setattr("cupyattn.distributed.watch._mark", lambda stream: next(marks))
     monkeypatch.setattr("cupyattn.distributed.watch.current_device", lambda: None)
@@ -260,7 +303,7 @@ def test_the_watch_looks_for_ranks_that_are_gone(monkeypatch):
         def look(self) -> None:
             self.post(1, "rank 1 has ended")
 
-    marks = iter([Event(), Stuck()])
+    marks = iter([Event(), Endless()])
     aborted = threading.Event()
     monkeypatch.setattr("cupyattn.distributed.watch._mark", lambda stream: next(marks))
     monkeypatch.setattr("cupyattn.distributed.watch.current_device", lambda: None)

@@ -203,6 +203,30 @@ def test_streams_are_ordered_and_blocks_are_whose_they_should_be(ranks, sight):
     assert not Log.races, Log.races[:5]
 
 
+def test_a_communicator_of_ones_own_is_called_on_its_device_and_stream(monkeypatch):
+    """On another thread than the caller's, where neither is the current one."""
+    entered: list[Any] = []
+    for kind in (Context, Stream):
+        monkeypatch.setattr(
+            kind, "__enter__", lambda self: entered.append((type(self), threading.get_ident()))
+        )
+    called: list[Any] = []
+
+    class Own:
+        rank, size = 0, 2
+
+        def send(self, array: Any, peer: int, stream: Any) -> None:
+            here = threading.get_ident()
+            called.append([kind for kind, thread in entered if thread == here])
+
+        receive = all_gather = send
+
+    with Group(Own()) as group:
+        group.exchange([FakeArray()], 1, [FakeArray()], 1, Stream())
+    assert called == [[Context, Stream]] * 2
+    assert threading.get_ident() not in {thread for _, thread in entered}
+
+
 def no_wait_for_what_fills_it(patch: Any) -> None:
     right = Lane.transfer
     patch.setattr(

@@ -27,6 +27,9 @@ class Wires:
         taken = self.of(self._taken, (rank, peer))
         return taken.get(timeout=20) if wait else lambda: taken.get(timeout=20)
 
+    def has(self, rank: int, peer: int) -> bool:
+        return not self.of(self._queues, (peer, rank)).empty()
+
     def receive(self, rank: int, peer: int) -> Any:
         data = self.of(self._queues, (peer, rank)).get(timeout=20)
         self.of(self._taken, (peer, rank)).put(True)
@@ -57,8 +60,14 @@ class Own:
 
 
 class Request:
-    def __init__(self, wait: Any) -> None:
-        self.Wait = wait
+    """Done as soon as `act` says so."""
+
+    def __init__(self, act: Any) -> None:
+        self._act, self._done = act, False
+
+    def Test(self) -> bool:  # noqa: N802
+        self._done = self._done or self._act()
+        return self._done
 
 
 class MPI:
@@ -74,15 +83,31 @@ class MPI:
     def Get_size(self) -> int:  # noqa: N802
         return self._own.size
 
+    def Idup(self) -> tuple[MPI, Request]:  # noqa: N802
+        return MPI(self._wires, self._own.rank, self._own.size), Request(lambda: True)
+
+    def Free(self) -> None:  # noqa: N802
+        pass
+
     def Isend(self, buffer: Any, dest: int, tag: int) -> Request:  # noqa: N802
         self._wires.send(buffer, self._own.rank, dest, wait=False)
-        return Request(lambda: None)  # the message is buffered
+        return Request(lambda: True)  # the message is buffered
 
     def Irecv(self, buffer: Any, source: int, tag: int) -> Request:  # noqa: N802
-        def wait() -> None:
+        def act() -> bool:
+            if not self._wires.has(self._own.rank, source):
+                return False
             buffer[...] = self._wires.receive(self._own.rank, source)
+            return True
 
-        return Request(wait)
+        return Request(act)
 
-    def Allgather(self, buffer: Any, out: Any) -> None:  # noqa: N802
-        self._own.all_gather(buffer, out.reshape(self._own.size, -1), None)
+    def Iallgather(self, buffer: Any, out: Any) -> Request:  # noqa: N802
+        rank, size = self._own.rank, self._own.size
+        parts = out.reshape(size, -1)
+        parts[rank] = buffer
+        others = [peer for peer in range(size) if peer != rank]
+        for peer in others:
+            self._wires.send(buffer, rank, peer, wait=False)
+        pending = [self.Irecv(parts[peer], peer, 0) for peer in others]
+        return Request(lambda: sum(request.Test() for request in pending) == size - 1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -11,17 +12,27 @@ import numpy as np
 
 from cupyattn.arrays import Array
 from cupyattn.cupy_library import load_cupy
+from cupyattn.distributed.communicators.mailbox import ThreadCommunicator
 from cupyattn.distributed.communicators.nccl import NCCLCommunicator, load_nccl
 from cupyattn.distributed.communicators.protocol import Communicator
 from cupyattn.errors import error
 from cupyattn.fork import no_fork
 
 _TAG = 17
+_SECONDS_BETWEEN_LOOKS = 0.02
+# A message that is about to come is taken at once; one that is not leaves the core to others. MPI
+# moves the parts of a long one when it is asked, so sleep is short (64 MiB between two processes,
+# MPICH 5.0: 10.1 GB/s, and 10.3 by its own Sendrecv; 2026-11-24).
+_SECONDS_AWAKE, _SECONDS_ASLEEP = 1e-3, 1e-4
+_ABANDONED: list[Any] = []
+"""Requests of MPI that nobody waits for any more: they hold the arrays that it may still touch."""
 _OWN = ("rank", "size", "send", "receive", "all_gather")
 
 
-def communicator_of(given: Any) -> Communicator:
+def communicator_of(given: Any, look: Callable[[], None] = lambda: None) -> Communicator:
     """Return something that carries bytes as a `Communicator`.
+
+    `look` is called while MPI waits, and raises to wait no more.
 
     Raises
     ------
@@ -36,8 +47,8 @@ def communicator_of(given: Any) -> Communicator:
         return CupyxCommunicator(given)
     if _has(given, "nranks", "allgather", "recv"):
         return NCCL4PyCommunicator(given)
-    if _has(given, "Get_rank", "Isend", "Irecv", "Allgather"):
-        return MPICommunicator(given)
+    if _has(given, "Get_rank", "Isend", "Irecv", "Iallgather", "Idup"):
+        return MPICommunicator(given, look)
     raise error(
         TypeError,
         f"a communicator that is a {type(given).__module__}.{type(given).__qualname__}",
@@ -45,6 +56,15 @@ def communicator_of(given: Any) -> Communicator:
         "mpi4py",
         "see cupyattn.distributed.Communicator for what a communicator of your own has",
     )
+
+
+def may_keep_the_host(communicator: Communicator) -> bool:
+    """Tell whether nothing is known of how long a communicator waits: it is the user's own."""
+    known = (
+        ThreadCommunicator, NCCLCommunicator, CupyxCommunicator, NCCL4PyCommunicator,
+        MPICommunicator,
+    )  # fmt: skip
+    return not isinstance(communicator, known)
 
 
 def _has(given: Any, *names: str) -> bool:
@@ -119,11 +139,16 @@ class MPICommunicator:
     """A communicator of mpi4py, or one with its methods.
 
     MPI knows no streams: the host waits for the stream, then for the message. Arrays of a GPU go
-    through memory of the host, for MPI libraries that do not take them are many.
+    through memory of the host, for MPI libraries that do not take them are many. What waits is not
+    MPI but a loop, so that it can end before the message comes.
     """
 
-    def __init__(self, communicator: Any) -> None:
-        self._communicator = communicator
+    def __init__(self, communicator: Any, look: Callable[[], None]) -> None:
+        self._given = communicator
+        self._look = look
+        self._own: Any = None
+        """A duplicate, whose messages are no other's; made with the first of them."""
+        self._failed = False
         self.rank, self.size = int(communicator.Get_rank()), int(communicator.Get_size())
         self._pending: list[tuple[Any, Any]] | None = None
         """Inside of `together`: requests, and what is to be done behind each."""
@@ -131,7 +156,7 @@ class MPICommunicator:
     def send(self, array: Array, peer: int, stream: Any) -> None:
         """Send an array to a rank."""
         on_host = _bytes(_to_host(array, stream))
-        self._start(self._communicator.Isend(on_host, dest=peer, tag=_TAG), lambda: on_host)
+        self._start(self._communicator.Isend(on_host, dest=peer, tag=_TAG), lambda: None)
 
     def receive(self, array: Array, peer: int, stream: Any) -> None:
         """Receive into an array what a rank sends."""
@@ -142,29 +167,62 @@ class MPICommunicator:
     def all_gather(self, array: Array, out: Array, stream: Any) -> None:
         """Fill out with the array of each rank."""
         on_host = out if stream is None else np.empty(out.shape, out.dtype)
-        self._communicator.Allgather(_bytes(_to_host(array, stream)), _bytes(on_host))
+        sent = _bytes(_to_host(array, stream))
+        self._wait([self._communicator.Iallgather(sent, _bytes(on_host))])
         if stream is not None:
             out.set(on_host, stream)
 
     @contextmanager
     def together(self) -> Iterator[None]:
         """Start all inside, and wait behind the block."""
-        self._pending = []
+        pending: list[tuple[Any, Any]] = []
+        self._pending = pending
         try:
             yield
-            pending, self._pending = self._pending, None
-            for request, then in pending:
-                request.Wait()
-                then()
+        except BaseException:
+            _ABANDONED.extend(request for request, _ in pending)
+            raise
         finally:
             self._pending = None
+        self._wait([request for request, _ in pending])
+        for _, then in pending:
+            then()
+
+    def abort(self) -> None:
+        """Take note that not all ranks are going to close, which freeing a communicator takes."""
+        self._failed = True
+
+    def close(self) -> None:
+        """Give the duplicate back."""
+        if self._own is not None and not self._failed:
+            self._own.Free()
+
+    @property
+    def _communicator(self) -> Any:
+        if self._own is None:
+            self._own, request = self._given.Idup()
+            self._wait([request])
+        return self._own
 
     def _start(self, request: Any, then: Any) -> None:
         if self._pending is None:
-            request.Wait()
+            self._wait([request])
             then()
         else:
             self._pending.append((request, then))
+
+    def _wait(self, requests: list[Any]) -> None:
+        begun = looked = time.monotonic()
+        try:
+            while requests := [request for request in requests if not request.Test()]:
+                now = time.monotonic()
+                if now - looked > _SECONDS_BETWEEN_LOOKS:
+                    self._look()
+                    looked = now
+                time.sleep(0.0 if now - begun < _SECONDS_AWAKE else _SECONDS_ASLEEP)
+        except BaseException:
+            _ABANDONED.extend(requests)
+            raise
 
 
 def _to_host(array: Array, stream: Any) -> Any:

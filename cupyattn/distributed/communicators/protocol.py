@@ -13,6 +13,8 @@ class Communicator(Protocol):
     `stream` is the CuPy stream whose order a method joins: what was enqueued there before is done
     first, what is enqueued behind may use the result. For NumPy arrays it is None, and a method
     returns when it is done. Arrays are contiguous in C order; the bytes count, the dtype does not.
+    Methods are called on a thread of their own, one after another, so that a group's timeout holds
+    for one that never returns.
 
     A communicator may have more:
 
