@@ -42,7 +42,8 @@ class PostOffice:
         self._changed = self.failures.changed
         self._timeout = timeout
         self._boxes: dict[tuple[int, int], deque[Parcel]] = defaultdict(deque)
-        self._waits_for: dict[int, int] = {}
+        self._waits_for: dict[int, tuple[int, Callable[[], bool]]] = {}
+        """By rank for whom it waits, and whether that is done: then it only has to wake up."""
 
     def put(self, parcel: Parcel, rank: int, peer: int) -> None:
         """Post a parcel."""
@@ -76,7 +77,7 @@ class PostOffice:
 
     def _wait(self, done: Callable[[], bool], rank: int, peer: int) -> None:
         with self._changed:
-            self._waits_for[rank] = peer
+            self._waits_for[rank] = peer, done
             try:
                 self.failures.wait(done, lambda: self._who_is_missing(peer), rank, self._timeout)
             finally:
@@ -86,8 +87,11 @@ class PostOffice:
         """Follow who waits for whom to one that does not; in a circle, the first."""
         rank, seen = peer, set[int]()
         while rank in self._waits_for and rank not in seen:
+            next_rank, done = self._waits_for[rank]
+            if done():
+                return rank
             seen.add(rank)
-            rank = self._waits_for[rank]
+            rank = next_rank
         return peer if rank in seen else rank
 
 
