@@ -98,6 +98,8 @@ class PostOffice:
 class ThreadCommunicator:
     """One thread's end."""
 
+    gathers_on_host = True
+
     def __init__(self, office: PostOffice, rank: int, size: int, device: int | None = None) -> None:
         self._office = office
         self.rank, self.size = rank, size
