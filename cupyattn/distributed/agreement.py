@@ -1,8 +1,9 @@
 """Ranks that do not do alike: an error on each of them, before anything else is sent.
 
 Each rank gathers what all ranks say of what they are about to do. On the host that costs no more
-than any message, and every call does it. On a GPU the host has to wait for the answer: there calls
-of a kind that was agreed on are not compared again.
+than any message, and every call does it, also of CuPy arrays where the communicator can
+(`gathers_on_host`). Otherwise the host has to wait for the GPU's answer, and calls of a kind that
+was agreed on are not compared again.
 """
 
 from __future__ import annotations

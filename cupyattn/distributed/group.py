@@ -99,6 +99,7 @@ class Group:
         self._aborted = False
         self.agreed: set[tuple[str, ...]] = set()
         """What all ranks have said of their calls, where they are asked once."""
+        self.gathers_on_host = bool(getattr(self._communicator, "gathers_on_host", False))
         self._streams: dict[int, Any] = {}
 
     def _channel(self, folder: str | os.PathLike[str] | None) -> Failures:

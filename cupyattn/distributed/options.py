@@ -66,12 +66,12 @@ class RingOptions:
             "rotary": self.rotary,
         }
 
-    def description(self, *, longest: int, on_host: bool) -> list[str]:
+    def description(self, *, longest: int, each_time: bool) -> list[str]:
         """Say what all ranks have to pass alike, without what was left out.
 
-        Arrays on the host are told by what is in them, of tables as many rows as sequences have.
-        Those on a GPU are told by shape, and the seed is left out there, since it changes from
-        call to call: whoever says something new waits for the other ranks.
+        NumPy arrays are told by what is in them, of tables as many rows as sequences have, and
+        those of a GPU by shape. The seed, which changes from call to call, is told where every call
+        is compared: elsewhere whoever says something new waits for the other ranks.
         """
         said = ["causal=True"] if self.causal else []
         said += [f"window_size={self.window_size}"] if self.window_size is not None else []
@@ -81,28 +81,28 @@ class RingOptions:
             "dropout_p": self.dropout_p or None,
         }
         said += [f"{name}={float(x)}" for name, x in numbers.items() if x is not None]
-        if self.dropout_p and on_host:
+        if self.dropout_p and each_time:
             said.append(f"seed={self.seed}")
         said += [
-            f"{name} {_told(array, on_host and name not in OF_ROWS)}"
+            f"{name} {_told(array, values=name not in OF_ROWS)}"
             for name, array in self.arrays.items()
         ]
         if self.rotary is not None:
             cos, sin, interleaved = (*self.rotary, False)[:3]
-            tables = " and ".join(_told(table[:longest], on_host) for table in (cos, sin))
+            tables = " and ".join(_told(table[:longest]) for table in (cos, sin))
             said.append(f"rotary {tables}{' interleaved' if interleaved else ''}")
         for name, given in (("score_mod", self.score_mod), ("mask_mod", self.mask_mod)):
             if isinstance(given, ScoreMod | MaskMod):
-                named = [f" {x} {_told(array, on_host)}" for x, array in given.arrays.items()]
+                named = [f" {x} {_told(array)}" for x, array in given.arrays.items()]
                 said.append(f"{name} {given.expression}; {given.gradient}{''.join(named)}")
             elif given is not None:
                 said.append(f"{name} is a function")
         return said
 
 
-def _told(array: Array, on_host: bool) -> str:
-    values = f" {fingerprint(array)}" if on_host and isinstance(array, np.ndarray) else ""
-    return f"{array.dtype} {array.shape}{values}"
+def _told(array: Array, *, values: bool = True) -> str:
+    content = f" {fingerprint(array)}" if values and isinstance(array, np.ndarray) else ""
+    return f"{array.dtype} {array.shape}{content}"
 
 
 def _of_no_scores(array: Array | None) -> Array | None:

@@ -202,19 +202,20 @@ def _lengths(tokens: int, cu_seqlens: Any) -> tuple[int, ...]:
 
 def _agree(problem: RingProblem) -> None:
     """Raise ValueError unless all ranks call alike."""
-    group, on_host = problem.group, problem.xp is np
+    group = problem.group
     if group.size == 1:
         return
+    each_time = problem.xp is np or group.gathers_on_host
     arrays = [f"{name} {x.dtype} {x.shape}" for name, x in problem.arrays.items()]
     lengths = problem.plan.lengths
     # A list of many lengths is shown in part, and told apart whole.
     each = f"lengths {shown(list(lengths))} ({fingerprint(np.array(lengths, np.int64))})"
-    of_options = problem.options.description(longest=max(lengths, default=0), on_host=on_host)
+    of_options = problem.options.description(longest=max(lengths, default=0), each_time=each_time)
     said = (*arrays, problem.placement.name, *of_options, each)
     if said in group.agreed:
         return
-    agree(group, said, problem.xp, allowed=_ALIKE, fix=_CALL_ALIKE)
-    if not on_host:
+    agree(group, said, np if each_time else problem.xp, allowed=_ALIKE, fix=_CALL_ALIKE)
+    if not each_time:
         group.agreed.add(said)
 
 

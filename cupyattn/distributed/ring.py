@@ -114,11 +114,12 @@ def ring_attention(
     the next block is on its way while this one is computed, on a stream of its own and in two
     buffers besides the rank's own k and v.
 
-    Ranks compare their calls: shapes, dtypes, placement, lengths and options. With NumPy arrays
-    every call does, and what is in alibi_slopes, sinks and rotary, and the seed, is compared too.
-    On a GPU the host would have to wait: there the first call of its kind does, which others of the
-    same kind do not, so that none of these synchronises. Whoever mixes kinds of calls that were
-    made before is not told there.
+    Ranks compare their calls: shapes, dtypes, placement, lengths and options; of NumPy arrays also
+    what is in seqused_k, alibi_slopes, sinks, rotary and the arrays of expressions, and never what
+    is in a GPU's. Every call is compared, with the seed, where the host can tell other ranks of it:
+    with NumPy arrays, between threads (`run`), and over MPI. Between processes of NCCL the host
+    would have to wait for the GPU: there the first call of its kind is compared, and whoever mixes
+    kinds of calls that were made before is not told.
 
     Examples
     --------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,10 @@ from cupyattn.distributed import (
     run,
 )
 from cupyattn.distributed.agreement import agree
+from cupyattn.distributed.communicators import nccl
+from cupyattn.distributed.communicators.mailbox import ThreadCommunicator
+from cupyattn.distributed.communicators.meeting import Meeting
+from cupyattn.distributed.failures import SharedFailures
 from cupyattn.distributed.problem import RingProblem
 
 X = np.random.default_rng(0).standard_normal((1, 64, 2, 8))
@@ -117,22 +122,76 @@ def test_a_forward_does_not_meet_a_backward():
         run(of_rank, 2, timeout=20)
 
 
-def test_off_the_host_each_kind_of_call_is_asked_about_once(monkeypatch):
-    """The host would wait for the GPU each time. The seed changes in every step."""
-    monkeypatch.setattr(RingProblem, "xp", SimpleNamespace(**vars(np)))
-    asked: list[int] = []
-    gather = Group.all_gather
-    monkeypatch.setattr(
-        Group, "all_gather", lambda self, x: (asked.append(self.rank), gather(self, x))[1]
-    )
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """NumPy arrays that are taken for a GPU's, and how often each rank gathers, and from where."""
 
-    def of_rank(group: Group) -> None:
-        for seed in range(3):
-            for causal in (True, False):
-                call(group, causal=causal, dropout_p=0.5, seed=seed)
+    class Elsewhere(np.ndarray):
+        def get(self) -> np.ndarray:
+            return np.asarray(self)
 
-    run(of_rank, 2, timeout=20)
-    assert sorted(asked) == [0, 0, 1, 1]
+    def asarray(x: Any) -> Any:
+        return np.asarray(x).view(Elsewhere)
+
+    gather, asked = Group.all_gather, []
+
+    def gathered(self: Group, x: Any) -> Any:
+        asked.append(isinstance(x, Elsewhere))
+        return gather(self, np.asarray(x))
+
+    monkeypatch.setattr(RingProblem, "xp", SimpleNamespace(**{**vars(np), "asarray": asarray}))
+    monkeypatch.setattr(Group, "all_gather", gathered)
+    return asked
+
+
+def many_calls(group: Group) -> None:
+    for seed in range(3):
+        for causal in (True, False):
+            call(group, causal=causal, dropout_p=0.5, seed=seed)
+
+
+def test_where_the_host_would_wait_each_kind_of_call_is_asked_about_once(as_on_a_gpu, monkeypatch):
+    """The seed changes in every step."""
+    monkeypatch.setattr(ThreadCommunicator, "gathers_on_host", False)
+    run(many_calls, 2, timeout=20)
+    assert as_on_a_gpu == [True] * 4
+
+
+def test_where_it_need_not_wait_every_call_is(as_on_a_gpu):
+    run(many_calls, 2, timeout=20)
+    assert as_on_a_gpu == [False] * 12
+    with pytest.raises(RankFailedError, match=r"rank . called with seed=., rank . with seed="):
+        run(lambda group: call(group, dropout_p=0.5, seed=group.rank), 2, timeout=20)
+
+
+def test_threads_of_nccl_gather_on_the_host(monkeypatch):
+    """Where they meet, as often as they like; processes of NCCL do not."""
+    monkeypatch.setattr(nccl, "load_nccl", lambda: None)
+    failures = SharedFailures()
+    meeting = Meeting(3, failures, timeout=20.0)
+
+    def end(rank: int, *how: Any) -> Group:
+        known = {"rank_id": lambda: rank, "size": lambda: 3, "device_id": lambda: rank}
+        known |= {"abort": lambda: None, "destroy": lambda: None}
+        return Group(nccl.NCCLCommunicator(SimpleNamespace(**known), *how))
+
+    assert not end(0, failures).gathers_on_host
+    found: dict[int, Any] = {}
+
+    def of_rank(rank: int) -> None:
+        with end(rank, failures, meeting) as group:
+            assert group.gathers_on_host
+            array = np.array([rank, 7])
+            found[rank] = [group.all_gather(array + turn) for turn in range(50)]
+
+    threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    expected = [[[rank + turn, 7 + turn] for rank in range(3)] for turn in range(50)]
+    for each in range(3):
+        np.testing.assert_array_equal(found[each], expected)
 
 
 @pytest.mark.parametrize("number", [0, 2**63 - 1, -5])

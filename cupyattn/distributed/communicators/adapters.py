@@ -143,6 +143,8 @@ class MPICommunicator:
     MPI but a loop, so that it can end before the message comes.
     """
 
+    gathers_on_host = True
+
     def __init__(self, communicator: Any, look: Callable[[], None]) -> None:
         self._given = communicator
         self._look = look

@@ -43,7 +43,7 @@ class PostOffice:
         self._timeout = timeout
         self._boxes: dict[tuple[int, int], deque[Parcel]] = defaultdict(deque)
         self._waits_for: dict[int, tuple[int, Callable[[], bool]]] = {}
-        """By rank another rank, and whether that has come: who waits may not have woken up yet."""
+        """By rank for whom it waits, and whether that is done: then it only has to wake up."""
 
     def put(self, parcel: Parcel, rank: int, peer: int) -> None:
         """Post a parcel."""
@@ -87,16 +87,18 @@ class PostOffice:
         """Follow who waits for whom to one that does not; in a circle, the first."""
         rank, seen = peer, set[int]()
         while rank in self._waits_for and rank not in seen:
-            seen.add(rank)
-            following, has_come = self._waits_for[rank]
-            if has_come():
+            next_rank, done = self._waits_for[rank]
+            if done():
                 return rank
-            rank = following
+            seen.add(rank)
+            rank = next_rank
         return peer if rank in seen else rank
 
 
 class ThreadCommunicator:
     """One thread's end."""
+
+    gathers_on_host = True
 
     def __init__(self, office: PostOffice, rank: int, size: int, device: int | None = None) -> None:
         self._office = office

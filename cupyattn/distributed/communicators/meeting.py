@@ -8,6 +8,8 @@ that wait for the peers' GPUs. So no rank begins before all are about to (seen o
 
 from __future__ import annotations
 
+from typing import Any
+
 from cupyattn.distributed.failures import SharedFailures
 
 
@@ -17,17 +19,19 @@ class Meeting:
     Examples
     --------
     >>> alone = Meeting(1, SharedFailures(), timeout=1.0)
-    >>> alone(0), alone(0)
-    (None, None)
+    >>> alone(0, "what rank 0 says"), alone(0)
+    (['what rank 0 says'], [None])
     """
 
     def __init__(self, size: int, failures: SharedFailures, timeout: float) -> None:
         self._came = [0] * size
+        self._said: list[list[Any]] = [[None] * size, [None] * size]
+        """By turns: nobody overwrites one before all have come to the next."""
         self._failures = failures
         self._timeout = timeout
 
-    def __call__(self, rank: int) -> None:
-        """Return when all ranks have come as often as this one.
+    def __call__(self, rank: int, says: Any = None) -> list[Any]:
+        """Return when all ranks have come as often as this one, with what each says.
 
         Raises
         ------
@@ -37,6 +41,7 @@ class Meeting:
         with self._failures.changed:
             self._came[rank] += 1
             turn = self._came[rank]
+            self._said[turn % 2][rank] = says
             self._failures.changed.notify_all()
         self._failures.wait(
             lambda: min(self._came) >= turn,
@@ -44,3 +49,4 @@ class Meeting:
             rank,
             self._timeout,
         )
+        return list(self._said[turn % 2])

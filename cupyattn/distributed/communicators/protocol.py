@@ -24,6 +24,8 @@ class Communicator(Protocol):
     - ``device``, the CUDA ordinal that arrays have to be on.
     - ``abort()``, which ends what waits for another rank.
     - ``failures``, where threads or processes post that one has failed.
+    - ``gathers_on_host``, whether all_gather takes NumPy arrays too where ranks have a GPU each.
+      Then every call is compared among ranks, at no cost of a GPU, and not the first of its kind.
     """
 
     @property
