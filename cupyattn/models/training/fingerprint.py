@@ -21,7 +21,10 @@ _ITEMS = 64
 
 
 def fingerprint(weights: Weights) -> str:
-    """Return a number, in hexadecimal, of some items of each array, evenly apart.
+    """Return a number, in hexadecimal, of some items of each array, and of the sum of all bits.
+
+    Items that are evenly apart tell their order; the sum, one pass over an array where it lies,
+    tells whether any other is another.
 
     Examples
     --------
@@ -35,6 +38,8 @@ def fingerprint(weights: Weights) -> str:
     for name, array in named_arrays(weights):
         found.update(name.encode())
         found.update(_on_host(_some(array)).tobytes())
+        words = array.reshape(-1).view(f"u{array.dtype.itemsize}")
+        found.update(int(words.sum(dtype=np.uint64)).to_bytes(8, "little"))
     return found.hexdigest()[:16]
 
 
