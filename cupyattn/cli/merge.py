@@ -74,7 +74,7 @@ def _merged(arguments: argparse.Namespace) -> Result:
         quantize=arguments.quantize,
         xp=np if arguments.cpu else None,
     )
-    merged = LoraAdapters.load(model, arguments.adapters).merged()
+    merged = LoraAdapters.load(model, arguments.adapters, base_model=arguments.model).merged()
     with explaining(
         f"--out {out} could not be written",
         "a merged model is a folder of its own, whole once it has a config.json",

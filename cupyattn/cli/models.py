@@ -90,7 +90,7 @@ def loaded(arguments: argparse.Namespace) -> models.Model:
     model = models.load(arguments.model, dtype=arguments.dtype, quantize=quantize, xp=xp)
     if arguments.adapters is None:
         return model
-    return LoraAdapters.load(model, arguments.adapters).model
+    return LoraAdapters.load(model, arguments.adapters, base_model=arguments.model).model
 
 
 def drawing_of(arguments: argparse.Namespace) -> dict[str, Any]:

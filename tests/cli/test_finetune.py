@@ -114,6 +114,32 @@ def test_ctrl_c_writes_a_checkpoint_and_it_goes_on(capfd, monkeypatch):
     assert losses_of("parts") == losses_of("whole")
 
 
+def test_an_evaluation_that_was_cut_off_is_made_up_for(monkeypatch):
+    """A process that is killed behind a checkpoint has not looked at what is held back."""
+    given = ["--eval-fraction", "0.2", "--save-every", "5"]
+    finetune(*given, "--out", "whole")
+    look = training_run._held_loss
+
+    def killed(made):
+        if made.trainer.number == 5:
+            raise KeyboardInterrupt
+        return look(made)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training_run, "_held_loss", killed)
+        finetune(*given, "--out", "parts", code=130)
+    for _ in range(2):
+        finetune(*given, "--out", "parts", "--resume")
+    rows = [
+        [
+            {name: value for name, value in json.loads(line).items() if name != "tokens_per_s"}
+            for line in Path(out, "losses.jsonl").read_text().splitlines()
+        ]
+        for out in ("whole", "parts")
+    ]
+    assert rows[0] == rows[1] and len(rows[0]) == 12 + 4
+
+
 def test_a_second_ctrl_c_ends_it_at_once(monkeypatch, capsys):
     def interrupted(trainer):
         for _ in range(2):

@@ -19,7 +19,7 @@ from cupyattn.cli.finetune import preparation, training_run
 from cupyattn.cli.finetune.out_folder import claimed
 from cupyattn.models.checkpoints import safetensors_writer
 from cupyattn.models.checkpoints.writing import write_folder
-from cupyattn.models.training import LoraAdapters, curve, peft
+from cupyattn.models.training import LoraAdapters, curve, peft, split
 
 pytest.importorskip("safetensors")
 pytest.importorskip("matplotlib")
@@ -306,6 +306,19 @@ def test_a_resumed_training_has_the_same_model(capsys, folder):
     finetune("--steps", "1", "--resume", code=1)
     message = " ".join(capsys.readouterr().err.split())
     assert "weights is " in message and "in the checkpoint; a training is resumed" in message
+
+
+def test_a_resumed_training_holds_the_same_lines_back(capsys):
+    """One that is not learnt is no part of what is; its loss would be another's all the same."""
+    given = ["--steps", "1", "--eval-fraction", "0.25"]
+    finetune(*given)
+    lines = Path("data.jsonl").read_text().splitlines()
+    *_, held = sorted(split(range(len(lines)), 0.25, 0)[1])
+    lines[held] = '{"text": "Another line altogether."}'
+    Path("data.jsonl").write_text("\n".join(lines))
+    capsys.readouterr()
+    finetune(*given, "--resume", code=1)
+    assert "held is '" in capsys.readouterr().err
 
 
 def test_what_was_told_is_what_is_compared_first(capsys):

@@ -13,6 +13,7 @@ from support.tiny_models import LLAMA
 
 from cupyattn import models
 from cupyattn.models.checkpoints import safetensors_writer
+from cupyattn.models.checkpoints.whole_files import write_whole
 from cupyattn.models.checkpoints.writing import write_folder
 from cupyattn.models.weights import named_arrays
 
@@ -65,6 +66,39 @@ def test_a_folder_with_a_config_is_complete(fails, request, tmp_path, monkeypatc
     write_folder(model.weights, model.config, source, new)
     assert models.load(new, dtype="float32", xp=np).config == model.config
     assert (new / "tokenizer_config.json").exists()
+
+
+@pytest.mark.parametrize("older", [True, False])
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("fails_at", ["two.txt", "three.txt"])
+def test_files_are_replaced_together_or_not_at_all(older, links, fails_at, tmp_path, monkeypatch):
+    files = [tmp_path / "new" / f"{name}.txt" for name in ("one", "two", "three")]
+    replace = os.replace
+
+    def refuses(old, new):
+        if os.path.basename(new) == fails_at:
+            raise PermissionError(13, "Permission denied")
+        replace(old, new)
+
+    def no_links(*_):
+        raise OSError(95, "Operation not supported")
+
+    def all_of(text):
+        return {path: lambda file: file.write(text) for path in files}
+
+    if older:
+        write_whole(all_of(b"older"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", refuses)
+        if not links:
+            patch.setattr(os, "link", no_links)
+        with pytest.raises(PermissionError):
+            write_whole(all_of(b"newer"))
+    found = {path: path.read_bytes() for path in (tmp_path / "new").iterdir()}
+    assert found == (dict.fromkeys(files, b"older") if older else {})
+    write_whole(all_of(b"newer"))
+    assert {path.read_bytes() for path in files} == {b"newer"}
+    assert len(list((tmp_path / "new").iterdir())) == len(files)
 
 
 def test_weights_need_a_config(tmp_path):

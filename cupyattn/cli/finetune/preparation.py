@@ -19,6 +19,7 @@ from cupyattn.models.quantised import OF_THE_FILE, quantises_as_in
 from cupyattn.models.training import checkpoint
 from cupyattn.models.training.budget import Training, budget_of, require_room
 from cupyattn.models.training.lora_options import LoraOptions
+from cupyattn.models.training.packing import digest
 
 _LR = {"adapters": 2e-4, "full": 2e-5}
 
@@ -140,7 +141,7 @@ def prepared(arguments: argparse.Namespace) -> Prepared:
         accumulate=arguments.accumulate,
         loss_scale=training.LossScale() if base.dtype == "float16" else None,
         seed=arguments.seed,
-        names=_names(base, arguments),
+        names=_names(base, held, arguments),
     )  # fmt: skip
     if arguments.resume:
         trainer.resume(checkpoints)
@@ -221,7 +222,9 @@ def _rate(arguments: argparse.Namespace) -> float:
     return _LR["full" if arguments.full else "adapters"]
 
 
-def _names(base: models.Model, arguments: argparse.Namespace) -> dict[str, Any]:
+def _names(
+    base: models.Model, held: list[training.Sample], arguments: argparse.Namespace
+) -> dict[str, Any]:
     given = {} if arguments.full else {"lora_rank": arguments.lora_rank}
     return {
         "model": repr(base.config),
@@ -230,4 +233,5 @@ def _names(base: models.Model, arguments: argparse.Namespace) -> dict[str, Any]:
         "dtype": base.dtype,
         "quantize": arguments.quantize,
         "eval_fraction": arguments.eval_fraction,
+        "held": digest(held),
     }

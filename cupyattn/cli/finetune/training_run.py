@@ -41,8 +41,8 @@ def trained(made: Prepared, arguments: argparse.Namespace) -> Result:
     first, tokens = trainer.number, 0
     log = curve.StepLog(arguments.out / "losses.jsonl", first, made.checkpoints)
     with _interruptible() as asked, progress("training", trainer.schedule.steps, first) as advance:
-        if made.held and not first:
-            log.add({"step": 0, "eval_loss": _held_loss(made)})
+        if made.held and first not in _looked_at(log):
+            log.add({"step": first, "eval_loss": _held_loss(made)})
         began = time.perf_counter()
         for step in trainer:
             tokens += step.tokens
@@ -132,6 +132,11 @@ def _told(step: training.TrainedStep, rate: float, model: models.Model) -> str:
 
 def _held_loss(made: Prepared) -> float:
     return training.loss_of(made.model, made.held, batch_tokens=made.trainer.packing.batch_tokens)
+
+
+def _looked_at(log: curve.StepLog) -> set[int]:
+    """Return the steps of evaluations: one may have ended between a checkpoint and its own."""
+    return {row["step"] for row in curve.read(log.path) if "eval_loss" in row}
 
 
 @contextmanager

@@ -75,6 +75,15 @@ class Stored(NamedTuple):
         return self.items(index)
 
 
+def read_metadata(file: Path) -> dict[str, str]:
+    """Return what the header of a file has beside its tensors; raises as `read_safetensors`."""
+    safetensors = extra("safetensors", "reads the weights")
+    try:
+        return safetensors.safe_open(file, framework="numpy").metadata() or {}
+    except safetensors.SafetensorError as failure:
+        raise _no_safetensors(file, failure) from failure
+
+
 def read_safetensors(file: Path) -> dict[str, Stored]:
     """Return the tensors of a file by their names; of their items nothing is read.
 
@@ -89,7 +98,7 @@ def read_safetensors(file: Path) -> dict[str, Stored]:
         opened = safetensors.safe_open(file, framework="numpy")
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as failure:
-        raise damaged(str(file), f"no safetensors ({failure})") from failure
+        raise _no_safetensors(file, failure) from failure
     return {
         name: Stored(
             f"{file}: {name}",
@@ -99,6 +108,10 @@ def read_safetensors(file: Path) -> dict[str, Stored]:
         )
         for name, part in slices.items()
     }
+
+
+def _no_safetensors(file: Path, failure: Exception) -> ValueError:
+    return damaged(str(file), f"no safetensors ({failure})")
 
 
 def _items(part: Any, index: Any) -> np.ndarray:

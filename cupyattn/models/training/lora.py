@@ -209,12 +209,18 @@ class LoraAdapters:
         ValueError
             For numbers that are not finite.
         """
-        naming = HUGGING_FACE[self._base.config.architecture]
-        peft.write(folder, self.options, self.arrays, turned=naming.turned, base_model=base_model)
+        config = self._base.config
+        peft.write(folder, self.options, self.arrays, config=config, base_model=base_model)
 
     @classmethod
     def load(
-        cls, model: Model, folder: str | os.PathLike[str], /, *, dropout: float | None = None
+        cls,
+        model: Model,
+        folder: str | os.PathLike[str],
+        /,
+        *,
+        dropout: float | None = None,
+        base_model: str | None = None,
     ) -> LoraAdapters:
         """Read adapters of a model from a folder that `save` or PEFT wrote.
 
@@ -225,17 +231,20 @@ class LoraAdapters:
         folder : str or path
         dropout : float, optional
             Instead of theirs, to train on.
+        base_model : str, optional
+            The model's name or path: files of PEFT that name another are warned of.
 
         Raises
         ------
         FileNotFoundError
             If a file is missing.
         ValueError
-            For files that are damaged, and adapters of another model: other modules or shapes.
+            For files that are damaged, and adapters of another model: other modules or shapes,
+            or where `save` wrote them another config.
         NotImplementedError
             For what PEFT can do beside LoRA of linear layers, such as DoRA, by its name.
         """
-        options, tensors = peft.read(folder)
+        options, tensors = peft.read(folder, model.config, base_model)
         if dropout is not None:
             options = options._replace(dropout=dropout)
         try:

@@ -56,6 +56,15 @@ def _first_fit(samples: Sequence[int], lengths: Sequence[int], capacity: int) ->
     return made
 
 
+def digest(samples: Sequence[Sample]) -> str:
+    """Return what tells samples and their order from any others."""
+    found = sha256()
+    for sample in samples:
+        for array in (np.array(len(sample.ids), np.int64), sample.ids, sample.labels):
+            found.update(array.astype(array.dtype.newbyteorder("<")).tobytes())
+    return found.hexdigest()
+
+
 class Position(NamedTuple):
     """How far a training is in its data."""
 
@@ -122,14 +131,10 @@ class Packing:
         self.position = Position(epoch + 1, 0) if last else Position(epoch, at + 1)
         return packed([self.samples[i] for i in here[at]])
 
-    def digest(self) -> str:
-        """Return what tells these samples and their order from any others."""
-        found = sha256()
-        for sample in self.samples:
-            for array in (np.array(len(sample.ids), np.int64), sample.ids, sample.labels):
-                found.update(array.astype(array.dtype.newbyteorder("<")).tobytes())
-        return found.hexdigest()
-
     def identity(self) -> dict[str, Any]:
         """Return what has to be the same where a training goes on."""
-        return {"data": self.digest(), "batch_tokens": self.batch_tokens, "data_seed": self.seed}
+        return {
+            "data": digest(self.samples),
+            "batch_tokens": self.batch_tokens,
+            "data_seed": self.seed,
+        }

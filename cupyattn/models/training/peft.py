@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,12 @@ from cupyattn.errors import error, explaining, shown
 from cupyattn.models.checkpoints.contents import damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.hugging_face import read_json
-from cupyattn.models.checkpoints.safetensors_files import Stored, read_safetensors
+from cupyattn.models.checkpoints.names import HUGGING_FACE
+from cupyattn.models.checkpoints.safetensors_files import Stored, read_metadata, read_safetensors
 from cupyattn.models.checkpoints.safetensors_writer import require_finite, store
 from cupyattn.models.checkpoints.whole_files import write_whole
+from cupyattn.models.config import Config
+from cupyattn.models.training.fingerprint import config_fingerprint
 from cupyattn.models.training.lora_options import LoraOptions
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -41,10 +45,10 @@ def write(
     options: LoraOptions,
     tensors: Mapping[str, Array],
     *,
-    turned: bool,
+    config: Config,
     base_model: str | None,
 ) -> None:
-    """Write both files; `turned` says that the model's weights are (K, N) in its own files.
+    """Write both files, for a model of that config.
 
     Raises
     ------
@@ -57,7 +61,7 @@ def write(
     targets = options.targets
     if targets == "all-linear":
         targets = tuple(dict.fromkeys(name.split(".")[-3] for name in tensors))
-    config = {
+    written = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
@@ -68,14 +72,14 @@ def write(
         "rank_pattern": dict(options.rank_pattern),
         "alpha_pattern": dict(options.alpha_pattern),
         "use_rslora": options.use_rslora,
-        "fan_in_fan_out": turned,
+        "fan_in_fan_out": HUGGING_FACE[config.architecture].turned,
         "bias": "none",
         "inference_mode": True,
     }
     named = {f"{_PREFIX}{name}": array for name, array in tensors.items()}
-    text = (json.dumps(config, indent=2) + "\n").encode()
+    text = (json.dumps(written, indent=2) + "\n").encode()
     writers: dict[str, Callable[[BinaryIO], object]] = {
-        _TENSORS: partial(store, arrays=named, metadata={"format": "pt"}),
+        _TENSORS: partial(store, arrays=named, metadata={"format": "pt", **_told_of(config)}),
         _CONFIG: lambda file: file.write(text),
     }
     with explaining(
@@ -86,8 +90,12 @@ def write(
         write_whole({Path(folder) / name: write for name, write in writers.items()})
 
 
-def read(folder: str | os.PathLike[str]) -> tuple[LoraOptions, dict[str, Stored]]:
+def read(
+    folder: str | os.PathLike[str], config: Config, base_model: str | None
+) -> tuple[LoraOptions, dict[str, Stored]]:
     """Read the options of adapters, and find their tensors, by the names of `LoraAdapters`.
+
+    `config` and `base_model` are those of the model that they are for.
 
     Raises
     ------
@@ -105,17 +113,46 @@ def read(folder: str | os.PathLike[str]) -> tuple[LoraOptions, dict[str, Stored]
                 "pass the folder of adapters",
             )
     where = str(path / _CONFIG)
-    options = _options(Fields(read_json(path / _CONFIG), where))
+    given = read_json(path / _CONFIG)
+    options = _options(Fields(given, where))
     try:
         options = options.checked()
     except (TypeError, ValueError) as failure:
         raise damaged(where, str(failure)) from failure
+    metadata, ours = read_metadata(path / _TENSORS), _told_of(config)
+    if "config" not in metadata:  # PEFT wrote them
+        _warn_of_another(folder, given.get("base_model_name_or_path"), base_model)
+    elif {name: metadata.get(name) for name in ours} != ours:
+        raise unfit(
+            folder,
+            f"they are of another {metadata.get('architecture')} (config {metadata['config']}, and "
+            f"the model's is {ours['config']}, {ours['architecture']})",
+        )
     tensors = {}
     for name, tensor in read_safetensors(path / _TENSORS).items():
         if not name.startswith(_PREFIX):
             raise damaged(str(path / _TENSORS), f"{shown(name)} does not begin with {_PREFIX}")
         tensors[name.removeprefix(_PREFIX)] = tensor
     return options, tensors
+
+
+def _warn_of_another(
+    folder: str | os.PathLike[str], theirs: object, base_model: str | None
+) -> None:
+    """Warn where neither name of a model is part of the other: paths differ from place to place."""
+    if not isinstance(theirs, str) or not theirs or not base_model:
+        return
+    names = Path(theirs).name.lower(), Path(base_model).name.lower().removesuffix(".gguf")
+    if names[0] not in base_model.lower() and names[1] not in theirs.lower():
+        warnings.warn(
+            f"{folder}: adapters of {shown(theirs)} beside {shown(base_model)}; they add to the "
+            "weights that they were trained with; load that model, if this is not the same",
+            stacklevel=4,
+        )
+
+
+def _told_of(config: Config) -> dict[str, str]:
+    return {"architecture": config.architecture, "config": config_fingerprint(config)}
 
 
 def _options(fields: Fields) -> LoraOptions:

@@ -10,7 +10,7 @@ from numpy.testing import assert_array_equal
 from support.bigram import counting
 
 from cupyattn.models.training.batch import IGNORED, Sample, packed
-from cupyattn.models.training.packing import Packing, Position, packs
+from cupyattn.models.training.packing import Packing, Position, digest, packs
 
 
 @given(
@@ -76,9 +76,9 @@ def test_it_goes_on_from_a_position():
 def test_a_digest_knows_other_samples():
     samples = counting(9, samples=5)
     changed = [*samples[:-1], Sample(samples[-1].ids, samples[-1].labels * 0)]
-    digests = {Packing(given, batch_tokens=99).digest() for given in (samples, changed)}
+    digests = {digest(given) for given in (samples, changed)}
     assert len(digests) == 2
-    assert Packing(counting(9, samples=5), batch_tokens=99).digest() in digests
+    assert digest(counting(9, samples=5)) in digests
 
 
 def test_bad_packings():

@@ -16,6 +16,7 @@ from support.training import batch_of, converted, gradients_of, model_of
 from cupyattn import models
 from cupyattn.models.training import peft
 from cupyattn.models.training.batch import Batch
+from cupyattn.models.training.fingerprint import config_fingerprint
 from cupyattn.models.training.lora import LoraAdapters
 
 FOLDER = Path(__file__).parent / "adapters"
@@ -154,6 +155,39 @@ def test_adapters_of_another_model(folder, llama):
     fewer = models.random(llama.config._replace(num_layers=1), dtype="float32", xp=np)
     with pytest.raises(ValueError, match=r"unknown: model.layers.1"):
         LoraAdapters.load(fewer, folder)
+
+
+def test_adapters_of_a_model_of_the_same_shapes(folder, llama, tmp_path):
+    """What is written here says of which model it is; what PEFT wrote has a name at the most."""
+    other = models.load(CHECKPOINTS / "qwen2", dtype="float32", xp=np)
+    with pytest.warns(UserWarning, match=r"adapters of 'llama3' beside '.*qwen2'; they add to"):
+        theirs = LoraAdapters.load(other, folder, base_model=str(CHECKPOINTS / "qwen2"))
+    for named in (CHECKPOINTS / "llama3", "Meta/Llama3/snapshots/1", "llama3.gguf", None):
+        LoraAdapters.load(llama, folder, base_model=named and str(named))
+    theirs.save(tmp_path / "ours")
+    LoraAdapters.load(other, tmp_path / "ours", base_model="anywhere")
+    with pytest.raises(ValueError, match=r"do not fit the model: they are of another llama \("):
+        LoraAdapters.load(llama, tmp_path / "ours")
+
+
+def test_files_of_the_same_model_have_one_fingerprint(llama):
+    """As far as they differ: a GGUF file has float32 numbers, ends of its own and no window."""
+    config = llama.config
+    same = config._replace(
+        norm_eps=float(np.float32(config.norm_eps)), rope_base=float(np.float32(config.rope_base)),
+        eos_ids=(7,), bos_id=None, max_positions=9, vocab_size=99, tied=not config.tied,
+    )  # fmt: skip
+    assert config_fingerprint(same) == config_fingerprint(config)
+    others = (
+        {"num_heads": 2},
+        {"rope_base": 1e4},
+        {"norm_eps": 1e-5},
+        {"qkv_bias": True},
+        {"activation": "geglu"},
+        {"architecture": "phi"},
+    )
+    found = {config_fingerprint(config._replace(**other)) for other in (*others, {})}
+    assert len(found) == len(others) + 1
 
 
 def test_files_that_are_missing_or_damaged(folder, llama):
