@@ -57,6 +57,10 @@ class BlockAllocator:
     affair: append, copy and write in one thread, or under a lock of your own. Do not call from
     finalizers and signal handlers, which may interrupt a call of the same thread.
 
+    **Faults.** A call that is cut short, by a MemoryError or Ctrl-C, has changed nothing, though it
+    may have evicted cached blocks. Ctrl-C may also come as a call returns: then it has happened,
+    but what it returned is lost.
+
     Examples
     --------
     >>> import cupyattn
@@ -219,9 +223,11 @@ class BlockAllocator:
         OutOfBlocksError
             If no block is free or cached; nothing has changed.
         """
-        with self._lock:
+        with self._lock, self._pools:
             free = self._free
-            block = free.pop() if free else self._pool.take(1)[0]
+            if not free:
+                self._pool.make_room(1)
+            block = free.pop()
             self._refs[block] = HELD
             return block
 
@@ -235,11 +241,11 @@ class BlockAllocator:
         """
         if type(block) is not int:
             block = self._known(block)
-        with self._lock:
+        with self._lock, self._pools:
             if not 0 <= block < self._num_blocks or self._refs[block] != HELD:
                 raise self._not_given(block)
-            self._refs[block] = 0
             self._free.append(block)
+            self._refs[block] = 0
 
     def _not_given(self, block: int) -> ValueError:
         count = self._refs[self._known(block)]
@@ -298,7 +304,7 @@ class BlockAllocator:
         values = as_tokens(tokens)
         counted = len(values) if counted is None else as_count("counted", counted, 0)
         size, pool, pools = self._block_size, self._pool, self._pools
-        with self._lock:
+        with self._lock, pools:
             index = pool.index
             nodes = [] if index is None else index.match(values)
             found = [node.block for node in nodes]
@@ -306,20 +312,17 @@ class BlockAllocator:
             revived = sum(not self._refs[block] for block in found)
             pool.require(count, spare=self._watermark, revived=revived)
             pool.share(found)  # from here on no block of the prefix can be evicted
-            try:
-                taken = pool.take(count)
-            except BaseException:
-                pool.release(reversed(found))
-                raise
+            ids = array("i", found + pool.take(count))
             cached = len(found) * size
-            ids = array("i", found + taken)
             prefix = None
             if index is not None:
-                prefix = Prefix(index, nodes[-1] if nodes else index.root, len(nodes), [])
-                prefix.append(values[cached:], ids)
-            self._num_added_tokens += counted
-            self._num_found_tokens += min(cached, counted)
-            return Sequence(pools, ids, len(values), cached, prefix)
+                node = nodes[-1] if nodes else index.root
+                prefix = Prefix(index, node, len(nodes), []).hold().append(values[cached:], ids)
+            added = self._num_added_tokens + counted
+            found_tokens = self._num_found_tokens + min(cached, counted)
+            sequence = Sequence(pools, ids, len(values), cached, prefix)
+            self._num_added_tokens, self._num_found_tokens = added, found_tokens
+            return sequence
 
     def check(self) -> None:
         """Require that all is as it must be: counts, owners, the prefix index.

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from cupyattn.errors import error
-from cupyattn.kv_cache.pool import HELD, Pool, Pools
+from cupyattn.kv_cache.pool import FREED, HELD, HERE, SWAPPED, Pool, Pools
 
 if TYPE_CHECKING:
     from cupyattn.kv_cache.sequence import Sequence
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 def require_sound(pools: Pools) -> None:
     """Raise RuntimeError for the first thing that is broken."""
     sequences: list[Sequence] = pools.living()
-    for pool, here in ((pools.device, False), (pools.host, True)):
-        inside = [sequence for sequence in sequences if sequence.is_swapped is here]
+    _require(all(sequence._state is not FREED for sequence in sequences), "a freed one lives on")
+    for pool, state in ((pools.device, HERE), (pools.host, SWAPPED)):
+        inside = [sequence for sequence in sequences if sequence._state is state]
         _states(pool)
         _owners(pool, inside)
     for sequence in sequences:
@@ -100,7 +101,7 @@ def _index(pools: Pools, sequences: list[Sequence]) -> None:
             nodes.append(nodes[-1].parent)
         _require(nodes.pop() is index.root, f"{sequence} stands outside of the index")
         _require(len(nodes) == depth, f"{sequence} has too short or too long a prefix")
-        if not sequence.is_swapped:
+        if sequence._state is HERE:
             for block, own in zip(sequence._ids, [*reversed(nodes), None], strict=False):
                 _require(
                     block < 0 or index.nodes[block] in (None, own),

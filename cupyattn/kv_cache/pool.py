@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
 from threading import Lock
 from typing import Any, NamedTuple
 from weakref import ref
 
 from cupyattn.errors import error
-from cupyattn.kv_cache.prefix_index import PrefixIndex
+from cupyattn.kv_cache.prefix_index import Node, PrefixIndex
 
 HELD = -1
 """In place of a reference count: the block belongs to who called `BlockAllocator.allocate`."""
@@ -18,6 +18,9 @@ HELD = -1
 
 EVICTED = -1
 """In place of a block's id in a sequence: a window has given the block back."""
+
+HERE, SWAPPED, FREED = "in the device's pool", "swapped out", "freed"
+"""What a sequence is."""
 
 
 class OutOfBlocksError(RuntimeError):
@@ -56,7 +59,7 @@ class Pool:
     taken when no free block is left, the one that was released longest ago first.
     """
 
-    __slots__ = ("cached", "free", "index", "name", "refs")
+    __slots__ = ("cached", "free", "index", "name", "refs", "taken")
 
     def __init__(self, name: str, num_blocks: int, index: PrefixIndex | None = None) -> None:
         self.name = name
@@ -64,6 +67,7 @@ class Pool:
         self.free = list(range(num_blocks - 1, -1, -1))
         self.cached: OrderedDict[int, None] = OrderedDict()
         self.index = index
+        self.taken: Sequence[int] = ()  # in the call that is under way
 
     @property
     def available(self) -> int:
@@ -71,22 +75,23 @@ class Pool:
         return len(self.free) + len(self.cached)
 
     def take(self, count: int) -> list[int]:
-        """Give blocks, each referenced once; all of them or none.
-
-        This alone can fail in a call that needs blocks, so calls take before they change anything.
-        """
+        """Give blocks, each referenced once; all of them or none."""
         free = self.free
         if len(free) < count:
-            self.require(count)
-            while len(free) < count:
-                self._evict()
+            self.make_room(count)
         first = len(free) - count
-        taken = free[first:]
+        self.taken = taken = free[first:]
         taken.reverse()
         del free[first:]
         for block in taken:
             self.refs[block] = 1
         return taken
+
+    def make_room(self, count: int) -> None:
+        """Evict cached blocks until so many are free, or refuse that before any is evicted."""
+        self.require(count)
+        while len(self.free) < count:
+            self._evict()
 
     def require(self, count: int, *, spare: int = 0, revived: int = 0) -> None:
         """Refuse to give more blocks than there are beside `spare` and the cached ones revived."""
@@ -132,9 +137,29 @@ class Pool:
                     else:
                         free.append(block)
 
+    def recount(self, owners: Counter[int]) -> None:
+        """Count references anew: blocks without any are cached, if the index finds them, or free.
+
+        The lists stay the same objects, which the allocator has too.
+        """
+        self.refs[:] = [
+            HELD if count == HELD else owners[block] for block, count in enumerate(self.refs)
+        ]
+        nodes: Sequence[Node | None] = () if self.index is None else self.index.nodes
+        unused = [block for block, count in enumerate(self.refs) if not count]
+        found = {block for block in unused if nodes and nodes[block] is not None}
+        free = set(unused) - found
+        self.cached = OrderedDict.fromkeys([*filter(found.__contains__, self.cached), *found])
+        self.free[:] = dict.fromkeys([*filter(free.__contains__, self.free), *free])
+
 
 class Pools:
-    """What an allocator and its sequences share: both pools, the lock, the living sequences."""
+    """What an allocator and its sequences share: both pools, the lock, the living sequences.
+
+    As a context, within the lock, it is for a call that changes something: whatever cuts the call
+    short, a MemoryError or Ctrl-C, all that is counted follows again from what sequences own. So
+    a call gives its sequence blocks, or takes them, by its last assignment.
+    """
 
     __slots__ = ("block_size", "device", "host", "lock", "sequences")
 
@@ -152,3 +177,37 @@ class Pools:
     def living(self) -> list[Any]:
         """Return the sequences that are not freed."""
         return [sequence for each in self.sequences.values() if (sequence := each()) is not None]
+
+    def __enter__(self) -> None:
+        self.device.taken = ()
+
+    def __exit__(self, kind: type[BaseException] | None, fault: object, trace: object) -> None:
+        # What refuses a call does so before it changes anything.
+        if kind is not None and not issubclass(kind, OutOfBlocksError | ValueError):
+            self.recover()
+
+    def recover(self) -> None:
+        """Count anew what sequences own, and let the index find what is written alone."""
+        living = [sequence for sequence in self.living() if sequence._state is not FREED]
+        self.sequences = {id(sequence): ref(sequence) for sequence in living}
+        owners = {
+            state: Counter(
+                block for sequence in living if sequence._state is state for block in sequence._ids
+            )
+            for state in (HERE, SWAPPED)
+        }
+        if (index := self.device.index) is not None:
+            # What this call took is not written, and holds nothing that may be found.
+            found = {
+                block: node
+                for block, node in enumerate(index.nodes)
+                if node is not None and not owners[HERE][block] and block not in self.device.taken
+            }
+            for sequence in living:
+                if sequence._state is HERE:
+                    for node, block in sequence._prefix.path(sequence._ids):
+                        if block >= 0 and index.nodes[block] is node:
+                            found[block] = node
+            index.rebuild([sequence._prefix.node for sequence in living], found)
+        self.device.recount(owners[HERE])
+        self.host.recount(owners[SWAPPED])

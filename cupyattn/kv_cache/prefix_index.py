@@ -8,7 +8,7 @@ can share a wrong block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
 class Node:
@@ -70,12 +70,37 @@ class PrefixIndex:
             node.block = -1
             self.prune(node)
 
+    def move(self, old: Node, new: Node) -> None:
+        """Let a holder go from a node to another."""
+        new.holders += 1
+        old.holders -= 1
+        self.prune(old)
+
     def prune(self, node: Node) -> None:
         """Remove a node that nothing needs, and what only it needed."""
         parent = node.parent
         while parent and not node.children and not node.holders and node.block < 0:
             del parent.children[node.tokens]
             node, parent = parent, parent.parent
+
+    def rebuild(self, held: Iterable[Node], blocks: dict[int, Node]) -> None:
+        """Make the tree anew: of nodes by their holders and their blocks, and what these need."""
+        held = list(held)
+        kept: dict[int, Node] = {}
+        for node in (*held, *blocks.values()):
+            while node.parent is not None and id(node) not in kept:
+                kept[id(node)] = node
+                node = node.parent
+        for node in (self.root, *kept.values()):
+            node.children, node.holders, node.block = {}, 0, -1
+        for node in kept.values():
+            assert node.parent is not None
+            node.parent.children[node.tokens] = node
+        for node in held:
+            node.holders += 1
+        self.nodes[:] = [blocks.get(block) for block in range(len(self.nodes))]
+        for block, node in blocks.items():
+            node.block = block
 
     def walk(self) -> Iterator[Node]:
         """Yield every node but the root."""
@@ -87,7 +112,10 @@ class PrefixIndex:
 
 
 class Prefix:
-    """Where a sequence stands in the index: its last full block's node, the tokens behind it."""
+    """Where a sequence stands in the index: its last full block's node, the tokens behind it.
+
+    It is never changed: what moves a sequence returns where it stands then.
+    """
 
     __slots__ = ("depth", "index", "node", "tail")
 
@@ -96,57 +124,56 @@ class Prefix:
         self.node = node
         self.depth = depth
         self.tail = tail
-        node.holders += 1
 
-    def fork(self) -> Prefix:
-        """Return the same for another sequence."""
-        return Prefix(self.index, self.node, self.depth, self.tail[:])
+    def hold(self) -> Prefix:
+        """Count one more sequence that stands here."""
+        self.node.holders += 1
+        return self
 
-    def append(self, tokens: list[int], block_ids: Sequence[int]) -> None:
+    def append(self, tokens: list[int], block_ids: Sequence[int]) -> Prefix:
         """Go on by tokens; the blocks that they fill can be shared."""
-        tail, size = self.tail, self.index.block_size
-        tail += tokens
-        if len(tail) >= size:
-            node = self.node
-            full = len(tail) // size
-            for number in range(full):
-                block = block_ids[self.depth + number]
-                node = self.index.extend(
-                    node, tuple(tail[number * size : (number + 1) * size]), block
-                )
+        index, node, depth = self.index, self.node, self.depth
+        tail = self.tail + tokens
+        size = index.block_size
+        full = len(tail) // size
+        for number in range(full):
+            filled = tuple(tail[number * size : (number + 1) * size])
+            node = index.extend(node, filled, block_ids[depth + number])
+        if full:
+            index.move(self.node, node)
             del tail[: full * size]
-            self._move(node, self.depth + full)
+        return Prefix(index, node, depth + full, tail)
 
-    def truncate(self, length: int, block_ids: Sequence[int]) -> None:
+    def truncate(self, length: int, block_ids: Sequence[int]) -> Prefix:
         """Go back to a length; blocks of tokens that are cut are shared no longer."""
-        depth, over = divmod(length, self.index.block_size)
+        index, node, tail = self.index, self.node, self.tail
+        depth, over = divmod(length, index.block_size)
         for block in block_ids[depth : self.depth]:
             if block >= 0:
-                self.index.forget(block)
-        node = self.node
+                index.forget(block)
         for _ in range(self.depth - depth):
             assert node.parent is not None
-            self.tail = list(node.tokens)
+            tail = list(node.tokens)
             node = node.parent
-        del self.tail[over:]
-        self._move(node, depth)
+        index.move(self.node, node)
+        return Prefix(index, node, depth, tail[:over])
 
     def restore(self, block_ids: Sequence[int]) -> None:
         """Share blocks that hold anew what no block of the index does."""
+        for node, block in self.path(block_ids):
+            if node.block < 0 and block >= 0:
+                node.block = block
+                self.index.nodes[block] = node
+
+    def path(self, block_ids: Sequence[int]) -> Iterator[tuple[Node, int]]:
+        """Yield the nodes from here to the root, each with the sequence's block of its tokens."""
         node, depth = self.node, self.depth
         while node.parent is not None:
             depth -= 1
-            if node.block < 0 and block_ids[depth] >= 0:
-                node.block = block_ids[depth]
-                self.index.nodes[node.block] = node
+            yield node, block_ids[depth]
             node = node.parent
 
     def drop(self) -> None:
         """End with the sequence."""
         self.node.holders -= 1
         self.index.prune(self.node)
-
-    def _move(self, node: Node, depth: int) -> None:
-        node.holders += 1
-        self.drop()
-        self.node, self.depth = node, depth

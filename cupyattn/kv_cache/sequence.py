@@ -9,10 +9,8 @@ from weakref import ref
 
 from cupyattn.errors import error
 from cupyattn.kv_cache.arguments import as_count, as_tokens
-from cupyattn.kv_cache.pool import EVICTED, Copy, Pools, moved
+from cupyattn.kv_cache.pool import EVICTED, FREED, HERE, SWAPPED, Copy, Pools, moved
 from cupyattn.kv_cache.prefix_index import Prefix
-
-HERE, SWAPPED, FREED = "in the device's pool", "swapped out", "freed"
 
 
 class Sequence:
@@ -56,7 +54,7 @@ class Sequence:
         self, pools: Pools, ids: array[int], length: int, cached: int, prefix: Prefix | None
     ) -> None:
         self._pools = pools
-        self._ids = ids
+        self._ids = ids  # never changed in place: forks have the same array
         self._length = length
         self._cached = cached
         self._prefix = prefix
@@ -142,24 +140,25 @@ class Sequence:
         """
         values = as_tokens(tokens)
         pools = self._pools
-        with pools.lock:
+        with pools.lock, pools:
             self._require_here()
-            ids, pool = self._ids, pools.device
+            ids, prefix, pool = self._ids, self._prefix, pools.device
             filled = self._length % pools.block_size
             source = ids[-1] if filled else EVICTED
             copied = bool(filled and values and pool.refs[source] > 1)
             length = self._length + len(values)
             count = -(-length // pools.block_size) - len(ids) + copied
+            copies: tuple[Copy, ...] = ()
             if count:
                 taken = pool.take(count)
                 if copied:
                     pool.refs[source] -= 1
-                    del ids[-1]
-                ids.extend(taken)
-            self._length = length
-            if self._prefix is not None:
-                self._prefix.append(values, ids)
-            return (Copy(source, taken[0]),) if copied else ()
+                    copies = (Copy(source, taken[0]),)
+                ids = ids[: len(ids) - copied] + array("i", taken)
+            if prefix is not None:
+                prefix = prefix.append(values, ids)
+            self._ids, self._length, self._prefix = ids, length, prefix
+            return copies
 
     def fork(self) -> Sequence:
         """Return a sequence of the same tokens in the same blocks: to sample another continuation.
@@ -169,12 +168,11 @@ class Sequence:
         ValueError
             If the sequence is freed or swapped out.
         """
-        with self._pools.lock:
+        with self._pools.lock, self._pools:
             self._require_here()
-            prefix = None if self._prefix is None else self._prefix.fork()
-            other = Sequence(self._pools, self._ids[:], self._length, self._cached, prefix)
             self._pools.device.share(self._ids)
-            return other
+            prefix = None if self._prefix is None else self._prefix.hold()
+            return Sequence(self._pools, self._ids, self._length, self._cached, prefix)
 
     def truncate(self, length: int) -> None:
         """Give back the tokens from `length` on: drafts that were refused, or never written.
@@ -195,10 +193,10 @@ class Sequence:
         """
         length = as_count("length", length, 0)
         pools = self._pools
-        with pools.lock:
+        with pools.lock, pools:
             self._require_here()
             self._require_within(length)
-            size, ids, pool = pools.block_size, self._ids, pools.device
+            size, ids, prefix = pools.block_size, self._ids, self._prefix
             kept = -(-length // size)
             if kept and length < self._length and ids[kept - 1] == EVICTED:
                 raise error(
@@ -207,13 +205,12 @@ class Sequence:
                     "the block of the last token kept must be there",
                     "keep more tokens, or none",
                 )
-            if self._prefix is not None:
-                self._prefix.truncate(length, ids)
-            cut = ids[kept:]
-            del ids[kept:]
-            self._length = length
-            self._cached = min(self._cached, length // size * size)
-            pool.release(reversed(cut))
+            if prefix is not None:
+                prefix = prefix.truncate(length, ids)
+            pools.device.release(reversed(ids[kept:]))
+            cached = min(self._cached, length // size * size)
+            ids = ids[:kept]
+            self._ids, self._length, self._cached, self._prefix = ids, length, cached, prefix
 
     def evict_before(self, position: int) -> int:
         """Give back the blocks behind a sliding window: those that only hold earlier tokens.
@@ -237,17 +234,17 @@ class Sequence:
         """
         position = as_count("position", position, 0)
         pools = self._pools
-        with pools.lock:
+        with pools.lock, pools:
             self._require_here()
             self._require_within(position)
             ids = self._ids
             last = first = position // pools.block_size
             while first and ids[first - 1] != EVICTED:
                 first -= 1
-            gone = ids[first:last]
-            ids[first:last] = array("i", [EVICTED]) * len(gone)
-            pools.device.release(reversed(gone))
-            return len(gone)
+            if count := last - first:
+                pools.device.release(reversed(ids[first:last]))
+                self._ids = array("i", [EVICTED]) * last + ids[last:]
+            return count
 
     def free(self) -> None:
         """Give back all blocks; full ones stay cached, until their room is needed.
@@ -258,15 +255,15 @@ class Sequence:
             If the sequence is freed already.
         """
         pools = self._pools
-        with pools.lock:
+        with pools.lock, pools:
             self._require_alive()
             pool = pools.host if self._state is SWAPPED else pools.device
             pool.release(reversed(self._ids))
-            self._state = FREED
-            self._ids = array("i")
             if self._prefix is not None:
                 self._prefix.drop()
-            del pools.sequences[id(self)]
+            key, ids = id(self), array("i")
+            self._ids, self._prefix, self._state = ids, None, FREED
+            del pools.sequences[key]
 
     def swap_out(self) -> tuple[Copy, ...]:
         """Move to host memory: the blocks in the device's pool are given back.
@@ -283,7 +280,7 @@ class Sequence:
         ValueError
             If the sequence is freed or swapped out already.
         """
-        with self._pools.lock:
+        with self._pools.lock, self._pools:
             self._require_here()
             pool = self._pools.device
             taken, copies = moved(self._ids, self._pools.host.take(self._num_present()))
@@ -310,15 +307,15 @@ class Sequence:
         -----
         Its full blocks can be shared at once. Who then does not copy calls ``truncate(0)``.
         """
-        with self._pools.lock:
+        with self._pools.lock, self._pools:
             if self._state is not SWAPPED:
                 raise self._wrong_state("swap_in moves a sequence that swap_out has moved")
             pool = self._pools.device
             taken, copies = moved(self._ids, pool.take(self._num_present()))
             self._pools.host.release(reversed(self._ids))
-            self._ids, self._state = taken, HERE
             if self._prefix is not None:
                 self._prefix.restore(taken)
+            self._ids, self._state = taken, HERE
             return copies
 
     def _num_present(self) -> int:

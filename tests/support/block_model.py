@@ -49,7 +49,10 @@ class BlockModel:
     """
 
     def __init__(
-        self, allocator: BlockAllocator, *, fault: type[Exception] | tuple[()] = ()
+        self,
+        allocator: BlockAllocator,
+        *,
+        fault: type[Exception] | tuple[type[Exception], ...] = (),
     ) -> None:
         self.allocator = allocator
         self.fault = fault
@@ -81,7 +84,7 @@ class BlockModel:
     def _added(self, prompt: Sequence[int]) -> Paged | None:
         allocator, size = self.allocator, self.size
         available = allocator.num_free + allocator.num_cached
-        promised = allocator.find(prompt)
+        promised = self._attempt(lambda: allocator.find(prompt), False)
         scarce = -(-len(prompt) // size) + allocator.watermark > available
         sequence = self._attempt(lambda: allocator.add(prompt), scarce)
         if sequence is None:
@@ -121,7 +124,7 @@ class BlockModel:
         return True
 
     def fork(self, paged: Paged) -> bool:
-        other = Paged(paged.sequence.fork())
+        other = Paged(self._attempt(paged.sequence.fork, False))
         other.tokens, other.contents = paged.tokens[:], paged.contents[:]
         other.evicted = paged.evicted
         assert other.sequence.block_ids == paged.sequence.block_ids
@@ -130,20 +133,20 @@ class BlockModel:
         return True
 
     def truncate(self, paged: Paged, length: int) -> bool:
-        paged.sequence.truncate(length)
+        self._attempt(lambda: paged.sequence.truncate(length), False)
         paged.cut(length)
         paged.evicted = min(paged.evicted, length)
         return True
 
     def evict_before(self, paged: Paged, position: int) -> bool:
-        given_back = paged.sequence.evict_before(position)
+        given_back = self._attempt(lambda: paged.sequence.evict_before(position), False)
         evicted = max(paged.evicted, position // self.size * self.size)
         assert given_back == (evicted - paged.evicted) // self.size
         paged.evicted = evicted
         return True
 
     def free(self, paged: Paged) -> bool:
-        paged.sequence.free()
+        self._attempt(paged.sequence.free, False)
         self.living.remove(paged)
         return True
 
@@ -182,7 +185,8 @@ class BlockModel:
         return True
 
     def give_back(self, number: int) -> bool:
-        self.allocator.free(self.held.pop(number))
+        block = self.held.pop(number)
+        self._attempt(lambda: self.allocator.free(block), False)
         return True
 
     # Memory.
@@ -269,12 +273,16 @@ class BlockModel:
             ],
         )
 
+    def make(self, call: Callable[[], Any]) -> Any:
+        """Make a call: for those who want it to fail."""
+        return call()
+
     def _attempt(self, call: Callable[[], Any], scarce: bool) -> Any:
         """Call, or find that a refused call has changed nothing; after a fault call again."""
         before = self.state() if scarce or self.fault else None
         while True:
             try:
-                return call()
+                return self.make(call)
             except OutOfBlocksError:
                 assert scarce
                 assert self.state() == before

@@ -1,0 +1,185 @@
+"""Calls of an allocator that are cut short: by faults in parts, for want of memory, by Ctrl-C."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from contextlib import suppress
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import pytest
+from support.block_model import BlockModel, random_step
+
+from cupyattn import BlockAllocator, Sequence, kv_cache
+from cupyattn.kv_cache import pool, sequence
+from cupyattn.kv_cache.pool import FREED, Pool, Pools
+from cupyattn.kv_cache.prefix_index import Prefix, PrefixIndex
+
+
+class FaultError(Exception):
+    """Something that happened in the middle of a call."""
+
+
+POOLS = ((4, 1), (8, 3), (30, 4), (60, 2))
+
+PARTS = [
+    *((Pool, name) for name in ("take", "make_room", "_evict", "share", "release")),
+    *((PrefixIndex, name) for name in ("match", "extend", "forget", "move", "prune")),
+    *((Prefix, name) for name in ("hold", "append", "truncate", "restore", "drop")),
+    (Sequence, "_num_present"),
+]
+
+
+def long_run(model: BlockModel, rng: random.Random, steps: int) -> None:
+    for _ in range(steps):
+        random_step(model, rng, 12, [[0, 1, 1, 0], [1, 1]])
+    model.require_sound()
+    model.require_empty()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "when"),
+    [
+        (Pool, "take", "before"),
+        (Pool, "_evict", "before"),
+        *((owner, name, "after") for owner, name in PARTS),
+    ],
+    ids=lambda part: getattr(part, "__name__", part),
+)
+def test_a_fault_in_any_part_of_a_call_changes_nothing(owner, name, when, monkeypatch):
+    """A part that is done, and then fails, leaves more behind than one that fails at once."""
+    whole = getattr(owner, name)
+    rng = random.Random(5)
+    faults = 0
+
+    def failing(self, *arguments, **options):
+        nonlocal faults
+        fails = rng.random() < 0.3
+        result = None if fails and when == "before" else whole(self, *arguments, **options)
+        if fails:
+            faults += 1
+            raise FaultError
+        return result
+
+    monkeypatch.setattr(owner, name, failing)
+    monkeypatch.setattr(Pools, "recover", undisturbed(monkeypatch, owner, name, whole, failing))
+    for blocks, block_size in POOLS:
+        allocator = BlockAllocator(blocks, block_size, prefix_caching=True, num_host_blocks=9)
+        long_run(BlockModel(allocator, fault=FaultError), rng, 1000)
+    assert faults > 10
+
+
+def undisturbed(monkeypatch, owner, name, whole, failing):
+    """A recovery in which there are no faults."""
+    recover = Pools.recover
+
+    def wrapped(self):
+        monkeypatch.setattr(owner, name, whole)
+        recover(self)
+        monkeypatch.setattr(owner, name, failing)
+
+    return wrapped
+
+
+class ShortOfMemory(BlockModel):
+    """Each call is made with an allocation of memory in it that fails, if it has so many."""
+
+    def __init__(self, allocator: BlockAllocator, rng: random.Random) -> None:
+        # CPython 3.11 forgets the error in places, and says SystemError.
+        super().__init__(allocator, fault=(MemoryError, SystemError))
+        self.rng = rng
+        self.faults = 0
+        self.testcapi: Any = pytest.importorskip("_testcapi")
+
+    def make(self, call):
+        which = self.rng.randrange(1, 60)
+        self.testcapi.set_nomemory(which, which + 1)
+        try:
+            return call()
+        except self.fault:
+            self.faults += 1
+            raise
+        finally:
+            self.testcapi.remove_mem_hooks()
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_call_without_memory_changes_nothing(caching):
+    rng = random.Random(7)
+    for blocks, block_size in POOLS:
+        allocator = BlockAllocator(blocks, block_size, prefix_caching=caching, num_host_blocks=9)
+        model = ShortOfMemory(allocator, rng)
+        long_run(model, rng, 400)
+        assert model.faults > 100
+
+
+CALLS = {
+    "add": lambda allocator, *_: allocator.add([1, 2, 5, 6, 7]),
+    "append": lambda allocator, shared, *_: shared.append([4, 5, 6]),
+    "fork": lambda allocator, shared, *_: shared.fork(),
+    "truncate": lambda allocator, shared, *_: shared.truncate(1),
+    "free": lambda allocator, shared, *_: shared.free(),
+    "evict_before": lambda allocator, shared, *_: shared.evict_before(2),
+    "swap_out": lambda allocator, shared, *_: shared.swap_out(),
+    "swap_in": lambda allocator, shared, swapped: swapped.swap_in(),
+    "free of a swapped one": lambda allocator, shared, swapped: swapped.free(),
+    "allocate": lambda allocator, *_: [allocator.allocate() for _ in range(5)],
+    "free of a block": lambda allocator, *_: allocator.free(allocator.allocate()),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_is_interrupted_at_any_line_leaves_all_sound(call, monkeypatch):
+    """So Ctrl-C does, wherever it comes. As a call returns it may lose the sequence that was made,
+    which is kept here."""
+    for module in (sequence, pool):
+        monkeypatch.setattr(module, "ref", lambda kept: lambda: kept)
+    line = lines = 0
+    while lines == line:
+        line += 1
+        allocator = BlockAllocator(8, 2, prefix_caching=True, num_host_blocks=8)
+        shared = allocator.add([1, 2, 3])
+        other = shared.fork()
+        allocator.add([5, 6, 7, 8]).free()
+        swapped = allocator.add([9, 9])
+        swapped.swap_out()
+        lines = interrupted(partial(CALLS[call], allocator, shared, swapped), line)
+        assert not allocator._lock.locked()
+        allocator.check()
+        assert len(other) == 3
+    assert lines > 5
+
+
+def interrupted(call, line: int) -> int:
+    """Interrupt a call at the line of this number, and return how many there were."""
+    lines = 0
+    files = inspect.getfile(kv_cache).removesuffix("__init__.py")
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal lines
+        if not frame.f_code.co_filename.startswith(files):
+            return None
+        if event == "line":
+            lines += 1
+            if lines == line:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    with suppress(KeyboardInterrupt):
+        call()
+    sys.settrace(before)
+    return lines
+
+
+def test_a_sequence_that_is_half_freed_is_reported():
+    allocator = BlockAllocator(8, 2)
+    half_freed = allocator.add([1, 2, 3])
+    half_freed._state = FREED
+    with pytest.raises(RuntimeError, match="a freed one lives on"):
+        allocator.check()
