@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from typing import Any
 
@@ -18,8 +19,10 @@ from support.processes import environment
 import cupyattn
 from cupyattn import backend
 from cupyattn.arrays import adopt
+from cupyattn.cli.recorder import LaunchRecorder
 from cupyattn.emulator import Checks, Report
-from cupyattn.functional.backend import BACKEND_VARIABLE, device_of
+from cupyattn.functional.backend import BACKEND_VARIABLE, device_of, running_on
+from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.device.emulated import EmulatedDevice
 from cupyattn.ops.value_checks import checks_values
@@ -382,3 +385,15 @@ def test_values_on_a_gpu_are_checked_where_asked(name):
     cupyattn.attention(q, k, v, **wrong)
     with backend(checks=True), pytest.raises(ValueError, match=rf"{name} has values from 2305"):
         cupyattn.attention(q, k, v, **wrong)
+
+
+def test_arrays_run_on_a_device_that_is_given():
+    """Until the end of the block, however it ends."""
+    recorder = LaunchRecorder(TURING)
+    x = np.ones((2, 8), np.float32)
+    with suppress(ZeroDivisionError), running_on(recorder):
+        cupyattn.softmax(x)
+        assert len(recorder.launches) == 1
+        raise ZeroDivisionError
+    cupyattn.softmax(x)
+    assert len(recorder.launches) == 1
