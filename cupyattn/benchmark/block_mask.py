@@ -7,8 +7,10 @@ take that share of the plain call's time, and little more.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,15 +19,22 @@ import cupyattn
 from cupyattn.arrays import Array, dtype_of
 from cupyattn.benchmark.frame.arguments import add_numbers
 from cupyattn.benchmark.frame.benchmark import Benchmark
+from cupyattn.benchmark.frame.clock import Call
+from cupyattn.benchmark.frame.emulated import ModelledCall, of_products
 from cupyattn.benchmark.frame.rows import PRODUCTS, Row
 from cupyattn.benchmark.frame.subjects import Contender, Gauge, Subject, measured
+from cupyattn.benchmark.frame.turing_model import Model, rate_of_call
 from cupyattn.cli.arguments import integer
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
+from cupyattn.progress import progress
+from cupyattn.turing import T4
 
 WAYS = ("plain", "mask_mod", "block_mask")
 DIRECTIONS = ("forward", "backward", "deterministic backward")
 _TOLERANCE = 0.05
+_COUNTED: dict[str, Any] = {"length": 256, "documents": 2, "heads": 1}
+"""What the emulator runs."""
 TILE = (128, 64)
 """Queries and keys of the tiles that are counted: those of the forward at head dim 64."""
 
@@ -78,14 +87,27 @@ class Case(NamedTuple):
             document=xp.asarray(self.document()),
         )
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """That of q, k, v and dout."""
+        return 1, self.length, self.heads, self.head_dim
+
+    def bytes(self, direction: str) -> int:
+        """Return those of q, k, v and out, and of the backward of their gradients too."""
+        arrays = 4 if direction == "forward" else 8
+        return arrays * math.prod(self.shape) * STORAGE[self.dtype]
+
     def arrays(self, xp: Any) -> list[Array]:
         """Return q, k, v and dout."""
         rng = np.random.default_rng(2)
-        shape = 1, self.length, self.heads, self.head_dim
         return [
-            xp.asarray(rng.standard_normal(shape, np.float32).astype(dtype_of(self.dtype)))
+            xp.asarray(rng.standard_normal(self.shape, np.float32).astype(dtype_of(self.dtype)))
             for _ in range(4)
         ]
+
+    def unfilled(self) -> list[np.ndarray]:
+        """Return them for calls whose kernels do not run."""
+        return [np.empty(self.shape, dtype_of(self.dtype)) for _ in range(4)]
 
 
 def calls_of(way: str, masks: Any, arrays: Any, direction: str) -> Any:
@@ -181,6 +203,27 @@ def rows(arguments: argparse.Namespace, gauge: Gauge) -> Iterable[Row]:
     return measured(subjects(arguments, gauge), gauge, total)
 
 
+def modelled(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Yield every row by its main loop; of a block_mask, that over the tiles that it keeps."""
+    model = Model(T4)
+    every = list(product(cases_of(arguments), DIRECTIONS, WAYS))
+    with progress("modelling", len(every)) as step:
+        for case, direction, way in every:
+            small = case._replace(**_COUNTED)
+            rate = rate_of_call(model, partial(_call, case, way, direction, unfilled=True))
+            counted = partial(_call, small, way, direction)
+            call = ModelledCall(way, small.bytes(direction), counted)
+            labels = {**case._asdict(), "kept": case.kept(), "direction": direction}
+            flops = case.flops(direction, way)
+            yield of_products(labels, f"cupyattn {way}", flops, rate, call)
+            step()
+
+
+def _call(case: Case, way: str, direction: str, *, unfilled: bool = False) -> Call:
+    arrays = case.unfilled() if unfilled else case.arrays(np)
+    return calls_of(way, masks_of(case, np), arrays, direction)
+
+
 BENCHMARK = Benchmark(
     name="block_mask",
     title="Documents in one sequence",
@@ -192,4 +235,5 @@ BENCHMARK = Benchmark(
     "is kept.",
     rows=rows,
     options=options,
+    modelled=modelled,
 )

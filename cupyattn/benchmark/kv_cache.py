@@ -16,6 +16,7 @@ import cupyattn
 from cupyattn.arrays import dtype_of
 from cupyattn.benchmark.frame.arguments import add_numbers
 from cupyattn.benchmark.frame.benchmark import Benchmark
+from cupyattn.benchmark.frame.emulated import ModelledCall, memory_bound
 from cupyattn.benchmark.frame.rows import COPY, Row
 from cupyattn.benchmark.frame.subjects import Contender, Gauge, Subject, measured
 from cupyattn.cli.arguments import integer
@@ -24,6 +25,7 @@ from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 
 OPERATIONS = ("append", "copy", "gather")
 FORMATS = ("float", "int8", "int4")
+_EMULATED = 64  # tokens
 _LAYERS = 8  # whose blocks are copied at once
 _TABLE = 4096  # positions of the rotary tables
 
@@ -198,6 +200,17 @@ def rows(arguments: argparse.Namespace, gauge: Gauge) -> Iterable[Row]:
     return measured(subjects(arguments, gauge), gauge, len(cases_of(arguments)))
 
 
+def modelled(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Yield rows of few tokens by the emulator: rates hardly depend on their number."""
+    for case in dict.fromkeys(case._replace(tokens=_EMULATED) for case in cases_of(arguments)):
+        call = ModelledCall("", case.call(np).bytes, partial(_prepared, case))
+        yield memory_bound(case._asdict(), call)
+
+
+def _prepared(case: Case) -> Callable[[], Any]:
+    return case.call(np).run
+
+
 BENCHMARK = Benchmark(
     name="kv_cache",
     title="Paged caches",
@@ -208,4 +221,5 @@ BENCHMARK = Benchmark(
     f"tokens' blocks in {_LAYERS} layers.",
     rows=rows,
     options=options,
+    modelled=modelled,
 )

@@ -7,20 +7,27 @@ work counted is 3.5 forwards. The memory is what the step takes beside its input
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 import cupyattn
-from cupyattn.benchmark.attention.cases import PLAIN, Arrays, Case, arrays_of
+from cupyattn.benchmark.attention.cases import PLAIN, Arrays, Case, arrays_of, unfilled
+from cupyattn.benchmark.attention.modelled import COUNTED
 from cupyattn.benchmark.frame.benchmark import Benchmark
-from cupyattn.benchmark.frame.clock import Round
+from cupyattn.benchmark.frame.clock import Call, Round
+from cupyattn.benchmark.frame.emulated import ModelledCall, of_products
 from cupyattn.benchmark.frame.rows import PRODUCTS, Row
 from cupyattn.benchmark.frame.subjects import Contender, Gauge, Subject, measured
 from cupyattn.benchmark.frame.torch_arrays import tensor_of
+from cupyattn.benchmark.frame.turing_model import Model, rate_of_call
 from cupyattn.cli.arguments import integer
 from cupyattn.gradients import AttentionGrads
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
+from cupyattn.turing import T4
 
 PHI_2 = {"batch": 8, "seqlen": 2048, "heads": 32, "head_dim": 80}
 GOAL_BYTES = 400_000_000
@@ -31,6 +38,8 @@ KERNELS: dict[str, dict[str, Any]] = {
     "naive": {"implementation": "naive", "deterministic": False},
 }
 _TOLERANCE = 0.05
+_PASSES = 3
+"""The forward's q, k, v and out move once more in the backward, and so do their gradients."""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +87,7 @@ def subjects(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Subject]:
     grads = AttentionGrads(*map(gauge.xp.empty_like, arrays[:3]))
     ours = [
         Contender(
-            f"cupyattn {'flash ' if name == 'deterministic' else ''}{name}",
+            _called(name),
             partial(training_step, arrays, grads, **KERNELS[name]),
             comparable=lambda grads: grads[:3],
         )
@@ -91,10 +100,18 @@ def subjects(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Subject]:
     yield Subject(
         case.labels,
         [*ours, *peers],
-        flops=case.flops(PLAIN) + case.backward_flops(PLAIN),
+        flops=_flops(case),
         ceiling=PRODUCTS,
         tolerance=_TOLERANCE,
     )
+
+
+def _called(name: str) -> str:
+    return f"cupyattn {'flash ' if name == 'deterministic' else ''}{name}"
+
+
+def _flops(case: Case) -> float:
+    return case.flops(PLAIN) + case.backward_flops(PLAIN)
 
 
 def training_step(
@@ -135,6 +152,22 @@ def rows(arguments: argparse.Namespace, gauge: Gauge) -> Iterable[Row]:
     return measured(subjects(arguments, gauge), gauge, 1)
 
 
+def modelled(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row for each kind of kernels, by the main loops of forward and backward."""
+    case, model = case_of(arguments), Model(T4)
+    small = replace(case, **COUNTED)
+    for name in arguments.kernels:
+        rate = rate_of_call(model, partial(_step, unfilled, case, name))
+        counted = partial(_step, partial(arrays_of, xp=np), small, name)
+        call = ModelledCall(name, _PASSES * small.bytes, counted)
+        yield of_products(case.labels, _called(name), _flops(case), rate, call)
+
+
+def _step(arrays: Callable[[Case], Arrays], case: Case, name: str) -> Call:
+    made = arrays(case)
+    return training_step(made, AttentionGrads(*map(np.empty_like, made[:3])), **KERNELS[name])[0]
+
+
 BENCHMARK = Benchmark(
     name="training_step",
     title="Attention's training step",
@@ -147,4 +180,5 @@ BENCHMARK = Benchmark(
     rows=rows,
     options=options,
     peers=("eager", "compile"),
+    modelled=modelled,
 )

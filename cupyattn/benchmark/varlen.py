@@ -7,8 +7,10 @@ lengths should take its time, and log-normal ones should reach its TFLOP/s.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,15 +19,23 @@ import cupyattn
 from cupyattn.arrays import dtype_of
 from cupyattn.benchmark.frame.arguments import add_numbers
 from cupyattn.benchmark.frame.benchmark import Benchmark
+from cupyattn.benchmark.frame.clock import Call
+from cupyattn.benchmark.frame.emulated import ModelledCall, of_products
 from cupyattn.benchmark.frame.rows import PRODUCTS, Row
 from cupyattn.benchmark.frame.subjects import Contender, Gauge, Subject, measured
+from cupyattn.benchmark.frame.turing_model import Model, rate_of_call
 from cupyattn.cli.arguments import integer
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
+from cupyattn.progress import progress
+from cupyattn.turing import T4
 
 WAYS = ("dense", "equal", "ragged")
-DIRECTIONS = ("forward", "backward")
-_BACKWARD_FLOPS = 2.5  # forwards
+FACTORS = {"forward": 1.0, "backward": 2.5}
+"""Forwards that a direction's work is."""
+DIRECTIONS = tuple(FACTORS)
+_COUNTED: dict[str, Any] = {"tokens": 256, "length": 128, "heads": 1, "kv_heads": 1}
+"""What the emulator runs."""
 _TOLERANCE = 0.05
 
 
@@ -54,16 +64,29 @@ class Case(NamedTuple):
         scores = int((self.lengths(way) ** 2).sum())
         return 4 * self.heads * self.head_dim * scores * (0.5 if self.causal else 1.0)
 
-    def arrays(self, xp: Any) -> tuple[Any, ...]:
-        """Return q, k, v and dout, packed."""
-        rng, dtype = np.random.default_rng(2), dtype_of(self.dtype)
+    @property
+    def shapes(self) -> list[tuple[int, int, int]]:
+        """Those of q, k, v and dout, packed."""
         total = int(self.lengths("equal").sum())
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        return [(total, count, self.head_dim) for count in heads]
 
-        def drawn(heads: int) -> Any:
-            shape = (total, heads, self.head_dim)
-            return xp.asarray(rng.standard_normal(shape, dtype=np.float32).astype(dtype))
+    def bytes(self, direction: str) -> int:
+        """Return those of q, k, v and out, and of the backward of their gradients too."""
+        items = sum(map(math.prod, self.shapes))
+        return (1 if direction == "forward" else 2) * items * STORAGE[self.dtype]
 
-        return *map(drawn, (self.heads, self.kv_heads, self.kv_heads)), drawn(self.heads)
+    def arrays(self, xp: Any) -> list[Any]:
+        """Return q, k, v and dout."""
+        rng, dtype = np.random.default_rng(2), dtype_of(self.dtype)
+        return [
+            xp.asarray(rng.standard_normal(shape, dtype=np.float32).astype(dtype))
+            for shape in self.shapes
+        ]
+
+    def unfilled(self) -> list[np.ndarray]:
+        """Return them for calls whose kernels do not run."""
+        return [np.empty(shape, dtype_of(self.dtype)) for shape in self.shapes]
 
 
 def calls_of(case: Case, way: str, arrays: Any, xp: Any) -> dict[str, Callable[[], Any]]:
@@ -145,7 +168,7 @@ def subjects(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Subject]:
                 of = arrays[3:] if to == "forward" else arrays[:3]
                 return tuple(x.reshape(like.shape) for x, like in zip(found, of, strict=True))
 
-            factor = 1.0 if direction == "forward" else _BACKWARD_FLOPS
+            factor = FACTORS[direction]
             yield Subject(
                 {**case._asdict(), "direction": direction},
                 [
@@ -169,6 +192,27 @@ def rows(arguments: argparse.Namespace, gauge: Gauge) -> Iterable[Row]:
     return measured(subjects(arguments, gauge), gauge, total)
 
 
+def modelled(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Yield rows of equal lengths, by main loops; with others they are the same loops."""
+    model = Model(T4)
+    every = list(product(cases_of(arguments), DIRECTIONS, ("dense", "equal")))
+    with progress("modelling", len(every)) as step:
+        for case, direction, way in every:
+            small = case._replace(**_COUNTED)
+            rate = rate_of_call(model, partial(_call, case, way, direction, unfilled=True))
+            counted = partial(_call, small, way, direction)
+            call = ModelledCall(way, small.bytes(direction), counted)
+            labels = {**case._asdict(), "direction": direction}
+            flops = case.flops(way) * FACTORS[direction]
+            yield of_products(labels, f"cupyattn {way}", flops, rate, call)
+            step()
+
+
+def _call(case: Case, way: str, direction: str, *, unfilled: bool = False) -> Call:
+    arrays = case.unfilled() if unfilled else case.arrays(np)
+    return calls_of(case, way, arrays, np)[direction]
+
+
 BENCHMARK = Benchmark(
     name="varlen",
     title="Packed sequences",
@@ -179,4 +223,5 @@ BENCHMARK = Benchmark(
     "are packed.",
     rows=rows,
     options=options,
+    modelled=modelled,
 )

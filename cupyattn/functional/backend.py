@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
-from contextlib import ContextDecorator
+from collections.abc import Callable, Iterator
+from contextlib import ContextDecorator, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -152,6 +152,17 @@ def device_of(operands: Operands) -> Device | None:
     if operands.device_id is not None:
         return cuda_device(operands.device_id)
     return (_choice.get() or _from_environment()).device
+
+
+@contextmanager
+def running_on(device: Device) -> Iterator[None]:
+    """Have NumPy arrays run on a device of any kind, such as one that records launches."""
+    outside = _choice.get()
+    _hold(_Choice("emulator", None, None, device, outside))
+    try:
+        yield
+    finally:
+        _hold(outside)
 
 
 def _hold(choice: _Choice | None) -> None:

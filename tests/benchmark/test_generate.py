@@ -182,8 +182,3 @@ def test_a_peer_that_cannot_is_said(generating, capsys, monkeypatch):
     monkeypatch.setattr(command, "peer", refuses)
     assert main([*SMALL, "--batch", "1"]) == 0
     assert "vllm: RuntimeError: not this one" in capsys.readouterr().out
-
-
-def test_without_a_gpu_it_says_so(capsys, no_gpu):
-    assert main(["generate"]) == 1
-    assert "there is no CUDA device" in capsys.readouterr().err

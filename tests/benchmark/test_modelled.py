@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 
 import pytest
 from support.drawn import pages, shown
@@ -93,6 +94,7 @@ def test_without_a_disassembler_there_are_counts_alone(counted, monkeypatch, tmp
 
 @pytest.mark.parametrize("words", [
     ("layers", "--operation", "softmax"), ("linear", "--kind", "thin"), ("decode", "--batch", "1"),
+    ("kv_cache", "--cache", "int8"),
 ])  # fmt: skip
 def test_what_moves_bytes_has_a_share_of_the_bandwidth(words, counted, tmp_path):
     rows = rows_of(tmp_path, *words)
@@ -102,6 +104,82 @@ def test_what_moves_bytes_has_a_share_of_the_bandwidth(words, counted, tmp_path)
         assert (row["gb_per_s"], row["of_ceiling"]) == (160.0, 0.5)
         assert row["times"]["p50_s"] == pytest.approx(call.least_bytes / 160e9)
     assert {row.get("direction") for row in rows} <= {None, "forward", "backward"}
+
+
+@pytest.fixture
+def loops(monkeypatch):
+    """Rates of main loops in FLOP a cycle, by a part of an entry; and which were analysed."""
+    seen, rates = [], {"forward": 500.0, "naive": 10.0, "dkdv": 400.0, "dq": 300.0}
+
+    def analyse(specialisation, *, machine):
+        entry = specialisation.spec.entry
+        seen.append(entry)
+        rate = next(rate for part, rate in rates.items() if part in entry)
+        return types.SimpleNamespace(main=types.SimpleNamespace(flop_per_cycle=rate))
+
+    monkeypatch.setattr(turing_model, "analyse", analyse)
+    return seen
+
+
+def test_a_training_step_takes_the_time_of_both_directions(counted, loops, tmp_path):
+    flash, deterministic, naive = rows_of(tmp_path, "training_step")
+    forward, backward = 2 / T4.tflops(500), 5 / T4.tflops(400)
+    assert flash["tflops"] == pytest.approx(7 / (forward + backward))
+    assert flash["times"]["p50_s"] == pytest.approx(flash["flops"] / flash["tflops"] / 1e12)
+    both = 4 / T4.tflops(400) + 3 / T4.tflops(300)
+    assert deterministic["tflops"] == pytest.approx(7 / (forward + both))
+    assert naive["tflops"] == pytest.approx(7 / (9 / T4.tflops(10)))
+    assert [row["contender"] for row in (flash, deterministic, naive)] == [
+        "cupyattn flash", "cupyattn flash deterministic", "cupyattn naive"
+    ]  # fmt: skip
+
+
+def test_packed_sequences_have_the_rates_of_their_own_loops(counted, loops, tmp_path):
+    rows = rows_of(tmp_path, "varlen", "--length", "512")
+    assert [(row["direction"], row["contender"]) for row in rows[:4]] == [
+        (direction, f"cupyattn {way}") for direction in ("forward", "backward")
+        for way in ("dense", "equal")
+    ]  # fmt: skip
+    assert [row["tflops"] for row in rows[:2]] == pytest.approx([T4.tflops(500)] * 2)
+    assert [row["tflops"] for row in rows[2:4]] == pytest.approx([T4.tflops(400)] * 2)
+    assert {"attention_forward", "attention_forward_varlen"} < set(loops)
+    assert rows[1]["flops"] == 2 * rows[5]["flops"], "causal"
+
+
+def test_a_block_mask_is_modelled_by_the_tiles_that_it_keeps(counted, loops, tmp_path):
+    rows = rows_of(tmp_path, "block_mask", "--head-dim", "64", "--length", "2048")
+    assert len(rows) == 9
+    plain, mask_mod, block_mask = rows[:3]
+    assert plain["tflops"] == mask_mod["tflops"] == pytest.approx(T4.tflops(500))
+    assert mask_mod["flops"] == plain["flops"]
+    assert block_mask["flops"] == pytest.approx(block_mask["kept"] * plain["flops"])
+
+
+def test_a_step_of_generating_is_modelled_by_its_bytes(no_gpu, tmp_path):
+    """As much as the weights, but for the embedding, and keys and values."""
+    words = ("--model", "gpt2", "--batch", "2", "--prompt", "100", "--new-tokens", "56")
+    rows = rows_of(tmp_path, "generate", *words)
+    *parts, step = rows
+    assert step["operation"] == "step: all parts"
+    assert step["bytes"] == sum(row["bytes"] for row in parts)
+    assert step["times"]["p50_s"] == pytest.approx(step["bytes"] / 320e9)
+    assert step["also"]["tokens_per_s"] == pytest.approx(2 / step["times"]["p50_s"])
+    weights = 2 * 124.4e6
+    cache = 2 * 128 * 12 * 2 * 768 * 2
+    assert step["bytes"] == pytest.approx(weights + cache, rel=0.02)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(("words", "kernel"), [
+    (("kv_cache", "--cache", "int4"), "append_kv"),
+    (("training_step", "--kernels", "flash"), "attention_backward_dkdv"),
+    (("varlen", "--length", "512"), "attention_forward"),
+    (("block_mask", "--head-dim", "64", "--documents", "3"), "attention_forward"),
+])  # fmt: skip
+def test_small_calls_of_each_are_counted(words, kernel, no_gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(turing_model.Model, "rate", lambda self, prepare: 52.0)
+    first, *_ = rows_of(tmp_path, *words)
+    assert kernel in first["counts"]["kernels"]
 
 
 @pytest.mark.nvrtc
@@ -126,6 +204,8 @@ def test_many_rows_count_the_kernels_of_many_rows(no_gpu, monkeypatch, tmp_path)
 )
 def test_what_cannot_be_modelled_needs_a_gpu(name, no_gpu, capsys):
     assert main([name]) == 1
-    assert f"{name}: there is no CUDA device" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{name}: there is no CUDA device" in said
+    assert "python -m cupyattn turing" in said and "python -m cupyattn memory" in said
     assert main([name, "--modelled"]) == 1
     assert "there is no model of this" in capsys.readouterr().err

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(device_count() > 0, reason="tells what happens w
 @pytest.mark.parametrize(
     ("main", "name"),
     [
-        (benchmarks.main, "training_step"),
+        (benchmarks.main, "finetune"),
         *((command_line.main, name) for name in ("report", "tune")),
     ],
     ids=lambda given: given if isinstance(given, str) else "",

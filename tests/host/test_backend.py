@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 from support.chosen_backend import NUMPY, checks, chosen, on_emulator, report
@@ -9,8 +11,10 @@ from support.chosen_backend import NUMPY, checks, chosen, on_emulator, report
 import cupyattn
 from cupyattn import backend
 from cupyattn.arrays import adopt
+from cupyattn.cli.recorder import LaunchRecorder
 from cupyattn.emulator import Checks, Report
-from cupyattn.functional.backend import BACKEND_VARIABLE
+from cupyattn.functional.backend import BACKEND_VARIABLE, running_on
+from cupyattn.kernels.arch import TURING
 from cupyattn.ops.value_checks import checks_values
 
 X = np.random.default_rng(0).standard_normal((2, 3), dtype=np.float32)
@@ -241,3 +245,15 @@ def test_values_on_a_gpu_are_checked_where_asked(name):
     cupyattn.attention(q, k, v, **wrong)
     with backend(checks=True), pytest.raises(ValueError, match=rf"{name} has values from 2305"):
         cupyattn.attention(q, k, v, **wrong)
+
+
+def test_arrays_run_on_a_device_that_is_given():
+    """Until the end of the block, however it ends."""
+    recorder = LaunchRecorder(TURING)
+    x = np.ones((2, 8), np.float32)
+    with suppress(ZeroDivisionError), running_on(recorder):
+        cupyattn.softmax(x)
+        assert len(recorder.launches) == 1
+        raise ZeroDivisionError
+    cupyattn.softmax(x)
+    assert len(recorder.launches) == 1

@@ -200,6 +200,16 @@ def arrays_of(case: Case, xp: Any) -> Arrays:
     )
 
 
+def unfilled(case: Case) -> Arrays:
+    """Return NumPy arrays of a case's shapes, for calls whose kernels do not run."""
+    dtype = dtype_of(case.dtype)
+    q, k, v, dout, out = (
+        np.empty(shape, dtype)
+        for shape in (case.q_shape, case.k_shape, case.v_shape, case.out_shape, case.out_shape)
+    )
+    return Arrays(q, k, v, dout, out, np.empty((case.batch, case.heads, case.sq), np.float32))
+
+
 class Inputs(NamedTuple):
     """What every contender of a case is given."""
 

@@ -22,7 +22,7 @@ from cupyattn.benchmark.frame.turing_model import Model, rate_of
 from cupyattn.progress import progress
 from cupyattn.turing import T4
 
-_COUNTED: dict[str, Any] = {"batch": 1, "heads": 1, "seqlen": 128}
+COUNTED: dict[str, Any] = {"batch": 1, "heads": 1, "seqlen": 128}
 """What the emulator runs: counts of an iteration are those of a long sequence."""
 
 
@@ -64,7 +64,7 @@ def _rows(
             found[case.dtype, case.head_dim, option] = (case, option)
     with progress("modelling", len(found)) as step:
         for case, option in found.values():
-            small = replace(case, **_COUNTED)
+            small = replace(case, **COUNTED)
             for contender in contenders(small, option):
                 labels: dict[str, Any] = {**case.labels, "option": option}
                 rate = rate_of(model, command, {**labels, "contender": contender.name})

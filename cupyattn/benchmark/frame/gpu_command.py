@@ -13,7 +13,8 @@ from cupyattn.functional.device_info import device_count
 
 NO_GPU = (
     "there is no CUDA device, and this times kernels on one; run it on a machine with a GPU "
-    "(python -m cupyattn turing models a Turing GPU without one)"
+    "(without one, python -m cupyattn turing models the products of a Turing GPU, and python -m "
+    "cupyattn memory what moves bytes)"
 )
 FAILURES = (RuntimeError, ValueError, MemoryError, OSError)
 """A GPU that is too old, a CUPYATTN_ARCH that is wrong, no room for the arrays."""

@@ -6,36 +6,34 @@ memory bounds: the card's bandwidth.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import adopt, dtype_of
+import cupyattn
+from cupyattn.arrays import dtype_of
+from cupyattn.benchmark.frame.clock import Call
 from cupyattn.cli.recorder import LaunchRecorder
 from cupyattn.cupy_library import load_cupy
+from cupyattn.functional.backend import running_on
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.device.cuda import CudaDevice
 from cupyattn.kernels.spec import Specialisation
-from cupyattn.ops.attention.backward import attention_backward
-from cupyattn.ops.attention.checks import backward_problem, forward_problem
-from cupyattn.ops.attention.forward import attention_forward
-from cupyattn.ops.attention.options import AttentionOptions, DropoutSeed
-from cupyattn.ops.attention.problem import LSE_DTYPE
-from cupyattn.ops.linear import backward as linear_gradients
-from cupyattn.ops.linear import checks as linear_checks
-from cupyattn.ops.linear.forward import linear_forward
 from cupyattn.turing import MACHINES, DisassemblerError, Machine, analyse
 
 Row = Mapping[str, Any]
 
+Prepare = Callable[[], Call]
+
 _GEFORCE_HMMA_F32 = 16
-_BACKWARD = 5
-"""Products of a tile of scores that TFLOP/s of attention's backward count."""
-_IN_TWO_PASSES, _IN_ONE = {"_dq": 3, "_dkdv": 4}, {"_dkdv": _BACKWARD}
-"""Those that each of its kernels computes; the others of a call are left out."""
-_LINEAR = {"linear_forward": 1, "linear_product": 1, "linear_dx": 1, "linear_dw": 1}
+_EXECUTED = {
+    **{"attention_forward": 2, "attention_naive": 2, "attention_tiled": 2, "_dq": 3},
+    **{"linear_forward": 1, "linear_product": 1, "linear_dx": 1, "linear_dw": 1},
+}
+"""Products of a kernel, by a part of its entry; "_dkdv" has as many as "_dq" leaves it."""
 
 
 def machine_of(device: CudaDevice) -> Machine | None:
@@ -87,66 +85,33 @@ class Model:
 
     def figure(self, command: str, row: Row) -> float | None:
         """Return what a row's figure would be: TFLOP/s of products, or GB/s of what has those."""
-        launches = {
-            "attention": self._attention,
-            "attention_backward": self._attention_backward,
-            "linear": self._linear,
+        calls = {
+            "attention": _attention,
+            "attention_backward": _attention_backward,
+            "linear": _linear,
         }
         if of_products(command, row):
-            return launches[command](row)
+            return self.rate(partial(calls[command], row))
         return None if row.get("gb_per_s") is None else float(self.machine.memory_gb_s)
 
-    def _recorder(self) -> LaunchRecorder:
+    def rate(self, prepare: Prepare) -> float | None:
+        """Return the TFLOP/s of the products that a call on NumPy arrays is asked for.
+
+        Nothing reads or writes the arrays; its kernels take the time of their main loops.
+        """
         recorder = LaunchRecorder(TURING, tensor_cores=self.machine.tensor_cores)
         recorder.multiprocessors = self.machine.multiprocessors
-        return recorder
-
-    def _attention(self, row: Row) -> float | None:
-        recorder, operands = self._recorder(), adopt(_attention_arrays(row))
-        problem = forward_problem(operands, _options(row))
-        attention_forward(recorder, problem, operands, seed=DropoutSeed(0), return_lse=False)
-        return self._together(recorder, {"attention_forward": 1}, 1)
-
-    def _attention_backward(self, row: Row) -> float | None:
-        arrays = _attention_arrays(row)
-        q, v = arrays["q"], arrays["v"]
-        arrays["dout"] = arrays["out"] = np.empty((*q.shape[:3], v.shape[3]), q.dtype)
-        arrays["lse"] = np.empty((q.shape[0], q.shape[2], q.shape[1]), LSE_DTYPE)
-        recorder, operands = self._recorder(), adopt(arrays)
-        problem = backward_problem(operands, _options(row))
-        modes = {"deterministic": "deterministic" in row["contender"], "accumulate": False}
-        attention_backward(recorder, problem, operands, seed=DropoutSeed(0), **modes)
-        two = any("_dq" in launch.specialisation.spec.entry for launch in recorder.launches)
-        return self._together(recorder, _IN_TWO_PASSES if two else _IN_ONE, _BACKWARD)
-
-    def _linear(self, row: Row) -> float | None:
-        m, n, k = row["M"], row["N"], row["K"]
-        dtype = dtype_of(row["dtype"])
-        w = np.empty((n, k), dtype).T if row["layout"] == "nk" else np.empty((k, n), dtype)
-        arrays = {"x": np.empty((m, k), dtype), "w": w, "b": np.empty(n, dtype)}
-        recorder = self._recorder()
-        if row["kind"] != "backward":
-            operands = adopt(arrays)
-            problem = linear_checks.forward_problem(operands, row["activation"], False)
-            linear_forward(recorder, problem, operands)
-            return self._together(recorder, _LINEAR, 1)
-        z = {"preactivation": np.empty((m, n), dtype)} if row["activation"] else {}
-        operands = adopt({"dout": np.empty((m, n), dtype), **arrays, **z})
-        problem = linear_checks.backward_problem(operands, row["activation"], False)
-        linear_gradients.linear_backward(recorder, problem, operands)
-        return self._together(recorder, _LINEAR, 2)
-
-    def _together(
-        self, recorder: LaunchRecorder, executed: Mapping[str, int], counted: int
-    ) -> float | None:
-        """Return the rate of what is counted, of kernels that execute so many products each."""
+        with running_on(recorder):
+            call = prepare()
+            recorder.launches.clear()
+            call()
+        launched = [each.specialisation for each in recorder.launches]
+        asked, executed = _products([each.spec.entry for each in launched])
         time = 0.0
-        for launch in recorder.launches:
-            entry = launch.specialisation.spec.entry
-            products = sum(count for name, count in executed.items() if name in entry)
-            rate = self._rate(launch.specialisation) if products else None
+        for specialisation, products in zip(launched, executed, strict=True):
+            rate = self._rate(specialisation) if products else None
             time += 0 if rate is None else products / rate
-        return counted / time if time else None
+        return asked / time if time else None
 
     def _rate(self, specialisation: Specialisation) -> float | None:
         """Return the TFLOP/s of a kernel's main loop; None for one without products."""
@@ -158,23 +123,80 @@ class Model:
         return self._rates[specialisation]
 
 
-def _attention_arrays(row: Row) -> dict[str, np.ndarray]:
-    """Return arrays of a row's shapes, whose memory nothing reads."""
-    batch, length, heads = row["batch"], row["seqlen"], row["heads"]
-    dims = {"q": row["head_dim"], "k": row["head_dim"], "v": row["head_dim_v"]}
-    dtype = dtype_of(row["dtype"])
-    return {name: np.empty((batch, length, heads, dim), dtype) for name, dim in dims.items()}
+def _products(entries: Sequence[str]) -> tuple[int, list[int]]:
+    """Return how many products kernels are asked for, and how many each executes.
+
+    The backward of attention in two passes computes two of its five a second time. What moves bytes
+    beside products executes none.
+
+    Examples
+    --------
+    >>> _products(["attention_forward"]), _products(["attention_backward_dkdv"])
+    ((2, [2]), (5, [5]))
+    >>> _products(["attention_backward_delta", "attention_backward_dkdv", "attention_backward_dq"])
+    (5, [0, 4, 3])
+    """
+    two_passes = any("_dq" in entry for entry in entries)
+    executed = {**_EXECUTED, "_dkdv": 4 if two_passes else 5}
+    of_each = [
+        next((count for part, count in executed.items() if part in entry), 0) for entry in entries
+    ]
+    return sum(of_each) - (2 if two_passes else 0), of_each
 
 
-def _options(row: Row) -> AttentionOptions:
-    causal = row["causal"] or row["option"] == "causal"
-    return AttentionOptions(causal=causal, implementation=row["contender"].split()[1])
+def _attention(row: Row) -> Call:
+    q, k, v = _attention_arrays(row)
+    options = {"causal": _causal(row), "implementation": row["contender"].split()[1]}
+    return partial(cupyattn.attention, q, k, v, **options)
+
+
+def _attention_backward(row: Row) -> Call:
+    q, k, v = _attention_arrays(row)
+    dout, out = np.empty((2, *q.shape[:3], v.shape[3]), q.dtype)
+    lse = np.empty((q.shape[0], q.shape[2], q.shape[1]), np.float32)
+    return partial(
+        cupyattn.attention_backward, dout, q, k, v, out, lse, causal=_causal(row),
+        implementation=row["contender"].split()[1],
+        deterministic="deterministic" in row["contender"],
+    )  # fmt: skip
+
+
+def _attention_arrays(row: Row) -> list[np.ndarray]:
+    """Return q, k and v of a row."""
+    of_all = row["batch"], row["seqlen"], row["heads"]
+    dims = row["head_dim"], row["head_dim"], row["head_dim_v"]
+    return [np.empty((*of_all, dim), dtype_of(row["dtype"])) for dim in dims]
+
+
+def _causal(row: Row) -> bool:
+    return bool(row["causal"] or row["option"] == "causal")
+
+
+def _linear(row: Row) -> Call:
+    m, n, k = row["M"], row["N"], row["K"]
+    dtype, after = dtype_of(row["dtype"]), row["activation"]
+    w = np.empty((n, k), dtype).T if row["layout"] == "nk" else np.empty((k, n), dtype)
+    x, b = np.empty((m, k), dtype), np.empty(n, dtype)
+    if row["kind"] != "backward":
+        return partial(cupyattn.linear, x, w, b, activation=after)
+    z = np.empty((m, n), dtype) if after else None
+    dout = np.empty((m, n), dtype)
+    return partial(cupyattn.linear_backward, dout, x, w, b, activation=after, preactivation=z)
 
 
 def rate_of(model: Model, command: str, row: Row) -> float | None:
     """Return a row's figure, None where there is no disassembler."""
+    return _or_none(partial(model.figure, command, row))
+
+
+def rate_of_call(model: Model, prepare: Prepare) -> float | None:
+    """Return the rate of a call's products, None where there is no disassembler."""
+    return _or_none(partial(model.rate, prepare))
+
+
+def _or_none(ask: Callable[[], float | None]) -> float | None:
     try:
-        return model.figure(command, row)
+        return ask()
     except DisassemblerError:
         return None
 

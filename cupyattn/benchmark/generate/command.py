@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
+
+import numpy as np
 
 from cupyattn import models
 from cupyattn.benchmark.frame.arguments import add_lists
@@ -15,12 +18,13 @@ from cupyattn.benchmark.frame.benchmark import Benchmark
 from cupyattn.benchmark.frame.peers import PEERS
 from cupyattn.benchmark.frame.rows import COPY, Row, row_of, without
 from cupyattn.benchmark.frame.subjects import Gauge
-from cupyattn.benchmark.generate.parts import T4_GB_PER_S, parts_of, summary, time_parts
+from cupyattn.benchmark.generate.parts import T4_GB_PER_S, Part, parts_of, summary, time_parts
 from cupyattn.benchmark.generate.peers import PEERS as OF_MODELS
 from cupyattn.benchmark.generate.peers import peer
 from cupyattn.benchmark.generate.runs import Size, equal_share, own, timed
 from cupyattn.cli.arguments import integer
-from cupyattn.models.quantised import QUANTIZE
+from cupyattn.models.quantised import QUANTIZE, quantises_to
+from cupyattn.models.weights import empty
 from cupyattn.progress import progress
 
 OWN = "cupyattn"
@@ -76,11 +80,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def rows(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Row]:
     """Measure every model: generations, then the parts of a step."""
-    sizes = [
-        Size(batch, prompt, arguments.new_tokens)
-        for prompt in arguments.prompt
-        for batch in arguments.batch
-    ]
+    sizes = _sizes(arguments)
     with progress("timing", len(arguments.model) * len(sizes)) as step:
         for name in arguments.model:
             folder = None if name in models.PRESETS else name
@@ -144,18 +144,9 @@ def _parts(
     gauge: Gauge,
 ) -> Iterator[Row]:
     """Time the kernels of a step in the middle of the generation; the last row is all of them."""
-    context = size.prompt + size.new // 2
-    generator = models.Generator(
-        model, lengths=[context] * size.batch, max_batch=size.batch,
-        block_size=arguments.block_size,
-    )  # fmt: skip
-    cache = generator.cache
-    sequences = [cache.allocator.add([number] * context) for number in range(size.batch)]
-    parts = parts_of(model, cache, cache.step_tables(sequences), context)
+    parts = _parts_of(model, size, arguments)
     copied = gauge.ceilings[COPY] or T4_GB_PER_S
     found = summary(parts, time_parts(parts, model.xp, arguments.runs), copied)
-    for sequence in sequences:
-        sequence.free()
     for part in (*found, _together(found)):
         also = {"calls": part["calls"], "t4_s": part["t4_s"]}
         if part["part"] == _ALL:
@@ -164,6 +155,50 @@ def _parts(
             {**labels, "operation": part["part"]}, OWN, part["seconds"], bytes=part["bytes"],
             ceiling=COPY, ceilings=gauge.ceilings, also=also,
         )  # fmt: skip
+
+
+def _parts_of(model: models.Model, size: Size, arguments: argparse.Namespace) -> list[Part]:
+    context = size.prompt + size.new // 2
+    cache = models.Generator(
+        model, lengths=[context] * size.batch, max_batch=size.batch,
+        block_size=arguments.block_size,
+    ).cache  # fmt: skip
+    sequences = [cache.allocator.add([number] * context) for number in range(size.batch)]
+    return parts_of(model, cache, cache.step_tables(sequences), context)
+
+
+def modelled(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Yield the parts of a step and the bytes of each, which are the least that a T4 takes."""
+    for name, size in product(arguments.model, _sizes(arguments)):
+        model = _unfilled(name, arguments)
+        labels = {"model": name, "dtype": model.dtype, "quantize": arguments.quantize}
+        parts = _parts_of(model, size, arguments)
+        found = summary(parts, [[0.0]] * len(parts), T4_GB_PER_S)
+        for part in (*found, _together(found)):
+            also = {"calls": part["calls"]}
+            if part["part"] == _ALL:
+                also["tokens_per_s"] = size.batch / part["t4_s"]
+            yield {
+                **labels, **size._asdict(), "operation": part["part"], "contender": OWN,
+                "times": {"p50_s": part["t4_s"]}, "bytes": part["bytes"], "also": also,
+            }  # fmt: skip
+
+
+def _unfilled(name: str, arguments: argparse.Namespace) -> models.Model:
+    """Return a model on NumPy arrays, that of a preset without numbers in its weights."""
+    dtype, quantize = arguments.dtype, arguments.quantize
+    if name not in models.PRESETS:
+        return models.load(name, dtype=dtype, quantize=quantize, xp=np)
+    config = models.PRESETS[name]
+    return models.Model(config, empty(config, dtype, np, quantises_to(quantize)), dtype, np)
+
+
+def _sizes(arguments: argparse.Namespace) -> list[Size]:
+    return [
+        Size(batch, prompt, arguments.new_tokens)
+        for prompt in arguments.prompt
+        for batch in arguments.batch
+    ]
 
 
 def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -181,10 +216,12 @@ BENCHMARK = Benchmark(
     note="first token: until every prompt has one; new token: a step behind it, whose bytes are "
     "the weights; then the kernels of one step, between which events take about 1 us. equal: "
     "tokens before the first that differs from cupyattn's. t4_s is MODELLED: what a call lasts "
-    f"beyond its bytes here, and its bytes at {T4_GB_PER_S:.0f} GB/s.",
+    f"beyond its bytes here, and its bytes at {T4_GB_PER_S:.0f} GB/s; without a GPU these alone, "
+    "the least that it takes.",
     rows=rows,
     options=options,
     peers=OF_MODELS,
+    modelled=modelled,
     quick={"runs": 2, "limit": 50.0},
     facts=lambda arguments: {"new_tokens": arguments.new_tokens, "runs": arguments.runs},
 )
