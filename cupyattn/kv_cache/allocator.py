@@ -57,9 +57,8 @@ class BlockAllocator:
     affair: append, copy and write in one thread, or under a lock of your own. Do not call from
     finalizers and signal handlers, which may interrupt a call of the same thread.
 
-    **Faults.** A call that is cut short, by a MemoryError or Ctrl-C, has changed nothing, though it
-    may have evicted cached blocks. Ctrl-C may also come as a call returns: then it has happened,
-    but what it returned is lost.
+    **Faults.** A call that a MemoryError or Ctrl-C cuts short has changed nothing, but may have
+    evicted cached blocks. Of one that ends as it returns, what it returned is lost.
 
     Examples
     --------
@@ -345,9 +344,7 @@ class BlockAllocator:
             number = -1
         if not 0 <= number < self._num_blocks:
             raise error(
-                ValueError,
-                f"got block {shown(block)}",
-                f"the pool's blocks are 0 to {self._num_blocks - 1}",
-                "pass an id of this allocator",
-            )
+                ValueError, f"got block {shown(block)}",
+                f"the pool's blocks are 0 to {self._num_blocks - 1}", "pass an id of this allocator",
+            )  # fmt: skip
         return int(number)
