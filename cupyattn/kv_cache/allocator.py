@@ -345,6 +345,6 @@ class BlockAllocator:
         if not 0 <= number < self._num_blocks:
             raise error(
                 ValueError, f"got block {shown(block)}",
-                f"the pool's blocks are 0 to {self._num_blocks - 1}", "pass an id of this allocator",
+                f"the pool's blocks are 0 to {self._num_blocks - 1}", "pass one of this allocator",
             )  # fmt: skip
         return int(number)
