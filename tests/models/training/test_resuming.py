@@ -251,7 +251,7 @@ def test_a_failure_at_the_end_leaves_nothing(call, tmp_path, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, call, refuses)
-    with pytest.raises(OSError, match=r"Input/output error.*begin anew: there is no chec"):
+    with pytest.raises(OSError, match=r"Input/output error.*begin anew: there is no "):
         trained().save(tmp_path / "new")
     assert not list((tmp_path / "new").iterdir())
 
