@@ -89,8 +89,9 @@ class LoopFigures:
 
     @property
     def bound(self) -> float:
-        """The utilisation that no schedule can exceed."""
-        return self.work_cycles / self.cycles[self.binding_pipe]
+        """The utilisation that no schedule can exceed; 0 where no CTA fits on an SM."""
+        busiest = self.cycles[self.binding_pipe]
+        return self.work_cycles / busiest if busiest else 0.0
 
 
 def loop_figures(

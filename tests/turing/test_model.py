@@ -200,6 +200,11 @@ def test_spills_are_what_the_loop_moves():
     assert figures.utilisation is None
 
 
+def test_where_no_cta_fits_nothing_is_done():
+    path = assemble(("LDL.64", None), ("HMMA", None), ("BRA", 0))
+    assert loop_figures(path, MATRIX, warps=4, ctas=0).bound == 0
+
+
 def test_the_main_loop_is_the_one_without_masks():
     """Of two loops with as many products the shorter, wherever it stands."""
     masked = assemble(*[("FMNMX", None)] * 4, ("HMMA", None), ("BRA", 0))

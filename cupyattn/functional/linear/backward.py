@@ -77,8 +77,8 @@ def linear_backward(
     Notes
     -----
     With z = x w + b and dz = dout * activation'(z): dx = dz w^T, dw = x^T dz, and db the sum of dz
-    over rows. dz is computed while the products load their operands and is never stored, but
-    rounded to float16 for those on tensor cores.
+    over rows. Products in float32 arithmetic compute dz while they load their operands; for those
+    on tensor cores it is formed once, rounded to float16, in scratch memory.
 
     Examples
     --------
