@@ -34,7 +34,7 @@ def test_the_text_comes_behind_the_prompt(model, capsys):
     assert printed.startswith(f"Once{text}\n\nfolder, float32, on the CPU, by NumPy\n")
     assert "5 of the prompt, 9 new ones" in printed
     assert "tokens/s" in printed
-    assert "weights 0.2 MB, cache 0.0 MB" in printed
+    assert "weights 153.2 kB, cache 8.2 kB" in printed
 
 
 def test_options_are_passed_on(model, capsys):
