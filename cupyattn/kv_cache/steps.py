@@ -170,7 +170,8 @@ class CacheSteps:
         Returns
         -------
         out or (out, lse)
-            As of `paged_attention`.
+            As of `paged_attention`. Rows of out behind the step's tokens are zeros,
+            unless it was given.
 
         Raises
         ------
@@ -205,8 +206,9 @@ class CacheSteps:
         if tables.decodes(len(q)):
             return _decode(arrays, tables, slice(0, len(q)), q, options)
         first = tables.num_decoding
-        if first:
+        if first or tables.num_tokens < len(q):
             options = {**options, "out": self._results(q, options)}
+        if first:
             _decode(arrays, tables, slice(0, first), q, options)
         queries = {
             "cu_seqlens_q": tables.cu_seqlens_q[first:],
@@ -215,7 +217,7 @@ class CacheSteps:
         return _attend(arrays, tables, slice(first, batch), q, queries | options)
 
     def _results(self, q: Array, options: dict[str, Any]) -> Any:
-        """Return out of two calls that each write a part of it: what is given, if it fits."""
+        """Return out of calls that each write a part of it: what is given, if it fits, or zeros."""
         shapes = {"out": q.shape}
         if with_lse := bool(options.get("return_lse")):
             shapes["lse"] = (q.shape[1], q.shape[0])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cupyattn import PagedKVCache, attention, backend
+from cupyattn.kernels.device.emulated import EmulatedDevice
 from cupyattn.kv_cache import steps
 from cupyattn.reference import dequantise
 
@@ -96,6 +97,26 @@ def test_both_calls_of_a_step_are_one_on_kernels(dtype):
         cache.attend(0, q, tables, causal=True, return_lse=True, alibi_slopes=slopes, out=results)
     for result, right in zip(results, expected, strict=True):
         np.testing.assert_allclose(result, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("counts", [(20, 4), (0, 20), (1, 20), (1, 1)])
+def test_rows_behind_the_tokens_of_a_step_are_zeros(counts, monkeypatch):
+    """Whatever stood in the memory that the results got, and in how many calls they are written."""
+    cache, sequences, rng = filled("float32", (33, 21))
+    tables = cache.step_tables(sequences, counts, max_batch=30, max_tokens=30)
+    q = rng.standard_normal((27, H, D), dtype=np.float32)
+    expected = cache.attend(0, q, tables, causal=True, return_lse=True)
+    monkeypatch.setattr(
+        EmulatedDevice, "empty", lambda self, shape, dtype: np.full(shape, 7, dtype)
+    )
+    with backend("emulator"):
+        out, lse = cache.attend(0, q, tables, causal=True, return_lse=True)
+        alone = cache.attend(0, q, tables, causal=True)
+    np.testing.assert_allclose(out, expected[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(lse, expected[1], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(alone, out)
+    assert not out[sum(counts) :].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

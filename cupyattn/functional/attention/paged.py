@@ -71,7 +71,8 @@ def paged_attention(
         rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q. Rows before its first item, which
         is most often 0, and from its last one on belong to no sequence: they are not read, and of
         results that are given theirs stay as they are (so arrays may keep their shape in a CUDA
-        graph, and several calls may write to one).
+        graph, and several calls may write to one). Of results that are not given they are
+        undefined.
     max_seqlen_q : int
         With cu_seqlens_q: the most queries of a sequence, or a larger number. What runs is chosen
         by it, so it is cheaper the nearer it is.

@@ -69,7 +69,8 @@ def attention_varlen(
         The queries of sequence b are rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``. It begins
         with 0 and never falls; a sequence may have no queries. Rows from its last item on belong to
         no sequence: they are not read, and of results that are given theirs stay as they are (so
-        arrays may keep their shape in a CUDA graph).
+        arrays may keep their shape in a CUDA graph). Of results that are not given they are
+        undefined.
     cu_seqlens_k : int32 or int64 array (B + 1,)
         The same of k and v.
     max_seqlen_q, max_seqlen_k : int
