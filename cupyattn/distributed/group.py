@@ -138,7 +138,7 @@ class Group:
         Raises
         ------
         RankFailedError
-                If a rank has failed, or did not come in time.
+            If a rank has failed, or did not come in time.
         """
         waits_for = f"rank {source} to send and rank {to} to receive"
         with self._transfer(stream, source, waits_for):

@@ -14,6 +14,7 @@ from cupyattn import LinearGrads, QuantizedWeight, linear, linear_backward
 from cupyattn.arrays import Array, adopt
 from cupyattn.distributed.checks import require_device, require_group
 from cupyattn.distributed.group import Group
+from cupyattn.errors import error
 
 
 def all_reduce(x: Array, /, *, group: Group) -> Array:
@@ -226,7 +227,19 @@ def row_linear(
     True
     """
     _taken(x, group)
-    return _sum(linear(x, w), group, b, residual)
+    product = linear(x, w)
+    shapes = {"b": product.shape[-1:], "residual": product.shape}
+    given = {"x": x, "b": b, "residual": residual}
+    added = {name: each for name, each in adopt(given).arrays.items() if name != "x"}
+    for name, array in added.items():
+        if array.shape != shapes[name] or array.dtype != product.dtype:
+            raise error(
+                TypeError if array.shape == shapes[name] else ValueError,
+                f"{name} is {array.dtype} {array.shape}",
+                f"of this x and w it is {product.dtype} {shapes[name]}, the same on all ranks",
+                "pass it whole, and convert it with .astype(...) where its dtype is another",
+            )
+    return _sum(product, group, *added.values())
 
 
 def _taken(x: Array, group: Group) -> Array:
@@ -238,7 +251,7 @@ def _taken(x: Array, group: Group) -> Array:
     return operands.arrays["x"]
 
 
-def _sum(x: Array, group: Group, *added: Array | None) -> Array:
+def _sum(x: Array, group: Group, *added: Array) -> Array:
     """Add the arrays of all ranks, in their order, and then others; round once."""
     x = _taken(x, group)
     parts = group.all_gather(x)
@@ -246,6 +259,5 @@ def _sum(x: Array, group: Group, *added: Array | None) -> Array:
     exact: Any = np.float32 if dtype.itemsize == 2 and dtype.kind not in "iu" else dtype
     total = parts[0].astype(exact)
     for part in (*parts[1:], *added):
-        if part is not None:
-            total += part
+        total += part
     return total.astype(dtype, copy=False)

@@ -126,6 +126,18 @@ def test_quantised_weights():
         (lambda group: all_reduce([1.0], group=group), "TypeError: x is a builtins.list"),
         (lambda group: row_linear(X, UP[:7], group=group), "ValueError: x has shape .* w"),
         (
+            lambda group: row_linear(X, UP, UP[0, :1], group=group),
+            r"ValueError: b is .* \(1,\); of this x and w it is",
+        ),
+        (
+            lambda group: row_linear(X, UP, UP[0].astype(np.float16), group=group),
+            "TypeError: b is float16",
+        ),
+        (
+            lambda group: row_linear(X, UP, residual=X[:1] @ UP, group=group),
+            "ValueError: residual is",
+        ),
+        (
             lambda group: all_reduce(X[: group.rank + 1], group=group),
             "ValueError: .*sent.*expected",
         ),
