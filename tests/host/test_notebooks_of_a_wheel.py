@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,8 @@ for cell in json.load(open(sys.argv[1], encoding="utf-8"))["cells"]:
 shell.run_cell("print(cupyattn.__file__)")
 """
 ENVIRONMENT = {
-    # No network: the notebook's own line finds the wheel, and what that needs is there already, if
-    # not in the system's packages, then in those of this environment, which stand for the user's.
+    # No network: the notebook's own line finds the wheel, and what that needs is there already.
     **{"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_IGNORE_INSTALLED": "1"},
-    "PYTHONUSERBASE": sys.prefix,
     "MPLBACKEND": "agg",
 }
 
@@ -40,14 +39,25 @@ def run(*command: str | Path, **options) -> str:
     return done.stdout
 
 
+def packages_but_ours(user: Path) -> None:
+    """What this environment has beside cupyattn, as packages of the user's in a folder."""
+    there = Path(sysconfig.get_path("purelib", "posix_user", {"userbase": str(user)}))
+    there.mkdir(parents=True)
+    for package in Path(sysconfig.get_path("purelib")).iterdir():
+        if "cupyattn" not in package.name:  # its own and an editable install's
+            (there / package.name).symlink_to(package)
+
+
 @pytest.mark.deep
 @pytest.mark.nvrtc
-@pytest.mark.skipif(os.name == "nt", reason="the user's packages lie elsewhere on Windows")
-def test_the_first_notebook_runs_beside_a_wheel(built, tmp_path):
+@pytest.mark.skipif(os.name == "nt", reason="links want rights on Windows")
+def test_the_first_notebook_runs_beside_a_wheel(built, tmp_path, monkeypatch):
     for needed in ("IPython", "matplotlib", "pip"):
         pytest.importorskip(needed, reason="needs pip install '.[notebooks]'")
-    venv, folder = tmp_path / "venv", tmp_path / "colab"
+    venv, folder, user = (tmp_path / name for name in ("venv", "colab", "user"))
     run(sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", venv)
+    packages_but_ours(user)
+    monkeypatch.setenv("PYTHONUSERBASE", str(user))
     folder.mkdir()
     (wheel,) = built.glob("*.whl")
     for file in (wheel, NOTEBOOK):
