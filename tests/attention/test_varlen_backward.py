@@ -111,6 +111,48 @@ def test_gradients_are_added_to_what_is_there(problem, deterministic):
         assert np.allclose(added, x[rows].astype(np.float32) + 0.5, atol=4e-3), name
 
 
+@pytest.mark.parametrize("backend", ["reference", "kernels"])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    ("problem", "options"),
+    [
+        (RAGGED, {}), (FLOAT, {}), (FLOAT, {"deterministic": True}),
+        (FLOAT, {"rotary": cupyattn.rope_tables(80, 24), "q_offset": 0}),
+        *deep((RAGGED, {"deterministic": True}), (replace(RAGGED, queries=(0,) * 4), {})),
+    ],
+)  # fmt: skip
+def test_rows_of_no_sequence_stay_as_they_are(problem, options, accumulate, backend):
+    """The first ones are right: what was in theirs is gone, unless it is added to."""
+    arrays, bounds, _ = problem.backward_inputs()
+    kernels = backend == "kernels"
+    placing = KERNELS.put if kernels else np.asarray
+    twos = [np.full(x.shape, 2, x.dtype) for x in arrays[1:4]]
+    options = placed(KERNELS, options) if kernels else options
+    results = []
+    for grads in (AttentionGrads(*map(placing, twos)), None):
+        with KERNELS.running() if kernels else cupyattn.backend("reference"):
+            found = cupyattn.attention_varlen_backward(
+                *map(placing, (*arrays, *bounds)), *problem.longest, grads=grads,
+                accumulate=accumulate and grads is not None, **options,
+            )  # fmt: skip
+        results.append([KERNELS.get(x) if kernels else x for x in found[:3]])
+    for there, new, end in zip(*results, (bounds[0][-1], *[bounds[1][-1]] * 2), strict=True):
+        assert (there[end:] == 2).all()
+        added = there[:end].astype(np.float32) - 2 * accumulate
+        assert np.allclose(added, new[:end].astype(np.float32), rtol=1e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("backend", ["reference", "emulator"])
+def test_no_sequence_leaves_all_rows(backend):
+    """Their kernels do not run at all."""
+    arrays, _, _ = FLOAT.backward_inputs()
+    none = np.zeros(1, np.int32)
+    grads = AttentionGrads(*(np.full(x.shape, SENTINEL, x.dtype) for x in arrays[1:4]))
+    with cupyattn.backend(backend):
+        found = cupyattn.attention_varlen_backward(*arrays, none, none, 0, 0, grads=grads)
+    assert all((x == SENTINEL).all() for x in found[:3])
+
+
 def test_a_workspace_that_is_too_small_is_refused():
     with pytest.raises(ValueError, match="this call needs"):
         RAGGED.run_backward(workspace=np.zeros(64, np.uint8))

@@ -34,7 +34,8 @@ def passes() -> Iterator[tuple[str, int, Prepare]]:
         yield f"attention_rotary{suffix}", 2 * row_bytes, call
     delta = (2 * items + rows) * _FLOAT_BYTES  # dout and out to a number a row
     yield "attention_backward_f32_delta", delta, _in_float32
-    yield "attention_backward_f32_delta_varlen", delta, _packed_in_float32
+    zeros = items * _FLOAT_BYTES  # of dq
+    yield "attention_backward_f32_delta_varlen", delta + zeros, _packed_in_float32
     yield "attention_backward_f32_convert", items * _FLOAT_BYTES + row_bytes, _in_bfloat16
     batch, length, heads, _ = _BIASED
     scores = heads * length * length

@@ -100,8 +100,8 @@ def attention_varlen_backward(
     -------
     AttentionGrads
         ``(dq, dk, dv, dbias, dsinks)``, each like its array; dbias and dsinks are None without bias
-        and sinks. Queries and keys that see nothing get zeros. What stands in rows of no sequence
-        means nothing.
+        and sinks. Queries and keys that see nothing get zeros. Rows of no sequence stay as they are
+        in grads, and mean nothing in new arrays.
 
     Raises
     ------
@@ -168,4 +168,9 @@ def _on_cpu(call: AttentionCall, accumulate: bool) -> AttentionGrads:
         score_mod_gradient=python_gradient(call.score_mod, arrays),
         **reference_options(call),
     )
+    if not accumulate:  # rows of no sequence stay as they are
+        for name, rows in (("dq", "q"), ("dk", "k"), ("dv", "k")):
+            if name in arrays:
+                behind = int(arrays[f"cu_seqlens_{rows}"][-1])
+                getattr(exact, name)[behind:] = arrays[name][behind:]
     return rounded_gradients(call, exact, accumulate)

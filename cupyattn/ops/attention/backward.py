@@ -89,7 +89,11 @@ def _plan(
 
 
 def nothing_to_add(problem: AttentionProblem, accumulate: bool) -> Plan:
-    """Return the plan of a call without sequences or heads: gradients are 0, and no kernel runs."""
+    """Return the plan of a call without sequences or heads: gradients are 0, and no kernel runs.
+
+    Rows of packed arrays are of no sequence then, and stay as they are.
+    """
     outputs = gradient_outputs(problem)
-    names = () if accumulate else tuple(name for name, _ in outputs)
-    return Plan((), outputs, zero_first=names, zero_new=accumulate)
+    kept = ("dq", "dk", "dv") if isinstance(problem, PackedProblem) else ()
+    names = () if accumulate else tuple(name for name, _ in outputs if name not in kept)
+    return Plan((), outputs, zero_first=names, zero_new=True)

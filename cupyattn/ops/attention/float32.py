@@ -94,7 +94,11 @@ def backward_plan(
     row = backward.dkdv_row(arch, *dims, in_tiles)
     lists = block_lists(problem, "key_lists", rows=row.tile_q, keys=row.tile_k, of_keys=True)
     scratch |= lists.scratch
-    delta = backward.delta(problem.dtype.name, problem.head_dim_v, packed)
+    dtype, head_dim_v = problem.dtype.name, problem.head_dim_v
+    delta = backward.delta(dtype, head_dim_v)
+    if packed:
+        zeroed_dim = problem.head_dim if one_pass and not accumulate else 0
+        delta = backward.delta_varlen(dtype, head_dim_v, zeroed_dim)
     dkdv = backward.dkdv(arch, *shape, vec, one_pass, in_tiles, dbias, packed)
     key_ctas = problem.kv_heads * problem.key_tiles(row.tile_k)
     steps = [
@@ -123,7 +127,9 @@ def backward_plan(
             steps.append(Step.of(dsinks, problem.heads, params))
         else:
             steps.append(dsinks_step(problem, results["dsinks"], params))
-    added_to = [*(["dq"] if one_pass and not rounded else []), *(["dbias"] if every_score else [])]
+    # (Of packed rows those that belong to a sequence are zeroed, by the kernel of delta.)
+    dense_sums = one_pass and not rounded and not packed
+    added_to = [*(["dq"] if dense_sums else []), *(["dbias"] if every_score else [])]
     first = [*(["dq_acc"] if rounded else []), *(["scratch"] if gathered else [])]
     return Plan(
         tuple(steps),

@@ -59,7 +59,7 @@ CONVERT_KERNEL = KernelSpec(
 DELTA_VARLEN_KERNEL = KernelSpec(
     "attention_backward_f32_delta_varlen",
     "attention/float32/backward_delta_varlen.cu",
-    (*DELTA_KERNEL.parameters[:-1], *inputs("cu_seqlens_q"), VARLEN_BACKWARD_STRUCT),
+    (*DELTA_KERNEL.parameters[:-1], Pointer("dq"), *inputs("cu_seqlens_q"), VARLEN_BACKWARD_STRUCT),
 )
 DKDV_VARLEN_KERNEL = KernelSpec(
     "attention_backward_f32_dkdv_varlen",
@@ -159,10 +159,16 @@ CTA_ROWS = 8
 
 
 @cache
-def delta(dtype: str, head_dim_v: int, packed: bool = False) -> Specialisation:
+def delta(dtype: str, head_dim_v: int) -> Specialisation:
     """Specialise the kernel of delta."""
-    return (DELTA_VARLEN_KERNEL if packed else DELTA_KERNEL).specialise(
-        threads=CTA_ROWS * WARP_SIZE, DTYPE=dtype, HEAD_DIM_V=head_dim_v
+    return DELTA_KERNEL.specialise(threads=CTA_ROWS * WARP_SIZE, DTYPE=dtype, HEAD_DIM_V=head_dim_v)
+
+
+@cache
+def delta_varlen(dtype: str, head_dim_v: int, zeroed_dim: int) -> Specialisation:
+    """Specialise that of packed sequences, which zeroes as many items of each row of dq."""
+    return DELTA_VARLEN_KERNEL.specialise(
+        threads=CTA_ROWS * WARP_SIZE, DTYPE=dtype, HEAD_DIM_V=head_dim_v, ZEROED_DIM=zeroed_dim
     )
 
 
@@ -264,7 +270,7 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield delta(dtype, head_dim)
         if dtype != "float32":
             yield convert(dtype, head_dim)
-        yield delta(dtype, head_dim, packed=True)
+        yield delta_varlen(dtype, head_dim, head_dim if dtype == "float32" else 0)
     ways = [(dtype, one_pass) for dtype in DTYPES for one_pass in (True, False)]
     for (dtype, one_pass), head_dim, vec in pairs(ways, dims, (VECTOR_ITEMS, 1)):
         for packed in (False, True):
