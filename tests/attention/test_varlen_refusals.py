@@ -43,7 +43,9 @@ def test_the_call_itself_is_right(backend):
         ({"q": lambda x: None}, TypeError, "q is None"),
         ({"q": lambda x: x[None]}, ValueError, "q has shape (1, 7, 4, 8)"),
         ({"q": lambda x: x.astype("float16")}, TypeError, "q has float16"),
-        ({"q": lambda x: x[:, :3]}, ValueError, "q has H = 3 heads, k and v have G = 2"),
+        ({"q": lambda x: x[:, :3]}, ValueError, "q has H = 3 heads, k and v have G = 2; H is a "
+         "multiple of G (grouped-query attention), or equal to it; check the head axis: it is the "
+         "last but one"),
         ({"q": lambda x: x[..., :4]}, ValueError, "k has shape (10, 2, 8)"),
         ({"q": lambda x: x[..., ::-1]}, ValueError, "q has strides"),
         ({"v": lambda x: x[1:]}, ValueError, "v has shape (9, 2, 6)"),
@@ -72,6 +74,23 @@ def test_arrays(changed, kind, message, backend):
         call(**changed)
 
 
+@pytest.mark.parametrize("backend", ["reference", "emulator"])
+@pytest.mark.parametrize("most", [2**30, 2**31, 2**40, 2**70])
+def test_longest_lengths_may_be_any_larger_numbers(most, backend):
+    with cupyattn.backend(backend):
+        assert np.array_equal(call(longest=(most, most)), call())
+
+
+def test_rows_that_lie_too_far_apart_have_no_other_implementation(monkeypatch):
+    monkeypatch.setattr("cupyattn.ops.attention.layouts._TILE_BYTES", 64)
+    halves = {name: lambda x: x.astype(np.float16) for name in "qkv"}
+    with (
+        cupyattn.backend("emulator"),
+        pytest.raises(ValueError, match=r"k has .* here; copy it with ascontiguousarray\(k\)$"),
+    ):
+        call(**halves)
+
+
 @pytest.mark.parametrize(
     ("longest", "kind", "message"),
     [
@@ -97,7 +116,8 @@ def test_longest_lengths(longest, kind, message):
         ({"seqused_k": np.array([4, 7])}, ValueError, "seqused_k has values from 4 to 7"),
         ({"seqused_k": np.array([3])}, ValueError, "seqused_k has shape (1,)"),
         ({"q_offset": np.zeros(3, int)}, ValueError, "q_offset has shape (3,)"),
-        ({"mask": np.ones((7, 10), bool)}, ValueError, "mask has shape (7, 10)"),
+        ({"mask": np.ones((7, 10), bool)}, ValueError,
+         "it broadcasts to the scores, (B, H, queries, keys) = (2, 4, 5, 7)"),
         ({"bias": np.ones((3, 1, 5, 7), "float32")}, ValueError, "bias has shape (3, 1, 5, 7)"),
         ({"alibi_slopes": np.ones(3, "float32")}, ValueError, "alibi_slopes has shape (3,)"),
         ({"sinks": np.ones(3, "float32")}, ValueError, "sinks has shape (3,)"),

@@ -24,9 +24,9 @@ from cupyattn.kernels.configs.attention.block_mask import TILE
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.device.cuda import cuda_device
 from cupyattn.ops.attention.block_mask import require_block_mask, run_block_mask
-from cupyattn.ops.attention.layouts import MAX_LENGTH
 from cupyattn.ops.attention.modifiers import Blocks, UserFunction, shown_names
 from cupyattn.ops.attention.options import checked_q_offset
+from cupyattn.ops.attention.problem import MAX_LENGTH
 from cupyattn.ops.numbers import integer
 from cupyattn.ops.value_checks import on_host
 

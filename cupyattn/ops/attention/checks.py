@@ -231,7 +231,7 @@ def _require_matching_heads(q: Layout, k: Layout, v: Layout) -> None:
             ValueError,
             f"q has H = {heads} heads, k and v have G = {kv_heads}",
             "H is a multiple of G (grouped-query attention), or equal to it",
-            "check the head axis: arrays are (batch, length, heads, head dim)",
+            "check the head axis: it is the last but one",
         )
     for letter, extent in (("D", head_dim), ("Dv", v.shape[3])):
         if not 1 <= extent <= MAX_HEAD_DIM:
@@ -286,8 +286,8 @@ def _require_broadcastable(name: str, layout: Layout, scores_shape: tuple[int, .
         raise error(
             ValueError,
             f"{name} has shape {layout.shape}",
-            f"it broadcasts to the scores, (B, H, Sq, Sk) = {scores_shape}",
-            f"give it axes of 1 where it does not vary: {name}[:, None, None, :] if it is (B, Sk)",
+            f"it broadcasts to the scores, (B, H, queries, keys) = {scores_shape}",
+            f"give it axes of 1 where it does not vary: {name}[:, None, None, :] of (B, keys)",
         )
 
 

@@ -220,7 +220,7 @@ def _queries(layouts: dict[str, Layout], max_seqlen_q: Any) -> tuple[int, int]:
         batch, sq, *_ = layouts["q"].shape
         return batch, sq
     batch = require_bounds("cu_seqlens_q", layouts["cu_seqlens_q"])
-    return batch, checked_longest("max_seqlen_q", max_seqlen_q)
+    return batch, checked_longest("max_seqlen_q", max_seqlen_q, layouts["q"])
 
 
 def _check_values(problem: DecodeProblem, arrays: dict[str, Array]) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 
 from cupyattn.errors import error
 from cupyattn.kernels.configs.attention.options import FlashOptions
+from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import score_strides
-from cupyattn.ops.attention.problem import AttentionProblem
+from cupyattn.ops.attention.problem import MAX_LENGTH, AttentionProblem
 
 Starts = Mapping[str, int]
 """By how many bytes each array of a problem misses a vector's alignment."""
 
-MAX_LENGTH = 2**30 - 2**10  # a row of the last tile stays below kFar (masks.cuh)
 _QUAD_ROW_BYTES = 2**24  # between rows of a bias or mask read four keys at a time: 32-bit offsets
 _TILE_BYTES = 2**32  # from one end of a tile to the other: 32-bit offsets
 
@@ -36,11 +36,13 @@ def require_near_rows(
         layout = problem.layouts[name]
         stride = layout.strides[1]
         if layout.shape[1] > 1 and abs(stride) * tile_rows >= _TILE_BYTES:
+            packed = isinstance(problem, PackedProblem)
+            instead = "" if packed else f", or pass implementation={alternative!r}"
             raise error(
                 ValueError,
                 f"{name} has {stride} bytes from one row to the next",
-                f"implementation='flash' takes less than {_TILE_BYTES // tile_rows} here",
-                f"copy it with ascontiguousarray({name}), or pass implementation={alternative!r}",
+                f"kernels on tensor cores take less than {_TILE_BYTES // tile_rows} here",
+                f"copy it with ascontiguousarray({name}){instead}",
             )
 
 

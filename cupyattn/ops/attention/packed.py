@@ -14,7 +14,7 @@ import numpy as np
 
 from cupyattn.arrays import Array, Layout, contiguous
 from cupyattn.errors import error, shown
-from cupyattn.ops.attention.problem import AttentionProblem
+from cupyattn.ops.attention.problem import MAX_LENGTH, AttentionProblem
 from cupyattn.ops.checks import (
     INTEGERS,
     require_dtype,
@@ -41,8 +41,11 @@ def require_bounds(name: str, bounds: Layout, of: str = "q") -> int:
     return bounds.shape[0] - 1
 
 
-def checked_longest(name: str, given: Any) -> int:
-    """Return the most rows that a sequence has, as the caller says."""
+def checked_longest(name: str, given: Any, rows: Layout) -> int:
+    """Return the most rows that a sequence has, as the caller says.
+
+    Beyond what kernels count to it is no more than there are rows.
+    """
     most = integer(name, given)
     if most < 0:
         raise error(
@@ -51,7 +54,7 @@ def checked_longest(name: str, given: Any) -> int:
             "it is the most rows of a sequence, 0 or more",
             "pass that number, or a larger one",
         )
-    return most
+    return min(most, max(MAX_LENGTH, rows.shape[0]))
 
 
 def counts_of(

@@ -16,6 +16,7 @@ from cupyattn.ops.checks import fixes_of_results
 from cupyattn.ops.overlaps import Overlaps
 
 LSE_DTYPE = np.dtype(np.float32)
+MAX_LENGTH = 2**30 - 2**10  # a row of the last tile stays below kFar (masks.cuh)
 
 
 @dataclass(frozen=True, eq=False)

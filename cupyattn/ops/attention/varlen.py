@@ -16,7 +16,6 @@ from cupyattn.ops.attention.implementations import (
     implementation_of,
     register,
 )
-from cupyattn.ops.attention.layouts import MAX_LENGTH, require_lengths
 from cupyattn.ops.attention.modifiers import require_gradient, run_compiled
 from cupyattn.ops.attention.options import (
     POSITION_OPTIONS,
@@ -27,7 +26,7 @@ from cupyattn.ops.attention.options import (
 )
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import seeded
-from cupyattn.ops.attention.problem import AttentionProblem
+from cupyattn.ops.attention.problem import MAX_LENGTH, AttentionProblem
 from cupyattn.ops.attention.rotary import rotated, rotated_backward
 from cupyattn.ops.card import Card
 from cupyattn.ops.checks import require_item_alignment
@@ -125,7 +124,6 @@ def _implementation(
 
 
 def _require_kernel_sizes(problem: PackedProblem) -> None:
-    require_lengths(problem)
     require_item_alignment(problem.layouts, problem.starts, problem.overlaps.shown_as)
     if max(problem.total_q, problem.total_k) > MAX_LENGTH:
         raise error(

@@ -98,8 +98,8 @@ def _problem(
     batch = require_bounds("cu_seqlens_q", layouts["cu_seqlens_q"])
     require_bounds("cu_seqlens_k", layouts["cu_seqlens_k"], "k and v")
     require_shape("cu_seqlens_k", layouts["cu_seqlens_k"], (batch + 1,), "(B + 1,) as cu_seqlens_q")
-    queries = checked_longest("max_seqlen_q", max_seqlen_q)
-    keys = checked_longest("max_seqlen_k", max_seqlen_k)
+    queries = checked_longest("max_seqlen_q", max_seqlen_q, layouts["q"])
+    keys = checked_longest("max_seqlen_k", max_seqlen_k, layouts["k"])
     of_a_batch = []
     for name, shape, strides, dtype, start in description:
         layout = Layout(shape, strides, dtype)

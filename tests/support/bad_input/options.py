@@ -12,7 +12,7 @@ from cupyattn import MaskMod
 
 TABLE = np.ones((9, 2), np.float32)
 MASK, BIAS = np.ones((4, 3, 5), bool), np.zeros((4, 3, 5), np.float32)
-SCORES = "(B, H, Sq, Sk) = (2, 4, 3, 5)"
+SCORES = "(B, H, queries, keys) = (2, 4, 3, 5)"
 DROP = "at least 0 and below 1"
 
 
