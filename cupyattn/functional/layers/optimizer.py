@@ -80,7 +80,9 @@ def adamw_step(
     -----
     Loshchilov and Hutter, "Decoupled weight decay regularization", arXiv:1711.05101, algorithm 2.
     float32 inside, param rounded once. A float16 param keeps no step below 2**-11 of itself: train
-    a float32 one, and copy it.
+    a float32 one, and copy it. ``(1 - beta2) * grad**2`` is float32 too: beyond 3.4e38 (a grad of
+    5.8e20 with the usual betas) v is inf, and its item moves no more; below 1.2e-38 (3.4e-18) it
+    counts as 0, which matters beside an eps of 1e-17 or less.
 
     Examples
     --------
