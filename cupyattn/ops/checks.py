@@ -87,8 +87,13 @@ def require_dtype(name: str, layout: Layout, allowed: tuple[str, ...], fix: str 
             TypeError,
             f"{name} has dtype {layout.dtype_text}",
             f"allowed are {', '.join(allowed)}",
-            fix or f"convert it, for example {name}.astype({_nearest(dtype, allowed)!r})",
+            fix or f"convert it, for example {_own(name)}.astype({_nearest(dtype, allowed)!r})",
         )
+
+
+def _own(name: str) -> str:
+    """Name an array as Python would: "t" is score_mod's t."""
+    return name.rpartition("'s ")[2]
 
 
 def require_bool_mask(name: str, layout: Layout) -> None:
@@ -178,7 +183,7 @@ def require_shape(name: str, layout: Layout, expected: tuple[int, ...], meaning:
 
 def require_contiguous_rows(name: str, layout: Layout, fix: str = "") -> None:
     """Raise ValueError unless the last axis is contiguous and the strides are whole items."""
-    fix = fix or f"copy it with ascontiguousarray({name})"
+    fix = fix or f"copy it with ascontiguousarray({_own(name)})"
     itemsize = layout.dtype.itemsize
     if 0 in layout.shape:
         return
@@ -199,7 +204,7 @@ def require_whole_item_strides(name: str, layout: Layout, fix: str = "") -> None
             ValueError,
             f"{name} has strides {layout.strides} for items of {layout.dtype.itemsize} bytes",
             "strides are whole numbers of items",
-            fix or f"copy it with ascontiguousarray({name})",
+            fix or f"copy it with ascontiguousarray({_own(name)})",
         )
 
 
@@ -221,7 +226,7 @@ def require_item_alignment(
                 ValueError,
                 f"{name} starts {start % itemsize} bytes into an item of {itemsize}",
                 "arrays are aligned to their items",
-                f"copy it, for example {name}.copy(); make a result anew before the call",
+                f"copy it, for example {_own(name)}.copy(); make a result anew before the call",
             )
 
 

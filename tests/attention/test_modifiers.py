@@ -258,8 +258,14 @@ def test_arrays_are_called_in_errors_as_the_caller_calls_them():
     with pytest.raises(ValueError, match="out overlaps mask_mod's seen"):
         attention(KERNELS.put(KERNELS.get(q)), k, v, mask_mod=written, out=q)
     apart = KERNELS.put(np.zeros(9, np.uint8))[1:].view(np.float32)
-    with pytest.raises(ValueError, match="mask_mod's seen starts 1 bytes into"):
+    with pytest.raises(ValueError, match=r"mask_mod's seen starts .* example seen\.copy\(\)"):
         attention(q, k, v, mask_mod=MaskMod("seen[h]", seen=apart))
+    short = KERNELS.put(np.zeros(2, np.int16))
+    with pytest.raises(TypeError, match=r"mask_mod's seen has .* seen\.astype\('float32'\)$"):
+        attention(q, k, v, mask_mod=MaskMod("seen[h]", seen=short))
+    tables = [KERNELS.put(np.ones((8, 8), np.float32))[:, ::2]] * 2
+    with pytest.raises(ValueError, match=r"rotary's cos has .* with ascontiguousarray\(cos\)$"):
+        attention(q, k, v, rotary=tuple(tables))
 
 
 def test_a_score_mod_without_gradient_has_no_backward():
