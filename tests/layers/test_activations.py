@@ -137,6 +137,26 @@ def test_limits(side, kind):
     assert_allclose(dx, [0.5, 0.5, 1, 0, np.nan, 1, 0, 1, 0, 1, 0, 0.5], atol=1e-18)
 
 
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_infinity_meets_what_vanishes_alike_on_numpy(kind):
+    """Such as silu(-88): 0 times infinity is NaN, and on NumPy no infinity of the other's."""
+    x = np.concatenate([np.linspace(-200, 30, 461), EDGES]).astype(np.float32)
+    infinite = np.full_like(x, -np.inf)
+
+    def found(put):
+        gate, up = put(x), put(infinite)
+        of_gated = GATED[kind].backward(up, gate, put(np.ones_like(x)))
+        return GATED[kind](gate, up), PLAIN[kind].backward(up, gate), *of_gated
+
+    with cupyattn.backend("reference"):
+        expected = found(np.asarray)
+    for result, right in zip(map(KERNELS.get, found(KERNELS.put)), expected, strict=True):
+        assert_array_equal(result, right)
+        assert np.isnan(right[x == -88]).all()
+
+
 @everywhere
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradients_may_be_added_and_written_over_their_inputs(side, packed):

@@ -18,7 +18,8 @@ Errors, with u32 = 2**-24, q = min(p, 1 - p), which the kernels compute, and 1 -
 - |value - x p| <= u32 (|x| q g + 5 |x p|).
 - p' is q (1 - q) z', or the density e^(-x^2/2) / sqrt(2 pi): g + 12 u32 of itself at most. The
   derivative p + x p' errs by u32 (q g + 5 p + |x p'| (g + 13)), its sum's rounding included.
-- The exponential is flushed below 2**-126: at the most 2**-118 in a value or derivative.
+- What is below 2**-126 is flushed, here too, so that products with an infinity are NaN on either
+  side: at the most 2**-118 in a value or derivative.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from cupyattn.reference.attention.bounds import TINY32, U32, precision_of
 Float64 = NDArray[np.float64]
 
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
-_FLUSHED = 2.0**-118
+_SMALLEST, _FLUSHED = 2.0**-126, 2.0**-118
 _LARGEST = np.finfo(np.float64).max
 
 _erfc = np.frompyfunc(math.erfc, 1, 1)
@@ -54,9 +55,9 @@ def probability(x: ArrayLike, activation: str) -> Probability:
     x = np.asarray(x, dtype=np.float64)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         if activation == "gelu":
-            p, rest = (_erfc(sign * x / math.sqrt(2)) / 2 for sign in (-1, 1))
-            density = np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
-            return Probability(_floats(p), _floats(rest), density, 31 + 1.5 * x * x)
+            p, rest = (_flushed(_erfc(sign * x / math.sqrt(2)) / 2) for sign in (-1, 1))
+            density = _flushed(np.exp(-x * x / 2) / math.sqrt(2 * math.pi))
+            return Probability(p, rest, density, 31 + 1.5 * x * x)
         if activation == "relu":
             p = np.where(np.isnan(x), x, x > 0)
             return Probability(p, 1 - p, np.zeros_like(x), np.zeros_like(x))
@@ -66,14 +67,15 @@ def probability(x: ArrayLike, activation: str) -> Probability:
             dz = 2 * _SQRT_2_OVER_PI * (1 + 3 * 0.044715 * x * x)
             growth = 7
         t = np.exp(-np.abs(z))
-        larger, smaller = 1 / (1 + t), t / (1 + t)
+        larger, smaller = 1 / (1 + t), _flushed(t / (1 + t))
         p, rest = np.where(z > 0, (larger, smaller), (smaller, larger))
-        slope = np.where(t == 0, 0.0, larger * smaller * dz)
+        slope = np.where(smaller == 0, 0.0, larger * smaller * dz)
         return Probability(p, rest, slope, 8 + growth * np.abs(z))
 
 
-def _floats(values: object) -> Float64:
-    return np.asarray(values, dtype=np.float64)
+def _flushed(values: object) -> Float64:
+    floats = np.asarray(values, dtype=np.float64)
+    return floats * ~(np.abs(floats) < _SMALLEST)  # of its sign
 
 
 def _times(x: Float64, factor: Float64) -> Float64:
@@ -91,7 +93,7 @@ def activation(x: ArrayLike, kind: str) -> Float64:
     array([-0.    ,  0.    ,  0.8413])
     """
     x = np.asarray(x, dtype=np.float64)
-    return _times(x, probability(x, kind).p)
+    return _flushed(_times(x, probability(x, kind).p))
 
 
 def activation_derivative(x: ArrayLike, kind: str) -> Float64:
