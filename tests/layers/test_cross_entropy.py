@@ -295,6 +295,7 @@ REFUSED = {
     "smoothing": ({"label_smoothing": 1.5}, ValueError, r"label_smoothing = 1.5; it is at least 0"),
     "smoothing NaN": ({"label_smoothing": np.nan}, ValueError, "label_smoothing = nan"),
     "z": ({"z_loss": "1"}, TypeError, "z_loss is a str"),
+    "z below 0": ({"z_loss": -1e-3}, ValueError, "z_loss = -0.001"),
     "reduction": ({"reduction": "average"}, ValueError, "reduction = 'average'; allowed"),
     "reduction None": ({"reduction": None}, ValueError, "reduction = None"),
     "ignore_index": ({"ignore_index": 0.5}, TypeError, "ignore_index is 0.5"),

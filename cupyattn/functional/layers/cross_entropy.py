@@ -57,8 +57,8 @@ def cross_entropy(
         e, at least 0 and at most 1: of the target (1 - e) is the label, and e spread over all V
         columns (Szegedy et al., arXiv:1512.00567, section 7).
     z_loss : float
-        z: z lse^2 is added to the loss of each row that counts, which keeps lse near 0 (Chowdhery
-        et al., arXiv:2204.02311, section 5).
+        z, 0 or more: z lse^2 is added to the loss of each row that counts, which keeps lse near 0
+        (Chowdhery et al., arXiv:2204.02311, section 5).
     reduction : {"mean", "sum", "none"}
         Of the losses: their mean over the rows that count (NaN where there are none), their sum, or
         all of them.

@@ -52,7 +52,15 @@ def checked_options(ignore_index: Any, label_smoothing: Any, z_loss: Any) -> Los
             "it is at least 0 and at most 1",
             "pass the share of the target that all classes get, 0.1 for a tenth",
         )
-    return LossOptions(ignored, smoothing, factor("z_loss", z_loss))
+    weight = factor("z_loss", z_loss)
+    if weight < 0.0:
+        raise error(
+            ValueError,
+            f"z_loss = {weight}",
+            "it is 0 or more: below, it would drive lse away from 0",
+            "pass the weight of lse^2, 1e-4 for example",
+        )
+    return LossOptions(ignored, smoothing, weight)
 
 
 def require_reduction(given: Any) -> None:
