@@ -283,3 +283,35 @@ def test_a_cache_of_bfloat16_rounds_once():
                   for side in (-np.inf, np.inf)]  # fmt: skip
     off = np.abs(stored.astype(float) - exact)
     assert all((off <= np.abs(other - exact)).all() for other in neighbours)
+
+
+@pytest.mark.parametrize("backend", ["reference", "emulator"])
+def test_queries_are_rotated_to_positions_that_there_are(backend):
+    """Those of a token that is left out too; without queries its position may be anything."""
+    given = ROTATED.memory()
+    given["slot_mapping"][2], given["positions"][2] = -1, POSITIONS
+    arguments, options = ROTATED.views(given)
+    with cupyattn.backend(backend):
+        cupyattn.append_kv(*arguments, **{**options, "q": None})
+        before = given["flat"].copy()
+        with pytest.raises(ValueError, match=rf"positions\[2\] is {POSITIONS}; the tables of "):
+            cupyattn.append_kv(*arguments, **options)
+    assert_array_equal(given["flat"], before)
+
+
+@pytest.mark.parametrize("backend", ["reference", "emulator"])
+@pytest.mark.parametrize("tokens", [(9,), (3, 3)])
+def test_a_slot_that_stands_twice_is_refused(backend, tokens):
+    problem = replace(ROTATED, tokens=tokens)
+    given = problem.memory()
+    slots = given["slot_mapping"].reshape(-1)
+    slots[:] = (5, -1, 7, 2, -1, 1, 7, 0, 7)
+    named = ("2", "6") if len(tokens) == 1 else ("0, 2", "2, 0")
+    before = given["pool"].copy()
+    message = r"slot_mapping\[{}\] and slot_mapping\[{}\] are both 7; ".format(*named)
+    with cupyattn.backend(backend), pytest.raises(ValueError, match=message):
+        problem.call(given)
+    assert_array_equal(given["pool"], before)
+    slots[[6, 8]] = -1
+    with cupyattn.backend(backend):
+        problem.call(given)

@@ -110,8 +110,8 @@ def test_the_calls_themselves_are_right():
         ({"positions": lambda x: x.astype(F32)}, TypeError, "positions has dtype float32"),
         ({"positions": lambda x: np.full(6, 40), "slot_mapping": lambda x: np.arange(6)},
          ValueError, "positions[0] is 40; the tables of rotary have rows 0 to 39"),
-        ({"positions": with_item(slice(None), -3), "slot_mapping": lambda x: np.arange(-1, 5)},
-         ValueError, "positions[1] is -3"),
+        ({"positions": with_item(slice(None), -3), "slot_mapping": lambda x: np.arange(-1, 5),
+          "q": None}, ValueError, "positions[1] is -3"),
         ({"k_scales": np.zeros((4, 4, 2), F32)}, ValueError, "k_scales was given with caches of"),
     ],
 )  # fmt: skip

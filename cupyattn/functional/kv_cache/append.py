@@ -78,15 +78,15 @@ def append_kv(
     ValueError
         For shapes or strides that do not fit, arrays that are written and overlap others, q without
         rotary, and scales of caches that are not quantised. Where values are checked (`backend`;
-        NumPy arrays always) for slots that are not in the caches and positions outside of the
-        tables. Otherwise a GPU skips such a slot, and stores NaN in the rotated features of such a
-        token.
+        NumPy arrays always) for slots that are not in the caches or stand twice, and for positions
+        outside of the tables, but those of tokens that are left out if q is not given. Otherwise a
+        GPU skips such a slot, and stores NaN in the rotated features of such a token.
     RuntimeError
         On a GPU, as `attention`.
 
     Notes
     -----
-    Slots of a call are distinct. Of two tokens with one slot the CPU keeps the later one; a GPU
+    Slots of a call are distinct. Of two tokens with one slot a GPU that does not check values
     writes both, in any order, so that the slot may hold parts of each.
 
     A quantised item is ``q * scale`` with ``scale = max|x| / 127`` over the D items of a token and

@@ -80,7 +80,9 @@ def append_problem(operands: Operands, *, interleaved: bool) -> AppendProblem:
         require_slots(arrays["slot_mapping"], problem.caches)
         if "positions" in arrays:
             length = problem.layouts["cos"].shape[0]
-            require_positions(arrays["positions"], arrays["slot_mapping"], length)
+            # q is rotated for tokens that are left out, too.
+            stored = None if "q" in arrays else arrays["slot_mapping"]
+            require_positions(arrays["positions"], stored, length)
     return problem
 
 

@@ -137,7 +137,10 @@ def _require_scales(
 
 
 def require_slots(slot_mapping: Array, caches: Caches) -> None:
-    """Raise ValueError for a slot that is neither in the caches nor -1. Waits for a GPU."""
+    """Raise ValueError for a slot that is neither in the caches nor -1, or that stands twice.
+
+    Waits for a GPU.
+    """
     slots = on_host(slot_mapping)
     count = caches.num_blocks * caches.block_size
     at = first_where((slots < -1) | (slots >= count))
@@ -149,12 +152,25 @@ def require_slots(slot_mapping: Array, caches: Caches) -> None:
             f"{caches.block_size}), and -1 leaves a token out",
             "pass block * block_size + offset of a block that there is",
         )
+    flat = slots.ravel()
+    order = np.argsort(flat, kind="stable")
+    same = first_where((flat[order[1:]] == flat[order[:-1]]) & (flat[order[1:]] >= 0))
+    if same is not None:
+        first, second = (np.unravel_index(order[same[0] + i], slots.shape) for i in (0, 1))
+        raise error(
+            ValueError,
+            f"slot_mapping[{_index(first)}] and slot_mapping[{_index(second)}] are both "
+            f"{slots[second]}",
+            "a slot is written once in a call: the tokens' order is nobody's",
+            "pass -1 for the token that is to be left out",
+        )
 
 
-def require_positions(positions: Array, slot_mapping: Array, length: int) -> None:
-    """Raise ValueError if a token that is not left out stands outside of the tables."""
+def require_positions(positions: Array, slot_mapping: Array | None, length: int) -> None:
+    """Raise ValueError if a token stands outside of the tables, unless its slot is -1."""
     places = on_host(positions)
-    at = first_where(((places < 0) | (places >= length)) & (on_host(slot_mapping) >= 0))
+    outside = (places < 0) | (places >= length)
+    at = first_where(outside if slot_mapping is None else outside & (on_host(slot_mapping) >= 0))
     if at is not None:
         raise error(
             ValueError,
