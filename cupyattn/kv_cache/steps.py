@@ -18,6 +18,9 @@ from cupyattn.kv_cache.arguments import as_count
 from cupyattn.kv_cache.sequence import Sequence
 from cupyattn.kv_cache.tables import StepTables, as_counts, lengths_of, require_tables
 
+_GIVEN = ("k_scales", "v_scales", "cu_seqlens_q", "max_seqlen_q")
+"""Options of `paged_attention` that a cache and its tables have."""
+
 
 class CacheSteps:
     """The part of `PagedKVCache` that a step calls."""
@@ -111,7 +114,8 @@ class CacheSteps:
         layer : int
             Which layer's.
         k, v : array (total, G, D), or (B, S, G, D)
-            The new tokens in the order of the tables: as many as these have, or have room for.
+            The new tokens in the order of the tables: as many as these have, or have room for. With
+            four axes S is the number of each sequence's new tokens.
         tables : StepTables
             Those of the step.
         q : array (total, H, D), or (B, S, H, D), optional
@@ -122,12 +126,14 @@ class CacheSteps:
         Raises
         ------
         ValueError
-            If the tables have another number of tokens. Nothing is written then.
+            If the tables have another number of tokens, in all or of a sequence. Nothing is written
+            then.
         TypeError, ValueError
             As `append_kv`, for dtypes, heads and whatever else does not fit.
         """
         require_tables(tables, self.allocator)
         k = adopt_one("k", k)
+        _require_axes("k", k, tables, "total, G, D", "B, S, G, D")
         tokens = k.shape[:-2]
         count = math.prod(tokens)
         if not tables.num_tokens <= count <= len(tables.slot_mapping):
@@ -161,11 +167,13 @@ class CacheSteps:
             Which layer's keys and values.
         q : array (B, Sq, H, D), or (total, H, D)
             The queries of the new tokens, as `paged_attention` takes them: packed for sequences
-            with different numbers of them. A step that a CUDA graph captures has (B, 1, H, D).
+            with different numbers of them, otherwise Sq of each. A step that a CUDA graph captures
+            has (B, 1, H, D).
         tables : StepTables
             Those of the step.
         **options
-            As of `paged_attention`: causal, softmax_scale, window_size, out and so on.
+            As of `paged_attention`: causal, softmax_scale, window_size, out and so on, but for
+            scales, cu_seqlens_q and max_seqlen_q, which the cache and the tables have.
 
         Returns
         -------
@@ -176,8 +184,8 @@ class CacheSteps:
         Raises
         ------
         ValueError
-            If the tables are another cache's, or have more new tokens than there are packed
-            queries.
+            If the tables are another cache's, have more new tokens than there are packed queries,
+            or not Sq of each sequence.
         TypeError, ValueError
             As `paged_attention`.
 
@@ -189,12 +197,19 @@ class CacheSteps:
         but few steps.
         """
         require_tables(tables, self.allocator)
+        for name in _GIVEN:
+            if name in options:
+                raise error(
+                    TypeError,
+                    f"attend got {name} = {shown(options[name])}",
+                    "the cache has its own scales, and the tables say whose queries are whose",
+                    f"leave {name} out, or call paged_attention",
+                )
         q = adopt_one("q", q)
+        _require_axes("q", q, tables, "total, H, D", "B, Sq, H, D")
         arrays, batch = self._layer(layer), len(tables.seqlens_k)
         if len(q.shape) != 3:
-            rows = (
-                len(q) if len(q.shape) == 4 and tables.num_sequences <= len(q) <= batch else batch
-            )
+            rows = len(q) if tables.num_sequences <= len(q) <= batch else batch
             return _attend(arrays, tables, slice(0, rows), q, options)
         if tables.num_tokens > len(q):
             raise error(
@@ -236,6 +251,29 @@ class CacheSteps:
             if name not in arrays:
                 arrays[name] = self._xp.zeros(shape, dtypes[name])
         return (arrays["out"], arrays["lse"]) if with_lse else arrays["out"]
+
+
+def _require_axes(name: str, array: Array, tables: StepTables, packed: str, alike: str) -> None:
+    """Refuse what is neither packed nor as many tokens of each sequence as the step has."""
+    shape = tuple(array.shape)
+    if len(shape) not in (3, 4):
+        raise error(
+            ValueError,
+            f"{name} has shape {shape}",
+            f"{name} is ({packed}) or ({alike}), 3 or 4 axes",
+            "reshape it",
+        )
+    each = tables.max_seqlen_q  # and if each sequence has so many, they all have
+    if len(shape) == 4 and tables.num_sequences:
+        if shape[1] == each and tables.num_tokens == each * tables.num_sequences:
+            return
+        counts = [end - begin for begin, end, _ in tables.spans()]
+        raise error(
+            ValueError,
+            f"{name} {shape} has {shape[1]} tokens of each sequence",
+            f"the step's sequences have {shown(counts)} new ones",
+            f"pass as many of each, or those of all packed, ({packed})",
+        )
 
 
 def _attend(

@@ -146,6 +146,53 @@ def test_what_does_not_fit_the_tables_is_refused(dtype):
         cache.attend(0, q, tables, dropout_p=0.5, seed=1)
 
 
+@pytest.mark.parametrize("counts", [(1, 3), (3, 1), (0, 2), (1, 1), (4, 4), (0, 0)])
+def test_arrays_with_four_axes_have_the_new_tokens_of_each_sequence(counts):
+    cache, sequences, _ = filled("float32", (20, 5))
+    before = cache.k.copy()
+    tables = cache.step_tables(sequences, counts, max_tokens=8, max_batch=3)
+    message = rf"tokens of each sequence; .* have \[{counts[0]}, {counts[1]}\] new ones"
+    for batch, each in ((2, 2), (2, 3)):
+        q, k = np.zeros((batch, each, H, D), np.float32), np.ones((batch, each, G, D), np.float32)
+        with pytest.raises(ValueError, match=rf"q \(.*\) has {each} {message}"):
+            cache.attend(0, q, tables)
+        with pytest.raises(ValueError, match=rf"k \(.*\) has {each} {message}"):
+            cache.append(0, k, k, tables)
+    assert (cache.k == before).all()
+
+
+def test_arrays_with_four_axes_that_fit_the_step():
+    """With rows that no sequence has, too; tables of no sequence yet have any number."""
+    cache, sequences, rng = filled("float32", (20, 5))
+    for batch in (2, 3):
+        tables = cache.step_tables(sequences, 2, max_tokens=6, max_batch=3)
+        q, k = (rng.standard_normal((batch, 2, heads, D), dtype=np.float32) for heads in (H, G))
+        cache.append(0, k, k, tables)
+        packed = cache.attend(0, q.reshape(-1, H, D), tables, causal=True)
+        np.testing.assert_array_equal(cache.attend(0, q, tables, causal=True)[:2].ravel(),
+                                      packed[:4].ravel())  # fmt: skip
+        tables.update([])
+        assert not cache.attend(0, q, tables).any()
+
+
+def test_what_the_cache_and_its_tables_have_is_no_option():
+    cache, sequences, _ = filled("int8", (20, 5))
+    tables, q = cache.step_tables(sequences), np.zeros((2, 1, H, D), np.float32)
+    for name in ("k_scales", "v_scales", "cu_seqlens_q", "max_seqlen_q"):
+        with pytest.raises(TypeError, match=f"attend got {name} = None; .*; leave {name} out"):
+            cache.attend(0, q, tables, **{name: None})
+
+
+@pytest.mark.parametrize("shape", [(), (8,), (2, 8), (1, 1, 2, 2, 8)])
+def test_arrays_of_other_axes_are_refused(shape):
+    cache, sequences, _ = filled("float32", (20, 5))
+    tables, array = cache.step_tables(sequences), np.zeros(shape, np.float32)
+    with pytest.raises(ValueError, match=r"k is \(total, G, D\) or \(B, S, G, D\), 3 or 4 axes"):
+        cache.append(0, array, array, tables)
+    with pytest.raises(ValueError, match=r"q is \(total, H, D\) or \(B, Sq, H, D\), 3 or 4 axes"):
+        cache.attend(0, array, tables)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_that_do_not_fit_are_refused_before_anything_is_written(dtype):
     cache, sequences, _ = filled(dtype, (20, 5))
