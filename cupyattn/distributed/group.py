@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -14,8 +14,8 @@ import numpy as np
 
 from cupyattn.arrays import Array
 from cupyattn.cupy_library import load_cupy
-from cupyattn.distributed.communicators.adapters import communicator_of, may_keep_the_host
-from cupyattn.distributed.communicators.aside import aside
+from cupyattn.distributed.communicators.adapters import communicator_of
+from cupyattn.distributed.communicators.carrier import Carrier
 from cupyattn.distributed.communicators.mailbox import ThreadCommunicator
 from cupyattn.distributed.failures import Failures, FolderFailures, SharedFailures
 from cupyattn.distributed.watch import Watch
@@ -97,6 +97,7 @@ class Group:
         self._watch = Watch(self.rank, timeout, self._failures, self._abort)
         self._aborting = threading.Lock()
         self._aborted = False
+        self._carrier = Carrier(self._communicator, self.check)
         self.agreed: set[tuple[str, ...]] = set()
         """What all ranks have said of their calls, where they are asked once."""
         self.gathers_on_host = bool(getattr(self._communicator, "gathers_on_host", False))
@@ -142,32 +143,7 @@ class Group:
         """
         waits_for = f"rank {source} to send and rank {to} to receive"
         with self._transfer(stream, source, waits_for):
-            self._carry(lambda: self._move(outgoing, to, incoming, source, stream), stream)
-
-    def _move(
-        self,
-        outgoing: Sequence[Array],
-        to: int,
-        incoming: Sequence[Array],
-        source: int,
-        stream: Any,
-    ) -> None:
-        """Send and receive, together or by turns."""
-        communicator = self._communicator
-        together = getattr(communicator, "together", None)
-        if together is not None:
-            with together():
-                for array in outgoing:
-                    communicator.send(array, to, stream)
-                for array in incoming:
-                    communicator.receive(array, source, stream)
-            return
-        hop = min((to - self.rank) % self.size, (self.rank - to) % self.size)
-        turns = [(communicator.send, outgoing, to), (communicator.receive, incoming, source)]
-        # Every circle of senders has neighbours that differ in this, so someone receives.
-        for act, arrays, peer in turns if self.rank // hop % 2 == 0 else turns[::-1]:
-            for array in arrays:
-                act(array, peer, stream)
+            self._carrier.exchange(outgoing, to, incoming, source, stream)
 
     def all_gather(self, array: Array, /) -> list[Array]:
         """Gather an array of each rank, in the order of ranks.
@@ -196,7 +172,7 @@ class Group:
             others = " or another" if self.size > 2 else ""
             flat = xp.ascontiguousarray(array).reshape(-1)
             with self._transfer(stream, peer, f"rank {peer}{others}"):
-                self._carry(lambda: self._communicator.all_gather(flat, out, stream), stream)
+                self._carrier.all_gather(flat, out, stream)
         return [row.reshape(array.shape) for row in out]
 
     @contextmanager
@@ -217,22 +193,6 @@ class Group:
             if failure is not None and isinstance(raised, Exception):
                 raise failure from None  # an aborted communicator has errors of its own
             raise
-
-    def _carry(self, move: Callable[[], None], stream: Any) -> None:
-        """Have a communicator move bytes; a user's own on a thread, for it may wait for ever."""
-        if not may_keep_the_host(self._communicator):
-            move()
-            return
-        if stream is None:
-            aside(move, self.check)
-            return
-        device = load_cupy().cuda.Device()
-
-        def there() -> None:
-            with device, stream:
-                move()
-
-        aside(there, self.check)
 
     def side_stream(self, device: int) -> Any:
         """Return the stream that transfers of a device take, above others in priority."""

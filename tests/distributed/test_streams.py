@@ -17,7 +17,7 @@ import pytest
 from cupyattn.distributed import group as groups
 from cupyattn.distributed import lane as lanes
 from cupyattn.distributed import watch
-from cupyattn.distributed.communicators import mailbox
+from cupyattn.distributed.communicators import carrier, mailbox
 from cupyattn.distributed.communicators.mailbox import PostOffice, ThreadCommunicator
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.lane import Blocks, Lane
@@ -127,7 +127,7 @@ FAKE = SimpleNamespace(
 
 @pytest.fixture(autouse=True)
 def _a_stand_in_for_cupy(monkeypatch):
-    for module in (groups, lanes, watch, mailbox):
+    for module in (groups, lanes, watch, mailbox, carrier):
         monkeypatch.setattr(module, "load_cupy", lambda: FAKE)
     Log.accesses.clear()
     Log.races.clear()
