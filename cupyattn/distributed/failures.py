@@ -8,14 +8,36 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from numbers import Real
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+from cupyattn.errors import error, shown
 
 ALIKE = "all ranks make the same calls in the same order"
 PATIENCE = "look what that rank does, or pass a longer timeout"
 _NOTE = "failed"
 _LONGEST = 2000  # characters of a note
 _SECONDS_BETWEEN_LOOKS = 0.5  # for processes that are gone
+
+
+def seconds_of(timeout: Any) -> float:
+    """Return a timeout as what threads can wait: infinity is as long as they ever do.
+
+    Raises
+    ------
+    ValueError
+        For what is no number above 0.
+    """
+    is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+    if not is_number or not timeout > 0:  # NaN too
+        raise error(
+            ValueError,
+            f"timeout = {shown(timeout)}",
+            "it is a number of seconds above 0",
+            "leave it out for 300",
+        )
+    return float(min(timeout, threading.TIMEOUT_MAX))
 
 
 class RankFailedError(RuntimeError):

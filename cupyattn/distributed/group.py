@@ -17,7 +17,7 @@ from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.communicators.adapters import communicator_of
 from cupyattn.distributed.communicators.carrier import Carrier
 from cupyattn.distributed.communicators.mailbox import ThreadCommunicator
-from cupyattn.distributed.failures import Failures, FolderFailures, SharedFailures
+from cupyattn.distributed.failures import Failures, FolderFailures, SharedFailures, seconds_of
 from cupyattn.distributed.watch import Watch
 from cupyattn.errors import error, shown
 
@@ -46,7 +46,7 @@ class Group:
     Raises
     ------
     TypeError
-        For what is no communicator.
+        For what is no communicator, or one whose rank or size is no integer.
     ValueError
         For a communicator of another size, or a timeout that is no positive number.
 
@@ -73,16 +73,10 @@ class Group:
         folder: str | os.PathLike[str] | None = None,
         timeout: float = TIMEOUT,
     ) -> None:
+        timeout = seconds_of(timeout)
         self._communicator = communicator_of(communicator, self.check)
         self.rank = int(self._communicator.rank)
         self.size = int(self._communicator.size)
-        if not (isinstance(timeout, int | float) and timeout > 0):
-            raise error(
-                ValueError,
-                f"timeout = {shown(timeout)}",
-                "it is a number of seconds above 0",
-                "leave it out for 300",
-            )
         if (size is not None and size != self.size) or not 0 <= self.rank < self.size:
             raise error(
                 ValueError,
@@ -97,6 +91,8 @@ class Group:
         self._watch = Watch(self.rank, timeout, self._failures, self._abort)
         self._aborting = threading.Lock()
         self._aborted = False
+        self._busy = threading.Lock()
+        self._closed = False
         self._carrier = Carrier(self._communicator, self.check)
         self.agreed: set[tuple[str, ...]] = set()
         """What all ranks have said of their calls, where they are asked once."""
@@ -140,7 +136,35 @@ class Group:
         ------
         RankFailedError
             If a rank has failed, or did not come in time.
+        TypeError
+            For what is no array of NumPy or CuPy.
+        ValueError
+            For a rank that is none, ranks that are not as far away, or arrays elsewhere than on
+            the device of this rank, if it has one.
         """
+        for name, peer in (("to", to), ("source", source)):
+            if not 0 <= peer < self.size:
+                raise error(
+                    ValueError,
+                    f"{name} = {shown(peer)} in a group of {self.size} ranks",
+                    "ranks count from 0",
+                    "take it modulo group.size",
+                )
+        if (to - self.rank) % self.size != (self.rank - source) % self.size:
+            raise error(
+                ValueError,
+                f"rank {self.rank} sends to rank {to} and receives from rank {source}",
+                "all ranks send as far: to - rank is rank - source, modulo size",
+                f"receive from rank {(2 * self.rank - to) % self.size}",
+            )
+        for array in (*outgoing, *incoming):
+            self._carrier.require_here(array)
+        if to == self.rank:
+            self.check()
+            with nullcontext() if stream is None else stream:
+                for own, into in zip(outgoing, incoming, strict=True):
+                    into[...] = own
+            return
         waits_for = f"rank {source} to send and rank {to} to receive"
         with self._transfer(stream, source, waits_for):
             self._carrier.exchange(outgoing, to, incoming, source, stream)
@@ -162,7 +186,12 @@ class Group:
         ------
         RankFailedError
             If a rank has failed, or did not come in time.
+        TypeError
+            For what is no array of NumPy or CuPy.
+        ValueError
+            For one elsewhere than on the device of this rank, if it has one.
         """
+        self._carrier.require_here(array, or_on_host=self.gathers_on_host)
         on_host = isinstance(array, np.ndarray)
         xp = np if on_host else load_cupy()
         with self.on_device(None if on_host else array.device.id):
@@ -182,6 +211,13 @@ class Group:
         Otherwise a later call would take the bytes of this one for its own.
         """
         self.check()
+        if not self._busy.acquire(blocking=False):
+            raise error(
+                RuntimeError,
+                f"two threads use the group of rank {self.rank} at once",
+                "a rank's transfers have one order, which is that of the other ranks too",
+                "make a group for each thread, on a communicator of its own",
+            )
         waits_in_time = stream is None and isinstance(self._communicator, ThreadCommunicator)
         watched = nullcontext() if waits_in_time else self._watch.over(stream, peer, waits_for)
         try:
@@ -193,6 +229,8 @@ class Group:
             if failure is not None and isinstance(raised, Exception):
                 raise failure from None  # an aborted communicator has errors of its own
             raise
+        finally:
+            self._busy.release()
 
     def side_stream(self, device: int) -> Any:
         """Return the stream that transfers of a device take, above others in priority."""
@@ -203,10 +241,17 @@ class Group:
         return self._streams[device]
 
     def check(self) -> None:
-        """Raise RankFailedError if a rank is known to have failed."""
+        """Raise RankFailedError if a rank is known to have failed, RuntimeError after the end."""
         failure = self._failures.first()
         if failure is not None:
             raise failure
+        if self._closed:
+            raise error(
+                RuntimeError,
+                f"the group of rank {self.rank} has ended",
+                "it serves inside of run's function, or of its with block",
+                "make the call there, or another group",
+            )
 
     def fail(self, reason: BaseException | str) -> None:
         """Tell the other ranks, where there is a way, that this one has failed."""
@@ -216,6 +261,9 @@ class Group:
 
     def close(self) -> None:
         """Leave the group, and give back what it holds."""
+        if self._closed:
+            return
+        self._closed = True
         self._watch.stop()
         self._failures.leave(self.rank)
         if self._failures.first() is not None:
@@ -232,17 +280,15 @@ class Group:
         raised: BaseException | None,
         _: TracebackType | None,
     ) -> None:
-        if raised is None:
-            self._watch.drain()
-            try:
-                self.check()
-            finally:
-                self.close()
+        if raised is not None:
+            self.fail(raised)  # who failed first stays
+            self._watch.stop()
             return
-        if self._failures.first() is None:
-            self.fail(raised)
-        self._abort()
-        self._watch.stop()
+        self._watch.drain()
+        failure = self._failures.first()
+        self.close()
+        if failure is not None:
+            raise failure
 
     def _abort(self) -> None:
         abort = getattr(self._communicator, "abort", None)

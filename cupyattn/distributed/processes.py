@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.communicators.nccl import ID_BYTES, load_nccl, new_id, of_id
-from cupyattn.distributed.failures import FolderFailures
+from cupyattn.distributed.failures import FolderFailures, seconds_of
 from cupyattn.distributed.group import TIMEOUT, Group
 from cupyattn.distributed.launchers import launched
 from cupyattn.distributed.placement import require_rank
@@ -62,7 +62,7 @@ def nccl_group(
     Raises
     ------
     ValueError
-        For a rank that is none, or an id that is no 128 bytes.
+        For a rank that is none, an id that is no 128 bytes, or a timeout that is no number above 0.
     RuntimeError
         If NCCL is not installed.
     TimeoutError
@@ -78,6 +78,7 @@ def nccl_group(
             f"it is {ID_BYTES} bytes",
             "pass what one rank has from distributed.unique_id()",
         )
+    timeout = seconds_of(timeout)
     load_nccl()  # before anything is left in a folder
     name = f"cupyattn-{hashlib.sha256(unique_id).hexdigest()[:16]}"
     place = Path(folder if folder is not None else tempfile.gettempdir()) / name
@@ -114,12 +115,13 @@ def launched_group(
         If the environment does not say which rank this is, or launchers in it disagree; if NCCL is
         not installed.
     ValueError
-        For numbers in the environment that are none.
+        For numbers in the environment that are none, or a timeout that is none above 0.
     TimeoutError
         If a rank does not come in time.
     RankFailedError
         As for `nccl_group`.
     """
+    timeout = seconds_of(timeout)
     rank, size, local_rank = launched()
     cuda = load_cupy().cuda
     cuda.Device(local_rank % cuda.runtime.getDeviceCount() if device is None else device).use()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.communicators.mailbox import PostOffice, ThreadCommunicator
 from cupyattn.distributed.communicators.nccl import nccl_is_there, of_devices
 from cupyattn.distributed.communicators.protocol import Communicator
-from cupyattn.distributed.failures import PATIENCE, SharedFailures
+from cupyattn.distributed.failures import PATIENCE, SharedFailures, seconds_of
 from cupyattn.distributed.group import TIMEOUT, Group
 from cupyattn.errors import error, shown
 
@@ -61,8 +62,11 @@ def run(
         If the function raised on a rank, which it names: its error is the cause. The other ranks
         end at what they do next with the group. Likewise for a rank that does not come in time, or
         has returned while another waits for it.
+    TypeError
+        For ranks that are no integer, or devices that are no sequence of them.
     ValueError
-        For neither or both of ranks and devices, a device twice, or a transport that is none.
+        For neither or both of ranks and devices, a device twice, a transport that is none, or a
+        timeout that is no number above 0.
 
     Notes
     -----
@@ -74,6 +78,7 @@ def run(
     >>> run(lambda group: float(sum(group.all_gather(np.array(group.rank)))), 4)
     [6.0, 6.0, 6.0, 6.0]
     """
+    timeout = seconds_of(timeout)
     failures, ends = _ends(ranks, devices, transport, timeout)
     groups = [Group(end, timeout=timeout) for end in ends]
     results: dict[int, _Result] = {}
@@ -165,19 +170,28 @@ def _ends(
             f"allowed are {', '.join(map(repr, TRANSPORTS))}, between devices",
             "leave it out",
         )
-    size = ranks if devices is None else len(devices)
-    if not isinstance(size, int) or size < 1 or (devices and len(set(devices)) < size):
+    try:
+        ordinals = None if devices is None else [operator.index(device) for device in devices]
+        size = operator.index(ranks) if ordinals is None else len(ordinals)  # type: ignore[arg-type]
+    except TypeError:
+        raise error(
+            TypeError,
+            f"ranks = {shown(ranks)} and devices = {shown(devices)}",
+            "ranks is an integer, devices a sequence of CUDA ordinals",
+            "pass run(function, 4), or run(function, devices=[0, 1])",
+        ) from None
+    if size < 1 or (ordinals and (len(set(ordinals)) < size or min(ordinals) < 0)):
         raise error(
             ValueError,
             f"ranks = {shown(ranks)} and devices = {shown(devices)}",
             "there is 1 rank or more, each on a device of its own",
             "pass the ordinals of different devices",
         )
-    if devices is not None and (transport or ("nccl" if nccl_is_there() else "peer")) == "nccl":
+    if ordinals is not None and (transport or ("nccl" if nccl_is_there() else "peer")) == "nccl":
         failures = SharedFailures()
-        return failures, of_devices(list(devices), failures, timeout)
+        return failures, of_devices(ordinals, failures, timeout)
     office = PostOffice(timeout)
-    places = [None] * size if devices is None else list(devices)
     return office.failures, [
-        ThreadCommunicator(office, rank, size, device) for rank, device in enumerate(places)
+        ThreadCommunicator(office, rank, size, None if ordinals is None else ordinals[rank])
+        for rank in range(size)
     ]

@@ -140,7 +140,7 @@ def test_cupyx_has_two_peers_in_one_group(monkeypatch):
     bindings = Bindings()
     monkeypatch.setattr(adapters, "load_nccl", lambda: bindings)
     end = communicator_of(Backend(bindings))
-    assert (end.rank, end.size) == (1, 3)
+    assert (end.rank, end.size, end.device) == (1, 3, 2)
     with end.together():
         end.send(HERE, 2, STREAM)
         end.receive(THERE, 0, STREAM)
@@ -164,7 +164,7 @@ def test_nccl4py_is_given_streams_by_their_address(monkeypatch):
     modules = {"nccl.core": SimpleNamespace(group=group)}
     monkeypatch.setattr(adapters, "import_module", modules.__getitem__)
     end = communicator_of(NCCL4Py(bindings))
-    assert (end.rank, end.size) == (1, 3)
+    assert (end.rank, end.size, end.device) == (1, 3, 2)
     with end.together():
         end.send(HERE, 2, STREAM)
         end.receive(THERE, 0, STREAM)

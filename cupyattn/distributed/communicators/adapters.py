@@ -15,7 +15,7 @@ from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.communicators.mailbox import ThreadCommunicator
 from cupyattn.distributed.communicators.nccl import NCCLCommunicator, load_nccl
 from cupyattn.distributed.communicators.protocol import Communicator
-from cupyattn.errors import error
+from cupyattn.errors import error, shown
 from cupyattn.fork import no_fork
 
 _TAG = 17
@@ -37,9 +37,16 @@ def communicator_of(given: Any, look: Callable[[], None] = lambda: None) -> Comm
     Raises
     ------
     TypeError
-        For what is none.
+        For what is none, or one whose rank or size is no integer.
     """
     if _has(given, *_OWN):
+        if not all(hasattr(number, "__index__") for number in (given.rank, given.size)):
+            raise error(
+                TypeError,
+                f"a communicator of rank {shown(given.rank)} and size {shown(given.size)}",
+                "both are integers",
+                "look what your communicator says of itself",
+            )
         return given
     if _has(given, "rank_id", "allGather", "recv"):
         return NCCLCommunicator(given)
@@ -78,6 +85,7 @@ class CupyxCommunicator:
         self._backend = backend
         self._nccl = load_nccl()
         self.rank, self.size = int(backend.rank), int(backend._n_devices)
+        self.device = int(backend._comm.device_id())
 
     def send(self, array: Array, peer: int, stream: Any) -> None:
         """Send an array to a rank."""
@@ -113,6 +121,7 @@ class NCCL4PyCommunicator:
         with no_fork():
             self._together = import_module("nccl.core").group
         self.rank, self.size = int(communicator.rank), int(communicator.nranks)
+        self.device = int(communicator.device.device_id)
 
     def send(self, array: Array, peer: int, stream: Any) -> None:
         """Send an array to a rank."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from cupyattn.arrays import Array
 from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.communicators.adapters import may_keep_the_host
 from cupyattn.distributed.communicators.aside import aside
 from cupyattn.distributed.communicators.protocol import Communicator
+from cupyattn.errors import error
 
 
 class Carrier:
@@ -18,6 +21,38 @@ class Carrier:
     def __init__(self, communicator: Communicator, look: Callable[[], None]) -> None:
         self._communicator = communicator
         self._look = look
+
+    def require_here(self, array: Any, *, or_on_host: bool = False) -> None:
+        """Raise unless an array lies where the communicator can reach it.
+
+        Raises
+        ------
+        TypeError
+            For what is no array of NumPy or CuPy.
+        ValueError
+            For one elsewhere than on the communicator's device, if it has one.
+        """
+        communicator, device = self._communicator, None
+        if not isinstance(array, np.ndarray):
+            device = getattr(getattr(array, "device", None), "id", None)
+            if device is None:
+                raise error(
+                    TypeError,
+                    f"a {type(array).__name__} where an array belongs",
+                    "arrays of NumPy and CuPy have bytes to send",
+                    "pass numpy.asarray of it, or cupy.asarray",
+                )
+        elif or_on_host:
+            return
+        allowed = getattr(communicator, "device", None)
+        if allowed is not None and device != allowed:
+            where = "NumPy's" if device is None else f"on device {device}"
+            raise error(
+                ValueError,
+                f"an array that is {where}, of rank {communicator.rank} on device {allowed}",
+                "a rank's arrays are on the device of its communicator",
+                f"make it inside 'with cupy.cuda.Device({allowed})'",
+            )
 
     def exchange(
         self,
