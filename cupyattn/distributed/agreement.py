@@ -3,7 +3,7 @@
 Each rank gathers what all ranks say of what they are about to do. On the host that costs no more
 than any message, and every call does it, also of CuPy arrays where the communicator can
 (`gathers_on_host`). Otherwise the host has to wait for the GPU's answer, and calls of a kind that
-was agreed on are not compared again.
+was agreed on are not compared again. What travels is a digest; only where that differs do the words.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from cupyattn.arrays import Array
 from cupyattn.distributed.group import Group
 from cupyattn.errors import error
 
-_TEXT = 480  # bytes of a description that other ranks are shown
 _DIGEST = 32
 _NUMBER = 8
 _BETWEEN = "\n"
@@ -43,36 +42,36 @@ def agree(
         return [number]
     text = _BETWEEN.join(said).encode()
     digest = hashlib.sha256(text).digest()
-    own = digest + number.to_bytes(_NUMBER, "little", signed=True) + text[:_TEXT].ljust(_TEXT)
-    answers = group.all_gather(xp.asarray(np.frombuffer(own, np.uint8)))
-    on_host = [(x if isinstance(x, np.ndarray) else x.get()).tobytes() for x in answers]
-    group.check()  # of a transfer that was aborted nothing has come
-    for rank, answer in enumerate(on_host):
-        if answer[:_DIGEST] != digest:
-            ours, theirs = (_parts(each) for each in (own, answer))
-            raise error(
-                ValueError,
-                f"rank {group.rank} called with {_without(ours, theirs)}, "
-                f"rank {rank} with {_without(theirs, ours)}",
-                allowed,
-                fix,
-            )
+    own = digest + number.to_bytes(_NUMBER, "little", signed=True)
+    heads = _gather(group, own + len(text).to_bytes(_NUMBER, "little"), xp)
+    other = next((rank for rank, head in enumerate(heads) if head[:_DIGEST] != digest), None)
+    if other is not None:  # which every rank sees
+        longest = max(int.from_bytes(head[_DIGEST + _NUMBER :], "little") for head in heads)
+        texts = _gather(group, text.ljust(longest, b"\0"), xp)
+        theirs = texts[other].rstrip(b"\0").decode().split(_BETWEEN)
+        raise error(
+            ValueError,
+            f"rank {group.rank} called with {_without(said, theirs)}, "
+            f"rank {other} with {_without(theirs, said)}",
+            allowed,
+            fix,
+        )
     return [
-        int.from_bytes(answer[_DIGEST : _DIGEST + _NUMBER], "little", signed=True)
-        for answer in on_host
+        int.from_bytes(head[_DIGEST : _DIGEST + _NUMBER], "little", signed=True) for head in heads
     ]
 
 
-def _parts(answer: bytes) -> list[str]:
-    text = answer[_DIGEST + _NUMBER :].decode(errors="replace").rstrip()
-    return text.split(_BETWEEN)
+def _gather(group: Group, own: bytes, xp: Any) -> list[bytes]:
+    answers = group.all_gather(xp.asarray(np.frombuffer(own, np.uint8)))
+    on_host = [(x if isinstance(x, np.ndarray) else x.get()).tobytes() for x in answers]
+    group.check()  # of a transfer that was aborted nothing has come
+    return on_host
 
 
-def _without(parts: list[str], others: list[str]) -> str:
-    """Return what only one rank says; where that was not sent, how its text begins."""
-    differs = [part for part in parts if part not in others] or ["none of it"]
-    text = ", ".join(differs if parts != others else parts)
-    return text if parts != others and len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
+def _without(parts: Sequence[str], others: Sequence[str]) -> str:
+    """Return what only one rank says."""
+    text = ", ".join(part for part in parts if part not in others) or "none of it"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
 
 
 def fingerprint(*arrays: Array | bytes) -> str:

@@ -203,6 +203,16 @@ def test_numbers_of_all_ranks(number):
     assert run(of_rank, 3, timeout=20) == [[7, number, number]] * 3
 
 
+def test_what_differs_is_said_however_much_is_alike():
+    def of_rank(group: Group) -> None:
+        said = [*(f"option {number}" for number in range(500)), f"last={group.rank}"]
+        agree(group, said, np, allowed="alike", fix="change it")
+
+    says = r"rank (\d) called with last=\1, rank (\d) with last=\2; alike; change it"
+    with pytest.raises(RankFailedError, match=says):
+        run(of_rank, 3, timeout=20)
+
+
 def test_a_long_description_is_told_apart_whole():
     def of_rank(group: Group) -> None:
         said = ["é" * 1000 + str(group.rank)]
