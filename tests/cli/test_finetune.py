@@ -180,7 +180,8 @@ def test_a_dry_run_prints_the_budget(capsys, monkeypatch):
     call = ["finetune", "--random", "phi-2", "--dry-run", "--quantize", "nf4", "--cpu"]
     assert main(call) == 0
     printed = capsys.readouterr().out
-    for what in ("weights", "adapters", "gradients", "optimizer", "inputs of all", "working set"):
+    parts = "weights", "adapters", "gradients", "optimizer", "inputs of all", "working set"
+    for what in (*parts, "cross entropy"):
         assert f"  {what} " in printed
     assert "--memory-gb says how much" in printed
     assert max(map(len, printed.splitlines())) <= 80

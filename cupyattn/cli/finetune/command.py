@@ -142,9 +142,9 @@ def show_budget(result: Result, terminal: Terminal) -> None:
     terminal.facts(facts)
     terminal.text(
         "  The inputs of all layers are kept, and what is between them is computed again. The "
-        f"working set holds one layer, or {size_text(result['logits_bytes'])} of logits for "
-        "cross-entropy; it is the larger of the two. There has to be an eighth more than all "
-        "together: what the memory pool keeps beside it."
+        f"working set holds one layer; cross entropy has {size_text(result['logits_bytes'])} of "
+        "logits in its place, and its line is what it takes beyond that. There has to be an eighth "
+        "more than all together: what the memory pool keeps beside it."
     )
     if result["fits"] is None:
         terminal.text("  There is no GPU here: --memory-gb says how much one has.")

@@ -74,7 +74,8 @@ class Budget(NamedTuple):
     ----------
     lines : tuple of Line
     logits : int
-        Bytes of the logits that cross-entropy has at a time; the working set is never below them.
+        Bytes of the logits that cross-entropy has at a time. They lie where the working set is
+        otherwise; its line is what it takes beyond that.
     """
 
     lines: tuple[Line, ...]
@@ -119,8 +120,7 @@ def budget_of(training: Training) -> Budget:
     else:
         learnt, rounded = _adapter_items(weights, config, lora)
     tokens = training.batch_tokens
-    kept = (config.num_layers + 1) * tokens * config.hidden_size * size
-    work = working_bytes(
+    kept, layer, head = working_bytes(
         config, tokens, samples=training.samples, dtype=training.dtype, full=lora is None,
         rank=lora.rank if lora else 16, dropout=bool(lora and lora.dropout),
     )  # fmt: skip
@@ -132,7 +132,8 @@ def budget_of(training: Training) -> Budget:
             Line("gradients", _MASTER_BYTES * learnt),
             Line("optimizer", state_bytes(training.state, learnt)),
             Line("inputs of all layers", kept),
-            Line("working set", max(work - kept, 0)),
+            Line("working set", layer - kept),
+            Line("cross entropy", max(head - layer, 0)),
         ),
         min(rows_at_once(config.vocab_size, size), tokens) * config.vocab_size * size,
     )
@@ -172,8 +173,12 @@ def _smaller(training: Training) -> Iterator[tuple[str, Training]]:
         changes.append(("adapters (without --full)", {"lora": LoraOptions()}))
     if training.quantize is None:
         changes.append(("--quantize nf4", {"quantize": "nf4"}))
+    for lora in _of_smaller_rank(training.lora):
+        changes.append((f"--lora-rank {lora.rank}", {"lora": lora}))
     for count in range(len(changes) + 1):
         for chosen in combinations(changes, count):
+            if sum("lora" in change for _, change in chosen) > 1:
+                continue
             smaller = training
             for _, change in chosen:
                 smaller = smaller._replace(**change)
@@ -190,6 +195,12 @@ def _smaller(training: Training) -> Iterator[tuple[str, Training]]:
                     smaller._replace(batch_tokens=tokens, samples=samples),
                 )
                 times *= 2
+
+
+def _of_smaller_rank(lora: LoraOptions | None) -> Iterator[LoraOptions]:
+    while lora is not None and lora.rank > 1:
+        lora = lora._replace(rank=lora.rank // 2)
+        yield lora
 
 
 def _items(sizes: Iterable[int]) -> int:

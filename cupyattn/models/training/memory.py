@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from cupyattn.arrays import dtype_of
 from cupyattn.models.config import GATED, Config
 from cupyattn.models.loss import rows_at_once
@@ -11,6 +13,24 @@ _MOST_PARTS_BYTES = 1 << 26
 _MOST_PARTS = 32
 """Sums of float32 of a product of few rows and a long sum, the head's dx: at most these."""
 _QUERIES_OF_A_TILE = 64  # what a sample's last tile of queries may be beyond it
+
+
+class Working(NamedTuple):
+    """What `gradients` takes on a GPU while it runs, in bytes, at its two ends.
+
+    Attributes
+    ----------
+    kept : int
+        The inputs of all layers, which are there at both.
+    layer : int
+        With these what the backward of a layer takes, of its MLP or of its attention.
+    head : int
+        With these what cross-entropy takes.
+    """
+
+    kept: int
+    layer: int
+    head: int
 
 
 def working_bytes(
@@ -23,11 +43,11 @@ def working_bytes(
     full: bool = False,
     rank: int = 16,
     dropout: bool = False,
-) -> int:
+) -> Working:
     """Return what `gradients` takes on a GPU while it runs, beside all that was there before.
 
-    That is beside weights, what is learnt, its gradients and the batch: what a step of so many
-    tokens needs free.
+    That is beside weights, what is learnt, its gradients and the batch: a step of so many tokens
+    needs the larger of the two free.
 
     Parameters
     ----------
@@ -46,7 +66,7 @@ def working_bytes(
 
     Notes
     -----
-    It is the largest of three: at the head the inputs of all layers and a chunk of logits, which
+    Of three moments: at the head the inputs of all layers and a chunk of logits, which
     become their own gradient; in the backward of the last layer's MLP, and of its attention, the
     inputs of all layers and what one layer computed, with its gradients so far. For float16 and
     batches of some thousand tokens that is what is asked of the memory pool to a hundredth (a test
@@ -58,7 +78,7 @@ def working_bytes(
     Of Llama-3.2-1B, with batches of 4,096 tokens:
 
     >>> from cupyattn import models
-    >>> working_bytes(models.PRESETS["llama-3.2-1b"], 4096) >> 20
+    >>> max(working_bytes(models.PRESETS["llama-3.2-1b"], 4096)) >> 20
     617
     """
     size = dtype_of(dtype).itemsize
@@ -87,9 +107,11 @@ def working_bytes(
     rows = min(rows_at_once(config.vocab_size, size), tokens)
     parts = min(4 * _MOST_PARTS * rows * width, _MOST_PARTS_BYTES)
     head = rows * config.vocab_size * size + (0 if full else parts)
-    stages = (
+    return Working(
+        tokens * kept * size,
+        max(
+            tokens * (mlp * size + lse) + full * weight * size,
+            tokens * (attention * size + lse) + per_row,
+        ),
         tokens * (kept + 2 * width) * size + head + full * config.vocab_size * width * size,
-        tokens * (mlp * size + lse) + full * weight * size,
-        tokens * (attention * size + lse) + per_row,
     )
-    return max(stages)

@@ -63,7 +63,20 @@ def test_the_rest_is_the_working_set():
     found = lines(QLORA)
     work = working_bytes(PHI_2, 2048, samples=2)
     assert found["inputs of all layers"] == 33 * 2048 * 2560 * 2
-    assert found["inputs of all layers"] + found["working set"] == work
+    assert found["inputs of all layers"] + found["working set"] == work.layer == max(work)
+    assert found["cross entropy"] == 0  # 128 MiB of logits lie where a layer's activations do
+
+
+@pytest.mark.parametrize("tokens", [64, 700, 4096])
+def test_cross_entropy_is_a_line_of_its_own(tokens):
+    """Of few tokens logits are the most; together it is what one of the two takes."""
+    training = Training(
+        models.PRESETS["llama-3.2-1b"], "float16", None, LoraOptions(), "float32", tokens
+    )
+    found, work = lines(training), working_bytes(training.config, tokens)
+    together = sum(found[name] for name in ("inputs of all layers", "working set", "cross entropy"))
+    assert together == max(work)
+    assert (found["cross entropy"] > 0) == (work.head > work.layer) == (tokens < 4096)
 
 
 def test_the_goals_of_phi_2():
@@ -83,6 +96,9 @@ def test_the_goals_of_phi_2():
          r"with adapters \(without --full\) and --quantize nf4 it fits"),
         (QLORA._replace(batch_tokens=2**32, samples=2**21), 4e9,
          "with --batch-tokens 2048 --accumulate 2097152 it fits"),
+        (QLORA._replace(lora=LoraOptions(rank=4096)), 4e9, "with --lora-rank 32 it fits"),
+        (QLORA._replace(lora=LoraOptions(rank=4096), state="8bit", batch_tokens=128), 2.4e9,
+         "with --lora-rank 4 it fits"),
         (QLORA, 1e9, "take a smaller model, or a larger card"),
     ],
 )  # fmt: skip

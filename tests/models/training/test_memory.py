@@ -55,7 +55,7 @@ def counted(name, lengths, monkeypatch, *, full=False, quantize=None, **options)
     found = working_bytes(
         config, sum(lengths), samples=len(lengths), full=full, rank=8, dropout=bool(options)
     )
-    return most - before, found
+    return most - before, max(found)
 
 
 @pytest.mark.parametrize("lengths", [(700, 324, 1024), (1024,) * 4], ids=["2048", "4096"])
