@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import types
+from dataclasses import replace
 
 import pytest
 from support.drawn import pages, shown
+from support.figures import MODEL, NVRTC
+from support.search import deep
 
 from cupyattn.benchmark.__main__ import BENCHMARKS, main
 from cupyattn.benchmark.frame import emulated, turing_model
+from cupyattn.benchmark.frame.emulated import ModelledCall
 from cupyattn.benchmark.frame.results import results_of
+from cupyattn.benchmark.linear import command
+from cupyattn.benchmark.linear.cases import Case
+from cupyattn.benchmark.memory.passes import product
 from cupyattn.benchmark.plot import roofline, throughput
+from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.turing import T4, DisassemblerError
 
 COUNTS = {"kernels": ["a"], "sector_ratio": 1.5, "bound": "lsu", "instruction_bytes": 4.0,
@@ -180,6 +188,58 @@ def test_small_calls_of_each_are_counted(words, kernel, no_gpu, monkeypatch, tmp
     monkeypatch.setattr(turing_model.Model, "rate", lambda self, prepare: 52.0)
     first, *_ = rows_of(tmp_path, *words)
     assert kernel in first["counts"]["kernels"]
+
+
+LINEAR = ("linear", "--size", "8192", "8192", "4096", "--weights", "nf4", "int4")
+
+
+def test_quantised_weights_are_modelled_too(counted, monkeypatch, tmp_path):
+    monkeypatch.setattr(turing_model.Model, "figure", lambda self, command, row: 52.0)
+    rows = rows_of(tmp_path, *LINEAR)
+    found = [(row["kind"], row["M"], row["weights"]) for row in rows]
+    weights = (None, "nf4", "int4")
+    assert found == [
+        *((kind, 8192, name) for name in weights for kind in ("large", "dx")),
+        *(("thin", m, name) for name in weights for m in (1, 16)),
+    ]
+    for row, call in zip(rows, counted, strict=True):
+        assert row["kind"] != "thin" or row["bytes"] == call.least_bytes
+    nf4 = 1024 * 2048 * (1 / 2 + 4 / 64)
+    assert rows[-4]["bytes"] == nf4
+
+
+@pytest.mark.nvrtc
+def test_products_and_counts_are_those_of_the_kernels_of_many_rows():
+    """And one row of quantised weights is bound by the memory that they lie in."""
+    for weights in (None, "nf4", "int4"):
+        for kind in ("large", "dx"):
+            case = Case(kind, 8192, 8192, 4096, "float16", "nk", None, weights)
+            small = replace(case, **command._COUNTED)
+            (kernel,) = emulated.row_of(ModelledCall("", 1, product(small)))["kernels"]
+            assert kernel.removesuffix("_quantised") in ("linear_forward", "linear_product")
+        case = Case("thin", 1, 1024, 2048, "float16", "nk", None, weights)
+        counts = emulated.row_of(ModelledCall("", case.weight_bytes, product(case)))
+        assert counts["bound"] == "memory"
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    ("weights", "form"), [("nf4", "Nf4"), *deep(("int4", "Int4"), ("nf4_nested", "Nf4"))]
+)
+@pytest.mark.parametrize(
+    ("kind", "kernel", "more"),
+    [
+        ("large", "linear_forward_quantised", "ACTIVATION=Identity"),
+        ("dx", "linear_product_quantised", "B_LINES=kAcross"),
+    ],
+)
+def test_the_rate_is_that_of_the_tables_row(weights, form, kind, kernel, more):
+    case = Case(kind, 8192, 8192, 4096, "float16", "nk", None, weights)
+    rate = turing_model.rate_of(turing_model.Model(T4), "linear", case.labels)
+    if rate is None or ".".join(map(str, nvrtc_version())) != NVRTC:
+        pytest.skip("figures were recorded with other tools")
+    recorded = MODEL[kernel, f"256 x 128, FORMAT={form}, {more}"]["main"]["utilisation"]["mean"]
+    assert rate / T4.tflops(1024) == pytest.approx(recorded, abs=0.03)
 
 
 @pytest.mark.nvrtc

@@ -22,7 +22,9 @@ from cupyattn.functional.backend import running_on
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.device.cuda import CudaDevice
 from cupyattn.kernels.spec import Specialisation
+from cupyattn.quantized_weight import empty
 from cupyattn.turing import MACHINES, DisassemblerError, Machine, analyse
+from cupyattn.weight_formats import blocks_for
 
 Row = Mapping[str, Any]
 
@@ -175,7 +177,13 @@ def _causal(row: Row) -> bool:
 def _linear(row: Row) -> Call:
     m, n, k = row["M"], row["N"], row["K"]
     dtype, after = dtype_of(row["dtype"]), row["activation"]
-    w = np.empty((n, k), dtype).T if row["layout"] == "nk" else np.empty((k, n), dtype)
+    nk, name = row["layout"] == "nk", row.get("weights")
+    stored: Any = np.empty((n, k) if nk else (k, n), dtype)
+    if name is not None:
+        stored = empty(blocks_for(name, k), n, k, np)
+    w = stored.T if nk else stored
+    if row["kind"] == "dx":
+        return partial(cupyattn.linear, np.empty((m, n), dtype), w.T)
     x, b = np.empty((m, k), dtype), np.empty(n, dtype)
     if row["kind"] != "backward":
         return partial(cupyattn.linear, x, w, b, activation=after)

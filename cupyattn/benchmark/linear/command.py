@@ -172,16 +172,17 @@ def modelled(arguments: argparse.Namespace) -> Iterator[Row]:
     """Yield rows of many rows by the model's rate, of few by the bytes of a small weight."""
     model = Model(T4)
     for case in cases_of(arguments):
-        if case.weights is None and case.kind in ("large", "backward"):
+        if case.kind != "thin":
             small = replace(case, **_COUNTED)
             rate = rate_of(model, "linear", case.labels)
             call = ModelledCall(OWN, small.weight_bytes, product(small))
             yield of_products(case.labels, OWN, case.flops, rate, call, least_bytes=case.bytes)
     if "thin" in arguments.kind:
-        for m in sorted(set(arguments.few) & _EMULATED_ROWS):
-            case = Case("large", m, *_EMULATED_WEIGHT, "float16", "nk", None)
-            call = ModelledCall(OWN, case.weight_bytes, product(case))
-            yield memory_bound({**case.labels, "kind": "thin"}, call)
+        for weights in (None, *arguments.weights):
+            for m in sorted(set(arguments.few) & _EMULATED_ROWS):
+                case = Case("large", m, *_EMULATED_WEIGHT, "float16", "nk", None, weights)
+                call = ModelledCall(OWN, case.weight_bytes, product(case))
+                yield memory_bound({**case.labels, "kind": "thin"}, call)
 
 
 BENCHMARK = Benchmark(
