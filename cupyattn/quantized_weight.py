@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 from cupyattn.arrays import (
@@ -15,7 +16,7 @@ from cupyattn.arrays import (
     layouts_of,
     starts_of,
 )
-from cupyattn.errors import error, shown
+from cupyattn.errors import RefusalError, error, shown
 from cupyattn.weight_formats import (
     FORMATS,
     Blocks,
@@ -118,6 +119,8 @@ class QuantizedWeight:
         operands = adopt(given)
         for name, array in operands.arrays.items():
             object.__setattr__(self, name, array)
+        if isinstance(self.block_size, Integral):
+            object.__setattr__(self, "block_size", int(self.block_size))
         if not isinstance(self.transposed, bool):
             raise error(
                 TypeError,
@@ -185,8 +188,15 @@ class QuantizedWeight:
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         """Refuse: NumPy would take it for a sequence without items."""
-        raise error(
-            TypeError,
+        raise self._no_array()
+
+    def __dlpack_device__(self) -> Any:
+        """Refuse, where something else asks whether it is an array."""
+        raise self._no_array()
+
+    def _no_array(self) -> RefusalError:
+        return error(
+            RefusalError,
             f"got {self!r} as an array",
             "products take it: linear(x, weight)",
             "make numbers of it with dequantize(weight)",

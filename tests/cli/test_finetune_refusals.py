@@ -218,6 +218,7 @@ def test_missing_data_is_found_before_the_model_is_loaded(capsys, monkeypatch):
     [
         (["--lr", "0"], "lr = 0.0"),
         (["--lr", "nan"], "lr = nan"),
+        (["--lr", "1e40"], "lr = 1e+40"),
         (["--weight-decay", "-1"], "weight_decay = -1.0; it is 0 or more"),
         (["--weight-decay", "nan"], "weight_decay"),
         (["--clip", "0"], "clip = 0.0"),
@@ -300,12 +301,12 @@ def test_a_resumed_training_has_the_same_model(capsys, folder):
     """Of the same shape, but with other weights; the options of adapters are compared too."""
     finetune("--steps", "1")
     finetune("--steps", "1", "--lora-alpha", "8", "--resume", code=1)
-    assert "alpha is 8, and was 32 in the checkpoint" in capsys.readouterr().err
+    assert "--lora-alpha is 8, and was 32 in the checkpoint" in capsys.readouterr().err
     other = models.random(CONFIG, dtype="float32", xp=np, seed=4)
     write_folder(other.weights, CONFIG, folder, folder)
     finetune("--steps", "1", "--resume", code=1)
     message = " ".join(capsys.readouterr().err.split())
-    assert "weights is " in message and "in the checkpoint; a training is resumed" in message
+    assert "MODEL: other than in the checkpoint; a training is resumed" in message
 
 
 def test_a_resumed_training_holds_the_same_lines_back(capsys):
@@ -318,14 +319,74 @@ def test_a_resumed_training_holds_the_same_lines_back(capsys):
     Path("data.jsonl").write_text("\n".join(lines))
     capsys.readouterr()
     finetune(*given, "--resume", code=1)
-    assert "held is '" in capsys.readouterr().err
+    assert "what DATA has held back: other than in the" in " ".join(capsys.readouterr().err.split())
 
 
 def test_what_was_told_is_what_is_compared_first(capsys):
     finetune("--steps", "1")
     capsys.readouterr()
     finetune("--steps", "1", "--lora-rank", "2", "--resume", code=1)
-    assert "lora_rank is 2, and was 4 in the checkpoint" in capsys.readouterr().err
+    assert "--lora-rank is 2, and was 4 in the checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (["--schedule", "linear"], "--schedule is 'linear', and was 'cosine'"),
+        (["--lr", "0.02"], "--lr is 0.02, and was 0.01"),
+        (["--steps", "5"], "--steps, or by --epochs, is 5, and was 4"),
+        (["--warmup", "1"], "--warmup is 1, and was 0"),
+        (["--weight-decay", "0.1"], "--weight-decay is 0.1, and was 0.0"),
+        (["--clip", "2"], "--clip is 2.0, and was 1.0"),
+        (["--optimizer-state", "8bit"], "--optimizer-state is '8bit', and was 'float32'"),
+        (["--accumulate", "2"], "--accumulate is 2, and was 1"),
+        (["--batch-tokens", "70"], "--batch-tokens is 70, and was 64"),
+        (["--seed", "1"], "--seed is 1, and was 0"),
+        (["--lora-dropout", "0.1"], "--lora-dropout is 0.1, and was 0.0"),
+        (["--lora-targets", "q_proj"], "--lora-targets is ['q_proj'], and was ['all-linear']"),
+        (["--dtype", "bfloat16"], "--dtype is 'bfloat16', and was 'float32'"),
+        (["--quantize", "int8"], "--quantize is 'int8', and was None"),
+        (["--eval-fraction", "0.2"], "--eval-fraction is 0.2, and was 0.0"),
+        (["--full"], "--full is True, and was False"),
+    ],
+)
+def test_what_differs_is_called_as_it_was_told(given, name, capsys):
+    finetune("--steps", "4")
+    capsys.readouterr()
+    finetune("--steps", "4", *given, "--resume", code=1)
+    assert name in " ".join(capsys.readouterr().err.split())
+
+
+def test_data_that_differ_are_told_without_their_digest(capsys):
+    finetune("--steps", "1")
+    Path("data.jsonl").write_text('{"text": "Another line."}')
+    capsys.readouterr()
+    finetune("--steps", "1", "--resume", code=1)
+    told = " ".join(capsys.readouterr().err.split())
+    assert "DATA, or --max-length: other than in the checkpoint; " in told
+
+
+def test_a_fraction_that_holds_nothing_back_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(models, "load", None)
+    Path("data.jsonl").write_text('{"text": "a line"}\n' * 9)
+    finetune("--eval-fraction", "0.1", code=1)
+    told = " ".join(capsys.readouterr().err.split())
+    assert "--eval-fraction 0.1 of 9 samples is none; one or more are held back" in told
+
+
+@pytest.mark.parametrize("data", ["model", "nowhere.jsonl"])
+def test_data_that_are_no_file_are_told(data, capsys):
+    assert main(["finetune", "model", data]) == 1
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"no data in {data} ([Errno " in told and "pass the path of one" in told
+
+
+def test_a_model_without_a_tokenizer_is_told(capsys, monkeypatch):
+    opened = preparation.opened
+    without = {"read_tokenizer": lambda: None}
+    monkeypatch.setattr(preparation, "opened", lambda path: opened(path)._replace(**without))
+    finetune(code=1)
+    assert "model has no tokenizer; " in " ".join(capsys.readouterr().err.split())
 
 
 def test_full_weights_are_not_quantised(capsys):

@@ -272,7 +272,15 @@ def test_what_is_no_slice_of_rows_is_refused(rows):
 
 
 @pytest.mark.parametrize(
-    "call", [np.asarray, np.sum, lambda w: np.ones((2, 128)) @ w, lambda w: np.float16(2) * w]
+    "call",
+    [
+        np.asarray,
+        np.sum,
+        lambda w: np.ones((2, 128)) @ w,
+        lambda w: np.float16(2) * w,
+        cupyattn.quantize,
+        lambda w: cupyattn.linear(w, w),
+    ],
 )
 def test_a_weight_is_no_array(call):
     """And not a sequence either, of which NumPy and loops would find the end at once."""
@@ -285,3 +293,10 @@ def test_a_weight_is_no_array(call):
 def test_columns_are_not_sliced():
     with pytest.raises(IndexError, match="transpose a weight"):
         made_up("nf4", 4, 64, 64)[:2]
+
+
+@pytest.mark.parametrize("size", [np.int64(64), np.uint8(64)])
+def test_blocks_of_a_numpy_integer(size):
+    weight = cupyattn.quantize(np.ones((128, 4), np.float32))
+    again = QuantizedWeight("nf4", weight.codes, weight.scales, block_size=size)
+    assert again.blocks == weight.blocks and type(again.block_size) is int

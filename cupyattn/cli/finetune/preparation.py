@@ -10,7 +10,7 @@ import numpy as np
 
 from cupyattn import models
 from cupyattn.cli.terminal import Result
-from cupyattn.errors import error
+from cupyattn.errors import error, explaining
 from cupyattn.models import training
 from cupyattn.models.checkpoints.writing import require_source
 from cupyattn.models.device import model_library
@@ -22,6 +22,23 @@ from cupyattn.models.training.lora_options import LoraOptions
 from cupyattn.models.training.packing import digest
 
 _LR = {"adapters": 2e-4, "full": 2e-5}
+_CALLED = {
+    "the model's weights": "MODEL",
+    "the samples": "DATA, or --max-length",
+    "alpha": "--lora-alpha",
+    "dropout": "--lora-dropout",
+    "Packing.batch_tokens": "--batch-tokens",
+    "Packing.seed": "--seed",
+    "accumulate": "--accumulate",
+    "Schedule.kind": "--schedule",
+    "Schedule.lr": "--lr",
+    "Schedule.steps": "--steps, or by --epochs,",
+    "Schedule.warmup": "--warmup",
+    "AdamWOptions.weight_decay": "--weight-decay",
+    "AdamWOptions.clip": "--clip",
+    "AdamWOptions.state": "--optimizer-state",
+}
+"""What is compared where a training goes on, as it was told."""
 
 
 class Prepared(NamedTuple):
@@ -144,7 +161,7 @@ def prepared(arguments: argparse.Namespace) -> Prepared:
         names=_names(base, held, arguments),
     )  # fmt: skip
     if arguments.resume:
-        trainer.resume(checkpoints)
+        trainer.resume(checkpoints, called=_CALLED)
     return Prepared(model, trained, trainer, held, checkpoints)
 
 
@@ -162,12 +179,22 @@ def _samples(
     arguments: argparse.Namespace,
 ) -> tuple[list[training.Sample], list[training.Sample]]:
     """Read the data: what is learnt, and what is held back."""
-    with open(arguments.data, "rb"):  # before the model's files
+    with (
+        explaining(
+            f"no data in {arguments.data}", "DATA is a file of JSON lines", "pass the path of one"
+        ),
+        open(arguments.data, "rb"),  # before the model's files
+    ):
         pass
     checkpoint = opened(arguments.model)
     tokenizer = checkpoint.read_tokenizer()
     if tokenizer is None:
-        raise ValueError("there is no tokenizer among the model's files; text needs one")
+        raise error(
+            ValueError,
+            f"{checkpoint.where} has no tokenizer",
+            "the text of DATA is learnt as the model's tokens",
+            "put tokenizer.json beside the model's files",
+        )
     config = checkpoint.config
     longest = min(arguments.max_length or arguments.batch_tokens, config.max_positions)
     end = config.eos_ids[0] if config.eos_ids else None
@@ -179,7 +206,16 @@ def _samples(
             "take eos_token_id from the config that the model was published with",
         )
     reader = training.Reader(tokenizer, end, longest, config.vocab_size)
-    return training.split(reader.read(arguments.data), arguments.eval_fraction, arguments.seed)
+    samples = reader.read(arguments.data)
+    learnt, held = training.split(samples, arguments.eval_fraction, arguments.seed)
+    if arguments.eval_fraction and not held:
+        raise error(
+            ValueError,
+            f"--eval-fraction {arguments.eval_fraction:g} of {len(samples)} samples is none",
+            "one or more are held back, and one or more are learnt",
+            "pass a larger one, more lines, or none of it",
+        )
+    return learnt, held
 
 
 def _optimizer(arguments: argparse.Namespace) -> training.AdamWOptions:
@@ -225,13 +261,16 @@ def _rate(arguments: argparse.Namespace) -> float:
 def _names(
     base: models.Model, held: list[training.Sample], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    given = {} if arguments.full else {"lora_rank": arguments.lora_rank}
+    adapters = {
+        "--lora-rank": arguments.lora_rank,
+        "--lora-targets": sorted(arguments.lora_targets),
+    }
     return {
-        "model": repr(base.config),
-        "full": arguments.full,
-        **given,
-        "dtype": base.dtype,
-        "quantize": arguments.quantize,
-        "eval_fraction": arguments.eval_fraction,
-        "held": digest(held),
+        "MODEL": repr(base.config),
+        "--full": arguments.full,
+        **({} if arguments.full else adapters),
+        "--dtype": base.dtype,
+        "--quantize": arguments.quantize,
+        "--eval-fraction": arguments.eval_fraction,
+        "what DATA has held back": digest(held),
     }

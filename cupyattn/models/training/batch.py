@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.arrays import Array
+from cupyattn.errors import error
 
+_LARGEST = np.iinfo(np.int32).max
 IGNORED = -100
 """The label of a token that nothing is learnt from: what `cupyattn.cross_entropy` ignores."""
 
@@ -45,19 +47,42 @@ class Sample(NamedTuple):
     def of(cls, ids: Sequence[int], learnt: Sequence[bool]) -> Sample:
         """Make one of tokens and of which among them are to be predicted.
 
+        Raises
+        ------
+        TypeError, ValueError
+            For ids that are no row of integers of 0 or more, or not as many flags.
+
         Examples
         --------
         >>> Sample.of([5, 6, 7], [False, False, True]).labels.tolist()
         [-100, 7, -100]
         """
-        tokens = np.asarray(ids, np.int32)
-        wanted = np.where(np.asarray(learnt, bool), tokens, np.int32(IGNORED))
+        given, flags = np.asarray(ids), np.asarray(learnt, bool)
+        if given.size and given.dtype.kind not in "iu":
+            raise _no_sample(TypeError, f"ids of {given.dtype}")
+        if given.ndim != 1 or flags.shape != given.shape:
+            raise _no_sample(
+                ValueError, f"ids of shape {given.shape} and learnt of shape {flags.shape}"
+            )
+        if given.size and not 0 <= given.min() <= given.max() <= _LARGEST:
+            raise _no_sample(ValueError, f"ids from {given.min()} to {given.max()}")
+        tokens = given.astype(np.int32)
+        wanted = np.where(flags, tokens, np.int32(IGNORED))
         return cls(tokens, np.append(wanted[1:], np.int32(IGNORED)).astype(np.int32))
 
     @property
     def num_labels(self) -> int:
         """How many tokens are to be predicted."""
         return int(np.count_nonzero(self.labels != IGNORED))
+
+
+def _no_sample(kind: type[Exception], passed: str) -> Exception:
+    return error(
+        kind,
+        passed,
+        f"a sample is a row of token ids, integers of 0 to {_LARGEST}, and a flag for each",
+        "pass for example Sample.of(tokenizer.encode(text), [True] * len(ids))",
+    )
 
 
 def packed(samples: Sequence[Sample]) -> Batch:

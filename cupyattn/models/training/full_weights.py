@@ -13,6 +13,7 @@ from cupyattn.models.training.adapted_product import AdaptedProduct, adapted_alr
 from cupyattn.models.training.backward import loss_and_gradients
 from cupyattn.models.training.batch import Batch, Sample
 from cupyattn.models.training.fingerprint import fingerprint
+from cupyattn.models.training.packing import DIGEST
 from cupyattn.models.training.places import Gradients, Place
 from cupyattn.models.training.trainable import require_samples, require_whole
 from cupyattn.models.transformer import Model
@@ -117,7 +118,7 @@ class FullWeights:
 
     def identity(self) -> dict[str, Any]:
         """Return the weights that the training began with, as `Trainable` says."""
-        return {"weights": self._began_with}
+        return {"the model's weights": DIGEST + self._began_with}
 
     def updated(self) -> None:
         """Round what was learnt into the weights of the model."""

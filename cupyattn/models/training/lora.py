@@ -18,6 +18,7 @@ from cupyattn.models.training.batch import Batch, Sample
 from cupyattn.models.training.counts import count_of
 from cupyattn.models.training.fingerprint import fingerprint
 from cupyattn.models.training.lora_options import ALL_LINEAR, LoraOptions
+from cupyattn.models.training.packing import DIGEST
 from cupyattn.models.training.places import Gradients, Place
 from cupyattn.models.training.trainable import require_samples, require_whole
 from cupyattn.models.transformer import Model
@@ -163,7 +164,7 @@ class LoraAdapters:
             "dropout": options.dropout,
             "alpha_pattern": dict(options.alpha_pattern),
             "use_rslora": options.use_rslora,
-            "weights": fingerprint(self._base.weights),
+            "the model's weights": DIGEST + fingerprint(self._base.weights),
         }
 
     def merged(self) -> Model:

@@ -14,6 +14,8 @@ from cupyattn.models.training.counts import count_of
 
 _WINDOW = 1024
 """Samples that are packed with one another: enough to fill batches, few enough to mix."""
+DIGEST = "sha256:"
+"""What a digest begins with: errors tell that it differs, and not from what."""
 
 
 def packs(lengths: Sequence[int], capacity: int, generator: np.random.Generator) -> list[list[int]]:
@@ -62,7 +64,7 @@ def digest(samples: Sequence[Sample]) -> str:
     for sample in samples:
         for array in (np.array(len(sample.ids), np.int64), sample.ids, sample.labels):
             found.update(array.astype(array.dtype.newbyteorder("<")).tobytes())
-    return found.hexdigest()
+    return DIGEST + found.hexdigest()
 
 
 class Position(NamedTuple):
@@ -134,7 +136,7 @@ class Packing:
     def identity(self) -> dict[str, Any]:
         """Return what has to be the same where a training goes on."""
         return {
-            "data": digest(self.samples),
-            "batch_tokens": self.batch_tokens,
-            "data_seed": self.seed,
+            "the samples": digest(self.samples),
+            "Packing.batch_tokens": self.batch_tokens,
+            "Packing.seed": self.seed,
         }

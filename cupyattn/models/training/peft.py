@@ -163,7 +163,8 @@ def _options(fields: Fields) -> LoraOptions:
     if not isinstance(begun, bool | str) or begun not in _FIRST_MATRICES:
         fields.refuse("init_lora_weights")
     for name, value in fields.given.items():
-        if name not in _READ | _WITHOUT_EFFECT and value not in (None, False, [], {}, ""):
+        unset = value is None or value is False or value in ([], {}, "")  # 0 may be a layer
+        if name not in _READ | _WITHOUT_EFFECT and not unset:
             fields.refuse(name)
     targets = fields.given.get("target_modules")
     return LoraOptions(

@@ -73,7 +73,20 @@ class Schedule(NamedTuple):
         return cls(kind, lr, steps, warmup)
 
     def at(self, step: int) -> float:
-        """Return the rate of a step, which count from 1."""
+        """Return the rate of a step, which count from 1.
+
+        Raises
+        ------
+        ValueError
+            For a step behind the last, or before the first.
+        """
+        if not 1 <= step <= self.steps:
+            raise error(
+                ValueError,
+                f"step {step} of {self.steps}",
+                "a schedule has rates of its own steps alone, from 1 on",
+                "make a schedule of more steps",
+            )
         if step <= self.warmup:
             return self.lr * step / (self.warmup + 1)
         done = (step - 1 - self.warmup) / (self.steps - self.warmup)

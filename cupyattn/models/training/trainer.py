@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from cupyattn.models.training import checkpoint
 from cupyattn.models.training.batch import IGNORED, Batch, Sample, moved
 from cupyattn.models.training.counts import count_of
 from cupyattn.models.training.optimizer import AdamW, AdamWOptions
-from cupyattn.models.training.packing import Packing, Position
+from cupyattn.models.training.packing import DIGEST, Packing, Position
 from cupyattn.models.training.scaling import LossScale
 from cupyattn.models.training.schedules import Schedule
 from cupyattn.models.training.trainable import Trainable
@@ -120,10 +120,13 @@ class Trainer:
         ------
         FloatingPointError
             If no loss scale makes gradients finite.
+        ValueError
+            Behind the last step of the schedule, and for a step without labels.
         """
+        lr = self.schedule.at(self.number + 1)
         self.number += 1
         batches = [next(self.packing) for _ in range(self.accumulate)]
-        scale, lr = self.loss_scale.scale, self.schedule.at(self.number)
+        scale = self.loss_scale.scale
         loss = self._gradients(batches, scale)
         mean, scaled_norm = self.xp.stack([loss, self.optimizer.norm()]).tolist()
         grad_norm = scaled_norm / scale
@@ -173,8 +176,16 @@ class Trainer:
             "loss_scale": self.loss_scale.state(),
         }
 
-    def resume(self, path: str | os.PathLike[str]) -> None:
+    def resume(
+        self, path: str | os.PathLike[str], *, called: Mapping[str, str] | None = None
+    ) -> None:
         """Go on from a checkpoint, or the newest one of a folder.
+
+        Parameters
+        ----------
+        path : str or path
+        called : mapping from str to str, optional
+            What errors call what differs (a key of `identity`), where it was told by another name.
 
         Raises
         ------
@@ -187,7 +198,7 @@ class Trainer:
         arrays, state = checkpoint.load(file)
         if state.keys() != self._state().keys():
             raise checkpoint.damaged(file, "its state is not that of a training")
-        self._require_same(state["identity"])
+        self._require_same(state["identity"], called or {})
         shapes = ({name: a.shape for name, a in each.items()} for each in (arrays, saved))
         if next(shapes) != next(shapes):
             raise checkpoint.damaged(file, f"its arrays are not {', '.join(saved)}, each whole")
@@ -207,24 +218,31 @@ class Trainer:
         return {
             **names,
             **self.trainable.identity(),
-            "arrays": {name: list(array.shape) for name, array in self.trainable.arrays.items()},
+            "what is learnt": {
+                name: list(array.shape) for name, array in self.trainable.arrays.items()
+            },
             **self.packing.identity(),
-            **self.schedule._asdict(),
-            **self.optimizer.options._asdict(),
-            "betas": list(self.optimizer.options.betas),
             "accumulate": self.accumulate,
-            "dynamic_loss_scale": self.loss_scale.dynamic,
             "seed": self.seed,
+            **{f"Schedule.{name}": value for name, value in self.schedule._asdict().items()},
+            **{
+                f"AdamWOptions.{name}": value
+                for name, value in self.optimizer.options._asdict().items()
+            },
+            "LossScale.dynamic": self.loss_scale.dynamic,
         }
 
-    def _require_same(self, saved: dict[str, Any]) -> None:
+    def _require_same(self, saved: dict[str, Any], called: Mapping[str, str]) -> None:
         here = self._identity
         for name in (*here, *(saved.keys() - here.keys())):  # what was told is compared first
-            if saved.get(name) != here.get(name):
+            now, before = here.get(name), saved.get(name)
+            if now != before:
+                told = f" is {shown(now)}, and was {shown(before)} in the checkpoint"
+                if str(now).startswith(DIGEST):
+                    told = ": other than in the checkpoint"
                 raise error(
                     ValueError,
-                    f"{name} is {shown(here.get(name))}, and was {shown(saved.get(name))} in the "
-                    "checkpoint",
+                    f"{called.get(name, name)}{told}",
                     "a training is resumed with the model, the data and the options it began with",
                     "pass those, or begin anew in another folder",
                 )

@@ -119,6 +119,7 @@ def change(folder, **fields):
         ({"task_type": "SEQ_CLS"}, NotImplementedError, "task_type is 'SEQ_CLS'"),
         ({"init_lora_weights": "pissa"}, NotImplementedError, "init_lora_weights is 'pissa'"),
         ({"layers_to_transform": [0]}, NotImplementedError, "layers_to_transform is"),
+        ({"layers_to_transform": 0}, NotImplementedError, "layers_to_transform is 0"),
         ({"of_tomorrow": 3}, NotImplementedError, "of_tomorrow is 3"),
         ({"lora_bias": True}, NotImplementedError, "lora_bias is True"),
         ({"r": 0}, ValueError, "r is 0"),

@@ -259,11 +259,11 @@ def test_a_failure_at_the_end_leaves_nothing(call, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"samples": 31}, "data is '.*', and was '.*' in the checkpoint; a training is resumed wi"),
-        ({"lr": 0.2}, "lr is 0.2, and was 0.1"),
+        ({"samples": 31}, "the samples: other than in the checkpoint; a training is resumed with"),
+        ({"lr": 0.2}, "Schedule.lr is 0.2, and was 0.1"),
         ({"seed": 1}, "seed is 1, and was 0"),
-        ({"vocabulary": 8}, "arrays is .*'bias': .8.*, and was .*'bias': .7"),
-        ({"optimizer": AdamWOptions(clip=None)}, "clip is None, and was 1.0"),
+        ({"vocabulary": 8}, "what is learnt is .*'bias': .8.*, and was .*'bias': .7"),
+        ({"optimizer": AdamWOptions(clip=None)}, "AdamWOptions.clip is None, and was 1.0"),
         ({"names": {"model": "other"}}, "model is 'other', and was None"),
     ],
 )
@@ -281,7 +281,7 @@ def test_another_training_is_refused(changed, message, tmp_path):
         ({"dropout": 0.1}, "dropout is 0.1, and was 0.0"),
         ({"use_rslora": True}, "use_rslora is True, and was False"),
         ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern is .*, and was {}"),
-        ({"of": 3}, "weights is '.*', and was '.*' in the checkpoint"),
+        ({"of": 3}, "the model's weights: other than in the checkpoint"),
     ],
 )
 def test_another_model_or_other_adapters_are_refused(changed, message, tmp_path):
@@ -319,7 +319,7 @@ def test_weights_trained_as_a_whole_are_compared_as_they_began(index, tmp_path):
     second = made()
     second.resume(tmp_path)
     assert second.step().loss == first.step().loss < losses[0]
-    with pytest.raises(ValueError, match="weights is"):
+    with pytest.raises(ValueError, match="the model's weights: other"):
         made(0.5).resume(tmp_path)
 
 

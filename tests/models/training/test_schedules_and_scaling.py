@@ -26,6 +26,14 @@ def test_rates_rise_and_fall(kind, steps, data):
     assert (falls == 0).all() if kind == "constant" else (falls < 0).all()
 
 
+@pytest.mark.parametrize("step", [0, -1, 5])
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_there_are_rates_of_its_steps_alone(kind, step):
+    """That of a cosine would rise again."""
+    with pytest.raises(ValueError, match=f"step {step} of 4; .*; make a schedule of more steps"):
+        Schedule(kind, 1.0, 4).at(step)
+
+
 def test_rates_by_hand():
     cosine = Schedule.checked("cosine", 2.0, 5, 1)
     assert [cosine.at(step) for step in range(1, 6)] == pytest.approx(

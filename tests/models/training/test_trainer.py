@@ -124,6 +124,39 @@ def test_samples_are_parted_once():
         split(samples, 1, 0)
 
 
+def test_behind_the_last_step_nothing_is_drawn():
+    made = trainer(steps=3)
+    list(made)
+    position = made.packing.position
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"step 4 of 3; a schedule has rates of its own steps"):
+            made.step()
+    assert (made.number, made.packing.position) == (3, position)
+
+
+@pytest.mark.parametrize(
+    ("ids", "learnt", "kind", "message"),
+    [
+        ([1.5, 2], [True] * 2, TypeError, "ids of float64; a sample is a row of token ids"),
+        ([True, False], [True] * 2, TypeError, "ids of bool"),
+        (["1"], [True], TypeError, "ids of <U1"),
+        ([1, 2, 3], [True], ValueError, r"ids of shape \(3,\) and learnt of shape \(1,\)"),
+        ([1, 2], True, ValueError, r"learnt of shape \(\)"),
+        ([[1, 2]], [[True, True]], ValueError, r"ids of shape \(1, 2\)"),
+        ([2**40, 1], [True] * 2, ValueError, "ids from 1 to 1099511627776"),
+        ([3, -1], [True] * 2, ValueError, "ids from -1 to 3"),
+    ],
+)
+def test_what_is_no_sample(ids, learnt, kind, message):
+    with pytest.raises(kind, match=message):
+        Sample.of(ids, learnt)
+
+
+def test_samples_of_any_integers():
+    assert Sample.of(np.array([2, 3], np.uint64), [0, 1]).labels.tolist() == [3, -100]
+    assert len(Sample.of([], []).ids) == 0
+
+
 def test_what_is_no_training():
     with pytest.raises(ValueError, match="accumulate = 0; it is an integer of 1 or more"):
         trainer(accumulate=0)
@@ -138,7 +171,7 @@ def test_what_is_no_training():
     ("sample", "message"),
     [
         (Sample.of([1, 67], [True] * 2), r"samples\[1\] has 67 among its ids; .* tokens 0 to 66; "),
-        (Sample.of([-1, 5], [True] * 2), r"samples\[1\] has -1 among its ids"),
+        (Sample(np.array([-1, 5]), np.array([5, -100])), r"samples\[1\] has -1 among its ids"),
         (Sample(np.array([1, 2]), np.array([67, -100])), r"samples\[1\] has 67 among its labels"),
         (Sample.of([1] * 41, [True] * 41), r"samples\[1\] has 41 tokens; the model has 40 posi"),
     ],
