@@ -17,14 +17,17 @@ from cupyattn.benchmark.frame.results import results_of
 from cupyattn.benchmark.plot import (
     head_dims,
     labels,
+    latency,
+    memory,
     percentiles,
     roofline,
     scaling,
     speed_up,
     style,
+    throughput,
 )
 from cupyattn.benchmark.plot.chart import LOGARITHMIC, chart_of, seconds, tick
-from cupyattn.benchmark.plot.command import _PICTURES
+from cupyattn.benchmark.plot.command import _PICTURES, PICTURES
 from cupyattn.benchmark.plot.head_dims import Panel, figures_of
 from cupyattn.benchmark.plot.results import by_dtype, measured
 from cupyattn.benchmark.plot.style import THEMES
@@ -197,6 +200,52 @@ def test_scaling_is_over_the_shortest():
     assert list(as_square.get_ydata()) == [1, 16, 64, 1024]
 
 
+def test_two_lengths_are_no_curve():
+    pytest.importorskip("matplotlib", reason="needs matplotlib (pip install '.[test]')")
+    two = attention(LENGTHS[:2], (64,), contenders=FEW)
+    assert not pages(scaling, two).get("scaling")
+    two["rows"] += [
+        row for row in attention(LENGTHS[:3], (128,), contenders=FEW)["rows"]
+        if row["option"] == "plain"
+    ]  # fmt: skip
+    ((page,),) = pages(scaling, two).values()
+    assert len(page.figure.axes) == 1, "the case with three"
+
+
+def test_a_page_has_the_axis_of_its_own_values():
+    """One operation that takes long leaves the others theirs."""
+    of = layers()
+    norms = [row for row in of["rows"] if row["operation"] == "rms_norm"]
+    of["rows"] += [{**row, "operation": f"operation {n}"} for n in range(12) for row in norms]
+    for row in of["rows"]:
+        if row["operation"] in ("operation 11", "cross_entropy"):
+            row["times"] = times(1000 * row["times"]["p50_s"])
+    first, *_, last = pages(latency, of)["latency"]
+    assert len(first.figure.axes) == 8
+    assert first.figure.axes[0].get_ylim() == first.figure.axes[-1].get_ylim()
+    assert first.figure.axes[0].get_ylim()[1] < 1e-3 < last.figure.axes[0].get_ylim()[1]
+
+
+def test_lines_below_others_are_named():
+    """Gaps of a line that is below another's say nothing else."""
+    said = {text for text, _ in shown(pages(memory, attention(LENGTHS, (64,)))["memory"][0])}
+    assert {"torch flash: as cupyattn flash", "torch math: as cupyattn naive"} <= said
+    assert {"cupyattn flash", "cupyattn naive"} <= said
+    apart = {text for text, _ in shown(pages(latency, attention(LENGTHS, (64,)))["latency"][0])}
+    assert "torch cudnn" in apart, "which is 1.6 times as fast"
+
+
+def test_what_computes_little_has_no_tflops():
+    """A thin product's are few whatever its kernel does: its picture is that of GB/s."""
+    figures = {"times": times(1e-3), "tflops": 1.0, "gb_per_s": 1.0, "flops": 1e9}
+    rows = [{"kind": kind, "contender": "cupyattn", **figures, "bytes": least}
+            for kind, least in (("large", 1e6), ("thin", 1e9))]  # fmt: skip
+    found = pages(throughput, result("linear", rows))
+    assert all(len(drawn) == 1 for drawn in found.values())
+    assert "large" not in {text for text, _ in shown(found["tflops"][0])}, "the one case"
+    assert not pages(throughput, result("linear", rows[1:]))["tflops"]
+
+
 def test_percentiles_are_of_single_calls():
     """Not of means of several, as those of short calls are."""
     of = attention(head_dims=(64,), contenders=FEW)
@@ -260,6 +309,29 @@ def test_bars_are_as_high_as_the_figures_and_do_not_overlap():
     assert all(box.x0 >= 0 and box.x1 <= width for _, box in shown(page))
 
 
+def test_many_contenders_by_head_dim_are_the_fastest_and_legible():
+    """Of twelve six, whose bars are a few pixels of a README wide, under the same x everywhere."""
+    dims = (40, 64, 80, 96, 128, 160, 192, 256)
+    every = [attention(head_dims=dims), attention(head_dims=dims, command="attention_backward")]
+    every[1]["rows"] = [row for row in every[1]["rows"] if row["head_dim"] < 160]
+    figures = figures_of(measured(every))
+    assert len(figures.contenders) == len(SPEED) == 12
+    (page,) = head_dims.draw(figures, THEMES[0])
+    said = " ".join(text for text, _ in shown(page))
+    assert "the fastest 6 of 12" in said
+    for name in ("cupyattn flash", "torch cudnn", "torch flash", "torch efficient", "triton"):
+        assert name in said
+    for name in ("cupyattn naive", "cupyattn tiled", "torch math"):
+        assert name not in said
+    axes = page.figure.axes
+    assert len({each.get_xlim() for each in axes}) == 1 and len(axes) == 4
+    for each in axes:
+        low, high = each.get_xlim()
+        for bar in each.patches:
+            assert low < bar.get_x() and bar.get_x() + bar.get_width() < high
+            assert bar.get_width() / (high - low) * each.get_position().width * 826 >= 8
+
+
 def test_the_picture_by_head_dim():
     backward = attention(contenders=FEW, command="attention_backward", date="2026-11-22")
     figures = figures_of(measured([attention(LENGTHS, contenders=FEW), backward, layers()]))
@@ -305,6 +377,24 @@ def test_files(file, tmp_path, capsys, monkeypatch):
     assert main(["plot", str(file), "--out", str(again)]) == 0
     for name in filter(lambda name: name.endswith("svg"), names):
         assert (again / name).read_text() == (folder / name).read_text()
+
+
+def test_some_pictures_in_one_format(file, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="needs matplotlib (pip install '.[test]')")
+    words = ("--only", "tflops", "by-head-dim", "--format", "svg")
+    assert main(["plot", str(file), "--out", str(tmp_path / "some"), *words]) == 0
+    assert {path.name for path in (tmp_path / "some").iterdir()} == {
+        f"{name}-{theme}.svg"
+        for name in ("attention-tflops", head_dims.NAME) for theme in ("light", "dark")
+    }  # fmt: skip
+    assert main(["plot", str(file), "--out", str(tmp_path), "--only", "speed-up"]) == 1
+    assert f"no figures in {file} for speed-up" in capsys.readouterr().err
+
+
+def test_every_picture_can_be_asked_for():
+    assert {name for module in _PICTURES for name in pages(module, attention(LENGTHS))} | {
+        head_dims.NAME.removeprefix("attention-")
+    } == set(PICTURES)
 
 
 def _in_order(names):

@@ -52,8 +52,9 @@ def bar(axes: Any, chart: Chart, case: Case, name: str, y: float, ink: Ink, them
 def write_behind(axes: Any, x: float, y: float, text: str, theme: Theme) -> None:
     """Write a value behind its mark."""
     axes.annotate(
-        text, (x, y), xytext=(5, -0.4), textcoords="offset points", va="center",
+        text, (x, y), xytext=(6.5, -0.4), textcoords="offset points", va="center",
         fontsize=7, color=theme.text, annotation_clip=False, zorder=4,
+        bbox={"facecolor": theme.page, "edgecolor": "none", "pad": 0.3},
     )  # fmt: skip
 
 
@@ -62,7 +63,7 @@ def draw(chart: Chart, theme: Theme, *, mark: Mark = bar) -> Iterator[Page]:
     names = labels.distinguishing(chart.cases)
     pages = list(_pages(chart, names))
     for number, cases in enumerate(pages, 1):
-        of = f" ({number} of {len(pages)})" if len(pages) > 1 else ""
+        of = f" ({number}/{len(pages)})" if len(pages) > 1 else ""
         yield _page(chart, cases, names, of, theme, mark)
 
 
@@ -107,17 +108,20 @@ def _page(
     theme: Theme,
     mark: Mark,
 ) -> Page:
+    every = chart
+    chart = chart.on_page(cases)
     looks = inks(chart.contenders, theme)
     points = chart.scale is LOGARITHMIC
     keys = [
-        Key(name, ink.points(theme) if points else ink.patch(theme)) for name, ink in looks.items()
+        Key(name, looks[name].points(theme) if points else looks[name].patch(theme))
+        for name in chart.present
     ]
     if chart.any_failed:
         keys.append(no_figure(theme))
     body = sum(_height(chart, case, names) for case in cases)
     above = 0.16 if chart.reference else 0.0
     page = Page(chart.title + of, chart.caption, keys, above + body + _AXIS, theme)
-    lines = [line for case in chart.cases for line in _lines_of(case, names)]
+    lines = [line for case in every.cases for line in _lines_of(case, names)]
     left = LEFT + max(width_of(line, SMALL) for line in lines) + 0.12
     axes = page.axes(left, above, WIDTH - left - RIGHT - _BEHIND, body)
     axes.set_ylim(body, 0)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from cupyattn.benchmark.plot import labels
@@ -78,6 +78,12 @@ class Chart:
             return Axis(0.0, 1.5 * start, [0.0, start])
         return Axis(0.0, 1.5 * most, [0.0, *ticks(start, 1.5 * most, most=6)])
 
+    def on_page(self, cases: Sequence[Mapping[str, Any]]) -> Chart:
+        """Return what one page shows: its axis is that of its own values."""
+        keys = set(map(key_of, cases))
+        values = {at: value for at, value in self.values.items() if at[0] in keys}
+        return replace(self, cases=tuple(cases), values=values)
+
     def of(self, case: Mapping[str, Any], contender: str) -> float | None:
         """Return a value that is there; None otherwise."""
         return self.values.get((key_of(case), contender))
@@ -85,6 +91,12 @@ class Chart:
     def failed(self, case: Mapping[str, Any], contender: str) -> bool:
         """Whether the contender was asked, and had no figure."""
         return self.values.get((key_of(case), contender), 0.0) is None
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """The contenders that have a figure here, or were asked for one."""
+        there = {name for _, name in self.values}
+        return tuple(name for name in self.contenders if name in there)
 
     @property
     def any_failed(self) -> bool:
@@ -160,6 +172,17 @@ def seconds(value: float) -> str:
         if value < 999.5 * unit:
             return f"{three(value / unit)} {name}"
     return f"{three(value)} s"
+
+
+def thousands(value: float) -> str:
+    """Write a round number.
+
+    Examples
+    --------
+    >>> thousands(4096.0), thousands(0.125)
+    ('4,096', '0.125')
+    """
+    return f"{value:,g}"
 
 
 def three(value: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,13 @@ from cupyattn.errors import error
 
 _PICTURES = (latency, throughput, speed_up, scaling, memory, roofline, percentiles)
 """A module each, whose `pictures` draws one command's figures."""
+_BY_HEAD_DIM = "by-head-dim"
+PICTURES = (
+    *("latency", "tflops", "bandwidth", "speed-up", "speed-up-peers", "scaling", "memory"),
+    *("roofline", "percentiles", _BY_HEAD_DIM),
+)
+"""What their names end in."""
+FORMATS = ("svg", "png")
 
 
 def add_parser(benchmarks: Any) -> None:
@@ -47,6 +54,13 @@ def add_parser(benchmarks: Any) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path(), metavar="DIR", help="folder to write to (default: .)"
     )
+    parser.add_argument(
+        "--only", nargs="+", choices=PICTURES, default=PICTURES, metavar="PICTURE",
+        help=f"some of them: of {', '.join(PICTURES)} (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--format", nargs="+", choices=FORMATS, default=FORMATS, help="default: both"
+    )
     parser.set_defaults(run=run)
 
 
@@ -55,12 +69,13 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         results = [result for file in arguments.results for result in results_of(file)]
         style.require_matplotlib()
-        paths = write(results, arguments.out)
+        paths = write(results, arguments.out, arguments.only, arguments.format)
         first = next(paths, None)
         if first is None:
             raise error(
                 ValueError,
-                f"no figures in {', '.join(map(str, arguments.results))}",
+                f"no figures in {', '.join(map(str, arguments.results))}"
+                + ("" if arguments.only == PICTURES else f" for {', '.join(arguments.only)}"),
                 "pictures are of rows that were measured or modelled",
                 "see what the benchmark that wrote them said",
             )
@@ -72,12 +87,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def write(results: Sequence[Result], folder: Path) -> Iterator[Path]:
-    """Write every picture that the results have figures for."""
+def write(
+    results: Sequence[Result],
+    folder: Path,
+    only: Collection[str] = PICTURES,
+    suffixes: Sequence[str] = FORMATS,
+) -> Iterator[Path]:
+    """Write every picture of some names that the results have figures for."""
     every = measured(results)
     for one in every:
         for begins, of_dtype in by_dtype(one).items():
             for picture in _PICTURES:
                 for name, pages in picture.pictures(of_dtype).items():
-                    yield from style.write(pages, folder, f"{begins}-{name}")
-    yield from head_dims.write(every, folder)
+                    if name in only:
+                        yield from style.write(pages, folder, f"{begins}-{name}", suffixes)
+    if _BY_HEAD_DIM in only:
+        yield from head_dims.write(every, folder, suffixes=suffixes)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from cupyattn.benchmark.plot import style
 from cupyattn.benchmark.plot.inks import Ink, inks
-from cupyattn.benchmark.plot.results import Measured, Row, ours_first, source_of
+from cupyattn.benchmark.plot.results import STEPS, Measured, Row, is_ours, ours_first, source_of
 from cupyattn.benchmark.plot.style import LEFT, RIGHT, WIDTH, Key, Page, Theme
 
 NAME = "attention-by-head-dim"
@@ -19,6 +19,8 @@ _LABELS = {"batch": int, "seqlen": int, "head_dim": int, "dtype": str}
 _PANEL = 1.75
 _TITLE, _BELOW = 0.3, 0.2
 _BETWEEN = 1.1  # the bars of two head dims, in bars
+_MOST_CONTENDERS = 6
+_WIDEST = 30.0  # bars of a panel that two panels side by side have room for
 _MOST_DIMS = 14  # head dims of one bar each whose numbers have room side by side
 
 Bars = Mapping[int, float | None]
@@ -117,19 +119,40 @@ def write(
         yield from style.write(partial(draw, figures), folder, name, suffixes)
 
 
+def fewer(figures: Figures) -> Figures:
+    """Return the library's kernel and its fastest peers, as many as there is room for."""
+    fastest = dict.fromkeys(figures.contenders, 0.0)
+    for panel in figures.panels.values():
+        for name, bars in panel.items():
+            fastest[name] = max(fastest[name], *(value or 0.0 for value in bars.values()))
+    ranked = sorted(fastest, key=lambda name: (name in STEPS, not is_ours(name), -fastest[name]))[
+        :_MOST_CONTENDERS
+    ]
+    if len(ranked) == len(fastest):
+        return figures
+    panels = {
+        panel: {name: bars for name, bars in of.items() if name in ranked}
+        for panel, of in figures.panels.items()
+    }
+    caption = f"{figures.caption}; the fastest {len(ranked)} of {len(fastest)}"
+    return Figures(caption, {panel: of for panel, of in panels.items() if of})
+
+
 def draw(figures: Figures, theme: Theme) -> Iterator[Page]:
     """Yield the one page."""
+    figures = fewer(figures)
     looks = inks(figures.contenders, theme)
     keys = [Key(name, ink.patch(theme)) for name, ink in looks.items()]
     every = [bars for panel in figures.panels.values() for bars in panel.values()]
     if any(None in bars.values() for bars in every):
         keys.append(style.no_figure(theme))
-    columns = min(len(figures.panels), 2)
+    places = _places(figures)
+    right = max(max(bars.values()) for bars in places.values()) + 1
+    columns = 1 if right > _WIDEST else min(len(figures.panels), 2)
     rows = -(-len(figures.panels) // columns)
     high = _TITLE + _PANEL + _BELOW
     title = "TFLOP/s of attention by head dim (more is better)"
     page = Page(title, figures.caption, keys, rows * high, theme)
-    places = _places(figures)
     most = max((value or 0 for bars in every for value in bars.values()), default=0)
     wide = (WIDTH - LEFT - RIGHT) / columns
     for number, (panel, contenders) in enumerate(figures.panels.items()):
@@ -138,6 +161,7 @@ def draw(figures: Figures, theme: Theme) -> Iterator[Page]:
         page.text(left, page.top + top - 0.06, panel.title, size=10)
         axes = page.axes(left, top, wide - 0.35, _PANEL)
         axes.set_ylim(0, most * 1.12 or 1)
+        axes.set_xlim(-1, right)
         _draw_bars(axes, contenders, places, looks, theme)
     yield page
 
@@ -180,12 +204,13 @@ def _draw_bars(
                 continue
             axes.bar(x, tflops, width=0.84, **looks[name].bar(theme))
             if name == first:  # the others' numbers would overlap
-                label = f"{tflops:.0f}"
+                alone = len(places[head_dim]) == 1  # or there is room to the left alone
+                at, side = (x, "center") if alone else (x + 0.42, "right")
                 axes.text(
-                    x, tflops, label, ha="center", va="bottom", fontsize=8, color=theme.text,
+                    at, tflops, f"{tflops:.0f}", ha=side, va="bottom", fontsize=8,
                     bbox={"facecolor": theme.page, "edgecolor": "none", "pad": 0.4}, zorder=1,
+                    color=theme.text,
                 )  # fmt: skip
     middles = [sum(bars.values()) / len(bars) for bars in places.values()]
     axes.set_xticks(middles, [str(head_dim) for head_dim in places])
     axes.grid(visible=False, axis="x")
-    axes.margins(x=0.02)

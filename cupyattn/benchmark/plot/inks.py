@@ -19,7 +19,7 @@ COLOURS = {
 }
 _MARKERS = "osD^vPX"
 _FULL, _EMPTY, _PALE = range(3)
-_DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
+_DASHES = ("-", (0, (3, 1.6)), (0, (1, 1.5)))
 _PALE_SHARE = 0.35
 
 Look = tuple[int, int]

@@ -83,6 +83,8 @@ def text_of(case: Case, names: Sequence[str]) -> str:
     >>> text_of({"head_dim": 64, "causal": False, "window": 8, "layout": None, "dtype": "float16"},
     ...         ("head_dim", "causal", "window", "layout", "dtype"))
     'D 64, not causal, window 8, float16'
+    >>> text_of({"queries": 1, "kv_heads": 1, "heads": 8}, ("queries", "kv_heads", "heads"))
+    '1 query, 1 kv head, 8 heads'
     """
     return ", ".join(_text(name, case[name]) for name in names if case.get(name) is not None)
 
@@ -91,7 +93,8 @@ def _text(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return name.replace("_", " ") if value else f"not {name.replace('_', ' ')}"
     if name in _FORMS and not isinstance(value, str):
-        return _FORMS[name].format(value)
+        written = _FORMS[name].format(value)
+        return written.replace("queries", "query").removesuffix("s") if value == 1 else written
     return value if isinstance(value, str) else f"{name.replace('_', ' ')} {value}"
 
 

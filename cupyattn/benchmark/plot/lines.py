@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 from cupyattn.benchmark.plot import labels
@@ -15,6 +16,8 @@ _PANEL = 1.75  # how high
 _TITLE, _BELOW = 0.3, 0.3
 _BESIDE = 0.62  # room for the numbers of an axis
 _MOST_ROWS = 4  # of panels, on a page
+_ALIKE = 0.01
+"""By what share of a value two lines differ that cannot be told apart."""
 _AXES = {"seqlen": "tokens of a sequence", "context": "keys", "M": "rows (M)", "width": "width"}
 
 Cases = Sequence[Mapping[str, Any]]
@@ -24,14 +27,15 @@ def draw(
     chart: Chart, along: str, theme: Theme, guides: Sequence[Reference] = ()
 ) -> Iterator[Page]:
     """Yield the pages; `guides` are powers of the length, drawn from the first point on."""
-    every = labels.panels(chart.cases, along)
+    every = sorted(labels.panels(chart.cases, along), key=lambda panel: len(panel) == 1)
     named = list(zip(labels.titles(every, along), every, strict=True))
     step = _COLUMNS * _MOST_ROWS
     count = -(-len(every) // step)
     for number in range(count):
-        of = f" ({number + 1} of {count})" if count > 1 else ""
+        of = f" ({number + 1}/{count})" if count > 1 else ""
         some = named[number * step : (number + 1) * step]
-        yield _page(chart, along, some, of, theme, guides)
+        shown = chart.on_page([case for _, cases in some for case in cases])
+        yield _page(shown, along, some, of, theme, guides)
 
 
 def _page(
@@ -43,7 +47,11 @@ def _page(
     guides: Sequence[Reference],
 ) -> Page:
     looks = inks(chart.contenders, theme)
-    keys = [Key(name, ink.line(theme)) for name, ink in looks.items()]
+    under = coinciding(chart)
+    keys = [
+        Key(f"{name}: as {under[name]}" if name in under else name, looks[name].line(theme))
+        for name in chart.present
+    ]
     keys += [Key(guide.name, _guide_line(theme, n)) for n, guide in enumerate(guides)]
     if chart.reference is not None:
         keys.append(Key(chart.reference.name, _guide_line(theme, 0)))
@@ -62,6 +70,22 @@ def _page(
         page.text(left + _BESIDE, page.top + row * high + _TITLE - 0.08, title, size=9)
         _panel(axes, chart, along, cases, looks, theme, guides)
     return page
+
+
+def coinciding(chart: Chart) -> dict[str, str]:
+    """Return the contenders whose lines lie below another's, wherever they are on a page."""
+    found: dict[str, str] = {}
+    for one, other in combinations(chart.present, 2):
+        pairs = [(chart.of(case, one), chart.of(case, other)) for case in chart.cases]
+        drawn = [(above, value) for above, value in pairs if value is not None]
+        alike = all(above is not None and _alike(above, value) for above, value in drawn)
+        if drawn and alike and one not in found:
+            found.setdefault(other, one)
+    return found
+
+
+def _alike(one: float, other: float) -> bool:
+    return abs(one - other) <= _ALIKE * max(abs(one), abs(other))
 
 
 def _panel(
@@ -91,7 +115,7 @@ def _panel(
 
 
 def _scale(axes: Any, chart: Chart) -> None:
-    """Give every panel the same axis."""
+    """Give every panel of a page the same axis."""
     axis = chart.axis
     axes.set_yscale(**chart.scale.arguments)
     axes.set_ylim(axis.low, axis.high)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from cupyattn.benchmark.plot import labels
-from cupyattn.benchmark.plot.chart import three
+from cupyattn.benchmark.plot.chart import thousands, three
 from cupyattn.benchmark.plot.inks import Ink, inks
 from cupyattn.benchmark.plot.results import Measured, Row
 from cupyattn.benchmark.plot.style import (
@@ -118,8 +118,8 @@ def _draw(measured: Measured, points: Sequence[Point], theme: Theme) -> Iterator
     _draw_points(axes, points, looks, theme)
     _draw_roofs(axes, lines, points)
     axes.minorticks_off()
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: thousands(value))
     axes.set_xlabel("FLOP for each byte", color=theme.text, fontsize=SMALL)
     axes.set_ylabel("TFLOP/s", color=theme.text, fontsize=SMALL)
     yield page

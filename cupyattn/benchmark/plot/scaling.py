@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from cupyattn.benchmark.plot import labels, lines
-from cupyattn.benchmark.plot.chart import LOGARITHMIC, Reference, chart_of, key_of
+from cupyattn.benchmark.plot.chart import LOGARITHMIC, Reference, chart_of, key_of, thousands
 from cupyattn.benchmark.plot.results import Measured, Row
 from cupyattn.benchmark.plot.style import Page, Pages, Theme
 
+_FEWEST = 3
 _GUIDES = (Reference(1, "as the length"), Reference(2, "as its square"))
 
 
 def pictures(measured: Measured) -> dict[str, Pages]:
-    """Return the picture by its name; none of one length."""
+    """Return the picture by its name; two lengths are no curve."""
     cases = [row.case for row in measured.rows]
     along = labels.length_of(cases)
     if along is None:
@@ -24,7 +25,7 @@ def pictures(measured: Measured) -> dict[str, Pages]:
     for panel in labels.panels(list({row.key: row.case for row in measured.rows}.values()), along):
         for name in measured.contenders:
             there = [found for case in panel if (found := times.get((key_of(case), name)))]
-            if len(there) > 1:
+            if len(there) >= _FEWEST:
                 shortest.update({(key_of(case), name): there[0] for case in panel})
 
     def growth(row: Row) -> float | None:
@@ -33,7 +34,7 @@ def pictures(measured: Measured) -> dict[str, Pages]:
 
     def pages(theme: Theme) -> Iterator[Page]:
         title = "how the time grows, times that of the shortest"
-        chart = chart_of(measured, title, growth, lambda value: f"{value:g}", scale=LOGARITHMIC)
+        chart = chart_of(measured, title, growth, thousands, scale=LOGARITHMIC)
         if chart is not None:
             yield from lines.draw(chart, along, theme, _GUIDES)
 

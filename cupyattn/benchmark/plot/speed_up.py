@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from cupyattn.benchmark.plot.bars_or_lines import draw
-from cupyattn.benchmark.plot.chart import LOGARITHMIC, Chart, Reference, chart_of
+from cupyattn.benchmark.plot.chart import LOGARITHMIC, Chart, Reference, chart_of, three
 from cupyattn.benchmark.plot.results import STEPS, Measured, Row, is_ours
 from cupyattn.benchmark.plot.style import Pages
 
@@ -40,12 +40,12 @@ def _beside(measured: Measured, one: str, *, of_others: bool) -> Chart | None:
     others = tuple(
         name for name in measured.contenders if name != one and (of_others or not is_ours(name))
     )
-    title = f"times as fast as {one}" if of_others else f"how many times as fast {one} is as others"
+    title = f"times as fast as {one}" if of_others else f"how many times as fast {one} is"
     return chart_of(
         measured,
-        f"{title} (more is better)",
+        title,
         times,
-        lambda value: f"{value:.3g}",
+        three,
         scale=LOGARITHMIC,
         contenders=others,
         reference=Reference(1.0, "as fast"),

@@ -13,6 +13,7 @@ from cupyattn.errors import error
 WIDTH = 8.6  # 826 pixels of a page: about the width of a README
 LEFT, RIGHT = 0.1, 0.12  # of the page, empty
 SMALL = 8.0  # points
+_BOLD = 1.15  # times as wide as other letters
 _PIXELS_PER_INCH = 200  # of the PNG: twice a page's
 NO_FIGURE = "x"
 
@@ -48,17 +49,20 @@ class Page:
         from matplotlib.figure import Figure
 
         self.theme = theme
+        heads = wrapped(title, (WIDTH - 2 * LEFT) / _BOLD, 12)
         lines = wrapped(caption, WIDTH - 2 * LEFT, 9)
         legend = list(_legend_rows(keys))
-        self.top = 0.42 + 0.17 * len(lines) + 0.22 * len(legend) + 0.08
+        head = 0.42 + 0.21 * (len(heads) - 1)
+        self.top = head + 0.17 * len(lines) + 0.22 * len(legend) + 0.08
         """Where the head ends."""
         self.height = self.top + height
         self.figure = Figure(figsize=(WIDTH, self.height))
-        self.text(LEFT, 0.26, title, size=12, weight="bold")
+        for number, line in enumerate(heads):
+            self.text(LEFT, 0.26 + 0.21 * number, line, size=12, weight="bold")
         for number, line in enumerate(lines):
-            self.text(LEFT, 0.46 + 0.17 * number, line, size=9)
+            self.text(LEFT, head + 0.04 + 0.17 * number, line, size=9)
         for number, row in enumerate(legend):
-            self._legend_row(row, 0.42 + 0.17 * len(lines) + 0.22 * number + 0.11)
+            self._legend_row(row, head + 0.17 * len(lines) + 0.22 * number + 0.11)
 
     def text(self, x: float, y: float, text: str, **more: Any) -> None:
         """Write a line of text: its baseline is `y` below the top."""

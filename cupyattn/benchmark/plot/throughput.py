@@ -27,7 +27,7 @@ def pictures(measured: Measured) -> dict[str, Pages]:
     tflops = chart_of(
         measured,
         "TFLOP/s (more is better)",
-        lambda row: row.figures.get("tflops"),
+        lambda row: None if _computes_little(row) else row.figures.get("tflops"),
         three,
         scale=LINEAR,
         reference=computed,
@@ -44,9 +44,14 @@ def pictures(measured: Measured) -> dict[str, Pages]:
 
 
 def _moves_bytes(row: Row) -> bool:
-    """Whether a case is memory's on every card: it computes little with each byte."""
+    """Whether a case is memory's on every card, or counts no products."""
+    return not row.figures.get("flops") or _computes_little(row)
+
+
+def _computes_little(row: Row) -> bool:
+    """Whether it computes little with each byte."""
     flops, least = row.figures.get("flops"), row.figures.get("bytes")
-    return not (flops and least) or flops / least <= _LITTLE
+    return flops / least <= _LITTLE if flops and least else False
 
 
 def _ceiling(measured: Measured, name: str, names: Mapping[str, str]) -> Reference | None:
