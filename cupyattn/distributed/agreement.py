@@ -3,7 +3,7 @@
 Each rank gathers what all ranks say of what they are about to do. On the host that costs no more
 than any message, and every call does it, also of CuPy arrays where the communicator can
 (`gathers_on_host`). Otherwise the host has to wait for the GPU's answer, and calls of a kind that
-was agreed on are not compared again. What travels is a digest; only where that differs do the words.
+was agreed on are not compared again. What travels is a digest; where that differs the words follow.
 """
 
 from __future__ import annotations
