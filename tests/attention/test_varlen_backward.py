@@ -127,7 +127,8 @@ def test_rows_of_no_sequence_stay_as_they_are(problem, options, accumulate, back
     kernels = backend == "kernels"
     placing = KERNELS.put if kernels else np.asarray
     twos = [np.full(x.shape, 2, x.dtype) for x in arrays[1:4]]
-    options = placed(KERNELS, options) if kernels else options
+    if kernels:
+        options = {name: placed(KERNELS, value) for name, value in options.items()}
     results = []
     for grads in (AttentionGrads(*map(placing, twos)), None):
         with KERNELS.running() if kernels else cupyattn.backend("reference"):

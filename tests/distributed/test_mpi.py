@@ -17,13 +17,19 @@ pytestmark = pytest.mark.skipif(
     find_spec("mpi4py") is None or MPIEXEC is None, reason="no mpi4py, or no mpiexec"
 )
 
+OPEN_MPI = {  # refuses root, and more ranks than processors, where it is not told otherwise
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+
 
 def ended(ranks: int, what: str, folder: Path) -> dict[int, tuple[float, str]]:
     """How ranks ended that did not end well: after how many seconds, and what they said."""
     path = os.pathsep.join([".", "tests", os.environ.get("PYTHONPATH", "")])
     process = subprocess.run(
         [str(MPIEXEC), "-n", str(ranks), sys.executable, "-m", "support.mpi_rank", what, folder],
-        env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
+        env={**os.environ, **OPEN_MPI, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert process.returncode == 0, process.stdout + process.stderr
