@@ -24,8 +24,6 @@ using Params = RowsParams<4>;
 enum Array { kDout, kY, kDx, kRowSum };
 static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
 
-constexpr float kAbsent = LOGARITHM ? -kInfinity : 0.f;  // y of a column beyond the row
-
 struct Batch {
   float dout[Rows::kStrips][Rows::kVec], y[Rows::kStrips][Rows::kVec];
 
@@ -33,7 +31,7 @@ struct Batch {
 #pragma unroll
     for (int strip = 0; strip < Rows::kStrips; strip++) {
       load_strip<Rows>(dout[strip], dout_row_g, batch * Rows::kStrips + strip, length, 0.f);
-      load_strip<Rows>(y[strip], y_row_g, batch * Rows::kStrips + strip, length, kAbsent);
+      load_strip<Rows>(y[strip], y_row_g, batch * Rows::kStrips + strip, length, 0.f);
     }
   }
 

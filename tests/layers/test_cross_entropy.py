@@ -131,6 +131,16 @@ def test_large_logits_lose_no_digits(side):
     assert np.isfinite(side.get(dx)).all()
 
 
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
+def test_a_smoothed_row_whose_sum_leaves_float32():
+    """As the documentation says."""
+    logits = KERNELS.put(np.full((1, 4), 1e38, np.float32))
+    labels = KERNELS.put(np.zeros(1, np.int32))
+    loss = cupyattn.cross_entropy(logits, labels, label_smoothing=0.1)
+    assert KERNELS.get(loss) == -np.inf
+
+
 @everywhere
 @pytest.mark.parametrize("odd", [np.nan, np.inf])
 def test_nan_and_infinity_spoil_their_row_alone(side, odd):

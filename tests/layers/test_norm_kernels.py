@@ -149,6 +149,12 @@ def test_squares_that_leave_float32(norm):
     np.testing.assert_allclose(tiny, expected, rtol=1e-2)
 
 
+def test_a_sum_that_leaves_float32_gives_nan():
+    """As the documentation of layer_norm says."""
+    x = KERNELS.put(np.full((1, 64), 1e38, np.float32))
+    assert np.isnan(KERNELS.get(cupyattn.layer_norm(x))).all()
+
+
 def test_no_items_in_a_row_and_no_rows():
     out, mean, rstd = cupyattn.layer_norm(
         KERNELS.put(np.zeros((3, 0), np.float32)), eps=0.25, return_stats=True

@@ -104,6 +104,8 @@ def cross_entropy(
     the weights in the backward, on NumPy arrays too. The loss itself loses nothing by it. Where
     logits pass 1e4 subtract a row's offset first: neither the loss nor its gradient has it
     (lse and a z_loss do).
+    label_smoothing takes the sum of a row, which on a GPU is float32: beyond 3.4e38 the loss is
+    infinite.
 
     Examples
     --------

@@ -70,7 +70,7 @@ def layer_norm(
     mean lose nothing. On a GPU a row of up to 16,384 items is read once; a longer one twice.
     Squares are float32 there: a row whose squared differences sum to more than 3e38 (items of about
     1e19) gives zeros, and differences below 1.1e-19 count as 0, which with eps = 0 may divide by
-    it.
+    it. Of a row whose items themselves sum to more the mean is no number, nor is out.
 
     Examples
     --------
