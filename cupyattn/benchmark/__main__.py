@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from cupyattn.benchmark import (
     allocator,
     block_mask,
-    decode,
     emulator,
     host,
     kv_cache,
@@ -20,6 +19,7 @@ from cupyattn.benchmark import (
 )
 from cupyattn.benchmark.attention import backward as attention_backward
 from cupyattn.benchmark.attention import forward as attention
+from cupyattn.benchmark.decode import command as decode
 from cupyattn.benchmark.everything import Everything
 from cupyattn.benchmark.finetune import command as finetune
 from cupyattn.benchmark.generate import command as generate

@@ -106,5 +106,8 @@ def as_left(window_size: Any) -> int | None:
             "it is a pair (left, right), as attention takes it, or None",
             "pass (left, 0): how many tokens before its own a token sees",
         )
-    left = window_size[0]
-    return None if left is None else as_count("window_size's left", left, 0)
+    left, _ = (
+        None if side is None else as_count(f"window_size's {name}", side, 0)
+        for name, side in zip(("left", "right"), window_size, strict=True)
+    )
+    return left

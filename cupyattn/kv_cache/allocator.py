@@ -8,7 +8,7 @@ from operator import index as as_int
 from typing import Literal
 
 from cupyattn.errors import error, shown
-from cupyattn.kv_cache.arguments import as_count, as_switch, as_tokens
+from cupyattn.kv_cache.arguments import as_count, as_switch, as_tokens, uncopied
 from cupyattn.kv_cache.invariants import require_sound
 from cupyattn.kv_cache.pool import HELD, Pools
 from cupyattn.kv_cache.prefix_index import Prefix
@@ -95,6 +95,8 @@ class BlockAllocator:
         self._lock = self._pools.lock
         self._refs, self._free = self._pool.refs, self._pool.free
         self._num_added_tokens = self._num_found_tokens = 0
+
+    __reduce_ex__ = uncopied("two would give the same blocks twice", "make another one")
 
     def __contains__(self, sequence: object) -> bool:
         """Tell whether something is a sequence of this allocator that is not freed."""
@@ -268,12 +270,9 @@ class BlockAllocator:
         TypeError
             If a token is no integer.
         """
-        values = as_tokens(tokens)
-        index = self._pool.index
-        if index is None:
-            return 0
+        values, index = as_tokens(tokens), self._pool.index
         with self._lock:
-            return len(index.match(values)) * self._block_size
+            return 0 if index is None else len(index.match(values)) * self._block_size
 
     def add(self, tokens: Iterable[int], *, counted: int | None = None) -> Sequence:
         """Make a sequence, with room for its tokens.
@@ -339,7 +338,7 @@ class BlockAllocator:
     def _known(self, block: int) -> int:
         """Read a block id of this pool, or refuse it."""
         try:
-            number = as_int(block)
+            number = -1 if isinstance(block, bool) else as_int(block)
         except TypeError:
             number = -1
         if not 0 <= number < self._num_blocks:

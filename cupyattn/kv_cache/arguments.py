@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AnySet
 from operator import index as as_int
-from typing import Any
+from typing import Any, NoReturn
 
 from cupyattn.errors import error, shown
 
@@ -39,11 +41,15 @@ def as_switch(name: str, value: bool) -> bool:
 
 
 def as_tokens(tokens: Any) -> list[int]:
-    """Read token ids from a list or an array, or refuse what is neither."""
+    """Read token ids from a list or an array, or refuse what is neither; a bool is no token."""
     try:
-        return [
-            as_int(token) for token in (tokens.tolist() if hasattr(tokens, "tolist") else tokens)
-        ]
+        if isinstance(tokens, AnySet | Mapping):
+            raise TypeError("it has no order")
+        values = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
+        kinds = set(map(type, values))
+        if bool in kinds:
+            raise TypeError("a mask, most likely")
+        return values if kinds <= {int} else [as_int(token) for token in values]
     except TypeError:
         raise error(
             TypeError,
@@ -51,3 +57,47 @@ def as_tokens(tokens: Any) -> list[int]:
             "tokens are integers, in a list or an array of one axis",
             "pass [token] for one",
         ) from None
+
+
+def as_ends(stop: Any) -> list[int]:
+    """Read the tokens that end a sample, of which a set will do."""
+    try:
+        return as_tokens(list(stop) if isinstance(stop, AnySet) else stop)
+    except TypeError:
+        raise error(
+            TypeError,
+            f"got stop = {shown(stop)}",
+            "it is the tokens that end a sample, integers in a list, an array or a set",
+            "pass [token] for one, and () for none",
+        ) from None
+
+
+def as_copies(copies: Any, sources: int, targets: int) -> tuple[tuple[int, int], ...]:
+    """Read copies of blocks, or refuse all of them for one that is none, or of no block."""
+    try:
+        items = tuple(copies.tolist() if hasattr(copies, "tolist") else copies)
+        pairs = [(src, dst) for src, dst in items]
+    except (TypeError, ValueError):
+        raise error(
+            TypeError,
+            f"got copies {shown(copies)}",
+            "they are a list of Copy(src, dst), or of other pairs of block ids",
+            "pass what append, swap_out or swap_in of a sequence has returned, [copy] for one",
+        ) from None
+    return tuple(
+        (
+            as_count(f"src of copies[{number}]", src, 0, sources - 1),
+            as_count(f"dst of copies[{number}]", dst, 0, targets - 1),
+        )
+        for number, (src, dst) in enumerate(pairs)
+    )
+
+
+def uncopied(copy: str, instead: str) -> Callable[[Any, Any], NoReturn]:
+    """Make the ``__reduce_ex__`` of what is neither copied nor pickled."""
+
+    def refuse(self: Any, protocol: Any) -> NoReturn:
+        name = type(self).__name__
+        raise error(TypeError, f"a {name} was to be copied or pickled", copy, instead)
+
+    return refuse

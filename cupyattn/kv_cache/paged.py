@@ -9,7 +9,7 @@ from cupyattn.arrays import Array
 from cupyattn.errors import error
 from cupyattn.functional import copy_blocks
 from cupyattn.kv_cache.allocator import BlockAllocator
-from cupyattn.kv_cache.arguments import as_count
+from cupyattn.kv_cache.arguments import as_copies, as_count, uncopied
 from cupyattn.kv_cache.picture import draw
 from cupyattn.kv_cache.pool import Copy
 from cupyattn.kv_cache.sequence import Sequence
@@ -148,6 +148,11 @@ class PagedKVCache(CacheSteps):
             {name: array[layer] for name, array in arrays.items()} for layer in range(num_layers)
         ]
 
+    __reduce_ex__ = uncopied(
+        "two would give the same blocks twice",
+        "make another one; k, v and the scales are arrays, which can be copied into its own",
+    )
+
     def __repr__(self) -> str:
         layers, blocks, size, heads, _ = self.k.shape
         return (
@@ -180,12 +185,14 @@ class PagedKVCache(CacheSteps):
 
         Raises
         ------
+        TypeError
+            If something is no pair of integers.
         ValueError
             If a block does not exist. Nothing is copied then.
         """
-        copies = tuple(copies)
-        if copies:
-            copy_blocks(self.k, self.v, copies, k_scales=self.k_scales, v_scales=self.v_scales)
+        blocks = self.allocator.num_blocks
+        if pairs := as_copies(copies, blocks, blocks):
+            copy_blocks(self.k, self.v, pairs, k_scales=self.k_scales, v_scales=self.v_scales)
 
     def copy_to_host(self, copies: Iterable[Copy], /) -> None:
         """Copy blocks to host memory: what `Sequence.swap_out` returned.
@@ -197,6 +204,8 @@ class PagedKVCache(CacheSteps):
 
         Raises
         ------
+        TypeError
+            If something is no pair of integers.
         ValueError
             If a block does not exist. Nothing is copied then.
         """
@@ -212,6 +221,8 @@ class PagedKVCache(CacheSteps):
 
         Raises
         ------
+        TypeError
+            If something is no pair of integers.
         ValueError
             If a block does not exist. Nothing is copied then.
         """

@@ -35,6 +35,11 @@ def draw(
             "pip install matplotlib",
         ) from None
     named = _named(allocator, sequences)
+    if axes is not None and not hasattr(axes, "add_patch"):
+        raise error(
+            TypeError, f"got axes = {shown(axes)}", "it is an Axes of matplotlib, or None",
+            "pass what matplotlib.pyplot.subplots returned second",
+        )  # fmt: skip
     size, count = allocator.block_size, allocator.num_blocks
     rows = -(-count // columns)
     if axes is None:
@@ -71,21 +76,27 @@ def draw(
     return axes
 
 
+def _no_sequences(name: str, passed: Any) -> TypeError:
+    return error(
+        TypeError,
+        f"got {name}, {shown(passed)}",
+        "a picture is of Sequences: a mapping of names to them, a list, or None for all",
+        "pass what this cache's allocator.add returned, [sequence] for one",
+    )
+
+
 def _named(
     allocator: BlockAllocator, sequences: Mapping[str, Sequence] | Iterable[Sequence] | None
 ) -> dict[str, Sequence]:
     if sequences is None:
         sequences = allocator.sequences
+    if isinstance(sequences, Sequence) or not isinstance(sequences, Iterable):
+        raise _no_sequences("sequences", sequences)
     if not isinstance(sequences, Mapping):
         sequences = {f"sequence {number}": each for number, each in enumerate(sequences)}
     for name, sequence in sequences.items():
         if not isinstance(sequence, Sequence):
-            raise error(
-                TypeError,
-                f"got {name}, {shown(sequence)}",
-                "a picture is of Sequences: a mapping of names to them, a list, or None for all",
-                "pass what this cache's allocator.add returned",
-            )
+            raise _no_sequences(name, sequence)
         if not sequence.is_freed and sequence not in allocator:
             raise error(
                 ValueError,

@@ -8,7 +8,7 @@ from weakref import ref
 
 from cupyattn.errors import error, shown
 from cupyattn.kv_cache.allocator import BlockAllocator
-from cupyattn.kv_cache.arguments import as_tokens
+from cupyattn.kv_cache.arguments import as_tokens, uncopied
 from cupyattn.kv_cache.pool import Copy
 from cupyattn.kv_cache.sequence import Sequence
 
@@ -36,7 +36,8 @@ class SchedulerCache(Protocol):
 def require_cache(cache: Any, *, swaps: bool) -> None:
     """Raise TypeError unless it has what `Scheduler` needs; copies with the host only to swap."""
     copies = ("copy", "copy_to_host", "copy_from_host") if swaps else ("copy",)
-    missing = [] if hasattr(cache, "allocator") else ["allocator"]
+    allocator = getattr(cache, "allocator", None)
+    missing = [] if isinstance(allocator, BlockAllocator) else ["allocator"]
     missing += [name for name in copies if not callable(getattr(cache, name, None))]
     if missing:
         raise error(
@@ -100,6 +101,11 @@ class Request:
         self.finished = False
         self.counted = False  # whether the allocator has counted its prompt
 
+    __reduce_ex__ = uncopied(
+        "a scheduler would neither fill a copy nor cancel it",
+        "copy its tokens and outputs",
+    )
+
     def __repr__(self) -> str:
         lengths = ", ".join(str(len(output)) for output in self.outputs)
         state = "finished" if self.finished else "not finished"
@@ -138,6 +144,17 @@ def require_own(request: Any, owner: object) -> None:
             f"got {request!r} of another scheduler",
             "a scheduler ends its own requests",
             "pass what this scheduler's submit returned",
+        )
+
+
+def require_forward(forward: Any) -> None:
+    """Refuse what is no function of a batch, also where there is nothing to compute."""
+    if not callable(forward):
+        raise error(
+            TypeError,
+            f"got {shown(forward)} as forward",
+            "it is a function that takes a tuple of Work, and returns the next tokens of each",
+            "pass the function that runs the model",
         )
 
 
@@ -251,7 +268,7 @@ def has_whole(sequence: Sequence, length: int) -> bool:
 
 def as_swaps(preempt: Any) -> bool:
     """Read whether sequences that make room move to host memory."""
-    if preempt not in ("recompute", "swap"):
+    if not isinstance(preempt, str) or preempt not in ("recompute", "swap"):
         raise error(
             ValueError,
             f"got preempt = {shown(preempt)}",

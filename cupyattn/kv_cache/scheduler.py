@@ -9,7 +9,7 @@ from typing import Literal
 
 from cupyattn.errors import error
 from cupyattn.kv_cache.admission import Admission, as_left
-from cupyattn.kv_cache.arguments import as_count, as_tokens
+from cupyattn.kv_cache.arguments import as_count, as_ends, as_tokens, uncopied
 from cupyattn.kv_cache.moves import Moves
 from cupyattn.kv_cache.pool import OutOfBlocksError
 from cupyattn.kv_cache.requests import (
@@ -21,6 +21,7 @@ from cupyattn.kv_cache.requests import (
     as_swaps,
     require_between_steps,
     require_cache,
+    require_forward,
     require_own,
 )
 
@@ -111,6 +112,8 @@ class Scheduler:
         self._running: list[Run] = []  # the earliest first
         self._waiting: list[Run] = []  # a heap
 
+    __reduce_ex__ = uncopied("two would free each other's sequences", "make another one")
+
     @property
     def num_running(self) -> int:
         """How many sequences took part in the last step and go on."""
@@ -165,7 +168,7 @@ class Scheduler:
         TypeError
             If a token or a number is no integer.
         """
-        prompt, ends = as_tokens(tokens), as_tokens(stop)
+        prompt, ends = as_tokens(tokens), as_ends(stop)
         max_new_tokens = as_count("max_new_tokens", max_new_tokens, 1)
         n = as_count("n", n, 1, self._max_batch)
         if not prompt:
@@ -240,7 +243,7 @@ class Scheduler:
             sample whose sequence has not grown by all but the last; or if it freed, swapped out or
             cut a sequence, which is computed anew then.
         TypeError
-            If it returned no list for each work, as None or one number is, or what is no token.
+            If it is no function, or returned no list for each work, or what is no token.
         RuntimeError
             Within another step.
         Exception
@@ -248,6 +251,7 @@ class Scheduler:
             this one should have.
         """
         require_between_steps("step", self._steps)
+        require_forward(forward)
         self._steps = True
         try:
             return self._finish(*self._computed(forward))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import Any, NoReturn
 from weakref import ref
 
 from cupyattn.errors import error
-from cupyattn.kv_cache.arguments import as_count, as_tokens
+from cupyattn.kv_cache.arguments import as_count, as_tokens, uncopied
 from cupyattn.kv_cache.pool import EVICTED, FREED, HERE, SWAPPED, Copy, Pools, moved
 from cupyattn.kv_cache.prefix_index import Prefix
 
@@ -71,13 +70,7 @@ class Sequence:
         swapped = ", swapped out" if self._state is SWAPPED else ""
         return f"<Sequence of {self._length} tokens in {len(self._ids)} blocks{swapped}>"
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise error(
-            TypeError,
-            "a Sequence was to be copied or pickled",
-            "a copy would own blocks that nobody counts",
-            "call its fork()",
-        )
+    __reduce_ex__ = uncopied("a copy would own blocks that nobody counts", "call its fork()")
 
     @property
     def block_ids(self) -> array[int]:

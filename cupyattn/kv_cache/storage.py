@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from operator import index as as_int
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupyattn.arrays import Array, address, dtype_of
 from cupyattn.errors import error, shown
+from cupyattn.kv_cache.arguments import as_copies
 from cupyattn.kv_cache.pool import Copy
 
 MOST_PITCH = 2**31 - 1
@@ -47,7 +47,7 @@ def as_format(dtype: Any) -> Format:
     if not isinstance(dtype, str):
         try:
             name = np.dtype(dtype).name if dtype is not None else None
-        except TypeError:
+        except (TypeError, ValueError):
             name = None
     if name not in FORMATS:
         raise error(
@@ -123,7 +123,7 @@ class Storage:
     def _move(
         self, copies: Iterable[Copy], source: dict[str, Array], target: dict[str, Array]
     ) -> None:
-        pairs = _pairs(copies, source["k"].shape[1], target["k"].shape[1])
+        pairs = as_copies(copies, source["k"].shape[1], target["k"].shape[1])
         if not self._on_gpu:
             for src, dst in pairs:
                 for name, array in target.items():
@@ -153,20 +153,6 @@ class Storage:
                 runtime.memcpyDefault,
                 stream,
             )
-
-
-def _pairs(copies: Iterable[Copy], sources: int, targets: int) -> list[tuple[int, int]]:
-    """Read copies, or refuse all of them for one of blocks that do not exist."""
-    pairs = [(as_int(src), as_int(dst)) for src, dst in copies]
-    for src, dst in pairs:
-        if not (0 <= src < sources and 0 <= dst < targets):
-            raise error(
-                ValueError,
-                f"got Copy(src={src}, dst={dst})",
-                f"of {sources} blocks one is copied to one of {targets}",
-                "pass the copies that this cache's sequences returned",
-            )
-    return pairs
 
 
 def _pinned(xp: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

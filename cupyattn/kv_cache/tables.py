@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
+from collections.abc import Set as AnySet
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from cupyattn.arrays import Array
 from cupyattn.errors import error, shown
 from cupyattn.kv_cache.allocator import BlockAllocator
-from cupyattn.kv_cache.arguments import as_count
+from cupyattn.kv_cache.arguments import as_count, uncopied
 from cupyattn.kv_cache.sequence import Sequence
 
 UNUSED = -1
@@ -54,6 +55,13 @@ class StepTables:
         max_blocks: int,
         max_tokens: int,
     ) -> None:
+        if not isinstance(allocator, BlockAllocator):
+            raise error(
+                TypeError,
+                f"got {shown(allocator)} as an allocator",
+                "tables have the block ids of a BlockAllocator",
+                "call the step_tables of the cache that they are for",
+            )
         self._allocator = allocator
         self._xp = xp
         shapes = {
@@ -89,6 +97,11 @@ class StepTables:
         self.positions: Array = placed["positions"]
         self.num_sequences = self.num_tokens = self.max_seqlen_q = self.num_decoding = 0
         self.update((), ())
+
+    __reduce_ex__ = uncopied(
+        "a captured step would still read the first one's arrays",
+        "make others by step_tables; their arrays can be copied",
+    )
 
     def __repr__(self) -> str:
         (batch, blocks), tokens = self.block_table.shape, len(self.slot_mapping)
@@ -294,8 +307,16 @@ def _require_own_slots(slots: np.ndarray, rows: np.ndarray) -> None:
 
 def as_counts(sequences: Items[Sequence], new_tokens: int | Iterable[int]) -> np.ndarray:
     """Read how many tokens of each sequence are new."""
-    if not isinstance(new_tokens, Iterable):
-        return np.full(len(sequences), as_count("new_tokens", new_tokens, 0), np.int64)
+    if isinstance(new_tokens, AnySet | Mapping):
+        raise error(
+            TypeError,
+            f"got new_tokens = {shown(new_tokens)}",
+            "it is a number for all sequences, or a list of one for each, in their order",
+            "pass [new_tokens[i] for i in range(len(sequences))], for one",
+        )
+    one: Any = new_tokens
+    if not isinstance(new_tokens, Iterable) or getattr(one, "shape", None) == ():
+        return np.full(len(sequences), as_count("new_tokens", one, 0), np.int64)
     given = list(new_tokens)
     if len(given) != len(sequences):
         raise error(

@@ -9,7 +9,7 @@ import pickle
 import numpy as np
 import pytest
 
-from cupyattn import BlockAllocator
+from cupyattn import BlockAllocator, PagedKVCache
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,7 @@ from cupyattn import BlockAllocator
         ("0", "got block '0'"),
         (None, "got block None"),
         (2.0, "got block 2.0"),
+        (True, "got block True"),
         (3, "block 3, which is free already"),
         (0, "block 0, which a sequence uses"),
     ],
@@ -81,7 +82,10 @@ def test_swap_in_of_what_is_there_is_refused():
         BlockAllocator(4, 2).add([1]).swap_in()
 
 
-@pytest.mark.parametrize("tokens", [None, 5, [1.5], ["a"], "ab", [[1, 2]], np.ones(2), np.ones(())])
+@pytest.mark.parametrize("tokens", [
+    None, 5, [1.5], ["a"], "ab", [[1, 2]], np.ones(2), np.ones(()),
+    [1, True], np.array([True]), {1, 2}, {1: 2},
+])  # fmt: skip
 @pytest.mark.parametrize("call", ["add", "append", "find"])
 def test_what_is_no_token_is_refused(call, tokens):
     allocator = BlockAllocator(4, 2, prefix_caching=True)
@@ -130,6 +134,14 @@ def test_bad_pools_are_refused(changes, kind, passed):
 def test_a_sequence_has_no_copies_but_forks(how):
     with pytest.raises(TypeError, match="call its fork"):
         how(BlockAllocator(4, 2).add([1]))
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("cache", [False, True])
+def test_what_gives_blocks_is_neither_copied_nor_pickled(how, cache):
+    made = PagedKVCache(1, 4, 16, 1, 4, dtype="float32", xp=np) if cache else BlockAllocator(4, 16)
+    with pytest.raises(TypeError, match="the same blocks twice; make another one"):
+        how(made)
 
 
 def test_a_sequence_that_was_dropped_is_reported():

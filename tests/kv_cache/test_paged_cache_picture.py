@@ -76,6 +76,11 @@ def test_pictures_refuse_what_is_not_the_caches():
         picture_of(cache, [foreign])
     with pytest.raises(TypeError, match="got sequence 0, 7; a picture is of Sequences"):
         picture_of(cache, [7])
+    for wrong in (7, cache.allocator.add([1])):
+        with pytest.raises(TypeError, match=r"got sequences, .*; pass .*\[sequence\] for one"):
+            picture_of(cache, wrong)
+    with pytest.raises(TypeError, match="axes = 3; it is an Axes of matplotlib"):
+        picture_of(cache, axes=3)
     with pytest.raises(ValueError, match="columns = 0"):
         picture_of(cache, columns=0)
 

@@ -17,6 +17,7 @@ from cupyattn import Copy, PagedKVCache
         ({"dtype": "float64"}, TypeError, "dtype = 'float64'; a cache holds 'float16'"),
         ({"dtype": np.uint8}, TypeError, "dtype = .*'int4' is two numbers in a byte"),
         ({"dtype": None}, TypeError, "dtype = None"),
+        ({"dtype": np}, TypeError, "dtype = <module 'numpy'"),
         ({"xp": "numpy"}, TypeError, "xp = 'numpy'; it is the module numpy"),
         ({"xp": random}, TypeError, "xp = <module 'random'"),
         ({"num_layers": 0}, ValueError, "num_layers = 0"),
@@ -49,6 +50,42 @@ def test_copies_of_blocks_that_are_not_there_are_refused(method, wrong):
     with pytest.raises(ValueError, match=r"-1|4"):
         getattr(cache, method)([Copy(0, 1), Copy(*wrong)])
     assert cache.k.tobytes() == before
+
+
+@pytest.mark.parametrize("method", ["copy", "copy_to_host", "copy_from_host"])
+@pytest.mark.parametrize(
+    ("wrong", "passed"),
+    [
+        (None, "copies None; they are a list of Copy"),
+        (3, "copies 3; "),
+        (Copy(0, 1), r"copies Copy\(src=0, dst=1\); .*; pass .*\[copy\] for one"),
+        ([(0, 1), (2, 3, 0)], r"copies \["),
+        ([(0, 1), None], r"copies \["),
+        ([(0, 1), (0.5, 2)], r"src of copies\[1\] = 0.5; it is an integer, 0 to 3"),
+        ([(0, 1), (0, True)], r"dst of copies\[1\] = True; "),
+        (["ab"], r"src of copies\[0\] = 'a'; "),
+        (np.array([[0.0, 1.0]]), r"src of copies\[0\] = 0.0; "),
+        (np.array([0, 1]), "copies <array"),
+    ],
+)
+def test_what_is_no_list_of_copies_is_refused(method, wrong, passed):
+    cache = PagedKVCache(**BASE, num_host_blocks=4)
+    cache.k[...] = np.arange(4)[None, :, None, None, None]
+    before = cache.k.tobytes()
+    with pytest.raises(TypeError, match=passed):
+        getattr(cache, method)(wrong)
+    assert cache.k.tobytes() == before
+
+
+@pytest.mark.parametrize("method", ["copy", "copy_to_host", "copy_from_host"])
+@pytest.mark.parametrize("kind", [tuple, iter, np.array])
+def test_copies_come_as_any_sequence(method, kind):
+    cache = PagedKVCache(**BASE, num_host_blocks=4)
+    cache.k[...] = np.arange(1, 5)[None, :, None, None, None]
+    getattr(cache, method)(kind([(0, 2), (1, 3)]))
+    if method == "copy_to_host":
+        cache.copy_from_host([Copy(2, 2), Copy(3, 3)])
+    assert cache.k[0, 2:, 0, 0, 0].tolist() == [*([0, 0] if method == "copy_from_host" else [1, 2])]
 
 
 def drawn(*shape):

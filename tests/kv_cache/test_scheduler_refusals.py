@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 from support.block_memory import FaultError, alone, finish, require_empty
@@ -172,6 +175,31 @@ def test_what_is_no_request_of_the_scheduler_is_not_cancelled(memory, request_of
     assert not (mine.finished or foreign.finished)
 
 
+@pytest.mark.parametrize("forward", [None, 7, [[1]]])
+@pytest.mark.parametrize("idle", [False, True])
+def test_what_is_no_function_is_refused(memory, forward, idle):
+    scheduler = Scheduler(memory, max_batch=4, max_tokens=64)
+    if not idle:
+        scheduler.submit([1], max_new_tokens=3)
+    with pytest.raises(TypeError, match="as forward; it is a function that takes a tuple of Work"):
+        scheduler.step(forward)
+    assert (scheduler.num_running, scheduler.num_waiting) == (0, int(not idle))
+
+
+def test_tokens_that_end_a_sample_may_be_a_set(memory):
+    scheduler = Scheduler(memory, max_batch=4, max_tokens=64)
+    assert scheduler.submit([1], max_new_tokens=3, stop={4, 2}).stop == {4, 2}
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_a_scheduler_knows_is_neither_copied_nor_pickled(memory, how):
+    scheduler = Scheduler(memory, max_batch=4, max_tokens=64)
+    with pytest.raises(TypeError, match="a Scheduler was to be copied or pickled"):
+        how(scheduler)
+    with pytest.raises(TypeError, match="cancel it; copy its tokens and outputs"):
+        how(scheduler.submit([1], max_new_tokens=3))
+
+
 class CopiesOnTheDevice:
     def __init__(self, allocator: BlockAllocator) -> None:
         self.allocator = allocator
@@ -187,6 +215,8 @@ def test_what_is_no_cache_is_refused():
     with pytest.raises(TypeError, match="without copy_to_host, copy_from_host; "):
         Scheduler(cache, max_batch=4, max_tokens=64, preempt="swap")
     assert Scheduler(cache, max_batch=4, max_tokens=64).idle
+    with pytest.raises(TypeError, match="without allocator; "):
+        Scheduler(CopiesOnTheDevice(None), max_batch=4, max_tokens=64)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +229,8 @@ def test_what_is_no_cache_is_refused():
         ({"window_size": 8}, TypeError, "window_size = 8"),
         ({"window_size": (-1, 0)}, ValueError, "left = -1"),
         ({"window_size": (2.0, 0)}, TypeError, r"left = 2\.0"),
+        ({"window_size": (2, "0")}, TypeError, "right = '0'"),
+        ({"preempt": np.arange(2)}, ValueError, "preempt = <array"),
     ],
 )
 def test_bad_schedulers_are_refused(memory, changes, kind, passed):
@@ -214,7 +246,9 @@ def test_bad_schedulers_are_refused(memory, changes, kind, passed):
         ([1], {"max_new_tokens": 0}, ValueError, "max_new_tokens = 0"),
         ([1], {"n": 0}, ValueError, "n = 0"),
         ([1], {"n": 5}, ValueError, "n = 5"),
-        ([1], {"stop": 3}, TypeError, "tokens 3"),
+        ([1], {"stop": 3}, TypeError, "stop = 3; .* or a set; "),
+        ([1], {"stop": [True]}, TypeError, r"stop = \[True\]; "),
+        ({1, 2}, {}, TypeError, "tokens {1, 2}"),
         ([1] * 30, {"max_new_tokens": 4}, ValueError, "need 9 blocks"),
     ],
 )

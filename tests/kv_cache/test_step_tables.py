@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from support.recording_device import device_array
 
 from cupyattn import BlockAllocator, PagedKVCache
+from cupyattn.kv_cache import StepTables
 from cupyattn.kv_cache import tables as tables_module
 
 NAMES = ("block_table", "seqlens_k", "cu_seqlens_q", "slot_mapping", "positions")
@@ -137,6 +140,8 @@ def forked(cache):
         (lambda cache: [cache.allocator.add([1])], [1, 1], ValueError, "2 numbers of new tokens"),
         (lambda cache: [cache.allocator.add([1])], [-1], ValueError, "new_tokens = -1"),
         (lambda cache: [cache.allocator.add([1])], [1.0], TypeError, "new_tokens = 1.0"),
+        (lambda cache: [cache.allocator.add([1])], {0: 1}, TypeError, r"new_tokens = {0: 1}"),
+        (lambda cache: [cache.allocator.add([1])], np.ones(()), TypeError, "new_tokens = "),
         (lambda cache: [cache.allocator.add([1])] * 3, 0, ValueError, "3 sequences; .*room for 2"),
         (lambda cache: [cache.allocator.add([1] * 33)], 1, ValueError, "3 blocks of a sequence"),
         (lambda cache: [cache.allocator.add([1] * 9)], 9, ValueError, "9 new tokens; .*room for 4"),
@@ -238,3 +243,15 @@ def test_the_tables_stay_in_place_on_a_gpu(recorder, monkeypatch):
     assert len(uploads) == 3
     assert len({place[:2] for place in uploads}) == 1
     assert not np.array_equal(uploads[1][2], uploads[2][2])
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_tables_are_neither_copied_nor_pickled(how):
+    cache = small_cache()
+    with pytest.raises(TypeError, match=r"StepTables was to be copied .*; make others by step_"):
+        how(cache.step_tables([cache.allocator.add([1])]))
+
+
+def test_tables_are_of_an_allocator():
+    with pytest.raises(TypeError, match=r"as an allocator; .*; call the step_tables of the cache"):
+        StepTables(small_cache(), np, max_batch=1, max_blocks=1, max_tokens=1)

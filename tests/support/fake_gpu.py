@@ -86,8 +86,9 @@ class FakeTorch:
         self.backends.append(backend)
         return nullcontext()
 
-    def attend(self, q, k, v, attn_mask=None, *, is_causal, dropout_p):
+    def attend(self, q, k, v, attn_mask=None, *, is_causal=False, dropout_p=0.0, enable_gqa=False):
         """Exact, by this library, but for what it says that it has not."""
+        assert enable_gqa == (q.shape[1] != k.shape[1])
         self.asked.append((q.shape, v.shape, is_causal, dropout_p, attn_mask))
         if attn_mask is not None:
             raise RuntimeError("no kernel")

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 import cupyattn
-from cupyattn.benchmark import decode, kv_cache
+from cupyattn.benchmark import kv_cache
+from cupyattn.benchmark.decode import cases as decode
 from cupyattn.benchmark.frame.emulated import ModelledCall
 from cupyattn.benchmark.layers.calls import our_backward, our_forward
 from cupyattn.benchmark.layers.operation import Operation, Size, Source

@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import cupyattn
-from cupyattn.benchmark import decode, kv_cache
+from cupyattn.benchmark import kv_cache
+from cupyattn.benchmark.decode import cases as decode
 from cupyattn.benchmark.layers.calls import our_backward, our_forward
 from cupyattn.benchmark.layers.operation import Operation, Size, Source
 from cupyattn.benchmark.layers.operations import OPERATIONS

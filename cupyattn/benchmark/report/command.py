@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from cupyattn.benchmark import decode
 from cupyattn.benchmark.attention import backward as attention_backward
 from cupyattn.benchmark.attention import forward as attention
+from cupyattn.benchmark.decode import command as decode
 from cupyattn.benchmark.frame.ceilings import copy_rate
 from cupyattn.benchmark.frame.gpu_command import add_json_file, run_on_gpu
 from cupyattn.benchmark.frame.machine import measured_on

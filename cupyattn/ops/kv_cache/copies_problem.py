@@ -84,7 +84,7 @@ def pairs_of(copies: Any) -> Pairs:
             TypeError,
             f"copies is a {type(copies).__name__}",
             "it is a sequence of Copy(src, dst), or an array (n, 2) of integers",
-            "pass what append or fork have returned",
+            "pass what Sequence.append has returned",
         ) from failure
     return tuple([_pair(f"copies[{i}]", copy) for i, copy in enumerate(items)])
 
