@@ -149,15 +149,16 @@ def test_text_and_json(a_gpu, capsys, tmp_path):
         assert f"{row['direction']} cupyattn 2.0 us" in printed
 
 
-def test_products_are_held_against_products(a_gpu, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("dtype", "ceiling"), [("float16", "mma"), ("float32", "fma")])
+def test_products_are_held_against_products(dtype, ceiling, a_gpu, tmp_path, monkeypatch):
     small = replace(NAMES["linear_cross_entropy"], shape=None)
     monkeypatch.setattr(command, "OPERATIONS", (small,))
     file = tmp_path / "layers.json"
-    words = ("--operation", "linear_cross_entropy", *TINY)
+    words = ("--operation", "linear_cross_entropy", *TINY, "--dtype", dtype)
     assert main(["layers", *words, "--json", str(file)]) == 0
     for row, flops in zip(json.loads(file.read_text())["rows"], small.flops(SMALL), strict=True):
         assert row["flops"] == flops
-        assert row["of_ceiling"] == pytest.approx(row["tflops"] / CEILINGS["mma_tflops"])
+        assert row["of_ceiling"] == pytest.approx(row["tflops"] / CEILINGS[f"{ceiling}_tflops"])
 
 
 def test_an_operation_of_one_size_is_timed_once():

@@ -52,7 +52,7 @@ WITHOUT_FIGURES = {
     ),
     "nest_scales": "a pass over scales when a model is made",
     "expand_scales": "a pass over a part of a weight, behind which a product reads all of it",
-    **dict.fromkeys(("mma_rate", "read_weight"), "measures a card"),
+    **dict.fromkeys(("mma_rate", "fma_rate", "read_weight"), "measures a card"),
 }
 """Kernels that no gate of the model holds, and why."""
 

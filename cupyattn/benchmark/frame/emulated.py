@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import cupyattn
-from cupyattn.benchmark.frame.rows import COPY, PRODUCTS, READ, Row
+from cupyattn.benchmark.frame.rows import COPY, FLOAT32, PRODUCTS, READ, Row, products_of
 from cupyattn.emulator import Checks, Report
 from cupyattn.turing import MACHINES, T4, Machine
 from cupyattn.turing.memory import MemoryFigures, memory_figures
@@ -14,6 +14,8 @@ from cupyattn.turing.memory import MemoryFigures, memory_figures
 _DIGITS = 3
 PEAK_FLOP_PER_CYCLE = 1024
 """float16 products of a Turing multiprocessor: 65 TFLOP/s of a T4."""
+FLOAT32_FLOP_PER_CYCLE = 128
+"""Of its 64 float32 units: 8.1 TFLOP/s of a T4."""
 
 
 def ceilings_of(machine: Machine) -> dict[str, float | None]:
@@ -26,7 +28,8 @@ def ceilings_of(machine: Machine) -> dict[str, float | None]:
     """
     memory = float(machine.memory_gb_s)
     products = machine.tflops(PEAK_FLOP_PER_CYCLE) if machine.tensor_cores else None
-    return {COPY: memory, READ: memory, PRODUCTS: products}
+    float32 = machine.tflops(FLOAT32_FLOP_PER_CYCLE)
+    return {COPY: memory, READ: memory, PRODUCTS: products, FLOAT32: float32}
 
 
 class ModelledCall(NamedTuple):
@@ -105,9 +108,9 @@ def of_products(
 ) -> Row:
     """Return the row of products at the model's rate on a T4; `call` is a small one, counted.
 
-    Of float16 the ceiling is the tensor cores' peak; of other dtypes there is none.
+    Of float16 the ceiling is the tensor cores' peak; of other dtypes that of float32 arithmetic.
     """
-    peak = ceilings_of(T4)[PRODUCTS] if labels["dtype"] == "float16" else None
+    peak = ceilings_of(T4)[products_of(labels["dtype"])]
     seconds = None if tflops is None else flops / tflops / 1e12
     counts = _chosen(row_of(call), "kernels", "sector_ratio", "instruction_bytes")
     figures = {

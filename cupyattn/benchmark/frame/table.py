@@ -66,10 +66,11 @@ def ceilings_text(ceilings: Mapping[str, float | None]) -> str:
 
     Examples
     --------
-    >>> ceilings_text({"copy_gb_per_s": 4254.2, "mma_tflops": None})
-    'copy 4254 GB/s'
+    >>> ceilings_text({"copy_gb_per_s": 4254.2, "mma_tflops": None, "fma_tflops": 61.3})
+    'copy 4254 GB/s, fma 61 TFLOP/s'
     """
-    units = (("copy_gb_per_s", "GB/s"), ("read_gb_per_s", "GB/s"), ("mma_tflops", "TFLOP/s"))
+    units = (("copy_gb_per_s", "GB/s"), ("read_gb_per_s", "GB/s"), ("mma_tflops", "TFLOP/s"),
+             ("fma_tflops", "TFLOP/s"))  # fmt: skip
     return ", ".join(
         f"{name.partition('_')[0]} {ceilings[name]:.0f} {unit}"
         for name, unit in units

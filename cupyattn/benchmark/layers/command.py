@@ -14,7 +14,7 @@ from typing import Any
 from cupyattn.benchmark.frame.benchmark import Benchmark
 from cupyattn.benchmark.frame.clock import COLD_BYTES
 from cupyattn.benchmark.frame.emulated import memory_bound
-from cupyattn.benchmark.frame.rows import COPY, PRODUCTS, Row
+from cupyattn.benchmark.frame.rows import COPY, Row, products_of
 from cupyattn.benchmark.frame.subjects import Contender, Gauge, Subject, measured
 from cupyattn.benchmark.layers.calls import (
     our_backward,
@@ -128,7 +128,7 @@ def _subject(
         ],
         flops=flops,
         bytes=operation.traffic(size, direction),
-        ceiling=COPY if flops is None else PRODUCTS,
+        ceiling=COPY if flops is None else products_of(size.dtype),
         tolerance=operation.tolerance * (_BACKWARD_TOLERANCE if backward else 1),
         reset=reset,
     )

@@ -30,6 +30,7 @@ YOUNGER: tuple[str, ...] = ()
 WITHOUT_PROFILE = {
     **dict.fromkeys(YOUNGER, "is younger than the profiles"),
     "mma_rate": "runs once, where a card's name does not tell whether it has tensor cores",
+    "fma_rate": "measures a card for the benchmarks",
     "read_weight": "the yardstick of the benchmark of linear, not the library's",
 }
 """Kernels that have no profile, and why."""
