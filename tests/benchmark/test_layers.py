@@ -131,6 +131,29 @@ def test_peers_are_timed_forward_compiled_too(monkeypatch):
     assert torch.modes == ("a mode",) * 2
 
 
+COMPOSED = [name for name, operation in NAMES.items() if operation.composed is not None]
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_array_functions_give_the_same(name, monkeypatch):
+    """And are timed forward alone, where there is no PyTorch too."""
+    small = replace(NAMES[name], shape=None, tolerance=4e-3)  # float16 has 1e-3
+    monkeypatch.setattr(command, "OPERATIONS", (small,))
+    measure = gauge(torch=RuntimeError("not here"), peers=("cupy",))
+    forward, peer, *backward = command.rows(parsed("--operation", name, *TINY), measure)
+    assert (peer["contender"], peer.get("unavailable")) == ("cupy", None)
+    assert [row["contender"] for row in (forward, *backward)] == ["cupyattn"] * (1 + len(backward))
+
+
+def test_what_array_functions_have_not():
+    """Another generator, or an erf that NumPy and CuPy have not."""
+    without = NAMES.keys() - set(COMPOSED)
+    assert {name for name in without if not name.startswith("sample")} == {
+        "geglu", "dropout", "dropout + add"
+    }  # fmt: skip
+    assert all("greedy" not in name for name in without)
+
+
 def test_sets_of_arrays_are_larger_than_a_cache():
     assert sets_of(2 * Size(8192, 768, "float16").array_bytes) == 16
     assert sets_of(Size(2048, 128_256, "float16").array_bytes) == 1
