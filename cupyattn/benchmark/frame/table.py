@@ -137,7 +137,7 @@ def show_rows(rows: Sequence[Row], beside: str | None, terminal: Terminal) -> No
     heading = (*vary, "ran", "p50",
                *(name.removesuffix("_s") for name in spread), *(_TITLES[name] for name in rates),
                *(titles[name] for name in compares), *also)  # fmt: skip
-    terminal.table(heading, lines)
+    terminal.table(heading, lines, names=len(vary) + 1)
     for reason in dict.fromkeys(row["unavailable"] for row in rows if "unavailable" in row):
         who = dict.fromkeys(row["contender"] for row in rows if row.get("unavailable") == reason)
         terminal.text(f"  {', '.join(who)}: {reason}")
