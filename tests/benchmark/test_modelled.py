@@ -23,7 +23,7 @@ from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.turing import T4, DisassemblerError
 
 COUNTS = {"kernels": ["a"], "sector_ratio": 1.5, "bound": "lsu", "instruction_bytes": 4.0,
-          "bandwidth_share": {"T4": 0.5}}  # fmt: skip
+          "share": 0.5}  # fmt: skip
 
 
 @pytest.fixture
@@ -31,11 +31,11 @@ def counted(monkeypatch, no_gpu):
     """Without the emulator; which calls it would have run."""
     calls = []
 
-    def row_of(call):
+    def counts_of(call):
         calls.append(call)
         return COUNTS
 
-    monkeypatch.setattr(emulated, "row_of", row_of)
+    monkeypatch.setattr(emulated, "counts_of", counts_of)
     return calls
 
 
