@@ -17,12 +17,15 @@ import numpy as np
 
 import cupyattn
 from cupyattn.arrays import Array, dtype_of
+from cupyattn.benchmark.attention import peers
 from cupyattn.benchmark.frame.arguments import add_numbers
 from cupyattn.benchmark.frame.benchmark import Benchmark
-from cupyattn.benchmark.frame.clock import Call
+from cupyattn.benchmark.frame.clock import Call, Round
 from cupyattn.benchmark.frame.emulated import ModelledCall, of_products
-from cupyattn.benchmark.frame.rows import PRODUCTS, Row
+from cupyattn.benchmark.frame.peers import PEERS
+from cupyattn.benchmark.frame.rows import Row, products_of
 from cupyattn.benchmark.frame.subjects import Contender, Gauge, Subject, measured
+from cupyattn.benchmark.frame.torch_arrays import tensor_of
 from cupyattn.benchmark.frame.turing_model import Model, rate_of_call
 from cupyattn.cli.arguments import integer
 from cupyattn.kernels.configs.dtypes import STORAGE
@@ -32,6 +35,8 @@ from cupyattn.turing import T4
 
 WAYS = ("plain", "mask_mod", "block_mask")
 DIRECTIONS = ("forward", "backward", "deterministic backward")
+FLEX = "triton"
+"""The peer: flex_attention of PyTorch, with its own mask of blocks; not asked for a third mode."""
 _TOLERANCE = 0.05
 _COUNTED: dict[str, Any] = {"length": 256, "documents": 2, "heads": 1}
 """What the emulator runs."""
@@ -171,7 +176,9 @@ def subjects(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Subject]:
             ) -> Any:
                 return [calls_of(way, masks, arrays, to)]
 
-            of = {way: {"flops": case.flops(direction, way)} for way in WAYS}
+            of = {f"cupyattn {way}": case.flops(direction, way) for way in WAYS}
+            of[PEERS[FLEX]] = case.flops(direction, "block_mask")
+            flex = FLEX in gauge.peers and direction in DIRECTIONS[:2]
             # The plain call is the measure, and has other results.
             yield Subject(
                 {**case._asdict(), "kept": case.kept(), "direction": direction},
@@ -182,11 +189,33 @@ def subjects(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Subject]:
                         comparable=_none if way == "plain" else _first_three,
                     )
                     for way in WAYS
-                ],
-                ceiling=PRODUCTS if case.dtype == "float16" else None,
+                ]
+                + [flex_attention(case, arrays, direction, gauge)] * flex,
+                ceiling=products_of(case.dtype),
                 tolerance=_TOLERANCE,
-                own={f"cupyattn {way}": work for way, work in of.items()},
+                own={name: {"flops": flops} for name, flops in of.items()},
             )
+
+
+def flex_attention(case: Case, arrays: Any, direction: str, gauge: Gauge) -> Contender:
+    """Return what PyTorch does with the same documents."""
+
+    def prepare() -> Round:
+        torch = gauge.torch
+        document = tensor_of(torch, gauge.xp.asarray(case.document()))
+
+        def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+            return document[i] == document[j]
+
+        *tensors, dout = (peers.turned(tensor_of(torch, array)) for array in arrays)
+        attend = peers.flex(torch, seen, case.length, case.length)
+        if direction == "forward":
+            return peers.forward_calls(torch, attend, tensors)
+        return peers.backward_calls(torch, attend, tensors, dout=dout)
+
+    if direction == "forward":
+        return Contender.of_peer(FLEX, prepare, peers.turned)
+    return Contender.of_peer(FLEX, prepare, lambda grads: tuple(map(peers.turned, grads)))
 
 
 def _none(result: Any) -> None:
@@ -229,11 +258,13 @@ BENCHMARK = Benchmark(
     title="Documents in one sequence",
     help="a mask of documents whose empty tiles are skipped, beside the plain call, on a GPU",
     description="Time attention and its backward: plain, with a mask_mod of documents in one "
-    "sequence, and with block_mask of it.",
+    "sequence, and with block_mask of it; beside flex_attention with a block mask of the same.",
     note=f"kept is the share of tiles of {TILE[0]} queries by {TILE[1]} keys in which something "
     "is seen: a perfect block_mask takes that share of the plain call's time. TFLOP/s count what "
     "is kept.",
     rows=rows,
     options=options,
+    peers=(FLEX,),
+    quick={"limit": 20.0},
     modelled=modelled,
 )

@@ -15,6 +15,7 @@ import numpy as np
 
 import cupyattn
 from cupyattn.benchmark.frame.benchmark import Benchmark
+from cupyattn.benchmark.frame.clock import FEWEST
 from cupyattn.benchmark.frame.rows import Row, row_of
 from cupyattn.benchmark.frame.subjects import Gauge
 from cupyattn.cli.arguments import integer
@@ -25,7 +26,7 @@ RANDOM_BUDGET_S = 4.0
 
 _HEAD_DIM = 64
 _CALLS_SHARE = 100
-"""Calls that --calls counts for each: 10 by default."""
+"""Calls that --calls counts for each: 10 by default, and three at the least."""
 
 
 class Size(NamedTuple):
@@ -56,18 +57,18 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def rows(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Row]:
-    """Measure every row: problems of one size, and many random ones together, once."""
+    """Measure every row: problems of one size, and many random ones together, which take long."""
     del gauge
     rng = np.random.default_rng(0)
     for size in SIZES:
         shape = (size.batch, size.seqlen, size.heads, _HEAD_DIM)
         arrays = [rng.standard_normal(shape).astype(np.float16) for _ in range(3)]
         name = f"(B, H, N) = ({size.batch}, {size.heads}, {size.seqlen})"
-        calls = max(1, arguments.calls // _CALLS_SHARE)
+        calls = max(FEWEST, arguments.calls // _CALLS_SHARE)
         yield from _rows_of(name, [(arrays, {})], calls, size.budget_s)
     problems = [random_problem(rng) for _ in range(arguments.problems)]
     budget = RANDOM_BUDGET_S * len(problems) / RANDOM_PROBLEMS
-    yield from _rows_of(f"{len(problems)} random problems", problems, 1, budget)
+    yield from _rows_of(f"{len(problems)} random problems", problems, FEWEST, budget)
 
 
 def _rows_of(

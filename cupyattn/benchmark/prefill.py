@@ -16,7 +16,7 @@ import cupyattn
 from cupyattn.arrays import dtype_of
 from cupyattn.benchmark.frame.arguments import add_lists, add_numbers
 from cupyattn.benchmark.frame.benchmark import Benchmark
-from cupyattn.benchmark.frame.rows import PRODUCTS, Row
+from cupyattn.benchmark.frame.rows import Row, products_of
 from cupyattn.benchmark.frame.subjects import Contender, Gauge, Subject, measured
 from cupyattn.cli.arguments import integer
 from cupyattn.kernels.configs.attention.decode import TILE_KEYS
@@ -137,7 +137,7 @@ def subjects(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Subject]:
                 for way, call in calls.items()
             ],
             flops=case.flops,
-            ceiling=PRODUCTS if case.dtype == "float16" else None,
+            ceiling=products_of(case.dtype),
             tolerance=_TOLERANCE,
         )  # fmt: skip
 

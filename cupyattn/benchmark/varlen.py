@@ -21,7 +21,7 @@ from cupyattn.benchmark.frame.arguments import add_numbers
 from cupyattn.benchmark.frame.benchmark import Benchmark
 from cupyattn.benchmark.frame.clock import Call
 from cupyattn.benchmark.frame.emulated import ModelledCall, of_products
-from cupyattn.benchmark.frame.rows import PRODUCTS, Row
+from cupyattn.benchmark.frame.rows import Row, products_of
 from cupyattn.benchmark.frame.subjects import Contender, Gauge, Subject, measured
 from cupyattn.benchmark.frame.turing_model import Model, rate_of_call
 from cupyattn.cli.arguments import integer
@@ -180,7 +180,7 @@ def subjects(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Subject]:
                     for way in WAYS
                 ],
                 flops=factor * case.flops("dense"),
-                ceiling=PRODUCTS if case.dtype == "float16" else None,
+                ceiling=products_of(case.dtype),
                 tolerance=_TOLERANCE,
                 own={"cupyattn ragged": {"flops": factor * case.flops("ragged")}},
             )

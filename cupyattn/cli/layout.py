@@ -71,12 +71,13 @@ def facts(pairs: Mapping[str, Any], width: int) -> list[str]:
 
 
 def table(
-    columns: Sequence[str], rows: Sequence[Sequence[Cell]], width: int
+    columns: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, names: int = 1
 ) -> tuple[list[str], list[str]]:
-    r"""Lay out a table whose first column names the rows; integers are aligned to the right.
+    r"""Lay out a table whose first `names` columns name the rows; integers are to the right.
 
-    Where a row is too wide for one line, its name has a line of its own and the other columns
-    stand below it, on as many lines as they need.
+    Where a row is too wide for one line, headings are folded. If it is too wide still, names but
+    the last stand once above the rows that share them. If that is too wide too, the names have a
+    line of their own and the other columns stand below it, on as many lines as they need.
 
     Returns
     -------
@@ -95,39 +96,92 @@ def table(
         bytes  time
       D 64, MASK
             5  2 ms
+    >>> rows = [("softmax", 768, "cupyattn", "5 us"), ("softmax", 768, "torch", "6 us")]
+    >>> heading, rows = table(("operation", "width", "ran", "p50"), rows, 24, names=3)
+    >>> print(*heading, *rows, sep="\n")
+      operation  width
+        ran       p50
+      softmax      768
+        cupyattn  5 us
+        torch     6 us
     """
-    texts = [tuple(columns), *(tuple(map(str, row)) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    numeric = [all(isinstance(row[at], int) for row in rows) for at in range(len(columns))]
-    lines = _columns_by_line(widths, width)
-
-    def written(cells: Sequence[str]) -> list[str]:
-        aligned = [
-            f"{cell:>{size}}" if right else f"{cell:<{size}}"
-            for cell, size, right in zip(cells, widths, numeric, strict=True)
-        ]
-        if len(lines) == 1:
-            return [" " * _INDENT + (" " * _GAP).join(aligned).rstrip()]
-        below = ((" " * _GAP).join(aligned[at] for at in line).rstrip() for line in lines[1:])
-        name = _folded(" " * _INDENT + cells[0], width)
-        return name + [" " * 2 * _INDENT + line for line in below if line]
-
-    return written(columns), [line for row in texts[1:] for line in written(row)]
+    every = range(len(columns))
+    alike = [[every[: names - 1], every[names - 1 :]]] if names > 1 else []
+    for folds, lines in ((False, [every]), (True, [every]), *((True, each) for each in alike)):
+        grid = _Grid(columns, rows, folds)
+        if all(grid.width(line, below) <= width for below, line in enumerate(lines)):
+            return grid.heading(lines, width), grid.rows(lines, width, grouped=len(lines) > 1)
+    below = [every[:names], *grid.filled(every[names:], width)]
+    return grid.heading(below, width), grid.rows(below, width)
 
 
-def _columns_by_line(widths: Sequence[int], width: int) -> list[list[int]]:
-    """Return the columns of each line: all of them, or the first alone and the others as fits."""
-    if _INDENT + sum(widths) + _GAP * (len(widths) - 1) <= width:
-        return [list(range(len(widths)))]
-    lines: list[list[int]] = [[0]]
-    room = 0
-    for at, size in enumerate(widths[1:], start=1):
-        if len(lines) == 1 or size + _GAP > room:
-            lines.append([])
-            room = width - 2 * _INDENT + _GAP
-        lines[-1].append(at)
-        room -= size + _GAP
-    return lines
+class _Grid:
+    """The cells of a table, and how wide its columns are; headings fold to their cells' width."""
+
+    def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]], folds: bool) -> None:
+        self._rows = [list(map(str, row)) for row in rows]
+        self._right = [all(isinstance(row[at], int) for row in rows) for at in range(len(columns))]
+        self._headings, self._widths = [], []
+        for at, name in enumerate(columns):
+            cells = max((len(row[at]) for row in self._rows), default=0)
+            least = max(map(len, name.split()), default=0)
+            heading = _folded(name, max(cells, least)) if folds else [name]
+            self._headings.append(heading)
+            self._widths.append(max(cells, *map(len, heading)))
+
+    def width(self, columns: Sequence[int], below: int) -> int:
+        """Return that of a line of columns: the first of a row, or one that stands below it."""
+        gaps = _GAP * (len(columns) - 1)
+        return _indent(below) + sum(self._widths[at] for at in columns) + gaps
+
+    def filled(self, columns: Sequence[int], width: int) -> list[list[int]]:
+        """Return the columns of each line below the names: as many as fit."""
+        lines: list[list[int]] = []
+        for at in columns:
+            if lines and self.width([*lines[-1], at], below=1) <= width:
+                lines[-1].append(at)
+            else:
+                lines.append([at])
+        return lines
+
+    def heading(self, lines: Sequence[Sequence[int]], width: int) -> list[str]:
+        """Return the lines of the heading; what is folded ends in the same line."""
+        written: list[str] = []
+        for below, columns in enumerate(lines):
+            deep = max(len(self._headings[at]) for at in columns)
+            padded = [[""] * deep + heading for heading in self._headings]
+            for up in range(deep, 0, -1):
+                line = self._line(columns, [each[-up] for each in padded], below)
+                written += _folded(line, width)
+        return written
+
+    def rows(
+        self, lines: Sequence[Sequence[int]], width: int, *, grouped: bool = False
+    ) -> list[str]:
+        """Return the lines of the rows; if they are grouped, a first line that is new alone."""
+        written: list[str] = []
+        before = None
+        for row in self._rows:
+            first, *others = (
+                self._line(columns, row, below) for below, columns in enumerate(lines)
+            )
+            kept = others if grouped and first == before else [first, *others]
+            written += [part for line in kept if line for part in _folded(line, width)]
+            before = first
+        return written
+
+    def _line(self, columns: Sequence[int], cells: Sequence[str], below: int) -> str:
+        aligned = (
+            f"{cells[at]:>{self._widths[at]}}"
+            if self._right[at]
+            else f"{cells[at]:<{self._widths[at]}}"
+            for at in columns
+        )
+        return (" " * _indent(below) + (" " * _GAP).join(aligned)).rstrip()
+
+
+def _indent(below: int) -> int:
+    return 2 * _INDENT if below else _INDENT
 
 
 def _folded(line: str, width: int) -> list[str]:

@@ -16,8 +16,9 @@ from cupyattn.kernels.source import source_root
 # per cycle and SM of the CUDA C++ Programming Guide, "Throughput of Native Arithmetic
 # Instructions", column 7.5 (half: two results a lane). tensor: m16n8k8 has 1,024 multiply-adds, an
 # SM's tensor cores do 512 a cycle (Turing whitepaper). xu: conversions are counted as if all took
-# this pipe. control: a slot of one of the four schedulers. Shared and global memory are counted in
-# passes and sectors; most moves vanish in the assembler.
+# this pipe, but for those of float16 into float32, which an HADD2 does. control: a slot of one of
+# the four schedulers. Shared and global memory are counted in passes and sectors; most moves vanish
+# in the assembler.
 _CYCLES = {
     "fma": 0.5,
     "alu": 0.5,

@@ -48,9 +48,9 @@ class Terminal:
         """Print names and values, one pair a line."""
         self._print(layout.facts(facts, self._width))
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-        """Print a table whose first column names the rows."""
-        heading, lines = layout.table(columns, rows, self._width)
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]], names: int = 1) -> None:
+        """Print a table whose first `names` columns name the rows."""
+        heading, lines = layout.table(columns, rows, self._width, names)
         self._print(heading, "dim")
         self._print(lines)
 

@@ -43,6 +43,8 @@ def pipe(instruction: Statement) -> str:
         return "double"
     if root in _XU:
         return "xu"
+    if root == "cvt" and parts[-2:] == ("f32", "f16"):
+        return "half"  # the assembler makes an HADD2.F32 of it
     if root == "cvt":
         return "xu" if {"f16", "f32", "bf16"} & set(parts[-2:]) else "alu"
     if kind in ("f16", "f16x2"):

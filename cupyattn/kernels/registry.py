@@ -34,6 +34,7 @@ from cupyattn.kernels.configs.layers import (
 )
 from cupyattn.kernels.configs.linear import float32 as linear_float32
 from cupyattn.kernels.configs.linear import (
+    fma_rate,
     mma_rate,
     nested_scales,
     quantised,
@@ -79,6 +80,7 @@ _MODULES = (
     linear_float32,
     read_weight,
     mma_rate,
+    fma_rate,
     thin,
     quantised_thin,
     quantised_thin_float32,

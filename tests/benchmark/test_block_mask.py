@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import numpy as np
 import pytest
+from support.fake_gpu import FakeTorch, gauge
 
+import cupyattn
 from cupyattn.benchmark import block_mask
 from cupyattn.benchmark.__main__ import main
+from cupyattn.benchmark.frame.subjects import Subject, rows_of
 from cupyattn.functional.device_info import device_count
 
 CASE = block_mask.Case(300, 4, 2, 8, "float32")
@@ -65,6 +69,47 @@ def test_text_and_json(a_gpu, capsys, tmp_path):
     assert [row["direction"] for row in rows[::3]] == list(block_mask.DIRECTIONS)
     assert all("times" in row for row in rows)
     assert rows[2]["flops"] == pytest.approx(rows[0]["flops"] * CASE.kept())
+
+
+def exactly(torch, seen, sq, sk):
+    """What PyTorch's function does, by NumPy; of other documents if `torch` is `Astray`."""
+    i, j = np.indices((sq, sk))
+    mask = seen(0, 0, i, j) if type(torch) is FakeTorch else i >= j
+
+    def attend(*tensors):
+        turned = [np.asarray(x).swapaxes(1, 2) for x in tensors]
+        return torch.from_dlpack(cupyattn.attention(*turned, mask=mask).swapaxes(1, 2))
+
+    return attend
+
+
+class Astray(FakeTorch):
+    pass
+
+
+@pytest.mark.parametrize(("torch", "agrees"), [(FakeTorch(), True), (Astray(), False)])
+def test_flex_attention_has_the_same_documents(torch, agrees, monkeypatch):
+    monkeypatch.setattr(block_mask.peers, "flex", exactly)
+    parser = argparse.ArgumentParser()
+    block_mask.BENCHMARK.add_parser(parser.add_subparsers())
+    arguments = parser.parse_args([*SMALL, "--dtype", "float32"])
+    rows = list(block_mask.rows(arguments, gauge(torch=torch, peers=("triton",))))
+    flex = [row for row in rows if row["contender"] == "triton"]
+    assert [row["direction"] for row in flex] == ["forward", "backward"], "which has no two ways"
+    forward, backward = flex
+    assert ("times" in forward) is agrees
+    assert "differs from cupyattn's" in backward["unavailable"], "gradients here are zeros"
+    if agrees:
+        assert forward["flops"] == CASE.flops("forward", "block_mask")
+    else:
+        assert "differs from cupyattn's" in forward["unavailable"]
+
+
+def test_without_torch_that_is_said():
+    missing = gauge(torch=RuntimeError("a peer of PyTorch without it"), peers=("triton",))
+    contender = block_mask.flex_attention(CASE, CASE.arrays(np), "forward", missing)
+    (row,) = rows_of(Subject({}, [contender]), missing)
+    assert row["unavailable"].endswith("a peer of PyTorch without it")
 
 
 @pytest.mark.gpu

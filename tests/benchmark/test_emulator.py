@@ -35,6 +35,7 @@ def test_rows(monkeypatch, capsys, tmp_path):
     ]
     assert [row["also"]["budget_s"] for row in rows[::2]] == [0.005, 0.08]
     assert all(row["times"]["p50_s"] > 0 for row in rows)
+    assert [row["times"]["samples"] for row in rows] == [3] * 4, "of few asked for too"
     assert "x first checks" in capsys.readouterr().out
 
 

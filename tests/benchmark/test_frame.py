@@ -1,4 +1,4 @@
-"""The run of a benchmark on a GPU: ceilings, clocks, peers that are there or not, what is said."""
+"""The run of a benchmark on a GPU: clocks, peers that are there or not, what is said."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from support.fake_gpu import CEILINGS, HEADER, SCRATCH
 
 from cupyattn.benchmark.__main__ import main
 from cupyattn.benchmark.frame import benchmark as frame
-from cupyattn.benchmark.frame import ceilings
 from cupyattn.benchmark.frame.clock import Clock, Samples
-from cupyattn.emulator import Checks, Report
-from cupyattn.kernels.device.emulated import EmulatedDevice
-from cupyattn.kernels.launch import launch
 
 WORDS = ("attention", "--seqlen", "8", "--head-dim", "16", "--width", "16", "--batch", "1",
          "--dtype", "float16", "--implementation", "flash", "--options", "none")  # fmt: skip
@@ -94,55 +90,3 @@ def test_what_follows_from_quick(machine, tmp_path):
     assert (first.calls, first.budget_s) == (frame.QUICK["calls"], frame.QUICK["budget"])
     assert (second.calls, second.budget_s) == (77, frame.QUICK["budget"])
     assert (usual.calls, usual.warm_up) == (frame.QUICK["calls"], frame.WARM_UP)
-
-
-@pytest.mark.nvrtc
-def test_ceilings_launch_the_kernels_that_measure(monkeypatch):
-    """Of few bytes, a millisecond each; the emulator runs the reading, but has no clock for mma."""
-    launches = []
-
-    def queued(call):
-        call()
-        return [1e-3]
-
-    class Array(np.ndarray):
-        data = property(
-            lambda array: types.SimpleNamespace(copy_from_device_async=lambda other, count: None)
-        )
-
-    def launched(device, specialisation, grid, arguments):
-        launches.append((specialisation.spec.entry, specialisation.macros, grid))
-        if specialisation.spec.entry == "read_weight":
-            launch(device, specialisation, grid, [np.asarray(arguments[0]), *arguments[1:]])
-
-    cupy = types.SimpleNamespace(
-        zeros=lambda shape, dtype: np.zeros(shape, dtype).view(Array),
-        empty=lambda shape, dtype: np.empty(shape, dtype).view(Array),
-    )
-    report = Report()
-    device = EmulatedDevice(Checks.fast(), report)
-    for name, value in (
-        ("load_cupy", lambda: cupy), ("_CLOCK", types.SimpleNamespace(queued=queued)),
-        ("_BYTES", 2**16), ("launch", launched),
-    ):  # fmt: skip
-        monkeypatch.setattr(ceilings, name, value)
-    found = ceilings.measured_ceilings(device)
-    assert found["copy_gb_per_s"] == pytest.approx(2 * 2**16 / 1e-3 / 1e9)
-    assert found["read_gb_per_s"] == pytest.approx(2**16 / 1e-3 / 1e9)
-    sectors = sum(each.sectors for each in report.accesses if each.space == "global")
-    assert sectors * 32 == 2**16
-    (_, (entry, macros, grid)) = launches
-    assert entry == "mma_rate"
-    warps = 4 * grid
-    flops = 2 * 16 * 8 * 8 * warps * dict(macros)["ROUNDS"] * dict(macros)["IN_FLIGHT"]
-    assert found["mma_tflops"] == pytest.approx(flops / 1e-3 / 1e12)
-    device.tensor_cores = False
-    assert ceilings.measured_ceilings(device)["mma_tflops"] is None
-
-
-@pytest.mark.gpu
-def test_ceilings_of_a_gpu():
-    from cupyattn.kernels.device.cuda import cuda_device
-
-    found = ceilings.measured_ceilings(cuda_device(0))
-    assert 0.5 < found["read_gb_per_s"] / found["copy_gb_per_s"] < 2

@@ -131,6 +131,29 @@ def test_peers_are_timed_forward_compiled_too(monkeypatch):
     assert torch.modes == ("a mode",) * 2
 
 
+COMPOSED = [name for name, operation in NAMES.items() if operation.composed is not None]
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_array_functions_give_the_same(name, monkeypatch):
+    """And are timed forward alone, where there is no PyTorch too."""
+    small = replace(NAMES[name], shape=None, tolerance=4e-3)  # float16 has 1e-3
+    monkeypatch.setattr(command, "OPERATIONS", (small,))
+    measure = gauge(torch=RuntimeError("not here"), peers=("cupy",))
+    forward, peer, *backward = command.rows(parsed("--operation", name, *TINY), measure)
+    assert (peer["contender"], peer.get("unavailable")) == ("cupy", None)
+    assert [row["contender"] for row in (forward, *backward)] == ["cupyattn"] * (1 + len(backward))
+
+
+def test_what_array_functions_have_not():
+    """Another generator, or an erf that NumPy and CuPy have not."""
+    without = NAMES.keys() - set(COMPOSED)
+    assert {name for name in without if not name.startswith("sample")} == {
+        "geglu", "dropout", "dropout + add"
+    }  # fmt: skip
+    assert all("greedy" not in name for name in without)
+
+
 def test_sets_of_arrays_are_larger_than_a_cache():
     assert sets_of(2 * Size(8192, 768, "float16").array_bytes) == 16
     assert sets_of(Size(2048, 128_256, "float16").array_bytes) == 1
@@ -149,15 +172,16 @@ def test_text_and_json(a_gpu, capsys, tmp_path):
         assert f"{row['direction']} cupyattn 2.0 us" in printed
 
 
-def test_products_are_held_against_products(a_gpu, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("dtype", "ceiling"), [("float16", "mma"), ("float32", "fma")])
+def test_products_are_held_against_products(dtype, ceiling, a_gpu, tmp_path, monkeypatch):
     small = replace(NAMES["linear_cross_entropy"], shape=None)
     monkeypatch.setattr(command, "OPERATIONS", (small,))
     file = tmp_path / "layers.json"
-    words = ("--operation", "linear_cross_entropy", *TINY)
+    words = ("--operation", "linear_cross_entropy", *TINY, "--dtype", dtype)
     assert main(["layers", *words, "--json", str(file)]) == 0
     for row, flops in zip(json.loads(file.read_text())["rows"], small.flops(SMALL), strict=True):
         assert row["flops"] == flops
-        assert row["of_ceiling"] == pytest.approx(row["tflops"] / CEILINGS["mma_tflops"])
+        assert row["of_ceiling"] == pytest.approx(row["tflops"] / CEILINGS[f"{ceiling}_tflops"])
 
 
 def test_an_operation_of_one_size_is_timed_once():

@@ -23,7 +23,7 @@ from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.turing import T4, DisassemblerError
 
 COUNTS = {"kernels": ["a"], "sector_ratio": 1.5, "bound": "lsu", "instruction_bytes": 4.0,
-          "bandwidth_share": {"T4": 0.5}}  # fmt: skip
+          "share": 0.5}  # fmt: skip
 
 
 @pytest.fixture
@@ -31,11 +31,11 @@ def counted(monkeypatch, no_gpu):
     """Without the emulator; which calls it would have run."""
     calls = []
 
-    def row_of(call):
+    def counts_of(call):
         calls.append(call)
         return COUNTS
 
-    monkeypatch.setattr(emulated, "row_of", row_of)
+    monkeypatch.setattr(emulated, "counts_of", counts_of)
     return calls
 
 
@@ -68,7 +68,8 @@ def test_products_have_the_rate_of_the_model(counted, monkeypatch, tmp_path, cap
     assert plain["gb_per_s"] == pytest.approx(plain["bytes"] / plain["times"]["p50_s"] / 1e9)
     assert plain["counts"]["sector_ratio"] == 1.5
     in_float32 = rows_of(tmp_path, "attention", *ATTENTION, "--dtype", "float32")
-    assert {row["of_ceiling"] for row in in_float32} == {None}, "which is that of tensor cores"
+    for row in in_float32:
+        assert row["of_ceiling"] == pytest.approx(52 / T4.tflops(128)), "not of tensor cores"
     backward = rows_of(tmp_path, "attention_backward", *ATTENTION)
     assert len(backward) == 4, "deterministic too"
     assert backward[0]["bytes"] == 2 * plain["bytes"]
@@ -80,7 +81,8 @@ def test_what_is_modelled_is_drawn_under_a_t4s_ceilings(counted, monkeypatch, tm
     assert main(["attention", *ATTENTION, "--json", str(file)]) == 0
     (result,) = results_of(file)
     assert result["ceilings"] == {
-        "copy_gb_per_s": 320, "read_gb_per_s": 320, "mma_tflops": pytest.approx(65.1, abs=0.1)
+        "copy_gb_per_s": 320, "read_gb_per_s": 320, "mma_tflops": pytest.approx(65.1, abs=0.1),
+        "fma_tflops": pytest.approx(8.1, abs=0.1),
     }  # fmt: skip
     ((tflops,),) = (drawn for drawn in pages(throughput, result).values() if drawn)
     assert "a T4's tensor cores: 65.1 TFLOP/s" in {text for text, _ in shown(tflops)}

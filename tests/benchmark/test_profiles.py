@@ -16,7 +16,13 @@ from cupyattn.benchmark.__main__ import main
 from cupyattn.benchmark.frame import gpu_command
 from cupyattn.benchmark.profiles import command, driver, metrics, taking
 from cupyattn.benchmark.profiles.binding import binding
-from cupyattn.benchmark.profiles.calls import WITHOUT_PROFILE, YOUNGER, ProfiledCall, profiled_calls
+from cupyattn.benchmark.profiles.calls import (
+    CHANGED,
+    WITHOUT_PROFILE,
+    YOUNGER,
+    ProfiledCall,
+    profiled_calls,
+)
 from cupyattn.cli.recorder import LaunchRecorder
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.registry import KERNELS
@@ -139,10 +145,46 @@ def test_the_first_launch_of_each_kernel_is_profiled(device):
     assert first.wanted == {"rope"}
 
 
+RECORD = json.loads(command.RECORD.read_text("utf-8"))
+ROWS = {row["kernel"]: row for row in RECORD["rows"]}
+
+
+def require_today(launches):
+    """A profile is of the launch that its call makes today, unless it is said not to be."""
+    for found in launches:
+        kernel = found["kernel"]
+        if kernel in ROWS:
+            recorded = {name: ROWS[kernel][name] for name in found}
+            assert (recorded == found) is (kernel not in CHANGED), (
+                f"profiled as {recorded}, now launched as {found}: take profiles anew, or name the "
+                "kernel in CHANGED"
+            )
+
+
+@pytest.mark.parametrize(
+    "kernel", ["attention_backward_dkdv_paired", "attention_decode", "linear_thin"]
+)
+def test_a_profile_fits_the_launch_of_today(device, kernel):
+    row = ROWS[kernel]
+    calls = [call for call in profiled_calls() if call.name == row["call"]]
+    first, _ = watched(device, calls, {kernel})
+    assert len(first.launches) == 1
+    require_today(first.launches)
+
+
 @pytest.mark.deep
 def test_the_calls_launch_every_kernel(device):
     first, _ = watched(device, profiled_calls(), KERNELS)
     assert {*WITHOUT_PROFILE} - {*YOUNGER} <= first.wanted <= {*WITHOUT_PROFILE}
+    require_today(first.launches)
+
+
+def test_what_is_launched_otherwise_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(command, "CHANGED", ("rope",))
+    assert main(["profiles", "--kernel", "rope", "adamw"]) == 0
+    assert "launched otherwise today: rope" in capsys.readouterr().out
+    assert main(["profiles", "--kernel", "adamw"]) == 0
+    assert "launched otherwise" not in capsys.readouterr().out
 
 
 # --- taking
@@ -216,9 +258,6 @@ def test_all_is_compiled_before_by_several_processes(monkeypatch, code):
 
 
 # --- the record, and the command
-
-RECORD = json.loads(command.RECORD.read_text("utf-8"))
-ROWS = {row["kernel"]: row for row in RECORD["rows"]}
 
 
 def test_every_kernel_has_a_profile_or_a_reason():

@@ -10,7 +10,16 @@ from support.fake_gpu import CEILINGS, SCRATCH, gauge
 
 from cupyattn.benchmark.frame import subjects
 from cupyattn.benchmark.frame.clock import Samples
-from cupyattn.benchmark.frame.rows import COPY, FIGURES, PRODUCTS, NotAskedError, row_of, times_of
+from cupyattn.benchmark.frame.rows import (
+    COPY,
+    FIGURES,
+    FLOAT32,
+    PRODUCTS,
+    NotAskedError,
+    products_of,
+    row_of,
+    times_of,
+)
 from cupyattn.benchmark.frame.subjects import Contender, Subject, rows_of
 
 ONES = np.ones(4, np.float32)
@@ -40,12 +49,20 @@ def test_times():
     assert times_of([2.0])["std_s"] == 0
 
 
-@pytest.mark.parametrize(("ceiling", "rate"), [(PRODUCTS, "tflops"), (COPY, "gb_per_s")])
+@pytest.mark.parametrize(
+    ("ceiling", "rate"), [(PRODUCTS, "tflops"), (FLOAT32, "tflops"), (COPY, "gb_per_s")]
+)
 def test_a_row_is_held_against_the_ceiling_that_binds(ceiling, rate):
     row = row_of({}, "a", [0.5], flops=1e12, bytes=1e9, ceiling=ceiling, ceilings=CEILINGS)
     assert (row["tflops"], row["gb_per_s"]) == (2.0, 2.0)
     assert row["of_ceiling"] == pytest.approx(row[rate] / CEILINGS[ceiling])
     assert row_of({}, "a", [0.5], bytes=1e9, ceiling=PRODUCTS, ceilings={})["of_ceiling"] is None
+
+
+def test_without_tensor_cores_float16_is_held_against_float32():
+    none = {PRODUCTS: None, FLOAT32: 4.0}
+    row = row_of({}, "a", [0.5], flops=1e12, ceiling=products_of("float16"), ceilings=none)
+    assert row["of_ceiling"] == pytest.approx(2.0 / 4.0)
 
 
 def test_rows_have_labels_figures_and_nothing_else():

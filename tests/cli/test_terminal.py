@@ -150,6 +150,49 @@ def test_a_table_that_does_not_fit_cuts_nothing():
     assert layout.table(columns, rows, 200)[1][0].split("  ")[1] == rows[0][0]
 
 
+NAMED = [
+    ("softmax", 768, "cupyattn", "5.0 us", "0.90"),
+    ("softmax", 768, "torch eager", "6.0 us", ""),
+    ("rms_norm", 768, "cupyattn", "7.0 us", "0.80"),
+    ("rms_norm", 768, "torch eager", "8.0 us", "0.70"),
+]
+
+
+@pytest.mark.parametrize("width", range(14, 60))
+def test_columns_that_name_a_row_stay_together(width):
+    """In its line, or the last alone beside figures below the others, told again where new."""
+    columns = ("operation", "width", "ran", "median time", "of ceiling")
+    heading, lines = layout.table(columns, NAMED, width, names=3)
+    assert sorted(words(heading).split()) == sorted(" ".join(columns).split())
+    assert max(map(len, heading + lines)) <= width
+    whole = [[str(cell) for cell in row] for row in NAMED]
+    shared = [whole[0], whole[1][2:], whole[2], whole[3][2:]]
+    found = words(lines)
+    assert found in [
+        " ".join(cell for row in rows for cell in row if cell) for rows in (whole, shared)
+    ]
+
+
+def test_rows_below_their_names():
+    columns = ("operation", "width", "ran", "median time", "of ceiling")
+    heading, lines = layout.table(columns, NAMED, 36, names=3)
+    assert heading == [
+        "  operation  width",
+        "                 median  of",
+        "    ran          time    ceiling",
+    ]
+    assert lines[:5] == [
+        "  softmax      768",
+        "    cupyattn     5.0 us  0.90",
+        "    torch eager  6.0 us",
+        "  rms_norm     768",
+        "    cupyattn     7.0 us  0.80",
+    ]
+    _, lines = layout.table(columns, NAMED, 30, names=3)
+    assert lines[:2] == ["  softmax      768  cupyattn", "    5.0 us  0.90"]
+    assert lines[2:5] == ["  softmax      768  torch", "  eager", "    6.0 us"], "nothing is cut"
+
+
 @pytest.mark.parametrize("width", [1, 10, 40])
 def test_nothing_is_lost_however_narrow(width):
     text = "  - a path: /home/somebody/with-a-long-name/.cache and more\n\nthe  end"

@@ -6,6 +6,8 @@ from support.ptx import kernel_text
 
 from cupyattn import emulator
 from cupyattn.emulator import Report
+from cupyattn.emulator.pipes import pipe
+from cupyattn.emulator.ptx.model import Instruction
 
 PROLOGUE = "mov.u32 %r60, %tid.x; ld.param.u64 %rd1, [x]; "
 
@@ -90,6 +92,19 @@ def test_instruction_mix_and_divergence() -> None:
     assert [a.space for a in lines[6].accesses] == ["global", "global"]
     text = str(report)
     assert "k.cu:6" in text and "sectors/request" in text and "xu 1" in text
+
+
+@pytest.mark.parametrize(
+    ("opcode", "busy"),
+    [
+        ("cvt.f32.f16", "half"),  # HADD2.F32 in the machine code for sm_75
+        ("cvt.rn.f16.f32", "xu"),  # F2F.F16.F32
+        ("cvt.rn.f32.s32", "xu"),
+        ("cvt.u32.u16", "alu"),
+    ],
+)
+def test_conversions_keep_the_pipe_busy_that_the_assembler_takes(opcode: str, busy: str) -> None:
+    assert pipe(Instruction(opcode, ["a", "b"])) == busy
 
 
 def test_warps_that_part_do_not_diverge() -> None:

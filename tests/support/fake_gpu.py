@@ -33,7 +33,7 @@ HEADER = {
 }
 
 
-CEILINGS = {"copy_gb_per_s": 4.0, "read_gb_per_s": 5.0, "mma_tflops": 0.5}
+CEILINGS = {"copy_gb_per_s": 4.0, "read_gb_per_s": 5.0, "mma_tflops": 0.5, "fma_tflops": 0.25}
 SCRATCH = 5_000_000
 
 

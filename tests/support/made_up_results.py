@@ -14,7 +14,10 @@ from cupyattn.benchmark.frame.peers import PEERS
 from cupyattn.benchmark.layers import command as layers_command
 from cupyattn.benchmark.linear import command as linear_command
 
-CEILINGS = {"copy_gb_per_s": 4000.0, "read_gb_per_s": 4500.0, "mma_tflops": 600.0}
+CEILINGS = {
+    **{"copy_gb_per_s": 4000.0, "read_gb_per_s": 4500.0},
+    **{"mma_tflops": 600.0, "fma_tflops": 60.0},
+}
 SPEED = {
     "cupyattn naive": 9, "cupyattn tiled": 60, "cupyattn flash": 290, "torch eager": 70,
     "torch cudnn": 480, "torch flash": 289, "torch efficient": 200, "torch math": 65,

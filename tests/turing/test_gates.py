@@ -13,10 +13,12 @@ from support.costs import first_of_each_kernel
 from support.figures import MODEL, NVRTC, ON_MACHINES, of_machines, sm_of
 from support.search import deep
 
+from cupyattn.benchmark.frame.emulated import FLOAT32_FLOP_PER_CYCLE
 from cupyattn.cli.table_rows import row_name, rows_of
 from cupyattn.cli.turing import TUNED, kernel_row
 from cupyattn.kernels.compile import nvrtc_version
-from cupyattn.turing import MACHINES, DisassemblerError, disassembler_version
+from cupyattn.kernels.configs.linear.fma_rate import fma_rate
+from cupyattn.turing import MACHINES, DisassemblerError, analyse, disassembler_version
 
 ROWS = {(each.spec.entry, row_name(each)): each for each in rows_of(TUNED, None)}
 FIRST = [(each.spec.entry, row_name(each)) for each in first_of_each_kernel(ROWS.values())]
@@ -59,6 +61,14 @@ def test_a_row_is_as_good_as_recorded_on_a_machine(machine, kernel, name):
     require_the_recorded_tools()
     row = machine, kernel, name
     require_as_good(kernel_row(ON[row], machine=MACHINES[machine]), ON_MACHINES[row])
+
+
+@pytest.mark.nvrtc
+def test_the_ceiling_of_float32_is_that_of_the_units():
+    require_the_recorded_tools()
+    loop = analyse(fma_rate()).main
+    assert loop is not None
+    assert loop.flop_per_cycle == FLOAT32_FLOP_PER_CYCLE
 
 
 def require_the_recorded_tools() -> None:

@@ -18,7 +18,7 @@ from cupyattn.benchmark.attention.cases import inputs_of
 from cupyattn.benchmark.attention.contenders import backward_contenders
 from cupyattn.benchmark.attention.forward import BENCHMARK as FORWARD
 from cupyattn.benchmark.frame.benchmark import Benchmark
-from cupyattn.benchmark.frame.rows import PRODUCTS, Row
+from cupyattn.benchmark.frame.rows import Row, products_of
 from cupyattn.benchmark.frame.subjects import Gauge, Subject, measured
 
 IMPLEMENTATIONS = ("flash", "naive")
@@ -50,7 +50,7 @@ def subjects(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Subject]:
             backward_contenders(arguments.implementation, modes, inputs, gauge),
             flops=case.backward_flops(option),
             bytes=2 * case.bytes,  # q, k, v, out, their gradients
-            ceiling=PRODUCTS if case.dtype == "float16" else None,
+            ceiling=products_of(case.dtype),
             tolerance=np.inf if option == "dropout" else TOLERANCE,
         )
 

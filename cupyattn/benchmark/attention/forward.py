@@ -18,7 +18,7 @@ from cupyattn.benchmark.attention.arguments import add_case_options, calls_of
 from cupyattn.benchmark.attention.cases import inputs_of
 from cupyattn.benchmark.attention.contenders import forward_contenders
 from cupyattn.benchmark.frame.benchmark import Benchmark
-from cupyattn.benchmark.frame.rows import PRODUCTS, READ, Row
+from cupyattn.benchmark.frame.rows import READ, Row, products_of
 from cupyattn.benchmark.frame.subjects import Gauge, Subject, measured
 from cupyattn.cli.arguments import integer
 from cupyattn.ops.attention.options import IMPLEMENTATIONS
@@ -42,13 +42,12 @@ def subjects(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Subject]:
     """Yield every case with every option."""
     for case, option in calls_of(arguments):
         inputs = inputs_of(case, option, gauge.xp)
-        products = case.dtype == "float16" and case.queries is None
         yield Subject(
             {**case.labels, "option": option},
             forward_contenders(arguments.implementation, inputs, gauge),
             flops=case.flops(option),
             bytes=case.bytes,
-            ceiling=PRODUCTS if products else None if case.queries is None else READ,
+            ceiling=products_of(case.dtype) if case.queries is None else READ,
             tolerance=np.inf if option == "dropout" else TOLERANCE,
         )
 

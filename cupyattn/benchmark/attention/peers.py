@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from cupyattn.benchmark.attention.cases import Arguments, Arrays, Inputs
+from cupyattn.benchmark.attention.cases import Inputs
 from cupyattn.benchmark.frame.clock import Round
 from cupyattn.benchmark.frame.peers import BACKENDS
 from cupyattn.benchmark.frame.subjects import Contender, Gauge
@@ -30,7 +30,7 @@ def forward(inputs: Inputs, gauge: Gauge) -> list[Contender]:
     return [
         Contender.of_peer("cupy", partial(_composed, inputs, gauge.xp))
         if name == "cupy"
-        else Contender.of_peer(name, partial(_forward, name, inputs, gauge), _turned)
+        else Contender.of_peer(name, partial(_forward, name, inputs, gauge), turned)
         for name in _having(inputs, gauge)
     ]
 
@@ -41,7 +41,7 @@ def backward(inputs: Inputs, gauge: Gauge) -> list[Contender]:
         Contender.of_peer(
             name,
             partial(_backward, name, inputs, gauge),
-            lambda grads: tuple(map(_turned, grads[:3])),
+            lambda grads: tuple(map(turned, grads[:3])),
         )
         for name in _having(inputs, gauge)
     ]
@@ -58,13 +58,28 @@ def _having(inputs: Inputs, gauge: Gauge) -> list[str]:
     ]
 
 
-def _turned(tensor: Any) -> Any:
+def turned(tensor: Any) -> Any:
+    """Return (B, S, H, D) of (B, H, S, D), or the reverse."""
     return tensor.transpose(1, 2)
 
 
 def _forward(name: str, inputs: Inputs, gauge: Gauge) -> Round:
-    torch = gauge.torch
-    attend, tensors, within = _attention(name, inputs, gauge)
+    return forward_calls(gauge.torch, *_attention(name, inputs, gauge))
+
+
+def _backward(name: str, inputs: Inputs, gauge: Gauge) -> Round:
+    attention = _attention(name, inputs, gauge)
+    dout = turned(tensor_of(gauge.torch, inputs.arrays.dout))
+    return backward_calls(gauge.torch, *attention, dout=dout)
+
+
+Within = Callable[[], AbstractContextManager[Any]]
+
+
+def forward_calls(
+    torch: Any, attend: Attend, tensors: Sequence[Any], within: Within = nullcontext
+) -> Round:
+    """Return a call of PyTorch's function without recording gradients."""
 
     def call() -> Any:
         with torch.no_grad(), within():
@@ -73,10 +88,10 @@ def _forward(name: str, inputs: Inputs, gauge: Gauge) -> Round:
     return [call]
 
 
-def _backward(name: str, inputs: Inputs, gauge: Gauge) -> Round:
-    torch = gauge.torch
-    attend, tensors, within = _attention(name, inputs, gauge)
-    dout = tensor_of(torch, inputs.arrays.dout).transpose(1, 2)
+def backward_calls(
+    torch: Any, attend: Attend, tensors: Sequence[Any], within: Within = nullcontext, *, dout: Any
+) -> Round:
+    """Return a call that differentiates what PyTorch's function has returned."""
     for tensor in tensors:
         tensor.requires_grad_()
     torch.cuda.synchronize()
@@ -86,14 +101,14 @@ def _backward(name: str, inputs: Inputs, gauge: Gauge) -> Round:
     return [lambda: torch.autograd.grad(out, tensors, dout, retain_graph=True)]
 
 
-def _attention(
-    name: str, inputs: Inputs, gauge: Gauge
-) -> tuple[Attend, list[Any], Callable[[], AbstractContextManager[Any]]]:
+def _attention(name: str, inputs: Inputs, gauge: Gauge) -> tuple[Attend, list[Any], Within]:
     """Return a function of q, k and v (B, H, S, D) and a bias, these, and what it is called in."""
     torch, arguments = gauge.torch, inputs.arguments()
-    tensors = [tensor_of(torch, array).transpose(1, 2) for array in inputs.arrays[:3]]
+    tensors = [turned(tensor_of(torch, array)) for array in inputs.arrays[:3]]
     if name == "triton":
-        return _flex(torch, arguments, inputs.arrays), tensors, nullcontext
+        seen = (lambda b, h, i, j: i >= j) if arguments.get("causal") else None
+        sq, sk = inputs.arrays.q.shape[1], inputs.arrays.k.shape[1]
+        return flex(torch, seen, sq, sk), tensors, nullcontext
     taken = {
         "is_causal": arguments.get("causal", False),
         "dropout_p": arguments.get("dropout_p", 0.0),
@@ -114,15 +129,18 @@ def _attention(
     return attend, tensors, partial(torch.nn.attention.sdpa_kernel, backend)
 
 
-def _flex(torch: Any, arguments: Arguments, arrays: Arrays) -> Attend:
-    """Return flex_attention, which Inductor makes a Triton kernel of."""
+def flex(torch: Any, seen: Callable[..., Any] | None, sq: int, sk: int) -> Attend:
+    """Return flex_attention of q, k and v (B, H, S, D), which Inductor makes a Triton kernel of.
+
+    `seen` tells whether batch b and head h let query i see key j; tiles in which nothing is seen
+    are left out. None lets all see all.
+    """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     compiled = torch.compile(flex_attention, dynamic=False)
-    if not arguments.get("causal"):
+    if seen is None:
         return lambda q, k, v: compiled(q, k, v)
-    sq, sk = arrays.q.shape[1], arrays.k.shape[1]
-    blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, sq, sk)
+    blocks = create_block_mask(seen, None, None, sq, sk)
     return lambda q, k, v: compiled(q, k, v, block_mask=blocks)
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import cupyattn
-from cupyattn.benchmark.frame.rows import COPY, PRODUCTS, READ, Row
+from cupyattn.benchmark.frame.rows import COPY, FLOAT32, PRODUCTS, READ, Row, products_of
 from cupyattn.emulator import Checks, Report
+from cupyattn.functional.backend import running_on
+from cupyattn.kernels.device.emulated import EmulatedDevice
 from cupyattn.turing import MACHINES, T4, Machine
 from cupyattn.turing.memory import MemoryFigures, memory_figures
 
 _DIGITS = 3
 PEAK_FLOP_PER_CYCLE = 1024
 """float16 products of a Turing multiprocessor: 65 TFLOP/s of a T4."""
+FLOAT32_FLOP_PER_CYCLE = 128
+"""Of its 64 float32 units: 8.1 TFLOP/s of a T4."""
 
 
 def ceilings_of(machine: Machine) -> dict[str, float | None]:
@@ -26,7 +29,8 @@ def ceilings_of(machine: Machine) -> dict[str, float | None]:
     """
     memory = float(machine.memory_gb_s)
     products = machine.tflops(PEAK_FLOP_PER_CYCLE) if machine.tensor_cores else None
-    return {COPY: memory, READ: memory, PRODUCTS: products}
+    float32 = machine.tflops(FLOAT32_FLOP_PER_CYCLE)
+    return {COPY: memory, READ: memory, PRODUCTS: products, FLOAT32: float32}
 
 
 class ModelledCall(NamedTuple):
@@ -43,50 +47,64 @@ class ModelledCall(NamedTuple):
 def row_of(call: ModelledCall) -> dict[str, Any]:
     """Run a call on the emulator, and tell what it asks of each card.
 
+    Cards without tensor cores run other kernels where it takes products of tensor cores.
+
     Returns
     -------
     dict
         ``call``, ``kernels`` (their entries), ``least_bytes``, ``sector_ratio``; ``bound``, what is
         busy for the longest on a T4; ``instruction_bytes``, bytes that move for each warp
-        instruction that is issued; ``bandwidth_share`` by machine.
+        instruction that is issued; ``bandwidth_share`` by machine; and where they are others,
+        ``without_tensor_cores``, the kernels that the shares of machines without them are of.
     """
-    with cupyattn.backend("emulator", checks=Checks.fast()):
+    kernels, found = _counted(call)
+    more: dict[str, Any] = {}
+    shares = {name: found.bandwidth_share(machine) for name, machine in MACHINES.items()}
+    if None in shares.values():
+        others, without = _counted(call, tensor_cores=False)
+        more["without_tensor_cores"] = others
+        for name, share in shares.items():
+            if share is None:
+                shares[name] = without.bandwidth_share(MACHINES[name])
+    rounded = {name: share and round(share, _DIGITS) for name, share in shares.items()}
+    return {**_counts(call, kernels, found), "bandwidth_share": rounded, **more}
+
+
+def counts_of(call: ModelledCall) -> dict[str, Any]:
+    """Return what `row_of` does, of a card with tensor cores: ``share`` is a T4's."""
+    kernels, found = _counted(call)
+    return {**_counts(call, kernels, found), "share": found.bandwidth_share(T4)}
+
+
+def _counted(call: ModelledCall, *, tensor_cores: bool = True) -> tuple[list[str], MemoryFigures]:
+    """Return which kernels a call launches, and what they do."""
+    device, report = EmulatedDevice(Checks.fast()), Report()
+    device.tensor_cores = tensor_cores
+    with running_on(device):
         run = call.prepare()
-    report = Report()
-    with cupyattn.backend("emulator", checks=Checks.fast(), report=report):
+        device.report = report
         run()
-    kernels = report.kernels
     if call.kernel is not None:
-        report = kernels[call.kernel]
-        kernels = {call.kernel: report}
-    return {
-        "call": call.name,
-        "kernels": list(kernels),
-        **figures(memory_figures(report, call.least_bytes)),
-    }
+        return [call.kernel], memory_figures(report.kernels[call.kernel], call.least_bytes)
+    return list(report.kernels), memory_figures(report, call.least_bytes)
 
 
-def figures(found: MemoryFigures) -> dict[str, Any]:
-    """Return the part of a row that is the model's."""
+def _counts(call: ModelledCall, kernels: list[str], found: MemoryFigures) -> dict[str, Any]:
     issued = sum(n for pipe, n in found.instructions.items() if pipe != "move")
     return {
+        "call": call.name,
+        "kernels": kernels,
         "least_bytes": found.least_bytes,
         "sector_ratio": round(found.sector_ratio, _DIGITS),
         "bound": found.bound(T4),
         "instruction_bytes": round(found.least_bytes / issued, _DIGITS),
-        "bandwidth_share": {name: _share(found, machine) for name, machine in MACHINES.items()},
     }
-
-
-def _share(found: MemoryFigures, machine: Machine) -> float | None:
-    share = found.bandwidth_share(machine)
-    return None if share is None else round(share, _DIGITS)
 
 
 def memory_bound(labels: Mapping[str, Any], call: ModelledCall) -> Row:
     """Return the row of a call whose speed is that of its bytes, on a T4."""
-    counts = row_of(call)
-    share = counts["bandwidth_share"][T4.name]
+    counts = counts_of(call)
+    share = counts["share"]
     rate = None if share is None else share * T4.memory_gb_s
     seconds = None if rate is None else call.least_bytes / rate / 1e9
     counts = _chosen(counts, "kernels", "sector_ratio", "bound", "instruction_bytes")
@@ -105,11 +123,11 @@ def of_products(
 ) -> Row:
     """Return the row of products at the model's rate on a T4; `call` is a small one, counted.
 
-    Of float16 the ceiling is the tensor cores' peak; of other dtypes there is none.
+    Of float16 the ceiling is the tensor cores' peak; of other dtypes that of float32 arithmetic.
     """
-    peak = ceilings_of(T4)[PRODUCTS] if labels["dtype"] == "float16" else None
+    peak = ceilings_of(T4)[products_of(labels["dtype"])]
     seconds = None if tflops is None else flops / tflops / 1e12
-    counts = _chosen(row_of(call), "kernels", "sector_ratio", "instruction_bytes")
+    counts = _chosen(counts_of(call), "kernels", "sector_ratio", "instruction_bytes")
     figures = {
         "flops": flops,
         "bytes": least_bytes,

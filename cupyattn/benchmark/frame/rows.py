@@ -18,8 +18,31 @@ class NotAskedError(RuntimeError):
     """Why a contender was not asked: no time, no library. It may have the case all the same."""
 
 
-PRODUCTS, COPY, READ = "mma_tflops", "copy_gb_per_s", "read_gb_per_s"
-"""The ceilings that can bind."""
+PRODUCTS, FLOAT32 = "mma_tflops", "fma_tflops"
+COPY, READ = "copy_gb_per_s", "read_gb_per_s"
+"""The ceilings that can bind: two of products, and two of bytes."""
+
+
+def products_of(dtype: str) -> str:
+    """Return the ceiling of a dtype's products: tensor cores have float16's alone on Turing.
+
+    Examples
+    --------
+    >>> products_of("float16"), products_of("bfloat16")
+    ('mma_tflops', 'fma_tflops')
+    """
+    return PRODUCTS if dtype == "float16" else FLOAT32
+
+
+def binding(ceiling: str, ceilings: Mapping[str, float | None]) -> str:
+    """Return which ceiling binds: without tensor cores float16 has float32's arithmetic.
+
+    Examples
+    --------
+    >>> binding(PRODUCTS, {PRODUCTS: 65.0, FLOAT32: 8.0}), binding(PRODUCTS, {FLOAT32: 4.0})
+    ('mma_tflops', 'fma_tflops')
+    """
+    return FLOAT32 if ceiling == PRODUCTS and ceilings.get(PRODUCTS) is None else ceiling
 
 
 def times_of(seconds: Sequence[float], calls_per_sample: int = 1) -> dict[str, float]:
@@ -101,8 +124,9 @@ def row_of(
         "tflops": None if flops is None else flops / median / 1e12,
         "gb_per_s": None if bytes is None else bytes / median / 1e9,
     }
-    limit = (ceilings or {}).get(ceiling or "")
-    rate = rates["tflops" if ceiling == PRODUCTS else "gb_per_s"]
+    ceilings = ceilings or {}
+    limit = None if ceiling is None else ceilings.get(binding(ceiling, ceilings))
+    rate = rates["tflops" if ceiling in (PRODUCTS, FLOAT32) else "gb_per_s"]
     return {
         **labels,
         "contender": contender,

@@ -66,10 +66,11 @@ def ceilings_text(ceilings: Mapping[str, float | None]) -> str:
 
     Examples
     --------
-    >>> ceilings_text({"copy_gb_per_s": 4254.2, "mma_tflops": None})
-    'copy 4254 GB/s'
+    >>> ceilings_text({"copy_gb_per_s": 4254.2, "mma_tflops": None, "fma_tflops": 61.3})
+    'copy 4254 GB/s, fma 61 TFLOP/s'
     """
-    units = (("copy_gb_per_s", "GB/s"), ("read_gb_per_s", "GB/s"), ("mma_tflops", "TFLOP/s"))
+    units = (("copy_gb_per_s", "GB/s"), ("read_gb_per_s", "GB/s"), ("mma_tflops", "TFLOP/s"),
+             ("fma_tflops", "TFLOP/s"))  # fmt: skip
     return ", ".join(
         f"{name.partition('_')[0]} {ceilings[name]:.0f} {unit}"
         for name, unit in units
@@ -136,7 +137,7 @@ def show_rows(rows: Sequence[Row], beside: str | None, terminal: Terminal) -> No
     heading = (*vary, "ran", "p50",
                *(name.removesuffix("_s") for name in spread), *(_TITLES[name] for name in rates),
                *(titles[name] for name in compares), *also)  # fmt: skip
-    terminal.table(heading, lines)
+    terminal.table(heading, lines, names=len(vary) + 1)
     for reason in dict.fromkeys(row["unavailable"] for row in rows if "unavailable" in row):
         who = dict.fromkeys(row["contender"] for row in rows if row.get("unavailable") == reason)
         terminal.text(f"  {', '.join(who)}: {reason}")

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from cupyattn.benchmark.frame.benchmark import Benchmark
-from cupyattn.benchmark.frame.clock import COLD_BYTES
+from cupyattn.benchmark.frame.clock import COLD_BYTES, Round
 from cupyattn.benchmark.frame.emulated import memory_bound
-from cupyattn.benchmark.frame.rows import COPY, PRODUCTS, Row
+from cupyattn.benchmark.frame.rows import COPY, Row, products_of
 from cupyattn.benchmark.frame.subjects import Contender, Gauge, Subject, measured
 from cupyattn.benchmark.layers.calls import (
     our_backward,
@@ -28,7 +28,7 @@ from cupyattn.benchmark.memory.calls import layer_calls
 from cupyattn.cli.arguments import integer
 from cupyattn.kernels.configs.dtypes import STORAGE
 
-PEERS = ("eager", "compile")
+PEERS = ("eager", "compile", "cupy")
 IN_README = (
     *("layer_norm", "rms_norm", "add + layer_norm", "add + rms_norm", "softmax", "log_softmax"),
     *("cross_entropy", "rope", "gelu", "silu", "swiglu", "geglu", "dropout", "embedding"),
@@ -106,7 +106,10 @@ def _subject(
     if backward:
         theirs = partial(torch_backward, xp=gauge.xp)
 
-    def peer(name: str) -> list[Any]:
+    def peer(name: str) -> Round:
+        if name == "cupy" and operation.composed is not None:
+            return [partial(operation.composed, gauge.xp, *arrays) for arrays in sets]
+
         def function(*tensors: Any) -> Any:
             return operation.torch(gauge.torch, *tensors)
 
@@ -124,11 +127,15 @@ def _subject(
         {"operation": operation.name, **size._asdict(), "direction": direction},
         [
             Contender("cupyattn", partial(ours, operation, sets)),
-            *(Contender.of_peer(name, partial(peer, name)) for name in gauge.peers),
+            *(
+                Contender.of_peer(name, partial(peer, name))
+                for name in gauge.peers
+                if name != "cupy" or (operation.composed is not None and not backward)
+            ),
         ],
         flops=flops,
         bytes=operation.traffic(size, direction),
-        ceiling=COPY if flops is None else PRODUCTS,
+        ceiling=COPY if flops is None else products_of(size.dtype),
         tolerance=operation.tolerance * (_BACKWARD_TOLERANCE if backward else 1),
         reset=reset,
     )
@@ -155,7 +162,7 @@ BENCHMARK = Benchmark(
     title="Layers",
     help="GB/s of norms, softmax, losses, embedding, rope, activations, dropout, AdamW, sampling",
     description="Time the memory-bound layers, forward and backward, by CUDA graphs of calls with "
-    "arrays that no cache holds.",
+    "arrays that no cache holds. Compositions of array functions have no backward.",
     note="GB/s count each array once that has to be read or written; where products take the time, "
     "the ceiling is that of products.",
     rows=rows,

@@ -86,6 +86,8 @@ class Operation:
     """Options that take the last of `arrays`."""
     tolerance: float = 0.02
     """How far the results may differ from PyTorch's, in shares of the largest."""
+    composed: Callable[..., Any] | None = None
+    """The forward by array functions: takes the array library and the arrays; None without."""
     shape: tuple[int, int] | None = None
     """Rows and width, where those of the other operations make no sense."""
 

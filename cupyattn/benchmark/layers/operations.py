@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from cupyattn.benchmark.layers import array_code
 from cupyattn.benchmark.layers.operation import Arrays, Operation, Size, Source
 from cupyattn.benchmark.layers.sampling import SAMPLING
 
@@ -138,6 +140,7 @@ OPERATIONS = (
         lambda torch, x, w, b: torch.nn.functional.layer_norm(x, x.shape[-1:], w, b),
         2,
         3,
+        composed=array_code.layer_norm,
     ),
     Operation(
         "rms_norm",
@@ -146,6 +149,7 @@ OPERATIONS = (
         lambda torch, x, w: torch.nn.functional.rms_norm(x, x.shape[-1:], w, 1e-6),
         2,
         3,
+        composed=array_code.rms_norm,
     ),
     Operation(
         "add + layer_norm",
@@ -154,6 +158,7 @@ OPERATIONS = (
         _torch_add_layer_norm,
         4,
         4,
+        composed=array_code.add_layer_norm,
         by_name=("residual",),
     ),
     Operation(
@@ -163,13 +168,36 @@ OPERATIONS = (
         _torch_add_rms_norm,
         4,
         4,
+        composed=array_code.add_rms_norm,
         by_name=("residual",),
     ),
-    Operation("softmax", "softmax", _rows(1), lambda torch, x: torch.softmax(x, -1), 2, 3),
     Operation(
-        "log_softmax", "log_softmax", _rows(1), lambda torch, x: torch.log_softmax(x, -1), 2, 3
+        "softmax",
+        "softmax",
+        _rows(1),
+        lambda torch, x: torch.softmax(x, -1),
+        2,
+        3,
+        composed=array_code.softmax,
     ),
-    Operation("logsumexp", "logsumexp", _rows(1), lambda torch, x: torch.logsumexp(x, -1), 1, 2),
+    Operation(
+        "log_softmax",
+        "log_softmax",
+        _rows(1),
+        lambda torch, x: torch.log_softmax(x, -1),
+        2,
+        3,
+        composed=array_code.log_softmax,
+    ),
+    Operation(
+        "logsumexp",
+        "logsumexp",
+        _rows(1),
+        lambda torch, x: torch.logsumexp(x, -1),
+        1,
+        2,
+        composed=array_code.logsumexp,
+    ),
     Operation(
         "cross_entropy",
         "cross_entropy",
@@ -177,6 +205,7 @@ OPERATIONS = (
         lambda torch, x, labels: torch.nn.functional.cross_entropy(x.float(), labels),
         1,
         2,
+        composed=array_code.cross_entropy,
         shape=_VOCABULARY,
     ),
     Operation(
@@ -188,6 +217,7 @@ OPERATIONS = (
         0,
         more_bytes=_feature_bytes,
         flops=_feature_flops,
+        composed=array_code.linear_cross_entropy,
         shape=_VOCABULARY,
     ),
     Operation(
@@ -197,9 +227,10 @@ OPERATIONS = (
         lambda torch, table, ids: torch.nn.functional.embedding(ids, table),
         2,
         1,
+        composed=array_code.embedding,
         more_bytes=lambda size: (0, _TABLE_ROWS * size.width * size.item_bytes),
     ),
-    Operation("rope", "rope", _rope, _torch_rope, 2, 2),
+    Operation("rope", "rope", _rope, _torch_rope, 2, 2, composed=array_code.rope),
     Operation(
         "gelu",
         "gelu",
@@ -208,9 +239,18 @@ OPERATIONS = (
         2,
         3,
         options={"approximate": "tanh"},
+        composed=array_code.gelu,
     ),
-    Operation("silu", "silu", _rows(1), lambda torch, x: torch.nn.functional.silu(x), 2, 3),
-    Operation("swiglu", "swiglu", _packed, _torch_gated("silu"), 3, 5),
+    Operation(
+        "silu",
+        "silu",
+        _rows(1),
+        lambda torch, x: torch.nn.functional.silu(x),
+        2,
+        3,
+        composed=array_code.silu,
+    ),
+    Operation("swiglu", "swiglu", _packed, _torch_gated("silu"), 3, 5, composed=array_code.swiglu),
     Operation("geglu", "geglu", _packed, _torch_gated("gelu"), 3, 5),
     Operation(
         "dropout",
@@ -241,6 +281,7 @@ OPERATIONS = (
         more_bytes=lambda size: (4 * 4 * size.rows * size.width, 0),  # m and v, read and written
         changes=(0, 2, 3),
         options=_ADAMW,
+        composed=partial(array_code.adamw_step, **_ADAMW),
     ),
     Operation(
         "global_norm",
@@ -249,6 +290,7 @@ OPERATIONS = (
         lambda torch, x: torch.linalg.vector_norm(x, dtype=torch.float32),
         1,
         None,
+        composed=array_code.global_norm,
     ),
     *SAMPLING,
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.benchmark.layers import array_code
 from cupyattn.benchmark.layers.operation import Arrays, Operation, Size, Source
 
 _VOCABULARY = 128_256  # of Llama 3
@@ -50,6 +51,7 @@ def _operation(
         None,
         options=options,
         tolerance=np.inf,  # another generator; and of equal logits PyTorch takes any
+        composed=array_code.argmax if name == "greedy" else None,
         shape=(rows, _VOCABULARY),
     )
 
@@ -64,4 +66,4 @@ SAMPLING = tuple(
         ("top-p", _drawn_of_top_p, {"top_p": _TOP_P}),
     )
 )
-"""Beside what PyTorch takes for it: argmax, multinomial of a softmax, topk, sort."""
+"""Beside what others take for it: argmax, multinomial of a softmax, topk, sort."""

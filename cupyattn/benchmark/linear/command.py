@@ -15,7 +15,7 @@ from typing import Any
 from cupyattn.benchmark.frame.benchmark import Benchmark
 from cupyattn.benchmark.frame.clock import Call
 from cupyattn.benchmark.frame.emulated import ModelledCall, memory_bound, of_products
-from cupyattn.benchmark.frame.rows import PRODUCTS, READ, Row
+from cupyattn.benchmark.frame.rows import READ, Row, products_of
 from cupyattn.benchmark.frame.subjects import Contender, Gauge, Subject, measured
 from cupyattn.benchmark.frame.turing_model import Model, rate_of
 from cupyattn.benchmark.linear.calls import (
@@ -128,7 +128,7 @@ def subjects(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Subject]:
             [*contenders, *_peers(case, arrays, gauge)],
             flops=case.flops,
             bytes=case.bytes,
-            ceiling=READ if thin else PRODUCTS if case.dtype == "float16" else None,
+            ceiling=READ if thin else products_of(case.dtype),
             tolerance=TOLERANCE * (2.5 if case.kind == "backward" else 1),
             own={READING: {"flops": None}},
         )

@@ -79,17 +79,13 @@ def show(result: Result, terminal: Terminal) -> None:
                 row["call"],
                 f"{row['sector_ratio']:.2f}",
                 row["bound"],
-                *(_share_text(row["bandwidth_share"][name]) for name in result["machines"]),
+                *(f"{row['bandwidth_share'][name]:.2f}" for name in result["machines"]),
             )
             for row in result["rows"]
         ],
     )
     terminal.text(
         "  Bytes of touched sectors for each that has to move; what is busy for the longest on a "
-        "T4; the share of each card's bandwidth that no schedule exceeds (-: without tensor cores "
-        f"other kernels run). NVRTC {result['nvrtc']}."
+        "T4; the share of each card's bandwidth that no schedule exceeds, of the kernels that run "
+        f"there. NVRTC {result['nvrtc']}."
     )
-
-
-def _share_text(share: float | None) -> str:
-    return "-" if share is None else f"{share:.2f}"

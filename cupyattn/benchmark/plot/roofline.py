@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from cupyattn.benchmark.frame.rows import PRODUCTS, binding, products_of
 from cupyattn.benchmark.plot import labels
 from cupyattn.benchmark.plot.chart import thousands, three
 from cupyattn.benchmark.plot.inks import Ink, inks
@@ -78,16 +79,13 @@ def pictures(measured: Measured) -> dict[str, Pages]:
 
 
 def roofs_of(measured: Measured) -> list[Roof]:
-    """Return the card's roof, as it was measured, and a T4's; of what is modelled the latter.
-
-    The loop of mma that is measured is of float16; other dtypes have float32's arithmetic.
-    """
+    """Return the card's roof, as it was measured, and a T4's; of what is modelled the latter."""
     memory = [measured.ceilings.get(name) for name in ("read_gb_per_s", "copy_gb_per_s")]
     known = [rate for rate in memory if rate and not measured.modelled]
-    on_tensor_cores = all(row.case.get("dtype", "float16") == "float16" for row in measured.rows)
-    products = measured.ceilings.get("mma_tflops") if on_tensor_cores else None
+    of = products_of(measured.rows[0].case.get("dtype", "float16"))
+    products = measured.ceilings.get(binding(of, measured.ceilings))
     own = [Roof("measured in this run", products, max(known))] if known else []
-    return [*own, T4 if on_tensor_cores else T4_FLOAT32]
+    return [*own, T4 if of == PRODUCTS else T4_FLOAT32]
 
 
 def _fastest(points: Sequence[Point]) -> list[Point]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
+from cupyattn.benchmark.frame.rows import COPY, FLOAT32, PRODUCTS, binding, products_of
 from cupyattn.benchmark.plot.bars_or_lines import draw
 from cupyattn.benchmark.plot.chart import LINEAR, Reference, chart_of, three
 from cupyattn.benchmark.plot.results import Measured, Row
@@ -12,25 +13,28 @@ from cupyattn.benchmark.plot.style import Pages
 
 _LITTLE = 16
 """FLOP for each byte; a T4's products bind from 203 on."""
-_MEASURED = {"mma_tflops": "mma alone: {} TFLOP/s", "copy_gb_per_s": "a copy: {} GB/s"}
+_MEASURED = {
+    PRODUCTS: "mma alone: {} TFLOP/s",
+    FLOAT32: "float32 arithmetic alone: {} TFLOP/s",
+    COPY: "a copy: {} GB/s",
+}
 _OF_A_CARD = {
-    "mma_tflops": "a T4's tensor cores: {} TFLOP/s",
-    "copy_gb_per_s": "a T4's memory: {} GB/s",
+    PRODUCTS: "a T4's tensor cores: {} TFLOP/s",
+    FLOAT32: "a T4's float32 arithmetic: {} TFLOP/s",
+    COPY: "a T4's memory: {} GB/s",
 }
 
 
 def pictures(measured: Measured) -> dict[str, Pages]:
-    """Return the pictures by name."""
-    tensor_cores = all(row.case.get("dtype") == "float16" for row in measured.rows)
+    """Return the pictures by name; rows of one dtype are expected."""
     names = _OF_A_CARD if measured.modelled else _MEASURED
-    computed = _ceiling(measured, "mma_tflops", names) if tensor_cores else None
     tflops = chart_of(
         measured,
         "TFLOP/s (more is better)",
         lambda row: None if _computes_little(row) else row.figures.get("tflops"),
         three,
         scale=LINEAR,
-        reference=computed,
+        reference=_products(measured, names),
     )
     gb_per_s = chart_of(
         measured,
@@ -38,7 +42,7 @@ def pictures(measured: Measured) -> dict[str, Pages]:
         lambda row: row.figures.get("gb_per_s") if _moves_bytes(row) else None,
         three,
         scale=LINEAR,
-        reference=_ceiling(measured, "copy_gb_per_s", names),
+        reference=_ceiling(measured, COPY, names),
     )
     return {"tflops": partial(draw, tflops), "bandwidth": partial(draw, gb_per_s)}
 
@@ -52,6 +56,14 @@ def _computes_little(row: Row) -> bool:
     """Whether it computes little with each byte."""
     flops, least = row.figures.get("flops"), row.figures.get("bytes")
     return flops / least <= _LITTLE if flops and least else False
+
+
+def _products(measured: Measured, names: Mapping[str, str]) -> Reference | None:
+    """Return the ceiling of the products of rows that say their dtype."""
+    dtype = measured.rows[0].case.get("dtype")
+    if dtype is None:
+        return None
+    return _ceiling(measured, binding(products_of(dtype), measured.ceilings), names)
 
 
 def _ceiling(measured: Measured, name: str, names: Mapping[str, str]) -> Reference | None:

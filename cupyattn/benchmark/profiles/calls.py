@@ -28,9 +28,12 @@ _LAYERS = (
 
 YOUNGER: tuple[str, ...] = ()
 """Kernels that came after the profiles: the next ones have them."""
+CHANGED: tuple[str, ...] = ()
+"""Kernels whose profiles are of other launches than today's: the next ones have these."""
 WITHOUT_PROFILE = {
     **dict.fromkeys(YOUNGER, "is younger than the profiles"),
     "mma_rate": "runs once, where a card's name does not tell whether it has tensor cores",
+    "fma_rate": "measures a card for the benchmarks",
     "read_weight": "the yardstick of the benchmark of linear, not the library's",
 }
 """Kernels that have no profile, and why."""

@@ -13,6 +13,7 @@ from cupyattn.benchmark.frame.gpu_command import run_on_gpu
 from cupyattn.benchmark.frame.results import require_writable
 from cupyattn.benchmark.frame.table import show_machine
 from cupyattn.benchmark.profiles.binding import BUSY, binding
+from cupyattn.benchmark.profiles.calls import CHANGED
 from cupyattn.benchmark.profiles.taking import take, written
 from cupyattn.cli.table_rows import kernel_name
 from cupyattn.cli.terminal import Cell, Result, Terminal, emit, fail
@@ -118,6 +119,9 @@ def show(result: Result, terminal: Terminal) -> None:
     show_machine("Every kernel", result, terminal)
     rows, multiprocessors = result["rows"], result["multiprocessors"]
     terminal.table(_COLUMNS, [_cells(row, multiprocessors) for row in rows])
+    changed = [row["kernel"] for row in rows if row["kernel"] in CHANGED]
+    if changed:
+        terminal.verdict(False, f"  launched otherwise today: {', '.join(changed)}")
     terminal.text(
         "  Microseconds of a launch with empty caches; a thread's registers, a CTA's shared memory "
         "in bytes; then percent: of the warps that a multiprocessor holds at most; of the peaks of "
