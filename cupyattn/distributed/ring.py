@@ -87,7 +87,7 @@ def ring_attention(
     return_lse : bool
         Return the log-sum-exp of the scores too.
     out : array, or (out, lse) with return_lse, optional
-        Where to write the result; it overlaps no input.
+        Where to write the result; it overlaps no input. What it holds after an error is undefined.
     **others
         q_offset, implementation and workspace are no options of a ring: an error says why.
 
@@ -159,6 +159,8 @@ def ring_attention(
             seen = {"q": turned, "k": k_block, "v": v_block}
             for call in step.calls:
                 merged.add(call.queries, partial(calls.forward, call, seen))
+            if not number:
+                problem.agree()
             if number + 1 < len(plan.steps):
                 blocks.depart(hops[number], before)
         merged.finish()

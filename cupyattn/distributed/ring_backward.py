@@ -168,6 +168,8 @@ def ring_attention_backward(
             block = blocks.arrive() if number else held
             before = lane.mark()
             shares = shares_of(step.calls, block)
+            if not number:
+                problem.agree()
             if number + 1 < len(steps):
                 blocks.depart(hops[number], before)
             if number:
