@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import attention, rope
+from cupyattn import BlockMask, attention, rope
 from cupyattn.arrays import Array, adopt
 from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.agreement import agree, fingerprint
 from cupyattn.distributed.checks import (
+    require_blocks,
     require_device,
     require_expressions,
     require_group,
@@ -166,6 +167,8 @@ def ring_problem(
     attention(*nothing, **options.of_no_tokens())
     require_rows(options, tokens, lengths, packed)
     require_used(options.seqused_k, lengths, len(nothing[0]))
+    if isinstance(options.mask_mod, BlockMask):
+        require_blocks(options.mask_mod, lengths, len(nothing[0]), q.shape[2])
     dealt = placement_of(placement, group.size, lengths)
     if cu_seqlens is None and tokens % dealt.pieces:
         raise error(
