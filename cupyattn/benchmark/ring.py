@@ -1,7 +1,9 @@
 """``python -m cupyattn.benchmark ring``: attention over several GPUs beside one.
 
 One GPU computes the whole sequence; then all of them do, each with its shard. As fast as there are
-GPUs is 100 %. ``--modelled`` needs no GPU: it prints what the cost model says.
+GPUs is 100 %. Two more figures tell where the rest went: one GPU that computes the shards of all
+ranks in turn has the ring's calls and no links, and GPUs that each compute the whole sequence at
+once have the clocks of all. ``--modelled`` needs no GPU: it prints what the cost model says.
 """
 
 from __future__ import annotations
@@ -97,10 +99,12 @@ def rows(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Row]:
     shards = [[cut(x, rank, gpus).get() for x in whole] for rank in range(gpus)]
     del q, k, v, dout, whole, forward, both
     gauge.free()
-    ranks = distributed.run(
-        partial(time_rank, arguments, clock, shards), devices=range(gpus),
-        transport=arguments.transport,
-    )  # fmt: skip
+    share = partial(time_rank, arguments, clock, shards)
+    in_turn = distributed.run(share, gpus)
+    gauge.free()
+    on_gpus: dict[str, Any] = {"devices": range(gpus), "transport": arguments.transport}
+    at_once = distributed.run(partial(time_whole, arguments, clock), **on_gpus)
+    ranks = distributed.run(share, **on_gpus)
     difference = float(np.abs(ranks[0]["out"].astype(np.float32) - expected).max())
     names = ("tokens", "heads", "kv_heads", "head_dim", "placement")
     labels = {
@@ -108,15 +112,32 @@ def rows(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Row]:
         "transport": ranks[0]["transport"],
     }  # fmt: skip
     for name, seconds in alone.items():
-        yield from _rows_of({**labels, "what": name}, seconds, ranks, difference, gauge)
+        besides = {
+            "in_turn_s": _slowest(in_turn, name), "at_once_s": _slowest(at_once, name),
+            "largest_difference": difference,
+        }  # fmt: skip
+        yield from _rows_of({**labels, "what": name}, seconds, ranks, besides, gauge)
+
+
+def _slowest(ranks: list[Any], name: str) -> float:
+    """Return the median of calls that are as slow as their slowest rank."""
+    return median(_together(ranks, name))
+
+
+def _together(ranks: list[Any], name: str) -> list[float]:
+    return [max(each) for each in zip(*(rank[name] for rank in ranks), strict=True)]
 
 
 def _rows_of(
-    labels: dict[str, Any], alone: list[float], ranks: list[Any], difference: float, gauge: Gauge
+    labels: dict[str, Any],
+    alone: list[float],
+    ranks: list[Any],
+    besides: dict[str, float],
+    gauge: Gauge,
 ) -> Iterator[Row]:
     """Yield the rows of one GPU and of all: a call is as slow as its slowest rank."""
     name, gpus = labels["what"], labels["gpus"]
-    together = [max(each) for each in zip(*(rank[name] for rank in ranks), strict=True)]
+    together = _together(ranks, name)
     scores = labels["tokens"] ** 2 * (0.5 if labels["causal"] else 1.0)
     of = {
         "flops": _FLOPS[name] * scores * labels["heads"] * labels["head_dim"],
@@ -125,9 +146,12 @@ def _rows_of(
     one = row_of(labels, "cupyattn one GPU", alone, ceilings=gauge.ceilings, **of)
     limits = {name: rate and gpus * rate for name, rate in gauge.ceilings.items()}
     ring = row_of(labels, "cupyattn ring", together, ceilings=limits, **of)
-    efficiency = one["times"]["p50_s"] / (gpus * ring["times"]["p50_s"])
+    single, of_ring = one["times"]["p50_s"], ring["times"]["p50_s"]
     ring["also"] = {
-        "efficiency": efficiency, "goal": GOALS[name], "largest_difference": difference,
+        "efficiency": single / (gpus * of_ring), "goal": GOALS[name],
+        "in_turn": single / besides["in_turn_s"],
+        "at_once": besides["at_once_s"] / (gpus * of_ring),
+        "largest_difference": besides["largest_difference"],
         "hop_gb_per_s": ranks[0]["hop_gb_per_s"],
     }  # fmt: skip
     yield from (one, ring)
@@ -153,11 +177,7 @@ def time_rank(
     options = {"group": group, "placement": arguments.placement, "causal": not arguments.full}
     forward = partial(distributed.ring_attention, q, k, v, return_lse=True, **options)
     both = partial(_both, forward, distributed.ring_attention_backward, (dout, q, k, v), options)
-
-    def together() -> None:
-        group.all_gather(cupy.zeros(1))
-        cupy.cuda.get_current_stream().synchronize()
-
+    together = partial(_meet, group)
     found: dict[str, Any] = {"out": forward()[0].get()}
     for name, call in {"forward": forward, "forward + backward": both}.items():
         found[name] = timed(call, clock, cupy, together, group)
@@ -169,6 +189,27 @@ def time_rank(
     found["hop_gb_per_s"] = (k.nbytes + v.nbytes) / seconds / 1e9
     found["transport"] = group.transport
     return found
+
+
+def time_whole(
+    arguments: argparse.Namespace, clock: Clock, group: distributed.Group
+) -> dict[str, list[float]]:
+    """Time calls of the whole sequence on this rank's GPU, while the others do the same."""
+    cupy, causal = load_cupy(), not arguments.full
+    q, k, v, dout = drawn(arguments, cupy)
+    forward = partial(cupyattn.attention, q, k, v, causal=causal, return_lse=True)
+    both = partial(_both, forward, cupyattn.attention_backward, (dout, q, k, v), {"causal": causal})
+    together = partial(_meet, group)
+    return {
+        name: timed(call, clock, cupy, together, group)
+        for name, call in zip(GOALS, (forward, both), strict=True)
+    }
+
+
+def _meet(group: distributed.Group) -> None:
+    cupy = load_cupy()
+    group.all_gather(cupy.zeros(1))
+    cupy.cuda.get_current_stream().synchronize()
 
 
 def _both(forward: Callable[[], Any], backward: Any, arrays: Any, options: Any) -> Any:
@@ -275,7 +316,9 @@ BENCHMARK = Benchmark(
     description="Time ring attention, forward and forward with backward, beside attention of the "
     "whole sequence on one GPU. Each rank is a thread of this process. Needs two GPUs.",
     note="Times are of the slowest rank, by the host's clock; efficiency is one GPU's time over "
-    "the ring's times the number of GPUs. Goals on two GPUs of one host: "
+    "the ring's times the number of GPUs. in_turn: the same of one GPU that computes all shares in "
+    "turn, without links; at_once: efficiency by the slowest of GPUs that compute the whole "
+    "sequence each, at once. Goals on two GPUs of one host: "
     + ", ".join(f"{goal:.0%} {name}" for name, goal in GOALS.items())
     + " of as fast as there are GPUs.",
     rows=rows,

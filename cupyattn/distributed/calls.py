@@ -10,6 +10,7 @@ import numpy as np
 
 from cupyattn import (
     AttentionGrads,
+    BlockMask,
     DropoutSeed,
     attention,
     attention_backward,
@@ -21,7 +22,7 @@ from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.options import OF_ROWS
 from cupyattn.distributed.plan import Call
 from cupyattn.distributed.problem import RingProblem
-from cupyattn.distributed.scores import Places, moved, place_of, with_four_axes
+from cupyattn.distributed.scores import Places, blocks_of, moved, place_of, with_four_axes
 
 BLOCK = ("k", "v")
 """What a call takes rows of a block of; of all else it takes rows of the rank's own."""
@@ -124,6 +125,10 @@ class Calls:
                 scores = with_four_axes(array)
                 given[name] = scores[place_of(scores, call, self._plan.placement)]
         given |= self._moved(((b,), (call.query_starts[b],), (call.key_starts[b],)), packed=False)
+        if isinstance(options.mask_mod, BlockMask) and not self._problem.packed:
+            given["mask_mod"] = blocks_of(
+                options.mask_mod, given["mask_mod"], call, self._plan.placement
+            )
         if options.dropout_p:
             given["dropout_p"] = options.dropout_p
             given["seed"] = DropoutSeed(
@@ -155,8 +160,7 @@ class Calls:
 
     def _moved(self, starts: tuple[tuple[int, ...], ...], *, packed: bool) -> dict[str, Any]:
         """Return the expressions, told where their calls begin: see `Places`."""
-        options = {"score_mod": self._options.score_mod, "mask_mod": self._options.mask_mod}
-        given = {name: option for name, option in options.items() if option is not None}
+        given = self._options.expressions
         if not given:
             return {}
         places = Places(self._integers(starts), packed, self._plan.placement.step)

@@ -18,11 +18,24 @@ from cupyattn.errors import error, shown
 DROPOUT_KEYS = 32
 """Keys whose dropout one call of Philox draws: a piece begins at a multiple of them."""
 
-_WITHOUT = {
-    "q_offset": "queries are of the same tokens as keys, and stand where these do",
-    "implementation": "a ring makes the calls of 'flash'",
-    "workspace": "the calls of a ring allocate scratch memory, from CuPy's pool",
+_WITHOUT: dict[str, tuple[tuple[Any, ...], str, str]] = {
+    "q_offset": (
+        (None, 0),
+        "queries are of the same tokens as keys, and stand where these do",
+        "leave q_offset out; attend to a prefix by merge_attention",
+    ),
+    "implementation": (
+        ("flash",),
+        "a ring makes the calls of 'flash'",
+        "leave implementation out; the others serve to compare on one device",
+    ),
+    "workspace": (
+        (None,),
+        "the calls of a ring allocate scratch memory, from CuPy's pool",
+        "leave workspace out; cupy.get_default_memory_pool() keeps that memory between calls",
+    ),
 }
+"""Options of one device: what a ring does of each, why no more, and what to do."""
 _KINDS = {"score_mod": ScoreMod, "mask_mod": MaskMod}
 
 
@@ -55,20 +68,26 @@ def refuse(function: str, others: Mapping[str, Any]) -> None:
     Raises
     ------
     NotImplementedError
-        For those that attention of one device has.
+        For those that attention of one device has, other than as a ring does it anyway.
     TypeError
         For any other.
     """
-    for name in others:
+    for name, given in others.items():
         if name in _WITHOUT:
+            as_done, why, fix = _WITHOUT[name]
+            if any(given is each or (_is_plain(given) and given == each) for each in as_done):
+                continue
             raise error(
-                NotImplementedError, f"{name} was given to {function}", _WITHOUT[name],
-                f"leave {name} out",
-            )  # fmt: skip
+                NotImplementedError, f"{name} = {shown(given)} was given to {function}", why, fix
+            )
         raise error(
             TypeError, f"{function} was given {name}", "it has no such option",
             f"see help(cupyattn.distributed.{function})",
         )  # fmt: skip
+
+
+def _is_plain(given: Any) -> bool:
+    return isinstance(given, int | np.integer | str) and not isinstance(given, bool)
 
 
 def require_own_seed(seed: Any) -> None:
@@ -83,24 +102,10 @@ def require_own_seed(seed: Any) -> None:
 
 
 def require_expressions(options: RingOptions) -> None:
-    """Raise for a score_mod or mask_mod that cannot be told where a part stands.
-
-    Raises
-    ------
-    NotImplementedError
-        For a BlockMask.
-    TypeError
-        For what is none.
-    """
+    """Raise TypeError for a score_mod or mask_mod that is none."""
+    given_of = options.expressions
     for name, kind in _KINDS.items():
-        given = getattr(options, name)
-        if isinstance(given, BlockMask):
-            raise error(
-                NotImplementedError,
-                f"{name} is a BlockMask",
-                "its tiles are those of whole sequences, of which a rank has parts",
-                "pass its mask_mod",
-            )
+        given = given_of.get(name)
         if not (given is None or isinstance(given, kind)) and (
             isinstance(given, tuple(_KINDS.values())) or not callable(given)
         ):
@@ -110,6 +115,25 @@ def require_expressions(options: RingOptions) -> None:
                 f"it is a {kind.__name__}, or for NumPy arrays a function",
                 f"pass a cupyattn.{kind.__name__}",
             )
+
+
+def require_blocks(blocks: BlockMask, lengths: Sequence[int], batch: int, heads: int) -> None:
+    """Raise ValueError for a block mask that was not made for whole sequences."""
+    longest = max(lengths, default=0)
+    of_batch, of_heads, *sizes = blocks.shape
+    if (
+        of_batch not in (1, batch)
+        or of_heads not in (1, heads)
+        or sizes != [longest, longest]
+        or blocks.q_offset not in (None, 0)
+    ):
+        raise error(
+            ValueError,
+            f"mask_mod is a block mask of (B, H, Sq, Sk) = {blocks.shape}"
+            + ("" if blocks.q_offset is None else f", q_offset = {blocks.q_offset}"),
+            f"the whole sequences are ({batch}, {heads}, {longest}, {longest}); B and H may be 1",
+            f"make it on each rank by block_mask(mask_mod, {longest}, {longest})",
+        )
 
 
 def require_rows(options: RingOptions, tokens: int, lengths: Sequence[int], packed: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import MaskMod, ScoreMod
+from cupyattn import BlockMask, MaskMod, ScoreMod
 from cupyattn.arrays import Array
 from cupyattn.distributed.agreement import fingerprint
 from cupyattn.distributed.scores import with_four_axes
@@ -36,7 +36,7 @@ class RingOptions:
     seed: int | None = None
     rotary: Any = None
     score_mod: ScoreMod | Callable[..., Any] | None = None
-    mask_mod: MaskMod | Callable[..., Any] | None = None
+    mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = None
 
     @property
     def arrays(self) -> dict[str, Array]:
@@ -45,10 +45,18 @@ class RingOptions:
         return {name: array for name, array in given.items() if array is not None}
 
     @property
+    def expressions(self) -> dict[str, Any]:
+        """score_mod and mask_mod that were given, by name; of a block mask its mask_mod."""
+        mask_mod = self.mask_mod.mask_mod if isinstance(self.mask_mod, BlockMask) else self.mask_mod
+        given = {"score_mod": self.score_mod, "mask_mod": mask_mod}
+        return {name: option for name, option in given.items() if option is not None}
+
+    @property
     def uses_positions(self) -> bool:
         """Whether more depends on where queries and keys stand than what is seen."""
-        names = (*OF_ROWS, "seqused_k", "alibi_slopes", "score_mod", "mask_mod")
-        return self.dropout_p > 0 or any(getattr(self, name) is not None for name in names)
+        names = (*OF_ROWS, "seqused_k", "alibi_slopes")
+        given = any(getattr(self, name) is not None for name in names)
+        return self.dropout_p > 0 or given or bool(self.expressions)
 
     def of_no_tokens(self) -> dict[str, Any]:
         """Return what a call of no tokens takes: it checks what does not depend on them."""
@@ -91,11 +99,11 @@ class RingOptions:
             cos, sin, interleaved = (*self.rotary, False)[:3]
             tables = " and ".join(_told(table[:longest]) for table in (cos, sin))
             said.append(f"rotary {tables}{' interleaved' if interleaved else ''}")
-        for name, given in (("score_mod", self.score_mod), ("mask_mod", self.mask_mod)):
+        for name, given in self.expressions.items():
             if isinstance(given, ScoreMod | MaskMod):
                 named = [f" {x} {_told(array)}" for x, array in given.arrays.items()]
                 said.append(f"{name} {given.expression}; {given.gradient}{''.join(named)}")
-            elif given is not None:
+            else:
                 said.append(f"{name} is a function")
         return said
 

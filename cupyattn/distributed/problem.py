@@ -1,4 +1,8 @@
-"""A call of ring attention, checked before anything is sent: its arrays, its plan, its options."""
+"""A call of ring attention, checked before anything is sent: its arrays, its plan, its options.
+
+On its rank a call is checked before anything is computed. That all ranks call alike is found out
+behind the kernels of the own block: until then nothing is sent, and the GPU does not wait for that.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import attention, rope
+from cupyattn import BlockMask, attention, rope
 from cupyattn.arrays import Array, adopt
 from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.agreement import agree, fingerprint
 from cupyattn.distributed.checks import (
+    require_blocks,
     require_device,
     require_expressions,
     require_group,
@@ -69,6 +74,32 @@ class RingProblem:
         )  # fmt: skip
         return rope(x, cos, sin, positions=where, interleaved=interleaved, inverse=inverse)
 
+    def agree(self) -> None:
+        """Find out that all ranks call alike, before anything is sent.
+
+        Raises
+        ------
+        ValueError
+            If they do not, on every rank.
+        RankFailedError
+            If a rank has failed, or did not come in time.
+        """
+        group = self.group
+        if group.size == 1:
+            return
+        each_time = self.xp is np or group.gathers_on_host
+        arrays = [f"{name} {x.dtype} {x.shape}" for name, x in self.arrays.items()]
+        lengths = self.plan.lengths
+        # A list of many lengths is shown in part, and told apart whole.
+        each = f"lengths {shown(list(lengths))} ({fingerprint(np.array(lengths, np.int64))})"
+        of_options = self.options.description(longest=max(lengths, default=0), each_time=each_time)
+        said = (*arrays, self.placement.name, *of_options, each)
+        if said in group.agreed:
+            return
+        agree(group, said, np if each_time else self.xp, allowed=_ALIKE, fix=_CALL_ALIKE)
+        if not each_time:
+            group.agreed.add(said)
+
 
 @lru_cache(maxsize=64)
 def _positions(
@@ -95,7 +126,7 @@ def ring_problem(
     *,
     part_own: bool = False,
 ) -> RingProblem:
-    """Check a call of `ring_attention` or its backward, on this rank and then with all others.
+    """Check a call of `ring_attention` or its backward on this rank: see `RingProblem.agree`.
 
     `arrays` are q, k, v and what the backward has besides; `part_own` is as in `ring_plan`.
 
@@ -136,6 +167,8 @@ def ring_problem(
     attention(*nothing, **options.of_no_tokens())
     require_rows(options, tokens, lengths, packed)
     require_used(options.seqused_k, lengths, len(nothing[0]))
+    if isinstance(options.mask_mod, BlockMask):
+        require_blocks(options.mask_mod, lengths, len(nothing[0]), q.shape[2])
     dealt = placement_of(placement, group.size, lengths)
     if cu_seqlens is None and tokens % dealt.pieces:
         raise error(
@@ -150,10 +183,7 @@ def ring_problem(
         dealt, group.rank, lengths, sight,
         join=not options.uses_positions, packed=packed, part_own=part_own,
     )  # fmt: skip
-    problem = RingProblem(group, plan, options, packed, lifted)
-    with group.on_device(operands.device_id):
-        _agree(problem)
-    return problem
+    return RingProblem(group, plan, options, packed, lifted)
 
 
 def _lifted(name: str, array: Array, packed: bool) -> Array:
@@ -198,25 +228,6 @@ def _lengths(tokens: int, cu_seqlens: Any) -> tuple[int, ...]:
             "pass those of before the cut, and a group of as many ranks as the cut had",
         )
     return tuple(after - before for before, after in pairwise(bounds))
-
-
-def _agree(problem: RingProblem) -> None:
-    """Raise ValueError unless all ranks call alike."""
-    group = problem.group
-    if group.size == 1:
-        return
-    each_time = problem.xp is np or group.gathers_on_host
-    arrays = [f"{name} {x.dtype} {x.shape}" for name, x in problem.arrays.items()]
-    lengths = problem.plan.lengths
-    # A list of many lengths is shown in part, and told apart whole.
-    each = f"lengths {shown(list(lengths))} ({fingerprint(np.array(lengths, np.int64))})"
-    of_options = problem.options.description(longest=max(lengths, default=0), each_time=each_time)
-    said = (*arrays, problem.placement.name, *of_options, each)
-    if said in group.agreed:
-        return
-    agree(group, said, np if each_time else problem.xp, allowed=_ALIKE, fix=_CALL_ALIKE)
-    if not each_time:
-        group.agreed.add(said)
 
 
 _ALIKE = "all ranks hold shards of one shape and pass the same options"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from cupyattn import MaskMod, Rotary, ScoreMod
+from cupyattn import BlockMask, MaskMod, Rotary, ScoreMod
 from cupyattn.arrays import Array
 from cupyattn.distributed.calls import Calls
 from cupyattn.distributed.checks import refuse
@@ -40,7 +40,7 @@ def ring_attention(
     seed: int | None = None,
     rotary: tuple[Array, Array] | Rotary | None = None,
     score_mod: ScoreMod | Callable[..., Any] | None = None,
-    mask_mod: MaskMod | Callable[..., Any] | None = None,
+    mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = None,
     return_lse: bool = False,
     out: Array | tuple[Array, Array] | None = None,
     **others: Any,
@@ -83,13 +83,16 @@ def ring_attention(
         As there: positions are those of the whole sequence, under every placement.
     score_mod, mask_mod : optional
         As there: ``b``, ``q_idx`` and ``k_idx``, by which the arrays of an expression are indexed,
-        are those of the whole sequences. No BlockMask: pass its ``mask_mod``.
+        are those of the whole sequences. A BlockMask is that of the whole sequences too; its empty
+        tiles are skipped where pieces begin at multiples of 16 tokens, and neither with striped nor
+        with cu_seqlens.
     return_lse : bool
         Return the log-sum-exp of the scores too.
     out : array, or (out, lse) with return_lse, optional
-        Where to write the result; it overlaps no input.
+        Where to write the result; it overlaps no input. What it holds after an error is undefined.
     **others
-        q_offset, implementation and workspace are no options of a ring: an error says why.
+        q_offset, implementation and workspace are no options of a ring: an error says why. What it
+        does anyway is taken: 0, "flash" and None.
 
     Returns
     -------
@@ -159,6 +162,8 @@ def ring_attention(
             seen = {"q": turned, "k": k_block, "v": v_block}
             for call in step.calls:
                 merged.add(call.queries, partial(calls.forward, call, seen))
+            if not number:
+                problem.agree()
             if number + 1 < len(plan.steps):
                 blocks.depart(hops[number], before)
         merged.finish()

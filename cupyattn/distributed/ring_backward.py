@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import AttentionGrads, MaskMod, Rotary, ScoreMod, add_to
+from cupyattn import AttentionGrads, BlockMask, MaskMod, Rotary, ScoreMod, add_to
 from cupyattn.arrays import Array
 from cupyattn.distributed.calls import Calls
 from cupyattn.distributed.checks import refuse
@@ -46,7 +46,7 @@ def ring_attention_backward(
     seed: int | None = None,
     rotary: tuple[Array, Array] | Rotary | None = None,
     score_mod: ScoreMod | Callable[..., Any] | None = None,
-    mask_mod: MaskMod | Callable[..., Any] | None = None,
+    mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = None,
     dlse: Array | None = None,
     deterministic: bool = False,
     grads: AttentionGrads | None = None,
@@ -168,6 +168,8 @@ def ring_attention_backward(
             block = blocks.arrive() if number else held
             before = lane.mark()
             shares = shares_of(step.calls, block)
+            if not number:
+                problem.agree()
             if number + 1 < len(steps):
                 blocks.depart(hops[number], before)
             if number:

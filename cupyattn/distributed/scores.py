@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from cupyattn import MaskMod, ScoreMod
+import numpy as np
+
+from cupyattn import BlockMask, MaskMod, ScoreMod
 from cupyattn.arrays import Array
+from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.placement import Placement
 from cupyattn.distributed.plan import Call
 
@@ -33,6 +36,27 @@ def place_of(array: Array, call: Call, placement: Placement) -> tuple[slice, ...
         call.queries.slice if array.shape[2] > 1 else slice(None),
         columns if array.shape[3] > 1 else slice(None),
     )
+
+
+def blocks_of(of_whole: BlockMask, mask_mod: Any, call: Call, placement: Placement) -> Any:
+    """Return the block mask of a call, whose mask_mod has been told where it stands.
+
+    A tile that reaches beyond a piece says no less of what it has within. Where tiles lie across
+    the beginning of a piece, and of striped tokens, the mask_mod decides alone.
+    """
+    rows, keys = (part.stop - part.start for part in (call.queries, call.keys))
+    starts = call.query_starts[0], call.key_starts[0]
+    if placement.step > 1 or any(start % of_whole.tile[0] for start in starts):
+        return mask_mod
+    down, across = (
+        slice(start // side, -(-(start + count) // side))
+        for start, count, side in zip(starts, (rows, keys), of_whole.tile, strict=True)
+    )
+    tiles = of_whole.tiles[:, :, down, across]
+    xp = np if isinstance(tiles, np.ndarray) else load_cupy()
+    batch, heads = of_whole.shape[:2]
+    blocks = of_whole.blocks._replace(shape=(batch, heads, rows, keys), q_offset=None)
+    return BlockMask(mask_mod, blocks, xp.ascontiguousarray(tiles))
 
 
 class Places(NamedTuple):

@@ -19,6 +19,7 @@ from cupyattn.distributed import (
     run,
 )
 from cupyattn.distributed.agreement import agree
+from cupyattn.distributed.calls import Calls
 from cupyattn.distributed.communicators import nccl
 from cupyattn.distributed.communicators.mailbox import ThreadCommunicator
 from cupyattn.distributed.communicators.meeting import Meeting
@@ -192,6 +193,37 @@ def test_threads_of_nccl_gather_on_the_host(monkeypatch):
     expected = [[[rank + turn, 7 + turn] for rank in range(3)] for turn in range(50)]
     for each in range(3):
         np.testing.assert_array_equal(found[each], expected)
+
+
+def test_ranks_agree_behind_the_first_kernels_and_before_anything_is_sent(monkeypatch):
+    """A GPU has work while threads wait for one another; and what differs is found in time."""
+    order: dict[int, list[str]] = {0: [], 1: []}
+
+    def noted(owner: Any, name: str, rank_of: Any) -> None:
+        of_before = getattr(owner, name)
+
+        def noting(self: Any, *given: Any, **options: Any) -> Any:
+            order[rank_of(self)].append(name)
+            return of_before(self, *given, **options)
+
+        monkeypatch.setattr(owner, name, noting)
+
+    noted(Calls, "forward", lambda calls: calls._plan.rank)
+    noted(Calls, "backward", lambda calls: calls._plan.rank)
+    noted(RingProblem, "agree", lambda problem: problem.group.rank)
+    noted(Group, "exchange", lambda group: group.rank)
+
+    def of_rank(group: Group) -> None:
+        q, k, v, dout = X, X, X, X
+        out, lse = ring_attention(q, k, v, group=group, causal=True, return_lse=True)
+        order[group.rank].append("then")
+        ring_attention_backward(dout, q, k, v, out, lse, group=group, causal=True)
+
+    run(of_rank, 2)
+    for said in order.values():
+        at = said.index("then")
+        assert said[:at] == ["forward", "agree", "exchange", "forward"]
+        assert said[at + 1 : at + 4] == ["backward", "agree", "exchange"]
 
 
 @pytest.mark.parametrize("number", [0, 2**63 - 1, -5])

@@ -14,7 +14,7 @@ from support.dtypes import DTYPES
 from support.ring import Case, assert_same, case, on_ranks
 from support.ring_bounds import case_ratios
 
-from cupyattn import Rotary, ScoreMod, rope_tables
+from cupyattn import Rotary, ScoreMod, block_mask, rope_tables
 from cupyattn.distributed.placement import PLACEMENTS, Placement
 
 
@@ -184,3 +184,11 @@ def test_slopes_of_each_packed_sequence(dropout):
     slopes = np.random.default_rng(0).random((3, 4))
     options = {"causal": True, "alibi_slopes": slopes, **dropout}
     assert_same(case(2, "zigzag", sizes=(32, 0, 64), **options))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_block_mask_of_whole_sequences(placement):
+    """NumPy arrays take one of a Python function too."""
+    blocks = block_mask(lambda b, h, q, k: (3 * q + 5 * k + h) % 7 != 0, 32, 32, H=4)
+    size = 8 if placement == "zigzag" else 16
+    assert_same(case(2, placement, size, mask_mod=blocks, causal=True))

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.block_masks import blocks_of, masked_tiles
 from support.devices import KERNELS, placed
 from support.ring import Case, case, whole
 from support.ring_bounds import case_ratios
@@ -148,6 +149,41 @@ def test_expressions_are_told_of_whole_sequences(name):
     found = results(problem._replace(options=said))
     meant = {**options, "alibi_slopes": SLOPES, "mask": mask}
     ratios = case_ratios(problem, *found, "float16", **meant)
+    assert max(ratios.values()) <= 1, ratios
+
+
+BLOCKS: dict[str, tuple[int, str, int, tuple[int, ...] | None]] = {
+    "zigzag": (2, "zigzag", 16, None),
+    "contiguous": (3, "contiguous", 40, None),
+    "striped": (2, "striped", 24, None),
+    "packed": (2, "zigzag", 16, (16, 16)),
+}
+
+
+@pytest.mark.parametrize("name", mostly_deep(BLOCKS, ["contiguous"]))
+def test_block_masks_are_those_of_whole_sequences(name):
+    """Where pieces begin between tiles, or tokens are no neighbours, the expression decides."""
+    ranks, placement, size, sizes = BLOCKS[name]
+    problem = case(
+        ranks, placement, size, heads=(2, 1), dims=(24, 24), batch=1, dtype="float16", sizes=sizes
+    )
+    tokens = int(np.diff(problem.cu_seqlens).max()) if sizes else problem.arrays["q"].shape[1]
+    seen = masked_tiles((len(sizes or (1,)), 2, tokens, tokens), 16, seed=2)
+    found = results(problem._replace(options={"mask_mod": blocks_of(seen)}))
+    ratios = case_ratios(problem, *found, "float16", mask=seen)
+    assert max(ratios.values()) <= 1, ratios
+
+
+def test_tiles_that_are_said_to_be_empty_are_skipped():
+    """The expression is not asked of them: each call has the tiles that are its."""
+    problem = case(2, "zigzag", 16, heads=(2, 1), dims=(24, 24), batch=1, dtype="float16")
+    tokens = problem.arrays["q"].shape[1]
+    blocks = blocks_of(np.ones((1, 2, tokens, tokens), bool))
+    kept = np.random.default_rng(3).random(blocks.tiles.shape) < 0.7
+    blocks.tiles *= KERNELS.put(kept)
+    found = results(problem._replace(options={"mask_mod": blocks}))
+    seen = kept.repeat(16, 2).repeat(16, 3)
+    ratios = case_ratios(problem, *found, "float16", mask=seen)
     assert max(ratios.values()) <= 1, ratios
 
 

@@ -61,6 +61,7 @@ def overlapping_bias() -> dict[str, Any]:
     return {"bias": bias, "grads": AttentionGrads(dbias=bias)}
 
 
+FIRST_KEYS = MaskMod("k_idx < 4", python=lambda b, h, q, k: k < 4)
 PACKED = {
     "cu_seqlens": [0, 8, 16],
     **{name: drawn(name)[0] for name in "qkv"},
@@ -86,15 +87,41 @@ PACKED = {
             "ValueError: rotary's tables have 15 rows, for sequences of 16",
         ),
         # Options: those that attention has and a ring has not, and those of whole sequences.
-        (forward, {"q_offset": 0}, "NotImplementedError: q_offset was given to ring_attention; q"),
-        (forward, {"implementation": "flash"}, "NotImplementedError: implementation was given"),
-        (backward, {"workspace": None}, "NotImplementedError: workspace was given to .*_backward"),
+        (
+            forward,
+            {"q_offset": 1},
+            "NotImplementedError: q_offset = 1 was given to ring_attention; queries are .*; leave",
+        ),
+        (forward, {"q_offset": False}, "NotImplementedError: q_offset = False was given"),
+        (forward, {"q_offset": np.zeros(1, int)}, "NotImplementedError: q_offset = .* was given"),
+        (forward, {"implementation": "naive"}, "NotImplementedError: implementation = 'naive' was"),
+        (
+            backward,
+            {"workspace": np.zeros(9, np.uint8)},
+            "NotImplementedError: workspace = .* was given to .*_backward; .* leave workspace out",
+        ),
         (forward, {"maskk": None}, "TypeError: ring_attention was given maskk; it has no such"),
         (
             forward,
-            {"mask_mod": block_mask(MaskMod("k_idx < 4", python=lambda b, h, q, k: k < 4), 8, 8)},
-            "NotImplementedError: mask_mod is a BlockMask; .*; pass its mask_mod",
+            {"mask_mod": block_mask(FIRST_KEYS, 8, 8)},
+            r"ValueError: mask_mod is a block mask of .* = \(1, 1, 8, 8\); the .* \(1, 4, 16, 16",
         ),
+        (
+            forward,
+            {"mask_mod": block_mask(FIRST_KEYS, 16, 16, H=3)},
+            "ValueError: mask_mod is a bl",
+        ),
+        (
+            forward,
+            {"mask_mod": block_mask(FIRST_KEYS, 16, 16, q_offset=2)},
+            "ValueError: .*, q_offset = 2; .*; make it on each rank by block_mask",
+        ),
+        (
+            forward,
+            {"mask_mod": block_mask(FIRST_KEYS, 16, 16), **PACKED},
+            r"ValueError: .* \(2, 4, 8, 8\)",
+        ),
+        (forward, {"score_mod": block_mask(FIRST_KEYS, 16, 16)}, "TypeError: score_mod is a Block"),
         (forward, {"mask_mod": ScoreMod("score")}, "TypeError: mask_mod is a ScoreMod"),
         (forward, {"score_mod": MaskMod("true")}, "TypeError: score_mod is a MaskMod"),
         (forward, {"score_mod": "score"}, "TypeError: score_mod is a str; it is a ScoreMod"),
@@ -151,6 +178,12 @@ PACKED = {
 def test_it_is_an_error_on_every_rank(call, changed, says):
     with pytest.raises(RankFailedError, match=rf"rank \d failed: {says}"):
         run(lambda group: call(group, **changed), 2, timeout=20)
+
+
+def test_what_a_ring_does_anyway_is_no_error():
+    given = {"q_offset": 0, "implementation": "flash", "workspace": None}
+    run(lambda group: forward(group, **given), 2)
+    run(lambda group: backward(group, **{**given, "q_offset": None}), 2)
 
 
 def test_what_lies_between_an_input_s_items_does_not_overlap_it():
