@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.compile import compile_cubin
@@ -73,7 +75,7 @@ def analyse(
     """
     artifact = compile_cubin(specialisation, TURING)
     assert artifact.resources is not None  # machine code always has them
-    code = parse_listing(disassemble(artifact.path))[specialisation.spec.entry]
+    code = _code(artifact.path, specialisation.spec.entry)
     shared_bytes = specialisation.shared_bytes + artifact.resources.static_shared_bytes
     ctas = TURING.resident_ctas(specialisation.threads, artifact.resources.registers, shared_bytes)
     return KernelFigures(
@@ -82,6 +84,11 @@ def analyse(
         ctas_per_sm=ctas,
         loops=code_figures(code, specialisation.threads, ctas, simulate=simulate, machine=machine),
     )
+
+
+@lru_cache(maxsize=1)  # for a row on one card after the other: to list it takes as long as to play
+def _code(cubin: Path, entry: str) -> Sequence[Instruction]:
+    return parse_listing(disassemble(cubin))[entry]
 
 
 def code_figures(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from cupyattn.kernels.arch import SUB_PARTITIONS
 from cupyattn.turing.loops import Work
@@ -55,7 +56,8 @@ def utilisation(
     path: Sequence[Instruction], work: Work, warps: int, ctas: int, machine: Machine = T4
 ) -> Utilisation:
     """Simulate `ctas` CTAs of `warps` warps that repeat a loop's steady path, for each offset."""
-    fractions = [busy_fraction(path, work, warps, ctas, offset, machine) for offset in OFFSETS]
+    offsets = OFFSETS if ctas > 1 else OFFSETS[:1]  # one CTA starts when it starts
+    fractions = [busy_fraction(path, work, warps, ctas, offset, machine) for offset in offsets]
     return Utilisation(sum(fractions) / len(fractions), min(fractions), max(fractions))
 
 
@@ -92,15 +94,13 @@ def busy_fraction(
 class _Step:
     """What the simulation needs of an instruction."""
 
-    pipe: int  # index into ARITHMETIC; -1 for none
+    pipe: int  # index into ARITHMETIC; -1 for none, which is the last of `pipe_free`
     interval: int
     work: int  # cycles that count as busy
     is_memory: bool
     service: int
-    latency: int
     gap: int  # cycles to the warp's next instruction
-    write_scoreboard: int
-    read_scoreboard: int
+    releases: tuple[tuple[int, int], ...]  # scoreboards, with cycles from service, or from issue
     waits_for: tuple[int, ...]
     barrier_warps: int
 
@@ -109,16 +109,19 @@ class _Step:
         pipe, control = pipe_of(instruction), instruction.control
         occupied = "tensor" if pipe == "fp16" else pipe
         cycles = interval(instruction, machine)
+        is_memory = pipe in MEMORY
+        releases = (
+            (control.write_scoreboard, latency(instruction, machine)),
+            (control.read_scoreboard, _READ_SERVED if is_memory else _READ_ISSUED),
+        )
         return cls(
             pipe=ARITHMETIC.index(occupied) if occupied in ARITHMETIC else -1,
             interval=cycles,
             work=cycles if work.does(instruction) else 0,
-            is_memory=pipe in MEMORY,
+            is_memory=is_memory,
             service=service(instruction, machine),
-            latency=latency(instruction, machine),
             gap=max(control.stall, 1 if instruction.target is None else machine.branch),
-            write_scoreboard=control.write_scoreboard,
-            read_scoreboard=control.read_scoreboard,
+            releases=tuple((board, after) for board, after in releases if board < SCOREBOARDS),
             waits_for=control.waits_for,
             barrier_warps=barrier_warps(instruction, warps),
         )
@@ -131,13 +134,30 @@ class _Warp:
     cta: int
     index: int
     part: int  # the sub-partition that it lives in: they are filled in turn
-    ready: int  # the cycle from which its next instruction may issue
-    at: int = 0  # index of that instruction
-    iterations: int = 0
+    ready: int  # the cycle from which stalls and barriers let its next instruction issue
+    step: _Step  # that instruction
+    clear: int  # the cycle from which scoreboards do too, as far as is known; _NEVER if it is not
+    issued: int = 0  # instructions, of all iterations
     at_barrier: bool = False
     # Of each scoreboard: memory instructions that wait for service, and when it is free after that.
     unserved: list[int] = field(default_factory=lambda: [0] * SCOREBOARDS)
     free_from: list[int] = field(default_factory=lambda: [0] * SCOREBOARDS)
+
+    def look(self) -> None:
+        """Find out anew when it is clear."""
+        cycle = _NEVER if self.at_barrier else self.ready
+        for board in self.step.waits_for:
+            if self.unserved[board]:
+                cycle = _NEVER
+            elif self.free_from[board] > cycle:
+                cycle = self.free_from[board]
+        self.clear = cycle
+
+    def release(self, step: _Step, cycle: int) -> None:
+        """Note that scoreboards are free some cycles behind this one."""
+        for board, after in step.releases:
+            if cycle + after > self.free_from[board]:
+                self.free_from[board] = cycle + after
 
 
 class _Sm:
@@ -154,22 +174,21 @@ class _Sm:
             resident * sum(step.interval for step in steps) // SUB_PARTITIONS,
             1,
         )
-        self.warps = [
-            _Warp(
-                cta,
-                index,
-                part=(cta * warps + index) % SUB_PARTITIONS,
-                ready=cta * offset % period + _WARP_OFFSET * index,
-            )
+        starts = [
+            (cta, index, cta * offset % period + _WARP_OFFSET * index)
             for cta in range(ctas)
             for index in range(warps)
+        ]
+        self.warps = [
+            _Warp(cta, index, number % SUB_PARTITIONS, start, steps[0], start)
+            for number, (cta, index, start) in enumerate(starts)
         ]
         parts = range(SUB_PARTITIONS)
         # Of each sub-partition: its warps, the next to issue first; what waits for the load/store
         # unit, with the cycle of its arrival; when each pipe is free; when to look again.
         self.order = [[warp for warp in self.warps if warp.part == part] for part in parts]
         self.queues: list[deque[tuple[int, _Warp, _Step]]] = [deque() for _ in parts]
-        self.pipe_free = [[0] * len(ARITHMETIC) for _ in parts]
+        self.pipe_free = [[0] * (len(ARITHMETIC) + 1) for _ in parts]
         self.wake = [0] * SUB_PARTITIONS
         self.lsu_free = self.turn = 0
         self.now = self.busy = self.counting_from = self.slowest = 0
@@ -191,11 +210,20 @@ class _Sm:
         for part, wake in enumerate(self.wake):
             if wake > now:
                 continue
+            pipe_free = self.pipe_free[part]
+            is_full = len(self.queues[part]) >= self.machine.queue
             earliest = _NEVER
             for warp in self.order[part]:
-                cycle = self._earliest(warp, part)
+                cycle = warp.clear
+                if cycle >= earliest:  # nor can its pipe make that sooner
+                    continue
+                step = warp.step
+                if is_full and step.is_memory:
+                    continue
+                if pipe_free[step.pipe] > cycle:
+                    cycle = pipe_free[step.pipe]
                 if cycle <= now:
-                    self._issue(warp, part)
+                    self._issue(warp)
                     earliest = now + 1
                     break
                 if cycle < earliest:
@@ -212,62 +240,41 @@ class _Sm:
         _, warp, step = queue.popleft()
         self.turn = (part + 1) % SUB_PARTITIONS
         self.lsu_free = self.now + step.service
-        for board, after in (
-            (step.write_scoreboard, step.latency),
-            (step.read_scoreboard, _READ_SERVED),
-        ):
-            if board < SCOREBOARDS:
-                warp.unserved[board] -= 1
-                warp.free_from[board] = max(warp.free_from[board], self.lsu_free + after)
+        for board, _ in step.releases:
+            warp.unserved[board] -= 1
+        warp.release(step, self.lsu_free)
+        warp.look()
         self.wake[part % SUB_PARTITIONS] = self.now  # the warp, or one that found the queue full
 
-    def _earliest(self, warp: _Warp, part: int) -> int:
-        """Return the cycle from which a warp can issue, as far as is known; _NEVER if it is not."""
-        step = self.steps[warp.at]
-        if warp.at_barrier or (step.is_memory and len(self.queues[part]) >= self.machine.queue):
-            return _NEVER
-        cycle = warp.ready
-        if step.pipe >= 0 and self.pipe_free[part][step.pipe] > cycle:
-            cycle = self.pipe_free[part][step.pipe]
-        for board in step.waits_for:
-            if warp.unserved[board]:
-                return _NEVER
-            if warp.free_from[board] > cycle:
-                cycle = warp.free_from[board]
-        return cycle
-
-    def _issue(self, warp: _Warp, part: int) -> None:
-        step, now = self.steps[warp.at], self.now
+    def _issue(self, warp: _Warp) -> None:
+        step, now, part = warp.step, self.now, warp.part
         if step.is_memory:
             self.queues[part].append((now + _ENQUEUE, warp, step))
-            for board in (step.write_scoreboard, step.read_scoreboard):
-                if board < SCOREBOARDS:
-                    warp.unserved[board] += 1
+            for board, _ in step.releases:
+                warp.unserved[board] += 1
         else:
             if step.pipe >= 0:
                 self.pipe_free[part][step.pipe] = now + step.interval
-            for board, after in (
-                (step.write_scoreboard, step.latency),
-                (step.read_scoreboard, _READ_ISSUED),
-            ):
-                if board < SCOREBOARDS:
-                    warp.free_from[board] = max(warp.free_from[board], now + after)
+            warp.release(step, now)
         warp.ready = now + step.gap
         if self.counting_from:
             self.busy += step.work
         self._advance(warp)
         if step.barrier_warps:
             self._arrive(warp, step.barrier_warps)
+        warp.look()
         order = self.order[part]
         if order[0] is not warp:
-            order.sort(key=lambda other: (other is not warp, other.iterations, other.at))
+            order.remove(warp)
+            order.sort(key=attrgetter("issued"))
+            order.insert(0, warp)
 
     def _advance(self, warp: _Warp) -> None:
-        warp.at += 1
-        if warp.at == len(self.steps):
-            warp.at = 0
-            warp.iterations += 1
-            self.slowest = min(each.iterations for each in self.warps)
+        warp.issued += 1
+        iterations, at = divmod(warp.issued, len(self.steps))
+        warp.step = self.steps[at]
+        if at == 0 and iterations == self.slowest + 1:
+            self.slowest = min(each.issued for each in self.warps) // len(self.steps)
             if self.slowest == _WARM_UP and not self.counting_from:
                 self.counting_from = self.now + 1
 
@@ -279,4 +286,5 @@ class _Sm:
             for mate in mates:
                 mate.at_barrier = False
                 mate.ready = max(mate.ready, self.now + self.machine.barrier)
+                mate.look()
                 self.wake[mate.part] = min(self.wake[mate.part], mate.ready)

@@ -108,9 +108,8 @@ def test_float32_flash_options_within_bounds_of_the_reference(problem: Attention
 )
 @pytest.mark.parametrize("causal", [True, *deep(False)])
 def test_every_row_of_the_flash_tables(head_dim: int, dtype: str, causal: bool):
-    """Several tiles of queries and of keys; on the emulator fewer for the float32 kernel."""
-    large = dtype == "float16" or isinstance(KERNELS, GpuArrays)
-    sq, sk = (300, 430) if large else (130, 200)
+    """Several tiles of queries and of keys; on the emulator fewer."""
+    sq, sk = (300, 430) if isinstance(KERNELS, GpuArrays) else (130, 200)
     problem = AttentionProblem(
         B=1, Sq=sq, Sk=sk, H=2, G=1, D=head_dim, Dv=head_dim, dtype=dtype,
         drawn=(("causal", True),) if causal else (),

@@ -376,7 +376,7 @@ def test_files(file, tmp_path, capsys, monkeypatch):
         assert text in throughput
     assert "a copy: 4,000 GB/s" in texts(folder / "layers-bandwidth-light.svg")
     again = tmp_path / "again"
-    assert main(["plot", str(file), "--out", str(again)]) == 0
+    assert main(["plot", str(file), "--out", str(again), "--format", "svg"]) == 0
     for name in filter(lambda name: name.endswith("svg"), names):
         assert (again / name).read_text() == (folder / name).read_text()
 

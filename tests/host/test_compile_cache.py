@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,32 @@ def test_the_text_of_includes_is_part_of_the_key(empty_cache, sources, compilati
         assert artifact.path not in seen
         seen.add(artifact.path)
     assert len(compilations) == 5
+
+
+def test_a_digest_is_remembered_until_another_text_is_read(tmp_path, sources, monkeypatch):
+    monkeypatch.setattr(source, "_SETTLED", -1.0)
+    file = tmp_path / "own.cu"
+    file.write_text('#include "common/rows.cuh"\n', encoding="utf-8")
+    seen = [source.source_digest(file)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", None)  # it is not even read
+        assert source.source_digest(file) == seen[0]
+    append(sources / "common" / "config.cuh", "// changed\n")
+    seen.append(source.source_digest(file))
+    (tmp_path / "common").mkdir()  # which the compiler takes first
+    (tmp_path / "common" / "rows.cuh").write_text("// another\n", encoding="utf-8")
+    seen.append(source.source_digest(file))
+    assert len({*seen}) == 3
+
+
+def test_what_has_just_changed_is_read_again(sources, monkeypatch):
+    """A second change within a tick of the clock leaves the same time."""
+    file = sources / "layers" / "softmax_forward.cu"
+    now = time.time_ns()
+    monkeypatch.setattr(source, "_stamp", lambda path: (now, now, 1))
+    first = source.source_digest(file)
+    append(file, "// changed\n")
+    assert source.source_digest(file) != first
 
 
 @nvrtc

@@ -5,16 +5,19 @@ A new operation is a kernel, its declaration, its reference and a call.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.devices import KERNELS
+from support.search import mostly_deep
 from support.strategies import dtype_of
 
 from cupyattn.arrays import adopt
 from cupyattn.functional.layers.rows import call_rows
 from cupyattn.kernels.configs.rows import ROWS, Result, RowKernel
+from cupyattn.kernels.configs.tables import pairs
 from cupyattn.ops.rows import row_problem, run_rows
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
@@ -68,9 +71,12 @@ def require_right(found, dout, x, weight, dtype):
         assert (np.abs(KERNELS.get(found[name]) - exact[name]) <= bound).all(), name
 
 
-@pytest.mark.parametrize("dtype", UNITS)
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("rows", [1, 3, 37])
+ALL = [*itertools.product((1, 3, 37), LENGTHS, UNITS)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "dtype"), mostly_deep(ALL, [*pairs((1, 3, 37), LENGTHS, UNITS)])
+)
 def test_a_row_operation_is_its_declaration_and_a_kernel(rows, length, dtype):
     dout, x, weight = problem(rows, length, dtype)
     found = centre_backward(*map(KERNELS.put, (dout, x, weight)), scale=0.5)

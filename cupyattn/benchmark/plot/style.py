@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,6 +115,7 @@ def _legend_rows(keys: Sequence[Key]) -> Iterator[list[tuple[float, Key]]]:
         yield row
 
 
+@lru_cache(maxsize=1024)  # the pages of two themes have the same, and it takes 5 ms
 def width_of(text: str, size: float) -> float:
     """Return how wide a line of text is, in DejaVu Sans, which is wider than most."""
     from matplotlib.textpath import TextPath
