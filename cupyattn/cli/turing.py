@@ -186,12 +186,16 @@ def _summary(loop: LoopFigures, machine: Machine) -> dict[str, Any]:
         "work_pipe": loop.work_pipe,
         "instructions": loop.instructions,
         "spill_bytes": loop.spill_bytes,
-        "lsu_ratio": round(loop.lsu_ratio, _DIGITS),
-        "bound": round(loop.bound, _DIGITS),
+        "lsu_ratio": _rounded(loop.lsu_ratio),
+        "bound": _rounded(loop.bound),
         "binding_pipe": loop.binding_pipe,
         "utilisation": utilisation,
         "tflops": None if rate is None else round(machine.tflops(rate), 1),
     }
+
+
+def _rounded(ratio: float | None) -> float | None:
+    return None if ratio is None else round(ratio, _DIGITS)
 
 
 def _everything(loop: LoopFigures, machine: Machine) -> dict[str, Any]:
@@ -241,6 +245,8 @@ def _cells(row: dict[str, Any]) -> list[tuple[Cell, ...]]:
 
 
 def _loop_cells(loop: dict[str, Any]) -> tuple[Cell, ...]:
+    if loop["bound"] is None:
+        return (loop["instructions"], loop["spill_bytes"], "", "no CTA fits", "", "")
     played, binds = loop["utilisation"], loop["binding_pipe"]
     return (
         loop["instructions"],

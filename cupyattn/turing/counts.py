@@ -78,9 +78,12 @@ class LoopFigures:
         return self.work_flop / self.work_cycles * self.utilisation.mean
 
     @property
-    def lsu_ratio(self) -> float:
-        """Cycles of the load/store unit for each of the work's: above 1 it is what binds."""
-        return self.cycles["lsu"] / self.work_cycles
+    def lsu_ratio(self) -> float | None:
+        """Cycles of the load/store unit for each of the work's: above 1 it is what binds.
+
+        None where no CTA fits on an SM.
+        """
+        return self.cycles["lsu"] / self.work_cycles if self.work_cycles else None
 
     @property
     def binding_pipe(self) -> str:
@@ -88,10 +91,10 @@ class LoopFigures:
         return max(self.cycles, key=self.cycles.__getitem__)
 
     @property
-    def bound(self) -> float:
-        """The utilisation that no schedule can exceed; 0 where no CTA fits on an SM."""
+    def bound(self) -> float | None:
+        """The utilisation that no schedule can exceed; None where no CTA fits on an SM."""
         busiest = self.cycles[self.binding_pipe]
-        return self.work_cycles / busiest if busiest else 0.0
+        return self.work_cycles / busiest if busiest else None
 
 
 def loop_figures(

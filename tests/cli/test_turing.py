@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -151,6 +152,16 @@ def test_a_kernel_without_products(modelled, capsys):
     assert "no products" in printed
     result = json.loads(output(capsys, "--kernel", "softmax_forward", "--json"))
     assert {row["main"] for row in result["rows"]} == {None}
+
+
+def test_a_kernel_of_which_no_cta_fits(monkeypatch, modelled, capsys):
+    nothing = replace(LOOP, cycles={"tensor": 0.0, "lsu": 0.0}, work_cycles=0.0, utilisation=None)
+    figures = KernelFigures(255, 70_000, 0, (nothing,))
+    monkeypatch.setattr(turing, "analyse", lambda row, *, simulate, machine: figures)
+    arguments = ("--kernel", "attention_forward", "--head-dim", "96")
+    assert "no CTA fits" in output(capsys, *arguments)
+    main_loop = json.loads(output(capsys, *arguments, "--json"))["rows"][0]["main"]
+    assert (main_loop["bound"], main_loop["lsu_ratio"], main_loop["tflops"]) == (None, None, None)
 
 
 @pytest.mark.parametrize("kernel", ["attention_forward", "softmax_forward"])

@@ -202,7 +202,8 @@ def test_spills_are_what_the_loop_moves():
 
 def test_where_no_cta_fits_nothing_is_done():
     path = assemble(("LDL.64", None), ("HMMA", None), ("BRA", 0))
-    assert loop_figures(path, MATRIX, warps=4, ctas=0).bound == 0
+    figures = loop_figures(path, MATRIX, warps=4, ctas=0)
+    assert (figures.bound, figures.lsu_ratio) == (None, None)
 
 
 def test_the_main_loop_is_the_one_without_masks():
