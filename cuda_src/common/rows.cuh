@@ -156,11 +156,7 @@ struct HeldStrip {
     if (column < length) words = *reinterpret_cast<const WordsOf<Items>*>(row_g + column);
   }
 
-  __device__ __forceinline__ void get(float (&values)[Rows::kVec]) const {
-    const Items items = *reinterpret_cast<const Items*>(&words);
-#pragma unroll
-    for (int i = 0; i < Rows::kVec; i++) values[i] = to_float(items.item[i]);
-  }
+  __device__ __forceinline__ void get(float (&values)[Rows::kVec]) const { unpack<Scalar>(values, words); }
 
   // Keep values rounded to Scalar, and return what they became.
   __device__ __forceinline__ void set(float (&values)[Rows::kVec]) {

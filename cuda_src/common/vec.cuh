@@ -39,6 +39,26 @@ struct Word<16> {
 template <typename Items>
 using WordsOf = typename Word<sizeof(Items)>::Type;
 
+// As float32 what was loaded as words. The halves are those of a word in a register: read through memory, a word that
+// is loaded under a condition was split before the condition chose, with two byte permutations an item. Of the 600
+// instructions of layer norm's forward at a width of 2048 that were 83, and at 768 it took 71 registers for 64
+// (float16, sm_75, NVRTC 12.9, 2026-11-24).
+template <typename Scalar, int kItems>
+__device__ __forceinline__ void unpack(float (&values)[kItems], const WordsOf<Vec<Scalar, kItems>>& words) {
+  if constexpr (sizeof(Scalar) == sizeof(uint16) && kItems > 1) {
+#pragma unroll
+    for (int i = 0; i < kItems; i += 2) {
+      uint16 low, high;
+      asm("mov.b32 {%0, %1}, %2;" : "=h"(low), "=h"(high) : "r"(reinterpret_cast<const uint32*>(&words)[i / 2]));
+      values[i] = to_float(*reinterpret_cast<const Scalar*>(&low));
+      values[i + 1] = to_float(*reinterpret_cast<const Scalar*>(&high));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kItems; i++) values[i] = to_float(reinterpret_cast<const Scalar*>(&words)[i]);
+  }
+}
+
 // Read as float32, 16 bytes at a time at the most. `source` must be aligned to the smaller of 16 bytes and
 // kItems * sizeof(Scalar).
 template <int kItems, typename Scalar>
