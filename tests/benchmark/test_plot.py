@@ -246,6 +246,14 @@ def test_what_computes_little_has_no_tflops():
     assert not pages(throughput, result("linear", rows[1:]))["tflops"]
 
 
+def test_short_sequences_stand_in_the_line_of_the_long_ones():
+    """Causal calls of 128 tokens compute little for each byte of float32."""
+    found = pages(throughput, attention((128, 4096), (64,), dtypes=("float32",), contenders=FEW))
+    assert len(found["tflops"]) == 1 and not found["bandwidth"]
+    assert all(len(line.get_xdata()) == 2 for axes in found["tflops"][0].figure.axes
+               for line in axes.lines)  # fmt: skip
+
+
 def test_percentiles_are_of_single_calls():
     """Not of means of several, as those of short calls are."""
     of = attention(head_dims=(64,), contenders=FEW)

@@ -257,10 +257,12 @@ def slow(monkeypatch, a_gpu):
 
 
 @pytest.mark.parametrize("minutes", [10.0, 2.0])
-def test_a_report_ends_within_its_minutes(slow, minutes):
+def test_a_report_ends_within_its_minutes(slow, minutes, capsys):
     """But for a row that is under way, and a model; what a short part leaves the others have."""
     begun = slow()
     result = command.measure(types.SimpleNamespace(minutes=minutes), slow)
+    said = capsys.readouterr().err
+    assert said.startswith(f"report: 3 benchmarks in {minutes:g} minutes at the most")
     assert 0.9 * 60 * minutes < slow() - begun <= 60 * minutes + 7 + 5
     short, *long = result["parts"]
     assert not short["cut"] and [row["modelled"] for row in short["rows"]] == [320.0, 320.0]

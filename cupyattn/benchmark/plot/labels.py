@@ -85,8 +85,11 @@ def text_of(case: Case, names: Sequence[str]) -> str:
     'D 64, not causal, window 8, float16'
     >>> text_of({"queries": 1, "kv_heads": 1, "heads": 8}, ("queries", "kv_heads", "heads"))
     '1 query, 1 kv head, 8 heads'
+    >>> text_of({"block_size": None}, ("block_size",))
+    'no block size'
     """
-    return ", ".join(_text(name, case[name]) for name in names if case.get(name) is not None)
+    told = [_text(name, case[name]) for name in names if case.get(name) is not None]
+    return ", ".join(told or (f"no {name.replace('_', ' ')}" for name in names))
 
 
 def _text(name: str, value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from cupyattn.benchmark.frame.rows import COPY, FLOAT32, PRODUCTS, binding, products_of
 from cupyattn.benchmark.plot.bars_or_lines import draw
@@ -28,10 +29,11 @@ _OF_A_CARD = {
 def pictures(measured: Measured) -> dict[str, Pages]:
     """Return the pictures by name; rows of one dtype are expected."""
     names = _OF_A_CARD if measured.modelled else _MEASURED
+    little = _little(measured)
     tflops = chart_of(
         measured,
         "TFLOP/s (more is better)",
-        lambda row: None if _computes_little(row) else row.figures.get("tflops"),
+        lambda row: None if _kind(row) in little else row.figures.get("tflops"),
         three,
         scale=LINEAR,
         reference=_products(measured, names),
@@ -39,7 +41,11 @@ def pictures(measured: Measured) -> dict[str, Pages]:
     gb_per_s = chart_of(
         measured,
         "GB/s (more is better)",
-        lambda row: row.figures.get("gb_per_s") if _moves_bytes(row) else None,
+        lambda row: (
+            row.figures.get("gb_per_s")
+            if not row.figures.get("flops") or _kind(row) in little
+            else None
+        ),
         three,
         scale=LINEAR,
         reference=_ceiling(measured, COPY, names),
@@ -47,15 +53,22 @@ def pictures(measured: Measured) -> dict[str, Pages]:
     return {"tflops": partial(draw, tflops), "bandwidth": partial(draw, gb_per_s)}
 
 
-def _moves_bytes(row: Row) -> bool:
-    """Whether a case is memory's on every card, or counts no products."""
-    return not row.figures.get("flops") or _computes_little(row)
+Kind = tuple[tuple[str, Any], ...]
 
 
-def _computes_little(row: Row) -> bool:
-    """Whether it computes little with each byte."""
-    flops, least = row.figures.get("flops"), row.figures.get("bytes")
-    return flops / least <= _LITTLE if flops and least else False
+def _kind(row: Row) -> Kind:
+    """Return what cases of a line have alike: all but how long the sequences are."""
+    return tuple(sorted((name, str(value)) for name, value in row.case.items() if name != "seqlen"))
+
+
+def _little(measured: Measured) -> set[Kind]:
+    """Return which cases compute little with each byte, the longest too: memory's on every card."""
+    most: dict[Kind, float] = {}
+    for row in measured.rows:
+        flops, least = row.figures.get("flops"), row.figures.get("bytes")
+        if flops and least:
+            most[_kind(row)] = max(most.get(_kind(row), 0.0), flops / least)
+    return {kind for kind, intensity in most.items() if intensity <= _LITTLE}
 
 
 def _products(measured: Measured, names: Mapping[str, str]) -> Reference | None:

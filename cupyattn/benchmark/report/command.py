@@ -7,6 +7,7 @@ an owner of one can send, and `.github/ISSUE_TEMPLATE` has the form for it.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -85,6 +86,11 @@ def measure(arguments: argparse.Namespace, clock: Clock = time.monotonic) -> Res
 
     Each part has an equal share of the time that those before it have left.
     """
+    print(
+        f"report: {len(PARTS)} benchmarks in {arguments.minutes:g} minutes at the most; "
+        "what does not fit is left out, and said to be (--minutes)",
+        file=sys.stderr,
+    )
     ends = clock() + 60 * arguments.minutes
     device = cuda_device(0)
     machine, without = machine_of(device), None
