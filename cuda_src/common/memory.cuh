@@ -57,6 +57,10 @@ __device__ __forceinline__ uint4 ld_global_v4(const void* source) {
   return v;
 }
 
+__device__ __forceinline__ void prefetch_l2(const void* source) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(source));
+}
+
 // Of which neighbours read the rest: L2 fetches the line's 128 bytes.
 __device__ __forceinline__ uint4 ld_global_128b_v4(const void* source) {
   uint4 v;

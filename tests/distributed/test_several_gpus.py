@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from support.dtypes import dtype_of
 from support.ring_bounds import ring_ratios
-from support.ring_process import OPTIONS, arrays
+from support.ring_process import OPTIONS, TIMEOUT, arrays
 
 from cupyattn.distributed import (
     Group,
@@ -34,6 +34,7 @@ pytestmark = [
     pytest.mark.skipif(device_count() < 2, reason="fewer than two GPUs"),
 ]
 RANKS = min(device_count(), 4)
+MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
 TRANSPORTS = [
     pytest.param("nccl", marks=pytest.mark.skipif(not nccl_is_there(), reason="no NCCL")),
     "peer",
@@ -111,15 +112,15 @@ def test_a_rank_that_never_comes_is_no_hang(transport):
         ring_attention(x, x, x, group=group)
         cupy.cuda.get_current_stream().synchronize()
         if group.rank == 1:
-            time.sleep(6)
+            time.sleep(12)
             return
         ring_attention(x, x, x, group=group)
         cupy.cuda.get_current_stream().synchronize()
 
     begun = time.monotonic()
-    with pytest.raises(RankFailedError, match=r"rank 1|rank 0 to send"):
-        run(of_rank, devices=range(RANKS), transport=transport, timeout=2)
-    assert time.monotonic() - begun < 30
+    with pytest.raises(RankFailedError, match=r"rank 1 did not come: rank \d waited 6 s"):
+        run(of_rank, devices=range(RANKS), transport=transport, timeout=6)
+    assert time.monotonic() - begun < 40
 
 
 def test_arrays_on_another_rank_s_device_are_refused():
@@ -183,10 +184,10 @@ def test_a_process_for_each_gpu(tmp_path):
 
 
 @NEEDS_NCCL
-@pytest.mark.skipif(shutil.which("mpiexec") is None, reason="no mpiexec")
+@pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec")
 def test_mpiexec_starts_the_processes(tmp_path):
-    launcher = ["mpiexec", "-n", str(RANKS)]
-    if hasattr(os, "geteuid") and os.geteuid() == 0 and "Open MPI" in version_of("mpiexec"):
+    launcher = [str(MPIEXEC), "-n", str(RANKS)]
+    if hasattr(os, "geteuid") and os.geteuid() == 0 and "Open MPI" in version_of(launcher[0]):
         launcher.append("--allow-run-as-root")
     require_right(tmp_path, start(tmp_path, "right", launcher))
 
@@ -210,7 +211,7 @@ def test_communicators_of_other_libraries(tmp_path, library):
     [
         ("fails", "rank {last} failed: ValueError: planted"),
         ("killed", "rank {last} has ended: its process is gone"),
-        ("late", "waited 5 s for rank"),
+        ("late", f"waited {TIMEOUT} s for rank"),
     ],
 )
 def test_a_process_that_fails_ends_the_others(tmp_path, what, says):

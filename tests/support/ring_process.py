@@ -25,6 +25,8 @@ from cupyattn.distributed.communicators.nccl import load_nccl
 from cupyattn.distributed.launchers import launched
 
 TOKENS, OPTIONS = 512, {"causal": True}
+TIMEOUT = 10
+"""Seconds that ranks wait for one that is late; NCCL may take some to join them."""
 _PORT = 13477
 
 
@@ -42,6 +44,7 @@ def main(folder: Path, what: str) -> None:
     """Join the others, and compute."""
     rank, size, _ = launched()
     load_nccl()  # before another library makes a communicator of it: multicast stays off
+    meet(folder, rank, size)
     if what == "cupyx":
         import cupy
         from cupyx.distributed import NCCLBackend
@@ -64,14 +67,21 @@ def main(folder: Path, what: str) -> None:
         identity = core.UniqueId.from_bytes(shared_id(folder, rank, size, 60))
         compute(folder, Group(core.Communicator.init(size, rank, identity), timeout=60))
         return
-    with launched_group(folder, timeout=5 if what == "late" else 60) as group:
+    with launched_group(folder, timeout=TIMEOUT if what == "late" else 60) as group:
         if what == "fails" and rank == size - 1:
             raise ValueError("planted")
         if what == "killed" and rank == size - 1:
             os._exit(9)
         if what == "late" and rank == size - 1:
-            time.sleep(20)
+            time.sleep(3 * TIMEOUT)
         compute(folder, group)
+
+
+def meet(folder: Path, rank: int, size: int) -> None:
+    """Wait until all have imported what they need: how long that takes is not what is tested."""
+    (folder / f"imported-{rank}").touch()
+    while not all((folder / f"imported-{other}").exists() for other in range(size)):
+        time.sleep(0.05)
 
 
 def compute(folder: Path, group: Group) -> None:

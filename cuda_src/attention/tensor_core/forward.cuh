@@ -2,9 +2,9 @@
 #pragma once
 
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || !defined(TILE_K) || \
-    !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
+    !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES) || !defined(L2_AHEAD)
 #error \
-    "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
+    "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, VEC, MIN_CTAS, SHARED_BYTES, L2_AHEAD come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(MASK_VEC) || !defined(SLOPES) || \
     !defined(SOFTCAP) || !defined(SINKS) || !defined(DROPOUT) || !defined(MODIFIED)
@@ -261,6 +261,8 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
       feed.turn_to_listed(next, next_tile);
     } else {
       feed.turn_on(next);
+      // CTAs that walk the same keys side by side would all wait for the first that finds a tile in no cache.
+      if (L2_AHEAD > 0 && left > L2_AHEAD + 1) feed.template bring_to_l2<L2_AHEAD>(next);
       key_tile<false>(warp, cta, feed, tile, left & 1, left > 1, next, Traits::kTileK, tile + 2);
       tile++;
     }

@@ -49,6 +49,7 @@ struct TileFeed {
   static constexpr int kPassRows = kThreads / kRowLanes / kPassUnit * kPassUnit;
   static constexpr int kPasses = div_up(Tile::kRows, kPassRows);
   static constexpr int kQuads = kPasses * kColumnGroups;  // register quads per thread
+  static constexpr int kThreadCount = kThreads;
   static_assert(kPassRows > 0 && kRowLanes * kColumnGroups == Tile::kChunks, "every chunk has a thread");
 
   // Whether keys are as far apart from pass to pass as rows are.
