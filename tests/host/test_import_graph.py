@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ast
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
+from support.lazy_imports import CUPY, LAZY
 
 import cupyattn
 
@@ -79,15 +76,12 @@ ROOMS = {
     },
     "__main__": {"cli", "benchmark", "kernels"},
 }
-CUPY = {"cupy", "cupy_backends", "cupyx"}
 # The first gives CuPy a folder that it can write; the others import what is below it after that.
 MAY_IMPORT_CUPY = {
     "cupyattn.cupy_library": "cupy",
     "cupyattn.kernels.compile": "cupy_backends",
     "cupyattn.kernels.device.cuda": "cupy_backends",
 }
-LAZY = {*CUPY, "cuda", "rich", "ml_dtypes", "torch", "matplotlib"}
-LAZY |= {"safetensors", "tokenizers", "gguf", "jinja2", "mpi4py", "nccl"}
 
 
 def name_of(path: Path) -> str:
@@ -333,41 +327,3 @@ def test_only_launch_starts_kernels():
 
     outside = {name: path for name, path in NAMES.items() if room_of(name) != "emulator"}
     assert {name for name, path in outside.items() if starts(path)} == {"cupyattn.kernels.launch"}
-
-
-def test_import_is_light(tmp_path):
-    """`import cupyattn` imports neither CuPy nor rich nor the emulator, and compiles nothing."""
-    cache_folder = tmp_path / "kernels"
-    script = "import sys, json, cupyattn; print(json.dumps(sorted(sys.modules)))"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(PACKAGE.parent),
-        "CUPYATTN_CACHE_DIR": str(cache_folder),
-    }
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True
-    )
-    modules = json.loads(result.stdout)
-    assert "cupyattn" in modules
-    assert not [name for name in modules if name.startswith("cupyattn.emulator")]
-    loaded = {name.partition(".")[0] for name in modules}
-    assert not loaded & LAZY
-    assert not cache_folder.exists()
-
-
-def test_the_emulator_is_there_when_asked_for():
-    script = (
-        "import cupyattn; assert 'emulator' in dir(cupyattn); "
-        "print(cupyattn.emulator.Checks.fast().races, cupyattn.emulator.__name__); "
-        "import cupyattn.emulator as module; assert module is cupyattn.emulator"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True
-    )
-    assert result.stdout == "False cupyattn.emulator\n"
-
-
-def test_other_names_are_not_there():
-    with pytest.raises(AttributeError, match="module 'cupyattn' has no attribute 'emulators'"):
-        cupyattn.emulators  # noqa: B018

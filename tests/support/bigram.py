@@ -9,6 +9,12 @@ import numpy as np
 
 import cupyattn
 from cupyattn.models.training.batch import Batch, Sample
+from cupyattn.models.training.packing import Packing
+from cupyattn.models.training.scaling import LossScale
+from cupyattn.models.training.schedules import Schedule
+from cupyattn.models.training.trainer import Trainer
+
+TOKENS, STEPS = 7, 14
 
 
 class Bigram:
@@ -74,3 +80,17 @@ def counting(tokens: int, *, samples: int, seed: int = 0) -> list[Sample]:
         ids = [(first + i) % tokens for i in range(length)]
         made.append(Sample.of(ids, [True] * length))
     return made
+
+
+def trained(samples=30, *, vocabulary=TOKENS, seed=0, lr=0.1, loss_scale=None, **options):
+    """Everything that has a state: dropout, a loss scale that overflows and grows, two batches."""
+    packing = Packing(counting(TOKENS, samples=samples), batch_tokens=24)
+    return Trainer(
+        Bigram(vocabulary, dropout=0.2, half=True),
+        packing,
+        schedule=Schedule("cosine", lr, STEPS, warmup=2),
+        accumulate=2,
+        loss_scale=loss_scale or LossScale(2.0**22, good_steps=2),
+        seed=seed,
+        **options,
+    )

@@ -14,6 +14,13 @@ from cupyattn import BlockMask, MaskMod, block_mask, reference
 from cupyattn.functional.rounding import round_into
 
 
+def arrays(dtype: str, sq: int, sk: int, head_dim: int = 24, heads: int = 2) -> list[np.ndarray]:
+    """dout, q, k and v."""
+    rng = np.random.default_rng(1)
+    lengths = (sq, sq, sk, sk)
+    return [rng.standard_normal((1, n, heads, head_dim)).astype(dtype) for n in lengths]
+
+
 def masked_tiles(
     shape: tuple[int, int, int, int], tile: int, seed: int, *, full: float = 0.3
 ) -> np.ndarray:

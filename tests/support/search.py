@@ -33,6 +33,7 @@ QUICK = (
     "emulator/",
     "host/",
     "kv_cache/test_allocator",
+    "kv_cache/test_copy_blocks_refusals",
     "kv_cache/test_moves_refusals",
     "kv_cache/test_paged_attention_refusals",
     "kv_cache/test_paged_cache",
