@@ -10,7 +10,7 @@ import numpy as np
 from cupyattn import reference
 from cupyattn.kernels.arch import Arch
 from cupyattn.kernels.configs.attention.teaching.forward import TILED_TILE_K
-from cupyattn.kernels.configs.attention.tensor_core.forward import flash_row
+from cupyattn.kernels.configs.attention.tensor_core.forward_rows import flash_row
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,8 @@ def row_name(row: Specialisation) -> str:
         parts += [f"{macros[name]} {word}" for name, word in counts.items() if name in macros]
     if "TILE_INNER" in macros:  # of a product's tiles its caller chose one by its sizes
         parts.append(f"{macros['TILE_ROWS']} x {macros['TILE_COLUMNS']}")
+    if int(macros.get("M_TILES", 0)) > 2:  # of two heights of the forward's tiles
+        parts.append("tall tiles")
     if macros.get("VEC") == 1:
         parts.append("scalar loads")
     parts += [

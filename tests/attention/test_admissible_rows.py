@@ -10,8 +10,12 @@ from support.search import deep
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.kernels.configs.attention.tensor_core.forward import (
+from cupyattn.cli.recorder import LaunchRecorder
+from cupyattn.functional.backend import running_on
+from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.configs.attention.tensor_core.forward_rows import (
     FLASH,
+    TALL,
     admissible_rows,
     flash_longest_tile,
     flash_row,
@@ -25,7 +29,7 @@ def others(head_dim: int) -> list[tuple[int, str]]:
 
 
 EVERY = [pair for head_dim in FLASH[75] for pair in others(head_dim)]
-PLAIN = [(64, "80"), (40, "160")]
+PLAIN = [(64, "80"), (40, "160"), (40, TALL)]
 
 
 def test_the_first_row_is_the_usual_one_and_no_tile_is_longer():
@@ -72,3 +76,29 @@ def test_the_row_is_taken(monkeypatch):
     choose(monkeypatch, "attention_forward 64 64", "256")
     assert bits() != usual
     assert bits(dropout_p=0.5, seed=1) == dropped
+
+
+@pytest.mark.parametrize(
+    ("length", "head_dim", "options", "tall"),
+    [
+        (4096, 40, {}, True),
+        (4096, 33, {"causal": True}, False),  # rows that are no whole vectors
+        (4096, 32, {}, False),
+        (4096, 48, {}, False),
+        (192, 40, {"causal": True}, True),
+        (128, 40, {}, False),
+        (300, 40, {}, True),
+        (500, 40, {}, False),
+        (4096, 40, {"softcap": 30.0}, False),
+        (4096, 40, {"mask": np.ones((1, 1, 4096, 4096), bool)}, False),
+        (4096, 40, {"dropout_p": 0.1, "seed": 1}, False),
+    ],
+)
+def test_tall_tiles_are_of_long_sequences(length, head_dim, options, tall):
+    """Where few of their rows do not exist, and no option takes their registers."""
+    q, k, v = np.empty((3, 1, length, 64, head_dim), np.float16)
+    recorder = LaunchRecorder(TURING)
+    with running_on(recorder):
+        cupyattn.attention(q, k, v, **options)
+    (launch,) = recorder.launches
+    assert (dict(launch.specialisation.macros)["M_TILES"] == 3) == tall

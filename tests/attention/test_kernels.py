@@ -21,7 +21,7 @@ import cupyattn
 from cupyattn import reference
 from cupyattn.kernels.configs.attention.float32.forward import FLASH as FLASH_F32
 from cupyattn.kernels.configs.attention.teaching.forward import TILED_TILE_K
-from cupyattn.kernels.configs.attention.tensor_core.forward import FLASH
+from cupyattn.kernels.configs.attention.tensor_core.forward_rows import FLASH
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

@@ -21,7 +21,7 @@ from cupyattn import reference
 from cupyattn.emulator import Checks, Report
 from cupyattn.kernels.configs.attention.float32 import backward as backward_f32
 from cupyattn.kernels.configs.attention.float32 import forward as forward_f32
-from cupyattn.kernels.configs.attention.tensor_core import backward_dkdv, backward_dq, forward
+from cupyattn.kernels.configs.attention.tensor_core import backward_dkdv, backward_dq, forward_rows
 
 pytestmark = pytest.mark.nvrtc
 
@@ -51,7 +51,7 @@ def tiles_of(kind: str, dtype: str) -> list[Tiles]:
     """The kernels of a call with scores in them, by the tables."""
     half = dtype == "float16"
     if kind == "forward":
-        row = (forward if half else forward_f32).flash_row(75, DIM, DIM)
+        row = (forward_rows if half else forward_f32).flash_row(75, DIM, DIM)
         return [Tiles(row.tile_q, row.tile_k, own_rows=True)]
     if half:
         half_dkdv = backward_dkdv.dkdv_row(75, DIM, DIM, kind == "one-pass")
@@ -59,8 +59,8 @@ def tiles_of(kind: str, dtype: str) -> list[Tiles]:
         dkdv = Tiles(half_dkdv.tile_q, half_dkdv.tile_keys, own_rows=False, products=4)
         dq = Tiles(half_dq.tile_rows, half_dq.tile_k, own_rows=True, products=3)
     else:
-        float_dkdv = backward_f32.dkdv_row(75, DIM, DIM, forward.PLAIN)
-        float_dq = backward_f32.dq_row(75, DIM, DIM, forward.PLAIN)
+        float_dkdv = backward_f32.dkdv_row(75, DIM, DIM, forward_rows.PLAIN)
+        float_dq = backward_f32.dq_row(75, DIM, DIM, forward_rows.PLAIN)
         dkdv = Tiles(float_dkdv.tile_q, float_dkdv.tile_k, own_rows=False, products=4)
         dq = Tiles(float_dq.tile_q, float_dq.tile_k, own_rows=True, products=3)
     return [dkdv] if kind == "one-pass" else [dkdv, dq]

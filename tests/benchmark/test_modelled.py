@@ -75,6 +75,27 @@ def test_products_have_the_rate_of_the_model(counted, monkeypatch, tmp_path, cap
     assert backward[0]["bytes"] == 2 * plain["bytes"]
 
 
+def test_options_have_the_rate_of_their_own_kernels(counted, loops, tmp_path):
+    """A call's, not the plain one's; but for those with an array of all scores."""
+    options = "alibi,bias,score_mod,softcap"
+    for direction, rate in (("attention", 500), ("attention_backward", 400)):
+        rows = rows_of(tmp_path, direction, *ATTENTION, "--options", options)
+        if direction == "attention_backward":
+            rows = [row for row in rows if "deterministic" not in row["contender"]]
+        assert [row["option"] for row in rows] == ["plain", "alibi", "score_mod", "softcap"]
+        assert [row["tflops"] for row in rows] == pytest.approx([T4.tflops(rate)] * 4)
+        assert len({row["flops"] for row in rows}) == 1
+
+
+@pytest.mark.nvrtc
+def test_alibi_as_an_expression_takes_at_most_5_percent_longer(counted, tmp_path):
+    rows = rows_of(tmp_path, "attention", *ATTENTION, "--options", "alibi,score_mod")
+    if rows[0]["tflops"] is None or ".".join(map(str, nvrtc_version())) != NVRTC:
+        pytest.skip("the rows of the tables are chosen for other tools")
+    plain, slopes, expression = (row["tflops"] for row in rows)
+    assert plain > slopes > expression >= 0.95 * slopes
+
+
 def test_what_is_modelled_is_drawn_under_a_t4s_ceilings(counted, monkeypatch, tmp_path):
     monkeypatch.setattr(turing_model.Model, "figure", lambda self, command, row: 52.0)
     file = tmp_path / "modelled.json"

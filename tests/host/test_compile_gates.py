@@ -44,12 +44,12 @@ PROMISED_CTAS = {
     **{
         f"attention_forward{keys} {dim}": row.ctas_per_sm
         for keys in ("", "_paged", "_rotary", "_varlen", "_rotary_varlen", "_split")
-        for dim, row in tensor_core.forward.FLASH[75].items()
+        for dim, row in tensor_core.forward_rows.FLASH[75].items()
     },
     **{
         f"attention_forward_paged {dim} of {cache}": row.ctas_per_sm
         for cache in decode.INTEGER_BITS
-        for dim, row in tensor_core.forward.FLASH_INTEGERS[75].items()
+        for dim, row in tensor_core.forward_rows.FLASH_INTEGERS[75].items()
     },
     **{
         f"attention_forward_paged_f32 {dim} of {cache}": row.ctas_per_sm

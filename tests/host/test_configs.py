@@ -14,6 +14,7 @@ from support.strategies import dtype_of
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.attention import decode, float32, tensor_core
+from cupyattn.kernels.configs.attention.modifiers import Modifier, Modifiers
 from cupyattn.kernels.configs.attention.options import PLAIN, FlashOptions
 from cupyattn.kernels.configs.attention.teaching import backward as naive_backward
 from cupyattn.kernels.configs.attention.teaching import forward as teaching
@@ -204,16 +205,44 @@ def test_the_catalogue_has_every_naive_backward_kernel():
 
 def test_the_catalogue_has_every_flash_row_and_option():
     macros = [dict(s.macros) for s in catalogue() if s.spec.entry == "attention_forward"]
-    rows = {(m["HEAD_DIM"], m["TILE_K"], m["VEC"]) for m in macros}
-    forward = tensor_core.forward
-    expected = {(d, row.tile_k, vec) for d, row in forward.FLASH[75].items() for vec in (8, 1)}
-    for table in (forward.FLASH_DROPOUT[75], forward.FLASH_FLOAT32_BIAS[75]):
-        expected |= {(d, row.tile_k, 8) for d, row in table.items()}
+    rows = {(m["HEAD_DIM"], m["M_TILES"], m["TILE_K"], m["VEC"]) for m in macros}
+    tables = tensor_core.forward_rows
+    expected = {
+        (d, row.m_tiles, row.tile_k, vec) for d, row in tables.FLASH[75].items() for vec in (8, 1)
+    }
+    of_expressions = ("block mask", "score_mod", "mask_mod")  # which users write
+    of_options = [rows for kind, rows in tables.FLASH_WITH.items() if kind not in of_expressions]
+    for table in (tables.FLASH_TALL, *of_options):
+        expected |= {(d, row.m_tiles, row.tile_k, 8) for d, row in table[75].items()}
     assert rows == expected
     for name, absent in (("BIAS", "void"), ("SLOPES", "void"), ("SINKS", "void")):
         assert {m[name] for m in macros} > {absent}
     for name in ("MASK", "SOFTCAP", "DROPOUT"):
         assert {m[name] for m in macros} == {"true", "false"}
+
+
+def test_the_kind_of_options_decides_the_row_of_the_forward():
+    tables = tensor_core.forward_rows
+    expression = Modifier("score", None, ())
+    options_of = {
+        "dropout": FlashOptions(dropout=True, slopes="float32"),
+        "block mask": FlashOptions(modified=Modifiers(None, expression, True), softcap=True),
+        "float32 bias by 4": FlashOptions(bias="float32", bias_vec=4),
+        "bias or mask by 4": FlashOptions(bias="float16", bias_vec=1, mask=True, mask_vec=4),
+        "bias or mask one by one": FlashOptions(mask=True, slopes="float32"),
+        "score_mod": FlashOptions(modified=Modifiers(expression, expression)),
+        "mask_mod": FlashOptions(modified=Modifiers(None, expression)),
+        "softcap": FlashOptions(softcap=True, bias="float16", bias_vec=2),
+        "slopes": FlashOptions(slopes="float16"),
+    }
+    assert set(options_of) == set(tables.FLASH_WITH)
+    for kind, options in options_of.items():
+        for head_dim in tables.FLASH[75]:
+            usual = tables.FLASH[75][head_dim]
+            expected = tables.FLASH_WITH[kind][75].get(head_dim, usual)
+            assert tables.flash_row(75, head_dim, 1, options) is expected, kind
+    for options in (PLAIN, FlashOptions(sinks="float32"), FlashOptions(mask=True, mask_vec=2)):
+        assert tables.flash_row(75, 64, 64, options) is tables.FLASH[75][64]
 
 
 @pytest.mark.parametrize(

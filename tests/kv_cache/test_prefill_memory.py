@@ -13,7 +13,7 @@ from support.search import deep
 import cupyattn
 from cupyattn.emulator import Report
 from cupyattn.emulator.report import Access
-from cupyattn.kernels.configs.attention.tensor_core.forward import flash_row
+from cupyattn.kernels.configs.attention.tensor_core.forward_rows import flash_row
 from cupyattn.reference.attention.paged import gathered
 
 pytestmark = pytest.mark.nvrtc

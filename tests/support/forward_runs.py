@@ -11,7 +11,7 @@ import cupyattn
 from cupyattn import reference
 from cupyattn.kernels.configs.attention.float32.forward import flash_row as flash_f32_row
 from cupyattn.kernels.configs.attention.teaching.forward import TILED_TILE_K
-from cupyattn.kernels.configs.attention.tensor_core.forward import flash_row
+from cupyattn.kernels.configs.attention.tensor_core.forward_rows import flash_row
 
 TEACHING = ("naive", "tiled")
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.kernels.configs.attention.tensor_core import backward_dkdv, forward
+from cupyattn.kernels.configs.attention.tensor_core import backward_dkdv, forward_rows
 from cupyattn.ops.attention.grid_order import kv_heads_together
 from cupyattn.ops.card import Card
 
@@ -42,7 +42,7 @@ class Grid(NamedTuple):
     def of(cls, card: Card, head_dim: int, length: int, heads: int, kind: str) -> Grid:
         """The grid of the forward, or of the first kernel of a backward in one pass."""
         if kind == "forward":
-            row = forward.flash_row(75, head_dim, head_dim)
+            row = forward_rows.flash_row(75, head_dim, head_dim)
             sizes = row.tile_q, row.tile_k
         else:
             row = backward_dkdv.dkdv_row(75, head_dim, head_dim, one_pass=True)

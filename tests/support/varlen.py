@@ -16,7 +16,7 @@ import cupyattn
 from cupyattn import reference
 from cupyattn.functional.rounding import round_into
 from cupyattn.kernels.configs.attention.teaching.forward import TILED_TILE_K
-from cupyattn.kernels.configs.attention.tensor_core.forward import flash_row
+from cupyattn.kernels.configs.attention.tensor_core.forward_rows import flash_row
 from cupyattn.reference.attention.varlen import PackedSequence, score_index, sequences
 
 Arrays = tuple[np.ndarray, ...]

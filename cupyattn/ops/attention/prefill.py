@@ -78,7 +78,7 @@ def _kernel(problem: DecodeProblem, out: Layout, card: Card) -> tuple[Specialisa
     dim, options = attention.head_dim, score_options(attention)
     if card.has_mma(dtype):
         vec = _together(attention, out, vector_items(dtype))
-        row = tensor_core.forward.paged_row(card.arch, dim, cache)
+        row = tensor_core.forward_rows.paged_row(card.arch, dim, cache)
         return tensor_core.forward.paged(card.arch, dim, vec, options, cache), row.tile_q
     vec = _together(attention, out, float32.forward.VECTOR_ITEMS)
     tile_q = float32.forward.flash_row(card.arch, dim, dim).tile_q

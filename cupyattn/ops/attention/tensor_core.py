@@ -8,7 +8,13 @@ import numpy as np
 
 from cupyattn.kernels.configs.attention.options import FlashOptions
 from cupyattn.kernels.configs.attention.tensor_core import forward
-from cupyattn.kernels.configs.attention.tensor_core.forward import FlashConfig
+from cupyattn.kernels.configs.attention.tensor_core.forward_rows import (
+    TALL,
+    FlashConfig,
+    admissible_rows,
+    flash_longest_tile,
+    flash_row,
+)
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.structs.attention import ROTARY_TABLES
 from cupyattn.ops.attention.layouts import (
@@ -25,13 +31,16 @@ from cupyattn.ops.attention.split_keys import num_splits, split_plan, whole_plan
 from cupyattn.ops.card import Card
 from cupyattn.ops.plan import Plan
 
+_TALL_GAIN = 1.05
+"""How many more rows tall tiles may compute: they model 1.12 of the others' speed."""
+
 
 def forward_plan(
     problem: AttentionProblem, start_of: Starts, card: Card, *, return_lse: bool
 ) -> Plan:
     """Plan the forward."""
     arch, dims = card.arch, (problem.head_dim, problem.head_dim_v)
-    require_near_rows(problem, ("k", "v"), forward.flash_longest_tile(arch, *dims), "tiled")
+    require_near_rows(problem, ("k", "v"), flash_longest_tile(arch, *dims), "tiled")
     packed = isinstance(problem, PackedProblem)
     outputs = forward_outputs(problem, return_lse)
     results = result_layouts(problem, outputs)
@@ -40,7 +49,7 @@ def forward_plan(
     vec = whole_vectors(vector_items(problem.dtype.name), problem, rows)
     together = 2 if problem.dropout_p else 4  # a Philox call serves pairs of keys
     options = flash_options(problem, start_of, together)
-    row = _row(problem, card, options)
+    row = _row(problem, card, options, vec)
     tables: tuple[Any, ...] = ()
     if "cos" in problem.layouts:
         table = problem.layouts["cos"].dtype.name
@@ -56,19 +65,32 @@ def forward_plan(
     return whole_plan(problem, kernel, row, outputs, *tables)
 
 
-def _row(problem: AttentionProblem, card: Card, options: FlashOptions) -> FlashConfig:
+def _row(problem: AttentionProblem, card: Card, options: FlashOptions, vec: int) -> FlashConfig:
     """Return the row: of dense calls that take the plain table's, what was chosen for the card.
 
     Not under dropout, for whose random numbers tiles are whole or half of 32 keys.
     """
     dims = problem.head_dim, problem.head_dim_v
-    among = forward.admissible_rows(card.arch, *dims)
+    among = admissible_rows(card.arch, *dims)
     (name, plain), *_ = among.items()
-    usual = forward.flash_row(card.arch, *dims, options)
+    usual = flash_row(card.arch, *dims, options)
     of_its_own = isinstance(problem, PackedProblem) or "cos" in problem.layouts
     if of_its_own or options.dropout or BLOCK_MASK in problem.layouts or usual is not plain:
         return usual
+    tall = among.get(TALL)
+    if tall and vec > 1 and _gains_from_tall_tiles(problem.sq, plain, tall, options):
+        name = TALL
     return card.choices.pick(forward.KERNEL.entry, dims, among, usual=name)
+
+
+def _gains_from_tall_tiles(
+    sq: int, plain: FlashConfig, tall: FlashConfig, options: FlashOptions
+) -> bool:
+    """Tell whether they compute few rows that do not exist, and the options leave registers."""
+    if options.bias != "void" or options.mask or options.softcap:
+        return False
+    computed, in_plain = (-(-sq // row.tile_q) * row.tile_q for row in (tall, plain))
+    return computed <= _TALL_GAIN * in_plain
 
 
 def rotates_queries(problem: AttentionProblem, card: Card) -> bool:
@@ -78,7 +100,7 @@ def rotates_queries(problem: AttentionProblem, card: Card) -> bool:
     """
     if "cos" not in problem.layouts or BLOCK_MASK in problem.layouts:
         return False
-    row = forward.flash_row(card.arch, problem.head_dim, problem.head_dim_v)
+    row = flash_row(card.arch, problem.head_dim, problem.head_dim_v)
     if num_splits(problem, row, card) > 1:
         return False
     rotated = problem.layouts["cos"].shape[1] * (2 if problem.interleaved else 1)

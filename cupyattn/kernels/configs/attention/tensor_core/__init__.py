@@ -4,7 +4,8 @@ from cupyattn.kernels.configs.attention.tensor_core import (
     backward_dkdv,
     backward_dq,
     forward,
+    forward_rows,
     passes,
 )
 
-__all__ = ["backward_dkdv", "backward_dq", "forward", "passes"]
+__all__ = ["backward_dkdv", "backward_dq", "forward", "forward_rows", "passes"]
