@@ -216,8 +216,6 @@ def test_blocks_behind_a_window_return():
         assert (len(sequence), ids(sequence)) == (7, [-1, -1, 2, 3])
     sequence.truncate(6)
     assert ids(sequence) == [-1, -1, 2]
-    sequence.append([6])
-    assert ids(sequence) == [-1, -1, 2, 3]
     sequence.truncate(5)
     sequence.truncate(0)
     assert ids(sequence) == []

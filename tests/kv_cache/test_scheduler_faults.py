@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import random
 import sys
-from functools import partial
 from types import FrameType
 from typing import Any
 
