@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from cupyattn.errors import error, shown
@@ -9,7 +10,6 @@ from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.arguments import as_count
 from cupyattn.kv_cache.pool import OutOfBlocksError
 from cupyattn.kv_cache.requests import Run
-from cupyattn.kv_cache.sequence import Sequence
 
 
 class Admission:
@@ -42,11 +42,14 @@ class Admission:
                 "make the cache larger or the request shorter",
             )
 
-    def evict(self, sequence: Sequence) -> None:
-        """Give back what no later token of the sequence sees; its last token stays."""
-        if self._left is not None:
+    def evict(self, runs: Iterable[Run]) -> None:
+        """Give back what no later token of their sequences sees; each one's last token stays."""
+        if self._left is None:
+            return
+        for run in runs:
+            assert run.sequence is not None
             # The next token stands at position len(sequence).
-            sequence.evict_before(max(0, len(sequence) - max(self._left, 1)))
+            run.sequence.evict_before(max(0, len(run.sequence) - max(self._left, 1)))
 
     def require_room(self, run: Run, found: int = 0) -> None:
         """Refuse a run that has no room to go on to its end.

@@ -25,66 +25,89 @@ class Moves:
         self._cache = cache
         self._swaps = swaps
         self._waiting: list[Copy] = []
+        # What a fault would leave undone: copies that an append has called for, a run's move.
+        self._missing = False
+        self._moving: Run | None = None
+        self._dropped: list[Run] = []
 
     def append(self, sequence: Sequence, tokens: Iterable[int]) -> None:
         """Let a sequence append; its copies are run before anything is written."""
-        self._waiting += sequence.append(tokens)
+        before, self._missing = self._missing, True
+        try:
+            copies = sequence.append(tokens)
+        except OutOfBlocksError:
+            self._missing = before
+            raise
+        self._waiting += copies
+        self._missing = bool(self._waiting)
 
     def run(self) -> None:
         """Run the copies so far."""
         if self._waiting:
             self._cache.copy(tuple(self._waiting))
-            self._waiting = []
-
-    def undo(self, running: Items[Run], waiting: Items[Run]) -> None:
-        """Cut what has no keys and values yet, and drop the copies that were not run."""
-        lost = bool(self._waiting)  # a copy failed, or was not run
+        self._missing = False
         self._waiting = []
-        dropped = []
-        for run in running:  # which a forward should not have freed, moved or cut
+
+    def undo(self, running: Items[Run], others: Items[Run]) -> None:
+        """Cut what has no keys and values yet, and drop the copies that were not run.
+
+        `running` are those that no forward should have freed, moved or cut.
+        """
+        self._stop_moving()
+        for run in running:
             if run.sequence is not None and not has_whole(run.sequence, run.written):
-                dropped.append(run)
-        for run in (*running, *waiting):
+                self._dropped.append(run)
+        for run in (*running, *others):
             sequence = run.sequence
             if sequence is None or not has_whole(sequence, run.written):
                 continue
             if len(sequence) == run.written:
                 continue
-            sequence.truncate(run.written or sequence.num_cached_tokens)
             # One that has just begun may have found what another should have written.
-            if lost or not run.written:
-                dropped.append(run)
-        for run in dropped:  # after all are cut: nothing that is not written may stay cached
+            if self._missing or not run.written:
+                self._dropped.append(run)
+            sequence.truncate(run.written or sequence.num_cached_tokens)
+        for run in self._dropped:  # after all are cut: nothing not written may stay cached
             run.drop()
+        self._dropped, self._waiting = [], []
+        self._missing = False
+
+    def _stop_moving(self) -> None:
+        """Let a run whose move was cut short be computed anew."""
+        run = self._moving
+        if run is None:
+            return
+        if run.runs:
+            assert run.sequence is not None
+            run.sequence.truncate(0)  # its blocks are found already, and may hold nothing
+        run.drop()
+        self._moving = None
 
     def swap_out(self, run: Run) -> None:
         """Take the blocks of a run; what they hold moves to host memory, if that has room."""
         assert run.sequence is not None
+        self._moving = run
         try:
             copies = run.sequence.swap_out() if self._swaps else None
         except OutOfBlocksError:  # host memory is full
             copies = None
         if copies is None:
             run.drop()
-            return
-        try:
+        else:
             self.run()
             self._cache.copy_to_host(copies)
-        except BaseException:
-            run.drop()
-            raise
+        self._moving = None
 
     def swap_in(self, run: Run, tokens: Iterable[int]) -> None:
         """Give a run that was swapped out its blocks back, and append what it computes next."""
-        sequence = run.sequence
-        assert sequence is not None
+        assert run.sequence is not None
+        self._moving = run
         try:
-            copies = sequence.swap_in()
+            copies = run.sequence.swap_in()
             self.run()
             self._cache.copy_from_host(copies)
-            self.append(sequence, tokens)
-        except BaseException:
-            if not sequence.is_swapped:
-                sequence.truncate(0)  # its blocks are found already, and hold nothing
-            run.drop()
+            self.append(run.sequence, tokens)
+        except OutOfBlocksError:
+            self._stop_moving()
             raise
+        self._moving = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
@@ -70,10 +71,9 @@ class Request:
     """
 
     __slots__ = (
-        "_left",
+        "_open",
         "_owner",
         "counted",
-        "finished",
         "max_new_tokens",
         "n",
         "number",
@@ -95,10 +95,10 @@ class Request:
         self.number = number
         self.tokens = tuple(tokens)
         self.max_new_tokens = max_new_tokens
-        self.n = self._left = n
+        self.n = n
         self.stop = frozenset(stop)
         self.outputs: tuple[list[int], ...] = tuple([] for _ in range(n))
-        self.finished = False
+        self._open = set(range(n))
         self.counted = False  # whether the allocator has counted its prompt
 
     __reduce_ex__ = uncopied(
@@ -111,22 +111,30 @@ class Request:
         state = "finished" if self.finished else "not finished"
         return f"<Request of {len(self.tokens)} tokens, {lengths} new ones, {state}>"
 
-    def take(self, sample: int, token: int) -> bool:
-        """Add a sample's next token; return whether it ends the sample."""
-        output = self.outputs[sample]
-        output.append(token)
-        ends = len(output) == self.max_new_tokens or token in self.stop
-        self.leave(int(ends))
-        return ends
+    @property
+    def finished(self) -> bool:
+        """Whether every sample has ended."""
+        return not self._open
+
+    def until_end(self, length: int, tokens: list[int]) -> tuple[list[int], bool]:
+        """Return what is taken of the tokens behind so many new ones, and whether it ends there."""
+        room = self.max_new_tokens - length
+        for count, token in enumerate(tokens, 1):
+            if count == room or token in self.stop:
+                return tokens[:count], True
+        return tokens, False
 
     def belongs_to(self, owner: object) -> bool:
         """Tell whether it was submitted to this scheduler."""
         return self._owner() is owner
 
-    def leave(self, samples: int) -> None:
-        """Count so many samples as ended."""
-        self._left -= samples
-        self.finished = not self._left
+    def end(self, sample: int) -> None:
+        """Let a sample be ended, if it is not."""
+        self._open.discard(sample)
+
+    def going(self, samples: Iterable[int]) -> tuple[int, ...]:
+        """Return those of the samples that have not ended."""
+        return tuple(sample for sample in samples if sample in self._open)
 
 
 def require_own(request: Any, owner: object) -> None:
@@ -194,6 +202,9 @@ class Work(NamedTuple):
     tokens: tuple[int, ...]
 
 
+Forward = Callable[[tuple[Work, ...]], Items[Iterable[int]]]
+
+
 class Run:
     """A request's way through the scheduler: all of its samples, then one when each has its own.
 
@@ -226,32 +237,16 @@ class Run:
         whole = len(self.sequence) == len(self.tokens)
         return Work(self.request, self.samples if whole else (), self.sequence, tuple(tokens))
 
-    def advance(self, drawn: Iterable[list[int]]) -> list[Run]:
-        """Take the next tokens of each sample; return the runs of those that go on, this first."""
-        assert self.sequence is not None
-        going = [
-            (sample, tokens)
-            for sample, tokens in zip(self.samples, drawn, strict=True)
-            if not any(self.request.take(sample, token) for token in tokens)
-        ]
-        if not going:
-            self.drop()
-            return []
-        forks = [
-            Run(self.request, (sample,), [*self.tokens, *tokens], self.sequence.fork())
-            for sample, tokens in going[1:]
-        ]
-        sample, tokens = going[0]
-        self.samples = (sample,)
-        self.tokens += tokens
-        return [self, *forks]
+    @property
+    def runs(self) -> bool:
+        """Whether its sequence is in the device's pool; otherwise it waits."""
+        sequence = self.sequence
+        return sequence is not None and not sequence.is_freed and not sequence.is_swapped
 
-    def end(self, ending: set[int]) -> None:
-        """End some of its samples with what they have; without any left give back its blocks."""
-        left = tuple(sample for sample in self.samples if sample not in ending)
-        self.request.leave(len(self.samples) - len(left))
-        self.samples = left
-        if not left:
+    def leave(self) -> None:
+        """Let go of the samples that were cancelled; without any left give back its blocks."""
+        self.samples = self.request.going(self.samples)
+        if not self.samples:
             self.drop()
 
     def drop(self) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Items
-from heapq import heapify, heappop, heappush
+from collections.abc import Iterable
+from heapq import heappop, heappush
+from threading import Lock
 from typing import Literal
 
 from cupyattn.errors import error
@@ -13,6 +13,7 @@ from cupyattn.kv_cache.arguments import as_count, as_ends, as_tokens, uncopied
 from cupyattn.kv_cache.moves import Moves
 from cupyattn.kv_cache.pool import OutOfBlocksError
 from cupyattn.kv_cache.requests import (
+    Forward,
     Request,
     Run,
     SchedulerCache,
@@ -24,8 +25,7 @@ from cupyattn.kv_cache.requests import (
     require_forward,
     require_own,
 )
-
-Forward = Callable[[tuple[Work, ...]], Items[Iterable[int]]]
+from cupyattn.kv_cache.taken import Taken
 
 
 class Scheduler:
@@ -68,8 +68,7 @@ class Scheduler:
     The earliest request always goes on, so each one ends. Batches are those of Orca (Yu et al.,
     OSDI 2022); preemption is that of Kwon et al. (arXiv:2309.06180).
 
-    A scheduler is used by one thread at a time. Within a step, from `forward` or a copy, `submit`
-    alone may be called.
+    It is used by one thread at a time. From `forward` or a copy `submit` alone may be called.
 
     Examples
     --------
@@ -108,9 +107,12 @@ class Scheduler:
         self._max_tokens = as_count("max_tokens", max_tokens, self._max_batch)
         self._admission = Admission(self._allocator, as_left(window_size), self._max_tokens)
         self._submitted = self._num_preempted = 0
-        self._steps = False  # whether a step is under way
+        self._stepping = Lock()
         self._running: list[Run] = []  # the earliest first
         self._waiting: list[Run] = []  # a heap
+        self._finished: list[Request] = []  # that no step has returned yet
+        self._taken: Taken | None = None  # this and the next: what `_recover` brings to its end
+        self._cancelled = False
 
     __reduce_ex__ = uncopied("two would free each other's sequences", "make another one")
 
@@ -132,7 +134,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether everything that was submitted has finished."""
-        return not self._running and not self._waiting
+        return not (self._running or self._waiting or self._finished or self._taken)
 
     def submit(
         self,
@@ -203,17 +205,15 @@ class Scheduler:
         RuntimeError
             Within a step.
         """
-        require_between_steps("cancel", self._steps)
+        require_between_steps("cancel", self._stepping.locked())
         require_own(request, self)
-        ending = set(range(request.n))
-        if sample is not None:
-            ending = {as_count("sample", sample, 0, request.n - 1)}
-        for runs in (self._running, self._waiting):
-            for run in runs:
-                if run.request is request:
-                    run.end(ending)
-            runs[:] = [run for run in runs if run.samples]
-        heapify(self._waiting)
+        last = request.n - 1
+        ending = range(request.n) if sample is None else [as_count("sample", sample, 0, last)]
+        self._recover()
+        self._cancelled = True
+        for each in ending:
+            request.end(each)
+        self._recover()
 
     def step(self, forward: Forward) -> tuple[Request, ...]:
         """Run the model once on what is to be computed now.
@@ -239,38 +239,54 @@ class Scheduler:
         OutOfBlocksError
             If blocks that others took from the allocator leave no room for even one sequence.
         ValueError
-            If `forward` returned other than as many tokens as were asked for, or several for a
-            sample whose sequence has not grown by all but the last; or if it freed, swapped out or
-            cut a sequence, which is computed anew then.
+            If `forward` returned other than as many tokens as were asked for, several for a sample
+            whose sequence has not grown by all but the last; or if it freed, moved or cut one.
         TypeError
             If it is no function, or returned no list for each work, or what is no token.
         RuntimeError
             Within another step.
         Exception
-            Whatever `forward` or a copy raises. Nothing is lost then: a later step computes what
-            this one should have.
+            Whatever `forward` or a copy raises, a MemoryError or Ctrl-C anywhere. Nothing is lost
+            then: a later step computes what this one should have, or returns what it has finished.
         """
-        require_between_steps("step", self._steps)
+        require_between_steps("step", self._stepping.locked())
         require_forward(forward)
-        self._steps = True
-        try:
-            return self._finish(*self._computed(forward))
-        finally:
-            self._steps = False
+        with self._stepping:
+            self._recover()
+            try:
+                self._compute(forward)
+            finally:
+                self._recover()
+            finished, self._finished = tuple(self._finished), []
+            return finished
 
-    def _computed(self, forward: Forward) -> tuple[list[Work], list[list[list[int]]]]:
-        """Compute a step; return its works, and the next tokens of each one's samples."""
-        try:
-            preempted = self._num_preempted
-            batch = self._continue()
-            if self._num_preempted == preempted:  # otherwise who made room would take it again
-                batch += self._admit(self._max_tokens - sum(len(work.tokens) for work in batch))
-            self._moves.run()
-            lengths = [len(work.sequence) for work in batch]
-            return batch, as_sampled(batch, lengths, forward(tuple(batch))) if batch else []
-        except BaseException:
-            self._undo()
-            raise
+    def _compute(self, forward: Forward) -> None:
+        """Compute a step, up to what only remains to be settled."""
+        self._taken = taken = Taken((*self._running, *self._waiting))
+        preempted, batch = self._num_preempted, self._continue()
+        if self._num_preempted == preempted:  # otherwise who made room would take it again
+            batch += self._admit(self._max_tokens - sum(len(work.tokens) for work in batch))
+        self._moves.run()
+        lengths = [len(work.sequence) for work in batch]
+        sampled = as_sampled(batch, lengths, forward(tuple(batch))) if batch else []
+        taken.prepare(self._running, batch, sampled)
+
+    def _recover(self) -> None:
+        """Bring to its end, or undo, what a step has begun; each part of it can be begun again."""
+        if (taken := self._taken) is not None and taken.ready:
+            finished = taken.settle()
+            self._running = taken.running
+            self._admission.evict(self._running)
+            self._finished = list(dict.fromkeys((*self._finished, *finished)))
+        elif taken is not None:
+            self._undo(taken)
+        self._taken = None
+        if self._cancelled:
+            for run in (*self._running, *self._waiting):
+                run.leave()
+            self._running = [run for run in self._running if run.samples]
+            self._waiting = sorted(run for run in self._waiting if run.samples)
+            self._cancelled = False
 
     def _continue(self) -> list[Work]:
         """Let those that run append, the earliest first; for want of blocks the last makes room."""
@@ -325,26 +341,10 @@ class Scheduler:
         self._moves.swap_in(run, tokens)
         return tokens
 
-    def _undo(self) -> None:
+    def _undo(self, taken: Taken) -> None:
         """After a step that failed: cut what has no keys and values yet, in every sequence."""
-        self._moves.undo(self._running, self._waiting)
-        for run in self._running:
-            if run.sequence is None:
-                heappush(self._waiting, run)
-        self._running = [run for run in self._running if run.sequence is not None]
-
-    def _finish(self, batch: list[Work], sampled: list[list[list[int]]]) -> tuple[Request, ...]:
-        """Take the new tokens: samples end, or go on, each with a sequence of its own."""
-        finished, running = [], []
-        for run, work, drawn in zip(self._running, batch, sampled, strict=True):
-            assert run.sequence is not None
-            run.written = len(run.sequence)
-            going = run.advance(drawn) if work.samples else [run]
-            running += going
-            if not going and run.request.finished:
-                finished.append(run.request)
-        self._running = running
-        for run in running:
-            assert run.sequence is not None
-            self._admission.evict(run.sequence)
-        return tuple(finished)
+        taken.give_back()
+        known = dict.fromkeys((*taken.runs, *self._running, *self._waiting))
+        self._moves.undo(self._running, [run for run in known if run not in self._running])
+        self._waiting = sorted(run for run in known if not run.runs)  # which is a heap
+        self._running = sorted(run for run in known if run.runs)

@@ -210,8 +210,12 @@ def test_blocks_behind_a_window_return():
     assert (allocator.num_free, allocator.num_cached) == (4, 2)
     assert allocator.find(range(7)) == 6
     assert ids(sequence.fork()) == [-1, -1, 2, 3]
-    with pytest.raises(ValueError, match="whose last block is evicted"):
-        sequence.truncate(4)
+    for length in (1, 2, 3, 4):  # at the ends of blocks too: what the next token sees is gone
+        with pytest.raises(ValueError, match=f"length {length}, whose last block is evicted"):
+            sequence.truncate(length)
+        assert (len(sequence), ids(sequence)) == (7, [-1, -1, 2, 3])
+    sequence.truncate(6)
+    assert ids(sequence) == [-1, -1, 2]
     sequence.truncate(5)
     sequence.truncate(0)
     assert ids(sequence) == []

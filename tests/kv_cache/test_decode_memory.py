@@ -20,15 +20,24 @@ KERNELS = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "head_dim", "group"), KERNELS)
+EVERY_HEAD_DIM = [
+    ("float16", 16, 4),
+    *deep(*(("float16", head_dim, 4) for head_dim in (24, 32, 40, 48, *range(96, 256, 16)))),
+    *deep(("bfloat16", 16, 4), ("float32", 8, 4), ("float32", 200, 4)),
+]
+"""Of rows in whole vectors of 16 bytes, from the smallest beside which the table is little."""
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "group"), [*KERNELS, *EVERY_HEAD_DIM])
 def test_k_and_v_are_read_once_in_whole_sectors(dtype, head_dim, group):
-    """All that is moved stays within 5 % of K and V, or where they are small within 9 %.
+    """All that is moved stays within 5 % of K and V, in the layout of a `PagedKVCache`.
 
     Of the block table a lane looks up every fourth tile: a sector has more than it wants.
     """
-    lengths = (128 * group, 400 * group)  # what else is moved grows with the group
-    problem = PagedProblem(lengths, Sq=1, G=2, group=group, D=head_dim, dtype=dtype)
-    arrays = problem.arrays()
+    problem = PagedProblem((2048, 4096), Sq=1, G=2, group=group, D=head_dim, dtype=dtype)
+    q, k, v, *tables = problem.arrays()
+    of_heads = (np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (k, v))
+    arrays = (q, *of_heads, *tables)
     report = Report()
     with cupyattn.backend("emulator", report=report):
         cupyattn.paged_attention(*arrays)
@@ -39,8 +48,8 @@ def test_k_and_v_are_read_once_in_whole_sectors(dtype, head_dim, group):
     # Without tensor cores q comes the same way, once for each warp and part of a sequence.
     assert once <= sum(access.bytes for access in streams) <= 1.08 * once
     assert all(access.efficiency == 1 for access in streams)
-    assert report.sector_efficiency > 0.99
-    assert report.dram_sectors_bytes <= (1.05 if head_dim > 64 else 1.09) * once
+    assert report.sector_efficiency > (0.99 if head_dim > 16 else 0.98)
+    assert report.dram_sectors_bytes <= 1.05 * once
 
 
 @pytest.mark.parametrize(("dtype", "head_dim", "group"), KERNELS)

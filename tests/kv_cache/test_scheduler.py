@@ -104,10 +104,10 @@ def writes_before_it_copies(monkeypatch):
 def keeps_what_found_unwritten_blocks(monkeypatch):
     undo = Scheduler._undo
 
-    def wrong(self):
+    def wrong(self, taken):
         for run in self._running:
             run.written = run.written or run.sequence.num_cached_tokens
-        undo(self)
+        undo(self, taken)
 
     monkeypatch.setattr(Scheduler, "_undo", wrong)
 
@@ -116,14 +116,14 @@ def keeps_what_lost_its_copies(monkeypatch):
     undo = Moves.undo
 
     def wrong(self, running, waiting):
-        self._waiting.clear()
+        self._missing = False
         undo(self, running, waiting)
 
     monkeypatch.setattr(Moves, "undo", wrong)
 
 
 def undoes_nothing(monkeypatch):
-    monkeypatch.setattr(Scheduler, "_undo", lambda self: None)
+    monkeypatch.setattr(Scheduler, "_undo", lambda self, taken: None)
 
 
 def forgets_what_was_drawn(monkeypatch):
@@ -142,15 +142,15 @@ def leaks_what_ends(monkeypatch):
 
 
 def gives_back_what_the_next_token_sees(monkeypatch):
-    def wrong(self, sequence):
-        if self._left is not None:
-            sequence.evict_before(max(0, len(sequence) - self._left + 1))
+    def wrong(self, runs):
+        for run in runs if self._left is not None else ():
+            run.sequence.evict_before(max(0, len(run.sequence) - self._left + 1))
 
     monkeypatch.setattr(Admission, "evict", wrong)
 
 
 def gives_back_nothing(monkeypatch):
-    monkeypatch.setattr(Admission, "evict", lambda self, sequence: None)
+    monkeypatch.setattr(Admission, "evict", lambda self, runs: None)
 
 
 @pytest.mark.parametrize(

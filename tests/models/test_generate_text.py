@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import cache
 
 import numpy as np
@@ -10,6 +11,7 @@ from support.byte_tokenizer import ByteTokenizer
 from support.fresh_forwards import NEW, expected, numpy_model, prompts_of, tiny
 
 from cupyattn import models
+from cupyattn.kv_cache.pool import Pool
 from cupyattn.models import Generator
 
 
@@ -109,3 +111,58 @@ def test_a_stream_that_is_left_gives_back_its_blocks():
     assert generator.cache.allocator.num_used == 0
     assert generator.idle
     assert generator.generate(prompts_of("gpt2"), max_new_tokens=NEW) == expected("gpt2")
+
+
+class Cycle:
+    """What only the garbage collector ends."""
+
+    def __init__(self, stream) -> None:
+        self.stream, self.itself = stream, self
+
+
+@pytest.mark.parametrize("within", ["step", "submit", "cancel", "a block's taking", "nothing"])
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_stream_that_is_collected_within_a_call_ends_behind_it(within, monkeypatch):
+    """Its cancellation would be refused there, or wait for a lock that the same thread holds."""
+    generator = Generator(numpy_model("gpt2"), num_blocks=20)
+    gc.collect()
+    gc.disable()
+    try:
+        stream = generator.stream([1, 2, 3], max_new_tokens=NEW)
+        next(stream)
+        other = generator.submit([4, 5, 6], max_new_tokens=NEW)
+        Cycle(stream)
+        del stream
+        collected = []
+
+        def collecting(whole):
+            def call(*arguments, **options):
+                collected.append(gc.collect())
+                return whole(*arguments, **options)
+
+            return call
+
+        owner, name = {
+            "step": (generator, "_forward"),
+            "submit": (generator.scheduler, "submit"),
+            "cancel": (generator.scheduler, "cancel"),
+            "a block's taking": (Pool, "take"),
+            "nothing": (generator, "_forward"),
+        }[within]
+        if within == "nothing":
+            gc.collect()
+            assert generator.scheduler.num_running + generator.scheduler.num_waiting == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, collecting(getattr(owner, name)))
+            generator.submit([7], max_new_tokens=1)
+            generator.cancel(generator.submit([8, 9], max_new_tokens=1))
+            generator.step()
+        assert collected
+        assert generator.scheduler.num_running + generator.scheduler.num_waiting == 1
+        while not generator.idle:
+            generator.step()
+        assert len(other.outputs[0]) == NEW
+        assert generator.cache.allocator.num_used == 0
+        generator.cache.allocator.check()
+    finally:
+        gc.enable()

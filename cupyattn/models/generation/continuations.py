@@ -6,6 +6,7 @@ from collections import deque
 
 from cupyattn.kv_cache import Request, Work
 from cupyattn.models.generation.inputs import Draw
+from cupyattn.models.generation.lookup import draft
 from cupyattn.models.generation.options import SEED_BITS, Ends, Prompt, Sampling
 from cupyattn.models.generation.text import TextStream, Tokenizer
 
@@ -90,9 +91,12 @@ class Generation:
         """Whether every token is the one with the largest logit."""
         return not self._sampling.used
 
-    def text_of(self, sample: int) -> tuple[int, ...]:
-        """Return all tokens of a sample so far."""
-        return (*self.request.tokens, *self.request.outputs[sample])
+    def draft(self, work: Work, count: int) -> list[int]:
+        """Return at most so many tokens that may follow those of a work's only sample."""
+        (sample,) = work.samples
+        request, output = self.request, self.request.outputs[sample]
+        room = request.max_new_tokens - len(output) - 1
+        return draft((*request.tokens, *output), min(count, room))
 
     def end(self) -> None:
         """Count every sample as ended: it was cancelled."""

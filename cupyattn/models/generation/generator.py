@@ -10,11 +10,12 @@ from cupyattn import PagedKVCache, Scheduler
 from cupyattn.distributed.agreement import fingerprint
 from cupyattn.errors import error, shown
 from cupyattn.kv_cache import Work
+from cupyattn.models.generation.calls import Calls
 from cupyattn.models.generation.continuations import Generation
 from cupyattn.models.generation.decoding import Decoding
 from cupyattn.models.generation.graph import device_of
 from cupyattn.models.generation.inputs import Draw
-from cupyattn.models.generation.lookup import appended, draft, kept, padded
+from cupyattn.models.generation.lookup import appended, kept, padded
 from cupyattn.models.generation.options import (
     MOST_SEQUENCES,
     SEED_BITS,
@@ -123,8 +124,7 @@ class Generator:
     ) -> None:
         config, dtype = model.config, as_cache_dtype(cache_dtype, model.dtype)
         max_batch = as_count("max_batch", max_batch, 1, MOST_SEQUENCES)
-        self._lookup = as_count("lookup", lookup, 0)
-        self._model = model
+        self._model, self._lookup = model, as_count("lookup", lookup, 0)
         alike = {
             "num_blocks": num_blocks, "block_size": block_size, "cache_dtype": dtype,
             "max_batch": max_batch, "max_tokens": max_tokens, "preempt": preempt,
@@ -151,6 +151,7 @@ class Generator:
         )  # fmt: skip
         self._decoding = Decoding(model, self.cache) if as_captured(captured, model) else None
         self._running: dict[int, Generation] = {}
+        self._calls = Calls()
 
     @property
     def idle(self) -> bool:
@@ -177,7 +178,8 @@ class Generator:
         """
         sampling = as_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
         one = self._prompts(prompt, only_one=True)
-        (submitted,) = self._submit(one, max_new_tokens, sampling, seed, stop, n)
+        given = one, max_new_tokens, sampling, seed, stop, n
+        (submitted,) = self._calls.make(self._submit, *given)
         return submitted
 
     def step(self) -> tuple[Generation, ...]:
@@ -188,6 +190,9 @@ class Generator:
         tuple of Generation
             Those that finished with it.
         """
+        return self._calls.make(self._step)
+
+    def _step(self) -> tuple[Generation, ...]:
         with self._device():
             self.scheduler.step(self._forward)
         finished = []
@@ -203,6 +208,9 @@ class Generator:
 
     def cancel(self, generation: Generation) -> None:
         """End a generation with what it has, and give back its blocks."""
+        self._calls.make(self._cancel, generation)
+
+    def _cancel(self, generation: Generation) -> None:
         self.scheduler.cancel(generation.request)
         self._running.pop(generation.request.number, None)
         generation.end()
@@ -223,7 +231,8 @@ class Generator:
     ) -> list[Any]:
         """Generate for all prompts: as `Model.generate`, from this generator's cache."""
         sampling = as_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-        submitted = self._submit(self._prompts(prompts), max_new_tokens, sampling, seed, stop, n)
+        given = self._prompts(prompts), max_new_tokens, sampling, seed, stop, n
+        submitted = self._calls.make(self._submit, *given)
         try:
             while not all(generation.finished for generation in submitted):
                 self.step()
@@ -231,8 +240,7 @@ class Generator:
             for generation in submitted:
                 self.cancel(generation)
             raise
-        results = [generation.results for generation in submitted]
-        return [each if n > 1 else each[0] for each in results]
+        return [each.results if n > 1 else each.results[0] for each in submitted]
 
     def stream(self, prompt: Any, **options: Any) -> Iterator[Any]:
         """Generate for one prompt, and yield what comes: as `Model.stream`, from this cache."""
@@ -253,7 +261,7 @@ class Generator:
                 self.step()
             yield from generation.news()
         finally:
-            self.cancel(generation)
+            self._calls.leave(self._cancel, generation)
 
     def _prompts(self, prompts: Any, *, only_one: bool = False) -> list[Prompt]:
         read = as_prompts(prompts, self._model)
@@ -311,12 +319,9 @@ class Generator:
         if decodes and self._lookup and (drafts := self._drafts(batch, generations)):
             return self._verified(batch, [draw for (draw,) in draws], drafts)
         if decodes and self._decoding is not None:
-            ids = [work.tokens for work in batch]
-            return self._decoding.run(ids, [draw for (draw,) in draws])
-        parts = [
-            Part(work.sequence, work.tokens, drawn)
-            for work, drawn in zip(batch, draws, strict=True)
-        ]
+            return self._decoding.run([work.tokens for work in batch], [each for (each,) in draws])
+        pairs = zip(batch, draws, strict=True)
+        parts = [Part(work.sequence, work.tokens, drawn) for work, drawn in pairs]
         return packed_step(self._model, self.cache, parts)
 
     def _drafts(
@@ -325,11 +330,8 @@ class Generator:
         """Append drafts to the sequences; return them, None if there is nothing to verify."""
         if not all(generation.greedy for generation in generations):
             return None
-        drafts = []
-        for work, generation in zip(batch, generations, strict=True):
-            (sample,) = work.samples
-            left = work.request.max_new_tokens - len(work.request.outputs[sample])
-            drafts.append(draft(generation.text_of(sample), min(self._lookup, left - 1)))
+        pairs = zip(batch, generations, strict=True)
+        drafts = [generation.draft(work, self._lookup) for work, generation in pairs]
         longest = max(len(work.sequence) for work in batch) + self._lookup
         if self._decoding is not None and longest <= self._model.config.max_positions:
             # A captured step has as many tokens of each sequence.
@@ -342,9 +344,7 @@ class Generator:
         if self._decoding is not None and len({len(each) for each in tokens}) == 1:
             chosen = self._decoding.run(tokens, draws)
         else:
-            parts = [
-                Part(work.sequence, each, (), every=True)
-                for work, each in zip(batch, tokens, strict=True)
-            ]
+            pairs = zip(batch, tokens, strict=True)
+            parts = [Part(work.sequence, each, (), every=True) for work, each in pairs]
             chosen = packed_step(self._model, self.cache, parts)
         return kept(batch, drafts, chosen)
