@@ -283,17 +283,39 @@ def test_a_file_of_floats_has_no_blocks_to_keep(tmp_path):
         models.load(folder, xp=np, quantize="int2")
 
 
-def test_quantising_takes_the_memory_of_the_quantised_model(tmp_path, monkeypatch):
+LARGE = CONFIGS["llama"]._replace(vocab_size=20, hidden_size=128, intermediate_size=8192)
+
+
+def of_floats(folder):
+    return write_folder(folder, LARGE, tensors_of(models.random(LARGE, dtype="float32", xp=np)))
+
+
+def of_gguf(folder):
+    model = models.random(LARGE, dtype="float32", xp=np)
+    return write_gguf(folder / "m.gguf", model, "llama", quantised=TYPE.Q4_0)
+
+
+@pytest.mark.parametrize(
+    ("write", "quantize"),
+    [
+        *((of_floats, kind) for kind in KINDS),
+        (of_gguf, "file"),
+        *(
+            (lambda folder, how=how: packed_folder(folder, how, LARGE)[0], "file")
+            for how in ("bitsandbytes", "gptq", "awq")
+        ),
+    ],
+    ids=[*KINDS, "gguf", "bitsandbytes", "gptq", "awq"],
+)
+def test_loading_takes_the_memory_of_the_quantised_model(write, quantize, tmp_path, monkeypatch):
     """Beside it there are pieces of a tensor, never a tensor of floats."""
-    config = CONFIGS["llama"]._replace(vocab_size=20, hidden_size=128, intermediate_size=8192)
-    plain = models.random(config, dtype="float32", xp=np)
-    folder = write_folder(tmp_path, config, tensors_of(plain))
+    path = write(tmp_path)
     monkeypatch.setattr(copying, "_AT_ONCE", 1 << 14)
-    del plain
     tracemalloc.start()
     try:
-        loaded = models.load(folder, dtype="float32", xp=np, quantize="nf4")
+        loaded = models.load(path, dtype="float32", xp=np, quantize=quantize)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
+    assert isinstance(loaded.weights.layers[0].down.weight, QuantizedWeight)
     assert peak < 1.3 * loaded.nbytes

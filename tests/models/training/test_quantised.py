@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.quantised_weights import of_usual_size
 from support.search import mostly_deep
 from support.tiny_models import TINY
 from support.training import (
@@ -27,12 +28,20 @@ CONFIGS = {
     "gpt2": TINY["gpt2"],
     "phi": TINY["phi"]._replace(intermediate_size=96),
 }
+WIDE = {"num_layers": 1, "hidden_size": 256, "num_heads": 16, "num_kv_heads": 16, "head_dim": 16,
+        "intermediate_size": 256}  # fmt: skip
+"""Of which every weight has whole super-blocks of 256."""
 FORMATS = {
     "nf4": {"block_size": 32},
     "nf4_nested": {"block_size": 32},
     "int4": {"block_size": 32},
     "int8": {},
+    "int8 in blocks": {"block_size": 32},  # as a Q8_0 of GGUF
+    "q4_1": {"block_size": 32},
+    "q4_k": {"block_size": 32},
 }
+OF_FILES = ("q4_1", "q4_k")
+"""What is read and never made: any codes and scales."""
 
 
 def with_products(model, change):
@@ -53,10 +62,17 @@ def with_products(model, change):
 
 
 def quantised(model, format):
-    options = FORMATS[format]
-    return with_products(
-        model, lambda weight: quantize(weight.astype(np.float32).T, format=format, **options).T
-    )
+    kind, options = format.split()[0], FORMATS[format]
+
+    def change(weight):
+        if kind not in OF_FILES:
+            return quantize(weight.astype(np.float32).T, format=kind, **options).T
+        made = of_usual_size(kind, *weight.shape, **options)
+        of_all = made.super_scales if kind == "q4_k" else made.scales
+        of_all *= np.float16(0.1)
+        return made.T
+
+    return with_products(model, change)
 
 
 def dequantised(model, dtype):
@@ -66,11 +82,16 @@ def dequantised(model, dtype):
 @pytest.mark.parametrize(
     ("name", "format"),
     # Of the tiny Phi rows of `up` begin within a group of scales.
-    [(n, f) for n in CONFIGS for f in FORMATS if (n, f) != ("phi", "nf4_nested")],
+    mostly_deep(
+        every := [(n, f) for n in CONFIGS for f in FORMATS if (n, f) != ("phi", "nf4_nested")],
+        [each for each in every if each not in (("gpt2", "q4_k"), ("phi", "q4_k"))],
+    ),
 )
 def test_gradients_are_those_beside_the_same_numbers(name, format):
-    model = quantised(model_of(CONFIGS[name]), format)
-    batch = batch_of(CONFIGS[name])
+    """And those of finite differences."""
+    config = CONFIGS[name]._replace(**(WIDE if format == "q4_k" else {}))
+    model, batch = quantised(model_of(config), format), batch_of(config)
+    assert model.weights.layers[0].output.weight.format == format.split()[0]
     adapters = adapters_of(model, dropout=0.25)
     loss, found = gradients_of(adapters, batch)
     plain = adapters_of(dequantised(model, np.float64), dropout=0.25)
@@ -78,11 +99,10 @@ def test_gradients_are_those_beside_the_same_numbers(name, format):
     assert loss == pytest.approx(expected_loss, abs=1e-12)
     for key, gradient in expected.items():
         np.testing.assert_allclose(found[key], gradient, atol=1e-12, err_msg=key)
-    if format == "nf4":
-        dropping = adapters.with_dropout(3)
-        require_gradients(
-            lambda: packed_loss(dropping, batch), adapters.arrays, found, adapters.updated
-        )
+    dropping = adapters.with_dropout(3)
+    require_gradients(
+        lambda: packed_loss(dropping, batch), adapters.arrays, found, adapters.updated
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
