@@ -6,7 +6,8 @@ or threads of NumPy arrays. `run` starts ranks in this process; `nccl_group` and
 join those of several. `column_linear` and `row_linear` spread the weights of a layer, and sum its
 results (`all_reduce`).
 
-In a notebook with two GPUs:
+In a notebook with two GPUs, such as Kaggle's with two T4s; ``pip install 'cupyattn[distributed]'``
+brings NCCL, and without it GPUs copy from one to the other:
 
     def of_rank(group):
         q, k, v = (cupy.asarray(shard(x, group.rank, group.size)) for x in (q_host, k_host, v_host))

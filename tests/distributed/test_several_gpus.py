@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -224,3 +225,13 @@ def test_a_process_that_fails_ends_the_others(tmp_path, what, says):
         assert "RankFailedError" in said
         assert says.format(last=RANKS - 1) in said, said
         assert "HUNG" not in said
+
+
+def test_readme_s_two_gpus():
+    names: dict[str, Any] = {}
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    exec(next(block for block in blocks if "rng = " in block), names)
+    names.update(H=4, D=32)
+    exec(next(block for block in blocks if "import distributed" in block), names)
+    np.testing.assert_allclose(names["two_gpus"](), names["out"], atol=1e-5)
