@@ -13,7 +13,7 @@ from cupyattn.functional.device_info import device_count
 DEEPER = 2
 """How many times the examples of a plain run ``--deep`` tries, where a test does not say."""
 
-# How long a run of everything takes on two free cores, kernels compiled anew, and what it is called.
+# How long a run of everything takes on two free cores, kernels compiled anew; by what is asked.
 DURATIONS = {
     "quick": "about a minute",
     "plain": "about 6 minutes",
