@@ -75,12 +75,16 @@ def _speed(chart: Chart, direction: str, contender: str, head_dim: int) -> str:
 
 
 def _utilisation(modelled: Mapping[str, Any], head_dim: int) -> tuple[str, str]:
-    """Return the tensor cores' utilisation in the forward's and the one-pass backward's loop."""
+    """Return the tensor cores' utilisation in the forward's and the one-pass backward's loop.
+
+    Of the forward of long sequences, which may have tall tiles.
+    """
     of_row = {
         (kernel["kernel"].removesuffix("_paired"), kernel["row"]): kernel["main"]["utilisation"]
         for kernel in modelled["rows"]
     }
-    forward = of_row["attention_forward", f"D {head_dim}"]
+    plain = of_row["attention_forward", f"D {head_dim}"]
+    forward = of_row.get(("attention_forward", f"D {head_dim}, tall tiles"), plain)
     backward = of_row["attention_backward_dkdv", f"D {head_dim}, ONE_PASS"]
     return f"{forward['mean']:.2f}", f"{backward['mean']:.2f}"
 
