@@ -25,7 +25,7 @@ _LAYERS = (
     *("swiglu", "dropout", "adamw_step", "global_norm", "sample top-p, 64 rows"),
 )
 
-YOUNGER: tuple[str, ...] = ()
+YOUNGER: tuple[str, ...] = ("attention_backward_scales", "attention_backward_scales_varlen")
 """Kernels that came after the profiles: the next ones have them."""
 WITHOUT_PROFILE = {
     **dict.fromkeys(YOUNGER, "is younger than the profiles"),
