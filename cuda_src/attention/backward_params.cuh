@@ -4,6 +4,7 @@
 //   stats    (B, H, rows_padded / 2, {L, L', delta, delta'}): the statistics of two rows in 16 bytes
 //   dq_acc   (B, H, rows_padded / 16, D / 8, 4, 32): dq / softmax_scale as accumulator fragments of mma.m16n8k8, so
 //            that a warp's atomic additions cover whole 128-byte lines
+//   sizes, scales: see tensor_core/gradient_scale.cuh
 #pragma once
 
 #include "params.cuh"
@@ -28,6 +29,15 @@ constexpr int kRowPad = 64;  // a multiple of every tile of query rows
 __device__ __forceinline__ uint32 scratch_row(const BackwardParams& params, int batch, int head, int row) {
   return static_cast<uint32>(batch * params.attention.heads + head) * params.rows_padded + row;
 }
+
+// All of them.
+__device__ __forceinline__ int64 scratch_rows(const BackwardParams& params) {
+  return static_cast<int64>(params.batch) * params.attention.heads * params.rows_padded;
+}
+
+// Rows of one sequence, up to whole tiles; of several that are packed, each from such a tile on.
+__device__ __forceinline__ int padded_rows(int rows) { return div_up(rows, kRowPad) * kRowPad; }
+__device__ __forceinline__ int padded_rows(int rows, int sequences) { return (rows / kRowPad + sequences) * kRowPad; }
 
 // Where dq_acc's tile of 16 rows begins whose first one is `row` of the scratch.
 template <int kChunks>

@@ -80,18 +80,18 @@ def half_backward_call(**options: Any) -> tuple[list[Any], dict[str, Any]]:
     return [*map(device_array, shapes), device_array((2, 4, 70), np.float32)], options
 
 
-ROWS = 2 * 4 * 128  # 70 query rows are padded to 128
+ROWS, KEYS = 2 * 4 * 128, 2 * 2 * 128  # 70 query rows are padded to 128, and so are 90 keys
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize(
     ("deterministic", "bias_shape", "kernels", "scratch"),
     [
-        (False, None, ["delta", "dkdv", "convert"], [2 * ROWS, 8 * ROWS]),
-        (True, None, ["delta", "dkdv", "dq"], [2 * ROWS]),
-        (False, (4, 1, 90), ["delta", "dkdv", "convert", "dbias"], [2 * ROWS, 8 * ROWS, 360]),
-        (True, (4, 1, 90), ["delta", "dkdv", "dq", "dbias"], [2 * ROWS, 2 * 4 * 70 * 90]),
-        (False, (2, 4, 70, 90), ["delta", "dkdv", "convert"], [2 * ROWS, 8 * ROWS]),
+        (False, None, ["dkdv", "convert"], [8 * ROWS]),
+        (True, None, ["dkdv", "dq"], []),
+        (False, (4, 1, 90), ["dkdv", "convert", "dbias"], [8 * ROWS, 360]),
+        (True, (4, 1, 90), ["dkdv", "dq", "dbias"], [2 * 4 * 70 * 90]),
+        (False, (2, 4, 70, 90), ["dkdv", "convert"], [8 * ROWS]),
     ],
     ids=str,
 )
@@ -109,9 +109,11 @@ def test_what_the_flash_backward_launches(
         *arrays, **options, deterministic=deterministic, grads=grads, accumulate=accumulate
     )
     entries = [s.spec.entry.removeprefix("attention_backward_") for s, _, _ in recorder.started]
-    assert entries == [*kernels, "dsinks"]
+    assert entries == ["delta", "dsinks", "scales", *kernels]
     (workspace,) = recorder.allocated
-    *others, last = scratch
+    # Of delta two numbers a CTA of 32 rows, of each head two, and of dkdv and dq one a CTA.
+    grids = [grid for s, grid, _ in recorder.started if s.spec.entry.endswith(("dkdv", "dq"))]
+    *others, last = [2 * ROWS, 2 * (ROWS + KEYS) // 32, 2 * 2 * 4, max(grids)[0], *scratch]
     assert workspace.nbytes == sum(-(-4 * n // 256) * 256 for n in others) + 4 * last
 
     named = {}
@@ -119,7 +121,7 @@ def test_what_the_flash_backward_launches(
         parameters = [parameter.name for parameter in specialisation.spec.parameters]
         named[specialisation.spec.entry] = dict(zip(parameters, arguments, strict=True))
     delta, dkdv = (named[f"attention_backward_{name}"] for name in ("delta", "dkdv"))
-    zeroed = sum(scratch[1:])
+    zeroed = sum(scratch)
     assert (0 if delta["zeroed"] is None else delta["zeroed"].size) == zeroed
     assert (dkdv["params"]["zeroed"], dkdv["params"]["accumulate"]) == (zeroed, accumulate)
     assert dkdv["params"]["rows_padded"] == 128

@@ -112,10 +112,10 @@ def test_source_is_found_by_the_end_of_its_path(place):
 
 
 BACKWARDS = {
-    "--implementation flash": ["delta", "dkdv", "convert"],
-    "--implementation flash --deterministic": ["delta", "dkdv", "dq"],
+    "--implementation flash": ["delta", "scales", "dkdv", "convert"],
+    "--implementation flash --deterministic": ["delta", "scales", "dkdv", "dq"],
     "--implementation flash --bias --sinks --causal --window-size 8 none --dropout-p 0.1": [
-        *("delta", "dkdv", "convert", "dsinks"),
+        *("delta", "dsinks", "scales", "dkdv", "convert"),
     ],
     "--implementation flash --dtype bfloat16": ["f32_delta", "f32_dkdv", "f32_convert"],
     "--implementation naive --softcap 5 --sinks": ["naive_dq", "naive_dkdv", "naive_dsinks"],

@@ -9,10 +9,11 @@
 #include "backward_convert.cuh"
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads)
-    attention_backward_convert(const float* dq_acc_g, float16* dq_g, const BackwardParams params) {
+    attention_backward_convert(const float* dq_acc_g, const float* scales_g, float16* dq_g,
+                               const BackwardParams params) {
   const int tiles = params.rows_padded / kRowPad;
   const int sequence = blockIdx.x / tiles, first_row = blockIdx.x % tiles * kRowPad;
   const int head = sequence % params.attention.heads, batch = sequence / params.attention.heads;
-  convert_rows(params, dq_acc_g, dq_g, batch, head, first_row, params.attention.sq,
+  convert_rows(params, dq_acc_g, scales_g, dq_g, batch, head, first_row, params.attention.sq,
                scratch_row(params, batch, head, first_row));
 }

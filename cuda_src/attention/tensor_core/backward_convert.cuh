@@ -5,6 +5,7 @@
 #error "HEAD_DIM, THREADS and VEC come from a launch-configuration table"
 #endif
 #include "../backward_params.cuh"
+#include "gradient_scale.cuh"
 #include "resident_rows.cuh"
 
 struct Traits {
@@ -16,9 +17,11 @@ struct Traits {
 };
 
 // kRowPad rows of the scratch from `from_row` on to rows `first_row` on of the array, as far as there are `rows` in all.
-__device__ __forceinline__ void convert_rows(const BackwardParams& params, const float* dq_acc_g, float16* dq_g,
-                                             int batch, int head, int first_row, int rows, uint32 from_row) {
+__device__ __forceinline__ void convert_rows(const BackwardParams& params, const float* dq_acc_g, const float* scales_g,
+                                             float16* dq_g, int batch, int head, int first_row, int rows,
+                                             uint32 from_row) {
   const float* rows_acc_g = dq_acc_g + accumulator_offset<Traits::kChunks>(from_row);
+  const float scale = params.scale * ScaleArrays{scales_g, nullptr}.of_head(params, batch, head).up;
 #pragma unroll 2
   for (int unit = threadIdx.x; unit < Traits::kUnits; unit += Traits::kThreads) {
     const int chunk = unit / 8 % Traits::kChunks;
@@ -32,8 +35,8 @@ __device__ __forceinline__ void convert_rows(const BackwardParams& params, const
     load_vec(odd, even_g + kWarpSize);
 #pragma unroll
     for (int lane = 0; lane < 4; lane++) {
-      values[2 * lane] = even[lane] * params.scale;
-      values[2 * lane + 1] = odd[lane] * params.scale;
+      values[2 * lane] = even[lane] * scale;
+      values[2 * lane + 1] = odd[lane] * scale;
     }
     float16* chunk_g = head_rows(dq_g, params.dq, batch, head, first_row + row) + chunk * kChunkItems;
     store_row_chunk<Traits::kHeadDim, VEC>(chunk_g, chunk, values, params.accumulate);

@@ -8,8 +8,8 @@
 #include "../varlen_backward_params.cuh"
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads)
-    attention_backward_convert_varlen(const float* dq_acc_g, float16* dq_g, const void* cu_seqlens_q_g,
-                                      const VarlenBackwardParams params) {
+    attention_backward_convert_varlen(const float* dq_acc_g, const float* scales_g, float16* dq_g,
+                                      const void* cu_seqlens_q_g, const VarlenBackwardParams params) {
   const BackwardParams& backward = params.backward;
   const PackedRows queries = packed_queries(params.packed, backward.attention, {cu_seqlens_q_g});
   const int tiles = backward.rows_padded / kRowPad;
@@ -18,6 +18,6 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads)
   const RowSpan rows = queries.of(batch);
   const int row = scratch - scratch_begin(rows, batch);
   if (row < 0) return;  // lengths that fall
-  convert_rows(backward, dq_acc_g, rows_from(dq_g, backward.dq, rows), batch, head, row, rows.count,
+  convert_rows(backward, dq_acc_g, scales_g, rows_from(dq_g, backward.dq, rows), batch, head, row, rows.count,
                scratch_row(backward, 0, head, scratch));
 }

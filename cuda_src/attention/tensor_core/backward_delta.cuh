@@ -1,10 +1,12 @@
-// The statistics of a row for the tensor-core backward, wherever it lies: backward_delta.cu says what they are.
+// The statistics of a row for the tensor-core backward, and how large it is, wherever it lies: backward_delta.cu says
+// what they are.
 #pragma once
 
 #if !defined(HEAD_DIM_V) || !defined(THREADS) || !defined(ROW_LANES) || !defined(VEC)
 #error "HEAD_DIM_V, THREADS, ROW_LANES and VEC come from a launch-configuration table"
 #endif
 #include "../../common/reduce.cuh"
+#include "gradient_scale.cuh"
 #include "row_statistics.cuh"
 #include "tile_feed.cuh"
 
@@ -17,16 +19,25 @@ struct Traits {
   static_assert(kThreads % kRowLanes == 0 && kRowPad % kRows == 0, "a CTA's rows belong to one head");
 };
 
-// One chunk's part of a row's sum of products.
-__device__ __forceinline__ float chunk_product(const float16* out_g, const float16* dout_g, int chunk) {
-  const uint4 out = load_chunk<HEAD_DIM_V, VEC>(out_g, chunk), dout = load_chunk<HEAD_DIM_V, VEC>(dout_g, chunk);
-  float a[kChunkItems], b[kChunkItems], sum = 0.f;
-  load_vec(a, reinterpret_cast<const float16*>(&out));
-  load_vec(b, reinterpret_cast<const float16*>(&dout));
+// The thread's chunk of a row; zeros where it has none.
+struct Chunk {
+  float items[kChunkItems] = {};
+
+  __device__ __forceinline__ Chunk(const float16* row_g, bool exists) {
+    const int chunk = threadIdx.x % Traits::kRowLanes;
+    if (!exists || chunk * kChunkItems >= Traits::kHeadDimV) return;
+    const uint4 quad = load_chunk<HEAD_DIM_V, VEC>(row_g + chunk * kChunkItems, chunk);
+    load_vec(items, reinterpret_cast<const float16*>(&quad));
+  }
+
+  // Of the whole rows, by the lanes that share them.
+  __device__ __forceinline__ float product(const Chunk& other) const {
+    float sum = 0.f;
 #pragma unroll
-  for (int e = 0; e < kChunkItems; e++) sum = __fmaf_rn(a[e], b[e], sum);
-  return sum;
-}
+    for (int e = 0; e < kChunkItems; e++) sum = __fmaf_rn(items[e], other.items[e], sum);
+    return warp_reduce<Sum, Traits::kRowLanes>(sum);
+  }
+};
 
 __device__ __forceinline__ void clear_scratch(float* scratch_g, int64 floats) {
   const int64 step = static_cast<int64>(gridDim.x) * Traits::kThreads, quads = floats / 4;
@@ -43,17 +54,14 @@ struct Arrays {
 };
 
 // Of row `row` of the arrays, if it exists, to row `to_row` of the scratch; by kRowLanes threads.
-__device__ __forceinline__ void write_statistics(const BackwardParams& params, const Arrays& arrays, int batch,
-                                                 int head, int row, bool exists, uint32 to_row) {
+__device__ __forceinline__ Sizes write_statistics(const BackwardParams& params, const Arrays& arrays, int batch,
+                                                  int head, int row, bool exists, uint32 to_row) {
   const AttentionParams& attention = params.attention;
-  const int chunk = threadIdx.x % Traits::kRowLanes;
-  float sum = 0.f;
-  if (exists && chunk * kChunkItems < Traits::kHeadDimV) {
-    sum = chunk_product(head_rows(arrays.out_g, attention.out, batch, head, row) + chunk * kChunkItems,
-                        head_rows(arrays.dout_g, params.dout, batch, head, row) + chunk * kChunkItems, chunk);
-  }
-  sum = warp_reduce<Sum, Traits::kRowLanes>(sum);
-  if (chunk != 0) return;
+  const Chunk dout(head_rows(arrays.dout_g, params.dout, batch, head, row), exists);
+  float sum = Chunk(head_rows(arrays.out_g, attention.out, batch, head, row), exists).product(dout);
+  Sizes sizes;
+  sizes.take_square(dout.product(dout));
+  if (threadIdx.x % Traits::kRowLanes != 0) return sizes;
 
   float l = kInfinity, delta = 0.f;
   if (exists) {
@@ -63,9 +71,27 @@ __device__ __forceinline__ void write_statistics(const BackwardParams& params, c
       if (arrays.dlse_g != nullptr) sum -= *head_rows(arrays.dlse_g, params.dlse, batch, head, row);
       l = shifted_log2;
       delta = sum * kUnshifted;
+      sizes.take_delta(fabsf(sum));
     }
   }
   float* row_g = arrays.statistics_g + statistics_offset(to_row);
   row_g[0] = l;
   row_g[2] = delta;
+  return sizes;
+}
+
+// Of a key's row of V, if it is in use.
+__device__ __forceinline__ Sizes value_sizes(const float16* row_g, bool in_use) {
+  const Chunk v(row_g, in_use);
+  Sizes sizes;
+  sizes.take_square(v.product(v));
+  return sizes;
+}
+
+// The largest of the CTA's rows.
+__device__ __forceinline__ void write_sizes(float* sizes_g, const Sizes& sizes) {
+  __shared__ float partial_s[Traits::kThreads / kWarpSize];
+  const float square = cta_reduce<Max, Traits::kThreads>(sizes.square, partial_s);
+  const float delta = cta_reduce<Max, Traits::kThreads>(sizes.delta, partial_s);
+  if (threadIdx.x == 0) reinterpret_cast<float2*>(sizes_g)[blockIdx.x] = make_float2(square, delta);
 }

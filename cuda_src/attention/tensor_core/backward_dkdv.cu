@@ -23,8 +23,9 @@
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
     attention_backward_dkdv(const float16* q_g, const float16* k_g, const float16* v_g, const float16* dout_g,
-                            const float* statistics_g, float* dq_acc_g, float16* dk_g, float16* dv_g, void* dbias_g,
-                            const void* q_offsets_g, const void* seqused_k_g, const void* bias_g, const void* mask_g,
+                            const float* statistics_g, const float* scales_g, float* cta_scales_g, float* dq_acc_g,
+                            float16* dk_g, float16* dv_g, void* dbias_g, const void* q_offsets_g,
+                            const void* seqused_k_g, const void* bias_g, const void* mask_g,
                             const void* slopes_g MODIFIER_ARRAYS, const BackwardParams params MODIFIER_STRIDES) {
   // Heads of rows that are not aligned take no turns: with them the loop of head dim 128 spilled, and modelled 0.54
   // where it has 0.58 (NVRTC 12.9.86, 2026-11-22).
@@ -33,8 +34,15 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
       params.attention, KeyPlace(params.attention, Traits::kKeys, VEC == 1 ? 1 : params.attention.kv_together),
       Traits::kKeys, modifiers.blocks);
   const KeyWindow window = sequence_window(params.attention, q_offsets_g, seqused_k_g, place.batch);
-  add_up_gradients(
-      params,
-      {q_g, k_g, v_g, dout_g, statistics_g, dq_acc_g, dk_g, dv_g, {bias_g, mask_g, slopes_g, dbias_g, modifiers}},
-      place, window, [&] { return query_offset(params.attention, q_offsets_g, place.batch); });
+  add_up_gradients(params,
+                   {q_g,
+                    k_g,
+                    v_g,
+                    dout_g,
+                    statistics_g,
+                    dq_acc_g,
+                    dk_g,
+                    dv_g,
+                    {bias_g, mask_g, slopes_g, dbias_g, modifiers, {scales_g, cta_scales_g}}},
+                   place, window, [&] { return query_offset(params.attention, q_offsets_g, place.batch); });
 }

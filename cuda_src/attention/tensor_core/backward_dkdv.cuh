@@ -51,6 +51,7 @@ struct Cta {
   const OptionArrays& arrays;
   int64 q_offset;
   int batch;
+  GradientScale scale;
 };
 
 // S^T += K Q^T and dP^T += V dout^T over the columns of a group and those behind it, group by group.
@@ -95,7 +96,8 @@ __device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Fee
   const uint32 dout_rows_s = feed.dout_s + row * T::DoutTile::kRowBytes;
   const QueryStatistics<SUB_Q> statistics(statistics_g + row * 2);
   const ScorePlace place = {cta.batch, feed.head, feed.first_row() + row, warp.first_key};
-  const TileOptions<T::Options, T::Dbias, T::Tile> tile(cta.params, cta.window, cta.arrays, place, cta.q_offset);
+  const TileOptions<T::Options, T::Dbias, T::Tile> tile(cta.params, cta.window, cta.arrays, place, cta.scale,
+                                                        cta.q_offset);
 
   T::Tile::Fragment s, dp;
   clear(s);
@@ -149,10 +151,16 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
   warp.first_key = place.first_key + warp_row;
   clear(warp.dk);
   clear(warp.dv);
+  const ScaleArrays& scales = arrays.options.scales;
+  const GradientScale scale = scales.of_head(params, place.batch, place.kv_head * attention.group);
+  scales.set_aside(scale);
   if (walk.tiles() > 0) {
     load_keys<T, CtaBarrier>(
         smem, attention, window, place, arrays.k_g, arrays.v_g,
-        [&](uint32 v_s) { load_a_fragments<T::VTile>(warp.v, v_s, warp_row); },
+        [&](uint32 v_s) {
+          load_a_fragments<T::VTile>(warp.v, v_s, warp_row);
+          scale_fragments(warp.v, scale.down);
+        },
         [&](uint32 k_s) { load_a_fragments<T::KTile>(warp.k, k_s, warp_row); });
   }
 
@@ -164,7 +172,7 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
   const uint32 k_s = 0, ds_s = 0, ds_lane_s = 0;
 #endif
   const int64 offset = q_offset();
-  const Cta cta = {ds_lane_s, {}, {}, params, window, arrays.options, offset, place.batch};
+  const Cta cta = {ds_lane_s, {}, {}, params, window, arrays.options, offset, place.batch, scale};
   Feed feed(params, walk, place, arrays.q_g, arrays.dout_g, smem.loop.queries);
   feed.begin();
   __syncthreads();  // Q and dout: the first tile has been written
@@ -181,7 +189,7 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
 
   // Phase 4: the gradients.
   store_gradients<T, CtaBarrier>(
-      smem, params, place, arrays.dk_g, arrays.dv_g,
+      smem, params, place, arrays.options.scales, arrays.dk_g, arrays.dv_g,
       [&](uint32 v_s, float scale) { round_to_tile<T::VTile>(v_s, warp_row, warp.dv, scale); },
       [&](uint32 k_s, float scale) { round_to_tile<T::KTile>(k_s, warp_row, warp.dk, scale); });
 }

@@ -55,6 +55,7 @@ struct Cta {
   const float* statistics_g;
   float* dq_acc_g;
   KeyPlace place;
+  GradientScale scale;
 };
 
 // Of the next tile a warp can hold no more than Q or dout, and that only beside its last products of this one. With
@@ -160,7 +161,8 @@ struct ValueWarp : PairWarp<Traits::VTile, Traits::DoutTile> {
       const uint32 dout_rows_s = feed.dout_s + row * T::DoutTile::kRowBytes;
       const QueryStatistics<T::kSubTiles> statistics(rows_g + row * 2);
       const ScorePlace at = {cta.place.batch, feed.head, feed.first_row() + row, cta.place.first_key + pair_row()};
-      const TileOptions<T::Options, T::Dbias, T::Tile> tile(cta.params, cta.window, cta.arrays, at, cta.q_offset);
+      const TileOptions<T::Options, T::Dbias, T::Tile> tile(cta.params, cta.window, cta.arrays, at, cta.scale,
+                                                            cta.q_offset);
       T::Tile::Fragment s, dp;
       clear(dp);
       add_scores(dp, dout_rows_s);
@@ -190,8 +192,7 @@ struct ValueWarp : PairWarp<Traits::VTile, Traits::DoutTile> {
 
 // The CTA's way, as either kind of warp goes it.
 template <typename Warp, typename Feed>
-__device__ __forceinline__ void run(const Cta& cta, const float16* q_g, const float16* k_g, const float16* v_g,
-                                    const float16* dout_g, float16* dk_g, float16* dv_g) {
+__device__ __forceinline__ void run(const Cta& cta, const GradientArrays& arrays) {
   using T = Traits;
   Smem& smem = cta.smem;
   const BackwardParams& params = cta.params;
@@ -203,9 +204,11 @@ __device__ __forceinline__ void run(const Cta& cta, const float16* q_g, const fl
   Warp warp;
   if (walk.tiles() > 0) {
     load_keys<T, CountedBarrier>(
-        smem, params.attention, cta.window, place, k_g, v_g,
+        smem, params.attention, cta.window, place, arrays.k_g, arrays.v_g,
         [&](uint32 v_s) {
-          if (!Warp::kOfKeys) warp.take(v_s);
+          if (Warp::kOfKeys) return;
+          warp.take(v_s);
+          scale_fragments(warp.rows, cta.scale.down);
         },
         [&](uint32 k_s) {
           if (Warp::kOfKeys) warp.take(k_s);
@@ -213,7 +216,7 @@ __device__ __forceinline__ void run(const Cta& cta, const float16* q_g, const fl
   }
 
   // Phase 3: the walk over the query tiles.
-  Feed feed(params, walk, place, q_g, dout_g, smem.loop.queries);
+  Feed feed(params, walk, place, arrays.q_g, arrays.dout_g, smem.loop.queries);
   feed.begin();
   CountedBarrier::wait();  // Q and dout: the first tile has been written
   walk_tiles(feed, 0, [&] {
@@ -224,7 +227,7 @@ __device__ __forceinline__ void run(const Cta& cta, const float16* q_g, const fl
 
   // Phase 4: the gradients.
   store_gradients<T, CountedBarrier>(
-      smem, params, place, dk_g, dv_g,
+      smem, params, place, cta.arrays.scales, arrays.dk_g, arrays.dv_g,
       [&](uint32 v_s, float scale) {
         if (!Warp::kOfKeys) warp.give(v_s, scale);
       },
@@ -238,11 +241,14 @@ template <typename Feed = Traits::Feed, typename Offset>
 __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, const GradientArrays& arrays,
                                                  const KeyPlace& place, const KeyWindow& window, Offset q_offset) {
   // Phase 1: the part that this warp has.
+  const ScaleArrays& scales = arrays.options.scales;
+  const GradientScale scale = scales.of_head(params, place.batch, place.kv_head * params.attention.group);
+  scales.set_aside(scale);
   const Cta cta = {shared_memory(),     params,          window, arrays.options, q_offset(),
-                   arrays.statistics_g, arrays.dq_acc_g, place};
+                   arrays.statistics_g, arrays.dq_acc_g, place,  scale};
   if (warp_index() < Traits::kPairs) {
-    run<KeyWarp, Feed>(cta, arrays.q_g, arrays.k_g, arrays.v_g, arrays.dout_g, arrays.dk_g, arrays.dv_g);
+    run<KeyWarp, Feed>(cta, arrays);
   } else {
-    run<ValueWarp, Feed>(cta, arrays.q_g, arrays.k_g, arrays.v_g, arrays.dout_g, arrays.dk_g, arrays.dv_g);
+    run<ValueWarp, Feed>(cta, arrays);
   }
 }

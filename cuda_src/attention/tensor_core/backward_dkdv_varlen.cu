@@ -11,10 +11,11 @@
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
     attention_backward_dkdv_varlen(const float16* q_g, const float16* k_g, const float16* v_g, const float16* dout_g,
-                                   const float* statistics_g, float* dq_acc_g, float16* dk_g, float16* dv_g,
-                                   void* dbias_g, const void* cu_seqlens_q_g, const void* cu_seqlens_k_g,
-                                   const void* q_offsets_g, const void* seqused_k_g, const void* bias_g,
-                                   const void* mask_g, const void* slopes_g MODIFIER_ARRAYS,
+                                   const float* statistics_g, const float* scales_g, float* cta_scales_g,
+                                   float* dq_acc_g, float16* dk_g, float16* dv_g, void* dbias_g,
+                                   const void* cu_seqlens_q_g, const void* cu_seqlens_k_g, const void* q_offsets_g,
+                                   const void* seqused_k_g, const void* bias_g, const void* mask_g,
+                                   const void* slopes_g MODIFIER_ARRAYS,
                                    const VarlenBackwardParams params MODIFIER_STRIDES) {
   const AttentionParams& longest = params.backward.attention;
   const PackedPointers pointers = {cu_seqlens_q_g, cu_seqlens_k_g, q_offsets_g, seqused_k_g};
@@ -34,6 +35,6 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
                     dq_acc_g,
                     rows_from(dk_g, own.dk, keys),
                     rows_from(dv_g, own.dv, keys),
-                    {bias_g, mask_g, slopes_g, dbias_g, MODIFIERS}},
+                    {bias_g, mask_g, slopes_g, dbias_g, MODIFIERS, {scales_g, cta_scales_g}}},
                    place, sequence.window, [&] { return sequence.q_offset; });
 }

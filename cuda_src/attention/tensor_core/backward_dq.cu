@@ -19,9 +19,9 @@
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
     attention_backward_dq(const float16* q_g, const float16* k_g, const float16* v_g, const float16* dout_g,
-                          const float* statistics_g, float16* dq_g, const void* q_offsets_g, const void* seqused_k_g,
-                          const void* bias_g, const void* mask_g, const void* slopes_g MODIFIER_ARRAYS,
-                          const BackwardParams params MODIFIER_STRIDES) {
+                          const float* statistics_g, const float* scales_g, float* cta_scales_g, float16* dq_g,
+                          const void* q_offsets_g, const void* seqused_k_g, const void* bias_g, const void* mask_g,
+                          const void* slopes_g MODIFIER_ARRAYS, const BackwardParams params MODIFIER_STRIDES) {
   const AttentionParams& attention = params.attention;
   // Under causal order later rows see more keys: they start first.
   const Modifiers modifiers = MODIFIERS;
@@ -29,6 +29,13 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
       place_of_cta(attention, Traits::kRows, /*last_rows_first=*/!Modifiers::kBlocks), modifiers.blocks);
   const KeyWindow window = sequence_window(attention, q_offsets_g, seqused_k_g, place.batch);
   add_up_dq(
-      params, {q_g, k_g, v_g, dout_g, statistics_g, dq_g, {bias_g, mask_g, slopes_g, nullptr, modifiers}}, place,
-      window, [&] { return query_offset(attention, q_offsets_g, place.batch); }, place.batch);
+      params,
+      {q_g,
+       k_g,
+       v_g,
+       dout_g,
+       statistics_g,
+       dq_g,
+       {bias_g, mask_g, slopes_g, nullptr, modifiers, {scales_g, cta_scales_g}}},
+      place, window, [&] { return query_offset(attention, q_offsets_g, place.batch); }, place.batch);
 }

@@ -76,6 +76,7 @@ struct Cta {
   const OptionArrays& arrays;
   int64 q_offset;
   Place place;
+  GradientScale scale;
 };
 
 // S += Q K^T and dP += dout V^T over the columns of a group and those behind it, group by group.
@@ -109,7 +110,8 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Trait
   // Formed here: where there may be no next tile, each use would form its own.
   const uint32 next_k_s = feed.k_s(half ^ 1), next_v_s = feed.v_s(half ^ 1);
   const ScorePlace place = {cta.place.batch, cta.place.head, warp.first_row, first_key};
-  const TileOptions<T::Options, T::Dbias, T::Tile> tile(cta.params, cta.window, cta.arrays, place, cta.q_offset);
+  const TileOptions<T::Options, T::Dbias, T::Tile> tile(cta.params, cta.window, cta.arrays, place, cta.scale,
+                                                        cta.q_offset);
   T::Feed::Quads quads;
   if (more) feed.fetch_k<kRagged>(quads, next, next_keys);
   T::Tile::Fragment s, dp;
@@ -164,16 +166,19 @@ __device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Ar
   __syncthreads();  // q: written
   load_a_fragments<T::QTile>(warp.q, shared_address(smem.q), warp_row);
   __syncthreads();  // q: read; dout takes its place
-  load_rows<T::DoutTile, T::kHeadDimV, T::kVec, T::kThreads>(
+  const ScaleArrays& scales = arrays.options.scales;
+  const GradientScale scale = scales.of_head(params, place.batch, place.head);
+  scales.set_aside(scale);
+  load_rows<T::DoutTile, T::kHeadDimV, T::kVec, T::kThreads, RowsInOrder>(
       shared_address(smem.dout), head_rows(arrays.dout_g, params.dout, place.batch, place.head, place.first_row),
-      params.dout.seq, rows);
+      params.dout.seq, rows, ChunksTimes<T::kHeadDimV, T::kVec>(scale.down));
   __syncthreads();  // dout: written
   load_a_fragments<T::DoutTile>(warp.dout, shared_address(smem.dout), warp_row);
   RowStatistics<T::kMTiles> statistics(arrays.statistics_g, params, scratch_batch, place.head, warp.first_row);
   __syncthreads();  // dout: read; K and V take its place
 
   // Phase 3: the walk over the keys.
-  const Cta cta = {{}, {}, params, window, arrays.options, q_offset(), place};
+  const Cta cta = {{}, {}, params, window, arrays.options, q_offset(), place, scale};
   T::Feed feed(attention, place, arrays.k_g, arrays.v_g, smem.keys);
   auto tile = walk.first, next_tile = walk.after(tile);
   int left = walk.tiles();
@@ -207,7 +212,7 @@ __device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Ar
   }
 
   // Phase 4: dQ, through shared memory: fragments hold 4 bytes of a row each.
-  round_to_tile<T::QTile>(shared_address(smem.q), warp_row, warp.dq, params.scale);
+  round_to_tile<T::QTile>(shared_address(smem.q), warp_row, warp.dq, params.scale * scales.up());
   __syncthreads();  // q: dQ is complete
   store_rows<T::QTile, T::kHeadDim, T::kVec, T::kThreads>(
       head_rows(arrays.dq_g, params.dq, place.batch, place.head, place.first_row), params.dq.seq, smem.q, rows,

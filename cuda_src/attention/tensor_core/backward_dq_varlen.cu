@@ -11,9 +11,10 @@
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
     attention_backward_dq_varlen(const float16* q_g, const float16* k_g, const float16* v_g, const float16* dout_g,
-                                 const float* statistics_g, float16* dq_g, const void* cu_seqlens_q_g,
-                                 const void* cu_seqlens_k_g, const void* q_offsets_g, const void* seqused_k_g,
-                                 const void* bias_g, const void* mask_g, const void* slopes_g MODIFIER_ARRAYS,
+                                 const float* statistics_g, const float* scales_g, float* cta_scales_g, float16* dq_g,
+                                 const void* cu_seqlens_q_g, const void* cu_seqlens_k_g, const void* q_offsets_g,
+                                 const void* seqused_k_g, const void* bias_g, const void* mask_g,
+                                 const void* slopes_g MODIFIER_ARRAYS,
                                  const VarlenBackwardParams params MODIFIER_STRIDES) {
   const AttentionParams& longest = params.backward.attention;
   const PackedPointers pointers = {cu_seqlens_q_g, cu_seqlens_k_g, q_offsets_g, seqused_k_g};
@@ -30,6 +31,6 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
        rows_from(dout_g, own.dout, queries),
        statistics_g + statistics_offset(scratch_begin(queries, place.batch)),
        rows_from(dq_g, own.dq, queries),
-       {bias_g, mask_g, slopes_g, nullptr, MODIFIERS}},
+       {bias_g, mask_g, slopes_g, nullptr, MODIFIERS, {scales_g, cta_scales_g}}},
       place, sequence.window, [&] { return sequence.q_offset; }, /*scratch_batch=*/0);
 }

@@ -2,7 +2,7 @@
 //
 //   dsinks_h = -sum over batch and rows of exp(sink_h - lse) delta   (a sink is a score without a value: its dP is 0)
 //
-// Shapes    sinks, dsinks (H,); BackwardParams and the row statistics (backward_params.cuh).
+// Shapes    sinks, dsinks (H,); BackwardParams and the row statistics (backward_params.cuh), not scaled yet.
 // Work      one CTA of THREADS threads owns one head: grid H. A thread takes two rows at a time, always the same ones
 //           in the same order: the result is the same from run to run.
 // Budget    one float per warp of shared memory; about 40 registers.

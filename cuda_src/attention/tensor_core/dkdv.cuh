@@ -114,7 +114,8 @@ __device__ __forceinline__ void walk_tiles(Feed& feed, int behind, Tile tile) {
 // warp's part there.
 template <typename T, typename Barrier, typename Smem, typename GiveV, typename GiveK>
 __device__ __forceinline__ void store_gradients(Smem& smem, const BackwardParams& params, const KeyPlace& place,
-                                                float16* dk_g, float16* dv_g, GiveV give_v, GiveK give_k) {
+                                                const ScaleArrays& scales, float16* dk_g, float16* dv_g, GiveV give_v,
+                                                GiveK give_k) {
   const int rows = params.attention.sk - place.first_key;
   const float keep_scale = DROPOUT ? params.attention.scores.keep_scale : 1.f;
   give_v(shared_address(smem.v), kUnboost * keep_scale);
@@ -123,7 +124,7 @@ __device__ __forceinline__ void store_gradients(Smem& smem, const BackwardParams
       head_rows(dv_g, params.dv, place.batch, place.kv_head, place.first_key), params.dv.seq, smem.v, rows,
       params.accumulate);
   Barrier::wait();  // v: read; dK takes its place
-  give_k(shared_address(smem.k), params.scale);
+  give_k(shared_address(smem.k), params.scale * scales.up());
   Barrier::wait();  // k: dK is complete
   store_rows<typename T::KTile, T::kHeadDim, T::kVec, T::kThreads, typename T::Tile>(
       head_rows(dk_g, params.dk, place.batch, place.kv_head, place.first_key), params.dk.seq, smem.k, rows,

@@ -12,6 +12,7 @@
 #include "../../common/pack.cuh"
 #include "../modifiers.cuh"
 #include "dropout.cuh"
+#include "gradient_scale.cuh"
 #include "resident_rows.cuh"
 #include "row_statistics.cuh"
 #include "score_items.cuh"
@@ -27,6 +28,7 @@ struct OptionArrays {
   const void *bias_g, *mask_g, *slopes_g;
   void* dbias_g;
   Modifiers modifiers;
+  ScaleArrays scales;
 };
 
 template <bool kMask>
@@ -56,13 +58,16 @@ struct TileOptions {
   BackwardItems<Mask, Tile> mask;
   ScoreRule<Options, Unit::kLog2> rule;
   Distance distance;  // of the thread's first score
+  // Of what leaves the loop: dbias, and what score_mod's expression is given.
+  const GradientScale& scale;
 
   __device__ __forceinline__ TileOptions(const BackwardParams& all, const KeyWindow& seen, const OptionArrays& options,
-                                         const ScorePlace& at, int64 q_offset)
+                                         const ScorePlace& at, const GradientScale& scale_, int64 q_offset)
       : params(all),
         window(seen),
         arrays(options),
         place(at),
+        scale(scale_),
         bias(options.bias_g, all.attention.scores.bias, place, all.attention),
         mask(options.mask_g, all.attention.scores.mask, place, all.attention),
         rule(all.attention, options.slopes_g, place.batch, place.head),
@@ -102,7 +107,8 @@ struct TileOptions {
   // From the gradient of what score_mod makes of a score to that of the score.
   __device__ __forceinline__ float gradient(float product, float ds, int n, int i, int e) const {
     const ScoreIndices at = indices(n, i, e);
-    return arrays.modifiers.gradient(kLn2 * score_log2(product, n, i, e), ds, at.batch, at.head, at.row, at.key);
+    const float score = kLn2 * score_log2(product, n, i, e);
+    return arrays.modifiers.gradient(score, ds * scale.up, at.batch, at.head, at.row, at.key) * scale.down;
   }
 
   __device__ __forceinline__ bool attends(int n, int i, int e) const {
@@ -116,7 +122,7 @@ struct TileOptions {
     float sorted[Tile::kRuns][Tile::kRun];
     Tile::for_each([&](int n, int i, int e) {
       const int number = Tile::number(n, i, e);
-      sorted[number / Tile::kRun][number % Tile::kRun] = ds[n][i][e];
+      sorted[number / Tile::kRun][number % Tile::kRun] = ds[n][i][e] * scale.up;
     });
     Tile::for_each([&](int n, int i, int e) {
       const int number = Tile::number(n, i, e);
@@ -125,7 +131,7 @@ struct TileOptions {
       if ((!Dbias::kAdd && number % Tile::kRun != 0) || !exists) return;
       Dtype* item_g = score_item(static_cast<Dtype*>(arrays.dbias_g), params.dbias, place, row, key);
       if constexpr (Dbias::kAdd) {
-        if (ds[n][i][e] != 0.f) atomicAdd(item_g, ds[n][i][e]);
+        if (ds[n][i][e] != 0.f) atomicAdd(item_g, ds[n][i][e] * scale.up);
       } else {
         store_items(item_g, sorted[number / Tile::kRun], Dbias::kAccumulate);
       }

@@ -14,6 +14,7 @@ import cupyattn
 from cupyattn.arrays import dtype_of
 from cupyattn.benchmark.linear.calls import own_calls
 from cupyattn.benchmark.linear.cases import Case, arrays_of
+from cupyattn.kernels.configs.attention.tensor_core.passes import delta_rows
 
 _SHAPE = (1, 256, 4, 128)
 _BIASED = (2, 128, 4, 64)
@@ -26,10 +27,12 @@ def passes() -> Iterator[tuple[str, int, Prepare]]:
     """Yield kernels, their least bytes, and what makes the arrays of a call that launches them."""
     items = int(np.prod(_SHAPE))
     rows, row_bytes = items // _SHAPE[3], 2 * items
-    # dout, out and lse to two numbers a row, and zeros for dq's sums; these to dq; k.
-    delta = 2 * row_bytes + (3 * rows + items) * _FLOAT_BYTES
+    # dout, out, lse and v to two numbers a row, and zeros for dq's sums; these to dq; k.
+    delta = 3 * row_bytes + (3 * rows + items) * _FLOAT_BYTES
+    scales = (2 * rows // delta_rows(_SHAPE[3]) + _SHAPE[2]) * 2 * _FLOAT_BYTES
     for suffix, call in (("", _attention), ("_varlen", _packed)):
         yield f"attention_backward_delta{suffix}", delta, call
+        yield f"attention_backward_scales{suffix}", scales, call
         yield f"attention_backward_convert{suffix}", items * _FLOAT_BYTES + row_bytes, call
         yield f"attention_rotary{suffix}", 2 * row_bytes, call
     delta = (2 * items + rows) * _FLOAT_BYTES  # dout and out to a number a row

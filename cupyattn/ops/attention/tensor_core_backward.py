@@ -75,7 +75,13 @@ def backward_plan(
         to_zero["scratch"] = math.prod(dbias.target.shape)
     options = _options(problem, start_of, dbias, accumulate)
     lists = _lists(problem, arch, options, deterministic)
-    kept = {"stats": 2 * rows, **{n: x for each in lists for n, x in each.scratch.items()}}
+    kept = {
+        "stats": 2 * rows,
+        "sizes": 2 * _ctas_of_delta(problem, rows),
+        "scales": 2 * problem.batch * problem.heads,
+        "cta_scales": max(_gradient_ctas(problem, arch, options, deterministic)),
+        **{n: x for each in lists for n, x in each.scratch.items()},
+    }
     scratch = lay_out_scratch({**kept, **to_zero})
     zeroed = spanning("zeroed", scratch[len(kept) :])
 
@@ -90,12 +96,13 @@ def backward_plan(
     rows_of = [(start_of[name], problem.layouts[name].strides) for name in _VECTOR_ARRAYS]
     rows_of += [(start_of.get(name, 0), results[name].strides) for name in ("dq", "dk", "dv")]
     vec = whole_vectors(vector_items(problem.dtype.name), problem, rows_of)
-    steps = _gradient_steps(problem, arch, vec, options, lists, rows, params)
+    sinks = results["dsinks"].dtype.name if "dsinks" in results else None
+    steps = [
+        *_row_steps(problem, vec, rows, params, sinks),
+        *_gradient_steps(problem, arch, vec, options, lists, rows, params),
+    ]
     if dbias is not None and dbias.scratch:
         steps.append(sum_step(problem, results["dbias"], dbias.target, accumulate))
-    if "dsinks" in results:
-        dsinks = passes.dsinks(results["dsinks"].dtype.name)
-        steps.append(Step.of(dsinks, problem.heads, params))
     # Tiles that no query sees are skipped, and with them their part of dbias.
     skipped = dbias is not None and not dbias.scratch and not accumulate
     return Plan(
@@ -118,6 +125,15 @@ def _scratch_rows(problem: AttentionProblem) -> tuple[int, int]:
     return problem.batch, round_up(max(problem.sq, 1), passes.ROW_PAD)
 
 
+def _ctas_of_delta(problem: AttentionProblem, rows: int) -> int:
+    """Return the CTAs of the first kernel: for the rows of all heads, then for those of v."""
+    if isinstance(problem, PackedProblem):
+        keys = (problem.total_k // passes.ROW_PAD + problem.batch) * passes.ROW_PAD
+    else:
+        keys = problem.batch * round_up(problem.sk, passes.ROW_PAD)
+    return -(-(rows + problem.kv_heads * keys) // passes.delta_rows(problem.head_dim_v))
+
+
 def _countable_rows(problem: AttentionProblem) -> int:
     """Return the rows of all heads in scratch memory, or raise if kernels do not count so far."""
     batch, rows_padded = _scratch_rows(problem)
@@ -133,6 +149,23 @@ def _countable_rows(problem: AttentionProblem) -> int:
     return rows
 
 
+def _row_steps(
+    problem: AttentionProblem, vec: int, rows: int, params: Any, sinks: str | None
+) -> list[Step]:
+    """Return the launches for the row statistics, for dsinks, and for the range of ds.
+
+    The last one scales the statistics, so dsinks takes them before.
+    """
+    packed = isinstance(problem, PackedProblem)
+    gradient = gradient_params(problem, params)
+    delta = passes.delta(problem.head_dim_v, vec, packed)
+    steps = [Step.of(delta, _ctas_of_delta(problem, rows), gradient)]
+    if sinks is not None:
+        steps.append(Step.of(passes.dsinks(sinks), problem.heads, params))
+    scales = passes.scales(problem.head_dim_v, packed)
+    return [*steps, Step.of(scales, problem.batch * problem.kv_heads, gradient)]
+
+
 def _gradient_steps(
     problem: AttentionProblem,
     arch: int,
@@ -142,23 +175,18 @@ def _gradient_steps(
     rows: int,
     params: Any,
 ) -> list[Step]:
-    """Return the launches for the row statistics, dk, dv and dq."""
+    """Return the launches for dk, dv and dq."""
     dims = problem.head_dim, problem.head_dim_v
     one_pass = len(lists) == 1
     packed = isinstance(problem, PackedProblem)
     strides = problem.block_modifier_strides
-    key_tiles = problem.key_tiles(backward_dkdv.dkdv_row(arch, *dims, one_pass).tile_keys)
+    key_ctas, *row_ctas = _gradient_ctas(problem, arch, options, not one_pass)
     gradient = gradient_params(problem, params)
     steps = [
-        Step.of(
-            passes.delta(problem.head_dim_v, vec, packed),
-            -(-rows // passes.delta_rows(problem.head_dim_v)),
-            gradient,
-        ),
         *lists[0].steps,
         Step.of(
             backward_dkdv.dkdv(arch, *dims, vec, one_pass, options.dkdv, packed),
-            problem.kv_heads * key_tiles,
+            key_ctas,
             gradient,
             *strides,
             renamed={**options.renamed, **lists[0].renamed},
@@ -168,11 +196,22 @@ def _gradient_steps(
         convert_ctas = -(-rows // passes.ROW_PAD)
         convert = passes.convert(problem.head_dim, vec, packed)
         return [*steps, Step.of(convert, convert_ctas, gradient)]
-    row_tiles = problem.query_tiles(backward_dq.dq_row(arch, *dims, options.dq).tile_rows)
     dq = backward_dq.dq(arch, *dims, vec, options.dq, packed)
-    row_ctas = problem.heads * row_tiles
-    last = Step.of(dq, row_ctas, gradient, *strides, renamed=lists[1].renamed)
+    last = Step.of(dq, *row_ctas, gradient, *strides, renamed=lists[1].renamed)
     return [*steps, *lists[1].steps, last]
+
+
+def _gradient_ctas(
+    problem: AttentionProblem, arch: int, options: _Options, deterministic: bool
+) -> list[int]:
+    """Return the CTAs of the kernel of dk and dv, and of that of dq if there is one."""
+    dims = problem.head_dim, problem.head_dim_v
+    keys = backward_dkdv.dkdv_row(arch, *dims, not deterministic).tile_keys
+    ctas = [problem.kv_heads * problem.key_tiles(keys)]
+    if deterministic:
+        rows = backward_dq.dq_row(arch, *dims, options.dq).tile_rows
+        ctas.append(problem.heads * problem.query_tiles(rows))
+    return ctas
 
 
 def _lists(

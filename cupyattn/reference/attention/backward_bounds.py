@@ -19,6 +19,9 @@ enters):
   the absolute sum more; dQ and dK are rounded, u_out of themselves and tiny more, before the
   inverse rotation in float32, which turns the error of a pair of features into at most the norm of
   the pair's errors, and errs by 8 u32.
+- Tensor cores keep dS times 2**-k, k of `range_log2` for each key-value head of a sequence: tiny of
+  what they read of it is 2**k as much. V, or dout, is kept times 2**-k too: where an element then
+  is below float16's normal numbers it errs by tiny, and g by 2**k tiny (|dout|_1 + |v|_1) more.
 - dsinks = -sum exp(sink - lse) delta: the same with the sink as score.
 - The store: u_out |ref| + tiny, for dbias and dsinks those of their own dtype.
 """
@@ -46,6 +49,9 @@ from cupyattn.reference.attention.bounds import (
 from cupyattn.reference.attention.dense import add_broadcast, attention_backward, row_delta
 from cupyattn.reference.attention.scores import Float64, ScoreBlock, ScoreBlocks, probabilities
 from cupyattn.reference.layers.rope import pairs_of, table_rows
+
+# In cuda_src/attention/tensor_core/gradient_scale.cuh.
+_MOST_LOG2, _MOST_RANGE_LOG2 = 15, 15
 
 
 def sum_error(terms: Any, size: Any) -> Any:
@@ -118,6 +124,7 @@ def _block_errors(
     out: NDArray[Any],
     lse: NDArray[Any],
     dlse: NDArray[Any] | None,
+    range_log2: int,
 ) -> _BlockErrors:
     def as_read(size: Float64, error: Float64, tiny: float) -> Float64:
         error = error + precision.u_in * (size + error) + tiny
@@ -139,6 +146,10 @@ def _block_errors(
     g_size = kept * (np.abs(block_dout) @ np.abs(block.v).T) + delta_size[:, None]
     terms = block.v.shape[-1] + 2
     g_error = sum_error(terms, g_size)
+    tiny_ds = precision.tiny_in * 2.0**range_log2
+    if range_log2:
+        abs_sums = (np.abs(x).sum(axis=-1) for x in (block_dout, block.v))
+        g_error = g_error + tiny_ds * kept * np.add.outer(*abs_sums)
 
     ds = np.where(scores.visible, p * np.abs(g), 0.0)
     ds_error = (p + p_error) * g_error + p_error * np.abs(g) + 2 * U32 * ds
@@ -161,7 +172,7 @@ def _block_errors(
         )
         sink_size = float((sink_p * np.abs(delta)).sum())
 
-    tiny_ds = precision.tiny_in / min(1.0, abs(blocks.scale) or 1.0)
+    tiny_ds /= min(1.0, abs(blocks.scale) or 1.0)
     return _BlockErrors(
         p=p * kept,
         p_error=as_read(p * kept, p_error * kept, precision.tiny_in),
@@ -172,6 +183,38 @@ def _block_errors(
         sink=sink_size,
         sink_error=sink_error,
     )
+
+
+def range_log2(
+    blocks: ScoreBlocks,
+    dout: NDArray[Any],
+    out: NDArray[Any],
+    lse: NDArray[Any],
+    dlse: NDArray[Any] | None,
+) -> NDArray[np.int64]:
+    """Return the k, (B, G), that keeps |dS| <= |dP| + |delta| within 2**(15 + k).
+
+    That is at most max |dout_i| max |v_j| / (1 - dropout_p) + max |delta_i|, of the rows that are
+    finite. Where that is next to a power of two kernels may find one less.
+    """
+    batch, kv_heads = lse.shape[0], blocks.k.shape[2]
+
+    def largest(x: Float64) -> Float64:
+        finite = np.where(np.isfinite(x), np.abs(x), 0.0)
+        return finite.reshape(batch, kv_heads, -1).max(axis=-1, initial=0.0)
+
+    with np.errstate(invalid="ignore", over="ignore"):
+        douts, outs, values = (np.asarray(x, np.float64) for x in (dout, out, blocks.v))
+        in_use = np.arange(values.shape[1]) < blocks.used[:, None]
+        norms = np.where(in_use[..., None], np.linalg.norm(values, axis=-1), 0.0)
+        delta = (douts * outs).sum(axis=-1).swapaxes(1, 2)
+        if dlse is not None:
+            delta = delta - dlse
+        delta = np.where(np.isneginf(lse), 0.0, delta)
+        dp = largest(np.linalg.norm(douts, axis=-1).swapaxes(1, 2)) * largest(norms.swapaxes(1, 2))
+        bound = dp / (1 - blocks.dropout_p) + largest(delta)
+    exponents = np.frexp(bound * (1 + 2.0**-16))[1] - _MOST_LOG2
+    return np.clip(exponents, 0, _MOST_RANGE_LOG2)
 
 
 def attention_backward_bound(
@@ -213,6 +256,9 @@ def attention_backward_bound(
     blocks = ScoreBlocks(q, k, v, **options)
     scale = abs(blocks.scale)
     operand = 0.0 if blocks.rotary is None else precision.u_out + ROTATION
+    log2 = np.zeros(k.shape[::2], int)
+    if precision.exponent_shift:  # on tensor cores
+        log2 = range_log2(blocks, dout, out, lse, dlse)
     dq_bound = np.zeros(q.shape)
     dk_sum, dv_sum = (_Sum.zeros(x.shape, (*x.shape[:3], 1)) for x in (k, v))
     dbias_sum = None if grads.dbias is None else _Sum.zeros(grads.dbias.shape)
@@ -221,7 +267,8 @@ def attention_backward_bound(
         for block in blocks:
             p = probabilities(block.scores, np.asarray(lse[block.at], np.float64))
             scores = ScoreErrors.of(blocks, block, p, precision)
-            x = _block_errors(blocks, block, scores, p, precision, dout, out, lse, dlse)
+            rows = dout, out, lse, dlse
+            x = _block_errors(blocks, block, scores, p, precision, *rows, log2[block.b, block.g])
             size = x.ds @ scores.k
             error = x.ds_error @ scores.k + operand * size
             terms = scores.visible.sum(axis=1, keepdims=True)

@@ -30,7 +30,8 @@ from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Specialisation
 from cupyattn.kernels.structs.attention import BACKWARD_STRUCT
 
 _DKDV_PARAMETERS: tuple[Parameter, ...] = (
-    *inputs("q", "k", "v", "dout", "stats"),
+    *inputs("q", "k", "v", "dout", "stats", "scales"),
+    Pointer("cta_scales"),
     *(Pointer("dq_acc", optional=True), Pointer("dk"), Pointer("dv")),
     Pointer("dbias", optional=True),
     *(*POSITIONS, *SCORE_INPUTS),

@@ -31,7 +31,8 @@ DQ_KERNEL = KernelSpec(
     "attention_backward_dq",
     "attention/tensor_core/backward_dq.cu",
     (
-        *inputs("q", "k", "v", "dout", "stats"),
+        *inputs("q", "k", "v", "dout", "stats", "scales"),
+        Pointer("cta_scales"),
         Pointer("dq"),
         *(*POSITIONS, *SCORE_INPUTS),
         BACKWARD_STRUCT,

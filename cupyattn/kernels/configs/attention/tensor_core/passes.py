@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
+from cupyattn.kernels.configs.attention.parameters import PACKED
 from cupyattn.kernels.configs.attention.tensor_core.backward_dkdv import ONE_PASS
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import pairs, rows_for
@@ -16,20 +17,36 @@ DELTA_KERNEL = KernelSpec(
     "attention_backward_delta",
     "attention/tensor_core/backward_delta.cu",
     (
-        *(*inputs("out", "dout", "lse"), *inputs("dlse", optional=True)),
-        *(Pointer("stats"), Pointer("zeroed", optional=True)),
+        *(*inputs("out", "dout", "lse"), *inputs("dlse", optional=True), *inputs("v")),
+        *(Pointer("stats"), Pointer("sizes"), Pointer("zeroed", optional=True)),
+        *inputs("seqused_k", optional=True),
         BACKWARD_STRUCT,
     ),
+)
+SCALES_KERNEL = KernelSpec(
+    "attention_backward_scales",
+    "attention/tensor_core/backward_scales.cu",
+    (*inputs("sizes"), Pointer("stats"), Pointer("scales"), BACKWARD_STRUCT),
 )
 CONVERT_KERNEL = KernelSpec(
     "attention_backward_convert",
     "attention/tensor_core/backward_convert.cu",
-    (*inputs("dq_acc"), Pointer("dq"), BACKWARD_STRUCT),
+    (*inputs("dq_acc", "scales"), Pointer("dq"), BACKWARD_STRUCT),
 )
 DELTA_VARLEN_KERNEL = KernelSpec(
     "attention_backward_delta_varlen",
     "attention/tensor_core/backward_delta_varlen.cu",
-    (*DELTA_KERNEL.parameters[:-1], *inputs("cu_seqlens_q"), VARLEN_BACKWARD_STRUCT),
+    (
+        *DELTA_KERNEL.parameters[:-2],
+        *PACKED,
+        *DELTA_KERNEL.parameters[-2:-1],
+        VARLEN_BACKWARD_STRUCT,
+    ),
+)
+SCALES_VARLEN_KERNEL = KernelSpec(
+    "attention_backward_scales_varlen",
+    "attention/tensor_core/backward_scales_varlen.cu",
+    (*SCALES_KERNEL.parameters[:-1], *PACKED, VARLEN_BACKWARD_STRUCT),
 )
 CONVERT_VARLEN_KERNEL = KernelSpec(
     "attention_backward_convert_varlen",
@@ -48,8 +65,10 @@ DSINKS_KERNEL = KernelSpec(
 )
 KERNELS = (
     DELTA_KERNEL,
+    SCALES_KERNEL,
     CONVERT_KERNEL,
     DELTA_VARLEN_KERNEL,
+    SCALES_VARLEN_KERNEL,
     CONVERT_VARLEN_KERNEL,
     DBIAS_KERNEL,
     DSINKS_KERNEL,
@@ -58,7 +77,7 @@ KERNELS = (
 ROW_PAD = 64
 """Rows per head in scratch memory are a multiple of this (kRowPad in backward_params.cuh).
 
-As many one CTA of `convert` takes.
+As many one CTA of `convert` takes. So are keys, where `delta` walks the rows of V.
 """
 
 _THREADS = 256
@@ -70,7 +89,7 @@ def _row_lanes(head_dim_v: int) -> int:
 
 
 def delta_rows(head_dim_v: int) -> int:
-    """Return the rows that one CTA of `delta` takes."""
+    """Return the rows that one CTA of `delta` takes, of queries or of V."""
     return _THREADS // _row_lanes(head_dim_v)
 
 
@@ -82,6 +101,15 @@ def delta(head_dim_v: int, vec: int, packed: bool = False) -> Specialisation:
         HEAD_DIM_V=head_dim_v,
         ROW_LANES=_row_lanes(head_dim_v),
         VEC=vec,
+    )
+
+
+@cache
+def scales(head_dim_v: int, packed: bool = False) -> Specialisation:
+    """Specialise the kernel that keeps dS within float16's range."""
+    return (SCALES_VARLEN_KERNEL if packed else SCALES_KERNEL).specialise(
+        threads=_THREADS,
+        ROWS=delta_rows(head_dim_v),
     )
 
 
@@ -121,6 +149,8 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield delta(head_dim, vec)
         yield convert(head_dim, vec)
     for head_dim in (64, 128, 256):  # as many lanes to a row as there can be
+        yield scales(head_dim)
+        yield scales(head_dim, packed=True)
         yield delta(head_dim, 8, packed=True)
         yield convert(head_dim, 8, packed=True)
     for dtype in STORAGE:

@@ -1,0 +1,248 @@
+"""Gradients of scores beyond float16's range: a power of two for each key-value head keeps them.
+
+The arrays here give scores gradients of some 100,000, and results that float16 has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.backward_runs import Arrays, error_ratios, inputs, run
+from support.devices import KERNELS
+from support.search import deep
+from support.strategies import AttentionProblem
+from support.varlen import VarlenProblem
+
+import cupyattn
+from cupyattn import ScoreMod, reference
+from cupyattn.ops import plan
+from cupyattn.reference.attention.backward_bounds import range_log2
+from cupyattn.reference.attention.scores import ScoreBlocks
+
+pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
+
+LARGEST = 65_504  # of float16
+
+
+@dataclass(frozen=True)
+class Beyond(AttentionProblem):
+    """Small q and k, large v and dout."""
+
+    def arrays(self) -> Arrays:
+        q, k, v = super().arrays()
+        return q * np.float16(0.01), k * np.float16(0.05), v * np.float16(200)
+
+    def gradients(self) -> tuple[np.ndarray, np.ndarray]:
+        dout, dlse = super().gradients()
+        return dout * np.float16(2048), dlse
+
+
+PROBLEM = Beyond(B=2, Sq=40, Sk=70, H=4, G=2, D=64, Dv=64, dtype="float16")
+EVERY_SCORE, EVERY_HEAD = (("bias", (shape, "float32")) for shape in ((2, 4, 40, 70), (4, 1, 70)))
+OPTIONS = {
+    "plain": (),
+    "causal, keys in use": (("causal", True), ("seqused_k", (70, 33))),
+    "dropout": (("dropout_p", 0.5),),
+    "softcap, slopes": (("softcap", 2.0), ("alibi_slopes", ((4,), "float32", 1))),
+    "sinks, mask": (("sinks", "float32"), ("mask", (4, 40, 70))),
+    "dbias": (EVERY_SCORE,),
+    "dbias of every head": (EVERY_HEAD,),
+}
+SHAPES = {"": {}, "D 256": {"D": 256, "Dv": 256}, "scalar loads": {"D": 20, "Dv": 30}}
+
+
+def problem_of(options: str, shape: str = "", **more: Any) -> Beyond:
+    return replace(PROBLEM, drawn=OPTIONS[options], **SHAPES[shape], **more)
+
+
+def largest_of_scores(arrays: Arrays, options: dict[str, Any]) -> float:
+    """The largest gradient of a score."""
+    shape = *arrays[5].shape, arrays[2].shape[1]
+    bias = np.broadcast_to(options.get("bias", np.zeros((), np.float32)), shape)
+    return np.abs(reference.attention_backward(*arrays, **{**options, "bias": bias}).dbias).max()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        *(("plain", ""), ("dbias", ""), ("dropout", ""), ("sinks, mask", ""), ("plain", "D 256")),
+        *deep(("causal, keys in use", ""), ("softcap, slopes", ""), ("dbias of every head", "")),
+        *deep(("plain", "scalar loads"), ("dbias", "D 256"), ("dropout", "D 256")),
+    ],
+)
+def test_gradients_are_within_their_bounds(options: str, shape: str, deterministic: bool):
+    arrays, given = inputs(problem_of(options, shape))
+    assert largest_of_scores(arrays, given) > LARGEST
+    grads = run(arrays, given, "flash", deterministic=deterministic)
+    ratios = error_ratios(grads, arrays, given, "flash")
+    assert max(ratios.values()) <= 1, ratios
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_they_are_added_to_what_is_there(deterministic: bool):
+    arrays, given = inputs(problem_of("plain"))
+    once = run(arrays, given, "flash", deterministic=deterministic)
+    grads = cupyattn.AttentionGrads(*(KERNELS.put(once[n].copy()) for n in ("dq", "dk", "dv")))
+    twice = run(arrays, given, "flash", deterministic=True, grads=grads, accumulate=True)
+    for name, gradient in twice.items():
+        double = 2 * once[name].astype(np.float32)
+        np.testing.assert_allclose(gradient, double, rtol=4e-3, atol=1)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, *deep(256)])
+def test_packed_sequences(head_dim: int, deterministic: bool):
+    """Of which each has its own power of two, and some no queries or no keys."""
+    problem = VarlenProblem(
+        replace(PROBLEM, B=5, Sq=140, Sk=150, D=head_dim, Dv=head_dim, drawn=(("causal", True),)),
+        queries=(5, 140, 0, 33, 70),
+        keys=(20, 150, 7, 0, 65),
+        spare=3,
+    )
+    ratios = problem.backward_ratios(problem.run_backward(deterministic=deterministic))
+    assert max(ratios.values()) <= 1, ratios
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_expression_is_given_the_gradient_itself(deterministic: bool):
+    """One that cuts it off where float16 has long ended."""
+    limit = 50_000.0
+    (dout, q, k, v, out, lse), _ = inputs(problem_of("plain"))
+
+    def gradient(score: Any, grad: np.ndarray, *_: Any) -> np.ndarray:
+        return np.clip(grad, -limit, limit)
+
+    modified = ScoreMod(
+        "score",
+        gradient=f"fmaxf(fminf(grad, {limit}f), {-limit}f)",
+        python=(lambda s, *_: s, gradient),
+    )
+    exact = reference.attention_backward(
+        dout, q, k, v, out, lse, score_mod=lambda s, *_: s, score_mod_gradient=gradient
+    )
+    with KERNELS.running():
+        arrays = map(KERNELS.put, (dout, q, k, v, out, lse))
+        found = cupyattn.attention_backward(
+            *arrays, score_mod=modified, deterministic=deterministic
+        )
+    for name in ("dq", "dk", "dv"):
+        expected = getattr(exact, name)
+        tolerance = 2e-3 * np.abs(expected).max()
+        np.testing.assert_allclose(KERNELS.get(getattr(found, name)), expected, atol=tolerance)
+
+
+def only(arrays: Arrays, batch: int, kv_head: int) -> Arrays:
+    """The arrays where only one key-value head's are large."""
+    group = PROBLEM.H // PROBLEM.G
+    heads = slice(kv_head * group, (kv_head + 1) * group)
+    dout, q, k, v, out, lse = (x.copy() for x in arrays)
+    for array, factor, own in ((dout, 2048, heads), (v, 200, kv_head), (out, 200, heads)):
+        large = array[batch, :, own].copy()
+        array /= np.float16(factor)
+        array[batch, :, own] = large
+    return dout, q, k, v, out, lse
+
+
+OTHERS = [(b, h) for b in range(2) for h in range(4) if (b, h) not in ((1, 2), (1, 3))]
+OTHER_KEYS = [(0, 0), (0, 1), (1, 0)]
+
+
+def same_bits(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    """Whether the gradients of all but batch element 1's second key-value head are the same."""
+    for name, heads in (("dq", OTHERS), ("dk", OTHER_KEYS), ("dv", OTHER_KEYS)):
+        for b, h in heads:
+            assert np.isfinite(expected[name][b, :, h]).all()
+            np.testing.assert_array_equal(found[name][b, :, h], expected[name][b, :, h])
+
+
+def poisoned(arrays: Arrays, value: float) -> list[Arrays]:
+    """Those with something else in a row of dout, or of v, or in a sum of logits."""
+    results = []
+    for at, place in ((0, (1, 7, 2, 3)), (3, (1, 9, 1, 5)), (5, (1, 2, 4))):
+        results.append(tuple(x.copy() for x in arrays))
+        results[-1][at][place] = value
+    return results
+
+
+@pytest.mark.parametrize("deterministic", [True, *deep(False)])
+@pytest.mark.parametrize("value", [np.inf, *deep(np.nan)])
+def test_other_heads_keep_their_bits(value: float, deterministic: bool):
+    """Whatever one head's are: as large as this, or not finite."""
+    arrays, _ = inputs(problem_of("plain"))
+    large = only(arrays, 1, 1)
+    small = [x.copy() for x in large]
+    small[0][1, :, 2:] /= np.float16(2048)
+    if deterministic:
+        options: dict[str, Any] = {"deterministic": True}
+    else:  # a tile of queries, and one of keys: a sum of one term is the same in any order
+        options = {}
+    expected = run(tuple(small), {}, "flash", **options)
+    for others in (large, *poisoned(large, value)):
+        same_bits(run(others, {}, "flash", **options), expected)
+
+
+def test_a_row_that_is_not_finite_leaves_the_others_of_its_head_right():
+    arrays, _ = inputs(problem_of("plain"))
+    expected = run(arrays, {}, "flash", deterministic=True)["dq"]
+    for value in (np.inf, np.nan):
+        with_row = tuple(x.copy() for x in arrays)
+        with_row[0][1, 7, 2] = value
+        dq = run(with_row, {}, "flash", deterministic=True)["dq"]
+        assert not np.isfinite(dq[1, 7, 2]).any()
+        rows = np.arange(40) != 7
+        np.testing.assert_array_equal(dq[1, rows, 2], expected[1, rows, 2])
+
+
+@pytest.fixture
+def scales_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., np.ndarray]:
+    """Run a backward; returns what the kernel of the range has written, as (B, G, group, 2)."""
+
+    def call(arrays: Arrays, options: dict[str, Any]) -> np.ndarray:
+        written: list[Any] = []
+
+        def start(device: Any, specialisation: Any, ctas: int, given: Any, values: Any) -> None:
+            original(device, specialisation, ctas, given, values)
+            if specialisation.spec.entry == "attention_backward_scales":
+                names = [pointer.name for pointer in specialisation.spec.pointers]
+                written.append(KERNELS.get(given[names.index("scales")]).copy())
+
+        original = plan.start
+        monkeypatch.setattr(plan, "start", start)
+        run(arrays, options, "flash", deterministic=True)
+        (scales,) = written
+        batch, heads, kv_heads = *arrays[5].shape[:2], arrays[2].shape[2]
+        return scales.reshape(batch, kv_heads, heads // kv_heads, 2)
+
+    return call
+
+
+@pytest.mark.parametrize("options", ["plain", "dropout", "causal, keys in use"])
+def test_the_power_of_two_is_no_larger_than_the_bound_asks_for(options: str, scales_of):
+    arrays, given = inputs(problem_of(options))
+    dout, q, k, v, out, lse = arrays
+    dlse, scores = given.pop("dlse"), given
+    found = []
+    for log2, of_v in ((-24, 1), (-16, 1), (-9, 1), (-7, 1), (-4, 1), (0, 1), (2, 8)):
+        rows = (dout * np.float16(2.0**log2), q, k, v * np.float16(of_v), out, lse)
+        more = dlse * np.float32(1e5 if log2 == -9 else 1)  # delta alone may be large
+        expected = range_log2(
+            ScoreBlocks(*rows[1:4], **scores), dout=rows[0], out=out, lse=lse, dlse=more
+        )
+        scales = scales_of(rows, {**scores, "dlse": more})
+        np.testing.assert_array_equal(scales[..., 0], 2.0 ** -expected[..., None] * np.ones(2))
+        np.testing.assert_array_equal(scales[..., 1], 2.0 ** expected[..., None] * np.ones(2))
+        found.append(expected)
+    assert np.min(found) == 0
+    assert np.max(found) == 15
+    assert len(np.unique(found)) > 4
+
+
+def test_a_plan_of_rows_that_hold_nothing_has_a_scale_of_one(scales_of):
+    zeros = [np.zeros((1, n, h, 8), np.float16) for n, h in ((3, 2), (3, 2), (5, 1), (5, 1))]
+    arrays = (*zeros, np.zeros((1, 3, 2, 8), np.float16), np.zeros((1, 2, 3), np.float32))
+    assert (scales_of(arrays, {}) == 1).all()
