@@ -83,6 +83,15 @@ def test_ceilings_of_a_gpu():
     assert 0 < found["fma_tflops"] < (found["mma_tflops"] or math.inf)
 
 
+def test_shares_above_a_ceiling_are_explained(a_gpu, capsys):
+    explained = "A share above 1 is of bytes that a cache held"
+    words = ("kv_cache", "--tokens", "20", "--cache", "float", "--head-dim", "8")
+    for seconds, told in ((1.0, False), (1e-12, True)):
+        a_gpu.times.seconds += [seconds] * 3
+        assert main(words) == 0
+        assert (explained in " ".join(capsys.readouterr().out.split())) is told
+
+
 TINY = ("--head-dim", "8", "--options", "none")
 ATTENTION = ("--seqlen", "16", "--batch", "1", "--width", "16", *TINY)
 

@@ -84,6 +84,10 @@ def _code_text(target: str) -> str:
     return f"{target} machine code"
 
 
+_ABOVE = 1.05
+"""Shares that are no noise of a ceiling."""
+
+
 def show_result(
     title: str, note: str, beside: str | None, result: Result, terminal: Terminal
 ) -> None:
@@ -99,6 +103,11 @@ def show_result(
         terminal.title(f"{title}, {result['date']}")
         terminal.facts(_host(result))
     show_rows(result["rows"], beside, terminal)
+    if any((row.get("of_ceiling") or 0) > _ABOVE for row in result["rows"]):
+        note += (
+            " A share above 1 is of bytes that a cache held, or of a peer's tensor cores where "
+            "float32 arithmetic is the ceiling."
+        )
     if "calls" in result:
         note = f"Medians of at most {result['calls']} calls after {result['warm_up']}. {note}"
     terminal.text(f"  {note}")

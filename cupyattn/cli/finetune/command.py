@@ -166,7 +166,7 @@ def show(result: Result, terminal: Terminal) -> None:
         looked_at = result["eval_losses"]
         facts["held back"] = f"loss {_loss(looked_at[0])} at first, {_loss(looked_at[-1])} at last"
     if result["tokens_per_s"]:
-        facts["speed"] = f"{result['tokens_per_s']:,.0f} tokens/s"
+        facts["speed"] = f"{result['tokens_per_s']:,.1f} tokens/s"
     if result["memory_bytes"]:
         facts["memory"] = size_text(result["memory_bytes"])
     facts["losses"] = ", ".join(filter(None, (result["losses"], result["curve"])))
