@@ -14,24 +14,29 @@ constexpr int kPiece = INTERLEAVED && VEC == 1 ? 1 : VEC;
 constexpr int kPieces = 2 * kPairs / kPiece;
 static_assert(kPieces == 1 || kPieces == 2, "a pair is in one vector or in two");
 
-struct Slot {
-  Vec<DTYPE, kPiece> piece[kPieces];
+// What a thread computes of a slot.
+struct Features {
+  float piece[kPieces][kPiece];
 
-  __device__ __forceinline__ float first(int pair) const {
-    return to_float(INTERLEAVED ? piece[2 * pair / kPiece].item[2 * pair % kPiece] : piece[0].item[pair]);
+  __device__ __forceinline__ float& first(int pair) {
+    return INTERLEAVED ? piece[2 * pair / kPiece][2 * pair % kPiece] : piece[0][pair];
   }
-  __device__ __forceinline__ float second(int pair) const {
-    return to_float(INTERLEAVED ? piece[(2 * pair + 1) / kPiece].item[(2 * pair + 1) % kPiece]
-                                : piece[kPieces - 1].item[pair]);
+  __device__ __forceinline__ float& second(int pair) {
+    return INTERLEAVED ? piece[(2 * pair + 1) / kPiece][(2 * pair + 1) % kPiece] : piece[kPieces - 1][pair];
   }
-  __device__ __forceinline__ void set(int pair, float first, float second) {
-    if constexpr (INTERLEAVED) {
-      piece[2 * pair / kPiece].item[2 * pair % kPiece] = from_float<DTYPE>(first);
-      piece[(2 * pair + 1) / kPiece].item[(2 * pair + 1) % kPiece] = from_float<DTYPE>(second);
-    } else {
-      piece[0].item[pair] = from_float<DTYPE>(first);
-      piece[kPieces - 1].item[pair] = from_float<DTYPE>(second);
-    }
+};
+
+// A slot as the words that lie in memory, zeros where nothing was loaded. As items it was taken apart behind each load,
+// which waited for it before the next head's began: 64 byte permutations of 501 instructions (two heads, float16 in
+// halves, sm_75, NVRTC 12.9, 2026-11-24).
+struct Slot {
+  WordsOf<Vec<DTYPE, kPiece>> piece[kPieces];
+
+  __device__ __forceinline__ Features features() const {
+    Features x;
+#pragma unroll
+    for (int p = 0; p < kPieces; p++) unpack<DTYPE>(x.piece[p], piece[p]);
+    return x;
   }
 };
 
@@ -53,20 +58,15 @@ struct SlotPlace {
     Slot slot = {};
 #pragma unroll
     for (int p = 0; p < kPieces; p++) {
-      if (exists[p]) slot.piece[p] = *reinterpret_cast<const Vec<DTYPE, kPiece>*>(head_g + column[p]);
+      if (exists[p]) slot.piece[p] = *reinterpret_cast<const WordsOf<Vec<DTYPE, kPiece>>*>(head_g + column[p]);
     }
     return slot;
   }
 
-  __device__ __forceinline__ void store(DTYPE* head_g, const Slot& slot) const {
+  __device__ __forceinline__ void store(DTYPE* head_g, const Features& x) const {
 #pragma unroll
     for (int p = 0; p < kPieces; p++) {
-      if (!exists[p]) continue;
-      if constexpr (sizeof(slot.piece[p]) == kVectorBytes) {
-        st_global_v4(head_g + column[p], *reinterpret_cast<const uint4*>(&slot.piece[p]));
-      } else {
-        *reinterpret_cast<Vec<DTYPE, kPiece>*>(head_g + column[p]) = slot.piece[p];
-      }
+      if (exists[p]) store_vec(head_g + column[p], x.piece[p]);
     }
   }
 };
@@ -103,15 +103,16 @@ __device__ __forceinline__ void turn_slot(const Params& params, uint32 slot, uin
   // Rotate, and store. What is only copied is no product: 0 times infinity is none.
 #pragma unroll
   for (int h = 0; h < HEADS; h++) {
-    Slot out = x[h];
+    Features turned = x[h].features(), added;
+    if constexpr (ACCUMULATE) added = present[h].features();
 #pragma unroll
     for (int i = 0; i < kPairs; i++) {
-      const float a = x[h].first(i), b = x[h].second(i), turn = params.sign * sin[i];
-      float first = rotates ? rotated(a, b, cos[i], -turn) : a;
-      float second = rotates ? rotated(b, a, cos[i], turn) : b;
-      if constexpr (ACCUMULATE) first += present[h].first(i), second += present[h].second(i);
-      out.set(i, first, second);
+      float &first = turned.first(i), &second = turned.second(i);
+      const float a = first, b = second, turn = params.sign * sin[i];
+      first = rotates ? rotated(a, b, cos[i], -turn) : a;
+      second = rotates ? rotated(b, a, cos[i], turn) : b;
+      if constexpr (ACCUMULATE) first += added.first(i), second += added.second(i);
     }
-    if (head + h < heads) place.store(out_g + h * out_head, out);
+    if (head + h < heads) place.store(out_g + h * out_head, turned);
   }
 }
