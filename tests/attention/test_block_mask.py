@@ -13,6 +13,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from support import block_masks
 from support.block_masks import Case, arrays, blocks_of, mask_of, masked_tiles
 from support.devices import KERNELS, NUMPY
+from support.modifiers import by_the_reference
 from support.search import deep, examples, mostly_deep
 from support.strategies import AttentionProblem
 
@@ -119,20 +120,18 @@ def test_empty_tiles_are_not_read(dtype):
         x[:, border:] = np.nan
     dout, q, k, v = map(KERNELS.put, given_arrays)
     seen = two_documents(length, border)
-    first = [KERNELS.put(x[:, :border]) for x in given_arrays]
+    alone, _, expected = by_the_reference(*(x[:, :border] for x in given_arrays))
     out, lse = attention(q, k, v, mask_mod=blocks_of(seen), return_lse=True)
-    alone, alone_lse = attention(*first[1:], return_lse=True)
-    assert_allclose(KERNELS.get(out)[:, :border], KERNELS.get(alone), rtol=1e-2, atol=1e-3)
+    assert_allclose(KERNELS.get(out)[:, :border], alone, rtol=1e-2, atol=1e-3)
     masked = KERNELS.get(attention(q, k, v, mask_mod=mask_of(seen)))
     assert np.isnan(masked[:, :border]).any()  # what a mask_mod alone reads
-    expected = attention_backward(*first, alone, alone_lse)
     for deterministic in (False, True):
         grads = attention_backward(
             dout, q, k, v, out, lse, mask_mod=blocks_of(seen), deterministic=deterministic
         )
         for name in ("dq", "dk", "dv"):
             found = KERNELS.get(getattr(grads, name))[:, :border]
-            assert_allclose(found, KERNELS.get(getattr(expected, name)), rtol=1e-2, atol=3e-3)
+            assert_allclose(found, getattr(expected, name), rtol=1e-2, atol=3e-3)
 
 
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
@@ -160,20 +159,20 @@ def test_work_is_the_share_of_the_tiles_that_are_left(monkeypatch, dtype):
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
 def test_full_tiles_do_not_ask_the_expression(dtype):
     """It would say otherwise by now; the forward asks for the first tile, and where keys end."""
-    dout, q, k, v = map(KERNELS.put, arrays(dtype, 128, 512))
+    given_arrays = arrays(dtype, 128, 512)
+    expected, _, expected_grads = by_the_reference(*given_arrays)
+    dout, q, k, v = map(KERNELS.put, given_arrays)
     blocks = blocks_of(np.ones((1, 1, 128, 512), bool))
-    expected = attention(q, k, v, return_lse=True)
-    expected_grads = attention_backward(dout, q, k, v, *expected)
     blocks.mask_mod.arrays["seen"][..., 256:448] = False
     out, lse = attention(q, k, v, mask_mod=blocks, return_lse=True)
-    assert_allclose(KERNELS.get(out), KERNELS.get(expected[0]), rtol=1e-2, atol=1e-3)
+    assert_allclose(KERNELS.get(out), expected, rtol=1e-2, atol=1e-3)
     for deterministic in (False, True):
         grads = attention_backward(
             dout, q, k, v, out, lse, mask_mod=blocks, deterministic=deterministic
         )
         for name in ("dq", "dk", "dv"):
             found = KERNELS.get(getattr(grads, name))
-            assert_allclose(found, KERNELS.get(getattr(expected_grads, name)), rtol=1e-2, atol=3e-3)
+            assert_allclose(found, getattr(expected_grads, name), rtol=1e-2, atol=3e-3)
 
 
 LONG = 1024 * 64 + 300
@@ -229,25 +228,26 @@ def test_no_scores(sq, sk):
 
 @pytest.mark.parametrize("shape", [(1, 2, 150, 200), *deep(((1, 1, 1, 200),))], ids=str)
 def test_bias_gets_zeros_where_tiles_are_skipped(shape):
-    dout, q, k, v = map(KERNELS.put, arrays("float16", 150, 200))
+    dout, *given_arrays = arrays("float16", 150, 200)
     seen = masked_tiles((1, 1, 150, 200), 64, 3)
-    bias = KERNELS.put(np.random.default_rng(2).standard_normal(shape).astype(np.float32))
-    given_options = {"bias": bias, "mask_mod": blocks_of(seen)}
-    out, lse = attention(q, k, v, **given_options, return_lse=True)
-    found = attention_backward(dout, q, k, v, out, lse, **given_options)
-    given_options["mask_mod"] = given_options["mask_mod"].mask_mod
-    expected = attention_backward(dout, q, k, v, out, lse, **given_options)
-    assert_allclose(KERNELS.get(found.dbias), KERNELS.get(expected.dbias), rtol=1e-2, atol=2e-3)
+    bias = np.random.default_rng(2).standard_normal(shape).astype(np.float32)
+    out, lse, expected = by_the_reference(dout, *given_arrays, bias=bias, mask=seen)
+    found = attention_backward(
+        *map(KERNELS.put, (dout, *given_arrays, out, lse)),
+        bias=KERNELS.put(bias), mask_mod=blocks_of(seen),
+    )  # fmt: skip
+    assert_allclose(KERNELS.get(found.dbias), expected.dbias, rtol=1e-2, atol=2e-3)
 
 
 def test_beside_score_mod_and_alibi():
-    _, q, k, v = map(KERNELS.put, arrays("float16", 70, 200))
+    given_arrays = arrays("float16", 70, 200)
     seen = masked_tiles((1, 2, 70, 200), 32, 4)
-    slopes = KERNELS.put(np.float32([0.1, 0.2]))
-    more = {"alibi_slopes": slopes, "score_mod": cupyattn.ScoreMod("0.5f * score")}
-    found = attention(q, k, v, mask_mod=blocks_of(seen), **more)
-    expected = attention(q, k, v, mask_mod=mask_of(seen), **more)
-    assert_allclose(KERNELS.get(found), KERNELS.get(expected), rtol=1e-2, atol=1e-3)
+    slopes = np.float32([0.1, 0.2])
+    more = {"alibi_slopes": KERNELS.put(slopes), "score_mod": cupyattn.ScoreMod("0.5f * score")}
+    found = attention(*map(KERNELS.put, given_arrays[1:]), mask_mod=blocks_of(seen), **more)
+    halved = {"alibi_slopes": 0.5 * slopes, "softmax_scale": 0.5 * 24**-0.5}
+    expected, *_ = by_the_reference(*given_arrays, mask=seen, **halved)
+    assert_allclose(KERNELS.get(found), expected, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.deep

@@ -21,6 +21,13 @@ Put = Callable[[np.ndarray], Any]
 CAP = 2.0
 
 
+def by_the_reference(dout: np.ndarray, *arrays: np.ndarray, **options: Any) -> tuple[Any, ...]:
+    """out, lse and the gradients: kernels would be compiled for the options that are compared."""
+    with cupyattn.backend("reference"):
+        results = cupyattn.attention(*arrays, **options, return_lse=True)
+        return (*results, cupyattn.attention_backward(dout, *arrays, *results, **options))
+
+
 class Case:
     """A problem whose scores expressions change, and the options that change them alike."""
 
