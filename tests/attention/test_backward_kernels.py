@@ -22,6 +22,7 @@ from cupyattn import AttentionGrads, reference
 from cupyattn.kernels.configs.attention.float32.backward import DKDV as DKDV_F32
 from cupyattn.kernels.configs.attention.tensor_core.backward_dkdv import ONE_PASS
 from cupyattn.kernels.configs.attention.tensor_core.backward_dq import DQ
+from cupyattn.kernels.configs.tables import pairs
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -179,21 +180,21 @@ def test_every_row_of_the_flash_tables(head_dim: int, deterministic: bool):
 SHAPES = (2, 4, 9, 41), (1, 1, 1, 1), (4, 1, 41), (9, 1), (41,)
 CALLS = [("naive", "float16", False), ("flash", "float16", False)]
 CALLS += [("flash", "float16", True), ("flash", "float32", False), ("flash", "float32", True)]
-ALL = [(*call, shape) for call in CALLS for shape in SHAPES]
+OF_OWN_DTYPE = [(call, shape, False) for call in CALLS for shape in SHAPES]
+OTHERS = [each for each in pairs(CALLS, SHAPES, (False, True)) if each[2]]
 
 
-@pytest.mark.parametrize("other_dtype", [False, *deep(True)])
 @pytest.mark.parametrize(
-    ("implementation", "dtype", "deterministic", "shape"),
-    mostly_deep(ALL, [*ALL[5:10], ALL[0], ALL[3], ALL[11], ALL[13], ALL[16], ALL[18]]),
+    ("call", "shape", "other_dtype"),
+    mostly_deep(
+        [*OF_OWN_DTYPE, *OTHERS], [OF_OWN_DTYPE[i] for i in (*range(5, 10), 0, 3, 11, 13, 16, 18)]
+    ),
+    ids=str,
 )
 def test_dbias_of_every_broadcast(
-    shape: tuple[int, ...],
-    other_dtype: bool,
-    implementation: str,
-    dtype: str,
-    deterministic: bool,
+    call: tuple[str, str, bool], shape: tuple[int, ...], other_dtype: bool
 ):
+    implementation, dtype, deterministic = call
     bias_dtype = {"float16": "float32", "float32": "float16"}[dtype] if other_dtype else dtype
     problem = AttentionProblem(
         B=2, Sq=9, Sk=41, H=4, G=2, D=24, Dv=40, dtype=dtype,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from support.search import deep, examples, mostly_deep, wider
 
 import cupyattn
 from cupyattn import reference
+from cupyattn.kernels.configs.tables import pairs
 from cupyattn.reference.kv_cache.quantisation import dequantise
 
 pytestmark = pytest.mark.nvrtc
@@ -58,11 +60,16 @@ def test_packed_queries_are_a_loop_over_sequences(bits: int, data: st.DataObject
     assert (lse[:, problem.bounds[-1] :] == 7).all()
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), KERNELS)
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("block_size", mostly_deep(BLOCK_SIZES, [48]))
-def test_scales_that_are_powers_of_two_lose_nothing(dtype, head_dim, bits, block_size):
+EACH_IN_BLOCKS_OF_48 = [*itertools.product(KERNELS, BITS, [48])]
+IN_BLOCKS = [*dict.fromkeys((*EACH_IN_BLOCKS_OF_48, *pairs(KERNELS, BITS, BLOCK_SIZES)))]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "bits", "block_size"), mostly_deep(IN_BLOCKS, EACH_IN_BLOCKS_OF_48), ids=str
+)
+def test_scales_that_are_powers_of_two_lose_nothing(kernel, bits, block_size):
     """Every integer times its scale is a float of q's dtype, and the bound that of such a cache."""
+    dtype, head_dim = kernel
     problem = replace(CHUNK, dtype=dtype, D=head_dim, bits=bits, block_size=block_size)
     q, k, v, table, lengths, *scales = problem.arrays()
     powers = [np.exp2(np.round(np.log2(each))).astype(np.float32) for each in scales]
