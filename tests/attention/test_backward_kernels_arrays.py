@@ -98,15 +98,13 @@ def test_deterministic_kernels_hold_no_atomics(head_dim: int):
     assert not _adds_atomically(backward_dq.dq(75, head_dim, head_dim, vector_items("float16")))
 
 
-@pytest.mark.parametrize("head_dim", mostly_deep(flash_f32.DKDV[75], [64]))
-def test_deterministic_float_kernels_hold_no_atomics(head_dim: int):
+@pytest.mark.parametrize("dims", [(24, 40), *deep(*(((dim, dim),) for dim in flash_f32.DKDV[75]))])
+def test_deterministic_float_kernels_hold_no_atomics(dims: tuple[int, int]):
     one_pass, deterministic = (
-        flash_f32.dkdv(
-            75, "float32", head_dim, head_dim, flash_f32.VECTOR_ITEMS, one_pass, PLAIN, "void"
-        )
+        flash_f32.dkdv(75, "float32", *dims, flash_f32.VECTOR_ITEMS, one_pass, PLAIN, "void")
         for one_pass in (True, False)
     )
-    dq = flash_f32.dq(75, "float32", head_dim, head_dim, flash_f32.VECTOR_ITEMS, PLAIN)
+    dq = flash_f32.dq(75, "float32", *dims, flash_f32.VECTOR_ITEMS, PLAIN)
     assert _adds_atomically(one_pass)
     assert not _adds_atomically(deterministic)
     assert not _adds_atomically(dq)

@@ -13,11 +13,11 @@ from cupyattn.functional.device_info import device_count
 DEEPER = 2
 """How many times the examples of a plain run ``--deep`` tries, where a test does not say."""
 
-# How long a run of everything takes on two cores, kernels compiled anew, and what it is called.
+# How long a run of everything takes on two free cores, kernels compiled anew; by what is asked.
 DURATIONS = {
     "quick": "about a minute",
-    "plain": "8 to 12 minutes",
-    "deep": "25 to 40 minutes",
+    "plain": "about 6 minutes",
+    "deep": "20 to 25 minutes",
 }
 
 # What is marked quick: files and tests by how their names begin, but for those of the second list.
