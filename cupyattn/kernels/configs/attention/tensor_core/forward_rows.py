@@ -73,7 +73,9 @@ _TURING_WITH = {
     },
     # The lists take registers: longer tiles spill in the loop over partial ones. The loop over full
     # tiles models 0.75, 0.86 and 0.87 at head dims 40, 96 and 128, where a call without a mask has
-    # 0.73, 0.86 and 0.89.
+    # 0.73, 0.86 and 0.89. A partial tile takes 1.5 and 1.7 times a full one's at 64 and 128. Of 16
+    # documents in 16,384 tokens a quarter of the tiles are partial, and both loops take 1.18 and
+    # 1.14 of the time that a plain call takes for as many tiles.
     "block mask": {
         64: FlashConfig(2, 4, 32, 2, "models 0.81, and 0.71 with 64 keys, where 52 bytes spill"),
         80: FlashConfig(2, 4, 32, 2, "models 0.88, and 0.83 with 48 keys, where 40 bytes spill"),
