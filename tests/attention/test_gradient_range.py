@@ -5,41 +5,25 @@ The arrays here give scores gradients of some 100,000, and results that float16 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from support.backward_runs import Arrays, error_ratios, inputs, run
+from support.beyond_float16 import Beyond, Uneven, recorded_scales
 from support.devices import KERNELS
 from support.search import deep
-from support.strategies import AttentionProblem
 from support.varlen import VarlenProblem
 
 import cupyattn
 from cupyattn import ScoreMod, reference
-from cupyattn.ops import plan
 from cupyattn.reference.attention.backward_bounds import range_log2
 from cupyattn.reference.attention.scores import ScoreBlocks
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
 LARGEST = 65_504  # of float16
-
-
-@dataclass(frozen=True)
-class Beyond(AttentionProblem):
-    """Small q and k, large v and dout."""
-
-    def arrays(self) -> Arrays:
-        q, k, v = super().arrays()
-        return q * np.float16(0.01), k * np.float16(0.05), v * np.float16(200)
-
-    def gradients(self) -> tuple[np.ndarray, np.ndarray]:
-        dout, dlse = super().gradients()
-        return dout * np.float16(2048), dlse
-
 
 PROBLEM = Beyond(B=2, Sq=40, Sk=70, H=4, G=2, D=64, Dv=64, dtype="float16")
 EVERY_SCORE, EVERY_HEAD = (("bias", (shape, "float32")) for shape in ((2, 4, 40, 70), (4, 1, 70)))
@@ -99,7 +83,7 @@ def test_they_are_added_to_what_is_there(deterministic: bool):
 def test_packed_sequences(head_dim: int, deterministic: bool):
     """Of which each has its own power of two, and some no queries or no keys."""
     problem = VarlenProblem(
-        replace(PROBLEM, B=5, Sq=140, Sk=150, D=head_dim, Dv=head_dim, drawn=(("causal", True),)),
+        Uneven(*(5, 140, 150, 4, 2, head_dim, head_dim, "float16"), drawn=(("causal", True),)),
         queries=(5, 140, 0, 33, 70),
         keys=(20, 150, 7, 0, 65),
         spare=3,
@@ -198,31 +182,17 @@ def test_a_row_that_is_not_finite_leaves_the_others_of_its_head_right():
         np.testing.assert_array_equal(dq[1, rows, 2], expected[1, rows, 2])
 
 
-@pytest.fixture
-def scales_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., np.ndarray]:
-    """Run a backward; returns what the kernel of the range has written, as (B, G, group, 2)."""
-
-    def call(arrays: Arrays, options: dict[str, Any]) -> np.ndarray:
-        written: list[Any] = []
-
-        def start(device: Any, specialisation: Any, ctas: int, given: Any, values: Any) -> None:
-            original(device, specialisation, ctas, given, values)
-            if specialisation.spec.entry == "attention_backward_scales":
-                names = [pointer.name for pointer in specialisation.spec.pointers]
-                written.append(KERNELS.get(given[names.index("scales")]).copy())
-
-        original = plan.start
-        monkeypatch.setattr(plan, "start", start)
+def scales_of(arrays: Arrays, options: dict[str, Any]) -> np.ndarray:
+    """Run a backward; returns 2^-k and 2^k as (B, G, group, 2)."""
+    with recorded_scales() as written:
         run(arrays, options, "flash", deterministic=True)
-        (scales,) = written
-        batch, heads, kv_heads = *arrays[5].shape[:2], arrays[2].shape[2]
-        return scales.reshape(batch, kv_heads, heads // kv_heads, 2)
-
-    return call
+    (scales,) = written
+    batch, heads, kv_heads = *arrays[5].shape[:2], arrays[2].shape[2]
+    return scales.reshape(batch, kv_heads, heads // kv_heads, 2)
 
 
 @pytest.mark.parametrize("options", ["plain", "dropout", "causal, keys in use"])
-def test_the_power_of_two_is_no_larger_than_the_bound_asks_for(options: str, scales_of):
+def test_the_power_of_two_is_no_larger_than_the_bound_asks_for(options: str):
     arrays, given = inputs(problem_of(options))
     dout, q, k, v, out, lse = arrays
     dlse, scores = given.pop("dlse"), given
@@ -242,7 +212,7 @@ def test_the_power_of_two_is_no_larger_than_the_bound_asks_for(options: str, sca
     assert len(np.unique(found)) > 4
 
 
-def test_a_plan_of_rows_that_hold_nothing_has_a_scale_of_one(scales_of):
+def test_a_plan_of_rows_that_hold_nothing_has_a_scale_of_one():
     zeros = [np.zeros((1, n, h, 8), np.float16) for n, h in ((3, 2), (3, 2), (5, 1), (5, 1))]
     arrays = (*zeros, np.zeros((1, 3, 2, 8), np.float16), np.zeros((1, 2, 3), np.float32))
     assert (scales_of(arrays, {}) == 1).all()

@@ -90,8 +90,13 @@ __device__ __forceinline__ Sizes value_sizes(const float16* row_g, bool in_use) 
 
 // The largest of the CTA's rows.
 __device__ __forceinline__ void write_sizes(float* sizes_g, const Sizes& sizes) {
-  __shared__ float partial_s[Traits::kThreads / kWarpSize];
-  const float square = cta_reduce<Max, Traits::kThreads>(sizes.square, partial_s);
-  const float delta = cta_reduce<Max, Traits::kThreads>(sizes.delta, partial_s);
-  if (threadIdx.x == 0) reinterpret_cast<float2*>(sizes_g)[blockIdx.x] = make_float2(square, delta);
+  constexpr int kWarps = Traits::kThreads / kWarpSize;
+  __shared__ float2 warps_s[kWarps];
+  const float square = warp_reduce<Max>(sizes.square), delta = warp_reduce<Max>(sizes.delta);
+  if (lane_index() == 0) warps_s[warp_index()] = make_float2(square, delta);
+  __syncthreads();  // warps: written
+  if (warp_index() != 0) return;
+  const float2 of_warp = warps_s[lane_index() % kWarps];
+  const float2 of_all = make_float2(warp_reduce<Max, kWarps>(of_warp.x), warp_reduce<Max, kWarps>(of_warp.y));
+  if (lane_index() == 0) reinterpret_cast<float2*>(sizes_g)[blockIdx.x] = of_all;
 }
