@@ -90,8 +90,8 @@ def test_keys_may_be_permuted_with_their_values(dtype: str):
 def test_causal_rows_ignore_later_keys(dtype: str, q_offset: int):
     """Where the later keys lie in a tile of theirs too; numbers there are large.
 
-    To the bit, but for out and lse of float16: a warp raises the maxima of all its rows together,
-    and when it does changes how each is rounded.
+    To the bit, but in float16: a warp raises the maxima of all its rows together, and when it does
+    changes how each is rounded.
     """
     options = {"causal": True, "q_offset": q_offset}
     dout, _ = problem(dtype).gradients()
@@ -114,7 +114,14 @@ def test_causal_rows_ignore_later_keys(dtype: str, q_offset: int):
             assert_within(actual[seen], expected[seen], 2 * bound[seen])
         else:
             assert_array_equal(actual[seen], expected[seen])
-    assert_array_equal(later_dq[:, :rows], dq[:, :rows])
+    if dtype == "float16":  # which scales gradients of scores by the largest row of V
+        in_error = sum(
+            backward_bounds((dout, q, *keys, *results), options)["dq"]
+            for keys, results in (((k, v), before), ((later_k, later_v), after))
+        )
+        assert_within(later_dq[:, :rows], dq[:, :rows], in_error[:, :rows])
+    else:
+        assert_array_equal(later_dq[:, :rows], dq[:, :rows])
     assert (after[0][:, rows] != before[0][:, rows]).any(), "the keys were not changed"
 
 

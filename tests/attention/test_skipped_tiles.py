@@ -146,16 +146,22 @@ def test_tiles_that_no_query_sees_are_skipped(kind: str, dtype: str, shape: tupl
         sees, kernels = seen(sq, sk, options), tiles_of(kind, dtype)
         return [sum(count(sees, tiles) for tiles in kernels) for count in (rows_to_load, products)]
 
+    def counted(options: dict[str, Any]) -> tuple[int, int]:
+        """But for V, of which the backward in float16 looks at each row in use: how large it is."""
+        loads, multiplied = counts(kind, arrays, options)
+        looks = dtype == "float16" and kind != "forward"
+        return loads - looks * options["seqused_k"][0] * DIM * arrays[-1].itemsize, multiplied
+
     everything = used(sk)
-    without_keys = counts(kind, arrays, used(0))
-    whole, all_expected = counts(kind, arrays, everything), expected(everything)
+    without_keys = counted(used(0))
+    whole, all_expected = counted(everything), expected(everything)
     for options in (
         {**everything, "causal": True},
         {**everything, "window_size": (sq // 8, 0)},
         {**everything, "window_size": (0, sq // 8)},
         used(sk // 4),
     ):
-        part = counts(kind, arrays, options)
+        part = counted(options)
         for name, base, some, every, needed, of_all in zip(
             ("loads", "products"), without_keys, part, whole, expected(options), all_expected,
             strict=True,

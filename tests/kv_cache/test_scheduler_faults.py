@@ -144,6 +144,9 @@ def test_nor_does_a_second_one_while_the_first_is_mended(kind):
         interrupted(kind, *(first + behind for behind in (0, *rng.sample(range(1, 60), 2))))
 
 
+@pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11), reason="CPython 3.12 itself dies of memory that is refused it"
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_memory_nothing_is_lost(kind):
     """Each step has an allocation of memory in it that fails, if it has so many."""
