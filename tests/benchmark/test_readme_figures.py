@@ -194,6 +194,17 @@ def test_a_sentence_is_replaced_whole(figures):
     assert other == figures["others"][1]
 
 
+def test_a_sentence_quotes_speeds_of_memory_too(figures):
+    labels = {"context": 4096, "contender": "cupyattn"}
+    step = {"command": "decode", **labels, "gb_per_s": 4000.0}
+    sentence = {"what": "decoding", "arguments": "`decode`", "date": "2026-01-06", **ON,
+                "figures": "{:,.0f} GB/s", "rows": [step]}  # fmt: skip
+    assert "4,000 GB/s" in tables.sentences_table([sentence])
+    fresh = result("decode", [{**labels, "tflops": None, "gb_per_s": 4321.4}], date="2026-02-01")
+    (merged,) = merge({**figures, "others": [sentence]}, [fresh]).figures["others"]
+    assert merged["rows"] == [{**step, "gb_per_s": 4321.0}] and merged["date"] == "2026-02-01"
+
+
 def test_times_are_replaced_and_ceilings_go_with_them(figures):
     fresh = layers()
     merged = merge(figures, [fresh])

@@ -18,6 +18,8 @@ from cupyattn.errors import error
 FOLDER = Path(".github") / "figures"
 TABLES = ("attention", "layers")
 SENTENCES = "others"
+RATES = ("tflops", "gb_per_s")
+"""What a row is quoted with, where not with its time: the one of them that it has."""
 BESIDE = {"layers": ("torch compile", "torch eager")}
 """Peers that a table shows where their row is measured together with one that it has."""
 _HEADER = (
@@ -174,8 +176,9 @@ def _figure(row: Row, old: Mapping[str, Any]) -> dict[str, Any]:
     median = row.time("p50")
     if "times" in old:
         return {} if median is None else {"times": {"p50_s": _rounded(median)}}
-    tflops = row.figures.get("tflops")
-    return {} if tflops is None else {"tflops": _rounded(tflops)}
+    rate = next((name for name in RATES if name in old), RATES[0])
+    value = row.figures.get(rate)
+    return {} if value is None else {rate: _rounded(value)}
 
 
 def _rounded(value: float) -> float:
@@ -183,7 +186,7 @@ def _rounded(value: float) -> float:
 
 
 def _labels(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: row[name] for name in row if name not in ("times", "tflops", "unavailable")}
+    return {name: row[name] for name in row if name not in ("times", *RATES, "unavailable")}
 
 
 def _header(result: Result) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from cupyattn.benchmark.frame.peers import PEERS
 from cupyattn.benchmark.plot.head_dims import Figures as Chart
 from cupyattn.benchmark.plot.head_dims import Panel, figures_of
 from cupyattn.benchmark.plot.results import Result, measured, on_what, rows_of, source_of
-from cupyattn.benchmark.readme.figures import BESIDE, SENTENCES, TABLES, Figures
+from cupyattn.benchmark.readme.figures import BESIDE, RATES, SENTENCES, TABLES, Figures
 from cupyattn.benchmark.readme.marks import between, table
 from cupyattn.errors import error
 
@@ -156,7 +156,7 @@ def sentences_table(sentences: Sequence[Mapping[str, Any]]) -> str:
             (
                 sentence["what"],
                 sentence["arguments"],
-                sentence["figures"].format(*(row["tflops"] for row in sentence.get("rows", ()))),
+                sentence["figures"].format(*map(_rate, sentence.get("rows", ()))),
                 sentence["date"]
                 if (sentence["device"], sentence["code"]) == usual
                 else source_of(sentence["device"], sentence["code"], [sentence["date"]]),
@@ -164,6 +164,10 @@ def sentences_table(sentences: Sequence[Mapping[str, Any]]) -> str:
             for sentence in sentences
         ],
     )
+
+
+def _rate(row: Mapping[str, Any]) -> float:
+    return next(float(row[name]) for name in RATES if name in row)
 
 
 def sources(results: Sequence[Result], label: str) -> str:
