@@ -92,7 +92,14 @@ __device__ __forceinline__ Sizes value_sizes(const float16* row_g, bool in_use) 
 __device__ __forceinline__ void write_sizes(float* sizes_g, const Sizes& sizes) {
   constexpr int kWarps = Traits::kThreads / kWarpSize;
   __shared__ float2 warps_s[kWarps];
-  const float square = warp_reduce<Max>(sizes.square), delta = warp_reduce<Max>(sizes.delta);
+  const auto of_rows = [](float x) {  // of the first lanes of each row
+#pragma unroll
+    for (int lanes = Traits::kRowLanes; lanes < kWarpSize; lanes *= 2) {
+      x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, lanes));
+    }
+    return x;
+  };
+  const float square = of_rows(sizes.square), delta = of_rows(sizes.delta);
   if (lane_index() == 0) warps_s[warp_index()] = make_float2(square, delta);
   __syncthreads();  // warps: written
   if (warp_index() != 0) return;
