@@ -191,6 +191,18 @@ def scales_of(arrays: Arrays, options: dict[str, Any]) -> np.ndarray:
     return scales.reshape(batch, kv_heads, heads // kv_heads, 2)
 
 
+def test_queries_that_see_no_key_have_no_part_in_it():
+    """However large a padded row of dout is: V beside it is, and the others would lose digits."""
+    q, k, v, dout = np.random.default_rng(3).standard_normal((4, 1, 64, 1, 64)).astype(np.float16)
+    mask = np.ones((64, 64), bool)
+    mask[60:] = mask[:, 60:] = False
+    exact = reference.attention(q, k, v, mask=mask)
+    arrays = dout, q, k, v, exact[0].astype(np.float16), exact[1].astype(np.float32)
+    v[:, 60:], dout[:, 60:] = 10, 60_000
+    assert (range_log2(ScoreBlocks(q, k, v, mask=mask), dout, *arrays[4:], None) == 0).all()
+    assert (scales_of(arrays, {"mask": mask}) == 1).all()
+
+
 @pytest.mark.parametrize("options", ["plain", "dropout", "causal, keys in use"])
 def test_the_power_of_two_is_no_larger_than_the_bound_asks_for(options: str):
     arrays, given = inputs(problem_of(options))

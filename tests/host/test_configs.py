@@ -14,7 +14,6 @@ from support.strategies import dtype_of
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.attention import decode, float32, tensor_core
-from cupyattn.kernels.configs.attention.modifiers import Modifier, Modifiers
 from cupyattn.kernels.configs.attention.options import PLAIN, FlashOptions
 from cupyattn.kernels.configs.attention.teaching import backward as naive_backward
 from cupyattn.kernels.configs.attention.teaching import forward as teaching
@@ -219,30 +218,6 @@ def test_the_catalogue_has_every_flash_row_and_option():
         assert {m[name] for m in macros} > {absent}
     for name in ("MASK", "SOFTCAP", "DROPOUT"):
         assert {m[name] for m in macros} == {"true", "false"}
-
-
-def test_the_kind_of_options_decides_the_row_of_the_forward():
-    tables = tensor_core.forward_rows
-    expression = Modifier("score", None, ())
-    options_of = {
-        "dropout": FlashOptions(dropout=True, slopes="float32"),
-        "block mask": FlashOptions(modified=Modifiers(None, expression, True), softcap=True),
-        "float32 bias by 4": FlashOptions(bias="float32", bias_vec=4),
-        "bias or mask by 4": FlashOptions(bias="float16", bias_vec=1, mask=True, mask_vec=4),
-        "bias or mask one by one": FlashOptions(mask=True, slopes="float32"),
-        "score_mod": FlashOptions(modified=Modifiers(expression, expression)),
-        "mask_mod": FlashOptions(modified=Modifiers(None, expression)),
-        "softcap": FlashOptions(softcap=True, bias="float16", bias_vec=2),
-        "slopes": FlashOptions(slopes="float16"),
-    }
-    assert set(options_of) == set(tables.FLASH_WITH)
-    for kind, options in options_of.items():
-        for head_dim in tables.FLASH[75]:
-            usual = tables.FLASH[75][head_dim]
-            expected = tables.FLASH_WITH[kind][75].get(head_dim, usual)
-            assert tables.flash_row(75, head_dim, 1, options) is expected, kind
-    for options in (PLAIN, FlashOptions(sinks="float32"), FlashOptions(mask=True, mask_vec=2)):
-        assert tables.flash_row(75, 64, 64, options) is tables.FLASH[75][64]
 
 
 @pytest.mark.parametrize(

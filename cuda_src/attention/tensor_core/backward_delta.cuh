@@ -59,8 +59,8 @@ __device__ __forceinline__ Sizes write_statistics(const BackwardParams& params, 
   const AttentionParams& attention = params.attention;
   const Chunk dout(head_rows(arrays.dout_g, params.dout, batch, head, row), exists);
   float sum = Chunk(head_rows(arrays.out_g, attention.out, batch, head, row), exists).product(dout);
+  const float square = dout.product(dout);
   Sizes sizes;
-  sizes.take_square(dout.product(dout));
   if (threadIdx.x % Traits::kRowLanes != 0) return sizes;
 
   float l = kInfinity, delta = 0.f;
@@ -71,6 +71,7 @@ __device__ __forceinline__ Sizes write_statistics(const BackwardParams& params, 
       if (arrays.dlse_g != nullptr) sum -= *head_rows(arrays.dlse_g, params.dlse, batch, head, row);
       l = shifted_log2;
       delta = sum * kUnshifted;
+      sizes.take_square(square);
       sizes.take_delta(fabsf(sum));
     }
   }

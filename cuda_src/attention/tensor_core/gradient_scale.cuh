@@ -2,7 +2,8 @@
 //
 //   |dS_ij| <= P_ij (|dP_ij| + |delta_i|) <= keep_scale * max_i |dout_i| * max_j |v_j| + max_i |delta_i|
 //
-// (P is at most 1; Cauchy and Schwarz for dP = dout V^T; keep_scale is dropout's.) k is 0 where that is below 2^15, and
+// (P is at most 1; Cauchy and Schwarz for dP = dout V^T; keep_scale is dropout's; queries that see no key do not count,
+// as V of keys that a mask hides does: which those are is known in the walk alone.) k is 0 where that is below 2^15, and
 // otherwise brings it there: what is left to 65504 is for a P that the errors of its score take above 1. A CTA keeps V
 // or dout in registers for its whole life and needs it for dP alone: that, and delta, are taken times 2^-k before the
 // walk. dP and dS then are too, without an instruction more in the loop, and P and dV as they were. dQ and dK get their

@@ -195,7 +195,8 @@ def range_log2(
     """Return the k, (B, G), that keeps |dS| <= |dP| + |delta| within 2**(15 + k).
 
     That is at most max |dout_i| max |v_j| / (1 - dropout_p) + max |delta_i|, of the rows that are
-    finite. Where that is next to a power of two kernels may find one less.
+    finite, and of queries that see a key. Where that is next to a power of two kernels may find one
+    less.
     """
     batch, kv_heads = lse.shape[0], blocks.k.shape[2]
 
@@ -210,8 +211,9 @@ def range_log2(
         delta = (douts * outs).sum(axis=-1).swapaxes(1, 2)
         if dlse is not None:
             delta = delta - dlse
-        delta = np.where(np.isneginf(lse), 0.0, delta)
-        dp = largest(np.linalg.norm(douts, axis=-1).swapaxes(1, 2)) * largest(norms.swapaxes(1, 2))
+        rows = np.linalg.norm(douts, axis=-1).swapaxes(1, 2)
+        rows, delta = (np.where(np.isneginf(lse), 0.0, x) for x in (rows, delta))
+        dp = largest(rows) * largest(norms.swapaxes(1, 2))
         bound = dp / (1 - blocks.dropout_p) + largest(delta)
     exponents = np.frexp(bound * (1 + 2.0**-16))[1] - _MOST_LOG2
     return np.clip(exponents, 0, _MOST_RANGE_LOG2)
