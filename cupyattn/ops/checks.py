@@ -97,13 +97,12 @@ def _own(name: str) -> str:
 
 
 def require_bool_mask(name: str, layout: Layout) -> None:
-    """Raise TypeError unless a mask is of bool; one of floats is mostly meant to be added."""
-    added = layout.dtype.kind == "f" or layout.dtype.name == "bfloat16"
+    """Raise TypeError unless a mask is of bool; one of numbers is mostly meant to be added."""
     fix = (
         "pass what is added to the scores (0 and -inf) as bias=, and of a mask of 1 and 0 "
         f"pass {name} != 0 (True = keep)"
     )
-    require_dtype(name, layout, ("bool",), fix if added else "")
+    require_dtype(name, layout, ("bool",), fix)
 
 
 def _nearest(dtype: np.dtype, allowed: tuple[str, ...]) -> str:

@@ -145,15 +145,29 @@ def masked(function: Callable[..., Any]) -> Callable[[], Call]:
 def test_a_mask_that_is_added_is_sent_to_bias(make):
     """astype('bool') would turn the 0 of the keys to attend into False, and -inf into True."""
     added = np.where(MASK, np.float32(0), np.float32(-np.inf))
-    for dtype in (np.float32, np.float16, np.float64, ml_dtypes.bfloat16):
-        fix = fix_of(make, {"mask": added.astype(dtype)})
+    finite = np.maximum(added, -10_000)
+    dtypes = (np.float32, np.float16, np.float64, ml_dtypes.bfloat16)
+    for mask in (*map(added.astype, dtypes), finite.astype(int)):
+        fix = fix_of(make, {"mask": mask})
         assert "as bias=" in fix
         assert "mask != 0" in fix
         assert "astype" not in fix
-    assert fix_of(make, {"mask": MASK.astype(int)}).endswith("mask.astype('bool')")
     followed = make()
     followed.options = {"bias": added, **({"grads": None} if make is backward else {})}
     followed.run()
+
+
+@pytest.mark.parametrize("make", [forward, backward])
+def test_a_bias_that_is_true_and_false_is_sent_to_mask(make):
+    """astype('float32') would add 1 to the scores of the keys to attend, and hide none."""
+    assert "as mask=" in fix_of(make, {"bias": MASK})
+
+
+def test_a_list_of_q_and_k_is_sent_to_a_tuple():
+    cos, sin = cupyattn.rope_tables(4, 8)
+    x = np.zeros((1, 4, 1, 8), np.float32)
+    with pytest.raises(TypeError, match=r"x is a list; .* pass a tuple \(q, k\)"):
+        cupyattn.rope([x, x], cos, sin)
 
 
 @pytest.mark.parametrize("make", [forward, backward])

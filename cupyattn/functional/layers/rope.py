@@ -220,7 +220,7 @@ def _rotated(
 
 def _by_name(name: str, value: Any, x: Any) -> dict[str, Any]:
     """Name one array, or those of a tuple, as x is; None stands for results that are to be made."""
-    if not isinstance(x, tuple):
+    if not isinstance(x, tuple | list):
         return {name: value}
     pair = (None, None) if value is None else value
     if not isinstance(pair, tuple) or len(pair) != 2:

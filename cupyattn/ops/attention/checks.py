@@ -256,7 +256,9 @@ def _require_valid_option_arrays(problem: AttentionProblem) -> None:
     if "mask" in layouts:
         require_bool_mask("mask", layouts["mask"])
     if "bias" in layouts:
-        require_dtype("bias", layouts["bias"], floats)
+        is_mask = layouts["bias"].dtype.name == "bool"
+        fix = "pass it as mask= (True = keep): a bias is added to the scores" if is_mask else ""
+        require_dtype("bias", layouts["bias"], floats, fix)
     for name in ("mask", "bias"):
         if name in layouts:
             _require_broadcastable(name, layouts[name], problem.scores_shape)
