@@ -56,6 +56,8 @@ class Format(NamedTuple):
 INT4_LARGEST = 7.5 * 65504
 """Weights of "int4" up to that, of both signs, have a scale that float16 holds, whatever else is in
 their block."""
+INT4_SMALLEST = 15 * 2.0**-25
+"""A block of "int4" that spans no more, 0 among its weights, has a scale that is 0 in float16."""
 TABLE = 256
 """Numbers that a scale of eight bits may stand for."""
 UNIT = 32

@@ -11,13 +11,12 @@ import numpy as np
 
 from cupyattn import models
 from cupyattn.cli.arguments import add_json_option
-from cupyattn.cli.models import MODEL_FAILURES
+from cupyattn.cli.models import MODEL_FAILURES, add_quantize_option
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.errors import error, explaining, size_text
 from cupyattn.models.checkpoints.hugging_face import read_json
 from cupyattn.models.checkpoints.writing import require_source, write_folder
 from cupyattn.models.device import DTYPES
-from cupyattn.models.quantised import QUANTIZE
 from cupyattn.models.training import LoraAdapters
 
 
@@ -35,13 +34,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="where the model is written"
     )
-    for name, kinds, what in (
-        ("dtype", DTYPES, "of what is written; by default as config.json says"),
-        ("quantize", QUANTIZE, "what the adapters learnt beside; floats are written all the same"),
-    ):
-        parser.add_argument(
-            f"--{name}", choices=kinds, metavar="KIND", help=f"{what} ({', '.join(kinds)})"
-        )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        metavar="KIND",
+        help=f"of what is written; by default as config.json says ({', '.join(DTYPES)})",
+    )
+    add_quantize_option(parser, "what the adapters learnt beside; floats are written all the same")
     parser.add_argument("--cpu", action="store_true", help="compute in NumPy, also beside a GPU")
     add_json_option(parser)
     parser.set_defaults(run=run, parser=parser)

@@ -15,7 +15,7 @@ from cupyattn.cli.arguments import integer
 from cupyattn.cli.terminal import Result, Terminal
 from cupyattn.errors import size_text
 from cupyattn.models.device import DTYPES
-from cupyattn.models.quantised import QUANTIZE
+from cupyattn.models.quantised import OF_THE_FILE, QUANTIZE, quantises_to
 from cupyattn.models.training import LoraAdapters
 
 MODEL_FAILURES = (OSError, RuntimeError, ValueError, ArithmeticError, MemoryError)
@@ -47,12 +47,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}", choices=kinds, metavar="DTYPE", help=f"{what} ({', '.join(kinds)})"
         )
-    parser.add_argument(
-        "--quantize",
-        choices=QUANTIZE,
-        metavar="FORMAT",
-        help="keep the weights of layers in four or eight bits, or in the blocks that the file "
-        f"has them in ({', '.join(QUANTIZE)})",
+    add_quantize_option(
+        parser,
+        "keep the weights of layers in four or eight bits, or in the blocks that the file has them "
+        "in",
     )
     parser.add_argument(
         "--adapters",
@@ -60,6 +58,23 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="LoRA adapters of the model, as finetune or PEFT writes them",
     )
     parser.add_argument("--cpu", action="store_true", help="compute in NumPy, also beside a GPU")
+
+
+def add_quantize_option(parser: argparse.ArgumentParser, what: str) -> None:
+    """Give a command its ``--quantize``."""
+    parser.add_argument(
+        "--quantize", type=_format, metavar="FORMAT", help=f"{what} ({', '.join(QUANTIZE)})"
+    )
+
+
+def _format(text: str) -> str:
+    """Read a format that models have; one that they have not is refused as `models.load` does."""
+    try:
+        if text != OF_THE_FILE:
+            quantises_to(text, files=True)
+    except ValueError as failure:
+        raise argparse.ArgumentTypeError(str(failure)) from failure
+    return text
 
 
 def add_drawing_arguments(parser: argparse.ArgumentParser, *, new_tokens: int) -> None:

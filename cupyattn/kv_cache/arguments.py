@@ -84,6 +84,13 @@ def as_copies(copies: Any, sources: int, targets: int) -> tuple[tuple[int, int],
             "they are a list of Copy(src, dst), or of other pairs of block ids",
             "pass what append, swap_out or swap_in of a sequence has returned, [copy] for one",
         ) from None
+    if pairs and not (sources and targets):
+        raise error(
+            ValueError,
+            f"got {len(pairs)} copies",
+            "the cache has no blocks in host memory",
+            "make it with num_host_blocks=",
+        )
     return tuple(
         (
             as_count(f"src of copies[{number}]", src, 0, sources - 1),

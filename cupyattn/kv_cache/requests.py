@@ -35,7 +35,7 @@ class SchedulerCache(Protocol):
 
 
 def require_cache(cache: Any, *, swaps: bool) -> None:
-    """Raise TypeError unless it has what `Scheduler` needs; copies with the host only to swap."""
+    """Raise unless it has what `Scheduler` needs; blocks of the host and copies only to swap."""
     copies = ("copy", "copy_to_host", "copy_from_host") if swaps else ("copy",)
     allocator = getattr(cache, "allocator", None)
     missing = [] if isinstance(allocator, BlockAllocator) else ["allocator"]
@@ -48,6 +48,13 @@ def require_cache(cache: Any, *, swaps: bool) -> None:
             "copy_to_host and copy_from_host that move their contents",
             "pass a PagedKVCache, or an object that owns the arrays of keys and values and has a "
             "BlockAllocator in it",
+        )
+    if swaps and not cache.allocator.num_host_blocks:
+        raise error(
+            ValueError,
+            "preempt = 'swap' and a cache of no host blocks",
+            "sequences move to host memory, and are computed anew only where that is full",
+            "pass num_host_blocks= to it, or preempt='recompute'",
         )
 
 

@@ -14,6 +14,7 @@ from cupyattn.weight_formats import UNIT, Blocks, blocks_for, rows_apart
 
 MADE = ("nf4", "int4", "int8")
 OF_THE_FILE = "file"
+_NESTED = "nf4_nested"
 QUANTIZE = (*MADE, OF_THE_FILE)
 """What `load` takes."""
 
@@ -28,13 +29,23 @@ def quantises_to(quantize: Any, *, files: bool = False) -> Quantises:
     """
     if quantize is None:
         return in_dtype
+    if isinstance(quantize, str) and quantize == _NESTED:
+        # Of a product as q, k and v, whose tensors are read one by one, some would begin within a
+        # group, and some might come with a table of their own.
+        raise error(
+            ValueError,
+            f"quantize = {quantize!r}",
+            "models have it of bitsandbytes' files alone, by 'file': tensors of one product share "
+            "its table and its groups of scales",
+            "pass 'nf4', which has the same codes and scales in float32",
+        )
     if not isinstance(quantize, str) or quantize not in MADE:
         known = QUANTIZE if files else MADE
         raise error(
             ValueError if isinstance(quantize, str) else TypeError,
             f"quantize = {shown(quantize)}",
             f"weights are quantised to {', '.join(map(repr, known))}",
-            "pass one of these, or None for the model's dtype",
+            "pass one of these, or leave quantize out for the model's dtype",
         )
 
     def chosen(layer: int, product: str, inner: int) -> Blocks:
@@ -93,7 +104,7 @@ def _common_blocks(
     if len(found) != 1:
         return None
     (blocks,) = found
-    nested = blocks._replace(format="nf4_nested")
+    nested = blocks._replace(format=_NESTED)
     together = all(part.nested is not None and part.nested.table == table for part in parts)
     if together and all(
         part.shape[0] % rows_apart(nested, part.shape[1]) == 0 for part in parts[:-1]

@@ -64,5 +64,6 @@ def integer(
 
 
 def _conversion(value: Any, kind: str) -> str:
-    several = isinstance(value, list | tuple)  # of which these functions of Python make no number
+    # Of which these functions of Python make no number.
+    several = isinstance(value, list | tuple) or getattr(value, "shape", ()) != ()
     return "pass one number" if several else f"convert it with {kind}(...)"

@@ -64,6 +64,11 @@ def test_help_at_80_columns(command, monkeypatch, capsys):
         (("turing", "--head-dim", "0"), "0 is not 1 to 256"),
         (("profile", "attention", "--head-dim", "300"), "300 is not 1 to 256"),
         (("profile", "attention", "--softcap", "much"), "invalid float value: 'much'"),
+        (("generate", "m", "--quantize", "nf5"), "quantised to 'nf4', 'int4', 'int8', 'file'; "),
+        *(
+            ((*command, "m", "d", "--quantize", "nf4_nested"), "of bitsandbytes' files alone")
+            for command in (("generate",), ("finetune",), ("merge", "--out", "o"))
+        ),
         (("info", "more"), "unrecognized arguments: more"),
     ],
 )

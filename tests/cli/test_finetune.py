@@ -195,6 +195,15 @@ def test_a_dry_run_prints_the_budget(capsys, monkeypatch):
     assert not Path("finetuned").exists()
 
 
+def test_a_dry_run_prints_the_budget_of_a_model_that_has_no_blocks(capsys, folder):
+    config = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 100}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main(["finetune", "model", "--dry-run", "--memory-gb", "0.00001", "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["fits"] is False and "needs" in result["would"]
+    assert result["total_bytes"] == sum(line["bytes"] for line in result["lines"])
+
+
 def test_an_interrupted_training_prints_a_command_that_can_be_pasted(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     given = [

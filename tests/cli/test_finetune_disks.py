@@ -113,9 +113,9 @@ def test_a_disk_that_is_full_at_the_end_loses_nothing(full, capsys, monkeypatch)
     assert Path("finetuned", name).read_bytes() == Path("whole", name).read_bytes()
 
 
-def test_a_folder_that_cannot_be_written_is_found_at_once(capsys, monkeypatch):
+def test_a_folder_that_cannot_be_written_is_found_at_once(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(preparation, "opened", None)
-    Path("a file").write_text("")
+    (tmp_path / "a file").write_text("")
     finetune("--out", "a file/in it", code=1)
     error = " ".join(capsys.readouterr().err.split())
     assert "a file/in it" in error and "pass an --out that can be written" in error

@@ -64,12 +64,12 @@ def test_weights_that_float16_does_not_hold_are_not_written(capsys):
     assert main(["merge", "model", "large", "--out", "merged", "--dtype", "bfloat16"]) == 0
 
 
-def test_a_folder_that_cannot_be_written(capsys, monkeypatch):
+def test_a_folder_that_cannot_be_written(capsys, monkeypatch, tmp_path):
     def no_room(*_, **__):
         raise OSError(28, "No space left on device")
 
     finetune("--steps", "1")
-    Path("a file").write_text("")
+    (tmp_path / "a file").write_text("")
     assert main(["merge", "model", "finetuned", "--out", "a file"]) == 1
     assert re.search(r"--out a file could not be written .*exists.*; .*pass another", told(capsys))
     with monkeypatch.context() as patch:

@@ -73,6 +73,7 @@ def test_arrays(changed, kind, message, backend):
         ({"k_scales": np.ones(3)}, ValueError, "k_scales was given with caches of float32"),
         ({"v_scales": np.ones(3)}, ValueError, "v_scales was given with caches of float32"),
         ({"max_seqlen_q": 2}, ValueError, "max_seqlen_q = 2 without cu_seqlens_q"),
+        ({"max_seqlen_q": np.array([1, 2])}, TypeError, "; it is an integer; pass one number"),
         ({"causal": 1}, TypeError, "causal = 1"),
         ({"window_size": 3}, TypeError, "window_size = 3"),
         ({"window_size": [3, 0]}, TypeError, "window_size = [3, 0]"),

@@ -77,6 +77,14 @@ def test_what_is_no_list_of_copies_is_refused(method, wrong, passed):
     assert cache.k.tobytes() == before
 
 
+@pytest.mark.parametrize("method", ["copy_to_host", "copy_from_host"])
+def test_a_cache_without_host_blocks_says_how_to_have_them(method):
+    cache = PagedKVCache(**BASE)
+    with pytest.raises(ValueError, match=r"got 1 copies; the cache has no .*num_host_blocks"):
+        getattr(cache, method)([(0, 0)])
+    getattr(cache, method)([])
+
+
 @pytest.mark.parametrize("method", ["copy", "copy_to_host", "copy_from_host"])
 @pytest.mark.parametrize("kind", [tuple, iter, np.array])
 def test_copies_come_as_any_sequence(method, kind):

@@ -31,6 +31,8 @@ def trial(seed, *, faulty=False, windowed=False):
     max_batch = rng.choice((1, 3, 8))
     max_tokens = max_batch + rng.choice((0, 3, 20))
     preempt = rng.choice(("recompute", "swap"))
+    if not allocator.num_host_blocks:
+        preempt = "recompute"
     scheduler = Scheduler(
         memory,
         max_batch=max_batch,

@@ -7,7 +7,7 @@ import pickle
 
 import numpy as np
 import pytest
-from support.block_memory import FaultError, alone, finish, require_empty
+from support.block_memory import BlockMemory, FaultError, alone, finish, require_empty
 
 from cupyattn import BlockAllocator, Scheduler
 
@@ -217,6 +217,13 @@ def test_what_is_no_cache_is_refused():
     assert Scheduler(cache, max_batch=4, max_tokens=64).idle
     with pytest.raises(TypeError, match="without allocator; "):
         Scheduler(CopiesOnTheDevice(None), max_batch=4, max_tokens=64)
+
+
+def test_swapping_without_host_memory_is_refused():
+    cache = BlockMemory(BlockAllocator(8, 4))
+    with pytest.raises(ValueError, match=r"no host blocks; .*; pass num_host_blocks= to it, or"):
+        Scheduler(cache, max_batch=4, max_tokens=64, preempt="swap")
+    assert Scheduler(cache, max_batch=4, max_tokens=64).idle
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from support.strategies import dtype_of
 import cupyattn
 from cupyattn import QuantizedWeight, reference
 from cupyattn.ops.linear import quantised
-from cupyattn.weight_formats import FORMATS
+from cupyattn.weight_formats import FORMATS, INT4_SMALLEST
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -120,6 +120,18 @@ def test_a_scale_beyond_float16_is_refused_and_nan_where_nobody_looks(monkeypatc
     nan = np.isnan(KERNELS.get(cupyattn.dequantize(weight)))
     assert nan[:32, 1].all()
     assert nan.sum() == 32
+
+
+def test_a_scale_below_float16_is_zero():
+    """A step of 2^-25 is half of float16's least number, and is rounded to the even one: 0."""
+    w = np.zeros((64, 3), np.float32)
+    w[3, :2] = np.multiply(INT4_SMALLEST, [1, 1.001])
+    w[5, 2] = -w[3, 1]
+    assert_quantised(w, "int4", 32)
+    weight = cupyattn.quantize(KERNELS.put(w), format="int4", block_size=32)
+    found = KERNELS.get(cupyattn.dequantize(weight))
+    assert not found[:, 0].any()
+    assert np.count_nonzero(found[:, 1]) == np.count_nonzero(found[:, 2]) == 1
 
 
 @examples(17, deep=200)

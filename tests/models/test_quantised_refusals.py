@@ -193,15 +193,20 @@ def rewrite(folder: Path, change: Change) -> None:
     save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, file)
 
 
-def test_integers_without_a_word_in_the_config(tmp_path):
+@pytest.mark.parametrize("quantize", [None, "file", "nf4"])
+@pytest.mark.parametrize(
+    ("how", "method"), [("bitsandbytes", "bitsandbytes"), ("gptq", "GPTQ or AWQ"), ("awq", "AWQ")]
+)
+def test_integers_without_a_word_in_the_config(tmp_path, how, method, quantize):
     """As of a config.json from before it was quantised."""
-    folder, _ = packed_folder(tmp_path, "gptq")
+    folder, _ = packed_folder(tmp_path, how)
     path = folder / "config.json"
     given = json.loads(path.read_text())
     del given["quantization_config"]
     path.write_text(json.dumps(given))
-    with pytest.raises(ValueError, match=r"missing: .*q_proj.weight"):
-        models.load(folder, xp=np)
+    message = rf"config.json: no quantization_config, .*{method}.*; .*; take the config.json"
+    with pytest.raises(ValueError, match=message):
+        models.load(folder, xp=np, quantize=quantize)
 
 
 def test_a_model_of_other_shapes(tmp_path):
@@ -211,3 +216,13 @@ def test_a_model_of_other_shapes(tmp_path):
     path.write_text(json.dumps(given))
     with pytest.raises(ValueError, match=r"is \(128, 64\), not \(256, 64\)"):
         models.load(folder, xp=np, quantize="file")
+
+
+@pytest.mark.parametrize("quantize", ["file", None])
+def test_a_scale_that_is_no_number_is_none_in_another_format(tmp_path, quantize):
+    folder, _ = packed_folder(tmp_path, "gptq")
+    rewrite(folder, replaced("scales", lambda a: a * np.float16(np.nan)))
+    with pytest.raises(ValueError, match="holds nan") as refused:
+        models.load(folder, xp=np, dtype="float32", quantize=quantize)
+    assert "another format" not in str(refused.value)
+    assert str(refused.value).endswith("; download the file again")

@@ -13,11 +13,11 @@ from cupyattn.cli.arguments import add_json_option, integer, positive
 from cupyattn.cli.finetune.out_folder import claimed
 from cupyattn.cli.finetune.preparation import planned, prepared
 from cupyattn.cli.finetune.training_run import trained
-from cupyattn.cli.models import MODEL_FAILURES
+from cupyattn.cli.models import MODEL_FAILURES, add_quantize_option
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.errors import size_text
 from cupyattn.models.device import DTYPES
-from cupyattn.models.quantised import OF_THE_FILE, QUANTIZE
+from cupyattn.models.quantised import OF_THE_FILE
 from cupyattn.models.training.optimizer import STATES
 from cupyattn.models.training.schedules import SCHEDULES
 
@@ -40,7 +40,6 @@ _NUMBERS = (
     ("seed", integer(0), 0, "of the data's order, of dropout and of the first adapters"),
 )
 _CHOICES = (
-    ("quantize", QUANTIZE, None, "what frozen weights are kept in"),
     ("dtype", DTYPES, None, "of weights; by default float16 on a GPU, otherwise float32"),
     ("schedule", SCHEDULES, "cosine", "how the learning rate falls"),
     ("optimizer-state", STATES, "float32", "what AdamW's running means are kept in"),
@@ -84,6 +83,7 @@ def add_parser(commands: Any) -> None:
         "--lora-targets", nargs="+", default=["all-linear"], metavar="NAME",
         help="modules that have adapters, such as q_proj v_proj (default: all linear layers)",
     )  # fmt: skip
+    add_quantize_option(parser, "what frozen weights are kept in")
     for name, kinds, chosen, what in _CHOICES:
         told = f" (default: {chosen})" if chosen else ""
         parser.add_argument(

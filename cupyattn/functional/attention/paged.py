@@ -15,6 +15,7 @@ from cupyattn.ops.attention.paged import paged_forward
 from cupyattn.ops.attention.problem import FORWARD_FIXES
 from cupyattn.ops.checks import require_bool
 from cupyattn.ops.kv_cache.caches import TABLE_FIXES
+from cupyattn.ops.numbers import integer
 
 _FIXES = {**FORWARD_FIXES, **TABLE_FIXES}
 
@@ -165,7 +166,7 @@ def paged_attention(
     >>> np.allclose(out[:2], dense[0])
     True
     """
-    if cu_seqlens_q is None and max_seqlen_q != 1:
+    if cu_seqlens_q is None and integer("max_seqlen_q", max_seqlen_q) != 1:
         raise error(
             ValueError,
             f"max_seqlen_q = {max_seqlen_q} without cu_seqlens_q",

@@ -75,7 +75,9 @@ def quantize(
     distribution times the block's absmax: the codes that bitsandbytes takes. "nf4_nested" has the
     same codes, and absmax in eight bits: 256 even steps from the least of 64 neighbouring blocks to
     their largest. "int4" has 16 steps from the least weight of a block to its largest, 0 among
-    them, and its scale in float16. "int8" has 255 steps from -absmax to absmax.
+    them, and its scale in float16: a block spans 982,560 at the most, and from 9.2e-4 down its
+    scale has fewer bits; one that spans 4.4e-7 or less becomes zeros, without an error. "int8" has
+    255 steps from -absmax to absmax.
 
     The same bits from run to run and on every device: float32 arithmetic, correctly rounded, in
     which subnormal numbers are 0. A block of zeros stays zeros. "int8" gives float32's largest

@@ -23,7 +23,7 @@ from cupyattn.models.checkpoints.safetensors_files import Stored
 from cupyattn.models.checkpoints.tensors import AnyTensor, NestedScales, QuantisedTensor
 from cupyattn.weight_formats import FORMATS, NF4_CODEBOOK, TABLE, Blocks
 
-_STATE = ".quant_state.bitsandbytes__"
+STATE = ".quant_state.bitsandbytes__"
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _NESTED = "nf4_nested"
 _GROUP = FORMATS[_NESTED].group or 0
@@ -41,8 +41,8 @@ def unpacked_nf4(stored: dict[str, Stored]) -> dict[str, AnyTensor]:
         For parts that are missing or do not fit together.
     """
     rest, found = dict(stored), {}
-    for state_name in [name for name in stored if _STATE in name]:
-        name, _, kind = state_name.partition(_STATE)
+    for state_name in [name for name in stored if STATE in name]:
+        name, _, kind = state_name.partition(STATE)
         state = _state(rest.pop(state_name), kind)
         codes = rest.pop(name, None)
         parts = {part: rest.pop(f"{name}.{part}", None) for part in _PARTS}

@@ -190,12 +190,17 @@ def _require_finite(what: str, found: Array, dtype: str, xp: Any) -> None:
     largest = float(xp.abs(found).max())
     limit = _LARGEST.get(dtype, 3e38)
     if not largest <= limit:  # NaN is not
+        fix = "download the file again"
+        if limit < largest < math.inf and dtype in _LARGEST:
+            fix = (
+                "load in another format, such as dtype='float32' or quantize='nf4', if the number "
+                f"is right, or {fix}"
+            )
         raise error(
             ValueError,
             f"{what} holds {largest:g}",
             f"weights of {dtype} are finite, up to {limit:g}",
-            "load in another format, such as dtype='float32' or quantize='nf4', if the number is "
-            "right, or download the file again",
+            fix,
         )
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from cupyattn.errors import error, shown
 from cupyattn.models.checkpoints.awq import unpacked_awq
-from cupyattn.models.checkpoints.bitsandbytes import unpacked_nf4
+from cupyattn.models.checkpoints.bitsandbytes import STATE, unpacked_nf4
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.gptq import unpacked_gptq
 from cupyattn.models.checkpoints.safetensors_files import Stored
@@ -17,8 +17,30 @@ Unpacking = Callable[[dict[str, Stored]], dict[str, AnyTensor]]
 """From the tensors of files, by their names, to those that a model takes."""
 
 
-def plain(stored: dict[str, Stored]) -> dict[str, AnyTensor]:
-    """Return the tensors of a model that is not quantised."""
+_MARKS = {
+    STATE: "bitsandbytes",
+    ".qweight": "GPTQ or AWQ",
+}
+"""What stands in names of tensors that no model has which is not quantised."""
+
+
+def plain(stored: dict[str, Stored], where: str) -> dict[str, AnyTensor]:
+    """Return the tensors of a model that is not quantised.
+
+    Raises
+    ------
+    ValueError
+        If they are those of a quantised one, whose config does not say so.
+    """
+    for name, tensor in stored.items():
+        for mark, method in _MARKS.items():
+            if mark in name:
+                raise error(
+                    ValueError,
+                    f"{where}: no quantization_config, and {tensor.what} is of {method}",
+                    "quantised weights are read as quantization_config says",
+                    "take the config.json that was published with these files",
+                )
     return {name: tensor.as_floats() for name, tensor in stored.items()}
 
 
@@ -32,7 +54,7 @@ def unpacking_of(config: Fields) -> Unpacking:
     """
     given = config.object("quantization_config")
     if not given:
-        return plain
+        return partial(plain, where=config.where)
     fields = Fields(given, f"{config.where}, quantization_config")
     method = given.get("quant_method")
     if method is None and (given.get("load_in_4bit") or given.get("load_in_8bit")):

@@ -63,7 +63,7 @@ class Generator:
     preempt : {"recompute", "swap"}
         As of `cupyattn.Scheduler`: what becomes of a sequence that makes room for another.
     num_host_blocks : int
-        Blocks of host memory, for "swap".
+        Blocks of host memory, for "swap", which needs at least one.
     lookup : int
         Speculative decoding: at most so many tokens that followed the last ones before are computed
         together with the next, and kept if the model chooses them. 0 is off. Only tokens that are

@@ -161,7 +161,11 @@ def require_room(training: Training, free: int) -> Budget:
 
 
 def _fits(training: Training, free: int) -> bool:
-    return budget_of(training).needed <= free
+    """Tell whether it does; what the model cannot have, such as blocks of its rows, does not."""
+    try:
+        return budget_of(training).needed <= free
+    except ValueError:
+        return False
 
 
 def _smaller(training: Training) -> Iterator[tuple[str, Training]]:

@@ -108,6 +108,16 @@ def test_what_would_fit(training, free, would):
         require_room(training, int(free))
 
 
+def test_what_the_model_cannot_have_is_not_offered():
+    """Rows of 100 weights are no blocks: neither is NF4 advised, nor does it hide the budget."""
+    config = models.PRESETS["gpt2"]._replace(intermediate_size=100)
+    training = Training(config, "float16", None, LoraOptions(), "float32", 2048)
+    with pytest.raises(MemoryError, match=r"needs .* GB, .* are free; take a smaller model"):
+        require_room(training, 10**6)
+    with pytest.raises(MemoryError, match="with --batch-tokens 1024 --accumulate 2 it fits"):
+        require_room(training, budget_of(training).needed - 1)
+
+
 def test_what_fits_is_passed():
     budget = budget_of(QLORA)
     assert require_room(QLORA, budget.needed) == budget
