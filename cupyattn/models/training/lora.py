@@ -210,8 +210,7 @@ class LoraAdapters:
         ValueError
             For numbers that are not finite.
         """
-        config = self._base.config
-        peft.write(folder, self.options, self.arrays, config=config, base_model=base_model)
+        peft.write(folder, self.options, self.arrays, model=self._base, base_model=base_model)
 
     @classmethod
     def load(
@@ -225,6 +224,9 @@ class LoraAdapters:
     ) -> LoraAdapters:
         """Read adapters of a model from a folder that `save` or PEFT wrote.
 
+        Other weights than those that they were trained with are warned of. In another dtype or
+        quantised otherwise, and in the files of PEFT, only the model's name tells.
+
         Parameters
         ----------
         model : Model
@@ -233,7 +235,7 @@ class LoraAdapters:
         dropout : float, optional
             Instead of theirs, to train on.
         base_model : str, optional
-            The model's name or path: files of PEFT that name another are warned of.
+            The model's name or path.
 
         Raises
         ------
@@ -245,7 +247,7 @@ class LoraAdapters:
         NotImplementedError
             For what PEFT can do beside LoRA of linear layers, such as DoRA, by its name.
         """
-        options, tensors = peft.read(folder, model.config, base_model)
+        options, tensors = peft.read(folder, model, base_model)
         if dropout is not None:
             options = options._replace(dropout=dropout)
         try:
