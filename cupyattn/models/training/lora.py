@@ -51,7 +51,8 @@ class LoraAdapters:
         Of the first A: uniform, up to K**-0.5 in size, on every device the same. B begins as 0, so
         that nothing is added at first.
     rank_pattern, alpha_pattern : mapping from str to number
-        Other ranks and alphas for modules whose last parts match a regular expression.
+        Other ranks and alphas for modules whose last parts match a regular expression. Each has
+        to match one that has an adapter.
     use_rslora : bool
         Scale by alpha / sqrt(rank).
 
@@ -115,7 +116,7 @@ class LoraAdapters:
     ) -> None:
         require_whole(model)
         given: Any = rank, alpha, dropout, targets, rank_pattern or {}, alpha_pattern or {}
-        self.options = LoraOptions._make((*given, bool(use_rslora))).checked()
+        self.options = LoraOptions._make((*given, use_rslora)).checked()
         self._base = model
         self.arrays: dict[str, Array] = {}
         self._places: dict[str, Place] = {}

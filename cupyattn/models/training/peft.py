@@ -134,7 +134,8 @@ def read(
         if not name.startswith(_PREFIX):
             raise damaged(str(path / _TENSORS), f"{shown(name)} does not begin with {_PREFIX}")
         tensors[name.removeprefix(_PREFIX)] = tensor
-    return options, tensors
+    modules = {name.rpartition(".lora_")[0] for name in tensors}
+    return options.effective(modules), tensors  # PEFT passes over patterns without a module
 
 
 def _warn_of_another(

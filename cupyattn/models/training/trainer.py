@@ -298,7 +298,8 @@ class Trainer:
                 raise error(
                     ValueError,
                     f"{called.get(name, name)}{told}",
-                    "a training is resumed with the model, the data and the options it began with",
+                    "a training is resumed with the model, the data, the options and the number of "
+                    "steps that it began with",
                     "pass those, or begin anew in another folder",
                 )
 

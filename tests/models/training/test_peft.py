@@ -142,6 +142,17 @@ def test_configs_that_are_refused(llama, folder, fields, kind, message):
         LoraAdapters.load(llama, folder)
 
 
+def test_patterns_without_a_module_are_passed_over(llama, folder):
+    """As PEFT does: they change nothing, and are no sign of another model."""
+    before = LoraAdapters.load(llama, folder)
+    idle = {"lm_head": 7, "o_proj|k_proj": 3}
+    change(folder, rank_pattern=idle, alpha_pattern=idle)
+    again = LoraAdapters.load(llama, folder)
+    assert again.options == before.options
+    for name, array in before.arrays.items():
+        np.testing.assert_array_equal(array, again.arrays[name])
+
+
 def test_adapters_of_another_architecture(folder):
     other = models.random(TINY["gpt2"], dtype="float32", xp=np)
     with pytest.raises(ValueError, match=r"adapters do not fit the model: targets .* name no mod"):
