@@ -4,8 +4,16 @@
 >>> from cupyattn import models
 >>> sorted(models.PRESETS)
 ['gpt2', 'llama-3.2-1b', 'phi-2']
+
+`cupyattn.models.training` fine-tunes them; it is imported when it is first asked for.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from cupyattn.fork import no_fork
 from cupyattn.models.config import PRESETS, Config
 from cupyattn.models.forward import Attend
 from cupyattn.models.generation import Generation, Generator, Prompt
@@ -31,3 +39,17 @@ __all__ = [
     "load",
     "random",
 ]
+
+if TYPE_CHECKING:
+    from cupyattn.models import training as training
+else:  # a type checker would take it for any name
+
+    def __getattr__(name: str) -> Any:
+        if name == "training":
+            with no_fork():
+                return import_module("cupyattn.models.training")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, "training"})

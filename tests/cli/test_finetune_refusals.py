@@ -55,6 +55,11 @@ def test_what_is_not_finite_is_not_written(given, name, capsys):
     ("given", "message"),
     [
         (["--lora-targets", "other"], "targets 'other' name no module of this model"),
+        (
+            ["--lora-targets", "all-linear", "q_proj"],
+            "targets = ['all-linear', 'q_proj']; "
+            "'all-linear' is all linear layers, and stands alone; leave it out, or all other names",
+        ),
         (["--warmup", "12"], "warmup = 12 of 12 steps"),
         (["--lr", "-1"], "lr = -1.0"),
         (["--eval-fraction", "1"], "a fraction of 1.0"),
@@ -230,7 +235,11 @@ def test_what_was_told_is_what_is_compared_first(capsys):
     [
         (["--schedule", "linear"], "--schedule is 'linear', and was 'cosine'"),
         (["--lr", "0.02"], "--lr is 0.02, and was 0.01"),
-        (["--steps", "5"], "--steps, or by --epochs, is 5, and was 4"),
+        (
+            ["--steps", "5"],
+            "--steps, or by --epochs, is 5, and was 4 in the checkpoint; a training "
+            "is resumed with the model, the data, the options and the number of steps that it",
+        ),
         (["--warmup", "1"], "--warmup is 1, and was 0"),
         (["--weight-decay", "0.1"], "--weight-decay is 0.1, and was 0.0"),
         (["--clip", "2"], "--clip is 2.0, and was 1.0"),

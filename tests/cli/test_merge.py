@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.finetuning import finetune, model_and_data
+from support.finetuning import CONFIG, finetune, model_and_data
 
 from cupyattn import models
 from cupyattn.cli import main
 from cupyattn.models.checkpoints import safetensors_writer
+from cupyattn.models.checkpoints.writing import write_folder
 from cupyattn.models.training import LoraAdapters
 
 pytest.importorskip("safetensors")
@@ -40,6 +42,20 @@ def test_a_merged_model_is_the_adapted_one(quantize, capsys):
     np.testing.assert_allclose(merged.logits(ids), adapted, rtol=0, atol=1e-4)
     assert np.abs(base.logits(ids) - adapted).max() > 0.1
     assert main(["generate", "merged", "Zorblax", "--max-new-tokens", "2"]) == 0
+
+
+@pytest.mark.parametrize("kind", [[], ["--dtype", "float16"]])
+def test_adapters_of_another_model_are_told(kind, folder, capsys):
+    """Of the same shapes: by the weights, or in another dtype by the name."""
+    finetune("--steps", "1")
+    shutil.copytree("model", "other")
+    weights = models.random(CONFIG, dtype="float32", xp=np, seed=4).weights
+    write_folder(weights, CONFIG, folder, Path("other"))
+    with pytest.warns(UserWarning, match="adapters of 'model' beside 'other'"):
+        assert main(["merge", "other", "finetuned", "--out", "merged", *kind]) == 0
+    generate = ["generate", "other", "x", "--adapters", "finetuned", "--max-new-tokens", "1"]
+    with pytest.warns(UserWarning, match="adapters of 'model' beside 'other'"):
+        assert main([*generate, *kind]) == 0
 
 
 def test_another_dtype(capsys):

@@ -12,6 +12,7 @@ import pytest
 from support.lazy_imports import LAZY
 
 import cupyattn
+from cupyattn import models
 
 ROOT = Path(cupyattn.__file__).parent.parent
 
@@ -49,6 +50,24 @@ def test_the_emulator_is_there_when_asked_for():
     assert result.stdout == "False cupyattn.emulator\n"
 
 
-def test_other_names_are_not_there():
-    with pytest.raises(AttributeError, match="module 'cupyattn' has no attribute 'emulators'"):
-        cupyattn.emulators  # noqa: B018
+def test_training_is_there_when_asked_for():
+    """Whoever generates imports no training."""
+    script = (
+        "import sys; from cupyattn import models; name = 'cupyattn.models.training'; "
+        "assert 'training' in dir(models) and name in models.__doc__; "
+        "assert not [each for each in sys.modules if each.startswith(name)]; "
+        "print(models.training.Trainer.__name__, models.training.__name__); "
+        "import cupyattn.models.training as module; assert module is models.training"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True
+    )
+    assert result.stdout == "Trainer cupyattn.models.training\n"
+
+
+@pytest.mark.parametrize("module", [cupyattn, models])
+def test_other_names_are_not_there(module):
+    told = f"module '{module.__name__}' has no attribute 'emulators'"
+    with pytest.raises(AttributeError, match=told):
+        module.emulators  # noqa: B018

@@ -30,7 +30,13 @@ _NUMBERS = (
     ("max-length", integer(2), None, "tokens of a sample (default: those of a batch)"),
     ("accumulate", integer(1), 1, "batches of a step"),
     ("epochs", integer(1), 3, "how often each sample is seen"),
-    ("steps", integer(1), None, "in the place of --epochs: how many steps are taken"),
+    (
+        "steps",
+        integer(1),
+        None,
+        "in the place of --epochs: how many steps are taken, all of which "
+        "the learning rate falls over: --resume takes no other number",
+    ),
     ("lr", float, None, "the highest learning rate (default: 2e-4, with --full 2e-5)"),
     ("warmup", integer(0), None, "steps in which it rises (default: a twentieth of all)"),
     ("weight-decay", float, 0.0, "of matrices, decoupled"),

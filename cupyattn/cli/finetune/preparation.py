@@ -99,12 +99,11 @@ def _plan(arguments: argparse.Namespace) -> Training:
 
 
 def _lora_options(arguments: argparse.Namespace) -> LoraOptions:
-    targets = arguments.lora_targets
     return LoraOptions(
         arguments.lora_rank,
         arguments.lora_alpha,
         arguments.lora_dropout,
-        targets[0] if targets == ["all-linear"] else tuple(targets),
+        arguments.lora_targets,
     ).checked()
 
 

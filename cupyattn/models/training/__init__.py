@@ -6,7 +6,7 @@
 """
 
 from cupyattn.models.training.batch import Batch, Sample, packed
-from cupyattn.models.training.data import Reader
+from cupyattn.models.training.data import Reader, split
 from cupyattn.models.training.evaluation import loss_of
 from cupyattn.models.training.full_weights import FullWeights
 from cupyattn.models.training.lora import LoraAdapters
@@ -15,7 +15,7 @@ from cupyattn.models.training.packing import Packing
 from cupyattn.models.training.scaling import LossScale
 from cupyattn.models.training.schedules import Schedule
 from cupyattn.models.training.trainable import Trainable
-from cupyattn.models.training.trainer import TrainedStep, Trainer, split
+from cupyattn.models.training.trainer import TrainedStep, Trainer
 
 __all__ = [
     "AdamWOptions",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from cupyattn.errors import error, shown
 from cupyattn.models.tokenizer import Tokenizer
@@ -201,3 +203,23 @@ def _no_constant(name: str) -> Callable[[str], Any]:
 
 def _bad(where: str, what: str, fix: str) -> ValueError:
     return error(ValueError, f"{where}: {what}", _FORMS, fix)
+
+
+def split(
+    samples: Sequence[Sample], fraction: float, seed: int
+) -> tuple[list[Sample], list[Sample]]:
+    """Part samples into those that are learnt, and a random fraction that is only looked at.
+
+    Examples
+    --------
+    >>> sample = Sample.of([1, 2], [True, True])
+    >>> [len(part) for part in split([sample] * 10, 0.25, 0)]
+    [8, 2]
+    """
+    if not 0 <= fraction < 1:
+        raise error(
+            ValueError, f"a fraction of {fraction}", "it is 0 to below 1", "pass for example 0.1"
+        )
+    order = np.random.default_rng([seed, 1]).permutation(len(samples)).tolist()
+    held = min(int(len(samples) * fraction), len(samples) - 1)
+    return [samples[i] for i in sorted(order[held:])], [samples[i] for i in sorted(order[:held])]

@@ -7,9 +7,10 @@ from hashlib import sha256
 
 import numpy as np
 
+from cupyattn import QuantizedWeight
 from cupyattn.arrays import Array
 from cupyattn.models.config import Config
-from cupyattn.models.weights import Weights, named_arrays
+from cupyattn.models.weights import Weights, named_arrays, named_parts
 
 _OF_A_MODEL = (
     "architecture", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim",
@@ -41,6 +42,21 @@ def fingerprint(weights: Weights) -> str:
         words = array.reshape(-1).view(f"u{array.dtype.itemsize}")
         found.update(int(words.sum(dtype=np.uint64)).to_bytes(8, "little"))
     return found.hexdigest()[:16]
+
+
+def kept_in(weights: Weights) -> str:
+    """Return the dtypes and formats of weights: in others the same model has another fingerprint.
+
+    Examples
+    --------
+    >>> from cupyattn import models
+    >>> tiny = models.PRESETS["gpt2"]._replace(num_layers=1, vocab_size=99)
+    >>> kept_in(models.random(tiny, dtype="float16", quantize="nf4", xp=np).weights)
+    'float16, nf4'
+    """
+    parts = (part for _, part in named_parts(weights))
+    kinds = {p.format if isinstance(p, QuantizedWeight) else p.dtype.name for p in parts}
+    return ", ".join(sorted(kinds))
 
 
 def config_fingerprint(config: Config) -> str:

@@ -51,7 +51,8 @@ class LoraAdapters:
         Of the first A: uniform, up to K**-0.5 in size, on every device the same. B begins as 0, so
         that nothing is added at first.
     rank_pattern, alpha_pattern : mapping from str to number
-        Other ranks and alphas for modules whose last parts match a regular expression.
+        Other ranks and alphas for modules whose last parts match a regular expression. Each has
+        to match one that has an adapter.
     use_rslora : bool
         Scale by alpha / sqrt(rank).
 
@@ -115,7 +116,7 @@ class LoraAdapters:
     ) -> None:
         require_whole(model)
         given: Any = rank, alpha, dropout, targets, rank_pattern or {}, alpha_pattern or {}
-        self.options = LoraOptions._make((*given, bool(use_rslora))).checked()
+        self.options = LoraOptions._make((*given, use_rslora)).checked()
         self._base = model
         self.arrays: dict[str, Array] = {}
         self._places: dict[str, Place] = {}
@@ -210,8 +211,7 @@ class LoraAdapters:
         ValueError
             For numbers that are not finite.
         """
-        config = self._base.config
-        peft.write(folder, self.options, self.arrays, config=config, base_model=base_model)
+        peft.write(folder, self.options, self.arrays, model=self._base, base_model=base_model)
 
     @classmethod
     def load(
@@ -225,6 +225,9 @@ class LoraAdapters:
     ) -> LoraAdapters:
         """Read adapters of a model from a folder that `save` or PEFT wrote.
 
+        Other weights than those that they were trained with are warned of. In another dtype or
+        quantised otherwise, and in the files of PEFT, only the model's name tells.
+
         Parameters
         ----------
         model : Model
@@ -233,7 +236,7 @@ class LoraAdapters:
         dropout : float, optional
             Instead of theirs, to train on.
         base_model : str, optional
-            The model's name or path: files of PEFT that name another are warned of.
+            The model's name or path.
 
         Raises
         ------
@@ -245,7 +248,7 @@ class LoraAdapters:
         NotImplementedError
             For what PEFT can do beside LoRA of linear layers, such as DoRA, by its name.
         """
-        options, tensors = peft.read(folder, model.config, base_model)
+        options, tensors = peft.read(folder, model, base_model)
         if dropout is not None:
             options = options._replace(dropout=dropout)
         try:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from cupyattn.errors import error, shown
 from cupyattn.models.training.counts import as_float
 
@@ -33,6 +35,13 @@ class LoraOptions(NamedTuple):
         TypeError, ValueError
             For numbers out of range, patterns that are none, and targets of another kind.
         """
+        if not isinstance(self.use_rslora, bool | np.bool_):
+            raise error(
+                TypeError,
+                f"use_rslora = {shown(self.use_rslora)}",
+                "alpha is divided by the square root of the rank, or by the rank",
+                "pass True or False",
+            )
         for name in ("rank_pattern", "alpha_pattern"):
             given = getattr(self, name)
             _require(isinstance(given, Mapping), f"{name} = {shown(given)}", "patterns are a dict "
@@ -68,7 +77,7 @@ class LoraOptions(NamedTuple):
             targets,
             {name: int(rank) for name, rank in self.rank_pattern.items()},
             {name: _plain(alpha) for name, alpha in self.alpha_pattern.items()},
-            self.use_rslora,
+            bool(self.use_rslora),
         )
 
     def targeted(self, module: str) -> bool:
@@ -86,8 +95,25 @@ class LoraOptions(NamedTuple):
         rank, alpha = self.rank_of(module), _matching(self.alpha_pattern, module, self.alpha)
         return alpha / (rank**0.5 if self.use_rslora else rank)
 
+    def idle(self, modules: Iterable[str]) -> list[str]:
+        """Return the patterns that match none of the modules that have adapters."""
+        names = list(modules)
+        patterns = (*self.rank_pattern, *self.alpha_pattern)
+        return [each for each in patterns if not any(_matches(each, name) for name in names)]
+
+    def effective(self, modules: Iterable[str]) -> LoraOptions:
+        """Return them without idle patterns."""
+        idle = self.idle(modules)
+        return self._replace(
+            rank_pattern={p: rank for p, rank in self.rank_pattern.items() if p not in idle},
+            alpha_pattern={p: alpha for p, alpha in self.alpha_pattern.items() if p not in idle},
+        )
+
     def require_found(self, modules: Iterable[str]) -> None:
-        """Raise ValueError for targets that are no module of the model, whose names are given."""
+        """Raise ValueError for targets and patterns that no module of the model has.
+
+        `modules` has the names of its linear layers.
+        """
         names = list(modules)
         if isinstance(self.targets, str):
             unknown = [] if any(map(self.targeted, names)) else [self.targets]
@@ -106,11 +132,27 @@ class LoraOptions(NamedTuple):
                 "adapters",
                 "name some of these, or pass targets='all-linear'",
             )
+        if idle := self.idle(filter(self.targeted, names)):
+            raise error(
+                ValueError,
+                f"the pattern {shown(idle[0])} matches no module that has an adapter",
+                "a pattern is of the last parts of a module's name, such as q_proj",
+                "leave it out, or add what it matches to the targets",
+            )
 
 
-def _names(targets: Any) -> tuple[str, ...]:
+def _names(targets: Any) -> str | tuple[str, ...]:
     names = sorted(targets) if isinstance(targets, set | frozenset) else targets
     names = tuple(names) if isinstance(names, list | tuple) else (None,)
+    if names == (ALL_LINEAR,):
+        return ALL_LINEAR
+    if ALL_LINEAR in names:
+        raise error(
+            ValueError,
+            f"targets = {shown(targets)}",
+            f"{ALL_LINEAR!r} is all linear layers, and stands alone",
+            "leave it out, or all other names",
+        )
     if not all(isinstance(name, str) for name in names):
         raise error(
             TypeError,
@@ -127,10 +169,12 @@ def _ends_with(module: str, name: str) -> bool:
 
 def _matching(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     """Return the value of the first pattern that a module's last parts match."""
-    for pattern, value in patterns.items():
-        if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module):
-            return value
-    return default
+    found = (value for pattern, value in patterns.items() if _matches(pattern, module))
+    return next(found, default)
+
+
+def _matches(pattern: str, module: str) -> bool:
+    return re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module) is not None
 
 
 def _plain(alpha: Any) -> float:

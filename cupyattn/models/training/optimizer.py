@@ -99,6 +99,11 @@ class AdamW:
         """Where gradients are written, by the names of the arrays."""
         return self._gradients.views
 
+    @property
+    def parameters(self) -> dict[str, Array]:
+        """What a step changes, by the names of the arrays."""
+        return self._parameters.views
+
     def zero_gradients(self) -> None:
         """Begin a step: what is added to gradients is added to zeros."""
         self._gradients.array.fill(0)

@@ -127,11 +127,16 @@ class Packing:
             yield next(self)
 
     def __next__(self) -> Batch:
-        epoch, at = self.position
+        batch, self.position = self.at(self.position)
+        return batch
+
+    def at(self, position: Position) -> tuple[Batch, Position]:
+        """Return the batch of a position, and the position of the next one."""
+        epoch, at = position
         here = self.epoch(epoch)
         last = at + 1 == len(here)
-        self.position = Position(epoch + 1, 0) if last else Position(epoch, at + 1)
-        return packed([self.samples[i] for i in here[at]])
+        following = Position(epoch + 1, 0) if last else Position(epoch, at + 1)
+        return packed([self.samples[i] for i in here[at]]), following
 
     def identity(self) -> dict[str, Any]:
         """Return what has to be the same where a training goes on."""

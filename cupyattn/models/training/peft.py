@@ -21,9 +21,9 @@ from cupyattn.models.checkpoints.names import HUGGING_FACE
 from cupyattn.models.checkpoints.safetensors_files import Stored, read_metadata, read_safetensors
 from cupyattn.models.checkpoints.safetensors_writer import require_finite, store
 from cupyattn.models.checkpoints.whole_files import write_whole
-from cupyattn.models.config import Config
-from cupyattn.models.training.fingerprint import config_fingerprint
+from cupyattn.models.training.fingerprint import config_fingerprint, fingerprint, kept_in
 from cupyattn.models.training.lora_options import LoraOptions
+from cupyattn.models.transformer import Model
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -45,10 +45,10 @@ def write(
     options: LoraOptions,
     tensors: Mapping[str, Array],
     *,
-    config: Config,
+    model: Model,
     base_model: str | None,
 ) -> None:
-    """Write both files, for a model of that config.
+    """Write both files, for adapters of that model.
 
     Raises
     ------
@@ -72,14 +72,16 @@ def write(
         "rank_pattern": dict(options.rank_pattern),
         "alpha_pattern": dict(options.alpha_pattern),
         "use_rslora": options.use_rslora,
-        "fan_in_fan_out": HUGGING_FACE[config.architecture].turned,
+        "fan_in_fan_out": HUGGING_FACE[model.config.architecture].turned,
         "bias": "none",
         "inference_mode": True,
     }
     named = {f"{_PREFIX}{name}": array for name, array in tensors.items()}
     text = (json.dumps(written, indent=2) + "\n").encode()
+    weights = {"kept_in": kept_in(model.weights), "weights": fingerprint(model.weights)}
+    metadata = {"format": "pt", **_shape_of(model), **weights}
     writers: dict[str, Callable[[BinaryIO], object]] = {
-        _TENSORS: partial(store, arrays=named, metadata={"format": "pt", **_told_of(config)}),
+        _TENSORS: partial(store, arrays=named, metadata=metadata),
         _CONFIG: lambda file: file.write(text),
     }
     with explaining(
@@ -91,11 +93,11 @@ def write(
 
 
 def read(
-    folder: str | os.PathLike[str], config: Config, base_model: str | None
+    folder: str | os.PathLike[str], model: Model, base_model: str | None
 ) -> tuple[LoraOptions, dict[str, Stored]]:
     """Read the options of adapters, and find their tensors, by the names of `LoraAdapters`.
 
-    `config` and `base_model` are those of the model that they are for.
+    `model` is what they are for, and `base_model` its name.
 
     Raises
     ------
@@ -119,40 +121,56 @@ def read(
         options = options.checked()
     except (TypeError, ValueError) as failure:
         raise damaged(where, str(failure)) from failure
-    metadata, ours = read_metadata(path / _TENSORS), _told_of(config)
-    if "config" not in metadata:  # PEFT wrote them
-        _warn_of_another(folder, given.get("base_model_name_or_path"), base_model)
-    elif {name: metadata.get(name) for name in ours} != ours:
+    metadata, ours = read_metadata(path / _TENSORS), _shape_of(model)
+    if "config" in metadata and {name: metadata.get(name) for name in ours} != ours:
         raise unfit(
             folder,
             f"they are of another {metadata.get('architecture')} (config {metadata['config']}, and "
             f"the model's is {ours['config']}, {ours['architecture']})",
         )
+    _warn_of_another(folder, given.get("base_model_name_or_path"), base_model, metadata, model)
     tensors = {}
     for name, tensor in read_safetensors(path / _TENSORS).items():
         if not name.startswith(_PREFIX):
             raise damaged(str(path / _TENSORS), f"{shown(name)} does not begin with {_PREFIX}")
         tensors[name.removeprefix(_PREFIX)] = tensor
-    return options, tensors
+    modules = {name.rpartition(".lora_")[0] for name in tensors}
+    return options.effective(modules), tensors  # PEFT passes over patterns without a module
 
 
 def _warn_of_another(
-    folder: str | os.PathLike[str], theirs: object, base_model: str | None
+    folder: str | os.PathLike[str],
+    theirs: object,
+    base_model: str | None,
+    metadata: Mapping[str, str],
+    model: Model,
 ) -> None:
-    """Warn where neither name of a model is part of the other: paths differ from place to place."""
-    if not isinstance(theirs, str) or not theirs or not base_model:
+    """Warn of other weights than those of the training.
+
+    The same model has other bits in another dtype or quantised. Then, and in the files of PEFT,
+    its names tell: neither is part of the other. Paths differ from place to place.
+    """
+    if metadata.get("kept_in") == kept_in(model.weights):
+        another, how = metadata.get("weights") != fingerprint(model.weights), ", of other weights"
+    elif isinstance(theirs, str) and theirs and base_model:
+        names = Path(theirs).name.lower(), Path(base_model).name.lower().removesuffix(".gguf")
+        another, how = names[0] not in base_model.lower() and names[1] not in theirs.lower(), ""
+    else:
         return
-    names = Path(theirs).name.lower(), Path(base_model).name.lower().removesuffix(".gguf")
-    if names[0] not in base_model.lower() and names[1] not in theirs.lower():
+    if another:
+        of, beside = (shown(name) if name else "a model" for name in (theirs, base_model))
         warnings.warn(
-            f"{folder}: adapters of {shown(theirs)} beside {shown(base_model)}; they add to the "
-            "weights that they were trained with; load that model, if this is not the same",
+            f"{folder}: adapters of {of} beside {beside}{how}; they add to the weights that they "
+            "were trained with; load that model, if this is not the same",
             stacklevel=4,
         )
 
 
-def _told_of(config: Config) -> dict[str, str]:
-    return {"architecture": config.architecture, "config": config_fingerprint(config)}
+def _shape_of(model: Model) -> dict[str, str]:
+    return {
+        "architecture": model.config.architecture,
+        "config": config_fingerprint(model.config),
+    }
 
 
 def _options(fields: Fields) -> LoraOptions:

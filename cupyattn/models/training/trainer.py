@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import numpy as np
 from cupyattn.cupy_library import load_cupy
 from cupyattn.errors import error, shown
 from cupyattn.models.training import checkpoint
-from cupyattn.models.training.batch import IGNORED, Batch, Sample, moved
+from cupyattn.models.training.batch import IGNORED, Batch, moved
 from cupyattn.models.training.counts import count_of
 from cupyattn.models.training.optimizer import AdamW, AdamWOptions
 from cupyattn.models.training.packing import DIGEST, Packing, Position
@@ -58,7 +59,8 @@ class Trainer:
     Parameters
     ----------
     trainable : Trainable
-        `LoraAdapters` or `FullWeights`, or something else that follows that protocol.
+        `LoraAdapters` or `FullWeights`, or something else that follows that protocol. One trainer
+        has it: a further one takes it over, and this one takes no more steps.
     packing : Packing
         The samples, and how they become batches.
     schedule : Schedule
@@ -102,6 +104,7 @@ class Trainer:
         self.loss_scale = LossScale.off() if loss_scale is None else loss_scale
         self.seed = count_of("seed", seed, least=0)
         self.number = 0
+        self._whole = True
         first = next(iter(trainable.arrays.values()))
         self.xp = np if isinstance(first, np.ndarray) else load_cupy()
         self.optimizer = AdamW(trainable.arrays, optimizer, self.xp)
@@ -114,36 +117,75 @@ class Trainer:
     def step(self) -> TrainedStep:
         """Take a step.
 
-        Loss and norm are read together, once a step: the only time that the host waits.
+        Loss and norm are read together, once a step: the only time that the host waits. A step
+        that is cut short, as by Ctrl-C or for want of memory, can be called again, and gives what
+        it would have given. If it had begun to change what is learnt, the trainer goes on only
+        behind `resume`.
 
         Raises
         ------
         FloatingPointError
             If no loss scale makes gradients finite.
+        RuntimeError
+            Behind a step that was cut short while it changed what is learnt, and where another
+            trainer was made of the same trainable.
         ValueError
             Behind the last step of the schedule, and for a step without labels.
         """
-        lr = self.schedule.at(self.number + 1)
-        self.number += 1
-        batches = [next(self.packing) for _ in range(self.accumulate)]
+        self._require_own()
+        self._require_whole()
+        number, position = self.number + 1, self.packing.position
+        lr = self.schedule.at(number)
+        batches = []
+        for _ in range(self.accumulate):
+            batch, position = self.packing.at(position)
+            batches.append(batch)
         scale = self.loss_scale.scale
-        loss = self._gradients(batches, scale)
+        loss = self._gradients(number, batches, scale)
         mean, scaled_norm = self.xp.stack([loss, self.optimizer.norm()]).tolist()
         grad_norm = scaled_norm / scale
         finite = bool(np.isfinite([mean, scaled_norm]).all())
-        if finite:
-            self.optimizer.step(lr, grad_norm, scale)
-            self.trainable.updated()
-        self.loss_scale.update(finite)
         tokens = sum(len(batch.ids) for batch in batches)
-        return TrainedStep(self.number, mean, lr, grad_norm, tokens, scale, not finite)
+        with self._changing():
+            if finite:
+                self.optimizer.step(lr, grad_norm, scale)
+                self.trainable.updated()
+            self.loss_scale.update(finite)
+            self.number, self.packing.position = number, position
+        return TrainedStep(number, mean, lr, grad_norm, tokens, scale, not finite)
 
-    def _gradients(self, batches: Sequence[Batch], scale: float) -> Any:
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Change the state of the training: whatever ends the block early leaves a part of it."""
+        self._whole = False
+        yield
+        self._whole = True
+
+    def _require_whole(self) -> None:
+        if not self._whole:
+            raise error(
+                RuntimeError,
+                f"what followed step {self.number} was cut short while it changed the training",
+                "a training goes on, and is saved, behind whole steps",
+                "resume from the last checkpoint",
+            )
+
+    def _require_own(self) -> None:
+        learnt = self.trainable.arrays
+        if any(learnt.get(name) is not own for name, own in self.optimizer.parameters.items()):
+            raise error(
+                RuntimeError,
+                "what this trainer has learnt is no longer its own: another was made of it",
+                "a trainer has the arrays of its trainable to itself",
+                "go on with the newer one, or give each a trainable, and a model, of its own",
+            )
+
+    def _gradients(self, number: int, batches: Sequence[Batch], scale: float) -> Any:
         num_labels = sum(int(np.count_nonzero(batch.labels != IGNORED)) for batch in batches)
         if not num_labels:
             raise error(
                 ValueError,
-                f"step {self.number} has no labels",
+                f"step {number} has no labels",
                 "a loss is of one token or more that is to be predicted: the first of a sample "
                 "is not, nor is what is not learnt",
                 "leave out samples without labels (Sample.num_labels)",
@@ -156,14 +198,23 @@ class Trainer:
                 self.optimizer.gradients,
                 num_labels=num_labels,
                 loss_scale=scale,
-                seed=seed_of(self.seed, self.number, i),
+                seed=seed_of(self.seed, number, i),
                 accumulate=True,
             )
             loss = part if loss is None else loss + part
         return self.xp.asarray(loss, np.float32)
 
     def save(self, folder: str | os.PathLike[str], *, keep: int = 2) -> Path:
-        """Write a checkpoint; see ``checkpoint.save``."""
+        """Write a checkpoint; see ``checkpoint.save``.
+
+        Raises
+        ------
+        OSError
+            If it cannot be written: older ones are as they were.
+        RuntimeError
+            Behind a step that was cut short while it changed what is learnt.
+        """
+        self._require_whole()
         arrays = self.optimizer.saved()
         return checkpoint.save(Path(folder), self.number, arrays, self._state(), keep=keep)
 
@@ -191,9 +242,12 @@ class Trainer:
         ------
         FileNotFoundError
             If there is none.
+        RuntimeError
+            Where another trainer was made of the same trainable.
         ValueError
             If it is damaged, or of another model, other data or other options.
         """
+        self._require_own()
         file, saved = _newest(Path(path)), self.optimizer.saved()
         arrays, state = checkpoint.load(file)
         if state.keys() != self._state().keys():
@@ -202,12 +256,13 @@ class Trainer:
         shapes = ({name: a.shape for name, a in each.items()} for each in (arrays, saved))
         if next(shapes) != next(shapes):
             raise checkpoint.damaged(file, f"its arrays are not {', '.join(saved)}, each whole")
-        for name, array in saved.items():
-            array[...] = self.xp.asarray(arrays[name])
-        self.number, self.optimizer.steps = state["step"], state["optimizer_steps"]
-        self.packing.position = Position(*state["position"])
-        self.loss_scale.restore(state["loss_scale"])
-        self.trainable.updated()
+        with self._changing():
+            for name, array in saved.items():
+                array[...] = self.xp.asarray(arrays[name])
+            self.number, self.optimizer.steps = state["step"], state["optimizer_steps"]
+            self.packing.position = Position(*state["position"])
+            self.loss_scale.restore(state["loss_scale"])
+            self.trainable.updated()
 
     def identity(self) -> dict[str, Any]:
         """Return what the losses depend on, as JSON has it: it is that of the first step."""
@@ -243,7 +298,8 @@ class Trainer:
                 raise error(
                     ValueError,
                     f"{called.get(name, name)}{told}",
-                    "a training is resumed with the model, the data and the options it began with",
+                    "a training is resumed with the model, the data, the options and the number of "
+                    "steps that it began with",
                     "pass those, or begin anew in another folder",
                 )
 
@@ -273,26 +329,6 @@ def seed_of(*numbers: int) -> int:
     """
     (word,) = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
     return int(word >> np.uint64(1))
-
-
-def split(
-    samples: Sequence[Sample], fraction: float, seed: int
-) -> tuple[list[Sample], list[Sample]]:
-    """Part samples into those that are learnt, and a random fraction that is only looked at.
-
-    Examples
-    --------
-    >>> sample = Sample.of([1, 2], [True, True])
-    >>> [len(part) for part in split([sample] * 10, 0.25, 0)]
-    [8, 2]
-    """
-    if not 0 <= fraction < 1:
-        raise error(
-            ValueError, f"a fraction of {fraction}", "it is 0 to below 1", "pass for example 0.1"
-        )
-    order = np.random.default_rng([seed, 1]).permutation(len(samples)).tolist()
-    held = min(int(len(samples) * fraction), len(samples) - 1)
-    return [samples[i] for i in sorted(order[held:])], [samples[i] for i in sorted(order[:held])]
 
 
 def _newest(path: Path) -> Path:

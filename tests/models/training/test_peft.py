@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -141,6 +142,17 @@ def test_configs_that_are_refused(llama, folder, fields, kind, message):
         LoraAdapters.load(llama, folder)
 
 
+def test_patterns_without_a_module_are_passed_over(llama, folder):
+    """As PEFT does: they change nothing, and are no sign of another model."""
+    before = LoraAdapters.load(llama, folder)
+    idle = {"lm_head": 7, "o_proj|k_proj": 3}
+    change(folder, rank_pattern=idle, alpha_pattern=idle)
+    again = LoraAdapters.load(llama, folder)
+    assert again.options == before.options
+    for name, array in before.arrays.items():
+        np.testing.assert_array_equal(array, again.arrays[name])
+
+
 def test_adapters_of_another_architecture(folder):
     other = models.random(TINY["gpt2"], dtype="float32", xp=np)
     with pytest.raises(ValueError, match=r"adapters do not fit the model: targets .* name no mod"):
@@ -169,6 +181,39 @@ def test_adapters_of_a_model_of_the_same_shapes(folder, llama, tmp_path):
     LoraAdapters.load(other, tmp_path / "ours", base_model="anywhere")
     with pytest.raises(ValueError, match=r"do not fit the model: they are of another llama \("):
         LoraAdapters.load(llama, tmp_path / "ours")
+
+
+def made_of(config, *, seed, dtype="float32", quantize=None):
+    return models.random(config, dtype=dtype, quantize=quantize, xp=np, seed=seed)
+
+
+BESIDE = ({}, {"dtype": "float16"}, {"quantize": "int8"})
+
+
+@pytest.mark.parametrize("kept", BESIDE)
+@pytest.mark.parametrize("name", ["one", None])
+def test_adapters_of_other_weights_of_the_same_shapes(kept, name, tmp_path):
+    """Whatever the model is called; the same weights pass in another dtype, or quantised."""
+    config = TINY["llama"]._replace(intermediate_size=64)
+    LoraAdapters(made_of(config, seed=1, **kept), rank=2).save(tmp_path, base_model=name)
+    for as_well in BESIDE:
+        LoraAdapters.load(made_of(config, seed=1, **as_well), tmp_path, base_model=name)
+    of = re.escape(repr(name) if name else "a model")
+    for beside in ("two", "one", None):
+        shown = repr(beside) if beside else "a model"
+        told = f"adapters of {of} beside {shown}, of other weights; they add to the weights that"
+        with pytest.warns(UserWarning, match=told) as caught:
+            LoraAdapters.load(made_of(config, seed=2, **kept), tmp_path, base_model=beside)
+        assert [each.filename for each in caught] == [__file__]
+
+
+def test_adapters_of_another_model_in_another_dtype(tmp_path):
+    """Its name is all that tells."""
+    config = TINY["llama"]
+    LoraAdapters(made_of(config, seed=1), rank=2).save(tmp_path, base_model="a/one")
+    other = made_of(config, seed=2, dtype="float16")
+    with pytest.warns(UserWarning, match=r"adapters of 'a/one' beside 'b/two'; they add to the"):
+        LoraAdapters.load(other, tmp_path, base_model="b/two")
 
 
 def test_files_of_the_same_model_have_one_fingerprint(llama):

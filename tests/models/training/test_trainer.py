@@ -13,6 +13,7 @@ from support.tiny_models import TINY
 
 from cupyattn import models
 from cupyattn.models.training.batch import Sample
+from cupyattn.models.training.data import split
 from cupyattn.models.training.evaluation import loss_of
 from cupyattn.models.training.full_weights import FullWeights
 from cupyattn.models.training.lora import LoraAdapters
@@ -20,7 +21,7 @@ from cupyattn.models.training.optimizer import AdamWOptions
 from cupyattn.models.training.packing import Packing
 from cupyattn.models.training.scaling import LossScale
 from cupyattn.models.training.schedules import Schedule
-from cupyattn.models.training.trainer import Trainer, seed_of, split
+from cupyattn.models.training.trainer import Trainer, seed_of
 
 TOKENS = 11
 
