@@ -45,7 +45,7 @@ class Scheduler:
         The most tokens in a step, at least `max_batch`. A longer prompt is computed in parts.
     preempt : {"recompute", "swap"}
         What becomes of the sequence that makes room: its blocks are given back, and later computed
-        anew, or they move to host memory (the cache's `num_host_blocks`) while that has room.
+        anew, or they move to host memory (the cache's ``num_host_blocks``) while that has room.
     window_size : (left, right), optional
         The window of the model's attention, if all of its layers have one (the largest): blocks
         that no later token of a sequence sees are given back after each step.

@@ -132,9 +132,9 @@ def attention_backward(
     On tensor cores "flash" keeps ds in float16 for its products, times a power of two for each
     key-value head that brings ``max |dout_i| max |v_j| / (1 - dropout_p) + max |delta_i|``, if it
     is larger, to 32768: ds may be as large as 2**30, while dq, dk and dv fit float16. Queries that
-    see no key do not count; keys in use that a mask hides do. What lies below 6e-8, times that power
-    where there is one, is lost, of ds, v and dout: scale the loss accordingly, as for dout itself,
-    or use "naive" or float32 arrays. A gradient of score_mod that makes more of ``grad``
+    see no key do not count; keys in use that a mask hides do. What lies below 6e-8, times that
+    power where there is one, is lost, of ds, v and dout: scale the loss accordingly, as for dout
+    itself, or use "naive" or float32 arrays. A gradient of score_mod that makes more of ``grad``
     than there is has to leave it below 65504, or that power times it.
 
     Examples
