@@ -111,6 +111,8 @@ def row_name(row: Specialisation) -> str:
     parts += [f"{letter} {dim}" for letter, dim in dims.items() if dim is not None]
     if "QUERY_ROWS" in macros:
         parts.append(f"{macros['QUERY_ROWS']} rows")
+    if "CTA_ROWS" in macros:  # of the launch before
+        parts.append(f"{macros['CTA_ROWS']} rows")
     if "FORWARD_WARPS" in macros:  # of the sum of a row's parts, chosen by how many there are
         parts.append(f"{macros['WARPS']} warps")
     if macros.get("LANES"):

@@ -2,7 +2,7 @@
 // (gradient_scale.cuh), and delta with it.
 //
 // Shapes    BackwardParams (backward_params.cuh); sizes as backward_delta.cu leaves them, scales (B, H, 2).
-// Work      one CTA of THREADS threads owns one key-value head of a sequence: grid B * G. It reads 8 bytes for every ROWS
+// Work      one CTA of THREADS threads owns one key-value head of a sequence: grid B * G. It reads 8 bytes for every CTA_ROWS
 //           rows of dout and of V, and the statistics of its rows only where k is not 0.
 // Budget    one float per warp of shared memory; about 30 registers.
 // Edges     without queries or keys the scale is 1.

@@ -2,15 +2,15 @@
 // and why.
 #pragma once
 
-#if !defined(ROWS) || !defined(THREADS)
-#error "ROWS and THREADS come from a launch-configuration table"
+#if !defined(CTA_ROWS) || !defined(THREADS)
+#error "CTA_ROWS and THREADS come from a launch-configuration table"
 #endif
 #include "../../common/reduce.cuh"
 #include "gradient_scale.cuh"
 #include "row_statistics.cuh"
 
 struct Traits {
-  static constexpr int kRows = ROWS;  // of a CTA of backward_delta
+  static constexpr int kRows = CTA_ROWS;  // of a CTA of backward_delta
   static constexpr int kThreads = THREADS;
   static_assert(kRowPad % kRows == 0, "a CTA's rows belong to one head");
 };

@@ -28,7 +28,7 @@ _LAYERS = (
 
 YOUNGER: tuple[str, ...] = ("attention_backward_scales", "attention_backward_scales_varlen")
 """Kernels that came after the profiles: the next ones have them."""
-CHANGED: tuple[str, ...] = ()
+CHANGED: tuple[str, ...] = ("attention_backward_delta", "attention_backward_delta_varlen")
 """Kernels whose profiles are of other launches than today's: the next ones have these."""
 WITHOUT_PROFILE = {
     **dict.fromkeys(YOUNGER, "is younger than the profiles"),

@@ -109,7 +109,7 @@ def scales(head_dim_v: int, packed: bool = False) -> Specialisation:
     """Specialise the kernel that keeps dS within float16's range."""
     return (SCALES_VARLEN_KERNEL if packed else SCALES_KERNEL).specialise(
         threads=_THREADS,
-        ROWS=delta_rows(head_dim_v),
+        CTA_ROWS=delta_rows(head_dim_v),
     )
 
 
