@@ -139,7 +139,7 @@ def test_wrong_gradients_are_found(problem, deterministic, bug, planted):
 # What makes k larger than it has to be, or smaller by little, is seen in k alone.
 OTHER_POWERS = [
     (PLAIN, Bug(SCALES_CUH, "dout_square * v_square", "v_square")),
-    (PLAIN, Bug(DELTA_CUH, "sizes.take_square(dout.product(dout));", "")),
+    (PLAIN, Bug(DELTA_CUH, "sizes.take_square(square);", "")),
     (PLAIN, Bug(DELTA_CUH, "sizes.take_square(v.product(v));", "")),
     (PLAIN, Bug(SCALES_CU, "blockIdx.x) * padded_rows", "0) * padded_rows")),
     (PLAIN, Bug(DELTA_CU, "(flat - rows) / padded", "0 / padded")),
