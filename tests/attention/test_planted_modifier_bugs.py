@@ -84,8 +84,7 @@ BACKWARD = [
     ("float16", Bug(HALF_GRADIENT, "if constexpr (Modifiers::kMask) {", "if constexpr (false) {")),
 ]
 BACKWARD_DEEP = [
-    ("float16", Bug(HALF_GRADIENT, "modifiers.gradient(kLn2 * score_log2",
-                    "modifiers.gradient(score_log2")),
+    ("float16", Bug(HALF_GRADIENT, "score = kLn2 * score_log2(", "score = score_log2(")),
     ("float32", Bug(FLOAT_GRADIENT, "pass.gradient(unmodified.c[m][n]", "pass.gradient(s.c[m][n]")),
     ("float32", Bug(FLOAT_GRADIENT, "      pass.modify(s, first_row, first_key);\n", "")),
 ]  # fmt: skip

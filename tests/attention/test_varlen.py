@@ -64,10 +64,13 @@ def test_float32(problem: VarlenProblem):
 
 @pytest.mark.parametrize(
     ("dtype", "head_dim"),
-    [("float16", 64), ("float32", 24), *deep(("float16", 40), ("float16", 256), ("bfloat16", 72))],
+    [("float16", 64), ("float32", 24), *deep(("float16", 32), ("float16", 256), ("bfloat16", 72))],
 )
 def test_the_bits_are_those_of_a_loop_over_sequences(dtype, head_dim):
-    """The same kernels in the same order: nothing but addresses differs."""
+    """The same kernels in the same order: nothing but addresses differs.
+
+    (But for tiles of 192 rows, which dense calls alone have, at head dims 33 to 40.)
+    """
     dense = replace(RAGGED.dense, dtype=dtype, D=head_dim, Dv=head_dim)
     problem = replace(RAGGED, dense=dense)
     out, lse = problem.run()
