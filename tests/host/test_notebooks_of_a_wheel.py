@@ -32,7 +32,9 @@ ENVIRONMENT = {
 
 
 def run(*command: str | Path, **options) -> str:
-    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    # IPython would put the packages of an activated environment before its own.
+    others = {"PYTHONPATH", "VIRTUAL_ENV"}
+    outside = {name: value for name, value in os.environ.items() if name not in others}
     given = {"capture_output": True, "text": True, "timeout": 300, "env": outside | ENVIRONMENT}
     done = subprocess.run(command, **given, **options)
     assert done.returncode == 0, done.stdout + done.stderr
