@@ -110,7 +110,8 @@ class PairedConfig:
 # 2026-11-20 and 21, +-0.05): no Turing card has been measured. Keys and values stay in registers
 # with their gradients, 3 registers for every two columns of 16 keys: 32 keys a warp to 64 columns,
 # 16 to 128, and beyond that 16 keys of two warps. With options, tiles of 16 queries spill less at
-# head dims 64 and 128, and model up to 0.10 less.
+# head dims 64 and 128, and model up to 0.10 less. (8 queries at once of head dim 80, with dQ by
+# rows, were slower on an H200 when the table was made; by columns no GPU has timed them.)
 _TURING_ONE_PASS: dict[int, DkdvConfig | PairedConfig] = {
     40: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.66, and 0.61 with 16 queries at once"),
     64: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.69; 16 queries at once spill"),

@@ -1,4 +1,4 @@
-"""Rows of the tensor-core forward of attention, for sm_75: which tiles a problem has."""
+"""Rows of the tensor-core forward of attention: which tiles a problem has."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ _TURING_INTEGERS = {
 # A tile of 16 keys takes an H200 a microsecond, and so does its memory: causal attention of 131,072
 # tokens, 16 heads of 128, took 203.7 ms with tiles brought to L2 two ahead, 209.4 four ahead and
 # 231.2 without; where all keys are seen 52.3, 53.7 and 66.8 (32,768 queries, 65,536 keys; sm_90
-# code, 2026-11-24). At head dim 64, with tiles of 64 keys, it made no difference. A Turing card's
-# tiles take longer; none has been measured.
+# code, 2026-11-24, by edits of the source before there was a macro). At head dim 64, with tiles of
+# 64 keys, it made no difference. A Turing card's tiles take longer; none has been measured.
 _L2_AHEAD = {128: 2}
 _FLASH = with_mma_k(_TURING)
 FLASH = {
