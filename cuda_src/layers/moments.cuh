@@ -50,31 +50,15 @@ struct Moments {
   }
 };
 
-// From the moments of a thread's items to those of its row. All threads of the row take part.
-//
-// Lanes of one warp take the row's mean for their pivot: a sum more, and then parts that are simply added. Rows of 768
-// took 9.4 us so, and 10.4 with pivots of their own; where warps meet anyway, those are 2 % faster (8192 rows of
-// float16, an H200 as compute_75 code, 2026-11-22, `python -m cupyattn.benchmark layers --operation layer_norm`).
+// From the moments of a thread's items, about a pivot of its own, to those of its row. All threads of the row take part.
 template <typename Rows>
 struct RowMoments {
   static constexpr int kWarps = Rows::kLanes <= kWarpSize ? 1 : Rows::kLanes / kWarpSize;  // of a row
   float4 partial[kWarps > 1 ? Rows::kThreads / kWarpSize : 1];
 
-  // Without items yet. `sum` is of `count` items of this thread.
-  static __device__ __forceinline__ Moments about(float sum, float count, int64 length) {
-    Moments part;
-    part.count = kWarps == 1 ? static_cast<float>(length) : count;
-    if constexpr (kWarps == 1) sum = warp_reduce<Sum, Rows::kLanes>(sum);
-    part.pivot = sum * inverse(part.count);
-    return part;
-  }
-
   __device__ __forceinline__ void merge(Moments& part) {
-    if constexpr (kWarps == 1) {
-      part.s1 = warp_reduce<Sum, Rows::kLanes>(part.s1);
-      part.s2 = warp_reduce<Sum, Rows::kLanes>(part.s2);
-    } else {
-      part.merge_lanes<kWarpSize>();
+    part.merge_lanes<Rows::kLanes / kWarps>();
+    if constexpr (kWarps > 1) {
       if (lane_index() == 0) partial[warp_index()] = make_float4(part.count, part.pivot, part.s1, part.s2);
       row_barrier<Rows>();  // partial: written by every warp of the row, of which a kernel merges one
       const float4 warp = partial[warp_index() / kWarps * kWarps + lane_index() % kWarps];

@@ -29,13 +29,23 @@ using Held = HeldStrip<Rows, Scalar>;
 enum Array { kX, kResidual, kOut, kTotal, kMean, kRstd };
 static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
 
-// Whether weight and bias fit beside the row: then they are loaded before its statistics are known.
-constexpr bool kHoldColumns =
-    Rows::kResident && (1 + WITH_WEIGHT + WITH_BIAS) * kHeldRegisters<Rows, Scalar> <= kFreeRegisters<Rows>;
+// Where several warps share a row of few registers, a layer norm asks for as many threads a multiprocessor as 65,536
+// registers have room for without spills (sm_80 and later; Turing has room for 1024 threads of any): a row waits for
+// its first load and for two barriers, and others pass meanwhile. At widths of 2048 and 4096 it takes 19.9 and 37.7 us
+// so on an H200 as compute_75 code, for 21.8 and 43.9 (8192 rows of float16, 2026-11-24,
+// `python -m cupyattn.benchmark layers --operation layer_norm`).
+constexpr bool kManyThreads =
+    CENTRED && Rows::kResident && kHeldRegisters<Rows, Scalar> <= 8 && Rows::kLanes > kWarpSize;
+constexpr int kThreadsPerSm = !kManyThreads ? THREADS : WITH_MEAN ? 1280 : 1536;
 
-union Smem {
-  RowMoments<Rows> moments;
+// Whether weight and bias are loaded before the row's statistics are known: where they fit beside it.
+constexpr bool kHoldColumns = Rows::kResident && !kManyThreads &&
+                              (1 + WITH_WEIGHT + WITH_BIAS) * kHeldRegisters<Rows, Scalar> <= kFreeRegisters<Rows>;
+
+struct Smem {
   RowSums<Rows, 1> sums;
+  RowSums<Rows, 2> moments;  // of a resident row
+  RowMoments<Rows> parts;    // of a longer one
 };
 
 struct Statistics {
@@ -79,21 +89,26 @@ __device__ __forceinline__ float sum_of(const float (&x)[Rows::kVec]) {
   return sum;
 }
 
-// The moments of the strips that this thread holds.
-__device__ __forceinline__ Moments moments_of(const Held (&held)[Rows::kHeldStrips], int64 length) {
-  float x[Rows::kVec], sum = 0.f, count = 0.f;
+// Of a resident row: its mean, then what is left about it.
+__device__ __forceinline__ Moments moments_of(const Held (&held)[Rows::kHeldStrips], int64 length, Smem& smem_s) {
+  float x[Rows::kVec], sum[1] = {0.f};
 #pragma unroll
   for (int strip = 0; strip < Rows::kHeldStrips; strip++) {
     held[strip].get(x);
-    sum += sum_of(x);
-    count += strip_exists<Rows>(strip, length) ? Rows::kVec : 0;
+    sum[0] += sum_of(x);
   }
-  Moments part = RowMoments<Rows>::about(sum, count, length);
+  smem_s.sums.add_up(sum, 0);
+  Moments part;
+  part.count = static_cast<float>(length);
+  part.pivot = sum[0] * inverse(part.count);
 #pragma unroll
   for (int strip = 0; strip < Rows::kHeldStrips; strip++) {
     held[strip].get(x);
     if (strip_exists<Rows>(strip, length)) part.add(x);
   }
+  float about[2] = {part.s1, part.s2};
+  smem_s.moments.add_up(about, 0);
+  part.s1 = about[0], part.s2 = about[1];
   return part;
 }
 
@@ -121,7 +136,7 @@ __device__ __forceinline__ void store_normalised(const Held& held, const Held& w
   store_strip<Rows>(row.out_g, x, strip, row.length);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, kThreadsPerSm / THREADS)
     norm_forward(const Scalar* x_g, const Scalar* residual_g, const Scalar* weight_g, const Scalar* bias_g,
                  Scalar* out_g, Scalar* total_g, float* mean_g, float* rstd_g, float eps, float weight_offset,
                  const Params params) {
@@ -153,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       if constexpr (kHoldColumns && WITH_BIAS) bias[strip].load(bias_g, strip, row.length);
       if constexpr (!CENTRED) squares[0] += squares_of(x[strip]);
     }
-    if constexpr (CENTRED) part = moments_of(x, row.length);
+    if constexpr (CENTRED) part = moments_of(x, row.length, smem_s);
   } else {
     for (int64 strip = 0; strip < strips; strip++) {
       load(x[0], added[0], row, strip);
@@ -173,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Statistics statistics;
   float mean_square;  // of what is normalised
   if constexpr (CENTRED) {
-    smem_s.moments.merge(part);
+    if constexpr (!Rows::kResident) smem_s.parts.merge(part);
     statistics.pivot = part.pivot;
     statistics.shift = part.shift();
     mean_square = part.variance();
@@ -182,11 +197,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     mean_square = squares[0] * inverse(static_cast<float>(row.length));
   }
   statistics.rstd = rsqrtf(mean_square + eps);
-  if (exists && threadIdx.x % Rows::kLanes == 0) {
-    const float mean = statistics.pivot + statistics.shift;
-    if constexpr (WITH_MEAN) mean_g[row_offset(params, kMean, index)] = isnan(statistics.rstd) ? statistics.rstd : mean;
-    if constexpr (WITH_RSTD) rstd_g[row_offset(params, kRstd, index)] = statistics.rstd;
-  }
 
   // Phase 3: out, from the registers or a second read.
 #pragma unroll Rows::kHeldStrips
@@ -196,5 +206,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if constexpr (!kHoldColumns && WITH_WEIGHT) weight[held].load(weight_g, strip, row.length);
     if constexpr (!kHoldColumns && WITH_BIAS) bias[held].load(bias_g, strip, row.length);
     store_normalised(x[held], weight[held], bias[held], row, strip, statistics, weight_offset);
+  }
+
+  if (exists && threadIdx.x % Rows::kLanes == 0) {
+    const float mean = statistics.pivot + statistics.shift;
+    if constexpr (WITH_MEAN) mean_g[row_offset(params, kMean, index)] = isnan(statistics.rstd) ? statistics.rstd : mean;
+    if constexpr (WITH_RSTD) rstd_g[row_offset(params, kRstd, index)] = statistics.rstd;
   }
 }

@@ -84,7 +84,8 @@ def test_a_clean_copy_is_right(run, problem, ratio):
 @pytest.mark.parametrize(
     ("run", "problem", "file", "comment", "barrier"),
     [
-        (forward_of, LAYER, MOMENTS_CUH, "partial: written", "row_barrier<Rows>();"),
+        (forward_of, LONG, MOMENTS_CUH, "partial: written", "row_barrier<Rows>();"),
+        (forward_of, LAYER, ROWS_CUH, "partial[buffer]: written", "row_barrier<Rows>();"),
         (forward_of, RMS, ROWS_CUH, "partial[buffer]: written", "row_barrier<Rows>();"),
         (backward_of, LAYER, ROWS_CUH, "partial[buffer]: written", "row_barrier<Rows>();"),
         (backward_of, LAYER, ROWS_CUH, "columns_s: the previous", "__syncthreads();"),
@@ -119,16 +120,16 @@ FORWARD_MISTAKES = {
         LAYER, Bug(FORWARD_CU, "if (strip_exists<Rows>(strip, length)) part", "part"),
     ),
     "a part's mean is taken for the row's": (
-        LAYER, Bug(MOMENTS_CUH, "    s1 = warp_reduce<Sum, kWidth>(s1);\n", ""),
+        LONG, Bug(MOMENTS_CUH, "    s1 = warp_reduce<Sum, kWidth>(s1);\n", ""),
     ),
     "a lane's mean for a warp's": (
-        SMALL, Bug(MOMENTS_CUH, "sum = warp_reduce<Sum, Rows::kLanes>(sum);", "{}"),
+        SMALL, Bug(FORWARD_CU, "  smem_s.sums.add_up(sum, 0);\n", ""),
     ),
     "a lane's deviations for a warp's": (
-        SHORT, Bug(MOMENTS_CUH, "part.s2 = warp_reduce<Sum, Rows::kLanes>(part.s2);", ""),
+        SHORT, Bug(FORWARD_CU, "  smem_s.moments.add_up(about, 0);\n", ""),
     ),
-    "a warp counts one lane's items": (
-        SHORT, Bug(MOMENTS_CUH, "kWarps == 1 ? static_cast<float>(length) : count", "count"),
+    "a row counts one lane's items": (
+        LAYER, Bug(FORWARD_CU, "= static_cast<float>(length);", "= Rows::kVec;"),
     ),
     "parts are not moved to one pivot": (
         LONG, Bug(MOMENTS_CUH, "s2 += distance * (2.f * s1 + count * distance);", ""),

@@ -14,11 +14,10 @@ from cupyattn.kernels.spec import Specialisation
 # on an H200 as compute_75 code, 2026-11-22, float16, 8192 rows.
 #
 # Every row reads weight and bias anew, from a cache: sectors are 2.0 times those of x and out. CTAs
-# that walk over rows, as the backward's do, and keep both in registers touch 1.03 times (widths of
-# 2048 and 4096) and issue a tenth fewer instructions. But layer norm then takes 72 registers for 54
-# (70 for 63 on sm_90), at 768 it takes 95 for 64: a T4's multiprocessor holds 7, 3 and 5 CTAs for
-# 8, 4 and 8, an H200's 7, 3 and 5 for 8, 4 and 7. A T4 gains nothing: by the model its load units
-# are busy for a quarter of the time that memory takes (NVRTC 12.9, 2026-11-24).
+# that walk over rows, as the backward's do, and keep both in registers touch 1.03 times and issue a
+# tenth fewer instructions, but take a third more registers, so that fewer rows are under way: what
+# an H200 has too little of (norm_forward.cu). A T4 gains nothing: by the model its load units are
+# busy for a quarter of the time that memory takes (NVRTC 12.9, 2026-11-24).
 FORWARD_ROWS: RowTable = {
     75: {
         128: RowConfig(128, 8, 16, "short rows: four to a warp keep its lanes busy"),
