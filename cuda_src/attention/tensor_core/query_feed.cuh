@@ -86,6 +86,18 @@ struct QueryFeed {
     return turns() ? strides.head * kItem - (walk.tiles() - 1) * tile_bytes : tile_bytes;
   }
 
+  // Q and dout of the tile that many behind the next one, if the head has another behind it: its last one may be ragged.
+  // Between two tiles, where both addresses are the present tile's.
+  template <int kAhead>
+  __device__ __forceinline__ void bring_to_l2() const {
+    if constexpr (kAhead > 0) {
+      if (walk.end - tile <= kAhead + 2) return;
+      const int64 q = params.attention.q.seq, dout = params.dout.seq;
+      constexpr int64 kItems = (kAhead + 1) * kTileQ * kItem;
+      ::bring_to_l2<QTileFeed, DoutTileFeed>(next_q_g + q * kItems, q, next_dout_g + dout * kItems, dout);
+    }
+  }
+
   __device__ __forceinline__ void fetch_q() {
     next_q_g += step_bytes(params.attention.q);
     if (more()) q_feed.template load<true>(quads, next_q_g, params.attention.q.seq, next_rows());
