@@ -139,11 +139,12 @@ class Group:
         TypeError
             For what is no array of NumPy or CuPy.
         ValueError
-            For a rank that is none, ranks that are not as far away, or arrays elsewhere than on
-            the device of this rank, if it has one.
+            For a rank that is none, ranks that are not as far away, another number of arrays to
+            receive than to send, or arrays elsewhere than on the device of this rank, if it has
+            one.
         """
         for name, peer in (("to", to), ("source", source)):
-            if not 0 <= peer < self.size:
+            if not (isinstance(peer, int | np.integer) and 0 <= peer < self.size):
                 raise error(
                     ValueError,
                     f"{name} = {shown(peer)} in a group of {self.size} ranks",
@@ -159,6 +160,13 @@ class Group:
             )
         for array in (*outgoing, *incoming):
             self._carrier.require_here(array)
+        if len(outgoing) != len(incoming):
+            raise error(
+                ValueError,
+                f"{len(outgoing)} arrays to send, and {len(incoming)} to receive",
+                "a rank receives as many as it sends",
+                "pass as many of both, perhaps of no items",
+            )
         if to == self.rank:
             self.check()
             with nullcontext() if stream is None else stream:
