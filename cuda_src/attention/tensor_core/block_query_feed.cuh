@@ -48,7 +48,7 @@ struct BlockQueryFeed : QueryFeed<QTileFeed, DoutTileFeed, kBuffers> {
 
   // Tiles follow in no order that is known so far ahead.
   template <int kAhead>
-  __device__ __forceinline__ void bring_to_l2() const {}
+  __device__ __forceinline__ void bring_to_l2(const float*) const {}
 
   __device__ __forceinline__ void fetch_q() {
     behind_next = blocks.take();

@@ -98,14 +98,14 @@ __device__ __forceinline__ void finish_tile(Feed& feed, float* dq_acc_g, uint32 
 
 // tile() for each query tile, down to the last `behind`.
 template <typename Feed, typename Tile>
-__device__ __forceinline__ void walk_tiles(Feed& feed, int behind, Tile tile) {
+__device__ __forceinline__ void walk_tiles(Feed& feed, const float* statistics_g, int behind, Tile tile) {
 #pragma unroll 1
   while (feed.left > behind) {
     feed.turn_to_run();
 #pragma unroll 1
     do {
-      feed.template bring_to_l2<L2_AHEAD>();
       tile();
+      feed.template bring_to_l2<L2_AHEAD>(statistics_g);
       feed.advance();
     } while (feed.left > behind && feed.in_run());
   }
