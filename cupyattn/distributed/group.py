@@ -204,12 +204,12 @@ class Group:
         xp = np if on_host else load_cupy()
         with self.on_device(None if on_host else array.device.id):
             stream = None if on_host else xp.cuda.get_current_stream()
-            out = xp.empty((self.size, array.size), array.dtype)
             peer = (self.rank + 1) % self.size
             others = " or another" if self.size > 2 else ""
-            flat = xp.ascontiguousarray(array).reshape(-1)
+            own = xp.ascontiguousarray(array)
+            out = xp.empty((self.size, *own.shape), own.dtype)
             with self._transfer(stream, peer, f"rank {peer}{others}"):
-                self._carrier.all_gather(flat, out, stream)
+                self._carrier.all_gather(own, out, stream)
         return [row.reshape(array.shape) for row in out]
 
     @contextmanager
