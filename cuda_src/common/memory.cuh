@@ -57,6 +57,8 @@ __device__ __forceinline__ uint4 ld_global_v4(const void* source) {
   return v;
 }
 
+constexpr int kLineBytes = 128;  // of a cache
+
 __device__ __forceinline__ void prefetch_l2(const void* source) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(source));
 }

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn import BlockMask, DropoutSeed, MaskMod, ScoreMod
-from cupyattn.arrays import Array
+from cupyattn.arrays import Array, Operands, adopt
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.options import OF_ROWS, RingOptions
 from cupyattn.distributed.placement import Placement
@@ -48,6 +48,26 @@ def require_group(group: Any) -> None:
             "it is a cupyattn.distributed.Group",
             "wrap what carries the bytes once: group = distributed.Group(communicator)",
         )
+
+
+def require_array(x: Any) -> Operands:
+    """Take an array, and raise TypeError for what is none."""
+    operands = adopt({"x": x})
+    if not operands.arrays:  # None is an optional array that was left out
+        raise error(TypeError, "x is None", "it is an array", "pass this rank's, or all of it")
+    return operands
+
+
+def require_flags(**given: Any) -> None:
+    """Raise TypeError for what is neither True nor False."""
+    for name, flag in given.items():
+        if not isinstance(flag, bool | np.bool_):
+            raise error(
+                TypeError,
+                f"{name} = {shown(flag)}",
+                "it is True or False",
+                f"convert it with bool({name})",
+            )
 
 
 def require_device(group: Group, device: int | None) -> None:
@@ -136,8 +156,10 @@ def require_blocks(blocks: BlockMask, lengths: Sequence[int], batch: int, heads:
         )
 
 
-def require_rows(options: RingOptions, tokens: int, lengths: Sequence[int], packed: bool) -> None:
-    """Raise unless mask and bias are of this rank's queries and of all keys.
+def require_rows(
+    options: RingOptions, of_queries: Sequence[int], lengths: Sequence[int], packed: bool
+) -> None:
+    """Raise unless mask and bias are of this rank's queries (B, H, S) and of all keys.
 
     Raises
     ------
@@ -158,14 +180,15 @@ def require_rows(options: RingOptions, tokens: int, lengths: Sequence[int], pack
                 f"pass {'a mask_mod' if name == 'mask' else 'a score_mod'}, which may name rows "
                 "of packed arrays",
             )
-        rows, columns = with_four_axes(array).shape[-2:]
-        if rows not in (1, tokens) or columns not in (1, *lengths):
+        scores, found = (*of_queries, *lengths), with_four_axes(array).shape
+        if len(found) > 4 or any(n not in (1, m) for n, m in zip(found, scores, strict=True)):
             raise error(
                 ValueError,
                 f"{name} has shape {array.shape}",
-                f"it broadcasts to (B, H, S, Sk) with the S = {tokens} queries of this rank and "
-                f"all Sk = {lengths[0]} keys",
-                f"cut its rows alone: distributed.shard({name}, rank, ranks, axis=-2)",
+                f"it broadcasts to (B, H, S, Sk) = {scores}: the S = {scores[2]} queries of this "
+                f"rank and all Sk = {scores[3]} keys",
+                "give it axes of 1 where it does not vary, and cut its rows alone: "
+                f"distributed.shard({name}, rank, ranks, axis=-2)",
             )
 
 

@@ -12,7 +12,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
-from cupyattn.errors import error, shown
+from cupyattn.errors import error, explaining, shown
 
 ALIKE = "all ranks make the same calls in the same order"
 PATIENCE = "look what that rank does, or pass a longer timeout"
@@ -144,8 +144,7 @@ class FolderFailures:
         self._processes: dict[int, int | None] = {}
         """By rank the process id, None on another host: read once, for it stays."""
         self._next_look = 0.0
-        folder.mkdir(parents=True, exist_ok=True)
-        write_at_once(self._file(rank), f"{os.getpid()} {self._host}".encode())
+        leave_in(folder, self._file(rank).name, f"{os.getpid()} {self._host}".encode())
 
     def post(self, rank: int, message: str) -> None:
         """Leave a note, unless there is one."""
@@ -230,6 +229,23 @@ def _has_ended(process: int) -> bool:
     except OSError:  # no Linux, or gone by now: the next look sees that
         return False
     return status.rpartition(")")[2].split()[:1] == ["Z"]
+
+
+def leave_in(folder: Path, name: str, content: bytes) -> None:
+    """Make the folder of a group's ranks, and leave the first file there.
+
+    Raises
+    ------
+    OSError
+        If that cannot be.
+    """
+    with explaining(
+        f"a file in the folder {shown(str(folder))}",
+        "ranks find one another there, or tell that one has failed",
+        "pass a folder that all ranks can write to",
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_at_once(folder / name, content)
 
 
 def write_at_once(path: Path, content: bytes) -> None:

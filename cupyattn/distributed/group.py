@@ -139,11 +139,12 @@ class Group:
         TypeError
             For what is no array of NumPy or CuPy.
         ValueError
-            For a rank that is none, ranks that are not as far away, or arrays elsewhere than on
-            the device of this rank, if it has one.
+            For a rank that is none, ranks that are not as far away, another number of arrays to
+            receive than to send, or arrays elsewhere than on the device of this rank, if it has
+            one.
         """
         for name, peer in (("to", to), ("source", source)):
-            if not 0 <= peer < self.size:
+            if not (isinstance(peer, int | np.integer) and 0 <= peer < self.size):
                 raise error(
                     ValueError,
                     f"{name} = {shown(peer)} in a group of {self.size} ranks",
@@ -159,6 +160,13 @@ class Group:
             )
         for array in (*outgoing, *incoming):
             self._carrier.require_here(array)
+        if len(outgoing) != len(incoming):
+            raise error(
+                ValueError,
+                f"{len(outgoing)} arrays to send, and {len(incoming)} to receive",
+                "a rank receives as many as it sends",
+                "pass as many of both, perhaps of no items",
+            )
         if to == self.rank:
             self.check()
             with nullcontext() if stream is None else stream:
@@ -196,12 +204,12 @@ class Group:
         xp = np if on_host else load_cupy()
         with self.on_device(None if on_host else array.device.id):
             stream = None if on_host else xp.cuda.get_current_stream()
-            out = xp.empty((self.size, array.size), array.dtype)
             peer = (self.rank + 1) % self.size
             others = " or another" if self.size > 2 else ""
-            flat = xp.ascontiguousarray(array).reshape(-1)
+            own = xp.ascontiguousarray(array)
+            out = xp.empty((self.size, *own.shape), own.dtype)
             with self._transfer(stream, peer, f"rank {peer}{others}"):
-                self._carrier.all_gather(flat, out, stream)
+                self._carrier.all_gather(own, out, stream)
         return [row.reshape(array.shape) for row in out]
 
     @contextmanager

@@ -136,12 +136,14 @@ def sequence_bounds(cu_seqlens: Any) -> tuple[int, ...]:
     return bounds
 
 
-def require_rank(rank: Any, ranks: Any) -> None:
-    """Raise ValueError unless there is such a rank."""
-    if not (isinstance(ranks, int) and ranks >= 1 and isinstance(rank, int) and 0 <= rank < ranks):
+def require_rank(rank: Any, ranks: Any) -> tuple[int, int]:
+    """Return both as Python's integers, and raise ValueError unless there is such a rank."""
+    numbers = all(isinstance(number, int | np.integer) for number in (rank, ranks))
+    if not (numbers and 0 <= rank < ranks):
         raise error(
             ValueError,
             f"rank {shown(rank)} of {shown(ranks)}",
             "there is 1 rank or more, and they are numbered from 0",
             "pass the rank and the number of ranks, as group.rank and group.size have them",
         )
+    return int(rank), int(ranks)

@@ -159,13 +159,14 @@ def ring_problem(
     tokens = q.shape[1]
     _require_tokens(lifted, tokens)
     lengths = _lengths(tokens * group.size, cu_seqlens)
+    _require_shapes(lifted, packed)
+    require_rows(options, (len(q), q.shape[2], tokens), lengths, packed)
     # What attention refuses is refused here, in its words: a call of no tokens checks the same.
     nothing = [x[:, :0] for x in (q, k, v)]
     if packed:  # slopes may be of each sequence
         xp = np if isinstance(q, np.ndarray) else load_cupy()
         nothing = [xp.broadcast_to(x, (len(lengths), *x.shape[1:])) for x in nothing]
     attention(*nothing, **options.of_no_tokens())
-    require_rows(options, tokens, lengths, packed)
     require_used(options.seqused_k, lengths, len(nothing[0]))
     if isinstance(options.mask_mod, BlockMask):
         require_blocks(options.mask_mod, lengths, len(nothing[0]), q.shape[2])
@@ -213,6 +214,24 @@ def _require_tokens(arrays: dict[str, Array], tokens: int) -> None:
                 f"q has {tokens} tokens, {name} has {found}",
                 "all arrays of a rank are of the same tokens",
                 "cut them all with distributed.shard",
+            )
+
+
+def _require_shapes(arrays: dict[str, Array], packed: bool) -> None:
+    """Raise for another batch, other heads or head dims: calls would name the shapes of parts."""
+    (batch, tokens, heads, dim), (*_, kv_heads, _) = arrays["q"].shape, arrays["k"].shape
+    of_heads, of_rows = (heads, arrays["v"].shape[3]), (batch, heads, tokens)
+    ends: dict[str, tuple[int, ...]] = {"k": (kv_heads, dim), "v": (kv_heads, of_heads[1])}
+    for name, array in arrays.items():
+        end = ends.get(name, (heads, dim) if name == "q" else of_heads)
+        expected = of_rows if name in ("lse", "dlse") else (batch, tokens, *end)
+        if array.shape != expected:
+            found, wanted = (shape[packed:] for shape in (array.shape, expected))
+            raise error(
+                ValueError,
+                f"{name} has shape {found}",
+                f"it is {wanted} by the shapes of q, k and v",
+                "pass an array of that shape",
             )
 
 

@@ -70,7 +70,7 @@ def nccl_group(
     RankFailedError
         If one that was there has failed before all had joined.
     """
-    require_rank(rank, size)
+    rank, size = require_rank(rank, size)
     if not isinstance(unique_id, bytes) or len(unique_id) != ID_BYTES:
         raise error(
             ValueError,

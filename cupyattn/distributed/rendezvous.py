@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from cupyattn.distributed.communicators.nccl import ID_BYTES, new_id
-from cupyattn.distributed.failures import write_at_once
+from cupyattn.distributed.failures import leave_in, write_at_once
 from cupyattn.errors import error
 
 _ID, _GO = "id", "go"
@@ -27,9 +27,8 @@ def shared_id(folder: Path, rank: int, size: int, timeout: float) -> bytes:
     TimeoutError
         If a rank does not come in time, which it names.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(16).encode()
-    write_at_once(_card(folder, rank), token)
+    leave_in(folder, _card(folder, rank).name, token)
     made = new_id() if rank == 0 else b""
     until = time.monotonic() + timeout
     invitation = signature = b""

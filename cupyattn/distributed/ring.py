@@ -9,7 +9,7 @@ from typing import Any
 from cupyattn import BlockMask, MaskMod, Rotary, ScoreMod
 from cupyattn.arrays import Array
 from cupyattn.distributed.calls import Calls
-from cupyattn.distributed.checks import refuse
+from cupyattn.distributed.checks import refuse, require_flags
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.lane import Blocks, Lane
 from cupyattn.distributed.merged import Merged, exact_dtype
@@ -137,6 +137,7 @@ def ring_attention(
     True
     """
     refuse("ring_attention", others)
+    require_flags(return_lse=return_lse)
     options = RingOptions(
         causal, softmax_scale, window_size, seqused_k, mask, bias, alibi_slopes, softcap, sinks,
         dropout_p, seed, rotary, score_mod, mask_mod,

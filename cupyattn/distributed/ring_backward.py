@@ -10,7 +10,7 @@ import numpy as np
 from cupyattn import AttentionGrads, BlockMask, MaskMod, Rotary, ScoreMod, add_to
 from cupyattn.arrays import Array
 from cupyattn.distributed.calls import Calls
-from cupyattn.distributed.checks import refuse
+from cupyattn.distributed.checks import refuse, require_flags
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.lane import Blocks, Lane
 from cupyattn.distributed.merged import exact_dtype
@@ -118,6 +118,7 @@ def ring_attention_backward(
     True
     """
     refuse("ring_attention_backward", others)
+    require_flags(deterministic=deterministic, accumulate=accumulate)
     options = RingOptions(
         causal, softmax_scale, window_size, seqused_k, mask, bias, alibi_slopes, softcap, sinks,
         dropout_p, seed, rotary, score_mod, mask_mod,

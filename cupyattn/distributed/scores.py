@@ -8,6 +8,7 @@ is told where in the whole these begin.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -118,6 +119,7 @@ def moved(given: Any, places: Places) -> Any:
 def _moved_function(of_whole: Callable[..., Any], places: Places, unknown: str = "") -> Any:
     """Return a Python function of a call's scores; `unknown` is an array that it does not take."""
 
+    @wraps(of_whole)  # errors name the user's
     def of_call(*operands: Any, **arrays: Any) -> Any:
         *others, b, h, q_idx, k_idx = operands
         arrays.pop(unknown, None)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from cupyattn.arrays import Array, adopt
 from cupyattn.cupy_library import load_cupy
+from cupyattn.distributed.checks import require_array
 from cupyattn.distributed.placement import (
     Placement,
     placement_of,
@@ -73,9 +74,9 @@ def shard(
     >>> shard(tokens, 1, 2, axis=0, placement="striped").tolist()
     [1, 3, 5, 7]
     """
-    x = adopt({"x": x}).arrays["x"]
+    x = require_array(x).arrays["x"]
     axis = _token_axis(axis, cu_seqlens, x.shape)
-    require_rank(rank, ranks)
+    rank, ranks = require_rank(rank, ranks)
     begins, lengths = _sequences(x.shape[axis], cu_seqlens)
     rows = _rows(placement_of(placement, ranks, lengths), rank, begins, lengths)
     parts = [x[_at(axis, part)] for part in rows] or [x[_at(axis, slice(0))]]
@@ -181,7 +182,7 @@ def positions(
     >>> positions(0, 2, 8).tolist()
     [0, 1, 6, 7]
     """
-    require_rank(rank, ranks)
+    rank, ranks = require_rank(rank, ranks)
     _, lengths = _sequences(length, cu_seqlens)
     return token_positions(placement_of(placement, ranks, lengths), rank, lengths)
 

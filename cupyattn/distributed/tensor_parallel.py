@@ -12,7 +12,7 @@ import numpy as np
 
 from cupyattn import LinearGrads, QuantizedWeight, linear, linear_backward
 from cupyattn.arrays import Array, adopt
-from cupyattn.distributed.checks import require_device, require_group
+from cupyattn.distributed.checks import require_array, require_device, require_group
 from cupyattn.distributed.group import Group
 from cupyattn.errors import error
 
@@ -246,7 +246,7 @@ def _taken(x: Array, group: Group) -> Array:
     """Take an array of this rank, and refuse what is none."""
     require_group(group)
     group.check()
-    operands = adopt({"x": x})
+    operands = require_array(x)
     require_device(group, operands.device_id)
     return operands.arrays["x"]
 

@@ -185,7 +185,7 @@ def _ends(
             ValueError,
             f"ranks = {shown(ranks)} and devices = {shown(devices)}",
             "there is 1 rank or more, each on a device of its own",
-            "pass the ordinals of different devices",
+            "pass a number of ranks from 1 on, or the ordinals of different devices",
         )
     if ordinals is not None and (transport or ("nccl" if nccl_is_there() else "peer")) == "nccl":
         failures = SharedFailures()

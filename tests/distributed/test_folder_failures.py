@@ -9,11 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+from support.wires import Own, Wires
 
-from cupyattn.distributed import processes
+from cupyattn.distributed import Group, processes
 from cupyattn.distributed.communicators import nccl
 from cupyattn.distributed.failures import FolderFailures
 from cupyattn.distributed.processes import nccl_group
+from cupyattn.distributed.rendezvous import shared_id
 
 
 def test_processes_leave_notes(tmp_path):
@@ -69,6 +71,17 @@ def test_the_last_to_leave_takes_the_folder_away(tmp_path):
         assert any(tmp_path.iterdir())
         failures.leave(rank)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_says_so(tmp_path):
+    file = tmp_path / "notes.txt"
+    file.touch()
+    for join in (
+        lambda: Group(Own(Wires(), 0, 1), folder=file),
+        lambda: shared_id(file, 1, 2, timeout=1.0),
+    ):
+        with pytest.raises(OSError, match=r"the folder '.*notes\.txt.*; pass a folder that all"):
+            join()
 
 
 def test_without_nccl_no_folder_is_left(tmp_path, monkeypatch):

@@ -115,6 +115,8 @@ def test_what_goes_to_oneself_is_copied(ranks):
         (7, 7, "to = 7 in a group of 3 ranks"),
         (1, -1, "source = -1 in a group"),
         (1, 1, r"rank 0 sends to rank 1 and receives from rank 1; .*receive from rank 2"),
+        ("1", 1, "to = '1' in a group"),
+        (1, 2.0, r"source = 2\.0 in a group"),
     ],
 )
 def test_peers_that_nobody_has_are_refused_at_once(to, source, says):
@@ -126,6 +128,15 @@ def test_peers_that_nobody_has_are_refused_at_once(to, source, says):
     begun = time.monotonic()
     run(of_rank, 3)
     assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize(("to", "source"), [(1, 2), (0, 0)])
+def test_as_many_arrays_are_received_as_are_sent(to, source):
+    """Otherwise another rank would wait for an array that nobody sends."""
+    with Group(Own(Wires(), 0, 3)) as group:
+        for outgoing, incoming in (([ONE, ONE], [ONE]), ([ONE], [])):
+            with pytest.raises(ValueError, match=r"\d arrays to send, and \d to receive"):
+                group.exchange(outgoing, to, incoming, source)
 
 
 def test_two_threads_of_one_rank_are_told_apart():

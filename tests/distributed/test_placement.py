@@ -29,6 +29,13 @@ def test_an_axis_from_either_end(axis):
     np.testing.assert_array_equal(unshard(halves(axis=axis), axis=axis), X)
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.uint8])
+def test_ranks_are_integers_of_any_kind(kind):
+    np.testing.assert_array_equal(shard(X, kind(1), kind(2)), halves()[1])
+    many = positions(kind(99), kind(200), 400)  # twice as many pieces are no uint8
+    np.testing.assert_array_equal(many, positions(99, 200, 400))
+
+
 @pytest.mark.parametrize("bounds", [[0], [0, 0]])
 def test_no_tokens_at_all(bounds):
     nothing = np.zeros((0, 2, 8))
@@ -52,6 +59,9 @@ def test_no_tokens_at_all(bounds):
         (lambda: shard(X, 0, 2, axis="x"), TypeError, "axis = 'x'"),
         (lambda: shard(np.array(3), 0, 2, axis=0), ValueError, r"axis = 0 of an array \(\)"),
         (lambda: shard([1, 2, 3, 4], 0, 2, axis=0), TypeError, r"x is a builtins\.list"),
+        (lambda: shard(None, 0, 2), TypeError, "x is None; it is an array"),
+        (lambda: shard(X, 0.0, 2), ValueError, r"rank 0\.0 of 2"),
+        (lambda: shard(X, 0, 0), ValueError, "rank 0 of 0; there is 1 rank or more"),
         (lambda: unshard([]), ValueError, r"shards that are \[\]; there is one for each rank"),
         (lambda: unshard([[1, 2], [3, 4]], axis=0), TypeError, r"shards\[0\] is a builtins\.list"),
         (lambda: unshard([X, X[:, :4]]), ValueError, r"int64 \(1, 8, 3\)', 'int64 \(1, 4, 3\)'"),

@@ -124,6 +124,7 @@ def test_quantised_weights():
         (lambda group: all_reduce(X, group=3), "TypeError: group is a builtins.int; it is a"),
         (lambda group: column_linear(X, UP, group=None), "TypeError: group is a builtins.NoneType"),
         (lambda group: all_reduce([1.0], group=group), "TypeError: x is a builtins.list"),
+        (lambda group: all_reduce(None, group=group), "TypeError: x is None; it is an array"),
         (lambda group: row_linear(X, UP[:7], group=group), "ValueError: x has shape .* w"),
         (
             lambda group: row_linear(X, UP, UP[0, :1], group=group),
@@ -136,6 +137,10 @@ def test_quantised_weights():
         (
             lambda group: row_linear(X, UP, residual=X[:1] @ UP, group=group),
             "ValueError: residual is",
+        ),
+        (
+            lambda group: all_reduce(np.zeros((2, 3) if group.rank else (3, 2)), group=group),
+            r"ValueError: rank . sent float64 \(., .\), rank . expected float64 \(., .\); ranks",
         ),
         (
             lambda group: all_reduce(X[: group.rank + 1], group=group),

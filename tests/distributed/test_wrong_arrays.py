@@ -61,6 +61,11 @@ def overlapping_bias() -> dict[str, Any]:
     return {"bias": bias, "grads": AttentionGrads(dbias=bias)}
 
 
+def half(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    """A score_mod of the forward alone."""
+    return s / 2
+
+
 FIRST_KEYS = MaskMod("k_idx < 4", python=lambda b, h, q, k: k < 4)
 PACKED = {
     "cu_seqlens": [0, 8, 16],
@@ -132,7 +137,28 @@ PACKED = {
             r"ValueError: mask has .* all Sk = 16 keys",
         ),
         (forward, {"mask": np.ones((16, 16), bool)}, "ValueError: mask has shape .*axis=-2"),
-        (forward, {"mask": np.ones((3, 1, 1), bool)}, r"ValueError: mask has shape \(1, 3, 1, 1\)"),
+        # As they were passed, and not as calls take parts of them.
+        (forward, {"mask": np.ones((3, 1, 1), bool)}, r"ValueError: mask has shape \(3, 1, 1\)"),
+        (
+            forward,
+            {"mask": np.ones((1, 1, 1, 8, 16), bool)},
+            r"ValueError: mask has shape \(1, 1, 1, 8, 16\); .* = \(1, 4, 8, 16\): .*axes of 1",
+        ),
+        (forward, {"bias": np.ones((2, 1, 8, 16))}, r"ValueError: bias has shape \(2, 1, 8, 16\)"),
+        (
+            forward,
+            {"v": np.zeros((1, 8, 4, 6))},
+            r"ValueError: v has shape \(1, 8, 4, 6\); it is \(1, 8, 2, 6\) by",
+        ),
+        (forward, {"k": np.zeros((1, 8, 2, 7))}, r"ValueError: k has shape .*\(1, 8, 2, 8\) by"),
+        (forward, {"k": np.zeros((2, 8, 2, 8))}, r"ValueError: k has shape \(2, 8, 2, 8\)"),
+        (
+            forward,
+            {**PACKED, "v": np.zeros((8, 1, 6))},
+            r"ValueError: v has shape \(8, 1, 6\); it is \(8, 2, 6\) by",
+        ),
+        (backward, {"out": np.zeros((1, 8, 2, 6))}, r"ValueError: out has .* it is \(1, 8, 4, 6\)"),
+        (backward, {"dlse": np.zeros((1, 2, 8))}, r"ValueError: dlse has .* it is \(1, 4, 8\) by"),
         (forward, {"mask": np.ones((8, 16))}, "TypeError: mask has dtype float64"),
         (forward, {"bias": np.ones((8, 16), int)}, "TypeError: bias has dtype int64"),
         (
@@ -147,6 +173,18 @@ PACKED = {
         (forward, {"seqused_k": np.array([-1])}, r"ValueError: seqused_k = \[-1\]"),
         (forward, {"seqused_k": np.array([4, 9]), **PACKED}, r"ValueError: seqused_k = \[4, 9\]"),
         (forward, {"seed": DropoutSeed(3)}, "TypeError: seed is a DropoutSeed; .*; pass 3"),
+        (forward, {"return_lse": "no"}, "TypeError: return_lse = 'no'; it is True or False"),
+        (backward, {"deterministic": 1}, "TypeError: deterministic = 1; it is True or False"),
+        (
+            backward,
+            {"accumulate": "yes", "grads": AttentionGrads(dq=np.zeros(SHAPES["q"]))},
+            "TypeError: accumulate = 'yes'; it is True or False",
+        ),
+        (
+            backward,
+            {"score_mod": half},
+            "NotImplementedError: score_mod = <function half .*; give ScoreMod python=",
+        ),
         # Results.
         (forward, {"out": np.zeros((1, 1))}, r"ValueError: out is float64 \(1, 1\); it is"),
         (forward, {"out": np.zeros(SHAPES["dout"], np.float32)}, "ValueError: out is float32"),

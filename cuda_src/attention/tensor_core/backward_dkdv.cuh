@@ -176,12 +176,12 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
   Feed feed(params, walk, place, arrays.q_g, arrays.dout_g, smem.loop.queries);
   feed.begin();
   __syncthreads();  // Q and dout: the first tile has been written
-  walk_tiles(feed, feed.whole(), [&] {
+  walk_tiles(feed, arrays.statistics_g, feed.whole(), [&] {
     query_tile</*kWhole=*/false>(warp, cta, feed, arrays);
     finish_tile<T, CtaBarrier>(feed, arrays.dq_acc_g, ds_s, k_s);
   });
   if constexpr (Modifiers::kBlocks) {
-    walk_tiles(feed, 0, [&] {
+    walk_tiles(feed, arrays.statistics_g, 0, [&] {
       query_tile</*kWhole=*/true>(warp, cta, feed, arrays);
       finish_tile<T, CtaBarrier>(feed, arrays.dq_acc_g, ds_s, k_s);
     });

@@ -219,7 +219,7 @@ __device__ __forceinline__ void run(const Cta& cta, const GradientArrays& arrays
   Feed feed(params, walk, place, arrays.q_g, arrays.dout_g, smem.loop.queries);
   feed.begin();
   CountedBarrier::wait();  // Q and dout: the first tile has been written
-  walk_tiles(feed, 0, [&] {
+  walk_tiles(feed, arrays.statistics_g, 0, [&] {
     if (!ONE_PASS) feed.fetch_q();
     warp.query_tile(cta, feed);
     finish_tile<T, CountedBarrier>(feed, cta.dq_acc_g, shared_address(smem.loop.ds), shared_address(smem.k));

@@ -3,9 +3,9 @@
 #pragma once
 
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || !defined(TILE_K) || \
-    !defined(FULL_LOOP) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
+    !defined(FULL_LOOP) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES) || !defined(L2_AHEAD)
 #error \
-    "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, FULL_LOOP, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
+    "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, FULL_LOOP, VEC, MIN_CTAS, SHARED_BYTES, L2_AHEAD come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(MASK) || !defined(SCORE_VEC) || !defined(SLOPES) || !defined(SOFTCAP) || \
     !defined(DROPOUT) || !defined(MODIFIED)
@@ -205,6 +205,7 @@ __device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Ar
       if (!Modifiers::kBlocks) next_tile = walk.whole_after(tile);
       const auto behind_next = walk.whole_after(next_tile);
       next = Modifiers::kBlocks ? feed.rows(next_tile) : feed.rows_behind(next);
+      if constexpr (!Modifiers::kBlocks) feed.bring_to_l2<L2_AHEAD>(next, left);
       key_tile<false>(warp, cta, feed, statistics, tile * T::kTileK, false, kFull, left & 1, left > 1, next, T::kTileK);
       tile = next_tile;
       next_tile = behind_next;

@@ -46,6 +46,10 @@ struct BlockQueryFeed : QueryFeed<QTileFeed, DoutTileFeed, kBuffers> {
   __device__ __forceinline__ void turn_to_run() { blocks.turn(); }
   __device__ __forceinline__ bool in_run() const { return blocks.in_run(); }
 
+  // Tiles follow in no order that is known so far ahead.
+  template <int kAhead>
+  __device__ __forceinline__ void bring_to_l2(const float*) const {}
+
   __device__ __forceinline__ void fetch_q() {
     behind_next = blocks.take();
     if (!this->more()) return;

@@ -3,9 +3,9 @@
 #pragma once
 
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(WARPS) || !defined(TILE_Q) || !defined(ONE_PASS) || \
-    !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
+    !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES) || !defined(L2_AHEAD)
 #error \
-    "HEAD_DIM, HEAD_DIM_V, WARPS, TILE_Q, ONE_PASS, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
+    "HEAD_DIM, HEAD_DIM_V, WARPS, TILE_Q, ONE_PASS, VEC, MIN_CTAS, SHARED_BYTES, L2_AHEAD come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(MASK) || !defined(SCORE_VEC) || !defined(SLOPES) || !defined(SOFTCAP) || \
     !defined(DROPOUT) || !defined(MODIFIED) || !defined(DBIAS) || !defined(DBIAS_ADD) || !defined(DBIAS_ACCUMULATE)
@@ -98,13 +98,14 @@ __device__ __forceinline__ void finish_tile(Feed& feed, float* dq_acc_g, uint32 
 
 // tile() for each query tile, down to the last `behind`.
 template <typename Feed, typename Tile>
-__device__ __forceinline__ void walk_tiles(Feed& feed, int behind, Tile tile) {
+__device__ __forceinline__ void walk_tiles(Feed& feed, const float* statistics_g, int behind, Tile tile) {
 #pragma unroll 1
   while (feed.left > behind) {
     feed.turn_to_run();
 #pragma unroll 1
     do {
       tile();
+      feed.template bring_to_l2<L2_AHEAD>(statistics_g);
       feed.advance();
     } while (feed.left > behind && feed.in_run());
   }

@@ -261,8 +261,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
       feed.turn_to_listed(next, next_tile);
     } else {
       feed.turn_on(next);
-      // CTAs that walk the same keys side by side would all wait for the first that finds a tile in no cache.
-      if (L2_AHEAD > 0 && left > L2_AHEAD + 1) feed.template bring_to_l2<L2_AHEAD>(next);
+      feed.template bring_to_l2<L2_AHEAD>(next, left);
       key_tile<false>(warp, cta, feed, tile, left & 1, left > 1, next, Traits::kTileK, tile + 2);
       tile++;
     }

@@ -96,19 +96,14 @@ struct KeyFeed {
     store_v(v_quads, v_s(half));
   }
 
-  // The tile that many behind `next`, all of whose keys exist: a line of 128 bytes a thread, of K, then of V.
+  // The tile that many behind `next`, if it is among the `left` from the present one on, whose keys all exist.
   template <int kAhead>
-  __device__ __forceinline__ void bring_to_l2(const Rows& next) const {
-    constexpr int kLine = 128;
-    constexpr int kOfK = kTileK * div_up(KTile::kChunks * kChunkBytes, kLine);
-    constexpr int kOfV = kTileK * div_up(VTile::kChunks * kChunkBytes, kLine);
-    static_assert(kAhead == 0 || kOfK + kOfV <= KTileFeed::kThreadCount, "every line has a thread");
-    const int thread = threadIdx.x;
-    const bool of_k = thread < kOfK;
-    const int line = of_k ? thread : thread - kOfK;
-    const int64 row_bytes = (of_k ? k.seq : v.seq) * static_cast<int64>(sizeof(float16));
-    const char* tile_g = of_k ? next.k_g + kAhead * k_tile_bytes : next.v_g + kAhead * v_tile_bytes;
-    if (line < kOfV || of_k) prefetch_l2(tile_g + line % kTileK * llabs(row_bytes) + line / kTileK * kLine);
+  __device__ __forceinline__ void bring_to_l2(const Rows& next, int left) const {
+    if constexpr (kAhead > 0) {
+      if (left <= kAhead + 1) return;
+      ::bring_to_l2<KTileFeed, VTileFeed>(next.k_g + kAhead * k_tile_bytes, k.seq, next.v_g + kAhead * v_tile_bytes,
+                                          v.seq);
+    }
   }
 
   // See Softmax::renew.

@@ -74,7 +74,7 @@ struct PagedKeyFeed {
   __device__ __forceinline__ void turn_on(Rows&) const {}
   // Where tiles stand is looked up one ahead, and no more.
   template <int kAhead>
-  __device__ __forceinline__ void bring_to_l2(const Rows&) const {}
+  __device__ __forceinline__ void bring_to_l2(const Rows&, int) const {}
   __device__ __forceinline__ Entry look_up(int tile) const { return groups.look_up(tile); }
   __device__ __forceinline__ void keep(Rows& next, const Entry& ahead) const { next = find(ahead); }
   __device__ __forceinline__ uint32 k_s(int half) const { return k_both_s + half * KTile::kBytes; }

@@ -7,6 +7,7 @@
 #include "../backward_params.cuh"
 #include "../block_lists.cuh"
 #include "../query_walk.cuh"
+#include "row_statistics.cuh"
 #include "tile_feed.cuh"
 
 // One tile of queries in shared memory.
@@ -84,6 +85,22 @@ struct QueryFeed {
   __device__ __forceinline__ int64 step_bytes(const Strides& strides) const {
     const int64 tile_bytes = strides.seq * kTileQ * kItem;
     return turns() ? strides.head * kItem - (walk.tiles() - 1) * tile_bytes : tile_bytes;
+  }
+
+  // Behind a tile, where both addresses are the next one's: Q, dout and statistics of the tile that many behind the one
+  // that is loaded next, if the head has another behind it: its last one may be ragged. (Before a tile, a head's first
+  // too, sm_90's code of head dim 128 spilled 140 bytes where here it spills 8.)
+  template <int kAhead>
+  __device__ __forceinline__ void bring_to_l2(const float* statistics_g) const {
+    if constexpr (kAhead > 0) {
+      if (walk.end - tile <= kAhead + 3) return;
+      const int64 q = params.attention.q.seq, dout = params.dout.seq;
+      constexpr int64 kItems = (kAhead + 1) * kTileQ * kItem;
+      ::bring_to_l2<QTileFeed, DoutTileFeed>(next_q_g + q * kItems, q, next_dout_g + dout * kItems, dout);
+      const int line = not_hoisted(threadIdx.x);
+      if (line >= kTileQ * kStatisticsBytes / kLineBytes) return;
+      prefetch_l2(statistics_g + statistics_offset(scratch_row + (kAhead + 2) * kTileQ) + line * (kLineBytes / 4));
+    }
   }
 
   __device__ __forceinline__ void fetch_q() {

@@ -16,6 +16,8 @@ constexpr float kShiftedLog2 = kBoostLog2 - 112.f;
 constexpr float kShifted = 3.1554436208840472e-30f;    // 2^kShiftedLog2
 constexpr float kUnshifted = 3.1691265005705735e+29f;  // 2^-kShiftedLog2
 
+constexpr int kStatisticsBytes = 2 * sizeof(float);  // of a row
+
 // A row's L, by its place in the scratch; its delta lies two floats further. Even rows share 16 bytes with the next.
 __device__ __forceinline__ int64 statistics_offset(uint32 row) { return static_cast<int64>(row / 2) * 4 + row % 2; }
 

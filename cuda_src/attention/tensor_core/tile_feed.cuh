@@ -50,6 +50,7 @@ struct TileFeed {
   static constexpr int kPasses = div_up(Tile::kRows, kPassRows);
   static constexpr int kQuads = kPasses * kColumnGroups;  // register quads per thread
   static constexpr int kThreadCount = kThreads;
+  static constexpr int kLines = Tile::kRows * div_up(Tile::kChunks * kChunkBytes, kLineBytes);
   static_assert(kPassRows > 0 && kRowLanes * kColumnGroups == Tile::kChunks, "every chunk has a thread");
 
   // Whether keys are as far apart from pass to pass as rows are.
@@ -149,3 +150,21 @@ struct TileFeed {
     }
   }
 };
+
+// Two tiles, all of whose rows exist, to L2 ahead of their loads: a line a thread, of the first, then of the second.
+// Otherwise CTAs that walk the same rows side by side would all wait for the one of them that finds a tile in no cache.
+// From a tile's lowest address rows lie |stride| apart, whichever way the array runs.
+template <typename First, typename Second>
+__device__ __forceinline__ void bring_to_l2(const char* first_lowest_g, int64 first_stride, const char* second_lowest_g,
+                                            int64 second_stride) {
+  static_assert(First::kLines + Second::kLines <= First::kThreadCount, "every line has a thread");
+  const int thread = not_hoisted(threadIdx.x);
+  const bool of_first = thread < First::kLines;
+  const int line = of_first ? thread : thread - First::kLines;
+  if (line >= (of_first ? First::kLines : Second::kLines)) return;
+  constexpr int kRows = First::Tile::kRows;
+  static_assert(kRows == Second::Tile::kRows, "rows of both stand side by side");
+  const uint32 row_bytes = First::row_bytes(llabs(of_first ? first_stride : second_stride));
+  const char* lowest_g = of_first ? first_lowest_g : second_lowest_g;
+  prefetch_l2(lowest_g + (line % kRows * row_bytes + line / kRows * kLineBytes));
+}

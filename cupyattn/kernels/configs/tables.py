@@ -54,6 +54,13 @@ def with_mma_k(rows: Mapping[int, Any]) -> ByArch[Any]:
     return {75: rows, 80: {limit: replace(row, mma_k=16) for limit, row in rows.items()}}
 
 
+def with_l2_ahead(rows: Mapping[int, Any], tiles: Mapping[int, int]) -> ByArch[Any]:
+    """Return the same, and from sm_80 on these rows bring tiles to L2 that many ahead."""
+    table = with_mma_k(rows)
+    ahead = {limit: replace(table[80][limit], l2_ahead=count) for limit, count in tiles.items()}
+    return {**table, 80: {**table[80], **ahead}}
+
+
 def round_up(count: int, unit: int) -> int:
     """Return the first multiple of `unit` that is not below `count`."""
     return -(-count // unit) * unit

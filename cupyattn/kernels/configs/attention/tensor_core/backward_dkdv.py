@@ -24,7 +24,7 @@ from cupyattn.kernels.configs.tables import (
     round_up,
     row_of,
     rows_for,
-    with_mma_k,
+    with_l2_ahead,
 )
 from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Specialisation, inputs
 from cupyattn.kernels.structs.attention import BACKWARD_STRUCT
@@ -72,6 +72,8 @@ class DkdvConfig:
     ctas_per_sm: int
     reason: str
     mma_k: int = 8
+    l2_ahead: int = 0
+    """How many tiles before its turn one is brought to L2; 0 leaves it to the loads."""
 
     @property
     def tile_keys(self) -> int:
@@ -93,6 +95,8 @@ class PairedConfig:
     ctas_per_sm: int
     reason: str
     mma_k: int = 8
+    l2_ahead: int = 0
+    """How many tiles before its turn one is brought to L2; 0 leaves it to the loads."""
 
     @property
     def tile_keys(self) -> int:
@@ -142,9 +146,11 @@ _TURING_DETERMINISTIC: dict[int, DkdvConfig | PairedConfig] = {
 }
 
 
-# From sm_80 on the products of scores take two steps of columns in one instruction.
-ONE_PASS = with_mma_k(_TURING_ONE_PASS)
-DETERMINISTIC = with_mma_k(_TURING_DETERMINISTIC)
+# From sm_80 on the products of scores take two steps of columns in one instruction, and tiles of
+# head dim 128 come to L2 ahead of their loads, as the forward's do.
+_L2_AHEAD = {128: 2}
+ONE_PASS = with_l2_ahead(_TURING_ONE_PASS, _L2_AHEAD)
+DETERMINISTIC = with_l2_ahead(_TURING_DETERMINISTIC, _L2_AHEAD)
 
 
 def dkdv_row(
@@ -178,6 +184,7 @@ def dkdv(
         VEC=vec,
         MIN_CTAS=row.ctas_per_sm,
         MMA_K=row.mma_k,
+        L2_AHEAD=row.l2_ahead,
         **option_macros(options),
         **({} if isinstance(row, PairedConfig) else _shape_of_a_warp(row)),
     )

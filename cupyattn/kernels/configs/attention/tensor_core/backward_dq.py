@@ -22,6 +22,7 @@ from cupyattn.kernels.configs.tables import (
     option_macros,
     round_up,
     rows_for,
+    with_l2_ahead,
     with_mma_k,
 )
 from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
@@ -61,6 +62,8 @@ class DqConfig:
     reason: str
     full_loop: bool = True
     mma_k: int = 8
+    l2_ahead: int = 0
+    """How many tiles before its turn one is brought to L2; 0 leaves it to the loads."""
 
     @property
     def tile_rows(self) -> int:
@@ -97,7 +100,7 @@ _TURING_DQ_BLOCKS = {
 }
 
 
-DQ = with_mma_k(_TURING_DQ)
+DQ = with_l2_ahead(_TURING_DQ, {128: 2})
 DQ_SCORE_ITEMS = with_mma_k(_TURING_DQ_SCORE_ITEMS)
 DQ_BLOCKS = with_mma_k(_TURING_DQ_BLOCKS)
 
@@ -141,6 +144,7 @@ def dq(
         VEC=vec,
         MIN_CTAS=row.ctas_per_sm,
         MMA_K=row.mma_k,
+        L2_AHEAD=row.l2_ahead,
         **option_macros(options, _DQ_OPTIONS),
     )
 

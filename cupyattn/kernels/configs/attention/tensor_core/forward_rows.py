@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cupyattn.kernels.configs.attention.decode import INTEGER_BITS
 from cupyattn.kernels.configs.attention.options import PLAIN, FlashOptions
-from cupyattn.kernels.configs.tables import limit_of, row_of, rows_for, with_mma_k
+from cupyattn.kernels.configs.tables import limit_of, row_of, rows_for, with_l2_ahead, with_mma_k
 
 
 @dataclass(frozen=True)
@@ -114,14 +114,7 @@ _TURING_INTEGERS = {
 # 231.2 without; where all keys are seen 52.3, 53.7 and 66.8 (32,768 queries, 65,536 keys; sm_90
 # code, 2026-11-24, by edits of the source before there was a macro). At head dim 64, with tiles of
 # 64 keys, it made no difference. A Turing card's tiles take longer; none has been measured.
-_L2_AHEAD = {128: 2}
-_FLASH = with_mma_k(_TURING)
-FLASH = {
-    75: _FLASH[75],
-    80: {
-        limit: replace(row, l2_ahead=_L2_AHEAD.get(limit, 0)) for limit, row in _FLASH[80].items()
-    },
-}
+FLASH = with_l2_ahead(_TURING, {128: 2})
 FLASH_TALL = with_mma_k(_TURING_TALL)
 FLASH_WITH = {kind: with_mma_k(rows) for kind, rows in _TURING_WITH.items()}
 FLASH_INTEGERS = with_mma_k(_TURING_INTEGERS)
