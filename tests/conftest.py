@@ -143,6 +143,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"cupyattn: kernels loaded on the GPU: {listed or 'none'}")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def bytecode(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where no bytecode may be written beside sources, let what the workers start share a folder.
+
+    They start a hundred Pythons: each would compile all that it imports, for half of its time.
+    """
+    if sys.dont_write_bytecode and "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        shared = tmp_path_factory.getbasetemp().parent / "bytecode"
+        os.environ["PYTHONPYCACHEPREFIX"] = str(shared)
+
+
 @pytest.fixture(scope="module")
 def kernels_run():
     """The public functions run the kernels: on the GPU, or otherwise the emulator."""

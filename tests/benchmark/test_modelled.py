@@ -205,7 +205,7 @@ def test_a_step_of_generating_is_modelled_by_its_bytes(no_gpu, tmp_path):
     (("kv_cache", "--cache", "int4"), "append_kv"),
     (("training_step", "--kernels", "flash"), "attention_backward_dkdv"),
     (("varlen", "--length", "512"), "attention_forward"),
-    (("block_mask", "--head-dim", "64", "--documents", "3"), "attention_forward"),
+    *deep((("block_mask", "--head-dim", "64", "--documents", "3"), "attention_forward")),
 ])  # fmt: skip
 def test_small_calls_of_each_are_counted(words, kernel, no_gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(turing_model.Model, "rate", lambda self, prepare: 52.0)

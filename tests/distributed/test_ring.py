@@ -13,6 +13,7 @@ from support.devices import NUMPY
 from support.dtypes import DTYPES
 from support.ring import Case, assert_same, case, on_ranks
 from support.ring_bounds import case_ratios
+from support.search import examples
 
 from cupyattn import Rotary, ScoreMod, block_mask, rope_tables
 from cupyattn.distributed.placement import PLACEMENTS, Placement
@@ -87,7 +88,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=120, deadline=None)
+@examples(40, deep=120)
 @given(cases())
 def test_ranks_give_what_one_device_gives(case):
     assert_same(case)

@@ -62,7 +62,8 @@ def trial(seed, *, faulty=False, windowed=False):
         return submit
 
     finished, faults = finish(scheduler, memory, [request() for _ in range(rng.randint(1, 8))])
-    assert [each.outputs for each in requests] == expected
+    others = [each for each in zip(requests, expected, strict=True) if each[0].outputs != each[1]]
+    assert not others  # of whole lists pytest would seek the difference for seconds
     assert sorted(map(id, finished)) == sorted(map(id, requests))
     assert all(each.finished for each in requests)
     assert memory.largest_batch <= max_batch
@@ -173,7 +174,7 @@ def test_planted_bugs_are_found(bug, monkeypatch):
     def trials():
         for seed in range(300):
             trial(seed, faulty=seed % 2 == 0)
-            trial(seed, windowed=True)
+            trial(seed, faulty=seed % 2 == 1, windowed=True)
 
     bug(monkeypatch)
     with pytest.raises(Exception):  # noqa: B017, PT011

@@ -59,7 +59,7 @@ def drawn(logits: np.ndarray, **options: Any) -> np.ndarray:
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
-@examples(20)
+@examples(10, deep=40)
 @given(
     dtype=st.sampled_from(wider(("float16", "float32"), DTYPES)),
     rows=st.integers(1, 4),

@@ -64,7 +64,9 @@ def main(what: str, folder: Path) -> None:
             right(group)
     except (RankFailedError, ZeroDivisionError) as ended:
         took = time.monotonic() - begun
-        print(f"{world.Get_rank()} after {took:.1f} s: {type(ended).__name__}: {ended}", flush=True)
+        said = f"{world.Get_rank()} after {took:.1f} s: {type(ended).__name__}: {ended}\n"
+        sys.stdout.write(said)  # at once: mpiexec may put another rank's line before a print's end
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -117,8 +117,11 @@ def block_size(name: str, inner: int) -> int:
     return FORMATS[name].block_size or inner
 
 
-def arrays_of(case: Case, xp: Any) -> Arrays:
-    """Make the arrays of a case by the array library `xp`; weights are random, and scaled."""
+def arrays_of(case: Case, xp: Any, copies: int | None = None) -> Arrays:
+    """Make the arrays of a case by the array library `xp`; weights are random, and scaled.
+
+    There are as many weights as `copies` says, by default as the case has for times.
+    """
     dtype = dtype_of(case.dtype)
     rng = np.random.default_rng(0)
 
@@ -144,7 +147,7 @@ def arrays_of(case: Case, xp: Any) -> Arrays:
     shape = (case.N, case.K) if case.layout == "nk" else (case.K, case.N)
     weights = [
         random(*shape, scale=case.K**-0.5) if case.weights is None else quantised(case.weights)
-        for _ in range(case.copies)
+        for _ in range(copies or case.copies)
     ]
     return Arrays(
         random(case.M, case.K),

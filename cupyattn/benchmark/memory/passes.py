@@ -54,7 +54,7 @@ def product(case: Case) -> Prepare:
     """Return what makes the arrays of a product."""
 
     def prepare() -> Callable[[], Any]:
-        return own_calls(case, arrays_of(case, np))[0]
+        return own_calls(case, arrays_of(case, np, copies=1))[0]
 
     return prepare
 

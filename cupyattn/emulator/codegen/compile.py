@@ -47,7 +47,9 @@ def _may_be_partial(x: Instruction) -> bool:
 def _write_block(gen: Generator, number: int) -> list[str]:
     """Return the statements of basic block `number`."""
     gen.start_block(number)
-    gen.line(f"if report is not None: report.enter({number}, mask, positions)")
+    if gen.flow.continues(number):  # otherwise the loop has told the report of it
+        gen.line(f"if report is not None and entered != {number}:")
+        gen.line(f" report.enter({number}, mask, positions)")
     order = Reordering(gen, number)
     ended = False
     for fixed in order.fixed:
@@ -91,6 +93,8 @@ def _assemble(gen: Generator, bodies: list[list[str]]) -> str:
         " while block >= 0:",
         "  steps -= 1",
         "  if steps < 0: raise batch.hang(block, mask)",
+        "  entered = block",
+        "  if report is not None: report.enter(block, mask, positions)",
     ]
 
     leaves: list[list[int]] = []

@@ -62,6 +62,16 @@ def _names_in(operand: str) -> tuple[str, ...]:
     return tuple(_NAME.findall(operand))
 
 
+def _registers_in(operands: list[str], registers: dict[str, str]) -> list[str]:
+    found: list[str] = []
+    for operand in operands:
+        if operand in registers:  # as most are
+            found.append(operand)
+        else:
+            found += [name for name in _names_in(operand) if name in registers]
+    return found
+
+
 def registers_of(
     instruction: Instruction, registers: dict[str, str]
 ) -> tuple[list[str], list[str]]:
@@ -69,19 +79,14 @@ def registers_of(
 
     A guarded instruction also reads what it writes: the lanes switched off keep the old value.
     """
-    found = [
-        [name for name in _names_in(operand) if name in registers]
-        for operand in instruction.operands
-    ]
+    operands = instruction.operands
+    written: list[str] = []
     if instruction.result_is_behind:
-        written: list[str] = []
-        read = [name for names in found[1:] for name in names]
-    elif instruction.root in _NO_RESULT or not found:
-        written = []
-        read = [name for names in found for name in names]
-    else:
-        written = found[0]
-        read = [name for names in found[1:] for name in names]
+        operands = operands[1:]
+    elif operands and instruction.root not in _NO_RESULT:
+        written = _registers_in(operands[:1], registers)
+        operands = operands[1:]
+    read = _registers_in(operands, registers)
     if instruction.guard:
         guard = [name for name in instruction.guard[:1] if name in registers]
         read = [*read, *guard, *written]
@@ -241,20 +246,21 @@ class ControlFlow:
         self.written_in: dict[str, set[int]] = {}
         used, defined = [], []
         for number, block in enumerate(self.blocks):
-            block_used = block_defined = 0
+            block_used: set[str] = set()
+            block_defined: dict[str, None] = {}  # in the order of the program
             for instruction in self.function.instructions[block.first : block.last]:
                 written, read = self.accesses[instruction.site] = registers_of(
                     instruction, registers
                 )
                 for name in read:
                     self.use_count[name] += 1
-                    if not block_defined & self.bit[name]:
-                        block_used |= self.bit[name]
-                for name in written:
-                    block_defined |= self.bit[name]
-                    self.written_in.setdefault(name, set()).add(number)
-            used.append(block_used)
-            defined.append(block_defined)
+                    if name not in block_defined:
+                        block_used.add(name)
+                block_defined.update(dict.fromkeys(written))
+            for name in block_defined:
+                self.written_in.setdefault(name, set()).add(number)
+            used.append(sum(map(self.bit.__getitem__, block_used)))
+            defined.append(sum(map(self.bit.__getitem__, block_defined)))
         self.live_in = [0] * len(self.blocks)
         self.live_out = [0] * len(self.blocks)
         changed = True
@@ -270,7 +276,12 @@ class ControlFlow:
                     changed = True
         entering = self.live_in[0]
         sides = zip(self.live_in, self.live_out, strict=True)
-        self._crossing = [before | behind | entering for before, behind in sides]
+        crossing = [before | behind | entering for before, behind in sides]
+        self._local_to = {
+            name: number
+            for name, (number, *others) in self.written_in.items()
+            if not others and not crossing[number] & self.bit[name]
+        }
 
     def continues(self, number: int) -> bool:
         """Tell whether lanes wait at the end of the block before, and then go on here."""
@@ -288,6 +299,4 @@ class ControlFlow:
         that other blocks write as well does not count, a lane waiting there may need its value;
         nor does one that some path reads without having written it.
         """
-        return not self._crossing[number] & self.bit[register] and (
-            len(self.written_in[register]) == 1
-        )
+        return self._local_to.get(register) == number

@@ -261,19 +261,14 @@ class Generator:
         elif self.flow.is_local(register, self.block):
             self.line(f"{name} = {expression}")
         else:
-            self.line(
-                f"{name} = {expression} if merge is None else where(merge, {expression}, {name})"
-            )
+            self.line(f"{name} = merged(merge, {expression}, {name})")
 
     def jump(self, target: int | None) -> None:
         """Write the transition to block `target`, None for the end of the kernel."""
         if target is None:
             self.line("block, mask, merge = schedule.exit(mask, merge)")
         else:
-            self.line(
-                f"block, mask, merge = ({target}, mask, None) if merge is None "
-                f"else schedule.goto({target}, mask, merge)"
-            )
+            self.line(f"block, mask, merge = schedule.goto({target}, mask, merge)")
 
 
 class _Placing:

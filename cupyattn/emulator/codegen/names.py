@@ -21,6 +21,14 @@ def _guarded(predicate: Any, mask: Any, shape: tuple[int, int]) -> Any:
     return mask & predicate
 
 
+def _merged(merge: Any, value: Any, before: Any) -> Any:
+    """Return a value for the lanes that run, for others what was there before.
+
+    A function: written out in each statement, a kernel would be a fifth longer to compile.
+    """
+    return value if merge is None else np.where(merge, value, before)
+
+
 def _pack(parts: tuple[Any, ...], dtype: Any, width: int) -> Any:
     """Return the concatenation of `parts`, `width` bits each, the first one lowest."""
     result = np.asarray(parts[0]).astype(dtype)
@@ -36,7 +44,7 @@ def _active_mask(mask: Any, shape: tuple[int, int]) -> Any:
 
 def _namespace() -> dict[str, Any]:
     names: dict[str, Any] = {"np": np, "where": np.where, "guarded": _guarded, "pack": _pack}
-    names["active_mask"] = _active_mask
+    names.update(active_mask=_active_mask, merged=_merged)
     for module in (convert, floating, integer, stacks):
         names.update({name: getattr(module, name) for name in module.__all__})
     for dtype in ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"):
