@@ -13,6 +13,15 @@ __device__ __forceinline__ void st_shared_v4(uint32 address, uint4 v) {
                : "memory");
 }
 
+__device__ __forceinline__ uint4 ld_shared_v4(uint32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
 __device__ __forceinline__ void st_shared_v2(uint32 address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }

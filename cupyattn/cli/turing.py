@@ -32,6 +32,7 @@ TUNED = (
     "attention_backward_dkdv",
     "attention_backward_dkdv_paired",
     "attention_backward_dq",
+    "attention_backward_summed_dbias",
     "linear_forward",
     "linear_product",
     "linear_forward_quantised",
@@ -59,6 +60,7 @@ LIKE_TUNED = (
     "attention_backward_dkdv_varlen",
     "attention_backward_dkdv_paired_varlen",
     "attention_backward_dq_varlen",
+    "attention_backward_summed_dbias_varlen",
 )
 LIKE_FLOAT32 = (
     "attention_forward_split_f32",

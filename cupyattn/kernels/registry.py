@@ -54,6 +54,7 @@ _MODULES = (
     float32.forward,
     tensor_core.backward_dkdv,
     tensor_core.backward_dq,
+    tensor_core.backward_summed_dbias,
     tensor_core.passes,
     float32.backward,
     teaching.backward,

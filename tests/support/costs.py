@@ -49,6 +49,8 @@ MAY_SPILL = (
     "attention_backward_f32_dq_varlen",
     "attention_backward_dkdv_paired",
     "attention_backward_dq",
+    "attention_backward_summed_dbias",
+    "attention_backward_summed_dbias_varlen",
     "attention_backward_f32_dkdv",
     "attention_backward_f32_dq",
 )
@@ -99,7 +101,7 @@ def row_of(specialisation: Specialisation) -> str:
 
 NO_OPTIONS = {
     **dict.fromkeys(("BIAS", "SLOPES", "SINKS"), "void"),
-    **dict.fromkeys(("MASK", "SOFTCAP", "DROPOUT", "DBIAS_ADD"), "false"),
+    **dict.fromkeys(("MASK", "SOFTCAP", "DROPOUT"), "false"),
     "SCORE_VEC": 1,
 }
 

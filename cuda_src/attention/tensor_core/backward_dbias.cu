@@ -1,7 +1,7 @@
-// Attention backward: the float32 scratch of dS to dbias, summed over the axes along which the bias broadcasts.
+// Attention backward: sums of dS in float32 scratch to dbias, over the axes along which the bias broadcasts.
 //
-// Shapes    scratch and dbias as (B, H, Sq, Sk), any strides; dbias has extent 1 along axes that it sums over, unless
-//           atomic additions have summed there already (then the scratch has extent 1 too).
+// Shapes    scratch and dbias as (B, H, Sq, Sk), any strides; dbias has extent 1 along axes that it sums over, of which
+//           the scratch has what attention_backward_summed_dbias leaves (all scores from the float32 kernels).
 // Work      a thread owns an item of dbias, neighbours along the keys; where keys are summed over, a warp does, whose
 //           lanes take every 32nd key. Grid: one thread, or one warp, per item. The order of the additions is fixed.
 // Budget    no shared memory; about 40 registers.

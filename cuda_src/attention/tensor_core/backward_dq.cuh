@@ -41,7 +41,7 @@ struct Traits {
   using VTileFeed = TileFeed<VTile, kHeadDimV, kVec, kThreads, Tile>;
   using Feed = KeyFeed<KTileFeed, VTileFeed>;
   using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, Modifiers>;
-  using Dbias = DbiasOptions<void, false, false>;
+  using Dbias = DbiasOptions<void, false>;
 
   static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
   static_assert(kTileK % 16 == 0, "dropout draws for 16 keys at a time");

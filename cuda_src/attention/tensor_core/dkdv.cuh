@@ -8,9 +8,9 @@
     "HEAD_DIM, HEAD_DIM_V, WARPS, TILE_Q, ONE_PASS, VEC, MIN_CTAS, SHARED_BYTES, L2_AHEAD come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(MASK) || !defined(SCORE_VEC) || !defined(SLOPES) || !defined(SOFTCAP) || \
-    !defined(DROPOUT) || !defined(MODIFIED) || !defined(DBIAS) || !defined(DBIAS_ADD) || !defined(DBIAS_ACCUMULATE)
+    !defined(DROPOUT) || !defined(MODIFIED) || !defined(DBIAS) || !defined(DBIAS_ACCUMULATE)
 #error \
-    "BIAS, MASK, SCORE_VEC, SLOPES, SOFTCAP, DROPOUT, MODIFIED, DBIAS, DBIAS_ADD, DBIAS_ACCUMULATE come from a launch-configuration table"
+    "BIAS, MASK, SCORE_VEC, SLOPES, SOFTCAP, DROPOUT, MODIFIED, DBIAS, DBIAS_ACCUMULATE come from a launch-configuration table"
 #endif
 #include "block_query_feed.cuh"
 #include "dq_product.cuh"
@@ -46,7 +46,7 @@ struct DkdvTraits {
   static constexpr int kRun = SCORE_VEC < 2 * kMTiles ? SCORE_VEC : 2 * kMTiles;
   using Tile = ScoreTile<kMTiles, kSubTiles, Along::kM16, kRun>;
   using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, Modifiers>;
-  using Dbias = DbiasOptions<DBIAS, DBIAS_ADD, DBIAS_ACCUMULATE>;
+  using Dbias = DbiasOptions<DBIAS, DBIAS_ACCUMULATE>;
   using Feed = QueryFeedOf<Modifiers::kBlocks, QTileFeed, DoutTileFeed, kBuffers>;
   using DqWarp = DqShare<DsTile, KTile, kTileQ, WARPS, kDqRowWarps>;
 

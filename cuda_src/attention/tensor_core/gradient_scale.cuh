@@ -49,6 +49,10 @@ struct ScaleArrays {
   __device__ __forceinline__ float up() const { return ctas_g[blockIdx.x]; }
 };
 
+__device__ __forceinline__ uint4 times(const uint4& quad, uint32 both) {
+  return make_uint4(mul_f16x2(quad.x, both), mul_f16x2(quad.y, both), mul_f16x2(quad.z, both), mul_f16x2(quad.w, both));
+}
+
 // Rows of dout on their way to shared memory, as resident_rows.cuh takes them. (As fragments in the kernel of dQ they
 // model 0.04 lower with dropout or a softcap, and V on this way 0.05 lower with a softcap: T4, 2026-11-24.)
 template <int kCols, int kVec>
@@ -57,9 +61,7 @@ struct ChunksTimes {
 
   __device__ __forceinline__ explicit ChunksTimes(float factor) : both(pack_halves(factor, factor)) {}
   __device__ __forceinline__ uint4 operator()(const float16* chunk_g, int /*item*/, int chunk) const {
-    const uint4 quad = load_chunk<kCols, kVec>(chunk_g, chunk);
-    return make_uint4(mul_f16x2(quad.x, both), mul_f16x2(quad.y, both), mul_f16x2(quad.z, both),
-                      mul_f16x2(quad.w, both));
+    return times(load_chunk<kCols, kVec>(chunk_g, chunk), both);
   }
 };
 

@@ -17,11 +17,16 @@
 #include "row_statistics.cuh"
 #include "score_items.cuh"
 
-// kAdd: terms are added atomically, several to an item; kAccumulate: each to what its own item holds.
-template <typename Dtype_, bool kAdd_, bool kAccumulate_>
+// What becomes of dS as the gradient of a bias: written where it is computed (kAccumulate: added to what is there), or kept
+// for the caller.
+template <typename Dtype_, bool kAccumulate_>
 struct DbiasOptions {
   using Dtype = Dtype_;
-  static constexpr bool kAdd = kAdd_, kAccumulate = kAccumulate_;
+  static constexpr bool kWritten = kGiven<Dtype>, kAccumulate = kAccumulate_;
+};
+struct KeptDbias {
+  using Dtype = float;
+  static constexpr bool kWritten = false;
 };
 
 struct OptionArrays {
@@ -30,6 +35,27 @@ struct OptionArrays {
   Modifiers modifiers;
   ScaleArrays scales;
 };
+
+// A fragment's items, times `factor`, to an array of all scores, or added to what it holds: run by run.
+template <typename Tile, typename Item>
+__device__ __forceinline__ void store_scores(Item* array_g, const ScoreStrides& strides, const ScorePlace& place,
+                                             const AttentionParams& params, const typename Tile::Fragment& items,
+                                             float factor, bool accumulate) {
+  const int first_row = Tile::row_of(0, 0, 0), first_key = Tile::key_of(0, 0, 0);
+  Item* first_g = score_item(array_g, strides, place, first_row, first_key);
+  float sorted[Tile::kRuns][Tile::kRun];
+  Tile::for_each([&](int n, int i, int e) {
+    const int number = Tile::number(n, i, e);
+    sorted[number / Tile::kRun][number % Tile::kRun] = items[n][i][e] * factor;
+  });
+  Tile::for_each([&](int n, int i, int e) {
+    const int number = Tile::number(n, i, e);
+    const int row = Tile::row_of(n, i, e), key = Tile::key_of(n, i, e);
+    if (number % Tile::kRun != 0 || place.first_row + row >= params.sq || place.first_key + key >= params.sk) return;
+    store_items(first_g + ((row - first_row) * strides.row + (key - first_key) * strides.key),
+                sorted[number / Tile::kRun], accumulate);
+  });
+}
 
 template <bool kMask>
 struct MaskItem {
@@ -118,24 +144,8 @@ struct TileOptions {
 
   // Of all scores; those that are hidden have ds = 0.
   __device__ __forceinline__ void write_dbias(const typename Tile::Fragment& ds) const {
-    using Dtype = typename Dbias::Dtype;
-    float sorted[Tile::kRuns][Tile::kRun];
-    Tile::for_each([&](int n, int i, int e) {
-      const int number = Tile::number(n, i, e);
-      sorted[number / Tile::kRun][number % Tile::kRun] = ds[n][i][e] * scale.up;
-    });
-    Tile::for_each([&](int n, int i, int e) {
-      const int number = Tile::number(n, i, e);
-      const int row = Tile::row_of(n, i, e), key = Tile::key_of(n, i, e);
-      const bool exists = place.first_row + row < params.attention.sq && place.first_key + key < params.attention.sk;
-      if ((!Dbias::kAdd && number % Tile::kRun != 0) || !exists) return;
-      Dtype* item_g = score_item(static_cast<Dtype*>(arrays.dbias_g), params.dbias, place, row, key);
-      if constexpr (Dbias::kAdd) {
-        if (ds[n][i][e] != 0.f) atomicAdd(item_g, ds[n][i][e] * scale.up);
-      } else {
-        store_items(item_g, sorted[number / Tile::kRun], Dbias::kAccumulate);
-      }
-    });
+    store_scores<Tile>(static_cast<typename Dbias::Dtype*>(arrays.dbias_g), params.dbias, place, params.attention, ds,
+                       scale.up, Dbias::kAccumulate);
   }
 
  private:
@@ -208,5 +218,5 @@ __device__ __forceinline__ void score_gradients(typename Tile::Packed& p, typena
       });
     }
   }
-  if constexpr (kGiven<typename Dbias::Dtype>) tile.write_dbias(dp);
+  if constexpr (Dbias::kWritten) tile.write_dbias(dp);
 }

@@ -134,14 +134,15 @@ struct ForwardItems {
 // Of the backward, zeros where their query or key does not exist: read run by run when this is made, or one by one.
 template <typename Item, typename Tile, bool kAhead = (Tile::kRun > 1)>
 struct BackwardItems {
-  const Item* array_g;
+  const Item* first_g;  // the thread's first
   const ScoreStrides& strides;
   ScorePlace place;
   int sq, sk;
 
   __device__ __forceinline__ BackwardItems(const void* items_g, const ScoreStrides& items_strides,
                                            const ScorePlace& items_place, const AttentionParams& params)
-      : array_g(static_cast<const Item*>(items_g)),
+      : first_g(score_item(static_cast<const Item*>(items_g), items_strides, items_place, Tile::row_of(0, 0, 0),
+                           Tile::key_of(0, 0, 0))),
         strides(items_strides),
         place(items_place),
         sq(params.sq),
@@ -150,7 +151,9 @@ struct BackwardItems {
   __device__ __forceinline__ Item of(int n, int i, int e) const {
     const int row = Tile::row_of(n, i, e), key = Tile::key_of(n, i, e);
     const bool exists = place.first_row + row < sq && place.first_key + key < sk;
-    return exists ? *score_item(array_g, strides, place, row, key) : Item();
+    // Constants: the lane's part goes.
+    const int rows = row - Tile::row_of(0, 0, 0), keys = key - Tile::key_of(0, 0, 0);
+    return exists ? first_g[rows * strides.row + keys * strides.key] : Item();
   }
 };
 
@@ -161,12 +164,15 @@ struct BackwardItems<Item, Tile, true> : RunsAhead<Item, Tile> {
 
   __device__ __forceinline__ BackwardItems(const void* items_g, const ScoreStrides& strides, const ScorePlace& place,
                                            const AttentionParams& params) {
+    const int first_row = Tile::row_of(0, 0, 0), first_key = Tile::key_of(0, 0, 0);
+    const Item* first_g = score_item(static_cast<const Item*>(items_g), strides, place, first_row, first_key);
     const auto load_run = [&](uint32(&run)[Runs::kWords], int n, int i, int e) {
       const int row = Tile::row_of(n, i, e), key = Tile::key_of(n, i, e);
 #pragma unroll
       for (int word = 0; word < Runs::kWords; word++) run[word] = 0;
       if (place.first_row + row < params.sq && place.first_key + key < params.sk) {
-        load_words<Runs::kRunBytes>(run, score_item(static_cast<const Item*>(items_g), strides, place, row, key));
+        // Constants: the lane's part goes.
+        load_words<Runs::kRunBytes>(run, first_g + (row - first_row) * strides.row + (key - first_key));
       }
     };
     Tile::for_each([&](int n, int i, int e) { Runs::load_at(n, i, e, load_run); });

@@ -53,6 +53,9 @@ struct TileFeed {
   static constexpr int kLines = Tile::kRows * div_up(Tile::kChunks * kChunkBytes, kLineBytes);
   static_assert(kPassRows > 0 && kRowLanes * kColumnGroups == Tile::kChunks, "every chunk has a thread");
 
+  // Whether a tile has whole chunks beyond the columns.
+  static constexpr bool kPadded = Tile::kChunks * kChunkItems - kCols >= kChunkItems;
+
   // Whether keys are as far apart from pass to pass as rows are.
   static constexpr bool kEvenPasses = Order::kInOrder || kPassRows % 16 == 0;
 
@@ -122,8 +125,9 @@ struct TileFeed {
 #pragma unroll
       for (int group = 0; group < kColumnGroups; group++) {
         Chunk& loaded = chunks[pass * kColumnGroups + group];
-        if (kRagged) loaded = Chunk{};
+        if (kRagged || kPadded) loaded = Chunk{};
         if (!owns(pass) || (kRagged && !exists(key_of_pass(pass)))) continue;
+        if (kPadded && (chunk + group * kRowLanes) * kChunkItems >= kCols) continue;
         load_chunk<kCols, kVec>(loaded, pass_g(pass) + group * kRowLanes * static_cast<int>(sizeof(Chunk)),
                                 chunk + group * kRowLanes);
       }

@@ -26,7 +26,11 @@ _LAYERS = (
     *("swiglu", "dropout", "adamw_step", "global_norm", "sample top-p, 64 rows"),
 )
 
-YOUNGER: tuple[str, ...] = ("attention_backward_scales", "attention_backward_scales_varlen")
+YOUNGER: tuple[str, ...] = tuple(
+    f"attention_backward_{name}{suffix}"
+    for name in ("scales", "summed_dbias")
+    for suffix in ("", "_varlen")
+)
 """Kernels that came after the profiles: the next ones have them."""
 CHANGED: tuple[str, ...] = ("attention_backward_delta", "attention_backward_delta_varlen")
 """Kernels whose profiles are of other launches than today's: the next ones have these."""

@@ -79,8 +79,7 @@ def attention_backward(
         Gradient with respect to lse, where it was used.
     deterministic : bool
         Bitwise the same result from run to run. On a GPU "flash" then adds nothing atomically,
-        which takes longer; a bias that broadcasts takes scratch memory besides on tensor cores, see
-        workspace. Everything else is deterministic as it is.
+        which takes longer. Everything else is deterministic as it is.
     implementation : {"flash", "naive"}
         Which kernels run on a GPU or the emulator. "flash" runs float16 on tensor cores, where the
         GPU has any (`device_info`), and other dtypes in float32 arithmetic. "naive" (the textbook)
@@ -96,7 +95,8 @@ def attention_backward(
         deterministic; "flash" in float32 arithmetic takes 4 * D times as many more for other
         dtypes. On tensor cores, with rows = B * H * Sq' and Sq' and D' rounded up to multiples of
         64 and 8, it needs 8 * rows bytes; unless deterministic, 4 * rows * D' more; and for a bias
-        that broadcasts 4 bytes for each of its items (deterministic: for each score); each rounded
+        that broadcasts up to 2**24, or where it does so along Sq or Sk a quarter of a byte for each
+        score of its batch elements and heads, with Sq rounded up to 128; each rounded
         up to 256. A BlockMask takes 2 bits for each tile of each kernel. With rotary it needs as
         much as q and k more, with accumulate twice that. An error says how many.
         With grads and workspace a call allocates nothing, and can be captured in a CUDA graph.

@@ -1,17 +1,65 @@
-"""The gradient of a bias, summed from a float32 scratch over what the bias broadcast along."""
+"""The gradient of a bias that broadcasts: a kernel of its own, and sums of what that leaves."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Layout
+from cupyattn.arrays import Layout, contiguous
 from cupyattn.kernels.configs.attention.tensor_core import passes
+from cupyattn.kernels.configs.attention.tensor_core.backward_summed_dbias import SummedDbiasConfig
 from cupyattn.kernels.structs.attention import DBIAS_PARAMS
 from cupyattn.ops.attention.params import score_strides
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.plan import Step
+
+_FLOAT32 = np.dtype(np.float32)
+_ENOUGH_CTAS = 512
+"""Two waves of two on each multiprocessor of the largest cards, whatever the card: so are bits."""
+
+
+class SummedDbias(NamedTuple):
+    """How the kernel for a bias that broadcasts shares its work out."""
+
+    target: Layout
+    """What it writes to, as (B, H, Sq, Sk)."""
+    scratch: bool
+    """Whether that is scratch, which another kernel sums up to dbias; otherwise it is dbias."""
+    ctas: int
+    shares: tuple[int, ...]
+    """What the kernel is told of it by value."""
+
+
+def shared_out(
+    problem: AttentionProblem, dbias: Layout, row: SummedDbiasConfig, accumulate: bool
+) -> SummedDbias:
+    """Share out the gradient of a bias that broadcasts.
+
+    Each bias of a batch element and a head is summed over the pairs of those that share it. Where
+    its tiles alone would keep few multiprocessors busy, CTAs have a part of these pairs each.
+    """
+    batches, heads, *extents = four_axes(dbias.shape)
+    row_tiles, key_tiles = -(-problem.sq // row.tile_rows), -(-problem.sk // row.tile_k)
+    pairs = (problem.batch if batches == 1 else 1) * (problem.heads if heads == 1 else 1)
+    ctas = batches * heads * row_tiles * key_tiles
+    parts = min(pairs, max(_ENOUGH_CTAS // max(ctas, 1), 1))
+    sums_rows, sums_keys = extents[0] != problem.sq, extents[1] != problem.sk
+    scratch = parts > 1 or sums_rows or sums_keys
+    in_batches, in_heads = (parts, 1) if batches == 1 else (1, parts)
+    shape = (
+        batches * in_batches,
+        heads * in_heads,
+        row_tiles * row.warps if sums_rows else problem.sq,
+        key_tiles if sums_keys else problem.sk,
+    )
+    return SummedDbias(
+        contiguous(shape, _FLOAT32) if scratch else dbias,
+        scratch,
+        ctas * parts,
+        (batches, heads, parts, sums_rows, sums_keys, accumulate and not scratch),
+    )
 
 
 def sum_step(problem: AttentionProblem, dbias: Layout, scratch: Layout, accumulate: bool) -> Step:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from cupyattn.arrays import Layout, contiguous
+from cupyattn.arrays import Layout
 from cupyattn.errors import error
-from cupyattn.kernels.configs.attention.options import BackwardOptions
-from cupyattn.kernels.configs.attention.tensor_core import backward_dkdv, backward_dq, passes
+from cupyattn.kernels.configs.attention.options import PLAIN_BACKWARD, BackwardOptions
+from cupyattn.kernels.configs.attention.tensor_core import (
+    backward_dkdv,
+    backward_dq,
+    backward_summed_dbias,
+    passes,
+)
 from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.configs.tables import round_up
 from cupyattn.ops.attention.backward_params import backward_params
 from cupyattn.ops.attention.block_mask import BlockLists, block_lists
-from cupyattn.ops.attention.dbias import four_axes, sum_step
+from cupyattn.ops.attention.dbias import SummedDbias, four_axes, shared_out, sum_step
 from cupyattn.ops.attention.layouts import (
     Starts,
     require_near_rows,
@@ -30,29 +32,18 @@ from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import gradient_outputs, result_layouts
 from cupyattn.ops.plan import Plan, Step, lay_out_scratch, spanning
 
-_FLOAT32 = np.dtype(np.float32)
 _MAX_ROWS = 2**32 - 1  # scratch rows are counted in 32 bits (scratch_row in backward_params.cuh)
 _QUAD = 4  # neighbouring keys that are read together
 _MOST_TILE_ROWS = 64  # the most rows of q, k, v or dout that one tile has
 _VECTOR_ARRAYS = ("q", "k", "v", "out", "dout")
 
 
-class _Dbias(NamedTuple):
-    """What the kernel of dk and dv writes the bias's gradient to, and how."""
-
-    target: Layout
-    scratch: bool
-    """Whether that is scratch, which another kernel sums up to dbias; otherwise it is dbias."""
-    adds: bool
-    """Whether several CTAs add to one item, atomically."""
-
-
 class _Options(NamedTuple):
-    """Of the kernels of a call, and by what name that of dk and dv takes dbias."""
+    """Of the kernels of a call; of that of dbias where a bias broadcasts."""
 
     dkdv: BackwardOptions
     dq: BackwardOptions
-    renamed: Mapping[str, str] = MappingProxyType({})
+    summed_dbias: BackwardOptions = PLAIN_BACKWARD
 
 
 def backward_plan(
@@ -68,12 +59,11 @@ def backward_plan(
     outputs = gradient_outputs(problem)
     results = result_layouts(problem, outputs)
     rows = _countable_rows(problem)
-    dbias = _dbias(problem, results, deterministic) if "dbias" in results else None
+    dbias = results.get("dbias")
+    summed = _summed_dbias(problem, arch, dbias, accumulate)
 
     to_zero = {} if deterministic else {"dq_acc": rows * round_up(problem.head_dim, 8)}
-    if dbias is not None and dbias.scratch:
-        to_zero["scratch"] = math.prod(dbias.target.shape)
-    options = _options(problem, start_of, dbias, accumulate)
+    options = _options(problem, start_of, dbias, summed, accumulate)
     lists = _lists(problem, arch, options, deterministic)
     kept = {
         "stats": 2 * rows,
@@ -81,6 +71,7 @@ def backward_plan(
         "scales": 2 * problem.batch * problem.heads,
         "cta_scales": max(_gradient_ctas(problem, arch, options, deterministic)),
         **{n: x for each in lists for n, x in each.scratch.items()},
+        **({"scratch": math.prod(summed.target.shape)} if summed and summed.scratch else {}),
     }
     scratch = lay_out_scratch({**kept, **to_zero})
     zeroed = spanning("zeroed", scratch[len(kept) :])
@@ -89,7 +80,7 @@ def backward_plan(
         problem,
         results,
         accumulate=accumulate,
-        dbias=None if dbias is None else dbias.target,
+        dbias=dbias if summed is None else summed.target,
         zeroed=sum(piece.items for piece in zeroed),
         rows_padded=_scratch_rows(problem)[1],
     )
@@ -101,10 +92,10 @@ def backward_plan(
         *_row_steps(problem, vec, rows, params, sinks),
         *_gradient_steps(problem, arch, vec, options, lists, rows, params),
     ]
-    if dbias is not None and dbias.scratch:
-        steps.append(sum_step(problem, results["dbias"], dbias.target, accumulate))
+    if dbias is not None and summed is not None:
+        steps += _dbias_steps(problem, arch, vec, options, dbias, summed, params, accumulate)
     # Tiles that no query sees are skipped, and with them their part of dbias.
-    skipped = dbias is not None and not dbias.scratch and not accumulate
+    skipped = dbias is not None and summed is None and not accumulate
     return Plan(
         tuple(steps),
         outputs,
@@ -189,7 +180,7 @@ def _gradient_steps(
             key_ctas,
             gradient,
             *strides,
-            renamed={**options.renamed, **lists[0].renamed},
+            renamed=lists[0].renamed,
         ),
     ]
     if one_pass:
@@ -232,7 +223,11 @@ def _lists(
 
 
 def _options(
-    problem: AttentionProblem, start_of: Starts, dbias: _Dbias | None, accumulate: bool
+    problem: AttentionProblem,
+    start_of: Starts,
+    dbias: Layout | None,
+    summed: SummedDbias | None,
+    accumulate: bool,
 ) -> _Options:
     """Name the options of a call's kernels."""
     scores = score_options(problem)
@@ -248,15 +243,15 @@ def _options(
     )
     if dbias is None:
         return _Options(dq, dq)
-    start = 0 if dbias.scratch else start_of.get("dbias", 0)
-    terms = [] if dbias.adds else [(dbias.target, start)]
-    dkdv = dq._replace(
-        score_vec=_score_items(problem, inputs + terms),
-        dbias=dbias.target.dtype.name,
-        dbias_add=dbias.adds,
-        dbias_accumulate=accumulate and not dbias.scratch,
+    target = (dbias, start_of.get("dbias", 0))
+    if summed is not None and summed.scratch:
+        target = (summed.target, 0)
+    writing = dq._replace(
+        score_vec=_score_items(problem, [*inputs, target]), dbias=target[0].dtype.name
     )
-    return _Options(dkdv, dq, {"dbias": "scratch"} if dbias.scratch else {})
+    if summed is not None:
+        return _Options(dq, dq, writing._replace(modified=problem.modifiers))
+    return _Options(writing._replace(dbias_accumulate=accumulate), dq)
 
 
 def _score_items(problem: AttentionProblem, arrays: Sequence[tuple[Layout, int]]) -> int:
@@ -274,11 +269,40 @@ def _score_items(problem: AttentionProblem, arrays: Sequence[tuple[Layout, int]]
     return _QUAD
 
 
-def _dbias(problem: AttentionProblem, results: dict[str, Layout], deterministic: bool) -> _Dbias:
-    """Choose where the bias's gradient is gathered: by the axes that the bias broadcasts along."""
-    shape = four_axes(results["dbias"].shape)
-    if shape == problem.scores_shape:
-        return _Dbias(results["dbias"], scratch=False, adds=False)
-    if deterministic:  # every score's, to be summed in a fixed order
-        return _Dbias(contiguous(problem.scores_shape, _FLOAT32), scratch=True, adds=False)
-    return _Dbias(contiguous(shape, _FLOAT32), scratch=True, adds=True)
+def _summed_dbias(
+    problem: AttentionProblem, arch: int, dbias: Layout | None, accumulate: bool
+) -> SummedDbias | None:
+    """Share out the gradient of a bias that broadcasts; None for any other.
+
+    That of every score has one term: the kernel of dk and dv writes it.
+    """
+    if dbias is None or four_axes(dbias.shape) == problem.scores_shape:
+        return None
+    row = backward_summed_dbias.summed_dbias_row(arch, problem.head_dim, problem.head_dim_v)
+    return shared_out(problem, dbias, row, accumulate)
+
+
+def _dbias_steps(
+    problem: AttentionProblem,
+    arch: int,
+    vec: int,
+    options: _Options,
+    dbias: Layout,
+    summed: SummedDbias,
+    params: Any,
+    accumulate: bool,
+) -> list[Step]:
+    """Return the launches for the gradient of a bias that broadcasts."""
+    kernel = backward_summed_dbias.summed_dbias(
+        arch,
+        *(problem.head_dim, problem.head_dim_v),
+        vec,
+        options.summed_dbias,
+        isinstance(problem, PackedProblem),
+    )
+    values = gradient_params(problem, params), *summed.shares, *problem.modifier_strides
+    renamed = {"dbias": "scratch"} if summed.scratch else {}
+    steps = [Step.of(kernel, summed.ctas, *values, renamed=renamed)]
+    if summed.scratch:
+        steps.append(sum_step(problem, dbias, summed.target, accumulate))
+    return steps

@@ -54,8 +54,7 @@ class BackwardOptions(NamedTuple):
     """Which options a backward on tensor cores has; dtype names as of `FlashOptions`.
 
     dbias names what the kernel writes: the bias's dtype, or float32 for scratch memory. With
-    dbias_add it adds there atomically, several terms to an item; with dbias_accumulate each term to
-    what its own item holds.
+    dbias_accumulate that of dk and dv adds each term to what its own item holds.
     """
 
     bias: str = "void"
@@ -67,7 +66,6 @@ class BackwardOptions(NamedTuple):
     dropout: bool = False
     modified: Modifiers | None = None
     dbias: str = "void"
-    dbias_add: bool = False
     dbias_accumulate: bool = False
 
 
@@ -75,7 +73,7 @@ PLAIN_BACKWARD = BackwardOptions()
 
 EACH_BACKWARD_OPTION = (
     BackwardOptions(bias="float16", dbias="float16"),
-    BackwardOptions(bias="float32", dbias="float32", dbias_add=True),
+    BackwardOptions(bias="float32"),
     BackwardOptions(mask=True),
     BackwardOptions(slopes="float32"),
     BackwardOptions(softcap=True),
@@ -84,7 +82,7 @@ EACH_BACKWARD_OPTION = (
 """One option each, as above."""
 BACKWARD_QUADS = (
     BackwardOptions(bias="float16", dbias="float16", score_vec=4),
-    BackwardOptions(bias="float32", dbias="float32", dbias_add=True, score_vec=4),
+    BackwardOptions(bias="float32", score_vec=4),
     BackwardOptions(mask=True, score_vec=4),
 )
 """Those with items of bias or mask that are read four at a time."""

@@ -3,9 +3,17 @@
 from cupyattn.kernels.configs.attention.tensor_core import (
     backward_dkdv,
     backward_dq,
+    backward_summed_dbias,
     forward,
     forward_rows,
     passes,
 )
 
-__all__ = ["backward_dkdv", "backward_dq", "forward", "forward_rows", "passes"]
+__all__ = [
+    "backward_dkdv",
+    "backward_dq",
+    "backward_summed_dbias",
+    "forward",
+    "forward_rows",
+    "passes",
+]

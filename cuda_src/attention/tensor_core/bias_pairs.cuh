@@ -1,0 +1,100 @@
+// Whose scores a bias that broadcasts is added to: pairs of a batch element and a head, and how a CTA with a tile of its
+// gradient goes through them.
+#pragma once
+
+#include "../params.cuh"
+
+// What the CTAs share out: for each bias of a (batch element, head), of which there are `batches` by `heads`, `parts` parts
+// of the pairs that it is the bias of, and tiles of scores.
+struct DbiasWork {
+  int batches, heads, parts;
+  bool sums_rows, sums_keys;  // down to one item for a warp's rows, or a tile's keys
+  bool adds;                  // to what there is
+};
+
+struct TileSight {
+  bool any, all;  // whether any of the queries sees any of the keys, and all of them all
+};
+
+// The CTA's share: kRows queries by kTileK keys.
+template <int kRows, int kTileK>
+struct DbiasPlace {
+  int batch, head, part;  // of the bias
+  int first_row, first_key;
+
+  __device__ __forceinline__ DbiasPlace(const AttentionParams& longest, const DbiasWork& work) {
+    const uint32 key_tiles = div_up(longest.sk, kTileK), row_tiles = div_up(longest.sq, kRows);
+    uint32 at = blockIdx.x;
+    first_key = at % key_tiles * kTileK;
+    at /= key_tiles;
+    first_row = at % row_tiles * kRows;
+    at /= row_tiles;
+    part = at % work.parts;
+    at /= work.parts;
+    head = at % work.heads;
+    batch = at / work.heads;
+  }
+
+  // What queries of the tile see of its keys.
+  __device__ __forceinline__ TileSight sight(const KeyWindow& window, int sq) const {
+    const int rows = min(kRows, sq - first_row), behind = first_key + kTileK;
+    const KeyRange top = window.of_row(first_row), bottom = window.of_row(first_row + rows - 1);
+    return {rows > 0 && top.begin < bottom.end && top.begin < behind && first_key < bottom.end,
+            bottom.begin <= first_key && behind <= top.end};
+  }
+};
+
+// One of the pairs of a batch element and a head whose scores have the CTA's bias.
+template <typename Sequence>
+struct Pair {
+  int left;  // of the CTA's part of them, this one among them
+  int batch, head;
+  Sequence sequence;
+  bool masked;
+};
+
+// The way from pair to pair, head by head: over those of the CTA's part whose queries see keys of the tile.
+template <typename Sequences, typename Place>
+struct Pairs {
+  using Sequence = typename Sequences::Sequence;
+
+  const Sequences& sequences;
+  const Place& place;
+  int first_head, behind_heads;
+  int64 begin, end;
+
+  __device__ __forceinline__ Pairs(const Sequences& all, const Place& own, const DbiasWork& work, int heads)
+      : sequences(all), place(own), first_head(own.head), behind_heads(work.heads == 1 ? heads : own.head + 1) {
+    const int64 count = static_cast<int64>(work.batches == 1 ? all.count() : 1) * (behind_heads - first_head);
+    begin = own.part * count / work.parts;
+    end = (own.part + 1) * count / work.parts;
+  }
+
+  __device__ __forceinline__ Pair<Sequence> first() const {
+    const int heads = behind_heads - first_head, batch = place.batch + static_cast<int>(begin / heads);
+    const int left = static_cast<int>(end - begin);
+    return seen_from({left, batch, first_head + static_cast<int>(begin % heads), sequences.of(batch), false});
+  }
+  __device__ __forceinline__ Pair<Sequence> behind(Pair<Sequence> pair) const {
+    turn(pair);
+    return seen_from(pair);
+  }
+
+ private:
+  __device__ __forceinline__ void turn(Pair<Sequence>& pair) const {
+    pair.left--;
+    if (++pair.head < behind_heads) return;
+    pair.head = first_head;
+    pair.batch++;
+  }
+  __device__ __forceinline__ Pair<Sequence> seen_from(Pair<Sequence> pair) const {
+#pragma unroll 1
+    for (; pair.left > 0; turn(pair)) {
+      pair.sequence = sequences.of(pair.batch);
+      const TileSight sight = place.sight(pair.sequence.window, sequences.queries(pair.sequence));
+      pair.masked = !sight.all;
+      if (sight.any) break;
+    }
+    return pair;
+  }
+};
