@@ -36,8 +36,9 @@ FILTERS = {
 def logits_of(rows: int, tokens: int, dtype: str, spread: str = "normal", seed: int = 0) -> Any:
     rng = np.random.default_rng(seed)
     x = 2.5 * rng.standard_normal((rows, tokens))
-    if spread == "steps":  # many equal ones
+    if spread == "steps":  # many equal ones, and 0 the largest
         x = np.floor(x)
+        x -= x.max(axis=-1, keepdims=True)
     elif spread == "flat":
         x = x / 1000
     elif spread == "equal":
