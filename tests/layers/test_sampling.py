@@ -127,6 +127,18 @@ def test_more_candidates_than_the_list_holds(filters, penalised):
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 40}, {"top_p": 0.3}, {"top_k": 200, "top_p": 0.5}], ids=str
+)
+def test_cuts_among_candidates_of_one_bin(filters):
+    """Behind a few better ones, in a bin with more tokens than are kept."""
+    x = logits_of(8, 400, "float32", "flat")
+    x[:, ::100] += 1
+    drawn(x, seed=3, **filters)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
 @pytest.mark.parametrize(("tokens", "dtype"), [(128_256, "float16"), (2**18, "float32")])
 def test_large_vocabularies(tokens, dtype):
     x = logits_of(1, tokens, dtype)
