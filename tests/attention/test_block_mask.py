@@ -105,6 +105,16 @@ def test_gradients_within_the_bounds_of_the_mask(kind, deterministic, data):
     assert max(ratios.values()) <= 1, ratios
 
 
+@pytest.mark.parametrize("kind", [HALF, FLOAT], ids=str)
+def test_gradients_where_heads_of_a_group_have_masks_of_their_own(kind):
+    dtype, head_dim = kind
+    problem = AttentionProblem(
+        B=1, Sq=130, Sk=70, H=2, G=1, D=head_dim, Dv=head_dim, dtype=dtype, drawn=()
+    )
+    ratios = Case(problem, masked_tiles((1, 2, 130, 70), 64, 1)).backward_ratios()
+    assert max(ratios.values()) <= 1, ratios
+
+
 def two_documents(length: int, border: int) -> np.ndarray:
     document = np.arange(length) >= border
     return (document[:, None] == document)[None, None]

@@ -100,6 +100,30 @@ def test_packed_sequences(head_dim: int, deterministic: bool):
     assert max(ratios.values()) <= 1, ratios
 
 
+def test_packed_sequences_have_the_powers_of_two_of_their_keys_in_use():
+    """However large V is behind them."""
+    problem = VarlenProblem(
+        Beyond(*(3, 20, 33, 4, 2, 64, 64, "float16"), drawn=(("seqused_k", (9, 33, 5)),)),
+        queries=(20, 5, 0),
+        keys=(33, 20, 7),
+    )
+    (dout, q, k, v, out, lse), _, options = problem.backward_inputs()
+    expected = [
+        range_log2(
+            ScoreBlocks(q[None, rows], k[None, keys], v[None, keys], **own),
+            *(dout[None, rows], out[None, rows], lse[None, :, rows]),
+            options["dlse"][None, :, rows],
+        )
+        for rows, keys, own in problem.sequences()
+        if rows.start < rows.stop
+    ]
+    with recorded_scales() as written:
+        problem.run_backward(deterministic=True)
+    scales = written[0].reshape(3, 2, 2, 2)
+    for powers, log2 in zip(scales, expected, strict=False):  # the last has no queries
+        np.testing.assert_array_equal(powers[..., 1], 2.0 ** log2[0, :, None] * np.ones(2))
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_an_expression_is_given_the_gradient_itself(deterministic: bool):
     """One that cuts it off where float16 has long ended."""

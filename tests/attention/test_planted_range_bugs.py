@@ -29,6 +29,10 @@ EVERY_SCORE, EVERY_HEAD = (
 PACKED = VarlenProblem(
     Uneven(**{**SIZES, "B": 3, "Sq": 70, "Sk": 66}), queries=(20, 70, 9), keys=(33, 66, 40)
 )
+PACKED_KEPT = VarlenProblem(
+    Beyond(**{**SIZES, "B": 3}, drawn=(("seqused_k", (9, 33, 5)),)),
+    queries=(20, 5, 9), keys=(33, 20, 7),
+)  # fmt: skip
 
 Problem = Beyond | VarlenProblem
 
@@ -150,6 +154,10 @@ OTHER_POWERS = [
     (PACKED, Bug(DELTA_VARLEN_CU, "sequence.keys.begin + key)", "0)")),
     (KEPT, Bug(SCALES_CUH, "attention.scores.keep_scale, delta", "1.f, delta")),
     (KEPT, Bug(DELTA_CU, "key < keys_in_use(attention, seqused_k_g, batch)", "key < attention.sk")),
+    (
+        PACKED_KEPT,
+        Bug(DELTA_VARLEN_CU, "key < sequence.window.keys", "key < sequence.keys.count"),
+    ),
     (PLAIN, Bug(SCALES_CUH, "sizes.take_delta(of_cta.y);", "")),
     (PLAIN, Bug(DELTA_CUH, "sizes.take_delta(fabsf(sum));", "")),
     (PLAIN, Bug(SCALES_CUH, "log2 - kMostLog2, 0", "log2 - kMostLog2, 1")),

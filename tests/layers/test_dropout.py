@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 from support.devices import KERNELS, everywhere
@@ -31,6 +31,7 @@ SEEDS = (0, 1, 2**32 - 1, 2**32, 2**64 - 1)
     residual=st.booleans(),
     view=st.sampled_from(("contiguous", "transposed", "sliced")),
 )
+@example("float16", 1, 33, 0.5, 1, False, "sliced")  # a thread has several items, loaded alone
 def test_the_mask_is_the_references(dtype, rows, length, p, seed, residual, view):
     """Whatever the strides: a mask belongs to items in C order. Zeros stand where it says so."""
     rng = np.random.default_rng(length)

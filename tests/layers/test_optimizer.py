@@ -40,14 +40,15 @@ def state(seed: int, dtype: str, *shape: int) -> list[np.ndarray]:
     shape=st.sampled_from(((1,), (3,), (4, 8), (2, 33), (1030,))),
     step=st.sampled_from((1, 2, 1000)),
     weight_decay=st.sampled_from((0.0, 0.1)),
+    eps=st.sampled_from((1e-8, 0.25)),
     scale=st.sampled_from((1.0, 2.0**-10)),
     on_device=st.booleans(),
     seed=st.integers(0, 9),
 )
-def test_adamw_within_bounds(dtype, shape, step, weight_decay, scale, on_device, seed):
+def test_adamw_within_bounds(dtype, shape, step, weight_decay, eps, scale, on_device, seed):
     arrays = state(seed, dtype, *shape)
     arrays[1] = (arrays[1] / scale).astype(arrays[1].dtype)
-    numbers = {**NUMBERS, "step": step, "weight_decay": weight_decay}
+    numbers = {**NUMBERS, "step": step, "weight_decay": weight_decay, "eps": eps}
     placed = [KERNELS.put(array.copy()) for array in arrays]
     given_scale = KERNELS.put(np.array(scale, np.float32)) if on_device else scale
     cupyattn.adamw_step(*placed, **numbers, grad_scale=given_scale)

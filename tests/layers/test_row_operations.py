@@ -14,7 +14,9 @@ from support.devices import KERNELS
 from support.search import mostly_deep
 from support.strategies import dtype_of
 
+import cupyattn
 from cupyattn.arrays import adopt
+from cupyattn.emulator import Report
 from cupyattn.functional.layers.rows import call_rows
 from cupyattn.kernels.configs.rows import ROWS, Result, RowKernel
 from cupyattn.kernels.configs.tables import pairs
@@ -106,6 +108,16 @@ def test_sums_may_be_added_to_what_is_there():
     assert found["dweight"] is dweight
     expected = reference(dout, x, weight, scale=0.5)[2] + np.arange(129)
     np.testing.assert_allclose(KERNELS.get(dweight), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_sum_is_written_by_one_warp():
+    """Others would add to it again, where it is added to what is there."""
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        centre_backward(*problem(7, 129, "float32"), scale=0.5)
+    lines = [line for line in report.lines if line.file.endswith("column_sums.cu")]
+    stores = [x for line in lines for x in line.accesses if x.write and x.space == "global"]
+    assert sum(x.bytes for x in stores) == 129 * 4
 
 
 def test_results_are_written_in_place():

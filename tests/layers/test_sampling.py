@@ -36,8 +36,9 @@ FILTERS = {
 def logits_of(rows: int, tokens: int, dtype: str, spread: str = "normal", seed: int = 0) -> Any:
     rng = np.random.default_rng(seed)
     x = 2.5 * rng.standard_normal((rows, tokens))
-    if spread == "steps":  # many equal ones
+    if spread == "steps":  # many equal ones, and 0 the largest
         x = np.floor(x)
+        x -= x.max(axis=-1, keepdims=True)
     elif spread == "flat":
         x = x / 1000
     elif spread == "equal":
@@ -122,6 +123,18 @@ def test_more_candidates_than_the_list_holds(filters, penalised):
         options |= {"previous": previous % tokens, "repetition_penalty": 1.01}
     for spread in ("equal", "flat"):
         drawn(logits_of(rows, tokens, "float32", spread), **options)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 40}, {"top_p": 0.3}, {"top_k": 200, "top_p": 0.5}], ids=str
+)
+def test_cuts_among_candidates_of_one_bin(filters):
+    """Behind a few better ones, in a bin with more tokens than are kept."""
+    x = logits_of(8, 400, "float32", "flat")
+    x[:, ::100] += 1
+    drawn(x, seed=3, **filters)
 
 
 @pytest.mark.nvrtc

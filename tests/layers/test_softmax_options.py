@@ -198,6 +198,16 @@ def test_nan_and_infinity_fill_their_row_alone(side, odd):
 
 
 @everywhere
+def test_what_is_hidden_has_no_gradient_whatever_sums_and_gradients_are_given(side):
+    """The weights are those of the sum that is given."""
+    out, dout = np.array([[-np.inf, np.inf, 0], [1, 1, np.inf]], np.float32)
+    mask = np.arange(40) != 7
+    arrays = map(side.put, (dout, np.zeros((3, 40), np.float32), out))
+    found = side.get(cupyattn.logsumexp_backward(*arrays, mask=side.put(mask)))
+    assert_array_equal(found, np.where(mask, np.float32([[1], [0], [np.inf]]), 0))
+
+
+@everywhere
 def test_what_is_hidden_may_hold_anything(side):
     x = np.random.default_rng(0).standard_normal((6, 6)).astype(np.float32)
     hidden = np.triu(np.ones((6, 6), np.bool_), 1)

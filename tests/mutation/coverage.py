@@ -13,7 +13,12 @@ from typing import Any, NamedTuple, TypeVar
 from cupyattn.kernels.source import include_closure, source_root
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+# Nobody reads what an assertion compared. To have it said takes a second of the two until the first
+# test runs, for each bug anew (2026-11-24).
+PYTEST = [
+    *(sys.executable, "-m", "pytest", "-q", "--assert=plain"),
+    *("-p", "no:cacheprovider", "-p", "no:xdist"),
+]
 # Those that quote the sources, which every bug's line would fail: they plant bugs themselves, or
 # look for a line by its text.
 LEFT_OUT = ("test_planted_", "test_memory_access", "test_newer_targets")
