@@ -52,6 +52,7 @@ def test_no_tokens_at_all(bounds):
         (lambda: shard(X, 0, 2, axis="x"), TypeError, "axis = 'x'"),
         (lambda: shard(np.array(3), 0, 2, axis=0), ValueError, r"axis = 0 of an array \(\)"),
         (lambda: shard([1, 2, 3, 4], 0, 2, axis=0), TypeError, r"x is a builtins\.list"),
+        (lambda: unshard(3), TypeError, "shards = 3; it is a sequence of arrays"),
         (lambda: unshard([]), ValueError, r"shards that are \[\]; there is one for each rank"),
         (lambda: unshard([[1, 2], [3, 4]], axis=0), TypeError, r"shards\[0\] is a builtins\.list"),
         (lambda: unshard([X, X[:, :4]]), ValueError, r"int64 \(1, 8, 3\)', 'int64 \(1, 4, 3\)'"),
