@@ -85,7 +85,7 @@ class Everything:
             if benchmark.name not in arguments.only:
                 continue
             if not runs_with(benchmark, gpus):
-                told.append((benchmark.name, "", f"left out: {gpus} GPUs"))
+                told.append((benchmark.name, "", f"left out: it takes {_gpus(benchmark.gpus)}"))
                 continue
             began = time.monotonic()
             seconds = min(ends - began, _QUICK_PART_S if arguments.quick else ends - began)
@@ -104,6 +104,10 @@ class Everything:
         if old is not None:
             show_changes(results, old, arguments.compare)
         return int(any(verdict.startswith("FAILED") for _, _, verdict in told))
+
+
+def _gpus(count: int) -> str:
+    return "a GPU" if count == 1 else f"{count} GPUs"
 
 
 def runs_with(benchmark: Benchmark, gpus: int) -> bool:

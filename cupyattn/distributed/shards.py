@@ -122,6 +122,13 @@ def unshard(
     >>> unshard(shards, axis=0).tolist()
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
     """
+    if not isinstance(shards, Iterable):
+        raise error(
+            TypeError,
+            f"shards = {shown(shards)}",
+            "it is a sequence of arrays, one for each rank",
+            "pass what every rank holds, as run and Group.all_gather return it",
+        )
     given = {f"shards[{rank}]": part for rank, part in enumerate(shards)}
     arrays = list(adopt(given).arrays.values())
     kinds = [f"{part.dtype} {part.shape}" for part in arrays]

@@ -65,8 +65,8 @@ def run(
     TypeError
         For ranks that are no integer, or devices that are no sequence of them.
     ValueError
-        For neither or both of ranks and devices, a device twice, a transport that is none, or a
-        timeout that is no number above 0.
+        For neither or both of ranks and devices, a device twice or one that is not there, a
+        transport that is none, or a timeout that is no number above 0.
 
     Notes
     -----
@@ -187,6 +187,13 @@ def _ends(
             "there is 1 rank or more, each on a device of its own",
             "pass a number of ranks from 1 on, or the ordinals of different devices",
         )
+    if ordinals and max(ordinals) >= (count := _device_count()):
+        raise error(
+            ValueError,
+            f"devices = {shown(devices)}, where CUDA has {count}",
+            "each is one that is there, numbered from 0",
+            "pass others; run(function, 2) has ranks on NumPy arrays, without a GPU",
+        )
     if ordinals is not None and (transport or ("nccl" if nccl_is_there() else "peer")) == "nccl":
         failures = SharedFailures()
         return failures, of_devices(ordinals, failures, timeout)
@@ -195,3 +202,11 @@ def _ends(
         ThreadCommunicator(office, rank, size, None if ordinals is None else ordinals[rank])
         for rank in range(size)
     ]
+
+
+def _device_count() -> int:
+    runtime = load_cupy().cuda.runtime
+    try:
+        return int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError:  # there is no driver
+        return 0

@@ -55,7 +55,7 @@ def test_a_part_that_fails_takes_no_other_with_it(parts, tmp_path, capsys):
     assert all(seconds <= everything._QUICK_PART_S for *_, seconds in parts)
     printed = " ".join(capsys.readouterr().out.split())
     assert "FAILED with exit code 1" in printed
-    assert "ring left out: 1 GPUs" in printed
+    assert "ring left out: it takes 2 GPUs" in printed
 
 
 def test_some_alone_and_all_is_well(parts, tmp_path):

@@ -12,7 +12,7 @@ from support.figures import MODEL, NVRTC
 from support.search import deep
 
 from cupyattn.benchmark.__main__ import BENCHMARKS, main
-from cupyattn.benchmark.frame import emulated, turing_model
+from cupyattn.benchmark.frame import emulated, machine, turing_model
 from cupyattn.benchmark.frame.emulated import ModelledCall
 from cupyattn.benchmark.frame.results import results_of
 from cupyattn.benchmark.linear import command
@@ -113,12 +113,15 @@ def test_what_is_modelled_is_drawn_under_a_t4s_ceilings(counted, monkeypatch, tm
     assert not any("measured in this run" in text for text in said)
 
 
-def test_without_a_disassembler_there_are_counts_alone(counted, monkeypatch, tmp_path):
+def test_without_a_disassembler_there_are_counts_alone(counted, monkeypatch, tmp_path, capsys):
     def missing(*_):
         raise DisassemblerError("nvdisasm is not here")
 
     monkeypatch.setattr(turing_model.Model, "figure", missing)
+    monkeypatch.setattr(machine, "disassembler_version", missing)
     (row,) = rows_of(tmp_path, "linear", "--kind", "large", "--size", "64", "64", "64")
+    said = "Products have no times: the model of Turing reads machine code that nvdisasm lists"
+    assert said in " ".join(capsys.readouterr().out.split())
     assert "times" not in row
     assert (row["tflops"], row["counts"]["sector_ratio"]) == (None, 1.5)
 

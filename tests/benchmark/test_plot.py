@@ -118,6 +118,8 @@ def test_the_labels_of_cases():
     assert labels.length_of(cases) == "seqlen"
     assert labels.distinguishing(cases, beside="seqlen") == ("head_dim", "option")
     assert labels.shared(cases) == "batch 4, float16"
+    older = {"model": "gpt2"}  # than a label that others have none of
+    assert labels.shared([older, {**older, "quantize": None}]) == "gpt2"
     once = list({row.key: row.case for row in one(attention(LENGTHS)).rows}.values())
     panels = labels.panels(once, "seqlen")
     assert len(panels) == 6 and [case["seqlen"] for case in panels[0]] == list(LENGTHS)

@@ -328,7 +328,8 @@ def test_a_readme_without_marks_is_left_alone(checkout, capsys):
 def test_elsewhere_than_in_a_checkout(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="needs matplotlib (pip install '.[test]')")
     assert main(["readme", "--checkout", str(tmp_path)]) == 1
-    assert "attention.json" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"figures in {tmp_path}; README's figures are those of a checkout" in said
 
 
 def test_what_stands_between_marks_is_replaced():

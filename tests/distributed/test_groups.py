@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from support.wires import Own, Wires
 
-from cupyattn.distributed import Group, nccl_group, ring_attention, run
+from cupyattn.distributed import Group, nccl_group, ring_attention, run, threads
 from cupyattn.distributed.communicators.mailbox import PostOffice, ThreadCommunicator
 from cupyattn.distributed.threads import _ends
+from cupyattn.functional.device_info import device_count
 
 ONE = np.ones(1)
 
@@ -47,7 +48,8 @@ def test_ranks_are_integers_of_any_kind():
 
 
 @pytest.mark.parametrize("given", [(0, 2), iter([0, 2]), np.array([0, 2])])
-def test_devices_are_any_sequence(given):
+def test_devices_are_any_sequence(given, monkeypatch):
+    monkeypatch.setattr(threads, "_device_count", lambda: 3)
     _, ends = _ends(None, given, "peer", 1.0)
     assert [end.device for end in ends] == [0, 2]
 
@@ -61,6 +63,12 @@ def test_devices_that_are_none_are_refused(wrong):
 def test_no_device_has_a_number_below_0():
     with pytest.raises(ValueError, match=r"devices = \[0, -1\]"):
         run(lambda group: None, devices=[0, -1])
+
+
+def test_devices_are_there():
+    count = device_count()
+    with pytest.raises(ValueError, match=rf"devices = \[{count}\], where CUDA has {count};"):
+        run(lambda group: None, devices=[count])
 
 
 @pytest.mark.parametrize(("rank", "size"), [("0", 2), (0.5, 2), (0, 2.0), (None, 2)])

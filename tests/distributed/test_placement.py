@@ -62,6 +62,7 @@ def test_no_tokens_at_all(bounds):
         (lambda: shard(None, 0, 2), TypeError, "x is None; it is an array"),
         (lambda: shard(X, 0.0, 2), ValueError, r"rank 0\.0 of 2"),
         (lambda: shard(X, 0, 0), ValueError, "rank 0 of 0; there is 1 rank or more"),
+        (lambda: unshard(3), TypeError, "shards = 3; it is a sequence of arrays"),
         (lambda: unshard([]), ValueError, r"shards that are \[\]; there is one for each rank"),
         (lambda: unshard([[1, 2], [3, 4]], axis=0), TypeError, r"shards\[0\] is a builtins\.list"),
         (lambda: unshard([X, X[:, :4]]), ValueError, r"int64 \(1, 8, 3\)', 'int64 \(1, 4, 3\)'"),

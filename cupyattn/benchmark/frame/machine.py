@@ -62,7 +62,7 @@ def modelled_with() -> dict[str, Any]:
     for name, ask in (("nvrtc", _nvrtc), ("nvdisasm", disassembler_version)):
         try:
             versions[name] = ask()
-        except RuntimeError:  # rows say what that means for them
+        except RuntimeError:  # rows without times follow, and the table says why
             versions[name] = None
     return versions
 

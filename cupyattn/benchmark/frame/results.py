@@ -16,6 +16,7 @@ _NONE = type(None)
 _KINDS: dict[str, tuple[type, ...]] = {
     **{"command": (str,), "rows": (list,), "device": (str, _NONE), "date": (str, _NONE)},
     **{"code": (list, _NONE), "ceilings": (dict, _NONE)},
+    **{"machine": (str, _NONE), "cpu": (str, _NONE)},
 }
 """Of what is read of a result."""
 _WITHIN = ("also", "modelled", "counts", "unavailable", "left_out")
@@ -89,6 +90,8 @@ def _wrong_in(result: Any) -> str:
             return f"{name} is {shown(result.get(name))}"
     if not result["command"].isidentifier():
         return f"command is {shown(result['command'])}"
+    if not all(isinstance(target, str) for target in result.get("code") or ()):
+        return f"code is {shown(result['code'])}"
     figures: list[Any] = [result.get("ceilings") or {}]
     for row in result["rows"]:
         if not isinstance(row, dict) or not isinstance(row.get("times", {}), dict):
@@ -96,7 +99,10 @@ def _wrong_in(result: Any) -> str:
         if "contender" in row:  # others are of commands that have a form of their own
             if not (isinstance(row["contender"], str) and row["contender"].strip()):
                 return f"a contender {shown(row['contender'])}"
-            figures += [_telling(row), row.get("times", {})]
+            times = row.get("times", {"p50_s": 0})
+            if None in (times.get("p50_s"), *times.values()):
+                return f"times are {shown(times)}"
+            figures += [_telling(row), times]
     for each in figures:
         for name, value in each.items():
             if not _right(name, value):

@@ -8,6 +8,7 @@ from typing import Any
 
 from cupyattn.benchmark.frame.rows import Row, labels_of, median_of
 from cupyattn.cli.terminal import Result, Terminal
+from cupyattn.turing.disassembler import WHEEL
 
 
 def show_machine(what: str, result: Result, terminal: Terminal) -> None:
@@ -103,6 +104,11 @@ def show_result(
         terminal.title(f"{title}, {result['date']}")
         terminal.facts(_host(result))
     show_rows(result["rows"], beside, terminal)
+    if result.get("nvdisasm", "") is None and not all("times" in row for row in result["rows"]):
+        terminal.text(
+            "  Products have no times: the model of Turing reads machine code that nvdisasm lists, "
+            f"and there is none here; pip install {WHEEL}"
+        )
     if any((row.get("of_ceiling") or 0) > _ABOVE for row in result["rows"]):
         note += (
             " A share above 1 is of bytes that a cache held, or of a peer's tensor cores where "

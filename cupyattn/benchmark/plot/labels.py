@@ -68,8 +68,8 @@ def shared(cases: Sequence[Case]) -> str:
     telling = [
         name
         for name in alike
-        if (name in _FORMS or isinstance(cases[0][name], str) or cases[0][name] is True)
-        and cases[0][name] != "plain"
+        if (name in _FORMS or isinstance(cases[0].get(name), str) or cases[0].get(name) is True)
+        and cases[0].get(name) != "plain"
         and not (name == "head_dim_v" and "head_dim" in names)
     ]
     return text_of(cases[0], telling)

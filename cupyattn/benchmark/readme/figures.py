@@ -32,7 +32,20 @@ Figures = dict[str, list[dict[str, Any]]]
 
 
 def load(checkout: Path) -> Figures:
-    """Read the committed figures."""
+    """Read the committed figures.
+
+    Raises
+    ------
+    ValueError
+        For a folder that is no checkout.
+    """
+    if not (checkout / FOLDER).is_dir():
+        raise error(
+            ValueError,
+            f"there is no {FOLDER} in {checkout.resolve()}",
+            "README's figures are those of a checkout",
+            "run it there, or pass --checkout DIR",
+        )
     return {
         name: json.loads((checkout / FOLDER / f"{name}.json").read_text(encoding="utf-8"))
         for name in (*TABLES, SENTENCES)
