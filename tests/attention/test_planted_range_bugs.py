@@ -93,11 +93,13 @@ def test_a_clean_copy_is_right(problem, deterministic, planted):
     DQ_CUH,
     KEYS_CUH,
     WIDE_CUH,
+    SUMMED_CUH,
 ) = (
     f"attention/tensor_core/{name}.cuh"
     for name in (
         *("gradient_scale", "score_gradient", "backward_scales", "backward_delta"),
         *("backward_convert", "backward_dkdv", "backward_dq", "dkdv", "backward_dkdv_paired"),
+        "backward_summed_dbias",
     )
 )
 DELTA_CU, SCALES_CU, DELTA_VARLEN_CU, SCALES_VARLEN_CU = (
@@ -125,9 +127,8 @@ BUGS = [
         ),
     ),
     (PLAIN, ONE_PASS, Bug(SCALES_CUH, "div_up(queries, 2)", "queries / 4")),
-    (EVERY_SCORE, ONE_PASS, Bug(SCORES_CUH, "= ds[n][i][e] * scale.up", "= ds[n][i][e]")),
-    (EVERY_HEAD, ONE_PASS, Bug(SCORES_CUH, "atomicAdd(item_g, ds[n][i][e] * scale.up)",
-                               "atomicAdd(item_g, ds[n][i][e])")),
+    (EVERY_SCORE, ONE_PASS, Bug(SCORES_CUH, "scale.up, Dbias::kAcc", "1.f, Dbias::kAcc")),
+    (EVERY_HEAD, ONE_PASS, Bug(SUMMED_CUH, "dp[n][i][e], own_scale.up,", "dp[n][i][e], 1.f,")),
     (PACKED, ONE_PASS, Bug(SCALES_VARLEN_CU, "scratch_begin(queries, batch))", "0)")),
 ]  # fmt: skip
 

@@ -80,7 +80,7 @@ def test_what_is_measured_is_not_compared_with_a_model(tmp_path, capsys):
         assert "linear is not compared: of the two one is measured" in printed
         assert "modelled: T4" in printed
         assert "0 of 0 rows changed" in printed
-        assert "0 are gone" in printed
+        assert "gone: 0" in printed
     assert len(compared([modelled], [modelled]).both) == 1
 
 
@@ -91,8 +91,8 @@ def test_what_is_not_there_any_more_is_listed(tmp_path, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "now unavailable: linear, M 8, cupyattn: MemoryError: no room" in printed
     assert "gone: linear, M 16, cupyattn" in printed
-    assert "layers did not run: 1 rows" in printed
-    assert "1 are unavailable now, 1 are gone, 0 are new" in printed
+    assert "layers did not run: rows" in printed
+    assert "Unavailable now: 1, gone: 1, new: 0" in printed
 
 
 def test_what_changed_is_printed(tmp_path, capsys):

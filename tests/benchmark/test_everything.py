@@ -81,7 +81,7 @@ def test_a_file_that_is_compared_with_may_be_written_anew(parts, tmp_path, capsy
     file.write_text(json.dumps({"command": "host", "rows": [row]}))
     assert main(["all", "--only", "host", "--json", str(file), "--compare", str(file)]) == 0
     assert json.loads(file.read_text()) == [{"command": "host", "rows": []}]
-    assert f"1 rows are in {file} alone" in " ".join(capsys.readouterr().out.split())
+    assert f"rows in {file} alone: 1" in " ".join(capsys.readouterr().out.split())
 
 
 def test_parts_share_the_minutes(parts, monkeypatch):
@@ -91,6 +91,24 @@ def test_parts_share_the_minutes(parts, monkeypatch):
     left = [seconds for *_, seconds in parts]
     assert left == sorted(left, reverse=True)
     assert left[0] < 600
+
+
+def test_in_a_quick_run_parts_leave_the_later_ones_some_time(parts, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(everything.time, "monotonic", lambda: now)
+    part = everything.run_part
+
+    def takes_all(name, words, seconds):
+        nonlocal now
+        now += seconds
+        return part(name, words, seconds)
+
+    monkeypatch.setattr(everything, "run_part", takes_all)
+    main(["all", "--quick"])
+    left = [seconds for *_, seconds in parts]
+    assert len(left) == 14 and left[0] == everything._QUICK_PART_S
+    assert min(left) == everything._QUICK_LEAST_S
+    assert now == 60 * everything.QUICK_MINUTES
 
 
 @pytest.fixture

@@ -76,7 +76,6 @@ BENCHMARK = Benchmark(
         "dtype": ["float16"],
         "implementation": ["flash"],
         "options": ["causal"],
-        "limit": 40.0,
     },
     modelled=modelled.forward,
 )

@@ -114,5 +114,5 @@ BENCHMARK = Benchmark(
     rows=rows,
     options=options,
     peers=OF_TRAINING,
-    quick={"budget": 2.0, "limit": 60.0},
+    quick={"budget": 2.0, "limit": 30.0},
 )

@@ -43,7 +43,7 @@ from cupyattn.turing import MACHINES
 
 CALLS, WARM_UP, BUDGET_S, LIMIT_S = 1000, 100, 2.0, 1800.0
 QUICK = {
-    **{"calls": 100, "warm_up": 10, "budget": 0.25, "limit": 40.0},
+    **{"calls": 100, "warm_up": 10, "budget": 0.25, "limit": 25.0},
     "compile_mode": COMPILE_MODES[0],
 }
 """What --quick makes of the options that every benchmark has."""

@@ -168,9 +168,9 @@ def _show_changes(comparison: Comparison, old_file: Path, terminal: Terminal) ->
     for labels in comparison.gone:
         terminal.verdict(False, f"  gone: {label_text(labels)}")
     for command, count in comparison.not_run.items():
-        terminal.text(f"  {command} did not run: {count} rows are in {old_file} alone.")
+        terminal.text(f"  {command} did not run: rows in {old_file} alone: {count}.")
     terminal.text(
         f"  {len(changed)} of {len(comparison.both)} rows changed: {RULE}. "
-        f"{len(comparison.lost)} are unavailable now, {len(comparison.gone)} are gone, "
-        f"{comparison.only_new} are new."
+        f"Unavailable now: {len(comparison.lost)}, gone: {len(comparison.gone)}, "
+        f"new: {comparison.only_new}."
     )

@@ -222,6 +222,6 @@ BENCHMARK = Benchmark(
     options=options,
     peers=OF_MODELS,
     modelled=modelled,
-    quick={"runs": 2, "limit": 50.0},
+    quick={"runs": 2, "limit": 30.0},
     facts=lambda arguments: {"new_tokens": arguments.new_tokens, "runs": arguments.runs},
 )

@@ -168,6 +168,6 @@ BENCHMARK = Benchmark(
     rows=rows,
     options=options,
     peers=PEERS,
-    quick={"operation": IN_README, "width": [2048, 768, 4096], "limit": 90.0},
+    quick={"operation": IN_README, "width": [2048, 768, 4096], "limit": 50.0},
     modelled=modelled,
 )

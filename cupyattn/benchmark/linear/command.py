@@ -197,6 +197,6 @@ BENCHMARK = Benchmark(
     rows=rows,
     options=options,
     peers=PEERS,
-    quick={"few": [1, 16], "limit": 40.0},
+    quick={"few": [1, 16]},
     modelled=modelled,
 )

@@ -43,6 +43,7 @@ def _dense() -> Iterator[tuple[str, Prepare]]:
     naive_backward = partial(_backward, "naive", False)
     usual = Case(4, 16, 2048, 64, 64, "float16", False, 0)
     wide = Case(2, 8, 2048, 160, 160, "float16", False, 0)
+    short = Case(16, 4, 256, 64, 64, "float16", False, 0)
     less = Case(1, 8, 1024, 64, 64, "float16", False, 0)
     few = Case(1, 8, 16384, 128, 128, "float16", False, 0, queries=256)
     usual_float32, few_float32 = (replace(case, dtype="float32") for case in (usual, few))
@@ -57,6 +58,7 @@ def _dense() -> Iterator[tuple[str, Prepare]]:
         (one_pass, usual, PLAIN, "attention_backward"),
         (one_pass, wide, PLAIN, "attention_backward"),
         (fixed_order, usual, "bias", "attention_backward, deterministic"),
+        (one_pass, short, "bias", "attention_backward"),
         (one_pass, usual, "sinks", "attention_backward, sinks"),
         (naive_backward, less, "bias", "attention_backward, naive"),
         (naive_backward, less, "sinks", "attention_backward, naive, sinks"),

@@ -32,7 +32,11 @@ YOUNGER: tuple[str, ...] = tuple(
     for suffix in ("", "_varlen")
 )
 """Kernels that came after the profiles: the next ones have them."""
-CHANGED: tuple[str, ...] = ("attention_backward_delta", "attention_backward_delta_varlen")
+CHANGED: tuple[str, ...] = (
+    "attention_backward_dbias",
+    "attention_backward_delta",
+    "attention_backward_delta_varlen",
+)
 """Kernels whose profiles are of other launches than today's: the next ones have these."""
 WITHOUT_PROFILE = {
     **dict.fromkeys(YOUNGER, "is younger than the profiles"),

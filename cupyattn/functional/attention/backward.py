@@ -94,7 +94,8 @@ def attention_backward(
         otherwise it is allocated. 4 * B * H * Sq bytes suffice for "naive", for float32 and where
         deterministic; "flash" in float32 arithmetic takes 4 * D times as many more for other
         dtypes. On tensor cores, with rows = B * H * Sq' and Sq' and D' rounded up to multiples of
-        64 and 8, it needs 8 * rows bytes; unless deterministic, 4 * rows * D' more; and for a bias
+        64 and 8, it needs 8 * rows bytes, and 8 for every 32 rows of q and of v (16 where Dv is
+        above 64, 8 above 128); unless deterministic, 4 * rows * D' more; and for a bias
         that broadcasts up to 2**24, or where it does so along Sq or Sk a quarter of a byte for each
         score of its batch elements and heads, with Sq rounded up to 128; each rounded
         up to 256. A BlockMask takes 2 bits for each tile of each kernel. With rotary it needs as

@@ -100,7 +100,7 @@ _TURING_DQ_BLOCKS = {
 }
 
 
-DQ = with_l2_ahead(_TURING_DQ, {128: 2})
+DQ = with_l2_ahead(_TURING_DQ, {128: 2})  # backward_dkdv.py says what it gains
 DQ_SCORE_ITEMS = with_mma_k(_TURING_DQ_SCORE_ITEMS)
 DQ_BLOCKS = with_mma_k(_TURING_DQ_BLOCKS)
 
