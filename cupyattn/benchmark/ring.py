@@ -49,7 +49,7 @@ _FLOPS = {"forward": 4, "forward + backward": 14}
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's own options."""
     numbers = (
-        ("tokens", 131_072, integer(1), "tokens of the sequence"),
+        ("tokens", 131_072, integer(1, 2**31 - 1), "tokens of the sequence"),
         ("heads", 16, integer(1), "query heads"),
         ("kv-heads", 16, integer(1), "key-value heads"),
         ("head-dim", 128, integer(1, MAX_HEAD_DIM), "head dim"),

@@ -241,6 +241,13 @@ def test_what_is_not_modelled_says_why(arguments, says, capsys):
     assert says in capsys.readouterr().err
 
 
+def test_the_most_tokens_are_modelled_and_more_are_refused(capsys):
+    assert main(["ring", "--modelled", "--tokens", str(2**31 - 1)]) == 0
+    with pytest.raises(SystemExit):
+        main(["ring", "--modelled", "--tokens", str(2**31)])
+    assert "2147483648 is not 1 to 2147483647" in capsys.readouterr().err
+
+
 def test_heads_are_checked_before_gpus_are_used():
     arguments = argparse.Namespace(gpus=2, tokens=128, heads=16, kv_heads=5)
     with pytest.raises(ValueError, match="5 key-value heads"):
