@@ -233,6 +233,13 @@ def test_an_expression_is_a_string(kind, text):
         kind(text)
 
 
+@pytest.mark.parametrize("expression", ["score > 0", "k_idx < 3 && grad != 0.f"])
+def test_a_mask_has_no_scores(expression):
+    with pytest.raises(ValueError, match=r"MaskMod's expression names '(score|grad)'.*ScoreMod"):
+        MaskMod(expression)
+    MaskMod("scores[k_idx] > 0", scores=np.zeros(4, np.float32))  # another name
+
+
 @pytest.mark.parametrize("text", ["score\0", "score // \ud800"])
 def test_characters_that_no_compiler_reads(text):
     for given in ({}, {"gradient": text}):

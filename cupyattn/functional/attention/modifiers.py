@@ -22,6 +22,7 @@ _CPP_WORDS = """
     sizeof static static_assert static_cast struct switch template this thread_local throw true
     typedef typeid typename union unsigned using virtual void volatile wchar_t xor xor_eq
 """  # those that are not Python's as well
+_OF_SCORES = re.compile(r"\b(score|grad)\b")
 _UNREADABLE = re.compile("[\0\ud800-\udfff]")  # surrogates have no UTF-8
 
 
@@ -172,7 +173,7 @@ class MaskMod(_Expression):
     Raises
     ------
     TypeError, ValueError
-        As `ScoreMod`.
+        As `ScoreMod`; ValueError for an expression that names score or grad as well.
 
     Examples
     --------
@@ -203,6 +204,14 @@ class MaskMod(_Expression):
                 "pass a lambda, or leave it out for kernels alone; an array needs another name",
             )
         super().__init__(expression, None, python, None, arrays)
+        of_scores = _OF_SCORES.search(expression)
+        if of_scores is not None:
+            raise error(
+                ValueError,
+                f"MaskMod's expression names {of_scores[0]!r}",
+                f"it has {self.names} and its arrays: what is masked is known before any score is",
+                "have a ScoreMod give -1.f / 0.f where a score is not to count",
+            )
 
 
 def _require_usable(kind: str, name: str, array: Any) -> None:
