@@ -11,7 +11,7 @@
 // Work      LANES threads own a row; THREADS / LANES rows a CTA; grid ceil(rows / rows per CTA).
 // Budget    registers: the row's items in their own dtype, STRIPS * VEC a thread, and as many of the residual until it
 //           is added, then of weight and bias; a row that is not RESIDENT: VEC of each, and a second read. Shared
-//           memory: 4 floats per warp.
+//           memory: 10 floats per warp.
 // Edges     columns beyond the row count as none; a row with a NaN or an infinity gives NaN (RMS norm of a row with
 //           infinities: zeros, and NaN there); rows without items have mean 0 and rstd eps^(-1/2).
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
@@ -31,9 +31,9 @@ static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs des
 
 // Where several warps share a row of few registers, a layer norm asks for as many threads a multiprocessor as 65,536
 // registers have room for without spills (sm_80 and later; Turing has room for 1024 threads of any): a row waits for
-// its first load and for two barriers, and others pass meanwhile. At widths of 2048 and 4096 it takes 19.9 and 37.7 us
+// its first load and for two barriers, and others pass meanwhile. At widths of 2048 and 4096 it takes 19.8 and 37.9 us
 // so on an H200 as compute_75 code, for 21.8 and 43.9 (8192 rows of float16, 2026-11-24,
-// `python -m cupyattn.benchmark layers --operation layer_norm`).
+// `python -m cupyattn.benchmark layers --quick`).
 constexpr bool kManyThreads =
     CENTRED && Rows::kResident && kHeldRegisters<Rows, Scalar> <= 8 && Rows::kLanes > kWarpSize;
 constexpr int kThreadsPerSm = !kManyThreads ? THREADS : WITH_MEAN ? 1280 : 1536;

@@ -90,11 +90,11 @@ def attention_varlen_backward(
     workspace : array, optional
         Scratch memory for kernels, of any plain dtype, in C order and aligned to 16 bytes;
         otherwise it is allocated. For float16, with rows = H * (total_q + 64 * B) and D' rounded up
-        to a multiple of 8, 8 * rows bytes, and unless deterministic 4 * rows * D' more; otherwise
-        4 * H * total_q. A bias that broadcasts needs more: in float16 as in `attention_backward`,
-        otherwise 4 bytes for each of B * H * max_seqlen_q * max_seqlen_k scores; rotary as much as
-        q and k have, with accumulate twice that; a BlockMask some bits. An error says how many
-        bytes there have to be.
+        to a multiple of 8, 8 * rows bytes, 8 for every 32 rows of q and of v (16 where Dv is above
+        64, 8 above 128), and unless deterministic 4 * rows * D' more; otherwise 4 * H * total_q. A
+        bias that broadcasts needs more: in float16 as in `attention_backward`, otherwise 4 bytes
+        for each of B * H * max_seqlen_q * max_seqlen_k scores; rotary as much as q and k have, with
+        accumulate twice that; a BlockMask some bits. An error says how many bytes there have to be.
 
     Returns
     -------
