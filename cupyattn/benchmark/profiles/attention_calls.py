@@ -108,6 +108,7 @@ def _packed() -> Iterator[tuple[str, Prepare]]:
         ("float16", 64, (), {"deterministic": True}),
         ("float32", 64, (), {}),
         ("float32", 64, ("sinks",), {"deterministic": True}),
+        ("float16", 64, ("bias",), {}),
     )
     for dtype, head_dim, options, backward in rows:
         case = varlen.Case(8192, 512, 16, 16, head_dim, True, dtype)

@@ -26,17 +26,9 @@ _LAYERS = (
     *("swiglu", "dropout", "adamw_step", "global_norm", "sample top-p, 64 rows"),
 )
 
-YOUNGER: tuple[str, ...] = tuple(
-    f"attention_backward_{name}{suffix}"
-    for name in ("scales", "summed_dbias")
-    for suffix in ("", "_varlen")
-)
+YOUNGER: tuple[str, ...] = ("attention_backward_summed_dbias_varlen",)
 """Kernels that came after the profiles: the next ones have them."""
-CHANGED: tuple[str, ...] = (
-    "attention_backward_dbias",
-    "attention_backward_delta",
-    "attention_backward_delta_varlen",
-)
+CHANGED: tuple[str, ...] = ()
 """Kernels whose profiles are of other launches than today's: the next ones have these."""
 WITHOUT_PROFILE = {
     **dict.fromkeys(YOUNGER, "is younger than the profiles"),
