@@ -26,7 +26,7 @@ _LAYERS = (
     *("swiglu", "dropout", "adamw_step", "global_norm", "sample top-p, 64 rows"),
 )
 
-YOUNGER: tuple[str, ...] = ("attention_backward_summed_dbias_varlen",)
+YOUNGER: tuple[str, ...] = ()
 """Kernels that came after the profiles: the next ones have them."""
 CHANGED: tuple[str, ...] = ()
 """Kernels whose profiles are of other launches than today's: the next ones have these."""
