@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../common/numeric.cuh"
+#include "block_states.cuh"
 #include "no_modifiers.cuh"
 
 // An array with kAxes axes as an expression indexes it: slopes[b][h]. An item of a float dtype is read as a float.

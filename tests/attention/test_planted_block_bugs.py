@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,10 @@ FEED, FORWARD = (
     "attention/tensor_core/block_query_feed.cuh",
     "attention/tensor_core/forward.cuh",
 )
+STATES, HALF_DBIAS = (
+    "attention/block_states.cuh",
+    "attention/tensor_core/backward_summed_dbias.cuh",
+)
 HALF_DKDV = "attention/tensor_core/backward_dkdv.cuh"
 HALF_GRADIENT = "attention/tensor_core/score_gradient.cuh"
 FLOAT_DQ, FLOAT_DKDV = "attention/float32/backward_dq.cuh", "attention/float32/backward_dkdv.cuh"
@@ -43,6 +48,12 @@ def case(dtype: str) -> Case:
 
 
 CASES = {dtype: case(dtype) for dtype in ("float16", "float32")}
+BIAS = np.random.default_rng(1).standard_normal((290, 310)).astype(np.float32)
+FINE = masked_tiles((1, 2, 290, 310), 16, 3)  # warps of a tile see other states
+WITH_BIAS = {
+    dtype: replace(each, seen=FINE, options=(*each.options, ("bias", BIAS)))
+    for dtype, each in CASES.items()
+}
 
 
 @pytest.fixture
@@ -55,13 +66,15 @@ def ratio_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         planted_device(monkeypatch, folder, *bugs, modules=modules)
         if what == "forward":
             return max(CASES[dtype].forward_ratios().values())
+        if what == "dbias":
+            return WITH_BIAS[dtype].backward_ratios()["dbias"]
         ratios = CASES[dtype].backward_ratios(deterministic=what == "deterministic")
         return max(ratios.values())
 
     return run
 
 
-@pytest.mark.parametrize("what", ["forward", "one pass", "deterministic"])
+@pytest.mark.parametrize("what", ["forward", "one pass", "deterministic", "dbias"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_a_clean_copy_is_right(dtype, what, ratio_with):
     assert 0 < ratio_with(dtype, what) <= 1
@@ -80,8 +93,15 @@ BUGS = [
     ("float16", "one pass", Bug(FEED, "return present_masked;", "return false;")),
     ("float16", "one pass", Bug(FEED, "    this->scratch_row = ::scratch_row(", "    (void)(")),
     ("float16", "one pass", Bug(HALF_DKDV, "row / 8 + n, kNothing);", "0, kNothing);")),
+    ("float16", "dbias", Bug(STATES, "state != kEmpty);", "state == kFull);")),
+    ("float16", "dbias", Bug(STATES, "!exists || state == kFull", "state != kEmpty")),
+    ("float16", "dbias", Bug(STATES, "* kWarpSpans * kColumns + column", "* kColumns + column")),
 ]  # fmt: skip
 DEEP_BUGS = [
+    ("float16", "dbias", Bug(STATES, "batch * blocks.strides[0] + head *", "batch * 0 + 0 *")),
+    ("float16", "dbias", Bug(STATES, "&& row < rows && column < columns", "&& column < columns")),
+    ("float16", "dbias", Bug(STATES, "kColumns + column;", "kColumns;")),
+    ("float16", "dbias", Bug(HALF_DBIAS, "pair.masked, state != kFull", "pair.masked, false")),
     ("float16", "forward", Bug(LISTS, "strides[0] + head * strides[1]", "strides[0] + head * 0")),
     ("float16", "forward", Bug(LISTS, "full < edge_before", "full < 0")),
     ("float16", "forward", Bug(LISTS, "asked < masked ? whole", "asked < masked ? 0")),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cupyattn.kernels.configs.attention.modifiers import Modifier, Modifiers
+from cupyattn.kernels.configs.attention.modifiers import BLOCK_LISTS, Modifier, Modifiers
 from cupyattn.kernels.configs.attention.options import PLAIN, FlashOptions
 from cupyattn.kernels.configs.attention.tensor_core import forward_rows
 
@@ -11,7 +11,7 @@ def test_the_kind_of_options_decides_the_row_of_the_forward():
     expression = Modifier("score", None, ())
     options_of = {
         "dropout": FlashOptions(dropout=True, slopes="float32"),
-        "block mask": FlashOptions(modified=Modifiers(None, expression, True), softcap=True),
+        "block mask": FlashOptions(modified=Modifiers(None, expression, BLOCK_LISTS), softcap=True),
         "float32 bias by 4": FlashOptions(bias="float32", bias_vec=4),
         "bias or mask one by one": FlashOptions(bias="float16", bias_vec=4, mask=True, mask_vec=1),
         "score_mod": FlashOptions(modified=Modifiers(expression, expression)),

@@ -10,7 +10,7 @@ from support.devices import KERNELS
 from support.strategies import AttentionProblem
 
 import cupyattn
-from cupyattn import BlockMask, MaskMod, block_mask, reference
+from cupyattn import AttentionGrads, BlockMask, MaskMod, block_mask, reference
 from cupyattn.functional.rounding import round_into
 
 
@@ -84,18 +84,27 @@ class Case:
             for name, each, *expected in zip(("out", "lse"), found, exact, bounds, strict=True)
         }
 
-    def backward_ratios(self, **more: Any) -> dict[str, float]:
-        """Errors over bounds of dq, dk and dv."""
+    def backward_inputs(self) -> tuple[np.ndarray, ...]:
+        """dout, q, k, v, and the reference's out and lse."""
         dout, _ = self.problem.gradients()
         arrays = self.problem.arrays()
         out, lse = reference.attention(*arrays, **self.alike)
-        given = (dout, *arrays, round_into(None, out, dout.dtype), lse.astype(np.float32))
-        grads = cupyattn.attention_backward(*map(KERNELS.put, given), **self.own, **more)
+        return (dout, *arrays, round_into(None, out, dout.dtype), lse.astype(np.float32))
+
+    def run_backward(self, **more: Any) -> AttentionGrads:
+        """With other options too, or others in place of its own."""
+        given = map(KERNELS.put, self.backward_inputs())
+        return cupyattn.attention_backward(*given, **{**self.own, **more})
+
+    def backward_ratios(self, **more: Any) -> dict[str, float]:
+        """Errors over bounds of all gradients."""
+        grads, given = self.run_backward(**more), self.backward_inputs()
         exact = reference.attention_backward(*given, **self.alike)
         bounds = reference.attention_backward_bound(*given, dtype=self.problem.dtype, **self.alike)
         return {
             name: reference.error_ratio(
-                KERNELS.get(getattr(grads, name)), getattr(exact, name), getattr(bounds, name)
+                KERNELS.get(grad), getattr(exact, name), getattr(bounds, name)
             )
-            for name in ("dq", "dk", "dv")
+            for name, grad in grads._asdict().items()
+            if grad is not None
         }

@@ -15,7 +15,7 @@
 //           memory: K and V twice. Q and dout come straight to registers (quad_rows.cuh).
 // Barriers  one per pair.
 // Edges     rows beyond Sq have L = +inf, hence dS = 0, and are not stored; keys beyond the sequence are zeros and
-//           masked. Tiles that no query sees are zeros.
+//           masked. Tiles that no query sees, or that a block mask leaves empty (block_states.cuh), add nothing.
 #include "backward_summed_dbias.cuh"
 
 // Where a sequence lies in the arrays, and its rows in scratch memory.

@@ -32,6 +32,7 @@ struct Traits {
   using KTile = QuadTile<kTileK, kHeadDim>;
   using VTile = QuadTile<kTileK, kHeadDimV>;
   using Place = DbiasPlace<kRows, kTileK>;
+  using States = TileStates<decltype(Modifiers::blocks), kRows, kTileK, kWarpRows>;
   using Tile = ScoreTile<kMTiles, kSubKeys / 8, Along::kN8, SCORE_VEC>;
   using QRows = QuadRows<kHeadDim, kMTiles>;
   using DoutRows = QuadRows<kHeadDimV, kMTiles>;
@@ -157,10 +158,10 @@ __device__ __forceinline__ void store_sums(Warp& warp, const BackwardParams& par
 }
 
 // The tile's keys of a pair, or values.
-template <typename Feed, int kRoom, typename Sequence>
+template <typename Feed, int kRoom, typename OnePair>
 __device__ __forceinline__ void fetch_keys(uint4 (&quads)[kRoom], const Feed& feed, const float16* array_g,
                                            const AttentionParams& params, const Strides& strides,
-                                           const Traits::Place& place, const Pair<Sequence>& pair) {
+                                           const Traits::Place& place, const OnePair& pair) {
   const float16* rows_g = head_rows(array_g, strides, pair.sequence.batch(pair.batch), pair.head / params.group,
                                     pair.sequence.key_begin + place.first_key);
   feed.template load<true>(quads, feed.lowest(rows_g, strides.seq), strides.seq,
@@ -173,14 +174,16 @@ template <typename Sequences>
 __device__ __forceinline__ void sum_dbias(const BackwardParams& longest, const Arrays& arrays, const DbiasWork& work,
                                           const Sequences& sequences) {
   using T = Traits;
-  using OnePair = Pair<typename Sequences::Sequence>;
+  using OnePair = Pair<typename Sequences::Sequence, T::States>;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
   const Strides &q = longest.attention.q, &k = longest.attention.k, &v = longest.attention.v, &dout = longest.dout;
 
   // Phase 1: the tile, and the pairs whose queries see keys of it.
   const T::Place place(longest.attention, work);
-  const Pairs<Sequences, T::Place> pairs(sequences, place, work, longest.attention.heads);
+  const auto& blocks = arrays.options.modifiers.blocks;
+  const Pairs<Sequences, T::Place, T::States, decltype(Modifiers::blocks)> pairs(sequences, place, blocks, work,
+                                                                                 longest.attention.heads);
   Warp warp;
   warp.first_row = place.first_row + warp_index() * T::kWarpRows;
 #pragma unroll
@@ -233,11 +236,14 @@ __device__ __forceinline__ void sum_dbias(const BackwardParams& longest, const A
       const ScorePlace at = {pair.batch, pair.head, warp.first_row, place.first_key + sub * T::kSubKeys};
       const TileOptions<T::Options, KeptDbias, T::Tile> tile(params, pair.sequence.window, arrays.options, at,
                                                              own_scale, pair.sequence.q_offset);
+      const uint32 state = pair.states.of_warp(sub);
       T::Tile::Fragment s, dp;
-      clear(s);
-      clear(dp);
-      add_scores(s, dp, warp, addresses, k_s + sub * T::kSubKeys * T::KTile::kRowBytes,
-                 v_s + sub * T::kSubKeys * T::VTile::kRowBytes);
+      if (state != kEmpty) {
+        clear(s);
+        clear(dp);
+        add_scores(s, dp, warp, addresses, k_s + sub * T::kSubKeys * T::KTile::kRowBytes,
+                   v_s + sub * T::kSubKeys * T::VTile::kRowBytes);
+      }
       if (sub + 1 == T::kSubs / 2 && more) {
         k_feed.store(shared_address(smem.k[half ^ 1]), quads);
         __syncwarp();  // no buffer: ptxas would otherwise load V first, and the stores of K then wait for V
@@ -248,8 +254,9 @@ __device__ __forceinline__ void sum_dbias(const BackwardParams& longest, const A
         fetch_queries(next);
         if (more) scale = arrays.options.scales.of_head(longest, next.batch, next.head);
       }
+      if (state == kEmpty) continue;
       T::Tile::Packed p, ds;  // in float32 dp is all that counts
-      score_gradients<T::Tile>(p, ds, s, dp, statistics, tile, pair.masked, /*partial=*/true);
+      score_gradients<T::Tile>(p, ds, s, dp, statistics, tile, pair.masked, state != kFull);
       T::Tile::for_each([&](int n, int i, int e) {
         warp.sums[sub][n][i][e] = __fmaf_rn(dp[n][i][e], own_scale.up, warp.sums[sub][n][i][e]);
       });

@@ -2,6 +2,7 @@
 // gradient goes through them.
 #pragma once
 
+#include "../block_states.cuh"
 #include "../params.cuh"
 
 // What the CTAs share out: for each bias of a (batch element, head), of which there are `batches` by `heads`, `parts` parts
@@ -45,55 +46,64 @@ struct DbiasPlace {
 };
 
 // One of the pairs of a batch element and a head whose scores have the CTA's bias.
-template <typename Sequence>
+template <typename Sequence, typename States>
 struct Pair {
   int left;  // of the CTA's part of them, this one among them
   int batch, head;
   Sequence sequence;
   bool masked;
+  States states;
 };
 
 // The way from pair to pair, head by head: over those of the CTA's part whose queries see keys of the tile.
-template <typename Sequences, typename Place>
+template <typename Sequences, typename Place, typename States, typename Blocks>
 struct Pairs {
-  using Sequence = typename Sequences::Sequence;
+  using OnePair = Pair<typename Sequences::Sequence, States>;
 
   const Sequences& sequences;
   const Place& place;
+  const Blocks& blocks;
   int first_head, behind_heads;
   int64 begin, end;
 
-  __device__ __forceinline__ Pairs(const Sequences& all, const Place& own, const DbiasWork& work, int heads)
-      : sequences(all), place(own), first_head(own.head), behind_heads(work.heads == 1 ? heads : own.head + 1) {
+  __device__ __forceinline__ Pairs(const Sequences& all, const Place& own, const Blocks& of_mask, const DbiasWork& work,
+                                   int heads)
+      : sequences(all),
+        place(own),
+        blocks(of_mask),
+        first_head(own.head),
+        behind_heads(work.heads == 1 ? heads : own.head + 1) {
     const int64 count = static_cast<int64>(work.batches == 1 ? all.count() : 1) * (behind_heads - first_head);
     begin = own.part * count / work.parts;
     end = (own.part + 1) * count / work.parts;
   }
 
-  __device__ __forceinline__ Pair<Sequence> first() const {
+  __device__ __forceinline__ OnePair first() const {
     const int heads = behind_heads - first_head, batch = place.batch + static_cast<int>(begin / heads);
     const int left = static_cast<int>(end - begin);
-    return seen_from({left, batch, first_head + static_cast<int>(begin % heads), sequences.of(batch), false});
+    return seen_from({left, batch, first_head + static_cast<int>(begin % heads), sequences.of(batch), false, {}});
   }
-  __device__ __forceinline__ Pair<Sequence> behind(Pair<Sequence> pair) const {
+  __device__ __forceinline__ OnePair behind(OnePair pair) const {
     turn(pair);
     return seen_from(pair);
   }
 
  private:
-  __device__ __forceinline__ void turn(Pair<Sequence>& pair) const {
+  __device__ __forceinline__ void turn(OnePair& pair) const {
     pair.left--;
     if (++pair.head < behind_heads) return;
     pair.head = first_head;
     pair.batch++;
   }
-  __device__ __forceinline__ Pair<Sequence> seen_from(Pair<Sequence> pair) const {
+  __device__ __forceinline__ OnePair seen_from(OnePair pair) const {
 #pragma unroll 1
     for (; pair.left > 0; turn(pair)) {
       pair.sequence = sequences.of(pair.batch);
       const TileSight sight = place.sight(pair.sequence.window, sequences.queries(pair.sequence));
       pair.masked = !sight.all;
-      if (sight.any) break;
+      if (!sight.any) continue;
+      pair.states = States(blocks, pair.batch, pair.head, place.first_row, place.first_key);
+      if (pair.states.any()) break;
     }
     return pair;
   }

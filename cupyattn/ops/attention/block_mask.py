@@ -12,7 +12,7 @@ from cupyattn.arrays import Array, Description, Operands, layouts_of, starts_of
 from cupyattn.errors import error
 from cupyattn.kernels.configs.attention import block_mask as configs
 from cupyattn.kernels.configs.attention.block_mask import LIST_HEAD, TILE, WARPS
-from cupyattn.kernels.configs.attention.modifiers import BLOCKS
+from cupyattn.kernels.configs.attention.modifiers import BLOCK_LISTS
 from cupyattn.kernels.device import Device
 from cupyattn.ops.attention.modifiers import (
     BLOCK_MASK,
@@ -145,4 +145,4 @@ def block_lists(
         Step.of(configs.lists(of_keys), lists, *counts, *spans, part_span, renamed=named),
         Step.of(configs.order(), -(-lists // WARPS), groups, group, own, walked, renamed=named),
     )
-    return BlockLists(steps, {name: lists * (LIST_HEAD + walked) * _PAIR}, {BLOCKS: name})
+    return BlockLists(steps, {name: lists * (LIST_HEAD + walked) * _PAIR}, {BLOCK_LISTS.name: name})

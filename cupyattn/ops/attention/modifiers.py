@@ -14,7 +14,8 @@ from cupyattn.kernels.compile import CompilationError
 from cupyattn.kernels.configs.attention.block_mask import TILE
 from cupyattn.kernels.configs.attention.modifiers import (
     ARRAYS,
-    BLOCKS,
+    BLOCK_LISTS,
+    BLOCK_STATES,
     END,
     GRADIENT_NAMES,
     ITEMS,
@@ -22,6 +23,7 @@ from cupyattn.kernels.configs.attention.modifiers import (
     RESULT,
     SCORE_NAMES,
     SHOWN_AS,
+    BlockArray,
     Modifier,
     ModifierArray,
     Modifiers,
@@ -32,7 +34,7 @@ from cupyattn.kernels.device import Device
 from cupyattn.ops.checks import require_dtype, require_whole_item_strides
 from cupyattn.ops.plan import Plan, run
 
-BLOCK_MASK = "block_mask"
+BLOCK_MASK = BLOCK_STATES.name
 """The name of a block mask's tiles among the arrays of a call."""
 _MOST_AXES = 4
 
@@ -163,11 +165,11 @@ def modifiers_of(
     functions: Mapping[str, UserFunction | None],
     layouts: Mapping[str, Layout],
     *,
-    blocks: bool = False,
+    blocks: BlockArray | None = None,
 ) -> Modifiers | None:
     """Return what kernels compile of a call's expressions; None without any.
 
-    `blocks`: for kernels that walk the tiles of a block mask, if there is one.
+    `blocks`: what they read of a block mask, if there is one.
     """
     given = {
         option: _modifier(option, function, layouts)
@@ -176,7 +178,7 @@ def modifiers_of(
     }
     if not given:
         return None
-    blocks = blocks and BLOCK_MASK in layouts
+    blocks = blocks if BLOCK_MASK in layouts else None
     return Modifiers(given.get("score_mod"), given.get("mask_mod"), blocks)
 
 
@@ -193,7 +195,7 @@ def strides_of(modifiers: Modifiers | None, layouts: Mapping[str, Layout]) -> tu
         return ()
     strides = np.zeros((), struct.dtype)
     for name in struct.dtype.names or ():
-        if name == BLOCKS:
+        if name in (BLOCK_LISTS.name, BLOCK_STATES.name):
             batch, heads, rows, columns = layouts[BLOCK_MASK].shape
             strides[name] = heads if batch > 1 else 0, int(heads > 1), rows * TILE, columns * TILE
             continue

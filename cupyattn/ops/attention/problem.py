@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays import Layout
-from cupyattn.kernels.configs.attention.modifiers import Modifiers
+from cupyattn.kernels.configs.attention.modifiers import BLOCK_LISTS, Modifiers
 from cupyattn.ops.attention.modifiers import UserFunction, modifiers_of, strides_of
 from cupyattn.ops.attention.options import ROTARY, SCORE_OPTIONS, USER_FUNCTIONS
 from cupyattn.ops.checks import fixes_of_results
@@ -131,8 +131,8 @@ class AttentionProblem:
 
     @property
     def block_modifiers(self) -> Modifiers | None:
-        """The same of kernels that skip the tiles that a block mask says are empty."""
-        return modifiers_of(self.functions, self.layouts, blocks=True)
+        """The same of kernels that walk the tiles that a block mask leaves."""
+        return modifiers_of(self.functions, self.layouts, blocks=BLOCK_LISTS)
 
     @property
     def block_modifier_strides(self) -> tuple[Any, ...]:

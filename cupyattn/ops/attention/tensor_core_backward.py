@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from cupyattn.arrays import Layout
 from cupyattn.errors import error
+from cupyattn.kernels.configs.attention.modifiers import BLOCK_STATES
 from cupyattn.kernels.configs.attention.options import PLAIN_BACKWARD, BackwardOptions
 from cupyattn.kernels.configs.attention.tensor_core import (
     backward_dkdv,
@@ -26,6 +27,7 @@ from cupyattn.ops.attention.layouts import (
     score_options,
     whole_vectors,
 )
+from cupyattn.ops.attention.modifiers import modifiers_of, strides_of
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import gradient_params, score_strides
 from cupyattn.ops.attention.problem import AttentionProblem
@@ -250,7 +252,8 @@ def _options(
         score_vec=_score_items(problem, [*inputs, target]), dbias=target[0].dtype.name
     )
     if summed is not None:
-        return _Options(dq, dq, writing._replace(modified=problem.modifiers))
+        modifiers = modifiers_of(problem.functions, problem.layouts, blocks=BLOCK_STATES)
+        return _Options(dq, dq, writing._replace(modified=modifiers))
     return _Options(writing._replace(dbias_accumulate=accumulate), dq)
 
 
@@ -300,7 +303,8 @@ def _dbias_steps(
         options.summed_dbias,
         isinstance(problem, PackedProblem),
     )
-    values = gradient_params(problem, params), *summed.shares, *problem.modifier_strides
+    strides = strides_of(options.summed_dbias.modified, problem.layouts)
+    values = gradient_params(problem, params), *summed.shares, *strides
     renamed = {"dbias": "scratch"} if summed.scratch else {}
     steps = [Step.of(kernel, summed.ctas, *values, renamed=renamed)]
     if summed.scratch:

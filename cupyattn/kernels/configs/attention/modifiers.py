@@ -34,9 +34,6 @@ ITEMS = {
 }
 """The dtypes of arrays that expressions name, as C++ names them."""
 
-BLOCKS = "block_lists"
-"""The array of a block mask's tiles, as a kernel walks them."""
-
 _HEADER = "cupyattn/modifiers"  # as modifiers.cuh includes it
 _BEHIND = ("alibi_slopes", "tiles")  # the arrays stand there among a kernel's
 _BLOCK_AXES = 4  # batch elements and heads; queries and keys
@@ -48,6 +45,20 @@ class ModifierArray(NamedTuple):
     name: str
     dtype: str
     axes: int
+
+
+class BlockArray(NamedTuple):
+    """What a kernel reads of a block mask."""
+
+    name: str
+    item: str
+    struct: str
+
+
+BLOCK_LISTS = BlockArray("block_lists", "uint2", "BlockLists")
+"""The tiles that each CTA walks, for kernels that walk tiles."""
+BLOCK_STATES = BlockArray("block_mask", "unsigned char", "BlockStates")
+"""What the mask leaves of each tile, for a kernel whose CTAs have one tile."""
 
 
 class Modifier(NamedTuple):
@@ -64,8 +75,8 @@ class Modifiers(NamedTuple):
 
     score: Modifier | None
     mask: Modifier | None
-    blocks: bool = False
-    """Whether the mask comes with the tiles that it leaves."""
+    blocks: BlockArray | None = None
+    """Of a mask that comes with the tiles that it leaves, for kernels that ask for them."""
 
     @property
     def parameters(self) -> tuple[tuple[str, ModifierArray], ...]:
@@ -93,7 +104,7 @@ def modified(spec: KernelSpec, modifiers: Modifiers | None) -> KernelSpec:
     """Return the kernel that takes what these expressions need; the same for the same ones."""
     if modifiers is None:
         return spec
-    names = [*dict(modifiers.parameters), *([BLOCKS] if modifiers.blocks else [])]
+    names = [*dict(modifiers.parameters), *([modifiers.blocks.name] if modifiers.blocks else [])]
     arrays = tuple(Pointer(name, const=True) for name in names)
     at = 1 + next(n for n, each in enumerate(spec.parameters) if each.name in _BEHIND)
     parameters: tuple[Parameter, ...] = (*spec.parameters[:at], *arrays, *spec.parameters[at:])
@@ -113,7 +124,7 @@ def modified_strides(modifiers: Modifiers) -> Struct | None:
 
 def _axes(modifiers: Modifiers) -> list[tuple[str, int]]:
     """Return how many axes each array has, of those that have any."""
-    blocks = [(BLOCKS, _BLOCK_AXES)] if modifiers.blocks else []
+    blocks = [(modifiers.blocks.name, _BLOCK_AXES)] if modifiers.blocks else []
     return [(name, array.axes) for name, array in modifiers.parameters if array.axes] + blocks
 
 
@@ -121,7 +132,7 @@ def _header(modifiers: Modifiers) -> str:
     parameters = modifiers.parameters
     strides = _axes(modifiers)
     items = [(name, ITEMS[array.dtype]) for name, array in parameters]
-    items += [(BLOCKS, "uint2")] if modifiers.blocks else []
+    items += [modifiers.blocks[:2]] if modifiers.blocks else []
     pointers = "".join(f", const {item}* __restrict__ {name}_g" for name, item in items)
     arguments = ", ".join(
         f"{{{name}_g, modifier_strides.{name}}}"
@@ -146,9 +157,9 @@ def _header(modifiers: Modifiers) -> str:
         "struct Modifiers {",
         f"  static constexpr bool kScore = {cpp_bool(score is not None)};",
         f"  static constexpr bool kMask = {cpp_bool(mask is not None)};",
-        f"  static constexpr bool kBlocks = {cpp_bool(modifiers.blocks)};",
+        f"  static constexpr bool kBlocks = {cpp_bool(modifiers.blocks is not None)};",
         *(f"  Indexed<{ITEMS[array.dtype]}, {array.axes}> {name};" for name, array in parameters),
-        f"  {'BlockLists' if modifiers.blocks else 'NoBlocks'} blocks;",
+        f"  {modifiers.blocks.struct if modifiers.blocks else 'NoBlocks'} blocks;",
         *_function("score", "score_mod", score and score.expression, score),
         *_function("gradient", "score_mod", score and score.gradient, score),
         *_function("mask", "mask_mod", mask and mask.expression, mask),
