@@ -25,6 +25,10 @@ What it does not see: races in global memory, and two threads that store the sam
 shared word (a store of an equal value after another thread's read is a race). Order by flags in
 shared memory it takes for a race.
 
+A register that is read before it is written is no fault: compilers copy such registers where
+nothing comes of it. It begins as a NaN, or a large odd integer, so that a result that needs it is
+wrong.
+
 How it is known that it sees: without a GPU the tests of the library's own kernels run on the
 emulator with all checks, and others plant bugs in the real kernels
 (``tests/support/planted_bugs.py``: a barrier dropped, one row too many, a wrong index) and assert

@@ -19,6 +19,7 @@ from support.strategies import FRUGAL, LONGEST, AttentionProblem, attention_prob
 
 import cupyattn
 from cupyattn import AttentionGrads, reference
+from cupyattn.emulator import Report
 from cupyattn.kernels.configs.attention.float32.backward import DKDV as DKDV_F32
 from cupyattn.kernels.configs.attention.tensor_core.backward_dkdv import ONE_PASS
 from cupyattn.kernels.configs.attention.tensor_core.backward_dq import DQ
@@ -201,6 +202,23 @@ def test_dbias_of_every_broadcast(
         drawn=(("causal", True), ("bias", (shape, bias_dtype))),
     )  # fmt: skip
     check(problem, implementation, deterministic=deterministic)
+
+
+@pytest.mark.parametrize(("implementation", "dtype"), [("naive", "float16"), ("flash", "float32")])
+def test_every_item_has_one_writer(implementation: str, dtype: str):
+    """Two would store the same, but add it twice to what is there; delta is stored besides."""
+    problem = AttentionProblem(
+        B=1, Sq=9, Sk=41, H=4, G=2, D=24, Dv=40, dtype=dtype,
+        drawn=(("bias", ((9, 41), dtype)), ("sinks", dtype)),
+    )  # fmt: skip
+    arrays, options = inputs(problem)
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        grads = cupyattn.attention_backward(
+            *arrays, **options, implementation=implementation, deterministic=True
+        )
+    stored = sum(each.bytes for each in report.accesses if each.write and each.space == "global")
+    assert stored == sum(gradient.nbytes for gradient in grads if gradient is not None) + 4 * 4 * 9
 
 
 @pytest.mark.parametrize(

@@ -145,11 +145,12 @@ def test_its_bits_are_the_same_each_time(deterministic: bool):
 
 def test_packed_sequences_of_several_tiles():
     dense = AttentionProblem(
-        B=4, Sq=ROWS + 1, Sk=KEYS + 1, H=2, G=1, D=24, Dv=24, dtype="float16",
+        B=5, Sq=ROWS + 1, Sk=KEYS + 1, H=2, G=1, D=24, Dv=24, dtype="float16",
         drawn=(("causal", True), ("bias", ((ROWS + 1, KEYS + 1), "float32"))),
     )  # fmt: skip
+    # Behind the few rows of the first in scratch memory stand rows of the second, which see keys.
     problem = VarlenProblem(
-        dense, queries=(5, ROWS + 1, 0, 33), keys=(KEYS + 1, KEYS, 7, 0), spare=3
+        dense, queries=(5, 33, ROWS + 1, 0, 9), keys=(KEYS + 1, KEYS, KEYS, 7, 0), spare=3
     )
     with enough(1):
         ratios = problem.backward_ratios(problem.run_backward())

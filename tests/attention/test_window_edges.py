@@ -62,6 +62,12 @@ def test_forward(implementation: str, dtype: str, head_dim: int, window_size):
     check(of_window, implementation)
 
 
+@pytest.mark.parametrize("implementation", ["naive", "tiled"])
+def test_forward_of_the_teaching_kernels(implementation: str):
+    """Tiles of rows whose first key lies in the first tile of keys, and in the second one."""
+    check(problem("float16", 24, 70, 70, window_size=(10, 3)), implementation)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     ("implementation", "dtype"), [("naive", "float16"), ("flash", "float16"), ("flash", "float32")]

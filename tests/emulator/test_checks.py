@@ -114,6 +114,12 @@ def test_unwritten_shared_memory() -> None:
     run("unwritten", zeros(), np.int32(60), checks=Checks.fast())
 
 
+def test_unwritten_registers_spoil_results() -> None:
+    y, z = zeros(), zeros(dtype="i4")
+    run("sums_of_unwritten", zeros(), zeros(dtype="i4"), y, z, np.int32(3))
+    assert np.isnan(y).all() and (z == 0x7FFF7FFF).all()
+
+
 def test_trap() -> None:
     run("fails", zeros(), np.int32(0))
     error = fault(KernelTrap, "TRAP", "fails", zeros(), np.int32(1))
@@ -139,7 +145,7 @@ def test_messages_quote_the_source() -> None:
     error = fault(OutOfBoundsError, "LOAD", "load_shifted", zeros(), zeros(), np.int32(3))
     assert "(int)(blockIdx.x * blockDim.x + threadIdx.x) + shift]" in str(error)
     assert "[ld.global" in str(error)
-    text = kernel_text(".loc 1 2 1\nld.global.u32 %r1, [%rd1];", "") + '.file 1 "a/b.cu"'
+    text = kernel_text(".loc 1 2 1\nld.global.u32 %r1, [0];", "") + '.file 1 "a/b.cu"'
     module = emulator.load(text, {"a/b.cu": "first\n  second line\n"})
     with pytest.raises(OutOfBoundsError, match=r"b\.cu:2: second line \[ld\.global"):
         emulator.launch(module, "k", 1, 1, [])

@@ -10,9 +10,10 @@ from cupyattn import emulator
 
 THREADS, BLOCKS, FUEL = 48, 3, 40
 MASK = 0xFFFFFFFF
+UNWRITTEN = 0x7FFF7FFF  # what a register of the emulator begins with
 
 # One basic block: an operation on two of four registers, then a branch on their values. The last
-# register is not part of the result, so that it is dead in places.
+# register is not part of the result, so that it is dead in places, and nothing writes it before.
 OPERATIONS = {
     "add.u32": lambda a, b: a + b,
     "xor.b32": lambda a, b: a ^ b,
@@ -93,7 +94,7 @@ def test_random_control_flow(seed: int) -> None:
     program = make_program(rng, rng.randrange(2, 12))
     count = THREADS * BLOCKS
     x = np.random.default_rng(seed).integers(0, 50, (count, 4)).astype("u4")
-    want = [run_alone(program, [int(x[i, 0]), int(x[i, 1]), i, 0]) for i in range(count)]
+    want = [run_alone(program, [int(x[i, 0]), int(x[i, 1]), i, UNWRITTEN]) for i in range(count)]
     emulator.run(to_ptx(program), "k", BLOCKS, THREADS, [x])
     np.testing.assert_array_equal(x, np.array(want, "u4"))
 

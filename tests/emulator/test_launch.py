@@ -203,7 +203,7 @@ def test_damaged_ptx_is_refused_or_runs(seed: int) -> None:
     shared = ".global .align 4 .b8 t[4] = {1, 0f3F800000, 2};\n.visible .entry k("
     text = kernel_text(
         ".shared .b32 s[4]; { .reg .f32 a; mov.f32 a, 0f3F800000; @!%p1 add.ftz.f32 %f1, a, %f2; }"
-        "vote.sync.ballot.b32 %r3, %p1, -1; LOOP: @%p2 bra LOOP; bar.sync 1, 64;" + BODY,
+        "vote.sync.ballot.b32 %r3, %p1, -1; LOOP: @!%p2 bra LOOP; bar.sync 1, 64;" + BODY,
         ".param .u64 x, .param .align 8 .b8 q[16]",
     ).replace(".visible .entry k(", shared)
     args, checks = [np.zeros(4, "u4"), np.zeros((), "V16")[()]], emulator.Checks(max_steps=1000)

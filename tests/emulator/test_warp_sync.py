@@ -57,7 +57,7 @@ def test_random_programs_on_the_gpu(
 def test_the_random_programs_set_what_they_read(
     kind: str, seed: int, one_instruction: bool
 ) -> None:
-    # a register that nothing has written is 0 on the emulator, and anything on a GPU
+    # a register that nothing has written is a pattern on the emulator, and anything on a GPU
     text, _, _ = make_problem(kind, seed, one_instruction)
     flow = ControlFlow(parse_module(text).function("k"))
     assert [name for name, bit in flow.bit.items() if flow.live_in[0] & bit] == []
@@ -206,7 +206,7 @@ def test_lanes_that_wait_elsewhere_are_a_deadlock(
 
 
 def test_lanes_that_end_without_coming() -> None:
-    body = "@%p1 bra END; vote.sync.ballot.b32 %r4, %p2, -1; END:"
+    body = "mov.u32 %r4, 0; @%p1 bra END; vote.sync.ballot.b32 %r4, %p2, -1; END:"
     with pytest.raises(WarpSyncError, match=r"ended without reaching it\): lanes \[0, 1, 2"):
         run(body)
     x = run(body, checks=Checks.none())  # PTX ISA: those that have not ended go on

@@ -102,7 +102,7 @@ def code_lines(text: str) -> Iterator[tuple[int, str, str]]:
     """
     continued = False
     for number, line in enumerate(text.splitlines(), 1):
-        code = re.sub(r"//.*|/\*.*?\*/", "", line).rstrip()
+        code = re.sub(r"//.*|/\*.*?\*/", lambda comment: " " * len(comment[0]), line).rstrip()
         stripped = code.strip()
         if continued or stripped.startswith(("#", "static_assert", "template")):
             directive = stripped.startswith("#") or stripped.endswith("\\")

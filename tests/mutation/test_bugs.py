@@ -48,6 +48,11 @@ def test_what_is_no_code_stays(text: str):
     assert bugs_in("a.cu", text) == []
 
 
+def test_what_stands_behind_a_comment_is_kept():
+    (bug,) = [bug for bug in bugs_in("a.cu", "f(x, /*whole=*/true, y);") if bug.kind == "flag"]
+    assert bug.wrong.split() == ["f(x,", "false,", "y);"]
+
+
 def test_a_bug_is_planted_in_its_line_and_nowhere_else():
     text = "int a = 1;\nint b = 1;\n"
     (bug, *_) = [bug for bug in bugs_in("a.cu", text) if bug.line == 2]

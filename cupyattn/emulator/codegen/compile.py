@@ -86,7 +86,7 @@ def _assemble(gen: Generator, bodies: list[list[str]]) -> str:
         blocks = gen.flow.written_in.get(register, set())
         if not blocks or not all(gen.flow.is_local(register, number) for number in blocks):
             stored = register_dtype(gen.function.registers[register])
-            out.append(f" {gen.names[register]} = ZERO_{stored}")
+            out.append(f" {gen.names[register]} = UNWRITTEN_{stored}")
     out += [
         " block, mask, merge = schedule.start()",
         " steps = batch.checks.max_steps",
