@@ -51,6 +51,16 @@ def test_macros_stand_in_the_source_and_in_the_table_and_nowhere_else():
         assert own <= required, (specialisation.label, own - required)
 
 
+def test_bfloat16_is_there_where_a_macro_or_an_expression_names_it():
+    of_expression = KernelSpec("entry", "source.cu", (), (("names", "bfloat16* bias;"),))
+    for named in (
+        softmax.FORWARD.specialise(75, "bfloat16", 100, 1),
+        of_expression.specialise(threads=32),
+    ):
+        assert named.defines["BFLOAT16"] == 1
+    assert "BFLOAT16" not in SMALL.defines
+
+
 @nvrtc
 def test_ptx_is_for_turing(empty_cache):
     """A figure called Turing must not be another architecture's."""
