@@ -211,11 +211,13 @@ def test_dbias_of_every_broadcast(
     ],
 )
 def test_long_sequences(implementation: str, dtype: str):
-    """Sums of many terms, several strips of keys and of queries."""
+    """Sums of many terms, several strips of keys and of queries; options of the searches above."""
     sq, sk = (1500, 2000) if isinstance(KERNELS, GpuArrays) else (150, 300)
+    bias, slopes = ((sk,), "float32"), ((2,), "float32", 1)
+    head_dim, head_dim_v = (64, 64) if dtype == "float16" else (24, 40)
     problem = AttentionProblem(
-        B=1, Sq=sq, Sk=sk, H=2, G=1, D=24, Dv=40, dtype=dtype,
-        drawn=(("causal", True), ("bias", ((sk,), "float32")), ("sinks", "float32")),
+        B=1, Sq=sq, Sk=sk, H=2, G=1, D=head_dim, Dv=head_dim_v, dtype=dtype, option_view="strided",
+        drawn=(("causal", True), ("bias", bias), ("alibi_slopes", slopes), ("sinks", "float32")),
     )  # fmt: skip
     check(problem, implementation)
 
