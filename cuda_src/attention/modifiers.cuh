@@ -15,7 +15,9 @@ __device__ __forceinline__ Item value_of(Item item) {
   return item;
 }
 __device__ __forceinline__ float value_of(float16 item) { return to_float(item); }
+#ifdef BFLOAT16
 __device__ __forceinline__ float value_of(bfloat16 item) { return to_float(item); }
+#endif
 
 template <typename Item, int kAxes>
 struct Indexed {

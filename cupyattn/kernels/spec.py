@@ -141,6 +141,9 @@ class Specialisation:
         for parameter in self.spec.parameters:
             if isinstance(parameter, Struct):
                 defines |= parameter.size_macros
+        texts = [text for _, text in self.spec.headers]
+        if "bfloat16" in defines.values() or any("bfloat16" in text for text in texts):
+            defines["BFLOAT16"] = 1
         return defines
 
     @property

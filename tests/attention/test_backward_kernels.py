@@ -229,11 +229,13 @@ def test_every_item_has_one_writer(implementation: str, dtype: str):
     ],
 )
 def test_long_sequences(implementation: str, dtype: str):
-    """Sums of many terms, several strips of keys and of queries."""
+    """Sums of many terms, several strips of keys and of queries; options of the searches above."""
     sq, sk = (1500, 2000) if isinstance(KERNELS, GpuArrays) else (150, 300)
+    bias, slopes = ((sk,), "float32"), ((2,), "float32", 1)
+    head_dim, head_dim_v = (64, 64) if dtype == "float16" else (24, 40)
     problem = AttentionProblem(
-        B=1, Sq=sq, Sk=sk, H=2, G=1, D=24, Dv=40, dtype=dtype,
-        drawn=(("causal", True), ("bias", ((sk,), "float32")), ("sinks", "float32")),
+        B=1, Sq=sq, Sk=sk, H=2, G=1, D=head_dim, Dv=head_dim_v, dtype=dtype, option_view="strided",
+        drawn=(("causal", True), ("bias", bias), ("alibi_slopes", slopes), ("sinks", "float32")),
     )  # fmt: skip
     check(problem, implementation)
 
@@ -251,7 +253,8 @@ def test_long_sequences(implementation: str, dtype: str):
     ids=lambda options: "-".join(options),
 )
 def test_rows_without_keys_have_no_gradient(implementation: str, options: dict[str, Any]):
-    q, k, v = (np.ones((1, n, h, d), np.float16) for n, h, d in ((3, 2, 4), (5, 1, 4), (5, 1, 2)))
+    shapes = (1, 3, 2, 24), (1, 5, 1, 24), (1, 5, 1, 40)
+    q, k, v = (np.ones(shape, np.float16) for shape in shapes)
     if "seqused_k" in options:
         k, v = k * np.nan, v * np.nan
     out, lse = reference.attention(q, k, v, **options)

@@ -124,7 +124,7 @@ def test_packed_sequences_have_the_powers_of_two_of_their_keys_in_use():
         np.testing.assert_array_equal(powers[..., 1], 2.0 ** log2[0, :, None] * np.ones(2))
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [*deep(False), True])
 def test_an_expression_is_given_the_gradient_itself(deterministic: bool):
     """One that cuts it off where float16 has long ended."""
     limit = 50_000.0

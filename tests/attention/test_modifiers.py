@@ -42,9 +42,9 @@ def test_both_within_the_bounds_of_what_they_stand_for(of):
     ("of", "options"),
     [
         (HALF, {}),
-        (FLOAT, {}),
         (FLOAT, {"deterministic": True}),
         *deep(
+            (FLOAT, {}),
             (HALF, {"deterministic": True}),
             (HALF, {"implementation": "naive"}),
             (WIDE, {}),

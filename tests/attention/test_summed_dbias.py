@@ -52,7 +52,7 @@ def problem_with(bias: tuple[int, ...], dtype: str = "float16", **drawn: Any) ->
     )
     options = (("bias", (shape, dtype)), *drawn.items())
     return AttentionProblem(
-        B=3, Sq=sizes[2], Sk=sizes[3], H=4, G=2, D=24, Dv=24, dtype="float16", drawn=options
+        B=3, Sq=sizes[2], Sk=sizes[3], H=4, G=2, D=24, Dv=40, dtype="float16", drawn=options
     )
 
 
@@ -85,9 +85,9 @@ def test_tiles_and_pairs(name: str, ctas: int):
         st.sampled_from((1, 4, KEYS, KEYS + 1, 2 * KEYS + 4)),
         st.sampled_from(((1, 1), (4, 1), (4, 2), (2, 2))),
     ),
-    head_dims=st.sampled_from(wider([(24, 24), (64, 64)], [(7, 40), (128, 80), (256, 160)])),
+    head_dims=st.sampled_from(wider([(24, 40)], [(64, 64), (7, 40), (128, 80), (256, 160)])),
     broadcasts=st.tuples(*[st.booleans()] * 4),
-    dtype=st.sampled_from(("float16", "float32")),
+    dtype=st.sampled_from(wider(("float32",), ("float16",))),
     options=st.sampled_from(
         wider(
             [{}, {"causal": True}, {"window_size": (20, 3)}, {"mask": 1, "softcap": 2.0}],
@@ -145,7 +145,7 @@ def test_its_bits_are_the_same_each_time(deterministic: bool):
 
 def test_packed_sequences_of_several_tiles():
     dense = AttentionProblem(
-        B=5, Sq=ROWS + 1, Sk=KEYS + 1, H=2, G=1, D=24, Dv=24, dtype="float16",
+        B=5, Sq=ROWS + 1, Sk=KEYS + 1, H=2, G=1, D=24, Dv=40, dtype="float16",
         drawn=(("causal", True), ("bias", ((ROWS + 1, KEYS + 1), "float32"))),
     )  # fmt: skip
     # Behind the few rows of the first in scratch memory stand rows of the second, which see keys.

@@ -207,7 +207,7 @@ def test_a_step_of_generating_is_modelled_by_its_bytes(no_gpu, tmp_path):
 @pytest.mark.parametrize(("words", "kernel"), [
     (("kv_cache", "--cache", "int4"), "append_kv"),
     (("training_step", "--kernels", "flash"), "attention_backward_dkdv"),
-    (("varlen", "--length", "512"), "attention_forward"),
+    *deep((("varlen", "--length", "512"), "attention_forward")),
     *deep((("block_mask", "--head-dim", "64", "--documents", "3"), "attention_forward")),
 ])  # fmt: skip
 def test_small_calls_of_each_are_counted(words, kernel, no_gpu, monkeypatch, tmp_path):
@@ -235,17 +235,17 @@ def test_quantised_weights_are_modelled_too(counted, monkeypatch, tmp_path):
 
 
 @pytest.mark.nvrtc
-def test_products_and_counts_are_those_of_the_kernels_of_many_rows():
+@pytest.mark.parametrize("weights", [*deep(None), "nf4", *deep("int4")])
+def test_products_and_counts_are_those_of_the_kernels_of_many_rows(weights):
     """And one row of quantised weights is bound by the memory that they lie in."""
-    for weights in (None, "nf4", "int4"):
-        for kind in ("large", "dx"):
-            case = Case(kind, 8192, 8192, 4096, "float16", "nk", None, weights)
-            small = replace(case, **command._COUNTED)
-            (kernel,) = emulated.row_of(ModelledCall("", 1, product(small)))["kernels"]
-            assert kernel.removesuffix("_quantised") in ("linear_forward", "linear_product")
-        case = Case("thin", 1, 1024, 2048, "float16", "nk", None, weights)
-        counts = emulated.row_of(ModelledCall("", case.weight_bytes, product(case)))
-        assert counts["bound"] == "memory"
+    for kind in ("large", "dx"):
+        case = Case(kind, 8192, 8192, 4096, "float16", "nk", None, weights)
+        small = replace(case, **command._COUNTED)
+        (kernel,) = emulated.row_of(ModelledCall("", 1, product(small)))["kernels"]
+        assert kernel.removesuffix("_quantised") in ("linear_forward", "linear_product")
+    case = Case("thin", 1, 1024, 2048, "float16", "nk", None, weights)
+    counts = emulated.row_of(ModelledCall("", case.weight_bytes, product(case)))
+    assert counts["bound"] == "memory"
 
 
 @pytest.mark.nvrtc

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -36,9 +37,10 @@ def with_macros(specialisation: Specialisation, **values: Any) -> Specialisation
     return changed
 
 
-def required_macros(specialisation: Specialisation) -> set[str]:
+@cache
+def required_macros(spec: KernelSpec) -> set[str]:
     """The macros without which the source, or a file that it includes, stops the compiler."""
-    root = source.source_root() / specialisation.spec.source
+    root = source.source_root() / spec.source
     texts = [path.read_text(encoding="utf-8") for path in source.include_closure(root)]
     return {name for text in texts for name in re.findall(r"!defined\((\w+)\)", text)}
 
@@ -46,9 +48,20 @@ def required_macros(specialisation: Specialisation) -> set[str]:
 def test_macros_stand_in_the_source_and_in_the_table_and_nowhere_else():
     """What the source requires is what the table gives, or follows from its row."""
     for specialisation in catalogue():
-        required, own = required_macros(specialisation), {name for name, _ in specialisation.macros}
+        required = required_macros(specialisation.spec)
+        own = {name for name, _ in specialisation.macros}
         assert required <= set(specialisation.defines), specialisation.label
         assert own <= required, (specialisation.label, own - required)
+
+
+def test_bfloat16_is_there_where_a_macro_or_an_expression_names_it():
+    of_expression = KernelSpec("entry", "source.cu", (), (("names", "bfloat16* bias;"),))
+    for named in (
+        softmax.FORWARD.specialise(75, "bfloat16", 100, 1),
+        of_expression.specialise(threads=32),
+    ):
+        assert named.defines["BFLOAT16"] == 1
+    assert "BFLOAT16" not in SMALL.defines
 
 
 @nvrtc
@@ -82,7 +95,7 @@ def test_cubins_are_for_their_architecture(empty_cache):
 def test_sources_have_no_defaults(empty_cache, entry):
     """Whichever macro is missing, the compiler names it or the source says where it comes from."""
     whole = next(s for s in catalogue() if s.spec.entry == entry)
-    names = sorted(required_macros(whole))
+    names = sorted(required_macros(whole.spec))
     for name in names if Search.deep else names[:: len(names) // 3 or 1]:
         with pytest.raises(CompilationError) as failure:
             compile_cubin(with_macros(whole, **{name: None}), TURING)

@@ -19,7 +19,6 @@ from cupyattn.arrays import adopt
 from cupyattn.emulator import Report
 from cupyattn.functional.layers.rows import call_rows
 from cupyattn.kernels.configs.rows import ROWS, Result, RowKernel
-from cupyattn.kernels.configs.tables import pairs
 from cupyattn.ops.rows import row_problem, run_rows
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
@@ -74,11 +73,10 @@ def require_right(found, dout, x, weight, dtype):
 
 
 ALL = [*itertools.product((1, 3, 37), LENGTHS, UNITS)]
+EACH_LENGTH = [*zip(itertools.cycle((1, 3, 37, 3)), LENGTHS, itertools.cycle(UNITS), strict=False)]
 
 
-@pytest.mark.parametrize(
-    ("rows", "length", "dtype"), mostly_deep(ALL, [*pairs((1, 3, 37), LENGTHS, UNITS)])
-)
+@pytest.mark.parametrize(("rows", "length", "dtype"), mostly_deep(ALL, EACH_LENGTH))
 def test_a_row_operation_is_its_declaration_and_a_kernel(rows, length, dtype):
     dout, x, weight = problem(rows, length, dtype)
     found = centre_backward(*map(KERNELS.put, (dout, x, weight)), scale=0.5)

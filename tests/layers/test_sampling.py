@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from support.devices import KERNELS, everywhere, placed
-from support.dtypes import DTYPES, dtype_of
+from support.dtypes import dtype_of
 from support.search import examples, wider
 
 import cupyattn
@@ -62,7 +62,7 @@ def drawn(logits: np.ndarray, **options: Any) -> np.ndarray:
 @pytest.mark.usefixtures("kernels_run")
 @examples(10, deep=40)
 @given(
-    dtype=st.sampled_from(wider(("float16", "float32"), DTYPES)),
+    dtype=st.sampled_from(wider(("float16",), ("float32", "bfloat16"))),
     rows=st.integers(1, 4),
     tokens=st.sampled_from((1, 2, 7, 8, 100, 1001, PART - 1, PART, PART + 1, 3 * PART - 5)),
     spread=st.sampled_from(("normal", "steps", "flat", "masked")),
