@@ -183,6 +183,17 @@ def test_nan_in_use_stays_in_its_sequence():
     assert np.isfinite(out[0]).all()
 
 
+def test_an_evicted_block_right_before_the_window_is_not_read():
+    problem = replace(CHUNK, lengths=(150,), Sq=70, block_size=32)
+    problem = replace(problem, options=(("window_size", (80 - 32, None)),))
+    q, k, v, table, lengths = arrays = problem.arrays()
+    expected = on_kernels(problem, arrays)
+    evicted = table.copy()
+    evicted[0, 0] = -1
+    found = on_kernels(problem, (q, k, v, evicted, lengths))
+    assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_a_chunk_after_another_is_the_whole_prompt():
     """Causal rows do not depend on where the prompt is cut."""
     whole = replace(CHUNK, lengths=(150,), Sq=150)
