@@ -54,6 +54,15 @@ struct LoadedItems {
       words = *reinterpret_cast<const WordsOf<Items>*>(source_g);
     }
   }
+
+  __device__ __forceinline__ void store(int v, Scalar* target_g) const {
+    const auto& words = *reinterpret_cast<const WordsOf<Items>*>(&vectors[v]);
+    if constexpr (sizeof(Items) == kVectorBytes) {
+      st_global_v4(target_g, words);
+    } else {
+      *reinterpret_cast<WordsOf<Items>*>(target_g) = words;
+    }
+  }
 };
 
 // A row's place along each axis.
@@ -151,15 +160,32 @@ struct ElementWalk {
   template <typename Scalar>
   __device__ __forceinline__ void store(Scalar* array_g, int array,
                                         const float (&items)[Traits::kVectors][kVec]) const {
+    store_each(
+        array_g, array, [&](int v, Scalar* target_g) { store_vec(target_g, items[v]); },
+        [&](int v, int i) { return from_float<Scalar>(items[v][i]); });
+  }
+
+  // As they were loaded, bit for bit.
+  template <typename Scalar>
+  __device__ __forceinline__ void store(Scalar* array_g, int array, const LoadedItems<Traits, Scalar>& items) const {
+    store_each(
+        array_g, array, [&](int v, Scalar* target_g) { items.store(v, target_g); },
+        [&](int v, int i) { return items.vectors[v].item[i]; });
+  }
+
+ private:
+  template <typename Scalar, typename StoreVector, typename Item>
+  __device__ __forceinline__ void store_each(Scalar* array_g, int array, const StoreVector& store_vector,
+                                             const Item& item) const {
     Scalar* first_g = array_g + offset(array);
 #pragma unroll
     for (int v = 0; v < Traits::kVectors; v++) {
       if (v * kStep + kVec <= rest) {
-        store_vec(first_g + v * kStep, items[v]);
+        store_vector(v, first_g + v * kStep);
       } else {
 #pragma unroll
         for (int i = 0; i < kVec; i++) {
-          if (v * kStep + i < rest) first_g[v * kStep + i] = from_float<Scalar>(items[v][i]);
+          if (v * kStep + i < rest) first_g[v * kStep + i] = item(v, i);
         }
       }
     }

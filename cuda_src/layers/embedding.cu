@@ -1,12 +1,12 @@
 // Rows of a table by their numbers.
 //
-//   out_t = table[ids_t]
+//   out_t = table[ids_t], bit for bit
 //
 // Shapes    table (rows, length), its rows any number of items apart; ids of any shape and strides, out (*ids.shape,
 //           length) of any outer strides, last axis contiguous (elements.cuh, a row for each id).
 // Work      a unit of LANES threads owns VECTORS * LANES * VEC neighbouring items of a row; grid ceil(units / units of
 //           a CTA).
-// Budget    registers: VECTORS * VEC storage items, below 64 in all; no shared memory.
+// Budget    registers: VECTORS * VEC storage items, below 40 in all; no shared memory.
 // Edges     an id outside of the table gives a row of NaN, and nothing is read.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(VECTORS) || !defined(VEC) || !defined(IDS)
 #error "DTYPE, THREADS, LANES, VECTORS, VEC and IDS come from a launch-configuration table"
@@ -24,12 +24,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const Walk walk(params);
   if (walk.rest <= 0) return;
   const int64 id = ids_g[walk.outer.offset(params, kIds)];
-  float out[VECTORS][VEC];
+  LoadedItems<Traits, DTYPE> out;
   if (id >= 0 && id < table_rows) {
-    const auto row = walk.load_from(table_g + id * table_stride + walk.column);
-    each_item<Traits>([&](int v, int i) { out[v][i] = row(v, i); });
+    out = walk.load_from(table_g + id * table_stride + walk.column);
   } else {
-    each_item<Traits>([&](int v, int i) { out[v][i] = __int_as_float(0x7fc00000); });
+    each_item<Traits>([&](int v, int i) { out.vectors[v].item[i] = from_float<DTYPE>(__int_as_float(0x7fc00000)); });
   }
   walk.store(out_g, kOut, out);
 }

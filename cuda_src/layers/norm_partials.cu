@@ -6,13 +6,15 @@
 // Shapes    up to ARRAYS arrays x0, x1, ... of one dtype, each as rows of neighbouring items, any number apart;
 //           partials from params.first_partial on, one float32 for each CTA.
 // Work      array a has the CTAs from params.first_cta[a] on. Rows are cut into units of THREADS vectors; the CTAs of
-//           an array take its units in turn. The order of all additions is fixed.
-// Budget    one float per warp of shared memory; VECTORS * VEC storage items, below 64 registers in all.
+//           an array take its units in turn; a row's last items, fewer than a vector, go one a thread. The order of
+//           all additions is fixed.
+// Budget    one float per warp of shared memory; VECTORS * VEC storage items, below 48 registers in all.
 // Edges     squares are float32: of items beyond 1.8e19 infinite, below 1.1e-19 zero. NaN and infinities come through.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(VEC) || !defined(VECTORS) || !defined(ARRAYS)
 #error "DTYPE, THREADS, VEC, VECTORS and ARRAYS come from a launch-configuration table"
 #endif
 #include "../common/reduce.cuh"
+#include "../common/streaming.cuh"
 #include "../common/vec.cuh"
 
 // Field for field the structured dtype NORM_PARAMS of cupyattn/kernels/structs.
@@ -26,28 +28,36 @@ static_assert(sizeof(NormParams) == NORM_PARAMS_BYTES, "cupyattn/kernels/structs
 static_assert(ARRAYS == 8, "the entry has eight pointers");
 
 constexpr int kUnitItems = THREADS * VECTORS * VEC;
+static_assert(VEC == 1 || VEC * sizeof(DTYPE) == kVectorBytes, "a load is of one item or of 16 bytes");
 
-// The sum of the squares of this thread's vectors in a stretch of at most kUnitItems.
+// The sum of the squares of this thread's items in a stretch of at most kUnitItems. Vectors come without branches
+// (streaming.cuh says why), so the items behind a row's last whole vector go apart, one a thread.
 __device__ __forceinline__ float squares(const DTYPE* first_g, int64 left) {
   using Items = Vec<DTYPE, VEC>;
   Items loaded[VECTORS] = {};
 #pragma unroll
   for (int v = 0; v < VECTORS; v++) {
     const int at = (v * THREADS + threadIdx.x) * VEC;
-    if (at + VEC <= left) {  // as words: items would be taken apart here, which waits for the load
+    if constexpr (VEC > 1) {
+      *reinterpret_cast<uint4*>(&loaded[v]) = ld_once_v4(first_g + at, at + VEC <= left);
+    } else if (at < left) {
       *reinterpret_cast<WordsOf<Items>*>(&loaded[v]) = *reinterpret_cast<const WordsOf<Items>*>(first_g + at);
-    } else {
-#pragma unroll
-      for (int i = 0; i < VEC; i++) {
-        if (at + i < left) loaded[v].item[i] = first_g[at + i];
-      }
     }
   }
   float sum = 0.f;
+  if constexpr (VEC > 1) {
+    const int ragged = static_cast<int>(left % VEC);
+    if (left < kUnitItems && threadIdx.x < ragged) {
+      const float x = to_float(first_g[left - ragged + threadIdx.x]);
+      sum = x * x;
+    }
+  }
+  float sums[VECTORS] = {};
 #pragma unroll
   for (int v = 0; v < VECTORS; v++) {
 #pragma unroll
-    for (int i = 0; i < VEC; i++) sum += to_float(loaded[v].item[i]) * to_float(loaded[v].item[i]);
+    for (int i = 0; i < VEC; i++) sums[v] += to_float(loaded[v].item[i]) * to_float(loaded[v].item[i]);
+    sum += sums[v];
   }
   return sum;
 }

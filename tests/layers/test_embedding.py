@@ -87,6 +87,22 @@ def test_views(margin):
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [8, 13, 1024, 1037])
+def test_rows_are_copied_bit_for_bit(dtype, length):
+    """Every NaN keeps its bits: nothing is converted, in rows that a warp copies and narrower."""
+    size = 3 * length * dtype_of(dtype).itemsize
+    bits = np.random.default_rng(length).integers(0, 256, size).astype(np.uint8)
+    table = bits.view(dtype_of(dtype)).reshape(3, length)
+    table[:, 0] = np.nan
+    table.view(np.uint8).reshape(3, -1)[:, 0] = 129, 130, 131
+    numbers = np.array([2, 0, 1, 2], np.int32)
+    out = KERNELS.get(cupyattn.embedding(KERNELS.put(table), KERNELS.put(numbers)))
+    assert out.tobytes() == table[numbers].tobytes()
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
 @pytest.mark.parametrize("ids", [np.int32, np.int64])
 def test_ids_without_a_row_give_nan_and_no_gradient(monkeypatch, ids):
     """As on a GPU where nobody asked for checks of values: nothing beyond the table is touched."""

@@ -244,7 +244,7 @@ FAULTS = {
         "norm", without_barrier(REDUCE_CUH, "partial_s: written"), SharedMemoryRaceError,
     ),
     "the last unit of a row has no end": (
-        "norm", Bug(NORM, "if (at + VEC <= left)", "if (at <= left)"), OutOfBoundsError,
+        "norm", Bug(NORM, "at + VEC <= left)", "at <= left)"), OutOfBoundsError,
     ),
 }  # fmt: skip
 

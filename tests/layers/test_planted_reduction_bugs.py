@@ -46,7 +46,7 @@ BUGS = {
         norm, Bug(PARTIALS, "THREADS + threadIdx.x) * VEC", "THREADS + threadIdx.x + 1) * VEC"),
     ),
     "items behind a norm's last vector": (
-        norm, Bug(PARTIALS, "if (at + i < left) loaded", "if (at + i < left - 1) loaded"),
+        norm, Bug(PARTIALS, "threadIdx.x < ragged", "threadIdx.x + 1 < ragged"),
     ),
     "half of a sum": (
         sums, Bug(SUM, "batch < Rows::batches(row", "batch < -1 + Rows::batches(row"),

@@ -171,7 +171,7 @@ def _forward_plan(problem: EmbeddingProblem, arch: int) -> Plan:
         return Plan((), ((name, output),))
     vec = problem.vec
     loads = -(-table.shape[1] // vec)
-    config = configs.forward_config(arch, loads)
+    config = configs.forward_config(arch, table.shape[1] * table.dtype.itemsize)
     units = -(-loads // (config.lanes * config.loads(vec)))
     tokens = math.prod(ids.shape)
     ctas = -(-tokens * units // config.units_per_cta)
