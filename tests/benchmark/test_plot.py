@@ -175,6 +175,21 @@ def test_speed_ups():
     assert f"{eager_s / flash_s:.3g}" in {text for text, _ in shown(peers)}
 
 
+def test_a_peer_is_held_against_what_does_its_work():
+    """As a block mask's, not the plain call beside it, which does more."""
+    pytest.importorskip("matplotlib", reason="needs matplotlib (pip install '.[test]')")
+    of = attention(head_dims=(128,), contenders=("torch eager",))
+    for row in list(of["rows"]):
+        for name, share in (("cupyattn plain", 8), ("cupyattn block_mask", 1)):
+            times = {each: 2 * share * taken for each, taken in row["times"].items()}
+            flops = share * row["flops"]
+            of["rows"].append({**row, "contender": name, "times": times, "flops": flops})
+    (page,) = pages(speed_up, of)["speed-up-peers"]
+    texts = [text for text, _ in shown(page)]
+    assert any("how many times as fast cupyattn block_mask is" in text for text in texts)
+    assert "0.5" in texts
+
+
 def test_scaling_is_over_the_shortest():
     """Of each contender; without what has one length alone."""
     of = attention(LENGTHS, (64,), contenders=FEW)

@@ -183,7 +183,7 @@ def _tflops(of, option):
         row["tflops"] for row in of["rows"]
         if (row["option"], row["contender"], row["seqlen"]) == (option, FEW[0], 4096)
     ]  # fmt: skip
-    return float(f"{found:.4g}")
+    return float(f"{found:.6g}")
 
 
 def test_a_sentence_is_replaced_whole(figures):
@@ -202,7 +202,7 @@ def test_a_sentence_quotes_speeds_of_memory_too(figures):
     assert "4,000 GB/s" in tables.sentences_table([sentence])
     fresh = result("decode", [{**labels, "tflops": None, "gb_per_s": 4321.4}], date="2026-02-01")
     (merged,) = merge({**figures, "others": [sentence]}, [fresh]).figures["others"]
-    assert merged["rows"] == [{**step, "gb_per_s": 4321.0}] and merged["date"] == "2026-02-01"
+    assert merged["rows"] == [{**step, "gb_per_s": 4321.4}] and merged["date"] == "2026-02-01"
 
 
 def test_times_are_replaced_and_ceilings_go_with_them(figures):

@@ -84,7 +84,7 @@ def roofs_of(measured: Measured) -> list[Roof]:
     known = [rate for rate in memory if rate and not measured.modelled]
     of = products_of(measured.rows[0].case.get("dtype", "float16"))
     products = measured.ceilings.get(binding(of, measured.ceilings))
-    own = [Roof("measured in this run", products, max(known))] if known else []
+    own = [Roof("our code in this run", products, max(known))] if known else []
     return [*own, T4 if of == PRODUCTS else T4_FLOAT32]
 
 

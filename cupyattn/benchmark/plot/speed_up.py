@@ -17,10 +17,25 @@ def pictures(measured: Measured) -> dict[str, Pages]:
     charts: dict[str, Chart | None] = {}
     if _NAIVE in measured.contenders:
         charts["speed-up"] = _beside(measured, _NAIVE, of_others=True)
-    ours = [name for name in measured.contenders if is_ours(name) and name not in STEPS]
-    if ours:
-        charts["speed-up-peers"] = _beside(measured, ours[0], of_others=False)
+    ours = _of_the_peers_work(measured)
+    if ours is not None:
+        charts["speed-up-peers"] = _beside(measured, ours, of_others=False)
     return {name: partial(draw, chart) for name, chart in charts.items()}
+
+
+def _of_the_peers_work(measured: Measured) -> str | None:
+    """Return whom of ours the peers are held against: the first that does as much as one of them.
+
+    Where none does, the first.
+    """
+    ours = [name for name in measured.contenders if is_ours(name) and name not in STEPS]
+    theirs = {
+        (row.key, row.figures.get("flops")) for row in measured.rows if not is_ours(row.contender)
+    }
+    alike = {
+        row.contender for row in measured.rows if (row.key, row.figures.get("flops")) in theirs
+    }
+    return next((name for name in ours if name in alike), ours[0] if ours else None)
 
 
 def _beside(measured: Measured, one: str, *, of_others: bool) -> Chart | None:

@@ -15,7 +15,7 @@ from cupyattn.benchmark.plot.style import Pages
 _LITTLE = 16
 """FLOP for each byte; a T4's products bind from 203 on."""
 _MEASURED = {
-    PRODUCTS: "mma alone: {} TFLOP/s",
+    PRODUCTS: "our code's mma alone: {} TFLOP/s",
     FLOAT32: "float32 arithmetic alone: {} TFLOP/s",
     COPY: "a copy: {} GB/s",
 }

@@ -183,7 +183,10 @@ def _successor(
 
 
 def _figure(row: Row, old: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is kept of a row: the figures that the old one has, and four digits of them."""
+    """Return what is kept of a row: the figures that the old one has.
+
+    Six digits of them: README rounds once more, and a half of its last digit would go either way.
+    """
     if row.refused:
         return {"unavailable": row.figures["unavailable"]}
     median = row.time("p50")
@@ -195,7 +198,7 @@ def _figure(row: Row, old: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
+    return float(f"{value:.6g}")
 
 
 def _labels(row: Mapping[str, Any]) -> dict[str, Any]:
