@@ -28,7 +28,7 @@ _LAYERS = (
 
 YOUNGER: tuple[str, ...] = ()
 """Kernels that came after the profiles: the next ones have them."""
-CHANGED: tuple[str, ...] = ("embedding",)
+CHANGED: tuple[str, ...] = ()
 """Kernels whose profiles are of other launches than today's: the next ones have these."""
 WITHOUT_PROFILE = {
     **dict.fromkeys(YOUNGER, "is younger than the profiles"),
