@@ -31,6 +31,8 @@ QUICK_MINUTES, MINUTES = 7.5, 24 * 60.0
 _QUICK_PART_S = 130.0
 _QUICK_LEAST_S = 20.0
 """What the parts before one leave it: its first rows, where kernels are compiled anew."""
+_TO_BEGIN_S = 1.0
+"""A part with less would be interrupted while it imports what it needs."""
 _TO_FINISH_S = 15.0
 """For a part that was interrupted, and writes what it has."""
 
@@ -132,7 +134,7 @@ def run_part(name: str, words: Sequence[str], seconds: float) -> tuple[Result | 
 
     One that takes longer is interrupted, and writes the rows that it has.
     """
-    if seconds <= 0:
+    if seconds < _TO_BEGIN_S:
         return None, "FAILED: no time was left"
     with TemporaryDirectory(dir=temporary_directory()) as folder:
         file = Path(folder) / "result.json"
