@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
@@ -141,8 +142,9 @@ class Specialisation:
         for parameter in self.spec.parameters:
             if isinstance(parameter, Struct):
                 defines |= parameter.size_macros
-        texts = [text for _, text in self.spec.headers]
-        if "bfloat16" in defines.values() or any("bfloat16" in text for text in texts):
+        named = [*map(str, defines.values()), *(text for _, text in self.spec.headers)]
+        users_own = Path(self.spec.source).is_absolute()  # may name any dtype itself
+        if users_own or any("bfloat16" in text for text in named):
             defines["BFLOAT16"] = 1
         return defines
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.devices import CUPY, kernels_only
+from support.dtypes import dtype_of
 
 import cupyattn
 from cupyattn import Kernel, emulator, turing
@@ -53,6 +54,22 @@ def test_arrays_scalars_macros_and_shared_memory_arrive(side, source, add):
     assert kernel(3, side.put(x), y, 0.5, 150) is None
     expected = np.add.reduceat(x, [0, 64, 128]) + 0.5 * add
     assert np.array_equal(side.get(y), expected)
+
+
+@kernels_only
+def test_its_source_may_name_bfloat16(side, tmp_path):
+    """No macro says so, as one does of the library's own kernels."""
+    path = tmp_path / "widen.cu"
+    path.write_text(
+        '#include "common/numeric.cuh"\n'
+        'extern "C" __global__ void widen(const bfloat16* x, float* y) {\n'
+        "  y[threadIdx.x] = to_float(x[threadIdx.x]);\n"
+        "}\n"
+    )
+    x = np.arange(64).astype(dtype_of("bfloat16"))
+    y = side.put(np.zeros(64, np.float32))
+    Kernel(path, inputs=["x"], outputs=["y"], threads=64)(1, side.put(x), y)
+    assert np.array_equal(side.get(y), np.arange(64))
 
 
 @kernels_only
