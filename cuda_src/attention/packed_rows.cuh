@@ -53,49 +53,43 @@ struct PackedRows {
     return sequence;
   }
 
-  // The tile of this CTA; false beyond the last one. Tiles are in the order of their sequences' lengths, the longest
-  // first: what starts last is then short, and all multiprocessors end together. (By simulation, of 16 log-normal
-  // lengths with 8 heads on 132 multiprocessors a causal call took 1.37 times the mean of their work in the order of
-  // cu_seqlens, and 1.10 times in this one.) One warp looks, and reads the lengths of 32 sequences once.
-  //
-  // All threads read its answer from one place in shared memory, the first bytes of the kernel's buffers: what comes from an
-  // address that all have ptxas keeps in uniform registers, and with it whatever follows from it, as where a sequence's
-  // rows begin. With answers of each warp's own the loops had them in common registers, and spilled (packed sequences at
-  // head dim 64 modelled 0.65 in the backward of one pass then and 0.68 now; `python -m cupyattn turing`, T4,
-  // 2026-11-23).
-  template <typename Smem>
-  __device__ __forceinline__ bool find(PackedTile& found, int heads, int together, int tile_rows, Smem& smem) const {
-    PackedTile& found_s = reinterpret_cast<PackedTile&>(smem);
-    if (warp_index() == 0) {
-      const PackedTile tile = search(heads, together, tile_rows);
-      if (lane_index() == 0) found_s = tile;
-    }
-    __syncthreads();  // found: written
-    found = found_s;
-    __syncthreads();  // found: read; the buffers take its place
-    return found.tiles > 0;
+  // The tile of this CTA, by a warp; without tiles beyond the last one. Tiles are in the order of their sequences' lengths,
+  // the longest first: what starts last is then short, and all multiprocessors end together. (By simulation, of 16
+  // log-normal lengths with 8 heads on 132 multiprocessors a causal call took 1.37 times the mean of their work in the
+  // order of cu_seqlens, and 1.10 times in this one.) Sequences with equally many tiles take turns as those of a batch do.
+  __device__ __forceinline__ PackedTile of_cta(int heads, int together, int tile_rows) const {
+    const int own = lane_tiles(0, tile_rows);
+    Alike alike;
+    if (!alike_at(alike, blockIdx.x / heads, own, tile_rows)) return {0, 0, 0, 0};
+    const uint32 index = blockIdx.x - alike.before * heads, group_tiles = alike.tiles * together;
+    const int first = index / group_tiles * together;  // of the heads that take turns; the last of them may be fewer
+    const int turns = min(together, alike.all / alike.tiles * heads - first);
+    const Turn turn(index - first * alike.tiles, alike.tiles, turns);
+    const int head = first + turn.head;  // of all sequences with so many tiles
+    return {nth_of_length(head / heads, alike.tiles, own, tile_rows), head % heads, turn.tile, alike.tiles};
   }
 
  private:
-  // By a warp; without tiles beyond the last one.
-  __device__ __forceinline__ PackedTile search(int heads, int together, int tile_rows) const {
-    const int at = blockIdx.x / heads;  // among the tiles of one head
-    const int own = lane_tiles(0, tile_rows);
-    if (tiles_of_longer(1, own, tile_rows) <= at) return {0, 0, 0, 0};
-    int length = 1, beyond = div_up(longest, tile_rows) + 1, before = 0;  // in tiles; those of `beyond` or more
+  // Sequences with `tiles` tiles each, `all` together, behind the `before` tiles of longer ones.
+  struct Alike {
+    int tiles, all, before;
+  };
+
+  // Those among whose tiles the one of that number is; false beyond the last. Each lane asks of one length of 32 at a time.
+  __device__ __forceinline__ bool alike_at(Alike& alike, int at, int own, int tile_rows) const {
+    int length = 1, before = 0, step = 1;
+    while (step * kWarpSize < div_up(longest, tile_rows)) step *= kWarpSize;
 #pragma unroll 1
-    while (length + 1 < beyond) {
-      const int middle = (length + beyond) / 2, tiles = tiles_of_longer(middle, own, tile_rows);
-      if (tiles > at) {
-        length = middle;
-      } else {
-        beyond = middle;
-        before = tiles;
-      }
+    for (; step > 0; step /= kWarpSize) {
+      const int tiles = tiles_of_longer(length + lane_index() * step, own, tile_rows);
+      const uint32 reached = __ballot_sync(kFullWarp, tiles > at);
+      if (reached == 0) return false;  // by the shortest of all
+      const int lane = 31 - __clz(reached), longer = __shfl_sync(kFullWarp, tiles, (lane + 1) % kWarpSize);
+      if (lane + 1 < kWarpSize) before = longer;
+      length += lane * step;
+      alike = {length, __shfl_sync(kFullWarp, tiles, lane) - before, before};
     }
-    const int nth = (at - before) / length;  // among the sequences of this length
-    const Turn turn(blockIdx.x - (before + nth * length) * heads, length, together);
-    return {nth_of_length(nth, length, own, tile_rows), turn.head, turn.tile, length};
+    return true;
   }
 
   // Of the lane's sequence among the 32 from `first` on; 0 where there is none.
@@ -104,16 +98,19 @@ struct PackedRows {
     return sequence < batch ? div_up(of(sequence).count, tile_rows) : 0;
   }
 
-  // How many tiles the sequences have together that have at least `least` each; `own` is the lane's of the first 32.
+  // How many tiles the sequences have together that have at least `least` each, which every lane asks for itself; `own` is
+  // the lane's of the first 32.
   __device__ __forceinline__ int tiles_of_longer(int least, int own, int tile_rows) const {
-    int sum = own >= least ? own : 0;
+    int sum = 0;
 #pragma unroll 1
-    for (int first = kWarpSize; first < batch; first += kWarpSize) {
-      const int tiles = lane_tiles(first, tile_rows);
-      if (tiles >= least) sum += tiles;
+    for (int first = 0; first < batch; first += kWarpSize) {
+      const int of_lane = first == 0 ? own : lane_tiles(first, tile_rows), count = min(batch - first, kWarpSize);
+#pragma unroll 4
+      for (int lane = 0; lane < count; lane++) {
+        const int tiles = __shfl_sync(kFullWarp, of_lane, lane);
+        if (tiles >= least) sum += tiles;
+      }
     }
-#pragma unroll
-    for (int lanes = kWarpSize / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(kFullWarp, sum, lanes);
     return sum;
   }
 

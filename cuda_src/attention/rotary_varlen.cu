@@ -23,6 +23,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const PackedSequence sequence(varlen.packed, longest, pointers, batch);
     const int within = row - (keys ? sequence.keys : sequence.queries).begin;
     token = {0, number, within + (keys ? 0 : sequence.q_offset)};
-    return within >= 0 && within < (keys ? sequence.window.keys : sequence.queries.count);
+    return within >= 0 && within < (keys ? sequence.keys_in_use : sequence.queries.count);
   });
 }

@@ -43,34 +43,69 @@ __device__ __forceinline__ Scalar* rows_from(Scalar* array_g, const Strides& str
 struct PackedSequence {
   RowSpan queries, keys;
   int64 q_offset;
-  KeyWindow window;
+  int keys_in_use;
 
   __device__ __forceinline__ PackedSequence(const PackedBatch& packed, const AttentionParams& longest,
                                             const PackedPointers& pointers, int batch)
       : queries(packed_queries(packed, longest, pointers).of(batch)),
         keys(packed_keys(packed, longest, pointers).of(batch)),
-        q_offset(packed.ends_with_keys ? keys_in_use(longest, pointers, keys, batch) - queries.count
-                                       : query_offset(longest, pointers.q_offsets_g, batch)),
-        window(q_offset, longest.left, longest.right, keys_in_use(longest, pointers, keys, batch)) {}
+        q_offset(0),
+        keys_in_use(min(::keys_in_use(longest, pointers.seqused_k_g, batch), keys.count)) {
+    q_offset = packed.ends_with_keys ? keys_in_use - queries.count : query_offset(longest, pointers.q_offsets_g, batch);
+  }
 
- private:
-  __device__ __forceinline__ static int keys_in_use(const AttentionParams& longest, const PackedPointers& pointers,
-                                                    const RowSpan& keys, int batch) {
-    return min(::keys_in_use(longest, pointers.seqused_k_g, batch), keys.count);
+  __device__ __forceinline__ KeyWindow window(const AttentionParams& longest) const {
+    return KeyWindow(q_offset, longest.left, longest.right, keys_in_use);
   }
 };
 
-// The rows of a CTA; false where there are none left. Those of a sequence's end come first: under causal order they see
-// most keys.
+// What a CTA has: a tile of one head, and the sequence whose tile it is.
+struct PackedWork {
+  PackedTile tile;
+  PackedSequence sequence;
+
+  // Beyond the last tile there is none.
+  __device__ __forceinline__ bool exists() const { return tile.tiles > 0; }
+};
+
+// Of the tiles of `rows`. One warp looks, and reads the lengths of 32 sequences once.
+//
+// All threads read its answer from one place in shared memory, the first bytes of the kernel's buffers: what comes from an
+// address that all have ptxas keeps in uniform registers, and with it whatever follows from it, as where a sequence's rows
+// begin. With answers of each warp's own the loops had them in common registers, and spilled (packed sequences at head dim
+// 64 modelled 0.65 in the backward of one pass then and 0.68 now; `python -m cupyattn turing`, T4, 2026-11-23).
 template <typename Smem>
-__device__ __forceinline__ bool place_of_cta(Place& place, const PackedBatch& packed, const AttentionParams& longest,
-                                             const PackedPointers& pointers, int rows_per_cta, Smem& smem) {
-  const PackedRows queries = packed_queries(packed, longest, pointers);
-  PackedTile own;
-  if (!queries.find(own, longest.heads, longest.together, rows_per_cta, smem)) return false;
-  const RowSpan rows = queries.of(own.batch);
-  const int keys = packed_keys(packed, longest, pointers).of(own.batch).count;
-  place = {own.batch, own.head,  own.head / longest.group, (own.tiles - 1 - own.tile) * rows_per_cta, rows.count,
-           keys,      rows.begin};
-  return true;
+__device__ __forceinline__ PackedWork work_of_cta(const PackedBatch& packed, const AttentionParams& longest,
+                                                  const PackedPointers& pointers, const PackedRows& rows, int heads,
+                                                  int together, int tile_rows, Smem& smem) {
+  PackedWork& work_s = reinterpret_cast<PackedWork&>(smem);
+  if (warp_index() == 0) {
+    const PackedTile tile = rows.of_cta(heads, together, tile_rows);
+    const PackedSequence sequence(packed, longest, pointers, tile.batch);
+    if (lane_index() == 0) work_s = {tile, sequence};
+  }
+  __syncthreads();  // work: written
+  const PackedWork work = work_s;
+  __syncthreads();  // work: read; the buffers take its place
+  return work;
+}
+
+template <typename Smem>
+__device__ __forceinline__ PackedWork queries_of_cta(const PackedBatch& packed, const AttentionParams& longest,
+                                                     const PackedPointers& pointers, int rows_per_cta, Smem& smem) {
+  return work_of_cta(packed, longest, pointers, packed_queries(packed, longest, pointers), longest.heads,
+                     longest.together, rows_per_cta, smem);
+}
+
+// Those of a sequence's end come first: under causal order they see most keys.
+__device__ __forceinline__ Place query_place(const PackedWork& work, const AttentionParams& longest, int rows_per_cta) {
+  const PackedTile& tile = work.tile;
+  const RowSpan& rows = work.sequence.queries;
+  return {tile.batch,
+          tile.head,
+          tile.head / longest.group,
+          (tile.tiles - 1 - tile.tile) * rows_per_cta,
+          rows.count,
+          work.sequence.keys.count,
+          rows.begin};
 }

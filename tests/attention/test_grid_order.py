@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.backward_runs import check as check_backward
 from support.forward_runs import check
@@ -20,8 +20,8 @@ from support.strategies import AttentionProblem
 from support.varlen import VarlenProblem
 
 import cupyattn
-from cupyattn.kernels.spec import Pointer
-from cupyattn.kernels.structs.attention import BACKWARD_PARAMS, BACKWARD_STRUCT
+from cupyattn.kernels.spec import Pointer, Scalar
+from cupyattn.kernels.structs.attention import ATTENTION_PARAMS, BACKWARD_PARAMS, BACKWARD_STRUCT
 from cupyattn.ops.attention.grid_order import kv_heads_together
 from cupyattn.ops.card import Card
 
@@ -185,14 +185,59 @@ def test_results_of_packed_prompts_whose_heads_take_turns(dtype):
         assert problem.ratio(*problem.call(arrays), arrays) <= 1
 
 
-def test_heads_of_a_packed_sequence_alone_take_turns():
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
+@given(
+    lengths=st.lists(st.integers(0, 70) | st.sampled_from([16, 33, 511, 527, 528]), max_size=40),
+    heads=st.integers(1, 3),
+    together=st.integers(1, 9),
+)
+@example(lengths=[16] * 31 + [0, 48] + [16] * 3, heads=2, together=4)
+@example(lengths=[3, 520, 512, 497, 500], heads=2, together=3)
+@examples(20)
+def test_packed_tiles_are_had_once_and_the_longest_sequences_first(lengths, heads, together):
+    lengths = [*lengths, 1]
+    tiles = [-(-length // 16) for length in lengths]
+    order = [
+        [batch, head, tile, count]
+        for count in sorted(set(tiles) - {0}, reverse=True)
+        for alike in [[b for b, x in enumerate(tiles) if x == count]]
+        for some in batched([(b, head) for b in alike for head in range(heads)], together)
+        for tile in range(count)
+        for batch, head in some
+    ]
+    beyond = heads * 3
+    found = np.full((len(order) + beyond, 4), -1, np.int32)
+    ends = np.cumsum([0, *lengths], dtype=np.int32)
+    sizes = (len(lengths), int(ends[-1]), max(lengths), heads, together)
+    probe = Probe(
+        "packed_order",
+        Pointer("cu_seqlens", const=True),
+        Pointer("found"),
+        *(
+            Scalar(name, np.dtype(np.int32))
+            for name in ("batch", "total", "longest", "heads", "together")
+        ),
+        threads=32,
+        TILE=16,
+        ATTENTION_PARAMS_BYTES=ATTENTION_PARAMS.itemsize,
+    )
+    (found,) = probe.run(len(found), ends, found, *sizes)
+    assert found.tolist() == order + [[0] * 4] * beyond
+
+
+def batched(items, size):
+    return [items[first : first + size] for first in range(0, len(items), size)]
+
+
+def test_heads_of_a_packed_prompt_alone_take_turns():
     problem = causal_problem(2048, 6, 128, batch=8)
     assert kv_heads_together(problem, CARDS["H200"]) == 48
-    assert kv_heads_together(problem, CARDS["H200"], packed=True) == 6
+    assert kv_heads_together(problem, CARDS["H200"], prompts=True) == 6
 
 
 def test_kernels_are_told(recorder):
-    """Forward, both kernels of the backward, and a chunk of a prompt over a paged cache."""
+    """Forward, both kernels of the backward, packed too, and a prompt over a paged cache."""
     q = device_array((1, 2048, 32, 128))
     out, lse = cupyattn.attention(q, q, q, causal=True, return_lse=True)
     cupyattn.attention_backward(q, q, q, q, out, lse, causal=True, deterministic=True)
@@ -200,11 +245,21 @@ def test_kernels_are_told(recorder):
     cache, table = device_array((256, 16, 8, 128)), device_array((2, 128), "int32")
     lengths, chunk = device_array((2,), "int32"), device_array((2, 1024, 32, 128))
     cupyattn.paged_attention(chunk, cache, cache, table, lengths, causal=True)
+    packed, bounds = device_array((2048, 32, 128)), device_array((3,), "int32")
+    out, lse = cupyattn.attention_varlen(
+        *(packed,) * 3, bounds, bounds, 1024, 1024, causal=True, return_lse=True
+    )
+    cupyattn.attention_varlen_backward(
+        *(packed,) * 4, out, lse, bounds, bounds, 1024, 1024, causal=True, deterministic=True
+    )
     told = {}
     for launch in recorder.started:
         params = launch.arguments[-1]
-        attention = params["attention"] if "attention" in params.dtype.names else params
-        told.setdefault(launch.specialisation.spec.entry, []).append(int(attention["together"]))
+        while "together" not in params.dtype.names:  # AttentionParams comes first in each
+            params = params[params.dtype.names[0]]
+        told.setdefault(launch.specialisation.spec.entry, []).append(int(params["together"]))
     assert told["attention_forward"] == [8, 1]
     assert told["attention_forward_paged"] == [4 * 4]
     assert told["attention_backward_dkdv"] == told["attention_backward_dq"] == [8]
+    assert told["attention_forward_varlen"] == [16]
+    assert told["attention_backward_dkdv_varlen"] == told["attention_backward_dq_varlen"] == [16]

@@ -63,24 +63,24 @@ def test_a_clean_copy_is_right(problem, ratio_with):
 
 
 WRONG = [
-    (HALF, Bug(ROWS_CUH, "int sum = own >= least ?", "int sum = own > least ?")),
-    (HALF, Bug(ROWS_CUH, "turn.head, turn.tile, length}", "turn.head, 0, length}")),
+    (HALF, Bug(ROWS_CUH, "if (tiles >= least)", "if (tiles > least)")),
+    (HALF, Bug(ROWS_CUH, "turn.tile, alike.tiles}", "0, alike.tiles}")),
     (FLOAT, Bug(FLOAT_CU, "k_g + begin * attention.k.seq", "k_g")),
-    (HALF, Bug(PARAMS_CUH, "- queries.count\n", "- longest.sq\n")),
+    (HALF, Bug(PARAMS_CUH, "- queries.count :", "- longest.sq :")),
     (HALF, Bug(FORWARD_CU, "rows_from(k_g, attention.k, sequence.keys)", "k_g")),
-    (HALF, Bug(ROWS_CUH, "__syncthreads();  // found: written", "")),
+    (HALF, Bug(PARAMS_CUH, "__syncthreads();  // work: written", "")),
     (MANY, Bug(ROWS_CUH, "up_to_lane) == nth + 1", "up_to_lane) == 1")),
-    (HALF, Bug(PARAMS_CUH, "(own.tiles - 1 - own.tile)", "own.tile + 1")),
+    (HALF, Bug(PARAMS_CUH, "(tile.tiles - 1 - tile.tile)", "tile.tile + 1")),
 ]  # fmt: skip
 WRONG_DEEP = [
     (HALF, Bug(ROWS_CUH, "return {begin, min(end - begin, longest)};", "return {begin, longest};")),
-    (HALF, Bug(ROWS_CUH, "before = tiles;", "")),
-    (HALF, Bug(ROWS_CUH, "__syncthreads();  // found: read", "//")),
-    (MANY, Bug(ROWS_CUH, "if (tiles >= least) sum += tiles;", "if (tiles > least) sum += tiles;")),
+    (HALF, Bug(ROWS_CUH, "before = longer;", "")),
+    (HALF, Bug(PARAMS_CUH, "__syncthreads();  // work: read", "//")),
+    (HALF, Bug(ROWS_CUH, "length += lane * step;", "length += step;")),
     (WHOLE, Bug(PARAMS_CUH, "seqused_k_g, batch), keys.count)", "seqused_k_g, batch), 1 << 20)")),
     (HALF, Bug(PARAMS_CUH, "rows.begin};", "0};")),
-    (HALF, Bug(PARAMS_CUH, "own.head / longest.group", "0 * own.head + 1")),
-    (MANY, Bug(ROWS_CUH, "int first = kWarpSize; first <", "int first = batch; first <")),
+    (HALF, Bug(PARAMS_CUH, "tile.head / longest.group", "0 * tile.head + 1")),
+    (MANY, Bug(ROWS_CUH, "first == 0 ? own : lane_tiles(first, tile_rows)", "own")),
     (MANY, Bug(ROWS_CUH, "nth -= __popc(alike);", "")),
 ]  # fmt: skip
 
@@ -100,7 +100,7 @@ BLOCKS = PackedBlocks(  # more tiles than one word has bits
 )  # fmt: skip
 KEYS_CUH = "attention/block_key_walk.cuh"
 MODIFIED = [
-    (EXPRESSIONS, Bug(PARAMS_CUH, ".of(own.batch).count;", ".longest;")),
+    (EXPRESSIONS, Bug(PARAMS_CUH, "work.sequence.keys.count,", "longest.sk,")),
     (BLOCKS, Bug(KEYS_CUH, "lists.queries()", "place.sq")),
     (BLOCKS, Bug(KEYS_CUH, "div_up(lists.keys(), kTileK);", "div_up(place.sk, kTileK);")),
 ]
@@ -158,7 +158,7 @@ WRONG_GRADIENTS = [
     (HALF, False, Bug(GRADIENTS_CUH, "(queries.begin + batch * kRowPad)", "(queries.begin)")),
     (HALF, False, Bug(DELTA_CU, "rows.begin + row,", "row,")),
     (FLOAT, False, Bug(FLOAT_DKDV_CU, "rows_from(dq_g, own.dq, queries)", "dq_g")),
-    (HALF, False, Bug(DKDV_CU, "rows_from(dk_g, own.dk, keys)", "dk_g")),
+    (HALF, False, Bug(DKDV_CU, "rows_from(dk_g, own.dk, own_keys)", "dk_g")),
 ]
 WRONG_GRADIENTS_DEEP = [
     (HALF, False, Bug(QUERIES_CUH, "(walk.tiles() - 1) * tile_bytes", "walk.tiles() * tile_bytes")),
@@ -167,7 +167,7 @@ WRONG_GRADIENTS_DEEP = [
     (HALF, False, Bug(CONVERT_CU, "rows_from(dq_g, backward.dq, rows)", "dq_g")),
     (HALF, False, Bug(DKDV_CU, "rows_from(q_g, longest.q, queries)", "q_g")),
     (HALF, False, Bug(DKDV_CU, "place.scratch_begin = scratch_begin(", "(void)scratch_begin(")),
-    (MANY, False, Bug(ROWS_CUH, "step *= kWarpSize;", "step *= 2;")),
+    (MANY, False, Bug(ROWS_CUH, "< batch) step *= kWarpSize;", "< batch) step *= 2;")),
     (HALF, True, Bug(DQ_CU, "rows_from(k_g, longest.k, keys)", "k_g")),
     (HALF, True, Bug(DQ_CU, "/*scratch_batch=*/0", "place.batch")),
     (FLOAT, True, Bug(FLOAT_DELTA_CU, "rows.begin) * forward.heads", "rows.begin)")),

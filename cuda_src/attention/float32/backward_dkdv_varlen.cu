@@ -20,9 +20,9 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
                                        const VarlenBackwardParams params MODIFIER_STRIDES) {
   const AttentionParams& longest = params.backward.attention;
   const PackedPointers pointers = {cu_seqlens_q_g, cu_seqlens_k_g, q_offsets_g, seqused_k_g};
-  PackedTile tile;
-  if (!find_keys(tile, params.packed, longest, pointers, Traits::kTileK, shared_memory())) return;
-  const PackedSequence sequence(params.packed, longest, pointers, tile.batch);
+  const PackedWork work = keys_of_cta(params.packed, longest, pointers, Traits::kTileK, shared_memory());
+  if (!work.exists()) return;
+  const PackedSequence& sequence = work.sequence;
   const BackwardParams own = of_sequence(params.backward, sequence);
   const RowSpan &queries = sequence.queries, &keys = sequence.keys;
   add_up_gradients(own,
@@ -31,5 +31,5 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
                     rows_from(lse_g, longest.lse, queries), delta_g + static_cast<int64>(queries.begin) * longest.heads,
                     bias_g, mask_g, slopes_g, rows_from(dq_g, own.dq, queries), rows_from(dk_g, own.dk, keys),
                     rows_from(dv_g, own.dv, keys), dbias_g, MODIFIERS},
-                   key_place(tile, Traits::kTileK), sequence.window, sequence.q_offset);
+                   key_place(work.tile, Traits::kTileK), sequence.window(longest), sequence.q_offset);
 }

@@ -18,9 +18,10 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
                                      const VarlenBackwardParams params MODIFIER_STRIDES) {
   const AttentionParams& longest = params.backward.attention;
   const PackedPointers pointers = {cu_seqlens_q_g, cu_seqlens_k_g, q_offsets_g, seqused_k_g};
-  Place place;
-  if (!place_of_cta(place, params.packed, longest, pointers, Traits::kTileQ, shared_memory())) return;
-  const PackedSequence sequence(params.packed, longest, pointers, place.batch);
+  const PackedWork work = queries_of_cta(params.packed, longest, pointers, Traits::kTileQ, shared_memory());
+  if (!work.exists()) return;
+  const PackedSequence& sequence = work.sequence;
+  const Place place = query_place(work, longest, Traits::kTileQ);
   const BackwardParams own = of_sequence(params.backward, sequence);
   const RowSpan &queries = sequence.queries, &keys = sequence.keys;
   add_up_dq(
@@ -29,5 +30,5 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
        rows_from(v_g, longest.v, keys), rows_from(lse_g, longest.lse, queries),
        delta_g + static_cast<int64>(queries.begin) * longest.heads, bias_g, mask_g, slopes_g,
        rows_from(dq_g, own.dq, queries), MODIFIERS},
-      place, sequence.window, [&] { return sequence.q_offset; }, /*scratch_batch=*/0);
+      place, sequence.window(longest), [&] { return sequence.q_offset; }, /*scratch_batch=*/0);
 }

@@ -18,10 +18,12 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
                                  const void* sinks_g, const VarlenParams params MODIFIER_STRIDES) {
   const AttentionParams& attention = params.attention;
   const PackedPointers pointers = {cu_seqlens_q_g, cu_seqlens_k_g, q_offsets_g, seqused_k_g};
-  Place place;
-  if (!place_of_cta(place, params.packed, attention, pointers, Traits::kTileQ, shared_memory())) return;
-  const PackedSequence sequence(params.packed, attention, pointers, place.batch);
+  const PackedWork work = queries_of_cta(params.packed, attention, pointers, Traits::kTileQ, shared_memory());
+  if (!work.exists()) return;
+  const PackedSequence& sequence = work.sequence;
+  const Place place = query_place(work, attention, Traits::kTileQ);
   const int64 begin = sequence.keys.begin;
-  attend(attention, {q_g, out_g, lse_g, bias_g, mask_g, slopes_g, sinks_g, MODIFIERS}, place, sequence.window,
-         sequence.q_offset, DenseKeys{attention, k_g + begin * attention.k.seq, v_g + begin * attention.v.seq});
+  attend(attention, {q_g, out_g, lse_g, bias_g, mask_g, slopes_g, sinks_g, MODIFIERS}, place,
+         sequence.window(attention), sequence.q_offset,
+         DenseKeys{attention, k_g + begin * attention.k.seq, v_g + begin * attention.v.seq});
 }

@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads)
     const PackedSequence sequence(params.packed, longest, pointers, batch);
     const int key = scratch - scratch_begin(sequence.keys, batch);
     sizes = value_sizes(head_rows(v_g, longest.v, batch, kv_head, sequence.keys.begin + key),
-                        0 <= key && key < sequence.window.keys);
+                        0 <= key && key < sequence.keys_in_use);
   }
   write_sizes(sizes_g, sizes);
 }

@@ -134,10 +134,11 @@ __device__ __forceinline__ void query_tile(Warp& warp, const Cta& cta, Feed& fee
   }
 }
 
-// The keys of one CTA. `q_offset()` says where query 0 stands.
-template <typename Feed = Traits::Feed, typename Offset>
+// The keys of one CTA. `q_offset()` says where query 0 stands, `gradients()` where results go.
+template <typename Feed = Traits::Feed, typename Offset, typename Gradients>
 __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, const GradientArrays& arrays,
-                                                 const KeyPlace& place, const KeyWindow& window, Offset q_offset) {
+                                                 const KeyPlace& place, const KeyWindow& window, Offset q_offset,
+                                                 Gradients gradients) {
   using T = Traits;
   Smem& smem = shared_memory();
   const AttentionParams& attention = params.attention;
@@ -189,7 +190,7 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
 
   // Phase 4: the gradients.
   store_gradients<T, CtaBarrier>(
-      smem, params, place, arrays.options.scales, arrays.dk_g, arrays.dv_g,
+      smem, params, place, arrays.options.scales, gradients(),
       [&](uint32 v_s, float scale) { round_to_tile<T::VTile>(v_s, warp_row, warp.dv, scale); },
       [&](uint32 k_s, float scale) { round_to_tile<T::KTile>(k_s, warp_row, warp.dk, scale); });
 }

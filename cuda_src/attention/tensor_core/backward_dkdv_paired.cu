@@ -26,15 +26,15 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   const KeyPlace place = in_order_of_work<Traits::kTileQ>(params.attention, KeyPlace(params.attention, Traits::kKeys),
                                                           Traits::kKeys, modifiers.blocks);
   const KeyWindow window = sequence_window(params.attention, q_offsets_g, seqused_k_g, place.batch);
-  add_up_gradients(params,
-                   {q_g,
-                    k_g,
-                    v_g,
-                    dout_g,
-                    statistics_g,
-                    dq_acc_g,
-                    dk_g,
-                    dv_g,
-                    {bias_g, mask_g, slopes_g, dbias_g, modifiers, {scales_g, cta_scales_g}}},
-                   place, window, [&] { return query_offset(params.attention, q_offsets_g, place.batch); });
+  add_up_gradients(
+      params,
+      {q_g,
+       k_g,
+       v_g,
+       dout_g,
+       statistics_g,
+       dq_acc_g,
+       {bias_g, mask_g, slopes_g, dbias_g, modifiers, {scales_g, cta_scales_g}}},
+      place, window, [&] { return query_offset(params.attention, q_offsets_g, place.batch); },
+      [&] { return KeyGradients{params.attention.sk, dk_g, dv_g}; });
 }

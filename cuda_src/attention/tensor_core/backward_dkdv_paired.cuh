@@ -191,8 +191,8 @@ struct ValueWarp : PairWarp<Traits::VTile, Traits::DoutTile> {
 };
 
 // The CTA's way, as either kind of warp goes it.
-template <typename Warp, typename Feed>
-__device__ __forceinline__ void run(const Cta& cta, const GradientArrays& arrays) {
+template <typename Warp, typename Feed, typename Gradients>
+__device__ __forceinline__ void run(const Cta& cta, const GradientArrays& arrays, Gradients gradients) {
   using T = Traits;
   Smem& smem = cta.smem;
   const BackwardParams& params = cta.params;
@@ -227,7 +227,7 @@ __device__ __forceinline__ void run(const Cta& cta, const GradientArrays& arrays
 
   // Phase 4: the gradients.
   store_gradients<T, CountedBarrier>(
-      smem, params, place, cta.arrays.scales, arrays.dk_g, arrays.dv_g,
+      smem, params, place, cta.arrays.scales, gradients(),
       [&](uint32 v_s, float scale) {
         if (!Warp::kOfKeys) warp.give(v_s, scale);
       },
@@ -236,10 +236,11 @@ __device__ __forceinline__ void run(const Cta& cta, const GradientArrays& arrays
       });
 }
 
-// The keys of one CTA. `q_offset()` says where query 0 stands.
-template <typename Feed = Traits::Feed, typename Offset>
+// The keys of one CTA. `q_offset()` says where query 0 stands, `gradients()` where results go.
+template <typename Feed = Traits::Feed, typename Offset, typename Gradients>
 __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, const GradientArrays& arrays,
-                                                 const KeyPlace& place, const KeyWindow& window, Offset q_offset) {
+                                                 const KeyPlace& place, const KeyWindow& window, Offset q_offset,
+                                                 Gradients gradients) {
   // Phase 1: the part that this warp has.
   const ScaleArrays& scales = arrays.options.scales;
   const GradientScale scale = scales.of_head(params, place.batch, place.kv_head * params.attention.group);
@@ -247,8 +248,8 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
   const Cta cta = {shared_memory(),     params,          window, arrays.options, q_offset(),
                    arrays.statistics_g, arrays.dq_acc_g, place,  scale};
   if (warp_index() < Traits::kPairs) {
-    run<KeyWarp, Feed>(cta, arrays);
+    run<KeyWarp, Feed>(cta, arrays, gradients);
   } else {
-    run<ValueWarp, Feed>(cta, arrays);
+    run<ValueWarp, Feed>(cta, arrays, gradients);
   }
 }

@@ -19,22 +19,25 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
                                           const VarlenBackwardParams params MODIFIER_STRIDES) {
   const AttentionParams& longest = params.backward.attention;
   const PackedPointers pointers = {cu_seqlens_q_g, cu_seqlens_k_g, q_offsets_g, seqused_k_g};
-  PackedTile tile;
-  if (!find_keys(tile, params.packed, longest, pointers, Traits::kKeys, shared_memory())) return;
-  const PackedSequence sequence(params.packed, longest, pointers, tile.batch);
+  const PackedWork work = keys_of_cta(params.packed, longest, pointers, Traits::kKeys, shared_memory());
+  if (!work.exists()) return;
+  const PackedSequence& sequence = work.sequence;
   const BackwardParams own = of_sequence(params.backward, sequence);
   const RowSpan &queries = sequence.queries, &keys = sequence.keys;
-  KeyPlace place = key_place(tile, Traits::kKeys);
-  place.scratch_begin = scratch_begin(queries, tile.batch);
-  add_up_gradients(own,
-                   {rows_from(q_g, longest.q, queries),
-                    rows_from(k_g, longest.k, keys),
-                    rows_from(v_g, longest.v, keys),
-                    rows_from(dout_g, own.dout, queries),
-                    statistics_g,
-                    dq_acc_g,
-                    rows_from(dk_g, own.dk, keys),
-                    rows_from(dv_g, own.dv, keys),
-                    {bias_g, mask_g, slopes_g, dbias_g, MODIFIERS, {scales_g, cta_scales_g}}},
-                   place, sequence.window, [&] { return sequence.q_offset; });
+  KeyPlace place = key_place(work.tile, Traits::kKeys);
+  place.scratch_begin = scratch_begin(queries, work.tile.batch);
+  add_up_gradients(
+      own,
+      {rows_from(q_g, longest.q, queries),
+       rows_from(k_g, longest.k, keys),
+       rows_from(v_g, longest.v, keys),
+       rows_from(dout_g, own.dout, queries),
+       statistics_g,
+       dq_acc_g,
+       {bias_g, mask_g, slopes_g, dbias_g, MODIFIERS, {scales_g, cta_scales_g}}},
+      place, sequence.window(longest), [&] { return sequence.q_offset; },
+      [&] {
+        const RowSpan own_keys = packed_keys(params.packed, longest, pointers).of(place.batch);
+        return KeyGradients{own_keys.count, rows_from(dk_g, own.dk, own_keys), rows_from(dv_g, own.dv, own_keys)};
+      });
 }

@@ -18,9 +18,10 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
                                  const VarlenBackwardParams params MODIFIER_STRIDES) {
   const AttentionParams& longest = params.backward.attention;
   const PackedPointers pointers = {cu_seqlens_q_g, cu_seqlens_k_g, q_offsets_g, seqused_k_g};
-  Place place;
-  if (!place_of_cta(place, params.packed, longest, pointers, Traits::kRows, shared_memory())) return;
-  const PackedSequence sequence(params.packed, longest, pointers, place.batch);
+  const PackedWork work = queries_of_cta(params.packed, longest, pointers, Traits::kRows, shared_memory());
+  if (!work.exists()) return;
+  const PackedSequence& sequence = work.sequence;
+  const Place place = query_place(work, longest, Traits::kRows);
   const BackwardParams own = of_sequence(params.backward, sequence);
   const RowSpan &queries = sequence.queries, &keys = sequence.keys;
   add_up_dq(
@@ -32,5 +33,5 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
        statistics_g + statistics_offset(scratch_begin(queries, place.batch)),
        rows_from(dq_g, own.dq, queries),
        {bias_g, mask_g, slopes_g, nullptr, MODIFIERS, {scales_g, cta_scales_g}}},
-      place, sequence.window, [&] { return sequence.q_offset; }, /*scratch_batch=*/0);
+      place, sequence.window(longest), [&] { return sequence.q_offset; }, /*scratch_batch=*/0);
 }

@@ -30,9 +30,8 @@ struct PackedSequences {
   __device__ __forceinline__ Sequence of(int batch) const {
     const PackedSequence sequence(params.packed, params.backward.attention, pointers, batch);
     const RowSpan &queries = sequence.queries, &keys = sequence.keys;
-    return {queries.begin,  keys.begin, static_cast<uint32>(scratch_begin(queries, batch)),
-            queries.count,  keys.count, sequence.q_offset,
-            sequence.window};
+    return {queries.begin, keys.begin,        static_cast<uint32>(scratch_begin(queries, batch)), queries.count,
+            keys.count,    sequence.q_offset, sequence.window(params.backward.attention)};
   }
   __device__ __forceinline__ int queries(const Sequence& sequence) const { return sequence.sq; }
   __device__ __forceinline__ BackwardParams params_of(const Sequence& sequence) const {

@@ -59,8 +59,15 @@ struct GradientArrays {
   const float16 *q_g, *k_g, *v_g, *dout_g;
   const float* statistics_g;
   float* dq_acc_g;
-  float16 *dk_g, *dv_g;
   OptionArrays options;
+};
+
+// Where the gradients of a sequence's keys begin. A kernel asks for it behind its walk: what leads to a packed sequence's
+// rows it would otherwise keep in registers, and spill of what the walk uses (the backward of head dim 64 in one pass
+// modelled 0.68 then and 0.71 now, at head dim 128 in two 0.55 and 0.70; T4, 2026-11-26).
+struct KeyGradients {
+  int keys;
+  float16 *dk_g, *dv_g;
 };
 
 // V and K, one after the other, through shared memory into registers: take_v and take_k fetch a warp's part.
@@ -115,19 +122,19 @@ __device__ __forceinline__ void walk_tiles(Feed& feed, const float* statistics_g
 // warp's part there.
 template <typename T, typename Barrier, typename Smem, typename GiveV, typename GiveK>
 __device__ __forceinline__ void store_gradients(Smem& smem, const BackwardParams& params, const KeyPlace& place,
-                                                const ScaleArrays& scales, float16* dk_g, float16* dv_g, GiveV give_v,
+                                                const ScaleArrays& scales, const KeyGradients& gradients, GiveV give_v,
                                                 GiveK give_k) {
-  const int rows = params.attention.sk - place.first_key;
+  const int rows = gradients.keys - place.first_key;
   const float keep_scale = DROPOUT ? params.attention.scores.keep_scale : 1.f;
   give_v(shared_address(smem.v), kUnboost * keep_scale);
   Barrier::wait();  // v: dV is complete
   store_rows<typename T::VTile, T::kHeadDimV, T::kVec, T::kThreads, typename T::Tile>(
-      head_rows(dv_g, params.dv, place.batch, place.kv_head, place.first_key), params.dv.seq, smem.v, rows,
+      head_rows(gradients.dv_g, params.dv, place.batch, place.kv_head, place.first_key), params.dv.seq, smem.v, rows,
       params.accumulate);
   Barrier::wait();  // v: read; dK takes its place
   give_k(shared_address(smem.k), params.scale * scales.up());
   Barrier::wait();  // k: dK is complete
   store_rows<typename T::KTile, T::kHeadDim, T::kVec, T::kThreads, typename T::Tile>(
-      head_rows(dk_g, params.dk, place.batch, place.kv_head, place.first_key), params.dk.seq, smem.k, rows,
+      head_rows(gradients.dk_g, params.dk, place.batch, place.kv_head, place.first_key), params.dk.seq, smem.k, rows,
       params.accumulate);
 }

@@ -74,8 +74,7 @@ def _plan(
     require_item_alignment(problem.layouts, problem.starts, problem.overlaps.shown_as)
     if problem.batch * problem.heads == 0:
         return nothing_to_add(problem, accumulate)
-    packed = isinstance(problem, PackedProblem)
-    together = kv_heads_together(problem, card, backward=True, packed=packed)
+    together = kv_heads_together(problem, card, backward=True)
 
     def plan_of(turned: AttentionProblem) -> Plan:
         plan = chosen.plan(

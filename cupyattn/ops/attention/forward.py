@@ -19,7 +19,6 @@ from cupyattn.ops.attention.options import (
     USER_FUNCTIONS,
     DropoutSeed,
 )
-from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import interleaved, placed, seeded
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.rotary import rotated
@@ -61,8 +60,7 @@ def _plan(problem: AttentionProblem, card: Card, return_lse: bool) -> Plan:
     chosen = implementation_of(problem, table, "attention")
     require_lengths(problem)
     require_item_alignment(problem.layouts, problem.starts, problem.overlaps.shown_as)
-    few, packed = few_queries.suits(problem, card), isinstance(problem, PackedProblem)
-    together = kv_heads_together(problem, card, packed=packed)
+    few, together = few_queries.suits(problem, card), kv_heads_together(problem, card)
 
     def plan_of(turned: AttentionProblem) -> Plan:
         if few:

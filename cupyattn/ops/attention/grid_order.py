@@ -25,7 +25,7 @@ byte of them, of which a T4 wants 170 at 0.85 of its tensor cores: one reading i
 
 
 def kv_heads_together(
-    problem: AttentionProblem, card: Card, *, backward: bool = False, packed: bool = False
+    problem: AttentionProblem, card: Card, *, backward: bool = False, prompts: bool = False
 ) -> int:
     """Return how many key-value heads take turns in the grid; 0 where all tiles are alike.
 
@@ -33,11 +33,12 @@ def kv_heads_together(
 
     With each come all query heads of its group, which share its keys. It is as many as leave each
     query head some CTAs at a time, and as L2 has room for: for keys and values, in the backward for
-    queries and their gradients too. It divides B * G; or G of packed sequences, as one has more
-    tiles than another.
+    queries and their gradients too. It divides B * G; or G of packed prompts, whose
+    order is that of their sequences. (Of packed sequences those with equally many tiles take turns,
+    and the last heads of these may be fewer.)
     """
     left, right = problem.window
-    sequences = problem.kv_heads if packed else problem.batch * problem.kv_heads
+    sequences = problem.kv_heads if prompts else problem.batch * problem.kv_heads
     uneven = (left is None and right is not None) or BLOCK_MASK in problem.layouts
     if not uneven or not sequences * problem.heads:
         return 0

@@ -65,7 +65,7 @@ def _plan(problem: DecodeProblem, card: Card, return_lse: bool) -> Plan:
     results = problem.result_layouts(outputs)
     kernel, tile_q = _kernel(problem, results["out"], card)
     step = Step.of(kernel, attention.heads * _tiles(problem, tile_q), _params(problem, results))
-    together = kv_heads_together(attention, card, packed=problem.packed)
+    together = kv_heads_together(attention, card, prompts=problem.packed)
     plan = interleaved(Plan((step,), outputs), together)
     plan.require_arrays(problem.layouts)
     return plan
