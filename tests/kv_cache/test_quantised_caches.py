@@ -43,6 +43,15 @@ def test_within_the_bound_of_the_integers(bits: int, data: st.DataObject, count:
     assert problem.ratio(out, lse, arrays) <= 1
 
 
+def test_the_bias_of_four_bits_shows_beside_a_value_that_is_0():
+    """The other token's scale is 5,000 times as large, and eight times it is taken off again."""
+    problem = PagedProblem(
+        lengths=(2,), Sq=1, G=2, group=4, D=64, dtype="float16", block_size=16, bits=4
+    )
+    arrays = problem.arrays()
+    assert 0.3 < problem.ratio(*on_kernels(problem, arrays), arrays) <= 1
+
+
 RAGGED = PagedProblem(
     lengths=(0, 300, 7, 64, 129), Sq=3, G=2, group=2, D=64, dtype="float16",
     options=(("causal", True),), bits=4,

@@ -10,6 +10,7 @@ Decoding, for one row (kernels in float32 have no bias, and no weights in float1
 
     ds  = (D + 4) u32 |softmax_scale| max_j s_j sum_d |q_d| (|K_jd| + 2 c)
     |out - ref| <= 4 ds (P |V|) + 4 u32 (P |V|) + 2**-24 max_j t_j sum_j |V_j / t_j|
+                   + 2 c (n + 8 T) u32 sum_j P_j t_j, of 4 bits alone
     |lse - ref| <= 2 ds
 
 - On tensor cores an integer of K counts from -c on, and c sum_d q_d is taken off its product: two
@@ -18,6 +19,8 @@ Decoding, for one row (kernels in float32 have no bias, and no weights in float1
   The row's largest weight is at least 1. So what a weight loses below 2**-14 of the unit is 2**-25
   of it; then it meets an integer. Its other roundings are those of any weight, and 2 u32 of the
   scaling.
+- An integer of V of 4 bits counts from -c on too, and c sum_j P_j t_j is taken off at the end: each
+  of the two sums over n keys, in T tiles of 16, errs by that much.
 
 Prompts: K and V become floats of the kernel's dtype first, off by r |K| + t and r |V| + t at most.
 
@@ -95,6 +98,10 @@ def stored_attention_bound(
     if half:
         unit = np.max(v_scales, axis=1, initial=0.0)[..., None]
         out_bound += _heads(2.0**-24 * unit * integers[1].sum(axis=1), group)[:, None]
+    if half and v.dtype == np.uint8:
+        count = k.shape[1]
+        shares, _ = attention(q, dequantise(k, k_scales), v_scales[..., None], **options)
+        out_bound += 2 * BIAS["uint8"] * (count + 8 * -(-count // 16)) * U32 * shares
     return out_bound, 2 * ds
 
 
