@@ -109,9 +109,9 @@ def work(seen: np.ndarray, given_arrays: list[np.ndarray], **bias: np.ndarray) -
 def test_work_is_the_share_of_the_tiles_that_are_left(monkeypatch: pytest.MonkeyPatch):
     """Two documents of whole tiles: half of the scores; and none of what nothing is seen of."""
     monkeypatch.setattr(block_masks, "KERNELS", NUMPY)
-    given_arrays = arrays("float16", 256, 192)
-    bias = np.zeros((256, 192), np.float32)
-    half = (np.arange(256) < 128)[:, None] == (np.arange(192) < 96)
+    given_arrays = arrays("float16", 256, 256)
+    bias = np.zeros((256, 256), np.float32)
+    half = (np.arange(256) < 128)[:, None] == (np.arange(256) < 128)
     counts = [
         work(seen[None, None], given_arrays, bias=bias) - work(seen[None, None], given_arrays)
         for seen in (half, np.ones_like(half), np.zeros_like(half))

@@ -167,17 +167,18 @@ class Sizes:
 SHARES = {
     # Many tiles: no parts, no scratch.
     (8, 16, 4096, 4096): ((1, 16, 4096, 4096), (1, 16, 1, False, False), None),
-    # 2 x 3 tiles: a CTA for each pair.
+    # 2 tiles: a CTA for each pair.
     (2, 4, 130, 100): ((130, 100), (1, 1, 8, False, False), (8, 1, 130, 100)),
     (8, 16, 1024, 1000): ((1, 16, 1024, 1000), (1, 16, 1, False, False), None),
-    # 8 x 11 tiles of 512 CTAs that are enough: five parts.
-    (8, 16, 1024, 500): ((8, 1, 1024, 500), (8, 1, 1, False, False), None),
-    (9, 16, 1024, 500): ((1, 1, 1024, 500), (1, 1, 5, False, False), (5, 1, 1024, 500)),
+    # 8 x 4 tiles of 512 CTAs that are enough: so many parts that there are as many.
+    (8, 16, 1024, 500): ((8, 1, 1024, 500), (8, 1, 2, False, False), (8, 2, 1024, 500)),
+    (9, 16, 1024, 500): ((1, 1, 1024, 500), (1, 1, 16, False, False), (16, 1, 1024, 500)),
+    (9, 16, 1152, 500): ((1, 1, 1152, 500), (1, 1, 14, False, False), (14, 1, 1152, 500)),
     (2, 16, 300, 100): ((2, 1, 300, 100), (2, 1, 16, False, False), (2, 16, 300, 100)),
-    # A row for each of a tile's 4 warps, a key for each tile.
-    (2, 16, 300, 4000): ((2, 16, 1, 4000), (2, 16, 1, True, False), (2, 16, 12, 4000)),
-    (2, 16, 300, 4001): ((2, 16, 300, 1), (2, 16, 1, False, True), (2, 16, 300, 84)),
-    (1, 1, 300, 100): ((1,), (1, 1, 1, True, True), (1, 1, 12, 3)),
+    # A row for each of a tile's 8 warps, a key for each tile.
+    (2, 16, 300, 4000): ((2, 16, 1, 4000), (2, 16, 1, True, False), (2, 16, 24, 4000)),
+    (2, 16, 300, 4001): ((2, 16, 300, 1), (2, 16, 1, False, True), (2, 16, 300, 32)),
+    (1, 1, 300, 100): ((1,), (1, 1, 1, True, True), (1, 1, 24, 1)),
     (2, 3, 0, 100): ((100,), (1, 1, 6, True, False), (6, 1, 0, 100)),
 }
 

@@ -62,10 +62,11 @@ def backward_plan(
     results = result_layouts(problem, outputs)
     rows = _countable_rows(problem)
     dbias = results.get("dbias")
-    summed = _summed_dbias(problem, arch, dbias, accumulate)
+    score_vec = _score_items(problem, _score_arrays(problem, start_of, dbias))
+    summed = _summed_dbias(problem, arch, dbias, score_vec, accumulate)
 
     to_zero = {} if deterministic else {"dq_acc": rows * round_up(problem.head_dim, 8)}
-    options = _options(problem, start_of, dbias, summed, accumulate)
+    options = _options(problem, start_of, dbias, score_vec, summed, accumulate)
     lists = _lists(problem, arch, options, deterministic)
     kept = {
         "stats": 2 * rows,
@@ -228,16 +229,16 @@ def _options(
     problem: AttentionProblem,
     start_of: Starts,
     dbias: Layout | None,
+    score_vec: int,
     summed: SummedDbias | None,
     accumulate: bool,
 ) -> _Options:
-    """Name the options of a call's kernels."""
+    """Name the options of a call's kernels; those that write dbias take `score_vec` at a time."""
     scores = score_options(problem)
-    inputs = [(problem.layouts[n], start_of[n]) for n in ("bias", "mask") if n in problem.layouts]
     dq = BackwardOptions(
         bias=scores.bias,
         mask=scores.mask,
-        score_vec=_score_items(problem, inputs),
+        score_vec=_score_items(problem, _score_arrays(problem, start_of, None)),
         slopes=scores.slopes,
         softcap=scores.softcap,
         dropout=scores.dropout,
@@ -245,16 +246,23 @@ def _options(
     )
     if dbias is None:
         return _Options(dq, dq)
-    target = (dbias, start_of.get("dbias", 0))
-    if summed is not None and summed.scratch:
-        target = (summed.target, 0)
-    writing = dq._replace(
-        score_vec=_score_items(problem, [*inputs, target]), dbias=target[0].dtype.name
-    )
+    target = dbias if summed is None else summed.target
+    writing = dq._replace(score_vec=score_vec, dbias=target.dtype.name)
     if summed is not None:
         modifiers = modifiers_of(problem.functions, problem.layouts, blocks=BLOCK_STATES)
         return _Options(dq, dq, writing._replace(modified=modifiers))
     return _Options(writing._replace(dbias_accumulate=accumulate), dq)
+
+
+def _score_arrays(
+    problem: AttentionProblem, start_of: Starts, dbias: Layout | None
+) -> list[tuple[Layout, int]]:
+    """Return what has an item for each score: the layout, and what its start misses."""
+    names = ("bias", "mask")
+    given: dict[str, Layout] = {n: problem.layouts[n] for n in names if n in problem.layouts}
+    if dbias is not None:
+        given["dbias"] = dbias
+    return [(layout, start_of.get(name, 0)) for name, layout in given.items()]
 
 
 def _score_items(problem: AttentionProblem, arrays: Sequence[tuple[Layout, int]]) -> int:
@@ -273,7 +281,11 @@ def _score_items(problem: AttentionProblem, arrays: Sequence[tuple[Layout, int]]
 
 
 def _summed_dbias(
-    problem: AttentionProblem, arch: int, dbias: Layout | None, accumulate: bool
+    problem: AttentionProblem,
+    arch: int,
+    dbias: Layout | None,
+    score_vec: int,
+    accumulate: bool,
 ) -> SummedDbias | None:
     """Share out the gradient of a bias that broadcasts; None for any other.
 
@@ -281,7 +293,8 @@ def _summed_dbias(
     """
     if dbias is None or four_axes(dbias.shape) == problem.scores_shape:
         return None
-    row = backward_summed_dbias.summed_dbias_row(arch, problem.head_dim, problem.head_dim_v)
+    dims = problem.head_dim, problem.head_dim_v
+    row = backward_summed_dbias.summed_dbias_row(arch, *dims, score_vec)
     return shared_out(problem, dbias, row, accumulate)
 
 

@@ -66,22 +66,35 @@ class SummedDbiasConfig:
 
 
 # "Models" is the tensor utilisation of the main loop on a T4 by a static model of the machine code,
-# with a bias of float16 (NVRTC 12.9.86, 2026-11-24, +-0.05): no Turing card has been measured. Two
+# with a bias of float16 (NVRTC 12.9.86, 2026-11-26, +-0.05): no Turing card has been measured. Two
 # products have as many scores to make as the five of dk, dv and dq: that binds, and the load/store
-# unit, as all four operands of a product are new each time.
+# unit, as all four operands of a product are new each time. Large tiles read the least: on an H100
+# that of head dim 64 took 697 us where 48 keys by warps of 32 rows took 856, that of 96 took 949
+# where 64 keys took 1,083, and that of 32 took 534 where 48 keys took 632 (4 x 2,048 tokens, 16
+# heads, one bias for all batch elements, CUPYATTN_ARCH=75; a script that is not kept, 2026-11-26).
 _TURING_SUMMED_DBIAS = {
-    64: SummedDbiasConfig(2, 4, 48, 2, "models 0.42, and 0.43 with 64 keys, where 132 bytes spill"),
-    128: SummedDbiasConfig(
-        1, 8, 64, 1, "models 0.48, and at head dim 96 0.41; 0.44 with 32 rows a warp, which spill"
-    ),
+    32: SummedDbiasConfig(2, 4, 64, 2, "models 0.33; 0.34 with 96 keys, where 144 bytes spill"),
+    64: SummedDbiasConfig(1, 8, 128, 1, "models 0.47, and 0.44 with 112 keys; fills the 64 KB"),
+    96: SummedDbiasConfig(1, 8, 80, 1, "models 0.44, and 0.42 with 64 keys or at head dim 80"),
+    128: SummedDbiasConfig(1, 8, 64, 1, "models 0.48; 0.44 with 32 rows a warp, which spill"),
     256: SummedDbiasConfig(1, 8, 32, 1, "models 0.43, and 0.38 at 192; fills the 64 KB"),
 }
+# Items of the bias that are loaded one by one: more products for each of them hide the way.
+_TURING_ONE_BY_ONE = {
+    64: SummedDbiasConfig(2, 4, 48, 2, "models 0.33; 0.17 with rows of 16 and 128 keys"),
+    128: SummedDbiasConfig(1, 8, 64, 1, "as with scores by 4"),
+    256: SummedDbiasConfig(1, 8, 32, 1, "as with scores by 4"),
+}
 SUMMED_DBIAS = with_mma_k(_TURING_SUMMED_DBIAS)
+SUMMED_DBIAS_ONE_BY_ONE = with_mma_k(_TURING_ONE_BY_ONE)
 
 
-def summed_dbias_row(arch: int, head_dim: int, head_dim_v: int) -> SummedDbiasConfig:
-    """Return the table row for these head dims."""
-    return row_of(SUMMED_DBIAS, arch, head_dim, head_dim_v)
+def summed_dbias_row(
+    arch: int, head_dim: int, head_dim_v: int, score_vec: int
+) -> SummedDbiasConfig:
+    """Return the table row for these head dims, and so many scores at a time: 4 or 1."""
+    table = SUMMED_DBIAS_ONE_BY_ONE if score_vec == 1 else SUMMED_DBIAS
+    return row_of(table, arch, head_dim, head_dim_v)
 
 
 _OPTIONS = ("bias", "mask", "score_vec", "slopes", "softcap", "dropout", "modified", "dbias")
@@ -97,7 +110,7 @@ def summed_dbias(
     packed: bool = False,
 ) -> Specialisation:
     """Specialise the kernel, which writes items of the dtype that the options name for dbias."""
-    row = summed_dbias_row(arch, head_dim, head_dim_v)
+    row = summed_dbias_row(arch, head_dim, head_dim_v, options.score_vec)
     kernel = SUMMED_DBIAS_VARLEN_KERNEL if packed else SUMMED_DBIAS_KERNEL
     return modified(kernel, options.modified).specialise(
         threads=row.warps * WARP_SIZE,
