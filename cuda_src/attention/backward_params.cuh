@@ -56,15 +56,15 @@ struct KeyPlace {
       : batch(batch_), kv_head(kv_head_), first_key(first_key_), scratch_batch(scratch_batch_) {}
 
   __device__ __forceinline__ KeyPlace(const AttentionParams& params, int keys_per_cta)
-      : KeyPlace(params, keys_per_cta, params.kv_together) {}
+      : KeyPlace(params, keys_per_cta, params.kv_together, params.batches) {}
 
-  __device__ __forceinline__ KeyPlace(const AttentionParams& params, int keys_per_cta, uint32 together) {
-    const uint32 tiles = div_up(params.sk, keys_per_cta);
-    const int kv_heads = params.heads / params.group;
-    const int sequence = blockIdx.x / (tiles * together) * together + blockIdx.x % together;
-    first_key = blockIdx.x / together % tiles * keys_per_cta;
-    kv_head = sequence % kv_heads;
-    batch = scratch_batch = sequence / kv_heads;
+  __device__ __forceinline__ KeyPlace(const AttentionParams& params, int keys_per_cta, uint32 together,
+                                      uint32 batches) {
+    const Turn turn(blockIdx.x, div_up(params.sk, keys_per_cta), together);
+    const BatchHead own(turn.head, params.heads / params.group, batches);
+    first_key = turn.tile * keys_per_cta;
+    kv_head = own.head;
+    batch = scratch_batch = own.batch;
   }
 };
 

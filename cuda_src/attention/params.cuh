@@ -57,6 +57,7 @@ struct AttentionParams {
   ScoreParams scores;
   int together;     // heads whose tiles of queries take turns in the grid: a divisor of B * H
   int kv_together;  // key-value heads whose tiles of keys do: a divisor of B * G
+  int batches;      // batch elements among them, whose like heads are neighbours: a divisor of B
 };
 static_assert(sizeof(AttentionParams) == ATTENTION_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
 
@@ -74,6 +75,15 @@ struct Turn {
       : head(index / (tiles * together) * together + index % together), tile(index / together % tiles) {}
 };
 
+// The head that has this number among those of all batch elements: one element's behind another's, or those of `batches`
+// elements, the first head of each before the second.
+struct BatchHead {
+  int batch, head;
+
+  __device__ __forceinline__ BatchHead(int number, int heads, int batches)
+      : batch(number / batches / heads * batches + number % batches), head(number / batches % heads) {}
+};
+
 // Where one CTA (cooperative thread array, a block of threads) works: a run of query rows of one head of one sequence.
 // The grid is flat, so that neither batch nor head count meets the 65,535 of the grid's y and z. Rows of one head are
 // neighbours and share its keys in L2, or those of heads that take turns.
@@ -89,8 +99,9 @@ __device__ __forceinline__ Place place_of_tile(const AttentionParams& params, ui
   const Turn turn(index, tiles, params.together);
   Place place;
   place.first_row = (last_rows_first ? tiles - 1 - turn.tile : turn.tile) * rows_per_cta;
-  place.head = turn.head % params.heads;  // of all sequences
-  place.batch = turn.head / params.heads;
+  const BatchHead own(turn.head, params.heads, params.batches);
+  place.head = own.head;
+  place.batch = own.batch;
   place.kv_head = place.head / params.group;
   place.sq = params.sq;
   place.sk = params.sk;

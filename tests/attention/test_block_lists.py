@@ -18,7 +18,7 @@ from cupyattn.arrays import adopt, contiguous
 from cupyattn.functional.backend import device_of
 from cupyattn.kernels.configs.attention.block_mask import LIST_HEAD, TILE
 from cupyattn.ops.attention.block_mask import block_lists
-from cupyattn.ops.attention.grid_order import kv_heads_together
+from cupyattn.ops.attention.grid_order import turns
 from cupyattn.ops.attention.modifiers import BLOCK_MASK
 from cupyattn.ops.plan import Output, Plan, run
 
@@ -109,4 +109,4 @@ def test_lists_are_what_the_tiles_say(batch, heads, group, extents, spans, of_ke
 def test_heads_with_lists_take_turns(window):
     problem = causal_problem(2048, 32, 128)
     problem.window, problem.layouts = window, {BLOCK_MASK: None}
-    assert kv_heads_together(problem, CARDS["T4"]) == 8
+    assert turns(problem, CARDS["T4"]).kv_heads == 8

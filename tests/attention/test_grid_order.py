@@ -22,7 +22,7 @@ from support.varlen import VarlenProblem
 import cupyattn
 from cupyattn.kernels.spec import Pointer, Scalar
 from cupyattn.kernels.structs.attention import ATTENTION_PARAMS, BACKWARD_PARAMS, BACKWARD_STRUCT
-from cupyattn.ops.attention.grid_order import kv_heads_together
+from cupyattn.ops.attention.grid_order import turns
 from cupyattn.ops.card import Card
 
 LEAST_OF_PLAIN = 0.88  # of the TFLOP/s of a plain call, which has twice the scores
@@ -36,7 +36,7 @@ def test_a_small_causal_call_is_nearly_twice_as_fast(card, head_dim, kind):
     """By simulation, of 2,048 tokens and 32 heads."""
     grid = Grid.of(CARDS[card], head_dim, 2048, 32, kind)
     problem = causal_problem(2048, 32, head_dim)
-    together = kv_heads_together(problem, CARDS[card], backward=kind == "backward")
+    together = turns(problem, CARDS[card], backward=kind == "backward").kv_heads
     plain = grid.seconds(1, causal=False)
     assert plain / grid.seconds(together, causal=True) >= 2 * LEAST_OF_PLAIN
     # Never worse than one head behind the other; which on many multiprocessors wastes nearly half.
@@ -71,7 +71,7 @@ def test_how_many_heads_take_turns(changed, card, together):
     named = {name: changed.get(name, size) for name, size in sizes.items()}
     others = {name: size for name, size in changed.items() if name not in sizes}
     problem = causal_problem(*named.values(), **others)
-    assert kv_heads_together(problem, card) == together
+    assert turns(problem, card).kv_heads == together
     if together:
         assert problem.batch * problem.kv_heads % together == 0
 
@@ -80,18 +80,54 @@ def test_how_many_heads_take_turns(changed, card, together):
 def test_tiles_that_are_alike_stay_in_their_heads(window):
     problem = causal_problem(2048, 32, 128)
     problem.window = window
-    assert kv_heads_together(problem, T4) == 0
+    assert turns(problem, T4) == (0, 1)
+
+
+BIASED = {"B": 8, "Sq": 512, "Sk": 512, "H": 12, "G": 12}
+
+
+@pytest.mark.parametrize(
+    ("shape", "changed", "expected"),
+    [
+        ((1, 12, 512, 512), {}, (8, 8)),
+        ((512, 512), {}, (8, 8)),
+        ((1, 1, 1, 512), {"B": 50}, (10, 10)),  # the largest divisor of 50 within 20 at a time
+        ((12, 512, 512), {"Sk": 16_384, "Sq": 512}, (2, 2)),  # within L2
+        ((12, 512, 512), {"B": 23}, (0, 1)),
+        ((8, 12, 512, 512), {}, (0, 1)),
+        ((8, 1, 512, 512), {}, (0, 1)),
+        ((1, 12, 512, 512), {"B": 1}, (0, 1)),
+        ((1, 12, 512, 512), {"G": 3}, (4, 4)),  # with each four query heads
+        ((1, 12, 512, 512), {"causal": True}, (16, 8)),
+        ((1, 12, 512, 512), {"causal": True, "B": 1}, (12, 1)),
+    ],
+)
+def test_batch_elements_that_have_one_bias_take_turns(shape, changed, expected, recorder):
+    sizes = {**BIASED, **changed}
+    q, k = (
+        device_array((sizes["B"], sizes[rows], sizes[heads], 64))
+        for rows, heads in (("Sq", "H"), ("Sk", "G"))
+    )
+    shape = (*shape[:-2], sizes["Sq"] if shape[-2] != 1 else 1, sizes["Sk"])
+    bias = device_array(shape)
+    cupyattn.attention(q, k, k, bias=bias, causal=sizes.get("causal", False), q_offset=0)
+    (launch,) = recorder.started
+    params = launch.arguments[-1]
+    assert (int(params["kv_together"]), int(params["batches"])) == (expected[0] or 1, expected[1])
+    assert int(params["together"]) == (expected[0] or 1) * (
+        sizes["H"] // sizes["G"] if expected[0] else 1
+    )
 
 
 def test_the_backward_counts_queries_and_their_gradients():
     problem = causal_problem(2048, 32, 128, kv_heads=8)
-    assert [kv_heads_together(problem, T4, backward=way) for way in (False, True)] == [4, 2]
+    assert [turns(problem, T4, backward=way).kv_heads for way in (False, True)] == [4, 2]
 
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
 @given(
-    batch=st.integers(1, 3),
+    batch=st.integers(1, 4),
     kv_heads=st.integers(1, 6),
     group=st.integers(1, 3),
     tiles=st.tuples(st.integers(1, 4), st.integers(1, 4)),
@@ -99,14 +135,15 @@ def test_the_backward_counts_queries_and_their_gradients():
 )
 @examples(14)
 def test_every_tile_is_had_once_and_longest_ones_first(batch, kv_heads, group, tiles, data):
-    counts = [n for n in range(1, batch * kv_heads + 1) if batch * kv_heads % n == 0]
-    together = data.draw(st.sampled_from(counts))
+    together = data.draw(st.sampled_from(divisors(batch * kv_heads)))
+    batches = data.draw(st.sampled_from(divisors(batch)))
     params = np.zeros((), BACKWARD_PARAMS)
     params["batch"] = batch
     attention = params["attention"]
     attention["heads"], attention["group"] = kv_heads * group, group
     attention["sq"], attention["sk"] = (16 * count - 5 for count in tiles)
     attention["together"], attention["kv_together"] = together * group, together
+    attention["batches"] = batches
     probe = Probe(
         "grid_order", Pointer("rows"), Pointer("keys"), BACKWARD_STRUCT, threads=1, TILE=16
     )
@@ -116,15 +153,22 @@ def test_every_tile_is_had_once_and_longest_ones_first(batch, kv_heads, group, t
         for number, count in zip(heads, tiles, strict=True)
     ]
     found = probe.run(max(map(len, empty)), *empty, params)
-    for order, number, count, turns, last_first in zip(
+    for order, number, count, at_once, last_first in zip(
         found, heads, tiles, (together * group, together), (True, False), strict=True
     ):
         firsts = [16 * tile for tile in range(count)][:: -1 if last_first else 1]
+        of_batch = number // batch
+        neighbours = [
+            of_batch * (begin + element) + head
+            for begin in range(0, batch, batches)
+            for head in range(of_batch)
+            for element in range(batches)
+        ]
         expected = [
             [head, first]
-            for begin in range(0, number, turns)
+            for some in batched(neighbours, at_once)
             for first in firsts
-            for head in range(begin, begin + turns)
+            for head in some
         ]
         assert order.tolist() == expected
 
@@ -226,14 +270,18 @@ def test_packed_tiles_are_had_once_and_the_longest_sequences_first(lengths, head
     assert found.tolist() == order + [[0] * 4] * beyond
 
 
+def divisors(number):
+    return [count for count in range(1, number + 1) if number % count == 0]
+
+
 def batched(items, size):
     return [items[first : first + size] for first in range(0, len(items), size)]
 
 
 def test_heads_of_a_packed_prompt_alone_take_turns():
     problem = causal_problem(2048, 6, 128, batch=8)
-    assert kv_heads_together(problem, CARDS["H200"]) == 48
-    assert kv_heads_together(problem, CARDS["H200"], prompts=True) == 6
+    assert turns(problem, CARDS["H200"]).kv_heads == 48
+    assert turns(problem, CARDS["H200"], prompts=True).kv_heads == 6
 
 
 def test_kernels_are_told(recorder):

@@ -34,7 +34,10 @@ def test_attention_params_are_read_by_the_names_they_were_written_by():
         params[name] = tuple(len(expected) + i + 1 for i in range(2))
         expected += params[name].tolist()
     names = ATTENTION_PARAMS.names
-    for name in (*names[names.index("q_offset") : names.index("scale_log2")], *names[-2:]):
+    for name in (
+        *names[names.index("q_offset") : names.index("scale_log2")],
+        *names[names.index("together") :],
+    ):
         params[name] = len(expected) + 1
         expected.append(len(expected) + 1)
     params["scale_log2"], params["softmax_scale"] = 0.625, 0.375

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.kernels.configs.attention.tensor_core import backward_dkdv, forward_rows
-from cupyattn.ops.attention.grid_order import kv_heads_together
+from cupyattn.ops.attention.grid_order import turns
 from cupyattn.ops.card import Card
 
 CARDS = {
@@ -90,7 +90,7 @@ def main() -> None:
                 for length, heads in ((2048, 32), (4096, 32), (1024, 64)):
                     problem = causal_problem(length, heads, head_dim)
                     grid = Grid.of(card, head_dim, length, heads, kind)
-                    together = kv_heads_together(problem, card, backward=kind == "backward")
+                    together = turns(problem, card, backward=kind == "backward").kv_heads
                     plain = grid.seconds(1, causal=False)
                     before, now = (plain / grid.seconds(n, causal=True) for n in (1, together))
                     cells.append(f"{heads} x {length}: {before:.2f} -> {now:.2f} ({together})")

@@ -65,8 +65,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int thread = threadIdx.x;
 
   // Phase 1: the key, and the rows that see it.
-  const KeyPlace place(forward, 1);
-  const int batch = place.batch, kv_head = place.kv_head, key = place.first_key;
+  const int kv_heads = forward.heads / forward.group, sequence = blockIdx.x / forward.sk;
+  const int batch = sequence / kv_heads, kv_head = sequence % kv_heads, key = blockIdx.x % forward.sk;
   const int64 q_offset = query_offset(forward, q_offsets_g, batch);
   const KeyWindow window = sequence_window(forward, q_offsets_g, seqused_k_g, batch);
   const KeyRange seeing = window.rows_of(key, forward.sq);

@@ -31,7 +31,9 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   // where it has 0.58 (NVRTC 12.9.86, 2026-11-22).
   const Modifiers modifiers = MODIFIERS;
   const KeyPlace place = in_order_of_work<Traits::kTileQ>(
-      params.attention, KeyPlace(params.attention, Traits::kKeys, VEC == 1 ? 1 : params.attention.kv_together),
+      params.attention,
+      KeyPlace(params.attention, Traits::kKeys, VEC == 1 ? 1 : params.attention.kv_together,
+               VEC == 1 ? 1 : params.attention.batches),
       Traits::kKeys, modifiers.blocks);
   const KeyWindow window = sequence_window(params.attention, q_offsets_g, seqused_k_g, place.batch);
   add_up_gradients(

@@ -41,7 +41,7 @@ ATTENTION_PARAMS = np.dtype(
         *((field, np.int32) for field in ("heads", "group", "sq", "sk")),
         *((field, np.float32) for field in ("scale_log2", "softmax_scale")),
         ("scores", _SCORE_PARAMS),
-        *((field, np.int32) for field in ("together", "kv_together")),
+        *((field, np.int32) for field in ("together", "kv_together", "batches")),
     ],
     align=True,
 )

@@ -8,7 +8,7 @@ from cupyattn.arrays import Array, Operands
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.device import Device
 from cupyattn.ops.attention import float32, teaching, tensor_core_backward
-from cupyattn.ops.attention.grid_order import kv_heads_together
+from cupyattn.ops.attention.grid_order import turns
 from cupyattn.ops.attention.implementations import implementation_of, register
 from cupyattn.ops.attention.layouts import require_lengths
 from cupyattn.ops.attention.modifiers import require_gradient, run_compiled
@@ -74,13 +74,13 @@ def _plan(
     require_item_alignment(problem.layouts, problem.starts, problem.overlaps.shown_as)
     if problem.batch * problem.heads == 0:
         return nothing_to_add(problem, accumulate)
-    together = kv_heads_together(problem, card, backward=True)
+    together = turns(problem, card, backward=True)
 
     def plan_of(turned: AttentionProblem) -> Plan:
         plan = chosen.plan(
             turned, turned.starts, card.arch, deterministic=deterministic, accumulate=accumulate
         )
-        return interleaved(plan, together)
+        return interleaved(plan, *together)
 
     plan = placed(rotated_backward(problem, card.arch, accumulate, plan_of), problem)
     plan.require_arrays(problem.layouts)

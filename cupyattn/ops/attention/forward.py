@@ -8,7 +8,7 @@ from cupyattn.arrays import Array, Operands
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.device import Device
 from cupyattn.ops.attention import few_queries, float32, teaching, tensor_core
-from cupyattn.ops.attention.grid_order import kv_heads_together
+from cupyattn.ops.attention.grid_order import turns
 from cupyattn.ops.attention.implementations import implementation_of, register
 from cupyattn.ops.attention.layouts import require_lengths
 from cupyattn.ops.attention.modifiers import run_compiled
@@ -60,13 +60,13 @@ def _plan(problem: AttentionProblem, card: Card, return_lse: bool) -> Plan:
     chosen = implementation_of(problem, table, "attention")
     require_lengths(problem)
     require_item_alignment(problem.layouts, problem.starts, problem.overlaps.shown_as)
-    few, together = few_queries.suits(problem, card), kv_heads_together(problem, card)
+    few, together = few_queries.suits(problem, card), turns(problem, card)
 
     def plan_of(turned: AttentionProblem) -> Plan:
         if few:
             return few_queries.few_queries_plan(turned, card, return_lse=return_lse)
         plan = chosen.plan(turned, turned.starts, card, return_lse=return_lse)
-        return interleaved(plan, together)
+        return interleaved(plan, *together)
 
     on_tensor_cores = not few and chosen.plan is tensor_core.forward_plan
     keys_alone = on_tensor_cores and tensor_core.rotates_queries(problem, card)

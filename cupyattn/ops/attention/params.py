@@ -49,7 +49,7 @@ def attention_params(problem: AttentionProblem, results: Mapping[str, Layout]) -
     params["heads"] = problem.heads
     params["group"] = problem.heads // max(problem.kv_heads, 1)
     params["sq"], params["sk"] = problem.sq, problem.sk
-    params["together"] = params["kv_together"] = 1
+    params["together"] = params["kv_together"] = params["batches"] = 1
     for side, keys in zip(("left", "right"), problem.window, strict=True):
         params[side] = UNBOUNDED if keys is None else min(keys, UNBOUNDED)
     params["scale_log2"] = problem.softmax_scale * math.log2(math.e)
@@ -150,10 +150,11 @@ def seeded(plan: Plan, seed: DropoutSeed) -> Plan:
     return _changed(plan, change)
 
 
-def interleaved(plan: Plan, kv_together: int) -> Plan:
+def interleaved(plan: Plan, kv_together: int, batches: int) -> Plan:
     """Return a plan in whose grids so many key-value heads, and their queries' heads, take turns.
 
-    None of them, not even those of one group, where it is 0.
+    None of them, not even those of one group, where it is 0. Like heads of so many batch elements
+    are neighbours.
     """
     if kv_together == 0:
         return plan
@@ -161,6 +162,7 @@ def interleaved(plan: Plan, kv_together: int) -> Plan:
     def change(attention: Any) -> None:
         attention["together"] = kv_together * attention["group"]
         attention["kv_together"] = kv_together
+        attention["batches"] = batches
 
     return _changed(plan, change)
 

@@ -17,7 +17,7 @@ from cupyattn.kernels.device import Device
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.kernels.structs.attention import PAGED_PARAMS
 from cupyattn.ops.attention.decode_problem import DecodeProblem
-from cupyattn.ops.attention.grid_order import kv_heads_together
+from cupyattn.ops.attention.grid_order import turns
 from cupyattn.ops.attention.layouts import require_lengths, score_options
 from cupyattn.ops.attention.params import attention_params, batch_integers, interleaved
 from cupyattn.ops.attention.problem import AttentionProblem
@@ -65,8 +65,8 @@ def _plan(problem: DecodeProblem, card: Card, return_lse: bool) -> Plan:
     results = problem.result_layouts(outputs)
     kernel, tile_q = _kernel(problem, results["out"], card)
     step = Step.of(kernel, attention.heads * _tiles(problem, tile_q), _params(problem, results))
-    together = kv_heads_together(attention, card, prompts=problem.packed)
-    plan = interleaved(Plan((step,), outputs), together)
+    together = turns(attention, card, prompts=problem.packed)
+    plan = interleaved(Plan((step,), outputs), *together)
     plan.require_arrays(problem.layouts)
     return plan
 

@@ -10,7 +10,7 @@ from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.device import Device
 from cupyattn.ops.attention import float32, tensor_core, tensor_core_backward
 from cupyattn.ops.attention.backward import nothing_to_add
-from cupyattn.ops.attention.grid_order import kv_heads_together
+from cupyattn.ops.attention.grid_order import turns
 from cupyattn.ops.attention.implementations import (
     Implementation,
     Implementations,
@@ -65,11 +65,11 @@ def _forward_plan(problem: PackedProblem, card: Card, return_lse: bool) -> Plan:
     chosen = _implementation(problem, FORWARD, card, "attention_varlen")
     _require_kernel_sizes(problem)
 
-    together = kv_heads_together(problem, card)
+    together = turns(problem, card)
 
     def plan_of(turned: AttentionProblem) -> Plan:
         plan = chosen.plan(turned, turned.starts, card, return_lse=return_lse)
-        return interleaved(plan, together)
+        return interleaved(plan, *together)
 
     on_tensor_cores = chosen.plan is tensor_core.forward_plan
     keys_alone = on_tensor_cores and tensor_core.rotates_queries(problem, card)
@@ -110,13 +110,13 @@ def _backward_plan(
     if problem.batch * problem.heads == 0:
         return nothing_to_add(problem, accumulate)
 
-    together = kv_heads_together(problem, card, backward=True)
+    together = turns(problem, card, backward=True)
 
     def plan_of(turned: AttentionProblem) -> Plan:
         plan = chosen.plan(
             turned, turned.starts, card.arch, deterministic=deterministic, accumulate=accumulate
         )
-        return interleaved(plan, together)
+        return interleaved(plan, *together)
 
     plan = rotated_backward(problem, card.arch, accumulate, plan_of)
     plan.require_arrays(problem.layouts)

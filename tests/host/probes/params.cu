@@ -25,6 +25,7 @@ extern "C" __global__ void probe_params(long long* fields_g, float* scales_g, co
   *next++ = params.sk;
   *next++ = params.together;
   *next++ = params.kv_together;
+  *next++ = params.batches;
   scales_g[0] = params.scale_log2;
   scales_g[1] = params.softmax_scale;
 }
