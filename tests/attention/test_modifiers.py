@@ -17,7 +17,7 @@ from cupyattn import MaskMod, ScoreMod, attention, attention_backward, vjp
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
-HALF, FLOAT, BFLOAT = ("float16", 24), ("float32", 24), ("bfloat16", 8)
+HALF, FLOAT, BFLOAT = ("float16", 8), ("float32", 8), ("bfloat16", 24)
 WIDE = ("float16", 136)  # whose keys and values are kept by pairs of warps in the backward
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.attention_options import OPTION_SETS, RUN_TIME_OPTIONS
 from support.devices import KERNELS
-from support.forward_runs import check, run
+from support.forward_runs import check, ratios_of, run
 from support.modifiers import Case
 from support.paged import multiprocessors
 from support.recording_device import device_array
@@ -54,7 +54,7 @@ def test_within_bounds_of_the_reference(problem: AttentionProblem, into: int, le
 
 @given(
     problem=some(
-        head_dims=wider([(64, 64)], [(24, 24)]),
+        head_dims=wider([(24, 24)], [(64, 64)]),
         option_sets=wider(OPTION_SETS[1:3], OPTION_SETS[3:]),
     ),
     into=st.integers(2, 5),
@@ -106,7 +106,7 @@ def test_nan_behind_the_keys_in_use_never_leaks(dtype: str, used: int, sinks: bo
     problem = replace(BASE, dtype=dtype, drawn=drawn)
     with split(5):
         out, lse = run(problem, "flash")
-        check(problem, "flash")
+    assert max(ratios_of(problem, (out, lse), "flash").values()) <= 1
     assert np.isfinite(out).all()
     if used == 0 and not sinks:
         assert not out[0].any()
