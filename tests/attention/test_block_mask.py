@@ -153,7 +153,7 @@ def test_work_is_the_share_of_the_tiles_that_are_left(monkeypatch, dtype):
     """Two documents of whole tiles: half of the scores, on the emulator's count."""
     monkeypatch.setattr(block_masks, "KERNELS", NUMPY)
     border = WHOLE_TILES[dtype]
-    dout, q, k, v = arrays(dtype, 2 * border, 2 * border, head_dim=64, heads=1)
+    dout, q, k, v = arrays(dtype, 2 * border, 2 * border, heads=1)
     seen = two_documents(2 * border, border)
     counts = []
     for each in (seen, np.ones_like(seen), np.zeros_like(seen)):
