@@ -26,7 +26,7 @@ SIDES = [(150, None), (None, 20), (129, 127)]
 
 
 NARROW = (24, 40)
-"""Head dims of float32 that the emulator takes half as long for, and whose kernels others compile."""
+"""Of float32: the emulator takes half as long as for 64, and others compile the kernels."""
 
 
 def problem(dtype: str, head_dim: int | tuple[int, int], sq: int, sk: int, **drawn):
