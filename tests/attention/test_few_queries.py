@@ -15,7 +15,7 @@ from support.backward_runs import error_ratios
 from support.devices import KERNELS, placed
 from support.few_queries import decoded, ratio, run
 from support.paged import keys_shared, multiprocessors
-from support.search import deep, examples, wider
+from support.search import Search, deep, examples, wider
 from support.strategies import FRUGAL, LONGEST, AttentionProblem, attention_problems
 
 import cupyattn
@@ -37,8 +37,8 @@ OPTION_SETS = (
 def few(**more: Any) -> Any:
     """Problems of 1 to 16 queries, and a tile of keys or more."""
     return attention_problems(
-        dtypes=DTYPES, options=RUN_TIME_OPTIONS, queries=(1, 16), least_keys=16, largest=LONGEST,
-        **{**FRUGAL, "crowd": 4, **more},
+        options=RUN_TIME_OPTIONS, queries=(1, 16), least_keys=16, largest=LONGEST,
+        **{"dtypes": DTYPES, **FRUGAL, "crowd": 4, **more},
     )  # fmt: skip
 
 
@@ -48,7 +48,13 @@ def check(problem: AttentionProblem, count: int) -> None:
         assert ratio(problem, *run(problem)) <= 1
 
 
-@given(problem=few(head_dims=HEAD_DIMS), count=st.integers(1, 8))
+@given(
+    problem=few(head_dims=HEAD_DIMS)
+    if Search.deep
+    else few(head_dims=HEAD_DIMS[:1], dtypes=DTYPES[:1])
+    | few(head_dims=HEAD_DIMS[1:], dtypes=DTYPES[1:]),
+    count=st.integers(1, 8),
+)
 @examples(10)
 def test_within_bounds_of_the_reference(problem: AttentionProblem, count: int):
     """Of any length, in any view, wherever queries stand and shares cut."""
@@ -56,7 +62,11 @@ def test_within_bounds_of_the_reference(problem: AttentionProblem, count: int):
 
 
 @given(
-    problem=few(head_dims=wider([(64, 64)], [(24, 24), (128, 128)]), option_sets=OPTION_SETS),
+    problem=few(
+        head_dims=wider([(64, 64)], [(24, 24), (128, 128)]),
+        dtypes=wider(DTYPES[:1], DTYPES[1:]),
+        option_sets=OPTION_SETS,
+    ),
     count=st.integers(1, 8),
 )
 @examples(4)

@@ -19,7 +19,7 @@ SCORES, SINGLE = "attention/scores.cuh", "attention/score_gradient.cuh"
 MODIFIERS = "attention/modifiers.cuh"
 HALF_GRADIENT = "attention/tensor_core/score_gradient.cuh"
 FLOAT_GRADIENT = "attention/float32/score_gradient.cuh"
-CASES = {"float16": Case("float16", 24, Sq=21, Sk=67), "float32": Case("float32", 24, Sq=21, Sk=67)}
+CASES = {"float16": Case("float16", 8, Sq=21, Sk=67), "float32": Case("float32", 8, Sq=21, Sk=67)}
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ FLOAT_CUH, FLOAT_SPLIT_CU = (
 )
 # Two tiles of queries, which see keys of different parts; parts that end within both, and none.
 HALF = AttentionProblem(
-    B=2, Sq=200, Sk=300, H=2, G=1, D=24, Dv=24, dtype="float16",
+    B=2, Sq=200, Sk=300, H=2, G=1, D=8, Dv=8, dtype="float16",
     drawn=(("causal", True), ("seqused_k", (300, 37)), ("q_offset", (100, 20)),
            ("sinks", "float32"), ("dropout_p", 0.5)),
 )  # fmt: skip

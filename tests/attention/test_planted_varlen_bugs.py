@@ -30,7 +30,7 @@ FLOAT_CU = "attention/float32/forward_varlen.cu"
 # Two sequences of as many tiles, one without queries, one without keys, and keys not in use.
 HALF = VarlenProblem(
     AttentionProblem(
-        B=5, Sq=300, Sk=150, H=2, G=1, D=64, Dv=64, dtype="float16",
+        B=5, Sq=300, Sk=150, H=2, G=1, D=8, Dv=8, dtype="float16",
         drawn=(("causal", True), ("seqused_k", (150, 9, 60, 30, 0))),
     ),
     queries=(5, 300, 0, 33, 260), keys=(150, 90, 70, 60, 0), spare=2,

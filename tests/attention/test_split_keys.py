@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.attention_options import OPTION_SETS, RUN_TIME_OPTIONS
+from support.attention_options import EITHER_HALF, RUN_TIME_OPTIONS
 from support.devices import KERNELS
-from support.forward_runs import check, run
+from support.forward_runs import check, ratios_of, run
 from support.modifiers import Case
 from support.paged import multiprocessors
 from support.recording_device import device_array
@@ -35,8 +35,8 @@ DTYPES = wider(["float16", "float32"], ["bfloat16"])
 def some(**more: Any) -> Any:
     """Problems of any number of queries, of up to some tiles of keys."""
     return attention_problems(
-        dtypes=DTYPES, options=RUN_TIME_OPTIONS, queries=(0, LONGEST), largest=LONGEST,
-        **{**FRUGAL, **more},
+        options=RUN_TIME_OPTIONS, queries=(0, LONGEST), largest=LONGEST,
+        **{"dtypes": DTYPES, **FRUGAL, **more},
     )  # fmt: skip
 
 
@@ -54,8 +54,9 @@ def test_within_bounds_of_the_reference(problem: AttentionProblem, into: int, le
 
 @given(
     problem=some(
-        head_dims=wider([(64, 64)], [(24, 24)]),
-        option_sets=wider(OPTION_SETS[1:3], OPTION_SETS[3:]),
+        head_dims=wider([(24, 24)], [(64, 64)]),
+        dtypes=wider(DTYPES[:1], DTYPES[1:]),
+        option_sets=wider(*EITHER_HALF[0]),
     ),
     into=st.integers(2, 5),
 )
@@ -106,7 +107,7 @@ def test_nan_behind_the_keys_in_use_never_leaks(dtype: str, used: int, sinks: bo
     problem = replace(BASE, dtype=dtype, drawn=drawn)
     with split(5):
         out, lse = run(problem, "flash")
-        check(problem, "flash")
+    assert max(ratios_of(problem, (out, lse), "flash").values()) <= 1
     assert np.isfinite(out).all()
     if used == 0 and not sinks:
         assert not out[0].any()

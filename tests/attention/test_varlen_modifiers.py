@@ -19,7 +19,8 @@ from cupyattn import MaskMod, ScoreMod, attention_varlen, attention_varlen_backw
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
-KINDS = [("float16", 24), ("float32", 24), *deep((("float16", 136),), (("bfloat16", 8),))]
+FLOAT = ("float32", 8)
+KINDS = [("float16", 8), *deep((FLOAT,), (("float16", 136),), (("bfloat16", 24),))]
 
 
 @st.composite
@@ -47,7 +48,7 @@ def test_expressions_within_the_bounds_of_what_they_stand_for(kind, data):
     [
         (KINDS[0], False),
         *deep((KINDS[0], True), (("float16", 136), False)),
-        *deep((KINDS[1], True), (KINDS[1], False)),
+        *deep((FLOAT, True), (FLOAT, False)),
     ],
     ids=str,
 )
@@ -64,7 +65,7 @@ def test_gradients_within_the_bounds_of_what_they_stand_for(kind, deterministic,
 @st.composite
 def blocks(draw: st.DrawFn, dtype: str) -> PackedBlocks:
     sq, sk = draw(st.sampled_from([(40, 300), (290, 70), (200, 200)]))
-    dense = ragged(dtype, 24, draw(st.integers(0, 3)), Sq=sq, Sk=sk)
+    dense = ragged(dtype, 8, draw(st.integers(0, 3)), Sq=sq, Sk=sk)
     queries, keys = (
         tuple(draw(st.sampled_from((0, 1, most)) | st.integers(0, most)) for _ in range(3))
         for most in (sq, sk)
@@ -95,7 +96,7 @@ def test_gradients_of_a_block_mask(dtype, deterministic, data):
     assert max(ratios.values()) <= 1, ratios
 
 
-FEW = PackedExpressions(ragged("float32", 24, Sq=20, Sk=30), (20, 3, 0), (30, 9, 4))
+FEW = PackedExpressions(ragged("float16", 8, Sq=20, Sk=30), (20, 3, 0), (30, 9, 4))
 
 
 def test_a_block_mask_of_other_lengths_is_refused():
@@ -113,7 +114,7 @@ def test_empty_tiles_are_not_read():
     """NaN in keys that a block mask hides reaches no query; 0 times NaN would be NaN."""
     border = 144  # a multiple of the kernel's tiles
     problem = PackedBlocks(
-        ragged("float16", 24, Sq=64, Sk=256), (64, 40, 7), (256, 200, 150),
+        ragged("float16", 8, Sq=64, Sk=256), (64, 40, 7), (256, 200, 150),
         seen=np.broadcast_to(np.arange(256) < border, (1, 1, 64, 256)),
     )  # fmt: skip
     q, k, v, *bounds = problem.arrays()
@@ -130,10 +131,10 @@ def test_vjp_takes_them():
     dout = KERNELS.put(FEW.backward_inputs()[0][0])
     options = FEW.given() | {"q_offset": KERNELS.put(FEW.offsets)}
     _, pullback = cupyattn.vjp(attention_varlen, q, k, v, *bounds, *FEW.longest, **options)
-    found = pullback(dout, deterministic=True)
-    expected = FEW.run_backward(deterministic=True, dlse=None)
+    found = pullback(dout)
+    expected = FEW.run_backward(dlse=None)
     for name, each in zip(("dq", "dk", "dv"), found, strict=False):
-        assert_allclose(KERNELS.get(each), expected[name], atol=1e-5)
+        assert_allclose(KERNELS.get(each), expected[name], rtol=1e-2, atol=1e-3)
 
 
 def test_an_expression_that_does_not_compile_is_shown_where_it_is_wrong():

@@ -101,7 +101,8 @@ def test_a_peer_is_a_row(tuning, tmp_path, monkeypatch):
     found = {"seconds": [0.5], "held_bytes": 7_000_000_000}
     monkeypatch.setattr(command, "peer", lambda who, plan, size: found)
     file = tmp_path / "finetune.json"
-    assert main(["finetune", "--size", "1x8", "--quantize", "none", "--json", str(file)]) == 0
+    call = ["finetune", "--size", "1x8", "--quantize", "none", "--calls", "3", "--warm-up", "1"]
+    assert main([*call, "--json", str(file)]) == 0
     row = json.loads(file.read_text())["rows"][1]
     assert (row["contender"], row["times"]["p50_s"], row["flops"]) == ("peft", 0.5, None)
     assert row["also"] == {"held_mb": 7000, "tokens_per_s": 16}

@@ -13,7 +13,7 @@ from support.processes import run
 
 import cupyattn
 from cupyattn.benchmark.__main__ import main
-from cupyattn.benchmark.linear import command
+from cupyattn.benchmark.linear import cases, command
 from cupyattn.benchmark.linear.calls import (
     array_calls,
     finished,
@@ -192,6 +192,7 @@ def test_array_functions_compute_the_same(layout, activation):
 
 def test_text_and_json(a_gpu, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "_reading", lambda arrays, gauge: [lambda: None])
+    monkeypatch.setattr(cases, "COLD_BYTES", 10**6)
     object.__setattr__(a_gpu, "peers", ("cublas", "cupy"))
     a_gpu.times.seconds += [1e-3, 2e-3, 3e-3]
     file = tmp_path / "linear.json"

@@ -18,7 +18,7 @@ from cupyattn.cli import main
 from cupyattn.cli.finetune import preparation
 from cupyattn.cli.finetune.out_folder import claimed
 from cupyattn.models.checkpoints.writing import write_folder
-from cupyattn.models.training import LoraAdapters, split
+from cupyattn.models.training import LoraAdapters, curve, split
 
 pytest.importorskip("safetensors")
 pytest.importorskip("matplotlib")
@@ -255,7 +255,8 @@ def test_what_was_told_is_what_is_compared_first(capsys):
         (["--full"], "--full is True, and was False"),
     ],
 )
-def test_what_differs_is_called_as_it_was_told(given, name, capsys):
+def test_what_differs_is_called_as_it_was_told(given, name, capsys, monkeypatch):
+    monkeypatch.setattr(curve, "draw", lambda *_: None)
     finetune("--steps", "4")
     capsys.readouterr()
     finetune("--steps", "4", *given, "--resume", code=1)

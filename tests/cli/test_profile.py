@@ -194,7 +194,7 @@ PLAIN_OPTIONS = (
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("options", mostly_deep(OPTIONS, PLAIN_OPTIONS))
+@pytest.mark.parametrize("options", mostly_deep(OPTIONS, (*PLAIN_OPTIONS[:3], "--bias")))
 def test_options_of_attention_backward(options, monkeypatch, capsys):
     """The forward, which the reference runs, and the backward are given the same."""
     given = {}

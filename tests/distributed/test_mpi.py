@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from support.search import deep
 
 MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
 pytestmark = pytest.mark.skipif(
@@ -37,7 +38,7 @@ def ended(ranks: int, what: str, folder: Path) -> dict[int, tuple[float, str]]:
     return {int(rank): (float(took), said) for rank, took, said in lines}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3, *deep(2, 4)])
 def test_mpi_carries_the_ring(ranks, tmp_path):
     assert ended(ranks, "right", tmp_path) == {}
 
@@ -48,7 +49,7 @@ def test_a_rank_that_raises_ends_the_others_by_the_timeout(tmp_path):
     for rank in (0, 1):
         took, said = failed[rank]
         assert took < 15
-        assert re.match(rf"RankFailedError: rank {rank} waited 2 s for rank {rank + 1}", said)
+        assert re.match(rf"RankFailedError: rank {rank} waited 1 s for rank {rank + 1}", said)
 
 
 def test_a_rank_that_raises_tells_the_others_through_a_folder(tmp_path):
@@ -61,5 +62,5 @@ def test_a_rank_that_raises_tells_the_others_through_a_folder(tmp_path):
 
 def test_a_rank_that_is_late_ends_all(tmp_path):
     failed = ended(2, "is late", tmp_path)
-    assert "rank 0 waited 2 s for rank 1" in failed[0][1]
+    assert "rank 0 waited 1 s for rank 1" in failed[0][1]
     assert "RankFailedError" in failed[1][1]

@@ -77,7 +77,7 @@ def on_ranks(ranks: Any, act: Any) -> dict[int, Any]:
     threads = [threading.Thread(target=of_rank, args=(rank,), daemon=True) for rank in ranks]
     for thread in threads:
         thread.start()
-        time.sleep(0.1)
+        time.sleep(0.05)
     for thread in threads:
         thread.join(30)
     return found

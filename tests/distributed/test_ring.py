@@ -88,7 +88,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@examples(40, deep=120)
+@examples(25, deep=120)
 @given(cases())
 def test_ranks_give_what_one_device_gives(case):
     assert_same(case)

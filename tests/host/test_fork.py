@@ -107,7 +107,7 @@ class Slow(PathFinder):
 
         def run_slowly(module):  # within the lock of this module
             within.set()
-            time.sleep(0.5)
+            time.sleep(0.2)
             run(module)
 
         spec.loader.exec_module = run_slowly
@@ -150,7 +150,7 @@ def enter_twice():
         with no_fork():
             pass
         within.set()
-        time.sleep(0.5)
+        time.sleep(0.2)
         left.set()
 
 within = threading.Event()

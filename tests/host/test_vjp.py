@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -223,7 +224,8 @@ def options_with_gradients() -> dict[str, Any]:
 @everywhere
 def test_options_get_their_gradients_by_name(side):
     options = {name: a.astype(np.float32) for name, a in options_with_gradients().items()}
-    arrays, dout = [x.astype(np.float32) for x in PROBLEM.arrays()], PROBLEM.gradients()[0]
+    problem = replace(PROBLEM, D=24, Dv=40)  # kernels that others compile
+    arrays, dout = [x.astype(np.float32) for x in problem.arrays()], problem.gradients()[0]
     out, lse = attention(*map(side.put, arrays), **placed_all(side, options), return_lse=True)
     expected = attention_backward(
         side.put(dout), *map(side.put, arrays), out, lse, **placed_all(side, options),

@@ -62,7 +62,7 @@ EVERY_OPTION = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", mostly_deep(BITS, [4]))
 @pytest.mark.parametrize("dtype", mostly_deep(["float16", "float32"], ["float16"]))
 def test_options(dtype, bits):
     problem = replace(RAGGED, dtype=dtype, bits=bits, options=EVERY_OPTION)

@@ -76,7 +76,7 @@ ALL = [*itertools.product((1, 3, 37), LENGTHS, UNITS)]
 EACH_LENGTH = [*zip(itertools.cycle((1, 3, 37, 3)), LENGTHS, itertools.cycle(UNITS), strict=False)]
 
 
-@pytest.mark.parametrize(("rows", "length", "dtype"), mostly_deep(ALL, EACH_LENGTH))
+@pytest.mark.parametrize(("rows", "length", "dtype"), mostly_deep(ALL, EACH_LENGTH[::2]))
 def test_a_row_operation_is_its_declaration_and_a_kernel(rows, length, dtype):
     dout, x, weight = problem(rows, length, dtype)
     found = centre_backward(*map(KERNELS.put, (dout, x, weight)), scale=0.5)

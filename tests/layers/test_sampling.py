@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from support.devices import KERNELS, everywhere, placed
 from support.dtypes import dtype_of
-from support.search import examples, wider
+from support.search import examples, mostly_deep, wider
 
 import cupyattn
 from cupyattn import reference
@@ -112,8 +113,13 @@ def test_each_row_has_its_own_options(tokens, integers, seeds, stride, seed):
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
-@pytest.mark.parametrize("filters", ["top_k", "top_p", "two"])
-@pytest.mark.parametrize("penalised", [False, True])
+@pytest.mark.parametrize(
+    ("filters", "penalised"),
+    mostly_deep(
+        itertools.product(("top_k", "top_p", "two"), (False, True)),
+        [("top_k", False), ("top_p", True), ("two", False)],
+    ),
+)
 def test_more_candidates_than_the_list_holds(filters, penalised):
     """Scores so near each other that all tokens are in one bin: the row itself is read instead."""
     rows, tokens = 2, CANDIDATES + 700

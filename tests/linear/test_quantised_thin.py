@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from support.cards import without_tensor_cores
 from support.devices import KERNELS
 from support.linear_problems import LinearCase, forward_ratio, put
 from support.quantised_weights import of_usual_size
-from support.search import deep, examples, wider
+from support.search import deep, examples, mostly_deep, wider
 
 import cupyattn
 from cupyattn import QuantizedWeight, reference
@@ -60,8 +61,13 @@ def require_right(problem: LinearCase) -> None:
     assert forward_ratio(problem)[0] <= 1
 
 
-@pytest.mark.parametrize("weights", FORMATS)
-@pytest.mark.parametrize("rows", [1, 5, *deep(*(rows for rows in ROWS if rows not in (1, 5)))])
+@pytest.mark.parametrize(
+    ("rows", "weights"),
+    mostly_deep(
+        itertools.product(ROWS, FORMATS),
+        [*((1, weights) for weights in FORMATS), (5, "nf4"), (5, "q4_k")],
+    ),
+)
 def test_every_format(rows, weights):
     """Several turns of K, the last ends within a span; a tail of N; all that may follow."""
     inner = 2048 + (256 if weights == "q4_k" else FORMATS[weights].block_size or 32)
@@ -71,7 +77,10 @@ def test_every_format(rows, weights):
     require_right(problem)
 
 
-@pytest.mark.parametrize(("weights", "block_size"), OTHER_BLOCKS)
+@pytest.mark.parametrize(
+    ("weights", "block_size"),
+    mostly_deep(OTHER_BLOCKS, [("nf4", 32), ("nf4", 512), ("int4", 32), ("int8", 256)]),
+)
 @pytest.mark.parametrize("rows", [2, *deep(1, 6, 20)])
 def test_blocks_of_every_size(rows, weights, block_size):
     require_right(
@@ -124,7 +133,7 @@ def test_a_long_k_is_split_and_its_parts_are_added_in_a_fixed_order(problem):
     assert_array_equal(first, second)
 
 
-@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("weights", mostly_deep(FORMATS, ["nf4", "int8", "q4_k"]))
 @pytest.mark.parametrize(
     ("rows", "dtype"), [(3, "float32"), *deep((1, "bfloat16"), (2, "float32"), (9, "float32"))]
 )

@@ -14,7 +14,7 @@ from cupyattn import AttentionGrads, BlockMask, MaskMod, block_mask, reference
 from cupyattn.functional.rounding import round_into
 
 
-def arrays(dtype: str, sq: int, sk: int, head_dim: int = 24, heads: int = 2) -> list[np.ndarray]:
+def arrays(dtype: str, sq: int, sk: int, head_dim: int = 8, heads: int = 2) -> list[np.ndarray]:
     """dout, q, k and v."""
     rng = np.random.default_rng(1)
     lengths = (sq, sq, sk, sk)

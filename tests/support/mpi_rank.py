@@ -15,7 +15,7 @@ from support.ring import CLOSE, case, one_device, ring
 
 from cupyattn.distributed import Group, RankFailedError
 
-TIMEOUT = 2.0
+TIMEOUT = 1.0
 OPTIONS = (
     {"causal": True, "sinks": np.linspace(-1, 1, 4)},
     {"window_size": (3, 1)},

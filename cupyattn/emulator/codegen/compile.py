@@ -18,6 +18,7 @@ have to wait stands its continuation, so that nothing is looked up if they need 
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
@@ -31,7 +32,6 @@ from cupyattn.emulator.codegen.names import RUNTIME_NAMES
 from cupyattn.emulator.codegen.reordering import Reordering
 from cupyattn.emulator.program import Program
 from cupyattn.emulator.ptx.architecture import needed_target
-from cupyattn.emulator.ptx.data_types import register_dtype
 from cupyattn.emulator.ptx.model import Function, Instruction, Variable
 
 __all__ = ["compile_kernel", "executable"]
@@ -82,11 +82,12 @@ def _assemble(gen: Generator, bodies: list[list[str]]) -> str:
     out = ["def kernel(batch):"]
     out += [f" {line}" for line in RUNTIME_NAMES.prologue]
     out += [f" {name} = {text}" for name, text in gen.prologue.items()]
+    unwritten: defaultdict[str, list[str]] = defaultdict(list)
     for register in dict.fromkeys([*gen.flow.written_in, *gen.flow.use_count]):
         blocks = gen.flow.written_in.get(register, set())
         if not blocks or not all(gen.flow.is_local(register, number) for number in blocks):
-            stored = register_dtype(gen.function.registers[register])
-            out.append(f" {gen.names[register]} = UNWRITTEN_{stored}")
+            unwritten[gen.stored[register]].append(gen.names[register])
+    out += [f" {' = '.join(names)} = UNWRITTEN_{dtype}" for dtype, names in unwritten.items()]
     out += [
         " block, mask, merge = schedule.start()",
         " steps = batch.checks.max_steps",

@@ -11,6 +11,7 @@ widenings", 1993: strongly connected components in topological order, then each 
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -238,29 +239,37 @@ class ControlFlow:
         return sorted(successors), successors
 
     def _liveness(self) -> None:
-        """Backward data flow over bit sets: which registers a block's successors may read."""
+        """Backward data flow over bit sets: which registers a block's successors may read.
+
+        Those that some block reads before it writes them have a bit; most live in one block.
+        """
         registers = self.function.registers
-        self.bit = {name: 1 << i for i, name in enumerate(registers)}
         self.accesses: dict[int, tuple[list[str], list[str]]] = {}
-        self.use_count: Counter[str] = Counter()
         self.written_in: dict[str, set[int]] = {}
-        used, defined = [], []
+        uses: list[str] = []
+        reads_first: list[set[str]] = []
+        writes: list[dict[str, None]] = []  # in the order of the program
         for number, block in enumerate(self.blocks):
             block_used: set[str] = set()
-            block_defined: dict[str, None] = {}  # in the order of the program
+            block_defined: dict[str, None] = {}
             for instruction in self.function.instructions[block.first : block.last]:
                 written, read = self.accesses[instruction.site] = registers_of(
                     instruction, registers
                 )
+                uses += read
                 for name in read:
-                    self.use_count[name] += 1
                     if name not in block_defined:
                         block_used.add(name)
-                block_defined.update(dict.fromkeys(written))
+                for name in written:
+                    block_defined[name] = None
             for name in block_defined:
                 self.written_in.setdefault(name, set()).add(number)
-            used.append(sum(map(self.bit.__getitem__, block_used)))
-            defined.append(sum(map(self.bit.__getitem__, block_defined)))
+            reads_first.append(block_used)
+            writes.append(block_defined)
+        self.use_count = Counter(uses)
+        self._bit = {name: 1 << i for i, name in enumerate(set().union(*reads_first))}
+        used = [sum(map(self._bit.__getitem__, names)) for names in reads_first]
+        defined = [sum(self._bit[name] for name in names if name in self._bit) for names in writes]
         self.live_in = [0] * len(self.blocks)
         self.live_out = [0] * len(self.blocks)
         changed = True
@@ -280,8 +289,13 @@ class ControlFlow:
         self._local_to = {
             name: number
             for name, (number, *others) in self.written_in.items()
-            if not others and not crossing[number] & self.bit[name]
+            if not others and not crossing[number] & self._bit.get(name, 0)
         }
+
+    def read_behind(self, registers: Iterable[str], number: int) -> list[str]:
+        """Return those of `registers` that other blocks may read once block `number` has ended."""
+        live, bit = self.live_out[number], self._bit
+        return [name for name in registers if name in bit and live & bit[name]]
 
     def continues(self, number: int) -> bool:
         """Tell whether lanes wait at the end of the block before, and then go on here."""

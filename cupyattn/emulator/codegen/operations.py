@@ -112,6 +112,8 @@ _BITS = {
     "and.b32": "np.bitwise_and", "or.b32": "np.bitwise_or", "xor.b32": "np.bitwise_xor",
     "shl.b32": "np.left_shift", "shr.u32": "np.right_shift", "shr.b32": "np.right_shift",
 }  # fmt: skip
+_HALVES = ("cvt.rn.f16.f32", "cvt.rn.ftz.f16.f32")
+_OTHERS = (*_HALVES, "mov.b32", "prmt.b32")
 _SHIFTS = {str(amount) for amount in range(32)}
 
 
@@ -120,7 +122,7 @@ def operation_of(gen: Generator, x: Instruction) -> tuple[Operation, list[str]] 
 
     Guarded instructions cannot be, nor what is no PTX: to say so is its lowering's business.
     """
-    if x.guard or len(x.operands) < 2:
+    if x.guard or len(x.operands) < 2 or not _may_be(x.opcode):
         return None
     try:
         operation, operands = _described(gen, x)
@@ -140,7 +142,7 @@ def _described(gen: Generator, x: Instruction) -> tuple[Operation | None, list[s
         kind = _SELECT[x.opcode]
         operation = _plain("where", ("b1", kind, kind), kind)
         operands = [operands[2], *operands[:2]]
-    elif x.opcode in ("cvt.rn.f16.f32", "cvt.rn.ftz.f16.f32"):
+    elif x.opcode in _HALVES:
         flushed = "ftz" in x.parts and may_be_subnormal(gen, operands[0])
         operation = Operation("nearest_half", ("f4",), (False,), (flushed,), "u2")
     elif x.opcode == "mov.b32":
@@ -159,6 +161,11 @@ def _described(gen: Generator, x: Instruction) -> tuple[Operation | None, list[s
 @lru_cache(maxsize=4096)
 def _is_of_floats(opcode: str) -> bool:
     return _FLOAT_OPCODE.fullmatch(opcode) is not None
+
+
+@lru_cache(maxsize=4096)
+def _may_be(opcode: str) -> bool:
+    return _is_of_floats(opcode) or opcode in _SELECT or opcode in _BITS or opcode in _OTHERS
 
 
 @lru_cache(maxsize=4096)
@@ -208,5 +215,7 @@ def _fits(gen: Generator, target: str, operands: list[str], operation: Operation
     stored = gen.stored
     if stored.get(target) != operation.result:
         return False
-    wanted = zip(operands, operation.operands, strict=True)
-    return all(stored.get(name, dtype) == dtype for name, dtype in wanted)
+    for name, dtype in zip(operands, operation.operands, strict=True):
+        if stored.get(name, dtype) != dtype:
+            return False
+    return True

@@ -42,7 +42,7 @@ __all__ = ["Reordering"]
 _MOST_TOGETHER = 512  # rows of a stack, all of which stay in memory
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Value(Row):
     """What a register holds between two writes; without an expression until it is written.
 
@@ -64,7 +64,7 @@ class _Value(Row):
     placed: bool = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Free:
     """A free instruction; `missing` of its operands are not written yet."""
 
@@ -85,7 +85,7 @@ class _Free:
         return used or isinstance(self.operation, Product)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Fixed:
     """A fixed instruction, and the values that it reads and writes, by register."""
 
@@ -107,6 +107,7 @@ class Reordering:
         self.fixed: list[_Fixed] = []
         self._free: list[_Free] = []
         self._now: dict[str, _Value] = {}  # by register, at the end of what has been read
+        self._left: dict[str, _Value] = {}  # and what other blocks read of it
         self._ready: dict[Hashable, list[_Free]] = defaultdict(list)  # by key: nothing is missing
         self._variables: dict[str, _Value] = {}  # by register, the value that lives there alone
         self._read_program()
@@ -134,9 +135,9 @@ class Reordering:
             writes = {register: _Value() for register in written}
             self._now.update(writes)
             self.fixed.append(_Fixed(x, reads, writes))
-        live = self.gen.flow.live_out[self.block]
-        for register, value in self._now.items():
-            value.wanted |= bool(live & self.gen.flow.bit[register])
+        for register in flow.read_behind(self._now, self.block):
+            self._left[register] = self._now[register]
+            self._left[register].wanted = True
 
     def _add(self, operation: Operation | Product, operands: list[str], targets: list[str]) -> None:
         free = _Free(len(self._free), operation, [])
@@ -225,11 +226,9 @@ class Reordering:
 
     def finish(self) -> None:
         """Write what other blocks read, and all products."""
-        live = self.gen.flow.live_out[self.block]
-        left = {r: v for r, v in self._now.items() if live & self.gen.flow.bit[r]}
         products = [f.results[0] for f in self._free if isinstance(f.operation, Product)]
-        self._write([*left.values(), *products])
-        for register, value in left.items():
+        self._write([*self._left.values(), *products])
+        for register, value in self._left.items():
             self._place(register, value)
 
     def _place(self, register: str, value: _Value) -> None:

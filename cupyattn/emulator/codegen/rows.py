@@ -8,7 +8,7 @@ from dataclasses import dataclass
 __all__ = ["Row", "gather"]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Row:
     """A value of the lanes: the expression that gives it, perhaps a row of a stack.
 

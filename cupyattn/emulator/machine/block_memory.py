@@ -30,7 +30,15 @@ class _BlockMemory(MemorySpace):
         self.storage = storage
         self.size = storage.size
         self.views = storage.views
-        self.base = storage.base
+        self._base = storage.base
+        self._base_of_lanes = {
+            size: np.broadcast_to(base, lanes.shape) for size, base in storage.base.items()
+        }
+
+    def _elements(self, offset: Array, size: int, mask: Array) -> Array:
+        """Return the indices in `views` of what `offsets` returned."""
+        base = self._base[size] if mask is None else self._base_of_lanes[size][mask]
+        return (offset >> _SHIFT[size]) + base
 
     def offsets(self, address: Array, size: int, mask: Array, site: int, write: bool) -> Array:
         """Check addresses, and return them (those of the mask) as int64."""
@@ -90,10 +98,7 @@ class SharedMemory(_BlockMemory):
         offset = self.offsets(address, size, mask, site, write)
         if self.report is not None:
             self.report.shared_access(site, address, size, mask, self.lanes)
-        base = self.base[size]
-        if mask is not None:
-            base = np.broadcast_to(base, self.shape)[mask]
-        index = (offset >> _SHIFT[size]) + base
+        index = self._elements(offset, size, mask)
         if self.tracker is not None and not write:
             self.tracker.read(index, size, mask, site)
         return [Piece(self.views[size], index, None)]
@@ -125,10 +130,7 @@ class LocalMemory(_BlockMemory):
     def locate(self, address: Array, size: int, mask: Array, site: int, write: bool) -> list[Piece]:
         """Translate addresses; see `MemorySpace.locate`."""
         offset = self.offsets(address, size, mask, site, write)
-        base = self.base[size]
-        if mask is not None:
-            base = np.broadcast_to(base, self.shape)[mask]
-        return [Piece(self.views[size], (offset >> _SHIFT[size]) + base, None)]
+        return [Piece(self.views[size], self._elements(offset, size, mask), None)]
 
 
 class ParameterMemory(_BlockMemory):

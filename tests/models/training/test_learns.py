@@ -73,7 +73,8 @@ def noise(**options):
 def test_all_weights(options):
     exact = last_loss()
     assert exact < 2.5
-    assert abs(last_loss(**options) - exact) < max(2 * noise(), 0.05)
+    off = abs(last_loss(**options) - exact)
+    assert off < 0.05 or off < 2 * noise()  # of three runs, which are long
 
 
 @pytest.mark.deep

@@ -84,7 +84,7 @@ def _arrays_in(value: Any) -> Iterator[Any]:
     elif isinstance(value, dict):
         yield from _arrays_in(tuple(value.values()))
     elif isinstance(value, tuple):
-        for item in value:
+        for item in {id(item): item for item in value}.values():  # of a million, mostly one
             yield from _arrays_in(item)
 
 
