@@ -94,7 +94,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(500_000, 10, 10)
+    gc.set_threshold(20_000, 20, 10)
     gc.enable()
 
 

@@ -148,12 +148,14 @@ def test_empty_tiles_are_not_read(dtype):
             assert_allclose(found, getattr(expected, name), rtol=1e-2, atol=3e-3)
 
 
-@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
-def test_work_is_the_share_of_the_tiles_that_are_left(monkeypatch, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [("float16", 8), *deep(("float16", 64), ("float32", 64))]
+)
+def test_work_is_the_share_of_the_tiles_that_are_left(monkeypatch, dtype, head_dim):
     """Two documents of whole tiles: half of the scores, on the emulator's count."""
     monkeypatch.setattr(block_masks, "KERNELS", NUMPY)
     border = WHOLE_TILES[dtype]
-    dout, q, k, v = arrays(dtype, 2 * border, 2 * border, heads=1)
+    dout, q, k, v = arrays(dtype, 2 * border, 2 * border, head_dim, heads=1)
     seen = two_documents(2 * border, border)
     counts = []
     for each in (seen, np.ones_like(seen), np.zeros_like(seen)):

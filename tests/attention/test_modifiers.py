@@ -65,6 +65,8 @@ def small(dtype: str, *shape: int) -> list[np.ndarray]:
     return [rng.standard_normal(shape).astype(dtype) for _ in range(4)]
 
 
+plain_half = pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
+CLOSE = {"float16": {"rtol": 1e-2, "atol": 3e-3}, "float32": {"rtol": 1e-4, "atol": 1e-5}}
 SCALED = ScoreMod(
     "0.5f * score",
     gradient="0.5f * grad",
@@ -120,8 +122,9 @@ def test_score_mod_comes_before_the_masks():
         assert_allclose(*both_of(name, grads, expected), rtol=1e-2, atol=3e-3)
 
 
-def test_rows_that_a_mask_mod_hides_whole_are_zeros():
-    q, k, v, dout = (KERNELS.put(x) for x in small("float16", 1, 40, 2, 8))
+@plain_half
+def test_rows_that_a_mask_mod_hides_whole_are_zeros(dtype):
+    q, k, v, dout = (KERNELS.put(x) for x in small(dtype, 1, 40, 2, 8))
     some = MaskMod("q_idx % 3 != 0")
     out, lse = attention(q, k, v, mask_mod=some, return_lse=True)
     assert not KERNELS.get(out)[:, ::3].any()
@@ -132,27 +135,29 @@ def test_rows_that_a_mask_mod_hides_whole_are_zeros():
     assert np.isfinite(KERNELS.get(grads.dk)).all()
 
 
-def test_arrays_may_change_without_another_kernel():
+@plain_half
+def test_arrays_may_change_without_another_kernel(dtype):
     """Their contents, shapes and strides are arguments."""
-    q, k, v, _ = (KERNELS.put(x) for x in small("float16", 1, 20, 2, 8))
+    q, k, v, _ = (KERNELS.put(x) for x in small(dtype, 1, 20, 2, 8))
     outs = []
     for table in (np.zeros((3, 20), np.float32)[::2], np.ones((2, 20), np.float32).T.copy().T):
         shift = ScoreMod("score + table[h][k_idx] * k_idx", table=KERNELS.put(table))
         outs.append(KERNELS.get(attention(q, k, v, score_mod=shift)))
     plain = KERNELS.get(attention(q, k, v))
-    assert_allclose(outs[0], plain, rtol=2e-3, atol=1e-4)
+    assert_allclose(outs[0], plain, **CLOSE[dtype])
     assert abs(outs[1] - plain).max() > 0.1
 
 
-def test_vjp_takes_them():
-    q, k, v, dout = small("float16", 1, 20, 2, 8)
+@plain_half
+def test_vjp_takes_them(dtype):
+    q, k, v, dout = small(dtype, 1, 20, 2, 8)
     causal = MaskMod("q_idx >= k_idx")
     out, pullback = vjp(attention, *map(KERNELS.put, (q, k, v)), mask_mod=causal, score_mod=SCALED)
     alike = {"causal": True, "softmax_scale": 0.5 * 8**-0.5}
     expected, _, grads = by_the_reference(dout, q, k, v, **alike)
-    assert_allclose(KERNELS.get(out), expected, rtol=1e-2, atol=1e-3)
+    assert_allclose(KERNELS.get(out), expected, **CLOSE[dtype])
     for left, right in zip(pullback(KERNELS.put(dout)), grads[:3], strict=True):
-        assert_allclose(KERNELS.get(left), right, rtol=1e-2, atol=3e-3)
+        assert_allclose(KERNELS.get(left), right, **CLOSE[dtype])
 
 
 def test_few_queries_take_the_kernels_that_have_expressions():
