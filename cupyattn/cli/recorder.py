@@ -9,6 +9,7 @@ import numpy as np
 
 from cupyattn.arrays import Array, adopt
 from cupyattn.kernels.arch import Arch
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.choices import USUAL, Choices
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.ops.attention.checks import forward_problem
@@ -40,6 +41,11 @@ class LaunchRecorder:
         self.arch = arch
         self.tensor_cores = tensor_cores
         self.launches: list[Launch] = []
+
+    @property
+    def card(self) -> Card:
+        """What plans depend on."""
+        return Card.of(self)
 
     @property
     def name(self) -> str:

@@ -13,13 +13,13 @@ from support.processes import run
 from cupyattn import backend, device_info, emulator
 from cupyattn.cli import info, main
 from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.compile import compile_ptx
 from cupyattn.kernels.configs.linear.mma_rate import FLOAT32_CYCLES, PRODUCTS, mma_rate
 from cupyattn.kernels.device import cuda, tensor_cores
 from cupyattn.kernels.device.emulated import EmulatedDevice
 from cupyattn.kernels.device.tensor_cores import without_measuring
 from cupyattn.kernels.target import TENSOR_CORES_VARIABLE, tensor_cores_override
-from cupyattn.ops.card import Card
 
 WITH = (
     "Tesla T4", "NVIDIA T4G", "NVIDIA GeForce RTX 2060 SUPER", "GeForce RTX 2080 Ti", "TITAN RTX",

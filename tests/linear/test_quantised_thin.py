@@ -19,8 +19,8 @@ import cupyattn
 from cupyattn import QuantizedWeight, reference
 from cupyattn.arrays import adopt
 from cupyattn.functional.linear.weights import weight_arrays
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.linear import quantised_thin, quantised_thin_float32
-from cupyattn.ops.card import Card
 from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.ops.linear.choice import launches_for
 from cupyattn.reference import error_ratio

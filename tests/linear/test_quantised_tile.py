@@ -20,8 +20,8 @@ import cupyattn
 from cupyattn import QuantizedWeight, reference
 from cupyattn.arrays import adopt
 from cupyattn.functional.linear.weights import weight_arrays
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.choices import Asked, Choices
-from cupyattn.ops.card import Card
 from cupyattn.ops.linear import quantised_tile
 from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.reference import error_ratio

@@ -16,8 +16,8 @@ from support.search import deep, examples, wider
 import cupyattn
 from cupyattn import reference
 from cupyattn.arrays import adopt
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.linear.thin import thin_rows
-from cupyattn.ops.card import Card
 from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.ops.linear.choice import launches_for
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cupyattn.kernels.arch import Arch
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.choices import Choices
 from cupyattn.kernels.spec import Specialisation
 
@@ -41,6 +42,10 @@ class Device(Protocol):
     """The size of the cache that they share."""
     choices: Choices
     """Rows of the tables that calls take in place of the usual ones."""
+
+    @property
+    def card(self) -> Card:
+        """All of these as plans see them: a key for caches, as they are now."""
 
     @property
     def tensor_cores(self) -> bool:

@@ -13,6 +13,7 @@ from cupyattn.cupy_library import load_cupy
 from cupyattn.errors import error
 from cupyattn.fork import no_fork
 from cupyattn.kernels.arch import TURING, Arch, arch_of
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.choices import choices_for
 from cupyattn.kernels.compile import compile_cubin, compile_ptx
 from cupyattn.kernels.device.arguments import PackedArguments
@@ -37,6 +38,8 @@ def cuda_device(ordinal: int) -> CudaDevice:
 class CudaDevice:
     """A GPU, through CuPy: kernels come as RawModules and start on the device's current stream."""
 
+    _card: Card | None = None
+
     def __init__(self, ordinal: int) -> None:
         cupy = load_cupy()
 
@@ -57,6 +60,22 @@ class CudaDevice:
         self.choices = choices_for(self.name, self.arch.real)
         self._kernels: dict[Specialisation, CudaKernel] = {}
         self._loading = threading.Lock()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a fact of the device; plans have to see it from then on."""
+        super().__setattr__(name, value)
+        super().__setattr__("_card", None)
+
+    @property
+    def card(self) -> Card:
+        """What plans depend on, put together once: each call asks."""
+        return self._card or self._make_card()
+
+    def _make_card(self) -> Card:
+        card = Card.of(self)
+        if self._tensor_cores is not None:  # in a capture it is only taken to have them
+            super().__setattr__("_card", card)
+        return card
 
     @property
     def name(self) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from cupyattn import emulator
 from cupyattn.kernels import cache
 from cupyattn.kernels.arch import TURING, Arch
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.choices import USUAL, Choices, tuned_override
 from cupyattn.kernels.compile import compile_ptx
 from cupyattn.kernels.source import source_root
@@ -51,6 +52,11 @@ class EmulatedDevice:
         self.tensor_cores = tensor_cores_override() is not False
         self.checks = checks
         self.report = report
+
+    @property
+    def card(self) -> Card:
+        """What plans depend on."""
+        return Card.of(self)
 
     @property
     def name(self) -> str:

@@ -9,9 +9,9 @@ heads at once would find nothing of each other's keys in L2.
 
 from __future__ import annotations
 
+from cupyattn.kernels.card import Card
 from cupyattn.ops.attention.modifiers import BLOCK_MASK
 from cupyattn.ops.attention.problem import AttentionProblem
-from cupyattn.ops.card import Card
 
 _L2_SHARE = 2
 """Of L2, what K and V of the heads may take. A CTA of 128 rows alone does 128 operations for each

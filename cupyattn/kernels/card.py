@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from cupyattn.kernels.choices import USUAL, Choices
-from cupyattn.kernels.device import Device
+
+if TYPE_CHECKING:
+    from cupyattn.kernels.device import Device
 
 T4_L2_BYTES = 4 * 2**20
 
