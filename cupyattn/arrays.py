@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from numbers import Number
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -74,18 +75,20 @@ def is_contiguous(layout: Layout) -> bool:
     )
 
 
-Description = tuple[tuple[str, tuple[int, ...], tuple[int, ...], np.dtype, int], ...]
+Description = tuple[tuple[str, tuple[int, ...], tuple[int, ...] | None, np.dtype, int], ...]
 """Of each array of a call its name, shape, strides and dtype, and by how many bytes it starts
-beyond a multiple of `ALIGNMENT`."""
+beyond a multiple of `ALIGNMENT`. CuPy's arrays in C order have None for strides: to ask for them,
+and to look them up, takes as long as for all the rest."""
 
 
-class Operands(NamedTuple):
+@dataclass(slots=True)  # made in each call: a named tuple takes longer
+class Operands:
     """The arrays of one call by name, absent ones left out, all of one library and one device."""
 
     device_id: int | None
     """CUDA ordinal; None for NumPy arrays."""
     arrays: dict[str, Array]
-    places: list[int]
+    places: dict[str, int]
     """Where the first item of each array is, in its own memory space."""
     description: Description
     """All that checks and plans depend on: a key for caches."""
@@ -93,7 +96,10 @@ class Operands(NamedTuple):
 
 def layouts_of(description: Description) -> dict[str, Layout]:
     """Return the layout of each array by name."""
-    return {name: Layout(shape, strides, dtype) for name, shape, strides, dtype, _ in description}
+    return {
+        name: contiguous(shape, dtype) if strides is None else Layout(shape, strides, dtype)
+        for name, shape, strides, dtype, _ in description
+    }
 
 
 def starts_of(description: Description) -> dict[str, int]:
@@ -122,27 +128,38 @@ def adopt(
     """
     # One pass: in a call on a GPU this loop costs more than anything but the driver.
     arrays: dict[str, Array] = {}
-    places, description = [], []
-    devices: set[int | None] = set()
+    places: dict[str, int] = {}
+    description = []
+    on_device: Any = _NOWHERE
+    mixed = False
     for name, array in candidates.items():
         if array is None:
             continue
         if type(array) not in _own_kinds:
             array = adopt_one(shown_as.get(name, name), array, fixes)
-        if type(array) is np.ndarray:
-            device_id, place = None, array.ctypes.data
+        strides: tuple[int, ...] | None
+        if type(array) is _ndarray:
+            device_id, place, strides = None, array.ctypes.data, array.strides
         else:
             pointer = array.data
             device_id, place = pointer.device_id, pointer.ptr
-        devices.add(device_id)
+            strides = None if array._c_contiguous else array.strides
+        if device_id != on_device:
+            mixed = mixed or on_device is not _NOWHERE
+            on_device = device_id
         arrays[name] = array
-        places.append(place)
-        description.append((name, array.shape, array.strides, array.dtype, place % ALIGNMENT))
-    if len(devices) > 1:
-        shown = {shown_as.get(name, name): array for name, array in arrays.items()}
-        raise _mixed_libraries(shown) if None in devices else _mixed_devices(shown)
-    return Operands(devices.pop() if devices else None, arrays, places, tuple(description))
+        places[name] = place
+        description.append((name, array.shape, strides, array.dtype, place % ALIGNMENT))
+    if mixed:
+        raise _mixed({shown_as.get(name, name): array for name, array in arrays.items()})
+    return Operands(
+        None if on_device is _NOWHERE else on_device, arrays, places, tuple(description)
+    )
 
+
+_ndarray = np.ndarray
+_NOWHERE = object()
+"""The device of no arrays."""
 
 _own_kinds: set[type] = {np.ndarray}
 """The array types that are taken as they are; CuPy's once one of its arrays has been seen."""
@@ -264,7 +281,9 @@ def _cause(failure: Exception) -> str:
     return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
 
 
-def _mixed_libraries(arrays: dict[str, Array]) -> TypeError:
+def _mixed(arrays: dict[str, Array]) -> Exception:
+    if not any(isinstance(array, np.ndarray) for array in arrays.values()):
+        return _mixed_devices(arrays)
     kinds = {name: type(array).__module__.partition(".")[0] for name, array in arrays.items()}
     listed = ", ".join(f"{name} is {kind}" for name, kind in kinds.items())
     return error(

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.recording_device import device_array
 
 from cupyattn.kernels.device import cuda as cuda_module
 from cupyattn.kernels.device.arguments import PackedArguments
@@ -44,17 +43,13 @@ def read(table: int) -> tuple[int, int, int, tuple[int, float]]:
     return values[0][0], values[1][0], values[2][0], values[3]
 
 
-def array_at(address: int) -> Any:
-    return SimpleNamespace(data=SimpleNamespace(ptr=address))
-
-
 def test_arguments_lie_where_the_driver_is_told():
     packed = PackedArguments(SPEC)
-    x, maybe = map(array_at, ADDRESSES)
+    x, maybe = ADDRESSES
     of_a_plan = np.int32(-5), params(3, 0.5)
     packed.fill([x, maybe], of_a_plan)
     assert read(packed.address) == (*ADDRESSES, -5, (3, 0.5))
-    packed.fill([maybe, None], of_a_plan)
+    packed.fill([maybe, 0], of_a_plan)
     assert read(packed.address) == (ADDRESSES[1], 0, -5, (3, 0.5))
     packed.fill([maybe, x], (np.int32(7), params(-1, 2.0)))
     assert read(packed.address) == (ADDRESSES[1], ADDRESSES[0], 7, (-1, 2.0))
@@ -123,14 +118,15 @@ def test_a_launch_goes_to_the_current_stream_of_the_kernels_device(monkeypatch):
     """Whichever device is current in the caller, which finds it as it was."""
     driver = Driver(monkeypatch)
     kernel = cuda_module.CudaKernel(driver.device, SPEC.specialise(threads=64, shared_bytes=512))
-    x = device_array((3,))
-    arrays, values = [x, None], (np.int32(4), params(1, 1.5))
-    kernel.start((9, 1, 1), arrays, values)
-    assert driver.calls == [(1, "CuPy", (9, 1, 1), (64, 1, 1), (*arrays, *values), 512)]
+    addresses, values = [ADDRESSES[1], 0], (np.int32(4), params(1, 1.5))
+    kernel.start((9, 1, 1), addresses, values)
+    assert driver.calls == [(1, "CuPy", (9, 1, 1), (64, 1, 1), (*addresses, *values), 512)]
+    pointers = driver.calls[0][4][:2]
+    assert {type(pointer) for pointer in pointers} == {np.uint64}, "CuPy takes no larger int"
     driver.calls.clear()
-    expected = (1, 77, 9, 1, 1, 64, 1, 1, 512, 1001, 0, (x.data.ptr, 0, 4, (1, 1.5)))
+    expected = (1, 77, 9, 1, 1, 64, 1, 1, 512, 1001, 0, (ADDRESSES[1], 0, 4, (1, 1.5)))
     for current in (1, 0):
         driver.current = current
-        kernel.start((9, 1, 1), arrays, values)
+        kernel.start((9, 1, 1), addresses, values)
         assert driver.calls.pop() == expected
         assert driver.current == current

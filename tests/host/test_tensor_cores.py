@@ -13,7 +13,6 @@ from support.processes import run
 from cupyattn import backend, device_info, emulator
 from cupyattn.cli import info, main
 from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.card import Card
 from cupyattn.kernels.compile import compile_ptx
 from cupyattn.kernels.configs.linear.mma_rate import FLOAT32_CYCLES, PRODUCTS, mma_rate
 from cupyattn.kernels.device import cuda, tensor_cores
@@ -61,7 +60,7 @@ def test_the_environment_overrides_all(monkeypatch, text, present):
         expected = (present, f"CUPYATTN_TENSOR_CORES={text.strip()}")
         assert without_measuring(capability, name) == expected
     assert device_info()["tensor_cores_override"] == text.strip()
-    assert Card.of(EmulatedDevice(emulator.Checks.all())).tensor_cores is present
+    assert EmulatedDevice(emulator.Checks.all()).card.tensor_cores is present
 
 
 @pytest.mark.parametrize("text", [None, "", " "])
@@ -70,7 +69,7 @@ def test_what_is_not_set_is_no_override(monkeypatch, text):
         monkeypatch.setenv(TENSOR_CORES_VARIABLE, text)
     assert tensor_cores_override() is None
     assert device_info()["tensor_cores_override"] is None
-    assert Card.of(EmulatedDevice(emulator.Checks.all())).tensor_cores
+    assert EmulatedDevice(emulator.Checks.all()).card.tensor_cores
 
 
 @pytest.mark.parametrize("text", ["2", "yes", "true", "-1", "01", "0.0", "1" * 500, "\u0661"])
@@ -148,6 +147,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
         cupy = FakeCupy(*arguments, **options)
         monkeypatch.setattr(cuda, "load_cupy", lambda: cupy)
         monkeypatch.setattr(cuda, "CudaKernel", cupy.kernel)
+        # Its arrays are NumPy's, which the kernel writes.
+        monkeypatch.setattr(cuda.CudaDevice, "argument", lambda _, array: array)
         return cuda.CudaDevice(0), cupy
 
     return make
@@ -161,7 +162,7 @@ def test_an_unknown_name_is_measured_once(gpu, cycles, present):
     device, cupy = gpu("Graphics Device", cycles)
     assert cupy.measurements == 0, "before anyone asks"
     for _ in range(3):
-        assert Card.of(device)[:4] == (75, 16, present, 16)
+        assert device.card[:4] == (75, 16, present, 16)
     assert cupy.measurements == 1
     found = device.find_tensor_cores()
     assert found.because == (

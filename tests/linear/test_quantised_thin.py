@@ -114,7 +114,7 @@ def test_drawn_problems(data):
 )
 def test_a_long_k_is_split_and_its_parts_are_added_in_a_fixed_order(problem):
     """There are two multiprocessors without a GPU: few columns leave one of them idle."""
-    card = Card.of(KERNELS.device)
+    card = KERNELS.device.card
     assert steps_of(problem, card) == ("linear_quantised_thin", "linear_thin_merge")
     require_right(problem)
     arrays = tuple(map(put, problem.inputs()))

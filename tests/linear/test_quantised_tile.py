@@ -171,7 +171,7 @@ def test_parts_of_a_sum_are_none_of_them_empty():
 def test_a_tiling_that_was_tuned_is_taken(problem, monkeypatch):
     """Whatever else `cupyattn tune` may find fastest is right too."""
     with KERNELS.running(), tensor_core_alone():
-        card, asked = Card.of(KERNELS.device), Asked()
+        card, asked = KERNELS.device.card, Asked()
         usual = launches_of(problem, card._replace(choices=asked))
         (asks,) = asked.questions
         others = [

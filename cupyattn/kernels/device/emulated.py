@@ -13,9 +13,9 @@ import numpy as np
 from cupyattn import emulator
 from cupyattn.kernels import cache
 from cupyattn.kernels.arch import TURING, Arch
-from cupyattn.kernels.card import Card
 from cupyattn.kernels.choices import USUAL, Choices, tuned_override
 from cupyattn.kernels.compile import compile_ptx
+from cupyattn.kernels.device.simulated import SimulatedDevice
 from cupyattn.kernels.source import source_root
 from cupyattn.kernels.spec import Pointer, Specialisation
 from cupyattn.kernels.target import arch_override, tensor_cores_override
@@ -23,7 +23,7 @@ from cupyattn.kernels.target import arch_override, tensor_cores_override
 _FILE = re.compile(r'^\s*\.file\s+\d+\s+"([^"]+)"', re.MULTILINE)
 
 
-class EmulatedDevice:
+class EmulatedDevice(SimulatedDevice):
     """Executes the PTX that a Turing GPU would get, under checks.
 
     Parameters
@@ -52,11 +52,6 @@ class EmulatedDevice:
         self.tensor_cores = tensor_cores_override() is not False
         self.checks = checks
         self.report = report
-
-    @property
-    def card(self) -> Card:
-        """What plans depend on."""
-        return Card.of(self)
 
     @property
     def name(self) -> str:

@@ -42,7 +42,7 @@ def decode_attention(
 ) -> dict[str, Array]:
     """Run paged attention, into `out` and `lse` where they are given."""
     plan = _plan(problem, device.card, return_lse)
-    return run(device, plan, operands.arrays)
+    return run(device, plan, operands)
 
 
 @lru_cache(maxsize=4096)

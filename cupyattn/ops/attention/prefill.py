@@ -52,7 +52,7 @@ def prefill_attention(
     device: Device, problem: DecodeProblem, operands: Operands, *, return_lse: bool
 ) -> dict[str, Array]:
     """Run paged attention by the forward kernels, into `out` and `lse` where they are given."""
-    return run(device, _plan(problem, device.card, return_lse), operands.arrays)
+    return run(device, _plan(problem, device.card, return_lse), operands)
 
 
 @lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ from cupyattn.ops.plan import SCRATCH_DTYPE, Plan, lay_out_scratch, run
 
 def linear_backward(device: Device, problem: LinearProblem, operands: Operands) -> dict[str, Array]:
     """Run the backward of linear, into the results and scratch that are given."""
-    return run(device, _plan(problem, device.card), operands.arrays)
+    return run(device, _plan(problem, device.card), operands)
 
 
 def scratch_bytes(device: Device, problem: LinearProblem) -> int:

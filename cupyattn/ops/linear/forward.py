@@ -15,7 +15,7 @@ from cupyattn.ops.plan import Plan, lay_out_scratch, run
 
 def linear_forward(device: Device, problem: LinearProblem, operands: Operands) -> dict[str, Array]:
     """Run linear, into `out` and `preactivation` where they are given."""
-    return run(device, _plan(problem, device.card), operands.arrays)
+    return run(device, _plan(problem, device.card), operands)
 
 
 def scratch_bytes(device: Device, problem: LinearProblem) -> int:
