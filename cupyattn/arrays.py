@@ -130,39 +130,32 @@ def adopt(
     arrays: dict[str, Array] = {}
     places: dict[str, int] = {}
     description = []
-    on_device: Any = _NOWHERE
-    mixed = False
+    devices: set[int | None] = set()
     for name, array in candidates.items():
         if array is None:
             continue
-        if type(array) not in _own_kinds:
+        if type(array) is not _device_array and type(array) is not _host_array:
             array = adopt_one(shown_as.get(name, name), array, fixes)
         strides: tuple[int, ...] | None
-        if type(array) is _ndarray:
+        if type(array) is _host_array:
             device_id, place, strides = None, array.ctypes.data, array.strides
         else:
             pointer = array.data
             device_id, place = pointer.device_id, pointer.ptr
             strides = None if array._c_contiguous else array.strides
-        if device_id != on_device:
-            mixed = mixed or on_device is not _NOWHERE
-            on_device = device_id
+        devices.add(device_id)
         arrays[name] = array
         places[name] = place
         description.append((name, array.shape, strides, array.dtype, place % ALIGNMENT))
-    if mixed:
-        raise _mixed({shown_as.get(name, name): array for name, array in arrays.items()})
-    return Operands(
-        None if on_device is _NOWHERE else on_device, arrays, places, tuple(description)
-    )
+    if len(devices) > 1:
+        shown = {shown_as.get(name, name): array for name, array in arrays.items()}
+        raise _mixed_libraries(shown) if None in devices else _mixed_devices(shown)
+    return Operands(devices.pop() if devices else None, arrays, places, tuple(description))
 
 
-_ndarray = np.ndarray
-_NOWHERE = object()
-"""The device of no arrays."""
-
-_own_kinds: set[type] = {np.ndarray}
-"""The array types that are taken as they are; CuPy's once one of its arrays has been seen."""
+_host_array = np.ndarray
+_device_array: Any = None
+"""CuPy's, once one has been seen: arrays of these two types are taken as they are."""
 
 
 def exports_memory(candidate: Any) -> bool:
@@ -179,7 +172,8 @@ def adopt_one(name: str, candidate: Any, fixes: Mapping[str, str] = MappingProxy
     """Take one array as `adopt` does."""
     cupy = sys.modules.get("cupy")
     if cupy is not None and type(candidate) is cupy.ndarray:
-        _own_kinds.add(cupy.ndarray)
+        global _device_array
+        _device_array = cupy.ndarray
         return candidate
     if isinstance(candidate, np.ndarray) and not isinstance(candidate, np.ma.MaskedArray):
         return candidate.view(np.ndarray)
@@ -281,9 +275,7 @@ def _cause(failure: Exception) -> str:
     return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
 
 
-def _mixed(arrays: dict[str, Array]) -> Exception:
-    if not any(isinstance(array, np.ndarray) for array in arrays.values()):
-        return _mixed_devices(arrays)
+def _mixed_libraries(arrays: dict[str, Array]) -> TypeError:
     kinds = {name: type(array).__module__.partition(".")[0] for name, array in arrays.items()}
     listed = ", ".join(f"{name} is {kind}" for name, kind in kinds.items())
     return error(

@@ -40,7 +40,8 @@ class Pair(NamedTuple):
 class Overlaps(NamedTuple):
     """What a call's arrays, as they are laid out, have to be asked before results are written."""
 
-    pairs: tuple[Pair, ...]
+    pairs: tuple[tuple[str, str, int, int, bool], ...]
+    """What each `Pair` holds: plain tuples come apart faster, and each call takes them apart."""
     results: tuple[str, ...]
     shown_as: Mapping[str, str]
 
@@ -76,7 +77,7 @@ class Overlaps(NamedTuple):
             for other in names
             if other not in results or names.index(other) > names.index(result)
         ]
-        return cls(tuple(pairs), results, shown_as)
+        return cls(tuple((*pair,) for pair in pairs), results, shown_as)
 
     def check(self, operands: Operands) -> None:
         """Raise ValueError if a result is read-only or shares an item with another array.

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from support.recording_device import device_array
 
+from cupyattn.arrays import adopt
+from cupyattn.kernels.choices import Choices
 from cupyattn.kernels.device import cuda as cuda_module
 from cupyattn.kernels.device.arguments import PackedArguments
+from cupyattn.kernels.device.tensor_cores import TensorCores
 from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Struct
 
 PARAMS = np.dtype([("n", np.int64), ("x", np.float32)], align=True)
@@ -130,3 +136,71 @@ def test_a_launch_goes_to_the_current_stream_of_the_kernels_device(monkeypatch):
         kernel.start((9, 1, 1), addresses, values)
         assert driver.calls.pop() == expected
         assert driver.current == current
+
+
+def test_threads_pack_arguments_apart(monkeypatch):
+    """One has packed its own, and the driver reads them only when another has packed others."""
+    driver = Driver(monkeypatch)
+    kernel = cuda_module.CudaKernel(driver.device, SPEC.specialise(threads=64))
+    values = {number: (np.int32(number), params(number, 0.5)) for number in range(4)}
+    packed = threading.Barrier(len(values))
+    seen: dict[int, Any] = {}
+
+    def launch(*arguments: Any) -> None:
+        packed.wait()
+        *_, table, _ = arguments
+        seen[threading.get_ident()] = read(table)
+        packed.wait()
+
+    kernel._launch = launch
+    expected: dict[int, Any] = {}
+
+    def work(number: int) -> None:
+        address = ADDRESSES[0] + 16 * number
+        expected[threading.get_ident()] = (address, 0, number, (number, 0.5))
+        for _ in range(2):  # a thread's first launch goes through CuPy
+            kernel.start((1, 1, 1), [address, 0], values[number])
+
+    with ThreadPoolExecutor(len(values), initializer=packed.wait) as pool:
+        list(pool.map(work, values))
+    assert len(seen) == len(values)
+    assert seen == expected
+
+
+def test_a_gpu_passes_addresses_that_were_read_with_the_arrays(cuda_device):
+    """Those of scratch memory and of new results too; the memory of neither is an array then."""
+    x, memory = device_array((3,)), device_array((1024,), np.uint8)
+    arguments = cuda_device.arguments(adopt({"x": x, "absent": None}))
+    assert arguments == {"x": x.data.ptr}
+    arguments["more"] = 0
+    assert cuda_device.arguments(adopt({"x": x})) == {"x": x.data.ptr}, "each call has its own"
+    assert cuda_device.argument(x) == x.data.ptr
+    within = cuda_device.argument_within(memory, 256, (4,), np.dtype(np.float32))
+    assert within == memory.data.ptr + 256
+
+
+def test_plans_see_a_device_as_it_is_now(cuda_device):
+    """What they depend on is put together once, and anew after any of it is set."""
+    card = cuda_device.card
+    assert cuda_device.card is card
+    assert card == (90, 132, True, 132, cuda_device.choices)
+    cuda_device.choices = chosen = Choices()
+    assert cuda_device.card.choices is chosen
+    cuda_device.multiprocessors = 5
+    assert cuda_device.card.multiprocessors == 5
+    cuda_device._tensor_cores = TensorCores(False, "a test")
+    assert not cuda_device.card.tensor_cores
+
+
+@pytest.fixture
+def cuda_device(monkeypatch: pytest.MonkeyPatch) -> cuda_module.CudaDevice:
+    """A GPU as CuPy describes one, without any."""
+    cupy = pytest.importorskip("cupy")
+    runtime = cupy.cuda.runtime
+    monkeypatch.setattr(
+        cupy.cuda, "Device", lambda ordinal: SimpleNamespace(compute_capability="90")
+    )
+    monkeypatch.setattr(runtime, "deviceGetAttribute", lambda attribute, ordinal: 132)
+    monkeypatch.setattr(runtime, "getDeviceProperties", lambda ordinal: {"name": b"NVIDIA H200"})
+    monkeypatch.delenv("CUPYATTN_ARCH", raising=False)
+    return cuda_module.CudaDevice(0)

@@ -181,10 +181,11 @@ def test_nothing_is_measured_in_a_capture(gpu):
     """It is taken to have them, and asked again behind it."""
     device, cupy = gpu("Graphics Device", 640, capturing=True)
     for _ in range(2):
-        assert device.tensor_cores is True
+        assert device.tensor_cores is True and device.card.tensor_cores
         assert "capture" in device.find_tensor_cores().because
     assert cupy.measurements == 0
     cupy.capturing = False
+    assert not device.card.tensor_cores
     assert device.tensor_cores is False
     cupy.capturing = True
     assert device.tensor_cores is False

@@ -199,15 +199,10 @@ class CudaKernel:
         self, grid: tuple[int, int, int], addresses: Sequence[int], values: tuple[Any, ...]
     ) -> None:
         """Start it on the current stream of its device; nothing waits for it."""
-        if self._current_device() == self._ordinal:
-            self._start(grid, addresses, values)
+        if self._current_device() != self._ordinal:
+            with self._on_device(self._ordinal):
+                self.start(grid, addresses, values)
             return
-        with self._on_device(self._ordinal):
-            self._start(grid, addresses, values)
-
-    def _start(
-        self, grid: tuple[int, int, int], addresses: Sequence[int], values: tuple[Any, ...]
-    ) -> None:
         try:
             packed: PackedArguments = self._of_thread.packed
         except AttributeError:
