@@ -28,7 +28,6 @@ from cupyattn.errors import error
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.configs.rows import (
     COLUMN_SUMS_COLUMNS,
-    OF_THE_PLAN,
     Macros,
     Result,
     RowKernel,
@@ -155,12 +154,9 @@ def row_problem(
     TypeError, ValueError
         As the public functions document.
     """
-    values = [
-        (name, kind(scalars[name]))
-        for name, kind in kernel.scalars.items()
-        if name not in OF_THE_PLAN
-    ]
-    decided = tuple((name, choices[name]) for name in kernel.choices if name not in OF_THE_PLAN)
+    names, numbers = kernel.of_a_call
+    values = [(name, kind(scalars[name])) for name, kind in numbers]
+    decided = tuple([(name, choices[name]) for name in names])
     problem = _cached_problem(
         kernel, operands.description, tuple(values), decided, accumulate, frozenset(wanted)
     )
@@ -259,7 +255,7 @@ def array_fixes(kernel: RowKernel) -> Mapping[str, str]:
 def run_rows(device: Device, problem: RowProblem, operands: Operands) -> dict[str, Array]:
     """Run a row operation."""
     plan = _plan(problem, device.arch.number, device.multiprocessors)
-    return run(device, plan, operands.arrays)
+    return run(device, plan, operands)
 
 
 @lru_cache(maxsize=4096)
