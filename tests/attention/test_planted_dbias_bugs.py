@@ -22,7 +22,7 @@ WALK = "attention/tensor_core/backward_summed_dbias.cuh"
 PAIRS = "attention/tensor_core/bias_pairs.cuh"
 QUADS, FEED = "attention/tensor_core/quad_rows.cuh", "attention/tensor_core/tile_feed.cuh"
 ITEMS = "attention/tensor_core/score_items.cuh"
-ROWS, KEYS = SUMMED_DBIAS[75][64].tile_rows, SUMMED_DBIAS[75][64].tile_k
+ROWS, KEYS = SUMMED_DBIAS[75][32].tile_rows, SUMMED_DBIAS[75][32].tile_k
 
 
 def problem(sq: int, sk: int, bias: tuple[int, ...], **drawn: object) -> AttentionProblem:

@@ -157,7 +157,7 @@ OTHER_POWERS = [
     (KEPT, Bug(DELTA_CU, "key < keys_in_use(attention, seqused_k_g, batch)", "key < attention.sk")),
     (
         PACKED_KEPT,
-        Bug(DELTA_VARLEN_CU, "key < sequence.window.keys", "key < sequence.keys.count"),
+        Bug(DELTA_VARLEN_CU, "key < sequence.keys_in_use", "key < sequence.keys.count"),
     ),
     (PLAIN, Bug(SCALES_CUH, "sizes.take_delta(of_cta.y);", "")),
     (PLAIN, Bug(DELTA_CUH, "sizes.take_delta(fabsf(sum));", "")),

@@ -96,7 +96,7 @@ def test_deterministic_bits_are_those_of_a_loop_over_sequences(lengths, head_dim
 def test_gradients_are_added_to_what_is_there(problem, deterministic):
     """In float32, before the one rounding; rows of no sequence aside."""
     dense = problem.dense
-    dense = replace(dense, drawn=(("bias", ((4, dense.Sq, dense.Sk), dense.dtype)),))
+    dense = replace(dense, drawn=(("bias", ((dense.H, dense.Sq, dense.Sk), dense.dtype)),))
     problem = replace(problem, dense=dense)
     plain = problem.run_backward(deterministic=deterministic)
     there = {name: np.full(x.shape, 0.5, x.dtype) for name, x in plain.items()}
