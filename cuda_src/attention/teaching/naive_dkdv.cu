@@ -65,8 +65,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int thread = threadIdx.x;
 
   // Phase 1: the key, and the rows that see it.
-  const int kv_heads = forward.heads / forward.group, sequence = blockIdx.x / forward.sk;
-  const int batch = sequence / kv_heads, kv_head = sequence % kv_heads, key = blockIdx.x % forward.sk;
+  const int kv_heads = forward.heads / forward.group;
+  const Turn turn(blockIdx.x, forward.sk, forward.kv_together);
+  const int key = turn.tile, kv_head = turn.head % kv_heads, batch = turn.head / kv_heads;
   const int64 q_offset = query_offset(forward, q_offsets_g, batch);
   const KeyWindow window = sequence_window(forward, q_offsets_g, seqused_k_g, batch);
   const KeyRange seeing = window.rows_of(key, forward.sq);
