@@ -42,7 +42,7 @@ def recorded(
 ) -> Launch:
     recorder = LaunchRecorder(TURING)
     operands = cupyattn.arrays.adopt(arrays)
-    problem = row_problem(kernel, operands, wanted=wanted, choices=choices, **numbers)
+    problem = row_problem(kernel, operands, wanted=wanted, choices=choices, scalars=numbers)
     run_rows(recorder, problem, operands)
     (launch,) = recorder.launches
     return launch
