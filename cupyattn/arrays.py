@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from numbers import Number
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -74,18 +75,20 @@ def is_contiguous(layout: Layout) -> bool:
     )
 
 
-Description = tuple[tuple[str, tuple[int, ...], tuple[int, ...], np.dtype, int], ...]
+Description = tuple[tuple[str, tuple[int, ...], tuple[int, ...] | None, np.dtype, int], ...]
 """Of each array of a call its name, shape, strides and dtype, and by how many bytes it starts
-beyond a multiple of `ALIGNMENT`."""
+beyond a multiple of `ALIGNMENT`. CuPy's arrays in C order have None for strides: to ask for them,
+and to look them up, takes as long as for all the rest."""
 
 
-class Operands(NamedTuple):
+@dataclass(slots=True)  # made in each call: a named tuple takes longer
+class Operands:
     """The arrays of one call by name, absent ones left out, all of one library and one device."""
 
     device_id: int | None
     """CUDA ordinal; None for NumPy arrays."""
     arrays: dict[str, Array]
-    places: list[int]
+    places: dict[str, int]
     """Where the first item of each array is, in its own memory space."""
     description: Description
     """All that checks and plans depend on: a key for caches."""
@@ -93,7 +96,10 @@ class Operands(NamedTuple):
 
 def layouts_of(description: Description) -> dict[str, Layout]:
     """Return the layout of each array by name."""
-    return {name: Layout(shape, strides, dtype) for name, shape, strides, dtype, _ in description}
+    return {
+        name: contiguous(shape, dtype) if strides is None else Layout(shape, strides, dtype)
+        for name, shape, strides, dtype, _ in description
+    }
 
 
 def starts_of(description: Description) -> dict[str, int]:
@@ -122,30 +128,34 @@ def adopt(
     """
     # One pass: in a call on a GPU this loop costs more than anything but the driver.
     arrays: dict[str, Array] = {}
-    places, description = [], []
+    places: dict[str, int] = {}
+    description = []
     devices: set[int | None] = set()
     for name, array in candidates.items():
         if array is None:
             continue
-        if type(array) not in _own_kinds:
+        if type(array) is not _device_array and type(array) is not _host_array:
             array = adopt_one(shown_as.get(name, name), array, fixes)
-        if type(array) is np.ndarray:
-            device_id, place = None, array.ctypes.data
+        strides: tuple[int, ...] | None
+        if type(array) is _host_array:
+            device_id, place, strides = None, array.ctypes.data, array.strides
         else:
             pointer = array.data
             device_id, place = pointer.device_id, pointer.ptr
+            strides = None if array._c_contiguous else array.strides
         devices.add(device_id)
         arrays[name] = array
-        places.append(place)
-        description.append((name, array.shape, array.strides, array.dtype, place % ALIGNMENT))
+        places[name] = place
+        description.append((name, array.shape, strides, array.dtype, place % ALIGNMENT))
     if len(devices) > 1:
         shown = {shown_as.get(name, name): array for name, array in arrays.items()}
         raise _mixed_libraries(shown) if None in devices else _mixed_devices(shown)
     return Operands(devices.pop() if devices else None, arrays, places, tuple(description))
 
 
-_own_kinds: set[type] = {np.ndarray}
-"""The array types that are taken as they are; CuPy's once one of its arrays has been seen."""
+_host_array = np.ndarray
+_device_array: Any = None
+"""CuPy's, once one has been seen: arrays of these two types are taken as they are."""
 
 
 def exports_memory(candidate: Any) -> bool:
@@ -162,7 +172,8 @@ def adopt_one(name: str, candidate: Any, fixes: Mapping[str, str] = MappingProxy
     """Take one array as `adopt` does."""
     cupy = sys.modules.get("cupy")
     if cupy is not None and type(candidate) is cupy.ndarray:
-        _own_kinds.add(cupy.ndarray)
+        global _device_array
+        _device_array = cupy.ndarray
         return candidate
     if isinstance(candidate, np.ndarray) and not isinstance(candidate, np.ma.MaskedArray):
         return candidate.view(np.ndarray)

@@ -88,7 +88,8 @@ def _timed(device: CudaDevice) -> list[Timed]:
         device.arch, q, k, v, AttentionOptions(causal=True, implementation="tiled")
     )
     *others, params = recorded.arguments[5:]
-    arrays, values = (*recorded.arguments[:3], out, lse, *others), (params,)
+    arrays = (*recorded.arguments[:3], out, lse, *others)
+    passed = [device.null if x is None else device.argument(x) for x in arrays]
     return [
         Timed("attention, out=", attention(out=out), GOAL_WITH_OUT_US),
         Timed("attention", attention(), GOAL_US),
@@ -112,7 +113,7 @@ def _timed(device: CudaDevice) -> list[Timed]:
         ),
         Timed(
             "the attention kernel's launch alone",
-            lambda: start(device, recorded.specialisation, recorded.grid[0], arrays, values),
+            lambda: start(device, recorded.specialisation, recorded.grid[0], passed, (params,)),
             None,
         ),
         Timed("an empty array of CuPy", lambda: cupy.empty(_SHAPE, np.float16), None),

@@ -10,6 +10,7 @@ import numpy as np
 from cupyattn.arrays import Array, adopt
 from cupyattn.kernels.arch import Arch
 from cupyattn.kernels.choices import USUAL, Choices
+from cupyattn.kernels.device.simulated import SimulatedDevice
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.ops.attention.checks import forward_problem
 from cupyattn.ops.attention.forward import attention_forward
@@ -24,7 +25,7 @@ class Launch(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-class LaunchRecorder:
+class LaunchRecorder(SimulatedDevice):
     """A `Device` whose kernels do nothing but note that they were started.
 
     The operations above it do all that they do on a GPU (checks, choice of the configuration,

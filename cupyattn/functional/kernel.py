@@ -158,7 +158,7 @@ class Kernel:
         step = Step.of(
             self.specialisation, _within("ctas", ctas, 0, MAX_GRID_X), *arguments[count:]
         )
-        run(device, Plan((step,), outputs=()), operands.arrays)
+        run(device, Plan((step,), outputs=()), operands)
 
     def __repr__(self) -> str:
         return f"<Kernel {self.specialisation.label} of {self.specialisation.threads} threads>"

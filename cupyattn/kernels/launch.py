@@ -43,7 +43,8 @@ def launch(
     if ctas:
         ready = typed(specialisation.spec, arguments)
         count = len(specialisation.spec.pointers)
-        start(device, specialisation, ctas, ready[:count], tuple(ready[count:]))
+        passed = [device.null if x is None else device.argument(x) for x in ready[:count]]
+        start(device, specialisation, ctas, passed, tuple(ready[count:]))
 
 
 def typed(spec: KernelSpec, arguments: Sequence[Any]) -> list[Any]:
@@ -73,13 +74,13 @@ def start(
     device: Device,
     specialisation: Specialisation,
     ctas: int,
-    arrays: Sequence[Any],
+    arguments: Sequence[Any],
     values: tuple[Any, ...],
 ) -> None:
-    """Start at least one CTA, with arguments that are `typed`."""
+    """Start at least one CTA, with the device's arguments for arrays, and `typed` values."""
     if ctas > MAX_GRID_X:
         raise _too_large(specialisation, ctas)
-    device.load(specialisation).start((ctas, 1, 1), arrays, values)
+    device.load(specialisation).start((ctas, 1, 1), arguments, values)
 
 
 def prepare(device: Device, specialisation: Specialisation, ctas: int) -> None:

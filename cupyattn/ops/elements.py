@@ -221,7 +221,7 @@ def run_elements(
         plan = plan._replace(
             steps=tuple([step._replace(values=(*values, step.values[-1])) for step in plan.steps])
         )
-    return run(device, plan, operands.arrays)
+    return run(device, plan, operands)
 
 
 @lru_cache(maxsize=4096)

@@ -23,14 +23,14 @@ from cupyattn.ops.spans import share_an_item, span
 
 
 class Pair(NamedTuple):
-    """A result and another array of a call: their numbers among its arrays, and how they meet.
+    """The names of a result and of another array of a call, and how they meet.
 
     What they span has bytes in common where the other's first item lies more than `least` and less
     than `most` bytes behind the result's.
     """
 
-    result: int
-    other: int
+    result: str
+    other: str
     least: int
     most: int
     may_be_same: bool
@@ -40,9 +40,9 @@ class Pair(NamedTuple):
 class Overlaps(NamedTuple):
     """What a call's arrays, as they are laid out, have to be asked before results are written."""
 
-    pairs: tuple[Pair, ...]
-    results: tuple[int, ...]
-    names: tuple[str, ...]
+    pairs: tuple[tuple[str, str, int, int, bool], ...]
+    """What each `Pair` holds: plain tuples come apart faster, and each call takes them apart."""
+    results: tuple[str, ...]
     shown_as: Mapping[str, str]
 
     @classmethod
@@ -59,8 +59,9 @@ class Overlaps(NamedTuple):
         `in_place` has, for a result, the array that it may be itself, item for item; with
         `item_by_item` each result may be any array that is only read.
         """
-        names, spans = tuple(layouts), [span(layout) for layout in layouts.values()]
-        results = tuple(index for index, name in enumerate(names) if name in writes)
+        writes = frozenset(writes)
+        names, spans = [*layouts], {name: span(layout) for name, layout in layouts.items()}
+        results = tuple(name for name in names if name in writes)
         pairs = [
             Pair(
                 result,
@@ -68,16 +69,15 @@ class Overlaps(NamedTuple):
                 least=spans[result].start - spans[other].end,
                 most=spans[result].end - spans[other].start,
                 may_be_same=(
-                    in_place.get(names[result]) == names[other]
-                    or (item_by_item and other not in results)
+                    in_place.get(result) == other or (item_by_item and other not in results)
                 )
-                and layouts[names[result]] == layouts[names[other]],
+                and layouts[result] == layouts[other],
             )
             for result in results
-            for other in range(len(names))
-            if other not in results or other > result
+            for other in names
+            if other not in results or names.index(other) > names.index(result)
         ]
-        return cls(tuple(pairs), results, names, shown_as)
+        return cls(tuple((*pair,) for pair in pairs), results, shown_as)
 
     def check(self, operands: Operands) -> None:
         """Raise ValueError if a result is read-only or shares an item with another array.
@@ -91,16 +91,12 @@ class Overlaps(NamedTuple):
                 self._check_items(operands, result, other)
         if operands.device_id is None:
             for result in self.results:
-                _require_writable(self._shown(result), operands.arrays[self.names[result]])
+                _require_writable(self._shown(result), operands.arrays[result])
 
-    def _check_items(self, operands: Operands, result: int, other: int) -> None:
-        first, second = (
-            Layout(shape, strides, dtype)
-            for _, shape, strides, dtype, _ in map(
-                operands.description.__getitem__, (result, other)
-            )
-        )
-        if share_an_item(first, second, operands.places[other] - operands.places[result]):
+    def _check_items(self, operands: Operands, result: str, other: str) -> None:
+        layouts = layouts_of(operands.description)
+        distance = operands.places[other] - operands.places[result]
+        if share_an_item(layouts[result], layouts[other], distance):
             shown = self._shown(result)
             raise error(
                 ValueError,
@@ -111,8 +107,8 @@ class Overlaps(NamedTuple):
                 f"give {shown} memory of its own, or leave it out",
             )
 
-    def _shown(self, index: int) -> str:
-        return self.shown_as.get(self.names[index], self.names[index])
+    def _shown(self, name: str) -> str:
+        return self.shown_as.get(name, name)
 
 
 def require_apart(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array, address, array_within
+from cupyattn.arrays import Array, Operands, address, array_within
 from cupyattn.errors import error
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
 from cupyattn.kernels.device import Device
@@ -74,9 +75,10 @@ class Scratch(NamedTuple):
         """Where it ends, in bytes."""
         return self.offset + self.items * SCRATCH_DTYPE.itemsize
 
-    def within(self, workspace: Any) -> Any:
-        """Return the array."""
-        return array_within(workspace, self.offset, (self.items,), SCRATCH_DTYPE)
+    @property
+    def place(self) -> tuple[int, tuple[int], np.dtype]:
+        """Its offset, shape and dtype."""
+        return self.offset, (self.items,), SCRATCH_DTYPE
 
 
 class Plan(NamedTuple):
@@ -109,39 +111,46 @@ class Plan(NamedTuple):
         return max((piece.end for piece in self.scratch), default=0)
 
 
-def run(device: Device, plan: Plan, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Run a plan on the arrays of a call by name, `workspace` among them; return its results.
+def run(device: Device, plan: Plan, operands: Operands) -> dict[str, Array]:
+    """Run a plan on the arrays of a call, `workspace` among them; return its results by name.
 
     Raises
     ------
     ValueError
         If a workspace was given that does not fit. Nothing has been written then.
     """
-    named: dict[str, Any] = {**arrays}
+    # Taken apart at once: each dot of a plan would cost every call.
+    steps, outputs, scratch, zero_first, zero_new, transposed = plan
+    given, arguments = operands.arrays, device.arguments(operands)
     results: dict[str, Array] = {}
-    to_zero = [*plan.zero_first]
-    for name, output in plan.outputs:
-        result = named.get(name)
+    to_zero: list[Array] = []
+    nulls = repeat(device.null)
+    for name, output in outputs:
+        result = given.get(name)
         if result is None:
             shape, dtype = output
-            turned = name in plan.transposed
+            turned = name in transposed
             result = device.empty(shape[::-1], dtype).T if turned else device.empty(shape, dtype)
-            named[name] = result
-            if plan.zero_new:
-                to_zero.append(name)
+            arguments[name] = device.argument(result)
+            if zero_new and name not in zero_first:
+                to_zero.append(result)
+        if name in zero_first:
+            to_zero.append(result)
         results[name] = result
-    if plan.scratch:
-        workspace = _workspace(device, plan.workspace_bytes, named.get("workspace"))
-        for piece in plan.scratch:
-            named[piece.name] = piece.within(workspace)
-    if len(plan.steps) > 1 or plan.zero_first:
-        for step in plan.steps:
+    if scratch:
+        workspace = _workspace(device, plan.workspace_bytes, given.get("workspace"))
+        for piece in scratch:
+            arguments[piece.name] = device.argument_within(workspace, *piece.place)
+            if piece.name in zero_first:
+                to_zero.append(array_within(workspace, *piece.place))
+    if zero_first or len(steps) > 1:
+        for step in steps:
             prepare(device, step.specialisation, step.ctas)
-    for name in to_zero:
-        device.zero(named[name])
-    for specialisation, ctas, values, names, _ in plan.steps:
+    for array in to_zero:
+        device.zero(array)
+    for specialisation, ctas, values, names, _ in steps:
         if ctas:
-            start(device, specialisation, ctas, [*map(named.get, names)], values)
+            start(device, specialisation, ctas, [*map(arguments.get, names, nulls)], values)
     return results
 
 

@@ -264,7 +264,7 @@ def array_fixes(kernel: RowKernel) -> Mapping[str, str]:
 def run_rows(device: Device, problem: RowProblem, operands: Operands) -> dict[str, Array]:
     """Run a row operation."""
     plan = _plan(problem, device.arch.number, device.multiprocessors)
-    return run(device, plan, operands.arrays)
+    return run(device, plan, operands)
 
 
 @lru_cache(maxsize=4096)

@@ -37,7 +37,7 @@ def find_lists(tiles: np.ndarray, group: int, sizes: dict[str, Any]) -> np.ndarr
     operands = adopt({BLOCK_MASK: KERNELS.put(tiles)})
     device = device_of(operands)
     assert device is not None
-    found = run(device, Plan(planned.steps, (("lists", output),)), operands.arrays)["lists"]
+    found = run(device, Plan(planned.steps, (("lists", output),)), operands)["lists"]
     spans = [sizes["rows"] // TILE, sizes["keys"] // TILE]
     own, walked = (-(-n // span) for n, span in zip(tiles.shape[2:], spans, strict=True))
     if sizes.get("of_keys"):

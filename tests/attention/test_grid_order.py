@@ -20,10 +20,10 @@ from support.strategies import AttentionProblem
 from support.varlen import VarlenProblem
 
 import cupyattn
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.spec import Pointer, Scalar
 from cupyattn.kernels.structs.attention import ATTENTION_PARAMS, BACKWARD_PARAMS, BACKWARD_STRUCT
 from cupyattn.ops.attention.grid_order import turns
-from cupyattn.ops.card import Card
 
 LEAST_OF_PLAIN = 0.88  # of the TFLOP/s of a plain call, which has twice the scores
 T4 = Card(75, 40)

@@ -15,6 +15,7 @@ from support.processes import environment
 from cupyattn import arrays
 from cupyattn.arrays import (
     Layout,
+    Operands,
     address,
     adopt,
     exports_memory,
@@ -51,7 +52,7 @@ def test_adopt_takes_arrays_as_they_are():
     assert operands.device_id is None
     assert list(operands.arrays) == ["q", "v"]
     assert all(array is given_arrays[name] for name, array in operands.arrays.items())
-    assert operands.places == [*map(address, operands.arrays.values())]
+    assert operands.places == {"q": address(given_arrays["q"]), "v": address(given_arrays["v"])}
 
 
 def test_adopt_describes_arrays_for_caches():
@@ -79,7 +80,7 @@ def test_adopt_sees_what_became_of_an_array():
     assert adopt({"x": x}).description[0][1:3] == ((2, 3), (24, 8))
     x.resize((200, 300), refcheck=False)
     after = adopt({"x": x})
-    assert after.places == [x.ctypes.data]
+    assert after.places == {"x": x.ctypes.data}
     assert before.description != after.description
 
 
@@ -99,7 +100,7 @@ def test_adopt_takes_device_arrays_and_their_device():
         operands = adopt({"q": array, "k": array})
         assert operands.device_id == 3
         assert operands.arrays["q"] is array
-        assert operands.places == [2**40, 2**40]
+        assert operands.places == {"q": 2**40, "k": 2**40}
 
 
 def test_an_array_within_another_begins_where_it_is_told():
@@ -110,7 +111,7 @@ def test_an_array_within_another_begins_where_it_is_told():
 
 
 def test_adopt_takes_a_call_without_arrays_for_one_of_numpy():
-    assert adopt({"q": None}) == (None, {}, [], ())
+    assert adopt({"q": None}) == Operands(None, {}, {}, ())
 
 
 @pytest.mark.parametrize("device_type", [2, 13])

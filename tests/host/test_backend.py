@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from cupyattn.kernels.arch import TURING
 from cupyattn.ops.value_checks import checks_values
 
 X = np.random.default_rng(0).standard_normal((2, 3), dtype=np.float32)
-CUPY = adopt({})._replace(device_id=0)
+CUPY = replace(adopt({}), device_id=0)
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +13,11 @@ import numpy as np
 import pytest
 from support.recording_device import device_array
 
+from cupyattn.arrays import adopt
+from cupyattn.kernels.choices import Choices
 from cupyattn.kernels.device import cuda as cuda_module
 from cupyattn.kernels.device.arguments import PackedArguments
+from cupyattn.kernels.device.tensor_cores import TensorCores
 from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Struct
 
 PARAMS = np.dtype([("n", np.int64), ("x", np.float32)], align=True)
@@ -44,17 +49,13 @@ def read(table: int) -> tuple[int, int, int, tuple[int, float]]:
     return values[0][0], values[1][0], values[2][0], values[3]
 
 
-def array_at(address: int) -> Any:
-    return SimpleNamespace(data=SimpleNamespace(ptr=address))
-
-
 def test_arguments_lie_where_the_driver_is_told():
     packed = PackedArguments(SPEC)
-    x, maybe = map(array_at, ADDRESSES)
+    x, maybe = ADDRESSES
     of_a_plan = np.int32(-5), params(3, 0.5)
     packed.fill([x, maybe], of_a_plan)
     assert read(packed.address) == (*ADDRESSES, -5, (3, 0.5))
-    packed.fill([maybe, None], of_a_plan)
+    packed.fill([maybe, 0], of_a_plan)
     assert read(packed.address) == (ADDRESSES[1], 0, -5, (3, 0.5))
     packed.fill([maybe, x], (np.int32(7), params(-1, 2.0)))
     assert read(packed.address) == (ADDRESSES[1], ADDRESSES[0], 7, (-1, 2.0))
@@ -123,14 +124,83 @@ def test_a_launch_goes_to_the_current_stream_of_the_kernels_device(monkeypatch):
     """Whichever device is current in the caller, which finds it as it was."""
     driver = Driver(monkeypatch)
     kernel = cuda_module.CudaKernel(driver.device, SPEC.specialise(threads=64, shared_bytes=512))
-    x = device_array((3,))
-    arrays, values = [x, None], (np.int32(4), params(1, 1.5))
-    kernel.start((9, 1, 1), arrays, values)
-    assert driver.calls == [(1, "CuPy", (9, 1, 1), (64, 1, 1), (*arrays, *values), 512)]
+    addresses, values = [ADDRESSES[1], 0], (np.int32(4), params(1, 1.5))
+    kernel.start((9, 1, 1), addresses, values)
+    assert driver.calls == [(1, "CuPy", (9, 1, 1), (64, 1, 1), (*addresses, *values), 512)]
+    pointers = driver.calls[0][4][:2]
+    assert {type(pointer) for pointer in pointers} == {np.uint64}, "CuPy takes no larger int"
     driver.calls.clear()
-    expected = (1, 77, 9, 1, 1, 64, 1, 1, 512, 1001, 0, (x.data.ptr, 0, 4, (1, 1.5)))
+    expected = (1, 77, 9, 1, 1, 64, 1, 1, 512, 1001, 0, (ADDRESSES[1], 0, 4, (1, 1.5)))
     for current in (1, 0):
         driver.current = current
-        kernel.start((9, 1, 1), arrays, values)
+        kernel.start((9, 1, 1), addresses, values)
         assert driver.calls.pop() == expected
         assert driver.current == current
+
+
+def test_threads_pack_arguments_apart(monkeypatch):
+    """One has packed its own, and the driver reads them only when another has packed others."""
+    driver = Driver(monkeypatch)
+    kernel = cuda_module.CudaKernel(driver.device, SPEC.specialise(threads=64))
+    values = {number: (np.int32(number), params(number, 0.5)) for number in range(4)}
+    packed = threading.Barrier(len(values))
+    seen: dict[int, Any] = {}
+
+    def launch(*arguments: Any) -> None:
+        packed.wait()
+        *_, table, _ = arguments
+        seen[threading.get_ident()] = read(table)
+        packed.wait()
+
+    kernel._launch = launch
+    expected: dict[int, Any] = {}
+
+    def work(number: int) -> None:
+        address = ADDRESSES[0] + 16 * number
+        expected[threading.get_ident()] = (address, 0, number, (number, 0.5))
+        for _ in range(2):  # a thread's first launch goes through CuPy
+            kernel.start((1, 1, 1), [address, 0], values[number])
+
+    with ThreadPoolExecutor(len(values), initializer=packed.wait) as pool:
+        list(pool.map(work, values))
+    assert len(seen) == len(values)
+    assert seen == expected
+
+
+def test_a_gpu_passes_addresses_that_were_read_with_the_arrays(cuda_device):
+    """Those of scratch memory and of new results too; the memory of neither is an array then."""
+    x, memory = device_array((3,)), device_array((1024,), np.uint8)
+    arguments = cuda_device.arguments(adopt({"x": x, "absent": None}))
+    assert arguments == {"x": x.data.ptr}
+    arguments["more"] = 0
+    assert cuda_device.arguments(adopt({"x": x})) == {"x": x.data.ptr}, "each call has its own"
+    assert cuda_device.argument(x) == x.data.ptr
+    within = cuda_device.argument_within(memory, 256, (4,), np.dtype(np.float32))
+    assert within == memory.data.ptr + 256
+
+
+def test_plans_see_a_device_as_it_is_now(cuda_device):
+    """What they depend on is put together once, and anew after any of it is set."""
+    card = cuda_device.card
+    assert cuda_device.card is card
+    assert card == (90, 132, True, 132, cuda_device.choices)
+    cuda_device.choices = chosen = Choices()
+    assert cuda_device.card.choices is chosen
+    cuda_device.multiprocessors = 5
+    assert cuda_device.card.multiprocessors == 5
+    cuda_device._tensor_cores = TensorCores(False, "a test")
+    assert not cuda_device.card.tensor_cores
+
+
+@pytest.fixture
+def cuda_device(monkeypatch: pytest.MonkeyPatch) -> cuda_module.CudaDevice:
+    """A GPU as CuPy describes one, without any."""
+    cupy = pytest.importorskip("cupy")
+    runtime = cupy.cuda.runtime
+    monkeypatch.setattr(
+        cupy.cuda, "Device", lambda ordinal: SimpleNamespace(compute_capability="90")
+    )
+    monkeypatch.setattr(runtime, "deviceGetAttribute", lambda attribute, ordinal: 132)
+    monkeypatch.setattr(runtime, "getDeviceProperties", lambda ordinal: {"name": b"NVIDIA H200"})
+    monkeypatch.delenv("CUPYATTN_ARCH", raising=False)
+    return cuda_module.CudaDevice(0)

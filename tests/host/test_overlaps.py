@@ -90,7 +90,9 @@ def overlap(a: Any, b: Any) -> bool:
     pair = {"a": a, "b": b}
     layouts = {name: layout_of(array) for name, array in pair.items()}
     described = ((name, *layout, 0) for name, layout in layouts.items())
-    operands = Operands(0, pair, [*map(address, pair.values())], tuple(described))
+    operands = Operands(
+        0, pair, {name: address(array) for name, array in pair.items()}, tuple(described)
+    )
     try:
         Overlaps.of(layouts, ("a",)).check(operands)
     except ValueError:

@@ -19,7 +19,6 @@ from cupyattn.kernels.device import cuda, tensor_cores
 from cupyattn.kernels.device.emulated import EmulatedDevice
 from cupyattn.kernels.device.tensor_cores import without_measuring
 from cupyattn.kernels.target import TENSOR_CORES_VARIABLE, tensor_cores_override
-from cupyattn.ops.card import Card
 
 WITH = (
     "Tesla T4", "NVIDIA T4G", "NVIDIA GeForce RTX 2060 SUPER", "GeForce RTX 2080 Ti", "TITAN RTX",
@@ -61,7 +60,7 @@ def test_the_environment_overrides_all(monkeypatch, text, present):
         expected = (present, f"CUPYATTN_TENSOR_CORES={text.strip()}")
         assert without_measuring(capability, name) == expected
     assert device_info()["tensor_cores_override"] == text.strip()
-    assert Card.of(EmulatedDevice(emulator.Checks.all())).tensor_cores is present
+    assert EmulatedDevice(emulator.Checks.all()).card.tensor_cores is present
 
 
 @pytest.mark.parametrize("text", [None, "", " "])
@@ -70,7 +69,7 @@ def test_what_is_not_set_is_no_override(monkeypatch, text):
         monkeypatch.setenv(TENSOR_CORES_VARIABLE, text)
     assert tensor_cores_override() is None
     assert device_info()["tensor_cores_override"] is None
-    assert Card.of(EmulatedDevice(emulator.Checks.all())).tensor_cores
+    assert EmulatedDevice(emulator.Checks.all()).card.tensor_cores
 
 
 @pytest.mark.parametrize("text", ["2", "yes", "true", "-1", "01", "0.0", "1" * 500, "\u0661"])
@@ -148,6 +147,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
         cupy = FakeCupy(*arguments, **options)
         monkeypatch.setattr(cuda, "load_cupy", lambda: cupy)
         monkeypatch.setattr(cuda, "CudaKernel", cupy.kernel)
+        # Its arrays are NumPy's, which the kernel writes.
+        monkeypatch.setattr(cuda.CudaDevice, "argument", lambda _, array: array)
         return cuda.CudaDevice(0), cupy
 
     return make
@@ -161,7 +162,7 @@ def test_an_unknown_name_is_measured_once(gpu, cycles, present):
     device, cupy = gpu("Graphics Device", cycles)
     assert cupy.measurements == 0, "before anyone asks"
     for _ in range(3):
-        assert Card.of(device)[:4] == (75, 16, present, 16)
+        assert device.card[:4] == (75, 16, present, 16)
     assert cupy.measurements == 1
     found = device.find_tensor_cores()
     assert found.because == (
@@ -180,10 +181,11 @@ def test_nothing_is_measured_in_a_capture(gpu):
     """It is taken to have them, and asked again behind it."""
     device, cupy = gpu("Graphics Device", 640, capturing=True)
     for _ in range(2):
-        assert device.tensor_cores is True
+        assert device.tensor_cores is True and device.card.tensor_cores
         assert "capture" in device.find_tensor_cores().because
     assert cupy.measurements == 0
     cupy.capturing = False
+    assert not device.card.tensor_cores
     assert device.tensor_cores is False
     cupy.capturing = True
     assert device.tensor_cores is False

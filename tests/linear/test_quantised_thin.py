@@ -20,8 +20,8 @@ import cupyattn
 from cupyattn import QuantizedWeight, reference
 from cupyattn.arrays import adopt
 from cupyattn.functional.linear.weights import weight_arrays
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.linear import quantised_thin, quantised_thin_float32
-from cupyattn.ops.card import Card
 from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.ops.linear.choice import launches_for
 from cupyattn.reference import error_ratio
@@ -123,7 +123,7 @@ def test_drawn_problems(data):
 )
 def test_a_long_k_is_split_and_its_parts_are_added_in_a_fixed_order(problem):
     """There are two multiprocessors without a GPU: few columns leave one of them idle."""
-    card = Card.of(KERNELS.device)
+    card = KERNELS.device.card
     assert steps_of(problem, card) == ("linear_quantised_thin", "linear_thin_merge")
     require_right(problem)
     arrays = tuple(map(put, problem.inputs()))

@@ -20,8 +20,8 @@ import cupyattn
 from cupyattn import QuantizedWeight, reference
 from cupyattn.arrays import adopt
 from cupyattn.functional.linear.weights import weight_arrays
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.choices import Asked, Choices
-from cupyattn.ops.card import Card
 from cupyattn.ops.linear import quantised_tile
 from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.reference import error_ratio
@@ -171,7 +171,7 @@ def test_parts_of_a_sum_are_none_of_them_empty():
 def test_a_tiling_that_was_tuned_is_taken(problem, monkeypatch):
     """Whatever else `cupyattn tune` may find fastest is right too."""
     with KERNELS.running(), tensor_core_alone():
-        card, asked = Card.of(KERNELS.device), Asked()
+        card, asked = KERNELS.device.card, Asked()
         usual = launches_of(problem, card._replace(choices=asked))
         (asks,) = asked.questions
         others = [

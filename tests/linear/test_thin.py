@@ -17,7 +17,6 @@ import cupyattn
 from cupyattn import reference
 from cupyattn.arrays import adopt
 from cupyattn.kernels.configs.linear.thin import thin_rows
-from cupyattn.ops.card import Card
 from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.ops.linear.choice import launches_for
 
@@ -94,7 +93,7 @@ def steps_of(problem: Case) -> tuple[str, ...]:
     """The kernels of a call."""
     operands = adopt({"x": problem.x, "w": problem.w, "b": problem.b})
     described = forward_problem(operands, problem.activation, False)
-    steps = launches_for("forward", described, Card.of(KERNELS.device)).steps
+    steps = launches_for("forward", described, KERNELS.device.card).steps
     return tuple(step.specialisation.spec.entry for step in steps)
 
 
@@ -136,7 +135,7 @@ def test_every_admissible_configuration(monkeypatch, rows, along_k, name):
     choose(monkeypatch, f"linear_thin {rows} 200 328 plain {layout} 8", name)
     operands = adopt({"x": problem.x, "w": problem.w, "b": problem.b})
     described = forward_problem(operands, None, False)
-    (step, *_) = launches_for("forward", described, Card.of(KERNELS.device)).steps
+    (step, *_) = launches_for("forward", described, KERNELS.device.card).steps
     macros, config = (
         dict(step.specialisation.macros),
         thin_rows(75, along_k=along_k, rows=rows)[1][name],

@@ -12,6 +12,8 @@ import numpy as np
 from support.devices import KERNELS
 from support.strategies import AttentionProblem
 
+from cupyattn.arrays import array_within
+from cupyattn.kernels.device.cuda import CudaDevice
 from cupyattn.ops import plan
 
 Arrays = tuple[np.ndarray, ...]
@@ -47,6 +49,12 @@ def recorded_scales() -> Iterator[list[np.ndarray]]:
     """What launches inside leave as the scales of each head: 2^-k and 2^k."""
     written: list[np.ndarray] = []
     original = plan.start
+    at: dict[int, Any] = {}
+
+    def argument_within(_: CudaDevice, *place: Any) -> int:
+        array = array_within(*place)
+        at[array.data.ptr] = array
+        return int(array.data.ptr)
 
     def start(device: Any, specialisation: Any, ctas: int, given: Any, values: Any) -> None:
         original(device, specialisation, ctas, given, values)
@@ -54,8 +62,11 @@ def recorded_scales() -> Iterator[list[np.ndarray]]:
             names = [pointer.name for pointer in specialisation.spec.pointers]
             scales = given[names.index("scales")]
             written.append(
-                np.array(scales if isinstance(scales, np.ndarray) else KERNELS.get(scales))
+                np.array(scales if isinstance(scales, np.ndarray) else KERNELS.get(at[scales]))
             )
 
-    with mock.patch.object(plan, "start", start):
+    with (
+        mock.patch.object(plan, "start", start),
+        mock.patch.object(CudaDevice, "argument_within", argument_within),  # gives an address alone
+    ):
         yield written

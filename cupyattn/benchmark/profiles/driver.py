@@ -60,16 +60,16 @@ class FirstLaunches:
         device: Device,
         specialisation: Specialisation,
         ctas: int,
-        arrays: Sequence[Any],
+        arguments: Sequence[Any],
         values: tuple[Any, ...],
     ) -> None:
         entry, start = specialisation.spec.entry, self._start
         if self._call is None or entry not in self.wanted:
-            start(device, specialisation, ctas, arrays, values)
+            start(device, specialisation, ctas, arguments, values)
             return
         self.wanted.remove(entry)
         with self._profiled():
-            start(device, specialisation, ctas, arrays, values)
+            start(device, specialisation, ctas, arguments, values)
         self.launches.append(
             {
                 "kernel": entry,

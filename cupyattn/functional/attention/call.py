@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from cupyattn.arrays import Operands, adopt, exports_memory
 from cupyattn.functional.attention.block_mask import BlockMask
@@ -16,7 +17,8 @@ from cupyattn.ops.attention.problem import ARRAY_FIXES, FORWARD_FIXES, SHOWN_AS,
 _NO_SEED = DropoutSeed(0)
 
 
-class AttentionCall(NamedTuple):
+@dataclass(slots=True)
+class AttentionCall:
     """A checked call.
 
     A training step has another seed, and the same problem.

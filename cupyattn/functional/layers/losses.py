@@ -35,7 +35,7 @@ def reduced(
     device, arrays = device_of(operands), operands.arrays
     ignored = options.ignore_index
     if device is not None:
-        return reduce_losses(device, arrays, ignored, reduction == "mean")
+        return reduce_losses(device, operands, ignored, reduction == "mean")
     exact = reference.reduced(losses, arrays["labels"], ignore_index=ignored, reduction=reduction)
     return round_into(arrays.get("result"), exact, losses.dtype)
 
@@ -68,7 +68,7 @@ def spread(
     given = {"dloss": dloss[first], "labels": labels}
     if device is not None:
         target = {} if one is None else {"result": one}
-        divided = reduce_losses(device, given | target, options.ignore_index, True)
+        divided = reduce_losses(device, adopt(given | target), options.ignore_index, True)
         return np.broadcast_to(divided, rows)
     exact = reference.spread(
         given["dloss"], labels, ignore_index=options.ignore_index, reduction=reduction

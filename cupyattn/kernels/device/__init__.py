@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from cupyattn.arrays import Operands
 from cupyattn.kernels.arch import Arch
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.choices import Choices
 from cupyattn.kernels.spec import Specialisation
 
@@ -22,11 +24,12 @@ class Kernel(Protocol):
     specialisation: Specialisation
 
     def start(
-        self, grid: tuple[int, int, int], arrays: Sequence[Any], values: tuple[Any, ...]
+        self, grid: tuple[int, int, int], arguments: Sequence[Any], values: tuple[Any, ...]
     ) -> None:
         """Start it on the current stream; `values` are coerced already (see `launch`).
 
-        The values of a plan are the same tuple in each call.
+        `arguments` are the device's for arrays, its `null` for those that are absent. The values
+        of a plan are the same tuple in each call.
         """
 
 
@@ -42,6 +45,13 @@ class Device(Protocol):
     choices: Choices
     """Rows of the tables that calls take in place of the usual ones."""
 
+    null: Any
+    """What kernels here are passed for an array that is absent."""
+
+    @property
+    def card(self) -> Card:
+        """All of these as plans see them: a key for caches, as they are now."""
+
     @property
     def tensor_cores(self) -> bool:
         """Whether it has any that are worth using: which kernels float16 takes."""
@@ -56,5 +66,31 @@ class Device(Protocol):
     def zero(self, array: Any) -> None:
         """Fill an array of this device with zeros, on the current stream."""
 
+    def arguments(self, operands: Operands) -> dict[str, Any]:
+        """Return what kernels here are passed for the arrays of a call by name, in a new dict.
+
+        Of a GPU those are addresses, which have been asked for already; the emulator has to know
+        where arrays end, so its kernels get the arrays themselves.
+        """
+
+    def argument(self, array: Any) -> Any:
+        """Return the same of an array."""
+
+    def argument_within(
+        self, memory: Any, offset: int, shape: tuple[int, ...], dtype: np.dtype
+    ) -> Any:
+        """Return the same of an array in the memory of another (see `array_within`)."""
+
     def load(self, specialisation: Specialisation) -> Kernel:
         """Return the kernel, compiled and loaded the first time it is asked for."""
+
+
+def card_of(device: Device) -> Card:
+    """Describe a device as it is now."""
+    return Card(
+        device.arch.number,
+        device.multiprocessors,
+        device.tensor_cores,
+        device.l2_bytes,
+        device.choices,
+    )

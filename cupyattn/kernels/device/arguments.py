@@ -35,14 +35,14 @@ class PackedArguments:
         places = [ctypes.addressof(self._memory) + start for start in starts]
         self._table = (ctypes.c_void_p * max(len(places), 1))(*places)
         self.address = ctypes.addressof(self._table)
+        self._packed = memoryview(self._memory)  # asked for once: a buffer of ctypes takes longer
         self._pack_pointers = struct.Struct(f"{pointers}P").pack_into
         self._value_places = places[pointers:]
         self._values: tuple[Any, ...] = ()
 
-    def fill(self, arrays: Sequence[Any], values: tuple[Any, ...]) -> None:
-        """Pack arrays (None for null) and what goes by value, which is typed already."""
-        places = [0 if array is None else array.data.ptr for array in arrays]
-        self._pack_pointers(self._memory, 0, *places)
+    def fill(self, addresses: Sequence[int], values: tuple[Any, ...]) -> None:
+        """Pack addresses of arrays, 0 for null, and what goes by value, which is typed already."""
+        self._pack_pointers(self._packed, 0, *addresses)
         if values is not self._values:  # mostly a plan's, the same each time
             packed = self._values or (None,) * len(values)
             for place, value, there in zip(self._value_places, values, packed, strict=True):

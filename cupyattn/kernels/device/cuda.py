@@ -9,12 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays import Operands
 from cupyattn.cupy_library import load_cupy
 from cupyattn.errors import error
 from cupyattn.fork import no_fork
 from cupyattn.kernels.arch import TURING, Arch, arch_of
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.choices import choices_for
 from cupyattn.kernels.compile import compile_cubin, compile_ptx
+from cupyattn.kernels.device import card_of
 from cupyattn.kernels.device.arguments import PackedArguments
 from cupyattn.kernels.device.tensor_cores import (
     IN_CAPTURE,
@@ -37,6 +40,9 @@ def cuda_device(ordinal: int) -> CudaDevice:
 class CudaDevice:
     """A GPU, through CuPy: kernels come as RawModules and start on the device's current stream."""
 
+    null = 0
+    _card: Card | None = None
+
     def __init__(self, ordinal: int) -> None:
         cupy = load_cupy()
 
@@ -57,6 +63,22 @@ class CudaDevice:
         self.choices = choices_for(self.name, self.arch.real)
         self._kernels: dict[Specialisation, CudaKernel] = {}
         self._loading = threading.Lock()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a fact of the device; plans have to see it from then on."""
+        super().__setattr__(name, value)
+        super().__setattr__("_card", None)
+
+    @property
+    def card(self) -> Card:
+        """What plans depend on, put together once: each call asks."""
+        return self._card or self._make_card()
+
+    def _make_card(self) -> Card:
+        card = card_of(self)
+        if self._tensor_cores is not None:  # in a capture it is only taken to have them
+            super().__setattr__("_card", card)
+        return card
 
     @property
     def name(self) -> str:
@@ -101,6 +123,18 @@ class CudaDevice:
             return
         with self._cupy.cuda.Device(self.ordinal):
             array.fill(0)
+
+    def arguments(self, operands: Operands) -> dict[str, Any]:
+        """Return the addresses of a call's arrays by name."""
+        return {**operands.places}
+
+    def argument(self, array: Any) -> int:
+        """Return the address of an array."""
+        return array.data.ptr
+
+    def argument_within(self, memory: Any, offset: int, *_: Any) -> int:
+        """Return the address of an array in the memory of another, without making it."""
+        return memory.data.ptr + offset
 
     def load(self, specialisation: Specialisation) -> CudaKernel:
         """Return the kernel; the first time, compile it (or find it on disk) and load it.
@@ -157,35 +191,32 @@ class CudaKernel:
             kernel.preferred_shared_memory_carveout = 100
         self._function = kernel.kernel
         self._address = self._function.ptr
-        self._block = (specialisation.threads, 1, 1)
+        self._threads = specialisation.threads
         self._shared_bytes = specialisation.shared_bytes
         self._of_thread = threading.local()
 
     def start(
-        self, grid: tuple[int, int, int], arrays: Sequence[Any], values: tuple[Any, ...]
+        self, grid: tuple[int, int, int], addresses: Sequence[int], values: tuple[Any, ...]
     ) -> None:
         """Start it on the current stream of its device; nothing waits for it."""
-        if self._current_device() == self._ordinal:
-            self._start(grid, arrays, values)
+        if self._current_device() != self._ordinal:
+            with self._on_device(self._ordinal):
+                self.start(grid, addresses, values)
             return
-        with self._on_device(self._ordinal):
-            self._start(grid, arrays, values)
-
-    def _start(
-        self, grid: tuple[int, int, int], arrays: Sequence[Any], values: tuple[Any, ...]
-    ) -> None:
         try:
             packed: PackedArguments = self._of_thread.packed
         except AttributeError:
             # A thread's first launch goes through CuPy, which makes the GPU's context current.
-            self._function(grid, self._block, (*arrays, *values), self._shared_bytes)
+            pointers = map(np.uint64, addresses)
+            self._function(grid, (self._threads, 1, 1), (*pointers, *values), self._shared_bytes)
             self._of_thread.packed = PackedArguments(self.specialisation.spec)
             return
-        packed.fill(arrays, values)
-        stream = self._current_stream(self._ordinal).ptr
-        self._launch(
-            self._address, *grid, *self._block, self._shared_bytes, stream, packed.address, 0
-        )
+        packed.fill(addresses, values)
+        x, y, z = grid
+        self._launch(  # one by one: with stars a call first makes a list of them
+            self._address, x, y, z, self._threads, 1, 1, self._shared_bytes,
+            self._current_stream(self._ordinal).ptr, packed.address, 0,
+        )  # fmt: skip
 
 
 def _arch_for(capability: int) -> Arch:

@@ -15,6 +15,7 @@ from cupyattn.kernels import cache
 from cupyattn.kernels.arch import TURING, Arch
 from cupyattn.kernels.choices import USUAL, Choices, tuned_override
 from cupyattn.kernels.compile import compile_ptx
+from cupyattn.kernels.device.simulated import SimulatedDevice
 from cupyattn.kernels.source import source_root
 from cupyattn.kernels.spec import Pointer, Specialisation
 from cupyattn.kernels.target import arch_override, tensor_cores_override
@@ -22,7 +23,7 @@ from cupyattn.kernels.target import arch_override, tensor_cores_override
 _FILE = re.compile(r'^\s*\.file\s+\d+\s+"([^"]+)"', re.MULTILINE)
 
 
-class EmulatedDevice:
+class EmulatedDevice(SimulatedDevice):
     """Executes the PTX that a Turing GPU would get, under checks.
 
     Parameters

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from cupyattn.arrays import Array, Operands
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.device import Device
 from cupyattn.ops.attention import float32, teaching, tensor_core_backward
@@ -24,7 +25,6 @@ from cupyattn.ops.attention.params import interleaved, placed, seeded
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import gradient_outputs
 from cupyattn.ops.attention.rotary import rotated_backward
-from cupyattn.ops.card import Card
 from cupyattn.ops.checks import require_item_alignment
 from cupyattn.ops.plan import Plan
 
@@ -53,7 +53,7 @@ def attention_backward(
     dict
         The gradients by name; dbias and dsinks only where there are bias and sinks.
     """
-    plan = _plan(problem, Card.of(device), deterministic, accumulate)
+    plan = _plan(problem, device.card, deterministic, accumulate)
     if problem.dropout_p:
         plan = seeded(plan, seed)
     return run_compiled(device, plan, operands, problem.functions)

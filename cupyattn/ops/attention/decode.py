@@ -13,6 +13,7 @@ import numpy as np
 
 from cupyattn.arrays import Array, Layout, Operands
 from cupyattn.errors import error
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.attention import decode
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.device import Device
@@ -22,7 +23,6 @@ from cupyattn.ops.attention.layouts import require_lengths, score_options, whole
 from cupyattn.ops.attention.params import attention_params
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import Outputs, forward_outputs, result_layouts
-from cupyattn.ops.card import Card
 from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.ops.plan import Plan, Step, lay_out_scratch, run
 
@@ -41,8 +41,8 @@ def decode_attention(
     device: Device, problem: DecodeProblem, operands: Operands, *, return_lse: bool
 ) -> dict[str, Array]:
     """Run paged attention, into `out` and `lse` where they are given."""
-    plan = _plan(problem, Card.of(device), return_lse)
-    return run(device, plan, operands.arrays)
+    plan = _plan(problem, device.card, return_lse)
+    return run(device, plan, operands)
 
 
 @lru_cache(maxsize=4096)

@@ -7,6 +7,7 @@ for all multiprocessors, and the query rows of a key-value head share what is re
 
 from __future__ import annotations
 
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.attention.decode import TILE_KEYS
 from cupyattn.ops.attention.decode import (
     MOST_UNITS,
@@ -18,7 +19,6 @@ from cupyattn.ops.attention.decode import (
 from cupyattn.ops.attention.decode_problem import MAX_QUERIES
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs
-from cupyattn.ops.card import Card
 from cupyattn.ops.plan import Plan
 
 LEAST_KEYS = 256

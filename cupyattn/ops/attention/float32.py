@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from cupyattn.arrays import contiguous
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.attention.float32 import backward, forward
 from cupyattn.ops.attention.backward_params import backward_params
 from cupyattn.ops.attention.block_mask import block_lists
@@ -18,7 +19,6 @@ from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs, gradient_outputs, result_layouts
 from cupyattn.ops.attention.split_keys import num_splits, split_plan, whole_plan
 from cupyattn.ops.attention.teaching import dbias_step, dsinks_step
-from cupyattn.ops.card import Card
 from cupyattn.ops.plan import Plan, Step, lay_out_scratch
 
 _FLOAT32 = np.dtype(np.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from cupyattn.arrays import Array, Operands
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.device import Device
 from cupyattn.ops.attention import few_queries, float32, teaching, tensor_core
@@ -22,7 +23,6 @@ from cupyattn.ops.attention.options import (
 from cupyattn.ops.attention.params import interleaved, placed, seeded
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.rotary import rotated
-from cupyattn.ops.card import Card
 from cupyattn.ops.checks import require_item_alignment
 from cupyattn.ops.plan import Plan
 
@@ -47,7 +47,7 @@ def attention_forward(
     return_lse: bool,
 ) -> dict[str, Array]:
     """Run dense attention forward, into `out` and `lse` where they are given."""
-    plan = _plan(problem, Card.of(device), return_lse)
+    plan = _plan(problem, device.card, return_lse)
     if problem.dropout_p:
         plan = seeded(plan, seed)
     return run_compiled(device, plan, operands, problem.functions)

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from cupyattn.kernels.card import Card
 from cupyattn.ops.attention.modifiers import BLOCK_MASK
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import score_strides
 from cupyattn.ops.attention.problem import AttentionProblem
-from cupyattn.ops.card import Card
 
 _L2_SHARE = 2
 """Of L2, what K and V of the heads may take. A CTA of 128 rows alone does 128 operations for each

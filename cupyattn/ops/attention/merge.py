@@ -124,7 +124,7 @@ def _require_kin(layouts: dict[str, Layout]) -> None:
 
 def run_merge(device: Device, problem: MergeProblem, operands: Operands) -> dict[str, Array]:
     """Merge, into `out` and `lse` where they are given."""
-    return run(device, _plan(problem), operands.arrays)
+    return run(device, _plan(problem), operands)
 
 
 @lru_cache(maxsize=4096)

@@ -156,7 +156,7 @@ def run_compiled(
 ) -> dict[str, Array]:
     """Run a plan of these functions; an expression that does not compile is shown where it is."""
     try:
-        return run(device, plan, operands.arrays)
+        return run(device, plan, operands)
     except CompilationError as failure:
         raise _expression_error(failure, functions) from failure
 

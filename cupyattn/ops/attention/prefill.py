@@ -10,6 +10,7 @@ import numpy as np
 
 from cupyattn.arrays import Array, Layout, Operands
 from cupyattn.errors import error
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.attention import float32, tensor_core
 from cupyattn.kernels.configs.attention.decode import cache_bits
 from cupyattn.kernels.configs.dtypes import vector_items
@@ -21,7 +22,6 @@ from cupyattn.ops.attention.grid_order import turns
 from cupyattn.ops.attention.layouts import require_lengths, score_options
 from cupyattn.ops.attention.params import attention_params, batch_integers, interleaved
 from cupyattn.ops.attention.problem import AttentionProblem
-from cupyattn.ops.card import Card
 from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.ops.plan import Plan, Step, run
 
@@ -52,7 +52,7 @@ def prefill_attention(
     device: Device, problem: DecodeProblem, operands: Operands, *, return_lse: bool
 ) -> dict[str, Array]:
     """Run paged attention by the forward kernels, into `out` and `lse` where they are given."""
-    return run(device, _plan(problem, Card.of(device), return_lse), operands.arrays)
+    return run(device, _plan(problem, device.card, return_lse), operands)
 
 
 @lru_cache(maxsize=4096)

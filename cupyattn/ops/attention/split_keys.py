@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.attention.combine import ROWS, combine
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.kernels.structs.attention import SPLIT_PARAMS
@@ -22,7 +23,6 @@ from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import attention_params, forward_params
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import Outputs, result_layouts
-from cupyattn.ops.card import Card
 from cupyattn.ops.plan import Plan, Step, lay_out_scratch
 
 LEAST_KEYS = 256

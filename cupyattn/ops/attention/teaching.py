@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from cupyattn.arrays import Layout
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.attention.options import FlashOptions
 from cupyattn.kernels.configs.attention.teaching import backward, forward
 from cupyattn.kernels.configs.dtypes import vector_items
@@ -14,7 +15,6 @@ from cupyattn.ops.attention.layouts import Starts, score_options, whole_vectors
 from cupyattn.ops.attention.params import attention_params
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs, gradient_outputs, result_layouts
-from cupyattn.ops.card import Card
 from cupyattn.ops.plan import Plan, Step, lay_out_scratch
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.attention.options import FlashOptions
 from cupyattn.kernels.configs.attention.tensor_core import forward
 from cupyattn.kernels.configs.attention.tensor_core.forward_rows import (
@@ -28,7 +29,6 @@ from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs, result_layouts
 from cupyattn.ops.attention.split_keys import num_splits, split_plan, whole_plan
-from cupyattn.ops.card import Card
 from cupyattn.ops.plan import Plan
 
 _TALL_GAIN = 1.05

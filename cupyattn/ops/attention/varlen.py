@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from cupyattn.arrays import Array, Operands
 from cupyattn.errors import error
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.device import Device
 from cupyattn.ops.attention import float32, tensor_core, tensor_core_backward
@@ -29,7 +30,6 @@ from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import interleaved, seeded
 from cupyattn.ops.attention.problem import MAX_LENGTH, AttentionProblem
 from cupyattn.ops.attention.rotary import rotated, rotated_backward
-from cupyattn.ops.card import Card
 from cupyattn.ops.checks import require_item_alignment
 from cupyattn.ops.plan import Plan
 
@@ -54,7 +54,7 @@ def varlen_forward(
     return_lse: bool,
 ) -> dict[str, Array]:
     """Run attention forward, into `out` and `lse` where they are given."""
-    plan = _forward_plan(problem, Card.of(device), return_lse)
+    plan = _forward_plan(problem, device.card, return_lse)
     if problem.dropout_p:
         plan = seeded(plan, seed)
     return run_compiled(device, plan, operands, problem.functions)
@@ -94,7 +94,7 @@ def varlen_backward(
     dict
         The gradients by name; dbias and dsinks only where there are bias and sinks.
     """
-    plan = _backward_plan(problem, Card.of(device), deterministic, accumulate)
+    plan = _backward_plan(problem, device.card, deterministic, accumulate)
     if problem.dropout_p:
         plan = seeded(plan, seed)
     return run_compiled(device, plan, operands, problem.functions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from cupyattn.arrays import Array, Description, Layout, Operands, layouts_of
+from cupyattn.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
 from cupyattn.ops.attention.block_mask import require_fitting_blocks
 from cupyattn.ops.attention.checks import checked_problem, described_problem, require_gradients
 from cupyattn.ops.attention.options import AttentionOptions
@@ -101,11 +101,11 @@ def _problem(
     queries = checked_longest("max_seqlen_q", max_seqlen_q, layouts["q"])
     keys = checked_longest("max_seqlen_k", max_seqlen_k, layouts["k"])
     of_a_batch = []
-    for name, shape, strides, dtype, start in description:
-        layout = Layout(shape, strides, dtype)
+    starts = starts_of(description)
+    for name, layout in layouts.items():
         if name in _OF_QUERIES or name in _OF_KEYS:
             layout = unpacked(name, layout, batch, queries if name in _OF_QUERIES else keys)
-        of_a_batch.append((name, *layout, start))
+        of_a_batch.append((name, *layout, starts[name]))
     problem = described_problem(tuple(of_a_batch), AttentionOptions(*of_scores), results)
     overlaps = Overlaps.of(layouts, (*results, "workspace"), problem.overlaps.shown_as)
     packed = PackedProblem(**{**vars(problem), "overlaps": overlaps}, packed=layouts)

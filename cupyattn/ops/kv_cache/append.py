@@ -36,7 +36,7 @@ _MOST = 2**32 - 1
 
 def run_append(device: Device, problem: AppendProblem, operands: Operands) -> None:
     """Write the tokens."""
-    run(device, _plan(problem, device.arch.number), operands.arrays)
+    run(device, _plan(problem, device.arch.number), operands)
 
 
 @lru_cache(maxsize=4096)

@@ -25,7 +25,7 @@ _MOST_THREADS = 2**32 - 1
 
 def run_gather(device: Device, problem: GatherProblem, operands: Operands) -> dict[str, Array]:
     """Gather k and v, into what is given."""
-    return run(device, _plan(problem), operands.arrays)
+    return run(device, _plan(problem), operands)
 
 
 @lru_cache(maxsize=4096)

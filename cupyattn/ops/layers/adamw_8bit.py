@@ -99,7 +99,7 @@ def run_eight_bit(
     plan = _plan(problem)
     values = tuple(map(np.float32, numbers.scalars.values()))
     steps = tuple(step._replace(values=(*values, step.values[-1])) for step in plan.steps)
-    run(device, plan._replace(steps=steps), operands.arrays)
+    run(device, plan._replace(steps=steps), operands)
 
 
 @lru_cache(maxsize=1024)

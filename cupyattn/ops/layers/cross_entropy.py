@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array, Layout
+from cupyattn.arrays import Array, Layout, Operands
 from cupyattn.errors import error, shown
 from cupyattn.kernels.configs.layers.cross_entropy import reduction
 from cupyattn.kernels.device import Device
@@ -90,23 +90,23 @@ def check_labels(labels: Array, classes: int, ignore_index: int) -> None:
         )
 
 
-def reduce_losses(device: Device, arrays: dict[str, Array], ignore_index: int, mean: bool) -> Array:
+def reduce_losses(device: Device, operands: Operands, ignore_index: int, mean: bool) -> Array:
     """Reduce `losses` to one number, or divide the one number `dloss`; by labels that count.
 
     Parameters
     ----------
     device : Device
         Where the arrays are.
-    arrays : dict
+    operands : Operands
         `labels`, and `losses` or `dloss`; `result` if it is given.
     ignore_index : int
         The label that does not count.
     mean : bool
         Divide by their number, instead of by 1.
     """
-    labels = arrays["labels"]
+    labels = operands.arrays["labels"]
     plan = _reduction_plan(labels.shape, labels.strides, labels.dtype, ignore_index, mean)
-    return run(device, plan, arrays)["result"]
+    return run(device, plan, operands)["result"]
 
 
 @lru_cache(maxsize=4096)

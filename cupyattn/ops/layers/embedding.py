@@ -142,7 +142,7 @@ def _cached_problem(description: Description, backward: bool, accumulate: bool) 
 def run_embedding(device: Device, problem: EmbeddingProblem, operands: Operands) -> Array:
     """Run the lookup, or the gradient of the table."""
     make = _backward_plan if problem.backward else _forward_plan
-    (result,) = run(device, make(problem, device.arch.number), operands.arrays).values()
+    (result,) = run(device, make(problem, device.arch.number), operands).values()
     return result
 
 

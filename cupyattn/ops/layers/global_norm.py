@@ -119,7 +119,7 @@ def _cached_problem(description: Description) -> NormProblem:
 
 def run_norm(device: Device, problem: NormProblem, operands: Operands) -> Array:
     """Run it."""
-    return run(device, _plan(problem), operands.arrays)["out"]
+    return run(device, _plan(problem), operands)["out"]
 
 
 @lru_cache(maxsize=1024)

@@ -174,10 +174,10 @@ def _check_tables(layouts: dict[str, Layout], name: str, batch: int, length: int
 
 def run_rope(device: Device, problem: RopeProblem, operands: Operands) -> dict[str, Array]:
     """Run it. Where each result is its array itself, features that are only copied stay."""
-    places = dict(zip(operands.arrays, operands.places, strict=True))
+    places = operands.places
     in_place = all(places.get(out) == places[x] for x, out in problem.rotated.items())
     plan = _plan(problem, device.arch.number, in_place)
-    return run(device, plan, operands.arrays)
+    return run(device, plan, operands)
 
 
 @lru_cache(maxsize=4096)

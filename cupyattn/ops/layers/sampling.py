@@ -142,7 +142,7 @@ def run_sample(
         *before, draw = plan.steps
         values = (np.uint64(numbers.seed), np.int64(numbers.step), *draw.values[2:])
         plan = plan._replace(steps=(*before, draw._replace(values=values)))
-    return run(device, plan, operands.arrays)["out"]
+    return run(device, plan, operands)["out"]
 
 
 @lru_cache(maxsize=4096)

@@ -44,7 +44,7 @@ def softmax_dbias(
         Add to what dbias holds.
     """
     plan = _plan(operands.description, logarithm, device.multiprocessors, accumulate)
-    return run(device, plan, operands.arrays)["dbias"]
+    return run(device, plan, operands)["dbias"]
 
 
 def scratch_bytes(device: Device, description: Description) -> int:

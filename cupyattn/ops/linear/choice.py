@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cupyattn.ops.card import Card
+from cupyattn.kernels.card import Card
 from cupyattn.ops.linear import (
     float32,
     quantised_float32,

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
 from cupyattn.kernels.configs.linear import float32 as configs
 from cupyattn.kernels.configs.rows import COLUMN_SUMS_COLUMNS, column_sums
 from cupyattn.kernels.structs.linear import FLOAT_PRODUCT_PARAMS
-from cupyattn.ops.card import Card
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem, Matrix
 from cupyattn.ops.plan import Step

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from cupyattn.arrays import Array, Operands
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.device import Device
-from cupyattn.ops.card import Card
 from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.ops.linear.choice import launches_for
 from cupyattn.ops.linear.problem import LinearProblem
@@ -15,12 +15,12 @@ from cupyattn.ops.plan import Plan, lay_out_scratch, run
 
 def linear_forward(device: Device, problem: LinearProblem, operands: Operands) -> dict[str, Array]:
     """Run linear, into `out` and `preactivation` where they are given."""
-    return run(device, _plan(problem, Card.of(device)), operands.arrays)
+    return run(device, _plan(problem, device.card), operands)
 
 
 def scratch_bytes(device: Device, problem: LinearProblem) -> int:
     """Return the bytes of scratch memory that it takes."""
-    return _plan(problem, Card.of(device)).workspace_bytes
+    return _plan(problem, device.card).workspace_bytes
 
 
 @lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from cupyattn.ops.card import Card
+from cupyattn.kernels.card import Card
 from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.plan import Step
 

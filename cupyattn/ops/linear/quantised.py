@@ -121,7 +121,7 @@ def _checked_blocks(description: Any, kind: str, block_size: int | None) -> Bloc
 
 def run_quantize(device: Device, blocks: Blocks, operands: Operands) -> dict[str, Array]:
     """Quantise w, into the arrays of a weight that are given or new ones."""
-    return run(device, _quantize_plan(operands.description, blocks), operands.arrays)
+    return run(device, _quantize_plan(operands.description, blocks), operands)
 
 
 @lru_cache(maxsize=4096)
@@ -213,7 +213,7 @@ def _cached_problem(
 
 def run_dequantize(device: Device, problem: DequantizeProblem, operands: Operands) -> Array:
     """Compute the weights, into what is given or a new array whose blocks lie in C order."""
-    return run(device, _dequantize_plan(problem), operands.arrays)["out"]
+    return run(device, _dequantize_plan(problem), operands)["out"]
 
 
 @lru_cache(maxsize=4096)

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.linear import float32 as float_configs
 from cupyattn.kernels.configs.linear import quantised_float32 as configs
 from cupyattn.kernels.structs.linear import QUANTISED_FLOAT_PARAMS
-from cupyattn.ops.card import Card
 from cupyattn.ops.linear.float32 import db_plan, float_params, whole_halves, whole_out
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES, vector_items
 from cupyattn.kernels.configs.linear import quantised_thin_float32 as in_float32
 from cupyattn.kernels.configs.linear.quantised_thin import MAX_ROWS, SPAN_BYTES, thin, thin_launch
-from cupyattn.ops.card import Card
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.linear.thin_launches import thin_launches, thin_params

@@ -6,10 +6,10 @@ from functools import lru_cache
 
 import numpy as np
 
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.linear import tensor_core as configs
 from cupyattn.kernels.configs.rows import COLUMN_SUMS_COLUMNS, column_sums
 from cupyattn.kernels.structs.linear import PREACTIVATION_GRADIENT_PARAMS
-from cupyattn.ops.card import Card
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem, Matrix
 from cupyattn.ops.linear.tile_launches import ABSENT, forward_in_parts, product_launches

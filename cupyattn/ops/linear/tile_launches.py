@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.linear import tensor_core as configs
-from cupyattn.ops.card import Card
 from cupyattn.ops.linear.implementations import Launches
 from cupyattn.ops.linear.problem import LinearProblem, Matrix
 from cupyattn.ops.linear.tiles import Product, Tiling, whole_vector

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.configs.linear import quantised_tile, tensor_core
 from cupyattn.kernels.configs.linear.tiles import Lines, ProductConfig, Shape, shapes_for
 from cupyattn.kernels.spec import KernelSpec, Specialisation
 from cupyattn.kernels.structs.linear import PRODUCT_PARAMS, QUANTISED_TILE_PARAMS
-from cupyattn.ops.card import Card
 from cupyattn.ops.linear.problem import Matrix
 from cupyattn.weight_formats import UNIT
 

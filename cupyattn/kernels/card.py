@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cupyattn.kernels.choices import USUAL, Choices
-from cupyattn.kernels.device import Device
 
 T4_L2_BYTES = 4 * 2**20
 
@@ -24,17 +23,6 @@ class Card(NamedTuple):
     """Of the cache that all multiprocessors share."""
     choices: Choices = USUAL
     """Rows that plans take where a table has several."""
-
-    @classmethod
-    def of(cls, device: Device) -> Card:
-        """Describe a device."""
-        return cls(
-            device.arch.number,
-            device.multiprocessors,
-            device.tensor_cores,
-            device.l2_bytes,
-            device.choices,
-        )
 
     def has_mma(self, dtype: str) -> bool:
         """Tell whether products of a dtype run on tensor cores, otherwise in float32 arithmetic.
