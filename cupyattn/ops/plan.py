@@ -99,7 +99,10 @@ class Plan(NamedTuple):
 
         With the arrays of a call by name it says so once, when the plan is made.
         """
-        present = {*given, *dict(self.outputs), *(piece.name for piece in self.scratch)}
+        own = {*dict(self.outputs), *(piece.name for piece in self.scratch)}
+        present = {*given, *own}
+        if strangers := {*self.zero_first} - own:
+            raise TypeError(f"{sorted(strangers)} are to be zero and neither results nor scratch")
         for step in self.steps:
             if absent := step.required - present:
                 entry = step.specialisation.spec.entry

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from support.recording_device import Recorder
 
+from cupyattn.arrays import adopt
 from cupyattn.kernels.launch import MAX_GRID_X, launch
 from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Struct
+from cupyattn.ops.plan import Output, Plan, lay_out_scratch, run
 
 PARAMS = np.dtype([("n", np.int64), ("x", np.float32)], align=True)
 PROBE = KernelSpec(
@@ -78,3 +80,23 @@ def test_the_largest_grid_and_one_more():
     with pytest.raises(ValueError, match=r"2147483648 CTAs of probe; .*2147483647; split"):
         launch(recorder, PROBE, MAX_GRID_X + 1, (X, None, 5, 0.1, 1, STRUCT))
     assert len(recorder.started) == 1
+
+
+def test_a_plan_zeroes_results_and_scratch_alone():
+    outputs, scratch = (("dw", Output((3,), np.dtype(np.float32))),), lay_out_scratch({"sums": 5})
+    Plan((), outputs, scratch, zero_first=("dw", "sums")).require_arrays(())
+    with pytest.raises(TypeError, match=r"\['dx'\] are to be zero and neither results nor scratch"):
+        Plan((), outputs, scratch, zero_first=("dw", "dx")).require_arrays(["dx"])
+
+
+def test_a_run_zeroes_what_its_plan_says_once():
+    """Of the memory of a call: a result that was given or made, and a piece of the workspace."""
+    outputs = tuple((name, Output((3,), np.dtype(np.float32))) for name in ("dw", "db", "out"))
+    plan = Plan((), outputs, lay_out_scratch({"before": 5, "sums": 7}), ("dw", "db", "sums"), True)
+    dw, workspace = np.ones(3, np.float32), np.ones(128, np.float32)
+    recorder = Recorder(make=lambda *output: np.ones(*output))
+    results = run(recorder, plan, adopt({"dw": dw, "workspace": workspace}))
+    assert results["dw"] is dw
+    assert not any(results[name].any() for name in ("dw", "db", "out"))
+    assert workspace.nonzero()[0].tolist() == [*range(64), *range(71, 128)]
+    assert len(recorder.zeroed) == 4
