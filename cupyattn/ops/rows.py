@@ -302,8 +302,7 @@ def _plan(problem: RowProblem, arch: int, multiprocessors: int) -> Plan:
         steps.append(Step.of(column_sums(dtype), columns, *counts, renamed=renamed))
     scratch = lay_out_scratch(dict.fromkeys(partials.values(), ctas * problem.length))
     plan = Plan(tuple(steps), outputs, scratch, zero_new=accumulate)
-    plan.require_arrays(problem.layouts)
-    return plan
+    return plan.for_arrays(problem.layouts)
 
 
 def _column_stride(layout: Layout | None) -> int:

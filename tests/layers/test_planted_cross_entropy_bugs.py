@@ -11,8 +11,8 @@ import pytest
 from support import planted_bugs
 from support.planted_bugs import Bug
 
-import cupyattn
 from cupyattn import reference
+from cupyattn.arrays import adopt
 from cupyattn.cli.recorder import Launch, LaunchRecorder
 from cupyattn.emulator import KernelFault, OutOfBoundsError
 from cupyattn.kernels.arch import TURING
@@ -41,7 +41,7 @@ def recorded(
     wanted: tuple[str, ...] = (),
 ) -> Launch:
     recorder = LaunchRecorder(TURING)
-    operands = cupyattn.arrays.adopt(arrays)
+    operands = adopt(arrays)
     problem = row_problem(kernel, operands, wanted=wanted, choices=choices, scalars=numbers)
     run_rows(recorder, problem, operands)
     (launch,) = recorder.launches
@@ -195,7 +195,7 @@ def reduction_launch(rows: int) -> tuple[Launch, float]:
     losses, labels = np.abs(normal(rows)), np.arange(rows, dtype=np.int64) % 5
     labels[-1] = 2
     recorder = LaunchRecorder(TURING)
-    reduce_losses(recorder, {"losses": losses, "labels": labels}, 0, True)
+    reduce_losses(recorder, adopt({"losses": losses, "labels": labels}), 0, True)
     (launch,) = recorder.launches
     return launch, float(losses.sum(dtype=np.float64) / np.count_nonzero(labels))
 
