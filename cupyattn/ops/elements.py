@@ -252,8 +252,7 @@ def _plan(problem: ElementProblem, arch: int) -> Plan:
     renamed = {name: part.array for name, part in problem.parts.items()}
     step = Step.of(specialisation, ctas, *unset, walk.params(units), renamed=renamed)
     plan = Plan((step,), outputs, zero_new=problem.accumulate)
-    plan.require_arrays(problem.layouts)
-    return plan
+    return plan.for_arrays(problem.layouts)
 
 
 class _Walk(NamedTuple):

@@ -28,6 +28,7 @@ from cupyattn.errors import error
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.configs.rows import (
     COLUMN_SUMS_COLUMNS,
+    OF_THE_PLAN,
     Macros,
     Result,
     RowKernel,
@@ -131,8 +132,8 @@ def row_problem(
     *,
     wanted: Iterable[str] = (),
     choices: Mapping[str, Any] = _NOTHING,
+    scalars: Mapping[str, Any] = _NOTHING,
     accumulate: bool = False,
-    **scalars: Any,
 ) -> RowProblem:
     """Check the arrays of a call, or find that they were checked before.
 
@@ -144,21 +145,24 @@ def row_problem(
         Its arrays, by the names of the kernel's parameters.
     wanted : iterable of str
         Optional results to make where none was given.
+    choices, scalars : mapping
+        A value for each choice and each scalar of the kernel, but for those of the plan.
     accumulate : bool
         Add gradients to what is there.
-    choices, **scalars
-        A value for each choice and each scalar of the kernel, but for those of the plan.
 
     Raises
     ------
     TypeError, ValueError
         As the public functions document.
     """
-    names, numbers = kernel.of_a_call
-    values = [(name, kind(scalars[name])) for name, kind in numbers]
-    decided = tuple([(name, choices[name]) for name in names])
+    # As they came: to find and type those of the kernel would take as long as the look-up.
     problem = _cached_problem(
-        kernel, operands.description, tuple(values), decided, accumulate, frozenset(wanted)
+        kernel,
+        operands.description,
+        tuple(scalars.items()),
+        tuple(choices.items()),
+        accumulate,
+        tuple(wanted),
     )
     problem.overlaps.check(operands)
     return problem
@@ -168,11 +172,12 @@ def row_problem(
 def _cached_problem(
     kernel: RowKernel,
     description: Description,
-    scalars: tuple[tuple[str, Any], ...],
-    choices: tuple[tuple[str, Any], ...],
+    given_scalars: tuple[tuple[str, Any], ...],
+    given_choices: tuple[tuple[str, Any], ...],
     accumulate: bool,
-    wanted: frozenset[str],
+    wanted: tuple[str, ...],
 ) -> RowProblem:
+    scalars, choices = dict(given_scalars), dict(given_choices)
     layouts = layouts_of(description)
     require_arrays(layouts, [name for name in kernel.inputs if name not in kernel.optional])
     first = layouts[kernel.rows[0]]
@@ -184,12 +189,16 @@ def _cached_problem(
         kernel,
         first.shape,
         first.dtype,
-        dict(scalars),
-        dict(choices),
+        {
+            name: kind(scalars[name])
+            for name, kind in kernel.scalars.items()
+            if name not in OF_THE_PLAN
+        },
+        {name: choices[name] for name in kernel.choices if name not in OF_THE_PLAN},
         accumulate,
         layouts,
         starts_of(description),
-        wanted,
+        frozenset(wanted),
         Overlaps.of(layouts, (*kernel.results, "workspace"), kernel.shown_as, in_place),
     )
     _check_inputs(problem)
@@ -293,8 +302,7 @@ def _plan(problem: RowProblem, arch: int, multiprocessors: int) -> Plan:
         steps.append(Step.of(column_sums(dtype), columns, *counts, renamed=renamed))
     scratch = lay_out_scratch(dict.fromkeys(partials.values(), ctas * problem.length))
     plan = Plan(tuple(steps), outputs, scratch, zero_new=accumulate)
-    plan.require_arrays(problem.layouts)
-    return plan
+    return plan.for_arrays(problem.layouts)
 
 
 def _column_stride(layout: Layout | None) -> int:

@@ -9,7 +9,7 @@ from support.recording_device import Recorder
 from cupyattn.arrays import adopt
 from cupyattn.kernels.launch import MAX_GRID_X, launch
 from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Struct
-from cupyattn.ops.plan import Output, Plan, lay_out_scratch, run
+from cupyattn.ops.plan import ABSENT, Output, Plan, Step, lay_out_scratch, run
 
 PARAMS = np.dtype([("n", np.int64), ("x", np.float32)], align=True)
 PROBE = KernelSpec(
@@ -84,9 +84,9 @@ def test_the_largest_grid_and_one_more():
 
 def test_a_plan_zeroes_results_and_scratch_alone():
     outputs, scratch = (("dw", Output((3,), np.dtype(np.float32))),), lay_out_scratch({"sums": 5})
-    Plan((), outputs, scratch, zero_first=("dw", "sums")).require_arrays(())
+    Plan((), outputs, scratch, zero_first=("dw", "sums")).for_arrays(())
     with pytest.raises(TypeError, match=r"\['dx'\] are to be zero and neither results nor scratch"):
-        Plan((), outputs, scratch, zero_first=("dw", "dx")).require_arrays(["dx"])
+        Plan((), outputs, scratch, zero_first=("dw", "dx")).for_arrays(["dx"])
 
 
 def test_a_run_zeroes_what_its_plan_says_once():
@@ -100,3 +100,42 @@ def test_a_run_zeroes_what_its_plan_says_once():
     assert not any(results[name].any() for name in ("dw", "db", "out"))
     assert workspace.nonzero()[0].tolist() == [*range(64), *range(71, 128)]
     assert len(recorder.zeroed) == 4
+
+
+NUMBERS = (5, 0.1, 1, STRUCT)
+FILL = KernelSpec("fill", "fill.cu", (Pointer("x"),)).specialise(threads=32)
+
+
+def started_by(plan, **arrays):
+    recorder = Recorder(make=np.empty)
+    run(recorder, plan, adopt(arrays))
+    return [arguments[: len(kernel.spec.pointers)] for kernel, _, arguments in recorder.started]
+
+
+def test_kernels_get_arrays_by_name_and_null_for_what_is_absent():
+    """Of one pointer or several; of arrays that are given, made, and placed in the workspace."""
+    output, scratch = (("x", Output((3,), np.dtype(np.float32))),), lay_out_scratch({"sums": 5})
+    steps = (Step.of(PROBE, 1, *NUMBERS), Step.of(FILL, 1))
+    (x, maybe), (filled,) = started_by(Plan(steps, ()).for_arrays(["x"]), x=X)
+    assert (x is X, maybe, filled is X) == (True, None, True)
+    (x, maybe), _ = started_by(Plan(steps, ()).for_arrays(["x", "maybe"]), maybe=X[1:], x=X)
+    assert x is X and np.shares_memory(maybe, X)
+    steps = (Step.of(PROBE, 1, *NUMBERS, renamed={"maybe": "sums"}), Step.of(FILL, 1))
+    (x, maybe), (filled,) = started_by(Plan(steps, output, scratch).for_arrays(()))
+    assert (x.shape, maybe.shape) == ((3,), (5,)) and filled is x
+
+
+def test_a_step_takes_the_arrays_of_other_names():
+    step = Step.of(PROBE, 1, *NUMBERS).renamed({"x": "y", "maybe": "z"})
+    ((y, z),) = started_by(Plan((step,), ()).for_arrays("yz"), x=X[2:], y=X, z=X[1:])
+    assert y is X and z.size == 2
+    ((y, z),) = started_by(Plan((step.renamed({"z": ABSENT}),), ()).for_arrays("yz"), y=X, z=X[1:])
+    assert (y is X, z) == (True, None)
+    with pytest.raises(TypeError, match=r"\['y'\] of probe are neither given nor made"):
+        Plan((step,), ()).for_arrays("xz")
+
+
+def test_a_plan_for_other_arrays_does_not_run():
+    plan = Plan((Step.of(PROBE, 1, *NUMBERS),), ())
+    with pytest.raises(KeyError, match="maybe"):
+        started_by(plan, x=X)

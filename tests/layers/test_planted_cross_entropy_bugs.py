@@ -11,7 +11,6 @@ import pytest
 from support import planted_bugs
 from support.planted_bugs import Bug
 
-import cupyattn
 from cupyattn import reference
 from cupyattn.arrays import adopt
 from cupyattn.cli.recorder import Launch, LaunchRecorder
@@ -42,8 +41,8 @@ def recorded(
     wanted: tuple[str, ...] = (),
 ) -> Launch:
     recorder = LaunchRecorder(TURING)
-    operands = cupyattn.arrays.adopt(arrays)
-    problem = row_problem(kernel, operands, wanted=wanted, choices=choices, **numbers)
+    operands = adopt(arrays)
+    problem = row_problem(kernel, operands, wanted=wanted, choices=choices, scalars=numbers)
     run_rows(recorder, problem, operands)
     (launch,) = recorder.launches
     return launch

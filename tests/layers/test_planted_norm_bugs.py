@@ -41,7 +41,7 @@ def forward_of(problem: NormProblem, device: PlantedDevice) -> dict[str, float]:
     statistics = ("mean", "rstd") if problem.centred else ("rstd",)
     described = row_problem(
         norms.FORWARD, operands, wanted=statistics, choices={"centred": problem.centred},
-        eps=problem.eps, weight_offset=problem.weight_offset,
+        scalars={"eps": problem.eps, "weight_offset": problem.weight_offset},
     )  # fmt: skip
     found = run_rows(device, described, operands)
     results = (found["out"], found.get("total", problem.array("x")), found.get("mean"))
@@ -56,7 +56,8 @@ def backward_of(problem: NormProblem, device: PlantedDevice) -> dict[str, float]
     given: dict[str, Any] = {"x": total, "mean": mean, "rstd": rstd.astype(np.float32)}
     given |= {name: problem.array(name) for name in ("dout", "dtotal", "weight", "bias")}
     operands = adopt({**given, "dx": np.full_like(total, np.nan)})
-    described = row_problem(norms.BACKWARD, operands, weight_offset=problem.weight_offset)
+    scalars = {"weight_offset": problem.weight_offset}
+    described = row_problem(norms.BACKWARD, operands, scalars=scalars)
     found = run_rows(device, described, operands)
     kind = LayerNormGrads if problem.centred else RMSNormGrads
     grads = kind(**{name: found.get(name) for name in kind._fields})

@@ -40,7 +40,8 @@ def launch_of(
 ) -> Launch:
     recorder = LaunchRecorder(TURING)
     operands = cupyattn.arrays.adopt(arrays)
-    run_rows(recorder, row_problem(kernel, operands, choices=choices, scale=SCALE), operands)
+    problem = row_problem(kernel, operands, choices=choices, scalars={"scale": SCALE})
+    run_rows(recorder, problem, operands)
     (recorded,) = recorder.launches
     named(recorded)[next(iter(kernel.results))].fill(np.nan)
     return recorded

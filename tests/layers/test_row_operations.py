@@ -43,7 +43,7 @@ def reference(dout, x, weight, *, scale):
 
 def centre_backward(dout, x, weight, *, scale, **given):
     arrays = {"dout": dout, "x": x, "weight": weight, **given}
-    return call_rows(CENTRE_BACKWARD, arrays, reference, scale=scale)
+    return call_rows(CENTRE_BACKWARD, arrays, reference, scalars={"scale": scale})
 
 
 LENGTHS = (1, 24, 128, 129, 1000, 1024, 1025, 8192, 8193, 9001)
@@ -85,6 +85,15 @@ def test_a_row_operation_is_its_declaration_and_a_kernel(rows, length, dtype):
     require_right(found, dout, x, weight, dtype)
 
 
+def test_each_call_of_the_same_arrays_has_its_own_numbers():
+    """What is remembered of a call goes by its numbers, whatever their types."""
+    dout, x, weight = map(KERNELS.put, problem(3, 24, "float32"))
+    once = KERNELS.get(centre_backward(dout, x, weight, scale=1.0)["dx"])
+    for scale in (0.5, 2, 2.0, np.float32(4), np.float64(0.25), 0.5):
+        found = centre_backward(dout, x, weight, scale=scale)["dx"]
+        np.testing.assert_array_equal(KERNELS.get(found), once * np.float32(scale))
+
+
 def test_sums_over_more_rows_than_ctas_and_their_order_is_fixed():
     row = ROWS[75][128]
     rows_at_once = KERNELS.device.multiprocessors * row.summing_ctas * row.rows_per_cta
@@ -101,7 +110,7 @@ def test_sums_may_be_added_to_what_is_there():
     dweight = KERNELS.put(np.arange(129, dtype=np.float32))
     named = dict(zip(("dout", "x", "weight"), map(KERNELS.put, (dout, x, weight)), strict=True))
     operands = adopt({**named, "dweight": dweight})
-    described = row_problem(CENTRE_BACKWARD, operands, accumulate=True, scale=0.5)
+    described = row_problem(CENTRE_BACKWARD, operands, scalars={"scale": 0.5}, accumulate=True)
     found = run_rows(KERNELS.device, described, operands)
     assert found["dweight"] is dweight
     expected = reference(dout, x, weight, scale=0.5)[2] + np.arange(129)

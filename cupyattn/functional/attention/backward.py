@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from cupyattn import reference
 from cupyattn.arrays import Array
 from cupyattn.functional.attention.block_mask import BlockMask
-from cupyattn.functional.attention.call import AttentionCall, attention_call, reference_options
+from cupyattn.functional.attention.call import attention_call, reference_options
 from cupyattn.functional.attention.modifiers import MaskMod, ScoreMod, python_gradient
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.layers.rope import Rotary
@@ -20,6 +20,7 @@ from cupyattn.gradients import AttentionGrads
 from cupyattn.ops.attention import backward as ops
 from cupyattn.ops.attention.checks import backward_problem
 from cupyattn.ops.attention.options import DropoutSeed
+from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.checks import require_bool
 
 
@@ -157,7 +158,7 @@ def attention_backward(
     require_bool("deterministic", deterministic)
     require_bool("accumulate", accumulate)
     given = named_grads(AttentionGrads, grads, accumulate, ("dq", "dk", "dv"))
-    call = attention_call(
+    operands, problem, seed = attention_call(
         backward_problem,
         {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse,
          "seqused_k": seqused_k, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes,
@@ -165,39 +166,40 @@ def attention_backward(
         (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None, implementation),
         q_offset, seed, rotary, score_mod, mask_mod,
     )  # fmt: skip
-    operands, problem = call.operands, call.problem
     device = device_of(operands)
     if device is None:
-        return _on_cpu(call, accumulate)
+        options = {
+            "score_mod_gradient": python_gradient(score_mod, operands.arrays),
+            **reference_options(problem, operands.arrays, seed, score_mod, mask_mod),
+        }
+        return _on_cpu(problem, operands.arrays, options, accumulate)
     results: dict[str, Any] = dict.fromkeys(AttentionGrads._fields)
     results |= ops.attention_backward(
         device,
         problem,
         operands,
-        seed=call.seed,
+        seed=seed,
         deterministic=bool(deterministic),
         accumulate=bool(accumulate),
     )
     return AttentionGrads(**results)
 
 
-def _on_cpu(call: AttentionCall, accumulate: bool) -> AttentionGrads:
-    arrays = call.operands.arrays
+def _on_cpu(
+    problem: AttentionProblem,
+    arrays: Mapping[str, Array],
+    options: Mapping[str, Any],
+    accumulate: bool,
+) -> AttentionGrads:
     positional = (arrays[name] for name in ("dout", "q", "k", "v", "out", "lse"))
-    exact = reference.attention_backward(
-        *positional,
-        dlse=arrays.get("dlse"),
-        score_mod_gradient=python_gradient(call.score_mod, arrays),
-        **reference_options(call),
-    )
-    return rounded_gradients(call, exact, accumulate)
+    exact = reference.attention_backward(*positional, dlse=arrays.get("dlse"), **options)
+    return rounded_gradients(problem, arrays, exact, accumulate)
 
 
 def rounded_gradients(
-    call: AttentionCall, exact: AttentionGrads, accumulate: bool
+    problem: AttentionProblem, arrays: Mapping[str, Array], exact: AttentionGrads, accumulate: bool
 ) -> AttentionGrads:
     """Round the reference's gradients into what the call was given, or into new arrays."""
-    problem, arrays = call.problem, call.operands.arrays
     rounded: dict[str, Any] = {}
     for name, gradient in exact._asdict().items():
         target = arrays.get(name)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from cupyattn.arrays import Operands, adopt, exports_memory
 from cupyattn.functional.attention.block_mask import BlockMask
@@ -15,25 +14,11 @@ from cupyattn.ops.attention.options import DropoutSeed, checked_seed
 from cupyattn.ops.attention.problem import ARRAY_FIXES, FORWARD_FIXES, SHOWN_AS, AttentionProblem
 
 _NO_SEED = DropoutSeed(0)
-
-
-@dataclass(slots=True)
-class AttentionCall:
-    """A checked call.
-
-    A training step has another seed, and the same problem.
-    """
-
-    operands: Operands
-    problem: AttentionProblem
-    seed: DropoutSeed
-    """Of dropout, 0 where there is none."""
-    score_mod: Any
-    mask_mod: Any
+_Problem = TypeVar("_Problem", bound=AttentionProblem)
 
 
 def attention_call(
-    check: Callable[[Operands, tuple[Any, ...]], AttentionProblem],
+    check: Callable[[Operands, tuple[Any, ...]], _Problem],
     arrays: dict[str, Any],
     options: tuple[Any, ...],
     q_offset: Any,
@@ -41,10 +26,11 @@ def attention_call(
     rotary: Any,
     score_mod: Any,
     mask_mod: Any,
-) -> AttentionCall:
+) -> tuple[Operands, _Problem, DropoutSeed]:
     """Take the arrays (None for those not given) and `check` the call, forward or backward.
 
-    `options` are those of `AttentionOptions` before q_offset, in that order.
+    `options` are those of `AttentionOptions` before q_offset, in that order. The seed stands beside
+    the problem, of which a training step has the same each time; it is 0 where there is none.
 
     Raises
     ------
@@ -76,12 +62,19 @@ def attention_call(
     operands = adopt(arrays, fixes, shown_as)
     checked = _NO_SEED if seed is None else checked_seed(seed)
     problem = check(operands, (*options, q_offset, interleaved, *functions))
-    return AttentionCall(operands, problem, checked, score_mod, mask_mod)
+    return operands, problem, checked
 
 
-def reference_options(call: AttentionCall) -> dict[str, Any]:
-    """Return the call's options in the words of `cupyattn.reference`."""
-    problem, arrays = call.problem, call.operands.arrays
+def reference_options(
+    problem: AttentionProblem,
+    arrays: Mapping[str, Any],
+    seed: DropoutSeed,
+    score_mod: Any,
+    mask_mod: Any,
+) -> dict[str, Any]:
+    """Return a call's options in the words of `cupyattn.reference`."""
+    if isinstance(mask_mod, BlockMask):
+        mask_mod = mask_mod.mask_mod
     return {
         "softmax_scale": problem.softmax_scale,
         "window_size": problem.window,
@@ -93,9 +86,9 @@ def reference_options(call: AttentionCall) -> dict[str, Any]:
         "softcap": problem.softcap,
         "sinks": arrays.get("sinks"),
         "dropout_p": problem.dropout_p,
-        "seed": call.seed.seed,
-        "dropout_start": call.seed[1:],
+        "seed": seed.seed,
+        "dropout_start": seed[1:],
         "rotary": (arrays["cos"], arrays["sin"], problem.interleaved) if "cos" in arrays else None,
-        "score_mod": python_function("score_mod", call.score_mod, arrays),
-        "mask_mod": python_function("mask_mod", call.mask_mod, arrays),
+        "score_mod": python_function("score_mod", score_mod, arrays),
+        "mask_mod": python_function("mask_mod", mask_mod, arrays),
     }

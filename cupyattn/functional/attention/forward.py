@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cupyattn import reference
 from cupyattn.arrays import Array
 from cupyattn.errors import error
 from cupyattn.functional.attention.block_mask import BlockMask
-from cupyattn.functional.attention.call import AttentionCall, attention_call, reference_options
+from cupyattn.functional.attention.call import attention_call, reference_options
 from cupyattn.functional.attention.modifiers import MaskMod, ScoreMod
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.layers.rope import Rotary
@@ -17,6 +17,7 @@ from cupyattn.functional.rounding import round_into
 from cupyattn.ops.attention.checks import forward_problem
 from cupyattn.ops.attention.forward import attention_forward
 from cupyattn.ops.attention.options import DropoutSeed
+from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.checks import require_bool
 
 
@@ -199,7 +200,7 @@ def attention(
     """
     require_bool("return_lse", return_lse)
     given_out, given_lse = _split_out(out, return_lse)
-    call = attention_call(
+    operands, problem, seed = attention_call(
         forward_problem,
         {"q": q, "k": k, "v": v, "seqused_k": seqused_k, "mask": mask, "bias": bias,
          "alibi_slopes": alibi_slopes, "sinks": sinks, "out": given_out, "lse": given_lse,
@@ -207,14 +208,12 @@ def attention(
         (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None, implementation),
         q_offset, seed, rotary, score_mod, mask_mod,
     )  # fmt: skip
-    operands, problem = call.operands, call.problem
     device = device_of(operands)
     if device is None:
-        results = _on_cpu(call)
+        options = reference_options(problem, operands.arrays, seed, score_mod, mask_mod)
+        results = _on_cpu(problem, operands.arrays, options)
     else:
-        results = attention_forward(
-            device, problem, operands, seed=call.seed, return_lse=return_lse
-        )
+        results = attention_forward(device, problem, operands, seed=seed, return_lse=return_lse)
     return (results["out"], results["lse"]) if return_lse else results["out"]
 
 
@@ -240,9 +239,10 @@ def _split_out(out: Any, return_lse: bool) -> tuple[Any, Any]:
     )
 
 
-def _on_cpu(call: AttentionCall) -> dict[str, Array]:
-    problem, arrays = call.problem, call.operands.arrays
-    out, lse = reference.attention(arrays["q"], arrays["k"], arrays["v"], **reference_options(call))
+def _on_cpu(
+    problem: AttentionProblem, arrays: Mapping[str, Array], options: Mapping[str, Any]
+) -> dict[str, Array]:
+    out, lse = reference.attention(arrays["q"], arrays["k"], arrays["v"], **options)
     return {
         "out": round_into(arrays.get("out"), out, problem.dtype),
         "lse": round_into(arrays.get("lse"), lse, problem.lse_dtype),

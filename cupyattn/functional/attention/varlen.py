@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from cupyattn import reference
 from cupyattn.arrays import Array
 from cupyattn.functional.attention.block_mask import BlockMask
-from cupyattn.functional.attention.call import AttentionCall, attention_call, reference_options
+from cupyattn.functional.attention.call import attention_call, reference_options
 from cupyattn.functional.attention.modifiers import MaskMod, ScoreMod
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.layers.rope import Rotary
@@ -146,7 +146,7 @@ def attention_varlen(
     True
     """
     require_bool("return_lse", return_lse)
-    call = attention_call(
+    operands, problem, seed = attention_call(
         partial(forward_problem, longest=(max_seqlen_q, max_seqlen_k)),
         {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
          "seqused_k": seqused_k, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes,
@@ -156,22 +156,20 @@ def attention_varlen(
          "flash"),
         q_offset, seed, rotary, score_mod, mask_mod,
     )  # fmt: skip
-    operands, problem = call.operands, call.problem
-    assert isinstance(problem, PackedProblem)
     device = device_of(operands)
     if device is None:
-        results = _on_cpu(call)
+        options = reference_options(problem, operands.arrays, seed, score_mod, mask_mod)
+        results = _on_cpu(problem, operands.arrays, options)
     else:
-        results = varlen_forward(device, problem, operands, seed=call.seed, return_lse=return_lse)
+        results = varlen_forward(device, problem, operands, seed=seed, return_lse=return_lse)
     return (results["out"], results["lse"]) if return_lse else results["out"]
 
 
-def _on_cpu(call: AttentionCall) -> dict[str, Array]:
-    problem, arrays = call.problem, call.operands.arrays
+def _on_cpu(
+    problem: PackedProblem, arrays: Mapping[str, Array], options: Mapping[str, Any]
+) -> dict[str, Array]:
     names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
-    out, lse = reference.attention_varlen(
-        *(arrays[name] for name in names), **reference_options(call)
-    )
+    out, lse = reference.attention_varlen(*(arrays[name] for name in names), **options)
     behind = int(arrays["cu_seqlens_q"][-1])  # rows of no sequence stay as they are
     if "out" in arrays:
         out[behind:] = arrays["out"][behind:]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from cupyattn import reference
 from cupyattn.arrays import Array
 from cupyattn.functional.attention.backward import rounded_gradients
 from cupyattn.functional.attention.block_mask import BlockMask
-from cupyattn.functional.attention.call import AttentionCall, attention_call, reference_options
+from cupyattn.functional.attention.call import attention_call, reference_options
 from cupyattn.functional.attention.modifiers import MaskMod, ScoreMod, python_gradient
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.layers.rope import Rotary
@@ -132,7 +132,7 @@ def attention_varlen_backward(
     require_bool("deterministic", deterministic)
     require_bool("accumulate", accumulate)
     given = named_grads(AttentionGrads, grads, accumulate, ("dq", "dk", "dv"))
-    call = attention_call(
+    operands, problem, seed = attention_call(
         partial(backward_problem, longest=(max_seqlen_q, max_seqlen_k)),
         {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse,
          "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
@@ -142,35 +142,38 @@ def attention_varlen_backward(
          "flash"),
         q_offset, seed, rotary, score_mod, mask_mod,
     )  # fmt: skip
-    operands, problem = call.operands, call.problem
-    assert isinstance(problem, PackedProblem)
     device = device_of(operands)
     if device is None:
-        return _on_cpu(call, accumulate)
+        options = {
+            "score_mod_gradient": python_gradient(score_mod, operands.arrays),
+            **reference_options(problem, operands.arrays, seed, score_mod, mask_mod),
+        }
+        return _on_cpu(problem, operands.arrays, options, accumulate)
     results: dict[str, Any] = dict.fromkeys(AttentionGrads._fields)
     results |= varlen_backward(
         device,
         problem,
         operands,
-        seed=call.seed,
+        seed=seed,
         deterministic=bool(deterministic),
         accumulate=bool(accumulate),
     )
     return AttentionGrads(**results)
 
 
-def _on_cpu(call: AttentionCall, accumulate: bool) -> AttentionGrads:
-    arrays = call.operands.arrays
+def _on_cpu(
+    problem: PackedProblem,
+    arrays: Mapping[str, Array],
+    options: Mapping[str, Any],
+    accumulate: bool,
+) -> AttentionGrads:
     names = ("dout", "q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k")
     exact = reference.attention_varlen_backward(
-        *(arrays[name] for name in names),
-        dlse=arrays.get("dlse"),
-        score_mod_gradient=python_gradient(call.score_mod, arrays),
-        **reference_options(call),
+        *(arrays[name] for name in names), dlse=arrays.get("dlse"), **options
     )
     if not accumulate:  # rows of no sequence stay as they are
         for name, rows in (("dq", "q"), ("dk", "k"), ("dv", "k")):
             if name in arrays:
                 behind = int(arrays[f"cu_seqlens_{rows}"][-1])
                 getattr(exact, name)[behind:] = arrays[name][behind:]
-    return rounded_gradients(call, exact, accumulate)
+    return rounded_gradients(problem, arrays, exact, accumulate)

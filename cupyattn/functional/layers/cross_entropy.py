@@ -139,7 +139,7 @@ def cross_entropy(
         wanted=("lse",) if return_lse else (),
         check_values=label_check(options),
         choices={"smoothed": options.label_smoothing != 0.0},
-        **options._asdict(),
+        scalars=options._asdict(),
     )
     result = found["out"]
     if reduces:
@@ -226,7 +226,7 @@ def cross_entropy_backward(
     if reduction == "mean":
         whole = adopt({**arrays, "dloss": each})
         # Before anything is launched.
-        row_problem(kernels.BACKWARD, whole, accumulate=bool(accumulate), **options._asdict())
+        row_problem(kernels.BACKWARD, whole, scalars=options._asdict(), accumulate=bool(accumulate))
         one = None
         if workspace is not None:
             number = {"dloss": Output((), whole.arrays["dloss"].dtype)}
@@ -247,7 +247,7 @@ def cross_entropy_backward(
         exact,
         accumulate=bool(accumulate),
         check_values=label_check(options),
-        **options._asdict(),
+        scalars=options._asdict(),
     )["dlogits"]
 
 

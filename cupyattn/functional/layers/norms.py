@@ -168,8 +168,7 @@ def _forward(
         reference.norm,
         wanted=wanted,
         choices={"centred": centred},
-        eps=eps,
-        weight_offset=weight_offset,
+        scalars={"eps": float(eps), "weight_offset": float(weight_offset)},
     )
     return results["out"] if len(names) == 1 else tuple([results[name] for name in names])
 
@@ -331,6 +330,6 @@ def _backward(
         {**arrays, **named_grads(kind, grads, accumulate)},
         reference.norm_backward,
         accumulate=bool(accumulate),
-        weight_offset=weight_offset,
+        scalars={"weight_offset": float(weight_offset)},
     )
     return {name: results.get(name) for name in kind._fields}

@@ -25,7 +25,7 @@ def call_rows(
     accumulate: bool = False,
     check_values: Callable[[Mapping[str, Array]], None] | None = None,
     choices: Mapping[str, Any] = MappingProxyType({}),
-    **scalars: Any,
+    scalars: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Array]:
     """Run an operation on arrays by name, None for those not given; return its results by name.
 
@@ -45,12 +45,12 @@ def call_rows(
     check_values : callable, optional
         Takes the arrays by name, and raises for values that are not allowed; called where `backend`
         says that values are looked at.
-    choices, **scalars
+    choices, scalars : mapping
         The kernel's.
     """
     operands = adopt(arrays, array_fixes(kernel), kernel.shown_as)
     problem = row_problem(
-        kernel, operands, wanted=wanted, choices=choices, accumulate=accumulate, **scalars
+        kernel, operands, wanted=wanted, choices=choices, scalars=scalars, accumulate=accumulate
     )
     if check_values is not None and checks_values(operands):
         check_values(operands.arrays)

@@ -67,7 +67,7 @@ def call_along(
             reference,
             choices={**options, **choices},
             accumulate=bool(accumulate),
-            scale=scale,
+            scalars={"scale": scale},
         )
         return next(iter(found.items()))
 

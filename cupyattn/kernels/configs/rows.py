@@ -143,14 +143,6 @@ class RowKernel:
         """Return the names of the results of a kind."""
         return tuple(name for name, result in self.results.items() if result is kind)
 
-    @cached_property
-    def of_a_call(self) -> tuple[tuple[str, ...], tuple[tuple[str, type[np.generic]], ...]]:
-        """The choices, and the scalars with their dtypes, that do not follow from the call."""
-        return (
-            tuple(name for name in self.choices if name not in OF_THE_PLAN),
-            tuple(each for each in self.scalars.items() if each[0] not in OF_THE_PLAN),
-        )
-
     @property
     def inputs(self) -> tuple[str, ...]:
         """What is read, in the order of the parameters."""

@@ -83,8 +83,7 @@ def _plan(
         return interleaved(plan, *together)
 
     plan = placed(rotated_backward(problem, card.arch, accumulate, plan_of), problem)
-    plan.require_arrays(problem.layouts)
-    return plan
+    return plan.for_arrays(problem.layouts)
 
 
 def nothing_to_add(problem: AttentionProblem, accumulate: bool) -> Plan:

@@ -66,8 +66,7 @@ def _plan(problem: DecodeProblem, card: Card, return_lse: bool) -> Plan:
         renamed={"q_offset": "seqlens_k"},
         whole=_is_whole(attention, launch, card),
     )
-    plan.require_arrays(problem.layouts)
-    return plan
+    return plan.for_arrays(problem.layouts)
 
 
 def _is_whole(attention: AttentionProblem, launch: decode.DecodeLaunch, card: Card) -> bool:

@@ -71,5 +71,4 @@ def _plan(problem: AttentionProblem, card: Card, return_lse: bool) -> Plan:
     on_tensor_cores = not few and chosen.plan is tensor_core.forward_plan
     keys_alone = on_tensor_cores and tensor_core.rotates_queries(problem, card)
     plan = placed(rotated(problem, card.arch, plan_of, keys_alone=keys_alone), problem)
-    plan.require_arrays(problem.layouts)
-    return plan
+    return plan.for_arrays(problem.layouts)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
 from cupyattn.arrays import Array, Operands
 from cupyattn.errors import error
 from cupyattn.kernels.device import Device
@@ -13,11 +16,22 @@ from cupyattn.ops.attention.prefill import has_prefill, prefill_attention
 def paged_forward(
     device: Device, problem: DecodeProblem, operands: Operands, *, return_lse: bool
 ) -> dict[str, Array]:
-    """Run paged attention, into `out` and `lse` where they are given.
+    """Run paged attention, into `out` and `lse` where they are given."""
+    return _way(problem)(device, problem, operands, return_lse=return_lse)
+
+
+@lru_cache(maxsize=4096)
+def _way(problem: DecodeProblem) -> Callable[..., dict[str, Array]]:
+    """Return what runs it.
 
     A forward has a CTA for every 64 to 128 query rows of a head, and computes those rows whole;
     decoding takes the rows of a group of heads together, in passes of 4 to 16, and cuts the keys.
     It also has what the forward has not: caches whose strides are different.
+
+    Raises
+    ------
+    ValueError
+        For caches of such strides with packed queries.
     """
     layouts = problem.layouts
     few, has = problem.attention.sq <= MAX_QUERIES, has_prefill(problem)
@@ -32,5 +46,4 @@ def paged_forward(
             "64 MiB, and so their scales",
             "make both alike, for example as halves of one array",
         )
-    attend = decode_attention if (few or not has) and not problem.packed else prefill_attention
-    return attend(device, problem, operands, return_lse=return_lse)
+    return decode_attention if (few or not has) and not problem.packed else prefill_attention

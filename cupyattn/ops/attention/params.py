@@ -109,12 +109,7 @@ def placed(plan: Plan, problem: AttentionProblem) -> Plan:
     if not problem.ends_with_keys_in_use:
         return plan
     names = {"q_offset": "seqused_k"}
-    return plan._replace(
-        steps=tuple(
-            step._replace(names=tuple(names.get(name, name) for name in step.names))
-            for step in plan.steps
-        )
-    )
+    return plan._replace(steps=tuple(step.renamed(names) for step in plan.steps))
 
 
 def _fill_scores(scores: Any, problem: AttentionProblem) -> None:

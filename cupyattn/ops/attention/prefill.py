@@ -67,8 +67,7 @@ def _plan(problem: DecodeProblem, card: Card, return_lse: bool) -> Plan:
     step = Step.of(kernel, attention.heads * _tiles(problem, tile_q), _params(problem, results))
     together = turns(attention, card, prompts=problem.packed)
     plan = interleaved(Plan((step,), outputs), *together)
-    plan.require_arrays(problem.layouts)
-    return plan
+    return plan.for_arrays(problem.layouts)
 
 
 def _kernel(problem: DecodeProblem, out: Layout, card: Card) -> tuple[Specialisation, int]:

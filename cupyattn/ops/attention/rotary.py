@@ -95,14 +95,12 @@ def _in_scratch(plan: Plan, layouts: Mapping[str, Layout]) -> Plan:
         pieces.append(Scratch(_TURNED[name], offset, -(-size // SCRATCH_DTYPE.itemsize)))
         end = pieces[-1].end
 
-    def renamed(names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(_TURNED[name] if name in layouts else name for name in names)
-
-    steps = tuple(
-        step._replace(names=renamed(step.names), required=frozenset(renamed(tuple(step.required))))
-        for step in plan.steps
+    turned = {name: _TURNED[name] for name in layouts}
+    return plan._replace(
+        steps=tuple(step.renamed(turned) for step in plan.steps),
+        scratch=tuple(pieces),
+        zero_first=tuple(turned.get(name, name) for name in plan.zero_first),
     )
-    return plan._replace(steps=steps, scratch=tuple(pieces), zero_first=renamed(plan.zero_first))
 
 
 def _turn_inputs(

@@ -74,8 +74,7 @@ def _forward_plan(problem: PackedProblem, card: Card, return_lse: bool) -> Plan:
     on_tensor_cores = chosen.plan is tensor_core.forward_plan
     keys_alone = on_tensor_cores and tensor_core.rotates_queries(problem, card)
     plan = rotated(problem, card.arch, plan_of, keys_alone=keys_alone)
-    plan.require_arrays(problem.layouts)
-    return plan
+    return plan.for_arrays(problem.layouts)
 
 
 def varlen_backward(
@@ -119,8 +118,7 @@ def _backward_plan(
         return interleaved(plan, *together)
 
     plan = rotated_backward(problem, card.arch, accumulate, plan_of)
-    plan.require_arrays(problem.layouts)
-    return plan
+    return plan.for_arrays(problem.layouts)
 
 
 def _implementation(

@@ -69,8 +69,7 @@ def _plan(problem: AppendProblem, arch: int) -> Plan:
     params["kv_heads"], params["kv_groups"] = caches.kv_heads, kv_groups
     specialisation = specialise_append(config, launch)
     plan = Plan((Step.of(specialisation, -(-rows // rows_per_cta), params[()]),), ())
-    plan.require_arrays(layouts)
-    return plan
+    return plan.for_arrays(layouts)
 
 
 def _launch(problem: AppendProblem) -> AppendLaunch:

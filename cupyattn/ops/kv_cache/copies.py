@@ -79,7 +79,7 @@ def run_copies(
             mine["passed"] = len(ids)
             mine["src"][: len(ids)], mine["dst"][: len(ids)] = ids.T
             steps.append(Step.of(specialise_copies(word, "int32"), ctas, mine[()]))
-    run(device, Plan(tuple(steps), ()), operands)
+    run(device, Plan(tuple(steps), ()).for_arrays(operands.arrays), operands)
 
 
 @lru_cache(maxsize=4096)

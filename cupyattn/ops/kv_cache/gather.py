@@ -61,8 +61,7 @@ def _plan(problem: GatherProblem) -> Plan:
         problem.output.dtype.name, problem.caches.format, vec, layouts["seqlens_k"].dtype.name
     )
     plan = Plan((Step.of(specialisation, -(-threads // THREADS), params[()]),), outputs)
-    plan.require_arrays(problem.layouts)
-    return plan
+    return plan.for_arrays(problem.layouts)
 
 
 def _params(problem: GatherProblem, layouts: dict[str, Layout]) -> Any:

@@ -115,5 +115,4 @@ def _plan(problem: EightBitProblem) -> Plan:
     ctas = -(-blocks // (config.THREADS // config.WARP))
     unset = (0.0,) * len(config.NUMBERS)
     plan = Plan((Step.of(specialisation, ctas, *unset, problem.count),), ())
-    plan.require_arrays(problem.layouts)
-    return plan
+    return plan.for_arrays(problem.layouts)

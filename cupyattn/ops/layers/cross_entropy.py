@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array, Layout, Operands
+from cupyattn.arrays import Array, Description, Layout, Operands, layouts_of
 from cupyattn.errors import error, shown
 from cupyattn.kernels.configs.layers.cross_entropy import reduction
 from cupyattn.kernels.device import Device
@@ -104,23 +104,18 @@ def reduce_losses(device: Device, operands: Operands, ignore_index: int, mean: b
     mean : bool
         Divide by their number, instead of by 1.
     """
-    labels = operands.arrays["labels"]
-    plan = _reduction_plan(labels.shape, labels.strides, labels.dtype, ignore_index, mean)
+    plan = _reduction_plan(operands.description, ignore_index, mean)
     return run(device, plan, operands)["result"]
 
 
 @lru_cache(maxsize=4096)
-def _reduction_plan(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: np.dtype,
-    ignore_index: int,
-    mean: bool,
-) -> Plan:
+def _reduction_plan(description: Description, ignore_index: int, mean: bool) -> Plan:
+    layouts = layouts_of(description)
+    shape, strides, dtype = layouts["labels"]
     items = tuple(stride // dtype.itemsize for stride in strides)
     params = row_params(shape, 1, {"labels": items})
     step = Step.of(reduction(dtype.name, mean), 1, ignore_index, params)
-    return Plan((step,), (("result", Output((), _FLOAT32)),))
+    return Plan((step,), (("result", Output((), _FLOAT32)),)).for_arrays(layouts)
 
 
 def layout_of(array: Array) -> Layout:

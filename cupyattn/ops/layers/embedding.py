@@ -188,8 +188,7 @@ def _forward_plan(problem: EmbeddingProblem, arch: int) -> Plan:
     stride = table.strides[0] // table.dtype.itemsize
     step = Step.of(specialisation, ctas, table.shape[0], stride, params[()])
     plan = Plan((step,), ((name, output),))
-    plan.require_arrays(problem.layouts)
-    return plan
+    return plan.for_arrays(problem.layouts)
 
 
 @lru_cache(maxsize=4096)
@@ -239,5 +238,4 @@ def _backward_plan(problem: EmbeddingProblem, arch: int) -> Plan:
     )  # fmt: skip
     sizes = {"flat": padded, "order": tokens, "rows": tokens, "partials": 2 * chunks * length}
     plan = Plan(steps, outputs, lay_out_scratch(sizes), zero_first, zero_new=accumulate)
-    plan.require_arrays(layouts)
-    return plan
+    return plan.for_arrays(layouts)

@@ -146,8 +146,7 @@ def _plan(problem: NormProblem) -> Plan:
             partials += step.ctas
     steps.append(Step.of(configs.specialise_root(), 1, partials))
     plan = Plan(tuple(steps), (("out", OUTPUT),), lay_out_scratch({"partials": max(partials, 1)}))
-    plan.require_arrays(problem.layouts)
-    return plan
+    return plan.for_arrays(problem.layouts)
 
 
 def _partials(dtype: str, vec: int, arrays: list[tuple[str, Rows]], before: int) -> Step:

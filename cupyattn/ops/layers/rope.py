@@ -239,8 +239,7 @@ def _plan(problem: RopeProblem, arch: int, in_place: bool) -> Plan:
     renamed |= {f"out{i}": out for i, out in enumerate(problem.rotated.values())}
     step = Step.of(specialisation, -(-threads // config.threads), params[()], renamed=renamed)
     plan = Plan((step,), outputs, zero_new=problem.accumulate)
-    plan.require_arrays(layouts)
-    return plan
+    return plan.for_arrays(layouts)
 
 
 def _vector(problem: RopeProblem) -> int:

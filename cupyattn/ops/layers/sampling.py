@@ -208,8 +208,7 @@ def _plan(problem: SampleProblem, asks: Asks) -> Plan:
     # With filters the first step zeroes the counters.
     zero_first = ("counters",) if parts > 1 and not asks.filtered else ()
     plan = Plan(tuple(steps), outputs, lay_out_scratch(scratch), zero_first)
-    plan.require_arrays(layouts)
-    return plan
+    return plan.for_arrays(layouts)
 
 
 def _params(layouts: Mapping[str, Layout], parts: int) -> Any:

@@ -22,7 +22,7 @@ from cupyattn.kernels.configs.layers import softmax_dbias as config
 from cupyattn.kernels.configs.rows import COLUMN_SUMS_COLUMNS, column_sums
 from cupyattn.kernels.device import Device
 from cupyattn.ops.axes import row_params
-from cupyattn.ops.plan import Output, Plan, Step, lay_out_scratch, run
+from cupyattn.ops.plan import ABSENT, Output, Plan, Step, lay_out_scratch, run
 
 ROW_SUM_DTYPE = np.dtype(np.float32)
 
@@ -89,7 +89,7 @@ def _plan(
         Step.of(
             column_sums(bias.dtype.name), -(-count // COLUMN_SUMS_COLUMNS),
             splits, count, accumulate,
-            renamed={"sums": "dbias", "more_partials": "none", "more_sums": "none"},
+            renamed={"sums": "dbias", "more_partials": ABSENT, "more_sums": ABSENT},
         ),
     )  # fmt: skip
     scratch = lay_out_scratch({"partials": splits * count})

@@ -11,7 +11,7 @@ from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.ops.linear.choice import launches_for
 from cupyattn.ops.linear.implementations import Launches
 from cupyattn.ops.linear.problem import LinearProblem
-from cupyattn.ops.plan import SCRATCH_DTYPE, Plan, lay_out_scratch, run
+from cupyattn.ops.plan import ABSENT, SCRATCH_DTYPE, Plan, lay_out_scratch, run
 
 
 def linear_backward(device: Device, problem: LinearProblem, operands: Operands) -> dict[str, Array]:
@@ -52,21 +52,14 @@ def _plan(problem: LinearProblem, card: Card) -> Plan:
         zero_new=problem.accumulate,
         transposed=problem.transposed,
     )
-    plan.require_arrays(problem.layouts)
-    return plan
+    return plan.for_arrays(problem.layouts)
 
 
 def _preactivation(problem: LinearProblem, card: Card) -> Launches:
     """Return what computes x w + b into scratch memory that takes the place of an array."""
     steps, scratch, zero_first = launches_for("forward", problem.plain_preactivation(), card)
-    renamed = {"out": "preactivation", "preactivation": "none", "residual": "none"}
-    steps = tuple(
-        step._replace(
-            names=tuple(renamed.get(name, name) for name in step.names),
-            required=frozenset(renamed.get(name, name) for name in step.required),
-        )
-        for step in steps
-    )
+    others = {"out": "preactivation", "preactivation": ABSENT, "residual": ABSENT}
+    steps = tuple(step.renamed(others) for step in steps)
     size = problem.rows * problem.weight_columns * problem.dtype.itemsize
     items = -(-size // SCRATCH_DTYPE.itemsize)
     return Launches(steps, {**scratch, "preactivation": items}, zero_first)

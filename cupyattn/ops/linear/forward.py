@@ -32,5 +32,4 @@ def _plan(problem: LinearProblem, card: Card) -> Plan:
         return Plan((), outputs)
     steps, scratch, zero_first = launches_for("forward", problem, card)
     plan = Plan(steps, outputs, lay_out_scratch(scratch), zero_first)
-    plan.require_arrays(problem.layouts)
-    return plan
+    return plan.for_arrays(problem.layouts)

@@ -6,13 +6,12 @@ that costs, and of few rows some 5 bytes for each 32 of codes; kernels stay as m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from cupyattn.kernels.configs.linear.nested_scales import expand, expand_ctas, nest, nest_ctas
 from cupyattn.ops.linear.implementations import Launches
 from cupyattn.ops.linear.problem import LinearProblem, Matrix
-from cupyattn.ops.plan import SCRATCH_DTYPE, Step
+from cupyattn.ops.plan import ABSENT, SCRATCH_DTYPE, Step
 
 NESTED, EXPANDED = "nf4_nested", "nf4"
 ABSMAX = "absmax"
@@ -31,8 +30,7 @@ def expand_step(count: int, absmax: str = ABSMAX) -> Step:
 
 def reads_expanded(step: Step, absmax: str = ABSMAX) -> Step:
     """Return a launch that takes float32 scales from the array of that name."""
-    others: Mapping[str, str] = {"scales": absmax, "super_scales": "none"}
-    return step._replace(names=tuple(others.get(name, name) for name in step.names))
+    return step.renamed({"scales": absmax, "super_scales": ABSENT})
 
 
 def expanded(problem: LinearProblem) -> LinearProblem:

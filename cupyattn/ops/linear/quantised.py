@@ -251,8 +251,7 @@ def _dequantize_plan(problem: DequantizeProblem) -> Plan:
             steps=(expand_step(count), reads_expanded(step)),
             scratch=lay_out_scratch({ABSMAX: count}),
         )
-    plan.require_arrays(problem.layouts)
-    return plan
+    return plan.for_arrays(problem.layouts)
 
 
 def _params(dtype: np.dtype, weight: Layout, inner_axis: int) -> Any:

@@ -12,9 +12,9 @@ from cupyattn.kernels.configs.rows import COLUMN_SUMS_COLUMNS, column_sums
 from cupyattn.kernels.structs.linear import PREACTIVATION_GRADIENT_PARAMS
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem, Matrix
-from cupyattn.ops.linear.tile_launches import ABSENT, forward_in_parts, product_launches
+from cupyattn.ops.linear.tile_launches import forward_in_parts, product_launches
 from cupyattn.ops.linear.tiles import VECTOR, Product, forward_tiling, whole_vector
-from cupyattn.ops.plan import SCRATCH_DTYPE, Step
+from cupyattn.ops.plan import ABSENT, SCRATCH_DTYPE, Step
 
 _OFFSET_BYTES = 2**32  # from the lowest item of a tile to its highest
 _MOST_TILE_LINES = 256

@@ -11,7 +11,7 @@ from cupyattn.kernels.spec import Specialisation
 from cupyattn.kernels.structs.linear import THIN_PARAMS
 from cupyattn.ops.linear.implementations import Launches
 from cupyattn.ops.linear.problem import LinearProblem
-from cupyattn.ops.plan import Step
+from cupyattn.ops.plan import ABSENT, Step
 
 _PARTIALS = "forward_partials"
 
@@ -24,7 +24,7 @@ def thin_launches(
         return Launches((Step.of(product, ctas, thin_params(problem)),))
     sums = thin_params(problem, splits=splits, outer=problem.weight_columns)
     sums["out_stride"] = problem.weight_columns
-    absent = dict.fromkeys(("b", "residual", "preactivation"), "none")
+    absent = dict.fromkeys(("b", "residual", "preactivation"), ABSENT)
     return Launches(
         (
             Step.of(product, ctas, sums, renamed={**absent, "out": _PARTIALS}),

@@ -10,10 +10,7 @@ from cupyattn.kernels.configs.linear import tensor_core as configs
 from cupyattn.ops.linear.implementations import Launches
 from cupyattn.ops.linear.problem import LinearProblem, Matrix
 from cupyattn.ops.linear.tiles import Product, Tiling, whole_vector
-from cupyattn.ops.plan import Step
-
-ABSENT = "none"
-"""Names no array."""
+from cupyattn.ops.plan import ABSENT, Step
 
 
 def product_launches(
