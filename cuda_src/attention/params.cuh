@@ -81,7 +81,7 @@ struct BatchHead {
   int batch, head;
 
   __device__ __forceinline__ BatchHead(int number, int heads, int batches)
-      : batch(number / batches / heads * batches + number % batches), head(number / batches % heads) {}
+      : batch(number / (batches * heads) * batches + number % batches), head(number / batches % heads) {}
 };
 
 // Where one CTA (cooperative thread array, a block of threads) works: a run of query rows of one head of one sequence.

@@ -76,7 +76,7 @@ OPTIONS = (
 )
 
 
-@pytest.mark.parametrize(("options",), mostly_deep(OPTIONS, [OPTIONS[0], OPTIONS[-1]]))
+@pytest.mark.parametrize("options", mostly_deep(OPTIONS, [OPTIONS[0], OPTIONS[-1]]))
 @pytest.mark.parametrize(
     ("dtype", "head_dim"),
     mostly_deep([("float16", 64), ("float32", 24), ("bfloat16", 72)], [("float16", 64)]),
