@@ -68,28 +68,30 @@ RAGGED = PagedProblem(
     lengths=(0, 300, 7, 64, 129), Sq=3, G=2, group=2, D=64, dtype="float16",
     options=(("causal", True),),
 )  # fmt: skip
-OPTIONS = (
-    ((("alibi_slopes", True),),),
-    ((("softcap", 2.0),),),
-    ((("sinks", True),),),
-    ((("alibi_slopes", True), ("softcap", 5.0), ("sinks", True), ("window_size", (37, None))),),
-)
+OPTIONS = {
+    "alibi": {"alibi_slopes": True},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": True},
+    "all": {"alibi_slopes": True, "softcap": 5.0, "sinks": True, "window_size": (37, None)},
+}
 
 
-@pytest.mark.parametrize("options", mostly_deep(OPTIONS, [OPTIONS[0], OPTIONS[-1]]))
+@pytest.mark.parametrize("options", mostly_deep([*OPTIONS], ["alibi", "all"]))
 @pytest.mark.parametrize(
     ("dtype", "head_dim"),
     mostly_deep([("float16", 64), ("float32", 24), ("bfloat16", 72)], [("float16", 64)]),
 )
 def test_options(options, dtype, head_dim):
-    problem = replace(RAGGED, dtype=dtype, D=head_dim, options=(("causal", True), *options))
+    options = (("causal", True), *OPTIONS[options].items())
+    problem = replace(RAGGED, dtype=dtype, D=head_dim, options=options)
     arrays = problem.arrays()
     out, lse = on_kernels(problem, arrays)
     assert problem.ratio(out, lse, arrays) <= 1
 
 
 def test_every_option_at_once_in_float32():
-    problem = replace(RAGGED, dtype="float32", D=24, options=(("causal", True), *OPTIONS[-1][0]))
+    options = (("causal", True), *OPTIONS["all"].items())
+    problem = replace(RAGGED, dtype="float32", D=24, options=options)
     arrays = problem.arrays()
     assert problem.ratio(*on_kernels(problem, arrays), arrays) <= 1
 
