@@ -18,6 +18,7 @@ from cupyattn import MaskMod, ScoreMod, attention, attention_backward, vjp
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
 HALF, FLOAT, BFLOAT = ("float16", 8), ("float32", 8), ("bfloat16", 24)
+KINDS_DEEP = [("float16", 24), ("float32", 24), ("bfloat16", 8), BFLOAT]
 WIDE = ("float16", 136)  # whose keys and values are kept by pairs of warps in the backward
 
 
@@ -31,7 +32,9 @@ def both(x: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     return own, {**x.score_options(), **x.mask_options()}
 
 
-@pytest.mark.parametrize("of", [HALF, FLOAT, *deep((WIDE,), (BFLOAT,))], ids=str)
+@pytest.mark.parametrize(
+    "of", [HALF, FLOAT, *deep((WIDE,), *((kind,) for kind in KINDS_DEEP))], ids=str
+)
 def test_both_within_the_bounds_of_what_they_stand_for(of):
     own, alike = both(case(*of))
     ratios = case(*of).forward_ratios(own, alike)
@@ -49,7 +52,9 @@ def test_both_within_the_bounds_of_what_they_stand_for(of):
             (HALF, {"implementation": "naive"}),
             (WIDE, {}),
             (WIDE, {"deterministic": True}),
-            (BFLOAT, {}),
+            *((kind, {}) for kind in KINDS_DEEP),
+            *((kind, {"deterministic": True}) for kind in KINDS_DEEP[:2]),
+            (KINDS_DEEP[0], {"implementation": "naive"}),
         ),
     ],
     ids=str,

@@ -185,6 +185,10 @@ def test_a_workspace_is_all_the_memory_that_it_takes():
         ({"drawn": (("rotary", (70, 12)),), "interleaved": True}, True),
         ({"beside": 3}, False),
         ({"Sq": 2, "Sk": 300, "D": 64, "Dv": 64, "drawn": (("rotary", (300, 24)),)}, False),
+        *deep(
+            ({"dtype": "float32"}, False),
+            ({"Sq": 2, "Sk": 300, "drawn": (("rotary", (300, 16)),)}, False),
+        ),
     ],
 )
 def test_which_kernels_turn_queries(changed, turns, monkeypatch):
@@ -201,8 +205,9 @@ def test_which_kernels_turn_queries(changed, turns, monkeypatch):
     assert (entries[1] == "attention_forward_rotary") == turns
 
 
-def test_vjp_differentiates_through_the_rotation():
-    arrays, options = backward_runs.inputs(replace(PHI, dtype="float32", **NARROW))
+@pytest.mark.parametrize("changed", [NARROW, *deep({})], ids=["narrow", "of 80"])
+def test_vjp_differentiates_through_the_rotation(changed):
+    arrays, options = backward_runs.inputs(replace(PHI, dtype="float32", **changed))
     options = {name: placed(KERNELS, value) for name, value in options.items() if name != "dlse"}
     dout, q, k, v, *_ = map(KERNELS.put, arrays)
     _, pullback = cupyattn.vjp(cupyattn.attention, q, k, v, **options)

@@ -28,6 +28,12 @@ PACKED = VarlenProblem(
     ),
     queries=(40, 0, 13, 7), keys=(70, 31, 33, 0), spare=3,
 )  # fmt: skip
+# Phi-2 turns 32 of its 80 features.
+PHI = replace(
+    PACKED,
+    dense=replace(PACKED.dense, D=80, Dv=80, drawn=(*PACKED.dense.drawn[:3], ("rotary", (70, 16)))),
+)
+each_packed = pytest.mark.parametrize("packed", [PACKED, *deep(PHI)], ids=["narrow", "of 80"])
 
 
 @st.composite
@@ -65,31 +71,34 @@ def test_gradients_of_each_sequence_are_those_of_a_dense_call(problem):
     assert max(ratios.values()) <= 1, ratios
 
 
+@each_packed
 @pytest.mark.parametrize("interleaved", [*deep(False), True])
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32", "bfloat16")])
-def test_sequences_without_queries_or_keys(dtype, interleaved):
-    problem = replace(PACKED, dense=replace(PACKED.dense, dtype=dtype, interleaved=interleaved))
+def test_sequences_without_queries_or_keys(packed, dtype, interleaved):
+    problem = replace(packed, dense=replace(packed.dense, dtype=dtype, interleaved=interleaved))
     assert problem.ratio(*run(problem)) <= 1
     ratios = problem.backward_ratios(problem.run_backward(deterministic=True))
     assert max(ratios.values()) <= 1, ratios
 
 
-def test_the_last_query_stands_at_the_last_key():
+@each_packed
+def test_the_last_query_stands_at_the_last_key(packed):
     """By default, in each sequence for itself."""
-    drawn = (("causal", True), ("rotary", (70, 8)))
-    problem = replace(PACKED, dense=replace(PACKED.dense, drawn=drawn), queries=(40, 31, 13, 0))
+    drawn = packed.dense.drawn[::3]  # without q_offset and seqused_k
+    problem = replace(packed, dense=replace(packed.dense, drawn=drawn), queries=(40, 31, 13, 0))
     assert problem.ratio(*run(problem)) <= 1
 
 
-def test_gradients_are_added_and_rows_of_no_sequence_stay():
-    (_, q, k, v, *_), bounds, _ = PACKED.backward_inputs()
+@each_packed
+def test_gradients_are_added_and_rows_of_no_sequence_stay(packed):
+    (_, q, k, v, *_), bounds, _ = packed.backward_inputs()
     before = {
-        name: PACKED.dense.normal(name, x.shape)
+        name: packed.dense.normal(name, x.shape)
         for name, x in zip(("dq", "dk", "dv"), (q, k, v), strict=True)
     }
-    plain = PACKED.run_backward()
+    plain = packed.run_backward()
     grads = AttentionGrads(**{name: KERNELS.put(x) for name, x in before.items()})
-    found = PACKED.run_backward(grads=grads, accumulate=True)
+    found = packed.run_backward(grads=grads, accumulate=True)
     for name, start in before.items():
         end = bounds[0 if name == "dq" else 1][-1]
         np.testing.assert_allclose(
@@ -98,10 +107,11 @@ def test_gradients_are_added_and_rows_of_no_sequence_stay():
         assert_array_equal(found[name][end:], start[end:])
 
 
-def test_a_workspace_is_all_the_memory_that_it_takes():
+@each_packed
+def test_a_workspace_is_all_the_memory_that_it_takes(packed):
     """Of k, and of q where the forward does not rotate it: pairs of 3 features are no chunk."""
-    few = replace(PACKED.dense, drawn=(*PACKED.dense.drawn[:3], ("rotary", (70, 3))))
-    for problem, of_q in ((PACKED, 0), (replace(PACKED, dense=few), 1)):
+    few = replace(packed.dense, drawn=(*packed.dense.drawn[:3], ("rotary", (70, 3))))
+    for problem, of_q in ((packed, 0), (replace(packed, dense=few), 1)):
         q, k, *_ = problem.arrays()
         size = 2 * (of_q * q.size + k.size)
         with pytest.raises(ValueError, match="this call needs"):
@@ -121,12 +131,13 @@ def test_no_sequence():
     assert grads.shape == (0, 4, 40)
 
 
+@each_packed
 @pytest.mark.parametrize("bounds", [[0, 900, -5, 178, 2**31 - 1], [7, 3, 3, 3, 3], [-9] * 5])
-def test_wild_bounds_touch_nothing_outside(bounds):
+def test_wild_bounds_touch_nothing_outside(packed, bounds):
     """The emulator's checks of addresses would say so; values are not looked at here."""
-    q, k, v, *_ = map(KERNELS.put, PACKED.arrays())
+    q, k, v, *_ = map(KERNELS.put, packed.arrays())
     wild = KERNELS.put(np.array(bounds, np.int32))
-    options = {name: placed(KERNELS, value) for name, value in PACKED.options().items()}
+    options = {name: placed(KERNELS, value) for name, value in packed.options().items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cupyattn.ops.attention.checks.checks_values", lambda _: False)
         cupyattn.attention_varlen(q, k, v, wild, wild, 40, 70, **options)

@@ -27,9 +27,10 @@ RAGGED = VarlenProblem(
     keys=(20, 150, 7, 0),
     spare=3,
 )  # fmt: skip
-# Its tiles are smaller, and it takes the emulator longer.
+# Its tiles are smaller, and it takes the emulator longer; a second head of K with --deep.
+H, G = (4, 2) if Search.deep else (2, 1)
 FLOAT = VarlenProblem(
-    replace(RAGGED.dense, Sq=70, Sk=80, H=2, G=1, D=24, Dv=40, dtype="float32"),
+    replace(RAGGED.dense, Sq=70, Sk=80, H=H, G=G, D=24, Dv=40, dtype="float32"),
     queries=(5, 70, 0, 33),
     keys=(20, 80, 7, 0),
     spare=3,

@@ -12,15 +12,15 @@ from numpy.testing import assert_allclose
 from support.block_masks import blocks_of, masked_tiles
 from support.devices import KERNELS
 from support.packed_modifiers import PackedBlocks, PackedExpressions, ragged
-from support.search import deep, examples
+from support.search import deep, examples, wider
 
 import cupyattn
 from cupyattn import MaskMod, ScoreMod, attention_varlen, attention_varlen_backward
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
-FLOAT = ("float32", 8)
-KINDS = [("float16", 8), *deep((FLOAT,), (("float16", 136),), (("bfloat16", 24),))]
+KINDS_DEEP = [("float32", 8), ("float16", 24), ("float32", 24), ("float16", 136)]
+KINDS = [("float16", 8), *deep(*((kind,) for kind in (*KINDS_DEEP, ("bfloat16", 24))))]
 
 
 @st.composite
@@ -47,8 +47,8 @@ def test_expressions_within_the_bounds_of_what_they_stand_for(kind, data):
     ("kind", "deterministic"),
     [
         (KINDS[0], False),
-        *deep((KINDS[0], True), (("float16", 136), False)),
-        *deep((FLOAT, True), (FLOAT, False)),
+        *deep((KINDS[0], True), *((kind, False) for kind in KINDS_DEEP)),
+        *deep(*((kind, True) for kind in KINDS_DEEP[:3])),
     ],
     ids=str,
 )
@@ -65,7 +65,8 @@ def test_gradients_within_the_bounds_of_what_they_stand_for(kind, deterministic,
 @st.composite
 def blocks(draw: st.DrawFn, dtype: str) -> PackedBlocks:
     sq, sk = draw(st.sampled_from([(40, 300), (290, 70), (200, 200)]))
-    dense = ragged(dtype, 8, draw(st.integers(0, 3)), Sq=sq, Sk=sk)
+    head_dim = draw(st.sampled_from(wider([8], [24])))
+    dense = ragged(dtype, head_dim, draw(st.integers(0, 3)), Sq=sq, Sk=sk)
     queries, keys = (
         tuple(draw(st.sampled_from((0, 1, most)) | st.integers(0, most)) for _ in range(3))
         for most in (sq, sk)
@@ -110,11 +111,12 @@ def test_a_block_mask_of_other_lengths_is_refused():
         FEW.run(mask_mod=placed, q_offset=None)
 
 
-def test_empty_tiles_are_not_read():
+@pytest.mark.parametrize("head_dim", [8, *deep(24)])
+def test_empty_tiles_are_not_read(head_dim):
     """NaN in keys that a block mask hides reaches no query; 0 times NaN would be NaN."""
     border = 144  # a multiple of the kernel's tiles
     problem = PackedBlocks(
-        ragged("float16", 8, Sq=64, Sk=256), (64, 40, 7), (256, 200, 150),
+        ragged("float16", head_dim, Sq=64, Sk=256), (64, 40, 7), (256, 200, 150),
         seen=np.broadcast_to(np.arange(256) < border, (1, 1, 64, 256)),
     )  # fmt: skip
     q, k, v, *bounds = problem.arrays()
@@ -126,15 +128,23 @@ def test_empty_tiles_are_not_read():
     assert np.isfinite(out).all()
 
 
-def test_vjp_takes_them():
-    q, k, v, *bounds = map(KERNELS.put, FEW.arrays())
-    dout = KERNELS.put(FEW.backward_inputs()[0][0])
-    options = FEW.given() | {"q_offset": KERNELS.put(FEW.offsets)}
-    _, pullback = cupyattn.vjp(attention_varlen, q, k, v, *bounds, *FEW.longest, **options)
-    found = pullback(dout)
-    expected = FEW.run_backward(dlse=None)
+@pytest.mark.parametrize(
+    ("kind", "deterministic", "close"),
+    [
+        (("float16", 8), False, {"rtol": 1e-2, "atol": 1e-3}),
+        *deep((("float32", 24), True, {"atol": 1e-5})),
+    ],
+)
+def test_vjp_takes_them(kind, deterministic, close):
+    few = replace(FEW, dense=ragged(*kind, Sq=20, Sk=30))
+    q, k, v, *bounds = map(KERNELS.put, few.arrays())
+    dout = KERNELS.put(few.backward_inputs()[0][0])
+    options = few.given() | {"q_offset": KERNELS.put(few.offsets)}
+    _, pullback = cupyattn.vjp(attention_varlen, q, k, v, *bounds, *few.longest, **options)
+    found = pullback(dout, deterministic=deterministic)
+    expected = few.run_backward(deterministic=deterministic, dlse=None)
     for name, each in zip(("dq", "dk", "dv"), found, strict=False):
-        assert_allclose(KERNELS.get(each), expected[name], rtol=1e-2, atol=1e-3)
+        assert_allclose(KERNELS.get(each), expected[name], **close)
 
 
 def test_an_expression_that_does_not_compile_is_shown_where_it_is_wrong():

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.finetuning import AS_JSON, CONFIG, finetune, losses_of, model_and_data
+from support.search import Search
 
 import cupyattn
 from cupyattn import models
@@ -256,7 +257,8 @@ def test_what_was_told_is_what_is_compared_first(capsys):
     ],
 )
 def test_what_differs_is_called_as_it_was_told(given, name, capsys, monkeypatch):
-    monkeypatch.setattr(curve, "draw", lambda *_: None)
+    if not Search.deep:
+        monkeypatch.setattr(curve, "draw", lambda *_: None)
     finetune("--steps", "4")
     capsys.readouterr()
     finetune("--steps", "4", *given, "--resume", code=1)

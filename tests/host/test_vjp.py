@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 from support.devices import EmulatedArrays, everywhere, placed
+from support.search import deep
 from support.strategies import AttentionProblem, attention_problems
 
 import cupyattn
@@ -221,10 +222,11 @@ def options_with_gradients() -> dict[str, Any]:
     return {"bias": PROBLEM.normal("bias", (4, 1, 7)), "sinks": PROBLEM.normal("sinks", (4,))}
 
 
+@pytest.mark.parametrize(("dim", "dim_v"), [(24, 40), *deep((8, 6))])  # first what others compile
 @everywhere
-def test_options_get_their_gradients_by_name(side):
+def test_options_get_their_gradients_by_name(side, dim, dim_v):
     options = {name: a.astype(np.float32) for name, a in options_with_gradients().items()}
-    problem = replace(PROBLEM, D=24, Dv=40)  # kernels that others compile
+    problem = replace(PROBLEM, D=dim, Dv=dim_v)
     arrays, dout = [x.astype(np.float32) for x in problem.arrays()], problem.gradients()[0]
     out, lse = attention(*map(side.put, arrays), **placed_all(side, options), return_lse=True)
     expected = attention_backward(

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 from support.devices import NUMPY, kernels_only
+from support.search import deep
 from support.strategies import AttentionProblem
 
 from cupyattn import attention, attention_backward, softmax, softmax_backward, vjp
@@ -61,10 +62,11 @@ def test_functions_that_make_one_call(name):
     assert_differentiated_as_its_call(*FUNCTIONS[name], NUMPY)
 
 
+@pytest.mark.parametrize(("dim", "dim_v"), [(24, 40), *deep((8, 6))])  # first what others compile
 @kernels_only
-def test_functions_that_make_one_call_of_kernels(side):
-    whole = replace(PROBLEM, D=24, Dv=40)  # a kernel that others compile
-    assert_differentiated_as_its_call(*FUNCTIONS["partial of a function"], side, whole)
+def test_functions_that_make_one_call_of_kernels(side, dim, dim_v):
+    problem = replace(PROBLEM, D=dim, Dv=dim_v)
+    assert_differentiated_as_its_call(*FUNCTIONS["partial of a function"], side, problem)
 
 
 def assert_differentiated_as_its_call(
