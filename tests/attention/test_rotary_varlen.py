@@ -75,9 +75,10 @@ def test_sequences_without_queries_or_keys(dtype, interleaved):
 
 
 def test_the_last_query_stands_at_the_last_key():
-    """By default, in each sequence for itself."""
-    drawn = (("causal", True), ("rotary", (70, 8)))
-    problem = replace(PACKED, dense=replace(PACKED.dense, drawn=drawn), queries=(40, 31, 13, 0))
+    """By default, in each sequence for itself; also those of a second tile of rows."""
+    drawn = (("causal", True), ("rotary", (150, 8)))
+    dense = replace(PACKED.dense, Sq=140, Sk=150, H=2, G=1, drawn=drawn)
+    problem = replace(PACKED, dense=dense, queries=(140, 31, 13, 0), keys=(150, 31, 33, 0))
     assert problem.ratio(*run(problem)) <= 1
 
 
