@@ -79,6 +79,12 @@ def test_it_is_rope_and_then_attention(dtype, implementation, interleaved, drawn
     _equals_rope_and_attention(problem, implementation)
 
 
+def test_queries_behind_the_first_tile_stand_further_on():
+    drawn = (("q_offset", 5), ("rotary", (135, 16)))
+    problem = replace(PHI, B=1, Sq=130, Sk=16, H=1, G=1, drawn=drawn)
+    _equals_rope_and_attention(problem, "flash")
+
+
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32", "bfloat16")])
 def test_a_few_queries_rotate_too(dtype):
     """Which the kernels of decoding take."""

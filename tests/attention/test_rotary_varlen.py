@@ -89,6 +89,13 @@ def test_the_last_query_stands_at_the_last_key(packed):
     assert problem.ratio(*run(problem)) <= 1
 
 
+def test_the_last_query_of_a_second_tile_stands_at_the_last_key():
+    drawn = (("causal", True), ("rotary", (150, 8)))
+    dense = replace(PACKED.dense, Sq=140, Sk=150, H=2, G=1, drawn=drawn)
+    problem = replace(PACKED, dense=dense, queries=(140, 31, 13, 0), keys=(150, 31, 33, 0))
+    assert problem.ratio(*run(problem)) <= 1
+
+
 @each_packed
 def test_gradients_are_added_and_rows_of_no_sequence_stay(packed):
     (_, q, k, v, *_), bounds, _ = packed.backward_inputs()

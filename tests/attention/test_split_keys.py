@@ -116,8 +116,12 @@ def test_nan_behind_the_keys_in_use_never_leaks(dtype: str, used: int, sinks: bo
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_rows_that_see_no_key_of_a_part_that_others_see(dtype: str):
-    """Causal, with queries before the first key: rows of a tile end in different parts."""
-    drawn = (("causal", True), ("q_offset", (-30, 100)))
+    """Causal, with queries before the first key: rows of a tile end in different parts.
+
+    Slopes show where the queries of each batch element stand.
+    """
+    slopes = ("alibi_slopes", ((2,), "float32", 1))
+    drawn = (("causal", True), ("q_offset", (-30, 100)), slopes)
     with split(5):
         check(replace(BASE, Sq=130, dtype=dtype, drawn=drawn), "flash")
 

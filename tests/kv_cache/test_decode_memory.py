@@ -84,7 +84,7 @@ def test_integers_and_scales_are_read_once_in_whole_sectors(dtype, head_dim, gro
         cupyattn.paged_attention(*arrays[:5], **scales_of(arrays))
     once = 2 * sum(problem.lengths) * problem.G * (head_dim * bits // 8 + 4)
     assert report.sector_efficiency > 0.98
-    assert once <= report.dram_sectors_bytes <= (1.05 if nvrtc_version() < (13,) else 1.06) * once
+    assert once <= report.dram_sectors_bytes <= (1.05 if nvrtc_version() < (13,) else 1.07) * once
 
 
 def test_scales_of_all_heads_side_by_side_cost_sectors():

@@ -28,6 +28,8 @@ def ids_of(rows: int, shape: tuple[int, ...], dtype: str, spread: str) -> np.nda
         ids[...] = rows - 1
     elif spread == "padding":
         ids = np.where(rng.random(shape) < 0.7, rows // 2, ids)
+    elif spread == "from a chunk's last on":
+        ids = (np.arange(ids.size).reshape(shape) >= 31) * (rows - 1)
     return ids.astype(dtype)
 
 
@@ -44,6 +46,7 @@ def ids_of(rows: int, shape: tuple[int, ...], dtype: str, spread: str) -> np.nda
     accumulate=st.booleans(),
 )
 @example("float16", 2, (1030,), 8, "int32", "any", False)  # a run begins behind the first CTA's
+@example("float16", 2, (97,), 8, "int32", "from a chunk's last on", False)
 def test_lookup_and_gradient(dtype, rows, shape, length, ids, spread, accumulate):
     numbers = ids_of(rows, shape, ids, spread)
     table, dout = floats(0, dtype, rows, length), floats(1, dtype, *shape, length)

@@ -59,11 +59,13 @@ def test_every_activation(dtype, activation):
     ("sizes", "turned"),
     [
         ((64, 8, 64), False),
-        ((65, 9, 129), True),
+        ((65, 9, 257), True),  # a column more than a CTA adds up for db
         ((1, 1, 1), False),
-        ((63, 129, 40), False),
-        ((530, 72, 65), False),  # more tiles of rows than neighbouring CTAs take
-        *deep(((64, 8, 64), True), ((65, 9, 129), False), ((63, 129, 40), True)),
+        # More tiles of rows than neighbouring CTAs take, of dw and of out; whole tiles of columns.
+        ((17, 513, 64), False),
+        ((513, 64, 128), False),
+        *deep(((64, 8, 64), True), ((65, 9, 129), False)),
+        *deep(*(((63, 129, 40), turned) for turned in (False, True))),
     ],
 )
 def test_sizes_around_tiles(sizes, turned):
