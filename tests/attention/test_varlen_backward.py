@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.attention_options import EITHER_HALF, OPTION_SETS, RUN_TIME_OPTIONS
 from support.devices import KERNELS, SENTINEL, placed
@@ -35,6 +35,9 @@ FLOAT = VarlenProblem(
     keys=(20, 80, 7, 0),
     spare=3,
 )
+SHORT = VarlenProblem(
+    replace(FLOAT.dense, B=2, Sq=9, Sk=20, H=1, drawn=()), queries=(9, 5), keys=(20, 0)
+)
 
 
 @given(
@@ -61,6 +64,7 @@ def test_each_sequence_is_within_the_dense_bounds(problem: VarlenProblem, otherw
     ),
     otherwise=st.booleans() if Search.deep else st.just(False),
 )  # fmt: skip
+@example(SHORT, False)  # a CTA without work adds nothing to dq
 @examples(4, deep=16)
 def test_float32(problem: VarlenProblem, otherwise: bool):
     """A plain run has the calls with options by two kernels of scores, the others by one."""

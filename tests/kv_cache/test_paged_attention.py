@@ -109,8 +109,8 @@ def test_shares_cut_sequences_anywhere(dtype):
     assert any(not np.array_equal(out, results[0][0]) for out, _ in results), "nothing was split"
 
 
-def test_a_warp_of_more_than_32_tiles_looks_up_the_next_blocks():
-    problem = replace(RAGGED, lengths=(9000,), Sq=1, G=1)
+def test_a_warp_of_more_than_64_tiles_looks_up_the_next_blocks():
+    problem = replace(RAGGED, lengths=(17_000,), Sq=1, G=1)
     arrays = problem.arrays()
     with multiprocessors(1):
         assert problem.ratio(*on_kernels(problem, arrays), arrays) <= 1

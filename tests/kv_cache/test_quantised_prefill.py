@@ -97,7 +97,7 @@ def test_every_option(dtype, bits):
 def test_rows_that_are_not_aligned_are_read_byte_by_byte(dtype, bits):
     """Nor is anything read behind the last, which is no whole vector."""
     problem = replace(CHUNK, dtype=dtype, bits=bits, D=22)
-    q, k, v, *others = arrays = problem.arrays()
+    q, k, v, *others = arrays = problem.arrays(order=2)
     odd = np.zeros((2, k.size + 1), k.dtype)[:, 1:].reshape(2, *k.shape)
     odd[0], odd[1] = k, v
     assert problem.ratio(*on_kernels(problem, (q, *odd, *others)), arrays) <= 1

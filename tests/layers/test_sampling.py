@@ -145,6 +145,15 @@ def test_cuts_among_candidates_of_one_bin(filters):
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
+def test_the_low_digits_of_weights_count():
+    """All others together weigh a little more than the best, so that half is not reached by it."""
+    x = np.zeros((8, 1001), np.float32)
+    x[:, 1:] = -6.907753944396973
+    assert drawn(x, seed=3, top_p=0.5).any()
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
 @pytest.mark.parametrize(("tokens", "dtype"), [(128_256, "float16"), (2**18, "float32")])
 def test_large_vocabularies(tokens, dtype):
     x = logits_of(1, tokens, dtype)
