@@ -175,6 +175,12 @@ def test_rows_that_are_not_aligned_are_read_item_by_item(dtype):
     assert problem.ratio(*on_kernels(problem, (q, *odd, table, lengths)), arrays) <= 1
 
 
+def test_a_group_of_keys_that_takes_several_passes():
+    problem = replace(CHUNK, lengths=(70,), Sq=17, group=1, D=256)
+    arrays = problem.arrays()
+    assert problem.ratio(*on_kernels(problem, arrays), arrays) <= 1
+
+
 def test_nan_in_use_stays_in_its_sequence():
     q, k, v, table, lengths = CHUNK.arrays()
     v[table[1, 0], 0] = np.nan
