@@ -73,7 +73,9 @@ struct PackedWork {
 // All threads read its answer from one place in shared memory, the first bytes of the kernel's buffers: what comes from an
 // address that all have ptxas keeps in uniform registers, and with it whatever follows from it, as where a sequence's rows
 // begin. With answers of each warp's own the loops had them in common registers, and spilled (packed sequences at head dim
-// 64 modelled 0.65 in the backward of one pass then and 0.68 now; `python -m cupyattn turing`, T4, 2026-11-23).
+// 64 modelled 0.65 in the backward of one pass for 0.68; `python -m cupyattn turing`, T4, 2026-11-23). The window each
+// thread computes: read from there too, sm_90's code of head dim 128 spilled 264 bytes for 20 (ptxas 13.5 on PTX of
+// compute_75, 2026-11-26).
 template <typename Smem>
 __device__ __forceinline__ PackedWork work_of_cta(const PackedBatch& packed, const AttentionParams& longest,
                                                   const PackedPointers& pointers, const PackedRows& rows, int heads,

@@ -66,9 +66,9 @@ def test_parts_meet_in_shared_memory(dtype, head_dim, group):
 
 STORED = [
     ("float16", 64, 4, 8),
-    ("float16", 64, 4, 4),
+    ("float16", 128, 4, 4),
     *deep(
-        ("float16", 128, 4, 8), ("float16", 128, 4, 4), ("float16", 256, 4, 4),
+        ("float16", 128, 4, 8), ("float16", 64, 4, 4), ("float16", 256, 4, 4),
         ("float32", 128, 4, 8), ("float32", 128, 4, 4),
     ),
 ]  # fmt: skip
@@ -84,7 +84,7 @@ def test_integers_and_scales_are_read_once_in_whole_sectors(dtype, head_dim, gro
         cupyattn.paged_attention(*arrays[:5], **scales_of(arrays))
     once = 2 * sum(problem.lengths) * problem.G * (head_dim * bits // 8 + 4)
     assert report.sector_efficiency > 0.98
-    assert once <= report.dram_sectors_bytes <= (1.05 if nvrtc_version() < (13,) else 1.07) * once
+    assert once <= report.dram_sectors_bytes <= (1.05 if nvrtc_version() < (13,) else 1.06) * once
 
 
 def test_scales_of_all_heads_side_by_side_cost_sectors():

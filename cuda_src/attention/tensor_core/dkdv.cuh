@@ -64,7 +64,7 @@ struct GradientArrays {
 
 // Where the gradients of a sequence's keys begin. A kernel asks for it behind its walk: what leads to a packed sequence's
 // rows it would otherwise keep in registers, and spill of what the walk uses (the backward of head dim 64 in one pass
-// modelled 0.68 then and 0.71 now, at head dim 128 in two 0.55 and 0.70; T4, 2026-11-26).
+// modelled 0.68 then and 0.71 now, at head dim 128 in two 0.55 and 0.70; `python -m cupyattn turing`, T4, 2026-11-26).
 struct KeyGradients {
   int keys;
   float16 *dk_g, *dv_g;

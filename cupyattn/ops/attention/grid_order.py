@@ -50,8 +50,9 @@ def turns(
     turns, and the last heads of these may be fewer.)
 
     Batch elements do where a bias or mask broadcasts over them: its tiles are read from memory once
-    then, and by the others from L2. (4 x 2,048 tokens of 16 heads of 64: a forward on an H200 read
-    306 MB for 576; 2026-11-24.)
+    then, and by the others from L2. (With all heads of all elements taking turns, a forward of 4 x
+    2,048 tokens of 16 heads of 64 on an H200 read 306 MB for 576: ncu on a patched tree that is not
+    kept, CUPYATTN_ARCH=75, 2026-11-24. This rule has not been measured.)
     """
     left, right = problem.window
     sequences = problem.kv_heads if prompts else problem.batch * problem.kv_heads

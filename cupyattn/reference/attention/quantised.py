@@ -8,7 +8,7 @@ how far exact attention over what was stored may be from that over what was give
 
 Decoding, for one row (kernels in float32 have no bias, and no weights in float16):
 
-    ds  = u32 |softmax_scale| max_j s_j sum_d |q_d| ((D + 4) (|K_jd| + 2 c) + 2**11)
+    ds  = (D + 4) u32 |softmax_scale| max_j s_j sum_d |q_d| (|K_jd| + 2 c)
     |out - ref| <= 4 ds (P |V|) + 4 u32 (P |V|) + 2**-24 max_j t_j sum_j |V_j / t_j|
                    + (2 c (n + 8 T) + 2**11) u32 sum_j P_j t_j, of 4 bits alone
     |lse - ref| <= 2 ds
@@ -21,10 +21,11 @@ Decoding, for one row (kernels in float32 have no bias, and no weights in float1
   scaling.
 - An integer of V of 4 bits counts from -c on too, and c sum_j P_j t_j is taken off at the end: each
   of the two sums over n keys, in T tiles of 16, errs by that much.
-- What counts from -c on is as many 2**-24, subnormal, and tensor cores align the products of a step
-  as if it were 2**-14: they cut off what is below 2 u32 of that, 2**10 units of the largest other
-  factor. (On an H200 a value of 0 beside one whose scale is 5,000 times as large came out 50 times
-  as far off as by float32 sums; tests/kv_cache/test_quantised_caches.py, 2026-11-26.)
+- Such an integer is as many 2**-24, a subnormal. 2**11 is for tensor cores that align the products
+  of a step as if each were 2**-14, and cut off what is below 2 u32 of that, or 2**10 units of the
+  largest weight. That they do is inferred from one figure: on an H200 a value of 0 beside one whose
+  scale is 5,000 times as large was 3.2e-5 off, for 6e-7 by float32 sums
+  (tests/kv_cache/test_quantised_caches.py, 2026-11-26). K has shown nothing of it.
 
 Prompts: K and V become floats of the kernel's dtype first, off by r |K| + t and r |V| + t at most.
 
@@ -59,7 +60,7 @@ from cupyattn.reference.kv_cache.quantisation import dequantise, quantisation_bo
 BIAS = {"int8": 128, "uint8": 8}
 """What is added to an integer of K on tensor cores."""
 _ALIGNED = 2.0**11
-"""What is cut off of products with integers that are subnormal, in units of u32."""
+"""What is cut off of products with values that are subnormal, in units of u32."""
 
 
 def stored_attention_bound(
@@ -93,10 +94,9 @@ def stored_attention_bound(
     head_dim = q.shape[-1]
     scale = options.get("softmax_scale") or head_dim**-0.5
     largest = integers[0] + (2 * BIAS[k.dtype.name] if half else 0)
-    operand = (head_dim + 4) * largest + (_ALIGNED if half else 0)
-    reach = np.einsum("bihd,bjhd->bhij", np.abs(q).astype(np.float64), _heads(operand, group))
+    reach = np.einsum("bihd,bjhd->bhij", np.abs(q).astype(np.float64), _heads(largest, group))
     reach = reach * _heads(k_scales, group, -1).transpose(0, 2, 1)[:, :, None]
-    ds = U32 * abs(scale) * np.max(reach, axis=-1, initial=0.0)
+    ds = (head_dim + 4) * U32 * abs(scale) * np.max(reach, axis=-1, initial=0.0)
 
     weighted, _ = attention(
         q, dequantise(k, k_scales), integers[1] * v_scales[..., None], **options

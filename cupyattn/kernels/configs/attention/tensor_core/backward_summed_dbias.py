@@ -82,8 +82,7 @@ _TURING_SUMMED_DBIAS = {
 # Items of the bias that are loaded one by one: more products for each of them hide the way.
 _TURING_ONE_BY_ONE = {
     64: SummedDbiasConfig(2, 4, 48, 2, "models 0.33; 0.17 with rows of 16 and 128 keys"),
-    128: SummedDbiasConfig(1, 8, 64, 1, "as with scores by 4"),
-    256: SummedDbiasConfig(1, 8, 32, 1, "as with scores by 4"),
+    **{head_dim: _TURING_SUMMED_DBIAS[head_dim] for head_dim in (128, 256)},
 }
 SUMMED_DBIAS = with_mma_k(_TURING_SUMMED_DBIAS)
 SUMMED_DBIAS_ONE_BY_ONE = with_mma_k(_TURING_ONE_BY_ONE)
