@@ -36,7 +36,7 @@ FLOAT = VarlenProblem(
     spare=3,
 )
 SHORT = VarlenProblem(
-    replace(FLOAT.dense, B=2, Sq=9, Sk=20, H=1, drawn=()), queries=(9, 5), keys=(20, 0)
+    replace(FLOAT.dense, B=2, Sq=9, Sk=20, H=1, G=1, drawn=()), queries=(9, 5), keys=(20, 0)
 )
 
 
