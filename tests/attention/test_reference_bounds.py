@@ -55,6 +55,25 @@ def check_within(ratios):
     assert all(ratio <= 1 for ratio in ratios.values()), ratios
 
 
+@settings(deadline=None, max_examples=60)
+@given(attention_problems(head_dims=((8, 8), (4, 6)), largest=40, spreads=(1.0,)))
+def test_in_float64_the_simulation_is_the_reference(problem):
+    q, k, v = problem.arrays()
+    dout, dlse = problem.gradients()
+    options = problem.options()
+    kernel = SimulatedKernel(problem, options, work=np.float64)
+    out, lse = attention(q, k, v, **options)
+    grads = attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
+    for simulated, exact in zip(
+        (*kernel.forward(), *kernel.backward(dout, out, lse, dlse)),
+        (out, lse, *grads),
+        strict=True,
+    ):
+        assert (simulated is None) == (exact is None)
+        if exact is not None:
+            np.testing.assert_allclose(simulated, exact, rtol=1e-9, atol=1e-10)
+
+
 @settings(deadline=None, max_examples=100)
 @given(attention_problems(dtypes=DTYPES))
 def test_right_kernels_stay_within_their_bounds(problem):

@@ -49,6 +49,17 @@ def test_quick_tests_are_there(beginning: str):
     assert not test or any(f"def {name}" in path.read_text(encoding="utf-8") for path in found)
 
 
+def test_every_test_stands_where_pytest_looks():
+    """A test in a file of another name would never run."""
+    outside = [
+        f"{path.relative_to(ROOT)}: {test}"
+        for path in (ROOT / "tests").rglob("*.py")
+        if not path.name.startswith("test_")
+        for test in re.findall(r"^\s*(?:async )?def (test_\w+)", path.read_text("utf-8"), re.M)
+    ]
+    assert not outside, "move them into a test_*.py"
+
+
 @pytest.mark.parametrize("view", ["contiguous", "padded", "strided"])
 def test_views_of_options_hold_what_is_drawn(view: str):
     drawn = (
