@@ -94,8 +94,6 @@ WRONG = [
     (INT4, Bug(TENSOR_CUH, "    rescale(factor);\n    unit", "    unit")),
     (INT4, Bug(FORWARD_CU, "load_v(j, caches.v(place))", "load_v(0, caches.v(place))")),
     (FLOAT_INT4, Bug(FLOAT_CUH, "if (key_of(0) >= keys) v_scale", "if (keys < 0) v_scale")),
-]
-WRONG_DEEP = [
     (INT4, Bug(TENSOR_CUH, "value_bias[n][e] *= factor[2 * n + e % 2]", "value_bias[n][e] *= 1.f")),
     (HALF, Bug(SHARES_CUH, "(params, lengths, next.batch)", "(params, lengths, 0)")),
     (HALF, Bug(END_CUH, "if (part > last) continue;", "if (part >= last) continue;")),
@@ -123,7 +121,7 @@ WRONG_DEEP = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("problem", "bug"), [*WRONG, *WRONG_DEEP])
+@pytest.mark.parametrize(("problem", "bug"), WRONG)
 def test_wrong_results_are_found(problem, bug, ratio_with):
     with suppress(KernelFault):  # which is as good
         assert ratio_with(problem, bug) > 1

@@ -73,8 +73,6 @@ APPENDS = [
     (HALF, Bug(APPEND_CU, "exists = slot >= 0 && slot < params.slots", "exists = slot >= 0")),
     (BYTES, Bug(APPEND_CU, "distance = LANES / 2", "distance = LANES / 4")),
     (NIBBLES, Bug(FORMATS_CUH, "return column * Cache::kBits / 8;", "return column;")),
-]
-APPENDS_DEEP = [
     (HALF, Bug(APPEND_CU, "second ? sin : -sin", "second ? -sin : sin")),
     (NIBBLES, Bug(APPEND_CU, "load / kPerChunk * LANES", "load * LANES")),
     (HALF, Bug(APPEND_CU, "head + h < heads && column < dim", "column < dim")),
@@ -96,7 +94,7 @@ APPENDS_DEEP = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("problem", "bug"), [*APPENDS, *APPENDS_DEEP])
+@pytest.mark.parametrize(("problem", "bug"), APPENDS)
 def test_tokens_in_wrong_places_are_found(problem, bug, planted):
     planted(bug)
     with suppress(KernelFault):  # which is as good
@@ -134,8 +132,6 @@ def copies_are_right(as_array: bool = True) -> bool:
 
 COPIES = [
     Bug(COPY_CU, "wanted[earlier] && dst[earlier] == src[i]", "false"),
-]
-COPIES_DEEP = [
     Bug(COPY_CU, "block >= 0 && block < num_blocks", "block < num_blocks"),
     Bug(COPY_CU, "wanted[earlier] && dst[earlier] == src[i]", "dst[earlier] == src[i]"),
     Bug(COPY_CU, "block < num_blocks", "true"),
@@ -145,7 +141,7 @@ COPIES_DEEP = [
 ]
 
 
-@pytest.mark.parametrize("bug", [*COPIES, *COPIES_DEEP])
+@pytest.mark.parametrize("bug", COPIES)
 def test_copies_in_another_order_are_found(bug, planted):
     planted(bug)
     with suppress(KernelFault):
@@ -180,8 +176,6 @@ def gather_is_right(bits: int | None) -> bool:
 
 GATHERS = [
     (4, Bug(FORMATS_CUH, "word[0] >>= kBits", "word[0] >>= 0")),
-]
-GATHERS_DEEP = [
     (8, Bug(FORMATS_CUH, "static_cast<signed char>(lowest)", "static_cast<int>(lowest & 255u)")),
     (8, Bug(GATHER_CU, "block >= 0 && block < params.num_blocks", "block >= 0")),
     (8, Bug(GATHER_CU, "t < length && table", "t <= length && table")),
@@ -193,7 +187,7 @@ GATHERS_DEEP = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("bits", "bug"), [*GATHERS, *GATHERS_DEEP])
+@pytest.mark.parametrize(("bits", "bug"), GATHERS)
 def test_tokens_from_elsewhere_are_found(bits, bug, planted):
     planted(bug)
     with suppress(KernelFault):
