@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from cupyattn.arrays import Array, adopt
 from cupyattn.kernels.arch import Arch
-from cupyattn.kernels.choices import USUAL, Choices
 from cupyattn.kernels.device.simulated import SimulatedDevice
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.ops.attention.checks import forward_problem
@@ -33,9 +30,7 @@ class LaunchRecorder(SimulatedDevice):
     """
 
     multiprocessors = 40
-    l2_bytes = 4 * 2**20
     """A T4's."""
-    choices: Choices = USUAL
 
     def __init__(self, arch: Arch, *, tensor_cores: bool = True) -> None:
         self.arch = arch
@@ -46,14 +41,6 @@ class LaunchRecorder(SimulatedDevice):
     def name(self) -> str:
         """What it is, for people."""
         return f"launch recorder for {self.arch.real}"
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return an uninitialised NumPy array: no kernel will write it."""
-        return np.empty(shape, dtype)
-
-    def zero(self, array: Array) -> None:
-        """Fill an array with zeros."""
-        array.fill(0)
 
     def load(self, specialisation: Specialisation) -> RecordedKernel:
         """Return a kernel that records its starts here."""

@@ -64,6 +64,6 @@ def integer(
 
 
 def _conversion(value: Any, kind: str) -> str:
-    # Of which these functions of Python make no number.
+    # Python's int and float make no number of several.
     several = isinstance(value, list | tuple) or getattr(value, "shape", ()) != ()
     return "pass one number" if several else f"convert it with {kind}(...)"

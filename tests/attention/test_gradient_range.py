@@ -89,7 +89,7 @@ def test_they_are_added_to_what_is_there(deterministic: bool):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, *deep(160)])
 def test_packed_sequences(head_dim: int, deterministic: bool):
-    """Of which each has its own power of two, and some no queries or no keys."""
+    """Each has its own power of two, and some have no queries or no keys."""
     problem = VarlenProblem(
         Uneven(*(5, 140, 150, 4, 2, head_dim, head_dim, "float16"), drawn=(("causal", True),)),
         queries=(5, 140, 0, 33, 70),

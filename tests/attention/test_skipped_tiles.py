@@ -97,7 +97,7 @@ def products(sees: np.ndarray, tiles: Tiles) -> int:
 
 
 def counts(kind: str, arrays: list[np.ndarray], options: dict[str, Any]) -> tuple[int, int]:
-    """Bytes loaded from global memory, and products of tensor cores, or else of the FMA pipe."""
+    """Bytes loaded from global memory, and products: of tensor cores in float16, otherwise FMAs."""
     dout, q, k, v = arrays
     exact = reference.attention(q, k, v, **options)
     out, lse = exact[0].astype(q.dtype), exact[1].astype(np.float32)

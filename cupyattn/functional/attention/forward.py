@@ -85,15 +85,16 @@ def attention(
         Adds ``-slope * abs(i + q_offset - j)`` (Press et al., arXiv:2108.12409). Kernels keep
         scores in float32: of one of 1e6 in size they have the first decimal. For the nearest key of
         a query, which weighs most (with a slope below 0 the furthest), it is at most 2**20; beyond
-        that a GPU's result means nothing, unless values are checked (`backend`); otherwise it is an
-        error, for float64 arrays from 2**49 on. Keys that a mask hides count as seen.
+        that a GPU's result means nothing. On NumPy arrays, and where values are checked
+        (`backend`), it is an error, for float64 arrays from 2**49 on. Keys that a mask hides count
+        as seen.
     softcap : float, optional
         Replaces each scaled score by ``softcap * tanh(s / softcap)``, before bias and ALiBi. At
         most 10,000: kernels err by about softcap * 1e-7 in a score.
     sinks : float array (H,), optional
         One more logit per head that joins the softmax denominator, and so lse, but has no value.
-        At most 2e38, or -inf for none. On a GPU larger ones give NaN, unless values are checked
-        (`backend`); otherwise they are an error.
+        At most 2e38, or -inf for none. On a GPU larger ones give NaN; on NumPy arrays, and where
+        values are checked (`backend`), they are an error.
     dropout_p : float
         Probability with which a softmax weight is dropped; kept ones are scaled by
         ``1 / (1 - dropout_p)``. lse is that of the weights before dropping.

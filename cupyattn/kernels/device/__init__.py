@@ -1,7 +1,7 @@
 """A device: where arrays are allocated and kernels loaded and started.
 
 Operations above this package see these protocols alone, so that whatever executes kernels can stand
-behind them: a GPU through CuPy (`cuda_device`), or the emulator (`emulated_device`).
+behind them: a GPU through CuPy (`CudaDevice`), or the emulator (`EmulatedDevice`).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import numpy as np
 from cupyattn import emulator
 from cupyattn.kernels import cache
 from cupyattn.kernels.arch import TURING, Arch
-from cupyattn.kernels.choices import USUAL, Choices, tuned_override
+from cupyattn.kernels.choices import tuned_override
 from cupyattn.kernels.compile import compile_ptx
 from cupyattn.kernels.device.simulated import SimulatedDevice
 from cupyattn.kernels.source import source_root
@@ -42,8 +42,6 @@ class EmulatedDevice(SimulatedDevice):
     arch: Arch = TURING
     multiprocessors = 2
     """Few: kernels walk over small problems here as they do over large ones on a GPU."""
-    l2_bytes = 4 * 2**20
-    choices: Choices = USUAL
 
     def __init__(self, checks: emulator.Checks, report: emulator.Report | None = None) -> None:
         # These are for GPUs; one that is wrong is not passed over here either.
@@ -57,14 +55,6 @@ class EmulatedDevice(SimulatedDevice):
     def name(self) -> str:
         """What it is, for people."""
         return f"emulated {self.arch.real}"
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return an uninitialised NumPy array."""
-        return np.empty(shape, dtype)
-
-    def zero(self, array: np.ndarray) -> None:
-        """Fill an array with zeros."""
-        array.fill(0)
 
     def load(self, specialisation: Specialisation) -> EmulatedKernel:
         """Return the kernel; all emulated devices share what has been parsed and translated."""

@@ -1,4 +1,4 @@
-"""What devices without a GPU have in common: their kernels get the arrays themselves."""
+"""What devices without a GPU have in common: NumPy arrays, which their kernels get themselves."""
 
 from __future__ import annotations
 
@@ -7,19 +7,30 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays import Operands, array_within
-from cupyattn.kernels.card import Card
+from cupyattn.kernels.card import T4_L2_BYTES, Card
+from cupyattn.kernels.choices import USUAL, Choices
 from cupyattn.kernels.device import Device, card_of
 
 
 class SimulatedDevice:
-    """The part of a `Device` that hands arrays to kernels, which know their ends so."""
+    """A `Device` but for its kernels, which get arrays, not addresses: arrays have ends."""
 
+    l2_bytes = T4_L2_BYTES
+    choices: Choices = USUAL
     null = None
 
     @property
     def card(self: Device) -> Card:
         """What plans depend on."""
         return card_of(self)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return an uninitialised NumPy array."""
+        return np.empty(shape, dtype)
+
+    def zero(self, array: np.ndarray) -> None:
+        """Fill an array with zeros."""
+        array.fill(0)
 
     def arguments(self, operands: Operands) -> dict[str, Any]:
         """Return the arrays of a call by name."""

@@ -51,7 +51,7 @@ class MergeProblem:
 
     @property
     def out(self) -> Output:
-        """(B, S, H, D): in the dtype of what was given, or else in the wider one of both parts."""
+        """(B, S, H, D): in the dtype of what was given, otherwise in the wider of both."""
         given = self.layouts.get("out")
         return Output(self.layouts["out_a"].shape, given.dtype if given else self.wider)
 

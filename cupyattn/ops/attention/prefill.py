@@ -28,9 +28,8 @@ from cupyattn.ops.plan import Plan, Step, run
 _GROUP_KEYS = 16  # kGroupKeys in paged_keys.cuh: blocks are whole groups of tokens
 _LARGEST_UNIT = 2**20
 _INT32 = 2**31
-_FARTHEST_TOKENS = (
-    2**26
-)  # bytes from token to token of a block: those of a tile have 32-bit offsets
+# Bytes from token to token of a block: those of a tile have 32-bit offsets.
+_FARTHEST_TOKENS = 2**26
 
 
 def has_prefill(problem: DecodeProblem) -> bool:

@@ -30,7 +30,7 @@ CONFIGS = {
 }
 WIDE = {"num_layers": 1, "hidden_size": 256, "num_heads": 16, "num_kv_heads": 16, "head_dim": 16,
         "intermediate_size": 256}  # fmt: skip
-"""Of which every weight has whole super-blocks of 256."""
+"""Every weight of it has whole super-blocks of 256."""
 FORMATS = {
     "nf4": {"block_size": 32},
     "nf4_nested": {"block_size": 32},

@@ -2,7 +2,7 @@
 // value and the new), then all threads update few cells, in operations whose order does not matter.
 //
 // OPERATIONS is a list of OWN_GLOBAL(text), OWN_SHARED(text), CONTESTED_GLOBAL(text) and CONTESTED_SHARED(text),
-// written by tests/golden/atomics.py.
+// written by tests/support/golden/atomics.py.
 #include "common/config.cuh"
 
 #if !defined(OPERATIONS) || !defined(CELLS) || !defined(TYPE) || !defined(CONSTRAINT)

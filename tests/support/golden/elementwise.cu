@@ -1,8 +1,8 @@
 // Golden vectors of single instructions: each of OPERATIONS, on every item of up to four arrays of operands.
 //
-// OPERATIONS is a list of RUN(text, constraint, type, operands...), written by tests/golden/elementwise.py: `text` is
-// PTX, `constraint` and `type` are of its result, and the operands are of `a`, `b`, `c` and `d`. Results are stored as
-// their bits, in 64-bit words.
+// OPERATIONS is a list of RUN(text, constraint, type, operands...), written by
+// tests/support/golden/elementwise.py: `text` is PTX, `constraint` and `type` are of its result, and the operands are
+// of `a`, `b`, `c` and `d`. Results are stored as their bits, in 64-bit words.
 #include "common/config.cuh"
 
 #if !defined(OPERATIONS) || !defined(COUNT) || !defined(TYPE_A) || !defined(TYPE_B) || !defined(TYPE_C) || \

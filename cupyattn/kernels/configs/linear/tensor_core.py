@@ -80,7 +80,7 @@ ACTIVATIONS = {
     "silu": "Silu",
     "relu": "Relu",
 }
-"""The structs of activation.cuh."""
+"""The structs of common/activations.cuh."""
 
 
 def row_of(kernel: KernelSpec, arch: int, shape: Shape, lines: Lines) -> ProductConfig:
