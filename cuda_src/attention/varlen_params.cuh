@@ -68,7 +68,7 @@ struct PackedWork {
   __device__ __forceinline__ bool exists() const { return tile.tiles > 0; }
 };
 
-// Of the tiles of `rows`. One warp looks, and reads the lengths of 32 sequences once.
+// Which of the tiles of `rows` this CTA has. One warp looks, and reads the lengths of 32 sequences once.
 //
 // All threads read its answer from one place in shared memory, the first bytes of the kernel's buffers: what comes from an
 // address that all have ptxas keeps in uniform registers, and with it whatever follows from it, as where a sequence's rows
@@ -80,6 +80,7 @@ template <typename Smem>
 __device__ __forceinline__ PackedWork work_of_cta(const PackedBatch& packed, const AttentionParams& longest,
                                                   const PackedPointers& pointers, const PackedRows& rows, int heads,
                                                   int together, int tile_rows, Smem& smem) {
+  static_assert(sizeof(PackedWork) <= sizeof(Smem), "the answer fits into the buffers");
   PackedWork& work_s = reinterpret_cast<PackedWork&>(smem);
   if (warp_index() == 0) {
     const PackedTile tile = rows.of_cta(heads, together, tile_rows);
