@@ -54,6 +54,7 @@ class Step(NamedTuple):
         others = renamed or {}
         spec = specialisation.spec
         names = tuple(others.get(pointer.name, pointer.name) for pointer in spec.pointers)
+        # Names stand where arrays will: `typed` types what goes by value, and counts the rest.
         by_value = typed(spec, [*names, *values])[len(names) :]
         optional = (pointer.optional for pointer in spec.pointers)
         required = {name for name, absent in zip(names, optional, strict=True) if not absent}
@@ -105,7 +106,7 @@ class Plan(NamedTuple):
     outputs: tuple[tuple[str, Output], ...]
     scratch: tuple[Scratch, ...] = ()
     zero_first: tuple[str, ...] = ()
-    """Results that have to be zero before the first launch."""
+    """Results, and pieces of scratch, that have to be zero before the first launch."""
     zero_new: bool = False
     """Whether results that are allocated start from zero, because kernels add to them."""
     transposed: tuple[str, ...] = ()

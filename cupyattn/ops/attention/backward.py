@@ -10,16 +10,10 @@ from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.device import Device
 from cupyattn.ops.attention import float32, teaching, tensor_core_backward
 from cupyattn.ops.attention.grid_order import turns
-from cupyattn.ops.attention.implementations import implementation_of, register
+from cupyattn.ops.attention.implementations import Implementation, implementation_of, register
 from cupyattn.ops.attention.layouts import require_lengths
 from cupyattn.ops.attention.modifiers import require_gradient, run_compiled
-from cupyattn.ops.attention.options import (
-    POSITION_OPTIONS,
-    ROTARY,
-    SCORE_OPTIONS,
-    USER_FUNCTIONS,
-    DropoutSeed,
-)
+from cupyattn.ops.attention.options import ALL_OPTIONS, DropoutSeed
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import interleaved, placed, seeded
 from cupyattn.ops.attention.problem import AttentionProblem
@@ -28,12 +22,11 @@ from cupyattn.ops.attention.rotary import rotated_backward
 from cupyattn.ops.checks import require_item_alignment
 from cupyattn.ops.plan import Plan
 
-_OPTIONS = POSITION_OPTIONS | SCORE_OPTIONS | USER_FUNCTIONS | ROTARY
 IMPLEMENTATIONS = register(
-    ("flash", STORAGE, float32.backward_plan, _OPTIONS),
-    ("naive", STORAGE, teaching.naive_backward_plan, _OPTIONS),
+    ("flash", STORAGE, float32.backward_plan, ALL_OPTIONS),
+    ("naive", STORAGE, teaching.naive_backward_plan, ALL_OPTIONS),
 )
-ON_TENSOR_CORES = register(("flash", ("float16",), tensor_core_backward.backward_plan, _OPTIONS))
+ON_TENSOR_CORES = register(("flash", ("float16",), tensor_core_backward.backward_plan, ALL_OPTIONS))
 """What takes their place on cards that have them."""
 
 
@@ -74,6 +67,21 @@ def _plan(
     require_item_alignment(problem.layouts, problem.starts, problem.overlaps.shown_as)
     if problem.batch * problem.heads == 0:
         return nothing_to_add(problem, accumulate)
+    plan = rotated_in_turns(problem, card, chosen, deterministic, accumulate)
+    return placed(plan, problem).for_arrays(problem.layouts)
+
+
+def rotated_in_turns(
+    problem: AttentionProblem,
+    card: Card,
+    chosen: Implementation,
+    deterministic: bool,
+    accumulate: bool,
+) -> Plan:
+    """Return the plan of an implementation, dense or packed, in the order of its grid.
+
+    The launches of rotary embedding stand around it.
+    """
     together = turns(problem, card, backward=True)
 
     def plan_of(turned: AttentionProblem) -> Plan:
@@ -82,8 +90,7 @@ def _plan(
         )
         return interleaved(plan, *together)
 
-    plan = placed(rotated_backward(problem, card.arch, accumulate, plan_of), problem)
-    return plan.for_arrays(problem.layouts)
+    return rotated_backward(problem, card.arch, accumulate, plan_of)
 
 
 def nothing_to_add(problem: AttentionProblem, accumulate: bool) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from cupyattn.arrays import Array, Operands
 from cupyattn.kernels.card import Card
@@ -10,30 +10,23 @@ from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.device import Device
 from cupyattn.ops.attention import few_queries, float32, teaching, tensor_core
 from cupyattn.ops.attention.grid_order import turns
-from cupyattn.ops.attention.implementations import implementation_of, register
+from cupyattn.ops.attention.implementations import Implementation, implementation_of, register
 from cupyattn.ops.attention.layouts import require_lengths
 from cupyattn.ops.attention.modifiers import run_compiled
-from cupyattn.ops.attention.options import (
-    POSITION_OPTIONS,
-    ROTARY,
-    SCORE_OPTIONS,
-    USER_FUNCTIONS,
-    DropoutSeed,
-)
+from cupyattn.ops.attention.options import ALL_OPTIONS, POSITION_OPTIONS, ROTARY, DropoutSeed
 from cupyattn.ops.attention.params import interleaved, placed, seeded
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.rotary import rotated
 from cupyattn.ops.checks import require_item_alignment
 from cupyattn.ops.plan import Plan
 
-_OPTIONS = POSITION_OPTIONS | SCORE_OPTIONS | USER_FUNCTIONS | ROTARY
 IMPLEMENTATIONS = register(
-    ("flash", STORAGE, float32.forward_plan, _OPTIONS),
+    ("flash", STORAGE, float32.forward_plan, ALL_OPTIONS),
     ("tiled", STORAGE, teaching.tiled_plan, POSITION_OPTIONS | ROTARY),
     ("naive", STORAGE, teaching.naive_plan, POSITION_OPTIONS | ROTARY),
 )
 ON_TENSOR_CORES = register(
-    ("flash", ("float16",), tensor_core.forward_plan, _OPTIONS),
+    ("flash", ("float16",), tensor_core.forward_plan, ALL_OPTIONS),
 )
 """What takes their place on cards that have them."""
 
@@ -60,15 +53,27 @@ def _plan(problem: AttentionProblem, card: Card, return_lse: bool) -> Plan:
     chosen = implementation_of(problem, table, "attention")
     require_lengths(problem)
     require_item_alignment(problem.layouts, problem.starts, problem.overlaps.shown_as)
-    few, together = few_queries.suits(problem, card), turns(problem, card)
+    if few_queries.suits(problem, card):
+        plan_of = partial(few_queries.few_queries_plan, card=card, return_lse=return_lse)
+        plan = rotated(problem, card.arch, plan_of)
+    else:
+        plan = rotated_in_turns(problem, card, chosen, return_lse)
+    return placed(plan, problem).for_arrays(problem.layouts)
+
+
+def rotated_in_turns(
+    problem: AttentionProblem, card: Card, chosen: Implementation, return_lse: bool
+) -> Plan:
+    """Return the plan of an implementation, dense or packed, in the order of its grid.
+
+    The launches of rotary embedding stand around it.
+    """
+    together = turns(problem, card)
 
     def plan_of(turned: AttentionProblem) -> Plan:
-        if few:
-            return few_queries.few_queries_plan(turned, card, return_lse=return_lse)
         plan = chosen.plan(turned, turned.starts, card, return_lse=return_lse)
         return interleaved(plan, *together)
 
-    on_tensor_cores = not few and chosen.plan is tensor_core.forward_plan
+    on_tensor_cores = chosen.plan is tensor_core.forward_plan
     keys_alone = on_tensor_cores and tensor_core.rotates_queries(problem, card)
-    plan = placed(rotated(problem, card.arch, plan_of, keys_alone=keys_alone), problem)
-    return plan.for_arrays(problem.layouts)
+    return rotated(problem, card.arch, plan_of, keys_alone=keys_alone)

@@ -1,10 +1,12 @@
-"""In which order the tiles of attention start: how many heads take turns.
+"""In which order the tiles of attention start: how many heads take turns, for three reasons.
 
 Under causal order the last rows of a head see all keys, the first ones few. Multiprocessors take
 CTAs in the order of the grid: with one head behind the other, the long tiles of the last head start
 late, and most of the card waits for them. With the long tiles of all heads first, the short ones
-fill the end (the longest first, Graham, 1969; FlashAttention-3's scheduler does so too). Too many
-heads at once would find nothing of each other's keys in L2.
+fill the end (the longest first, Graham, 1969; FlashAttention-3's scheduler does so too). With a
+block mask tiles differ too, as its lists say. And where a bias or mask broadcasts over the batch,
+elements that take turns read its tiles once. Too many heads at once would find nothing of each
+other's keys in L2.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import score_strides
 from cupyattn.ops.attention.problem import AttentionProblem
 
-_L2_SHARE = 2
-"""Of L2, what K and V of the heads may take. A CTA of 128 rows alone does 128 operations for each
-byte of them, of which a T4 wants 170 at 0.85 of its tensor cores: one reading in two may miss."""
+_TIMES_L2 = 2
+"""So many times the bytes of L2 may K and V of the heads have. A CTA of 128 rows alone does 128
+operations for each byte of them, of which a T4 wants 170 at 0.85 of its tensor cores: one reading
+in two may miss."""
 
 # Causal over plain calls by `python -m support.grid_order` (a simulation, 2026-11-22), forward of
 # 1 x 2,048 tokens of 32 heads, at head dims 64, 80, 128, 192, 256: with one head behind the other
@@ -40,7 +43,7 @@ class Turns(NamedTuple):
 def turns(
     problem: AttentionProblem, card: Card, *, backward: bool = False, prompts: bool = False
 ) -> Turns:
-    """Return how many key-value heads take turns in the grid.
+    """Return how many key-value heads take turns in the grid, and of how many batch elements.
 
     Heads do where their tiles differ: under causal order, and with a block mask, whose lists say
     which come first. With each come all query heads of its group, which share its keys. It is as
@@ -64,7 +67,7 @@ def turns(
     rows = max(problem.sk, group * problem.sq if backward else 0)
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     room = card.multiprocessors // 2 // group
-    most = max(1, min(room, _L2_SHARE * card.l2_bytes // max(rows * row_bytes, 1)))
+    most = max(1, min(room, _TIMES_L2 * card.l2_bytes // max(rows * row_bytes, 1)))
     batches = _largest_divisor(sharing, most)
     if not uneven:
         return Turns(batches if batches > 1 else 0, batches)

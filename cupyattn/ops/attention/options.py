@@ -17,6 +17,7 @@ USER_FUNCTIONS = frozenset({"score_mod", "mask_mod"})
 """The user's own expressions: the same kernels have these, but those of decoding."""
 ROTARY = frozenset({"rotary"})
 """What is done to q and k before: every kernel has it."""
+ALL_OPTIONS = POSITION_OPTIONS | SCORE_OPTIONS | USER_FUNCTIONS | ROTARY
 
 IMPLEMENTATIONS = ("flash", "tiled", "naive")
 _MAX_FACTOR = 1e38  # times log2(e) it is still a float32

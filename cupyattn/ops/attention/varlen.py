@@ -9,9 +9,13 @@ from cupyattn.errors import error
 from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.device import Device
-from cupyattn.ops.attention import float32, tensor_core, tensor_core_backward
-from cupyattn.ops.attention.backward import nothing_to_add
-from cupyattn.ops.attention.grid_order import turns
+from cupyattn.ops.attention import (
+    backward,
+    float32,
+    forward,
+    tensor_core,
+    tensor_core_backward,
+)
 from cupyattn.ops.attention.implementations import (
     Implementation,
     Implementations,
@@ -19,27 +23,19 @@ from cupyattn.ops.attention.implementations import (
     register,
 )
 from cupyattn.ops.attention.modifiers import require_gradient, run_compiled
-from cupyattn.ops.attention.options import (
-    POSITION_OPTIONS,
-    ROTARY,
-    SCORE_OPTIONS,
-    USER_FUNCTIONS,
-    DropoutSeed,
-)
+from cupyattn.ops.attention.options import ALL_OPTIONS, DropoutSeed
 from cupyattn.ops.attention.packed import PackedProblem
-from cupyattn.ops.attention.params import interleaved, seeded
-from cupyattn.ops.attention.problem import MAX_LENGTH, AttentionProblem
-from cupyattn.ops.attention.rotary import rotated, rotated_backward
+from cupyattn.ops.attention.params import seeded
+from cupyattn.ops.attention.problem import MAX_LENGTH
 from cupyattn.ops.checks import require_item_alignment
 from cupyattn.ops.plan import Plan
 
-_OPTIONS = POSITION_OPTIONS | SCORE_OPTIONS | USER_FUNCTIONS | ROTARY
-FORWARD = register(("flash", STORAGE, float32.forward_plan, _OPTIONS))
-BACKWARD = register(("flash", STORAGE, float32.backward_plan, _OPTIONS))
+FORWARD = register(("flash", STORAGE, float32.forward_plan, ALL_OPTIONS))
+BACKWARD = register(("flash", STORAGE, float32.backward_plan, ALL_OPTIONS))
 ON_TENSOR_CORES = {
-    "attention_varlen": register(("flash", ("float16",), tensor_core.forward_plan, _OPTIONS)),
+    "attention_varlen": register(("flash", ("float16",), tensor_core.forward_plan, ALL_OPTIONS)),
     "attention_varlen_backward": register(
-        ("flash", ("float16",), tensor_core_backward.backward_plan, _OPTIONS)
+        ("flash", ("float16",), tensor_core_backward.backward_plan, ALL_OPTIONS)
     ),
 }
 """What takes their place on cards that have them."""
@@ -64,16 +60,7 @@ def varlen_forward(
 def _forward_plan(problem: PackedProblem, card: Card, return_lse: bool) -> Plan:
     chosen = _implementation(problem, FORWARD, card, "attention_varlen")
     _require_kernel_sizes(problem)
-
-    together = turns(problem, card)
-
-    def plan_of(turned: AttentionProblem) -> Plan:
-        plan = chosen.plan(turned, turned.starts, card, return_lse=return_lse)
-        return interleaved(plan, *together)
-
-    on_tensor_cores = chosen.plan is tensor_core.forward_plan
-    keys_alone = on_tensor_cores and tensor_core.rotates_queries(problem, card)
-    plan = rotated(problem, card.arch, plan_of, keys_alone=keys_alone)
+    plan = forward.rotated_in_turns(problem, card, chosen, return_lse)
     return plan.for_arrays(problem.layouts)
 
 
@@ -107,17 +94,8 @@ def _backward_plan(
     require_gradient(problem.functions)
     _require_kernel_sizes(problem)
     if problem.batch * problem.heads == 0:
-        return nothing_to_add(problem, accumulate)
-
-    together = turns(problem, card, backward=True)
-
-    def plan_of(turned: AttentionProblem) -> Plan:
-        plan = chosen.plan(
-            turned, turned.starts, card.arch, deterministic=deterministic, accumulate=accumulate
-        )
-        return interleaved(plan, *together)
-
-    plan = rotated_backward(problem, card.arch, accumulate, plan_of)
+        return backward.nothing_to_add(problem, accumulate)
+    plan = backward.rotated_in_turns(problem, card, chosen, deterministic, accumulate)
     return plan.for_arrays(problem.layouts)
 
 
