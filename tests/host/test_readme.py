@@ -8,15 +8,19 @@ from importlib.util import find_spec
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from support import readme
 from support.made_up_results import of_quick
 from support.readme import README, ROOT, examples, options_table, with_options
 
+import cupyattn
 from cupyattn import __main__ as library
 from cupyattn import cli
 from cupyattn.benchmark import __main__ as benchmark
 from cupyattn.benchmark.readme import figures, tables
+from cupyattn.functional.layers.rows import call_rows
+from cupyattn.kernels.configs.rows import Result, RowKernel
 
 MOST_WORDS = 1300
 COMMANDS = ("pip install . && python -m cupyattn demo", 'pip install ".[test]" && pytest')
@@ -96,6 +100,32 @@ def test_implementations_with_the_same_options_share_a_column():
     assert rows == [
         "| `causal` | yes | yes | yes |", "| `bias` | yes | - | yes |", "| `rotary` | - | - | yes |"
     ]  # fmt: skip
+
+
+def test_the_recipe_of_a_row_operation_runs():
+    """By its reference: its kernel is made up."""
+    recipe = text_of(DOCUMENTS[1]).partition("### A row operation")[2].partition("###")[0]
+    code = "\n".join(line[4:] for line in recipe.splitlines() if line.startswith("    "))
+
+    def reference(x, weight, *, eps):
+        rstd = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(axis=-1) + eps)
+        return x * rstd[:, None] * weight, rstd
+
+    x, weight = np.random.default_rng(0).standard_normal((2, 3, 8), dtype=np.float32)
+    names = {"RowKernel": RowKernel, "Result": Result, "np": np, "call_rows": call_rows}
+    names |= {"reference": reference, "x": x, "weight": weight[0], "eps": 1e-5}
+    names["out"] = out = np.empty_like(x)
+    with cupyattn.backend("reference"):
+        exec(compile(code, "CONTRIBUTING.md", "exec"), names)
+    assert names["found"]["out"] is out
+    assert np.allclose(out, cupyattn.rms_norm(x, weight[0], eps=1e-5))
+
+
+def test_the_table_of_environment_variables_is_that_of_the_code():
+    rows = re.findall(r"^\| (`CUPYATTN_.*?) \|", text_of(DOCUMENTS[1]), flags=re.MULTILINE)
+    told = re.findall(r"`(\w+)`", "".join(rows))
+    code = "".join(map(text_of, (ROOT / "cupyattn").rglob("*.py")))
+    assert sorted(told) == sorted(set(re.findall(r'"(CUPYATTN_[A-Z_]+)"', code)))
 
 
 COMMAND = re.compile(r"python -m (cupyattn(?:\.benchmark)?) ([^#]*)")
