@@ -39,7 +39,7 @@ class Place:
 
 
 class StandIn:
-    """An array that a function may pass on, and ask for its shape, ndim and dtype."""
+    """An array that a function may pass on, and ask for its shape, ndim, dtype and class."""
 
     __slots__ = ("_array", "_name", "_place", "_recording")
 
@@ -57,11 +57,17 @@ class StandIn:
             return getattr(self._array, name)
         _refuse(self)
 
+    @property  # type: ignore[misc]  # isinstance asks for it: is this CuPy's array, or NumPy's?
+    def __class__(self) -> type:
+        return type(self._array)
+
     __hash__ = object.__hash__
 
 
 def _refuse(stand_in: StandIn, *_: Any, **__: Any) -> NoReturn:
-    raise stand_in._recording.refusal(f"uses {stand_in._name} itself")
+    recording = stand_in._recording
+    recording.refused = recording.refusal(f"uses {stand_in._name} itself")
+    raise recording.refused
 
 
 # Python looks operators up in the class, and NumPy its conversion.
@@ -99,6 +105,8 @@ class Recording:
         self._passed_on = 0
         self._call: Call | None = None
         self._returned: Any = None
+        self.refused: RefusalError | None = None
+        """What a stand-in refused: the function may have caught it, and gone on without."""
 
     @property
     def title(self) -> str:
@@ -148,9 +156,11 @@ class Recording:
             recorder.reset(token)
             # Stand-ins know the recording: in a circle the arrays would outlive their last use.
             self._stand_ins.clear()
-            self._returned = None
+            self._returned = self.refused = None
 
     def _checked(self, returned: Any) -> Call:
+        if self.refused is not None:
+            raise self.refused
         if self._call is None:
             raise self.refusal("makes no such call with its arguments")
         if not _same(returned, self._returned):

@@ -71,9 +71,11 @@ def vjp(
     ``implementation`` included; "tiled" has no backward on a GPU: there pass
     ``pullback(dout, implementation="naive")``.
 
-    A function that is not the library's gets stand-ins for its arrays, which have a shape, ndim and
-    dtype and nothing else, and so does what the library's function returns to it. It cannot compute
-    anything that the pullback would not know of: that is an error.
+    A function that is not the library's gets stand-ins for its arrays, which have a shape, ndim,
+    dtype and class (for isinstance) and nothing else, and for what the library's function returns
+    to it. It cannot compute anything that the pullback would not know of: that is an error, also
+    where the function catches it. Two of its arrays are two stand-ins, even if they are one array,
+    and ``type`` tells a stand-in from an array: by these it must not decide what it does.
 
     Examples
     --------

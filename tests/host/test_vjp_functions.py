@@ -93,6 +93,13 @@ def test_calls_without_the_arguments_are_constants():
     assert_array_equal(pullback(DOUT)[0], expected(DOUT)[0])
 
 
+def test_a_function_may_ask_which_library_an_array_is_of():
+    def scaled(q):
+        return attention(q, K, V, softmax_scale=0.5 if isinstance(q, np.ndarray) else 0.1)
+
+    assert_array_equal(vjp(scaled, Q)[0], scaled(Q))
+
+
 def test_partials_take_arrays_beforehand():
     """What a partial holds by position stands before the arrays that vjp is given."""
     _, pullback = vjp(partial(attention, Q, K), V)

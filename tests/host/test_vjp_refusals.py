@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,12 @@ def caught(q):
         q * 2
     except TypeError:
         return attention(Q, K, V)
+
+
+def caught_and_passed_on(q):
+    with suppress(TypeError):
+        q = q * 2
+    return attention(q, K, V)
 
 
 def inside_another(q):
@@ -120,7 +127,8 @@ REFUSALS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "an argument unused": (
         lambda q, k: attention(q, K, V), (Q, K), "does not pass argument 1 on",
     ),
-    "an error caught": (caught, (Q,), "makes no such call"),
+    "an error caught": (caught, (Q,), "uses argument 0 itself"),
+    "an error caught, and on": (caught_and_passed_on, (Q,), "uses argument 0 itself"),
     "vjp within": (inside_another, (Q,), "uses argument 0 itself"),
     "a constant of another vjp": (constant_of_another, (Q, K), "uses argument 0 itself"),
 }  # fmt: skip
