@@ -69,8 +69,7 @@ def _missing_compiler() -> str | None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, and say why; long searches are not even named."""
-    searches = {item for item in items if item.get_closest_marker("deep")}
-    searches |= search.further_bugs(item for item in items if item not in searches)
+    searches = {i for i in items if i.get_closest_marker("deep") or search.tries_tests(i)}
     if searches and not config.getoption("--deep"):
         config.hook.pytest_deselected(items=[*searches])
         items[:] = [item for item in items if item not in searches]

@@ -108,6 +108,7 @@ def work(seen: np.ndarray, given_arrays: list[np.ndarray], **bias: np.ndarray) -
     return np.array([report.instruction_mix.get("tensor", 0), report.bytes_moved["global load"]])
 
 
+@pytest.mark.deep  # as it is how much is done, not what comes of it
 def test_work_is_the_share_of_the_tiles_that_are_left(monkeypatch: pytest.MonkeyPatch):
     """Two documents of whole tiles: half of the scores; and none of what nothing is seen of."""
     monkeypatch.setattr(block_masks, "KERNELS", NUMPY)

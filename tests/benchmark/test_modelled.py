@@ -88,6 +88,7 @@ def test_options_have_the_rate_of_their_own_kernels(counted, loops, tmp_path):
 
 
 @pytest.mark.nvrtc
+@pytest.mark.deep
 def test_alibi_as_an_expression_takes_at_most_5_percent_longer(counted, tmp_path):
     rows = rows_of(tmp_path, "attention", *ATTENTION, "--options", "alibi,score_mod")
     if rows[0]["tflops"] is None or ".".join(map(str, nvrtc_version())) != NVRTC:

@@ -7,6 +7,7 @@ import types
 
 import pytest
 from support.fake_gpu import HEADER
+from support.search import deep
 
 from cupyattn.__main__ import main
 from cupyattn.benchmark.attention.arguments import cases_of as attention_cases
@@ -123,7 +124,7 @@ def test_what_memory_bounds_is_modelled_by_bandwidth(rates):
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("machine", ["T4", "GTX 1650 Ti"])
+@pytest.mark.parametrize("machine", ["T4", *deep("GTX 1650 Ti")])
 def test_the_model_itself(machine):
     """Between a third and all of what the card has."""
     card = MACHINES[machine]

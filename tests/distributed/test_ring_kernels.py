@@ -65,7 +65,7 @@ CASES: dict[str, tuple[int, str, str, dict[str, Any]]] = {
     "mask and bias": (2, "zigzag", "float16", {"mask": True, "bias": True}),
     "mask and bias in stripes": (3, "striped", "float32", {"mask": True, "bias": True}),
 }  # fmt: skip
-PLAIN = ["a window", "striped", "dropout", "packed", "rotary", "sinks"]
+PLAIN = ["a window", "dropout", "packed", "rotary"]
 WITHOUT_DLSE = ("causal", "dropout")
 
 

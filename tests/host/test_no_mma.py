@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.cards import has_mma
+from support.search import mostly_deep
 
 import cupyattn
 from cupyattn.cli.recorder import LaunchRecorder
@@ -220,7 +221,7 @@ def test_no_kernel_has_mma(name, recorded):
     assert [each.label for each in recorded(name, tensor_cores=False) if has_mma(each)] == []
 
 
-@pytest.mark.parametrize("name", sorted(HAVE_PRODUCTS))
+@pytest.mark.parametrize("name", mostly_deep(sorted(HAVE_PRODUCTS), ["attention", "linear"]))
 def test_the_same_calls_have_it_on_tensor_cores(name, recorded):
     """Otherwise the test above would say nothing."""
     assert any(map(has_mma, recorded(name, tensor_cores=True)))

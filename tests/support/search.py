@@ -134,21 +134,12 @@ def mostly_deep(values: Iterable[Any], plain: Collection[Any]) -> list[Any]:
     return [value if value in plain else deep(value)[0] for value in values]
 
 
-def further_bugs(tests: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Return the cases that ``--deep`` alone has of tests that plant bugs in kernels.
+def tries_tests(test: pytest.Item) -> bool:
+    """Whether a test plants bugs in kernels, each one more to compile: what it tries is the tests.
 
-    Each bug is a kernel to compile, and what it tries is the tests. A plain run has the first case
-    of each: the clean copy, and one bug of each kind.
+    A plain run asks whether the kernels are right; with ``--deep`` it asks that of their tests.
     """
-    known: set[str] = set()
-    further = set()
-    for test in tests:
-        name = test.nodeid.partition("[")[0]
-        if "/test_planted_" in name and test.get_closest_marker("nvrtc"):
-            if name in known:
-                further.add(test)
-            known.add(name)
-    return further
+    return "/test_planted_" in test.nodeid and test.get_closest_marker("nvrtc") is not None
 
 
 def is_quick(test: str) -> bool:
