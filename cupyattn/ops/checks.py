@@ -141,8 +141,11 @@ def require_rank(name: str, layout: Layout, axes: str) -> None:
         )
 
 
-def require_contiguous_axis(name: str, layout: Layout, axis: Any) -> None:
-    """Raise unless `axis` numbers an axis of the array, and that one is contiguous."""
+def require_contiguous_axis(name: str, layout: Layout, axis: Any, *, written: bool) -> None:
+    """Raise unless `axis` numbers an axis of the array, and that one is contiguous.
+
+    Of an array to be `written` nobody would see a copy that is made in the call.
+    """
     rank = len(layout.shape)
     if not isinstance(axis, Integral) or isinstance(axis, bool):
         raise error(
@@ -162,11 +165,14 @@ def require_contiguous_axis(name: str, layout: Layout, axis: Any) -> None:
         )
     extent, stride = layout.shape[axis], layout.strides[axis]
     if extent > 1 and 0 not in layout.shape and stride != layout.dtype.itemsize:
+        copy = f"numpy.moveaxis(numpy.moveaxis({name}, {axis}, -1).copy(), -1, {axis})"
         raise error(
             ValueError,
             f"axis {axis} of {name} has a stride of {stride} bytes",
             f"the axis to run over is contiguous, {layout.dtype.itemsize} bytes an item",
-            "pass an array in which it is, for example a copy with that axis moved to the end",
+            f"make {copy} before the call, pass it as {name} and read that"
+            if written
+            else f"pass a copy in which it is, {copy}",
         )
 
 

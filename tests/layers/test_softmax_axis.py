@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 from support.devices import everywhere
@@ -52,3 +55,59 @@ def test_other_axes_are_refused(side, x, axis, kind, message):
 def test_the_result_has_to_be_contiguous_along_it_too(side):
     with pytest.raises(ValueError, match="axis 0 of out has a stride of"):
         cupyattn.softmax(side.put(turned(X, 0)), axis=0, out=side.put(np.zeros_like(X)))
+
+
+AXES = [0, 1, -2, np.int64(1)]
+
+
+def followed(call: Any, arrays: dict[str, np.ndarray], name: str, *, written: bool = False) -> Any:
+    """What a call returns once an array is made as its error says: that, if it is written."""
+    with pytest.raises(ValueError, match=f"of {name} has a stride of") as refused:
+        call(**arrays)
+    fix = str(refused.value).split("; ")[-1]
+    made = eval(re.search(r"numpy\..*, -?\d\)", fix)[0], {"numpy": np, **arrays})
+    assert ("before the call" in fix) == written
+    result = call(**{**arrays, name: made})
+    assert (result is made) == written
+    return result
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("function", [cupyattn.softmax, cupyattn.log_softmax])
+@pytest.mark.parametrize("name", ["x", "out"])
+def test_what_the_error_says_to_pass_is_taken(function, name, axis):
+    """With the same axis, and what is written is an array that the caller has."""
+    arrays = {"x": turned(X, axis), "out": turned(np.zeros_like(X), axis), name: X.copy()}
+
+    def call(x: Any, out: Any) -> Any:
+        return function(x, axis=axis, out=out)
+
+    result = followed(call, arrays, name, written=name == "out")
+    expected = function(turned(X, axis), axis=axis)
+    np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize(
+    "function", [cupyattn.softmax_backward, cupyattn.log_softmax_backward], ids=["plain", "log"]
+)
+@pytest.mark.parametrize("name", ["dout", "out", "grads"])
+def test_what_the_error_of_a_backward_says_to_pass_is_taken(function, name, axis):
+    """The contents of grads, which are added to, are kept."""
+    plain = {"dout": X, "out": X[::-1], "grads": X[:, ::-1]}
+    arrays = {each: turned(array, axis) for each, array in plain.items()}
+
+    def call(dout: Any, out: Any, grads: Any) -> Any:
+        return function(dout, out, grads=grads, accumulate=True, axis=axis)
+
+    expected = call(arrays["dout"], arrays["out"], arrays["grads"].copy(order="K"))
+    result = followed(call, arrays | {name: plain[name].copy()}, name, written=name == "grads")
+    np.testing.assert_array_equal(result, expected)
+
+
+def test_what_the_error_of_a_pullback_says_to_pass_is_taken():
+    x = turned(X, 1)
+    _, pullback = cupyattn.vjp(cupyattn.softmax, x, axis=1)
+    (dx,) = followed(lambda dout: pullback(dout), {"dout": X}, "dout")
+    (expected,) = pullback(turned(X, 1))
+    np.testing.assert_array_equal(dx, expected)

@@ -76,7 +76,12 @@ def call_along(
     operands = adopt(arrays, array_fixes(kernel), kernel.shown_as).arrays
     for name in kernel.whole_rows:
         if name in operands:
-            require_contiguous_axis(kernel.shown_as.get(name, name), _layout(operands[name]), axis)
+            require_contiguous_axis(
+                kernel.shown_as.get(name, name),
+                _layout(operands[name]),
+                axis,
+                written=name in kernel.results,
+            )
     first = _layout(operands[kernel.rows[0]])
     moved = dict(operands)
     for name, array in operands.items():

@@ -57,9 +57,10 @@ def softmax(
         For something that is no array, NumPy and CuPy arrays mixed, a dtype that is not allowed, a
         mask that is not of bool, or a scale that is no number.
     ValueError
-        For an array without axes, a last axis that is not contiguous, a mask or bias that does not
-        broadcast to x, a scale that is not finite, or an out that does not fit or overlaps another
-        array; for kernels also if more than four axes before the last lie unevenly in memory.
+        For an array without axes, an axis that it has not or that is not contiguous in x or out, a
+        mask or bias that does not broadcast to x, a scale that is not finite, or an out that does
+        not fit or overlaps another array; for kernels also if more than four other axes lie
+        unevenly in memory.
     RuntimeError
         As `attention`.
 
