@@ -48,6 +48,8 @@ class Layout(NamedTuple):
     @property
     def dtype_text(self) -> str:
         """The dtype's name, and its byte order where that is not the machine's."""
+        if self.dtype.kind in "US":  # whose names count bits: str32 has one letter
+            return {"U": "str", "S": "bytes"}[self.dtype.kind]
         return self.dtype.name + ("" if self.dtype.isnative else " in foreign byte order")
 
     def __str__(self) -> str:
@@ -234,28 +236,38 @@ def _cuda_array(name: str, candidate: Any, protocol: str) -> Array:
 
 def _no_array(name: str, candidate: Any, fixes: Mapping[str, str]) -> TypeError:
     passed = f"{name} is a {_kind(candidate)}"
+    written = name.startswith(("grads", "workspace")) or fixes.get(name) == made_beforehand(name)
     fix = f"convert it, for example numpy.asarray({name}) or cupy.asarray({name})"
     if isinstance(candidate, type):
         passed = f"{name} is the class {candidate.__module__}.{candidate.__qualname__} itself"
         fix = "pass an array, which calling a function such as numpy.zeros makes"
     elif isinstance(candidate, np.ma.MaskedArray):
         fix = (
-            f"pass {name}.filled(...) of a value that you choose ({name}.data, if it is a result); "
-            "what a function is to leave out, say with mask= where it takes one (True = keep: a "
-            "numpy.ma mask is the opposite)"
+            "pass its .data, whose items are written whatever the mask says"
+            if written
+            else f"pass {name}.filled(...) of a value that you choose; what a function is to leave "
+            "out, say with mask= where it takes one (True = keep: a numpy.ma mask is the opposite)"
         )
     elif name in fixes:
         fix = fixes[name]
     elif name == "workspace":
         fix = WORKSPACE_FIX
-    elif name.startswith("grads"):  # or one of them, grads.dx
+    elif written:  # grads, or one of them, grads.dx
         fix = made_beforehand(name)
     elif isinstance(candidate, Number | np.generic):  # an array of one has no axes
         fix = (
             "pass an array of the documented shape and dtype, for example "
             f"numpy.full(shape, {name}, dtype)"
         )
+    elif _is_dlpack_alone(candidate):
+        fix = f"convert it, for example numpy.from_dlpack({name})"
     return error(TypeError, passed, _ARRAYS, fix)
+
+
+def _is_dlpack_alone(candidate: Any) -> bool:
+    """Tell whether NumPy takes something by DLPack alone: asarray would hold it as one object."""
+    kind, others = type(candidate), ("__array__", "__array_interface__", "__array_struct__")
+    return hasattr(kind, "__dlpack__") and not any(hasattr(kind, name) for name in others)
 
 
 def _broken(name: str, candidate: Any, protocol: str, failure: Exception) -> TypeError:

@@ -163,14 +163,14 @@ def test_adopt_refuses_what_is_no_array(value: Any, described: str):
     assert ("numpy.full(shape, q, dtype)" if number else "numpy.asarray(q)") in fix
 
 
-@pytest.mark.parametrize("name", ["q", "mask", "out"])
+@pytest.mark.parametrize("name", ["q", "mask"])
 def test_a_masked_array_is_not_told_to_drop_its_mask(name: str):
     with pytest.raises(TypeError) as failure:
         adopt({name: np.ma.zeros(3)})
     passed, _, fix = str(failure.value).split("; ", 2)
     assert passed == f"{name} is a numpy.ma.MaskedArray"
     assert f"{name}.filled(" in fix
-    assert f"{name}.data, if it is a result" in fix
+    assert ".data" not in fix
     assert "what a function is to leave out, say with mask= where it takes one (True = keep" in fix
     assert "attention" not in fix
     assert "asarray" not in fix

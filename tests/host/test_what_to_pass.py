@@ -142,3 +142,67 @@ def test_a_list_is_no_workspace(call):
     if "workspace" in call.options:
         *_, fix = error_of(call, ("workspace",), np.ndarray.tolist)
         assert fix == "pass an array of 'uint8', or none"
+
+
+@pytest.mark.parametrize(("call", "trail"), [*cases(written=True)])
+def test_a_masked_array_to_be_written_is_told_where_its_items_are(call, trail):
+    """.filled would be a copy, and lost."""
+    *_, fix = error_of(call, trail, np.ma.array)
+    assert fix.startswith("pass its .data, ")
+    assert "filled" not in fix
+    run(call, trail, lambda array: np.ma.array(array).data)
+
+
+@pytest.mark.parametrize(("call", "trail"), [*cases(written=False)])
+def test_a_masked_array_to_be_read_is_told_to_fill_it(call, trail):
+    *_, fix, more = error_of(call, trail, np.ma.array)
+    assert re.fullmatch(r"pass \S+\.filled\(\.\.\.\) of a value that you choose", fix)
+    assert "mask=" in more
+
+
+@pytest.mark.parametrize("sequence", [list, tuple])
+def test_a_sequence_of_arrays_is_told_to_unpack_it(sequence):
+    """numpy.asarray of arrays of several shapes would raise."""
+    arrays = sequence([np.ones(3, np.float32), np.ones((2, 3), np.float32)])
+    with pytest.raises(TypeError, match=r"arrays\[0\] is .*; unpack it, as in global_norm\(\*arr"):
+        cupyattn.global_norm(arrays)
+    assert cupyattn.global_norm(*arrays) == 3.0
+    with pytest.raises(TypeError, match=r"numpy\.asarray\(arrays\[0\]\)"):
+        cupyattn.global_norm(sequence([3.0, 4.0]))
+
+
+class Capsule:
+    """An array of another library in the CPU's memory: DLPack and nothing else."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+
+class Convertible(Capsule):
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        return self.array
+
+
+@pytest.mark.parametrize("kind", [Capsule, Convertible])
+def test_another_librarys_array_is_told_what_numpy_makes_of_it(kind):
+    """numpy.asarray of the one with DLPack alone would be an array of one object."""
+    x = kind(np.ones((2, 3), np.float32))
+    with pytest.raises(TypeError) as refused:
+        cupyattn.softmax(x)
+    fix = str(refused.value).split("; ")[-1]
+    made = eval(EXAMPLE.search(fix)[0].split(" or ")[0], {"numpy": np, "x": x})
+    assert cupyattn.softmax(made).shape == (2, 3)
+
+
+def test_what_is_no_number_at_all_is_told_by_its_kind():
+    """NumPy calls one letter str32, for its bits."""
+    x = np.ones((2, 3), np.float32)
+    for dtype, name in (("U1", "str"), ("S5", "bytes")):
+        with pytest.raises(TypeError, match=f"mask has dtype {name};"):
+            cupyattn.softmax(x, mask=np.full((2, 3), "x", dtype))

@@ -17,6 +17,7 @@ from cupyattn.ops.layers.adamw import AdamwNumbers
 from cupyattn.ops.layers.global_norm import OUTPUT, norm_problem, run_norm
 
 _NORM_FIXES = fixes_of_results("out")
+_UNPACKED = "unpack it, as in global_norm(*arrays)"
 
 
 def adamw_step(
@@ -159,7 +160,13 @@ def global_norm(*arrays: Array, out: Array | None = None, workspace: Array | Non
     5.0
     """
     named = {f"arrays[{i}]": array for i, array in enumerate(arrays)}
-    operands = adopt({**named, "out": out, "workspace": workspace}, _NORM_FIXES)
+    lists = [
+        name
+        for name, array in named.items()
+        if isinstance(array, list | tuple) and any(map(exports_memory, array))
+    ]
+    fixes = {**_NORM_FIXES, **dict.fromkeys(lists, _UNPACKED)} if lists else _NORM_FIXES
+    operands = adopt({**named, "out": out, "workspace": workspace}, fixes)
     problem = norm_problem(operands)
     device = device_of(operands)
     if device is not None:
