@@ -28,7 +28,8 @@ def vjp(
     arrays : arrays
         What the function takes by position.
     wrt : tuple of str, optional
-        The names of options that are arrays, whose gradients are wanted too.
+        The names of options that are arrays, whose gradients are wanted too; those that a partial
+        has count.
     options : optional
         What the function takes by name.
 
@@ -58,7 +59,8 @@ def vjp(
         gradient. From the pullback for an argument of another form than the result, and for options
         that are not the backward's alone.
     ValueError
-        For the gradient of a bias of softmax along another axis than the last.
+        For a name that is twice in `wrt`, and for the gradient of a bias of softmax along another
+        axis than the last.
     TypeError, ValueError, NotImplementedError, RuntimeError
         Those of the function, and from the pullback those of its backward.
 
@@ -109,6 +111,8 @@ def vjp(
     >>> (dk,) = pullback(dout)
     """
     recording = Recording(function)
+    if isinstance(function, partial):
+        options = {**function.keywords, **options}  # as the partial itself puts them together
     _require_wrt(wrt, options)
     args = tuple([recording.stand_in(f"argument {i}", value) for i, value in enumerate(arrays)])
     named = {name: recording.stand_in(name, options[name]) for name in wrt}
@@ -265,6 +269,13 @@ def _require_wrt(wrt: Any, options: dict[str, Any]) -> None:
             f"pass wrt=({wrt!r},)" if isinstance(wrt, str) else 'pass for example wrt=("bias",)',
         )
     for name in wrt:
+        if wrt.count(name) > 1:
+            raise error(
+                ValueError,
+                f"wrt names {name!r} {wrt.count(name)} times",
+                "it has each name once",
+                "leave out the others: there is one gradient of an option",
+            )
         value = options.get(name)
         items = value if isinstance(value, tuple) else (value,)
         if not all(map(is_array, items)):

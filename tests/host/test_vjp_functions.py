@@ -139,6 +139,18 @@ def test_an_option_may_come_by_position_or_under_another_name():
     assert_array_equal(named["b"], wanted)
 
 
+def test_an_option_may_be_in_a_partial():
+    """Of a name that vjp is given too, vjp's counts, as in a call of the partial."""
+    expected, pullback = vjp(attention, Q, K, V, bias=BIAS, wrt=("bias",))
+    wanted = pullback(DOUT)[3]["bias"]
+    for beforehand, options in ((BIAS, {}), (BIAS + 1, {"bias": BIAS})):
+        given = partial(partial(attention, bias=beforehand), causal=False)
+        out, pullback = vjp(given, Q, K, V, **options, wrt=("bias",))
+        assert_array_equal(out, expected)
+        *_, named = pullback(DOUT)
+        assert_array_equal(named["bias"], wanted)
+
+
 def test_an_entry_for_each_argument_by_position():
     """None for a mask, a number, a flag, and rotary's tables; the others are the gradients."""
     mask = np.tril(np.ones((5, 7), bool), 2)

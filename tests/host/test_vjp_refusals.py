@@ -212,6 +212,13 @@ def test_wrt_of_an_option_that_is_not_passed_on():
         vjp(lambda q, *, bias: attention(q, K, V), Q, bias=BIAS, wrt=("bias",))
 
 
+@pytest.mark.parametrize("wrt", [("bias", "bias"), ("bias", "sinks", "bias")])
+def test_wrt_that_names_an_option_twice(wrt):
+    sinks = np.zeros(4, np.float32)
+    with pytest.raises(ValueError, match=r"wrt names 'bias' 2 times; .*; leave out the others"):
+        vjp(attention, Q, K, V, bias=BIAS, sinks=sinks, wrt=wrt)
+
+
 def test_out_is_refused_inside_too():
     out = np.empty_like(DOUT)
     with pytest.raises(TypeError, match="vjp of attention with out="):
