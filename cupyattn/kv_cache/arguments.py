@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AnySet
+from numbers import Real
 from operator import index as as_int
 from typing import Any, NoReturn
 
@@ -35,7 +36,9 @@ def as_switch(name: str, value: bool) -> bool:
             TypeError,
             f"got {name} = {shown(value)}",
             "it is True or False",
-            f"convert it with bool({name})",
+            f"convert it with bool({name})"
+            if isinstance(value, Real)  # "False" would be True
+            else "pass one of these",
         )
     return value
 

@@ -56,7 +56,9 @@ def require_bool(name: str, value: Any) -> None:
             TypeError,
             f"{name} = {shown(value)}",
             "it is True or False",
-            f"convert it with bool({name})",
+            f"convert it with bool({name})"
+            if isinstance(value, Real)  # "False" would be True
+            else "pass one of these",
         )
 
 
@@ -131,14 +133,24 @@ def require_rank(name: str, layout: Layout, axes: str) -> None:
     """Raise ValueError unless the array has as many axes as `axes` names, as in "B S H D"."""
     letters = axes.split()
     if len(layout.shape) != len(letters):
-        batch = letters[0] == "B" and len(layout.shape) < len(letters)
         raise error(
             ValueError,
             f"{name} has shape {layout.shape}",
             f"{name} is ({', '.join(letters)}), {len(letters)} axes",
-            "reshape it"
-            + (f", for example {name}[None] where the batch axis is missing" if batch else ""),
+            "reshape it" + _with_missing_axes(name, letters, len(layout.shape)),
         )
+
+
+def _with_missing_axes(name: str, letters: list[str], rank: int) -> str:
+    """Say how to add the axes that are most likely missing: the batch, and the heads."""
+    missing = [letter for letter in letters if letter in ("B", "H", "G")][: len(letters) - rank]
+    if letters[0] != "B" or rank + len(missing) != len(letters):
+        return ""
+    index = ", ".join("None" if letter in missing else ":" for letter in letters)
+    while index.endswith(", :"):
+        index = index[: -len(", :")]
+    axes = "axis is" if len(missing) == 1 else "axes are"
+    return f", for example {name}[{index}] where the {' and '.join(missing)} {axes} missing"
 
 
 def require_contiguous_axis(name: str, layout: Layout, axis: Any, *, written: bool) -> None:

@@ -6,6 +6,7 @@ for those that only NumPy has.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -196,6 +197,39 @@ def test_a_number_for_an_array_is_told_the_shape(make, name, values, shape):
     followed = forward()
     followed.options = {"seqused_k": np.full(2, 3, "int32")}
     followed.run()
+
+
+@pytest.mark.parametrize("make", [forward, backward])
+def test_text_for_a_switch_is_not_told_to_convert_it(make):
+    """bool("False") is True."""
+    for value in ("False", b"0", [False], None):
+        assert fix_of(make, {"causal": value}) == "pass one of these"
+    assert fix_of(make, {"causal": 0}) == "convert it with bool(causal)"
+
+
+@pytest.mark.parametrize("missing", [(0,), (0, 2)], ids=["batch", "batch and heads"])
+def test_missing_axes_are_added_where_they_belong(missing):
+    """Followed for one array after the other, the call runs."""
+    arrays = {name: np.zeros((1, 3, 1, 8), np.float32).squeeze(missing) for name in "qkv"}
+    for name in arrays:
+        fix = str(Call(cupyattn.attention, arrays).refused()).split("; ")[-1]
+        example = re.search(rf"{name}\[.*?\]", fix)
+        arrays[name] = eval(example[0], dict(arrays))
+    assert Call(cupyattn.attention, arrays).run().shape == (1, 3, 1, 8)
+
+
+def test_no_axes_are_added_where_it_is_not_known_which():
+    assert fix_of(forward, {"q": lambda a: a[0, 0, 0]}) == "reshape it"
+    assert fix_of(forward, {"q": lambda a: a[None]}) == "reshape it"
+
+
+def test_a_sink_has_the_digits_of_its_dtype():
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        sinks = np.full(4, 3e38, dtype)
+        call = forward()
+        call.change({"sinks": sinks})
+        assert f"up to {sinks[0]!s};" in str(call.refused())
+        assert len(str(sinks[0])) < 12
 
 
 def in_fortran_order(*shape: int) -> np.ndarray:

@@ -120,8 +120,8 @@ def test_lengths_out_of_range_are_refused(method, length, kind):
         ({"watermark": False}, TypeError, "watermark = False"),
         ({"num_blocks": True}, TypeError, "num_blocks = True; it is an integer"),
         ({"block_size": True}, TypeError, "block_size = True; it is an integer"),
-        ({"prefix_caching": 16}, TypeError, "prefix_caching = 16; it is True or False"),
-        ({"prefix_caching": "no"}, TypeError, "prefix_caching = 'no'"),
+        ({"prefix_caching": 16}, TypeError, "prefix_caching = 16; it is True or False; convert it"),
+        ({"prefix_caching": "no"}, TypeError, "prefix_caching = 'no'; .*; pass one of these"),
         ({"num_host_blocks": -1}, ValueError, "num_host_blocks = -1"),
     ],
 )

@@ -98,7 +98,7 @@ def require_sinks(sinks: Array) -> None:
     if (values.astype(float) > MAX_SINK).any():
         raise error(
             ValueError,
-            f"sinks has values up to {values.max()}",
+            f"sinks has values up to {values.max()!s}",  # in the digits of its dtype
             f"each is at most {MAX_SINK:g}: times log2(e) it is still a float32",
             "pass smaller ones; -inf is no sink",
         )
