@@ -32,6 +32,7 @@ def cache_directory() -> Path:
     named = os.environ.get(CACHE_VARIABLE)
     try:
         directory = Path(named).expanduser() if named else _platform_directory() / "cupyattn"
+        directory = directory.absolute()  # the same when the process goes to another folder
         directory.mkdir(parents=True, exist_ok=True)
         next(directory.iterdir(), None)  # a folder that cannot be listed is of no use
     except (OSError, RuntimeError) as failure:  # RuntimeError: pathlib finds no home

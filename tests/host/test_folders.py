@@ -16,6 +16,7 @@ from support.read_only import read_only
 from support.search import deep
 
 from cupyattn import backend, cupy_library, folders, softmax
+from cupyattn.kernels import cache
 from cupyattn.kernels.device import emulated
 
 nvrtc = pytest.mark.nvrtc
@@ -48,6 +49,20 @@ def test_where_the_cache_is(nothing_set, tmp_path, monkeypatch, platform, variab
     assert directory == tmp_path / expected
     assert directory.is_dir()
     assert folders.directories() == (directory,)
+
+
+@pytest.mark.parametrize("name", ["CUPYATTN_CACHE_DIR", "XDG_CACHE_HOME"])
+def test_a_relative_folder_stays_where_it_was(nothing_set, tmp_path, monkeypatch, name):
+    """What is compiled after the process went to another folder is kept with the rest."""
+    monkeypatch.setattr(folders.sys, "platform", "linux")
+    monkeypatch.setenv(name, "relative")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    cache.keep_if_possible("first", b"")
+    monkeypatch.chdir("other")
+    cache.keep_if_possible("second", b"")
+    assert not (tmp_path / "other" / "relative").exists()
+    assert {"first", "second"} <= {path.name for path in (tmp_path / "relative").rglob("*")}
 
 
 def test_a_user_without_a_home_has_a_cache_for_the_process(nothing_set, monkeypatch):
