@@ -163,13 +163,13 @@ def show(result: Result, terminal: Terminal) -> None:
     terminal.title(f"Compiled by NVRTC {result['nvrtc']}")
     cached = sum(kernel["cached"] for kernel in kernels)
     terminal.text(
-        f"  {len(kernels)} kernels in {result['seconds']:.1f} s, {result['jobs']} at a time; "
-        f"{cached} of them were in the cache. A thread's registers, and the bytes that it spills "
-        "for want of more; a CTA's shared memory; how many CTAs an SM holds."
+        f"  Kernels: {len(kernels)} in {result['seconds']:.1f} s, {result['jobs']} at a time; in "
+        f"the cache before: {cached}. A thread's registers, and the bytes that it spills for want "
+        "of more; a CTA's shared memory; how many CTAs an SM holds."
     )
     spilling = sum(spill_bytes(kernel) > 0 for kernel in kernels)
     if spilling:
-        terminal.verdict(False, f"  {spilling} of them spill registers to memory")
+        terminal.verdict(False, f"  spilling registers to memory: {spilling}")
     for kernel in kernels:
         if not kernel["ctas_per_sm"]:
             terminal.verdict(False, f"  does not fit on an SM: {kernel['kernel']}, {kernel['row']}")

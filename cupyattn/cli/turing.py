@@ -217,22 +217,31 @@ _COLUMNS = (
     *("row", "regs", "smem", "CTAs", "length", "spills", "LSU", "bound"),
     *("utilisation", "TFLOP/s"),
 )
+_COUNTED = 8  # of the columns; what the others have is simulated
 
 
 def show(result: Result, terminal: Terminal) -> None:
     """Print it for people."""
+    lines = [cells for row in result["rows"] for cells in _cells(row)]
+    simulated = any(any(cells[_COUNTED:]) for cells in lines)
+    shown = len(_COLUMNS) if simulated else _COUNTED
     for kernel, rows in groupby(result["rows"], key=itemgetter("kernel")):
         terminal.title(f"{kernel} on Turing ({result['machine']}): the loop that does the work")
-        terminal.table(_COLUMNS, [cells for row in rows for cells in _cells(row)])
+        lines = [cells[:shown] for row in rows for cells in _cells(row)]
+        terminal.table(_COLUMNS[:shown], lines)
     terminal.title(f"NVRTC {result['nvrtc']}, nvdisasm {result['nvdisasm']}")
     terminal.text(
         "  A thread's registers, a CTA's shared memory, how many CTAs an SM holds. Of one "
         "iteration: instructions of a warp; bytes that a thread loads from and stores to local "
         "memory; cycles of the load/store unit for each of the work's, which is products on tensor "
         "cores, or in a kernel without them in float32; the utilisation of their pipe that no "
-        "schedule exceeds, and what binds if it is another; one simulated at the card's rates, and "
-        f"its range over CTAs' starts: a model, +-{MARGIN}; the speed of all SMs at their boost "
-        "clock."
+        "schedule exceeds, and what binds if it is another"
+        + (
+            "; one simulated at the card's rates, and its range over CTAs' starts: a model, "
+            f"+-{MARGIN}; the speed of all SMs at their boost clock."
+            if simulated
+            else "."
+        )
     )
     for nothing in result["without_rows"]:
         terminal.verdict(False, f"  {nothing}")

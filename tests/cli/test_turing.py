@@ -117,6 +117,17 @@ def test_text(modelled, capsys):
     assert "a model, +-0.05" in printed
 
 
+def test_without_a_simulation_there_are_no_empty_columns(monkeypatch, modelled, capsys):
+    assert "TFLOP/s" in output(capsys, "--head-dim", "96")
+    counted = KernelFigures(255, 32_768, 2, (replace(LOOP, utilisation=None),))
+    monkeypatch.setattr(turing, "analyse", lambda row, *, simulate, machine: counted)
+    printed = output(capsys, "--head-dim", "96", "--no-simulation")
+    assert "TFLOP/s" not in printed
+    assert "simulated" not in printed
+    line = next(line for line in printed.splitlines() if line.startswith("  D 96  "))
+    assert " ".join(line.split()) == "D 96 255 32768 2 38 12 1.25 0.80 lsu"
+
+
 def test_machines_by_name(modelled, capsys):
     """Their peaks are those of the specifications."""
     for name, tflops in (("T4", 10.2), ("RTX 2060 Super", 9.0), ("RTX 2080 Ti", 16.8)):
