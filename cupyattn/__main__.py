@@ -3,11 +3,15 @@
 import sys
 from collections.abc import Sequence
 
-from cupyattn import cli
-from cupyattn.benchmark import tune
-from cupyattn.benchmark.memory import command as memory
-from cupyattn.benchmark.report import command as report
-from cupyattn.kernels.cache import end_process
+try:  # they take most of a second
+    from cupyattn import cli
+    from cupyattn.benchmark import tune
+    from cupyattn.benchmark.memory import command as memory
+    from cupyattn.benchmark.report import command as report
+    from cupyattn.kernels.cache import end_process
+except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr)
+    sys.exit(130)  # cli.INTERRUPTED, which may not be there yet
 
 
 def main(argv: Sequence[str] | None = None) -> int:

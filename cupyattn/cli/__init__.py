@@ -43,8 +43,28 @@ def dispatch(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # whoever read the output (head, less) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 1
+    except OSError as failure:
+        if failure.filename is not None or not _output_fails():
+            raise
+        print(f"{parser.prog}: the output cannot be written ({failure})", file=sys.stderr)
+        _drop_output()
+        return 1
+
+
+def _output_fails() -> bool:
+    """Tell whether stdout takes nothing more, not even an empty line: of a full disk."""
+    try:
+        print(flush=True)
+    except OSError:
+        return True
+    return False
+
+
+def _drop_output() -> None:
+    """Let stdout write to nowhere: what it has left it would try to write again at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser(more: Iterable[Any]) -> argparse.ArgumentParser:

@@ -268,6 +268,55 @@ def test_a_reader_that_stops_early_is_no_error():
     assert result.stderr == b""
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full is Linux's")
+@pytest.mark.parametrize(
+    ("unbuffered", "options"), [("", ["--json"]), ("1", [])], ids=["at the end", "at once"]
+)
+def test_a_full_disk_is_told_in_a_line(unbuffered, options):
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "cupyattn", "info", *options],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment() | {"PYTHONUNBUFFERED": unbuffered},
+        )
+    assert result.returncode == 1
+    assert re.fullmatch(
+        r"python -m cupyattn: the output cannot be written \(.*No space left.*\)\n", result.stderr
+    )
+
+
+def test_another_error_of_the_system_keeps_its_traceback(monkeypatch):
+    """It is no fault of what is printed."""
+
+    def fails(_):
+        raise OSError("mine")
+
+    monkeypatch.setattr(info, "run", fails)
+    with pytest.raises(OSError, match="mine"):
+        main(["info"])
+
+
+INTERRUPTED_IMPORT = """
+import runpy, sys
+
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == "cupyattn.cli.compile":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupts())
+sys.argv = ["cupyattn", "info"]
+runpy.run_module("cupyattn", run_name="__main__")
+"""
+
+
+def test_ctrl_c_while_modules_are_imported():
+    result = run(launcher=("-c", INTERRUPTED_IMPORT))
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
+
+
 def test_output_is_plain_without_rich(empty_cache):
     without = run("info", launcher=PLAIN)
     assert without.returncode == 0, without.stderr
