@@ -32,6 +32,16 @@ def test_text(a_gpu, capsys):
     assert lines["softcap"].endswith("5.0 MB 1.50")
 
 
+@pytest.mark.parametrize("options", ["none", "causal"])
+def test_the_size_of_a_window_is_left_out_where_no_call_has_one(a_gpu, capsys, options):
+    """As if plain calls had it."""
+    a_gpu.times.seconds += [0.004, 0.002]
+    assert main([*SMALL, "--head-dim", "64", "--options", options]) == 0
+    printed = capsys.readouterr().out
+    assert "batch 2, heads 2, seqlen 16, head_dim 64, head_dim_v 64, float16" in printed
+    assert "window 3" not in printed
+
+
 def test_json_is_as_others_read_it(a_gpu, tmp_path):
     file = tmp_path / "attention.json"
     arguments = ("--head-dim", "32", "64", "--head-dim-v", "16", "--options", "none", "--causal")

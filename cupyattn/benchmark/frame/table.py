@@ -129,6 +129,8 @@ def show_rows(rows: Sequence[Row], beside: str | None, terminal: Terminal) -> No
     vary = [name for name in names if len(set(columns[name])) > 1]
     same = {name: labels[0].get(name) for name in names if name not in vary}
     vary = list({columns[name]: name for name in reversed(vary)}.values())[::-1]  # none twice
+    if "option" in names and all(each.get("option") != "window" for each in labels):
+        same.pop("window", None)  # which no row has: every case has the size
     if same:
         terminal.title(label_text(same))
     also = list(dict.fromkeys(name for row in rows for name in _also(row)))
