@@ -116,7 +116,8 @@ def attention_backward(
     ------
     TypeError, ValueError
         As `attention`; for out, lse, dout or dlse whose shapes or dtypes disagree with q, k, v; for
-        grads that do not fit their arrays; and for a workspace that is too small.
+        grads that do not fit their arrays; and of kernels for a workspace that is too small (the
+        reference for NumPy arrays needs none, and takes any).
     NotImplementedError
         On a GPU or the emulator, for an implementation that has no backward kernel: NumPy arrays on
         the reference have them all.

@@ -100,8 +100,8 @@ def embedding_backward(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As `embedding`; for a dout or grads that do not fit; for accumulate without grads; and for a
-        workspace that is too small.
+        As `embedding`; for a dout or grads that do not fit; for accumulate without grads; and of
+        kernels for a workspace that is too small.
 
     Notes
     -----

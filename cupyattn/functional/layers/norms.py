@@ -223,7 +223,8 @@ def layer_norm_backward(
     ------
     TypeError, ValueError, RuntimeError
         As `layer_norm`; for mean and rstd of another shape or dtype; for grads that do not fit
-        their arrays, or belong to one that was not given; for a workspace that is too small.
+        their arrays, or belong to one that was not given; of kernels for a workspace that is too
+        small.
 
     Notes
     -----

@@ -143,8 +143,8 @@ def global_norm(*arrays: Array, out: Array | None = None, workspace: Array | Non
         For no arrays, something that is no array, NumPy and CuPy arrays mixed, or a dtype that is
         not allowed.
     ValueError
-        For an out that does not fit, a workspace that is too small, and for kernels an array whose
-        axes lie too unevenly in memory.
+        For an out that does not fit, and of kernels for a workspace that is too small or an array
+        whose axes lie too unevenly in memory.
     RuntimeError
         As `attention`.
 

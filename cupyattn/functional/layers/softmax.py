@@ -137,7 +137,7 @@ def softmax_backward(
     ------
     TypeError, ValueError, RuntimeError
         As `softmax`; for shapes or dtypes of dout and out that differ; and with a bias for another
-        axis than the last, and for a workspace that is too small.
+        axis than the last, and of kernels for a workspace that is too small.
 
     Notes
     -----

@@ -71,8 +71,8 @@ def linear_backward(
     ------
     TypeError, ValueError, RuntimeError
         As `linear`; for dout or a preactivation whose shape or dtype disagrees with x and w; for a
-        preactivation without an activation; for grads that do not fit their arrays; and for a
-        workspace that is too small.
+        preactivation without an activation; for grads that do not fit their arrays; and of
+        kernels for a workspace that is too small.
 
     Notes
     -----
