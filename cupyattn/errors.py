@@ -5,6 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any, TypeVar
 
 _Error = TypeVar("_Error", bound=Exception)
@@ -33,6 +34,11 @@ def error(kind: type[_Error], passed: str, allowed: str, fix: str) -> _Error:
 def made_beforehand(name: str) -> str:
     """Say what to pass to be written. A copy made in the call would be written and lost."""
     return f"make a writable, C-contiguous array before the call, pass it as {name} and read that"
+
+
+def bool_fix(name: str, value: object) -> str:
+    """Say what to pass instead of what is neither True nor False; bool("False") would be True."""
+    return f"convert it with bool({name})" if isinstance(value, Real) else "pass one of these"
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from cupyattn.distributed.group import Group
 from cupyattn.distributed.options import OF_ROWS, RingOptions
 from cupyattn.distributed.placement import Placement
 from cupyattn.distributed.scores import with_four_axes
-from cupyattn.errors import error, shown
+from cupyattn.errors import bool_fix, error, shown
 
 DROPOUT_KEYS = 32
 """Keys whose dropout one call of Philox draws: a piece begins at a multiple of them."""
@@ -66,7 +66,7 @@ def require_flags(**given: Any) -> None:
                 TypeError,
                 f"{name} = {shown(flag)}",
                 "it is True or False",
-                f"convert it with bool({name})",
+                bool_fix(name, flag),
             )
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AnySet
-from numbers import Real
 from operator import index as as_int
 from typing import Any, NoReturn
 
-from cupyattn.errors import error, shown
+from cupyattn.errors import bool_fix, error, shown
 
 
 def as_count(name: str, value: int, lowest: int, highest: int | None = None) -> int:
@@ -36,9 +35,7 @@ def as_switch(name: str, value: bool) -> bool:
             TypeError,
             f"got {name} = {shown(value)}",
             "it is True or False",
-            f"convert it with bool({name})"
-            if isinstance(value, Real)  # "False" would be True
-            else "pass one of these",
+            bool_fix(name, value),
         )
     return value
 

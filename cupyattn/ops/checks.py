@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays import WORKSPACE_FIX, Layout, is_contiguous
-from cupyattn.errors import error, made_beforehand, shown
+from cupyattn.errors import bool_fix, error, made_beforehand, shown
 from cupyattn.ops.spans import overlaps_itself
 
 FLOATS = ("float16", "float32", "bfloat16")
@@ -56,9 +56,7 @@ def require_bool(name: str, value: Any) -> None:
             TypeError,
             f"{name} = {shown(value)}",
             "it is True or False",
-            f"convert it with bool({name})"
-            if isinstance(value, Real)  # "False" would be True
-            else "pass one of these",
+            bool_fix(name, value),
         )
 
 

@@ -173,7 +173,11 @@ PACKED = {
         (forward, {"seqused_k": np.array([-1])}, r"ValueError: seqused_k = \[-1\]"),
         (forward, {"seqused_k": np.array([4, 9]), **PACKED}, r"ValueError: seqused_k = \[4, 9\]"),
         (forward, {"seed": DropoutSeed(3)}, "TypeError: seed is a DropoutSeed; .*; pass 3"),
-        (forward, {"return_lse": "no"}, "TypeError: return_lse = 'no'; it is True or False"),
+        (
+            forward,
+            {"return_lse": "no"},
+            "TypeError: return_lse = 'no'; it is True or False; pass one",
+        ),
         (backward, {"deterministic": 1}, "TypeError: deterministic = 1; it is True or False"),
         (
             backward,
