@@ -89,7 +89,7 @@ class Biased(PackedBlocks):
 
 @pytest.mark.parametrize("each", [False, *deep(True)], ids=["one mask", "a mask each"])
 def test_packed_sequences(each: bool):
-    shape = (3, 2, 150, 120) if each else (1, 1, 150, 120)
+    shape = (3, 4, 150, 120) if each else (1, 1, 150, 120)
     problem = Biased(
         ragged("float16", 8, Sq=150, Sk=120), (150, 37, 0), (120, 55, 3),
         seen=masked_tiles(shape, 32, 2), causal=True,

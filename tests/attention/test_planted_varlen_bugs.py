@@ -94,7 +94,7 @@ EXPRESSIONS = PackedExpressions(
 )
 BLOCKS = PackedBlocks(  # more tiles than one word has bits
     ragged("float16", 24, Sq=150, Sk=1600), (150, 20, 100), (9, 1600, 900),
-    seen=masked_tiles((3, 2, 150, 1600), 128, 1, full=0.4),
+    seen=masked_tiles((3, 4, 150, 1600), 128, 1, full=0.4),
 )  # fmt: skip
 KEYS_CUH = "attention/block_key_walk.cuh"
 MODIFIED = [

@@ -71,7 +71,7 @@ def blocks(draw: st.DrawFn, dtype: str) -> PackedBlocks:
         tuple(draw(st.sampled_from((0, 1, most)) | st.integers(0, most)) for _ in range(3))
         for most in (sq, sk)
     )
-    shape = (draw(st.sampled_from((1, 3))), draw(st.sampled_from((1, 2))), sq, sk)
+    shape = (draw(st.sampled_from((1, 3))), draw(st.sampled_from((1, 4))), sq, sk)
     tile, full = draw(st.sampled_from([16, 64])), draw(st.sampled_from([0.0, 0.3, 1.0]))
     seen = masked_tiles(shape, tile, draw(st.integers(0, 5)), full=full)
     return PackedBlocks(dense, queries, keys, seen=seen, causal=draw(st.booleans()))
@@ -160,7 +160,7 @@ def test_a_score_mod_without_gradient_has_no_backward():
 def test_the_reference_takes_python_functions_that_name_sequences():
     """A loop of dense calls, of which each is told its number."""
     rng = np.random.default_rng(2)
-    turn = rng.standard_normal((3, 2), np.float32)
+    turn = rng.standard_normal((3, 4), np.float32)
     mods = {
         "score_mod": (
             ScoreMod(

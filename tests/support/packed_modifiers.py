@@ -110,5 +110,5 @@ class PackedBlocks(VarlenProblem):
 def ragged(dtype: str, head_dim: int, seed: int = 0, **lengths: int) -> AttentionProblem:
     """The dense problem of the longest of three sequences."""
     return AttentionProblem(
-        B=3, H=2, G=1, D=head_dim, Dv=head_dim, dtype=dtype, drawn=(), seed=seed, **lengths
+        B=3, H=4, G=2, D=head_dim, Dv=head_dim, dtype=dtype, drawn=(), seed=seed, **lengths
     )
