@@ -127,8 +127,8 @@ def test_views_and_results_that_are_given(side, bits):
     pool = np.zeros((k_cache.shape[0], 3, *k_cache.shape[1:]), k_cache.dtype)
     pool[:, 1] = k_cache
     pool = side.put(pool)
-    wide = np.full((4, table.shape[1] + 3), -7, np.int32)
-    wide[::2, 1:-2] = table
+    wide = np.full((4, 2 * table.shape[1] + 3), -7, np.int32)
+    wide[::2, 1:-2:2] = table
     out = side.put(np.full((2, table.shape[1] * 4, 3, 2, 16), 77, np.float16))
     # K has strides of its own, and so have its scales.
     by_head = {n: side.put(s.copy()) for n, s in scales.items()}
@@ -136,7 +136,7 @@ def test_views_and_results_that_are_given(side, bits):
         by_head["k_scales"] = side.put(np.repeat(scales["k_scales"], 2, axis=2))[:, :, ::2]
     with side.running():
         found = cupyattn.gather(
-            pool[:, 1], side.put(v_cache), side.put(wide)[::2, 1:-2],
+            pool[:, 1], side.put(v_cache), side.put(wide)[::2, 1:-2:2],
             side.put(np.repeat(lengths.astype(np.int64), 2))[::2],
             **by_head, out=(out[:, :, 1], side.put(np.zeros((2, 16, 2, 16), np.float16))),
         )  # fmt: skip
