@@ -75,6 +75,18 @@ def test_adamw_writes_through_views(side):
         assert (np.delete(found, slice(3, 12), axis=1) == 77).all()
 
 
+@everywhere
+def test_each_array_of_a_step_has_strides_of_its_own(side):
+    arrays = state(0, "float32", 5, 9)
+    placed = [
+        side.put(np.pad(array, [(0, 0), (0, 3 * i)]))[:, :9] for i, array in enumerate(arrays)
+    ]
+    cupyattn.adamw_step(*placed, **NUMBERS)
+    exact = reference.adamw_step(*arrays, **NUMBERS)
+    for found, right in zip((placed[0], *placed[2:]), exact, strict=True):
+        assert_allclose(side.get(found), right, rtol=1e-5, atol=1e-7)
+
+
 def test_the_reference_steps_as_adamw_by_hand():
     param, m, v = 1.0, 0.0, 0.0
     found = np.array([1.0]), np.zeros(1), np.zeros(1)

@@ -45,9 +45,9 @@ PROBLEMS = [
     case(1, 64, 35, "int8", turned=True, biased=False),
     case(65, 128, 31, "nf4", "swiglu", turned=True, view="odd"),
     case(64, 33, 256, "q4_k", accumulate=True),
+    # A second group of eight tiles of rows, and whole tiles of columns.
+    case(530, 64, 64, "int4", block_size=32, accumulate=True),
     *deep(
-        # A second group of eight tiles of rows, and whole tiles of columns.
-        case(530, 64, 64, "int4", block_size=32, accumulate=True),
         case(129, 72, 32, "q4_1", "relu", view="odd", residual=True),
         case(16, 129, 576, "int8", "gelu", dtype="bfloat16", residual=True),
         case(70, 512, 33, "q4_k", "gelu", turned=True, dtype="bfloat16"),
