@@ -256,6 +256,17 @@ def test_the_power_of_two_is_no_larger_than_the_bound_asks_for(options: str):
     assert len(np.unique(found)) > 4
 
 
+@pytest.mark.parametrize("largest", [0, 1])
+def test_any_head_of_a_group_may_have_the_largest(largest: int):
+    (dout, *others), _ = inputs(problem_of("plain"))
+    dout[:, :, 1 - largest :: 2] /= np.float16(256)
+    q, k, v, out, lse = others
+    expected = range_log2(ScoreBlocks(q, k, v), dout, out, lse, None)
+    assert (expected > 0).all()
+    scales = scales_of((dout, *others), {})
+    np.testing.assert_array_equal(scales[..., 1], 2.0 ** expected[..., None] * np.ones(2))
+
+
 def test_a_plan_of_rows_that_hold_nothing_has_a_scale_of_one():
     zeros = [np.zeros((1, n, h, 8), np.float16) for n, h in ((3, 2), (3, 2), (5, 1), (5, 1))]
     arrays = (*zeros, np.zeros((1, 3, 2, 8), np.float16), np.zeros((1, 2, 3), np.float32))

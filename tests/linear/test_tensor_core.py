@@ -138,6 +138,18 @@ def test_rows_from_the_last_to_the_first(name):
     np.testing.assert_array_equal(_linear(arrays, b), expected)
 
 
+def test_gated_columns_from_the_last_to_the_first():
+    """The lowest address is in the half that comes second."""
+    x, w, b = case(70, 72, 40, "swiglu", turned=True).inputs()
+    reversed_w = w.T[::-1].copy()[::-1].T
+    with KERNELS.running(), tensor_core_alone("small"):
+        expected, found = (
+            KERNELS.get(cupyattn.linear(*map(KERNELS.put, (x, each, b)), activation="swiglu"))
+            for each in (w, reversed_w)
+        )
+    np.testing.assert_array_equal(found, expected)
+
+
 def _linear(arrays, b):
     placed = {name: KERNELS.put(array) for name, array in arrays.items()}
     with KERNELS.running(), tensor_core_alone("small"):
