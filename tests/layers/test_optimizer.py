@@ -61,7 +61,7 @@ def test_adamw_within_bounds(dtype, shape, step, weight_decay, eps, scale, on_de
 
 @everywhere
 def test_adamw_writes_through_views(side):
-    memory = [np.full((4, 20), 77, np.float32) for _ in range(4)]
+    memory = [np.full((4, 20 + i), 77, np.float32) for i in range(4)]  # each has its own strides
     arrays = state(0, "float32", 4, 9)
     placed = []
     for whole, array in zip(memory, arrays, strict=True):
@@ -73,18 +73,6 @@ def test_adamw_writes_through_views(side):
         found = side.get(whole)
         assert_allclose(found[:, 3:12], right, rtol=1e-5, atol=1e-7)
         assert (np.delete(found, slice(3, 12), axis=1) == 77).all()
-
-
-@everywhere
-def test_each_array_of_a_step_has_strides_of_its_own(side):
-    arrays = state(0, "float32", 5, 9)
-    placed = [
-        side.put(np.pad(array, [(0, 0), (0, 3 * i)]))[:, :9] for i, array in enumerate(arrays)
-    ]
-    cupyattn.adamw_step(*placed, **NUMBERS)
-    exact = reference.adamw_step(*arrays, **NUMBERS)
-    for found, right in zip((placed[0], *placed[2:]), exact, strict=True):
-        assert_allclose(side.get(found), right, rtol=1e-5, atol=1e-7)
 
 
 def test_the_reference_steps_as_adamw_by_hand():

@@ -147,7 +147,7 @@ def test_cuts_among_candidates_of_one_bin(filters):
 @pytest.mark.usefixtures("kernels_run")
 @pytest.mark.parametrize("filters", [{"top_k": 60}, {"top_p": 0.9}], ids=str)
 def test_a_bin_counts_whichever_of_its_neighbours_are_empty(filters):
-    """All tokens but the best are in one bin, of sixteenths of a factor of two below the best."""
+    """All tokens but the best are in one bin; each is a sixteenth of a factor of two wide."""
     bins = 8 + np.arange(4)
     x = np.zeros((16, 100), np.float32)
     x[:, 1:] = np.repeat(-(bins + 0.5) / 16 * np.log(2), 4)[:, None]
