@@ -6,16 +6,18 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any
 
+import numpy as np
 import pytest
 from support.chosen_backend import checks, chosen, on_emulator
 from support.processes import environment
 
-from cupyattn import backend
+from cupyattn import backend, emulator, softmax
 from cupyattn.emulator import Checks
 from cupyattn.functional.backend import BACKEND_VARIABLE
 
@@ -55,6 +57,27 @@ def test_other_threads_keep_theirs():
     with backend("emulator"), ThreadPoolExecutor(1) as pool:
         assert pool.submit(chosen).result() is None
         assert pool.submit(copy_context().run, on_emulator).result()
+
+
+@pytest.mark.nvrtc
+def test_kernels_of_several_threads_run_one_after_the_other(monkeypatch):
+    launch, together, most = emulator.launch, [], []
+
+    def noted(*arguments, **options):
+        together.append(threading.get_ident())
+        most.append(len(together))
+        time.sleep(0.01)
+        launch(*arguments, **options)
+        together.pop()
+
+    def work(rows: int) -> bool:
+        with backend("emulator"):
+            return np.allclose(softmax(np.zeros((rows, 40), np.float32)), 1 / 40)
+
+    monkeypatch.setattr(emulator, "launch", noted)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(1, 9)))
+    assert most == [1] * 8
 
 
 def test_tasks_keep_theirs():

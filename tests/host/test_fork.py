@@ -89,6 +89,34 @@ may_end.set()
 thread.join()
 """
 
+LAUNCH = """
+import numpy as np
+import cupyattn
+from cupyattn import emulator
+
+launch, within, may_end = emulator.launch, threading.Event(), threading.Event()
+
+def slow(*args, **options):
+    within.set()
+    may_end.wait()
+    launch(*args, **options)
+
+def call():
+    with cupyattn.backend("emulator"):
+        cupyattn.softmax(np.ones((2, 40), np.float32))
+
+def call_in_child():
+    emulator.launch = launch
+    call()
+
+emulator.launch = slow
+thread = in_a_thread(call)
+within.wait()
+child_of(call_in_child)
+may_end.set()
+thread.join()
+"""
+
 IMPORTS = """
 from importlib.machinery import PathFinder
 import numpy as np
@@ -183,6 +211,11 @@ def test_a_child_compiles_though_another_thread_did_at_the_fork(empty_cache):
 
 def test_a_child_launches_though_another_thread_generated_code_at_the_fork():
     succeeds(EMULATOR)
+
+
+@pytest.mark.nvrtc
+def test_a_child_launches_though_another_thread_did_at_the_fork():
+    succeeds(LAUNCH)
 
 
 @pytest.mark.parametrize("module", FIRST_IMPORTS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -84,6 +86,25 @@ def _module(specialisation: Specialisation) -> emulator.Module:
     return emulator.load(ptx, named, translations=_KeptTranslations())
 
 
+_turn = threading.Lock()
+"""Held by the launch that runs: ranks in threads take turns.
+
+NumPy lets go of the interpreter's lock in every operation, and threads that wait for it change
+places each time. With turns the ring of eight ranks takes 2.5 seconds, without them 7.9 (2 cores,
+2026-11-26, `pytest --deep -n 0 --durations 0 tests/distributed/test_ring_kernels.py`).
+"""
+
+
+def _free_turn() -> None:
+    """Make another lock: in a forked child, the thread that held it is gone."""
+    global _turn
+    _turn = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=_free_turn)
+
+
 class EmulatedKernel:
     """A kernel of an `EmulatedDevice`."""
 
@@ -102,19 +123,21 @@ class EmulatedKernel:
         An array without items has no address here, as it has none on a GPU.
         """
         spec = self.specialisation.spec
-        emulator.launch(
-            self._module,
-            spec.entry,
-            grid,
-            self.specialisation.threads,
-            [
-                _pointer(parameter, argument) if isinstance(parameter, Pointer) else argument
-                for parameter, argument in zip(spec.parameters, (*arrays, *values), strict=True)
-            ],
-            shared_bytes=self.specialisation.shared_bytes,
-            checks=self._device.checks,
-            report=self._device.report,
-        )
+        arguments = [
+            _pointer(parameter, argument) if isinstance(parameter, Pointer) else argument
+            for parameter, argument in zip(spec.parameters, (*arrays, *values), strict=True)
+        ]
+        with _turn:
+            emulator.launch(
+                self._module,
+                spec.entry,
+                grid,
+                self.specialisation.threads,
+                arguments,
+                shared_bytes=self.specialisation.shared_bytes,
+                checks=self._device.checks,
+                report=self._device.report,
+            )
 
 
 def _pointer(parameter: Pointer, array: np.ndarray | None) -> emulator.Argument | None:
