@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from cupyattn.kernels.arch import Arch
 from cupyattn.kernels.compile import compile_cubin
 from cupyattn.kernels.configs.attention.decode import INTEGER_BITS
 from cupyattn.kernels.registry import catalogue
+from cupyattn.kernels.source import source_digest, source_root
 from cupyattn.kernels.spec import Specialisation
 
 
@@ -127,3 +129,27 @@ def worst(members: Iterable[Specialisation], arch: Arch) -> Cost:
     costs = [cost(specialisation, arch) for specialisation in members]
     registers, shared, ctas, spills = zip(*costs, strict=True)
     return Cost(max(registers), max(shared), min(ctas), max(spills))
+
+
+def costliest(members: Sequence[Specialisation], arch: Arch) -> list[int]:
+    """The numbers of as few members of a row as have its figures among them."""
+    figures = worst(members, arch)
+    has = [
+        {name for name, x in cost(member, arch)._asdict().items() if x == getattr(figures, name)}
+        for member in members
+    ]
+    found: list[int] = []
+    missing = set(Cost._fields)
+    while missing:
+        found.append(max(range(len(has)), key=lambda number: len(has[number] & missing)))
+        missing -= has[found[-1]]
+    return sorted(found)
+
+
+def made_of(members: Iterable[Specialisation]) -> str:
+    """A digest of all that the compiler is given of a row: sources and macros, in their order."""
+    digest = hashlib.sha256()
+    for member in members:
+        source = source_root() / member.spec.source
+        digest.update(f"{source_digest(source)} {sorted(member.defines.items())}\n".encode())
+    return digest.hexdigest()[:16]
