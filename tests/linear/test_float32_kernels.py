@@ -62,7 +62,7 @@ def test_every_activation(dtype, activation):
         ((65, 9, 257), True),  # a column more than a CTA adds up for db
         ((1, 1, 1), False),
         # More tiles of rows than neighbouring CTAs take, of dw and of out; whole tiles of columns.
-        ((17, 513, 64), False),
+        ((64, 513, 64), False),
         ((513, 64, 128), False),
         *deep(((64, 8, 64), True), ((65, 9, 129), False)),
         *deep(*(((63, 129, 40), turned) for turned in (False, True))),
