@@ -21,8 +21,9 @@ import cupyattn
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
-# The last: rows and keys of which just one lies in the next tile, whatever its size.
-SIDES = [(150, None), (None, 20), (129, 127)]
+# Whatever the size of a tile: by the first two all of its rows but one see a key, or a row all of
+# its keys but one; by the last just one row or key lies in the next tile.
+SIDES = [(126, None), (None, 126), (129, 127)]
 
 
 NARROW = (24, 40)
@@ -40,7 +41,7 @@ def problem(dtype: str, head_dim: int | tuple[int, int], sq: int, sk: int, **dra
 @pytest.mark.parametrize(
     ("head_dim", "window_size", "deterministic"),
     mostly_deep(
-        itertools.product((64, 128, 256), SIDES, (False, True)),
+        itertools.product((64, 128, 256), [*SIDES, (150, None), (None, 20)], (False, True)),
         [
             *itertools.product((64,), SIDES, (False, True)),
             *zip((256,) * 3, SIDES, (True, False, True), strict=True),
