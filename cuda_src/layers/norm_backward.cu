@@ -1,11 +1,13 @@
 // Layer norm (WITH_MEAN) and RMS norm over the last axis, backward: from dout (dL/dout) and what was normalised, x.
 //
-//   n_i = (x_i - mean) rstd,   g_i = dout_i (weight_offset + weight_i)
+//   n_i = (x_i - mean) rstd - c,   c = mean_j (x_j - mean) rstd,   g_i = dout_i (weight_offset + weight_i)
 //   dx_i = rstd (g_i - mean_j g_j - n_i mean_j (g_j n_j)) + dtotal_i
 //   dweight_i = sum over rows of dout_i n_i,   dbias_i = sum over rows of dout_i
 //
-// RMS norm has mean 0 and no mean_j g_j. dtotal is the gradient of the sum that was normalised, where that is a
-// result of the forward too; then x is that sum, and dx the gradient of both of its terms.
+// c is what the mean lost when it was rounded to one float: of 1e4 up to half a thousandth, which counts beside a
+// standard deviation of a hundredth. Sums of n without c give mean_j (g_j n_j) too. RMS norm has mean 0, no c and no
+// mean_j g_j. dtotal is the gradient of the sum that was normalised, where that is a result of the forward too; then x
+// is that sum, and dx the gradient of both of its terms.
 //
 // Shapes    dout, x, dtotal and dx of any rank and any outer strides, last axis contiguous (RowsParams, rows.cuh);
 //           weight (length,); mean and rstd one float for each row; partial sums (CTAs, length) float32.
@@ -13,7 +15,7 @@
 //           one's loads are under way, where registers hold both. column_sums.cu adds up what the CTAs leave.
 // Budget    registers, for STRIPS * VEC items a thread: x, dout and dtotal of one row or two and the weight, in
 //           their own dtype, and float sums of dweight and dbias; a row that is not RESIDENT: VEC of each, a second
-//           read, and sums in global memory. Shared memory: two floats per warp, twice; a strip of column sums.
+//           read, and sums in global memory. Shared memory: three floats per warp, twice; a strip of column sums.
 // Edges     columns beyond the row count as none.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
     !defined(RESIDENT) || !defined(WITH_DTOTAL) || !defined(WITH_WEIGHT) || !defined(WITH_BIAS) || !defined(WITH_MEAN)
@@ -36,8 +38,11 @@ constexpr int kFree = kFreeRegisters<Rows> - (1 + WITH_WEIGHT + WITH_BIAS) * Row
 constexpr bool kAhead = Rows::kResident && kWeight + 2 * kRow <= kFree;
 constexpr bool kHoldWeight = Rows::kResident && kWeight + kRow <= kFree;
 
+// Over a row, in phase 1: of g n, and of layer norm those of g and of n.
+constexpr int kSums = WITH_MEAN ? 3 : 1;
+
 struct Smem {
-  RowSums<Rows, 2> sums;
+  RowSums<Rows, kSums> sums;
   float columns[ColumnSums<Rows>::kSharedFloats];
 };
 
@@ -83,13 +88,13 @@ struct Row {
 struct Terms {
   float dout[Rows::kVec], normal[Rows::kVec], g[Rows::kVec];
 
-  __device__ __forceinline__ Terms(const Row& row, int held, const Held& weight_r, float weight_offset) {
+  __device__ __forceinline__ Terms(const Row& row, int held, const Held& weight_r, float weight_offset, float c) {
     row.dout[held].get(dout);
     row.x[held].get(normal);
     if constexpr (WITH_WEIGHT) weight_r.get(g);
 #pragma unroll
     for (int i = 0; i < Rows::kVec; i++) {
-      normal[i] = (normal[i] - row.mean) * row.rstd;
+      normal[i] = (normal[i] - row.mean) * row.rstd - c;
       g[i] = !WITH_WEIGHT ? dout[i] : dout[i] * (WITH_MEAN ? g[i] : weight_offset + g[i]);  // layer norm has no offset
     }
   }
@@ -144,22 +149,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       row.begin(arrays, params, index);
     }
 
-    // Phase 1: the means of g and of g n.
-    float sums[2] = {0.f, 0.f};
+    // Phase 1: the means of g n, g and n.
+    float sums[kSums] = {};
 #pragma unroll Rows::kHeldStrips
     for (int64 strip = 0; strip < strips; strip++) {
       const int held = Rows::held(strip);
       if constexpr (!Rows::kResident) row.load_strip(held, strip);
       if constexpr (!kHoldWeight && WITH_WEIGHT) weight[held].load(weight_g, strip, params.length);
-      const Terms terms(row, held, weight[held], weight_offset);
+      const Terms terms(row, held, weight[held], weight_offset, 0.f);
 #pragma unroll
       for (int i = 0; i < Rows::kVec; i++) {
         sums[0] += terms.g[i] * terms.normal[i];
-        if constexpr (WITH_MEAN) sums[1] += terms.g[i];
+        if constexpr (WITH_MEAN) {
+          sums[1] += terms.g[i];
+          if (strip_exists<Rows>(strip, row.length)) sums[2] += terms.normal[i];
+        }
       }
     }
     smem_s.sums.add_up(sums, buffer);
-    const float n_slope = row.rstd * (sums[0] * each), g_shift = WITH_MEAN ? row.rstd * (sums[1] * each) : 0.f;
+    float c = 0.f, g_shift = 0.f;
+    if constexpr (WITH_MEAN) {
+      c = sums[2] * each;
+      g_shift = row.rstd * (sums[1] * each);
+      sums[0] -= c * sums[1];
+    }
+    const float n_slope = row.rstd * (sums[0] * each);
 
     // Phase 2: dx, and this row's terms of dweight and dbias; from the registers or a second read.
     Scalar* dx_row_g = dx_g + row_offset(params, kDx, index < params.rows ? index : 0);
@@ -168,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const int held = Rows::held(strip);
       if constexpr (!Rows::kResident) row.load_strip(held, strip);
       if constexpr (!kHoldWeight && WITH_WEIGHT) weight[held].load(weight_g, strip, params.length);
-      Terms terms(row, held, weight[held], weight_offset);
+      Terms terms(row, held, weight[held], weight_offset, c);
       store_dx(row, terms, held, strip, dx_row_g, g_shift, n_slope, accumulate);
       if constexpr (WITH_BIAS) dbias.add(terms.dout, strip, start == first, dbias_row_g, params.length);
       if constexpr (WITH_WEIGHT) {

@@ -230,7 +230,8 @@ def layer_norm_backward(
     -----
     With n = (x - mean) * rstd and g = dout * weight: dx = rstd * (g - mean(g) - n * mean(g * n)) +
     dtotal, dweight = sum(dout * n) and dbias = sum(dout) over rows, in a fixed order: the same
-    from run to run.
+    from run to run. What a mean lost when it was rounded to float32 is taken from n again: of 1e4
+    it is up to 5e-4.
 
     Examples
     --------

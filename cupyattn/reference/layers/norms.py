@@ -132,11 +132,15 @@ def terms(
     rstd: Any,
     weight_offset: float,
 ) -> tuple[Float64, Float64, Float64, Float64]:
-    """Return dout, the normalised rows, the gradient of those, and rstd, in float64."""
+    """Return dout, the normalised rows, the gradient of those, and rstd, in float64.
+
+    A mean that was rounded to float32 has lost what the mean of the rows has now.
+    """
     dout, rows = dout.astype(np.float64), x.astype(np.float64)
     rstd = np.asarray(rstd, np.float64)
     if mean is not None:
         rows = rows - mean[..., None]
+        rows = rows - _mean(rows)[..., None]
     g = dout if weight is None else dout * (weight_offset + weight.astype(np.float64))
     return dout, rows * rstd[..., None], g, rstd
 

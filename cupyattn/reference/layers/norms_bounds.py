@@ -18,7 +18,9 @@ no pivot: its mean of squares errs by (h + 4) u of itself. Both multiply and add
 Backward, from the statistics as given. n = (x - mean) rstd errs by 2 u |n|, g = dout (offset + w)
 by 2 u |g|, a mean of terms by (h + 6) u of the mean of their sizes; dx = rstd (g - G - n C) +
 dtotal adds four roundings of its largest partial result. A sum over R rows takes at most R
-additions and a few for CTAs and warps: (R + 16) u of the sum of the sizes.
+additions and a few for CTAs and warps: (R + 16) u of the sum of the sizes. Layer norm takes from n
+its mean c, which errs by l = (h + 6) u times the mean of |(x - mean) rstd|, so all n of a row by l
+more; and from C the product c G, which errs by l G, and c by (h + 6) u G: no more than l G again.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cupyattn.reference.attention.bounds import TINY32, U32, precision_of
-from cupyattn.reference.layers.norms import Float64, norm, norm_backward, terms
+from cupyattn.reference.layers.norms import Float64, column_sum, norm, norm_backward, terms
 
 
 def additions(items: int) -> float:
@@ -113,6 +115,7 @@ def norm_backward_bound(
     items, rows = x.shape[-1], x.size // max(x.shape[-1], 1)
     with np.errstate(all="ignore"):
         dout, normal, g, rstd = map(np.abs, terms(dout, x, weight, mean, rstd, weight_offset))
+        lost = _lost(x, mean, rstd) if mean is not None else 0.0
         if weight is not None:  # of an offset that the weight nearly cancels
             g = np.maximum(g, dout * (abs(weight_offset) + np.abs(weight.astype(np.float64))))
         h = additions(items) + 6
@@ -122,16 +125,25 @@ def norm_backward_bound(
         plain = g.sum(axis=-1, keepdims=True) / n if mean is not None else 0.0
         inner = g + plain + normal * product
         error = (6 * g + h * plain + (h + 4) * normal * product + 4 * inner) * U32
+        error = error + lost * (product + 2 * normal * plain)
         error = rstd[..., None] * (error + flushed * (1 + normal)) + TINY32
         if dtotal is not None:
             error = error + U32 * (rstd[..., None] * inner + np.abs(dtotal.astype(np.float64)))
         dx = error + precision.store(gradients[0])
         sums: list[Float64 | None] = []
-        for gradient, term in zip(gradients[1:], (dout * normal, dout), strict=True):
+        of_rows = ((dout * normal, dout * lost), (dout, 0 * dout))
+        for gradient, (term, more) in zip(gradients[1:], of_rows, strict=True):
             if gradient is None:
                 sums.append(None)
                 continue
-            size = term.reshape(rows, items).sum(axis=0) if rows else np.zeros(items)
-            depth = (rows + 16) * U32
-            sums.append(depth * size + (rows + 1) * TINY32 + precision.store(gradient))
+            rounded = (rows + 16) * U32 * column_sum(term) + column_sum(more)
+            sums.append(rounded + (rows + 1) * TINY32 + precision.store(gradient))
     return dx, sums[0], sums[1]
+
+
+def _lost(x: NDArray[Any], mean: NDArray[Any], rstd: Float64) -> Float64:
+    """Return l of the module's docstring, for each row."""
+    rows = (x.astype(np.float64) - mean[..., None]) * rstd[..., None]
+    size = np.abs(rows).sum(axis=-1, keepdims=True) / max(x.shape[-1], 1)
+    result: Float64 = (additions(x.shape[-1]) + 6) * U32 * size
+    return result
