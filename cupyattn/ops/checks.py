@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from numbers import Integral, Real
+from numbers import Integral
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from cupyattn.arrays import WORKSPACE_FIX, Layout, is_contiguous
 from cupyattn.errors import bool_fix, error, made_beforehand, shown
+from cupyattn.ops.numbers import factor
 from cupyattn.ops.spans import overlaps_itself
 
 FLOATS = ("float16", "float32", "bfloat16")
@@ -61,19 +62,11 @@ def require_bool(name: str, value: Any) -> None:
 
 
 def require_finite(name: str, value: Any, *, least: float = -math.inf) -> None:
-    """Raise unless an option is a finite number, not below `least`."""
-    # Most are floats, and to ask for the class Real takes longer than all the rest.
-    if type(value) is not float and (not isinstance(value, Real) or isinstance(value, bool)):
+    """Raise unless an option is a finite number that float32 has, not below `least`."""
+    number = factor(name, value)
+    if number < least:
         raise error(
-            TypeError,
-            f"{name} = {shown(value)}",
-            "it is a real number",
-            f"pass a Python or NumPy number, for example float({name})",
-        )
-    if not (math.isfinite(value) and float(value) >= least):
-        limit = "" if least == -math.inf else f", at least {least:g}"
-        raise error(
-            ValueError, f"{name} = {shown(value)}", f"it is finite{limit}", "pass such a number"
+            ValueError, f"{name} = {number}", f"it is at least {least:g}", "pass such a number"
         )
 
 

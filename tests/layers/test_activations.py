@@ -288,6 +288,7 @@ X = np.zeros((3, 8), np.float32)
     ("call", "kind", "message"),
     [
         (lambda x: cupyattn.gelu(x, approximate="erf"), ValueError, "approximate = 'erf'; allowed"),
+        (lambda x: cupyattn.gelu(x, approximate=1), TypeError, "approximate = 1; allowed"),
         (lambda x: cupyattn.gelu(None), TypeError, "x is None; it is not optional"),
         (lambda x: cupyattn.silu(x[:, ::2]), ValueError, "x has strides .*contiguous"),
         (lambda x: cupyattn.silu(x, out=x[:2]), ValueError, r"out is float32 \(2, 8\)"),

@@ -157,7 +157,7 @@ SHAPES = ((1,), (5, 7), (256,), (3, 1000), (40_000,))
 @given(
     shapes=st.lists(st.sampled_from(SHAPES), min_size=1, max_size=20),
     dtypes=st.sampled_from((("float16",), ("float32",), ("float16", "float32"))),
-    view=st.sampled_from(("contiguous", "sliced", "transposed")),
+    view=st.sampled_from(("contiguous", "sliced", "transposed", "repeated")),
     seed=st.integers(0, 9),
 )
 def test_norm_within_its_bound(shapes, dtypes, view, seed):
@@ -169,6 +169,8 @@ def test_norm_within_its_bound(shapes, dtypes, view, seed):
             wide = np.full((*shape[:-1], shape[-1] + 3), np.nan, array.dtype)
             wide[..., 3:] = array
             array = wide[..., 3:]
+        if view == "repeated":
+            array = np.broadcast_to(array, (3, *array.shape))
         arrays.append(array.T if view == "transposed" else array)
     placed = [KERNELS.put(array) for array in arrays]
     found = cupyattn.global_norm(*placed)

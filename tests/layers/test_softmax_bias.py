@@ -159,6 +159,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "an axis": ({"bias": BIAS, "axis": 1}, ValueError, "axis = 1 with a bias; .*last axis"),
     "a shape": ({"bias": BIAS[:2]}, ValueError, r"bias has shape \(2, 8\); it broadcasts"),
     "a dtype": ({"bias": BIAS.astype(int)}, TypeError, "bias has dtype int64"),
+    "both without a bias": (
+        {"grads": SoftmaxGrads(BACK[0] + 1)}, TypeError, "grads is a SoftmaxGrads, and bias is N",
+    ),
     "an array alone": ({"bias": BIAS, "grads": BACK[0] + 1}, TypeError, "it is a SoftmaxGrads of"),
     "dbias": (
         {"bias": BIAS, "grads": SoftmaxGrads(dbias=BIAS[0])}, ValueError, r"grads\.dbias is float",
@@ -189,6 +192,11 @@ def test_what_does_not_fit_is_refused(side, name):
         cupyattn.softmax_backward(
             *map(side.put, BACK), **{key: put(value) for key, value in options.items()}
         )
+
+
+def test_an_axis_may_be_an_integer_of_numpy():
+    dx, dbias = cupyattn.softmax_backward(*BACK, axis=np.int64(-1), bias=BIAS)
+    assert (dx.shape, dbias.shape) == (BACK[0].shape, BIAS.shape)
 
 
 @pytest.mark.nvrtc

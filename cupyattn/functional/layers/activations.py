@@ -182,13 +182,13 @@ def gelu_kind(approximate: object) -> str:
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         For anything but "none" and "tanh".
     """
     if isinstance(approximate, str) and approximate in _GELU:
         return _GELU[approximate]
     raise error(
-        ValueError,
+        ValueError if isinstance(approximate, str) else TypeError,
         f"approximate = {shown(approximate)}",
         f"allowed are {', '.join(map(repr, _GELU))}",
         "pass 'none' for the exact gelu, 'tanh' for its approximation",

@@ -19,7 +19,7 @@ from cupyattn.kernels.configs.layers.softmax import BACKWARD, FORWARD
 from cupyattn.ops.broadcast import broadcast_layout
 from cupyattn.ops.checks import require_arrays, require_bool, require_kernel_dtype
 from cupyattn.ops.layers.softmax_dbias import ROW_SUM_DTYPE, scratch_bytes, softmax_dbias
-from cupyattn.ops.numbers import factor
+from cupyattn.ops.numbers import factor, integer
 from cupyattn.ops.overlaps import require_apart
 from cupyattn.ops.plan import Output, allot
 
@@ -27,7 +27,40 @@ _SHOWN_AS = {name: f"grads.{name}" for name in SoftmaxGrads._fields}
 _BYTES = np.dtype(np.uint8)
 
 
-def gradients_with_bias(
+def softmax_gradients(
+    exact: Callable[..., np.ndarray],
+    arrays: dict[str, Any],
+    grads: Any,
+    axis: Any,
+    scale: Any,
+    accumulate: Any,
+    *,
+    logarithm: bool,
+) -> Any:
+    """Return dx, or both gradients where arrays has a bias; of the others see below."""
+    if arrays["bias"] is not None:
+        return _gradients_with_bias(
+            exact, arrays, grads, axis, scale, accumulate, logarithm=logarithm
+        )
+    if isinstance(grads, tuple):
+        raise error(
+            TypeError,
+            f"grads is a {type(grads).__name__}, and bias is None",
+            "without a bias it is one array, that of dx",
+            "pass grads=dx, or the bias of the call",
+        )
+    return call_along(
+        axis,
+        BACKWARD,
+        {"dout": arrays["dout"], "out": arrays["out"], "dx": grads},
+        exact,
+        scale=scale,
+        accumulate=accumulate,
+        logarithm=logarithm,
+    )
+
+
+def _gradients_with_bias(
     exact: Callable[..., np.ndarray],
     arrays: dict[str, Any],
     grads: Any,
@@ -114,7 +147,7 @@ def require_bias_gradient(call: Mapping[str, Any]) -> None:
 
 
 def _require_last(axis: Any, rank: int) -> None:
-    if type(axis) is not int or axis not in (-1, rank - 1):
+    if integer("axis", axis) not in (-1, rank - 1):
         raise error(
             ValueError,
             f"axis = {axis!r} with a bias",

@@ -6,7 +6,7 @@ from typing import Any
 
 from cupyattn import reference
 from cupyattn.arrays import Array
-from cupyattn.functional.layers.bias_gradient import gradients_with_bias
+from cupyattn.functional.layers.bias_gradient import softmax_gradients
 from cupyattn.functional.layers.scores import call_along
 from cupyattn.gradients import SoftmaxGrads
 from cupyattn.kernels.configs.layers import softmax as kernels
@@ -112,23 +112,12 @@ def log_softmax_backward(
     >>> cupyattn.log_softmax_backward(np.array([[1.0, 0.0]], np.float32), out)
     array([[ 0.5, -0.5]], dtype=float32)
     """
-    if bias is not None:
-        arrays = {"dout": dout, "out": out, "bias": bias, "workspace": workspace}
-        return gradients_with_bias(
-            reference.log_softmax_backward,
-            arrays,
-            grads,
-            axis,
-            scale,
-            accumulate,
-            logarithm=True,
-        )
-    return call_along(
-        axis,
-        kernels.BACKWARD,
-        {"dout": dout, "out": out, "dx": grads},
+    return softmax_gradients(
         reference.log_softmax_backward,
-        scale=scale,
-        accumulate=accumulate,
+        {"dout": dout, "out": out, "bias": bias, "workspace": workspace},
+        grads,
+        axis,
+        scale,
+        accumulate,
         logarithm=True,
     )

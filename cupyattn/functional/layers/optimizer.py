@@ -72,8 +72,8 @@ def adamw_step(
         options of another kind.
     ValueError
         For shapes that differ, a last axis that is not contiguous, arrays to change that are
-        read-only or overlap others, or options out of range; for kernels also if more than four
-        axes before the last lie unevenly in memory.
+        read-only or overlap others (grad may be param itself), or options out of range; for kernels
+        also if more than four axes before the last lie unevenly in memory.
     RuntimeError
         As `attention`.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from cupyattn import reference
 from cupyattn.arrays import Array
-from cupyattn.functional.layers.bias_gradient import gradients_with_bias
+from cupyattn.functional.layers.bias_gradient import softmax_gradients
 from cupyattn.functional.layers.scores import call_along
 from cupyattn.gradients import SoftmaxGrads
 from cupyattn.kernels.configs.layers import softmax as kernels
@@ -37,8 +37,8 @@ def softmax(
     mask : array that broadcasts to x.shape, optional
         bool, True = keep: what is not kept gets 0.
     bias : array that broadcasts to x.shape, optional
-        float16, float32 or bfloat16, added to scale * x; -inf hides. Neither mask nor bias is
-        materialised where it broadcasts, and both may have any strides.
+        float16, float32 or bfloat16 (float64 beside such an x), added to scale * x; -inf hides.
+        Neither mask nor bias is materialised where it broadcasts, and both may have any strides.
     causal : bool
         Keep column j of row i only if j <= i + Sk - Sq, for an x (..., Sq, Sk): of the axes other
         than `axis` the last has the rows.
@@ -153,23 +153,12 @@ def softmax_backward(
     >>> cupyattn.softmax_backward(np.array([[1.0, 0.0]], np.float32), out)
     array([[ 0.25, -0.25]], dtype=float32)
     """
-    if bias is not None:
-        arrays = {"dout": dout, "out": out, "bias": bias, "workspace": workspace}
-        return gradients_with_bias(
-            reference.softmax_backward,
-            arrays,
-            grads,
-            axis,
-            scale,
-            accumulate,
-            logarithm=False,
-        )
-    return call_along(
-        axis,
-        kernels.BACKWARD,
-        {"dout": dout, "out": out, "dx": grads},
+    return softmax_gradients(
         reference.softmax_backward,
-        scale=scale,
-        accumulate=accumulate,
+        {"dout": dout, "out": out, "bias": bias, "workspace": workspace},
+        grads,
+        axis,
+        scale,
+        accumulate,
         logarithm=False,
     )

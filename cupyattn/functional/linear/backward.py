@@ -46,7 +46,7 @@ def linear_backward(
     preactivation : array (..., N), dtype of x, optional
         The second result of `linear` (``return_preactivation=True``): (..., 2 N) where the
         activation is gated. Without it x w + b is computed again, which costs a third of the rest
-        and as much scratch memory.
+        and as much scratch memory; kernels round it to the dtype of x, as `linear` does.
     grads : LinearGrads, optional
         Arrays to write the gradients into, each of the shape and dtype of what it belongs to. dw
         may lie either way round; otherwise the last axis is contiguous. A field that is None makes

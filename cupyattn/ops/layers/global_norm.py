@@ -50,8 +50,9 @@ class Rows(NamedTuple):
             If two axes or more remain beside the rows.
         """
         size = layout.dtype.itemsize
-        axes = sorted(
-            zip(layout.strides, layout.shape, strict=True), key=lambda axis: -abs(axis[0])
+        axes = sorted(  # an axis that repeats its items is one of rows
+            zip(layout.strides, layout.shape, strict=True),
+            key=lambda axis: (axis[0] != 0, -abs(axis[0])),
         )
         steps = tuple(stride // size for stride, _ in axes)
         shape, (strides,) = merge_axes(tuple(extent for _, extent in axes), [steps])

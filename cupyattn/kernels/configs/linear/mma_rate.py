@@ -23,7 +23,7 @@ _ROUNDS = 32
 LONG_ROUNDS = 2048
 """For the rate of a whole card: a launch costs nothing beside them."""
 PRODUCTS = IN_FLIGHT * _ROUNDS
-"""Of each warp: 2 us on tensor cores, 100 us without."""
+"""Of each warp: by these cycles at 1.6 GHz 1 to 3 us on tensor cores, 45 to 100 without."""
 
 
 @cache
