@@ -15,7 +15,8 @@
 //           one's loads are under way, where registers hold both. column_sums.cu adds up what the CTAs leave.
 // Budget    registers, for STRIPS * VEC items a thread: x, dout and dtotal of one row or two and the weight, in
 //           their own dtype, and float sums of dweight and dbias; a row that is not RESIDENT: VEC of each, a second
-//           read, and sums in global memory. Shared memory: three floats per warp, twice; a strip of column sums.
+//           read, and sums in global memory. Shared memory: three floats per warp (RMS norm: one), twice; a
+//           strip of column sums.
 // Edges     columns beyond the row count as none.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
     !defined(RESIDENT) || !defined(WITH_DTOTAL) || !defined(WITH_WEIGHT) || !defined(WITH_BIAS) || !defined(WITH_MEAN)

@@ -62,7 +62,7 @@ def require_bool(name: str, value: Any) -> None:
 
 
 def require_finite(name: str, value: Any, *, least: float = -math.inf) -> None:
-    """Raise unless an option is a finite number that float32 has, not below `least`."""
+    """Raise unless an option is a finite number, with some room in float32, not below `least`."""
     number = factor(name, value)
     if number < least:
         raise error(

@@ -80,6 +80,24 @@ def test_kernels_of_several_threads_run_one_after_the_other(monkeypatch):
     assert most == [1] * 8
 
 
+@pytest.mark.nvrtc
+def test_a_kernel_may_run_within_the_launch_of_another(monkeypatch):
+    """As where a signal's handler launches one: the thread has the turn already."""
+    launch, results = emulator.launch, []
+
+    def nested(*arguments, **options):
+        monkeypatch.setattr(emulator, "launch", launch)
+        results.append(softmax(np.zeros((2, 40), np.float32)))
+        launch(*arguments, **options)
+
+    monkeypatch.setattr(emulator, "launch", nested)
+    with backend("emulator"), ThreadPoolExecutor(1) as pool:
+        outer = pool.submit(copy_context().run, softmax, np.zeros((3, 40), np.float32))
+        results.append(outer.result(60))
+    assert [x.shape for x in results] == [(2, 40), (3, 40)]
+    assert all(np.allclose(x, 1 / 40) for x in results)
+
+
 def test_tasks_keep_theirs():
     block = backend("emulator")
 

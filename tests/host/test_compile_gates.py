@@ -17,6 +17,7 @@ from support.costs import Cost, cost, first_of_each_kernel, row_of, rows, worst
 from support.figures import GATES, NVRTC, costliest_when_recorded
 from support.search import Search, deep, mostly_deep
 
+from cupyattn.kernels import compile
 from cupyattn.kernels.arch import TURING, Arch, arch_of
 from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.kernels.configs.attention import decode, float32, tensor_core
@@ -177,6 +178,9 @@ def test_all_members_of_a_row_that_has_changed_are_compiled(monkeypatch):
     other = replace(members[-1], macros=(*members[-1].macros, ("ANOTHER", 1)))
     changed = [*members[:-1], other]
     assert costliest_when_recorded(row, changed) == changed
+    with monkeypatch.context() as changed_options:
+        changed_options.setattr(compile, "_OPTIONS", (*compile._OPTIONS, "-fmad=false"))
+        assert costliest_when_recorded(row, members) == members
     monkeypatch.setattr(costs, "source_digest", lambda path: f"of another {path}")
     assert costliest_when_recorded(row, members) == members
 

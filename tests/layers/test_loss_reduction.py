@@ -15,7 +15,7 @@ IGNORED = -100
 
 
 def test_the_mean_of_eight_million_rows():
-    """A thread counts 8191 labels, all bits of the two halves in which their numbers are added."""
+    """A thread counts 8191 labels: all bits of its number's lower half, and one of the other."""
     labels = np.zeros(8191 * 1024 + 5, np.int32)
     labels[[0, 77, -1]] = IGNORED
     given = {"dloss": np.asarray(len(labels) - 3, np.float32), "labels": labels}

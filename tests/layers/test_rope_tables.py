@@ -133,7 +133,8 @@ def test_transformers_computes_the_same():
         ((4, 8), {"scaling": LinearScaling(0)}, ValueError, "factor = 0.0 of LinearScaling; it is"),
         ((4, 8), {"scaling": LinearScaling("2")}, TypeError, "factor of scaling is a str"),
         ((4, 8), {"scaling": Llama3Scaling(8, 4, 4)}, ValueError, "high_freq_factor = 4; it is"),
-        ((4, 8), {"scaling": YarnScaling(4, 9, 1, 32)}, ValueError, "beta_fast = 1; it is above"),
+        ((4, 8), {"scaling": YarnScaling(4, 9, 1, 32)}, ValueError, "beta_fast = 1; it is at"),
+        ((4, 8), {"scaling": YarnScaling(4, 9, 1, 1), "dtype": "float64"}, None, ""),
     ],
 )  # fmt: skip
 def test_bad_input(args, options, kind, message):

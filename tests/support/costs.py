@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from cupyattn.kernels import compile
 from cupyattn.kernels.arch import Arch
 from cupyattn.kernels.compile import compile_cubin
 from cupyattn.kernels.configs.attention.decode import INTEGER_BITS
@@ -132,7 +133,7 @@ def worst(members: Iterable[Specialisation], arch: Arch) -> Cost:
 
 
 def costliest(members: Sequence[Specialisation], arch: Arch) -> list[int]:
-    """The numbers of as few members of a row as have its figures among them."""
+    """The numbers of some members of a row, mostly one, that have its figures among them."""
     figures = worst(members, arch)
     has = [
         {name for name, x in cost(member, arch)._asdict().items() if x == getattr(figures, name)}
@@ -147,9 +148,9 @@ def costliest(members: Sequence[Specialisation], arch: Arch) -> list[int]:
 
 
 def made_of(members: Iterable[Specialisation]) -> str:
-    """A digest of all that the compiler is given of a row: sources and macros, in their order."""
-    digest = hashlib.sha256()
+    """A digest of what the compiler is given of a row: options, sources, headers and macros."""
+    digest = hashlib.sha256(" ".join(compile._OPTIONS).encode())
     for member in members:
-        source = source_root() / member.spec.source
-        digest.update(f"{source_digest(source)} {sorted(member.defines.items())}\n".encode())
+        source, macros = source_root() / member.spec.source, sorted(member.defines.items())
+        digest.update(f"{source_digest(source)} {member.spec.headers} {macros}\n".encode())
     return digest.hexdigest()[:16]

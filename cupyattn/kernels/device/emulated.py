@@ -86,19 +86,19 @@ def _module(specialisation: Specialisation) -> emulator.Module:
     return emulator.load(ptx, named, translations=_KeptTranslations())
 
 
-_turn = threading.Lock()
+_turn = threading.RLock()  # a signal's handler may launch within a launch
 """Held by the launch that runs: ranks in threads take turns.
 
-NumPy lets go of the interpreter's lock in every operation, and threads that wait for it change
-places each time. With turns the ring of eight ranks takes 2.5 seconds, without them 7.9 (2 cores,
-2026-11-26, `pytest --deep -n 0 --durations 0 tests/distributed/test_ring_kernels.py`).
+NumPy lets go of the interpreter's lock in each larger operation, and threads that wait for it
+change places each time. With turns the ring of eight ranks takes 2.5 seconds, without them 7.9 (2
+cores, 2026-11-26, `pytest --deep -n 0 --durations 0 tests/distributed/test_ring_kernels.py`).
 """
 
 
 def _free_turn() -> None:
     """Make another lock: in a forked child, the thread that held it is gone."""
     global _turn
-    _turn = threading.Lock()
+    _turn = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork

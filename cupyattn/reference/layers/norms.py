@@ -57,10 +57,10 @@ def norm(
         rows = x.astype(np.float64) if total is None else total
         mean = np.zeros(rows.shape[:-1])
         if centred:
-            mean = _mean(rows)
+            mean = row_mean(rows)
             mean = np.where(np.isfinite(mean), mean, np.nan)
         rows = rows - mean[..., None]
-        rstd = 1 / np.sqrt(_mean(rows**2) + eps)
+        rstd = 1 / np.sqrt(row_mean(rows**2) + eps)
         out = rows * rstd[..., None]
         if weight is not None:
             out = out * (weight_offset + weight.astype(np.float64))
@@ -113,9 +113,9 @@ def norm_backward(
     """
     with np.errstate(all="ignore"):
         dout, normal, g, rstd = terms(dout, x, weight, mean, rstd, weight_offset)
-        inner = g - normal * _mean(g * normal)[..., None]
+        inner = g - normal * row_mean(g * normal)[..., None]
         if mean is not None:
-            inner = inner - _mean(g)[..., None]
+            inner = inner - row_mean(g)[..., None]
         dx = rstd[..., None] * inner
         if dtotal is not None:
             dx = dx + dtotal
@@ -140,9 +140,11 @@ def terms(
     rstd = np.asarray(rstd, np.float64)
     if mean is not None:
         rows = rows - mean[..., None]
-        rows = rows - _mean(rows)[..., None]
+    normal = rows * rstd[..., None]
+    if mean is not None:
+        normal = normal - row_mean(normal)[..., None]
     g = dout if weight is None else dout * (weight_offset + weight.astype(np.float64))
-    return dout, rows * rstd[..., None], g, rstd
+    return dout, normal, g, rstd
 
 
 def column_sum(rows: Float64) -> Float64:
@@ -153,7 +155,7 @@ def column_sum(rows: Float64) -> Float64:
     return result
 
 
-def _mean(rows: Float64) -> Float64:
+def row_mean(rows: Float64) -> Float64:
     """Mean over the last axis, 0 of no items."""
     result: Float64 = rows.sum(axis=-1) / max(rows.shape[-1], 1)
     return result

@@ -20,7 +20,8 @@ by 2 u |g|, a mean of terms by (h + 6) u of the mean of their sizes; dx = rstd (
 dtotal adds four roundings of its largest partial result. A sum over R rows takes at most R
 additions and a few for CTAs and warps: (R + 16) u of the sum of the sizes. Layer norm takes from n
 its mean c, which errs by l = (h + 6) u times the mean of |(x - mean) rstd|, so all n of a row by l
-more; and from C the product c G, which errs by l G, and c by (h + 6) u G: no more than l G again.
+more; and from C the product c G, which errs by l G, and twice by (h + 6) u |c| G: in the sum of g n
+before, and in G.
 """
 
 from __future__ import annotations
@@ -31,7 +32,14 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cupyattn.reference.attention.bounds import TINY32, U32, precision_of
-from cupyattn.reference.layers.norms import Float64, column_sum, norm, norm_backward, terms
+from cupyattn.reference.layers.norms import (
+    Float64,
+    column_sum,
+    norm,
+    norm_backward,
+    row_mean,
+    terms,
+)
 
 
 def additions(items: int) -> float:
@@ -115,17 +123,21 @@ def norm_backward_bound(
     items, rows = x.shape[-1], x.size // max(x.shape[-1], 1)
     with np.errstate(all="ignore"):
         dout, normal, g, rstd = map(np.abs, terms(dout, x, weight, mean, rstd, weight_offset))
-        lost = _lost(x, mean, rstd) if mean is not None else 0.0
+        h = additions(items) + 6
+        raw = np.zeros(x.shape)  # before c is taken from it
+        if mean is not None:
+            raw = (x.astype(np.float64) - mean[..., None]) * rstd[..., None]
+        lost = h * U32 * row_mean(np.abs(raw))[..., None]
+        shift = h * U32 * np.abs(row_mean(raw))[..., None]
         if weight is not None:  # of an offset that the weight nearly cancels
             g = np.maximum(g, dout * (abs(weight_offset) + np.abs(weight.astype(np.float64))))
-        h = additions(items) + 6
         n = max(items, 1)
         flushed = (items + 4) * TINY32 / n
         product = (g * normal).sum(axis=-1, keepdims=True) / n + flushed
         plain = g.sum(axis=-1, keepdims=True) / n if mean is not None else 0.0
         inner = g + plain + normal * product
         error = (6 * g + h * plain + (h + 4) * normal * product + 4 * inner) * U32
-        error = error + lost * (product + 2 * normal * plain)
+        error = error + lost * product + (lost + 2 * shift) * normal * plain
         error = rstd[..., None] * (error + flushed * (1 + normal)) + TINY32
         if dtotal is not None:
             error = error + U32 * (rstd[..., None] * inner + np.abs(dtotal.astype(np.float64)))
@@ -139,11 +151,3 @@ def norm_backward_bound(
             rounded = (rows + 16) * U32 * column_sum(term) + column_sum(more)
             sums.append(rounded + (rows + 1) * TINY32 + precision.store(gradient))
     return dx, sums[0], sums[1]
-
-
-def _lost(x: NDArray[Any], mean: NDArray[Any], rstd: Float64) -> Float64:
-    """Return l of the module's docstring, for each row."""
-    rows = (x.astype(np.float64) - mean[..., None]) * rstd[..., None]
-    size = np.abs(rows).sum(axis=-1, keepdims=True) / max(x.shape[-1], 1)
-    result: Float64 = (additions(x.shape[-1]) + 6) * U32 * size
-    return result
