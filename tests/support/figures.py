@@ -7,14 +7,18 @@ helped. Look at the difference. Figures of another compiler are not compared.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from support.costs import Cost, costliest, made_of, rows, worst
 
+from cupyattn.benchmark.block_mask import DIRECTIONS, Case, calls_of, masks_of
+from cupyattn.benchmark.frame.turing_model import Model
 from cupyattn.benchmark.memory.calls import modelled_calls
 from cupyattn.benchmark.memory.command import describe as describe_memory
 from cupyattn.cli.table_rows import row_name, rows_of
@@ -50,6 +54,26 @@ GATES = {
 """The most registers, shared bytes and spills and the fewest CTAs of any dtype and load, by row."""
 
 
+BLOCK_MASKS: dict[str, float] = RECORD["block_masks"]
+"""TFLOP/s of calls with a block mask on a T4, by the model: no table lists their kernels."""
+BLOCK_MASK_CALLS = {
+    f"{direction}, D {head_dim}": (direction, head_dim)
+    for head_dim, direction in itertools.product((64, 128), DIRECTIONS)
+}
+
+
+def block_mask_rate(direction: str, head_dim: int) -> float:
+    """What the file should hold of a call with a block mask of documents."""
+    case = Case(512, 2, 1, head_dim, "float16")
+
+    def prepare() -> Any:
+        return calls_of("block_mask", masks_of(case, np), case.unfilled(), direction)
+
+    rate = Model(T4).rate(prepare)
+    assert rate is not None
+    return round(rate, 2)
+
+
 def costliest_when_recorded(
     row: str, members: Sequence[Specialisation]
 ) -> Sequence[Specialisation]:
@@ -74,7 +98,8 @@ def measured() -> dict[str, Any]:
     model = describe(rows_of(TUNED, None), simulate=True, all_loops=False)
     gates = {row: gate(members) for row, members in rows().items()}
     versions = {name: model[name] for name in ("nvrtc", "nvdisasm")}
-    return {**versions, "rows": model["rows"], "gates": gates}
+    block_masks = {name: block_mask_rate(*call) for name, call in BLOCK_MASK_CALLS.items()}
+    return {**versions, "rows": model["rows"], "gates": gates, "block_masks": block_masks}
 
 
 def sm_of(machine: Machine) -> Machine:

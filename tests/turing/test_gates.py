@@ -11,8 +11,17 @@ from typing import Any
 
 import pytest
 from support.costs import first_of_each_kernel
-from support.figures import MODEL, NVRTC, ON_MACHINES, of_machines, sm_of
-from support.search import mostly_deep
+from support.figures import (
+    BLOCK_MASK_CALLS,
+    BLOCK_MASKS,
+    MODEL,
+    NVRTC,
+    ON_MACHINES,
+    block_mask_rate,
+    of_machines,
+    sm_of,
+)
+from support.search import deep, mostly_deep
 
 from cupyattn.benchmark.frame.emulated import FLOAT32_FLOP_PER_CYCLE
 from cupyattn.cli.table_rows import row_name, rows_of
@@ -57,6 +66,17 @@ def test_a_row_is_as_good_as_recorded(machine, kernel, name):
     row = ROWS[kernel, name] if (kernel, name) in ROWS else ON[machine, kernel, name]
     found = kernel_row(row, machine=MACHINES[machine])
     require_as_good(found, RECORDED[machine, kernel, name])
+
+
+def test_every_call_with_a_block_mask_is_recorded():
+    assert set(BLOCK_MASKS) == set(BLOCK_MASK_CALLS)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("call", deep(*BLOCK_MASK_CALLS))
+def test_a_call_with_a_block_mask_is_as_good_as_recorded(call):
+    require_the_recorded_tools()
+    assert block_mask_rate(*BLOCK_MASK_CALLS[call]) >= 0.95 * BLOCK_MASKS[call]
 
 
 @pytest.mark.nvrtc
