@@ -46,6 +46,7 @@ CASES = [
     (11, 4100, "float32", LAYER, ALL),
     (5, 8200, "float16", RMS, ("weight", "bias")),
     (5, 16_400, "float32", LAYER, ALL),
+    (3, 16_385, "float16", LAYER, ("weight",)),  # read twice, with one item in its last strip
 ]
 LIMITS = sorted({limit for rows in (FORWARD_ROWS, BACKWARD_ROWS) for limit in rows[75] if limit})
 STEPS = (-8, -1, 0, 8)
