@@ -169,12 +169,15 @@ def test_rows_of_which_nothing_is_kept(side):
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
-@pytest.mark.parametrize("offset", [1e4, 1e6])
-def test_what_an_offset_of_all_scores_costs(offset):
+@pytest.mark.parametrize(
+    ("offset", "width"),
+    [(1e4, 64), (1e6, 64), (-1e4, 4100)],  # the last: no maximum of several warps is near 0
+)
+def test_what_an_offset_of_all_scores_costs(offset, width):
     """As the documentation says: nothing as it is, offset * 2**-24 where scores are rounded."""
     rng = np.random.default_rng(0)
-    x = (offset + 3 * rng.standard_normal((4, 64))).astype(np.float32)
-    placed_x, step = KERNELS.put(x), offset * 2.0**-24
+    x = (offset + 3 * rng.standard_normal((4, width))).astype(np.float32)
+    placed_x, step = KERNELS.put(x), abs(offset) * 2.0**-24
 
     def off(weights, scale=1.0):
         exact = reference.softmax(x, scale=scale)
