@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from numbers import Integral
 from types import MappingProxyType
@@ -12,7 +11,6 @@ import numpy as np
 
 from cupyattn.arrays import WORKSPACE_FIX, Layout, is_contiguous
 from cupyattn.errors import bool_fix, error, made_beforehand, shown
-from cupyattn.ops.numbers import factor
 from cupyattn.ops.spans import overlaps_itself
 
 FLOATS = ("float16", "float32", "bfloat16")
@@ -58,15 +56,6 @@ def require_bool(name: str, value: Any) -> None:
             f"{name} = {shown(value)}",
             "it is True or False",
             bool_fix(name, value),
-        )
-
-
-def require_finite(name: str, value: Any, *, least: float = -math.inf) -> None:
-    """Raise unless an option is a finite number, with some room in float32, not below `least`."""
-    number = factor(name, value)
-    if number < least:
-        raise error(
-            ValueError, f"{name} = {number}", f"it is at least {least:g}", "pass such a number"
         )
 
 

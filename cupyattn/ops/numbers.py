@@ -31,8 +31,8 @@ def real(name: str, value: Any) -> float:
     )
 
 
-def factor(name: str, value: Any) -> float:
-    """Return a factor as a float, or raise: it is finite, with some room."""
+def factor(name: str, value: Any, *, least: float = -math.inf) -> float:
+    """Return a factor as a float, or raise: it is finite, with some room, and not below `least`."""
     number = real(name, value)
     if not abs(number) <= LARGEST:
         raise error(
@@ -40,6 +40,10 @@ def factor(name: str, value: Any) -> float:
             f"{name} = {number}",
             f"it is a finite number up to {LARGEST:g}",
             "pass a smaller number",
+        )
+    if number < least:
+        raise error(
+            ValueError, f"{name} = {number}", f"it is at least {least:g}", "pass such a number"
         )
     return number
 

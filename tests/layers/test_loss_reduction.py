@@ -1,4 +1,4 @@
-"""The reduction of the losses of more rows than logits of them would fit."""
+"""The mean of so many losses that a thread's count of labels takes both halves of its number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradient of a bias of softmax or its logarithm, beside that of x."""
+"""The gradients of softmax and its logarithm: of x, and of a bias beside it."""
 
 from __future__ import annotations
 
@@ -37,50 +37,29 @@ def softmax_gradients(
     *,
     logarithm: bool,
 ) -> Any:
-    """Return dx, or both gradients where arrays has a bias; of the others see below."""
-    if arrays["bias"] is not None:
-        return _gradients_with_bias(
-            exact, arrays, grads, axis, scale, accumulate, logarithm=logarithm
-        )
-    if isinstance(grads, tuple):
-        raise error(
-            TypeError,
-            f"grads is a {type(grads).__name__}, and bias is None",
-            "without a bias it is one array, that of dx",
-            "pass grads=dx, or the bias of the call",
-        )
-    return call_along(
-        axis,
-        BACKWARD,
-        {"dout": arrays["dout"], "out": arrays["out"], "dx": grads},
-        exact,
-        scale=scale,
-        accumulate=accumulate,
-        logarithm=logarithm,
-    )
-
-
-def _gradients_with_bias(
-    exact: Callable[..., np.ndarray],
-    arrays: dict[str, Any],
-    grads: Any,
-    axis: Any,
-    scale: Any,
-    accumulate: Any,
-    *,
-    logarithm: bool,
-) -> SoftmaxGrads:
-    """Return dx, and dbias as the sum of the scores' gradient over the axes that bias has not.
+    """Return dx; with a bias both, dbias being the sum over the axes that bias has not.
 
     Parameters
     ----------
     exact : callable
         The reference of the gradient without a bias.
     arrays : dict
-        dout, out and bias, and workspace or None.
+        dout and out, and bias and workspace or None.
     logarithm : bool
         Of the logarithm of softmax.
     """
+    if arrays["bias"] is None:
+        if isinstance(grads, tuple):
+            raise error(
+                TypeError,
+                f"grads is a {type(grads).__name__}, and bias is None",
+                "without a bias it is one array, that of dx",
+                "pass grads=dx, or the bias of the call",
+            )
+        alone = {"dout": arrays["dout"], "out": arrays["out"], "dx": grads}
+        return call_along(
+            axis, BACKWARD, alone, exact, scale=scale, accumulate=accumulate, logarithm=logarithm
+        )
     scale = factor("scale", scale)
     require_bool("accumulate", accumulate)
     into = named_grads(SoftmaxGrads, grads, accumulate)

@@ -10,7 +10,8 @@ from cupyattn.functional.layers.rows import call_rows
 from cupyattn.functional.outputs import named_grads, named_out
 from cupyattn.gradients import LayerNormGrads, RMSNormGrads
 from cupyattn.kernels.configs.layers import norms
-from cupyattn.ops.checks import require_bool, require_finite, require_given
+from cupyattn.ops.checks import require_bool, require_given
+from cupyattn.ops.numbers import factor
 
 
 def layer_norm(
@@ -158,8 +159,8 @@ def _forward(
     weight_offset: float = 0.0,
 ) -> Any:
     require_bool("return_stats", return_stats)
-    require_finite("eps", eps, least=0.0)
-    require_finite("weight_offset", weight_offset)
+    factor("eps", eps, least=0.0)
+    factor("weight_offset", weight_offset)
     wanted = statistics if return_stats else ()
     names = ("out", *(("total",) if arrays["residual"] is not None else ()), *wanted)
     results = call_rows(
@@ -310,7 +311,7 @@ def rms_norm_backward(
     >>> np.allclose((dx * x).sum(axis=-1), 0, atol=1e-5), dweight  # longer rows give the same
     (True, None)
     """
-    require_finite("weight_offset", weight_offset)
+    factor("weight_offset", weight_offset)
     arrays = {"dout": dout, "x": x, "dtotal": dtotal, "weight": weight, "rstd": rstd}
     arrays["workspace"] = workspace
     return RMSNormGrads(

@@ -91,7 +91,8 @@ _turn = threading.RLock()  # a signal's handler may launch within a launch
 
 NumPy lets go of the interpreter's lock in each larger operation, and threads that wait for it
 change places each time. With turns the ring of eight ranks takes 2.5 seconds, without them 7.9 (2
-cores, 2026-11-26, `pytest --deep -n 0 --durations 0 tests/distributed/test_ring_kernels.py`).
+cores, 2026-11-26, `pytest --deep -n 0 --durations 0 tests/distributed/test_ring_kernels.py -k
+within_bounds_of_one_device`).
 """
 
 

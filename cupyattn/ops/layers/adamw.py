@@ -48,15 +48,10 @@ class AdamwNumbers(NamedTuple):
                 "it is at least 0 and below 1",
                 "pass for example betas=(0.9, 0.999)",
             )
-        rates = {}
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            rates[name] = factor(name, value)
-            _require(
-                rates[name] >= 0,
-                f"{name} = {rates[name]}",
-                "it is 0 or more",
-                "pass a number that is not negative",
-            )
+        rates = {
+            name: factor(name, value, least=0.0)
+            for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay))
+        }
         scale = real("grad_scale", grad_scale)
         _require(
             math.isfinite(scale),

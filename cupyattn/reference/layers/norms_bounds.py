@@ -143,11 +143,11 @@ def norm_backward_bound(
             error = error + U32 * (rstd[..., None] * inner + np.abs(dtotal.astype(np.float64)))
         dx = error + precision.store(gradients[0])
         sums: list[Float64 | None] = []
-        of_rows = ((dout * normal, dout * lost), (dout, 0 * dout))
-        for gradient, (term, more) in zip(gradients[1:], of_rows, strict=True):
+        of_each = dout * ((rows + 16) * U32 * normal + lost), dout * ((rows + 16) * U32)
+        for gradient, terms_error in zip(gradients[1:], of_each, strict=True):
             if gradient is None:
                 sums.append(None)
                 continue
-            rounded = (rows + 16) * U32 * column_sum(term) + column_sum(more)
-            sums.append(rounded + (rows + 1) * TINY32 + precision.store(gradient))
+            rounded = column_sum(terms_error) + (rows + 1) * TINY32
+            sums.append(rounded + precision.store(gradient))
     return dx, sums[0], sums[1]
