@@ -43,7 +43,7 @@ def factor(name: str, value: Any, *, least: float = -math.inf) -> float:
         )
     if number < least:
         raise error(
-            ValueError, f"{name} = {number}", f"it is at least {least:g}", "pass such a number"
+            ValueError, f"{name} = {number}", f"it is {least:g} or more", "pass such a number"
         )
     return number
 

@@ -28,7 +28,7 @@ REFUSED: list[tuple[Any, tuple[Any, ...], dict[str, Any], type[Exception], str]]
     (LAYER, (X, W, W[:1]), {}, ValueError, r"bias has shape \(1,\)"),
     (RMS, (X, np.ones(16, F32)[::2]), {}, ValueError, "weight has strides"),
     (LAYER, (X,), {"residual": X[0]}, ValueError, r"residual has shape \(8,\); .*shaped like x"),
-    (LAYER, (X,), {"eps": -1.0}, ValueError, r"eps = -1.0; it is at least 0"),
+    (LAYER, (X,), {"eps": -1.0}, ValueError, r"eps = -1.0; it is 0 or more"),
     (LAYER, (X,), {"eps": float("nan")}, ValueError, "eps = nan; it is a finite number up to"),
     (LAYER, (X,), {"eps": "1e-5"}, TypeError, "eps is a str; it is a real number"),
     (RMS, (X,), {"weight_offset": True}, TypeError, "weight_offset is a bool"),

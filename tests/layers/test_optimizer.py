@@ -263,7 +263,7 @@ def step(arrays: dict[str, Any], side: Any, **changes: Any) -> None:
         ({}, {"betas": (0.9, 1.0)}, ValueError, r"betas\[1\] = 1.0; it is at least 0 and below 1"),
         ({}, {"betas": 0.9}, TypeError, "betas is 0.9"),
         ({}, {"betas": (0.9, "a")}, TypeError, r"betas\[1\] is a str"),
-        ({}, {"lr": -1.0}, ValueError, "lr = -1.0; it is at least 0"),
+        ({}, {"lr": -1.0}, ValueError, "lr = -1.0; it is 0 or more"),
         ({}, {"lr": float("nan")}, ValueError, "lr = nan"),
         ({}, {"eps": "1"}, TypeError, "eps is a str"),
         ({}, {"weight_decay": -0.1}, ValueError, "weight_decay = -0.1"),
