@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from support.costs import Cost, costliest, made_of, rows, worst
 
-from cupyattn.benchmark.block_mask import DIRECTIONS, Case, calls_of, masks_of
+from cupyattn.benchmark import block_mask
+from cupyattn.benchmark.attention import cases
+from cupyattn.benchmark.attention.contenders import backward_contenders
+from cupyattn.benchmark.frame.subjects import Gauge
 from cupyattn.benchmark.frame.turing_model import Model
 from cupyattn.benchmark.memory.calls import modelled_calls
 from cupyattn.benchmark.memory.command import describe as describe_memory
@@ -54,22 +58,43 @@ GATES = {
 """The most registers, shared bytes and spills and the fewest CTAs of any dtype and load, by row."""
 
 
-BLOCK_MASKS: dict[str, float] = RECORD["block_masks"]
-"""TFLOP/s of calls with a block mask on a T4, by the model: no table lists their kernels."""
-BLOCK_MASK_CALLS = {
-    f"{direction}, D {head_dim}": (direction, head_dim)
-    for head_dim, direction in itertools.product((64, 128), DIRECTIONS)
+CALLS_RECORD: dict[str, float] = RECORD["calls"]
+"""TFLOP/s of calls on a T4, by the model: of kernels that no table lists, and of several."""
+
+
+def _with_block_mask(direction: str, head_dim: int) -> Any:
+    """Prepare a call with a block mask of documents."""
+    case = block_mask.Case(512, 2, 1, head_dim, "float16")
+    masks = block_mask.masks_of(case, np)
+    return block_mask.calls_of("block_mask", masks, case.unfilled(), direction)
+
+
+def _backward(option: str, head_dim: int) -> Any:
+    """Prepare a backward of two sequences, which share a bias."""
+    case = cases.Case(2, 2, 2048, head_dim, head_dim, "float16", causal=False, window=0)
+    arguments = partial(cases.arguments_of, option, case, np)
+    inputs = cases.Inputs(case, option, cases.unfilled(case), arguments)
+    return backward_contenders(("flash",), (False,), inputs, Gauge.idle(np))[0].prepare()[0]
+
+
+CALLS: dict[str, Callable[[], Any]] = {
+    **{
+        f"{direction} with a block mask, D {head_dim}": partial(
+            _with_block_mask, direction, head_dim
+        )
+        for head_dim, direction in itertools.product((64, 128), block_mask.DIRECTIONS)
+    },
+    **{
+        f"backward with {name}, D {head_dim}": partial(_backward, option, head_dim)
+        for head_dim in (64, 128)
+        for option, name in (("plain", "no option"), ("bias", "a bias of all sequences"))
+    },
 }
 
 
-def block_mask_rate(direction: str, head_dim: int) -> float:
-    """What the file should hold of a call with a block mask of documents."""
-    case = Case(512, 2, 1, head_dim, "float16")
-
-    def prepare() -> Any:
-        return calls_of("block_mask", masks_of(case, np), case.unfilled(), direction)
-
-    rate = Model(T4).rate(prepare)
+def call_rate(name: str) -> float:
+    """What the file should hold of a call."""
+    rate = Model(T4).rate(CALLS[name])
     assert rate is not None
     return round(rate, 2)
 
@@ -98,8 +123,8 @@ def measured() -> dict[str, Any]:
     model = describe(rows_of(TUNED, None), simulate=True, all_loops=False)
     gates = {row: gate(members) for row, members in rows().items()}
     versions = {name: model[name] for name in ("nvrtc", "nvdisasm")}
-    block_masks = {name: block_mask_rate(*call) for name, call in BLOCK_MASK_CALLS.items()}
-    return {**versions, "rows": model["rows"], "gates": gates, "block_masks": block_masks}
+    calls = {name: call_rate(name) for name in CALLS}
+    return {**versions, "rows": model["rows"], "gates": gates, "calls": calls}
 
 
 def sm_of(machine: Machine) -> Machine:

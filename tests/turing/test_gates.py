@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from support.costs import first_of_each_kernel
 from support.figures import (
-    BLOCK_MASK_CALLS,
-    BLOCK_MASKS,
+    CALLS,
+    CALLS_RECORD,
     MODEL,
     NVRTC,
     ON_MACHINES,
-    block_mask_rate,
+    call_rate,
     of_machines,
     sm_of,
 )
@@ -68,15 +68,25 @@ def test_a_row_is_as_good_as_recorded(machine, kernel, name):
     require_as_good(found, RECORDED[machine, kernel, name])
 
 
-def test_every_call_with_a_block_mask_is_recorded():
-    assert set(BLOCK_MASKS) == set(BLOCK_MASK_CALLS)
+def test_every_call_is_recorded():
+    assert set(CALLS_RECORD) == set(CALLS)
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("call", deep(*BLOCK_MASK_CALLS))
-def test_a_call_with_a_block_mask_is_as_good_as_recorded(call):
+@pytest.mark.parametrize("call", deep(*CALLS))
+def test_a_call_is_as_good_as_recorded(call):
     require_the_recorded_tools()
-    assert block_mask_rate(*BLOCK_MASK_CALLS[call]) >= 0.95 * BLOCK_MASKS[call]
+    assert call_rate(call) >= 0.95 * CALLS_RECORD[call]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_bias_of_all_sequences_takes_at_most_twice_as_long(head_dim):
+    """Its gradient is summed over them by a kernel of its own."""
+    plain, biased = (
+        CALLS_RECORD[f"backward with {name}, D {head_dim}"]
+        for name in ("no option", "a bias of all sequences")
+    )
+    assert biased >= plain / 2
 
 
 @pytest.mark.nvrtc
