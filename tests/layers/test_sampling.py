@@ -113,6 +113,15 @@ def test_each_row_has_its_own_options(tokens, integers, seeds, stride, seed):
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
+@pytest.mark.parametrize("filters", ["none", "top_k", "all"])
+def test_rows_of_any_level(filters):
+    """A row's own largest logit counts: not 0, nor that of a row beside it."""
+    logits = logits_of(5, PART + 77, "float16") + np.float16([[-300], [0], [200], [-40], [300]])
+    drawn(logits, **FILTERS[filters], seed=5)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
 @pytest.mark.parametrize(
     ("filters", "penalised"),
     mostly_deep(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 from support.choices import choose
 from support.devices import KERNELS
 from support.linear_problems import LinearCase, backward_ratio, forward_ratio, put
@@ -26,6 +27,7 @@ from cupyattn.ops.linear import quantised_tile
 from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.reference import error_ratio
 from cupyattn.weight_formats import FORMATS as ALL_FORMATS
+from cupyattn.weight_formats import NF4_CODEBOOK
 
 # Those that the kernels read; of others scales are expanded before.
 FORMATS = {name: form for name, form in ALL_FORMATS.items() if form.group is None}
@@ -67,6 +69,15 @@ FORWARD = [
 def test_forward(shape, problem):
     with KERNELS.running(), tensor_core_alone(shape):
         assert 0 < forward_ratio(problem)[0] <= 1
+
+
+def test_the_codebook_of_nf4_is_rounded_to_the_nearest_float16():
+    """A product of the identity shows the weights themselves; the largest of each block is 1."""
+    w = NF4_CODEBOOK[np.add.outer(np.arange(64), np.arange(48)) % 16]
+    with KERNELS.running(), tensor_core_alone("small"):
+        quantised = cupyattn.quantize(KERNELS.put(w), format="nf4")
+        out = cupyattn.linear(KERNELS.put(np.eye(64, dtype=np.float16)), quantised)
+    assert_array_equal(KERNELS.get(out), w.astype(np.float16))
 
 
 # w whose rows of codes are its rows: the product of dx, as people call it themselves. Its sum is
