@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from cupyattn.kernels import compile
@@ -130,21 +130,6 @@ def worst(members: Iterable[Specialisation], arch: Arch) -> Cost:
     costs = [cost(specialisation, arch) for specialisation in members]
     registers, shared, ctas, spills = zip(*costs, strict=True)
     return Cost(max(registers), max(shared), min(ctas), max(spills))
-
-
-def costliest(members: Sequence[Specialisation], arch: Arch) -> list[int]:
-    """The numbers of some members of a row, mostly one, that have its figures among them."""
-    figures = worst(members, arch)
-    has = [
-        {name for name, x in cost(member, arch)._asdict().items() if x == getattr(figures, name)}
-        for member in members
-    ]
-    found: list[int] = []
-    missing = set(Cost._fields)
-    while missing:
-        found.append(max(range(len(has)), key=lambda number: len(has[number] & missing)))
-        missing -= has[found[-1]]
-    return sorted(found)
 
 
 def made_of(members: Iterable[Specialisation]) -> str:

@@ -7,17 +7,20 @@ helped. Look at the difference. Figures of another compiler are not compared.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from support.costs import Cost, costliest, made_of, rows, worst
+from support.costs import Cost, made_of, rows, worst
+from support.search import Search
 
+from cupyattn import turing
 from cupyattn.benchmark import block_mask
 from cupyattn.benchmark.attention import cases
 from cupyattn.benchmark.attention.contenders import backward_contenders
@@ -35,6 +38,7 @@ from cupyattn.cli.turing import (
     kernel_row,
 )
 from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.turing import MACHINES, T4, Machine
 
@@ -99,32 +103,62 @@ def call_rate(name: str) -> float:
     return round(rate, 2)
 
 
-def costliest_when_recorded(
-    row: str, members: Sequence[Specialisation]
-) -> Sequence[Specialisation]:
-    """The members that had the row's figures, all if any is made of something else by now.
+def modelled_of(row: Specialisation) -> str:
+    """A digest of what the model's figures of a row follow from: the row, and the model itself."""
+    return f"{made_of([row])}-{_model_digest()}"
 
-    Under the compiler that made the figures. They are 565 of 1,302 (2026-11-26).
+
+@cache
+def _model_digest() -> str:
+    files = sorted(Path(turing.__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+_Row = TypeVar("_Row")
+
+
+def worth_trying(
+    digests: Mapping[_Row, Callable[[], str]], records: Mapping[_Row, Mapping[str, Any]]
+) -> list[_Row]:
+    """The rows that are not made of what they were when recorded, and one of eight others.
+
+    Of the rest the record stands: a compiler makes the same of the same. To compile and model them
+    again took a quarter of a run with --deep (2026-11-27). Another compiler tries every row.
     """
-    record = RECORD["gates"].get(row)
-    if record is None or record["made_of"] != made_of(members):
-        return members
-    return [members[number] for number in record["costliest"]]
+    if not Search.deep or compiler_version() != NVRTC:
+        return [*digests]
+    return [
+        row
+        for number, (row, digest) in enumerate(digests.items())
+        if number % 8 == 0 or records.get(row, {}).get("made_of") != digest()
+    ]
+
+
+def compiler_version() -> str | None:
+    """Of NVRTC; None where there is none."""
+    try:
+        return ".".join(map(str, nvrtc_version()))
+    except RuntimeError:
+        return None
 
 
 def gate(members: Sequence[Specialisation]) -> dict[str, Any]:
     """What the file should hold of a row."""
-    found = worst(members, TURING)._asdict()
-    return {**found, "costliest": costliest(members, TURING), "made_of": made_of(members)}
+    return {**worst(members, TURING)._asdict(), "made_of": made_of(members)}
 
 
 def measured() -> dict[str, Any]:
     """What the file should hold."""
-    model = describe(rows_of(TUNED, None), simulate=True, all_loops=False)
+    tuned = rows_of(TUNED, None)
+    model = describe(tuned, simulate=True, all_loops=False)
+    modelled = [
+        {**found, "made_of": modelled_of(row)}
+        for row, found in zip(tuned, model["rows"], strict=True)
+    ]
     gates = {row: gate(members) for row, members in rows().items()}
     versions = {name: model[name] for name in ("nvrtc", "nvdisasm")}
     calls = {name: call_rate(name) for name in CALLS}
-    return {**versions, "rows": model["rows"], "gates": gates, "calls": calls}
+    return {**versions, "rows": modelled, "gates": gates, "calls": calls}
 
 
 def sm_of(machine: Machine) -> Machine:
@@ -149,7 +183,11 @@ def of_machines() -> dict[tuple[str, str, str], Specialisation]:
 def on_machines() -> dict[str, Any]:
     """What the file of cards should hold."""
     rows = [
-        {"machine": name, **short(kernel_row(row, machine=MACHINES[name]))}
+        {
+            "machine": name,
+            **short(kernel_row(row, machine=MACHINES[name])),
+            "made_of": modelled_of(row),
+        }
         for (name, _, _), row in of_machines().items()
     ]
     return {"nvrtc": RECORD["nvrtc"], "nvdisasm": RECORD["nvdisasm"], "rows": rows}
