@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support import costs, figures
-from support.costs import Cost, cost, first_of_each_kernel, made_of, row_of, rows, worst
+from support.costs import Cost, code_of, cost, first_of_each_kernel, made_of, row_of, rows, worst
 from support.figures import GATES, NVRTC, RECORD, compiler_version, worth_trying
 from support.search import Search, deep
 
@@ -192,8 +192,23 @@ def test_a_row_that_has_changed_is_compiled(monkeypatch):
     with monkeypatch.context() as another:
         another.setattr(figures, "compiler_version", lambda: "12.8")
         assert row in tried()
-    monkeypatch.setattr(costs, "source_digest", lambda path: f"of another {path}")
+    monkeypatch.setattr(costs, "code_of", lambda path: f"of another {path}")
     assert row in tried()
+
+
+def test_comments_are_not_what_a_row_is_made_of(tmp_path):
+    (tmp_path / "a.cuh").write_text("// first\nint a;  /* it */\n")
+    (tmp_path / "b.cu").write_text('#include "a.cuh"\nfloat b;\n')
+    before = code_of(tmp_path / "b.cu")
+
+    def after(text: str) -> str:
+        (tmp_path / "a.cuh").write_text(text)
+        code_of.cache_clear()
+        return code_of(tmp_path / "b.cu")
+
+    assert after("int a;  // another\n") == before
+    assert after("int c;\n") != before
+    code_of.cache_clear()
 
 
 def odd_head_dims() -> Iterator[Specialisation]:

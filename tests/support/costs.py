@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 from cupyattn.kernels import compile
@@ -11,7 +14,7 @@ from cupyattn.kernels.arch import Arch
 from cupyattn.kernels.compile import compile_cubin
 from cupyattn.kernels.configs.attention.decode import INTEGER_BITS
 from cupyattn.kernels.registry import catalogue
-from cupyattn.kernels.source import source_digest, source_root
+from cupyattn.kernels.source import include_closure, source_root
 from cupyattn.kernels.spec import Specialisation
 
 
@@ -136,6 +139,14 @@ def made_of(members: Iterable[Specialisation]) -> str:
     """A digest of what the compiler is given of a row: options, sources, headers and macros."""
     digest = hashlib.sha256(" ".join(compile._OPTIONS).encode())
     for member in members:
-        source, macros = source_root() / member.spec.source, sorted(member.defines.items())
-        digest.update(f"{source_digest(source)} {member.spec.headers} {macros}\n".encode())
+        code, macros = code_of(source_root() / member.spec.source), sorted(member.defines.items())
+        digest.update(f"{code} {member.spec.headers} {macros}\n".encode())
     return digest.hexdigest()[:16]
+
+
+@cache
+def code_of(source: Path) -> str:
+    """A digest of a source and of all it includes, without comments, which make no code."""
+    texts = (path.read_text(encoding="utf-8") for path in include_closure(source))
+    words = (re.sub(r"//[^\n]*|/\*.*?\*/", "", text).split() for text in texts)
+    return hashlib.sha256("\n".join(" ".join(each) for each in words).encode()).hexdigest()
