@@ -10,6 +10,7 @@ import argparse
 import gc
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,8 +100,7 @@ def _timed(device: CudaDevice) -> list[Timed]:
             GOAL_WITH_OUT_US,
         ),
         Timed("attention, return_lse", attention(return_lse=True), GOAL_US),
-        Timed("softmax, out=", lambda: cupyattn.softmax(q, out=out), GOAL_WITH_OUT_US),
-        Timed("softmax", lambda: cupyattn.softmax(q), GOAL_US),
+        *_layers(q, out, k[0, :, 0], out[0, :, 0]),
         Timed(
             "sample, out=, workspace=",
             lambda: cupyattn.sample(logits, seed=1, out=ids, workspace=room),
@@ -118,6 +118,23 @@ def _timed(device: CudaDevice) -> list[Timed]:
         ),
         Timed("an empty array of CuPy", lambda: cupy.empty(_SHAPE, np.float16), None),
     ]
+
+
+def _layers(q: Any, out: Any, x: Any, y: Any) -> Iterator[Timed]:
+    """Yield layers of one launch, which put results of q into out, and those of rows x into y."""
+    cupy = load_cupy()
+    _, length, _, width = _SHAPE
+    weight = cupy.ones(width, np.float16)
+    cos, sin = map(cupy.asarray, cupyattn.rope_tables(length, width))
+    calls = {
+        "softmax": (partial(cupyattn.softmax, q), out),
+        "rms_norm": (partial(cupyattn.rms_norm, q, weight), out),
+        "rope": (partial(cupyattn.rope, q, cos, sin), out),
+        "linear": (partial(cupyattn.linear, x, cupy.ones((width, width), np.float16)), y),
+    }
+    for name, (call, result) in calls.items():
+        yield Timed(f"{name}, out=", partial(call, out=result), GOAL_WITH_OUT_US)
+        yield Timed(name, call, GOAL_US)
 
 
 def microseconds_per_call(

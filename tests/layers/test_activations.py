@@ -266,8 +266,8 @@ def test_vjp(side, kind):
 
 def test_torch_says_the_same():
     torch = pytest.importorskip("torch")
-    (x,) = values(9, 1, 4, 33, dtype="float32")
-    given_x = torch.tensor(x, requires_grad=True)
+    x, up = values(9, 2, 4, 33, dtype="float32")
+    given_x, given_up = (torch.tensor(array, requires_grad=True) for array in (x, up))
     functions = {
         "gelu": torch.nn.functional.gelu,
         "gelu_tanh": lambda t: torch.nn.functional.gelu(t, approximate="tanh"),
@@ -278,6 +278,13 @@ def test_torch_says_the_same():
         (dx,) = torch.autograd.grad(out.sum(), given_x)
         assert_allclose(PLAIN[kind](x), out.detach().numpy(), atol=1e-6)
         assert_allclose(PLAIN[kind].backward(np.ones_like(x), x), dx.numpy(), atol=1e-6)
+        gated = function(given_x) * given_up
+        expected = torch.autograd.grad(gated.sum(), (given_x, given_up))
+        assert_allclose(GATED[kind](x, up), gated.detach().numpy(), atol=1e-5)
+        for mine, theirs in zip(
+            GATED[kind].backward(np.ones_like(x), x, up), expected, strict=True
+        ):
+            assert_allclose(mine, theirs.numpy(), atol=1e-5)
 
 
 X = np.zeros((3, 8), np.float32)

@@ -138,8 +138,21 @@ def test_against_torch():
     grads = cupyattn.layer_norm_backward(dout, x, weight, mean, rstd, bias=bias)
     for mine, tensor in zip(grads, tensors, strict=True):
         np.testing.assert_allclose(mine, tensor.grad, rtol=1e-10, atol=1e-10)
-    rms = torch.nn.functional.rms_norm(torch.tensor(x), (33,), torch.tensor(weight), eps=1e-6)
-    np.testing.assert_allclose(cupyattn.rms_norm(x, weight), rms, rtol=1e-12, atol=1e-12)
+
+
+def test_rms_norm_against_torch():
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(1)
+    x, dout, weight = *rng.standard_normal((2, 5, 33)), rng.standard_normal(33)
+    tensors = [torch.tensor(array, requires_grad=True) for array in (x, weight)]
+    theirs = torch.nn.functional.rms_norm(tensors[0], (33,), tensors[1], eps=1e-6)
+    theirs.backward(torch.tensor(dout))
+    out, rstd = cupyattn.rms_norm(x, weight, return_stats=True)
+    np.testing.assert_allclose(out, theirs.detach(), rtol=1e-12, atol=1e-12)
+    for mine, tensor in zip(
+        cupyattn.rms_norm_backward(dout, x, weight, rstd), tensors, strict=True
+    ):
+        np.testing.assert_allclose(mine, tensor.grad, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -141,14 +141,20 @@ def test_torch_has_the_same_gradient_of_a_bias():
     np.testing.assert_allclose(pullback(dout)[1]["bias"], gradient.numpy(), rtol=1e-9, atol=1e-12)
 
 
-def test_all_of_it_is_what_torch_computes():
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
+def test_torch_computes_the_same(name, masked):
+    """With a mask, and causal: the first of six rows sees four of nine columns, the last all."""
     torch = pytest.importorskip("torch")
-    x = RNG.standard_normal((4, 9))
-    given = torch.tensor(x, requires_grad=True)
-    dout = RNG.standard_normal((4, 9))
-    for name in ("softmax", "log_softmax"):
-        result = getattr(torch.nn.functional, name)(given, dim=-1)
-        (gradient,) = torch.autograd.grad(result, given, torch.tensor(dout))
-        out, pullback = vjp(getattr(cupyattn, name), x)
-        np.testing.assert_allclose(out, result.detach().numpy(), rtol=1e-12)
-        np.testing.assert_allclose(pullback(dout)[0], gradient.numpy(), rtol=1e-9, atol=1e-12)
+    x = RNG.standard_normal((6, 9))
+    mask = RNG.random((6, 9)) < 0.8
+    mask[:, 0] = True
+    given, seen = torch.tensor(x, requires_grad=True), mask & np.tri(6, 9, 3, dtype=bool)
+    scores = given.masked_fill(torch.tensor(~seen), -np.inf) if masked else given
+    result = getattr(torch, name)(scores, dim=-1)
+    dout = np.where(np.isfinite(result.detach()), RNG.standard_normal(result.shape), 0)
+    (gradient,) = torch.autograd.grad(result, given, torch.tensor(dout))
+    options = {"causal": True, "mask": mask} if masked else {}
+    out, pullback = vjp(getattr(cupyattn, name), x, **options)
+    np.testing.assert_allclose(out, result.detach().numpy(), rtol=1e-12)
+    np.testing.assert_allclose(pullback(dout)[0], gradient.numpy(), rtol=1e-9, atol=1e-12)

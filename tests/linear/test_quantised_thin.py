@@ -138,7 +138,7 @@ def test_a_long_k_is_split_and_its_parts_are_added_in_a_fixed_order(problem):
     ("rows", "dtype"), [(9, "float32"), *deep((1, "bfloat16"), (2, "float32"), (3, "float32"))]
 )
 def test_float32_arithmetic(rows, dtype, weights):
-    """Two runs of K, of which the second has a tail; tiles of rows, one of them not full."""
+    """Two runs of K, of which the second has a tail; a tile of rows that is not full."""
     inner = 1024 + (256 if weights == "q4_k" else FORMATS[weights].block_size or 96)
     problem = case(rows, 37, inner, weights, "swiglu", dtype=dtype, residual=True, view="padded")
     assert steps_of(problem, Card(75, 2)) == ("linear_quantised_thin_f32",)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from cupyattn.kernels import compile
 from cupyattn.kernels.arch import Arch
@@ -122,10 +123,18 @@ def rows() -> dict[str, list[Specialisation]]:
 
 def first_of_each_kernel(catalogued: Iterable[Specialisation]) -> list[Specialisation]:
     """One row of each kernel: what a plain run compiles, where ``--deep`` compiles all."""
-    found: dict[str, Specialisation] = {}
-    for specialisation in catalogued:
-        found.setdefault(specialisation.spec.entry, specialisation)
-    return list(found.values())
+    return first_of_each(catalogued, lambda row: row.spec.entry)
+
+
+_Row = TypeVar("_Row")
+
+
+def first_of_each(rows: Iterable[_Row], kind: Callable[[_Row], Any]) -> list[_Row]:
+    """One row of each kind."""
+    found: dict[Any, _Row] = {}
+    for row in rows:
+        found.setdefault(kind(row), row)
+    return [*found.values()]
 
 
 def worst(members: Iterable[Specialisation], arch: Arch) -> Cost:
@@ -136,11 +145,16 @@ def worst(members: Iterable[Specialisation], arch: Arch) -> Cost:
 
 
 def made_of(members: Iterable[Specialisation]) -> str:
-    """A digest of what the compiler is given of a row: options, sources, headers and macros."""
+    """A digest of what a row's cost follows from.
+
+    That is what the compiler is given (options, sources, headers and macros), the shared memory
+    that is asked for at a launch, and what an architecture has.
+    """
     digest = hashlib.sha256(" ".join(compile._OPTIONS).encode())
+    digest.update(Path(inspect.getfile(Arch)).read_bytes())
     for member in members:
         code, macros = code_of(source_root() / member.spec.source), sorted(member.defines.items())
-        digest.update(f"{code} {member.spec.headers} {macros}\n".encode())
+        digest.update(f"{code} {member.spec.headers} {macros} {member.shared_bytes}\n".encode())
     return digest.hexdigest()[:16]
 
 

@@ -7,10 +7,11 @@ helped. Look at the difference. Figures of another compiler are not compared.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from cupyattn.benchmark.frame.subjects import Gauge
 from cupyattn.benchmark.frame.turing_model import Model
 from cupyattn.benchmark.memory.calls import modelled_calls
 from cupyattn.benchmark.memory.command import describe as describe_memory
+from cupyattn.cli import turing as cli_turing
 from cupyattn.cli.table_rows import row_name, rows_of
 from cupyattn.cli.turing import (
     IN_FLOAT32,
@@ -40,7 +42,7 @@ from cupyattn.cli.turing import (
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.kernels.spec import Specialisation
-from cupyattn.turing import MACHINES, T4, Machine
+from cupyattn.turing import MACHINES, T4, Machine, disassembler_version
 
 FILE = Path(__file__).resolve().parent.parent / "figures" / "sm_75.json"
 RECORD: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
@@ -110,27 +112,34 @@ def modelled_of(row: Specialisation) -> str:
 
 @cache
 def _model_digest() -> str:
-    files = sorted(Path(turing.__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    """Of the model's code, of what makes rows of its figures, and of the disassembler."""
+    files = [*sorted(Path(turing.__file__).parent.glob("*.py")), Path(cli_turing.__file__)]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files))
+    with contextlib.suppress(turing.DisassemblerError):
+        digest.update(disassembler_version().encode())
+    return digest.hexdigest()[:16]
 
 
 _Row = TypeVar("_Row")
 
 
 def worth_trying(
-    digests: Mapping[_Row, Callable[[], str]], records: Mapping[_Row, Mapping[str, Any]]
+    digests: Mapping[_Row, Callable[[], str]],
+    records: Mapping[_Row, Mapping[str, Any]],
+    always: Collection[_Row],
 ) -> list[_Row]:
-    """The rows that are not made of what they were when recorded, and one of eight others.
+    """The rows that are not made of what they were when recorded, and those of `always`.
 
     Of the rest the record stands: a compiler makes the same of the same. To compile and model them
-    again took a quarter of a run with --deep (2026-11-27). Another compiler tries every row.
+    again took a fifth of a run with --deep (2 cores, 2026-11-27). Another compiler tries every row;
+    and a plain run drops all but a few itself.
     """
     if not Search.deep or compiler_version() != NVRTC:
         return [*digests]
     return [
         row
-        for number, (row, digest) in enumerate(digests.items())
-        if number % 8 == 0 or records.get(row, {}).get("made_of") != digest()
+        for row, digest in digests.items()
+        if row in always or records.get(row, {}).get("made_of") != digest()
     ]
 
 
