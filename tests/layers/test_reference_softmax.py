@@ -152,9 +152,10 @@ def test_torch_computes_the_same(name, masked):
     given, seen = torch.tensor(x, requires_grad=True), mask & np.tri(6, 9, 3, dtype=bool)
     scores = given.masked_fill(torch.tensor(~seen), -np.inf) if masked else given
     result = getattr(torch, name)(scores, dim=-1)
-    dout = np.where(np.isfinite(result.detach()), RNG.standard_normal(result.shape), 0)
+    expected = result.detach().numpy()
+    dout = np.where(np.isfinite(expected), RNG.standard_normal(expected.shape), 0)
     (gradient,) = torch.autograd.grad(result, given, torch.tensor(dout))
     options = {"causal": True, "mask": mask} if masked else {}
     out, pullback = vjp(getattr(cupyattn, name), x, **options)
-    np.testing.assert_allclose(out, result.detach().numpy(), rtol=1e-12)
+    np.testing.assert_allclose(out, expected, rtol=1e-12)
     np.testing.assert_allclose(pullback(dout)[0], gradient.numpy(), rtol=1e-9, atol=1e-12)
