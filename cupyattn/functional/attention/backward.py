@@ -99,7 +99,7 @@ def attention_backward(
         above 64, 8 above 128); unless deterministic, 4 * rows * D' more; and for a bias
         that broadcasts up to 2**24, or where it does so along Sq or Sk a quarter of a byte for each
         score of its batch elements and heads, with Sq rounded up to 128; each rounded
-        up to 256. A BlockMask takes 2 bits for each tile of each kernel. With rotary it needs as
+        up to 256. A BlockMask takes 8 bytes for each tile of each kernel. With rotary it needs as
         much as q and k more, with accumulate twice that. An error says how many.
         With grads and workspace a call allocates nothing, and can be captured in a CUDA graph.
 

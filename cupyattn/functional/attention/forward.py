@@ -110,6 +110,8 @@ def attention(
         `rope` and then attention: rotated q and k are rounded to their dtype. Tables that are too
         short are an error. On a GPU, where positions come from arrays (q_offset, seqused_k), what
         stands outside of them has NaN for scores instead, unless values are checked (`backend`).
+        Of a padded batch, whose seqused_k is below Sq, the default q_offset has the first queries
+        before position 0: pass ``q_offset=0``.
     score_mod : ScoreMod, optional
         The user's own expression of a score, after bias and ALiBi: see `ScoreMod`. On NumPy arrays
         also a function ``score_mod(score, b, h, q_idx, k_idx)`` of arrays that broadcast together.
@@ -130,7 +132,7 @@ def attention(
         any stride, and they overlap no input.
     workspace : array, optional
         Scratch memory for the parts of the keys that "flash" splits (see Notes), for a BlockMask,
-        and with rotary for rotated k and mostly q; other calls need none. Of any dtype, from a
+        and with rotary for rotated k and sometimes q; other calls need none. Of any dtype, from a
         multiple of 16 bytes on. If it is too small the error says how many bytes there have to be.
         Allocated if not given.
 
@@ -172,11 +174,11 @@ def attention(
     synchronise.
 
     "flash" splits the keys of calls with 1 to 16 queries, 256 keys or more that a window leaves
-    them, D = Dv and none of mask, bias and dropout, as Flash-Decoding does (Dao et al., 2023); but
-    not where so many heads and sequences fill the GPU that this would be slower. With any options
-    it splits the keys of other calls too, into parts of 256 or more, where query rows, heads and
-    sequences are too few to fill the GPU. The result is as exact, and the same in every run. Its
-    last bits depend on the number of multiprocessors.
+    them, D = Dv and none of mask, bias, dropout, score_mod and mask_mod, as Flash-Decoding does
+    (Dao et al., 2023); but not where so many heads and sequences fill the GPU that this would be
+    slower. With any options but a BlockMask it splits the keys of other calls too, into parts of
+    256 or more, where query rows, heads and sequences are too few to fill the GPU. The result is as
+    exact, and the same in every run. Its last bits depend on the number of multiprocessors.
 
     Examples
     --------

@@ -70,6 +70,13 @@ class _Expression:
                 "the compiler reads UTF-8 up to a null character",
                 "take that character out",
             )
+        if "//" in text:
+            raise error(
+                ValueError,
+                f"{whose} has '//' at {text.index('//')}, which begins a comment in C++",
+                "/ divides integers and rounds toward 0; a comment stands between /* and */",
+                "write one slash to divide",
+            )
 
     def __repr__(self) -> str:
         arrays = "".join(f", {name}=..." for name in self.arrays)
@@ -85,7 +92,10 @@ class ScoreMod(_Expression):
         CUDA C++, with the names ``score`` (a float: scaled, capped, with bias and ALiBi), ``b``,
         ``h``, ``q_idx``, ``k_idx`` (ints: batch element, query head, query, key) and those of the
         arrays, which are indexed by them. Of packed sequences ``b`` is the sequence's number, and
-        ``q_idx`` and ``k_idx`` count within it. Masks come after it; ``-1.f / 0.f`` is -infinity.
+        ``q_idx`` and ``k_idx`` count within it. Masks come after it, so it is asked for scores that
+        they hide too. ``-1.f / 0.f`` is -infinity. What C++ reads otherwise than Python:
+        ``0 <= x && x <= 3`` for a chain of comparisons, ``/`` of integers rounds toward 0, and
+        numbers need an f, ``0.1f``: without it the kernel computes in double, which is slow.
     gradient : str, optional
         The same for the gradient with respect to score, from ``grad``, that with respect to what
         the expression gives, and the names above. Needed for the backward. The arrays get none.
@@ -97,15 +107,16 @@ class ScoreMod(_Expression):
         What the expressions name: of float16, float32, bfloat16, bool, uint8, int32 or int64 (on a
         CPU, beside float64 arrays, float64 too), with up to four axes of any strides, on the device
         of q. ``slopes[h]``, ``table[b][h]``; without axes, for a number that changes, ``t``.
-        Indices have to lie within the array: a GPU does not check them, the emulator does.
+        Indices have to lie within the array, for hidden scores too (``table[max(q_idx - k_idx,
+        0)]`` in causal order): a GPU does not check them, the emulator does.
 
     Raises
     ------
     TypeError
         For an expression that is no string.
     ValueError
-        For a name of an array that expressions cannot have, and for a null character or a surrogate
-        in an expression.
+        For a name of an array that expressions cannot have, and for a null character, a surrogate
+        or ``//`` in an expression.
 
     Notes
     -----

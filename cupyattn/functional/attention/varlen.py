@@ -94,7 +94,8 @@ def attention_varlen(
         expression is told ``q_idx`` and ``k_idx`` that the sequence has. So it may name rows of
         packed arrays: ``document[begin[b] + q_idx]``, with cu_seqlens_q as ``begin``. A BlockMask
         is one for ``block_mask(mask_mod, max_seqlen_q, max_seqlen_k, B=B)``, without B where it is
-        the same for each sequence.
+        the same for each sequence. That asks beyond the end of shorter sequences too:
+        ``document[min(begin[b] + q_idx, last)]``, with total_q - 1 as ``last``.
     return_lse : bool
         Return the log-sum-exp of the scores too.
     out : array, or (out, lse) with return_lse, optional
@@ -126,9 +127,11 @@ def attention_varlen(
 
     Notes
     -----
-    The kernels are those of `attention` with ``implementation="flash"``, and give the same bits. No
-    length is read by the host, and a call runs on the current stream without synchronising: each
-    thread block finds its rows from the lengths, those of the longest sequences first.
+    The kernels are those of `attention` with ``implementation="flash"``, and give the same bits
+    where that neither splits keys nor takes taller tiles for long sequences. No length is read by
+    the host, and a call runs on the current stream without synchronising: each thread block finds
+    its rows from the lengths, those of the longest sequences first. Keys are not split: a single
+    sequence with few queries does not fill a GPU as it does in `attention`.
 
     Examples
     --------

@@ -94,7 +94,7 @@ def attention_varlen_backward(
         64, 8 above 128), and unless deterministic 4 * rows * D' more; otherwise 4 * H * total_q. A
         bias that broadcasts needs more: in float16 as in `attention_backward`, otherwise 4 bytes
         for each of B * H * max_seqlen_q * max_seqlen_k scores; rotary as much as q and k have, with
-        accumulate twice that; a BlockMask some bits. An error says how many bytes there have to be.
+        accumulate twice that; a BlockMask 8 bytes a tile. An error says how many there have to be.
 
     Returns
     -------
