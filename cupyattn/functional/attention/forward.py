@@ -110,8 +110,8 @@ def attention(
         `rope` and then attention: rotated q and k are rounded to their dtype. Tables that are too
         short are an error. On a GPU, where positions come from arrays (q_offset, seqused_k), what
         stands outside of them has NaN for scores instead, unless values are checked (`backend`).
-        Of a padded batch, whose seqused_k is below Sq, the default q_offset has the first queries
-        before position 0: pass ``q_offset=0``.
+        To a padded batch (seqused_k below Sq) pass ``q_offset=0``: by default its first queries
+        stand before position 0.
     score_mod : ScoreMod, optional
         The user's own expression of a score, after bias and ALiBi: see `ScoreMod`. On NumPy arrays
         also a function ``score_mod(score, b, h, q_idx, k_idx)`` of arrays that broadcast together.
