@@ -98,6 +98,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 }
 
 
+@cache
 def call_rate(name: str) -> float:
     """What the file should hold of a call."""
     rate = Model(T4).rate(CALLS[name])

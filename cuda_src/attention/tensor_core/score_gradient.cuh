@@ -100,9 +100,8 @@ struct TileOptions {
         distance(place.first_row + Tile::row_of(0, 0, 0) + q_offset - (place.first_key + Tile::key_of(0, 0, 0))) {}
 
   __device__ __forceinline__ bool in_window(int n, int i, int e) const {
-    int row = place.first_row + Tile::row_of(n, i, e);
-    // score_mod's expression is told that of a row that does not exist, and may be NaN where that row sees nothing.
-    if constexpr (Modifiers::kScore) row = min(row, params.attention.sq - 1);
+    // Beyond the last query score_mod is told of the last one, and may be NaN where that one sees nothing.
+    const int row = Modifiers::kScore ? indices(n, i, e).row : place.first_row + Tile::row_of(n, i, e);
     return window.of_row(row).contains(place.first_key + Tile::key_of(n, i, e));
   }
 
