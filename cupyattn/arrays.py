@@ -235,9 +235,9 @@ def _cuda_array(name: str, candidate: Any, protocol: str) -> Array:
 
 
 def _no_array(name: str, candidate: Any, fixes: Mapping[str, str]) -> TypeError:
-    passed = f"{name} is a {_kind(candidate)}"
+    passed, own = f"{name} is a {_kind(candidate)}", name.rpartition("'s ")[2]
     written = name.startswith(("grads", "workspace")) or fixes.get(name) == made_beforehand(name)
-    fix = f"convert it, for example numpy.asarray({name}) or cupy.asarray({name})"
+    fix = f"convert it, for example numpy.asarray({own}) or cupy.asarray({own})"
     if isinstance(candidate, type):
         passed = f"{name} is the class {candidate.__module__}.{candidate.__qualname__} itself"
         fix = "pass an array, which calling a function such as numpy.zeros makes"
@@ -245,7 +245,7 @@ def _no_array(name: str, candidate: Any, fixes: Mapping[str, str]) -> TypeError:
         fix = (
             "pass its .data, whose items are written whatever the mask says"
             if written
-            else f"pass {name}.filled(...) of a value that you choose; what a function is to leave "
+            else f"pass {own}.filled(...) of a value that you choose; what a function is to leave "
             "out, say with mask= where it takes one (True = keep: a numpy.ma mask is the opposite)"
         )
     elif name in fixes:
@@ -257,10 +257,10 @@ def _no_array(name: str, candidate: Any, fixes: Mapping[str, str]) -> TypeError:
     elif isinstance(candidate, Number | np.generic):  # an array of one has no axes
         fix = (
             "pass an array of the documented shape and dtype, for example "
-            f"numpy.full(shape, {name}, dtype)"
+            f"numpy.full(shape, {own}, dtype)"
         )
     elif _is_dlpack_alone(candidate):
-        fix = f"convert it, for example numpy.from_dlpack({name})"
+        fix = f"convert it, for example numpy.from_dlpack({own})"
     return error(TypeError, passed, _ARRAYS, fix)
 
 

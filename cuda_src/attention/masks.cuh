@@ -19,6 +19,7 @@ struct KeyRange {
   int begin, end;
 
   __device__ __forceinline__ bool contains(int key) const { return begin <= key && key < end; }
+  __device__ __forceinline__ bool empty() const { return begin >= end; }
 };
 
 // Row i of a sequence sees the keys from i + begin_shift to i + end_shift, of `keys` in all.

@@ -37,6 +37,9 @@ struct Indexed {
 };
 
 #if MODIFIED
+// As <math.h> has them, which the compiler at run time lacks.
+#define INFINITY __int_as_float(0x7f800000)
+#define NAN __int_as_float(0x7fc00000)
 #include <cupyattn/modifiers>
 #else
 #define MODIFIER_ARRAYS

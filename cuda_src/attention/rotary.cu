@@ -10,8 +10,8 @@
 // Work      a thread owns a slot of HEADS neighbouring heads of a token (../layers/rotated_slots.cuh), first of all
 //           queries, then of all keys. Grid ceil(threads / THREADS).
 // Budget    registers: 4 * HEADS * VEC storage items and 2 * PAIRS floats, below 128 in all; no shared memory.
-// Edges     keys that are not in use are left as they are; a position outside of the tables gives NaN in the R features,
-//           and nothing is read there. out may be x.
+// Edges     keys that are not in use are left as they are; queries that see no key are copied. A position outside of the
+//           tables gives NaN in the R features, and nothing is read there. out may be x.
 #include "rotary.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -23,6 +23,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     token.batch = number / length;
     token.row = number - token.batch * length;
     token.position = token.row + (keys ? 0 : query_offset(attention, q_offsets_g, token.batch));
-    return !keys || token.row < keys_in_use(attention, seqused_k_g, token.batch);
+    const KeyWindow window = sequence_window(attention, q_offsets_g, seqused_k_g, token.batch);
+    token.turns = keys || !window.of_row(token.row).empty();
+    return !keys || token.row < window.keys;
   });
 }

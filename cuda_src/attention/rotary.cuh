@@ -33,6 +33,7 @@ struct RotaryArrays {
 struct Token {
   uint32 batch, row;
   int64 position;
+  bool turns;  // a query that sees no key needs no position: it may stand before 0
 };
 
 // Selected, not indexed: parameters have no index, so the struct would go through local memory.
@@ -63,5 +64,5 @@ __device__ __forceinline__ void rotate(const RotaryParams& params, const RotaryA
 
   // Phase 2: rotate it.
   turn_slot(params, slot, head, heads, x_g, x_strides.head, out_g, out_strides.head, arrays.cos_g, arrays.sin_g,
-            [&] { return token.position; });
+            token.turns, [&] { return token.position; });
 }

@@ -22,7 +22,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int batch = rows.last_from(row, [&](int b) { return rows.of(b).begin; });
     const PackedSequence sequence(varlen.packed, longest, pointers, batch);
     const int within = row - (keys ? sequence.keys : sequence.queries).begin;
-    token = {0, number, within + (keys ? 0 : sequence.q_offset)};
+    token = {0, number, within + (keys ? 0 : sequence.q_offset),
+             keys || !sequence.window(longest).of_row(within).empty()};
     return within >= 0 && within < (keys ? sequence.keys_in_use : sequence.queries.count);
   });
 }

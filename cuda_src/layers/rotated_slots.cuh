@@ -72,11 +72,11 @@ struct SlotPlace {
 };
 
 // The slot of the heads from `head` on of one token, whose rows begin at x_g and out_g; position_of() says where the token
-// stands. Params has slots, rotated_slots, half, dim, table_length, the strides of the tables and sign.
+// stands, unless `turns` is false: then it is copied. Params has slots, rotated_slots, half, dim, table_length, the strides of the tables and sign.
 template <typename Params, typename Position>
 __device__ __forceinline__ void turn_slot(const Params& params, uint32 slot, uint32 head, uint32 heads,
                                           const DTYPE* x_g, int64 x_head, DTYPE* out_g, int64 out_head,
-                                          const TABLE* cos_g, const TABLE* sin_g, Position position_of) {
+                                          const TABLE* cos_g, const TABLE* sin_g, bool turns, Position position_of) {
   const SlotPlace place(params, slot);
 
   // All loads.
@@ -89,7 +89,7 @@ __device__ __forceinline__ void turn_slot(const Params& params, uint32 slot, uin
     }
   }
   float cos[kPairs], sin[kPairs];
-  const bool rotates = slot < params.rotated_slots;
+  const bool rotates = turns && slot < params.rotated_slots;
   const int64 position = position_of();
   if (rotates && position >= 0 && position < params.table_length) {
     load_table<(VEC > 1)>(cos, cos_g + position * params.cos_stride + slot * kPairs);

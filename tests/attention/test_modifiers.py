@@ -120,7 +120,9 @@ def test_score_mod_comes_before_the_masks():
     """What it makes of a hidden score stays hidden; what it makes -inf is hidden as well."""
     q, k, v, dout = small("float16", 1, 40, 2, 8)
     mask = np.random.default_rng(3).random((40, 40)) > 0.5
-    far = ScoreMod("q_idx - k_idx > 9 ? -1.f / 0.f : score + 3", gradient="grad")
+    far = ScoreMod(
+        "q_idx - k_idx > 9 ? -INFINITY : k_idx > q_idx ? NAN : score + 3", gradient="grad"
+    )
     own = {"mask": mask, "causal": True, "score_mod": far}
     alike = {"mask": mask, "causal": True, "window_size": (9, 0)}
     out, lse, expected = by_the_reference(dout, q, k, v, **alike)
@@ -190,7 +192,7 @@ def test_no_scores_at_all():
 
 @pytest.mark.parametrize("kind", [ScoreMod, MaskMod])
 def test_what_python_divides_with_begins_a_comment(kind):
-    with pytest.raises(ValueError, match=r"has '//' at 6, which begins a comment in C\+\+; "):
+    with pytest.raises(ValueError, match=r"has '//' at 6; in C\+\+ that begins a comment; "):
         kind("q_idx // 8 == k_idx // 8")
 
 
@@ -199,6 +201,7 @@ WRONG = {
     "second line": (ScoreMod("score -\n   * score"), "score_mod", "line 2, column 6", "pointer"),
     "not ended": (MaskMod("(q_idx > k_idx"), "mask_mod", "its end", 'expected a ")"'),
     "a statement": (MaskMod("q_idx > k_idx;"), "mask_mod", "column 14", 'expected a ")"'),
+    "letters of two bytes": (ScoreMod("/* é */ score - slop[h]"), "score_mod", "column 17", "slop"),
     "after a tab": (ScoreMod("score\n\t- slop[h]"), "score_mod", "line 2, column 4", "slop"),
     "an assignment": (MaskMod("q_idx = k_idx"), "mask_mod", "column 1", "modifiable lvalue"),
     "no value": (ScoreMod("void(score)"), "score_mod", "its result", "invalid type conversion"),
@@ -269,15 +272,29 @@ def test_characters_that_no_compiler_reads(text):
             ScoreMod("score" if given else text, **given)
 
 
+@pytest.mark.parametrize("text", ["score +\\", "score \\\n "])
+def test_a_backslash_joins_no_line(text):
+    for given in ({}, {"gradient": text}):
+        with pytest.raises(ValueError, match=r"a backslash joins its line with the next"):
+            ScoreMod("score" if given else text, **given)
+    ScoreMod("score \\\n + 1.f")
+
+
 @pytest.mark.parametrize("kind", [ScoreMod, MaskMod])
 def test_an_array_cannot_be_named_python(kind):
     with pytest.raises(TypeError, match=r"python is <array .* an array needs another name"):
         kind("true", python=np.zeros(2))
 
 
-def test_an_array_is_none_of_none():
+def test_an_array_is_none_of_none_and_no_number():
     with pytest.raises(TypeError, match="given seen = None"):
         MaskMod("seen[h]", seen=None)
+    for number in (2.5, np.float32(2.5)):
+        with pytest.raises(TypeError, match=r"given t = .*2\.5.*; .* numpy\.array\(x, "):
+            ScoreMod("score * t", t=number)
+    q, k, v, _ = (KERNELS.put(x) for x in small("float32", 1, 4, 2, 8))
+    with pytest.raises(TypeError, match=r"score_mod's t is a .*list; .* numpy\.asarray\(t\)"):
+        attention(q, k, v, score_mod=ScoreMod("score * t[h]", t=[2.5]))
 
 
 def test_arrays_are_called_in_errors_as_the_caller_calls_them():

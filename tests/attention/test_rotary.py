@@ -244,6 +244,34 @@ def test_tables_that_are_too_short(rows, changed, message):
             cupyattn.attention_backward(out, *arrays, out, lse, rotary=tables, **changed)
 
 
+@pytest.mark.parametrize("checks", [False, *deep(True)])
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32", "bfloat16")])
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        (("causal", True), ("seqused_k", (70, 60))),
+        (("causal", True), ("q_offset", -5)),
+        # The last queries stand behind the last key that the window leaves any of them.
+        (("window_size", (3, None)), ("q_offset", (30, 5)), ("seqused_k", (40, 0))),
+    ],
+    ids=["padded", "behind", "window"],
+)
+def test_queries_that_see_no_key_need_no_position(dtype, drawn, checks):
+    positions = 43 if drawn[0][0] == "window_size" else 70
+    problem = replace(PHI, Sq=75, dtype=dtype, drawn=(*drawn, ("rotary", (positions, 16))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cupyattn.ops.attention.checks.checks_values", lambda _: checks)
+        forward_runs.check(problem, "flash")
+        backward_runs.check(problem, "flash")
+
+
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
+def test_no_keys_need_no_tables(dtype):
+    drawn = (("seqused_k", (0, 0)), ("rotary", (0, 16)))
+    problem = replace(PHI, dtype=dtype, drawn=drawn)
+    backward_runs.check(problem, "flash")
+
+
 def test_positions_in_arrays_outside_of_the_tables_give_nan():
     """Where nothing looks at values, as on a GPU, and nothing is read there."""
     arrays = [*map(KERNELS.put, PHI.arrays())]

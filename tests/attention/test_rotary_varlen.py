@@ -89,6 +89,18 @@ def test_the_last_query_stands_at_the_last_key(packed):
     assert problem.ratio(*run(problem)) <= 1
 
 
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32", "bfloat16")])
+def test_queries_that_see_no_key_need_no_position(dtype):
+    """By default the first of more queries than keys stand before position 0."""
+    dense = replace(PACKED.dense, dtype=dtype, drawn=PACKED.dense.drawn[::3])
+    problem = replace(PACKED, dense=dense, queries=(40, 31, 13, 7), keys=(30, 31, 5, 0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cupyattn.ops.attention.checks.checks_values", lambda _: False)
+        assert problem.ratio(*run(problem)) <= 1
+        ratios = problem.backward_ratios(problem.run_backward())
+    assert max(ratios.values()) <= 1, ratios
+
+
 def test_the_last_query_of_a_second_tile_stands_at_the_last_key():
     drawn = (("causal", True), ("rotary", (150, 8)))
     dense = replace(PACKED.dense, Sq=140, Sk=150, H=2, G=1, drawn=drawn)

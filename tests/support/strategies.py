@@ -227,9 +227,11 @@ def _drawn_options(
     batch, sq, sk, heads = (sizes[letter] for letter in ("B", "Sq", "Sk", "H"))
     if sizes["D"] < 2:  # no pair to rotate
         chosen -= {"rotary"}
-    # Positions are rows of the rotary tables, and the default q_offset may be negative.
-    lowest_offset = 0 if "rotary" in chosen else -sq - 1
-    if "rotary" in chosen and (sk < sq or "seqused_k" in chosen):
+    # Positions of queries that see a key are rows of the rotary tables, and the default q_offset
+    # may be negative.
+    from_0 = "rotary" in chosen and "causal" not in chosen
+    lowest_offset = 0 if from_0 else -sq - 1
+    if from_0 and (sk < sq or "seqused_k" in chosen):
         chosen |= {"q_offset"}
     offsets = st.integers(lowest_offset, sk + 1)
     broadcast = st.tuples(*(st.sampled_from(sorted({1, n})) for n in (batch, heads, sq, sk)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Callable, Mapping
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,23 @@ _CPP_WORDS = """
     typedef typeid typename union unsigned using virtual void volatile wchar_t xor xor_eq
 """  # those that are not Python's as well
 _OF_SCORES = re.compile(r"\b(score|grad)\b")
-_UNREADABLE = re.compile("[\0\ud800-\udfff]")  # surrogates have no UTF-8
+_REFUSED = (
+    (
+        re.compile("[\0\ud800-\udfff]"),  # surrogates have no UTF-8
+        "the compiler reads UTF-8 up to a null character",
+        "take that character out",
+    ),
+    (
+        re.compile("//"),
+        "in C++ that begins a comment; / divides integers and rounds toward 0",
+        "write one slash to divide; a comment stands between /* and */",
+    ),
+    (
+        re.compile(r"\\(?=\s*$)"),
+        "in C++ a backslash joins its line with the next, and there is none",
+        "take it out",
+    ),
+)
 
 
 class _Expression:
@@ -62,21 +79,10 @@ class _Expression:
                 "it is a string, a CUDA C++ expression",
                 f"pass for example {self.example!r}",
             )
-        unreadable = _UNREADABLE.search(text)
-        if unreadable is not None:
-            raise error(
-                ValueError,
-                f"{whose} has {unreadable[0]!r} at {unreadable.start()}",
-                "the compiler reads UTF-8 up to a null character",
-                "take that character out",
-            )
-        if "//" in text:
-            raise error(
-                ValueError,
-                f"{whose} has '//' at {text.index('//')}, which begins a comment in C++",
-                "/ divides integers and rounds toward 0; a comment stands between /* and */",
-                "write one slash to divide",
-            )
+        for pattern, *reason in _REFUSED:
+            if (found := pattern.search(text)) is not None:
+                passed = f"{whose} has {found[0]!r} at {found.start()}"
+                raise error(ValueError, passed, *reason)
 
     def __repr__(self) -> str:
         arrays = "".join(f", {name}=..." for name in self.arrays)
@@ -93,7 +99,7 @@ class ScoreMod(_Expression):
         ``h``, ``q_idx``, ``k_idx`` (ints: batch element, query head, query, key) and those of the
         arrays, which are indexed by them. Of packed sequences ``b`` is the sequence's number, and
         ``q_idx`` and ``k_idx`` count within it. Masks come after it, so it is asked for scores that
-        they hide too. ``-1.f / 0.f`` is -infinity. What C++ reads otherwise than Python:
+        they hide too. ``INFINITY`` and ``NAN`` are floats. What C++ reads otherwise than Python:
         ``0 <= x && x <= 3`` for a chain of comparisons, ``/`` of integers rounds toward 0, and
         numbers need an f, ``0.1f``: without it the kernel computes in double, which is slow.
     gradient : str, optional
@@ -116,7 +122,7 @@ class ScoreMod(_Expression):
         For an expression that is no string.
     ValueError
         For a name of an array that expressions cannot have, and for a null character, a surrogate
-        or ``//`` in an expression.
+        ``//`` or a backslash at the end of an expression.
 
     Notes
     -----
@@ -221,7 +227,7 @@ class MaskMod(_Expression):
                 ValueError,
                 f"MaskMod's expression names {of_scores[0]!r}",
                 f"it has {self.names} and its arrays: what is masked is known before any score is",
-                "have a ScoreMod give -1.f / 0.f where a score is not to count",
+                "have a ScoreMod give -INFINITY where a score is not to count",
             )
 
 
@@ -235,12 +241,12 @@ def _require_usable(kind: str, name: str, array: Any) -> None:
             f"{', '.join(GRADIENT_NAMES)} already, and the words of C++",
             "give it another name, in the expression too",
         )
-    if array is None:
+    if array is None or isinstance(array, Number | np.generic):
         raise error(
             TypeError,
-            f"{kind} was given {name} = None",
-            "what its expression names are arrays",
-            "pass an array, or an expression without it",
+            f"{kind} was given {name} = {shown(array)}",
+            "what its expression names are arrays, of no axes too",
+            "pass one (of a number x: numpy.array(x, 'float32')), or an expression without it",
         )
 
 

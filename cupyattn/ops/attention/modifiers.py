@@ -141,8 +141,9 @@ def _expression_error(
         )
     known = {"score_mod": SCORE_NAMES, "mask_mod": MASK_NAMES}.get(name, GRADIENT_NAMES)
     names = ", ".join((*known, *(function.arrays if function else ())))
-    place = _PLACES.get(around, f"line {line}, column {len(margin) - _INDENT + 1}")
-    mark = "" if around in _PLACES else f":\n{text}\n{margin}^"
+    before = text.encode()[: len(margin)].decode(errors="ignore")  # the compiler counts bytes
+    place = _PLACES.get(around, f"line {line}, column {len(before) - _INDENT + 1}")
+    mark = "" if around in _PLACES else f":\n{text}\n{margin[: len(before)]}^"
     return error(
         ValueError,
         f"{name} does not compile: {place}: {complaint}",

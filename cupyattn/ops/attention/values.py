@@ -121,7 +121,8 @@ def _positions(
     used = np.asarray(integers.get("seqused_k", keys))
     from_end = used - queries if problem.q_offset is None else np.asarray(problem.q_offset)
     offsets = np.asarray(integers.get("q_offset", from_end))
-    offsets, queries, used = np.broadcast_arrays(offsets, queries, used)
+    of_sequences = np.broadcast_arrays(offsets, queries, used)
+    offsets, queries, used = (x.astype(np.int64) for x in of_sequences)  # sides of windows are
     return offsets, queries, used
 
 
@@ -132,9 +133,13 @@ def _require_rotary_positions(
         return
     positions = problem.layouts["cos"].shape[0]
     occupied = {"keys": (0, int(used.max()) - 1)} if used.any() else {}
-    if queries.any():
-        begin, end = offsets[queries > 0], (offsets + queries)[queries > 0]
-        occupied["queries"] = (int(begin.min()), int(end.max()) - 1)
+    # Queries that see no key need no position.
+    left, right = problem.window
+    first = offsets if right is None else np.maximum(offsets, -right)
+    last = offsets + queries - 1
+    last = last if left is None else np.minimum(last, used - 1 + left)
+    if (sees := (first <= last) & (used > 0)).any():
+        occupied["queries"] = (int(first[sees].min()), int(last[sees].max()))
     for name, (first, last) in occupied.items():
         if first < 0 or last >= positions:
             raise error(

@@ -48,7 +48,7 @@ from cupyattn.reference.attention.bounds import (
 )
 from cupyattn.reference.attention.dense import add_broadcast, attention_backward, row_delta
 from cupyattn.reference.attention.scores import Float64, ScoreBlock, ScoreBlocks, probabilities
-from cupyattn.reference.layers.rope import pairs_of, table_rows
+from cupyattn.reference.layers.rope import pairs_of
 
 # In cuda_src/attention/tensor_core/gradient_scale.cuh.
 _MOST_LOG2, _MOST_RANGE_LOG2 = 15, 15
@@ -306,14 +306,14 @@ def _turn(
     """Bound the errors of gradients of rotated q and k after the inverse rotation, in place."""
     if blocks.rotary is None:
         return
-    cos, sin = blocks.rotary[:2]
-    pairs = pairs_of(cos.shape[-1], interleaved=blocks.interleaved)
-    for b, (offset, used) in enumerate(zip(blocks.offsets, blocks.used, strict=True)):
-        for bound, grad, positions in (
-            (dq_bound[b], grads.dq[b], np.arange(dq_bound.shape[1]) + offset),
-            (dk_bound[b, :used], grads.dk[b, :used], np.arange(used)),
+    pairs = pairs_of(blocks.rotary[0].shape[-1], interleaved=blocks.interleaved)
+    for b, used in enumerate(blocks.used):
+        of_queries = blocks.angles(b, np.arange(dq_bound.shape[1]))
+        for bound, grad, angles in (
+            (dq_bound[b], grads.dq[b], of_queries),
+            (dk_bound[b, :used], grads.dk[b, :used], blocks.angles(b)),
         ):
-            length = np.hypot(table_rows(cos, positions), table_rows(sin, positions))
+            length = np.hypot(*angles)
             bound[...] = pair_norms(bound + precision.tiny_out, pairs)
             for features in pairs:
                 bound[..., features] *= length[:, None, :]

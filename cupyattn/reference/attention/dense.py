@@ -15,7 +15,7 @@ from cupyattn.reference.attention.scores import (
     normalised,
     probabilities,
 )
-from cupyattn.reference.layers.rope import rotate, table_rows
+from cupyattn.reference.layers.rope import rotate
 
 
 def attention(
@@ -154,12 +154,7 @@ def _rotate_back(blocks: ScoreBlocks, dq: Float64, dk: Float64) -> None:
     """Turn gradients of the rotated q and k into gradients of q and k, in place."""
     if blocks.rotary is None:
         return
-    cos, sin = blocks.rotary[:2]
-    for b, (offset, used) in enumerate(zip(blocks.offsets, blocks.used, strict=True)):
-        for x, positions in (
-            (dq[b], np.arange(dq.shape[1]) + offset),
-            (dk[b, :used], np.arange(used)),
-        ):
-            angles = (table_rows(table, positions)[:, None, :] for table in (cos, sin))
-            c, s = angles
-            x[...] = rotate(x, c, -s, interleaved=blocks.interleaved)
+    for b, used in enumerate(blocks.used):
+        of_queries = blocks.angles(b, np.arange(dq.shape[1]))
+        for x, (cos, sin) in ((dq[b], of_queries), (dk[b, :used], blocks.angles(b))):
+            x[...] = rotate(x, cos[:, None], -sin[:, None], interleaved=blocks.interleaved)

@@ -189,7 +189,7 @@ class ScoreBlocks:
             used = int(self.used[b])
             rows_per_block = max(1, SCORES_PER_BLOCK // max(1, used))
             for g in range(kv_heads):
-                k = self._rotated(self.k[b, :used, g], np.arange(used))
+                k = self._rotated(self.k[b, :used, g], b)
                 v = np.asarray(self.v[b, :used, g], dtype=np.float64)
                 for h in range(g * heads // kv_heads, (g + 1) * heads // kv_heads):
                     for start in range(0, sq, rows_per_block):
@@ -201,11 +201,31 @@ class ScoreBlocks:
         """Whether rotary pairs features 2m and 2m + 1, not m and m + R/2."""
         return self.rotary is not None and len(self.rotary) == 3 and self.rotary[2]
 
-    def _rotated(self, x: NDArray[Any], positions: NDArray[np.int64]) -> Float64:
+    def angles(self, b: int, queries: NDArray[np.int64] | None = None) -> tuple[Float64, Float64]:
+        """Return cos and sin (rows, R/2) of queries, or of the keys in use.
+
+        Queries that causal and window_size leave no key need no position, and do not turn.
+        """
+        assert self.rotary is not None
+        used = int(self.used[b])
+        positions = np.arange(used) if queries is None else queries + self.offsets[b]
+        turns = np.full(positions.shape, used > 0)
+        if queries is not None and self.left is not None:
+            turns &= positions - self.left < used
+        if queries is not None and self.right is not None:
+            turns &= positions + self.right >= 0
+        shape = len(positions), self.rotary[0].shape[1]
+        cos, sin = np.ones(shape), np.zeros(shape)
+        for angles, table in zip((cos, sin), self.rotary[:2], strict=True):
+            angles[turns] = table_rows(table, positions[turns])
+        return cos, sin
+
+    def _rotated(
+        self, x: NDArray[Any], b: int, queries: NDArray[np.int64] | None = None
+    ) -> Float64:
         if self.rotary is None:
             return np.asarray(x, dtype=np.float64)
-        angles = (table_rows(table, positions) for table in self.rotary[:2])
-        return rotate(x, *angles, interleaved=self.interleaved)
+        return rotate(x, *self.angles(b, queries), interleaved=self.interleaved)
 
     def _block(self, b: int, h: int, g: int, rows: slice, k: Float64, v: Float64) -> ScoreBlock:
         i = np.arange(rows.start, rows.stop)
@@ -213,7 +233,7 @@ class ScoreBlocks:
         keys = self._keys(b, positions)
         j = np.arange(keys.start, keys.stop)
         distance = j - positions[:, None]
-        q, k, v = self._rotated(self.q[b, rows, h], positions), k[keys], v[keys]
+        q, k, v = self._rotated(self.q[b, rows, h], b, i), k[keys], v[keys]
 
         capped, slope = self.scale * (q @ k.T), None
         if self.softcap:
