@@ -66,6 +66,12 @@ __device__ __forceinline__ int64 batch_integer(const void* items, BatchIntegers 
                          : static_cast<const int*>(items)[batch * layout.stride];
 }
 
+// One that lies within 31 bits, as lengths do: its low word, which is read without a branch. Where kernels ask for several
+// all are then on their way together.
+__device__ __forceinline__ int batch_length(const void* items, BatchIntegers layout, int batch) {
+  return static_cast<const int*>(items)[batch * layout.stride << layout.is_int64];
+}
+
 // The CTAs of heads with equally many tiles: one head's behind another's, or those of `together` heads, the first tile of
 // each before the second.
 struct Turn {
@@ -128,7 +134,7 @@ __device__ __forceinline__ Scalar* query_row(Scalar* array, const Strides& strid
 // The keys from there on do not exist.
 __device__ __forceinline__ int keys_in_use(const AttentionParams& params, const void* seqused_k_g, int batch) {
   if (seqused_k_g == nullptr) return params.sk;
-  return clamp(batch_integer(seqused_k_g, params.seqused_k, batch), 0, params.sk);
+  return clamp(batch_length(seqused_k_g, params.seqused_k, batch), 0, params.sk);
 }
 
 // Query i stands at key position i + query_offset.

@@ -30,8 +30,8 @@ __device__ __forceinline__ BackwardParams of_sequence(const BackwardParams& long
 template <typename Smem>
 __device__ __forceinline__ PackedWork keys_of_cta(const PackedBatch& packed, const AttentionParams& longest,
                                                   const PackedPointers& pointers, int keys_per_cta, Smem& smem) {
-  return work_of_cta(packed, longest, pointers, packed_keys(packed, longest, pointers), longest.heads / longest.group,
-                     longest.kv_together, keys_per_cta, smem);
+  return work_of_cta(packed, longest, pointers, packed_keys(packed, longest, pointers), &PackedSequence::keys,
+                     longest.heads / longest.group, longest.kv_together, keys_per_cta, smem);
 }
 __device__ __forceinline__ KeyPlace key_place(const PackedTile& tile, int keys_per_cta) {
   return {tile.batch, tile.head, tile.tile * keys_per_cta, /*scratch_batch=*/0};

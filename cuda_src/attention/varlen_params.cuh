@@ -68,7 +68,8 @@ struct PackedWork {
   __device__ __forceinline__ bool exists() const { return tile.tiles > 0; }
 };
 
-// Which of the tiles of `rows` this CTA has. One warp looks, and reads the lengths of 32 sequences once.
+// Which of the tiles of `rows` this CTA has, of the rows that sequences have `by`. One warp looks, each lane with a sequence
+// of the first 32, all that is known of it: what is asked later waits for memory again.
 //
 // All threads read its answer from one place in shared memory, the first bytes of the kernel's buffers: what comes from an
 // address that all have ptxas keeps in uniform registers, and with it whatever follows from it, as where a sequence's rows
@@ -78,14 +79,17 @@ struct PackedWork {
 // compute_75, 2026-11-26).
 template <typename Smem>
 __device__ __forceinline__ PackedWork work_of_cta(const PackedBatch& packed, const AttentionParams& longest,
-                                                  const PackedPointers& pointers, const PackedRows& rows, int heads,
-                                                  int together, int tile_rows, Smem& smem) {
+                                                  const PackedPointers& pointers, const PackedRows& rows,
+                                                  RowSpan PackedSequence::* by, int heads, int together, int tile_rows,
+                                                  Smem& smem) {
   static_assert(sizeof(PackedWork) <= sizeof(Smem), "the answer fits into the buffers");
   PackedWork& work_s = reinterpret_cast<PackedWork&>(smem);
   if (warp_index() == 0) {
-    const PackedTile tile = rows.of_cta(heads, together, tile_rows);
-    const PackedSequence sequence(packed, longest, pointers, tile.batch);
-    if (lane_index() == 0) work_s = {tile, sequence};
+    PackedSequence sequence(packed, longest, pointers, min(lane_index(), packed.batch - 1));
+    const int own = lane_index() < packed.batch ? div_up((sequence.*by).count, tile_rows) : 0;
+    const PackedTile tile = rows.of_cta(heads, together, tile_rows, own);
+    if (tile.batch >= kWarpSize) sequence = PackedSequence(packed, longest, pointers, tile.batch);
+    if (lane_index() == tile.batch % kWarpSize) work_s = {tile, sequence};
   }
   __syncthreads();  // work: written
   const PackedWork work = work_s;
@@ -96,8 +100,8 @@ __device__ __forceinline__ PackedWork work_of_cta(const PackedBatch& packed, con
 template <typename Smem>
 __device__ __forceinline__ PackedWork queries_of_cta(const PackedBatch& packed, const AttentionParams& longest,
                                                      const PackedPointers& pointers, int rows_per_cta, Smem& smem) {
-  return work_of_cta(packed, longest, pointers, packed_queries(packed, longest, pointers), longest.heads,
-                     longest.together, rows_per_cta, smem);
+  return work_of_cta(packed, longest, pointers, packed_queries(packed, longest, pointers), &PackedSequence::queries,
+                     longest.heads, longest.together, rows_per_cta, smem);
 }
 
 // Those of a sequence's end come first: under causal order they see most keys.

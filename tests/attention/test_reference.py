@@ -69,7 +69,6 @@ def one_row(q, k, v, b, h, i, options):
     position = i + (last if offset is None else int(element(offset, b)))
     scale = head_dim**-0.5 if get("softmax_scale") is None else get("softmax_scale")
     left, right = get("window_size") or (None, None)
-    query = turned(q[b, i, h], get("rotary"), position)
     logits = {}
     for j in range(sk if get("seqused_k") is None else int(get("seqused_k")[b])):
         sees = not get("causal") or j <= position
@@ -79,6 +78,8 @@ def one_row(q, k, v, b, h, i, options):
         sees = sees and (get("mask_mod") is None or get("mask_mod")(b, h, i, j))
         if not sees:
             continue
+        # A query that sees no key may stand where the tables have no row.
+        query = turned(q[b, i, h], get("rotary"), position)
         key = turned(k[b, j, h // group], get("rotary"), j)
         s = scale * sum(x * y for x, y in zip(query, key, strict=True))
         if get("softcap"):

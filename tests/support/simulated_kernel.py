@@ -79,11 +79,18 @@ class SimulatedKernel:
         if "rotary" not in self.options:
             return x
         x = self.rounded(x) if back else x
-        cos, sin = (table[positions].astype(self.work) for table in self.options["rotary"])
+        cos, sin = (self.angles(table, positions) for table in self.options["rotary"])
         half, sin = cos.shape[1], -sin if back else sin
         a, b, rest = x[:, :half], x[:, half : 2 * half], x[:, 2 * half :]
         turned = np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=1)
         return turned if back else self.rounded(turned)
+
+    def angles(self, table, positions):
+        """Rows of a table; 0 where there is none: a query there sees no key."""
+        found = np.zeros((len(positions), table.shape[1]), self.work)
+        there = (positions >= 0) & (positions < len(table))
+        found[there] = table[positions[there]]
+        return found
 
     def rounded(self, x):
         return x.astype(self.out_dtype).astype(self.work)
