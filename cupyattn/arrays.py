@@ -235,7 +235,8 @@ def _cuda_array(name: str, candidate: Any, protocol: str) -> Array:
 
 
 def _no_array(name: str, candidate: Any, fixes: Mapping[str, str]) -> TypeError:
-    passed, own = f"{name} is a {_kind(candidate)}", name.rpartition("'s ")[2]
+    passed = f"{name} is a {_kind(candidate)}"
+    own = name.rpartition("'s ")[2]  # as the caller's code has it: score_mod's t is t
     written = name.startswith(("grads", "workspace")) or fixes.get(name) == made_beforehand(name)
     fix = f"convert it, for example numpy.asarray({own}) or cupy.asarray({own})"
     if isinstance(candidate, type):

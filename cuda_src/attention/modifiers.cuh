@@ -37,7 +37,7 @@ struct Indexed {
 };
 
 #if MODIFIED
-// As <math.h> has them, which the compiler at run time lacks.
+// NVRTC has no <math.h>.
 #define INFINITY __int_as_float(0x7f800000)
 #define NAN __int_as_float(0x7fc00000)
 #include <cupyattn/modifiers>

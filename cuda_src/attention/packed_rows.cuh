@@ -61,7 +61,7 @@ struct PackedRows {
 
   // The tile of this CTA, by a warp; without tiles beyond the last one. Tiles are in the order of their sequences' lengths,
   // the longest first: what starts last is then short, and all multiprocessors end together. Sequences with equally
-  // many tiles take turns as those of a batch do. Of the first 32 sequences a lane has the number of its own already.
+  // many tiles take turns as those of a batch do. `own`: how many tiles the lane's sequence has, of the first 32.
   __device__ __forceinline__ PackedTile of_cta(int heads, int together, int tile_rows, int own) const {
     Alike alike;
     if (!alike_at(alike, blockIdx.x / heads, own, tile_rows)) return {0, 0, 0, 0};
@@ -106,13 +106,13 @@ struct PackedRows {
   // How many tiles the sequences have together that have at least `least` each, which every lane asks for itself; `own` is
   // the lane's of the first 32. A ballot has one bit of 32 counts of tiles, so that few steps compare and add them all.
   __device__ __forceinline__ int tiles_of_longer(int least, int own, int tile_rows) const {
-    constexpr int kBits = 6;  // at once: few of more tiles
+    constexpr int kBits = 6;  // in one round: few sequences have 64 tiles or more
     const int bits = kWarpSize - __clz(div_up(longest, tile_rows));
     int sum = 0;
 #pragma unroll 1
     for (int first = 0; first < batch; first += kWarpSize) {
       const int of_lane = first == 0 ? own : lane_tiles(first, tile_rows);
-      uint32 longer = kFullWarp;  // whose bits so far are no less than those of `least`
+      uint32 longer = kFullWarp;  // lanes whose tiles, by the bits so far, are at least `least`
 #pragma unroll 1
       for (int from = 0; from < bits; from += kBits) {
 #pragma unroll

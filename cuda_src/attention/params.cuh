@@ -66,10 +66,12 @@ __device__ __forceinline__ int64 batch_integer(const void* items, BatchIntegers 
                          : static_cast<const int*>(items)[batch * layout.stride];
 }
 
-// One that lies within 31 bits, as lengths do: its low word, which is read without a branch. Where kernels ask for several
-// all are then on their way together.
+// A length, or where rows begin: what lies beyond 32 bits becomes the nearest int. Read by words, without a branch: the loads
+// of several are then in flight at once.
 __device__ __forceinline__ int batch_length(const void* items, BatchIntegers layout, int batch) {
-  return static_cast<const int*>(items)[batch * layout.stride << layout.is_int64];
+  const int* words_g = static_cast<const int*>(items) + (batch * layout.stride << layout.is_int64);
+  const int low = words_g[0], high = words_g[layout.is_int64];
+  return !layout.is_int64 || high == low >> 31 ? low : high >> 31 ^ 0x7fffffff;
 }
 
 // The CTAs of heads with equally many tiles: one head's behind another's, or those of `together` heads, the first tile of

@@ -33,7 +33,7 @@ struct RotaryArrays {
 struct Token {
   uint32 batch, row;
   int64 position;
-  bool turns;  // a query that sees no key needs no position: it may stand before 0
+  bool turns;  // false of a query that sees no key: it is copied, wherever it stands
 };
 
 // Selected, not indexed: parameters have no index, so the struct would go through local memory.

@@ -68,8 +68,8 @@ struct PackedWork {
   __device__ __forceinline__ bool exists() const { return tile.tiles > 0; }
 };
 
-// Which of the tiles of `rows` this CTA has, of the rows that sequences have `by`. One warp looks, each lane with a sequence
-// of the first 32, all that is known of it: what is asked later waits for memory again.
+// Which of the tiles of `rows` this CTA has; a sequence's own are `by`, its queries or keys. One warp looks. Each lane reads
+// all of one of the first 32 sequences at once: a second read would wait for memory again.
 //
 // All threads read its answer from one place in shared memory, the first bytes of the kernel's buffers: what comes from an
 // address that all have ptxas keeps in uniform registers, and with it whatever follows from it, as where a sequence's rows

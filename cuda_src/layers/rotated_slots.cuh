@@ -72,7 +72,8 @@ struct SlotPlace {
 };
 
 // The slot of the heads from `head` on of one token, whose rows begin at x_g and out_g; position_of() says where the token
-// stands, unless `turns` is false: then it is copied. Params has slots, rotated_slots, half, dim, table_length, the strides of the tables and sign.
+// stands. Where `turns` is false the token is copied, wherever it stands. Params has slots, rotated_slots, half, dim,
+// table_length, the strides of the tables and sign.
 template <typename Params, typename Position>
 __device__ __forceinline__ void turn_slot(const Params& params, uint32 slot, uint32 head, uint32 heads,
                                           const DTYPE* x_g, int64 x_head, DTYPE* out_g, int64 out_head,

@@ -238,6 +238,8 @@ def test_results_of_packed_prompts_whose_heads_take_turns(dtype):
 )
 @example(lengths=[16] * 31 + [0, 48] + [16] * 3, heads=2, together=4)
 @example(lengths=[3, 520, 512, 497, 500], heads=2, together=3)
+@example(lengths=[1040, 1008, 1009, 0, 1025], heads=1, together=1)  # of seven bits, and of 13
+@example(lengths=[1009, 65_600, 1, 65_536], heads=1, together=1)
 @examples(20)
 def test_packed_tiles_are_had_once_and_the_longest_sequences_first(lengths, heads, together):
     lengths = [*lengths, 1]

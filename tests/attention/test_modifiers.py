@@ -245,7 +245,9 @@ def test_names_of_kernels_are_free_for_arrays():
     assert_allclose(added, np.broadcast_to(once[:, None] * 1e-6, added.shape), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["grad", "int", "this", "lambda", "__x", "a b", "", "1a", "é"])
+@pytest.mark.parametrize(
+    "name", ["grad", "NAN", "int", "this", "lambda", "__x", "a b", "", "1a", "é"]
+)
 def test_names_that_no_array_can_have(name):
     with pytest.raises(ValueError, match=r"named .*digits and underscores.*another name"):
         MaskMod("true", **{name: np.zeros(1)})
@@ -290,7 +292,7 @@ def test_an_array_is_none_of_none_and_no_number():
     with pytest.raises(TypeError, match="given seen = None"):
         MaskMod("seen[h]", seen=None)
     for number in (2.5, np.float32(2.5)):
-        with pytest.raises(TypeError, match=r"given t = .*2\.5.*; .* numpy\.array\(x, "):
+        with pytest.raises(TypeError, match=r"given t = .*2\.5.*; .* numpy\.asarray "):
             ScoreMod("score * t", t=number)
     q, k, v, _ = (KERNELS.put(x) for x in small("float32", 1, 4, 2, 8))
     with pytest.raises(TypeError, match=r"score_mod's t is a .*list; .* numpy\.asarray\(t\)"):

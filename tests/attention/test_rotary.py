@@ -227,8 +227,8 @@ def test_vjp_differentiates_through_the_rotation(changed):
     ("rows", "changed", "message"),
     [
         (69, {}, "keys stand at positions 0 to 69; the rotary tables have positions 0 to 68"),
-        (70, {"q_offset": 50}, "queries stand at positions 50 to 70"),
-        (70, {"q_offset": -1}, "queries stand at positions -1 to 19"),
+        (70, {"q_offset": 50}, "queries that see a key stand at positions 50 to 70"),
+        (70, {"q_offset": -1}, "queries that see a key stand at positions -1 to 19"),
     ],
 )
 def test_tables_that_are_too_short(rows, changed, message):
@@ -254,7 +254,7 @@ def test_tables_that_are_too_short(rows, changed, message):
         # The last queries stand behind the last key that the window leaves any of them.
         (("window_size", (3, None)), ("q_offset", (30, 5)), ("seqused_k", (40, 0))),
     ],
-    ids=["padded", "behind", "window"],
+    ids=["padded", "before 0", "window"],
 )
 def test_queries_that_see_no_key_need_no_position(dtype, drawn, checks):
     positions = 43 if drawn[0][0] == "window_size" else 70
@@ -265,11 +265,34 @@ def test_queries_that_see_no_key_need_no_position(dtype, drawn, checks):
         backward_runs.check(problem, "flash")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True, "seqused_k": np.array([8, 5])},
+        {"causal": True, "q_offset": -5, "seqused_k": np.array([8, 0])},
+        {"window_size": (3, None), "q_offset": np.array([3, 0]), "seqused_k": np.array([5, 2])},
+        {"window_size": (2**60, 0), "q_offset": np.array([-2, -1], np.int32)},
+    ],
+)
+def test_tables_as_long_as_they_have_to_be(options):
+    """Up to the last key in use, and the last query that sees one."""
+    q, k, v = (PHI.normal(name, (2, n, 1, 4)) for name, n in zip("qkv", (9, 8, 8), strict=True))
+    with cupyattn.backend("reference"):
+        cupyattn.attention(q, k, v, rotary=rope_tables(8, 4), **options)
+        with pytest.raises(ValueError, match="the rotary tables have positions 0 to 6"):
+            cupyattn.attention(q, k, v, rotary=rope_tables(7, 4), **options)
+
+
+def test_a_query_before_position_0_that_sees_a_key():
+    x, tables = PHI.normal("q", (1, 8, 1, 4)), rope_tables(20, 4)
+    with pytest.raises(ValueError, match=r"stand at positions -3 to 4; .* another q_offset"):
+        cupyattn.attention(x, x, x, q_offset=-3, window_size=(None, 5), rotary=tables)
+
+
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
 def test_no_keys_need_no_tables(dtype):
     drawn = (("seqused_k", (0, 0)), ("rotary", (0, 16)))
-    problem = replace(PHI, dtype=dtype, drawn=drawn)
-    backward_runs.check(problem, "flash")
+    backward_runs.check(replace(PHI, dtype=dtype, drawn=drawn), "flash")
 
 
 def test_positions_in_arrays_outside_of_the_tables_give_nan():

@@ -125,6 +125,28 @@ def test_bounds_of_any_stride_and_of_64_bits():
         assert np.array_equal(one, other)
 
 
+def test_lengths_beyond_32_bits_are_the_nearest_that_there_are():
+    """Where nothing looks at values, as on a GPU."""
+    q, k, v, bounds_q, bounds_k = RAGGED.arrays()
+    far = bounds_q.astype(np.int64)
+    far[0], far[-1] = -(2**32) + 1, 2**32 + 1
+    all_and_none = bounds_k[[-1, 0, -1, 0]]
+    beyond = np.array([2**32 + 3, -(2**32) + 5, 2**63 - 1, -(2**31) - 1])
+
+    def run(bounds: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, ...]:
+        arrays = map(KERNELS.put, (q, k, v, bounds, bounds_k))
+        found = cupyattn.attention_varlen(
+            *arrays, 140, 150, seqused_k=KERNELS.put(used), return_lse=True
+        )
+        return tuple(map(KERNELS.get, found))
+
+    with pytest.MonkeyPatch.context() as patch, KERNELS.running():
+        patch.setattr("cupyattn.ops.attention.checks.checks_values", lambda _: False)
+        results = run(far, beyond), run(bounds_q, all_and_none)
+    for one, other in zip(*results, strict=True):
+        assert np.array_equal(one, other)
+
+
 def test_nan_stays_in_its_sequence():
     q, k, v, *bounds = RAGGED.arrays()
     v[RAGGED.bounds[1][1]] = np.nan  # the first key of the second sequence, which all its rows see

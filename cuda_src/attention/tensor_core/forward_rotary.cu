@@ -9,7 +9,8 @@
 // Work      as forward.cu.
 // Grid      as forward.cu.
 // Budget    as forward.cu.
-// Edges     as forward.cu; a query outside of the tables has NaN in its R features.
+// Edges     as forward.cu; a query outside of the tables has NaN in its R features, which is hidden
+//           where it sees no key.
 #include "forward.cuh"
 #include "rotated_chunks.cuh"
 

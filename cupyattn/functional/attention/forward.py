@@ -110,8 +110,9 @@ def attention(
         `rope` and then attention: rotated q and k are rounded to their dtype. Tables that are too
         short are an error. On a GPU, where positions come from arrays (q_offset, seqused_k), what
         stands outside of them has NaN for scores instead, unless values are checked (`backend`).
-        Queries that causal order, the window and seqused_k leave no key need no position: of a
-        padded batch (seqused_k below Sq) the default q_offset places the first ones before 0.
+        Queries that causal order, the window and seqused_k leave no key need no position. Where
+        queries are padded behind, as keys are (seqused_k below Sq), pass ``q_offset=0``: by default
+        the last of the Sq queries stands at the last key in use, and the first ones before 0.
     score_mod : ScoreMod, optional
         The user's own expression of a score, after bias and ALiBi: see `ScoreMod`. On NumPy arrays
         also a function ``score_mod(score, b, h, q_idx, k_idx)`` of arrays that broadcast together.

@@ -12,7 +12,7 @@ import numpy as np
 
 from cupyattn.arrays import Array
 from cupyattn.errors import error, shown
-from cupyattn.kernels.configs.attention.modifiers import GRADIENT_NAMES, parameter_name
+from cupyattn.kernels.configs.attention.modifiers import TAKEN_NAMES, parameter_name
 from cupyattn.ops.attention.modifiers import UserFunction
 
 _CPP_WORDS = """
@@ -37,7 +37,7 @@ _REFUSED = (
     ),
     (
         re.compile(r"\\(?=\s*$)"),
-        "in C++ a backslash joins its line with the next, and there is none",
+        "in C++ a backslash joins its line with the next, and there is no next line",
         "take it out",
     ),
 )
@@ -119,9 +119,9 @@ class ScoreMod(_Expression):
     Raises
     ------
     TypeError
-        For an expression that is no string.
+        For an expression that is no string, and for None or a number as an array.
     ValueError
-        For a name of an array that expressions cannot have, and for a null character, a surrogate
+        For a name of an array that expressions cannot have, and for a null character, a surrogate,
         ``//`` or a backslash at the end of an expression.
 
     Notes
@@ -232,13 +232,13 @@ class MaskMod(_Expression):
 
 
 def _require_usable(kind: str, name: str, array: Any) -> None:
-    taken = name in {*GRADIENT_NAMES, *_CPP_WORDS.split()} or keyword.iskeyword(name)
+    taken = name in {*TAKEN_NAMES, *_CPP_WORDS.split()} or keyword.iskeyword(name)
     if taken or name.startswith("__") or not (name.isascii() and name.isidentifier()):
         raise error(
             ValueError,
             f"{kind} was given an array named {name!r}",
             "a name has letters, digits and underscores, not two in front; expressions have "
-            f"{', '.join(GRADIENT_NAMES)} already, and the words of C++",
+            f"{', '.join(TAKEN_NAMES)} already, and the words of C++",
             "give it another name, in the expression too",
         )
     if array is None or isinstance(array, Number | np.generic):
@@ -246,7 +246,7 @@ def _require_usable(kind: str, name: str, array: Any) -> None:
             TypeError,
             f"{kind} was given {name} = {shown(array)}",
             "what its expression names are arrays, of no axes too",
-            "pass one (of a number x: numpy.array(x, 'float32')), or an expression without it",
+            "pass one (of a number numpy.asarray or cupy.asarray), or an expression without it",
         )
 
 

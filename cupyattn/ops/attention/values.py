@@ -122,7 +122,7 @@ def _positions(
     from_end = used - queries if problem.q_offset is None else np.asarray(problem.q_offset)
     offsets = np.asarray(integers.get("q_offset", from_end))
     of_sequences = np.broadcast_arrays(offsets, queries, used)
-    offsets, queries, used = (x.astype(np.int64) for x in of_sequences)  # sides of windows are
+    offsets, queries, used = (x.astype(np.int64) for x in of_sequences)  # as sides of windows
     return offsets, queries, used
 
 
@@ -133,13 +133,12 @@ def _require_rotary_positions(
         return
     positions = problem.layouts["cos"].shape[0]
     occupied = {"keys": (0, int(used.max()) - 1)} if used.any() else {}
-    # Queries that see no key need no position.
     left, right = problem.window
     first = offsets if right is None else np.maximum(offsets, -right)
     last = offsets + queries - 1
     last = last if left is None else np.minimum(last, used - 1 + left)
     if (sees := (first <= last) & (used > 0)).any():
-        occupied["queries"] = (int(first[sees].min()), int(last[sees].max()))
+        occupied["queries that see a key"] = (int(first[sees].min()), int(last[sees].max()))
     for name, (first, last) in occupied.items():
         if first < 0 or last >= positions:
             raise error(

@@ -19,6 +19,8 @@ GRADIENT_NAMES = ("score", "grad", "b", "h", "q_idx", "k_idx")
 """The same of one for a gradient."""
 MASK_NAMES = ("b", "h", "q_idx", "k_idx")
 """The same of one for a mask."""
+TAKEN_NAMES = (*GRADIENT_NAMES, "INFINITY", "NAN")
+"""What no array can be called; `modifiers.cuh` defines the last two."""
 SHOWN_AS = {"score": "score_mod", "gradient": "score_mod's gradient", "mask": "mask_mod"}
 """What the compiler and errors call each expression."""
 ARRAYS, RESULT, END = " (arrays)", " (result)", " (end)"
