@@ -45,8 +45,8 @@ struct QuerySpan {
   int begin, count;
 
   __device__ __forceinline__ QuerySpan(const PagedParams& params, const void* cu_seqlens_q_g, int batch) {
-    begin = clamp(batch_length(cu_seqlens_q_g, params.cu_seqlens_q, batch), 0, params.total);
-    const int end = clamp(batch_length(cu_seqlens_q_g, params.cu_seqlens_q, batch + 1), begin, params.total);
+    begin = clamp(batch_integer(cu_seqlens_q_g, params.cu_seqlens_q, batch), 0, params.total);
+    const int end = clamp(batch_integer(cu_seqlens_q_g, params.cu_seqlens_q, batch + 1), begin, params.total);
     count = min(end - begin, params.attention.sq);
   }
 };

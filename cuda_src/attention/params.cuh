@@ -66,14 +66,6 @@ __device__ __forceinline__ int64 batch_integer(const void* items, BatchIntegers 
                          : static_cast<const int*>(items)[batch * layout.stride];
 }
 
-// A length, or where rows begin: what lies beyond 32 bits becomes the nearest int. Read by words, without a branch: the loads
-// of several are then in flight at once.
-__device__ __forceinline__ int batch_length(const void* items, BatchIntegers layout, int batch) {
-  const int* words_g = static_cast<const int*>(items) + (batch * layout.stride << layout.is_int64);
-  const int low = words_g[0], high = words_g[layout.is_int64];
-  return !layout.is_int64 || high == low >> 31 ? low : high >> 31 ^ 0x7fffffff;
-}
-
 // The CTAs of heads with equally many tiles: one head's behind another's, or those of `together` heads, the first tile of
 // each before the second.
 struct Turn {
@@ -136,7 +128,7 @@ __device__ __forceinline__ Scalar* query_row(Scalar* array, const Strides& strid
 // The keys from there on do not exist.
 __device__ __forceinline__ int keys_in_use(const AttentionParams& params, const void* seqused_k_g, int batch) {
   if (seqused_k_g == nullptr) return params.sk;
-  return clamp(batch_length(seqused_k_g, params.seqused_k, batch), 0, params.sk);
+  return clamp(batch_integer(seqused_k_g, params.seqused_k, batch), 0, params.sk);
 }
 
 // Query i stands at key position i + query_offset.

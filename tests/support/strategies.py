@@ -227,9 +227,7 @@ def _drawn_options(
     batch, sq, sk, heads = (sizes[letter] for letter in ("B", "Sq", "Sk", "H"))
     if sizes["D"] < 2:  # no pair to rotate
         chosen -= {"rotary"}
-    # Positions of queries that see a key are rows of the rotary tables, and the default q_offset
-    # may be negative.
-    from_0 = "rotary" in chosen and "causal" not in chosen
+    from_0 = "rotary" in chosen and "causal" not in chosen  # rows of its tables are positions
     lowest_offset = 0 if from_0 else -sq - 1
     if from_0 and (sk < sq or "seqused_k" in chosen):
         chosen |= {"q_offset"}
