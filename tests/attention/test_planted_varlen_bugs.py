@@ -37,6 +37,7 @@ HALF = VarlenProblem(
 )  # fmt: skip
 WHOLE = replace(HALF, dense=replace(HALF.dense, drawn=(("causal", True),)))
 FLOAT = replace(HALF, dense=replace(HALF.dense, dtype="float32", D=24, Dv=40))
+EQUAL = replace(WHOLE, queries=(40,) * 5, keys=(60,) * 5)
 MANY = VarlenProblem(
     replace(HALF.dense, B=40, Sq=130, Sk=20, drawn=()),
     queries=(3,) * 36 + (0, 130, 3, 130), keys=(20,) * 40,
@@ -63,7 +64,8 @@ def test_a_clean_copy_is_right(problem, ratio_with):
 
 
 WRONG = [
-    (HALF, Bug(ROWS_CUH, "if (tiles >= least)", "if (tiles > least)")),
+    (MANY, Bug(ROWS_CUH, "longer & set : longer | set", "longer & set : longer")),
+    (EQUAL, Bug(ROWS_CUH, "alike.all = alike.tiles * batch;", "alike.all = alike.tiles;")),
     (HALF, Bug(ROWS_CUH, "turn.tile, alike.tiles}", "0, alike.tiles}")),
     (FLOAT, Bug(FLOAT_CU, "k_g + begin * attention.k.seq", "k_g")),
     (HALF, Bug(PARAMS_CUH, "- queries.count :", "- longest.sq :")),
