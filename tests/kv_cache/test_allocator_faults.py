@@ -168,9 +168,9 @@ def interrupted(call, line: int) -> int:
             return None
         # From CPython 3.12 on each round of a comprehension is told of as its line anew, and what
         # is raised there by a trace function passes over the `with` around it.
-        place = frame.f_code, frame.f_lineno
-        if event == "line" and place != latest:
-            latest = place
+        previous, latest = latest, (frame.f_code, frame.f_lineno)
+        again = sys.version_info >= (3, 12) and latest == previous
+        if event == "line" and not again:
             lines += 1
             if lines == line:
                 sys.settrace(None)

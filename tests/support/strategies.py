@@ -227,7 +227,7 @@ def _drawn_options(
     batch, sq, sk, heads = (sizes[letter] for letter in ("B", "Sq", "Sk", "H"))
     if sizes["D"] < 2:  # no pair to rotate
         chosen -= {"rotary"}
-    from_0 = "rotary" in chosen and "causal" not in chosen  # rows of its tables are positions
+    from_0 = "rotary" in chosen and "causal" not in chosen  # tables begin at position 0
     lowest_offset = 0 if from_0 else -sq - 1
     if from_0 and (sk < sq or "seqused_k" in chosen):
         chosen |= {"q_offset"}

@@ -122,7 +122,8 @@ def _positions(
     from_end = used - queries if problem.q_offset is None else np.asarray(problem.q_offset)
     offsets = np.asarray(integers.get("q_offset", from_end))
     of_sequences = np.broadcast_arrays(offsets, queries, used)
-    offsets, queries, used = (x.astype(np.int64) for x in of_sequences)  # as sides of windows
+    # Sides of windows, which are added to them, have up to 61 bits.
+    offsets, queries, used = (x.astype(np.int64) for x in of_sequences)
     return offsets, queries, used
 
 
