@@ -7,8 +7,10 @@ enters):
 - sum(n, size) = (n + 2) (2 u32 size + 2**-126) is the error of a float32 sum of n terms whose
   absolute values sum to size, in any order: 2 u32 since tensor cores truncate, 2**-126 for what
   -ftz=true flushes.
-- P = exp(s - lse) errs by e_P = P expm1(2 ds + u32 (3 |lse| + 2 exponent_shift + 8)) + tiny: the
-  exponent is formed from a rounded lse log2(e) + shift, ex2.approx errs by 4 u32, small P vanish.
+- P = exp(s - lse) errs by e_P = P expm1(2 ds + u32 (4 |lse| + 2 exponent_shift + 8)) + tiny: lse is
+  a rounded float32, the exponent is formed from a rounded lse log2(e) + shift, ex2.approx errs by
+  4 u32, small P vanish. Both P are between 0 and 1, so e_P is at most max(P, 1 - P) + tiny. The
+  bound therefore holds for gradients with respect to the exact lse too, if that is what is passed.
 - g = dP - delta errs by e_g = sum(Dv + 2, |dout| |v|^T + |dout| |out| + |dlse|).
 - dS = P g errs by e_dS = (P + e_P) e_g + e_P |g| + 2 u32 |dS|; dbias is its sum.
 - The softcap's slope 1 - tanh**2 errs by 2 (eps_tanh + 2 dot reach / softcap) + 4 u32.
@@ -42,6 +44,7 @@ from cupyattn.reference.attention.bounds import (
     U32,
     Precision,
     ScoreErrors,
+    exponent_error,
     pair_norms,
     precision_of,
     sink_magnitude,
@@ -131,10 +134,13 @@ def _block_errors(
         return np.where(scores.visible, error, 0.0)
 
     block_lse = np.asarray(lse[block.at], np.float64)
-    abs_lse = np.where(np.isinf(block_lse), 0.0, np.abs(block_lse))
-    exponent = U32 * (3 * abs_lse + 2 * precision.exponent_shift + 8)
+    shift_error = U32 * (2 * precision.exponent_shift + 8)
     ds_score = scores.dot * scores.reach + U32 * scores.magnitude + scores.softcap
-    p_error = p * np.expm1(2 * ds_score + exponent[:, None]) + precision.tiny_in
+    # fmin: 0 times the expm1 of a large error, which is infinite, is NaN.
+    p_error = np.fmin(
+        p * np.expm1(exponent_error(ds_score, block_lse) + shift_error), np.maximum(p, 1 - p)
+    )
+    p_error += precision.tiny_in
 
     kept = np.ones(p.shape) if block.kept is None else block.kept
     block_dout = block.rows_of(dout)
@@ -164,8 +170,10 @@ def _block_errors(
     sink = blocks.sink(block.h)
     if sink is not None:
         sink_p = probabilities(np.full((len(delta), 1), sink), block_lse)[:, 0]
-        sink_exponent = 2 * U32 * sink_magnitude(sink, block_lse) + exponent
-        sink_p_error = sink_p * np.expm1(sink_exponent) + TINY32
+        sink_error_of_score = U32 * sink_magnitude(sink, block_lse)[:, None]
+        sink_exponent = exponent_error(sink_error_of_score, block_lse)[:, 0] + shift_error
+        sink_p_error = np.fmin(sink_p * np.expm1(sink_exponent), np.maximum(sink_p, 1 - sink_p))
+        sink_p_error += TINY32
         sink_error = float(
             ((sink_p + sink_p_error) * sum_error(terms, delta_size)).sum()
             + (sink_p_error * np.abs(delta)).sum()
@@ -267,8 +275,9 @@ def attention_backward_bound(
     dsinks_sum = None if grads.dsinks is None else _Sum.zeros(grads.dsinks.shape)
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         for block in blocks:
-            p = probabilities(block.scores, np.asarray(lse[block.at], np.float64))
-            scores = ScoreErrors.of(blocks, block, p, precision)
+            block_lse = np.asarray(lse[block.at], np.float64)
+            p = probabilities(block.scores, block_lse)
+            scores = ScoreErrors.of(blocks, block, block_lse, precision)
             rows = dout, out, lse, dlse
             x = _block_errors(blocks, block, scores, p, precision, *rows, log2[block.b, block.g])
             size = x.ds @ scores.k

@@ -24,10 +24,13 @@ Forward, for one row with D = head dim, n keys, T tiles of keys and reach_j = |s
 - ds is the error of a score: the dot product (D terms, the scale, its conversion to base 2), the
   roundings of the sums with bias and ALiBi (magnitude is the sum of the absolute values of
   softcapped score, bias and ALiBi, and at least |sink|), and the softcap, whose slope is at most 1.
-  Only keys (and a sink) of P >= 2**-126 count: the rest weighs nothing in float32, so that a bias
-  of -1e4 or the float's least, as masks often are written, does not blunt the bound of its row.
+  Only keys (and a sink) whose P can reach 2**-126 within that error count: the rest weighs nothing
+  in float32, so that a bias of -1e4 or the float's least, as masks often are written, does not
+  blunt the bound of its row.
 - A probability is exp(s - m) / l: numerator and denominator each err by ds relative to themselves;
-  4 instead of 2 pays for truncation in tensor cores and for what is of second order.
+  4 instead of 2 pays for truncation in tensor cores and for what is of second order. Where ds is
+  above 1/2 that no longer holds. The output is a mean of rows of V in any case, so its error is
+  at most 2 max_j |V_j|, which takes the place of 4 ds (P |V|).
 - u_in is the rounding of P for the tensor core; n u32 the sums over keys, of l and of P V; 8 T u32
   each tile's exponential (ex2.approx errs by 2**-22), its rescale and the final division and
   dropout scale. Dropout's f = 1 / (1 - p) is part of P here, and comes last in kernels: a product
@@ -163,9 +166,9 @@ class ScoreErrors:
 
     @classmethod
     def of(
-        cls, blocks: ScoreBlocks, block: ScoreBlock, p: Float64, precision: Precision
+        cls, blocks: ScoreBlocks, block: ScoreBlock, lse: Float64, precision: Precision
     ) -> ScoreErrors:
-        """Build them for one block of a walk and its probabilities."""
+        """Build them for one block of scores and the lse of its rows."""
         dot = (blocks.q.shape[-1] + 2) * U32
         q, k = np.abs(block.q), np.abs(block.k)
         if blocks.rotary is not None:
@@ -176,16 +179,31 @@ class ScoreErrors:
         for added in (block.bias, block.alibi):
             if added is not None:
                 magnitude = magnitude + np.abs(added)
-        weighs = ~(p < TINY32)  # a NaN does
+        reach, softcap = abs(blocks.scale) * (q @ k.T), (blocks.softcap or 0.0) * EPS_TANH
+        error = exponent_error(dot * reach + U32 * magnitude + softcap, lse)
+        weighs = ~(block.scores - _finite(lse)[:, None] + error < np.log(TINY32))  # a NaN does
         return cls(
             q=q,
             k=k,
             dot=dot,
-            reach=np.where(weighs, abs(blocks.scale) * (q @ k.T), 0.0),
+            reach=np.where(weighs, reach, 0.0),
             magnitude=np.where(weighs, magnitude, 0.0),
-            softcap=(blocks.softcap or 0.0) * EPS_TANH,
+            softcap=softcap,
             visible=~block.hidden,
         )
+
+
+def _finite(lse: Float64) -> Float64:
+    """Replace the infinite lse of rows without keys by 0."""
+    return np.where(np.isinf(lse), 0.0, lse)
+
+
+def exponent_error(ds: Float64, lse: Float64) -> Float64:
+    """Error of the exponent s - lse of a probability (rows, keys), from the score's error ds.
+
+    4 u32 |lse|: lse itself is a float32, and is multiplied by log2(e), a float32, in float32.
+    """
+    return 2 * ds + 4 * U32 * np.abs(_finite(lse))[:, None]
 
 
 def sink_magnitude(sink: float, lse: Float64) -> Float64:
@@ -244,7 +262,7 @@ def attention_bound(
         for block in blocks:
             block_lse, sink = lse[block.at], blocks.sink(block.h)
             p = probabilities(block.scores, block_lse)
-            errors = ScoreErrors.of(blocks, block, p, precision)
+            errors = ScoreErrors.of(blocks, block, block_lse, precision)
             keys = errors.visible.sum(axis=-1) + (sink is not None)
             reach = errors.reach.max(axis=-1, initial=0.0)
             magnitude = errors.magnitude.max(axis=-1, initial=0.0)
@@ -252,10 +270,14 @@ def attention_bound(
                 magnitude = np.maximum(magnitude, sink_magnitude(sink, block_lse))
             ds = errors.dot * reach + U32 * magnitude + errors.softcap
             sums = (keys + 8 * tiles) * U32
-            eps = precision.u_in + 4 * ds + sums
+            lost = ds > 0.5
+            eps = precision.u_in + np.where(lost, 0.0, 4 * ds) + sums
             factor = errors.visible if block.kept is None else errors.visible * block.kept
             abs_v = np.abs(block.v)
             error = eps[:, None] * ((p * factor) @ abs_v) + precision.flush * (factor @ abs_v)
+            if lost.any():
+                largest = (factor[..., None] * abs_v).max(axis=1, initial=0.0)
+                error += np.where(lost[:, None], 2 * largest, 0.0)
             error += TINY32 * factor.sum(axis=-1, keepdims=True)
             out_bound[block.b, block.rows, block.h] = error
             exponent = np.abs(block_lse) + np.log(np.maximum(keys, 1)) + precision.exponent_shift
