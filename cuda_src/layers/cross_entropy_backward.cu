@@ -57,7 +57,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       const int64 column = strip_column<Rows>(batch * Rows::kStrips + strip);
 #pragma unroll
       for (int i = 0; i < Rows::kVec; i++) {
-        const float weight = ex2_approx((x[strip][i] - lse) * kLog2E);
+        // At most 1: rounding lse to float32 alone may bring it below the logit. A NaN stays one.
+        const float weight = ex2_approx(at_most((x[strip][i] - lse) * kLog2E, 0.f));
         x[strip][i] = is_zero ? 0.f : of_weight * weight - of_all;
       }
       if (!is_zero && column <= label && label < column + Rows::kVec) {

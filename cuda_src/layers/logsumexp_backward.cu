@@ -43,7 +43,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int strip = 0; strip < Rows::kStrips; strip++) {
 #pragma unroll
       for (int i = 0; i < Rows::kVec; i++) {
-        const float weight = ex2_approx((s[strip][i] - shift) * kLog2E);
+        // At most 1: rounding lse to float32 alone may bring it below the score. A NaN stays one.
+        const float weight = ex2_approx(at_most((s[strip][i] - shift) * kLog2E, 0.f));
         s[strip][i] = s[strip][i] == -kInfinity ? 0.f : factor * weight;
       }
       store_strip<Rows, ACCUMULATE>(dx_row_g, s[strip], batch * Rows::kStrips + strip, params.length);

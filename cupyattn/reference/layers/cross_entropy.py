@@ -136,7 +136,8 @@ def cross_entropy_backward(
         x: NDArray[Any], labels: NDArray[Any], dloss: Float64, lse: Float64, of_lse: Float64
     ) -> Float64:
         vocabulary = x.shape[-1]
-        weights = np.exp(x.astype(np.float64) - lse[:, None])
+        # At most 1: an lse that was rounded to float32 may lie below the largest logit.
+        weights = np.exp(np.minimum(x.astype(np.float64) - lse[:, None], 0.0))
         dx = (1 + 2 * z_loss * lse)[:, None] * weights - label_smoothing / max(vocabulary, 1)
         inside = (labels >= 0) & (labels < vocabulary)
         dx[inside, labels[inside]] -= 1 - label_smoothing

@@ -8,8 +8,8 @@ of which each difference errs by 4 u of its operands, mean(x) by (n + 4) u mean|
 twice lse's own error E times |lse|, and the sums by 4 u of the absolute values of their terms. The
 mean of n losses errs by (n + 4) u of that of their absolute values, beside their own errors.
 
-The backward is given lse: an exponential errs by 4 u (|x| + |lse|) + 12 u of itself, the rest by
-4 u of its terms.
+The backward is given lse: the exponent of a weight exp(x - lse) errs by 4 u (|x| + |lse|) + 12 u,
+the rest by 4 u of its terms. u |lse| of it is the rounding of lse to float32.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ from cupyattn.reference.layers.cross_entropy import (
     spread,
 )
 from cupyattn.reference.layers.softmax import Float64
-from cupyattn.reference.layers.softmax_bounds import QUIET, log_sum_bound, logsumexp_bound
+from cupyattn.reference.layers.softmax_bounds import (
+    QUIET,
+    log_sum_bound,
+    logsumexp_bound,
+    weight_error,
+)
 
 
 def cross_entropy_bound(
@@ -93,11 +98,13 @@ def cross_entropy_backward_bound(
         factor = np.abs(1 + 2 * z_loss * lse)
         exponent = np.where(np.isneginf(x), 0.0, 4 * U32 * (np.abs(x) + np.abs(lse))) + 12 * U32
         hit = np.arange(x.shape[-1]) == labels[..., None]
-        error = factor * np.exp(x - lse) * exponent
+        weight = np.exp(np.minimum(x - lse, 0.0))
+        of_weight = weight_error(weight, exponent)
+        error = factor * of_weight
         error += 4 * U32 * ((1 - label_smoothing) * hit + label_smoothing / x.shape[-1])
-        error += 8 * U32 * z_loss * np.abs(lse) * np.exp(x - lse)
+        error += 8 * U32 * z_loss * np.abs(lse) * weight
         ignored = (labels == ignore_index)[..., None]
         error = np.where(ignored, 0.0, each * error + TINY32 * (1 + each * factor))
-        error += of_lse * np.exp(x - lse) * exponent + TINY32 * (1 + of_lse)
+        error += of_lse * of_weight + TINY32 * (1 + of_lse)
         bound: Float64 = error + 4 * U32 * np.abs(dx) + precision_of(dtype).store(dx)
         return np.where(ignored & (dlse is None), 0.0, bound)

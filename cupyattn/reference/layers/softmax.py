@@ -181,7 +181,8 @@ def logsumexp_backward(
     per_row = (_float64(each)[..., None] for each in (dout, out))
 
     def gradient(s: Float64, dout: Float64, out: Float64) -> Float64:
-        weights = np.exp(s - np.where(np.isneginf(out), 0.0, out))
+        # At most 1: an out that was rounded to float32 may lie below the largest score.
+        weights = np.exp(np.minimum(s - np.where(np.isneginf(out), 0.0, out), 0.0))
         return np.where(np.isneginf(s), 0.0, scale * dout * weights)
 
     return _of_scores(gradient, x, scale, mask, bias, causal, *per_row)

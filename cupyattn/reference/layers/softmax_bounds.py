@@ -184,12 +184,20 @@ def broadcast_sums_bound(
     return bound
 
 
+def weight_error(weight: Float64, exponent_error: Float64) -> Float64:
+    """Error of a weight exp(s - lse), which is at most 1, from the error of its exponent."""
+    # fmin: 0 times the expm1 of a large error, which is infinite, is NaN.
+    error = np.fmin(weight * np.expm1(exponent_error), np.maximum(weight, 1 - weight))
+    return error
+
+
 def logsumexp_backward_bound(
     dout: ArrayLike, x: ArrayLike, out: ArrayLike, *, dtype: DTypeLike, **options: Any
 ) -> Float64:
     """Error bound of `logsumexp_backward`, scale dout exp(s - out), given out.
 
-    The exponent errs by d + 4 u (|s| + |out|); the exponential and the products by 10 u.
+    The exponent errs by d + 4 u (|s| + |out|), the rounding of out to float32 included; the
+    exponential and the products by 10 u.
     Parameters as `softmax_bound`, with dout and out (...).
     """
     x = np.asarray(x, dtype=np.float64)
@@ -201,5 +209,6 @@ def logsumexp_backward_bound(
         exponent = _errors(x, options).score + 4 * U32 * (np.abs(s) + np.abs(given))
         exponent = np.where(np.isneginf(s), 0.0, exponent)
         factor = abs(options.get("scale", 1.0)) * np.abs(np.asarray(dout, np.float64))[..., None]
-        bound: Float64 = np.abs(dx) * (exponent + 10 * U32) + TINY32 * (1 + factor)
+        weight = np.exp(np.minimum(s - np.where(np.isneginf(given), 0.0, given), 0.0))
+        bound: Float64 = factor * weight_error(weight, exponent + 10 * U32) + TINY32 * (1 + factor)
         return np.where(np.isneginf(s), 0.0, bound + precision_of(dtype).store(dx))
