@@ -196,6 +196,15 @@ def test_what_python_divides_with_begins_a_comment(kind):
         kind("q_idx // 8 == k_idx // 8")
 
 
+@pytest.mark.parametrize(
+    "text", ["#define X\n1", "1\n #line 3", "%\\\n:include <x>\n1", "__has_include(<x>)"]
+)
+def test_an_expression_has_no_directives(text):
+    for make in (ScoreMod, MaskMod, lambda text: ScoreMod("score", gradient=text)):
+        with pytest.raises(ValueError, match=r"has '.*' at \d+; .* directives, which read"):
+            make(text)
+
+
 WRONG = {
     "unknown name": (ScoreMod("score - slop[h]"), "score_mod", "column 9", '"slop" is undefined'),
     "second line": (ScoreMod("score -\n   * score"), "score_mod", "line 2, column 6", "pointer"),
@@ -209,7 +218,6 @@ WRONG = {
         MaskMod("WARPS > 0", seen=np.zeros(1, bool), WARPS=np.ones((), bool)),
         "mask_mod", "named 'WARPS'", "another name",
     ),
-    "no header": (MaskMod("\n#include <mask>\ntrue"), "mask_mod", "line 2", "cannot open"),
     "gradient": (
         ScoreMod("score", gradient="grda"), "score_mod's gradient", "column 1", "grda",
     ),

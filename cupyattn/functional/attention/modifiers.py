@@ -12,17 +12,9 @@ import numpy as np
 
 from cupyattn.arrays import Array
 from cupyattn.errors import error, shown
-from cupyattn.kernels.configs.attention.modifiers import TAKEN_NAMES, parameter_name
+from cupyattn.kernels.configs.attention.modifiers import CPP_WORDS, TAKEN_NAMES, parameter_name
 from cupyattn.ops.attention.modifiers import UserFunction
 
-_CPP_WORDS = """
-    alignas alignof and_eq asm auto bitand bitor bool case catch char char16_t char32_t compl
-    const const_cast constexpr decltype default delete do double dynamic_cast enum explicit
-    export extern false float friend goto inline int long mutable namespace new noexcept not_eq
-    nullptr operator or_eq private protected public register reinterpret_cast short signed
-    sizeof static static_assert static_cast struct switch template this thread_local throw true
-    typedef typeid typename union unsigned using virtual void volatile wchar_t xor xor_eq
-"""  # those that are not Python's as well
 _OF_SCORES = re.compile(r"\b(score|grad)\b")
 _REFUSED = (
     (
@@ -31,7 +23,12 @@ _REFUSED = (
         "take that character out",
     ),
     (
-        re.compile("//"),
+        re.compile(r"#|%(?:\\\r?\n)*:|__has_include"),  # %: is another spelling of #
+        "in C++ that is of directives, which read files and define macros; an expression has none",
+        "write the expression without it; a number that changes is an array without axes",
+    ),
+    (
+        re.compile(r"/(?:\\\r?\n)*/"),
         "in C++ that begins a comment; / divides integers and rounds toward 0",
         "write one slash to divide; a comment stands between /* and */",
     ),
@@ -122,7 +119,7 @@ class ScoreMod(_Expression):
         For an expression that is no string, and for None or a number as an array.
     ValueError
         For a name of an array that expressions cannot have, and for a null character, a surrogate,
-        ``//`` or a backslash at the end of an expression.
+        ``#``, ``%:``, ``//`` or a backslash at the end of an expression.
 
     Notes
     -----
@@ -232,7 +229,7 @@ class MaskMod(_Expression):
 
 
 def _require_usable(kind: str, name: str, array: Any) -> None:
-    taken = name in {*TAKEN_NAMES, *_CPP_WORDS.split()} or keyword.iskeyword(name)
+    taken = name in {*TAKEN_NAMES, *CPP_WORDS.split()} or keyword.iskeyword(name)
     if taken or name.startswith("__") or not (name.isascii() and name.isidentifier()):
         raise error(
             ValueError,

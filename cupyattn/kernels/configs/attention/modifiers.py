@@ -21,6 +21,15 @@ MASK_NAMES = ("b", "h", "q_idx", "k_idx")
 """The same of one for a mask."""
 TAKEN_NAMES = (*GRADIENT_NAMES, "INFINITY", "NAN")
 """What no array can be called; `modifiers.cuh` defines the last two."""
+CPP_WORDS = """
+    alignas alignof and_eq asm auto bitand bitor bool case catch char char16_t char32_t compl
+    const const_cast constexpr decltype default delete do double dynamic_cast enum explicit
+    export extern false float friend goto inline int long mutable namespace new noexcept not_eq
+    nullptr operator or_eq private protected public register reinterpret_cast short signed
+    sizeof static static_assert static_cast struct switch template this thread_local throw true
+    typedef typeid typename union unsigned using virtual void volatile wchar_t xor xor_eq
+"""
+"""The words of C++ that are not Python's as well: no array can have one as its name."""
 SHOWN_AS = {"score": "score_mod", "gradient": "score_mod's gradient", "mask": "mask_mod"}
 """What the compiler and errors call each expression."""
 ARRAYS, RESULT, END = " (arrays)", " (result)", " (end)"
