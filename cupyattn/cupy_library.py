@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from cupyattn.errors import error
-from cupyattn.folders import cache_directory, temporary_directory
+from cupyattn.folders import CACHE_VARIABLE, cache_directory, temporary_directory
 from cupyattn.fork import no_fork
+from cupyattn.trust import make_private_folder, require_trusted_folder
 
 _VARIABLE = "CUPY_CACHE_DIR"
 _DEFAULT = "~/.cupy/kernel_cache"
@@ -28,7 +29,7 @@ def load_cupy() -> Any:
     ImportError
         If it is not installed, or not for this machine.
     RuntimeError
-        If CUPY_CACHE_DIR names what can be no folder.
+        If CUPY_CACHE_DIR names what can be no folder, or there is no place for one.
     """
     with no_fork():
         if "cupy" not in sys.modules:
@@ -69,13 +70,36 @@ def _find_it_a_folder() -> None:
 
 
 def _folder_of_ours() -> Path:
+    """Return a folder for CuPy's kernels, which it runs as it reads them.
+
+    Raises
+    ------
+    RuntimeError
+        If neither the cache folder nor one for temporary files can be written.
+    """
+    folder = cache_directory()
     try:
-        folder = cache_directory() / "cupy"
-        _require_writable(folder)
-    except OSError:
-        folder = temporary_directory() / "cupy"
-        _require_writable(folder)
-    return folder
+        if folder is not None:
+            make_private_folder(folder / "cupy")
+            require_trusted_folder(folder / "cupy")
+            _require_writable(folder / "cupy")
+            return folder / "cupy"
+    except OSError:  # it is the temporary one's turn
+        pass
+    try:
+        folder = temporary_directory()
+        require_trusted_folder(folder)
+        _require_writable(folder / "cupy")
+    except OSError as failure:
+        raise error(
+            RuntimeError,
+            f"there is no folder for CuPy's own kernels ({failure})",
+            f"they are kept in {_DEFAULT}, otherwise in the folder of compiled kernels or in one "
+            "for temporary files",
+            f"set {_VARIABLE}, {CACHE_VARIABLE} or TMPDIR to a folder of your own that can be "
+            "written",
+        ) from failure
+    return folder / "cupy"
 
 
 def _require_writable(folder: Path) -> None:

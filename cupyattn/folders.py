@@ -1,4 +1,4 @@
-"""The folder of files that outlive the process, and the temporary one that stands in for it.
+"""The folder of files that outlive the process, and a temporary one of the process.
 
 ``CUPYATTN_CACHE_DIR`` names the folder; without it, it is below the platform's cache folder.
 """
@@ -14,68 +14,72 @@ import warnings
 from functools import lru_cache
 from pathlib import Path
 
-from cupyattn.errors import error
+from cupyattn.trust import UntrustedError, make_private_folder, require_trusted_folder
 
 CACHE_VARIABLE = "CUPYATTN_CACHE_DIR"
 
-_told: set[str | None] = set()
-"""The named folders, None for that of the platform, whose users know that nothing is kept."""
+_told: set[str | type | None] = set()
+"""What users have been told: of named folders, None for the platform's; of files, the error."""
 
 
 @lru_cache(maxsize=1)
-def cache_directory() -> Path:
-    """Return the folder where files are looked for first, made if need be.
+def cache_directory() -> Path | None:
+    """Return the folder where files are kept, made if need be; None if there is none to use.
 
-    It may be one that can only be read, warmed by someone else. Where it cannot even be made (a
-    user without a home), the temporary folder stands in.
+    It may be one that can only be read, warmed by root. One that somebody else can write is not
+    used (see `cupyattn.trust`), and one that cannot even be made (a user without a home) cannot be.
+    The user is told either, once.
     """
     named = os.environ.get(CACHE_VARIABLE)
     try:
         directory = Path(named).expanduser() if named else _platform_directory() / "cupyattn"
         directory = directory.absolute()  # the same when the process goes to another folder
-        directory.mkdir(parents=True, exist_ok=True)
+        make_private_folder(directory)
+        if not named and sys.platform == "win32":
+            _require_own_profile(directory)
+        require_trusted_folder(directory)
         next(directory.iterdir(), None)  # a folder that cannot be listed is of no use
     except (OSError, RuntimeError) as failure:  # RuntimeError: pathlib finds no home
-        return stand_in(failure)
+        tell_unused(failure)
+        return None
     return directory
 
 
-def directories() -> tuple[Path, ...]:
-    """Return where files are looked for, in this order."""
-    made = temporary_directory.cache_info().currsize
-    return (cache_directory(), temporary_directory()) if made else (cache_directory(),)
-
-
-def stand_in(why: Exception) -> Path:
-    """Return the temporary folder, for what `cache_directory` cannot take.
-
-    The user is told `why`, once.
-
-    Raises
-    ------
-    RuntimeError
-        If there is no place for temporary files either.
-    """
-    try:
-        directory = temporary_directory()
-    except OSError as failure:
-        raise error(
-            RuntimeError,
-            f"compiled kernels cannot be written ({why}; {failure})",
-            "they are kept in the cache folder, or in one for temporary files",
-            f"set {CACHE_VARIABLE} or TMPDIR to a folder that can be written",
-        ) from failure
+def tell_unused(why: Exception) -> None:
+    """Warn the user, once, that the cache folder is not used, or cannot be written."""
     named = os.environ.get(CACHE_VARIABLE) or None
-    if named not in _told:
-        _told.add(named)
-        folder = f"{CACHE_VARIABLE}={named!r}" if named else "the folder of compiled kernels"
-        warnings.warn(
-            f"{folder} cannot be written ({why}); what is compiled now is lost when this process "
-            f"ends; set {CACHE_VARIABLE} to a folder that can be written"
-            + (", or unset it" if named else ""),
-            stacklevel=_users_level(),
+    if named in _told:
+        return
+    _told.add(named)
+    folder = f"{CACHE_VARIABLE}={named!r}" if named else "the folder of compiled kernels"
+    if isinstance(why, UntrustedError):
+        passed = (
+            f"{folder} is not used: {why}; kernels are run as they are read, so they are kept only "
+            "where this user and root alone can write, in the folders above too; what is compiled "
+            "now stays in memory and is lost when this process ends"
         )
-    return directory
+        fix = f"{why.fix}, or set {CACHE_VARIABLE} to a folder of your own"
+    else:
+        passed = (
+            f"{folder} cannot be written ({why}); what is compiled now stays in memory and is lost "
+            "when this process ends"
+        )
+        fix = f"set {CACHE_VARIABLE} to a folder that can be written"
+    unset = ", or unset it" if named else ""
+    warnings.warn(f"{passed}; {fix}{unset}", stacklevel=_users_level())
+
+
+def tell_untrusted_file(why: UntrustedError) -> None:
+    """Warn the user, once, that a file of the cache is not used."""
+    if UntrustedError in _told:
+        return
+    _told.add(UntrustedError)
+    warnings.warn(
+        f"a file of the folder of compiled kernels is not read: {why}; what is read there is run, "
+        "so it is read only where this user and root alone can write; look into who wrote the "
+        f"file, and {why.fix}",
+        stacklevel=_users_level(),
+    )
 
 
 def _users_level() -> int:
@@ -111,3 +115,13 @@ def _platform_directory() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def _require_own_profile(directory: Path) -> None:
+    """Raise unless a folder lies in the user's profile, which Windows closes to others."""
+    home = Path.home()
+    if not directory.resolve().is_relative_to(home.resolve()):
+        raise UntrustedError(
+            f"{directory} is not in the profile folder of this user, {home}",
+            f"set {CACHE_VARIABLE}={directory} if nobody else can write there",
+        )

@@ -23,10 +23,11 @@ from cupyattn.cli.recorder import Launch
 from cupyattn.emulator import Checks
 from cupyattn.folders import cache_directory, temporary_directory
 from cupyattn.functional.device_info import device_count
-from cupyattn.kernels import compile
+from cupyattn.kernels import cache, compile
 from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.kernels.device.cuda import cuda_device
 from cupyattn.kernels.launch import launch
+from cupyattn.kernels.source import Unit
 from cupyattn.kernels.target import ARCH_VARIABLE
 
 MOST_WORKERS = 8  # each has its own compiled programs: about half a gigabyte
@@ -167,6 +168,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = tmp_path / "kernels"
     monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(folder))
     monkeypatch.setattr(folders, "_told", set())
+    monkeypatch.setattr(cache, "_in_memory", {})
     for directory in (cache_directory, temporary_directory):
         directory.cache_clear()
     yield folder
@@ -192,9 +194,9 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     given: list[Path] = []
     run = compile._run_nvrtc
 
-    def counted(source: Path, *args: Any, **kwargs: Any) -> Any:
-        given.append(source)
-        return run(source, *args, **kwargs)
+    def counted(unit: Unit, *args: Any, **kwargs: Any) -> Any:
+        given.append(unit.source)
+        return run(unit, *args, **kwargs)
 
     monkeypatch.setattr(compile, "_run_nvrtc", counted)
     return given

@@ -109,6 +109,7 @@ def measure(arguments: argparse.Namespace) -> Result:
     """Tune on the first GPU, and keep what was chosen."""
     cupy = load_cupy()
     device = cuda_device(0)
+    file = file_of(device.name, device.arch.real)  # or say now that there is no place for it
 
     clock = Clock(arguments.calls, _WARM_UP, _BUDGET_S)
 
@@ -123,7 +124,7 @@ def measure(arguments: argparse.Namespace) -> Result:
     return {
         "command": "tune",
         **machine,
-        "file": str(file_of(device.name, device.arch.real)),
+        "file": str(file),
         "calls": arguments.calls,
         "rows": rows,
     }

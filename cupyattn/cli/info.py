@@ -39,8 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
 def describe() -> Result:
     """Return `cupyattn.device_info` with the cached specialisations of each kernel counted."""
     info = cupyattn.device_info()
-    folder = Path(info["cache"]["folder"])
-    cached = [path.name.rpartition("-")[0] for path in folder.iterdir() if path.suffix in CODE]
+    folder = info["cache"]["folder"]
+    files = [] if folder is None else [*Path(folder).iterdir()]
+    cached = [path.name.rpartition("-")[0] for path in files if path.suffix in CODE]
     info["kernels"] = {entry: cached.count(entry) for entry in info["kernels"]}
     return {"command": "info", "version": cupyattn.__version__, **info}
 
@@ -78,6 +79,9 @@ def show(result: Result, terminal: Terminal) -> None:
     cache = result["cache"]
     terminal.title("Kernels")
     terminal.table(("kernel", "in the cache"), list(result["kernels"].items()))
+    if cache["folder"] is None:
+        terminal.text("  cache: none, compiled kernels stay in memory")
+        return
     terminal.text(
         f"  cache: {cache['folder']}, {cache['files']} files, {cache['bytes'] / 2**20:.1f} MiB"
     )

@@ -98,7 +98,7 @@ def _access(access: Access) -> dict[str, Any]:
 def source_of(file: str) -> tuple[str, tuple[str, ...]]:
     """Return a file's name below the CUDA sources, and its lines if it is there.
 
-    The PTX may come from the cache of a checkout that lay elsewhere, so the end of the path counts.
+    The end of the path counts: compiled code names the files below a folder that is not there.
     """
     parts = PurePosixPath(posixpath.normpath(Path(file).as_posix())).parts
     for length in range(1, len(parts)):

@@ -31,8 +31,8 @@ def device_info() -> dict[str, Any]:
         12.9), ``cupy``, ``nvrtc``, ``numpy`` and ``python`` versions, None for what is not there;
         ``arch_override``: CUPYATTN_ARCH; ``tensor_cores_override``: CUPYATTN_TENSOR_CORES;
         ``uses_tuned``: whether CUPYATTN_TUNED has calls take the rows that were chosen;
-        ``kernels``: the entries of the library; ``cache``: the folder, and how many ``files`` of
-        how many ``bytes`` it holds.
+        ``kernels``: the entries of the library; ``cache``: the ``folder``, None where compiled
+        kernels are kept in memory alone, and how many ``files`` of how many ``bytes`` it holds.
 
     Raises
     ------
@@ -129,6 +129,8 @@ def device_count() -> int:
 
 def _cache() -> dict[str, Any]:
     folder = cache_directory()
+    if folder is None:
+        return {"folder": None, "files": 0, "bytes": 0}
     files = [path for path in folder.iterdir() if path.suffix in (".cubin", ".ptx")]
     return {
         "folder": str(folder),

@@ -33,8 +33,10 @@ class Kernel:
     Parameters
     ----------
     source : str or path-like
-        The ``.cu`` file. What it includes in quotes is looked for beside it, and in this library's
-        CUDA sources (``#include "common/reduce.cuh"``).
+        The ``.cu`` file. What it includes is looked for beside it, and in this library's CUDA
+        sources (``#include "common/reduce.cuh"``). It is compiled anew when any of that changes, so
+        a line that includes a file names it: ``#include MACRO``, ``#include_next`` and
+        ``__has_include`` are refused.
     inputs : iterable of str
         The parameters that are arrays to be read, ``const T*``, by their names. They come first.
     outputs : iterable of str
@@ -70,9 +72,9 @@ class Kernel:
     starts nothing.
 
     A call raises TypeError for arguments that do not fit, ValueError for arrays that are not
-    contiguous, NotImplementedError for NumPy arrays outside of the emulator, RuntimeError with the
-    compiler's words for a source that it rejects, and on the emulator what
-    `cupyattn.emulator.checks` lists.
+    contiguous and for a source that includes a file without its name, NotImplementedError for NumPy
+    arrays outside of the emulator, RuntimeError with the compiler's words for a source that it
+    rejects, and on the emulator what `cupyattn.emulator.checks` lists.
 
     Examples
     --------

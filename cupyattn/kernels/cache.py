@@ -1,6 +1,7 @@
-"""The disk cache of compiled kernels: code under its key, and beside it a record to know it by.
+"""The cache of compiled kernels: code under its key, and beside it a record to know it by.
 
-A folder that can only be read is read; what is not in it goes to the process's temporary folder.
+It is on the disk, in a folder that this user and root alone can write. What cannot be written there
+is kept in memory for as long as the process lives.
 """
 
 from __future__ import annotations
@@ -16,11 +17,18 @@ from typing import Any, NamedTuple, NoReturn
 
 from cupyattn.folders import (
     cache_directory,
-    directories,
     remove_temporary_directory,
-    stand_in,
+    tell_untrusted_file,
+    tell_unused,
 )
 from cupyattn.fork import no_fork
+from cupyattn.trust import (
+    UntrustedError,
+    make_private_folder,
+    read_trusted,
+    require_trusted_folder,
+    write_private,
+)
 
 _writing = threading.Lock()
 
@@ -31,31 +39,41 @@ Facts = dict[str, Any] | None
 class Entry(NamedTuple):
     """What the cache has under a name."""
 
-    path: Path
+    code: bytes
     facts: Facts
+    path: Path | None
+    """Where it is on the disk; None if it is in memory alone."""
+
+
+_in_memory: dict[str, Entry] = {}
 
 
 def find(name: str) -> Entry | None:
-    """Return what is kept under a name; None if that is nothing, or damaged."""
-    for folder in directories():
-        entry = _read(folder / name)
-        if entry is not None:
-            return entry
+    """Return what is kept under a name; None if that is nothing, damaged, or not to be trusted."""
+    if name in _in_memory:
+        return _in_memory[name]
+    folder = cache_directory()
+    return None if folder is None else _read(folder / name)
+
+
+def keep(name: str, code: bytes, facts: Facts) -> Path | None:
+    """Keep code under a name; return where it is on the disk, None if it is in memory alone."""
+    folder = cache_directory()
+    if folder is not None:
+        try:
+            return _write(folder / name, code, facts)
+        except OSError as failure:  # it can only be read, the disk is full, or it is another's now
+            tell_unused(failure)
+    _in_memory[name] = Entry(code, facts, None)
     return None
-
-
-def keep(name: str, code: bytes, facts: Facts) -> Path:
-    """Write code under a name and return where it is: in a temporary folder if need be."""
-    try:
-        return _write(cache_directory() / name, code, facts)
-    except OSError as failure:  # it can only be read, or the disk is full
-        return _write(stand_in(failure) / name, code, facts)
 
 
 def keep_if_possible(name: str, content: bytes) -> None:
     """Write what is soon made again; in a folder that can only be read, that is what happens."""
-    with suppress(OSError):
-        _write(cache_directory() / name, content, None)
+    folder = cache_directory()
+    if folder is not None:
+        with suppress(OSError):
+            _write(folder / name, content, None)
 
 
 def _write(path: Path, code: bytes, facts: Facts) -> Path:
@@ -67,12 +85,23 @@ def _write(path: Path, code: bytes, facts: Facts) -> Path:
 
 def _read(path: Path) -> Entry | None:
     try:
-        record = json.loads(_record_path(path).read_bytes())
-        facts: Facts = record["resources"]
-        sound = record["digest"] == _digest(path.read_bytes(), facts)
-    except (OSError, ValueError, KeyError, TypeError):
+        require_trusted_folder(path.parent)
+    except UntrustedError as failure:  # it was changed since this process first used it
+        tell_unused(failure)
         return None
-    return Entry(path, facts) if sound else None
+    except OSError:
+        return None
+    try:
+        record = json.loads(read_trusted(_record_path(path)))
+        facts: Facts = record["resources"]
+        code = read_trusted(path)
+        sound = record["digest"] == _digest(code, facts)
+    except UntrustedError as failure:
+        tell_untrusted_file(failure)
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return Entry(code, facts, path) if sound else None
 
 
 def _digest(code: bytes, facts: Facts) -> str:
@@ -87,16 +116,17 @@ def _record_path(path: Path) -> Path:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write so that another process sees the whole file or none; its folder is made if need be.
 
-    On Windows a file that another process has open cannot be replaced; what is there will do if it
-    is the same.
+    Others can read it, but not write it. On Windows a file that another process has open cannot be
+    replaced; what is there will do if it is the same.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Not mkstemp, whose files only their owner may read: a cache can belong to several users. Nor
+    make_private_folder(path.parent)
+    require_trusted_folder(path.parent)
+    # Not mkstemp, whose files only their owner may read: others can use what root has compiled. Nor
     # the process's id, which two containers on one folder may share.
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     try:
         with no_fork(), _writing:
-            temporary.write_bytes(content)
+            write_private(temporary, content)
             os.replace(temporary, path)
     except PermissionError:
         temporary.unlink(missing_ok=True)

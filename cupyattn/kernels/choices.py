@@ -15,11 +15,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from cupyattn.folders import cache_directory
+from cupyattn.errors import error
+from cupyattn.folders import CACHE_VARIABLE, cache_directory, tell_untrusted_file
 from cupyattn.kernels.cache import write_atomically
 from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.kernels.source import source_root
 from cupyattn.kernels.target import flag
+from cupyattn.trust import UntrustedError, read_trusted, require_trusted_folder
 
 TUNED_VARIABLE = "CUPYATTN_TUNED"
 
@@ -113,16 +115,38 @@ def choices_for(device: str, arch: str) -> Choices:
 
 
 def file_of(device: str, arch: str) -> Path:
-    """Return where the choices for a device are kept."""
+    """Return where the choices for a device are kept.
+
+    Raises
+    ------
+    RuntimeError
+        If there is no folder to keep them in.
+    """
+    folder = cache_directory()
+    if folder is None:
+        raise error(
+            RuntimeError,
+            "there is no folder to keep choices in",
+            "they are kept beside compiled kernels, where this user and root alone can write",
+            f"set {CACHE_VARIABLE} to such a folder",
+        )
     name = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-").lower()
-    return cache_directory() / f"tuned-{name}-{arch}.json"
+    return folder / f"tuned-{name}-{arch}.json"
 
 
 def read(device: str, arch: str) -> dict[str, Any] | None:
-    """Return what was kept for a device; None if nothing, or of other tables, kernels or NVRTC."""
+    """Return what was kept for a device; None if nothing, or of other tables, kernels or NVRTC.
+
+    A file that somebody else could have written is not read; the user is told.
+    """
     try:
-        kept = json.loads(file_of(device, arch).read_text(encoding="utf-8"))
+        path = file_of(device, arch)
+        require_trusted_folder(path.parent)
+        kept = json.loads(read_trusted(path))
         sound = kept["made_from"] == _made_from() and isinstance(kept["chosen"], dict)
+    except UntrustedError as failure:
+        tell_untrusted_file(failure)
+        return None
     except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # RuntimeError: no NVRTC
         return None
     return kept if sound else None

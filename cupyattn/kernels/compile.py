@@ -12,7 +12,7 @@ import re
 import threading
 from collections import defaultdict
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from cupyattn.cupy_library import load_cupy
 from cupyattn.fork import no_fork
 from cupyattn.kernels import cache
 from cupyattn.kernels.arch import Arch
-from cupyattn.kernels.source import source_digest, source_root
+from cupyattn.kernels.source import Unit, read_unit, source_digest, source_root
 from cupyattn.kernels.spec import Specialisation
 
 # -ftz: Turing's special-function unit flushes subnormals; doing so everywhere keeps it at one
@@ -63,9 +63,13 @@ class Resources:
 
 @dataclass(frozen=True)
 class Artifact:
-    """A compiled kernel on disk. `resources` is None for PTX, which no ptxas has seen."""
+    """A compiled kernel. `resources` is None for PTX, which no ptxas has seen.
 
-    path: Path
+    `path` is where it is on the disk, None if it is in memory alone.
+    """
+
+    code: bytes = field(repr=False)
+    path: Path | None
     resources: Resources | None
     was_cached: bool
 
@@ -95,20 +99,24 @@ def _compile(specialisation: Specialisation, target: str) -> Artifact:
         *(f"-D{name}={value}" for name, value in specialisation.defines.items()),
     )
     headers = specialisation.spec.headers
-    key = _cache_key(source, options, headers)
     is_ptx = target.startswith("compute_")
-    name = f"{specialisation.spec.entry}-{key}.{'ptx' if is_ptx else 'cubin'}"
+    ending = "ptx" if is_ptx else "cubin"
+    key = _cache_key(source_digest(source), options, headers)
     with no_fork():
         with _locks_guard:
             lock = _locks[key]
         with lock:  # one compilation per key at a time; other keys go on beside it
-            found = _find(name)
+            found = _find(f"{specialisation.spec.entry}-{key}.{ending}")
             if found is not None:
                 return found
-            code, log = _run_nvrtc(source, options, headers, is_ptx=is_ptx)
+            unit = read_unit(source)
+            code, log = _run_nvrtc(unit, options, headers, is_ptx=is_ptx)
             resources = None if is_ptx else parse_ptxas_log(log)
-            path = cache.keep(name, code, None if resources is None else asdict(resources))
-            return Artifact(path, resources, was_cached=False)
+            # The key of what was compiled: a file may have changed since it was looked for.
+            name = f"{specialisation.spec.entry}-{_cache_key(unit.digest, options, headers)}"
+            facts = None if resources is None else asdict(resources)
+            path = cache.keep(f"{name}.{ending}", code, facts)
+            return Artifact(code, path, resources, was_cached=False)
 
 
 def _find(name: str) -> Artifact | None:
@@ -119,35 +127,35 @@ def _find(name: str) -> Artifact | None:
         resources = None if entry.facts is None else Resources(**entry.facts)
     except TypeError:  # another version of the library, which knows of other resources
         return None
-    return Artifact(entry.path, resources, was_cached=True)
+    return Artifact(entry.code, entry.path, resources, was_cached=True)
 
 
-def _cache_key(source: Path, options: tuple[str, ...], headers: Headers) -> str:
+def _cache_key(digest: str, options: tuple[str, ...], headers: Headers) -> str:
     texts = (part for header in headers for part in header)
-    parts = (*options, f"nvrtc {nvrtc_version()}", source_digest(source), *texts)
+    parts = (*options, f"nvrtc {nvrtc_version()}", digest, *texts)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def _run_nvrtc(
-    source: Path, options: tuple[str, ...], headers: Headers, *, is_ptx: bool
+    unit: Unit, options: tuple[str, ...], headers: Headers, *, is_ptx: bool
 ) -> tuple[bytes, str]:
     nvrtc = _nvrtc()
-    paths = (f"-I{source.parent}", f"-I{source_root()}", f"-I{_toolkit_headers()}")
     report = [] if is_ptx else ["--ptxas-options=-v"]
     if nvrtc_version() >= (12, 9):
         if report:  # NVRTC has a cache of its own where there is a driver; a hit has no log
             report.append("--no-cache")
         # No textures, no launches from kernels: 3 of 26 ms less before the first line of ours.
         report.append("--minimal")
-    names, texts = ([header[i].encode() for header in headers] for i in range(2))
-    text = source.read_text(encoding="utf-8")
-    program = nvrtc.createProgram(text, str(source), texts, names)
+    (name, text), *included = unit.texts.items()
+    given = [*included, *((header, text.encode()) for header, text in headers)]
+    names, texts = [os.fsencode(each) for each, _ in given], [each for _, each in given]
+    program = nvrtc.createProgram(text.decode(), name, texts, names)
     try:
         try:
-            nvrtc.compileProgram(program, [*options, *paths, *report])
+            nvrtc.compileProgram(program, [*options, f"-I{_toolkit_headers()}", *report])
         except nvrtc.NVRTCError as error:
-            log = nvrtc.getProgramLog(program)
-            raise CompilationError(f"NVRTC rejected {source.name} {options}", log) from error
+            log = unit.with_paths(nvrtc.getProgramLog(program))
+            raise CompilationError(f"NVRTC rejected {unit.source.name} {options}", log) from error
         code = nvrtc.getPTX(program) if is_ptx else nvrtc.getCUBIN(program)
         log = nvrtc.getProgramLog(program)
     finally:

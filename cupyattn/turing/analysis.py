@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.compile import compile_cubin
@@ -75,7 +74,7 @@ def analyse(
     """
     artifact = compile_cubin(specialisation, TURING)
     assert artifact.resources is not None  # machine code always has them
-    code = _code(artifact.path, specialisation.spec.entry)
+    code = _code(artifact.code, specialisation.spec.entry)
     shared_bytes = specialisation.shared_bytes + artifact.resources.static_shared_bytes
     ctas = TURING.resident_ctas(specialisation.threads, artifact.resources.registers, shared_bytes)
     return KernelFigures(
@@ -87,7 +86,7 @@ def analyse(
 
 
 @lru_cache(maxsize=1)  # for a row on one card after the other: to list it takes as long as to play
-def _code(cubin: Path, entry: str) -> Sequence[Instruction]:
+def _code(cubin: bytes, entry: str) -> Sequence[Instruction]:
     return parse_listing(disassemble(cubin))[entry]
 
 

@@ -9,8 +9,9 @@ import subprocess
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from cupyattn.errors import error
+from cupyattn.errors import error, explaining
 
 WHEEL = "nvidia-cuda-nvdisasm"
 _TOOL = "nvdisasm"
@@ -21,15 +22,22 @@ class DisassemblerError(RuntimeError):
     """nvdisasm is not there, or failed."""
 
 
-def disassemble(cubin: Path) -> str:
+def disassemble(cubin: bytes) -> str:
     """List the code of a cubin, with the encoding of each instruction.
 
     Raises
     ------
     DisassemblerError
-        If there is no nvdisasm, or it cannot read the file.
+        If there is no nvdisasm, or it cannot read the code.
+    OSError
+        If there is no place for a temporary file, from which nvdisasm reads.
     """
-    return _run("--print-code", "--print-instruction-encoding", str(cubin))
+    fix = "set TMPDIR to a folder that can be written"
+    told = explaining("machine code cannot be listed", "nvdisasm reads a temporary file", fix)
+    with told, TemporaryDirectory(prefix="cupyattn-") as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        return _run("--print-code", "--print-instruction-encoding", str(file))
 
 
 @lru_cache(maxsize=1)

@@ -29,7 +29,7 @@ def run_code_of(
     """Have the emulator run kernels for an architecture, of what `changed` makes of their PTX."""
 
     def module(specialisation: Specialisation) -> emulator.Module:
-        ptx = compile_ptx(specialisation, arch).path.read_text(encoding="utf-8")
+        ptx = compile_ptx(specialisation, arch).code.decode()
         assert f".target {arch.real}" in ptx
         return emulator.load(changed(specialisation, ptx))
 

@@ -21,8 +21,6 @@ from cupyattn.turing import DisassemblerError
 
 def test_the_header_names_the_target_in_the_code(monkeypatch, tmp_path):
     """Here the code is of another architecture than the device and what is asked of it."""
-    code = tmp_path / "kernel.ptx"
-    code.write_text(".version 8.8\n.target sm_80\n")
     runtime = types.SimpleNamespace(
         driverGetVersion=lambda: 13020, deviceGetPCIBusId=lambda ordinal: "0000:01:00.0"
     )
@@ -34,7 +32,7 @@ def test_the_header_names_the_target_in_the_code(monkeypatch, tmp_path):
     monkeypatch.setenv("CUPYATTN_ARCH", "75")
     device = types.SimpleNamespace(
         name="A GPU", ordinal=0, capability=90, loaded=("a", "b"), tensor_cores=False,
-        load=lambda specialisation: types.SimpleNamespace(code=code),
+        load=lambda specialisation: types.SimpleNamespace(target="compute_80"),
     )  # fmt: skip
     header = machine.measured_on(device, types.SimpleNamespace(__version__="2.11"))
     assert set(header) == set(HEADER)

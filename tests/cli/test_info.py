@@ -50,6 +50,15 @@ def test_info_text(capsys):
         assert "no GPU" in printed
 
 
+def test_info_says_where_nothing_is_kept(empty_cache, monkeypatch, capsys):
+    monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(empty_cache / "file" / "below"))
+    empty_cache.mkdir()
+    (empty_cache / "file").touch()
+    with pytest.warns(UserWarning, match="cannot be written"):
+        assert main(["info"]) == 0
+    assert "cache: none, compiled kernels stay in memory" in capsys.readouterr().out
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "launcher", [("-m", "cupyattn", "demo"), ("-m", "cupyattn.benchmark", "host")]

@@ -40,7 +40,7 @@ def emulate(
 ) -> None:
     """Run a kernel on the emulator, all checks on."""
     spec = specialisation.spec
-    module = emulator.load(compile_ptx(specialisation, arch).path.read_text())
+    module = emulator.load(compile_ptx(specialisation, arch).code.decode())
     passed = [
         emulator.Argument(value, parameter.name, const=parameter.const)
         if isinstance(parameter, Pointer) and value is not None

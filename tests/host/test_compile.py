@@ -68,7 +68,7 @@ def test_bfloat16_is_there_where_a_macro_or_an_expression_names_it():
 def test_ptx_is_for_turing(empty_cache):
     """A figure called Turing must not be another architecture's."""
     artifact = compile_ptx(SMALL, TURING)
-    ptx = artifact.path.read_bytes()
+    ptx = artifact.code
     assert artifact.path.suffix == ".ptx"
     assert artifact.resources is None
     assert b"\0" not in ptx
@@ -83,7 +83,7 @@ def test_cubins_are_for_their_architecture(empty_cache):
         artifact = compile_cubin(SMALL, arch_of(number))
         assert artifact.resources is not None
         assert artifact.resources.registers > 0
-        contents.add(artifact.path.read_bytes())
+        contents.add(artifact.code)
     assert len(contents) == 3
     for content in contents:
         assert content.startswith(b"\x7fELF")
@@ -171,7 +171,7 @@ def test_a_failure_names_the_file_the_options_and_the_log(empty_cache, tmp_path)
 @nvrtc
 def test_subnormals_are_flushed(empty_cache):
     """As the error bounds take it that they are."""
-    ptx = compile_ptx(SMALL, TURING).path.read_text()
+    ptx = compile_ptx(SMALL, TURING).code.decode()
     assert "mul.ftz.f32" in ptx
     assert "mul.f32" not in ptx
 
@@ -242,8 +242,8 @@ def test_each_primitive_can_be_included_alone(header, tmp_path):
 @pytest.mark.parametrize("number", [75, 80, 90, 120])
 def test_code_says_what_it_is_for(number):
     """The library's figures name the target that stands in the code, not the one asked for."""
-    machine_code = compile_cubin(SMALL, arch_of(number)).path.read_bytes()
-    ptx = compile_ptx(SMALL, arch_of(number)).path.read_bytes()
+    machine_code = compile_cubin(SMALL, arch_of(number)).code
+    ptx = compile_ptx(SMALL, arch_of(number)).code
     assert (target_of(machine_code), target_of(ptx)) == (f"sm_{number}", f"compute_{number}")
 
 

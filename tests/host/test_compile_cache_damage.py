@@ -6,7 +6,6 @@ import errno
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,9 @@ SMALL, OTHER = fma_rate.fma_rate(), mma_rate.mma_rate()
 @nvrtc
 @pytest.mark.parametrize("compiler", [compile_cubin, compile_ptx])
 @pytest.mark.parametrize("suffix", ["", ".json"])
-@pytest.mark.parametrize("content", [None, b"", b"{}", b'{"code_bytes": 1, "resources": 2}'])
+@pytest.mark.parametrize(
+    "content", [None, b"", b"{}", b'{"code_bytes": 1, "resources": 2}', b"[" * 100_000]
+)
 def test_a_damaged_file_is_made_anew(empty_cache, compiler, suffix, content):
     """Cleaners of cache folders take files one at a time, and a full disk cuts them short."""
     first = compiler(SMALL, TURING)
@@ -131,7 +132,7 @@ def test_resources_of_another_version_are_compiled_anew(empty_cache):
 
 @nvrtc
 def test_a_warmed_folder_that_can_only_be_read_is_read(empty_cache, compilations, monkeypatch):
-    """What is not in it goes to a folder of the process, of which the user is told once."""
+    """What is not in it stays in memory, of which the user is told once."""
     warmed = compile_cubin(SMALL, TURING)
     with read_only(empty_cache) as folder:
         monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(folder))
@@ -143,7 +144,7 @@ def test_a_warmed_folder_that_can_only_be_read_is_read(empty_cache, compilations
         with pytest.warns(UserWarning, match=r"cannot be written .*denied.*; set CUPYATTN_CACHE"):
             new = compile_cubin(OTHER, TURING)
         assert not new.was_cached
-        assert new.path.parent == folders.temporary_directory()
+        assert new.path is None
         assert compile_cubin(OTHER, TURING) == replace(new, was_cached=True)
         compile_ptx(SMALL, TURING)  # no second warning, which would be an error
         assert len(compilations) == 3
@@ -159,24 +160,23 @@ def test_a_damaged_file_in_a_folder_that_can_only_be_read(empty_cache, monkeypat
         folders.cache_directory.cache_clear()
         with pytest.warns(UserWarning, match="cannot be written"):
             again = compile_cubin(SMALL, TURING)
-        assert again.path.read_bytes() == code
+        assert again.code == code
         assert compile_cubin(SMALL, TURING).was_cached
 
 
 @nvrtc
 def test_a_full_disk_costs_no_kernel(empty_cache, monkeypatch):
-    write = cache.write_atomically
+    """Of temporary files neither: nothing is written."""
 
-    def full(path: Path, content: bytes) -> None:
-        if empty_cache in path.parents:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(path, content)
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(cache, "write_atomically", full)
-    with pytest.warns(UserWarning, match="No space left on device"):
+    monkeypatch.setattr(cache, "write_private", full)
+    monkeypatch.setattr(folders.tempfile, "mkdtemp", full)
+    with pytest.warns(UserWarning, match="No space left on device.* stays in memory"):
         artifact = compile_cubin(SMALL, TURING)
-    assert artifact.path.is_file()
-    assert compile_cubin(SMALL, TURING).was_cached
+    assert artifact.code.startswith(b"\x7fELF")
+    assert compile_cubin(SMALL, TURING) == replace(artifact, was_cached=True)
 
 
 @nvrtc
@@ -186,6 +186,5 @@ def test_a_folder_that_cannot_be_is_passed_by(empty_cache, tmp_path, monkeypatch
     monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(file / "below"))
     with pytest.warns(UserWarning, match="CUPYATTN_CACHE_DIR"):
         artifact = compile_cubin(SMALL, TURING)
-    assert artifact.path.is_file()
-    assert tmp_path not in artifact.path.parents
-    assert compile_cubin(SMALL, TURING).was_cached, "this process goes on with the same folder"
+    assert artifact.path is None
+    assert compile_cubin(SMALL, TURING).was_cached, "this process goes on with what is in memory"

@@ -74,12 +74,13 @@ class Driver:
 
         self.current = 1
         self.calls: list[tuple[Any, ...]] = []
-        loaded = SimpleNamespace(kernel=Function(self))
-        compiled = SimpleNamespace(path="probe.cubin")
+        self.loaded: list[bytes] = []
+        self.attributes: list[tuple[int, ...]] = []
+        compiled = SimpleNamespace(code=b".target sm_75")
+        module = SimpleNamespace(load=self.loaded.append, get_function=lambda _: Function(self))
         monkeypatch.setattr(cuda_module, "compile_cubin", lambda *_: compiled)
-        monkeypatch.setattr(
-            cupy, "RawModule", lambda path: SimpleNamespace(get_function=lambda entry: loaded)
-        )
+        monkeypatch.setattr(cupy.cuda.function, "Module", lambda: module)
+        monkeypatch.setattr(driver, "funcSetAttribute", lambda *each: self.attributes.append(each))
         monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: self.current)
         monkeypatch.setattr(cupy.cuda, "Device", lambda ordinal: Current(self, ordinal))
         monkeypatch.setattr(
@@ -124,6 +125,9 @@ def test_a_launch_goes_to_the_current_stream_of_the_kernels_device(monkeypatch):
     """Whichever device is current in the caller, which finds it as it was."""
     driver = Driver(monkeypatch)
     kernel = cuda_module.CudaKernel(driver.device, SPEC.specialise(threads=64, shared_bytes=512))
+    assert driver.loaded == [b".target sm_75"]
+    assert kernel.target == "compute_75"
+    assert driver.attributes == [(77, 9, 100)], "the driver may choose little shared memory"
     addresses, values = [ADDRESSES[1], 0], (np.int32(4), params(1, 1.5))
     kernel.start((9, 1, 1), addresses, values)
     assert driver.calls == [(1, "CuPy", (9, 1, 1), (64, 1, 1), (*addresses, *values), 512)]

@@ -211,7 +211,7 @@ def test_a_wrong_override_stops_the_first_use_of_a_gpu(gpu, monkeypatch):
 @pytest.mark.nvrtc
 def test_the_kernel_that_measures(monkeypatch):
     """On the emulator, which has no clock: every warp runs its products and writes its time."""
-    ptx = compile_ptx(mma_rate(), TURING).path.read_text(encoding="utf-8")
+    ptx = compile_ptx(mma_rate(), TURING).code.decode()
     assert ptx.count("%clock64") == 2
     module = emulator.load(ptx.replace("%clock64", "%gridid"))
     cycles, report = np.full(4, 77, np.int64), emulator.Report()

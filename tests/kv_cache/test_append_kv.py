@@ -207,7 +207,7 @@ def test_a_warp_has_read_its_queries_before_it_writes_them(vec):
     """Lanes read what others overwrite. Those of the emulator go together, a GPU's need not."""
     launch = AppendLaunch("float16", "float16", 64, vec, "int32", "float32", "int32", False)
     specialisation = specialise_append(append_config(75, ROTATED.H, launch.chunks), launch)
-    ptx = compile_ptx(specialisation, TURING).path.read_text(encoding="utf-8")
+    ptx = compile_ptx(specialisation, TURING).code.decode()
     assert ptx.rindex("ld.global") < ptx.index("bar.warp.sync") < ptx.index("st.global")
 
 

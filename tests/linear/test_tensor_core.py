@@ -255,7 +255,7 @@ def test_products_take_two_steps_at_once_from_sm_80_on(arch, shape, monkeypatch)
     shapes: dict[str, set[str]] = {}
 
     def module(specialisation: Specialisation) -> emulator.Module:
-        ptx = compile_ptx(specialisation, arch).path.read_text(encoding="utf-8")
+        ptx = compile_ptx(specialisation, arch).code.decode()
         shapes[specialisation.spec.entry] = set(re.findall(r"mma\.sync\.aligned\.(m\w+)", ptx))
         return emulator.load(ptx)
 

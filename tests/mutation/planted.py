@@ -52,7 +52,7 @@ def instructions(folder: Path, kernel: Kernel) -> str:
     specialisation = Specialisation(
         spec, kernel.defines, int(defines["THREADS"]), int(defines["SHARED_BYTES"])
     )
-    ptx = compile_ptx(specialisation, TURING).path.read_text(encoding="utf-8")
+    ptx = compile_ptx(specialisation, TURING).code.decode()
     code = re.sub(r"//.*", "", ptx.partition("\t.section")[0])
     code = re.sub(r"^\s*\.(?:loc|file)\b.*$", "", code, flags=re.MULTILINE)
     names = Counter(re.findall(r"\w+", code))

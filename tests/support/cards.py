@@ -38,4 +38,4 @@ def has_mma(specialisation: Specialisation) -> bool:
     source = source_root() / specialisation.spec.source
     if all(path.name != "mma.cuh" for path in include_closure(source)):
         return False
-    return bool(_MMA.search(compile_ptx(specialisation, TURING).path.read_text(encoding="utf-8")))
+    return bool(_MMA.search(compile_ptx(specialisation, TURING).code.decode()))

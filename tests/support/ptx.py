@@ -9,6 +9,7 @@ import numpy as np
 from cupyattn import emulator
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.compile import compile_ptx
+from cupyattn.kernels.source import texts_named_in
 from cupyattn.kernels.spec import KernelSpec
 
 KERNELS = Path(__file__).parent.parent / "emulator" / "kernels"
@@ -18,13 +19,14 @@ KERNELS = Path(__file__).parent.parent / "emulator" / "kernels"
 def compile_text(name: str) -> str:
     """Compile ``emulator/kernels/<name>`` to compute_75 PTX."""
     spec = KernelSpec(Path(name).stem, str(KERNELS / name), parameters=())
-    return compile_ptx(spec.specialise(threads=32), TURING).path.read_text()
+    return compile_ptx(spec.specialise(threads=32), TURING).code.decode()
 
 
 @cache
 def compile_module(name: str) -> emulator.Module:
     """Compile ``emulator/kernels/<name>`` and load it."""
-    return emulator.load(compile_text(name))
+    ptx = compile_text(name)
+    return emulator.load(ptx, texts_named_in(ptx, KERNELS / name))
 
 
 def line_of(name: str, marker: str) -> int:

@@ -299,7 +299,7 @@ def no_tool(monkeypatch, tmp_path):
 
 def test_without_a_disassembler_the_error_says_what_to_install(no_tool):
     with pytest.raises(DisassemblerError, match=r"no nvdisasm here; .*; pip install"):
-        disassemble(Path("kernel.cubin"))
+        disassemble(b"")
 
 
 @pytest.mark.parametrize("variable", ["PATH", "CUDA_PATH"])
@@ -320,7 +320,7 @@ def test_what_the_disassembler_says_is_the_error(monkeypatch):
     monkeypatch.setattr(disassembler, "_find", lambda: Path("nvdisasm"))
     monkeypatch.setattr(disassembler.subprocess, "run", failing)
     with pytest.raises(DisassemblerError, match="not an ELF file"):
-        disassemble(Path("kernel.cubin"))
+        disassemble(b"")
 
 
 def test_products_of_tensor_cores_that_a_card_lacks_are_counted_and_not_played():

@@ -18,7 +18,7 @@ import cupyattn
 from cupyattn.cupy_library import load_cupy
 from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.kernels.device.cuda import CudaDevice
-from cupyattn.kernels.target import arch_override, target_of
+from cupyattn.kernels.target import arch_override
 from cupyattn.turing import disassembler_version
 
 _CLOCKS = {
@@ -115,13 +115,13 @@ def measured_on(device: CudaDevice, torch: Any = None) -> dict[str, Any]:
     cupy = load_cupy()
 
     override = arch_override()
-    loaded = [device.load(specialisation).code for specialisation in device.loaded]
+    targets = {device.load(specialisation).target for specialisation in device.loaded}
     driver = cupy.cuda.runtime.driverGetVersion()
     return {
         **this_host(),
         "device": device.name,
         "compute_capability": f"{device.capability / 10:.1f}",
-        "code": sorted({target_of(path.read_bytes()) for path in loaded}),
+        "code": sorted(targets),
         "arch_override": override and str(override.number),
         "tensor_cores": device.tensor_cores,
         "driver_version": _said_by(_asking(device.ordinal, "driver_version")),

@@ -1,4 +1,4 @@
-"""A GPU, through CuPy: the only place that knows RawModule."""
+"""A GPU, through CuPy: the only place that loads modules."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from cupyattn.kernels.device.tensor_cores import (
     without_measuring,
 )
 from cupyattn.kernels.spec import Specialisation
-from cupyattn.kernels.target import ARCH_VARIABLE, arch_override
+from cupyattn.kernels.target import ARCH_VARIABLE, arch_override, target_of
 
 _STATIC_LIMIT = 48 * 1024  # bytes of shared memory that a kernel may have without opting in
+_MOST_DYNAMIC_SHARED_BYTES, _SHARED_MEMORY_CARVEOUT = 8, 9  # CUfunction_attribute
 
 
 @cache
@@ -38,7 +39,7 @@ def cuda_device(ordinal: int) -> CudaDevice:
 
 
 class CudaDevice:
-    """A GPU, through CuPy: kernels come as RawModules and start on the device's current stream."""
+    """A GPU, through CuPy: kernels come as modules and start on the device's current stream."""
 
     null = 0
     _card: Card | None = None
@@ -165,7 +166,7 @@ class CudaDevice:
 
 
 class CudaKernel:
-    """A kernel of a RawModule, loaded on one GPU."""
+    """A kernel of a module, loaded on one GPU."""
 
     def __init__(self, device: CudaDevice, specialisation: Specialisation) -> None:
         cupy = device._cupy
@@ -181,16 +182,20 @@ class CudaKernel:
         self._ordinal = device.ordinal
         # Code for an older architecture goes to the driver as PTX, which it compiles for itself.
         compiler = compile_cubin if device.arch.number == device.capability else compile_ptx
-        self.code = compiler(specialisation, device.arch).path
-        module = cupy.RawModule(path=str(self.code))
-        kernel = module.get_function(specialisation.spec.entry)
+        code = compiler(specialisation, device.arch).code
+        self.target = target_of(code)
+        # Not RawModule, which reads a file by its path: this is the code that was checked.
+        module = cupy.cuda.function.Module()
+        module.load(code)
+        self._function = module.get_function(specialisation.spec.entry)
+        self._address = self._function.ptr
         if specialisation.shared_bytes > _STATIC_LIMIT:
-            kernel.max_dynamic_shared_size_bytes = specialisation.shared_bytes
+            driver.funcSetAttribute(
+                self._address, _MOST_DYNAMIC_SHARED_BYTES, specialisation.shared_bytes
+            )
         if specialisation.shared_bytes:
             # Percent: without it the driver may leave Turing at 32 KB and one CTA an SM.
-            kernel.preferred_shared_memory_carveout = 100
-        self._function = kernel.kernel
-        self._address = self._function.ptr
+            driver.funcSetAttribute(self._address, _SHARED_MEMORY_CARVEOUT, 100)
         self._threads = specialisation.threads
         self._shared_bytes = specialisation.shared_bytes
         self._of_thread = threading.local()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,11 +16,9 @@ from cupyattn.kernels.arch import TURING, Arch
 from cupyattn.kernels.choices import tuned_override
 from cupyattn.kernels.compile import compile_ptx
 from cupyattn.kernels.device.simulated import SimulatedDevice
-from cupyattn.kernels.source import source_root
+from cupyattn.kernels.source import source_root, texts_named_in
 from cupyattn.kernels.spec import Pointer, Specialisation
 from cupyattn.kernels.target import arch_override, tensor_cores_override
-
-_FILE = re.compile(r'^\s*\.file\s+\d+\s+"([^"]+)"', re.MULTILINE)
 
 
 class EmulatedDevice(SimulatedDevice):
@@ -69,7 +65,7 @@ class _KeptTranslations:
     def find(self, key: str) -> bytes | None:
         """Return what is kept under a key, None if that is nothing, or damaged."""
         found = cache.find(f"{key}.translation")
-        return found and found.path.read_bytes()
+        return found and found.code
 
     def keep(self, key: str, translation: bytes) -> None:
         """Keep a translation."""
@@ -79,11 +75,8 @@ class _KeptTranslations:
 @lru_cache(maxsize=64)  # of 2 MB each; to read one again takes about a hundredth of a second
 def _module(specialisation: Specialisation) -> emulator.Module:
     source = source_root() / specialisation.spec.source
-    text = source.read_text(encoding="utf-8")
-    ptx = compile_ptx(specialisation, EmulatedDevice.arch).path.read_text(encoding="utf-8")
-    # PTX that was kept names the file where its text stood then, which may hold another by now.
-    named = {name: text for name in _FILE.findall(ptx) if Path(name).name == source.name}
-    return emulator.load(ptx, named, translations=_KeptTranslations())
+    ptx = compile_ptx(specialisation, EmulatedDevice.arch).code.decode()
+    return emulator.load(ptx, texts_named_in(ptx, source), translations=_KeptTranslations())
 
 
 _turn = threading.RLock()  # a signal's handler may launch within a launch

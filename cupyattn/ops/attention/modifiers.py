@@ -31,6 +31,7 @@ from cupyattn.kernels.configs.attention.modifiers import (
     parameter_name,
 )
 from cupyattn.kernels.device import Device
+from cupyattn.kernels.source import NAMED
 from cupyattn.ops.checks import require_dtype, require_whole_item_strides
 from cupyattn.ops.plan import Plan, run
 
@@ -115,7 +116,8 @@ def require_gradient(functions: Mapping[str, UserFunction | None]) -> None:
 
 _PLACES = {RESULT: "its result", END: "its end"}
 _COMPLAINT = re.compile(
-    rf"^({'|'.join(SHOWN_AS.values())})({'|'.join(map(re.escape, (ARRAYS, *_PLACES)))})?\((\d+)\): "
+    rf"^{NAMED}({'|'.join(SHOWN_AS.values())})"
+    rf"({'|'.join(map(re.escape, (ARRAYS, *_PLACES)))})?\((\d+)\): "
     r"(?:catastrophic )?error: (.*(?:\n {9,}.*)*)\n(.*)\n(\s*)\^",
     re.MULTILINE,
 )

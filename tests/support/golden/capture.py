@@ -34,7 +34,8 @@ def execute(
     """Run a kernel on the current CUDA device and copy its arrays back."""
     import cupy
 
-    module = cupy.RawModule(path=str(compile_ptx(specialisation, arch).path))
+    module = cupy.cuda.function.Module()
+    module.load(compile_ptx(specialisation, arch).code)
     kernel = module.get_function(specialisation.spec.entry)
     passed = [
         np.uintp(0)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cupyattn.kernels.configs.tables import cpp_bool
+from cupyattn.kernels.source import NAMED
 from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Struct
 
 SCORE_NAMES = ("score", "b", "h", "q_idx", "k_idx")
@@ -152,6 +153,7 @@ def _header(modifiers: Modifiers) -> str:
         for name, _ in items
     )
     lines = [
+        f'#line 2 "{NAMED}modifiers"',
         f"#define MODIFIER_ARRAYS {pointers}",
         f"#define MODIFIER_STRIDES {', const ModifierStrides modifier_strides' if strides else ''}",
         f"#define MODIFIERS Modifiers{{{arguments}}}",
@@ -195,17 +197,17 @@ def _function(
         return [head, f"    return {_ABSENT[name]};", "  }"]
     return [
         head,
-        f'#line 1 "{SHOWN_AS[name]}{ARRAYS}"',
+        f'#line 1 "{NAMED}{SHOWN_AS[name]}{ARRAYS}"',
         *(
             f"    const auto {array.name} = this->{parameter_name(option, array.name)}"
             f"{'' if array.axes else '.item()'};"
             for array in modifier.arrays
         ),
-        f'#line 1 "{SHOWN_AS[name]}{RESULT}"',
+        f'#line 1 "{NAMED}{SHOWN_AS[name]}{RESULT}"',
         f"    return static_cast<{_RESULTS[name]}>(",
-        f'#line 1 "{SHOWN_AS[name]}"',
+        f'#line 1 "{NAMED}{SHOWN_AS[name]}"',
         expression,
-        f'#line 1 "{SHOWN_AS[name]}{END}"',
+        f'#line 1 "{NAMED}{SHOWN_AS[name]}{END}"',
         "    );",
         "  }",
     ]
