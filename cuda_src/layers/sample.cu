@@ -1,12 +1,13 @@
 // Sampling, last step: the token of each row whose score with Gumbel noise is the largest among those that are kept.
 //
-//   out = argmax over kept tokens j of s_j - log2(-log2 u_j),     s_j = x_j log2(e) / temperature
+//   out = argmax over kept tokens j of s_j - log2(-log2 u_j),     s_j = (x_j - max x) log2(e) / temperature
 //
 // draws j with the probability of the softmax over the kept tokens (the Gumbel-max trick; Maddison, Tarlow and Minka,
 // "A* sampling", arXiv:1411.0030). u_j is of Philox with the row's seed as key and (j / 4, step) as counter. Kept are
-// the top_k largest scores; of those the largest that make up top_p of their probability (Holtzman et al.,
-// arXiv:1904.09751); and of those the ones with at least min_p of the largest probability (Nguyen et al.,
-// arXiv:2407.01082). Equal scores are kept together. A row with temperature 0 takes its first largest logit.
+// the top_k largest scores; of those the fewest of the largest whose probability reaches top_p (Holtzman et al.,
+// arXiv:1904.09751; RowFilters::share says what reaches it); and of those the ones with at least min_p of the largest
+// probability (Nguyen et al., arXiv:2407.01082). Equal scores are kept together. A row with temperature 0 takes its
+// first largest logit.
 //
 // Shapes    logits (rows, V), last axis contiguous; previous (rows, width); options one a row; out (rows,). Scratch:
 //           maxima and bins of the steps before; for each row two counters, zeroed; best (rows, parts); candidates
@@ -16,7 +17,7 @@
 //           the cuts by their further digits, and draws. A list that is full is replaced by the row itself.
 // Budget    PART / THREADS logits of a thread in registers, of which there are up to 116; with FILTERED 16 KB of shared
 //           memory for bins. Two CTAs on a multiprocessor are enough: a row of 128,256 tokens has 32, a T4 40 of these.
-// Edges     a row without a logit above -inf gives -1. NaN logits are never drawn.
+// Edges     a row without a logit above -inf gives -1. NaN logits are never drawn. A row with +inf takes the first one.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(PART) || !defined(ALIGNED) || !defined(PENALISED) || \
     !defined(FILTERED) || !defined(CANDIDATES)
 #error "DTYPE, THREADS, PART, ALIGNED, PENALISED, FILTERED and CANDIDATES come from a launch-configuration table"
@@ -68,7 +69,7 @@ struct Row {
   uint64 seed, step;
   float penalty;
   RowFilters filters;
-  float scale, largest;  // of scores
+  float scale, largest;  // what multiplies differences of logits, and the largest logit
 
   __device__ __forceinline__ float key_of(int token, float score) const {
     return __fadd_rn(score, token_gumbel(seed, step, token));
@@ -129,8 +130,7 @@ __device__ __forceinline__ void append(const Row& row, int token, const float (&
 #pragma unroll
   for (int i = 0; i < Part::kItems; i++) {
     if (!(chosen >> i & 1u) || slot >= CANDIDATES) continue;
-    const uint4 candidate = {distance_of(score[i], row.largest), static_cast<uint32>(token + i),
-                             __float_as_uint(score[i]), 0u};
+    const uint4 candidate = {distance_of(score[i]), static_cast<uint32>(token + i), __float_as_uint(score[i]), 0u};
     *reinterpret_cast<uint4*>(&row.candidates_g[slot++]) = candidate;
   }
 }
@@ -153,8 +153,8 @@ __device__ __forceinline__ void each_candidate(const Row& row, const SampleParam
     for (int place = threadIdx.x; place < min(Part::kTokens, params.vocabulary - first); place += THREADS) {
       const float x = previous_s.weakened(to_float(row.logits_g[first + place]), place, row.penalty);
       if (x == -kInfinity) continue;
-      const float score = score_of(x, row.scale);
-      take(distance_of(score, row.largest), first + place, score);
+      const float score = score_of(x, row.largest, row.scale);
+      take(distance_of(score), first + place, score);
     }
   }
 }
@@ -252,15 +252,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const bool greedy = row.filters.greedy();
   row.scale = score_scale(row.filters.temperature);
 
-  // Phase 1: the part's logits, and the bins that may hold a cut.
+  // Phase 1: the part's logits, the row's largest, and the bins that may hold a cut.
   PartLogits<Part> logits;
   logits.load(row.logits_g, first, params.vocabulary);
   smem_s.previous.gather(previous_g, params, index, first);
+  if (!greedy) row.largest = largest_logit<THREADS>(maxima_g + index * params.parts, params.parts, smem_s.partial);
   Cuts cuts;
   uint32 farthest = ~0u;
   if (FILTERED && !greedy) {
-    const float largest = largest_logit<THREADS>(maxima_g + index * params.parts, params.parts, smem_s.partial);
-    row.largest = score_of(largest, row.scale);
     farthest = row.filters.farthest();
     if (row.filters.cuts()) cuts = find_cuts(row, filter_s);
   }
@@ -272,10 +271,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     uint32 kept = 0, candidates = 0;  // a bit for each
 #pragma unroll
     for (int i = 0; i < Part::kItems; i++) {
-      score[i] = greedy ? x[i] : score_of(x[i], row.scale);
+      score[i] = greedy ? x[i] : score_of(x[i], row.largest, row.scale);
       bool keep = x[i] != -kInfinity;
       if (FILTERED && keep && !greedy) {
-        const uint32 distance = distance_of(score[i], row.largest), bin = first_digit(distance);
+        const uint32 distance = distance_of(score[i]), bin = first_digit(distance);
         const bool maybe = cuts.may_be_in(bin);
         candidates |= static_cast<uint32>(maybe) << i;
         keep = !maybe && bin < cuts.kept && distance <= farthest;

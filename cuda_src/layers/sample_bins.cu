@@ -44,13 +44,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   smem_s.previous.gather(previous_g, params, row, first);
 
   // Phase 2: the bins of its tokens, here and then in the row.
-  const float scale = score_scale(filters.temperature), largest_score = score_of(largest, scale);
+  const float scale = score_scale(filters.temperature);
   const float row_penalty = option(penalties_g, params.repetition_penalty_stride, penalty, row);
   logits.each_group(smem_s.previous, row_penalty, [&](int, const float (&x)[Part::kItems]) {
 #pragma unroll
     for (int i = 0; i < Part::kItems; i++) {
       if (x[i] == -kInfinity) continue;
-      const uint32 distance = distance_of(score_of(x[i], scale), largest_score);
+      const uint32 distance = distance_of(score_of(x[i], largest, scale));
       smem_s.bins.count(first_digit(distance), weight_of(distance));
     }
   });

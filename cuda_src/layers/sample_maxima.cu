@@ -1,11 +1,11 @@
-// Sampling with filters, first step: the largest logit of each part of a row.
+// Sampling unless it is greedy, first step: the largest logit of each part of a row.
 //
 //   maxima_p = max over tokens j of part p of x_j, those of previous tokens divided by the penalty where they are
 //              positive and otherwise multiplied (Keskar et al., CTRL, arXiv:1909.05858, section 4.1)
 //
 // Shapes    logits (rows, V), last axis contiguous; previous (rows, width) of any strides; maxima (rows, parts).
 // Work      a CTA for each part of PART tokens of each row; it also sets its share of the row's bins and counters to
-//           zero, which the next steps add to.
+//           zero, where the next steps have such and add to them.
 // Budget    PART / THREADS logits of a thread in registers; shared memory: a bit for each token, a float for each warp.
 // Edges     a part without tokens above -inf has -inf; NaN counts as -inf.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(PART) || !defined(ALIGNED) || !defined(PENALISED)
@@ -25,9 +25,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int64 row = blockIdx.x / params.parts;
   const int part = blockIdx.x % params.parts, first = part * Part::kTokens;
 
-  uint4* const row_bins_g = reinterpret_cast<uint4*>(bins_g) + row * (kSums * kBins / 4);
-  for (int i = part * THREADS + threadIdx.x; i < kSums * kBins / 4; i += params.parts * THREADS) row_bins_g[i] = {};
-  if (part == 0 && threadIdx.x < 2) counters_g[2 * row + threadIdx.x] = 0;
+  if (bins_g) {
+    uint4* const row_bins_g = reinterpret_cast<uint4*>(bins_g) + row * (kSums * kBins / 4);
+    for (int i = part * THREADS + threadIdx.x; i < kSums * kBins / 4; i += params.parts * THREADS) row_bins_g[i] = {};
+  }
+  if (counters_g && part == 0 && threadIdx.x < 2) counters_g[2 * row + threadIdx.x] = 0;
 
   PartLogits<Part> logits;
   logits.load(logits_g + row * params.logits_stride, first, params.vocabulary);

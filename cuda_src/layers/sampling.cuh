@@ -10,8 +10,8 @@
 #include "../common/vec.cuh"
 
 constexpr float kLeastTemperature = 1e-6f;  // below it a row is greedy
-constexpr float kLargestScore = 0x1p100f;   // of either sign: +inf is one, -inf and NaN are no scores
-constexpr int kNoToken = 0x7fffffff;        // behind every token
+constexpr float kLargestFinite = 0x1.fffffep+127f, kLeastNormal = 0x1p-126f;
+constexpr int kNoToken = 0x7fffffff;  // behind every token
 // A distance below the largest score is in units of 2^-24 and less than 2^30: up to 64 factors of 2. Noise, from -5 to
 // 31.5, lets nobody draw a token that is beyond 37.
 constexpr int kDistanceBits = 30, kFractionBits = 24;
@@ -167,15 +167,20 @@ __device__ __forceinline__ float token_gumbel(uint64 seed, uint64 step, int toke
   return gumbel_log2(token % 4 < 2 ? low : high);
 }
 
-// What multiplies logits to make them scores in base 2, and such a score of a logit above -inf.
-__device__ __forceinline__ float score_scale(float temperature) { return __fdiv_rn(kLog2E, temperature); }
-__device__ __forceinline__ float score_of(float x, float scale) {
-  return fminf(fmaxf(__fmul_rn(x, scale), -kLargestScore), kLargestScore);
+// What multiplies differences of logits to make them scores in base 2; not 0, since a difference may be infinite.
+__device__ __forceinline__ float score_scale(float temperature) {
+  return fmaxf(__fdiv_rn(kLog2E, temperature), kLeastNormal);
+}
+
+// The score of a logit above -inf: 0 for the row's largest, less for others, and inf for inf. The difference comes first:
+// near the largest it is exact, however large both are, and keeps the digits of the noise that is added.
+__device__ __forceinline__ float score_of(float x, float largest, float scale) {
+  return __fmul_rn(__fsub_rn(x, largest), scale);
 }
 
 // How far a score is below the largest, in units of 2^-24, at most 2^30 - 1.
-__device__ __forceinline__ uint32 distance_of(float score, float largest) {
-  const float units = fminf(__fmul_rn(__fsub_rn(largest, score), 0x1p24f), 0x1p30f);
+__device__ __forceinline__ uint32 distance_of(float score) {
+  const float units = fminf(__fmul_rn(-score, 0x1p24f), 0x1p30f);
   return min(__float2uint_rz(units), (1u << kDistanceBits) - 1);
 }
 
@@ -204,17 +209,19 @@ struct RowFilters {
     if (!(min_p > 0.f)) return ~0u;
     return __float2uint_rz(fminf(__fmul_rn(-log2_of(min_p), 0x1p24f), 0x1p30f));
   }
-  // top-p: the share of a sum of weights that the kept tokens reach.
+  // top-p: the share of a sum of weights that the kept tokens reach. It is 2^-18 of itself less than top_p, which is more
+  // than rounding takes from the weights of tokens that add up to top_p, and adds to top_p.
   __device__ __forceinline__ uint64 share(uint64 weight) const {
-    const uint64 wanted = __umul64hi(weight, __float2ull_rz(__fmul_rn(fmaxf(top_p, 0.f), 0x1p64f)));
+    constexpr float kReached = 0x1.ffff8p+63f;  // 2^64 (1 - 2^-18)
+    const uint64 wanted = __umul64hi(weight, __float2ull_rz(__fmul_rn(fmaxf(top_p, 0.f), kReached)));
     return wanted > 0 ? wanted : 1;
   }
 };
 
-// The largest logit of a row, from those of its parts. All threads of the CTA take part.
+// The largest logit of a row, or of inf the largest number, from those of its parts. All threads of the CTA take part.
 template <int kThreads>
 __device__ __forceinline__ float largest_logit(const float* maxima_g, int parts, float* partial_s) {
   float largest = -kInfinity;
   for (int part = threadIdx.x; part < parts; part += kThreads) largest = fmaxf(largest, maxima_g[part]);
-  return cta_reduce<Max, kThreads>(largest, partial_s);
+  return fminf(cta_reduce<Max, kThreads>(largest, partial_s), kLargestFinite);
 }

@@ -23,12 +23,12 @@ def per_row(dtype: Any) -> Any:
     ("options", "entries"),
     [
         ({"temperature": 0, "seed": None, "top_p": 0.5}, [DRAW]),
-        ({}, [DRAW]),
-        ({"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1.0}, [DRAW]),
+        ({}, [MAXIMA, DRAW]),
+        ({"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1.0}, [MAXIMA, DRAW]),
         ({"min_p": 0.1}, [MAXIMA, DRAW]),
         ({"top_k": 5}, [MAXIMA, COUNTS, DRAW]),
         ({"top_p": 0.5, "min_p": 0.1}, [MAXIMA, COUNTS, DRAW]),
-        ({"temperature": np.float32, "seed": np.uint64, "step": np.int32}, [DRAW]),
+        ({"temperature": np.float32, "seed": np.uint64, "step": np.int32}, [MAXIMA, DRAW]),
         ({"top_k": np.int32, "temperature": np.float32}, [MAXIMA, COUNTS, DRAW]),
         ({"min_p": np.float32}, [MAXIMA, DRAW]),
     ],
@@ -45,7 +45,7 @@ def test_launches(recorder, options, entries, tokens):
     assert [each.specialisation.spec.entry for each in recorder.started] == entries
     parts = -(-tokens // PART)
     assert {each.grid for each in recorder.started} == {(ROWS * parts, 1, 1)}
-    # Without filters no launch is there to zero the counters of a row of several parts.
+    # Greedy, no launch is there to zero the counters of a row of several parts.
     assert len(recorder.zeroed) == (entries == [DRAW] and parts > 1)
 
 

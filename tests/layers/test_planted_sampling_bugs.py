@@ -63,6 +63,11 @@ CALLS: dict[str, tuple[np.ndarray, dict[str, Any]]] = {
     "near": (NEAR, {**HOT, "temperature": 1.0, "top_k": 5}),
     "both": (SMALL / np.float16(100), {"seed": 1, "top_k": 30, "min_p": 0.99}),
     "previous": (SMALL, {"seed": 1, "repetition_penalty": 3.0, "previous": ids(120, 43, 9)}),
+    "large": (np.full((36, 4), 1e8, np.float32), {"seed": 1}),
+    "just reached": (
+        np.log(np.tile(np.float32([0.5, 0.3, 0.1, 0.1]), (36, 1))),
+        {"seed": 1, "top_p": 0.8},
+    ),
     "flat": (FLAT, {"seed": 1, "top_k": 5}),
     "flat, previous": (
         FLAT,
@@ -141,6 +146,12 @@ BUGS = {
     ),
     "a full list taken for whole": (
         "flat", Bug(DRAW, "if (count <= CANDIDATES) {", "if (count > 0) {"),
+    ),
+    "logits for differences": (
+        "large", Bug(SHARED, "fmaxf(__fsub_rn(x, largest), -kLargestFinite)", "x"),
+    ),
+    "all of top-p or one token more": (
+        "just reached", Bug(SHARED, "kReached = 0x1.ffff8p+63f", "kReached = 0x1p64f"),
     ),
     "a greedy row that is drawn": (
         "each", Bug(SHARED, "return !(temperature >= kLeastTemperature);", "return false;"),

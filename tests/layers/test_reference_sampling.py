@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
@@ -17,6 +17,8 @@ from cupyattn.reference.layers import sampling
 
 NEAR = 2.0**-18
 """In base 2: scores up to 32 are rounded by 2^-19, distances and weights by less."""
+REACHED = 1 - 2.0**-18
+"""The part of top_p that counts as all of it."""
 
 
 def plain_filters(
@@ -32,7 +34,7 @@ def plain_filters(
         order = np.argsort(-scores, kind="stable")
         left = weights * (scores >= np.sort(scores)[-min(top_k or tokens, tokens)])
         before = np.concatenate([[0], np.cumsum(left[order])[:-1]])
-        inside = before < top_p * left.sum() * (1 - near * np.log(2))
+        inside = before < REACHED * top_p * left.sum() * (1 - near * np.log(2))
         kept &= scores >= scores[order[inside]].min() + near
     if min_p:
         kept &= scores >= scores.max() + np.log2(min_p) + near
@@ -71,6 +73,29 @@ def test_equal_scores_are_kept_together():
     assert_array_equal(kept, [1, 0, 1, 1, 1, 0])
     kept = reference.sampling_probabilities(logits, top_p=0.5)[0] > 0
     assert_array_equal(kept, [1, 0, 1, 1, 1, 0])
+
+
+@given(
+    weights=st.lists(st.integers(1, 30), min_size=1, max_size=40),
+    kept=st.integers(1, 40),
+    level=st.floats(-5, 5),
+)
+@example(weights=[5, 3, 1, 1], kept=2, level=0)
+@example(weights=[1, 1, 2], kept=1, level=0)
+def test_top_p_that_tokens_add_up_to_exactly_keeps_no_more(weights, kept, level):
+    """Logits and top_p are rounded, upwards or downwards: the set is that of exact fractions."""
+    ordered = np.sort(weights)[::-1]
+    kept = min(kept, len(weights))
+    top_p = ordered[:kept].sum() / ordered.sum()
+    logits = (np.log(weights) + level).astype(np.float32)[None]
+    found = reference.sampling_probabilities(logits, top_p=top_p)[0] > 0
+    assert_array_equal(found, np.array(weights) >= ordered[kept - 1])
+
+
+def test_top_p_above_a_sum_keeps_one_more():
+    logits = np.log(np.array([[0.5, 0.3, 0.15, 0.05]], np.float32))
+    for top_p, kept in ((0.80001, 3), (0.8, 2), (0.79999, 2), (0.50001, 2), (0.5, 1), (0.9501, 4)):
+        assert np.count_nonzero(reference.sampling_probabilities(logits, top_p=top_p)) == kept
 
 
 def test_top_p_is_of_what_top_k_leaves():
@@ -131,6 +156,25 @@ def test_drawn_as_often_as_the_softmax_says(over, options):
     probabilities = reference.sampling_probabilities(logits[None], **options)[0]
     statistic, freedom = chi_square(ids, probabilities)
     assert statistic < quantile(freedom, 4.0)
+
+
+@pytest.mark.parametrize("largest", [3e6, 1e7, -1e7, 1e8, 1e16, 3e38, -3e38])
+def test_equal_logits_of_any_size_are_drawn_as_often(largest):
+    ids = cupyattn.sample(np.full((2000, 4), largest, np.float32), seed=12345)
+    statistic, freedom = chi_square(ids, np.full(4, 0.25))
+    assert statistic < quantile(freedom, 4.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 4}, {"top_p": 0.9}, {"min_p": 0.3}], ids=str)
+def test_differences_of_large_logits_count_in_full(options):
+    """Next to 1e8 float32 numbers are 8 apart, and their scores in base 2 would be 8 or 16."""
+    logits = np.float32(1e8) - 8 * np.arange(6, dtype=np.float32)
+    same = np.float32(-8) * np.arange(6, dtype=np.float32)
+    options = {"temperature": 16.0, **options}
+    large = reference.sampling_probabilities(logits[None], **options)
+    assert_array_equal(large, reference.sampling_probabilities(same[None], **options))
+    ids = cupyattn.sample(np.tile(logits, (500, 1)), seed=1, **options)
+    assert_array_equal(ids, cupyattn.sample(np.tile(same, (500, 1)), seed=1, **options))
 
 
 def test_a_wrong_distribution_is_seen():

@@ -122,6 +122,39 @@ def test_rows_of_any_level(filters):
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
+@pytest.mark.parametrize("filters", ["none", "top_p", "two", "min_p"])
+def test_equal_logits_of_any_size_are_all_drawn(filters):
+    """Noise is added to the difference with the row's largest logit, not to the logit."""
+    levels = np.array([3e6, 1e7, 1e8, 3e38, -1e8, -3e38], np.float32)
+    x = np.repeat(levels, 24)[:, None].repeat(4, axis=1)
+    ids = drawn(x, seed=5, **FILTERS[filters])
+    for each in ids.reshape(len(levels), -1):
+        assert set(each) == {0, 1, 2, 3}
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
+@pytest.mark.parametrize("filters", ["none", "all"])
+def test_large_logits_of_several_parts(filters):
+    """The difference with the row's largest logit, also where another part of the row has that."""
+    x = logits_of(4, PART + 77, "float32", "steps") * np.float32(64) + np.float32(1e8)
+    x[1:3] *= -3e30
+    x[2, PART + 5] = 3e38
+    drawn(x, seed=5, **{"temperature": 60.0, **FILTERS[filters]})
+    drawn(x, seed=5, temperature=3e38)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
+def test_top_p_that_tokens_add_up_to_keeps_no_more():
+    x = np.log(np.tile(np.array([0.5, 0.3, 0.1, 0.1], np.float32), (100, 1)))
+    assert set(drawn(x, seed=5, top_p=0.8)) == {0, 1}
+    assert set(drawn(x, seed=5, top_p=0.81)) == {0, 1, 2, 3}
+    assert set(drawn(x, seed=5, top_p=0.5)) == {0}
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
 @pytest.mark.parametrize(
     ("filters", "penalised"),
     mostly_deep(
@@ -166,10 +199,10 @@ def test_a_bin_counts_whichever_of_its_neighbours_are_empty(filters):
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
 def test_the_low_digits_of_weights_count():
-    """All others together weigh a little more than the best, so that half is not reached by it."""
+    """The best weighs a little less than the share that counts as top_p of the sum of all."""
     x = np.zeros((8, 1001), np.float32)
     x[:, 1:] = -6.907753944396973
-    assert drawn(x, seed=3, top_p=0.5).any()
+    assert drawn(x, seed=3, top_p=0.5000024).any()
 
 
 @pytest.mark.nvrtc

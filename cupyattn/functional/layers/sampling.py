@@ -55,8 +55,9 @@ def sample(
     top_k : int or array of int32 or int64, optional
         How many of the largest logits to keep. None, 0 and V or more keep all.
     top_p : float or array of float32, optional
-        Keep the most probable tokens that together have this probability, above 0 and at most 1.
-        None and 1 keep all.
+        Keep the fewest of the most probable tokens whose probabilities add up to this one, above 0
+        and at most 1. The last token kept is the one with which the sum reaches top_p; tokens as
+        probable as that one are kept too. None and 1 keep all.
     min_p : float or array of float32, optional
         Keep tokens with at least this share of the largest probability, 0 to 1. None and 0 keep
         all.
@@ -96,19 +97,22 @@ def sample(
     Holtzman et al., "The curious case of neural text degeneration", arXiv:1904.09751, section 3.1);
     min_p relative to the largest probability (Nguyen et al., "Turning up the heat",
     arXiv:2407.01082, section 3). Each keeps an upper part of the scores, equal ones together: ties
-    at its end are kept. Scores are equal that differ by less than 2**-24 in base 2.
+    at its end are kept. Scores are equal that differ by less than 2**-24 in base 2. A sum reaches
+    top_p from ``top_p * (1 - 2**-18)`` on, because float32 logits and sums are rounded: of the
+    probabilities .5, .3, .1 and .1 a top_p of .8 keeps two.
 
     Of the kept tokens the one with the largest ``s - log2(-log2(u))`` is taken, which draws each
     with its probability (the Gumbel-max trick: Maddison, Tarlow and Minka, "A* sampling",
-    arXiv:1411.0030, section 2). s is its score in base 2, the logit times ``log2(e) /
-    temperature``. u is ``(word | 1) / 2**32``, where token j has word j % 4 of Philox4x32-10 with
-    the seed as key and the counter ``(j // 4, step % 2**32, step // 2**32, 2**31 + 1)``. Its 31
-    bits never draw a token that is 2**37 times less probable than the first.
+    arXiv:1411.0030, section 2). s is its score in base 2: the logit less the row's largest, times
+    ``log2(e) / temperature``. u is ``(word | 1) / 2**32``, where token j has word j % 4 of
+    Philox4x32-10 with the seed as key and the counter ``(j // 4, step % 2**32, step // 2**32, 2**31
+    + 1)``. Its 31 bits never draw a token that is 2**37 times less probable than the first.
 
     A draw depends on a row's logits and options alone, not on other rows, strides or the device.
     Sums are of integers, and the float32 arithmetic is that of NumPy to the last bit:
     ``cupyattn.reference.sample`` gives the same ids. Nothing is read by the host and nothing waits;
-    with out and workspace nothing is allocated. Without filters it is one pass over the logits.
+    with out and workspace nothing is allocated. Logits are read once with ``temperature=0``, twice
+    without filters, and three times with top_k or top_p.
 
     Examples
     --------

@@ -67,6 +67,8 @@ class SampleProblem:
 class Asks(NamedTuple):
     """What rows may ask for, as far as it is known without looking at arrays."""
 
+    sampled: bool
+    """A draw: a temperature above 0."""
     cut: bool
     """Top-k or top-p."""
     filtered: bool
@@ -154,7 +156,7 @@ def _told(problem: SampleProblem, numbers: SampleNumbers) -> Plan:
         "top_k" in given or "top_p" in given or numbers.top_k > 0 or numbers.top_p < 1
     )
     filtered = cut or (sampled and ("min_p" in given or numbers.min_p > 0))
-    plan = _plan(problem, Asks(cut, filtered))
+    plan = _plan(problem, Asks(sampled, cut, filtered))
     steps = [
         step._replace(values=(*_typed(step.specialisation, numbers), step.values[-1]))
         for step in plan.steps
@@ -198,15 +200,16 @@ def _plan(problem: SampleProblem, asks: Asks) -> Plan:
         scratch |= {"counters": 2 * rows, "best": 2 * rows * parts}
     if asks.cut:
         steps.insert(0, step(configs.specialise(configs.COUNTS, config)))
-    if asks.filtered:
+    if asks.sampled:
         steps.insert(0, step(configs.specialise(configs.MAXIMA, config)))
+        scratch |= {"maxima": rows * parts}
+    if asks.filtered:
         scratch |= {
-            "maxima": rows * parts,
             "bins": rows * configs.SUMS * configs.BINS,
             "candidates": rows * configs.CANDIDATES * configs.CANDIDATE_WORDS,
         }
-    # With filters the first step zeroes the counters.
-    zero_first = ("counters",) if parts > 1 and not asks.filtered else ()
+    # Otherwise the first step zeroes the counters.
+    zero_first = ("counters",) if parts > 1 and not asks.sampled else ()
     plan = Plan(tuple(steps), outputs, lay_out_scratch(scratch), zero_first)
     return plan.for_arrays(layouts)
 

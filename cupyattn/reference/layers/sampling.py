@@ -20,10 +20,11 @@ UInt64 = NDArray[np.uint64]
 LEAST_TEMPERATURE = np.float32(1e-6)
 """Below it a row is greedy."""
 _F = np.float32
-_LARGEST_SCORE = _F(2.0**100)
+_LARGEST_FINITE = np.finfo(np.float32).max
 _LOG2_E = _F(1.4426950408889634)
 _TINY = _F(2.0**-126)  # a GPU flushes what is smaller
 _FARTHEST = 2**30 - 1
+_REACHED = _F(2.0**64 - 2.0**46)  # a sum that is 2^-18 of top_p less counts as top_p
 _COUNTER = 0x80000001  # word 3 of Philox's counter: no dropout has it
 _LOG2 = tuple(
     map(_F, (1.4426949, -0.7213528, 0.48092324, -0.36023962, 0.2870987, -0.24887687, 0.23404233,
@@ -106,12 +107,12 @@ def sampling_probabilities(
         kept = np.flatnonzero(x > -np.inf)
         if not len(kept):
             continue
-        if options.greedy:
+        if options.greedy or x.max() == np.inf:
             found[row, x.argmax()] = 1
             continue
         scores = _scores(x[kept], options.temperature)
         inside = _kept(scores, options)
-        weights = np.exp2(scores[inside].astype(np.float64) - scores.max())
+        weights = np.exp2(scores[inside].astype(np.float64))
         found[row, kept[inside]] = weights / weights.sum()
     return found
 
@@ -159,12 +160,10 @@ def _weakened(logits: Any, options: Options, previous: Any) -> Float32:
 
 
 def _draw(x: Float32, options: Options) -> int:
-    if options.greedy:
-        first = int(x.argmax())
+    first = int(x.argmax())
+    if options.greedy or x[first] == -np.inf:
         return first if x[first] > -np.inf else -1
     tokens = np.flatnonzero(x > -np.inf)
-    if not len(tokens):
-        return -1
     scores = _scores(x[tokens], options.temperature)
     inside = _kept(scores, options)
     keys = scores[inside] + _token_gumbel(options, tokens[inside])
@@ -172,10 +171,10 @@ def _draw(x: Float32, options: Options) -> int:
 
 
 def _scores(x: Float32, temperature: float) -> Float32:
-    """Return scores in base 2 of logits that are more than -inf."""
+    """Return scores in base 2 of logits above -inf: 0 for the largest, less for others."""
     with np.errstate(over="ignore", under="ignore"):
-        scaled = x * _flushed(np.array(_LOG2_E / _F(temperature)))
-    return _flushed(np.clip(scaled, -_LARGEST_SCORE, _LARGEST_SCORE))
+        differences = _flushed(x - np.minimum(x.max(), _LARGEST_FINITE))
+        return _flushed(differences * np.maximum(_LOG2_E / _F(temperature), _TINY))
 
 
 def _flushed(x: Float32) -> Float32:
@@ -187,15 +186,15 @@ def _flushed(x: Float32) -> Float32:
 def _kept(scores: Float32, options: Options) -> NDArray[np.bool_]:
     """Tell which tokens the filters leave: an upper part of the scores, equal ones together."""
     with np.errstate(over="ignore"):
-        units = (scores.max() - scores) * _F(2.0**24)
-    distances = np.minimum(np.minimum(units, _F(2.0**30)).astype(np.int64), _FARTHEST)
+        units = -scores * _F(2.0**24)
+    distances = np.minimum(np.clip(units, 0, _F(2.0**30)).astype(np.int64), _FARTHEST)
     farthest = _FARTHEST
     if 0 < options.top_k < len(scores):
         farthest = int(np.partition(distances, options.top_k - 1)[options.top_k - 1])
     if _F(options.top_p) < 1:
         order = np.sort(distances[distances <= farthest])
         reached = np.cumsum(_weights(order))
-        share = int(float(_F(max(options.top_p, 0.0))) * 2**64)
+        share = int(_F(max(options.top_p, 0.0)) * _REACHED)
         wanted = max(int(reached[-1]) * share >> 64, 1)
         farthest = int(order[np.searchsorted(reached, np.uint64(wanted))])
     if _F(options.min_p) >= _TINY:

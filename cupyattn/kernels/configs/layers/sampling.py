@@ -57,7 +57,7 @@ def _spec(entry: str, told: tuple[str, ...], scratch: tuple[Pointer, ...]) -> Ke
 MAXIMA = _spec(
     "sample_maxima",
     ("repetition_penalty",),
-    (Pointer("maxima"), Pointer("bins"), Pointer("counters")),
+    (Pointer("maxima"), Pointer("bins", optional=True), Pointer("counters", optional=True)),
 )
 COUNTS = _spec(
     "sample_bins",
