@@ -9,8 +9,9 @@
 // Work      a warp a row (batch, token, head); a lane has the VEC columns from lane * VEC on, the next 32 * VEC behind.
 //           Grid ceil(rows / warps).
 // Budget    registers for what is on the way; no shared memory.
-// Edges     a part whose lse is -inf is not read; of two such out is 0 and lse -inf. out may be out_a itself, and lse
-//           lse_a: a lane reads what it writes, and no lane writes lse before all have read it.
+// Edges     a part whose lse is -inf is not read; of two such out is 0 and lse -inf. An lse of +inf or NaN gives NaN in
+//           both results. out may be out_a itself, and lse lse_a: a lane reads what it writes, and no lane writes lse
+//           before all have read it.
 #if !defined(DTYPE_A) || !defined(DTYPE_B) || !defined(DTYPE) || !defined(VEC)
 #error "DTYPE_A, DTYPE_B, DTYPE and VEC come from a launch-configuration table"
 #endif

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.devices import KERNELS
+from numpy.testing import assert_allclose
+from support.devices import KERNELS, everywhere
 from support.dtypes import dtype_of
 from support.search import examples, wider
 
@@ -86,6 +87,37 @@ def test_of_two_parts_without_keys_nothing_comes():
         out, lse = cupyattn.merge_attention(out_a, lse_a, out_b, lse_b)
     assert not out.any()
     assert np.isneginf(lse).all()
+
+
+@everywhere
+@pytest.mark.parametrize("lse", [0, 1e6, 1e12, 1e16, -1e16, 3e38])
+def test_parts_with_one_large_lse_have_their_mean(side, lse):
+    """The sum of two weights of 1/2 each, whatever digits the logarithm of the sum has left."""
+    rng = np.random.default_rng(0)
+    out_a, out_b = rng.standard_normal((2, 2, 3, 4, 8), dtype=np.float32)
+    both = np.full((2, 4, 3), lse, np.float32)
+    arrays = out_a, both, out_b, both
+    out, merged = map(side.get, cupyattn.merge_attention(*map(side.put, arrays)))
+    bound, _ = reference.merge_attention_bound(*arrays)
+    assert reference.error_ratio(out, (out_a.astype(np.float64) + out_b) / 2, bound) <= 1
+    assert_allclose(merged, both + np.log(2), rtol=2**-22)
+
+
+@everywhere
+@pytest.mark.parametrize("other", [0.0, -np.inf, np.inf])
+@pytest.mark.parametrize("lse", [np.inf, np.nan])
+def test_infinite_or_missing_lse_gives_nan(side, lse, other):
+    """In its row alone, whichever part has it."""
+    out = np.ones((1, 2, 1, 8), np.float32)
+    without = np.array([[[other, 0.0]]], np.float32)
+    with_it = np.array([[[lse, 0.0]]], np.float32)
+    for lses in ((with_it, without), (without, with_it)):
+        arrays = map(side.put, (out, lses[0], out, lses[1]))
+        merged, found = map(side.get, cupyattn.merge_attention(*arrays))
+        assert np.isnan(merged[0, 0]).all()
+        assert np.isnan(found[0, 0, 0])
+        assert (merged[0, 1] == 1).all()
+        assert np.isfinite(found[0, 0, 1])
 
 
 def test_float16_parts_do_not_overflow():

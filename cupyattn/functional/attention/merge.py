@@ -38,7 +38,7 @@ def merge_attention(
         be in float32 where others are in 16 bits.
     lse_a : array (B, H, S), float32 (float64 for float64 arrays)
         The log-sum-exp that belongs to it, as ``return_lse=True`` gives it. Where it is -inf the
-        part saw no key, and out_a is not read.
+        part saw no key, and out_a is not read. Where it is +inf or NaN both results are NaN.
     out_b, lse_b : array
         The same of the other part.
     out : (out, lse), optional

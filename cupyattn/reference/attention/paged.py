@@ -105,17 +105,20 @@ def merge_attention(
 ) -> tuple[Float64, Float64]:
     """Attention to the keys of both parts: weights are exp(lse_part - lse).
 
-    A part whose lse is -inf has no part in the result, whatever its out is.
+    They are normalised by their sum: an lse of both that is large has no digits left for its
+    logarithm. A part whose lse is -inf has no part in the result, whatever its out is. An lse of
+    +inf or NaN gives NaN.
     """
     a, b = (np.asarray(lse, np.float64) for lse in (lse_a, lse_b))
-    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        lse = np.logaddexp(a, b)
+    with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
+        top = np.maximum(a, b)
+        weights = [np.where(np.isneginf(lse), 0.0, np.exp(lse - top)) for lse in (a, b)]
+        total = weights[0] + weights[1]
         out = np.zeros(out_a.shape)
-        for part, part_lse in ((out_a, a), (out_b, b)):
-            weight = np.where(np.isneginf(part_lse), 0.0, np.exp(part_lse - lse))
-            weight = np.swapaxes(weight, 1, 2)[..., None]
+        for part, of_part in zip((out_a, out_b), weights, strict=True):
+            weight = np.swapaxes(of_part / np.where(total == 0, 1.0, total), 1, 2)[..., None]
             out += np.where(weight == 0, 0.0, weight * np.asarray(part, np.float64))
-    return out, lse
+        return out, top + np.log(total)
 
 
 def merge_attention_bound(
