@@ -49,7 +49,9 @@ def gelu(x: Array, /, *, approximate: str = "none", out: Array | None = None) ->
     -----
     Hendrycks and Gimpel, "Gaussian error linear units", arXiv:1606.08415. float32 inside, one
     rounding. Small results, far to the left, keep their relative accuracy, which ``1 + erf`` and
-    ``1 + tanh`` lose by cancellation.
+    ``1 + tanh`` lose by cancellation, down to 2**-118 (3e-36). Nearer to 0 a result may be 0,
+    because float32 exponentials are flushed to 0 below 2**-126: gelu(-13), which is -8e-38, is -0.
+    The gradient has the same limit before it is multiplied by dout. float64 arrays have none.
 
     Examples
     --------
@@ -130,7 +132,8 @@ def silu(x: Array, /, *, out: Array | None = None) -> Array:
     Notes
     -----
     Hendrycks and Gimpel, arXiv:1606.08415, section 4; Ramachandran, Zoph and Le,
-    arXiv:1710.05941. float32 inside, one rounding.
+    arXiv:1710.05941. float32 inside, one rounding. Results nearer to 0 than 2**-118 (3e-36) may be
+    0, as of `gelu`: silu(-88), which is -5e-37, is -0.
 
     Examples
     --------

@@ -54,6 +54,8 @@ def swiglu(gate: Array, up: Array | None = None, /, *, out: Array | None = None)
     Notes
     -----
     Shazeer, "GLU variants improve transformer", arXiv:2002.05202. float32 inside, one rounding.
+    Where silu(gate) is nearer to 0 than 2**-118 (3e-36) it may count as 0, as `gelu` documents,
+    however large up is.
 
     Examples
     --------
@@ -144,6 +146,7 @@ def geglu(
     Notes
     -----
     Shazeer, "GLU variants improve transformer", arXiv:2002.05202. float32 inside, one rounding.
+    Where gelu(gate) is nearer to 0 than 2**-118 (3e-36) it may count as 0, as in `swiglu`.
 
     Examples
     --------

@@ -83,10 +83,11 @@ def linear(
     Notes
     -----
     Products are added in float32, the activation is applied to that sum, and the result is rounded
-    once. float16 runs on tensor cores, where the GPU has any (`device_info`); float32, and
-    bfloat16, which Turing's tensor cores do not take, run in float32 arithmetic. Few rows, of
-    float16 up to 64 on tensor cores, run kernels that stream the weight once. On NumPy
-    arrays of float32 the CPU computes in float32 too, by NumPy's BLAS, and otherwise in float64.
+    once. An activation nearer to 0 than 2**-118 may be 0, as `gelu` documents. float16 runs on
+    tensor cores, where the GPU has any (`device_info`); float32, and bfloat16, which Turing's
+    tensor cores do not take, run in float32 arithmetic. Few rows, of float16 up to 64 on tensor
+    cores, run kernels that stream the weight once. On NumPy arrays of float32 the CPU computes in
+    float32 too, by NumPy's BLAS, and otherwise in float64.
 
     A quantised weight is dequantised on its way to the products, and never stored: to float16 on
     tensor cores, where weights beyond 65504 overflow, to float32 otherwise.

@@ -19,7 +19,7 @@ Errors, with u32 = 2**-24, q = min(p, 1 - p), which the kernels compute, and 1 -
 - p' is q (1 - q) z', or the density e^(-x^2/2) / sqrt(2 pi): g + 12 u32 of itself at most. The
   derivative p + x p' errs by u32 (q g + 5 p + |x p'| (g + 13)), its sum's rounding included.
 - What is below 2**-126 is flushed, here too, so that products with an infinity are NaN on either
-  side: at the most 2**-118 in a value or derivative.
+  side: at the most 2**-118 in a value or derivative. Not of float64, which kernels do not take.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ class Probability(NamedTuple):
 
 def probability(x: ArrayLike, activation: str) -> Probability:
     """Return the p of an activation x p(x): "gelu", "gelu_tanh", "silu" or "relu"."""
+    least = _least(x)
     x = np.asarray(x, dtype=np.float64)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         if activation == "gelu":
-            p, rest = (_flushed(_erfc(sign * x / math.sqrt(2)) / 2) for sign in (-1, 1))
-            density = _flushed(np.exp(-x * x / 2) / math.sqrt(2 * math.pi))
+            p, rest = (_flushed(_erfc(sign * x / math.sqrt(2)) / 2, least) for sign in (-1, 1))
+            density = _flushed(np.exp(-x * x / 2) / math.sqrt(2 * math.pi), least)
             return Probability(p, rest, density, 31 + 1.5 * x * x)
         if activation == "relu":
             p = np.where(np.isnan(x), x, x > 0)
@@ -67,15 +68,20 @@ def probability(x: ArrayLike, activation: str) -> Probability:
             dz = 2 * _SQRT_2_OVER_PI * (1 + 3 * 0.044715 * x * x)
             growth = 7
         t = np.exp(-np.abs(z))
-        larger, smaller = 1 / (1 + t), _flushed(t / (1 + t))
+        larger, smaller = 1 / (1 + t), _flushed(t / (1 + t), least)
         p, rest = np.where(z > 0, (larger, smaller), (smaller, larger))
         slope = np.where(smaller == 0, 0.0, larger * smaller * dz)
         return Probability(p, rest, slope, 8 + growth * np.abs(z))
 
 
-def _flushed(values: object) -> Float64:
+def _least(x: ArrayLike) -> float:
+    """Return the size below which numbers are flushed that are computed from x."""
+    return 0.0 if np.asarray(x).dtype == np.float64 else _SMALLEST
+
+
+def _flushed(values: object, least: float) -> Float64:
     floats = np.asarray(values, dtype=np.float64)
-    return floats * ~(np.abs(floats) < _SMALLEST)  # of its sign
+    return floats * ~(np.abs(floats) < least)  # of its sign
 
 
 def _times(x: Float64, factor: Float64) -> Float64:
@@ -92,8 +98,8 @@ def activation(x: ArrayLike, kind: str) -> Float64:
     >>> activation([-np.inf, 0.0, 1.0], "gelu").round(4)
     array([-0.    ,  0.    ,  0.8413])
     """
-    x = np.asarray(x, dtype=np.float64)
-    return _flushed(_times(x, probability(x, kind).p))
+    p = probability(x, kind).p
+    return _flushed(_times(np.asarray(x, dtype=np.float64), p), _least(x))
 
 
 def activation_derivative(x: ArrayLike, kind: str) -> Float64:
@@ -104,9 +110,8 @@ def activation_derivative(x: ArrayLike, kind: str) -> Float64:
     >>> activation_derivative([-np.inf, 0.0, np.inf], "silu")
     array([0. , 0.5, 1. ])
     """
-    x = np.asarray(x, dtype=np.float64)
     p = probability(x, kind)
-    return p.p + np.clip(x, -_LARGEST, _LARGEST) * p.slope
+    return p.p + np.clip(np.asarray(x, dtype=np.float64), -_LARGEST, _LARGEST) * p.slope
 
 
 def activation_backward(dout: ArrayLike, x: ArrayLike, kind: str) -> Float64:
@@ -132,9 +137,9 @@ def gated_backward(
 
 def activation_error(x: ArrayLike, kind: str) -> Float64:
     """Bound of what a kernel's float32 activation errs by, before it is stored."""
-    x = np.asarray(x, dtype=np.float64)
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         p, rest, _, g = probability(x, kind)
+        x = np.asarray(x, dtype=np.float64)
         value = _times(x, p)
         tail = np.where(np.minimum(p, rest) == 0, 0.0, np.abs(x) * np.minimum(p, rest) * g)
         return U32 * (tail + 5 * np.abs(value)) + _FLUSHED
@@ -142,9 +147,9 @@ def activation_error(x: ArrayLike, kind: str) -> Float64:
 
 def derivative_error(x: ArrayLike, kind: str) -> Float64:
     """Bound of what a kernel's float32 derivative errs by, before it is stored."""
-    x = np.asarray(x, dtype=np.float64)
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         p, rest, slope, g = probability(x, kind)
+        x = np.asarray(x, dtype=np.float64)
         tail = np.where(np.minimum(p, rest) == 0, 0.0, np.minimum(p, rest) * g)
         change = np.where(slope == 0, 0.0, np.abs(x * slope) * (g + 13))
         return U32 * (tail + 5 * p + change) + _FLUSHED
